@@ -1,0 +1,156 @@
+"""What can be tuned about a run, and nothing about what is trained.
+
+A recipe is frozen data, one field a knob. The defaults are article A1's starting point: the public diffusers
+text-to-image LoRA script as downloaded. `recipe.but(num_workers=3)` makes the next recipe, and `new.changes_from(old)`
+prints as the difference, so that every comparison in the course shows what was changed.
+
+A recipe says what the person asked for. `recipe.fitted_to("cpu")` says what a machine without a CUDA device can do of
+it; results always hold the fitted recipe, so that what is on record is what ran.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+
+def knob(default: Any, help: str, choices: tuple[Any, ...] = (), at_least: float | None = None) -> Any:
+    """A dataclass field that knows its documentation and what it accepts."""
+    return field(default=default, metadata={"help": help, "choices": choices, "at_least": at_least})
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Everything tunable about a run. Raises `ValueError` naming the knob, what it got and what it takes."""
+
+    # the data path
+    num_workers: int = knob(0, "DataLoader worker processes; 0 decodes in the training process", at_least=0)
+    persistent_workers: bool = knob(False, "keep the workers from one epoch to the next")
+    prefetch_factor: int = knob(2, "batches each worker holds ready", at_least=1)
+    pin_memory: bool = knob(False, "page-lock batches on the host, so that copies need no staging")
+    non_blocking: bool = knob(False, "let the host run on while a batch is copied to the device")
+    cache: str = knob(
+        "nothing",
+        "what the frozen encoders are asked only once: VAE moments (re-sampled each step), and text embeddings",
+        ("nothing", "latents", "latents+text"),
+    )
+
+    # the optimizer step
+    micro_batch: int = knob(1, "examples in one forward and backward pass", at_least=1)
+    accumulation: int = knob(4, "micro-batches in one optimizer step", at_least=1)
+    optimizer: str = knob("adamw", "adamw as PyTorch picks it, or its single-kernel form", ("adamw", "adamw-fused"))
+    learning_rate: float = knob(1e-4, "constant learning rate", at_least=0)
+    max_grad_norm: float = knob(1.0, "gradients are scaled down to this norm", at_least=0)
+
+    # the adapter
+    rank: int = knob(4, "rank r of the LoRA matrices", at_least=1)
+    adapter: str = knob(
+        "peft",
+        "peft: PEFT's layers; plain: the two products written out; grouped: projections of one input share products",
+        ("peft", "plain", "grouped"),
+    )
+
+    # how the computation is driven
+    precision: str = knob(
+        "fp16",
+        "fp32; or frozen weights and matrix products in fp16 (autocast, loss scaling) or bf16 (autocast)",
+        ("fp32", "fp16", "bf16"),
+    )
+    driver: str = knob(
+        "accelerate",
+        "who drives the step: the accelerate library, plain PyTorch, or one CUDA graph of the whole optimizer step",
+        ("accelerate", "eager", "graph"),
+    )
+    compile: str = knob(
+        "off",
+        "torch.compile's mode",
+        ("off", "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"),
+    )
+    compile_scope: str = knob(
+        "model",
+        "what is compiled: the trained model, its repeated blocks one by one, or the frozen encoders as well",
+        ("model", "blocks", "everything"),
+    )
+    memory_format: str = knob("contiguous", "layout of images and convolution weights", ("contiguous", "channels_last"))
+    attention: str = knob(
+        "auto", "the attention kernel: PyTorch's choice, or the named one", ("auto", "math", "flash", "efficient", "cudnn")
+    )
+    logging: str = knob(
+        "synchronous",
+        "synchronous: read the loss each micro-step and write each step; ring-buffer: keep it on the device, write later",
+        ("synchronous", "ring-buffer"),
+    )
+    seed: int = knob(0, "seed of weights, data order and noise", at_least=0)
+
+    def __post_init__(self) -> None:
+        for spec in dataclasses.fields(self):
+            _check(spec, getattr(self, spec.name))
+        if self.persistent_workers and self.num_workers == 0:
+            raise ValueError("persistent_workers=True needs num_workers of 1 or more: there is no worker to keep.")
+        if self.driver == "graph" and self.logging == "synchronous":
+            raise ValueError(
+                "driver='graph' captures the whole optimizer step, and reading the loss inside it would need the host. "
+                "Use logging='ring-buffer'."
+            )
+        if self.driver == "graph" and self.compile in ("reduce-overhead", "max-autotune"):
+            raise ValueError(
+                f"compile={self.compile!r} makes CUDA graphs of its own, and one graph can't be captured inside another. "
+                "Use compile='default' or 'max-autotune-no-cudagraphs' with driver='graph'."
+            )
+
+    def but(self, **changes: Any) -> Recipe:
+        """The same recipe with some knobs set differently."""
+        known = {spec.name for spec in dataclasses.fields(self)}
+        for name in changes:
+            if name not in known:
+                raise ValueError(f"{name!r} is not a knob of a recipe. The knobs are: {', '.join(sorted(known))}.")
+        return dataclasses.replace(self, **changes)
+
+    def changes_from(self, other: Recipe) -> dict[str, tuple[Any, Any]]:
+        """Knob -> (value in `other`, value here), for the knobs that differ."""
+        pairs = ((s.name, getattr(other, s.name), getattr(self, s.name)) for s in dataclasses.fields(self))
+        return {name: (before, after) for name, before, after in pairs if before != after}
+
+    def fitted_to(self, device: str) -> Recipe:
+        """What a `device` ("cuda" or "cpu") can do of this recipe.
+
+        A CPU has no tensor cores that take fp16, no CUDA graphs, no page-locked copies and no fused-attention choice:
+        there, precision becomes fp32, the graph driver the eager one, and compilation keeps only its default mode.
+        """
+        if device == "cuda":
+            return self
+        return self.but(
+            precision="fp32",
+            driver="eager" if self.driver == "graph" else self.driver,
+            compile="off" if self.compile == "off" else "default",
+            pin_memory=False,
+            non_blocking=False,
+            attention="auto",
+        )
+
+    @property
+    def examples_per_step(self) -> int:
+        """Examples one optimizer step consumes."""
+        return self.micro_batch * self.accumulation
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data for results.jsonl."""
+        return dataclasses.asdict(self)
+
+
+def _check(spec: dataclasses.Field, value: Any) -> None:
+    """Raise `ValueError` unless `value` has the type of the knob's default and is among what the knob takes."""
+    kind = type(spec.default)
+    right_type = isinstance(value, int | float) and not isinstance(value, bool) if kind is float else type(value) is kind
+    if not right_type:
+        raise ValueError(f"{spec.name}={value!r} is a {type(value).__name__}; this knob takes a {kind.__name__}.")
+    choices, at_least = spec.metadata["choices"], spec.metadata["at_least"]
+    if choices and value not in choices:
+        raise ValueError(f"{spec.name}={value!r} is not known. Choose one of: {', '.join(map(repr, choices))}.")
+    if at_least is not None and not value >= at_least:
+        raise ValueError(f"{spec.name}={value!r} is too small: it must be {at_least} or more.")
+
+
+STOCK = Recipe()
+"""Article A1's starting point: the public diffusers script with its defaults, micro-batch 1, accumulation 4, fp16."""

@@ -1,0 +1,169 @@
+"""Runs on record: one JSON object a line, appended and flushed one by one, so that nothing measured is ever lost.
+
+What does not apply to a run is absent from its record, never 0. Raw samples stand beside their summary.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import os
+import subprocess
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+SCHEMA = 1
+REPOSITORY = Path(__file__).resolve().parent.parent
+REFERENCE = REPOSITORY / "reference" / "h200" / "results.jsonl"
+LANES = ("article", "same work", "same mathematics")
+PACKAGES = ("torch", "transformers", "diffusers", "peft", "accelerate", "datasets", "bitsandbytes", "triton", "numpy")
+
+
+@dataclass
+class Run:
+    """What one recipe did on one workload at one scale on one machine.
+
+    `metrics` holds summaries ({"median", "p10", "p90", "n"}) and single numbers, `samples` the raw series behind them.
+    Units are in the names: `_ms`, `_s`, `_gb` (10^9 bytes), `_per_s`; ratios (`gpu_busy`, `mfu`) lie in 0..1.
+    `status` is "ok", "oom", "skipped: why" or "error: what".
+    """
+
+    lab: str
+    run: str
+    lane: str = "article"
+    workload: str = ""
+    scale: str = "tiny"
+    weights: str = "random"
+    data: str = "generated"
+    status: str = "ok"
+    recipe: dict[str, Any] = field(default_factory=dict)
+    metrics: dict[str, Any] = field(default_factory=dict)
+    samples: dict[str, list[float]] = field(default_factory=dict)
+    machine: dict[str, Any] = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=dict)
+    commit: str = ""
+    at: str = ""
+
+    @property
+    def ok(self) -> bool:
+        return self.status == "ok"
+
+    def metric(self, name: str) -> float | None:
+        """The metric's number (the median where it is a summary), or None where it does not apply."""
+        value = self.metrics.get(name)
+        return value.get("median") if isinstance(value, dict) else value
+
+    def record(self) -> dict[str, Any]:
+        """The JSON object of results.jsonl; empty fields are left out."""
+        return {"schema": SCHEMA} | {k: v for k, v in vars(self).items() if v not in ("", {}, [])}
+
+
+def summarise(samples: Sequence[float]) -> dict[str, float]:
+    """Median, 10th and 90th percentile and count of `samples`. Raises `ValueError` where there is none."""
+    if not samples:
+        raise ValueError("No samples to summarise: the run measured nothing.")
+    ordered = sorted(samples)
+    return {"median": _quantile(ordered, 0.5), "p10": _quantile(ordered, 0.1), "p90": _quantile(ordered, 0.9), "n": len(ordered)}
+
+
+def _quantile(ordered: Sequence[float], q: float) -> float:
+    """Linear interpolation between the closest ranks, as numpy's default."""
+    place = q * (len(ordered) - 1)
+    low = math.floor(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (place - low) * (ordered[high] - ordered[low])
+
+
+class Results:
+    """A results.jsonl that is only ever appended to. Raises `PermissionError` or `NotADirectoryError` at once if it can't be."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self.path = Path(folder) / "results.jsonl"
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("ab"):
+            pass
+
+    def append(self, run: Run | dict[str, Any]) -> None:
+        """Write one record and flush it to the disk. Raises `ValueError` for NaN or infinity, which JSON lacks."""
+        record = run.record() if isinstance(run, Run) else {"schema": SCHEMA} | run
+        line = json.dumps(record, allow_nan=False, ensure_ascii=False)
+        torn = self.path.stat().st_size > 0 and not self.path.read_bytes().endswith(b"\n")
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(("\n" if torn else "") + line + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+    def done(self, lab: str, **stamp: Any) -> None:
+        """Mark the lab as run to its end."""
+        self.append({"lab": lab, "status": "done", "at": now()} | stamp)
+
+
+def read_records(path: str | Path) -> list[dict[str, Any]]:
+    """All records of a results.jsonl or of the folder that holds it.
+
+    A line that is torn (a run was killed while writing) or is not an object is passed over: what was whole stays usable.
+    Returns [] where there is no such file.
+    """
+    path = Path(path)
+    path = path / "results.jsonl" if path.is_dir() else path
+    if not path.exists():
+        return []
+    records = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        if isinstance(record, dict):
+            records.append(record)
+    return records
+
+
+def read_runs(path: str | Path, lab: str | None = None) -> dict[tuple[str, str], Run]:
+    """(lab, run) -> the last Run recorded under that name; the newest record wins."""
+    return runs_of(read_records(path), lab)
+
+
+def runs_of(records: Iterable[dict[str, Any]], lab: str | None = None) -> dict[tuple[str, str], Run]:
+    """(lab, run) -> Run out of `records`; records that are not runs (predictions, "done") are left out."""
+    known = set(Run.__dataclass_fields__)
+    runs = {}
+    for record in records:
+        if "run" in record and lab in (None, record.get("lab")):
+            runs[record["lab"], record["run"]] = Run(**{k: v for k, v in record.items() if k in known})
+    return runs
+
+
+def now() -> str:
+    """This moment in UTC, to the second."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+@functools.cache
+def versions() -> dict[str, str]:
+    """Versions of the packages that results depend on, without importing them."""
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+@functools.cache
+def commit() -> str:
+    """The commit of this checkout ("+" after it: with local changes), LABUTILS_COMMIT where there is no checkout."""
+    if given := os.environ.get("LABUTILS_COMMIT"):
+        return given
+    git = ["git", "-C", str(REPOSITORY)]
+    head = subprocess.run([*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=False)
+    if head.returncode != 0:
+        return "unknown"
+    dirty = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True, check=False).stdout.strip()
+    return head.stdout.strip() + ("+" if dirty else "")
