@@ -1,0 +1,267 @@
+"""Captioned images on their way into training, with the operations and at the cost of the public diffusers script.
+
+That script builds its transforms from torchvision, which has no wheel that fits a CPU build of torch. Here the same
+operations are written with Pillow and torch, in the same order: convert to RGB, resize the shorter side (Lanczos), crop,
+uint8 tensor, channels first, / 255 in float32, subtract and divide. Nothing is fused or skipped: most of a stock step's
+wait for data is spent in these lines, and the labs measure it. Where torchvision is installed a test compares bit by bit.
+
+Everything a DataLoader worker needs is a class or function of this module: workers that are started afresh import it, and
+they could not import what a notebook's cell defines.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch.utils.data import DataLoader, Sampler
+
+from labutils.recipe import Recipe
+
+if TYPE_CHECKING:
+    import datasets
+
+HUB_DATASET = "lambdalabs/naruto-blip-captions"
+RESOLUTION = 512
+
+
+# ---------------------------------------------------------------------------------------------- the dataset
+
+
+def captioned_images(cache_dir: str | Path, count: int, data: str = "generated", seed: int = 0) -> datasets.Dataset:
+    """`count` images with captions: columns `image` (decoded when read) and `text`.
+
+    `data="generated"` draws PNG files like the real ones once into `cache_dir`; `data="hub"` loads the first `count` of
+    `lambdalabs/naruto-blip-captions`. Raises `ConnectionError` where the hub's dataset can't be had, `ValueError` for a
+    source it does not know.
+    """
+    if count < 1:
+        raise ValueError(f"count={count}: a dataset needs at least 1 image.")
+    if data == "generated":
+        return _generated(Path(cache_dir), count, seed)
+    if data == "hub":
+        return _from_hub(Path(cache_dir), count)
+    raise ValueError(f"data={data!r} is not known. Choose 'generated' (drawn here) or 'hub' (the real dataset).")
+
+
+def _generated(cache_dir: Path, count: int, seed: int) -> datasets.Dataset:
+    import datasets
+
+    from labutils.data import drawings
+
+    folder = cache_dir / "images" / f"drawn-v{drawings.VERSION}-seed{seed}"
+    paths = drawings.draw_images(folder, count, seed)
+    columns = {"image": [str(path) for path in paths], "text": [drawings.caption(i, seed) for i in range(count)]}
+    return datasets.Dataset.from_dict(
+        columns, features=datasets.Features({"image": datasets.Image(), "text": datasets.Value("string")})
+    )
+
+
+def _from_hub(cache_dir: Path, count: int) -> datasets.Dataset:
+    import datasets
+
+    try:
+        whole = datasets.load_dataset(HUB_DATASET, split="train", cache_dir=str(cache_dir / "hub"))
+    except Exception as error:  # offline, a proxy, a moved dataset: the libraries raise some ten different types
+        raise ConnectionError(
+            f"{HUB_DATASET} could not be loaded ({type(error).__name__}: {error}). The real dataset needs the network once. "
+            'Use data="generated" (-p data generated), or download it on a connected machine with '
+            f"`hf download --repo-type dataset {HUB_DATASET}` and copy its cache folder here (HF_HOME names it)."
+        ) from error
+    if count > len(whole):
+        raise ValueError(f"{HUB_DATASET} has {len(whole)} images; {count} were asked for.")
+    return whole.select(range(count))
+
+
+# ---------------------------------------------------------------------------------------------- the transforms
+
+
+def resize(image: Image.Image, resolution: int) -> Image.Image:
+    """Scale so that the shorter side has `resolution` pixels (Lanczos); the longer side is rounded down."""
+    width, height = image.size
+    short, long = min(width, height), max(width, height)
+    if short == resolution:
+        return image
+    other = int(resolution * long / short)
+    return image.resize((resolution, other) if width <= height else (other, resolution), Image.Resampling.LANCZOS)
+
+
+def random_crop(image: Image.Image, resolution: int) -> Image.Image:
+    """A `resolution` x `resolution` window at a random place. Draws no random number where the image is that size."""
+    width, height = image.size
+    top = left = 0
+    if (width, height) != (resolution, resolution):
+        top = int(torch.randint(0, height - resolution + 1, size=(1,)).item())
+        left = int(torch.randint(0, width - resolution + 1, size=(1,)).item())
+    return image.crop((left, top, left + resolution, top + resolution))
+
+
+def to_tensor(image: Image.Image) -> torch.Tensor:
+    """An RGB image as float32 [3, height, width] in 0..1."""
+    pixels = torch.from_numpy(np.array(image, np.uint8, copy=True))
+    pixels = pixels.permute((2, 0, 1)).contiguous()
+    return pixels.to(dtype=torch.float32).div(255)
+
+
+def normalize(pixels: torch.Tensor) -> torch.Tensor:
+    """From 0..1 to -1..1: the mean 0.5 subtracted, then divided by the deviation 0.5, channel by channel."""
+    pixels = pixels.clone()
+    mean = torch.as_tensor([0.5, 0.5, 0.5], dtype=pixels.dtype).view(-1, 1, 1)
+    deviation = torch.as_tensor([0.5, 0.5, 0.5], dtype=pixels.dtype).view(-1, 1, 1)
+    return pixels.sub_(mean).div_(deviation)
+
+
+class Preprocess:
+    """What the script does to a batch of rows when it is read: images to tensors, captions to token ids.
+
+    Called by `datasets` with {"image": [PIL], "text": [str]}; adds "pixel_values" (float32 [3, resolution, resolution] in
+    -1..1, one each) and "input_ids" (int64 [n, tokens]).
+    """
+
+    def __init__(self, tokenizer: Callable[..., Any], resolution: int = RESOLUTION) -> None:
+        self.tokenizer = tokenizer
+        self.resolution = resolution
+
+    def __call__(self, rows: dict[str, list]) -> dict[str, Any]:
+        images = [image.convert("RGB") for image in rows["image"]]
+        rows["pixel_values"] = [self.pixels(image) for image in images]
+        rows["input_ids"] = self.token_ids(list(rows["text"]))
+        return rows
+
+    def pixels(self, image: Image.Image) -> torch.Tensor:
+        """float32 [3, resolution, resolution] in -1..1 of an RGB image."""
+        return normalize(to_tensor(random_crop(resize(image, self.resolution), self.resolution)))
+
+    def token_ids(self, captions: list[str]) -> torch.Tensor:
+        """int64 [captions, model_max_length], padded and cut to the length that the text encoder takes."""
+        length = self.tokenizer.model_max_length
+        return self.tokenizer(
+            captions, max_length=length, padding="max_length", truncation=True, return_tensors="pt"
+        ).input_ids
+
+
+def image_text_dataset(
+    images: datasets.Dataset, tokenizer: Callable[..., Any], resolution: int = RESOLUTION
+) -> datasets.Dataset:
+    """`images` (columns image, text) that decode, transform and tokenise whenever a row is read."""
+    return images.with_transform(Preprocess(tokenizer, resolution))
+
+
+def collate(examples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    """{"pixel_values": float32 [b, 3, h, w], "input_ids": int64 [b, tokens]} of `b` examples."""
+    pixel_values = torch.stack([example["pixel_values"] for example in examples])
+    pixel_values = pixel_values.to(memory_format=torch.contiguous_format).float()
+    input_ids = torch.stack([example["input_ids"] for example in examples])
+    return {"pixel_values": pixel_values, "input_ids": input_ids}
+
+
+# ---------------------------------------------------------------------------------------------- the loader
+
+
+class EpochOrder(Sampler[int]):
+    """A random order of 0 .. `length` - 1 that depends on (`seed`, epoch) alone, so that a run can resume anywhere.
+
+    `set_epoch(epoch, start)` chooses the next epoch's order, the first `start` examples left out (they were trained on
+    before the interruption). Iterating does not go on to the next epoch by itself.
+    """
+
+    def __init__(self, length: int, seed: int = 0, epoch: int = 0, start: int = 0) -> None:
+        self.length = length
+        self.seed = seed
+        self.set_epoch(epoch, start)
+
+    def set_epoch(self, epoch: int, start: int = 0) -> None:
+        """Choose the epoch and how many of its examples to leave out. Raises `ValueError` where none would be left."""
+        if not 0 <= start < self.length:
+            raise ValueError(f"start={start}: an epoch of {self.length} examples can start at 0 to {self.length - 1}.")
+        self.epoch = epoch
+        self.start = start
+
+    def __iter__(self) -> Iterator[int]:
+        order = np.random.default_rng([self.seed, self.epoch]).permutation(self.length)
+        return iter(order[self.start :].tolist())
+
+    def __len__(self) -> int:
+        return self.length - self.start
+
+
+def make_loader(
+    dataset: Any,
+    recipe: Recipe,
+    *,
+    collate_fn: Callable[[list], Any] = collate,
+    epoch: int = 0,
+    start: int = 0,
+) -> DataLoader:
+    """The script's DataLoader with the recipe's knobs: shuffled, micro-batches, the last one short, default start method.
+
+    The order depends on (`recipe.seed`, epoch) alone: `loader.sampler.set_epoch(epoch, start)` chooses the next one. The
+    loader draws its workers' seeds from a generator of its own, so that the noise drawn in training does not depend on
+    the number of workers.
+    """
+    workers: dict[str, Any] = {}
+    if recipe.num_workers:
+        # Each worker is forked, and the tokenizers library warns at every fork after it has used its threads once;
+        # one caption at a time leaves them nothing to do.
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+        workers = {"persistent_workers": recipe.persistent_workers, "prefetch_factor": recipe.prefetch_factor}
+    return DataLoader(
+        dataset,
+        batch_size=recipe.micro_batch,
+        sampler=EpochOrder(len(dataset), recipe.seed, epoch, start),
+        collate_fn=collate_fn,
+        num_workers=recipe.num_workers,
+        pin_memory=recipe.pin_memory,
+        generator=torch.Generator().manual_seed(recipe.seed),
+        **workers,
+    )
+
+
+# ---------------------------------------------------------------------------------------------- what a row costs
+
+
+def decode_ms(dataset: datasets.Dataset, n: int = 16) -> dict[str, list[float]]:
+    """Milliseconds of one thread for each of `n` rows of `dataset` (made by `image_text_dataset`), part by part.
+
+    "decode" (open the file, inflate, unfilter), "convert" (to RGB), "resize" (Lanczos, and the crop), "tensor" (to
+    float32 in -1..1), "tokenise", and "all". Files that were just drawn come from the page cache, not the disk.
+    """
+    preprocess = dataset.format["format_kwargs"]["transform"]
+    rows = dataset.with_format(None)
+    samples: dict[str, list[float]] = {name: [] for name in ("decode", "convert", "resize", "tensor", "tokenise", "all")}
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as in a DataLoader worker
+    try:
+        for index in range(n):
+            for name, ms in _row_ms(rows, index % len(rows), preprocess).items():
+                samples[name].append(ms)
+    finally:
+        torch.set_num_threads(threads)
+    return samples
+
+
+def _row_ms(rows: datasets.Dataset, index: int, preprocess: Preprocess) -> dict[str, float]:
+    """Milliseconds of each part of reading row `index`."""
+    marks = [time.perf_counter()]
+
+    def mark() -> None:
+        marks.append(time.perf_counter())
+
+    row = rows[index]
+    mark()
+    image = row["image"].convert("RGB")
+    mark()
+    image = random_crop(resize(image, preprocess.resolution), preprocess.resolution)
+    mark()
+    normalize(to_tensor(image))
+    mark()
+    preprocess.token_ids([row["text"]])
+    mark()
+    parts = [1e3 * (after - before) for before, after in zip(marks, marks[1:], strict=False)]
+    return dict(zip(("decode", "convert", "resize", "tensor", "tokenise"), parts, strict=True)) | {"all": sum(parts)}

@@ -1,0 +1,75 @@
+"""The text encoder's tokenizer: the real CLIP one, or one of the same class and size that needs no download."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import CLIPTokenizer
+
+HUB_MODEL = "stable-diffusion-v1-5/stable-diffusion-v1-5"
+VOCABULARY = 49408
+START, END = "<|startoftext|>", "<|endoftext|>"
+MAX_LENGTH = 77
+
+
+def clip_tokenizer(weights: str = "random", cache_dir: str | Path | None = None) -> CLIPTokenizer:
+    """The tokenizer of Stable Diffusion 1.5's text encoder.
+
+    `weights="hub"` loads it; `weights="random"` makes one from the words of the generated captions: the same class,
+    algorithm, special ids (49406, 49407), length (77 tokens) and vocabulary size, hence the same cost, but other ids.
+    Raises `ConnectionError` where the hub's can't be had, `ValueError` for weights it does not know.
+    """
+    if weights == "random":
+        return _local()
+    if weights == "hub":
+        return _from_hub(cache_dir)
+    raise ValueError(f"weights={weights!r} is not known. Choose 'random' (no download) or 'hub' (the real ones).")
+
+
+def _from_hub(cache_dir: str | Path | None) -> CLIPTokenizer:
+    from transformers import CLIPTokenizer
+
+    try:
+        return CLIPTokenizer.from_pretrained(HUB_MODEL, subfolder="tokenizer", cache_dir=cache_dir)
+    except Exception as error:  # offline, a proxy, a gated model: the libraries raise several types
+        raise ConnectionError(
+            f"The tokenizer of {HUB_MODEL} could not be loaded ({type(error).__name__}: {error}). It needs the network "
+            'once. Use weights="random" (-p weights random), or fetch the model on a connected machine with '
+            f"`hf download {HUB_MODEL}` and copy its cache folder here (HF_HOME names it)."
+        ) from error
+
+
+@functools.cache
+def _local() -> CLIPTokenizer:
+    from transformers import CLIPTokenizer
+
+    vocabulary, merges = _learned()
+    for index in range(len(vocabulary), VOCABULARY - 2):
+        vocabulary[f"unused{index}</w>"] = index
+    vocabulary |= {START: VOCABULARY - 2, END: VOCABULARY - 1}
+    return CLIPTokenizer(vocab=vocabulary, merges=merges, model_max_length=MAX_LENGTH)
+
+
+def _learned() -> tuple[dict[str, int], list[tuple[str, str]]]:
+    """Byte-pair merges learned from generated captions: token -> id (0, 1, 2 ...) and the merges in their order."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+    from transformers import CLIPTokenizer
+
+    from labutils.data.drawings import caption
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = CLIPTokenizer().backend_tokenizer  # how CLIP cleans a text and cuts it into words
+    tokenizer = Tokenizer(models.BPE(end_of_word_suffix="</w>"))
+    tokenizer.normalizer, tokenizer.pre_tokenizer = words.normalizer, words.pre_tokenizer
+    trainer = trainers.BpeTrainer(
+        vocab_size=4096, initial_alphabet=letters, end_of_word_suffix="</w>", show_progress=False
+    )
+    tokenizer.train_from_iterator((caption(index) for index in range(500)), trainer)
+    model = json.loads(tokenizer.to_str())["model"]
+    final = [letter + "</w>" for letter in letters]  # any byte may end a word
+    tokens = dict.fromkeys([*letters, *final, *sorted(model["vocab"], key=model["vocab"].get)])
+    return {token: index for index, token in enumerate(tokens)}, [tuple(pair) for pair in model["merges"]]
