@@ -31,6 +31,16 @@ WEIGHTS_FILE = "adapter_model.safetensors"
 CONFIG_FILE = "adapter_config.json"
 DIFFUSERS_FILE = "pytorch_lora_weights.safetensors"
 PEFT_PREFIX = "base_model.model."
+BEYOND_LORA = (
+    "use_dora",
+    "use_rslora",
+    "rank_pattern",
+    "alpha_pattern",
+    "lora_bias",
+    "modules_to_save",
+    "fan_in_fan_out",
+)
+"""Fields of PEFT's configuration which, when set, mean another computation than the one here."""
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -64,7 +74,7 @@ class LoRALinear(nn.Module):
         self.set_adapter(name)
 
     def set_adapter(self, name: str) -> None:
-        """Use the adapter `name`, and train it alone."""
+        """Use the adapter `name`, and train it alone; a layer that hasn't got it computes what its base does."""
         self.active_adapter = name
         for products in (self.lora_A, self.lora_B):
             for other, product in products.items():
@@ -72,17 +82,17 @@ class LoRALinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.base_layer(x)
-        if self.merged:
+        name = self.active_adapter
+        if self.merged or name not in self.scaling:
             return y
-        scale = self.scaling[self.active_adapter]
-        h = F.linear(x, self.lora_A[self.active_adapter].weight.to(x.dtype))  # (..., r)
-        h = h if scale == 1 else h * scale  # scaled here, where it has r columns and not `out`
-        return y + F.linear(h, self.lora_B[self.active_adapter].weight.to(h.dtype))
+        h = F.linear(x, self.lora_A[name].weight.to(x.dtype))  # (..., r)
+        h = h if self.scaling[name] == 1 else h * self.scaling[name]  # scaled where it has r columns and not `out`
+        return y + F.linear(h, self.lora_B[name].weight.to(h.dtype))
 
     @torch.no_grad()
     def merge(self) -> None:
         """W <- W + alpha/r B A: from here the layer costs what its base does, and its adapter gets no gradient."""
-        if not self.merged:
+        if not self.merged and self.active_adapter in self.scaling:
             self.base_layer.weight.add_(self._update())
             self.merged = True
 
@@ -154,6 +164,8 @@ def attach_lora(
         seed = int(torch.randint(2**62, ()))
     with torch.random.fork_rng(devices=[]):  # layers draw weights as they are built; those draws are thrown away
         KINDS[kind](module, names, rank, alpha, name, init)
+    for layer in lora_layers(module).values():
+        layer.set_adapter(name)
     _initialise(module, name, init, seed)
     trained = {id(p) for layer in lora_layers(module).values() for p in _matrices(layer, name)}
     for parameter in module.parameters():
@@ -202,7 +214,6 @@ def _attach_peft(module: nn.Module, names: list[str], rank: int, alpha: float, a
     else:
         inject_adapter_in_model(config, module, adapter)
     for layer in lora_layers(module).values():
-        layer.set_adapter(adapter)
         for matrix in _matrices(layer, adapter):  # PEFT made them in the base weights' dtype
             matrix.data = matrix.data.to(torch.float64 if matrix.dtype == torch.float64 else torch.float32)
 
@@ -257,8 +268,12 @@ def adapter_state(module: nn.Module, name: str = "default") -> dict[str, Tensor]
 
 
 def switch(module: nn.Module, name: str) -> None:
-    """Use the adapter `name` on the layers that have it, and train it alone. `ValueError` while one is merged."""
-    layers = _layers_with(module, name)
+    """Use the adapter `name` in the whole model, and train it alone: layers that haven't got it are as their base is.
+
+    Raises `ValueError` where no layer has it, and while an adapter is merged.
+    """
+    _layers_with(module, name)
+    layers = lora_layers(module)
     if any(layer.merged for layer in layers.values()):
         raise ValueError(
             "An adapter is merged into the base weights. Call unmerge(module) before switching to another."
@@ -436,6 +451,8 @@ def _read_adapter(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     missing = {"r", "lora_alpha"} - (config.keys() if isinstance(config, dict) else set())
     if missing or not state:
         raise ValueError(f"The adapter in {folder} says no {', '.join(sorted(missing)) or 'weights'}. Save it again.")
+    if special := [f"{key}={config[key]!r}" for key in BEYOND_LORA if config.get(key)]:
+        raise ValueError(f"The adapter in {folder} is more than LoRA ({', '.join(special)}). Load it with PEFT itself.")
     if written_with and any(written_with[key] != config[key] for key in ("r", "lora_alpha", "target_modules")):
         raise ValueError(
             f"{CONFIG_FILE} and {WEIGHTS_FILE} in {folder} belong to two different adapters: a save was cut off "
