@@ -1,7 +1,7 @@
 """What the articles claim, as plain data: every published statement with its number, and how the course tests it.
 
-Floor 0: this package knows nothing of torch and nothing of how a verdict is reached. A claim names its judge; the judges
-themselves are in `labutils.claims`.
+Floor 0: this package knows nothing of torch and nothing of how a verdict is reached. A claim names its judge; the
+judges themselves are in `labutils.claims`.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ Two things to know when reading the verdicts:
 - The article says "a step" without saying whether it means a micro-step (one image) or an optimizer step (four
   micro-steps, accumulated). The course's `step_ms` is always an optimizer step. Ratios don't care; the judge of the one
   absolute time tries both readings and says which one fits.
-- Where the article names an effect and a cause, there are two claims. The effect can be confirmed and the cause refuted.
+- Where the article names an effect and a cause, there are two claims: the one may hold without the other.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _LORA = (
         id="A1.lora.base-untouched",
         article="A1",
         section="LoRA",
-        statement="LoRA leaves the pretrained weight as it is and trains only the difference, a product of two thin matrices.",
+        statement="LoRA leaves the pretrained weight as it is and trains the difference only, as two thin matrices.",
         says="W stays, BA is trained",
         lab="01",
         runs=("equivalence",),
@@ -128,7 +128,7 @@ _STOCK = (
         id="A1.stock.data",
         article="A1",
         section="The bottlenecks",
-        statement="First bottleneck: before the forward pass the GPU waits while the CPU reads, decodes and resizes images.",
+        statement="First bottleneck: before the forward pass the GPU waits while the CPU reads and prepares images.",
         says="much of the step",
         lab="02",
         runs=("stock",),
@@ -141,7 +141,7 @@ _STOCK = (
         id="A1.stock.launches",
         article="A1",
         section="The bottlenecks",
-        statement="Second bottleneck: in the forward pass Python launches many tiny pieces, and the GPU waits between them.",
+        statement="Second bottleneck: in the forward pass Python drives many tiny modules, and the GPU waits.",
         says="GPU waits between many small modules",
         lab="02",
         runs=("stock",),
@@ -245,7 +245,7 @@ _WORKERS = (
         lab="03",
         runs=("shm=tiny",),
         judge="fails",
-        how={"run": "shm=tiny", "words": ("shared memory", "shm", "bus error")},
+        how={"run": "shm=tiny", "words": ("shared memory", "shm", "bus error", "no space left")},
         needs="any",
     ),
     Claim(
@@ -301,7 +301,7 @@ _COMPILE = (
         judge="count",
         how={"run": "compile", "metrics": ("compiled_regions",)},
         needs="any",
-        note="compiled_regions counts Torch-Compiled Region events of one forward pass: a graph break makes it more than one.",
+        note="compiled_regions: Torch-Compiled Region events in one forward pass. A graph break makes them more than one.",
     ),
     Claim(
         id="A1.compile.fewer-kernels",
@@ -369,7 +369,7 @@ _PIN = (
         id="A1.pin.needs-both",
         article="A1",
         section="Pinned memory",
-        statement="A copy leaves the host free only if the memory is pinned and the copy is non-blocking; neither does alone.",
+        statement="A copy leaves the host free only if the memory is pinned and the copy non-blocking; neither does alone.",
         says="neither helps alone",
         lab="03",
         runs=("pageable+blocking", "pageable+async", "pinned+blocking", "pinned+async"),
@@ -386,7 +386,7 @@ _PIN = (
         id="A1.pin.step-needs-both",
         article="A1",
         section="Pinned memory",
-        statement="The step gets faster only with both: pinned memory alone or non-blocking copies alone change nothing.",
+        statement="The step gets faster only with both: pinned memory or non-blocking copies alone change nothing.",
         says="neither helps alone",
         lab="03",
         runs=("pageable+blocking", "pageable+async", "pinned+blocking", "pinned+async"),
@@ -453,7 +453,7 @@ _LEFT = (
         runs=("stock",),
         judge="flag",
         how={"run": "stock", "metric": "clip_sync"},
-        note="clip_sync is 1 if clip_grad_norm_ itself synchronises host and device, 0 if the wait comes from elsewhere.",
+        note="clip_sync: 1 if clip_grad_norm_ itself synchronises host and device, 0 if the wait comes from elsewhere.",
     ),
     Claim(
         id="A1.left.tensorboard",
@@ -478,7 +478,7 @@ _LEFT = (
         runs=("logging=synchronous", "logging=ring-buffer"),
         judge="faster",
         how={"before": "logging=synchronous", "after": "logging=ring-buffer"},
-        note="The ring buffer keeps the losses on the device and writes them later, which also removes the reading of each.",
+        note="The ring buffer keeps losses on the device and writes them later, which also spares reading each one.",
     ),
 )
 
@@ -494,8 +494,8 @@ _BLACKWELL = (
         runs=("unlisted architecture",),
         judge="warns_then_fails",
         how={"run": "unlisted architecture", "warned": "warned", "failed": "failed"},
-        note="Tested as a mechanism, not as that build: PyTorch's own check is given a list without this card's architecture, "
-        "and a kernel built only for an architecture that isn't this card's is loaded.",
+        note="Tested as a mechanism, not as that build: PyTorch's own check is given a list without this card's "
+        "architecture, and a kernel built for another architecture only is loaded.",
     ),
     Claim(
         id="A1.blackwell.newer-build",
@@ -518,9 +518,9 @@ _BLACKWELL = (
         published=(12, 0),
         says="NotImplementedError on (12, 0)",
         lab="00",
-        runs=("xformers",),
+        runs=("machine", "xformers"),
         judge="fails_on_capability",
-        how={"run": "xformers", "capability": "12.0", "words": ("NotImplementedError",)},
+        how={"machine": "machine", "run": "xformers", "capability": "12.0", "words": ("NotImplementedError",)},
         note="No other card can show it: the refusal depends on the card's own capability.",
     ),
 )

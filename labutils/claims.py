@@ -1,0 +1,595 @@
+"""Verdicts: what a machine's runs say about a published claim.
+
+A claim (`labutils.articles`) names its judge, one of the small functions below; each looks at the runs the claim needs
+and returns a verdict, what was measured as text, and why. Four verdicts are possible:
+
+- `confirmed`: the statement holds here, by more than the spread of the measurement;
+- `refuted`: it doesn't hold here;
+- `inconclusive`: the noise is larger than the effect;
+- `not testable here`: this machine, or the runs on record, can't answer; the reason says what would.
+
+Effects are ratios of medians with an interval: the best and the worst ratio that the p10-p90 ranges of the two runs
+allow. Absolute times of another machine are printed beside ours and judged by order of magnitude only.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from labutils import articles
+from labutils.articles import Claim
+from labutils.results import Run, summarise
+
+CONFIRMED = "confirmed"
+REFUTED = "refuted"
+INCONCLUSIVE = "inconclusive"
+NOT_TESTABLE = "not testable here"
+VERDICTS = (CONFIRMED, REFUTED, INCONCLUSIVE, NOT_TESTABLE)
+
+FEWEST_SAMPLES = 3
+"""Below this many samples a run has no spread to speak of."""
+
+Runs = Mapping[tuple[str, str], Run]
+
+
+class Finding(NamedTuple):
+    """What a judge found: the verdict, the measured value as text, and the reason in a sentence."""
+
+    verdict: str
+    shown: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """One claim, its published value, and what the reference machine and this one say about it.
+
+    `reference` and `here` are measured values as text, "" where there is none; `why` explains the verdict here,
+    `reference_why` the reference's.
+    """
+
+    claim: Claim
+    published: str
+    reference: str
+    here: str
+    verdict: str
+    reference_verdict: str
+    why: str
+    reference_why: str = ""
+
+
+def judge(ids: str | Iterable[str] | None, here: Runs, reference: Runs) -> list[Judgement]:
+    """Judge the claims of these `ids` (one, several, or None for all) by the runs of this machine and of the reference.
+
+    Raises `ValueError` for an id that no article has. A missing or broken run never raises: it makes the claim
+    `not testable here`, with what to run.
+    """
+    chosen = [ids] if isinstance(ids, str) else articles.claims() if ids is None else ids
+    return [_judgement(articles.claim(id), here, reference) for id in chosen]
+
+
+def assess(claim: Claim, runs: Runs) -> Finding:
+    """What one set of runs says about one claim."""
+    try:
+        evidence = Evidence(claim, runs)
+        finding = JUDGES[claim.judge](claim, evidence)
+    except NotTestable as reason:
+        return Finding(NOT_TESTABLE, "", str(reason))
+    if evidence.scale == "full" or claim.judge in ANY_SCALE:
+        return finding
+    return finding._replace(why=f"{finding.why} (At scale {evidence.scale}, not the article's own size.)")
+
+
+def _judgement(claim: Claim, here: Runs, reference: Runs) -> Judgement:
+    ours, theirs = assess(claim, here), assess(claim, reference)
+    return Judgement(
+        claim=claim,
+        published=claim.published_text,
+        reference=theirs.shown,
+        here=ours.shown,
+        verdict=ours.verdict,
+        reference_verdict=theirs.verdict,
+        why=ours.why,
+        reference_why=theirs.why,
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------- evidence
+
+
+class NotTestable(Exception):
+    """The runs on record can't answer; the message says why and what would."""
+
+
+class Spread(NamedTuple):
+    """A measured quantity: its 10th percentile, median and 90th percentile, and how many samples they come from."""
+
+    low: float
+    median: float
+    high: float
+    n: int
+
+    def overlaps(self, other: Spread) -> bool:
+        """Whether the two p10-p90 ranges share a point: then the difference doesn't exceed the spread."""
+        return self.low <= other.high and other.low <= self.high
+
+
+class Evidence:
+    """The runs that one claim needs, asked for by name. Raises `NotTestable` where a run or a metric isn't there.
+
+    It also refuses what can't be compared: GPU claims on a CPU, and runs of different scales, machines or workloads.
+    """
+
+    def __init__(self, claim: Claim, runs: Runs) -> None:
+        self.lab = claim.lab
+        self.runs = {name: runs[claim.lab, name] for name in claim.runs if (claim.lab, name) in runs}
+        if not self.runs:
+            raise NotTestable(f"No run on record. Type: labutils run {claim.lab}")
+        self._check_comparable()
+        if claim.needs == "gpu" and not all(_mapping(run.machine).get("gpu") for run in self.runs.values()):
+            raise NotTestable("It is a statement about a GPU, and these runs were made without one.")
+
+    def _check_comparable(self) -> None:
+        for what, value_of in _MUST_AGREE.items():
+            values = sorted({str(value_of(run)) for run in self.runs.values()})
+            if len(values) > 1:
+                raise NotTestable(
+                    f"The runs on record differ in {what} ({', '.join(values)}) and can't be compared. "
+                    f"Type: labutils run {self.lab}"
+                )
+
+    @property
+    def scale(self) -> str:
+        """The scale at which the runs were made."""
+        return next(iter(self.runs.values())).scale
+
+    def run(self, name: str) -> Run:
+        """The run of that name."""
+        if name not in self.runs:
+            raise NotTestable(f"The run {name!r} is not on record. Type: labutils run {self.lab}")
+        return self.runs[name]
+
+    def has(self, name: str, metric: str) -> bool:
+        """Whether that run is there and has a usable number under that name."""
+        return name in self.runs and _number(_mapping(self.runs[name].metrics).get(metric)) is not None
+
+    def number(self, name: str, metric: str) -> float:
+        """One number of a run, the median where it is a summary."""
+        found = _number(_mapping(self.run(name).metrics).get(metric))
+        if found is None:
+            raise NotTestable(self._nothing(name, metric))
+        return found
+
+    def spread(self, name: str, metric: str) -> Spread:
+        """A metric with its spread: from its summary, else from its samples, else the bare number."""
+        run = self.run(name)
+        summary = _mapping(run.metrics).get(metric)
+        if not isinstance(summary, Mapping):
+            samples = [s for s in map(_number, _list(_mapping(run.samples).get(metric))) if s is not None]
+            summary = summarise(samples) if samples else None
+        if summary is not None:
+            parts = [_number(summary.get(part)) for part in ("p10", "median", "p90", "n")]
+            if None not in parts and parts[0] <= parts[1] <= parts[2]:
+                return Spread(parts[0], parts[1], parts[2], int(parts[3]))
+        value = self.number(name, metric)
+        return Spread(value, value, value, 1)
+
+    def duration(self, name: str, metric: str = "step_ms") -> Spread:
+        """The spread of a time above 0 that was sampled often enough."""
+        spread = self.spread(name, metric)
+        if spread.low <= 0:
+            raise NotTestable(f"The run {name!r} recorded {metric} = {spread.low:g}, which is no duration.")
+        if spread.n < FEWEST_SAMPLES:
+            raise NotTestable(
+                f"The run {name!r} has {spread.n} sample(s) of {metric}; a spread takes at least {FEWEST_SAMPLES}."
+            )
+        return spread
+
+    def failure(self, name: str) -> str | None:
+        """What the run failed with, or None where it succeeded.
+
+        A lab that provokes a failure records the metrics `failed` (0 or 1) and `message`; else the status decides.
+        """
+        run = self.run(name)
+        failed = _number(_mapping(run.metrics).get("failed"))
+        if failed is None:
+            if str(run.status).startswith("skipped"):
+                raise NotTestable(self._nothing(name, "outcome"))
+            failed = 0 if run.ok else 1
+        return str(_mapping(run.metrics).get("message") or run.status) if failed else None
+
+    def _nothing(self, name: str, metric: str) -> str:
+        status = "" if self.runs[name].ok else f" ({self.runs[name].status})"
+        return f"The run {name!r} recorded no usable {metric}{status}."
+
+
+_MUST_AGREE: dict[str, Callable[[Run], Any]] = {
+    "scale": lambda run: run.scale,
+    "GPU": lambda run: _mapping(run.machine).get("gpu", "none"),
+    "workload": lambda run: run.workload,
+    "data": lambda run: run.data,
+}
+
+
+def _number(value: Any) -> float | None:
+    """`value` as a finite float (a summary's median), or None where it is nothing of the kind."""
+    if isinstance(value, Mapping):
+        value = value.get("median")
+    if not isinstance(value, int | float):
+        return None
+    return float(value) if math.isfinite(value) else None
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    """`value` if it is an object of JSON; a record edited by hand may hold anything."""
+    return value if isinstance(value, Mapping) else {}
+
+
+def _list(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, list | tuple) else []
+
+
+# ------------------------------------------------------------------------------------------------------------ judges
+
+
+def count(claim: Claim, evidence: Evidence) -> Finding:
+    """`how["metrics"]` of `how["run"]` equal the published numbers, within `tolerance` (relative). Exact: no spread."""
+    values = [evidence.number(claim.how["run"], metric) for metric in claim.how["metrics"]]
+    pairs = list(zip(values, claim.published, strict=True))
+    right = all(abs(value - published) <= claim.tolerance * abs(published) for value, published in pairs)
+    shown = " → ".join(f"{value:,.0f}" if value == int(value) else f"{value:g}" for value in values)
+    return Finding(
+        CONFIRMED if right else REFUTED, shown, "Counted here." if right else f"Published: {claim.published_text}."
+    )
+
+
+def unchanged(claim: Claim, evidence: Evidence) -> Finding:
+    """`how["metric"]`, a largest change, is exactly 0."""
+    change = abs(evidence.number(claim.how["run"], claim.how["metric"]))
+    if change == 0:
+        return Finding(CONFIRMED, "change: 0", "Not one of the frozen weights moved.")
+    return Finding(REFUTED, f"change: {change:.3g}", "Frozen weights moved.")
+
+
+def speedup(claim: Claim, evidence: Evidence) -> Finding:
+    """Ratio of median `step_ms`, `before` / `after`, is the published one or more, less `tolerance` (a share of its gain).
+
+    Overlapping p10-p90 ranges never confirm. Refuted if even the best ratio that the ranges allow falls short.
+    """
+    before, after = evidence.duration(claim.how["before"]), evidence.duration(claim.how["after"])
+    published = claim.published[0] / claim.published[1]
+    needed = 1 + (published - 1) * (1 - claim.tolerance)
+    ratio, best = before.median / after.median, before.high / after.low
+    shown = f"{_ms(before.median)} → {_ms(after.median)} ms ({ratio:.2f}x)"
+    against = f"{ratio:.2f}x here against {published:.2f}x published"
+    if best < needed:
+        word = "slower, not faster" if after.low > before.high else "less than was claimed"
+        return Finding(REFUTED, shown, f"{against}: {word}.")
+    if before.overlaps(after):
+        return Finding(INCONCLUSIVE, shown, f"{against}, but the p10-p90 ranges overlap.")
+    if ratio >= needed:
+        return Finding(CONFIRMED, shown, f"{against}.")
+    return Finding(INCONCLUSIVE, shown, f"{against}; {needed:.2f}x would do, and the spread reaches {best:.2f}x.")
+
+
+def faster(claim: Claim, evidence: Evidence) -> Finding:
+    """`after` takes less time than `before`, by more than the spread."""
+    return _ordered(evidence, claim.how["after"], claim.how["before"], claim.how["before"], claim.how["after"])
+
+
+def slower(claim: Claim, evidence: Evidence) -> Finding:
+    """`after` takes more time than `before`, by more than the spread."""
+    return _ordered(evidence, claim.how["before"], claim.how["after"], claim.how["before"], claim.how["after"])
+
+
+def _ordered(evidence: Evidence, quick: str, slow: str, before: str, after: str) -> Finding:
+    """Confirmed if `quick` takes less time than `slow`; shown in the order `before`, `after`."""
+    spreads = {name: evidence.duration(name) for name in (quick, slow)}
+    ratio = spreads[after].median / spreads[before].median
+    shown = f"{_ms(spreads[before].median)} → {_ms(spreads[after].median)} ms ({100 * (ratio - 1):+.0f} %)"
+    if spreads[quick].overlaps(spreads[slow]):
+        return Finding(INCONCLUSIVE, shown, "The p10-p90 ranges overlap.")
+    held = spreads[quick].median < spreads[slow].median
+    return Finding(CONFIRMED if held else REFUTED, shown, f"{quick!r} is {'the faster' if held else 'the slower'}.")
+
+
+def shape(claim: Claim, evidence: Evidence) -> Finding:
+    """Each run of `how["sweep"]` as a share of the first lies within `tolerance` (absolute) of the published share."""
+    spreads = [evidence.duration(name) for name in claim.how["sweep"]]
+    first, published_first = spreads[0], claim.published[0]
+    shown = ", ".join(_ms(s.median) for s in spreads) + " ms"
+    verdict, widest = CONFIRMED, 0.0
+    for spread, published in zip(spreads, claim.published, strict=True):
+        share, wanted = spread.median / first.median, published / published_first
+        widest = max(widest, abs(share - wanted))
+        if abs(share - wanted) > claim.tolerance:
+            within = spread.low / first.high - claim.tolerance <= wanted <= spread.high / first.low + claim.tolerance
+            verdict = INCONCLUSIVE if within and verdict != REFUTED else REFUTED
+    why = f"As shares of the first, the times are off by up to {widest:.2f}; {claim.tolerance:g} is allowed."
+    return Finding(verdict, shown, why)
+
+
+def optimum(claim: Claim, evidence: Evidence) -> Finding:
+    """`how["best"]` takes the least time of `how["sweep"]`, told apart from all others. Runs that failed don't compete.
+
+    Inconclusive where it can't be told from the fastest, or the fastest (it) not from others.
+    """
+    present = [name for name in claim.how["sweep"] if evidence.has(name, "step_ms")]
+    spreads = {name: evidence.duration(name) for name in present}
+    wanted = claim.how["best"]
+    if wanted not in spreads or len(spreads) < 3:
+        raise NotTestable(
+            f"{wanted!r} and at least two other runs of the sweep are needed, and {len(spreads)} are usable. "
+            f"Type: labutils run {claim.lab}"
+        )
+    best = min(spreads, key=lambda name: spreads[name].median)
+    equals = [name for name in spreads if name != best and spreads[name].overlaps(spreads[best])]
+    shown = f"{best.partition('=')[2]} ({_ms(spreads[best].median)} ms)"
+    if wanted not in (best, *equals):
+        return Finding(
+            REFUTED, shown, f"{best!r} is the fastest here, {wanted!r} takes {_ms(spreads[wanted].median)} ms."
+        )
+    if equals:
+        return Finding(INCONCLUSIVE, shown, f"The spread doesn't tell {best!r} from {', '.join(map(repr, equals))}.")
+    return Finding(CONFIRMED, shown, f"{best!r} is the fastest by more than the spread.")
+
+
+def falls(claim: Claim, evidence: Evidence) -> Finding:
+    """`how["metric"]` falls from `before` to `after` by `how["at_least"]` of itself, or the published % less `tolerance`.
+
+    Overlapping p10-p90 ranges are inconclusive.
+    """
+    metric = claim.how["metric"]
+    before, after = evidence.spread(claim.how["before"], metric), evidence.spread(claim.how["after"], metric)
+    if before.median <= 0:
+        raise NotTestable(f"{metric} of {claim.how['before']!r} is {before.median:g}: nothing that could fall.")
+    fall = 1 - after.median / before.median
+    needed = claim.how["at_least"] if "at_least" in claim.how else claim.published[0] / 100 - claim.tolerance
+    shown = f"{_ms(before.median)} → {_ms(after.median)} ({-100 * fall:+.0f} %)"
+    noisy = before.overlaps(after) and max(before.n, after.n) > 1
+    verdict = INCONCLUSIVE if noisy else CONFIRMED if fall >= needed else REFUTED
+    return Finding(
+        verdict,
+        shown,
+        f"{metric} {'falls' if fall > 0 else 'rises'} by {abs(100 * fall):.0f} %; {100 * needed:.0f} % were needed.",
+    )
+
+
+def rises(claim: Claim, evidence: Evidence) -> Finding:
+    """`how["metric"]` (0..1) rises from `before` to `after` by the published points less `tolerance` (a share of them).
+
+    Utilisation is sampled coarsely: within five points below what was needed it is inconclusive.
+    """
+    metric = claim.how["metric"]
+    before, after = (100 * evidence.number(claim.how[end], metric) for end in ("before", "after"))
+    needed = (claim.published[1] - claim.published[0]) * (1 - claim.tolerance)
+    rise = after - before
+    shown = f"{before:.0f} → {after:.0f} %"
+    verdict = CONFIRMED if rise >= needed else INCONCLUSIVE if rise >= needed - 5 else REFUTED
+    return Finding(verdict, shown, f"It rises by {rise:.0f} points; {needed:.0f} were needed.")
+
+
+def limit(claim: Claim, evidence: Evidence) -> Finding:
+    """`how["metric"]` is `at_most` or `at_least` a limit; nearer to it than `tolerance` (absolute) is inconclusive."""
+    metric = claim.how["metric"]
+    value = evidence.number(claim.how["run"], metric)
+    shown = f"{value:.2f} ms" if metric.endswith("_ms") else f"{100 * value:.0f} %"
+    return _against_limit(claim, evidence, value, shown, metric)
+
+
+def idle_besides_data(claim: Claim, evidence: Evidence) -> Finding:
+    """The share of the step in which the GPU neither computes nor waits for data is `at_least` a limit (as `limit`)."""
+    busy, data = (evidence.number(claim.how["run"], claim.how[part]) for part in ("busy", "data"))
+    idle = max(0.0, 1 - busy - data)
+    return _against_limit(claim, evidence, idle, f"{100 * idle:.0f} % idle", "idle time besides waiting for data")
+
+
+def _against_limit(claim: Claim, evidence: Evidence, value: float, shown: str, what: str) -> Finding:
+    lower = "at_least" in claim.how
+    bound = claim.how["at_least"] if lower else claim.how["at_most"]
+    margin = value - bound if lower else bound - value
+    verdict = INCONCLUSIVE if abs(margin) < claim.tolerance else CONFIRMED if margin >= 0 else REFUTED
+    return Finding(
+        verdict, shown, f"{what} of {value:.3g} against a limit of {'at least' if lower else 'at most'} {bound:g}."
+    )
+
+
+def host_limits(claim: Claim, evidence: Evidence) -> Finding:
+    """The GPU's idle share of the step exceeds its copies' share and is at least its busy share, by `tolerance`."""
+    run, how = claim.how["run"], claim.how
+    busy = evidence.number(run, how["busy"])
+    copies = evidence.number(run, how["copy"]) / evidence.duration(run, how["step"]).median
+    idle = 1 - busy
+    shown = f"idle {100 * idle:.0f} %, copies {100 * copies:.1f} %"
+    margin = min(idle - copies, idle - busy)
+    verdict = INCONCLUSIVE if abs(margin) < claim.tolerance else CONFIRMED if margin > 0 else REFUTED
+    return Finding(verdict, shown, f"The GPU computes {100 * busy:.0f} % of the step and waits for the rest.")
+
+
+def all_present(claim: Claim, evidence: Evidence) -> Finding:
+    """Every one of `how["metrics"]` is above 0."""
+    parts = {metric: evidence.number(claim.how["run"], metric) for metric in claim.how["metrics"]}
+    absent = [metric for metric, value in parts.items() if value <= 0]
+    shown = ", ".join(f"{metric.removesuffix('_ms')} {_ms(value)}" for metric, value in parts.items()) + " ms"
+    if absent:
+        return Finding(REFUTED, shown, f"No time is spent on: {', '.join(absent)}.")
+    return Finding(CONFIRMED, shown, f"Each is seen; the largest is {max(parts, key=parts.__getitem__)}.")
+
+
+def same_magnitude(claim: Claim, evidence: Evidence) -> Finding:
+    """The published time fits a micro-step or an optimizer step of this machine within a factor of `tolerance`.
+
+    Ten times off in both readings is refuted: that would not be the same work.
+    """
+    run = evidence.run(claim.how["run"])
+    step = evidence.duration(claim.how["run"], claim.how["metric"]).median
+    accumulation = _number(_mapping(run.recipe).get("accumulation")) or 1
+    readings = {"an optimizer step": step, "a micro-step": step / accumulation}
+    factors = {name: max(ms / claim.published[0], claim.published[0] / ms) for name, ms in readings.items()}
+    nearest = min(factors, key=factors.__getitem__)
+    shown = f"{_ms(step)} ms, {_ms(step / accumulation)} a micro-step" if accumulation > 1 else f"{_ms(step)} ms"
+    verdict = CONFIRMED if factors[nearest] <= claim.tolerance else REFUTED if factors[nearest] >= 10 else INCONCLUSIVE
+    return Finding(
+        verdict,
+        shown,
+        f"{claim.published_text} is nearest to {nearest} here, off by a factor of {factors[nearest]:.1f}.",
+    )
+
+
+def flag(claim: Claim, evidence: Evidence) -> Finding:
+    """`how["metric"]` is 1 (the statement holds), 0 (it doesn't), or in between where steps differ (inconclusive)."""
+    value = evidence.number(claim.how["run"], claim.how["metric"])
+    verdict = {1.0: CONFIRMED, 0.0: REFUTED}.get(value, INCONCLUSIVE)
+    return Finding(verdict, {1.0: "yes", 0.0: "no"}.get(value, f"{value:g}"), f"{claim.how['metric']} = {value:g}.")
+
+
+def fails(claim: Claim, evidence: Evidence) -> Finding:
+    """The run failed with one of `how["words"]` in its message. Another failure is inconclusive, success refutes."""
+    message = evidence.failure(claim.how["run"])
+    if message is None:
+        return Finding(REFUTED, "no failure", "It runs without failing.")
+    if any(word.lower() in message.lower() for word in claim.how["words"]):
+        return Finding(CONFIRMED, "fails", _short(message))
+    return Finding(INCONCLUSIVE, "fails otherwise", f"It fails, but with: {_short(message)}")
+
+
+def cured(claim: Claim, evidence: Evidence) -> Finding:
+    """`how["failing"]` fails and `how["working"]` doesn't; where nothing fails there is nothing to cure."""
+    ill, well = evidence.failure(claim.how["failing"]), evidence.failure(claim.how["working"])
+    if ill is None:
+        return Finding(INCONCLUSIVE, "no failure", "Nothing failed that could be cured.")
+    if well is None:
+        return Finding(CONFIRMED, "cured", "The same run without the shortage goes through.")
+    return Finding(REFUTED, "still fails", _short(well))
+
+
+def fails_only_with(claim: Claim, evidence: Evidence) -> Finding:
+    """`how["failing"]` fails and `how["control"]`, without the blamed cause, doesn't. If both fail, it isn't the cause.
+
+    Refuted as well where nothing fails although the blamed cause is there.
+    """
+    blamed, control = evidence.failure(claim.how["failing"]), evidence.failure(claim.how["control"])
+    if blamed and not control:
+        return Finding(CONFIRMED, "fails only with it", _short(blamed))
+    if blamed and control:
+        return Finding(REFUTED, "fails without it too", _short(control))
+    if control:
+        return Finding(INCONCLUSIVE, "fails only without it", _short(control))
+    return Finding(REFUTED, "no failure with it", "The blamed cause is there, and nothing fails.")
+
+
+def needs_both(claim: Claim, evidence: Evidence) -> Finding:
+    """`how["metric"]` is lower with `both` than with `neither`, and with neither of `alone`, each beyond the spread.
+
+    Inconclusive where not even both together help by more than the spread.
+    """
+    how, metric = claim.how, claim.how["metric"]
+    neither, both = evidence.duration(how["neither"], metric), evidence.duration(how["both"], metric)
+    alone = {name: evidence.duration(name, metric) for name in how["alone"]}
+    shown = f"{_ms(neither.median)} | {' | '.join(_ms(s.median) for s in alone.values())} | {_ms(both.median)} ms"
+    helpful = [name for name, s in alone.items() if s.median < neither.median and not s.overlaps(neither)]
+    if helpful:
+        return Finding(REFUTED, shown, f"{' and '.join(map(repr, helpful))} helps by itself.")
+    if both.median > neither.median and not both.overlaps(neither):
+        return Finding(REFUTED, shown, "Both together make it slower.")
+    if both.overlaps(neither):
+        return Finding(INCONCLUSIVE, shown, "Not even both together help by more than the spread.")
+    return Finding(CONFIRMED, shown, "Only both together help.")
+
+
+def warns_then_fails(claim: Claim, evidence: Evidence) -> Finding:
+    """Metrics `how["warned"]` and `how["failed"]` are both 1; one of the two is inconclusive."""
+    warned, failed = (evidence.number(claim.how["run"], claim.how[part]) > 0 for part in ("warned", "failed"))
+    shown = f"{'warns' if warned else 'no warning'}, {'fails' if failed else 'no failure'}"
+    message = _mapping(evidence.run(claim.how["run"]).metrics).get("message")
+    why = _short(str(message)) if message else "The mechanism was tried on this card."
+    return Finding(CONFIRMED if warned and failed else INCONCLUSIVE if warned or failed else REFUTED, shown, why)
+
+
+def lists(claim: Claim, evidence: Evidence) -> Finding:
+    """`how["item"]` is in the list `how["metric"]`. An empty list says nothing: a CPU build of PyTorch has none."""
+    found = [str(item) for item in _list(_mapping(evidence.run(claim.how["run"]).metrics).get(claim.how["metric"]))]
+    if not found:
+        raise NotTestable(
+            f"The run {claim.how['run']!r} recorded no {claim.how['metric']}: this PyTorch is built for no GPU."
+        )
+    shown = f"{found[0]} .. {found[-1]}" if len(found) > 1 else found[0]
+    has = claim.how["item"] in found
+    return Finding(
+        CONFIRMED if has else REFUTED, shown, f"The installed PyTorch {'has' if has else 'lacks'} {claim.how['item']}."
+    )
+
+
+def fails_on_capability(claim: Claim, evidence: Evidence) -> Finding:
+    """As `fails`, on a card of compute capability `how["capability"]` (that of the run `how["machine"]`) and no other."""
+    capability = str(_mapping(evidence.run(claim.how["machine"]).machine).get("compute_capability", "unknown"))
+    if capability != claim.how["capability"]:
+        raise NotTestable(
+            f"It takes a card of compute capability {claim.how['capability']}; this one has {capability}."
+        )
+    return fails(claim, evidence)
+
+
+JUDGES: dict[str, Callable[[Claim, Evidence], Finding]] = {
+    function.__name__: function
+    for function in (
+        all_present,
+        count,
+        cured,
+        fails,
+        fails_on_capability,
+        fails_only_with,
+        falls,
+        faster,
+        flag,
+        host_limits,
+        idle_besides_data,
+        limit,
+        lists,
+        needs_both,
+        optimum,
+        rises,
+        same_magnitude,
+        shape,
+        slower,
+        speedup,
+        unchanged,
+        warns_then_fails,
+    )
+}
+
+ANY_SCALE = {"count", "fails_on_capability", "lists", "unchanged", "warns_then_fails"}
+"""Judges of what doesn't depend on the model's size."""
+
+
+def _ms(value: float) -> str:
+    """A time or count, to three figures."""
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _short(message: str, width: int = 160) -> str:
+    """The first line of a message, cut at `width`."""
+    line = (message.strip().splitlines() or [""])[0]
+    return line if len(line) <= width else line[: width - 1] + "…"
+
+
+# --------------------------------------------------------------------------------------------------------- rendering
+
+
+def as_markdown(judgements: Iterable[Judgement]) -> str:
+    """A table for a notebook: claim | published | H200 | here | verdict, each claim followed by why."""
+    rows = ["| claim | published | H200 | here | verdict |", "|:--|:--|:--|:--|:--|"]
+    for j in judgements:
+        what = f"**{j.claim.id}** {j.claim.statement}"
+        reference = f"{j.reference or '–'} ({j.reference_verdict})" if j.reference else "–"
+        verdict = f"**{j.verdict}**: {j.why}" + (f" *{j.claim.note}*" if j.claim.note else "")
+        rows.append("| " + " | ".join(map(_cell, (what, j.published, reference, j.here or "–", verdict))) + " |")
+    return "\n".join(rows)
+
+
+def _cell(text: str) -> str:
+    """Text that can't break out of its table cell."""
+    return text.replace("|", "\\|").replace("\n", " ")
