@@ -255,7 +255,7 @@ def unchanged(claim: Claim, evidence: Evidence) -> Finding:
 
 
 def speedup(claim: Claim, evidence: Evidence) -> Finding:
-    """Ratio of median `step_ms`, `before` / `after`, is the published one or more, less `tolerance` (a share of its gain).
+    """Ratio of median `step_ms`, `before` / `after`, is the published one less `tolerance` (a share of its gain).
 
     Overlapping p10-p90 ranges never confirm. Refuted if even the best ratio that the ranges allow falls short.
     """
@@ -338,7 +338,7 @@ def optimum(claim: Claim, evidence: Evidence) -> Finding:
 
 
 def falls(claim: Claim, evidence: Evidence) -> Finding:
-    """`how["metric"]` falls from `before` to `after` by `how["at_least"]` of itself, or the published % less `tolerance`.
+    """`how["metric"]` falls from `before` to `after` by `how["at_least"]`, or the published % less `tolerance`.
 
     Overlapping p10-p90 ranges are inconclusive.
     """
@@ -373,49 +373,36 @@ def rises(claim: Claim, evidence: Evidence) -> Finding:
 
 
 def limit(claim: Claim, evidence: Evidence) -> Finding:
-    """`how["metric"]` is `at_most` or `at_least` a limit; nearer to it than `tolerance` (absolute) is inconclusive."""
-    metric = claim.how["metric"]
-    value = evidence.number(claim.how["run"], metric)
-    shown = f"{value:.2f} ms" if metric.endswith("_ms") else f"{100 * value:.0f} %"
-    return _against_limit(claim, evidence, value, shown, metric)
-
-
-def idle_besides_data(claim: Claim, evidence: Evidence) -> Finding:
-    """The share of the step in which the GPU neither computes nor waits for data is `at_least` a limit (as `limit`)."""
-    busy, data = (evidence.number(claim.how["run"], claim.how[part]) for part in ("busy", "data"))
-    idle = max(0.0, 1 - busy - data)
-    return _against_limit(claim, evidence, idle, f"{100 * idle:.0f} % idle", "idle time besides waiting for data")
-
-
-def _against_limit(claim: Claim, evidence: Evidence, value: float, shown: str, what: str) -> Finding:
-    lower = "at_least" in claim.how
-    bound = claim.how["at_least"] if lower else claim.how["at_most"]
-    margin = value - bound if lower else bound - value
+    """The sum of `how["metrics"]` is `at_most` or `at_least` a limit; nearer to it than `tolerance` is inconclusive."""
+    how = claim.how
+    value = sum(evidence.number(how["run"], metric) for metric in how["metrics"])
+    words, bound = ("at least", how["at_least"]) if "at_least" in how else ("at most", how["at_most"])
+    margin = value - bound if words == "at least" else bound - value
+    text = "{:.2f} ms".format if how["metrics"][0].endswith("_ms") else "{:.0%}".format
     verdict = INCONCLUSIVE if abs(margin) < claim.tolerance else CONFIRMED if margin >= 0 else REFUTED
     return Finding(
-        verdict, shown, f"{what} of {value:.3g} against a limit of {'at least' if lower else 'at most'} {bound:g}."
+        verdict, text(value), f"{' + '.join(how['metrics'])}: {text(value)}, {words} {text(bound)} is meant."
     )
 
 
-def host_limits(claim: Claim, evidence: Evidence) -> Finding:
-    """The GPU's idle share of the step exceeds its copies' share and is at least its busy share, by `tolerance`."""
-    run, how = claim.how["run"], claim.how
-    busy = evidence.number(run, how["busy"])
-    copies = evidence.number(run, how["copy"]) / evidence.duration(run, how["step"]).median
-    idle = 1 - busy
-    shown = f"idle {100 * idle:.0f} %, copies {100 * copies:.1f} %"
-    margin = min(idle - copies, idle - busy)
-    verdict = INCONCLUSIVE if abs(margin) < claim.tolerance else CONFIRMED if margin > 0 else REFUTED
-    return Finding(verdict, shown, f"The GPU computes {100 * busy:.0f} % of the step and waits for the rest.")
+def outweighs(claim: Claim, evidence: Evidence) -> Finding:
+    """The sum of the shares `how["heavier"]` exceeds that of `how["lighter"]`; by less than `tolerance`: inconclusive."""
+    run = claim.how["run"]
+    heavy, light = (sum(evidence.number(run, m) for m in claim.how[side]) for side in ("heavier", "lighter"))
+    verdict = INCONCLUSIVE if abs(heavy - light) < claim.tolerance else CONFIRMED if heavy > light else REFUTED
+    sides = (" + ".join(m.removesuffix("_share") for m in claim.how[side]) for side in ("heavier", "lighter"))
+    return Finding(verdict, f"{heavy:.0%} against {light:.0%}", "{} against {}, as shares of the step.".format(*sides))
 
 
 def all_present(claim: Claim, evidence: Evidence) -> Finding:
-    """Every one of `how["metrics"]` is above 0."""
-    parts = {metric: evidence.number(claim.how["run"], metric) for metric in claim.how["metrics"]}
-    absent = [metric for metric, value in parts.items() if value <= 0]
-    shown = ", ".join(f"{metric.removesuffix('_ms')} {_ms(value)}" for metric, value in parts.items()) + " ms"
+    """Every one of the shares `how["metrics"]` is above 0. Exact: no spread."""
+    parts = {
+        metric.removesuffix("_share"): evidence.number(claim.how["run"], metric) for metric in claim.how["metrics"]
+    }
+    absent = [name for name, value in parts.items() if value <= 0]
+    shown = ", ".join(f"{name} {value:.1%}" for name, value in parts.items())
     if absent:
-        return Finding(REFUTED, shown, f"No time is spent on: {', '.join(absent)}.")
+        return Finding(REFUTED, shown, f"No time goes to: {', '.join(absent)}.")
     return Finding(CONFIRMED, shown, f"Each is seen; the largest is {max(parts, key=parts.__getitem__)}.")
 
 
@@ -524,7 +511,7 @@ def lists(claim: Claim, evidence: Evidence) -> Finding:
 
 
 def fails_on_capability(claim: Claim, evidence: Evidence) -> Finding:
-    """As `fails`, on a card of compute capability `how["capability"]` (that of the run `how["machine"]`) and no other."""
+    """As `fails`; only a card of compute capability `how["capability"]` can tell (the run `how["machine"]` knows)."""
     capability = str(_mapping(evidence.run(claim.how["machine"]).machine).get("compute_capability", "unknown"))
     if capability != claim.how["capability"]:
         raise NotTestable(
@@ -545,12 +532,11 @@ JUDGES: dict[str, Callable[[Claim, Evidence], Finding]] = {
         falls,
         faster,
         flag,
-        host_limits,
-        idle_besides_data,
         limit,
         lists,
         needs_both,
         optimum,
+        outweighs,
         rises,
         same_magnitude,
         shape,
