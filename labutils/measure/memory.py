@@ -1,0 +1,121 @@
+"""What training memory is made of: weights, gradients, optimizer state, and what forward passes keep for backward ones.
+
+`planned` counts the first three from shapes alone and `saved_for_backward` the fourth, both on the meta device too,
+where a model of any size has shapes and takes no memory. `held` reads the same off a model that has really been trained.
+
+Not counted: what lives only inside one pass (the gradients of activations, workspaces of the kernels), so that the
+allocator's peak lies above the total.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
+
+PARTS = ("weights", "gradients", "optimizer", "activations")
+
+
+@dataclass(frozen=True)
+class TrainingMemory:
+    """Bytes of each part: `weights` (buffers included), `gradients`, `optimizer` state, and saved `activations`."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int = 0
+
+    @property
+    def total(self) -> int:
+        return sum(getattr(self, part) for part in PARTS)
+
+    def in_gb(self) -> dict[str, float]:
+        """Part -> 10^9 bytes."""
+        return {part: getattr(self, part) / 1e9 for part in PARTS}
+
+
+def planned(module: nn.Module, activations: int = 0, moments: int = 2) -> TrainingMemory:
+    """What training `module` as it is (dtypes, frozen parameters) needs with an optimizer of so many `moments`.
+
+    AdamW has two, and keeps them in the dtype of the parameter.
+    """
+    trained = _bytes(p for p in module.parameters() if p.requires_grad)
+    return TrainingMemory(
+        weights=_bytes([*module.parameters(), *module.buffers()]),
+        gradients=trained,
+        optimizer=moments * trained,
+        activations=activations,
+    )
+
+
+def held(module: nn.Module, optimizer: torch.optim.Optimizer, activations: int = 0) -> TrainingMemory:
+    """What a model and its optimizer hold now: to be called after a step, before gradients are set to None."""
+    state = (value for entry in optimizer.state.values() for value in entry.values())
+    return TrainingMemory(
+        weights=_bytes([*module.parameters(), *module.buffers()]),
+        gradients=_bytes(p.grad for p in module.parameters() if p.grad is not None),
+        optimizer=_bytes(value for value in state if isinstance(value, Tensor)),
+        activations=activations,
+    )
+
+
+def saved_for_backward(module: nn.Module, forward: Callable[[], Any]) -> int:
+    """Bytes that `forward()` makes autograd keep for the backward pass, without `module`'s own weights.
+
+    `forward` should return the loss, so that nothing of the graph is dropped. What several operations share is counted
+    once. On the meta device attention is counted as a fused kernel keeps it: queries, keys, values, result and one
+    number a row, not the matrix of tokens by tokens.
+    """
+    own = {_storage(t)._cdata for t in (*module.parameters(), *module.buffers())}
+    kept: dict[int, torch.UntypedStorage] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = _storage(tensor)
+        if storage._cdata not in own:
+            kept[storage._cdata] = storage  # held, so that its address isn't used again
+        return tensor
+
+    with saved_tensors_hooks(keep, lambda tensor: tensor), _FusedOnMeta():
+        forward()
+    return sum(storage.nbytes() for storage in kept.values())
+
+
+class _FusedAttention(torch.autograd.Function):
+    """Attention on the meta device: the shapes that a fused kernel returns and saves."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        batch, heads, tokens, _ = query.shape
+        result = query.new_empty(batch, tokens, heads, value.shape[-1]).transpose(1, 2)  # the kernels' own layout
+        row_sums = query.new_empty(query.shape[:-1], dtype=torch.float32)
+        ctx.save_for_backward(query, key, value, result, row_sums)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:
+        return tuple(torch.empty_like(saved) for saved in ctx.saved_tensors[:3])
+
+
+class _FusedOnMeta(TorchFunctionMode):
+    """PyTorch computes attention on the meta device step by step, as no device with a fused kernel would."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func is F.scaled_dot_product_attention:
+            query, key, value = (*args, *(kwargs or {}).values())[:3]
+            if query.is_meta:
+                return _FusedAttention.apply(query, key, value)
+        return func(*args, **(kwargs or {}))
+
+
+def _storage(tensor: Tensor) -> torch.UntypedStorage:
+    return tensor.untyped_storage()
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
