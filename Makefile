@@ -1,0 +1,73 @@
+# make course | test | lab | lint | notebooks | format | unsloth | te | clean
+#
+#   PYTHON=python3.12   the interpreter that .venv is made of (3.11 or 3.12)
+#   VENV=.venv          where it is made
+#   SCALE=auto          tiny (any CPU), small (a GPU of 8 GB), full (the article's own); auto: the largest that fits
+#   RESULTS=DIR         where `make course` keeps its results; run again, it goes on where it stopped
+
+PYTHON  ?= python3
+VENV    ?= .venv
+SCALE   ?= auto
+RESULTS ?= results/course
+BIN     := $(VENV)/bin
+STAMP   := $(VENV)/.installed
+PIP     := $(BIN)/python -m pip install --disable-pip-version-check --progress-bar off
+
+.DEFAULT_GOAL := help
+.PHONY: help install course test lab lint format notebooks unsloth te clean
+
+help:
+	@sed -n 's/^# \{0,1\}//p;/^$$/q' Makefile
+
+install: $(STAMP)
+
+$(BIN)/python:
+	@command -v $(PYTHON) > /dev/null || { \
+	  echo "There is no $(PYTHON) here. The course needs Python 3.11 or 3.12: make PYTHON=/path/to/python3.12 ..." >&2; exit 2; }
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 13))' || { \
+	  echo "$(PYTHON) is $$($(PYTHON) --version 2>&1). The course needs Python 3.11 or 3.12: make PYTHON=python3.12 ..." >&2; exit 2; }
+	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); \
+	  echo "$(PYTHON) could not make $(VENV). On Debian and Ubuntu: sudo apt install python3-venv" >&2; exit 2; }
+
+$(STAMP): requirements.txt constraints.txt pyproject.toml | $(BIN)/python
+	$(PIP) -r requirements.txt
+	@touch $@
+
+course: install
+	-@$(BIN)/labutils doctor
+	@status=0; $(BIN)/labutils run --scale $(SCALE) --results $(RESULTS) || status=$$?; \
+	[ $$status -eq 2 ] || [ $$status -eq 130 ] || { \
+	  echo; $(BIN)/labutils report --results $(RESULTS) | tee $(RESULTS)/scoreboard.txt; echo; \
+	  echo "The scoreboard above is kept in $(RESULTS)/scoreboard.txt, the executed notebooks in $(RESULTS)/notebooks/."; \
+	  echo "Read and change the labs yourself: make lab"; }; \
+	exit $$status
+
+test: install
+	$(BIN)/python -m pytest
+
+lab: install
+	$(BIN)/python -m jupyter lab notebooks
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	@if [ -x $(BIN)/hadolint ]; then echo $(BIN)/hadolint Dockerfile; $(BIN)/hadolint Dockerfile; fi
+	$(BIN)/python -m pytest -q tests/unit/test_house.py
+
+format: install
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(MAKE) notebooks
+
+# The newer half of each pair overwrites the older one; then the notebooks are formatted and both halves agree again.
+notebooks: install
+	$(BIN)/jupytext --quiet --sync notebooks/py/*.py
+	$(BIN)/ruff format notebooks
+	$(BIN)/jupytext --quiet --sync notebooks/*.ipynb
+
+unsloth te: install
+	$(PIP) -c constraints.txt -e '.[$@]'
+
+clean:
+	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +

@@ -1,0 +1,129 @@
+"""The command `labutils`: check this machine, run labs, see the verdicts.
+
+Exit codes: 0 all went well, 1 a lab or a check failed, 2 wrong usage, 130 stopped with Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from labutils import __version__, parameters
+
+WRONG_USAGE, STOPPED = 2, 130
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Carry out a command line; returns the exit code. Wrong usage exits at once with 2, as argparse does."""
+    options = _parser().parse_args(arguments)
+    try:
+        return options.carry_out(options)
+    except KeyboardInterrupt:
+        print("\nStopped.", file=sys.stderr)
+        return STOPPED
+    except BrokenPipeError:  # `labutils report | head`: nobody reads on, which is no failure
+        sys.stdout = None
+        return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="labutils",
+        description="GPU Fine-Tuning Lab: check this machine, run the labs, see how the articles' claims fared.",
+    )
+    parser.add_argument("--version", action="version", version=f"labutils {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    _add_doctor(commands)
+    _add_run(commands)
+    _add_report(commands)
+    return parser
+
+
+def _add_doctor(commands: argparse._SubParsersAction) -> None:
+    doctor = commands.add_parser("doctor", help="check this machine: what was found, what it means, what to type")
+    doctor.add_argument("--json", action="store_true", help="findings for machines")
+    doctor.set_defaults(carry_out=_doctor)
+
+
+def _add_run(commands: argparse._SubParsersAction) -> None:
+    run = commands.add_parser("run", help="run labs from beginning to end", description="Run labs by papermill.")
+    run.add_argument(
+        "labs", nargs="*", metavar="LAB", help='"03", a notebook\'s name or its path; all labs where none is given'
+    )
+    run.add_argument(
+        "--scale", default="auto", help=f"{', '.join(parameters.CHOICES['scale'])} (auto: the largest that fits)"
+    )
+    run.add_argument(
+        "--weights", default="random", choices=parameters.CHOICES["weights"], help="of the models (random)"
+    )
+    run.add_argument("--data", default="generated", choices=parameters.CHOICES["data"], help="to train on (generated)")
+    run.add_argument("--results", type=Path, metavar="DIR", help="folder of results.jsonl; again with it goes on there")
+    run.add_argument(
+        "-p",
+        dest="given",
+        nargs=2,
+        action="append",
+        default=[],
+        metavar=("NAME", "VALUE"),
+        help="a lab's own parameter",
+    )
+    run.add_argument("--force", action="store_true", help="run labs again that are done in the results folder")
+    run.add_argument("--timeout", type=_seconds, default=1800.0, metavar="S", help="seconds a lab may take (1800)")
+    run.set_defaults(carry_out=_run)
+
+
+def _add_report(commands: argparse._SubParsersAction) -> None:
+    report = commands.add_parser("report", help="every claim: published, reference, here, verdict")
+    report.add_argument("--json", action="store_true", help="verdicts for machines")
+    report.add_argument("--results", type=Path, metavar="DIR", help="another set of results than the newest")
+    report.set_defaults(carry_out=_report)
+
+
+def _seconds(word: str) -> float:
+    try:
+        seconds = float(word)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < float("inf"):
+        raise argparse.ArgumentTypeError(f"{word!r} is not a number of seconds above 0")
+    return seconds
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from labutils import doctor
+
+    return doctor.main(json=options.json)
+
+
+def _run(options: argparse.Namespace) -> int:
+    from labutils import runner
+
+    try:
+        return runner.run(
+            options.labs,
+            runner.Options(
+                scale=options.scale,
+                weights=options.weights,
+                data=options.data,
+                results=options.results,
+                given=dict(options.given),
+                force=options.force,
+                timeout=options.timeout,
+            ),
+            say=lambda text: print(text, flush=True),
+        )
+    except runner.UsageError as error:
+        print(f"labutils run: {error}", file=sys.stderr)
+        return WRONG_USAGE
+
+
+def _report(options: argparse.Namespace) -> int:
+    from labutils import report
+
+    return report.main(options.results, as_json=options.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

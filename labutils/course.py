@@ -1,0 +1,332 @@
+"""What a notebook calls: `open_lab` checks the parameters and gives the `Lab` that keeps what is learnt.
+
+    from labutils.course import open_lab
+    lab = open_lab("03", globals())
+
+Everything a lab learns goes through it to results.jsonl at once, so that a lab that stops halfway loses nothing. What
+fails on this machine is caught by `lab.attempt`, explained, and shown from the reference runs instead.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import gc
+import os
+import time
+import traceback
+from collections.abc import Iterable, Iterator, Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from labutils import hardware, parameters, results
+from labutils.results import Run
+
+SCALES = ("tiny", "small", "full")
+DEVICE_BY_SCALE = {"tiny": "any CPU", "small": "a GPU of 8 GB", "full": "a GPU of 40 GB"}
+
+
+class LabError(Exception):
+    """A mistake in how a lab was called; its message, shown without a traceback, says what to write."""
+
+    def _render_traceback_(self) -> list[str]:
+        """What IPython prints instead of a traceback."""
+        return [f"{type(self).__name__}: {self}"]
+
+
+class NotHere(Exception):
+    """Raise it inside `lab.attempt` for something this machine can't do; the message says what it would need."""
+
+
+def open_lab(number: str, namespace: dict[str, Any]) -> Lab:
+    """Check the notebook's parameters and open lab `number` ("03") with them.
+
+    `namespace` is the notebook's `globals()`: its parameters are the annotated names of the parameters cell. Raises
+    `LabError` where one has the wrong type, an unknown choice or a name that the parameters cell does not declare.
+    """
+    try:
+        values = _parameters(namespace)
+    except ValueError as error:
+        raise LabError(
+            f"{error} Change it in the parameters cell, or with -p or an option of `labutils run`."
+        ) from None
+    folder = values.pop("results_dir", "") or os.environ.get("LABUTILS_RESULTS") or _new_results_folder()
+    try:
+        kept = results.Results(Path(folder).expanduser())
+    except OSError as error:
+        raise LabError(
+            f"Results can't be kept in {folder}: {error}. Set results_dir to a folder you may write to."
+        ) from None
+    lab = Lab(number, values, kept)
+    lab.show(lab.banner())
+    return lab
+
+
+def _parameters(namespace: Mapping[str, Any]) -> dict[str, Any]:
+    """Name -> value of the annotated names in `namespace`, each checked against its annotation."""
+    declared = {name: _kind(name, note) for name, note in namespace.get("__annotations__", {}).items()}
+    unknown = _injected(namespace) - set(declared)
+    if unknown:
+        raise ValueError(
+            f"This lab has no parameter {', '.join(sorted(unknown))}. Its parameters: {', '.join(declared)}."
+        )
+    return {name: parameters.check(name, namespace.get(name), kind) for name, kind in declared.items()}
+
+
+def _kind(name: str, annotation: Any) -> str:
+    kind = annotation if isinstance(annotation, str) else getattr(annotation, "__name__", str(annotation))
+    if kind not in parameters.KINDS:
+        raise ValueError(f"{name} is declared as {kind}; a parameter is one of: {', '.join(parameters.KINDS)}.")
+    return kind
+
+
+def _injected(namespace: Mapping[str, Any]) -> set[str]:
+    """Names that papermill assigned: it puts them in a cell of its own, and only warns where nothing declares them."""
+    cells = [cell for cell in namespace.get("In", []) if cell.startswith("# Parameters\n")]
+    statements = [statement for cell in cells for statement in ast.parse(cell).body]
+    return {
+        target.id
+        for s in statements
+        if isinstance(s, ast.Assign)
+        for target in s.targets
+        if isinstance(target, ast.Name)
+    }
+
+
+def _new_results_folder() -> Path:
+    return results.REPOSITORY / "results" / datetime.now().strftime("%Y%m%d-%H%M%S")
+
+
+class Lab:
+    """One lab on this machine: its parameters, and where everything it learns is kept.
+
+    `number` ("03"), `scale` ("tiny", "small", "full"; "auto" is resolved), `weights`, `data`, `parameters` (all,
+    the lab's own included), `device` ("cuda" or "cpu"), `machine` (facts), `results_dir`, `cache_dir`.
+    """
+
+    def __init__(self, number: str, values: dict[str, Any], kept: results.Results) -> None:
+        self.number = number
+        self.machine = hardware.machine()
+        self.device = hardware.device()
+        self.fitting_scale = hardware.scale_for(self.machine)
+        if values.get("scale", "auto") == "auto":
+            values = values | {"scale": self.fitting_scale}
+        self.parameters = values
+        self.scale: str = values["scale"]
+        self.weights: str = values.get("weights", "random")
+        self.data: str = values.get("data", "generated")
+        self.results_dir = kept.path.parent.resolve()
+        self.cache_dir = Path(os.environ.get("LABUTILS_CACHE") or "~/.cache/labutils").expanduser()
+        self._results = kept
+        self._measured: set[str] = set()
+        self._predictions: dict[str, tuple[float, str]] = {}
+        self._opened = time.perf_counter()
+
+    def banner(self) -> str:
+        """One paragraph: the lab, the scale, the machine, and where results go."""
+        name = self.machine.get("gpu") or self.machine.get("cpu") or "this machine"
+        lines = [f"**Lab {self.number}** at scale **{self.scale}** on {name}. Results: `{_short(self.results_dir)}`."]
+        if self.weights == "random":
+            lines.append("Weights are random: speed and memory are those of the real model, loss values are not.")
+        if SCALES.index(self.scale) > SCALES.index(self.fitting_scale):
+            lines.append(
+                f"The scale {self.scale} is meant for {DEVICE_BY_SCALE[self.scale]}; {self.fitting_scale} fits this "
+                "machine, so expect long waits or failures."
+            )
+        return " ".join(lines)
+
+    def workload(self, name: str) -> Any:
+        """The workload `name` at this lab's scale, weights and data, on this machine's device."""
+        from labutils.workloads import open_workload
+
+        return open_workload(name, scale=self.scale, weights=self.weights, data=self.data, device=self.device)
+
+    def keep(self, runs: Run | Mapping[str, Run] | Iterable[Run], lane: str | None = None) -> Any:
+        """Stamp `runs` with lab, machine, versions, commit and time, append them to results.jsonl, and return them.
+
+        A mapping's key names a run that has no name of its own. `lane` overrides the runs' lane; raises `LabError`
+        where there is no such lane.
+        """
+        if lane is not None and lane not in results.LANES:
+            raise LabError(f"There is no lane {lane!r}. The lanes: {', '.join(results.LANES)}.")
+        named = (
+            runs.items()
+            if isinstance(runs, Mapping)
+            else [("", run) for run in ([runs] if isinstance(runs, Run) else runs)]
+        )
+        named = list(named)
+        for name, run in named:
+            self._keep(run, name, lane)
+        return runs if isinstance(runs, Run | Mapping) else [run for _, run in named]
+
+    def _keep(self, run: Run, name: str, lane: str | None) -> None:
+        run.lab, run.run, run.lane = self.number, run.run or name, lane or run.lane
+        if not run.workload:  # not a training run, which knows what it ran on
+            run.scale, run.weights, run.data = self.scale, self.weights, self.data
+        run.machine, run.versions, run.commit, run.at = (
+            self.machine,
+            results.versions(),
+            results.commit(),
+            results.now(),
+        )
+        self._results.append(run)
+        if run.ok:
+            self._measured.add(run.run)
+
+    def predict(self, topic: str, value: float | None, unit: str = "") -> None:
+        """Keep the learner's prediction for `done` to score; None: not answered. Raises `LabError` for other types."""
+        if value is None:
+            self.show(
+                f"No prediction of *{topic}* yet. Put a number in the cell above and run both again; or just go on."
+            )
+            return
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise LabError(
+                f"The prediction of {topic} is {value!r}; it takes a number{f' of {unit}' if unit else ''}, or None."
+            )
+        self._predictions[topic] = (float(value), unit)
+        self._record(status="prediction", topic=topic, value=value, unit=unit)
+        self.show(f"Kept: you predict {value:g} {unit} for *{topic}*.")
+
+    def reference(self, run: str) -> Run | None:
+        """Our H200's run of that name in this lab, or None where there is none."""
+        return results.read_runs(results.REFERENCE, self.number).get((self.number, run))
+
+    def verdict(self, *claims: str) -> list[Any]:
+        """Show published | H200 | here | verdict for the claim ids, and return the judgements."""
+        from labutils.claims import as_markdown, judge
+
+        judgements = judge(claims, results.read_runs(self.results_dir), results.read_runs(results.REFERENCE))
+        self.show(as_markdown(judgements))
+        return judgements
+
+    @contextlib.contextmanager
+    def attempt(self, what: str, reference: str | None = None) -> Iterator[None]:
+        """Try what may not work on this machine: a failure is explained, kept as a run, and the lab goes on.
+
+        `what` says it in a few words. `reference` is the run's name: our H200's run of that name is shown instead, and
+        the failure kept under it (under `what` where there is none). Ctrl-C is no failure and passes through.
+        """
+        failure: Exception | None = None
+        try:
+            yield
+        except Exception as error:
+            _let_go(error)
+            failure = error
+        if failure is None:
+            return
+        status = status_of(failure)
+        failure = None
+        gc.collect()
+        hardware.cuda.empty_cache()
+        self._keep_failure(reference or what, status)
+        self.show(f"**{what}: not on this machine.** {explain(status)}")
+        if reference:
+            self.show(_as_markdown(self.reference(reference), reference))
+
+    def _keep_failure(self, name: str, status: str) -> None:
+        """A failure after the measurement (a plot, say) must not hide what was measured."""
+        if name not in self._measured:
+            self._keep(Run(self.number, name, status=status), name, None)
+
+    def done(self, truths: Mapping[str, float | None] | None = None) -> None:
+        """Score the predictions against `truths` (topic -> measured value), and mark the lab as run to its end."""
+        scored = [
+            (topic, truth)
+            for topic, truth in (truths or {}).items()
+            if truth is not None and topic in self._predictions
+        ]
+        if scored:
+            head = ["| prediction | you | measured | off by |", "|---|---|---|---|"]
+            self.show("\n".join(head + [self._score(topic, truth) for topic, truth in scored]))
+        seconds = round(time.perf_counter() - self._opened, 1)
+        self._results.done(self.number, parameters=self.parameters, seconds=seconds, commit=results.commit())
+        verdicts = f"labutils report --results {_short(self.results_dir)}"
+        self.show(f"Lab {self.number} is done, after {seconds:.0f} s. All verdicts: `{verdicts}`")
+
+    def _score(self, topic: str, truth: float) -> str:
+        """One row of the table of predictions; also kept as a record."""
+        guess, unit = self._predictions[topic]
+        self._record(status="score", topic=topic, value=guess, measured=truth, unit=unit)
+        return f"| {topic} | {guess:g} {unit} | {truth:.3g} {unit} | {_off_by(guess, truth)} |"
+
+    def _record(self, **fields: Any) -> None:
+        self._results.append({"lab": self.number} | fields | {"at": results.now()})
+
+    @staticmethod
+    def show(text: str) -> None:
+        """Markdown in a notebook, plain text elsewhere."""
+        if _in_kernel():
+            from IPython.display import Markdown, display
+
+            display(Markdown(text))
+        else:
+            print(text)
+
+
+def status_of(error: BaseException) -> str:
+    """What a run's `status` says about `error`: "oom", "skipped: why" (not on this machine) or "error: what"."""
+    name = type(error).__name__
+    text = f"{name}: {error}".strip().splitlines()[0][:300]
+    if name in ("MemoryError", "OutOfMemoryError") or "out of memory" in str(error).lower():
+        return "oom"
+    if isinstance(error, NotHere):
+        return f"skipped: {error}"
+    if isinstance(error, ImportError):
+        return f"skipped: {text}"
+    return f"error: {text}"
+
+
+def _let_go(error: BaseException) -> None:
+    """Clear the local variables of the calls that `error` came out of: they hold the tensors that filled the memory."""
+    chain: BaseException | None = error
+    while chain is not None:
+        traceback.clear_frames(chain.__traceback__)
+        chain = chain.__cause__ or chain.__context__
+
+
+def explain(status: str) -> str:
+    """What a run's `status` means to a person, and what to try."""
+    if status == "oom":
+        return "Out of memory: this needs more than there is. Close what else uses memory, or choose a smaller scale."
+    kind, _, why = status.partition(": ")
+    if kind == "skipped":
+        return f"It was left out: {why}. `labutils doctor` says what this machine can do, and how to change that."
+    return f"It failed with {why}. `labutils doctor` checks the usual causes."
+
+
+def _off_by(guess: float, truth: float) -> str:
+    """How far a prediction is from the measurement: a factor where both are positive, else a difference."""
+    if guess > 0 and truth > 0:
+        return f"{max(guess, truth) / min(guess, truth):.2f}x"
+    return f"{abs(guess - truth):.3g}"
+
+
+def _as_markdown(run: Run | None, name: str) -> str:
+    """The reference run's numbers as a table, or a sentence where there is no such run."""
+    if run is None:
+        return f"There is no reference run *{name}* to show instead."
+    if not run.ok:
+        return f"The reference machine did not measure *{name}* either: {explain(run.status)}"
+    numbers = {metric: run.metric(metric) for metric in run.metrics}
+    rows = [f"| {metric} | {value:.4g} |" for metric, value in numbers.items() if isinstance(value, int | float)]
+    machine = run.machine.get("gpu", "the reference machine")
+    return "\n".join(
+        [f"On {machine}, *{name}* (scale {run.scale}) gave:", "", "| metric | value |", "|---|---|", *rows]
+    )
+
+
+def _short(path: Path) -> str:
+    """A path as a person would type it from the checkout; one outside it in full."""
+    return str(path.relative_to(results.REPOSITORY)) if path.is_relative_to(results.REPOSITORY) else str(path)
+
+
+def _in_kernel() -> bool:
+    """Whether a Jupyter kernel shows what this process displays."""
+    try:
+        from IPython import get_ipython
+    except ImportError:
+        return False
+    shell = get_ipython()
+    return shell is not None and hasattr(shell, "kernel")

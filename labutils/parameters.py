@@ -1,0 +1,48 @@
+"""What a lab's parameters cell may hold: types, choices, and how the words of a command line become values.
+
+The same rules serve the command line, which reads words, and the notebook itself, which finds values that papermill or
+a person put there: papermill passes `-p flag false` as the text "false", which Python takes for true.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+KINDS = {"str": str, "int": int, "float": float, "bool": bool}
+CHOICES = {
+    "scale": ("auto", "tiny", "small", "full"),
+    "weights": ("random", "hub"),
+    "data": ("generated", "hub"),
+}
+EXAMPLES = {"str": "words", "int": "a whole number, e.g. 4", "float": "a number, e.g. 0.5", "bool": "true or false"}
+
+
+def read(name: str, word: str, kind: str) -> Any:
+    """The value that `word` stands for where the parameter `name` is declared a `kind` ("str", "int", "float", "bool").
+
+    Raises `ValueError` that says what the parameter takes.
+    """
+    if kind == "bool":
+        value: Any = {"true": True, "false": False}.get(word.lower(), word)
+    else:
+        try:
+            value = KINDS[kind](word)
+        except ValueError:
+            value = word
+    return check(name, value, kind)
+
+
+def check(name: str, value: Any, kind: str) -> Any:
+    """`value` itself (an int becomes a float if declared so). Raises `ValueError` if `name` does not take it."""
+    if kind == "float" and type(value) is int:
+        value = float(value)
+    if type(value) is not KINDS[kind] or (kind == "float" and not math.isfinite(value)):
+        raise ValueError(f"{name} is {value!r}, {_a(type(value).__name__)}, but it takes {EXAMPLES[kind]}.")
+    if name in CHOICES and value not in CHOICES[name]:
+        raise ValueError(f"{name} is {value!r}, but it takes one of: {', '.join(CHOICES[name])}.")
+    return value
+
+
+def _a(kind: str) -> str:
+    return "a text" if kind == "str" else f"an {kind}" if kind[0] in "aeiou" else f"a {kind}"
