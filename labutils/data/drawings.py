@@ -1,12 +1,13 @@
 """Draws PNG files that cost as much to read as the frames of a real image-caption dataset.
 
-What the labs need of a training image is not its content but its cost: `lambdalabs/naruto-blip-captions` holds PNGs of
-1080 x 1080 pixels and 1.27 MB on average, and inflating and unfiltering one is most of what a DataLoader does. A flat
-drawing compresses to a few kB and decodes in no time, pure noise to 3.5 MB. So each file is a composition of flat shapes,
-outlines and a gradient, under the kind of fine grain that video compression leaves; the grain's strength sets the size.
+What the labs need of a training image is not its content but its cost: `lambdalabs/naruto-blip-captions` holds PNGs
+of 1080 x 1080 pixels and 1.27 MB on average, and inflating and unfiltering one is most of what a DataLoader does. A
+flat drawing compresses to a few kB and decodes in no time, pure noise to 3.5 MB. So each file is a composition of flat
+shapes, outlines and a gradient, under the kind of fine grain that video compression leaves; its strength sets the size.
 
-Drawing is a function of (seed, index) alone. It runs in threads, because numpy, Pillow and zlib release the interpreter
-lock: a process that holds a CUDA context can't be forked safely, and spawned ones would cost more than they save.
+Drawing is a function of (seed, index) alone. It runs in threads, because numpy, Pillow and zlib release the
+interpreter lock: a process that holds a CUDA context can't be forked safely, and spawned ones would cost more than
+they save.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageDraw, ImageFilter
 
+from labutils.hardware import usable_cores
+
 SIDE = 1080
 """Pixels along each side of a drawn image."""
 
@@ -33,10 +36,10 @@ VERSION = 1
 ABANDONED_S = 3600
 """A temporary file older than this was left behind by a process that died."""
 
-SUBJECTS = ("a man", "a woman", "a boy", "a girl", "a person", "a young man", "an old man", "a group of people", "a ninja")
-LOOKS = ("red hair", "blue eyes", "black hair", "a beard", "a scarf around his neck", "glasses", "a red and black outfit")
-DOING = ("holding a sword", "standing in the rain", "sitting on a rock", "looking at the camera", "pointing at something")
-PLACES = ("in front of a tree", "in a forest", "with a mountain in the background", "next to another man", "on a street")
+SUBJECTS = ("a man", "a woman", "a boy", "a girl", "a person", "a young man", "an old man", "a group of people")
+LOOKS = ("red hair", "blue eyes", "black hair", "a beard", "a scarf around his neck", "glasses", "a black outfit")
+DOING = ("holding a sword", "standing in the rain", "sitting on a rock", "looking at the camera", "pointing up")
+PLACES = ("in front of a tree", "in a forest", "with a mountain in the background", "next to a man", "on a street")
 
 
 def caption(index: int, seed: int = 0) -> str:
@@ -98,15 +101,15 @@ GRAIN = 0.65
 def draw_images(folder: Path, count: int, seed: int = 0) -> list[Path]:
     """Files 0 .. `count` - 1 of `seed` under `folder`, drawn where they are missing or damaged; their paths in order.
 
-    Safe to interrupt and safe to run twice at once: a file appears under its name only when it is whole, and every process
-    would write the same bytes. What exists is trusted only after the checksums that PNG carries were read. Last comes
-    metadata.jsonl (file_name, text), which makes the folder one that `datasets` knows as an "imagefolder": the public
-    script trains on it with --train_data_dir.
+    Safe to interrupt and safe to run twice at once: a file appears under its name only when it is whole, and every
+    process would write the same bytes. What exists is trusted only after the checksums that PNG carries were read. Last
+    comes metadata.jsonl (file_name, text), which makes the folder one that `datasets` knows as an "imagefolder": the
+    public script trains on it with --train_data_dir.
     """
     folder.mkdir(parents=True, exist_ok=True)
     _sweep(folder)
     paths = [folder / f"{index:05d}.png" for index in range(count)]
-    with ThreadPoolExecutor(max_workers=_cores()) as pool:
+    with ThreadPoolExecutor(max_workers=usable_cores()) as pool:
         whole = list(pool.map(is_whole, paths))
         missing = [index for index, ok in enumerate(whole) if not ok]
         if missing:
@@ -167,8 +170,3 @@ def _sweep(folder: Path) -> None:
                 part.unlink()
         except FileNotFoundError:
             continue
-
-
-def _cores() -> int:
-    """Cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,12 +1,13 @@
 """Captioned images on their way into training, with the operations and at the cost of the public diffusers script.
 
 That script builds its transforms from torchvision, which has no wheel that fits a CPU build of torch. Here the same
-operations are written with Pillow and torch, in the same order: convert to RGB, resize the shorter side (Lanczos), crop,
-uint8 tensor, channels first, / 255 in float32, subtract and divide. Nothing is fused or skipped: most of a stock step's
-wait for data is spent in these lines, and the labs measure it. Where torchvision is installed a test compares bit by bit.
+operations are written with Pillow and torch, in the same order: convert to RGB, resize the shorter side (Lanczos),
+crop, uint8 tensor, channels first, / 255 in float32, subtract and divide. Nothing is fused or skipped: most of a stock
+step's wait for data is spent in these lines, and the labs measure it. Where torchvision is installed, a test compares
+bit by bit.
 
-Everything a DataLoader worker needs is a class or function of this module: workers that are started afresh import it, and
-they could not import what a notebook's cell defines.
+Everything a DataLoader worker needs is a class or function of this module: workers that are started afresh import it,
+and they could not import what a notebook's cell defines.
 """
 
 from __future__ import annotations
@@ -70,8 +71,8 @@ def _from_hub(cache_dir: Path, count: int) -> datasets.Dataset:
         whole = datasets.load_dataset(HUB_DATASET, split="train", cache_dir=str(cache_dir / "hub"))
     except Exception as error:  # offline, a proxy, a moved dataset: the libraries raise some ten different types
         raise ConnectionError(
-            f"{HUB_DATASET} could not be loaded ({type(error).__name__}: {error}). The real dataset needs the network once. "
-            'Use data="generated" (-p data generated), or download it on a connected machine with '
+            f"{HUB_DATASET} could not be loaded ({type(error).__name__}: {error}). The real dataset needs the network "
+            'once. Use data="generated" (-p data generated), or download it on a connected machine with '
             f"`hf download --repo-type dataset {HUB_DATASET}` and copy its cache folder here (HF_HOME names it)."
         ) from error
     if count > len(whole):
@@ -120,8 +121,8 @@ def normalize(pixels: torch.Tensor) -> torch.Tensor:
 class Preprocess:
     """What the script does to a batch of rows when it is read: images to tensors, captions to token ids.
 
-    Called by `datasets` with {"image": [PIL], "text": [str]}; adds "pixel_values" (float32 [3, resolution, resolution] in
-    -1..1, one each) and "input_ids" (int64 [n, tokens]).
+    Called by `datasets` with {"image": [PIL], "text": [str]}; adds "pixel_values" (float32 [3, resolution, resolution]
+    in -1..1, one each) and "input_ids" (int64 [n, tokens]).
     """
 
     def __init__(self, tokenizer: Callable[..., Any], resolution: int = RESOLUTION) -> None:
@@ -199,11 +200,11 @@ def make_loader(
     epoch: int = 0,
     start: int = 0,
 ) -> DataLoader:
-    """The script's DataLoader with the recipe's knobs: shuffled, micro-batches, the last one short, default start method.
+    """The script's DataLoader with the recipe's knobs: shuffled micro-batches, the last one short, workers as usual.
 
-    The order depends on (`recipe.seed`, epoch) alone: `loader.sampler.set_epoch(epoch, start)` chooses the next one. The
-    loader draws its workers' seeds from a generator of its own, so that the noise drawn in training does not depend on
-    the number of workers.
+    The order depends on (`recipe.seed`, epoch) alone: `loader.sampler.set_epoch(epoch, start)` chooses the next one.
+    The loader draws its workers' seeds from a generator of its own, so that the noise drawn in training does not depend
+    on the number of workers.
     """
     workers: dict[str, Any] = {}
     if recipe.num_workers:
@@ -226,6 +227,10 @@ def make_loader(
 # ---------------------------------------------------------------------------------------------- what a row costs
 
 
+PARTS = ("decode", "convert", "resize", "tensor", "tokenise")
+"""What reading a row consists of, in this order."""
+
+
 def decode_ms(dataset: datasets.Dataset, n: int = 16) -> dict[str, list[float]]:
     """Milliseconds of one thread for each of `n` rows of `dataset` (made by `image_text_dataset`), part by part.
 
@@ -234,7 +239,7 @@ def decode_ms(dataset: datasets.Dataset, n: int = 16) -> dict[str, list[float]]:
     """
     preprocess = dataset.format["format_kwargs"]["transform"]
     rows = dataset.with_format(None)
-    samples: dict[str, list[float]] = {name: [] for name in ("decode", "convert", "resize", "tensor", "tokenise", "all")}
+    samples: dict[str, list[float]] = {name: [] for name in (*PARTS, "all")}
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # as in a DataLoader worker
     try:
@@ -264,4 +269,4 @@ def _row_ms(rows: datasets.Dataset, index: int, preprocess: Preprocess) -> dict[
     preprocess.token_ids([row["text"]])
     mark()
     parts = [1e3 * (after - before) for before, after in zip(marks, marks[1:], strict=False)]
-    return dict(zip(("decode", "convert", "resize", "tensor", "tokenise"), parts, strict=True)) | {"all": sum(parts)}
+    return dict(zip(PARTS, parts, strict=True)) | {"all": sum(parts)}
