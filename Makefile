@@ -34,7 +34,7 @@ $(STAMP): requirements.txt constraints.txt pyproject.toml | $(BIN)/python
 	@touch $@
 
 course: install
-	-@$(BIN)/labutils doctor
+	@$(BIN)/labutils doctor || echo "The labs run all the same: each says what it could not do here."
 	@status=0; $(BIN)/labutils run --scale $(SCALE) --results $(RESULTS) || status=$$?; \
 	[ $$status -eq 2 ] || [ $$status -eq 130 ] || { \
 	  echo; $(BIN)/labutils report --results $(RESULTS) | tee $(RESULTS)/scoreboard.txt; echo; \

@@ -23,7 +23,6 @@ from typing import Any
 from labutils import hardware, parameters, results
 from labutils.results import Run
 
-SCALES = ("tiny", "small", "full")
 DEVICE_BY_SCALE = {"tiny": "any CPU", "small": "a GPU of 8 GB", "full": "a GPU of 40 GB"}
 
 
@@ -129,7 +128,7 @@ class Lab:
         lines = [f"**Lab {self.number}** at scale **{self.scale}** on {name}. Results: `{_short(self.results_dir)}`."]
         if self.weights == "random":
             lines.append("Weights are random: speed and memory are those of the real model, loss values are not.")
-        if SCALES.index(self.scale) > SCALES.index(self.fitting_scale):
+        if parameters.SCALES.index(self.scale) > parameters.SCALES.index(self.fitting_scale):
             lines.append(
                 f"The scale {self.scale} is meant for {DEVICE_BY_SCALE[self.scale]}; {self.fitting_scale} fits this "
                 "machine, so expect long waits or failures."

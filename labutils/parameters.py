@@ -10,8 +10,9 @@ import math
 from typing import Any
 
 KINDS = {"str": str, "int": int, "float": float, "bool": bool}
+SCALES = ("tiny", "small", "full")  # from the smallest
 CHOICES = {
-    "scale": ("auto", "tiny", "small", "full"),
+    "scale": ("auto", *SCALES),
     "weights": ("random", "hub"),
     "data": ("generated", "hub"),
 }

@@ -31,7 +31,6 @@ from labutils import hardware, parameters, results
 
 NOTEBOOKS = results.REPOSITORY / "notebooks"
 OWN_OPTION = {"scale": "--scale", "weights": "--weights", "data": "--data", "results_dir": "--results"}
-SCALES = ("tiny", "small", "full")
 
 ALL_RAN, A_LAB_FAILED, WRONG_USAGE = 0, 1, 2
 STOPPED = 128  # plus the signal's number, as shells have it: 130 after Ctrl-C
@@ -175,7 +174,7 @@ def _scale(asked: str) -> tuple[str, str]:
     fitting = hardware.scale_for(hardware.machine())
     if asked == "auto":
         return fitting, " (the largest that fits this machine)"
-    if SCALES.index(asked) > SCALES.index(fitting):
+    if parameters.SCALES.index(asked) > parameters.SCALES.index(fitting):
         return asked, f" (this machine fits {fitting}: expect long waits or failures)"
     return asked, ""
 
