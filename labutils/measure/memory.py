@@ -1,7 +1,7 @@
 """What training memory is made of: weights, gradients, optimizer state, and what forward passes keep for backward ones.
 
 `planned` counts the first three from shapes alone and `saved_for_backward` the fourth, both on the meta device too,
-where a model of any size has shapes and takes no memory. `held` reads the same off a model that has really been trained.
+where a model of any size has shapes and takes no memory. `measured` takes a real step and reads all four off it.
 
 Not counted: what lives only inside one pass (the gradients of activations, workspaces of the kernels), so that the
 allocator's peak lies above the total.
@@ -18,6 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
+
+from labutils.hardware import cuda
 
 PARTS = ("weights", "gradients", "optimizer", "activations")
 
@@ -54,8 +56,17 @@ def planned(module: nn.Module, activations: int = 0, moments: int = 2) -> Traini
     )
 
 
-def held(module: nn.Module, optimizer: torch.optim.Optimizer, activations: int = 0) -> TrainingMemory:
-    """What a model and its optimizer hold now: to be called after a step, before gradients are set to None."""
+def measured(module: nn.Module, loss: Callable[[], Tensor], optimizer: torch.optim.Optimizer) -> TrainingMemory:
+    """Take the first step of `optimizer` on `loss()` and read what it left in memory.
+
+    On a GPU the activations are the growth of the allocator over a forward pass; on a CPU, whose allocator tells
+    nothing, what autograd was seen to keep. The rest is the size of the tensors that model and optimizer hold.
+    """
+    loss().backward()  # the libraries allocate their workspaces in the first pass
+    optimizer.zero_grad(set_to_none=True)
+    activations = _growth(loss) if cuda.available() else saved_for_backward(module, loss)
+    loss().backward()
+    optimizer.step()
     state = (value for entry in optimizer.state.values() for value in entry.values())
     return TrainingMemory(
         weights=_bytes([*module.parameters(), *module.buffers()]),
@@ -63,6 +74,13 @@ def held(module: nn.Module, optimizer: torch.optim.Optimizer, activations: int =
         optimizer=_bytes(value for value in state if isinstance(value, Tensor)),
         activations=activations,
     )
+
+
+def _growth(forward: Callable[[], Tensor]) -> int:
+    """Bytes by which the GPU's allocator grows while the result of `forward()` is alive."""
+    before = torch.cuda.memory_allocated()
+    loss = forward()
+    return torch.cuda.memory_allocated() - before - loss.element_size()
 
 
 def saved_for_backward(module: nn.Module, forward: Callable[[], Any]) -> int:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from labutils.adapters import LoRALinear, attach_lora
-from labutils.measure.memory import TrainingMemory, held, planned, saved_for_backward
+from labutils.measure.memory import TrainingMemory, measured, planned, saved_for_backward
 
 sizes = st.integers(1, 30)
 
@@ -77,19 +77,30 @@ def test_what_is_shared_counts_once() -> None:
 def test_plans_are_what_a_step_holds(frozen: bool, dtype: torch.dtype, moments: int) -> None:
     model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 4)).to(dtype)
     model[0].requires_grad_(not frozen)
-    plan = planned(model, activations=123, moments=moments)
+    plan = planned(model, moments=moments)
     trained = [p for p in model.parameters() if p.requires_grad]
     if moments == 2:
         optimizer: torch.optim.Optimizer = torch.optim.AdamW(trained)
     else:
         optimizer = torch.optim.SGD(trained, lr=0.1, momentum=0.9 * moments)
-    model(torch.randn(5, 8, dtype=dtype)).sum().backward()
-    optimizer.step()
-    found = held(model, optimizer, activations=123)
+    x = torch.randn(5, 8, dtype=dtype)
+    found = measured(model, lambda: model(x).sum(), optimizer)
     step_counters = 4 * len(trained) if moments == 2 else 0
-    assert found == TrainingMemory(plan.weights, plan.gradients, plan.optimizer + step_counters, 123)
+    assert (found.weights, found.gradients) == (plan.weights, plan.gradients)
+    assert found.optimizer == plan.optimizer + step_counters
+    assert found.activations == saved_for_backward(model, lambda: model(x).sum())
     size = 2 if dtype == torch.bfloat16 else 4
     assert plan.gradients == size * (32 + 68 + (0 if frozen else 144))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("lora", [False, True])
+def test_a_gpus_allocator_grows_by_what_was_counted(lora: bool) -> None:
+    """Within the allocator's rounding to 512 bytes a tensor, and the seeds that attention kernels keep."""
+    model, loss = unet_loss("cuda", lora)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+    assert measured(model, loss, optimizer).activations == pytest.approx(saved_for_backward(model, loss), rel=0.1)
 
 
 def test_totals_and_units() -> None:
