@@ -47,8 +47,8 @@ class Recipe:
     rank: int = knob(4, "rank r of the LoRA matrices", at_least=1)
     adapter: str = knob(
         "peft",
-        "peft: PEFT's layers; plain: the two products written out; grouped: projections of one input share products",
-        ("peft", "plain", "grouped"),
+        "peft: PEFT's layers; plain: the two products written out; folded: W + BA formed once a pass",
+        ("peft", "plain", "folded"),
     )
 
     # how the computation is driven

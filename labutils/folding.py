@@ -1,0 +1,109 @@
+"""LoRA without LoRA's layers: W' = W + BA is formed once a pass, and the network runs on W' alone.
+
+A LoRA layer computes x W^T + (x A^T) B^T: three products forward and five backward for every adapted projection, most of
+them so thin (r columns) that a GPU spends more time launching them than computing. Yet dL/dA = B^T dL/dW' and
+dL/dB = dL/dW' A^T exactly. So form W', run plain linear layers, take the ordinary gradient dL/dW' of each, and project
+it. That costs one more full product a layer (dL/dW'), which a tensor core does in less time than the thin ones take,
+and as layers of one shape are stacked, forming all W' and projecting all gradients takes a handful of batched products.
+
+The price: W' is rounded to the frozen weights' dtype, as in every merged adapter, and dL/dW' is held in memory. In fp32
+the gradients equal the plain layers' (tests/unit/test_folding.py).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+ALIGNMENT = 8
+"""Tensor cores want inner dimensions that are multiples of 8: ranks are padded with zeros, whose gradients are zero."""
+
+
+class FoldedLinear(nn.Module):
+    """A linear layer whose weight is handed to it, W' = W + alpha/r BA [out, in], by `Folds.form` before each pass.
+
+    It has the anatomy of a LoRA layer (`labutils.adapters`): lora_A["default"].weight and lora_B["default"].weight are
+    views of the stacked matrices that are trained, so saving, loading and counting work on it as on any other.
+    """
+
+    active_adapter = "default"
+    merged = False
+
+    def __init__(self, base: nn.Linear, scaling: float) -> None:
+        super().__init__()
+        self.base_layer = base
+        self.scaling = {"default": scaling}
+        self.lora_A: dict[str, Any] = {}
+        self.lora_B: dict[str, Any] = {}
+        self.weight = base.weight.detach()  # a plain tensor, no parameter: autograd is to see where each W' comes from
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.base_layer.bias)
+
+
+class Stack(nn.Module):
+    """All adapted layers of one shape: W [n, out, in] frozen, A [n, r', in] and B [n, out, r'] trained in float32."""
+
+    def __init__(self, layers: list[nn.Module]) -> None:
+        super().__init__()
+        a = torch.stack([layer.lora_A["default"].weight.detach() for layer in layers])
+        b = torch.stack([layer.lora_B["default"].weight.detach() for layer in layers])
+        rank = a.shape[1]
+        padding = -rank % ALIGNMENT
+        self.A = nn.Parameter(F.pad(a, (0, 0, 0, padding)))
+        self.B = nn.Parameter(F.pad(b, (0, padding)))
+        self.scaling = layers[0].scaling["default"]
+        self.register_buffer("W", torch.stack([layer.base_layer.weight.detach() for layer in layers]))
+        self.folded = [FoldedLinear(layer.base_layer, self.scaling) for layer in layers]
+        for index, layer in enumerate(self.folded):
+            layer.lora_A["default"] = SimpleNamespace(weight=self.A.data[index, :rank])
+            layer.lora_B["default"] = SimpleNamespace(weight=self.B.data[index, :, :rank])
+
+    def form(self) -> None:
+        """Hand each layer its W', one batched product for all."""
+        dtype = self.W.dtype
+        folded = torch.baddbmm(self.W, self.B.to(dtype), self.A.to(dtype), alpha=self.scaling)
+        for layer, weight in zip(self.folded, folded.unbind(), strict=True):
+            layer.weight = weight
+
+
+class Folds(nn.Module):
+    """The stacks of one model, kept as its submodule `folds`."""
+
+    def __init__(self, stacks: list[Stack]) -> None:
+        super().__init__()
+        self.stacks = nn.ModuleList(stacks)
+
+    def form(self) -> None:
+        """Form every W' from A and B as they are now. Call it before each forward pass, in autograd's sight."""
+        with torch.autocast(self.stacks[0].W.device.type, enabled=False):
+            for stack in self.stacks:
+                stack.form()
+
+
+def fold(module: nn.Module, layers: dict[str, nn.Module]) -> None:
+    """Put folded layers in the place of the LoRA `layers` (name -> layer) of `module`, in place.
+
+    The model then has one A and one B for each shape of layer as its trainable parameters, and a submodule `folds`.
+    """
+    by_shape = defaultdict(list)
+    for name, layer in layers.items():
+        by_shape[tuple(layer.base_layer.weight.shape)].append((name, layer))
+    stacks = []
+    for group in by_shape.values():
+        stack = Stack([layer for _, layer in group])
+        for (name, _), folded in zip(group, stack.folded, strict=True):
+            module.set_submodule(name, folded)
+        stacks.append(stack)
+    module.folds = Folds(stacks)
+
+
+def form_weights(module: nn.Module) -> None:
+    """Form W' in a model that was folded; a model that wasn't has nothing to form."""
+    if hasattr(module, "folds"):
+        module.folds.form()

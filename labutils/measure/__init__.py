@@ -1,0 +1,1 @@
+"""How training is measured: step times, memory, utilisation, traces."""

@@ -1,0 +1,14 @@
+"""The one training loop: a recipe at work on a workload.
+
+    run  = train(workload, recipe, steps=20)                        one recipe
+    runs = compare(workload, {"stock": STOCK, "fast": fast}, ...)   several, interleaved in one process
+    with Session(workload, recipe) as session: session.step()       step by step, to profile or to resume
+
+`session` puts the pieces together, `batches` brings the data, `drivers` has the three ways to drive an optimizer step,
+`logs` says where the losses go, `checkpoint` stops and resumes, `comparing` measures.
+"""
+
+from labutils.training.comparing import compare, measure, train
+from labutils.training.session import Session
+
+__all__ = ["Session", "compare", "measure", "train"]

@@ -1,0 +1,62 @@
+"""Micro-batches without end, in an order that depends on the seed alone, so that a run can be taken up anywhere."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.profiler import record_function
+from torch.utils.data import DataLoader
+
+Batch = dict[str, Tensor]
+
+
+class Batches:
+    """Epoch after epoch of `loader`, in the order of its `sampler`, which offers `go_to(epoch, start)`.
+
+    `taken` counts the micro-batches handed out, which with the seed is all there is to the data's state. `reset_wait()`
+    gives the host's wait for them since it was last asked. The loader drops a last micro-batch that would be short, as
+    every optimizer step is to have the same work.
+    """
+
+    def __init__(self, loader: DataLoader, micro_batch: int, sampler: object, taken: int = 0) -> None:
+        self.loader = loader
+        self.sampler = sampler
+        self.per_epoch = sampler.length // micro_batch
+        self.micro_batch = micro_batch
+        self.taken = taken
+        self.wait_ms = 0.0
+        if self.per_epoch < 1:
+            raise ValueError(f"The dataset has {sampler.length} examples: too few for micro-batches of {micro_batch}.")
+        self.iterator = self._endless()
+
+    def __next__(self) -> Batch:
+        began = time.perf_counter()
+        with record_function("data"):
+            batch = next(self.iterator)
+        self.wait_ms += (time.perf_counter() - began) * 1e3
+        self.taken += 1
+        return batch
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
+
+    def reset_wait(self) -> float:
+        """Milliseconds waited since the last call."""
+        waited, self.wait_ms = self.wait_ms, 0.0
+        return waited
+
+    def _endless(self) -> Iterator[Batch]:
+        epoch, within = divmod(self.taken, self.per_epoch)
+        while True:
+            self.sampler.go_to(epoch, within * self.micro_batch)
+            yield from self.loader
+            epoch, within = epoch + 1, 0
+
+
+def on_device(batch: Batch, device: torch.device, non_blocking: bool) -> Batch:
+    """The micro-batch on the device."""
+    with record_function("to_device"):
+        return {name: tensor.to(device, non_blocking=non_blocking) for name, tensor in batch.items()}

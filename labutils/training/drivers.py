@@ -1,0 +1,248 @@
+"""Three ways to drive one optimizer step; each does the same computation on the same model.
+
+    AccelerateStep   as the public script does: the accelerate library around every call
+    EagerStep        plain PyTorch: the same operations without the library's host work
+    GraphStep        the eager step recorded once as a CUDA graph and replayed
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.profiler import record_function
+from torch.utils.data import DataLoader
+
+from labutils.capture import Captured, compile_blocks, compile_model
+from labutils.recipe import Recipe
+from labutils.training.batches import Batch, Batches, on_device
+from labutils.training.logs import Log, RingLog, SynchronousLog, Write, tensorboard
+from labutils.workloads.base import Workload
+
+AUTOCAST = {"fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+@dataclass
+class Parts:
+    """What every driver works with."""
+
+    workload: Workload
+    recipe: Recipe
+    model: nn.Module
+    parameters: list[nn.Parameter]
+    optimizer: torch.optim.Optimizer
+    loader: DataLoader
+    folder: Path
+
+
+def build_optimizer(parameters: list[nn.Parameter], recipe: Recipe) -> torch.optim.AdamW:
+    """AdamW with the script's settings. Its fused form updates all parameters in one kernel, unscales nothing twice and
+    never asks the host, which is what a capture needs."""
+    device = parameters[0].device
+    fused = {"fused": True, "capturable": device.type == "cuda"} if recipe.optimizer == "adamw-fused" else {}
+    return torch.optim.AdamW(
+        parameters, lr=recipe.learning_rate, betas=(0.9, 0.999), weight_decay=1e-2, eps=1e-8, **fused
+    )
+
+
+def compile_as_asked(workload: Workload, model: nn.Module, recipe: Recipe) -> None:
+    """Compile the trained part (or its blocks, or the encoders too) in place, as the recipe says."""
+    if recipe.compile == "off":
+        return
+    if recipe.compile_scope == "blocks":
+        compile_blocks(workload.blocks(model), recipe.compile)
+        return
+    name, trained = workload.trained(model)
+    setattr(model, name, compile_model(trained, recipe.compile))
+    if recipe.compile_scope == "everything":
+        for encoder in workload.frozen(model):
+            encoder.compile(mode=recipe.compile)
+
+
+class AccelerateStep:
+    """The public script's loop body: `accumulate`, `backward`, `clip_grad_norm_`, `step` through accelerate.
+
+    accelerate's loader moves each batch to the device itself, one batch ahead. So `non_blocking` is set where the copy
+    is made, in accelerate's own configuration.
+    """
+
+    def __init__(self, parts: Parts) -> None:
+        from accelerate import Accelerator
+        from accelerate.utils import DataLoaderConfiguration, GradientAccumulationPlugin, ProjectConfiguration
+        from diffusers.optimization import get_scheduler
+
+        self.parts, recipe = parts, parts.recipe
+        precision = "no" if recipe.precision == "fp32" else recipe.precision
+        _forget_other_precision(precision)
+        self.accelerator = Accelerator(
+            cpu=parts.workload.device.type == "cpu",
+            mixed_precision=precision,
+            log_with="tensorboard",
+            project_config=ProjectConfiguration(project_dir=str(parts.folder)),
+            dataloader_config=DataLoaderConfiguration(non_blocking=recipe.non_blocking),
+            # The script lets an epoch's end cut a step short; here every optimizer step has the same work.
+            gradient_accumulation_plugin=GradientAccumulationPlugin(
+                num_steps=recipe.accumulation, sync_with_dataloader=False
+            ),
+        )
+        self.accelerator.init_trackers("labutils")
+        scheduler = get_scheduler("constant", optimizer=parts.optimizer)
+        name, trained = parts.workload.trained(parts.model)
+        trained, self.optimizer, self.loader, self.scheduler = self.accelerator.prepare(
+            trained, parts.optimizer, parts.loader, scheduler
+        )
+        setattr(parts.model, name, trained)
+        self.log: Log = SynchronousLog(self._write, recipe.accumulation)
+        if recipe.logging == "ring-buffer":
+            self.log = RingLog(self._write, recipe.accumulation, parts.workload.device)
+
+    @property
+    def scaler(self) -> torch.amp.GradScaler | None:
+        return self.accelerator.scaler
+
+    def step(self, batches: Batches) -> None:
+        """One optimizer step of `recipe.accumulation` micro-steps."""
+        # Sessions side by side share accelerate's state; each says anew how many micro-steps it accumulates.
+        self.accelerator.gradient_accumulation_steps = self.parts.recipe.accumulation
+        for _ in range(self.parts.recipe.accumulation):
+            self._micro_step(next(batches))
+        self.log.end_step()
+
+    def _micro_step(self, batch: Batch) -> None:
+        parts, accelerator = self.parts, self.accelerator
+        with accelerator.accumulate(parts.workload.trained(parts.model)[1]):
+            draws = parts.workload.draw(parts.model, batch)
+            loss = parts.workload.loss(parts.model, batch, draws)
+            self.log.micro_step(accelerator.gather(loss.repeat(parts.recipe.micro_batch)))
+            with record_function("backward"):
+                accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                with record_function("clip"):
+                    accelerator.clip_grad_norm_(parts.parameters, parts.recipe.max_grad_norm)
+            with record_function("optimizer"):
+                self.optimizer.step()
+                self.scheduler.step()
+                self.optimizer.zero_grad()
+
+    def close(self) -> None:
+        self.log.close()
+        self.accelerator.end_training()
+
+    def _write(self, values: dict[str, float], step: int) -> None:
+        self.accelerator.log(values, step=step)
+
+
+def _forget_other_precision(precision: str) -> None:
+    """accelerate holds one precision a process, and refuses a second; sessions of another precision have ended by now."""
+    from accelerate.state import AcceleratorState
+
+    if AcceleratorState._shared_state and AcceleratorState().mixed_precision != precision:
+        AcceleratorState._reset_state()
+
+
+class EagerStep:
+    """Plain PyTorch: the operations of the script's loop body and nothing around them."""
+
+    def __init__(self, parts: Parts) -> None:
+        self.parts, recipe = parts, parts.recipe
+        self.loader = parts.loader
+        device = parts.workload.device
+        self.scaler = torch.amp.GradScaler(device.type, enabled=recipe.precision == "fp16")
+        if self.scaler.is_enabled():
+            self.scaler.scale(torch.zeros((), device=device))  # creates the scale now: a capture must find it there
+        self.dtype = AUTOCAST.get(recipe.precision)
+        write, self._close_writer = tensorboard(parts.folder, flush=recipe.logging == "synchronous")
+        synchronous = recipe.logging == "synchronous"
+        self.log: Log = (
+            SynchronousLog(write, recipe.accumulation)
+            if synchronous
+            else RingLog(write, recipe.accumulation, device)
+        )
+
+    def step(self, batches: Batches) -> None:
+        """One optimizer step of `recipe.accumulation` micro-steps."""
+        recipe, device = self.parts.recipe, self.parts.workload.device
+        for _ in range(recipe.accumulation):
+            self.micro_step(on_device(next(batches), device, recipe.non_blocking))
+        self.update()
+        self.parts.optimizer.zero_grad()
+        self.log.end_step()
+
+    def micro_step(self, batch: Batch) -> None:
+        """Forward and backward of one micro-batch; gradients add up in `.grad`, multiplied by the loss scale."""
+        parts = self.parts
+        draws = parts.workload.draw(parts.model, batch)
+        with torch.autocast(parts.workload.device.type, self.dtype, enabled=self.dtype is not None):
+            loss = parts.workload.loss(parts.model, batch, draws)
+        self.log.micro_step(loss)
+        with record_function("backward"):
+            self.scaler.scale(loss / parts.recipe.accumulation).backward()
+
+    def update(self) -> None:
+        """Clip and apply the accumulated gradients; the loss scale follows."""
+        parts = self.parts
+        with record_function("clip"):
+            self.scaler.unscale_(parts.optimizer)
+            torch.nn.utils.clip_grad_norm_(parts.parameters, parts.recipe.max_grad_norm)
+        with record_function("optimizer"):
+            self.scaler.step(parts.optimizer)
+            self.scaler.update()
+
+    def close(self) -> None:
+        self.log.close()
+        self._close_writer()
+
+
+class GraphStep(EagerStep):
+    """The eager step, all micro-steps and the optimizer's update, recorded as one CUDA graph.
+
+    A recording reads and writes fixed addresses, so batches are copied into tensors of its own, and gradients are
+    allocated beforehand and zeroed inside the graph: gradients that a capture allocates itself are replaced, not added to,
+    by the next micro-step's, and training goes wrong without a word.
+    """
+
+    def __init__(self, parts: Parts) -> None:
+        super().__init__(parts)
+        if parts.recipe.optimizer != "adamw-fused":
+            raise ValueError("driver='graph' needs optimizer='adamw-fused': the other form asks the host whether to step.")
+        self.inputs: list[Batch] = []
+        self.captured: Callable[[], None] | None = None
+
+    def step(self, batches: Batches) -> None:
+        """One optimizer step: copy its micro-batches in, replay. The first call warms up and captures."""
+        self._take([next(batches) for _ in range(self.parts.recipe.accumulation)])
+        if self.captured is None:
+            for parameter in self.parts.parameters:
+                parameter.grad = torch.zeros_like(parameter)
+            self.captured = Captured(self._whole_step, self._state)
+        self.captured()
+        self.log.passed()
+
+    def _take(self, batches: list[Batch]) -> None:
+        if not self.inputs:
+            self.inputs = [on_device(batch, self.parts.workload.device, False) for batch in batches]
+            return
+        with record_function("to_device"):
+            for mine, batch in zip(self.inputs, batches, strict=True):
+                for name, tensor in batch.items():
+                    mine[name].copy_(tensor, non_blocking=self.parts.recipe.non_blocking)
+
+    def _whole_step(self) -> None:
+        torch._foreach_zero_([parameter.grad for parameter in self.parts.parameters])
+        for batch in self.inputs:
+            self.micro_step(batch)
+        self.update()
+        self.log.put()
+
+    def _state(self) -> list[Tensor]:
+        """Everything the step changes in place."""
+        moments = [t for state in self.parts.optimizer.state.values() for t in state.values() if torch.is_tensor(t)]
+        scale = [self.scaler._scale, self.scaler._growth_tracker] if self.scaler.is_enabled() else []
+        return [*self.parts.parameters, *moments, *scale, *self.log.tensors]
+
+
+DRIVERS: dict[str, Any] = {"accelerate": AccelerateStep, "eager": EagerStep, "graph": GraphStep}

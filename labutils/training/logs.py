@@ -1,0 +1,165 @@
+"""Where the losses go: read at once and written at once, or kept on the device and written in passing."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.profiler import record_function
+from tqdm import tqdm
+
+Write = Callable[[dict[str, float], int], None]
+
+
+class Log(Protocol):
+    """What a driver tells: each micro-batch's loss, and the end of each optimizer step."""
+
+    losses: list[float]
+
+    def micro_step(self, loss: Tensor) -> None: ...
+
+    def end_step(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class NotFinite(ArithmeticError):
+    """The loss became NaN or infinite; the message names the optimizer step."""
+
+    def __init__(self, loss: float, step: int) -> None:
+        super().__init__(
+            f"The loss is {loss} at optimizer step {step}: training stopped there. Lower learning_rate, or use "
+            "precision='fp32' or 'bf16' to see whether it is half precision's range."
+        )
+
+
+class SynchronousLog:
+    """As the public script does: the loss is read on the host twice a micro-step (for the average and for the progress
+    bar), and each step's average is written and flushed to the disk."""
+
+    def __init__(self, write: Write, accumulation: int, first_step: int = 0) -> None:
+        self.write = write
+        self.accumulation = accumulation
+        self.step = first_step
+        self.losses: list[float] = []
+        self.total = 0.0
+        self.sink = open(os.devnull, "w")  # noqa: SIM115  closed in close(); a bar's cost without its picture
+        self.bar = tqdm(desc="Steps", file=self.sink)
+
+    def micro_step(self, loss: Tensor) -> None:
+        with record_function("log"):
+            self.total += loss.detach().mean().item() / self.accumulation
+            self.bar.set_postfix(step_loss=loss.detach().item())
+
+    def end_step(self) -> None:
+        with record_function("log"):
+            self.bar.update(1)
+            self.step += 1
+            self.losses.append(self.total)
+            self.write({"train_loss": self.total}, self.step)
+            if not math.isfinite(self.total):
+                raise NotFinite(self.total, self.step)
+            self.total = 0.0
+
+    def close(self) -> None:
+        self.bar.close()
+        self.sink.close()
+
+
+class RingLog:
+    """Losses stay on the device in a ring of two halves. While steps fill one half, the other travels to the host behind
+    the GPU's back and is written when the next half is full; the host never waits for a loss, and NaN is noticed up to
+    `2 * half` steps late. Everything in `micro_step` and `end_step`'s device part can be captured in a CUDA graph."""
+
+    def __init__(self, write: Write, accumulation: int, device: torch.device, first_step: int = 0, half: int = 16) -> None:
+        self.write = write
+        self.accumulation = accumulation
+        self.half = half
+        self.first_step = self.step = self.written = first_step
+        self.losses: list[float] = []
+        self.total = torch.zeros((), device=device)
+        self.ring = torch.zeros(2 * half, device=device)
+        self.place = torch.zeros(1, dtype=torch.long, device=device)
+        on_gpu = device.type == "cuda"
+        self.copy = torch.zeros(2 * half, pin_memory=on_gpu)
+        self.side = torch.cuda.Stream(device) if on_gpu else None
+        self.arrived = torch.cuda.Event() if on_gpu else None
+        self.travelling = 0
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """What the device part changes in place."""
+        return [self.total, self.ring, self.place]
+
+    def micro_step(self, loss: Tensor) -> None:
+        self.total.add_(loss.detach(), alpha=1 / self.accumulation)
+
+    def end_step(self) -> None:
+        self.put()
+        self.passed()
+
+    @torch.no_grad()
+    def put(self) -> None:
+        """Device part: the step's mean loss goes to its place in the ring."""
+        self.ring.index_copy_(0, self.place, self.total.unsqueeze(0))
+        self.place.add_(1).remainder_(2 * self.half)
+        self.total.zero_()
+
+    def passed(self) -> None:
+        """Host part: count the step, and at every full half send it off and write the one before."""
+        self.step += 1
+        if (self.step - self.first_step) % self.half == 0:
+            self._write_arrived()
+            self._send()
+
+    def close(self) -> None:
+        self._write_arrived()
+        self._send()
+        self._write_arrived()
+
+    def _send(self) -> None:
+        """Start the copy of the ring to the host; on a GPU it runs beside the next steps."""
+        if self.side is None:
+            self.copy.copy_(self.ring)
+        else:
+            self.side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self.side):
+                self.copy.copy_(self.ring, non_blocking=True)
+                self.arrived.record()
+        self.travelling = self.step - self.written
+
+    def _write_arrived(self) -> None:
+        """Write the losses of the last copy, which started half a ring of steps ago."""
+        if not self.travelling:
+            return
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        for _ in range(self.travelling):
+            loss = self.copy[(self.written - self.first_step) % (2 * self.half)].item()
+            self.written += 1
+            self.losses.append(loss)
+            self.write({"train_loss": loss}, self.written)
+            if not math.isfinite(loss):
+                self.travelling = 0
+                raise NotFinite(loss, self.written)
+        self.travelling = 0
+
+
+def tensorboard(folder: Path, flush: bool) -> tuple[Write, Callable[[], None]]:
+    """A TensorBoard writer's write and close; `flush` has each value on the disk before the call returns."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    writer = SummaryWriter(str(folder))
+
+    def write(values: dict[str, Any], step: int) -> None:
+        for name, value in values.items():
+            writer.add_scalar(name, value, global_step=step)
+        if flush:
+            writer.flush()
+
+    return write, writer.close

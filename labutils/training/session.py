@@ -1,0 +1,100 @@
+"""A recipe at work on a workload: built once, stepped as often as one likes."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import time
+from pathlib import Path
+from types import TracebackType
+
+import torch
+
+from labutils.capture import attention_kernel
+from labutils.data.images import make_loader
+from labutils.recipe import Recipe
+from labutils.training import checkpoint
+from labutils.training.batches import Batches
+from labutils.training.drivers import DRIVERS, Parts, build_optimizer, compile_as_asked
+from labutils.workloads.base import Workload
+
+
+class Session:
+    """Model, data, optimizer and driver of one recipe, and the loop over its optimizer steps.
+
+        with Session(workload, recipe, folder="runs/mine") as session:
+            session.run(100, checkpoint_every=50)
+
+    folder: where logs and checkpoints go; None: a temporary one that goes with the session. resume: go on from the folder's
+    checkpoint; raises `FileNotFoundError` where there is none, `ValueError` where it belongs to another recipe.
+    `step_count` counts optimizer steps since the run's beginning, `recipe` is the recipe as it fits this device.
+    """
+
+    def __init__(
+        self, workload: Workload, recipe: Recipe, folder: str | Path | None = None, resume: bool = False
+    ) -> None:
+        self.workload = workload
+        self.recipe = recipe.fitted_to(workload.device.type)
+        self.temporary = folder is None
+        self.folder = Path(folder or tempfile.mkdtemp(prefix="labutils-"))
+        self.step_count = 0
+        torch.manual_seed(self.recipe.seed)
+        began = time.perf_counter()
+        self.model = workload.build(self.recipe)
+        self.parameters = [p for p in self.model.parameters() if p.requires_grad]
+        dataset = workload.dataset(self.model, self.recipe)
+        loader = make_loader(dataset, self.recipe, collate_fn=workload.collate(self.recipe))
+        compile_as_asked(workload, self.model, self.recipe)
+        optimizer = build_optimizer(self.parameters, self.recipe)
+        parts = Parts(workload, self.recipe, self.model, self.parameters, optimizer, loader, self.folder)
+        self.optimizer = optimizer
+        self.driver = DRIVERS[self.recipe.driver](parts)
+        self.sampler = loader.sampler
+        self.resume_data(taken=0)
+        self.build_s = time.perf_counter() - began
+        if resume:
+            checkpoint.load(self)
+
+    def step(self) -> None:
+        """One optimizer step, accumulation included. On a GPU it may still be running when this returns."""
+        with attention_kernel(self.recipe.attention):
+            self.driver.step(self.batches)
+        self.step_count += 1
+
+    def run(self, steps: int, checkpoint_every: int = 0) -> None:
+        """Step until `steps` optimizer steps of the run are done, saving a checkpoint after every so many (0: none)."""
+        while self.step_count < steps:
+            self.step()
+            if checkpoint_every and self.step_count % checkpoint_every == 0:
+                self.save()
+
+    def save(self) -> Path:
+        """Write a checkpoint to resume from, atomically; the one before is replaced only when this one is whole."""
+        return checkpoint.save(self)
+
+    def save_adapter(self, folder: str | Path) -> None:
+        """Write the LoRA weights as safetensors in PEFT's format and, for diffusion models, in diffusers' own."""
+        self.workload.save(self.model, Path(folder))
+
+    def resume_data(self, taken: int) -> None:
+        """Let the data go on behind the `taken` first micro-batches of the run."""
+        self.batches = Batches(self.driver.loader, self.recipe.micro_batch, self.sampler, taken)
+
+    @property
+    def losses(self) -> list[float]:
+        """The losses known on the host so far, one an optimizer step of this session."""
+        return self.driver.log.losses
+
+    def close(self) -> None:
+        """Finish the log; drop the temporary folder."""
+        try:
+            self.driver.close()
+        finally:
+            if self.temporary:
+                shutil.rmtree(self.folder, ignore_errors=True)
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self.close()

@@ -1,0 +1,126 @@
+"""What every workload offers the training loop, and nothing of how it is trained."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from labutils import hardware
+from labutils.recipe import Recipe
+
+SCALES = ("tiny", "small", "full")
+SOURCES = {"weights": ("random", "hub"), "data": ("generated", "hub")}
+ROOMS = {"sd15-lora": ("labutils.workloads.diffusion", "DiffusionLora")}
+"""Workload's name -> (module, class); a room is imported when it is asked for."""
+
+Batch = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Work:
+    """The arithmetic and the traffic that one optimizer step can't do without.
+
+    `flops` counts multiplications and additions of matrix products, convolutions and attention, forward and backward;
+    `bytes` what must cross the device's memory bus at least: the weights, once a pass.
+    """
+
+    flops: float
+    bytes: float
+
+
+class Workload(ABC):
+    """What is trained, at one scale on one device.
+
+    scale: "tiny" (CPU and CI), "small" (a GPU of 8 GB), "full" (the article's own architecture).
+    weights: "random" (the exact architecture with random weights: speed and memory are the real model's, losses are
+    not) or "hub". data: "generated" (files like the real ones) or "hub". Raises `ValueError` for anything else.
+    """
+
+    name: ClassVar[str]
+
+    def __init__(self, scale: str, weights: str, data: str, device: str, cache_dir: Path) -> None:
+        _check("scale", scale, SCALES)
+        _check("weights", weights, SOURCES["weights"])
+        _check("data", data, SOURCES["data"])
+        self.scale, self.weights, self.data = scale, weights, data
+        self.device = torch.device(device)
+        self.cache_dir = cache_dir
+
+    @abstractmethod
+    def build(self, recipe: Recipe) -> nn.Module:
+        """A fresh model on the device with the recipe's precision, layout and adapters; the frozen weights are shared."""
+
+    @abstractmethod
+    def trained(self, model: nn.Module) -> tuple[str, nn.Module]:
+        """The part of `model` that is trained, and the attribute that holds it: what is compiled, wrapped and saved."""
+
+    @abstractmethod
+    def frozen(self, model: nn.Module) -> list[nn.Module]:
+        """The encoders that only ever run forward."""
+
+    @abstractmethod
+    def blocks(self, model: nn.Module) -> list[nn.Module]:
+        """The repeated blocks of the trained part: what regional compilation compiles, one by one."""
+
+    @abstractmethod
+    def dataset(self, model: nn.Module, recipe: Recipe) -> Dataset:
+        """Examples by index; those that `recipe.cache` asks for are encoded by `model` once, here."""
+
+    @abstractmethod
+    def collate(self, recipe: Recipe) -> Callable[[list], Batch]:
+        """What makes a micro-batch of examples; picklable."""
+
+    @abstractmethod
+    def draw(self, model: nn.Module, batch: Batch) -> Batch:
+        """The random numbers that one micro-batch needs, on the device, from PyTorch's generators."""
+
+    @abstractmethod
+    def loss(self, model: nn.Module, batch: Batch, draws: Batch) -> Tensor:
+        """The mean loss of a micro-batch on the device (a scalar in float32) for given random numbers."""
+
+    @abstractmethod
+    def work(self, recipe: Recipe) -> Work:
+        """FLOPs and bytes of one optimizer step, from the shapes alone."""
+
+    def save(self, model: nn.Module, folder: Path) -> None:
+        """Write the adapter in PEFT's format and the model's own."""
+        from labutils.adapters import save_adapter
+
+        save_adapter(self.trained(model)[1], folder)
+
+
+def open_workload(
+    name: str,
+    scale: str = "auto",
+    weights: str = "random",
+    data: str = "generated",
+    device: str | None = None,
+    cache_dir: str | Path | None = None,
+) -> Any:
+    """The workload of that name. `scale="auto"` takes the largest that fits this machine.
+
+    Raises `ValueError` for an unknown name, scale or source.
+    """
+    _check("workload", name, workload_names())
+    module, kind = ROOMS[name]
+    scale = hardware.scale_for(hardware.machine()) if scale == "auto" else scale
+    folder = Path(cache_dir or os.environ.get("LABUTILS_CACHE") or Path.home() / ".cache" / "labutils")
+    return getattr(importlib.import_module(module), kind)(scale, weights, data, device or hardware.device(), folder)
+
+
+def workload_names() -> tuple[str, ...]:
+    return tuple(ROOMS)
+
+
+def _check(what: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"{what}={value!r} is not known. Choose one of: {', '.join(map(repr, choices))}.")

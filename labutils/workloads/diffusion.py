@@ -1,0 +1,307 @@
+"""Stable Diffusion 1.5 with LoRA on the UNet's attention: article A1's workload.
+
+One example goes: image -> VAE encoder -> latents sampled from its posterior -> noise added at a random timestep ->
+UNet, which is told the caption's text embedding -> mean squared error against the noise (DDPM; Ho et al. 2020,
+eq. 14). Only the LoRA matrices on the UNet's q, k, v and output projections are trained.
+
+At `full` the three networks are those of stable-diffusion-v1-5 to the parameter. `small` halves the widths and the
+resolution, `tiny` keeps every kind of block but few and thin ones.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.profiler import record_function
+from torch.utils.data import DataLoader, Dataset
+
+from labutils.adapters import attach_lora, lora_layers
+from labutils.data.images import captioned_images, collate, image_text_dataset
+from labutils.data.tokenizers import HUB_MODEL, MAX_LENGTH, VOCABULARY, clip_tokenizer
+from labutils.folding import fold, form_weights
+from labutils.hardware import usable_cores
+from labutils.recipe import Recipe
+from labutils.workloads.base import Batch, Work, Workload
+from labutils.workloads.counting import FlopCount, weight_bytes
+
+TARGETS = ("to_q", "to_k", "to_v", "to_out.0")
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+LAYOUTS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
+VAE_FACTOR = 8
+LATENT_CHANNELS = 4
+TIMESTEPS = 1000
+
+
+@dataclass(frozen=True)
+class Size:
+    """What differs between scales; everything else of the three networks is the same."""
+
+    resolution: int
+    images: int
+    unet_channels: tuple[int, ...]
+    unet_layers: int
+    vae_channels: tuple[int, ...]
+    vae_layers: int
+    text_width: int
+    text_layers: int
+    heads: int
+
+
+SIZES = {
+    "tiny": Size(64, 16, (32, 64), 1, (16, 16, 16, 16), 1, 32, 2, 4),
+    "small": Size(256, 64, (160, 320, 640, 640), 2, (64, 128, 256, 256), 2, 384, 6, 8),
+    "full": Size(512, 256, (320, 640, 1280, 1280), 2, (128, 256, 512, 512), 2, 768, 12, 8),
+}
+
+
+class Networks(nn.Module):
+    """The three networks and the noise schedule."""
+
+    def __init__(self, unet: nn.Module, vae: nn.Module, text_encoder: nn.Module, scheduler: Any) -> None:
+        super().__init__()
+        self.unet = unet
+        self.vae = vae
+        self.text_encoder = text_encoder
+        self.scheduler = scheduler
+
+
+class DiffusionLora(Workload):
+    """See the module's docstring. Batches hold pixel_values [b, 3, h, w] float32 and input_ids [b, 77] int64, or, where
+    the recipe caches them, moments [b, 8, h/8, w/8] and condition [b, 77, width] in the frozen networks' dtype."""
+
+    name: ClassVar[str] = "sd15-lora"
+
+    @property
+    def size(self) -> Size:
+        return SIZES[self.scale]
+
+    @property
+    def latent_shape(self) -> tuple[int, int, int]:
+        """Channels, height and width of one example's latents."""
+        side = self.size.resolution // VAE_FACTOR
+        return LATENT_CHANNELS, side, side
+
+    # ------------------------------------------------------------------------------------------------ the model
+
+    def build(self, recipe: Recipe) -> Networks:
+        frozen = self._frozen(DTYPES[recipe.precision], LAYOUTS[recipe.memory_format], recipe.seed)
+        # A copy of the modules around the same tensors: sessions side by side hold the frozen weights once.
+        shared = {id(tensor): tensor for tensor in [*frozen.parameters(), *frozen.buffers()]}
+        model = copy.deepcopy(frozen, memo=shared)
+        kind = "plain" if recipe.adapter == "folded" else recipe.adapter
+        attach_lora(model.unet, TARGETS, recipe.rank, recipe.rank, kind, seed=recipe.seed)
+        if recipe.adapter == "folded":
+            fold(model.unet, lora_layers(model.unet))
+        model.unet.train()
+        return model
+
+    def trained(self, model: Networks) -> tuple[str, nn.Module]:
+        return "unet", model.unet
+
+    def frozen(self, model: Networks) -> list[nn.Module]:
+        return [model.vae.encoder, model.text_encoder]
+
+    def blocks(self, model: Networks) -> list[nn.Module]:
+        return [m for m in model.unet.modules() if type(m).__name__ in ("BasicTransformerBlock", "ResnetBlock2D")]
+
+    @functools.lru_cache(maxsize=4)  # noqa: B019  the workload lives as long as its sessions do
+    def _frozen(self, dtype: torch.dtype, layout: torch.memory_format, seed: int) -> Networks:
+        """The three networks without adapters, every weight frozen."""
+        with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
+            torch.manual_seed(seed)
+            networks = self._from_hub() if self.weights == "hub" else _networks(self.size, self.device)
+        networks = networks.to(self.device, dtype, memory_format=layout).requires_grad_(False)
+        networks.scheduler.alphas_cumprod = networks.scheduler.alphas_cumprod.to(self.device)
+        networks.vae.eval()
+        networks.text_encoder.eval()
+        return networks
+
+    def _from_hub(self) -> Networks:
+        from diffusers import AutoencoderKL, DDPMScheduler, UNet2DConditionModel
+        from transformers import CLIPTextModel
+
+        if self.scale != "full":
+            raise ValueError(f'weights="hub" has the sizes of scale="full"; {self.scale!r} has other ones.')
+        try:
+            return Networks(
+                UNet2DConditionModel.from_pretrained(HUB_MODEL, subfolder="unet"),
+                AutoencoderKL.from_pretrained(HUB_MODEL, subfolder="vae"),
+                CLIPTextModel.from_pretrained(HUB_MODEL, subfolder="text_encoder"),
+                DDPMScheduler.from_pretrained(HUB_MODEL, subfolder="scheduler"),
+            )
+        except OSError as error:
+            raise ConnectionError(
+                f"The weights of {HUB_MODEL} could not be loaded ({error}). They need the network once. Use "
+                f'weights="random", or fetch them on a connected machine with `hf download {HUB_MODEL}`.'
+            ) from error
+
+    # ------------------------------------------------------------------------------------------------ the data
+
+    def dataset(self, model: Networks, recipe: Recipe) -> Dataset:
+        images = captioned_images(self.cache_dir, self.size.images, self.data)
+        tokenizer = clip_tokenizer(self.weights, self.cache_dir / "hub")
+        examples = image_text_dataset(images, tokenizer, self.size.resolution)
+        return examples if recipe.cache == "nothing" else self._encoded(model, examples, recipe)
+
+    def collate(self, recipe: Recipe) -> Callable[[list], Batch]:
+        return collate if recipe.cache == "nothing" else _as_it_is
+
+    @torch.no_grad()
+    def _encoded(self, model: Networks, examples: Dataset, recipe: Recipe) -> EncodedExamples:
+        """Every example through the frozen encoders once. What is kept is the posterior, from which each step samples
+        anew: keeping one sample of it would train on fewer distinct latents than the plain loop does."""
+        started = time.perf_counter()
+        workers = min(8, usable_cores() - 1) if self.device.type == "cuda" else 0
+        parts = []
+        for batch in DataLoader(examples, batch_size=8, num_workers=workers, collate_fn=collate):
+            batch = {name: tensor.to(self.device) for name, tensor in batch.items()}
+            kept = {"moments": self._moments(model, batch["pixel_values"])}
+            if recipe.cache == "latents+text":
+                kept["condition"] = self._condition(model, batch)
+            else:
+                kept["input_ids"] = batch["input_ids"]
+            parts.append({name: tensor.cpu() for name, tensor in kept.items()})
+        whole = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+        return EncodedExamples(whole, time.perf_counter() - started)
+
+    # ------------------------------------------------------------------------------------------------ the loss
+
+    def draw(self, model: Networks, batch: Batch) -> Batch:
+        examples = next(iter(batch.values())).shape[0]
+        noise = functools.partial(torch.randn, examples, *self.latent_shape, device=self.device)
+        dtype = model.vae.dtype
+        return {
+            "posterior": noise(dtype=dtype),
+            "noise": noise(dtype=dtype),
+            "timesteps": torch.randint(TIMESTEPS, (examples,), device=self.device),
+        }
+
+    def loss(self, model: Networks, batch: Batch, draws: Batch) -> Tensor:
+        with record_function("encode"):
+            latents = self._latents(model, batch, draws["posterior"])
+            noisy = model.scheduler.add_noise(latents, draws["noise"], draws["timesteps"])
+            condition = self._condition(model, batch)
+        with record_function("forward"):
+            form_weights(model.unet)
+            predicted = model.unet(noisy, draws["timesteps"], condition, return_dict=False)[0]
+            return F.mse_loss(predicted.float(), draws["noise"].float())
+
+    def _latents(self, model: Networks, batch: Batch, posterior: Tensor) -> Tensor:
+        """Latents [b, 4, h/8, w/8] sampled from the VAE's posterior with the given normal numbers."""
+        from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
+
+        moments = batch["moments"] if "moments" in batch else self._moments(model, batch["pixel_values"])
+        distribution = DiagonalGaussianDistribution(moments)
+        latents = distribution.mean + distribution.std * posterior
+        return latents * model.vae.config.scaling_factor
+
+    def _moments(self, model: Networks, pixel_values: Tensor) -> Tensor:
+        """Mean and log variance of the posterior, [b, 8, h/8, w/8]."""
+        pixels = pixel_values.to(model.vae.dtype)
+        return model.vae.encode(pixels, return_dict=False)[0].parameters
+
+    def _condition(self, model: Networks, batch: Batch) -> Tensor:
+        """Text embeddings [b, 77, width]."""
+        if "condition" in batch:
+            return batch["condition"]
+        return model.text_encoder(batch["input_ids"], return_dict=False)[0]
+
+    # ------------------------------------------------------------------------------------------------ counting
+
+    @functools.lru_cache(maxsize=8)  # noqa: B019
+    def work(self, recipe: Recipe) -> Work:
+        """See `Workload.work`. Low-rank products are counted as the plain adapter computes them, whatever the recipe's
+        adapter does: what a faster one saves must show as time."""
+        with torch.device("meta"):
+            networks = _networks(self.size, torch.device("meta")).requires_grad_(False)
+        attach_lora(networks.unet, TARGETS, recipe.rank, recipe.rank, "plain", seed=0)
+        b, itemsize = recipe.micro_batch, DTYPES[recipe.precision].itemsize
+        tokens = torch.empty(b, MAX_LENGTH, dtype=torch.long, device="meta")
+        condition = torch.empty(b, MAX_LENGTH, self.size.text_width, device="meta")
+        latents = torch.empty(b, *self.latent_shape, device="meta")
+        pixels = torch.empty(b, 3, self.size.resolution, self.size.resolution, device="meta")
+        with FlopCount() as count:
+            networks.unet(latents, torch.zeros(b, device="meta"), condition)
+            if recipe.cache == "nothing":
+                networks.vae.encode(pixels)
+            if recipe.cache != "latents+text":
+                networks.text_encoder(tokens)
+        read = 2 * weight_bytes(networks.unet, itemsize=itemsize)  # once forward, once backward
+        read += weight_bytes(networks.vae.encoder, itemsize=itemsize) if recipe.cache == "nothing" else 0
+        read += weight_bytes(networks.text_encoder, itemsize=itemsize) if recipe.cache != "latents+text" else 0
+        return Work(recipe.accumulation * (count.forward + count.backward), recipe.accumulation * read)
+
+
+class EncodedExamples(Dataset):
+    """Examples that were encoded once and are held in memory; reading a batch is one gather."""
+
+    def __init__(self, tensors: dict[str, Tensor], seconds: float) -> None:
+        self.tensors = tensors
+        self.seconds = seconds
+
+    def __len__(self) -> int:
+        return len(next(iter(self.tensors.values())))
+
+    def __getitem__(self, index: int) -> Batch:
+        return self.__getitems__([index])
+
+    def __getitems__(self, indices: list[int]) -> Batch:
+        chosen = torch.tensor(indices)
+        return {name: tensor.index_select(0, chosen) for name, tensor in self.tensors.items()}
+
+
+def _as_it_is(batch: Batch) -> Batch:
+    """`EncodedExamples` hands over whole batches."""
+    return batch
+
+
+def _networks(size: Size, device: torch.device) -> Networks:
+    """The three networks with random weights, built on `device`."""
+    from diffusers import AutoencoderKL, DDPMScheduler, UNet2DConditionModel
+    from transformers import CLIPTextConfig, CLIPTextModel
+
+    crossed = len(size.unet_channels) - 1  # every level but the last attends to the text
+    groups = min(32, size.unet_channels[0], size.vae_channels[0])
+    with device:
+        unet = UNet2DConditionModel(
+            sample_size=size.resolution // VAE_FACTOR,
+            block_out_channels=size.unet_channels,
+            down_block_types=("CrossAttnDownBlock2D",) * crossed + ("DownBlock2D",),
+            up_block_types=("UpBlock2D",) + ("CrossAttnUpBlock2D",) * crossed,
+            layers_per_block=size.unet_layers,
+            cross_attention_dim=size.text_width,
+            attention_head_dim=size.heads,
+            norm_num_groups=groups,
+        )
+        vae = AutoencoderKL(
+            block_out_channels=size.vae_channels,
+            down_block_types=("DownEncoderBlock2D",) * len(size.vae_channels),
+            up_block_types=("UpDecoderBlock2D",) * len(size.vae_channels),
+            layers_per_block=size.vae_layers,
+            latent_channels=LATENT_CHANNELS,
+            norm_num_groups=groups,
+            sample_size=size.resolution,
+        )
+        text_encoder = CLIPTextModel(
+            CLIPTextConfig(
+                vocab_size=VOCABULARY,
+                hidden_size=size.text_width,
+                intermediate_size=4 * size.text_width,
+                num_hidden_layers=size.text_layers,
+                num_attention_heads=size.text_width // (64 if size.text_width >= 64 else 8),
+                projection_dim=size.text_width,
+                hidden_act="quick_gelu",
+            )
+        )
+    scheduler = DDPMScheduler(
+        beta_schedule="scaled_linear", beta_start=0.00085, beta_end=0.012, num_train_timesteps=TIMESTEPS
+    )
+    return Networks(unet, vae, text_encoder, scheduler)
