@@ -1,0 +1,39 @@
+"""Hardware: data sheets, this machine's facts, what it was measured to reach, and the roofline drawn from that.
+
+    machine(), device(), scale_for(machine())   what this machine is, and which scale of the course fits it
+    find_spec("NVIDIA H200")                     the data sheet, dense and sparse peaks apart
+    probe(), measured_roofline("bf16")           what this machine reaches
+    cuda                                         torch.cuda's calls, harmless without a GPU
+
+PyTorch is imported only when something is measured.
+"""
+
+from labutils.hardware import cuda
+from labutils.hardware.architectures import runs_on, try_unlisted_architecture
+from labutils.hardware.host import device, machine, scale_for, usable_cores
+from labutils.hardware.operations import Operation, course_operations, measure_operation, sweep_sizes
+from labutils.hardware.probing import Probe, measured_roofline, probe
+from labutils.hardware.roofline import Roofline
+from labutils.hardware.specs import DTYPES, SPECS, Spec, find_spec
+
+__all__ = [
+    "DTYPES",
+    "SPECS",
+    "Operation",
+    "Probe",
+    "Roofline",
+    "Spec",
+    "course_operations",
+    "cuda",
+    "device",
+    "find_spec",
+    "machine",
+    "measure_operation",
+    "measured_roofline",
+    "probe",
+    "runs_on",
+    "scale_for",
+    "sweep_sizes",
+    "try_unlisted_architecture",
+    "usable_cores",
+]

@@ -1,0 +1,158 @@
+"""One facade for the `torch.cuda` calls that raise on a machine without a GPU or with a CPU build of PyTorch.
+
+Here they do nothing, or say None, instead. Timing without a GPU falls back to the host's clock.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+GB = 10**9
+
+
+def available() -> bool:
+    """Whether PyTorch can use a GPU. A PyTorch that can't even be imported can't."""
+    try:
+        import torch
+
+        return torch.cuda.is_available()
+    except Exception:  # a broken CUDA library raises OSError, RuntimeError or ImportError, by what is broken
+        return False
+
+
+def card() -> dict[str, Any]:
+    """{gpu, gpu_memory_gb, compute_capability, cuda} of the GPU in use; {} without one."""
+    if not available():
+        return {}
+    import torch
+
+    with warnings.catch_warnings():  # the doctor says what an unsupported card means, and what to type
+        warnings.simplefilter("ignore")
+        properties = torch.cuda.get_device_properties(0)
+    return {
+        "gpu": properties.name,
+        "gpu_memory_gb": round(properties.total_memory / GB, 1),
+        "compute_capability": f"{properties.major}.{properties.minor}",
+        "cuda": torch.version.cuda,
+    }
+
+
+def capability() -> tuple[int, int] | None:
+    """(major, minor) compute capability of the GPU in use, or None."""
+    found = card().get("compute_capability")
+    return tuple(int(part) for part in found.split(".")) if found else None
+
+
+def synchronize() -> None:
+    """Wait until the GPU has done all it was given."""
+    if available():
+        import torch
+
+        torch.cuda.synchronize()
+
+
+def empty_cache() -> None:
+    """Give memory that PyTorch keeps but does not use back to the GPU."""
+    if available():
+        import torch
+
+        torch.cuda.empty_cache()
+
+
+def reset_peak_memory() -> None:
+    """Start a new reading of `peak_memory`."""
+    if available():
+        import torch
+
+        torch.cuda.reset_peak_memory_stats()
+
+
+def peak_memory() -> tuple[float, float] | None:
+    """(allocated, reserved) GPU memory at its highest since the last reset, in 10^9 bytes; None without a GPU."""
+    if not available():
+        return None
+    import torch
+
+    return torch.cuda.max_memory_allocated() / GB, torch.cuda.max_memory_reserved() / GB
+
+
+def allocated_memory() -> float | None:
+    """GPU memory that this process's tensors hold now, in 10^9 bytes; None without a GPU."""
+    if not available():
+        return None
+    import torch
+
+    return torch.cuda.memory_allocated() / GB
+
+
+def free_memory() -> float | None:
+    """GPU memory that nobody uses, in 10^9 bytes; None without a GPU."""
+    if not available():
+        return None
+    import torch
+
+    return torch.cuda.mem_get_info()[0] / GB
+
+
+def timed(
+    call: Callable[[], Any], budget_s: float = 0.5, warmup: int = 3, at_least: int = 5, at_most: int = 200
+) -> list[float]:
+    """Milliseconds of each of several executions of `call`, after `warmup` untimed ones.
+
+    On a GPU these are the times between events in the stream, so `call` should keep it busy for longer than a launch
+    takes (some 10 us); elsewhere the host's clock. Repeats for about `budget_s`, within `at_least` .. `at_most`.
+    """
+    for _ in range(warmup):
+        call()
+    synchronize()
+    start = time.perf_counter()
+    call()
+    synchronize()
+    one = max(time.perf_counter() - start, 1e-6)
+    repeats = min(at_most, max(at_least, int(budget_s / one)))
+    return _timed_by_events(call, repeats) if available() else _timed_by_clock(call, repeats)
+
+
+def _timed_by_events(call: Callable[[], Any], repeats: int) -> list[float]:
+    import torch
+
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
+    marks[0].record()
+    for mark in marks[1:]:
+        call()
+        mark.record()
+    torch.cuda.synchronize()
+    return [before.elapsed_time(after) for before, after in zip(marks, marks[1:], strict=False)]
+
+
+def _timed_by_clock(call: Callable[[], Any], repeats: int) -> list[float]:
+    samples = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        call()
+        samples.append((time.perf_counter() - start) * 1e3)
+    return samples
+
+
+def graph_of(call: Callable[[], Any]) -> Callable[[], None] | None:
+    """`call`'s GPU work recorded once as a CUDA graph, to be replayed without the host; None without a GPU.
+
+    `call` runs three times beforehand on a side stream, as capturing wants its libraries already initialised.
+    """
+    if not available():
+        return None
+    import torch
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            call()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph.replay

@@ -1,0 +1,401 @@
+"""Data sheets, machine facts, the probe, the roofline and the operations drawn on it."""
+
+import statistics
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from labutils import hardware
+from labutils.hardware import DTYPES, SPECS, Roofline, cuda, find_spec, host, probing, runs_on, scale_for
+
+# data sheets
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
+def test_specs_are_whole_and_consistent(spec):
+    assert set(spec.dense) <= set(DTYPES) and spec.source
+    assert "fp32" in spec.dense and "fp16" in spec.dense
+    assert all(spec.sparse[dtype] == 2 * spec.dense[dtype] for dtype in spec.sparse)
+    assert "fp32" not in spec.sparse  # sparsity is a feature of the tensor cores
+    assert ("fp8" in spec.dense) == (float(spec.compute_capability) >= 8.9)
+    assert ("fp4" in spec.dense) == (float(spec.compute_capability) >= 10)
+    assert ("bf16" in spec.dense) == ("tf32" in spec.dense) == (float(spec.compute_capability) >= 8)
+    assert spec.dense.get("fp8", 2 * spec.dense["fp16"]) == pytest.approx(2 * spec.dense["fp16"], rel=3e-3)
+
+
+def test_fp32_peak_agrees_with_cores_and_clock():
+    """FP32 peak = SMs x FP32 lanes x 2 x clock: an independent check of SM count against the rate (clock in GHz)."""
+    lanes = {"8.0": 64, "7.5": 64}
+    for spec in SPECS:
+        clock = spec.dense["fp32"] * 1e3 / (spec.sms * lanes.get(spec.compute_capability, 128) * 2)
+        assert 1.4 < clock < 2.7, spec.name
+
+
+def test_published_peaks_of_the_course():
+    h200 = find_spec("NVIDIA H200")
+    assert (h200.dense["bf16"], h200.sparse["bf16"]) == (989.4, 1978.8)
+    assert (h200.dense["fp8"], h200.dense["tf32"], h200.dense["fp32"]) == (1978.9, 494.7, 66.9)
+    assert h200.ridge("bf16") == pytest.approx(206.1, abs=0.1)
+    assert h200.ridge("fp4") is None
+    blackwell = find_spec("NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition")
+    printed = {"tf32": 438.9, "bf16": 877.9, "fp8": 1755.7, "fp4": 3511.4}  # article A3's table
+    assert {dtype: blackwell.sparse[dtype] for dtype in printed} == pytest.approx(printed, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("driver_name", "memory_gb", "name"),
+    [
+        ("NVIDIA H100 80GB HBM3", 85.0, "H100 SXM5"),
+        ("NVIDIA H100 PCIe", 85.0, "H100 PCIe"),
+        ("NVIDIA H200", 150.1, "H200 SXM"),
+        ("NVIDIA B200", 191.5, "B200"),
+        ("NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition", 102.0, "RTX PRO 6000 Blackwell Max-Q"),
+        ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", 102.0, "RTX PRO 6000 Blackwell Workstation"),
+        ("NVIDIA A100-SXM4-80GB", 85.1, "A100 80GB SXM"),
+        ("NVIDIA GeForce RTX 4090", 25.3, "RTX 4090"),
+        ("NVIDIA GeForce RTX 3080", 10.5, "RTX 3080"),
+        ("Tesla T4", 15.6, "T4"),
+        ("NVIDIA A10", 23.8, "A10"),
+        ("NVIDIA A30", 25.2, "A30"),
+        ("NVIDIA L4", 23.6, "L4"),
+        ("NVIDIA RTX 6000 Ada Generation", 51.0, "RTX 6000 Ada"),
+        ("H200 SXM", None, "H200 SXM"),
+    ],
+)
+def test_find_spec_by_the_drivers_name(driver_name, memory_gb, name):
+    assert find_spec(driver_name, memory_gb).name == name
+
+
+@pytest.mark.parametrize(
+    ("driver_name", "memory_gb"),
+    [
+        ("NVIDIA GeForce RTX 3080", 12.9),  # the 12 GB card has more SMs and a wider bus
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", 17.2),
+        ("NVIDIA GeForce RTX 4090 D", 25.3),
+        ("NVIDIA A10G", 23.7),
+        ("NVIDIA A100-SXM4-40GB", 42.4),
+        ("NVIDIA A100-SXM4-80GB MIG 1g.10gb", 10.0),
+        ("NVIDIA H200 NVL", 150.1),
+        ("NVIDIA H100 NVL", 100.0),
+        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", 102.0),
+        ("", None),
+    ],
+)
+def test_a_similar_card_has_no_spec_rather_than_a_wrong_one(driver_name, memory_gb):
+    assert find_spec(driver_name, memory_gb) is None
+
+
+# roofline
+
+
+def test_roofline_floor_and_ridge():
+    roof = Roofline(rate=100.0, bandwidth=1000.0)  # 100 TFLOP/s, 1 TB/s
+    assert roof.ridge == 100
+    assert roof.attainable(10) == 10 and roof.attainable(100) == 100 and roof.attainable(1000) == 100
+    assert roof.floor_ms(flops=1e12, bytes=1e9) == pytest.approx(10)  # arithmetic
+    assert roof.floor_ms(flops=1e9, bytes=1e10) == pytest.approx(10)  # memory
+    assert roof.floor_ms(flops=0, bytes=0) == 0
+
+
+@pytest.mark.parametrize(("rate", "bandwidth"), [(0, 1), (1, 0), (-1, 1), (float("nan"), 1)])
+def test_roofline_refuses_what_is_none(rate, bandwidth):
+    with pytest.raises(ValueError, match="above 0"):
+        Roofline(rate, bandwidth)
+
+
+# which code runs on which card
+
+
+@pytest.mark.parametrize(
+    ("architectures", "capability", "how"),
+    [
+        (["sm_50", "sm_60", "sm_70", "sm_80", "sm_90"], (12, 0), "no"),  # article A1
+        (["sm_80", "sm_90", "sm_100", "sm_120"], (12, 0), "native"),
+        (["sm_120"], (12, 1), "native"),
+        (["sm_80"], (8, 9), "native"),
+        (["sm_86"], (8, 0), "no"),
+        (["sm_90", "compute_90"], (12, 0), "ptx"),
+        (["sm_100", "compute_100"], (9, 0), "no"),
+        (["sm_90a"], (9, 0), "native"),
+        (["sm_90a", "compute_90a"], (10, 0), "no"),
+        (["sm_100f"], (10, 3), "native"),
+        (["sm_100f"], (12, 0), "no"),
+        (["gfx90a"], (9, 0), "no"),
+        ([], (9, 0), "no"),
+    ],
+)
+def test_runs_on(architectures, capability, how):
+    assert runs_on(architectures, capability) == how
+
+
+def test_the_unlisted_architecture_needs_a_gpu(monkeypatch):
+    monkeypatch.setattr(cuda, "available", lambda: False)
+    with pytest.raises(RuntimeError, match="no GPU"):
+        hardware.try_unlisted_architecture()
+
+
+# the machine
+
+
+def test_scale_for():
+    assert scale_for({}) == "tiny"
+    assert scale_for({"gpu": "old", "gpu_memory_gb": 4.0}) == "tiny"
+    assert scale_for({"gpu": "RTX 3080", "gpu_memory_gb": 10.5}) == "small"
+    assert scale_for({"gpu": "H200", "gpu_memory_gb": 150.1}) == "full"
+
+
+def test_machine_leaves_out_what_does_not_apply():
+    facts = hardware.machine()
+    assert facts["cores"] >= 1 and facts["ram_gb"] > 0 and facts["os"] and facts["cpu"]
+    assert None not in facts.values()
+    assert ("gpu" in facts) == (hardware.device() == "cuda")
+    facts["cores"] = -1
+    assert hardware.machine()["cores"] >= 1  # a caller's change stays the caller's
+
+
+def write(root, **files):
+    for path, text in files.items():
+        target = root / path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(text)
+
+
+@pytest.fixture
+def eight_cores(monkeypatch):
+    monkeypatch.setattr(host.os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
+
+
+@pytest.mark.parametrize(
+    ("files", "cores"),
+    [
+        ({}, 8),
+        ({"sys/fs/cgroup/cgroup.controllers": "cpu", "sys/fs/cgroup/cpu.max": "max 100000"}, 8),
+        ({"sys/fs/cgroup/cgroup.controllers": "cpu", "sys/fs/cgroup/cpu.max": "250000 100000"}, 2),
+        ({"sys/fs/cgroup/cgroup.controllers": "cpu", "sys/fs/cgroup/cpu.max": "50000 100000"}, 1),
+        (
+            {
+                "proc/self/cgroup": "0::/pod/box\n",
+                "sys/fs/cgroup/cgroup.controllers": "cpu",
+                "sys/fs/cgroup/pod/cpu.max": "400000 100000",
+                "sys/fs/cgroup/pod/box/cpu.max": "max 100000",
+            },
+            4,
+        ),
+        (
+            {
+                "proc/self/cgroup": "4:memory:/\n3:cpu,cpuacct:/box\n",
+                "sys/fs/cgroup/cpu/box/cpu.cfs_quota_us": "300000",
+                "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1",
+                "sys/fs/cgroup/cpu/box/cpu.cfs_period_us": "100000",
+            },
+            3,
+        ),
+    ],
+    ids=["no limit", "v2 max", "v2 2.5 cores", "v2 half a core", "v2 parent's limit", "v1"],
+)
+def test_cores_within_a_container_limit(tmp_path, eight_cores, files, cores):
+    write(tmp_path, **files)
+    assert host.usable_cores(tmp_path) == cores
+
+
+def test_ram_is_the_containers_limit(tmp_path):
+    write(tmp_path, **{"proc/meminfo": "MemTotal:       32000000 kB\nMemFree: 1 kB\n"})
+    assert host.ram_gb(tmp_path) == 32.8
+    write(tmp_path, **{"sys/fs/cgroup/cgroup.controllers": "memory", "sys/fs/cgroup/memory.max": "8000000000\n"})
+    assert host.ram_gb(tmp_path) == 8.0
+    write(tmp_path, **{"sys/fs/cgroup/memory.max": "max\n"})
+    assert host.ram_gb(tmp_path) == 32.8
+    assert host.ram_gb(tmp_path / "nowhere") is None
+
+
+def test_names_of_cpu_and_system(tmp_path):
+    write(
+        tmp_path,
+        **{
+            "proc/cpuinfo": "processor: 0\nmodel name\t: A Processor\n",
+            "etc/os-release": 'PRETTY_NAME="A System 12"\n',
+        },
+    )
+    assert host.cpu_name(tmp_path) == "A Processor"
+    assert host.os_name(tmp_path) == "A System 12"
+    assert host.shm_gb(tmp_path) is None
+
+
+def test_no_driver_is_none(monkeypatch):
+    monkeypatch.setattr(host.subprocess, "run", lambda *a, **k: (_ for _ in ()).throw(FileNotFoundError()))
+    assert host.driver() is None
+
+
+def test_importing_hardware_imports_no_torch():
+    code = "import labutils.hardware, sys; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+# the facade
+
+
+def test_facade_without_a_gpu(monkeypatch):
+    monkeypatch.setattr(cuda, "available", lambda: False)
+    assert cuda.card() == {} and cuda.capability() is None
+    assert cuda.peak_memory() is None and cuda.free_memory() is None
+    assert cuda.graph_of(lambda: None) is None
+    for harmless in (cuda.synchronize, cuda.empty_cache, cuda.reset_peak_memory):
+        harmless()
+
+
+def test_a_broken_torch_is_no_gpu(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    assert cuda.available() is False
+
+
+def test_timed_warms_up_and_repeats(monkeypatch):
+    monkeypatch.setattr(cuda, "available", lambda: False)
+    calls = []
+    times = cuda.timed(lambda: calls.append(0), budget_s=0, warmup=4, at_least=6)
+    assert len(times) == 6 and len(calls) == 4 + 1 + 6
+    assert min(times) >= 0
+
+
+# the probe
+
+
+@pytest.fixture
+def on_cpu(monkeypatch):
+    monkeypatch.setattr(cuda, "available", lambda: False)
+    probing._measured.cache_clear()
+    yield
+    probing._measured.cache_clear()
+
+
+@pytest.fixture
+def briefly(monkeypatch):
+    """Timing without spending the time."""
+    real = cuda.timed
+    monkeypatch.setattr(cuda, "timed", lambda call, **_: real(call, budget_s=0, warmup=1, at_least=3, at_most=3))
+
+
+def test_probe_of_a_cpu(on_cpu, briefly):
+    found = hardware.probe()
+    assert set(found.samples) == {"tflops_fp32", "tflops_bf16", "copy_gb_per_s", "launch_us"}
+    assert set(found.samples) | set(found.skipped) == set(probing.ITEMS)
+    assert all(len(samples) >= 3 and min(samples) > 0 for samples in found.samples.values())
+    assert found.rate("fp8") is None and "CPU" in found.skipped["tflops_fp8"]
+    roof = found.roofline("fp32")
+    assert roof.rate == found.rate("fp32") == statistics.median(found.samples["tflops_fp32"])
+    with pytest.raises(ValueError, match="fp16 roofline.*CPU"):
+        found.roofline("fp16")
+
+
+def test_probe_measures_an_item_once(on_cpu, briefly, monkeypatch):
+    count = []
+    monkeypatch.setitem(probing._MEASURERS, "launch_us", lambda device: count.append(device) or [1.0, 2.0, 3.0])
+    assert hardware.probe("launch_us").median("launch_us") == 2.0
+    assert hardware.probe("launch_us").samples == {"launch_us": [1.0, 2.0, 3.0]}
+    assert count == ["cpu"]
+    with pytest.raises(ValueError, match="copy_gb_per_s was not asked for"):
+        probing.Probe("cpu", {"tflops_fp32": [1.0]}, {}).roofline("fp32")
+
+
+def test_probe_goes_on_when_an_item_fails(on_cpu, briefly, monkeypatch):
+    def breaks(device):
+        raise RuntimeError("no such\nkernel")
+
+    monkeypatch.setitem(probing._MEASURERS, "copy_gb_per_s", breaks)
+    found = hardware.probe("copy_gb_per_s", "launch_us")
+    assert found.skipped == {"copy_gb_per_s": "failed with RuntimeError: no such kernel"}
+    assert "launch_us" in found.samples
+
+
+def test_probe_refuses_an_unknown_item():
+    with pytest.raises(ValueError, match="'tflops_fp5' can't be probed"):
+        hardware.probe("tflops_fp5")
+
+
+@pytest.mark.parametrize(
+    ("capability", "missing"), [((7, 5), {"tf32", "bf16", "fp8"}), ((8, 6), {"fp8"}), ((9, 0), set())]
+)
+def test_formats_a_card_lacks_are_skipped(monkeypatch, capability, missing):
+    monkeypatch.setattr(cuda, "capability", lambda: capability)
+    refused = set()
+    for dtype in ("fp32", "tf32", "fp16", "bf16", "fp8"):
+        try:
+            probing._require(dtype, "cuda")
+        except probing.Unsupported as error:
+            assert f"{capability[0]}.{capability[1]}" in str(error)
+            refused.add(dtype)
+    assert refused == missing
+
+
+def test_probed_data_is_random():
+    data = probing.random_bytes(4 * probing.MIB, "cpu")
+    assert data.numel() == 4 * probing.MIB
+    assert len(data.unique()) == 256
+    a = probing._product("fp32", 16, "cpu")()
+    assert a.abs().min() > 0
+
+
+def test_matrix_precision_is_set_back():
+    import torch
+
+    before = torch.get_float32_matmul_precision()
+    with probing._fp32_products_as("high"):
+        assert torch.get_float32_matmul_precision() == "high"
+    assert torch.get_float32_matmul_precision() == before
+
+
+# operations
+
+
+def test_operations_count_their_work():
+    import torch
+    from torch.utils.flop_counter import FlopCounterMode
+
+    for operation in hardware.course_operations("tiny", "cpu", "fp32"):
+        call = operation.make()
+        with torch.no_grad(), FlopCounterMode(display=False) as counter:
+            call()
+        counted = counter.get_total_flops()
+        if counted:  # it counts no element-wise work, and no fused attention on a CPU
+            assert counted == operation.flops, operation.name
+        assert operation.intensity == operation.flops / operation.bytes
+
+
+def test_intensities_are_those_of_the_textbook():
+    found = {operation.name: operation for operation in hardware.course_operations("full", "cpu", "bf16")}
+    assert found["LoRA's products"].intensity == pytest.approx(8, rel=0.01)  # the rank, at two bytes a number
+    assert found["AdamW update"].intensity == 0.5
+    assert found["SiLU"].intensity == 1
+    assert found["Self-attention"].intensity == 2048  # tokens / 2
+    assert found["Frozen projection"].flops == 2 * 4096**3
+    assert found["UNet convolution"].flops == 2 * 4 * 64 * 64 * 320 * 320 * 9
+
+
+def test_measured_operation_rotates_cold_inputs(on_cpu):
+    made = []
+
+    def make():
+        made.append(0)
+        return lambda: None
+
+    operation = hardware.Operation("nothing", "", "fp32", 1, hardware.operations.COLD_BYTES / 3, make)
+    timing = hardware.measure_operation(operation, budget_s=0)
+    assert len(made) == 3
+    assert timing.alone_ms == timing.called_ms and len(timing.called_ms) >= 5
+
+
+def test_sweep_of_sizes(on_cpu):
+    found = hardware.sweep_sizes("cpu", exponents=(0, 18))
+    assert list(found) == [1, 2**18]
+    assert statistics.median(found[1].called_ms) < statistics.median(found[2**18].called_ms)
+
+
+def test_card_facts_come_from_torch(monkeypatch):
+    torch = pytest.importorskip("torch")
+    properties = SimpleNamespace(name="NVIDIA H200", total_memory=150_100_000_000, major=9, minor=0)
+    monkeypatch.setattr(cuda, "available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+    facts = cuda.card()
+    assert facts["gpu"] == "NVIDIA H200" and facts["gpu_memory_gb"] == 150.1 and facts["compute_capability"] == "9.0"
+    assert cuda.capability() == (9, 0)
