@@ -378,29 +378,30 @@ def limit(claim: Claim, evidence: Evidence) -> Finding:
     value = sum(evidence.number(how["run"], metric) for metric in how["metrics"])
     words, bound = ("at least", how["at_least"]) if "at_least" in how else ("at most", how["at_most"])
     margin = value - bound if words == "at least" else bound - value
-    text = "{:.2f} ms".format if how["metrics"][0].endswith("_ms") else "{:.0%}".format
+    text = "{:.2f} ms".format if how["metrics"][0].endswith("_ms") else _percent
     verdict = INCONCLUSIVE if abs(margin) < claim.tolerance else CONFIRMED if margin >= 0 else REFUTED
     return Finding(
-        verdict, text(value), f"{' + '.join(how['metrics'])}: {text(value)}, {words} {text(bound)} is meant."
+        verdict, text(value), f"{' + '.join(how['metrics'])} is {text(value)}; {words} {text(bound)} is meant."
     )
 
 
 def outweighs(claim: Claim, evidence: Evidence) -> Finding:
-    """The sum of the shares `how["heavier"]` exceeds that of `how["lighter"]`; by less than `tolerance`: inconclusive."""
+    """The sum of the shares `how["heavier"]` exceeds that of `how["lighter"]`. Within `tolerance`: inconclusive."""
     run = claim.how["run"]
     heavy, light = (sum(evidence.number(run, m) for m in claim.how[side]) for side in ("heavier", "lighter"))
     verdict = INCONCLUSIVE if abs(heavy - light) < claim.tolerance else CONFIRMED if heavy > light else REFUTED
     sides = (" + ".join(m.removesuffix("_share") for m in claim.how[side]) for side in ("heavier", "lighter"))
-    return Finding(verdict, f"{heavy:.0%} against {light:.0%}", "{} against {}, as shares of the step.".format(*sides))
+    return Finding(
+        verdict, f"{_percent(heavy)} against {_percent(light)}", "{} against {}, as shares of the step.".format(*sides)
+    )
 
 
 def all_present(claim: Claim, evidence: Evidence) -> Finding:
     """Every one of the shares `how["metrics"]` is above 0. Exact: no spread."""
-    parts = {
-        metric.removesuffix("_share"): evidence.number(claim.how["run"], metric) for metric in claim.how["metrics"]
-    }
+    run = claim.how["run"]
+    parts = {metric.removesuffix("_share"): evidence.number(run, metric) for metric in claim.how["metrics"]}
     absent = [name for name, value in parts.items() if value <= 0]
-    shown = ", ".join(f"{name} {value:.1%}" for name, value in parts.items())
+    shown = ", ".join(f"{name} {100 * value:.1f} %" for name, value in parts.items())
     if absent:
         return Finding(REFUTED, shown, f"No time goes to: {', '.join(absent)}.")
     return Finding(CONFIRMED, shown, f"Each is seen; the largest is {max(parts, key=parts.__getitem__)}.")
@@ -554,6 +555,11 @@ ANY_SCALE = {"count", "fails_on_capability", "lists", "unchanged", "warns_then_f
 def _ms(value: float) -> str:
     """A time or count, to three figures."""
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _percent(share: float) -> str:
+    """A share of 0..1 as text."""
+    return f"{100 * share:.0f} %"
 
 
 def _short(message: str, width: int = 160) -> str:

@@ -1,15 +1,48 @@
 """The course's pictures: static, with units on the axes, the spread shown, and readable in a grey print.
 
-Every function draws on a given matplotlib `Axes` and returns it. Colours are never the only carrier of meaning: lanes
-and categories differ in lightness and hatch as well. matplotlib is imported where it is used, so that importing this
-module stays cheap.
+Every function draws on a given matplotlib `Axes` and returns it; one that needs room for many rows makes the figure
+taller. Colours are never the only carrier of meaning: lanes and categories differ in lightness and hatch as well.
+matplotlib is imported where it is used, so that importing this module stays cheap.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import cycle, islice
+from math import dist
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from labutils.results import LANES, Run, summarise
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+    from labutils.hardware import Roofline
 
 STYLE = Path(__file__).with_name("course.mplstyle")
+
+INK, GREY, PAPER = "#222222", "#777777", "#FFFFFF"
+NAVY, RUST, TEAL, AMBER = "#0B3954", "#C1440E", "#2A9D8F", "#E9B44C"
+PURPLE, MIST, ROSE = "#5E3A87", "#C9D6DF", "#F2B5A7"
+
+LANE_FILLS = {"article": (NAVY, ""), "same work": (TEAL, "///"), "same mathematics": (AMBER, "...")}
+FILLS = (
+    (NAVY, ""),
+    (AMBER, "///"),
+    (TEAL, ""),
+    (MIST, "..."),
+    (RUST, "\\\\\\"),
+    (ROSE, ""),
+    (PURPLE, "---"),
+    (GREY, "xxx"),
+)
+"""Fills of categories in order: neighbours differ in lightness and hatch; none is white, which would read as nothing."""
+DARK = (NAVY, RUST, PURPLE)
+"""Fills on which text and hatches are white."""
+
+Spread = tuple[float, float, float]
+Fill = tuple[str, str]
 
 
 def use_style() -> None:
@@ -17,3 +50,462 @@ def use_style() -> None:
     import matplotlib.pyplot as plt
 
     plt.style.use(STYLE)
+
+
+# ------------------------------------------------------------------------------------------------------- comparisons
+
+
+def steps(ax: Axes, runs: Mapping[str, Run] | Iterable[Run], metric: str = "step_ms") -> Axes:
+    """One row a run: every sample as a dot, the p10-p90 range as a bar, the median as a line with its number.
+
+    Runs without the metric get an empty row that says why. `metric` is a time in milliseconds.
+    """
+    named = _named(runs)
+    _make_room(ax, len(named), per_row=0.42)
+    widest = max((_spread(run, metric)[2] for run in named.values() if _spread(run, metric)), default=1.0)
+    for row, run in enumerate(named.values()):
+        spread = _spread(run, metric)
+        if spread is None:
+            ax.text(0.02 * widest, row, _status(run), va="center", fontsize=9, color=GREY, style="italic")
+            continue
+        low, median, high = spread
+        ax.barh(row, high - low, left=low, height=0.55, color=MIST, edgecolor=INK, linewidth=0.8, zorder=2)
+        samples = run.samples.get(metric, [])
+        ax.scatter(samples, [row + _jitter(i) for i in range(len(samples))], s=9, color=NAVY, alpha=0.6, lw=0, zorder=3)
+        ax.plot([median, median], [row - 0.34, row + 0.34], color=RUST, linestyle="-", linewidth=2.4, zorder=4)
+        ax.annotate(
+            f"{_figure(median)} ms",
+            (max([high, *samples]), row),
+            (7, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize=9,
+        )
+    _rows(ax, list(named))
+    ax.set_xlim(0, 1.22 * max([widest, *(s for run in named.values() for s in run.samples.get(metric, []))]))
+    ax.set_xlabel(f"{_quantity(metric)} (line: median, bar: p10-p90, dots: samples)")
+    return ax
+
+
+def sweep(
+    ax: Axes,
+    x: Sequence[float],
+    runs: Sequence[Run | None],
+    published: Mapping[float, float | None] | None = None,
+    model: Mapping[float, float] | None = None,
+    xlabel: str = "",
+    metric: str = "step_ms",
+    published_label: str = "article",
+) -> Axes:
+    """Medians with p10-p90 over a knob's values `x`; `None`, or a run without the metric, is marked as failed.
+
+    `published` (x -> ms, None: failed) is the article's curve and `model` (x -> ms) a prediction, both in the units of
+    `metric`: scale what was measured in others before.
+    """
+    spreads = {at: _spread(run, metric) if run is not None else None for at, run in zip(x, runs, strict=True)}
+    measured = {at: s for at, s in spreads.items() if s}
+    if published:
+        points = {at: ms for at, ms in published.items() if ms is not None}
+        ax.plot(
+            *_columns(points),
+            color=GREY,
+            linestyle="--",
+            marker="s",
+            markerfacecolor=PAPER,
+            label=published_label,
+            zorder=2,
+        )
+    if model:
+        ax.plot(
+            *_columns(dict(sorted(model.items()))),
+            color=AMBER,
+            linestyle="-",
+            linewidth=5,
+            alpha=0.8,
+            label="model",
+            zorder=1,
+        )
+    if measured:
+        low, median, high = zip(*measured.values(), strict=True)
+        ax.plot(list(measured), median, color=NAVY, linestyle="-", marker="o", label="measured here, p10-p90", zorder=4)
+        ax.vlines(list(measured), low, high, color=NAVY, linewidth=5, alpha=0.35, zorder=3)
+    top = max(
+        [*(s[2] for s in measured.values()), *(v for v in (published or {}).values() if v), *(model or {}).values()],
+        default=1.0,
+    )
+    ax.set_ylim(0, 1.18 * top)
+    _mark_failures(ax, [at for at in x if at not in measured], NAVY, "here", 1.12 * top)
+    _mark_failures(ax, [at for at, ms in (published or {}).items() if ms is None], GREY, published_label, 1.02 * top)
+    ax.set_xticks(sorted({*x, *(published or {})}))
+    ax.set_xlabel(xlabel)
+    ax.set_ylabel(_quantity(metric))
+    ax.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=3)
+    return ax
+
+
+def _mark_failures(ax: Axes, at: Sequence[float], color: str, whose: str, height: float) -> None:
+    """A cross where a run failed, with the word beside it."""
+    ax.plot(at, [height] * len(at), color=color, linestyle="", marker="x", markersize=8, markeredgewidth=2.2, zorder=4)
+    for x in at:
+        ax.annotate(
+            f"failed ({whose})", (x, height), (-8, 0), textcoords="offset points", ha="right", va="center", fontsize=9
+        )
+
+
+def waterfall(
+    ax: Axes,
+    rungs: Iterable[Run],
+    floor_ms: float | None,
+    published: Mapping[str, float] | None = None,
+    log: bool = True,
+    published_label: str = "published, another machine",
+) -> Axes:
+    """The ladder as horizontal bars, from the stock loop down to the floor, the lanes set apart.
+
+    Each bar is a rung's median step with its p10-p90 range, its number, and its speed-up over the first rung.
+    `published` (rung -> ms) comes first, in a block of its own, with speed-ups over its own first rung. `floor_ms` is
+    what the hardware allows. Runs without `step_ms` are left out; raises `ValueError` where none is left. On a
+    logarithmic axis read the ends of the bars: their lengths mean nothing.
+    """
+    blocks = _published_block(published_label, published or {}) + _lane_blocks(rungs)
+    times = [spread[1] for block in blocks for _, spread in block.rows]
+    if not times:
+        raise ValueError("No rung of the ladder has a step_ms: there is nothing to draw.")
+    _make_room(ax, len(times) + 0.7 * len(blocks), per_row=0.27)
+    left = 0.6 * min([*times, floor_ms or times[0]]) if log else 0.0
+    at, places = 0.0, {}
+    for block in blocks:
+        if at:
+            ax.axhline(at - 0.95, color=GREY, linewidth=0.8, linestyle="-")
+        across = ax.get_yaxis_transform()
+        ax.text(
+            1.0, at - 0.55, block.title, transform=across, ha="right", va="center", fontsize=9, weight="bold", color=INK
+        )
+        for label, spread in block.rows:
+            _rung(ax, at, left, spread, block.first, block.fill)
+            places[at] = label
+            at += 1
+        at += 0.7
+    ax.set_ylim(at - 0.9, -0.95)
+    ax.set_yticks(list(places), list(places.values()))
+    ax.tick_params(axis="y", length=0)
+    ax.grid(axis="y", visible=False)
+    if log:
+        ax.set_xscale("log")
+        ax.xaxis.set_major_formatter("{x:g}")
+    ax.set_xlim(left, (2.6 if log else 1.3) * max(times))
+    ax.set_xlabel(f"ms an optimizer step{', logarithmic' if log else ''} (bar: median, line: p10-p90)")
+    if floor_ms:
+        _floor_line(ax, floor_ms)
+    return ax
+
+
+class _Block(NamedTuple):
+    """Rungs that belong together in a waterfall; `first` is the time that their speed-ups start from."""
+
+    title: str
+    fill: Fill
+    rows: list[tuple[str, Spread]]
+    first: float
+
+
+def _published_block(title: str, published: Mapping[str, float]) -> list[_Block]:
+    rows = [(label, (ms, ms, ms)) for label, ms in published.items()]
+    return [_Block(title, (PAPER, "\\\\\\"), rows, rows[0][1][1])] if rows else []
+
+
+def _lane_blocks(rungs: Iterable[Run]) -> list[_Block]:
+    """The measured rungs, a block for each lane in the lanes' order."""
+    lanes: dict[str, list[tuple[str, Spread]]] = {lane: [] for lane in LANES}
+    for run in rungs:
+        if spread := _spread(run, "step_ms"):
+            lanes.setdefault(run.lane, []).append((run.run, spread))
+    first = next((rows[0][1][1] for rows in lanes.values() if rows), 0.0)
+    return [
+        _Block(f"lane: {lane}", LANE_FILLS.get(lane, (GREY, "")), rows, first) for lane, rows in lanes.items() if rows
+    ]
+
+
+def _floor_line(ax: Axes, floor_ms: float) -> None:
+    ax.axvline(floor_ms, color=RUST, linestyle="--", linewidth=1.6, path_effects=_white_edge(), zorder=5)
+    place = {"xycoords": ("data", "axes fraction"), "textcoords": "offset points"}
+    ax.annotate(f"floor {_figure(floor_ms)} ms", (floor_ms, 1), (3, 3), color=RUST, fontsize=9, **place)
+
+
+def _rung(ax: Axes, at: float, left: float, spread: Spread, first: float, fill: Fill) -> None:
+    """One bar of the waterfall with its whisker, its number and its speed-up."""
+    low, median, high = spread
+    ax.barh(at, median - left, left=left, height=0.72, linewidth=0.7, zorder=2, **_look(fill))
+    if high > low:
+        ax.plot([low, high], [at, at], color=RUST, linestyle="-", linewidth=2, path_effects=_white_edge(2), zorder=4)
+    speedup = "" if median == first else f"   {first / median:.2f}x"
+    label = f"{_figure(median)}{speedup}"
+    ax.annotate(label, (max(high, median), at), (5, 0), textcoords="offset points", va="center", fontsize=9)
+
+
+# --------------------------------------------------------------------------------------------------- inside one step
+
+
+def timeline(ax: Axes, lanes: Mapping[str, Iterable[tuple[float, float, str]]], most: int = 6) -> Axes:
+    """A static trace: one row a lane ("host", "GPU"), its intervals (start_ms, duration_ms, category) as blocks.
+
+    In lanes that share categories, and so a legend, the `most` that take the longest get a fill of their own; the
+    others share one.
+    """
+    rows = {lane: sorted(intervals) for lane, intervals in lanes.items()}
+    every = [interval for intervals in rows.values() for interval in intervals]
+    if not every:
+        raise ValueError("The timeline has no interval: there is nothing to draw.")
+    _make_room(ax, len(rows), per_row=1.1)
+    start, end = min(s for s, _, _ in every), max(s + d for s, d, _ in every)
+    _rows(ax, list(rows))
+    groups = _lanes_that_share({lane: {c for _, _, c in intervals} for lane, intervals in rows.items()})
+    for group in groups:
+        fills = _category_fills([interval for lane in group for interval in rows[lane]], most)
+        for lane in group:
+            _lane(ax, list(rows).index(lane), rows[lane], fills, end - start)
+        middle = sum(list(rows).index(lane) for lane in group) / len(group)
+        _fill_legend(ax, fills, beside=1 - (middle + 0.6) / len(rows) if len(groups) > 1 else None)
+    ax.set_xlim(start, end)
+    ax.set_xlabel("ms")
+    return ax
+
+
+def _lane(
+    ax: Axes, row: int, intervals: Sequence[tuple[float, float, str]], fills: Mapping[str, Fill], span: float
+) -> None:
+    """The blocks of one lane. Blocks too narrow for a hatch or an edge to be seen get neither."""
+    for category, fill in fills.items():
+        mine = [(s, d) for s, d, c in intervals if (c if c in fills else "other") == category]
+        blocks = _merge(mine, span / 2000)
+        wide = [block for block in blocks if block[1] > span / 100]
+        narrow = [block for block in blocks if block[1] <= span / 100]
+        ax.broken_barh(wide, (row - 0.36, 0.72), linewidth=0.5, zorder=2, **_look(fill))
+        ax.broken_barh(narrow, (row - 0.36, 0.72), linewidth=0, facecolor=fill[0], zorder=2)
+
+
+def _lanes_that_share(categories: Mapping[str, set[str]]) -> list[list[str]]:
+    """Lanes in groups: those with a category in common are together."""
+    groups: list[tuple[list[str], set[str]]] = []
+    for lane, mine in categories.items():
+        joined = [group for group in groups if group[1] & mine]
+        groups = [group for group in groups if not group[1] & mine]
+        groups.append(([*(name for names, _ in joined for name in names), lane], mine.union(*(c for _, c in joined))))
+    return [names for names, _ in groups]
+
+
+def breakdown(ax: Axes, parts: Mapping[str, Any], unit: str = "ms") -> Axes:
+    """Where each ms (or GB, or another `unit`) goes: stacked bars, one for `parts` (name -> value) or several.
+
+    Several bars are given as bar -> (name -> value). A part keeps its fill in every bar, its number stands in it where
+    it fits, and the total at the end.
+    """
+    bars = parts if parts and all(isinstance(v, Mapping) for v in parts.values()) else {"": parts}
+    _make_room(ax, len(bars), per_row=0.55)
+    names = list(dict.fromkeys(name for bar in bars.values() for name in bar))
+    fills = dict(zip(names, islice(cycle(FILLS), len(names)), strict=True))
+    longest = max((sum(bar.values()) for bar in bars.values()), default=0) or 1.0
+    for row, bar in enumerate(bars.values()):
+        left = 0.0
+        for name, value in bar.items():
+            ax.barh(row, value, left=left, height=0.66, linewidth=0.7, zorder=2, **_look(fills[name]))
+            if value > 0.07 * longest:
+                box = {"facecolor": PAPER, "edgecolor": "none", "pad": 1.2}
+                ax.text(left + value / 2, row, _figure(value), ha="center", va="center", fontsize=9, bbox=box, zorder=3)
+            left += value
+        ax.annotate(f"{_figure(left)} {unit}", (left, row), (6, 0), textcoords="offset points", va="center", fontsize=9)
+    _rows(ax, list(bars))
+    ax.set_xlim(0, 1.16 * longest)
+    ax.set_xlabel(unit)
+    _fill_legend(ax, fills)
+    return ax
+
+
+def utilisation(ax: Axes, t: Sequence[float], values: Sequence[float], label: str = "GPU utilisation") -> Axes:
+    """Utilisation over time: `t` in seconds, `values` in 0..1, drawn in % with their mean."""
+    percent = [100 * v for v in values]
+    ax.fill_between(t, percent, step="post", color=MIST, zorder=1)
+    ax.step(t, percent, where="post", color=NAVY, linestyle="-", linewidth=1.4, label=label, zorder=2)
+    if percent:
+        mean = sum(percent) / len(percent)
+        ax.axhline(mean, color=RUST, linestyle="--", linewidth=1.8, label=f"mean {mean:.0f} %", zorder=3)
+    ax.set_ylim(0, 105)
+    ax.set_xlabel("s")
+    ax.set_ylabel("% of the time")
+    ax.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=2)
+    return ax
+
+
+def loss(ax: Axes, runs: Mapping[str, Run] | Iterable[Run]) -> Axes:
+    """The loss of each run over optimizer steps (`metrics["loss"]`); runs without one are left out."""
+    named = {name: run for name, run in _named(runs).items() if run.metrics.get("loss")}
+    markers = cycle("os^Dv*")
+    for name, run in named.items():
+        values = run.metrics["loss"]
+        every = max(1, len(values) // 10)
+        ax.plot(range(1, len(values) + 1), values, marker=next(markers), markevery=every, markersize=5, label=name)
+    ax.set_xlabel("optimizer step")
+    ax.set_ylabel("loss (random weights)" if any(r.weights == "random" for r in named.values()) else "loss")
+    if named:
+        ax.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=min(3, len(named)))
+    return ax
+
+
+def roofline(ax: Axes, roofline: Roofline | Mapping[str, Roofline], points: Mapping[str, tuple[float, float]]) -> Axes:
+    """One roofline, or several by name, and numbered `points` (name -> (FLOP per byte, TFLOP/s)) under them.
+
+    Both axes are logarithmic. The legend beside the picture names the points.
+    """
+    roofs = roofline if isinstance(roofline, Mapping) else {"roofline": roofline}
+    places = [p[0] for p in points.values()] + [roof.ridge for roof in roofs.values()]
+    low, high = min(places) / 8, max(places) * 8
+    for (name, roof), style in zip(roofs.items(), cycle(("-", "--", "-.", ":")), strict=False):
+        knees = [low, roof.ridge, high]
+        label = f"{name}: {_figure(roof.rate)} TFLOP/s, {_figure(roof.bandwidth)} GB/s"
+        ax.plot(knees, [roof.attainable(k) for k in knees], color=INK, linestyle=style, label=label, zorder=2)
+    ax.set_xscale("log")
+    ax.set_yscale("log")
+    ax.set_xlim(low, high)
+    for number, (name, (intensity, rate)) in enumerate(points.items(), 1):
+        ax.plot(
+            intensity,
+            rate,
+            color=RUST,
+            marker="o",
+            linestyle="",
+            markeredgecolor=PAPER,
+            label=f"{number}  {name}",
+            zorder=3,
+        )
+    _number_points(ax, list(points.values()))
+    for axis in (ax.xaxis, ax.yaxis):
+        axis.set_major_formatter("{x:g}")
+    ax.set_xlabel("FLOP per byte of memory traffic")
+    ax.set_ylabel("TFLOP/s")
+    ax.legend(loc="center left", bbox_to_anchor=(1.01, 0.5))
+    return ax
+
+
+def _number_points(ax: Axes, points: Sequence[tuple[float, float]], distance: float = 11) -> None:
+    """Write 1, 2, .. beside the points, each on the side that is farthest from every point and number so far."""
+    taken = [tuple(place) for place in ax.transData.transform(points)] if points else []
+    sides = ((0, -1), (1, 0), (0, 1), (-1, 0), (0.7, -0.7), (-0.7, -0.7), (0.7, 0.7), (-0.7, 0.7))
+    pixels = distance * ax.figure.dpi / 72
+    for number, (x, y) in enumerate(list(taken), 1):
+        spots = [(x + pixels * dx, y + pixels * dy) for dx, dy in sides]
+        best = max(range(len(sides)), key=lambda i: min(pixels * 1.4, *(dist(spots[i], other) for other in taken)))
+        taken.append(spots[best])
+        offset = tuple(distance * side for side in sides[best])
+        look = {"ha": "center", "va": "center", "fontsize": 8, "weight": "bold", "path_effects": _white_edge(1)}
+        ax.annotate(str(number), points[number - 1], offset, textcoords="offset points", zorder=4, **look)
+
+
+# ----------------------------------------------------------------------------------------------------------- helpers
+
+
+def _named(runs: Mapping[str, Run] | Iterable[Run]) -> dict[str, Run]:
+    """Name -> run, in the given order."""
+    return dict(runs) if isinstance(runs, Mapping) else {run.run: run for run in runs}
+
+
+def _spread(run: Run, metric: str) -> Spread | None:
+    """(p10, median, p90) of a metric: from its summary, its samples or the bare number; None where there is none."""
+    summary = run.metrics.get(metric)
+    if not isinstance(summary, Mapping):
+        samples = run.samples.get(metric)
+        if not samples:
+            return None if summary is None else (summary, summary, summary)
+        summary = summarise(samples)
+    median = summary["median"]
+    return summary.get("p10", median), median, summary.get("p90", median)
+
+
+def _status(run: Run) -> str:
+    """Why a run has nothing to draw, on one short line."""
+    text = "not measured" if run.ok else run.status
+    return text if len(text) <= 60 else text[:59] + "…"
+
+
+def _figure(value: float) -> str:
+    """Three figures, and never an exponent."""
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.1f}" if abs(value) >= 10 else f"{value:.2g}"
+
+
+def _quantity(metric: str) -> str:
+    """An axis label for a metric in milliseconds."""
+    return {"step_ms": "ms an optimizer step", "data_ms": "ms waiting for data, an optimizer step"}.get(
+        metric, f"{metric.removesuffix('_ms').replace('_', ' ')}, ms"
+    )
+
+
+def _columns(points: Mapping[float, float]) -> tuple[list[float], list[float]]:
+    return list(points), list(points.values())
+
+
+def _jitter(i: int) -> float:
+    """A small vertical offset that spreads dots out, the same each time."""
+    return 0.22 * ((i * 0.618034) % 1 * 2 - 1)
+
+
+def _rows(ax: Axes, labels: Sequence[str]) -> None:
+    """Rows from the top down, named on the left."""
+    ax.set_yticks(range(len(labels)), labels)
+    ax.set_ylim(len(labels) - 0.4, -0.6)
+    ax.tick_params(axis="y", length=0)
+    ax.grid(axis="y", visible=False)
+
+
+def _make_room(ax: Axes, rows: float, per_row: float) -> None:
+    """Set the figure's height to its rows', in inches, where the axes have the figure to themselves."""
+    if len(ax.figure.axes) == 1:
+        ax.figure.set_figheight(1.3 + per_row * rows)
+
+
+def _category_fills(intervals: Iterable[tuple[float, float, str]], most: int) -> dict[str, Fill]:
+    """Category -> fill for the `most` longest of them; "other" for the rest, if any."""
+    totals: dict[str, float] = {}
+    for _, duration, category in intervals:
+        totals[category] = totals.get(category, 0.0) + duration
+    chosen = sorted(totals, key=lambda category: -totals[category])[:most]
+    fills = dict(zip(chosen, islice(cycle(FILLS), len(chosen)), strict=True))
+    return fills if len(totals) <= most else fills | {"other": FILLS[-1]}
+
+
+def _merge(intervals: Sequence[tuple[float, float]], gap: float) -> list[tuple[float, float]]:
+    """Sorted (start, duration) pairs with those nearer than `gap` joined: less than a dot lies between them."""
+    merged: list[tuple[float, float]] = []
+    for start, duration in intervals:
+        if merged and start - sum(merged[-1]) < gap:
+            begin = merged[-1][0]
+            merged[-1] = (begin, max(sum(merged[-1]), start + duration) - begin)
+        else:
+            merged.append((start, duration))
+    return merged
+
+
+def _look(fill: Fill) -> dict[str, str]:
+    """A fill as matplotlib's keyword arguments; hatches are white on dark colours."""
+    color, hatch = fill
+    return {"facecolor": color, "hatch": hatch, "edgecolor": INK, "hatchcolor": PAPER if color in DARK else INK}
+
+
+def _fill_legend(ax: Axes, fills: Mapping[str, Fill], beside: float | None = None) -> None:
+    """The fills' names above the axes; or to their right, centred at the height `beside` (0..1)."""
+    from matplotlib.legend import Legend
+    from matplotlib.patches import Patch
+
+    handles = [Patch(label=name, linewidth=0.7, **_look(fill)) for name, fill in fills.items()]
+    if beside is None:
+        ax.legend(handles=handles, loc="lower left", bbox_to_anchor=(0, 1.0), ncols=min(4, max(1, len(handles))))
+        return
+    place = {"loc": "center left", "bbox_to_anchor": (1.0, beside)}
+    legend = Legend(ax, handles, list(fills), fontsize=8, labelspacing=0.3, **place)
+    ax.add_artist(legend)
+    legend.set_clip_on(False)
+
+
+def _white_edge(width: float = 1.5) -> list[Any]:
+    """Path effects that keep a line visible on dark and light fills."""
+    from matplotlib import patheffects
+
+    return [patheffects.Stroke(linewidth=width * 2.2, foreground=PAPER), patheffects.Normal()]

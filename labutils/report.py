@@ -1,0 +1,279 @@
+"""`labutils report`: every claim with published | reference | here | verdict, and the ladder of lab 04.
+
+It works with whatever results there are: none, a run killed while writing, the records of labs it doesn't know.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from labutils import articles, claims
+from labutils.claims import Judgement
+from labutils.results import LANES, REFERENCE, REPOSITORY, Run, read_records, runs_of
+
+LADDER_LAB = "04"
+WIDTH = 100
+"""Columns of the page where there is no terminal to ask."""
+
+Runs = Mapping[tuple[str, str], Run]
+
+
+@dataclass(frozen=True)
+class Page:
+    """What a report says: the judgements, the ladders, and where the numbers come from."""
+
+    judgements: list[Judgement]
+    here: Runs
+    reference: Runs
+    files: list[Path]
+    labs_done: list[str]
+
+
+@dataclass(frozen=True)
+class Rung:
+    """One rung of the ladder; what a run didn't record is None. `speedup` is over the rung "stock" of the same set."""
+
+    rung: str
+    lane: str
+    step_ms: float
+    p10: float | None
+    p90: float | None
+    speedup: float | None
+    gpu_busy: float | None
+    floor_ms: float | None
+
+
+def main(results: Path | None, as_json: bool) -> int:
+    """Print the report of `results` (a folder or a results.jsonl; None: each lab's newest). The exit code: 0, or 2.
+
+    2 means that `results` was named and holds no results.
+    """
+    try:
+        files = result_files(results)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    page = read_page(files)
+    if as_json:
+        print(json.dumps(as_data(page), indent=2, ensure_ascii=False))
+    else:
+        show(page)
+    return 0
+
+
+def result_files(results: Path | None) -> list[Path]:
+    """The results.jsonl files meant, the oldest first. Raises `ValueError`, with what to type, where there is none.
+
+    A folder may hold one results.jsonl or several folders that each do. Without a name it is LABUTILS_RESULTS, else
+    results/ of this checkout, where having none is no error: then there is only the reference.
+    """
+    named = results or (Path(os.environ["LABUTILS_RESULTS"]) if os.environ.get("LABUTILS_RESULTS") else None)
+    place = (named or REPOSITORY / "results").expanduser()
+    if place.is_file():
+        return [place]
+    found = [place / "results.jsonl"] if (place / "results.jsonl").is_file() else list(place.glob("*/results.jsonl"))
+    if not found and results is not None:
+        problem = "has no results.jsonl" if place.is_dir() else "does not exist"
+        raise ValueError(
+            f"{place} {problem}, so there is nothing to report. Name the folder that a lab wrote to, "
+            "as in: labutils report --results results/NAME. To make one: labutils run"
+        )
+    return sorted(found, key=lambda path: (path.stat().st_mtime, str(path)))
+
+
+def read_page(files: Iterable[Path], reference: Path = REFERENCE) -> Page:
+    """Judge every claim by the newest of `files` for each lab: runs of one lab are never mixed from two files."""
+    by_lab: dict[str, tuple[Path, list[dict[str, Any]]]] = {}
+    for path in files:
+        for record in read_records(path):
+            lab = str(record.get("lab", ""))
+            if lab not in by_lab or by_lab[lab][0] != path:
+                by_lab[lab] = (path, [])
+            by_lab[lab][1].append(record)
+    records = [record for _, of_lab in by_lab.values() for record in of_lab]
+    here, theirs = runs_of(records), runs_of(read_records(reference))
+    return Page(
+        judgements=claims.judge(None, here, theirs),
+        here=here,
+        reference=theirs,
+        files=list(dict.fromkeys(path for path, _ in by_lab.values())),
+        labs_done=sorted({str(r.get("lab")) for r in records if r.get("status") == "done"}),
+    )
+
+
+def ladder(runs: Runs) -> list[Rung]:
+    """The rungs that lab 04 climbed, lane by lane in the order in which they were run; failed runs are left out."""
+    climbed = [
+        r for (lab, _), r in runs.items() if lab == LADDER_LAB and r.ok and r.metric("step_ms") and r.lane in LANES
+    ]
+    stock = next((r.metric("step_ms") for r in climbed if r.run == "stock"), None)
+    return [_rung(r, stock) for r in sorted(climbed, key=lambda r: LANES.index(r.lane))]
+
+
+def _rung(run: Run, stock: float | None) -> Rung:
+    summary = run.metrics["step_ms"] if isinstance(run.metrics["step_ms"], Mapping) else {}
+    step = run.metric("step_ms")
+    return Rung(
+        rung=run.run,
+        lane=run.lane,
+        step_ms=step,
+        p10=summary.get("p10"),
+        p90=summary.get("p90"),
+        speedup=stock / step if stock else None,
+        gpu_busy=run.metric("gpu_busy"),
+        floor_ms=run.metric("floor_ms"),
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------- machines
+
+
+def as_data(page: Page) -> dict[str, Any]:
+    """The report for machines: plain JSON data. A value that isn't there is null."""
+    return {
+        "schema": 1,
+        "results": [str(path) for path in page.files],
+        "labs_done": page.labs_done,
+        "verdicts": dict(Counter(j.verdict for j in page.judgements)),
+        "reference_verdicts": dict(Counter(j.reference_verdict for j in page.judgements)),
+        "claims": [_claim_data(j) for j in page.judgements],
+        "ladder": [vars(rung) for rung in ladder(page.here)],
+        "reference_ladder": [vars(rung) for rung in ladder(page.reference)],
+    }
+
+
+def _claim_data(j: Judgement) -> dict[str, Any]:
+    return {
+        "id": j.claim.id,
+        "article": j.claim.article,
+        "section": j.claim.section,
+        "statement": j.claim.statement,
+        "lab": j.claim.lab,
+        "published": j.published,
+        "published_values": list(j.claim.published),
+        "unit": j.claim.unit,
+        "reference": j.reference or None,
+        "reference_verdict": j.reference_verdict,
+        "reference_why": j.reference_why,
+        "here": j.here or None,
+        "verdict": j.verdict,
+        "why": j.why,
+        "note": j.claim.note,
+    }
+
+
+# ------------------------------------------------------------------------------------------------------------ people
+
+
+def show(page: Page) -> None:
+    """Print the report for people, as wide as the terminal, at `WIDTH` columns where the output goes elsewhere."""
+    from rich.console import Console
+
+    console = Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)
+    for key, article in articles.articles().items():
+        judgements = [j for j in page.judgements if j.claim.article == key]
+        if judgements:
+            _show_article(console, f"{key}: {article.subject} ({article.gpu})", judgements)
+    for title, runs in (("The ladder here", page.here), ("The ladder on the reference machine", page.reference)):
+        if rungs := ladder(runs):
+            _show_ladder(console, title, rungs, _machine(runs))
+    _show_sources(console, page)
+
+
+def _show_article(console: Any, title: str, judgements: list[Judgement]) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=title, title_justify="left", show_lines=True, expand=True, pad_edge=False)
+    for name, ratio in (("claim", 40), ("published", 15), ("reference", 18), ("here", 18), ("verdict here", 14)):
+        table.add_column(name, ratio=ratio, overflow="fold")
+    for j in judgements:
+        table.add_row(
+            Text.assemble((j.claim.id, "bold"), "\n", j.claim.statement),
+            Text(j.published),
+            Text(f"{j.reference or '–'}\n{j.reference_verdict}" if j.reference else "–"),
+            Text(j.here or "–"),
+            Text(j.verdict, style=_STYLES[j.verdict]),
+        )
+    console.print(table)
+    _show_reasons(console, judgements)
+
+
+_STYLES = {
+    claims.CONFIRMED: "bold green",
+    claims.REFUTED: "bold red",
+    claims.INCONCLUSIVE: "bold yellow",
+    claims.NOT_TESTABLE: "dim",
+}
+
+
+def _show_reasons(console: Any, judgements: list[Judgement]) -> None:
+    """Why each verdict, gathered: claims with the same reason share a line."""
+    from rich.padding import Padding
+    from rich.text import Text
+
+    reasons: dict[tuple[str, str], list[str]] = {}
+    for j in judgements:
+        reasons.setdefault((j.verdict, j.why), []).append(j.claim.id)
+    console.print(Text("Why, here", style="bold"))
+    for (verdict, why), ids in reasons.items():
+        line = Text.assemble((", ".join(ids), "bold"), f": {verdict}. {why}")
+        console.print(Padding(line, (0, 0, 0, 2)))
+    console.print()
+
+
+def _show_ladder(console: Any, title: str, rungs: list[Rung], machine: str) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=f"{title} ({machine}): one optimizer step", title_justify="left", pad_edge=False)
+    table.add_column("rung", overflow="fold")
+    table.add_column("lane", overflow="fold")
+    for name in ("median ms", "p10-p90", "over stock", "GPU busy", "floor ms"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for before, rung in zip([None, *rungs], rungs, strict=False):
+        if before is not None and before.lane != rung.lane:
+            table.add_section()
+        table.add_row(Text(rung.rung), rung.lane, *_figures(rung))
+    console.print(table)
+    console.print(
+        "Rungs of different lanes do different work: 'same mathematics' computes less, with the same gradients.\n"
+    )
+
+
+def _figures(rung: Rung) -> tuple[str, ...]:
+    return (
+        f"{rung.step_ms:.1f}",
+        "–" if rung.p10 is None or rung.p90 is None else f"{rung.p10:.1f}-{rung.p90:.1f}",
+        "–" if rung.speedup is None else f"{rung.speedup:.2f}x",
+        "–" if rung.gpu_busy is None else f"{100 * rung.gpu_busy:.0f} %",
+        "–" if rung.floor_ms is None else f"{rung.floor_ms:.1f}",
+    )
+
+
+def _show_sources(console: Any, page: Page) -> None:
+    from rich.text import Text
+
+    tally = Counter(j.verdict for j in page.judgements)
+    theirs = Counter(j.reference_verdict for j in page.judgements)
+    for name, counts in (("Here", tally), ("Reference", theirs)):
+        said = ", ".join(f"{counts[verdict]} {verdict}" for verdict in claims.VERDICTS if counts[verdict])
+        console.print(Text.assemble((f"{name}: ", "bold"), said))
+    if page.files:
+        console.print(Text("Read: " + ", ".join(map(str, page.files)), overflow="fold"))
+        console.print(Text(f"Labs run to their end: {', '.join(page.labs_done) or 'none'}."))
+    else:
+        console.print(Text("No results of this machine yet. Type: labutils run"))
+
+
+def _machine(runs: Runs) -> str:
+    """The machine that the ladder was climbed on, and at what scale."""
+    run = next(r for (lab, _), r in runs.items() if lab == LADDER_LAB)
+    return f"{run.machine.get('gpu') or run.machine.get('cpu') or 'unknown machine'}, scale {run.scale}"
