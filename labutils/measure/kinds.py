@@ -1,0 +1,51 @@
+"""What kind of work a kernel or an operator does, read off its name.
+
+A trace names kernels as their libraries do ("sm90_xmma_fprop_implicit_gemm_...", "nvjet_hsh_128x256_..."); learners ask
+how much time convolutions or casts take. The table below is ordered: the first pattern found in the lower-case name
+decides. Names change with library versions, so whatever no pattern knows is shown as "other" and never dropped.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+_PATTERNS = {
+    "communication": r"nccl",
+    "attention": r"fmha|flash|attention|sdpa|aten::_?scaled_dot",
+    "optimizer": r"multi_tensor_apply|fused_?adam|(?<![a-z])amp_|aten::_foreach|lpnorm",
+    "compiled": r"^triton_(poi|per|red|unk)|^cpp_fused|graph_\d+_cpp|compiledfxgraph",
+    "convolution": r"conv(?!ert)|implicit_gemm|fprop|dgrad|wgrad|winograd|im2col|col2im",
+    "normalisation": r"(layer|group|batch|rms)_?norm|rowwisemoments|computefusedparams|backwardfusedparams",
+    "GEMM": r"gemm|gemv|cublas|cutlass|nvjet|splitk|wgmma|^triton_(tem|mm)|aten::(addmm|mm|bmm|baddbmm|linear|matmul)$",
+    "casts and layout": r"copy|convert|transpose|catarray|nchwtonhwc|nhwctonchw|"
+    r"aten::(_to_copy|to|contiguous|clone|cat)$",
+    "reduction": r"reduce|softmax|aten::(sum|mean|norm|linalg_vector_norm)",
+    "elementwise": r"elementwise|vectorized|fill|distribution|random|index|gelu|silu|upsample|"
+    r"aten::(add|sub|mul|div|addc|pow|sqrt|exp|sigmoid|rand|normal|zero|sin|cos|neg|mse|embedding)",
+}
+CATEGORIES = (*_PATTERNS, "thin GEMM", "other")
+"""All categories that a trace's time is sorted into."""
+
+_TABLE = tuple((category, re.compile(pattern)) for category, pattern in _PATTERNS.items())
+_THIN = range(2, 65)  # the smallest dimension of a product that a LoRA rank makes thin; 1 is a vector
+
+
+def category_of(name: str) -> str:
+    """The category of a kernel's or operator's name; "other" where no pattern knows it."""
+    lowered = name.lower()
+    if lowered.startswith("autograd::"):
+        return "other"
+    return next((category for category, pattern in _TABLE if pattern.search(lowered)), "other")
+
+
+def is_thin(dims: Any) -> bool:
+    """Whether a product's input shapes make the smallest of its three dimensions one of LoRA's ranks (2 to 64).
+
+    `dims` are the "Input Dims" of an mm, addmm, bmm or baddbmm: the last two matrices are the factors.
+    """
+    matrices = [d for d in dims or () if len(d) in (2, 3) and all(isinstance(size, int) for size in d)]
+    if len(matrices) < 2:
+        return False
+    (m, k), (_, n) = matrices[-2][-2:], matrices[-1][-2:]
+    return min(m, n, k) in _THIN

@@ -1,0 +1,551 @@
+"""What a profiler trace says, as numbers: where each millisecond went, and which line made the host wait for the GPU.
+
+`torch.profiler` writes a list of slices of time: on host threads (Python functions, PyTorch operators, CUDA calls) and
+on GPU streams (kernels, copies). A viewer such as Perfetto shows it; this module reads it. `profile(session, ...)`
+records one with the schedule of article A1, `Trace.read(path)` reads any.
+
+Three definitions carry everything. A GPU is *busy* while at least one kernel runs: the union of kernel intervals, over
+the wall time of the recorded steps. Each moment of wall time belongs to exactly one *share*, the first that applies of:
+a kernel runs; a copy runs; the host waits for data; the host waits in a synchronisation; the host is inside a launch
+call; the host does anything else. A *synchronisation* is a CUDA call that returns only when the GPU has caught up.
+
+Times are milliseconds from the trace's first event. Nothing here needs a GPU, nor torch except `profile`.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from labutils.measure.chrome import read_events
+from labutils.measure.intervals import Interval, Lookup, difference, overlap, total, union
+from labutils.measure.kinds import category_of, is_thin
+from labutils.measure.stacks import (
+    Frame,
+    Slice,
+    blamed_operator,
+    enclosing,
+    innermost_own,
+    own_time,
+    python_stack,
+)
+
+PHASES = ("data", "to_device", "encode", "forward", "backward", "clip", "optimizer", "log")
+"""Names of the ranges that the training loop marks with `record_function`, in the order in which they run."""
+
+SHARES = ("kernels", "copies", "data", "sync", "launch", "host")
+"""Where wall time can go, in order of precedence (see above). From "data" on, the GPU is idle."""
+
+_DATALOADER = "enumerate(DataLoader)"  # PyTorch's own mark of the time spent on the next batch
+_STEP = re.compile(r"ProfilerStep#(\d+)")
+_LAUNCH = re.compile(r"^(cudaLaunch|cuLaunch)")
+_GRAPH_LAUNCH = re.compile(r"^(cudaGraphLaunch|cuGraphLaunch)")
+_COPY_CALL = re.compile(r"^cu(da)?Mem(cpy|set)")
+_SYNC = re.compile(r"^(cu(da)?(Stream|Device|Ctx|Event)Synchronize|cudaMemcpy([23]D)?|cuMemcpy\w*_v2|cudaFree(Host)?)$")
+
+
+class Call(NamedTuple):
+    """A CUDA runtime or driver call on a host thread; `correlation` ties it to the GPU work that it caused."""
+
+    start: float
+    end: float
+    name: str
+    thread: Any
+    correlation: int | None
+
+
+class Work(NamedTuple):
+    """A kernel, copy or fill on a GPU stream."""
+
+    start: float
+    end: float
+    name: str
+    stream: Any
+    correlation: int | None
+
+
+@dataclass(frozen=True)
+class Gap:
+    """A stretch of wall time in which no kernel and no copy ran.
+
+    `cause` is what the host did for most of it ("data", "sync", "launch" or "host"), `phase` the marked range that
+    covers most of it ("" for none). `after_sync`: it began while the host stood in a synchronisation, so that the queue
+    of launched work had run empty.
+    """
+
+    start: float
+    end: float
+    cause: str
+    phase: str
+    after_sync: bool
+
+    @property
+    def ms(self) -> float:
+        return self.end - self.start
+
+
+@dataclass(frozen=True)
+class Wait:
+    """One time that the host waited for the GPU (or, from `host_reads`, read a tensor's value).
+
+    `call` is the CUDA call that waited, `cause` the PyTorch operator that made it, `frames` the Python stack from the
+    outermost frame in, `builtin` the C function called last ("Tensor.item"), `phase` the marked range ("" for none),
+    and `idle_after` how long the GPU then had no work, in milliseconds.
+    """
+
+    start: float
+    end: float
+    call: str
+    cause: str
+    phase: str
+    frames: tuple[Frame, ...] = ()
+    builtin: str = ""
+    idle_after: float = 0.0
+
+    @property
+    def ms(self) -> float:
+        return self.end - self.start
+
+    @property
+    def where(self) -> Frame | None:
+        """Innermost frame of one's own code; without any, the innermost; None where no stack was recorded."""
+        return innermost_own(self.frames)
+
+    @property
+    def library(self) -> Frame | None:
+        """The library function that waited, where it was not one's own code."""
+        return self.frames[-1] if self.frames and not self.frames[-1].own else None
+
+
+class Trace:
+    """A trace read into memory: `Trace.read(path)` for a file, `Trace(events)` for a list of Chrome trace events.
+
+    Raises `ValueError` where no event has a duration.
+    """
+
+    def __init__(self, events: Iterable[dict[str, Any]], path: Path | None = None) -> None:
+        self.path = path
+        self.kernels: list[Work] = []
+        self.copies: list[Work] = []
+        self.calls: list[Call] = []
+        self.annotations: list[Slice] = []
+        self.ops: dict[Any, list[Slice]] = defaultdict(list)
+        self.python: dict[Any, list[Slice]] = defaultdict(list)
+        self._windows: list[tuple[int, float, float]] = []
+        self._load(events)
+
+    @classmethod
+    def read(cls, path: str | Path) -> Trace:
+        """Read a *.pt.trace.json or *.pt.trace.json.gz; one that breaks off is read up to there."""
+        return cls(read_events(path), Path(path))
+
+    def _load(self, events: Iterable[dict[str, Any]]) -> None:
+        origin: float | None = None
+        for event in events:
+            if event.get("ph") != "X" or "ts" not in event:
+                continue
+            origin = event["ts"] if origin is None else origin
+            start = (event["ts"] - origin) / 1e3
+            self._keep(event, start, start + event.get("dur", 0.0) / 1e3)
+        if origin is None:
+            raise ValueError(
+                f"{self.path or 'The list of events'} holds no event with a duration: nothing was recorded. "
+                "Record at least one step after the schedule's wait and warmup."
+            )
+        for slices in (*self.ops.values(), *self.python.values()):
+            slices.sort(key=lambda s: (s.start, -s.end))
+        for series in (self.kernels, self.copies, self.calls, self.annotations, self._windows):
+            series.sort(key=lambda item: item[:2])
+
+    def _keep(self, event: dict[str, Any], start: float, end: float) -> None:
+        """File an event under its kind; kinds that nothing here asks for are let go."""
+        kind, thread, args = event.get("cat", ""), event.get("tid"), event.get("args") or {}
+        name = sys.intern(str(event.get("name", "")))
+        if kind in ("kernel", "gpu_memcpy", "gpu_memset"):
+            series = self.kernels if kind == "kernel" else self.copies
+            series.append(Work(start, end, name, args.get("stream", thread), args.get("correlation")))
+        elif kind in ("cuda_runtime", "cuda_driver"):
+            self.calls.append(Call(start, end, name, thread, args.get("correlation")))
+        elif kind == "user_annotation":
+            if step := _STEP.fullmatch(name):
+                self._windows.append((int(step[1]), start, end))
+            self.annotations.append(Slice(start, end, name))
+        elif kind == "cpu_op":
+            self.ops[thread].append(Slice(start, end, name, args.get("Input Dims") if name.endswith("mm") else None))
+        elif kind == "python_function":
+            self.python[thread].append(Slice(start, end, name))
+
+    # The recorded steps
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether GPU work was recorded. Without it, what speaks of the GPU is absent from every result."""
+        return bool(self.kernels or self.copies)
+
+    @cached_property
+    def wall(self) -> Interval:
+        """From the beginning of the first recorded step to the end of the last, with the GPU work that they launched.
+
+        Without ProfilerStep marks (a trace taken without a schedule) this is the whole trace.
+        """
+        if self._windows:
+            start, end = self._windows[0][1], self._windows[-1][2]
+            launched = {c.correlation for c in self.calls if start <= c.start < end and c.correlation is not None}
+            return start, max([end, *(w.end for w in (*self.kernels, *self.copies) if w.correlation in launched)])
+        per_thread = (s for slices in (*self.ops.values(), *self.python.values()) for s in slices)
+        everything = [*self.kernels, *self.copies, *self.calls, *self.annotations, *per_thread]
+        return min(s.start for s in everything), max(s.end for s in everything)
+
+    @property
+    def wall_ms(self) -> float:
+        return self.wall[1] - self.wall[0]
+
+    @property
+    def steps(self) -> int:
+        """Recorded steps: calls of `prof.step()` while recording; 1 for a trace without a schedule."""
+        return len(self._windows) or 1
+
+    @property
+    def step_ms(self) -> list[float]:
+        """Host time of each recorded step, from one `prof.step()` to the next."""
+        return [end - start for _, start, end in self._windows] or [self.wall_ms]
+
+    def _inside(self, items: Iterable[Any]) -> list[Any]:
+        """Those of `items` that begin within the wall time."""
+        start, end = self.wall
+        return [item for item in items if start <= item.start < end]
+
+    # The GPU
+
+    @cached_property
+    def kernel_time(self) -> list[Interval]:
+        """When at least one kernel ran, within the wall time."""
+        return overlap(union((k.start, k.end) for k in self.kernels), [self.wall])
+
+    @cached_property
+    def copy_time(self) -> list[Interval]:
+        """When at least one copy or fill ran, within the wall time, whether or not a kernel did too."""
+        return overlap(union((c.start, c.end) for c in self.copies), [self.wall])
+
+    @cached_property
+    def idle_time(self) -> list[Interval]:
+        """When neither a kernel nor a copy ran, within the wall time."""
+        return difference([self.wall], union([*self.kernel_time, *self.copy_time]))
+
+    @property
+    def gpu_busy(self) -> float | None:
+        """Union of kernel intervals over wall time, in 0..1; None without a GPU."""
+        return total(self.kernel_time) / self.wall_ms if self.on_gpu else None
+
+    def categories(self) -> dict[str, dict[str, float]]:
+        """Category -> {"ms", "count"} per step, the most time first: kernels; on a CPU, the operators' own time.
+
+        Durations are summed, so kernels that overlap count twice. A matrix product that LoRA's rank makes thin counts
+        as "thin GEMM" where input shapes were recorded.
+        """
+        table = self._table(self._kernel_items() if self.on_gpu else self._operator_items())
+        return dict(sorted(table.items(), key=lambda row: -row[1]["ms"]))
+
+    def _table(self, items: Iterable[tuple[str, float]]) -> dict[str, dict[str, float]]:
+        """(key, ms) pairs gathered as key -> {"ms", "count"} per step."""
+        durations: dict[str, list[float]] = defaultdict(list)
+        for key, ms in items:
+            durations[key].append(ms)
+        return {key: {"ms": sum(ms) / self.steps, "count": len(ms) / self.steps} for key, ms in durations.items()}
+
+    def _kernel_items(self) -> Iterator[tuple[str, float]]:
+        thin = self._thin_correlations()
+        for kernel in self._inside(self.kernels):
+            category = category_of(kernel.name)
+            if category == "GEMM" and kernel.correlation in thin:
+                category = "thin GEMM"
+            yield category, kernel.end - kernel.start
+
+    def _operator_items(self) -> Iterator[tuple[str, float]]:
+        for slices in self.ops.values():
+            yield from ((category_of(op.name), own) for op, own in own_time(self._inside(slices)))
+
+    def _thin_correlations(self) -> set[int | None]:
+        """Correlations of the launches from inside matrix products with a dimension as small as a LoRA rank."""
+        found = set()
+        for thread, calls in self._by_thread(lambda call: bool(_LAUNCH.match(call.name))).items():
+            products = [op for op in self.ops.get(thread, ()) if op.dims]
+            stacks = enclosing(products, [call.start for call in calls])
+            found |= {
+                c.correlation for c, stack in zip(calls, stacks, strict=True) if stack and is_thin(stack[-1].dims)
+            }
+        return found - {None}
+
+    def kernels_by_phase(self) -> dict[str, dict[str, float]]:
+        """Phase -> {"ms", "count"} of kernels per step, by the marked range in which each was launched."""
+        launched_at = {call.correlation: call.start for call in self.calls if call.correlation is not None}
+        return self._table(
+            (self._phase_at(launched_at.get(kernel.correlation, kernel.start)), kernel.end - kernel.start)
+            for kernel in self._inside(self.kernels)
+        )
+
+    # The host
+
+    def _by_thread(self, wanted: Callable[[Call], bool]) -> dict[Any, list[Call]]:
+        chosen: dict[Any, list[Call]] = defaultdict(list)
+        for call in self._inside(self.calls):
+            if wanted(call):
+                chosen[call.thread].append(call)
+        return chosen
+
+    def launches(self) -> dict[str, float]:
+        """Per step: kernels run; kernel launches, graph launches and copy calls made, with host time in them (`.._ms`).
+
+        {} without a GPU. There are more kernels than launches where one call launches a CUDA graph of many.
+        """
+        if not self.on_gpu:
+            return {}
+        found = {"kernels": len(self._inside(self.kernels)) / self.steps}
+        for key, pattern in (("launches", _LAUNCH), ("graph_launches", _GRAPH_LAUNCH), ("copy_calls", _COPY_CALL)):
+            calls = [call for call in self._inside(self.calls) if pattern.match(call.name)]
+            found[key] = len(calls) / self.steps
+            found[f"{key}_ms"] = sum(call.end - call.start for call in calls) / self.steps
+        return found
+
+    @cached_property
+    def _marks(self) -> dict[str, list[Slice]]:
+        """Phase -> its marks within the wall time. Without a "data" mark, PyTorch's own DataLoader mark serves."""
+        marks: dict[str, list[Slice]] = defaultdict(list)
+        own_data = any(mark.name == "data" for mark in self.annotations)
+        for mark in self._inside(self.annotations):
+            name = "data" if mark.name.startswith(_DATALOADER) and not own_data else mark.name
+            if name in PHASES:
+                marks[name].append(mark)
+        return {name: marks[name] for name in PHASES if name in marks}
+
+    @cached_property
+    def phase_time(self) -> dict[str, list[Interval]]:
+        """Phase -> when it ran on the host, within the wall time."""
+        return {
+            name: overlap(union((mark.start, mark.end) for mark in marks), [self.wall])
+            for name, marks in self._marks.items()
+        }
+
+    @cached_property
+    def _phase_lookups(self) -> list[tuple[str, Lookup]]:
+        return [(name, Lookup(intervals)) for name, intervals in self.phase_time.items()]
+
+    def _phase_at(self, moment: float) -> str:
+        return next((name for name, lookup in self._phase_lookups if lookup.index(moment) is not None), "")
+
+    def host_breakdown(self) -> dict[str, dict[str, float]]:
+        """Phase -> {"ms", "count", "idle_ms"} per step: host time, how often, and the part of it with an idle GPU.
+
+        The last row, "unmarked", is the rest, so that "ms" adds up to the wall time. No "idle_ms" without a GPU.
+        """
+        rest, rows = [self.wall], {}
+        for name, time in self.phase_time.items():
+            rows[name] = overlap(rest, time)
+            rest = difference(rest, time)
+        return {
+            name: {"ms": total(time) / self.steps, "count": len(self._marks.get(name, ())) / self.steps}
+            | ({"idle_ms": total(overlap(time, self.idle_time)) / self.steps} if self.on_gpu else {})
+            for name, time in (rows | {"unmarked": rest}).items()
+        }
+
+    @cached_property
+    def _host_states(self) -> dict[str, list[Interval]]:
+        """What the host does, as sets of time: waiting for data, in a synchronisation, in a launch call."""
+        launching = (c for c in self.calls if _LAUNCH.match(c.name) or _GRAPH_LAUNCH.match(c.name))
+        return {
+            "data": self.phase_time.get("data", []),
+            "sync": union((wait.start, wait.end) for wait in self.waits),
+            "launch": union((call.start, call.end) for call in launching),
+        }
+
+    def partition(self) -> dict[str, float]:
+        """Share (see `SHARES`) -> milliseconds per step; they add up to the wall time.
+
+        Without a GPU there are but two: "data", and "host" for all the rest.
+        """
+        states = self._host_states
+        on_gpu = {"kernels": self.kernel_time, "copies": self.copy_time} | states
+        rest, shares = [self.wall], {}
+        for share, time in (on_gpu if self.on_gpu else {"data": states["data"]}).items():
+            left = difference(rest, time)
+            shares[share] = (total(rest) - total(left)) / self.steps
+            rest = left
+        return shares | {"host": total(rest) / self.steps}
+
+    def gaps(self, at_least_ms: float = 0.0) -> list[Gap]:
+        """Stretches without GPU work of `at_least_ms`, in order of time; [] without a GPU."""
+        if not self.on_gpu:
+            return []
+        states = {name: Lookup(time) for name, time in self._host_states.items()}
+        found = []
+        for gap in (g for g in self.idle_time if g[1] - g[0] >= at_least_ms):
+            rest, causes = [gap], {}
+            for name, lookup in states.items():
+                left = difference(rest, lookup.within(gap))
+                causes[name] = total(rest) - total(left)
+                rest = left
+            causes["host"] = total(rest)
+            phases = {name: total(lookup.within(gap)) for name, lookup in self._phase_lookups}
+            phase = max(phases, key=phases.__getitem__) if any(phases.values()) else ""
+            after_sync = states["sync"].index(gap[0]) is not None
+            found.append(Gap(*gap, max(causes, key=causes.__getitem__), phase, after_sync))
+        return found
+
+    # Synchronisations
+
+    @cached_property
+    def waits(self) -> list[Wait]:
+        """Every synchronisation that begins within the wall time, in order of time.
+
+        A copy between the GPU and pageable host memory, with the synchronisation that follows in the same operator, is
+        one wait: the host may stand in either. Such a copy to the host waits even where no synchronisation follows.
+        """
+        moved = {copy.correlation: copy.name for copy in self.copies if copy.correlation is not None}
+        may_wait = self._by_thread(lambda c: bool(_SYNC.match(c.name)) or "Pageable" in moved.get(c.correlation, ""))
+        found: list[Wait] = []
+        for thread, calls in may_wait.items():
+            found += self._waits_on(thread, calls, moved)
+        return sorted(found, key=lambda wait: wait.start)
+
+    def _waits_on(self, thread: Any, calls: Sequence[Call], moved: dict[int | None, str]) -> Iterator[Wait]:
+        """The waits of one thread, out of its synchronisations and pageable copies in order of time."""
+        moments = [call.start for call in calls]
+        operators = enclosing(self.ops.get(thread, ()), moments)
+        stacks = enclosing(self.python.get(thread, ()), moments)
+        copy_start: float | None = None  # of a pageable copy whose operator synchronises next
+        for i, call in enumerate(calls):
+            if _SYNC.match(call.name):
+                start = call.start if copy_start is None else copy_start
+                yield self._wait(start, call, operators[i], stacks[i])
+                copy_start = None
+                continue
+            next_syncs = i + 1 < len(calls) and bool(_SYNC.match(calls[i + 1].name))
+            copy_start = call.start if next_syncs and operators[i] and operators[i + 1] == operators[i] else None
+            if copy_start is None and "DtoH" in moved.get(call.correlation, ""):
+                yield self._wait(call.start, call, operators[i], stacks[i])
+
+    def _wait(self, start: float, call: Call, ops: tuple[Slice, ...], stack: tuple[Slice, ...]) -> Wait:
+        frames, builtin = python_stack(stack)
+        gap = self._idle_lookup.index(call.end)
+        idle_after = 0.0 if gap is None else self.idle_time[gap][1] - call.end
+        phase = self._phase_at(call.start)
+        return Wait(start, call.end, call.name, blamed_operator(ops), phase, frames, builtin, idle_after)
+
+    @cached_property
+    def _idle_lookup(self) -> Lookup:
+        return Lookup(self.idle_time)
+
+    def host_reads(self) -> list[Wait]:
+        """Every time a tensor's value was read into Python (`.item()` and kin), in order of time, on any machine.
+
+        On a GPU, each read of a device tensor is a synchronisation; on a CPU this is the list of candidates.
+        """
+        found = []
+        for thread, slices in self.ops.items():
+            reads = [op for op in self._inside(slices) if op.name == "aten::_local_scalar_dense"]
+            moments = [read.start for read in reads]
+            operators, stacks = enclosing(slices, moments), enclosing(self.python.get(thread, ()), moments)
+            for read, ops, stack in zip(reads, operators, stacks, strict=True):
+                where = self._phase_at(read.start), *python_stack(stack)
+                found.append(Wait(read.start, read.end, read.name, blamed_operator(ops), *where))
+        return sorted(found, key=lambda wait: wait.start)
+
+    def syncs_in(self, phase: str) -> int:
+        """How many synchronisations began inside the marked range `phase`, over all recorded steps."""
+        return sum(wait.phase == phase for wait in self.waits)
+
+    def sync_table(self, waits: Sequence[Wait] | None = None) -> list[dict[str, Any]]:
+        """`waits` (default: every synchronisation) gathered by place and cause, the most time first.
+
+        Each row: `where` (file: function of one's own code), `line` (where that function begins), `library` (the
+        library function in between), `builtin`, `cause` (operator), `call`, `phase` (each absent where there is none),
+        and `per_step`, `ms_per_step`, `idle_ms_per_step` (GPU idle after it).
+        """
+        groups: dict[tuple[Any, ...], list[Wait]] = defaultdict(list)
+        for wait in self.waits if waits is None else waits:
+            groups[wait.where, wait.library, wait.builtin, wait.cause, wait.call, wait.phase].append(wait)
+        rows = [self._sync_row(*key, group) for key, group in groups.items()]
+        return sorted(rows, key=lambda row: -row["ms_per_step"])
+
+    def _sync_row(
+        self,
+        where: Frame | None,
+        library: Frame | None,
+        builtin: str,
+        cause: str,
+        call: str,
+        phase: str,
+        group: list[Wait],
+    ) -> dict[str, Any]:
+        texts = {"library": str(library or ""), "builtin": builtin, "cause": cause, "call": call, "phase": phase}
+        return (
+            {"where": str(where or "no Python stack was recorded")}
+            | ({"line": where.line} if where else {})
+            | {name: text for name, text in texts.items() if text}
+            | {
+                "per_step": len(group) / self.steps,
+                "ms_per_step": sum(wait.ms for wait in group) / self.steps,
+                "idle_ms_per_step": sum(wait.idle_after for wait in group) / self.steps,
+            }
+        )
+
+    def metrics(self) -> dict[str, Any]:
+        """The numbers of a `Run`, per step; what does not apply to this trace is absent.
+
+        `.._share` are those of `partition` as parts of the wall time, `.._idle_ms` those of `host_breakdown`.
+        `clip_sync` is 1 where a synchronisation began inside the mark "clip", else 0.
+        """
+        found: dict[str, Any] = {"traced_step_ms": self.wall_ms / self.steps, "traced_steps": self.steps}
+        found |= {f"{share}_share": ms * self.steps / self.wall_ms for share, ms in self.partition().items()}
+        if not self.on_gpu:
+            return found
+        found |= {f"{phase}_idle_ms": row["idle_ms"] for phase, row in self.host_breakdown().items()}
+        launches = self.launches()
+        return found | {
+            "gpu_busy": self.gpu_busy,
+            "kernels_per_step": launches["kernels"],
+            "launches_per_step": launches["launches"],
+            "graph_launches_per_step": launches["graph_launches"],
+            "launch_ms": launches["launches_ms"] + launches["graph_launches_ms"],
+            "syncs_per_step": len(self.waits) / self.steps,
+            "sync_ms": sum(wait.ms for wait in self.waits) / self.steps,
+            "clip_sync": int(self.syncs_in("clip") > 0),
+        }
+
+
+def profile(
+    session: Any, steps: int = 5, folder: str | Path = "profile", with_stack: bool = True, compress: bool = False
+) -> Trace:
+    """Record `steps` steps of `session` as article A1 does, and read the trace back.
+
+    The schedule is the article's: one step passed over, one to warm the profiler up, `steps` recorded, once. `session`
+    has `.step()`; each call is one recorded step (for a training session an optimizer step, accumulation included). The
+    file `*.pt.trace.json` (with `compress`, `.gz`) in `folder` opens in Perfetto. `with_stack` records Python functions
+    and the operators' input shapes as well; it slows the host down, so take times without it.
+    """
+    import torch
+    from torch.profiler import ProfilerActivity, schedule, tensorboard_trace_handler
+
+    folder = Path(folder)
+    before = set(folder.glob("*.pt.trace.json*"))
+    on_gpu = torch.cuda.is_available()
+    with torch.profiler.profile(
+        activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])],
+        schedule=schedule(wait=1, warmup=1, active=steps, repeat=1),
+        on_trace_ready=tensorboard_trace_handler(str(folder), use_gzip=compress),
+        record_shapes=with_stack,
+        with_stack=with_stack,
+    ) as profiler:
+        for number in range(2 + steps):
+            session.step()
+            if on_gpu and number == 1:
+                torch.cuda.synchronize()  # so that work launched while warming up does not run into the record
+            profiler.step()
+    (written,) = set(folder.glob("*.pt.trace.json*")) - before
+    return Trace.read(written)
