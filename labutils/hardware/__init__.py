@@ -14,7 +14,7 @@ from labutils.hardware.host import device, machine, scale_for, usable_cores
 from labutils.hardware.operations import Operation, course_operations, measure_operation, sweep_sizes
 from labutils.hardware.probing import Probe, measured_roofline, probe
 from labutils.hardware.roofline import Roofline
-from labutils.hardware.specs import DTYPES, SPECS, Spec, find_spec
+from labutils.hardware.specs import DTYPES, SPECS, Spec, find_spec, spec_of
 
 __all__ = [
     "DTYPES",
@@ -33,6 +33,7 @@ __all__ = [
     "probe",
     "runs_on",
     "scale_for",
+    "spec_of",
     "sweep_sizes",
     "try_unlisted_architecture",
     "usable_cores",

@@ -9,7 +9,9 @@ figure there. "fp32" is the rate outside the tensor cores.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 DTYPES = ("fp32", "tf32", "fp16", "bf16", "int8", "fp8", "fp4")
 """Number formats in the order in which the course shows them."""
@@ -234,6 +236,11 @@ SPECS: tuple[Spec, ...] = (
         **_peaks(fp32=91.1, tf32=182.1, fp16=364.2, bf16=364.2, int8=728.5, fp8=728.5),
     ),
 )
+
+
+def spec_of(machine: Mapping[str, Any]) -> Spec | None:
+    """The data sheet of the GPU in `machine` (facts as `hardware.machine()` gives them), or None."""
+    return find_spec(machine.get("gpu", ""), machine.get("gpu_memory_gb"))
 
 
 def find_spec(gpu_name: str, memory_gb: float | None = None) -> Spec | None:

@@ -87,6 +87,12 @@ def test_a_similar_card_has_no_spec_rather_than_a_wrong_one(driver_name, memory_
     assert find_spec(driver_name, memory_gb) is None
 
 
+def test_spec_of_a_machine():
+    assert hardware.spec_of({}) is None
+    assert hardware.spec_of({"gpu": "NVIDIA H200", "gpu_memory_gb": 150.1}).name == "H200 SXM"
+    assert hardware.spec_of({"gpu": "NVIDIA GeForce RTX 3080", "gpu_memory_gb": 12.9}) is None
+
+
 # roofline
 
 
@@ -239,7 +245,7 @@ def test_importing_hardware_imports_no_torch():
 def test_facade_without_a_gpu(monkeypatch):
     monkeypatch.setattr(cuda, "available", lambda: False)
     assert cuda.card() == {} and cuda.capability() is None
-    assert cuda.peak_memory() is None and cuda.free_memory() is None
+    assert cuda.peak_memory() is None and cuda.free_memory() is None and cuda.allocated_memory() is None
     assert cuda.graph_of(lambda: None) is None
     for harmless in (cuda.synchronize, cuda.empty_cache, cuda.reset_peak_memory):
         harmless()
