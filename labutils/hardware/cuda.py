@@ -88,15 +88,6 @@ def allocated_memory() -> float | None:
     return torch.cuda.memory_allocated() / GB
 
 
-def allocated_memory() -> float | None:
-    """GPU memory that this process's tensors hold now, in 10^9 bytes; None without a GPU."""
-    if not available():
-        return None
-    import torch
-
-    return torch.cuda.memory_allocated() / GB
-
-
 def free_memory() -> float | None:
     """GPU memory that nobody uses, in 10^9 bytes; None without a GPU."""
     if not available():
