@@ -6,6 +6,7 @@ Exit codes: 0 all went well, 1 a lab or a check failed, 2 wrong usage, 130 stopp
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,9 +24,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("\nStopped.", file=sys.stderr)
         return STOPPED
-    except BrokenPipeError:  # `labutils report | head`: nobody reads on, which is no failure
-        sys.stdout = None
-        return 0
+    except BrokenPipeError:  # `labutils doctor | head`: nobody reads on; Python's own flush at exit must not fail again
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -246,7 +246,7 @@ def _run_one(
 ) -> Outcome:
     """Run one lab unless it is done in `folder` with the same parameters."""
     before = _done_records(folder, lab)
-    if not options.force and any(_same(values, record.get("parameters", {})) for record in before):
+    if not options.force and is_done([record.get("parameters", {}) for record in before], values):
         say(f"{place} {lab.title}: done before in {_short(folder)} (--force runs it again)")
         return Outcome(lab, "done before")
     say(f"{place} {lab.title}: running")
@@ -278,8 +278,9 @@ def _done_records(folder: Path, lab: Lab) -> list[dict[str, Any]]:
     return [record for record in records if record.get("lab") == lab.number and record.get("status") == "done"]
 
 
-def _same(values: Mapping[str, Any], recorded: Mapping[str, Any]) -> bool:
-    return all(values.get(name) == value for name, value in recorded.items())
+def is_done(recorded: Sequence[Mapping[str, Any]], values: Mapping[str, Any]) -> bool:
+    """Whether one of the runs that ended well had the parameters `values`, as far as it recorded its own."""
+    return any(all(values.get(name) == value for name, value in one.items()) for one in recorded)
 
 
 def _execute(lab: Lab, values: dict[str, Any], output: Path, kernels: Kernels, timeout: float) -> None:

@@ -1,0 +1,37 @@
+"""What every test gets: a cache of its own session, a results folder of its own, and no GPU tests without a GPU."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+import pytest
+
+# Set before anything imports labutils, and inherited by kernels and subprocesses: generated images are made once.
+CACHE = Path(tempfile.mkdtemp(prefix="labutils-cache-"))
+os.environ["LABUTILS_CACHE"] = str(CACHE)
+os.environ["HF_HUB_OFFLINE"] = "1"  # no test needs a network, so none may wait for one
+atexit.register(shutil.rmtree, CACHE, ignore_errors=True)
+
+
+@pytest.fixture(autouse=True)
+def results_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where this test's results go when it says nothing else."""
+    folder = tmp_path / "results"
+    monkeypatch.setenv("LABUTILS_RESULTS", str(folder))
+    return folder
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what is marked `gpu` on a machine without one, and say so."""
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if not marked:
+        return
+    from labutils.hardware import cuda
+
+    if not cuda.available():
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device; there is none here"))

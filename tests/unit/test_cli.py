@@ -1,0 +1,111 @@
+"""The command line: exit codes, one clear message on stderr, and nothing heavy loaded before it is needed."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+import troubled_notebooks
+
+from labutils import __version__, cli, doctor, report, runner
+
+
+def labutils(*words: str) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, "-m", "labutils.cli", *words], capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "the following arguments are required: COMMAND"),
+        (["walk"], "invalid choice: 'walk'"),
+        (["run", "--timeout", "soon"], "'soon' is not a number of seconds above 0"),
+        (["run", "--timeout", "nan"], "'nan' is not a number of seconds above 0"),
+        (["run", "--weights", "mine"], "invalid choice: 'mine'"),
+        (["run", "-p", "steps"], "expected 2 arguments"),
+        (["report", "--jsn"], "unrecognized arguments: --jsn"),
+    ],
+)
+def test_wrong_usage_exits_with_2_and_says_why(words, message, capsys):
+    with pytest.raises(SystemExit) as stop:
+        cli.main(words)
+    assert stop.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_what_the_runner_refuses_is_one_message_and_2(tmp_path, capsys):
+    path = str(troubled_notebooks.write(tmp_path, "fine"))
+    assert cli.main(["run", path, "--scale", "huge"]) == 2
+    said = capsys.readouterr()
+    assert said.err == (
+        "labutils run: scale is 'huge', but it takes one of: auto, tiny, small, full. Type --scale with one of them.\n"
+    )
+    assert said.out == ""
+
+
+def test_options_reach_the_runner(monkeypatch, tmp_path):
+    called = {}
+    monkeypatch.setattr(runner, "run", lambda labs, options, say: called.update(labs=labs, options=options) or 1)
+    words = [
+        "run",
+        "03",
+        "04",
+        "--scale",
+        "small",
+        "--data",
+        "hub",
+        "--results",
+        str(tmp_path),
+        "--force",
+        "--timeout",
+        "9",
+    ]
+    assert cli.main([*words, "-p", "steps", "5", "-p", "loud", "false"]) == 1
+    assert called["labs"] == ["03", "04"]
+    assert called["options"] == runner.Options(
+        scale="small", data="hub", results=tmp_path, given={"steps": "5", "loud": "false"}, force=True, timeout=9.0
+    )
+
+
+@pytest.mark.parametrize("code", [0, 1])
+def test_doctor_and_report_say_how_they_end(monkeypatch, tmp_path, code):
+    monkeypatch.setattr(doctor, "main", lambda json: code if json else 5)
+    monkeypatch.setattr(report, "main", lambda results, as_json: code if (results, as_json) == (tmp_path, True) else 5)
+    assert cli.main(["doctor", "--json"]) == code
+    assert cli.main(["report", "--json", "--results", str(tmp_path)]) == code
+
+
+def test_ctrl_c_is_130_without_a_traceback(monkeypatch, capsys):
+    def interrupted(json: bool) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(doctor, "main", interrupted)
+    assert cli.main(["doctor"]) == 130
+    assert capsys.readouterr().err == "\nStopped.\n"
+
+
+def test_a_reader_that_goes_away_is_no_traceback():
+    talk = "doctor.main = lambda json: [print('x' * 100) for _ in range(10**5)] and 0"
+    program = f"import sys; from labutils import cli, doctor; {talk}; sys.exit(cli.main(['doctor']))"
+    done = subprocess.run(
+        ["bash", "-c", f'"{sys.executable}" -c "{program}" | head -n 1'], capture_output=True, text=True, timeout=60
+    )
+    assert (done.stdout, done.stderr) == ("x" * 100 + "\n", "")
+
+
+def test_version():
+    assert labutils("--version").stdout == f"labutils {__version__}\n"
+
+
+def test_a_lab_that_fails_is_1_and_its_message_is_on_the_page(tmp_path):
+    path = troubled_notebooks.write(tmp_path, "raises")
+    done = labutils("run", str(path), "--scale", "tiny", "--results", str(tmp_path / "results"))
+    assert done.returncode == 1
+    assert "Lab raises failed in cell [4]" in done.stdout
+    assert "Traceback (most recent call last):\n  File" not in done.stdout + done.stderr
+
+
+def test_report_for_machines_is_json():
+    assert json.loads(labutils("report", "--json").stdout)

@@ -1,0 +1,266 @@
+"""What a notebook calls: parameters checked, results kept at once, failures survived, predictions scored."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+
+from labutils import course, hardware, results
+from labutils.course import LabError, NotHere, open_lab
+from labutils.results import Results, Run, read_records, read_runs
+
+PARAMETERS = {"scale": "tiny", "weights": "random", "data": "generated", "results_dir": ""}
+
+
+def notebook(own: dict | None = None, cells: tuple[str, ...] = (), **values) -> dict:
+    """The globals of a notebook whose parameters cell declares the usual four and `own` (name -> type)."""
+    kinds = dict.fromkeys(PARAMETERS, str) | (own or {})
+    return PARAMETERS | values | {"__annotations__": kinds, "In": ["", *cells]}
+
+
+@pytest.fixture
+def lab():
+    return open_lab("03", notebook())
+
+
+@pytest.fixture
+def reference(tmp_path, monkeypatch):
+    """A reference of one good run and one that ran out of memory."""
+    kept = Results(tmp_path / "reference")
+    kept.append(
+        Run("03", "workers=3", scale="full", metrics={"step_ms": {"median": 625.0}, "note": "x"}, machine={"gpu": "H"})
+    )
+    kept.append(Run("03", "too big", status="oom"))
+    monkeypatch.setattr(results, "REFERENCE", kept.path)
+
+
+# Parameters
+
+
+@pytest.mark.parametrize(
+    ("namespace", "message"),
+    [
+        (notebook(scale="huge"), "scale is 'huge', but it takes one of: auto, tiny, small, full"),
+        (notebook(weights=True), "weights is True, a bool, but it takes words"),
+        (notebook(own={"loud": bool}, loud="false"), "loud is 'false', a text, but it takes true or false"),
+        (notebook(own={"steps": int}, steps=True), "steps is True, a bool, but it takes a whole number"),
+        (notebook(own={"steps": int}, steps="3"), "steps is '3', a text"),
+        (notebook(own={"rate": float}, rate=float("nan")), "rate is nan"),
+        (notebook(own={"steps": list}, steps=[3]), "steps is declared as list; a parameter is one of: str, int"),
+        (notebook(cells=("# Parameters\nstepz = 5\n",)), "no parameter stepz. Its parameters: scale, weights, data"),
+    ],
+)
+def test_a_parameter_that_is_not_what_it_should_be_is_refused(namespace, message, results_folder):
+    with pytest.raises(LabError, match=message):
+        open_lab("03", namespace)
+    assert not results_folder.exists()
+
+
+def test_parameters_reach_the_lab(capsys):
+    lab = open_lab("03", notebook({"steps": int, "rate": "float"}, ("# Parameters\nsteps = 5\n",), steps=5, rate=2))
+    assert lab.parameters == {"scale": "tiny", "weights": "random", "data": "generated", "steps": 5, "rate": 2.0}
+    assert (lab.number, lab.scale, lab.weights, lab.data) == ("03", "tiny", "random", "generated")
+    assert "Lab 03" in capsys.readouterr().out
+
+
+def test_auto_is_the_scale_that_fits_and_a_larger_one_is_warned_of(monkeypatch, capsys):
+    monkeypatch.setattr(hardware, "machine", lambda: {"gpu": "Small", "gpu_memory_gb": 12.0})
+    assert open_lab("03", notebook(scale="auto")).scale == "small"
+    assert "expect long waits" not in capsys.readouterr().out
+    open_lab("03", notebook(scale="full"))
+    assert "full is meant for a GPU of 40 GB; small fits this machine" in capsys.readouterr().out
+
+
+def test_where_results_go(tmp_path, monkeypatch, results_folder):
+    assert open_lab("03", notebook(results_dir=str(tmp_path / "asked"))).results_dir == tmp_path / "asked"
+    assert open_lab("03", notebook()).results_dir == results_folder
+    monkeypatch.delenv("LABUTILS_RESULTS")
+    monkeypatch.setattr(results, "REPOSITORY", tmp_path)
+    assert open_lab("03", notebook()).results_dir.parent == tmp_path / "results"
+    with pytest.raises(LabError, match="Results can't be kept in .* Set results_dir"):
+        open_lab("03", notebook(results_dir="/proc/nowhere"))
+
+
+# What is kept
+
+
+def test_a_kept_run_is_stamped_and_on_disk_at_once(lab):
+    run = Run("", "workers=3", lane="same work", workload="sd15-lora", scale="small")
+    assert lab.keep(run) is run
+    kept = read_runs(lab.results_dir)["03", "workers=3"]
+    assert (kept.lab, kept.scale, kept.lane) == ("03", "small", "same work")
+    assert kept.machine == hardware.machine()
+    assert kept.versions["torch"]
+    assert kept.commit
+    assert kept.at
+
+
+def test_runs_of_a_comparison_get_their_names_and_lane(lab):
+    runs = {"workers=0": Run("", ""), "workers=3": Run("", "")}
+    assert lab.keep(runs, lane="same mathematics") is runs
+    kept = read_runs(lab.results_dir)
+    assert list(kept) == [("03", "workers=0"), ("03", "workers=3")]
+    assert {run.lane for run in kept.values()} == {"same mathematics"}
+    with pytest.raises(LabError, match="no lane 'fast'"):
+        lab.keep(runs, lane="fast")
+
+
+def test_several_runs_can_be_kept_at_once(lab):
+    lab.keep(Run("", name) for name in ["a", "b"])
+    assert [name for _, name in read_runs(lab.results_dir)] == ["a", "b"]
+
+
+def test_what_is_no_training_run_has_the_labs_scale(monkeypatch):
+    monkeypatch.setattr(hardware, "scale_for", lambda machine: "full")
+    lab = open_lab("00", notebook(scale="full", weights="hub"))
+    kept = lab.keep(Run("", "machine"))
+    assert (kept.scale, kept.weights) == ("full", "hub")
+
+
+def test_predictions_are_kept_and_scored(lab, capsys):
+    lab.predict("best number of workers", 4)
+    lab.predict("step at 0 workers", None, "ms")
+    lab.predict("step at 3 workers", 100.0, "ms")
+    lab.done({"best number of workers": 2, "step at 0 workers": 300.0, "step at 3 workers": None})
+    records = read_records(lab.results_dir)
+    assert [r["topic"] for r in records if r["status"] == "prediction"] == [
+        "best number of workers",
+        "step at 3 workers",
+    ]
+    scores = [r for r in records if r["status"] == "score"]
+    assert [(r["value"], r["measured"]) for r in scores] == [(4.0, 2)]
+    said = capsys.readouterr().out
+    assert "No prediction of *step at 0 workers*" in said
+    assert "| best number of workers | 4  | 2  | 2.00x |" in said
+    assert read_records(lab.results_dir)[-1]["status"] == "done"
+
+
+@pytest.mark.parametrize("value", ["three", True, [3]])
+def test_a_prediction_is_a_number(lab, value):
+    with pytest.raises(LabError, match="takes a number of ms, or None"):
+        lab.predict("step", value, "ms")
+
+
+def test_done_says_with_which_parameters(lab):
+    lab.done()
+    record = read_records(lab.results_dir)[-1]
+    assert (record["lab"], record["status"]) == ("03", "done")
+    assert record["parameters"] == {"scale": "tiny", "weights": "random", "data": "generated"}
+    assert record["seconds"] >= 0
+
+
+# What fails here
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "told"),
+    [
+        (MemoryError(), "oom", "Out of memory"),
+        (RuntimeError("CUDA out of memory. Tried to allocate 2 GiB"), "oom", "Out of memory"),
+        (
+            NotHere("needs a GPU of compute capability 8.9"),
+            "skipped: needs a GPU of compute capability 8.9",
+            "left out",
+        ),
+        (
+            ImportError("No module named 'unsloth'"),
+            "skipped: ImportError: No module named 'unsloth'",
+            "labutils doctor",
+        ),
+        (ValueError("bad\nsecond line"), "error: ValueError: bad", "It failed with ValueError: bad"),
+    ],
+)
+def test_a_failure_is_kept_told_and_survived(lab, reference, capsys, error, status, told):
+    with lab.attempt("3 workers", reference="workers=3"):
+        raise error
+    assert read_runs(lab.results_dir)["03", "workers=3"].status == status
+    said = capsys.readouterr().out
+    assert told in said
+    assert "| step_ms | 625 |" in said
+
+
+@pytest.mark.parametrize(
+    ("name", "told"), [("too big", "did not measure"), ("never run", "There is no reference run *never run*")]
+)
+def test_a_reference_that_can_not_help_says_so(lab, reference, capsys, name, told):
+    with lab.attempt("it", reference=name):
+        raise ValueError("no")
+    assert told in capsys.readouterr().out
+
+
+def test_what_worked_is_not_recorded_as_failed(lab):
+    with lab.attempt("sweep", reference="workers=3"):
+        lab.keep(Run("", "workers=3", metrics={"step_ms": 5.0}))
+        raise ValueError("the plot failed")
+    assert read_runs(lab.results_dir)["03", "workers=3"].ok
+    with lab.attempt("fine"):
+        pass
+    assert ("03", "fine") not in read_runs(lab.results_dir)
+
+
+def test_what_filled_the_memory_is_let_go(lab):
+    class Tensor:
+        pass
+
+    alive = []
+
+    def fill():
+        tensor = Tensor()
+        alive.append(weakref.ref(tensor))
+        try:
+            raise KeyError("first")
+        except KeyError:
+            raise MemoryError from None
+
+    with lab.attempt("fill"):
+        fill()
+    gc.collect()
+    assert alive[0]() is None
+
+
+def test_ctrl_c_is_not_a_failure(lab):
+    with pytest.raises(KeyboardInterrupt), lab.attempt("long"):
+        raise KeyboardInterrupt
+    assert read_runs(lab.results_dir) == {}
+
+
+def test_a_mistake_of_the_caller_is_shown_in_one_line():
+    assert LabError("say this")._render_traceback_() == ["LabError: say this"]
+
+
+# What it shows
+
+
+def test_the_reference_is_that_of_this_lab(lab, reference):
+    assert lab.reference("workers=3").metric("step_ms") == 625.0
+    assert lab.reference("workers=99") is None
+
+
+def test_a_verdict_is_shown_and_returned(lab, capsys):
+    from labutils import articles
+
+    claim = next(claim for claim in articles.claims().values() if claim.lab == "03")
+    (judgement,) = lab.verdict(claim.id)
+    assert judgement.claim.id == claim.id
+    assert judgement.verdict in capsys.readouterr().out
+
+
+def test_a_workload_has_the_labs_scale_and_device(lab, monkeypatch):
+    import labutils.workloads
+
+    asked = {}
+    monkeypatch.setattr(labutils.workloads, "open_workload", lambda name, **how: asked.update(how, name=name) or "it")
+    assert lab.workload("sd15-lora") == "it"
+    assert asked == {
+        "name": "sd15-lora",
+        "scale": "tiny",
+        "weights": "random",
+        "data": "generated",
+        "device": hardware.device(),
+    }
+
+
+def test_paths_are_shown_as_typed_in_the_checkout():
+    assert course._short(results.REPOSITORY / "results" / "x") == "results/x"

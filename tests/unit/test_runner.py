@@ -1,0 +1,247 @@
+"""The runner: usage checked before anything runs, every kind of failure told apart, and nothing measured lost."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import nbformat
+import psutil
+import pytest
+import troubled_notebooks
+from hypothesis import given
+from hypothesis import strategies as st
+
+from labutils import hardware, parameters, runner
+from labutils.results import read_records, read_runs
+from labutils.runner import Options, UsageError
+
+
+@pytest.fixture
+def notebooks(tmp_path):
+    """Name -> path of a freshly written troubled notebook."""
+    return lambda name: str(troubled_notebooks.write(tmp_path, name))
+
+
+@pytest.fixture
+def run(results_folder):
+    """Run notebooks at tiny: (exit code, everything said)."""
+
+    def call(*labs: str, **options) -> tuple[int, str]:
+        said: list[str] = []
+        code = runner.run(labs, Options(**{"scale": "tiny", "results": results_folder, **options}), said.append)
+        return code, "\n".join(said)
+
+    return call
+
+
+# Wrong usage: said before anything runs
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"given": {"stepz": "3"}}, r"no parameter 'stepz'(.|\n)*-p steps 3  \(int\) how many"),
+        ({"given": {"steps": "many"}}, "steps is 'many', a text, but it takes a whole number"),
+        ({"given": {"steps": "2.5"}}, "steps is '2.5'"),
+        ({"given": {"loud": "0"}}, "loud is '0', a text, but it takes true or false"),
+        ({"given": {"rate": "nan"}}, "rate is nan"),
+        ({"given": {"scale": "tiny"}}, "option of its own: --scale"),
+        ({"given": {"results_dir": "x"}}, "option of its own: --results"),
+        ({"scale": "huge"}, "scale is 'huge', but it takes one of: auto, tiny, small, full"),
+        ({"weights": "mine"}, "weights is 'mine', but it takes one of: random, hub"),
+    ],
+)
+def test_wrong_usage_is_refused_and_leaves_nothing_behind(notebooks, run, results_folder, options, message):
+    with pytest.raises(UsageError, match=message):
+        run(notebooks("fine"), **options)
+    assert not results_folder.exists()
+
+
+def test_every_lab_must_know_a_parameter_that_is_given(notebooks, run, tmp_path, results_folder):
+    nbformat.write(nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("1")]), tmp_path / "bare.ipynb")
+    with pytest.raises(UsageError, match="Lab bare has no parameter 'steps'. It has none of its own"):
+        run(notebooks("fine"), str(tmp_path / "bare.ipynb"), given={"steps": "3"})
+    assert not results_folder.exists()
+
+
+def test_an_unknown_lab_is_refused_with_those_there_are(tmp_path):
+    troubled_notebooks.write(tmp_path, "03_sleepy_workers", "fine")
+    with pytest.raises(UsageError, match=r"no lab '4'(.|\n)*03  sleepy workers"):
+        runner.find(["4"], tmp_path)
+
+
+@pytest.mark.parametrize("name", ["03", "3", "03_sleepy_workers", "03_sleepy_workers.ipynb"])
+def test_a_lab_is_called_by_number_or_name(tmp_path, name):
+    path = troubled_notebooks.write(tmp_path, "03_sleepy_workers", "fine")
+    troubled_notebooks.write(tmp_path, "04_other", "fine")
+    assert [(lab.number, lab.path) for lab in runner.find([name, name], tmp_path)] == [("03", path)]
+    assert [lab.number for lab in runner.find([], tmp_path)] == ["03", "04"]
+
+
+def test_a_folder_without_labs_says_where_to_go(tmp_path):
+    with pytest.raises(UsageError, match="from a checkout"):
+        runner.find([], tmp_path)
+
+
+def test_a_file_that_is_no_notebook_is_refused(tmp_path):
+    (tmp_path / "03_torn.ipynb").write_text('{"cells": [')
+    with pytest.raises(UsageError, match="03_torn.ipynb can't be read as a notebook"):
+        runner.find(["03"], tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("place", "message"),
+    [
+        ("a-file", "a-file is a file, not a folder"),
+        ("a-file/below/it", "a-file is a file, not a folder"),
+        ("/proc/results", "no folder can be made there"),
+        ("taken/results.jsonl", "is a directory"),
+    ],
+)
+def test_results_that_can_not_be_kept_are_refused_even_for_root(notebooks, run, tmp_path, place, message):
+    (tmp_path / "a-file").write_text("")
+    (tmp_path / "taken" / "results.jsonl" / "results.jsonl").mkdir(parents=True)
+    with pytest.raises(UsageError, match=f"{message}. Nothing was run. .*--results DIR"):
+        run(notebooks("fine"), results=tmp_path / place)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_folder_without_permission_is_refused(notebooks, run, tmp_path):
+    (tmp_path / "closed").mkdir(mode=0o500)
+    with pytest.raises(UsageError, match="permission denied"):
+        run(notebooks("fine"), results=tmp_path / "closed")
+
+
+@given(st.text(), st.sampled_from(sorted(parameters.KINDS)))
+def test_a_word_becomes_a_value_of_the_declared_type_or_is_refused(word, kind):
+    try:
+        value = parameters.read("knob", word, kind)
+    except ValueError as error:
+        assert "knob is" in str(error)
+        assert kind != "str"
+    else:
+        assert type(value) is parameters.KINDS[kind]
+
+
+@given(st.one_of(st.integers(), st.booleans(), st.floats(allow_nan=False, allow_infinity=False), st.text()))
+def test_values_survive_the_command_line(value):
+    assert parameters.read("knob", str(value), type(value).__name__) == value
+
+
+# Running
+
+
+def test_a_lab_gets_its_parameters_and_this_interpreter(notebooks, run, results_folder):
+    code, said = run(notebooks("fine"), given={"steps": "5", "loud": "true", "rate": "2", "word": "false"})
+    assert code == 0, said
+    metrics = read_runs(results_folder)["fine", "first"].metrics
+    assert metrics == {"steps": 5, "loud": True, "rate": 2.0, "word": "false", "python": sys.executable}
+    executed = nbformat.read(results_folder / "notebooks" / "fine.ipynb", as_version=4)
+    assert [cell.execution_count for cell in executed.cells] == [1, 2, 3, 4]
+    assert str(results_folder.parent) not in executed.metadata.papermill.__repr__()
+
+
+def test_a_kernel_of_that_name_installed_elsewhere_is_not_taken(notebooks, run, tmp_path, monkeypatch, results_folder):
+    wrong = tmp_path / "jupyter" / "kernels" / "python3"
+    wrong.mkdir(parents=True)
+    spec = {"argv": ["/bin/false", "{connection_file}"], "display_name": "wrong", "language": "python"}
+    (wrong / "kernel.json").write_text(json.dumps(spec))
+    monkeypatch.setenv("JUPYTER_PATH", str(tmp_path / "jupyter"))
+    code, said = run(notebooks("fine"))
+    assert code == 0, said
+
+
+def test_failures_are_told_apart_and_the_other_labs_still_run(notebooks, run, results_folder):
+    names = ["raises", "exits", "killed", "bus", "quits", "fine"]
+    code, said = run(*map(notebooks, names))
+    assert code == 1
+    for sentence in [
+        "Lab raises failed in cell [4] of",
+        "ValueError: no such shape: 3 x 4",
+        "Lab exits died in the cell that begins with `os._exit(3)`: its kernel ended by itself with exit code 3",
+        "Lab killed died in",
+        "(SIGKILL). Most often that is the system running out of memory",
+        "(SIGBUS). Most often /dev/shm is too small",
+        "Lab quits ended before its last cell",
+        "fine    done",
+    ]:
+        assert sentence in said
+    runs = read_runs(results_folder)
+    assert {lab for lab, _ in runs} == set(names)  # what each measured before its trouble
+    assert [r["lab"] for r in read_records(results_folder) if r["status"] == "done"] == ["fine"]
+    assert {path.stem for path in (results_folder / "notebooks").iterdir()} == set(names)
+
+
+def test_a_lab_that_is_done_is_not_run_again_unless_asked_or_asked_differently(notebooks, run, results_folder):
+    path = notebooks("fine")
+    assert run(path)[0] == 0
+    code, said = run(path)
+    assert code == 0
+    assert "done before" in said
+    assert "running" in run(path, force=True)[1]
+    assert len([r for r in read_records(results_folder) if r.get("run") == "first"]) == 2
+
+
+def test_done_with_other_parameters_is_not_done():
+    recorded = {"scale": "tiny", "steps": 3}
+    assert runner.is_done([recorded], {"scale": "tiny", "steps": 3, "word": "hello"})
+    assert not runner.is_done([recorded], {"scale": "small", "steps": 3, "word": "hello"})
+    assert not runner.is_done([], {"scale": "tiny"})
+
+
+def test_a_lab_that_takes_too_long_is_ended(notebooks, run, results_folder):
+    code, said = run(notebooks("sleeps"), timeout=4)
+    assert code == 1
+    assert "was ended after 4 s, its limit, in the cell that begins with `print('asleep'" in said
+    assert "--timeout 8" in said
+    assert ("sleeps", "first") in read_runs(results_folder)
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"), [("auto", "the largest that fits"), ("tiny", "Scale tiny."), ("full", "fits tiny")]
+)
+def test_the_scale_is_explained(notebooks, run, monkeypatch, asked, said):
+    monkeypatch.setattr(hardware, "machine", dict)
+    assert said in run(notebooks("fine"), scale=asked)[1].splitlines()[0]
+
+
+@pytest.mark.parametrize(("number", "times"), [(signal.SIGINT, 1), (signal.SIGTERM, 1), (signal.SIGINT, 2)])
+def test_a_stop_ends_the_kernel_keeps_results_and_says_how_to_go_on(notebooks, results_folder, number, times):
+    command = [sys.executable, "-m", "labutils.cli", "run", notebooks("fine"), notebooks("sleeps"), notebooks("raises")]
+    command += ["--scale", "tiny", "--results", str(results_folder), "-p", "steps", "5"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        wait_for(lambda: ("sleeps", "first") in read_runs(results_folder))
+        kernels = psutil.Process(process.pid).children(recursive=True)
+        for _ in range(times):
+            process.send_signal(number)
+            time.sleep(0.05)
+        said, _ = process.communicate(timeout=30)
+    assert process.returncode == 128 + number, said
+    assert "Traceback" not in said
+    assert "raises  not run" in said
+    assert "-p steps 5" in said.splitlines()[-1]
+    assert f"--results {results_folder}" in said.splitlines()[-1]
+    assert ("fine", "first") in read_runs(results_folder)
+    _, alive = psutil.wait_procs(kernels, timeout=10)
+    assert kernels
+    assert not alive
+
+
+def wait_for(condition, seconds: float = 30.0) -> None:
+    """Until `condition()` holds; an error after `seconds`."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not come about"
+        time.sleep(0.05)
+
+
+def test_messages_name_paths_as_typed_here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert runner._short(tmp_path / "results") == "results"
+    assert runner._short(Path("/elsewhere")) == "/elsewhere"
