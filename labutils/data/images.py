@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     import datasets
 
 HUB_DATASET = "lambdalabs/naruto-blip-captions"
+EPOCH = 1221
+"""Examples of the real dataset, and so of an epoch."""
 RESOLUTION = 512
 
 
@@ -166,18 +168,21 @@ def collate(examples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
 
 
 class EpochOrder(Sampler[int]):
-    """A random order of 0 .. `length` - 1 that depends on (`seed`, epoch) alone, so that a run can resume anywhere.
+    """A random order of `length` examples out of `rows`, one epoch, that depends on (`seed`, epoch) alone.
 
-    `set_epoch(epoch, start)` chooses the next epoch's order, the first `start` examples left out (they were trained on
-    before the interruption). Iterating does not go on to the next epoch by itself.
+    So a run can resume anywhere: `go_to(epoch, start)` chooses an epoch's order, the first `start` examples left out
+    (they were trained on before the interruption). Where the epoch is longer than the data, it goes through all rows
+    in one order, then in another, and so on. Iterating does not go on to the next epoch by itself. (The method is not
+    called set_epoch: the accelerate library calls that by itself, with a count of its own and without the start.)
     """
 
-    def __init__(self, length: int, seed: int = 0, epoch: int = 0, start: int = 0) -> None:
-        self.length = length
+    def __init__(self, rows: int, length: int | None = None, seed: int = 0) -> None:
+        self.rows = rows
+        self.length = rows if length is None else length
         self.seed = seed
-        self.set_epoch(epoch, start)
+        self.go_to(0)
 
-    def set_epoch(self, epoch: int, start: int = 0) -> None:
+    def go_to(self, epoch: int, start: int = 0) -> None:
         """Choose the epoch and how many of its examples to leave out. Raises `ValueError` where none would be left."""
         if not 0 <= start < self.length:
             raise ValueError(f"start={start}: an epoch of {self.length} examples can start at 0 to {self.length - 1}.")
@@ -185,8 +190,10 @@ class EpochOrder(Sampler[int]):
         self.start = start
 
     def __iter__(self) -> Iterator[int]:
-        order = np.random.default_rng([self.seed, self.epoch]).permutation(self.length)
-        return iter(order[self.start :].tolist())
+        chance = np.random.default_rng([self.seed, self.epoch])
+        passes = -(-self.length // self.rows)
+        order = np.concatenate([chance.permutation(self.rows) for _ in range(passes)])
+        return iter(order[self.start : self.length].tolist())
 
     def __len__(self) -> int:
         return self.length - self.start
@@ -197,14 +204,15 @@ def make_loader(
     recipe: Recipe,
     *,
     collate_fn: Callable[[list], Any] = collate,
-    epoch: int = 0,
-    start: int = 0,
+    epoch_length: int = EPOCH,
 ) -> DataLoader:
-    """The script's DataLoader with the recipe's knobs: shuffled micro-batches, the last one short, workers as usual.
+    """The script's DataLoader with the recipe's knobs: shuffled micro-batches, workers started in the usual way.
 
-    The order depends on (`recipe.seed`, epoch) alone: `loader.sampler.set_epoch(epoch, start)` chooses the next one.
-    The loader draws its workers' seeds from a generator of its own, so that the noise drawn in training does not depend
-    on the number of workers.
+    The order depends on (`recipe.seed`, epoch) alone: `loader.sampler.go_to(epoch, start)` chooses the next one. A last
+    micro-batch that would be short is dropped, as every optimizer step is to have the same work. An epoch has at least
+    `epoch_length` examples, by default as many as the real dataset: workers start anew each epoch, and a stand-in of a
+    few files must not make them do so every few steps. The loader draws its workers' seeds from a generator of its own,
+    so that the noise drawn in training does not depend on the number of workers.
     """
     workers: dict[str, Any] = {}
     if recipe.num_workers:
@@ -212,11 +220,13 @@ def make_loader(
         # one caption at a time leaves them nothing to do.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         workers = {"persistent_workers": recipe.persistent_workers, "prefetch_factor": recipe.prefetch_factor}
+    rows = len(dataset)
     return DataLoader(
         dataset,
         batch_size=recipe.micro_batch,
-        sampler=EpochOrder(len(dataset), recipe.seed, epoch, start),
+        sampler=EpochOrder(rows, max(rows, epoch_length), recipe.seed),
         collate_fn=collate_fn,
+        drop_last=True,
         num_workers=recipe.num_workers,
         pin_memory=recipe.pin_memory,
         generator=torch.Generator().manual_seed(recipe.seed),

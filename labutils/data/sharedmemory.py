@@ -11,6 +11,7 @@ thread and drops the batch, and the training loop waits for that batch forever.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import selectors
@@ -182,8 +183,8 @@ def _watch(child: subprocess.Popen, task: Task, patience_s: float, limit_s: floa
                     progress |= _last_report(text)
                 else:
                     complaints += text
-            quiet = time.monotonic() - last
-            stuck = b"Error" in complaints and quiet > patience_s + task.head_start_s * (progress.get("batches", 0) < 2)
+                    last = time.monotonic() if b"Error" in text else last
+            stuck = b"Error" in complaints and time.monotonic() - last > patience_s + task.head_start_s
             if stuck or time.monotonic() - started > limit_s:
                 outcome = "hung"
     if not outcome:
@@ -217,10 +218,8 @@ def _essence(complaints: str, code: int | None, limit_s: float) -> str:
 
 def _end(child: subprocess.Popen) -> None:
     """End the child and its workers: they are one process group, started for this alone."""
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(child.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
     child.wait()
     child.stdout.close()
     child.stderr.close()
@@ -244,10 +243,10 @@ def _load(task: Task) -> None:
     loader = make_loader(image_text_dataset(images, clip_tokenizer(), task.resolution), recipe)
     peak = 0
     for number, _ in enumerate(loader, start=1):
-        if number == 1:
-            time.sleep(task.head_start_s)
-        peak = max(peak, shutil.disk_usage(SHM).used)
         print(json.dumps({"batches": number, "wanted": wanted, "peak_bytes": peak}), flush=True)
+        time.sleep(task.head_start_s if number == 1 else 0)
+        peak = max(peak, shutil.disk_usage(SHM).used)
+    print(json.dumps({"batches": number, "wanted": wanted, "peak_bytes": peak}), flush=True)
 
 
 if __name__ == "__main__":
