@@ -37,7 +37,7 @@ FILLS = (
     (PURPLE, "---"),
     (GREY, "xxx"),
 )
-"""Fills of categories in order: neighbours differ in lightness and hatch; none is white, which would read as nothing."""
+"""Fills of categories in order: neighbours differ in lightness and hatch; none is white, which reads as nothing."""
 DARK = (NAVY, RUST, PURPLE)
 """Fills on which text and hatches are white."""
 
@@ -398,6 +398,64 @@ def _number_points(ax: Axes, points: Sequence[tuple[float, float]], distance: fl
         offset = tuple(distance * side for side in sides[best])
         look = {"ha": "center", "va": "center", "fontsize": 8, "weight": "bold", "path_effects": _white_edge(1)}
         ax.annotate(str(number), points[number - 1], offset, textcoords="offset points", zorder=4, **look)
+
+
+def peaks(
+    ax: Axes,
+    measured: Mapping[str, Sequence[float]],
+    dense: Mapping[str, float] | None = None,
+    sparse: Mapping[str, float] | None = None,
+) -> Axes:
+    """One row a number format: measured matrix rate (median, p10-p90) against the data sheet's dense and sparse peaks.
+
+    All in TFLOP/s; `measured` holds samples. Formats that the data sheet lacks have no mark.
+    """
+    dense, sparse = dense or {}, sparse or {}
+    _make_room(ax, len(measured), per_row=0.42)
+    for row, (dtype, samples) in enumerate(measured.items()):
+        spread = summarise(samples)
+        median, low, high = spread["median"], spread["p10"], spread["p90"]
+        ax.barh(row, median, height=0.5, color=NAVY, zorder=2)
+        ax.plot([low, high], [row, row], color=AMBER, linestyle="-", linewidth=4, solid_capstyle="butt", zorder=3)
+        share = f", {100 * median / dense[dtype]:.0f} % of {_figure(dense[dtype])}" if dtype in dense else ""
+        right = max(high, dense.get(dtype, 0), sparse.get(dtype, 0))
+        text = f"{_figure(median)}{share}"
+        ax.annotate(text, (right, row), (7, 0), textcoords="offset points", va="center", fontsize=9)
+    for sheet, style, label in ((dense, "-", "data sheet, dense"), (sparse, ":", "data sheet, with sparsity")):
+        marks = [(row, sheet[dtype]) for row, dtype in enumerate(measured) if dtype in sheet]
+        for row, peak in marks:
+            ends = [row - 0.38, row + 0.38]
+            ax.plot([peak, peak], ends, color=RUST, linestyle=style, linewidth=2.4, label=label, zorder=4)
+            label = None
+    _rows(ax, list(measured))
+    widest = max([*(max(samples) for samples in measured.values()), *dense.values(), *sparse.values()], default=1.0)
+    shown = {dtype for dtype in measured if dtype in dense or dtype in sparse}
+    ax.set_xlim(0, (1.35 if shown else 1.2) * widest)
+    ax.set_xlabel("TFLOP/s of a large matrix product (bar: median; yellow: p10-p90)")
+    if shown:
+        ax.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=2)
+    return ax
+
+
+def launch_cost(ax: Axes, times: Mapping[str, Mapping[int, Sequence[float]]], launch_us: float) -> Axes:
+    """Microseconds a call of one operation over the count of numbers it works on, a curve for each way to call it.
+
+    `times`: way -> count -> samples in milliseconds; bands are p10-p90. `launch_us`: what a call alone costs the host.
+    """
+    styles = zip((NAVY, RUST, TEAL), ("o", "s", "^"), ("-", "--", "-."), strict=True)
+    for (way, curve), (color, marker, line) in zip(times.items(), styles, strict=False):
+        spreads = {count: summarise(samples) for count, samples in curve.items()}
+        low, median, high = ([spread[q] * 1e3 for spread in spreads.values()] for q in ("p10", "median", "p90"))
+        ax.fill_between(list(curve), low, high, color=color, alpha=0.2, linewidth=0, zorder=2)
+        ax.plot(list(curve), median, color=color, marker=marker, linestyle=line, label=way, zorder=3)
+    ax.axhline(launch_us, color=GREY, linestyle=":", label=f"one call from Python: {_figure(launch_us)} us", zorder=1)
+    ax.set_xscale("log", base=2)
+    ax.set_yscale("log")
+    ax.yaxis.set_major_formatter("{x:g}")
+    ax.set_xlabel("numbers that the operation works on")
+    ax.set_ylabel("microseconds a call")
+    ax.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=2)
+    return ax
 
 
 # ----------------------------------------------------------------------------------------------------------- helpers
