@@ -244,7 +244,7 @@ def test_importing_hardware_imports_no_torch():
 
 def test_facade_without_a_gpu(monkeypatch):
     monkeypatch.setattr(cuda, "available", lambda: False)
-    assert cuda.card() == {} and cuda.capability() is None
+    assert cuda.card() == {} and cuda.capability() is None and cuda.architectures() == []
     assert cuda.peak_memory() is None and cuda.free_memory() is None and cuda.allocated_memory() is None
     assert cuda.graph_of(lambda: None) is None
     for harmless in (cuda.synchronize, cuda.empty_cache, cuda.reset_peak_memory):
