@@ -18,8 +18,10 @@ _PATTERNS = {
     "convolution": r"conv(?!ert)|implicit_gemm|fprop|dgrad|wgrad|winograd|im2col|col2im",
     "normalisation": r"(layer|group|batch|rms)_?norm|rowwisemoments|computefusedparams|backwardfusedparams",
     "GEMM": r"gemm|gemv|cublas|cutlass|nvjet|splitk|wgmma|^triton_(tem|mm)|aten::(addmm|mm|bmm|baddbmm|linear|matmul)$",
-    "casts and layout": r"copy|convert|transpose|catarray|nchwtonhwc|nhwctonchw|"
+    "casts and layout": r"copy|convert|(?<!aten::)transpose|catarray|nchwtonhwc|nhwctonchw|"
     r"aten::(_to_copy|to|contiguous|clone|cat)$",
+    "views and allocation": r"aten::(\w*view|reshape|_reshape_alias|transpose|t|permute|expand|as_strided|empty\w*|"
+    r"select|slice|narrow|unsqueeze|squeeze|flatten|unflatten|split\w*|chunk|detach|alias|resize_|result_type)$",
     "reduction": r"reduce|softmax|aten::(sum|mean|norm|linalg_vector_norm)",
     "elementwise": r"elementwise|vectorized|fill|distribution|random|index|gelu|silu|upsample|"
     r"aten::(add|sub|mul|div|addc|pow|sqrt|exp|sigmoid|rand|normal|zero|sin|cos|neg|mse|embedding)",

@@ -249,7 +249,8 @@ class Trace:
         Durations are summed, so kernels that overlap count twice. A matrix product that LoRA's rank makes thin counts
         as "thin GEMM" where input shapes were recorded.
         """
-        table = self._table(self._kernel_items() if self.on_gpu else self._operator_items())
+        items = self._sorted_kernels() if self.on_gpu else self._sorted_operators()
+        table = self._table((category, ms) for _, category, ms in items)
         return dict(sorted(table.items(), key=lambda row: -row[1]["ms"]))
 
     def _table(self, items: Iterable[tuple[str, float]]) -> dict[str, dict[str, float]]:
@@ -259,17 +260,20 @@ class Trace:
             durations[key].append(ms)
         return {key: {"ms": sum(ms) / self.steps, "count": len(ms) / self.steps} for key, ms in durations.items()}
 
-    def _kernel_items(self) -> Iterator[tuple[str, float]]:
+    def _sorted_kernels(self) -> Iterator[tuple[Work, str, float]]:
+        """(kernel, its category, its duration) of each kernel."""
         thin = self._thin_correlations()
         for kernel in self._inside(self.kernels):
             category = category_of(kernel.name)
             if category == "GEMM" and kernel.correlation in thin:
                 category = "thin GEMM"
-            yield category, kernel.end - kernel.start
+            yield kernel, category, kernel.end - kernel.start
 
-    def _operator_items(self) -> Iterator[tuple[str, float]]:
+    def _sorted_operators(self) -> Iterator[tuple[Slice, str, float]]:
+        """(operator, its category, its own time) of each operator."""
         for slices in self.ops.values():
-            yield from ((category_of(op.name), own) for op, own in own_time(self._inside(slices)))
+            for operator, own in own_time(self._inside(slices)):
+                yield operator, category_of(operator.name), own
 
     def _thin_correlations(self) -> set[int | None]:
         """Correlations of the launches from inside matrix products with a dimension as small as a LoRA rank."""
@@ -397,6 +401,26 @@ class Trace:
             found.append(Gap(*gap, max(causes, key=causes.__getitem__), phase, after_sync))
         return found
 
+    def timeline(self, window: Interval | None = None) -> dict[str, list[tuple[float, float, str]]]:
+        """Lane -> (start_ms, duration_ms, category) of what happened in `window` (default: the first recorded step).
+
+        Times count from the window's beginning. Lanes: "host" by phase; on a GPU also "host waits" (synchronisations)
+        and "GPU" (kernels by category, copies), without one "operators" by category. Empty lanes are left out.
+        """
+        window = window or (self._windows[0][1:] if self._windows else self.wall)
+        lanes: dict[str, Iterable[tuple[float, float, str]]] = {
+            "host": ((start, end, name) for name, time in self.phase_time.items() for start, end in time)
+        }
+        if self.on_gpu:
+            lanes["host waits"] = ((wait.start, wait.end, "synchronisation") for wait in self.waits)
+            kernels = [(kernel.start, kernel.end, category) for kernel, category, _ in self._sorted_kernels()]
+            lanes["GPU"] = [*kernels, *((copy.start, copy.end, "copy") for copy in self.copies)]
+        else:
+            innermost = (item for item in self._sorted_operators() if item[2] == item[0].end - item[0].start)
+            lanes["operators"] = ((op.start, op.end, category) for op, category, _ in innermost)
+        found = {lane: _clipped(blocks, window) for lane, blocks in lanes.items()}
+        return {lane: blocks for lane, blocks in found.items() if blocks}
+
     # Synchronisations
 
     @cached_property
@@ -517,6 +541,12 @@ class Trace:
             "sync_ms": sum(wait.ms for wait in self.waits) / self.steps,
             "clip_sync": int(self.syncs_in("clip") > 0),
         }
+
+
+def _clipped(blocks: Iterable[tuple[float, float, str]], window: Interval) -> list[tuple[float, float, str]]:
+    """(start, end, category) as (start from the window's beginning, duration, category), what lies outside cut off."""
+    cut = ((max(start, window[0]), min(end, window[1]), category) for start, end, category in blocks)
+    return [(start - window[0], end - start, category) for start, end, category in cut if start < end]
 
 
 def profile(

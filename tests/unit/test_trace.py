@@ -12,6 +12,7 @@ from torch.profiler import record_function
 from traces import AUTOGRAD, TWO_STEPS, call, copy, kernel, mark, op, python
 
 from labutils.measure.chrome import read_events
+from labutils.measure.intervals import difference, overlap, total
 from labutils.measure.kinds import CATEGORIES, category_of, is_thin
 from labutils.measure.stacks import Frame, Slice, enclosing, own_time
 from labutils.measure.trace import SHARES, Trace, profile
@@ -124,6 +125,32 @@ def test_kernels_are_sorted_by_kind_of_work(trace):
         "elementwise": us(25),
     }
     assert next(iter(found)) == "thin GEMM"
+
+
+def test_timeline_shows_one_window_cut_to_its_edges(trace):
+    lanes = trace.timeline((trace.wall[0] + 0.1, trace.wall[0] + 0.43))
+    assert lanes == {
+        "host": [(us(0), us(100), "data"), (us(100), us(60), "to_device"), (us(160), us(170), "forward")],
+        "host waits": [(us(110), us(40), "synchronisation")],
+        "GPU": [(us(220), us(100), "thin GEMM"), (us(300), us(30), "GEMM"), (us(132), us(13), "copy")],
+    }
+    assert max(start + length for start, length, _ in trace.timeline()["GPU"]) <= 1.0
+
+
+@pytest.mark.filterwarnings("ignore:The inplace keyword")
+def test_hta_counts_the_same(trace, tmp_path):
+    """Meta's HolisticTraceAnalysis, an independent reading of the same file. It leaves the last step out, and its idle
+    time counts from the first GPU work to the last."""
+    from hta.trace_analysis import TraceAnalysis
+
+    text = json.dumps({"distributedInfo": {"rank": 0, "world_size": 1}, "traceEvents": TWO_STEPS})
+    (tmp_path / "rank0.json").write_text(text)
+    row = TraceAnalysis(trace_dir=str(tmp_path)).get_temporal_breakdown(visualize=False).iloc[0]
+    first_step = [(trace.wall[0], trace.wall[0] + 1.0)]
+    assert row["compute_time(us)"] / 1000 == pytest.approx(total(overlap(trace.kernel_time, first_step)))
+    assert row["non_compute_time(us)"] / 1000 == pytest.approx(total(difference(trace.copy_time, trace.kernel_time)))
+    between = [(trace.copy_time[0][0], trace.wall[0] + 0.9)]
+    assert row["idle_time(us)"] / 1000 == pytest.approx(total(overlap(trace.idle_time, between)))
 
 
 def test_metrics_are_numbers_per_step(trace):
@@ -295,6 +322,8 @@ def test_a_file_that_is_no_trace_is_refused(tmp_path):
         ("ncclDevKernel_AllReduce_Sum_f32_RING_LL", "communication"),
         ("autograd::engine::evaluate_function: ConvolutionBackward0", "other"),
         ("aten::_foreach_addcdiv_", "optimizer"),
+        ("aten::transpose", "views and allocation"),
+        ("aten::empty_strided", "views and allocation"),
         ("something_new", "other"),
     ],
 )
