@@ -160,7 +160,7 @@ class Evidence:
         """One number of a run, the median where it is a summary."""
         found = _number(_mapping(self.run(name).metrics).get(metric))
         if found is None:
-            raise NotTestable(self._nothing(name, metric))
+            raise NotTestable(self.nothing(name, metric))
         return found
 
     def spread(self, name: str, metric: str) -> Spread:
@@ -197,11 +197,12 @@ class Evidence:
         failed = _number(_mapping(run.metrics).get("failed"))
         if failed is None:
             if str(run.status).startswith("skipped"):
-                raise NotTestable(self._nothing(name, "outcome"))
+                raise NotTestable(self.nothing(name, "outcome"))
             failed = 0 if run.ok else 1
         return str(_mapping(run.metrics).get("message") or run.status) if failed else None
 
-    def _nothing(self, name: str, metric: str) -> str:
+    def nothing(self, name: str, metric: str) -> str:
+        """The sentence that says that a run lacks a metric."""
         status = "" if self.runs[name].ok else f" ({self.runs[name].status})"
         return f"The run {name!r} recorded no usable {metric}{status}."
 
@@ -498,12 +499,14 @@ def warns_then_fails(claim: Claim, evidence: Evidence) -> Finding:
 
 
 def lists(claim: Claim, evidence: Evidence) -> Finding:
-    """`how["item"]` is in the list `how["metric"]`. An empty list says nothing: a CPU build of PyTorch has none."""
-    found = [str(item) for item in _list(_mapping(evidence.run(claim.how["run"]).metrics).get(claim.how["metric"]))]
-    if not found:
-        raise NotTestable(
-            f"The run {claim.how['run']!r} recorded no {claim.how['metric']}: this PyTorch is built for no GPU."
-        )
+    """`how["item"]` is in the list `how["metric"]`. An empty list says nothing. Exact: no spread."""
+    run, metric = claim.how["run"], claim.how["metric"]
+    recorded = _mapping(evidence.run(run).metrics).get(metric)
+    if not isinstance(recorded, list | tuple):
+        raise NotTestable(evidence.nothing(run, metric))
+    if not recorded:
+        raise NotTestable(f"The {metric} of the run {run!r} are none: a CPU build of PyTorch, which knows no GPU.")
+    found = [str(item) for item in recorded]
     shown = f"{found[0]} .. {found[-1]}" if len(found) > 1 else found[0]
     has = claim.how["item"] in found
     return Finding(

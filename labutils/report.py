@@ -60,7 +60,7 @@ def main(results: Path | None, as_json: bool) -> int:
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
-    page = read_page(files)
+    page = read_page(files, REFERENCE)
     if as_json:
         print(json.dumps(as_data(page), indent=2, ensure_ascii=False))
     else:
@@ -88,33 +88,52 @@ def result_files(results: Path | None) -> list[Path]:
     return sorted(found, key=lambda path: (path.stat().st_mtime, str(path)))
 
 
-def read_page(files: Iterable[Path], reference: Path = REFERENCE) -> Page:
+def read_page(files: Iterable[Path], reference: Path) -> Page:
     """Judge every claim by the newest of `files` for each lab: runs of one lab are never mixed from two files."""
     by_lab: dict[str, tuple[Path, list[dict[str, Any]]]] = {}
     for path in files:
-        for record in read_records(path):
-            lab = str(record.get("lab", ""))
+        for record in filter(_is_sound, read_records(path)):
+            lab = record["lab"]
             if lab not in by_lab or by_lab[lab][0] != path:
                 by_lab[lab] = (path, [])
             by_lab[lab][1].append(record)
     records = [record for _, of_lab in by_lab.values() for record in of_lab]
-    here, theirs = runs_of(records), runs_of(read_records(reference))
+    here, theirs = runs_of(records), runs_of(filter(_is_sound, read_records(reference)))
     return Page(
         judgements=claims.judge(None, here, theirs),
         here=here,
         reference=theirs,
         files=list(dict.fromkeys(path for path, _ in by_lab.values())),
-        labs_done=sorted({str(r.get("lab")) for r in records if r.get("status") == "done"}),
+        labs_done=sorted({r["lab"] for r in records if r.get("status") == "done"}),
     )
 
 
+def _is_sound(record: Mapping[str, Any]) -> bool:
+    """Whether a record's parts have the kinds that they should: files are edited by hand, too."""
+    words = all(isinstance(record.get(key, ""), str) for key in ("run", "lane", "status", "scale"))
+    parts = all(isinstance(record.get(key, {}), dict) for key in ("recipe", "metrics", "samples", "machine"))
+    return isinstance(record.get("lab"), str) and words and parts
+
+
 def ladder(runs: Runs) -> list[Rung]:
-    """The rungs that lab 04 climbed, lane by lane in the order in which they were run; failed runs are left out."""
-    climbed = [
-        r for (lab, _), r in runs.items() if lab == LADDER_LAB and r.ok and r.metric("step_ms") and r.lane in LANES
-    ]
-    stock = next((r.metric("step_ms") for r in climbed if r.run == "stock"), None)
-    return [_rung(r, stock) for r in sorted(climbed, key=lambda r: LANES.index(r.lane))]
+    """The rungs that lab 04 climbed, lane by lane in the order in which they were run.
+
+    Failed runs are left out, and those whose optimizer step takes another number of examples than the stock one's.
+    """
+    climbed = [run for (lab, _), run in runs.items() if lab == LADDER_LAB and _is_rung(run)]
+    stock = next((run for run in climbed if run.run == "stock"), None)
+    same = [run for run in climbed if stock is None or _examples(run) == _examples(stock)]
+    first = stock.metric("step_ms") if stock else None
+    return [_rung(run, first) for run in sorted(same, key=lambda run: LANES.index(run.lane))]
+
+
+def _is_rung(run: Run) -> bool:
+    return run.ok and run.lane in LANES and isinstance(run.metric("step_ms"), int | float)
+
+
+def _examples(run: Run) -> int:
+    """Examples in one optimizer step."""
+    return run.recipe.get("micro_batch", 1) * run.recipe.get("accumulation", 1)
 
 
 def _rung(run: Run, stock: float | None) -> Rung:

@@ -1,0 +1,325 @@
+"""Verdicts: each judge confirms, refutes, withholds and asks for what is missing; none ever raises."""
+
+from __future__ import annotations
+
+import copy
+import re
+
+import pytest
+from claim_runs import CPU, Runs, article_runs, spread_of, timed
+from hypothesis import given
+from hypothesis import strategies as st
+
+from labutils import articles, claims
+from labutils.claims import CONFIRMED, INCONCLUSIVE, NOT_TESTABLE, REFUTED, Judgement
+from labutils.results import Run
+
+A1 = articles.claims("A1")
+EXACT = {"count", "unchanged", "all_present", "lists"}
+"""Judges of what has no noise: they never withhold a verdict."""
+
+
+def judgement(id: str, runs: Runs) -> Judgement:
+    (found,) = claims.judge(id, runs, {})
+    return found
+
+
+def with_runs(*changed: Run) -> Runs:
+    """The article's runs with some replaced."""
+    return article_runs() | {(run.lab, run.run): run for run in changed}
+
+
+def with_metrics(lab: str, name: str, **metrics: object) -> Runs:
+    """The article's runs with some metrics of one of them changed."""
+    runs = article_runs()
+    runs[lab, name].metrics.update(metrics)
+    return runs
+
+
+def pins(*copies: float) -> Runs:
+    """The four runs of the 2x2 with these medians of host_copy_ms: neither, async alone, pinned alone, both."""
+    runs = article_runs()
+    names = ("pageable+blocking", "pageable+async", "pinned+blocking", "pinned+async")
+    for name, ms in zip(names, copies, strict=True):
+        runs["03", name].metrics["host_copy_ms"] = spread_of(ms)
+    return runs
+
+
+def reduced(failing: int, control: int) -> Runs:
+    runs = with_metrics("04", "reduce-overhead", failed=failing)
+    runs["04", "reduce-overhead, accumulation=1"].metrics.update(failed=control, message="RuntimeError: too")
+    return runs
+
+
+CASES = [
+    ("A1.lora.count", REFUTED, with_metrics("01", "lora-counts", lora_d4096_r8=4096 * 8)),
+    ("A1.lora.base-untouched", REFUTED, with_metrics("01", "equivalence", base_change=1e-7)),
+    ("A1.stock.utilization", REFUTED, with_metrics("02", "stock", gpu_utilization=0.8)),
+    ("A1.stock.utilization", INCONCLUSIVE, with_metrics("02", "stock", gpu_utilization=0.52)),
+    ("A1.stock.data", REFUTED, with_metrics("02", "stock", data_share=0.1)),
+    ("A1.stock.launches", INCONCLUSIVE, with_metrics("02", "stock", launch_share=0.02, host_share=0.07)),
+    ("A1.left.clip-gap", REFUTED, with_metrics("02", "stock", clip_idle_ms=0.0, optimizer_idle_ms=0.01)),
+    ("A1.stock.step-ms", REFUTED, with_runs(timed("02", "stock", 290 * 50))),
+    ("A1.stock.step-ms", INCONCLUSIVE, with_runs(timed("02", "stock", 290 * 4 * 4))),
+    ("A1.overheads.four", REFUTED, with_metrics("02", "stock", copies_share=0.0)),
+    ("A1.overheads.host", REFUTED, with_metrics("02", "stock", copies_share=0.5, data_share=0.1)),
+    ("A1.overheads.host", INCONCLUSIVE, with_metrics("02", "stock", copies_share=0.58)),
+    ("A1.workers.three", REFUTED, with_runs(timed("03", "workers=3", 4 * 250))),
+    ("A1.workers.three", REFUTED, with_runs(timed("03", "workers=3", 4 * 320))),
+    ("A1.workers.three", INCONCLUSIVE, with_runs(timed("03", "workers=3", 4 * 165, spread=0.99))),
+    ("A1.workers.three", INCONCLUSIVE, with_runs(timed("03", "workers=3", 4 * 170, spread=0.1))),
+    ("A1.workers.shape", REFUTED, with_runs(timed("03", "workers=8", 4 * 280))),
+    ("A1.workers.shape", INCONCLUSIVE, with_runs(timed("03", "workers=8", 4 * 230, spread=0.3))),
+    ("A1.workers.optimum", REFUTED, with_runs(timed("03", "workers=4", 4 * 120))),
+    ("A1.workers.optimum", INCONCLUSIVE, with_runs(timed("03", "workers=4", 4 * 140.8))),
+    ("A1.workers.optimum", INCONCLUSIVE, with_runs(timed("03", "workers=4", 4 * 141.2))),
+    ("A1.workers.more-is-worse", REFUTED, with_runs(timed("03", "workers=8", 4 * 100))),
+    ("A1.workers.more-is-worse", INCONCLUSIVE, with_runs(timed("03", "workers=8", 4 * 141.5))),
+    ("A1.workers.data-time", REFUTED, with_metrics("03", "workers=3", data_ms=spread_of(300))),
+    ("A1.workers.data-time", INCONCLUSIVE, with_metrics("03", "workers=3", data_ms=spread_of(300, 1.2))),
+    ("A1.compile.fewer-kernels", REFUTED, with_metrics("04", "compile", kernels_per_step=15900)),
+    ("A1.compile.fewer-kernels", REFUTED, with_metrics("04", "compile", kernels_per_step=17000)),
+    ("A1.workers.shm", REFUTED, with_metrics("03", "shm=tiny", failed=0)),
+    ("A1.workers.shm", INCONCLUSIVE, with_metrics("03", "shm=tiny", message="ValueError: something else")),
+    ("A1.workers.shm-cure", REFUTED, with_metrics("03", "shm=enough", failed=1)),
+    ("A1.workers.shm-cure", INCONCLUSIVE, with_metrics("03", "shm=tiny", failed=0)),
+    ("A1.compile.max-autotune", REFUTED, with_metrics("04", "max-autotune", failed=0)),
+    ("A1.compile.cause", REFUTED, reduced(1, 1)),
+    ("A1.compile.cause", REFUTED, reduced(0, 0)),
+    ("A1.compile.cause", INCONCLUSIVE, reduced(0, 1)),
+    ("A1.workers.utilization", REFUTED, with_metrics("04", "workers", gpu_utilization=0.46)),
+    ("A1.workers.utilization", INCONCLUSIVE, with_metrics("04", "workers", gpu_utilization=0.57)),
+    ("A1.pin.speedup", INCONCLUSIVE, with_runs(timed("04", "pinned", 4 * 100, spread=0.05))),
+    ("A1.pin.speedup", REFUTED, with_runs(timed("04", "pinned", 4 * 102, spread=0.001))),
+    ("A1.pin.needs-both", REFUTED, pins(2, 1, 2, 0.2)),
+    ("A1.pin.needs-both", REFUTED, pins(2, 2, 2, 3)),
+    ("A1.pin.needs-both", INCONCLUSIVE, pins(2, 2, 2, 1.99)),
+    ("A1.left.clip-sync", REFUTED, with_metrics("02", "stock", clip_sync=0)),
+    ("A1.left.clip-sync", INCONCLUSIVE, with_metrics("02", "stock", clip_sync=0.4)),
+    ("A1.left.log-less", REFUTED, with_runs(timed("02", "logging=ring-buffer", 420))),
+    ("A1.left.log-less", INCONCLUSIVE, with_runs(timed("02", "logging=ring-buffer", 399))),
+    ("A1.blackwell.unlisted-fails", REFUTED, with_metrics("00", "unlisted architecture", warned=0, failed=0)),
+    ("A1.blackwell.unlisted-fails", INCONCLUSIVE, with_metrics("00", "unlisted architecture", failed=0)),
+    ("A1.blackwell.newer-build", REFUTED, with_metrics("00", "machine", torch_architectures=["sm_80", "sm_90"])),
+    ("A1.blackwell.newer-build", NOT_TESTABLE, with_metrics("00", "machine", torch_architectures=[])),
+    ("A1.blackwell.xformers", REFUTED, with_metrics("00", "xformers", failed=0)),
+    ("A1.blackwell.xformers", INCONCLUSIVE, with_metrics("00", "xformers", message="ImportError: no xformers")),
+]
+
+
+@pytest.mark.parametrize("id", A1)
+def test_the_article_s_own_numbers_confirm_its_claims(id):
+    found = judgement(id, article_runs())
+    assert found.verdict == CONFIRMED, found.why
+    assert found.here
+    assert found.why
+
+
+@pytest.mark.parametrize(("id", "verdict", "runs"), CASES, ids=lambda case: case if isinstance(case, str) else "")
+def test_verdict(id, verdict, runs):
+    found = judgement(id, runs)
+    assert found.verdict == verdict, found.why
+
+
+@pytest.mark.parametrize("judge", claims.JUDGES)
+def test_each_judge_has_a_case_of_each_verdict(judge):
+    reached = {verdict for id, verdict, _ in CASES if A1[id].judge == judge}
+    assert reached >= ({REFUTED} if judge in EXACT else {REFUTED, INCONCLUSIVE})
+    assert judge in {claim.judge for claim in A1.values()}
+
+
+@pytest.mark.parametrize("id", A1)
+def test_without_runs_it_says_what_to_run(id):
+    found = judgement(id, {})
+    assert found.verdict == NOT_TESTABLE
+    assert f"labutils run {A1[id].lab}" in found.why
+    assert found.here == ""
+
+
+@pytest.mark.parametrize(("id", "name"), [(id, name) for id, claim in A1.items() for name in claim.runs])
+def test_without_one_of_its_runs_it_says_which(id, name):
+    runs = article_runs()
+    del runs[A1[id].lab, name]
+    found = judgement(id, runs)
+    if A1[id].judge == "optimum" and name != "workers=3":
+        assert found.verdict == CONFIRMED  # the others of the sweep still answer
+    else:
+        assert found.verdict == NOT_TESTABLE
+        assert name in found.why or len(A1[id].runs) == 1
+
+
+@pytest.mark.parametrize("id", A1)
+def test_runs_that_recorded_nothing_say_nothing(id):
+    runs = {key: Run(*key, scale="full", status="oom", machine=run.machine) for key, run in article_runs().items()}
+    found = judgement(id, runs)
+    if A1[id].judge not in ("fails", "cured", "fails_only_with", "fails_on_capability"):  # running out is a failure too
+        assert found.verdict == NOT_TESTABLE
+        assert "oom" in found.why or "labutils run" in found.why
+    else:
+        assert found.verdict != CONFIRMED
+
+
+def test_a_skipped_run_is_no_success():
+    runs = with_runs(Run("04", "max-autotune", scale="full", status="skipped: no compiler", machine={"gpu": "any"}))
+    found = judgement("A1.compile.max-autotune", runs)
+    assert found.verdict == NOT_TESTABLE
+    assert "no compiler" in found.why
+
+
+def test_a_failure_without_metrics_is_judged_by_its_status():
+    status = "error: RuntimeError: accessing tensor output"
+    runs = with_runs(Run("04", "max-autotune", scale="full", status=status, machine={"gpu": "any"}))
+    assert judgement("A1.compile.max-autotune", runs).verdict == CONFIRMED
+
+
+def on_a_laptop() -> Runs:
+    """The article's runs as if a CPU had made them at tiny."""
+    runs = article_runs()
+    for run in runs.values():
+        run.machine, run.scale = dict(CPU), "tiny"
+    return runs
+
+
+@pytest.mark.parametrize("id", A1)
+def test_a_cpu_judges_what_it_can(id):
+    found = judgement(id, on_a_laptop())
+    if A1[id].needs == "any":
+        assert found.verdict == CONFIRMED
+        assert ("tiny" in found.why) is (A1[id].judge not in claims.ANY_SCALE)
+    else:
+        assert found.verdict == NOT_TESTABLE
+        assert "GPU" in found.why
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("scale", "small"), ("workload", "another"), ("machine", {"gpu": "another"}), ("data", "hub")]
+)
+def test_runs_that_differ_are_not_compared(field, value):
+    runs = article_runs()
+    setattr(runs["04", "compile"], field, value)
+    found = judgement("A1.compile.speedup", runs)
+    assert found.verdict == NOT_TESTABLE
+    assert "can't be compared" in found.why
+
+
+def test_another_card_can_not_test_xformers_refusal():
+    runs = article_runs()
+    for key in (("00", "machine"), ("00", "xformers")):
+        runs[key].machine = {"gpu": "NVIDIA H200", "compute_capability": "9.0"}
+    found = judgement("A1.blackwell.xformers", runs)
+    assert found.verdict == NOT_TESTABLE
+    assert "12.0" in found.why and "9.0" in found.why
+    del runs["00", "xformers"]
+    assert judgement("A1.blackwell.xformers", runs).why == found.why
+
+
+def test_few_samples_are_no_spread():
+    run = timed("04", "compile", 4 * 102)
+    run.metrics["step_ms"], run.samples = {"median": 408.0, "p10": 408.0, "p90": 408.0, "n": 2}, {}
+    found = judgement("A1.compile.speedup", with_runs(run))
+    assert found.verdict == NOT_TESTABLE
+    assert "2 sample(s)" in found.why
+
+
+def test_samples_stand_in_for_a_missing_summary():
+    run = timed("04", "compile", 4 * 102)
+    del run.metrics["step_ms"]
+    assert judgement("A1.compile.speedup", with_runs(run)).verdict == CONFIRMED
+
+
+def test_the_reading_of_a_step_is_named():
+    micro = judgement("A1.stock.step-ms", article_runs())
+    assert "a micro-step" in micro.why and micro.here == "1160 ms, 290 a micro-step"
+    whole = judgement("A1.stock.step-ms", with_runs(timed("02", "stock", 300)))
+    assert "an optimizer step" in whole.why
+
+
+def test_speedups_are_shown_with_both_times():
+    assert judgement("A1.total.speedup", article_runs()).here == "1160 → 392 ms (2.96x)"
+
+
+def test_both_machines_are_judged():
+    slow = with_runs(timed("04", "compile", 4 * 140))
+    (found,) = claims.judge(["A1.compile.speedup"], slow, article_runs())
+    assert (found.verdict, found.reference_verdict) == (REFUTED, CONFIRMED)
+    assert (found.here, found.reference) == ("564 → 560 ms (1.01x)", "564 → 408 ms (1.38x)")
+    assert found.published == "141 → 102 ms"
+
+
+def test_all_claims_are_judged_in_the_article_s_order():
+    assert [j.claim.id for j in claims.judge(None, {}, {})] == list(A1)
+
+
+def test_an_unknown_claim_is_refused():
+    with pytest.raises(ValueError, match="A1.workers.optimum"):
+        claims.judge(["A1.workers.optimal"], {}, {})
+
+
+def test_markdown_is_one_table():
+    runs = with_metrics("04", "max-autotune", message="RuntimeError: a | b\nand more")
+    lines = claims.as_markdown(claims.judge(None, runs, runs)).splitlines()
+    assert len(lines) == 2 + len(A1)
+    assert {len(re.findall(r"(?<!\\)\|", line)) for line in lines} == {6}
+    (row,) = [line for line in lines if "A1.total.speedup" in line]
+    assert "290 → 98 ms | 1160 → 392 ms (2.96x) (confirmed) | 1160 → 392 ms (2.96x) | **confirmed**" in row
+
+
+def test_markdown_marks_what_is_absent():
+    (_, _, row) = claims.as_markdown(claims.judge("A1.total.speedup", {}, {})).splitlines()
+    assert "| – | – | **not testable here**: No run on record. Type: labutils run 04 |" in row
+
+
+# ------------------------------------------------------------------------------------------------ for whatever runs
+
+
+anything = (
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.lists(st.integers(), max_size=2)
+)
+summaries = st.dictionaries(st.sampled_from(["median", "p10", "p90", "n"]), anything)
+METRIC_KEYS = ("metric", "metrics", "heavier", "lighter")
+named = [claim.how[key] for claim in A1.values() for key in METRIC_KEYS if key in claim.how]
+metric_names = sorted({"step_ms", "failed", "message"}.union(*([n] if isinstance(n, str) else n for n in named)))
+metrics_of = st.dictionaries(st.sampled_from(metric_names), anything | summaries)
+partial_runs = st.builds(
+    Run,
+    lab=st.just("lab"),
+    run=st.just("run"),
+    scale=st.sampled_from(["tiny", "full"]),
+    status=st.sampled_from(["ok", "oom", "skipped: why", "error: RuntimeError"]),
+    metrics=metrics_of | st.none(),
+    samples=st.dictionaries(st.sampled_from(["step_ms", "data_ms"]), st.lists(anything, max_size=4)),
+    machine=st.sampled_from([{}, {"gpu": "any", "compute_capability": "12.0"}]),
+    recipe=st.dictionaries(st.just("accumulation"), anything),
+)
+
+
+@given(st.data())
+def test_no_judge_raises_on_partial_runs(data):
+    claim = data.draw(st.sampled_from(list(A1.values())))
+    names = data.draw(st.sets(st.sampled_from(claim.runs)))
+    runs = {(claim.lab, name): data.draw(partial_runs) for name in names}
+    found = claims.assess(claim, runs)
+    assert found.verdict in claims.VERDICTS
+    assert found.why
+    assert bool(found.shown) is (found.verdict != NOT_TESTABLE)
+
+
+@given(
+    st.floats(0.01, 100),
+    st.sampled_from(["A1.workers.three", "A1.workers.shape", "A1.workers.optimum", "A1.total.speedup"]),
+)
+def test_a_faster_machine_changes_no_verdict_on_ratios(factor, id):
+    runs = copy.deepcopy(article_runs())
+    for run in runs.values():
+        if "step_ms" in run.metrics:
+            run.metrics["step_ms"] = {k: v if k == "n" else v * factor for k, v in run.metrics["step_ms"].items()}
+    assert judgement(id, runs).verdict == CONFIRMED
+
+
+@given(st.floats(1.01, 4), st.floats(0, 0.3))
+def test_overlapping_spreads_never_confirm_a_speedup(ratio, spread):
+    before, after = timed("04", "stock", 100 * ratio, spread), timed("04", "pinned", 100, spread)
+    low, high = before.metrics["step_ms"]["p10"], after.metrics["step_ms"]["p90"]
+    found = judgement("A1.total.speedup", with_runs(before, after))
+    assert low > high or found.verdict != CONFIRMED
+    assert ratio < 1 + 1.96 * 0.75 or found.verdict != REFUTED

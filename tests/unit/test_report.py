@@ -1,0 +1,176 @@
+"""`labutils report`: whatever results there are, it reads them, says where they come from, and fits the page."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from claim_runs import article_runs, timed, untimed
+
+from labutils import articles, report
+from labutils.claims import CONFIRMED, NOT_TESTABLE
+from labutils.results import Results, Run
+
+A1 = articles.claims("A1")
+
+
+@pytest.fixture(autouse=True)
+def no_other_results(tmp_path, monkeypatch):
+    """Neither the checkout's own results nor its reference."""
+    monkeypatch.setattr(report, "REPOSITORY", tmp_path / "checkout")
+    monkeypatch.setattr(report, "REFERENCE", tmp_path / "reference" / "results.jsonl")
+    monkeypatch.delenv("LABUTILS_RESULTS", raising=False)
+
+
+def write(folder: Path, *runs: Run, done: str = "") -> Path:
+    kept = Results(folder)
+    for run in runs:
+        kept.append(run)
+    if done:
+        kept.done(done)
+    return folder
+
+
+def as_json(capsys: pytest.CaptureFixture[str], results: Path | None) -> dict:
+    assert report.main(results, as_json=True) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_every_claim_is_listed_without_any_results(capsys):
+    page = as_json(capsys, None)
+    assert [claim["id"] for claim in page["claims"]] == list(A1)
+    assert page["verdicts"] == {NOT_TESTABLE: len(A1)}
+    assert page["results"] == page["ladder"] == page["labs_done"] == []
+
+
+def test_the_article_s_numbers_confirm_everything(tmp_path, capsys):
+    write(tmp_path / "reference", *article_runs().values())
+    page = as_json(capsys, write(tmp_path / "here", *article_runs().values(), done="04"))
+    assert page["verdicts"] == page["reference_verdicts"] == {CONFIRMED: len(A1)}
+    assert page["labs_done"] == ["04"]
+    (total,) = [claim for claim in page["claims"] if claim["id"] == "A1.total.speedup"]
+    assert total["published"] == "290 → 98 ms" and total["published_values"] == [290, 98]
+    assert total["here"] == total["reference"] == "1160 → 392 ms (2.96x)"
+
+
+def test_a_torn_line_and_unknown_records_do_no_harm(tmp_path, capsys):
+    folder = write(tmp_path / "here", *article_runs().values(), untimed("11", "scoreboard"), Run("77", "x"))
+    with (folder / "results.jsonl").open("a") as file:
+        file.write('\n[1, 2]\n{"lab": "04", "status": "prediction", "topic": "t"}\n{"lab": "04", "run": "sto')
+    assert as_json(capsys, folder)["verdicts"] == {CONFIRMED: len(A1)}
+    assert report.main(folder, as_json=False) == 0
+
+
+def test_broken_records_do_no_harm(tmp_path, capsys):
+    folder = write(tmp_path / "here", *article_runs().values())
+    with (folder / "results.jsonl").open("a") as file:
+        file.write(
+            '{"lab": "04", "run": "stock", "metrics": [1]}\n{"lab": "04", "run": "odd", "metrics": {"step_ms": "x"}}\n'
+        )
+    page = as_json(capsys, folder)
+    assert [rung["rung"] for rung in page["ladder"]] == ["stock", "workers", "compile", "pinned"]
+    assert report.main(folder, as_json=False) == 0
+
+
+@pytest.mark.parametrize("make", [False, True])
+def test_a_wrong_folder_is_an_error(tmp_path, capsys, make):
+    folder = tmp_path / "nothing"
+    if make:
+        folder.mkdir()
+    assert report.main(folder, as_json=True) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert str(folder) in said.err and "labutils run" in said.err
+    assert ("does not exist" in said.err) is not make
+
+
+def test_a_file_or_a_folder_of_folders_will_do(tmp_path, capsys):
+    write(tmp_path / "sets" / "a", *article_runs().values())
+    by_folder = as_json(capsys, tmp_path / "sets")
+    by_file = as_json(capsys, tmp_path / "sets" / "a" / "results.jsonl")
+    assert by_folder["claims"] == by_file["claims"]
+
+
+def test_the_environment_names_the_results(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("LABUTILS_RESULTS", str(write(tmp_path / "named", *article_runs().values())))
+    assert as_json(capsys, None)["verdicts"] == {CONFIRMED: len(A1)}
+
+
+def test_of_each_lab_the_newest_file_counts_and_none_is_mixed(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(report, "REPOSITORY", tmp_path)
+    old = write(tmp_path / "results" / "old", timed("03", "workers=0", 1160), timed("04", "stock", 1160))
+    new = write(tmp_path / "results" / "new", timed("03", "workers=3", 564))
+    import os
+
+    os.utime(old / "results.jsonl", (1, 1))
+    os.utime(new / "results.jsonl", (2, 2))
+    page = as_json(capsys, None)
+    (three,) = [claim for claim in page["claims"] if claim["id"] == "A1.workers.three"]
+    assert three["verdict"] == NOT_TESTABLE and "workers=0" in three["why"]
+    assert [rung["rung"] for rung in page["ladder"]] == ["stock"]
+    assert len(page["results"]) == 2
+
+
+def ladder_of(*runs: Run) -> list[report.Rung]:
+    return report.ladder({(run.lab, run.run): run for run in runs})
+
+
+def in_lane(run: Run, lane: str) -> Run:
+    run.lane = lane
+    return run
+
+
+def test_the_ladder_goes_lane_by_lane_with_speedups_over_stock():
+    merged = in_lane(timed("04", "merged", 40), "same mathematics")
+    merged.recipe = {"micro_batch": 4, "accumulation": 1}
+    graph = in_lane(timed("04", "graph", 100, gpu_busy=0.97, floor_ms=15), "same work")
+    rungs = ladder_of(merged, timed("04", "stock", 1000), graph, timed("04", "workers", 500), timed("03", "stock", 1))
+    assert [(r.rung, r.lane) for r in rungs] == [
+        ("stock", "article"),
+        ("workers", "article"),
+        ("graph", "same work"),
+        ("merged", "same mathematics"),
+    ]
+    assert [r.speedup for r in rungs] == pytest.approx([1, 2, 10, 25])
+    assert (rungs[2].gpu_busy, rungs[2].floor_ms) == (0.97, 15)
+    assert rungs[0].p10 < 1000 < rungs[0].p90
+
+
+def test_the_ladder_leaves_out_failures_and_other_amounts_of_work():
+    control = timed("04", "reduce-overhead, accumulation=1", 30)
+    control.recipe = {"micro_batch": 1, "accumulation": 1}
+    failed = timed("04", "max-autotune", 1)
+    failed.status = "error: RuntimeError"
+    rungs = ladder_of(timed("04", "stock", 1000), control, failed, untimed("04", "reduce-overhead", failed=1))
+    assert [r.rung for r in rungs] == ["stock"]
+
+
+def test_without_a_stock_run_there_is_no_speedup():
+    assert [r.speedup for r in ladder_of(timed("04", "compile", 10))] == [None]
+
+
+def test_a_piped_page_is_a_hundred_columns_wide_and_complete(tmp_path, capsys):
+    write(tmp_path / "reference", *article_runs().values())
+    assert report.main(write(tmp_path / "here", *article_runs().values()), as_json=False) == 0
+    said = capsys.readouterr().out
+    assert max(map(len, said.splitlines())) <= report.WIDTH
+    for id in A1:
+        assert id in said
+    for text in (
+        "published",
+        "reference",
+        "verdict",
+        "2.96x",
+        "The ladder here",
+        "The ladder on the reference machine",
+    ):
+        assert text in said
+    assert f"Here: {len(A1)} confirmed" in said
+    assert "…" not in said and "\x1b" not in said
+
+
+def test_brackets_in_names_are_text_and_no_markup(tmp_path, capsys):
+    run = timed("04", "stock [bold]x[/bold]", 100)
+    assert report.main(write(tmp_path / "here", run), as_json=False) == 0
+    assert "stock [bold]x[/bold]" in capsys.readouterr().out
