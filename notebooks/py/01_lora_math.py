@@ -1,0 +1,764 @@
+# ---
+# jupyter:
+#   jupytext:
+#     cell_metadata_filter: tags,-all
+#     formats: notebooks//ipynb,notebooks/py//py:percent
+#     notebook_metadata_filter: kernelspec,jupytext,-papermill,-language_info,-widgets
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#       format_version: '1.3'
+#       jupytext_version: 1.19.6
+#   kernelspec:
+#     display_name: Python 3 (ipykernel)
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Lab 01 · The mathematics of LoRA
+#
+# Every lab after this one trains with LoRA, low-rank adaptation. Article A1 introduces it in a paragraph: leave the
+# pretrained weight $W$ alone, and train a correction that is the product of two thin matrices, $W' = W + BA$. This lab
+# takes that sentence apart.
+#
+# **After this lab you can**
+# - write a LoRA layer in a dozen lines, and show that it computes what PEFT's computes;
+# - count what LoRA trains in a model that does not fit your machine, without downloading or allocating it;
+# - say what a rank can and can't express, and check it against the best that any rank-$r$ matrix can do;
+# - choose the order of the products, forward and backward, and say when the choice with fewer operations is not faster;
+# - merge an adapter, take it out again, swap two on one base, and know what rounding costs you;
+# - say what training memory consists of, and which part of it LoRA saves.
+#
+# | scale | needs | time |
+# |---|---|---|
+# | `tiny` | any CPU | 1 minute |
+# | `small` | a GPU of 8 GB | 1 minute |
+# | `full` | a GPU of 40 GB | 1 minute |
+#
+# No network is needed: the models are built from their published sizes.
+
+# %% tags=["parameters"]
+scale: str = "auto"  # tiny (any CPU), small (a GPU of 8 GB), full (the article's own), auto: the largest that fits
+weights: str = "random"  # random: exact architecture, random weights; hub: the real ones
+data: str = "generated"  # generated files like the real ones; hub: the real dataset
+results_dir: str = ""  # folder of results.jsonl; empty: a new one under results/
+
+# %%
+from labutils.course import open_lab
+
+lab = open_lab("01", globals())
+
+# %%
+import copy
+import tempfile
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import torch
+from torch import nn
+
+from labutils import adapters, plots
+from labutils.adapters import attach_lora, count_parameters, count_trainable, lora_parameters
+from labutils.hardware import cuda
+from labutils.measure.memory import measured, planned, saved_for_backward
+from labutils.results import Run, summarise
+
+plots.use_style()
+torch.manual_seed(0)
+tiny = lab.scale == "tiny"
+d, rows = (256, 256) if tiny else (4096, 4096)  # width of the layers that we compute with, and rows of their input
+if lab.device == "cpu":
+    torch.set_num_threads(1)  # matrices this small gain nothing from more, and times are steadier
+
+
+def table(*rows: tuple) -> None:
+    """Show rows of words and numbers, the first row as the head."""
+    lines = ["| " + " | ".join(f"{c:.3g}" if isinstance(c, float) else str(c) for c in row) + " |" for row in rows]
+    lab.show("\n".join([lines[0], "|---" * len(rows[0]) + "|", *lines[1:]]))
+
+
+# %% [markdown]
+# ## 1 · A LoRA layer from scratch
+#
+# **Question.** A frozen linear layer computes $y = xW^\top$. LoRA adds $\frac{\alpha}{r}\,(xA^\top)B^\top$, with $A$
+# of shape $r \times k$ and $B$ of shape $d \times r$. Is that all there is to it?
+#
+# Read the class: it is the whole method. $A$ starts random and $B$ starts at zero, so that the product is zero and
+# training begins exactly at the pretrained model. The factor $\alpha/r$ keeps the size of the correction roughly the
+# same when you change the rank, so that the learning rate need not be tuned again.
+
+
+# %%
+class LoRA(nn.Module):
+    """y = base(x) + alpha/r (x A^T) B^T"""
+
+    def __init__(self, base: nn.Linear, r: int, alpha: float) -> None:
+        super().__init__()
+        self.base, self.scale = base.requires_grad_(False), alpha / r
+        self.A = nn.Parameter(torch.randn(r, base.in_features, device=base.weight.device) / r)
+        self.B = nn.Parameter(torch.zeros(base.out_features, r, device=base.weight.device))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + self.scale * (x @ self.A.T) @ self.B.T
+
+
+# %% [markdown]
+# Now the same layer as PEFT makes it, the library that most training scripts use, with the same $A$ and a $B$ that is
+# no longer zero. Outputs and gradients of the two must agree, up to float32 rounding.
+
+# %%
+base = nn.Linear(d, d, device=lab.device)
+ours, theirs = LoRA(copy.deepcopy(base), r=8, alpha=16), nn.Sequential(copy.deepcopy(base))
+A, B = attach_lora(theirs, ("0",), rank=8, alpha=16, kind="peft")
+with torch.no_grad():
+    A.copy_(ours.A)
+    B.copy_(ours.B.normal_(std=0.02))
+
+x = torch.randn(64, d, device=lab.device)
+for layer in (ours, theirs):
+    layer(x).square().mean().backward()
+differences = {
+    "forward": (ours(x) - theirs(x)).abs().max() / theirs(x).abs().max(),
+    "gradient of A": (ours.A.grad - A.grad).abs().max() / A.grad.abs().max(),
+    "gradient of B": (ours.B.grad - B.grad).abs().max() / B.grad.abs().max(),
+}
+table(
+    ("LoRA from scratch against PEFT", "largest difference, relative"), *((k, v.item()) for k, v in differences.items())
+)
+
+# %% [markdown]
+# The differences are a few times $10^{-7}$, the precision of float32, or nothing at all. `labutils.adapters` holds this
+# layer in the form that the labs use (kind `"plain"`), next to PEFT's (kind `"peft"`); the package's tests compare the
+# two over random shapes, ranks and dtypes.
+#
+# The article says that $W$ stays as it was. Let us train for a few steps and look for any change in it.
+
+# %%
+frozen = copy.deepcopy(ours.base.state_dict())
+optimizer = torch.optim.AdamW([p for p in ours.parameters() if p.requires_grad], lr=1e-2)
+losses = []
+for _ in range(20):
+    loss = (ours(x) - x).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    losses.append(loss.item())
+change = max((p - frozen[name]).abs().max().item() for name, p in ours.base.state_dict().items())
+metrics = {f"peft_{name.split()[-1]}_difference": value.item() for name, value in differences.items()}
+lab.keep(Run("01", "equivalence", metrics=metrics | {"base_change": change, "loss": losses}))
+lab.verdict("A1.lora.base-untouched");
+
+# %% [markdown]
+# **Takeaway.** LoRA is one more path beside each chosen layer. The pretrained weights take part in every step and are
+# never written, so one copy of them can serve any number of adapters.
+
+# %% [markdown]
+# ## 2 · What LoRA trains
+#
+# **Question.** A full update of a $d \times k$ matrix has $dk$ numbers, LoRA's has $dr + rk = (d + k)\,r$. A1 gives an
+# example: $d = k = 4096$ and $r = 8$. How many times fewer is that?
+#
+# **Your prediction:** put a number in place of `None` and run the cell.
+
+# %%
+times_fewer = None  # how many times fewer parameters for d = k = 4096, r = 8
+lab.predict("times fewer parameters at d = 4096, r = 8", times_fewer, "x")
+
+# %%
+full, low_rank = 4096 * 4096, lora_parameters(4096, 4096, r=8)
+with torch.device("meta"):  # shapes without memory
+    layer = nn.Sequential(nn.Linear(4096, 4096, bias=False))
+attach_lora(layer, ("0",), rank=8, alpha=8, kind="plain")
+assert (count_parameters(layer) - count_trainable(layer), count_trainable(layer)) == (full, low_rank)
+print(f"full {full:,}, LoRA {low_rank:,}: {full / low_rank:.0f} times fewer")
+
+# %% [markdown]
+# A whole model has other layers too, and LoRA is attached to some of them only. On PyTorch's *meta* device a model is
+# built with shapes and no memory, so we can count in models of any size: the three that this course trains, each as
+# its article does. The numbers below are the published architectures.
+
+# %%
+from diffusers import UNet2DConditionModel
+from transformers import LlavaNextConfig, LlavaNextForConditionalGeneration, Qwen3Config, Qwen3ForCausalLM
+
+
+def sd15_unet() -> nn.Module:
+    return UNet2DConditionModel(sample_size=64, cross_attention_dim=768)  # diffusers' other defaults are SD1.5's
+
+
+def qwen3_8b() -> nn.Module:
+    heads = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
+    sizes = {"hidden_size": 4096, "num_hidden_layers": 36, "intermediate_size": 12288, "vocab_size": 151936}
+    return Qwen3ForCausalLM(Qwen3Config(**sizes, **heads, tie_word_embeddings=False))
+
+
+def llava_next_7b() -> nn.Module:
+    heads = {"num_attention_heads": 32, "num_key_value_heads": 8}
+    mistral = {"hidden_size": 4096, "num_hidden_layers": 32, "intermediate_size": 14336, "vocab_size": 32064} | heads
+    eye = {"image_size": 336, "patch_size": 14, "hidden_size": 1024, "num_hidden_layers": 24}  # CLIP ViT-L/336
+    eye |= {"num_attention_heads": 16, "intermediate_size": 4096, "projection_dim": 768}
+    text = mistral | {"model_type": "mistral", "sliding_window": None}
+    return LlavaNextForConditionalGeneration(
+        LlavaNextConfig(text_config=text, vision_config=eye | {"model_type": "clip_vision_model"})
+    )
+
+
+# %%
+attention, everything = ("to_q", "to_k", "to_v", "to_out.0"), ("q_proj", "k_proj", "v_proj", "o_proj")
+everything += ("gate_proj", "up_proj", "down_proj")
+MODELS = {  # name -> how it is built, what is adapted and at which rank
+    "sd15": (sd15_unet, attention, 4),
+    "qwen3_8b": (qwen3_8b, everything, 8),
+    "llava_7b": (llava_next_7b, everything, 8),
+}
+NAMES = {"sd15": "SD1.5 UNet", "qwen3_8b": "Qwen3-8B", "llava_7b": "LLaVA-NeXT 7B"}
+
+
+def on_meta(name: str, lora: bool, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """The model without memory, with or without LoRA on what its article adapts."""
+    build, targets, rank = MODELS[name]
+    with torch.device("meta"):
+        model = nn.Module.to(build(), dtype)
+    if lora:
+        model.requires_grad_(False)
+        attach_lora(model.model.language_model if name == "llava_7b" else model, targets, rank, 2 * rank, "plain")
+    return model
+
+
+# %%
+counts = {"full_d4096": full, "lora_d4096_r8": low_rank}
+for name, (_, _, rank) in MODELS.items():
+    counts[f"{name}_total"] = count_parameters(on_meta(name, lora=False))
+    counts[f"{name}_lora_r{rank}"] = count_trainable(on_meta(name, lora=True))
+counts_run = lab.keep(Run("01", "lora-counts", metrics=counts))
+table(
+    ("model", "parameters", "LoRA trains", "share"),
+    *(
+        (
+            f"{NAMES[n]}, r = {r}",
+            f"{counts[f'{n}_total']:,}",
+            f"{counts[f'{n}_lora_r{r}']:,}",
+            f"{counts[f'{n}_lora_r{r}'] / counts[f'{n}_total']:.3%}",
+        )
+        for n, (_, _, r) in MODELS.items()
+    ),
+)
+
+# %%
+pairs = {"a layer, d = 4096\nr = 8": (full, low_rank)}
+pairs |= {f"{NAMES[n]}\nr = {r}": (counts[f"{n}_total"], counts[f"{n}_lora_r{r}"]) for n, (_, _, r) in MODELS.items()}
+figure, ax = plt.subplots(figsize=(7.2, 3.2))
+styles = ((-0.2, plots.NAVY, ""), (0.2, plots.AMBER, "///"))
+for row, values in enumerate(pairs.values()):
+    for value, (offset, color, hatch) in zip(values, styles, strict=True):
+        ax.barh(row + offset, value, height=0.38, color=color, hatch=hatch, edgecolor=plots.INK, linewidth=0.7)
+        text = f"{value / 1e9:.2f} billion" if value >= 1e9 else f"{value / 1e6:.3g} million"
+        ax.annotate(text, (value, row + offset), (4, 0), textcoords="offset points", va="center", fontsize=8)
+ax.set(xscale="log", xlim=(1e4, 3e11), xlabel="parameters (each mark of the axis is a factor of ten)")
+ax.set_yticks(range(len(pairs)), pairs)
+ax.invert_yaxis()
+ax.grid(axis="y", visible=False)
+ax.legend(["all weights", "LoRA"], loc="lower right", bbox_to_anchor=(1, 1), ncol=2)
+ax.set_title("LoRA trains a few thousandths, or less")
+plt.show()
+lab.verdict("A1.lora.count");
+
+# %% [markdown]
+# **Takeaway.** The example of the article is one layer; across a whole model the share depends on which layers are
+# adapted and is nearer to a thousandth (SD1.5, attention only) or a few thousandths (all projections of a language
+# model). Whether a thousandth of the numbers takes a thousandth of the memory or of the time is another question:
+# sections 4 and 6.
+
+# %% [markdown]
+# ## 3 · What a rank can express
+#
+# **Question.** $BA$ has rank $r$ at most. Suppose that the correction a task needs is known, a matrix $\Delta W$ of rank
+# 8 with eight equally strong directions. How well can LoRA of rank 4 learn it?
+#
+# There is an exact answer to compare with. Eckart and Young (1936): the best approximation of a matrix by one of rank
+# $r$ keeps its $r$ largest singular values, and what is left over is the rest of them. So the relative error can't be
+# below $\sqrt{\sum_{i>r}\sigma_i^2 / \sum_i \sigma_i^2}$, whatever the training does.
+
+# %%
+error_at_rank_4 = None  # what is left over, in percent of the size of the correction
+lab.predict("error of rank 4 on a correction of rank 8", error_at_rank_4, "%")
+
+# %% [markdown]
+# Whether *gradient descent* gets there is the open part: the problem is not convex in $A$ and $B$ together. We train the
+# adapter on data made by $W + \Delta W$. The inputs are white (their covariance is the identity), so that the loss
+# is exactly the squared distance between the two matrices. The second correction is more like a real one: its
+# singular values fall off gradually, and no rank is the right one.
+
+# %%
+width, steps, ranks = (64 if tiny else 512), 250, (1, 2, 4, 6, 8, 12, 16)
+U, V = (torch.linalg.qr(torch.randn(width, width, device=lab.device))[0] for _ in range(2))
+values = {
+    "eight equal singular values": (torch.arange(width, device=lab.device) < 8).float(),
+    "gradually falling ones": 1 / torch.arange(1, width + 1, device=lab.device),
+}
+targets = {name: (U * sigma) @ V.T * (width**0.5 / sigma.norm()) for name, sigma in values.items()}
+
+
+def recover(target: torch.Tensor, rank: int, seed: int) -> float:
+    """Train LoRA from its usual start towards `target`; the relative error that remains."""
+    layer = nn.Sequential(nn.Linear(width, width, bias=False, device=lab.device))
+    A, B = attach_lora(layer, ("0",), rank, rank, "plain", seed=seed)
+    x = torch.linalg.qr(torch.randn(width, width, device=lab.device))[0]  # white: the covariance is the identity
+    y = x @ (layer[0].weight + target).T
+    optimizer = torch.optim.Adam([A, B], lr=0.05)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        (layer(x) - y).square().sum().backward()
+        optimizer.step()
+        schedule.step()
+    return ((B @ A - target).norm() / target.norm()).item()
+
+
+# %%
+found, best, sweep = {}, {}, Run("01", "rank-sweep")
+for name, target in targets.items():
+    sigma = torch.linalg.svdvals(target)
+    for r in ranks:
+        best[name, r] = (sigma[r:].norm() / sigma.norm()).item()
+        found[name, r] = [recover(target, r, seed) for seed in range(3)]
+        key = f"{name.split()[0]}_r{r}"
+        sweep.samples[key] = found[name, r]
+        sweep.metrics |= {key: summarise(found[name, r]), f"{key}_best": best[name, r]}
+lab.keep(sweep);
+
+# %%
+figure, axes = plt.subplots(1, 2, sharey=True, figsize=(7.2, 3.4))
+for ax, name in zip(axes, targets, strict=True):
+    ax.plot(ranks, [100 * best[name, r] for r in ranks], color=plots.GREY, label="best of its rank (SVD)")
+    for seed in range(3):
+        errors = [100 * found[name, r][seed] for r in ranks]
+        label = "LoRA, trained (3 starts)" if seed == 0 else None
+        ax.plot(ranks, errors, "o", color=plots.RUST, markerfacecolor="none", markersize=5 + 2 * seed, label=label)
+    ax.set(title=name, xlabel="rank r", xticks=ranks, ylim=(-4, 104))
+axes[0].set_ylabel("error, % of the correction")
+axes[1].legend()
+plt.show()
+
+# %% [markdown]
+# **Takeaway.** Trained LoRA sits on the theoretical optimum: below the rank of the correction the error is what the
+# missing directions weigh, above it nothing remains. More rank than needed does no harm here, and costs parameters only
+# in proportion. What a real task's $\Delta W$ looks like is not known in advance; that small ranks do so well in
+# practice suggests that it is dominated by few directions, like the right-hand picture with a steeper fall.
+
+# %% [markdown]
+# ## 4 · $(xA^\top)B^\top$ or $x(BA)^\top$
+#
+# **Question.** A product of three matrices can be taken in two orders with the same result. For $n$ rows of input,
+#
+# | | forward | backward |
+# |---|---|---|
+# | thin: $(xA^\top)B^\top$ | $2nr(d+k)$ | $4nr(d+k)$ |
+# | dense: $x(BA)^\top$ | $2ndk + 2rdk$ | $4ndk + 6rdk$ |
+#
+# floating-point operations. Thin wins by a factor of about $d/2r$ for a square layer, 256 at $d = 4096$ and $r = 8$.
+# Article A3 names this choice as one of the things that make unsloth fast. How many times *faster* is it?
+
+# %%
+times_faster = None  # forward, thin against dense, on this machine, at the larger size below
+lab.predict("thin products are faster than dense ones, forward", times_faster, "x")
+
+# %%
+sizes = {
+    "like SD1.5's first level": (1024 if tiny else 16384, 320),  # rows, width
+    "like a language model": (512, 1024) if tiny else (4096, 4096),
+}
+short = dict(zip(sizes, ("sd15", "llm"), strict=True))
+dtype, r = (torch.float32 if lab.device == "cpu" else torch.bfloat16), 8
+
+
+def orders(n: int, width: int) -> dict:
+    """The four ways as calls: forward and backward, in thin and in dense order; G is the gradient that comes back."""
+    make = {"device": lab.device, "dtype": dtype}
+    x, G, W = torch.randn(n, width, **make), torch.randn(n, width, **make), torch.randn(width, width, **make)
+    A, B = torch.randn(r, width, **make), torch.randn(width, r, **make)
+    h = x @ A.T
+
+    def thin_backward() -> tuple:
+        gh = G @ B
+        return gh.T @ x, G.T @ h, gh @ A  # the gradients of A, B and x
+
+    def dense_backward() -> tuple:
+        gW = G.T @ x
+        return B.T @ gW, gW @ A.T, G @ (B @ A)
+
+    return {
+        "frozen layer": (lambda: x @ W.T, lambda: (G @ W,)),
+        "thin": (lambda: (x @ A.T) @ B.T, thin_backward),
+        "dense": (lambda: x @ (B @ A).T, dense_backward),
+    }
+
+
+# %%
+ways = {size: orders(*shape) for size, shape in sizes.items()}
+for way in ways.values():  # the two orders give the same, up to rounding
+    thin, dense = ((forward(), *backward()) for forward, backward in (way["thin"], way["dense"]))
+    for one, other in zip(thin, dense, strict=True):
+        assert (one - other).norm() < 0.02 * other.norm()
+times = {
+    (size, name, direction): cuda.timed(call, budget_s=0.3)
+    for size, way in ways.items()
+    for name, calls in way.items()
+    for direction, call in zip(("forward", "backward"), calls, strict=True)
+}
+samples = {f"{short[s]}_{name}_{direction}_ms".replace(" ", "_"): t for (s, name, direction), t in times.items()}
+metrics = {name: summarise(t) for name, t in samples.items()}
+
+# %%
+figure, axes = plt.subplots(1, 2, figsize=(7.2, 3.4))
+for ax, (size, (n, width)) in zip(axes, sizes.items(), strict=True):
+    fills = {"frozen layer": (plots.MIST, ""), "thin": (plots.NAVY, ""), "dense": (plots.AMBER, "///")}
+    for i, (name, (color, hatch)) in enumerate(fills.items()):
+        bars = [summarise(times[size, name, direction]) for direction in ("forward", "backward")]
+        error = [[b["median"] - b["p10"] for b in bars], [b["p90"] - b["median"] for b in bars]]
+        style = {"color": color, "hatch": hatch, "edgecolor": plots.INK, "linewidth": 0.7, "capsize": 3}
+        at, heights = [i * 0.27 - 0.27, i * 0.27 + 0.73], [b["median"] for b in bars]
+        ax.bar(at, heights, 0.25, yerr=error, label=name, **style)
+    ax.set(title=f"{size}\n{n} rows, width {width}", xticks=(0, 1), ylabel="ms (median, p10-p90)")
+    ax.set_xticklabels(["forward", "backward"])
+    ax.grid(axis="x", visible=False)
+axes[1].legend(title=f"r = {r}")
+plt.show()
+
+# %%
+lines = []
+for size, (n, width) in sizes.items():
+    dense = {"forward": 2 * n * width**2 + 2 * r * width**2, "backward": 4 * n * width**2 + 6 * r * width**2}
+    thin = {"forward": 4 * n * r * width, "backward": 8 * n * r * width}
+    for direction in thin:
+        fewer = dense[direction] / thin[direction]
+        medians = [summarise(times[size, order, direction])["median"] for order in ("dense", "thin")]
+        metrics |= {
+            f"{short[size]}_{direction}_flops_ratio": fewer,
+            f"{short[size]}_{direction}_speedup": medians[0] / medians[1],
+        }
+        lines.append((size, direction, f"{fewer:.0f} times", f"{medians[0] / medians[1]:.1f} times"))
+table(("size", "pass", "operations: thin has fewer by", "time: thin is faster by"), *lines)
+order_run = lab.keep(Run("01", "order", metrics=metrics, samples=samples))
+
+# %% [markdown]
+# **Takeaway.** The factor in time is far from the factor in operations. With eight columns a product does next to no
+# arithmetic on the data that it reads: it waits for memory (and, on a GPU, for its launch), and matrix units stand idle.
+# At a language model's width thin is the right order by a wide margin. At SD1.5's small widths the margin melts, and on a
+# GPU it may turn round: two thin kernels forward and four backward against few dense ones. Lab 04 makes use of that. A
+# smaller count of operations is a promise, the clock is the proof.
+
+# %% [markdown]
+# ## 5 · Merge, take out, swap
+#
+# **Question.** For use, $W + \frac{\alpha}{r}BA$ can be added up once: the adapter then costs nothing. How exactly can it be taken
+# out again, and what does the sum lose when the weights are stored in half precision, as they usually are?
+#
+# Suppose that training has made a correction of one percent of the weight's size.
+
+# %%
+lost_in_bf16 = (
+    None  # how much of the correction is lost to rounding when it is merged into bfloat16 weights, in percent
+)
+lab.predict("part of the correction lost by merging into bf16", lost_in_bf16, "%")
+
+
+# %%
+def layer_with_adapter(dtype: torch.dtype) -> nn.Module:
+    """A frozen layer, and on it an adapter whose correction has one percent of the weight's size."""
+    model = nn.Sequential(nn.Linear(d, d, bias=False, device=lab.device, dtype=dtype))
+    A, B = attach_lora(model, ("0",), rank=8, alpha=8, kind="plain", seed=1)
+    with torch.no_grad():
+        B.normal_()
+        B.mul_(0.01 * model[0].weight.float().norm() / (B @ A).norm())
+    return model
+
+
+# %%
+def relative(a: torch.Tensor, b: torch.Tensor) -> float:
+    return ((a.double() - b.double()).norm() / b.double().norm()).item()
+
+
+lines, metrics = [], {}
+for dtype in (torch.float32, torch.float16, torch.bfloat16):
+    model, name = layer_with_adapter(dtype), str(dtype).removeprefix("torch.")
+    before = model[0].weight.double().clone()
+    update = model[0].lora_B["default"].weight @ model[0].lora_A["default"].weight
+    adapters.merge(model)
+    lost = relative(model[0].weight.double() - before, update)
+    for _ in range(10):
+        adapters.unmerge(model)
+        adapters.merge(model)
+    adapters.unmerge(model)
+    back = relative(model[0].weight, before)
+    metrics |= {f"{name}_lost": lost, f"{name}_off_after_unmerge": back}
+    lines.append((name, f"{lost:.2%}", f"{back:.1e}"))
+table(("weights in", "of the correction, lost by merging", "weights off by, after ten merges and unmerges"), *lines)
+
+# %% [markdown]
+# Half precision rounds the *sum* to the nearest step of the weight's own size, and the correction is a hundred times
+# smaller than the weight. What is lost comes back as noise over the whole matrix. Merging into `bfloat16` weights is
+# therefore not free; where it matters, keep the adapter beside the weights, or merge into float32 ones.
+#
+# The second use: two tasks, one base. Each adapter is trained on a task of its own, saved, and swapped in by name.
+
+# %%
+model = nn.Sequential(nn.Linear(d, d, bias=False, device=lab.device))
+x, tasks = torch.randn(rows, d, device=lab.device), {}
+for seed, name in enumerate(("portrait", "landscape")):
+    change = torch.randn(d, 4, device=lab.device) @ torch.randn(4, d, device=lab.device) / d
+    tasks[name] = (x @ (model[0].weight + change).T).detach()
+    parameters = attach_lora(model, ("0",), rank=4, alpha=4, kind="plain", seed=seed, name=name)
+    optimizer = torch.optim.Adam(parameters, lr=0.02)
+    for _ in range(150):
+        optimizer.zero_grad()
+        (model(x) - tasks[name]).square().mean().backward()
+        optimizer.step()
+
+# %%
+lines = []
+for used in tasks:
+    adapters.switch(model, used)
+    lines.append((f"adapter {used!r}", *((model(x) - y).square().mean().item() for y in tasks.values())))
+table(("error of", *(f"on task {name!r}" for name in tasks)), *lines)
+with tempfile.TemporaryDirectory() as folder:
+    files = adapters.save_adapter(model, folder, "portrait")
+    size = sum(Path(file).stat().st_size for file in files)
+    fresh = nn.Sequential(copy.deepcopy(model[0].base_layer))
+    adapters.load_adapter(fresh, folder, "portrait", kind="peft")
+adapters.switch(model, "portrait")
+assert torch.allclose(fresh(x), model(x), atol=1e-3)  # our layer's file, loaded back into PEFT's
+print(f"adapter on disk: {size / 1e3:,.0f} kB; the layer it belongs to: {4 * d * d / 1e3:,.0f} kB")
+
+# %%
+calls = {"base": lambda: fresh[0].base_layer(x), "adapter beside": lambda: model(x)}
+beside = {name: cuda.timed(call, budget_s=0.2) for name, call in calls.items()}
+adapters.merge(model)
+beside["merged"] = cuda.timed(lambda: model(x), budget_s=0.2)
+adapters.unmerge(model)
+samples = {f"{name.replace(' ', '_')}_ms": t for name, t in beside.items()}
+lab.keep(Run("01", "merge", metrics=metrics | {k: summarise(t) for k, t in samples.items()}, samples=samples))
+table(
+    ("forward pass of the layer", "median, ms", "p10 - p90, ms"),
+    *((n, s["median"], f"{s['p10']:.3g} - {s['p90']:.3g}") for n, s in ((n, summarise(t)) for n, t in beside.items())),
+)
+
+# %% [markdown]
+# **Takeaway.** Merged, an adapter costs no time; unmerged, it can be swapped, and thousands fit where one model does.
+# You can't have both at once from the same weights.
+
+# %% [markdown]
+# ## 6 · What training memory is made of
+#
+# **Question.** Training holds four things: the weights, their gradients, the optimizer's state (AdamW keeps two more
+# numbers for each trained one), and the activations that the forward pass must keep for the backward. LoRA
+# trains a thousandth of the weights. By how much does the *whole* shrink?
+#
+# Count it for the three models, at the batch that the articles use. Half precision throughout for LoRA; for training all
+# weights both the careful way (float32: 16 bytes a parameter) and the frugal one (half precision: 8 bytes).
+
+# %%
+times_less_memory = None  # Qwen3-8B, 4 texts of 861 tokens: all weights in float32, against LoRA in bfloat16
+lab.predict("less memory for Qwen3-8B with LoRA", times_less_memory, "x")
+
+
+# %%
+def loss_on_meta(name: str, model: nn.Module):
+    """A training loss on inputs without memory, of the shapes that the articles train on."""
+    make = {"device": "meta", "dtype": torch.half}
+    if name == "sd15":  # four images of 512 pixels, as latents
+        inputs = torch.empty(4, 4, 64, 64, **make), torch.empty((), device="meta"), torch.empty(4, 77, 768, **make)
+        return lambda: model(*inputs).sample.float().square().mean()
+    if name == "qwen3_8b":  # four texts of 861 tokens
+        ids, mask = torch.empty(4, 861, dtype=torch.long, device="meta"), {"full_attention": None}
+    else:  # the 2928 tokens of one image of 500 pixels
+        ids = torch.empty(1, 2928, dtype=torch.long, device="meta")
+        mask = torch.empty(1, 1, 2928, 2928, dtype=torch.bool, device="meta")
+    return lambda: model(input_ids=ids, attention_mask=mask, labels=ids, use_cache=False).loss
+
+
+memory = {}
+for name in MODELS:
+    half = torch.float16 if name == "sd15" else torch.bfloat16
+    for way, lora, dtype in (
+        ("all, float32", False, torch.float32),
+        ("all, half", False, half),
+        ("LoRA, half", True, half),
+    ):
+        model = on_meta(name, lora, half)
+        kept = saved_for_backward(model, loss_on_meta(name, model))
+        memory[name, way] = planned(nn.Module.to(model, dtype) if not lora else model, activations=kept)
+
+# %%
+figure, axes = plt.subplots(3, 1, figsize=(7.2, 6))
+for ax, name in zip(axes, MODELS, strict=True):
+    bars = {way: m.in_gb() for (model_name, way), m in memory.items() if model_name == name}
+    plots.breakdown(ax, bars, unit="GB")
+    ax.set_title(NAMES[name], pad=10 if ax is not axes[0] else 26)
+    if ax is not axes[0]:
+        ax.get_legend().remove()
+plt.show()
+less = memory["qwen3_8b", "all, float32"].total / memory["qwen3_8b", "LoRA, half"].total
+fewer = counts["qwen3_8b_total"] / counts["qwen3_8b_lora_r8"]
+print(f"Qwen3-8B: {less:.1f} times less memory, for {fewer:.0f} times fewer trained parameters")
+gb = {f"{n}_{way.replace(', ', '_')}_{part}_gb": v for (n, way), m in memory.items() for part, v in m.in_gb().items()}
+lab.keep(Run("01", "memory", metrics=gb));
+
+# %% [markdown]
+# LoRA makes gradients and optimizer state vanish. The weights are still there, and the activations nearly so: to
+# train an adapter in the first layer, the error must travel back through all the others, so what their nonlinear parts
+# need for that is kept. (Attention is counted as a fused kernel does it. The activations of the `float32` bars are those
+# of a half-precision forward pass, as under autocast. LLaVA's are the language model's.)
+#
+# Counting is one thing. Does a real training step hold what the count says?
+
+# %%
+channels = {"block_out_channels": (32, 64, 64, 64), "norm_num_groups": 8, "layers_per_block": 1}
+
+
+def unet_and_loss(lora: bool) -> tuple:
+    """SD1.5's UNet at the scale full, one with a hundredth of its channels below, and a loss on one random image."""
+    full = lab.scale == "full"
+    size = {"sample_size": 64, "cross_attention_dim": 768} if full else channels | {"cross_attention_dim": 64}
+    unet = UNet2DConditionModel(**size).to(lab.device)
+    if lora:
+        attach_lora(unet, attention, rank=4, alpha=4, kind="plain", seed=0)
+    side, width = (64, 768) if full else (32, 64)
+    inputs = torch.randn(1, 4, side, side), torch.tensor(500), torch.randn(1, 77, width)
+    inputs = [t.to(lab.device) for t in inputs]
+    return unet, lambda: unet(*inputs).sample.square().mean()
+
+
+# %%
+lines, metrics = [], {}
+with lab.attempt("Training a UNet to see its memory", reference="memory-measured"):
+    for way in ("all", "LoRA"):
+        unet, loss = unet_and_loss(way == "LoRA")
+        plan = planned(unet, activations=saved_for_backward(unet, loss))
+        cuda.reset_peak_memory()
+        real = measured(unet, loss, torch.optim.AdamW([p for p in unet.parameters() if p.requires_grad]))
+        lines += [(way, part, counted * 1e3, real.in_gb()[part] * 1e3) for part, counted in plan.in_gb().items()]
+        metrics |= {f"{way}_{part}_gb": gb for part, gb in real.in_gb().items()} | {
+            f"{way}_planned_gb": plan.total / 1e9
+        }
+        if peak := cuda.peak_memory():
+            lines.append((way, "peak of the allocator", "", peak[0] * 1e3))
+            metrics[f"{way}_peak_allocated_gb"] = peak[0]
+    table(("UNet, one image, float32: trained", "part", "counted, MB", "after a real step, MB"), *lines)
+    lab.keep(Run("01", "memory-measured", metrics=metrics))
+
+# %% [markdown]
+# **Takeaway.** LoRA saves most of what scales with the number of *trained* parameters and nothing of what scales with the
+# batch. The larger the batch or the longer the text, the less LoRA helps, and the more checkpointing, fused kernels and
+# smaller number formats do: labs 05 to 09.
+
+# %% [markdown]
+# ## Exercises
+#
+# **1.** Qwen3-8B uses grouped-query attention: 32 query heads share 8 key and value heads of 128 numbers each, at a hidden
+# size of 4096. Without building the model: how many parameters does LoRA of rank 16 train on `q_proj`, `k_proj`,
+# `v_proj` and `o_proj` of all 36 layers? The check builds the model and counts.
+
+# %% tags=["exercise"]
+my_count = None  # a whole number; lora_parameters(d, k, r) helps
+
+
+# %% tags=["exercise"]
+def check_count(answer) -> None:
+    if answer is None:
+        return print("Not answered yet: put your number into my_count and run both cells.")
+    with torch.device("meta"):
+        model = qwen3_8b()
+    attach_lora(model, ("q_proj", "k_proj", "v_proj", "o_proj"), 16, 16, "plain")
+    assert answer == count_trainable(model), f"{answer:,} is not what the model counts. Is k_proj as wide as q_proj?"
+    print(f"Right: {answer:,}.")
+
+
+check_count(my_count)
+
+# %% tags=["solution"]
+q, k = lora_parameters(32 * 128, 4096, 16), lora_parameters(8 * 128, 4096, 16)
+check_count(36 * (q + k + k + q))
+
+# %% [markdown]
+# **2.** Write `least_rank(target, tolerance)`: the smallest rank whose best approximation of `target` leaves a relative
+# error of at most `tolerance`. Eckart and Young did the hard part.
+
+# %% tags=["exercise"]
+def least_rank(target: torch.Tensor, tolerance: float) -> int | None:
+    return None  # your code; torch.linalg.svdvals(target) gives the singular values, largest first
+
+
+# %% tags=["exercise"]
+def check_least_rank(answer) -> None:
+    known = torch.diag(torch.tensor([3.0, 2.0, 2.0, 1.0, 0.0, 0.0]))  # squares: 9, 4, 4, 1; together 18
+    if answer(known, 0.5) is None:
+        return print("Not answered yet: least_rank still returns None.")
+    for tolerance, rank in ((1.0, 0), (0.71, 1), (0.53, 2), (0.52, 3), (0.23, 4), (0.0, 4)):
+        got = answer(known, tolerance)
+        assert got == rank, f"At a tolerance of {tolerance} it gave {got}; rank {rank} is the least that will do."
+    print(
+        f"Right. For the gradually falling target and 20 % error: rank {answer(targets['gradually falling ones'], 0.2)}."
+    )
+
+
+check_least_rank(least_rank)
+
+
+# %% tags=["solution"]
+def least_rank_solution(target: torch.Tensor, tolerance: float) -> int:
+    sigma = torch.linalg.svdvals(target).double()
+    left = torch.stack([sigma[r:].norm() / sigma.norm() for r in range(len(sigma) + 1)])
+    return int((left <= tolerance + 1e-6).nonzero()[0])
+
+
+check_least_rank(least_rank_solution)
+
+# %% [markdown]
+# **3.** From which rank on does the thin order need *more* operations than the dense one in the forward pass, for $n$ rows
+# and a square layer of width $d$? Write it as a formula of `n` and `d` (use the table of section 4).
+
+# %% tags=["exercise"]
+def break_even_rank(n: int, d: int) -> float | None:
+    return None  # your formula
+
+
+# %% tags=["exercise"]
+def check_break_even(answer) -> None:
+    if answer(1024, 1024) is None:
+        return print("Not answered yet: break_even_rank still returns None.")
+    for n, d in ((4096, 4096), (16384, 320), (100, 51)):
+        at = answer(n, d)
+        thin, dense = 2 * n * at * (d + d), 2 * n * d * d + 2 * at * d * d
+        assert abs(thin - dense) < 1e-6 * dense, (
+            f"At n = {n}, d = {d}, rank {at:g}: thin {thin:.4g}, dense {dense:.4g} operations."
+        )
+    print(f"Right. For 4096 rows of width 4096: rank {answer(4096, 4096):.0f}.")
+
+
+check_break_even(break_even_rank)
+
+# %% tags=["solution"]
+# 2 n r 2d = 2 n d^2 + 2 r d^2, so r (2n - d) = n d; where 2n <= d the dense order never wins
+check_break_even(lambda n, d: n * d / (2 * n - d))
+
+# %% [markdown]
+# ## What you did
+# - You wrote a LoRA layer in a dozen lines and showed that it computes what PEFT's computes.
+# - You counted what LoRA trains in three models of up to eight billion parameters, without allocating them.
+# - You saw trained LoRA reach the best error that its rank allows, and no better.
+# - You chose the order of the products by counting, and saw the clock agree only in part.
+# - You merged an adapter, took it out, swapped two on one base, and measured what rounding costs.
+# - You took training memory apart, and know which part LoRA saves.
+
+# %%
+lab.done(
+    {
+        "times fewer parameters at d = 4096, r = 8": full / low_rank,
+        "error of rank 4 on a correction of rank 8": 100 * summarise(found["eight equal singular values", 4])["median"],
+        "thin products are faster than dense ones, forward": order_run.metrics["llm_forward_speedup"],
+        "part of the correction lost by merging into bf16": 100 * lost,
+        "less memory for Qwen3-8B with LoRA": less,
+    }
+)
