@@ -114,8 +114,9 @@ def draw_images(folder: Path, count: int, seed: int = 0) -> list[Path]:
         missing = [index for index, ok in enumerate(whole) if not ok]
         if missing:
             _draw_missing(pool, folder, paths, missing, seed)
-    lines = (json.dumps({"file_name": path.name, "text": caption(index, seed)}) for index, path in enumerate(paths))
-    _replace(folder / "metadata.jsonl", "\n".join(lines).encode() + b"\n")
+    there = sorted(folder.glob("[0-9]*.png"))
+    lines = (json.dumps({"file_name": path.name, "text": caption(int(path.stem), seed)}) + "\n" for path in there)
+    _replace(folder / "metadata.jsonl", "".join(lines).encode())
     return paths
 
 

@@ -33,6 +33,12 @@ PAGE = 4096
 HELD_BY_TRAINING = 1
 """Batches that the training loop holds: the one in use. (accelerate fetches the next one early, and so holds two.)"""
 
+SEMAPHORES, SEMAPHORES_EACH = 8, 3
+"""Pages of /dev/shm that multiprocessing's locks take: those of the loader, and those of each worker's queue."""
+
+FILES = 8
+"""Distinct images that the child loads, over and over."""
+
 SHM = Path("/dev/shm")
 NEW_MOUNTS = (["unshare", "--mount"], ["unshare", "--map-root-user", "--mount"])
 """Ways to a process with mounts of its own: as the administrator, or as the root of a user namespace."""
@@ -48,14 +54,17 @@ def needed_bytes(recipe: Recipe, resolution: int = 512) -> int:
     """Bytes of /dev/shm that the recipe's workers fill at most, 0 without workers."""
     if recipe.num_workers == 0:
         return 0
-    waiting = recipe.num_workers * recipe.prefetch_factor
-    return (waiting + HELD_BY_TRAINING) * batch_bytes(recipe.micro_batch, resolution)
+    batches = recipe.num_workers * recipe.prefetch_factor + HELD_BY_TRAINING
+    locks = (SEMAPHORES + recipe.num_workers * SEMAPHORES_EACH) * PAGE
+    return batches * batch_bytes(recipe.micro_batch, resolution) + locks
 
 
 def most_workers(shm_bytes: int, recipe: Recipe, resolution: int = 512) -> int:
     """The largest number of workers whose batches fit into `shm_bytes`."""
-    batches = shm_bytes // batch_bytes(recipe.micro_batch, resolution) - HELD_BY_TRAINING
-    return max(0, batches // recipe.prefetch_factor)
+    workers = 0
+    while needed_bytes(recipe.but(num_workers=workers + 1), resolution) <= shm_bytes:
+        workers += 1
+    return workers
 
 
 @dataclass(frozen=True)
@@ -238,9 +247,9 @@ def _load(task: Task) -> None:
     warnings.filterwarnings("ignore", message="This DataLoader will create")  # more workers than cores: on purpose
     recipe = STOCK.but(num_workers=task.workers)
     wanted = task.workers * recipe.prefetch_factor + task.workers
-    files = 8
-    images = captioned_images(task.cache_dir, files).select([i % files for i in range(wanted)])
-    loader = make_loader(image_text_dataset(images, clip_tokenizer(), task.resolution), recipe)
+    images = captioned_images(task.cache_dir, FILES)
+    examples = image_text_dataset(images, clip_tokenizer(), task.resolution)
+    loader = make_loader(examples, recipe, epoch_length=wanted)
     peak = 0
     for number, _ in enumerate(loader, start=1):
         print(json.dumps({"batches": number, "wanted": wanted, "peak_bytes": peak}), flush=True)
