@@ -139,7 +139,8 @@ def sweep(
     ax.set_xticks(sorted({*x, *(published or {})}))
     ax.set_xlabel(xlabel)
     ax.set_ylabel(_quantity(metric))
-    ax.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=3)
+    if measured or published or model:
+        ax.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=3)
     return ax
 
 
@@ -433,7 +434,7 @@ def peaks(
     ax.set_xlim(0, (1.35 if shown else 1.2) * widest)
     ax.set_xlabel("TFLOP/s of a large matrix product (bar: median; yellow: p10-p90)")
     if shown:
-        ax.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=2)
+        ax.legend(loc="upper right")  # the first rows, fp32 and tf32, have the shortest bars
     return ax
 
 
@@ -448,13 +449,13 @@ def launch_cost(ax: Axes, times: Mapping[str, Mapping[int, Sequence[float]]], la
         low, median, high = ([spread[q] * 1e3 for spread in spreads.values()] for q in ("p10", "median", "p90"))
         ax.fill_between(list(curve), low, high, color=color, alpha=0.2, linewidth=0, zorder=2)
         ax.plot(list(curve), median, color=color, marker=marker, linestyle=line, label=way, zorder=3)
-    ax.axhline(launch_us, color=GREY, linestyle=":", label=f"one call from Python: {_figure(launch_us)} us", zorder=1)
+    ax.axhline(launch_us, color=GREY, linestyle=":", label=f"one call from Python: {_figure(launch_us)} µs", zorder=1)
     ax.set_xscale("log", base=2)
     ax.set_yscale("log")
     ax.yaxis.set_major_formatter("{x:g}")
     ax.set_xlabel("numbers that the operation works on")
     ax.set_ylabel("microseconds a call")
-    ax.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=2)
+    ax.legend(loc="upper left")
     return ax
 
 

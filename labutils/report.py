@@ -200,6 +200,7 @@ def show(page: Page) -> None:
         judgements = [j for j in page.judgements if j.claim.article == key]
         if judgements:
             _show_article(console, f"{key}: {article.subject} ({article.gpu})", judgements)
+            _show_reasons(console, judgements, of_reference=not page.here)
     for title, runs in (("The ladder here", page.here), ("The ladder on the reference machine", page.reference)):
         if rungs := ladder(runs):
             _show_ladder(console, title, rungs, _machine(runs))
@@ -222,7 +223,6 @@ def _show_article(console: Any, title: str, judgements: list[Judgement]) -> None
             Text(j.verdict, style=_STYLES[j.verdict]),
         )
     console.print(table)
-    _show_reasons(console, judgements)
 
 
 _STYLES = {
@@ -233,15 +233,16 @@ _STYLES = {
 }
 
 
-def _show_reasons(console: Any, judgements: list[Judgement]) -> None:
-    """Why each verdict, gathered: claims with the same reason share a line."""
+def _show_reasons(console: Any, judgements: list[Judgement], of_reference: bool) -> None:
+    """Why each verdict, gathered: claims with the same reason share a line. The reference's, if no other."""
     from rich.padding import Padding
     from rich.text import Text
 
     reasons: dict[tuple[str, str], list[str]] = {}
     for j in judgements:
-        reasons.setdefault((j.verdict, j.why), []).append(j.claim.id)
-    console.print(Text("Why, here", style="bold"))
+        reason = (j.reference_verdict, j.reference_why) if of_reference else (j.verdict, j.why)
+        reasons.setdefault(reason, []).append(j.claim.id)
+    console.print(Text(f"Why, {'on the reference machine' if of_reference else 'here'}", style="bold"))
     for (verdict, why), ids in reasons.items():
         line = Text.assemble((", ".join(ids), "bold"), f": {verdict}. {why}")
         console.print(Padding(line, (0, 0, 0, 2)))
@@ -262,9 +263,7 @@ def _show_ladder(console: Any, title: str, rungs: list[Rung], machine: str) -> N
             table.add_section()
         table.add_row(Text(rung.rung), rung.lane, *_figures(rung))
     console.print(table)
-    console.print(
-        "Rungs of different lanes do different work: 'same mathematics' computes less, with the same gradients.\n"
-    )
+    console.print("Compare within a lane: 'same mathematics' computes less, for gradients of the same distribution.\n")
 
 
 def _figures(rung: Rung) -> tuple[str, ...]:

@@ -174,3 +174,11 @@ def test_brackets_in_names_are_text_and_no_markup(tmp_path, capsys):
     run = timed("04", "stock [bold]x[/bold]", 100)
     assert report.main(write(tmp_path / "here", run), as_json=False) == 0
     assert "stock [bold]x[/bold]" in capsys.readouterr().out
+
+
+def test_a_clean_clone_shows_why_the_reference_was_judged_so(tmp_path, capsys):
+    write(tmp_path / "reference", *article_runs().values())
+    assert report.main(None, as_json=False) == 0
+    said = capsys.readouterr().out
+    assert "Why, on the reference machine" in said and "2.96x here against 2.96x published" in said
+    assert f"Reference: {len(A1)} confirmed" in said and "No results of this machine yet" in said

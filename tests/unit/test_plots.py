@@ -1,0 +1,238 @@
+"""Pictures: they show what they are given, cut nothing off, cover nothing up, and survive a grey print."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+
+import matplotlib
+import pytest
+from claim_runs import timed
+
+from labutils import plots
+from labutils.hardware import Roofline
+from labutils.results import Run
+
+matplotlib.use("Agg")
+
+import matplotlib.pyplot as plt
+from matplotlib.colors import to_rgb
+from matplotlib.text import Text
+
+PARTS = {"kernels": 270, "copies": 3, "data": 410, "sync": 22, "launch": 140, "host": 105}
+FAILED = Run("03", "workers=12", status="error: shared memory ran out")
+
+
+@pytest.fixture(autouse=True)
+def course_style():
+    with plt.rc_context():
+        plots.use_style()
+        yield
+    plt.close("all")
+
+
+@pytest.fixture
+def ax():
+    return plt.subplots()[1]
+
+
+def ladder() -> list[Run]:
+    """Eighteen rungs in three lanes, given out of the lanes' order."""
+    lanes = {"same mathematics": (80, 70, 50, 35, 29), "article": (950, 625, 430, 425)}
+    lanes["same work"] = (400, 380, 300, 290, 260, 255, 200, 120, 110)
+    runs = []
+    for lane, times in lanes.items():
+        for number, ms in enumerate(times):
+            run = timed("04", f"{lane}, rung {number} with a name", ms, spread=0.05)
+            run.lane = lane
+            runs.append(run)
+    return runs
+
+
+def texts(ax) -> list[str]:
+    ax.figure.draw_without_rendering()
+    return [t.get_text() for t in ax.figure.findobj(Text) if t.get_text() and t.get_visible()]
+
+
+def assert_tidy(ax) -> None:
+    """Nothing leaves the figure, and no text of the axes' own covers another."""
+    figure = ax.figure
+    figure.draw_without_rendering()
+    tight = figure.get_tightbbox().transformed(figure.dpi_scale_trans)
+    assert tight.x0 >= -1 and tight.y0 >= -1
+    assert tight.x1 <= figure.bbox.x1 + 1 and tight.y1 <= figure.bbox.y1 + 1
+    shown = [t for t in ax.texts if t.get_text()] + [t for t in ax.get_yticklabels() if t.get_text()]
+    boxes = [(t.get_text(), t.get_window_extent().shrunk(0.98, 0.8)) for t in shown]
+    covered = [(a, b) for (a, one), (b, other) in itertools.combinations(boxes, 2) if one.overlaps(other)]
+    assert covered == []
+
+
+def test_steps_show_medians_samples_and_failures(ax):
+    runs = {"workers=0": timed("03", "a", 950, 0.1), "workers=3": timed("03", "b", 625), "workers=12": FAILED}
+    plots.steps(ax, runs)
+    assert {"950 ms", "625 ms", "error: shared memory ran out"} <= set(texts(ax))
+    assert [label.get_text() for label in ax.get_yticklabels()] == list(runs)
+    assert sum(len(dots.get_offsets()) for dots in ax.collections) == 10
+    assert "ms" in ax.get_xlabel()
+    assert_tidy(ax)
+
+
+def test_steps_take_a_list_and_no_measurement_at_all(ax):
+    plots.steps(ax, [FAILED])
+    assert "workers=12" in texts(ax)
+
+
+def test_sweep_draws_measured_published_model_and_failures(ax):
+    x = [0, 1, 3, 8, 12]
+    runs = [*(timed("03", str(n), ms) for n, ms in zip(x, (950, 700, 625, 640), strict=False)), FAILED]
+    plots.sweep(ax, x, runs, published={0: 1160, 3: 564, 8: 712, 12: None}, model={0: 930, 12: 600}, xlabel="workers")
+    said = texts(ax)
+    assert {"failed (here)", "failed (article)", "article", "model", "workers", "ms an optimizer step"} <= set(said)
+    measured = next(line for line in ax.lines if line.get_label().startswith("measured"))
+    assert list(measured.get_xdata()) == [0, 1, 3, 8]
+    assert list(measured.get_ydata()) == [950, 700, 625, 640]
+    assert ax.get_ylim()[0] == 0
+    assert_tidy(ax)
+
+
+def test_sweep_of_nothing_but_failures(ax):
+    plots.sweep(ax, [8, 12], [None, FAILED])
+    assert texts(ax).count("failed (here)") == 2
+
+
+@pytest.mark.parametrize("log", [True, False])
+def test_waterfall_of_eighteen_rungs(ax, log):
+    published = {"as downloaded": 1160, "3 workers": 564, "torch.compile": 408, "pinned": 392}
+    plots.waterfall(ax, ladder(), 14.4, published=published, log=log)
+    said = texts(ax)
+    rungs = [label.get_text() for label in ax.get_yticklabels()]
+    assert rungs[:4] == list(published)
+    assert [name.split(",")[0] for name in rungs[4:]] == ["article"] * 4 + ["same work"] * 9 + ["same mathematics"] * 5
+    assert {"lane: article", "lane: same work", "lane: same mathematics", "floor 14.4 ms"} <= set(said)
+    assert any(text.endswith("2.96x") for text in said)
+    assert any(text.endswith("32.76x") for text in said)  # 950 / 29: over the stock loop here, not the article's
+    assert ax.get_xscale() == ("log" if log else "linear")
+    assert_tidy(ax)
+
+
+def test_waterfall_without_rungs_is_an_error(ax):
+    with pytest.raises(ValueError, match="nothing to draw"):
+        plots.waterfall(ax, [FAILED], 10)
+
+
+def test_waterfall_needs_neither_floor_nor_publication(ax):
+    plots.waterfall(ax, [timed("04", "stock", 100), FAILED], None)
+    assert [label.get_text() for label in ax.get_yticklabels()] == ["stock"]
+    assert_tidy(ax)
+
+
+def test_timeline_gives_lanes_of_other_categories_their_own_legend(ax):
+    host = [(0, 40, "data"), (40, 30, "forward"), (70, 30, "backward")]
+    gpu = [(45 + 0.5 * i, 0.3, f"kernel {i % 9}") for i in range(100)]
+    plots.timeline(ax, {"host": host, "GPU": gpu}, most=6)
+    said = texts(ax)
+    assert {"host", "GPU", "ms", "data", "forward", "backward", "other"} <= set(said)
+    assert sum(text.startswith("kernel") for text in said) == 6
+    assert ax.get_xlim() == (0, 100)
+    assert_tidy(ax)
+
+
+def test_timeline_shares_a_legend_where_lanes_share_categories(ax):
+    plots.timeline(ax, {"stock": [(0, 4, "data"), (4, 4, "forward")], "compiled": [(0, 4, "data"), (4, 1, "forward")]})
+    assert texts(ax).count("data") == 1
+    assert_tidy(ax)
+
+
+def test_timeline_of_nothing_is_an_error(ax):
+    with pytest.raises(ValueError, match="no interval"):
+        plots.timeline(ax, {"host": []})
+
+
+def test_near_blocks_are_joined_and_far_ones_kept():
+    assert plots._merge([(0, 1), (1.001, 1), (5, 1)], 0.01) == [(0, 2.001), (5, 1)]
+    assert plots._merge([(0, 5), (1, 1)], 0.01) == [(0, 5)]
+
+
+def test_breakdown_adds_up(ax):
+    plots.breakdown(ax, {"stock": PARTS, "workers": PARTS | {"data": 30}})
+    said = texts(ax)
+    assert {"950 ms", "570 ms", "410", *PARTS} <= set(said)
+    fills = {}
+    for bars in ax.containers:
+        for bar in bars:
+            fills.setdefault(round(bar.get_width()), set()).add(bar.get_facecolor())
+    assert len(fills[270]) == 1  # one part, one fill, in every bar
+    assert_tidy(ax)
+
+
+def test_breakdown_of_one_bar_in_another_unit(ax):
+    plots.breakdown(ax, {"weights": 3.4, "optimizer": 6.9}, unit="GB")
+    assert "10.3 GB" in texts(ax) and ax.get_xlabel() == "GB"
+    assert_tidy(ax)
+
+
+def test_utilisation_states_its_mean(ax):
+    plots.utilisation(ax, [0, 1, 2, 3], [0.2, 0.4, 0.6, 0.4])
+    assert "mean 40 %" in texts(ax)
+    assert ax.get_ylim()[1] >= 100
+    assert_tidy(ax)
+
+
+def test_loss_says_that_weights_are_random(ax):
+    plots.loss(ax, {"plain": Run("04", "a", metrics={"loss": [1.0, 0.9]}), "none": FAILED})
+    assert "loss (random weights)" in texts(ax)
+    assert len(ax.lines) == 1
+    assert_tidy(ax)
+
+
+def test_roofline_numbers_points_apart(ax):
+    points = {"convolution": (900, 520), "LoRA down": (7.9, 18), "LoRA up": (8.2, 17), "norm": (1.2, 3)}
+    plots.roofline(ax, {"bf16": Roofline(780, 4200), "fp32": Roofline(50, 4200)}, points)
+    said = texts(ax)
+    assert {"1", "2", "3", "4", "1  convolution", "FLOP per byte of memory traffic", "TFLOP/s"} <= set(said)
+    bf16 = ax.lines[0]
+    assert list(bf16.get_ydata())[-2:] == [780, 780]
+    assert_tidy(ax)
+
+
+def test_one_roofline_needs_no_name_and_no_points(ax):
+    plots.roofline(ax, Roofline(100, 1000), {})
+    assert any("100 TFLOP/s" in text for text in texts(ax))
+
+
+def lightness(color: str) -> float:
+    """CIE L* of a colour: what is left of it in a grey print."""
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in to_rgb(color)]
+    y = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+    return 116 * y ** (1 / 3) - 16
+
+
+@pytest.mark.parametrize("fills", [plots.FILLS, tuple(plots.LANE_FILLS.values())], ids=["categories", "lanes"])
+def test_fills_differ_in_grey(fills):
+    for (one, hatch), (other, other_hatch) in itertools.combinations(fills, 2):
+        assert hatch != other_hatch or abs(lightness(one) - lightness(other)) >= 12
+
+
+def test_neighbours_differ_in_lightness():
+    for (one, _), (other, _) in itertools.pairwise(plots.FILLS):
+        assert abs(lightness(one) - lightness(other)) >= 12
+
+
+def test_a_figure_of_several_axes_keeps_its_height():
+    figure, (ax, _) = plt.subplots(1, 2, figsize=(8, 5))
+    plots.breakdown(ax, PARTS)
+    assert figure.get_figheight() == 5
+
+
+def test_importing_the_module_leaves_matplotlib_alone():
+    code = "import sys, labutils.plots; print('matplotlib' in sys.modules, 'torch' in sys.modules)"
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert said.split() == ["False", "False"]
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(1029.6, "1,030"), (14.44, "14.4"), (3.44, "3.4"), (0.031, "0.031"), (0, "0")]
+)
+def test_figures(value, text):
+    assert plots._figure(value) == text
