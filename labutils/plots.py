@@ -266,7 +266,7 @@ def timeline(ax: Axes, lanes: Mapping[str, Iterable[tuple[float, float, str]]], 
         for lane in group:
             _lane(ax, list(rows).index(lane), rows[lane], fills, end - start)
         middle = sum(list(rows).index(lane) for lane in group) / len(group)
-        _fill_legend(ax, fills, beside=1 - (middle + 0.6) / len(rows) if len(groups) > 1 else None)
+        _fill_legend(ax, fills, beside=1 - (middle + 0.6) / (len(rows) + 0.2) if len(groups) > 1 else None)
     ax.set_xlim(start, end)
     ax.set_xlabel("ms")
     return ax
@@ -432,7 +432,7 @@ def peaks(
     widest = max([*(max(samples) for samples in measured.values()), *dense.values(), *sparse.values()], default=1.0)
     shown = {dtype for dtype in measured if dtype in dense or dtype in sparse}
     ax.set_xlim(0, (1.35 if shown else 1.2) * widest)
-    ax.set_xlabel("TFLOP/s of a large matrix product (bar: median; yellow: p10-p90)")
+    ax.set_xlabel("TFLOP/s of a large matrix product (bar: median, line at its end: p10-p90)")
     if shown:
         ax.legend(loc="upper right")  # the first rows, fp32 and tf32, have the shortest bars
     return ax
@@ -521,11 +521,12 @@ def _make_room(ax: Axes, rows: float, per_row: float) -> None:
 
 
 def _category_fills(intervals: Iterable[tuple[float, float, str]], most: int) -> dict[str, Fill]:
-    """Category -> fill for the `most` longest of them; "other" for the rest, if any."""
+    """Category -> fill for the `most` longest of them, in the order in which they appear; "other" for the rest, if any."""
     totals: dict[str, float] = {}
-    for _, duration, category in intervals:
+    for _, duration, category in sorted(intervals):
         totals[category] = totals.get(category, 0.0) + duration
-    chosen = sorted(totals, key=lambda category: -totals[category])[:most]
+    longest = sorted(totals, key=totals.__getitem__, reverse=True)[:most]
+    chosen = [category for category in totals if category in longest]
     fills = dict(zip(chosen, islice(cycle(FILLS), len(chosen)), strict=True))
     return fills if len(totals) <= most else fills | {"other": FILLS[-1]}
 

@@ -12,12 +12,13 @@ from labutils.hardware import cuda
 from labutils.hardware.architectures import runs_on, try_unlisted_architecture
 from labutils.hardware.host import device, machine, scale_for, usable_cores
 from labutils.hardware.operations import Operation, course_operations, measure_operation, sweep_sizes
-from labutils.hardware.probing import Probe, measured_roofline, probe
+from labutils.hardware.probing import ITEMS, Probe, measured_roofline, probe
 from labutils.hardware.roofline import Roofline
 from labutils.hardware.specs import DTYPES, SPECS, Spec, find_spec, spec_of
 
 __all__ = [
     "DTYPES",
+    "ITEMS",
     "SPECS",
     "Operation",
     "Probe",

@@ -40,6 +40,15 @@ def card() -> dict[str, Any]:
     }
 
 
+def architectures() -> list[str]:
+    """What this PyTorch was compiled for ("sm_90" machine code, "compute_90" PTX); [] without a GPU."""
+    if not available():
+        return []
+    import torch
+
+    return list(torch.cuda.get_arch_list())
+
+
 def capability() -> tuple[int, int] | None:
     """(major, minor) compute capability of the GPU in use, or None."""
     found = card().get("compute_capability")

@@ -6,15 +6,16 @@ read once and each output written once. What an operation really moves can only 
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from labutils.hardware import cuda
 
-COLD_BYTES = 256 * 2**20
+COLD_BYTES = {"cuda": 256 * 2**20, "cpu": 128 * 2**20}
 """Inputs are rotated through this much memory, so that no operation finds its data in a cache from the last time."""
 
 
@@ -67,7 +68,8 @@ def measure_operation(operation: Operation, budget_s: float = 0.4) -> Timing:
     """Time `operation` on data that is not in the caches; see `Timing`."""
     import torch
 
-    calls = [operation.make() for _ in range(max(1, min(24, math.ceil(COLD_BYTES / operation.bytes))))]
+    cold_bytes = COLD_BYTES["cuda" if cuda.available() else "cpu"]
+    calls = [operation.make() for _ in range(max(1, min(24, math.ceil(cold_bytes / operation.bytes))))]
     with torch.no_grad():
         called = _per_call(calls, budget_s)
         replay = cuda.graph_of(lambda calls=calls: [call() for call in calls])
@@ -77,7 +79,7 @@ def measure_operation(operation: Operation, budget_s: float = 0.4) -> Timing:
     return Timing(alone_ms=alone, called_ms=called)
 
 
-def sweep_sizes(device: str, exponents: tuple[int, ...] = tuple(range(0, 25, 2))) -> dict[int, Timing]:
+def sweep_sizes(device: str, exponents: Sequence[int] = range(0, 25, 2)) -> dict[int, Timing]:
     """Count of numbers -> times of negating that many in place: few show what a call costs, many what the work does."""
     import torch
 
@@ -95,7 +97,13 @@ def sweep_sizes(device: str, exponents: tuple[int, ...] = tuple(range(0, 25, 2))
 
 
 def _per_call(calls: list[Callable[[], Any]], budget_s: float) -> list[float]:
-    """Milliseconds a call, of rounds through `calls` that wait for the device only at their end."""
+    """Milliseconds a call: of rounds through `calls` that wait for a GPU only at their end, or of each call on a CPU.
+
+    A call on a CPU is done when it returns; in rounds, one call that another program held up would spoil them all.
+    """
+    if not cuda.available() and len(calls) < 100:
+        turns = itertools.cycle(calls)
+        return cuda.timed(lambda: next(turns)(), budget_s, warmup=len(calls), at_least=7)
     samples: list[float] = []
     started = time.perf_counter()
     while len(samples) < 7 or (time.perf_counter() - started < budget_s and len(samples) < 200):

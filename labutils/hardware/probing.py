@@ -16,9 +16,23 @@ from typing import Any
 from labutils.hardware import cuda
 from labutils.hardware.roofline import Roofline
 
-RATES = ("tflops_fp32", "tflops_tf32", "tflops_fp16", "tflops_bf16", "tflops_fp8", "tflops_fp8_rowwise")
-OTHERS = ("copy_gb_per_s", "launch_us", "graph_node_us", "h2d_pinned_gb_per_s", "h2d_pageable_gb_per_s")
-ITEMS = RATES + OTHERS
+RATES = {
+    "tflops_fp32": "fp32 products, TFLOP/s",
+    "tflops_tf32": "tf32 products, TFLOP/s",
+    "tflops_fp16": "fp16 products, TFLOP/s",
+    "tflops_bf16": "bf16 products, TFLOP/s",
+    "tflops_fp8": "fp8 products, one scale a matrix, TFLOP/s",
+    "tflops_fp8_rowwise": "fp8 products, one scale a row, TFLOP/s",
+}
+ITEMS = RATES | {
+    "copy_gb_per_s": "memory, read and written, GB/s",
+    "launch_us": "one call of a tiny operation, µs",
+    "graph_node_us": "the same inside a CUDA graph, µs",
+    "h2d_pinned_gb_per_s": "copy to the GPU from pinned memory, GB/s",
+    "h2d_pageable_gb_per_s": "copy to the GPU from ordinary memory, GB/s",
+}
+"""What can be probed, and how to call it in a table."""
+
 MIB = 2**20
 
 

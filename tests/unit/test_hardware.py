@@ -385,7 +385,7 @@ def test_measured_operation_rotates_cold_inputs(on_cpu):
         made.append(0)
         return lambda: None
 
-    operation = hardware.Operation("nothing", "", "fp32", 1, hardware.operations.COLD_BYTES / 3, make)
+    operation = hardware.Operation("nothing", "", "fp32", 1, hardware.operations.COLD_BYTES["cpu"] / 3, make)
     timing = hardware.measure_operation(operation, budget_s=0)
     assert len(made) == 3
     assert timing.alone_ms == timing.called_ms and len(timing.called_ms) >= 5

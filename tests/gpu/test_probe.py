@@ -1,0 +1,102 @@
+"""The probe on a real GPU: sane against the data sheet, and done in time."""
+
+import statistics
+import time
+
+import pytest
+
+from labutils import hardware
+from labutils.hardware import cuda
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(scope="module")
+def probed():
+    start = time.perf_counter()
+    found = hardware.probe()
+    return found, time.perf_counter() - start
+
+
+def test_the_probe_takes_at_most_15_seconds(probed):
+    assert probed[1] < 15
+
+
+def test_what_the_card_can_do_was_measured(probed):
+    found, _ = probed
+    capability = cuda.capability()
+    assert {"tflops_fp32", "tflops_fp16", "copy_gb_per_s", "launch_us", "graph_node_us"} <= set(found.samples)
+    assert {"h2d_pinned_gb_per_s", "h2d_pageable_gb_per_s"} <= set(found.samples)
+    assert (found.rate("bf16") is not None) == (capability >= (8, 0))
+    assert (found.rate("fp8") is not None) == (capability >= (8, 9)), found.skipped
+
+
+def test_rates_lie_below_the_data_sheet_and_not_far(probed):
+    spec = hardware.spec_of(hardware.machine())
+    if spec is None:
+        pytest.skip("no data sheet of this card")
+    for dtype, peak in spec.dense.items():
+        rate = probed[0].rate(dtype)
+        if rate is not None:
+            assert 0.4 * peak < rate < 1.05 * peak, dtype
+    assert 0.6 * spec.bandwidth < probed[0].median("copy_gb_per_s") < 1.02 * spec.bandwidth
+
+
+def test_the_order_of_things(probed):
+    found = probed[0]
+    assert found.rate("fp16") > found.rate("fp32")
+    assert found.median("graph_node_us") < found.median("launch_us")
+    assert found.median("h2d_pinned_gb_per_s") > found.median("h2d_pageable_gb_per_s")
+    assert found.median("h2d_pinned_gb_per_s") < found.median("copy_gb_per_s")
+
+
+def test_fp8_products_are_right():
+    import torch
+
+    if cuda.capability() < (8, 9):
+        pytest.skip("no FP8 matrix units")
+    torch.manual_seed(0)
+    a, b = torch.randn(256, 256, device="cuda"), torch.randn(256, 256, device="cuda")
+    for rowwise in (False, True):
+        product = hardware.probing._fp8_product(a, b, rowwise)().float()
+        error = (product - a @ b.t()).norm() / (a @ b.t()).norm()
+        assert error < 0.06, rowwise  # E4M3 rounds each number by up to 6 %, and errors cancel in the sum
+
+
+def test_operations_run_no_faster_than_their_floor():
+    dtype = "bf16" if cuda.capability() >= (8, 0) else "fp16"
+    roofs = {name: hardware.measured_roofline(name) for name in ("fp32", dtype)}
+    for operation in hardware.course_operations("small", "cuda", dtype):
+        timing = hardware.measure_operation(operation)
+        measured, called = statistics.median(timing.alone_ms), statistics.median(timing.called_ms)
+        floor = roofs[operation.dtype].floor_ms(operation.flops, operation.bytes)
+        assert measured > 0.85 * floor, operation.name  # the probe's own spread
+        assert called > 0.85 * measured, operation.name
+
+
+def test_a_graph_repeats_the_work():
+    import torch
+
+    x = torch.zeros(1, device="cuda")
+    replay = cuda.graph_of(lambda: x.add_(1))
+    x.zero_()
+    replay()
+    replay()
+    assert x.item() == 2
+
+
+def test_a_kernel_for_another_card_warns_and_fails():
+    found = hardware.try_unlisted_architecture()
+    assert (found["warned"], found["failed"]) == (1, 1)
+    assert "no kernel image" in found["message"]
+    import torch
+
+    assert torch.cuda.get_arch_list() == cuda.architectures()  # PyTorch's list is as it was
+
+
+def test_the_doctor_finds_this_gpu():
+    from labutils import doctor
+
+    findings = {finding.check: finding for finding in doctor.examine()}
+    assert findings["PyTorch"].status == "ok" and findings["Architectures"].status == "ok", findings
+    assert hardware.machine()["gpu"] in findings["GPU"].found
