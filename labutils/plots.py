@@ -24,7 +24,7 @@ STYLE = Path(__file__).with_name("course.mplstyle")
 
 INK, GREY, PAPER = "#222222", "#777777", "#FFFFFF"
 NAVY, RUST, TEAL, AMBER = "#0B3954", "#C1440E", "#2A9D8F", "#E9B44C"
-PURPLE, MIST, ROSE = "#5E3A87", "#C9D6DF", "#F2B5A7"
+PURPLE, MIST, ROSE = "#5E3A87", "#B3C4CF", "#EBA696"
 
 LANE_FILLS = {"article": (NAVY, ""), "same work": (TEAL, "///"), "same mathematics": (AMBER, "...")}
 FILLS = (
@@ -521,7 +521,7 @@ def _make_room(ax: Axes, rows: float, per_row: float) -> None:
 
 
 def _category_fills(intervals: Iterable[tuple[float, float, str]], most: int) -> dict[str, Fill]:
-    """Category -> fill for the `most` longest of them, in the order in which they appear; "other" for the rest, if any."""
+    """Category -> fill for the `most` longest of them, in order of appearance; "other" for the rest."""
     totals: dict[str, float] = {}
     for _, duration, category in sorted(intervals):
         totals[category] = totals.get(category, 0.0) + duration

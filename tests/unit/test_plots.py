@@ -201,6 +201,27 @@ def test_one_roofline_needs_no_name_and_no_points(ax):
     assert any("100 TFLOP/s" in text for text in texts(ax))
 
 
+def test_peaks_show_the_share_of_the_dense_peak(ax):
+    rates = {"fp32": [48, 50, 51], "bf16": [740, 760, 780], "fp8": [1200, 1300, 1350]}
+    plots.peaks(ax, rates, {"bf16": 989, "fp8": 1979}, {"bf16": 1979, "fp8": 3958})
+    assert {"50.0", "760, 77 % of 989", "data sheet, dense", "data sheet, with sparsity"} <= set(texts(ax))
+    assert_tidy(ax)
+
+
+def test_peaks_without_a_data_sheet(ax):
+    plots.peaks(ax, {"fp32": [0.1, 0.12]})
+    assert ax.get_legend() is None
+    assert_tidy(ax)
+
+
+def test_launch_cost_is_in_microseconds(ax):
+    curve = {2**k: [5e-3, 6e-3, 7e-3] for k in range(0, 20, 4)}
+    plots.launch_cost(ax, {"called from Python": curve}, 4.2)
+    assert list(ax.lines[0].get_ydata()) == pytest.approx([6] * 5)
+    assert "one call from Python: 4.2 µs" in texts(ax)
+    assert_tidy(ax)
+
+
 def lightness(color: str) -> float:
     """CIE L* of a colour: what is left of it in a grey print."""
     linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in to_rgb(color)]
