@@ -7,7 +7,7 @@ import re
 
 import pytest
 from claim_runs import CPU, Runs, article_runs, spread_of, timed
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from labutils import articles, claims
@@ -293,6 +293,7 @@ partial_runs = st.builds(
 )
 
 
+@settings(deadline=None)
 @given(st.data())
 def test_no_judge_raises_on_partial_runs(data):
     claim = data.draw(st.sampled_from(list(A1.values())))
@@ -304,6 +305,7 @@ def test_no_judge_raises_on_partial_runs(data):
     assert bool(found.shown) is (found.verdict != NOT_TESTABLE)
 
 
+@settings(deadline=None)
 @given(
     st.floats(0.01, 100),
     st.sampled_from(["A1.workers.three", "A1.workers.shape", "A1.workers.optimum", "A1.total.speedup"]),
@@ -316,6 +318,7 @@ def test_a_faster_machine_changes_no_verdict_on_ratios(factor, id):
     assert judgement(id, runs).verdict == CONFIRMED
 
 
+@settings(deadline=None)
 @given(st.floats(1.01, 4), st.floats(0, 0.3))
 def test_overlapping_spreads_never_confirm_a_speedup(ratio, spread):
     before, after = timed("04", "stock", 100 * ratio, spread), timed("04", "pinned", 100, spread)
