@@ -20,6 +20,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -65,6 +66,22 @@ def most_workers(shm_bytes: int, recipe: Recipe, resolution: int = 512) -> int:
     while needed_bytes(recipe.but(num_workers=workers + 1), resolution) <= shm_bytes:
         workers += 1
     return workers
+
+
+def those_that_fit(recipes: Mapping[str, Recipe], resolution: int = 512, free: int | None = None) -> dict[str, Recipe]:
+    """The recipes whose workers can live side by side in the `free` bytes, in order. None: what /dev/shm has free now.
+
+    One that would not fit beside those before it is left out: it would not fail, it would hang.
+    """
+    if free is None:
+        free = shutil.disk_usage(SHM).free if SHM.is_dir() else sys.maxsize
+    chosen = {}
+    for name, recipe in recipes.items():
+        needed = needed_bytes(recipe, resolution)
+        if needed <= free:
+            chosen[name] = recipe
+            free -= needed
+    return chosen
 
 
 @dataclass(frozen=True)

@@ -129,3 +129,23 @@ def hand_over_ms(dataset: Any, recipe: Recipe, read_ms: float, batches: int = 8)
         next(ready)
         samples.append(1e3 * (time.perf_counter() - began))
     return samples
+
+
+def epoch_start_ms(dataset: Any, recipe: Recipe, epochs: int = 4) -> list[float]:
+    """Milliseconds from the start of an epoch to its first batch, for each epoch but the first.
+
+    Workers that do not persist are started anew each time, and then read the first batch while training waits.
+    """
+    from labutils.data.images import make_loader
+
+    batches = max(1, recipe.num_workers)
+    loader = make_loader(dataset, recipe, epoch_length=batches * recipe.micro_batch)
+    samples = []
+    for _ in range(epochs):
+        began = time.perf_counter()
+        iterator = iter(loader)
+        next(iterator)
+        samples.append(1e3 * (time.perf_counter() - began))
+        for _ in iterator:
+            pass
+    return samples[1:]

@@ -90,3 +90,16 @@ def test_a_child_that_dies_is_reported(tmp_path: Path) -> None:
     file.write_text("")
     trial = try_workers(file, workers=1, shm_bytes=64 * MIB)
     assert trial.outcome == "crashed" and "Error" in trial.message
+
+
+def test_only_workers_that_fit_side_by_side_are_chosen() -> None:
+    recipes = {f"workers={n}": STOCK.but(num_workers=n) for n in (0, 1, 2, 3, 4, 8, 12)}
+    assert list(sharedmemory.those_that_fit(recipes, free=10**9)) == list(recipes)
+    assert list(sharedmemory.those_that_fit(recipes, free=64 * MIB)) == [
+        "workers=0",
+        "workers=1",
+        "workers=2",
+        "workers=3",
+    ]
+    assert list(sharedmemory.those_that_fit(recipes, free=0)) == ["workers=0"]
+    assert list(sharedmemory.those_that_fit(recipes, resolution=64, free=64 * MIB)) == list(recipes)
