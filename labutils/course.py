@@ -13,6 +13,7 @@ import ast
 import contextlib
 import gc
 import os
+import sys
 import time
 import traceback
 from collections.abc import Iterable, Iterator, Mapping
@@ -323,9 +324,9 @@ def _short(path: Path) -> str:
 
 def _in_kernel() -> bool:
     """Whether a Jupyter kernel shows what this process displays."""
-    try:
-        from IPython import get_ipython
-    except ImportError:
+    if "IPython" not in sys.modules:
         return False
+    from IPython import get_ipython
+
     shell = get_ipython()
     return shell is not None and hasattr(shell, "kernel")
