@@ -54,15 +54,11 @@ lint: install
 	@if [ -x $(BIN)/hadolint ]; then echo $(BIN)/hadolint Dockerfile; $(BIN)/hadolint Dockerfile; fi
 	$(BIN)/python -m pytest -q tests/unit/test_house.py
 
-format: install
-	$(BIN)/ruff check --fix .
-	$(BIN)/ruff format .
-	$(MAKE) notebooks
-
-# The newer half of each pair overwrites the older one; then the notebooks are formatted and both halves agree again.
-notebooks: install
+# The newer half of each notebook's pair overwrites the older one; then both are formatted, and both halves agree again.
+format notebooks: install
 	$(BIN)/jupytext --quiet --sync notebooks/py/*.py
-	$(BIN)/ruff format notebooks
+	$(BIN)/ruff check --quiet --fix --exit-zero $(if $(filter notebooks,$@),notebooks,.)
+	$(BIN)/ruff format $(if $(filter notebooks,$@),notebooks,.)
 	$(BIN)/jupytext --quiet --sync notebooks/*.ipynb
 
 unsloth te: install
