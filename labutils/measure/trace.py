@@ -354,7 +354,7 @@ class Trace:
             rest = difference(rest, time)
         return {
             name: {"ms": total(time) / self.steps, "count": len(self._marks.get(name, ())) / self.steps}
-            | ({"idle_ms": total(overlap(time, self.idle_time)) / self.steps} if self.on_gpu else {})
+            | ({"idle_ms": self.idle_ms_in(time)} if self.on_gpu else {})
             for name, time in (rows | {"unmarked": rest}).items()
         }
 
@@ -367,6 +367,16 @@ class Trace:
             "sync": union((wait.start, wait.end) for wait in self.waits),
             "launch": union((call.start, call.end) for call in launching),
         }
+
+    def python_time(self, file: str, function: str) -> list[Interval]:
+        """When the Python function of that name in a file whose path ends in `file` ran; [] without recorded stacks."""
+        pattern = re.compile(rf"(^|.*/){re.escape(file)}\(\d+\): {re.escape(function)}")
+        calls = (s for slices in self.python.values() for s in slices if pattern.fullmatch(s.name))
+        return overlap(union((call.start, call.end) for call in calls), [self.wall])
+
+    def idle_ms_in(self, time: Sequence[Interval]) -> float | None:
+        """Milliseconds per step of a set of time (such as `python_time`) in which the GPU idled; None without one."""
+        return total(overlap(time, self.idle_time)) / self.steps if self.on_gpu else None
 
     def partition(self) -> dict[str, float]:
         """Share (see `SHARES`) -> milliseconds per step; they add up to the wall time.
@@ -416,8 +426,7 @@ class Trace:
             kernels = [(kernel.start, kernel.end, category) for kernel, category, _ in self._sorted_kernels()]
             lanes["GPU"] = [*kernels, *((copy.start, copy.end, "copy") for copy in self.copies)]
         else:
-            innermost = (item for item in self._sorted_operators() if item[2] == item[0].end - item[0].start)
-            lanes["operators"] = ((op.start, op.end, category) for op, category, _ in innermost)
+            lanes["operators"] = [block for slices in self.ops.values() for block in _outermost_known(slices)]
         found = {lane: _clipped(blocks, window) for lane, blocks in lanes.items()}
         return {lane: blocks for lane, blocks in found.items() if blocks}
 
@@ -541,6 +550,16 @@ class Trace:
             "sync_ms": sum(wait.ms for wait in self.waits) / self.steps,
             "clip_sync": int(self.syncs_in("clip") > 0),
         }
+
+
+def _outermost_known(slices: Iterable[Slice]) -> Iterator[tuple[float, float, str]]:
+    """(start, end, category) of one thread's operators that compute something known, those inside another left out."""
+    covered = float("-inf")
+    for item in slices:
+        category = category_of(item.name)
+        if item.start >= covered and category not in ("other", "views and allocation"):
+            covered = item.end
+            yield item.start, item.end, category
 
 
 def _clipped(blocks: Iterable[tuple[float, float, str]], window: Interval) -> list[tuple[float, float, str]]:

@@ -108,6 +108,13 @@ def test_host_time_by_phase_adds_up(trace):
     assert sum(row["ms"] for row in rows.values()) * 2 == pytest.approx(trace.wall_ms)
 
 
+def test_idle_time_inside_a_python_function(trace):
+    flush = trace.python_time("training.py", "log_loss")
+    assert flush == trace.python_time("labutils/training.py", "log_loss") == [(us(500), us(600))]
+    assert trace.idle_ms_in(flush) == us((100 - 5) / 2)
+    assert trace.python_time("raining.py", "log_loss") == trace.python_time("training.py", "log") == []
+
+
 def test_kernels_belong_to_the_phase_that_launched_them(trace):
     phases = trace.kernels_by_phase()
     assert phases["backward"] == {"ms": us((60 + 50 + 60) / 2), "count": 1.5}
@@ -222,6 +229,17 @@ def test_operators_own_time_excludes_what_they_call():
         "GEMM": {"ms": us(90), "count": 2.0},
         "casts and layout": {"ms": us(10), "count": 1.0},
     }
+
+
+def test_without_a_gpu_the_timeline_shows_what_operators_compute():
+    events = [
+        op("autograd::engine::evaluate_function: AddmmBackward0", 0, 60),
+        op("aten::t", 2, 4),
+        op("aten::mm", 5, 50),
+        op("aten::copy_", 10, 20),
+        op("aten::add_", 52, 58),
+    ]
+    assert Trace(events).timeline() == {"operators": [(us(5), us(45), "GEMM"), (us(52), us(6), "elementwise")]}
 
 
 def test_data_is_recognised_by_pytorchs_own_mark_too():

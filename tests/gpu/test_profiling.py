@@ -1,0 +1,105 @@
+"""Traces, synchronisations, utilisation and memory on a real GPU."""
+
+import time
+
+import pytest
+import torch
+from torch.profiler import record_function
+
+from labutils.measure.intervals import total
+from labutils.measure.peak import MemoryTimeline, PeakMemory
+from labutils.measure.syncs import find_syncs, with_lines
+from labutils.measure.trace import profile
+from labutils.measure.utilization import Utilization
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+
+class Training:
+    """Work with three waits a step: a copy from pageable memory, and two reads of the loss. Clipping is none."""
+
+    def __init__(self):
+        self.layer = torch.nn.Linear(1024, 1024, device="cuda")
+        self.optimizer = torch.optim.SGD(self.layer.parameters(), lr=1e-3)
+        self.batch = torch.randn(2048, 1024)
+
+    def step(self):
+        with record_function("to_device"):
+            batch = self.batch.to("cuda")
+        with record_function("forward"):
+            loss = self.layer(batch).square().mean()
+        with record_function("log"):
+            self.first = loss.item()
+            self.second = loss.item()
+        with record_function("backward"):
+            loss.backward()
+        with record_function("clip"):
+            torch.nn.utils.clip_grad_norm_(self.layer.parameters(), 1.0)
+        with record_function("optimizer"):
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("profile")
+    return profile(Training(), steps=4, folder=folder), folder
+
+
+def test_every_wait_is_found_and_none_invented(recorded):
+    trace, _ = recorded
+    rows = {(row["phase"], row["cause"]): row["per_step"] for row in trace.sync_table()}
+    assert rows == {("to_device", "aten::to"): 1.0, ("log", "aten::item"): 2.0}
+    assert trace.metrics()["clip_sync"] == 0
+
+
+def test_pytorchs_warnings_count_the_same_and_know_the_lines(recorded):
+    trace, _ = recorded
+    sites = find_syncs(Training(), steps=2)
+    assert sum(site.count for site in sites) == len(trace.waits) / trace.steps
+    sources = [row["source"] for row in with_lines(trace.sync_table(), sites)]
+    assert any("self.first = loss.item()" in source and "self.second" in source for source in sources)
+
+
+def test_hta_measures_the_same_busy_time(recorded):
+    from hta.trace_analysis import TraceAnalysis
+
+    trace, folder = recorded
+    analysis = TraceAnalysis(trace_files={0: str(trace.path)}, trace_dir=str(folder), include_last_profiler_step=True)
+    row = analysis.get_temporal_breakdown(visualize=False).iloc[0]
+    assert row["compute_time(us)"] / 1000 == pytest.approx(total(trace.kernel_time), rel=0.02)
+
+
+def test_shares_add_up_and_kernels_are_known(recorded):
+    trace, _ = recorded
+    assert sum(trace.partition().values()) * trace.steps == pytest.approx(trace.wall_ms)
+    assert 0 < trace.gpu_busy < 1
+    assert trace.categories()["GEMM"]["count"] >= 2  # forward, and the gradient of the weight
+    assert trace.launches()["kernels"] >= trace.launches()["launches"] > 5
+
+
+def test_a_busy_gpu_reads_busy_and_an_idle_one_idle():
+    a = torch.randn(8192, 8192, device="cuda")
+    with Utilization(interval_s=0.05) as busy:
+        end = time.perf_counter() + 2.5
+        while time.perf_counter() < end:
+            a @ a
+            torch.cuda.synchronize()
+    with Utilization(interval_s=0.05) as idle:
+        time.sleep(2.5)
+    if not busy.samples or "gpu" not in busy.samples[0]:
+        pytest.skip("the driver does not tell utilisation here")
+    assert busy.share > 0.5 > idle.share
+    assert max(busy.series("memory_gb")[1]) > a.nbytes / 1e9
+
+
+def test_memory_of_a_block():
+    with PeakMemory() as peak, MemoryTimeline(interval_s=0.01) as memory:
+        memory.mark("before")
+        held = torch.zeros(250_000_000, device="cuda")
+        memory.mark("with a gigabyte")
+        del held
+    before, after = memory.marks
+    assert after["allocated_gb"] - before["allocated_gb"] == pytest.approx(1.0, abs=0.01)
+    metrics = peak.metrics()
+    assert metrics["peak_reserved_gb"] >= metrics["peak_allocated_gb"] >= 1.0
