@@ -443,24 +443,22 @@ table(("size", "pass", "operations: thin has fewer by", "time: thin is faster by
 order_run = lab.keep(Run("01", "order", metrics=metrics, samples=samples))
 
 # %% [markdown]
-# **Takeaway.** The factor in time is far from the factor in operations. With eight columns a product does next to no
+# **Takeaway.** The factor in time falls well short of the factor in operations. With eight columns a product does next to no
 # arithmetic on the data that it reads: it waits for memory (and, on a GPU, for its launch), and matrix units stand idle.
 # At a language model's width thin is the right order by a wide margin. At SD1.5's small widths the margin melts, and on a
-# GPU it may turn round: two thin kernels forward and four backward against few dense ones. Lab 04 makes use of that. A
-# smaller count of operations is a promise, the clock is the proof.
+# GPU it may turn round: two thin kernels forward and four backward against few dense ones. Lab 04 comes back to that.
+# A smaller count of operations is a promise, the clock is the proof.
 
 # %% [markdown]
 # ## 5 · Merge, take out, swap
 #
-# **Question.** For use, $W + \frac{\alpha}{r}BA$ can be added up once: the adapter then costs nothing. How exactly can it be taken
-# out again, and what does the sum lose when the weights are stored in half precision, as they usually are?
+# **Question.** For use, $W + \frac{\alpha}{r}BA$ can be added up once: the adapter then costs nothing. How exactly can
+# it be taken out again, and what does the sum lose when the weights are stored in half precision, as they usually are?
 #
 # Suppose that training has made a correction of one percent of the weight's size.
 
 # %%
-lost_in_bf16 = (
-    None  # how much of the correction is lost to rounding when it is merged into bfloat16 weights, in percent
-)
+lost_in_bf16 = None  # how much of the correction rounding takes when it is merged into bfloat16 weights, in percent
 lab.predict("part of the correction lost by merging into bf16", lost_in_bf16, "%")
 
 
