@@ -2,7 +2,8 @@
 
 A trace names kernels as their libraries do ("sm90_xmma_fprop_implicit_gemm_...", "nvjet_hsh_128x256_..."); learners ask
 how much time convolutions or casts take. The table below is ordered: the first pattern found in the lower-case name
-decides. Names change with library versions, so whatever no pattern knows is shown as "other" and never dropped.
+decides. "foreach" are PyTorch's kernels over many small tensors at once: unscaling, clipping and the optimizer. Names
+change with library versions, so whatever no pattern knows is shown as "other" and never dropped.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 _PATTERNS = {
     "communication": r"nccl",
     "attention": r"fmha|flash|attention|sdpa|aten::_?scaled_dot",
-    "optimizer": r"multi_tensor_apply|fused_?adam|(?<![a-z])amp_|aten::_foreach|lpnorm",
+    "foreach": r"multi_tensor_apply|fused_?adam|(?<![a-z])amp_|aten::_foreach|lpnorm",
     "compiled": r"^triton_(poi|per|red|unk)|^cpp_fused|graph_\d+_cpp|compiledfxgraph",
     "convolution": r"conv(?!ert)|implicit_gemm|fprop|dgrad|wgrad|winograd|im2col|col2im",
     "normalisation": r"(layer|group|batch|rms)_?norm|rowwisemoments|computefusedparams|backwardfusedparams",

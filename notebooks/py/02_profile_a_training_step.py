@@ -214,7 +214,7 @@ lab.show(
 )
 
 fig, ax = plt.subplots(figsize=(7.2, 3))
-plots.timeline(ax, trace.timeline(), most=8)
+plots.timeline(ax, trace.timeline(), most=7)
 ax.set_title("one optimizer step")
 plt.show()
 lab.verdict("A1.profiler.five-steps");
@@ -232,7 +232,7 @@ end = next((t for _, t in trace.phase_time["optimizer"] if t > clip[1]), clip[1]
 margin = 3 * (end - clip[0])
 window = (clip[0] - margin, end + margin)
 fig, ax = plt.subplots(figsize=(7.2, 3))
-plots.timeline(ax, trace.timeline(window), most=8)
+plots.timeline(ax, trace.timeline(window), most=7)
 ax.set_title("around clipping and the optimizer")
 plt.show()
 
@@ -324,7 +324,8 @@ table(
 
 # %% [markdown]
 # *Thin GEMM* are the products with LoRA's narrow matrices: few operations, and a launch each. *Casts and layout* is what
-# autocast and changes between memory layouts cost.
+# autocast and changes between memory layouts cost. *foreach* are PyTorch's kernels over many small tensors at once, which
+# unscale gradients, clip them and update parameters.
 #
 # **Takeaway.** Three measures of one step: the driver's utilisation, the share of the time in which kernels ran, and the
 # share of the card's arithmetic that was used. Only the last one knows what the card could do.

@@ -125,7 +125,7 @@ def test_kernels_are_sorted_by_kind_of_work(trace):
     found = {name: row["ms"] for name, row in trace.categories().items()}
     assert found == {
         "thin GEMM": us(50),
-        "optimizer": us(45),
+        "foreach": us(45),
         "compiled": us(30),
         "attention": us(30),
         "GEMM": us(25),
@@ -330,7 +330,7 @@ def test_a_file_that_is_no_trace_is_refused(tmp_path):
         ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_3_64x128x64", "attention"),
         ("void at::native::(anonymous namespace)::RowwiseMomentsCUDAKernel<c10::Half>", "normalisation"),
         ("void at::native::(anonymous namespace)::vectorized_layer_norm_kernel<float>", "normalisation"),
-        ("void at::native::multi_tensor_apply_kernel<FusedAdamMathFunctor>", "optimizer"),
+        ("void at::native::multi_tensor_apply_kernel<FusedAdamMathFunctor>", "foreach"),
         ("void at::native::unrolled_elementwise_kernel<at::native::direct_copy_kernel_cuda>", "casts and layout"),
         ("void cudnn::ops::nchwToNhwcKernel<__half, __half, float>", "casts and layout"),
         ("void convertTensor_kernel<float, __half, float>", "casts and layout"),
@@ -339,7 +339,7 @@ def test_a_file_that_is_no_trace_is_refused(tmp_path):
         ("triton_per_fused_native_group_norm_3", "compiled"),
         ("ncclDevKernel_AllReduce_Sum_f32_RING_LL", "communication"),
         ("autograd::engine::evaluate_function: ConvolutionBackward0", "other"),
-        ("aten::_foreach_addcdiv_", "optimizer"),
+        ("aten::_foreach_addcdiv_", "foreach"),
         ("aten::transpose", "views and allocation"),
         ("aten::empty_strided", "views and allocation"),
         ("something_new", "other"),
