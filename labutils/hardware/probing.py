@@ -123,10 +123,16 @@ def _matrix_rate(dtype: str, device: str) -> list[float]:
             statistics.median(cuda.timed(_product(dtype, first, device), budget_s=0.02, at_least=3, at_most=20)) / 1e3
         )
         fitting = first * (target_s / trial) ** (1 / 3)
-        size = int(min(largest, max(first, fitting // 256 * 256)))
+        size = int(min(largest, _largest_in_memory(), max(first, fitting // 256 * 256)))
         budget_s = 0.5 if device == "cuda" else 0.8
         times = cuda.timed(_product(dtype, size, device), budget_s=budget_s, warmup=5)
     return [2 * size**3 / (ms * 1e9) for ms in times]
+
+
+def _largest_in_memory() -> int:
+    """The largest multiple of 256 of which three square fp32 matrices fit in a quarter of the GPU's free memory."""
+    free_gb = cuda.free_memory()
+    return 2**20 if free_gb is None else max(256, int((free_gb * 1e9 / 4 / 12) ** 0.5) // 256 * 256)
 
 
 def _require(dtype: str, device: str) -> None:

@@ -334,6 +334,14 @@ def test_formats_a_card_lacks_are_skipped(monkeypatch, capability, missing):
     assert refused == missing
 
 
+def test_matrices_fit_beside_what_is_on_the_gpu(monkeypatch):
+    monkeypatch.setattr(cuda, "free_memory", lambda: 1.0)
+    size = probing._largest_in_memory()
+    assert size % 256 == 0 and 4000 < size < 5000
+    monkeypatch.setattr(cuda, "free_memory", lambda: None)
+    assert probing._largest_in_memory() > 8192  # a CPU's memory is no limit here
+
+
 def test_probed_data_is_random():
     data = probing.random_bytes(4 * probing.MIB, "cpu")
     assert data.numel() == 4 * probing.MIB
