@@ -37,4 +37,5 @@ HEALTHCHECK --interval=30s --timeout=5s --start-period=30s \
     CMD ["python", "-c", "from urllib.request import urlopen; urlopen('http://127.0.0.1:8888/api', timeout=4)"]
 
 # Jupyter makes a fresh token at each start and prints it; nothing here turns that off.
-CMD ["jupyter", "lab", "notebooks", "--ip=0.0.0.0", "--port=8888", "--no-browser"]
+CMD ["jupyter", "lab", "--ip=0.0.0.0", "--port=8888", "--no-browser", \
+     "--LabApp.default_url=/lab/tree/notebooks/00_check_your_machine.ipynb"]

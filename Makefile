@@ -3,6 +3,7 @@
 #   PYTHON=python3.12   the interpreter that .venv is made of (3.11 or 3.12)
 #   VENV=.venv          where it is made
 #   SCALE=auto          tiny (any CPU), small (a GPU of 8 GB), full (the article's own); auto: the largest that fits
+#   ARGS=...            more for JupyterLab (make lab) or pytest (make test)
 #   RESULTS=DIR         where `make course` keeps its results; run again, it goes on where it stopped
 
 PYTHON  ?= python3
@@ -43,10 +44,10 @@ course: install
 	exit $$status
 
 test: install
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(ARGS)
 
 lab: install
-	$(BIN)/python -m jupyter lab notebooks
+	$(BIN)/python -m jupyter lab --LabApp.default_url=/lab/tree/notebooks/00_check_your_machine.ipynb $(ARGS)
 
 lint: install
 	$(BIN)/ruff check .
