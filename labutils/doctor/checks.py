@@ -320,7 +320,7 @@ def check_compiler(facts: Facts) -> Iterator[Finding]:
         why = "torch.compile builds C++ with OpenMP; lab 04 would skip its compiled rungs."
         yield Finding("C++ compiler", WARN, f"{compiler.path} can't build a program: {compiler.message}", why, install)
     else:
-        yield Finding("C++ compiler", OK, compiler.path)
+        yield Finding("C++ compiler", OK, f"{compiler.path.rpartition('/')[2]} builds programs with OpenMP")
     if compiler.status == "ok" and not compiler.python_headers:
         yield Finding(
             "Python headers",

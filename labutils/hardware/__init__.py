@@ -12,7 +12,7 @@ from labutils.hardware import cuda
 from labutils.hardware.architectures import runs_on, try_unlisted_architecture
 from labutils.hardware.host import device, machine, scale_for, usable_cores
 from labutils.hardware.operations import Operation, course_operations, measure_operation, sweep_sizes
-from labutils.hardware.probing import ITEMS, Probe, measured_roofline, probe
+from labutils.hardware.probing import ITEMS, Probe, measured_roofline, probe, rate_over_time
 from labutils.hardware.roofline import Roofline
 from labutils.hardware.specs import DTYPES, SPECS, Spec, find_spec, spec_of
 
@@ -32,6 +32,7 @@ __all__ = [
     "measure_operation",
     "measured_roofline",
     "probe",
+    "rate_over_time",
     "runs_on",
     "scale_for",
     "spec_of",

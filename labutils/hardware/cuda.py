@@ -121,7 +121,7 @@ def timed(
     call()
     synchronize()
     one = max(time.perf_counter() - start, 1e-6)
-    repeats = min(at_most, max(at_least, int(budget_s / one)))
+    repeats = max(at_least, min(at_most, int(budget_s / one)))
     return _timed_by_events(call, repeats) if available() else _timed_by_clock(call, repeats)
 
 

@@ -48,6 +48,11 @@ class Timing:
     called_ms: list[float]
 
 
+def _timing(alone_ms: list[float], called_ms: list[float]) -> Timing:
+    """A `Timing` of at most 60 samples each, in five figures: more would only make records longer."""
+    return Timing(*([float(f"{ms:.5g}") for ms in samples[:60]] for samples in (alone_ms, called_ms)))
+
+
 def course_operations(scale: str, device: str, dtype: str) -> list[Operation]:
     """Six operations of the course's workloads, at SD1.5's and a 4096-wide language model's sizes; smaller at "tiny".
 
@@ -76,7 +81,7 @@ def measure_operation(operation: Operation, budget_s: float = 0.4) -> Timing:
         alone = [ms / len(calls) for ms in cuda.timed(replay, budget_s=budget_s)] if replay else called
     del calls, replay
     cuda.empty_cache()
-    return Timing(alone_ms=alone, called_ms=called)
+    return _timing(alone, called)
 
 
 def sweep_sizes(device: str, exponents: Sequence[int] = range(0, 25, 2)) -> dict[int, Timing]:
@@ -90,7 +95,7 @@ def sweep_sizes(device: str, exponents: Sequence[int] = range(0, 25, 2)) -> dict
         called = _per_call(calls, budget_s=0.1)
         replay = cuda.graph_of(lambda calls=calls: [call() for call in calls])
         alone = [ms / len(calls) for ms in cuda.timed(replay, budget_s=0.05)] if replay else called
-        found[x.numel()] = Timing(alone_ms=alone, called_ms=called)
+        found[x.numel()] = _timing(alone, called)
         del x, calls, replay
     cuda.empty_cache()
     return found

@@ -7,6 +7,7 @@ after a warm-up, several times, and once in a process. An item that this machine
 from __future__ import annotations
 
 import functools
+import itertools
 import statistics
 import time
 from collections.abc import Callable
@@ -101,9 +102,7 @@ def measured_roofline(dtype: str) -> Roofline:
 def _measured(item: str, device: str) -> tuple[float, ...] | str:
     """The item's samples, or why there are none."""
     try:
-        if item in RATES:
-            return tuple(_matrix_rate(item.removeprefix("tflops_"), device))
-        return tuple(_MEASURERS[item](device))
+        return tuple(float(f"{sample:.5g}") for sample in _MEASURERS[item](device))
     except Unsupported as error:
         return str(error)
     except (
@@ -115,18 +114,55 @@ def _measured(item: str, device: str) -> tuple[float, ...] | str:
 
 
 def _matrix_rate(dtype: str, device: str) -> list[float]:
-    """TFLOP/s of square matrix products, of a size that keeps the processor busy long enough to time it well."""
+    """TFLOP/s of square matrix products, of a size that keeps the processor busy long enough to time it well.
+
+    On a GPU in bursts of about 10 ms with rests between them: held up for longer, they meet the card's power limit, and
+    its clock falls (`rate_over_time` shows it). In a training step products come in bursts, too.
+    """
+    with _fp32_products_as("high" if dtype == "tf32" else "highest"):
+        call, size, seconds = _timeable_product(dtype, device)
+        if device == "cpu":
+            times = cuda.timed(call, budget_s=0.8)
+        else:
+            count = max(2, min(10, round(0.01 / seconds)))
+            times = [ms for _ in range(10) for ms in _after_a_rest(call, count)]
+    return [2 * size**3 / (ms * 1e9) for ms in times]
+
+
+def _timeable_product(dtype: str, device: str) -> tuple[Callable[[], Any], int, float]:
+    """(product, its matrices' size, roughly how many seconds it takes), warmed up. Raises `Unsupported`."""
     _require(dtype, device)
     first, largest, target_s = (2048, 8192, 8e-3) if device == "cuda" else (256, 2048, 25e-3)
-    with _fp32_products_as("high" if dtype == "tf32" else "highest"):
-        trial = (
-            statistics.median(cuda.timed(_product(dtype, first, device), budget_s=0.02, at_least=3, at_most=20)) / 1e3
-        )
-        fitting = first * (target_s / trial) ** (1 / 3)
-        size = int(min(largest, _largest_in_memory(), max(first, fitting // 256 * 256)))
-        budget_s = 0.5 if device == "cuda" else 0.8
-        times = cuda.timed(_product(dtype, size, device), budget_s=budget_s, warmup=5)
-    return [2 * size**3 / (ms * 1e9) for ms in times]
+    times = cuda.timed(_product(dtype, first, device), budget_s=0.02, at_least=3, at_most=20)
+    seconds = statistics.median(times) / 1e3
+    fitting = first * (target_s / seconds) ** (1 / 3)
+    size = int(min(largest, _largest_in_memory(), max(first, fitting // 256 * 256)))
+    call = _product(dtype, size, device)
+    return call, size, statistics.median(cuda.timed(call, budget_s=0, at_least=3)) / 1e3
+
+
+def _after_a_rest(call: Callable[[], Any], count: int) -> list[float]:
+    time.sleep(0.05)
+    return cuda.timed(call, budget_s=0, warmup=0, at_least=count)
+
+
+def rate_over_time(dtype: str, seconds: float = 2.0, points: int = 60) -> list[tuple[float, float]]:
+    """(second, TFLOP/s) of matrix products that never pause: how the rate falls where power or heat is the limit.
+
+    Raises `ValueError` where this machine can't multiply `dtype`.
+    """
+    device = "cuda" if cuda.available() else "cpu"
+    try:
+        with _fp32_products_as("high" if dtype == "tf32" else "highest"):
+            call, size, one = _timeable_product(dtype, device)
+            time.sleep(0.2)
+            count = max(points, int(seconds / one))
+            times = cuda.timed(call, budget_s=0, warmup=0, at_least=count, at_most=count)
+    except Unsupported as error:
+        raise ValueError(f"{dtype} {error}.") from None
+    groups = [times[len(times) * k // points : len(times) * (k + 1) // points] for k in range(points)]
+    ends = itertools.accumulate(sum(group) / 1e3 for group in groups)
+    return [(end, 2 * size**3 * len(group) / (sum(group) * 1e9)) for end, group in zip(ends, groups, strict=True)]
 
 
 def _largest_in_memory() -> int:
@@ -262,6 +298,7 @@ def _host_to_device(pinned: bool) -> Callable[[str], list[float]]:
 
 
 _MEASURERS: dict[str, Callable[[str], list[float]]] = {
+    **{item: functools.partial(_matrix_rate, item.removeprefix("tflops_")) for item in RATES},
     "copy_gb_per_s": _copy_bandwidth,
     "launch_us": _launch,
     "graph_node_us": _graph_node,

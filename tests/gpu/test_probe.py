@@ -50,6 +50,12 @@ def test_the_order_of_things(probed):
     assert found.median("h2d_pinned_gb_per_s") < found.median("copy_gb_per_s")
 
 
+def test_held_up_the_rate_does_not_rise_above_a_bursts(probed):
+    dtype = "bf16" if cuda.capability() >= (8, 0) else "fp16"
+    held = [rate for _, rate in hardware.rate_over_time(dtype, seconds=1.0)]
+    assert statistics.median(held[30:]) < 1.05 * probed[0].rate(dtype)
+
+
 def test_fp8_products_are_right():
     import torch
 

@@ -350,6 +350,14 @@ def test_probed_data_is_random():
     assert a.abs().min() > 0
 
 
+def test_rate_over_time(on_cpu):
+    found = hardware.rate_over_time("fp32", seconds=0.2, points=5)
+    seconds, rates = zip(*found, strict=True)
+    assert len(found) == 5 and list(seconds) == sorted(seconds) and min(rates) > 0
+    with pytest.raises(ValueError, match="fp8 is not for a CPU"):
+        hardware.rate_over_time("fp8")
+
+
 def test_matrix_precision_is_set_back():
     import torch
 
