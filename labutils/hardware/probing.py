@@ -120,30 +120,20 @@ def _matrix_rate(dtype: str, device: str) -> list[float]:
     its clock falls (`rate_over_time` shows it). In a training step products come in bursts, too.
     """
     with _fp32_products_as("high" if dtype == "tf32" else "highest"):
-        call, size, seconds = _timeable_product(dtype, device)
-        if device == "cpu":
-            times = cuda.timed(call, budget_s=0.8)
-        else:
-            count = max(2, min(10, round(0.01 / seconds)))
-            times = [ms for _ in range(10) for ms in _after_a_rest(call, count)]
+        call, size = _timeable_product(dtype, device)
+        times = cuda.timed_in_bursts(call) if device == "cuda" else cuda.timed(call, budget_s=0.8)
     return [2 * size**3 / (ms * 1e9) for ms in times]
 
 
-def _timeable_product(dtype: str, device: str) -> tuple[Callable[[], Any], int, float]:
-    """(product, its matrices' size, roughly how many seconds it takes), warmed up. Raises `Unsupported`."""
+def _timeable_product(dtype: str, device: str) -> tuple[Callable[[], Any], int]:
+    """(product, its matrices' size): one that takes about 8 ms on a GPU or 25 on a CPU. Raises `Unsupported`."""
     _require(dtype, device)
     first, largest, target_s = (2048, 8192, 8e-3) if device == "cuda" else (256, 2048, 25e-3)
     times = cuda.timed(_product(dtype, first, device), budget_s=0.02, at_least=3, at_most=20)
     seconds = statistics.median(times) / 1e3
     fitting = first * (target_s / seconds) ** (1 / 3)
     size = int(min(largest, _largest_in_memory(), max(first, fitting // 256 * 256)))
-    call = _product(dtype, size, device)
-    return call, size, statistics.median(cuda.timed(call, budget_s=0, at_least=3)) / 1e3
-
-
-def _after_a_rest(call: Callable[[], Any], count: int) -> list[float]:
-    time.sleep(0.05)
-    return cuda.timed(call, budget_s=0, warmup=0, at_least=count)
+    return _product(dtype, size, device), size
 
 
 def rate_over_time(dtype: str, seconds: float = 2.0, points: int = 60) -> list[tuple[float, float]]:
@@ -154,7 +144,8 @@ def rate_over_time(dtype: str, seconds: float = 2.0, points: int = 60) -> list[t
     device = "cuda" if cuda.available() else "cpu"
     try:
         with _fp32_products_as("high" if dtype == "tf32" else "highest"):
-            call, size, one = _timeable_product(dtype, device)
+            call, size = _timeable_product(dtype, device)
+            one = statistics.median(cuda.timed(call, budget_s=0, at_least=3)) / 1e3
             time.sleep(0.2)
             count = max(points, int(seconds / one))
             times = cuda.timed(call, budget_s=0, warmup=0, at_least=count, at_most=count)

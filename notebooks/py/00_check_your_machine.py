@@ -115,7 +115,7 @@ seconds, held = zip(*hardware.rate_over_time(main_dtype), strict=True)
 lab.keep(Run("00", "held", metrics={"tflops": summarise(held[len(held) // 2 :]), "dtype": main_dtype}))
 fig, ax = plt.subplots(figsize=(7.2, 2.8))
 ax.plot(seconds, held, marker=".", label="without a pause")
-ax.axhline(measured.rate(main_dtype), color="black", linestyle=":", label="in bursts (median)")
+ax.axhline(measured.rate(main_dtype), color="black", linestyle=":", label="the probe's median")
 ax.set(xlabel="seconds", ylabel=f"{main_dtype} TFLOP/s", ylim=(0, None), title="The rate of matrix products, held up")
 ax.legend(loc="lower right")
 plt.show()
@@ -200,8 +200,9 @@ memory_bound = sum(op.intensity < roofs[op.dtype].ridge for op in operations)
 # while the frozen projection beside them lies far to the right. (A CPU has little arithmetic for its memory, so its ridge
 # lies far to the left; few operations are limited by memory there.)
 #
-# A floor is a model. A share above 100 % means that the model was too strict: a cache held some of the data after all, or
-# another program slowed the probe but not the operation. A share far below 100 % is where there is something to gain.
+# A floor is a model. A share above 100 % means that the model was too strict: a cache held some of the data after all, the
+# operation's kernel is better than the probe's, or another program slowed the probe alone. A share far below 100 % is
+# where there is something to gain.
 #
 # **Takeaway.** The same GPU has two speeds, and the operation picks one. Before you optimise an operation, divide its FLOPs
 # by its bytes.

@@ -77,7 +77,7 @@ def test_operations_run_no_faster_than_their_floor():
         measured, called = statistics.median(timing.alone_ms), statistics.median(timing.called_ms)
         floor = roofs[operation.dtype].floor_ms(operation.flops, operation.bytes)
         assert measured > 0.85 * floor, operation.name  # the probe's own spread
-        assert called > 0.85 * measured, operation.name
+        assert called > 0.8 * measured, operation.name  # the host can only add to it
 
 
 def test_a_graph_repeats_the_work():
