@@ -13,13 +13,14 @@ from typing import Any
 
 _PATTERNS = {
     "communication": r"nccl",
-    "attention": r"fmha|flash|attention|sdpa|aten::_?scaled_dot",
+    "attention": r"fmha|flash|attention|sdpa|dot_do_o|aten::_?scaled_dot",
     "foreach": r"multi_tensor_apply|fused_?adam|(?<![a-z])amp_|aten::_foreach|lpnorm",
     "compiled": r"^triton_(poi|per|red|unk)|^cpp_fused|graph_\d+_cpp|compiledfxgraph",
     "convolution": r"conv(?!ert)|implicit_gemm|fprop|dgrad|wgrad|winograd|im2col|col2im",
-    "normalisation": r"(layer|group|batch|rms)_?norm|rowwisemoments|computefusedparams|backwardfusedparams",
+    "normalisation": r"(layer|group|batch|rms)_?norm|rowwisemoments|computefusedparams|backwardfusedparams|"
+    r"computeinternalgradients",
     "GEMM": r"gemm|gemv|cublas|cutlass|nvjet|splitk|wgmma|^triton_(tem|mm)|aten::(addmm|mm|bmm|baddbmm|linear|matmul)$",
-    "casts and layout": r"copy|convert|(?<!aten::)transpose|catarray|nchwtonhwc|nhwctonchw|"
+    "casts and layout": r"copy|convert|(?<!aten::)transpose|tensortransform|scalepacked|catarray|nchwtonhwc|nhwctonchw|"
     r"aten::(_to_copy|to|contiguous|clone|cat)$",
     "views and allocation": r"aten::(\w*view|reshape|_reshape_alias|transpose|t|permute|expand|as_strided|empty\w*|"
     r"select|slice|narrow|unsqueeze|squeeze|flatten|unflatten|split\w*|chunk|detach|alias|resize_|result_type)$",

@@ -378,11 +378,24 @@ class Trace:
         """Milliseconds per step of a set of time (such as `python_time`) in which the GPU idled; None without one."""
         return total(overlap(time, self.idle_time)) / self.steps if self.on_gpu else None
 
-    def partition(self) -> dict[str, float]:
+    def partition(self, step_ms: float | None = None, data_ms: float | None = None) -> dict[str, float]:
         """Share (see `SHARES`) -> milliseconds per step; they add up to the wall time.
 
-        Without a GPU there are but two: "data", and "host" for all the rest.
+        Without a GPU there are but two: "data", and "host" for all the rest. The profiler's own work makes the host
+        slower and leaves GPU work as it is. So give `step_ms` and `data_ms` (a step, and the wait for data in it, timed
+        without the profiler) for an estimate of that step: GPU work as traced, data as timed, and what is left shared
+        among the others as it was in the trace. They add up to `step_ms`.
         """
+        traced = self._traced_partition()
+        if step_ms is None:
+            return traced
+        known = _fitted({name: traced[name] for name in ("kernels", "copies") if name in traced}, step_ms)
+        known |= _fitted({"data": data_ms or 0.0}, step_ms - sum(known.values()))
+        others = {name: ms for name, ms in traced.items() if name not in known}
+        left = (step_ms - sum(known.values())) / (sum(others.values()) or 1.0)
+        return known | {name: ms * left for name, ms in others.items()}
+
+    def _traced_partition(self) -> dict[str, float]:
         states = self._host_states
         on_gpu = {"kernels": self.kernel_time, "copies": self.copy_time} | states
         rest, shares = [self.wall], {}
@@ -528,20 +541,24 @@ class Trace:
             }
         )
 
-    def metrics(self) -> dict[str, Any]:
+    def metrics(self, step_ms: float | None = None, data_ms: float | None = None) -> dict[str, Any]:
         """The numbers of a `Run`, per step; what does not apply to this trace is absent.
 
-        `.._share` are those of `partition` as parts of the wall time, `.._idle_ms` those of `host_breakdown`.
-        `clip_sync` is 1 where a synchronisation began inside the mark "clip", else 0.
+        `.._share` are those of `partition(step_ms, data_ms)` as parts of the step, and `gpu_busy` is the kernels': of
+        the traced step, or of the one timed without the profiler where its times are given. `.._idle_ms` are those of
+        `host_breakdown`, always as traced. `clip_sync` is 1 where a synchronisation began inside the mark "clip", or 0.
         """
         found: dict[str, Any] = {"traced_step_ms": self.wall_ms / self.steps, "traced_steps": self.steps}
-        found |= {f"{share}_share": ms * self.steps / self.wall_ms for share, ms in self.partition().items()}
+        shares = self.partition(step_ms, data_ms)
+        found |= {f"{name}_share": ms / sum(shares.values()) for name, ms in shares.items()}
         if not self.on_gpu:
             return found
         found |= {f"{phase}_idle_ms": row["idle_ms"] for phase, row in self.host_breakdown().items()}
         launches = self.launches()
         return found | {
-            "gpu_busy": self.gpu_busy,
+            "gpu_busy": found["kernels_share"],
+            "traced_gpu_busy": self.gpu_busy,
+            "kernels_ms": total(self.kernel_time) / self.steps,
             "kernels_per_step": launches["kernels"],
             "launches_per_step": launches["launches"],
             "graph_launches_per_step": launches["graph_launches"],
@@ -560,6 +577,12 @@ def _outermost_known(slices: Iterable[Slice]) -> Iterator[tuple[float, float, st
         if item.start >= covered and category not in ("other", "views and allocation"):
             covered = item.end
             yield item.start, item.end, category
+
+
+def _fitted(parts: dict[str, float], most: float) -> dict[str, float]:
+    """`parts`, scaled down where together they exceed `most`."""
+    factor = min(1.0, most / (sum(parts.values()) or 1.0))
+    return {name: part * factor for name, part in parts.items()}
 
 
 def _clipped(blocks: Iterable[tuple[float, float, str]], window: Interval) -> list[tuple[float, float, str]]:

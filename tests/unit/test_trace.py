@@ -47,6 +47,25 @@ def test_every_moment_belongs_to_exactly_one_share(trace):
     assert sum(shares.values()) * trace.steps == pytest.approx(trace.wall_ms)
 
 
+def test_a_step_timed_without_the_profiler_keeps_the_gpus_time_and_the_measured_wait(trace):
+    """Of 0.5 ms, GPU work takes 0.199 and data 0.051 as measured; the rest is shared as it was while profiling."""
+    shares = trace.partition(step_ms=0.5, data_ms=0.051)
+    assert shares["kernels"] + shares["copies"] == us(199)
+    assert shares["data"] == us(51)
+    rest = {"sync": 57, "launch": 35, "host": 1410}
+    assert {k: shares[k] for k in rest} == {k: us(250 * v / 1502) for k, v in rest.items()}
+    assert sum(shares.values()) == pytest.approx(0.5)
+    metrics = trace.metrics(step_ms=0.5, data_ms=0.051)
+    assert metrics["gpu_busy"] == metrics["kernels_share"] == pytest.approx(0.19 / 0.5)
+    assert metrics["data_share"] == pytest.approx(0.051 / 0.5)
+    assert metrics["traced_step_ms"] == us(1050)
+
+
+def test_a_step_shorter_than_its_kernels_was_all_kernels(trace):
+    assert trace.metrics(step_ms=0.1, data_ms=0.0)["gpu_busy"] == pytest.approx(190 / 199)
+    assert sum(trace.partition(step_ms=0.1, data_ms=0.05).values()) == us(100)
+
+
 def test_launches_are_counted_by_kind(trace):
     assert trace.launches() == {
         "kernels": 3.0,  # six kernels in two steps, from four launches
@@ -218,6 +237,7 @@ def test_without_a_gpu_what_does_not_apply_is_absent():
     assert trace.gaps() == []
     assert trace.waits == []
     assert trace.partition() == {"data": us(100), "host": us(900)}
+    assert trace.partition(step_ms=0.8, data_ms=0.1) == {"data": us(100), "host": us(700)}
     assert set(trace.metrics()) == {"traced_step_ms", "traced_steps", "data_share", "host_share"}
     assert all("idle_ms" not in row for row in trace.host_breakdown().values())
     assert [(w.where.function, w.cause) for w in trace.host_reads()] == [("log_loss", "aten::item")]
@@ -336,6 +356,10 @@ def test_a_file_that_is_no_trace_is_refused(tmp_path):
         ("void convertTensor_kernel<float, __half, float>", "casts and layout"),
         ("void at::native::vectorized_elementwise_kernel<4, at::native::launch_clamp_scalar>", "elementwise"),
         ("void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float, MeanOps>>", "reduction"),
+        ("void at::native::(anonymous namespace)::ComputeInternalGradientsCUDAKernel<float>", "normalisation"),
+        ("void cudnn::fusion::compute_dot_do_o<false>", "attention"),
+        ("void cudnn::fusion::convert_dq_to_16bits<false>", "casts and layout"),
+        ("void tensorTransformGeneric<__half, __half, float, true, false, false>", "casts and layout"),
         ("triton_per_fused_native_group_norm_3", "compiled"),
         ("ncclDevKernel_AllReduce_Sum_f32_RING_LL", "communication"),
         ("autograd::engine::evaluate_function: ConvolutionBackward0", "other"),
