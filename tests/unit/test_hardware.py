@@ -264,6 +264,12 @@ def test_timed_warms_up_and_repeats(monkeypatch):
     assert min(times) >= 0
 
 
+def test_bursts_without_a_gpu_are_plain_repeats(monkeypatch):
+    monkeypatch.setattr(cuda, "available", lambda: False)
+    monkeypatch.setattr(cuda.time, "sleep", lambda seconds: pytest.fail("a CPU needs no rest"))
+    assert len(cuda.timed_in_bursts(lambda: None, burst_s=0)) == 7
+
+
 # the probe
 
 
