@@ -12,6 +12,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -39,6 +40,61 @@ def compile_blocks(blocks: Iterable[nn.Module], mode: str) -> None:
     """Compile each block in place. Blocks of one class and shape share code, so this compiles far less than the whole."""
     for block in blocks:
         block.compile(mode=mode)
+
+
+class ChannelsLastGroupNorm(nn.GroupNorm):
+    """GroupNorm whose compiled form keeps images [n, c, h, w] in channels-last memory, forward and backward.
+
+    The compiler takes GroupNorm apart into reductions over [n, groups, c / groups * h * w], an order that channels-last
+    memory isn't in: results come out channels-first, and every convolution after one first copies its input. Written over
+    [n, h, w, groups, c / groups] the same sums run through memory as it lies. Outside a compiled region it is GroupNorm.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not torch.compiler.is_compiling() or x.dim() != 4:
+            return super().forward(x)
+        pixels = x.permute(0, 2, 3, 1).float()
+        grouped = pixels.unflatten(-1, (self.num_groups, -1))
+        variance, mean = torch.var_mean(grouped, dim=(1, 2, 4), correction=0, keepdim=True)
+        normal = ((grouped - mean) * torch.rsqrt(variance + self.eps)).flatten(-2)
+        return (normal * self.weight + self.bias).to(x.dtype).permute(0, 3, 1, 2)
+
+
+class ChannelsLastPointwise(nn.Conv2d):
+    """A 1x1 convolution that is computed, when compiled, as what it is: one matrix product over the pixels.
+
+    A weight of 1x1 is channels-first and channels-last at once, so the convolution library is left to guess, and where it
+    guesses the other way it copies the whole image, forward and backward. A product over [n, h, w, c] leaves no choice.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not torch.compiler.is_compiling():
+            return super().forward(x)
+        images, _, height, width = x.shape
+        # In 4 dimensions this would compile to a product for each row of the image, too thin to be fast.
+        pixels = x.permute(0, 2, 3, 1).reshape(images * height * width, -1)
+        projected = F.linear(pixels, self.weight.flatten(1), self.bias)
+        return projected.view(images, height, width, -1).permute(0, 3, 1, 2)
+
+
+def rewrite_layers(module: nn.Module, forms: dict[type[nn.Module], type[nn.Module]]) -> None:
+    """Give every layer of `module` whose class is in `forms` that form instead; weights and names stay as they are.
+
+    A 1x1 convolution alone is one `ChannelsLastPointwise` stands for; other sizes stay convolutions.
+    """
+    for layer in module.modules():
+        form = forms.get(type(layer))
+        if form is ChannelsLastPointwise and not layer.kernel_size == layer.stride == (1, 1):
+            continue
+        if form:
+            layer.__class__ = form
+
+
+CHANNELS_LAST_FORMS: dict[type[nn.Module], type[nn.Module]] = {
+    nn.GroupNorm: ChannelsLastGroupNorm,
+    nn.Conv2d: ChannelsLastPointwise,
+}
+"""Layers that leave channels-last memory when compiled -> the forms that keep it."""
 
 
 class Captured:

@@ -12,7 +12,9 @@ the gradients equal the plain layers' (tests/unit/test_folding.py).
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,6 +28,9 @@ ALIGNMENT = 8
 
 class FoldedLinear(nn.Module):
     """A linear layer whose weight is handed to it, W' = W + alpha/r BA [out, in], by `Folds.form` before each pass.
+
+    The first of several layers that were folded jointly gets the weights of all, [n out, in], and gives all their results
+    side by side [..., n out]; the others aren't called.
 
     It has the anatomy of a LoRA layer (`labutils.adapters`): lora_A["default"].weight and lora_B["default"].weight are
     views of the stacked matrices that are trained, so saving, loading and counting work on it as on any other.
@@ -49,7 +54,7 @@ class FoldedLinear(nn.Module):
 class Stack(nn.Module):
     """All adapted layers of one shape: W [n, out, in] frozen, A [n, r', in] and B [n, out, r'] trained in float32."""
 
-    def __init__(self, layers: list[nn.Module]) -> None:
+    def __init__(self, layers: list[nn.Module], pieces: list[int]) -> None:
         super().__init__()
         a = torch.stack([layer.lora_A["default"].weight.detach() for layer in layers])
         b = torch.stack([layer.lora_B["default"].weight.detach() for layer in layers])
@@ -58,6 +63,7 @@ class Stack(nn.Module):
         self.A = nn.Parameter(F.pad(a, (0, 0, 0, padding)))
         self.B = nn.Parameter(F.pad(b, (0, padding)))
         self.scaling = layers[0].scaling["default"]
+        self.pieces = pieces  # how many neighbours in the stack are one product, one number a product
         self.register_buffer("W", torch.stack([layer.base_layer.weight.detach() for layer in layers]))
         self.folded = [FoldedLinear(layer.base_layer, self.scaling) for layer in layers]
         for index, layer in enumerate(self.folded):
@@ -65,11 +71,13 @@ class Stack(nn.Module):
             layer.lora_B["default"] = SimpleNamespace(weight=self.B.data[index, :, :rank])
 
     def form(self) -> None:
-        """Hand each layer its W', one batched product for all."""
+        """Hand each product its W', one batched product for all."""
         dtype = self.W.dtype
         folded = torch.baddbmm(self.W, self.B.to(dtype), self.A.to(dtype), alpha=self.scaling)
-        for layer, weight in zip(self.folded, folded.unbind(), strict=True):
-            layer.weight = weight
+        first = 0
+        for piece in folded.split(self.pieces):
+            self.folded[first].weight = piece.flatten(0, 1)
+            first += len(piece)
 
 
 class Folds(nn.Module):
@@ -86,21 +94,29 @@ class Folds(nn.Module):
                 stack.form()
 
 
-def fold(module: nn.Module, layers: dict[str, nn.Module]) -> None:
+def fold(module: nn.Module, layers: dict[str, nn.Module], joint: Sequence[tuple[str, ...]] = ()) -> None:
     """Put folded layers in the place of the LoRA `layers` (name -> layer) of `module`, in place.
 
-    The model then has one A and one B for each shape of layer as its trainable parameters, and a submodule `folds`.
+    The model then has one A and one B for each shape of layer as its trainable parameters, and a submodule `folds`. Each
+    tuple of `joint` names layers of one shape that are given the same input: the first then computes them all.
     """
-    by_shape = defaultdict(list)
-    for name, layer in layers.items():
-        by_shape[tuple(layer.base_layer.weight.shape)].append((name, layer))
+    first = {name: names[0] for names in joint for name in names}
     stacks = []
-    for group in by_shape.values():
-        stack = Stack([layer for _, layer in group])
-        for (name, _), folded in zip(group, stack.folded, strict=True):
+    for names in _by_shape(layers).values():
+        groups = [list(group) for _, group in itertools.groupby(names, key=lambda name: first.get(name, name))]
+        stack = Stack([layers[name] for name in names], [len(group) for group in groups])
+        for name, folded in zip(names, stack.folded, strict=True):
             module.set_submodule(name, folded)
         stacks.append(stack)
     module.folds = Folds(stacks)
+
+
+def _by_shape(layers: dict[str, nn.Module]) -> dict[tuple[int, ...], list[str]]:
+    """Shape of the weight -> names of the layers that have it, in the model's order."""
+    found = defaultdict(list)
+    for name, layer in layers.items():
+        found[tuple(layer.base_layer.weight.shape)].append(name)
+    return found
 
 
 def form_weights(module: nn.Module) -> None:

@@ -73,9 +73,17 @@ class Recipe:
         ("model", "blocks", "everything"),
     )
     memory_format: str = knob("contiguous", "layout of images and convolution weights", ("contiguous", "channels_last"))
-    attention: str = knob(
-        "auto", "the attention kernel: PyTorch's choice, or the named one", ("auto", "math", "flash", "efficient", "cudnn")
+    layers: str = knob(
+        "published",
+        "published: as the library writes them; rewritten: the same functions in forms that compile to less work",
+        ("published", "rewritten"),
     )
+    attention: str = knob(
+        "auto",
+        "the attention kernel: PyTorch's choice, or the named one",
+        ("auto", "math", "flash", "efficient", "cudnn"),
+    )
+    cudnn_benchmark: bool = knob(False, "let cuDNN time its algorithms for each shape once and keep the fastest")
     logging: str = knob(
         "synchronous",
         "synchronous: read the loss each micro-step and write each step; ring-buffer: keep it on the device, write later",
@@ -142,7 +150,9 @@ class Recipe:
 def _check(spec: dataclasses.Field, value: Any) -> None:
     """Raise `ValueError` unless `value` has the type of the knob's default and is among what the knob takes."""
     kind = type(spec.default)
-    right_type = isinstance(value, int | float) and not isinstance(value, bool) if kind is float else type(value) is kind
+    right_type = (
+        isinstance(value, int | float) and not isinstance(value, bool) if kind is float else type(value) is kind
+    )
     if not right_type:
         raise ValueError(f"{spec.name}={value!r} is a {type(value).__name__}; this knob takes a {kind.__name__}.")
     choices, at_least = spec.metadata["choices"], spec.metadata["at_least"]

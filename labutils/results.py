@@ -68,7 +68,12 @@ def summarise(samples: Sequence[float]) -> dict[str, float]:
     if not samples:
         raise ValueError("No samples to summarise: the run measured nothing.")
     ordered = sorted(samples)
-    return {"median": _quantile(ordered, 0.5), "p10": _quantile(ordered, 0.1), "p90": _quantile(ordered, 0.9), "n": len(ordered)}
+    return {
+        "median": _quantile(ordered, 0.5),
+        "p10": _quantile(ordered, 0.1),
+        "p90": _quantile(ordered, 0.9),
+        "n": len(ordered),
+    }
 
 
 def _quantile(ordered: Sequence[float], q: float) -> float:
@@ -114,7 +119,7 @@ def read_records(path: str | Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     records = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+    for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
         try:
             record = json.loads(line)
         except json.JSONDecodeError:
@@ -165,5 +170,7 @@ def commit() -> str:
     head = subprocess.run([*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=False)
     if head.returncode != 0:
         return "unknown"
-    dirty = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True, check=False).stdout.strip()
+    dirty = subprocess.run(
+        [*git, "status", "--porcelain", "-uno"], capture_output=True, text=True, check=False
+    ).stdout.strip()
     return head.stdout.strip() + ("+" if dirty else "")

@@ -1,8 +1,8 @@
 """Three ways to drive one optimizer step; each does the same computation on the same model.
 
-    AccelerateStep   as the public script does: the accelerate library around every call
-    EagerStep        plain PyTorch: the same operations without the library's host work
-    GraphStep        the eager step recorded once as a CUDA graph and replayed
+AccelerateStep   as the public script does: the accelerate library around every call
+EagerStep        plain PyTorch: the same operations without the library's host work
+GraphStep        the eager step recorded once as a CUDA graph and replayed
 """
 
 from __future__ import annotations
@@ -158,9 +158,7 @@ class EagerStep:
         write, self._close_writer = tensorboard(parts.folder, flush=recipe.logging == "synchronous")
         synchronous = recipe.logging == "synchronous"
         self.log: Log = (
-            SynchronousLog(write, recipe.accumulation)
-            if synchronous
-            else RingLog(write, recipe.accumulation, device)
+            SynchronousLog(write, recipe.accumulation) if synchronous else RingLog(write, recipe.accumulation, device)
         )
 
     def step(self, batches: Batches) -> None:
@@ -208,7 +206,9 @@ class GraphStep(EagerStep):
     def __init__(self, parts: Parts) -> None:
         super().__init__(parts)
         if parts.recipe.optimizer != "adamw-fused":
-            raise ValueError("driver='graph' needs optimizer='adamw-fused': the other form asks the host whether to step.")
+            raise ValueError(
+                "driver='graph' needs optimizer='adamw-fused': the other form asks the host whether to step."
+            )
         self.inputs: list[Batch] = []
         self.captured: Callable[[], None] | None = None
 

@@ -76,7 +76,9 @@ class RingLog:
     the GPU's back and is written when the next half is full; the host never waits for a loss, and NaN is noticed up to
     `2 * half` steps late. Everything in `micro_step` and `end_step`'s device part can be captured in a CUDA graph."""
 
-    def __init__(self, write: Write, accumulation: int, device: torch.device, first_step: int = 0, half: int = 16) -> None:
+    def __init__(
+        self, write: Write, accumulation: int, device: torch.device, first_step: int = 0, half: int = 16
+    ) -> None:
         self.write = write
         self.accumulation = accumulation
         self.half = half
@@ -97,7 +99,7 @@ class RingLog:
         return [self.total, self.ring, self.place]
 
     def micro_step(self, loss: Tensor) -> None:
-        self.total.add_(loss.detach(), alpha=1 / self.accumulation)
+        self.total.add_(loss.detach().mean(), alpha=1 / self.accumulation)
 
     def end_step(self) -> None:
         self.put()

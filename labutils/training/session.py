@@ -9,6 +9,7 @@ from pathlib import Path
 from types import TracebackType
 
 import torch
+from torch.backends import cudnn
 
 from labutils.capture import attention_kernel
 from labutils.data.images import make_loader
@@ -57,7 +58,7 @@ class Session:
 
     def step(self) -> None:
         """One optimizer step, accumulation included. On a GPU it may still be running when this returns."""
-        with attention_kernel(self.recipe.attention):
+        with attention_kernel(self.recipe.attention), cudnn.flags(enabled=True, benchmark=self.recipe.cudnn_benchmark):
             self.driver.step(self.batches)
         self.step_count += 1
 

@@ -19,11 +19,13 @@ from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
+from diffusers.models.activations import GEGLU
 from torch import Tensor, nn
 from torch.profiler import record_function
 from torch.utils.data import DataLoader, Dataset
 
 from labutils.adapters import attach_lora, lora_layers
+from labutils.capture import CHANNELS_LAST_FORMS, rewrite_layers
 from labutils.data.images import captioned_images, collate, image_text_dataset
 from labutils.data.tokenizers import HUB_MODEL, MAX_LENGTH, VOCABULARY, clip_tokenizer
 from labutils.folding import fold, form_weights
@@ -92,14 +94,14 @@ class DiffusionLora(Workload):
     # ------------------------------------------------------------------------------------------------ the model
 
     def build(self, recipe: Recipe) -> Networks:
-        frozen = self._frozen(DTYPES[recipe.precision], LAYOUTS[recipe.memory_format], recipe.seed)
+        frozen = self._frozen(DTYPES[recipe.precision], LAYOUTS[recipe.memory_format], recipe.layers, recipe.seed)
         # A copy of the modules around the same tensors: sessions side by side hold the frozen weights once.
         shared = {id(tensor): tensor for tensor in [*frozen.parameters(), *frozen.buffers()]}
         model = copy.deepcopy(frozen, memo=shared)
         kind = "plain" if recipe.adapter == "folded" else recipe.adapter
         attach_lora(model.unet, TARGETS, recipe.rank, recipe.rank, kind, seed=recipe.seed)
         if recipe.adapter == "folded":
-            fold(model.unet, lora_layers(model.unet))
+            _fold(model.unet)
         model.unet.train()
         return model
 
@@ -113,12 +115,14 @@ class DiffusionLora(Workload):
         return [m for m in model.unet.modules() if type(m).__name__ in ("BasicTransformerBlock", "ResnetBlock2D")]
 
     @functools.lru_cache(maxsize=4)  # noqa: B019  the workload lives as long as its sessions do
-    def _frozen(self, dtype: torch.dtype, layout: torch.memory_format, seed: int) -> Networks:
+    def _frozen(self, dtype: torch.dtype, layout: torch.memory_format, layers: str, seed: int) -> Networks:
         """The three networks without adapters, every weight frozen."""
         with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
             torch.manual_seed(seed)
             networks = self._from_hub() if self.weights == "hub" else _networks(self.size, self.device)
         networks = networks.to(self.device, dtype, memory_format=layout).requires_grad_(False)
+        if layers == "rewritten":
+            rewrite_layers(networks, CHANNELS_LAST_FORMS | {GEGLU: SplitGEGLU})
         networks.scheduler.alphas_cumprod = networks.scheduler.alphas_cumprod.to(self.device)
         networks.vae.eval()
         networks.text_encoder.eval()
@@ -256,6 +260,48 @@ class EncodedExamples(Dataset):
     def __getitems__(self, indices: list[int]) -> Batch:
         chosen = torch.tensor(indices)
         return {name: tensor.index_select(0, chosen) for name, tensor in self.tensors.items()}
+
+
+def _fold(unet: nn.Module) -> None:
+    """Fold the UNet's LoRA layers, the projections of one input jointly."""
+    joint = []
+    for name in unet.attn_processors:
+        layer = name.removesuffix(".processor")
+        shared = ("to_k", "to_v") if unet.get_submodule(layer).is_cross_attention else ("to_q", "to_k", "to_v")
+        joint.append(tuple(f"{layer}.{projection}" for projection in shared))
+    fold(unet, lora_layers(unet), joint)
+    unet.set_attn_processor(JointAttention())
+
+
+class JointAttention:
+    """Attention as diffusers computes it, but with one product for the projections that share an input: q, k and v of
+    self attention, k and v of cross attention. hidden_states is [b, n, channels], encoder_hidden_states [b, 77, width]."""
+
+    def __call__(
+        self, attn: nn.Module, hidden_states: Tensor, encoder_hidden_states: Tensor | None = None, **unused: Any
+    ) -> Tensor:
+        if encoder_hidden_states is None:
+            projections = attn.to_q(hidden_states).chunk(3, dim=-1)
+        else:
+            projections = attn.to_q(hidden_states), *attn.to_k(encoder_hidden_states).chunk(2, dim=-1)
+        query, key, value = (x.unflatten(-1, (attn.heads, -1)).transpose(1, 2) for x in projections)
+        attended = F.scaled_dot_product_attention(query, key, value)  # [b, heads, n, channels / heads]
+        return attn.to_out[0](attended.transpose(1, 2).flatten(-2))
+
+
+class SplitGEGLU(GEGLU):
+    """GEGLU (Shazeer 2020), its two halves projected by two products when compiled.
+
+    With one product the gradient is a concatenation, which the compiler writes as one kernel that computes both halves for
+    every element and picks one: two needless erf an element, and a kernel bound by arithmetic that should be bound by
+    memory. With two products there is nothing to concatenate.
+    """
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if not torch.compiler.is_compiling():
+            return super().forward(hidden_states, *args, **kwargs)
+        (value, gate), (value_bias, gate_bias) = self.proj.weight.chunk(2), self.proj.bias.chunk(2)
+        return F.linear(hidden_states, value, value_bias) * F.gelu(F.linear(hidden_states, gate, gate_bias))
 
 
 def _as_it_is(batch: Batch) -> Batch:
