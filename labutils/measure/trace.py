@@ -427,21 +427,39 @@ class Trace:
     def timeline(self, window: Interval | None = None) -> dict[str, list[tuple[float, float, str]]]:
         """Lane -> (start_ms, duration_ms, category) of what happened in `window` (default: the first recorded step).
 
-        Times count from the window's beginning. Lanes: "host" by phase; on a GPU also "host waits" (synchronisations)
-        and "GPU" (kernels by category, copies), without one "operators" by category. Empty lanes are left out.
+        Times count from the window's beginning. Lanes: "host" by phase; on a GPU also "host waits" (synchronisations),
+        "launches" (calls) and "GPU" (kernels by category, copies), without one "operators" by category. Empty lanes are
+        left out.
         """
-        window = window or (self._windows[0][1:] if self._windows else self.wall)
+        window = window or self._first_step
         lanes: dict[str, Iterable[tuple[float, float, str]]] = {
             "host": ((start, end, name) for name, time in self.phase_time.items() for start, end in time)
         }
         if self.on_gpu:
             lanes["host waits"] = ((wait.start, wait.end, "synchronisation") for wait in self.waits)
+            lanes["launches"] = ((start, end, "launch call") for start, end in self._host_states["launch"])
             kernels = [(kernel.start, kernel.end, category) for kernel, category, _ in self._sorted_kernels()]
             lanes["GPU"] = [*kernels, *((copy.start, copy.end, "copy") for copy in self.copies)]
         else:
             lanes["operators"] = [block for slices in self.ops.values() for block in _outermost_known(slices)]
         found = {lane: _clipped(blocks, window) for lane, blocks in lanes.items()}
         return {lane: blocks for lane, blocks in found.items() if blocks}
+
+    @property
+    def _first_step(self) -> Interval:
+        return self._windows[0][1:] if self._windows else self.wall
+
+    def busy_over_time(self, bins: int = 150) -> tuple[list[float], list[float]]:
+        """(milliseconds from the beginning, share of the time in which kernels ran) of `bins` parts of the first step.
+
+        Thousands of kernels in one picture look busy; this tells how busy. Two empty lists without a GPU.
+        """
+        if not self.on_gpu:
+            return [], []
+        start, end = self._first_step
+        width, kernels = (end - start) / bins, Lookup(self.kernel_time)
+        edges = [start + n * width for n in range(bins)]
+        return [edge - start for edge in edges], [total(kernels.within((e, e + width))) / width for e in edges]
 
     # Synchronisations
 
@@ -591,26 +609,24 @@ def _clipped(blocks: Iterable[tuple[float, float, str]], window: Interval) -> li
     return [(start - window[0], end - start, category) for start, end, category in cut if start < end]
 
 
-def profile(
-    session: Any, steps: int = 5, folder: str | Path = "profile", with_stack: bool = True, compress: bool = False
-) -> Trace:
+def profile(session: Any, steps: int = 5, folder: str | Path = "profile", with_stack: bool = True) -> Trace:
     """Record `steps` steps of `session` as article A1 does, and read the trace back.
 
     The schedule is the article's: one step passed over, one to warm the profiler up, `steps` recorded, once. `session`
     has `.step()`; each call is one recorded step (for a training session an optimizer step, accumulation included). The
-    file `*.pt.trace.json` (with `compress`, `.gz`) in `folder` opens in Perfetto. `with_stack` records Python functions
+    file `*.pt.trace.json` in `folder` opens in Perfetto. `with_stack` records Python functions
     and the operators' input shapes as well; it slows the host down, so take times without it.
     """
     import torch
     from torch.profiler import ProfilerActivity, schedule, tensorboard_trace_handler
 
     folder = Path(folder)
-    before = set(folder.glob("*.pt.trace.json*"))
+    before = set(folder.glob("*.pt.trace.json"))
     on_gpu = torch.cuda.is_available()
     with torch.profiler.profile(
         activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])],
         schedule=schedule(wait=1, warmup=1, active=steps, repeat=1),
-        on_trace_ready=tensorboard_trace_handler(str(folder), use_gzip=compress),
+        on_trace_ready=tensorboard_trace_handler(str(folder)),
         record_shapes=with_stack,
         with_stack=with_stack,
     ) as profiler:
@@ -619,5 +635,5 @@ def profile(
             if on_gpu and number == 1:
                 torch.cuda.synchronize()  # so that work launched while warming up does not run into the record
             profiler.step()
-    (written,) = set(folder.glob("*.pt.trace.json*")) - before
+    (written,) = set(folder.glob("*.pt.trace.json")) - before
     return Trace.read(written)

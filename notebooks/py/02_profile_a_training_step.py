@@ -217,28 +217,37 @@ lab.show(
     f"{trace.steps} steps, {size:,.0f} MB: `{trace.path}`. To look inside: https://ui.perfetto.dev, *Open trace file*."
 )
 
-fig, ax = plt.subplots(figsize=(7.2, 3))
-plots.timeline(ax, trace.timeline(), most=7)
-ax.set_title("one optimizer step")
+lanes = trace.timeline()
+fig, axes = plt.subplots(1 + trace.on_gpu, sharex=True, squeeze=False, figsize=(7.2, 3 + 1.5 * trace.on_gpu))
+plots.timeline(axes[0, 0], {k: v for k, v in lanes.items() if k not in ("GPU", "launches")}, most=7)
+axes[0, 0].set_title("One optimizer step")
+if trace.on_gpu:
+    plots.utilisation(axes[1, 0], *trace.busy_over_time(), label="kernels running")
+    axes[1, 0].set_xlabel("ms")
 plt.show()
 lab.verdict("A1.profiler.five-steps");
 
 # %% [markdown]
-# The picture is the same file, drawn without a viewer: one recorded step, the host's phases above, what was computed
-# below. Find the four micro-steps. On a GPU, look for white space in its row, and for what stands above it.
+# This is the file, drawn without a viewer: one recorded step, what the host was doing above, and on a GPU how much of the
+# time kernels ran. Find the four micro-steps, and what stands above the stretches with little going on.
 #
-# A second look, at the end of the step: the last micro-step's backward pass, clipping, and the optimizer. This is where
-# the article saw a gap that it could not explain away.
+# Thousands of kernels don't fit a picture of a whole step. Two closer looks: 2 ms in the middle of a forward pass, and the
+# end of the step, where the article saw a gap that it could not explain away.
 
 # %%
+forward = trace.phase_time["forward"][1]
+middle = sum(forward) / 2
 clip = trace.phase_time["clip"][0]
 end = next((t for _, t in trace.phase_time["optimizer"] if t > clip[1]), clip[1])
-margin = 3 * (end - clip[0])
-window = (clip[0] - margin, end + margin)
-fig, ax = plt.subplots(figsize=(7.2, 3))
-plots.timeline(ax, trace.timeline(window), most=7)
-ax.set_title("around clipping and the optimizer")
-plt.show()
+closer = {
+    "Inside a forward pass": (middle, middle + 2),
+    "Around clipping and the optimizer": (clip[0] - (end - clip[0]), 2 * end - clip[0]),
+}
+for title, window in closer.items():
+    fig, ax = plt.subplots()
+    plots.timeline(ax, trace.timeline(window), most=7)
+    ax.set_title(title)
+    plt.show()
 
 # %% [markdown]
 # ## 5 · Where each millisecond goes
@@ -270,7 +279,8 @@ shares = {bar: {name: 100 * ms / sum(part.values()) for name, ms in part.items()
 if theirs:
     shares["H200 (full), not profiled"] = {name: 100 * theirs[f"{name}_share"] for name in SHARES}
 fig, ax = plt.subplots()
-plots.breakdown(ax, shares, unit="% of the step")
+plots.breakdown(ax, shares, unit="%")
+ax.set_xlabel("% of an optimizer step")
 plt.show()
 phases = trace.host_breakdown()
 stock.metrics |= {"phases_ms": {name: row["ms"] for name, row in phases.items()}}

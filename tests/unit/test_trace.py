@@ -158,9 +158,16 @@ def test_timeline_shows_one_window_cut_to_its_edges(trace):
     assert lanes == {
         "host": [(us(0), us(100), "data"), (us(100), us(60), "to_device"), (us(160), us(170), "forward")],
         "host waits": [(us(110), us(40), "synchronisation")],
+        "launches": [(us(200), us(10), "launch call"), (us(230), us(10), "launch call")],
         "GPU": [(us(220), us(100), "thin GEMM"), (us(300), us(30), "GEMM"), (us(132), us(13), "copy")],
     }
     assert max(start + length for start, length, _ in trace.timeline()["GPU"]) <= 1.0
+
+
+def test_busy_over_time_divides_the_first_step(trace):
+    when, busy = trace.busy_over_time(bins=4)
+    assert when == [us(0), us(250), us(500), us(750)]
+    assert busy == [0.0, pytest.approx(130 / 250), pytest.approx(10 / 250), pytest.approx(150 / 250)]
 
 
 @pytest.mark.filterwarnings("ignore:The inplace keyword")
