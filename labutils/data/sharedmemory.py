@@ -210,7 +210,8 @@ def _watch(child: subprocess.Popen, task: Task, patience_s: float, limit_s: floa
                 else:
                     complaints += text
                     last = time.monotonic() if b"Error" in text else last
-            stuck = b"Error" in complaints and time.monotonic() - last > patience_s + task.head_start_s
+            patience = patience_s + (task.head_start_s if progress.get("batches", 0) <= 1 else 0)
+            stuck = b"Error" in complaints and time.monotonic() - last > patience
             if stuck or time.monotonic() - started > limit_s:
                 outcome = "hung"
     if not outcome:
