@@ -18,7 +18,8 @@ class Sampler:
     """`with Sampler(read, interval_s) as s: ...` calls `read()` every `interval_s` and gathers what it returns.
 
     `samples` are the readings so far, `failure` the message of the reading that ended it, else "". One reading is taken
-    at the beginning and one at the end, so that a short block has two.
+    before the block begins and one when it has ended, so that the shortest block lies between two: a busy block can
+    keep the thread from Python's interpreter for longer than it lasts.
     """
 
     def __init__(self, read: Callable[[], Reading], interval_s: float = 0.1) -> None:
@@ -34,6 +35,7 @@ class Sampler:
 
     def __enter__(self) -> Self:
         self._began = time.perf_counter()
+        self._take()
         self._thread.start()
         return self
 
@@ -61,17 +63,16 @@ class Sampler:
         return weighted / sum(spans) if sum(spans) > 0 else values[-1]
 
     def _run(self) -> None:
-        while self._take() and not self._stop.wait(self._interval_s):
-            pass
+        while not self.failure and not self._stop.wait(self._interval_s):
+            self._take()
         if not self.failure:
             self._take()
 
-    def _take(self) -> bool:
-        """One reading; False where it failed."""
+    def _take(self) -> None:
+        """One reading, or the failure."""
         try:
             reading = self._read()
         except Exception as error:  # whatever a driver or a vanished process raises must not reach the training loop
             self.failure = f"{type(error).__name__}: {error}"
-            return False
+            return
         self.samples.append({"t": self.now} | reading)
-        return True

@@ -30,6 +30,12 @@ def test_a_sampler_reads_from_beginning_to_end():
     assert sampler.series("y") == ([], [])
 
 
+def test_the_first_reading_is_taken_before_the_block_whatever_it_does():
+    with Sampler(dict, interval_s=60) as sampler:
+        assert len(sampler.samples) == 1
+    assert len(sampler.samples) == 2
+
+
 def test_a_failing_reading_never_reaches_the_loop():
     def read():
         raise OSError("the driver has gone")
