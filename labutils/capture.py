@@ -1,8 +1,8 @@
 """Taking the host out of the step: compiled regions and captured CUDA graphs.
 
 A compiled region is a part of the model that TorchInductor turned into fewer, larger kernels; the host still launches
-them one by one. A CUDA graph is a recording of launches that the GPU replays without the host. They combine: compile for
-fewer kernels, capture so that launching them costs nothing.
+them one by one. A CUDA graph is a recording of launches that the GPU replays without the host. They combine: compile
+for fewer kernels, capture so that launching them costs nothing.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ def compile_model(module: nn.Module, mode: str) -> nn.Module:
 
 
 def compile_blocks(blocks: Iterable[nn.Module], mode: str) -> None:
-    """Compile each block in place. Blocks of one class and shape share code, so this compiles far less than the whole."""
+    """Compile each block in place. Blocks of one class and shape share code, so this compiles far less than the
+    whole."""
     for block in blocks:
         block.compile(mode=mode)
 
@@ -46,8 +47,9 @@ class ChannelsLastGroupNorm(nn.GroupNorm):
     """GroupNorm whose compiled form keeps images [n, c, h, w] in channels-last memory, forward and backward.
 
     The compiler takes GroupNorm apart into reductions over [n, groups, c / groups * h * w], an order that channels-last
-    memory isn't in: results come out channels-first, and every convolution after one first copies its input. Written over
-    [n, h, w, groups, c / groups] the same sums run through memory as it lies. Outside a compiled region it is GroupNorm.
+    memory isn't in: results come out channels-first, and every convolution after one first copies its input. Written
+    over [n, h, w, groups, c / groups] the same sums run through memory as it lies. Outside a compiled region it is
+    GroupNorm.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -63,8 +65,9 @@ class ChannelsLastGroupNorm(nn.GroupNorm):
 class ChannelsLastPointwise(nn.Conv2d):
     """A 1x1 convolution that is computed, when compiled, as what it is: one matrix product over the pixels.
 
-    A weight of 1x1 is channels-first and channels-last at once, so the convolution library is left to guess, and where it
-    guesses the other way it copies the whole image, forward and backward. A product over [n, h, w, c] leaves no choice.
+    A weight of 1x1 is channels-first and channels-last at once, so the convolution library is left to guess, and where
+    it guesses the other way it copies the whole image, forward and backward. A product over [n, h, w, c] leaves no
+    choice.
     """
 
     def forward(self, x: Tensor) -> Tensor:

@@ -1,10 +1,10 @@
 """LoRA without LoRA's layers: W' = W + BA is formed once a pass, and the network runs on W' alone.
 
-A LoRA layer computes x W^T + (x A^T) B^T: three products forward and five backward for every adapted projection, most of
-them so thin (r columns) that a GPU spends more time launching them than computing. Yet dL/dA = B^T dL/dW' and
-dL/dB = dL/dW' A^T exactly. So form W', run plain linear layers, take the ordinary gradient dL/dW' of each, and project
-it. That costs one more full product a layer (dL/dW'), which a tensor core does in less time than the thin ones take,
-and as layers of one shape are stacked, forming all W' and projecting all gradients takes a handful of batched products.
+A LoRA layer computes x W^T + (x A^T) B^T: three products forward and five backward for every adapted projection, most
+of them so thin (r columns) that a GPU spends more time launching them than computing. Yet dL/dA = B^T dL/dW' and dL/dB
+= dL/dW' A^T exactly. So form W', run plain linear layers, take the ordinary gradient dL/dW' of each, and project it.
+That costs one more full product a layer (dL/dW'), which a tensor core does in less time than the thin ones take, and as
+layers of one shape are stacked, forming all W' and projecting all gradients takes a handful of batched products.
 
 The price: W' is rounded to the frozen weights' dtype, as in every merged adapter, and dL/dW' is held in memory. In fp32
 the gradients equal the plain layers' (tests/unit/test_folding.py).
@@ -29,8 +29,8 @@ ALIGNMENT = 8
 class FoldedLinear(nn.Module):
     """A linear layer whose weight is handed to it, W' = W + alpha/r BA [out, in], by `Folds.form` before each pass.
 
-    The first of several layers that were folded jointly gets the weights of all, [n out, in], and gives all their results
-    side by side [..., n out]; the others aren't called.
+    The first of several layers that were folded jointly gets the weights of all, [n out, in], and gives all their
+    results side by side [..., n out]; the others aren't called.
 
     It has the anatomy of a LoRA layer (`labutils.adapters`): lora_A["default"].weight and lora_B["default"].weight are
     views of the stacked matrices that are trained, so saving, loading and counting work on it as on any other.
@@ -97,8 +97,8 @@ class Folds(nn.Module):
 def fold(module: nn.Module, layers: dict[str, nn.Module], joint: Sequence[tuple[str, ...]] = ()) -> None:
     """Put folded layers in the place of the LoRA `layers` (name -> layer) of `module`, in place.
 
-    The model then has one A and one B for each shape of layer as its trainable parameters, and a submodule `folds`. Each
-    tuple of `joint` names layers of one shape that are given the same input: the first then computes them all.
+    The model then has one A and one B for each shape of layer as its trainable parameters, and a submodule `folds`.
+    Each tuple of `joint` names layers of one shape that are given the same input: the first then computes them all.
     """
     first = {name: names[0] for names in joint for name in names}
     stacks = []

@@ -83,10 +83,13 @@ class Recipe:
         "the attention kernel: PyTorch's choice, or the named one",
         ("auto", "math", "flash", "efficient", "cudnn"),
     )
+    streams: int = knob(
+        1, "micro-batches of one step that are on the GPU side by side; more than 1 needs driver='graph'", at_least=1
+    )
     cudnn_benchmark: bool = knob(False, "let cuDNN time its algorithms for each shape once and keep the fastest")
     logging: str = knob(
         "synchronous",
-        "synchronous: read the loss each micro-step and write each step; ring-buffer: keep it on the device, write later",
+        "synchronous: read the loss each micro-step, write each step; ring-buffer: keep it on the device, write later",
         ("synchronous", "ring-buffer"),
     )
     seed: int = knob(0, "seed of weights, data order and noise", at_least=0)
@@ -96,6 +99,11 @@ class Recipe:
             _check(spec, getattr(self, spec.name))
         if self.persistent_workers and self.num_workers == 0:
             raise ValueError("persistent_workers=True needs num_workers of 1 or more: there is no worker to keep.")
+        if self.streams > 1 and self.driver != "graph":
+            raise ValueError(
+                f"streams={self.streams} needs driver='graph': launched from the host one by one, micro-batches on "
+                "several streams would wait for the host just the same."
+            )
         if self.driver == "graph" and self.logging == "synchronous":
             raise ValueError(
                 "driver='graph' captures the whole optimizer step, and reading the loss inside it would need the host. "
@@ -103,8 +111,8 @@ class Recipe:
             )
         if self.driver == "graph" and self.compile in ("reduce-overhead", "max-autotune"):
             raise ValueError(
-                f"compile={self.compile!r} makes CUDA graphs of its own, and one graph can't be captured inside another. "
-                "Use compile='default' or 'max-autotune-no-cudagraphs' with driver='graph'."
+                f"compile={self.compile!r} makes CUDA graphs of its own, and one graph can't be captured inside "
+                "another. Use compile='default' or 'max-autotune-no-cudagraphs' with driver='graph'."
             )
 
     def but(self, **changes: Any) -> Recipe:
@@ -123,14 +131,16 @@ class Recipe:
     def fitted_to(self, device: str) -> Recipe:
         """What a `device` ("cuda" or "cpu") can do of this recipe.
 
-        A CPU has no tensor cores that take fp16, no CUDA graphs, no page-locked copies and no fused-attention choice:
-        there, precision becomes fp32, the graph driver the eager one, and compilation keeps only its default mode.
+        A CPU has no tensor cores that take fp16, no CUDA graphs or streams, no page-locked copies, no cuDNN: there,
+        precision becomes fp32, the graph driver the eager one, and compilation keeps only its default mode.
         """
         if device == "cuda":
             return self
         return self.but(
             precision="fp32",
             driver="eager" if self.driver == "graph" else self.driver,
+            streams=1,
+            cudnn_benchmark=False,
             compile="off" if self.compile == "off" else "default",
             pin_memory=False,
             non_blocking=False,
@@ -164,3 +174,62 @@ def _check(spec: dataclasses.Field, value: Any) -> None:
 
 STOCK = Recipe()
 """Article A1's starting point: the public diffusers script with its defaults, micro-batch 1, accumulation 4, fp16."""
+
+
+@dataclass(frozen=True)
+class Rung:
+    """One step of a ladder: what it changes of the rung below, in which lane, and why one would."""
+
+    name: str
+    lane: str
+    changes: dict[str, Any]
+    why: str
+
+
+A1_LADDER = (
+    Rung("stock", "article", {}, "the public script as downloaded"),
+    Rung("workers", "article", {"num_workers": 3}, "decode images beside the training, not in it"),
+    Rung("compile", "article", {"compile": "default"}, "fewer kernels, and less Python between them"),
+    Rung("pinned", "article", {"pin_memory": True, "non_blocking": True}, "copy batches while the host goes on"),
+    Rung("plain loop", "same work", {"driver": "eager"}, "the same calls without the library around them"),
+    Rung("device log", "same work", {"logging": "ring-buffer"}, "no loss is read while training"),
+    Rung("fused optimizer", "same work", {"optimizer": "adamw-fused"}, "one kernel, and it doesn't ask the host"),
+    Rung(
+        "more workers", "same work", {"num_workers": 8, "persistent_workers": True}, "a faster step eats images faster"
+    ),
+    Rung("whole-step graph", "same work", {"driver": "graph"}, "the GPU replays the step; the host launches once"),
+    Rung(
+        "channels last",
+        "same work",
+        {"memory_format": "channels_last", "layers": "rewritten", "cudnn_benchmark": True},
+        "convolutions in the tensor cores' layout, and no layer that leaves it",
+    ),
+    Rung("encoders compiled", "same work", {"compile_scope": "everything"}, "the frozen networks launch kernels too"),
+    Rung("side by side", "same work", {"streams": 4}, "one image's kernels don't fill the GPU; four images' do"),
+    Rung(
+        "cached latents",
+        "same mathematics",
+        {"cache": "latents", "num_workers": 0, "persistent_workers": False},
+        "the VAE is frozen: ask it once, re-sample its answer each step",
+    ),
+    Rung(
+        "cached text", "same mathematics", {"cache": "latents+text", "compile_scope": "model"}, "so is the text encoder"
+    ),
+    Rung(
+        "merged batch",
+        "same mathematics",
+        {"micro_batch": 4, "accumulation": 1, "streams": 1},
+        "the mean of four losses has the mean of their gradients",
+    ),
+    Rung("folded LoRA", "same mathematics", {"adapter": "folded"}, "form W + BA once, project one gradient"),
+)
+"""From article A1's starting point to as far as we get; each rung keeps the changes of those below it."""
+
+
+def climb(ladder: tuple[Rung, ...], start: Recipe = STOCK) -> dict[str, Recipe]:
+    """Rung's name -> recipe, each rung's changes on top of the one below."""
+    recipes = {}
+    for rung in ladder:
+        start = start.but(**rung.changes)
+        recipes[rung.name] = start
+    return recipes

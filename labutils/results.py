@@ -85,7 +85,8 @@ def _quantile(ordered: Sequence[float], q: float) -> float:
 
 
 class Results:
-    """A results.jsonl that is only ever appended to. Raises `PermissionError` or `NotADirectoryError` at once if it can't be."""
+    """A results.jsonl that is only ever appended to. Raises `PermissionError` or `NotADirectoryError` at once if it
+    can't be."""
 
     def __init__(self, folder: str | Path) -> None:
         self.path = Path(folder) / "results.jsonl"
@@ -111,8 +112,8 @@ class Results:
 def read_records(path: str | Path) -> list[dict[str, Any]]:
     """All records of a results.jsonl or of the folder that holds it.
 
-    A line that is torn (a run was killed while writing) or is not an object is passed over: what was whole stays usable.
-    Returns [] where there is no such file.
+    A line that is torn (a run was killed while writing) or is not an object is passed over: what was whole stays
+    usable. Returns [] where there is no such file.
     """
     path = Path(path)
     path = path / "results.jsonl" if path.is_dir() else path

@@ -10,8 +10,8 @@ import torch
 
 @dataclass
 class StepTimes:
-    """Milliseconds a step: `step_ms` from the end of one to the end of the next, `data_ms` the host's wait for data in it,
-    `wall_ms` the block's wall-clock time over its steps (one number a block)."""
+    """Milliseconds a step: `step_ms` from the end of one to the end of the next, `data_ms` the host's wait for data in
+    it, `wall_ms` the block's wall-clock time over its steps (one number a block)."""
 
     step_ms: list[float] = field(default_factory=list)
     data_ms: list[float] = field(default_factory=list)

@@ -5,10 +5,12 @@
     with Session(workload, recipe) as session: session.step()       step by step, to profile or to resume
 
 `session` puts the pieces together, `batches` brings the data, `drivers` has the three ways to drive an optimizer step,
-`logs` says where the losses go, `checkpoint` stops and resumes, `comparing` measures.
+`logs` says where the losses go, `checkpoint` stops and resumes, `comparing` measures, and `isolated` tries what may
+fail.
 """
 
-from labutils.training.comparing import compare, measure, train
+from labutils.training.comparing import Bench, compare, measure, train
+from labutils.training.isolated import try_isolated
 from labutils.training.session import Session
 
-__all__ = ["Session", "compare", "measure", "train"]
+__all__ = ["Bench", "Session", "compare", "measure", "train", "try_isolated"]

@@ -57,7 +57,8 @@ def load(session: Session) -> None:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # a damaged file raises some five types of exception
         raise ValueError(
-            f"{path} can't be read ({type(error).__name__}): it is damaged. Delete it and start again, or put a copy back."
+            f"{path} can't be read ({type(error).__name__}): it is damaged. Delete it and start again, or put a copy "
+            "back."
         ) from error
     _check(state, session, path)
     with torch.no_grad():

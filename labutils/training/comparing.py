@@ -1,12 +1,14 @@
-"""Measuring recipes: one alone, or several interleaved in one process so that whatever drifts drifts for all of them."""
+"""Measuring recipes: one alone, or several interleaved in one process, so that what drifts drifts for all of them."""
 
 from __future__ import annotations
 
 import gc
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -14,16 +16,20 @@ from tqdm import tqdm
 
 from labutils import hardware
 from labutils.measure.steps import StepClock, StepTimes
+from labutils.measure.trace import Trace, profile
+from labutils.measure.utilization import Utilization
 from labutils.recipe import Recipe
 from labutils.results import Run, summarise
 from labutils.training.session import Session
 from labutils.workloads.base import Workload
 
 ROUNDS = 3
+ROUND_MS = 400
+"""A round lasts at least this long: a handful of 25 ms steps is too short to tell noise from drift."""
 
 
 def train(workload: Workload, recipe: Recipe, steps: int = 10, warmup: int = 2, name: str = "run") -> Run:
-    """One recipe on one workload: build, first step, `warmup` more, then `steps` timed optimizer steps.
+    """One recipe on one workload: build, first step, `warmup` more, then at least `steps` timed optimizer steps.
 
     Running out of memory or any other failure becomes the run's status; nothing is raised but Ctrl-C.
     """
@@ -33,30 +39,95 @@ def train(workload: Workload, recipe: Recipe, steps: int = 10, warmup: int = 2, 
 def compare(
     workload: Workload, recipes: Mapping[str, Recipe], steps: int = 5, rounds: int = ROUNDS, warmup: int = 2
 ) -> dict[str, Run]:
-    """Every recipe's run: `rounds` times round all of them, `steps` timed optimizer steps each time.
+    """Every recipe's run, interleaved: see `Bench.compare`, whose sessions end here with the comparison."""
+    with Bench(workload, warmup) as bench:
+        return bench.compare(recipes, steps, rounds)
 
-    All sessions stay open side by side (the frozen weights are held once). A recipe that fails drops out with its reason as
-    the run's status; the others go on.
+
+class Bench:
+    """Sessions side by side in one process, built once each and compared as often as one likes.
+
+    The frozen weights are held once. A recipe that fails drops out with its reason as the run's status; the others go
+    on.
     """
-    runs: dict[str, Run] = {}
-    with ExitStack() as stack:
-        measured = {}
+
+    def __init__(self, workload: Workload, warmup: int = 2) -> None:
+        self.workload = workload
+        self.warmup = warmup
+        self.contenders: dict[str, Contender] = {}
+        self.failed: dict[str, str] = {}
+        self.stack = ExitStack()
+        hardware.probe()  # now, while nothing else is on the device
+
+    def compare(self, recipes: Mapping[str, Recipe], steps: int = 5, rounds: int = ROUNDS) -> dict[str, Run]:
+        """Name -> run: `rounds` times round all of `recipes`, at least `steps` timed optimizer steps of each a time.
+
+        Recipes whose name is new are built and warmed up first; a name that is known keeps its session.
+        """
         for name, recipe in tqdm(recipes.items(), desc="preparing", disable=len(recipes) < 2):
-            runs[name] = _empty_run(workload, recipe, name)
-            if contender := _attempt(runs[name], lambda recipe=recipe: Contender(workload, recipe, warmup)):
-                stack.callback(contender.close)
-                measured[name] = contender
+            if name not in self.contenders:
+                self._attempt(name, lambda name=name, recipe=recipe: self._enter(name, recipe))
+        for name in self._able(recipes):
+            self.contenders[name].times = StepTimes()
         for _ in tqdm(range(rounds), desc="measuring", disable=len(recipes) < 2):
-            for name in list(measured):
-                if _attempt(runs[name], lambda c=measured[name]: c.measure(steps)) is None:
-                    del measured[name]
-        for name, contender in measured.items():
-            _attempt(runs[name], lambda c=contender, run=runs[name]: c.report(run))
-    return runs
+            for name in self._able(recipes):
+                self._attempt(name, lambda name=name: self.contenders[name].measure(steps))
+        return {name: self._report(name, recipe) for name, recipe in recipes.items()}
+
+    def watch(self, name: str, steps: int = 5) -> dict[str, float]:
+        """Utilisation by the driver's account while `steps` more optimizer steps run, as metrics of a run."""
+        with Utilization() as utilization:
+            measure(self.contenders[name].session, steps)
+        return utilization.metrics()
+
+    def profile(self, name: str, folder: Path, steps: int = 3) -> Trace:
+        """A trace of `steps` more optimizer steps, without Python stacks: see `labutils.measure.trace`."""
+        session = self.contenders[name].session
+        measure(session, 2)  # batches that workers made ready meanwhile would flatter the first steps
+        return profile(session, steps, folder, with_stack=False)
+
+    def _enter(self, name: str, recipe: Recipe) -> None:
+        contender = Contender(self.workload, recipe, self.warmup)
+        self.stack.callback(contender.close)
+        self.contenders[name] = contender
+
+    def _able(self, recipes: Mapping[str, Recipe]) -> list[str]:
+        return [name for name in recipes if name in self.contenders and name not in self.failed]
+
+    def _report(self, name: str, recipe: Recipe) -> Run:
+        run = _empty_run(self.workload, recipe, name)
+        if name not in self.failed:
+            self._attempt(name, lambda: self.contenders[name].report(run))
+        run.status = self.failed.get(name, "ok")
+        return run
+
+    def _attempt(self, name: str, action: Callable[[], Any]) -> None:
+        """Do it, or note why not; memory is given back after a failure."""
+        try:
+            action()
+            return
+        except torch.OutOfMemoryError:
+            self.failed[name] = "oom"
+        except Exception as error:
+            self.failed[name] = f"error: {type(error).__name__}: {error}"
+        # Outside the except block: inside it the exception still holds the frames, and these the tensors.
+        gc.collect()
+        hardware.cuda.empty_cache()
+
+    def close(self) -> None:
+        """End all sessions."""
+        self.stack.close()
+        self.contenders.clear()
+
+    def __enter__(self) -> Bench:
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self.close()
 
 
 def measure(session: Session, steps: int) -> StepTimes:
-    """Time `steps` optimizer steps of a session that is warm. Step 0 of the block fills the pipeline and isn't counted."""
+    """Time `steps` optimizer steps of a session, one after the other without a pause."""
     clock = StepClock(session.workload.device)
     session.batches.reset_wait()
     clock.start()
@@ -75,18 +146,19 @@ class Contender:
         before = hardware.cuda.allocated_memory()
         self.session = Session(workload, recipe)
         self.first_step_s = self._first_step()
-        measure(self.session, warmup)
+        warm = measure(self.session, warmup)
+        self.step_ms = min(warm.step_ms, default=ROUND_MS)
         self.memory = self._peak_memory(before)
 
     def _first_step(self) -> float:
         began = time.perf_counter()
         self.session.step()
-        if self.session.workload.device.type == "cuda":
-            torch.cuda.synchronize()
+        hardware.cuda.synchronize()
         return time.perf_counter() - began
 
     def _peak_memory(self, before: float | None) -> dict[str, float]:
-        """This session's own peak, in GB: what others held `before` is taken off, the frozen weights it shares are not."""
+        """This session's own peak, in GB: what others held `before` is taken off, the frozen weights it shares
+        aren't."""
         peak = hardware.cuda.peak_memory()
         if peak is None or before is None:
             return {}
@@ -95,72 +167,55 @@ class Contender:
         found = {"peak_allocated_gb": peak[0] - before + shared}
         return found | ({"peak_reserved_gb": peak[1]} if before == 0 else {})
 
-    def measure(self, steps: int) -> StepTimes:
-        """One round: steps until the batches that workers made ready while others ran are used up, then timed ones."""
+    def measure(self, steps: int) -> None:
+        """One round: steps until the batches that workers made ready meanwhile are used up, then timed ones."""
         recipe = self.session.recipe
         ready = recipe.num_workers * recipe.prefetch_factor
         measure(self.session, 1 + math.ceil(ready / recipe.accumulation) if ready else 1)
-        self.times.extend(measure(self.session, steps))
-        return self.times
+        self.times.extend(measure(self.session, max(steps, math.ceil(ROUND_MS / self.step_ms))))
 
-    def report(self, run: Run) -> Run:
+    def report(self, run: Run) -> None:
         """Fill in the run's metrics and samples."""
-        self.session.driver.log.close()
-        recipe, workload = self.session.recipe, self.session.workload
+        session, recipe = self.session, self.session.recipe
         step_ms = summarise(self.times.step_ms)
-        run.recipe = recipe.as_dict()
         run.samples = {"step_ms": _rounded(self.times.step_ms), "data_ms": _rounded(self.times.data_ms)}
         run.metrics = {
             "step_ms": step_ms,
             "wall_ms": summarise(self.times.wall_ms),
             "data_ms": summarise(self.times.data_ms),
             "first_step_s": self.first_step_s,
-            "build_s": self.session.build_s,
+            "build_s": session.build_s,
             "examples_per_s": recipe.examples_per_step / step_ms["median"] * 1e3,
-            "loss": self.session.losses,
+            "loss": session.losses,
         }
-        run.metrics |= self.memory | _against_the_hardware(workload, recipe, step_ms["median"])
-        return run
+        run.metrics |= self.memory | _against_the_hardware(session.workload, recipe, step_ms["median"])
 
     def close(self) -> None:
         self.session.close()
 
 
 def _against_the_hardware(workload: Workload, recipe: Recipe, step_ms: float) -> dict[str, float]:
-    """The floor that this machine's measured rates set, the rate reached, and its share of the data sheet's dense peak."""
-    dtype = recipe.precision
+    """The floor that this machine's measured rates set, the rate reached, its share of the data sheet's dense peak."""
     work = workload.work(recipe)
     tflops = work.flops / step_ms / 1e9
-    roofline = hardware.measured_roofline(dtype)
+    roofline = hardware.measured_roofline(recipe.precision)
     found = {"tflops": tflops, "floor_ms": roofline.floor_ms(work.flops, work.bytes), "flops_per_step": work.flops}
-    spec = hardware.find_spec(hardware.machine().get("gpu", ""))
-    if workload.device.type == "cuda" and spec and (peak := spec.dense.get(dtype)):
+    spec = hardware.spec_of(hardware.machine())
+    if workload.device.type == "cuda" and spec and (peak := spec.dense.get(recipe.precision)):
         found["mfu"] = tflops / peak
     return found
 
 
 def _empty_run(workload: Workload, recipe: Recipe, name: str) -> Run:
-    fitted = recipe.fitted_to(workload.device.type).as_dict()
     return Run(
-        lab="", run=name, workload=workload.name, scale=workload.scale, weights=workload.weights, data=workload.data,
-        recipe=fitted,
-    )  # fmt: skip
-
-
-def _attempt(run: Run, action: Any) -> Any:
-    """The action's result, or None with the reason in the run's status; memory is given back after a failure."""
-    status = ""
-    try:
-        return action()
-    except torch.OutOfMemoryError:
-        status = "oom"
-    except Exception as error:
-        status = f"error: {type(error).__name__}: {error}"
-    # Outside the except block: inside it the exception still holds the frames, and these the tensors.
-    run.status = status
-    gc.collect()
-    hardware.cuda.empty_cache()
-    return None
+        lab="",
+        run=name,
+        workload=workload.name,
+        scale=workload.scale,
+        weights=workload.weights,
+        data=workload.data,
+        recipe=recipe.fitted_to(workload.device.type).as_dict(),
+    )
 
 
 def _rounded(samples: list[float]) -> list[float]:

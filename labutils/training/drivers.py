@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 from labutils.capture import Captured, compile_blocks, compile_model
 from labutils.recipe import Recipe
 from labutils.training.batches import Batch, Batches, on_device
-from labutils.training.logs import Log, RingLog, SynchronousLog, Write, tensorboard
+from labutils.training.logs import Log, RingLog, SynchronousLog, tensorboard
 from labutils.workloads.base import Workload
 
 AUTOCAST = {"fp16": torch.float16, "bf16": torch.bfloat16}
@@ -127,6 +127,7 @@ class AccelerateStep:
                 self.optimizer.step()
                 self.scheduler.step()
                 self.optimizer.zero_grad()
+        self.log.end_micro_step(loss)
 
     def close(self) -> None:
         self.log.close()
@@ -137,7 +138,8 @@ class AccelerateStep:
 
 
 def _forget_other_precision(precision: str) -> None:
-    """accelerate holds one precision a process, and refuses a second; sessions of another precision have ended by now."""
+    """accelerate holds one precision a process, and refuses a second; sessions of another precision have ended by
+    now."""
     from accelerate.state import AcceleratorState
 
     if AcceleratorState._shared_state and AcceleratorState().mixed_precision != precision:
@@ -172,13 +174,18 @@ class EagerStep:
 
     def micro_step(self, batch: Batch) -> None:
         """Forward and backward of one micro-batch; gradients add up in `.grad`, multiplied by the loss scale."""
+        loss = self.loss(batch)
+        self.log.micro_step(loss)
+        with record_function("backward"):
+            self.scaler.scale(loss / self.parts.recipe.accumulation).backward()
+        self.log.end_micro_step(loss)
+
+    def loss(self, batch: Batch) -> Tensor:
+        """The micro-batch's mean loss, the trained network under autocast."""
         parts = self.parts
         draws = parts.workload.draw(parts.model, batch)
         with torch.autocast(parts.workload.device.type, self.dtype, enabled=self.dtype is not None):
-            loss = parts.workload.loss(parts.model, batch, draws)
-        self.log.micro_step(loss)
-        with record_function("backward"):
-            self.scaler.scale(loss / parts.recipe.accumulation).backward()
+            return parts.workload.loss(parts.model, batch, draws)
 
     def update(self) -> None:
         """Clip and apply the accumulated gradients; the loss scale follows."""
@@ -199,8 +206,8 @@ class GraphStep(EagerStep):
     """The eager step, all micro-steps and the optimizer's update, recorded as one CUDA graph.
 
     A recording reads and writes fixed addresses, so batches are copied into tensors of its own, and gradients are
-    allocated beforehand and zeroed inside the graph: gradients that a capture allocates itself are replaced, not added to,
-    by the next micro-step's, and training goes wrong without a word.
+    allocated beforehand and zeroed inside the graph: gradients that a capture allocates itself are replaced, not added
+    to, by the next micro-step's, and training goes wrong without a word.
     """
 
     def __init__(self, parts: Parts) -> None:
@@ -210,6 +217,7 @@ class GraphStep(EagerStep):
                 "driver='graph' needs optimizer='adamw-fused': the other form asks the host whether to step."
             )
         self.inputs: list[Batch] = []
+        self.streams = [torch.cuda.Stream() for _ in range(parts.recipe.streams)]
         self.captured: Callable[[], None] | None = None
 
     def step(self, batches: Batches) -> None:
@@ -233,10 +241,31 @@ class GraphStep(EagerStep):
 
     def _whole_step(self) -> None:
         torch._foreach_zero_([parameter.grad for parameter in self.parts.parameters])
-        for batch in self.inputs:
-            self.micro_step(batch)
+        if self.parts.recipe.streams == 1:
+            for batch in self.inputs:
+                self.micro_step(batch)
+        else:
+            self._side_by_side()
         self.update()
         self.log.put()
+
+    def _side_by_side(self) -> None:
+        """All micro-batches, each on the next of `recipe.streams` streams. What they share is touched after they have
+        met again: two streams that add to one `.grad` would lose a gradient now and then."""
+        here = torch.cuda.current_stream()
+        results = []
+        for stream in self.streams:
+            stream.wait_stream(here)
+        for index, batch in enumerate(self.inputs):
+            with torch.cuda.stream(self.streams[index % len(self.streams)]):
+                loss = self.loss(batch)
+                scaled = self.scaler.scale(loss / self.parts.recipe.accumulation)
+                results.append((loss.detach(), torch.autograd.grad(scaled, self.parts.parameters)))
+        for stream in self.streams:
+            here.wait_stream(stream)
+        for loss, gradients in results:
+            self.log.micro_step(loss)
+            torch._foreach_add_([parameter.grad for parameter in self.parts.parameters], gradients)
 
     def _state(self) -> list[Tensor]:
         """Everything the step changes in place."""

@@ -17,11 +17,13 @@ Write = Callable[[dict[str, float], int], None]
 
 
 class Log(Protocol):
-    """What a driver tells: each micro-batch's loss, and the end of each optimizer step."""
+    """What a driver tells: each micro-batch's loss, the end of each micro-step and of each optimizer step."""
 
     losses: list[float]
 
     def micro_step(self, loss: Tensor) -> None: ...
+
+    def end_micro_step(self, loss: Tensor) -> None: ...
 
     def end_step(self) -> None: ...
 
@@ -39,8 +41,8 @@ class NotFinite(ArithmeticError):
 
 
 class SynchronousLog:
-    """As the public script does: the loss is read on the host twice a micro-step (for the average and for the progress
-    bar), and each step's average is written and flushed to the disk."""
+    """As the public script does: the loss is read on the host twice a micro-step (before the backward pass for the
+    average, at its end for the progress bar), and each step's average is written and flushed to the disk."""
 
     def __init__(self, write: Write, accumulation: int, first_step: int = 0) -> None:
         self.write = write
@@ -54,6 +56,9 @@ class SynchronousLog:
     def micro_step(self, loss: Tensor) -> None:
         with record_function("log"):
             self.total += loss.detach().mean().item() / self.accumulation
+
+    def end_micro_step(self, loss: Tensor) -> None:
+        with record_function("log"):
             self.bar.set_postfix(step_loss=loss.detach().item())
 
     def end_step(self) -> None:
@@ -72,9 +77,10 @@ class SynchronousLog:
 
 
 class RingLog:
-    """Losses stay on the device in a ring of two halves. While steps fill one half, the other travels to the host behind
-    the GPU's back and is written when the next half is full; the host never waits for a loss, and NaN is noticed up to
-    `2 * half` steps late. Everything in `micro_step` and `end_step`'s device part can be captured in a CUDA graph."""
+    """Losses stay on the device in a ring of two halves. While steps fill one half, the other travels to the host
+    behind the GPU's back and is written when the next half is full; the host never waits for a loss, and NaN is noticed
+    up to `2 * half` steps late. Everything in `micro_step` and `end_step`'s device part can be captured in a CUDA
+    graph."""
 
     def __init__(
         self, write: Write, accumulation: int, device: torch.device, first_step: int = 0, half: int = 16
@@ -100,6 +106,9 @@ class RingLog:
 
     def micro_step(self, loss: Tensor) -> None:
         self.total.add_(loss.detach().mean(), alpha=1 / self.accumulation)
+
+    def end_micro_step(self, loss: Tensor) -> None:
+        """Nothing is left to do: no bar is kept."""
 
     def end_step(self) -> None:
         self.put()

@@ -26,9 +26,10 @@ class Session:
         with Session(workload, recipe, folder="runs/mine") as session:
             session.run(100, checkpoint_every=50)
 
-    folder: where logs and checkpoints go; None: a temporary one that goes with the session. resume: go on from the folder's
-    checkpoint; raises `FileNotFoundError` where there is none, `ValueError` where it belongs to another recipe.
-    `step_count` counts optimizer steps since the run's beginning, `recipe` is the recipe as it fits this device.
+    folder: where logs and checkpoints go; None: a temporary one that goes with the session. resume: go on from the
+    folder's checkpoint; raises `FileNotFoundError` where there is none, `ValueError` where it belongs to another
+    recipe. `step_count` counts optimizer steps since the run's beginning, `recipe` is the recipe as it fits this
+    device.
     """
 
     def __init__(
@@ -87,8 +88,9 @@ class Session:
         return self.driver.log.losses
 
     def close(self) -> None:
-        """Finish the log; drop the temporary folder."""
+        """End the workers, finish the log, drop the temporary folder."""
         try:
+            self.batches.close()
             self.driver.close()
         finally:
             if self.temporary:

@@ -57,7 +57,8 @@ class Workload(ABC):
 
     @abstractmethod
     def build(self, recipe: Recipe) -> nn.Module:
-        """A fresh model on the device with the recipe's precision, layout and adapters; the frozen weights are shared."""
+        """A fresh model on the device with the recipe's precision, layout and adapters; the frozen weights are
+        shared."""
 
     @abstractmethod
     def trained(self, model: nn.Module) -> tuple[str, nn.Module]:

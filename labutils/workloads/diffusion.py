@@ -275,7 +275,8 @@ def _fold(unet: nn.Module) -> None:
 
 class JointAttention:
     """Attention as diffusers computes it, but with one product for the projections that share an input: q, k and v of
-    self attention, k and v of cross attention. hidden_states is [b, n, channels], encoder_hidden_states [b, 77, width]."""
+    self attention, k and v of cross attention. hidden_states is [b, n, channels], encoder_hidden_states [b, 77,
+    width]."""
 
     def __call__(
         self, attn: nn.Module, hidden_states: Tensor, encoder_hidden_states: Tensor | None = None, **unused: Any
@@ -292,9 +293,9 @@ class JointAttention:
 class SplitGEGLU(GEGLU):
     """GEGLU (Shazeer 2020), its two halves projected by two products when compiled.
 
-    With one product the gradient is a concatenation, which the compiler writes as one kernel that computes both halves for
-    every element and picks one: two needless erf an element, and a kernel bound by arithmetic that should be bound by
-    memory. With two products there is nothing to concatenate.
+    With one product the gradient is a concatenation, which the compiler writes as one kernel that computes both halves
+    for every element and picks one: two needless erf an element, and a kernel bound by arithmetic that should be bound
+    by memory. With two products there is nothing to concatenate.
     """
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:

@@ -1,0 +1,68 @@
+"""A recipe tried in a process of its own: what it does to that process, a crash included, the caller only reads about.
+
+run = try_isolated(workload, STOCK.but(compile="reduce-overhead"), steps=3)
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+from labutils.recipe import Recipe
+from labutils.results import REPOSITORY, Run
+from labutils.workloads.base import Workload, open_workload
+
+TIMEOUT_S = 240
+
+
+def try_isolated(
+    workload: Workload, recipe: Recipe, steps: int = 3, scale: str = "", timeout_s: float = TIMEOUT_S
+) -> Run:
+    """The run of `steps` optimizer steps in a child process, at `scale` (the workload's own by default).
+
+    Its metrics hold `failed` (0 or 1), `message` (the exception, or how the process ended; "" where it went well) and,
+    where it went well, `loss`. The run's status is "ok" either way: what was tried is what was to be found out.
+    """
+    order = {
+        "name": workload.name,
+        "scale": scale or workload.scale,
+        "device": workload.device.type,
+        "cache_dir": str(workload.cache_dir),
+        "recipe": recipe.as_dict(),
+        "steps": steps,
+    }
+    run = Run(lab="", run="", workload=workload.name, scale=order["scale"], recipe=recipe.as_dict())
+    command = [sys.executable, "-m", "labutils.training.isolated"]
+    try:
+        child = subprocess.run(
+            command, input=json.dumps(order), capture_output=True, text=True, timeout=timeout_s, cwd=REPOSITORY
+        )
+    except subprocess.TimeoutExpired:
+        run.metrics = {"failed": 1, "message": f"did not end within {timeout_s:.0f} s"}
+        return run
+    try:
+        run.metrics = json.loads(child.stdout.splitlines()[-1])
+    except (IndexError, json.JSONDecodeError):
+        last = (child.stderr.strip().splitlines() or ["nothing was printed"])[-1]
+        run.metrics = {"failed": 1, "message": f"the process ended with code {child.returncode}: {last}"}
+    return run
+
+
+def _main() -> None:
+    """The child's side: an order on standard input, the result as the last line of standard output."""
+    from labutils.training.session import Session
+
+    order = json.load(sys.stdin)
+    recipe, steps = Recipe(**order.pop("recipe")), order.pop("steps")
+    try:
+        with Session(open_workload(**order), recipe) as session:
+            session.run(steps)
+        result = {"failed": 0, "message": "", "loss": session.losses}
+    except Exception as error:
+        result = {"failed": 1, "message": f"{type(error).__name__}: {' '.join(str(error).split())}"[:600]}
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    _main()
