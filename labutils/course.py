@@ -12,10 +12,12 @@ from __future__ import annotations
 import ast
 import contextlib
 import gc
+import logging
 import os
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
@@ -39,12 +41,19 @@ class NotHere(Exception):
     """Raise it inside `lab.attempt` for something this machine can't do; the message says what it would need."""
 
 
+def _hush() -> None:
+    """Silence what libraries say into every notebook and nobody who reads one can act on."""
+    warnings.filterwarnings("ignore", message="IProgress not found")  # plain progress bars survive batch runs
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # an optional CPU kernel that it would fetch
+
+
 def open_lab(number: str, namespace: dict[str, Any]) -> Lab:
     """Check the notebook's parameters and open lab `number` ("03") with them.
 
     `namespace` is the notebook's `globals()`: its parameters are the annotated names of the parameters cell. Raises
     `LabError` where one has the wrong type, an unknown choice or a name that the parameters cell does not declare.
     """
+    _hush()
     try:
         values = _parameters(namespace)
     except ValueError as error:

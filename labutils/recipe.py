@@ -11,6 +11,7 @@ it; results always hold the fitted recipe, so that what is on record is what ran
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -233,3 +234,15 @@ def climb(ladder: tuple[Rung, ...], start: Recipe = STOCK) -> dict[str, Recipe]:
         start = start.but(**rung.changes)
         recipes[rung.name] = start
     return recipes
+
+
+def distinct_on(device: str, recipes: Mapping[str, Recipe]) -> dict[str, Recipe]:
+    """Those of a ladder's `recipes` that a `device` can tell from the rung below, in order."""
+    found: dict[str, Recipe] = {}
+    below = None
+    for name, recipe in recipes.items():
+        fitted = recipe.fitted_to(device)
+        if fitted != below:
+            found[name] = recipe
+        below = fitted
+    return found

@@ -286,6 +286,11 @@ class Trace:
             }
         return found - {None}
 
+    def calls_of(self, name: str) -> float:
+        """How many operators or marks a step have a name that begins so."""
+        named = [*self.annotations, *(operator for operators in self.ops.values() for operator in operators)]
+        return sum(item.name.startswith(name) for item in self._inside(named)) / self.steps
+
     def kernels_by_phase(self) -> dict[str, dict[str, float]]:
         """Phase -> {"ms", "count"} of kernels per step, by the marked range in which each was launched."""
         launched_at = {call.correlation: call.start for call in self.calls if call.correlation is not None}

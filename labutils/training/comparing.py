@@ -62,17 +62,21 @@ class Bench:
     def compare(self, recipes: Mapping[str, Recipe], steps: int = 5, rounds: int = ROUNDS) -> dict[str, Run]:
         """Name -> run: `rounds` times round all of `recipes`, at least `steps` timed optimizer steps of each a time.
 
-        Recipes whose name is new are built and warmed up first; a name that is known keeps its session.
+        Recipes whose name is new are prepared first; a name that is known keeps its session.
         """
-        for name, recipe in tqdm(recipes.items(), desc="preparing", disable=len(recipes) < 2):
-            if name not in self.contenders:
-                self._attempt(name, lambda name=name, recipe=recipe: self._enter(name, recipe))
+        self.prepare(recipes)
         for name in self._able(recipes):
             self.contenders[name].times = StepTimes()
         for _ in tqdm(range(rounds), desc="measuring", disable=len(recipes) < 2):
             for name in self._able(recipes):
                 self._attempt(name, lambda name=name: self.contenders[name].measure(steps))
         return {name: self._report(name, recipe) for name, recipe in recipes.items()}
+
+    def prepare(self, recipes: Mapping[str, Recipe]) -> None:
+        """Build and warm up those of `recipes` whose name is new; what fails is noted for its run."""
+        new = [name for name in recipes if name not in self.contenders and name not in self.failed]
+        for name in tqdm(new, desc="preparing", disable=len(new) < 2):
+            self._attempt(name, lambda name=name: self._enter(name, recipes[name]))
 
     def watch(self, name: str, steps: int = 5) -> dict[str, float]:
         """Utilisation by the driver's account while `steps` more optimizer steps run, as metrics of a run."""

@@ -112,7 +112,7 @@ class DiffusionLora(Workload):
         return [model.vae.encoder, model.text_encoder]
 
     def blocks(self, model: Networks) -> list[nn.Module]:
-        return [m for m in model.unet.modules() if type(m).__name__ in ("BasicTransformerBlock", "ResnetBlock2D")]
+        return [m for m in model.unet.modules() if type(m).__name__ in model.unet._repeated_blocks]
 
     @functools.lru_cache(maxsize=4)  # noqa: B019  the workload lives as long as its sessions do
     def _frozen(self, dtype: torch.dtype, layout: torch.memory_format, layers: str, seed: int) -> Networks:
