@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+import zipfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,12 +18,27 @@ if TYPE_CHECKING:
     from labutils.training.session import Session
 
 FILE = "checkpoint.pt"
-MUST_AGREE = ("seed", "rank", "adapter", "precision", "micro_batch", "accumulation", "optimizer", "learning_rate")
+CONTENT = {"step", "taken", "recipe", "workload", "parameters", "optimizer", "scaler", "random"}
+MUST_AGREE = (
+    "seed",
+    "rank",
+    "adapter",
+    "precision",
+    "micro_batch",
+    "accumulation",
+    "optimizer",
+    "learning_rate",
+    "max_grad_norm",
+)
 """Knobs that a resumed run must share with the one it goes on from; the others only change its speed."""
 
 
 def save(session: Session) -> Path:
-    """Write the session's state next to the old file, then put it in its place in one rename."""
+    """Write the session's state next to the old file, then put it in its place in one rename.
+
+    Raises `NotFinite` where the loss became NaN or infinite: the last good file is not replaced by a bad one.
+    """
+    session.driver.log.flush()
     state = {
         "step": session.step_count,
         "taken": session.batches.taken,
@@ -53,13 +69,7 @@ def load(session: Session) -> None:
     path = session.folder / FILE
     if not path.exists():
         raise FileNotFoundError(f"There is no {FILE} in {session.folder} to resume from. Start without resume=True.")
-    try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # a damaged file raises some five types of exception
-        raise ValueError(
-            f"{path} can't be read ({type(error).__name__}): it is damaged. Delete it and start again, or put a copy "
-            "back."
-        ) from error
+    state = _read(path)
     _check(state, session, path)
     with torch.no_grad():
         for parameter, saved in zip(session.parameters, state["parameters"], strict=True):
@@ -68,8 +78,26 @@ def load(session: Session) -> None:
     if state["scaler"]:
         session.driver.scaler.load_state_dict(state["scaler"])
     session.step_count = state["step"]
+    session.driver.log.start_at(state["step"])
     session.resume_data(state["taken"])
     _set_random_state(state["random"])
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """The checkpoint's content. Raises `ValueError` where it is damaged."""
+    try:
+        with zipfile.ZipFile(path) as file:  # torch.load doesn't compare the check sums that torch.save wrote
+            if damaged := file.testzip():
+                raise ValueError(f"the check sum of {damaged} is wrong")
+        state = torch.load(path, map_location="cpu", weights_only=True)
+        if missing := CONTENT - state.keys():
+            raise ValueError(f"it has no {', '.join(sorted(missing))}")
+    except Exception as error:  # a damaged file raises some five types of exception
+        raise ValueError(
+            f"{path} can't be read ({type(error).__name__}: {error}): it is damaged. Delete it and start again, or put "
+            "a copy back."
+        ) from error
+    return state
 
 
 def _check(state: dict[str, Any], session: Session, path: Path) -> None:

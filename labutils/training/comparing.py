@@ -92,7 +92,7 @@ class Bench:
 
     def _enter(self, name: str, recipe: Recipe) -> None:
         contender = Contender(self.workload, recipe, self.warmup)
-        self.stack.callback(contender.close)
+        self.stack.callback(self._attempt, name, contender.close)
         self.contenders[name] = contender
 
     def _able(self, recipes: Mapping[str, Recipe]) -> list[str]:
@@ -181,6 +181,7 @@ class Contender:
     def report(self, run: Run) -> None:
         """Fill in the run's metrics and samples."""
         session, recipe = self.session, self.session.recipe
+        session.driver.log.flush()
         step_ms = summarise(self.times.step_ms)
         run.samples = {"step_ms": _rounded(self.times.step_ms), "data_ms": _rounded(self.times.data_ms)}
         run.metrics = {

@@ -130,8 +130,10 @@ class AccelerateStep:
         self.log.end_micro_step(loss)
 
     def close(self) -> None:
-        self.log.close()
-        self.accelerator.end_training()
+        try:
+            self.log.close()
+        finally:
+            self.accelerator.end_training()
 
     def _write(self, values: dict[str, float], step: int) -> None:
         self.accelerator.log(values, step=step)
@@ -198,8 +200,10 @@ class EagerStep:
             self.scaler.update()
 
     def close(self) -> None:
-        self.log.close()
-        self._close_writer()
+        try:
+            self.log.close()
+        finally:
+            self._close_writer()
 
 
 class GraphStep(EagerStep):

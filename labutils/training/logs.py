@@ -27,6 +27,12 @@ class Log(Protocol):
 
     def end_step(self) -> None: ...
 
+    def start_at(self, step: int) -> None:
+        """Before the first step: a resumed run's steps are counted from the run's beginning."""
+
+    def flush(self) -> None:
+        """Bring what the device still holds into `losses`; raises `NotFinite` where it is."""
+
     def close(self) -> None: ...
 
 
@@ -44,10 +50,10 @@ class SynchronousLog:
     """As the public script does: the loss is read on the host twice a micro-step (before the backward pass for the
     average, at its end for the progress bar), and each step's average is written and flushed to the disk."""
 
-    def __init__(self, write: Write, accumulation: int, first_step: int = 0) -> None:
+    def __init__(self, write: Write, accumulation: int) -> None:
         self.write = write
         self.accumulation = accumulation
-        self.step = first_step
+        self.step = 0
         self.losses: list[float] = []
         self.total = 0.0
         self.sink = open(os.devnull, "w")  # noqa: SIM115  closed in close(); a bar's cost without its picture
@@ -71,6 +77,12 @@ class SynchronousLog:
                 raise NotFinite(self.total, self.step)
             self.total = 0.0
 
+    def start_at(self, step: int) -> None:
+        self.step = step
+
+    def flush(self) -> None:
+        """Nothing is left to do: every loss was read at once."""
+
     def close(self) -> None:
         self.bar.close()
         self.sink.close()
@@ -82,13 +94,11 @@ class RingLog:
     up to `2 * half` steps late. Everything in `micro_step` and `end_step`'s device part can be captured in a CUDA
     graph."""
 
-    def __init__(
-        self, write: Write, accumulation: int, device: torch.device, first_step: int = 0, half: int = 16
-    ) -> None:
+    def __init__(self, write: Write, accumulation: int, device: torch.device, half: int = 16) -> None:
         self.write = write
         self.accumulation = accumulation
         self.half = half
-        self.first_step = self.step = self.written = first_step
+        self.start_at(0)
         self.losses: list[float] = []
         self.total = torch.zeros((), device=device)
         self.ring = torch.zeros(2 * half, device=device)
@@ -128,10 +138,16 @@ class RingLog:
             self._write_arrived()
             self._send()
 
-    def close(self) -> None:
+    def start_at(self, step: int) -> None:
+        self.first_step = self.step = self.written = step
+
+    def flush(self) -> None:
         self._write_arrived()
         self._send()
         self._write_arrived()
+
+    def close(self) -> None:
+        self.flush()
 
     def _send(self) -> None:
         """Start the copy of the ring to the host; on a GPU it runs beside the next steps."""
@@ -156,8 +172,8 @@ class RingLog:
             self.losses.append(loss)
             self.write({"train_loss": loss}, self.written)
             if not math.isfinite(loss):
-                self.travelling = 0
-                raise NotFinite(loss, self.written)
+                found, self.written, self.travelling = self.written, self.step, 0  # what follows is no better
+                raise NotFinite(loss, found)
         self.travelling = 0
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import tempfile
 import time
 from pathlib import Path
@@ -37,8 +36,9 @@ class Session:
     ) -> None:
         self.workload = workload
         self.recipe = recipe.fitted_to(workload.device.type)
-        self.temporary = folder is None
-        self.folder = Path(folder or tempfile.mkdtemp(prefix="labutils-"))
+        # Goes with the session, and with one that could not be built.
+        self.temporary = None if folder else tempfile.TemporaryDirectory(prefix="labutils-", ignore_cleanup_errors=True)
+        self.folder = Path(folder or self.temporary.name)
         self.step_count = 0
         torch.manual_seed(self.recipe.seed)
         began = time.perf_counter()
@@ -94,7 +94,7 @@ class Session:
             self.driver.close()
         finally:
             if self.temporary:
-                shutil.rmtree(self.folder, ignore_errors=True)
+                self.temporary.cleanup()
 
     def __enter__(self) -> Session:
         return self
