@@ -10,7 +10,7 @@ fail.
 """
 
 from labutils.training.comparing import Bench, compare, measure, train
-from labutils.training.isolated import try_isolated
+from labutils.training.isolated import compile_ahead, try_isolated
 from labutils.training.session import Session
 
-__all__ = ["Bench", "Session", "compare", "measure", "train", "try_isolated"]
+__all__ = ["Bench", "Session", "compare", "compile_ahead", "measure", "train", "try_isolated"]

@@ -149,8 +149,12 @@ class Contender:
         hardware.cuda.reset_peak_memory()
         before = hardware.cuda.allocated_memory()
         self.session = Session(workload, recipe)
-        self.first_step_s = self._first_step()
-        warm = measure(self.session, warmup)
+        try:
+            self.first_step_s = self._first_step()
+            warm = measure(self.session, warmup)
+        except BaseException:
+            self.session.close()
+            raise
         self.step_ms = min(warm.step_ms, default=ROUND_MS)
         self.memory = self._peak_memory(before)
 

@@ -148,6 +148,15 @@ def _forget_other_precision(precision: str) -> None:
         AcceleratorState._reset_state()
 
 
+def _autocast(module: nn.Module, device: str, dtype: torch.dtype) -> None:
+    """Run `module`, and nothing around it, under autocast, as accelerate does with what it prepares.
+
+    What surrounds the trained network stays in its own precision: autocast would compute the noise schedule's powers in
+    float32, and hand the network inputs of another type than the script does.
+    """
+    module.forward = torch.autocast(device, dtype)(module.forward)
+
+
 class EagerStep:
     """Plain PyTorch: the operations of the script's loop body and nothing around them."""
 
@@ -158,7 +167,8 @@ class EagerStep:
         self.scaler = torch.amp.GradScaler(device.type, enabled=recipe.precision == "fp16")
         if self.scaler.is_enabled():
             self.scaler.scale(torch.zeros((), device=device))  # creates the scale now: a capture must find it there
-        self.dtype = AUTOCAST.get(recipe.precision)
+        if dtype := AUTOCAST.get(recipe.precision):
+            _autocast(parts.workload.trained(parts.model)[1], device.type, dtype)
         write, self._close_writer = tensorboard(parts.folder, flush=recipe.logging == "synchronous")
         synchronous = recipe.logging == "synchronous"
         self.log: Log = (
@@ -183,11 +193,9 @@ class EagerStep:
         self.log.end_micro_step(loss)
 
     def loss(self, batch: Batch) -> Tensor:
-        """The micro-batch's mean loss, the trained network under autocast."""
-        parts = self.parts
-        draws = parts.workload.draw(parts.model, batch)
-        with torch.autocast(parts.workload.device.type, self.dtype, enabled=self.dtype is not None):
-            return parts.workload.loss(parts.model, batch, draws)
+        """The micro-batch's mean loss for newly drawn random numbers."""
+        workload, model = self.parts.workload, self.parts.model
+        return workload.loss(model, batch, workload.draw(model, batch))
 
     def update(self) -> None:
         """Clip and apply the accumulated gradients; the loss scale follows."""

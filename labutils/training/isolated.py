@@ -8,12 +8,30 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 
 from labutils.recipe import Recipe
 from labutils.results import REPOSITORY, Run
 from labutils.workloads.base import Workload, open_workload
 
 TIMEOUT_S = 240
+
+
+COMPILED_BY = ("compile", "compile_scope", "precision", "adapter", "rank", "memory_format", "layers", "micro_batch")
+"""Knobs that a compiled network depends on: recipes that agree in them share their compiled code."""
+
+
+def compile_ahead(workload: Workload, recipes: Iterable[Recipe], workers: int = 6) -> list[Run]:
+    """Compile what `recipes` need in processes side by side, one step each; PyTorch's cache on the disk keeps it.
+
+    A process compiles one network after the other, mostly on one core. Variants that are compiled beforehand, all at
+    the same time, are then read back from the cache in seconds. Recipes that share their compiled code are tried once.
+    """
+    distinct = {tuple(getattr(recipe, knob) for knob in COMPILED_BY): recipe for recipe in recipes}
+    compiled = [recipe for recipe in distinct.values() if recipe.compile != "off"]
+    with ThreadPoolExecutor(workers) as pool:
+        return list(pool.map(lambda recipe: try_isolated(workload, recipe, steps=1), compiled))
 
 
 def try_isolated(
