@@ -1,0 +1,153 @@
+"""Recipes at work under the same random numbers, and watched: what the tests of training compare."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+
+from labutils.adapters import adapter_state, lora_layers
+from labutils.recipe import STOCK, Recipe
+from labutils.training import Session
+from labutils.workloads.base import Workload
+
+PLAIN = STOCK.but(precision="fp32", driver="eager", adapter="plain")
+"""The plain loop: what every other recipe's gradients are held against."""
+
+
+class SameDraws:
+    """In the place of `workload.draw`: a run's k-th example gets the numbers of seed k, in whatever micro-batches."""
+
+    def __init__(self, workload: Workload) -> None:
+        self.workload = workload
+        self.taken = 0
+
+    def __call__(self, model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        count = next(iter(batch.values())).shape[0]
+        each = [self.example(self.taken + index) for index in range(count)]
+        self.taken += count
+        device = self.workload.device
+        return {name: torch.stack([example[name] for example in each]).to(device) for name in each[0]}
+
+    def example(self, index: int) -> dict[str, Tensor]:
+        chance = torch.Generator().manual_seed(1000 + index)
+        shape = self.workload.latent_shape
+        return {
+            "posterior": torch.randn(shape, generator=chance),
+            "noise": torch.randn(shape, generator=chance),
+            "timesteps": torch.randint(1000, (), generator=chance),
+        }
+
+
+@dataclass
+class Watched:
+    """What a run did. `gradients` has one dictionary an optimizer step, taken before clipping, and `seen` the
+    micro-batches and their random numbers; the adapter's keys are "<layer>.lora_A.weight" and "<layer>.lora_B.weight",
+    whatever the kind."""
+
+    before: dict[str, Tensor]
+    gradients: list[dict[str, Tensor]] = field(default_factory=list)
+    after: dict[str, Tensor] = field(default_factory=dict)
+    losses: list[float] = field(default_factory=list)
+    seen: list[tuple[dict[str, Tensor], dict[str, Tensor]]] = field(default_factory=list)
+
+
+def watch(workload: Workload, recipe: Recipe, steps: int = 1, size: float = 0.05) -> Watched:
+    """`steps` optimizer steps of `recipe`, from an adapter whose B isn't zero: where it is, A has no gradient."""
+    with Session(workload, recipe) as session:
+        return watch_session(session, steps, size)
+
+
+def watch_session(session: Session, steps: int, size: float = 0.05) -> Watched:
+    unet = session.model.unet
+    perturb(unet, size)
+    watched = Watched(copied(adapter_state(unet)))
+    workload, clip, loss = session.workload, torch.nn.utils.clip_grad_norm_, session.workload.loss
+
+    def watching_clip(parameters: list[nn.Parameter], *rest: object, **options: object) -> Tensor:
+        watched.gradients.append(adapter_gradients(unet))
+        return clip(parameters, *rest, **options)
+
+    def watching_loss(model: nn.Module, batch: dict[str, Tensor], draws: dict[str, Tensor]) -> Tensor:
+        watched.seen.append((batch, draws))
+        return loss(model, batch, draws)
+
+    with (
+        mock.patch.object(workload, "draw", SameDraws(workload)),
+        mock.patch.object(workload, "loss", watching_loss),
+        mock.patch.object(torch.nn.utils, "clip_grad_norm_", watching_clip),
+    ):
+        for _ in range(steps):
+            session.step()
+    session.driver.log.flush()
+    watched.after = copied(adapter_state(unet))
+    watched.losses = list(session.losses)
+    return watched
+
+
+@torch.no_grad()
+def perturb(unet: nn.Module, size: float = 0.05) -> None:
+    """Give every B normal numbers that depend on its name alone."""
+    for name, tensor in adapter_state(unet).items():
+        if name.endswith("lora_B.weight"):
+            chance = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+            tensor.copy_(size * torch.randn(tensor.shape, generator=chance))
+
+
+def adapter_gradients(unet: nn.Module) -> dict[str, Tensor]:
+    """The gradients, one a layer and matrix; those of folded layers cut out of their stacks'."""
+    stacks = unet.folds.stacks if hasattr(unet, "folds") else []
+    places = {id(layer): (stack, index) for stack in stacks for index, layer in enumerate(stack.folded)}
+    found = {}
+    for name, layer in lora_layers(unet).items():
+        if id(layer) in places:
+            stack, index = places[id(layer)]
+            rank = layer.lora_A["default"].weight.shape[0]
+            a, b = stack.A.grad[index, :rank], stack.B.grad[index, :, :rank]
+        else:
+            a, b = layer.lora_A["default"].weight.grad, layer.lora_B["default"].weight.grad
+        found |= {f"{name}.lora_A.weight": a, f"{name}.lora_B.weight": b}
+    return copied(found)
+
+
+def copied(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
+
+
+def assert_same_gradients(found: dict[str, Tensor], expected: dict[str, Tensor], rtol: float = 1e-4) -> None:
+    """Every matrix's largest deviation is within `rtol` of its largest element, and none is zero."""
+    assert found.keys() == expected.keys()
+    errors = {}
+    for name, gradient in expected.items():
+        largest = gradient.abs().max().item()
+        assert largest > 0, f"{name} has no gradient"
+        errors[name] = (found[name] - gradient).abs().max().item() / largest
+    worst = max(errors, key=errors.get)
+    assert errors[worst] <= rtol, f"{worst}: {errors[worst]:.2e} off"
+
+
+def assert_same_path(found: Watched, expected: Watched, rtol: float = 1e-3) -> None:
+    """All steps together moved every matrix alike: the difference's norm is within `rtol` of the way's.
+
+    AdamW's step is about the sign of a gradient; where one is nearly zero its rounding shows in full.
+    """
+    assert found.after.keys() == expected.after.keys()
+    for name, start in expected.before.items():
+        assert torch.equal(found.before[name], start), name
+        way = expected.after[name] - start
+        off = (found.after[name] - expected.after[name]).norm().item()
+        assert off <= rtol * way.norm().item() > 0, f"{name}: {off / way.norm().item():.2e} off"
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Sums of one order: as many threads as there happen to be would round differently."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
