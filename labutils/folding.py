@@ -45,10 +45,12 @@ class FoldedLinear(nn.Module):
         self.scaling = {"default": scaling}
         self.lora_A: dict[str, Any] = {}
         self.lora_B: dict[str, Any] = {}
+        self.in_features, self.out_features = base.in_features, base.out_features
         self.weight = base.weight.detach()  # a plain tensor, no parameter: autograd is to see where each W' comes from
+        self.bias = None if base.bias is None else base.bias.detach()
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.base_layer.bias)
+        return F.linear(x, self.weight, self.bias)
 
 
 class Stack(nn.Module):
@@ -69,6 +71,9 @@ class Stack(nn.Module):
         for index, layer in enumerate(self.folded):
             layer.lora_A["default"] = SimpleNamespace(weight=self.A.data[index, :rank])
             layer.lora_B["default"] = SimpleNamespace(weight=self.B.data[index, :, :rank])
+        for first, count in zip(itertools.accumulate([0, *pieces]), pieces, strict=False):
+            if count > 1 and self.folded[first].bias is not None:
+                self.folded[first].bias = torch.cat([layer.bias for layer in self.folded[first : first + count]])
 
     def form(self) -> None:
         """Hand each product its W', one batched product for all."""

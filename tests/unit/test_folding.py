@@ -1,0 +1,160 @@
+"""Folded LoRA: the weights, the gradients and the files of the plain layers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from recipes_at_work import adapter_gradients, perturb
+from torch import Tensor, nn
+
+from labutils.adapters import adapter_state, attach_lora, count_trainable, load_adapter, lora_layers, save_adapter
+from labutils.folding import ALIGNMENT, FoldedLinear, fold, form_weights
+
+
+class Net(nn.Module):
+    """Two layers of one input, `q` and `k`, one of another shape, and one of the same shape elsewhere."""
+
+    def __init__(self, inner: int = 6, outer: int = 10, bias: bool = True) -> None:
+        super().__init__()
+        self.q = nn.Linear(inner, outer, bias=bias)
+        self.k = nn.Linear(inner, outer, bias=bias)
+        self.o = nn.Linear(outer, inner, bias=bias)
+        self.later = nn.Linear(inner, outer, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k = self.projections(x)
+        return self.later(torch.tanh(self.o(q * torch.tanh(k))))
+
+    def projections(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        if isinstance(self.q, FoldedLinear) and self.q.weight.shape[0] == 2 * self.k.base_layer.out_features:
+            return self.q(x).chunk(2, dim=-1)
+        return self.q(x), self.k(x)
+
+
+NAMES = ("q", "k", "o", "later")
+
+
+def adapted(rank: int, alpha: float, bias: bool = True, dtype: torch.dtype = torch.float32) -> Net:
+    torch.manual_seed(0)
+    net = Net(bias=bias).to(dtype)
+    attach_lora(net, NAMES, rank, alpha, "plain", seed=1)
+    perturb(net, 0.3)
+    return net
+
+
+def folded(rank: int, alpha: float, joint: tuple = (), bias: bool = True, dtype: torch.dtype = torch.float32) -> Net:
+    net = adapted(rank, alpha, bias, dtype)
+    fold(net, lora_layers(net), joint)
+    return net
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    rank=st.integers(1, 20), alpha=st.sampled_from([1, 4, 7.5, 16]), joint=st.booleans(), bias=st.booleans(),
+    batch=st.integers(1, 5),
+)  # fmt: skip
+def test_folded_is_plain(rank, alpha, joint, bias, batch):
+    """In float64, where nothing hides behind rounding: outputs, and gradients by A, by B and by the input."""
+    plain = adapted(rank, alpha, bias, torch.float64)
+    other = folded(rank, alpha, (("q", "k"),) if joint else (), bias, torch.float64)
+    results = []
+    for net in (plain, other):
+        x = torch.randn(batch, 3, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(2)).requires_grad_()
+        form_weights(net)
+        y = net(x)
+        y.square().sum().backward()
+        results.append((y, x.grad, adapter_gradients(net)))
+    (y, x_grad, gradients), (other_y, other_x_grad, other_gradients) = results
+    torch.testing.assert_close(other_y, y)
+    torch.testing.assert_close(other_x_grad, x_grad)
+    assert list(gradients) == list(other_gradients)
+    for name, gradient in gradients.items():
+        assert gradient.abs().max() > 0
+        torch.testing.assert_close(other_gradients[name], gradient)
+
+
+@pytest.mark.parametrize("rank", [1, 4, 8, 9])
+def test_padding_never_moves(rank):
+    net = folded(rank, 4)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1, weight_decay=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        form_weights(net)
+        net(torch.randn(4, 6)).sum().backward()
+        optimizer.step()
+    for stack in net.folds.stacks:
+        assert stack.A.shape[1] % ALIGNMENT == stack.B.shape[2] % ALIGNMENT == 0
+        assert not stack.A[:, rank:].any() and not stack.B[:, :, rank:].any()
+        assert stack.A[:, :rank].all() and stack.B[:, :, :rank].all()
+
+
+def test_a_layer_that_was_not_formed_again_is_the_old_one():
+    """Why `form` comes before each pass: W' does not follow A and B by itself."""
+    net, x = folded(4, 4), torch.randn(2, 6)
+    form_weights(net)
+    before = net(x)
+    adapter_state(net)["o.lora_A.weight"].mul_(2)
+    assert torch.equal(net(x), before)
+    form_weights(net)
+    assert not torch.allclose(net(x), before)
+
+
+def test_only_the_stacks_are_trained_and_the_frozen_weights_are_not_copied_twice():
+    net = folded(4, 4)
+    assert {name for name, p in net.named_parameters() if p.requires_grad} == {
+        "folds.stacks.0.A", "folds.stacks.0.B", "folds.stacks.1.A", "folds.stacks.1.B",
+    }  # fmt: skip
+    assert [stack.W.shape for stack in net.folds.stacks] == [(3, 10, 6), (1, 6, 10)]
+    padded = ALIGNMENT * (3 * 16 + 16)
+    assert count_trainable(net) == padded
+
+
+def test_what_is_joint_is_one_product_and_what_is_not_is_its_own():
+    apart, together = folded(4, 4), folded(4, 4, joint=(("q", "k"),))
+    for net in (apart, together):
+        form_weights(net)
+    assert together.q.weight.shape == (20, 6)
+    torch.testing.assert_close(together.q.weight, torch.cat([apart.q.weight, apart.k.weight]))
+    torch.testing.assert_close(together.later.weight, apart.later.weight)
+
+
+def test_half_precision_weights_take_the_sum_and_adapters_stay_float32():
+    net = folded(4, 4, dtype=torch.bfloat16)
+    plain = adapted(4, 4, dtype=torch.bfloat16)
+    form_weights(net)
+    for name in NAMES:
+        layer = plain.get_submodule(name)
+        exact = layer.base_layer.weight.float() + layer.lora_B["default"].weight @ layer.lora_A["default"].weight
+        found = net.get_submodule(name).weight
+        assert found.dtype == torch.bfloat16
+        torch.testing.assert_close(found.float(), exact, rtol=2**-7, atol=2**-7)
+    net(torch.randn(3, 6, dtype=torch.bfloat16)).sum().backward()
+    assert all(p.dtype == p.grad.dtype == torch.float32 for p in net.parameters() if p.requires_grad)
+
+
+def test_files_pass_between_the_kinds(tmp_path):
+    """What a folded model saves a plain one loads, and the other way round."""
+    x = torch.randn(2, 6)
+    trained = folded(3, 6)
+    form_weights(trained)
+    save_adapter(trained, tmp_path / "folded")
+    torch.manual_seed(0)
+    plain = Net()
+    load_adapter(plain, tmp_path / "folded", kind="plain")
+    torch.testing.assert_close(plain(x), trained(x))
+    save_adapter(adapted(3, 6), tmp_path / "plain")
+    other = folded(3, 6)
+    for tensor in adapter_state(other).values():
+        tensor.zero_()
+    load_adapter(other, tmp_path / "plain")
+    form_weights(other)
+    torch.testing.assert_close(other(x), trained(x))
+
+
+def test_a_model_that_was_not_folded_has_nothing_to_form():
+    net, x = adapted(4, 4), torch.randn(2, 6)
+    before = net(x)
+    form_weights(net)
+    assert torch.equal(net(x), before)

@@ -1,0 +1,153 @@
+"""Losses on their way to the host: none lost, none changed, and NaN stops the run with the step named."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from labutils.training.logs import NotFinite, RingLog, SynchronousLog, tensorboard
+
+CPU = torch.device("cpu")
+ACCUMULATION = 3
+
+
+class Written(list):
+    def __call__(self, values: dict[str, float], step: int) -> None:
+        self.append((step, values["train_loss"]))
+
+
+def feed(log: SynchronousLog | RingLog, losses: list[float], accumulation: int = ACCUMULATION) -> None:
+    """Optimizer steps of these mean losses; the micro-batches' own lie around the mean."""
+    for mean in losses:
+        for index in range(accumulation):
+            loss = torch.tensor(mean + (index - (accumulation - 1) / 2) / 8)
+            log.micro_step(loss)
+            log.end_micro_step(loss)
+        log.end_step()
+
+
+steps = st.lists(st.integers(-50, 50).map(float), max_size=40)
+
+
+@settings(deadline=None, max_examples=60)
+@given(steps, st.integers(1, 5), st.integers(0, 1000), st.sets(st.integers(0, 40), max_size=3))
+def test_both_logs_tell_the_same(losses, half, first, flushed):
+    """However often the ring goes round, wherever the run began, and whenever it is flushed."""
+    synchronous, ring = (written := [Written(), Written()])
+    logs = [SynchronousLog(synchronous, ACCUMULATION), RingLog(ring, ACCUMULATION, CPU, half)]
+    for log in logs:
+        log.start_at(first)
+        for index, loss in enumerate(losses):
+            feed(log, [loss])
+            if index in flushed:
+                log.flush()
+                assert len(log.losses) == index + 1
+        log.close()
+        log.close()
+    expected = [(first + index + 1, loss) for index, loss in enumerate(losses)]
+    for found, log in zip(written, logs, strict=True):
+        assert [step for step, _ in found] == [step for step, _ in expected]
+        assert [loss for _, loss in found] == pytest.approx(losses, abs=1e-5) == log.losses
+
+
+def test_the_ring_writes_half_a_turn_late_and_not_later():
+    log = RingLog(Written(), 1, CPU, half=4)
+    known = []
+    for step in range(1, 14):
+        feed(log, [float(step)], accumulation=1)
+        known.append(len(log.losses))
+    assert known == [0, 0, 0, 0, 0, 0, 0, 4, 4, 4, 4, 8, 8]
+
+
+def test_the_ring_reads_no_loss_between_its_halves():
+    """What it is for: a loss on the device, never asked for by the host while steps run."""
+
+    class Unreadable(torch.Tensor):
+        def item(self) -> float:
+            raise AssertionError("the host read a loss")
+
+    log = RingLog(Written(), 1, CPU, half=16)
+    log.total, log.ring = (tensor.as_subclass(Unreadable) for tensor in (log.total, log.ring))
+    feed(log, [1.0] * 40, accumulation=1)
+    assert len(log.losses) == 16
+
+
+def test_the_synchronous_log_reads_twice_a_micro_step(monkeypatch):
+    """As the public script does: before the backward pass, and at the micro-step's end."""
+    reads, item = [], torch.Tensor.item
+    monkeypatch.setattr(torch.Tensor, "item", lambda tensor: reads.append(1) or item(tensor))
+    log = SynchronousLog(Written(), 1)
+    loss = torch.tensor(2.0)
+    log.micro_step(loss)
+    assert len(reads) == 1
+    log.end_micro_step(loss)
+    assert len(reads) == 2
+    log.end_step()
+    assert len(reads) == 2
+    log.close()
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("at", [1, 4, 5, 11])
+def test_the_run_stops_with_the_step_named(bad, at):
+    losses = [1.0] * 20
+    losses[at - 1] = bad
+    message = rf"The loss is {bad} at optimizer step {at}: training stopped there\. Lower learning_rate"
+    for log, late in ((SynchronousLog(Written(), 1), 0), (RingLog(Written(), 1, CPU, half=4), 8)):
+        with pytest.raises(NotFinite, match=message):
+            feed(log, losses, accumulation=1)
+        assert log.step <= at + late
+        assert log.losses[:-1] == [1.0] * (at - 1)
+        assert len(log.write) == at  # the bad one is on record too
+        log.close()  # the first finding stands: nothing is raised again
+        assert len(log.write) == at
+
+
+def test_a_run_that_ends_early_is_still_found_bad():
+    log = RingLog(Written(), 1, CPU, half=16)
+    feed(log, [1.0, 1.0, math.nan, math.nan], accumulation=1)
+    with pytest.raises(NotFinite, match="optimizer step 3"):
+        log.close()
+    log.close()
+
+
+def test_a_resumed_run_names_its_own_step():
+    log = RingLog(Written(), 1, CPU, half=4)
+    log.start_at(100)
+    feed(log, [1.0, math.nan], accumulation=1)
+    with pytest.raises(NotFinite, match="optimizer step 102"):
+        log.flush()
+
+
+def test_losses_of_a_batch_are_averaged():
+    for log in (SynchronousLog(Written(), 2), RingLog(Written(), 2, CPU)):
+        for losses in (torch.tensor([1.0, 2.0]), torch.tensor([3.0, 6.0])):
+            log.micro_step(losses)
+        log.end_step()
+        log.close()
+        assert log.losses == [3.0]
+
+
+def values_in(folder: Path) -> dict[int, float]:
+    events = {}
+    for file in folder.glob("events.out.tfevents.*"):
+        events |= {e.step: e.value for e in EventAccumulator(str(file)).Reload().Scalars("train_loss")}
+    return events
+
+
+@pytest.mark.parametrize("kind", [SynchronousLog, RingLog])
+def test_tensorboards_file_holds_the_values(kind, tmp_path):
+    write, close = tensorboard(tmp_path, flush=kind is SynchronousLog)
+    log = SynchronousLog(write, 1) if kind is SynchronousLog else RingLog(write, 1, CPU, half=4)
+    feed(log, [float(step) for step in range(1, 11)], accumulation=1)
+    if kind is SynchronousLog:
+        assert len(values_in(tmp_path)) == 10  # on the disk at once, before anything is closed
+    log.close()
+    close()
+    assert values_in(tmp_path) == {step: pytest.approx(step) for step in range(1, 11)}
