@@ -83,14 +83,22 @@ class ChannelsLastPointwise(nn.Conv2d):
 def rewrite_layers(module: nn.Module, forms: dict[type[nn.Module], type[nn.Module]]) -> None:
     """Give every layer of `module` whose class is in `forms` that form instead; weights and names stay as they are.
 
-    A 1x1 convolution alone is one `ChannelsLastPointwise` stands for; other sizes stay convolutions.
+    `ChannelsLastPointwise` stands for plain 1x1 convolutions alone, `ChannelsLastGroupNorm` for norms with a weight; other
+    layers of these classes stay what they are.
     """
     for layer in module.modules():
         form = forms.get(type(layer))
-        if form is ChannelsLastPointwise and not layer.kernel_size == layer.stride == (1, 1):
+        if form is ChannelsLastPointwise and not _is_pointwise(layer):
+            continue
+        if form is ChannelsLastGroupNorm and not layer.affine:
             continue
         if form:
             layer.__class__ = form
+
+
+def _is_pointwise(layer: nn.Conv2d) -> bool:
+    """Whether it computes each pixel from that pixel alone, all channels by one matrix."""
+    return layer.kernel_size == layer.stride == (1, 1) and layer.padding == (0, 0) and layer.groups == 1
 
 
 CHANNELS_LAST_FORMS: dict[type[nn.Module], type[nn.Module]] = {

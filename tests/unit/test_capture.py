@@ -1,0 +1,154 @@
+"""Layers in forms for the compiler: the same functions, in the same memory, and nothing else touched."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from diffusers.models.activations import GEGLU
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from labutils import capture
+from labutils.capture import CHANNELS_LAST_FORMS, attention_kernel, compile_blocks, compile_model, rewrite_layers
+from labutils.workloads.diffusion import SplitGEGLU
+
+FORMS = CHANNELS_LAST_FORMS | {GEGLU: SplitGEGLU}
+
+
+@pytest.fixture(autouse=True)
+def as_when_compiling(monkeypatch):
+    """The compiled form, run line by line."""
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+
+
+def rewritten(layer: nn.Module) -> nn.Module:
+    whole = nn.Sequential(layer)
+    rewrite_layers(whole, FORMS)
+    return whole[0]
+
+
+def same_function(layer: nn.Module, x: Tensor) -> Tensor:
+    """Output and gradients, of the input and of every parameter, before and after rewriting; returns the output."""
+    weights = torch.randn(1000, generator=torch.Generator().manual_seed(7))
+    results = []
+    for rewrite in (False, True):
+        if rewrite:
+            before = type(layer)
+            layer = rewritten(layer)
+            assert type(layer) is FORMS[before]
+        layer.zero_grad()
+        mine = x.detach().clone(memory_format=torch.preserve_format).requires_grad_()
+        y = layer(mine)
+        (y * weights.repeat(y.numel() // 1000 + 1)[: y.numel()].view(y.shape)).sum().backward()
+        results.append([y, mine.grad, *(p.grad.clone() for p in layer.parameters())])
+    for found, expected in zip(*reversed(results), strict=True):
+        assert found.dtype == expected.dtype
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4 * expected.abs().max().item())
+    return results[1][0]
+
+
+def image(n: int, channels: int, side: int) -> Tensor:
+    x = torch.randn(n, channels, side, side + 1, generator=torch.Generator().manual_seed(n))
+    return (3 * x + 1).to(memory_format=torch.channels_last)
+
+
+sizes = {"n": st.integers(1, 3), "side": st.integers(1, 6)}
+
+
+@settings(deadline=None, max_examples=30)
+@given(groups=st.integers(1, 4), each=st.integers(2, 5), eps=st.sampled_from([1e-5, 1e-6, 1e-2]), **sizes)
+def test_group_norm(groups, each, eps, n, side):
+    layer = nn.GroupNorm(groups, groups * each, eps=eps)
+    for parameter in layer.parameters():
+        nn.init.normal_(parameter)
+    y = same_function(layer, image(n, groups * each, side))
+    assert y.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_group_norm_of_half_precision_sums_in_float32():
+    x = 1000 + image(1, 8, 16).half()
+    layer = rewritten(nn.GroupNorm(2, 8).half())
+    expected = nn.functional.group_norm(x.double(), 2)
+    assert layer(x).dtype == torch.float16
+    torch.testing.assert_close(layer(x).double(), expected, rtol=2e-3, atol=2e-3)
+
+
+def test_group_norm_of_what_is_no_image_is_as_it_was():
+    layer, x = nn.GroupNorm(2, 8), torch.randn(3, 8, 5)
+    expected = layer(x)
+    assert torch.equal(rewritten(layer)(x), expected)
+
+
+@settings(deadline=None, max_examples=20)
+@given(inner=st.integers(1, 6), outer=st.integers(1, 6), bias=st.booleans(), **sizes)
+def test_pointwise_convolution(inner, outer, bias, n, side):
+    y = same_function(nn.Conv2d(inner, outer, 1, bias=bias), image(n, inner, side))
+    assert y.is_contiguous(memory_format=torch.channels_last)
+
+
+@settings(deadline=None, max_examples=20)
+@given(width=st.integers(1, 7), outer=st.integers(1, 7), n=st.integers(1, 3))
+def test_geglu(width, outer, n):
+    same_function(GEGLU(width, outer), torch.randn(n, 5, width))
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        nn.Conv2d(4, 4, 3, padding=1),
+        nn.Conv2d(4, 4, 1, stride=2),
+        nn.Conv2d(4, 4, 1, padding=1),
+        nn.Conv2d(4, 4, 1, groups=2),
+        nn.GroupNorm(2, 4, affine=False),
+        nn.LayerNorm(5),
+        nn.Linear(5, 4),
+    ],
+    ids=str,
+)
+def test_other_layers_stay_what_they_are(layer):
+    kind, x = type(layer), image(2, 4, 4)
+    expected = layer(x)
+    assert type(rewritten(layer)) is kind
+    assert torch.equal(layer(x), expected)
+
+
+def test_names_and_weights_stay():
+    whole = nn.Sequential(nn.Conv2d(4, 8, 1), nn.GroupNorm(2, 8), nn.Sequential(nn.Conv2d(8, 8, 3)))
+    before = dict(whole.named_parameters())
+    rewrite_layers(whole, FORMS)
+    after = dict(whole.named_parameters())
+    assert list(after) == list(before) and all(after[name] is before[name] for name in before)
+
+
+@pytest.mark.parametrize("layer", [nn.GroupNorm(2, 8), nn.Conv2d(8, 4, 1)], ids=str)
+def test_outside_a_compiled_region_nothing_changes(layer, monkeypatch):
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: False)
+    x = image(2, 8, 5)
+    expected = layer(x)
+    assert torch.equal(rewritten(layer)(x), expected)
+
+
+@pytest.mark.parametrize("name", [*capture.KERNELS])
+def test_the_named_attention_kernel_alone_is_allowed(name):
+    enabled = {
+        "math": torch.backends.cuda.math_sdp_enabled,
+        "flash": torch.backends.cuda.flash_sdp_enabled,
+        "efficient": torch.backends.cuda.mem_efficient_sdp_enabled,
+        "cudnn": torch.backends.cuda.cudnn_sdp_enabled,
+    }
+    before = {kernel: asked() for kernel, asked in enabled.items()}
+    with attention_kernel(name):
+        assert [kernel for kernel, asked in enabled.items() if asked()] == [name]
+    with attention_kernel("auto"):
+        assert {kernel: asked() for kernel, asked in enabled.items()} == before
+    assert {kernel: asked() for kernel, asked in enabled.items()} == before
+
+
+def test_what_is_to_be_compiled_is_and_with_the_mode_asked_for(monkeypatch):
+    asked = []
+    monkeypatch.setattr(torch, "compile", lambda target, **options: asked.append(options) or target)
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    compile_model(model, "default")
+    compile_blocks(model, "reduce-overhead")
+    assert asked == [{"mode": "default"}, {"mode": "reduce-overhead"}, {"mode": "reduce-overhead"}]
