@@ -83,8 +83,8 @@ class ChannelsLastPointwise(nn.Conv2d):
 def rewrite_layers(module: nn.Module, forms: dict[type[nn.Module], type[nn.Module]]) -> None:
     """Give every layer of `module` whose class is in `forms` that form instead; weights and names stay as they are.
 
-    `ChannelsLastPointwise` stands for plain 1x1 convolutions alone, `ChannelsLastGroupNorm` for norms with a weight; other
-    layers of these classes stay what they are.
+    `ChannelsLastPointwise` stands for plain 1x1 convolutions alone, `ChannelsLastGroupNorm` for norms with a weight:
+    other layers of these classes stay what they are.
     """
     for layer in module.modules():
         form = forms.get(type(layer))
