@@ -44,6 +44,10 @@ def compare(
         return bench.compare(recipes, steps, rounds)
 
 
+REFILL_S = 0.3
+"""Pause after a recipe with workers: they go on reading ahead, and would do it during the next recipe's steps."""
+
+
 class Bench:
     """Sessions side by side in one process, built once each and compared as often as one likes.
 
@@ -77,6 +81,9 @@ class Bench:
         new = [name for name in recipes if name not in self.contenders and name not in self.failed]
         for name in tqdm(new, desc="preparing", disable=len(new) < 2):
             self._attempt(name, lambda name=name: self._enter(name, recipes[name]))
+        # What stands now stays: a process that trains one model doesn't have its garbage collector look at fifteen others.
+        gc.collect()
+        gc.freeze()
 
     def watch(self, name: str, steps: int = 5) -> dict[str, float]:
         """Utilisation by the driver's account while `steps` more optimizer steps run, as metrics of a run."""
@@ -120,6 +127,7 @@ class Bench:
 
     def close(self) -> None:
         """End all sessions."""
+        gc.unfreeze()
         self.stack.close()
         self.contenders.clear()
 
@@ -181,6 +189,7 @@ class Contender:
         ready = recipe.num_workers * recipe.prefetch_factor
         measure(self.session, 1 + math.ceil(ready / recipe.accumulation) if ready else 1)
         self.times.extend(measure(self.session, max(steps, math.ceil(ROUND_MS / self.step_ms))))
+        time.sleep(REFILL_S if ready else 0)
 
     def report(self, run: Run) -> None:
         """Fill in the run's metrics and samples."""

@@ -205,7 +205,8 @@ class DiffusionLora(Workload):
         moments = batch["moments"] if "moments" in batch else self._moments(model, batch["pixel_values"])
         distribution = DiagonalGaussianDistribution(moments)
         latents = distribution.mean + distribution.std * posterior
-        return latents * model.vae.config.scaling_factor
+        # In one layout, wherever they come from: a compiled network is compiled anew for every other one.
+        return (latents * model.vae.config.scaling_factor).contiguous()
 
     def _moments(self, model: Networks, pixel_values: Tensor) -> Tensor:
         """Mean and log variance of the posterior, [b, 8, h/8, w/8]."""

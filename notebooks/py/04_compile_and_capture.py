@@ -146,18 +146,17 @@ graph_modes = {
     "reduce-overhead, accumulation=1": STOCK.but(compile="reduce-overhead", accumulation=1),
 }
 article = of_lane("article")
-bench.prepare({"stock": article["stock"]})  # the images are drawn before several processes want them
+bench.prepare({"stock": climbable["stock"]})  # the images are drawn before several processes want them
 with ThreadPoolExecutor() as pool:
-    tries, ahead = {}, None
+    tries = {}
     if on_gpu:
         tries = {name: pool.submit(try_isolated, workload, r, 6, "tiny") for name, r in graph_modes.items()}
-        higher = [r for r in climbable.values() if r.layers == "rewritten"]
-        ahead = pool.submit(compile_ahead, workload, higher)
+        pool.submit(compile_ahead, workload, [r for r in climbable.values() if r.layers == "rewritten"])
     bench.prepare(article)
 tried = {name: future.result() for name, future in tries.items()}
-runs = bench.compare(article, steps, rounds=2)
 
 # %%
+runs = bench.compare(article, steps, rounds=2)
 for name in ("stock", "workers", "pinned"):
     if name in runs and runs[name].ok:
         runs[name].metrics |= bench.watch(name)
@@ -277,6 +276,7 @@ lab.predict("speed-up with the same work", my_same_work, "x")
 # %%
 anchor = {"stock": recipes["stock"]}
 same_work = bench.compare(anchor | of_lane("same work"), steps, rounds=1)
+keep(same_work)
 fig, ax = plt.subplots()
 plots.steps(ax, same_work)
 plt.show()
@@ -312,6 +312,7 @@ lab.predict("ms a step at the top of the ladder", my_best_ms, "ms")
 
 # %%
 same_mathematics = bench.compare(anchor | of_lane("same mathematics"), steps, rounds=1)
+keep(same_mathematics)
 fig, ax = plt.subplots()
 plots.steps(ax, {name: run for name, run in same_mathematics.items() if name != "stock"})
 plt.show()
