@@ -81,7 +81,7 @@ class Bench:
         new = [name for name in recipes if name not in self.contenders and name not in self.failed]
         for name in tqdm(new, desc="preparing", disable=len(new) < 2):
             self._attempt(name, lambda name=name: self._enter(name, recipes[name]))
-        # What stands now stays: a process that trains one model doesn't have its garbage collector look at fifteen others.
+        # What stands now stays: where one model is trained, the garbage collector has no fifteen others to look at.
         gc.collect()
         gc.freeze()
 

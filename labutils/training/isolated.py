@@ -78,7 +78,8 @@ def _main() -> None:
             session.run(steps)
         result = {"failed": 0, "message": "", "loss": session.losses}
     except Exception as error:
-        result = {"failed": 1, "message": f"{type(error).__name__}: {' '.join(str(error).split())}"[:600]}
+        reason = " ".join(str(error).split()).partition(" Stack trace:")[0]
+        result = {"failed": 1, "message": f"{type(error).__name__}: {reason}"[:600]}
     print(json.dumps(result))
 
 
