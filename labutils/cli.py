@@ -79,6 +79,7 @@ def _add_report(commands: argparse._SubParsersAction) -> None:
     report = commands.add_parser("report", help="every claim: published, reference, here, verdict")
     report.add_argument("--json", action="store_true", help="verdicts for machines")
     report.add_argument("--results", type=Path, metavar="DIR", help="another set of results than the newest")
+    report.add_argument("--picture", type=Path, metavar="FILE", help="draw the ladder of lab 04 into a PNG or SVG file")
     report.set_defaults(carry_out=_report)
 
 
@@ -123,7 +124,37 @@ def _run(options: argparse.Namespace) -> int:
 def _report(options: argparse.Namespace) -> int:
     from labutils import report
 
+    if options.picture:
+        return _draw_ladder(options.results, options.picture)
     return report.main(options.results, as_json=options.json)
+
+
+def _draw_ladder(results: Path | None, file: Path) -> int:
+    """The ladder of lab 04 as a picture: of `results`, or of the reference runs where none are named."""
+    import matplotlib.pyplot as plt
+
+    from labutils import articles, plots
+    from labutils.recipe import A1_LADDER, STOCK
+    from labutils.results import REFERENCE, read_runs
+
+    climbed = read_runs(results or REFERENCE, "04")
+    rungs = [climbed["04", rung.name] for rung in A1_LADDER if ("04", rung.name) in climbed]
+    if not rungs:
+        print("No picture: there is no run of the ladder. Lab 04 measures it: labutils run 04", file=sys.stderr)
+        return WRONG_USAGE
+    steps = [articles.claim(f"A1.{claim}").published for claim in ("workers.three", "compile.speedup", "pin.speedup")]
+    micro_ms = dict(zip([rung.name for rung in A1_LADDER], [steps[0][0], *(after for _, after in steps)], strict=False))
+    published = {name: STOCK.accumulation * ms for name, ms in micro_ms.items()}
+    plots.use_style()
+    figure, axes = plt.subplots()
+    try:
+        plots.waterfall(axes, rungs, rungs[-1].metric("floor_ms"), published, published_label="article, 4 micro-steps")
+        figure.savefig(file)
+    except (ValueError, OSError) as error:  # an unknown kind of file, or a place where none can be written
+        print(f"No picture: {error}. Give a .png or .svg file in a folder that you may write to.", file=sys.stderr)
+        return WRONG_USAGE
+    print(f"The ladder is drawn in {file}.")
+    return 0
 
 
 if __name__ == "__main__":

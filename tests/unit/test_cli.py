@@ -109,3 +109,19 @@ def test_a_lab_that_fails_is_1_and_its_message_is_on_the_page(tmp_path):
 
 def test_report_for_machines_is_json():
     assert json.loads(labutils("report", "--json").stdout)
+
+
+def test_the_ladder_is_drawn_from_the_reference_runs(tmp_path, capsys):
+    assert cli.main(["report", "--picture", str(tmp_path / "ladder.png")]) == 0
+    assert (tmp_path / "ladder.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("file", "results", "says"),
+    [("gone/ladder.png", None, "folder"), ("ladder.xyz", None, ".png"), ("ladder.png", "empty", "labutils run 04")],
+)
+def test_a_picture_that_can_not_be_drawn_says_why(tmp_path, capsys, file, results, says):
+    (tmp_path / "empty").mkdir()
+    more = ["--results", str(tmp_path / results)] if results else []
+    assert cli.main(["report", "--picture", str(tmp_path / file), *more]) == 2
+    assert says in capsys.readouterr().err
