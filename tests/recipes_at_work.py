@@ -31,8 +31,9 @@ class SameDraws:
         count = next(iter(batch.values())).shape[0]
         each = [self.example(self.taken + index) for index in range(count)]
         self.taken += count
-        device = self.workload.device
-        return {name: torch.stack([example[name] for example in each]).to(device) for name in each[0]}
+        like = torch.empty((), device=self.workload.device, dtype=model.vae.dtype)
+        drawn = {name: torch.stack([example[name] for example in each]) for name in each[0]}
+        return {name: t.to(like) if t.is_floating_point() else t.to(like.device) for name, t in drawn.items()}
 
     def example(self, index: int) -> dict[str, Tensor]:
         chance = torch.Generator().manual_seed(1000 + index)

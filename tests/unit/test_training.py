@@ -490,7 +490,8 @@ def test_training_leaves_the_frozen_weights_alone(workload):
 def test_draws_are_the_same_however_examples_are_grouped(workload):
     """The oracle's own ground: what the gradient tests take for granted."""
     one, four = SameDraws(workload), SameDraws(workload)
-    apart = [one(None, {"x": torch.zeros(1)}) for _ in range(4)]
-    together = four(None, {"x": torch.zeros(4)})
+    with Session(workload, PLAIN) as session:
+        apart = [one(session.model, {"x": torch.zeros(1)}) for _ in range(4)]
+        together = four(session.model, {"x": torch.zeros(4)})
     for name in together:
         assert torch.equal(torch.cat([draws[name] for draws in apart]), together[name])

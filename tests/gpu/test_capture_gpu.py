@@ -1,0 +1,285 @@
+"""The whole optimizer step in one CUDA graph: the same training as the eager loop's, from the first replay on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from recipes_at_work import (
+    PLAIN,
+    adapter_gradients,
+    assert_same_gradients,
+    copied,
+    perturb,
+    watch,
+)
+from torch import Tensor
+
+from labutils.adapters import adapter_state
+from labutils.capture import Captured
+from labutils.recipe import A1_LADDER, Recipe, climb
+from labutils.training import Session
+from labutils.training.batches import Batches
+from labutils.training.drivers import DRIVERS, GraphStep
+from labutils.training.logs import RingLog
+from labutils.workloads import open_workload
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+STEPS = 3
+EAGER = PLAIN.but(logging="ring-buffer", optimizer="adamw-fused", max_grad_norm=1e9)
+"""Gradients are clipped to a norm that they never have: what is left in a graph's `.grad` is then the gradient."""
+GRAPH = EAGER.but(driver="graph")
+MERGED = {"micro_batch": 4, "accumulation": 1}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def full_float32():
+    """No TF32: what is compared is float32."""
+    before = torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
+    yield
+    torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32 = before
+
+
+@pytest.fixture(scope="module")
+def workload():
+    return open_workload("sd15-lora", scale="tiny", device="cuda")
+
+
+@dataclass
+class Outcome:
+    """Where a run with the workload's own random numbers led; `gradients` are the last step's."""
+
+    before: dict[str, Tensor]
+    after: dict[str, Tensor]
+    gradients: dict[str, Tensor]
+    losses: list[float]
+    state: dict[str, Tensor]
+
+
+def outcome(workload, recipe: Recipe, steps: int, prepare=lambda session: None) -> Outcome:
+    gradients: list[dict[str, Tensor]] = []
+    with Session(workload, recipe) as running:
+        unet = running.model.unet
+        perturb(unet)
+        prepare(running)
+        if recipe.driver != "graph":
+            keep_gradients(running, gradients)
+        before = copied(adapter_state(unet))
+        for _ in range(steps):
+            running.step()
+        torch.cuda.synchronize()
+        running.driver.log.flush()
+        if recipe.driver == "graph":
+            gradients.append(adapter_gradients(unet))
+        return Outcome(before, copied(adapter_state(unet)), gradients[-1], list(running.losses), state_of(running))
+
+
+def keep_gradients(running: Session, gradients: list[dict[str, Tensor]]) -> None:
+    """The gradients as they are before the optimizer takes and drops them."""
+    hook = lambda *args: gradients.append(adapter_gradients(running.model.unet))  # noqa: E731
+    running.optimizer.register_step_pre_hook(hook)
+
+
+def state_of(running: Session) -> dict[str, Tensor]:
+    """What else a step changes: moments, the optimizer's count, the loss scale, the place in the ring, chance."""
+    scaler, log = running.driver.scaler, running.driver.log
+    found = {"chance": torch.cuda.get_rng_state()} | ({"place": log.place} if isinstance(log, RingLog) else {})
+    for index, state in enumerate(running.optimizer.state.values()):
+        found |= {f"{name} {index}": tensor for name, tensor in state.items()}
+    if scaler.is_enabled():
+        found |= {"scale": scaler._scale, "growth": scaler._growth_tracker}
+    return copied(found)
+
+
+def assert_same_training(found: Outcome, expected: Outcome, rtol: float = 1e-4) -> None:
+    assert_same_gradients(found.gradients, expected.gradients, rtol)
+    assert found.losses == pytest.approx(expected.losses, rel=rtol)
+    for name, start in expected.before.items():
+        way = (expected.after[name] - start).norm().item()
+        off = (found.after[name] - expected.after[name]).norm().item()
+        assert off <= 20 * rtol * way > 0, f"{name}: {off / way:.2e} off"
+
+
+CHANGES = {
+    "4 micro-batches": {},
+    "2 streams": {"streams": 2},
+    "4 streams": {"streams": 4},
+    "merged": MERGED,
+    "peft": {"adapter": "peft"},
+    "folded": {"adapter": "folded"},
+    "folded, streams": {"adapter": "folded", "streams": 3},
+    "merged, folded": MERGED | {"adapter": "folded"},
+    "cached latents": {"cache": "latents"},
+    "cached text": {"cache": "latents+text"},
+    "pinned": {"pin_memory": True, "non_blocking": True, "num_workers": 2, "persistent_workers": True},
+    "channels last": {"memory_format": "channels_last", "layers": "rewritten"},
+    "last rung, not compiled": MERGED
+    | {"adapter": "folded", "cache": "latents+text", "memory_format": "channels_last", "layers": "rewritten"},
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("steps", [1, STEPS])
+def test_the_graph_trains_as_the_eager_loop_does(change, steps, workload):
+    eager = EAGER.but(**{k: v for k, v in CHANGES[change].items() if k != "streams"})
+    graph = GRAPH.but(**CHANGES[change])
+    assert_same_training(outcome(workload, graph, steps), outcome(workload, eager, steps))
+
+
+@pytest.mark.parametrize("change", ["4 micro-batches", "merged", "last rung, not compiled"])
+def test_the_graph_clips_as_the_eager_loop_does(change, workload):
+    change = CHANGES[change] | {"max_grad_norm": 0.02}
+    found, expected = (outcome(workload, recipe.but(**change), STEPS) for recipe in (GRAPH, EAGER))
+    norm = torch.cat([g.flatten() for g in found.gradients.values()]).norm().item()
+    assert norm == pytest.approx(0.02, rel=1e-3)
+    assert_same_training(found, expected)
+
+
+def test_warming_up_leaves_no_trace(workload):
+    """After one replay the moments, counts and random numbers are those of one eager step, and the log has one loss."""
+    found, expected = (outcome(workload, recipe, 1) for recipe in (GRAPH, EAGER))
+    assert torch.equal(found.state["chance"], expected.state["chance"])
+    assert found.state["place"].item() == expected.state["place"].item() == 1
+    assert len(found.losses) == 1
+    for name, tensor in expected.state.items():
+        if name.startswith("step"):
+            assert found.state[name].item() == tensor.item() == 1
+        elif name.startswith("exp_avg"):
+            assert tensor.abs().max() > 0
+            torch.testing.assert_close(found.state[name], tensor, rtol=1e-3, atol=1e-4 * tensor.abs().max().item())
+
+
+@pytest.mark.parametrize("change", ["4 micro-batches", "4 streams", "merged, folded"])
+def test_half_precision_with_its_loss_scale(change, workload):
+    change = CHANGES[change] | {"precision": "fp16"}
+    eager = EAGER.but(**{k: v for k, v in change.items() if k != "streams"})
+    found, expected = outcome(workload, GRAPH.but(**change), STEPS), outcome(workload, eager, STEPS)
+    assert found.losses == pytest.approx(expected.losses, rel=5e-3)
+    assert found.state["scale"].item() == expected.state["scale"].item() == 2**16
+    assert found.state["growth"].item() == expected.state["growth"].item() == STEPS
+    assert_same_gradients(found.gradients, expected.gradients, rtol=0.05)
+
+
+@pytest.mark.parametrize("recipe", [EAGER, GRAPH], ids=["eager", "graph"])
+def test_a_step_that_overflows_is_skipped_and_the_scale_halved(recipe, workload):
+    too_much = 2.0**60
+
+    def prepare(running: Session) -> None:
+        running.driver.scaler._scale.fill_(too_much)
+
+    found = outcome(workload, recipe.but(precision="fp16"), 2, prepare)
+    assert found.state["scale"].item() == too_much / 4
+    assert found.state["growth"].item() == 0
+    assert all(torch.equal(found.after[name], found.before[name]) for name in found.before)
+    assert all(tensor.item() == 0 for name, tensor in found.state.items() if name.startswith("step"))
+
+
+class Careless(GraphStep):
+    """One micro-step recorded, with gradients that the recording allocates: each replay replaces the one before."""
+
+    def step(self, batches: Batches) -> None:
+        for parameter in self.parts.parameters:
+            if parameter.grad is not None:
+                parameter.grad.zero_()
+        for _ in range(self.parts.recipe.accumulation):
+            self._take([next(batches)])
+            if self.captured is None:
+                self.captured = Captured(self._micro_step, self._state)
+            self.captured()
+        self.update()
+        self.log.end_step()
+
+    def _micro_step(self) -> None:
+        for parameter in self.parts.parameters:
+            parameter.grad = None
+        self.micro_step(self.inputs[0])
+
+
+@pytest.mark.parametrize("accumulation", [1, 4])
+def test_gradients_that_a_recording_allocates_are_noticed(accumulation, workload, monkeypatch):
+    """The checks above can fail: they do where micro-batches' gradients replace each other, and only there."""
+    expected = outcome(workload, EAGER.but(accumulation=accumulation), 2)
+    monkeypatch.setitem(DRIVERS, "graph", Careless)
+    found = outcome(workload, GRAPH.but(accumulation=accumulation), 2)
+    if accumulation == 1:
+        assert_same_training(found, expected)
+    else:
+        with pytest.raises(AssertionError, match="off"):
+            assert_same_gradients(found.gradients, expected.gradients)
+
+
+def test_the_ring_goes_round_without_a_loss_lost(workload):
+    recipe = {"cache": "latents+text", "accumulation": 1}
+    steps = 75  # more than two turns of 32, and not a whole half
+    found, expected = (outcome(workload, r.but(**recipe), steps) for r in (GRAPH, EAGER.but(logging="synchronous")))
+    assert len(found.losses) == steps
+    assert found.losses == pytest.approx(expected.losses, rel=1e-3)
+
+
+def test_a_graph_resumes(workload, tmp_path):
+    """Moments, loss scale and random numbers are loaded before the capture, and survive its warm-up."""
+    for recipe in (GRAPH.but(cache="latents+text", precision="fp16"), GRAPH.but(adapter="folded", num_workers=1)):
+        folder = tmp_path / recipe.precision
+        with Session(workload, recipe) as unbroken:
+            unbroken.run(5)
+            unbroken.driver.log.flush()
+            expected, losses = copied(adapter_state(unbroken.model.unet)), list(unbroken.losses)
+        with Session(workload, recipe, folder) as first:
+            first.run(3, checkpoint_every=3)
+        with Session(workload, recipe, folder, resume=True) as second:
+            second.run(5)
+            second.driver.log.flush()
+            found = copied(adapter_state(second.model.unet))
+            assert second.losses == pytest.approx(losses[3:], rel=1e-3)
+        for name, tensor in expected.items():
+            if "lora_B" in name:  # which began at zero
+                assert (found[name] - tensor).norm() <= 0.02 * tensor.norm() > 0, name
+
+
+@pytest.mark.parametrize("scope", ["model", "everything"])
+def test_compiled_and_captured_it_is_still_the_same(scope, workload):
+    torch.compiler.reset()
+    cache = "latents+text" if scope == "model" else "nothing"
+    change = MERGED | {"adapter": "folded", "cache": cache, "memory_format": "channels_last", "layers": "rewritten"}
+    compiled = {"compile": "default", "compile_scope": scope}
+    found = outcome(workload, GRAPH.but(**change, **compiled), STEPS)
+    assert_same_training(found, outcome(workload, EAGER.but(**change), STEPS))
+
+
+@pytest.mark.parametrize("merged", [{}, MERGED])
+def test_merged_cached_and_folded_are_the_plain_loop_on_a_gpu_too(merged, workload):
+    plain = watch(workload, PLAIN)
+    found = watch(workload, EAGER.but(**merged, adapter="folded", cache="latents+text", memory_format="channels_last"))
+    assert_same_gradients(found.gradients[0], plain.gradients[0])
+
+
+@pytest.mark.parametrize(
+    ("kernel", "precision", "rtol"),
+    [("math", "fp32", 1e-4), ("efficient", "fp32", 1e-4), ("flash", "fp16", 0.05), ("efficient", "fp16", 0.05)],
+)
+def test_attention_kernels_compute_the_same(kernel, precision, rtol, workload):
+    expected = watch(workload, PLAIN.but(precision=precision))
+    found = watch(workload, PLAIN.but(precision=precision, attention=kernel))
+    assert_same_gradients(found.gradients[0], expected.gradients[0], rtol)
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_accelerate_and_the_plain_loop_agree_in_half_precision(precision, workload):
+    """Autocast reaches exactly as far in both, and the loss scale is the same."""
+    plain, stock = (watch(workload, PLAIN.but(precision=precision, driver=d), 2) for d in ("eager", "accelerate"))
+    for mine, expected in zip(stock.gradients, plain.gradients, strict=True):
+        assert_same_gradients(mine, expected, rtol=0.02)
+    assert stock.losses == pytest.approx(plain.losses, rel=1e-3)
+
+
+def test_every_rung_of_the_ladder_trains(workload):
+    """At tiny, uncompiled: each recipe runs, and its loss stays one."""
+    for name, recipe in climb(A1_LADDER).items():
+        with Session(workload, recipe.but(compile="off")) as running:
+            running.run(3)
+            running.driver.log.flush()
+            assert len(running.losses) == 3, name
+            assert all(0.1 < loss < 10 for loss in running.losses), name
