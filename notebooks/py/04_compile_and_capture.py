@@ -57,6 +57,7 @@ lab = open_lab("04", globals())
 from concurrent.futures import ThreadPoolExecutor
 
 import matplotlib.pyplot as plt
+import torch
 
 from labutils import plots
 from labutils.hardware import usable_cores
@@ -67,6 +68,8 @@ from labutils.training import Bench, compile_ahead, try_isolated
 plots.use_style()
 on_gpu = lab.device == "cuda"
 rounds = rounds or (1 if lab.scale == "tiny" else 3)
+if not on_gpu:
+    torch.set_num_threads(max(1, usable_cores() // 2))  # one half trains, the other is left to the workers
 workload = lab.workload("sd15-lora")
 bench = Bench(workload)
 
