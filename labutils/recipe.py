@@ -237,12 +237,12 @@ def climb(ladder: tuple[Rung, ...], start: Recipe = STOCK) -> dict[str, Recipe]:
 
 
 def distinct_on(device: str, recipes: Mapping[str, Recipe]) -> dict[str, Recipe]:
-    """Those of a ladder's `recipes` that a `device` can tell from the rung below, in order."""
+    """Those of a ladder's `recipes` that a `device` can tell from every rung below, in order."""
     found: dict[str, Recipe] = {}
-    below = None
+    below: set[Recipe] = set()
     for name, recipe in recipes.items():
         fitted = recipe.fitted_to(device)
-        if fitted != below:
+        if fitted not in below:
             found[name] = recipe
-        below = fitted
+        below.add(fitted)
     return found

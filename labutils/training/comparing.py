@@ -71,7 +71,7 @@ class Bench:
         self.prepare(recipes)
         for name in self._able(recipes):
             self.contenders[name].times = StepTimes()
-        for _ in tqdm(range(rounds), desc="measuring", disable=len(recipes) < 2):
+        for _ in tqdm(range(rounds), desc="measuring", mininterval=10, disable=len(recipes) < 2):
             for name in self._able(recipes):
                 self._attempt(name, lambda name=name: self.contenders[name].measure(steps))
         return {name: self._report(name, recipe) for name, recipe in recipes.items()}
@@ -79,7 +79,7 @@ class Bench:
     def prepare(self, recipes: Mapping[str, Recipe]) -> None:
         """Build and warm up those of `recipes` whose name is new; what fails is noted for its run."""
         new = [name for name in recipes if name not in self.contenders and name not in self.failed]
-        for name in tqdm(new, desc="preparing", disable=len(new) < 2):
+        for name in tqdm(new, desc="preparing", mininterval=10, disable=len(new) < 2):
             self._attempt(name, lambda name=name: self._enter(name, recipes[name]))
         # What stands now stays: where one model is trained, the garbage collector has no fifteen others to look at.
         gc.collect()

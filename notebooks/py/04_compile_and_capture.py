@@ -49,7 +49,7 @@ steps: int = 4  # optimizer steps timed in each round, at least
 rounds: int = 0  # times round the whole ladder at the end; 0: 1 at tiny, 3 at larger scales
 
 # %%
-from labutils.course import open_lab
+from labutils.course import NotHere, open_lab
 
 lab = open_lab("04", globals())
 
@@ -117,7 +117,7 @@ def keep(runs: dict[str, Run]) -> None:
 
 
 for name in recipes.keys() - climbable.keys():
-    lab.keep(Run("04", name, lane=lanes[name], status="skipped: on a CPU this rung is the one below it"))
+    lab.keep(Run("04", name, lane=lanes[name], status="skipped: on a CPU this rung is no different from one below it"))
 
 # %% [markdown]
 # ## 1 · The article's rungs
@@ -220,13 +220,14 @@ if on_gpu:
 rows = ["| | first step, s | later steps, ms | has paid after |", "|---|---|---|---|"]
 for name, run in (runs | regional).items():
     if name in ("workers", "compile", "regional") and run.ok:
-        paid = "–" if name == "workers" else f"{break_even(runs['workers'], run):,.0f} steps"
+        steps_needed = break_even(runs["workers"], run)
+        paid = "–" if name == "workers" else "never" if steps_needed == float("inf") else f"{steps_needed:,.0f} steps"
         rows.append(f"| {name} | {run.metric('first_step_s'):.1f} | {run.metric('step_ms'):.0f} | {paid} |")
 lab.show("\n".join(rows))
 
 # %% [markdown]
-# **Takeaway.** Compiling is an investment: ask how many steps you will train before you make it. ("inf" means: never on
-# this machine. On a CPU there was no launch cost to save.)
+# **Takeaway.** Compiling is an investment: ask how many steps you will train before you make it. ("Never": its
+# steps are no shorter on this machine. On a CPU there was no launch cost to save.)
 
 # %% [markdown]
 # ## 2 · The modes that failed
@@ -237,8 +238,8 @@ lab.show("\n".join(rows))
 # %%
 with lab.attempt("CUDA graphs inside torch.compile", reference="reduce-overhead"):
     if not on_gpu:
-        from labutils.course import NotHere
-
+        for name in graph_modes:
+            lab.keep(Run("04", name, status="skipped: CUDA graphs need an NVIDIA GPU"))
         raise NotHere("CUDA graphs need an NVIDIA GPU")
     rows = ["| mode | outcome | message | losses |", "|---|---|---|---|"]
     for name, run in tried.items():
