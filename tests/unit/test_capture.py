@@ -129,6 +129,25 @@ def test_outside_a_compiled_region_nothing_changes(layer, monkeypatch):
     assert torch.equal(rewritten(layer)(x), expected)
 
 
+def test_compiled_the_forms_compute_the_same(monkeypatch):
+    """All of them, through the compiler's code generator, forward and backward to the input: their weights are frozen.
+
+    (To those of a channels-last GroupNorm, rewritten or not, torch 2.13's generated CPU code crashes.)
+    """
+    monkeypatch.undo()
+    torch.manual_seed(0)
+    whole = nn.Sequential(nn.GroupNorm(2, 8), nn.SiLU(), nn.Conv2d(8, 6, 1), nn.Flatten(2), GEGLU(20, 4))
+    whole.requires_grad_(False)
+    x = image(2, 8, 4).requires_grad_()
+    expected = whole(x)
+    torch.compiler.reset()
+    rewrite_layers(whole, FORMS)
+    found = compile_model(whole, "default")(x)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    mine, other = (torch.autograd.grad(y.square().sum(), x)[0] for y in (found, expected))
+    torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-4 * other.abs().max().item())
+
+
 @pytest.mark.parametrize("name", [*capture.KERNELS])
 def test_the_named_attention_kernel_alone_is_allowed(name):
     enabled = {

@@ -38,9 +38,9 @@ from labutils.training.drivers import GraphStep
 from labutils.workloads import diffusion, open_workload
 from labutils.workloads.diffusion import SIZES
 
-STEPS = 3
+STEPS = 2
 CLIPPED = PLAIN.but(max_grad_norm=0.07)
-"""Gradients of these three steps have norms of 0.082, 0.068 and 0.079: two are clipped and one is not."""
+"""Gradients of these two steps have norms of 0.082 and 0.068: one is clipped and one is not."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -165,9 +165,9 @@ def few_blocks(monkeypatch):
     torch.compiler.reset()
 
 
-@pytest.mark.parametrize("scope", ["model", "blocks", "everything"])
+@pytest.mark.parametrize("scope", ["model", "everything"])
 def test_what_is_traced_computes_the_same(scope, few_blocks, monkeypatch):
-    """The compiler's front end and its autograd, without the code generator."""
+    """Whole networks, by the compiler's front end and its autograd, without the code generator."""
     original, compiled = torch.compile, []
 
     def traced(target: object, **options: object) -> object:
@@ -178,13 +178,14 @@ def test_what_is_traced_computes_the_same(scope, few_blocks, monkeypatch):
     cache = "nothing" if scope == "everything" else "latents"
     plain = watch(few_blocks, CLIPPED)
     found = watch(few_blocks, COMPILED.but(compile_scope=scope, cache=cache))
-    assert len(compiled) == {"model": 1, "blocks": 1, "everything": 3}[scope]
+    assert len(compiled) == {"model": 1, "everything": 3}[scope]
     assert_same_gradients(found.gradients[0], plain.gradients[0])
     assert found.losses == pytest.approx(plain.losses, rel=1e-5)
 
 
 def test_what_is_compiled_computes_the_same(few_blocks):
-    plain, found = watch(few_blocks, CLIPPED, STEPS), watch(few_blocks, COMPILED, STEPS)
+    """By the code generator too, on the blocks alone; whole networks take it a minute (see tests/gpu)."""
+    plain, found = watch(few_blocks, CLIPPED, STEPS), watch(few_blocks, COMPILED.but(compile_scope="blocks"), STEPS)
     for mine, expected in zip(found.gradients, plain.gradients, strict=True):
         assert_same_gradients(mine, expected)
     assert_same_path(found, plain, rtol=5e-3)

@@ -85,12 +85,12 @@ def test_the_schedule_is_the_published_one():
 # FLOPs
 
 
-@pytest.mark.parametrize("cache", ["nothing", "latents", "latents+text"])
-@pytest.mark.parametrize("merged", [(1, 4), (4, 1), (2, 3)])
-def test_flops_are_those_that_pytorch_counts(cache, merged, workload):
+@pytest.mark.parametrize(
+    ("cache", "micro_batch", "accumulation"), [("nothing", 1, 2), ("latents", 2, 1), ("latents+text", 3, 1)]
+)
+def test_flops_are_those_that_pytorch_counts(cache, micro_batch, accumulation, workload):
     """Of a real optimizer step on a CPU, to the last operation: with attention by products, as PyTorch's counter takes
     a CPU's fused attention for nothing. It sees no optimizer and no elementwise arithmetic, and neither do we."""
-    micro_batch, accumulation = merged
     recipe = PLAIN.but(cache=cache, micro_batch=micro_batch, accumulation=accumulation)
     with Session(workload, recipe) as session, sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         session.step()
