@@ -132,7 +132,7 @@ def try_workers(
 ) -> Trial:
     """Load batches of the generated images with `workers` workers in a child process whose /dev/shm has `shm_bytes`.
 
-    The child takes one batch, waits `head_start_s` (as a first training step would) while the workers run ahead, and
+    The child takes one batch, waits (as in a first training step) until nothing has come for `head_start_s`, and
     then takes the others. It counts as hung when a worker reported a failure and nothing came for `patience_s`, or
     after `limit_s`. This process, its /dev/shm and the machine's are not touched, whatever happens.
     """
@@ -255,6 +255,15 @@ def _end(child: subprocess.Popen) -> None:
 # -------------------------------------------------------------------------------------------------------- the child
 
 
+def _let_workers_run_ahead(quiet_s: float) -> None:
+    """Wait until /dev/shm hasn't grown for `quiet_s`, as it does while workers on slow or busy cores still read."""
+    used, grew, end = 0, time.monotonic(), time.monotonic() + 10 * quiet_s
+    while time.monotonic() < min(grew + quiet_s, end):
+        time.sleep(0.1)
+        if (now_used := shutil.disk_usage(SHM).used) > used:
+            used, grew = now_used, time.monotonic()
+
+
 def _load(task: Task) -> None:
     """The child: one DataLoader pass, a line of progress for each batch."""
     import warnings
@@ -271,7 +280,8 @@ def _load(task: Task) -> None:
     peak = 0
     for number, _ in enumerate(loader, start=1):
         print(json.dumps({"batches": number, "wanted": wanted, "peak_bytes": peak}), flush=True)
-        time.sleep(task.head_start_s if number == 1 else 0)
+        if number == 1:
+            _let_workers_run_ahead(task.head_start_s)
         peak = max(peak, shutil.disk_usage(SHM).used)
     print(json.dumps({"batches": number, "wanted": wanted, "peak_bytes": peak}), flush=True)
 
