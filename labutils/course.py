@@ -13,7 +13,9 @@ import ast
 import contextlib
 import gc
 import logging
+import math
 import os
+import shlex
 import sys
 import time
 import traceback
@@ -54,6 +56,12 @@ def open_lab(number: str, namespace: dict[str, Any]) -> Lab:
     `LabError` where one has the wrong type, an unknown choice or a name that the parameters cell does not declare.
     """
     _hush()
+    number = str(number).zfill(2)
+    if not isinstance(namespace, Mapping):
+        raise LabError(
+            f"The second argument of open_lab is a {type(namespace).__name__}, where the notebook's own names belong. "
+            f'Write: lab = open_lab("{number}", globals())'
+        )
     try:
         values = _parameters(namespace)
     except ValueError as error:
@@ -63,9 +71,9 @@ def open_lab(number: str, namespace: dict[str, Any]) -> Lab:
     folder = values.pop("results_dir", "") or os.environ.get("LABUTILS_RESULTS") or _new_results_folder()
     try:
         kept = results.Results(Path(folder).expanduser())
-    except OSError as error:
+    except (OSError, RuntimeError, ValueError) as error:  # nobody's home, a null byte
         raise LabError(
-            f"Results can't be kept in {folder}: {error}. Set results_dir to a folder you may write to."
+            f"Results can't be kept in {folder!r}: {error}. Set results_dir to a folder you may write to."
         ) from None
     lab = Lab(number, values, kept)
     lab.show(lab.banner())
@@ -73,8 +81,12 @@ def open_lab(number: str, namespace: dict[str, Any]) -> Lab:
 
 
 def _parameters(namespace: Mapping[str, Any]) -> dict[str, Any]:
-    """Name -> value of the annotated names in `namespace`, each checked against its annotation."""
-    declared = {name: _kind(name, note) for name, note in namespace.get("__annotations__", {}).items()}
+    """Name -> value of the annotated names in `namespace`, each checked against its annotation.
+
+    What is annotated as anything but a parameter's kind belongs to a later cell, which ran before this one ran again.
+    """
+    kinds = {name: _kind(note) for name, note in namespace.get("__annotations__", {}).items()}
+    declared = {name: kind for name, kind in kinds.items() if kind in parameters.KINDS}
     unknown = _injected(namespace) - set(declared)
     if unknown:
         raise ValueError(
@@ -83,11 +95,11 @@ def _parameters(namespace: Mapping[str, Any]) -> dict[str, Any]:
     return {name: parameters.check(name, namespace.get(name), kind) for name, kind in declared.items()}
 
 
-def _kind(name: str, annotation: Any) -> str:
-    kind = annotation if isinstance(annotation, str) else getattr(annotation, "__name__", str(annotation))
-    if kind not in parameters.KINDS:
-        raise ValueError(f"{name} is declared as {kind}; a parameter is one of: {', '.join(parameters.KINDS)}.")
-    return kind
+def _kind(annotation: Any) -> str:
+    """A type's name as it is written; "list[int]" and "float | None" are not "list" or "float"."""
+    if isinstance(annotation, str):
+        return annotation
+    return annotation.__name__ if type(annotation) is type else str(annotation)
 
 
 def _injected(namespace: Mapping[str, Any]) -> set[str]:
@@ -194,6 +206,11 @@ class Lab:
             raise LabError(
                 f"The prediction of {topic} is {value!r}; it takes a number{f' of {unit}' if unit else ''}, or None."
             )
+        if not _is_finite(value):
+            raise LabError(
+                f"The prediction of {topic} is {value!r}, which can't be compared with a measurement. Write a finite "
+                "number, or None for no prediction."
+            )
         self._predictions[topic] = (float(value), unit)
         self._record(status="prediction", topic=topic, value=value, unit=unit)
         self.show(f"Kept: you predict {value:g} {unit} for *{topic}*.")
@@ -244,14 +261,14 @@ class Lab:
         scored = [
             (topic, truth)
             for topic, truth in (truths or {}).items()
-            if truth is not None and topic in self._predictions
+            if truth is not None and _is_finite(truth) and topic in self._predictions
         ]
         if scored:
             head = ["| prediction | you | measured | off by |", "|---|---|---|---|"]
             self.show("\n".join(head + [self._score(topic, truth) for topic, truth in scored]))
         seconds = round(time.perf_counter() - self._opened, 1)
         self._results.done(self.number, parameters=self.parameters, seconds=seconds, commit=results.commit())
-        verdicts = f"labutils report --results {_short(self.results_dir)}"
+        verdicts = f"labutils report --results {shlex.quote(_short(self.results_dir))}"
         self.show(f"Lab {self.number} is done, after {seconds:.0f} s. All verdicts: `{verdicts}`")
 
     def _score(self, topic: str, truth: float) -> str:
@@ -303,6 +320,13 @@ def explain(status: str) -> str:
     if kind == "skipped":
         return f"It was left out: {why}. `labutils doctor` says what this machine can do, and how to change that."
     return f"It failed with {why}. `labutils doctor` checks the usual causes."
+
+
+def _is_finite(value: float) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # a whole number beyond every float
+        return False
 
 
 def _off_by(guess: float, truth: float) -> str:

@@ -11,14 +11,23 @@ it; results always hold the fitted recipe, so that what is on record is what ran
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 
-def knob(default: Any, help: str, choices: tuple[Any, ...] = (), at_least: float | None = None) -> Any:
+def knob(
+    default: Any,
+    help: str,
+    choices: tuple[Any, ...] = (),
+    at_least: float | None = None,
+    at_most: float | None = None,
+    above: float | None = None,
+) -> Any:
     """A dataclass field that knows its documentation and what it accepts."""
-    return field(default=default, metadata={"help": help, "choices": choices, "at_least": at_least})
+    limits = {"at_least": at_least, "at_most": at_most, "above": above}
+    return field(default=default, metadata={"help": help, "choices": choices} | limits)
 
 
 @dataclass(frozen=True)
@@ -26,7 +35,9 @@ class Recipe:
     """Everything tunable about a run. Raises `ValueError` naming the knob, what it got and what it takes."""
 
     # the data path
-    num_workers: int = knob(0, "DataLoader worker processes; 0 decodes in the training process", at_least=0)
+    num_workers: int = knob(
+        0, "DataLoader worker processes; 0 decodes in the training process", at_least=0, at_most=1024
+    )
     persistent_workers: bool = knob(False, "keep the workers from one epoch to the next")
     prefetch_factor: int = knob(2, "batches each worker holds ready", at_least=1)
     pin_memory: bool = knob(False, "page-lock batches on the host, so that copies need no staging")
@@ -42,7 +53,7 @@ class Recipe:
     accumulation: int = knob(4, "micro-batches in one optimizer step", at_least=1)
     optimizer: str = knob("adamw", "adamw as PyTorch picks it, or its single-kernel form", ("adamw", "adamw-fused"))
     learning_rate: float = knob(1e-4, "constant learning rate", at_least=0)
-    max_grad_norm: float = knob(1.0, "gradients are scaled down to this norm", at_least=0)
+    max_grad_norm: float = knob(1.0, "gradients are scaled down to this norm", above=0)
 
     # the adapter
     rank: int = knob(4, "rank r of the LoRA matrices", at_least=1)
@@ -93,7 +104,7 @@ class Recipe:
         "synchronous: read the loss each micro-step, write each step; ring-buffer: keep it on the device, write later",
         ("synchronous", "ring-buffer"),
     )
-    seed: int = knob(0, "seed of weights, data order and noise", at_least=0)
+    seed: int = knob(0, "seed of weights, data order and noise", at_least=0, at_most=2**63 - 1)
 
     def __post_init__(self) -> None:
         for spec in dataclasses.fields(self):
@@ -166,11 +177,25 @@ def _check(spec: dataclasses.Field, value: Any) -> None:
     )
     if not right_type:
         raise ValueError(f"{spec.name}={value!r} is a {type(value).__name__}; this knob takes a {kind.__name__}.")
+    if kind is float and not _is_finite(value):
+        raise ValueError(f"{spec.name}={value!r} is not a finite number, and this knob takes one, e.g. {spec.default}.")
     choices, at_least = spec.metadata["choices"], spec.metadata["at_least"]
+    at_most, above = spec.metadata["at_most"], spec.metadata["above"]
     if choices and value not in choices:
         raise ValueError(f"{spec.name}={value!r} is not known. Choose one of: {', '.join(map(repr, choices))}.")
     if at_least is not None and not value >= at_least:
         raise ValueError(f"{spec.name}={value!r} is too small: it must be {at_least} or more.")
+    if above is not None and not value > above:
+        raise ValueError(f"{spec.name}={value!r} is too small: it must be above {above}.")
+    if at_most is not None and not value <= at_most:
+        raise ValueError(f"{spec.name}={value!r} is too large: it must be {at_most} or less.")
+
+
+def _is_finite(value: float) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # a whole number beyond every float
+        return False
 
 
 STOCK = Recipe()

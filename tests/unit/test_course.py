@@ -48,7 +48,6 @@ def reference(tmp_path, monkeypatch):
         (notebook(own={"steps": int}, steps=True), "steps is True, a bool, but it takes a whole number"),
         (notebook(own={"steps": int}, steps="3"), "steps is '3', a text"),
         (notebook(own={"rate": float}, rate=float("nan")), "rate is nan"),
-        (notebook(own={"steps": list}, steps=[3]), "steps is declared as list; a parameter is one of: str, int"),
         (notebook(cells=("# Parameters\nstepz = 5\n",)), "no parameter stepz. Its parameters: scale, weights, data"),
     ],
 )
