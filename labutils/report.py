@@ -16,7 +16,7 @@ from typing import Any
 
 from labutils import articles, claims
 from labutils.claims import Judgement
-from labutils.results import LANES, REFERENCE, REPOSITORY, Run, read_records, runs_of
+from labutils.results import LANES, REFERENCE, REPOSITORY, Run, is_sound, named, read_records, runs_of
 
 LADDER_LAB = "04"
 WIDTH = 100
@@ -53,16 +53,22 @@ class Rung:
 def main(results: Path | None, as_json: bool) -> int:
     """Print the report of `results` (a folder or a results.jsonl; None: each lab's newest). The exit code: 0, or 2.
 
-    2 means that `results` was named and holds no results.
+    2 means that `results` was named and holds no results that can be read.
     """
     try:
-        files = result_files(results)
+        page = read_page(result_files(results), REFERENCE)
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
-    page = read_page(files, REFERENCE)
+    except OSError as error:
+        print(
+            f"{error.filename} can't be read: {(error.strerror or str(error)).lower()}. Name results that you may "
+            "read, as in: labutils report --results results/NAME",
+            file=sys.stderr,
+        )
+        return 2
     if as_json:
-        print(json.dumps(as_data(page), indent=2, ensure_ascii=False))
+        print(json.dumps(as_data(page), indent=2))
     else:
         show(page)
     return 0
@@ -74,13 +80,16 @@ def result_files(results: Path | None) -> list[Path]:
     A folder may hold one results.jsonl or several folders that each do. Without a name it is LABUTILS_RESULTS, else
     results/ of this checkout, where having none is no error: then there is only the reference.
     """
-    named = results or (Path(os.environ["LABUTILS_RESULTS"]) if os.environ.get("LABUTILS_RESULTS") else None)
-    place = (named or REPOSITORY / "results").expanduser()
-    if place.is_file():
+    place = named(results or os.environ.get("LABUTILS_RESULTS") or REPOSITORY / "results")
+    if os.path.isfile(place):  # Path.is_file raises OSError for a name that is too long
         return [place]
-    found = [place / "results.jsonl"] if (place / "results.jsonl").is_file() else list(place.glob("*/results.jsonl"))
+    found = [place / "results.jsonl"] if os.path.isfile(place / "results.jsonl") else []
+    if not found and os.path.isdir(place):
+        found = list(place.glob("*/results.jsonl"))
     if not found and results is not None:
-        problem = "has no results.jsonl" if place.is_dir() else "does not exist"
+        problem = "has no results.jsonl" if os.path.isdir(place) else "does not exist"
+        if os.path.islink(place) and not os.path.exists(place):
+            problem = "is a link that leads nowhere"
         raise ValueError(
             f"{place} {problem}, so there is nothing to report. Name the folder that a lab wrote to, "
             "as in: labutils report --results results/NAME. To make one: labutils run"
@@ -92,13 +101,13 @@ def read_page(files: Iterable[Path], reference: Path) -> Page:
     """Judge every claim by the newest of `files` for each lab: runs of one lab are never mixed from two files."""
     by_lab: dict[str, tuple[Path, list[dict[str, Any]]]] = {}
     for path in files:
-        for record in filter(_is_sound, read_records(path)):
+        for record in filter(is_sound, read_records(path)):
             lab = record["lab"]
             if lab not in by_lab or by_lab[lab][0] != path:
                 by_lab[lab] = (path, [])
             by_lab[lab][1].append(record)
     records = [record for _, of_lab in by_lab.values() for record in of_lab]
-    here, theirs = runs_of(records), runs_of(filter(_is_sound, read_records(reference)))
+    here, theirs = runs_of(records), runs_of(read_records(reference))
     return Page(
         judgements=claims.judge(None, here, theirs),
         here=here,
@@ -106,13 +115,6 @@ def read_page(files: Iterable[Path], reference: Path) -> Page:
         files=list(dict.fromkeys(path for path, _ in by_lab.values())),
         labs_done=sorted({r["lab"] for r in records if r.get("status") == "done"}),
     )
-
-
-def _is_sound(record: Mapping[str, Any]) -> bool:
-    """Whether a record's parts have the kinds that they should: files are edited by hand, too."""
-    words = all(isinstance(record.get(key, ""), str) for key in ("run", "lane", "status", "scale"))
-    parts = all(isinstance(record.get(key, {}), dict) for key in ("recipe", "metrics", "samples", "machine"))
-    return isinstance(record.get("lab"), str) and words and parts
 
 
 def ladder(runs: Runs) -> list[Rung]:
@@ -123,31 +125,38 @@ def ladder(runs: Runs) -> list[Rung]:
     climbed = [run for (lab, _), run in runs.items() if lab == LADDER_LAB and _is_rung(run)]
     stock = next((run for run in climbed if run.run == "stock"), None)
     same = [run for run in climbed if stock is None or _examples(run) == _examples(stock)]
-    first = stock.metric("step_ms") if stock else None
+    first = _number(stock.metric("step_ms")) if stock else None
     return [_rung(run, first) for run in sorted(same, key=lambda run: LANES.index(run.lane))]
 
 
 def _is_rung(run: Run) -> bool:
-    return run.ok and run.lane in LANES and isinstance(run.metric("step_ms"), int | float)
+    return run.ok and run.lane in LANES and (_number(run.metric("step_ms")) or 0) > 0
 
 
-def _examples(run: Run) -> int:
-    """Examples in one optimizer step."""
-    return run.recipe.get("micro_batch", 1) * run.recipe.get("accumulation", 1)
+def _examples(run: Run) -> float | None:
+    """Examples in one optimizer step; None where the recipe doesn't say it in numbers."""
+    micro_batch, accumulation = (_number(run.recipe.get(name, 1)) for name in ("micro_batch", "accumulation"))
+    return None if micro_batch is None or accumulation is None else micro_batch * accumulation
+
+
+def _number(value: Any) -> float | None:
+    """`value` where it is a finite number, else None: a results file may hold anything."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return float(value) if is_number and abs(value) <= sys.float_info.max else None
 
 
 def _rung(run: Run, stock: float | None) -> Rung:
     summary = run.metrics["step_ms"] if isinstance(run.metrics["step_ms"], Mapping) else {}
-    step = run.metric("step_ms")
+    step = _number(run.metric("step_ms"))
     return Rung(
         rung=run.run,
         lane=run.lane,
         step_ms=step,
-        p10=summary.get("p10"),
-        p90=summary.get("p90"),
-        speedup=stock / step if stock else None,
-        gpu_busy=run.metric("gpu_busy"),
-        floor_ms=run.metric("floor_ms"),
+        p10=_number(summary.get("p10")),
+        p90=_number(summary.get("p90")),
+        speedup=_number(stock / step) if stock else None,
+        gpu_busy=_number(run.metric("gpu_busy")),
+        floor_ms=_number(run.metric("floor_ms")),
     )
 
 

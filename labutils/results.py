@@ -10,7 +10,7 @@ import json
 import math
 import os
 import subprocess
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib import metadata
@@ -112,18 +112,18 @@ class Results:
 def read_records(path: str | Path) -> list[dict[str, Any]]:
     """All records of a results.jsonl or of the folder that holds it.
 
-    A line that is torn (a run was killed while writing) or is not an object is passed over: what was whole stays
-    usable. Returns [] where there is no such file.
+    A line that is torn (a run was killed while writing), is no object or is beyond Python's limits is passed over:
+    what was whole stays usable. Returns [] where there is no such file.
     """
     path = Path(path)
-    path = path / "results.jsonl" if path.is_dir() else path
-    if not path.exists():
+    path = path / "results.jsonl" if os.path.isdir(path) else path
+    if not os.path.exists(path):  # Path.exists raises OSError for a name that is too long
         return []
     records = []
     for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
         try:
             record = json.loads(line)
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):  # no JSON; a number of 5000 digits; lists nested without end
             continue
         if isinstance(record, dict):
             records.append(record)
@@ -136,13 +136,38 @@ def read_runs(path: str | Path, lab: str | None = None) -> dict[tuple[str, str],
 
 
 def runs_of(records: Iterable[dict[str, Any]], lab: str | None = None) -> dict[tuple[str, str], Run]:
-    """(lab, run) -> Run out of `records`; records that are not runs (predictions, "done") are left out."""
+    """(lab, run) -> Run out of `records`; predictions, "done" and unsound records are left out."""
     known = set(Run.__dataclass_fields__)
     runs = {}
     for record in records:
-        if "run" in record and lab in (None, record.get("lab")):
+        if isinstance(record.get("run"), str) and is_sound(record) and lab in (None, record["lab"]):
             runs[record["lab"], record["run"]] = Run(**{k: v for k, v in record.items() if k in known})
     return runs
+
+
+def is_sound(record: Mapping[str, Any]) -> bool:
+    """Whether a record's parts have the kinds that they should: files are edited by hand, too."""
+    words = all(isinstance(record.get(key, ""), str) for key in ("run", "lane", "status", "scale"))
+    parts = all(isinstance(record.get(key, {}), dict) for key in ("recipe", "metrics", "samples", "machine"))
+    return isinstance(record.get("lab"), str) and words and parts
+
+
+def named(name: str | Path) -> Path:
+    """The path that a person named, `~` resolved. Raises `ValueError`, with what to type, where it leads nowhere."""
+    try:
+        path = Path(name).expanduser()
+    except RuntimeError:
+        raise ValueError(
+            f"{name} lies in the home folder of a user that this machine doesn't know. "
+            "Write the folder's path out, as in: --results results/NAME"
+        ) from None
+    try:
+        os.path.abspath(path)
+    except FileNotFoundError:
+        raise ValueError(
+            f"The current folder was deleted, so {name} leads nowhere. Go to a folder that exists: cd {REPOSITORY}"
+        ) from None
+    return path
 
 
 def now() -> str:

@@ -73,6 +73,37 @@ def test_broken_records_do_no_harm(tmp_path, capsys):
     assert report.main(folder, as_json=False) == 0
 
 
+@pytest.mark.parametrize("odd", ["x", [1], True, None, {}, float("nan"), 10**400, -1, 0])
+def test_odd_numbers_do_no_harm(tmp_path, capsys, odd):
+    summary = {"median": 5, "p10": odd, "p90": odd}
+    records = [
+        {"run": "stock", "metrics": {"step_ms": odd}},
+        {"run": "odd", "metrics": {"step_ms": {"median": odd}}},
+        {"run": "even", "metrics": {"step_ms": summary, "gpu_busy": odd, "floor_ms": odd}},
+        {"run": "recipe", "metrics": {"step_ms": summary}, "recipe": {"micro_batch": odd}},
+    ]
+    (tmp_path / "results.jsonl").write_text("".join(json.dumps({"lab": "04"} | r) + "\n" for r in records))
+    assert "even" in [rung["rung"] for rung in as_json(capsys, tmp_path)["ladder"]]
+    assert report.main(tmp_path, as_json=False) == 0
+
+
+@pytest.mark.parametrize(
+    ("place", "problem"),
+    [("~nosuchuser/x", "doesn't know"), ("x" * 300, "does not exist"), ("loop", "is a link that leads nowhere")],
+)
+def test_an_odd_folder_is_one_message(tmp_path, monkeypatch, capsys, place, problem):
+    monkeypatch.chdir(tmp_path)
+    Path("loop").symlink_to("loop")
+    assert report.main(Path(place), as_json=False) == 2
+    said = capsys.readouterr().err
+    assert problem in said and "--results results/NAME" in said
+
+
+def test_json_is_plain_ascii(tmp_path, capsys):
+    assert report.main(write(tmp_path, *article_runs().values()), as_json=True) == 0
+    assert capsys.readouterr().out.isascii()
+
+
 @pytest.mark.parametrize("make", [False, True])
 def test_a_wrong_folder_is_an_error(tmp_path, capsys, make):
     folder = tmp_path / "nothing"

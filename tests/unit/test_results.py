@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from labutils.results import Results, Run, read_records, read_runs, runs_of, summarise, versions
+from labutils.results import Results, Run, named, read_records, read_runs, runs_of, summarise, versions
 
 numbers = st.floats(allow_nan=False, allow_infinity=False)
 words = st.text(st.characters(codec="utf-8"), max_size=20)
@@ -64,6 +64,33 @@ def test_foreign_lines_are_passed_over(lines):
     with (folder / "results.jsonl").open("ab") as file:
         file.write(b"\n".join(line.replace(b"{", b"") for line in lines) + b"\n")
     assert list(read_runs(folder)) == [("00", "machine")]
+
+
+@pytest.mark.parametrize("line", ['{"lab": "00", "run": "huge", "at": ' + "9" * 5000 + "}", "[" * 100_000])
+def test_a_line_beyond_python_s_limits_is_passed_over(line):
+    folder = folder_with([Run("00", "machine")])
+    with (folder / "results.jsonl").open("a") as file:
+        file.write(line + "\n")
+    assert list(read_runs(folder)) == [("00", "machine")]
+
+
+@pytest.mark.parametrize(
+    "record",
+    [{"run": "x"}, {"lab": 3, "run": "x"}, {"lab": "03", "run": ["x"]}, {"lab": "03", "run": "x", "metrics": 1}],
+)
+def test_an_unsound_record_is_no_run(record):
+    assert runs_of([record]) == {}
+
+
+def test_a_path_that_can_not_be_followed_says_what_to_type(tmp_path, monkeypatch):
+    with pytest.raises(ValueError, match=r"~nosuchuser/x lies in the home .*--results results/NAME"):
+        named("~nosuchuser/x")
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert named(tmp_path) == tmp_path
+    with pytest.raises(ValueError, match="current folder was deleted, so x leads nowhere.*: cd "):
+        named("x")
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
