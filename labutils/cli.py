@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -18,6 +19,8 @@ WRONG_USAGE, STOPPED = 2, 130
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Carry out a command line; returns the exit code. Wrong usage exits at once with 2, as argparse does."""
+    if hasattr(sys.stdout, "reconfigure"):  # where the encoding lacks an arrow, a ? stands for it
+        sys.stdout.reconfigure(errors="replace")
     options = _parser().parse_args(arguments)
     try:
         return options.carry_out(options)
@@ -60,7 +63,9 @@ def _add_run(commands: argparse._SubParsersAction) -> None:
         "--weights", default="random", choices=parameters.CHOICES["weights"], help="of the models (random)"
     )
     run.add_argument("--data", default="generated", choices=parameters.CHOICES["data"], help="to train on (generated)")
-    run.add_argument("--results", type=Path, metavar="DIR", help="folder of results.jsonl; again with it goes on there")
+    run.add_argument(
+        "--results", type=_folder, metavar="DIR", help="folder of results.jsonl; again with it goes on there"
+    )
     run.add_argument(
         "-p",
         dest="given",
@@ -78,9 +83,15 @@ def _add_run(commands: argparse._SubParsersAction) -> None:
 def _add_report(commands: argparse._SubParsersAction) -> None:
     report = commands.add_parser("report", help="every claim: published, reference, here, verdict")
     report.add_argument("--json", action="store_true", help="verdicts for machines")
-    report.add_argument("--results", type=Path, metavar="DIR", help="another set of results than the newest")
+    report.add_argument("--results", type=_folder, metavar="DIR", help="another set of results than the newest")
     report.add_argument("--picture", type=Path, metavar="FILE", help="draw the ladder of lab 04 into a PNG or SVG file")
     report.set_defaults(carry_out=_report)
+
+
+def _folder(word: str) -> Path:
+    if not word.strip():
+        raise argparse.ArgumentTypeError(f"{word!r} names no folder; type one, as in: --results results/NAME")
+    return Path(word)
 
 
 def _seconds(word: str) -> float:
@@ -90,6 +101,10 @@ def _seconds(word: str) -> float:
         seconds = 0.0
     if not 0 < seconds < float("inf"):
         raise argparse.ArgumentTypeError(f"{word!r} is not a number of seconds above 0")
+    if seconds > threading.TIMEOUT_MAX:
+        raise argparse.ArgumentTypeError(
+            f"{word!r} is longer than this system can wait; the limit is {threading.TIMEOUT_MAX:.0f} seconds"
+        )
     return seconds
 
 
@@ -135,9 +150,13 @@ def _draw_ladder(results: Path | None, file: Path) -> int:
 
     from labutils import articles, plots
     from labutils.recipe import A1_LADDER, STOCK
-    from labutils.results import REFERENCE, read_runs
+    from labutils.results import REFERENCE, named, read_runs
 
-    climbed = read_runs(results or REFERENCE, "04")
+    try:
+        climbed = read_runs(named(results or REFERENCE), "04")
+    except (ValueError, OSError) as error:
+        print(f"No picture: {error}", file=sys.stderr)
+        return WRONG_USAGE
     rungs = [climbed["04", rung.name] for rung in A1_LADDER if ("04", rung.name) in climbed]
     if not rungs:
         print("No picture: there is no run of the ladder. Lab 04 measures it: labutils run 04", file=sys.stderr)

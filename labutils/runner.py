@@ -92,10 +92,11 @@ def run(names: Sequence[str], options: Options, say: Callable[[str], None] = pri
     Returns 0 where all ran, 1 where a lab failed, 128 + the signal's number where it was stopped. Raises `UsageError`
     before anything has run where the labs, parameters, scale or results folder are not usable.
     """
+    _check_current_folder()
     labs = find(names)
     scale, note = _scale(options.scale)
     values = {lab.number: _values(lab, options, scale) for lab in labs}
-    folder = _results_folder(options.results)
+    folder = _results_folder(options.results, labs)
     say(f"Scale {scale}{note}. Results go to {_short(folder)}.")
 
     outcomes: list[Outcome] = []
@@ -116,6 +117,17 @@ def run(names: Sequence[str], options: Options, say: Callable[[str], None] = pri
 
 
 # What is asked for
+
+
+def _check_current_folder() -> None:
+    """Raises `UsageError` where it was deleted: papermill can neither read nor run a lab from there."""
+    try:
+        Path.cwd()
+    except FileNotFoundError:
+        raise UsageError(
+            "The current folder was deleted, so no lab can be run from it. Nothing was run. "
+            f"Go to a folder that exists: cd {shlex.quote(str(results.REPOSITORY))}"
+        ) from None
 
 
 def find(names: Sequence[str] = (), folder: Path = NOTEBOOKS) -> list[Lab]:
@@ -204,11 +216,24 @@ def _takes(lab: Lab) -> str:
     return "It takes:" + "".join(f"\n  -p {p.name} {p.default}  ({p.kind}) {p.help}".rstrip() for p in own)
 
 
-def _results_folder(asked: Path | None) -> Path:
-    """The folder for results.jsonl and notebooks/, made and tried. Raises `UsageError` where it can't be written."""
+def _results_folder(asked: Path | None, labs: Sequence[Lab]) -> Path:
+    """The folder for results.jsonl and notebooks/, made and tried.
+
+    Raises `UsageError` where it can't be written, or where the executed notebooks would replace the labs themselves.
+    """
     given = asked or os.environ.get("LABUTILS_RESULTS")
     default = results.REPOSITORY / "results" / datetime.now().strftime("%Y%m%d-%H%M%S")
-    folder = Path(os.path.abspath(Path(given).expanduser())) if given else default
+    try:
+        folder = Path(os.path.abspath(results.named(given or default)))
+    except ValueError as error:
+        raise UsageError(f"{error}") from None
+    executed = folder / "notebooks"
+    folders = [(executed, NOTEBOOKS), *((executed, lab.path.parent) for lab in labs)]
+    if any(_is_same(*pair) for pair in [*folders, *((executed / lab.path.name, lab.path) for lab in labs)]):
+        raise UsageError(
+            f"Results in {folder} would replace the labs in {executed} by their executed copies. Nothing was run. "
+            "Choose another folder, as in: --results results/NAME"
+        )
     try:
         results.Results(folder)
         (folder / "notebooks").mkdir(exist_ok=True)
@@ -223,10 +248,20 @@ def _results_folder(asked: Path | None) -> Path:
     return folder
 
 
+def _is_same(one: Path, other: Path) -> bool:
+    """Whether both are there and are one folder or file, by whatever links."""
+    try:
+        return os.path.samefile(one, other)
+    except OSError:
+        return False
+
+
 def _why_unwritable(folder: Path, error: OSError) -> str:
-    in_the_way = next((path for path in (folder, *folder.parents) if path.exists() and not path.is_dir()), None)
-    if in_the_way is not None:
-        return f"{in_the_way} is a file, not a folder"
+    for path in (folder / "notebooks", folder, *folder.parents):  # Path.exists raises OSError for a name too long
+        if os.path.islink(path) and not os.path.exists(path):
+            return f"{path} is a link that leads nowhere"
+        if os.path.exists(path) and not os.path.isdir(path):
+            return f"{path} is a file, not a folder"
     if isinstance(error, FileNotFoundError):
         return "no folder can be made there"
     return (error.strerror or str(error)).lower()
@@ -246,7 +281,7 @@ def _run_one(
 ) -> Outcome:
     """Run one lab unless it is done in `folder` with the same parameters."""
     before = _done_records(folder, lab)
-    if not options.force and is_done([record.get("parameters", {}) for record in before], values):
+    if not options.force and is_done(_parameters_of(before), values):
         say(f"{place} {lab.title}: done before in {_short(folder)} (--force runs it again)")
         return Outcome(lab, "done before")
     say(f"{place} {lab.title}: running")
@@ -265,7 +300,7 @@ def _run_one(
     finally:
         _forget_paths(output)
     seconds = time.monotonic() - start
-    if message and output.exists():
+    if message and output.is_file():
         message += f"\n  As far as it came: {_short(output)}"
     if status == "done":
         say(f"{place} {lab.title}: done in {seconds:.0f} s")
@@ -276,6 +311,12 @@ def _done_records(folder: Path, lab: Lab) -> list[dict[str, Any]]:
     """The records that say `lab` ran to its end."""
     records = results.read_records(folder)
     return [record for record in records if record.get("lab") == lab.number and record.get("status") == "done"]
+
+
+def _parameters_of(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """What each run recorded as its parameters; a record that was edited into something else doesn't count."""
+    recorded = [record.get("parameters", {}) for record in records]
+    return [one for one in recorded if isinstance(one, dict)]
 
 
 def is_done(recorded: Sequence[Mapping[str, Any]], values: Mapping[str, Any]) -> bool:
@@ -327,14 +368,22 @@ def _failure(lab: Lab, error: Exception, kernels: Kernels, timeout: float, cell:
 
 def _last_cell(output: Path) -> str:
     """The cell that ran last, by its first line: an unfinished cell has no number yet."""
-    import nbformat
-
-    if not output.exists():
+    notebook = _read_output(output)
+    if notebook is None:
         return "no cell yet"
-    cells = nbformat.read(output, as_version=4).cells
-    begun = [cell for cell in cells if cell.metadata.get("papermill", {}).get("start_time")]
+    begun = [cell for cell in notebook.cells if cell.metadata.get("papermill", {}).get("start_time")]
     code = [cell.source.strip().splitlines()[0] for cell in begun if cell.cell_type == "code" and cell.source.strip()]
     return f"the cell that begins with `{code[-1]}`" if code else "no cell yet"
+
+
+def _read_output(output: Path) -> Any:
+    """The executed notebook, or None where there is none that can be read: one cut off while it was written, mostly."""
+    import nbformat
+
+    try:
+        return nbformat.read(output, as_version=4)
+    except Exception:  # whatever json, nbformat or the file system raise
+        return None
 
 
 def _cell_failure(lab: Lab, error: Any) -> str:
@@ -371,14 +420,15 @@ def _forget_paths(output: Path) -> None:
     """Take this machine's folders out of an executed notebook's metadata: it is kept, shown and compared elsewhere."""
     import nbformat
 
-    if not output.exists():
+    notebook = _read_output(output)
+    if notebook is None:
         return
-    notebook = nbformat.read(output, as_version=4)
     record = notebook.metadata.get("papermill", {})
     for name in ("input_path", "output_path"):
         if record.get(name):
             record[name] = Path(record[name]).name
-    nbformat.write(notebook, output)
+    with contextlib.suppress(OSError):
+        nbformat.write(notebook, output)
 
 
 class Kernels:
@@ -482,8 +532,8 @@ def _summary(outcomes: Sequence[Outcome], folder: Path) -> str:
         lines.append(f"{outcome.lab.title:{width}}  {outcome.status:11}  {seconds}".rstrip())
     lines += [
         "",
-        f"Executed notebooks: {_short(folder / 'notebooks')}",
-        f"Verdicts: labutils report --results {_short(folder)}",
+        f"Executed notebooks: {shlex.quote(_short(folder / 'notebooks'))}",
+        f"Verdicts: {shlex.join(['labutils', 'report', '--results', _short(folder)])}",
     ]
     return "\n".join(lines)
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+from threading import TIMEOUT_MAX
 
 import pytest
 import troubled_notebooks
@@ -12,8 +14,9 @@ import troubled_notebooks
 from labutils import __version__, cli, doctor, report, runner
 
 
-def labutils(*words: str) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, "-m", "labutils.cli", *words], capture_output=True, text=True, timeout=120)
+def labutils(*words: str, **environment: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "labutils.cli", *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=os.environ | environment)
 
 
 @pytest.mark.parametrize(
@@ -23,6 +26,12 @@ def labutils(*words: str) -> subprocess.CompletedProcess:
         (["walk"], "invalid choice: 'walk'"),
         (["run", "--timeout", "soon"], "'soon' is not a number of seconds above 0"),
         (["run", "--timeout", "nan"], "'nan' is not a number of seconds above 0"),
+        (
+            ["run", "--timeout", "1e300"],
+            f"'1e300' is longer than this system can wait; the limit is {TIMEOUT_MAX:.0f} s",
+        ),
+        (["run", "--results", ""], "'' names no folder; type one, as in: --results results/NAME"),
+        (["report", "--results", " "], "' ' names no folder"),
         (["run", "--weights", "mine"], "invalid choice: 'mine'"),
         (["run", "-p", "steps"], "expected 2 arguments"),
         (["report", "--jsn"], "unrecognized arguments: --jsn"),
@@ -105,6 +114,19 @@ def test_a_lab_that_fails_is_1_and_its_message_is_on_the_page(tmp_path):
     assert done.returncode == 1
     assert "Lab raises failed in cell [4]" in done.stdout
     assert "Traceback (most recent call last):\n  File" not in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("command", ["run", "report"])
+def test_an_odd_folder_is_one_message_and_2(command, capsys):
+    assert cli.main([command, "--results", "~nosuchuser/x"]) == 2
+    said = capsys.readouterr()
+    assert said.out == "" and "~nosuchuser/x lies in the home folder of a user" in said.err
+
+
+def test_a_terminal_of_plain_ascii_gets_question_marks_and_no_traceback():
+    done = labutils("report", PYTHONIOENCODING="ascii", PYTHONUTF8="0")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "?" in done.stdout
 
 
 def test_report_for_machines_is_json():

@@ -111,6 +111,81 @@ def test_results_that_can_not_be_kept_are_refused_even_for_root(notebooks, run, 
         run(notebooks("fine"), results=tmp_path / place)
 
 
+@pytest.mark.parametrize(
+    ("place", "message"),
+    [
+        ("~nosuchuser/x", "~nosuchuser/x lies in the home folder of a user .*--results results/NAME"),
+        ("x" * 300, "file name too long. Nothing was run"),
+        ("loop", "loop is a link that leads nowhere. Nothing was run"),
+        ("loop/x", "loop is a link that leads nowhere. Nothing was run"),
+    ],
+)
+def test_an_odd_folder_is_refused(notebooks, run, tmp_path, monkeypatch, place, message):
+    monkeypatch.chdir(tmp_path)
+    Path("loop").symlink_to("loop")
+    with pytest.raises(UsageError, match=message):
+        run(notebooks("fine"), results=Path(place))
+
+
+@pytest.mark.parametrize("place", ["/elsewhere", "results"])
+def test_a_deleted_current_folder_is_refused(notebooks, run, tmp_path, monkeypatch, place):
+    path = notebooks("fine")
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    with pytest.raises(UsageError, match="current folder was deleted.*: cd "):
+        run(path, results=Path(place))
+
+
+@pytest.mark.parametrize("place", [".", "", "link"])
+def test_executed_notebooks_never_replace_the_labs(run, tmp_path, monkeypatch, place):
+    (tmp_path / "notebooks").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    path = troubled_notebooks.write(tmp_path / "notebooks", "fine")
+    before = path.read_bytes()
+    with pytest.raises(UsageError, match="would replace the labs .*--results results/NAME"):
+        run(str(path), results=Path(place))
+    assert path.read_bytes() == before
+    assert {entry.name for entry in tmp_path.iterdir()} == {"notebooks", "link"}
+
+
+def test_a_link_to_the_lab_is_not_written_through(notebooks, run, results_folder):
+    path = Path(notebooks("fine"))
+    (results_folder / "notebooks").mkdir(parents=True)
+    (results_folder / "notebooks" / path.name).symlink_to(path)
+    with pytest.raises(UsageError, match="would replace the labs"):
+        run(str(path))
+
+
+@pytest.mark.parametrize("content", ["", '{"cells": [', None])
+def test_an_output_that_can_not_be_read_is_no_second_failure(tmp_path, content):
+    output = tmp_path / "output.ipynb"
+    output.mkdir() if content is None else output.write_text(content)
+    assert runner._last_cell(output) == "no cell yet"
+    runner._forget_paths(output)
+
+
+def test_a_lab_whose_output_can_not_be_written_fails_alone(notebooks, run, results_folder):
+    (results_folder / "notebooks" / "raises.ipynb" / "taken").mkdir(parents=True)
+    code, said = run(notebooks("raises"), notebooks("fine"))
+    assert code == 1
+    assert "Lab raises could not be run: IsADirectoryError" in said
+    assert "fine    done" in said
+
+
+def test_odd_parameters_on_record_are_not_done():
+    assert runner._parameters_of([{"parameters": [1]}, {"parameters": None}, {"parameters": {"steps": 3}}]) == [
+        {"steps": 3}
+    ]
+
+
+def test_the_last_lines_can_be_typed_as_they_are(notebooks, tmp_path):
+    lab = runner.find([notebooks("fine")])[0]
+    said = runner._summary([runner.Outcome(lab, "done")], Path("/my results"))
+    assert said.endswith("Verdicts: labutils report --results '/my results'")
+
+
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
 def test_a_folder_without_permission_is_refused(notebooks, run, tmp_path):
     (tmp_path / "closed").mkdir(mode=0o500)
