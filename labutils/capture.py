@@ -32,15 +32,18 @@ def attention_kernel(name: str) -> Any:
 
 
 def compile_model(module: nn.Module, mode: str) -> nn.Module:
-    """`module` compiled as one region, with torch.compile's `mode`."""
-    return torch.compile(module, mode=mode)
+    """`module` compiled as one region, with torch.compile's `mode`, for the shapes it is given.
+
+    Left to itself the compiler answers a second batch size in one process with code for any, which is slower code.
+    """
+    return torch.compile(module, mode=mode, dynamic=False)
 
 
 def compile_blocks(blocks: Iterable[nn.Module], mode: str) -> None:
     """Compile each block in place. Blocks of one class and shape share code, so this compiles far less than the
     whole."""
     for block in blocks:
-        block.compile(mode=mode)
+        block.compile(mode=mode, dynamic=False)
 
 
 class ChannelsLastGroupNorm(nn.GroupNorm):

@@ -126,5 +126,6 @@ def _by_shape(layers: dict[str, nn.Module]) -> dict[tuple[int, ...], list[str]]:
 
 def form_weights(module: nn.Module) -> None:
     """Form W' in a model that was folded; a model that wasn't has nothing to form."""
+    module = getattr(module, "module", module)  # what DistributedDataParallel wraps
     if hasattr(module, "folds"):
         module.folds.form()

@@ -568,8 +568,9 @@ class Trace:
         """The numbers of a `Run`, per step; what does not apply to this trace is absent.
 
         `.._share` are those of `partition(step_ms, data_ms)` as parts of the step, and `gpu_busy` is the kernels': of
-        the traced step, or of the one timed without the profiler where its times are given. `.._idle_ms` are those of
-        `host_breakdown`, always as traced. `clip_sync` is 1 where a synchronisation began inside the mark "clip", or 0.
+        the traced step, or of the one timed without the profiler where its times are given (of CUDA graphs, the
+        less). `.._idle_ms` are those of `host_breakdown`, always as traced. `clip_sync` is 1 where a synchronisation
+        began inside the mark "clip", or 0.
         """
         found: dict[str, Any] = {"traced_step_ms": self.wall_ms / self.steps, "traced_steps": self.steps}
         shares = self.partition(step_ms, data_ms)
@@ -579,7 +580,10 @@ class Trace:
         found |= {f"{phase}_idle_ms": row["idle_ms"] for phase, row in self.host_breakdown().items()}
         launches = self.launches()
         return found | {
-            "gpu_busy": found["kernels_share"],
+            # A graph's kernels are stretched by tracing them, each a little: over an untraced step they would fill it.
+            "gpu_busy": min(found["kernels_share"], self.gpu_busy)
+            if launches["graph_launches"]
+            else found["kernels_share"],
             "traced_gpu_busy": self.gpu_busy,
             "kernels_ms": total(self.kernel_time) / self.steps,
             "kernels_per_step": launches["kernels"],

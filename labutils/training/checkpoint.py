@@ -101,16 +101,70 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _check(state: dict[str, Any], session: Session, path: Path) -> None:
-    """Raise `ValueError` where the checkpoint is another run's."""
+    """Raise `ValueError` where the checkpoint is another run's, or holds what this one can't go on from."""
+    if wrong := _wrong_kinds(state):
+        raise _unfit(path, f"its {wrong} is not what it should be")
     workload = session.workload
     mine = session.recipe.as_dict() | {"workload": [workload.name, workload.scale, workload.weights, workload.data]}
     saved = state["recipe"] | {"workload": state["workload"]}
     for knob in ("workload", *MUST_AGREE):
-        if saved[knob] != mine[knob]:
+        there = saved.get(knob, "nothing")
+        if there != mine[knob]:
             raise ValueError(
-                f"{path} was written with {knob}={saved[knob]!r}; this run has {mine[knob]!r}. Resume with the same "
+                f"{path} was written with {knob}={there!r}; this run has {mine[knob]!r}. Resume with the same "
                 "settings, or start in another folder."
             )
+    there, here = ([tuple(p.shape) for p in found] for found in (state["parameters"], session.parameters))
+    if there != here:
+        at = next((i for i, pair in enumerate(zip(there, here, strict=False)) if pair[0] != pair[1]), None)
+        raise _unfit(
+            path,
+            f"it has {len(there)} trained matrices, the model {len(here)}"
+            if at is None
+            else f"its matrix {at} is {there[at]}, the model's {here[at]}",
+        )
+    if wrong := _wrong_optimizer(state["optimizer"], session):
+        raise _unfit(path, wrong)
+    scaler = session.driver.scaler
+    if state["scaler"] and (
+        not scaler or not scaler.is_enabled() or scaler.state_dict().keys() - state["scaler"].keys()
+    ):
+        raise _unfit(path, "its loss scale is not this run's")
+
+
+def _unfit(path: Path, why: str) -> ValueError:
+    return ValueError(
+        f"{path} does not fit this run ({why}): another version wrote it, or it was changed. Start in another folder."
+    )
+
+
+def _wrong_kinds(state: dict[str, Any]) -> str:
+    """The first of the checkpoint's fields whose kind is wrong; "" where all are right."""
+    counts = {name: type(state[name]) is int and state[name] >= 0 for name in ("step", "taken")}
+    tables = {name: isinstance(state[name], dict) for name in ("recipe", "optimizer", "scaler", "random")}
+    right = counts | tables | {"workload": isinstance(state["workload"], list)}
+    right["parameters"] = isinstance(state["parameters"], list) and all(map(torch.is_tensor, state["parameters"]))
+    right["optimizer"] = right["optimizer"] and isinstance(state["optimizer"].get("param_groups"), list)
+    right["optimizer"] = right["optimizer"] and isinstance(state["optimizer"].get("state"), dict)
+    right["random"] = right["random"] and _is_generator(state["random"].get("cpu"))
+    right["random"] = right["random"] and (
+        state["random"].get("cuda") is None or _is_generator(state["random"]["cuda"])
+    )
+    return next((name for name, good in right.items() if not good), "")
+
+
+def _is_generator(state: Any) -> bool:
+    return torch.is_tensor(state) and state.dtype == torch.uint8 and state.dim() == 1
+
+
+def _wrong_optimizer(saved: dict[str, Any], session: Session) -> str:
+    """Why the saved optimizer isn't one of the session's parameters; "" where it is."""
+    try:
+        there = [len(group["params"]) for group in saved["param_groups"]]
+    except (KeyError, TypeError):
+        return "its optimizer is not what it should be"
+    here = [len(group["params"]) for group in session.optimizer.param_groups]
+    return "" if there == here else f"its optimizer has {sum(there)} matrices, the model's {sum(here)}"
 
 
 def _random_state() -> dict[str, Any]:
@@ -120,5 +174,5 @@ def _random_state() -> dict[str, Any]:
 
 def _set_random_state(state: dict[str, Any]) -> None:
     torch.set_rng_state(state["cpu"])
-    if state["cuda"] is not None and torch.cuda.is_available():
+    if state.get("cuda") is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])

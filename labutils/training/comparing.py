@@ -44,6 +44,10 @@ def compare(
         return bench.compare(recipes, steps, rounds)
 
 
+SETTLE_MS = 100
+"""A recipe runs at least this long before it is timed."""
+WATCH_MS = 2000
+"""Utilisation is watched at least this long: the driver renews it a few times a second only."""
 REFILL_S = 0.3
 """Pause after a recipe with workers: they go on reading ahead, and would do it during the next recipe's steps."""
 
@@ -60,6 +64,7 @@ class Bench:
         self.warmup = warmup
         self.contenders: dict[str, Contender] = {}
         self.failed: dict[str, str] = {}
+        self.known: dict[str, Recipe] = {}
         self.stack = ExitStack()
         hardware.probe()  # now, while nothing else is on the device
 
@@ -77,9 +82,19 @@ class Bench:
         return {name: self._report(name, recipe) for name, recipe in recipes.items()}
 
     def prepare(self, recipes: Mapping[str, Recipe]) -> None:
-        """Build and warm up those of `recipes` whose name is new; what fails is noted for its run."""
+        """Build and warm up those of `recipes` whose name is new; what fails is noted for its run.
+
+        Raises `ValueError`, before anything is built, where a name that is known comes with another recipe.
+        """
+        for name, recipe in recipes.items():
+            fitted = recipe.fitted_to(self.workload.device.type)
+            if (name in self.contenders or name in self.failed) and self.known[name] != fitted:
+                raise ValueError(
+                    f'"{name}" is already another recipe in this bench. Give the new one a name of its own.'
+                )
         new = [name for name in recipes if name not in self.contenders and name not in self.failed]
         for name in tqdm(new, desc="preparing", mininterval=10, disable=len(new) < 2):
+            self.known[name] = recipes[name].fitted_to(self.workload.device.type)
             self._attempt(name, lambda name=name: self._enter(name, recipes[name]))
         # What stands now stays: where one model is trained, the garbage collector has no fifteen others to look at.
         gc.collect()
@@ -87,15 +102,26 @@ class Bench:
 
     def watch(self, name: str, steps: int = 5) -> dict[str, float]:
         """Utilisation by the driver's account while `steps` more optimizer steps run, as metrics of a run."""
+        session, contender = self._session(name), self.contenders[name]
+        contender.settle()
         with Utilization() as utilization:
-            measure(self.contenders[name].session, steps)
+            measure(session, max(steps, math.ceil(WATCH_MS / contender.step_ms)))
         return utilization.metrics()
 
     def profile(self, name: str, folder: Path, steps: int = 3) -> Trace:
         """A trace of `steps` more optimizer steps, without Python stacks: see `labutils.measure.trace`."""
-        session = self.contenders[name].session
-        measure(session, 2)  # batches that workers made ready meanwhile would flatter the first steps
+        session = self._session(name)
+        self.contenders[name].settle()
         return profile(session, steps, folder, with_stack=False)
+
+    def _session(self, name: str) -> Session:
+        """The session of a recipe that works; raises `RuntimeError` with the reason where it failed."""
+        if name in self.failed:
+            raise RuntimeError(f'"{name}" failed ({self.failed[name]}), so there is nothing of it to watch.')
+        if name not in self.contenders:
+            known = ", ".join(self.contenders) or "none"
+            raise RuntimeError(f'"{name}" is not in this bench, which has: {known}. Prepare it with compare() first.')
+        return self.contenders[name].session
 
     def _enter(self, name: str, recipe: Recipe) -> None:
         contender = Contender(self.workload, recipe, self.warmup)
@@ -154,9 +180,10 @@ class Contender:
 
     def __init__(self, workload: Workload, recipe: Recipe, warmup: int) -> None:
         self.times = StepTimes()
-        hardware.cuda.reset_peak_memory()
         before = hardware.cuda.allocated_memory()
         self.session = Session(workload, recipe)
+        built = hardware.cuda.allocated_memory()
+        hardware.cuda.reset_peak_memory()  # from here on it is training's, and not building's
         try:
             self.first_step_s = self._first_step()
             warm = measure(self.session, warmup)
@@ -164,7 +191,7 @@ class Contender:
             self.session.close()
             raise
         self.step_ms = min(warm.step_ms, default=ROUND_MS)
-        self.memory = self._peak_memory(before)
+        self.memory = self._peak_memory(before, built)
 
     def _first_step(self) -> float:
         began = time.perf_counter()
@@ -172,24 +199,32 @@ class Contender:
         hardware.cuda.synchronize()
         return time.perf_counter() - began
 
-    def _peak_memory(self, before: float | None) -> dict[str, float]:
+    def _peak_memory(self, before: float | None, built: float | None) -> dict[str, float]:
         """This session's own peak, in GB: what others held `before` is taken off, the frozen weights it shares
         aren't."""
         peak = hardware.cuda.peak_memory()
-        if peak is None or before is None:
+        if peak is None or before is None or built is None:
             return {}
         frozen = sum(t.nbytes for t in self.session.model.parameters() if not t.requires_grad) / 1e9
-        shared = min(before, frozen)  # held already when this session was built
+        shared = frozen if built - before < frozen else 0.0  # building it took less than the frozen weights do
         found = {"peak_allocated_gb": peak[0] - before + shared}
         return found | ({"peak_reserved_gb": peak[1]} if before == 0 else {})
 
+    def settle(self) -> None:
+        """Step until the batches that workers made ready meanwhile are used up and the GPU's clock has risen again."""
+        ready = 1 + math.ceil(self.ready_batches / self.session.recipe.accumulation)
+        measure(self.session, max(ready, math.ceil(SETTLE_MS / self.step_ms)))
+
+    @property
+    def ready_batches(self) -> int:
+        """Batches that the workers hold ready while nobody takes any."""
+        return self.session.recipe.num_workers * self.session.recipe.prefetch_factor
+
     def measure(self, steps: int) -> None:
-        """One round: steps until the batches that workers made ready meanwhile are used up, then timed ones."""
-        recipe = self.session.recipe
-        ready = recipe.num_workers * recipe.prefetch_factor
-        measure(self.session, 1 + math.ceil(ready / recipe.accumulation) if ready else 1)
+        """One round of timed steps, settled before."""
+        self.settle()
         self.times.extend(measure(self.session, max(steps, math.ceil(ROUND_MS / self.step_ms))))
-        time.sleep(REFILL_S if ready else 0)
+        time.sleep(REFILL_S if self.ready_batches else 0)
 
     def report(self, run: Run) -> None:
         """Fill in the run's metrics and samples."""

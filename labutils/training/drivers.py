@@ -60,7 +60,7 @@ def compile_as_asked(workload: Workload, model: nn.Module, recipe: Recipe) -> No
     setattr(model, name, compile_model(trained, recipe.compile))
     if recipe.compile_scope == "everything":
         for encoder in workload.frozen(model):
-            encoder.compile(mode=recipe.compile)
+            encoder.compile(mode=recipe.compile, dynamic=False)
 
 
 class AccelerateStep:

@@ -45,6 +45,8 @@ def try_isolated(
     order = {
         "name": workload.name,
         "scale": scale or workload.scale,
+        "weights": "random" if scale else workload.weights,  # the hub has one size only
+        "data": workload.data,
         "device": workload.device.type,
         "cache_dir": str(workload.cache_dir),
         "recipe": recipe.as_dict(),

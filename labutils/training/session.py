@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 import time
 from pathlib import Path
@@ -34,6 +35,8 @@ class Session:
     def __init__(
         self, workload: Workload, recipe: Recipe, folder: str | Path | None = None, resume: bool = False
     ) -> None:
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            raise NotImplementedError("Training on several GPUs is not built yet: start this without torchrun.")
         self.workload = workload
         self.recipe = recipe.fitted_to(workload.device.type)
         # Goes with the session, and with one that could not be built.
