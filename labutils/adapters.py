@@ -361,6 +361,11 @@ def load_adapter(
     _check_fits(module, state, config, folder)
     if not any(name in layer.lora_A for layer in lora_layers(module).values()):
         targets = tuple(sorted({_layer_of(key) for key in state}))
+        if beyond := sorted(set(matching_layers(module, targets)) - set(targets)):
+            raise ValueError(
+                f"The adapter in {folder} was made for another model: its targets also name {', '.join(beyond)} of "
+                f"this {type(module).__name__}, for which it has no weights. Load it into the model it was made for."
+            )
         attach_lora(module, targets, config["r"], config["lora_alpha"], kind, seed=0, name=name)
     _check_same_adapter(module, state, config, name, folder)
     own = adapter_state(module, name)
@@ -448,17 +453,54 @@ def _read_adapter(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         raise ValueError(
             f"The adapter in {folder} is damaged ({error}): it was cut off or changed. Save it again."
         ) from error
-    missing = {"r", "lora_alpha"} - (config.keys() if isinstance(config, dict) else set())
+    missing = {"r", "lora_alpha", "target_modules"} - (config.keys() if isinstance(config, dict) else set())
     if missing or not state:
         raise ValueError(f"The adapter in {folder} says no {', '.join(sorted(missing)) or 'weights'}. Save it again.")
     if special := [f"{key}={config[key]!r}" for key in BEYOND_LORA if config.get(key)]:
         raise ValueError(f"The adapter in {folder} is more than LoRA ({', '.join(special)}). Load it with PEFT itself.")
-    if written_with and any(written_with[key] != config[key] for key in ("r", "lora_alpha", "target_modules")):
+    _check_config(config, folder)
+    _check_tensors(state, folder)
+    if written_with is not None and not isinstance(written_with, dict):
+        raise _changed(folder, f"the header of {WEIGHTS_FILE} says lora={written_with!r}")
+    if written_with and any(written_with.get(key) != config[key] for key in ("r", "lora_alpha", "target_modules")):
         raise ValueError(
             f"{CONFIG_FILE} and {WEIGHTS_FILE} in {folder} belong to two different adapters: a save was cut off "
             "between them. Save it again."
         )
     return state, config
+
+
+def _check_config(config: Mapping[str, Any], folder: Path) -> None:
+    """Raise `ValueError` unless rank, alpha and targets are of the right kinds."""
+    rank, alpha, targets = config["r"], config["lora_alpha"], config["target_modules"]
+    if type(rank) is not int or rank < 1:
+        raise _changed(folder, f"r is {rank!r}, where a whole number of 1 or more belongs")
+    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not abs(alpha) < float("inf"):
+        raise _changed(folder, f"lora_alpha is {alpha!r}, where a finite number belongs")
+    if not isinstance(targets, str) and not (isinstance(targets, list) and all(isinstance(t, str) for t in targets)):
+        raise _changed(folder, f"target_modules is {targets!r}, where names of layers belong")
+
+
+def _check_tensors(state: Mapping[str, Tensor], folder: Path) -> None:
+    """Raise `ValueError` unless there is an A and a B of finite numbers for every layer, and nothing else."""
+    halves = (".lora_A.weight", ".lora_B.weight")
+    for key, tensor in state.items():
+        half = next((half for half in halves if key.endswith(half)), None)
+        if half is None:
+            raise _changed(folder, f"{key!r} is neither a lora_A.weight nor a lora_B.weight")
+        other = key.removesuffix(half) + halves[1 - halves.index(half)]
+        if other not in state:
+            raise _changed(folder, f"{key!r} is there without {other!r}")
+        if not tensor.is_floating_point():
+            raise _changed(folder, f"{key!r} is {tensor.dtype}, where floating-point numbers belong")
+        if not tensor.float().isfinite().all():
+            raise _changed(folder, f"{key!r} holds NaN or infinity")
+
+
+def _changed(folder: Path, what: str) -> ValueError:
+    return ValueError(
+        f"The adapter in {folder} can't be loaded: {what}. Another program wrote it, or it was changed. Save it again."
+    )
 
 
 def _check_fits(module: nn.Module, state: Mapping[str, Tensor], config: Mapping[str, Any], folder: Path) -> None:
@@ -472,7 +514,12 @@ def _check_fits(module: nn.Module, state: Mapping[str, Tensor], config: Mapping[
                 f"The adapter in {folder} was made for another model: this {type(module).__name__} has no layer "
                 f"{_layer_of(key)!r}."
             )
-        out_features, in_features = layer.out_features, layer.in_features
+        out_features, in_features = (getattr(layer, side, None) for side in ("out_features", "in_features"))
+        if type(out_features) is not int or type(in_features) is not int:
+            raise ValueError(
+                f"The adapter in {folder} is for linear layers, and {_layer_of(key)!r} of this {type(module).__name__} "
+                f"is a {type(layer).__name__}. Load it into the model it was made for, or with PEFT itself."
+            )
         expected = (config["r"], in_features) if ".lora_A." in key else (out_features, config["r"])
         if tuple(tensor.shape) != expected:
             raise ValueError(
