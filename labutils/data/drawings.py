@@ -114,9 +114,10 @@ def draw_images(folder: Path, count: int, seed: int = 0) -> list[Path]:
         missing = [index for index, ok in enumerate(whole) if not ok]
         if missing:
             _draw_missing(pool, folder, paths, missing, seed)
-    there = sorted(folder.glob("[0-9]*.png"))
+    # Other names are someone else's: "00001 (copy).png".
+    there = sorted(path for path in folder.glob("[0-9]*.png") if _is_ours(path))
     lines = (json.dumps({"file_name": path.name, "text": caption(int(path.stem), seed)}) + "\n" for path in there)
-    _replace(folder / "metadata.jsonl", "".join(lines).encode())
+    _keep(folder / "metadata.jsonl", "".join(lines).encode())
     return paths
 
 
@@ -139,7 +140,7 @@ def is_whole(path: Path) -> bool:
             right_size = image.size == (SIDE, SIDE)
             image.verify()
             return right_size
-    except (OSError, SyntaxError, ValueError):
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError):
         return False
 
 
@@ -158,6 +159,17 @@ def _replace(path: Path, content: bytes) -> None:
     os.replace(part, path)
 
 
+def _is_ours(path: Path) -> bool:
+    number = path.stem
+    return number.isascii() and number.isdigit() and number == f"{int(number):05d}"
+
+
+def _keep(path: Path, content: bytes) -> None:
+    """Have `path` hold `content`; one that does is not written, so that a cache may be read-only."""
+    if not path.is_file() or path.read_bytes() != content:
+        _replace(path, content)
+
+
 def _part(path: Path) -> Path:
     """A name beside `path` that no other process or file uses."""
     return path.with_name(f".{path.name}.{os.getpid()}.part")
@@ -169,5 +181,5 @@ def _sweep(folder: Path) -> None:
         try:
             if time.time() - part.stat().st_mtime > ABANDONED_S:
                 part.unlink()
-        except FileNotFoundError:
+        except OSError:  # another process was quicker, or the folder is read-only
             continue
