@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import shlex
+from pathlib import Path
 
 import pytest
+import torch
+from PIL import Image
+from recipes_at_work import one_thread
+from safetensors.torch import load_file, save_file
+from torch import nn
 
+from labutils.adapters import CONFIG_FILE, WEIGHTS_FILE, attach_lora, load_adapter, save_adapter
 from labutils.course import LabError, open_lab
+from labutils.data import drawings
 from labutils.recipe import STOCK
 from labutils.results import read_records
+from labutils.training import Session
+from labutils.training.checkpoint import FILE, load
+from labutils.training.comparing import Bench
+from labutils.workloads import open_workload
 
 NAN = float("nan")
 
@@ -79,3 +92,182 @@ def test_the_last_line_can_be_typed(tmp_path, capsys):
     folder = tmp_path / "my results"
     open_lab("03", {"results_dir": str(folder), "__annotations__": {"results_dir": str}}).done()
     assert f"labutils report --results {shlex.quote(str(folder))}" in capsys.readouterr().out
+
+
+# Training
+
+QUICK = STOCK.but(driver="eager", adapter="plain", cache="latents+text")
+
+
+@pytest.fixture(scope="module")
+def workload():
+    with one_thread():
+        yield open_workload("sd15-lora", scale="tiny", device="cpu")
+
+
+def test_a_name_in_a_bench_is_one_recipe(workload):
+    with Bench(workload, warmup=1) as bench:
+        bench.prepare({"a": QUICK})
+        bench.prepare({"a": QUICK.but(precision="bf16")})  # on a CPU it is the same
+        with pytest.raises(ValueError, match='"a" is already another recipe in this bench. Give the new one a name'):
+            bench.compare({"b": QUICK, "a": QUICK.but(rank=3)})
+        assert set(bench.contenders) == {"a"}
+
+
+def test_what_failed_in_a_bench_is_not_watched(workload, tmp_path):
+    with Bench(workload) as bench:
+        bench.failed["a"] = "oom"
+        for look in (lambda: bench.watch("a"), lambda: bench.profile("a", tmp_path)):
+            with pytest.raises(RuntimeError, match=r'"a" failed \(oom\)'):
+                look()
+        with pytest.raises(RuntimeError, match='"b" is not in this bench'):
+            bench.watch("b")
+
+
+@pytest.fixture(scope="module")
+def session(workload, tmp_path_factory):
+    with Session(workload, QUICK, tmp_path_factory.mktemp("run")) as session:
+        session.run(1)
+        yield session
+
+
+@pytest.fixture(scope="module")
+def checkpoint(session):
+    return torch.load(session.save())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"step": "1"},
+        {"step": -1},
+        {"taken": True},
+        {"recipe": [1]},
+        {"workload": "sd15-lora"},
+        {"parameters": {}},
+        {"parameters": []},
+        {"parameters": [torch.zeros(2)]},
+        {"optimizer": {}},
+        {"optimizer": {"state": {}, "param_groups": [1]}},
+        {"optimizer": {"state": {}, "param_groups": [{"params": [0]}]}},
+        {"scaler": None},
+        {"scaler": {"scale": 1.0}},
+        {"random": {}},
+        {"random": {"cpu": 3}},
+    ],
+    ids=str,
+)
+def test_a_checkpoint_that_does_not_fit_is_refused_before_anything_changes(change, checkpoint, session):
+    changed = [p + 1 if p.is_floating_point() else p for p in checkpoint["parameters"]]
+    torch.save(checkpoint | {"parameters": changed} | change, session.folder / FILE)
+    with pytest.raises(ValueError, match="does not fit this run .*Start in another folder"):
+        load(session)
+    assert all(torch.equal(p, old) for p, old in zip(session.parameters, checkpoint["parameters"], strict=True))
+
+
+def test_a_checkpoint_without_a_knob_is_another_recipes(checkpoint, workload, tmp_path):
+    recipe = {knob: value for knob, value in checkpoint["recipe"].items() if knob != "rank"}
+    torch.save(checkpoint | {"recipe": recipe}, tmp_path / FILE)
+    with pytest.raises(ValueError, match="was written with rank='nothing'; this run has 4"):
+        Session(workload, QUICK, tmp_path, resume=True)
+
+
+# Drawn images
+
+
+def test_other_files_among_the_drawn_ones_are_passed_over(tmp_path):
+    drawings.draw_images(tmp_path, 1)
+    for name in ("00001 (copy).png", "1.png", "0000\u0661.png"):
+        (tmp_path / name).write_bytes(b"someone else's")
+    metadata = tmp_path / "metadata.jsonl"
+    before = metadata.stat().st_ino, metadata.read_bytes()
+    drawings.draw_images(tmp_path, 1)
+    assert (metadata.stat().st_ino, metadata.read_bytes()) == before  # not written again: the cache may be read-only
+
+
+def test_an_image_too_large_to_open_is_not_whole(tmp_path, monkeypatch):
+    Image.new("L", (64, 64)).save(tmp_path / "x.png")
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
+    assert not drawings.is_whole(tmp_path / "x.png")
+
+
+# Adapters
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 6), nn.Linear(6, 4)
+
+
+@pytest.fixture
+def saved(tmp_path) -> Path:
+    model = Net()
+    attach_lora(model, ("up", "down"), rank=2, alpha=2, kind="plain", seed=0)
+    save_adapter(model, tmp_path)
+    return tmp_path
+
+
+def refused(folder: Path, told: str, model: nn.Module | None = None) -> None:
+    model = model or Net()
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    with pytest.raises(ValueError, match=told):
+        load_adapter(model, folder, kind="plain")
+    assert before.keys() == model.state_dict().keys()
+    assert all(p.requires_grad for p in model.parameters())
+
+
+UP = "base_model.model.up.lora_A.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"base_model.model.up.bias": torch.zeros(6)}, "'up.bias' is neither a lora_A.weight nor a lora_B.weight"),
+        ({UP: None}, "'up.lora_B.weight' is there without 'up.lora_A.weight'"),
+        ({UP: torch.full((2, 4), NAN)}, "'up.lora_A.weight' holds NaN or infinity"),
+        ({UP: torch.zeros(2, 4, dtype=torch.int32)}, "is torch.int32, where floating-point numbers belong"),
+    ],
+)
+def test_tensors_that_are_no_adapter_are_refused(change, told, saved):
+    tensors = load_file(saved / WEIGHTS_FILE) | change
+    save_file({key: tensor for key, tensor in tensors.items() if tensor is not None}, saved / WEIGHTS_FILE)
+    refused(saved, told)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"r": "2"}, "r is '2', where a whole number"),
+        ({"r": 0}, "r is 0"),
+        ({"lora_alpha": None}, "lora_alpha is None, where a finite number"),
+        ({"lora_alpha": NAN}, "lora_alpha is nan"),
+        ({"target_modules": 3}, "target_modules is 3, where names of layers"),
+        ({"target_modules": ...}, "says no target_modules"),
+    ],
+)
+def test_a_configuration_that_is_none_is_refused(change, told, saved):
+    config = json.loads((saved / CONFIG_FILE).read_text()) | change
+    config = {key: value for key, value in config.items() if value is not ...}
+    (saved / CONFIG_FILE).write_text(json.dumps(config))
+    refused(saved, told)
+
+
+@pytest.mark.parametrize(
+    ("header", "told"), [("[1]", "the header of"), ("3", "the header of"), ("{", "damaged"), ('{"r": 2}', "different")]
+)
+def test_an_odd_header_is_refused(header, told, saved):
+    save_file(load_file(saved / WEIGHTS_FILE), saved / WEIGHTS_FILE, {"lora": header})
+    refused(saved, told)
+
+
+def test_a_layer_that_is_not_linear_is_refused(saved):
+    model = Net()
+    model.up = nn.Conv2d(4, 6, 1)
+    refused(saved, "is for linear layers, and 'up' of this Net is a Conv2d", model)
+
+
+def test_an_adapter_whose_targets_name_more_layers_is_refused(saved):
+    model = Net()
+    model.inner = Net()
+    refused(saved, r"also name inner\.down, inner\.up", model)
