@@ -286,6 +286,12 @@ class Trace:
             }
         return found - {None}
 
+    @property
+    def captured(self) -> bool:
+        """Whether nearly all kernels came out of CUDA graphs: at least ten for each launch that the host made."""
+        found = self.launches()
+        return self.on_gpu and found["kernels"] >= 10 * (found["launches"] + found["graph_launches"])
+
     def calls_of(self, name: str) -> float:
         """How many operators or marks a step have a name that begins so."""
         named = [*self.annotations, *(operator for operators in self.ops.values() for operator in operators)]
@@ -580,10 +586,8 @@ class Trace:
         found |= {f"{phase}_idle_ms": row["idle_ms"] for phase, row in self.host_breakdown().items()}
         launches = self.launches()
         return found | {
-            # A graph's kernels are stretched by tracing them, each a little: over an untraced step they would fill it.
-            "gpu_busy": min(found["kernels_share"], self.gpu_busy)
-            if launches["graph_launches"]
-            else found["kernels_share"],
+            # Tracing stretches each kernel of a captured graph a little: an untraced step would seem to be full of them.
+            "gpu_busy": min(found["kernels_share"], self.gpu_busy) if self.captured else found["kernels_share"],
             "traced_gpu_busy": self.gpu_busy,
             "kernels_ms": total(self.kernel_time) / self.steps,
             "kernels_per_step": launches["kernels"],

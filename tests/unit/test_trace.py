@@ -492,3 +492,14 @@ def test_a_real_trace_knows_its_phases_and_who_read_a_value(real):
     assert row["line"] == Training.log.__code__.co_firstlineno
     assert (row["builtin"], row["cause"], row["per_step"]) == ("Tensor.item", "aten::item", 1.0)
     assert {"GEMM", "reduction"} <= set(trace.categories())
+
+
+def test_a_captured_step_is_never_busier_than_its_trace():
+    """40 kernels of 20 us with gaps of 5 us from one launch: 80 % busy, even beside an untraced step of 0.9 ms."""
+    launch = {"ph": "X", "cat": "cuda_runtime", "name": "cudaGraphLaunch", "ts": 0, "dur": 5, "tid": 1}
+    mark = {"ph": "X", "cat": "user_annotation", "name": "ProfilerStep#2", "ts": 0, "dur": 1000, "tid": 1}
+    kernel = {"ph": "X", "cat": "kernel", "name": "kernel", "dur": 20, "tid": 7}
+    kernels = [kernel | {"ts": 25 * i, "args": {"correlation": 1, "stream": 7}} for i in range(40)]
+    captured = Trace([mark, launch | {"args": {"correlation": 1}}, *kernels])
+    assert captured.captured
+    assert captured.metrics(step_ms=0.9)["gpu_busy"] == captured.gpu_busy == pytest.approx(0.8)
