@@ -586,7 +586,7 @@ class Trace:
         found |= {f"{phase}_idle_ms": row["idle_ms"] for phase, row in self.host_breakdown().items()}
         launches = self.launches()
         return found | {
-            # Tracing stretches each kernel of a captured graph a little: an untraced step would seem to be full of them.
+            # Tracing stretches each kernel of a captured graph a little: an untraced step would seem to be full of them
             "gpu_busy": min(found["kernels_share"], self.gpu_busy) if self.captured else found["kernels_share"],
             "traced_gpu_busy": self.gpu_busy,
             "kernels_ms": total(self.kernel_time) / self.steps,
