@@ -170,4 +170,5 @@ def test_what_is_to_be_compiled_is_and_with_the_mode_asked_for(monkeypatch):
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     compile_model(model, "default")
     compile_blocks(model, "reduce-overhead")
-    assert asked == [{"mode": "default"}, {"mode": "reduce-overhead"}, {"mode": "reduce-overhead"}]
+    assert [given["mode"] for given in asked] == ["default", "reduce-overhead", "reduce-overhead"]
+    assert all(given["dynamic"] is False for given in asked)
