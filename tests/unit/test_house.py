@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tomllib
 from importlib import metadata
 from pathlib import Path
@@ -132,7 +133,9 @@ def test_every_requirement_is_pinned_to_a_version_that_meets_it(requirement):
 def test_what_is_tested_is_what_is_pinned():
     if Path(sys.prefix) != HOUSE / ".venv":
         pytest.skip("not running in the .venv that make installed")
-    installed = {canonicalize_name(d.metadata["Name"]): Version(d.version) for d in metadata.distributions()}
+    # Only what lies in .venv: importing setuptools puts the old copies that it carries on the path as well.
+    there = metadata.distributions(path=[sysconfig.get_path("purelib"), sysconfig.get_path("platlib")])
+    installed = {canonicalize_name(d.metadata["Name"]): Version(d.version) for d in there}
     pinned = {name: version for name, version in pins().items() if name in installed}
     other = {
         name: str(installed[name]) for name, version in pinned.items() if Version(installed[name].public) != version
