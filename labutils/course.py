@@ -13,7 +13,6 @@ import ast
 import contextlib
 import gc
 import logging
-import math
 import os
 import shlex
 import sys
@@ -26,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from labutils import hardware, parameters, results
+from labutils.recipe import is_finite
 from labutils.results import Run
 
 DEVICE_BY_SCALE = {"tiny": "any CPU", "small": "a GPU of 8 GB", "full": "a GPU of 40 GB"}
@@ -206,7 +206,7 @@ class Lab:
             raise LabError(
                 f"The prediction of {topic} is {value!r}; it takes a number{f' of {unit}' if unit else ''}, or None."
             )
-        if not _is_finite(value):
+        if not is_finite(value):
             raise LabError(
                 f"The prediction of {topic} is {value!r}, which can't be compared with a measurement. Write a finite "
                 "number, or None for no prediction."
@@ -261,7 +261,7 @@ class Lab:
         scored = [
             (topic, truth)
             for topic, truth in (truths or {}).items()
-            if truth is not None and _is_finite(truth) and topic in self._predictions
+            if truth is not None and is_finite(truth) and topic in self._predictions
         ]
         if scored:
             head = ["| prediction | you | measured | off by |", "|---|---|---|---|"]
@@ -320,13 +320,6 @@ def explain(status: str) -> str:
     if kind == "skipped":
         return f"It was left out: {why}. `labutils doctor` says what this machine can do, and how to change that."
     return f"It failed with {why}. `labutils doctor` checks the usual causes."
-
-
-def _is_finite(value: float) -> bool:
-    try:
-        return math.isfinite(value)
-    except OverflowError:  # a whole number beyond every float
-        return False
 
 
 def _off_by(guess: float, truth: float) -> str:

@@ -177,7 +177,7 @@ def _check(spec: dataclasses.Field, value: Any) -> None:
     )
     if not right_type:
         raise ValueError(f"{spec.name}={value!r} is a {type(value).__name__}; this knob takes a {kind.__name__}.")
-    if kind is float and not _is_finite(value):
+    if kind is float and not is_finite(value):
         raise ValueError(f"{spec.name}={value!r} is not a finite number, and this knob takes one, e.g. {spec.default}.")
     choices, at_least = spec.metadata["choices"], spec.metadata["at_least"]
     at_most, above = spec.metadata["at_most"], spec.metadata["above"]
@@ -191,7 +191,8 @@ def _check(spec: dataclasses.Field, value: Any) -> None:
         raise ValueError(f"{spec.name}={value!r} is too large: it must be {at_most} or less.")
 
 
-def _is_finite(value: float) -> bool:
+def is_finite(value: float) -> bool:
+    """Whether a number is neither NaN nor infinite, nor too large a whole number for a float."""
     try:
         return math.isfinite(value)
     except OverflowError:  # a whole number beyond every float

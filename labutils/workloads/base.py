@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from labutils import hardware
+from labutils.parameters import SCALES
 from labutils.recipe import Recipe
 
-SCALES = ("tiny", "small", "full")
 SOURCES = {"weights": ("random", "hub"), "data": ("generated", "hub")}
 ROOMS = {"sd15-lora": ("labutils.workloads.diffusion", "DiffusionLora")}
 """Workload's name -> (module, class); a room is imported when it is asked for."""
