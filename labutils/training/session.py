@@ -9,9 +9,8 @@ from pathlib import Path
 from types import TracebackType
 
 import torch
-from torch.backends import cudnn
 
-from labutils.capture import attention_kernel
+from labutils.capture import attention_kernel, timed_convolutions
 from labutils.data.images import make_loader
 from labutils.recipe import Recipe
 from labutils.training import checkpoint
@@ -62,7 +61,7 @@ class Session:
 
     def step(self) -> None:
         """One optimizer step, accumulation included. On a GPU it may still be running when this returns."""
-        with attention_kernel(self.recipe.attention), cudnn.flags(enabled=True, benchmark=self.recipe.cudnn_benchmark):
+        with attention_kernel(self.recipe.attention), timed_convolutions(self.recipe.cudnn_benchmark):
             self.driver.step(self.batches)
         self.step_count += 1
 
