@@ -164,7 +164,7 @@ tried = {name: future.result() for name, future in tries.items()}
 # %%
 runs = bench.compare(article, steps, rounds=2)
 for name in ("stock", "workers", "pinned"):
-    if name in runs and runs[name].ok:
+    if on_gpu and runs[name].ok:
         runs[name].metrics |= bench.watch(name)
 traces = {}
 for name in ("workers", "compile"):
@@ -345,10 +345,10 @@ for name, trace in traces.items():
     earlier = {k: v for k, v in runs[name].metrics.items() if k not in whole[name].metrics}
     whole[name].metrics |= earlier | trace.metrics(whole[name].metric("step_ms"), whole[name].metric("data_ms"))
 for name in ("stock", "pinned", "whole-step graph", "side by side", "cached text", "merged batch", last):
-    if name in whole and whole[name].ok:
+    if on_gpu and whole[name].ok:
         trace = bench.profile(name, lab.cache_dir / "traces" / "lab-04" / name.replace(" ", "-"), steps=2)
         whole[name].metrics |= trace.metrics(whole[name].metric("step_ms"), whole[name].metric("data_ms"))
-        if name == last and trace.on_gpu:
+        if name == last:
             whole[name].metrics["kernel_categories"] = trace.categories()
 keep(whole)
 
