@@ -120,7 +120,7 @@ def test_the_last_rung_computes_what_the_first_does(workload, plain):
     found = watch(workload, LAST_RUNG, STEPS)
     for mine, expected in zip(found.gradients, plain.gradients, strict=True):
         assert_same_gradients(mine, expected)
-    assert_same_path(found, plain, rtol=5e-3)
+    assert_same_path(found, plain)
 
 
 @pytest.mark.parametrize(
@@ -189,7 +189,7 @@ def test_what_is_compiled_computes_the_same(few_blocks):
     plain, found = watch(few_blocks, CLIPPED, STEPS), watch(few_blocks, COMPILED.but(compile_scope="blocks"), STEPS)
     for mine, expected in zip(found.gradients, plain.gradients, strict=True):
         assert_same_gradients(mine, expected)
-    assert_same_path(found, plain, rtol=5e-3)
+    assert_same_path(found, plain)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -362,6 +362,7 @@ def no_probe(monkeypatch, workload, encoded):
     monkeypatch.setattr(comparing.hardware, "probe", lambda *items: None)
     monkeypatch.setattr(comparing.hardware, "measured_roofline", lambda dtype: roofline)
     monkeypatch.setattr(comparing, "ROUND_MS", 1)
+    monkeypatch.setattr(comparing, "SETTLE_MS", 1)
 
 
 def test_a_run_tells_what_was_measured(workload, no_probe, tmp_path):
