@@ -241,6 +241,7 @@ class Contender:
             "examples_per_s": recipe.examples_per_step / step_ms["median"] * 1e3,
             "loss": session.losses,
         }
+        run.metrics |= {} if session.encode_s is None else {"encode_s": session.encode_s}
         run.metrics |= self.memory | _against_the_hardware(session.workload, recipe, step_ms["median"])
 
     def close(self) -> None:

@@ -365,7 +365,7 @@ def no_probe(monkeypatch, workload, encoded):
     monkeypatch.setattr(comparing, "SETTLE_MS", 1)
 
 
-def test_a_run_tells_what_was_measured(workload, no_probe, tmp_path):
+def test_a_run_tells_what_was_measured(workload, no_probe, encoded, tmp_path):
     recipe = QUICK.but(precision="fp16", num_workers=1)
     run = train(workload, recipe, steps=4, warmup=1, name="mine")
     assert run.ok and (run.run, run.workload, run.scale) == ("mine", "sd15-lora", "tiny")
@@ -377,6 +377,7 @@ def test_a_run_tells_what_was_measured(workload, no_probe, tmp_path):
     assert run.metrics["floor_ms"] == pytest.approx(max(work.flops / 1e12, work.bytes / 100e9) * 1e3)
     # The first step, one of warming up, two to use up what the worker held ready (a round begins so), and four timed.
     assert len(run.metrics["loss"]) == 1 + 1 + 2 + 4
+    assert run.metrics["encode_s"] == encoded.encode_s > 0  # the price of a cached recipe's shorter steps
     assert "mfu" not in run.metrics and "peak_allocated_gb" not in run.metrics  # no GPU, nothing to say
     Results(tmp_path).append(run)  # refuses NaN
     assert all(math.isfinite(loss) for loss in run.metrics["loss"])
@@ -403,6 +404,11 @@ def test_a_round_is_long_enough_to_tell_noise_from_drift(workload, no_probe, mon
     run = train(workload, QUICK, steps=1)
     assert run.metrics["step_ms"]["n"] > 1
     assert sum(run.samples["step_ms"]) >= 200
+
+
+def test_what_is_not_cached_has_no_price_of_caching(workload):
+    with Session(workload, PLAIN) as session:
+        assert session.encode_s is None
 
 
 def test_recipes_take_turns(workload, no_probe, monkeypatch):
