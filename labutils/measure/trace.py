@@ -394,14 +394,16 @@ class Trace:
 
         Without a GPU there are but two: "data", and "host" for all the rest. The profiler's own work makes the host
         slower and leaves GPU work as it is. So give `step_ms` and `data_ms` (a step, and the wait for data in it, timed
-        without the profiler) for an estimate of that step: GPU work as traced, data as timed, and what is left shared
-        among the others as it was in the trace. They add up to `step_ms`.
+        without the profiler) for an estimate of that step: GPU work as traced; of the wait as timed, the part in which
+        the GPU idled in the trace; and what is left shared among the others as it was there. They add up to `step_ms`.
         """
         traced = self._traced_partition()
         if step_ms is None:
             return traced
         known = _fitted({name: traced[name] for name in ("kernels", "copies") if name in traced}, step_ms)
-        known |= _fitted({"data": data_ms or 0.0}, step_ms - sum(known.values()))
+        waited = total(self._host_states["data"]) / self.steps
+        idle = traced["data"] / waited if waited else 1.0  # a host that runs ahead waits while the GPU has work
+        known |= _fitted({"data": idle * (data_ms or 0.0)}, step_ms - sum(known.values()))
         others = {name: ms for name, ms in traced.items() if name not in known}
         left = (step_ms - sum(known.values())) / (sum(others.values()) or 1.0)
         return known | {name: ms * left for name, ms in others.items()}

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.profiler import record_function
-from traces import AUTOGRAD, TWO_STEPS, call, copy, kernel, mark, op, python
+from traces import AUTOGRAD, RUNS_AHEAD, TWO_STEPS, call, copy, kernel, mark, op, python
 
 from labutils.measure.chrome import read_events
 from labutils.measure.intervals import difference, overlap, total
@@ -59,6 +59,14 @@ def test_a_step_timed_without_the_profiler_keeps_the_gpus_time_and_the_measured_
     assert metrics["gpu_busy"] == metrics["kernels_share"] == pytest.approx(0.19 / 0.5)
     assert metrics["data_share"] == pytest.approx(0.051 / 0.5)
     assert metrics["traced_step_ms"] == us(1050)
+
+
+def test_a_wait_for_data_while_a_kernel_runs_costs_nothing():
+    trace = Trace(RUNS_AHEAD)
+    assert trace.partition()["data"] == us(100)
+    shares = trace.partition(step_ms=0.95, data_ms=0.45)  # timed without the profiler, the wait is 450 us of 950
+    assert (shares["kernels"], shares["data"]) == (us(800), us(450 * 100 / 500))
+    assert sum(shares.values()) == us(950)
 
 
 def test_a_step_shorter_than_its_kernels_was_all_kernels(trace):
