@@ -56,7 +56,8 @@ def test_a_step_timed_without_the_profiler_keeps_the_gpus_time_and_the_measured_
     assert {k: shares[k] for k in rest} == {k: us(250 * v / 1502) for k, v in rest.items()}
     assert sum(shares.values()) == pytest.approx(0.5)
     metrics = trace.metrics(step_ms=0.5, data_ms=0.051)
-    assert metrics["gpu_busy"] == metrics["kernels_share"] == pytest.approx(0.19 / 0.5)
+    assert metrics["gpu_busy"] == metrics["untraced_gpu_busy"] == metrics["kernels_share"] == pytest.approx(0.19 / 0.5)
+    assert metrics["traced_gpu_busy"] == pytest.approx(380 / 2100)
     assert metrics["data_share"] == pytest.approx(0.051 / 0.5)
     assert metrics["traced_step_ms"] == us(1050)
 
@@ -503,11 +504,16 @@ def test_a_real_trace_knows_its_phases_and_who_read_a_value(real):
 
 
 def test_a_captured_step_is_never_busier_than_its_trace():
-    """40 kernels of 20 us with gaps of 5 us from one launch: 80 % busy, even beside an untraced step of 0.9 ms."""
+    """40 kernels of 20 us with gaps of 5 us from one launch: 80 % busy, even beside an untraced step of 0.9 ms, which
+    bounds it from above."""
     launch = {"ph": "X", "cat": "cuda_runtime", "name": "cudaGraphLaunch", "ts": 0, "dur": 5, "tid": 1}
     mark = {"ph": "X", "cat": "user_annotation", "name": "ProfilerStep#2", "ts": 0, "dur": 1000, "tid": 1}
     kernel = {"ph": "X", "cat": "kernel", "name": "kernel", "dur": 20, "tid": 7}
     kernels = [kernel | {"ts": 25 * i, "args": {"correlation": 1, "stream": 7}} for i in range(40)]
     captured = Trace([mark, launch | {"args": {"correlation": 1}}, *kernels])
     assert captured.captured
-    assert captured.metrics(step_ms=0.9)["gpu_busy"] == captured.gpu_busy == pytest.approx(0.8)
+    found = captured.metrics(step_ms=0.9)
+    assert found["gpu_busy"] == found["traced_gpu_busy"] == captured.gpu_busy == pytest.approx(0.8)
+    assert found["untraced_gpu_busy"] == pytest.approx(0.8 / 0.9)
+    assert captured.metrics(step_ms=1.2)["gpu_busy"] == pytest.approx(0.8 / 1.2)
+    assert "untraced_gpu_busy" not in captured.metrics()
