@@ -628,13 +628,16 @@ def _clipped(blocks: Iterable[tuple[float, float, str]], window: Interval) -> li
     return [(start - window[0], end - start, category) for start, end, category in cut if start < end]
 
 
-def profile(session: Any, steps: int = 5, folder: str | Path = "profile", with_stack: bool = True) -> Trace:
+def profile(
+    session: Any, steps: int = 5, folder: str | Path = "profile", with_stack: bool = True, wait: int = 1
+) -> Trace:
     """Record `steps` steps of `session` as article A1 does, and read the trace back.
 
-    The schedule is the article's: one step passed over, one to warm the profiler up, `steps` recorded, once. `session`
-    has `.step()`; each call is one recorded step (for a training session an optimizer step, accumulation included). The
-    file `*.pt.trace.json` in `folder` opens in Perfetto. `with_stack` records Python functions
-    and the operators' input shapes as well; it slows the host down, so take times without it.
+    The schedule is the article's: one step passed over, one to warm the profiler up, `steps` recorded, once. Pass over
+    more with `wait` where workers have made batches ready: steps that use them up wait for no data. `session` has
+    `.step()`; each call is one recorded step (for a training session an optimizer step, accumulation included). The
+    file `*.pt.trace.json` in `folder` opens in Perfetto. `with_stack` records Python functions and the operators' input
+    shapes as well; it slows the host down, so take times without it.
     """
     import torch
     from torch.profiler import ProfilerActivity, schedule, tensorboard_trace_handler
@@ -644,14 +647,14 @@ def profile(session: Any, steps: int = 5, folder: str | Path = "profile", with_s
     on_gpu = torch.cuda.is_available()
     with torch.profiler.profile(
         activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])],
-        schedule=schedule(wait=1, warmup=1, active=steps, repeat=1),
+        schedule=schedule(wait=wait, warmup=1, active=steps, repeat=1),
         on_trace_ready=tensorboard_trace_handler(str(folder)),
         record_shapes=with_stack,
         with_stack=with_stack,
     ) as profiler:
-        for number in range(2 + steps):
+        for number in range(wait + 1 + steps):
             session.step()
-            if on_gpu and number == 1:
+            if on_gpu and number == wait:
                 torch.cuda.synchronize()  # so that work launched while warming up does not run into the record
             profiler.step()
     (written,) = set(folder.glob("*.pt.trace.json")) - before

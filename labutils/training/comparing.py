@@ -109,10 +109,11 @@ class Bench:
         return utilization.metrics()
 
     def profile(self, name: str, folder: Path, steps: int = 3) -> Trace:
-        """A trace of `steps` more optimizer steps, without Python stacks: see `labutils.measure.trace`."""
-        session = self._session(name)
-        self.contenders[name].settle()
-        return profile(session, steps, folder, with_stack=False)
+        """A trace of `steps` more optimizer steps, without Python stacks: see `labutils.measure.trace`.
+
+        It settles inside the profiler, which takes a while to start: workers would make batches ready meanwhile.
+        """
+        return profile(self._session(name), steps, folder, with_stack=False, wait=self.contenders[name].steps_to_settle)
 
     def _session(self, name: str) -> Session:
         """The session of a recipe that works; raises `RuntimeError` with the reason where it failed."""
@@ -210,10 +211,14 @@ class Contender:
         found = {"peak_allocated_gb": peak[0] - before + shared}
         return found | ({"peak_reserved_gb": peak[1]} if before == 0 else {})
 
-    def settle(self) -> None:
-        """Step until the batches that workers made ready meanwhile are used up and the GPU's clock has risen again."""
+    @property
+    def steps_to_settle(self) -> int:
+        """Steps until the batches that workers made ready are used up and the GPU's clock has risen again."""
         ready = 1 + math.ceil(self.ready_batches / self.session.recipe.accumulation)
-        measure(self.session, max(ready, math.ceil(SETTLE_MS / self.step_ms)))
+        return max(ready, math.ceil(SETTLE_MS / self.step_ms))
+
+    def settle(self) -> None:
+        measure(self.session, self.steps_to_settle)
 
     @property
     def ready_batches(self) -> int:

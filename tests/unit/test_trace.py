@@ -485,6 +485,14 @@ def test_the_articles_schedule_records_five_steps(real):
     assert trace.path.name.endswith(".pt.trace.json")
 
 
+def test_more_steps_can_be_passed_over(tmp_path):
+    training, order = Training(), []
+    step = training.step
+    training.step = lambda: order.append(len(order)) or step()
+    assert profile(training, steps=2, folder=tmp_path, with_stack=False, wait=4).steps == 2
+    assert len(order) == 4 + 1 + 2
+
+
 def test_a_real_trace_knows_its_phases_and_who_read_a_value(real):
     trace, _ = real
     rows = trace.host_breakdown()

@@ -424,6 +424,15 @@ def test_recipes_take_turns(workload, no_probe, monkeypatch):
     assert all(run.metrics["wall_ms"]["n"] == 3 for run in runs.values())
 
 
+def test_a_profile_begins_when_the_ready_batches_are_used_up(workload, no_probe, tmp_path):
+    """Six batches are ready: one step and then two of four micro-batches are passed over, and one warms up."""
+    with comparing.Bench(workload, warmup=0) as bench:
+        bench.prepare({"ahead": QUICK.but(num_workers=3)})
+        before = bench.contenders["ahead"].session.step_count
+        assert bench.profile("ahead", tmp_path, steps=2).steps == 2
+        assert bench.contenders["ahead"].session.step_count - before == 3 + 1 + 2
+
+
 def failing_at(monkeypatch, workload, rank: int, step: int, error: type[BaseException], message: str) -> None:
     """Sessions of that rank fail at that optimizer step; 0: when they are built. The error is a new one each time, as
     one that is kept would keep the frames it passed through."""
