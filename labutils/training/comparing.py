@@ -6,7 +6,7 @@ import gc
 import math
 import time
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -55,8 +55,8 @@ REFILL_S = 0.3
 class Bench:
     """Sessions side by side in one process, built once each and compared as often as one likes.
 
-    The frozen weights are held once. A recipe that fails drops out with its reason as the run's status; the others go
-    on.
+    The frozen weights are held once. A recipe that fails drops out with its reason as the run's status, its session is
+    ended and its memory given back; the others go on.
     """
 
     def __init__(self, workload: Workload, warmup: int = 2) -> None:
@@ -125,12 +125,11 @@ class Bench:
         return self.contenders[name].session
 
     def _enter(self, name: str, recipe: Recipe) -> None:
-        contender = Contender(self.workload, recipe, self.warmup)
-        self.stack.callback(self._attempt, name, contender.close)
-        self.contenders[name] = contender
+        self.contenders[name] = Contender(self.workload, recipe, self.warmup)
+        self.stack.callback(self._end, name)
 
     def _able(self, recipes: Mapping[str, Recipe]) -> list[str]:
-        return [name for name in recipes if name in self.contenders and name not in self.failed]
+        return [name for name in recipes if name in self.contenders]
 
     def _report(self, name: str, recipe: Recipe) -> Run:
         run = _empty_run(self.workload, recipe, name)
@@ -149,14 +148,22 @@ class Bench:
         except Exception as error:
             self.failed[name] = f"error: {type(error).__name__}: {error}"
         # Outside the except block: inside it the exception still holds the frames, and these the tensors.
+        self._end(name)
+        gc.unfreeze()  # what is frozen isn't collected; a session's modules and hooks refer to each other
         gc.collect()
+        gc.freeze()
         hardware.cuda.empty_cache()
+
+    def _end(self, name: str) -> None:
+        """End a recipe's session and forget it. What goes wrong in that is no news: its runs have their status."""
+        if contender := self.contenders.pop(name, None):
+            with suppress(Exception):
+                contender.close()
 
     def close(self) -> None:
         """End all sessions."""
         gc.unfreeze()
         self.stack.close()
-        self.contenders.clear()
 
     def __enter__(self) -> Bench:
         return self

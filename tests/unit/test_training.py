@@ -7,6 +7,7 @@ import dataclasses
 import itertools
 import math
 import time
+import weakref
 
 import pytest
 import torch
@@ -471,6 +472,29 @@ def test_one_that_fails_does_not_stop_the_others(error, status, step, workload, 
     assert (runs["fails"].metrics, runs["fails"].samples) == ({}, {})
     assert runs["fails"].recipe["rank"] == 3
     assert list(tmp_path.iterdir()) == []  # no session leaves its folder behind
+
+
+@pytest.mark.parametrize(
+    "change", [{}, {"driver": "accelerate", "adapter": "peft"}, {"num_workers": 1, "persistent_workers": True}]
+)
+@pytest.mark.parametrize("step", [1, 4])
+def test_one_that_fails_gives_its_memory_back(step, change, workload, no_probe, monkeypatch, tmp_path):
+    """At once, while the others go on: at its first step (where a compiler fails), and in the midst of measuring."""
+    monkeypatch.setattr(training.session.tempfile, "tempdir", str(tmp_path))
+    failing_at(monkeypatch, workload, rank=3, step=step, error=RuntimeError, message="the reason")
+    build, models = workload.build, {}
+
+    def watched(recipe: Recipe) -> nn.Module:
+        model = build(recipe)
+        models[recipe.rank] = weakref.ref(model.unet)
+        return model
+
+    monkeypatch.setattr(workload, "build", watched)
+    with comparing.Bench(workload, warmup=1) as bench:
+        runs = bench.compare({"stays": QUICK, "fails": QUICK.but(rank=3, **change)}, steps=2, rounds=1)
+        assert [run.status for run in runs.values()] == ["ok", "error: RuntimeError: the reason"]
+        assert (models[QUICK.rank]() is None, models[3]() is None) == (False, True)
+        assert len(list(tmp_path.iterdir())) == 1  # the session that stays has its folder
 
 
 @pytest.mark.parametrize("logging", ["synchronous", "ring-buffer"])
