@@ -28,7 +28,8 @@ class Session:
     folder: where logs and checkpoints go; None: a temporary one that goes with the session. resume: go on from the
     folder's checkpoint; raises `FileNotFoundError` where there is none, `ValueError` where it belongs to another
     recipe. `step_count` counts optimizer steps since the run's beginning, `recipe` is the recipe as it fits this
-    device.
+    device. Building took `build_s` seconds, `encode_s` of them for encoding every example once where the recipe caches
+    them, else None.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class Session:
         self.model = workload.build(self.recipe)
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         dataset = workload.dataset(self.model, self.recipe)
+        self.encode_s: float | None = getattr(dataset, "encode_s", None)
         loader = make_loader(dataset, self.recipe, collate_fn=workload.collate(self.recipe))
         compile_as_asked(workload, self.model, self.recipe)
         optimizer = build_optimizer(self.parameters, self.recipe)

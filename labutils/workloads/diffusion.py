@@ -246,11 +246,11 @@ class DiffusionLora(Workload):
 
 
 class EncodedExamples(Dataset):
-    """Examples that were encoded once and are held in memory; reading a batch is one gather."""
+    """Examples that were encoded once, in `encode_s` seconds, and are held in memory; reading a batch is one gather."""
 
-    def __init__(self, tensors: dict[str, Tensor], seconds: float) -> None:
+    def __init__(self, tensors: dict[str, Tensor], encode_s: float) -> None:
         self.tensors = tensors
-        self.seconds = seconds
+        self.encode_s = encode_s
 
     def __len__(self) -> int:
         return len(next(iter(self.tensors.values())))
