@@ -30,7 +30,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from labutils.adapters import lora_layers
 from labutils.lowbit.frozen import MULTIPLE, FrozenFP8Linear
 from labutils.results import Unavailable
 
@@ -72,8 +71,7 @@ def convert_base(
         return []
     if kind not in MAKERS:
         raise ValueError(f"kind={kind!r} is not known. Choose one of: {', '.join(map(repr, ('published', *MAKERS)))}.")
-    adapted = lora_layers(model)
-    places = [f"{name}.base_layer" if name in adapted else name for name in names]
+    places = [f"{name}.base_layer" if hasattr(model.get_submodule(name), "base_layer") else name for name in names]
     for place in places:
         _check_layer(model.get_submodule(place), place)
     make = MAKERS[kind](compute_dtype)
