@@ -297,7 +297,7 @@ def status_of(error: BaseException) -> str:
     text = f"{name}: {error}".strip().splitlines()[0][:300]
     if name in ("MemoryError", "OutOfMemoryError") or "out of memory" in str(error).lower():
         return "oom"
-    if isinstance(error, NotHere):
+    if isinstance(error, NotHere | results.Unavailable):
         return f"skipped: {error}"
     if isinstance(error, ImportError):
         return f"skipped: {text}"

@@ -19,7 +19,7 @@ from labutils.measure.steps import StepClock, StepTimes
 from labutils.measure.trace import Trace, profile
 from labutils.measure.utilization import Utilization
 from labutils.recipe import Recipe
-from labutils.results import Run, summarise
+from labutils.results import Run, Unavailable, summarise
 from labutils.training.session import Session
 from labutils.workloads.base import Workload
 
@@ -145,6 +145,8 @@ class Bench:
             return
         except torch.OutOfMemoryError:
             self.failed[name] = "oom"
+        except Unavailable as error:
+            self.failed[name] = f"skipped: {error}"
         except Exception as error:
             self.failed[name] = f"error: {type(error).__name__}: {error}"
         # Outside the except block: inside it the exception still holds the frames, and these the tensors.

@@ -230,7 +230,7 @@ def test_a_python_that_is_too_old_or_missing_is_said_plainly(tmp_path, old_pytho
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="there is no make")
-@pytest.mark.parametrize("target", ["course", "test", "lab", "lint", "format", "notebooks", "unsloth", "te"])
+@pytest.mark.parametrize("target", ["course", "test", "lab", "lint", "format", "notebooks", "unsloth", "te", "torchao"])
 def test_every_target_installs_first_where_nothing_is(tmp_path, target):
     plan = make("--dry-run", target, f"VENV={tmp_path / 'venv'}").stdout
     assert plan.index("-m venv") < plan.index("-r requirements.txt")
