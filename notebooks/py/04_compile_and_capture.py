@@ -332,7 +332,7 @@ plt.show()
 encodes = list(of_lane("same work"))[-1]
 rows = ["| rung | encoding all images once, s | ms a step | has paid after |", "|---|---|---|---|"]
 for name, run in same_mathematics.items():
-    if run.ok and (price := run.metric("encode_s")):
+    if run.ok and same_work[encodes].ok and (price := run.metric("encode_s")):
         saved_s = (same_work[encodes].metric("step_ms") - run.metric("step_ms")) / 1e3
         paid = f"{price / saved_s:,.0f} steps" if saved_s > 0 else "never"
         rows.append(f"| {name} | {price:.1f} | {run.metric('step_ms'):.1f} | {paid} |")
