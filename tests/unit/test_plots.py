@@ -179,6 +179,41 @@ def test_utilisation_states_its_mean(ax):
     assert_tidy(ax)
 
 
+def test_utilisation_with_the_drivers_own_samples(ax):
+    plots.utilisation(ax, [0, 1], [0.2, 0.4], driver=[(0.5, 0.3), (0.9, 0.5)])
+    dots = next(line for line in ax.lines if line.get_label() == "driver's samples")
+    assert list(dots.get_ydata()) == [30, 50]
+    assert_tidy(ax)
+
+
+def test_magnitudes_are_said_in_words(ax):
+    rows = {"a layer": {"all": 16_777_216, "LoRA": 65_536}, "a model": {"all": 8_190_735_360, "LoRA": 21_823_488}}
+    plots.magnitudes(ax, rows, "parameters")
+    said = texts(ax)
+    assert {"16.8 million", "65.5 thousand", "8.19 billion", "21.8 million", "all", "LoRA", "a layer"} <= set(said)
+    assert [bar.get_width() for bars in ax.containers for bar in bars] == [16_777_216, 65_536, 8_190_735_360, 21_823_488]
+    assert ax.get_xscale() == "log"
+    assert_tidy(ax)
+
+
+def test_grouped_bars_are_medians_with_their_spread(ax):
+    plots.grouped(ax, {"thin": {"forward": [1, 2, 3], "backward": [4]}, "dense": {"forward": [5], "backward": [9]}})
+    heights = [bar.get_height() for bars in ax.containers if hasattr(bars, "patches") for bar in bars]
+    assert heights == [2, 4, 5, 9]
+    assert {"forward", "backward"} <= set(texts(ax))
+    assert_tidy(ax)
+
+
+def test_a_timeline_begins_at_its_windows_beginning(ax):
+    plots.timeline(ax, {"host": [(3.0, 4.0, "data")]})
+    assert ax.get_xlim() == (0, 7)
+
+
+def test_a_legend_that_fits_one_row_is_one(ax):
+    plots.breakdown(ax, dict.fromkeys(("inflate", "to RGB", "scale", "to float32", "tokenise"), 3.0))
+    assert ax.get_legend()._ncols == 5
+
+
 def test_loss_says_that_weights_are_random(ax):
     plots.loss(ax, {"plain": Run("04", "a", metrics={"loss": [1.0, 0.9]}), "none": FAILED})
     assert "loss (random weights)" in texts(ax)
