@@ -38,6 +38,9 @@ FILLS = (
     (GREY, "xxx"),
 )
 """Fills of categories in order: neighbours differ in lightness and hatch; none is white, which reads as nothing."""
+PHASES = ("data", "encode", "forward", "log", "backward", "optimizer", "clip", "to_device")
+PHASE_FILLS = dict(zip(PHASES, FILLS, strict=True))
+"""Fills of the phases that the training loop marks, in every timeline the same."""
 DARK = (NAVY, RUST, PURPLE)
 """Fills on which text and hatches are white."""
 
@@ -251,7 +254,7 @@ def timeline(ax: Axes, lanes: Mapping[str, Iterable[tuple[float, float, str]]], 
     """A static trace: one row a lane ("host", "GPU"), its intervals (start_ms, duration_ms, category) as blocks.
 
     In lanes that share categories, and so a legend, the `most` that take the longest get a fill of their own; the
-    others share one.
+    others share one. The phases of a step have the same fill in every picture.
     """
     rows = {lane: sorted(intervals) for lane, intervals in lanes.items()}
     every = [interval for intervals in rows.values() for interval in intervals]
@@ -266,7 +269,7 @@ def timeline(ax: Axes, lanes: Mapping[str, Iterable[tuple[float, float, str]]], 
         for lane in group:
             _lane(ax, list(rows).index(lane), rows[lane], fills, end - start)
         middle = sum(list(rows).index(lane) for lane in group) / len(group)
-        _fill_legend(ax, fills, beside=1 - (middle + 0.6) / (len(rows) + 0.2) if len(groups) > 1 else None)
+        _fill_legend(ax, fills, beside=1 - (middle + 0.6) / (len(rows) + 0.2))
     ax.set_xlim(start, end)
     ax.set_xlabel("ms")
     return ax
@@ -591,6 +594,8 @@ def _category_fills(intervals: Iterable[tuple[float, float, str]], most: int) ->
     longest = sorted(totals, key=totals.__getitem__, reverse=True)[:most]
     chosen = [category for category in totals if category in longest]
     fills = dict(zip(chosen, islice(cycle(FILLS), len(chosen)), strict=True))
+    if fills.keys() <= PHASE_FILLS.keys():
+        fills = {phase: PHASE_FILLS[phase] for phase in chosen}
     return fills if len(totals) <= most else fills | {"other": FILLS[-1]}
 
 

@@ -1,7 +1,7 @@
 """The course's tables: rows of words and numbers as Markdown.
 
-What doesn't apply to a machine is `None` in a row, and a row or a column of nothing else is left out: the same cell of a
-notebook makes a table for a GPU and one for a CPU, without branches.
+What does not apply to a machine is `None` in a row, and a row or a column of nothing else is left out: the same cell of
+a notebook makes a table for a GPU and one for a CPU, without branches.
 """
 
 from __future__ import annotations

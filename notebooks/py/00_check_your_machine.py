@@ -59,7 +59,7 @@ from labutils.results import Run, summarise
 plots.use_style()
 
 # %% [markdown]
-# ## 1. Is this machine ready?
+# ## 1 · Is this machine ready?
 #
 # The doctor looks at what has stopped people before: the driver, the PyTorch build, shared memory, a compiler, and packages
 # that are installed and yet can't be used. `fail` stops the labs, `warn` spoils one of them, `info` is good to know. Each
@@ -70,7 +70,7 @@ findings = doctor.examine()
 print(doctor.render(findings))
 
 # %% [markdown]
-# ## 2. What does it really reach?
+# ## 2 · What does it really reach?
 #
 # **Predict** the rate of large matrix products here, in TFLOP/s: in bf16 on a GPU (the data sheet of an H200 says 989, or
 # 1979 "with sparsity"), in fp32 on a CPU (a laptop's core does some hundred billion FLOPs a second at best).
@@ -91,7 +91,6 @@ machine.metrics = {item: summarise(samples) for item, samples in measured.sample
 if architectures := cuda.architectures():
     machine.metrics["torch_architectures"] = architectures
 lab.keep(machine);
-
 # %%
 spec = hardware.spec_of(lab.machine)
 rates = {dtype: measured.samples[f"tflops_{dtype}"] for dtype in hardware.DTYPES if measured.rate(dtype)}
@@ -127,19 +126,16 @@ plt.show()
 
 # %%
 reference = lab.reference("machine")
-rows = ["| median of | here | H200 (ours) |", "|---|---|---|"]
-for item, what in hardware.ITEMS.items():
-    here, there = machine.metric(item), reference and reference.metric(item)
-    shown = [f"{value:.4g}" if value else "-" for value in (here, there)]
-    rows.append(f"| {what} | {shown[0]} | {shown[1]} |")
-lab.show("\n".join(rows))
+theirs = reference.metric if reference else {}.get
+rows = [(what, machine.metric(item), theirs(item)) for item, what in hardware.ITEMS.items()]
+lab.table(("median of", "here", "H200 (ours)"), *rows)
 
 # %% [markdown]
 # **Takeaway.** Three numbers describe a machine well enough to predict most of a training step: its matrix rate, its
 # memory bandwidth, and what a launch costs the host. The next two sections use one each.
 
 # %% [markdown]
-# ## 3. What limits an operation?
+# ## 3 · What limits an operation?
 #
 # An operation does arithmetic and moves bytes. Both take time, and the hardware does them at once; so the slower of the two
 # sets a **floor**: max(FLOPs / rate, bytes / bandwidth). FLOPs per byte is the operation's *intensity*. Where the two times
@@ -184,13 +180,13 @@ ax.set_title("The roofline of this machine, and where a training step's operatio
 plt.show()
 
 # %%
-rows = ["| operation | FLOP/byte | limit | floor, ms | measured, ms | floor / measured |", "|---|---|---|---|---|---|"]
+rows = []
 for op in operations:
     roof = roofs[op.dtype]
     floor, limit = roof.floor_ms(op.flops, op.bytes), "memory" if op.intensity < roof.ridge else "arithmetic"
-    share = 100 * floor / alone[op.name]
-    rows.append(f"| {op.name} | {op.intensity:,.1f} | {limit} | {floor:.3g} | {alone[op.name]:.3g} | {share:.0f} % |")
-lab.show("\n".join(rows))
+    share = f"{100 * floor / alone[op.name]:.0f} %"
+    rows.append((op.name, op.intensity, limit, floor, alone[op.name], share))
+lab.table(("operation", "FLOP/byte", "limit", "floor, ms", "measured, ms", "floor / measured"), *rows)
 memory_bound = sum(op.intensity < roofs[op.dtype].ridge for op in operations)
 
 # %% [markdown]
@@ -208,7 +204,7 @@ memory_bound = sum(op.intensity < roofs[op.dtype].ridge for op in operations)
 # by its bytes.
 
 # %% [markdown]
-# ## 4. What does it cost just to ask?
+# ## 4 · What does it cost just to ask?
 #
 # A GPU does nothing by itself: for each kernel, Python calls PyTorch, PyTorch calls the driver, and the driver writes a
 # command into the GPU's queue. The host does not wait for the result, so this costs nothing, as long as the queue never
@@ -235,16 +231,15 @@ plt.show()
 # %% [markdown]
 # The flat part is the price of asking; only to the right of the knee does the work itself decide. On a GPU, the second curve
 # shows the same kernels replayed from a CUDA graph, which the host launches all at once: what is left is the GPU's own
-# time, a microsecond or two even for a single number. Between the curves lies what lab 04 wins by capturing a step. (On a CPU there is no queue and no graph: the flat part
-# is PyTorch's own overhead in each call.)
+# time, a microsecond or two even for a single number. Between the curves lies what lab 04 wins by capturing a step.
+# (On a CPU there is no queue and no graph: the flat part is PyTorch's own overhead in each call.)
 #
 # What that means for a training step:
 
 # %%
 launch_us = measured.median("launch_us")
-rows = ["| kernels in a step | the host needs at least |", "|---|---|"]
-rows += [f"| {count:,} | {count * launch_us / 1e3:.1f} ms |" for count in (1_000, 5_000, 20_000, 50_000)]
-lab.show("\n".join(rows))
+rows = [(count, f"{count * launch_us / 1e3:.1f} ms") for count in (1_000, 5_000, 20_000, 50_000)]
+lab.table(("kernels in a step", "the host needs at least"), *rows)
 
 # %% [markdown]
 # **Takeaway.** A step with more kernels than the GPU takes launch times to finish them is **launch-bound**: a faster GPU
@@ -252,7 +247,7 @@ lab.show("\n".join(rows))
 # half the rate beat the faster one.
 
 # %% [markdown]
-# ## 5. A card that PyTorch was not built for
+# ## 5 · A card that PyTorch was not built for
 #
 # The author of article A1 put a new card (compute capability 12.0, "sm_120") into a machine with a stable PyTorch 2.3. It
 # warned that the card was not among its architectures, and then failed. Why a warning first, if it can't work?
@@ -276,13 +271,12 @@ with lab.attempt("A kernel for another card", reference="unlisted architecture")
 xformers = doctor.this_machine().imports.get("xformers")
 with lab.attempt("xformers' attention on this card", reference="xformers"):
     if lab.device == "cpu" or xformers is None or xformers.status == "missing":
-        raise NotHere("xformers is not installed, or there is no GPU; no lab needs it")
+        raise NotHere(f"{'there is no GPU' if lab.device == 'cpu' else 'xformers is not installed'}; no lab needs it")
     failed = int(xformers.status != "ok")
     lab.keep(Run("00", "xformers", metrics={"failed": failed, "message": xformers.message}))
 
 # %%
 lab.verdict("A1.blackwell.unlisted-fails", "A1.blackwell.newer-build", "A1.blackwell.xformers");
-
 # %% [markdown]
 # **Takeaway.** "It starts" says little about a machine. Machine code runs on cards of the same major version (code for
 # 8.0 on an 8.9); only PTX, which the driver compiles itself, runs on later ones. Look at
@@ -372,8 +366,7 @@ check_gpu_busy(gpu_busy)
 check_gpu_busy(lambda kernels, gpu_ms, launch_us: gpu_ms / max(gpu_ms, kernels * launch_us / 1e3))
 
 # %% [markdown]
-# ## What you have done
-#
+# ## What you did
 # - You checked whether this machine is ready to fine-tune on, and know what to type where it is not.
 # - You measured its peaks, and compared them with the dense column of the data sheet.
 # - You placed six operations of a training step on its roofline, and said what limits each.

@@ -181,7 +181,8 @@ def test_a_failure_is_kept_told_and_survived(lab, reference, capsys, error, stat
 
 
 @pytest.mark.parametrize(
-    ("name", "told"), [("too big", "has no numbers for *too big* either (oom)"), ("never run", "There is no reference run *never run*")]
+    ("name", "told"),
+    [("too big", "has no numbers for *too big* either (oom)"), ("never run", "There is no reference run *never run*")],
 )
 def test_a_reference_that_can_not_help_says_so(lab, reference, capsys, name, told):
     with lab.attempt("it", reference=name):

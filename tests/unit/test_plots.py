@@ -12,6 +12,7 @@ from claim_runs import timed
 
 from labutils import plots
 from labutils.hardware import Roofline
+from labutils.measure.trace import PHASES
 from labutils.results import Run
 
 matplotlib.use("Agg")
@@ -144,6 +145,20 @@ def test_timeline_shares_a_legend_where_lanes_share_categories(ax):
     assert_tidy(ax)
 
 
+def test_a_phase_looks_the_same_in_every_timeline(ax):
+    plots.timeline(ax, {"host": [(0, 4, "data"), (4, 4, "forward")], "GPU": [(4, 2, "GEMM")]})
+    other = plots.timeline(plt.subplots()[1], {"host": [(0, 4, "forward")], "GPU": [(1, 2, "GEMM")]})
+    colors = [
+        {tuple(color) for blocks in axes.collections for color in blocks.get_facecolor()} & {(*to_rgb(plots.TEAL), 1.0)}
+        for axes in (ax, other)
+    ]
+    assert colors[0] == colors[1] == {(*to_rgb(plots.TEAL), 1.0)}
+
+
+def test_every_phase_of_the_loop_has_a_fill():
+    assert set(PHASES) == set(plots.PHASE_FILLS)
+
+
 def test_timeline_of_nothing_is_an_error(ax):
     with pytest.raises(ValueError, match="no interval"):
         plots.timeline(ax, {"host": []})
@@ -191,7 +206,12 @@ def test_magnitudes_are_said_in_words(ax):
     plots.magnitudes(ax, rows, "parameters")
     said = texts(ax)
     assert {"16.8 million", "65.5 thousand", "8.19 billion", "21.8 million", "all", "LoRA", "a layer"} <= set(said)
-    assert [bar.get_width() for bars in ax.containers for bar in bars] == [16_777_216, 65_536, 8_190_735_360, 21_823_488]
+    assert [bar.get_width() for bars in ax.containers for bar in bars] == [
+        16_777_216,
+        65_536,
+        8_190_735_360,
+        21_823_488,
+    ]
     assert ax.get_xscale() == "log"
     assert_tidy(ax)
 
