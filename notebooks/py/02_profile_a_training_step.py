@@ -70,13 +70,14 @@ from labutils.results import summarise
 from labutils.tables import WAITS, wait_rows
 from labutils.training import Session, compare, measure, train
 
+# %%
 plots.use_style()
 on_gpu = lab.device == "cuda"
 traces = lab.cache_dir / "traces" / "lab-02"  # large files: those of the last time make room
 shutil.rmtree(traces, ignore_errors=True)
 reference = lab.reference("stock")  # our H200's run of this lab
 theirs = reference.metrics if reference else {}
-no_gpu = "*Without a GPU there is nothing to list here, and no H200 run of this lab is on file to show instead.*"
+no_gpu = "*No GPU work was recorded here, and no H200 run of this lab is on file to show instead.*"
 
 # %% [markdown]
 # ## 1 · What a step consists of
@@ -172,7 +173,8 @@ lab.keep(stock);
 fig, ax = plt.subplots(figsize=(7.2, 2.6))
 when, values = watched.series(watched.what)
 what = "GPU" if on_gpu else "CPU, this process's share of its cores"
-plots.utilisation(ax, when[:-1], values[1:], what, watched.driver_samples)  # a reading speaks of the time before it
+# A reading speaks of the time since the one before it: the first and the last, of an instant, are left out.
+plots.utilisation(ax, when[:-2], values[1:-1], what, watched.driver_samples)
 plt.show()
 changes = sum(before != after for before, after in zip(values, values[1:], strict=False))
 said = f"{len(values)} readings in {when[-1]:.1f} s, of which {changes} brought a new number."
@@ -384,7 +386,7 @@ lab.keep(stock);
 # line, or, where only the trace knows the place, the line where the function begins.
 #
 # On a GPU the last column is how long it took until the GPU had work again. It is not the wait's fault alone: behind a
-# copy in `data` the host decodes the next image. The same table from our H200, if there is one:
+# copy in `data` the host decodes the next image. Next, the same table from our H200.
 
 # %%
 lab.table(("H200: phase", *WAITS[1:]), *wait_rows(theirs.get("syncs", [])), otherwise=no_gpu)
@@ -427,16 +429,13 @@ suspects = {
 counted = {name: reads(call) for name, call in suspects.items()}
 lab.table(("call", "values read"), *counted.items())
 
-# %% [markdown]
-# So who waits, in an optimizer step of four micro-steps?
-
 # %%
 loss_reads = sum(read.phase == "log" for read in stacked.host_reads()) / stacked.steps
-answer = "Yes" if counted[CLIP] else "No"
+answer = "Yes: the host waits for the norm" if counted[CLIP] else "No: the norm is computed and used on the device"
 lab.show(
-    f"**{answer}.** In PyTorch {torch.__version__} `clip_grad_norm_` reads **{counted[CLIP]}** values: the norm is computed, "
-    f"compared and multiplied by on the device. `GradScaler` reads **{counted[SCALER]}** (`found_inf`, in fp16), and the "
-    f"loop's two `.item()` of the loss read **{loss_reads:g}**."
+    f"**Is it `clip_grad_norm_`? {answer}.** In PyTorch {torch.__version__} it reads **{counted[CLIP]}** values. Others do, "
+    f"in each optimizer step of four micro-steps: `GradScaler` **{counted[SCALER]}** (`found_inf`; with fp16, which takes "
+    f"a GPU), and the loop's two `.item()` of the loss **{loss_reads:g}**."
 )
 lab.verdict("A1.left.clip-gap", "A1.left.clip-sync");
 # %% [markdown]
