@@ -624,7 +624,7 @@ def _fill_legend(ax: Axes, fills: Mapping[str, Fill], beside: float | None = Non
 
     handles = [Patch(label=name, linewidth=0.7, **_look(fill)) for name, fill in fills.items()]
     if beside is None:
-        one_row = sum(0.6 + 0.07 * len(name) for name in fills) < 0.8 * ax.figure.get_figwidth()  # inches, nearly
+        one_row = sum(0.5 + 0.065 * len(name) for name in fills) < 0.8 * ax.figure.get_figwidth()  # inches, nearly
         ncols = len(handles) if one_row else min(4, len(handles))
         ax.legend(handles=handles, loc="lower left", bbox_to_anchor=(0, 1.0), ncols=max(1, ncols))
         return

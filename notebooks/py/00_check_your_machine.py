@@ -21,6 +21,9 @@
 # Every later lab compares a time with a limit. This one finds the limits: what this machine can do, what its data sheet
 # promises, and what it costs just to ask for work. It also finds what would have stopped a later lab halfway.
 #
+# Two published articles turn up by their short names. **A1** profiles and tunes LoRA training of Stable Diffusion on a
+# Blackwell workstation card; **A3** fine-tunes language models on that card and on an H100. The README says more of both.
+#
 # **After this lab you can**
 # - tell whether a machine is ready to fine-tune on, and put right what is not;
 # - read a data sheet without being misled by its sparse figures, and say which share of its peak is real;

@@ -258,8 +258,8 @@ best = min(n for n, spread in known.items() if spread["p10"] <= fastest["p90"])
 lab.show(f"The fewest workers whose p10-p90 range meets that of the fastest: **{best}**.")
 if best == 0:
     lab.show(
-        "That is, none: on this machine, or while other programs use it, no number of workers shortens the step by more "
-        "than it varies. Training and workers share the same cores here, or the noise is large."
+        "That is, none: no number of workers shortens the step by more than it varies from one to the next. Either other "
+        "programs were using the machine meanwhile, or training and workers share too few cores."
     )
 lab.verdict("A1.workers.optimum", "A1.workers.more-is-worse");
 
