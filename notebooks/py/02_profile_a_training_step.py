@@ -544,6 +544,7 @@ my_busy: float | None = None  # 0 to 1
 def check_busy(answer) -> None:
     if answer is None:
         return print("Not answered yet: put your share into my_busy and run both cells.")
+    assert 0 <= answer <= 1, f"{answer:g} is no share: it lies between 0 and 1."
     cells = {n for start, end in kernels for n in range(round(start * 10), round(end * 10))} & set(range(100))
     assert answer != sum(end - start for start, end in kernels) / 10, "That counts overlaps twice."
     assert abs(answer - len(cells) / 100) < 1e-6, f"Not {answer:.3f}. What lies behind 10 ms is not of this step."
