@@ -94,6 +94,7 @@ machine.metrics = {item: summarise(samples) for item, samples in measured.sample
 if architectures := cuda.architectures():
     machine.metrics["torch_architectures"] = architectures
 lab.keep(machine);
+
 # %%
 spec = hardware.spec_of(lab.machine)
 rates = {dtype: measured.samples[f"tflops_{dtype}"] for dtype in hardware.DTYPES if measured.rate(dtype)}
@@ -280,6 +281,7 @@ with lab.attempt("xformers' attention on this card", reference="xformers"):
 
 # %%
 lab.verdict("A1.blackwell.unlisted-fails", "A1.blackwell.newer-build", "A1.blackwell.xformers");
+
 # %% [markdown]
 # **Takeaway.** "It starts" says little about a machine. Machine code runs on cards of the same major version (code for
 # 8.0 on an 8.9); only PTX, which the driver compiles itself, runs on later ones. Look at

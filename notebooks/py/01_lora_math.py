@@ -142,6 +142,7 @@ change = max((p - frozen[name]).abs().max().item() for name, p in ours.base.stat
 metrics = {f"peft_{name.split()[-1]}_difference": value.item() for name, value in differences.items()}
 lab.keep(Run("01", "equivalence", metrics=metrics | {"base_change": change, "loss": losses}))
 lab.verdict("A1.lora.base-untouched");
+
 # %% [markdown]
 # **Takeaway.** LoRA is one more path beside each chosen layer. The pretrained weights take part in every step and are
 # never written, so one copy of them can serve any number of adapters.
@@ -239,6 +240,7 @@ plt.show()
 shares = [(name, *both.values(), f"{both['LoRA'] / both['all weights']:.3%}") for name, both in pairs.items()]
 lab.table(("what is trained", "parameters", "LoRA trains", "share"), *shares)
 lab.verdict("A1.lora.count");
+
 # %% [markdown]
 # **Takeaway.** The example of the article is one layer; across a whole model the share depends on which layers are
 # adapted and is nearer to a thousandth (SD1.5, attention only) or a few thousandths (all projections of a language
@@ -303,6 +305,7 @@ for name, target in targets.items():
         sweep.samples[key] = found[name, r]
         sweep.metrics |= {key: summarise(found[name, r]), f"{key}_best": best[name, r]}
 lab.keep(sweep);
+
 # %%
 figure, axes = plt.subplots(1, 2, sharey=True, figsize=(7.2, 3.4))
 for ax, name in zip(axes, targets, strict=True):
@@ -581,6 +584,7 @@ fewer = counts["qwen3_8b_total"] / counts["qwen3_8b_lora_r8"]
 print(f"Qwen3-8B: {less:.1f} times less memory, for {fewer:.0f} times fewer trained parameters")
 gb = {f"{n}_{way.replace(', ', '_')}_{part}_gb": v for (n, way), m in memory.items() for part, v in m.in_gb().items()}
 lab.keep(Run("01", "memory", metrics=gb));
+
 # %% [markdown]
 # LoRA makes gradients and optimizer state vanish. The weights are still there, and the activations nearly so: to
 # train an adapter in the first layer, the error must travel back through all the others, so what their nonlinear parts

@@ -144,6 +144,7 @@ fig, ax = plt.subplots()
 plots.steps(ax, {"stock": stock} | ({"stock, H200 (full)": reference} if reference else {}))
 plt.show()
 lab.verdict("A1.stock.step-ms");
+
 # %% [markdown]
 # **Takeaway.** Report a median with its spread, and keep the first step apart: it pays for loading kernels, choosing
 # convolution algorithms and filling caches. A single mean over a run mixes all of these.
@@ -181,6 +182,7 @@ said = f"{len(values)} readings in {when[-1]:.1f} s, of which {changes} brought 
 buffer = f" The driver's own buffer of samples (dots) has {len(watched.driver_samples)} for the same time."
 lab.show(said + (buffer if on_gpu else " They are of the CPU: without a GPU there is no driver to ask."))
 lab.verdict("A1.stock.utilization");
+
 # %% [markdown]
 # **Takeaway.** Utilisation says how often the GPU was not idle, not how well it was used: a single small kernel that runs
 # all the time reads 100 %. The driver renews the number only a few times a second, so asking more often returns the same
@@ -219,6 +221,7 @@ if trace.on_gpu:
     axes[1, 0].set_xlabel("ms")
 plt.show()
 lab.verdict("A1.profiler.five-steps");
+
 # %% [markdown]
 # This is the file, drawn without a viewer: one recorded step, with what the host was doing, and on a GPU, below it, how
 # much of the time kernels ran. Find the four micro-steps, and what the host does where few kernels run.
@@ -287,6 +290,7 @@ lab.table(
     ("phase", "times a step", "host ms a step", "of which the GPU idles", "H200: host ms", "of which idle"), *rows
 )
 lab.verdict("A1.overheads.four", "A1.overheads.host", "A1.stock.data", "A1.stock.launches");
+
 # %% [markdown]
 # **Takeaway.** Two columns, two questions. *Host ms* says where the program spends its time, *idle* (a GPU's column) what
 # that costs the GPU: the two work at the same time, so a phase with much of the first and none of the second needs no
@@ -380,6 +384,7 @@ if stacked.on_gpu:
     stock.metrics |= {"syncs": rows, "syncs_warned_of": warned, "flush_idle_ms": flush}
     lab.show(f"The trace counts {len(waits) / stacked.steps:g} waits a step, PyTorch's warnings {warned:g}.")
 lab.keep(stock);
+
 # %% [markdown]
 # Without a GPU the table lists every time that Python read a tensor's value: the candidates. Those of the loss would wait
 # for a GPU; those inside AdamW read step counters, which stay on the host, and would not. The number in brackets is the
@@ -438,6 +443,7 @@ lab.show(
     f"a GPU), and the loop's two `.item()` of the loss **{loss_reads:g}**."
 )
 lab.verdict("A1.left.clip-gap", "A1.left.clip-sync");
+
 # %% [markdown]
 # `clip_grad_norm_` reads a value only when asked to raise an error. What must know a value on the host is
 # `GradScaler.step`: it skips the optimizer if any gradient overflowed, and decides that in Python, with `.item()`, right
@@ -501,6 +507,7 @@ fig, ax = plt.subplots()
 plots.steps(ax, logging)
 plt.show()
 lab.verdict("A1.left.tensorboard", "A1.left.log-less");
+
 # %% [markdown]
 # **Takeaway.** A wait costs what the GPU loses by it. While the GPU idles for want of data or launches anyway, the host
 # has no lead that a wait could take from it. Labs 03 and 04 remove those limits; measure the same change again there.
@@ -524,6 +531,7 @@ if times["profiled"] <= beside["p90"]:
     )
 stock.metrics |= {"stacked_step_ms": times["profiled, with Python stacks"]}
 lab.keep(stock);
+
 # %% [markdown]
 # The profiler's own work is host work. It makes a loop that waits for its host look worse than it is, and leaves kernels'
 # durations as they are. So trust what a trace says about kernels, counts and causes; take times of the host without stacks,
