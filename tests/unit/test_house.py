@@ -24,11 +24,11 @@ from packaging.version import Version
 HOUSE = Path(__file__).resolve().parents[2]
 NOTEBOOKS = HOUSE / "notebooks"
 FLOORS = {
-    0: {"recipe", "results", "hardware", "articles", "parameters"},
+    0: {"recipe", "results", "hardware", "articles", "parameters", "tables"},
     1: {"data", "adapters", "folding", "lowbit", "capture"},
     2: {"workloads", "measure"},
     3: {"training", "claims"},
-    4: {"runner", "report", "handouts", "plots", "course", "doctor"},
+    4: {"runner", "report", "handouts", "plots", "course", "doctor", "pinning"},
     5: {"cli"},
 }
 FLOOR_OF = {room: floor for floor, rooms in FLOORS.items() for room in rooms}
@@ -292,3 +292,11 @@ def test_a_notebook_has_the_parts_of_a_lab(name):
     assert "lab.done(" in code[-1].source
     assert ["exercise"] in tags
     assert ["solution"] in tags
+
+
+@pytest.mark.parametrize("name", labs()[:4])
+def test_cells_are_short_enough_to_be_read(name):
+    cells = [cell for cell in jupytext.read(NOTEBOOKS / f"{name}.ipynb").cells if cell.cell_type == "code"]
+    told = [cell.source for cell in cells if not {"exercise", "solution"} & set(cell.metadata.get("tags", []))]
+    too_long = {source.splitlines()[0]: source.count("\n") + 1 for source in told if source.count("\n") >= 25}
+    assert not too_long, "helpers belong in labutils"
