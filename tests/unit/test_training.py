@@ -8,6 +8,7 @@ import itertools
 import math
 import time
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -35,7 +36,7 @@ from labutils.data.images import EpochOrder
 from labutils.recipe import A1_LADDER, STOCK, Recipe, climb
 from labutils.results import Results
 from labutils.training import Session, compare, comparing, train
-from labutils.training.drivers import GraphStep
+from labutils.training.drivers import GraphStep, compile_as_asked
 from labutils.workloads import diffusion, open_workload
 from labutils.workloads.diffusion import SIZES
 
@@ -191,6 +192,18 @@ def test_what_is_compiled_computes_the_same(few_blocks):
     for mine, expected in zip(found.gradients, plain.gradients, strict=True):
         assert_same_gradients(mine, expected)
     assert_same_path(found, plain)
+
+
+def test_what_needs_too_many_variants_fails_and_does_not_run_uncompiled(monkeypatch):
+    original = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda target, **options: original(target, backend="eager", dynamic=False))
+    model = nn.ModuleDict({"net": nn.Linear(2, 2)})
+    workload = SimpleNamespace(trained=lambda model: ("net", model["net"]))
+    compile_as_asked(workload, model, STOCK.but(compile="default"))
+    with torch._dynamo.config.patch(recompile_limit=2), pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
+        for examples in (2, 3, 4):
+            model.net(torch.ones(examples, 2))
+    torch.compiler.reset()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
