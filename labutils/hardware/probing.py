@@ -10,7 +10,8 @@ import functools
 import itertools
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -176,22 +177,25 @@ def _require(dtype: str, device: str) -> None:
         raise Unsupported(f"needs compute capability {needed[0]}.{needed[1]}, and this GPU has {has[0]}.{has[1]}")
 
 
-class _fp32_products_as:
-    """How PyTorch multiplies fp32 matrices for a while ("highest": as fp32, "high": TF32 may be used)."""
+@contextmanager
+def _fp32_products_as(precision: str) -> Iterator[None]:
+    """How PyTorch multiplies fp32 matrices for a while ("highest": as fp32, "high": TF32 may be used).
 
-    def __init__(self, precision: str) -> None:
-        self.precision = precision
+    Beside this setting PyTorch keeps one for each backend, which setting it changes from "none" to a value for good.
+    Compiled code is cached under those values: left changed, they would hide what other processes compiled.
+    """
+    import torch
 
-    def __enter__(self) -> None:
-        import torch
-
-        self.before = torch.get_float32_matmul_precision()
-        torch.set_float32_matmul_precision(self.precision)
-
-    def __exit__(self, *_: Any) -> None:
-        import torch
-
-        torch.set_float32_matmul_precision(self.before)
+    before = torch.get_float32_matmul_precision()
+    backends = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
+    theirs = [backend.fp32_precision for backend in backends]
+    torch.set_float32_matmul_precision(precision)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+        for backend, value in zip(backends, theirs, strict=True):
+            backend.fp32_precision = value
 
 
 def _product(dtype: str, size: int, device: str) -> Callable[[], Any]:
