@@ -67,7 +67,8 @@ def test_hta_measures_the_same_busy_time(recorded):
     analysis = TraceAnalysis(trace_files={0: str(trace.path)}, trace_dir=str(folder), include_last_profiler_step=True)
     row = analysis.get_temporal_breakdown(visualize=False).iloc[0]
     lost_ms = total(trace.kernel_time) - row["compute_time(us)"] / 1000
-    assert 0 <= lost_ms <= len(trace.kernels) / 1000  # it cuts each kernel's time down to whole microseconds
+    # It cuts each kernel's start and duration down to whole microseconds.
+    assert abs(lost_ms) <= 2 * len(trace.kernels) / 1000
 
 
 def test_shares_add_up_and_kernels_are_known(recorded):
