@@ -26,7 +26,7 @@ ONE_SCALE = "FP8, one scale"
 ROWWISE = "FP8, a scale a row"
 DELAYED = "FP8, one scale, known before"
 ON_THE_WAY = "FP8, a scale a row, quantised on the way"
-FUSED = "the same, quantising compiled"
+FUSED = "FP8, a scale a row, quantised on the way, compiled"
 PRODUCT_KINDS = (BF16, ONE_SCALE, ROWWISE, DELAYED, ON_THE_WAY, FUSED)
 """What is timed: x W^T with x [n, n] and W [n, n]. The first three find both matrices in their format; the last three
 begin with x in BF16, as a layer does, and W quantised before."""
@@ -71,12 +71,12 @@ def _call(kind: str, x: Tensor, weight: Tensor) -> Callable[[], Tensor]:
         return lambda: F.linear(x, weight)
     if kind in (ONE_SCALE, DELAYED):
         x_scale, w_scale = scale_for(amax(x)), scale_for(amax(weight))
-        values = (weight * w_scale).to(E4M3.dtype)
-        ready = (x * x_scale).to(E4M3.dtype)
+        inverses = 1 / x_scale, 1 / w_scale
+        ready, values = (x * x_scale).to(E4M3.dtype), (weight * w_scale).to(E4M3.dtype)
         if kind == ONE_SCALE:
-            return lambda: one_scale_product(ready, values, 1 / x_scale, 1 / w_scale)
-        cast = _compiled(lambda x, scale: (x * scale).to(E4M3.dtype))
-        return lambda: one_scale_product(cast(x, x_scale), values, 1 / x_scale, 1 / w_scale)
+            return lambda: one_scale_product(ready, values, *inverses)
+        cast = _compiled(_cast)
+        return lambda: one_scale_product(cast(x, x_scale), values, *inverses)
     values, inverse = quantise_rows(weight)
     product = PRODUCTS[product_kind(x.device)]
     if kind == ROWWISE:
@@ -89,6 +89,10 @@ def _call(kind: str, x: Tensor, weight: Tensor) -> Callable[[], Tensor]:
         return product(ready, values, scale, inverse.t())
 
     return call
+
+
+def _cast(x: Tensor, scale: Tensor) -> Tensor:
+    return (x * scale).to(E4M3.dtype)
 
 
 def _compiled(function: Callable) -> Callable:
@@ -139,7 +143,7 @@ def layer_costs(
     layer = nn.Sequential(nn.Linear(width, out, bias=False, device=device, dtype=dtype)).requires_grad_(False)
     convert_base(layer, ["0"], kind, dtype)
     if device == "cpu":
-        held = sum(t.nbytes for t in [*layer.parameters(), *layer.buffers()])
+        held = sum(t.nbytes for t in [*layer.parameters(), *layer.buffers(), *_quantisation_state(layer[0])])
         return {"bytes_a_parameter": held / (width * out)}
     held = _allocated(device) - before
     run = torch.compile(layer, dynamic=False) if compiled else layer
@@ -161,6 +165,12 @@ def layer_costs(
         "bytes_a_parameter_running": (held + kept) / (width * out),
         "step_ms": cuda.timed(lambda: torch.autograd.grad(forward(), x, dy), budget_s=0.3),
     }
+
+
+def _quantisation_state(layer: nn.Module) -> list[Tensor]:
+    """What bitsandbytes keeps beside a 4-bit weight, outside the module's parameters: block scales and their scales."""
+    state = getattr(layer.weight, "quant_state", None)
+    return [value for value in state.as_dict().values() if isinstance(value, Tensor)] if state else []
 
 
 def _allocated(device: str) -> int:
