@@ -270,7 +270,8 @@ class Lab:
             self.show("A slider would be here: install it with `pip install -c constraints.txt ipywidgets`.")
             return
         middle = values[len(values) // 2]
-        interact(draw, value=SelectionSlider(options=values, value=middle, description=label, continuous_update=False))
+        slider = SelectionSlider(options=values, value=middle, description=label, continuous_update=False)
+        interact(lambda value: draw(value), value=slider)  # it matches its arguments by name
 
     def done(self, truths: Mapping[str, float | None] | None = None) -> None:
         """Score the predictions against `truths` (topic -> measured value), and mark the lab as run to its end."""

@@ -163,6 +163,18 @@ def test_compiled_it_is_one_graph_with_the_same_numbers(autocast):
         assert relative_error(mine, theirs) < 2e-2
 
 
+def test_one_compiled_graph_serves_any_count_of_rows():
+    torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
+    _, layer = layer_pair(512, 256)
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True)
+    for rows in (577, 1001, 2881):
+        x, dy = random(rows, 512).bfloat16(), random(rows, 256, seed=1).bfloat16()
+        for mine, theirs in zip(passes(compiled, x, dy), passes(layer, x, dy), strict=True):
+            assert relative_error(mine, theirs) < 1e-2
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
 @pytest.mark.parametrize("compiled", [False, True])
 def test_it_is_captured_in_a_cuda_graph(compiled):
     torch.compiler.reset()
