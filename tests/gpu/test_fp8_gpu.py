@@ -4,6 +4,7 @@ layers behind the same knob."""
 from __future__ import annotations
 
 import gc
+import statistics
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from labutils.adapters import attach_lora, lora_layers
+from labutils.hardware import cuda
 from labutils.lowbit import frozen
 from labutils.lowbit.backends import MAKERS, convert_base, forward_context, frozen_linears, transformer_engine
 from labutils.lowbit.fp8 import FORMATS, DelayedScaling, encode, relative_error, saturating_cast
@@ -348,3 +350,25 @@ def test_what_a_layer_holds_at_rest_and_running(kind):
     extra = found["bytes_a_parameter_running"] - found["bytes_a_parameter"]
     print(f"{kind}: {found['bytes_a_parameter']:.2f} bytes a parameter at rest, {extra:.2f} more while running")
     assert extra < 0.3 or kind in ("fp8-te", "fp8-torchao")
+
+
+@fp8_only
+def test_what_transposing_on_the_fly_costs():
+    """Beside the product that it is for: 4096 rows back through 4096 -> 14336. Compiled, it must not cost as much."""
+    (weight, _), (dy, inverse) = quantise_rows(random(14336, 4096)), quantise_rows(random(4096, 14336))
+    ones = torch.ones(1, 4096, device="cuda")
+    transpose = lambda: weight.t().contiguous()  # noqa: E731
+    compiled = torch.compile(transpose, fullgraph=True, dynamic=False)
+    transposed = transpose()
+    assert torch.equal(compiled().view(torch.uint8), transposed.view(torch.uint8))
+    product = PRODUCTS[frozen.product_kind(torch.device("cuda", 0))]
+    times = {
+        name: statistics.median(cuda.timed(call))
+        for name, call in {
+            "product": lambda: product(dy, transposed, inverse, ones),
+            "transpose, eager": transpose,
+            "transpose, compiled": compiled,
+        }.items()
+    }
+    print({name: f"{ms:.3f} ms" for name, ms in times.items()})
+    assert times["transpose, compiled"] < times["product"]
