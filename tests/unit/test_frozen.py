@@ -137,6 +137,28 @@ def test_what_is_not_finite_does_not_come_out_as_a_number(bad):
     assert dx.isnan().all(1).tolist() == [False, True, False, False]
 
 
+# The calls that the hardware gets, which PyTorch also answers on a CPU
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(("kind", "limit"), [("rowwise", 1e-3), ("separate", 5e-3)])
+def test_the_hardwares_products_are_the_emulated_one(kind, limit, compiled):
+    """Scales on the right sides, layouts as the kernels want them, forward and backward."""
+    torch.compiler.reset()
+    _, frozen = layer_pair()
+    x, dy = random(577, 256), random(577, 128, seed=1)
+    expected = passes(frozen, x, dy)
+    frozen.product = kind
+    try:
+        found = passes(torch.compile(frozen, fullgraph=True, dynamic=False) if compiled else frozen, x, dy)
+    except (RuntimeError, NotImplementedError) as error:
+        if "_scaled_mm" not in str(error):
+            raise
+        pytest.skip(f"this PyTorch has no such product on a CPU: {error}")
+    for mine, theirs in zip(found, expected, strict=True):
+        assert relative_error(mine, theirs) < limit
+
+
 # What is held
 
 
