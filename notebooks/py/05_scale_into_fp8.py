@@ -66,7 +66,7 @@ from labutils.lowbit.fp8 import E4M3, E5M2, DelayedScaling, encode, quantise, re
 from labutils.lowbit.frozen import FrozenFP8Linear
 from labutils.lowbit.survey import layer_errors, watch_linears
 from labutils.measure import products
-from labutils.results import Run, Unavailable, summarise, versions
+from labutils.results import Run, summarise, versions
 
 plots.use_style()
 torch.manual_seed(0)
@@ -76,6 +76,7 @@ if not on_gpu:
     torch.set_num_threads(1)
 
 
+# %%
 def table(*rows: tuple) -> None:
     """Show rows of words and numbers, the first row as the head."""
     lines = ["| " + " | ".join(f"{c:.3g}" if isinstance(c, float) else str(c) for c in row) + " |" for row in rows]
@@ -355,7 +356,7 @@ if shown and shown.ok:
 lab.verdict("A2.fp8.rate");
 
 # %% [markdown]
-# Two lines of reading help with this plot. Small products are bound by launching and by memory, where half the bytes help
+# Small products are bound by launching and by memory, where half the bytes help
 # a little and the extra kernels hurt. Large ones are bound by the tensor cores, and there the cost of quantising fades: it
 # grows with $n^2$ and the product with $n^3$. Called from eager PyTorch, quantising a row is three or four kernels over the
 # whole tensor; compiled, it is one, which often merges with whatever made the tensor.
@@ -397,8 +398,8 @@ print(layer, f"\nforward {metrics['forward_error']:.2%}, input gradient {metrics
 
 # %% [markdown]
 # It takes the 577 rows, an odd number, that the article's FP8 layer refused ("product of all dimensions except the last
-# divisible by 8"). That rule comes from the *weight* gradient, $\mathrm dY^\top x$, which sums over the rows. A frozen
-# layer has none.
+# divisible by 8"). Only the *weight* gradient, $\mathrm dY^\top x$, sums over the rows, and a frozen layer computes none.
+# Ours pads them to 592 with zeros, on the safe side of every kernel, and cuts what comes of those off again.
 #
 # Here are all the layer kinds behind the recipe's knob `base_linear`, one layer each: bytes it holds for a parameter at
 # rest, with what it keeps between forward and backward, and the time of both.
@@ -408,21 +409,15 @@ rows, dtype = (4096, torch.bfloat16) if on_gpu else (64, torch.float32)
 kinds = dict.fromkeys(("published", *MAKERS), False)
 kinds |= {"published, compiled": True, "fp8-frozen, compiled": True} if on_gpu else {}
 listed = [("base_linear", "bytes a parameter", "while running", "forward + input gradient, ms")]
-costs = {}
 for name, compiled in kinds.items():
-    run_name = "te-linear" if name == "fp8-te" else f"layer {name}"
-    try:
-        found = products.layer_costs(name.removesuffix(", compiled"), rows, k, n, lab.device, dtype, compiled)
-    except Unavailable as error:
-        lab.keep(Run("05", run_name, status=f"skipped: {error}"))
-        listed.append((name, "not here", "", ""))
-        continue
-    samples = found.pop("step_ms", [])
-    run = Run("05", run_name, metrics=found, samples={"step_ms": samples} if samples else {})
-    run.metrics |= {"step_ms": summarise(samples)} if samples else {}
-    costs[name] = lab.keep(run)
-    numbers = [run.metric(m) for m in ("bytes_a_parameter", "bytes_a_parameter_running", "step_ms")]
-    listed.append((name, *("" if value is None else float(value) for value in numbers)))
+    run = Run("05", "te-linear" if name == "fp8-te" else f"layer {name}")
+    with lab.attempt(f"base_linear={name!r}", reference=run.run):
+        run.metrics = products.layer_costs(name.removesuffix(", compiled"), rows, k, n, lab.device, dtype, compiled)
+        if samples := run.metrics.pop("step_ms", []):
+            run.samples["step_ms"], run.metrics["step_ms"] = samples, summarise(samples)
+        lab.keep(run)
+        numbers = [run.metric(m) for m in ("bytes_a_parameter", "bytes_a_parameter_running", "step_ms")]
+        listed.append((name, *("" if value is None else float(value) for value in numbers)))
 table(*listed)
 
 # %% [markdown]
