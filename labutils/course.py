@@ -19,7 +19,7 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -76,7 +76,7 @@ def open_lab(number: str, namespace: dict[str, Any]) -> Lab:
         raise LabError(
             f"Results can't be kept in {folder!r}: {error}. Set results_dir to a folder you may write to."
         ) from None
-    lab = Lab(number, values, kept)
+    lab = Lab(number, values, kept, in_batch=bool(_injected(namespace)))
     lab.show(lab.banner())
     return lab
 
@@ -127,8 +127,9 @@ class Lab:
     the lab's own included), `device` ("cuda" or "cpu"), `machine` (facts), `results_dir`, `cache_dir`.
     """
 
-    def __init__(self, number: str, values: dict[str, Any], kept: results.Results) -> None:
+    def __init__(self, number: str, values: dict[str, Any], kept: results.Results, in_batch: bool = False) -> None:
         self.number = number
+        self._in_batch = in_batch
         self.machine = hardware.machine()
         self.device = hardware.device()
         self.fitting_scale = hardware.scale_for(self.machine)
@@ -256,6 +257,22 @@ class Lab:
         """A failure after the measurement (a plot, say) must not hide what was measured."""
         if name not in self._measured:
             self._keep(Run(self.number, name, status=status), name, None)
+
+    def explore(self, draw: Callable[[float], Any], values: Sequence[float], label: str) -> None:
+        """A slider over `values` that redraws `draw(value)`, where somebody is there to move it; else nothing.
+
+        It needs ipywidgets. A batch run has nobody, so what the slider would show must be told by a figure as well.
+        """
+        if not _in_kernel() or self._in_batch:
+            return
+        try:
+            from ipywidgets import SelectionSlider, interact
+        except ImportError:
+            self.show("A slider would be here: install it with `pip install -c constraints.txt ipywidgets`.")
+            return
+        middle = values[len(values) // 2]
+        slider = SelectionSlider(options=values, value=middle, description=label, continuous_update=False)
+        interact(lambda value: draw(value), value=slider)  # it matches its arguments by name
 
     def done(self, truths: Mapping[str, float | None] | None = None) -> None:
         """Score the predictions against `truths` (topic -> measured value), and mark the lab as run to its end."""

@@ -282,6 +282,7 @@ EXTRAS = (
         "pip uninstall xformers    (so that diffusers can't pick it up)",
         gpu=True,
     ),
+    _Extra("torchao.float8", "Lab 05 compares its FP8 layers.", "make torchao", gpu=True),
     _Extra("unsloth", "Lab 07 compares it.", "make unsloth", gpu=True),
 )
 

@@ -35,7 +35,7 @@ from labutils.hardware import host
 GB = 10**9
 IMPORT_TIMEOUT_S = 18
 CORE = ("torch", "transformers", "diffusers", "peft", "accelerate", "datasets")
-OPTIONAL = ("bitsandbytes", "nvitop", "triton", "transformer_engine.pytorch", "xformers", "unsloth")
+OPTIONAL = ("bitsandbytes", "nvitop", "triton", "transformer_engine.pytorch", "torchao.float8", "xformers", "unsloth")
 
 
 @dataclass(frozen=True)

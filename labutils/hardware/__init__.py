@@ -11,7 +11,7 @@ PyTorch is imported only when something is measured.
 from labutils.hardware import cuda
 from labutils.hardware.architectures import runs_on, try_unlisted_architecture
 from labutils.hardware.host import device, machine, scale_for, usable_cores
-from labutils.hardware.operations import Operation, course_operations, measure_operation, sweep_sizes
+from labutils.hardware.operations import Operation, Timing, course_operations, measure_operation, sweep_sizes
 from labutils.hardware.probing import ITEMS, Probe, measured_roofline, probe, rate_over_time
 from labutils.hardware.roofline import Roofline
 from labutils.hardware.specs import DTYPES, SPECS, Spec, find_spec, spec_of
@@ -24,6 +24,7 @@ __all__ = [
     "Probe",
     "Roofline",
     "Spec",
+    "Timing",
     "course_operations",
     "cuda",
     "device",

@@ -173,8 +173,8 @@ def _cuda_product_kind(index: int) -> str:
     device = torch.device("cuda", index)
     if torch.cuda.get_device_capability(device) < (8, 9):
         return "emulated"
-    matrix = torch.zeros(MULTIPLE, MULTIPLE, device=device).to(E4M3.dtype)
-    scale = torch.ones(MULTIPLE, 1, device=device)
+    matrix = torch.zeros(128, 128, device=device).to(E4M3.dtype)
+    scale = torch.ones(128, 1, device=device)
     for kind in ("rowwise", "separate"):
         try:
             PRODUCTS[kind](matrix, matrix, scale, scale.t())

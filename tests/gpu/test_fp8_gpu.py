@@ -4,6 +4,7 @@ layers behind the same knob."""
 from __future__ import annotations
 
 import gc
+import statistics
 
 import pytest
 import torch
@@ -11,10 +12,12 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from labutils.adapters import attach_lora, lora_layers
+from labutils.hardware import cuda
 from labutils.lowbit import frozen
 from labutils.lowbit.backends import MAKERS, convert_base, forward_context, frozen_linears, transformer_engine
 from labutils.lowbit.fp8 import FORMATS, DelayedScaling, encode, relative_error, saturating_cast
 from labutils.lowbit.frozen import INPUTS, PRODUCTS, FrozenFP8Linear, quantise_rows
+from labutils.measure import products
 from labutils.results import Unavailable
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -162,6 +165,18 @@ def test_compiled_it_is_one_graph_with_the_same_numbers(autocast):
         assert relative_error(mine, theirs) < 2e-2
 
 
+def test_one_compiled_graph_serves_any_count_of_rows():
+    torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
+    _, layer = layer_pair(512, 256)
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True)
+    for rows in (577, 1001, 2881):
+        x, dy = random(rows, 512).bfloat16(), random(rows, 256, seed=1).bfloat16()
+        for mine, theirs in zip(passes(compiled, x, dy), passes(layer, x, dy), strict=True):
+            assert relative_error(mine, theirs) < 1e-2
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
 @pytest.mark.parametrize("compiled", [False, True])
 def test_it_is_captured_in_a_cuda_graph(compiled):
     torch.compiler.reset()
@@ -303,3 +318,57 @@ def test_peft_wraps_transformer_engines_linear(te):
     attach_lora(model, ("0",), 4, 8, "peft", seed=0)
     assert type(model[0]).__name__ == "TeLinear"
     assert model[0](random(32, 64).bfloat16()).shape == (32, 64)
+
+
+# Measuring
+
+
+@fp8_only
+def test_the_ways_to_multiply_agree():
+    x, weight = random(256, 512).bfloat16(), random(128, 512, seed=1).bfloat16()
+    exact = x.double() @ weight.double().T
+    for kind in products.PRODUCT_KINDS:
+        limit = 5e-3 if kind == products.BF16 else TOLERANCE
+        assert relative_error(products._call(kind, x, weight)(), exact) < limit, kind
+
+
+@fp8_only
+def test_a_sweep_has_times_of_every_kind_and_size():
+    found = products.sweep_products([256, 512])
+    assert tuple(found) == products.PRODUCT_KINDS
+    assert all(min(timing.alone_ms) > 0 for by_size in found.values() for timing in by_size.values())
+
+
+@pytest.mark.parametrize("kind", ["published", *MAKERS])
+def test_what_a_layer_holds_at_rest_and_running(kind):
+    try:
+        found = products.layer_costs(kind, 256, 2048, 2048, "cuda", torch.bfloat16)
+    except Unavailable as error:
+        pytest.skip(str(error))
+    rest = {"published": 2, "fp8-frozen": 1, "fp8-te": 2, "fp8-torchao": 2, "nf4": 0.53}[kind]
+    assert found["bytes_a_parameter"] == pytest.approx(rest, rel=0.05)
+    extra = found["bytes_a_parameter_running"] - found["bytes_a_parameter"]
+    print(f"{kind}: {found['bytes_a_parameter']:.2f} bytes a parameter at rest, {extra:.2f} more while running")
+    assert extra < 0.3 or kind in ("fp8-te", "fp8-torchao")
+
+
+@fp8_only
+def test_what_transposing_on_the_fly_costs():
+    """Beside the product that it is for: 4096 rows back through 4096 -> 14336. Compiled, it must not cost as much."""
+    (weight, _), (dy, inverse) = quantise_rows(random(14336, 4096)), quantise_rows(random(4096, 14336))
+    ones = torch.ones(1, 4096, device="cuda")
+    transpose = lambda: weight.t().contiguous()  # noqa: E731
+    compiled = torch.compile(transpose, fullgraph=True, dynamic=False)
+    transposed = transpose()
+    assert torch.equal(compiled().view(torch.uint8), transposed.view(torch.uint8))
+    product = PRODUCTS[frozen.product_kind(torch.device("cuda", 0))]
+    times = {
+        name: statistics.median(cuda.timed(call))
+        for name, call in {
+            "product": lambda: product(dy, transposed, inverse, ones),
+            "transpose, eager": transpose,
+            "transpose, compiled": compiled,
+        }.items()
+    }
+    print({name: f"{ms:.3f} ms" for name, ms in times.items()})
+    assert times["transpose, compiled"] < times["product"]

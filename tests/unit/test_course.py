@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import sys
+import types
 import weakref
 
 import pytest
@@ -278,3 +280,45 @@ def test_a_workload_has_the_labs_scale_and_device(lab, monkeypatch):
 
 def test_paths_are_shown_as_typed_in_the_checkout():
     assert course._short(results.REPOSITORY / "results" / "x") == "results/x"
+
+
+# Sliders
+
+
+@pytest.fixture
+def drawn(monkeypatch):
+    """A stand-in for ipywidgets that moves the slider to its last place; what was drawn."""
+    drawn = []
+    widgets = types.ModuleType("ipywidgets")
+    widgets.SelectionSlider = lambda options, **_: options
+    widgets.interact = lambda draw, **sliders: drawn.append(draw(**{name: all[-1] for name, all in sliders.items()}))
+    monkeypatch.setitem(sys.modules, "ipywidgets", widgets)
+    return drawn
+
+
+def test_a_slider_is_shown_where_somebody_can_move_it(drawn, monkeypatch):
+    monkeypatch.setattr(course, "_in_kernel", lambda: True)
+    monkeypatch.setattr(course.Lab, "show", lambda *_: None)
+    open_lab("05", notebook()).explore(lambda power: 10 * power, [1.0, 2.0, 3.0], "x")
+    assert drawn == [30]
+
+
+def test_a_batch_run_and_a_script_have_no_slider(drawn, monkeypatch):
+    open_lab("05", notebook()).explore(lambda value: value, [1.0], "x")
+    monkeypatch.setattr(course, "_in_kernel", lambda: True)
+    monkeypatch.setattr(course.Lab, "show", lambda *_: None)
+    open_lab("05", notebook(cells=("# Parameters\nscale = 'tiny'\n",))).explore(lambda value: value, [1.0], "x")
+    assert drawn == []
+
+
+def test_without_ipywidgets_a_slider_says_how_to_get_it(monkeypatch):
+    said = []
+    monkeypatch.setattr(course, "_in_kernel", lambda: True)
+    monkeypatch.setattr(course.Lab, "show", lambda *text: said.append(text[-1]))
+    monkeypatch.setitem(sys.modules, "ipywidgets", None)
+    open_lab("05", notebook()).explore(lambda value: value, [1.0], "x")
+    assert "pip install -c constraints.txt ipywidgets" in said[-1]
+
+
+def test_what_a_machine_lacks_is_a_skipped_run():
+    assert course.status_of(results.Unavailable("no FP8 here")) == "skipped: no FP8 here"

@@ -137,17 +137,47 @@ def test_what_is_not_finite_does_not_come_out_as_a_number(bad):
     assert dx.isnan().all(1).tolist() == [False, True, False, False]
 
 
+# The calls that the hardware gets, which PyTorch also answers on a CPU
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(("kind", "limit"), [("rowwise", 1e-3), ("separate", 5e-3)])
+def test_the_hardwares_products_are_the_emulated_one(kind, limit, compiled):
+    """Scales on the right sides, layouts as the kernels want them, forward and backward."""
+    torch.compiler.reset()
+    _, frozen = layer_pair()
+    x, dy = random(577, 256), random(577, 128, seed=1)
+    expected = passes(frozen, x, dy)
+    frozen.product = kind
+    try:
+        found = passes(torch.compile(frozen, fullgraph=True, dynamic=False) if compiled else frozen, x, dy)
+    except (RuntimeError, NotImplementedError) as error:
+        if "_scaled_mm" not in str(error):
+            raise
+        pytest.skip(f"this PyTorch has no such product on a CPU: {error}")
+    for mine, theirs in zip(found, expected, strict=True):
+        assert relative_error(mine, theirs) < limit
+
+
 # What is held
 
 
-def test_one_byte_a_parameter_and_nothing_kept_for_backward_but_the_weight():
-    _, frozen = layer_pair(1024, 512)
-    held = sum(t.nbytes for t in [frozen.weight, frozen.scale])
+def test_one_byte_a_parameter():
+    _, frozen = layer_pair(1024, 512, bias=False)
+    held = sum(t.nbytes for t in [*frozen.parameters(), *frozen.buffers()])
     assert held == 1024 * 512 + 4 * 512
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_nothing_is_kept_for_backward_but_the_weight(compiled):
+    """Neither the input nor a transposed or widened weight, whoever divides the work into forward and backward."""
+    torch.compiler.reset()
+    _, frozen = layer_pair(bias=False)
+    run = torch.compile(frozen, fullgraph=True, dynamic=False) if compiled else frozen
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
-        frozen(random(16, 1024).requires_grad_())
-    assert {t.data_ptr() for t in kept} <= {frozen.weight.data_ptr(), frozen.scale.data_ptr()}
+        run(random(16, 256).requires_grad_())
+    assert {t.data_ptr() for t in kept} == {frozen.weight.data_ptr(), frozen.scale.data_ptr()}
 
 
 def test_no_gradient_for_anything_but_the_input():
@@ -221,6 +251,17 @@ def test_compiled_it_is_one_graph_with_the_same_numbers():
     compiled = torch.compile(block, fullgraph=True)
     for found, eager in zip(passes(compiled, x, dy), expected, strict=True):
         assert relative_error(found, eager) < 5e-3  # bfloat16's rounding, and ties that tip
+
+
+def test_one_compiled_graph_serves_any_count_of_rows():
+    torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
+    _, frozen = layer_pair(64, 32)
+    compiled = torch.compile(frozen, fullgraph=True, dynamic=True)
+    for rows in (33, 65, 577):
+        x = random(rows, 64)
+        assert relative_error(compiled(x), frozen(x)) < 5e-3
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
 # Refusals

@@ -1,0 +1,111 @@
+"""Watching a model's linear layers, and what low-bit layers and products cost."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from labutils.hardware import Timing
+from labutils.lowbit.fp8 import relative_error
+from labutils.lowbit.survey import Seen, layer_errors, watch_linears
+from labutils.measure import products
+from labutils.results import Unavailable
+
+
+def two_layers() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 32))
+
+
+def test_inputs_and_gradients_are_those_of_the_pass():
+    model = two_layers()
+    x, target = torch.randn(3, 5, 64), torch.randn(3, 5, 32)
+    seen = watch_linears(model, lambda: (model(x) - target).square().sum())
+    assert list(seen) == ["0", "2"]
+    torch.testing.assert_close(seen["0"].x, x.reshape(15, 64))
+    torch.testing.assert_close(seen["2"].x, model[1](model[0](x)).reshape(15, 96))
+    torch.testing.assert_close(seen["2"].dy, (2 * (model(x) - target)).reshape(15, 32))
+    model.zero_grad()
+    (model(x) - target).square().sum().backward()
+    torch.testing.assert_close(seen["0"].dy.t() @ seen["0"].x, model[0].weight.grad)
+
+
+def test_watching_leaves_no_trace_and_takes_no_more_rows_than_asked():
+    model = two_layers()
+    seen = watch_linears(model, lambda: model(torch.randn(40, 64)).sum(), most=7)
+    assert seen["0"].x.shape == (7, 64)
+    assert seen["2"].dy.shape == (7, 32)
+    assert all(p.grad is None for p in model.parameters())
+    assert not any(layer._forward_hooks for layer in model.modules())
+
+
+def test_a_layer_that_is_used_twice_is_seen_twice():
+    layer = nn.Linear(32, 32)
+    seen = watch_linears(nn.Sequential(layer), lambda: layer(layer(torch.randn(4, 32))).sum())
+    assert seen["0"].x.shape == (8, 32)
+
+
+def test_errors_of_even_tensors_are_those_of_the_mantissa():
+    chance = torch.Generator().manual_seed(0)
+    x, w, dy = (torch.randn(*shape, generator=chance) for shape in ((128, 256), (192, 256), (128, 192)))
+    errors = layer_errors(Seen(w, [x], [dy]))
+    for kind in ("tensor", "row", "block"):
+        assert errors[f"forward {kind}"] == pytest.approx(0.037, abs=0.003)
+        assert errors[f"gradient E4M3 {kind}"] == pytest.approx(0.037, abs=0.003)
+        assert errors[f"gradient E5M2 {kind}"] == pytest.approx(0.058, abs=0.005)
+        assert errors[f"flushed E5M2 {kind}"] == 0
+    assert errors["forward int8"] < 0.02
+
+
+def test_a_token_far_below_the_others_is_flushed_by_one_scale_and_kept_by_its_own():
+    dy = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
+    dy[5] *= 1e-7
+    errors = layer_errors(Seen(torch.randn(64, 32), [torch.randn(64, 32)], [dy]))
+    assert errors["flushed E4M3 tensor"] == pytest.approx(1 / 64, rel=0.1)
+    assert errors["flushed E4M3 row"] < 1e-3
+
+
+def test_int8_suffers_from_outliers_where_fp8_does_not():
+    x, w = torch.randn(128, 256), torch.randn(64, 256)
+    even = layer_errors(Seen(w, [x], [torch.randn(128, 64)]))
+    x[:, 7] *= 1000
+    w[:, 7] = 0  # the outlier's own product would hide the others'
+    spoilt = layer_errors(Seen(w, [x], [torch.randn(128, 64)]))
+    assert spoilt["forward int8"] > 10 * even["forward int8"]
+    assert spoilt["forward row"] < 2 * even["forward row"]
+
+
+@pytest.mark.parametrize(("kind", "expected"), [("published", 4), ("fp8-frozen", 1 + 4 / 128), ("nf4", 0.53)])
+def test_bytes_a_parameter(kind, expected):
+    found = products.layer_costs(kind, 4, 128, 256, "cpu", torch.float32)
+    assert found == {"bytes_a_parameter": pytest.approx(expected, rel=0.05)}
+
+
+def test_products_are_counted_by_hand():
+    by_name = {operation.name: operation for operation in products.products(32, 64, 16)}
+    assert tuple(by_name) == products.PRODUCT_KINDS
+    assert {operation.flops for operation in by_name.values()} == {2 * 32 * 64 * 16}
+    assert by_name[products.BF16].bytes == 2 * (32 * 64 + 16 * 64 + 32 * 16)
+    assert by_name[products.ROWWISE].bytes == 32 * 64 + 16 * 64 + 2 * 32 * 16
+    assert by_name[products.FUSED].bytes == 2 * 32 * 64 + 16 * 64 + 2 * 32 * 16
+
+
+def test_where_a_challenger_wins_for_good():
+    timings = lambda *ms: {n: Timing([t], [t]) for n, t in zip((1, 2, 4, 8), ms, strict=True)}  # noqa: E731
+    bf16 = timings(1, 1, 1, 1)
+    assert products.wins_from(timings(2, 2, 0.5, 0.5), bf16) == 4
+    assert products.wins_from(timings(0.5, 2, 0.5, 0.5), bf16) == 4
+    assert products.wins_from(timings(0.5, 0.5, 0.5, 0.5), bf16) == 1
+    assert products.wins_from(timings(0.5, 0.5, 0.5, 2), bf16) is None
+
+
+def test_without_fp8_there_is_nothing_to_time():
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    with pytest.raises(Unavailable, match=r"compute capability 8\.9"):
+        products.sweep_products([512])
+
+
+def test_the_errors_are_relative_to_the_norm():
+    assert relative_error(torch.tensor([3.0, 4.4]), torch.tensor([3.0, 4.0])) == pytest.approx(0.08)
