@@ -18,6 +18,7 @@ from labutils.results import LANES, Run, summarise
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+    from labutils.advisor import Reach
     from labutils.hardware import Roofline
 
 STYLE = Path(__file__).with_name("course.mplstyle")
@@ -160,18 +161,20 @@ def waterfall(
     published: Mapping[str, float] | None = None,
     log: bool = True,
     published_label: str = "published, another machine",
+    metric: str = "step_ms",
 ) -> Axes:
     """The ladder as horizontal bars, from the stock loop down to the floor, the lanes set apart.
 
-    Each bar is a rung's median step with its p10-p90 range, its number, and its speed-up over the first rung.
+    Each bar is a rung's median step (or another time, `metric`) with its p10-p90 range, its number, and its speed-up
+    over the first rung.
     `published` (rung -> ms) comes first, in a block of its own, with speed-ups over its own first rung. `floor_ms` is
-    what the hardware allows. Runs without `step_ms` are left out; raises `ValueError` where none is left. On a
+    what the hardware allows. Runs without the metric are left out; raises `ValueError` where none is left. On a
     logarithmic axis read the ends of the bars: their lengths mean nothing.
     """
-    blocks = _published_block(published_label, published or {}) + _lane_blocks(rungs)
+    blocks = _published_block(published_label, published or {}) + _lane_blocks(rungs, metric)
     times = [spread[1] for block in blocks for _, spread in block.rows]
     if not times:
-        raise ValueError("No rung of the ladder has a step_ms: there is nothing to draw.")
+        raise ValueError(f"No rung of the ladder has a {metric}: there is nothing to draw.")
     _make_room(ax, len(times) + 0.7 * len(blocks), per_row=0.27)
     left = 0.6 * min([*times, floor_ms or times[0]]) if log else 0.0
     at, places = 0.0, {}
@@ -195,7 +198,7 @@ def waterfall(
         ax.set_xscale("log")
         ax.xaxis.set_major_formatter("{x:g}")
     ax.set_xlim(left, (2.6 if log else 1.3) * max(times))
-    ax.set_xlabel(f"ms an optimizer step{', logarithmic' if log else ''} (bar: median, line: p10-p90)")
+    ax.set_xlabel(f"{_quantity(metric)}{', logarithmic' if log else ''} (bar: median, line: p10-p90)")
     if floor_ms:
         _floor_line(ax, floor_ms)
     return ax
@@ -215,11 +218,11 @@ def _published_block(title: str, published: Mapping[str, float]) -> list[_Block]
     return [_Block(title, (PAPER, "\\\\\\"), rows, rows[0][1][1])] if rows else []
 
 
-def _lane_blocks(rungs: Iterable[Run]) -> list[_Block]:
+def _lane_blocks(rungs: Iterable[Run], metric: str) -> list[_Block]:
     """The measured rungs, a block for each lane in the lanes' order."""
     lanes: dict[str, list[tuple[str, Spread]]] = {lane: [] for lane in LANES}
     for run in rungs:
-        if spread := _spread(run, "step_ms"):
+        if spread := _spread(run, metric):
             lanes.setdefault(run.lane, []).append((run.run, spread))
     first = next((rows[0][1][1] for rows in lanes.values() if rows), 0.0)
     return [
@@ -242,6 +245,47 @@ def _rung(ax: Axes, at: float, left: float, spread: Spread, first: float, fill: 
     speedup = "" if median == first else f"   {first / median:.2f}x"
     label = f"{_figure(median)}{speedup}"
     ax.annotate(label, (max(high, median), at), (5, 0), textcoords="offset points", va="center", fontsize=9)
+
+
+def choices(
+    ax: Axes,
+    bands: Sequence[tuple[float, float, Sequence[Reach]]],
+    most_steps: float = 1e5,
+    most_gb: float | None = None,
+) -> Axes:
+    """Who ends first, over planned steps (logarithmic) and memory: the `bands` of `advisor.chart` as fields.
+
+    Below the first band nothing fits. Raises `ValueError` where there is no band.
+    """
+    if not bands:
+        raise ValueError("There is no band of memory in which anything fits: there is nothing to draw.")
+    methods = list(dict.fromkeys(reach.option.method for _, _, reaches in bands for reach in reaches))
+    fills = dict(zip(methods, islice(cycle(FILLS), len(methods)), strict=True))
+    top = most_gb or 1.35 * bands[-1][0]
+    for low, high, reaches in bands:
+        for reach in reaches:
+            start, until = max(1.0, reach.start), min(reach.until, most_steps)
+            if until > start:
+                height = min(high, top) - low
+                ax.barh(
+                    low,
+                    until - start,
+                    left=start,
+                    height=height,
+                    align="edge",
+                    lw=0.7,
+                    **_look(fills[reach.option.method]),
+                )
+    ax.text(1.3, bands[0][0] / 2, "nothing fits", va="center", fontsize=9, color=GREY, style="italic")
+    ax.set_xscale("log")
+    ax.set_xlim(1, most_steps)
+    ax.set_ylim(0, top)
+    ax.xaxis.set_major_formatter("{x:,.0f}")
+    ax.grid(visible=False)
+    ax.set_xlabel("planned optimizer steps, logarithmic")
+    ax.set_ylabel("memory, GB")
+    _fill_legend(ax, fills)
+    return ax
 
 
 # --------------------------------------------------------------------------------------------------- inside one step
@@ -492,9 +536,12 @@ def _figure(value: float) -> str:
 
 def _quantity(metric: str) -> str:
     """An axis label for a metric in milliseconds."""
-    return {"step_ms": "ms an optimizer step", "data_ms": "ms waiting for data, an optimizer step"}.get(
-        metric, f"{metric.removesuffix('_ms').replace('_', ' ')}, ms"
-    )
+    known = {
+        "step_ms": "ms an optimizer step",
+        "data_ms": "ms waiting for data, an optimizer step",
+        "ms_per_1k_useful_tokens": "ms for 1000 useful tokens",
+    }
+    return known.get(metric, f"{metric.removesuffix('_ms').replace('_', ' ')}, ms")
 
 
 def _columns(points: Mapping[float, float]) -> tuple[list[float], list[float]]:

@@ -27,7 +27,7 @@ FLOORS = {
     0: {"recipe", "results", "hardware", "articles", "parameters"},
     1: {"data", "adapters", "folding", "lowbit", "capture"},
     2: {"workloads", "measure"},
-    3: {"training", "claims"},
+    3: {"training", "claims", "advisor"},
     4: {"runner", "report", "handouts", "plots", "course", "doctor"},
     5: {"cli"},
 }

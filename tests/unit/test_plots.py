@@ -11,6 +11,7 @@ import pytest
 from claim_runs import timed
 
 from labutils import plots
+from labutils.advisor import chart, published
 from labutils.hardware import Roofline
 from labutils.results import Run
 
@@ -125,6 +126,33 @@ def test_waterfall_needs_neither_floor_nor_publication(ax):
     plots.waterfall(ax, [timed("04", "stock", 100), FAILED], None)
     assert [label.get_text() for label in ax.get_yticklabels()] == ["stock"]
     assert_tidy(ax)
+
+
+def test_waterfall_of_another_time(ax):
+    runs = [timed("06", "naive", 250), timed("06", "packed", 900)]
+    for run, ms in zip(runs, (85.0, 34.0), strict=True):
+        run.metrics["ms_per_1k_useful_tokens"] = ms
+    plots.waterfall(ax, runs, 30, metric="ms_per_1k_useful_tokens")
+    said = texts(ax)
+    assert any(text.endswith("2.50x") for text in said)
+    assert any(text.startswith("ms for 1000 useful tokens") for text in said)
+    assert_tidy(ax)
+
+
+def test_choices_fill_every_band_up_to_its_edges(ax):
+    plots.choices(ax, chart(published()), most_steps=10_000, most_gb=30)
+    assert ax.get_xlim() == (1, 10_000) and ax.get_ylim() == (0, 30)
+    legend = [text.get_text() for text in ax.get_legend().get_texts()]
+    assert legend[0] == "qlora" and {"fp8-te", "fixed", "fixed-fp8-te"} <= set(legend)
+    area = sum(bar.get_height() * bar.get_width() for bar in ax.patches)
+    assert area == pytest.approx((30 - 7.54) * 9_999)
+    assert "nothing fits" in texts(ax)
+    assert_tidy(ax)
+
+
+def test_choices_without_a_band_are_an_error(ax):
+    with pytest.raises(ValueError, match="nothing to draw"):
+        plots.choices(ax, [])
 
 
 def test_timeline_gives_lanes_of_other_categories_their_own_legend(ax):
