@@ -31,19 +31,24 @@ def attention_kernel(name: str) -> Any:
     return nullcontext() if name == "auto" else sdpa_kernel(KERNELS[name])
 
 
-def compile_model(module: nn.Module, mode: str) -> nn.Module:
-    """`module` compiled as one region, with torch.compile's `mode`, for the shapes it is given.
+DYNAMIC = {"static": False, "automatic": None, "any": True}
+"""A recipe's `dynamic` -> torch.compile's."""
 
-    Left to itself the compiler answers a second batch size in one process with code for any, which is slower code.
+
+def compile_model(module: nn.Module, mode: str, dynamic: str = "static") -> nn.Module:
+    """`module` compiled as one region, with torch.compile's `mode`, as a rule for the shapes it is given.
+
+    Left to itself ("automatic") the compiler answers a second size in one process with code for any, which is slower
+    code but the last that it compiles. "any" has it write that code from the start.
     """
-    return torch.compile(module, mode=mode, dynamic=False)
+    return torch.compile(module, mode=mode, dynamic=DYNAMIC[dynamic])
 
 
-def compile_blocks(blocks: Iterable[nn.Module], mode: str) -> None:
+def compile_blocks(blocks: Iterable[nn.Module], mode: str, dynamic: str = "static") -> None:
     """Compile each block in place. Blocks of one class and shape share code, so this compiles far less than the
     whole."""
     for block in blocks:
-        block.compile(mode=mode, dynamic=False)
+        block.compile(mode=mode, dynamic=DYNAMIC[dynamic])
 
 
 class ChannelsLastGroupNorm(nn.GroupNorm):

@@ -54,13 +54,12 @@ def compile_as_asked(workload: Workload, model: nn.Module, recipe: Recipe) -> No
     if recipe.compile == "off":
         return
     if recipe.compile_scope == "blocks":
-        compile_blocks(workload.blocks(model), recipe.compile)
+        compile_blocks(workload.blocks(model), recipe.compile, recipe.dynamic)
         return
     name, trained = workload.trained(model)
-    setattr(model, name, compile_model(trained, recipe.compile))
+    setattr(model, name, compile_model(trained, recipe.compile, recipe.dynamic))
     if recipe.compile_scope == "everything":
-        for encoder in workload.frozen(model):
-            encoder.compile(mode=recipe.compile, dynamic=False)
+        compile_blocks(workload.frozen(model), recipe.compile, recipe.dynamic)
 
 
 class AccelerateStep:

@@ -18,7 +18,21 @@ from labutils.workloads.base import Workload, open_workload
 TIMEOUT_S = 240
 
 
-COMPILED_BY = ("compile", "compile_scope", "precision", "adapter", "rank", "memory_format", "layers", "micro_batch")
+COMPILED_BY = (
+    "compile",
+    "compile_scope",
+    "dynamic",
+    "precision",
+    "adapter",
+    "rank",
+    "memory_format",
+    "layers",
+    "micro_batch",
+    "shapes",
+    "token_budget",
+    "checkpointing",
+    "loss",
+)
 """Knobs that a compiled network depends on: recipes that agree in them share their compiled code."""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import tempfile
 import time
@@ -48,13 +49,14 @@ class Session:
         self.model = workload.build(self.recipe)
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         dataset = workload.dataset(self.model, self.recipe)
-        loader = make_loader(dataset, self.recipe, collate_fn=workload.collate(self.recipe))
+        order = workload.order(dataset, self.recipe)
+        loader = make_loader(dataset, self.recipe, collate_fn=workload.collate(self.recipe), order=order)
         compile_as_asked(workload, self.model, self.recipe)
         optimizer = build_optimizer(self.parameters, self.recipe)
         parts = Parts(workload, self.recipe, self.model, self.parameters, optimizer, loader, self.folder)
         self.optimizer = optimizer
         self.driver = DRIVERS[self.recipe.driver](parts)
-        self.sampler = loader.sampler
+        self.sampler = loader.sampler if order is None else order
         self.resume_data(taken=0)
         self.build_s = time.perf_counter() - began
         if resume:
@@ -83,7 +85,8 @@ class Session:
 
     def resume_data(self, taken: int) -> None:
         """Let the data go on behind the `taken` first micro-batches of the run."""
-        self.batches = Batches(self.driver.loader, self.recipe.micro_batch, self.sampler, taken)
+        weigh = functools.partial(self.workload.work_of, self.recipe)
+        self.batches = Batches(self.driver.loader, self.recipe.micro_batch, self.sampler, taken, weigh)
 
     @property
     def losses(self) -> list[float]:
