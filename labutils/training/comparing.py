@@ -203,14 +203,14 @@ class Contender:
         return time.perf_counter() - began
 
     def _peak_memory(self, before: float | None, built: float | None) -> dict[str, float]:
-        """This session's own peak, in GB: what others held `before` is taken off, the frozen weights it shares
+        """This session's own peak, in GB: what others held `before` is taken off, the weights it shares with them
         aren't."""
         peak = hardware.cuda.peak_memory()
         if peak is None or before is None or built is None:
             return {}
-        frozen = sum(t.nbytes for t in self.session.model.parameters() if not t.requires_grad) / 1e9
-        shared = frozen if built - before < frozen else 0.0  # building it took less than the frozen weights do
-        found = {"peak_allocated_gb": peak[0] - before + shared}
+        model = self.session.model
+        held = sum(tensor.nbytes for tensor in [*model.parameters(), *model.buffers()]) / 1e9
+        found = {"peak_allocated_gb": own_peak(peak[0], before, built, held)}
         return found | ({"peak_reserved_gb": peak[1]} if before == 0 else {})
 
     def settle(self) -> None:
@@ -253,6 +253,12 @@ class Contender:
 
     def close(self) -> None:
         self.session.close()
+
+
+def own_peak(peak: float, before: float, built: float, held: float) -> float:
+    """A session's own part of a `peak`: `before` it was built so much was allocated, `built` after it, and its model's
+    tensors take `held`. What of `held` is not new was there before: weights that it shares with other sessions."""
+    return peak - before + max(0.0, held - (built - before))
 
 
 def _against_the_hardware(workload: Workload, recipe: Recipe, work: Work, step_ms: float) -> dict[str, float]:
