@@ -44,15 +44,16 @@ class Recipe:
     non_blocking: bool = knob(False, "let the host run on while a batch is copied to the device")
     cache: str = knob(
         "nothing",
-        "what the frozen encoders are asked only once: VAE moments (re-sampled each step), and text embeddings",
-        ("nothing", "latents", "latents+text"),
+        "what the frozen encoders are asked only once: VAE moments (re-sampled each step), and text embeddings; or a "
+        "vision tower's features",
+        ("nothing", "latents", "latents+text", "features"),
     )
 
     shapes: str = knob(
         "as-they-come",
-        "batches of texts with images. as-they-come: padded to the batch's longest; fixed: images forced to one square "
-        "tile, texts padded to token_budget; padded: to token_budget; buckets: to the next of a few lengths; packed: as "
-        "many examples in a row as token_budget holds, apart from each other",
+        "batches of texts with images. as-they-come: padded to the batch's longest; fixed: images forced to one tile's "
+        "square, texts padded to token_budget; padded: to token_budget; buckets: to the next of a few lengths; packed: "
+        "as many examples in a row as token_budget holds, apart from each other",
         ("as-they-come", "fixed", "padded", "buckets", "packed"),
     )
     token_budget: int = knob(

@@ -132,10 +132,10 @@ class Examples:
             "image_sizes": (image.height, image.width),
         }
 
-    def text_tokens(self, label: int) -> int:
-        """Tokens of an example that aren't its image's."""
-        prompt = self.processor.tokenizer(PROMPT).input_ids
-        return len(prompt) - 1 + len(self.answers[label])
+    def text_tokens(self, label: int) -> tuple[int, int]:
+        """Tokens of an example that aren't its image's, and those among them that are the answer's."""
+        prompt, answer = self.processor.tokenizer(PROMPT).input_ids, self.answers[label]
+        return len(prompt) - 1 + len(answer), len(answer)
 
 
 # ---------------------------------------------------------------------------------------------- batches
@@ -255,24 +255,26 @@ class PackedOrder(Sampler[list[int]]):
 
 
 class Collate:
-    """Makes a batch of examples in the form of `layout`; picklable.
+    """Makes a batch of examples in the form of `layout`; picklable. image, pad: ids of these tokens.
 
     For the model as published ("attention_mask" is there): what its processor gives for a batch padded on the right.
     For ours, with r rows of n tokens and t tiles: "input_ids", "positions" (from 0 in each example), "targets" (the
     next token where it is to be predicted, -100 elsewhere) and "sources" (see `Geometry.sources`; -1 where a token is
-    text), all int64 [r, n]; "pixel_values" float32 [t, 3, tile, tile]; "answers" and "answer_targets" int64 [a], the
-    places in the flattened batch that have a target, and the targets. Packed batches have "boundaries" as well: int32
-    [s + 1], where each example of the flattened batch starts and ends, what is left of a row being one more.
+    text), all int64 [r, n]; "pixel_values" float32 [t, 3, tile, tile], or "features" of the tiles; "answers" and
+    "answer_targets" int64 [a], the places in the flattened batch that have a target, and the targets. Packed batches
+    have "boundaries" as well: int32 [s + 1], where each example of the flattened batch starts and ends, what is left of
+    a row being one more.
     """
 
-    def __init__(self, geometry: Geometry, layout: Layout, pad: int, published: bool) -> None:
-        self.geometry, self.layout, self.pad, self.published = geometry, layout, pad, published
+    def __init__(self, geometry: Geometry, layout: Layout, image: int, pad: int, published: bool) -> None:
+        self.geometry, self.layout, self.published = geometry, layout, published
+        self.image, self.pad = image, pad
 
     def __call__(self, examples: list[dict[str, Any]]) -> dict[str, Tensor]:
         lengths = [len(example["input_ids"]) for example in examples]
         if self.published:
             return self._published(examples, self.layout.row_tokens(lengths))
-        rows = self.layout.rows(lengths, [len(example["pixel_values"]) for example in examples])
+        rows = self.layout.rows(lengths, [len(_tiles(example)) for example in examples])
         return self._ours([[examples[i] for i in row] for row in rows], self.layout.row_tokens(lengths))
 
     def _published(self, examples: list[dict[str, Any]], length: int) -> dict[str, Tensor]:
@@ -287,15 +289,16 @@ class Collate:
 
     def _ours(self, rows: list[list[dict[str, Any]]], length: int) -> dict[str, Tensor]:
         examples = [example for row in rows for example in row]
-        tiles = torch.cat([example["pixel_values"] for example in examples])
-        firsts = iter(np.cumsum([0] + [len(example["pixel_values"]) for example in examples]).tolist())
+        tiles = torch.cat([_tiles(example) for example in examples])
+        firsts = iter(np.cumsum([0] + [len(_tiles(example)) for example in examples]).tolist())
         parts = [[self._parts(example, next(firsts)) for example in row] for row in rows]
         fills = {"input_ids": self.pad, "positions": 0, "targets": IGNORED, "sources": -1}
         batch = {
             name: torch.stack([_fill(torch.cat([part[name] for part in row]), length, fill) for row in parts])
             for name, fill in fills.items()
         }
-        batch["pixel_values"] = _fill(tiles, self.layout.batch_tiles(len(tiles), len(rows)), 0.0)
+        kind = "features" if "features" in examples[0] else "pixel_values"
+        batch[kind] = _fill(tiles, self.layout.batch_tiles(len(tiles), len(rows)), 0.0)
         batch |= _answers(batch["targets"])
         if self.layout.packs:
             batch["boundaries"] = self._boundaries(rows, length)
@@ -306,24 +309,14 @@ class Collate:
         ids, labels = example["input_ids"], example["labels"]
         places = self.geometry.sources(tuple(example["image_sizes"]))
         places = torch.where(places > 0, places + first_tile * self.geometry.side**2, places)
-        start = len(ids) - len(places) - self._text_after(ids, len(places))
         sources = torch.full_like(ids, -1)
-        sources[start : start + len(places)] = places
+        sources[ids == self.image] = places
         return {
             "input_ids": ids,
             "positions": torch.arange(len(ids)),
             "targets": F.pad(labels[1:], (0, 1), value=IGNORED),
             "sources": sources,
         }
-
-    @staticmethod
-    def _text_after(ids: Tensor, image_tokens: int) -> int:
-        """Tokens that follow the image's, which are the one long run of a single id."""
-        image = ids.mode().values
-        places = (ids == image).nonzero()
-        if len(places) != image_tokens:
-            raise ValueError(f"The processor made {len(places)} image tokens, the geometry {image_tokens}.")
-        return len(ids) - 1 - int(places[-1])
 
     def _boundaries(self, rows: list[list[dict[str, Any]]], length: int) -> Tensor:
         marks = [0]
@@ -335,11 +328,21 @@ class Collate:
         return torch.tensor(marks + [marks[-1]] * (wanted - len(marks)), dtype=torch.int32)
 
 
+def _tiles(example: dict[str, Any]) -> Tensor:
+    """An example's tiles, as pixels or as features."""
+    return example["features"] if "features" in example else example["pixel_values"]
+
+
+def answer_room(answers: int) -> int:
+    """Places that a batch with so many answers' tokens has for them."""
+    return max(ANSWERS, 1 << max(0, answers - 1).bit_length())
+
+
 def _answers(targets: Tensor) -> dict[str, Tensor]:
-    """The places that have a target, filled up with place 0 and target -100 to a power of two."""
+    """The places that have a target, filled up with place 0 and target -100."""
     flat = targets.flatten()
     (places,) = (flat != IGNORED).nonzero(as_tuple=True)
-    room = max(ANSWERS, 1 << max(0, len(places) - 1).bit_length())
+    room = answer_room(len(places))
     return {"answers": _fill(places, room, 0), "answer_targets": _fill(flat[places], room, IGNORED)}
 
 

@@ -18,7 +18,6 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -27,13 +26,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.profiler import record_function
-from torch.utils.data import Dataset, Sampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler
 
 from labutils.adapters import attach_lora
-from labutils.data.anyres import Collate, Examples, Geometry, Layout, PackedOrder
-from labutils.data.images import EPOCH
+from labutils.data.anyres import Collate, Examples, Geometry, Layout, PackedOrder, answer_room
+from labutils.data.images import EPOCH, EpochOrder
 from labutils.data.leaves import BEANS, VARIED, image_sizes, leaf_images
 from labutils.data.tokenizers import llava_processor
+from labutils.hardware import usable_cores
 from labutils.losses import cross_entropy, linear_cross_entropy
 from labutils.recipe import Recipe
 from labutils.workloads.base import Batch, Work, Workload
@@ -75,6 +75,15 @@ SCALES_OF_LLAVA = {
     "small": Scale(64, 336, 512, 12, 8, 2048, 16, 16, 4, 5504, 32000),
     "full": Scale(128, 336, 1024, 24, 16, 4096, 32, 32, 8, 14336, 32000),
 }
+
+
+@dataclass(frozen=True)
+class Measure:
+    """What one example takes: tokens in all, tiles, and tokens of its answer."""
+
+    tokens: int
+    tiles: int
+    answers: int
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -144,21 +153,19 @@ def _masked(query: Tensor, key: Tensor, value: Tensor, boundaries: Tensor, scali
 
 
 class Vision(nn.Module):
-    """Tiles [t, 3, tile, tile] to image tokens [t * patches, width]: the tower without the layer that nobody reads, and
-    the projector."""
+    """Tiles [t, 3, tile, tile] to features [t, patches, width]: the tower without the layer that nobody reads."""
 
     def __init__(self, llava: nn.Module) -> None:
         super().__init__()
         tower = llava.model.vision_tower
         self.embeddings, self.norm = tower.embeddings, tower.pre_layrnorm
         self.layers = tower.encoder.layers[: llava.config.vision_feature_layer + 1]  # -2: all but the last
-        self.projector = llava.model.multi_modal_projector
 
     def forward(self, tiles: Tensor) -> Tensor:
         x = self.norm(self.embeddings(tiles.to(self.embeddings.class_embedding.dtype)))
         for layer in self.layers:
             x = layer(x, None)
-        return self.projector(x[:, 1:]).flatten(0, 1)
+        return x[:, 1:]
 
 
 class Decoder(nn.Module):
@@ -217,7 +224,8 @@ class Rewritten(nn.Module):
     def embedded(self, batch: Batch) -> Tensor:
         """Text and image tokens in their places, [r, n, width]."""
         model = self.llava.model
-        image = torch.cat([model.image_newline[None], self.vision(batch["pixel_values"])])
+        features = batch["features"] if "features" in batch else self.vision(batch["pixel_values"])
+        image = torch.cat([model.image_newline[None], model.multi_modal_projector(features).flatten(0, 1)])
         text, sources = model.language_model.embed_tokens(batch["input_ids"]), batch["sources"]
         return torch.where((sources >= 0).unsqueeze(-1), image[sources.clamp(min=0)], text)
 
@@ -266,7 +274,7 @@ class MultimodalLora(Workload):
         return name, getattr(model, name)
 
     def frozen(self, model: Published | Rewritten) -> list[nn.Module]:
-        """The vision tower and projector; as published they are part of what is trained, one module."""
+        """The vision tower; as published it is part of what is trained, one module."""
         return [] if isinstance(model, Published) else [model.vision]
 
     def blocks(self, model: Published | Rewritten) -> list[nn.Module]:
@@ -313,27 +321,42 @@ class MultimodalLora(Workload):
     # ------------------------------------------------------------------------------------------------ the data
 
     def dataset(self, model: nn.Module | None, recipe: Recipe) -> Dataset:
-        return self._images().with_transform(self._examples(recipe))
+        examples = self._images().with_transform(self._examples(recipe))
+        return examples if recipe.cache == "nothing" else self._encoded(model, examples)
+
+    @torch.no_grad()
+    def _encoded(self, model: Rewritten, examples: Dataset) -> list[dict[str, Any]]:
+        """Every example with its tiles' features in the place of their pixels, in memory. The vision tower is frozen
+        and the pixels are the same each epoch, so features are too."""
+        workers = min(8, usable_cores() - 1) if self.device.type == "cuda" else 0
+        kept = []
+        for (example,) in DataLoader(examples, batch_size=1, num_workers=workers, collate_fn=list):
+            features = model.vision(example.pop("pixel_values").to(self.device)).cpu()
+            kept.append(example | {"features": features})
+        return kept
 
     def order(self, dataset: Dataset, recipe: Recipe) -> Sampler[list[int]] | None:
         if recipe.shapes != "packed":
             return None
-        lengths, tiles = self._lengths(recipe)
-        epoch = max(len(lengths), EPOCH)
-        return PackedOrder(lengths, tiles, self.layout(recipe), recipe.micro_batch, epoch, recipe.seed)
+        measures = self._measures(recipe)
+        lengths, tiles = [m.tokens for m in measures], [m.tiles for m in measures]
+        return PackedOrder(
+            lengths, tiles, self.layout(recipe), recipe.micro_batch, max(len(lengths), EPOCH), recipe.seed
+        )
 
     def collate(self, recipe: Recipe) -> Callable[[list], Batch]:
-        pad = self._processor().tokenizer.pad_token_id
-        return Collate(self.size.geometry, self.layout(recipe), pad, recipe.layers == "published")
+        processor = self._processor()
+        image, pad = processor.image_token_id, processor.tokenizer.pad_token_id
+        return Collate(self.size.geometry, self.layout(recipe), image, pad, recipe.layers == "published")
 
     def layout(self, recipe: Recipe) -> Layout:
         """The form of this recipe's batches."""
-        lengths, tiles = self._lengths(recipe)
-        budget, most = self.token_budget(recipe), max(tiles)
+        measures = self._measures(recipe)
+        budget, most = self.token_budget(recipe), max(m.tiles for m in measures)
         if recipe.shapes == "packed":
             # A tenth more tiles than a row of average images has.
-            most = max(most, round(1.1 * budget * sum(tiles) / sum(lengths)))
-        return Layout(recipe.shapes, budget, most, budget // min(lengths))
+            most = max(most, round(1.1 * budget * sum(m.tiles for m in measures) / sum(m.tokens for m in measures)))
+        return Layout(recipe.shapes, budget, most, budget // min(m.tokens for m in measures))
 
     def token_budget(self, recipe: Recipe) -> int:
         """The recipe's `token_budget` at this scale, where a tile may have fewer tokens."""
@@ -353,14 +376,16 @@ class MultimodalLora(Workload):
         return Examples(self._processor(), self.size.tile if recipe.shapes == "fixed" else 0)
 
     @functools.lru_cache(maxsize=8)  # noqa: B019
-    def _lengths(self, recipe: Recipe) -> tuple[list[int], list[int]]:
-        """Tokens and tiles of every example."""
+    def _measures(self, recipe: Recipe) -> list[Measure]:
+        """What every example takes, from its image's size and its class."""
         geometry, examples = self.size.geometry, self._examples(recipe)
         square = [(self.size.tile, self.size.tile)] * self.size.images
         sizes = square if recipe.shapes == "fixed" else image_sizes(self._images())
-        labels = self._images().with_format(None)["labels"]
-        lengths = [geometry.tokens(s) + examples.text_tokens(label) for s, label in zip(sizes, labels, strict=True)]
-        return lengths, [geometry.tiles(s) for s in sizes]
+        found = []
+        for size, label in zip(sizes, self._images().with_format(None)["labels"], strict=True):
+            text, answer = examples.text_tokens(label)
+            found.append(Measure(geometry.tokens(size) + text, geometry.tiles(size), answer))
+        return found
 
     # ------------------------------------------------------------------------------------------------ the loss
 
@@ -379,30 +404,21 @@ class MultimodalLora(Workload):
 
     @functools.lru_cache(maxsize=16)  # noqa: B019
     def _mean_work(self, recipe: Recipe) -> Work:
-        from labutils.data.images import EpochOrder
-
-        lengths, tiles = self._lengths(recipe)
-        order = self.order(None, recipe)
+        measures, order = self._measures(recipe), self.order(None, recipe)
         if order is None:
-            chosen = iter(EpochOrder(len(lengths), EPOCH, recipe.seed))
-            groups = [list(itertools.islice(chosen, recipe.micro_batch)) for _ in range(EPOCH // recipe.micro_batch)]
-        else:
-            groups = list(order)
-        works = [self._planned(recipe, [lengths[i] for i in g], [tiles[i] for i in g]) for g in groups]
+            order = BatchSampler(EpochOrder(len(measures), EPOCH, recipe.seed), recipe.micro_batch, drop_last=True)
+        works = [self._planned(recipe, [measures[index] for index in chosen]) for chosen in order]
         return functools.reduce(Work.__add__, works) * (1 / len(works))
 
-    def _planned(self, recipe: Recipe, lengths: Sequence[int], tiles: Sequence[int]) -> Work:
-        """What a micro-batch of examples of these lengths takes."""
-        layout = self.layout(recipe)
+    def _planned(self, recipe: Recipe, measures: Sequence[Measure]) -> Work:
+        """What a micro-batch of such examples takes."""
+        layout, lengths, tiles = self.layout(recipe), [m.tokens for m in measures], [m.tiles for m in measures]
         rows, length = layout.rows(lengths, tiles), layout.row_tokens(lengths)
-        documents = [length] * len(rows)
-        if layout.packs:
-            left = [length - sum(lengths[i] for i in row) for row in rows]
-            documents = [*lengths, *left]
+        left = [length - sum(lengths[i] for i in row) for row in rows]
+        documents = [*lengths, *left] if layout.packs else [length] * len(rows)
         shown = sum(tiles) if recipe.layers == "published" else layout.batch_tiles(sum(tiles), len(rows))
-        return self._work(
-            recipe, len(lengths), documents, sum(lengths), shown, _predicting(recipe, lengths, length * len(rows))
-        )
+        predicting = answer_room(sum(m.answers for m in measures)) if recipe.loss == "answers" else sum(documents)
+        return self._work(recipe, len(lengths), documents, sum(lengths), shown, predicting)
 
     def work_of(self, recipe: Recipe, batch: Batch) -> Work:
         ids = batch["input_ids"]
@@ -412,7 +428,7 @@ class MultimodalLora(Workload):
             tiles = sum(self.size.geometry.tiles(tuple(size)) for size in batch["image_sizes"].tolist())
             examples = len(ids)
         else:
-            tiles = len(batch["pixel_values"])
+            tiles = len(batch["features" if recipe.cache == "features" else "pixel_values"])
             examples = int(((batch["positions"] == 0) & (ids != pad)).sum())
         marks = batch.get("boundaries")
         documents = [ids.shape[1]] * len(ids) if marks is None else marks.diff().tolist()
@@ -425,8 +441,9 @@ class MultimodalLora(Workload):
         """documents: lengths, padding included, of what attends to itself. predicting: tokens that have logits."""
         tokens = sum(documents)
         pairs = sum(n * (n + 1) // 2 for n in documents)
-        flops = count_flops(self.size, recipe.rank, tokens, pairs, tiles, predicting)
-        read = _weights_read(self.size) * DTYPES[recipe.precision].itemsize
+        seen = 0 if recipe.cache == "features" else tiles
+        flops = count_flops(self.size, recipe.rank, tokens, pairs, seen, tiles, predicting)
+        read = _weights_read(self.size, bool(seen)) * DTYPES[recipe.precision].itemsize
         return Work(flops, read, examples, tokens, useful)
 
 
@@ -437,15 +454,14 @@ class VariedMultimodalLora(MultimodalLora):
     sizes: ClassVar[str] = VARIED
 
 
-def _predicting(recipe: Recipe, lengths: Sequence[int], tokens: int) -> int:
-    """Tokens that have logits."""
-    return max(64, 1 << (4 * len(lengths) - 1).bit_length()) if recipe.loss == "answers" else tokens
-
-
 def _check(recipe: Recipe) -> None:
     """Raise `ValueError` for what this workload can't do of a recipe."""
     if recipe.adapter == "folded":
         raise ValueError("adapter='folded' is not built for this workload. Use adapter='peft' or 'plain'.")
+    if recipe.cache not in ("nothing", "features"):
+        raise ValueError(f"cache={recipe.cache!r} is for diffusion models. Use cache='features' with this workload.")
+    if recipe.layers == "published" and recipe.cache == "features":
+        raise ValueError("cache='features' needs layers='rewritten': transformers' own forward pass takes pixels.")
     if recipe.layers == "published" and (recipe.shapes == "packed" or recipe.loss != "logits"):
         raise ValueError(
             f"shapes={recipe.shapes!r} with loss={recipe.loss!r} needs layers='rewritten': transformers' own forward "
@@ -519,25 +535,29 @@ def llava_config(size: Scale) -> Any:
 # Arithmetic
 
 
-def count_flops(size: Scale, rank: int, tokens: int, pairs: int, tiles: int, predicting: int) -> int:
+def count_flops(size: Scale, rank: int, tokens: int, pairs: int, seen: int, tiles: int, predicting: int) -> int:
     """FLOPs of a forward and backward pass that trains the LoRA matrices alone.
 
-    tokens: what the decoder computes on. pairs: of a token and one that it sees, itself included. tiles: what the
-    vision tower encodes. predicting: tokens that have logits. A frozen product's backward pass is one product, the
-    gradient of its input; before the first trained layer there is none; a trained product's has a second, its own
-    gradient. What checkpointing computes again isn't counted.
+    tokens: what the decoder computes on. pairs: of a token and one that it sees, itself included. seen: tiles that the
+    vision tower encodes, tiles: those whose features are projected. predicting: tokens that have logits. A frozen
+    product's backward pass is one product, the gradient of its input; before the first trained layer there is none; a
+    trained product's has a second, its own gradient. What checkpointing computes again isn't counted.
     """
-    return _vision_flops(size) * tiles + _decoder_flops(size, rank, tokens, pairs) + _head_flops(size, predicting)
+    vision = _tower_flops(size) * seen + _projector_flops(size) * tiles
+    return vision + _decoder_flops(size, rank, tokens, pairs) + _head_flops(size, predicting)
 
 
-def _vision_flops(size: Scale) -> int:
-    """Of one tile, forward only: all layers but the last, and the projector."""
+def _tower_flops(size: Scale) -> int:
+    """Of one tile, forward only: all layers but the last."""
     patches, width = size.geometry.side**2, size.vision_width
     n = patches + 1
     embedding = 2 * patches * width * 3 * size.geometry.patch**2
     layer = 2 * n * (4 * width * width + 2 * width * 4 * width) + 4 * n * n * width
-    projector = 2 * patches * (width * size.width + size.width * size.width)
-    return embedding + (size.vision_layers - 1) * layer + projector
+    return embedding + (size.vision_layers - 1) * layer
+
+
+def _projector_flops(size: Scale) -> int:
+    return 2 * size.geometry.side**2 * (size.vision_width + size.width) * size.width
 
 
 def _decoder_flops(size: Scale, rank: int, tokens: int, pairs: int) -> int:
@@ -567,9 +587,8 @@ def _projections(size: Scale) -> dict[str, tuple[int, int]]:
     }
 
 
-def _weights_read(size: Scale) -> int:
-    """Weights that one pass forward and one backward read: the decoder's twice, the vision tower's once."""
+def _weights_read(size: Scale, tower: bool) -> int:
+    """Weights that one pass forward and one backward read: the decoder's twice, the projector's and tower's once."""
     decoder = size.layers * sum(a * b for a, b in _projections(size).values()) + size.width * (size.words + EXTRA_WORDS)
-    width = size.vision_width
-    vision = (size.vision_layers - 1) * 12 * width * width + width * size.width + size.width * size.width
-    return 2 * decoder + vision
+    layers = (size.vision_layers - 1) * 12 * size.vision_width**2 if tower else 0
+    return 2 * decoder + layers + (size.vision_width + size.width) * size.width
