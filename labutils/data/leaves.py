@@ -8,7 +8,7 @@ and spots, and a sensor's grain, whose strength sets the file's size.
 `BEANS` files are all 500 x 500, as the dataset's are. `VARIED` ones have a spread of aspect ratios and sizes, as images
 have that weren't cut to one size: from them AnyRes makes varying numbers of tiles and tokens.
 
-Drawing is a function of (sizes, seed, index) alone.
+Drawing is a function of (sizes, seed, index, tile) alone.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ HUB_DATASET = "AI-Lab-Makerere/beans"
 CLASSES = ("angular_leaf_spot", "bean_rust", "healthy")
 SIDE = 500
 """Pixels along each side of a `beans` photograph."""
+TILE = 336
+"""Pixels along each side of a tile of LLaVA-NeXT's: what varied sizes are chosen for."""
 MEAN_BYTES = 139_000
 """Size of a `beans` file on average: 171.69 MiB of 1295 files (TensorFlow Datasets' catalogue)."""
 BEANS, VARIED = "beans", "varied"
@@ -44,10 +46,13 @@ QUALITY = 94
 MANIFEST = "manifest.json"
 
 
-def leaf_images(cache_dir: str | Path, count: int, data: str = "generated", sizes: str = BEANS) -> datasets.Dataset:
+def leaf_images(
+    cache_dir: str | Path, count: int, data: str = "generated", sizes: str = BEANS, tile: int = TILE
+) -> datasets.Dataset:
     """`count` photographs with their class: columns `image` (decoded when read) and `labels` (an index of `CLASSES`).
 
-    `data="generated"` draws JPEG files of the given `sizes` once into `cache_dir`; `data="hub"` loads the first `count`
+    `data="generated"` draws JPEG files of the given `sizes` once into `cache_dir`, varied ones for a model with tiles
+    of so many pixels a side; `data="hub"` loads the first `count`
     of `beans`. Raises `ConnectionError` where the hub's dataset can't be had, `ValueError` for what it does not know.
     """
     if count < 1:
@@ -59,15 +64,16 @@ def leaf_images(cache_dir: str | Path, count: int, data: str = "generated", size
     if data == "hub":
         return _from_hub(Path(cache_dir), count)
     if data == "generated":
-        return _generated(Path(cache_dir), count, sizes)
+        return _generated(Path(cache_dir), count, sizes, tile)
     raise ValueError(f"data={data!r} is not known. Choose 'generated' (drawn here) or 'hub' (the real dataset).")
 
 
-def _generated(cache_dir: Path, count: int, sizes: str, seed: int = 0) -> datasets.Dataset:
+def _generated(cache_dir: Path, count: int, sizes: str, tile: int, seed: int = 0) -> datasets.Dataset:
     import datasets
 
-    folder = cache_dir / "leaves" / f"{sizes}-v{VERSION}-seed{seed}"
-    paths = draw_leaves(folder, count, sizes, seed)
+    kind = sizes if sizes == BEANS else f"{sizes}{tile}"
+    folder = cache_dir / "leaves" / f"{kind}-v{VERSION}-seed{seed}"
+    paths = draw_leaves(folder, count, sizes, seed, tile)
     columns = {"image": [str(path) for path in paths], "labels": [leaf_class(i, seed) for i in range(count)]}
     features = {"image": datasets.Image(), "labels": datasets.ClassLabel(names=list(CLASSES))}
     return datasets.Dataset.from_dict(columns, features=datasets.Features(features))
@@ -109,20 +115,20 @@ def leaf_class(index: int, seed: int = 0) -> int:
     return int(np.random.default_rng([seed, index, 1]).integers(len(CLASSES)))
 
 
-def leaf_size(index: int, sizes: str, seed: int = 0) -> tuple[int, int]:
-    """(width, height) of photograph `index`: 500 x 500, or from 1:3 to 3:1 and from 0.1 to 0.6 megapixels."""
+def leaf_size(index: int, sizes: str, seed: int = 0, tile: int = TILE) -> tuple[int, int]:
+    """(width, height) of photograph `index`: 500 x 500, or from 1:3 to 3:1 and from 0.9 to 5.3 tiles' pixels."""
     if sizes == BEANS:
         return SIDE, SIDE
     rng = np.random.default_rng([seed, index, 2])
     aspect = 3 ** rng.uniform(-1, 1)
-    pixels = SIDE * SIDE * 2.4 ** rng.uniform(-1, 1)
+    pixels = tile * tile * 2.2 * 2.4 ** rng.uniform(-1, 1)
     return round((pixels * aspect) ** 0.5), round((pixels / aspect) ** 0.5)
 
 
-def leaf(index: int, sizes: str = BEANS, seed: int = 0) -> Image.Image:
+def leaf(index: int, sizes: str = BEANS, seed: int = 0, tile: int = TILE) -> Image.Image:
     """The RGB photograph of `index`."""
     rng = np.random.default_rng([seed, index])
-    size = leaf_size(index, sizes, seed)
+    size = leaf_size(index, sizes, seed, tile)
     picture = _background(rng, size)
     draw = ImageDraw.Draw(picture)
     for _ in range(9):
@@ -165,7 +171,7 @@ def _spots(draw: ImageDraw.ImageDraw, rng: np.random.Generator, size: tuple[int,
 # ---------------------------------------------------------------------------------------------- the files
 
 
-def draw_leaves(folder: Path, count: int, sizes: str, seed: int = 0) -> list[Path]:
+def draw_leaves(folder: Path, count: int, sizes: str, seed: int = 0, tile: int = TILE) -> list[Path]:
     """Files 0 .. `count` - 1 under `folder`, drawn where they are missing or damaged; their paths in order.
 
     Safe to interrupt and safe to run twice at once: a file appears under its name only when it is whole, and every
@@ -180,7 +186,7 @@ def draw_leaves(folder: Path, count: int, sizes: str, seed: int = 0) -> list[Pat
         path = paths[index]
         if path.name in manifest and path.is_file() and zlib.crc32(path.read_bytes()) == manifest[path.name]:
             return manifest[path.name]
-        content = _encoded(leaf(index, sizes, seed))
+        content = _encoded(leaf(index, sizes, seed, tile))
         _write_whole(path, content)
         return zlib.crc32(content)
 

@@ -345,6 +345,7 @@ class MultimodalLora(Workload):
         )
 
     def collate(self, recipe: Recipe) -> Callable[[list], Batch]:
+        self.layout(recipe).row_tokens([measure.tokens for measure in self._measures(recipe)])  # does all of it fit?
         processor = self._processor()
         image, pad = processor.image_token_id, processor.tokenizer.pad_token_id
         return Collate(self.size.geometry, self.layout(recipe), image, pad, recipe.layers == "published")
@@ -365,7 +366,7 @@ class MultimodalLora(Workload):
 
     @functools.cache  # noqa: B019
     def _images(self) -> Any:
-        return leaf_images(self.cache_dir, self.size.images, self.data, self.sizes)
+        return leaf_images(self.cache_dir, self.size.images, self.data, self.sizes, self.size.tile)
 
     @functools.cache  # noqa: B019
     def _processor(self) -> Any:

@@ -12,7 +12,17 @@ import pytest
 from PIL import Image
 
 from labutils.data import leaves
-from labutils.data.leaves import BEANS, CLASSES, VARIED, draw_leaves, image_sizes, leaf, leaf_class, leaf_images, leaf_size
+from labutils.data.leaves import (
+    BEANS,
+    CLASSES,
+    VARIED,
+    draw_leaves,
+    image_sizes,
+    leaf,
+    leaf_class,
+    leaf_images,
+    leaf_size,
+)
 
 FILES = 12
 
@@ -58,6 +68,8 @@ def test_varied_sizes_are_spread():
     assert min(aspects) < 0.4 and max(aspects) > 2.5
     assert all(1 / 3.1 < aspect < 3.1 for aspect in aspects)
     assert all(0.1e6 < width * height < 0.61e6 for width, height in sizes)
+    small = [leaf_size(index, VARIED, tile=112) for index in range(200)]
+    assert all(abs(s[i] - b[i] / 3) < 1 for s, b in zip(small, sizes, strict=True) for i in (0, 1))
     assert {leaf_size(index, BEANS) for index in range(20)} == {(500, 500)}
 
 
@@ -148,5 +160,7 @@ def test_a_dataset_that_cant_be_had_says_what_to_type(tmp_path, monkeypatch):
         raise OSError("no network")
 
     monkeypatch.setattr(datasets, "load_dataset", unreachable)
-    with pytest.raises(ConnectionError, match=r'data="generated".*hf download --repo-type dataset AI-Lab-Makerere/beans'):
+    with pytest.raises(
+        ConnectionError, match=r'data="generated".*hf download --repo-type dataset AI-Lab-Makerere/beans'
+    ):
         leaf_images(tmp_path, 1, data="hub")
