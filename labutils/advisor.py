@@ -125,6 +125,28 @@ def advise(options: Iterable[Option], vram_gb: float, steps: int, tolerance: flo
     return Advice(steps, tuple(ranking), tuple(excluded), tuple(envelope(fitting)))
 
 
+def guide(options: Iterable[Option]) -> dict[str, str]:
+    """Whom the article's decision chart names, asked of `options` of its methods: winners by name.
+
+    "short_of_memory": with as much memory as the leanest needs; "few_steps": 100; "many_steps": 10 000; "between":
+    halfway between the steps after which fixed shapes with FP8 and those without have caught up with BF16. What can't
+    be asked, as the method that the article names was not measured, is absent.
+    """
+    known = {option.method: option for option in options if option.method in a2.PUBLISHED}
+    found = {}
+    if "qlora" in known:
+        found["short_of_memory"] = min(known.values(), key=lambda option: option.memory_gb).method
+    if "fp8-te" in known:
+        found["few_steps"] = advise(known.values(), 1e6, 100).winner.method
+    if "fixed" in known:
+        found["many_steps"] = advise(known.values(), 1e6, 10_000).winner.method
+    if {BASELINE, "fixed", "fixed-fp8-te"} <= known.keys():
+        evens = [break_even(known[BASELINE], known[name]) for name in ("fixed-fp8-te", "fixed")]
+        if None not in evens and min(evens) > 0:
+            found["between"] = advise(known.values(), 1e6, sum(evens) / 2).winner.method
+    return found
+
+
 def envelope(options: Iterable[Option]) -> list[Reach]:
     """Who ends first from no step to infinitely many: the lower envelope of the lines of total time.
 

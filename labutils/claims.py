@@ -525,15 +525,33 @@ def fails_on_capability(claim: Claim, evidence: Evidence) -> Finding:
 
 
 def becomes(claim: Claim, evidence: Evidence) -> Finding:
-    """`how["metrics"]` equal the published numbers exactly; a text ("nan", "inf") is no number and refutes."""
-    run, metrics = claim.how["run"], claim.how["metrics"]
-    recorded = _mapping(evidence.run(run).metrics)
-    values = [recorded[m] if isinstance(recorded.get(m), str) else evidence.number(run, m) for m in metrics]
+    """`how["metrics"]` equal the published numbers exactly. What a run left out was not finite, and refutes."""
+    values = _finite_or_none(claim, evidence)
     right = values == list(claim.published)
-    shown = ", ".join(value if isinstance(value, str) else f"{value:g}" for value in values)
-    return Finding(
-        CONFIRMED if right else REFUTED, shown, f"Published: {', '.join(f'{value:g}' for value in claim.published)}."
-    )
+    published = ", ".join(f"{value:g}" for value in claim.published)
+    return Finding(CONFIRMED if right else REFUTED, _or_nan(values), f"Published: {published}.")
+
+
+def within(claim: Claim, evidence: Evidence) -> Finding:
+    """No number of `how["metrics"]` is beyond the published one, whichever its sign; those that aren't finite don't
+    count."""
+    values = _finite_or_none(claim, evidence)
+    bound = claim.published[0]
+    inside = all(abs(value) <= bound for value in values if value is not None)
+    return Finding(CONFIRMED if inside else REFUTED, _or_nan(values), f"No number is to lie beyond ±{bound:g}.")
+
+
+def _finite_or_none(claim: Claim, evidence: Evidence) -> list[float | None]:
+    """Numbers of a run; None for one that a successful run left out: JSON has neither NaN nor infinity."""
+    run, metrics = claim.how["run"], claim.how["metrics"]
+    recorded = evidence.run(run)
+    if not recorded.ok or not _mapping(recorded.metrics):
+        raise NotTestable(evidence.nothing(run, metrics[0]))
+    return [_number(recorded.metrics.get(metric)) for metric in metrics]
+
+
+def _or_nan(values: Iterable[float | None]) -> str:
+    return ", ".join("not finite" if value is None else f"{value:g}" for value in values)
 
 
 def reaches(claim: Claim, evidence: Evidence) -> Finding:
@@ -822,10 +840,11 @@ JUDGES: dict[str, Callable[[Claim, Evidence], Finding]] = {
         speedup,
         unchanged,
         warns_then_fails,
+        within,
     )
 }
 
-ANY_SCALE = {"becomes", "count", "fails_on_capability", "lists", "unchanged", "warns_then_fails"}
+ANY_SCALE = {"becomes", "count", "fails_on_capability", "lists", "unchanged", "warns_then_fails", "within"}
 """Judges of what doesn't depend on the model's size."""
 
 

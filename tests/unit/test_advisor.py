@@ -9,7 +9,7 @@ from claim_runs import timed, untimed
 from hypothesis import given
 from hypothesis import strategies as st
 
-from labutils.advisor import Option, advise, break_even, chart, envelope, options_from, published
+from labutils.advisor import Option, advise, break_even, chart, envelope, guide, options_from, published
 from labutils.results import Run
 
 EAGER = Option("bf16", 1.0, 1.0, 20.0, 0.0)
@@ -208,6 +208,20 @@ def test_a_loss_that_was_not_measured_is_unknown_and_compiling_changes_none():
 )
 def test_the_guide_s_four_corners_follow_from_the_table(vram_gb, steps, tolerance, winner):
     assert advise(published(), vram_gb, steps, tolerance).winner.method == winner
+
+
+def test_the_guide_asked_of_the_table_answers_as_published():
+    expected = {
+        "short_of_memory": "qlora",
+        "few_steps": "fp8-te",
+        "many_steps": "fixed",
+        "between": "fixed-fp8-te",
+    }
+    assert guide(published()) == expected
+    assert guide([EAGER, Option("new", 0.1, 0.1, 1)]) == {}
+    assert guide([option for option in published() if option.method != "fp8-te"]).keys() == expected.keys() - {
+        "few_steps"
+    }
 
 
 def test_the_guide_s_bounds_do_not_follow_from_the_table():

@@ -15,7 +15,7 @@ from labutils.claims import CONFIRMED, INCONCLUSIVE, NOT_TESTABLE, REFUTED, Judg
 from labutils.results import Run
 
 CLAIMS = articles.claims()
-EXACT = {"all_present", "becomes", "count", "lists", "more_with", "names", "occurs", "unchanged"}
+EXACT = {"all_present", "becomes", "count", "lists", "more_with", "names", "occurs", "unchanged", "within"}
 """Judges of what has no noise: they never withhold a verdict."""
 SWEEPS = {"changes", "grows"}
 """Judges of pairs of runs: those that were not measured are left out."""
@@ -127,7 +127,9 @@ CASES = [
     ("A1.blackwell.xformers", REFUTED, with_metrics("00", "xformers", failed=0)),
     ("A1.blackwell.xformers", INCONCLUSIVE, with_metrics("00", "xformers", message="ImportError: no xformers")),
     ("A2.lmm.vision-cost", REFUTED, with_metrics("06", "bf16 b1", vision_share=0.03)),
-    ("A2.fp8.cast-saturates", REFUTED, with_metrics("05", "fp8-cast", cast_1000000="nan")),
+    ("A2.fp8.cast-saturates", REFUTED, with_metrics("05", "fp8-cast", cast_1000000=float("nan"))),
+    ("A2.fp8.range", REFUTED, with_metrics("05", "fp8-cast", cast_1000000=57344.0)),
+    ("A2.fp8.range", CONFIRMED, with_metrics("05", "fp8-cast", cast_1000=None, cast_1000000=None)),
     ("A2.fp8.scale", REFUTED, with_metrics("05", "fp8-scaling", scale=0.448)),
     ("A2.fp8.rate", REFUTED, with_metrics("05", "gemm", fp8_over_bf16=1.4)),
     ("A2.fp8.rate", INCONCLUSIVE, with_metrics("05", "gemm", fp8_over_bf16=1.69)),
@@ -154,8 +156,9 @@ CASES = [
     ("A2.compile.fp8-gains-less", REFUTED, with_runs(a2("compile-fp8-te b1", 500))),
     ("A2.compile.fp8-gains-less", INCONCLUSIVE, with_runs(a2("compile-fp8-te b1", 850, 0.02))),
     ("A2.te.breaks-graph", REFUTED, with_metrics("06", "compile-fp8-te b1", graph_breaks=0)),
-    ("A2.anyres.cause", REFUTED, with_metrics("06", "recompiles uniform", recompilations=0)),
-    ("A2.fixed.cause", REFUTED, with_runs(a2("same-tokens static", 980))),
+    ("A2.anyres.cause", REFUTED, with_metrics("06", "recompiles uniform", further_image_token_counts=0)),
+    ("A2.fixed.cause", REFUTED, with_metrics("06", "same-tokens static", ms_per_1k_tokens=spread_of(98))),
+    ("A2.anyres.recompiles", REFUTED, with_metrics("06", "recompiles varied", recompilations=1)),
     ("A2.guide.between", REFUTED, with_metrics("06", "guide", between="compile")),
     ("A2.guide.between", NOT_TESTABLE, with_metrics("06", "guide", between=3)),
     ("A2.left.fp8-once", REFUTED, with_metrics("06", "fp8-frozen b1", peak_allocated_gb=14)),
