@@ -1,4 +1,4 @@
-# make course | test | lab | lint | notebooks | format | unsloth | te | clean
+# make course | test | lab | lint | notebooks | format | unsloth | te | torchao | clean
 #
 #   PYTHON=python3.12   the interpreter that .venv is made of (3.11 or 3.12)
 #   VENV=.venv          where it is made
@@ -15,7 +15,7 @@ STAMP   := $(VENV)/.installed
 PIP     := $(BIN)/python -m pip install --disable-pip-version-check --progress-bar off
 
 .DEFAULT_GOAL := help
-.PHONY: help install course test lab lint format notebooks unsloth te clean
+.PHONY: help install course test lab lint format notebooks unsloth te torchao clean
 
 help:
 	@sed -n 's/^# \{0,1\}//p;/^$$/q' Makefile
@@ -62,7 +62,7 @@ format notebooks: install
 	$(BIN)/ruff format $(if $(filter notebooks,$@),notebooks,.)
 	$(BIN)/jupytext --quiet --sync notebooks/*.ipynb
 
-unsloth te: install
+unsloth te torchao: install
 	$(PIP) -c constraints.txt -e '.[$@]'
 
 clean:

@@ -7,13 +7,14 @@ for fewer kernels, capture so that launching them costs nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.backends import cudnn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 KERNELS = {
@@ -33,6 +34,19 @@ def attention_kernel(name: str) -> Any:
 
 DYNAMIC = {"static": False, "automatic": None, "any": True}
 """A recipe's `dynamic` -> torch.compile's."""
+
+
+@contextmanager
+def timed_convolutions(wanted: bool) -> Iterator[None]:
+    """A context in which cuDNN times its algorithms for each shape once and keeps the fastest, where `wanted`.
+
+    `torch.backends.cudnn.flags` would also put TF32 and determinism back to PyTorch's defaults, whatever was asked for.
+    """
+    before, cudnn.benchmark = cudnn.benchmark, wanted
+    try:
+        yield
+    finally:
+        cudnn.benchmark = before
 
 
 def compile_model(module: nn.Module, mode: str, dynamic: str = "static") -> nn.Module:

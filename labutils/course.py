@@ -19,12 +19,12 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from labutils import hardware, parameters, results
+from labutils import hardware, parameters, results, tables
 from labutils.recipe import is_finite
 from labutils.results import Run
 
@@ -47,6 +47,7 @@ def _hush() -> None:
     """Silence what libraries say into every notebook and nobody who reads one can act on."""
     warnings.filterwarnings("ignore", message="IProgress not found")  # plain progress bars survive batch runs
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # an optional CPU kernel that it would fetch
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler's two lines each time that it starts and stops
 
 
 def open_lab(number: str, namespace: dict[str, Any]) -> Lab:
@@ -263,22 +264,29 @@ class Lab:
             for topic, truth in (truths or {}).items()
             if truth is not None and is_finite(truth) and topic in self._predictions
         ]
-        if scored:
-            head = ["| prediction | you | measured | off by |", "|---|---|---|---|"]
-            self.show("\n".join(head + [self._score(topic, truth) for topic, truth in scored]))
+        self.table(("prediction", "you", "measured", "off by"), *(self._score(*pair) for pair in scored))
         seconds = round(time.perf_counter() - self._opened, 1)
         self._results.done(self.number, parameters=self.parameters, seconds=seconds, commit=results.commit())
         verdicts = f"labutils report --results {shlex.quote(_short(self.results_dir))}"
         self.show(f"Lab {self.number} is done, after {seconds:.0f} s. All verdicts: `{verdicts}`")
 
-    def _score(self, topic: str, truth: float) -> str:
+    def _score(self, topic: str, truth: float) -> tuple[str, ...]:
         """One row of the table of predictions; also kept as a record."""
         guess, unit = self._predictions[topic]
         self._record(status="score", topic=topic, value=guess, measured=truth, unit=unit)
-        return f"| {topic} | {guess:g} {unit} | {truth:.3g} {unit} | {_off_by(guess, truth)} |"
+        return topic, f"{guess:g} {unit}", f"{truth:.3g} {unit}", _off_by(guess, truth)
 
     def _record(self, **fields: Any) -> None:
         self._results.append({"lab": self.number} | fields | {"at": results.now()})
+
+    def table(self, *rows: Sequence[Any], otherwise: str = "") -> None:
+        """Show `rows` of words and numbers as a table, the first as its head; `otherwise` where none says anything.
+
+        A row's first cell names it. `None` means that a value does not apply here; rows and columns of nothing else are
+        left out.
+        """
+        if text := tables.as_table(*rows) or otherwise:
+            self.show(text)
 
     @staticmethod
     def show(text: str) -> None:
@@ -297,7 +305,7 @@ def status_of(error: BaseException) -> str:
     text = f"{name}: {error}".strip().splitlines()[0][:300]
     if name in ("MemoryError", "OutOfMemoryError") or "out of memory" in str(error).lower():
         return "oom"
-    if isinstance(error, NotHere):
+    if isinstance(error, NotHere | results.Unavailable):
         return f"skipped: {error}"
     if isinstance(error, ImportError):
         return f"skipped: {text}"
@@ -318,7 +326,8 @@ def explain(status: str) -> str:
         return "Out of memory: this needs more than there is. Close what else uses memory, or choose a smaller scale."
     kind, _, why = status.partition(": ")
     if kind == "skipped":
-        return f"It was left out: {why}. `labutils doctor` says what this machine can do, and how to change that."
+        missing = why.startswith(("ImportError", "ModuleNotFoundError"))
+        return f"It was left out: {why}." + " `labutils doctor` says how to change that." * missing
     return f"It failed with {why}. `labutils doctor` checks the usual causes."
 
 
@@ -334,13 +343,11 @@ def _as_markdown(run: Run | None, name: str) -> str:
     if run is None:
         return f"There is no reference run *{name}* to show instead."
     if not run.ok:
-        return f"The reference machine did not measure *{name}* either: {explain(run.status)}"
-    numbers = {metric: run.metric(metric) for metric in run.metrics}
-    rows = [f"| {metric} | {value:.4g} |" for metric, value in numbers.items() if isinstance(value, int | float)]
+        return f"Our reference machine has no numbers for *{name}* either ({run.status})."
+    numbers = [(metric, run.metric(metric)) for metric in run.metrics]
+    rows = [(metric, value) for metric, value in numbers if isinstance(value, int | float)]
     machine = run.machine.get("gpu", "the reference machine")
-    return "\n".join(
-        [f"On {machine}, *{name}* (scale {run.scale}) gave:", "", "| metric | value |", "|---|---|", *rows]
-    )
+    return f"On {machine}, *{name}* (scale {run.scale}) gave:\n\n" + tables.as_table(("metric", "value"), *rows)
 
 
 def _short(path: Path) -> str:

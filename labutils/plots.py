@@ -39,6 +39,9 @@ FILLS = (
     (GREY, "xxx"),
 )
 """Fills of categories in order: neighbours differ in lightness and hatch; none is white, which reads as nothing."""
+PHASES = ("data", "encode", "forward", "log", "backward", "optimizer", "clip", "to_device")
+PHASE_FILLS = dict(zip(PHASES, FILLS, strict=True))
+"""Fills of the phases that the training loop marks, in every timeline the same."""
 DARK = (NAVY, RUST, PURPLE)
 """Fills on which text and hatches are white."""
 
@@ -295,14 +298,14 @@ def timeline(ax: Axes, lanes: Mapping[str, Iterable[tuple[float, float, str]]], 
     """A static trace: one row a lane ("host", "GPU"), its intervals (start_ms, duration_ms, category) as blocks.
 
     In lanes that share categories, and so a legend, the `most` that take the longest get a fill of their own; the
-    others share one.
+    others share one. The phases of a step have the same fill in every picture.
     """
     rows = {lane: sorted(intervals) for lane, intervals in lanes.items()}
     every = [interval for intervals in rows.values() for interval in intervals]
     if not every:
         raise ValueError("The timeline has no interval: there is nothing to draw.")
     _make_room(ax, len(rows), per_row=1.1)
-    start, end = min(s for s, _, _ in every), max(s + d for s, d, _ in every)
+    start, end = min(0.0, *(s for s, _, _ in every)), max(s + d for s, d, _ in every)
     _rows(ax, list(rows))
     groups = _lanes_that_share({lane: {c for _, _, c in intervals} for lane, intervals in rows.items()})
     for group in groups:
@@ -310,7 +313,7 @@ def timeline(ax: Axes, lanes: Mapping[str, Iterable[tuple[float, float, str]]], 
         for lane in group:
             _lane(ax, list(rows).index(lane), rows[lane], fills, end - start)
         middle = sum(list(rows).index(lane) for lane in group) / len(group)
-        _fill_legend(ax, fills, beside=1 - (middle + 0.6) / (len(rows) + 0.2) if len(groups) > 1 else None)
+        _fill_legend(ax, fills, beside=1 - (middle + 0.6) / (len(rows) + 0.2))
     ax.set_xlim(start, end)
     ax.set_xlabel("ms")
     return ax
@@ -366,18 +369,30 @@ def breakdown(ax: Axes, parts: Mapping[str, Any], unit: str = "ms") -> Axes:
     return ax
 
 
-def utilisation(ax: Axes, t: Sequence[float], values: Sequence[float], label: str = "GPU utilisation") -> Axes:
-    """Utilisation over time: `t` in seconds, `values` in 0..1, drawn in % with their mean."""
+def utilisation(
+    ax: Axes,
+    t: Sequence[float],
+    values: Sequence[float],
+    label: str = "GPU utilisation",
+    driver: Sequence[tuple[float, float]] = (),
+) -> Axes:
+    """Utilisation over time: `t` in seconds, `values` in 0..1, each from its `t` on, drawn in % with their mean.
+
+    `driver`: (seconds, value) of samples from the driver's own buffer, drawn as dots.
+    """
     percent = [100 * v for v in values]
     ax.fill_between(t, percent, step="post", color=MIST, zorder=1)
     ax.step(t, percent, where="post", color=NAVY, linestyle="-", linewidth=1.4, label=label, zorder=2)
     if percent:
         mean = sum(percent) / len(percent)
         ax.axhline(mean, color=RUST, linestyle="--", linewidth=1.8, label=f"mean {mean:.0f} %", zorder=3)
+    if driver:
+        times, samples = zip(*driver, strict=True)
+        ax.plot(times, [100 * v for v in samples], "o", color=INK, markersize=3, label="driver's samples", zorder=4)
     ax.set_ylim(0, 105)
     ax.set_xlabel("s")
     ax.set_ylabel("% of the time")
-    ax.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=2)
+    ax.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=3)
     return ax
 
 
@@ -393,6 +408,57 @@ def loss(ax: Axes, runs: Mapping[str, Run] | Iterable[Run]) -> Axes:
     ax.set_ylabel("loss (random weights)" if any(r.weights == "random" for r in named.values()) else "loss")
     if named:
         ax.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=min(3, len(named)))
+    return ax
+
+
+def magnitudes(ax: Axes, rows: Mapping[str, Mapping[str, float]], xlabel: str = "") -> Axes:
+    """Counts of very different size on a logarithmic axis: for each row, a bar for each of its names.
+
+    Every row has the same names. Read the numbers at the bars' ends: the lengths are logarithms.
+    """
+    names = list(next(iter(rows.values())))
+    _make_room(ax, len(rows), per_row=0.5)
+    height = 0.8 / len(names)
+    for row, counts in enumerate(rows.values()):
+        for place, (name, count) in enumerate(counts.items()):
+            at = row + (place - (len(names) - 1) / 2) * height
+            ax.barh(at, count, height=0.94 * height, linewidth=0.7, zorder=2, **_look(FILLS[names.index(name)]))
+            text = {"textcoords": "offset points", "va": "center", "fontsize": 8}
+            ax.annotate(_in_words(count), (count, at), (4, 0), **text)
+    ax.set_xscale("log")
+    every = [count for counts in rows.values() for count in counts.values()]
+    ax.set_xlim(min(every) / 8, max(every) * 30)
+    _rows(ax, list(rows))
+    ax.set_xlabel(f"{xlabel} (each mark of the axis is a factor of ten)")
+    _fill_legend(ax, dict(zip(names, FILLS, strict=False)))
+    return ax
+
+
+def _in_words(count: float) -> str:
+    """A count as it is said: 65.5 thousand, 8.19 billion."""
+    for unit, word in ((1e9, "billion"), (1e6, "million"), (1e3, "thousand")):
+        if count >= unit:
+            return f"{count / unit:.3g} {word}"
+    return f"{count:g}"
+
+
+def grouped(ax: Axes, times: Mapping[str, Mapping[str, Sequence[float]]], fills: Sequence[Fill] = FILLS) -> Axes:
+    """Upright bars in groups: `times` is name -> group -> samples in ms; the median with its p10-p90 range.
+
+    A name has the same fill in every group. Every name has the same groups.
+    """
+    groups = list(next(iter(times.values())))
+    width = 0.8 / len(times)
+    for place, (name, by_group) in enumerate(times.items()):
+        spreads = [summarise(by_group[group]) for group in groups]
+        at = [number + (place - (len(times) - 1) / 2) * width for number in range(len(groups))]
+        medians = [spread["median"] for spread in spreads]
+        error = [[s["median"] - s["p10"] for s in spreads], [s["p90"] - s["median"] for s in spreads]]
+        look = _look(fills[place]) | {"linewidth": 0.7, "capsize": 3}
+        ax.bar(at, medians, 0.92 * width, yerr=error, label=name, zorder=2, **look)
+    ax.set_xticks(range(len(groups)), groups)
+    ax.set_ylabel("ms (median, p10-p90)")
+    ax.grid(axis="x", visible=False)
     return ax
 
 
@@ -575,6 +641,8 @@ def _category_fills(intervals: Iterable[tuple[float, float, str]], most: int) ->
     longest = sorted(totals, key=totals.__getitem__, reverse=True)[:most]
     chosen = [category for category in totals if category in longest]
     fills = dict(zip(chosen, islice(cycle(FILLS), len(chosen)), strict=True))
+    if fills.keys() <= PHASE_FILLS.keys():
+        fills = {phase: PHASE_FILLS[phase] for phase in chosen}
     return fills if len(totals) <= most else fills | {"other": FILLS[-1]}
 
 
@@ -603,7 +671,9 @@ def _fill_legend(ax: Axes, fills: Mapping[str, Fill], beside: float | None = Non
 
     handles = [Patch(label=name, linewidth=0.7, **_look(fill)) for name, fill in fills.items()]
     if beside is None:
-        ax.legend(handles=handles, loc="lower left", bbox_to_anchor=(0, 1.0), ncols=min(4, max(1, len(handles))))
+        one_row = sum(0.5 + 0.065 * len(name) for name in fills) < 0.8 * ax.figure.get_figwidth()  # inches, nearly
+        ncols = len(handles) if one_row else min(4, len(handles))
+        ax.legend(handles=handles, loc="lower left", bbox_to_anchor=(0, 1.0), ncols=max(1, ncols))
         return
     place = {"loc": "center left", "bbox_to_anchor": (1.0, beside)}
     legend = Legend(ax, handles, list(fills), fontsize=8, labelspacing=0.3, **place)

@@ -76,6 +76,13 @@ class Recipe:
         "peft: PEFT's layers; plain: the two products written out; folded: W + BA formed once a pass",
         ("peft", "plain", "folded"),
     )
+    base_linear: str = knob(
+        "published",
+        "how the frozen linear layers hold and multiply their weights: published: as they come; fp8-frozen: held once "
+        "in FP8, a scale a row; fp8-te: Transformer Engine's te.Linear, delayed scaling; fp8-torchao: torchao's "
+        "Float8Linear; nf4: 4 bits, double quantisation (QLoRA)",
+        ("published", "fp8-frozen", "fp8-te", "fp8-torchao", "nf4"),
+    )
 
     # how the computation is driven
     precision: str = knob(
@@ -141,6 +148,11 @@ class Recipe:
             _check(spec, getattr(self, spec.name))
         if self.persistent_workers and self.num_workers == 0:
             raise ValueError("persistent_workers=True needs num_workers of 1 or more: there is no worker to keep.")
+        if self.adapter == "folded" and self.base_linear != "published":
+            raise ValueError(
+                f"adapter='folded' adds the low-rank update to the weights, and base_linear={self.base_linear!r} holds "
+                "them in a form that nothing can be added to. Use adapter='plain' or 'peft'."
+            )
         if self.streams > 1 and self.driver != "graph":
             raise ValueError(
                 f"streams={self.streams} needs driver='graph': launched from the host one by one, micro-batches on "
@@ -174,7 +186,9 @@ class Recipe:
         """What a `device` ("cuda" or "cpu") can do of this recipe.
 
         A CPU has no tensor cores that take fp16, no CUDA graphs or streams, no page-locked copies, no cuDNN: there,
-        precision becomes fp32, the graph driver the eager one, and compilation keeps only its default mode.
+        precision becomes fp32, the graph driver the eager one, and compilation keeps only its default mode. The frozen
+        layers' format stays what it is: FP8 is emulated with the same rounding, NF4 runs, and what neither can be
+        (Transformer Engine, torchao) says so when it is built.
         """
         if device == "cuda":
             return self

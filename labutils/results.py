@@ -24,6 +24,10 @@ LANES = ("article", "same work", "same mathematics")
 PACKAGES = ("torch", "transformers", "diffusers", "peft", "accelerate", "datasets", "bitsandbytes", "triton", "numpy")
 
 
+class Unavailable(RuntimeError):
+    """Something that this machine lacks (a library, a kind of GPU); the message says what, and how to get it."""
+
+
 @dataclass
 class Run:
     """What one recipe did on one workload at one scale on one machine.

@@ -132,10 +132,11 @@ def assert_same_gradients(found: dict[str, Tensor], expected: dict[str, Tensor],
     assert errors[worst] <= rtol, f"{worst}: {errors[worst]:.2e} off"
 
 
-def assert_same_path(found: Watched, expected: Watched, rtol: float = 1e-3) -> None:
+def assert_same_path(found: Watched, expected: Watched, rtol: float = 5e-3) -> None:
     """All steps together moved every matrix alike: the difference's norm is within `rtol` of the way's.
 
-    AdamW's step is about the sign of a gradient; where one is nearly zero its rounding shows in full.
+    AdamW's step is about the sign of a gradient; where one is nearly zero its rounding shows in full, and rounding is
+    the CPU's: on one model of processor the ways agree to 1e-3, on another to 3e-3. A wrong recipe is off by 3e-2.
     """
     assert found.after.keys() == expected.after.keys()
     for name, start in expected.before.items():

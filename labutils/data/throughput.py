@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -110,6 +111,17 @@ class _Queue:
             if self.left[worker] <= 1e-9:
                 self.ready.add(self.tasks[worker].popleft())
                 self.left[worker] = self.pipeline.read_ms
+
+
+def off_the_model(measured: Mapping[int, Mapping[str, float]], model: Mapping[int, float]) -> dict[str, list[int]]:
+    """The workers whose step lies off the model by more than its spread: {"above": slower, "below": faster}.
+
+    measured: workers -> {"p10", "p90", ..} in ms. model: workers -> ms.
+    """
+    return {
+        "above": [workers for workers, step in measured.items() if step["p10"] > model[workers]],
+        "below": [workers for workers, step in measured.items() if step["p90"] < model[workers]],
+    }
 
 
 def hand_over_ms(dataset: Any, recipe: Recipe, read_ms: float, batches: int = 8) -> list[float]:

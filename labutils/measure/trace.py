@@ -394,14 +394,16 @@ class Trace:
 
         Without a GPU there are but two: "data", and "host" for all the rest. The profiler's own work makes the host
         slower and leaves GPU work as it is. So give `step_ms` and `data_ms` (a step, and the wait for data in it, timed
-        without the profiler) for an estimate of that step: GPU work as traced, data as timed, and what is left shared
-        among the others as it was in the trace. They add up to `step_ms`.
+        without the profiler) for an estimate of that step: GPU work as traced; of the wait as timed, the part in which
+        the GPU idled in the trace; and what is left shared among the others as it was there. They add up to `step_ms`.
         """
         traced = self._traced_partition()
         if step_ms is None:
             return traced
         known = _fitted({name: traced[name] for name in ("kernels", "copies") if name in traced}, step_ms)
-        known |= _fitted({"data": data_ms or 0.0}, step_ms - sum(known.values()))
+        waited = total(self._host_states["data"]) / self.steps
+        idle = traced["data"] / waited if waited else 1.0  # a host that runs ahead waits while the GPU has work
+        known |= _fitted({"data": idle * (data_ms or 0.0)}, step_ms - sum(known.values()))
         others = {name: ms for name, ms in traced.items() if name not in known}
         left = (step_ms - sum(known.values())) / (sum(others.values()) or 1.0)
         return known | {name: ms * left for name, ms in others.items()}
@@ -573,10 +575,14 @@ class Trace:
     def metrics(self, step_ms: float | None = None, data_ms: float | None = None) -> dict[str, Any]:
         """The numbers of a `Run`, per step; what does not apply to this trace is absent.
 
-        `.._share` are those of `partition(step_ms, data_ms)` as parts of the step, and `gpu_busy` is the kernels': of
-        the traced step, or of the one timed without the profiler where its times are given (of CUDA graphs, the
-        less). `.._idle_ms` are those of `host_breakdown`, always as traced. `clip_sync` is 1 where a synchronisation
-        began inside the mark "clip", or 0.
+        `.._share` are those of `partition(step_ms, data_ms)` as parts of the step. `.._idle_ms` are those of
+        `host_breakdown`, always as traced. `clip_sync` is 1 where a synchronisation began inside the mark "clip", or 0.
+
+        GPU-busy comes in two figures: `traced_gpu_busy` of the traced step, and, where `step_ms` is given,
+        `untraced_gpu_busy`: kernel time as traced over a step timed without the profiler. `gpu_busy` is the one to
+        quote. Of a step that the host launches it is the untraced: the profiler makes the host slower. Of a captured
+        one it is the less of the two, mostly the traced. There tracing adds some 0.3 us between two kernels of a graph
+        and may stretch the kernels, so the traced figure is a lower bound and the untraced an upper one.
         """
         found: dict[str, Any] = {"traced_step_ms": self.wall_ms / self.steps, "traced_steps": self.steps}
         shares = self.partition(step_ms, data_ms)
@@ -584,9 +590,9 @@ class Trace:
         if not self.on_gpu:
             return found
         found |= {f"{phase}_idle_ms": row["idle_ms"] for phase, row in self.host_breakdown().items()}
+        found |= {} if step_ms is None else {"untraced_gpu_busy": found["kernels_share"]}
         launches = self.launches()
         return found | {
-            # Tracing stretches each kernel of a captured graph a little: an untraced step would seem to be full of them
             "gpu_busy": min(found["kernels_share"], self.gpu_busy) if self.captured else found["kernels_share"],
             "traced_gpu_busy": self.gpu_busy,
             "kernels_ms": total(self.kernel_time) / self.steps,
@@ -622,13 +628,16 @@ def _clipped(blocks: Iterable[tuple[float, float, str]], window: Interval) -> li
     return [(start - window[0], end - start, category) for start, end, category in cut if start < end]
 
 
-def profile(session: Any, steps: int = 5, folder: str | Path = "profile", with_stack: bool = True) -> Trace:
+def profile(
+    session: Any, steps: int = 5, folder: str | Path = "profile", with_stack: bool = True, wait: int = 1
+) -> Trace:
     """Record `steps` steps of `session` as article A1 does, and read the trace back.
 
-    The schedule is the article's: one step passed over, one to warm the profiler up, `steps` recorded, once. `session`
-    has `.step()`; each call is one recorded step (for a training session an optimizer step, accumulation included). The
-    file `*.pt.trace.json` in `folder` opens in Perfetto. `with_stack` records Python functions
-    and the operators' input shapes as well; it slows the host down, so take times without it.
+    The schedule is the article's: one step passed over, one to warm the profiler up, `steps` recorded, once. Pass over
+    more with `wait` where workers have made batches ready: steps that use them up wait for no data. `session` has
+    `.step()`; each call is one recorded step (for a training session an optimizer step, accumulation included). The
+    file `*.pt.trace.json` in `folder` opens in Perfetto. `with_stack` records Python functions and the operators' input
+    shapes as well; it slows the host down, so take times without it.
     """
     import torch
     from torch.profiler import ProfilerActivity, schedule, tensorboard_trace_handler
@@ -638,14 +647,14 @@ def profile(session: Any, steps: int = 5, folder: str | Path = "profile", with_s
     on_gpu = torch.cuda.is_available()
     with torch.profiler.profile(
         activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])],
-        schedule=schedule(wait=1, warmup=1, active=steps, repeat=1),
+        schedule=schedule(wait=wait, warmup=1, active=steps, repeat=1),
         on_trace_ready=tensorboard_trace_handler(str(folder)),
         record_shapes=with_stack,
         with_stack=with_stack,
     ) as profiler:
-        for number in range(2 + steps):
+        for number in range(wait + 1 + steps):
             session.step()
-            if on_gpu and number == 1:
+            if on_gpu and number == wait:
                 torch.cuda.synchronize()  # so that work launched while warming up does not run into the record
             profiler.step()
     (written,) = set(folder.glob("*.pt.trace.json")) - before

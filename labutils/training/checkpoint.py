@@ -23,6 +23,7 @@ MUST_AGREE = (
     "seed",
     "rank",
     "adapter",
+    "base_linear",
     "precision",
     "micro_batch",
     "accumulation",

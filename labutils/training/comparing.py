@@ -8,7 +8,7 @@ import math
 import operator
 import time
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -21,7 +21,7 @@ from labutils.measure.steps import StepClock, StepTimes
 from labutils.measure.trace import Trace, profile
 from labutils.measure.utilization import Utilization
 from labutils.recipe import Recipe
-from labutils.results import Run, summarise
+from labutils.results import Run, Unavailable, summarise
 from labutils.training.session import Session
 from labutils.workloads.base import Work, Workload
 
@@ -57,8 +57,8 @@ REFILL_S = 0.3
 class Bench:
     """Sessions side by side in one process, built once each and compared as often as one likes.
 
-    The frozen weights are held once. A recipe that fails drops out with its reason as the run's status; the others go
-    on.
+    The frozen weights are held once. A recipe that fails drops out with its reason as the run's status, its session is
+    ended and its memory given back; the others go on.
     """
 
     def __init__(self, workload: Workload, warmup: int = 2) -> None:
@@ -111,10 +111,11 @@ class Bench:
         return utilization.metrics()
 
     def profile(self, name: str, folder: Path, steps: int = 3) -> Trace:
-        """A trace of `steps` more optimizer steps, without Python stacks: see `labutils.measure.trace`."""
-        session = self._session(name)
-        self.contenders[name].settle()
-        return profile(session, steps, folder, with_stack=False)
+        """A trace of `steps` more optimizer steps, without Python stacks: see `labutils.measure.trace`.
+
+        It settles inside the profiler, which takes a while to start: workers would make batches ready meanwhile.
+        """
+        return profile(self._session(name), steps, folder, with_stack=False, wait=self.contenders[name].steps_to_settle)
 
     def _session(self, name: str) -> Session:
         """The session of a recipe that works; raises `RuntimeError` with the reason where it failed."""
@@ -126,12 +127,11 @@ class Bench:
         return self.contenders[name].session
 
     def _enter(self, name: str, recipe: Recipe) -> None:
-        contender = Contender(self.workload, recipe, self.warmup)
-        self.stack.callback(self._attempt, name, contender.close)
-        self.contenders[name] = contender
+        self.contenders[name] = Contender(self.workload, recipe, self.warmup)
+        self.stack.callback(self._end, name)
 
     def _able(self, recipes: Mapping[str, Recipe]) -> list[str]:
-        return [name for name in recipes if name in self.contenders and name not in self.failed]
+        return [name for name in recipes if name in self.contenders]
 
     def _report(self, name: str, recipe: Recipe) -> Run:
         run = _empty_run(self.workload, recipe, name)
@@ -147,17 +147,27 @@ class Bench:
             return
         except torch.OutOfMemoryError:
             self.failed[name] = "oom"
+        except Unavailable as error:
+            self.failed[name] = f"skipped: {error}"
         except Exception as error:
             self.failed[name] = f"error: {type(error).__name__}: {error}"
         # Outside the except block: inside it the exception still holds the frames, and these the tensors.
+        self._end(name)
+        gc.unfreeze()  # what is frozen isn't collected; a session's modules and hooks refer to each other
         gc.collect()
+        gc.freeze()
         hardware.cuda.empty_cache()
+
+    def _end(self, name: str) -> None:
+        """End a recipe's session and forget it. What goes wrong in that is no news: its runs have their status."""
+        if contender := self.contenders.pop(name, None):
+            with suppress(Exception):
+                contender.close()
 
     def close(self) -> None:
         """End all sessions."""
         gc.unfreeze()
         self.stack.close()
-        self.contenders.clear()
 
     def __enter__(self) -> Bench:
         return self
@@ -213,10 +223,14 @@ class Contender:
         found = {"peak_allocated_gb": own_peak(peak[0], before, built, held)}
         return found | ({"peak_reserved_gb": peak[1]} if before == 0 else {})
 
-    def settle(self) -> None:
-        """Step until the batches that workers made ready meanwhile are used up and the GPU's clock has risen again."""
+    @property
+    def steps_to_settle(self) -> int:
+        """Steps until the batches that workers made ready are used up and the GPU's clock has risen again."""
         ready = 1 + math.ceil(self.ready_batches / self.session.recipe.accumulation)
-        measure(self.session, max(ready, math.ceil(SETTLE_MS / self.step_ms)))
+        return max(ready, math.ceil(SETTLE_MS / self.step_ms))
+
+    def settle(self) -> None:
+        measure(self.session, self.steps_to_settle)
 
     @property
     def ready_batches(self) -> int:
@@ -244,6 +258,7 @@ class Contender:
             "examples_per_s": recipe.examples_per_step / step_ms["median"] * 1e3,
             "loss": session.losses,
         }
+        run.metrics |= {} if session.encode_s is None else {"encode_s": session.encode_s}
         run.metrics |= self.memory
         if self.times.work:
             run.metrics |= _of_varying_steps(session.workload, recipe, self.times)

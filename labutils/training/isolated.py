@@ -24,6 +24,7 @@ COMPILED_BY = (
     "dynamic",
     "precision",
     "adapter",
+    "base_linear",
     "rank",
     "memory_format",
     "layers",

@@ -10,9 +10,8 @@ from pathlib import Path
 from types import TracebackType
 
 import torch
-from torch.backends import cudnn
 
-from labutils.capture import attention_kernel
+from labutils.capture import attention_kernel, timed_convolutions
 from labutils.data.images import make_loader
 from labutils.recipe import Recipe
 from labutils.training import checkpoint
@@ -30,7 +29,8 @@ class Session:
     folder: where logs and checkpoints go; None: a temporary one that goes with the session. resume: go on from the
     folder's checkpoint; raises `FileNotFoundError` where there is none, `ValueError` where it belongs to another
     recipe. `step_count` counts optimizer steps since the run's beginning, `recipe` is the recipe as it fits this
-    device.
+    device. Building took `build_s` seconds, `encode_s` of them for encoding every example once where the recipe caches
+    them, else None.
     """
 
     def __init__(
@@ -49,6 +49,7 @@ class Session:
         self.model = workload.build(self.recipe)
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         dataset = workload.dataset(self.model, self.recipe)
+        self.encode_s: float | None = getattr(dataset, "encode_s", None)
         order = workload.order(dataset, self.recipe)
         loader = make_loader(dataset, self.recipe, collate_fn=workload.collate(self.recipe), order=order)
         compile_as_asked(workload, self.model, self.recipe)
@@ -64,7 +65,7 @@ class Session:
 
     def step(self) -> None:
         """One optimizer step, accumulation included. On a GPU it may still be running when this returns."""
-        with attention_kernel(self.recipe.attention), cudnn.flags(enabled=True, benchmark=self.recipe.cudnn_benchmark):
+        with attention_kernel(self.recipe.attention), timed_convolutions(self.recipe.cudnn_benchmark):
             self.driver.step(self.batches)
         self.step_count += 1
 

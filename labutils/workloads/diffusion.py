@@ -30,6 +30,7 @@ from labutils.data.images import captioned_images, collate, image_text_dataset
 from labutils.data.tokenizers import HUB_MODEL, MAX_LENGTH, VOCABULARY, clip_tokenizer
 from labutils.folding import fold, form_weights
 from labutils.hardware import usable_cores
+from labutils.lowbit.backends import convert_base, forward_context
 from labutils.recipe import Recipe
 from labutils.workloads.base import Batch, Work, Workload
 from labutils.workloads.counting import FlopCount, weight_bytes
@@ -65,7 +66,9 @@ SIZES = {
 
 
 class Networks(nn.Module):
-    """The three networks and the noise schedule."""
+    """The three networks, the noise schedule, and the kind of the frozen linear layers under the UNet's adapters."""
+
+    base_linear = "published"
 
     def __init__(self, unet: nn.Module, vae: nn.Module, text_encoder: nn.Module, scheduler: Any) -> None:
         super().__init__()
@@ -104,6 +107,8 @@ class DiffusionLora(Workload):
         attach_lora(model.unet, TARGETS, recipe.rank, recipe.rank, kind, seed=recipe.seed)
         if recipe.adapter == "folded":
             _fold(model.unet)
+        model.base_linear = recipe.base_linear
+        convert_base(model.unet, lora_layers(model.unet), recipe.base_linear, DTYPES[recipe.precision])
         model.unet.train()
         return model
 
@@ -195,7 +200,7 @@ class DiffusionLora(Workload):
             latents = self._latents(model, batch, draws["posterior"])
             noisy = model.scheduler.add_noise(latents, draws["noise"], draws["timesteps"])
             condition = self._condition(model, batch)
-        with record_function("forward"):
+        with record_function("forward"), forward_context(model.base_linear):
             form_weights(model.unet)
             predicted = model.unet(noisy, draws["timesteps"], condition, return_dict=False)[0]
             return F.mse_loss(predicted.float(), draws["noise"].float())
@@ -248,11 +253,11 @@ class DiffusionLora(Workload):
 
 
 class EncodedExamples(Dataset):
-    """Examples that were encoded once and are held in memory; reading a batch is one gather."""
+    """Examples that were encoded once, in `encode_s` seconds, and are held in memory; reading a batch is one gather."""
 
-    def __init__(self, tensors: dict[str, Tensor], seconds: float) -> None:
+    def __init__(self, tensors: dict[str, Tensor], encode_s: float) -> None:
         self.tensors = tensors
-        self.seconds = seconds
+        self.encode_s = encode_s
 
     def __len__(self) -> int:
         return len(next(iter(self.tensors.values())))

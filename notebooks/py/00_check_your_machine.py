@@ -21,6 +21,9 @@
 # Every later lab compares a time with a limit. This one finds the limits: what this machine can do, what its data sheet
 # promises, and what it costs just to ask for work. It also finds what would have stopped a later lab halfway.
 #
+# Two published articles turn up by their short names. **A1** profiles and tunes LoRA training of Stable Diffusion on a
+# Blackwell workstation card; **A3** fine-tunes language models on that card and on an H100. The README says more of both.
+#
 # **After this lab you can**
 # - tell whether a machine is ready to fine-tune on, and put right what is not;
 # - read a data sheet without being misled by its sparse figures, and say which share of its peak is real;
@@ -59,7 +62,7 @@ from labutils.results import Run, summarise
 plots.use_style()
 
 # %% [markdown]
-# ## 1. Is this machine ready?
+# ## 1 · Is this machine ready?
 #
 # The doctor looks at what has stopped people before: the driver, the PyTorch build, shared memory, a compiler, and packages
 # that are installed and yet can't be used. `fail` stops the labs, `warn` spoils one of them, `info` is good to know. Each
@@ -70,7 +73,7 @@ findings = doctor.examine()
 print(doctor.render(findings))
 
 # %% [markdown]
-# ## 2. What does it really reach?
+# ## 2 · What does it really reach?
 #
 # **Predict** the rate of large matrix products here, in TFLOP/s: in bf16 on a GPU (the data sheet of an H200 says 989, or
 # 1979 "with sparsity"), in fp32 on a CPU (a laptop's core does some hundred billion FLOPs a second at best).
@@ -127,19 +130,16 @@ plt.show()
 
 # %%
 reference = lab.reference("machine")
-rows = ["| median of | here | H200 (ours) |", "|---|---|---|"]
-for item, what in hardware.ITEMS.items():
-    here, there = machine.metric(item), reference and reference.metric(item)
-    shown = [f"{value:.4g}" if value else "-" for value in (here, there)]
-    rows.append(f"| {what} | {shown[0]} | {shown[1]} |")
-lab.show("\n".join(rows))
+theirs = reference.metric if reference else {}.get
+rows = [(what, machine.metric(item), theirs(item)) for item, what in hardware.ITEMS.items()]
+lab.table(("median of", "here", "H200 (ours)"), *rows)
 
 # %% [markdown]
 # **Takeaway.** Three numbers describe a machine well enough to predict most of a training step: its matrix rate, its
 # memory bandwidth, and what a launch costs the host. The next two sections use one each.
 
 # %% [markdown]
-# ## 3. What limits an operation?
+# ## 3 · What limits an operation?
 #
 # An operation does arithmetic and moves bytes. Both take time, and the hardware does them at once; so the slower of the two
 # sets a **floor**: max(FLOPs / rate, bytes / bandwidth). FLOPs per byte is the operation's *intensity*. Where the two times
@@ -184,13 +184,13 @@ ax.set_title("The roofline of this machine, and where a training step's operatio
 plt.show()
 
 # %%
-rows = ["| operation | FLOP/byte | limit | floor, ms | measured, ms | floor / measured |", "|---|---|---|---|---|---|"]
+rows = []
 for op in operations:
     roof = roofs[op.dtype]
     floor, limit = roof.floor_ms(op.flops, op.bytes), "memory" if op.intensity < roof.ridge else "arithmetic"
-    share = 100 * floor / alone[op.name]
-    rows.append(f"| {op.name} | {op.intensity:,.1f} | {limit} | {floor:.3g} | {alone[op.name]:.3g} | {share:.0f} % |")
-lab.show("\n".join(rows))
+    share = f"{100 * floor / alone[op.name]:.0f} %"
+    rows.append((op.name, op.intensity, limit, floor, alone[op.name], share))
+lab.table(("operation", "FLOP/byte", "limit", "floor, ms", "measured, ms", "floor / measured"), *rows)
 memory_bound = sum(op.intensity < roofs[op.dtype].ridge for op in operations)
 
 # %% [markdown]
@@ -208,7 +208,7 @@ memory_bound = sum(op.intensity < roofs[op.dtype].ridge for op in operations)
 # by its bytes.
 
 # %% [markdown]
-# ## 4. What does it cost just to ask?
+# ## 4 · What does it cost just to ask?
 #
 # A GPU does nothing by itself: for each kernel, Python calls PyTorch, PyTorch calls the driver, and the driver writes a
 # command into the GPU's queue. The host does not wait for the result, so this costs nothing, as long as the queue never
@@ -235,16 +235,15 @@ plt.show()
 # %% [markdown]
 # The flat part is the price of asking; only to the right of the knee does the work itself decide. On a GPU, the second curve
 # shows the same kernels replayed from a CUDA graph, which the host launches all at once: what is left is the GPU's own
-# time, a microsecond or two even for a single number. Between the curves lies what lab 04 wins by capturing a step. (On a CPU there is no queue and no graph: the flat part
-# is PyTorch's own overhead in each call.)
+# time, a microsecond or two even for a single number. Between the curves lies what lab 04 wins by capturing a step.
+# (On a CPU there is no queue and no graph: the flat part is PyTorch's own overhead in each call.)
 #
 # What that means for a training step:
 
 # %%
 launch_us = measured.median("launch_us")
-rows = ["| kernels in a step | the host needs at least |", "|---|---|"]
-rows += [f"| {count:,} | {count * launch_us / 1e3:.1f} ms |" for count in (1_000, 5_000, 20_000, 50_000)]
-lab.show("\n".join(rows))
+rows = [(count, f"{count * launch_us / 1e3:.1f} ms") for count in (1_000, 5_000, 20_000, 50_000)]
+lab.table(("kernels in a step", "the host needs at least"), *rows)
 
 # %% [markdown]
 # **Takeaway.** A step with more kernels than the GPU takes launch times to finish them is **launch-bound**: a faster GPU
@@ -252,7 +251,7 @@ lab.show("\n".join(rows))
 # half the rate beat the faster one.
 
 # %% [markdown]
-# ## 5. A card that PyTorch was not built for
+# ## 5 · A card that PyTorch was not built for
 #
 # The author of article A1 put a new card (compute capability 12.0, "sm_120") into a machine with a stable PyTorch 2.3. It
 # warned that the card was not among its architectures, and then failed. Why a warning first, if it can't work?
@@ -276,7 +275,7 @@ with lab.attempt("A kernel for another card", reference="unlisted architecture")
 xformers = doctor.this_machine().imports.get("xformers")
 with lab.attempt("xformers' attention on this card", reference="xformers"):
     if lab.device == "cpu" or xformers is None or xformers.status == "missing":
-        raise NotHere("xformers is not installed, or there is no GPU; no lab needs it")
+        raise NotHere(f"{'there is no GPU' if lab.device == 'cpu' else 'xformers is not installed'}; no lab needs it")
     failed = int(xformers.status != "ok")
     lab.keep(Run("00", "xformers", metrics={"failed": failed, "message": xformers.message}))
 
@@ -330,6 +329,10 @@ def check_lora_intensity(function):
     adapter = next(op for op in hardware.course_operations("full", lab.device, "bf16") if op.name == "LoRA's products")
     ours, yours = adapter.intensity, function(16384, 4096, 8)
     assert abs(yours / ours - 1) < 0.01, f"At 16384 tokens, width 4096, rank 8 it is {ours:.3f}, not {yours:.3f}."
+    small = function(64, 64, 8)  # where the matrices and the thin product count as well
+    assert abs(small - 6.4) < 0.01, (
+        f"Nearly, but at 64 tokens and width 64 it is 6.4, not {small:.3f}. Which bytes lack?"
+    )
     print(
         f"Right: {yours:.2f}, nearly the rank. To leave the memory-bound side, an adapter would need a rank in the hundreds."
     )
@@ -372,8 +375,7 @@ check_gpu_busy(gpu_busy)
 check_gpu_busy(lambda kernels, gpu_ms, launch_us: gpu_ms / max(gpu_ms, kernels * launch_us / 1e3))
 
 # %% [markdown]
-# ## What you have done
-#
+# ## What you did
 # - You checked whether this machine is ready to fine-tune on, and know what to type where it is not.
 # - You measured its peaks, and compared them with the dense column of the data sheet.
 # - You placed six operations of a training step on its roofline, and said what limits each.

@@ -53,6 +53,7 @@ lab = open_lab("01", globals())
 import copy
 import tempfile
 from pathlib import Path
+from statistics import median
 
 import matplotlib.pyplot as plt
 import torch
@@ -70,13 +71,6 @@ tiny = lab.scale == "tiny"
 d, rows = (256, 256) if tiny else (4096, 4096)  # width of the layers that we compute with, and rows of their input
 if lab.device == "cpu":
     torch.set_num_threads(1)  # matrices this small gain nothing from more, and times are steadier
-
-
-def table(*rows: tuple) -> None:
-    """Show rows of words and numbers, the first row as the head."""
-    lines = ["| " + " | ".join(f"{c:.3g}" if isinstance(c, float) else str(c) for c in row) + " |" for row in rows]
-    lab.show("\n".join([lines[0], "|---" * len(rows[0]) + "|", *lines[1:]]))
-
 
 # %% [markdown]
 # ## 1 · A LoRA layer from scratch
@@ -115,6 +109,7 @@ with torch.no_grad():
     A.copy_(ours.A)
     B.copy_(ours.B.normal_(std=0.02))
 
+# %%
 x = torch.randn(64, d, device=lab.device)
 for layer in (ours, theirs):
     layer(x).square().mean().backward()
@@ -123,9 +118,8 @@ differences = {
     "gradient of A": (ours.A.grad - A.grad).abs().max() / A.grad.abs().max(),
     "gradient of B": (ours.B.grad - B.grad).abs().max() / B.grad.abs().max(),
 }
-table(
-    ("LoRA from scratch against PEFT", "largest difference, relative"), *((k, v.item()) for k, v in differences.items())
-)
+found = [(name, value.item()) for name, value in differences.items()]
+lab.table(("LoRA from scratch against PEFT", "largest difference, relative"), *found)
 
 # %% [markdown]
 # The differences are a few times $10^{-7}$, the precision of float32, or nothing at all. `labutils.adapters` holds this
@@ -193,6 +187,7 @@ def qwen3_8b() -> nn.Module:
     return Qwen3ForCausalLM(Qwen3Config(**sizes, **heads, tie_word_embeddings=False))
 
 
+# %%
 def llava_next_7b() -> nn.Module:
     heads = {"num_attention_heads": 32, "num_key_value_heads": 8}
     mistral = {"hidden_size": 4096, "num_hidden_layers": 32, "intermediate_size": 14336, "vocab_size": 32064} | heads
@@ -215,6 +210,7 @@ MODELS = {  # name -> how it is built, what is adapted and at which rank
 NAMES = {"sd15": "SD1.5 UNet", "qwen3_8b": "Qwen3-8B", "llava_7b": "LLaVA-NeXT 7B"}
 
 
+# %%
 def on_meta(name: str, lora: bool, dtype: torch.dtype = torch.float32) -> nn.Module:
     """The model without memory, with or without LoRA on what its article adapts."""
     build, targets, rank = MODELS[name]
@@ -231,37 +227,18 @@ counts = {"full_d4096": full, "lora_d4096_r8": low_rank}
 for name, (_, _, rank) in MODELS.items():
     counts[f"{name}_total"] = count_parameters(on_meta(name, lora=False))
     counts[f"{name}_lora_r{rank}"] = count_trainable(on_meta(name, lora=True))
-counts_run = lab.keep(Run("01", "lora-counts", metrics=counts))
-table(
-    ("model", "parameters", "LoRA trains", "share"),
-    *(
-        (
-            f"{NAMES[n]}, r = {r}",
-            f"{counts[f'{n}_total']:,}",
-            f"{counts[f'{n}_lora_r{r}']:,}",
-            f"{counts[f'{n}_lora_r{r}'] / counts[f'{n}_total']:.3%}",
-        )
-        for n, (_, _, r) in MODELS.items()
-    ),
-)
+lab.keep(Run("01", "lora-counts", metrics=counts));
 
 # %%
-pairs = {"a layer, d = 4096\nr = 8": (full, low_rank)}
-pairs |= {f"{NAMES[n]}\nr = {r}": (counts[f"{n}_total"], counts[f"{n}_lora_r{r}"]) for n, (_, _, r) in MODELS.items()}
-figure, ax = plt.subplots(figsize=(7.2, 3.2))
-styles = ((-0.2, plots.NAVY, ""), (0.2, plots.AMBER, "///"))
-for row, values in enumerate(pairs.values()):
-    for value, (offset, color, hatch) in zip(values, styles, strict=True):
-        ax.barh(row + offset, value, height=0.38, color=color, hatch=hatch, edgecolor=plots.INK, linewidth=0.7)
-        text = f"{value / 1e9:.2f} billion" if value >= 1e9 else f"{value / 1e6:.3g} million"
-        ax.annotate(text, (value, row + offset), (4, 0), textcoords="offset points", va="center", fontsize=8)
-ax.set(xscale="log", xlim=(1e4, 3e11), xlabel="parameters (each mark of the axis is a factor of ten)")
-ax.set_yticks(range(len(pairs)), pairs)
-ax.invert_yaxis()
-ax.grid(axis="y", visible=False)
-ax.legend(["all weights", "LoRA"], loc="lower right", bbox_to_anchor=(1, 1), ncol=2)
-ax.set_title("LoRA trains a few thousandths, or less")
+pairs = {"a layer, d = 4096, r = 8": {"all weights": full, "LoRA": low_rank}}
+for name, (_, _, rank) in MODELS.items():
+    both = counts[f"{name}_total"], counts[f"{name}_lora_r{rank}"]
+    pairs[f"{NAMES[name]}, r = {rank}"] = dict(zip(("all weights", "LoRA"), both, strict=True))
+figure, ax = plt.subplots()
+plots.magnitudes(ax, pairs, "parameters")
 plt.show()
+shares = [(name, *both.values(), f"{both['LoRA'] / both['all weights']:.3%}") for name, both in pairs.items()]
+lab.table(("what is trained", "parameters", "LoRA trains", "share"), *shares)
 lab.verdict("A1.lora.count");
 
 # %% [markdown]
@@ -300,6 +277,7 @@ values = {
 targets = {name: (U * sigma) @ V.T * (width**0.5 / sigma.norm()) for name, sigma in values.items()}
 
 
+# %%
 def recover(target: torch.Tensor, rank: int, seed: int) -> float:
     """Train LoRA from its usual start towards `target`; the relative error that remains."""
     layer = nn.Sequential(nn.Linear(width, width, bias=False, device=lab.device))
@@ -365,81 +343,77 @@ times_faster = None  # forward, thin against dense, on this machine, at the larg
 lab.predict("thin products are faster than dense ones, forward", times_faster, "x")
 
 # %%
+dtype, r = (torch.float32 if lab.device == "cpu" else torch.bfloat16), 8
 sizes = {
     "like SD1.5's first level": (1024 if tiny else 16384, 320),  # rows, width
     "like a language model": (512, 1024) if tiny else (4096, 4096),
 }
-short = dict(zip(sizes, ("sd15", "llm"), strict=True))
-dtype, r = (torch.float32 if lab.device == "cpu" else torch.bfloat16), 8
 
 
-def orders(n: int, width: int) -> dict:
-    """The four ways as calls: forward and backward, in thin and in dense order; G is the gradient that comes back."""
-    make = {"device": lab.device, "dtype": dtype}
-    x, G, W = torch.randn(n, width, **make), torch.randn(n, width, **make), torch.randn(width, width, **make)
-    A, B = torch.randn(r, width, **make), torch.randn(width, r, **make)
-    h = x @ A.T
+def random_matrix(rows: int, columns: int) -> torch.Tensor:
+    return torch.randn(rows, columns, device=lab.device, dtype=dtype)
 
-    def thin_backward() -> tuple:
-        gh = G @ B
-        return gh.T @ x, G.T @ h, gh @ A  # the gradients of A, B and x
 
-    def dense_backward() -> tuple:
-        gW = G.T @ x
-        return B.T @ gW, gW @ A.T, G @ (B @ A)
-
-    return {
-        "frozen layer": (lambda: x @ W.T, lambda: (G @ W,)),
-        "thin": (lambda: (x @ A.T) @ B.T, thin_backward),
-        "dense": (lambda: x @ (B @ A).T, dense_backward),
-    }
+# %% [markdown]
+# Both orders, forward and backward, written out. $G$ is the gradient that comes back from the layers behind; the backward
+# pass gives the gradients of $A$, $B$ and $x$. (The pretrained $W$ is frozen: it only hands the gradient on.)
 
 
 # %%
-ways = {size: orders(*shape) for size, shape in sizes.items()}
-for way in ways.values():  # the two orders give the same, up to rounding
-    thin, dense = ((forward(), *backward()) for forward, backward in (way["thin"], way["dense"]))
-    for one, other in zip(thin, dense, strict=True):
+def thin(x: torch.Tensor, G: torch.Tensor, A: torch.Tensor, B: torch.Tensor) -> dict:
+    h = x @ A.T  # kept from the forward pass
+
+    def backward() -> tuple:
+        gh = G @ B
+        return gh.T @ x, G.T @ h, gh @ A
+
+    return {"forward": lambda: (x @ A.T) @ B.T, "backward": backward}
+
+
+def dense(x: torch.Tensor, G: torch.Tensor, A: torch.Tensor, B: torch.Tensor) -> dict:
+    def backward() -> tuple:
+        gW = G.T @ x
+        return B.T @ gW, gW @ A.T, G @ (B @ A)
+
+    return {"forward": lambda: x @ (B @ A).T, "backward": backward}
+
+
+# %%
+times = {}
+for size, (n, width) in sizes.items():
+    x, G, W = random_matrix(n, width), random_matrix(n, width), random_matrix(width, width)
+    A, B = random_matrix(r, width), random_matrix(width, r)
+    frozen = {"forward": lambda x=x, W=W: x @ W.T, "backward": lambda G=G, W=W: G @ W}
+    ways = {"frozen layer": frozen, "thin": thin(x, G, A, B), "dense": dense(x, G, A, B)}
+    both = [(way["forward"](), *way["backward"]()) for way in (ways["thin"], ways["dense"])]
+    for one, other in zip(*both, strict=True):  # the two orders give the same, up to rounding
         assert (one - other).norm() < 0.02 * other.norm()
-times = {
-    (size, name, direction): cuda.timed(call, budget_s=0.3)
-    for size, way in ways.items()
-    for name, calls in way.items()
-    for direction, call in zip(("forward", "backward"), calls, strict=True)
-}
-samples = {f"{short[s]}_{name}_{direction}_ms".replace(" ", "_"): t for (s, name, direction), t in times.items()}
-metrics = {name: summarise(t) for name, t in samples.items()}
+    times[size] = {name: {d: cuda.timed(call, budget_s=0.3) for d, call in way.items()} for name, way in ways.items()}
 
 # %%
 figure, axes = plt.subplots(1, 2, figsize=(7.2, 3.4))
 for ax, (size, (n, width)) in zip(axes, sizes.items(), strict=True):
-    fills = {"frozen layer": (plots.MIST, ""), "thin": (plots.NAVY, ""), "dense": (plots.AMBER, "///")}
-    for i, (name, (color, hatch)) in enumerate(fills.items()):
-        bars = [summarise(times[size, name, direction]) for direction in ("forward", "backward")]
-        error = [[b["median"] - b["p10"] for b in bars], [b["p90"] - b["median"] for b in bars]]
-        style = {"color": color, "hatch": hatch, "edgecolor": plots.INK, "linewidth": 0.7, "capsize": 3}
-        at, heights = [i * 0.27 - 0.27, i * 0.27 + 0.73], [b["median"] for b in bars]
-        ax.bar(at, heights, 0.25, yerr=error, label=name, **style)
-    ax.set(title=f"{size}\n{n} rows, width {width}", xticks=(0, 1), ylabel="ms (median, p10-p90)")
-    ax.set_xticklabels(["forward", "backward"])
-    ax.grid(axis="x", visible=False)
+    plots.grouped(ax, times[size], ((plots.MIST, ""), (plots.NAVY, ""), (plots.AMBER, "///")))
+    ax.set_title(f"{size}\n{n} rows, width {width}")
 axes[1].legend(title=f"r = {r}")
 plt.show()
 
 # %%
-lines = []
-for size, (n, width) in sizes.items():
-    dense = {"forward": 2 * n * width**2 + 2 * r * width**2, "backward": 4 * n * width**2 + 6 * r * width**2}
-    thin = {"forward": 4 * n * r * width, "backward": 8 * n * r * width}
-    for direction in thin:
-        fewer = dense[direction] / thin[direction]
-        medians = [summarise(times[size, order, direction])["median"] for order in ("dense", "thin")]
-        metrics |= {
-            f"{short[size]}_{direction}_flops_ratio": fewer,
-            f"{short[size]}_{direction}_speedup": medians[0] / medians[1],
-        }
-        lines.append((size, direction, f"{fewer:.0f} times", f"{medians[0] / medians[1]:.1f} times"))
-table(("size", "pass", "operations: thin has fewer by", "time: thin is faster by"), *lines)
+short, samples, metrics, lines = dict(zip(sizes, ("sd15", "llm"), strict=True)), {}, {}, []
+for size, (n, k) in sizes.items():
+    ms = {name: {way: median(t) for way, t in by_pass.items()} for name, by_pass in times[size].items()}
+    for name, by_pass in times[size].items():
+        samples |= {f"{short[size]}_{name}_{way}_ms".replace(" ", "_"): t for way, t in by_pass.items()}
+    fewer = {  # dense over thin, from the table above
+        "forward": (2 * n * k**2 + 2 * r * k**2) / (4 * n * r * k),
+        "backward": (4 * n * k**2 + 6 * r * k**2) / (8 * n * r * k),
+    }
+    for way, ratio in fewer.items():
+        faster = ms["dense"][way] / ms["thin"][way]
+        metrics |= {f"{short[size]}_{way}_flops_ratio": ratio, f"{short[size]}_{way}_speedup": faster}
+        lines.append((size, way, f"{ratio:.0f} times", f"{faster:.1f} times"))
+lab.table(("size", "pass", "operations: thin has fewer by", "time: thin is faster by"), *lines)
+metrics |= {name: summarise(t) for name, t in samples.items()}
 order_run = lab.keep(Run("01", "order", metrics=metrics, samples=samples))
 
 # %% [markdown]
@@ -478,21 +452,28 @@ def relative(a: torch.Tensor, b: torch.Tensor) -> float:
     return ((a.double() - b.double()).norm() / b.double().norm()).item()
 
 
-lines, metrics = [], {}
-for dtype in (torch.float32, torch.float16, torch.bfloat16):
-    model, name = layer_with_adapter(dtype), str(dtype).removeprefix("torch.")
+def merged_and_back(dtype: torch.dtype) -> tuple[float, float]:
+    """What merging loses of the correction, and how far off the weights are after ten merges taken out again."""
+    model = layer_with_adapter(dtype)
     before = model[0].weight.double().clone()
     update = model[0].lora_B["default"].weight @ model[0].lora_A["default"].weight
     adapters.merge(model)
     lost = relative(model[0].weight.double() - before, update)
-    for _ in range(10):
-        adapters.unmerge(model)
-        adapters.merge(model)
     adapters.unmerge(model)
-    back = relative(model[0].weight, before)
+    for _ in range(9):
+        adapters.merge(model)
+        adapters.unmerge(model)
+    return lost, relative(model[0].weight, before)
+
+
+# %%
+lines, metrics = [], {}
+for dtype in (torch.float32, torch.float16, torch.bfloat16):
+    name = str(dtype).removeprefix("torch.")
+    lost, back = merged_and_back(dtype)
     metrics |= {f"{name}_lost": lost, f"{name}_off_after_unmerge": back}
     lines.append((name, f"{lost:.2%}", f"{back:.1e}"))
-table(("weights in", "of the correction, lost by merging", "weights off by, after ten merges and unmerges"), *lines)
+lab.table(("weights in", "of the correction, lost by merging", "weights off by, after ten merges and unmerges"), *lines)
 
 # %% [markdown]
 # Half precision rounds the *sum* to the nearest step of the weight's own size, and the correction is a hundred times
@@ -519,7 +500,9 @@ lines = []
 for used in tasks:
     adapters.switch(model, used)
     lines.append((f"adapter {used!r}", *((model(x) - y).square().mean().item() for y in tasks.values())))
-table(("error of", *(f"on task {name!r}" for name in tasks)), *lines)
+lab.table(("error of", *(f"on task {name!r}" for name in tasks)), *lines)
+
+# %%
 with tempfile.TemporaryDirectory() as folder:
     files = adapters.save_adapter(model, folder, "portrait")
     size = sum(Path(file).stat().st_size for file in files)
@@ -537,10 +520,9 @@ beside["merged"] = cuda.timed(lambda: model(x), budget_s=0.2)
 adapters.unmerge(model)
 samples = {f"{name.replace(' ', '_')}_ms": t for name, t in beside.items()}
 lab.keep(Run("01", "merge", metrics=metrics | {k: summarise(t) for k, t in samples.items()}, samples=samples))
-table(
-    ("forward pass of the layer", "median, ms", "p10 - p90, ms"),
-    *((n, s["median"], f"{s['p10']:.3g} - {s['p90']:.3g}") for n, s in ((n, summarise(t)) for n, t in beside.items())),
-)
+spreads = {name: summarise(t) for name, t in beside.items()}
+lines = [(name, s["median"], f"{s['p10']:.3g} - {s['p90']:.3g}") for name, s in spreads.items()]
+lab.table(("forward pass of the layer", "median, ms", "p10 - p90, ms"), *lines)
 
 # %% [markdown]
 # **Takeaway.** Merged, an adapter costs no time; unmerged, it can be swapped, and thousands fit where one model does.
@@ -576,14 +558,12 @@ def loss_on_meta(name: str, model: nn.Module):
     return lambda: model(input_ids=ids, attention_mask=mask, labels=ids, use_cache=False).loss
 
 
+# %%
 memory = {}
 for name in MODELS:
     half = torch.float16 if name == "sd15" else torch.bfloat16
-    for way, lora, dtype in (
-        ("all, float32", False, torch.float32),
-        ("all, half", False, half),
-        ("LoRA, half", True, half),
-    ):
+    ways = (("all, float32", False, torch.float32), ("all, half", False, half), ("LoRA, half", True, half))
+    for way, lora, dtype in ways:
         model = on_meta(name, lora, half)
         kept = saved_for_backward(model, loss_on_meta(name, model))
         memory[name, way] = planned(nn.Module.to(model, dtype) if not lora else model, activations=kept)
@@ -597,6 +577,8 @@ for ax, name in zip(axes, MODELS, strict=True):
     if ax is not axes[0]:
         ax.get_legend().remove()
 plt.show()
+
+# %%
 less = memory["qwen3_8b", "all, float32"].total / memory["qwen3_8b", "LoRA, half"].total
 fewer = counts["qwen3_8b_total"] / counts["qwen3_8b_lora_r8"]
 print(f"Qwen3-8B: {less:.1f} times less memory, for {fewer:.0f} times fewer trained parameters")
@@ -637,19 +619,18 @@ with lab.attempt("Training a UNet to see its memory", reference="memory-measured
         cuda.reset_peak_memory()
         real = measured(unet, loss, torch.optim.AdamW([p for p in unet.parameters() if p.requires_grad]))
         lines += [(way, part, counted * 1e3, real.in_gb()[part] * 1e3) for part, counted in plan.in_gb().items()]
-        metrics |= {f"{way}_{part}_gb": gb for part, gb in real.in_gb().items()} | {
-            f"{way}_planned_gb": plan.total / 1e9
-        }
+        metrics |= {f"{way}_{part}_gb": gb for part, gb in real.in_gb().items()}
+        metrics[f"{way}_planned_gb"] = plan.total / 1e9
         if peak := cuda.peak_memory():
-            lines.append((way, "peak of the allocator", "", peak[0] * 1e3))
+            lines.append((way, "peak of the allocator", None, peak[0] * 1e3))
             metrics[f"{way}_peak_allocated_gb"] = peak[0]
-    table(("UNet, one image, float32: trained", "part", "counted, MB", "after a real step, MB"), *lines)
+    lab.table(("UNet, one image, float32: trained", "part", "counted, MB", "after a real step, MB"), *lines)
     lab.keep(Run("01", "memory-measured", metrics=metrics))
 
 # %% [markdown]
 # **Takeaway.** LoRA saves most of what scales with the number of *trained* parameters and nothing of what scales with the
-# batch. The larger the batch or the longer the text, the less LoRA helps, and the more checkpointing, fused kernels and
-# smaller number formats do: labs 05 to 09.
+# batch. The larger the batch or the longer the text, the less LoRA helps, and the more do checkpointing (computing
+# activations again instead of keeping them), fused kernels and smaller number formats.
 
 # %% [markdown]
 # ## Exercises
@@ -682,6 +663,7 @@ check_count(36 * (q + k + k + q))
 # %% [markdown]
 # **2.** Write `least_rank(target, tolerance)`: the smallest rank whose best approximation of `target` leaves a relative
 # error of at most `tolerance`. Eckart and Young did the hard part.
+
 
 # %% tags=["exercise"]
 def least_rank(target: torch.Tensor, tolerance: float) -> int | None:
@@ -716,6 +698,7 @@ check_least_rank(least_rank_solution)
 # %% [markdown]
 # **3.** From which rank on does the thin order need *more* operations than the dense one in the forward pass, for $n$ rows
 # and a square layer of width $d$? Write it as a formula of `n` and `d` (use the table of section 4).
+
 
 # %% tags=["exercise"]
 def break_even_rank(n: int, d: int) -> float | None:

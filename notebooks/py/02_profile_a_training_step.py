@@ -66,31 +66,18 @@ from labutils.measure.syncs import find_syncs, with_lines
 from labutils.measure.trace import SHARES, profile
 from labutils.measure.utilization import Utilization
 from labutils.recipe import STOCK
+from labutils.results import summarise
+from labutils.tables import WAITS, wait_rows
 from labutils.training import Session, compare, measure, train
 
+# %%
 plots.use_style()
 on_gpu = lab.device == "cuda"
 traces = lab.cache_dir / "traces" / "lab-02"  # large files: those of the last time make room
 shutil.rmtree(traces, ignore_errors=True)
 reference = lab.reference("stock")  # our H200's run of this lab
 theirs = reference.metrics if reference else {}
-
-
-def table(*rows: tuple) -> None:
-    """Show rows of words and numbers, the first row as the head; nothing for a head alone. None: does not apply."""
-    if len(rows) < 2:
-        return
-    lines = ["| " + " | ".join(map(cell, row)) + " |" for row in rows]
-    lab.show("\n".join([lines[0], "|---" * len(rows[0]) + "|", *lines[1:]]))
-
-
-def cell(value) -> str:
-    if value is None:
-        return "–"
-    if isinstance(value, float):
-        return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
-    return str(value)
-
+no_gpu = "*No GPU work was recorded here, and no H200 run of this lab is on file to show instead.*"
 
 # %% [markdown]
 # ## 1 · What a step consists of
@@ -104,14 +91,20 @@ def cell(value) -> str:
 # | phase | what happens | on |
 # |---|---|---|
 # | `data` | read a PNG of 1080 × 1080 pixels (1.3 MB), decode it, convert to RGB, scale to 512 × 512 (Lanczos), crop, to float32 [3, 512, 512] in −1..1; tokenise the caption to 77 numbers; stack to a batch of one | host |
-# | `data`, at its end | accelerate copies the batch to the GPU: 3.1 MB of float32 pixels, 77 int64 tokens; from pageable memory, waiting for it | copy |
+# | `data`, at its end | accelerate copies the batch to the GPU: 3.1 MB of float32 pixels, 77 int64 tokens; from pageable memory, waiting for it | copy, host waits |
 # | `encode` | pixels to fp16; VAE encoder → latents [1, 4, 64, 64], sampled from its posterior, × 0.18215; noise and a timestep drawn, noise added; CLIP text encoder → [1, 77, 768]. All fp16, no gradients | GPU |
-# | `forward` | UNet (860 M frozen parameters in fp16, LoRA matrices in fp32, under autocast) predicts the noise; mean squared error in fp32 | GPU |
-# | `log` | the loss is read into Python with `.item()`, twice: for the average and for the progress bar | host waits |
-# | `backward` | the loss is divided by 4 and multiplied by the loss scale; backward through the UNet, down to the LoRA gradients in fp32 | GPU |
-# | every 4th: `clip` | gradients divided by the loss scale, their joint norm clipped to 1 | GPU |
-# | every 4th: `optimizer` | `GradScaler` asks whether any gradient overflowed; AdamW (learning rate 1e-4) on the LoRA matrices; gradients dropped | GPU, host waits |
-# | every 4th: `log` | the average loss is written for TensorBoard and flushed to the disk | host |
+# | `forward` | UNet (860 M frozen parameters in fp16, LoRA matrices in fp32, under autocast) predicts the noise; the loss is the mean squared error, in fp32 | GPU |
+# | `log` | the loss is read into Python with `.item()`, for the average | host waits |
+# | `backward` | the loss is divided by 4 and multiplied by the loss scale (`GradScaler`); backward through the UNet, down to the LoRA gradients in fp32 | GPU |
+# | `log` | the loss is read with `.item()` once more, for the progress bar | host waits |
+#
+# The fourth micro-step does three things more, which make it an optimizer step:
+#
+# | phase | what happens | on |
+# |---|---|---|
+# | `clip` | gradients divided by the loss scale, with a note of any overflow (`found_inf`); their joint norm clipped to 1 | GPU |
+# | `optimizer` | `GradScaler` reads `found_inf` with `.item()`: an overflow skips the step; AdamW (learning rate 1e-4) on the LoRA matrices; gradients dropped. (accelerate calls it in all four micro-steps, and lets only the fourth through) | GPU, host waits |
+# | `log` | the average loss is written for TensorBoard and flushed to the disk | host |
 #
 # These phase names are marks (`torch.profiler.record_function`) in the course's training loop, so that every profile
 # shows them. At this scale:
@@ -122,7 +115,7 @@ session = Session(workload, STOCK)
 batch = next(session.batches)
 pixels, unet = batch["pixel_values"], session.model.unet
 trained = count_trainable(unet)
-table(
+lab.table(
     ("this lab", f"scale {lab.scale}"),
     ("pixels of a micro-batch", f"{list(pixels.shape)}, {pixels.dtype}, {pixels.nbytes / 1e6:.2g} MB"),
     ("tokens of a micro-batch", f"{list(batch['input_ids'].shape)}, {batch['input_ids'].dtype}"),
@@ -175,19 +168,19 @@ with Utilization(interval_s=0.05) as watched:
     measure(session, steps)
 stock.metrics |= watched.metrics()
 stock.samples["utilization"] = [round(value, 3) for value in watched.series(watched.what)[1]]
-lab.keep(stock)
+lab.keep(stock);
 
+# %%
 fig, ax = plt.subplots(figsize=(7.2, 2.6))
 when, values = watched.series(watched.what)
-plots.utilisation(ax, when, values, label="GPU" if on_gpu else "CPU, this process's share of its cores")
-if watched.driver_samples:
-    ax.plot(*zip(*((t, 100 * value) for t, value in watched.driver_samples), strict=True), "o", color="black", ms=3)
+what = "GPU" if on_gpu else "CPU, this process's share of its cores"
+# A reading speaks of the time since the one before it: the first and the last, of an instant, are left out.
+plots.utilisation(ax, when[:-2], values[1:-1], what, watched.driver_samples)
 plt.show()
 changes = sum(before != after for before, after in zip(values, values[1:], strict=False))
-lab.show(
-    f"{len(values)} readings in {when[-1]:.1f} s, of which {changes} brought a new number. The driver's own buffer of "
-    f"samples{' (dots)' if watched.driver_samples else ''} has {len(watched.driver_samples)} for the same time."
-)
+said = f"{len(values)} readings in {when[-1]:.1f} s, of which {changes} brought a new number."
+buffer = f" The driver's own buffer of samples (dots) has {len(watched.driver_samples)} for the same time."
+lab.show(said + (buffer if on_gpu else " They are of the CPU: without a GPU there is no driver to ask."))
 lab.verdict("A1.stock.utilization");
 
 # %% [markdown]
@@ -205,6 +198,7 @@ lab.verdict("A1.stock.utilization");
 # optimizer step and a quarter of the next. Ours is an optimizer step, so that each recorded step is complete.
 
 # %%
+beside = summarise(measure(session, steps).step_ms)  # unprofiled, just before: section 9 compares
 trace = profile(session, steps=5, folder=traces, with_stack=False)
 stock.metrics |= trace.metrics(stock.metric("step_ms"), stock.metric("data_ms"))
 lab.keep(stock)
@@ -217,9 +211,10 @@ lab.show(
     f"{trace.steps} steps, {size:,.0f} MB: `{trace.path}`. To look inside: https://ui.perfetto.dev, *Open trace file*."
 )
 
-lanes = trace.timeline()
+# %%
+lanes = {name: blocks for name, blocks in trace.timeline().items() if name in ("host", "host waits")}
 fig, axes = plt.subplots(1 + trace.on_gpu, sharex=True, squeeze=False, figsize=(7.2, 3 + 1.5 * trace.on_gpu))
-plots.timeline(axes[0, 0], {k: v for k, v in lanes.items() if k not in ("GPU", "launches")}, most=7)
+plots.timeline(axes[0, 0], lanes, most=7)
 axes[0, 0].set_title("One optimizer step")
 if trace.on_gpu:
     plots.utilisation(axes[1, 0], *trace.busy_over_time(), label="kernels running")
@@ -228,24 +223,25 @@ plt.show()
 lab.verdict("A1.profiler.five-steps");
 
 # %% [markdown]
-# This is the file, drawn without a viewer: one recorded step, what the host was doing above, and on a GPU how much of the
-# time kernels ran. Find the four micro-steps, and what stands above the stretches with little going on.
+# This is the file, drawn without a viewer: one recorded step, with what the host was doing, and on a GPU, below it, how
+# much of the time kernels ran. Find the four micro-steps, and what the host does where few kernels run.
 #
-# Thousands of kernels don't fit a picture of a whole step. Two closer looks: 2 ms in the middle of a forward pass, and the
-# end of the step, where the article saw a gap that it could not explain away.
+# Thousands of kernels (or, without a GPU, of operators) don't fit a picture of a whole step. Two closer looks: a moment in
+# the middle of a forward pass, and the end of the step, where the article saw a gap that it could not explain away.
 
 # %%
 forward = trace.phase_time["forward"][1]
 middle = sum(forward) / 2
 clip = trace.phase_time["clip"][0]
 end = next((t for _, t in trace.phase_time["optimizer"] if t > clip[1]), clip[1])
+margin = (end - clip[0]) / 2
 closer = {
-    "Inside a forward pass": (middle, middle + 2),
-    "Around clipping and the optimizer": (clip[0] - (end - clip[0]), 2 * end - clip[0]),
+    "Inside a forward pass": (middle, middle + (2 if on_gpu else 1)),
+    "Around clipping and the optimizer": (clip[0] - margin, end + margin),
 }
 for title, window in closer.items():
     fig, ax = plt.subplots()
-    plots.timeline(ax, trace.timeline(window), most=7)
+    plots.timeline(ax, trace.timeline(window), most=7 if on_gpu else 5)
     ax.set_title(title)
     plt.show()
 
@@ -257,7 +253,7 @@ for title, window in closer.items():
 #
 # Each moment of the recorded time belongs to the first of these that applies: a *kernel* runs; a *copy* runs; and, with
 # the GPU idle, the host waits for *data*, waits in a *sync*, is inside a *launch* call, or does anything else (*host*:
-# Python, the dispatcher, autograd). So they add up to the step.
+# Python, the dispatcher, autograd). So they add up to the step. (Without a GPU two are left, *data* and *host*.)
 #
 # One correction. The profiler's own work makes the host slower and leaves GPU work as it is (section 9), so a profiled
 # step shows too little GPU and too much host. The second bar is our estimate of the step that nobody watched: GPU work as
@@ -282,18 +278,23 @@ fig, ax = plt.subplots()
 plots.breakdown(ax, shares, unit="%")
 ax.set_xlabel("% of an optimizer step")
 plt.show()
+
+# %%
 phases = trace.host_breakdown()
 stock.metrics |= {"phases_ms": {name: row["ms"] for name, row in phases.items()}}
 rows = []
 for name, row in phases.items():
     h200 = theirs.get("phases_ms", {}).get(name), theirs.get(f"{name}_idle_ms")
     rows.append((name, row["count"] or None, row["ms"], row.get("idle_ms"), *h200))
-table(("phase", "times a step", "host ms a step", "of which the GPU idles", "H200: host ms", "of which idle"), *rows)
+lab.table(
+    ("phase", "times a step", "host ms a step", "of which the GPU idles", "H200: host ms", "of which idle"), *rows
+)
 lab.verdict("A1.overheads.four", "A1.overheads.host", "A1.stock.data", "A1.stock.launches");
 
 # %% [markdown]
-# **Takeaway.** Two columns, two questions. *Host ms* says where the program spends its time, *idle* what that costs the
-# GPU: the two work at the same time, so a phase with much of the first and none of the second needs no tuning.
+# **Takeaway.** Two columns, two questions. *Host ms* says where the program spends its time, *idle* (a GPU's column) what
+# that costs the GPU: the two work at the same time, so a phase with much of the first and none of the second needs no
+# tuning.
 #
 # The same idle time, gap by gap: what did the host do for most of each one, and had a synchronisation just let the queue
 # of launched work run empty?
@@ -309,7 +310,8 @@ if gaps:
     stock.metrics |= {"gaps": by_cause}
 rows = by_cause if gaps else theirs.get("gaps", {})
 head = "host in the gap" if gaps else "H200: host in the gap"
-table((head, "gaps a step", "ms a step", "of which after a wait"), *((cause, *row) for cause, row in rows.items()))
+rows = [(cause, *row) for cause, row in rows.items()]
+lab.table((head, "gaps a step", "ms a step", "of which after a wait"), *rows, otherwise=no_gpu)
 
 # %% [markdown]
 # ## 6 · What the kernels do
@@ -321,42 +323,33 @@ table((head, "gaps a step", "ms a step", "of which after a wait"), *((cause, *ro
 stacked = profile(session, steps=1, folder=traces, with_stack=True)
 kinds = stacked.categories()
 stock.metrics |= {"categories_ms": {name: row["ms"] for name, row in kinds.items()}}
-table(
-    (
-        "kernels" if stacked.on_gpu else "operators (own time)",
-        "count a step",
-        "ms a step",
-        "µs each",
-        "H200: ms a step",
-    ),
-    *(
-        (name, row["count"], row["ms"], 1e3 * row["ms"] / row["count"], theirs.get("categories_ms", {}).get(name))
-        for name, row in kinds.items()
-    ),
-)
-table(
-    ("a step", "this machine", "H200 (full)"),
-    *(
-        (what, stock.metrics.get(name), theirs.get(name))
-        for what, name in (
-            ("kernels", "kernels_per_step"),
-            ("launch calls", "launches_per_step"),
-            ("ms inside launch calls", "launch_ms"),
-            ("GPU busy: a kernel runs, share of the step", "gpu_busy"),
-            ("the same while it was profiled", "traced_gpu_busy"),
-            ("utilisation as the driver says it", "gpu_utilization"),
-            ("share of the data sheet's arithmetic (MFU)", "mfu"),
-        )
-        if name in stock.metrics or name in theirs
-    ),
-)
+rows = [
+    (name, row["count"], row["ms"], 1e3 * row["ms"] / row["count"], theirs.get("categories_ms", {}).get(name))
+    for name, row in kinds.items()
+]
+what = "kernels" if stacked.on_gpu else "operators (own time)"
+lab.table((what, "count a step", "ms a step", "µs each", "H200: ms a step"), *rows)
+
+# %%
+questions = {
+    "kernels": "kernels_per_step",
+    "launch calls": "launches_per_step",
+    "ms inside launch calls": "launch_ms",
+    "GPU busy: a kernel runs, share of the step": "gpu_busy",
+    "the same while it was profiled": "traced_gpu_busy",
+    "utilisation as the driver says it": "gpu_utilization",
+    "share of the data sheet's arithmetic (MFU)": "mfu",
+}
+rows = [(what, stock.metrics.get(name), theirs.get(name)) for what, name in questions.items()]
+lab.table(("a step", "this machine", "H200 (full)"), *rows, otherwise=no_gpu)
 
 # %% [markdown]
 # *Thin GEMM* are the products with LoRA's narrow matrices: few operations, and a launch each. *Casts and layout* is what
 # autocast and changes between memory layouts cost. *foreach* are PyTorch's kernels over many small tensors at once, which
-# unscale gradients, clip them and update parameters.
+# unscale gradients, clip them and update parameters. (Without a GPU these are PyTorch's operators, each without the time
+# of those that it calls.)
 #
-# **Takeaway.** Three measures of one step: the driver's utilisation, the share of the time in which kernels ran, and the
+# **Takeaway.** A GPU has three measures of one step: the driver's utilisation, the share of the time in which kernels ran, and the
 # share of the card's arithmetic that was used. Only the last one knows what the card could do.
 
 # %% [markdown]
@@ -382,17 +375,9 @@ sites = find_syncs(session)  # PyTorch's warnings; [] without a GPU
 waits = stacked.waits if stacked.on_gpu else stacked.host_reads()
 rows = with_lines(stacked.sync_table(waits), sites)
 
+lab.table(WAITS, *wait_rows(rows))
 
-def show_waits(title: str, rows: list[dict]) -> None:
-    """One row a place that waits, the longest first."""
-    head = (title, "line of the loop", "in", "by", "a step", "ms a step", "then the GPU idles, ms")
-    places = [(r.get("phase"), f"{r['where']} ({r.get('line')})", r.get("library")) for r in rows]
-    calls = [f"`{r.get('builtin') or r.get('cause') or r['call']}`" for r in rows]
-    numbers = [(r["per_step"], r["ms_per_step"], r["idle_ms_per_step"] or None) for r in rows]
-    table(head, *((*place, call, *number) for place, call, number in zip(places, calls, numbers, strict=True)))
-
-
-show_waits("phase", rows)
+# %%
 if stacked.on_gpu:
     warned = sum(site.count for site in sites)
     flush = stacked.idle_ms_in(stacked.python_time("writer.py", "flush"))
@@ -405,18 +390,19 @@ lab.keep(stock);
 # for a GPU; those inside AdamW read step counters, which stay on the host, and would not. The number in brackets is the
 # line, or, where only the trace knows the place, the line where the function begins.
 #
-# The last column is how long it took until the GPU had work again. It is not the wait's fault alone: behind a copy in
-# `data` the host decodes the next image. What our H200 found:
+# On a GPU the last column is how long it took until the GPU had work again. It is not the wait's fault alone: behind a
+# copy in `data` the host decodes the next image. Next, the same table from our H200.
 
 # %%
-show_waits("H200: phase", theirs.get("syncs", []))
+lab.table(("H200: phase", *WAITS[1:]), *wait_rows(theirs.get("syncs", [])), otherwise=no_gpu)
 
 # %% [markdown]
 # ### Is it `clip_grad_norm_`?
 #
 # The article saw the GPU idle between backward pass and optimizer, found the host in `accelerate`'s `clip_grad_norm_`,
-# and concluded that clipping waits for the norm. But whoever runs while the GPU is idle need not be the cause. Let us ask
-# each suspect alone how often it reads a value from the GPU:
+# and concluded that clipping waits for the norm. But whoever runs while the GPU is idle need not be the cause. There are
+# other suspects: `GradScaler`, which must know whether a gradient overflowed (`found_inf`), and the loop's own two
+# `.item()`. To wait for a number one has to read it; so ask each suspect alone how often it reads a tensor's value.
 
 # %%
 layer = torch.nn.Linear(64, 64, device=lab.device)
@@ -436,23 +422,35 @@ def reads(call) -> float:
     return len(profile(SimpleNamespace(step=step), steps=1, folder=traces, with_stack=False).host_reads())
 
 
+# %%
+CLIP, SCALER = "`clip_grad_norm_(parameters, 1.0)`", "`scaler.step`, `scaler.update`"
 suspects = {
     "nothing after the backward pass": lambda: None,
-    "`clip_grad_norm_(parameters, 1.0)`": lambda: clip_to_norm(layer.parameters(), 1.0),
+    CLIP: lambda: clip_to_norm(layer.parameters(), 1.0),
     "the same with `error_if_nonfinite=True`": lambda: clip_to_norm(layer.parameters(), 1.0, error_if_nonfinite=True),
     "`scaler.unscale_`, which accelerate calls before it clips": lambda: (scaler.unscale_(sgd), scaler.update()),
-    "`scaler.step`, `scaler.update`": lambda: (scaler.step(sgd), scaler.update()),
+    SCALER: lambda: (scaler.step(sgd), scaler.update()),
 }
-table(("call", "values read"), *((name, reads(call)) for name, call in suspects.items()))
+counted = {name: reads(call) for name, call in suspects.items()}
+lab.table(("call", "values read"), *counted.items())
+
+# %%
+loss_reads = sum(read.phase == "log" for read in stacked.host_reads()) / stacked.steps
+answer = "Yes: the host waits for the norm" if counted[CLIP] else "No: the norm is computed and used on the device"
+lab.show(
+    f"**Is it `clip_grad_norm_`? {answer}.** In PyTorch {torch.__version__} it reads **{counted[CLIP]}** values. Others do, "
+    f"in each optimizer step of four micro-steps: `GradScaler` **{counted[SCALER]}** (`found_inf`; with fp16, which takes "
+    f"a GPU), and the loop's two `.item()` of the loss **{loss_reads:g}**."
+)
 lab.verdict("A1.left.clip-gap", "A1.left.clip-sync");
 
 # %% [markdown]
-# `clip_grad_norm_` computes the norm and multiplies by it on the GPU; it reads a value only when asked to raise an error.
-# What must know a value on the host is `GradScaler.step`: it skips the optimizer if any gradient overflowed, and decides
-# that in Python, with `.item()`, right behind the clipping. And twice in every micro-step, the loop itself reads the loss.
+# `clip_grad_norm_` reads a value only when asked to raise an error. What must know a value on the host is
+# `GradScaler.step`: it skips the optimizer if any gradient overflowed, and decides that in Python, with `.item()`, right
+# behind the clipping; in a picture the two are neighbours. And twice in every micro-step, the loop itself reads the loss.
 #
 # So is it the scaler's read that makes the gap? Compare, in the phases concerned, how long the GPU idled with how long
-# the host stood in a wait:
+# the host stood in a wait. (Without a GPU only the host's time is left of the table.)
 
 # %%
 stuck = {phase: sum(wait.ms for wait in trace.waits if wait.phase == phase) / trace.steps for phase in phases}
@@ -464,7 +462,7 @@ for phase in ("log", "clip", "optimizer"):
     h200 = theirs.get("phases_ms", {}).get(phase), theirs.get(f"{phase}_idle_ms"), theirs.get(f"{phase}_wait_ms")
     wait_ms = stuck[phase] if trace.on_gpu else None
     rows.append((phase, phases[phase]["ms"], phases[phase].get("idle_ms"), wait_ms, *h200))
-table(("phase", "host ms a step", "GPU idle", "host in a wait", "H200: host ms", "GPU idle", "in a wait"), *rows)
+lab.table(("phase", "host ms a step", "GPU idle", "host in a wait", "H200: host ms", "GPU idle", "in a wait"), *rows)
 
 # %% [markdown]
 # Where the idle time is long and the wait short, the host was not held up: it was busy itself, launching many small
@@ -484,7 +482,7 @@ optimizer = torch.optim.AdamW(trained)  # goes through the filter once, to its e
 (1e3 * toy(torch.ones(1, 8))).sum().backward()
 through_filter = torch.nn.utils.clip_grad_norm_(trained, 1.0).item()
 through_list = torch.nn.utils.clip_grad_norm_(list(toy.parameters()), 1.0).item()
-table(("parameters given as", "norm found"), ("the used-up filter", through_filter), ("a list", through_list))
+lab.table(("parameters given as", "norm found"), ("the used-up filter", through_filter), ("a list", through_list))
 
 # %% [markdown]
 # A `filter` can be gone through once. The optimizer did, so the clipping is given nothing, finds a norm of 0, and warns of
@@ -521,11 +519,16 @@ lab.verdict("A1.left.tensorboard", "A1.left.log-less");
 
 # %%
 times = {
-    "not profiled": stock.metric("step_ms"),
+    "not profiled": beside["median"],
     "profiled": trace.wall_ms / trace.steps,
     "profiled, with Python stacks": stacked.wall_ms / stacked.steps,
 }
-table(("optimizer step", "ms", "times the first"), *((k, ms, ms / times["not profiled"]) for k, ms in times.items()))
+lab.table(("optimizer step", "ms", "times the first"), *((k, ms, ms / beside["median"]) for k, ms in times.items()))
+if times["profiled"] <= beside["p90"]:
+    lab.show(
+        f"Unprofiled steps vary from {beside['p10']:.3g} to {beside['p90']:.3g} ms here (p10-p90), by more than profiling "
+        "adds: its cost can't be told from the noise. On an idle machine it can."
+    )
 stock.metrics |= {"stacked_step_ms": times["profiled, with Python stacks"]}
 lab.keep(stock);
 
@@ -549,6 +552,7 @@ my_busy: float | None = None  # 0 to 1
 def check_busy(answer) -> None:
     if answer is None:
         return print("Not answered yet: put your share into my_busy and run both cells.")
+    assert 0 <= answer <= 1, f"{answer:g} is no share: it lies between 0 and 1."
     cells = {n for start, end in kernels for n in range(round(start * 10), round(end * 10))} & set(range(100))
     assert answer != sum(end - start for start, end in kernels) / 10, "That counts overlaps twice."
     assert abs(answer - len(cells) / 100) < 1e-6, f"Not {answer:.3f}. What lies behind 10 ms is not of this step."

@@ -55,6 +55,8 @@ lab = open_lab("03", globals())
 # %%
 import warnings
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from statistics import median
 
 import matplotlib.pyplot as plt
 import torch
@@ -62,13 +64,14 @@ import torch
 from labutils import plots
 from labutils.data.images import EPOCH, PARTS, decode_ms
 from labutils.data.sharedmemory import batch_bytes, most_workers, needed_bytes, those_that_fit, try_workers
-from labutils.data.throughput import Pipeline, epoch_start_ms, hand_over_ms
+from labutils.data.throughput import Pipeline, epoch_start_ms, hand_over_ms, off_the_model
 from labutils.hardware import usable_cores
-from labutils.measure.calls import CallTimer
+from labutils.pinning import two_by_two
 from labutils.recipe import STOCK
 from labutils.results import Run, summarise
-from labutils.training import Session, compare, measure, train
+from labutils.training import compare, train
 
+# %%
 plots.use_style()
 warnings.filterwarnings("ignore", message="This DataLoader will create")  # more workers than cores: on purpose
 warnings.filterwarnings("ignore", message="IProgress not found")  # plain progress bars survive batch runs
@@ -76,29 +79,6 @@ rounds = rounds or (2 if lab.scale == "tiny" else 3)
 MIB = 2**20
 if lab.device == "cpu":
     torch.set_num_threads(max(1, usable_cores() // 2))  # one half trains, the other is left to the workers
-
-
-def table(*rows: tuple) -> None:
-    """Show rows of words and numbers, the first row as the head."""
-    lines = ["| " + " | ".join(map(cell, row)) + " |" for row in rows]
-    lab.show("\n".join([lines[0], "|---" * len(rows[0]) + "|", *lines[1:]]))
-
-
-def cell(value) -> str:
-    return (
-        "–"
-        if value is None
-        else f"{value:,.0f}"
-        if isinstance(value, float) and value >= 100
-        else f"{value:.3g}"
-        if isinstance(value, float)
-        else str(value)
-    )
-
-
-def median(samples: list[float]) -> float:
-    return summarise(samples)["median"]
-
 
 # %% [markdown]
 # ## 1 · What reading one example costs
@@ -122,8 +102,9 @@ examples = workload.dataset(None, STOCK)
 reading = decode_ms(examples, 16)
 read_ms = median(reading["all"])
 reading_run = Run("03", "reading", metrics={f"{part}_ms": summarise(reading[part]) for part in reading})
-lab.keep(reading_run)
+lab.keep(reading_run);
 
+# %%
 names = {
     "decode": "inflate the PNG",
     "convert": "to RGB",
@@ -166,8 +147,10 @@ pipeline = Pipeline(
     hand_over_ms=median(taking),
     threads=1 if lab.device == "cuda" else torch.get_num_threads(),
 )
-lab.keep(probe)
-table(
+lab.keep(probe);
+
+# %%
+lab.table(
     ("of one micro-batch", "ms"),
     ("read it, one core", pipeline.read_ms),
     ("compute on it", pipeline.compute_ms),
@@ -189,13 +172,14 @@ lab.predict("fewest workers for the shortest step", my_workers, "workers")
 # %%
 WORKERS = (0, 1, 2, 3, 4, 8, 12)
 predicted = {n: pipeline.simulated_ms(n) for n in range(13)}
-table(
+lab.table(
     ("workers", *map(str, WORKERS)),
     ("the formula, ms a step", *(pipeline.step_ms(n) for n in WORKERS)),
     ("the simulated queue, ms a step", *(predicted[n] for n in WORKERS)),
 )
 lab.show(
-    f"With cores to spare, **{pipeline.enough_workers}** worker(s) would keep up: {pipeline.read_ms:.3g} ms of reading for every {pipeline.busy_ms:.3g} ms of training."
+    f"With cores to spare, workers needed to keep up: **{pipeline.enough_workers}**. Each micro-batch takes "
+    f"{pipeline.read_ms:.3g} ms to read and {pipeline.busy_ms:.3g} ms to train on."
 )
 
 # %% [markdown]
@@ -216,10 +200,8 @@ resolution = workload.size.resolution
 sweep = {f"workers={n}": STOCK.but(num_workers=n) for n in WORKERS}
 fitting = those_that_fit(sweep, resolution)
 runs = compare(workload, fitting, steps=steps, rounds=rounds, warmup=1)
-for name in sweep.keys() - fitting.keys():
-    runs[name] = Run(
-        "03", name, status="skipped: it does not fit in /dev/shm beside the others (docker run --shm-size=1g)"
-    )
+too_large = "skipped: it does not fit in /dev/shm beside the others (docker run --shm-size=1g)"
+runs |= {name: Run("03", name, status=too_large) for name in sweep.keys() - fitting.keys()}
 lab.keep(runs);
 
 # %% [markdown]
@@ -232,17 +214,12 @@ measured = {n: runs[f"workers={n}"].metric("step_ms") for n in WORKERS}
 ours = measured[0] or predicted[0]
 scaled = {n: ms and ms * ours / ARTICLE[0] for n, ms in ARTICLE.items()}
 fig, ax = plt.subplots()
-plots.sweep(
-    ax,
-    WORKERS,
-    [runs[f"workers={n}"] for n in WORKERS],
-    scaled,
-    predicted,
-    "workers",
-    published_label="article, scaled",
-)
+in_order = [runs[f"workers={n}"] for n in WORKERS]
+plots.sweep(ax, WORKERS, in_order, scaled, predicted, "workers", published_label="article, scaled")
 plt.show()
-table(
+
+# %%
+lab.table(
     ("workers", *map(str, WORKERS)),
     ("article, ms", *ARTICLE.values()),
     ("measured here, ms", *measured.values()),
@@ -251,17 +228,39 @@ table(
 )
 lab.verdict("A1.workers.one", "A1.workers.three", "A1.workers.shape", "A1.workers.data-time");
 
-# %% [markdown]
-# Where the measured points lie above the wide line, something takes time that the model does not know: processes that
-# compete for memory bandwidth and caches, an operating system that does not share cores evenly, workers that hold up the
-# training process whenever they wake. The formula alone has no way to rise again to the right. The article's curve does,
-# by a quarter from 3 to 8 workers, and contention is its guess; see what yours does.
-
 # %%
 known = {n: runs[f"workers={n}"].metrics["step_ms"] for n in WORKERS if measured[n]}
+off = off_the_model(known, predicted)
+lab.table(
+    ("against the simulated queue, by more than p10-p90", "workers"),
+    ("slower than it", ", ".join(map(str, off["above"])) or "none"),
+    ("faster than it", ", ".join(map(str, off["below"])) or "none"),
+)
+
+# %% [markdown]
+# Three ways to be off, and what each says:
+#
+# - **Without workers** there is no queue. The model's value there is the two short measurements of section 2, put together
+#   again: a point off it means that the machine has changed since, and then all the other points are off for that reason
+#   first.
+# - **Slower** than the model with workers: something takes time that the model does not know. Processes compete for memory
+#   bandwidth and caches, an operating system does not share cores evenly, workers hold up the training process whenever
+#   they wake.
+# - **Faster**: no queue beats the model with the same $r$ and $c$, so one of the two was measured too long. Another
+#   program, or a processor that had not yet raised its clock, is enough. Run section 2 once more.
+#
+# The formula alone has no way to rise again to the right. The article's curve does, by a quarter from 3 to 8 workers, and
+# contention is its guess; see what yours does.
+
+# %%
 fastest = min(known.values(), key=lambda spread: spread["median"])
-best = min((n for n, spread in known.items() if spread["p10"] <= fastest["p90"]), default=None)
+best = min(n for n, spread in known.items() if spread["p10"] <= fastest["p90"])
 lab.show(f"The fewest workers whose p10-p90 range meets that of the fastest: **{best}**.")
+if best == 0:
+    lab.show(
+        "That is, none: no number of workers shortens the step by more than it varies from one to the next. Either other "
+        "programs were using the machine meanwhile, or training and workers share too few cores."
+    )
 lab.verdict("A1.workers.optimum", "A1.workers.more-is-worse");
 
 # %% [markdown]
@@ -279,27 +278,23 @@ lab.verdict("A1.workers.optimum", "A1.workers.more-is-worse");
 # once an epoch, and the real dataset has 1221 examples, 305 optimizer steps.
 
 # %%
-starts, tried = {}, (1, 3) if lab.scale == "tiny" else (1, 3, 8)
+tried = (1, 3) if lab.scale == "tiny" else (1, 3, 8)
+starts = {}
 for workers in tried:
     for kept in (False, True):
         starts[workers, kept] = epoch_start_ms(examples, STOCK.but(num_workers=workers, persistent_workers=kept), 3)
 restart = Run("03", "persistent", recipe=STOCK.but(num_workers=3).as_dict())
 restart.samples = {"epoch_start_ms": starts[3, False], "epoch_start_persistent_ms": starts[3, True]}
 restart.metrics = {name: summarise(samples) for name, samples in restart.samples.items()} | {"epoch_steps": EPOCH // 4}
-lab.keep(restart)
+lab.keep(restart);
+
+# %%
 epoch_ms = EPOCH // 4 * (measured.get(3) or predicted[3])
-table(
-    ("workers", "first batch of an epoch, ms", "with persistent workers, ms", "saved, share of an epoch"),
-    *(
-        (
-            n,
-            median(starts[n, False]),
-            median(starts[n, True]),
-            f"{(median(starts[n, False]) - median(starts[n, True])) / epoch_ms:.2%}",
-        )
-        for n in tried
-    ),
-)
+rows = []
+for workers in tried:
+    anew, kept = median(starts[workers, False]), median(starts[workers, True])
+    rows.append((workers, anew, kept, f"{(anew - kept) / epoch_ms:.2%}"))
+lab.table(("workers", "first batch of an epoch, ms", "with persistent workers, ms", "saved, share of an epoch"), *rows)
 
 # %% [markdown]
 # `prefetch_factor` is a buffer. It can't make anything faster; it lets workers run ahead, so that one slow file or one
@@ -324,7 +319,8 @@ plt.show()
 # not 8?
 #
 # A worker hands a batch over through a file in `/dev/shm`, which is memory. One image of 512 × 512 in float32 takes
-# 3 × 512 × 512 × 4 bytes = 3.1 MB. Each worker keeps `prefetch_factor` batches there, and training holds one.
+# 3 × 512 × 512 × 4 bytes = 3.1 MB, which is 3 MiB (of 2²⁰ bytes, as memory is counted). Each worker keeps
+# `prefetch_factor` batches there, and training holds one.
 #
 # **Your prediction:** how many workers can a container with 64 MB feed, at 512 × 512, batch 1, prefetch factor 2?
 
@@ -334,17 +330,15 @@ my_fit: float | None = None  # a whole number
 lab.predict("workers that fit in 64 MB", my_fit, "workers")
 
 # %%
-small, enough = 64 * MIB, 1024 * MIB
-table(
+small, enough = 64 * MIB, 1024 * MIB  # what a container's "64 MB" and "1 GB" mean: 67 and 1,074 million bytes
+needed = [needed_bytes(STOCK.but(num_workers=n)) for n in WORKERS]
+lab.table(
     ("workers", *map(str, WORKERS)),
-    ("shared memory they need, MB", *(needed_bytes(STOCK.but(num_workers=n)) / 1e6 for n in WORKERS)),
-    (
-        f"fit in {small / 1e6:.0f} MB",
-        *("yes" if needed_bytes(STOCK.but(num_workers=n)) <= small else "**no**" for n in WORKERS),
-    ),
+    ("shared memory they need, MiB", *(n / MIB for n in needed)),
+    ("fit in 64 MiB", *("yes" if n <= small else "**no**" for n in needed)),
 )
 fit = most_workers(small, STOCK)
-lab.show(f"{fit} workers fit, with batches of {batch_bytes() / 1e6:.3g} MB; {fit + 1} don't.")
+lab.show(f"{fit} workers fit, with batches of {batch_bytes() / MIB:.3g} MiB; {fit + 1} don't.")
 
 # %% [markdown]
 # Now for real. A child process gets a `/dev/shm` of its own, of 64 MB, loads with 12 workers, and is watched; a second one
@@ -357,14 +351,13 @@ with ThreadPoolExecutor() as pool:
 for name, trial in trials.items():
     status = f"skipped: {trial.message}" if trial.outcome == "not possible" else "ok"
     lab.keep(Run("03", name, status=status, metrics=trial.metrics()))
-table(
-    ("12 workers and a /dev/shm of", "what happened", "batches that arrived", "most of it in use, MB"),
-    *(
-        (f"{t.shm_bytes / 1e6:,.0f} MB", t.outcome, f"{t.batches} of {t.wanted}", t.peak_bytes / 1e6)
-        for t in trials.values()
-    ),
-)
-lab.show(f"```\n{trials['shm=tiny'].message}\n```")
+
+# %%
+rows = []
+for t in trials.values():
+    rows.append((f"{t.shm_bytes // MIB:,} MiB", t.outcome, f"{t.batches} of {t.wanted}", t.peak_bytes / MIB))
+lab.table(("12 workers and a /dev/shm of", "what happened", "batches that arrived", "most of it in use, MiB"), *rows)
+lab.show(f"What the first one said:\n```\n{trials['shm=tiny'].message or 'nothing'}\n```")
 lab.verdict("A1.workers.shm", "A1.workers.shm-cure");
 
 # %% [markdown]
@@ -398,35 +391,11 @@ lab.verdict("A1.workers.shm", "A1.workers.shm-cure");
 # a `.to(device, non_blocking=True)` in the loop moves nothing. The copy is accelerate's, and it has a setting of its own.
 
 # %%
-PINNING = {
-    "pageable+blocking": {},
-    "pageable+async": {"non_blocking": True},
-    "pinned+blocking": {"pin_memory": True},
-    "pinned+async": {"pin_memory": True, "non_blocking": True},
-}
-
-
-def two_by_two(base, module: str, function: str, prefix: str = "") -> dict[str, Run]:
-    """The four runs, each with the host's time in the function that copies (host_copy_ms, an optimizer step)."""
-    if lab.device == "cpu":
-        raise NotHere("a CPU trains on the memory that the data is in, so that there is no copy; a CUDA device has one")
-    found = compare(workload, {prefix + name: base.but(**knobs) for name, knobs in PINNING.items()}, steps, rounds)
-    for name, knobs in PINNING.items():
-        with Session(workload, base.but(**knobs)) as session, CallTimer(module, function) as copies:
-            measure(session, 3)
-            copies.ms.clear()
-            measure(session, steps)
-        run = found[prefix + name]
-        run.samples["host_copy_ms"] = copies.per(base.accumulation)
-        run.metrics["host_copy_ms"] = summarise(run.samples["host_copy_ms"])
-    return found
-
-
 def show_two_by_two(found: dict[str, Run]) -> None:
     fig, ax = plt.subplots()
     plots.steps(ax, found)
     plt.show()
-    table(
+    lab.table(
         ("an optimizer step", *found),
         ("step, ms", *(run.metric("step_ms") for run in found.values())),
         ("host held by its copies, ms", *(run.metric("host_copy_ms") for run in found.values())),
@@ -436,8 +405,11 @@ def show_two_by_two(found: dict[str, Run]) -> None:
 
 # %%
 three = STOCK.but(num_workers=3)
+no_copy = "a CPU trains on the memory that the data is in, so there is no copy to be pinned; a GPU has one"
 with lab.attempt("Pinned memory in the stock loop", reference="pinned+async"):
-    stock_loop = two_by_two(three, "accelerate.data_loader", "send_to_device")
+    if lab.device == "cpu":
+        raise NotHere(no_copy)
+    stock_loop = two_by_two(workload, three, steps, rounds)
     lab.keep(stock_loop)
     show_two_by_two(stock_loop)
 lab.verdict("A1.pin.needs-both", "A1.pin.step-needs-both");
@@ -450,7 +422,9 @@ lab.verdict("A1.pin.needs-both", "A1.pin.step-needs-both");
 # %%
 ahead = three.but(driver="eager", optimizer="adamw-fused", logging="ring-buffer")
 with lab.attempt("Pinned memory in a loop that runs ahead", reference="ahead: pinned+async"):
-    free_loop = two_by_two(ahead, "labutils.training.drivers", "on_device", prefix="ahead: ")
+    if lab.device == "cpu":
+        raise NotHere(no_copy)
+    free_loop = two_by_two(workload, ahead, steps, rounds, prefix="ahead: ")
     lab.keep(free_loop, lane="same work")
     show_two_by_two(free_loop)
 
@@ -498,7 +472,7 @@ check_memory(needed_bytes(wide) / 1e6, most_workers(256 * MIB, wide))
 # %% tags=["exercise"]
 def smaller_files(parts: dict[str, float], now: Pipeline) -> Pipeline | None:
     """parts: median ms of "decode", "convert", "resize", "tensor", "tokenise". Return the pipeline with smaller files."""
-    return None  # your pipeline here; dataclasses.replace(now, read_ms=...) makes one
+    return None  # your pipeline here; replace(now, read_ms=...) makes one
 
 
 # %% tags=["exercise"]
@@ -522,13 +496,10 @@ def check_smaller(answer) -> None:
 check_smaller(smaller_files)
 
 # %% tags=["solution"]
-import dataclasses
-
-
 def smaller_files_solution(parts: dict[str, float], now: Pipeline) -> Pipeline:
     share = (512 / 1080) ** 2
     left = share * (parts["decode"] + parts["convert"]) + parts["tensor"] + parts["tokenise"]
-    return dataclasses.replace(now, read_ms=left)
+    return replace(now, read_ms=left)
 
 
 check_smaller(smaller_files_solution)

@@ -1,4 +1,4 @@
-"""Traces, synchronisations, utilisation and memory on a real GPU."""
+"""Traces, synchronisations and utilisation on a real GPU."""
 
 import time
 
@@ -7,7 +7,6 @@ import torch
 from torch.profiler import record_function
 
 from labutils.measure.intervals import total
-from labutils.measure.peak import MemoryTimeline, PeakMemory
 from labutils.measure.syncs import find_syncs, with_lines
 from labutils.measure.trace import profile
 from labutils.measure.utilization import Utilization
@@ -92,15 +91,3 @@ def test_a_busy_gpu_reads_busy_and_an_idle_one_idle():
         pytest.skip("the driver does not tell utilisation here")
     assert busy.share > 0.5 > idle.share
     assert max(busy.series("memory_gb")[1]) > a.nbytes / 1e9
-
-
-def test_memory_of_a_block():
-    with PeakMemory() as peak, MemoryTimeline(interval_s=0.01) as memory:
-        memory.mark("before")
-        held = torch.zeros(250_000_000, device="cuda")
-        memory.mark("with a gigabyte")
-        del held
-    before, after = memory.marks
-    assert after["allocated_gb"] - before["allocated_gb"] == pytest.approx(1.0, abs=0.01)
-    metrics = peak.metrics()
-    assert metrics["peak_reserved_gb"] >= metrics["peak_allocated_gb"] >= 1.0

@@ -8,9 +8,17 @@ from diffusers.models.activations import GEGLU
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.backends import cudnn
 
 from labutils import capture
-from labutils.capture import CHANNELS_LAST_FORMS, attention_kernel, compile_blocks, compile_model, rewrite_layers
+from labutils.capture import (
+    CHANNELS_LAST_FORMS,
+    attention_kernel,
+    compile_blocks,
+    compile_model,
+    rewrite_layers,
+    timed_convolutions,
+)
 from labutils.workloads.diffusion import SplitGEGLU
 
 FORMS = CHANNELS_LAST_FORMS | {GEGLU: SplitGEGLU}
@@ -162,6 +170,18 @@ def test_the_named_attention_kernel_alone_is_allowed(name):
     with attention_kernel("auto"):
         assert {kernel: asked() for kernel, asked in enabled.items()} == before
     assert {kernel: asked() for kernel, asked in enabled.items()} == before
+
+
+def test_timed_convolutions_leave_the_other_settings_as_they_were(monkeypatch):
+    monkeypatch.setattr(cudnn, "benchmark", False)
+    monkeypatch.setattr(cudnn, "allow_tf32", False)
+    monkeypatch.setattr(cudnn, "deterministic", True)
+    with pytest.raises(ArithmeticError), timed_convolutions(True):
+        assert cudnn.benchmark
+        assert not cudnn.allow_tf32
+        assert cudnn.deterministic
+        raise ArithmeticError
+    assert not cudnn.benchmark
 
 
 def test_what_is_to_be_compiled_is_and_with_the_mode_asked_for(monkeypatch):

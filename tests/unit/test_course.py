@@ -181,7 +181,8 @@ def test_a_failure_is_kept_told_and_survived(lab, reference, capsys, error, stat
 
 
 @pytest.mark.parametrize(
-    ("name", "told"), [("too big", "did not measure"), ("never run", "There is no reference run *never run*")]
+    ("name", "told"),
+    [("too big", "has no numbers for *too big* either (oom)"), ("never run", "There is no reference run *never run*")],
 )
 def test_a_reference_that_can_not_help_says_so(lab, reference, capsys, name, told):
     with lab.attempt("it", reference=name):
@@ -229,7 +230,21 @@ def test_a_mistake_of_the_caller_is_shown_in_one_line():
     assert LabError("say this")._render_traceback_() == ["LabError: say this"]
 
 
+def test_only_a_missing_package_is_the_doctors():
+    assert "labutils doctor" in course.explain("skipped: ImportError: No module named 'unsloth'")
+    assert course.explain("skipped: a CPU has no such copy") == "It was left out: a CPU has no such copy."
+
+
 # What it shows
+
+
+def test_a_table_or_what_to_say_instead(lab, capsys):
+    lab.table(("what", "here", "H200"), ("busy", 0.5, None))
+    assert capsys.readouterr().out == "| what | here |\n| --- | --- |\n| busy | 0.5 |\n"
+    lab.table(("what", "here"), ("busy", None), otherwise="Nothing was measured.")
+    assert capsys.readouterr().out == "Nothing was measured.\n"
+    lab.table(("what", "here"))
+    assert capsys.readouterr().out == ""
 
 
 def test_the_reference_is_that_of_this_lab(lab, reference):

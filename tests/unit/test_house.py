@@ -24,11 +24,11 @@ from packaging.version import Version
 HOUSE = Path(__file__).resolve().parents[2]
 NOTEBOOKS = HOUSE / "notebooks"
 FLOORS = {
-    0: {"recipe", "results", "hardware", "articles", "parameters"},
+    0: {"recipe", "results", "hardware", "articles", "parameters", "tables"},
     1: {"data", "adapters", "folding", "lowbit", "capture", "losses"},
     2: {"workloads", "measure"},
     3: {"training", "claims", "advisor"},
-    4: {"trials", "runner", "report", "handouts", "plots", "course", "doctor"},
+    4: {"trials", "runner", "report", "handouts", "plots", "course", "doctor", "pinning"},
     5: {"cli"},
 }
 FLOOR_OF = {room: floor for floor, rooms in FLOORS.items() for room in rooms}
@@ -230,7 +230,7 @@ def test_a_python_that_is_too_old_or_missing_is_said_plainly(tmp_path, old_pytho
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="there is no make")
-@pytest.mark.parametrize("target", ["course", "test", "lab", "lint", "format", "notebooks", "unsloth", "te"])
+@pytest.mark.parametrize("target", ["course", "test", "lab", "lint", "format", "notebooks", "unsloth", "te", "torchao"])
 def test_every_target_installs_first_where_nothing_is(tmp_path, target):
     plan = make("--dry-run", target, f"VENV={tmp_path / 'venv'}").stdout
     assert plan.index("-m venv") < plan.index("-r requirements.txt")
@@ -292,3 +292,11 @@ def test_a_notebook_has_the_parts_of_a_lab(name):
     assert "lab.done(" in code[-1].source
     assert ["exercise"] in tags
     assert ["solution"] in tags
+
+
+@pytest.mark.parametrize("name", labs()[:4])
+def test_cells_are_short_enough_to_be_read(name):
+    cells = [cell for cell in jupytext.read(NOTEBOOKS / f"{name}.ipynb").cells if cell.cell_type == "code"]
+    told = [cell.source for cell in cells if not {"exercise", "solution"} & set(cell.metadata.get("tags", []))]
+    too_long = {source.splitlines()[0]: source.count("\n") + 1 for source in told if source.count("\n") >= 25}
+    assert not too_long, "helpers belong in labutils"

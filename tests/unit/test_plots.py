@@ -13,6 +13,7 @@ from claim_runs import timed
 from labutils import plots
 from labutils.advisor import chart, published
 from labutils.hardware import Roofline
+from labutils.measure.trace import PHASES
 from labutils.results import Run
 
 matplotlib.use("Agg")
@@ -172,6 +173,20 @@ def test_timeline_shares_a_legend_where_lanes_share_categories(ax):
     assert_tidy(ax)
 
 
+def test_a_phase_looks_the_same_in_every_timeline(ax):
+    plots.timeline(ax, {"host": [(0, 4, "data"), (4, 4, "forward")], "GPU": [(4, 2, "GEMM")]})
+    other = plots.timeline(plt.subplots()[1], {"host": [(0, 4, "forward")], "GPU": [(1, 2, "GEMM")]})
+    colors = [
+        {tuple(color) for blocks in axes.collections for color in blocks.get_facecolor()} & {(*to_rgb(plots.TEAL), 1.0)}
+        for axes in (ax, other)
+    ]
+    assert colors[0] == colors[1] == {(*to_rgb(plots.TEAL), 1.0)}
+
+
+def test_every_phase_of_the_loop_has_a_fill():
+    assert set(PHASES) == set(plots.PHASE_FILLS)
+
+
 def test_timeline_of_nothing_is_an_error(ax):
     with pytest.raises(ValueError, match="no interval"):
         plots.timeline(ax, {"host": []})
@@ -205,6 +220,50 @@ def test_utilisation_states_its_mean(ax):
     assert "mean 40 %" in texts(ax)
     assert ax.get_ylim()[1] >= 100
     assert_tidy(ax)
+
+
+def test_utilisation_with_the_drivers_own_samples(ax):
+    plots.utilisation(ax, [0, 1], [0.2, 0.4], driver=[(0.5, 0.3), (0.9, 0.5)])
+    dots = next(line for line in ax.lines if line.get_label() == "driver's samples")
+    assert list(dots.get_ydata()) == [30, 50]
+    assert_tidy(ax)
+
+
+def test_magnitudes_are_said_in_words(ax):
+    rows = {"a layer": {"all": 16_777_216, "LoRA": 65_536}, "a model": {"all": 8_190_735_360, "LoRA": 21_823_488}}
+    plots.magnitudes(ax, rows, "parameters")
+    said = texts(ax)
+    assert {"16.8 million", "65.5 thousand", "8.19 billion", "21.8 million", "all", "LoRA", "a layer"} <= set(said)
+    assert [bar.get_width() for bars in ax.containers for bar in bars] == [
+        16_777_216,
+        65_536,
+        8_190_735_360,
+        21_823_488,
+    ]
+    assert ax.get_xscale() == "log"
+    assert_tidy(ax)
+
+
+def test_grouped_bars_are_medians_with_their_spread(ax):
+    plots.grouped(ax, {"thin": {"forward": [1, 2, 3], "backward": [4]}, "dense": {"forward": [5], "backward": [9]}})
+    heights = [bar.get_height() for bars in ax.containers if hasattr(bars, "patches") for bar in bars]
+    assert heights == [2, 4, 5, 9]
+    assert {"forward", "backward"} <= set(texts(ax))
+    assert_tidy(ax)
+
+
+def test_a_timeline_begins_at_its_windows_beginning(ax):
+    plots.timeline(ax, {"host": [(3.0, 4.0, "data")]})
+    assert ax.get_xlim() == (0, 7)
+
+
+def test_a_legend_that_fits_one_row_is_one(ax):
+    parts = ("inflate the PNG", "to RGB", "scale", "to float32", "tokenise")
+    plots.breakdown(ax, {"this machine": dict.fromkeys(parts, 3.0), "H200's host (full)": dict.fromkeys(parts, 2.0)})
+    ax.figure.draw_without_rendering()
+    names = ax.get_legend().get_texts()
+    assert len({round(name.get_window_extent().y0) for name in names}) == 1
+    assert names[-1].get_window_extent().x1 <= ax.figure.bbox.x1
 
 
 def test_loss_says_that_weights_are_random(ax):

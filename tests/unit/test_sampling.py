@@ -1,4 +1,4 @@
-"""Background readings of utilisation and memory: true, and harmless whatever fails."""
+"""Background readings of utilisation: true, and harmless whatever fails."""
 
 import time
 
@@ -6,7 +6,6 @@ import pytest
 
 from labutils import hardware
 from labutils.measure import utilization
-from labutils.measure.peak import MemoryTimeline, PeakMemory
 from labutils.measure.sampling import Sampler
 from labutils.measure.utilization import Utilization
 
@@ -110,24 +109,3 @@ def test_a_gpu_is_read_through_nvitop_and_what_it_does_not_say_is_absent(monkeyp
     (early, low), (late, high) = watched.driver_samples
     assert (low, high) == (0.4, 0.6)
     assert late - early == pytest.approx(0.1)
-
-
-@pytest.mark.skipif(hardware.device() == "cuda", reason="what is read without a GPU")
-def test_memory_without_a_gpu():
-    with PeakMemory() as peak, MemoryTimeline(interval_s=0.01) as memory:
-        memory.mark("before")
-        held = bytearray(80_000_000)
-        memory.mark("after")
-    before, after = memory.marks
-    assert peak.metrics() == {}
-    assert (before["label"], after["label"]) == ("before", "after")
-    assert after["resident_gb"] - before["resident_gb"] == pytest.approx(0.08, abs=0.02)
-    assert len(held) == 80_000_000
-
-
-def test_the_peak_of_a_block_is_the_allocators(monkeypatch):
-    monkeypatch.setattr(hardware.cuda, "reset_peak_memory", lambda: None)
-    monkeypatch.setattr(hardware.cuda, "peak_memory", lambda: (2.5, 3.0))
-    with PeakMemory() as peak:
-        pass
-    assert peak.metrics() == {"peak_allocated_gb": 2.5, "peak_reserved_gb": 3.0}

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from labutils.data.throughput import Pipeline, epoch_start_ms, hand_over_ms
+from labutils.data.throughput import Pipeline, epoch_start_ms, hand_over_ms, off_the_model
 from labutils.measure.calls import CallTimer
 from labutils.recipe import STOCK
 
@@ -44,6 +44,11 @@ def test_few_cores_share_out_all_processor_time() -> None:
 def test_taking_a_batch_costs_training_too() -> None:
     assert Pipeline(10, 20, 16, hand_over_ms=5, accumulation=1).step_ms(2) == 25
     assert Pipeline(10, 20, 16, hand_over_ms=5, accumulation=1).step_ms(0) == 30
+
+
+def test_off_the_model_is_off_by_more_than_the_spread() -> None:
+    measured = {0: {"p10": 90, "p90": 95}, 1: {"p10": 90, "p90": 110}, 2: {"p10": 101, "p90": 103}}
+    assert off_the_model(measured, dict.fromkeys(range(4), 100)) == {"above": [2], "below": [0]}
 
 
 @settings(max_examples=150, deadline=None)

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.profiler import record_function
-from traces import AUTOGRAD, TWO_STEPS, call, copy, kernel, mark, op, python
+from traces import AUTOGRAD, RUNS_AHEAD, TWO_STEPS, call, copy, kernel, mark, op, python
 
 from labutils.measure.chrome import read_events
 from labutils.measure.intervals import difference, overlap, total
@@ -56,9 +56,18 @@ def test_a_step_timed_without_the_profiler_keeps_the_gpus_time_and_the_measured_
     assert {k: shares[k] for k in rest} == {k: us(250 * v / 1502) for k, v in rest.items()}
     assert sum(shares.values()) == pytest.approx(0.5)
     metrics = trace.metrics(step_ms=0.5, data_ms=0.051)
-    assert metrics["gpu_busy"] == metrics["kernels_share"] == pytest.approx(0.19 / 0.5)
+    assert metrics["gpu_busy"] == metrics["untraced_gpu_busy"] == metrics["kernels_share"] == pytest.approx(0.19 / 0.5)
+    assert metrics["traced_gpu_busy"] == pytest.approx(380 / 2100)
     assert metrics["data_share"] == pytest.approx(0.051 / 0.5)
     assert metrics["traced_step_ms"] == us(1050)
+
+
+def test_a_wait_for_data_while_a_kernel_runs_costs_nothing():
+    trace = Trace(RUNS_AHEAD)
+    assert trace.partition()["data"] == us(100)
+    shares = trace.partition(step_ms=0.95, data_ms=0.45)  # timed without the profiler, the wait is 450 us of 950
+    assert (shares["kernels"], shares["data"]) == (us(800), us(450 * 100 / 500))
+    assert sum(shares.values()) == us(950)
 
 
 def test_a_step_shorter_than_its_kernels_was_all_kernels(trace):
@@ -476,6 +485,14 @@ def test_the_articles_schedule_records_five_steps(real):
     assert trace.path.name.endswith(".pt.trace.json")
 
 
+def test_more_steps_can_be_passed_over(tmp_path):
+    training, order = Training(), []
+    step = training.step
+    training.step = lambda: order.append(len(order)) or step()
+    assert profile(training, steps=2, folder=tmp_path, with_stack=False, wait=4).steps == 2
+    assert len(order) == 4 + 1 + 2
+
+
 def test_a_real_trace_knows_its_phases_and_who_read_a_value(real):
     trace, _ = real
     rows = trace.host_breakdown()
@@ -495,11 +512,16 @@ def test_a_real_trace_knows_its_phases_and_who_read_a_value(real):
 
 
 def test_a_captured_step_is_never_busier_than_its_trace():
-    """40 kernels of 20 us with gaps of 5 us from one launch: 80 % busy, even beside an untraced step of 0.9 ms."""
+    """40 kernels of 20 us with gaps of 5 us from one launch: 80 % busy, even beside an untraced step of 0.9 ms, which
+    bounds it from above."""
     launch = {"ph": "X", "cat": "cuda_runtime", "name": "cudaGraphLaunch", "ts": 0, "dur": 5, "tid": 1}
     mark = {"ph": "X", "cat": "user_annotation", "name": "ProfilerStep#2", "ts": 0, "dur": 1000, "tid": 1}
     kernel = {"ph": "X", "cat": "kernel", "name": "kernel", "dur": 20, "tid": 7}
     kernels = [kernel | {"ts": 25 * i, "args": {"correlation": 1, "stream": 7}} for i in range(40)]
     captured = Trace([mark, launch | {"args": {"correlation": 1}}, *kernels])
     assert captured.captured
-    assert captured.metrics(step_ms=0.9)["gpu_busy"] == captured.gpu_busy == pytest.approx(0.8)
+    found = captured.metrics(step_ms=0.9)
+    assert found["gpu_busy"] == found["traced_gpu_busy"] == captured.gpu_busy == pytest.approx(0.8)
+    assert found["untraced_gpu_busy"] == pytest.approx(0.8 / 0.9)
+    assert captured.metrics(step_ms=1.2)["gpu_busy"] == pytest.approx(0.8 / 1.2)
+    assert "untraced_gpu_busy" not in captured.metrics()

@@ -147,7 +147,7 @@ def test_encoded_examples_are_what_the_encoders_say(workload):
         model, images = plain.model, plain.driver.parts.loader.dataset
         kept = cached.driver.parts.loader.dataset
         assert len(kept) == len(images) == SIZES["tiny"].images
-        assert kept.seconds > 0
+        assert kept.encode_s > 0
         for index in (0, 7, 15):  # two of the first batch that is encoded, one of the last
             row = images[index]
             posterior = model.vae.encode(row["pixel_values"][None]).latent_dist
@@ -169,7 +169,7 @@ def test_the_posterior_is_sampled_anew_each_time(workload):
 
 
 def test_a_batch_of_encoded_examples_is_one_gather():
-    kept = EncodedExamples({"a": torch.arange(10.0).view(5, 2), "b": torch.arange(5)}, seconds=0.1)
+    kept = EncodedExamples({"a": torch.arange(10.0).view(5, 2), "b": torch.arange(5)}, encode_s=0.1)
     batch = kept.__getitems__([4, 0, 4])
     assert batch["b"].tolist() == [4, 0, 4]
     assert batch["a"].tolist() == [[8, 9], [0, 1], [8, 9]]

@@ -48,6 +48,15 @@ def copy(name, start, end, correlation, stream=7):
     return work("gpu_memcpy", name, start, end, correlation, stream)
 
 
+RUNS_AHEAD = [
+    # the host has launched 800 us of work, and waits for the next batch while it runs: 500 us, the last 100 with an
+    # idle GPU
+    mark("ProfilerStep#5", 0, 1000),
+    call("cudaLaunchKernel", 0, 10, 1),
+    kernel("nvjet_hsh_128x256_64x4_TNT", 0, 800, 1),
+    mark("data", 400, 900),
+]
+
 TWO_STEPS = [
     mark("ProfilerStep#5", 0, 1000),
     {"ph": "M", "name": "process_name", "pid": 100, "tid": 0, "ts": 0, "args": {"name": "python"}},

@@ -1,0 +1,215 @@
+"""A frozen linear layer whose weight is held once, in FP8: one byte a parameter, products on the FP8 tensor cores.
+
+LoRA's base layers compute y = x W^T forward and dX = dY W backward, and never a gradient of W. So W can be stored in
+E4M3 with one float32 scale a row and nothing else kept: no copy in half precision, no input saved for backward.
+Activations and gradients are quantised as they come, one scale a row (a token), computed from that row: no history, no
+state, nothing to synchronise, and nothing that the next token's outlier spoils.
+
+Two things make the backward pass possible without a second copy of W:
+- W's row scales s lie along the dimension that dX sums over, where a product's epilogue can't apply them. They are
+  folded into the gradient before it is quantised: dX = (dY * s) Wq. That is exact, up to the rounding there is anyway.
+- Hopper and consumer Blackwell multiply FP8 matrices in one layout only (both with the summed dimension running
+  fastest), and dX needs the other one. Wq is transposed for each backward pass and let go: a byte a parameter read and
+  written, against 2 rows FLOP a parameter of the product.
+
+Without FP8 tensor cores the same rounding is emulated: quantise, multiply in float32, round as the kernel's output is.
+Rounding both factors to 3 mantissa bits costs 3 to 4 % of a product's norm, whatever its size (tests/unit/test_frozen).
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from labutils.lowbit.fp8 import E4M3, SMALLEST_AMAX
+
+MULTIPLE = 16
+"""The FP8 product takes inner and outer widths that are multiples of 16, as 16 bytes are what it loads at a time."""
+FAST_ACCUM = True
+"""Let the tensor cores add up products in their own, shorter registers (about 14 bits on Hopper) instead of moving
+partial sums to float32 every few terms. That error is far below the 3 bits' own (tests/gpu/test_fp8_gpu holds it to a
+tenth), and the row-wise kernel is markedly slower without."""
+INPUTS = (torch.float16, torch.bfloat16, torch.float32)
+
+
+class FrozenFP8Linear(nn.Module):
+    """y = x W^T + b with W [out, in] in E4M3 and `scale` [out, 1] in float32: W is about weight * scale.
+
+    x is (..., in) in float16, bfloat16 or float32 and y (..., out) in x's dtype, or autocast's where that is on. Any
+    number of rows, none included. Gradients flow to x alone. Raises `ValueError` for what it can't hold or multiply.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        super().__init__()
+        _check_weight(weight, bias)
+        values, inverse = quantise_rows(weight.detach())
+        self.out_features, self.in_features = weight.shape
+        self.weight = nn.Parameter(values, requires_grad=False)
+        self.register_buffer("scale", inverse)
+        self.bias = None if bias is None else nn.Parameter(bias.detach().clone(), requires_grad=False)
+        self.product = product_kind(weight.device)
+
+    @classmethod
+    def from_linear(cls, linear: nn.Linear) -> FrozenFP8Linear:
+        """The FP8 form of a frozen nn.Linear, which is left as it is."""
+        return cls(linear.weight, linear.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not x.is_meta and torch.is_autocast_enabled(x.device.type):
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+        _check_input(x, self.in_features)
+        y = _FrozenProduct.apply(x, self.weight, self.scale, self.product)
+        return y if self.bias is None else y + self.bias.to(y.dtype)
+
+    def restored(self) -> Tensor:
+        """The weight [out, in] that is multiplied with, in float32."""
+        return self.weight.float() * self.scale
+
+    def extra_repr(self) -> str:
+        return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, product={self.product!r}"
+
+    def _apply(self, fn, recurse: bool = True):
+        """Go along to another device, and keep FP8 there: `model.to(torch.bfloat16)` is meant for the other layers."""
+        weight, scale = self.weight.detach(), self.scale
+        super()._apply(fn, recurse)
+        if self.weight.dtype != weight.dtype:
+            self.weight = nn.Parameter(weight.to(self.weight.device), requires_grad=False)
+            self.scale = scale.to(self.weight.device)
+        self.product = product_kind(self.weight.device)
+        return self
+
+
+class _FrozenProduct(torch.autograd.Function):
+    """x W^T, and for the gradient of x alone; nothing is kept for it but W itself. Plain operations, which a compiler
+    sees through: it fuses the quantising with what comes before."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, scale: Tensor, product: str) -> Tensor:
+        ctx.save_for_backward(weight, scale)
+        ctx.product = product
+        return _multiplied(x, weight, scale.t(), product)
+
+    @staticmethod
+    def backward(ctx, dy: Tensor) -> tuple[Tensor | None, None, None, None]:
+        weight, scale = ctx.saved_tensors
+        if not ctx.needs_input_grad[0]:
+            return None, None, None, None
+        scaled = dy.float() * scale.t()
+        transposed = weight.t().contiguous()
+        ones = torch.ones_like(transposed[:, 0], dtype=torch.float32)[None]
+        return _multiplied(scaled, transposed, ones, ctx.product).to(dy.dtype), None, None, None
+
+
+def _multiplied(x: Tensor, weight: Tensor, column_scale: Tensor, product: str) -> Tensor:
+    """x [..., k] quantised row by row, times weight [n, k] in FP8 transposed, times column_scale [1, n]; x's dtype."""
+    rows = x.reshape(-1, x.shape[-1])
+    count = rows.shape[0]
+    padded = max(MULTIPLE, -(-count // MULTIPLE) * MULTIPLE)
+    rows = rows if padded == count else F.pad(rows, (0, 0, 0, padded - count))
+    values, inverse = quantise_rows(rows)
+    y = PRODUCTS[product](values, weight, inverse, column_scale)
+    return y[:count].to(x.dtype).reshape(*x.shape[:-1], weight.shape[0])
+
+
+def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x [n, k] in E4M3 and the float32 factors [n, 1] that undo each row's scale.
+
+    A row with NaN or infinity in it becomes NaN: it must not come out as an ordinary number.
+    """
+    largest = torch.linalg.vector_norm(x, math.inf, dim=-1, keepdim=True, dtype=torch.float32)  # one kernel
+    inverse = largest.clamp(min=SMALLEST_AMAX) / E4M3.largest
+    # Nothing is beyond the range but by a rounding, and what is within half a step of it rounds to it: no clamp.
+    return (x * inverse.reciprocal()).to(E4M3.dtype), inverse
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The product, three ways
+
+
+def _rowwise(values: Tensor, weight: Tensor, inverse: Tensor, column_scale: Tensor) -> Tensor:
+    """One kernel, which applies the scales of rows and columns to its sums as it writes them."""
+    return torch._scaled_mm(
+        values,
+        weight.t(),
+        scale_a=inverse,
+        scale_b=column_scale.contiguous(),
+        out_dtype=torch.bfloat16,
+        use_fast_accum=FAST_ACCUM,
+    )
+
+
+def _separate(values: Tensor, weight: Tensor, inverse: Tensor, column_scale: Tensor) -> Tensor:
+    """The product without scales, then the scales: for cards whose FP8 product takes one scale a matrix only."""
+    one = torch.ones((), device=values.device)
+    y = torch._scaled_mm(
+        values, weight.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=FAST_ACCUM
+    )
+    return (y * (inverse * column_scale)).to(torch.bfloat16)
+
+
+def _emulated(values: Tensor, weight: Tensor, inverse: Tensor, column_scale: Tensor) -> Tensor:
+    """The same numbers from float32 products."""
+    with torch.autocast("cuda" if values.is_cuda else "cpu", enabled=False):
+        y = F.linear(values.float(), weight.float())
+        return (y * (inverse * column_scale)).to(torch.bfloat16)
+
+
+PRODUCTS = {"rowwise": _rowwise, "separate": _separate, "emulated": _emulated}
+"""Kind -> (values [m, k] in FP8, weight [n, k] in FP8, inverse [m, 1], column_scale [1, n]) -> [m, n] in bfloat16."""
+
+
+def product_kind(device: torch.device) -> str:
+    """Which of `PRODUCTS` a device does: FP8 tensor cores came with compute capability 8.9."""
+    return _cuda_product_kind(device.index or 0) if device.type == "cuda" else "emulated"
+
+
+@functools.cache
+def _cuda_product_kind(index: int) -> str:
+    """What works on this card with this PyTorch, found by trying: the row-wise kernel is not built for all of them."""
+    device = torch.device("cuda", index)
+    if torch.cuda.get_device_capability(device) < (8, 9):
+        return "emulated"
+    matrix = torch.zeros(MULTIPLE, MULTIPLE, device=device).to(E4M3.dtype)
+    scale = torch.ones(MULTIPLE, 1, device=device)
+    for kind in ("rowwise", "separate"):
+        try:
+            PRODUCTS[kind](matrix, matrix, scale, scale.t())
+            return kind
+        except (RuntimeError, ValueError, NotImplementedError):
+            continue
+    return "emulated"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What it refuses
+
+
+def _check_weight(weight: Tensor, bias: Tensor | None) -> None:
+    if weight.dim() != 2 or weight.dtype not in (*INPUTS, torch.float64):
+        raise ValueError(
+            f"A weight of shape {tuple(weight.shape)} and {weight.dtype} can't be held in FP8: it takes a matrix of "
+            "floating-point numbers."
+        )
+    if weight.requires_grad or (bias is not None and bias.requires_grad):
+        raise ValueError(
+            "This layer's weight or bias is trained, and a frozen FP8 layer has no gradient for them. Freeze them "
+            "first: layer.requires_grad_(False)."
+        )
+    if weight.shape[0] % MULTIPLE or weight.shape[1] % MULTIPLE or 0 in weight.shape:
+        raise ValueError(
+            f"A layer of {weight.shape[1]} -> {weight.shape[0]} features can't be multiplied in FP8: both numbers must "
+            f"be multiples of {MULTIPLE}. Leave it out of the conversion."
+        )
+    if not weight.is_meta and not weight.isfinite().all():
+        raise ValueError("This weight holds NaN or infinity, which FP8 has no room for. Check where it was loaded.")
+
+
+def _check_input(x: Tensor, in_features: int) -> None:
+    if x.dim() == 0 or x.shape[-1] != in_features:
+        raise ValueError(f"The input's shape is {tuple(x.shape)}; this layer takes (..., {in_features}).")
+    if x.dtype not in INPUTS:
+        raise ValueError(f"The input is {x.dtype}; a frozen FP8 layer takes float16, bfloat16 or float32.")

@@ -1,0 +1,55 @@
+"""The course's tables: rows of words and numbers as Markdown.
+
+What does not apply to a machine is `None` in a row, and a row or a column of nothing else is left out: the same cell of
+a notebook makes a table for a GPU and one for a CPU, without branches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+
+def as_table(head: Sequence[str], *rows: Sequence[Any]) -> str:
+    """A Markdown table; a row's first cell names it. `None`: does not apply.
+
+    Rows and columns that say nothing about anything, names aside, are left out; "" where no row remains.
+    """
+    kept = [row for row in rows if any(value is not None for value in row[1:])]
+    if not kept:
+        return ""
+    columns = [at for at in range(len(head)) if at == 0 or any(row[at] is not None for row in kept)]
+    lines = [[cell(row[at]) for at in columns] for row in (head, *kept)]
+    lines.insert(1, ["---"] * len(columns))
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def cell(value: Any) -> str:
+    """Three figures of a number, all of a count, words that can't break out of their cell, a dash for None."""
+    if value is None:
+        return "–"
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+    if isinstance(value, int) and not isinstance(value, bool):
+        return f"{value:,}"
+    return str(value).replace("|", "\\|").replace("\n", " ")
+
+
+WAITS = ("phase", "line of the loop", "in", "by", "a step", "ms a step", "then the GPU idles, ms")
+"""The head of a table of `wait_rows`."""
+
+
+def wait_rows(found: Sequence[Mapping[str, Any]]) -> list[tuple[Any, ...]]:
+    """Rows for `WAITS` out of those of `Trace.sync_table`, which may come from a results file."""
+    return [
+        (
+            row.get("phase"),
+            f"{row['where']} ({row['line']})" if "line" in row else row["where"],
+            row.get("library"),
+            f"`{row.get('builtin') or row.get('cause') or row['call']}`",
+            row["per_step"],
+            row["ms_per_step"],
+            row["idle_ms_per_step"] or None,
+        )
+        for row in found
+    ]

@@ -1,0 +1,305 @@
+"""FP8 on the hardware: the real products against the emulated ones, compiled, measured in bytes, and other libraries'
+layers behind the same knob."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from labutils.adapters import attach_lora, lora_layers
+from labutils.lowbit import frozen
+from labutils.lowbit.backends import MAKERS, convert_base, forward_context, frozen_linears, transformer_engine
+from labutils.lowbit.fp8 import FORMATS, DelayedScaling, encode, relative_error, saturating_cast
+from labutils.lowbit.frozen import INPUTS, PRODUCTS, FrozenFP8Linear, quantise_rows
+from labutils.results import Unavailable
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+fp8_only = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9),
+    reason="needs FP8 tensor cores (compute capability 8.9)",
+)
+TOLERANCE = 4e-2
+
+
+@pytest.fixture(autouse=True)
+def full_float32():
+    """No TF32: what is compared against is float32."""
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = False
+    yield
+    torch.backends.cuda.matmul.allow_tf32 = before
+
+
+def random(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).cuda()
+
+
+def layer_pair(k: int, n: int, bias: bool = True) -> tuple[nn.Linear, FrozenFP8Linear]:
+    torch.manual_seed(0)
+    linear = nn.Linear(k, n, bias=bias, device="cuda").requires_grad_(False)
+    return linear, FrozenFP8Linear.from_linear(linear)
+
+
+def passes(layer, x: torch.Tensor, dy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    x = x.detach().requires_grad_()
+    y = layer(x)
+    y.backward(dy.to(y.dtype))
+    return y.detach(), x.grad
+
+
+# Numbers
+
+
+@pytest.mark.parametrize("fmt", FORMATS.values(), ids=list(FORMATS))
+def test_the_gpus_cast_is_ours(fmt):
+    x = random(1 << 16) * torch.exp2(torch.randint(-18, 7, (1 << 16,)).cuda())
+    x = x.clamp(-fmt.largest, fmt.largest)
+    assert torch.equal(encode(x, fmt), x.to(fmt.dtype).view(torch.uint8))
+    assert saturating_cast(torch.tensor([1e3, -1e6, 5e-5, 1e9]).cuda()).float().tolist() == [448, -448, 0, 448]
+
+
+@fp8_only
+@pytest.mark.parametrize("kind", ["rowwise", "separate"])
+@pytest.mark.parametrize("rows", [16, 577, 1024])
+def test_the_real_product_is_the_emulated_one(kind, rows):
+    """Same FP8 inputs: only the order and width of the sums differ, and bfloat16's last bit."""
+    if kind == "rowwise" and frozen.product_kind(torch.device("cuda", 0)) != "rowwise":
+        pytest.skip("this card has no row-wise FP8 product")
+    rows = -(-rows // 16) * 16
+    (x, sx), (w, sw) = quantise_rows(random(rows, 512)), quantise_rows(random(256, 512, seed=1))
+    real, emulated = (PRODUCTS[k](x, w, sx, sw.t()) for k in (kind, "emulated"))
+    assert real.dtype == emulated.dtype == torch.bfloat16
+    assert relative_error(real, emulated) < 5e-3
+
+
+@fp8_only
+def test_fast_accumulation_costs_little_against_the_rounding(monkeypatch):
+    """The longest sum of the course's models: 14336 terms."""
+    x, w = random(256, 14336), random(512, 14336, seed=1)
+    (qx, sx), (qw, sw) = quantise_rows(x), quantise_rows(w)
+    exact = PRODUCTS["emulated"](qx, qw, sx, sw.t()).float()
+    rounding = relative_error(exact, x.double() @ w.double().T)
+    product = PRODUCTS[frozen.product_kind(torch.device("cuda", 0))]
+    fast = relative_error(product(qx, qw, sx, sw.t()), exact)
+    print(f"fast accumulation {fast:.2e}, rounding to FP8 {rounding:.2e}")
+    assert fast < rounding / 5
+
+
+@fp8_only
+@pytest.mark.parametrize("dtype", INPUTS)
+@pytest.mark.parametrize("shape", [(577, 1024), (5, 577, 1024), (1, 1024), (1024,), (3444, 1024)])
+def test_forward_and_gradient_are_float32s_to_within_the_rounding(shape, dtype):
+    linear, layer = layer_pair(1024, 512)
+    assert layer.product != "emulated"
+    x, dy = random(*shape).to(dtype), random(*shape[:-1], 512, seed=1).to(dtype)
+    y, dx = passes(layer, x, dy)
+    exact_y, exact_dx = passes(linear, x.float(), dy.float())
+    assert (y.dtype, dx.dtype) == (dtype, dtype)
+    assert relative_error(y, exact_y) < TOLERANCE
+    assert relative_error(dx, exact_dx) < TOLERANCE
+
+
+@fp8_only
+@pytest.mark.parametrize("rows", [0, 1, 15, 577])
+def test_the_gpu_computes_what_the_cpu_emulates(rows):
+    _, layer = layer_pair(256, 128)
+    x, dy = random(rows, 256), random(rows, 128, seed=1)
+    found = passes(layer, x, dy)
+    expected = passes(layer.cpu(), x.cpu(), dy.cpu())
+    assert layer.product == "emulated"
+    for mine, theirs in zip(found, expected, strict=True):
+        assert mine.shape == theirs.shape
+        if rows:
+            assert relative_error(mine.cpu(), theirs) < 5e-3
+
+
+@fp8_only
+def test_inputs_and_gradients_that_are_not_contiguous():
+    _, layer = layer_pair(256, 128, bias=False)
+    x, dy = random(256, 48), random(128, 48, seed=1)
+    found, expected = passes(layer, x.t(), dy.t()), passes(layer, x.t().contiguous(), dy.t().contiguous())
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_what_is_not_finite_does_not_come_out_as_a_number(bad):
+    _, layer = layer_pair(256, 128)
+    x, dy = random(4, 256), random(4, 128)
+    x[2, 7] = dy[1, 5] = bad
+    y, dx = passes(layer, x, dy)
+    assert y.isnan().all(1).tolist() == [False, False, True, False]
+    assert dx.isnan().all(1).tolist() == [False, True, False, False]
+
+
+# The compiler
+
+
+class Block(nn.Module):
+    def __init__(self, width: int = 512) -> None:
+        super().__init__()
+        self.up, self.down = layer_pair(width, 2 * width)[1], layer_pair(2 * width, width)[1]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.nn.functional.silu(self.up(x)))
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_compiled_it_is_one_graph_with_the_same_numbers(autocast):
+    torch.compiler.reset()
+    block, x, dy = Block(), random(577, 512).bfloat16(), random(577, 512, seed=1).bfloat16()
+    x = x.float() if autocast else x
+    with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+        assert torch._dynamo.explain(block)(x.clone().requires_grad_()).graph_break_count == 0
+        torch.compiler.reset()
+        expected = passes(block, x, dy)
+        found = passes(torch.compile(block, fullgraph=True, dynamic=False), x, dy)
+    for mine, theirs in zip(found, expected, strict=True):
+        assert relative_error(mine, theirs) < 2e-2
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_it_is_captured_in_a_cuda_graph(compiled):
+    torch.compiler.reset()
+    block = Block()
+    run = torch.compile(block, fullgraph=True, dynamic=False) if compiled else block
+    x, dy = random(64, 512).bfloat16().requires_grad_(), random(64, 512, seed=1).bfloat16()
+    x.grad = torch.zeros_like(x)
+
+    def step() -> None:
+        x.grad.zero_()
+        run(x).backward(dy)
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    expected = x.grad.clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    x.grad.zero_()
+    graph.replay()
+    torch.cuda.synchronize()
+    torch.testing.assert_close(x.grad, expected)
+
+
+# Memory
+
+
+def allocated() -> int:
+    gc.collect()
+    torch.cuda.synchronize()
+    return torch.cuda.memory_allocated()
+
+
+def test_one_byte_a_parameter():
+    before = allocated()
+    layer = FrozenFP8Linear.from_linear(
+        nn.Linear(4096, 4096, bias=False, device="cuda", dtype=torch.bfloat16).requires_grad_(False)
+    )
+    held = allocated() - before
+    assert held <= 4096 * 4096 * 1.01
+    assert layer.weight.nbytes == 4096 * 4096
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_between_forward_and_backward_nothing_of_the_weights_size_is_kept(compiled):
+    """No input and no transposed weight is saved: what is alive is the output alone."""
+    torch.compiler.reset()
+    _, layer = layer_pair(4096, 4096, bias=False)
+    run = torch.compile(layer, fullgraph=True, dynamic=False) if compiled else layer
+    x = random(32, 4096).bfloat16().requires_grad_()
+    run(x).sum().backward()  # compiles, and makes the libraries' workspaces
+    x.grad = None
+    before = allocated()
+    y = run(x)
+    assert allocated() - before < 4096 * 4096 / 4
+    y.sum().backward()
+
+
+# Whole models on every kind that is here
+
+
+def language_model(adapter: str) -> nn.Module:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "vocab_size": 512}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4)).to("cuda", torch.bfloat16)
+    attach_lora(model, ("q_proj", "v_proj", "down_proj"), 4, 8, adapter, seed=0)
+    for layer in lora_layers(model).values():
+        nn.init.normal_(layer.lora_B["default"].weight, std=0.02)
+    return model
+
+
+@fp8_only
+@pytest.mark.parametrize("adapter", ["plain", "peft"])
+@pytest.mark.parametrize("kind", MAKERS)
+def test_every_kind_that_is_here_trains(kind, adapter):
+    model, plain = language_model(adapter), language_model(adapter)
+    names = frozen_linears(model, skip=("lm_head",))
+    try:
+        convert_base(model, names, kind)
+    except Unavailable as error:
+        pytest.skip(str(error))
+    ids = torch.randint(512, (4, 32), device="cuda")
+    with torch.autocast("cuda", torch.bfloat16):
+        for _ in range(3):  # delayed scaling's first step has no history
+            with forward_context(kind):
+                found = model(ids, labels=ids)
+            model.zero_grad()
+            found.loss.backward()
+        expected = plain(ids, labels=ids)
+    expected.loss.backward()
+    assert relative_error(found.logits, expected.logits) < (0.3 if kind == "nf4" else 0.1)
+    for name, layer in lora_layers(model).items():
+        other = lora_layers(plain)[name]
+        for matrix in ("lora_A", "lora_B"):
+            mine, theirs = (getattr(one, matrix)["default"].weight.grad for one in (layer, other))
+            assert relative_error(mine, theirs) < (0.6 if kind == "nf4" else 0.3), name
+
+
+# Transformer Engine, where it is installed
+
+
+@pytest.fixture(scope="module")
+def te():
+    try:
+        return transformer_engine()
+    except Unavailable as error:
+        pytest.skip(str(error))
+
+
+@pytest.mark.parametrize("algorithm", ["max", "most_recent"])
+@pytest.mark.parametrize("margin", [0, 2])
+def test_our_delayed_scaling_has_transformer_engines_numbers(algorithm, margin, te):
+    """Its input scales over a drifting, spiky sequence, step by step."""
+    from transformer_engine.common.recipe import DelayedScaling as TheirRecipe
+    from transformer_engine.common.recipe import Format
+
+    recipe = TheirRecipe(fp8_format=Format.HYBRID, amax_history_len=4, amax_compute_algo=algorithm, margin=margin)
+    layer = te.Linear(64, 64, bias=False, params_dtype=torch.bfloat16, device="cuda")
+    ours = DelayedScaling(4, algorithm, margin)
+    autocast = (
+        (lambda: te.autocast(enabled=True, recipe=recipe))
+        if hasattr(te, "autocast")
+        else (lambda: te.fp8_autocast(enabled=True, fp8_recipe=recipe))
+    )
+    for step, size in enumerate([1.0, 2.0, 100.0, 3.0, 4.0, 4.0, 5.0, 0.5, 0.0, 6.0]):
+        x = random(32, 64, seed=step).bfloat16() * size
+        with autocast():
+            layer(x)
+        ours.record(x.abs().max().float().cpu())
+        assert layer.fp8_meta["scaling_fwd"].scale[0].item() == pytest.approx(ours.scale.item(), rel=1e-6), step
+
+
+def test_peft_wraps_transformer_engines_linear(te):
+    model = nn.Sequential(te.Linear(64, 64, bias=False, params_dtype=torch.bfloat16, device="cuda"))
+    attach_lora(model, ("0",), 4, 8, "peft", seed=0)
+    assert type(model[0]).__name__ == "TeLinear"
+    assert model[0](random(32, 64).bfloat16()).shape == (32, 64)
