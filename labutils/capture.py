@@ -49,6 +49,21 @@ def timed_convolutions(wanted: bool) -> Iterator[None]:
         cudnn.benchmark = before
 
 
+@contextmanager
+def may_give_up(wanted: bool) -> Iterator[None]:
+    """A context in which torch.compile goes on uncompiled, as it does by default, where a function needs too many
+    variants; `compile_as_asked` has it fail. `wanted=False` changes nothing."""
+    if not wanted:
+        yield
+        return
+    config = torch._dynamo.config
+    before, config.fail_on_recompile_limit_hit = config.fail_on_recompile_limit_hit, False
+    try:
+        yield
+    finally:
+        config.fail_on_recompile_limit_hit = before
+
+
 def compile_model(module: nn.Module, mode: str, dynamic: str = "static") -> nn.Module:
     """`module` compiled as one region, with torch.compile's `mode`, as a rule for the shapes it is given.
 

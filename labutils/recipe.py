@@ -308,11 +308,17 @@ A2_BASE = Recipe(
 
 A2_OWN = {
     "bf16": A2_BASE,
+    "fp8": A2_BASE.but(base_linear="fp8-te"),
     "compile": A2_BASE.but(compile="default"),
+    "fp8 + compile": A2_BASE.but(base_linear="fp8-te", compile="default"),
     "fixed": A2_BASE.but(shapes="fixed"),
     "fixed + compile": A2_BASE.but(shapes="fixed", compile="default"),
+    "fixed + compile + fp8": A2_BASE.but(shapes="fixed", compile="default", base_linear="fp8-te"),
+    "qlora": A2_BASE.but(base_linear="nf4", checkpointing="blocks"),
 }
-"""Article A2's variants on the base weights as published, by name; lane "article"."""
+"""Article A2's variants by name, in the lane "article", and "fixed" alone, which it doesn't show. Its
+`prepare_model_for_kbit_training` turns checkpointing on (and casts what isn't 4-bit to float32, which isn't done here).
+"""
 
 A2_LADDER = (
     Rung("bf16", "article", {}, "the plain loop, as the article starts"),
@@ -336,6 +342,12 @@ A2_LADDER = (
         "no padding, one shape, and enough tokens for the GPU",
     ),
     Rung("answers only", "same mathematics", {"loss": "answers"}, "most tokens have nothing to predict"),
+    Rung(
+        "cached features",
+        "same mathematics",
+        {"cache": "features", "num_workers": 0, "persistent_workers": False},
+        "the vision tower is frozen: ask it once",
+    ),
 )
 """From article A2's starting point on, AnyRes and BF16 kept; each rung keeps the changes of those below it."""
 

@@ -146,13 +146,14 @@ class Layout:
     """The static part of a batch's form: what `shapes` asks for at one scale with one dataset.
 
     budget: tokens of a row that has a fixed length. tiles: tiles that a row of that length may bring. segments:
-    examples that fit into it at most.
+    examples that fit into it at most. multiple: what all rows' lengths are a multiple of.
     """
 
     shapes: str
     budget: int
     tiles: int
     segments: int
+    multiple: int = 1
 
     @property
     def packs(self) -> bool:
@@ -162,13 +163,16 @@ class Layout:
         """How long the rows of a batch are. Raises `ValueError` where the longest example doesn't fit."""
         longest = max(lengths)
         if self.shapes == "as-they-come":
-            return longest
+            return self._rounded(longest)
         if longest > self.budget:
             raise ValueError(
                 f"An example has {longest} tokens, and shapes={self.shapes!r} has room for {self.budget} (token_budget "
                 "as it is at this scale). Use a larger token_budget, or shapes='as-they-come'."
             )
-        return _next_bucket(longest, self.budget) if self.shapes == "buckets" else self.budget
+        return self._rounded(_next_bucket(longest, self.budget) if self.shapes == "buckets" else self.budget)
+
+    def _rounded(self, length: int) -> int:
+        return -(-length // self.multiple) * self.multiple
 
     def batch_tiles(self, tiles: int, rows: int) -> int:
         """How many tiles a batch of `rows` rows is given, when it has `tiles`; the others are empty."""

@@ -9,6 +9,7 @@ A recompilation compiles code that was compiled before, because a guard of it fa
 
 from __future__ import annotations
 
+import logging
 import re
 import time
 from collections import Counter
@@ -18,20 +19,24 @@ from typing import Any
 from torch._dynamo.callback import CallbackTrigger, callback_handler
 from torch._dynamo.utils import counters, graph_break_reasons, guard_failures
 
+LOGGER = logging.getLogger("torch._dynamo.convert_frame")
+
 
 class Compilation:
     """Counts while it is open; what was compiled before isn't counted, but compiling it again is a recompilation.
 
     graphs: how many graphs the compiler took. compilations: how often it set to work on a piece of code.
     recompilations: how often on one that it had compiled before, and `reasons` (reason -> how often) the guards that
-    failed; one recompilation names one for each version there was. breaks: reason -> graph breaks. seconds: wall-clock
-    time spent compiling, the backward pass's included.
+    failed; one recompilation names one for each version there was. breaks: reason -> graph breaks. given_up: functions
+    that needed so many versions that the compiler left them uncompiled. seconds: wall-clock time spent compiling, the
+    backward pass's included.
     """
 
     def __init__(self) -> None:
         self.graphs = self.compilations = self.recompilations = 0
         self.reasons: Counter[str] = Counter()
         self.breaks: Counter[str] = Counter()
+        self.given_up: list[str] = []
         self.seconds = 0.0
         self._began: list[float] = []
 
@@ -41,6 +46,7 @@ class Compilation:
             "graphs": self.graphs,
             "graph_breaks": self.breaks.total(),
             "recompilations": self.recompilations,
+            "given_up": len(self.given_up),
             "compile_s": self.seconds,
         }
 
@@ -48,11 +54,14 @@ class Compilation:
         self._graphs = counters["stats"]["unique_graphs"]
         self._breaks = len(graph_break_reasons)
         self._failures = {code: len(reasons) for code, reasons in guard_failures.items()}
+        self._listener = _GivenUp(self.given_up)
+        LOGGER.addHandler(self._listener)
         callback_handler.register_start_callback(self._start)
         callback_handler.register_end_callback(self._end)
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        LOGGER.removeHandler(self._listener)
         callback_handler.remove_start_callback(self._start)
         callback_handler.remove_end_callback(self._end)
         self.graphs = counters["stats"]["unique_graphs"] - self._graphs
@@ -71,6 +80,19 @@ class Compilation:
         began = self._began.pop() if self._began else time.perf_counter()
         if not self._began:  # an inner compilation's time is in the outer one's
             self.seconds += time.perf_counter() - began
+
+
+class _GivenUp(logging.Handler):
+    """Notes the functions that the compiler's warning names; it says so nowhere else."""
+
+    def __init__(self, names: list[str]) -> None:
+        super().__init__(logging.WARNING)
+        self.names = names
+
+    def emit(self, record: logging.LogRecord) -> None:
+        message = record.getMessage()
+        if "recompile_limit" in message and (found := re.search(r"function: '([^']+)'", message)):
+            self.names.append(found[1])
 
 
 def _guard(reason: str) -> str:

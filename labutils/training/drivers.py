@@ -53,7 +53,8 @@ def compile_as_asked(workload: Workload, model: nn.Module, recipe: Recipe) -> No
     """Compile the trained part (or its blocks, or the encoders too) in place, as the recipe says.
 
     From then on torch.compile raises `FailOnRecompileLimitHit` in this process where it would give up on a function
-    that needs too many variants: it would go on uncompiled, and be on record as compiled.
+    that needs too many variants: it would go on uncompiled, and be on record as compiled. With dynamic='automatic' that
+    is what is tried out, and it goes on.
     """
     if recipe.compile == "off":
         return

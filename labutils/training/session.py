@@ -11,7 +11,7 @@ from types import TracebackType
 
 import torch
 
-from labutils.capture import attention_kernel, timed_convolutions
+from labutils.capture import attention_kernel, may_give_up, timed_convolutions
 from labutils.data.images import make_loader
 from labutils.recipe import Recipe
 from labutils.training import checkpoint
@@ -65,7 +65,12 @@ class Session:
 
     def step(self) -> None:
         """One optimizer step, accumulation included. On a GPU it may still be running when this returns."""
-        with attention_kernel(self.recipe.attention), timed_convolutions(self.recipe.cudnn_benchmark):
+        gives_up = self.recipe.compile != "off" and self.recipe.dynamic == "automatic"  # as PyTorch's default does
+        with (
+            attention_kernel(self.recipe.attention),
+            timed_convolutions(self.recipe.cudnn_benchmark),
+            may_give_up(gives_up),
+        ):
             self.driver.step(self.batches)
         self.step_count += 1
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -35,12 +36,24 @@ from labutils.data.leaves import BEANS, VARIED, image_sizes, leaf_images
 from labutils.data.tokenizers import llava_processor
 from labutils.hardware import usable_cores
 from labutils.losses import cross_entropy, linear_cross_entropy
+from labutils.lowbit.backends import convert_base, forward_context, frozen_linears
 from labutils.recipe import Recipe
 from labutils.workloads.base import Batch, Work, Workload
 
 HUB_MODEL = "llava-hf/llava-v1.6-mistral-7b-hf"
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+LEFT_OUT: dict[str, tuple[str, ...]] = {
+    "published": (),
+    "fp8-frozen": ("lm_head", "vision_tower"),
+    "fp8-te": ("lm_head", "vision_tower"),
+    "fp8-torchao": ("lm_head", "vision_tower"),
+    "nf4": ("lm_head",),
+}
+"""`base_linear` -> what isn't converted. FP8 takes the decoder's and the projector's layers as article A2 does, whose
+vision tower can't be: it has 577 tokens a tile. QLoRA leaves out the head alone, as transformers does."""
+FP8_ROWS = 8
+"""FP8 products take rows in multiples of this: the article met it as an assertion."""
 EXTRA_WORDS = 64
 """Rows of the embedding beyond the tokenizer's words: <image>, <pad>, and what fills it up to a multiple of 64."""
 TEXT_ROOM = 64
@@ -71,7 +84,7 @@ class Scale:
 
 
 SCALES_OF_LLAVA = {
-    "tiny": Scale(16, 112, 32, 3, 2, 64, 2, 4, 2, 128, 960),
+    "tiny": Scale(16, 112, 64, 3, 4, 64, 2, 4, 2, 128, 960),
     "small": Scale(64, 336, 512, 12, 8, 2048, 16, 16, 4, 5504, 32000),
     "full": Scale(128, 336, 1024, 24, 16, 4096, 32, 32, 8, 14336, 32000),
 }
@@ -197,6 +210,8 @@ class Decoder(nn.Module):
 class Published(nn.Module):
     """transformers' model and its own forward pass."""
 
+    base_linear = "published"
+
     def __init__(self, llava: nn.Module) -> None:
         super().__init__()
         self.llava = llava
@@ -207,6 +222,8 @@ class Published(nn.Module):
 
 class Rewritten(nn.Module):
     """The same modules in two regions of static shapes, with one gather between them."""
+
+    base_linear = "published"
 
     def __init__(self, llava: nn.Module, loss: str) -> None:
         super().__init__()
@@ -248,10 +265,11 @@ class MultimodalLora(Workload):
 
     def build(self, recipe: Recipe) -> Published | Rewritten:
         _check(recipe)
-        frozen = self._frozen(DTYPES[recipe.precision], recipe.seed)
-        # A copy of the modules around the same tensors: sessions side by side hold the frozen weights once.
-        shared = {id(tensor): tensor for tensor in [*frozen.parameters(), *frozen.buffers()]}
-        llava = copy.deepcopy(frozen, memo=shared)
+        dtype = DTYPES[recipe.precision]
+        if recipe.base_linear == "published":
+            llava = _around_the_same(self._frozen(dtype, recipe.seed))
+        else:  # its own copy, so that converting a layer lets go of what it was
+            llava = self._made(dtype, recipe.seed)
         layers = llava.model.language_model.layers
         names = tuple(
             f"model.language_model.layers.{index}.{name}"
@@ -260,14 +278,18 @@ class MultimodalLora(Workload):
             if name.rpartition(".")[2] in TARGETS
         )
         attach_lora(llava, names, recipe.rank, 2 * recipe.rank, recipe.adapter, seed=recipe.seed)
+        convert_base(llava, frozen_linears(llava, LEFT_OUT[recipe.base_linear]), recipe.base_linear, dtype)
         llava.eval()
         llava.model.language_model.train()
         if recipe.checkpointing == "blocks":
             llava.model.language_model.gradient_checkpointing_enable({"use_reentrant": False})
         if recipe.layers == "published":
-            return Published(llava)
-        llava.model.language_model.config._attn_implementation = "documents"
-        return Rewritten(llava, recipe.loss)
+            model: Published | Rewritten = Published(llava)
+        else:
+            llava.model.language_model.config._attn_implementation = "documents"
+            model = Rewritten(llava, recipe.loss)
+        model.base_linear = recipe.base_linear
+        return model
 
     def trained(self, model: Published | Rewritten) -> tuple[str, nn.Module]:
         name = "llava" if isinstance(model, Published) else "decoder"
@@ -325,15 +347,16 @@ class MultimodalLora(Workload):
         return examples if recipe.cache == "nothing" else self._encoded(model, examples)
 
     @torch.no_grad()
-    def _encoded(self, model: Rewritten, examples: Dataset) -> list[dict[str, Any]]:
+    def _encoded(self, model: Rewritten, examples: Dataset) -> EncodedTiles:
         """Every example with its tiles' features in the place of their pixels, in memory. The vision tower is frozen
         and the pixels are the same each epoch, so features are too."""
+        began = time.perf_counter()
         workers = min(8, usable_cores() - 1) if self.device.type == "cuda" else 0
         kept = []
         for (example,) in DataLoader(examples, batch_size=1, num_workers=workers, collate_fn=list):
             features = model.vision(example.pop("pixel_values").to(self.device)).cpu()
             kept.append(example | {"features": features})
-        return kept
+        return EncodedTiles(kept, time.perf_counter() - began)
 
     def order(self, dataset: Dataset, recipe: Recipe) -> Sampler[list[int]] | None:
         if recipe.shapes != "packed":
@@ -357,7 +380,8 @@ class MultimodalLora(Workload):
         if recipe.shapes == "packed":
             # A tenth more tiles than a row of average images has.
             most = max(most, round(1.1 * budget * sum(m.tiles for m in measures) / sum(m.tokens for m in measures)))
-        return Layout(recipe.shapes, budget, most, budget // min(m.tokens for m in measures))
+        multiple = FP8_ROWS if recipe.base_linear.startswith("fp8") else 1
+        return Layout(recipe.shapes, budget, most, budget // min(m.tokens for m in measures), multiple)
 
     def token_budget(self, recipe: Recipe) -> int:
         """The recipe's `token_budget` at this scale, where a tile may have fewer tokens."""
@@ -395,7 +419,8 @@ class MultimodalLora(Workload):
         return {}
 
     def loss(self, model: Published | Rewritten, batch: Batch, draws: Batch) -> Tensor:
-        return model(batch)
+        with forward_context(model.base_linear):
+            return model(batch)
 
     # ------------------------------------------------------------------------------------------------ counting
 
@@ -448,11 +473,31 @@ class MultimodalLora(Workload):
         return Work(flops, read, examples, tokens, useful)
 
 
+class EncodedTiles(Dataset):
+    """Examples whose tiles were encoded once, in `encode_s` seconds, and are held in memory."""
+
+    def __init__(self, examples: list[dict[str, Any]], encode_s: float) -> None:
+        self.examples = examples
+        self.encode_s = encode_s
+
+    def __len__(self) -> int:
+        return len(self.examples)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return self.examples[index]
+
+
 class VariedMultimodalLora(MultimodalLora):
     """The same on photographs of varied sizes, so that AnyRes makes varying numbers of tiles and tokens."""
 
     name: ClassVar[str] = "llava-lora-varied"
     sizes: ClassVar[str] = VARIED
+
+
+def _around_the_same(frozen: nn.Module) -> nn.Module:
+    """A copy of the modules around the same tensors: sessions side by side hold the frozen weights once."""
+    shared = {id(tensor): tensor for tensor in [*frozen.parameters(), *frozen.buffers()]}
+    return copy.deepcopy(frozen, memo=shared)
 
 
 def _check(recipe: Recipe) -> None:

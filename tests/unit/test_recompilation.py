@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 
+from labutils.capture import may_give_up
 from labutils.measure.recompilation import Compilation
 
 
@@ -41,6 +44,7 @@ def test_three_sizes(dynamic, graphs, recompilations):
         "graphs": graphs,
         "graph_breaks": 0,
         "recompilations": recompilations,
+        "given_up": 0,
         "compile_s": found.seconds,
     }
 
@@ -62,12 +66,28 @@ def test_a_graph_break_is_counted_with_its_reason():
     assert found.graphs == 2
 
 
+def test_a_function_that_is_given_up_is_named():
+    with mock.patch.object(torch._dynamo.config, "recompile_limit", 2), may_give_up(True):
+        found = run(False, (3, 4, 5, 6))
+    assert (found.graphs, found.given_up) == (2, ["doubled"])
+
+
+def test_elsewhere_too_many_versions_are_an_error():
+    torch._dynamo.config.fail_on_recompile_limit_hit = True
+    few = mock.patch.object(torch._dynamo.config, "recompile_limit", 2)
+    with few, may_give_up(False), pytest.raises(Exception, match="recompile"):
+        run(False, (3, 4, 5, 6))
+    with may_give_up(True):
+        assert not torch._dynamo.config.fail_on_recompile_limit_hit
+    assert torch._dynamo.config.fail_on_recompile_limit_hit
+
+
 def test_what_was_compiled_before_is_not_counted():
     compiled = torch.compile(doubled, backend="aot_eager", dynamic=False)
     compiled(torch.ones(3))
     with Compilation() as found:
         compiled(torch.ones(3))
-    assert found.metrics() == {"graphs": 0, "graph_breaks": 0, "recompilations": 0, "compile_s": 0.0}
+    assert set(found.metrics().values()) == {0}
     with Compilation() as found:
         compiled(torch.ones(4))
     assert (found.graphs, found.recompilations) == (1, 1)
