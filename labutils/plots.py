@@ -250,6 +250,52 @@ def _rung(ax: Axes, at: float, left: float, spread: Spread, first: float, fill: 
     ax.annotate(label, (max(high, median), at), (5, 0), textcoords="offset points", va="center", fontsize=9)
 
 
+def curves(ax: Axes, series: Mapping[str, Mapping[float, float]], xlabel: str, ylabel: str) -> Axes:
+    """One line a name through its points (x -> y), with ticks at the points' x; names without points are left out."""
+    drawn = {name: points for name, points in series.items() if points}
+    for (name, points), marker, (color, _) in zip(drawn.items(), cycle("os^Dv*"), cycle(FILLS), strict=False):
+        ax.plot(*_columns(points), color=color, marker=marker, label=name)
+    ax.set_ylim(bottom=0)
+    ax.set_xticks(sorted({x for points in drawn.values() for x in points}))
+    ax.xaxis.set_major_formatter("{x:g}")
+    ax.set_xlabel(xlabel)
+    ax.set_ylabel(ylabel)
+    if drawn:
+        ax.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=4)
+    return ax
+
+
+def counts(ax: Axes, series: Mapping[str, Sequence[int]], xlabel: str, ylabel: str) -> Axes:
+    """Bars side by side: one fill a name, one group for each of its counts, numbered from 1."""
+    width = 0.8 / max(1, len(series))
+    longest = max((len(values) for values in series.values()), default=0)
+    for place, ((name, values), fill) in enumerate(zip(series.items(), cycle(FILLS), strict=False)):
+        at = [group + width * (place - (len(series) - 1) / 2) for group in range(1, len(values) + 1)]
+        ax.bar(at, values, width, linewidth=0.6, label=name, zorder=2, **_look(fill))
+    ax.set_xticks(range(1, longest + 1))
+    ax.grid(axis="x", visible=False)
+    ax.set_xlabel(xlabel)
+    ax.set_ylabel(ylabel)
+    if series:
+        ax.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=2)
+    return ax
+
+
+def differences(
+    ax: Axes, series: Mapping[str, Sequence[float]], band: tuple[float, float], band_label: str, xlabel: str
+) -> Axes:
+    """One row a name, a dot for each difference, and behind them the `band` that they are judged against."""
+    _make_room(ax, len(series), per_row=0.36)
+    ax.axvspan(*band, color=MIST, label=band_label, zorder=1)
+    ax.axvline(0, color=INK, linestyle="-", linewidth=0.8, zorder=2)
+    for row, values in enumerate(series.values()):
+        ax.scatter(values, [row + 0.4 * _jitter(i) for i in range(len(values))], s=26, color=NAVY, lw=0, zorder=3)
+    _rows(ax, list(series))
+    ax.set_xlabel(xlabel)
+    ax.legend(loc="lower left", bbox_to_anchor=(0, 1.0))
+    return ax
+
+
 def choices(
     ax: Axes,
     bands: Sequence[tuple[float, float, Sequence[Reach]]],

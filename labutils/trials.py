@@ -8,11 +8,13 @@ several seeds, and what the compiler makes of images whose token counts vary.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
+import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -87,15 +89,25 @@ def as_markdown(cells: Mapping[str, Run]) -> str:
     return "\n".join(rows)
 
 
+def by_batch(cells: Mapping[str, Run], metric: str, methods: Iterable[str]) -> dict[str, dict[float, float]]:
+    """Method -> batch size -> the metric, where it was measured."""
+    found: dict[str, dict[float, float]] = {name: {} for name in methods}
+    for name, run in cells.items():
+        label, _, batch = name.rpartition(" b")
+        if label in found and run.metric(metric):
+            found[label][int(batch)] = run.metric(metric)
+    return found
+
+
 def _row(run: Run, base: Run | None) -> str:
     if not run.ok:
-        return f"{run.status} | | | | |"
+        return f"{run.status if len(run.status) < 60 else run.status[:59] + '…'} | | | | |"
     step, memory = run.metric("step_ms"), run.metric("peak_allocated_gb")
     change = "" if base is None or base is run else f"{100 * (step / base.metric('step_ms') - 1):+.0f} %"
     shown = "–" if memory is None else f"{memory:.1f}"
     paid = "" if base is None or base is run else _paid_after(base, run)
     return (
-        f"{run.metric('first_step_s'):.1f} | {step:,.0f} | {change} | {shown} | "
+        f"{run.metric('first_step_s'):.3g} | {step:,.0f} | {change} | {shown} | "
         f"{run.metric('useful_tokens_per_s'):,.0f} | {paid}"
     )
 
@@ -259,7 +271,7 @@ def recompilations(workload: Workload, recipe: Recipe, batches: int, dynamic: bo
     """
     torch._dynamo.reset()
     found = Recompiled()
-    with Session(workload, recipe.but(compile="off")) as session:
+    with _dynamo_quiet(), Session(workload, recipe.but(compile="off")) as session:
         for module in _compiled_parts(workload, session.model, recipe):
             module.compile(backend="eager", dynamic=dynamic)
         for batch in drawn(session, batches):
@@ -272,6 +284,18 @@ def recompilations(workload: Workload, recipe: Recipe, batches: int, dynamic: bo
             found.reasons += compiled.reasons
     torch._dynamo.reset()
     return found
+
+
+@contextlib.contextmanager
+def _dynamo_quiet() -> Iterator[None]:
+    """Without Dynamo's warnings of what is being counted anyway."""
+    logger = logging.getLogger("torch._dynamo")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def steady(workload: Workload, recipe: Recipe, warmup: int, steps: int) -> dict[str, float]:
@@ -322,6 +346,22 @@ def losses_over_seeds(
             run.samples = {"final_loss": finals[name]}
             run.metrics = {"final_loss": summarise(finals[name]), "loss": run.metrics["loss"][:steps]}
     return runs
+
+
+def against_same_seed(runs: Mapping[str, Run], baseline: str = "bf16") -> dict[str, list[float]]:
+    """Method -> its final loss against the baseline's of the same seed, in %, seed by seed; failed runs left out."""
+    base = runs[baseline].samples["final_loss"]
+    return {
+        name: [100 * (mine / other - 1) for mine, other in zip(run.samples["final_loss"], base, strict=True)]
+        for name, run in runs.items()
+        if run.ok
+    }
+
+
+def seed_band(run: Run) -> tuple[float, float]:
+    """How far the final losses of a run's seeds lie below and above their median, in %."""
+    losses, middle = run.samples["final_loss"], run.metric("final_loss")
+    return 100 * (min(losses) / middle - 1), 100 * (max(losses) / middle - 1)
 
 
 def with_costs(run: Run) -> Run:

@@ -245,6 +245,7 @@ _FP8 = (
         judge="loss_moves",
         how={"before": "loss bf16", "after": "loss fp8-te", "metric": "final_loss"},
         tolerance=0.5,
+        needs="any",
     ),
     Claim(
         id="A2.fp8.mixed",
@@ -261,6 +262,7 @@ _FP8 = (
             "cured": "loss fp8-mixed",
             "metric": "final_loss",
         },
+        needs="any",
         note="There must be something to bring back: FP8's loss has to lie outside the spread of BF16's seeds first.",
     ),
     Claim(
@@ -600,6 +602,7 @@ _FIXED = (
         judge="loss_moves",
         how={"before": "loss bf16", "after": "loss fixed", "metric": "final_loss"},
         tolerance=0.5,
+        needs="any",
     ),
     Claim(
         id="A2.fixed.fp8-speed",
@@ -666,6 +669,7 @@ _FIXED = (
         judge="loss_moves",
         how={"before": "loss bf16", "after": "loss fixed-fp8-te", "metric": "final_loss"},
         tolerance=0.5,
+        needs="any",
     ),
 )
 
@@ -762,6 +766,7 @@ _QLORA = (
         judge="loss_moves",
         how={"before": "loss bf16", "after": "loss qlora", "metric": "final_loss"},
         tolerance=0.5,
+        needs="any",
     ),
     Claim(
         id="A2.qlora.breaks-graph",

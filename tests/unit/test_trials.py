@@ -183,6 +183,25 @@ def test_losses_by_seed(uniform):
     assert "final_loss" not in runs["broken"].metrics
 
 
+def test_losses_are_compared_seed_by_seed():
+    runs = {}
+    for name, losses in (("bf16", [2.0, 4.0, 3.0]), ("fp8", [2.2, 4.0, 2.7])):
+        runs[name] = Run("06", name, samples={"final_loss": losses}, metrics={"final_loss": {"median": 3.0}})
+    runs["fp8-te"] = Run("06", "fp8-te", status="skipped: not here")
+    found = trials.against_same_seed(runs)
+    assert list(found) == ["bf16", "fp8"]
+    assert found["bf16"] == [0, 0, 0]
+    assert found["fp8"] == pytest.approx([10, 0, -10])
+    assert trials.seed_band(runs["bf16"]) == pytest.approx((-100 / 3, 100 / 3))
+
+
+def test_points_by_batch():
+    cells = {"bf16 b1": 3.0, "bf16 b24": 9.0, "fixed-fp8-te b1": 1.0}
+    runs = {name: Run("06", name, metrics={"peak_allocated_gb": value}) for name, value in cells.items()}
+    runs["bf16 b8"] = Run("06", "bf16 b8", status="oom")
+    assert trials.by_batch(runs, "peak_allocated_gb", ["bf16", "qlora"]) == {"bf16": {1: 3.0, 24: 9.0}, "qlora": {}}
+
+
 def test_costs_follow_the_rate():
     assert trials.with_costs(Run("06", "a", metrics={"useful_tokens_per_s": 5000.0})).metrics[
         "ms_per_1k_useful_tokens"
