@@ -32,6 +32,10 @@ def attention_kernel(name: str) -> Any:
     return nullcontext() if name == "auto" else sdpa_kernel(KERNELS[name])
 
 
+DYNAMIC = {"static": False, "automatic": None, "any": True}
+"""A recipe's `dynamic` -> torch.compile's."""
+
+
 @contextmanager
 def timed_convolutions(wanted: bool) -> Iterator[None]:
     """A context in which cuDNN times its algorithms for each shape once and keeps the fastest, where `wanted`.
@@ -45,19 +49,35 @@ def timed_convolutions(wanted: bool) -> Iterator[None]:
         cudnn.benchmark = before
 
 
-def compile_model(module: nn.Module, mode: str) -> nn.Module:
-    """`module` compiled as one region, with torch.compile's `mode`, for the shapes it is given.
+@contextmanager
+def may_give_up(wanted: bool) -> Iterator[None]:
+    """A context in which torch.compile goes on uncompiled, as it does by default, where a function needs too many
+    variants; `compile_as_asked` has it fail. `wanted=False` changes nothing."""
+    if not wanted:
+        yield
+        return
+    config = torch._dynamo.config
+    before, config.fail_on_recompile_limit_hit = config.fail_on_recompile_limit_hit, False
+    try:
+        yield
+    finally:
+        config.fail_on_recompile_limit_hit = before
 
-    Left to itself the compiler answers a second batch size in one process with code for any, which is slower code.
+
+def compile_model(module: nn.Module, mode: str, dynamic: str = "static") -> nn.Module:
+    """`module` compiled as one region, with torch.compile's `mode`, as a rule for the shapes it is given.
+
+    Left to itself ("automatic") the compiler answers a second size in one process with code for any, which is slower
+    code but the last that it compiles. "any" has it write that code from the start.
     """
-    return torch.compile(module, mode=mode, dynamic=False)
+    return torch.compile(module, mode=mode, dynamic=DYNAMIC[dynamic])
 
 
-def compile_blocks(blocks: Iterable[nn.Module], mode: str) -> None:
+def compile_blocks(blocks: Iterable[nn.Module], mode: str, dynamic: str = "static") -> None:
     """Compile each block in place. Blocks of one class and shape share code, so this compiles far less than the
     whole."""
     for block in blocks:
-        block.compile(mode=mode, dynamic=False)
+        block.compile(mode=mode, dynamic=DYNAMIC[dynamic])
 
 
 class ChannelsLastGroupNorm(nn.GroupNorm):

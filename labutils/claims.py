@@ -379,7 +379,7 @@ def limit(claim: Claim, evidence: Evidence) -> Finding:
     value = sum(evidence.number(how["run"], metric) for metric in how["metrics"])
     words, bound = ("at least", how["at_least"]) if "at_least" in how else ("at most", how["at_most"])
     margin = value - bound if words == "at least" else bound - value
-    text = "{:.2f} ms".format if how["metrics"][0].endswith("_ms") else _percent
+    text = {"_ms": "{:.2f} ms".format, "_ratio": "{:.2f}x".format}.get(_suffix(how["metrics"][0]), _percent)
     verdict = INCONCLUSIVE if abs(margin) < claim.tolerance else CONFIRMED if margin >= 0 else REFUTED
     return Finding(
         verdict, text(value), f"{' + '.join(how['metrics'])} is {text(value)}; {words} {text(bound)} is meant."
@@ -524,10 +524,293 @@ def fails_on_capability(claim: Claim, evidence: Evidence) -> Finding:
     return fails(claim, evidence)
 
 
+def becomes(claim: Claim, evidence: Evidence) -> Finding:
+    """`how["metrics"]` equal the published numbers exactly. What a run left out was not finite, and refutes."""
+    values = _finite_or_none(claim, evidence)
+    right = values == list(claim.published)
+    published = ", ".join(f"{value:g}" for value in claim.published)
+    return Finding(CONFIRMED if right else REFUTED, _or_nan(values), f"Published: {published}.")
+
+
+def within(claim: Claim, evidence: Evidence) -> Finding:
+    """No number of `how["metrics"]` is beyond the published one, whichever its sign; those that aren't finite don't
+    count."""
+    values = _finite_or_none(claim, evidence)
+    bound = claim.published[0]
+    inside = all(abs(value) <= bound for value in values if value is not None)
+    return Finding(CONFIRMED if inside else REFUTED, _or_nan(values), f"No number is to lie beyond ±{bound:g}.")
+
+
+def _finite_or_none(claim: Claim, evidence: Evidence) -> list[float | None]:
+    """Numbers of a run; None for one that a successful run left out: JSON has neither NaN nor infinity."""
+    run, metrics = claim.how["run"], claim.how["metrics"]
+    recorded = evidence.run(run)
+    if not recorded.ok or not _mapping(recorded.metrics):
+        raise NotTestable(evidence.nothing(run, metrics[0]))
+    return [_number(recorded.metrics.get(metric)) for metric in metrics]
+
+
+def _or_nan(values: Iterable[float | None]) -> str:
+    return ", ".join("not finite" if value is None else f"{value:g}" for value in values)
+
+
+def reaches(claim: Claim, evidence: Evidence) -> Finding:
+    """`how["metric"]` reaches the published number less `tolerance` (a share of it), its whole p10-p90 range.
+
+    A number without a spread is taken to be sure to 3 %.
+    """
+    value = evidence.spread(claim.how["run"], claim.how["metric"])
+    low, high = (value.low, value.high) if value.n > 1 else (0.97 * value.median, 1.03 * value.median)
+    needed = claim.published[0] * (1 - claim.tolerance)
+    verdict = CONFIRMED if low >= needed else REFUTED if high < needed else INCONCLUSIVE
+    return Finding(verdict, f"{value.median:.2f}{claim.unit}", f"At least {needed:.2f}{claim.unit} would do.")
+
+
+class Change(NamedTuple):
+    """How much less (or more) a metric is in one run than in another, in %: least, by the medians, most."""
+
+    low: float
+    middle: float
+    high: float
+
+
+def _change(before: Spread, after: Spread, towards: str) -> Change:
+    sign = -1 if towards == "less" else 1
+    ratios = (after.low / before.high, after.median / before.median, after.high / before.low)
+    return Change(*sorted(100 * sign * (ratio - 1) for ratio in ratios))
+
+
+def _changes(claim: Claim, evidence: Evidence) -> dict[str, Change]:
+    """For each pair of runs of which both recorded `how["metric"]`: the batch size (or the run's name), the change.
+
+    Raises `NotTestable` where there is no such pair.
+    """
+    how, metric = claim.how, claim.how["metric"]
+    pairs = list(zip(how["before"], how["after"], strict=True))
+    present = [pair for pair in pairs if all(evidence.has(name, metric) for name in pair)]
+    if not present:
+        raise NotTestable(
+            f"No pair of runs recorded {metric}, e.g. {pairs[0][0]!r} and {pairs[0][1]!r}. "
+            f"Type: labutils run {claim.lab}"
+        )
+    return {
+        after: _change(_positive(evidence, before, metric), _positive(evidence, after, metric), how["towards"])
+        for before, after in present
+    }
+
+
+def _positive(evidence: Evidence, name: str, metric: str) -> Spread:
+    """A time with its spread, or another quantity above 0."""
+    spread = evidence.duration(name, metric) if metric.endswith("_ms") else evidence.spread(name, metric)
+    if spread.low <= 0:
+        raise NotTestable(f"The run {name!r} recorded {metric} = {spread.low:g}, of which nothing can be a share.")
+    return spread
+
+
+def _listed(changes: Mapping[str, Change], towards: str) -> str:
+    """ "b1: -5 %, b4: -7 %"; the batch size is left out where there is one pair only."""
+    sign = -1 if towards == "less" else 1
+    shown = {name.rpartition(" ")[2]: f"{sign * change.middle:+.0f} %" for name, change in changes.items()}
+    return (
+        ", ".join(f"{name}: {value}" for name, value in shown.items()) if len(shown) > 1 else next(iter(shown.values()))
+    )
+
+
+def changes(claim: Claim, evidence: Evidence) -> Finding:
+    """`how["metric"]` is less (or more) by the published % in each measured pair, give or take `tolerance` (a share).
+
+    Published is one number or a range; `towards` says which way. Runs are paired in the order of `before` and `after`;
+    pairs that were not measured (out of memory) are left out. One pair beyond it by more than its spread refutes.
+    """
+    found = _changes(claim, evidence)
+    low, high = claim.published[0] - 100 * claim.tolerance, claim.published[-1] + 100 * claim.tolerance
+    shown = _listed(found, claim.how["towards"])
+    against = f"{low:.0f} to {high:.0f} % {claim.how['towards']} is meant"
+    if any(change.high < low for change in found.values()):
+        return Finding(REFUTED, shown, f"Less of a change than that: {against}.")
+    if any(change.low > high for change in found.values()):
+        return Finding(REFUTED, shown, f"More of a change than that: {against}.")
+    if all(low <= change.middle <= high for change in found.values()):
+        return Finding(CONFIRMED, shown, f"{against[0].upper()}{against[1:]}.")
+    return Finding(INCONCLUSIVE, shown, f"Beyond it, but within the spread: {against}.")
+
+
+def grows(claim: Claim, evidence: Evidence) -> Finding:
+    """The change (see `changes`) is larger in the last measured pair than in the first, by more than `tolerance`
+    (a share) and than the spread. It takes two pairs."""
+    found = _changes(claim, evidence)
+    if len(found) < 2:
+        raise NotTestable(f"One batch size was measured; growth takes two. Type: labutils run {claim.lab}")
+    first, last = list(found.values())[0], list(found.values())[-1]
+    shown = _listed(found, claim.how["towards"])
+    rise, margin = last.middle - first.middle, 100 * claim.tolerance
+    if abs(rise) <= margin or (last.low <= first.high and first.low <= last.high):
+        return Finding(INCONCLUSIVE, shown, f"First and last differ by {abs(rise):.1f} points, within the spread.")
+    return Finding(
+        CONFIRMED if rise > 0 else REFUTED, shown, f"From first to last it {'grows' if rise > 0 else 'shrinks'}."
+    )
+
+
+def multiple(claim: Claim, evidence: Evidence) -> Finding:
+    """`how["metric"]` of `after` over that of `before` is the published multiple within a factor of `tolerance`.
+
+    Within the square of that factor it is inconclusive: one sample of a first step is not to be trusted further.
+    """
+    metric = claim.how["metric"]
+    before, after = (_positive(evidence, claim.how[end], metric).median for end in ("before", "after"))
+    here, published = after / before, claim.published[1] / claim.published[0]
+    off = max(here / published, published / here)
+    verdict = CONFIRMED if off <= claim.tolerance else INCONCLUSIVE if off <= claim.tolerance**2 else REFUTED
+    unit = metric.rpartition("_")[2]
+    return Finding(
+        verdict,
+        f"{before:.3g} → {after:.3g} {unit} ({here:.2g}x)",
+        f"{here:.3g}x here against {published:.3g}x published.",
+    )
+
+
+def breaks_even(claim: Claim, evidence: Evidence) -> Finding:
+    """`after` has caught up with `before` after the published number of steps, within a factor of `tolerance`.
+
+    That is the extra time of its first step over what each later one saves. Never, where its steps are no shorter.
+    """
+    before, after = (evidence.duration(claim.how[end]) for end in ("before", "after"))
+    extra = evidence.number(claim.how["after"], "first_step_s") - evidence.number(claim.how["before"], "first_step_s")
+    if before.overlaps(after):
+        return Finding(INCONCLUSIVE, "unknown", "The p10-p90 ranges of the steps overlap: nothing is surely saved.")
+    if after.median > before.median:
+        return Finding(REFUTED, "never", "The later steps are no shorter.")
+    steps = 1e3 * extra / (before.median - after.median)
+    wanted = claim.published[0]
+    shown = f"{max(0, steps):,.0f} steps"
+    within = steps > 0 and max(steps / wanted, wanted / steps) <= claim.tolerance
+    saved = f"{extra:.1f} s more at first, {before.median - after.median:.0f} ms less a step."
+    return Finding(CONFIRMED if within else REFUTED, shown, saved)
+
+
+def gains_less(claim: Claim, evidence: Evidence) -> Finding:
+    """From `before` to `after` the step shrinks by a smaller share than from `than_before` to `than_after`."""
+    asked = [claim.how[end] for end in ("before", "after", "than_before", "than_after")]
+    before, after, than_before, than_after = (evidence.duration(name) for name in asked)
+    mine, other = _change(before, after, "less"), _change(than_before, than_after, "less")
+    shown = f"{-mine.middle:+.0f} % against {-other.middle:+.0f} %"
+    if mine.low <= other.high and other.low <= mine.high:
+        return Finding(INCONCLUSIVE, shown, "The spread doesn't tell the two changes apart.")
+    held = mine.middle < other.middle
+    return Finding(
+        CONFIRMED if held else REFUTED, shown, f"{asked[1]!r} gains {'less' if held else 'more'} than {asked[3]!r}."
+    )
+
+
+def more_with(claim: Claim, evidence: Evidence) -> Finding:
+    """The count `how["metric"]` is larger in the run `with` what is blamed than in the one `without`. Exact."""
+    more, fewer = (evidence.number(claim.how[side], claim.how["metric"]) for side in ("with", "without"))
+    name = claim.how["metric"].replace("_", " ")
+    held = more > fewer
+    return Finding(
+        CONFIRMED if held else REFUTED,
+        f"{more:g} against {fewer:g}",
+        f"{name}: {'more' if held else 'no more'} with it.",
+    )
+
+
+def occurs(claim: Claim, evidence: Evidence) -> Finding:
+    """The count `how["metric"]` is at least 1. Exact."""
+    value = evidence.number(claim.how["run"], claim.how["metric"])
+    name = claim.how["metric"].replace("_", " ")
+    return Finding(CONFIRMED if value >= 1 else REFUTED, f"{value:g}", f"{value:g} {name} were counted.")
+
+
+def names(claim: Claim, evidence: Evidence) -> Finding:
+    """The text `how["metric"]` is among `how["items"]`. Exact."""
+    run, metric = claim.how["run"], claim.how["metric"]
+    answer = _mapping(evidence.run(run).metrics).get(metric)
+    if not isinstance(answer, str) or not answer:
+        raise NotTestable(evidence.nothing(run, metric))
+    wanted = " or ".join(claim.how["items"])
+    return Finding(CONFIRMED if answer in claim.how["items"] else REFUTED, answer, f"Published: {wanted}.")
+
+
+def keeps_up(claim: Claim, evidence: Evidence) -> Finding:
+    """`how["metric"]`, a cost, is at most `tolerance` (a share) higher in `after` than in `before`.
+
+    Up to twice the tolerance it is inconclusive.
+    """
+    metric = claim.how["metric"]
+    before, after = (_positive(evidence, claim.how[end], metric).median for end in ("before", "after"))
+    excess = after / before - 1
+    within = excess <= claim.tolerance
+    verdict = CONFIRMED if within else INCONCLUSIVE if excess <= 2 * claim.tolerance else REFUTED
+    why = f"{100 * excess:+.0f} %, where {100 * claim.tolerance:.0f} % more would do."
+    return Finding(verdict, f"{before:.3g} → {after:.3g}", why)
+
+
+def amdahl(claim: Claim, evidence: Evidence) -> Finding:
+    """What is left untouched explains the gain: if a part `share` of the step keeps its time and the rest runs `rate`
+    times as fast, the step shrinks by as much as it does from `before` to `after`, give or take `tolerance` (a share).
+
+    A step that shrinks by less has been held up by something else.
+    """
+    how = claim.how
+    untouched = evidence.number(how["before"], how["share"])
+    expected = 100 * (1 - untouched) * (1 - 1 / how["rate"])
+    found = _change(evidence.duration(how["before"]), evidence.duration(how["after"]), "less")
+    shown = f"{-found.middle:+.0f} %, {-expected:+.0f} % expected"
+    within = abs(found.middle - expected) <= 100 * claim.tolerance
+    near = found.low - 100 * claim.tolerance <= expected <= found.high + 100 * claim.tolerance
+    why = f"What stays as it is takes {_percent(untouched)} of the step."
+    return Finding(CONFIRMED if within else INCONCLUSIVE if near else REFUTED, shown, why)
+
+
+def loss_moves(claim: Claim, evidence: Evidence) -> Finding:
+    """The loss moves from `before` to `after` as published less `tolerance` (a share), and farther than seeds apart.
+
+    Seeds are the samples of `how["metric"]`. An effect of the published size that the seeds' spread would hide is
+    inconclusive; one that would have shown and didn't is refuted.
+    """
+    before, after, spread = _losses(claim, evidence, "after")
+    moved, published = after.median / before.median - 1, claim.published[1] / claim.published[0] - 1
+    needed = abs(published) * (1 - claim.tolerance)
+    shown = f"{before.median:.3g} → {after.median:.3g} ({100 * moved:+.1f} %)"
+    why = f"{100 * published:+.0f} % published; seeds alone spread the loss over {100 * spread:.1f} %."
+    if abs(moved) > spread and moved * published > 0 and abs(moved) >= needed:
+        return Finding(CONFIRMED, shown, why)
+    hidden = spread >= needed and abs(moved) <= spread
+    return Finding(INCONCLUSIVE if hidden else REFUTED, shown, why)
+
+
+def brings_back(claim: Claim, evidence: Evidence) -> Finding:
+    """The loss lies outside the seeds' spread in `after`, inside it again in `cured`. Never outside: inconclusive."""
+    before, ill, spread = _losses(claim, evidence, "after")
+    well = _losses(claim, evidence, "cured")[1]
+    moved, left = (abs(s.median / before.median - 1) for s in (ill, well))
+    shown = f"{100 * moved:.1f} % → {100 * left:.1f} %"
+    why = f"As changes of the loss; seeds alone spread it over {100 * spread:.1f} %."
+    if moved <= spread:
+        return Finding(INCONCLUSIVE, shown, f"There is nothing to bring back. {why}")
+    return Finding(CONFIRMED if left <= spread else REFUTED, shown, why)
+
+
+def _losses(claim: Claim, evidence: Evidence, end: str) -> tuple[Spread, Spread, float]:
+    """Losses over seeds of `before` and of `end`, and the wider of their two spreads as a share of the median."""
+    both = [_positive(evidence, claim.how[side], claim.how["metric"]) for side in ("before", end)]
+    for side, losses in zip(("before", end), both, strict=True):
+        if losses.n < FEWEST_SAMPLES:
+            raise NotTestable(
+                f"The run {claim.how[side]!r} has the losses of {losses.n} seed(s); a spread takes {FEWEST_SAMPLES}."
+            )
+    return both[0], both[1], max((losses.high - losses.low) / losses.median for losses in both)
+
+
 JUDGES: dict[str, Callable[[Claim, Evidence], Finding]] = {
     function.__name__: function
     for function in (
         all_present,
+        amdahl,
+        becomes,
+        breaks_even,
+        brings_back,
+        changes,
         count,
         cured,
         fails,
@@ -536,11 +819,20 @@ JUDGES: dict[str, Callable[[Claim, Evidence], Finding]] = {
         falls,
         faster,
         flag,
+        gains_less,
+        grows,
+        keeps_up,
         limit,
         lists,
+        loss_moves,
+        more_with,
+        multiple,
+        names,
         needs_both,
+        occurs,
         optimum,
         outweighs,
+        reaches,
         rises,
         same_magnitude,
         shape,
@@ -548,16 +840,22 @@ JUDGES: dict[str, Callable[[Claim, Evidence], Finding]] = {
         speedup,
         unchanged,
         warns_then_fails,
+        within,
     )
 }
 
-ANY_SCALE = {"count", "fails_on_capability", "lists", "unchanged", "warns_then_fails"}
+ANY_SCALE = {"becomes", "count", "fails_on_capability", "lists", "unchanged", "warns_then_fails", "within"}
 """Judges of what doesn't depend on the model's size."""
 
 
 def _ms(value: float) -> str:
     """A time or count, to three figures."""
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _suffix(metric: str) -> str:
+    """What a metric's name ends with: its unit."""
+    return "_" + metric.rpartition("_")[2]
 
 
 def _percent(share: float) -> str:

@@ -18,6 +18,7 @@ from labutils.results import LANES, Run, summarise
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+    from labutils.advisor import Reach
     from labutils.hardware import Roofline
 
 STYLE = Path(__file__).with_name("course.mplstyle")
@@ -163,18 +164,20 @@ def waterfall(
     published: Mapping[str, float] | None = None,
     log: bool = True,
     published_label: str = "published, another machine",
+    metric: str = "step_ms",
 ) -> Axes:
     """The ladder as horizontal bars, from the stock loop down to the floor, the lanes set apart.
 
-    Each bar is a rung's median step with its p10-p90 range, its number, and its speed-up over the first rung.
+    Each bar is a rung's median step (or another time, `metric`) with its p10-p90 range, its number, and its speed-up
+    over the first rung.
     `published` (rung -> ms) comes first, in a block of its own, with speed-ups over its own first rung. `floor_ms` is
-    what the hardware allows. Runs without `step_ms` are left out; raises `ValueError` where none is left. On a
+    what the hardware allows. Runs without the metric are left out; raises `ValueError` where none is left. On a
     logarithmic axis read the ends of the bars: their lengths mean nothing.
     """
-    blocks = _published_block(published_label, published or {}) + _lane_blocks(rungs)
+    blocks = _published_block(published_label, published or {}) + _lane_blocks(rungs, metric)
     times = [spread[1] for block in blocks for _, spread in block.rows]
     if not times:
-        raise ValueError("No rung of the ladder has a step_ms: there is nothing to draw.")
+        raise ValueError(f"No rung of the ladder has a {metric}: there is nothing to draw.")
     _make_room(ax, len(times) + 0.7 * len(blocks), per_row=0.27)
     left = 0.6 * min([*times, floor_ms or times[0]]) if log else 0.0
     at, places = 0.0, {}
@@ -198,7 +201,7 @@ def waterfall(
         ax.set_xscale("log")
         ax.xaxis.set_major_formatter("{x:g}")
     ax.set_xlim(left, (2.6 if log else 1.3) * max(times))
-    ax.set_xlabel(f"ms an optimizer step{', logarithmic' if log else ''} (bar: median, line: p10-p90)")
+    ax.set_xlabel(f"{_quantity(metric)}{', logarithmic' if log else ''} (bar: median, line: p10-p90)")
     if floor_ms:
         _floor_line(ax, floor_ms)
     return ax
@@ -218,11 +221,11 @@ def _published_block(title: str, published: Mapping[str, float]) -> list[_Block]
     return [_Block(title, (PAPER, "\\\\\\"), rows, rows[0][1][1])] if rows else []
 
 
-def _lane_blocks(rungs: Iterable[Run]) -> list[_Block]:
+def _lane_blocks(rungs: Iterable[Run], metric: str) -> list[_Block]:
     """The measured rungs, a block for each lane in the lanes' order."""
     lanes: dict[str, list[tuple[str, Spread]]] = {lane: [] for lane in LANES}
     for run in rungs:
-        if spread := _spread(run, "step_ms"):
+        if spread := _spread(run, metric):
             lanes.setdefault(run.lane, []).append((run.run, spread))
     first = next((rows[0][1][1] for rows in lanes.values() if rows), 0.0)
     return [
@@ -245,6 +248,93 @@ def _rung(ax: Axes, at: float, left: float, spread: Spread, first: float, fill: 
     speedup = "" if median == first else f"   {first / median:.2f}x"
     label = f"{_figure(median)}{speedup}"
     ax.annotate(label, (max(high, median), at), (5, 0), textcoords="offset points", va="center", fontsize=9)
+
+
+def curves(ax: Axes, series: Mapping[str, Mapping[float, float]], xlabel: str, ylabel: str) -> Axes:
+    """One line a name through its points (x -> y), with ticks at the points' x; names without points are left out."""
+    drawn = {name: points for name, points in series.items() if points}
+    for (name, points), marker, (color, _) in zip(drawn.items(), cycle("os^Dv*"), cycle(FILLS), strict=False):
+        ax.plot(*_columns(points), color=color, marker=marker, label=name)
+    ax.set_ylim(bottom=0)
+    ax.set_xticks(sorted({x for points in drawn.values() for x in points}))
+    ax.xaxis.set_major_formatter("{x:g}")
+    ax.set_xlabel(xlabel)
+    ax.set_ylabel(ylabel)
+    if drawn:
+        ax.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=4)
+    return ax
+
+
+def counts(ax: Axes, series: Mapping[str, Sequence[int]], xlabel: str, ylabel: str) -> Axes:
+    """Bars side by side: one fill a name, one group for each of its counts, numbered from 1."""
+    width = 0.8 / max(1, len(series))
+    longest = max((len(values) for values in series.values()), default=0)
+    for place, ((name, values), fill) in enumerate(zip(series.items(), cycle(FILLS), strict=False)):
+        at = [group + width * (place - (len(series) - 1) / 2) for group in range(1, len(values) + 1)]
+        ax.bar(at, values, width, linewidth=0.6, label=name, zorder=2, **_look(fill))
+    ax.set_xticks(range(1, longest + 1))
+    ax.grid(axis="x", visible=False)
+    ax.set_xlabel(xlabel)
+    ax.set_ylabel(ylabel)
+    if series:
+        ax.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=2)
+    return ax
+
+
+def differences(
+    ax: Axes, series: Mapping[str, Sequence[float]], band: tuple[float, float], band_label: str, xlabel: str
+) -> Axes:
+    """One row a name, a dot for each difference, and behind them the `band` that they are judged against."""
+    _make_room(ax, len(series), per_row=0.36)
+    ax.axvspan(*band, color=MIST, label=band_label, zorder=1)
+    ax.axvline(0, color=INK, linestyle="-", linewidth=0.8, zorder=2)
+    for row, values in enumerate(series.values()):
+        ax.scatter(values, [row + 0.4 * _jitter(i) for i in range(len(values))], s=26, color=NAVY, lw=0, zorder=3)
+    _rows(ax, list(series))
+    ax.set_xlabel(xlabel)
+    ax.legend(loc="lower left", bbox_to_anchor=(0, 1.0))
+    return ax
+
+
+def choices(
+    ax: Axes,
+    bands: Sequence[tuple[float, float, Sequence[Reach]]],
+    most_steps: float = 1e5,
+    most_gb: float | None = None,
+) -> Axes:
+    """Who ends first, over planned steps (logarithmic) and memory: the `bands` of `advisor.chart` as fields.
+
+    Below the first band nothing fits. Raises `ValueError` where there is no band.
+    """
+    if not bands:
+        raise ValueError("There is no band of memory in which anything fits: there is nothing to draw.")
+    methods = list(dict.fromkeys(reach.option.method for _, _, reaches in bands for reach in reaches))
+    fills = dict(zip(methods, islice(cycle(FILLS), len(methods)), strict=True))
+    top = most_gb or 1.35 * bands[-1][0]
+    for low, high, reaches in bands:
+        for reach in reaches:
+            start, until = max(1.0, reach.start), min(reach.until, most_steps)
+            if until > start:
+                height = min(high, top) - low
+                ax.barh(
+                    low,
+                    until - start,
+                    left=start,
+                    height=height,
+                    align="edge",
+                    lw=0.7,
+                    **_look(fills[reach.option.method]),
+                )
+    ax.text(1.3, bands[0][0] / 2, "nothing fits", va="center", fontsize=9, color=GREY, style="italic")
+    ax.set_xscale("log")
+    ax.set_xlim(1, most_steps)
+    ax.set_ylim(0, top)
+    ax.xaxis.set_major_formatter("{x:,.0f}")
+    ax.grid(visible=False)
+    ax.set_xlabel("planned optimizer steps, logarithmic")
+    ax.set_ylabel("memory, GB")
+    _fill_legend(ax, fills)
+    return ax
 
 
 # --------------------------------------------------------------------------------------------------- inside one step
@@ -558,9 +648,12 @@ def _figure(value: float) -> str:
 
 def _quantity(metric: str) -> str:
     """An axis label for a metric in milliseconds."""
-    return {"step_ms": "ms an optimizer step", "data_ms": "ms waiting for data, an optimizer step"}.get(
-        metric, f"{metric.removesuffix('_ms').replace('_', ' ')}, ms"
-    )
+    known = {
+        "step_ms": "ms an optimizer step",
+        "data_ms": "ms waiting for data, an optimizer step",
+        "ms_per_1k_useful_tokens": "ms for 1000 useful tokens",
+    }
+    return known.get(metric, f"{metric.removesuffix('_ms').replace('_', ' ')}, ms")
 
 
 def _columns(points: Mapping[float, float]) -> tuple[list[float], list[float]]:

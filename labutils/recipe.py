@@ -44,12 +44,26 @@ class Recipe:
     non_blocking: bool = knob(False, "let the host run on while a batch is copied to the device")
     cache: str = knob(
         "nothing",
-        "what the frozen encoders are asked only once: VAE moments (re-sampled each step), and text embeddings",
-        ("nothing", "latents", "latents+text"),
+        "what the frozen encoders are asked only once: VAE moments (re-sampled each step), and text embeddings; or a "
+        "vision tower's features",
+        ("nothing", "latents", "latents+text", "features"),
+    )
+
+    shapes: str = knob(
+        "as-they-come",
+        "batches of texts with images. as-they-come: padded to the batch's longest; fixed: images forced to one tile's "
+        "square, texts padded to token_budget; padded: to token_budget; buckets: to the next of a few lengths; packed: "
+        "as many examples in a row as token_budget holds, apart from each other",
+        ("as-they-come", "fixed", "padded", "buckets", "packed"),
+    )
+    token_budget: int = knob(
+        2048, "tokens of a row of fixed length, at full scale (smaller scales have smaller images)", at_least=128
     )
 
     # the optimizer step
-    micro_batch: int = knob(1, "examples in one forward and backward pass", at_least=1)
+    micro_batch: int = knob(
+        1, "examples in one forward and backward pass; rows of them where shapes='packed'", at_least=1
+    )
     accumulation: int = knob(4, "micro-batches in one optimizer step", at_least=1)
     optimizer: str = knob("adamw", "adamw as PyTorch picks it, or its single-kernel form", ("adamw", "adamw-fused"))
     learning_rate: float = knob(1e-4, "constant learning rate", at_least=0)
@@ -90,6 +104,22 @@ class Recipe:
         "model",
         "what is compiled: the trained model, its repeated blocks one by one, or the frozen encoders as well",
         ("model", "blocks", "everything"),
+    )
+    dynamic: str = knob(
+        "static",
+        "sizes in compiled code. static: the very ones given, compiled anew for others; automatic: PyTorch's default, "
+        "static until a size changes, any from then on; any: from the start",
+        ("static", "automatic", "any"),
+    )
+    checkpointing: str = knob(
+        "off",
+        "what the forward pass keeps for the backward pass: everything, or blocks' inputs, and blocks compute again",
+        ("off", "blocks"),
+    )
+    loss: str = knob(
+        "logits",
+        "a language model's loss from whole logits; fused: chunk by chunk, none kept; answers: only where there is one",
+        ("logits", "fused", "answers"),
     )
     memory_format: str = knob("contiguous", "layout of images and convolution weights", ("contiguous", "channels_last"))
     layers: str = knob(
@@ -265,6 +295,61 @@ A1_LADDER = (
     Rung("folded LoRA", "same mathematics", {"adapter": "folded"}, "form W + BA once, project one gradient"),
 )
 """From article A1's starting point to as far as we get; each rung keeps the changes of those below it."""
+
+
+A2_BASE = Recipe(
+    accumulation=1,
+    rank=8,
+    precision="bf16",
+    driver="eager",
+    dynamic="automatic",
+)
+"""Article A2's starting point: a plain BF16 loop over images as they come, no workers, micro-batch 1."""
+
+A2_OWN = {
+    "bf16": A2_BASE,
+    "fp8": A2_BASE.but(base_linear="fp8-te"),
+    "compile": A2_BASE.but(compile="default"),
+    "fp8 + compile": A2_BASE.but(base_linear="fp8-te", compile="default"),
+    "fixed": A2_BASE.but(shapes="fixed"),
+    "fixed + compile": A2_BASE.but(shapes="fixed", compile="default"),
+    "fixed + compile + fp8": A2_BASE.but(shapes="fixed", compile="default", base_linear="fp8-te"),
+    "qlora": A2_BASE.but(base_linear="nf4", checkpointing="blocks"),
+}
+"""Article A2's variants by name, in the lane "article", and "fixed" alone, which it doesn't show. Its
+`prepare_model_for_kbit_training` turns checkpointing on (and casts what isn't 4-bit to float32, which isn't done here).
+"""
+
+A2_LADDER = (
+    Rung("bf16", "article", {}, "the plain loop, as the article starts"),
+    Rung("workers", "same work", {"num_workers": 8, "persistent_workers": True}, "tiles are cut beside the training"),
+    Rung(
+        "no host waits", "same work", {"layers": "rewritten"}, "places of image tokens are computed before, on the CPU"
+    ),
+    Rung("device log", "same work", {"logging": "ring-buffer"}, "no loss is read while training"),
+    Rung("fused optimizer", "same work", {"optimizer": "adamw-fused"}, "one kernel for all adapters"),
+    Rung(
+        "blocks compiled",
+        "same work",
+        {"compile": "default", "compile_scope": "blocks", "dynamic": "any"},
+        "one block's code for all of them, and for any length",
+    ),
+    Rung("fused loss", "same work", {"loss": "fused"}, "logits of 32 thousand words are never all there"),
+    Rung(
+        "packed",
+        "same mathematics",
+        {"shapes": "packed", "token_budget": 8192, "dynamic": "static"},
+        "no padding, one shape, and enough tokens for the GPU",
+    ),
+    Rung("answers only", "same mathematics", {"loss": "answers"}, "most tokens have nothing to predict"),
+    Rung(
+        "cached features",
+        "same mathematics",
+        {"cache": "features", "num_workers": 0, "persistent_workers": False},
+        "the vision tower is frozen: ask it once",
+    ),
+)
+"""From article A2's starting point on, AnyRes and BF16 kept; each rung keeps the changes of those below it."""
 
 
 def climb(ladder: tuple[Rung, ...], start: Recipe = STOCK) -> dict[str, Recipe]:

@@ -205,6 +205,7 @@ def make_loader(
     *,
     collate_fn: Callable[[list], Any] = collate,
     epoch_length: int = EPOCH,
+    order: Sampler[list[int]] | None = None,
 ) -> DataLoader:
     """The script's DataLoader with the recipe's knobs: shuffled micro-batches, workers started in the usual way.
 
@@ -213,6 +214,8 @@ def make_loader(
     `epoch_length` examples, by default as many as the real dataset: workers start anew each epoch, and a stand-in of a
     few files must not make them do so every few steps. The loader draws its workers' seeds from a generator of its own,
     so that the noise drawn in training does not depend on the number of workers.
+
+    `order` chooses the examples of each micro-batch instead, where their number varies; it is `loader.batch_sampler`.
     """
     workers: dict[str, Any] = {}
     if recipe.num_workers:
@@ -221,15 +224,18 @@ def make_loader(
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         workers = {"persistent_workers": recipe.persistent_workers, "prefetch_factor": recipe.prefetch_factor}
     rows = len(dataset)
+    if order is not None:
+        chosen: dict[str, Any] = {"batch_sampler": order}
+    else:
+        sampler = EpochOrder(rows, max(rows, epoch_length), recipe.seed)
+        chosen = {"batch_size": recipe.micro_batch, "sampler": sampler, "drop_last": True}
     return DataLoader(
         dataset,
-        batch_size=recipe.micro_batch,
-        sampler=EpochOrder(rows, max(rows, epoch_length), recipe.seed),
         collate_fn=collate_fn,
-        drop_last=True,
         num_workers=recipe.num_workers,
         pin_memory=recipe.pin_memory,
         generator=torch.Generator().manual_seed(recipe.seed),
+        **chosen,
         **workers,
     )
 

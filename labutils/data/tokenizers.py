@@ -1,4 +1,4 @@
-"""The text encoder's tokenizer: the real CLIP one, or one of the same class and size that needs no download."""
+"""Tokenizers: the real ones, or ones of the same kind and size that need no download."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from transformers import CLIPTokenizer
+    from transformers import CLIPTokenizer, LlavaNextProcessor, PreTrainedTokenizerFast
+
+    from labutils.data.anyres import Geometry
 
 HUB_MODEL = "stable-diffusion-v1-5/stable-diffusion-v1-5"
 VOCABULARY = 49408
@@ -73,3 +75,85 @@ def _learned() -> tuple[dict[str, int], list[tuple[str, str]]]:
     final = [letter + "</w>" for letter in letters]  # any byte may end a word
     tokens = dict.fromkeys([*letters, *final, *sorted(model["vocab"], key=model["vocab"].get)])
     return {token: index for index, token in enumerate(tokens)}, [tuple(pair) for pair in model["merges"]]
+
+
+# ---------------------------------------------------------------------------------------------- LLaVA-NeXT's
+
+LLAVA_VOCABULARY = 32000
+IMAGE, PAD = "<image>", "<pad>"
+
+
+@functools.cache
+def llava_tokenizer(words: int = LLAVA_VOCABULARY) -> PreTrainedTokenizerFast:
+    """A byte-pair tokenizer with the special tokens of llava-v1.6-mistral: `words` ids, then <image> and <pad>.
+
+    <unk>, <s> and </s> are 0, 1 and 2 as in Mistral's. Its merges are learned from the prompts and answers of the leaf
+    data, so these take about as many tokens as with the real one; ids are other ones.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=min(words, 512),
+        special_tokens=["<unk>", "<s>", "</s>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(LLAVA_TEXTS, trainer)
+    tokenizer.add_tokens([f"unused{index}" for index in range(tokenizer.get_vocab_size(), words)])
+    tokenizer.add_special_tokens([IMAGE, PAD])
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        unk_token="<unk>",
+        bos_token="<s>",
+        eos_token="</s>",
+        pad_token=PAD,
+        padding_side="right",
+        extra_special_tokens={"image_token": IMAGE},
+    )
+
+
+LLAVA_TEXTS = (
+    "[INST] \nDescribe [/INST]",
+    "angular leaf spot bean rust healthy angular_leaf_spot bean_rust",
+)
+
+
+def llava_processor(
+    geometry: Geometry, words: int = LLAVA_VOCABULARY, hub: str = "", cache_dir: str | Path | None = None
+) -> LlavaNextProcessor:
+    """The real processor class with the image processor that needs no torchvision.
+
+    geometry: the tiles, and `words` of the tokenizer made here; with `hub`, the tokenizer of that model instead. Raises
+    `ConnectionError` where that can't be had.
+    """
+    from transformers import LlavaNextImageProcessorPil, LlavaNextProcessor
+
+    images = LlavaNextImageProcessorPil(
+        size={"shortest_edge": geometry.tile},
+        crop_size={"height": geometry.tile, "width": geometry.tile},
+        image_grid_pinpoints=[list(point) for point in geometry.pinpoints],
+    )
+    return LlavaNextProcessor(
+        image_processor=images,
+        tokenizer=_llava_from_hub(hub, cache_dir) if hub else llava_tokenizer(words),
+        patch_size=geometry.patch,
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+    )
+
+
+def _llava_from_hub(model: str, cache_dir: str | Path | None) -> PreTrainedTokenizerFast:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(model, cache_dir=cache_dir, padding_side="right")
+    except Exception as error:  # offline, a proxy, a moved model: the libraries raise several types
+        raise ConnectionError(
+            f"The tokenizer of {model} could not be loaded ({type(error).__name__}: {error}). It needs the network "
+            f'once. Use weights="random", or fetch it on a connected machine with `hf download {model}`.'
+        ) from error

@@ -3,26 +3,36 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
-from torch import Tensor
 from torch.profiler import record_function
 from torch.utils.data import DataLoader
 
-Batch = dict[str, Tensor]
+from labutils.workloads.base import Batch, Work
+
+Weigh = Callable[[Batch], Work | None]
+
+
+def _alike(batch: Batch) -> None:
+    """All batches take the same."""
 
 
 class Batches:
     """Epoch after epoch of `loader`, in the order of its `sampler`, which offers `go_to(epoch, start)`.
 
     `taken` counts the micro-batches handed out, which with the seed is all there is to the data's state. `reset_wait()`
-    gives the host's wait for them since it was last asked. The loader drops a last micro-batch that would be short, as
+    gives the host's wait for them since it was last asked, `reset_work()` what they took by `weigh`'s account, or None
+    where all take the same. The loader drops a last micro-batch that would be short, as
     every optimizer step is to have the same work.
     """
 
-    def __init__(self, loader: DataLoader, micro_batch: int, sampler: object, taken: int = 0) -> None:
+    def __init__(
+        self, loader: DataLoader, micro_batch: int, sampler: object, taken: int = 0, weigh: Weigh = _alike
+    ) -> None:
         self.loader = loader
+        self.weigh = weigh
+        self.work: Work | None = None
         self.sampler = sampler
         self.per_epoch = sampler.length // micro_batch
         self.micro_batch = micro_batch
@@ -38,6 +48,8 @@ class Batches:
             batch = next(self.iterator)
         self.wait_ms += (time.perf_counter() - began) * 1e3
         self.taken += 1
+        if work := self.weigh(batch):
+            self.work = work if self.work is None else self.work + work
         return batch
 
     def __iter__(self) -> Iterator[Batch]:
@@ -47,6 +59,11 @@ class Batches:
         """Milliseconds waited since the last call."""
         waited, self.wait_ms = self.wait_ms, 0.0
         return waited
+
+    def reset_work(self) -> Work | None:
+        """What the micro-batches since the last call took."""
+        took, self.work = self.work, None
+        return took
 
     def close(self) -> None:
         """End the workers now. Left to the garbage collector, each of them would hold it up for five seconds."""

@@ -27,6 +27,8 @@ MUST_AGREE = (
     "precision",
     "micro_batch",
     "accumulation",
+    "shapes",
+    "token_budget",
     "optimizer",
     "learning_rate",
     "max_grad_norm",

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import math
+import operator
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
@@ -21,7 +23,7 @@ from labutils.measure.utilization import Utilization
 from labutils.recipe import Recipe
 from labutils.results import Run, Unavailable, summarise
 from labutils.training.session import Session
-from labutils.workloads.base import Workload
+from labutils.workloads.base import Work, Workload
 
 ROUNDS = 3
 ROUND_MS = 400
@@ -178,10 +180,11 @@ def measure(session: Session, steps: int) -> StepTimes:
     """Time `steps` optimizer steps of a session, one after the other without a pause."""
     clock = StepClock(session.workload.device)
     session.batches.reset_wait()
+    session.batches.reset_work()
     clock.start()
     for _ in range(steps):
         session.step()
-        clock.mark(session.batches.reset_wait())
+        clock.mark(session.batches.reset_wait(), session.batches.reset_work())
     return clock.stop()
 
 
@@ -210,14 +213,14 @@ class Contender:
         return time.perf_counter() - began
 
     def _peak_memory(self, before: float | None, built: float | None) -> dict[str, float]:
-        """This session's own peak, in GB: what others held `before` is taken off, the frozen weights it shares
+        """This session's own peak, in GB: what others held `before` is taken off, the weights it shares with them
         aren't."""
         peak = hardware.cuda.peak_memory()
         if peak is None or before is None or built is None:
             return {}
-        frozen = sum(t.nbytes for t in self.session.model.parameters() if not t.requires_grad) / 1e9
-        shared = frozen if built - before < frozen else 0.0  # building it took less than the frozen weights do
-        found = {"peak_allocated_gb": peak[0] - before + shared}
+        model = self.session.model
+        held = sum(tensor.nbytes for tensor in [*model.parameters(), *model.buffers()]) / 1e9
+        found = {"peak_allocated_gb": own_peak(peak[0], before, built, held)}
         return found | ({"peak_reserved_gb": peak[1]} if before == 0 else {})
 
     @property
@@ -256,15 +259,25 @@ class Contender:
             "loss": session.losses,
         }
         run.metrics |= {} if session.encode_s is None else {"encode_s": session.encode_s}
-        run.metrics |= self.memory | _against_the_hardware(session.workload, recipe, step_ms["median"])
+        run.metrics |= self.memory
+        if self.times.work:
+            run.metrics |= _of_varying_steps(session.workload, recipe, self.times)
+        else:
+            work = session.workload.work(recipe)
+            run.metrics |= _against_the_hardware(session.workload, recipe, work, step_ms["median"])
 
     def close(self) -> None:
         self.session.close()
 
 
-def _against_the_hardware(workload: Workload, recipe: Recipe, step_ms: float) -> dict[str, float]:
+def own_peak(peak: float, before: float, built: float, held: float) -> float:
+    """A session's own part of a `peak`: `before` it was built so much was allocated, `built` after it, and its model's
+    tensors take `held`. What of `held` is not new was there before: weights that it shares with other sessions."""
+    return peak - before + max(0.0, held - (built - before))
+
+
+def _against_the_hardware(workload: Workload, recipe: Recipe, work: Work, step_ms: float) -> dict[str, float]:
     """The floor that this machine's measured rates set, the rate reached, its share of the data sheet's dense peak."""
-    work = workload.work(recipe)
     tflops = work.flops / step_ms / 1e9
     roofline = hardware.measured_roofline(recipe.precision)
     found = {"tflops": tflops, "floor_ms": roofline.floor_ms(work.flops, work.bytes), "flops_per_step": work.flops}
@@ -272,6 +285,15 @@ def _against_the_hardware(workload: Workload, recipe: Recipe, step_ms: float) ->
     if workload.device.type == "cuda" and spec and (peak := spec.dense.get(recipe.precision)):
         found["mfu"] = tflops / peak
     return found
+
+
+def _of_varying_steps(workload: Workload, recipe: Recipe, times: StepTimes) -> dict[str, float]:
+    """Rates of steps that differ in what they take in: all of it over all their time, which a median would misjudge."""
+    whole, whole_ms, steps = functools.reduce(operator.add, times.work), sum(times.step_ms), len(times.work)
+    rates = {"examples_per_s": whole.examples, "tokens_per_s": whole.tokens, "useful_tokens_per_s": whole.useful_tokens}
+    found = {name: count / whole_ms * 1e3 for name, count in rates.items()}
+    found["useful_tokens"] = whole.useful_tokens / whole.tokens
+    return found | _against_the_hardware(workload, recipe, whole * (1 / steps), whole_ms / steps)
 
 
 def _empty_run(workload: Workload, recipe: Recipe, name: str) -> Run:

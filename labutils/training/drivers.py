@@ -53,19 +53,19 @@ def compile_as_asked(workload: Workload, model: nn.Module, recipe: Recipe) -> No
     """Compile the trained part (or its blocks, or the encoders too) in place, as the recipe says.
 
     From then on torch.compile raises `FailOnRecompileLimitHit` in this process where it would give up on a function
-    that needs too many variants: it would go on uncompiled, and be on record as compiled.
+    that needs too many variants: it would go on uncompiled, and be on record as compiled. With dynamic='automatic' that
+    is what is tried out, and it goes on.
     """
     if recipe.compile == "off":
         return
     torch._dynamo.config.fail_on_recompile_limit_hit = True
     if recipe.compile_scope == "blocks":
-        compile_blocks(workload.blocks(model), recipe.compile)
+        compile_blocks(workload.blocks(model), recipe.compile, recipe.dynamic)
         return
     name, trained = workload.trained(model)
-    setattr(model, name, compile_model(trained, recipe.compile))
+    setattr(model, name, compile_model(trained, recipe.compile, recipe.dynamic))
     if recipe.compile_scope == "everything":
-        for encoder in workload.frozen(model):
-            encoder.compile(mode=recipe.compile, dynamic=False)
+        compile_blocks(workload.frozen(model), recipe.compile, recipe.dynamic)
 
 
 class AccelerateStep:

@@ -21,6 +21,7 @@ TIMEOUT_S = 240
 COMPILED_BY = (
     "compile",
     "compile_scope",
+    "dynamic",
     "precision",
     "adapter",
     "base_linear",
@@ -28,6 +29,10 @@ COMPILED_BY = (
     "memory_format",
     "layers",
     "micro_batch",
+    "shapes",
+    "token_budget",
+    "checkpointing",
+    "loss",
 )
 """Knobs that a compiled network depends on: recipes that agree in them share their compiled code."""
 

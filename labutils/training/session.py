@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import tempfile
 import time
@@ -10,7 +11,7 @@ from types import TracebackType
 
 import torch
 
-from labutils.capture import attention_kernel, timed_convolutions
+from labutils.capture import attention_kernel, may_give_up, timed_convolutions
 from labutils.data.images import make_loader
 from labutils.recipe import Recipe
 from labutils.training import checkpoint
@@ -49,13 +50,14 @@ class Session:
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         dataset = workload.dataset(self.model, self.recipe)
         self.encode_s: float | None = getattr(dataset, "encode_s", None)
-        loader = make_loader(dataset, self.recipe, collate_fn=workload.collate(self.recipe))
+        order = workload.order(dataset, self.recipe)
+        loader = make_loader(dataset, self.recipe, collate_fn=workload.collate(self.recipe), order=order)
         compile_as_asked(workload, self.model, self.recipe)
         optimizer = build_optimizer(self.parameters, self.recipe)
         parts = Parts(workload, self.recipe, self.model, self.parameters, optimizer, loader, self.folder)
         self.optimizer = optimizer
         self.driver = DRIVERS[self.recipe.driver](parts)
-        self.sampler = loader.sampler
+        self.sampler = loader.sampler if order is None else order
         self.resume_data(taken=0)
         self.build_s = time.perf_counter() - began
         if resume:
@@ -63,7 +65,12 @@ class Session:
 
     def step(self) -> None:
         """One optimizer step, accumulation included. On a GPU it may still be running when this returns."""
-        with attention_kernel(self.recipe.attention), timed_convolutions(self.recipe.cudnn_benchmark):
+        gives_up = self.recipe.compile != "off" and self.recipe.dynamic == "automatic"  # as PyTorch's default does
+        with (
+            attention_kernel(self.recipe.attention),
+            timed_convolutions(self.recipe.cudnn_benchmark),
+            may_give_up(gives_up),
+        ):
             self.driver.step(self.batches)
         self.step_count += 1
 
@@ -84,7 +91,8 @@ class Session:
 
     def resume_data(self, taken: int) -> None:
         """Let the data go on behind the `taken` first micro-batches of the run."""
-        self.batches = Batches(self.driver.loader, self.recipe.micro_batch, self.sampler, taken)
+        weigh = functools.partial(self.workload.work_of, self.recipe)
+        self.batches = Batches(self.driver.loader, self.recipe.micro_batch, self.sampler, taken, weigh)
 
     @property
     def losses(self) -> list[float]:

@@ -6,20 +6,24 @@ import importlib
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, Sampler
 
 from labutils import hardware
 from labutils.parameters import SCALES
 from labutils.recipe import Recipe
 
 SOURCES = {"weights": ("random", "hub"), "data": ("generated", "hub")}
-ROOMS = {"sd15-lora": ("labutils.workloads.diffusion", "DiffusionLora")}
+ROOMS = {
+    "sd15-lora": ("labutils.workloads.diffusion", "DiffusionLora"),
+    "llava-lora": ("labutils.workloads.multimodal", "MultimodalLora"),
+    "llava-lora-varied": ("labutils.workloads.multimodal", "VariedMultimodalLora"),
+}
 """Workload's name -> (module, class); a room is imported when it is asked for."""
 
 Batch = dict[str, Tensor]
@@ -27,14 +31,24 @@ Batch = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Work:
-    """The arithmetic and the traffic that one optimizer step can't do without.
+    """What one optimizer step (or one micro-batch) takes in, and the arithmetic and traffic it can't do without.
 
     `flops` counts multiplications and additions of matrix products, convolutions and attention, forward and backward;
-    `bytes` what must cross the device's memory bus at least: the weights, once a pass.
+    `bytes` what must cross the device's memory bus at least: the weights, once a pass. `tokens` are those that are
+    computed on, `useful_tokens` those of them that aren't padding; 0 where a workload has no tokens.
     """
 
     flops: float
     bytes: float
+    examples: float = 0
+    tokens: float = 0
+    useful_tokens: float = 0
+
+    def __add__(self, other: Work) -> Work:
+        return Work(*(mine + theirs for mine, theirs in zip(astuple(self), astuple(other), strict=True)))
+
+    def __mul__(self, times: float) -> Work:
+        return Work(*(times * mine for mine in astuple(self)))
 
 
 class Workload(ABC):
@@ -76,6 +90,13 @@ class Workload(ABC):
     def dataset(self, model: nn.Module, recipe: Recipe) -> Dataset:
         """Examples by index; those that `recipe.cache` asks for are encoded by `model` once, here."""
 
+    def order(self, dataset: Dataset, recipe: Recipe) -> Sampler[list[int]] | None:
+        """What chooses each micro-batch's examples where their number varies; None: `recipe.micro_batch` at random.
+
+        It offers `length` (rows an epoch) and `go_to(epoch, start)`, as `data.images.EpochOrder` does.
+        """
+        return None
+
     @abstractmethod
     def collate(self, recipe: Recipe) -> Callable[[list], Batch]:
         """What makes a micro-batch of examples; picklable."""
@@ -90,7 +111,14 @@ class Workload(ABC):
 
     @abstractmethod
     def work(self, recipe: Recipe) -> Work:
-        """FLOPs and bytes of one optimizer step, from the shapes alone."""
+        """What one optimizer step takes, from the shapes alone; on average where they vary."""
+
+    def work_of(self, recipe: Recipe, batch: Batch) -> Work | None:
+        """What this micro-batch takes; None where all take the same, and `work` says what.
+
+        Read on the host: a batch that is on a GPU already has it wait.
+        """
+        return None
 
     def save(self, model: nn.Module, folder: Path) -> None:
         """Write the adapter in PEFT's format and the model's own."""

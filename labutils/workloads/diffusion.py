@@ -97,6 +97,8 @@ class DiffusionLora(Workload):
     # ------------------------------------------------------------------------------------------------ the model
 
     def build(self, recipe: Recipe) -> Networks:
+        if recipe.cache == "features":
+            raise ValueError("cache='features' is for models that see images. Use cache='latents' or 'latents+text'.")
         frozen = self._frozen(DTYPES[recipe.precision], LAYOUTS[recipe.memory_format], recipe.layers, recipe.seed)
         # A copy of the modules around the same tensors: sessions side by side hold the frozen weights once.
         shared = {id(tensor): tensor for tensor in [*frozen.parameters(), *frozen.buffers()]}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from labutils.articles.a2 import BATCHES
 from labutils.results import Run, summarise
 
 BLACKWELL = {"gpu": "RTX PRO 6000 Blackwell", "compute_capability": "12.0"}
@@ -36,6 +37,11 @@ def spread_of(ms: float, spread: float = 0.01) -> dict[str, float]:
 
 
 def article_runs() -> Runs:
+    """Every run that the claims need, with the articles' numbers."""
+    return a1_runs() | a2_runs()
+
+
+def a1_runs() -> Runs:
     """Every run that A1's claims need, with the article's numbers (an optimizer step being four of its steps)."""
     sweep = {0: 290, 1: 156, 2: 144, 3: 141, 4: 148, 8: 178}
     shares = {"data_share": 0.45, "launch_share": 0.05, "host_share": 0.1, "copies_share": 0.01, "sync_share": 0.02}
@@ -80,3 +86,76 @@ def article_runs() -> Runs:
     for run in runs:
         run.workload = "sd15-lora" if run.lab == "04" else run.workload
     return {(run.lab, run.run): run for run in runs}
+
+
+A2_STEP_MS, A2_MEMORY_GB = 990, 16.04
+"""The baseline at batch 1: the one step time with which both of A2's break-even counts agree, and 7.54 GB / 47 %."""
+A2_METHODS = {
+    "bf16": (1.48, (0, 0), (0, 0)),
+    "fp8-te": (1.41, (4, 7), (0, 0)),
+    "compile": (105, (11, 20), (0, 0)),
+    "compile-fp8-te": (61, (2, 6), (0, 0)),
+    "fixed": (106, (48, 53), (4, 29)),
+    "fixed-fp8-te": (57, (41.5, 43), (4, 24)),
+    "qlora": (1.69, (-15, -19), (53, -20)),
+    "nf4": (1.69, (-15, -19), (53, 0)),
+    "compile-qlora": (40, (-14, -14), (53, 0)),
+    "fixed-qlora": (40, (10, 10), (55, 20)),
+    "fp8-frozen": (1.5, (10, 20), (45, 20)),
+    "compile-fp8-frozen": (50, (30, 40), (45, 20)),
+}
+"""Method -> first step in s, and by how many % it shortens the step and saves memory, at batch 1 and at batch 24."""
+
+
+def a2_runs() -> Runs:
+    """Every run that A2's claims need, with the article's numbers where it gives any."""
+    runs = [a2_run(method, place) for method in A2_METHODS for place in range(len(BATCHES))]
+    tracked = {run.run: run for run in runs}
+    tracked["bf16 b1"].metrics["vision_share"] = 0.88
+    tracked["fp8-te b1"].metrics["bf16_weights_held"] = 1
+    for name, breaks in (("compile", 0), ("compile-fp8-te", 65), ("compile-qlora", 64)):
+        tracked[f"{name} b1"].metrics["graph_breaks"] = breaks
+    losses = {"bf16": 9.05, "fp8-te": 10.36, "fixed": 9.23, "fixed-fp8-te": 10.51, "qlora": 8.88, "fp8-frozen": 10.0}
+    runs += [
+        untimed("05", "fp8-cast", cast_1000=448.0, cast_1000000=448.0, cast_tiny=0.0),
+        untimed("05", "fp8-scaling", scale=0.0448, scaled_min=-44.0, scaled_max=448.0),
+        untimed("05", "gemm", fp8_over_bf16=2.0),
+        untimed("05", "te-peft", failed=1, message="ValueError: Target module Linear() is not supported."),
+        untimed("06", "fp8-te vision", failed=1, message="AssertionError: FP8 execution requires .. divisible by 8"),
+        untimed("06", "token-counts", aspect_token_ratio=2.4, tiles_low_resolution=1, tiles_336x336=1),
+        untimed("06", "recompiles uniform", recompilations=1, further_image_token_counts=3),
+        untimed("06", "recompiles varied", recompilations=9),
+        untimed("06", "same-tokens varying", ms_per_1k_tokens=spread_of(100), peak_allocated_gb=16.0),
+        untimed("06", "same-tokens static", ms_per_1k_tokens=spread_of(50), peak_allocated_gb=16.0),
+        untimed("06", "static fewer-tokens", ms_per_1k_tokens=spread_of(51), peak_allocated_gb=14.0),
+        untimed("06", "varied: fixed shapes", ms_per_1k_useful_tokens=200.0),
+        untimed("06", "varied: any length", ms_per_1k_useful_tokens=205.0),
+        untimed(
+            "06",
+            "guide",
+            short_of_memory="qlora",
+            few_steps="fp8-te",
+            between="fixed-fp8-te",
+            many_steps="fixed",
+        ),
+        *(untimed("06", f"loss {method}", final_loss=spread_of(loss, 0.001)) for method, loss in losses.items()),
+        untimed("06", "loss fp8-mixed", final_loss=spread_of(9.05, 0.001)),
+    ]
+    for run in runs:
+        run.workload = "llava-lora" if run.lab == "06" else ""
+    return {(run.lab, run.run): run for run in runs}
+
+
+def a2_run(method: str, place: int) -> Run:
+    """One cell of A2's table: the method at the batch size of that place, its gains growing evenly."""
+    first_s, faster, less_memory = A2_METHODS[method]
+    batch, growth = BATCHES[place], place / (len(BATCHES) - 1)
+    gain, saved = (low + (high - low) * growth for low, high in (faster, less_memory))
+    return timed(
+        "06",
+        f"{method} b{batch}",
+        A2_STEP_MS * batch * (1 - gain / 100),
+        spread=0.001,
+        first_step_s=first_s,
+        peak_allocated_gb=(14 + 2.04 * batch) * (1 - saved / 100),
+    )

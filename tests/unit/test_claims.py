@@ -6,7 +6,7 @@ import copy
 import re
 
 import pytest
-from claim_runs import CPU, Runs, article_runs, spread_of, timed
+from claim_runs import CPU, Runs, article_runs, spread_of, timed, untimed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,9 +14,11 @@ from labutils import articles, claims
 from labutils.claims import CONFIRMED, INCONCLUSIVE, NOT_TESTABLE, REFUTED, Judgement
 from labutils.results import Run
 
-A1 = articles.claims("A1")
-EXACT = {"count", "unchanged", "all_present", "lists"}
+CLAIMS = articles.claims()
+EXACT = {"all_present", "becomes", "count", "lists", "more_with", "names", "occurs", "unchanged", "within"}
 """Judges of what has no noise: they never withhold a verdict."""
+SWEEPS = {"changes", "grows"}
+"""Judges of pairs of runs: those that were not measured are left out."""
 
 
 def judgement(id: str, runs: Runs) -> Judgement:
@@ -49,6 +51,26 @@ def reduced(failing: int, control: int) -> Runs:
     runs = with_metrics("04", "reduce-overhead", failed=failing)
     runs["04", "reduce-overhead, accumulation=1"].metrics.update(failed=control, message="RuntimeError: too")
     return runs
+
+
+def a2(name: str, ms: float, spread: float = 0.001, **metrics: object) -> Run:
+    """A run of lab 06."""
+    run = timed("06", name, ms, spread, **metrics)
+    run.workload = "llava-lora"
+    return run
+
+
+def only_batch(batch: int) -> Runs:
+    """The article's runs without those of lab 06 at other batch sizes."""
+    wanted = re.compile(rf" b{batch}$")
+    return {key: run for key, run in article_runs().items() if key[0] != "06" or wanted.search(key[1])}
+
+
+def with_losses(method: str, loss: float, spread: float) -> Runs:
+    """The article's runs with other losses over seeds of one method."""
+    run = untimed("06", f"loss {method}", final_loss=spread_of(loss, spread))
+    run.workload = "llava-lora"
+    return with_runs(run)
 
 
 CASES = [
@@ -104,10 +126,48 @@ CASES = [
     ("A1.blackwell.newer-build", NOT_TESTABLE, with_metrics("00", "machine", torch_architectures=[])),
     ("A1.blackwell.xformers", REFUTED, with_metrics("00", "xformers", failed=0)),
     ("A1.blackwell.xformers", INCONCLUSIVE, with_metrics("00", "xformers", message="ImportError: no xformers")),
+    ("A2.lmm.vision-cost", REFUTED, with_metrics("06", "bf16 b1", vision_share=0.03)),
+    ("A2.fp8.cast-saturates", REFUTED, with_metrics("05", "fp8-cast", cast_1000000=float("nan"))),
+    ("A2.fp8.range", REFUTED, with_metrics("05", "fp8-cast", cast_1000000=57344.0)),
+    ("A2.fp8.range", CONFIRMED, with_metrics("05", "fp8-cast", cast_1000=None, cast_1000000=None)),
+    ("A2.fp8.scale", REFUTED, with_metrics("05", "fp8-scaling", scale=0.448)),
+    ("A2.fp8.rate", REFUTED, with_metrics("05", "gemm", fp8_over_bf16=1.4)),
+    ("A2.fp8.rate", INCONCLUSIVE, with_metrics("05", "gemm", fp8_over_bf16=1.69)),
+    ("A2.fp8.rate", CONFIRMED, with_metrics("05", "gemm", fp8_over_bf16=spread_of(1.75))),
+    ("A2.fp8.speed", REFUTED, with_runs(a2("fp8-te b4", 4 * 990 * 1.3))),
+    ("A2.fp8.speed", REFUTED, with_runs(a2("fp8-te b4", 4 * 990 * 0.7))),
+    ("A2.fp8.speed", INCONCLUSIVE, with_runs(a2("fp8-te b4", 4 * 990 * 0.88, spread=0.05))),
+    ("A2.fp8.batch", REFUTED, with_runs(a2("fp8-te b24", 24 * 990))),
+    ("A2.fp8.batch", INCONCLUSIVE, with_runs(a2("fp8-te b24", 24 * 990 * 0.95, spread=0.02))),
+    ("A2.fp8.batch", NOT_TESTABLE, only_batch(1)),
+    ("A2.fp8.memory", REFUTED, with_metrics("06", "fp8-te b8", peak_allocated_gb=10.0)),
+    ("A2.fp8.first-step", REFUTED, with_metrics("06", "fp8-te b1", first_step_s=15)),
+    ("A2.fp8.first-step", INCONCLUSIVE, with_metrics("06", "fp8-te b1", first_step_s=1.9)),
+    ("A2.fp8.loss", REFUTED, with_losses("fp8-te", 9.1, 0.001)),
+    ("A2.fp8.loss", REFUTED, with_losses("fp8-te", 8.0, 0.001)),
+    ("A2.fp8.loss", INCONCLUSIVE, with_losses("fp8-te", 10.0, 0.2)),
+    ("A2.fp8.mixed", REFUTED, with_losses("fp8-mixed", 9.9, 0.001)),
+    ("A2.fp8.mixed", INCONCLUSIVE, with_losses("fp8-frozen", 9.051, 0.001)),
+    ("A2.fp8.vision-limits", REFUTED, with_metrics("06", "bf16 b1", vision_share=0.1)),
+    ("A2.fp8.vision-limits", INCONCLUSIVE, with_runs(a2("fp8-te b1", 1150, 0.15))),
+    ("A2.compile.break-even", REFUTED, with_metrics("06", "compile b1", first_step_s=30)),
+    ("A2.compile.break-even", REFUTED, with_runs(a2("compile b1", 1100, first_step_s=105))),
+    ("A2.compile.break-even", INCONCLUSIVE, with_runs(a2("compile b1", 985, 0.02, first_step_s=105))),
+    ("A2.compile.fp8-gains-less", REFUTED, with_runs(a2("compile-fp8-te b1", 500))),
+    ("A2.compile.fp8-gains-less", INCONCLUSIVE, with_runs(a2("compile-fp8-te b1", 850, 0.02))),
+    ("A2.te.breaks-graph", REFUTED, with_metrics("06", "compile-fp8-te b1", graph_breaks=0)),
+    ("A2.anyres.cause", REFUTED, with_metrics("06", "recompiles uniform", further_image_token_counts=0)),
+    ("A2.fixed.cause", REFUTED, with_metrics("06", "same-tokens static", ms_per_1k_tokens=spread_of(98))),
+    ("A2.anyres.recompiles", REFUTED, with_metrics("06", "recompiles varied", recompilations=1)),
+    ("A2.guide.between", REFUTED, with_metrics("06", "guide", between="compile")),
+    ("A2.guide.between", NOT_TESTABLE, with_metrics("06", "guide", between=3)),
+    ("A2.left.fp8-once", REFUTED, with_metrics("06", "fp8-frozen b1", peak_allocated_gb=14)),
+    ("A2.left.fp8-once", INCONCLUSIVE, with_metrics("06", "fp8-frozen b1", peak_allocated_gb=10)),
+    ("A2.left.fp8-once", CONFIRMED, with_metrics("06", "fp8-frozen b1", peak_allocated_gb=5)),
 ]
 
 
-@pytest.mark.parametrize("id", A1)
+@pytest.mark.parametrize("id", CLAIMS)
 def test_the_article_s_own_numbers_confirm_its_claims(id):
     found = judgement(id, article_runs())
     assert found.verdict == CONFIRMED, found.why
@@ -123,36 +183,43 @@ def test_verdict(id, verdict, runs):
 
 @pytest.mark.parametrize("judge", claims.JUDGES)
 def test_each_judge_has_a_case_of_each_verdict(judge):
-    reached = {verdict for id, verdict, _ in CASES if A1[id].judge == judge}
+    reached = {verdict for id, verdict, _ in CASES if CLAIMS[id].judge == judge}
     assert reached >= ({REFUTED} if judge in EXACT else {REFUTED, INCONCLUSIVE})
-    assert judge in {claim.judge for claim in A1.values()}
+    assert judge in {claim.judge for claim in CLAIMS.values()}
 
 
-@pytest.mark.parametrize("id", A1)
+@pytest.mark.parametrize("id", CLAIMS)
 def test_without_runs_it_says_what_to_run(id):
     found = judgement(id, {})
     assert found.verdict == NOT_TESTABLE
-    assert f"labutils run {A1[id].lab}" in found.why
+    assert f"labutils run {CLAIMS[id].lab}" in found.why
     assert found.here == ""
 
 
-@pytest.mark.parametrize(("id", "name"), [(id, name) for id, claim in A1.items() for name in claim.runs])
+@pytest.mark.parametrize(("id", "name"), [(id, name) for id, claim in CLAIMS.items() for name in claim.runs])
 def test_without_one_of_its_runs_it_says_which(id, name):
     runs = article_runs()
-    del runs[A1[id].lab, name]
+    del runs[CLAIMS[id].lab, name]
     found = judgement(id, runs)
-    if A1[id].judge == "optimum" and name != "workers=3":
+    if CLAIMS[id].judge == "optimum" and name != "workers=3":
         assert found.verdict == CONFIRMED  # the others of the sweep still answer
+    elif CLAIMS[id].judge in SWEEPS and len(CLAIMS[id].how["before"]) > 1:
+        assert found.verdict == CONFIRMED
     else:
         assert found.verdict == NOT_TESTABLE
-        assert name in found.why or len(A1[id].runs) == 1
+        assert name in found.why or len(CLAIMS[id].runs) == 1
 
 
-@pytest.mark.parametrize("id", A1)
+@pytest.mark.parametrize("id", CLAIMS)
 def test_runs_that_recorded_nothing_say_nothing(id):
     runs = {key: Run(*key, scale="full", status="oom", machine=run.machine) for key, run in article_runs().items()}
     found = judgement(id, runs)
-    if A1[id].judge not in ("fails", "cured", "fails_only_with", "fails_on_capability"):  # running out is a failure too
+    if CLAIMS[id].judge not in (
+        "fails",
+        "cured",
+        "fails_only_with",
+        "fails_on_capability",
+    ):  # running out is a failure too
         assert found.verdict == NOT_TESTABLE
         assert "oom" in found.why or "labutils run" in found.why
     else:
@@ -180,12 +247,12 @@ def on_a_laptop() -> Runs:
     return runs
 
 
-@pytest.mark.parametrize("id", A1)
+@pytest.mark.parametrize("id", CLAIMS)
 def test_a_cpu_judges_what_it_can(id):
     found = judgement(id, on_a_laptop())
-    if A1[id].needs == "any":
+    if CLAIMS[id].needs == "any":
         assert found.verdict == CONFIRMED
-        assert ("tiny" in found.why) is (A1[id].judge not in claims.ANY_SCALE)
+        assert ("tiny" in found.why) is (CLAIMS[id].judge not in claims.ANY_SCALE)
     else:
         assert found.verdict == NOT_TESTABLE
         assert "GPU" in found.why
@@ -247,7 +314,7 @@ def test_both_machines_are_judged():
 
 
 def test_all_claims_are_judged_in_the_article_s_order():
-    assert [j.claim.id for j in claims.judge(None, {}, {})] == list(A1)
+    assert [j.claim.id for j in claims.judge(None, {}, {})] == list(CLAIMS)
 
 
 def test_an_unknown_claim_is_refused():
@@ -258,7 +325,7 @@ def test_an_unknown_claim_is_refused():
 def test_markdown_is_one_table():
     runs = with_metrics("04", "max-autotune", message="RuntimeError: a | b\nand more")
     lines = claims.as_markdown(claims.judge(None, runs, runs)).splitlines()
-    assert len(lines) == 2 + len(A1)
+    assert len(lines) == 2 + len(CLAIMS)
     assert {len(re.findall(r"(?<!\\)\|", line)) for line in lines} == {6}
     (row,) = [line for line in lines if "A1.total.speedup" in line]
     assert "290 → 98 ms | 1160 → 392 ms (2.96x) (confirmed) | 1160 → 392 ms (2.96x) | **confirmed**" in row
@@ -276,8 +343,8 @@ anything = (
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.lists(st.integers(), max_size=2)
 )
 summaries = st.dictionaries(st.sampled_from(["median", "p10", "p90", "n"]), anything)
-METRIC_KEYS = ("metric", "metrics", "heavier", "lighter")
-named = [claim.how[key] for claim in A1.values() for key in METRIC_KEYS if key in claim.how]
+METRIC_KEYS = ("metric", "metrics", "heavier", "lighter", "share")
+named = [claim.how[key] for claim in CLAIMS.values() for key in METRIC_KEYS if key in claim.how]
 metric_names = sorted({"step_ms", "failed", "message"}.union(*([n] if isinstance(n, str) else n for n in named)))
 metrics_of = st.dictionaries(st.sampled_from(metric_names), anything | summaries)
 partial_runs = st.builds(
@@ -296,7 +363,7 @@ partial_runs = st.builds(
 @settings(deadline=None)
 @given(st.data())
 def test_no_judge_raises_on_partial_runs(data):
-    claim = data.draw(st.sampled_from(list(A1.values())))
+    claim = data.draw(st.sampled_from(list(CLAIMS.values())))
     names = data.draw(st.sets(st.sampled_from(claim.runs)))
     runs = {(claim.lab, name): data.draw(partial_runs) for name in names}
     found = claims.assess(claim, runs)

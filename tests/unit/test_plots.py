@@ -11,6 +11,7 @@ import pytest
 from claim_runs import timed
 
 from labutils import plots
+from labutils.advisor import chart, published
 from labutils.hardware import Roofline
 from labutils.measure.trace import PHASES
 from labutils.results import Run
@@ -126,6 +127,58 @@ def test_waterfall_needs_neither_floor_nor_publication(ax):
     plots.waterfall(ax, [timed("04", "stock", 100), FAILED], None)
     assert [label.get_text() for label in ax.get_yticklabels()] == ["stock"]
     assert_tidy(ax)
+
+
+def test_waterfall_of_another_time(ax):
+    runs = [timed("06", "naive", 250), timed("06", "packed", 900)]
+    for run, ms in zip(runs, (85.0, 34.0), strict=True):
+        run.metrics["ms_per_1k_useful_tokens"] = ms
+    plots.waterfall(ax, runs, 30, metric="ms_per_1k_useful_tokens")
+    said = texts(ax)
+    assert any(text.endswith("2.50x") for text in said)
+    assert any(text.startswith("ms for 1000 useful tokens") for text in said)
+    assert_tidy(ax)
+
+
+def test_curves_leave_out_what_has_no_point(ax):
+    plots.curves(ax, {"bf16": {1: 30.0, 24: 90.0}, "fp8-te": {}, "qlora": {1: 12.0}}, "batch size", "GB")
+    assert [text.get_text() for text in ax.get_legend().get_texts()] == ["bf16", "qlora"]
+    assert list(ax.get_xticks()) == [1, 24]
+    assert ax.get_ylim()[0] == 0
+    assert_tidy(ax)
+
+
+def test_counts_stand_side_by_side(ax):
+    plots.counts(ax, {"uniform": [3, 8, 0], "varied": [3, 11, 2]}, "step", "recompilations")
+    bars = sorted((bar.get_x(), bar.get_x() + bar.get_width()) for bar in ax.patches)
+    assert all(end <= start + 1e-9 for (_, end), (start, _) in itertools.pairwise(bars))
+    assert sorted(bar.get_height() for bar in ax.patches) == [0, 2, 3, 3, 8, 11]
+    assert_tidy(ax)
+
+
+def test_differences_are_drawn_over_their_band(ax):
+    plots.differences(ax, {"fp8": [0.1, 0.2], "qlora": [-0.3]}, (-1.1, 0.9), "BF16 over all seeds", "difference, %")
+    assert sum(len(dots.get_offsets()) for dots in ax.collections) == 3
+    assert [label.get_text() for label in ax.get_yticklabels()] == ["fp8", "qlora"]
+    assert ax.get_xlim()[0] <= -1.1 and ax.get_xlim()[1] >= 0.9
+    assert "BF16 over all seeds" in texts(ax)
+    assert_tidy(ax)
+
+
+def test_choices_fill_every_band_up_to_its_edges(ax):
+    plots.choices(ax, chart(published()), most_steps=10_000, most_gb=30)
+    assert ax.get_xlim() == (1, 10_000) and ax.get_ylim() == (0, 30)
+    legend = [text.get_text() for text in ax.get_legend().get_texts()]
+    assert legend[0] == "qlora" and {"fp8-te", "fixed", "fixed-fp8-te"} <= set(legend)
+    area = sum(bar.get_height() * bar.get_width() for bar in ax.patches)
+    assert area == pytest.approx((30 - 7.54) * 9_999)
+    assert "nothing fits" in texts(ax)
+    assert_tidy(ax)
+
+
+def test_choices_without_a_band_are_an_error(ax):
+    with pytest.raises(ValueError, match="nothing to draw"):
+        plots.choices(ax, [])
 
 
 def test_timeline_gives_lanes_of_other_categories_their_own_legend(ax):

@@ -550,3 +550,16 @@ def test_draws_are_the_same_however_examples_are_grouped(workload):
         together = four(session.model, {"x": torch.zeros(4)})
     for name in together:
         assert torch.equal(torch.cat([draws[name] for draws in apart]), together[name])
+
+
+@pytest.mark.parametrize(
+    ("before", "built", "held", "peak", "own"),
+    [
+        (0.0, 15.1, 15.1, 33.0, 33.0),  # nothing was there
+        (15.0, 15.1, 15.1, 33.1, 33.1),  # all frozen weights were, the adapters weren't
+        (15.0, 19.1, 5.1, 25.0, 11.0),  # 1 GB is shared, the rest held anew in four bits
+        (20.0, 35.1, 15.1, 53.0, 33.0),  # others' memory, nothing shared
+    ],
+)
+def test_a_session_s_own_peak_counts_what_it_shares_once(before, built, held, peak, own):
+    assert comparing.own_peak(peak, before, built, held) == pytest.approx(own)

@@ -1,0 +1,371 @@
+"""What lab 06 tries beyond recipes: a model altered after it was built, the same batches again, the same training on
+several seeds, and what the compiler makes of images whose token counts vary.
+
+    run = cell(workload, "fixed-fp8-te", batch=4)                    one cell of article A2's table
+    runs = losses_over_seeds(workload, {"bf16": a, "fp8": b}, seeds=4, steps=20)
+    counted = recompilations(workload, recipe, batches=10)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import itertools
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from labutils import hardware
+from labutils.advisor import Option, break_even
+from labutils.measure.recompilation import Compilation
+from labutils.recipe import A2_BASE, Recipe
+from labutils.results import Run, summarise
+from labutils.training import Session, train
+from labutils.training.batches import Batch
+from labutils.workloads import Workload
+from labutils.workloads.multimodal import SCALES_OF_LLAVA, count_flops
+
+LOW_BITS = {"fp8-te": "fp8-te", "fp8-frozen": "fp8-frozen", "qlora": "nf4", "nf4": "nf4"}
+"""What a method's name ends with -> how it holds the base weights."""
+LAST = 5
+"""A training's final loss is the mean over so many last steps."""
+
+
+# ----------------------------------------------------------------------------------------------- article A2's table
+
+
+def method(name: str, batch: int = 1, whole: bool = False) -> Recipe:
+    """The recipe of a cell of the article's table: a method as its claims name it ("fixed-fp8-te") at a batch size.
+
+    "compile" compiles, "fixed" forces images to one square and compiles; what the name ends with says how the base
+    weights are held. Blocks are computed again in the backward pass: without that the article's 16 GB at batch 1 would
+    not hold, nor its batch 24 fit its card. whole: compile the model as one, as the article does, and not its blocks
+    one by one, which gives almost the same code in a fraction of the time.
+    """
+    base = next((kind for ending, kind in LOW_BITS.items() if name.endswith(ending)), "published")
+    recipe = A2_BASE.but(micro_batch=batch, checkpointing="blocks", base_linear=base)
+    if name.startswith("fixed"):
+        recipe = recipe.but(shapes="fixed")
+    if name.startswith(("fixed", "compile")):
+        recipe = recipe.but(compile="default", compile_scope="model" if whole else "blocks")
+    return recipe
+
+
+def cell(workload: Workload, name: str, batch: int, steps: int = 3, whole: bool = False) -> Run:
+    """The run of one cell: first step, `steps` timed ones, memory, what the weights take, what the compiler did.
+
+    "qlora" goes through `prepared_for_kbit` as well; "nf4" is the same without. A failure is the run's status.
+    """
+    held: dict[str, float] = {}
+
+    def change(model: nn.Module) -> None:
+        if name.endswith("qlora"):
+            prepared_for_kbit(model)
+        held.update(weights_held(model))
+
+    torch._dynamo.reset()
+    with Compilation() as compiled:
+        run = train(altered(workload, change), method(name, batch, whole), steps, warmup=0, name=f"{name} b{batch}")
+    if run.ok:
+        run.metrics |= held | (compiled.metrics() if run.recipe["compile"] != "off" else {})
+    return with_costs(run)
+
+
+def as_markdown(cells: Mapping[str, Run]) -> str:
+    """The cells as a table: changes and break-even counts are against "bf16" at the same batch size."""
+    rows = [
+        "| method | batch | first step, s | step, ms | against bf16 | memory, GB | useful tokens/s | has paid after |",
+        "|---|--:|--:|--:|--:|--:|--:|--:|",
+    ]
+    for name, run in cells.items():
+        label, _, batch = name.rpartition(" b")
+        base = cells.get(f"bf16 b{batch}")
+        rows.append(f"| {label} | {batch} | {_row(run, base if base and base.ok else None)} |")
+    return "\n".join(rows)
+
+
+def by_batch(cells: Mapping[str, Run], metric: str, methods: Iterable[str]) -> dict[str, dict[float, float]]:
+    """Method -> batch size -> the metric, where it was measured."""
+    found: dict[str, dict[float, float]] = {name: {} for name in methods}
+    for name, run in cells.items():
+        label, _, batch = name.rpartition(" b")
+        if label in found and run.metric(metric):
+            found[label][int(batch)] = run.metric(metric)
+    return found
+
+
+def _row(run: Run, base: Run | None) -> str:
+    if not run.ok:
+        return f"{run.status if len(run.status) < 60 else run.status[:59] + '…'} | | | | |"
+    step, memory = run.metric("step_ms"), run.metric("peak_allocated_gb")
+    change = "" if base is None or base is run else f"{100 * (step / base.metric('step_ms') - 1):+.0f} %"
+    shown = "–" if memory is None else f"{memory:.1f}"
+    paid = "" if base is None or base is run else _paid_after(base, run)
+    return (
+        f"{run.metric('first_step_s'):.3g} | {step:,.0f} | {change} | {shown} | "
+        f"{run.metric('useful_tokens_per_s'):,.0f} | {paid}"
+    )
+
+
+def _paid_after(base: Run, run: Run) -> str:
+    steps = break_even(*(Option("", r.metric("first_step_s"), r.metric("step_ms") / 1e3, 0) for r in (base, run)))
+    return "never" if steps is None else "at once" if steps <= 0 else f"{steps:,.0f} steps"
+
+
+# ------------------------------------------------------------------------------------------------------ other models
+
+
+def altered(workload: Workload, change: Callable[[nn.Module], None]) -> Workload:
+    """The same workload, whose models go through `change` once they are built. Frozen weights stay shared."""
+    other = copy.copy(workload)
+
+    def build(recipe: Recipe) -> nn.Module:
+        model = workload.build(recipe)
+        change(model)
+        return model
+
+    other.build = build
+    return other
+
+
+def prepared_for_kbit(model: nn.Module) -> None:
+    """What PEFT's `prepare_model_for_kbit_training` does to precision: every frozen 16-bit parameter becomes float32.
+
+    In a model whose large matrices are quantised these are its embeddings, norms, head and vision tower: the stream
+    between the blocks is float32 from then on. Parameters are replaced, not converted in place, as other models may
+    share them. (It also turns gradient checkpointing on: that is the recipe's `checkpointing`.)
+    """
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter.dtype in (torch.float16, torch.bfloat16) and not parameter.requires_grad:
+                setattr(module, name, nn.Parameter(parameter.detach().float(), requires_grad=False))
+
+
+def fp8_but(*kept: str) -> Callable[[nn.Module], None]:
+    """A change that puts FP8 layers under the adapters, except where a part of the layer's name is in `kept`."""
+
+    def change(model: nn.Module) -> None:
+        from labutils.lowbit.backends import convert_base, frozen_linears
+
+        convert_base(model, frozen_linears(model, ("lm_head", "vision_tower", *kept)), "fp8-frozen")
+
+    return change
+
+
+def weights_held(model: nn.Module) -> dict[str, float]:
+    """Frozen weights of the language model and the projector: `weights_gb` as they are held, and `bf16_weights_held`,
+    1 if most of the blocks' matrices are still held in two bytes or more a number."""
+    parts = [model.llava.model.language_model, model.llava.model.multi_modal_projector, model.llava.lm_head]
+    frozen = {id(t): t for part in parts for t in [*part.parameters(), *part.buffers()] if not t.requires_grad}
+    held = sum(tensor.nbytes for tensor in frozen.values())
+    matrices = [p for p in model.llava.model.language_model.layers.parameters() if not p.requires_grad and p.dim() > 1]
+    wide = sum(p.nbytes for p in matrices if p.itemsize > 1)
+    return {
+        "weights_gb": held / 1e9,
+        "bf16_weights_held": int(wide > 0.5 * sum(p.nbytes for p in matrices)),
+    }
+
+
+def vision_share(workload: Workload, recipe: Recipe) -> float:
+    """The vision tower's part of an optimizer step's FLOPs."""
+    tiles = workload.size.geometry.tiles((500, 500)) * recipe.examples_per_step
+    return count_flops(workload.size, recipe.rank, 0, 0, tiles, 0, 0) / workload.work(recipe).flops
+
+
+# ------------------------------------------------------------------------------------------------------- other batches
+
+
+def token_counts() -> dict[str, float]:
+    """What AnyRes, as published, makes of image sizes: tiles of small images, and tokens by shape at one area."""
+    geometry = SCALES_OF_LLAVA["full"].geometry
+    square, wide = geometry.tokens((500, 500)), geometry.tokens((354, 707))
+    return {
+        "tiles_low_resolution": geometry.tiles((224, 224)),
+        "tiles_336x336": geometry.tiles((336, 336)),
+        "tokens_336x336": geometry.tokens((336, 336)),
+        "tokens_500x500": square,
+        "tokens_354x707": wide,
+        "aspect_token_ratio": max(square, wide) / min(square, wide),
+    }
+
+
+def drawn(session: Session, count: int) -> list[Batch]:
+    """The next `count` micro-batches."""
+    return [next(session.batches) for _ in range(count)]
+
+
+def tokens_of(batch: Batch) -> int:
+    """Tokens that the model computes on, padding included."""
+    return batch["input_ids"].numel()
+
+
+def of_median_length(batches: Iterable[Batch]) -> Batch:
+    """The batch with as many tokens as the median of them."""
+    ordered = sorted(batches, key=tokens_of)
+    return ordered[len(ordered) // 2]
+
+
+def replay(session: Session, batches: Sequence[Batch], passes: int = 3) -> Run:
+    """Train on these same batches over and over: one pass to warm up, then `passes` timed ones.
+
+    Metrics: `ms_per_1k_tokens` over the passes, `peak_allocated_gb` (of this process, others' tensors included) on a
+    GPU, and `tokens`, the mean of a step.
+    """
+    feed = itertools.cycle(batches)
+    steps = -(-len(batches) // session.recipe.accumulation)
+    tokens = sum(map(tokens_of, batches)) / len(batches) * session.recipe.accumulation
+
+    def one_pass() -> float:
+        hardware.cuda.synchronize()
+        began = time.perf_counter()
+        for _ in range(steps):
+            session.driver.step(feed)
+        hardware.cuda.synchronize()
+        return 1e6 * (time.perf_counter() - began) / (steps * tokens)
+
+    one_pass()
+    hardware.cuda.reset_peak_memory()
+    samples = [one_pass() for _ in range(passes)]
+    run = Run("", "", workload=session.workload.name, scale=session.workload.scale, recipe=session.recipe.as_dict())
+    run.samples["ms_per_1k_tokens"] = samples
+    run.metrics = {"ms_per_1k_tokens": summarise(samples), "tokens": tokens}
+    if peak := hardware.cuda.peak_memory():
+        run.metrics["peak_allocated_gb"] = peak[0]
+    return run
+
+
+# --------------------------------------------------------------------------------------------------------- the compiler
+
+
+@dataclass
+class Recompiled:
+    """What the compiler did step by step: recompilations in each step, graphs in all, and the guards that failed.
+
+    `image_tokens` are the different counts of image tokens that an example had.
+    """
+
+    by_step: list[int] = field(default_factory=list)
+    graphs: int = 0
+    reasons: Counter[str] = field(default_factory=Counter)
+    image_tokens: set[int] = field(default_factory=set)
+
+    def metrics(self) -> dict[str, float]:
+        return {
+            "recompilations": sum(self.by_step),
+            "recompilations_after_2_steps": sum(self.by_step[2:]),
+            "graphs": self.graphs,
+            "further_image_token_counts": len(self.image_tokens) - 1,
+        }
+
+
+def recompilations(workload: Workload, recipe: Recipe, batches: int, dynamic: bool | None = None) -> Recompiled:
+    """Train for `batches` steps on new micro-batches and count what has to be compiled anew.
+
+    Only Dynamo is at work, which traces, guards and decides; its graphs then run as they are (backend "eager"), so
+    that counting takes seconds. dynamic is torch.compile's: None is its default. `recipe.compile_scope` is observed.
+    """
+    torch._dynamo.reset()
+    found = Recompiled()
+    with _dynamo_quiet(), Session(workload, recipe.but(compile="off")) as session:
+        for module in _compiled_parts(workload, session.model, recipe):
+            module.compile(backend="eager", dynamic=dynamic)
+        for batch in drawn(session, batches):
+            ids = batch["input_ids"][0]
+            found.image_tokens.add(int((ids == ids.mode().values).sum()))
+            with Compilation() as compiled:
+                session.driver.step(iter([batch]))
+            found.by_step.append(compiled.recompilations)
+            found.graphs += compiled.graphs
+            found.reasons += compiled.reasons
+    torch._dynamo.reset()
+    return found
+
+
+@contextlib.contextmanager
+def _dynamo_quiet() -> Iterator[None]:
+    """Without Dynamo's warnings of what is being counted anyway."""
+    logger = logging.getLogger("torch._dynamo")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def steady(workload: Workload, recipe: Recipe, warmup: int, steps: int) -> dict[str, float]:
+    """Graphs that a recipe compiles in `warmup` steps and the `steps` after them, and its recompilations in the
+    latter alone, as metrics."""
+    torch._dynamo.reset()
+    with Session(workload, recipe) as session:
+        with Compilation() as early:
+            session.run(warmup)
+        with Compilation() as late:
+            session.run(warmup + steps)
+    return {"graphs": early.graphs + late.graphs, "recompilations_after_warmup": late.recompilations}
+
+
+def _compiled_parts(workload: Workload, model: nn.Module, recipe: Recipe) -> list[nn.Module]:
+    return workload.blocks(model) if recipe.compile_scope == "blocks" else [workload.trained(model)[1]]
+
+
+# ----------------------------------------------------------------------------------------------------------- more seeds
+
+
+def losses_over_seeds(
+    workload: Workload,
+    recipes: Mapping[str, Recipe],
+    seeds: int,
+    steps: int,
+    changes: Mapping[str, Callable[[nn.Module], None]] | None = None,
+) -> dict[str, Run]:
+    """Train each recipe on `seeds` seeds for `steps` steps; a seed sets weights, adapters and the data's order.
+
+    A run's samples of `final_loss` (the mean of the last `LAST` steps) are by seed, the same seeds for all recipes; its
+    `loss` is the last seed's curve. `changes` alters the models of the recipes that it names. What fails becomes the
+    run's status.
+    """
+    own = {name: altered(workload, changes[name]) if name in (changes or {}) else workload for name in recipes}
+    runs: dict[str, Run] = {}
+    finals: dict[str, list[float]] = {name: [] for name in recipes}
+    for seed in range(seeds):  # seed by seed: the frozen weights are made once for all recipes
+        for name in [name for name in recipes if name not in runs or runs[name].ok]:
+            # `train` takes a first and a settling step of its own.
+            run = runs[name] = train(own[name], recipes[name].but(seed=seed), steps=steps - 2, warmup=0, name=name)
+            if run.ok:
+                last = run.metrics["loss"][:steps][-LAST:]
+                finals[name].append(sum(last) / len(last))
+    for name, run in runs.items():
+        run.run = ""
+        if run.ok:
+            run.samples = {"final_loss": finals[name]}
+            run.metrics = {"final_loss": summarise(finals[name]), "loss": run.metrics["loss"][:steps]}
+    return runs
+
+
+def against_same_seed(runs: Mapping[str, Run], baseline: str = "bf16") -> dict[str, list[float]]:
+    """Method -> its final loss against the baseline's of the same seed, in %, seed by seed; failed runs left out."""
+    base = runs[baseline].samples["final_loss"]
+    return {
+        name: [100 * (mine / other - 1) for mine, other in zip(run.samples["final_loss"], base, strict=True)]
+        for name, run in runs.items()
+        if run.ok
+    }
+
+
+def seed_band(run: Run) -> tuple[float, float]:
+    """How far the final losses of a run's seeds lie below and above their median, in %."""
+    losses, middle = run.samples["final_loss"], run.metric("final_loss")
+    return 100 * (min(losses) / middle - 1), 100 * (max(losses) / middle - 1)
+
+
+def with_costs(run: Run) -> Run:
+    """The run with `ms_per_1k_useful_tokens` beside its rate; unchanged where it failed."""
+    if rate := run.metrics.get("useful_tokens_per_s"):
+        run.metrics["ms_per_1k_useful_tokens"] = 1e6 / rate
+    return run

@@ -1,0 +1,78 @@
+"""Cross-entropy without logits against PyTorch's own, in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from labutils.losses import cross_entropy, linear_cross_entropy
+
+
+def problem(tokens: int, width: int, words: int, dtype: torch.dtype, seed: int, ignored: float = 0.4):
+    chance = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(tokens, width, generator=chance, dtype=torch.float64)
+    weight = torch.randn(words, width, generator=chance, dtype=torch.float64)
+    targets = torch.randint(words, (tokens,), generator=chance)
+    targets[torch.rand(tokens, generator=chance) < ignored] = -100
+    targets[0] = 0
+    return hidden.to(dtype).requires_grad_(), weight.to(dtype), targets
+
+
+@settings(deadline=None)
+@given(st.integers(1, 40), st.integers(1, 9), st.integers(2, 30), st.integers(1, 50), st.integers(0, 1000))
+def test_loss_and_gradient_are_pytorchs(tokens, width, words, chunk, seed):
+    hidden, weight, targets = problem(tokens, width, words, torch.float64, seed)
+    expected = F.cross_entropy(F.linear(hidden, weight), targets)
+    (slope,) = torch.autograd.grad(3 * expected, hidden)
+    found = linear_cross_entropy(hidden, weight, targets, chunk)
+    (found_slope,) = torch.autograd.grad(3 * found, hidden)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(found_slope, slope, rtol=1e-11, atol=1e-12)
+
+
+def test_the_gradient_is_the_differences():
+    hidden, weight, targets = problem(6, 4, 7, torch.float64, seed=1)
+    assert torch.autograd.gradcheck(lambda h: linear_cross_entropy(h, weight, targets, 4), (hidden,))
+
+
+@pytest.mark.parametrize("loss", [linear_cross_entropy, cross_entropy])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_bfloat16_is_as_near_as_bfloat16_products_allow(loss, autocast):
+    hidden, weight, targets = problem(64, 32, 100, torch.bfloat16, seed=2)
+    exact = hidden.detach().double().requires_grad_()
+    expected = F.cross_entropy(F.linear(exact, weight.double()), targets)
+    (slope,) = torch.autograd.grad(expected, exact)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        found = loss(hidden, weight, targets)
+    (found_slope,) = torch.autograd.grad(found, hidden)
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found.double(), expected, rtol=1e-2, atol=1e-2)
+    assert found_slope.dtype == torch.bfloat16
+    assert (found_slope.double() - slope).norm() < 2e-2 * slope.norm()
+
+
+def test_logits_are_never_all_there():
+    """The largest tensor that the fused loss makes, against the whole logits."""
+    made = []
+
+    class Largest(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            made.append(out.numel() if torch.is_tensor(out) else 0)
+            return out
+
+    hidden, weight, targets = problem(256, 4, 500, torch.float32, seed=3)
+    with Largest():
+        linear_cross_entropy(hidden, weight, targets, 32).backward()
+    assert max(made) == 32 * 500
+
+
+def test_it_compiles_whole():
+    hidden, weight, targets = problem(20, 8, 12, torch.float32, seed=4)
+    compiled = torch.compile(linear_cross_entropy, backend="aot_eager", fullgraph=True)
+    (expected,) = torch.autograd.grad(linear_cross_entropy(hidden, weight, targets, 8), hidden)
+    (found,) = torch.autograd.grad(compiled(hidden, weight, targets, 8), hidden)
+    torch.testing.assert_close(found, expected)

@@ -1,0 +1,209 @@
+"""Lab 06's trials on tiny models: each changes what it says and nothing else, and counts what there is to count."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from recipes_at_work import one_thread
+
+from labutils import trials
+from labutils.articles import a2
+from labutils.recipe import A2_BASE
+from labutils.results import Run
+from labutils.training import Session
+from labutils.workloads import open_workload
+
+QUICK = A2_BASE.but(layers="rewritten", learning_rate=3e-3, micro_batch=2)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def single_thread():
+    with one_thread():
+        yield
+
+
+@pytest.fixture(scope="module")
+def uniform():
+    return open_workload("llava-lora", scale="tiny", device="cpu")
+
+
+@pytest.fixture(scope="module")
+def varied():
+    return open_workload("llava-lora-varied", scale="tiny", device="cpu")
+
+
+# -------------------------------------------------------------------------------------------------------- methods
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("bf16", {}),
+        ("fp8-te", {"base_linear": "fp8-te"}),
+        ("compile", {"compile": "default", "compile_scope": "blocks"}),
+        ("compile-fp8-te", {"compile": "default", "compile_scope": "blocks", "base_linear": "fp8-te"}),
+        ("fixed-qlora", {"compile": "default", "compile_scope": "blocks", "shapes": "fixed", "base_linear": "nf4"}),
+    ],
+)
+def test_a_method_s_name_says_its_recipe(name, expected):
+    base = A2_BASE.but(checkpointing="blocks", micro_batch=4)
+    assert {knob: new for knob, (_, new) in trials.method(name, 4).changes_from(base).items()} == expected
+
+
+def test_every_method_of_the_article_s_table_is_a_recipe():
+    recipes = {name: trials.method(name, whole=True) for name in a2.PUBLISHED}
+    assert len(set(recipes.values())) == len(recipes)
+    assert recipes["compile"].compile_scope == "model"
+
+
+def test_cells_and_their_table(uniform):
+    cells = {f"{name} b1": trials.cell(uniform, name, 1) for name in ("bf16", "qlora", "fp8-frozen")}
+    assert all(run.ok for run in cells.values())
+    assert [run.metrics["bf16_weights_held"] for run in cells.values()] == [1, 0, 0]
+    cells["bf16 b24"] = Run("06", "bf16 b24", status="oom")
+    rows = trials.as_markdown(cells).splitlines()
+    assert len(rows) == 2 + len(cells)
+    assert {row.count("|") for row in rows} == {9}
+    assert "oom" in rows[-1]
+
+
+def test_break_even_counts_are_against_the_same_batch():
+    cells = {}
+    for name, first, ms in (("bf16 b4", 1.0, 1000.0), ("compile b4", 51.0, 500.0), ("qlora b4", 1.0, 1200.0)):
+        metrics = {"first_step_s": first, "step_ms": {"median": ms}, "useful_tokens_per_s": 10}
+        cells[name] = Run("06", name, metrics=metrics)
+    bf16, compiled, qlora = trials.as_markdown(cells).splitlines()[2:]
+    assert compiled.endswith("| -50 % | – | 10 | 100 steps |")
+    assert qlora.endswith("| +20 % | – | 10 | never |")
+    assert bf16.endswith("|  | – | 10 |  |")
+
+
+# --------------------------------------------------------------------------------------------------- altered models
+
+
+def test_preparing_for_kbit_widens_its_own_copy_alone(uniform):
+    recipe = A2_BASE.but(precision="bf16")
+    with Session(trials.altered(uniform, trials.prepared_for_kbit), recipe) as session:
+        assert {p.dtype for p in session.model.parameters()} == {torch.float32}
+    model = torch.nn.Linear(4, 4, bias=False).to(torch.bfloat16).requires_grad_(False)
+    shared = torch.nn.Sequential(model, torch.nn.Linear(4, 4))
+    weight = model.weight
+    trials.prepared_for_kbit(shared)
+    assert shared[0].weight.dtype == torch.float32 and weight.dtype == torch.bfloat16
+    assert torch.equal(shared[0].weight, weight.float())
+
+
+def test_an_altered_workload_shares_the_frozen_weights_and_leaves_the_first_alone(uniform):
+    changed = []
+    other = trials.altered(uniform, changed.append)
+    mine, theirs = uniform.build(QUICK), other.build(QUICK)
+    assert changed == [theirs]
+    pairs = zip(mine.llava.parameters(), theirs.llava.parameters(), strict=True)
+    assert all(a is b for a, b in pairs if not a.requires_grad)
+
+
+def test_layers_that_are_kept_stay_as_they_were(uniform):
+    model = trials.altered(uniform, trials.fp8_but("o_proj")).build(QUICK)
+    kinds = {name.rpartition(".")[2]: type(m.base_layer).__name__ for name, m in model.named_modules() if _adapted(m)}
+    assert kinds.pop("o_proj") == "Linear"
+    assert set(kinds.values()) == {"FrozenFP8Linear"}
+
+
+def _adapted(module) -> bool:
+    return hasattr(module, "base_layer")
+
+
+def test_weights_are_counted_as_they_are_held(uniform):
+    plain, fp8 = (trials.weights_held(uniform.build(QUICK.but(base_linear=k))) for k in ("published", "fp8-frozen"))
+    assert plain["bf16_weights_held"] == 1 and fp8["bf16_weights_held"] == 0
+    assert fp8["weights_gb"] < plain["weights_gb"]
+
+
+def test_the_vision_tower_s_share(uniform):
+    assert trials.vision_share(uniform, A2_BASE) == pytest.approx(trials.vision_share(uniform, QUICK), rel=0.05)
+    full = open_workload("llava-lora", scale="full", device="cpu")
+    assert 0.01 < trials.vision_share(full, A2_BASE) < 0.1
+
+
+# ---------------------------------------------------------------------------------------------------- other batches
+
+
+def test_token_counts_are_those_of_the_processor_s_formula():
+    counts = trials.token_counts()
+    assert counts["tokens_500x500"] == 24 * 24 + 48 * 49  # 2 x 2 tiles, a newline after each row
+    assert counts["tokens_336x336"] == 24 * 24 + 24 * 25  # 1 x 2 tiles, half of them padding
+    assert counts["tiles_336x336"] == counts["tiles_low_resolution"] == 3
+    assert counts["aspect_token_ratio"] == pytest.approx(1.67, abs=0.01)
+
+
+def test_replaying_trains_on_the_same_batches(varied):
+    with Session(varied, QUICK) as session:
+        batches = trials.drawn(session, 5)
+        middle = trials.of_median_length(batches)
+        lengths = sorted(trials.tokens_of(batch) for batch in batches)
+        assert trials.tokens_of(middle) == lengths[2]
+        run = trials.replay(session, [middle] * 2)
+    assert run.metrics["tokens"] == lengths[2]
+    assert len(run.samples["ms_per_1k_tokens"]) == 3
+    assert min(run.samples["ms_per_1k_tokens"]) > 0
+
+
+# ----------------------------------------------------------------------------------------------------- the compiler
+
+
+def test_varied_images_recompile_and_uniform_ones_settle(uniform, varied):
+    blocks = QUICK.but(micro_batch=1, compile_scope="blocks")
+    settled = trials.recompilations(uniform, blocks, 4)
+    assert settled.metrics()["further_image_token_counts"] == 0
+    assert settled.metrics()["recompilations_after_2_steps"] == 0
+    exact = trials.recompilations(varied, blocks, 4, dynamic=False)
+    free = trials.recompilations(varied, blocks, 4, dynamic=True)
+    assert exact.metrics()["further_image_token_counts"] > 0
+    assert sum(free.by_step[1:]) == 0 < sum(exact.by_step[1:])
+    assert any("size mismatch" in reason for reason in exact.reasons)
+
+
+def test_steady_tells_warm_up_from_what_follows(uniform):
+    found = trials.steady(uniform, QUICK, warmup=1, steps=1)
+    assert found == {"graphs": 0, "recompilations_after_warmup": 0}
+
+
+# ----------------------------------------------------------------------------------------------------------- seeds
+
+
+def test_losses_by_seed(uniform):
+    recipes = {"bf16": QUICK, "again": QUICK, "fp8-mixed": QUICK, "broken": QUICK.but(adapter="folded")}
+    runs = trials.losses_over_seeds(uniform, recipes, seeds=2, steps=4, changes={"fp8-mixed": trials.fp8_but("o_proj")})
+    assert runs["bf16"].samples["final_loss"] == runs["again"].samples["final_loss"]
+    assert len(set(runs["bf16"].samples["final_loss"])) == 2
+    assert runs["fp8-mixed"].samples["final_loss"] != runs["bf16"].samples["final_loss"]
+    assert runs["bf16"].metrics["final_loss"]["n"] == 2
+    assert len(runs["bf16"].metrics["loss"]) == 4
+    assert runs["broken"].status.startswith("error: ValueError")
+    assert "final_loss" not in runs["broken"].metrics
+
+
+def test_losses_are_compared_seed_by_seed():
+    runs = {}
+    for name, losses in (("bf16", [2.0, 4.0, 3.0]), ("fp8", [2.2, 4.0, 2.7])):
+        runs[name] = Run("06", name, samples={"final_loss": losses}, metrics={"final_loss": {"median": 3.0}})
+    runs["fp8-te"] = Run("06", "fp8-te", status="skipped: not here")
+    found = trials.against_same_seed(runs)
+    assert list(found) == ["bf16", "fp8"]
+    assert found["bf16"] == [0, 0, 0]
+    assert found["fp8"] == pytest.approx([10, 0, -10])
+    assert trials.seed_band(runs["bf16"]) == pytest.approx((-100 / 3, 100 / 3))
+
+
+def test_points_by_batch():
+    cells = {"bf16 b1": 3.0, "bf16 b24": 9.0, "fixed-fp8-te b1": 1.0}
+    runs = {name: Run("06", name, metrics={"peak_allocated_gb": value}) for name, value in cells.items()}
+    runs["bf16 b8"] = Run("06", "bf16 b8", status="oom")
+    assert trials.by_batch(runs, "peak_allocated_gb", ["bf16", "qlora"]) == {"bf16": {1: 3.0, 24: 9.0}, "qlora": {}}
+
+
+def test_costs_follow_the_rate():
+    assert trials.with_costs(Run("06", "a", metrics={"useful_tokens_per_s": 5000.0})).metrics[
+        "ms_per_1k_useful_tokens"
+    ] == pytest.approx(200)
+    assert trials.with_costs(Run("06", "a", status="oom")).metrics == {}
