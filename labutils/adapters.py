@@ -26,6 +26,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from labutils.parameters import check_choice
+
 INITS = ("gaussian", "kaiming")
 WEIGHTS_FILE = "adapter_model.safetensors"
 CONFIG_FILE = "adapter_config.json"
@@ -153,8 +155,8 @@ def attach_lora(
 
     Raises `ValueError` for a rank below 1, an unknown kind or init, a name in use, or targets that match no layer.
     """
-    _check_choice("kind", kind, tuple(KINDS))
-    _check_choice("init", init, INITS)
+    check_choice("kind", kind, tuple(KINDS))
+    check_choice("init", init, INITS)
     if rank < 1:
         raise ValueError(f"rank={rank}: a low-rank update needs a rank of 1 or more.")
     if any(name in layer.lora_A for layer in lora_layers(module).values()):
@@ -582,8 +584,3 @@ def _layers_with(module: nn.Module, name: str) -> dict[str, nn.Module]:
 def _matrices(layer: nn.Module, name: str) -> list[nn.Parameter]:
     """A and B of one adapter on one layer; [] where the layer hasn't got it."""
     return [layer.lora_A[name].weight, layer.lora_B[name].weight] if name in layer.lora_A else []
-
-
-def _check_choice(what: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ValueError(f"{what}={value!r} is not known. Choose one of: {', '.join(map(repr, choices))}.")

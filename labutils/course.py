@@ -53,8 +53,10 @@ def _hush() -> None:
 def open_lab(number: str, namespace: dict[str, Any]) -> Lab:
     """Check the notebook's parameters and open lab `number` ("03") with them.
 
-    `namespace` is the notebook's `globals()`: its parameters are the annotated names of the parameters cell. Raises
-    `LabError` where one has the wrong type, an unknown choice or a name that the parameters cell does not declare.
+    `namespace` is the notebook's `globals()`: its parameters are the annotated names of the parameters cell. A cell
+    that opens the lab once more, with the same parameters, gets the same `lab`: its results and predictions go on.
+    Raises `LabError` where a parameter has the wrong type, an unknown choice or a name that the parameters cell does
+    not declare.
     """
     _hush()
     number = str(number).zfill(2)
@@ -69,7 +71,12 @@ def open_lab(number: str, namespace: dict[str, Any]) -> Lab:
         raise LabError(
             f"{error} Change it in the parameters cell, or with -p or an option of `labutils run`."
         ) from None
-    folder = values.pop("results_dir", "") or os.environ.get("LABUTILS_RESULTS") or _new_results_folder()
+    asked = values.pop("results_dir", "") or os.environ.get("LABUTILS_RESULTS", "")
+    before = namespace.get("lab")
+    if isinstance(before, Lab) and before.opened_with == (number, values, asked) and before.results_dir.is_dir():
+        before.show(before.banner())
+        return before
+    folder = asked or _new_results_folder()
     try:
         kept = results.Results(Path(folder).expanduser())
     except (OSError, RuntimeError, ValueError) as error:  # nobody's home, a null byte
@@ -77,6 +84,7 @@ def open_lab(number: str, namespace: dict[str, Any]) -> Lab:
             f"Results can't be kept in {folder!r}: {error}. Set results_dir to a folder you may write to."
         ) from None
     lab = Lab(number, values, kept, in_batch=bool(_injected(namespace)))
+    lab.opened_with = (number, values, asked)
     lab.show(lab.banner())
     return lab
 
@@ -104,9 +112,15 @@ def _kind(annotation: Any) -> str:
 
 
 def _injected(namespace: Mapping[str, Any]) -> set[str]:
-    """Names that papermill assigned: it puts them in a cell of its own, and only warns where nothing declares them."""
+    """Names that papermill assigned: it puts them in a cell of its own, and only warns where nothing declares them.
+
+    Of a cell that was changed and run again, what was run last counts.
+    """
     cells = [cell for cell in namespace.get("In", []) if cell.startswith("# Parameters\n")]
-    statements = [statement for cell in cells for statement in ast.parse(cell).body]
+    try:
+        statements = [statement for cell in cells[-1:] for statement in ast.parse(cell).body]
+    except SyntaxError:  # then it assigned nothing
+        return set()
     return {
         target.id
         for s in statements
@@ -130,6 +144,7 @@ class Lab:
     def __init__(self, number: str, values: dict[str, Any], kept: results.Results, in_batch: bool = False) -> None:
         self.number = number
         self._in_batch = in_batch
+        self.opened_with: tuple[str, dict[str, Any], Any] | None = None
         self.machine = hardware.machine()
         self.device = hardware.device()
         self.fitting_scale = hardware.scale_for(self.machine)

@@ -45,5 +45,11 @@ def check(name: str, value: Any, kind: str) -> Any:
     return value
 
 
+def check_choice(what: str, value: str, choices: tuple[str, ...]) -> None:
+    """Raise `ValueError` where `value` is none of `choices`; `what` names it."""
+    if value not in choices:
+        raise ValueError(f"{what}={value!r} is not known. Choose one of: {', '.join(map(repr, choices))}.")
+
+
 def _a(kind: str) -> str:
     return "a text" if kind == "str" else f"an {kind}" if kind[0] in "aeiou" else f"a {kind}"

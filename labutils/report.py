@@ -21,6 +21,8 @@ from labutils.results import LANES, REFERENCE, REPOSITORY, Run, is_sound, named,
 LADDER_LAB = "04"
 WIDTH = 100
 """Columns of the page where there is no terminal to ask."""
+LONGEST_WORD = 16
+"""Words up to so many letters are not broken in a table's cells."""
 
 Runs = Mapping[tuple[str, str], Run]
 
@@ -208,7 +210,8 @@ def show(page: Page) -> None:
     for key, article in articles.articles().items():
         judgements = [j for j in page.judgements if j.claim.article == key]
         if judgements:
-            _show_article(console, f"{key}: {article.subject} ({article.gpu})", judgements)
+            title = f"{key}: {article.subject} ({article.gpu})"
+            _show_article(console, title, judgements, _reference_machine(page.reference))
             _show_reasons(console, judgements, of_reference=not page.here)
     for title, runs in (("The ladder here", page.here), ("The ladder on the reference machine", page.reference)):
         if rungs := ladder(runs):
@@ -216,22 +219,36 @@ def show(page: Page) -> None:
     _show_sources(console, page)
 
 
-def _show_article(console: Any, title: str, judgements: list[Judgement]) -> None:
+def _show_article(console: Any, title: str, judgements: list[Judgement], reference: str) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(title=title, title_justify="left", show_lines=True, expand=True, pad_edge=False)
-    for name, ratio in (("claim", 40), ("published", 15), ("reference", 18), ("here", 18), ("verdict here", 14)):
-        table.add_column(name, ratio=ratio, overflow="fold")
-    for j in judgements:
-        table.add_row(
+    rows = [
+        (
             Text.assemble((j.claim.id, "bold"), "\n", j.claim.statement),
             Text(j.published),
-            Text(f"{j.reference or '–'}\n{j.reference_verdict}" if j.reference else "–"),
+            Text(f"{j.reference}\n{j.reference_verdict}" if j.reference else "–"),
             Text(j.here or "–"),
             Text(j.verdict, style=_STYLES[j.verdict]),
         )
+        for j in judgements
+    ]
+    table = Table(title=title, title_justify="left", show_lines=True, expand=True, pad_edge=False)
+    table.add_column("claim", ratio=1, overflow="fold")
+    shares = (("published", 0.14), (reference, 0.14), ("here", 0.14), ("verdict here", 0.1))
+    for place, (name, share) in enumerate(shares, start=1):
+        longest = max(len(word) for text in (name, *(str(row[place]) for row in rows)) for word in text.split())
+        width = max(int(share * console.width), min(longest, LONGEST_WORD))
+        table.add_column(name, width=width, overflow="fold")
+    for row in rows:
+        table.add_row(*row)
     console.print(table)
+
+
+def _reference_machine(runs: Runs) -> str:
+    """The short name of the GPU that all reference runs are of; "reference" where it isn't one."""
+    gpus = {gpu for run in runs.values() if (gpu := run.machine.get("gpu"))}
+    return str(gpus.pop()).removeprefix("NVIDIA ") if len(gpus) == 1 else "reference"
 
 
 _STYLES = {

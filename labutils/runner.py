@@ -516,9 +516,11 @@ class Kernels:
         return [line for line in text.splitlines() if line.strip() and "[IPKernelApp]" not in line][-lines:]
 
     def environment(self) -> dict[str, str]:
-        """What a lab's kernel is told: where results go, and where this labutils is when it is not installed."""
+        """What a lab's kernel is told: where results go, where this labutils is when it is not installed, and that
+        nobody watches progress bars."""
         path = os.pathsep.join(filter(None, [str(results.REPOSITORY), os.environ.get("PYTHONPATH")]))
-        return {"LABUTILS_RESULTS": str(self.folder), "PYTHONPATH": path, "PYDEVD_DISABLE_FILE_VALIDATION": "1"}
+        quiet = {"TQDM_DISABLE": "1", "PYDEVD_DISABLE_FILE_VALIDATION": "1"}
+        return {"LABUTILS_RESULTS": str(self.folder), "PYTHONPATH": path} | quiet
 
 
 # What is said at the end

@@ -12,6 +12,7 @@ and they could not import what a notebook's cell defines.
 
 from __future__ import annotations
 
+import io
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -87,12 +88,15 @@ def _from_hub(cache_dir: Path, count: int) -> datasets.Dataset:
 
 def resize(image: Image.Image, resolution: int) -> Image.Image:
     """Scale so that the shorter side has `resolution` pixels (Lanczos); the longer side is rounded down."""
-    width, height = image.size
-    short, long = min(width, height), max(width, height)
-    if short == resolution:
-        return image
+    size = _resized(image.size, resolution)
+    return image if image.size == size else image.resize(size, Image.Resampling.LANCZOS)
+
+
+def _resized(size: tuple[int, int], resolution: int) -> tuple[int, int]:
+    """Width and height that `resize` gives an image of that width and height."""
+    short, long = sorted(size)
     other = int(resolution * long / short)
-    return image.resize((resolution, other) if width <= height else (other, resolution), Image.Resampling.LANCZOS)
+    return (resolution, other) if size[0] == short else (other, resolution)
 
 
 def random_crop(image: Image.Image, resolution: int) -> Image.Image:
@@ -154,6 +158,31 @@ def image_text_dataset(
 ) -> datasets.Dataset:
     """`images` (columns image, text) that decode, transform and tokenise whenever a row is read."""
     return images.with_transform(Preprocess(tokenizer, resolution))
+
+
+def check_one_crop(images: datasets.Dataset, resolution: int) -> None:
+    """Raise `ValueError` where an image of `images` (columns image, text) is cropped at random, naming its size.
+
+    Encoded once, it would stay cropped as it happened to be that time.
+    """
+    import datasets
+
+    files = images.cast_column("image", datasets.Image(decode=False))
+    sizes = [_size(file) for file in files["image"]]
+    several = [size for size in sizes if _resized(size, resolution) != (resolution, resolution)]
+    if several:
+        width, height = several[0]
+        raise ValueError(
+            f"{len(several)} of the {len(images)} images aren't square (one has {width}x{height} pixels). "
+            "The script crops those anew at random whenever it reads them; encoded once, each would keep one crop, "
+            "which is other training. Use cache='nothing' for them, or crop them to squares beforehand."
+        )
+
+
+def _size(file: dict[str, Any]) -> tuple[int, int]:
+    """Width and height out of an image file's first bytes."""
+    with Image.open(io.BytesIO(file["bytes"]) if file["bytes"] else file["path"]) as image:
+        return image.size
 
 
 def collate(examples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:

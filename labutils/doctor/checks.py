@@ -258,7 +258,7 @@ class _Extra:
 
 EXTRAS = (
     _Extra(
-        "bitsandbytes", "Lab 07's 4-bit weights need it.", "pip install --force-reinstall bitsandbytes", always=True
+        "bitsandbytes", "QLoRA's 4-bit weights come from it.", "pip install --force-reinstall bitsandbytes", always=True
     ),
     _Extra(
         "nvitop", "Lab 02 reads the GPU's utilisation through it.", "pip install --force-reinstall nvitop", always=True
@@ -272,7 +272,7 @@ EXTRAS = (
     ),
     _Extra(
         "transformer_engine.pytorch",
-        "Lab 05 compares its FP8 layers. The package without its torch extension can be imported and is of no use.",
+        "It has FP8 layers. The package without its torch extension can be imported and is of no use.",
         "make te    (compiles for minutes; needs a CUDA toolkit)",
         gpu=True,
     ),
@@ -283,7 +283,7 @@ EXTRAS = (
         gpu=True,
     ),
     _Extra("torchao.float8", "Lab 05 compares its FP8 layers.", "make torchao", gpu=True),
-    _Extra("unsloth", "Lab 07 compares it.", "make unsloth", gpu=True),
+    _Extra("unsloth", "It is another way to QLoRA.", "make unsloth", gpu=True),
 )
 
 

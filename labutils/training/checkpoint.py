@@ -2,6 +2,10 @@
 
 That is the trained weights, the optimizer's moments, the loss scale, the random generators and how many micro-batches
 were taken. The frozen weights come from the seed or the hub again, and the data's order from the seed.
+
+A resumed run does what the uninterrupted one would have done, with one exception. Images that aren't square are cropped
+at random by whoever reads them: workers begin their random numbers anew, and accelerate reads a batch ahead, so that
+with either the crops are other ones.
 """
 
 from __future__ import annotations

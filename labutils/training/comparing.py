@@ -7,7 +7,7 @@ import gc
 import math
 import operator
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
@@ -78,7 +78,7 @@ class Bench:
         self.prepare(recipes)
         for name in self._able(recipes):
             self.contenders[name].times = StepTimes()
-        for _ in tqdm(range(rounds), desc="measuring", mininterval=10, disable=len(recipes) < 2):
+        for _ in _progress(range(rounds), "measuring"):
             for name in self._able(recipes):
                 self._attempt(name, lambda name=name: self.contenders[name].measure(steps))
         return {name: self._report(name, recipe) for name, recipe in recipes.items()}
@@ -95,7 +95,7 @@ class Bench:
                     f'"{name}" is already another recipe in this bench. Give the new one a name of its own.'
                 )
         new = [name for name in recipes if name not in self.contenders and name not in self.failed]
-        for name in tqdm(new, desc="preparing", mininterval=10, disable=len(new) < 2):
+        for name in _progress(new, "preparing"):
             self.known[name] = recipes[name].fitted_to(self.workload.device.type)
             self._attempt(name, lambda name=name: self._enter(name, recipes[name]))
         # What stands now stays: where one model is trained, the garbage collector has no fifteen others to look at.
@@ -294,6 +294,11 @@ def _of_varying_steps(workload: Workload, recipe: Recipe, times: StepTimes) -> d
     found = {name: count / whole_ms * 1e3 for name, count in rates.items()}
     found["useful_tokens"] = whole.useful_tokens / whole.tokens
     return found | _against_the_hardware(workload, recipe, whole * (1 / steps), whole_ms / steps)
+
+
+def _progress(items: Sequence[Any], what: str) -> Iterable[Any]:
+    """`items` behind a progress bar where there are several. TQDM_DISABLE=1 in the environment silences it."""
+    return tqdm(items, desc=what, mininterval=10) if len(items) > 1 else items
 
 
 def _empty_run(workload: Workload, recipe: Recipe, name: str) -> Run:

@@ -57,7 +57,7 @@ class SynchronousLog:
         self.losses: list[float] = []
         self.total = 0.0
         self.sink = open(os.devnull, "w")  # noqa: SIM115  closed in close(); a bar's cost without its picture
-        self.bar = tqdm(desc="Steps", file=self.sink)
+        self.bar = tqdm(desc="Steps", file=self.sink, disable=False)  # even where TQDM_DISABLE silences the others
 
     def micro_step(self, loss: Tensor) -> None:
         with record_function("log"):

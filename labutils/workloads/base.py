@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, Sampler
 
 from labutils import hardware
-from labutils.parameters import SCALES
+from labutils.parameters import SCALES, check_choice
 from labutils.recipe import Recipe
 
 SOURCES = {"weights": ("random", "hub"), "data": ("generated", "hub")}
@@ -62,9 +62,9 @@ class Workload(ABC):
     name: ClassVar[str]
 
     def __init__(self, scale: str, weights: str, data: str, device: str, cache_dir: Path) -> None:
-        _check("scale", scale, SCALES)
-        _check("weights", weights, SOURCES["weights"])
-        _check("data", data, SOURCES["data"])
+        check_choice("scale", scale, SCALES)
+        check_choice("weights", weights, SOURCES["weights"])
+        check_choice("data", data, SOURCES["data"])
         self.scale, self.weights, self.data = scale, weights, data
         self.device = torch.device(device)
         self.cache_dir = cache_dir
@@ -139,7 +139,7 @@ def open_workload(
 
     Raises `ValueError` for an unknown name, scale or source.
     """
-    _check("workload", name, workload_names())
+    check_choice("workload", name, workload_names())
     module, kind = ROOMS[name]
     scale = hardware.scale_for(hardware.machine()) if scale == "auto" else scale
     folder = Path(cache_dir or os.environ.get("LABUTILS_CACHE") or Path.home() / ".cache" / "labutils")
@@ -148,8 +148,3 @@ def open_workload(
 
 def workload_names() -> tuple[str, ...]:
     return tuple(ROOMS)
-
-
-def _check(what: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ValueError(f"{what}={value!r} is not known. Choose one of: {', '.join(map(repr, choices))}.")

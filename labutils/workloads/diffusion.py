@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from labutils.adapters import attach_lora, lora_layers
 from labutils.capture import CHANNELS_LAST_FORMS, rewrite_layers
-from labutils.data.images import captioned_images, collate, image_text_dataset
+from labutils.data.images import captioned_images, check_one_crop, collate, image_text_dataset
 from labutils.data.tokenizers import HUB_MODEL, MAX_LENGTH, VOCABULARY, clip_tokenizer
 from labutils.folding import fold, form_weights
 from labutils.hardware import usable_cores
@@ -160,7 +160,10 @@ class DiffusionLora(Workload):
         images = captioned_images(self.cache_dir, self.size.images, self.data)
         tokenizer = clip_tokenizer(self.weights, self.cache_dir / "hub")
         examples = image_text_dataset(images, tokenizer, self.size.resolution)
-        return examples if recipe.cache == "nothing" else self._encoded(model, examples, recipe)
+        if recipe.cache == "nothing":
+            return examples
+        check_one_crop(images, self.size.resolution)
+        return self._encoded(model, examples, recipe)
 
     def collate(self, recipe: Recipe) -> Callable[[list], Batch]:
         return collate if recipe.cache == "nothing" else _as_it_is

@@ -74,6 +74,26 @@ def test_auto_is_the_scale_that_fits_and_a_larger_one_is_warned_of(monkeypatch, 
     assert "full is meant for a GPU of 40 GB; small fits this machine" in capsys.readouterr().out
 
 
+def test_a_parameter_that_was_corrected_is_forgotten():
+    """A cell of papermill's that was changed and run again; one that is no Python assigned nothing."""
+    for last in ("# Parameters\nscale = 'tiny'\n", "# Parameters\nscale = \n"):
+        assert open_lab("03", notebook(cells=("# Parameters\nstepz = 5\n", "", last))).scale == "tiny"
+
+
+def test_opening_a_lab_again_goes_on_with_it(tmp_path, monkeypatch):
+    """The first cells run twice: only other parameters, or another lab, begin anew."""
+    monkeypatch.delenv("LABUTILS_RESULTS")
+    monkeypatch.setattr(results, "REPOSITORY", tmp_path)
+    space = notebook({"steps": int}, steps=3)
+    lab = space["lab"] = open_lab("03", space)
+    lab.predict("steps", 4.0)
+    assert open_lab("03", space) is lab
+    for other in (("04", space), ("03", space | {"steps": 5}), ("03", space | {"results_dir": str(tmp_path / "own")})):
+        assert open_lab(*other) is not lab
+    monkeypatch.setenv("LABUTILS_RESULTS", str(tmp_path / "elsewhere"))
+    assert open_lab("03", space).results_dir == tmp_path / "elsewhere"
+
+
 def test_where_results_go(tmp_path, monkeypatch, results_folder):
     assert open_lab("03", notebook(results_dir=str(tmp_path / "asked"))).results_dir == tmp_path / "asked"
     assert open_lab("03", notebook()).results_dir == results_folder

@@ -8,6 +8,7 @@ import pickle
 import statistics
 from pathlib import Path
 
+import datasets
 import numpy as np
 import pytest
 import torch
@@ -212,6 +213,20 @@ def test_cropping_a_square_draws_no_random_number() -> None:
     state = torch.get_rng_state()
     assert images.random_crop(_noise(48, 48), 48).size == (48, 48)
     assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("stored", ["paths", "bytes"])
+def test_images_with_several_crops_are_found_by_their_files_first_bytes(stored: str, tmp_path: Path) -> None:
+    """At resolution 64, 1080x1085 pixels become 64x64: only what is cropped at random counts."""
+    paths = []
+    for index, (width, height) in enumerate([(80, 80), (1080, 1085), (64, 64), (80, 96), (90, 64)]):
+        paths.append(tmp_path / f"{index}.png")
+        Image.new("RGB", (width, height)).save(paths[-1])
+    values = [str(path) for path in paths] if stored == "paths" else [{"bytes": p.read_bytes()} for p in paths]
+    whole = datasets.Dataset.from_dict({"image": values, "text": ["x"] * 5}).cast_column("image", datasets.Image())
+    images.check_one_crop(whole.select(range(3)), 64)
+    with pytest.raises(ValueError, match=r"2 of the 5 images aren't square \(one has 80x96 pixels\).*cache='nothing'"):
+        images.check_one_crop(whole, 64)
 
 
 def test_cropping_takes_every_window() -> None:

@@ -266,6 +266,13 @@ def test_both_halves_of_a_notebook_say_the_same(name):
     assert halves[0] == halves[1], f"out of step (`make notebooks`): {differing[:1]}"
 
 
+def test_texts_name_no_lab_that_is_not_there():
+    """What the package and the README say to people."""
+    sources = [HOUSE / "README.md", *(HOUSE / "labutils").rglob("*.py")]
+    named = {number for path in sources for number in re.findall(r"\b[Ll]abs? (\d\d)\b", path.read_text("utf-8"))}
+    assert named and named <= {name[:2] for name in labs()}
+
+
 @pytest.mark.parametrize("name", labs())
 def test_a_stored_notebook_holds_no_trace_of_a_run(name):
     notebook = nbformat.read(NOTEBOOKS / f"{name}.ipynb", as_version=4)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from labutils.runner import Kernels
 from labutils.training.logs import NotFinite, RingLog, SynchronousLog, tensorboard
 
 CPU = torch.device("cpu")
@@ -123,6 +127,20 @@ def test_a_resumed_run_names_its_own_step():
     feed(log, [1.0, math.nan], accumulation=1)
     with pytest.raises(NotFinite, match="optimizer step 102"):
         log.flush()
+
+
+def test_a_silenced_bar_still_costs_what_it_does(tmp_path):
+    """Kernels that `labutils run` starts show no progress; the script's own bar is part of what is measured."""
+    with Kernels(tmp_path) as kernels:
+        environment = os.environ | kernels.environment()
+    code = (
+        "from labutils.training.comparing import _progress\n"
+        "from labutils.training.logs import SynchronousLog\n"
+        "assert list(_progress(range(3), 'measuring')) == [0, 1, 2]\n"
+        "assert not SynchronousLog(print, 1).bar.disable"
+    )
+    child = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert (child.returncode, child.stdout, child.stderr) == (0, "", "")
 
 
 def test_losses_of_a_batch_are_averaged():

@@ -190,7 +190,6 @@ def test_a_piped_page_is_a_hundred_columns_wide_and_complete(tmp_path, capsys):
         assert id in said
     for text in (
         "published",
-        "reference",
         "verdict",
         "2.96x",
         "The ladder here",
@@ -199,6 +198,26 @@ def test_a_piped_page_is_a_hundred_columns_wide_and_complete(tmp_path, capsys):
         assert text in said
     assert f"Here: {len(CLAIMS)} confirmed" in said
     assert "…" not in said and "\x1b" not in said
+
+
+@pytest.mark.parametrize(("gpus", "header"), [(["NVIDIA H200"], "H200"), (["NVIDIA H200", "B200"], "reference")])
+def test_the_reference_is_called_by_its_machine_where_it_is_one(gpus, header, tmp_path, capsys):
+    runs = list(article_runs().values())
+    for number, run in enumerate(runs):
+        run.machine = {"gpu": gpus[number % len(gpus)]}
+    write(tmp_path / "reference", *runs)
+    assert report.main(None, as_json=False) == 0
+    head = next(line for line in capsys.readouterr().out.splitlines() if "published" in line)
+    assert [cell.strip() for cell in head.split("┃")][1:4] == ["claim", "published", header]
+
+
+def test_words_are_not_broken_in_cells(tmp_path, capsys):
+    """The article's own words, and the verdict that is longest in one word."""
+    runs = article_runs() | {("04", "pinned"): timed("04", "pinned", 4 * 101, spread=0.02)}
+    assert report.main(write(tmp_path / "here", *runs.values()), as_json=False) == 0
+    cells = [cell.split() for line in capsys.readouterr().out.splitlines() for cell in line.split("│")[1:]]
+    said = {word for cell in cells for word in cell}
+    assert {"inconclusive", "synchronisation", "utilisation"} <= said
 
 
 def test_brackets_in_names_are_text_and_no_markup(tmp_path, capsys):

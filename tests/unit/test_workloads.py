@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 
+import datasets
 import pytest
 import torch
 import torch.nn.functional as F
+from PIL import Image
 from recipes_at_work import PLAIN, one_thread
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -15,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from labutils.adapters import attach_lora, count_parameters, count_trainable, lora_layers
 from labutils.recipe import STOCK
 from labutils.training import Session
-from labutils.workloads import SCALES, open_workload, workload_names
+from labutils.workloads import SCALES, diffusion, open_workload, workload_names
 from labutils.workloads.counting import FlopCount, weight_bytes
 from labutils.workloads.diffusion import SIZES, TARGETS, EncodedExamples, _networks
 
@@ -139,6 +141,15 @@ def test_weights_are_read_once_a_pass():
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Examples
+
+
+@pytest.mark.parametrize("cache", ["latents", "latents+text"])
+def test_what_is_cropped_at_random_is_not_encoded_once(cache, monkeypatch, workload):
+    oblong = datasets.Dataset.from_dict({"image": [Image.new("RGB", (96, 80))], "text": ["x"]})
+    monkeypatch.setattr(diffusion, "captioned_images", lambda *args: oblong)
+    assert len(workload.dataset(None, STOCK)) == 1
+    with pytest.raises(ValueError, match="1 of the 1 images aren't square"):
+        workload.dataset(None, STOCK.but(cache=cache))
 
 
 def test_encoded_examples_are_what_the_encoders_say(workload):
