@@ -6,10 +6,12 @@ run = try_isolated(workload, STOCK.but(compile="reduce-overhead"), steps=3)
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 from labutils.recipe import Recipe
 from labutils.results import REPOSITORY, Run
@@ -20,7 +22,6 @@ TIMEOUT_S = 240
 
 COMPILED_BY = (
     "compile",
-    "compile_scope",
     "dynamic",
     "precision",
     "adapter",
@@ -34,25 +35,37 @@ COMPILED_BY = (
     "checkpointing",
     "loss",
 )
-"""Knobs that a compiled network depends on: recipes that agree in them share their compiled code."""
+"""Knobs that a compiled network depends on: recipes that agree in them share its compiled code."""
 
 
 def compile_ahead(workload: Workload, recipes: Iterable[Recipe], workers: int = 6) -> list[Run]:
     """Compile what `recipes` need in processes side by side, one step each; PyTorch's cache on the disk keeps it.
 
     A process compiles one network after the other, mostly on one core. Variants that are compiled beforehand, all at
-    the same time, are then read back from the cache in seconds. Recipes that share their compiled code are tried once.
+    the same time, are then read back from the cache in seconds. Of recipes that share their compiled code the one that
+    compiles most is tried.
     """
-    distinct = {tuple(getattr(recipe, knob) for knob in COMPILED_BY): recipe for recipe in recipes}
-    compiled = [recipe for recipe in distinct.values() if recipe.compile != "off"]
+    widest: dict[tuple[Any, ...], Recipe] = {}
+    for recipe in recipes:
+        # Scope "everything" compiles what "model" does, and the encoders; "blocks" compiles other pieces.
+        key = (recipe.compile_scope == "blocks", *(getattr(recipe, knob) for knob in COMPILED_BY))
+        if recipe.compile != "off" and (key not in widest or recipe.compile_scope == "everything"):
+            widest[key] = recipe
     with ThreadPoolExecutor(workers) as pool:
-        return list(pool.map(lambda recipe: try_isolated(workload, recipe, steps=1), compiled))
+        return list(pool.map(lambda recipe: try_isolated(workload, recipe, steps=1), widest.values()))
 
 
 def try_isolated(
-    workload: Workload, recipe: Recipe, steps: int = 3, scale: str = "", timeout_s: float = TIMEOUT_S
+    workload: Workload,
+    recipe: Recipe,
+    steps: int = 3,
+    scale: str = "",
+    timeout_s: float = TIMEOUT_S,
+    environment: Mapping[str, str] | None = None,
 ) -> Run:
     """The run of `steps` optimizer steps in a child process, at `scale` (the workload's own by default).
+
+    `environment` holds variables that the child has beside this process's own.
 
     Its metrics hold `failed` (0 or 1), `message` (the exception, or how the process ended; "" where it went well) and,
     where it went well, `loss`. The run's status is "ok" either way: what was tried is what was to be found out.
@@ -71,7 +84,13 @@ def try_isolated(
     command = [sys.executable, "-m", "labutils.training.isolated"]
     try:
         child = subprocess.run(
-            command, input=json.dumps(order), capture_output=True, text=True, timeout=timeout_s, cwd=REPOSITORY
+            command,
+            input=json.dumps(order),
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            cwd=REPOSITORY,
+            env=os.environ | (environment or {}),
         )
     except subprocess.TimeoutExpired:
         run.metrics = {"failed": 1, "message": f"did not end within {timeout_s:.0f} s"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import sys
 
 import pytest
@@ -71,6 +72,12 @@ def test_the_child_gets_the_whole_order(child, workload):
     assert order == expected | {"device": "cpu", "steps": 5}
 
 
+def test_the_child_has_the_variables_given(child, workload):
+    child("print(json.dumps({name: os.environ.get(name) for name in ('GIVEN', 'PATH')}))")
+    found = try_isolated(workload, STOCK, environment={"GIVEN": "1"}).metrics
+    assert found == {"GIVEN": "1", "PATH": os.environ["PATH"]}
+
+
 def test_an_exception_is_the_childs_message(monkeypatch, capsys):
     """The child's own side, here: an order that can't be carried out."""
     order = {"name": "sd15-lora", "scale": "huge", "recipe": STOCK.as_dict(), "steps": 1}
@@ -89,8 +96,10 @@ def test_each_network_is_compiled_ahead_once(monkeypatch, workload):
     )
     compiled = STOCK.but(compile="default")
     alike = [compiled, compiled.but(num_workers=3), compiled.but(driver="eager", learning_rate=1e-3)]
-    others = [compiled.but(compile_scope="blocks"), compiled.but(rank=8), compiled.but(micro_batch=2)]
-    assert len(compile_ahead(workload, [STOCK, *alike, *others, STOCK.but(rank=8)])) == 4
+    wider = compiled.but(rank=8, compile_scope="everything")
+    others = [compiled.but(compile_scope="blocks"), wider, compiled.but(micro_batch=2)]
+    covered = [compiled.but(rank=8), wider.but(num_workers=3, compile_scope="model")]
+    assert len(compile_ahead(workload, [STOCK, *alike, covered[0], *others, covered[1], STOCK.but(rank=8)])) == 4
     assert {steps for _, steps in tried} == {1}
     assert {recipe.but(num_workers=0, driver="accelerate", learning_rate=1e-4) for recipe, _ in tried} == {
         compiled,
