@@ -111,7 +111,8 @@ def _multiplied(x: Tensor, weight: Tensor, column_scale: Tensor, product: str) -
     padded = max(MULTIPLE, -(-count // MULTIPLE) * MULTIPLE)
     rows = rows if padded == count else F.pad(rows, (0, 0, 0, padded - count))
     values, inverse = quantise_rows(rows)
-    y = PRODUCTS[product](values, weight, inverse, column_scale)
+    # Quantising keeps the order in memory of what it is given, and the product takes rows one after the other.
+    y = PRODUCTS[product](values.contiguous(), weight, inverse, column_scale)
     return y[:count].to(x.dtype).reshape(*x.shape[:-1], weight.shape[0])
 
 
