@@ -76,13 +76,6 @@ if not on_gpu:
     torch.set_num_threads(1)
 
 
-# %%
-def table(*rows: tuple) -> None:
-    """Show rows of words and numbers, the first row as the head."""
-    lines = ["| " + " | ".join(f"{c:.3g}" if isinstance(c, float) else str(c) for c in row) + " |" for row in rows]
-    lab.show("\n".join([lines[0], "|---" * len(rows[0]) + "|", *lines[1:]]))
-
-
 # %% [markdown]
 # ## 1 · Eight bits
 #
@@ -103,7 +96,7 @@ for value in (1.0, 0.1, -3.3, 448.0, 0.002, 2**-9, 1e-4):
         code = encode(torch.tensor([value]), fmt)
         cells += [f"`{fp8.bits(code.item(), fmt)}`", f"{fp8.decode(code, fmt).item():.6g}"]
     rows.append(tuple(cells))
-table(*rows)
+lab.table(*rows)
 
 # %%
 figure, ax = plt.subplots(figsize=(7.2, 2.9))
@@ -147,7 +140,7 @@ cast = dict(zip(("cast_1000", "cast_1000000", "cast_tiny"), x.to(torch.float8_e4
 saturates = fp8.plain_cast_saturates(lab.device)
 metrics = {name: value for name, value in cast.items() if math.isfinite(value)} | {"saturates": int(saturates)}
 lab.keep(Run("05", "fp8-cast", metrics=metrics))
-table(
+lab.table(
     ("cast from float32", "1,000", "1,000,000", "0.00005"),
     (f"plain cast to E4M3, PyTorch {versions()['torch']} on {lab.device}", *cast.values()),
     ("clamped first, cast to E4M3", *fp8.saturating_cast(x).tolist()),
@@ -295,7 +288,7 @@ axes[0].set_ylabel("relative error (norm)")
 figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncol=2)
 plt.show()
 worst = [("sequence", *scalings), *((name, *(max(followed[name, s][1:]) for s in scalings)) for name in sizes)]
-table(*worst)
+lab.table(*worst)
 
 # %% [markdown]
 # Slow drift costs nothing. Growth cuts the largest values off in every step, and a spike all at once: the tensor is cut
@@ -417,8 +410,8 @@ for name, compiled in kinds.items():
             run.samples["step_ms"], run.metrics["step_ms"] = samples, summarise(samples)
         lab.keep(run)
         numbers = [run.metric(m) for m in ("bytes_a_parameter", "bytes_a_parameter_running", "step_ms")]
-        listed.append((name, *("" if value is None else float(value) for value in numbers)))
-table(*listed)
+        listed.append((name, *numbers))
+lab.table(*listed)
 
 # %% [markdown]
 # **Reading it.** *published* are the weights as they come (float32 on a CPU, BF16 on a GPU). *fp8-te* is the article's
@@ -532,7 +525,7 @@ for name, layers in surveys.items():
         flushed = [100 * errors[f"flushed {kind}"] for errors in layers.values()]
         error = summarise([100 * errors[f"gradient {kind}"] for errors in layers.values()])["median"]
         rows.append((kind, error, summarise(flushed)["median"], max(flushed)))
-    table(*rows)
+    lab.table(*rows)
 
 # %% [markdown]
 # **What this shows.** With FP8 the granularity hardly changes the error of a product: 3.7 % is what three mantissa bits
@@ -544,8 +537,8 @@ for name, layers in surveys.items():
 # layer takes E4M3 with a scale a row in both directions.
 #
 # **What it can't show.** Whether 3.7 % a layer harms training. Errors of random sign average out over layers and steps, the
-# article's loss was 14 % higher after ten steps, and ten steps tell little. Random weights have no answer to that; lab 09
-# compares loss curves on trained ones.
+# article's loss was 14 % higher after ten steps, and ten steps tell little. Random weights have no answer to that; lab 06
+# trains a small model and compares losses over several seeds.
 #
 # **Takeaway.** Measure the format on the tensors that it is to hold. Errors that a norm hides (flushed tokens) need their
 # own number.
