@@ -78,6 +78,8 @@ shutil.rmtree(traces, ignore_errors=True)
 reference = lab.reference("stock")  # our H200's run of this lab
 theirs = reference.metrics if reference else {}
 no_gpu = "*No GPU work was recorded here, and no H200 run of this lab is on file to show instead.*"
+if on_gpu:
+    no_gpu = "*No H200 run of this lab is on file to compare with.*"
 
 # %% [markdown]
 # ## 1 · What a step consists of
