@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from labutils import hardware, parameters, results, tables
-from labutils.recipe import is_finite
+from labutils.recipe import Recipe, is_finite
 from labutils.results import Run
 
 DEVICE_BY_SCALE = {"tiny": "any CPU", "small": "a GPU of 8 GB", "full": "a GPU of 40 GB"}
@@ -211,6 +211,31 @@ class Lab:
         self._results.append(run)
         if run.ok:
             self._measured.add(run.run)
+
+    def measured(self, name: str, recipe: Recipe, measure: Callable[[], Run]) -> Run:
+        """The run `name` of `recipe`: what an interrupted lab left of it in the results folder, or measured and kept now.
+
+        What was left is taken only if nothing has changed since (scale, weights, data, recipe, machine, versions,
+        commit), and once: a cell that is run again measures again.
+        """
+        earlier = None if name in self._measured else self._left_behind(name)
+        if earlier and earlier.recipe == recipe.fitted_to(self.device).as_dict():
+            self._measured.add(name)
+            return earlier
+        run = measure()
+        run.run = name
+        return self.keep(run)
+
+    def _left_behind(self, name: str) -> Run | None:
+        """The run `name` of this lab's last start in this folder, if that did not get to its end and all else is alike."""
+        mine = [r for r in results.read_records(self._results.path) if r.get("lab") == self.number]
+        ends = [place for place, record in enumerate(mine) if record.get("status") == "done"]
+        unfinished = mine[ends[-1] + 1 :] if ends else mine
+        run = results.runs_of(unfinished).get((self.number, name))
+        if run is None or not (run.ok or run.status == "oom"):
+            return None
+        here = (self.scale, self.weights, self.data, self.machine, results.versions(), results.commit())
+        return run if (run.scale, run.weights, run.data, run.machine, run.versions, run.commit) == here else None
 
     def predict(self, topic: str, value: float | None, unit: str = "") -> None:
         """Keep the learner's prediction for `done` to score; None: not answered. Raises `LabError` for other types."""

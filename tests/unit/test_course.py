@@ -11,6 +11,7 @@ import pytest
 
 from labutils import course, hardware, results
 from labutils.course import LabError, NotHere, open_lab
+from labutils.recipe import STOCK
 from labutils.results import Results, Run, read_records, read_runs
 
 PARAMETERS = {"scale": "tiny", "weights": "random", "data": "generated", "results_dir": ""}
@@ -138,6 +139,47 @@ def test_what_is_no_training_run_has_the_labs_scale(monkeypatch):
     lab = open_lab("00", notebook(scale="full", weights="hub"))
     kept = lab.keep(Run("", "machine"))
     assert (kept.scale, kept.weights) == ("full", "hub")
+
+
+@pytest.fixture
+def measure():
+    """Makes a run of `STOCK`, and counts how often it was asked to."""
+
+    def call() -> Run:
+        call.times += 1
+        return Run("", "", workload="sd15-lora", recipe=STOCK.fitted_to("cpu").as_dict(), metrics={"n": call.times})
+
+    call.times = 0
+    return call
+
+
+def test_an_interrupted_lab_goes_on_with_what_it_measured(measure, tmp_path):
+    first = open_lab("03", notebook(results_dir=str(tmp_path)))
+    assert first.measured("a", STOCK, measure).metrics == {"n": 1}
+    again = open_lab("03", notebook(results_dir=str(tmp_path)))
+    assert again.measured("a", STOCK, measure).metrics == {"n": 1}
+    assert len(read_records(tmp_path)) == 1
+    assert again.measured("a", STOCK, measure).metrics == {"n": 2}  # the cell was run once more
+    assert again.measured("b", STOCK, measure).metrics == {"n": 3}
+
+
+@pytest.mark.parametrize("change", ["recipe", "scale", "commit", "machine", "status", "done", "lab"])
+def test_what_was_left_is_taken_only_if_nothing_changed(change, measure, tmp_path, monkeypatch):
+    first = open_lab("03", notebook(results_dir=str(tmp_path)))
+    run = first.measured("a", STOCK, measure)
+    if change == "status":
+        run.status = "error: ValueError: by chance"
+        first.keep(run)
+    elif change == "done":
+        first.done({})
+    elif change == "commit":
+        monkeypatch.setattr(results, "commit", lambda: "another")
+    elif change == "machine":
+        monkeypatch.setattr(hardware, "machine", lambda: {"cpu": "another"})
+    scale, number = "small" if change == "scale" else "tiny", "04" if change == "lab" else "03"
+    again = open_lab(number, notebook(results_dir=str(tmp_path), scale=scale))
+    recipe = STOCK.but(rank=8) if change == "recipe" else STOCK
+    assert again.measured("a", recipe, measure).metrics == {"n": 2}
 
 
 def test_predictions_are_kept_and_scored(lab, capsys):
