@@ -51,7 +51,7 @@ scale: str = "auto"  # tiny (any CPU), small (a GPU of 8 GB), full (the article'
 weights: str = "random"  # random: exact architecture, random weights; hub: the real ones
 data: str = "generated"  # generated files like the real ones; hub: the real dataset
 results_dir: str = ""  # folder of results.jsonl; empty: a new one under results/
-batches: str = ""  # batch sizes of the table, as "1 4 24"; empty: 1 2 4 at tiny, the article's six at larger scales
+batches: str = ""  # batch sizes of the table, as "1 4 24"; empty: 1 4 at tiny, the article's six at larger scales
 compile_batches: str = ""  # those of the compiled methods; empty: 1 at tiny, 1 8 at larger scales
 whole_model: bool = True  # on a GPU compile the article's methods whole at batch 1, 1-2 minutes each; false: by block
 steps: int = 3  # timed steps of a cell
@@ -85,7 +85,7 @@ plots.use_style()
 warnings.filterwarnings("ignore", module="torch")
 os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="inductor-")  # so that a first step is one
 on_gpu, tiny = lab.device == "cuda", lab.scale == "tiny"
-sizes = [int(n) for n in batches.split()] or ([1, 2, 4] if tiny else list(BATCHES))
+sizes = [int(n) for n in batches.split()] or ([1, 4] if tiny else list(BATCHES))
 compiled_sizes = [int(n) for n in compile_batches.split()] or ([1] if tiny else [1, 8])
 if not on_gpu:
     torch.set_num_threads(max(1, usable_cores() // 2))
@@ -379,7 +379,7 @@ recipes = {"bf16": start, "qlora": start.but(base_linear="nf4"), "fixed": fixed,
 recipes |= {"fp8-frozen": start.but(base_linear="fp8-frozen"), "fixed-fp8-frozen": fixed.but(base_linear="fp8-frozen")}
 recipes |= {"fp8-te": start.but(base_linear="fp8-te"), "fixed-fp8-te": fixed.but(base_linear="fp8-te")}
 changes = {"qlora": trials.prepared_for_kbit, "fp8-mixed": trials.fp8_but("o_proj", "down_proj")}
-losses = trials.losses_over_seeds(small, recipes, seeds, 10 if tiny else 30, changes)
+losses = trials.losses_over_seeds(small, recipes, seeds, 8 if tiny else 30, changes)
 lab.keep({f"loss {name}": run for name, run in losses.items()});
 
 # %%
