@@ -766,7 +766,8 @@ def loss_moves(claim: Claim, evidence: Evidence) -> Finding:
     """The loss moves from `before` to `after` as published less `tolerance` (a share), and farther than seeds apart.
 
     Seeds are the samples of `how["metric"]`. An effect of the published size that the seeds' spread would hide is
-    inconclusive; one that would have shown and didn't is refuted.
+    inconclusive; one that would have shown and didn't is refuted, unless the weights that were trained on are random:
+    such a model has nothing to lose.
     """
     before, after, spread = _losses(claim, evidence, "after")
     moved, published = after.median / before.median - 1, claim.published[1] / claim.published[0] - 1
@@ -775,8 +776,11 @@ def loss_moves(claim: Claim, evidence: Evidence) -> Finding:
     why = f"{100 * published:+.0f} % published; seeds alone spread the loss over {100 * spread:.1f} %."
     if abs(moved) > spread and moved * published > 0 and abs(moved) >= needed:
         return Finding(CONFIRMED, shown, why)
-    hidden = spread >= needed and abs(moved) <= spread
-    return Finding(INCONCLUSIVE if hidden else REFUTED, shown, why)
+    if spread >= needed and abs(moved) <= spread:
+        return Finding(INCONCLUSIVE, shown, why)
+    if any(run.weights == "random" for run in evidence.runs.values()):
+        return Finding(INCONCLUSIVE, shown, f"{why} It didn't show, but a model with random weights can't refute it.")
+    return Finding(REFUTED, shown, why)
 
 
 def brings_back(claim: Claim, evidence: Evidence) -> Finding:

@@ -213,7 +213,7 @@ class Lab:
             self._measured.add(run.run)
 
     def measured(self, name: str, recipe: Recipe, measure: Callable[[], Run]) -> Run:
-        """The run `name` of `recipe`: what an interrupted lab left of it in the results folder, or measured and kept now.
+        """The run `name` of `recipe`: as an interrupted lab left it in the results folder, or measured now and kept.
 
         What was left is taken only if nothing has changed since (scale, weights, data, recipe, machine, versions,
         commit), and once: a cell that is run again measures again.
@@ -227,7 +227,7 @@ class Lab:
         return self.keep(run)
 
     def _left_behind(self, name: str) -> Run | None:
-        """The run `name` of this lab's last start in this folder, if that did not get to its end and all else is alike."""
+        """The run `name` that this lab's last start left here, if it did not get to its end and all else is alike."""
         mine = [r for r in results.read_records(self._results.path) if r.get("lab") == self.number]
         ends = [place for place, record in enumerate(mine) if record.get("status") == "done"]
         unfinished = mine[ends[-1] + 1 :] if ends else mine

@@ -73,6 +73,8 @@ def cell(workload: Workload, name: str, batch: int, steps: int = 3, whole: bool 
         run = train(altered(workload, change), method(name, batch, whole), steps, warmup=0, name=f"{name} b{batch}")
     if run.ok:
         run.metrics |= held | (compiled.metrics() if run.recipe["compile"] != "off" else {})
+    if run.ok and name == "bf16":
+        run.metrics["vision_share"] = vision_share(workload, method(name, batch))
     return with_costs(run)
 
 
@@ -246,12 +248,14 @@ def replay(session: Session, batches: Sequence[Batch], passes: int = 3) -> Run:
 class Recompiled:
     """What the compiler did step by step: recompilations in each step, graphs in all, and the guards that failed.
 
-    `image_tokens` are the different counts of image tokens that an example had.
+    `given_up` names functions that needed too many versions and are left uncompiled, `image_tokens` are the different
+    counts of image tokens that an example had.
     """
 
     by_step: list[int] = field(default_factory=list)
     graphs: int = 0
     reasons: Counter[str] = field(default_factory=Counter)
+    given_up: list[str] = field(default_factory=list)
     image_tokens: set[int] = field(default_factory=set)
 
     def metrics(self) -> dict[str, float]:
@@ -259,6 +263,7 @@ class Recompiled:
             "recompilations": sum(self.by_step),
             "recompilations_after_2_steps": sum(self.by_step[2:]),
             "graphs": self.graphs,
+            "given_up": len(self.given_up),
             "further_image_token_counts": len(self.image_tokens) - 1,
         }
 
@@ -282,20 +287,23 @@ def recompilations(workload: Workload, recipe: Recipe, batches: int, dynamic: bo
             found.by_step.append(compiled.recompilations)
             found.graphs += compiled.graphs
             found.reasons += compiled.reasons
+            found.given_up += compiled.given_up
     torch._dynamo.reset()
     return found
 
 
 @contextlib.contextmanager
 def _dynamo_quiet() -> Iterator[None]:
-    """Without Dynamo's warnings of what is being counted anyway."""
-    logger = logging.getLogger("torch._dynamo")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
+    """Keep Dynamo's warnings, of what is being counted anyway, off the page; those who listen still hear them."""
+    handlers = [handler for name in ("torch", "torch._dynamo") for handler in logging.getLogger(name).handlers]
+    levels = [handler.level for handler in handlers]
+    for handler in handlers:
+        handler.setLevel(logging.ERROR)
     try:
         yield
     finally:
-        logger.setLevel(level)
+        for handler, level in zip(handlers, levels, strict=True):
+            handler.setLevel(level)
 
 
 def steady(workload: Workload, recipe: Recipe, warmup: int, steps: int) -> dict[str, float]:

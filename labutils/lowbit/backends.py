@@ -21,6 +21,7 @@ A library or GPU that isn't there raises `labutils.results.Unavailable`, before 
 
 from __future__ import annotations
 
+import functools
 import gc
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
@@ -28,6 +29,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from torch import nn
 
 from labutils.lowbit.frozen import MULTIPLE, FrozenFP8Linear
@@ -112,6 +114,15 @@ def forward_context(kind: str) -> AbstractContextManager:
     if hasattr(te, "autocast"):
         return te.autocast(enabled=True, recipe=recipe)
     return te.fp8_autocast(enabled=True, fp8_recipe=recipe)
+
+
+def recomputing(kind: str) -> Callable[..., Any]:
+    """What computes a block once more in the backward pass, as it did the first time: (block, *args) -> output.
+
+    Transformer Engine renews its scales between the two, so it brings a function of its own that keeps the old ones.
+    """
+    checkpoint = transformer_engine().checkpoint if kind == "fp8-te" else torch.utils.checkpoint.checkpoint
+    return functools.partial(checkpoint, use_reentrant=False)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

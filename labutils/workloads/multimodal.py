@@ -36,7 +36,7 @@ from labutils.data.leaves import BEANS, VARIED, image_sizes, leaf_images
 from labutils.data.tokenizers import llava_processor
 from labutils.hardware import usable_cores
 from labutils.losses import cross_entropy, linear_cross_entropy
-from labutils.lowbit.backends import convert_base, forward_context, frozen_linears
+from labutils.lowbit.backends import convert_base, forward_context, frozen_linears, recomputing
 from labutils.recipe import Recipe
 from labutils.workloads.base import Batch, Work, Workload
 
@@ -282,7 +282,9 @@ class MultimodalLora(Workload):
         llava.eval()
         llava.model.language_model.train()
         if recipe.checkpointing == "blocks":
-            llava.model.language_model.gradient_checkpointing_enable({"use_reentrant": False})
+            llava.model.language_model.gradient_checkpointing_enable()
+            for layer in layers:
+                layer._gradient_checkpointing_func = recomputing(recipe.base_linear)
         if recipe.layers == "published":
             model: Published | Rewritten = Published(llava)
         else:

@@ -1,0 +1,49 @@
+"""Lab 06's cells on a GPU: every method of article A2 runs at a small size, and its memory is its own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from labutils import trials
+from labutils.articles import a2
+from labutils.training import Session
+from labutils.workloads import open_workload
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+
+@pytest.fixture(scope="module")
+def small():
+    return open_workload("llava-lora", scale="small", device="cuda")
+
+
+@pytest.mark.parametrize("name", [*a2.PUBLISHED, "nf4", "fp8-frozen", "compile-fp8-frozen"])
+def test_every_method_runs(small, name):
+    run = trials.cell(small, name, 1)
+    if run.status.startswith("skipped"):
+        pytest.skip(run.status)
+    assert run.ok, run.status
+    assert run.metrics["peak_allocated_gb"] > run.metrics["weights_gb"] > 0
+    assert ("graphs" in run.metrics) is name.startswith(("compile", "fixed"))
+
+
+def test_a_method_s_memory_does_not_depend_on_what_ran_before(small):
+    first, _, again = (trials.cell(small, name, 1).metrics["peak_allocated_gb"] for name in ("bf16", "nf4", "bf16"))
+    assert again == pytest.approx(first, rel=0.02)
+
+
+def test_fewer_bits_take_less_memory(small):
+    bf16, fp8, nf4 = (trials.cell(small, name, 1).metrics["weights_gb"] for name in ("bf16", "fp8-frozen", "nf4"))
+    assert nf4 < fp8 < 0.7 * bf16
+
+
+def test_what_peft_prepares_takes_more_at_a_larger_batch(small):
+    qlora, nf4 = (trials.cell(small, name, 8).metrics["peak_allocated_gb"] for name in ("qlora", "nf4"))
+    assert qlora > nf4
+
+
+def test_replays_report_their_peak(small):
+    with Session(small, trials.method("bf16")) as session:
+        run = trials.replay(session, trials.drawn(session, 2))
+    assert run.metrics["peak_allocated_gb"] > 0
