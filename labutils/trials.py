@@ -226,7 +226,7 @@ def replay(session: Session, batches: Sequence[Batch], passes: int = 3) -> Run:
         hardware.cuda.synchronize()
         began = time.perf_counter()
         for _ in range(steps):
-            session.driver.step(feed)
+            session.step(feed)
         hardware.cuda.synchronize()
         return 1e6 * (time.perf_counter() - began) / (steps * tokens)
 
@@ -283,7 +283,7 @@ def recompilations(workload: Workload, recipe: Recipe, batches: int, dynamic: bo
             ids = batch["input_ids"][0]
             found.image_tokens.add(int((ids == ids.mode().values).sum()))
             with Compilation() as compiled:
-                session.driver.step(iter([batch]))
+                session.step(iter([batch]))
             found.by_step.append(compiled.recompilations)
             found.graphs += compiled.graphs
             found.reasons += compiled.reasons
