@@ -277,6 +277,7 @@ class Contender:
         run.metrics |= {} if session.encode_s is None else {"encode_s": session.encode_s}
         run.metrics |= self.memory
         if self.times.work:
+            run.samples["useful_tokens"] = [work.useful_tokens for work in self.times.work]
             run.metrics |= _of_varying_steps(session.workload, recipe, self.times)
         else:
             work = session.workload.work(recipe)

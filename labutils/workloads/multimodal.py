@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import inspect
 import time
 from collections.abc import Callable, Container, Sequence
@@ -269,8 +270,7 @@ class MultimodalLora(Workload):
         dtype = DTYPES[recipe.precision]
         if recipe.base_linear == "published":
             llava = _around_the_same(self._frozen(dtype, recipe.seed))
-        else:  # its own, so that converting a layer lets go of what it was; the shared one stays with its sessions alone
-            self._held = None
+        else:  # its own copy, so that converting a layer lets go of what it was
             llava = self._made(dtype, recipe.seed)
         layers = llava.model.language_model.layers
         names = tuple(
@@ -316,6 +316,12 @@ class MultimodalLora(Workload):
         return self._held[1]
 
     _held: tuple[tuple[torch.dtype, int], nn.Module] | None = None
+
+    def let_go(self) -> None:
+        """Forget the weights that sessions share; they stay with sessions that run. The next that shares them makes
+        them anew, and one that has its own has their 15 GB for itself."""
+        self._held = None
+        gc.collect()
 
     def _made(self, dtype: torch.dtype, seed: int) -> nn.Module:
         """transformers' model without adapters, every weight frozen, built in `dtype` on the device itself."""
