@@ -734,15 +734,18 @@ def names(claim: Claim, evidence: Evidence) -> Finding:
 def keeps_up(claim: Claim, evidence: Evidence) -> Finding:
     """`how["metric"]`, a cost, is at most `tolerance` (a share) higher in `after` than in `before`.
 
-    Up to twice the tolerance it is inconclusive.
+    Up to twice the tolerance it is inconclusive, and so it is where the spread reaches as far from the other side.
     """
-    metric = claim.how["metric"]
-    before, after = (_positive(evidence, claim.how[end], metric).median for end in ("before", "after"))
-    excess = after / before - 1
-    within = excess <= claim.tolerance
-    verdict = CONFIRMED if within else INCONCLUSIVE if excess <= 2 * claim.tolerance else REFUTED
-    why = f"{100 * excess:+.0f} %, where {100 * claim.tolerance:.0f} % more would do."
-    return Finding(verdict, f"{before:.3g} → {after:.3g}", why)
+    metric, most = claim.how["metric"], 100 * claim.tolerance
+    before, after = (_positive(evidence, claim.how[end], metric) for end in ("before", "after"))
+    excess = _change(before, after, "more")
+    verdict = INCONCLUSIVE
+    if excess.middle <= most and excess.high <= 2 * most:
+        verdict = CONFIRMED
+    if excess.middle > 2 * most and excess.low > most:
+        verdict = REFUTED
+    why = f"{excess.middle:+.0f} %, where {most:.0f} % more would do."
+    return Finding(verdict, f"{before.median:.3g} → {after.median:.3g}", why)
 
 
 def amdahl(claim: Claim, evidence: Evidence) -> Finding:

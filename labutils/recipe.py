@@ -327,6 +327,7 @@ A2_LADDER = (
         "no host waits", "same work", {"layers": "rewritten"}, "places of image tokens are computed before, on the CPU"
     ),
     Rung("device log", "same work", {"logging": "ring-buffer"}, "no loss is read while training"),
+    Rung("pinned", "same work", {"pin_memory": True, "non_blocking": True}, "copying a batch waits for no step"),
     Rung("fused optimizer", "same work", {"optimizer": "adamw-fused"}, "one kernel for all adapters"),
     Rung(
         "blocks compiled",

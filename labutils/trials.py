@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import itertools
 import logging
 import time
@@ -27,7 +28,7 @@ from labutils.recipe import A2_BASE, Recipe
 from labutils.results import Run, summarise
 from labutils.training import Session, train
 from labutils.training.batches import Batch
-from labutils.workloads import Workload
+from labutils.workloads import Workload, open_workload
 from labutils.workloads.multimodal import SCALES_OF_LLAVA, count_flops
 
 LOW_BITS = {"fp8-te": "fp8-te", "fp8-frozen": "fp8-frozen", "qlora": "nf4", "nf4": "nf4"}
@@ -39,29 +40,32 @@ LAST = 5
 # ----------------------------------------------------------------------------------------------- article A2's table
 
 
-def method(name: str, batch: int = 1, whole: bool = False) -> Recipe:
+def method(name: str, batch: int = 1) -> Recipe:
     """The recipe of a cell of the article's table: a method as its claims name it ("fixed-fp8-te") at a batch size.
 
-    "compile" compiles, "fixed" forces images to one square and compiles; what the name ends with says how the base
-    weights are held. Blocks are computed again in the backward pass: without that the article's 16 GB at batch 1 would
-    not hold, nor its batch 24 fit its card. whole: compile the model as one, as the article does, and not its blocks
-    one by one, which gives almost the same code in a fraction of the time.
+    "compile" compiles, "fixed" forces images to one square and compiles: the blocks one by one, or with "-whole" after
+    it the model as one, as the article does, which gives almost the same code after many times as long. What the name
+    ends with says how the base weights are held. Blocks are computed again in the backward pass: without that the
+    article's 16 GB at batch 1 would not hold, nor its batch 24 fit its card.
     """
     base = next((kind for ending, kind in LOW_BITS.items() if name.endswith(ending)), "published")
     recipe = A2_BASE.but(micro_batch=batch, checkpointing="blocks", base_linear=base)
     if name.startswith("fixed"):
         recipe = recipe.but(shapes="fixed")
     if name.startswith(("fixed", "compile")):
-        recipe = recipe.but(compile="default", compile_scope="model" if whole else "blocks")
+        recipe = recipe.but(compile="default", compile_scope="model" if "-whole" in name else "blocks")
     return recipe
 
 
-def cell(workload: Workload, name: str, batch: int, steps: int = 3, whole: bool = False) -> Run:
+def cell(workload: Workload, name: str, batch: int, steps: int = 3) -> Run:
     """The run of one cell: first step, `steps` timed ones, memory, what the weights take, what the compiler did.
 
     "qlora" goes through `prepared_for_kbit` as well; "nf4" is the same without. A failure is the run's status.
     """
-    held: dict[str, float] = {}
+    recipe, held = method(name, batch), {}
+    load_libraries(workload.device.type)
+    if recipe.base_linear != "published":
+        workload.let_go()
 
     def change(model: nn.Module) -> None:
         if name.endswith("qlora"):
@@ -70,12 +74,19 @@ def cell(workload: Workload, name: str, batch: int, steps: int = 3, whole: bool 
 
     torch._dynamo.reset()
     with Compilation() as compiled:
-        run = train(altered(workload, change), method(name, batch, whole), steps, warmup=0, name=f"{name} b{batch}")
+        run = train(altered(workload, change), recipe, steps, warmup=0, name=f"{name} b{batch}")
     if run.ok:
         run.metrics |= held | (compiled.metrics() if run.recipe["compile"] != "off" else {})
     if run.ok and name == "bf16":
-        run.metrics["vision_share"] = vision_share(workload, method(name, batch))
+        run.metrics["vision_share"] = vision_share(workload, recipe)
     return with_costs(run)
+
+
+@functools.cache
+def load_libraries(device: str) -> None:
+    """Train a tiny model for two steps, once a process: what kernels and libraries take to load would else be in the
+    first step of whichever cell comes first, which is the one that all others are compared with."""
+    train(open_workload("llava-lora", "tiny", device=device), A2_BASE, steps=1, warmup=0)
 
 
 def as_markdown(cells: Mapping[str, Run]) -> str:
@@ -226,7 +237,7 @@ def replay(session: Session, batches: Sequence[Batch], passes: int = 3) -> Run:
         hardware.cuda.synchronize()
         began = time.perf_counter()
         for _ in range(steps):
-            session.driver.step(feed)
+            session.step(feed)
         hardware.cuda.synchronize()
         return 1e6 * (time.perf_counter() - began) / (steps * tokens)
 
@@ -283,7 +294,7 @@ def recompilations(workload: Workload, recipe: Recipe, batches: int, dynamic: bo
             ids = batch["input_ids"][0]
             found.image_tokens.add(int((ids == ids.mode().values).sum()))
             with Compilation() as compiled:
-                session.driver.step(iter([batch]))
+                session.step(iter([batch]))
             found.by_step.append(compiled.recompilations)
             found.graphs += compiled.graphs
             found.reasons += compiled.reasons
@@ -373,7 +384,9 @@ def seed_band(run: Run) -> tuple[float, float]:
 
 
 def with_costs(run: Run) -> Run:
-    """The run with `ms_per_1k_useful_tokens` beside its rate; unchanged where it failed."""
-    if rate := run.metrics.get("useful_tokens_per_s"):
-        run.metrics["ms_per_1k_useful_tokens"] = 1e6 / rate
+    """The run with `ms_per_1k_useful_tokens`, step by step and summed up; unchanged where it failed."""
+    steps = zip(run.samples.get("step_ms", []), run.samples.get("useful_tokens", []), strict=False)
+    if costs := [1e3 * ms / tokens for ms, tokens in steps]:
+        run.samples["ms_per_1k_useful_tokens"] = costs
+        run.metrics["ms_per_1k_useful_tokens"] = summarise(costs)
     return run

@@ -91,21 +91,21 @@ class _FrozenProduct(torch.autograd.Function):
     def forward(ctx, x: Tensor, weight: Tensor, scale: Tensor, product: str) -> Tensor:
         ctx.save_for_backward(weight, scale)
         ctx.product = product
-        return _multiplied(x, weight, scale.t(), product)
+        return _multiplied(x, weight, scale.t(), product, x.dtype)
 
     @staticmethod
     def backward(ctx, dy: Tensor) -> tuple[Tensor | None, None, None, None]:
         weight, scale = ctx.saved_tensors
         if not ctx.needs_input_grad[0]:
             return None, None, None, None
-        scaled = dy.float() * scale.t()
+        scaled = dy * scale.t()  # in float32, as the scale is
         transposed = weight.t().contiguous()
         ones = torch.ones_like(transposed[:, 0], dtype=torch.float32)[None]
-        return _multiplied(scaled, transposed, ones, ctx.product).to(dy.dtype), None, None, None
+        return _multiplied(scaled, transposed, ones, ctx.product, dy.dtype), None, None, None
 
 
-def _multiplied(x: Tensor, weight: Tensor, column_scale: Tensor, product: str) -> Tensor:
-    """x [..., k] quantised row by row, times weight [n, k] in FP8 transposed, times column_scale [1, n]; x's dtype."""
+def _multiplied(x: Tensor, weight: Tensor, column_scale: Tensor, product: str, dtype: torch.dtype) -> Tensor:
+    """x [..., k] quantised row by row, times weight [n, k] in FP8 transposed, times column_scale [1, n]; in `dtype`."""
     rows = x.reshape(-1, x.shape[-1])
     count = rows.shape[0]
     padded = max(MULTIPLE, -(-count // MULTIPLE) * MULTIPLE)
@@ -113,7 +113,7 @@ def _multiplied(x: Tensor, weight: Tensor, column_scale: Tensor, product: str) -
     values, inverse = quantise_rows(rows)
     # Quantising keeps the order in memory of what it is given, and the product takes rows one after the other.
     y = PRODUCTS[product](values.contiguous(), weight, inverse, column_scale)
-    return y[:count].to(x.dtype).reshape(*x.shape[:-1], weight.shape[0])
+    return y[:count].to(dtype).reshape(*x.shape[:-1], weight.shape[0])
 
 
 def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:

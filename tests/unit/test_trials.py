@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 from recipes_at_work import one_thread
@@ -42,6 +44,8 @@ def varied():
         ("fp8-te", {"base_linear": "fp8-te"}),
         ("compile", {"compile": "default", "compile_scope": "blocks"}),
         ("compile-fp8-te", {"compile": "default", "compile_scope": "blocks", "base_linear": "fp8-te"}),
+        ("compile-whole", {"compile": "default"}),
+        ("fixed-whole-fp8-te", {"compile": "default", "shapes": "fixed", "base_linear": "fp8-te"}),
         ("fixed-qlora", {"compile": "default", "compile_scope": "blocks", "shapes": "fixed", "base_linear": "nf4"}),
     ],
 )
@@ -51,9 +55,14 @@ def test_a_method_s_name_says_its_recipe(name, expected):
 
 
 def test_every_method_of_the_article_s_table_is_a_recipe():
-    recipes = {name: trials.method(name, whole=True) for name in a2.PUBLISHED}
+    recipes = {name: trials.method(name) for name in a2.PUBLISHED}
     assert len(set(recipes.values())) == len(recipes)
-    assert recipes["compile"].compile_scope == "model"
+
+
+def test_transformer_engine_s_checkpointing_is_not_compiled_whole(uniform):
+    """The compiler would pass by all blocks, and the run would be on record as compiled."""
+    run = trials.cell(uniform, "compile-whole-fp8-te", 1)
+    assert run.status.startswith("skipped: Transformer Engine's checkpointing")
 
 
 def test_cells_and_their_table(uniform):
@@ -163,6 +172,14 @@ def test_varied_images_recompile_and_uniform_ones_settle(uniform, varied):
     assert any("size mismatch" in reason for reason in exact.reasons)
 
 
+def test_more_versions_than_the_compiler_allows_are_noted_not_raised(varied):
+    """Whatever ran before: a compiled session is stricter than this count, and once made the whole process so."""
+    compiled = QUICK.but(compile="default", compile_scope="blocks", dynamic="any")
+    with Session(varied, compiled), mock.patch.object(torch._dynamo.config, "recompile_limit", 2):
+        found = trials.recompilations(varied, QUICK.but(micro_batch=1, compile_scope="blocks"), 5, dynamic=False)
+    assert found.given_up
+
+
 def test_steady_tells_warm_up_from_what_follows(uniform):
     found = trials.steady(uniform, QUICK, warmup=1, steps=1)
     assert found == {"graphs": 0, "recompilations_after_warmup": 0}
@@ -202,8 +219,8 @@ def test_points_by_batch():
     assert trials.by_batch(runs, "peak_allocated_gb", ["bf16", "qlora"]) == {"bf16": {1: 3.0, 24: 9.0}, "qlora": {}}
 
 
-def test_costs_follow_the_rate():
-    assert trials.with_costs(Run("06", "a", metrics={"useful_tokens_per_s": 5000.0})).metrics[
-        "ms_per_1k_useful_tokens"
-    ] == pytest.approx(200)
+def test_costs_are_counted_step_by_step():
+    run = trials.with_costs(Run("06", "a", samples={"step_ms": [100, 300], "useful_tokens": [1000, 2000]}))
+    assert run.samples["ms_per_1k_useful_tokens"] == [100, 150]
+    assert run.metric("ms_per_1k_useful_tokens") == 125
     assert trials.with_costs(Run("06", "a", status="oom")).metrics == {}
