@@ -243,6 +243,11 @@ def is_finite(value: float) -> bool:
         return False
 
 
+def is_number(value: Any) -> bool:
+    """Whether `value` is a finite number; True and False are none."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and is_finite(value)
+
+
 STOCK = Recipe()
 """Article A1's starting point: the public diffusers script with its defaults, micro-batch 1, accumulation 4, fp16."""
 
