@@ -57,7 +57,10 @@ class Recipe:
         ("as-they-come", "fixed", "padded", "buckets", "packed"),
     )
     token_budget: int = knob(
-        2048, "tokens of a row of fixed length, at full scale (smaller scales have smaller images)", at_least=128
+        2048,
+        "tokens of a row of fixed length, at full scale (smaller scales have smaller images)",
+        at_least=128,
+        at_most=2**17,
     )
 
     # the optimizer step
