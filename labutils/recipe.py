@@ -57,7 +57,10 @@ class Recipe:
         ("as-they-come", "fixed", "padded", "buckets", "packed"),
     )
     token_budget: int = knob(
-        2048, "tokens of a row of fixed length, at full scale (smaller scales have smaller images)", at_least=128
+        2048,
+        "tokens of a row of fixed length, at full scale (smaller scales have smaller images)",
+        at_least=128,
+        at_most=2**17,
     )
 
     # the optimizer step
@@ -241,6 +244,11 @@ def is_finite(value: float) -> bool:
         return math.isfinite(value)
     except OverflowError:  # a whole number beyond every float
         return False
+
+
+def is_number(value: Any) -> bool:
+    """Whether `value` is a finite number; True and False are none."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and is_finite(value)
 
 
 STOCK = Recipe()

@@ -45,8 +45,9 @@ class FrozenFP8Linear(nn.Module):
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         super().__init__()
-        _check_weight(weight, bias)
-        values, inverse = quantise_rows(weight.detach())
+        check_weight(weight, bias)
+        # As one row after the other: the forward product takes no other order, and a transposed weight would keep its.
+        values, inverse = quantise_rows(weight.detach().float().contiguous())
         self.out_features, self.in_features = weight.shape
         self.weight = nn.Parameter(values, requires_grad=False)
         self.register_buffer("scale", inverse)
@@ -59,9 +60,9 @@ class FrozenFP8Linear(nn.Module):
         return cls(linear.weight, linear.bias)
 
     def forward(self, x: Tensor) -> Tensor:
+        _check_input(x, self.in_features)
         if not x.is_meta and torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
-        _check_input(x, self.in_features)
         y = _FrozenProduct.apply(x, self.weight, self.scale, self.product)
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
@@ -71,6 +72,18 @@ class FrozenFP8Linear(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, product={self.product!r}"
+
+    def _load_from_state_dict(self, state_dict, prefix, metadata, strict, missing_keys, unexpected_keys, errors):
+        """Refuse an ordinary layer's weight, also where `strict=False` would take it: cast without a scale, it would be
+        another weight."""
+        there = state_dict.get(f"{prefix}weight")
+        if there is not None and (there.dtype != E4M3.dtype or f"{prefix}scale" not in state_dict):
+            errors.append(
+                f"{prefix}weight is {there.dtype}, and this frozen FP8 layer takes {E4M3.dtype} with a scale a row. "
+                "Load the state into the model before convert_base."
+            )
+            return
+        super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing_keys, unexpected_keys, errors)
 
     def _apply(self, fn, recurse: bool = True):
         """Go along to another device, and keep FP8 there: `model.to(torch.bfloat16)` is meant for the other layers."""
@@ -189,7 +202,8 @@ def _cuda_product_kind(index: int) -> str:
 # What it refuses
 
 
-def _check_weight(weight: Tensor, bias: Tensor | None) -> None:
+def check_weight(weight: Tensor, bias: Tensor | None) -> None:
+    """Raise `ValueError` where a linear layer's weight [out, in] and bias [out] can't become a frozen FP8 layer."""
     if weight.dim() != 2 or weight.dtype not in (*INPUTS, torch.float64):
         raise ValueError(
             f"A weight of shape {tuple(weight.shape)} and {weight.dtype} can't be held in FP8: it takes a matrix of "
@@ -205,8 +219,15 @@ def _check_weight(weight: Tensor, bias: Tensor | None) -> None:
             f"A layer of {weight.shape[1]} -> {weight.shape[0]} features can't be multiplied in FP8: both numbers must "
             f"be multiples of {MULTIPLE}. Leave it out of the conversion."
         )
-    if not weight.is_meta and not weight.isfinite().all():
-        raise ValueError("This weight holds NaN or infinity, which FP8 has no room for. Check where it was loaded.")
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(
+            f"A bias of shape {tuple(bias.shape)} doesn't fit: a layer of {len(weight)} outputs has that many."
+        )
+    held = weight.float() if weight.dtype == torch.float64 else weight
+    if not held.is_meta and not held.isfinite().all():
+        raise ValueError(
+            "This weight holds NaN or infinity (as float32), which FP8 has no room for. Check where it was loaded."
+        )
 
 
 def _check_input(x: Tensor, in_features: int) -> None:

@@ -13,7 +13,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import torch
 from tqdm import tqdm
 
 from labutils import hardware
@@ -21,7 +20,7 @@ from labutils.measure.steps import StepClock, StepTimes
 from labutils.measure.trace import Trace, profile
 from labutils.measure.utilization import Utilization
 from labutils.recipe import Recipe
-from labutils.results import Run, Unavailable, summarise
+from labutils.results import Run, Unavailable, is_out_of_memory, summarise
 from labutils.training.session import Session
 from labutils.workloads.base import Work, Workload
 
@@ -148,12 +147,10 @@ class Bench:
         try:
             action()
             return
-        except torch.OutOfMemoryError:
-            self.failed[name] = "oom"
         except Unavailable as error:
             self.failed[name] = f"skipped: {error}"
         except Exception as error:
-            self.failed[name] = f"error: {type(error).__name__}: {error}"
+            self.failed[name] = "oom" if is_out_of_memory(error) else f"error: {type(error).__name__}: {error}"
         # Outside the except block: inside it the exception still holds the frames, and these the tensors.
         self._end(name)
         gc.unfreeze()  # what is frozen isn't collected; a session's modules and hooks refer to each other

@@ -526,6 +526,8 @@ def _check(recipe: Recipe) -> None:
         raise ValueError("adapter='folded' is not built for this workload. Use adapter='peft' or 'plain'.")
     if recipe.cache not in ("nothing", "features"):
         raise ValueError(f"cache={recipe.cache!r} is for diffusion models. Use cache='features' with this workload.")
+    if recipe.memory_format != "contiguous":
+        raise ValueError("memory_format='channels_last' is for convolutions. Use 'contiguous' with this workload.")
     if recipe.layers == "published" and recipe.cache == "features":
         raise ValueError("cache='features' needs layers='rewritten': transformers' own forward pass takes pixels.")
     if recipe.layers == "published" and (recipe.shapes == "packed" or recipe.loss != "logits"):
