@@ -332,7 +332,7 @@ def test_an_unknown_claim_is_refused():
 
 def test_markdown_is_one_table():
     runs = with_metrics("04", "max-autotune", message="RuntimeError: a | b\nand more")
-    lines = claims.as_markdown(claims.judge(None, runs, runs)).splitlines()
+    lines = claims.as_markdown(claims.judge(None, runs, runs)).partition("\n\n")[0].splitlines()
     assert len(lines) == 2 + len(CLAIMS)
     assert {len(re.findall(r"(?<!\\)\|", line)) for line in lines} == {6}
     (row,) = [line for line in lines if "A1.total.speedup" in line]
@@ -342,6 +342,15 @@ def test_markdown_is_one_table():
 def test_markdown_marks_what_is_absent():
     (_, _, row) = claims.as_markdown(claims.judge("A1.total.speedup", {}, {})).splitlines()
     assert "| – | – | **not testable here**: No run on record. Type: labutils run 04 |" in row
+
+
+def test_markdown_says_once_why_several_claims_can_t_be_tested():
+    ids = ["A2.compile.speed", "A2.fixed.speed", "A1.total.speedup"]
+    table, *below = claims.as_markdown(claims.judge(ids, {}, {})).split("\n\n")
+    first, second, other = table.splitlines()[2:]
+    assert "**not testable here** (1)" in first and "**not testable here** (1)" in second
+    assert "**not testable here**: No run on record. Type: labutils run 04" in other
+    assert below == ["(1) No run on record. Type: labutils run 06"]
 
 
 # ------------------------------------------------------------------------------------------------ for whatever runs
