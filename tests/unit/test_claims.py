@@ -133,7 +133,7 @@ CASES = [
     ("A1.blackwell.newer-build", NOT_TESTABLE, with_metrics("00", "machine", torch_architectures=[])),
     ("A1.blackwell.xformers", REFUTED, with_metrics("00", "xformers", failed=0)),
     ("A1.blackwell.xformers", INCONCLUSIVE, with_metrics("00", "xformers", message="ImportError: no xformers")),
-    ("A2.lmm.vision-cost", REFUTED, with_metrics("06", "bf16 b1", vision_share=0.03)),
+    ("A2.lmm.vision-cost", REFUTED, with_metrics("06", "token-counts", vision_share=0.03)),
     ("A2.fp8.cast-saturates", REFUTED, with_metrics("05", "fp8-cast", cast_1000000=float("nan"))),
     ("A2.fp8.range", REFUTED, with_metrics("05", "fp8-cast", cast_1000000=57344.0)),
     ("A2.fp8.range", CONFIRMED, with_metrics("05", "fp8-cast", cast_1000=None, cast_1000000=None)),
