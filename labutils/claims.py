@@ -15,6 +15,7 @@ allow. Absolute times of another machine are printed beside ours and judged by o
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -880,14 +881,21 @@ def _short(message: str, width: int = 160) -> str:
 
 
 def as_markdown(judgements: Iterable[Judgement]) -> str:
-    """A table for a notebook: claim | published | H200 | here | verdict, each claim followed by why."""
+    """A table for a notebook: claim | published | H200 | here | verdict, each claim followed by why.
+
+    Why several claims can't be tested here is said once, below the table.
+    """
+    judgements = list(judgements)
+    reasons = Counter(j.why for j in judgements if j.verdict == NOT_TESTABLE)
+    marks = {why: f"({n})" for n, why in enumerate((why for why, count in reasons.items() if count > 1), 1)}
     rows = ["| claim | published | H200 | here | verdict |", "|:--|:--|:--|:--|:--|"]
     for j in judgements:
         what = f"**{j.claim.id}** {j.claim.statement}"
         reference = f"{j.reference or '–'} ({j.reference_verdict})" if j.reference else "–"
-        verdict = f"**{j.verdict}**: {j.why}" + (f" *{j.claim.note}*" if j.claim.note else "")
+        why = f" {marks[j.why]}" if j.verdict == NOT_TESTABLE and j.why in marks else f": {j.why}"
+        verdict = f"**{j.verdict}**{why}" + (f" *{j.claim.note}*" if j.claim.note else "")
         rows.append("| " + " | ".join(map(_cell, (what, j.published, reference, j.here or "–", verdict))) + " |")
-    return "\n".join(rows)
+    return "\n\n".join(["\n".join(rows), *(f"{mark} {why}" for why, mark in marks.items())])
 
 
 def _cell(text: str) -> str:

@@ -126,7 +126,9 @@ def a2_runs() -> Runs:
         untimed("05", "gemm", fp8_over_bf16=2.0),
         untimed("05", "te-peft", failed=1, message="ValueError: Target module Linear() is not supported."),
         untimed("06", "fp8-te vision", failed=1, message="AssertionError: FP8 execution requires .. divisible by 8"),
-        untimed("06", "token-counts", aspect_token_ratio=2.4, tiles_low_resolution=1, tiles_336x336=1),
+        untimed(
+            "06", "token-counts", aspect_token_ratio=2.4, tiles_low_resolution=1, tiles_336x336=1, vision_share=0.2
+        ),
         untimed("06", "recompiles uniform", recompilations=1, further_image_token_counts=3),
         untimed("06", "recompiles varied", recompilations=9),
         untimed("06", "same-tokens varying", ms_per_1k_tokens=spread_of(100), peak_allocated_gb=16.0),
