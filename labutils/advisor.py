@@ -206,7 +206,8 @@ def _option(method: str, run: Run, runs: Runs) -> Option | None:
 
 def _loss_change(method: str, runs: Runs) -> float | None:
     """The method's loss against the baseline's. Compiling changes no arithmetic, so it inherits the loss."""
-    same = BASELINE if method == "compile" else method.removeprefix("compile-")
+    same = method.removesuffix("-blocks")
+    same = BASELINE if same == "compile" else same.removeprefix("compile-")
     losses = [run.metric("final_loss") for name in (same, BASELINE) if (run := runs.get((LAB, f"loss {name}")))]
     if len(losses) < 2 or not all(isinstance(loss, int | float) and loss > 0 for loss in losses):
         return 0.0 if same == BASELINE else None

@@ -47,14 +47,17 @@ def method(name: str, batch: int = 1, whole: bool = False) -> Recipe:
     "compile" compiles, "fixed" forces images to one square and compiles; what the name ends with says how the base
     weights are held. Blocks are computed again in the backward pass: without that the article's 16 GB at batch 1 would
     not hold, nor its batch 24 fit its card. whole: compile the model as one, as the article does, and not its blocks
-    one by one, which gives almost the same code in a fraction of the time.
+    one by one, which leaves one block to compile instead of all. "compile-blocks" and "fixed-blocks" always take
+    blocks.
     """
     base = next((kind for ending, kind in LOW_BITS.items() if name.endswith(ending)), "published")
     recipe = A2_BASE.but(micro_batch=batch, checkpointing="blocks", base_linear=base)
     if name.startswith("fixed"):
         recipe = recipe.but(shapes="fixed")
     if name.startswith(("fixed", "compile")):
-        recipe = recipe.but(compile="default", compile_scope="model" if whole else "blocks")
+        recipe = recipe.but(
+            compile="default", compile_scope="model" if whole and not name.endswith("-blocks") else "blocks"
+        )
     return recipe
 
 
@@ -238,6 +241,8 @@ def token_counts() -> dict[str, float]:
     return {
         "tiles_low_resolution": geometry.tiles((224, 224)),
         "tiles_336x336": geometry.tiles((336, 336)),
+        "tiles_500x500": geometry.tiles((500, 500)),
+        "tiles_354x707": geometry.tiles((354, 707)),
         "tokens_336x336": geometry.tokens((336, 336)),
         "tokens_500x500": square,
         "tokens_354x707": wide,

@@ -119,8 +119,8 @@ lab.table(
     ("image, width × height", "tiles", "image tokens"),
     ("224 × 224", counts["tiles_low_resolution"], None),
     ("336 × 336", counts["tiles_336x336"], counts["tokens_336x336"]),
-    ("500 × 500", 5, counts["tokens_500x500"]),
-    ("707 × 354, the same area", 3, counts["tokens_354x707"]),
+    ("500 × 500", counts["tiles_500x500"], counts["tokens_500x500"]),
+    ("707 × 354, the same area", counts["tiles_354x707"], counts["tokens_354x707"]),
 )
 lab.verdict("A2.anyres.tokens", "A2.anyres.one-tile", "A2.fixed.no-anyres");
 
@@ -228,8 +228,8 @@ lab.verdict("A2.lmm.vision-cost", "A2.fp8.vision-refuses", "A2.fp8.vision-limits
 #
 # On a GPU the model is compiled whole in BF16 at batch 1, as in the article. Everywhere else its *blocks* are compiled,
 # the layers that a transformer repeats: the decoder's 32 are alike and share their code, so there is one to compile
-# instead of 32. Watch what that does to the first step, and whether it costs the later ones anything. At `tiny` the
-# model has few blocks, and a C++ compiler does the GPU compiler's work.
+# instead of 32. *compile-blocks* does that at batch 1, too: see what it does to the first step, and whether it costs the
+# later ones anything. At `tiny` the model has few blocks, and a C++ compiler does the GPU compiler's work.
 #
 # **Your prediction:** after how many steps has compiling paid at batch 1?
 
@@ -241,7 +241,15 @@ lab.predict("break-even of torch.compile at batch 1", my_even, "steps")
 # %%
 methods = {"compile": compiled_sizes}
 if on_gpu:
-    others = ("compile-fp8-frozen", "compile-fp8-te", "fixed-fp8-te", "compile-qlora", "fixed-qlora")
+    others = (
+        "compile-blocks",
+        "fixed-blocks",
+        "compile-fp8-frozen",
+        "compile-fp8-te",
+        "fixed-fp8-te",
+        "compile-qlora",
+        "fixed-qlora",
+    )
     methods |= {"fixed": compiled_sizes} | dict.fromkeys(others, [1])
 as_published = ("compile", "fixed") if on_gpu and whole_model else ()
 measure_cells(methods, as_published)

@@ -56,6 +56,8 @@ def test_every_method_of_the_article_s_table_is_a_recipe():
     recipes = {name: trials.method(name, whole=True) for name in a2.PUBLISHED}
     assert len(set(recipes.values())) == len(recipes)
     assert recipes["compile"].compile_scope == "model"
+    assert trials.method("compile-blocks", whole=True) == trials.method("compile")
+    assert trials.method("fixed-blocks", whole=True) == trials.method("fixed")
 
 
 def test_cells_and_their_table(uniform):
@@ -148,6 +150,8 @@ def test_token_counts_are_those_of_the_processor_s_formula():
     assert counts["tokens_500x500"] == 24 * 24 + 48 * 49  # 2 x 2 tiles, a newline after each row
     assert counts["tokens_336x336"] == 24 * 24 + 24 * 25  # 1 x 2 tiles, half of them padding
     assert counts["tiles_336x336"] == counts["tiles_low_resolution"] == 3
+    assert counts["tiles_500x500"] == counts["tiles_354x707"] == 5  # 2 x 2, half of the latter's canvas padding
+    assert counts["tokens_354x707"] == 24 * 24 + 24 * 49
     assert counts["aspect_token_ratio"] == pytest.approx(1.67, abs=0.01)
     assert counts["vision_share"] == pytest.approx(0.02, abs=0.005)
 
