@@ -126,8 +126,9 @@ lab.verdict("A2.anyres.tokens", "A2.anyres.one-tile", "A2.fixed.no-anyres");
 
 # %% [markdown]
 # The smallest grid that the model knows is 1 × 2. So no image is ever one tile: one of 336 × 336 is shown whole, and
-# once more in the middle of a canvas of two tiles, half of it padding. All three tiles go through the vision tower;
-# the tokens of the padding are left out afterwards.
+# once more in the middle of a canvas of two tiles, half of it padding. All three tiles go through the vision tower; the
+# tokens of the padding are left out afterwards. So shape matters less to the vision tower than to the language model:
+# 707 × 354 makes as many tiles as a square of the same area, and three fifths of its tokens.
 #
 # **Takeaway.** The article's fixed shape doesn't switch AnyRes off. It makes every image the cheapest one that AnyRes
 # knows: 1,176 tokens instead of 2,928.
@@ -228,8 +229,8 @@ lab.verdict("A2.lmm.vision-cost", "A2.fp8.vision-refuses", "A2.fp8.vision-limits
 #
 # On a GPU the model is compiled whole in BF16 at batch 1, as in the article. Everywhere else its *blocks* are compiled,
 # the layers that a transformer repeats: the decoder's 32 are alike and share their code, so there is one to compile
-# instead of 32. *compile-blocks* does that at batch 1, too: see what it does to the first step, and whether it costs the
-# later ones anything. At `tiny` the model has few blocks, and a C++ compiler does the GPU compiler's work.
+# instead of 32. *compile-blocks* does that at batch 1, too: see what it does to the first step, and whether it costs
+# the later ones anything. At `tiny` the model has few blocks, and a C++ compiler does the GPU compiler's work.
 #
 # **Your prediction:** after how many steps has compiling paid at batch 1?
 
@@ -299,7 +300,8 @@ lab.verdict(
 
 # %% [markdown]
 # **Takeaway.** A break-even count divides seconds on the host by milliseconds on the GPU: it belongs to a machine and
-# to a way of compiling. Before you accept a long first step, ask whether compiling one block would do.
+# to a way of compiling. From a few timed steps it is rough, too: run the lab twice and compare. Before you accept a
+# long first step, ask whether compiling one block would do.
 
 # %% [markdown]
 # ## 4 · Two changes that came together
