@@ -117,8 +117,8 @@ def not_measured(cells: Mapping[str, Run]) -> str:
 
 
 def compiler_rows(cells: Mapping[str, Run]) -> list[tuple[Any, ...]]:
-    """(cell, graphs, graph breaks, recompilations) of each compiled cell."""
-    counted = ("graphs", "graph_breaks", "recompilations")
+    """(cell, seconds of compiling, graphs, graph breaks, recompilations, functions given up) of each compiled cell."""
+    counted = ("compile_s", "graphs", "graph_breaks", "recompilations", "given_up")
     compiled = {name: run for name, run in cells.items() if "graphs" in run.metrics}
     return [(name, *(run.metrics[metric] for metric in counted)) for name, run in compiled.items()]
 
@@ -249,6 +249,8 @@ def token_counts() -> dict[str, float]:
     return {
         "tiles_low_resolution": geometry.tiles((224, 224)),
         "tiles_336x336": geometry.tiles((336, 336)),
+        "tiles_500x500": geometry.tiles((500, 500)),
+        "tiles_354x707": geometry.tiles((354, 707)),
         "tokens_336x336": geometry.tokens((336, 336)),
         "tokens_500x500": square,
         "tokens_354x707": wide,
@@ -445,26 +447,24 @@ GOALS = {
     "useful_speedup": ("useful tokens/s, times the plain loop's", "at least 2"),
     "graphs": ("graphs compiled", "at most 10"),
     "recompilations_after_warmup": ("recompilations after warm-up", "none"),
-    "mfu_of_measured_peak": ("share of the measured rate of matrix products", None),
+    "mfu_of_measured_peak": ("share of the measured BF16 matrix rate, padding not counted", "at least 0.55"),
     "weights_share": ("weights of language model and projector, share of BF16's", "at most 0.55"),
     "memory_share": ("memory at batch 1, share of BF16 LoRA's", "at most 0.75"),
 }
 """Metric of `reached` -> what it is, and what it is meant to be."""
 
 
-def reached(varied: Workload, uniform: Workload, top: Recipe, climbed: Mapping[str, Run]) -> dict[str, float]:
-    """What a ladder's top rung gets to, as metrics named in `GOALS`; what can't be measured here is absent.
+def reached(varied: Workload, uniform: Workload, top: Recipe, best: Run, naive: Run) -> dict[str, float]:
+    """What a ladder's rung gets to, as metrics named in `GOALS`; what can't be measured here is absent.
 
-    climbed: the ladder's runs on `varied`, the plain loop first and `top` last. Memory is compared on one image at a
-    time of `uniform`, as published.
+    best and naive: the runs of `top` and of the plain loop on `varied`. Memory is compared on one image at a time of
+    `uniform`, as published.
     """
     found = steady(varied, top, warmup=6, steps=10)
-    naive, *_, best = climbed.values()
     if best.ok and naive.ok:
         found["useful_speedup"] = best.metrics["useful_tokens_per_s"] / naive.metrics["useful_tokens_per_s"]
-        found["mfu_of_measured_peak"] = (
-            best.metrics["tflops"] / hardware.measured_roofline(best.recipe["precision"]).rate
-        )
+        rate = hardware.measured_roofline(best.recipe["precision"]).rate  # what is computed for padding is of no use
+        found["mfu_of_measured_peak"] = best.metrics["tflops"] * best.metrics["useful_tokens"] / rate
     single = top.but(shapes="as-they-come", dynamic="any", cache="nothing")
     if hardware.device() == "cuda":
         peaks = [train(uniform, r, 3, 1, "peak").metric("peak_allocated_gb") for r in (single, A2_BASE)]

@@ -380,6 +380,7 @@ _COMPILE = (
             "than_before": "bf16 b1",
             "than_after": "compile b1",
         },
+        note="Both compiled block by block.",
     ),
     Claim(
         id="A2.compile.fp8-first-step",
@@ -418,6 +419,7 @@ _COMPILE = (
         runs=("compile b1", "compile-fp8-te b1"),
         judge="more_with",
         how={"with": "compile-fp8-te b1", "without": "compile b1", "metric": "graph_breaks"},
+        note="Both compiled block by block.",
     ),
 )
 
@@ -781,6 +783,7 @@ _QLORA = (
         runs=("compile b1", "compile-qlora b1"),
         judge="more_with",
         how={"with": "compile-qlora b1", "without": "compile b1", "metric": "graph_breaks"},
+        note="Both compiled block by block.",
     ),
     Claim(
         id="A2.qlora.no-compile",
@@ -791,7 +794,13 @@ _QLORA = (
         lab="06",
         runs=("bf16 b1", "compile b1", "qlora b1", "compile-qlora b1"),
         judge="gains_less",
-        how={"before": "qlora b1", "after": "compile-qlora b1", "than_before": "bf16 b1", "than_after": "compile b1"},
+        how={
+            "before": "qlora b1",
+            "after": "compile-qlora b1",
+            "than_before": "bf16 b1",
+            "than_after": "compile b1",
+        },
+        note="Both compiled block by block.",
     ),
     Claim(
         id="A2.qlora.no-fixed",
@@ -802,7 +811,13 @@ _QLORA = (
         lab="06",
         runs=("bf16 b1", "fixed b1", "qlora b1", "fixed-qlora b1"),
         judge="gains_less",
-        how={"before": "qlora b1", "after": "fixed-qlora b1", "than_before": "bf16 b1", "than_after": "fixed b1"},
+        how={
+            "before": "qlora b1",
+            "after": "fixed-qlora b1",
+            "than_before": "bf16 b1",
+            "than_after": "fixed b1",
+        },
+        note="Both compiled block by block.",
     ),
 )
 
@@ -900,7 +915,8 @@ _LEFT = (
         runs=("compile b1", "compile-fp8-frozen b1"),
         judge="faster",
         how={"before": "compile b1", "after": "compile-fp8-frozen b1"},
-        note="With the course's FP8 layer for frozen weights, which the compiler can see through.",
+        note="With the course's FP8 layer for frozen weights, which the compiler can see through. Both compiled block "
+        "by block.",
     ),
 )
 

@@ -181,10 +181,12 @@ def test_a_loss_that_was_not_measured_is_unknown_and_compiling_changes_none():
     found = {option.method: option.loss_change for option in options_from(runs() | dict(
         [
             cell("compile-fp8-te b1", 0.8, first_step_s=50, peak_allocated_gb=20.0),
+            cell("compile-whole b1", 0.8, first_step_s=9, peak_allocated_gb=20.0),
             cell("fixed b1", 0.4, first_step_s=100, peak_allocated_gb=19.0),
         ]
     ), 1)}  # fmt: skip
     assert found["compile-fp8-te"] == found["fp8-te"] == pytest.approx(0.1)
+    assert found["compile-whole"] == 0
     assert found["fixed"] is None
 
 

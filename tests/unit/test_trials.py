@@ -9,7 +9,7 @@ import pytest
 import torch
 from recipes_at_work import one_thread
 
-from labutils import trials
+from labutils import hardware, trials
 from labutils.articles import a2
 from labutils.recipe import A2_BASE, distinct_on
 from labutils.results import Run
@@ -96,9 +96,9 @@ def test_break_even_counts_are_against_the_same_batch():
 
 
 def test_what_the_compiler_did_is_listed_where_it_was_at_work():
-    counts = {"graphs": 3, "graph_breaks": 1, "recompilations": 0}
+    counts = {"compile_s": 2.5, "graphs": 3, "graph_breaks": 1, "recompilations": 0, "given_up": 4}
     cells = {"bf16 b1": Run("06", "bf16 b1"), "compile b1": Run("06", "compile b1", metrics=counts)}
-    assert trials.compiler_rows(cells) == [("compile b1", 3, 1, 0)]
+    assert trials.compiler_rows(cells) == [("compile b1", 2.5, 3, 1, 0, 4)]
 
 
 # --------------------------------------------------------------------------------------------------- altered models
@@ -156,6 +156,8 @@ def test_token_counts_are_those_of_the_processor_s_formula():
     assert counts["tokens_500x500"] == 24 * 24 + 48 * 49  # 2 x 2 tiles, a newline after each row
     assert counts["tokens_336x336"] == 24 * 24 + 24 * 25  # 1 x 2 tiles, half of them padding
     assert counts["tiles_336x336"] == counts["tiles_low_resolution"] == 3
+    assert counts["tiles_500x500"] == counts["tiles_354x707"] == 5  # 2 x 2, half of the latter's canvas padding
+    assert counts["tokens_354x707"] == 24 * 24 + 24 * 49
     assert counts["aspect_token_ratio"] == pytest.approx(1.67, abs=0.01)
     assert counts["vision_share"] == pytest.approx(0.02, abs=0.005)
 
@@ -223,20 +225,22 @@ def test_the_ladder_of_a_cpu_compiles_nothing():
 
 
 def test_what_the_top_rung_reaches(varied, uniform):
-    climbed = {}
-    for name, rate in (("bf16", 100.0), ("middle", 150.0), ("top", 300.0)):
-        metrics = {"useful_tokens_per_s": rate, "tflops": 1e-3}
-        climbed[name] = Run("06", name, metrics=metrics, recipe={"precision": "fp32"})
-    found = trials.reached(varied, uniform, QUICK, climbed)
+    naive, best = (
+        Run("06", name, metrics={"useful_tokens_per_s": rate, "tflops": 1e-3, "useful_tokens": 0.5})
+        for name, rate in (("bf16", 100.0), ("top", 300.0))
+    )
+    best.recipe = {"precision": "fp32"}
+    found = trials.reached(varied, uniform, QUICK, best, naive)
     assert found["useful_speedup"] == pytest.approx(3)
     assert found["graphs"] == found["recompilations_after_warmup"] == 0
-    assert 0 < found["mfu_of_measured_peak"] < 1
+    rate = hardware.measured_roofline("fp32").rate
+    assert found["mfu_of_measured_peak"] == pytest.approx(1e-3 * 0.5 / rate)
     theirs = Run("06", "targets", metrics={"graphs": 7})
     rows = {row[0]: row[1:] for row in trials.goal_rows(found, theirs)}
     assert rows["graphs compiled"] == ("at most 10", 0, 7)
     assert set(found) <= set(trials.GOALS)
-    climbed["top"].status = "oom"
-    assert "useful_speedup" not in trials.reached(varied, uniform, QUICK, climbed)
+    best.status = "oom"
+    assert "useful_speedup" not in trials.reached(varied, uniform, QUICK, best, naive)
 
 
 def test_steady_tells_warm_up_from_what_follows(uniform):
