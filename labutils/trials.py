@@ -103,7 +103,8 @@ def by_batch(cells: Mapping[str, Run], metric: str, methods: Iterable[str]) -> d
 
 def _row(run: Run, base: Run | None) -> str:
     if not run.ok:
-        return f"{run.status if len(run.status) < 60 else run.status[:59] + '…'} | | | | |"
+        status = run.status.replace("|", "/")  # a column ends there
+        return f"{status if len(status) < 60 else status[:59] + '…'} | | | | |"
     step, memory = run.metric("step_ms"), run.metric("peak_allocated_gb")
     change = "" if base is None or base is run else f"{100 * (step / base.metric('step_ms') - 1):+.0f} %"
     shown = "–" if memory is None else f"{memory:.1f}"

@@ -162,6 +162,28 @@ def test_a_cpu_out_of_memory_is_no_other_error(workload):
         assert bench.compare({"a": QUICK})["a"].status == "oom"
 
 
+@pytest.mark.parametrize(
+    ("message", "status"),
+    [
+        (
+            "InvalidCxxCompiler: No working C++ compiler\n\nSet TORCH_LOGS",
+            "skipped: torch.compile builds C++ here",
+        ),
+        ("first line\n\n  second line", "error: RuntimeError: first line second line"),
+    ],
+)
+def test_why_a_recipe_failed_is_one_line(message, status, workload):
+    def build(recipe):
+        raise RuntimeError(message)
+
+    broken = copy.copy(workload)
+    broken.build = build
+    with Bench(broken) as bench:
+        found = bench.compare({"a": QUICK})["a"].status
+        assert found.startswith(status)
+        assert "\n" not in found
+
+
 def test_a_name_in_a_bench_is_one_recipe(workload):
     with Bench(workload, warmup=1) as bench:
         bench.prepare({"a": QUICK})
