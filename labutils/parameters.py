@@ -16,6 +16,10 @@ CHOICES = {
     "weights": ("random", "hub"),
     "data": ("generated", "hub"),
 }
+LEAST = {"steps": 1, "rounds": 0, "seeds": 1}
+"""Parameter's name -> the least that it takes, in whichever lab."""
+COUNTS = ("batches", "compile_batches")
+"""Texts that hold whole numbers above 0."""
 EXAMPLES = {"str": "words", "int": "a whole number, e.g. 4", "float": "a number, e.g. 0.5", "bool": "true or false"}
 
 
@@ -42,7 +46,22 @@ def check(name: str, value: Any, kind: str) -> Any:
         raise ValueError(f"{name} is {value!r}, {_a(type(value).__name__)}, but it takes {EXAMPLES[kind]}.")
     if name in CHOICES and value not in CHOICES[name]:
         raise ValueError(f"{name} is {value!r}, but it takes one of: {', '.join(CHOICES[name])}.")
+    if name in LEAST and kind in ("int", "float") and value < LEAST[name]:
+        raise ValueError(f"{name} is {value!r}, but it takes {LEAST[name]} or more.")
+    if name in COUNTS and kind == "str":
+        whole_numbers(name, value)
     return value
+
+
+def whole_numbers(name: str, text: str) -> list[int]:
+    """The whole numbers of a text like "1 4 24", each once, from the smallest; [] for an empty one.
+
+    Raises `ValueError` where one is no whole number above 0.
+    """
+    words = text.replace(",", " ").split()
+    if not all(word.isascii() and word.isdecimal() and len(word) < 10 and int(word) > 0 for word in words):
+        raise ValueError(f"{name} is {text!r}, but it takes whole numbers above 0, for example 1 4 24.")
+    return sorted({int(word) for word in words})
 
 
 def check_choice(what: str, value: str, choices: tuple[str, ...]) -> None:

@@ -14,14 +14,13 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageFilter
 
+from labutils.data.files import cache_folder, whole_file, write_whole
 from labutils.hardware import usable_cores
 
 SIDE = 1080
@@ -32,9 +31,6 @@ MEAN_BYTES = 1_270_000
 
 VERSION = 1
 """Changes when the same (seed, index) gives another picture, so that a cache never mixes the two."""
-
-ABANDONED_S = 3600
-"""A temporary file older than this was left behind by a process that died."""
 
 SUBJECTS = ("a man", "a woman", "a boy", "a girl", "a person", "a young man", "an old man", "a group of people")
 LOOKS = ("red hair", "blue eyes", "black hair", "a beard", "a scarf around his neck", "glasses", "a black outfit")
@@ -104,10 +100,14 @@ def draw_images(folder: Path, count: int, seed: int = 0) -> list[Path]:
     Safe to interrupt and safe to run twice at once: a file appears under its name only when it is whole, and every
     process would write the same bytes. What exists is trusted only after the checksums that PNG carries were read. Last
     comes metadata.jsonl (file_name, text), which makes the folder one that `datasets` knows as an "imagefolder": the
-    public script trains on it with --train_data_dir.
+    public script trains on it with --train_data_dir. Raises `OSError` that says what to type where the folder can't be
+    written.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    _sweep(folder)
+    with cache_folder(folder, "Drawn images"):
+        return _drawn(folder, count, seed)
+
+
+def _drawn(folder: Path, count: int, seed: int) -> list[Path]:
     paths = [folder / f"{index:05d}.png" for index in range(count)]
     with ThreadPoolExecutor(max_workers=usable_cores()) as pool:
         whole = list(pool.map(is_whole, paths))
@@ -146,17 +146,8 @@ def is_whole(path: Path) -> bool:
 
 def _save(image: Image.Image, path: Path) -> None:
     """Write `image` as a PNG (zlib level 6, Pillow's own) that appears under `path` only when it is whole."""
-    part = _part(path)
-    with part.open("wb") as file:
+    with whole_file(path) as part, part.open("wb") as file:
         image.save(file, format="PNG")
-    os.replace(part, path)
-
-
-def _replace(path: Path, content: bytes) -> None:
-    """Write `content` so that `path` holds either all of it or what it held before."""
-    part = _part(path)
-    part.write_bytes(content)
-    os.replace(part, path)
 
 
 def _is_ours(path: Path) -> bool:
@@ -167,19 +158,4 @@ def _is_ours(path: Path) -> bool:
 def _keep(path: Path, content: bytes) -> None:
     """Have `path` hold `content`; one that does is not written, so that a cache may be read-only."""
     if not path.is_file() or path.read_bytes() != content:
-        _replace(path, content)
-
-
-def _part(path: Path) -> Path:
-    """A name beside `path` that no other process or file uses."""
-    return path.with_name(f".{path.name}.{os.getpid()}.part")
-
-
-def _sweep(folder: Path) -> None:
-    """Remove what interrupted processes left half-written."""
-    for part in folder.glob(".*.part"):
-        try:
-            if time.time() - part.stat().st_mtime > ABANDONED_S:
-                part.unlink()
-        except OSError:  # another process was quicker, or the folder is read-only
-            continue
+        write_whole(path, content)

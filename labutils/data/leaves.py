@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -24,6 +23,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from PIL import Image, ImageDraw, ImageFilter
 
+from labutils.data.files import cache_folder, write_whole
 from labutils.hardware import usable_cores
 
 if TYPE_CHECKING:
@@ -176,9 +176,13 @@ def draw_leaves(folder: Path, count: int, sizes: str, seed: int = 0, tile: int =
 
     Safe to interrupt and safe to run twice at once: a file appears under its name only when it is whole, and every
     process would write the same bytes. JPEG carries no checksums, so the manifest, which is written last, does: a file
-    that it doesn't vouch for is drawn again.
+    that it doesn't vouch for is drawn again. Raises `OSError` that says what to type where the folder can't be written.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    with cache_folder(folder, "Drawn photographs"):
+        return _drawn(folder, count, sizes, seed, tile)
+
+
+def _drawn(folder: Path, count: int, sizes: str, seed: int, tile: int) -> list[Path]:
     manifest = _read_manifest(folder / MANIFEST)
     paths = [folder / f"{index:05d}.jpg" for index in range(count)]
 
@@ -187,13 +191,13 @@ def draw_leaves(folder: Path, count: int, sizes: str, seed: int = 0, tile: int =
         if path.name in manifest and path.is_file() and zlib.crc32(path.read_bytes()) == manifest[path.name]:
             return manifest[path.name]
         content = _encoded(leaf(index, sizes, seed, tile))
-        _write_whole(path, content)
+        write_whole(path, content)
         return zlib.crc32(content)
 
     with ThreadPoolExecutor(max_workers=usable_cores()) as pool:
         found = dict(zip((path.name for path in paths), pool.map(ensure, range(count)), strict=True))
     if not found.items() <= manifest.items():
-        _write_whole(folder / MANIFEST, json.dumps(manifest | found, indent=0).encode())
+        write_whole(folder / MANIFEST, json.dumps(manifest | found, indent=0).encode())
     return paths
 
 
@@ -210,10 +214,3 @@ def _encoded(image: Image.Image) -> bytes:
     buffer = io.BytesIO()
     image.save(buffer, format="JPEG", quality=QUALITY)
     return buffer.getvalue()
-
-
-def _write_whole(path: Path, content: bytes) -> None:
-    """Write `content` so that `path` holds either all of it or what it held before."""
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    part.write_bytes(content)
-    os.replace(part, path)

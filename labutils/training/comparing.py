@@ -147,10 +147,8 @@ class Bench:
         try:
             action()
             return
-        except Unavailable as error:
-            self.failed[name] = f"skipped: {error}"
         except Exception as error:
-            self.failed[name] = "oom" if is_out_of_memory(error) else f"error: {type(error).__name__}: {error}"
+            self.failed[name] = _status_of(error)
         # Outside the except block: inside it the exception still holds the frames, and these the tensors.
         self._end(name)
         gc.unfreeze()  # what is frozen isn't collected; a session's modules and hooks refer to each other
@@ -174,6 +172,18 @@ class Bench:
 
     def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         self.close()
+
+
+def _status_of(error: Exception) -> str:
+    """What a run's `status` says about `error`, in one line, as it may stand in a table."""
+    if isinstance(error, Unavailable):
+        return f"skipped: {error}"
+    if is_out_of_memory(error):
+        return "oom"
+    said = " ".join(str(error).split())
+    if "InvalidCxxCompiler" in said:
+        return "skipped: torch.compile builds C++ here, and no compiler for it works; sudo apt install g++ brings one"
+    return f"error: {type(error).__name__}: {said}"
 
 
 def measure(session: Session, steps: int) -> StepTimes:

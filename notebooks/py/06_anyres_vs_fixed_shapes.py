@@ -55,9 +55,9 @@ scale: str = "auto"  # tiny (any CPU), small (a GPU of 8 GB), full (the article'
 weights: str = "random"  # random: exact architecture, random weights; hub: the real ones
 data: str = "generated"  # generated files like the real ones; hub: the real dataset
 results_dir: str = ""  # folder of results.jsonl; empty: a new one under results/
-batches: str = ""  # batch sizes of the table, as "1 4 24"; empty: 1 4 at tiny, the article's six at larger scales
-compile_batches: str = ""  # those of the compiled methods; empty: 1 at tiny, 1 8 at larger scales
-whole_model: bool = True  # on a GPU compile the article's BF16 methods whole at batch 1; false: block by block
+batches: str = ""  # batch sizes of the table beside 1, as "4 24"; empty: 4 at tiny, the article's at larger scales
+compile_batches: str = ""  # those of the compiled methods beside 1; empty: none at tiny, 8 at larger scales
+whole_model: bool = True  # on a GPU also compile the model whole, as the article did, 1-2 minutes each
 steps: int = 3  # timed steps of a cell
 seeds: int = 3  # seeds of section 5
 
@@ -79,6 +79,7 @@ from labutils import advisor, plots, trials
 from labutils.articles.a2 import BATCHES
 from labutils.hardware import usable_cores
 from labutils.lowbit.frozen import FrozenFP8Linear
+from labutils.parameters import whole_numbers
 from labutils.recipe import A2_BASE, distinct_on
 from labutils.results import REFERENCE, Run, read_runs
 from labutils.training import Bench, Session, train
@@ -92,8 +93,8 @@ if not on_gpu:
     torch.set_num_threads(max(1, usable_cores() // 2))
 
 # %%
-sizes = [int(n) for n in batches.split()] or ([1, 4] if tiny else list(BATCHES))
-compiled_sizes = [int(n) for n in compile_batches.split()] or ([1] if tiny else [1, 8])
+sizes = sorted({1, *(whole_numbers("batches", batches) or ([4] if tiny else BATCHES))})
+compiled_sizes = sorted({1, *(whole_numbers("compile_batches", compile_batches) or ([] if tiny else [8]))})
 uniform, varied = lab.workload("llava-lora"), lab.workload("llava-lora-varied")
 cells: dict[str, Run] = {}
 

@@ -14,9 +14,11 @@ from recipes_at_work import one_thread
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from labutils import runner
 from labutils.adapters import CONFIG_FILE, WEIGHTS_FILE, attach_lora, load_adapter, save_adapter
 from labutils.course import LabError, open_lab
 from labutils.data import drawings
+from labutils.parameters import whole_numbers
 from labutils.recipe import STOCK
 from labutils.results import read_records
 from labutils.training import Session
@@ -80,6 +82,37 @@ def test_names_that_later_cells_annotate_are_no_parameters(kinds):
     assert not lab.parameters.keys() & {"my_guess", "xs"}
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "told"),
+    [
+        ("steps", 0, "steps is 0, but it takes 1 or more. Change it in the parameters cell"),
+        ("rounds", -1, "rounds is -1, but it takes 0 or more"),
+        ("seeds", 0, "seeds is 0, but it takes 1 or more"),
+        ("batches", "0 4", "batches is '0 4', but it takes whole numbers above 0, for example 1 4 24"),
+        ("batches", "x", "takes whole numbers above 0"),
+        ("batches", "1.5", "takes whole numbers above 0"),
+        ("batches", "²", "takes whole numbers above 0"),
+        ("batches", "9" * 5000, "takes whole numbers above 0"),
+        ("compile_batches", "-1", "compile_batches is '-1', but it takes whole numbers above 0"),
+    ],
+)
+def test_a_labs_parameter_has_its_limits(name, value, told):
+    with pytest.raises(LabError, match=told):
+        open_lab("06", {name: value, "__annotations__": {name: type(value)}})
+
+
+@pytest.mark.parametrize(("text", "numbers"), [("", []), (" ", []), ("4", [4]), ("24 1,4  4", [1, 4, 24])])
+def test_whole_numbers_of_a_text(text, numbers):
+    assert whole_numbers("batches", text) == numbers
+
+
+def test_a_lab_is_not_started_with_what_it_does_not_take(tmp_path):
+    for name, word in (("batches", "0 4"), ("compile_batches", "-1"), ("seeds", "0"), ("steps", "-3")):
+        with pytest.raises(runner.UsageError, match=f"Lab 06: {name} is .* but it takes"):
+            runner.run(["06"], runner.Options(scale="tiny", results=tmp_path / "r", given={name: word}))
+    assert not (tmp_path / "r").exists()
+
+
 def test_what_is_not_finite_is_not_scored(capsys):
     lab = open_lab("03", {})
     for value in (NAN, float("inf"), 10**400):
@@ -127,6 +160,28 @@ def test_a_cpu_out_of_memory_is_no_other_error(workload):
     full.build = build
     with Bench(full) as bench:
         assert bench.compare({"a": QUICK})["a"].status == "oom"
+
+
+@pytest.mark.parametrize(
+    ("message", "status"),
+    [
+        (
+            "InvalidCxxCompiler: No working C++ compiler\n\nSet TORCH_LOGS",
+            "skipped: torch.compile builds C++ here",
+        ),
+        ("first line\n\n  second line", "error: RuntimeError: first line second line"),
+    ],
+)
+def test_why_a_recipe_failed_is_one_line(message, status, workload):
+    def build(recipe):
+        raise RuntimeError(message)
+
+    broken = copy.copy(workload)
+    broken.build = build
+    with Bench(broken) as bench:
+        found = bench.compare({"a": QUICK})["a"].status
+        assert found.startswith(status)
+        assert "\n" not in found
 
 
 def test_a_name_in_a_bench_is_one_recipe(workload):

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import statistics
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
 
+from labutils.data import files as files_of_a_cache
 from labutils.data import leaves
+from labutils.data.images import captioned_images
 from labutils.data.leaves import (
     BEANS,
     CLASSES,
@@ -164,3 +169,65 @@ def test_a_dataset_that_cant_be_had_says_what_to_type(tmp_path, monkeypatch):
         ConnectionError, match=r'data="generated".*hf download --repo-type dataset AI-Lab-Makerere/beans'
     ):
         leaf_images(tmp_path, 1, data="hub")
+
+
+# The cache
+
+
+def draw(kind: str, cache: Path) -> None:
+    leaf_images(cache, 2) if kind == "photographs" else captioned_images(cache, 2)
+
+
+kinds = pytest.mark.parametrize("kind", ["photographs", "images"])
+TOLD = r"Drawn {} can't be kept in .*{}.*({}).*export LABUTILS_CACHE=FOLDER"
+
+
+@kinds
+def test_a_cache_that_is_a_file_says_what_to_type(kind, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError, match=TOLD.format(kind, "file", "Not a directory")):
+        draw(kind, tmp_path / "file")
+
+
+@kinds
+def test_a_full_disk_says_what_to_type_and_leaves_no_part(kind, tmp_path, monkeypatch):
+    """The first bytes still go to the disk."""
+    room, save = Path.write_bytes, Image.Image.save
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "write_bytes", lambda path, content: (room(path, content[:9]), full()))
+        patched.setattr(Image.Image, "save", save if kind == "photographs" else full)
+        with pytest.raises(OSError, match=TOLD.format(kind, "v1-seed0", "No space left on device")):
+            draw(kind, tmp_path)
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+    draw(kind, tmp_path)
+
+
+def test_a_cache_that_may_only_be_read_serves_what_it_has(cache, monkeypatch):
+    def forbidden(*_: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(files_of_a_cache.os, "replace", forbidden)
+    monkeypatch.setattr(Path, "write_bytes", forbidden)
+    leaf_images(cache, FILES)
+    with pytest.raises(OSError, match=TOLD.format("photographs", "beans", "Permission denied")):
+        leaf_images(cache, FILES + 1)
+
+
+def test_threads_of_one_process_may_draw_at_once(tmp_path):
+    with ThreadPoolExecutor(4) as pool:
+        drawn = list(pool.map(lambda _: draw_leaves(tmp_path, 4, BEANS), range(4)))
+    assert sorted(path.name for path in tmp_path.iterdir()) == [*(p.name for p in drawn[0]), leaves.MANIFEST]
+
+
+def test_what_died_long_ago_is_cleared_away(tmp_path):
+    old, new = tmp_path / ".00000.jpg.1-1.part", tmp_path / ".00001.jpg.1-1.part"
+    for part in (old, new):
+        part.write_bytes(b"half")
+    os.utime(old, (0, 0))
+    draw_leaves(tmp_path, 1, BEANS)
+    assert not old.exists()
+    assert new.exists()

@@ -17,10 +17,12 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from labutils.adapters import adapter_state
 from labutils.folding import form_weights
+from labutils.recipe import A2_BASE
 from labutils.training import Session
 from labutils.training.checkpoint import FILE
 from labutils.training.logs import NotFinite
 from labutils.workloads import diffusion, open_workload
+from labutils.workloads.multimodal import build_llava
 
 QUICK = EAGER.but(cache="latents+text")
 
@@ -233,3 +235,54 @@ def test_a_trained_adapter_loads_with_peft_and_with_diffusers(kind, workload, tm
     torch.testing.assert_close(PeftModel.from_pretrained(bare, tmp_path)(*inputs).sample, expected)
     others.load_lora_adapter(tmp_path, prefix="unet", weight_name="pytorch_lora_weights.safetensors")
     torch.testing.assert_close(others(*inputs).sample, expected)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A model that reads images and text
+
+
+@pytest.mark.parametrize(
+    "knobs",
+    [
+        {},
+        {"layers": "rewritten", "shapes": "packed", "token_budget": 8192, "micro_batch": 1, "loss": "answers"},
+        {"layers": "rewritten", "shapes": "buckets", "token_budget": 3500, "base_linear": "fp8-frozen"},
+    ],
+    ids=["as they come", "packed", "buckets"],
+)
+def test_a_resumed_llava_run_ends_where_an_unbroken_one_does(knobs, tmp_path):
+    varied = open_workload("llava-lora-varied", scale="tiny", device="cpu")
+    recipe = A2_BASE.but(**{"learning_rate": 1e-2, "micro_batch": 2, "num_workers": 1} | knobs)
+    with Session(varied, recipe, tmp_path) as session:
+        session.run(2)
+        session.save()
+        session.run(4)
+        whole, losses = copy.deepcopy(adapter_state(session.model.llava)), session.losses
+    with Session(varied, recipe, tmp_path, resume=True) as session:
+        session.run(4)
+        resumed = adapter_state(session.model.llava)
+        assert session.losses == losses[2:]
+    assert all(torch.equal(resumed[name], matrix) for name, matrix in whole.items())
+    with pytest.raises(ValueError, match="token_budget=.*Resume with the same settings"):
+        Session(varied, recipe.but(token_budget=9000), tmp_path, resume=True)
+
+
+@pytest.mark.parametrize("knobs", [{}, {"layers": "rewritten", "adapter": "plain"}, {"base_linear": "nf4"}])
+def test_a_saved_llava_adapter_loads_in_peft(knobs, tmp_path):
+    from peft import PeftModel
+
+    workload = open_workload("llava-lora", scale="tiny", device="cpu")
+    with Session(workload, A2_BASE.but(learning_rate=1e-2, **knobs)) as session:
+        session.run(2)
+        session.save_adapter(tmp_path)
+        saved = adapter_state(session.model.llava)
+        torch.manual_seed(0)  # the frozen weights that the session has
+        base = build_llava(workload.size, torch.device("cpu"), torch.float32)
+        loaded = PeftModel.from_pretrained(base, str(tmp_path))
+        found = {name.removeprefix("base_model.model."): matrix for name, matrix in adapter_state(loaded).items()}
+        assert found.keys() == saved.keys()
+        assert all(torch.equal(found[name], matrix) for name, matrix in saved.items())
+        if not knobs:
+            batch = next(session.batches)
+            with torch.no_grad():
+                assert loaded(**batch).loss.item() == session.driver.loss(batch).item()
