@@ -92,8 +92,9 @@ def load_libraries(device: str) -> None:
 def as_markdown(cells: Mapping[str, Run]) -> str:
     """The cells as a table: changes and break-even counts are against "bf16" at the same batch size."""
     rows = [
-        "| method | batch | first step, s | step, ms | against bf16 | memory, GB | useful tokens/s | has paid after |",
-        "|---|--:|--:|--:|--:|--:|--:|--:|",
+        "| method | batch | first step, s | step, ms | of it data | against bf16 | memory, GB | useful tokens/s | "
+        "has paid after |",
+        "|---|--:|--:|--:|--:|--:|--:|--:|--:|",
     ]
     for name, run in cells.items():
         label, _, batch = name.rpartition(" b")
@@ -114,13 +115,14 @@ def by_batch(cells: Mapping[str, Run], metric: str, methods: Iterable[str]) -> d
 
 def _row(run: Run, base: Run | None) -> str:
     if not run.ok:
-        return f"{run.status if len(run.status) < 60 else run.status[:59] + '…'} | | | | |"
-    step, memory = run.metric("step_ms"), run.metric("peak_allocated_gb")
+        return f"{run.status if len(run.status) < 60 else run.status[:59] + '…'} | | | | | |"
+    step, memory, data = (run.metric(metric) for metric in ("step_ms", "peak_allocated_gb", "data_ms"))
     change = "" if base is None or base is run else f"{100 * (step / base.metric('step_ms') - 1):+.0f} %"
     shown = "–" if memory is None else f"{memory:.1f}"
+    waited = "–" if data is None else f"{data:,.0f}"
     paid = "" if base is None or base is run else _paid_after(base, run)
     return (
-        f"{run.metric('first_step_s'):.3g} | {step:,.0f} | {change} | {shown} | "
+        f"{run.metric('first_step_s'):.3g} | {step:,.0f} | {waited} | {change} | {shown} | "
         f"{run.metric('useful_tokens_per_s'):,.0f} | {paid}"
     )
 

@@ -170,8 +170,16 @@ CASES = [
     ("A2.guide.between", REFUTED, with_metrics("06", "guide", between="compile")),
     ("A2.guide.between", NOT_TESTABLE, with_metrics("06", "guide", between=3)),
     ("A2.left.dynamic", REFUTED, with_metrics("06", "same-tokens any length", ms_per_1k_tokens=spread_of(90))),
-    ("A2.left.dynamic", INCONCLUSIVE, with_metrics("06", "same-tokens any length", ms_per_1k_tokens=spread_of(62, 0.15))),
-    ("A2.left.dynamic", INCONCLUSIVE, with_metrics("06", "same-tokens any length", ms_per_1k_tokens=spread_of(53, 0.3))),
+    (
+        "A2.left.dynamic",
+        INCONCLUSIVE,
+        with_metrics("06", "same-tokens any length", ms_per_1k_tokens=spread_of(62, 0.15)),
+    ),
+    (
+        "A2.left.dynamic",
+        INCONCLUSIVE,
+        with_metrics("06", "same-tokens any length", ms_per_1k_tokens=spread_of(53, 0.3)),
+    ),
     ("A2.left.fp8-once", REFUTED, with_metrics("06", "fp8-frozen b1", peak_allocated_gb=14)),
     ("A2.left.fp8-once", INCONCLUSIVE, with_metrics("06", "fp8-frozen b1", peak_allocated_gb=10)),
     ("A2.left.fp8-once", CONFIRMED, with_metrics("06", "fp8-frozen b1", peak_allocated_gb=5)),

@@ -72,7 +72,7 @@ def test_cells_and_their_table(uniform):
     cells["bf16 b24"] = Run("06", "bf16 b24", status="oom")
     rows = trials.as_markdown(cells).splitlines()
     assert len(rows) == 2 + len(cells)
-    assert {row.count("|") for row in rows} == {9}
+    assert {row.count("|") for row in rows} == {10}
     assert "oom" in rows[-1]
 
 
@@ -82,9 +82,9 @@ def test_break_even_counts_are_against_the_same_batch():
         metrics = {"first_step_s": first, "step_ms": {"median": ms}, "useful_tokens_per_s": 10}
         cells[name] = Run("06", name, metrics=metrics)
     bf16, compiled, qlora = trials.as_markdown(cells).splitlines()[2:]
-    assert compiled.endswith("| -50 % | – | 10 | 100 steps |")
+    assert compiled.endswith("| 500 | – | -50 % | – | 10 | 100 steps |")
     assert qlora.endswith("| +20 % | – | 10 | never |")
-    assert bf16.endswith("|  | – | 10 |  |")
+    assert bf16.endswith("| 1,000 | – |  | – | 10 |  |")
 
 
 # --------------------------------------------------------------------------------------------------- altered models
