@@ -478,12 +478,13 @@ lab.verdict("A2.left.dynamic", "A2.left.fp8-once");
 # reach it uses.
 
 # %%
-top = list(climbable)[-1]
+top = [name for name, run in climbed.items() if run.ok][-1]
 best, naive = climbed[top], climbed["bf16"]
 targets = trials.steady(varied, climbable[top], warmup=6, steps=10)
 if best.ok and naive.ok:
     targets["useful_speedup"] = best.metrics["useful_tokens_per_s"] / naive.metrics["useful_tokens_per_s"]
-    targets["mfu_of_measured_peak"] = best.metrics["tflops"] / measured_roofline(best.recipe["precision"]).rate
+    rate = measured_roofline(best.recipe["precision"]).rate  # and what is computed for padding is of no use
+    targets["mfu_of_measured_peak"] = best.metrics["tflops"] * best.metrics["useful_tokens"] / rate
 held = [cells[f"{name} b1"].metrics.get("weights_gb") for name in ("fp8-frozen", "bf16")]
 if on_gpu and all(held):
     targets["weights_share"] = held[0] / held[1]
@@ -500,7 +501,7 @@ asked = {
     "useful_speedup": ("useful tokens/s over the plain loop", "at least 2"),
     "graphs": ("graphs compiled", "at most 10"),
     "recompilations_after_warmup": ("recompilations after warm-up", "0"),
-    "mfu_of_measured_peak": ("share of the measured BF16 matrix rate", "as large as can be"),
+    "mfu_of_measured_peak": ("share of the measured BF16 matrix rate, padding not counted", "as large as can be"),
     "weights_share": ("weights of language model and projector, share of BF16's", "at most 0.55"),
     "memory_share": ("memory at batch 1, share of BF16 LoRA's", "at most 0.75"),
 }
