@@ -20,6 +20,7 @@ mask at all.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -204,8 +205,8 @@ class PackedOrder(Sampler[list[int]]):
     """Fills rows with examples: each entry is the list of those that `rows` rows of one micro-batch hold.
 
     The order depends on (`seed`, epoch) alone, as `images.EpochOrder`'s does. Examples are drawn in a random order; a
-    row starts with the one that waits longest and then takes, again and again, the first of the next `LOOK_AHEAD` that
-    still fits. An epoch has `length` rows, as many as hold `epoch_length` examples on average.
+    row starts with the one that waits longest and then takes those of the next `LOOK_AHEAD` that leave least of it
+    empty. An epoch has `length` rows, as many as hold `epoch_length` examples on average.
     """
 
     LOOK_AHEAD = 32
@@ -247,15 +248,48 @@ class PackedOrder(Sampler[list[int]]):
     def _row(self, waiting: list[int], stream: Iterator[int]) -> list[int]:
         row: list[int] = []
         room, tiles = self.layout.budget, self.layout.tiles
-        while True:
-            fitting = (i for i, e in enumerate(waiting) if self.lengths[e] <= room and self.tiles[e] <= tiles)
-            place = next(fitting, None)
-            if place is None:
-                return row
-            example = waiting.pop(place)
-            waiting.append(next(stream))
-            row.append(example)
-            room, tiles = room - self.lengths[example], tiles - self.tiles[example]
+        places = [0]
+        while places:  # what took their place may fit, too
+            taken = [waiting[place] for place in places]
+            waiting[:] = [example for place, example in enumerate(waiting) if place not in places]
+            waiting += itertools.islice(stream, len(taken))
+            row += taken
+            room -= sum(self.lengths[example] for example in taken)
+            tiles -= sum(self.tiles[example] for example in taken)
+            places = fullest([self.lengths[e] for e in waiting], [self.tiles[e] for e in waiting], room, tiles)
+        return row
+
+
+def fullest(lengths: Sequence[int], tiles: Sequence[int], room: int, most_tiles: int) -> list[int]:
+    """Which of these examples fill `room` tokens best with at most `most_tiles` tiles; earlier ones where that is open.
+
+    After them no other one of the examples fits any more. The subset-sum problem, its reachable sums as an integer's
+    bits; of the many subsets with one sum only the one of the earliest examples is tried.
+    """
+    reachable = [1]
+    for length in lengths:
+        reachable.append((reachable[-1] | reachable[-1] << length) & ((2 << room) - 1))
+    for total in range(reachable[-1].bit_length() - 1, -1, -1):
+        if reachable[-1] >> total & 1:
+            places = _summands(lengths, reachable, total)
+            if sum(tiles[place] for place in places) <= most_tiles:
+                break
+    room, most_tiles = room - total, most_tiles - sum(tiles[place] for place in places)
+    for place, (length, count) in enumerate(zip(lengths, tiles, strict=True)):
+        if place not in places and length <= room and count <= most_tiles:
+            places.append(place)
+            room, most_tiles = room - length, most_tiles - count
+    return places
+
+
+def _summands(lengths: Sequence[int], reachable: Sequence[int], total: int) -> list[int]:
+    """Places of lengths that add up to `total`, ascending."""
+    places = []
+    for place in reversed(range(len(lengths))):
+        if not reachable[place] >> total & 1:  # not without this one
+            places.append(place)
+            total -= lengths[place]
+    return places[::-1]
 
 
 class Collate:

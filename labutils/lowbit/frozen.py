@@ -63,7 +63,7 @@ class FrozenFP8Linear(nn.Module):
         _check_input(x, self.in_features)
         if not x.is_meta and torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
-        y = _FrozenProduct.apply(x, self.weight, self.scale, self.product)
+        y = _frozen_product(x, self.weight, self.scale, self.product)
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
     def restored(self) -> Tensor:
@@ -115,6 +115,13 @@ class _FrozenProduct(torch.autograd.Function):
         transposed = weight.t().contiguous()
         ones = torch.ones_like(transposed[:, 0], dtype=torch.float32)[None]
         return _multiplied(scaled, transposed, ones, ctx.product, dy.dtype), None, None, None
+
+
+@torch.compiler.allow_in_graph
+def _frozen_product(x: Tensor, weight: Tensor, scale: Tensor, product: str) -> Tensor:
+    """The function above, which the compiler's front end passes on as it is and only its back end takes apart: taken
+    apart by the front end, several such layers in one block of any length make it fail (PyTorch 2.13)."""
+    return _FrozenProduct.apply(x, weight, scale, product)
 
 
 def _multiplied(x: Tensor, weight: Tensor, column_scale: Tensor, product: str, dtype: torch.dtype) -> Tensor:

@@ -338,8 +338,8 @@ with lab.attempt("Products in FP8", reference="gemm"):
         series.samples |= {f"{kind} {n}": timing.alone_ms for n, timing in by_size.items()}
     series.metrics = {name: summarise(ms) for name, ms in series.samples.items()}
     lab.keep(series)
-    bf16, one_scale = (series.metric(f"{kind} {sizes_n[-1]}") for kind in (products.BF16, products.ONE_SCALE))
-    gemm.metrics["fp8_over_bf16"] = bf16 / one_scale
+    bf16, one_scale = (series.samples[f"{kind} {sizes_n[-1]}"] for kind in (products.BF16, products.ONE_SCALE))
+    gemm.metrics["fp8_over_bf16"] = summarise([a / b for a, b in zip(bf16, one_scale, strict=False)])
     if wins := products.wins_from(times[products.FUSED], times[products.BF16]):
         gemm.metrics["fp8_wins_from_n"] = wins
     lab.keep(gemm)

@@ -296,13 +296,13 @@ lab.verdict(
 );
 
 # %% [markdown]
+# The article counts the first step alone. Where *compiling, in all* is much more than that, a second text length came up
+# in a later step and had the compiler write its code again, for any length: a break-even count should include it.
+# (Timed steps don't: a round in which something was compiled is taken again.)
+#
 # **Takeaway.** A break-even count divides seconds on the host by milliseconds on the GPU: it belongs to a machine and
 # to a way of compiling. From a few timed steps it is rough, too: run the lab twice and compare. Before you accept a
 # long first step, ask whether compiling one block would do.
-#
-# (The article counts the first step alone. Where *compiling in all* is much more than that, a second text length came
-# up in a later step and had the compiler write its code again, for any length: a break-even count should include it.
-# Timed steps don't: a round in which something was compiled is taken again.)
 
 # %% [markdown]
 # ## 4 · Two changes that came together

@@ -10,8 +10,8 @@ from recipes_at_work import adapter_gradients, assert_same_gradients, perturb
 
 from labutils.adapters import count_parameters
 from labutils.measure.recompilation import Compilation
-from labutils.recipe import A2_BASE
-from labutils.training import Session
+from labutils.recipe import A2_BASE, A2_LADDER, Rung, climb
+from labutils.training import Session, compare
 from labutils.workloads import open_workload
 from labutils.workloads.multimodal import document_attention
 
@@ -115,6 +115,35 @@ def test_packed_blocks_compile_to_three_graphs(workload, nothing_compiled):
         session.run(5)
     assert compiled.graphs == 3
     assert compiled.breaks.total() == 0
+
+
+def test_fp8_blocks_of_any_length_compile_once(workload, nothing_compiled):
+    """The decoder's first block, its others, and the vision tower's; lengths are multiples of 16."""
+    recipe = OURS.but(base_linear="fp8-frozen", compile="default", compile_scope="blocks", dynamic="any")
+    with Compilation() as compiled, Session(workload, recipe) as session:
+        session.run(8)
+    assert compiled.graphs == 3
+    assert compiled.breaks.total() == 0
+
+
+def test_every_rung_of_the_ladder_runs_beside_the_others(workload, nothing_compiled):
+    """In one process without a reset between them: their blocks are variants of one function."""
+    low_bit = Rung("FP8 weights", "same mathematics", {"base_linear": "fp8-frozen"}, "held once")
+    runs = compare(workload, climb((*A2_LADDER, low_bit), A2_BASE), steps=2, rounds=1)
+    assert {name: run.status for name, run in runs.items() if not run.ok} == {}
+
+
+def test_a_packed_batch_is_copied_without_waiting(workload):
+    """Page-locked by the loader, the next batch travels while the GPU still computes."""
+    recipe = PACKED.but(loss="answers", pin_memory=True, non_blocking=True)
+    with Session(workload, recipe) as session:
+        session.run(2)
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            session.run(4)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
 
 
 def test_the_full_size_is_built_at_once_and_held_once():

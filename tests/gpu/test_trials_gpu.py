@@ -18,7 +18,7 @@ def small():
     return open_workload("llava-lora", scale="small", device="cuda")
 
 
-@pytest.mark.parametrize("name", [*a2.PUBLISHED, "nf4", "fp8-frozen", "compile-fp8-frozen"])
+@pytest.mark.parametrize("name", [*a2.PUBLISHED, "nf4", "fp8-frozen", "compile-fp8-frozen", "compile-whole"])
 def test_every_method_runs(small, name):
     run = trials.cell(small, name, 1)
     if run.status.startswith("skipped"):

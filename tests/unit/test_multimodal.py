@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import pickle
 
 import pytest
@@ -17,14 +18,22 @@ from torch.utils.data import BatchSampler
 from torch.utils.flop_counter import FlopCounterMode
 
 from labutils.adapters import attach_lora, count_parameters, count_trainable, load_adapter
-from labutils.data.anyres import BUCKETS, IGNORED, Layout, PackedOrder
+from labutils.data.anyres import BUCKETS, IGNORED, Layout, PackedOrder, fullest
 from labutils.data.images import EPOCH, EpochOrder
 from labutils.measure.recompilation import Compilation
 from labutils.recipe import A2_BASE, A2_LADDER, A2_OWN, climb
 from labutils.training import Session, compare
 from labutils.workloads import open_workload
 from labutils.workloads.base import Work
-from labutils.workloads.multimodal import SCALES_OF_LLAVA, TARGETS, build_llava, count_flops, document_attention
+from labutils.workloads.multimodal import (
+    FP8_ROWS,
+    SCALES_OF_LLAVA,
+    TARGETS,
+    build_llava,
+    count_flops,
+    document_attention,
+    varlen_options,
+)
 
 BASE = A2_BASE.but(precision="fp32", adapter="plain", logging="ring-buffer")
 OURS = BASE.but(layers="rewritten")
@@ -357,6 +366,19 @@ def test_what_workers_need_can_be_pickled(workload):
         assert all(torch.equal(batch[name], expected[name]) for name in batch)
 
 
+@given(st.lists(st.tuples(st.integers(1, 40), st.integers(1, 5)), max_size=8), st.integers(0, 120), st.integers(0, 30))
+def test_rows_are_filled_as_well_as_can_be(examples, room, most_tiles):
+    lengths, tiles = [n for n, _ in examples], [t for _, t in examples]
+    places = fullest(lengths, tiles, room, most_tiles)
+    used, used_tiles = (sum(what[place] for place in places) for what in (lengths, tiles))
+    assert len(set(places)) == len(places) and used <= room and used_tiles <= most_tiles
+    left = [place for place in range(len(lengths)) if place not in places]
+    assert not any(used + lengths[p] <= room and used_tiles + tiles[p] <= most_tiles for p in left)
+    subsets = itertools.chain.from_iterable(itertools.combinations(lengths, n) for n in range(len(lengths) + 1))
+    if sum(tiles) <= most_tiles:
+        assert used == max(total for total in map(sum, subsets) if total <= room)
+
+
 layouts = st.builds(
     lambda budget, tiles: Layout("packed", budget, tiles, budget), st.integers(50, 400), st.integers(5, 20)
 )
@@ -544,6 +566,41 @@ def test_one_blocks_code_serves_all_blocks_and_all_lengths(workload, nothing_com
             workload.loss(model, batch_of(workload, OURS, chosen), {}).backward()
     assert compiled.graphs == 3
     assert compiled.breaks.total() == 0
+
+
+def test_one_graph_serves_any_length_in_fp8_too(workload, nothing_compiled):
+    """The frozen FP8 layer fills rows up to a multiple of 16, which would be a graph of its own: lengths are ones."""
+    recipe = OURS.but(base_linear="fp8-frozen")
+    model = workload.build(recipe)
+    for block in model.llava.model.language_model.layers:
+        block.compile(backend="aot_eager", dynamic=True)
+    with Compilation() as compiled:
+        for chosen in ([0], [1], [2]):
+            batch = batch_of(workload, recipe, chosen)
+            assert batch["input_ids"].shape[1] % FP8_ROWS == 0
+            workload.loss(model, batch, {}).backward()
+    assert compiled.graphs == 2
+
+
+@pytest.mark.parametrize(
+    ("known", "options"),
+    [
+        ({"is_causal"}, {"is_causal": True}),
+        ({"window_size"}, {"window_size": (-1, 0)}),
+        ({"window_size", "enable_gqa"}, {"window_size": (-1, 0), "enable_gqa": True}),
+    ],
+)
+def test_every_pytorch_is_told_causal_in_its_words(known, options):
+    assert varlen_options(known) == options
+
+
+def test_shared_weights_that_are_let_go_stay_with_those_who_use_them(workload):
+    held = workload.build(OURS)
+    workload.let_go()
+    other = workload.build(OURS)
+    pairs = list(zip(held.llava.parameters(), other.llava.parameters(), strict=True))
+    assert all(torch.equal(a, b) for a, b in pairs)
+    assert not any(a is b for a, b in pairs)
 
 
 def test_packed_rows_compile_once_without_marks(workload, nothing_compiled):

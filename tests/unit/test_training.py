@@ -33,6 +33,7 @@ from labutils import capture, hardware, training
 from labutils.adapters import adapter_state, lora_layers
 from labutils.capture import attention_kernel
 from labutils.data.images import EpochOrder
+from labutils.measure.steps import StepTimes
 from labutils.recipe import A1_LADDER, STOCK, Recipe, climb
 from labutils.results import Results
 from labutils.training import Session, compare, comparing, train
@@ -552,6 +553,22 @@ def test_draws_are_the_same_however_examples_are_grouped(workload):
         together = four(session.model, {"x": torch.zeros(4)})
     for name in together:
         assert torch.equal(torch.cat([draws[name] for draws in apart]), together[name])
+
+
+@pytest.mark.parametrize(("graphs", "rounds"), [([4, 4], 1), ([4, 5, 5, 5], 2), (list(range(6)), comparing.TRIES)])
+def test_a_round_in_which_something_was_compiled_is_taken_again(workload, monkeypatch, graphs, rounds):
+    taken = []
+    with comparing.Bench(workload, warmup=0) as bench:
+        bench.prepare({"plain": PLAIN})
+        contender = bench.contenders["plain"]
+        contender.settle = lambda: None
+        monkeypatch.setattr(contender, "_graphs", iter(graphs).__next__)
+        monkeypatch.setattr(
+            comparing, "measure", lambda session, steps: taken.append(len(taken)) or StepTimes([float(len(taken))])
+        )
+        contender.measure(1)
+    assert len(taken) == rounds
+    assert contender.times.step_ms == [rounds]
 
 
 @pytest.mark.parametrize(

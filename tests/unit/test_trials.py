@@ -85,9 +85,9 @@ def test_break_even_counts_are_against_the_same_batch():
         metrics = {"first_step_s": first, "step_ms": {"median": ms}, "useful_tokens_per_s": 10}
         cells[name] = Run("06", name, metrics=metrics)
     bf16, compiled, qlora = trials.cell_rows(cells)
-    assert compiled[1:] == (51.0, 500.0, "-50 %", None, 10, "100 steps")
-    assert qlora[1:] == (1.0, 1200.0, "+20 %", None, 10, "never")
-    assert bf16[1:] == (1.0, 1000.0, None, None, 10, None)
+    assert compiled[1:] == (51.0, 500.0, None, "-50 %", None, 10, "100 steps")
+    assert qlora[1:] == (1.0, 1200.0, None, "+20 %", None, 10, "never")
+    assert bf16[1:] == (1.0, 1000.0, None, None, None, 10, None)
     assert trials.paid_after(cells, "compile b4") == pytest.approx(100)
     assert trials.paid_after(cells, "qlora b4") is None
     assert trials.longer_by(cells, "qlora b4") == pytest.approx(20)
