@@ -24,6 +24,7 @@ import torch
 from PIL import Image
 from torch.utils.data import DataLoader, Sampler
 
+from labutils.data.hub import hub_dataset
 from labutils.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ def captioned_images(cache_dir: str | Path, count: int, data: str = "generated",
     if data == "generated":
         return _generated(Path(cache_dir), count, seed)
     if data == "hub":
-        return _from_hub(Path(cache_dir), count)
+        return hub_dataset(HUB_DATASET, count, Path(cache_dir))
     raise ValueError(f"data={data!r} is not known. Choose 'generated' (drawn here) or 'hub' (the real dataset).")
 
 
@@ -65,22 +66,6 @@ def _generated(cache_dir: Path, count: int, seed: int) -> datasets.Dataset:
     return datasets.Dataset.from_dict(
         columns, features=datasets.Features({"image": datasets.Image(), "text": datasets.Value("string")})
     )
-
-
-def _from_hub(cache_dir: Path, count: int) -> datasets.Dataset:
-    import datasets
-
-    try:
-        whole = datasets.load_dataset(HUB_DATASET, split="train", cache_dir=str(cache_dir / "hub"))
-    except Exception as error:  # offline, a proxy, a moved dataset: the libraries raise some ten different types
-        raise ConnectionError(
-            f"{HUB_DATASET} could not be loaded ({type(error).__name__}: {error}). The real dataset needs the network "
-            'once. Use data="generated" (-p data generated), or download it on a connected machine with '
-            f"`hf download --repo-type dataset {HUB_DATASET}` and copy its cache folder here (HF_HOME names it)."
-        ) from error
-    if count > len(whole):
-        raise ValueError(f"{HUB_DATASET} has {len(whole)} images; {count} were asked for.")
-    return whole.select(range(count))
 
 
 # ---------------------------------------------------------------------------------------------- the transforms

@@ -24,6 +24,7 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageFilter
 
 from labutils.data.files import cache_folder, write_whole
+from labutils.data.hub import hub_dataset
 from labutils.hardware import usable_cores
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ def leaf_images(
     if data == "hub" and sizes != BEANS:
         raise ValueError(f"{HUB_DATASET} has images of one size only. Use data='generated' for sizes={sizes!r}.")
     if data == "hub":
-        return _from_hub(Path(cache_dir), count)
+        return hub_dataset(HUB_DATASET, count, Path(cache_dir))
     if data == "generated":
         return _generated(Path(cache_dir), count, sizes, tile)
     raise ValueError(f"data={data!r} is not known. Choose 'generated' (drawn here) or 'hub' (the real dataset).")
@@ -77,22 +78,6 @@ def _generated(cache_dir: Path, count: int, sizes: str, tile: int, seed: int = 0
     columns = {"image": [str(path) for path in paths], "labels": [leaf_class(i, seed) for i in range(count)]}
     features = {"image": datasets.Image(), "labels": datasets.ClassLabel(names=list(CLASSES))}
     return datasets.Dataset.from_dict(columns, features=datasets.Features(features))
-
-
-def _from_hub(cache_dir: Path, count: int) -> datasets.Dataset:
-    import datasets
-
-    try:
-        whole = datasets.load_dataset(HUB_DATASET, split="train", cache_dir=str(cache_dir / "hub"))
-    except Exception as error:  # offline, a proxy, a moved dataset: the libraries raise some ten different types
-        raise ConnectionError(
-            f"{HUB_DATASET} could not be loaded ({type(error).__name__}: {error}). The real dataset needs the network "
-            'once. Use data="generated" (-p data generated), or download it on a connected machine with '
-            f"`hf download --repo-type dataset {HUB_DATASET}` and copy its cache folder here (HF_HOME names it)."
-        ) from error
-    if count > len(whole):
-        raise ValueError(f"{HUB_DATASET} has {len(whole)} images; {count} were asked for.")
-    return whole.select(range(count))
 
 
 def image_sizes(images: datasets.Dataset) -> list[tuple[int, int]]:
