@@ -45,7 +45,7 @@ class FrozenFP8Linear(nn.Module):
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         super().__init__()
-        _check_weight(weight, bias)
+        check_weight(weight, bias, "FP8")
         values, inverse = quantise_rows(weight.detach())
         self.out_features, self.in_features = weight.shape
         self.weight = nn.Parameter(values, requires_grad=False)
@@ -61,7 +61,7 @@ class FrozenFP8Linear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if not x.is_meta and torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
-        _check_input(x, self.in_features)
+        check_input(x, self.in_features, "FP8")
         y = _FrozenProduct.apply(x, self.weight, self.scale, self.product)
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
@@ -91,7 +91,7 @@ class _FrozenProduct(torch.autograd.Function):
     def forward(ctx, x: Tensor, weight: Tensor, scale: Tensor, product: str) -> Tensor:
         ctx.save_for_backward(weight, scale)
         ctx.product = product
-        return _multiplied(x, weight, scale.t(), product)
+        return scaled_product(x, weight, scale.t(), product)
 
     @staticmethod
     def backward(ctx, dy: Tensor) -> tuple[Tensor | None, None, None, None]:
@@ -101,10 +101,10 @@ class _FrozenProduct(torch.autograd.Function):
         scaled = dy.float() * scale.t()
         transposed = weight.t().contiguous()
         ones = torch.ones_like(transposed[:, 0], dtype=torch.float32)[None]
-        return _multiplied(scaled, transposed, ones, ctx.product).to(dy.dtype), None, None, None
+        return scaled_product(scaled, transposed, ones, ctx.product).to(dy.dtype), None, None, None
 
 
-def _multiplied(x: Tensor, weight: Tensor, column_scale: Tensor, product: str) -> Tensor:
+def scaled_product(x: Tensor, weight: Tensor, column_scale: Tensor, product: str) -> Tensor:
     """x [..., k] quantised row by row, times weight [n, k] in FP8 transposed, times column_scale [1, n]; x's dtype."""
     rows = x.reshape(-1, x.shape[-1])
     count = rows.shape[0]
@@ -189,28 +189,30 @@ def _cuda_product_kind(index: int) -> str:
 # What it refuses
 
 
-def _check_weight(weight: Tensor, bias: Tensor | None) -> None:
+def check_weight(weight: Tensor, bias: Tensor | None, form: str) -> None:
+    """Raise `ValueError` for a weight or bias that a frozen layer of `form` ("FP8", "NF4") can't hold."""
     if weight.dim() != 2 or weight.dtype not in (*INPUTS, torch.float64):
         raise ValueError(
-            f"A weight of shape {tuple(weight.shape)} and {weight.dtype} can't be held in FP8: it takes a matrix of "
+            f"A weight of shape {tuple(weight.shape)} and {weight.dtype} can't be held in {form}: it takes a matrix of "
             "floating-point numbers."
         )
     if weight.requires_grad or (bias is not None and bias.requires_grad):
         raise ValueError(
-            "This layer's weight or bias is trained, and a frozen FP8 layer has no gradient for them. Freeze them "
+            f"This layer's weight or bias is trained, and a frozen {form} layer has no gradient for them. Freeze them "
             "first: layer.requires_grad_(False)."
         )
     if weight.shape[0] % MULTIPLE or weight.shape[1] % MULTIPLE or 0 in weight.shape:
         raise ValueError(
-            f"A layer of {weight.shape[1]} -> {weight.shape[0]} features can't be multiplied in FP8: both numbers must "
-            f"be multiples of {MULTIPLE}. Leave it out of the conversion."
+            f"A layer of {weight.shape[1]} -> {weight.shape[0]} features can't be converted to {form}: both numbers "
+            f"must be multiples of {MULTIPLE}. Leave it out of the conversion."
         )
     if not weight.is_meta and not weight.isfinite().all():
-        raise ValueError("This weight holds NaN or infinity, which FP8 has no room for. Check where it was loaded.")
+        raise ValueError(f"This weight holds NaN or infinity, which {form} has no room for. Check where it was loaded.")
 
 
-def _check_input(x: Tensor, in_features: int) -> None:
+def check_input(x: Tensor, in_features: int, form: str) -> None:
+    """Raise `ValueError` for an input that a frozen layer of `form` doesn't take."""
     if x.dim() == 0 or x.shape[-1] != in_features:
         raise ValueError(f"The input's shape is {tuple(x.shape)}; this layer takes (..., {in_features}).")
     if x.dtype not in INPUTS:
-        raise ValueError(f"The input is {x.dtype}; a frozen FP8 layer takes float16, bfloat16 or float32.")
+        raise ValueError(f"The input is {x.dtype}; a frozen {form} layer takes float16, bfloat16 or float32.")
