@@ -14,12 +14,14 @@ after a few steps says little about a model trained to its end.
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from labutils.articles import a2
+from labutils.recipe import is_number
 from labutils.results import Run
 
 BASELINE = "bf16"
@@ -32,7 +34,8 @@ Runs = Mapping[tuple[str, str], Run]
 class Option:
     """One method at one batch size; times in seconds, memory in 10^9 bytes.
 
-    `loss_change` is its loss against the baseline's (0.14: 14 % higher), None where it is unknown.
+    `loss_change` is its loss against the baseline's (0.14: 14 % higher), None where it is unknown. Raises `ValueError`
+    for numbers that no measurement gives: they would win every comparison, or none.
     """
 
     method: str
@@ -40,6 +43,15 @@ class Option:
     step_s: float
     memory_gb: float
     loss_change: float | None = None
+
+    def __post_init__(self) -> None:
+        measured = (self.first_step_s, self.step_s, self.memory_gb)
+        known = self.loss_change is None or is_number(self.loss_change)
+        if not (known and all(is_number(number) and number >= 0 for number in measured)):
+            raise ValueError(
+                f"{self} can't have been measured: times and memory are 0 or more, and an unknown change of "
+                "loss is None."
+            )
 
     def total_s(self, steps: float) -> float:
         """Seconds for the first step and `steps` later ones."""
@@ -83,18 +95,23 @@ class Advice:
 def options_from(runs: Runs, batch: int, methods: Iterable[str] | None = None) -> list[Option]:
     """The options that lab 06 measured at this batch size, all or those of `methods`; failed runs are passed over.
 
-    Raises `ValueError` where there is none, naming the batch sizes that there are.
+    Raises `ValueError` where there is none, naming the batch sizes that there are, and for what is no batch size.
     """
+    if not is_number(batch) or batch < 1 or batch != int(batch):
+        raise ValueError(f"batch={batch!r} is no batch size. Write a whole number, for example 1.")
     named = {found[1]: run for (lab, name), run in runs.items() if lab == LAB and (found := _cell(name, batch))}
     wanted = None if methods is None else set(methods)
     options = [_option(method, run, runs) for method, run in named.items() if wanted is None or method in wanted]
     found = [option for option in options if option is not None]
     if not found:
-        known = sorted({int(cell[2]) for lab, name in runs if lab == LAB and (cell := _cell(name))})
-        there = f"Runs on record have batch sizes {', '.join(map(str, known))}." if known else "No runs are on record."
+        cells = {key: cell for key in runs if key[0] == LAB and (cell := _cell(key[1]))}
+        known = sorted({int(cell[2]) for key, cell in cells.items() if _option(cell[1], runs[key], runs)})
+        there = (
+            f"There are runs of batch sizes {', '.join(map(str, known))}: choose one of those, or m" if known else "M"
+        )
         raise ValueError(
-            f"No method was measured at batch size {batch}, so there is nothing to choose from. {there} "
-            f"Choose one of those, or measure it: labutils run {LAB}"
+            f"No method has time and memory on record at batch size {batch}, so there is nothing to choose from. "
+            f"{there}easure it on a GPU: labutils run {LAB}"
         )
     return found
 
@@ -115,8 +132,12 @@ def advise(options: Iterable[Option], vram_gb: float, steps: int, tolerance: flo
     Raises `ValueError` where `vram_gb` or `steps` can't be, and where nothing is left, saying what would be.
     """
     options = list(options)
-    if not (0 < vram_gb < math.inf and 0 < steps < math.inf):
-        raise ValueError(f"vram_gb={vram_gb!r} and steps={steps!r}: both must be above 0. For example: 24 and 1000.")
+    if not all(is_number(given) and given > 0 for given in (vram_gb, steps)):
+        raise ValueError(
+            f"vram_gb={vram_gb!r} and steps={steps!r}: both must be numbers above 0. For example: 24 and 1000."
+        )
+    if tolerance is not None and not is_number(tolerance):
+        raise ValueError(f"tolerance={tolerance!r} is no share. Write 0.05 for 5 %, or None where any loss will do.")
     excluded = [(option, why) for option in options if (why := _obstacle(option, vram_gb, tolerance))]
     fitting = [option for option in options if option not in [left_out for left_out, _ in excluded]]
     if not fitting:
@@ -150,9 +171,11 @@ def guide(options: Iterable[Option]) -> dict[str, str]:
 def envelope(options: Iterable[Option]) -> list[Reach]:
     """Who ends first from no step to infinitely many: the lower envelope of the lines of total time.
 
-    Of options that are alike in both times the first one stands for all.
+    Of options that are alike in both times the first one stands for all. [] where there are none.
     """
     options = list(options)
+    if not options:
+        return []
     current = min(options, key=lambda option: (option.first_step_s, option.step_s))
     start, reaches = 0.0, []
     while quicker := [option for option in options if option.step_s < current.step_s]:
@@ -173,12 +196,12 @@ def break_even(quick_start: Option, quick_step: Option) -> float | None:
 def chart(options: Iterable[Option], tolerance: float | None = None) -> list[tuple[float, float, list[Reach]]]:
     """Who wins over memory and steps: bands of memory (from, to, in GB) and in each the winners over the steps.
 
-    A band begins where one more option fits; the last one has no end.
+    A band begins where one more option fits; the last one has no end. [] where nothing is within the tolerance.
     """
     able = [option for option in options if not _obstacle(option, math.inf, tolerance)]
     needs = sorted({option.memory_gb for option in able})
     bands = []
-    for low, high in zip(needs, [*needs[1:], math.inf], strict=True):
+    for low, high in itertools.pairwise([*needs, math.inf]):
         reaches = envelope(option for option in able if option.memory_gb <= low)
         if bands and [r.option for r in bands[-1][2]] == [r.option for r in reaches]:
             low = bands.pop()[0]
@@ -191,14 +214,14 @@ def chart(options: Iterable[Option], tolerance: float | None = None) -> list[tup
 
 def _cell(name: str, batch: int | None = None) -> re.Match[str] | None:
     """A run's name as (method, batch size), where it is a cell of the article's table."""
-    found = re.fullmatch(r"([a-z0-9-]+) b(\d+)", name)
+    found = re.fullmatch(r"([a-z0-9-]+) b(\d{1,9})", name)
     return found if found and batch in (None, int(found[2])) else None
 
 
 def _option(method: str, run: Run, runs: Runs) -> Option | None:
     """The run as an option, None where it failed or lacks a number."""
     numbers = [run.metric(metric) for metric in ("first_step_s", "step_ms", "peak_allocated_gb")]
-    if not run.ok or not all(isinstance(number, int | float) and number > 0 for number in numbers):
+    if not run.ok or not all(is_number(number) and number > 0 for number in numbers):
         return None
     first_step_s, step_ms, memory_gb = numbers
     return Option(method, first_step_s, step_ms / 1e3, memory_gb, _loss_change(method, runs))
@@ -206,9 +229,10 @@ def _option(method: str, run: Run, runs: Runs) -> Option | None:
 
 def _loss_change(method: str, runs: Runs) -> float | None:
     """The method's loss against the baseline's. Compiling changes no arithmetic, so it inherits the loss."""
-    same = BASELINE if method == "compile" else method.removeprefix("compile-")
+    same = method.replace("-whole", "")
+    same = BASELINE if same == "compile" else same.removeprefix("compile-")
     losses = [run.metric("final_loss") for name in (same, BASELINE) if (run := runs.get((LAB, f"loss {name}")))]
-    if len(losses) < 2 or not all(isinstance(loss, int | float) and loss > 0 for loss in losses):
+    if len(losses) < 2 or not all(is_number(loss) and loss > 0 for loss in losses):
         return 0.0 if same == BASELINE else None
     return losses[0] / losses[1] - 1
 

@@ -8,7 +8,7 @@ for fewer kernels, capture so that launching them costs nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -49,19 +49,20 @@ def timed_convolutions(wanted: bool) -> Iterator[None]:
         cudnn.benchmark = before
 
 
-@contextmanager
-def may_give_up(wanted: bool) -> Iterator[None]:
-    """A context in which torch.compile goes on uncompiled, as it does by default, where a function needs too many
-    variants; `compile_as_asked` has it fail. `wanted=False` changes nothing."""
-    if not wanted:
-        yield
-        return
-    config = torch._dynamo.config
-    before, config.fail_on_recompile_limit_hit = config.fail_on_recompile_limit_hit, False
-    try:
-        yield
-    finally:
-        config.fail_on_recompile_limit_hit = before
+VARIANTS = 64
+"""Compiled variants that one function may have. Blocks of all kinds share the function that calls a module, and so do
+sessions side by side: PyTorch's 8 are soon used up by what is no fault of any of them."""
+
+
+def variants_allowed(compile: str, dynamic: str) -> AbstractContextManager:
+    """What torch.compile does where a function needs too many variants, as a context for one step of a recipe.
+
+    With dynamic="automatic" what is tried out is PyTorch's default: after 8 it goes on uncompiled. Else it would be on
+    record as compiled, so there it raises `FailOnRecompileLimitHit`, after `VARIANTS`.
+    """
+    if compile == "off" or dynamic == "automatic":
+        return nullcontext()
+    return torch._dynamo.config.patch(fail_on_recompile_limit_hit=True, recompile_limit=VARIANTS)
 
 
 def compile_model(module: nn.Module, mode: str, dynamic: str = "static") -> nn.Module:

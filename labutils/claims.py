@@ -15,6 +15,7 @@ allow. Absolute times of another machine are printed beside ours and judged by o
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -734,15 +735,18 @@ def names(claim: Claim, evidence: Evidence) -> Finding:
 def keeps_up(claim: Claim, evidence: Evidence) -> Finding:
     """`how["metric"]`, a cost, is at most `tolerance` (a share) higher in `after` than in `before`.
 
-    Up to twice the tolerance it is inconclusive.
+    Up to twice the tolerance it is inconclusive, and so it is where the spread reaches as far from the other side.
     """
-    metric = claim.how["metric"]
-    before, after = (_positive(evidence, claim.how[end], metric).median for end in ("before", "after"))
-    excess = after / before - 1
-    within = excess <= claim.tolerance
-    verdict = CONFIRMED if within else INCONCLUSIVE if excess <= 2 * claim.tolerance else REFUTED
-    why = f"{100 * excess:+.0f} %, where {100 * claim.tolerance:.0f} % more would do."
-    return Finding(verdict, f"{before:.3g} → {after:.3g}", why)
+    metric, most = claim.how["metric"], 100 * claim.tolerance
+    before, after = (_positive(evidence, claim.how[end], metric) for end in ("before", "after"))
+    excess = _change(before, after, "more")
+    verdict = INCONCLUSIVE
+    if excess.middle <= most and excess.high <= 2 * most:
+        verdict = CONFIRMED
+    if excess.middle > 2 * most and excess.low > most:
+        verdict = REFUTED
+    why = f"{excess.middle:+.0f} %, where {most:.0f} % more would do."
+    return Finding(verdict, f"{before.median:.3g} → {after.median:.3g}", why)
 
 
 def amdahl(claim: Claim, evidence: Evidence) -> Finding:
@@ -877,14 +881,21 @@ def _short(message: str, width: int = 160) -> str:
 
 
 def as_markdown(judgements: Iterable[Judgement]) -> str:
-    """A table for a notebook: claim | published | H200 | here | verdict, each claim followed by why."""
+    """A table for a notebook: claim | published | H200 | here | verdict, each claim followed by why.
+
+    Why several claims can't be tested here is said once, below the table.
+    """
+    judgements = list(judgements)
+    reasons = Counter(j.why for j in judgements if j.verdict == NOT_TESTABLE)
+    marks = {why: f"({n})" for n, why in enumerate((why for why, count in reasons.items() if count > 1), 1)}
     rows = ["| claim | published | H200 | here | verdict |", "|:--|:--|:--|:--|:--|"]
     for j in judgements:
         what = f"**{j.claim.id}** {j.claim.statement}"
         reference = f"{j.reference or '–'} ({j.reference_verdict})" if j.reference else "–"
-        verdict = f"**{j.verdict}**: {j.why}" + (f" *{j.claim.note}*" if j.claim.note else "")
+        why = f" {marks[j.why]}" if j.verdict == NOT_TESTABLE and j.why in marks else f": {j.why}"
+        verdict = f"**{j.verdict}**{why}" + (f" *{j.claim.note}*" if j.claim.note else "")
         rows.append("| " + " | ".join(map(_cell, (what, j.published, reference, j.here or "–", verdict))) + " |")
-    return "\n".join(rows)
+    return "\n\n".join(["\n".join(rows), *(f"{mark} {why}" for why, mark in marks.items())])
 
 
 def _cell(text: str) -> str:

@@ -358,9 +358,8 @@ class Lab:
 
 def status_of(error: BaseException) -> str:
     """What a run's `status` says about `error`: "oom", "skipped: why" (not on this machine) or "error: what"."""
-    name = type(error).__name__
-    text = f"{name}: {error}".strip().splitlines()[0][:300]
-    if name in ("MemoryError", "OutOfMemoryError") or "out of memory" in str(error).lower():
+    text = f"{type(error).__name__}: {error}".strip().splitlines()[0][:300]
+    if results.is_out_of_memory(error):
         return "oom"
     if isinstance(error, NotHere | results.Unavailable):
         return f"skipped: {error}"

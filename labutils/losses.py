@@ -21,11 +21,23 @@ CHUNK = 1024
 
 
 def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int = CHUNK) -> Tensor:
-    """The mean of -log softmax(hidden @ weight^T)[target] over targets that aren't -100, a float32 scalar.
+    """The mean of -log softmax(hidden @ weight^T)[target] over targets that aren't -100, a float32 scalar (NaN: none).
 
     hidden [n, width] and weight [vocabulary, width] of one dtype, targets int64 [n]. Products are computed in that
-    dtype and everything else in float32 (float64 for float64). The weight is taken as frozen: it gets no gradient.
+    dtype and everything else in float32 (float64 for float64). The weight is frozen: it gets no gradient. Raises
+    `ValueError` where it is trained, and for shapes and chunks that can't be.
     """
+    if hidden.dim() != 2 or targets.shape != hidden.shape[:1]:
+        raise ValueError(
+            f"hidden is {tuple(hidden.shape)} and targets {tuple(targets.shape)}; they must be [n, width] and [n]: "
+            "flatten rows of tokens first."
+        )
+    if chunk < 1:
+        raise ValueError(f"chunk={chunk}: a chunk has 1 token or more.")
+    if weight.requires_grad:
+        raise ValueError(
+            "The head's weight is trained, and this loss gives it no gradient. Use loss='logits', or freeze it."
+        )
     return _LinearCrossEntropy.apply(hidden, weight, targets, chunk)
 
 
@@ -44,7 +56,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 logits = (part @ weight.t()).to(exact)
                 kept = wanted != IGNORED
                 log_sum = logits.logsumexp(-1, keepdim=True)
-                place = wanted.clamp(min=0).unsqueeze(1)
+                place = wanted.masked_fill(~kept, 0).unsqueeze(1)  # another negative target is out of range, and fails
                 total += ((log_sum - logits.gather(1, place)).squeeze(1) * kept).sum()
                 slope = logits.sub_(log_sum).exp_()  # softmax, in place of the logits
                 slope.scatter_add_(1, place, torch.full_like(place, -1, dtype=exact))

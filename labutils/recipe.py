@@ -57,7 +57,10 @@ class Recipe:
         ("as-they-come", "fixed", "padded", "buckets", "packed"),
     )
     token_budget: int = knob(
-        2048, "tokens of a row of fixed length, at full scale (smaller scales have smaller images)", at_least=128
+        2048,
+        "tokens of a row of fixed length, at full scale (smaller scales have smaller images)",
+        at_least=128,
+        at_most=2**17,
     )
 
     # the optimizer step
@@ -244,6 +247,11 @@ def is_finite(value: float) -> bool:
         return False
 
 
+def is_number(value: Any) -> bool:
+    """Whether `value` is a finite number; True and False are none."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and is_finite(value)
+
+
 STOCK = Recipe()
 """Article A1's starting point: the public diffusers script with its defaults, micro-batch 1, accumulation 4, fp16."""
 
@@ -328,6 +336,7 @@ A2_LADDER = (
         "no host waits", "same work", {"layers": "rewritten"}, "places of image tokens are computed before, on the CPU"
     ),
     Rung("device log", "same work", {"logging": "ring-buffer"}, "no loss is read while training"),
+    Rung("pinned", "same work", {"pin_memory": True, "non_blocking": True}, "copying a batch waits for no step"),
     Rung("fused optimizer", "same work", {"optimizer": "adamw-fused"}, "one kernel for all adapters"),
     Rung(
         "blocks compiled",

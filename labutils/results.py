@@ -24,6 +24,16 @@ LANES = ("article", "same work", "same mathematics")
 PACKAGES = ("torch", "transformers", "diffusers", "peft", "accelerate", "datasets", "bitsandbytes", "triton", "numpy")
 
 
+OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "cublas_status_alloc_failed")
+"""What PyTorch's messages say, in small letters, where memory ran out: of the GPU, of the host, of a library's own."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether `error` says that memory ran out; on a CPU PyTorch raises a plain RuntimeError."""
+    named = type(error).__name__ in ("MemoryError", "OutOfMemoryError")
+    return named or any(words in str(error).lower() for words in OUT_OF_MEMORY)
+
+
 class Unavailable(RuntimeError):
     """Something that this machine lacks (a library, a kind of GPU); the message says what, and how to get it."""
 
@@ -126,12 +136,19 @@ def read_records(path: str | Path) -> list[dict[str, Any]]:
     records = []
     for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
         try:
-            record = json.loads(line)
-        except (ValueError, RecursionError):  # no JSON; a number of 5000 digits; lists nested without end
+            record = json.loads(line, parse_int=_whole_number)
+        except (ValueError, RecursionError):  # no JSON; a number beyond every float; lists nested without end
             continue
         if isinstance(record, dict):
             records.append(record)
     return records
+
+
+def _whole_number(word: str) -> int:
+    """Raises `ValueError` for one beyond every float, which nothing can compute with."""
+    if len(word) > 300:
+        raise ValueError(f"A number of {len(word)} digits measures nothing.")
+    return int(word)
 
 
 def read_runs(path: str | Path, lab: str | None = None) -> dict[tuple[str, str], Run]:

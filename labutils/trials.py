@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import itertools
 import logging
+import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,11 +26,11 @@ from torch import nn
 from labutils import hardware
 from labutils.advisor import Option, break_even
 from labutils.measure.recompilation import Compilation
-from labutils.recipe import A2_BASE, Recipe
+from labutils.recipe import A2_BASE, A2_LADDER, Recipe, Rung, climb
 from labutils.results import Run, summarise
 from labutils.training import Session, train
 from labutils.training.batches import Batch
-from labutils.workloads import Workload
+from labutils.workloads import Workload, open_workload
 from labutils.workloads.multimodal import SCALES_OF_LLAVA, count_flops
 
 LOW_BITS = {"fp8-te": "fp8-te", "fp8-frozen": "fp8-frozen", "qlora": "nf4", "nf4": "nf4"}
@@ -39,29 +42,32 @@ LAST = 5
 # ----------------------------------------------------------------------------------------------- article A2's table
 
 
-def method(name: str, batch: int = 1, whole: bool = False) -> Recipe:
+def method(name: str, batch: int = 1) -> Recipe:
     """The recipe of a cell of the article's table: a method as its claims name it ("fixed-fp8-te") at a batch size.
 
-    "compile" compiles, "fixed" forces images to one square and compiles; what the name ends with says how the base
-    weights are held. Blocks are computed again in the backward pass: without that the article's 16 GB at batch 1 would
-    not hold, nor its batch 24 fit its card. whole: compile the model as one, as the article does, and not its blocks
-    one by one, which gives almost the same code in a fraction of the time.
+    "compile" compiles, "fixed" forces images to one square and compiles: the blocks one by one, or with "-whole" after
+    it the model as one, as the article does, which gives almost the same code after many times as long. What the name
+    ends with says how the base weights are held. Blocks are computed again in the backward pass: without that the
+    article's 16 GB at batch 1 would not hold, nor its batch 24 fit its card.
     """
     base = next((kind for ending, kind in LOW_BITS.items() if name.endswith(ending)), "published")
     recipe = A2_BASE.but(micro_batch=batch, checkpointing="blocks", base_linear=base)
     if name.startswith("fixed"):
         recipe = recipe.but(shapes="fixed")
     if name.startswith(("fixed", "compile")):
-        recipe = recipe.but(compile="default", compile_scope="model" if whole else "blocks")
+        recipe = recipe.but(compile="default", compile_scope="model" if "-whole" in name else "blocks")
     return recipe
 
 
-def cell(workload: Workload, name: str, batch: int, steps: int = 3, whole: bool = False) -> Run:
+def cell(workload: Workload, name: str, batch: int, steps: int = 3) -> Run:
     """The run of one cell: first step, `steps` timed ones, memory, what the weights take, what the compiler did.
 
     "qlora" goes through `prepared_for_kbit` as well; "nf4" is the same without. A failure is the run's status.
     """
-    held: dict[str, float] = {}
+    recipe, held = method(name, batch), {}
+    load_libraries(workload.device.type)
+    if recipe.base_linear != "published":
+        workload.let_go()
 
     def change(model: nn.Module) -> None:
         if name.endswith("qlora"):
@@ -70,25 +76,63 @@ def cell(workload: Workload, name: str, batch: int, steps: int = 3, whole: bool 
 
     torch._dynamo.reset()
     with Compilation() as compiled:
-        run = train(altered(workload, change), method(name, batch, whole), steps, warmup=0, name=f"{name} b{batch}")
+        run = train(altered(workload, change), recipe, steps, warmup=0, name=f"{name} b{batch}")
     if run.ok:
         run.metrics |= held | (compiled.metrics() if run.recipe["compile"] != "off" else {})
     if run.ok and name == "bf16":
-        run.metrics["vision_share"] = vision_share(workload, method(name, batch))
+        run.metrics["vision_share"] = vision_share(workload, recipe)
     return with_costs(run)
 
 
-def as_markdown(cells: Mapping[str, Run]) -> str:
-    """The cells as a table: changes and break-even counts are against "bf16" at the same batch size."""
-    rows = [
-        "| method | batch | first step, s | step, ms | against bf16 | memory, GB | useful tokens/s | has paid after |",
-        "|---|--:|--:|--:|--:|--:|--:|--:|",
-    ]
+@functools.cache
+def load_libraries(device: str) -> None:
+    """Train a tiny model for two steps, once a process: what kernels and libraries take to load would else be in the
+    first step of whichever cell comes first, which is the one that all others are compared with."""
+    train(open_workload("llava-lora", "tiny", device=device), A2_BASE, steps=1, warmup=0)
+
+
+HEAD = ("method", "first step, s", "step, ms", "against bf16", "memory, GB", "useful tokens/s", "has paid after")
+"""The head of a table of `cell_rows`."""
+
+
+def cell_rows(cells: Mapping[str, Run]) -> list[tuple[Any, ...]]:
+    """Rows for `HEAD`: changes and break-even counts are against "bf16" at the same batch size. Failures are left out:
+    `not_measured` names them."""
+    rows: list[tuple[Any, ...]] = []
     for name, run in cells.items():
         label, _, batch = name.rpartition(" b")
         base = cells.get(f"bf16 b{batch}")
-        rows.append(f"| {label} | {batch} | {_row(run, base if base and base.ok else None)} |")
-    return "\n".join(rows)
+        if run.ok:
+            rows.append((f"{label}, batch {batch}", *_numbers(run, base if base and base.ok else None)))
+    return rows
+
+
+def not_measured(cells: Mapping[str, Run]) -> str:
+    """The cells that failed, each reason once, as a paragraph; "" where there is none."""
+    failed: dict[str, list[str]] = {}
+    for name, run in cells.items():
+        if not run.ok:
+            failed.setdefault(run.status, []).append(name)
+    return "".join(f"*Not measured: {', '.join(names)}* ({status}).\n\n" for status, names in failed.items())
+
+
+def compiler_rows(cells: Mapping[str, Run]) -> list[tuple[Any, ...]]:
+    """(cell, graphs, graph breaks, recompilations) of each compiled cell."""
+    counted = ("graphs", "graph_breaks", "recompilations")
+    compiled = {name: run for name, run in cells.items() if "graphs" in run.metrics}
+    return [(name, *(run.metrics[metric] for metric in counted)) for name, run in compiled.items()]
+
+
+def longer_by(cells: Mapping[str, Run], name: str) -> float | None:
+    """How many percent longer a cell's step is than "bf16"'s at its batch size; None where either failed."""
+    run, base = cells[name], cells[f"bf16 b{name.rpartition(' b')[2]}"]
+    return 100 * (run.metric("step_ms") / base.metric("step_ms") - 1) if run.ok and base.ok else None
+
+
+def paid_after(cells: Mapping[str, Run], name: str) -> float | None:
+    """Steps after which a cell has caught up with "bf16" at its batch size; None where it never does or failed."""
+    run, base = cells[name], cells[f"bf16 b{name.rpartition(' b')[2]}"]
+    return _break_even(base, run) if run.ok and base.ok else None
 
 
 def by_batch(cells: Mapping[str, Run], metric: str, methods: Iterable[str]) -> dict[str, dict[float, float]]:
@@ -101,22 +145,18 @@ def by_batch(cells: Mapping[str, Run], metric: str, methods: Iterable[str]) -> d
     return found
 
 
-def _row(run: Run, base: Run | None) -> str:
-    if not run.ok:
-        return f"{run.status if len(run.status) < 60 else run.status[:59] + '…'} | | | | |"
-    step, memory = run.metric("step_ms"), run.metric("peak_allocated_gb")
-    change = "" if base is None or base is run else f"{100 * (step / base.metric('step_ms') - 1):+.0f} %"
-    shown = "–" if memory is None else f"{memory:.1f}"
-    paid = "" if base is None or base is run else _paid_after(base, run)
-    return (
-        f"{run.metric('first_step_s'):.3g} | {step:,.0f} | {change} | {shown} | "
-        f"{run.metric('useful_tokens_per_s'):,.0f} | {paid}"
-    )
+def _numbers(run: Run, base: Run | None) -> tuple[Any, ...]:
+    change = paid = None
+    if base is not None and base is not run:
+        change = f"{100 * (run.metric('step_ms') / base.metric('step_ms') - 1):+.0f} %"
+        steps = _break_even(base, run)
+        paid = "never" if steps is None else "at once" if steps <= 0 else f"{steps:,.0f} steps"
+    first_s, step_ms = run.metric("first_step_s"), run.metric("step_ms")
+    return first_s, step_ms, change, run.metric("peak_allocated_gb"), run.metric("useful_tokens_per_s"), paid
 
 
-def _paid_after(base: Run, run: Run) -> str:
-    steps = break_even(*(Option("", r.metric("first_step_s"), r.metric("step_ms") / 1e3, 0) for r in (base, run)))
-    return "never" if steps is None else "at once" if steps <= 0 else f"{steps:,.0f} steps"
+def _break_even(base: Run, run: Run) -> float | None:
+    return break_even(*(Option("", r.metric("first_step_s"), r.metric("step_ms") / 1e3, 0) for r in (base, run)))
 
 
 # ------------------------------------------------------------------------------------------------------ other models
@@ -159,6 +199,24 @@ def fp8_but(*kept: str) -> Callable[[nn.Module], None]:
     return change
 
 
+def refusal_of_te(rows: torch.Tensor) -> str:
+    """What Transformer Engine's FP8 layer says to `rows` (..., features) in training; "" where it takes them.
+
+    Raises `Unavailable` where it can't be used at all.
+    """
+    from labutils.lowbit.backends import convert_base, forward_context
+
+    width = rows.shape[-1]
+    layer = nn.Sequential(nn.Linear(width, width, device=rows.device, dtype=rows.dtype).requires_grad_(False))
+    convert_base(layer, ["0"], "fp8-te")
+    try:
+        with forward_context("fp8-te"):
+            layer(rows.requires_grad_()).sum().backward()
+    except AssertionError as error:
+        return f"AssertionError: {error}"
+    return ""
+
+
 def weights_held(model: nn.Module) -> dict[str, float]:
     """Frozen weights of the language model and the projector: `weights_gb` as they are held, and `bf16_weights_held`,
     1 if most of the blocks' matrices are still held in two bytes or more a number."""
@@ -183,8 +241,10 @@ def vision_share(workload: Workload, recipe: Recipe) -> float:
 
 
 def token_counts() -> dict[str, float]:
-    """What AnyRes, as published, makes of image sizes: tiles of small images, and tokens by shape at one area."""
+    """What AnyRes, as published, makes of image sizes: tiles of small images, and tokens by shape at one area; and
+    `vision_share` of the article's step. Arithmetic on the article's own model, whatever the scale."""
     geometry = SCALES_OF_LLAVA["full"].geometry
+    own = open_workload("llava-lora", scale="full", device="cpu")
     square, wide = geometry.tokens((500, 500)), geometry.tokens((354, 707))
     return {
         "tiles_low_resolution": geometry.tiles((224, 224)),
@@ -193,6 +253,7 @@ def token_counts() -> dict[str, float]:
         "tokens_500x500": square,
         "tokens_354x707": wide,
         "aspect_token_ratio": max(square, wide) / min(square, wide),
+        "vision_share": vision_share(own, method("bf16")),
     }
 
 
@@ -226,7 +287,7 @@ def replay(session: Session, batches: Sequence[Batch], passes: int = 3) -> Run:
         hardware.cuda.synchronize()
         began = time.perf_counter()
         for _ in range(steps):
-            session.driver.step(feed)
+            session.step(feed)
         hardware.cuda.synchronize()
         return 1e6 * (time.perf_counter() - began) / (steps * tokens)
 
@@ -283,13 +344,38 @@ def recompilations(workload: Workload, recipe: Recipe, batches: int, dynamic: bo
             ids = batch["input_ids"][0]
             found.image_tokens.add(int((ids == ids.mode().values).sum()))
             with Compilation() as compiled:
-                session.driver.step(iter([batch]))
+                session.step(iter([batch]))
             found.by_step.append(compiled.recompilations)
             found.graphs += compiled.graphs
             found.reasons += compiled.reasons
             found.given_up += compiled.given_up
     torch._dynamo.reset()
     return found
+
+
+KINDS_OF_GUARDS = {
+    "a tensor of another size": r"size mismatch|size\(\)|stride\(\)|^___stack0\[",
+    "with a gradient or without": r"requires_grad",
+    "the same code, called in another way": r"args|key ==",
+    "something else": r"",
+}
+"""What a failed guard was about -> how its text shows it; the first that fits counts."""
+
+
+def reason_rows(counted: Mapping[str, Recompiled]) -> list[tuple[Any, ...]]:
+    """Rows (what guards were about, an example, then for each of `counted` how many failed), without empty kinds."""
+    sorted_out = {name: {kind: Counter() for kind in KINDS_OF_GUARDS} for name in counted}
+    for name, found in counted.items():
+        for reason, times in found.reasons.items():
+            kind = next(kind for kind, pattern in KINDS_OF_GUARDS.items() if re.search(pattern, reason))
+            sorted_out[name][kind][reason] += times
+    rows = []
+    for kind in KINDS_OF_GUARDS:
+        every = sum((kinds[kind] for kinds in sorted_out.values()), Counter())
+        if every:
+            example = every.most_common(1)[0][0]
+            rows.append((kind, f"`{example}`", *(kinds[kind].total() for kinds in sorted_out.values())))
+    return rows
 
 
 @contextlib.contextmanager
@@ -316,6 +402,83 @@ def steady(workload: Workload, recipe: Recipe, warmup: int, steps: int) -> dict[
         with Compilation() as late:
             session.run(warmup + steps)
     return {"graphs": early.graphs + late.graphs, "recompilations_after_warmup": late.recompilations}
+
+
+# --------------------------------------------------------------------------------------------------------- the ladder
+
+
+LOW_BIT_RUNG = Rung(
+    "FP8 weights", "same mathematics", {"base_linear": "fp8-frozen"}, "held once, products on FP8 tensor cores"
+)
+
+
+def ladder_for(device: str) -> tuple[tuple[Rung, ...], dict[str, Recipe]]:
+    """Article A2's ladder and its recipes as a `device` climbs it.
+
+    On a GPU frozen FP8 weights come on top. On a CPU nothing is compiled, which takes a minute on two cores, and there
+    are no workers, which would only get in the way.
+    """
+    if device == "cuda":
+        ladder = (*A2_LADDER, LOW_BIT_RUNG)
+        return ladder, climb(ladder, A2_BASE)
+    plain = {"num_workers": 0, "persistent_workers": False, "compile": "off", "compile_scope": "model"}
+    return A2_LADDER, {
+        name: recipe.but(**plain, dynamic="automatic") for name, recipe in climb(A2_LADDER, A2_BASE).items()
+    }
+
+
+def rung_rows(ladder: Iterable[Rung], climbable: Mapping[str, Recipe]) -> list[tuple[Any, ...]]:
+    """Rows (rung, lane, what it changes, why, what is to be said about it here) of a ladder."""
+    return [
+        (
+            rung.name,
+            rung.lane,
+            ", ".join(f"`{knob}={value!r}`" for knob, value in rung.changes.items()) or None,
+            rung.why,
+            None if rung.name in climbable else "no different on a CPU",
+        )
+        for rung in ladder
+    ]
+
+
+GOALS = {
+    "useful_speedup": ("useful tokens/s, times the plain loop's", "at least 2"),
+    "graphs": ("graphs compiled", "at most 10"),
+    "recompilations_after_warmup": ("recompilations after warm-up", "none"),
+    "mfu_of_measured_peak": ("share of the measured rate of matrix products", None),
+    "weights_share": ("weights of language model and projector, share of BF16's", "at most 0.55"),
+    "memory_share": ("memory at batch 1, share of BF16 LoRA's", "at most 0.75"),
+}
+"""Metric of `reached` -> what it is, and what it is meant to be."""
+
+
+def reached(varied: Workload, uniform: Workload, top: Recipe, climbed: Mapping[str, Run]) -> dict[str, float]:
+    """What a ladder's top rung gets to, as metrics named in `GOALS`; what can't be measured here is absent.
+
+    climbed: the ladder's runs on `varied`, the plain loop first and `top` last. Memory is compared on one image at a
+    time of `uniform`, as published.
+    """
+    found = steady(varied, top, warmup=6, steps=10)
+    naive, *_, best = climbed.values()
+    if best.ok and naive.ok:
+        found["useful_speedup"] = best.metrics["useful_tokens_per_s"] / naive.metrics["useful_tokens_per_s"]
+        found["mfu_of_measured_peak"] = (
+            best.metrics["tflops"] / hardware.measured_roofline(best.recipe["precision"]).rate
+        )
+    single = top.but(shapes="as-they-come", dynamic="any", cache="nothing")
+    if hardware.device() == "cuda":
+        peaks = [train(uniform, r, 3, 1, "peak").metric("peak_allocated_gb") for r in (single, A2_BASE)]
+        if all(peaks):
+            found["memory_share"] = peaks[0] / peaks[1]
+    return found
+
+
+def goal_rows(found: Mapping[str, float], theirs: Run | None) -> list[tuple[Any, ...]]:
+    """Rows (what, its goal, here, H200) for what `reached` found."""
+    return [
+        (what, goal, found.get(metric), theirs.metric(metric) if theirs else None)
+        for metric, (what, goal) in GOALS.items()
+    ]
 
 
 def _compiled_parts(workload: Workload, model: nn.Module, recipe: Recipe) -> list[nn.Module]:
@@ -373,7 +536,9 @@ def seed_band(run: Run) -> tuple[float, float]:
 
 
 def with_costs(run: Run) -> Run:
-    """The run with `ms_per_1k_useful_tokens` beside its rate; unchanged where it failed."""
-    if rate := run.metrics.get("useful_tokens_per_s"):
-        run.metrics["ms_per_1k_useful_tokens"] = 1e6 / rate
+    """The run with `ms_per_1k_useful_tokens`, step by step and summed up; unchanged where it failed."""
+    steps = zip(run.samples.get("step_ms", []), run.samples.get("useful_tokens", []), strict=False)
+    if costs := [1e3 * ms / tokens for ms, tokens in steps]:
+        run.samples["ms_per_1k_useful_tokens"] = costs
+        run.metrics["ms_per_1k_useful_tokens"] = summarise(costs)
     return run

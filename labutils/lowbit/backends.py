@@ -36,7 +36,7 @@ import torch
 import torch.utils.checkpoint
 from torch import nn
 
-from labutils.lowbit.frozen import MULTIPLE, FrozenFP8Linear
+from labutils.lowbit.frozen import MULTIPLE, FrozenFP8Linear, check_weight
 from labutils.lowbit.frozen4 import FrozenNF4FP8Linear, FrozenNF4Linear
 from labutils.results import Unavailable
 
@@ -48,8 +48,9 @@ def frozen_linears(model: nn.Module, skip: Iterable[str] = ()) -> list[str]:
     """Names of the frozen nn.Linear layers that an 8-bit product takes (both widths multiples of 16), in order.
 
     Names are those of the layers themselves ("...q_proj.base_layer" under an adapter). What has one of `skip` among the
-    parts of its name ("lm_head", "vision_tower") is left out.
+    parts of its name ("lm_head", "vision_tower") is left out. Raises `ValueError` for one string in place of several.
     """
+    _check_several("skip", skip)
     skipped = {"lora_A", "lora_B", *skip}
     return [
         name
@@ -78,7 +79,8 @@ def convert_base(
         return []
     if kind not in MAKERS:
         raise ValueError(f"kind={kind!r} is not known. Choose one of: {', '.join(map(repr, ('published', *MAKERS)))}.")
-    places = [f"{name}.base_layer" if hasattr(model.get_submodule(name), "base_layer") else name for name in names]
+    _check_several("names", names)
+    places = list(dict.fromkeys(_place(model, name) for name in names))
     for place in places:
         _check_layer(model.get_submodule(place), place)
     make = MAKERS[kind](compute_dtype)
@@ -90,10 +92,32 @@ def convert_base(
     return places
 
 
+def _check_several(what: str, names: Iterable[str]) -> None:
+    """A string is an iterable of strings, too: of its letters."""
+    if isinstance(names, str):
+        raise ValueError(f"{what}={names!r} is one string. Give a list of names: [{names!r}].")
+
+
+def _place(model: nn.Module, name: str) -> str:
+    """Where in `model` the nn.Linear is that `name` names, itself or by its adapter."""
+    try:
+        layer = model.get_submodule(name)
+    except AttributeError:
+        raise ValueError(
+            f"This {type(model).__name__} has no layer {name!r}. frozen_linears(model) lists those that go."
+        ) from None
+    if layer is model:
+        raise ValueError(
+            f"A {type(model).__name__} can't be replaced in itself. Put it into a module first: "
+            'convert_base(nn.Sequential(layer), ["0"], kind).'
+        )
+    return f"{name}.base_layer" if hasattr(layer, "base_layer") else name
+
+
 def _check_layer(layer: nn.Module, name: str) -> None:
     if type(layer) is not nn.Linear:
         raise ValueError(f"{name!r} is a {type(layer).__name__}; only plain nn.Linear layers are converted.")
-    if layer.weight.requires_grad:
+    if any(parameter.requires_grad for parameter in layer.parameters()):
         raise ValueError(
             f"{name!r} is trained. Only frozen layers are converted: attach the adapters first, or freeze it with "
             "requires_grad_(False)."
@@ -103,6 +127,10 @@ def _check_layer(layer: nn.Module, name: str) -> None:
             f"{name!r} has {layer.in_features} -> {layer.out_features} features; low-bit products take multiples of "
             f"{MULTIPLE}. Leave it out: frozen_linears(model) lists those that go."
         )
+    try:
+        check_weight(layer.weight, layer.bias, "a low-bit layer")
+    except ValueError as error:
+        raise ValueError(f"{name!r} can't be converted. {error}") from None
 
 
 def forward_context(kind: str) -> AbstractContextManager:

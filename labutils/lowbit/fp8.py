@@ -168,8 +168,11 @@ class Quantised:
 
 def amax(x: Tensor, granularity: str = "tensor") -> Tensor:
     """The largest magnitude (float32, dimensions kept): of the whole "tensor", each "row", or each "block" of 32
-    neighbours, for which the last dimension must be split beforehand."""
-    return x.float().abs().amax() if granularity == "tensor" else x.float().abs().amax(dim=-1, keepdim=True)
+    neighbours, for which the last dimension must be split beforehand. Of no numbers it is 0."""
+    magnitude = x.float().abs()
+    if granularity == "tensor":
+        return magnitude.amax() if x.numel() else magnitude.new_zeros(())
+    return magnitude.amax(dim=-1, keepdim=True) if x.shape[-1] else magnitude.new_zeros(*x.shape[:-1], 1)
 
 
 def scale_for(largest: Tensor, fmt: Format = E4M3, margin: int = 0) -> Tensor:
@@ -185,21 +188,26 @@ def e8m0_scale_for(largest: Tensor, fmt: Format = E4M3) -> Tensor:
     """The largest power of two that keeps every value within the format's range: 1/S has an exponent and no mantissa.
 
     Its inverse fits the 8 bits of float8_e8m0fnu. The MX specification rounds the other way, so that values in the
-    upper eighth of the range saturate; training recipes round as here.
+    upper eighth of the range saturate; training recipes round as here. A block with infinity in it has the scale NaN,
+    which E8M0 has.
     """
-    return torch.exp2(torch.floor(torch.log2(scale_for(largest, fmt)))).clamp(2.0**-127, 2.0**127)
+    scale = torch.exp2(torch.floor(torch.log2(scale_for(largest, fmt)))).clamp(2.0**-127, 2.0**127)
+    return torch.where(largest.isinf(), torch.nan, scale)
 
 
 def quantise(x: Tensor, granularity: str = "tensor", fmt: Format = E4M3) -> Quantised:
     """x in FP8 with scales from its own largest magnitudes ("current scaling"): one reads x twice.
 
     granularity: "tensor" (one scale), "row" (one for each row along the last dimension), "block" (an E8M0 scale for
-    each 32 neighbours in a row, as in MXFP8). Raises `ValueError` for another, and for rows that blocks don't divide.
+    each 32 neighbours in a row, as in MXFP8). What shares a scale with NaN or infinity becomes NaN or zero. Raises
+    `ValueError` for another granularity, and for rows that blocks don't divide.
     """
     if granularity not in SCALES:
         raise ValueError(f"granularity={granularity!r} is not known. Choose one of: {', '.join(map(repr, SCALES))}.")
-    if granularity == "block" and x.shape[-1] % BLOCK:
-        raise ValueError(f"Rows of {x.shape[-1]} numbers can't be cut into blocks of {BLOCK}: pad them with zeros.")
+    if granularity == "block" and (x.dim() == 0 or x.shape[-1] % BLOCK):
+        raise ValueError(
+            f"Rows of {x.shape[-1] if x.dim() else 1} numbers can't be cut into blocks of {BLOCK}: pad them with zeros."
+        )
     parts = x.float().unflatten(-1, (-1, BLOCK)) if granularity == "block" else x.float()
     scale = SCALES[granularity](amax(parts, granularity), fmt)
     return Quantised(saturating_cast(parts * scale, fmt), 1 / scale, x.shape)

@@ -46,7 +46,8 @@ class FrozenFP8Linear(nn.Module):
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         super().__init__()
         check_weight(weight, bias, "FP8")
-        values, inverse = quantise_rows(weight.detach())
+        # As one row after the other: the forward product takes no other order, and a transposed weight would keep its.
+        values, inverse = quantise_rows(weight.detach().float().contiguous())
         self.out_features, self.in_features = weight.shape
         self.weight = nn.Parameter(values, requires_grad=False)
         self.register_buffer("scale", inverse)
@@ -59,9 +60,9 @@ class FrozenFP8Linear(nn.Module):
         return cls(linear.weight, linear.bias)
 
     def forward(self, x: Tensor) -> Tensor:
+        check_input(x, self.in_features, "FP8")
         if not x.is_meta and torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
-        check_input(x, self.in_features, "FP8")
         y = _FrozenProduct.apply(x, self.weight, self.scale, self.product)
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
@@ -71,6 +72,18 @@ class FrozenFP8Linear(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, product={self.product!r}"
+
+    def _load_from_state_dict(self, state_dict, prefix, metadata, strict, missing_keys, unexpected_keys, errors):
+        """Refuse an ordinary layer's weight, also where `strict=False` would take it: cast without a scale, it would be
+        another weight."""
+        there = state_dict.get(f"{prefix}weight")
+        if there is not None and (there.dtype != E4M3.dtype or f"{prefix}scale" not in state_dict):
+            errors.append(
+                f"{prefix}weight is {there.dtype}, and this frozen FP8 layer takes {E4M3.dtype} with a scale a row. "
+                "Load the state into the model before convert_base."
+            )
+            return
+        super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing_keys, unexpected_keys, errors)
 
     def _apply(self, fn, recurse: bool = True):
         """Go along to another device, and keep FP8 there: `model.to(torch.bfloat16)` is meant for the other layers."""
@@ -91,21 +104,21 @@ class _FrozenProduct(torch.autograd.Function):
     def forward(ctx, x: Tensor, weight: Tensor, scale: Tensor, product: str) -> Tensor:
         ctx.save_for_backward(weight, scale)
         ctx.product = product
-        return scaled_product(x, weight, scale.t(), product)
+        return scaled_product(x, weight, scale.t(), product, x.dtype)
 
     @staticmethod
     def backward(ctx, dy: Tensor) -> tuple[Tensor | None, None, None, None]:
         weight, scale = ctx.saved_tensors
         if not ctx.needs_input_grad[0]:
             return None, None, None, None
-        scaled = dy.float() * scale.t()
+        scaled = dy * scale.t()  # in float32, as the scale is
         transposed = weight.t().contiguous()
         ones = torch.ones_like(transposed[:, 0], dtype=torch.float32)[None]
-        return scaled_product(scaled, transposed, ones, ctx.product).to(dy.dtype), None, None, None
+        return scaled_product(scaled, transposed, ones, ctx.product, dy.dtype), None, None, None
 
 
-def scaled_product(x: Tensor, weight: Tensor, column_scale: Tensor, product: str) -> Tensor:
-    """x [..., k] quantised row by row, times weight [n, k] in FP8 transposed, times column_scale [1, n]; x's dtype."""
+def scaled_product(x: Tensor, weight: Tensor, column_scale: Tensor, product: str, dtype: torch.dtype) -> Tensor:
+    """x [..., k] quantised row by row, times weight [n, k] in FP8 transposed, times column_scale [1, n]; in `dtype`."""
     rows = x.reshape(-1, x.shape[-1])
     count = rows.shape[0]
     padded = max(MULTIPLE, -(-count // MULTIPLE) * MULTIPLE)
@@ -113,7 +126,7 @@ def scaled_product(x: Tensor, weight: Tensor, column_scale: Tensor, product: str
     values, inverse = quantise_rows(rows)
     # Quantising keeps the order in memory of what it is given, and the product takes rows one after the other.
     y = PRODUCTS[product](values.contiguous(), weight, inverse, column_scale)
-    return y[:count].to(x.dtype).reshape(*x.shape[:-1], weight.shape[0])
+    return y[:count].to(dtype).reshape(*x.shape[:-1], weight.shape[0])
 
 
 def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -190,7 +203,8 @@ def _cuda_product_kind(index: int) -> str:
 
 
 def check_weight(weight: Tensor, bias: Tensor | None, form: str) -> None:
-    """Raise `ValueError` for a weight or bias that a frozen layer of `form` ("FP8", "NF4") can't hold."""
+    """Raise `ValueError` where a linear layer's weight [out, in] and bias [out] can't become a frozen layer of `form`
+    ("FP8", "NF4")."""
     if weight.dim() != 2 or weight.dtype not in (*INPUTS, torch.float64):
         raise ValueError(
             f"A weight of shape {tuple(weight.shape)} and {weight.dtype} can't be held in {form}: it takes a matrix of "
@@ -206,8 +220,15 @@ def check_weight(weight: Tensor, bias: Tensor | None, form: str) -> None:
             f"A layer of {weight.shape[1]} -> {weight.shape[0]} features can't be converted to {form}: both numbers "
             f"must be multiples of {MULTIPLE}. Leave it out of the conversion."
         )
-    if not weight.is_meta and not weight.isfinite().all():
-        raise ValueError(f"This weight holds NaN or infinity, which {form} has no room for. Check where it was loaded.")
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(
+            f"A bias of shape {tuple(bias.shape)} doesn't fit: a layer of {len(weight)} outputs has that many."
+        )
+    held = weight.float() if weight.dtype == torch.float64 else weight
+    if not held.is_meta and not held.isfinite().all():
+        raise ValueError(
+            f"This weight holds NaN or infinity (as float32), for which {form} has no room. Check where it was loaded."
+        )
 
 
 def check_input(x: Tensor, in_features: int, form: str) -> None:

@@ -117,9 +117,9 @@ class FrozenNF4Linear(nn.Module):
         return made
 
     def forward(self, x: Tensor) -> Tensor:
+        check_input(x, self.in_features, "NF4")
         if not x.is_meta and torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
-        check_input(x, self.in_features, "NF4")
         y = self.product(x)
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
@@ -171,7 +171,7 @@ class FrozenNF4FP8Linear(FrozenNF4Linear):
         return made
 
     def product(self, x: Tensor) -> Tensor:
-        return _UnpackedFP8Product.apply(x, self.row_scale, self.kind, *self.packed())
+        return _unpacked_fp8_product(x, self.row_scale, self.kind, *self.packed())
 
     def _apply(self, fn, recurse: bool = True):
         super()._apply(fn, recurse)
@@ -212,7 +212,7 @@ class _UnpackedFP8Product(torch.autograd.Function):
         ctx.save_for_backward(row_scale, codes, *constants)
         ctx.kind = kind
         weight = unpacked(Packed(codes, *others)).view(-1, x.shape[-1])
-        return scaled_product(x, (weight / row_scale).to(E4M3.dtype), row_scale.t(), kind)
+        return scaled_product(x, (weight / row_scale).to(E4M3.dtype), row_scale.t(), kind, x.dtype)
 
     @staticmethod
     def backward(ctx, dy: Tensor):
@@ -222,5 +222,12 @@ class _UnpackedFP8Product(torch.autograd.Function):
         weight = unpacked(Packed(codes.view(-1), *constants, ctx.tables)).view(dy.shape[-1], -1)
         transposed = (weight / row_scale).to(E4M3.dtype).t().contiguous()
         ones = torch.ones_like(transposed[:, 0], dtype=torch.float32)[None]
-        dx = scaled_product(dy.float() * row_scale.t(), transposed, ones, ctx.kind)
-        return dx.to(dy.dtype), *(None,) * 7
+        scaled = dy * row_scale.t()  # in float32, as the scale is
+        return scaled_product(scaled, transposed, ones, ctx.kind, dy.dtype), *(None,) * 7
+
+
+@torch.compiler.allow_in_graph
+def _unpacked_fp8_product(x: Tensor, row_scale: Tensor, kind: str, *packed: Any) -> Tensor:
+    """The function above, passed on by the compiler's front end as it is and taken apart by its back end: the front end
+    (PyTorch 2.13) fails on several such layers in one block of any length."""
+    return _UnpackedFP8Product.apply(x, row_scale, kind, *packed)

@@ -14,6 +14,30 @@ from torch import Tensor, nn
 
 from labutils.lowbit.fp8 import E4M3, E5M2, SCALES, lost, product_error, quantise, relative_error
 
+OUTLIERS = (7, 77, 177)
+"""Channels that `plant_outliers` makes large."""
+
+
+def language_model(width: int, depth: int, seed: int = 0) -> nn.Module:
+    """A small causal language model of Mistral's architecture, random weights: `depth` blocks of `width` channels."""
+    from transformers import MistralConfig, MistralForCausalLM
+
+    torch.manual_seed(seed)
+    heads = {"num_attention_heads": width // 64, "num_key_value_heads": width // 128}
+    sizes = {"hidden_size": width, "intermediate_size": 7 * width // 2, "num_hidden_layers": depth, "vocab_size": 2048}
+    return MistralForCausalLM(MistralConfig(**sizes, **heads))
+
+
+def plant_outliers(model: nn.Module, factor: float = 60) -> nn.Module:
+    """The `language_model` with a few channels whose activations are `factor` times larger, as trained ones have them.
+
+    Its norms' weights are scaled in `OUTLIERS`: a model of the phenomenon (Dettmers et al. 2022, "LLM.int8()").
+    """
+    for block in model.model.layers:
+        for norm in (block.input_layernorm, block.post_attention_layernorm):
+            norm.weight.data[list(OUTLIERS)] *= factor
+    return model
+
 
 @dataclass
 class Seen:

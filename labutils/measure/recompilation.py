@@ -51,7 +51,7 @@ class Compilation:
         }
 
     def __enter__(self) -> Compilation:
-        self._graphs = counters["stats"]["unique_graphs"]
+        self._graphs = graphs_compiled()
         self._breaks = len(graph_break_reasons)
         self._failures = {code: len(reasons) for code, reasons in guard_failures.items()}
         self._listener = _GivenUp(self.given_up)
@@ -64,7 +64,7 @@ class Compilation:
         LOGGER.removeHandler(self._listener)
         callback_handler.remove_start_callback(self._start)
         callback_handler.remove_end_callback(self._end)
-        self.graphs = counters["stats"]["unique_graphs"] - self._graphs
+        self.graphs = graphs_compiled() - self._graphs
         self.breaks.update(_first_line(found.reason) for found in graph_break_reasons[self._breaks :])
         for code, reasons in guard_failures.items():
             self.reasons.update(_guard(reason) for reason in reasons[self._failures.get(code, 0) :])
@@ -80,6 +80,11 @@ class Compilation:
         began = self._began.pop() if self._began else time.perf_counter()
         if not self._began:  # an inner compilation's time is in the outer one's
             self.seconds += time.perf_counter() - began
+
+
+def graphs_compiled() -> int:
+    """Graphs that the compiler has taken in this process so far."""
+    return counters["stats"]["unique_graphs"]
 
 
 class _GivenUp(logging.Handler):

@@ -13,7 +13,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import torch
 from tqdm import tqdm
 
 from labutils import hardware
@@ -21,7 +20,7 @@ from labutils.measure.steps import StepClock, StepTimes
 from labutils.measure.trace import Trace, profile
 from labutils.measure.utilization import Utilization
 from labutils.recipe import Recipe
-from labutils.results import Run, Unavailable, summarise
+from labutils.results import Run, Unavailable, is_out_of_memory, summarise
 from labutils.training.session import Session
 from labutils.workloads.base import Work, Workload
 
@@ -50,6 +49,9 @@ SETTLE_MS = 100
 """A recipe runs at least this long before it is timed."""
 WATCH_MS = 2000
 """Utilisation is watched at least this long: the driver renews it a few times a second only."""
+TRIES = 3
+"""Rounds that are thrown away at most because the compiler was at work in them; a recipe that never stops compiling
+shows that in its times."""
 REFILL_S = 0.3
 """Pause after a recipe with workers: they go on reading ahead, and would do it during the next recipe's steps."""
 
@@ -145,12 +147,10 @@ class Bench:
         try:
             action()
             return
-        except torch.OutOfMemoryError:
-            self.failed[name] = "oom"
         except Unavailable as error:
             self.failed[name] = f"skipped: {error}"
         except Exception as error:
-            self.failed[name] = f"error: {type(error).__name__}: {error}"
+            self.failed[name] = "oom" if is_out_of_memory(error) else f"error: {type(error).__name__}: {error}"
         # Outside the except block: inside it the exception still holds the frames, and these the tensors.
         self._end(name)
         gc.unfreeze()  # what is frozen isn't collected; a session's modules and hooks refer to each other
@@ -238,10 +238,23 @@ class Contender:
         return self.session.recipe.num_workers * self.session.recipe.prefetch_factor
 
     def measure(self, steps: int) -> None:
-        """One round of timed steps, settled before."""
+        """One round of timed steps, settled before, and once more where something was compiled in it: the second of two
+        sizes may first come up here, and would be on record as a step of a minute."""
         self.settle()
-        self.times.extend(measure(self.session, max(steps, math.ceil(ROUND_MS / self.step_ms))))
+        for _ in range(TRIES):
+            before = self._graphs()
+            found = measure(self.session, max(steps, math.ceil(ROUND_MS / self.step_ms)))
+            if self._graphs() == before:
+                break
+        self.times.extend(found)
         time.sleep(REFILL_S if self.ready_batches else 0)
+
+    def _graphs(self) -> int:
+        if self.session.recipe.compile == "off":
+            return 0
+        from labutils.measure.recompilation import graphs_compiled  # the compiler takes a second to import
+
+        return graphs_compiled()
 
     def report(self, run: Run) -> None:
         """Fill in the run's metrics and samples."""
@@ -261,6 +274,7 @@ class Contender:
         run.metrics |= {} if session.encode_s is None else {"encode_s": session.encode_s}
         run.metrics |= self.memory
         if self.times.work:
+            run.samples["useful_tokens"] = [work.useful_tokens for work in self.times.work]
             run.metrics |= _of_varying_steps(session.workload, recipe, self.times)
         else:
             work = session.workload.work(recipe)

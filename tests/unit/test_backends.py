@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import sys
 import types
 import weakref
@@ -232,3 +233,53 @@ def test_a_kind_that_is_not_here_becomes_a_skipped_run(workload):
         pytest.skip("there is a GPU")
     run = train(workload, STOCK.but(base_linear="fp8-te"), steps=1)
     assert run.status.startswith("skipped: Transformer Engine's FP8 needs an NVIDIA GPU")
+
+
+# Refused with nothing changed
+
+
+def two_layers() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)).requires_grad_(False)
+
+
+@pytest.mark.parametrize("kind", ON_CPU)
+@pytest.mark.parametrize(
+    ("spoil", "told"),
+    [
+        (lambda layer: layer.weight.fill_(math.nan), "'1' can't be converted. This weight holds NaN"),
+        (lambda layer: layer.bias.requires_grad_(), "'1' is trained"),
+        (lambda layer: layer.bias.resize_(3), "'1' can't be converted. A bias of shape"),
+    ],
+)
+def test_a_layer_that_does_not_go_leaves_those_before_it_alone(kind, spoil, told):
+    model = two_layers()
+    spoil(model[1])
+    with pytest.raises(ValueError, match=told):
+        convert_base(model, ["0", "1"], kind)
+    assert type(model[0]) is nn.Linear
+
+
+@pytest.mark.parametrize(
+    ("names", "told"),
+    [
+        (["0", "7"], "This Sequential has no layer '7'. frozen_linears"),
+        ("0", r"names='0' is one string. Give a list of names: \['0'\]"),
+        ([""], "can't be replaced in itself"),
+    ],
+)
+def test_names_that_name_no_layer(names, told):
+    model = two_layers()
+    with pytest.raises(ValueError, match=told):
+        convert_base(model, names, "fp8-frozen")
+    assert type(model[0]) is nn.Linear
+
+
+def test_a_name_may_come_twice():
+    model = two_layers()
+    assert convert_base(model, iter(["0", "0"]), "fp8-frozen") == ["0"]
+
+
+def test_what_is_skipped_is_a_list():
+    with pytest.raises(ValueError, match="skip='lm_head' is one string"):
+        frozen_linears(two_layers(), "lm_head")

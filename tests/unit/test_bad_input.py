@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import shlex
 from pathlib import Path
@@ -37,6 +38,7 @@ NAN = float("nan")
         ({"learning_rate": NAN}, "learning_rate=nan is not a finite number"),
         ({"learning_rate": 10**400}, "is not a finite number"),
         ({"max_grad_norm": float("inf")}, "max_grad_norm=inf is not a finite number"),
+        ({"token_budget": 2**17 + 1}, "token_budget=131073 is too large: it must be 131072 or less"),
         ({"max_grad_norm": 0.0}, "max_grad_norm=0.0 is too small: it must be above 0"),
     ],
 )
@@ -103,6 +105,28 @@ QUICK = STOCK.but(driver="eager", adapter="plain", cache="latents+text")
 def workload():
     with one_thread():
         yield open_workload("sd15-lora", scale="tiny", device="cpu")
+
+
+@pytest.mark.parametrize("knob", [{"shapes": "packed"}, {"loss": "fused"}, {"checkpointing": "blocks"}])
+def test_a_knob_that_would_do_nothing_is_refused(knob, workload):
+    ((name, value),) = knob.items()
+    told = f"{name}='{value}' is for language models. Use {name}='{getattr(STOCK, name)}' with this workload"
+    with pytest.raises(ValueError, match=told):
+        Session(workload, QUICK.but(**knob))
+    with pytest.raises(ValueError, match="memory_format='channels_last' is for convolutions. Use 'contiguous'"):
+        Session(
+            open_workload("llava-lora", "tiny", device="cpu"), QUICK.but(cache="nothing", memory_format="channels_last")
+        )
+
+
+def test_a_cpu_out_of_memory_is_no_other_error(workload):
+    def build(recipe):
+        return torch.empty(2**58, dtype=torch.uint8)
+
+    full = copy.copy(workload)
+    full.build = build
+    with Bench(full) as bench:
+        assert bench.compare({"a": QUICK})["a"].status == "oom"
 
 
 def test_a_name_in_a_bench_is_one_recipe(workload):

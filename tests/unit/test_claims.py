@@ -19,6 +19,7 @@ EXACT = {"all_present", "becomes", "count", "lists", "more_with", "names", "occu
 """Judges of what has no noise: they never withhold a verdict."""
 SWEEPS = {"changes", "grows"}
 """Judges of pairs of runs: those that were not measured are left out."""
+ANY_LENGTH = ("06", "same-tokens any length")
 
 
 def judgement(id: str, runs: Runs) -> Judgement:
@@ -133,7 +134,7 @@ CASES = [
     ("A1.blackwell.newer-build", NOT_TESTABLE, with_metrics("00", "machine", torch_architectures=[])),
     ("A1.blackwell.xformers", REFUTED, with_metrics("00", "xformers", failed=0)),
     ("A1.blackwell.xformers", INCONCLUSIVE, with_metrics("00", "xformers", message="ImportError: no xformers")),
-    ("A2.lmm.vision-cost", REFUTED, with_metrics("06", "bf16 b1", vision_share=0.03)),
+    ("A2.lmm.vision-cost", REFUTED, with_metrics("06", "token-counts", vision_share=0.03)),
     ("A2.fp8.cast-saturates", REFUTED, with_metrics("05", "fp8-cast", cast_1000000=float("nan"))),
     ("A2.fp8.range", REFUTED, with_metrics("05", "fp8-cast", cast_1000000=57344.0)),
     ("A2.fp8.range", CONFIRMED, with_metrics("05", "fp8-cast", cast_1000=None, cast_1000000=None)),
@@ -158,9 +159,9 @@ CASES = [
     ("A2.fp8.mixed", INCONCLUSIVE, with_losses("fp8-frozen", 9.051, 0.001)),
     ("A2.fp8.vision-limits", REFUTED, with_metrics("06", "bf16 b1", vision_share=0.1)),
     ("A2.fp8.vision-limits", INCONCLUSIVE, with_runs(a2("fp8-te b1", 1150, 0.15))),
-    ("A2.compile.break-even", REFUTED, with_metrics("06", "compile b1", first_step_s=30)),
-    ("A2.compile.break-even", REFUTED, with_runs(a2("compile b1", 1100, first_step_s=105))),
-    ("A2.compile.break-even", INCONCLUSIVE, with_runs(a2("compile b1", 985, 0.02, first_step_s=105))),
+    ("A2.compile.break-even", REFUTED, with_metrics("06", "compile-whole b1", first_step_s=30)),
+    ("A2.compile.break-even", REFUTED, with_runs(a2("compile-whole b1", 1100, first_step_s=105))),
+    ("A2.compile.break-even", INCONCLUSIVE, with_runs(a2("compile-whole b1", 985, 0.02, first_step_s=105))),
     ("A2.compile.fp8-gains-less", REFUTED, with_runs(a2("compile-fp8-te b1", 500))),
     ("A2.compile.fp8-gains-less", INCONCLUSIVE, with_runs(a2("compile-fp8-te b1", 850, 0.02))),
     ("A2.te.breaks-graph", REFUTED, with_metrics("06", "compile-fp8-te b1", graph_breaks=0)),
@@ -169,6 +170,17 @@ CASES = [
     ("A2.anyres.recompiles", REFUTED, with_metrics("06", "recompiles varied", recompilations=1)),
     ("A2.guide.between", REFUTED, with_metrics("06", "guide", between="compile")),
     ("A2.guide.between", NOT_TESTABLE, with_metrics("06", "guide", between=3)),
+    ("A2.left.dynamic", REFUTED, with_metrics(*ANY_LENGTH, ms_per_1k_tokens=spread_of(90))),
+    (
+        "A2.left.dynamic",
+        INCONCLUSIVE,
+        with_metrics(*ANY_LENGTH, ms_per_1k_tokens=spread_of(62, 0.15)),
+    ),
+    (
+        "A2.left.dynamic",
+        INCONCLUSIVE,
+        with_metrics(*ANY_LENGTH, ms_per_1k_tokens=spread_of(53, 0.3)),
+    ),
     ("A2.left.fp8-once", REFUTED, with_metrics("06", "fp8-frozen b1", peak_allocated_gb=14)),
     ("A2.left.fp8-once", INCONCLUSIVE, with_metrics("06", "fp8-frozen b1", peak_allocated_gb=10)),
     ("A2.left.fp8-once", CONFIRMED, with_metrics("06", "fp8-frozen b1", peak_allocated_gb=5)),
@@ -332,7 +344,7 @@ def test_an_unknown_claim_is_refused():
 
 def test_markdown_is_one_table():
     runs = with_metrics("04", "max-autotune", message="RuntimeError: a | b\nand more")
-    lines = claims.as_markdown(claims.judge(None, runs, runs)).splitlines()
+    lines = claims.as_markdown(claims.judge(None, runs, runs)).partition("\n\n")[0].splitlines()
     assert len(lines) == 2 + len(CLAIMS)
     assert {len(re.findall(r"(?<!\\)\|", line)) for line in lines} == {6}
     (row,) = [line for line in lines if "A1.total.speedup" in line]
@@ -342,6 +354,15 @@ def test_markdown_is_one_table():
 def test_markdown_marks_what_is_absent():
     (_, _, row) = claims.as_markdown(claims.judge("A1.total.speedup", {}, {})).splitlines()
     assert "| – | – | **not testable here**: No run on record. Type: labutils run 04 |" in row
+
+
+def test_markdown_says_once_why_several_claims_can_t_be_tested():
+    ids = ["A2.compile.speed", "A2.fixed.speed", "A1.total.speedup"]
+    table, *below = claims.as_markdown(claims.judge(ids, {}, {})).split("\n\n")
+    first, second, other = table.splitlines()[2:]
+    assert "**not testable here** (1)" in first and "**not testable here** (1)" in second
+    assert "**not testable here**: No run on record. Type: labutils run 04" in other
+    assert below == ["(1) No run on record. Type: labutils run 06"]
 
 
 # ------------------------------------------------------------------------------------------------ for whatever runs

@@ -221,6 +221,8 @@ def test_done_says_with_which_parameters(lab):
     ("error", "status", "told"),
     [
         (MemoryError(), "oom", "Out of memory"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9"), "oom", "Out of memory"),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling"), "oom", "Out of memory"),
         (RuntimeError("CUDA out of memory. Tried to allocate 2 GiB"), "oom", "Out of memory"),
         (
             NotHere("needs a GPU of compute capability 8.9"),

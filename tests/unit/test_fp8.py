@@ -255,3 +255,24 @@ def test_the_error_of_a_product_grows_with_fewer_mantissa_bits():
     x, w = torch.randn(64, 512, generator=chance), torch.randn(128, 512, generator=chance)
     e4m3, e5m2 = (fp8.product_error(x, w, "row", fmt) for fmt in (E4M3, E5M2))
     assert 0.03 < e4m3 < 0.04 < e5m2 < 0.07
+
+
+@pytest.mark.parametrize("granularity", fp8.SCALES)
+def test_of_no_numbers_comes_none(granularity):
+    for shape in ((0, 32), (3, 0)):
+        assert quantise(torch.zeros(shape), granularity).restored().shape == shape
+    assert not fp8.DelayedScaling()(torch.zeros(0)).values.numel()
+
+
+@pytest.mark.parametrize("granularity", fp8.SCALES)
+def test_infinity_does_not_come_out_as_a_number(granularity):
+    x = torch.ones(2, 32)
+    x[0, 3] = math.inf
+    assert quantise(x, granularity).restored()[0, 3].isnan()
+    if granularity != "tensor":
+        assert torch.equal(quantise(x, granularity).restored()[1], x[1])
+
+
+def test_a_number_has_no_blocks():
+    with pytest.raises(ValueError, match="Rows of 1 numbers can't be cut into blocks"):
+        quantise(torch.tensor(3.0), "block")

@@ -205,7 +205,7 @@ def test_nothing_is_kept_for_backward_but_the_packed_weight(kind, compiled):
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
         run(random(16, 256).requires_grad_())
-    held = {t.data_ptr() for t in [*frozen.parameters(), *frozen.buffers()]}
+    held = {t.data_ptr() for t in [*frozen.parameters(), *frozen.buffers(), *frozen.tables]}
     assert {t.data_ptr() for t in kept} <= held
     assert frozen.weight.data_ptr() in {t.data_ptr() for t in kept}
 
@@ -291,18 +291,19 @@ def test_compiled_it_is_one_graph_with_the_same_numbers(kind):
     torch.compiler.reset()
     compiled = torch.compile(block, fullgraph=True)
     for found, eager in zip(passes(compiled, x, dy), expected, strict=True):
-        assert relative_error(found, eager) < (1e-5 if kind is FrozenNF4Linear else 1e-2)
+        assert relative_error(found, eager) < (1e-5 if kind is FrozenNF4Linear else 2e-2)
 
 
 @each_kind
 def test_one_compiled_graph_serves_any_count_of_rows(kind):
     torch.compiler.reset()
     torch._dynamo.utils.counters.clear()
-    _, frozen = layer_pair(kind, 64, 32)
-    compiled = torch.compile(frozen, fullgraph=True, dynamic=True)
+    block = Block(lambda k, n: layer_pair(kind, k, n)[1])
+    compiled = torch.compile(block, fullgraph=True, dynamic=True)
     for rows in (33, 65, 577):
-        x = random(rows, 64)
-        assert relative_error(compiled(x), frozen(x)) < 5e-3
+        x, dy = random(rows, 64), random(rows, 64, seed=1)
+        for mine, theirs in zip(passes(compiled, x, dy), passes(block, x, dy), strict=True):
+            assert relative_error(mine, theirs) < (1e-5 if kind is FrozenNF4Linear else 2e-2)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 

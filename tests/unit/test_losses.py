@@ -76,3 +76,29 @@ def test_it_compiles_whole():
     (expected,) = torch.autograd.grad(linear_cross_entropy(hidden, weight, targets, 8), hidden)
     (found,) = torch.autograd.grad(compiled(hidden, weight, targets, 8), hidden)
     torch.testing.assert_close(found, expected)
+
+
+def test_what_can_not_be_is_refused_in_words():
+    hidden, weight, targets = problem(7, 4, 9, torch.float32, seed=5)
+    for wrong in (targets[:1], targets[:5], targets[:, None], torch.cat([targets, targets])):
+        with pytest.raises(ValueError, match=r"they must be \[n, width\] and \[n\]"):
+            linear_cross_entropy(hidden, weight, wrong)
+    for chunk in (0, -1):
+        with pytest.raises(ValueError, match="1 token or more"):
+            linear_cross_entropy(hidden, weight, targets, chunk)
+    with pytest.raises(ValueError, match="weight is trained"):
+        linear_cross_entropy(hidden, weight.requires_grad_(), targets)
+
+
+@pytest.mark.parametrize("target", [-1, -101, 9])
+def test_a_target_out_of_range_is_no_other_word(target):
+    hidden, weight, targets = problem(7, 4, 9, torch.float32, seed=5)
+    targets[3] = target
+    with pytest.raises(RuntimeError, match="out of bounds"):
+        linear_cross_entropy(hidden, weight, targets)
+
+
+def test_without_targets_it_is_nan_as_pytorchs():
+    hidden, weight, targets = problem(7, 4, 9, torch.float32, seed=5)
+    assert linear_cross_entropy(hidden, weight, torch.full_like(targets, -100)).isnan()
+    assert linear_cross_entropy(hidden[:0], weight, targets[:0]).isnan()

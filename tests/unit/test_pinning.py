@@ -7,9 +7,10 @@ import pytest
 from labutils import pinning
 from labutils.pinning import WAYS, two_by_two
 from labutils.recipe import STOCK
+from labutils.training import comparing
 from labutils.workloads import open_workload
 
-AHEAD = STOCK.but(driver="eager", optimizer="adamw-fused", logging="ring-buffer")
+AHEAD = STOCK.but(driver="eager", optimizer="adamw-fused", logging="ring-buffer", accumulation=1)
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +25,9 @@ def test_the_copies_of_a_step_are_found(workload, base):
     assert min(samples) > 0
 
 
-def test_each_way_has_its_step_and_its_copies(workload):
+def test_each_way_has_its_step_and_its_copies(workload, monkeypatch):
+    monkeypatch.setattr(comparing, "ROUND_MS", 1)
+    monkeypatch.setattr(comparing, "SETTLE_MS", 1)
     found = two_by_two(workload, AHEAD, 2, 1, prefix="x: ")
     assert list(found) == [f"x: {way}" for way in WAYS]
     for run in found.values():

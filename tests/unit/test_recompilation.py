@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 import torch
 
-from labutils.capture import may_give_up
+from labutils.capture import VARIANTS, variants_allowed
 from labutils.measure.recompilation import Compilation
 
 
@@ -67,19 +67,26 @@ def test_a_graph_break_is_counted_with_its_reason():
 
 
 def test_a_function_that_is_given_up_is_named():
-    with mock.patch.object(torch._dynamo.config, "recompile_limit", 2), may_give_up(True):
+    with mock.patch.object(torch._dynamo.config, "recompile_limit", 2), variants_allowed("default", "automatic"):
         found = run(False, (3, 4, 5, 6))
     assert (found.graphs, found.given_up) == (2, ["doubled"])
 
 
-def test_elsewhere_too_many_versions_are_an_error():
-    torch._dynamo.config.fail_on_recompile_limit_hit = True
-    few = mock.patch.object(torch._dynamo.config, "recompile_limit", 2)
-    with few, may_give_up(False), pytest.raises(Exception, match="recompile"):
+def test_elsewhere_too_many_versions_are_an_error(monkeypatch):
+    monkeypatch.setattr("labutils.capture.VARIANTS", 2)
+    with variants_allowed("default", "static"), pytest.raises(Exception, match="recompile"):
         run(False, (3, 4, 5, 6))
-    with may_give_up(True):
-        assert not torch._dynamo.config.fail_on_recompile_limit_hit
-    assert torch._dynamo.config.fail_on_recompile_limit_hit
+
+
+def test_other_sessions_variants_do_not_count_against_a_recipe():
+    """PyTorch's own 8 are passed, and what was allowed is forgotten afterwards: others still get the default."""
+    config = torch._dynamo.config
+    before = config.recompile_limit, config.fail_on_recompile_limit_hit
+    with variants_allowed("default", "any"):
+        assert run(False, tuple(range(2, 14))).graphs == 12 < VARIANTS
+    assert (config.recompile_limit, config.fail_on_recompile_limit_hit) == before
+    with variants_allowed("off", "static"):
+        assert config.recompile_limit == before[0]
 
 
 def test_what_was_compiled_before_is_not_counted():

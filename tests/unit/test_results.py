@@ -66,7 +66,14 @@ def test_foreign_lines_are_passed_over(lines):
     assert list(read_runs(folder)) == [("00", "machine")]
 
 
-@pytest.mark.parametrize("line", ['{"lab": "00", "run": "huge", "at": ' + "9" * 5000 + "}", "[" * 100_000])
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"lab": "00", "run": "huge", "at": ' + "9" * 5000 + "}",
+        '{"lab": "06", "run": "b", "metrics": {"step_ms": 1' + "0" * 400 + "}}",
+        "[" * 100_000,
+    ],
+)
 def test_a_line_beyond_python_s_limits_is_passed_over(line):
     folder = folder_with([Run("00", "machine")])
     with (folder / "results.jsonl").open("a") as file:

@@ -8,7 +8,7 @@ from torch import nn
 
 from labutils.hardware import Timing
 from labutils.lowbit.fp8 import relative_error
-from labutils.lowbit.survey import Seen, layer_errors, watch_linears
+from labutils.lowbit.survey import OUTLIERS, Seen, language_model, layer_errors, plant_outliers, watch_linears
 from labutils.measure import products
 from labutils.results import Unavailable
 
@@ -38,6 +38,18 @@ def test_watching_leaves_no_trace_and_takes_no_more_rows_than_asked():
     assert seen["2"].dy.shape == (7, 32)
     assert all(p.grad is None for p in model.parameters())
     assert not any(layer._forward_hooks for layer in model.modules())
+
+
+def test_planted_outliers_are_in_their_channels_alone():
+    ids = torch.arange(32)[None]
+    plain, planted = (
+        watch_linears(model, lambda model=model: model(ids, labels=ids).loss)["model.layers.0.self_attn.q_proj"].x
+        for model in (language_model(256, 1), plant_outliers(language_model(256, 1), factor=60))
+    )
+    ratio = planted / plain
+    torch.testing.assert_close(ratio[:, list(OUTLIERS)], torch.full((32, 3), 60.0))
+    others = [channel for channel in range(256) if channel not in OUTLIERS]
+    torch.testing.assert_close(ratio[:, others], torch.ones(32, 253))
 
 
 def test_a_layer_that_is_used_twice_is_seen_twice():

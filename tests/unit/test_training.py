@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.data import Dataset
 
-from labutils import hardware, training
+from labutils import capture, hardware, training
 from labutils.adapters import adapter_state, lora_layers
 from labutils.capture import attention_kernel
 from labutils.data.images import EpochOrder
@@ -200,7 +200,9 @@ def test_what_needs_too_many_variants_fails_and_does_not_run_uncompiled(monkeypa
     model = nn.ModuleDict({"net": nn.Linear(2, 2)})
     workload = SimpleNamespace(trained=lambda model: ("net", model["net"]))
     compile_as_asked(workload, model, STOCK.but(compile="default"))
-    with torch._dynamo.config.patch(recompile_limit=2), pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
+    monkeypatch.setattr(capture, "VARIANTS", 2)
+    few = capture.variants_allowed("default", "static")
+    with few, pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
         for examples in (2, 3, 4):
             model.net(torch.ones(examples, 2))
     torch.compiler.reset()

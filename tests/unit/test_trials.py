@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from unittest import mock
+
 import pytest
 import torch
 from recipes_at_work import one_thread
 
 from labutils import trials
 from labutils.articles import a2
-from labutils.recipe import A2_BASE
+from labutils.recipe import A2_BASE, distinct_on
 from labutils.results import Run
 from labutils.training import Session
 from labutils.workloads import open_workload
@@ -42,6 +45,8 @@ def varied():
         ("fp8-te", {"base_linear": "fp8-te"}),
         ("compile", {"compile": "default", "compile_scope": "blocks"}),
         ("compile-fp8-te", {"compile": "default", "compile_scope": "blocks", "base_linear": "fp8-te"}),
+        ("compile-whole", {"compile": "default"}),
+        ("fixed-whole-fp8-te", {"compile": "default", "shapes": "fixed", "base_linear": "fp8-te"}),
         ("fixed-qlora", {"compile": "default", "compile_scope": "blocks", "shapes": "fixed", "base_linear": "nf4"}),
     ],
 )
@@ -51,9 +56,14 @@ def test_a_method_s_name_says_its_recipe(name, expected):
 
 
 def test_every_method_of_the_article_s_table_is_a_recipe():
-    recipes = {name: trials.method(name, whole=True) for name in a2.PUBLISHED}
+    recipes = {name: trials.method(name) for name in a2.PUBLISHED}
     assert len(set(recipes.values())) == len(recipes)
-    assert recipes["compile"].compile_scope == "model"
+
+
+def test_transformer_engine_s_checkpointing_is_not_compiled_whole(uniform):
+    """The compiler would pass by all blocks, and the run would be on record as compiled."""
+    run = trials.cell(uniform, "compile-whole-fp8-te", 1)
+    assert run.status.startswith("skipped: Transformer Engine's checkpointing")
 
 
 def test_cells_and_their_table(uniform):
@@ -61,10 +71,12 @@ def test_cells_and_their_table(uniform):
     assert all(run.ok for run in cells.values())
     assert [run.metrics["bf16_weights_held"] for run in cells.values()] == [1, 0, 0]
     cells["bf16 b24"] = Run("06", "bf16 b24", status="oom")
-    rows = trials.as_markdown(cells).splitlines()
-    assert len(rows) == 2 + len(cells)
-    assert {row.count("|") for row in rows} == {9}
-    assert "oom" in rows[-1]
+    cells["fp8-te b1"] = cells["fp8-te b4"] = Run("06", "", status="skipped: no GPU")
+    rows = trials.cell_rows(cells)
+    assert [row[0] for row in rows] == ["bf16, batch 1", "qlora, batch 1", "fp8-frozen, batch 1"]
+    assert {len(row) for row in rows} == {len(trials.HEAD)}
+    told = trials.not_measured(cells)
+    assert "bf16 b24* (oom)" in told and "fp8-te b1, fp8-te b4* (skipped: no GPU)" in told
 
 
 def test_break_even_counts_are_against_the_same_batch():
@@ -72,10 +84,21 @@ def test_break_even_counts_are_against_the_same_batch():
     for name, first, ms in (("bf16 b4", 1.0, 1000.0), ("compile b4", 51.0, 500.0), ("qlora b4", 1.0, 1200.0)):
         metrics = {"first_step_s": first, "step_ms": {"median": ms}, "useful_tokens_per_s": 10}
         cells[name] = Run("06", name, metrics=metrics)
-    bf16, compiled, qlora = trials.as_markdown(cells).splitlines()[2:]
-    assert compiled.endswith("| -50 % | – | 10 | 100 steps |")
-    assert qlora.endswith("| +20 % | – | 10 | never |")
-    assert bf16.endswith("|  | – | 10 |  |")
+    bf16, compiled, qlora = trials.cell_rows(cells)
+    assert compiled[1:] == (51.0, 500.0, "-50 %", None, 10, "100 steps")
+    assert qlora[1:] == (1.0, 1200.0, "+20 %", None, 10, "never")
+    assert bf16[1:] == (1.0, 1000.0, None, None, 10, None)
+    assert trials.paid_after(cells, "compile b4") == pytest.approx(100)
+    assert trials.paid_after(cells, "qlora b4") is None
+    assert trials.longer_by(cells, "qlora b4") == pytest.approx(20)
+    cells["qlora b4"].status = "oom"
+    assert trials.longer_by(cells, "qlora b4") is None is trials.paid_after(cells, "qlora b4")
+
+
+def test_what_the_compiler_did_is_listed_where_it_was_at_work():
+    counts = {"graphs": 3, "graph_breaks": 1, "recompilations": 0}
+    cells = {"bf16 b1": Run("06", "bf16 b1"), "compile b1": Run("06", "compile b1", metrics=counts)}
+    assert trials.compiler_rows(cells) == [("compile b1", 3, 1, 0)]
 
 
 # --------------------------------------------------------------------------------------------------- altered models
@@ -134,6 +157,7 @@ def test_token_counts_are_those_of_the_processor_s_formula():
     assert counts["tokens_336x336"] == 24 * 24 + 24 * 25  # 1 x 2 tiles, half of them padding
     assert counts["tiles_336x336"] == counts["tiles_low_resolution"] == 3
     assert counts["aspect_token_ratio"] == pytest.approx(1.67, abs=0.01)
+    assert counts["vision_share"] == pytest.approx(0.02, abs=0.005)
 
 
 def test_replaying_trains_on_the_same_batches(varied):
@@ -161,6 +185,58 @@ def test_varied_images_recompile_and_uniform_ones_settle(uniform, varied):
     assert exact.metrics()["further_image_token_counts"] > 0
     assert sum(free.by_step[1:]) == 0 < sum(exact.by_step[1:])
     assert any("size mismatch" in reason for reason in exact.reasons)
+
+
+def test_more_versions_than_the_compiler_allows_are_noted_not_raised(varied):
+    """Whatever ran before: a compiled session is stricter than this count, and once made the whole process so."""
+    compiled = QUICK.but(compile="default", compile_scope="blocks", dynamic="any")
+    with Session(varied, compiled), mock.patch.object(torch._dynamo.config, "recompile_limit", 2):
+        found = trials.recompilations(varied, QUICK.but(micro_batch=1, compile_scope="blocks"), 5, dynamic=False)
+    assert found.given_up
+
+
+def test_reasons_are_sorted_by_what_a_guard_was_about():
+    size = "tensor 'input_ids' size mismatch at index 1. expected 349, actual 350"
+    uniform = trials.Recompiled(reasons=Counter({size: 4, "not args": 2, "len(args) == 1": 1}))
+    varied = trials.Recompiled(reasons=Counter({"tensor._base.stride()[0] == 64*tensor._base.size()[3]": 1, size: 2}))
+    assert trials.reason_rows({"uniform": uniform, "varied": varied}) == [
+        ("a tensor of another size", f"`{size}`", 4, 3),
+        ("the same code, called in another way", "`not args`", 3, 0),
+    ]
+
+
+def test_every_reason_that_really_occurs_is_of_a_known_kind(varied):
+    found = trials.recompilations(varied, A2_BASE, 2)
+    assert found.reasons
+    assert "something else" not in [row[0] for row in trials.reason_rows({"varied": found})]
+
+
+def test_the_ladder_of_a_cpu_compiles_nothing():
+    ladder, recipes = trials.ladder_for("cpu")
+    assert {recipe.compile for recipe in recipes.values()} == {"off"}
+    climbable = distinct_on("cpu", recipes)
+    rows = {row[0]: row for row in trials.rung_rows(ladder, climbable)}
+    assert rows["bf16"][2] is None and rows["bf16"][4] is None
+    assert rows["blocks compiled"][4] == "no different on a CPU"
+    on_gpu, climbed = trials.ladder_for("cuda")
+    assert climbed[on_gpu[-1].name].base_linear == "fp8-frozen"
+
+
+def test_what_the_top_rung_reaches(varied, uniform):
+    climbed = {}
+    for name, rate in (("bf16", 100.0), ("middle", 150.0), ("top", 300.0)):
+        metrics = {"useful_tokens_per_s": rate, "tflops": 1e-3}
+        climbed[name] = Run("06", name, metrics=metrics, recipe={"precision": "fp32"})
+    found = trials.reached(varied, uniform, QUICK, climbed)
+    assert found["useful_speedup"] == pytest.approx(3)
+    assert found["graphs"] == found["recompilations_after_warmup"] == 0
+    assert 0 < found["mfu_of_measured_peak"] < 1
+    theirs = Run("06", "targets", metrics={"graphs": 7})
+    rows = {row[0]: row[1:] for row in trials.goal_rows(found, theirs)}
+    assert rows["graphs compiled"] == ("at most 10", 0, 7)
+    assert set(found) <= set(trials.GOALS)
+    climbed["top"].status = "oom"
+    assert "useful_speedup" not in trials.reached(varied, uniform, QUICK, climbed)
 
 
 def test_steady_tells_warm_up_from_what_follows(uniform):
@@ -202,8 +278,8 @@ def test_points_by_batch():
     assert trials.by_batch(runs, "peak_allocated_gb", ["bf16", "qlora"]) == {"bf16": {1: 3.0, 24: 9.0}, "qlora": {}}
 
 
-def test_costs_follow_the_rate():
-    assert trials.with_costs(Run("06", "a", metrics={"useful_tokens_per_s": 5000.0})).metrics[
-        "ms_per_1k_useful_tokens"
-    ] == pytest.approx(200)
+def test_costs_are_counted_step_by_step():
+    run = trials.with_costs(Run("06", "a", samples={"step_ms": [100, 300], "useful_tokens": [1000, 2000]}))
+    assert run.samples["ms_per_1k_useful_tokens"] == [100, 150]
+    assert run.metric("ms_per_1k_useful_tokens") == 125
     assert trials.with_costs(Run("06", "a", status="oom")).metrics == {}
