@@ -83,8 +83,9 @@ class Recipe:
         "published",
         "how the frozen linear layers hold and multiply their weights: published: as they come; fp8-frozen: held once "
         "in FP8, a scale a row; fp8-te: Transformer Engine's te.Linear, delayed scaling; fp8-torchao: torchao's "
-        "Float8Linear; nf4: 4 bits, double quantisation (QLoRA)",
-        ("published", "fp8-frozen", "fp8-te", "fp8-torchao", "nf4"),
+        "Float8Linear; nf4: 4 bits, double quantisation (QLoRA), by bitsandbytes; nf4-frozen: the same bytes unpacked "
+        "inside the compiled graph; nf4-fp8: those unpacked to FP8",
+        ("published", "fp8-frozen", "fp8-te", "fp8-torchao", "nf4", "nf4-frozen", "nf4-fp8"),
     )
 
     # how the computation is driven

@@ -14,7 +14,11 @@ What each kind holds for a weight of n parameters, and multiplies with:
 |             | while it runs      | article A2. The half-precision weight stays; each pass makes an FP8    |
 |             |                    | copy of it and that copy's transpose                                   |
 | fp8-torchao | 2n, FP8 in passing | FP8, a scale a row, quantised anew each pass                           |
-| nf4         | 0.52 n             | unpacked to the compute dtype before each product (QLoRA)              |
+| nf4         | 0.52 n             | unpacked to the compute dtype before each product (QLoRA), by          |
+|             |                    | bitsandbytes' kernels                                                  |
+| nf4-frozen  | 0.52 n             | the same bytes unpacked to the input's dtype by operations that a      |
+|             |                    | compiler sees (`labutils.lowbit.frozen4`)                              |
+| nf4-fp8     | 0.52 n             | unpacked to FP8 with a scale a row, and multiplied as fp8-frozen does  |
 
 A library or GPU that isn't there raises `labutils.results.Unavailable`, before anything is changed.
 """
@@ -33,6 +37,7 @@ import torch.utils.checkpoint
 from torch import nn
 
 from labutils.lowbit.frozen import MULTIPLE, FrozenFP8Linear, check_weight
+from labutils.lowbit.frozen4 import FrozenNF4FP8Linear, FrozenNF4Linear
 from labutils.results import Unavailable
 
 FP8_CAPABILITY = (8, 9)
@@ -123,7 +128,7 @@ def _check_layer(layer: nn.Module, name: str) -> None:
             f"{MULTIPLE}. Leave it out: frozen_linears(model) lists those that go."
         )
     try:
-        check_weight(layer.weight, layer.bias)
+        check_weight(layer.weight, layer.bias, "a low-bit layer")
     except ValueError as error:
         raise ValueError(f"{name!r} can't be converted. {error}") from None
 
@@ -161,6 +166,14 @@ Make = Callable[[nn.Linear], nn.Module]
 
 def _frozen_fp8(compute_dtype: torch.dtype) -> Make:
     return FrozenFP8Linear.from_linear
+
+
+def _frozen_nf4(compute_dtype: torch.dtype) -> Make:
+    return FrozenNF4Linear.from_linear
+
+
+def _frozen_nf4_fp8(compute_dtype: torch.dtype) -> Make:
+    return FrozenNF4FP8Linear.from_linear
 
 
 def _transformer_engine(compute_dtype: torch.dtype) -> Make:
@@ -228,6 +241,8 @@ MAKERS: dict[str, Callable[[torch.dtype], Make]] = {
     "fp8-te": _transformer_engine,
     "fp8-torchao": _torchao,
     "nf4": _nf4,
+    "nf4-frozen": _frozen_nf4,
+    "nf4-fp8": _frozen_nf4_fp8,
 }
 """Kind -> compute dtype -> what makes one such layer of a frozen nn.Linear."""
 

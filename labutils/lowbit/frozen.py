@@ -45,7 +45,7 @@ class FrozenFP8Linear(nn.Module):
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         super().__init__()
-        check_weight(weight, bias)
+        check_weight(weight, bias, "FP8")
         # As one row after the other: the forward product takes no other order, and a transposed weight would keep its.
         values, inverse = quantise_rows(weight.detach().float().contiguous())
         self.out_features, self.in_features = weight.shape
@@ -60,7 +60,7 @@ class FrozenFP8Linear(nn.Module):
         return cls(linear.weight, linear.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        _check_input(x, self.in_features)
+        check_input(x, self.in_features, "FP8")
         if not x.is_meta and torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         y = _frozen_product(x, self.weight, self.scale, self.product)
@@ -104,7 +104,7 @@ class _FrozenProduct(torch.autograd.Function):
     def forward(ctx, x: Tensor, weight: Tensor, scale: Tensor, product: str) -> Tensor:
         ctx.save_for_backward(weight, scale)
         ctx.product = product
-        return _multiplied(x, weight, scale.t(), product, x.dtype)
+        return scaled_product(x, weight, scale.t(), product, x.dtype)
 
     @staticmethod
     def backward(ctx, dy: Tensor) -> tuple[Tensor | None, None, None, None]:
@@ -114,7 +114,7 @@ class _FrozenProduct(torch.autograd.Function):
         scaled = dy * scale.t()  # in float32, as the scale is
         transposed = weight.t().contiguous()
         ones = torch.ones_like(transposed[:, 0], dtype=torch.float32)[None]
-        return _multiplied(scaled, transposed, ones, ctx.product, dy.dtype), None, None, None
+        return scaled_product(scaled, transposed, ones, ctx.product, dy.dtype), None, None, None
 
 
 @torch.compiler.allow_in_graph
@@ -124,7 +124,7 @@ def _frozen_product(x: Tensor, weight: Tensor, scale: Tensor, product: str) -> T
     return _FrozenProduct.apply(x, weight, scale, product)
 
 
-def _multiplied(x: Tensor, weight: Tensor, column_scale: Tensor, product: str, dtype: torch.dtype) -> Tensor:
+def scaled_product(x: Tensor, weight: Tensor, column_scale: Tensor, product: str, dtype: torch.dtype) -> Tensor:
     """x [..., k] quantised row by row, times weight [n, k] in FP8 transposed, times column_scale [1, n]; in `dtype`."""
     rows = x.reshape(-1, x.shape[-1])
     count = rows.shape[0]
@@ -209,22 +209,23 @@ def _cuda_product_kind(index: int) -> str:
 # What it refuses
 
 
-def check_weight(weight: Tensor, bias: Tensor | None) -> None:
-    """Raise `ValueError` where a linear layer's weight [out, in] and bias [out] can't become a frozen FP8 layer."""
+def check_weight(weight: Tensor, bias: Tensor | None, form: str) -> None:
+    """Raise `ValueError` where a linear layer's weight [out, in] and bias [out] can't become a frozen layer of `form`
+    ("FP8", "NF4")."""
     if weight.dim() != 2 or weight.dtype not in (*INPUTS, torch.float64):
         raise ValueError(
-            f"A weight of shape {tuple(weight.shape)} and {weight.dtype} can't be held in FP8: it takes a matrix of "
+            f"A weight of shape {tuple(weight.shape)} and {weight.dtype} can't be held in {form}: it takes a matrix of "
             "floating-point numbers."
         )
     if weight.requires_grad or (bias is not None and bias.requires_grad):
         raise ValueError(
-            "This layer's weight or bias is trained, and a frozen FP8 layer has no gradient for them. Freeze them "
+            f"This layer's weight or bias is trained, and a frozen {form} layer has no gradient for them. Freeze them "
             "first: layer.requires_grad_(False)."
         )
     if weight.shape[0] % MULTIPLE or weight.shape[1] % MULTIPLE or 0 in weight.shape:
         raise ValueError(
-            f"A layer of {weight.shape[1]} -> {weight.shape[0]} features can't be multiplied in FP8: both numbers must "
-            f"be multiples of {MULTIPLE}. Leave it out of the conversion."
+            f"A layer of {weight.shape[1]} -> {weight.shape[0]} features can't be converted to {form}: both numbers "
+            f"must be multiples of {MULTIPLE}. Leave it out of the conversion."
         )
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(
@@ -233,12 +234,13 @@ def check_weight(weight: Tensor, bias: Tensor | None) -> None:
     held = weight.float() if weight.dtype == torch.float64 else weight
     if not held.is_meta and not held.isfinite().all():
         raise ValueError(
-            "This weight holds NaN or infinity (as float32), which FP8 has no room for. Check where it was loaded."
+            f"This weight holds NaN or infinity (as float32), for which {form} has no room. Check where it was loaded."
         )
 
 
-def _check_input(x: Tensor, in_features: int) -> None:
+def check_input(x: Tensor, in_features: int, form: str) -> None:
+    """Raise `ValueError` for an input that a frozen layer of `form` doesn't take."""
     if x.dim() == 0 or x.shape[-1] != in_features:
         raise ValueError(f"The input's shape is {tuple(x.shape)}; this layer takes (..., {in_features}).")
     if x.dtype not in INPUTS:
-        raise ValueError(f"The input is {x.dtype}; a frozen FP8 layer takes float16, bfloat16 or float32.")
+        raise ValueError(f"The input is {x.dtype}; a frozen {form} layer takes float16, bfloat16 or float32.")

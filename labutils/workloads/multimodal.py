@@ -52,6 +52,8 @@ LEFT_OUT: dict[str, tuple[str, ...]] = {
     "fp8-te": ("lm_head", "vision_tower"),
     "fp8-torchao": ("lm_head", "vision_tower"),
     "nf4": ("lm_head",),
+    "nf4-frozen": ("lm_head",),
+    "nf4-fp8": ("lm_head", "vision_tower"),
 }
 """`base_linear` -> what isn't converted. FP8 takes the decoder's and the projector's layers as article A2 does, whose
 vision tower can't be: it has 577 tokens a tile. QLoRA leaves out the head alone, as transformers does."""

@@ -271,12 +271,12 @@ def test_every_kind_that_is_here_trains(kind, adapter):
             found.loss.backward()
         expected = plain(ids, labels=ids)
     expected.loss.backward()
-    assert relative_error(found.logits, expected.logits) < (0.3 if kind == "nf4" else 0.1)
+    assert relative_error(found.logits, expected.logits) < (0.3 if kind.startswith("nf4") else 0.1)
     for name, layer in lora_layers(model).items():
         other = lora_layers(plain)[name]
         for matrix in ("lora_A", "lora_B"):
             mine, theirs = (getattr(one, matrix)["default"].weight.grad for one in (layer, other))
-            assert relative_error(mine, theirs) < (0.6 if kind == "nf4" else 0.3), name
+            assert relative_error(mine, theirs) < (0.6 if kind.startswith("nf4") else 0.3), name
 
 
 # Transformer Engine, where it is installed
@@ -345,7 +345,7 @@ def test_what_a_layer_holds_at_rest_and_running(kind):
         found = products.layer_costs(kind, 256, 2048, 2048, "cuda", torch.bfloat16)
     except Unavailable as error:
         pytest.skip(str(error))
-    rest = {"published": 2, "fp8-frozen": 1, "fp8-te": 2, "fp8-torchao": 2, "nf4": 0.53}[kind]
+    rest = {"published": 2, "fp8-frozen": 1, "fp8-te": 2, "fp8-torchao": 2}.get(kind, 0.52)
     assert found["bytes_a_parameter"] == pytest.approx(rest, rel=0.05)
     extra = found["bytes_a_parameter_running"] - found["bytes_a_parameter"]
     print(f"{kind}: {found['bytes_a_parameter']:.2f} bytes a parameter at rest, {extra:.2f} more while running")

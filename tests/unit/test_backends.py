@@ -28,8 +28,14 @@ from labutils.training import Session, train
 from labutils.workloads import open_workload
 
 TARGETS = ("q_proj", "v_proj", "down_proj")
-ON_CPU = {"fp8-frozen": 0.06, "nf4": 0.3}
+ON_CPU = {"fp8-frozen": 0.06, "nf4": 0.3, "nf4-frozen": 0.3, "nf4-fp8": 0.3}
 """Kind that runs on a CPU -> how far its logits may be from the published weights', relative to their norm."""
+LAYERS = {
+    "fp8-frozen": "FrozenFP8Linear",
+    "nf4": "Linear4bit",
+    "nf4-frozen": "FrozenNF4Linear",
+    "nf4-fp8": "FrozenNF4FP8Linear",
+}
 ELSEWHERE = tuple(kind for kind in MAKERS if kind not in ON_CPU)
 kinds_of_adapter = pytest.mark.parametrize("adapter", ["plain", "peft"])
 
@@ -99,7 +105,7 @@ def test_adapted_layers_may_be_called_by_their_own_name():
     assert isinstance(model.model.layers[0].self_attn.q_proj.base_layer, FrozenFP8Linear)
 
 
-@pytest.mark.parametrize(("kind", "bytes_a_parameter"), [("fp8-frozen", 1.07), ("nf4", 0.6)])
+@pytest.mark.parametrize(("kind", "bytes_a_parameter"), [("fp8-frozen", 1.07), ("nf4", 0.6), ("nf4-frozen", 0.6)])
 def test_the_old_weights_are_let_go(kind, bytes_a_parameter):
     model = language_model()
     names = frozen_linears(model, skip=("lm_head",))
@@ -189,7 +195,7 @@ def test_an_older_gpu_is_unavailable_in_words(monkeypatch):
 
 
 def test_most_kinds_need_no_context():
-    for kind in ("published", "fp8-frozen", "nf4"):
+    for kind in ("published", *ON_CPU):
         with forward_context(kind):
             assert torch.is_grad_enabled()
 
@@ -219,7 +225,7 @@ def test_a_workload_trains_on_the_kind_it_is_asked_for(kind, workload):
         session.run(2)
         assert all(torch.isfinite(torch.tensor(session.losses)))
         bases = {type(layer.base_layer).__name__ for layer in lora_layers(session.model.unet).values()}
-    assert bases == {"FrozenFP8Linear" if kind == "fp8-frozen" else "Linear4bit"}
+    assert bases == {LAYERS[kind]}
 
 
 def test_a_kind_that_is_not_here_becomes_a_skipped_run(workload):

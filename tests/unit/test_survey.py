@@ -88,7 +88,10 @@ def test_int8_suffers_from_outliers_where_fp8_does_not():
     assert spoilt["forward row"] < 2 * even["forward row"]
 
 
-@pytest.mark.parametrize(("kind", "expected"), [("published", 4), ("fp8-frozen", 1 + 4 / 128), ("nf4", 0.53)])
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [("published", 4), ("fp8-frozen", 1 + 4 / 128), ("nf4", 0.53), ("nf4-frozen", 0.52)],
+)
 def test_bytes_a_parameter(kind, expected):
     found = products.layer_costs(kind, 4, 128, 256, "cpu", torch.float32)
     assert found == {"bytes_a_parameter": pytest.approx(expected, rel=0.05)}

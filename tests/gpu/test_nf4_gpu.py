@@ -1,0 +1,248 @@
+"""NF4 on the hardware: our mathematics against bitsandbytes' CUDA kernels; the frozen layers, compiled and measured."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+
+import bitsandbytes.functional as bnb
+import pytest
+import torch
+from torch import nn
+
+from labutils.hardware import cuda
+from labutils.lowbit import nf4
+from labutils.lowbit.backends import convert_base
+from labutils.lowbit.fp8 import relative_error
+from labutils.lowbit.frozen4 import FrozenNF4FP8Linear, FrozenNF4Linear
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+KINDS = (FrozenNF4Linear, FrozenNF4FP8Linear)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+each_kind = pytest.mark.parametrize("kind", KINDS)
+TIPPED = 1e-4
+"""Share of codes that may differ: numbers on the edge between two levels, where a scaling's last bit decides."""
+
+
+@pytest.fixture(autouse=True)
+def full_float32():
+    """No TF32: what is compared against is float32."""
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = False
+    yield
+    torch.backends.cuda.matmul.allow_tf32 = before
+
+
+def random(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).cuda()
+
+
+def layer_pair(kind, k: int, n: int, bias: bool = False) -> tuple[nn.Linear, FrozenNF4Linear]:
+    torch.manual_seed(0)
+    linear = nn.Linear(k, n, bias=bias, device="cuda", dtype=torch.bfloat16).requires_grad_(False)
+    return linear, kind.from_linear(linear)
+
+
+def passes(layer, x: torch.Tensor, dy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    x = x.detach().requires_grad_()
+    y = layer(x)
+    y.backward(dy.to(y.dtype))
+    return y.detach(), x.grad
+
+
+# bitsandbytes' kernels
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(4096, 1024), (96, 96), (7, 9), (1,), (65,), (3, 128, 32)])
+def test_bytes_and_constants_are_the_kernels_own(shape, dtype):
+    x = random(*shape).to(dtype)
+    packed, state = bnb.quantize_4bit(x, quant_type="nf4")
+    ours = nf4.quantise_nf4(x)
+    assert torch.equal(ours.absmax, state.absmax)
+    mine, theirs = (nf4.unpack(bytes_)[: x.numel()].int() for bytes_ in (ours.packed, packed.flatten()))
+    assert ((mine - theirs).abs() <= 1).all()
+    assert (mine != theirs).float().mean() <= TIPPED
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(4096, 1024), (96, 96), (7, 9), (1,), (65,), (3, 128, 32)])
+def test_restored_weights_are_the_kernels_own(shape, dtype):
+    packed, state = bnb.quantize_4bit(random(*shape).to(dtype), quant_type="nf4")
+    ours = nf4.NF4(packed.flatten(), state.absmax, torch.Size(shape))
+    assert torch.equal(ours.restored(dtype), bnb.dequantize_4bit(packed, state).view(shape))
+
+
+def test_zeros_and_an_outlier():
+    x = random(256, 256)
+    x[3] = 0
+    x[4, 5] = 1e6
+    packed, state = bnb.quantize_4bit(x, quant_type="nf4")
+    theirs = bnb.dequantize_4bit(packed, state)
+    assert torch.equal(theirs[3], torch.zeros(256, device="cuda"))
+    ours = nf4.quantise_nf4(x).restored()
+    assert torch.equal(ours[3:5], theirs[3:5])
+    assert (ours != theirs).float().mean() <= TIPPED
+
+
+@pytest.mark.parametrize("n", [1, 255, 256, 257, 100_000])
+def test_8_bit_constants_are_the_kernels_own(n):
+    absmax = random(n, 64).abs().amax(1)
+    codes, state = bnb.quantize_blockwise(absmax - absmax.mean(), blocksize=256)
+    ours = nf4.double_quantise(absmax)
+    assert torch.equal(ours.differences.levels, state.code)
+    torch.testing.assert_close(ours.differences.absmax, state.absmax, rtol=1e-6, atol=0)
+    mine = nf4.joined(ours.differences.codes, absmax.shape)
+    nonzero = absmax != absmax.mean()
+    assert ((mine.int() - codes.int()).abs() <= 1)[nonzero].all()
+    assert (mine != codes)[nonzero].float().mean() <= 20 * TIPPED
+    theirs = bnb.dequantize_blockwise(codes, state) + absmax.mean()
+    same = mine == codes
+    torch.testing.assert_close(ours.restored()[same], theirs[same], rtol=1e-6, atol=0)
+
+
+@each_kind
+def test_a_linear4bit_is_taken_over_byte_for_byte(kind):
+    linear, _ = layer_pair(kind, 1024, 512)
+    model = nn.Sequential(linear)
+    convert_base(model, ["0"], "nf4", torch.bfloat16)
+    frozen = kind.from_linear4bit(model[0])
+    restored = bnb.dequantize_4bit(model[0].weight, model[0].weight.quant_state)
+    torch.testing.assert_close(frozen.restored().bfloat16(), restored, rtol=2**-8, atol=0)
+    assert relative_error(frozen.restored().bfloat16(), restored) < 1e-4
+    x, dy = random(577, 1024).bfloat16(), random(577, 512, seed=1).bfloat16()
+    limit = 5e-3 if kind is FrozenNF4Linear else 0.05
+    for mine, theirs in zip(passes(frozen, x, dy), passes(model[0], x, dy), strict=True):
+        assert relative_error(mine, theirs) < limit
+
+
+# The layers
+
+
+@each_kind
+@pytest.mark.parametrize("rows", [0, 1, 15, 577])
+def test_the_gpu_computes_what_the_cpu_does(kind, rows):
+    _, layer = layer_pair(kind, 256, 128, bias=True)
+    x, dy = random(rows, 256), random(rows, 128, seed=1)
+    found = passes(layer, x, dy)
+    expected = passes(layer.cpu(), x.cpu(), dy.cpu())
+    for mine, theirs in zip(found, expected, strict=True):
+        assert mine.shape == theirs.shape
+        if rows:
+            assert relative_error(mine.cpu(), theirs) < 5e-3
+
+
+class Block(nn.Module):
+    def __init__(self, kind, width: int = 512) -> None:
+        super().__init__()
+        self.up, self.down = layer_pair(kind, width, 2 * width)[1], layer_pair(kind, 2 * width, width)[1]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.nn.functional.silu(self.up(x)))
+
+
+@each_kind
+@pytest.mark.parametrize("autocast", [False, True])
+def test_compiled_it_is_one_graph_with_the_same_numbers(kind, autocast):
+    torch.compiler.reset()
+    block, x, dy = Block(kind), random(577, 512).bfloat16(), random(577, 512, seed=1).bfloat16()
+    x = x.float() if autocast else x
+    with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+        assert torch._dynamo.explain(block)(x.clone().requires_grad_()).graph_break_count == 0
+        torch.compiler.reset()
+        expected = passes(block, x, dy)
+        found = passes(torch.compile(block, fullgraph=True, dynamic=False), x, dy)
+    for mine, theirs in zip(found, expected, strict=True):
+        assert relative_error(mine, theirs) < 2e-2
+
+
+@each_kind
+def test_it_is_captured_in_a_cuda_graph(kind):
+    torch.compiler.reset()
+    run = torch.compile(Block(kind), fullgraph=True, dynamic=False)
+    x, dy = random(64, 512).bfloat16().requires_grad_(), random(64, 512, seed=1).bfloat16()
+    x.grad = torch.zeros_like(x)
+
+    def step() -> None:
+        x.grad.zero_()
+        run(x).backward(dy)
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    expected = x.grad.clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    x.grad.zero_()
+    graph.replay()
+    torch.cuda.synchronize()
+    torch.testing.assert_close(x.grad, expected)
+
+
+# Memory and time
+
+
+def allocated() -> int:
+    gc.collect()
+    torch.cuda.synchronize()
+    return torch.cuda.memory_allocated()
+
+
+@each_kind
+def test_half_a_byte_a_parameter(kind):
+    kind(torch.zeros(64, 64, device="cuda"))  # the tables
+    before = allocated()
+    layer = layer_pair(kind, 4096, 4096)[1]
+    assert allocated() - before <= 4096 * 4096 * 0.52
+    assert layer.weight.nbytes == 4096 * 4096 / 2
+
+
+@each_kind
+@pytest.mark.parametrize("compiled", [False, True])
+def test_between_forward_and_backward_nothing_of_the_weights_size_is_kept(kind, compiled):
+    torch.compiler.reset()
+    _, layer = layer_pair(kind, 4096, 4096)
+    run = torch.compile(layer, fullgraph=True, dynamic=False) if compiled else layer
+    x = random(32, 4096).bfloat16().requires_grad_()
+    run(x).sum().backward()  # compiles, and makes the libraries' workspaces
+    x.grad = None
+    before = allocated()
+    y = run(x)
+    assert allocated() - before < 4096 * 4096 / 4
+    y.sum().backward()
+
+
+def test_what_unpacking_costs():
+    """4096 -> 14336 with 4096 rows, forward and back: compiled, our layer must not be slower than bitsandbytes'."""
+    torch.compiler.reset()
+    linear = nn.Linear(4096, 14336, bias=False, device="cuda", dtype=torch.bfloat16).requires_grad_(False)
+    model = nn.Sequential(copy_of(linear))
+    convert_base(model, ["0"], "nf4", torch.bfloat16)
+    layers = {"published": linear, "Linear4bit": model[0]}
+    for kind in KINDS:
+        layers[kind.__name__] = torch.compile(kind.from_linear(linear), fullgraph=True, dynamic=False)
+    x = random(4096, 4096).bfloat16().requires_grad_()
+    dy = random(4096, 14336, seed=1).bfloat16()
+
+    def step(layer):
+        return lambda: torch.autograd.grad(layer(x), x, dy)
+
+    times = {}
+    for name, layer in layers.items():
+        for _ in range(3):
+            step(layer)()
+        times[name] = statistics.median(cuda.timed(step(layer)))
+    print({name: f"{ms:.3f} ms" for name, ms in times.items()})
+    assert times["FrozenNF4Linear"] < 1.05 * times["Linear4bit"]
+
+
+def copy_of(linear: nn.Linear) -> nn.Linear:
+    twin = nn.Linear(linear.in_features, linear.out_features, bias=False, device="cuda", dtype=linear.weight.dtype)
+    with torch.no_grad():
+        twin.weight.copy_(linear.weight)
+    return twin.requires_grad_(False)

@@ -1,0 +1,346 @@
+"""Integer and 4-bit weights by hand: levels, codes, bytes and constants against bitsandbytes; the article's example."""
+
+from __future__ import annotations
+
+import math
+
+import bitsandbytes.functional as bnb
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from labutils.lowbit import nf4
+from labutils.lowbit.fp8 import relative_error
+from labutils.lowbit.nf4 import BLOCK, GROUP, NF4, double_quantise, quantise_int, quantise_nf4, quantise_to
+
+EDGE = 2.0**-22
+"""How near to the edge between two levels a number must lie for a rounding of its scaling to tip it over."""
+GRID = 2.0**-16
+"""The same for bitsandbytes' 8-bit codes on a CPU, which it looks up in a table of 2^16 evenly spaced numbers."""
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+sizes = st.integers(1, 700)
+seeds = st.integers(0, 999)
+
+
+def random(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def with_traits(n: int, seed: int, zeros: bool, outlier: bool, exponent: int) -> torch.Tensor:
+    """Normal numbers; half of them 0, or one of them huge, where asked."""
+    x = random(n, seed=seed)
+    if zeros:
+        x[: n // 2] = 0
+    if outlier:
+        x[seed % n] = 1e6
+    return x * 2.0**exponent
+
+
+traits = {"n": sizes, "seed": seeds, "zeros": st.booleans(), "outlier": st.booleans(), "exponent": st.integers(-60, 60)}
+
+
+def restored_by_bitsandbytes(packed: torch.Tensor, state: bnb.QuantState) -> torch.Tensor:
+    """Flattened first: see the module on rows that are no multiple of the block."""
+    shape, state.shape = state.shape, torch.Size([state.shape.numel()])
+    return bnb.dequantize_4bit(packed, state).view(shape)
+
+
+def near_an_edge(x: torch.Tensor, coded: nf4.Coded, margin: float) -> torch.Tensor:
+    """Which numbers of x, scaled, lie within `margin` of the middle between two neighbouring levels."""
+    scaled = nf4.blocks_of(x, coded.codes.shape[1]).double() / coded.absmax.double().clamp(min=1e-300)[:, None]
+    middles = ((coded.levels[1:] + coded.levels[:-1]) / 2).double()
+    nearest = middles[torch.bucketize(scaled, middles).clamp(max=len(middles) - 1)]
+    before = middles[(torch.bucketize(scaled, middles) - 1).clamp(min=0)]
+    distance = torch.minimum((scaled - nearest).abs(), (scaled - before).abs())
+    return nf4.joined(distance <= margin, x.shape)
+
+
+# Integers: article A3's appendix
+
+
+def test_the_articles_example_to_the_digit():
+    q = quantise_int(torch.tensor([2.50, -0.70, 0.12, 0.48]))
+    assert q.codes.flatten().tolist() == [127, -36, 6, 24]
+    assert q.constant.item() == pytest.approx(50.8)
+    assert [f"{value:.4f}" for value in q.restored().tolist()] == ["2.5000", "-0.7087", "0.1181", "0.4724"]
+
+
+def test_rows_are_quantised_as_bitsandbytes_int8_does():
+    x = random(50, 96).half()
+    theirs, absmax, _ = bnb.int8_vectorwise_quant(x)
+    ours = quantise_int(x, block=96)
+    torch.testing.assert_close(127 / ours.constant.flatten(), absmax.float())
+    apart = (theirs.int() - ours.codes.int()).abs()
+    scaled = x.float() * ours.constant
+    assert (apart <= 1).all()
+    assert ((scaled - scaled.floor() - 0.5).abs()[apart > 0] < 1e-5).all()
+
+
+@given(**traits, bits=st.integers(2, 8), block=st.none() | st.integers(1, 100))
+@settings(max_examples=100, deadline=None)
+def test_no_number_is_farther_off_than_half_a_step(n, seed, zeros, outlier, exponent, bits, block):
+    x = with_traits(n, seed, zeros, outlier, exponent)
+    q = quantise_int(x, bits, block)
+    assert q.codes.abs().max() <= 2 ** (bits - 1) - 1
+    half_step = nf4.joined((0.5 / q.constant).expand(q.codes.shape), x.shape)
+    assert ((q.restored() - x).abs() <= half_step * 1.0001).all()
+    assert (q.restored()[x == 0] == 0).all()
+
+
+def test_an_outlier_spoils_everything_or_its_own_block():
+    x = random(640) * 0.01
+    x[70] = 50.0
+    whole, blocks = quantise_int(x).restored(), quantise_int(x, block=64).restored()
+    assert whole.count_nonzero() == 1
+    others = torch.cat([x[:64], x[128:]])
+    assert relative_error(torch.cat([blocks[:64], blocks[128:]]), others) < 0.01
+    assert blocks[64:128].count_nonzero() == 1
+
+
+@pytest.mark.parametrize("bits", [1, 9])
+def test_codes_that_int8_does_not_hold_are_refused(bits):
+    with pytest.raises(ValueError, match=f"bits={bits}.*2 to 8 bits"):
+        quantise_int(torch.ones(4), bits)
+
+
+# Levels
+
+
+def test_the_levels_are_bitsandbytes_own():
+    assert torch.equal(nf4.nf4_levels(), bnb.get_4bit_type("nf4", device="cpu"))
+    assert torch.equal(nf4.dynamic_levels(), bnb.create_dynamic_map())
+
+
+def test_the_papers_construction():
+    """Zero exact, one level more above than below, each side a normal distribution's quantiles evenly spaced in
+    probability: the steps from level to level all hold the same share of it."""
+    levels = nf4.nf4_levels().double()
+    assert (levels[0], levels[nf4.ZERO], levels[-1]) == (-1, 0, 1)
+    assert ((levels < 0).sum(), (levels > 0).sum()) == (7, 8)
+    covered = (1 - 1 / 32 + 1 - 1 / 30) / 2
+    assert round(covered, 7) == nf4.COVERED
+    probability = torch.special.ndtr(levels * torch.special.ndtri(torch.tensor(covered, dtype=torch.float64)))
+    for side in (probability[: nf4.ZERO + 1], probability[nf4.ZERO :]):
+        torch.testing.assert_close(side.diff(), side.diff().mean().expand(len(side) - 1), rtol=1e-5, atol=0)
+
+
+def test_fp4s_levels_are_the_formats_numbers():
+    codes = range(8)
+    magnitudes = [(1 + m / 2) * 2 ** (e - 1) if e else m / 2 for e, m in ((code >> 1, code & 1) for code in codes)]
+    assert (nf4.fp4_levels() * 6).tolist() == pytest.approx(sorted({s * m for m in magnitudes for s in (-1, 1)}))
+
+
+def test_levels_made_on_another_default_device_lie_on_the_cpu():
+    for levels in (nf4.nf4_levels, nf4.dynamic_levels, nf4.fp4_levels):
+        with torch.device("meta"):
+            assert levels.__wrapped__().device.type == "cpu"
+
+
+@given(**traits, block=st.none() | st.integers(1, 100))
+@settings(max_examples=100, deadline=None)
+def test_the_nearest_level_is_found(n, seed, zeros, outlier, exponent, block):
+    x = with_traits(n, seed, zeros, outlier, exponent)
+    coded = quantise_to(nf4.nf4_levels(), x, block)
+    scaled = nf4.blocks_of(x, block) / coded.absmax.clamp(min=1e-30)[:, None]
+    best = (scaled[..., None] - coded.levels).abs().min(dim=-1).values
+    found = (scaled - coded.levels[coded.codes.int()]).abs()
+    torch.testing.assert_close(found, best, rtol=0, atol=1e-6)
+
+
+# NF4 against bitsandbytes
+
+
+@given(**traits, block=st.sampled_from([32, 64, 128]), dtype=st.sampled_from(DTYPES))
+@settings(max_examples=150, deadline=None)
+def test_bytes_and_constants_are_bitsandbytes_own(n, seed, zeros, outlier, exponent, block, dtype):
+    x = with_traits(n, seed, zeros, outlier, exponent // 8 if dtype == torch.float16 else exponent).to(dtype)
+    if dtype == torch.float16:
+        x = x.clamp(-6e4, 6e4)
+    packed, state = bnb.quantize_4bit(x, blocksize=block, quant_type="nf4")
+    ours = quantise_nf4(x, block)
+    assert ours.packed.dtype == packed.dtype == torch.uint8
+    torch.testing.assert_close(ours.absmax, state.absmax, rtol=0, atol=1.1e-38)  # theirs is never below 1e-38
+    apart = ours.packed != packed.flatten()
+    full = n // block * block // 2
+    assert not apart[:full].any()
+    edges = near_an_edge(x, quantise_to(nf4.nf4_levels(), x, block), EDGE)
+    assert apart.sum() <= edges.sum()  # the last block, divided instead of multiplied
+
+
+@given(**traits, block=st.sampled_from([32, 64, 128]), dtype=st.sampled_from(DTYPES))
+@settings(max_examples=150, deadline=None)
+def test_restored_weights_are_bitsandbytes_own(n, seed, zeros, outlier, exponent, block, dtype):
+    x = with_traits(2 * n, seed, zeros, outlier, exponent).clamp(-6e4, 6e4)
+    packed, state = bnb.quantize_4bit(x.to(dtype), blocksize=block, quant_type="nf4")
+    ours = NF4(packed.flatten(), state.absmax, x.shape, block)
+    assert torch.equal(ours.restored(dtype), restored_by_bitsandbytes(packed, state))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(48, 64), (3, 128, 32), (7, 9), (5, 64)])
+def test_whole_matrices(shape, dtype):
+    x = random(*shape).to(dtype)
+    packed, state = bnb.quantize_4bit(x, quant_type="nf4")
+    ours = quantise_nf4(x)
+    assert torch.equal(ours.packed, packed.flatten())
+    assert torch.equal(ours.absmax, state.absmax)
+    restored = ours.restored(dtype)
+    assert (restored.shape, restored.dtype) == (shape, dtype)
+    assert torch.equal(restored, restored_by_bitsandbytes(packed, state))
+
+
+@pytest.mark.parametrize("n", [0, 1, 63, 64, 65])
+def test_sizes_that_blocks_do_not_divide(n):
+    x = random(n)
+    w = quantise_nf4(x)
+    assert (w.packed.shape, w.absmax.shape) == ((math.ceil(n / 2),), (math.ceil(n / BLOCK),))
+    assert w.restored().shape == x.shape
+    assert quantise_int(x).restored().shape == double_quantise(x).restored().shape == x.shape
+
+
+def test_zeros_are_exact():
+    x = torch.zeros(130)
+    x[128] = 3.0
+    w = quantise_nf4(x)
+    assert torch.equal(w.restored(), x)
+    assert torch.equal(nf4.unpack(w.packed)[:128], torch.full((128,), nf4.ZERO, dtype=torch.uint8))
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_what_is_not_finite_does_not_come_out_as_a_number(bad):
+    x = random(192)
+    x[70] = bad
+    restored = quantise_nf4(x).restored()
+    assert not restored[64:128].isfinite().any()
+    assert torch.equal(restored[:64], quantise_nf4(x[:64]).restored())
+
+
+# Packing
+
+
+@given(st.lists(st.integers(0, 15), max_size=99))
+@settings(deadline=None)
+def test_packing_and_back(codes):
+    codes = torch.tensor(codes, dtype=torch.uint8)
+    packed = nf4.pack(codes)
+    assert packed.numel() == math.ceil(codes.numel() / 2)
+    assert torch.equal(nf4.unpack(packed)[: codes.numel()], codes)
+
+
+def test_the_first_code_is_in_the_upper_half():
+    assert nf4.pack(torch.tensor([1, 15, 2], dtype=torch.uint8)).tolist() == [0x1F, 0x27]
+
+
+# Double quantisation
+
+
+def constants(n: int, seed: int) -> torch.Tensor:
+    """Absmax values as a weight's blocks have them."""
+    return random(n, BLOCK, seed=seed).abs().amax(1)
+
+
+@given(n=sizes, seed=seeds)
+@settings(max_examples=60, deadline=None)
+def test_constants_are_quantised_as_bitsandbytes_does(n, seed):
+    absmax = constants(n, seed)
+    differences = absmax - absmax.mean()
+    codes, state = bnb.quantize_blockwise(differences, blocksize=GROUP)
+    ours = double_quantise(absmax)
+    assert ours.offset == absmax.mean()
+    assert torch.equal(ours.differences.absmax, state.absmax)
+    apart = nf4.joined(ours.differences.codes, absmax.shape) != codes
+    seldom_used = differences.abs() < 2e-6 * state.absmax.repeat_interleave(GROUP)[:n]
+    allowed = near_an_edge(differences, ours.differences, GRID) | seldom_used
+    assert not (apart & ~allowed).any()
+    theirs = bnb.dequantize_blockwise(codes, state) + absmax.mean()
+    assert torch.equal(ours.restored()[~apart], theirs[~apart])
+
+
+def test_bitsandbytes_on_a_cpu_looks_8_bit_codes_up_in_a_table():
+    """What the module says of it: rounded to a grid of 2^16 numbers first, the codes are the same throughout."""
+    x = random(100, GROUP)
+    codes, state = bnb.quantize_blockwise(x, blocksize=GROUP)
+    scaled = x / state.absmax[:, None]
+    on_the_grid = torch.round((scaled.double() + 1) * 32767.5) / 32767.5 - 1
+    levels = nf4.dynamic_levels()
+    table = torch.bucketize(on_the_grid, ((levels[1:] + levels[:-1]) / 2).double())
+    direct = quantise_to(levels, x, GROUP).codes
+    assert (direct != codes).float().mean() < 0.003
+    assert (table != codes).float().mean() < (direct != codes).float().mean() / 20
+
+
+@given(n=sizes, seed=seeds)
+@settings(max_examples=40, deadline=None)
+def test_a_doubly_quantised_weight_is_restored_as_bitsandbytes_does(n, seed):
+    """From bitsandbytes' own bytes, constants and offset."""
+    x = random(n * 32, seed=seed)
+    packed, state = bnb.quantize_4bit(x, quant_type="nf4", compress_statistics=True)
+    differences = nf4.Coded(
+        nf4.blocks_of(state.absmax, GROUP).int(), state.state2.absmax, state.state2.code, state.absmax.shape
+    )
+    absmax = nf4.DoublyQuantised(differences, state.offset).restored()
+    ours = NF4(packed.flatten(), absmax, x.shape)
+    assert torch.equal(ours.restored(), restored_by_bitsandbytes(packed, state))
+
+
+def test_double_quantisation_costs_little_accuracy():
+    x = random(4096, 64)
+    errors = nf4.rounding_errors(x)
+    assert errors["NF4, doubly quantised"] == pytest.approx(errors["NF4, blocks of 64"], rel=0.01)
+    absmax = constants(4096, 0)
+    assert relative_error(double_quantise(absmax).restored(), absmax) < 0.01
+
+
+def test_bits_a_parameter():
+    assert nf4.constant_bits() == 0.5
+    assert round(nf4.doubled_constant_bits(), 3) == 0.127
+    x = random(GROUP * BLOCK * 4)
+    w = quantise_nf4(x)
+    doubled = double_quantise(w.absmax)
+    bits = lambda *tensors: 8 * sum(t.nbytes for t in tensors) / x.numel()  # noqa: E731
+    assert bits(w.packed) == 4
+    assert bits(w.absmax) == nf4.constant_bits()
+    assert bits(doubled.differences.codes, doubled.differences.absmax) == nf4.doubled_constant_bits()
+
+
+# Errors
+
+
+def test_on_a_normal_distribution_nf4_is_the_best_of_the_4_bit_formats():
+    errors = nf4.rounding_errors(random(1000, 64))
+    assert errors["NF4, blocks of 64"] < 0.9 * errors["FP4 E2M1, blocks of 64"]
+    assert errors["NF4, blocks of 64"] < 0.9 * errors["INT4, blocks of 64"]
+    assert errors["INT8, blocks of 64"] < errors["INT8, one constant"] < errors["NF4, blocks of 64"]
+    assert list(errors) == list(nf4.ROUNDINGS)
+
+
+def test_on_even_numbers_nf4_is_not():
+    errors = nf4.rounding_errors(torch.rand(1000, 64, generator=torch.Generator().manual_seed(0)) * 2 - 1)
+    assert errors["INT4, blocks of 64"] < errors["NF4, blocks of 64"]
+
+
+def test_blocks_contain_an_outlier_where_one_constant_does_not():
+    x = random(1000, 64)
+    calm = nf4.rounding_errors(x)
+    x[3, 5] = 1e4
+    mask = torch.ones_like(x, dtype=torch.bool)
+    mask[3] = False
+    spoilt = {name: relative_error(rounded(x)[mask], x[mask]) for name, rounded in nf4.ROUNDINGS.items()}
+    for name, error in spoilt.items():
+        if name == "NF4, doubly quantised":  # the group's other constants share the outlier's own scale
+            assert calm[name] < error < 1
+        elif "blocks" in name:
+            assert error == pytest.approx(calm[name], rel=0.02)
+        elif "one constant" in name or "one block" in name:
+            assert error > 0.99, name
+
+
+def test_nf4s_codes_carry_more_information_than_int4s():
+    x = random(1000, 64)
+    coded = nf4.unpack(quantise_nf4(x).packed)
+    even = quantise_int(x, bits=4, block=BLOCK).codes + 7
+    assert nf4.entropy_bits(even) < 3.6 < 3.8 < nf4.entropy_bits(coded) < 4
+    assert nf4.entropy_bits(torch.arange(16)) == 4
+    assert nf4.entropy_bits(torch.zeros(5, dtype=torch.uint8)) == 0
