@@ -17,14 +17,15 @@ from torch.utils.data import BatchSampler
 from torch.utils.flop_counter import FlopCounterMode
 
 from labutils.adapters import attach_lora, count_parameters, count_trainable, load_adapter
-from labutils.data.anyres import BUCKETS, IGNORED, Layout, PackedOrder
+from labutils.attention import document_attention
 from labutils.data.images import EPOCH, EpochOrder
+from labutils.data.packing import BUCKETS, IGNORED, Layout, PackedOrder
 from labutils.measure.recompilation import Compilation
 from labutils.recipe import A2_BASE, A2_LADDER, A2_OWN, climb
 from labutils.training import Session, compare
 from labutils.workloads import open_workload
 from labutils.workloads.base import Work
-from labutils.workloads.multimodal import SCALES_OF_LLAVA, TARGETS, build_llava, count_flops, document_attention
+from labutils.workloads.multimodal import SCALES_OF_LLAVA, TARGETS, build_llava, count_flops
 
 BASE = A2_BASE.but(precision="fp32", adapter="plain", logging="ring-buffer")
 OURS = BASE.but(layers="rewritten")
