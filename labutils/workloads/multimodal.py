@@ -15,7 +15,6 @@ looked up on the device, so that every part has static shapes and can be compile
 
 from __future__ import annotations
 
-import copy
 import functools
 import time
 from collections.abc import Callable, Sequence
@@ -35,14 +34,22 @@ from labutils.data.leaves import BEANS, VARIED, image_sizes, leaf_images
 from labutils.data.packing import Layout, PackedOrder, answer_room
 from labutils.data.tokenizers import llava_processor
 from labutils.hardware import usable_cores
-from labutils.losses import cross_entropy, linear_cross_entropy
 from labutils.lowbit.backends import convert_base, forward_context, frozen_linears, recomputing
 from labutils.recipe import Recipe
 from labutils.workloads.base import Batch, Work, Workload
+from labutils.workloads.decoder import (
+    DTYPES,
+    Decoder,
+    Shapes,
+    around_the_same,
+    built_in,
+    decoder_flops,
+    head_flops,
+    keep_inputs_only,
+    projections,
+)
 
 HUB_MODEL = "llava-hf/llava-v1.6-mistral-7b-hf"
-TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 LEFT_OUT: dict[str, tuple[str, ...]] = {
     "published": (),
     "fp8-frozen": ("lm_head", "vision_tower"),
@@ -119,32 +126,6 @@ class Vision(nn.Module):
         return x[:, 1:]
 
 
-class Decoder(nn.Module):
-    """Embedded tokens [r, n, width] to the mean loss of the targets: the language model and its head."""
-
-    def __init__(self, llava: nn.Module, loss: str) -> None:
-        super().__init__()
-        self.language, self.head, self.kind = llava.model.language_model, llava.lm_head, loss
-
-    def forward(
-        self,
-        x: Tensor,
-        positions: Tensor,
-        targets: Tensor,
-        answers: Tensor,
-        answer_targets: Tensor,
-        boundaries: Tensor | None = None,
-    ) -> Tensor:
-        turns = self.language.rotary_emb(x, position_ids=positions)
-        for layer in self.language.layers:
-            x = layer(x, position_embeddings=turns, boundaries=boundaries)
-        hidden = self.language.norm(x).flatten(0, 1)
-        if self.kind == "answers":
-            return cross_entropy(hidden[answers], self.head.weight, answer_targets)
-        loss = linear_cross_entropy if self.kind == "fused" else cross_entropy
-        return loss(hidden, self.head.weight, targets.flatten())
-
-
 class Published(nn.Module):
     """transformers' model and its own forward pass."""
 
@@ -166,7 +147,7 @@ class Rewritten(nn.Module):
     def __init__(self, llava: nn.Module, loss: str) -> None:
         super().__init__()
         self.llava = llava
-        self.vision, self.decoder = Vision(llava), Decoder(llava, loss)
+        self.vision, self.decoder = Vision(llava), Decoder(llava.model.language_model, llava.lm_head, loss)
 
     def forward(self, batch: Batch) -> Tensor:
         with record_function("encode"):
@@ -205,24 +186,16 @@ class MultimodalLora(Workload):
         _check(recipe)
         dtype = DTYPES[recipe.precision]
         if recipe.base_linear == "published":
-            llava = _around_the_same(self._frozen(dtype, recipe.seed))
+            llava = around_the_same(self._frozen(dtype, recipe.seed))
         else:  # its own copy, so that converting a layer lets go of what it was
             llava = self._made(dtype, recipe.seed)
-        layers = llava.model.language_model.layers
-        names = tuple(
-            f"model.language_model.layers.{index}.{name}"
-            for index, layer in enumerate(layers)
-            for name, _ in layer.named_modules()
-            if name.rpartition(".")[2] in TARGETS
-        )
+        names = projections(llava.model.language_model.layers, "model.language_model.layers")
         attach_lora(llava, names, recipe.rank, 2 * recipe.rank, recipe.adapter, seed=recipe.seed)
         convert_base(llava, frozen_linears(llava, LEFT_OUT[recipe.base_linear]), recipe.base_linear, dtype)
         llava.eval()
         llava.model.language_model.train()
         if recipe.checkpointing == "blocks":
-            llava.model.language_model.gradient_checkpointing_enable()
-            for layer in layers:
-                layer._gradient_checkpointing_func = recomputing(recipe.base_linear)
+            keep_inputs_only(llava.model.language_model, lambda _: recomputing(recipe.base_linear))
         if recipe.layers == "published":
             model: Published | Rewritten = Published(llava)
         else:
@@ -434,12 +407,6 @@ class VariedMultimodalLora(MultimodalLora):
     sizes: ClassVar[str] = VARIED
 
 
-def _around_the_same(frozen: nn.Module) -> nn.Module:
-    """A copy of the modules around the same tensors: sessions side by side hold the frozen weights once."""
-    shared = {id(tensor): tensor for tensor in [*frozen.parameters(), *frozen.buffers()]}
-    return copy.deepcopy(frozen, memo=shared)
-
-
 def _check(recipe: Recipe) -> None:
     """Raise `ValueError` for what this workload can't do of a recipe."""
     if recipe.adapter == "folded":
@@ -466,13 +433,8 @@ def build_llava(size: Scale, device: torch.device, dtype: torch.dtype) -> nn.Mod
     from transformers import LlavaNextForConditionalGeneration
 
     register_attention()
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        with device:
-            return LlavaNextForConditionalGeneration(llava_config(size)).eval()
-    finally:
-        torch.set_default_dtype(before)
+    with built_in(dtype, device):
+        return LlavaNextForConditionalGeneration(llava_config(size)).eval()
 
 
 def llava_config(size: Scale) -> Any:
@@ -540,19 +502,11 @@ def _projector_flops(size: Scale) -> int:
 
 
 def _decoder_flops(size: Scale, rank: int, tokens: int, pairs: int) -> int:
-    products = _projections(size)
-    frozen = sum(a * b for a, b in products.values())
-    low_rank = rank * sum(a + b for a, b in products.values())
-    forward = 2 * tokens * (frozen + low_rank) + 4 * pairs * size.width
-    backward = 2 * tokens * (frozen + 2 * low_rank) + 8 * pairs * size.width
-    # The first block's input needs no gradient, and neither do the products with it.
-    first = [products[name] for name in ("q_proj", "k_proj", "v_proj")]
-    spared = 2 * tokens * sum(a * b + rank * a for a, b in first)
-    return size.layers * (forward + backward) - spared
+    return decoder_flops(Shapes(size.layers, _projections(size), size.width), rank, tokens, size.layers * pairs)
 
 
 def _head_flops(size: Scale, predicting: int) -> int:
-    return 2 * 2 * predicting * size.width * (size.words + EXTRA_WORDS)
+    return head_flops(size.width, size.words + EXTRA_WORDS, predicting)
 
 
 def _projections(size: Scale) -> dict[str, tuple[int, int]]:

@@ -25,7 +25,8 @@ from labutils.recipe import A2_BASE, A2_LADDER, A2_OWN, climb
 from labutils.training import Session, compare
 from labutils.workloads import open_workload
 from labutils.workloads.base import Work
-from labutils.workloads.multimodal import SCALES_OF_LLAVA, TARGETS, build_llava, count_flops
+from labutils.workloads.decoder import TARGETS
+from labutils.workloads.multimodal import SCALES_OF_LLAVA, build_llava, count_flops
 
 BASE = A2_BASE.but(precision="fp32", adapter="plain", logging="ring-buffer")
 OURS = BASE.but(layers="rewritten")
