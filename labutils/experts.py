@@ -40,12 +40,33 @@ class _GroupedProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
         ctx.save_for_backward(weight, ends)
-        return F.grouped_mm(rows.to(weight.dtype), weight, offs=ends)
+        return _product(rows.to(weight.dtype), weight, ends)
 
     @staticmethod
     def backward(ctx: Any, *slopes: Tensor) -> tuple[Tensor, None, None]:
         weight, ends = ctx.saved_tensors
-        return F.grouped_mm(slopes[0].to(weight.dtype).contiguous(), weight.transpose(1, 2), offs=ends), None, None
+        return _product(slopes[0].to(weight.dtype).contiguous(), weight.transpose(1, 2), ends), None, None
+
+
+def _product(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """torch.nn.functional.grouped_mm, which the compiler knows for bfloat16 alone."""
+    return F.grouped_mm(rows, weight, offs=ends) if rows.dtype == torch.bfloat16 else _one_by_one(rows, weight, ends)
+
+
+@torch.library.custom_op("labutils::products_one_by_one", mutates_args=())
+def _one_by_one(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """The same in any dtype, one product after the other; on a GPU it waits for `ends`."""
+    out = rows.new_empty(len(rows), weight.shape[-1])
+    start = 0
+    for expert, end in enumerate(ends.tolist()):
+        torch.mm(rows[start:end], weight[expert], out=out[start:end])
+        start = end
+    return out
+
+
+@_one_by_one.register_fake
+def _(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    return rows.new_empty(len(rows), weight.shape[-1])
 
 
 class _Spread(torch.autograd.Function):
