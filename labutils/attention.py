@@ -116,14 +116,14 @@ def _with_sinks(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Flash attention over documents; all [tokens, heads, d], sinks float32 [heads] (-inf: none), `window` 0: all.
 
-    Returns the result, the log-sum-exp [heads, tokens] with the sink in it, and the kernel's random state.
+    Returns the result, the log-sum-exp [heads, tokens] with the sink in it, and the kernel's random state, all zeros.
     """
-    out, log_sum, state, _, _ = torch.ops.aten._flash_attention_forward(
+    out, log_sum, _, _, _ = torch.ops.aten._flash_attention_forward(
         query, key, value, boundaries, boundaries, longest, longest, 0.0, window == 0, False, **_seen(window, scaling)
     )
     grown = torch.logaddexp(log_sum, sinks[:, None])
     shrink = (log_sum - grown).exp().t().unsqueeze(-1)
-    return (out * shrink).to(out.dtype), grown, state.clone()
+    return (out * shrink).to(out.dtype).contiguous(), grown.contiguous(), _no_dropout(query)
 
 
 @_with_sinks.register_fake
@@ -138,7 +138,7 @@ def _(
     window: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     log_sum = query.new_empty((query.shape[1], query.shape[0]), dtype=torch.float32)
-    return torch.empty_like(query), log_sum, query.new_empty((2,), dtype=torch.uint64)
+    return query.new_empty(query.shape), log_sum, _no_dropout(query)
 
 
 @torch.library.custom_op("labutils::attention_with_sinks_backward", mutates_args=())
@@ -157,7 +157,7 @@ def _with_sinks_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of queries, keys and values."""
     unused = torch.empty(0, device=query.device)
-    return torch.ops.aten._flash_attention_backward(
+    found = torch.ops.aten._flash_attention_backward(
         slope.contiguous(),
         query,
         key,
@@ -174,6 +174,7 @@ def _with_sinks_backward(
         unused,
         **_seen(window, scaling),
     )
+    return tuple(gradient.contiguous() for gradient in found)
 
 
 @_with_sinks_backward.register_fake
@@ -190,7 +191,12 @@ def _(
     scaling: float,
     window: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+    return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
+
+
+def _no_dropout(query: Tensor) -> Tensor:
+    """The random state of a kernel that draws nothing."""
+    return torch.zeros(2, dtype=torch.uint64, device=query.device)
 
 
 def _seen(window: int, scaling: float) -> dict[str, Any]:

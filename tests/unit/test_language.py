@@ -18,7 +18,7 @@ from labutils.data.images import EPOCH, EpochOrder
 from labutils.data.packing import BUCKETS, IGNORED
 from labutils.measure.recompilation import Compilation
 from labutils.recipe import A3_BASE, A3_LADDER, A3_OWN, climb
-from labutils.training import Session, compare
+from labutils.training import MemoryLog, Session, compare
 from labutils.workloads import open_workload, workload_names
 from labutils.workloads.base import ROOMS
 from labutils.workloads.decoder import ATTENTION, TARGETS, around_the_same, projections
@@ -393,13 +393,21 @@ def test_article_methods_train(workload, method):
     assert session.losses[0] == pytest.approx(6.93, abs=0.3)  # log of the vocabulary: nothing is known yet
 
 
+def test_a_run_logs_its_memory(qwen3, tmp_path):
+    with Session(qwen3, BASE.but(micro_batch=1)) as session:
+        session.run(4, after_step=MemoryLog(tmp_path / "memory.csv", steps=4, every=2))
+    lines = (tmp_path / "memory.csv").read_text("utf-8").splitlines()
+    assert [line.split(",")[0] for line in lines] == ["step", "2", "4"]
+    assert float(lines[2].split(",")[1]) == pytest.approx(4 / EPOCH, abs=1e-4)
+
+
 def test_titles_are_learned(qwen3):
     """The loss of a few texts falls, trained on their titles."""
     recipe = PACKED.but(micro_batch=1, predict="answers", loss="answers", learning_rate=2e-2, optimizer="adamw-fused")
     with Session(qwen3, recipe) as session:
         session.run(12)
         session.driver.log.flush()
-    assert min(session.losses[-3:]) < session.losses[0] - 0.5
+    assert max(session.losses[-3:]) < session.losses[0] - 0.3
 
 
 def test_a_ladder_ends_where_it_trains(workload):
