@@ -113,17 +113,17 @@ def _with_sinks(
     longest: int,
     scaling: float,
     window: int,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Flash attention over documents; all [tokens, heads, d], sinks float32 [heads] (-inf: none), `window` 0: all.
 
-    Returns the result, the log-sum-exp [heads, tokens] with the sink in it, and the kernel's random state, all zeros.
+    Returns the result and the log-sum-exp [heads, tokens] with the sink in it.
     """
     out, log_sum, _, _, _ = torch.ops.aten._flash_attention_forward(
         query, key, value, boundaries, boundaries, longest, longest, 0.0, window == 0, False, **_seen(window, scaling)
     )
     grown = torch.logaddexp(log_sum, sinks[:, None])
     shrink = (log_sum - grown).exp().t().unsqueeze(-1)
-    return (out * shrink).to(out.dtype).contiguous(), grown.contiguous(), _no_dropout(query)
+    return (out * shrink).to(out.dtype).contiguous(), grown.contiguous()
 
 
 @_with_sinks.register_fake
@@ -136,9 +136,8 @@ def _(
     longest: int,
     scaling: float,
     window: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    log_sum = query.new_empty((query.shape[1], query.shape[0]), dtype=torch.float32)
-    return query.new_empty(query.shape), log_sum, _no_dropout(query)
+) -> tuple[Tensor, Tensor]:
+    return query.new_empty(query.shape), query.new_empty((query.shape[1], query.shape[0]), dtype=torch.float32)
 
 
 @torch.library.custom_op("labutils::attention_with_sinks_backward", mutates_args=())
@@ -150,12 +149,12 @@ def _with_sinks_backward(
     out: Tensor,
     log_sum: Tensor,
     boundaries: Tensor,
-    state: Tensor,
     longest: int,
     scaling: float,
     window: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of queries, keys and values."""
+    no_dropout = torch.zeros(2, dtype=torch.uint64, device=query.device)
     unused = torch.empty(0, device=query.device)
     found = torch.ops.aten._flash_attention_backward(
         slope.contiguous(),
@@ -170,7 +169,7 @@ def _with_sinks_backward(
         longest,
         0.0,
         window == 0,
-        state,
+        no_dropout,
         unused,
         **_seen(window, scaling),
     )
@@ -186,17 +185,11 @@ def _(
     out: Tensor,
     log_sum: Tensor,
     boundaries: Tensor,
-    state: Tensor,
     longest: int,
     scaling: float,
     window: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
-
-
-def _no_dropout(query: Tensor) -> Tensor:
-    """The random state of a kernel that draws nothing."""
-    return torch.zeros(2, dtype=torch.uint64, device=query.device)
 
 
 def _seen(window: int, scaling: float) -> dict[str, Any]:
@@ -205,17 +198,13 @@ def _seen(window: int, scaling: float) -> dict[str, Any]:
     return {"scale": scaling, "window_size_left": window - 1 if window else -1, "window_size_right": 0}
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     query, key, value, _, boundaries, ctx.longest, ctx.scaling, ctx.window = inputs
-    out, log_sum, state = output
-    ctx.save_for_backward(query, key, value, out, log_sum, boundaries, state)
+    ctx.save_for_backward(query, key, value, *output, boundaries)
 
 
 def _gradients(ctx: Any, slope: Tensor, *unused: Tensor | None) -> tuple[Tensor | None, ...]:
-    query, key, value, out, log_sum, boundaries, state = ctx.saved_tensors
-    found = _with_sinks_backward(
-        slope, query, key, value, out, log_sum, boundaries, state, ctx.longest, ctx.scaling, ctx.window
-    )
+    found = _with_sinks_backward(slope, *ctx.saved_tensors, ctx.longest, ctx.scaling, ctx.window)
     return (*found, None, None, None, None, None)
 
 

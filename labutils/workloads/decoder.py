@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from labutils.checkpointing import Parking, offloading
 from labutils.losses import cross_entropy, linear_cross_entropy
+from labutils.lowbit.backends import recomputing
+from labutils.recipe import Recipe
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -61,12 +63,30 @@ def around_the_same(frozen: nn.Module) -> nn.Module:
     return copy.deepcopy(frozen, memo=shared)
 
 
-def keep_inputs_only(language: nn.Module, recompute: Callable[[nn.Module], Callable[..., Any]]) -> None:
-    """Have each block of transformers' `language` model computed again in the backward pass, by what `recompute` makes
-    of the block."""
+def checkpoint_blocks(language: nn.Module, recipe: Recipe) -> None:
+    """Have the blocks of transformers' `language` model keep for the backward pass what the recipe says."""
+    if recipe.checkpointing == "off":
+        return
     language.gradient_checkpointing_enable()
+    parking = Parking()
     for layer in language.layers:
-        layer._gradient_checkpointing_func = recompute(layer)
+        offload = recipe.checkpointing == "offload"
+        layer._gradient_checkpointing_func = offloading(layer, parking) if offload else recomputing(recipe.base_linear)
+
+
+def check_checkpointing(recipe: Recipe) -> None:
+    """Raise `ValueError` where a recipe's checkpointing doesn't go with the rest of it."""
+    if recipe.checkpointing != "offload":
+        return
+    if recipe.driver == "graph":
+        raise ValueError("checkpointing='offload' copies to the host, which driver='graph' can't record. Use 'blocks'.")
+    if recipe.base_linear == "fp8-te":
+        raise ValueError(
+            "checkpointing='offload' doesn't know of Transformer Engine's scales, which are renewed between a block's "
+            "two passes. Use checkpointing='blocks' with base_linear='fp8-te'."
+        )
+    if recipe.compile != "off" and recipe.compile_scope != "blocks":
+        raise ValueError("checkpointing='offload' works between compiled blocks. Use compile_scope='blocks' with it.")
 
 
 @contextmanager

@@ -29,13 +29,12 @@ from torch.utils.data import BatchSampler, Dataset, Sampler
 
 from labutils.adapters import attach_lora
 from labutils.attention import register_attention
-from labutils.checkpointing import Parking, offloading
 from labutils.data.images import EPOCH, EpochOrder
 from labutils.data.packing import Layout, PackedOrder, answer_room
 from labutils.data.texts import LONG, LONGEST, SHORT, Chat, Collate, Conversation, Conversations, Kind, from_hub
 from labutils.data.tokenizers import chat_tokenizer, hub_tokenizer
 from labutils.experts import register_experts
-from labutils.lowbit.backends import convert_base, forward_context, frozen_linears, recomputing
+from labutils.lowbit.backends import convert_base, forward_context, frozen_linears
 from labutils.recipe import Recipe
 from labutils.workloads.base import Batch, Work, Workload
 from labutils.workloads.decoder import (
@@ -44,9 +43,10 @@ from labutils.workloads.decoder import (
     Shapes,
     around_the_same,
     built_in,
+    check_checkpointing,
+    checkpoint_blocks,
     decoder_flops,
     head_flops,
-    keep_inputs_only,
     projections,
 )
 
@@ -159,7 +159,7 @@ class LanguageLora(Workload):
         attach_lora(lm, names, recipe.rank, 2 * recipe.rank, recipe.adapter, seed=recipe.seed)
         convert_base(lm, frozen_linears(lm, ("lm_head",)), recipe.base_linear, dtype)
         lm.train()
-        _checkpoint(lm.model, recipe)
+        checkpoint_blocks(lm.model, recipe)
         if recipe.layers == "published":
             model: Published | Rewritten = Published(lm)
         else:
@@ -385,28 +385,7 @@ def _check(recipe: Recipe) -> None:
             "driver='graph' records one step of fixed shapes that never asks the host. Use layers='rewritten' and "
             "shapes='padded' or 'packed' with it."
         )
-    if recipe.checkpointing == "offload":
-        _check_offload(recipe)
-
-
-def _check_offload(recipe: Recipe) -> None:
-    if recipe.driver == "graph":
-        raise ValueError("checkpointing='offload' copies to the host, which driver='graph' can't record. Use 'blocks'.")
-    if recipe.base_linear == "fp8-te":
-        raise ValueError(
-            "checkpointing='offload' doesn't know of Transformer Engine's scales, which are renewed between a block's "
-            "two passes. Use checkpointing='blocks' with base_linear='fp8-te'."
-        )
-    if recipe.compile != "off" and recipe.compile_scope != "blocks":
-        raise ValueError("checkpointing='offload' works between compiled blocks. Use compile_scope='blocks' with it.")
-
-
-def _checkpoint(language: nn.Module, recipe: Recipe) -> None:
-    """Have the blocks keep what the recipe says."""
-    if recipe.checkpointing == "blocks":
-        keep_inputs_only(language, lambda _: recomputing(recipe.base_linear))
-    elif recipe.checkpointing == "offload":
-        keep_inputs_only(language, functools.partial(offloading, parking=Parking()))
+    check_checkpointing(recipe)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -34,7 +34,7 @@ from labutils.data.leaves import BEANS, VARIED, image_sizes, leaf_images
 from labutils.data.packing import Layout, PackedOrder, answer_room
 from labutils.data.tokenizers import llava_processor
 from labutils.hardware import usable_cores
-from labutils.lowbit.backends import convert_base, forward_context, frozen_linears, recomputing
+from labutils.lowbit.backends import convert_base, forward_context, frozen_linears
 from labutils.recipe import Recipe
 from labutils.workloads.base import Batch, Work, Workload
 from labutils.workloads.decoder import (
@@ -43,9 +43,10 @@ from labutils.workloads.decoder import (
     Shapes,
     around_the_same,
     built_in,
+    check_checkpointing,
+    checkpoint_blocks,
     decoder_flops,
     head_flops,
-    keep_inputs_only,
     projections,
 )
 
@@ -194,8 +195,7 @@ class MultimodalLora(Workload):
         convert_base(llava, frozen_linears(llava, LEFT_OUT[recipe.base_linear]), recipe.base_linear, dtype)
         llava.eval()
         llava.model.language_model.train()
-        if recipe.checkpointing == "blocks":
-            keep_inputs_only(llava.model.language_model, lambda _: recomputing(recipe.base_linear))
+        checkpoint_blocks(llava.model.language_model, recipe)
         if recipe.layers == "published":
             model: Published | Rewritten = Published(llava)
         else:
@@ -420,6 +420,9 @@ def _check(recipe: Recipe) -> None:
             f"shapes={recipe.shapes!r} with loss={recipe.loss!r} needs layers='rewritten': transformers' own forward "
             "pass keeps no examples of a row apart and always forms whole logits."
         )
+    if recipe.predict != "answers":
+        raise ValueError(f"predict={recipe.predict!r} is for texts alone: most of a prompt here is an image.")
+    check_checkpointing(recipe)
     if recipe.driver == "graph" and (recipe.layers == "published" or recipe.shapes in ("as-they-come", "buckets")):
         raise ValueError(
             "driver='graph' records one step of fixed shapes that never asks the host. Use layers='rewritten' and "

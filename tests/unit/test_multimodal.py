@@ -170,7 +170,14 @@ def test_fixed_is_the_same_as_images_that_were_square_before(workload, layers):
 
 @pytest.mark.parametrize(
     "change",
-    [{"loss": "fused"}, {"loss": "answers"}, {"checkpointing": "blocks"}, {"adapter": "peft"}, {"cache": "features"}],
+    [
+        {"loss": "fused"},
+        {"loss": "answers"},
+        {"checkpointing": "blocks"},
+        {"checkpointing": "offload"},
+        {"adapter": "peft"},
+        {"cache": "features"},
+    ],
     ids=lambda change: next(iter(change.values())),
 )
 @pytest.mark.parametrize("shapes", ["as-they-come", "packed"])
@@ -570,6 +577,8 @@ def test_packed_rows_compile_once_without_marks(workload, nothing_compiled):
         ({"loss": "fused"}, "needs layers='rewritten'"),
         ({"cache": "features"}, "needs layers='rewritten'"),
         ({"cache": "latents"}, "is for diffusion models"),
+        ({"predict": "everything"}, "is for texts alone"),
+        ({"checkpointing": "offload", "base_linear": "fp8-te"}, "Transformer Engine's scales"),
         ({"adapter": "folded"}, "not built for this workload"),
         ({"driver": "graph", "optimizer": "adamw-fused"}, "fixed shapes that never asks the host"),
     ],
