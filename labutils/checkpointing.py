@@ -129,7 +129,8 @@ class _Offloaded(torch.autograd.Function):
         ctx.run, ctx.parked, ctx.trained = run, parking.park(x), trained
         ctx.wanted = x.requires_grad
         ctx.autocast = (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
-        return run(x)
+        with torch.enable_grad():  # so that a compiled block has one form for both passes
+            return run(x.detach().requires_grad_(ctx.wanted)).detach()
 
     @staticmethod
     def backward(ctx: Any, *slopes: Tensor) -> tuple[Tensor | None, ...]:

@@ -476,6 +476,19 @@ def test_one_blocks_code_serves_all_blocks_and_all_lengths(qwen3, nothing_compil
     assert compiled.breaks.total() == 0
 
 
+@pytest.mark.parametrize("checkpointing", ["blocks", "offload"])
+def test_blocks_that_run_twice_have_one_code(qwen3, nothing_compiled, checkpointing):
+    """One graph for both passes and all blocks: under checkpointing, transformers has the first input need a gradient
+    as well."""
+    recipe = PACKED.but(checkpointing=checkpointing)
+    model = qwen3.build(recipe)
+    for block in qwen3.blocks(model):
+        block.compile(backend="aot_eager", dynamic=False)
+    with Compilation() as compiled:
+        qwen3.loss(model, batch_of(qwen3, recipe, [3]), {}).backward()
+    assert (compiled.graphs, compiled.recompilations) == (1, 0)
+
+
 def test_packed_rows_compile_once(workload, nothing_compiled):
     """The whole decoder, loss included, as one graph of one shape; the mixture's experts, too."""
     recipe = PACKED.but(loss="fused")
