@@ -31,7 +31,8 @@ $(BIN)/python:
 	  echo "$(PYTHON) could not make $(VENV). On Debian and Ubuntu: sudo apt install python3-venv" >&2; exit 2; }
 
 $(STAMP): requirements.txt constraints.txt pyproject.toml | $(BIN)/python
-	$(PIP) -r requirements.txt
+	$(PIP) --no-compile -r requirements.txt
+	@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true  # on all cores, where pip takes one; templates don't compile
 	@touch $@
 
 course: install

@@ -307,7 +307,6 @@ _COMPILE = (
         runs=("compile",),
         judge="count",
         how={"run": "compile", "metrics": ("compiled_regions",)},
-        needs="any",
         note="compiled_regions: Torch-Compiled Region events of one forward pass. A graph break makes it two.",
     ),
     Claim(

@@ -46,7 +46,7 @@ weights: str = "random"  # random: exact architecture, random weights; hub: the 
 data: str = "generated"  # generated files like the real ones; hub: the real dataset
 results_dir: str = ""  # folder of results.jsonl; empty: a new one under results/
 steps: int = 4  # optimizer steps timed in each round, at least
-rounds: int = 0  # times round the whole ladder at the end; 0: 1 at tiny, 3 at larger scales
+rounds: int = 0  # times round the whole ladder at the end; 0: 1 at tiny, 2 at larger scales
 
 # %%
 from labutils.course import NotHere, open_lab
@@ -66,11 +66,12 @@ from labutils.hardware import usable_cores
 from labutils.recipe import A1_LADDER, STOCK, climb, distinct_on
 from labutils.results import Run
 from labutils.training import Bench, compile_ahead, try_isolated
+from labutils.trials import rung_rows
 
 plots.use_style()
 os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="inductor-")  # so that a first step is one
 on_gpu = lab.device == "cuda"
-rounds = rounds or (1 if lab.scale == "tiny" else 3)
+rounds = rounds or (1 if lab.scale == "tiny" else 2)
 if not on_gpu:
     torch.set_num_threads(max(1, usable_cores() // 2))  # one half trains, the other is left to the workers
 workload = lab.workload("sd15-lora")
@@ -87,24 +88,20 @@ bench = Bench(workload)
 # %%
 recipes = climb(A1_LADDER)
 if not on_gpu:
-    # Compiling takes a minute on two cores: one rung shows it. Workers beyond the cores would only get in the way.
+    # Compiling all of the UNet takes over a minute on two cores: here one rung compiles its repeated blocks. Workers
+    # beyond the cores would only get in the way.
     cores = usable_cores()
     recipes = {
         name: r.but(
             compile="default" if name == "compile" else "off",
-            compile_scope="model",
+            compile_scope="blocks",
             num_workers=min(r.num_workers, cores),
         )
         for name, r in recipes.items()
     }
 lanes = {rung.name: rung.lane for rung in A1_LADDER}
 climbable = distinct_on(lab.device, recipes)
-rows = ["| rung | lane | changes | why | here |", "|---|---|---|---|---|"]
-for rung in A1_LADDER:
-    changes = ", ".join(f"`{knob}={value!r}`" for knob, value in rung.changes.items()) or "–"
-    here = "" if rung.name in climbable else "no different on a CPU"
-    rows.append(f"| {rung.name} | {rung.lane} | {changes} | {rung.why} | {here} |")
-lab.show("\n".join(rows))
+lab.table(("rung", "lane", "changes", "why", "here"), *rung_rows(A1_LADDER, climbable))
 
 
 # %%
@@ -172,12 +169,6 @@ runs = bench.compare(article, steps, rounds=2)
 for name in ("stock", "workers", "pinned"):
     if on_gpu and runs[name].ok:
         runs[name].metrics |= bench.watch(name)
-traces = {}
-for name in ("workers", "compile"):
-    if runs[name].ok:
-        trace = traces[name] = bench.profile(name, lab.cache_dir / "traces" / "lab-04" / name, steps=2)
-        runs[name].metrics |= trace.metrics(runs[name].metric("step_ms"), runs[name].metric("data_ms"))
-        runs[name].metrics["compiled_regions"] = trace.calls_of("Torch-Compiled Region") / STOCK.accumulation
 keep(runs)
 
 fig, ax = plt.subplots()
@@ -185,34 +176,17 @@ plots.steps(ax, runs)
 plt.show()
 
 # %%
-judgements = lab.verdict("A1.compile.speedup", "A1.pin.speedup", "A1.total.speedup", "A1.total.utilization")
-judgements += lab.verdict("A1.workers.utilization", "A1.compile.one-region", "A1.compile.fewer-kernels")
-
-# %% [markdown]
-# **What happened to the kernels?** Compiling merges chains of small operations (a bias, a normalisation, an activation)
-# into single kernels. Convolutions, matrix products and attention stay the library kernels they were.
-
-# %%
-if on_gpu:
-    rows = ["| a step | workers | compile |", "|---|---|---|"]
-    for label, metric in (
-        ("kernels", "kernels_per_step"),
-        ("kernel time, ms", "kernels_ms"),
-        ("host time in launches, ms", "launch_ms"),
-        ("synchronisations", "syncs_per_step"),
-        ("GPU-busy", "gpu_busy"),
-    ):
-        rows.append(
-            f"| {label} | " + " | ".join(f"{runs[n].metric(metric):,.3g}" for n in ("workers", "compile")) + " |"
-        )
-    lab.show("\n".join(rows))
+lab.verdict("A1.compile.speedup", "A1.pin.speedup", "A1.total.speedup")
+lab.verdict("A1.workers.utilization", "A1.total.utilization");
 
 # %% [markdown]
 # ### When has compiling paid?
 #
 # The compiled step is shorter, the first one far longer. With $f$ the first step's time and $t$ a later one's, compiling
 # has paid after $n = (f_\text{compiled} - f_\text{plain}) / (t_\text{plain} - t_\text{compiled})$ steps. Compiling only
-# the repeated transformer blocks (*regional compilation*) costs less at the start: blocks of one shape share their code. (*pinned* reuses what *compile* compiled in this process: its first step is no first step.)
+# the repeated transformer blocks (*regional compilation*) costs less at the start: blocks of one shape share their code.
+# On a CPU *compile* is compiled in this way from the start. (*pinned* reuses what *compile* compiled in this process: its
+# first step is no first step.)
 
 
 # %%
@@ -226,13 +200,13 @@ regional = {}
 if on_gpu:
     regional = bench.compare({"regional": recipes["compile"].but(compile_scope="blocks")}, steps, rounds=2)
     keep(regional)
-rows = ["| | first step, s | later steps, ms | has paid after |", "|---|---|---|---|"]
+rows = [("", "first step, s", "later steps, ms", "has paid after, steps")]
 for name, run in (runs | regional).items():
     if name in ("workers", "compile", "regional") and run.ok:
         steps_needed = break_even(runs["workers"], run)
-        paid = "–" if name == "workers" else "never" if steps_needed == float("inf") else f"{steps_needed:,.0f} steps"
-        rows.append(f"| {name} | {run.metric('first_step_s'):.1f} | {run.metric('step_ms'):.0f} | {paid} |")
-lab.show("\n".join(rows))
+        paid = None if name == "workers" else "never" if steps_needed == float("inf") else steps_needed
+        rows.append((name, run.metric("first_step_s"), run.metric("step_ms"), paid))
+lab.table(*rows)
 
 # %% [markdown]
 # **Takeaway.** Compiling is an investment: ask how many steps you will train before you make it. ("Never": its
@@ -250,14 +224,14 @@ with lab.attempt("CUDA graphs inside torch.compile", reference="reduce-overhead"
         for name in graph_modes:
             lab.keep(Run("04", name, status="skipped: CUDA graphs need an NVIDIA GPU"))
         raise NotHere("CUDA graphs need an NVIDIA GPU")
-    rows = ["| mode | outcome | message | losses |", "|---|---|---|---|"]
+    rows = [("mode", "outcome", "message", "losses")]
     for name, run in tried.items():
         lab.keep({name: run})
         losses = ", ".join(f"{loss:.4f}" for loss in run.metrics.get("loss", [])[:6])
         outcome = "failed" if run.metrics["failed"] else "ran"
-        rows.append(f"| {name} | {outcome} | {run.metrics['message'][:160]} | {losses} |")
-    lab.show("\n".join(rows))
-judgements = lab.verdict("A1.compile.reduce-overhead", "A1.compile.max-autotune", "A1.compile.cause")
+        rows.append((name, outcome, run.metrics["message"][:160], losses))
+    lab.table(*rows)
+lab.verdict("A1.compile.reduce-overhead", "A1.compile.max-autotune", "A1.compile.cause");
 
 # %% [markdown]
 # **Takeaway.** Whether a mode runs is a fact about a version. Whether it runs *rightly* is another: compare its losses
@@ -336,13 +310,12 @@ plt.show()
 
 # %%
 encodes = list(of_lane("same work"))[-1]
-rows = ["| rung | encoding all images once, s | ms a step | has paid after |", "|---|---|---|---|"]
+rows = [("rung", "encoding all images once, s", "ms a step", "has paid after, steps")]
 for name, run in same_mathematics.items():
     if run.ok and same_work[encodes].ok and (price := run.metric("encode_s")):
         saved_s = (same_work[encodes].metric("step_ms") - run.metric("step_ms")) / 1e3
-        paid = f"{price / saved_s:,.0f} steps" if saved_s > 0 else "never"
-        rows.append(f"| {name} | {price:.1f} | {run.metric('step_ms'):.1f} | {paid} |")
-lab.show("\n".join(rows))
+        rows.append((name, price, run.metric("step_ms"), price / saved_s if saved_s > 0 else "never"))
+lab.table(*rows)
 
 # %% [markdown]
 # **Takeaway.** The largest gains come from work that need not be done. They also need the most care: each of these rungs
@@ -358,18 +331,8 @@ lab.show("\n".join(rows))
 # %%
 whole = bench.compare(climbable, steps, rounds)
 last = list(climbable)[-1]
-for name in ("stock", "pinned"):
-    if name in runs:
-        whole[name].metrics |= {k: v for k, v in runs[name].metrics.items() if k == "gpu_utilization"}
-for name, trace in traces.items():
-    earlier = {k: v for k, v in runs[name].metrics.items() if k not in whole[name].metrics}
-    whole[name].metrics |= earlier | trace.metrics(whole[name].metric("step_ms"), whole[name].metric("data_ms"))
-for name in ("stock", "pinned", "whole-step graph", "side by side", "cached text", "merged batch", last):
-    if on_gpu and whole[name].ok:
-        trace = bench.profile(name, lab.cache_dir / "traces" / "lab-04" / name.replace(" ", "-"), steps=2)
-        whole[name].metrics |= trace.metrics(whole[name].metric("step_ms"), whole[name].metric("data_ms"))
-        if name == last:
-            whole[name].metrics["kernel_categories"] = trace.categories()
+for name, run in runs.items():
+    whole[name].metrics |= {metric: value for metric, value in run.metrics.items() if metric == "gpu_utilization"}
 keep(whole)
 
 # %%
@@ -385,15 +348,52 @@ plots.waterfall(
 plt.show()
 
 # %%
-rows = ["| rung | lane | ms a step | × stock | GPU-busy | kernels | floor, ms |", "|---|---|---|---|---|---|---|"]
+anchor_ms = whole["stock"].metric("step_ms")
+rows = [("rung", "lane", "ms a step", "times stock", "floor, ms")]
 for name, run in whole.items():
     if run.ok:
-        found = [run.metric(m) for m in ("gpu_busy", "kernels_per_step", "floor_ms")]
-        shown = ["–" if value is None else f"{value:,.3g}" for value in found]
-        gain = whole["stock"].metric("step_ms") / run.metric("step_ms")
-        rows.append(f"| {name} | {run.lane} | {run.metric('step_ms'):.1f} | {gain:.1f} | " + " | ".join(shown) + " |")
-lab.show("\n".join(rows))
-judgements = lab.verdict("A1.total.speedup", "A1.total.utilization", "A1.compile.speedup", "A1.pin.speedup")
+        ms = run.metric("step_ms")
+        rows.append((name, run.lane, ms, anchor_ms / ms, run.metric("floor_ms")))
+lab.table(*rows)
+print(f"The stock loop alone, at the start: {runs['stock'].metric('step_ms'):.0f} ms; here: {anchor_ms:.0f} ms.")
+lab.verdict("A1.total.speedup", "A1.compile.speedup", "A1.pin.speedup");
+
+# %% [markdown]
+# ### What happened to the kernels?
+#
+# Compiling merges chains of small operations (a bias, a normalisation, an activation) into single kernels. Convolutions,
+# matrix products and attention stay the library kernels they were. Capturing changes no kernel, only who launches it.
+#
+# The profiler comes last: what it leaves behind in the process can't lengthen any of the steps above.
+
+# %%
+traced = ["compile"] if not on_gpu else ["workers", "compile", "whole-step graph", "side by side", last]
+traces = {}
+for name in traced:
+    if whole[name].ok:
+        trace = traces[name] = bench.profile(
+            name, lab.cache_dir / "traces" / "lab-04" / name.replace(" ", "-"), steps=2
+        )
+        whole[name].metrics |= trace.metrics(whole[name].metric("step_ms"), whole[name].metric("data_ms"))
+if on_gpu and "compile" in traces:
+    whole["compile"].metrics["compiled_regions"] = (
+        traces["compile"].calls_of("Torch-Compiled Region") / STOCK.accumulation
+    )
+if on_gpu and last in traces:
+    whole[last].metrics["kernel_categories"] = traces[last].categories()
+keep({name: whole[name] for name in traces})
+bench.close()
+
+KERNEL_COLUMNS = {
+    "kernels_per_step": "kernels a step",
+    "kernels_ms": "kernel time, ms",
+    "launch_ms": "host time in launches, ms",
+    "syncs_per_step": "synchronisations",
+    "gpu_busy": "GPU-busy",
+}
+rows = [(name, *(whole[name].metrics.get(metric) for metric in KERNEL_COLUMNS)) for name in traces]
+lab.table(("rung", *KERNEL_COLUMNS.values()), *rows, otherwise="A CPU launches no kernels.")
+lab.verdict("A1.compile.one-region", "A1.compile.fewer-kernels");
 
 # %% [markdown]
 # **What is left above the floor?** The floor assumes that every FLOP runs at the rate of a large matrix product. On the
@@ -402,13 +402,13 @@ judgements = lab.verdict("A1.total.speedup", "A1.total.utilization", "A1.compile
 # part of the chip.
 
 # %%
-if categories := whole[last].metrics.get("kernel_categories"):
-    rows = ["| kernels at the top of the ladder | ms a step | count |", "|---|---|---|"]
-    rows += [f"| {name} | {row['ms']:.2f} | {row['count']:.0f} |" for name, row in categories.items()]
-    lab.show("\n".join(rows))
-else:
-    lab.show("No kernels on a CPU; `reference/h200/04_compile_and_capture.ipynb` shows the H200's.")
-bench.close()
+categories = whole[last].metrics.get("kernel_categories", {})
+rows = [(name, row["ms"], row["count"]) for name, row in categories.items()]
+lab.table(
+    ("kernels at the top of the ladder", "ms a step", "count"),
+    *rows,
+    otherwise="No kernels on a CPU; `reference/h200/04_compile_and_capture.ipynb` shows the H200's.",
+)
 
 # %% [markdown]
 # **Takeaway.** First the data, then the host, then the work itself, and last the kernels: each rung only shows once the

@@ -314,8 +314,10 @@ lab.verdict(
 #
 # Take some examples of varied images and train on the same ones over and over. *varying*: one after the other, lengths
 # as they come, compiled as PyTorch does by default. *any length*: the same, with code for any length from the start.
-# *static*: the one of median length, as many times, so about as many tokens in one shape. *fewer*: the shortest one. If constant shapes are what helps, a thousand tokens must cost less in *static* than in *varying*. If
-# fewer tokens are, a thousand cost much the same, and the step is shorter where there are fewer.
+# *static*: the one of median length, as many times, so about as many tokens in one shape. *fewer*: the shortest one.
+#
+# If constant shapes are what helps, a thousand tokens must cost less in *static* than in *varying*. If fewer tokens are,
+# a thousand cost much the same, and the step is shorter where there are fewer.
 #
 # On a GPU all are compiled, block by block. On a CPU they are not, so what the compiler makes of constant shapes does
 # not show there.
@@ -430,7 +432,7 @@ lab.table(*rows)
 # QLoRA −2 %, which it explains by regularisation. How far apart are two runs of the *same* recipe?
 #
 # Here a small model is really trained, on several seeds: a seed sets the weights, the adapters and the order of the
-# data, and is the same for all methods. At `tiny` these are 8 steps, in which the loss only begins to fall: enough to
+# data, and is the same for all methods. At `tiny` these are 6 steps, in which the loss only begins to fall: enough to
 # see how to ask, not to answer for a real model. *fp8-mixed* keeps the attention's output and the MLP's last product in
 # full precision, as the article proposes.
 #
@@ -449,7 +451,7 @@ recipes = {"bf16": start, "qlora": start.but(base_linear="nf4"), "fixed": fixed,
 recipes |= {"fp8-frozen": start.but(base_linear="fp8-frozen"), "fixed-fp8-frozen": fixed.but(base_linear="fp8-frozen")}
 recipes |= {"fp8-te": start.but(base_linear="fp8-te"), "fixed-fp8-te": fixed.but(base_linear="fp8-te")}
 changes = {"qlora": trials.prepared_for_kbit, "fp8-mixed": trials.fp8_but("o_proj", "down_proj")}
-losses = trials.losses_over_seeds(small, recipes, seeds, 8 if tiny else 30, changes)
+losses = trials.losses_over_seeds(small, recipes, seeds, 6 if tiny else 30, changes)
 lab.keep({f"loss {name}": run for name, run in losses.items()})
 curve = losses["bf16"].metrics["loss"]
 print(f"BF16, last seed: the loss goes from {curve[0]:.2f} to {curve[-1]:.2f} in {len(curve)} steps.")
