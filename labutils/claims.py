@@ -129,9 +129,9 @@ class Evidence:
         self.runs = {name: runs[claim.lab, name] for name in claim.runs if (claim.lab, name) in runs}
         if not self.runs:
             raise NotTestable(f"No run on record. Type: labutils run {claim.lab}")
-        self._check_comparable()
         if claim.needs == "gpu" and not all(_mapping(run.machine).get("gpu") for run in self.runs.values()):
             raise NotTestable("It is a statement about a GPU, and these runs were made without one.")
+        self._check_comparable()
 
     def _check_comparable(self) -> None:
         for what, value_of in _MUST_AGREE.items():

@@ -261,16 +261,15 @@ my_same_work: float | None = None  # for example 4
 lab.predict("speed-up with the same work", my_same_work, "x")
 
 # %%
-anchor = {"stock": recipes["stock"]}
-same_work = bench.compare(anchor | of_lane("same work"), steps, rounds=1)
+same_work = bench.compare({"stock": recipes["stock"]} | of_lane("same work"), steps, rounds=1)
 keep(same_work)
 fig, ax = plt.subplots()
 plots.steps(ax, same_work)
 plt.show()
 
 # %% [markdown]
-# **Takeaway.** None of these rungs changed what is computed, up to rounding. What they removed is the host from between the kernels: a
-# step that a graph replays costs what its kernels cost.
+# **Takeaway.** None of these rungs changed what is computed, up to rounding. What they removed is the host from between
+# the kernels: a step that a graph replays costs what its kernels cost.
 #
 # A captured step goes wrong without a word if a gradient's memory is allocated inside the capture: the second micro-step
 # then replaces the first one's gradient. Here gradients are allocated before, zeroed inside, and the course's tests hold
@@ -298,10 +297,10 @@ my_best_ms: float | None = None  # for example 50
 lab.predict("ms a step at the top of the ladder", my_best_ms, "ms")
 
 # %%
-same_mathematics = bench.compare(anchor | of_lane("same mathematics"), steps, rounds=1)
+same_mathematics = bench.compare(of_lane("same mathematics"), steps, rounds=1)
 keep(same_mathematics)
 fig, ax = plt.subplots()
-plots.steps(ax, {name: run for name, run in same_mathematics.items() if name != "stock"})
+plots.steps(ax, same_mathematics)
 plt.show()
 
 # %% [markdown]

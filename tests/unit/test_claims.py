@@ -422,3 +422,12 @@ def test_overlapping_spreads_never_confirm_a_speedup(ratio, spread):
     found = judgement("A1.total.speedup", with_runs(before, after))
     assert low > high or found.verdict != CONFIRMED
     assert ratio < 1 + 1.96 * 0.75 or found.verdict != REFUTED
+
+
+def test_a_cpu_is_named_as_the_reason_though_a_rung_was_left_out_there():
+    """A rung that a CPU can't tell apart is kept without a workload, which is not why the claim can't be tested."""
+    runs = with_runs(Run("04", "pinned", status="skipped: on a CPU this rung is no different"))
+    for run in runs.values():
+        run.machine = CPU
+    assert runs["04", "stock"].workload
+    assert "statement about a GPU" in judgement("A1.total.speedup", runs).why
