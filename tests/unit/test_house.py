@@ -156,7 +156,8 @@ def test_the_three_ways_install_the_same():
     (pip,) = [step["pip"] for step in conda()["dependencies"] if isinstance(step, dict)]
     assert pip == ["-r requirements.txt"]
     assert re.search(
-        r"^\$\(STAMP\): requirements.txt constraints.txt pyproject.toml.*\n\t\$\(PIP\) --no-compile -r requirements.txt$",
+        r"^\$\(STAMP\): requirements.txt constraints.txt pyproject.toml.*\n"
+        r"\t\$\(PIP\) --no-compile -r requirements.txt$",
         text("Makefile"),
         re.M,
     )
