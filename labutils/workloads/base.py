@@ -23,6 +23,14 @@ ROOMS = {
     "sd15-lora": ("labutils.workloads.diffusion", "DiffusionLora"),
     "llava-lora": ("labutils.workloads.multimodal", "MultimodalLora"),
     "llava-lora-varied": ("labutils.workloads.multimodal", "VariedMultimodalLora"),
+    "qwen3-lora-short": ("labutils.workloads.language", "Qwen3Short"),
+    "qwen3-lora-long": ("labutils.workloads.language", "Qwen3Long"),
+    "qwen3-32b-lora-short": ("labutils.workloads.language", "Qwen3LargeShort"),
+    "qwen3-32b-lora-long": ("labutils.workloads.language", "Qwen3LargeLong"),
+    "gpt-oss-lora-short": ("labutils.workloads.language", "GptOssShort"),
+    "gpt-oss-lora-long": ("labutils.workloads.language", "GptOssLong"),
+    "gpt-oss-120b-lora-short": ("labutils.workloads.language", "GptOssLargeShort"),
+    "gpt-oss-120b-lora-long": ("labutils.workloads.language", "GptOssLargeLong"),
 }
 """Workload's name -> (module, class); a room is imported when it is asked for."""
 

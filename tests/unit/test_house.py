@@ -25,7 +25,7 @@ HOUSE = Path(__file__).resolve().parents[2]
 NOTEBOOKS = HOUSE / "notebooks"
 FLOORS = {
     0: {"recipe", "results", "hardware", "articles", "parameters", "tables"},
-    1: {"data", "adapters", "folding", "lowbit", "capture", "losses"},
+    1: {"data", "adapters", "attention", "checkpointing", "experts", "folding", "lowbit", "capture", "losses"},
     2: {"workloads", "measure"},
     3: {"training", "claims", "advisor"},
     4: {"trials", "runner", "report", "handouts", "plots", "course", "doctor", "pinning"},
