@@ -265,6 +265,33 @@ def curves(ax: Axes, series: Mapping[str, Mapping[float, float]], xlabel: str, y
     return ax
 
 
+def slower_hosts(
+    ax: Axes,
+    model: Mapping[str, Mapping[float, float]],
+    measured: Mapping[str, Mapping[float, float]],
+    rivals: Mapping[str, float],
+) -> Axes:
+    """Steps over what the host takes longer for a launch: `model` curves, `measured` points, `rivals` as levels.
+
+    model and measured: name -> microseconds -> ms; a name has the same colour in both. rivals: label -> ms.
+    """
+    colors = dict(zip(model, cycle((NAVY, RUST, TEAL)), strict=False))
+    markers, lines = cycle("os^"), cycle(("-", "--", "-."))
+    for (name, points), line in zip(model.items(), lines, strict=False):
+        ax.plot(*_columns(points), color=colors[name], linestyle=line, label=f"{name}, foretold", zorder=2)
+    for (name, points), marker in zip(measured.items(), markers, strict=False):
+        look = {"linestyle": "", "marker": marker, "markersize": 7, "markeredgecolor": PAPER}
+        ax.plot(*_columns(points), color=colors.get(name, INK), label=f"{name}, measured", zorder=4, **look)
+    for (label, ms), line in zip(rivals.items(), cycle((":", (0, (5, 5)))), strict=False):
+        ax.axhline(ms, color=GREY, linestyle=line, linewidth=1.8, label=label, zorder=1)
+    ax.set_ylim(bottom=0)
+    ax.set_xlim(left=0)
+    ax.set_xlabel("what the host takes longer for a launch, µs")
+    ax.set_ylabel("ms an optimizer step")
+    ax.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=2)
+    return ax
+
+
 def counts(ax: Axes, series: Mapping[str, Sequence[int]], xlabel: str, ylabel: str) -> Axes:
     """Bars side by side: one fill a name, one group for each of its counts, numbered from 1."""
     width = 0.8 / max(1, len(series))

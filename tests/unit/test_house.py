@@ -27,8 +27,8 @@ FLOORS = {
     0: {"recipe", "results", "hardware", "articles", "parameters", "tables"},
     1: {"data", "adapters", "attention", "checkpointing", "experts", "folding", "lowbit", "capture", "losses"},
     2: {"workloads", "measure"},
-    3: {"training", "claims", "advisor"},
-    4: {"trials", "runner", "report", "handouts", "plots", "course", "doctor", "pinning"},
+    3: {"training", "claims", "advisor", "prediction"},
+    4: {"trials", "launches", "cards", "runner", "report", "handouts", "plots", "course", "doctor", "pinning"},
     5: {"cli"},
 }
 FLOOR_OF = {room: floor for floor, rooms in FLOORS.items() for room in rooms}
