@@ -236,7 +236,7 @@ def study(
         for kind in [first] if host else texts:
             chosen = typical(texts[kind], session.recipe)
             there = OnOneBatch(session, batch_of(texts[kind], session.recipe, chosen))
-            seen = foretell_and_measure(_named(name, kind), there, light.host if light else host, steps)
+            seen = foretell_and_measure(named(name, kind), there, light.host if light else host, steps)
             seen.run.metrics |= found.light
             found.seen[kind] = seen
             if kind == first:
@@ -244,7 +244,7 @@ def study(
     return found
 
 
-def _named(name: str, kind: str) -> str:
+def named(name: str, kind: str) -> str:
     """ "moe, grouped" and "long" -> "moe long, grouped"."""
     family, comma, way = name.partition(",")
     return f"{family} {kind}{comma}{way}"
@@ -278,12 +278,12 @@ def slowed(there: OnOneBatch, seen: Seen, light: Light | None, delay_us: float, 
     return run
 
 
-def launch_law(workload: Workload, recipe: Recipe) -> Law:
-    """How many operations that launch work a step of a family's models has, by layers and experts.
+def launch_law(workload: Workload, family: str) -> Law:
+    """How many operations that launch work a step of a family's loop has, by layers and experts.
 
     Counted on a tiny model with one layer more, and twice as many experts, of all of which some token takes each.
     """
-    size = workload.size
+    size, recipe = workload.size, next(iter(ways(family).values()))
     layers, experts = size.layers, size.experts
     base = _operations(workload, recipe, size)
     layer = _operations(workload, recipe, replace(size, layers=layers + 1)) - base
@@ -351,11 +351,44 @@ def _row(run: Run) -> tuple[Any, ...]:
     m = run.metric
     launching = m("launches") * m("host_us") / 1e3
     numbers = (m("launches"), m("waits"), m("host_us"), m("kernels_ms"), launching, m("bound_ms"), m("predicted_ms"))
-    return run.run, *numbers, m("step_ms"), f"{100 * m('off'):+.0f} %"
+    return run.run, *numbers, m("step_ms"), _off(run)
+
+
+DELAY_HEAD = (
+    "step",
+    "delay, µs",
+    "operations delayed",
+    "a launch longer by, µs",
+    "replayed, ms",
+    "measured, ms",
+    "off by",
+)
+"""The head of a table of `delay_rows`."""
+
+
+def delay_rows(studied: Studied) -> list[tuple[Any, ...]]:
+    """Rows for `DELAY_HEAD`, the step without any delay first."""
+    plain = next(iter(studied.seen.values())).run
+    rows = [(plain.run, None, None, None, plain.metric("predicted_ms"), plain.metric("step_ms"), _off(plain))]
+    for delay, run in studied.slowed.items():
+        m = run.metric
+        rows.append((plain.run, delay, m("delayed"), m("added_us"), m("predicted_ms"), m("step_ms"), _off(run)))
+    return rows
+
+
+def by_delay(studied: Studied) -> dict[float, float]:
+    """Microseconds more for a launch -> the measured milliseconds a step."""
+    plain = next(iter(studied.seen.values())).run
+    slowed = {run.metric("added_us"): run.metric("step_ms") for run in studied.slowed.values()}
+    return {0.0: plain.metric("step_ms")} | slowed
+
+
+def _off(run: Run) -> str:
+    return f"{100 * run.metrics['off']:+.0f} %"
 
 
 def flip_us(seen: Seen, rival_ms: float, most_us: float = 1000.0) -> float | None:
-    """Microseconds more for each launch with which this card's step lasts as long as a rival's; None: none up to most."""
+    """Microseconds more a launch with which this card's step lasts as long as a rival's; None: none up to most."""
     return crossing(lambda us: replayed_ms(seen.program, seen.host.plus(us / 1e3)), lambda us: rival_ms, 0.0, most_us)
 
 
@@ -365,7 +398,7 @@ def slowdown(seen: Seen, most_us: float, points: int = 16) -> dict[float, float]
     return {us: replayed_ms(seen.program, seen.host.plus(us / 1e3)) for us in steps}
 
 
-def worst_and_typical(runs: Iterable[Run]) -> dict[str, float]:
+def accuracy(runs: Iterable[Run]) -> dict[str, float]:
     """How far the predictions are off in size, over all of `runs`: `pairs`, `within_20`, `median_off`, `worst_off`."""
     offs = sorted(abs(run.metrics["off"]) for run in runs if run.ok and "off" in run.metrics)
     if not offs:
