@@ -8,7 +8,6 @@ and says so.
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -376,7 +375,7 @@ def attention_only() -> dict[str, Any]:
     from peft import LoraConfig, get_peft_model
 
     asked = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-    lm = copy.deepcopy(build_lm(GPT_OSS["tiny"], torch.device("cpu"), torch.float32))
+    lm = build_lm(GPT_OSS["tiny"], torch.device("cpu"), torch.float32)
     model = get_peft_model(lm, LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules=asked))
     parts = {name.rpartition(".lora_A")[0] for name, _ in model.named_parameters() if ".lora_A" in name}
     adapted = sorted({part.rpartition(".")[2] for part in parts})

@@ -34,14 +34,14 @@ TEXTS = 4
 """Texts in a batch (article A3's batch size where it compares methods)."""
 ROW = 4 * 862
 """Tokens of a packed row at full scale: four texts of the mean length."""
-WATCH_MS = 1500
-"""On a GPU a step is repeated at least this long: its energy meter is slow."""
+WATCH_MS = {"cuda": 1500, "cpu": 300}
+"""A step is repeated at least this long: a GPU's energy meter is slow, and a few short steps of a CPU say little."""
 LANES = {"loop": "article", "expert loop": "article"}
 """Ways of the lane "article"; the others do the same work."""
 
 
 def ways(family: str) -> dict[str, Recipe]:
-    """How a model ("dense" or "moe") is driven: the library's loop, rewritten, and captured; each one change further.
+    """How a model ("dense" or "moe") is driven: the library's loop, rewritten, captured, and compiled on top of that.
 
     The library pads texts side by side, the others pack them one behind the other: of texts as long as each other the
     same tokens. accelerate is left out: its loader would not take a batch that is given.
@@ -50,7 +50,9 @@ def ways(family: str) -> dict[str, Recipe]:
     packed = {"shapes": "packed", "token_budget": ROW, "micro_batch": 1}
     rewritten = loop.but(layers="rewritten", logging="ring-buffer", optimizer="adamw-fused", **packed)
     first, second = {"dense": ("loop", "rewritten"), "moe": ("expert loop", "grouped")}[family]
-    return {first: loop, second: rewritten, "captured": rewritten.but(driver="graph")}
+    captured = rewritten.but(driver="graph")
+    compiled = captured.but(adapter="plain", loss="fused", compile="default", compile_scope="blocks", dynamic="static")
+    return {first: loop, second: rewritten, "captured": captured, "compiled": compiled}
 
 
 # ----------------------------------------------------------------------------------------------------------- batches
@@ -104,6 +106,11 @@ class OnOneBatch:
             clock.mark(0.0)
         return clock.stop().step_ms
 
+    def watched(self, steps: int, at_least_ms: float) -> list[float]:
+        """As `timed`: at least `steps`, and for at least so long."""
+        one = min(self.timed(2))
+        return self.timed(max(steps, math.ceil(at_least_ms / one)))
+
     def traced(self, steps: int) -> Trace:
         """A trace of `steps` optimizer steps, without Python stacks."""
         with tempfile.TemporaryDirectory(prefix="labutils-") as folder:
@@ -145,8 +152,9 @@ class Light:
     @classmethod
     def of(cls, session: Session, workload: Workload, steps: int) -> Light:
         there = OnOneBatch(session, batch_of(workload, session.recipe, shortest(workload, session.recipe)))
-        step_ms = summarise(there.timed(steps, warmup=2))["median"]
-        trace = there.traced(2)
+        there.timed(0, warmup=2)
+        step_ms = summarise(there.watched(steps, WATCH_MS["cpu"]))["median"]
+        trace = there.traced(3)
         return cls(there, step_ms, Program.of(trace), host_of(trace, step_ms))
 
     def metrics(self) -> dict[str, float]:
@@ -165,9 +173,8 @@ def foretell_and_measure(name: str, there: OnOneBatch, host: Host, steps: int) -
     run.weights, run.data = session.workload.weights, session.workload.data
     predicted = {"predicted_ms": replayed_ms(program, host), "bound_ms": bound_ms(program, host)}
     predicted["predicted_idle_ms"] = idle_ms(program, host)
-    one = min(there.timed(2))
     with Energy() as energy:
-        samples = there.timed(max(steps, math.ceil(WATCH_MS / one)) if on_gpu else steps)
+        samples = there.watched(steps, WATCH_MS[hardware.device()])
     step_ms = summarise(samples)["median"]
     run.samples = {"step_ms": [round(ms, 4) for ms in samples]}
     run.metrics = {"step_ms": summarise(samples), **predicted, "off": predicted["predicted_ms"] / step_ms - 1}
@@ -260,7 +267,7 @@ def slowed(there: OnOneBatch, seen: Seen, light: Light | None, delay_us: float, 
     added = delay_us / 1e3
     with SlowerHost(delay_us) as host:
         if light:
-            slow = summarise(light.there.timed(steps, warmup=1))["median"]
+            slow = summarise(light.there.watched(steps, WATCH_MS["cpu"]))["median"]
             added = max(0.0, slow - light.step_ms) / light.program.launches
         there.timed(0, warmup=1)
         before = host.delayed
@@ -396,6 +403,17 @@ def slowdown(seen: Seen, most_us: float, points: int = 16) -> dict[float, float]
     """Microseconds more for each launch -> milliseconds a step, foretold."""
     steps = [most_us * at / (points - 1) for at in range(points)]
     return {us: replayed_ms(seen.program, seen.host.plus(us / 1e3)) for us in steps}
+
+
+SPEED_HEAD = ("step", "launches", "kernels, ms", "step, ms", "useful tokens/s", "times the loop")
+
+
+def speed_rows(runs: Iterable[Run]) -> list[tuple[Any, ...]]:
+    """Rows for `SPEED_HEAD` out of runs on the same texts, the first of which is what the others are compared with."""
+    runs = [run for run in runs if run.ok]
+    base = runs[0].metric("useful_tokens_per_s") if runs else 0.0
+    measured = ("launches", "kernels_ms", "step_ms", "useful_tokens_per_s")
+    return [(run.run, *map(run.metric, measured), run.metric("useful_tokens_per_s") / base) for run in runs]
 
 
 def accuracy(runs: Iterable[Run]) -> dict[str, float]:

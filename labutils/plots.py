@@ -285,7 +285,6 @@ def slower_hosts(
     for (label, ms), line in zip(rivals.items(), cycle((":", (0, (5, 5)))), strict=False):
         ax.axhline(ms, color=GREY, linestyle=line, linewidth=1.8, label=label, zorder=1)
     ax.set_ylim(bottom=0)
-    ax.set_xlim(left=0)
     ax.set_xlabel("what the host takes longer for a launch, µs")
     ax.set_ylabel("ms an optimizer step")
     ax.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=2)

@@ -9,8 +9,9 @@ Four things to know when reading the verdicts:
 - The article's times and memory by method stand in figures that can't be read off: what its text concludes from them
   ("far less", "slower", "wins on long sequences") is what is judged, each word's reading in the claim's note.
 - What it measured on a Blackwell card, or on both, nobody can measure with one card of another kind. Such claims are
-  judged by a prediction: kernels' floors from the two data sheets, the host's time a launch from this machine. Their
-  notes say "Predicted", and so does what they show.
+  judged by a prediction: the two data sheets, of whose peaks kernels reach the share that they reach on this machine
+  (without a GPU: all), and the host's time a launch from this machine. Their notes say "Predicted", and so does what
+  they show.
 - Its table of peaks is NVIDIA's with 2:4 sparsity, which training has no use for; dense peaks are half of it.
 - Its own numbers don't always agree: 27000 / 11000 is not "2.5 times or more", and 11000 of the dense model against
   9400 of the sparse one, in texts of 117 tokens, is not "the sparse one is faster". Verdicts keep to the numbers.
@@ -446,7 +447,7 @@ _LARGER = (
         how={"run": "model of memory", "metrics": ("lora_32b_batch_4_gb",), "at_least": 96},
         tolerance=5,
         needs="any",
-        note=f"{PREDICTED}: from shapes: weights, and activations as measured on the 8B model.",
+        note=f"{PREDICTED}: from shapes: weights, and what a block is counted to keep. Without checkpointing.",
     ),
     Claim(
         id="A3.32b.qlora-batch",
@@ -462,7 +463,7 @@ _LARGER = (
         how={"run": "model of memory", "metrics": ("qlora_32b_batch_4_gb",), "at_least": 96},
         tolerance=5,
         needs="any",
-        note=f"{PREDICTED}: from shapes: weights, and activations as measured on the 8B model.",
+        note=f"{PREDICTED}: as above, with the checkpointing that PEFT's preparation turns on.",
     ),
     Claim(
         id="A3.32b.unsloth-batch",
@@ -478,7 +479,7 @@ _LARGER = (
         how={"run": "model of memory", "metrics": ("unsloth_32b_batch_32_gb",), "at_most": 96},
         tolerance=5,
         needs="any",
-        note=f"{PREDICTED}: as above.",
+        note=f"{PREDICTED}: as above, with blocks' inputs on the host and a fused loss.",
     ),
     Claim(
         id="A3.120b.too-large",

@@ -321,7 +321,8 @@ class Trace:
             computing = ((op.start, c, ms) for op, c, ms in self._sorted_operators() if c not in _NO_WORK)
             return [Given(self._phase_at(at), ((c, ms, 1),), True) for at, c, ms in sorted(computing)]
         caused = self._work_by_correlation()
-        calls = [call for call in self._inside(self.calls) if call.correlation in caused]
+        once = {call.correlation: call for call in reversed(self._inside(self.calls)) if call.correlation in caused}
+        calls = sorted(once.values(), key=lambda call: call.start)
         starts = [call.start for call in calls]
         waited_after = {bisect_right(starts, wait.start) - 1 for wait in self.waits}
         return [

@@ -162,10 +162,11 @@ lab.predict("host's time for a launch in the experts' loop", my_host, "us")
 # %% [markdown]
 # ## 3 · Foretold, then measured
 #
-# Each model is driven in three ways. *Loop* is the library's code with PEFT's adapters, for gpt-oss with its *expert
-# loop*: one expert after the other. *Rewritten*, for gpt-oss *grouped*: attention in one kernel, all experts of a
-# layer in one grouped product, nothing asked of the GPU. *Captured*: the same, recorded as one CUDA graph. Four texts
-# a step, *long* (861 tokens on average) or *short* (117). Every step is traced and foretold before it is timed.
+# Each model is driven in several ways. *Loop* is the library's code with PEFT's adapters, for gpt-oss with its *expert
+# loop*: one expert after the other. *Rewritten*, for gpt-oss *grouped*: attention in one kernel, all experts of a layer
+# in one grouped product, nothing asked of the GPU. *Captured*: the same, recorded as one CUDA graph. *Compiled*, for
+# gpt-oss alone: captured, with its blocks compiled, plain adapters and a loss that never forms all logits. Four texts a
+# step, *long* (861 tokens on average) or *short* (117). Every step is traced and foretold before it is timed.
 #
 # **Your prediction:** for how much of a step does the GPU idle in the expert loop on long texts, in percent?
 
@@ -182,9 +183,10 @@ def study(family: str, way: str, delayed: bool = False) -> None:
     """Foretell and measure one way to drive a model; what fails says why, and the H200's run is shown."""
     name = family if way in launches.LANES else f"{family}, {way}"
     with lab.attempt(f"{family}, {way}", reference=launches.named(name, "long")):
-        if way == "captured" and not on_gpu:
+        captured = way in ("captured", "compiled")
+        if captured and not on_gpu:
             raise NotHere("CUDA graphs need an NVIDIA GPU")
-        host = Host(probed.median("launch_us") / 1e3) if way == "captured" else None
+        host = Host(probed.median("launch_us") / 1e3) if captured else None
         found = launches.study(texts[family], launches.ways(family)[way], name, steps, host, slower if delayed else ())
         lab.keep([seen.run for seen in found.seen.values()], lane=launches.LANES.get(way, "same work"))
         lab.keep(found.slowed.values())
@@ -201,6 +203,7 @@ for workload in texts["dense"].values():
 study("moe", "expert loop", delayed=True)
 study("moe", "grouped")
 study("moe", "captured", delayed=True)
+study("moe", "compiled")
 for workload in texts["moe"].values():
     workload.let_go()
 
@@ -224,12 +227,18 @@ lab.verdict("A3.moe.launches", "A3.dense.busy");
 # %% [markdown]
 # How to read the table. Compare *kernels* with *launches × host*: the larger one decides. Where they are close, or
 # where there are many waits, the short form is too low, as host and GPU take turns; the replay sees that. A captured
-# step is one launch: the host has no say in it any more, and what is left is what the kernels take.
+# step is a handful of launches: the host has no say in it any more, and what is left is what the kernels take.
 #
 # What both leave out: the microsecond or so that passes between two kernels even when the next one is ready. On a CPU
-# the times of operators come from a profiler that slows down what it times, and other programs want the cores as
-# well: expect predictions to be off by more there.
+# the times of operators come from a profiler that slows down what it times, and other programs want the cores as well:
+# expect predictions to be off by more there.
 #
+# And what was it worth, to need fewer launches?
+
+# %%
+lab.table(launches.SPEED_HEAD, *launches.speed_rows(run for run in pairs if run.run.startswith("moe long")))
+
+# %% [markdown]
 # **Takeaway.** A step has two clocks. Before you buy a faster card, find out which of the two your step goes by.
 
 # %% [markdown]
@@ -342,15 +351,14 @@ for family, name in models.items():
 lab.table(cards.TWO_CARDS_HEAD, *cards.two_cards_rows(bases))
 
 # %%
-ties = {same: cards.host_for_a_tie(bases, same_batch=same) for same in (False, True)}
+here_us = 1e3 * bases["moe"].host_ms
 told = cards.two_cards(bases) | {f"{family}_host_us": 1e3 * basis.host_ms for family, basis in bases.items()}
 lab.keep(Run("08", "model of two cards", metrics=told))
-for same, factor in ties.items():
-    batch = "both at batch 32" if same else "the H100 at batch 16"
-    where = (
-        "never" if factor is None else f"from hosts on that take {factor:.2f} times as long as this one for a launch"
-    )
-    print(f"gpt-oss-120b on long texts, {batch}: the Blackwell card wins {where}.")
+print(f"A launch of the expert loop takes this host {here_us:.1f} µs.")
+for batches, same in {"the H100 at batch 16": False, "both at batch 32": True}.items():
+    factor = cards.host_for_a_tie(bases, same_batch=same)
+    when = "beside no host" if factor is None else f"beside hosts that take more than {factor * here_us:.1f} µs"
+    print(f"gpt-oss-120b on long texts, {batches}: the Blackwell card wins {when}.")
 
 # %%
 lab.verdict("A3.32b.h100-short", "A3.32b.h100-long", "A3.32b.factor", "A3.120b.h100-short", "A3.120b.h100-long")
@@ -388,7 +396,7 @@ for way, bits in cards.WAYS_TO_HOLD.items():
     rows.append((f"{way}, GB", *(gb[part] for part in parts), sum(gb.values())))
 lab.table(("gpt-oss-120b", "experts", "other matrices", "embedding, head", "rest", "in all"), *rows)
 four_bit = sum(cards.weight_gb(large, cards.WAYS_TO_HOLD["4 bits for everything"]).values())
-lab.keep(Run("08", "moe weights", metrics={"four_bit_gb": four_bit}))
+lab.keep(Run("08", "moe weights", metrics={"four_bit_gb": four_bit}, workload="from shapes", scale="full"))
 lab.verdict("A3.120b.weights");
 
 # %% [markdown]
@@ -417,7 +425,7 @@ for batch in (16, 32):
     gb = cards.memory_gb(large, cards.METHODS["unsloth"], batch)
     rows.append((f"gpt-oss-120b, unsloth, batch {batch}", *gb.values(), sum(gb.values())))
 lab.table(("GB at the peak, predicted", "weights", "adapters", "activations", "logits", "in all"), *rows)
-lab.keep(Run("08", "model of memory", metrics=cards.memory_metrics()))
+lab.keep(Run("08", "model of memory", metrics=cards.memory_metrics(), workload="from shapes", scale="full"));
 
 # %%
 lab.verdict("A3.32b.lora-batch", "A3.32b.qlora-batch", "A3.32b.unsloth-batch")
@@ -436,7 +444,7 @@ lab.verdict("A3.120b.too-large", "A3.120b.fits", "A3.120b.h100-batch");
 adapted = cards.attention_only()
 print("LoRA was attached to:", ", ".join(adapted.pop("adapted")))
 lab.keep(Run("08", "moe adapters", metrics=adapted))
-with lab.attempt("unsloth on this machine", reference="unsloth import"):
+with lab.attempt("Importing unsloth", reference="unsloth import"):
     tried = try_imports(("unsloth",), timeout_s=90)[0]["unsloth"]
     if tried.status == "missing" or not on_gpu:
         raise NotHere(

@@ -165,6 +165,17 @@ def test_differences_are_drawn_over_their_band(ax):
     assert_tidy(ax)
 
 
+def test_slower_hosts_show_curves_points_and_rivals(ax):
+    curves = {"moe": {0.0: 700.0, 20.0: 1200.0}, "dense": {0.0: 370.0, 20.0: 400.0}}
+    points = {"moe": {0.0: 711.0, 10.0: 950.0}, "dense": {0.0: 373.0}}
+    plots.slower_hosts(ax, curves, points, {"the other card, predicted": 1100.0})
+    assert {"moe, foretold", "moe, measured", "dense, foretold", "the other card, predicted"} <= set(texts(ax))
+    lines = {line.get_label(): line for line in ax.get_lines()}
+    assert lines["moe, foretold"].get_color() == lines["moe, measured"].get_color()
+    assert list(lines["moe, measured"].get_ydata()) == [711.0, 950.0]
+    assert_tidy(ax)
+
+
 def test_choices_fill_every_band_up_to_its_edges(ax):
     plots.choices(ax, chart(published()), most_steps=10_000, most_gb=30)
     assert ax.get_xlim() == (1, 10_000) and ax.get_ylim() == (0, 30)
