@@ -154,7 +154,7 @@ class Light:
         there = OnOneBatch(session, batch_of(workload, session.recipe, shortest(workload, session.recipe)))
         there.timed(0, warmup=2)
         step_ms = summarise(there.watched(steps, WATCH_MS["cpu"]))["median"]
-        trace = there.traced(3)
+        trace = there.traced(2)
         return cls(there, step_ms, Program.of(trace), host_of(trace, step_ms))
 
     def metrics(self) -> dict[str, float]:
@@ -181,7 +181,7 @@ def foretell_and_measure(name: str, there: OnOneBatch, host: Host, steps: int) -
     run.metrics |= {"bound_off": predicted["bound_ms"] / step_ms - 1} | _counted(program, host, work)
     run.metrics |= {"useful_tokens_per_s": work.useful_tokens / step_ms * 1e3, "tflops": work.flops / step_ms / 1e9}
     if energy.watts is not None:
-        run.metrics |= {"power_w": energy.watts, "joules_per_step": energy.joules / len(samples)}
+        run.metrics |= {"power_w": energy.watts, "joules_per_step": energy.watts * step_ms / 1e3}
     if on_gpu:
         busy = trace.metrics(step_ms)["gpu_busy"]
         run.metrics |= {"gpu_busy_share": busy, "idle_share": 1 - busy} | _reached(program, work, session.recipe)

@@ -136,9 +136,12 @@ def bound_ms(program: Program, host: Host) -> float:
     return max(program.kernel_ms, launching) + program.copy_ms
 
 
-def replayed_ms(program: Program, host: Host) -> float:
-    """Milliseconds a step when the queue is gone through in order, from the second round on: the first starts empty."""
-    ends = _ends(program, host, rounds=2)
+def replayed_ms(program: Program, host: Host, stretch: float = 1.0) -> float:
+    """Milliseconds a step when the queue is gone through in order, from the second round on: the first starts empty.
+
+    stretch: kernels take so many times as long, copies what they took.
+    """
+    ends = _ends(program, host, stretch, rounds=2)
     return (ends[1] - ends[0]) / program.steps
 
 
@@ -147,9 +150,12 @@ def idle_ms(program: Program, host: Host) -> float:
     return max(0.0, replayed_ms(program, host) - program.kernel_ms - program.copy_ms)
 
 
-def _ends(program: Program, host: Host, rounds: int) -> list[float]:
+def _ends(program: Program, host: Host, stretch: float, rounds: int) -> list[float]:
     """When the GPU has done each of several rounds of the program, in milliseconds."""
-    pieces = [(host.of(p.phase), sum(ms for _, ms, _ in p.work), p.waits) for p in program.given]
+    pieces = [
+        (host.of(p.phase), sum(ms if kind in ELSEWHERE else stretch * ms for kind, ms, _ in p.work), p.waits)
+        for p in program.given
+    ]
     now = done = 0.0
     begun: list[float] = []
     ends = []
@@ -259,8 +265,7 @@ class Bulk:
     def like_ms(self, program: Program, kernel_ms: float, host: Host) -> float:
         """The replay of a `program` of the same kind, its kernels as long and its launches as many as this step's."""
         times = self.launches / program.launches
-        ratio = kernel_ms / (times * program.kernel_ms)
-        return times * replayed_ms(program.scaled(lambda kind: 1.0 if kind in ELSEWHERE else ratio), host)
+        return times * replayed_ms(program, host, kernel_ms / (times * program.kernel_ms))
 
 
 @dataclass(frozen=True)
