@@ -10,8 +10,12 @@ import torch
 from labutils import cards
 from labutils.adapters import count_parameters
 from labutils.cards import BLACKWELL, H100, METHODS, WAYS_TO_HOLD, Basis, Method
+from labutils.hardware import Prices
+from labutils.launches import Seen
 from labutils.measure.trace import Given
 from labutils.prediction import Host, Law, Program
+from labutils.results import Run
+from labutils.workloads.base import Work
 from labutils.workloads.language import GPT_OSS, GPT_OSS_120B, QWEN3, QWEN3_32B, build_lm
 
 LAW = Law(50, 300, 50)
@@ -141,6 +145,31 @@ def test_rows_stand_beside_the_articles_counts():
     rows = cards.two_cards_rows(BASES)
     assert [row[-1] for row in rows] == [11000, 27000, 3600, 9200, 9400, 9200, 7300, 5200]
     assert [row[2] for row in rows] == [32] * 7 + [16]
+
+
+# Four cards
+
+
+def seen_on_an_h200():
+    """A step that was traced on an H200: 100 products of 1 ms, and a host that takes 0.2 ms for each."""
+    program = Program(tuple(Given("", (("GEMM", 1.0, 1),), False) for _ in range(100)), 1)
+    metrics = {"step_ms": 104.0, "idle_share": 0.04, "power_w": 500.0}
+    run = Run("", "moe long", recipe={"precision": "bf16"}, metrics=metrics)
+    return Seen(run, program, Host(0.2), Work(flops=1e15, bytes=1e9, examples=4))
+
+
+def test_a_step_on_four_cards_and_as_it_was_measured():
+    rows = cards.four_cards_rows(seen_on_an_h200(), cards.card("H200 SXM"), 0.0, Prices({BLACKWELL: 1.6e6}))
+    ms = {name: step_ms for _, name, step_ms, *_ in rows}
+    assert ms[H100] == pytest.approx(100)
+    assert ms[BLACKWELL] == pytest.approx(100 * 989.4 / 438.9)
+    assert ms["B200"] == pytest.approx(100 * 989.4 / 2250, rel=1e-3)
+    assert ms["H200 SXM, measured"] == 104
+    assert all(len(row) == len(cards.FOUR_HEAD) for row in rows)
+    priced = [row[1] for row in rows if row[-1] is not None]
+    assert priced == [BLACKWELL]
+    assert rows[-1][4] == pytest.approx(4 * 3.6e6 / 104)
+    assert rows[-1][6] == pytest.approx(4 * 3.6e6 / 104 / 0.5)
 
 
 def test_peft_finds_attention_alone():
