@@ -348,19 +348,24 @@ def host_for_a_tie(bases: Mapping[str, Basis], kind: str = "long", same_batch: b
 FOUR_HEAD = ("step", "card", "step, ms", "GPU idle, %", "examples/h", "a night of 8 h", "a kWh", "a yen")
 
 
+def on_cards(seen: Any, here: Spec, empty_ms: float) -> dict[str, float]:
+    """Card -> milliseconds of a step that was traced on the card `here`, beside its host. `seen`: a `launches.Seen`."""
+    return {name: replayed_ms(seen.on(card(name), here, empty_ms), seen.host) for name in CARDS}
+
+
 def four_cards_rows(seen: Any, here: Spec, empty_ms: float, prices: Prices) -> list[tuple[Any, ...]]:
     """Rows for `FOUR_HEAD`: a traced step on each of `CARDS`, at the largest power of each, and as it was measured."""
     rows = []
     for name in CARDS:
         program = seen.on(card(name), here, empty_ms)
         step_ms = replayed_ms(program, seen.host)
-        idle = max(0.0, 100 * (1 - (program.kernel_ms + program.copy_ms) / step_ms))
+        idle = round(max(0.0, 100 * (1 - (program.kernel_ms + program.copy_ms) / step_ms)), 1)
         rows.append(
             (seen.run.run, name, step_ms, idle, *_worth(step_ms, seen.work.examples, card(name).tdp_w, name, prices))
         )
     run = seen.run
     measured = _worth(run.metric("step_ms"), seen.work.examples, run.metric("power_w"), here.name, prices)
-    idle = 100 * run.metrics["idle_share"]
+    idle = round(100 * run.metrics["idle_share"], 1)
     return [*rows, (run.run, f"{here.name}, measured", run.metric("step_ms"), idle, *measured)]
 
 

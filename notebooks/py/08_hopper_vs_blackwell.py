@@ -318,11 +318,20 @@ prices = hardware.Prices({cards.BLACKWELL: blackwell_yen, cards.H100: h100_yen},
 with lab.attempt("Four cards", reference="four cards"):
     if not (on_gpu and sheet):
         raise NotHere("kernels are scaled from one card to another, and this machine has no GPU with a data sheet")
-    told = {name: studied[name].seen["long"] for name in studied}
-    rows = [row for seen in told.values() for row in cards.four_cards_rows(seen, sheet, empty_ms, prices)]
+    told = {found.seen["long"].run.run: found.seen["long"] for found in studied.values()}
+    ms = {run: cards.on_cards(seen, sheet, empty_ms) for run, seen in told.items()}
+    rows = [(run, *by_card.values(), told[run].run.metric("step_ms")) for run, by_card in ms.items()]
+    lab.table(("ms a step, predicted", *CARDS, f"measured here, {sheet.name}"), *rows)
+    flat = {f"{run}: {name}, ms": float(f"{t:.4g}") for run, by_card in ms.items() for name, t in by_card.items()}
+    lab.keep(Run("08", "four cards", metrics=flat))
+
+# %%
+with lab.attempt("What a card gives for its power and price"):
+    if not (on_gpu and sheet):
+        raise NotHere("it takes the steps of the table above")
+    chosen = [told[run] for run in ("dense long", "moe long", "moe long, compiled") if run in told]
+    rows = [row for seen in chosen for row in cards.four_cards_rows(seen, sheet, empty_ms, prices)]
     lab.table(cards.FOUR_HEAD, *rows)
-    ms = {f"{what}: {card}, ms": float(f"{ms:.4g}") for what, card, ms, *_ in rows}
-    lab.keep(Run("08", "four cards", metrics=ms))
 
 # %% [markdown]
 # Look at the expert loop: the cards are two to four times apart on paper, and here? Then at the same model captured.

@@ -161,6 +161,7 @@ def seen_on_an_h200():
 def test_a_step_on_four_cards_and_as_it_was_measured():
     rows = cards.four_cards_rows(seen_on_an_h200(), cards.card("H200 SXM"), 0.0, Prices({BLACKWELL: 1.6e6}))
     ms = {name: step_ms for _, name, step_ms, *_ in rows}
+    assert {name: ms[name] for name in cards.CARDS} == cards.on_cards(seen_on_an_h200(), cards.card("H200 SXM"), 0.0)
     assert ms[H100] == pytest.approx(100)
     assert ms[BLACKWELL] == pytest.approx(100 * 989.4 / 438.9)
     assert ms["B200"] == pytest.approx(100 * 989.4 / 2250, rel=1e-3)
