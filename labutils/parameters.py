@@ -16,7 +16,7 @@ CHOICES = {
     "weights": ("random", "hub"),
     "data": ("generated", "hub"),
 }
-LEAST = {"steps": 1, "rounds": 0, "seeds": 1}
+LEAST = {"steps": 1, "rounds": 0, "seeds": 1, "method_steps": 0, "log_every": 0}
 """Parameter's name -> the least that it takes, in whichever lab."""
 COUNTS = ("batches", "compile_batches")
 """Texts that hold whole numbers above 0."""

@@ -117,7 +117,7 @@ _LORA = (
         runs=("lora long", "qlora long"),
         judge="slower",
         how={"before": "lora long", "after": "qlora long"},
-        note="As usually written: PEFT's preparation also turns checkpointing on.",
+        note="As usually written: PEFT's preparation also turns checkpointing on, and casts to FP32.",
     ),
     Claim(
         id="A3.qlora.cause",
@@ -126,9 +126,9 @@ _LORA = (
         statement="What takes longer is dequantising.",
         says="dequantising",
         lab="07",
-        runs=("lora long, checkpointed", "qlora long"),
+        runs=("lora long, checkpointed", "qlora long, no casts"),
         judge="slower",
-        how={"before": "lora long, checkpointed", "after": "qlora long"},
+        how={"before": "lora long, checkpointed", "after": "qlora long, no casts"},
         note="The two differ in the format of the base weights alone.",
     ),
 )
@@ -554,7 +554,8 @@ _LARGER = (
         runs=("style",),
         judge="flag",
         how={"run": "style", "metric": "answers_with_title"},
-        note="It takes real weights, which have a style to change: random ones leave this untested.",
+        needs="any",
+        note="On a small model that the lab trains: first to introduce articles, then with LoRA to name them.",
     ),
 )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 from abc import ABC, abstractmethod
@@ -68,6 +69,8 @@ class Workload(ABC):
     """
 
     name: ClassVar[str]
+    _held: tuple[Any, Any] | None = None
+    """What sessions share, behind what it depends on."""
 
     def __init__(self, scale: str, weights: str, data: str, device: str, cache_dir: Path) -> None:
         check_choice("scale", scale, SCALES)
@@ -127,6 +130,13 @@ class Workload(ABC):
         Read on the host: a batch that is on a GPU already has it wait.
         """
         return None
+
+    def let_go(self) -> None:
+        """Forget the weights that sessions share; they stay with sessions that run. The next that shares them makes
+        them anew, and one that has its own has the room for itself."""
+        if self._held is not None:
+            self._held = None
+            gc.collect()
 
     def save(self, model: nn.Module, folder: Path) -> None:
         """Write the adapter in PEFT's format and the model's own."""

@@ -18,9 +18,9 @@ nothing is asked of the device, so that blocks have static shapes and can be com
 from __future__ import annotations
 
 import functools
-import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -187,13 +187,6 @@ class LanguageLora(Workload):
             self._held = (dtype, seed), self._made(dtype, seed)
         return self._held[1]
 
-    _held: tuple[tuple[torch.dtype, int], nn.Module] | None = None
-
-    def let_go(self) -> None:
-        """Forget the weights that sessions share, as `MultimodalLora.let_go` does."""
-        self._held = None
-        gc.collect()
-
     def _made(self, dtype: torch.dtype, seed: int) -> nn.Module:
         """transformers' model without adapters, every weight frozen, built in `dtype` on the device itself."""
         with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
@@ -230,6 +223,11 @@ class LanguageLora(Workload):
         from labutils.adapters import save_adapter
 
         save_adapter(getattr(model.lm, "_orig_mod", model.lm), folder, base_model=self.size.hub or None)
+
+    def publish(self, folder: Path, seed: int = 0) -> None:
+        """Write the frozen model and its tokenizer as `from_pretrained` of transformers reads them, in 16 bits."""
+        self._made(torch.bfloat16, seed).save_pretrained(folder)
+        self._tokenizer().save_pretrained(folder)
 
     # ------------------------------------------------------------------------------------------------ the data
 
@@ -463,7 +461,7 @@ def count_flops(size: Size, rank: int, tokens: int, pairs: int, predicting: int)
 
     pairs: of a token and one that it sees, summed over the layers. predicting: tokens that have logits.
     """
-    return decoder_flops(_shapes(size), rank, tokens, pairs) + head_flops(size.width, size.words, predicting)
+    return decoder_flops(decoder_shapes(size), rank, tokens, pairs) + head_flops(size.width, size.words, predicting)
 
 
 def attended_pairs(size: Size, documents: Sequence[int]) -> int:
@@ -481,7 +479,8 @@ def _triangle(n: int) -> int:
     return n * (n + 1) // 2 if n > 0 else 0
 
 
-def _shapes(size: Size) -> Shapes:
+def decoder_shapes(size: Size) -> Shapes:
+    """The matrix products of one block."""
     attended, keys = size.heads * size.head_width, size.kv_heads * size.head_width
     adapted = {
         "q_proj": (size.width, attended),
@@ -503,7 +502,7 @@ def _shapes(size: Size) -> Shapes:
 def _weights_read(size: Size) -> int:
     """Weights that a pass forward and one backward read: all, twice. Between them, a batch's tokens take every
     expert."""
-    shapes = _shapes(size)
+    shapes = decoder_shapes(size)
     block = sum(a * b for a, b in shapes.adapted.values())
     if size.experts:
         block += size.width * size.experts * (1 + 3 * size.inner)

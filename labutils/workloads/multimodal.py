@@ -16,7 +16,6 @@ looked up on the device, so that every part has static shapes and can be compile
 from __future__ import annotations
 
 import functools
-import gc
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -225,14 +224,6 @@ class MultimodalLora(Workload):
             self._held = None
             self._held = (dtype, seed), self._made(dtype, seed)
         return self._held[1]
-
-    _held: tuple[tuple[torch.dtype, int], nn.Module] | None = None
-
-    def let_go(self) -> None:
-        """Forget the weights that sessions share; they stay with sessions that run. The next that shares them makes
-        them anew, and one that has its own has their 15 GB for itself."""
-        self._held = None
-        gc.collect()
 
     def _made(self, dtype: torch.dtype, seed: int) -> nn.Module:
         """transformers' model without adapters, every weight frozen, built in `dtype` on the device itself."""

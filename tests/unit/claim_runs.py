@@ -189,6 +189,7 @@ def a3_runs() -> Runs:
         timed("07", "lora long, checkpointed", 480, peak_allocated_gb=27.0),
         timed("07", "lora long, offloaded", 480 * 1.019, peak_allocated_gb=27.0 * 0.7),
         timed("07", "qlora long", 639, peak_allocated_gb=24.5, first_step_s=1.5, memory_share=0.49),
+        timed("07", "qlora long, no casts", 600, peak_allocated_gb=20.0),
         timed("07", "unsloth long", 319, peak_allocated_gb=7.3, first_step_s=23.0),
     ]
     for run in training:

@@ -28,7 +28,20 @@ FLOORS = {
     1: {"data", "adapters", "attention", "checkpointing", "experts", "folding", "lowbit", "capture", "losses"},
     2: {"workloads", "measure"},
     3: {"training", "claims", "advisor", "prediction"},
-    4: {"trials", "launches", "cards", "runner", "report", "handouts", "plots", "course", "doctor", "pinning"},
+    4: {
+        "trials",
+        "titles",
+        "methods",
+        "launches",
+        "cards",
+        "runner",
+        "report",
+        "handouts",
+        "plots",
+        "course",
+        "doctor",
+        "pinning",
+    },
     5: {"cli"},
 }
 FLOOR_OF = {room: floor for floor, rooms in FLOORS.items() for room in rooms}
