@@ -353,6 +353,15 @@ def on_cards(seen: Any, here: Spec, empty_ms: float) -> dict[str, float]:
     return {name: replayed_ms(seen.on(card(name), here, empty_ms), seen.host) for name in CARDS}
 
 
+def beside_slower_hosts(seen: Any, here: Spec, empty_ms: float, most_us: float) -> dict[str, dict[float, float]]:
+    """Card -> microseconds more for each launch -> milliseconds of a step that was traced on the card `here`."""
+    programs = {name: seen.on(card(name), here, empty_ms) for name in CARDS}
+    added = [most_us * place / 8 for place in range(9)]
+    return {
+        name: {us: replayed_ms(program, seen.host.plus(us / 1e3)) for us in added} for name, program in programs.items()
+    }
+
+
 def four_cards_rows(seen: Any, here: Spec, empty_ms: float, prices: Prices) -> list[tuple[Any, ...]]:
     """Rows for `FOUR_HEAD`: a traced step on each of `CARDS`, at the largest power of each, and as it was measured."""
     rows = []

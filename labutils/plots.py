@@ -275,8 +275,8 @@ def slower_hosts(
 
     model and measured: name -> microseconds -> ms; a name has the same colour in both. rivals: label -> ms.
     """
-    colors = dict(zip(model, cycle((NAVY, RUST, TEAL)), strict=False))
-    markers, lines = cycle("os^"), cycle(("-", "--", "-."))
+    colors = dict(zip(model, cycle((NAVY, RUST, TEAL, PURPLE)), strict=False))
+    markers, lines = cycle("os^D"), cycle(("-", "--", "-.", ":"))
     for (name, points), line in zip(model.items(), lines, strict=False):
         ax.plot(*_columns(points), color=colors[name], linestyle=line, label=f"{name}, foretold", zorder=2)
     for (name, points), marker in zip(measured.items(), markers, strict=False):

@@ -326,6 +326,14 @@ with lab.attempt("Four cards", reference="four cards"):
     lab.keep(Run("08", "four cards", metrics=flat))
 
 # %%
+if on_gpu and sheet and "moe" in studied:
+    seen = studied["moe"].seen["long"]
+    fig, ax = plt.subplots(figsize=(7.2, 3.8))
+    plots.slower_hosts(ax, cards.beside_slower_hosts(seen, sheet, empty_ms, most), {}, {})
+    ax.set_title("The expert loop on long texts, beside ever slower hosts", pad=58)
+    plt.show()
+
+# %%
 with lab.attempt("What a card gives for its power and price"):
     if not (on_gpu and sheet):
         raise NotHere("it takes the steps of the table above")
@@ -334,7 +342,8 @@ with lab.attempt("What a card gives for its power and price"):
     lab.table(cards.FOUR_HEAD, *rows)
 
 # %% [markdown]
-# Look at the expert loop: the cards are two to four times apart on paper, and here? Then at the same model captured.
+# Look at the expert loop: the cards are two to five times apart on paper, and here? The slower the host, the nearer the
+# lines: in the end all four wait for it. Then at the same model captured.
 # An example's energy follows the time only in part: a card that waits draws less than one that works, so for a step
 # that the host decides the largest power overstates it.
 #

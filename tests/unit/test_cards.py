@@ -173,5 +173,12 @@ def test_a_step_on_four_cards_and_as_it_was_measured():
     assert rows[-1][6] == pytest.approx(4 * 3.6e6 / 104 / 0.5)
 
 
+def test_cards_beside_ever_slower_hosts_end_in_a_tie():
+    curves = cards.beside_slower_hosts(seen_on_an_h200(), cards.card("H200 SXM"), 0.0, most_us=5000)
+    first, last = ({name: curve[us] for name, curve in curves.items()} for us in (0.0, 5000.0))
+    assert first == cards.on_cards(seen_on_an_h200(), cards.card("H200 SXM"), 0.0)
+    assert all(ms == pytest.approx(520) for ms in last.values())
+
+
 def test_peft_finds_attention_alone():
     assert cards.attention_only() == {"attention_only": 1, "adapted": ["k_proj", "o_proj", "q_proj", "v_proj"]}
