@@ -330,7 +330,7 @@ if on_gpu and sheet and "moe" in studied:
     seen = studied["moe"].seen["long"]
     fig, ax = plt.subplots(figsize=(7.2, 3.8))
     plots.slower_hosts(ax, cards.beside_slower_hosts(seen, sheet, empty_ms, most), {}, {})
-    ax.set_title("The expert loop on long texts, beside ever slower hosts", pad=58)
+    ax.set_title("The expert loop on long texts, beside ever slower hosts", pad=44)
     plt.show()
 
 # %%
