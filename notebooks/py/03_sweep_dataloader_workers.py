@@ -44,7 +44,7 @@ scale: str = "auto"  # tiny (any CPU), small (a GPU of 8 GB), full (the article'
 weights: str = "random"  # random: exact architecture, random weights; hub: the real ones
 data: str = "generated"  # generated files like the real ones; hub: the real dataset
 results_dir: str = ""  # folder of results.jsonl; empty: a new one under results/
-steps: int = 0  # optimizer steps timed in each round, at least; 0: 2 at tiny, 4 at larger scales
+steps: int = 3  # optimizer steps timed in each round, at least
 rounds: int = 0  # times round all recipes; 0: 2 at tiny, 3 at larger scales
 
 # %%
@@ -75,7 +75,6 @@ from labutils.training import compare, train
 plots.use_style()
 warnings.filterwarnings("ignore", message="This DataLoader will create")  # more workers than cores: on purpose
 warnings.filterwarnings("ignore", message="IProgress not found")  # plain progress bars survive batch runs
-steps = steps or (2 if lab.scale == "tiny" else 4)
 rounds = rounds or (2 if lab.scale == "tiny" else 3)
 MIB = 2**20
 if lab.device == "cpu":
