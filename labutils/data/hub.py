@@ -25,5 +25,5 @@ def hub_dataset(name: str, count: int, cache_dir: Path) -> datasets.Dataset:
             f"`hf download --repo-type dataset {name}` and copy its cache folder here (HF_HOME names it)."
         ) from error
     if count > len(whole):
-        raise ValueError(f"{name} has {len(whole)} images; {count} were asked for.")
+        raise ValueError(f"{name} has {len(whole)} examples; {count} were asked for.")
     return whole.select(range(count))
