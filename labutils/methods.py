@@ -377,13 +377,11 @@ def _as_it_is(model: nn.Module) -> None:
     """No change."""
 
 
-def lines_of(runs: Mapping[str, Run]) -> dict[str, Line]:
-    """Method -> its line, of the runs of `memory_line`; unsloth's from its runs on padded texts, where these are."""
-    lines = {
-        name: Line(run.metrics["base_gb"], run.metrics["each_gb"])
-        for name, run in runs.items()
-        if "each_gb" in run.metrics
-    }
+def lines_of(memory: Mapping[str, Run], runs: Mapping[str, Run]) -> dict[str, Line]:
+    """Method -> its line: those of `memory`, runs of `memory_line`; unsloth's from its `runs` on padded texts, where
+    these are."""
+    measured = {name: run for name, run in memory.items() if "each_gb" in run.metrics}
+    lines = {name: Line(run.metrics["base_gb"], run.metrics["each_gb"]) for name, run in measured.items()}
     peaks = {batch: runs[name].metric("peak_allocated_gb") for batch, name in UNSLOTHS_LINE.items() if name in runs}
     if len(peaks) == len(UNSLOTHS_LINE) and all(peaks.values()):
         lines["unsloth long"] = line_through(peaks)
