@@ -1,4 +1,4 @@
-"""Lab 07's methods on a GPU: memory is measured and logged, its line holds, and unsloth answers where it is installed."""
+"""Lab 07's methods on a GPU: memory is logged, its line holds, and unsloth answers where it is installed."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_memory_comes_back_after_a_batch_that_does_not_fit(texts):
         gc.collect()
         hardware.cuda.empty_cache()
         before = hardware.cuda.allocated_memory()
-        assert not filled.fits(10**6)
+        assert not filled.fits(10**5)
         assert hardware.cuda.allocated_memory() < before + 0.5
         assert filled.fits(2)
 

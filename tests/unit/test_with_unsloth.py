@@ -1,4 +1,4 @@
-"""unsloth in its process: what it is asked and answers, and why it isn't asked. A stand-in takes the library's place."""
+"""unsloth in its process: what it is asked and answers, and why it isn't asked. A stand-in takes its place."""
 
 from __future__ import annotations
 
