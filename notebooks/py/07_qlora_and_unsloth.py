@@ -293,11 +293,8 @@ lab.table(methods.METHOD_HEAD, *methods.method_rows(runs))
 
 # %%
 fig, axes = plt.subplots(1, 2, figsize=(7.4, 3.2))
-for ax, length in zip(axes, texts, strict=True):
-    names = [f"{method} {length}" for method in ("lora", "qlora", "unsloth")]
-    plots.curves(
-        ax, methods.over_examples(logs, names, 4, "elapsed_time_sec"), "examples trained on", "s since the start"
-    )
+seconds = {f"{length} texts": methods.over_examples(logs, length, "elapsed_time_sec") for length in texts}
+plots.panels(axes, seconds, "examples trained on", "s")
 plt.show()
 
 # %% [markdown]
@@ -310,12 +307,9 @@ columns = {"memory_allocated_gb": "allocated", "memory_reserved_gb": "reserved",
 with lab.attempt("Memory over time", reference="qlora long"):
     if not on_gpu:
         raise NotHere("there is no GPU, whose memory the log would hold")
-    fig, axes = plt.subplots(1, 3, figsize=(7.4, 3.2), sharey=True)
-    for ax, (column, title) in zip(axes, columns.items(), strict=True):
-        plots.curves(ax, methods.over_examples(logs, names, 4, column), "examples", "GiB")
-        ax.get_legend().remove()
-        ax.set_title(title)
-    fig.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
+    fig, axes = plt.subplots(1, 3, figsize=(7.4, 3.2))
+    over = {title: methods.over_examples(logs, "long", column) for column, title in columns.items()}
+    plots.panels(axes, over, "examples", "GiB")
     plt.show()
 
 # %%

@@ -87,9 +87,9 @@ def test_a_method_is_followed(texts, tmp_path):
     log = read_log(tmp_path / "qlora short.csv")
     assert [line["step"] for line in log] == [2, 4]
     assert log[0]["elapsed_time_sec"] < log[1]["elapsed_time_sec"]
-    curves = methods.over_examples(tmp_path, ("qlora short", "unsloth short"), 4, "elapsed_time_sec")
-    assert list(curves["qlora short"]) == [8, 16]
-    assert curves["unsloth short"] == {}
+    curves = methods.over_examples(tmp_path, "short", "elapsed_time_sec")
+    assert list(curves["qlora"]) == [8, 16]
+    assert curves["unsloth"] == {}
     rows = methods.method_rows({"qlora short": run, "unsloth short": Run("07", "", status="oom")})
     assert [row[0] for row in rows] == ["qlora short", "unsloth short: oom"]
     assert {len(row) for row in rows} == {len(methods.METHOD_HEAD)}
