@@ -321,20 +321,6 @@ A2_BASE = Recipe(
 )
 """Article A2's starting point: a plain BF16 loop over images as they come, no workers, micro-batch 1."""
 
-A2_OWN = {
-    "bf16": A2_BASE,
-    "fp8": A2_BASE.but(base_linear="fp8-te"),
-    "compile": A2_BASE.but(compile="default"),
-    "fp8 + compile": A2_BASE.but(base_linear="fp8-te", compile="default"),
-    "fixed": A2_BASE.but(shapes="fixed"),
-    "fixed + compile": A2_BASE.but(shapes="fixed", compile="default"),
-    "fixed + compile + fp8": A2_BASE.but(shapes="fixed", compile="default", base_linear="fp8-te"),
-    "qlora": A2_BASE.but(base_linear="nf4", checkpointing="blocks"),
-}
-"""Article A2's variants by name, in the lane "article", and "fixed" alone, which it doesn't show. Its
-`prepare_model_for_kbit_training` turns checkpointing on (and casts what isn't 4-bit to float32, which isn't done here).
-"""
-
 A2_LADDER = (
     Rung("bf16", "article", {}, "the plain loop, as the article starts"),
     Rung("workers", "same work", {"num_workers": 8, "persistent_workers": True}, "tiles are cut beside the training"),

@@ -133,15 +133,21 @@ def compiler_rows(cells: Mapping[str, Run]) -> list[tuple[Any, ...]]:
 
 
 def longer_by(cells: Mapping[str, Run], name: str) -> float | None:
-    """How many percent longer a cell's step is than "bf16"'s at its batch size; None where either failed."""
-    run, base = cells[name], cells[f"bf16 b{name.rpartition(' b')[2]}"]
-    return 100 * (run.metric("step_ms") / base.metric("step_ms") - 1) if run.ok and base.ok else None
+    """How many percent longer a cell's step is than "bf16"'s at its batch size; None where either is missing."""
+    pair = _with_base(cells, name)
+    return 100 * (pair[1].metric("step_ms") / pair[0].metric("step_ms") - 1) if pair else None
 
 
 def paid_after(cells: Mapping[str, Run], name: str) -> float | None:
-    """Steps after which a cell has caught up with "bf16" at its batch size; None where it never does or failed."""
-    run, base = cells[name], cells[f"bf16 b{name.rpartition(' b')[2]}"]
-    return _break_even(base, run) if run.ok and base.ok else None
+    """Steps after which a cell has caught up with "bf16" at its batch size; None where it never does or is missing."""
+    pair = _with_base(cells, name)
+    return _break_even(*pair) if pair else None
+
+
+def _with_base(cells: Mapping[str, Run], name: str) -> tuple[Run, Run] | None:
+    """The "bf16" cell at a cell's batch size, and the cell; None unless both were measured."""
+    pair = cells.get(f"bf16 b{name.rpartition(' b')[2]}"), cells.get(name)
+    return pair if all(run and run.ok for run in pair) else None
 
 
 def by_batch(cells: Mapping[str, Run], metric: str, methods: Iterable[str]) -> dict[str, dict[float, float]]:

@@ -21,7 +21,7 @@ def hub_dataset(name: str, count: int, cache_dir: Path) -> datasets.Dataset:
     with reaching(name):
         whole = datasets.load_dataset(name, split="train", cache_dir=str(cache_dir / "hub"))
     if count > len(whole):
-        raise ValueError(f"{name} has {len(whole)} images; {count} were asked for.")
+        raise ValueError(f"{name} has {len(whole)} examples; {count} were asked for.")
     return whole.select(range(count))
 
 

@@ -44,7 +44,7 @@ scale: str = "auto"  # tiny (any CPU), small (a GPU of 8 GB), full (the article'
 weights: str = "random"  # random: exact architecture, random weights; hub: the real ones
 data: str = "generated"  # generated files like the real ones; hub: the real dataset
 results_dir: str = ""  # folder of results.jsonl; empty: a new one under results/
-steps: int = 4  # optimizer steps timed in each round
+steps: int = 3  # optimizer steps timed in each round, at least
 rounds: int = 0  # times round all recipes; 0: 2 at tiny, 3 at larger scales
 
 # %%

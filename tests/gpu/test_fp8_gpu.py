@@ -3,11 +3,13 @@ layers behind the same knob."""
 
 from __future__ import annotations
 
-import gc
+import functools
 import statistics
 
+import frozen_layers
 import pytest
 import torch
+from frozen_layers import passes
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -38,21 +40,13 @@ def full_float32():
     torch.backends.cuda.matmul.allow_tf32 = before
 
 
-def random(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).cuda()
+random = functools.partial(frozen_layers.random, device="cuda")
 
 
 def layer_pair(k: int, n: int, bias: bool = True) -> tuple[nn.Linear, FrozenFP8Linear]:
     torch.manual_seed(0)
     linear = nn.Linear(k, n, bias=bias, device="cuda").requires_grad_(False)
     return linear, FrozenFP8Linear.from_linear(linear)
-
-
-def passes(layer, x: torch.Tensor, dy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    x = x.detach().requires_grad_()
-    y = layer(x)
-    y.backward(dy.to(y.dtype))
-    return y.detach(), x.grad
 
 
 # Numbers
@@ -142,29 +136,6 @@ def test_what_is_not_finite_does_not_come_out_as_a_number(bad):
 # The compiler
 
 
-class Block(nn.Module):
-    def __init__(self, width: int = 512) -> None:
-        super().__init__()
-        self.up, self.down = layer_pair(width, 2 * width)[1], layer_pair(2 * width, width)[1]
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.nn.functional.silu(self.up(x)))
-
-
-@pytest.mark.parametrize("autocast", [False, True])
-def test_compiled_it_is_one_graph_with_the_same_numbers(autocast):
-    torch.compiler.reset()
-    block, x, dy = Block(), random(577, 512).bfloat16(), random(577, 512, seed=1).bfloat16()
-    x = x.float() if autocast else x
-    with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
-        assert torch._dynamo.explain(block)(x.clone().requires_grad_()).graph_break_count == 0
-        torch.compiler.reset()
-        expected = passes(block, x, dy)
-        found = passes(torch.compile(block, fullgraph=True, dynamic=False), x, dy)
-    for mine, theirs in zip(found, expected, strict=True):
-        assert relative_error(mine, theirs) < 2e-2
-
-
 def test_one_compiled_graph_serves_any_count_of_rows():
     torch.compiler.reset()
     torch._dynamo.utils.counters.clear()
@@ -175,68 +146,6 @@ def test_one_compiled_graph_serves_any_count_of_rows():
         for mine, theirs in zip(passes(compiled, x, dy), passes(layer, x, dy), strict=True):
             assert relative_error(mine, theirs) < 1e-2
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
-
-
-@pytest.mark.parametrize("compiled", [False, True])
-def test_it_is_captured_in_a_cuda_graph(compiled):
-    torch.compiler.reset()
-    block = Block()
-    run = torch.compile(block, fullgraph=True, dynamic=False) if compiled else block
-    x, dy = random(64, 512).bfloat16().requires_grad_(), random(64, 512, seed=1).bfloat16()
-    x.grad = torch.zeros_like(x)
-
-    def step() -> None:
-        x.grad.zero_()
-        run(x).backward(dy)
-
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(side)
-    expected = x.grad.clone()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    x.grad.zero_()
-    graph.replay()
-    torch.cuda.synchronize()
-    torch.testing.assert_close(x.grad, expected)
-
-
-# Memory
-
-
-def allocated() -> int:
-    gc.collect()
-    torch.cuda.synchronize()
-    return torch.cuda.memory_allocated()
-
-
-def test_one_byte_a_parameter():
-    before = allocated()
-    layer = FrozenFP8Linear.from_linear(
-        nn.Linear(4096, 4096, bias=False, device="cuda", dtype=torch.bfloat16).requires_grad_(False)
-    )
-    held = allocated() - before
-    assert held <= 4096 * 4096 * 1.01
-    assert layer.weight.nbytes == 4096 * 4096
-
-
-@pytest.mark.parametrize("compiled", [False, True])
-def test_between_forward_and_backward_nothing_of_the_weights_size_is_kept(compiled):
-    """No input and no transposed weight is saved: what is alive is the output alone."""
-    torch.compiler.reset()
-    _, layer = layer_pair(4096, 4096, bias=False)
-    run = torch.compile(layer, fullgraph=True, dynamic=False) if compiled else layer
-    x = random(32, 4096).bfloat16().requires_grad_()
-    run(x).sum().backward()  # compiles, and makes the libraries' workspaces
-    x.grad = None
-    before = allocated()
-    y = run(x)
-    assert allocated() - before < 4096 * 4096 / 4
-    y.sum().backward()
 
 
 # Whole models on every kind that is here

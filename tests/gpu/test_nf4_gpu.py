@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import gc
+import functools
 import statistics
 
 import bitsandbytes.functional as bnb
+import frozen_layers
 import pytest
 import torch
+from frozen_layers import passes
 from torch import nn
 
 from labutils.hardware import cuda
@@ -34,21 +36,13 @@ def full_float32():
     torch.backends.cuda.matmul.allow_tf32 = before
 
 
-def random(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).cuda()
+random = functools.partial(frozen_layers.random, device="cuda")
 
 
 def layer_pair(kind, k: int, n: int, bias: bool = False) -> tuple[nn.Linear, FrozenNF4Linear]:
     torch.manual_seed(0)
     linear = nn.Linear(k, n, bias=bias, device="cuda", dtype=torch.bfloat16).requires_grad_(False)
     return linear, kind.from_linear(linear)
-
-
-def passes(layer, x: torch.Tensor, dy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    x = x.detach().requires_grad_()
-    y = layer(x)
-    y.backward(dy.to(y.dtype))
-    return y.detach(), x.grad
 
 
 # bitsandbytes' kernels
@@ -131,90 +125,6 @@ def test_the_gpu_computes_what_the_cpu_does(kind, rows):
         assert mine.shape == theirs.shape
         if rows:
             assert relative_error(mine.cpu(), theirs) < 5e-3
-
-
-class Block(nn.Module):
-    def __init__(self, kind, width: int = 512) -> None:
-        super().__init__()
-        self.up, self.down = layer_pair(kind, width, 2 * width)[1], layer_pair(kind, 2 * width, width)[1]
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.nn.functional.silu(self.up(x)))
-
-
-@each_kind
-@pytest.mark.parametrize("autocast", [False, True])
-def test_compiled_it_is_one_graph_with_the_same_numbers(kind, autocast):
-    torch.compiler.reset()
-    block, x, dy = Block(kind), random(577, 512).bfloat16(), random(577, 512, seed=1).bfloat16()
-    x = x.float() if autocast else x
-    with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
-        assert torch._dynamo.explain(block)(x.clone().requires_grad_()).graph_break_count == 0
-        torch.compiler.reset()
-        expected = passes(block, x, dy)
-        found = passes(torch.compile(block, fullgraph=True, dynamic=False), x, dy)
-    for mine, theirs in zip(found, expected, strict=True):
-        assert relative_error(mine, theirs) < 2e-2
-
-
-@each_kind
-def test_it_is_captured_in_a_cuda_graph(kind):
-    torch.compiler.reset()
-    run = torch.compile(Block(kind), fullgraph=True, dynamic=False)
-    x, dy = random(64, 512).bfloat16().requires_grad_(), random(64, 512, seed=1).bfloat16()
-    x.grad = torch.zeros_like(x)
-
-    def step() -> None:
-        x.grad.zero_()
-        run(x).backward(dy)
-
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(side)
-    expected = x.grad.clone()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    x.grad.zero_()
-    graph.replay()
-    torch.cuda.synchronize()
-    torch.testing.assert_close(x.grad, expected)
-
-
-# Memory and time
-
-
-def allocated() -> int:
-    gc.collect()
-    torch.cuda.synchronize()
-    return torch.cuda.memory_allocated()
-
-
-@each_kind
-def test_half_a_byte_a_parameter(kind):
-    kind(torch.zeros(64, 64, device="cuda"))  # the tables
-    before = allocated()
-    layer = layer_pair(kind, 4096, 4096)[1]
-    assert allocated() - before <= 4096 * 4096 * 0.52
-    assert layer.weight.nbytes == 4096 * 4096 / 2
-
-
-@each_kind
-@pytest.mark.parametrize("compiled", [False, True])
-def test_between_forward_and_backward_nothing_of_the_weights_size_is_kept(kind, compiled):
-    torch.compiler.reset()
-    _, layer = layer_pair(kind, 4096, 4096)
-    run = torch.compile(layer, fullgraph=True, dynamic=False) if compiled else layer
-    x = random(32, 4096).bfloat16().requires_grad_()
-    run(x).sum().backward()  # compiles, and makes the libraries' workspaces
-    x.grad = None
-    before = allocated()
-    y = run(x)
-    assert allocated() - before < 4096 * 4096 / 4
-    y.sum().backward()
 
 
 def test_what_unpacking_costs():

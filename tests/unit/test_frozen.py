@@ -7,6 +7,7 @@ import math
 
 import pytest
 import torch
+from frozen_layers import passes, random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -23,18 +24,6 @@ def layer_pair(k: int = 256, n: int = 128, bias: bool = True, seed: int = 0) -> 
         torch.manual_seed(seed)
         linear = nn.Linear(k, n, bias=bias).requires_grad_(False)
     return linear, FrozenFP8Linear.from_linear(linear)
-
-
-def passes(layer, x: torch.Tensor, dy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output and gradient of the input."""
-    x = x.detach().requires_grad_()
-    y = layer(x)
-    y.backward(dy.to(y.dtype))
-    return y.detach(), x.grad
-
-
-def random(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 @pytest.mark.parametrize("dtype", INPUTS)

@@ -8,6 +8,7 @@ import math
 import bitsandbytes as bnb
 import pytest
 import torch
+from frozen_layers import passes, random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -30,18 +31,6 @@ def layer_pair(kind, k: int = 256, n: int = 128, bias: bool = True, seed: int = 
         linear = nn.Linear(k, n, bias=bias).requires_grad_(False)
         linear.weight.copy_(torch.randn(n, k) / k**0.5)
     return linear, kind.from_linear(linear)
-
-
-def passes(layer, x: torch.Tensor, dy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output and gradient of the input."""
-    x = x.detach().requires_grad_()
-    y = layer(x)
-    y.backward(dy.to(y.dtype))
-    return y.detach(), x.grad
-
-
-def random(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 @each_kind

@@ -1,0 +1,109 @@
+"""All frozen low-bit layers on the hardware alike: one compiled graph, captured, and nothing kept but the output."""
+
+from __future__ import annotations
+
+import functools
+import gc
+
+import frozen_layers
+import pytest
+import torch
+from frozen_layers import passes
+from torch import nn
+
+from labutils.lowbit.fp8 import relative_error
+from labutils.lowbit.frozen import FrozenFP8Linear
+from labutils.lowbit.frozen4 import FrozenNF4FP8Linear, FrozenNF4Linear
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.parametrize("kind", [FrozenFP8Linear, FrozenNF4Linear, FrozenNF4FP8Linear]),
+]
+random = functools.partial(frozen_layers.random, device="cuda")
+
+
+def layer_of(kind, k: int, n: int) -> nn.Module:
+    torch.manual_seed(0)
+    return kind.from_linear(nn.Linear(k, n, bias=False, device="cuda", dtype=torch.bfloat16).requires_grad_(False))
+
+
+class Block(nn.Module):
+    def __init__(self, kind, width: int = 512) -> None:
+        super().__init__()
+        self.up, self.down = layer_of(kind, width, 2 * width), layer_of(kind, 2 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.nn.functional.silu(self.up(x)))
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_compiled_it_is_one_graph_with_the_same_numbers(kind, autocast):
+    torch.compiler.reset()
+    block, x, dy = Block(kind), random(577, 512).bfloat16(), random(577, 512, seed=1).bfloat16()
+    x = x.float() if autocast else x
+    with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+        assert torch._dynamo.explain(block)(x.clone().requires_grad_()).graph_break_count == 0
+        torch.compiler.reset()
+        expected = passes(block, x, dy)
+        found = passes(torch.compile(block, fullgraph=True, dynamic=False), x, dy)
+    for mine, theirs in zip(found, expected, strict=True):
+        assert relative_error(mine, theirs) < 2e-2
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_it_is_captured_in_a_cuda_graph(kind, compiled):
+    torch.compiler.reset()
+    block = Block(kind)
+    run = torch.compile(block, fullgraph=True, dynamic=False) if compiled else block
+    x, dy = random(64, 512).bfloat16().requires_grad_(), random(64, 512, seed=1).bfloat16()
+    x.grad = torch.zeros_like(x)
+
+    def step() -> None:
+        x.grad.zero_()
+        run(x).backward(dy)
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    expected = x.grad.clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    x.grad.zero_()
+    graph.replay()
+    torch.cuda.synchronize()
+    torch.testing.assert_close(x.grad, expected)
+
+
+def allocated() -> int:
+    gc.collect()
+    torch.cuda.synchronize()
+    return torch.cuda.memory_allocated()
+
+
+def test_at_rest_it_takes_its_own_bits_and_no_more(kind):
+    kind.from_linear(nn.Linear(64, 64, bias=False, device="cuda").requires_grad_(False))  # tables that all layers share
+    before = allocated()
+    layer = layer_of(kind, 4096, 4096)
+    parameters, held = 4096 * 4096, allocated() - before
+    assert layer.weight.nbytes == parameters * (1 if kind is FrozenFP8Linear else 0.5)
+    assert held <= parameters * (1.01 if kind is FrozenFP8Linear else 0.52)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_between_forward_and_backward_nothing_of_the_weights_size_is_kept(kind, compiled):
+    """No input and no transposed weight is saved: what is alive is the output alone."""
+    torch.compiler.reset()
+    layer = layer_of(kind, 4096, 4096)
+    run = torch.compile(layer, fullgraph=True, dynamic=False) if compiled else layer
+    x = random(32, 4096).bfloat16().requires_grad_()
+    run(x).sum().backward()  # compiles, and makes the libraries' workspaces
+    x.grad = None
+    before = allocated()
+    y = run(x)
+    assert allocated() - before < 4096 * 4096 / 4
+    y.sum().backward()
