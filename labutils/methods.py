@@ -41,6 +41,9 @@ Change = Callable[[nn.Module], None]
 # ------------------------------------------------------------------------------------------------ the article's methods
 
 
+KINDS = ("lora", "qlora", "unsloth")
+
+
 class Method(NamedTuple):
     """A run's texts ("short" or "long"), its recipe, and what is done to the model once it is built."""
 
@@ -74,7 +77,7 @@ def of_name(name: str) -> Method:
     """
     head, *switches = name.split(", ")
     kind, _, texts = head.partition(" ")
-    if kind not in ("lora", "qlora", "unsloth") or texts not in ("short", "long") or not set(switches) <= set(SWITCHES):
+    if kind not in KINDS or texts not in ("short", "long") or not set(switches) <= set(SWITCHES):
         raise ValueError(
             f'{name!r} is no method. Write "lora", "qlora" or "unsloth", then "short" or "long", then any of these, '
             f"each after a comma: {', '.join(SWITCHES)}."
@@ -151,10 +154,11 @@ def method_rows(runs: Mapping[str, Run]) -> list[tuple[Any, ...]]:
     ]
 
 
-def over_examples(logs: Path, names: Iterable[str], batch: int, column: str) -> dict[str, dict[float, float]]:
-    """Name -> examples trained on -> a column of the run's memory log, where it has one."""
-    lines = {name: read_log(logs / f"{name}.csv") for name in names}
-    return {name: {batch * at["step"]: at[column] for at in log if column in at} for name, log in lines.items()}
+def over_examples(logs: Path, length: str, column: str) -> dict[str, dict[float, float]]:
+    """Of `KINDS` on texts of a length: kind -> examples trained on -> a column of its memory log, where it has one."""
+    lines = {kind: read_log(logs / f"{kind} {length}.csv") for kind in KINDS}
+    batch = A3_BASE.micro_batch
+    return {kind: {batch * at["step"]: at[column] for at in log if column in at} for kind, log in lines.items()}
 
 
 # ---------------------------------------------------------------------------------------- the arithmetic of weights
@@ -377,13 +381,11 @@ def _as_it_is(model: nn.Module) -> None:
     """No change."""
 
 
-def lines_of(runs: Mapping[str, Run]) -> dict[str, Line]:
-    """Method -> its line, of the runs of `memory_line`; unsloth's from its runs on padded texts, where these are."""
-    lines = {
-        name: Line(run.metrics["base_gb"], run.metrics["each_gb"])
-        for name, run in runs.items()
-        if "each_gb" in run.metrics
-    }
+def lines_of(memory: Mapping[str, Run], runs: Mapping[str, Run]) -> dict[str, Line]:
+    """Method -> its line: those of `memory`, runs of `memory_line`; unsloth's from its `runs` on padded texts, where
+    these are."""
+    measured = {name: run for name, run in memory.items() if "each_gb" in run.metrics}
+    lines = {name: Line(run.metrics["base_gb"], run.metrics["each_gb"]) for name, run in measured.items()}
     peaks = {batch: runs[name].metric("peak_allocated_gb") for batch, name in UNSLOTHS_LINE.items() if name in runs}
     if len(peaks) == len(UNSLOTHS_LINE) and all(peaks.values()):
         lines["unsloth long"] = line_through(peaks)

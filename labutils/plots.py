@@ -291,6 +291,23 @@ def slower_hosts(
     return ax
 
 
+def panels(
+    axes: Sequence[Axes], series: Mapping[str, Mapping[str, Mapping[float, float]]], xlabel: str, ylabel: str
+) -> Sequence[Axes]:
+    """`curves` side by side, panel -> name -> points: the same names in each, one y axis, one legend below all."""
+    for ax, (title, lines) in zip(axes, series.items(), strict=True):
+        curves(ax, lines, xlabel, ylabel if ax is axes[0] else "")
+        ax.set_title(title)
+        if legend := ax.get_legend():
+            legend.remove()
+    every = [y for lines in series.values() for points in lines.values() for y in points.values()]
+    for ax in axes:
+        ax.set_ylim(0, 1.08 * max(every, default=1.0))
+    handles, labels = max((ax.get_legend_handles_labels() for ax in axes), key=lambda found: len(found[1]))
+    axes[0].figure.legend(handles, labels, loc="outside lower center", ncols=max(1, len(labels)))
+    return axes
+
+
 def counts(ax: Axes, series: Mapping[str, Sequence[int]], xlabel: str, ylabel: str) -> Axes:
     """Bars side by side: one fill a name, one group for each of its counts, numbered from 1."""
     width = 0.8 / max(1, len(series))

@@ -92,7 +92,7 @@ def _pick(rng: np.random.Generator, words: Sequence[str]) -> str:
 class Reader:
     """The model, Qwen3's architecture in small, its tokenizer, and its questions: articles that it never saw."""
 
-    def __init__(self, device: str, width: int = 128, layers: int = 2, questions: int = KEPT, seed: int = 0) -> None:
+    def __init__(self, device: str, width: int = 64, layers: int = 2, questions: int = KEPT, seed: int = 0) -> None:
         self.device, self.seed = torch.device(device), seed
         self.tokenizer = chat_tokenizer("qwen3", WORDS)
         self.chat = Chat(self.tokenizer)
@@ -102,13 +102,13 @@ class Reader:
         torch.manual_seed(seed)
         self.lm = build_lm(size, self.device, torch.float32)
 
-    def learn_to_explain(self, steps: int, rate: float = 3e-3) -> list[float]:
+    def learn_to_explain(self, steps: int, rate: float = 1e-2) -> list[float]:
         """Train all weights on articles and explanations, and freeze them; the losses."""
         losses = self._train(list(self.lm.parameters()), "explain", steps, rate)
         self.lm.requires_grad_(False)
         return losses
 
-    def fine_tune(self, style: str, steps: int, rate: float = 5e-3) -> list[float]:
+    def fine_tune(self, style: str, steps: int, rate: float = 1e-2) -> list[float]:
         """Train an adapter named like its style, and leave it in use; the losses."""
         trained = attach_lora(self.lm, TARGETS, RANK, 2 * RANK, "plain", seed=self.seed, name=style)
         return self._train(trained, style, steps, rate)

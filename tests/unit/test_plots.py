@@ -148,6 +148,16 @@ def test_curves_leave_out_what_has_no_point(ax):
     assert_tidy(ax)
 
 
+def test_panels_have_one_axis_and_one_legend():
+    fig, axes = plt.subplots(1, 2)
+    lines = {"short": {"lora": {4: 2.0}, "unsloth": {}}, "long": {"lora": {4: 9.0}, "unsloth": {4: 30.0}}}
+    plots.panels(axes, lines, "examples", "s")
+    assert {ax.get_ylim() for ax in axes} == {(0, 1.08 * 30)}
+    assert [text.get_text() for text in fig.legends[0].get_texts()] == ["lora", "unsloth"]
+    assert [ax.get_legend() for ax in axes] == [None, None]
+    plt.close(fig)
+
+
 def test_counts_stand_side_by_side(ax):
     plots.counts(ax, {"uniform": [3, 8, 0], "varied": [3, 11, 2]}, "step", "recompilations")
     bars = sorted((bar.get_x(), bar.get_x() + bar.get_width()) for bar in ax.patches)
