@@ -6,6 +6,7 @@ import atexit
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,17 @@ def results_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "results"
     monkeypatch.setenv("LABUTILS_RESULTS", str(folder))
     return folder
+
+
+@pytest.fixture
+def full_float32() -> Iterator[None]:
+    """No TF32: for tests that compare against float32 on a GPU."""
+    import torch
+
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = False
+    yield
+    torch.backends.cuda.matmul.allow_tf32 = before
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -384,6 +384,7 @@ if on_gpu and last in traces:
 keep({name: whole[name] for name in traces})
 bench.close()
 
+# %%
 KERNEL_COLUMNS = {
     "kernels_per_step": "kernels a step",
     "kernels_ms": "kernel time, ms",

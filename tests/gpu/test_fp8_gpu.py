@@ -22,22 +22,17 @@ from labutils.lowbit.frozen import INPUTS, PRODUCTS, FrozenFP8Linear, quantise_r
 from labutils.measure import products
 from labutils.results import Unavailable
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.usefixtures("full_float32"),
+]
 
 fp8_only = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9),
     reason="needs FP8 tensor cores (compute capability 8.9)",
 )
 TOLERANCE = 4e-2
-
-
-@pytest.fixture(autouse=True)
-def full_float32():
-    """No TF32: what is compared against is float32."""
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = False
-    yield
-    torch.backends.cuda.matmul.allow_tf32 = before
 
 
 random = functools.partial(frozen_layers.random, device="cuda")

@@ -18,22 +18,17 @@ from labutils.lowbit.backends import convert_base
 from labutils.lowbit.fp8 import relative_error
 from labutils.lowbit.frozen4 import FrozenNF4FP8Linear, FrozenNF4Linear
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.usefixtures("full_float32"),
+]
 
 KINDS = (FrozenNF4Linear, FrozenNF4FP8Linear)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 each_kind = pytest.mark.parametrize("kind", KINDS)
 TIPPED = 1e-4
 """Share of codes that may differ: numbers on the edge between two levels, where a scaling's last bit decides."""
-
-
-@pytest.fixture(autouse=True)
-def full_float32():
-    """No TF32: what is compared against is float32."""
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = False
-    yield
-    torch.backends.cuda.matmul.allow_tf32 = before
 
 
 random = functools.partial(frozen_layers.random, device="cuda")
