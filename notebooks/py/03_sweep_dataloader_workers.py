@@ -45,7 +45,7 @@ weights: str = "random"  # random: exact architecture, random weights; hub: the 
 data: str = "generated"  # generated files like the real ones; hub: the real dataset
 results_dir: str = ""  # folder of results.jsonl; empty: a new one under results/
 steps: int = 3  # optimizer steps timed in each round, at least
-rounds: int = 0  # times round all recipes; 0: 2 at tiny, 3 at larger scales
+rounds: int = 0  # times round all recipes; 0: 1 at tiny, 2 at larger scales
 
 # %%
 from labutils.course import NotHere, open_lab
@@ -75,7 +75,7 @@ from labutils.training import compare, train
 plots.use_style()
 warnings.filterwarnings("ignore", message="This DataLoader will create")  # more workers than cores: on purpose
 warnings.filterwarnings("ignore", message="IProgress not found")  # plain progress bars survive batch runs
-rounds = rounds or (2 if lab.scale == "tiny" else 3)
+rounds = rounds or (1 if lab.scale == "tiny" else 2)
 MIB = 2**20
 if lab.device == "cpu":
     torch.set_num_threads(max(1, usable_cores() // 2))  # one half trains, the other is left to the workers
