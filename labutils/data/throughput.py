@@ -150,8 +150,8 @@ def epoch_start_ms(dataset: Any, recipe: Recipe, epochs: int = 4) -> list[float]
     """
     from labutils.data.images import make_loader
 
-    batches = max(1, recipe.num_workers)
-    loader = make_loader(dataset, recipe, epoch_length=batches * recipe.micro_batch)
+    rows = max(1, recipe.num_workers) * recipe.micro_batch  # a micro-batch for each worker: the rest of an epoch is no start
+    loader = make_loader(dataset.select(range(rows)), recipe, epoch_length=rows)
     samples = []
     for _ in range(epochs):
         began = time.perf_counter()
