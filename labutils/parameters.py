@@ -16,8 +16,8 @@ CHOICES = {
     "weights": ("random", "hub"),
     "data": ("generated", "hub"),
 }
-LEAST = {"steps": 1, "rounds": 0, "seeds": 1}
-"""Parameter's name -> the least that it takes, in whichever lab."""
+LEAST = {"steps": 0, "rounds": 0, "seeds": 0}
+"""Parameter's name -> the least that it takes, in whichever lab: 0 leaves the number to the scale."""
 COUNTS = ("batches", "compile_batches")
 """Texts that hold whole numbers above 0."""
 EXAMPLES = {"str": "words", "int": "a whole number, e.g. 4", "float": "a number, e.g. 0.5", "bool": "true or false"}

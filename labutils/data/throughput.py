@@ -148,10 +148,12 @@ def epoch_start_ms(dataset: Any, recipe: Recipe, epochs: int = 4) -> list[float]
 
     Workers that do not persist are started anew each time, and then read the first batch while training waits.
     """
+    from torch.utils.data import Subset
+
     from labutils.data.images import make_loader
 
-    rows = max(1, recipe.num_workers) * recipe.micro_batch  # a micro-batch for each worker: the rest of an epoch is no start
-    loader = make_loader(dataset.select(range(rows)), recipe, epoch_length=rows)
+    rows = max(1, recipe.num_workers) * recipe.micro_batch  # a micro-batch for each worker, and none after the start
+    loader = make_loader(Subset(dataset, range(rows)), recipe, epoch_length=rows)
     samples = []
     for _ in range(epochs):
         began = time.perf_counter()

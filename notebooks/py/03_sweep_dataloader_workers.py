@@ -44,7 +44,7 @@ scale: str = "auto"  # tiny (any CPU), small (a GPU of 8 GB), full (the article'
 weights: str = "random"  # random: exact architecture, random weights; hub: the real ones
 data: str = "generated"  # generated files like the real ones; hub: the real dataset
 results_dir: str = ""  # folder of results.jsonl; empty: a new one under results/
-steps: int = 3  # optimizer steps timed in each round, at least
+steps: int = 0  # optimizer steps timed in each round, at least; 0: 2 at tiny, 3 at larger scales
 rounds: int = 0  # times round all recipes; 0: 1 at tiny, 2 at larger scales
 
 # %%
@@ -75,7 +75,7 @@ from labutils.training import compare, train
 plots.use_style()
 warnings.filterwarnings("ignore", message="This DataLoader will create")  # more workers than cores: on purpose
 warnings.filterwarnings("ignore", message="IProgress not found")  # plain progress bars survive batch runs
-rounds = rounds or (1 if lab.scale == "tiny" else 2)
+steps, rounds = steps or (2 if lab.scale == "tiny" else 3), rounds or (1 if lab.scale == "tiny" else 2)
 MIB = 2**20
 if lab.device == "cpu":
     torch.set_num_threads(max(1, usable_cores() // 2))  # one half trains, the other is left to the workers

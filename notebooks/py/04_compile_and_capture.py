@@ -45,7 +45,7 @@ scale: str = "auto"  # tiny (any CPU), small (a GPU of 8 GB), full (the article'
 weights: str = "random"  # random: exact architecture, random weights; hub: the real ones
 data: str = "generated"  # generated files like the real ones; hub: the real dataset
 results_dir: str = ""  # folder of results.jsonl; empty: a new one under results/
-steps: int = 3  # optimizer steps timed in each round, at least
+steps: int = 0  # optimizer steps timed in each round, at least; 0: 2 at tiny, 3 at larger scales
 rounds: int = 0  # times round the whole ladder at the end; 0: 1 at tiny, 2 at larger scales
 
 # %%
@@ -71,7 +71,7 @@ from labutils.trials import rung_rows
 plots.use_style()
 os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="inductor-")  # so that a first step is one
 on_gpu = lab.device == "cuda"
-rounds = rounds or (1 if lab.scale == "tiny" else 2)
+steps, rounds = steps or (2 if lab.scale == "tiny" else 3), rounds or (1 if lab.scale == "tiny" else 2)
 if not on_gpu:
     torch.set_num_threads(max(1, usable_cores() // 2))  # one half trains, the other is left to the workers
 workload = lab.workload("sd15-lora")
@@ -165,7 +165,7 @@ with ThreadPoolExecutor() as pool:
 tried = {name: future.result() for name, future in tries.items()}
 
 # %%
-runs = bench.compare(article, steps, rounds=2)
+runs = bench.compare(article, steps, rounds=1 if lab.scale == "tiny" else 2)
 for name in ("stock", "workers", "pinned"):
     if on_gpu and runs[name].ok:
         runs[name].metrics |= bench.watch(name)

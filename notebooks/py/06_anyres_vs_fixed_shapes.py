@@ -58,8 +58,8 @@ results_dir: str = ""  # folder of results.jsonl; empty: a new one under results
 batches: str = ""  # batch sizes of the table beside 1, as "4 24"; empty: 4 at tiny, the article's at larger scales
 compile_batches: str = ""  # batch sizes of the compiled methods; empty: none at tiny, "1 8" at larger scales
 whole_model: bool = False  # on a GPU also compile the model whole, as the article did: four times 1-2 minutes
-steps: int = 3  # timed steps of a cell; above batch 8, where one takes seconds, 2 at most
-seeds: int = 3  # seeds of section 5
+steps: int = 0  # timed steps of a cell; 0: 2 at tiny and above batch 8, where one takes seconds, otherwise 3
+seeds: int = 0  # seeds of section 5; 0: 2 at tiny, 3 at larger scales
 
 # %%
 from labutils.course import open_lab
@@ -165,7 +165,7 @@ def measure_cells(methods: dict[str, list[int]]) -> None:
     """Measure and keep cells, except those that an interrupted start left behind; what fails says why in the table."""
     for name, batches_of_it in methods.items():
         for batch in batches_of_it:
-            measure = partial(trials.cell, uniform, name, batch, steps if batch <= 8 else min(steps, 2))
+            measure = partial(trials.cell, uniform, name, batch, steps or (2 if tiny or batch > 8 else 3))
             cells[f"{name} b{batch}"] = lab.measured(f"{name} b{batch}", trials.method(name, batch), measure)
 
 
@@ -365,7 +365,7 @@ small_uniform, small_varied = (
     open_workload(name, "tiny", device=lab.device) for name in ("llava-lora", "llava-lora-varied")
 )
 blocks = A2_BASE.but(layers="rewritten", compile_scope="blocks")
-count = 6 if tiny else 12
+count = 4 if tiny else 12
 counted = {
     "uniform": trials.recompilations(small_uniform, A2_BASE, count),
     "varied": trials.recompilations(small_varied, A2_BASE, count),
@@ -415,7 +415,7 @@ forms = {
 }
 rows = [("form", "tokens/s", "useful tokens/s", "padding, %")]
 for name, recipe in forms.items():
-    run = lab.keep(trials.with_costs(train(varied, recipe, steps, warmup=1, name=f"form: {name}")))
+    run = lab.keep(trials.with_costs(train(varied, recipe, steps or 3, warmup=1, name=f"form: {name}")))
     padding = 100 * (1 - run.metrics["useful_tokens"]) if run.ok else None
     rows.append((name, run.metric("tokens_per_s"), run.metric("useful_tokens_per_s"), padding))
 lab.table(*rows)
@@ -435,7 +435,7 @@ lab.table(*rows)
 # QLoRA −2 %, which it explains by regularisation. How far apart are two runs of the *same* recipe?
 #
 # Here a small model is really trained, on several seeds: a seed sets the weights, the adapters and the order of the
-# data, and is the same for all methods. At `tiny` these are 6 steps, in which the loss only begins to fall: enough to
+# data, and is the same for all methods. At `tiny` these are 4 steps, in which the loss only begins to fall: enough to
 # see how to ask, not to answer for a real model. *fp8-mixed* keeps the attention's output and the MLP's last product in
 # full precision, as the article proposes.
 #
@@ -454,7 +454,7 @@ recipes = {"bf16": start, "qlora": start.but(base_linear="nf4"), "fixed": fixed,
 recipes |= {"fp8-frozen": start.but(base_linear="fp8-frozen"), "fixed-fp8-frozen": fixed.but(base_linear="fp8-frozen")}
 recipes |= {"fp8-te": start.but(base_linear="fp8-te"), "fixed-fp8-te": fixed.but(base_linear="fp8-te")}
 changes = {"qlora": trials.prepared_for_kbit, "fp8-mixed": trials.fp8_but("o_proj", "down_proj")}
-losses = trials.losses_over_seeds(small, recipes, seeds, 6 if tiny else 30, changes)
+losses = trials.losses_over_seeds(small, recipes, seeds or (2 if tiny else 3), 4 if tiny else 30, changes)
 lab.keep({f"loss {name}": run for name, run in losses.items()})
 curve = losses["bf16"].metrics["loss"]
 print(f"BF16, last seed: the loss goes from {curve[0]:.2f} to {curve[-1]:.2f} in {len(curve)} steps.")

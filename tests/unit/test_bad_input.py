@@ -85,9 +85,9 @@ def test_names_that_later_cells_annotate_are_no_parameters(kinds):
 @pytest.mark.parametrize(
     ("name", "value", "told"),
     [
-        ("steps", 0, "steps is 0, but it takes 1 or more. Change it in the parameters cell"),
+        ("steps", -1, "steps is -1, but it takes 0 or more. Change it in the parameters cell"),
         ("rounds", -1, "rounds is -1, but it takes 0 or more"),
-        ("seeds", 0, "seeds is 0, but it takes 1 or more"),
+        ("seeds", -1, "seeds is -1, but it takes 0 or more"),
         ("batches", "0 4", "batches is '0 4', but it takes whole numbers above 0, for example 1 4 24"),
         ("batches", "x", "takes whole numbers above 0"),
         ("batches", "1.5", "takes whole numbers above 0"),

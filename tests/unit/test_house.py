@@ -106,6 +106,16 @@ def test_starting_takes_less_than_a_second(module):
     assert not {"torch", "transformers", "diffusers", "matplotlib", "papermill"} & set(runs[0].stdout.split())
 
 
+@pytest.mark.parametrize("given", [None, "/mine"])
+def test_transformer_engine_is_told_of_pytorchs_cudnn(given, tmp_path):
+    (tmp_path / "nvidia" / "cudnn").mkdir(parents=True)
+    environment = {key: value for key, value in os.environ.items() if key != "CUDNN_HOME"}
+    environment |= {"PYTHONPATH": f"{tmp_path}:{HOUSE}"} | ({"CUDNN_HOME": given} if given else {})
+    program = "import os, labutils; print(os.environ['CUDNN_HOME'])"
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, env=environment)
+    assert run.stdout.strip() == (given or str(tmp_path / "nvidia" / "cudnn"))
+
+
 # One way to install
 
 
