@@ -16,6 +16,8 @@ CACHE = Path(tempfile.mkdtemp(prefix="labutils-cache-"))
 os.environ["LABUTILS_CACHE"] = str(CACHE)
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test needs a network, so none may wait for one
 atexit.register(shutil.rmtree, CACHE, ignore_errors=True)
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # the cores are shared with the other workers
 
 
 @pytest.fixture(autouse=True)

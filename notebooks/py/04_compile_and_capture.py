@@ -122,8 +122,9 @@ for name in recipes.keys() - climbable.keys():
 # %% [markdown]
 # ## 1 · The article's rungs
 #
-# **Question.** The article goes from 290 to 98 ms: workers 2.06×, compilation 1.38×, pinned memory 1.04×. (Its 290 ms fit
-# a micro-step; an optimizer step is four of them. Ratios don't mind.) What are the same three steps worth here?
+# **Question.** The article goes from 290 to 98 ms: workers 2.06×, compilation 1.38×, pinned memory 1.04×. (Whether its
+# step is a micro-step or an optimizer step, of four, it doesn't say: lab 02 compares. Ratios don't mind.) What are the
+# same three steps worth here?
 #
 # A compiled region is traced once by Dynamo, fused by Inductor into fewer and larger kernels, and built by Triton (on a
 # CPU by the C++ compiler). All that happens in the first step.
