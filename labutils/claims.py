@@ -380,7 +380,9 @@ def limit(claim: Claim, evidence: Evidence) -> Finding:
     value = sum(evidence.number(how["run"], metric) for metric in how["metrics"])
     words, bound = ("at least", how["at_least"]) if "at_least" in how else ("at most", how["at_most"])
     margin = value - bound if words == "at least" else bound - value
-    text = {"_ms": "{:.2f} ms".format, "_ratio": "{:.2f}x".format}.get(_suffix(how["metrics"][0]), _percent)
+    text = {"_ms": "{:.2f} ms".format, "_ratio": "{:.2f}x".format, "_gb": "{:.0f} GB".format}.get(
+        _suffix(how["metrics"][0]), _percent
+    )
     verdict = INCONCLUSIVE if abs(margin) < claim.tolerance else CONFIRMED if margin >= 0 else REFUTED
     return Finding(
         verdict, text(value), f"{' + '.join(how['metrics'])} is {text(value)}; {words} {text(bound)} is meant."
@@ -749,6 +751,20 @@ def keeps_up(claim: Claim, evidence: Evidence) -> Finding:
     return Finding(verdict, f"{before.median:.3g} → {after.median:.3g}", why)
 
 
+def predicts(claim: Claim, evidence: Evidence) -> Finding:
+    """A model's prediction `how["metric"]`, a ratio, is the published one (second number over first) within a factor of
+    `tolerance`; within the square of that factor it is inconclusive. What it shows says that nothing was measured."""
+    ratio = evidence.number(claim.how["run"], claim.how["metric"])
+    if ratio <= 0:
+        raise NotTestable(
+            f"The run {claim.how['run']!r} recorded {claim.how['metric']} = {ratio:g}, which is no ratio."
+        )
+    published = claim.published[1] / claim.published[0]
+    off = max(ratio / published, published / ratio)
+    verdict = CONFIRMED if off <= claim.tolerance else INCONCLUSIVE if off <= claim.tolerance**2 else REFUTED
+    return Finding(verdict, f"{ratio:.2f}x predicted", f"{published:.2f}x published; predicted, not measured.")
+
+
 def amdahl(claim: Claim, evidence: Evidence) -> Finding:
     """What is left untouched explains the gain: if a part `share` of the step keeps its time and the rest runs `rate`
     times as fast, the step shrinks by as much as it does from `before` to `after`, give or take `tolerance` (a share).
@@ -840,6 +856,7 @@ JUDGES: dict[str, Callable[[Claim, Evidence], Finding]] = {
         occurs,
         optimum,
         outweighs,
+        predicts,
         reaches,
         rises,
         same_magnitude,
@@ -852,7 +869,7 @@ JUDGES: dict[str, Callable[[Claim, Evidence], Finding]] = {
     )
 }
 
-ANY_SCALE = {"becomes", "count", "fails_on_capability", "lists", "unchanged", "warns_then_fails", "within"}
+ANY_SCALE = {"becomes", "count", "fails_on_capability", "lists", "predicts", "unchanged", "warns_then_fails", "within"}
 """Judges of what doesn't depend on the model's size."""
 
 

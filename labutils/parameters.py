@@ -16,7 +16,7 @@ CHOICES = {
     "weights": ("random", "hub"),
     "data": ("generated", "hub"),
 }
-LEAST = {"steps": 0, "rounds": 0, "seeds": 0}
+LEAST = {"steps": 0, "rounds": 0, "seeds": 0, "method_steps": 0, "log_every": 0}
 """Parameter's name -> the least that it takes, in whichever lab: 0 leaves the number to the scale."""
 COUNTS = ("batches", "compile_batches")
 """Texts that hold whole numbers above 0."""

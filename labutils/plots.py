@@ -265,6 +265,49 @@ def curves(ax: Axes, series: Mapping[str, Mapping[float, float]], xlabel: str, y
     return ax
 
 
+def slower_hosts(
+    ax: Axes,
+    model: Mapping[str, Mapping[float, float]],
+    measured: Mapping[str, Mapping[float, float]],
+    rivals: Mapping[str, float],
+) -> Axes:
+    """Steps over what the host takes longer for a launch: `model` curves, `measured` points, `rivals` as levels.
+
+    model and measured: name -> microseconds -> ms; a name has the same colour in both. rivals: label -> ms.
+    """
+    colors = dict(zip(model, cycle((NAVY, RUST, TEAL, PURPLE)), strict=False))
+    markers, lines = cycle("os^D"), cycle(("-", "--", "-.", ":"))
+    for (name, points), line in zip(model.items(), lines, strict=False):
+        ax.plot(*_columns(points), color=colors[name], linestyle=line, label=f"{name}, foretold", zorder=2)
+    for (name, points), marker in zip(measured.items(), markers, strict=False):
+        look = {"linestyle": "", "marker": marker, "markersize": 7, "markeredgecolor": PAPER}
+        ax.plot(*_columns(points), color=colors.get(name, INK), label=f"{name}, measured", zorder=4, **look)
+    for (label, ms), line in zip(rivals.items(), cycle((":", (0, (5, 5)))), strict=False):
+        ax.axhline(ms, color=GREY, linestyle=line, linewidth=1.8, label=label, zorder=1)
+    ax.set_ylim(bottom=0)
+    ax.set_xlabel("what the host takes longer for a launch, µs")
+    ax.set_ylabel("ms an optimizer step")
+    ax.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=2)
+    return ax
+
+
+def panels(
+    axes: Sequence[Axes], series: Mapping[str, Mapping[str, Mapping[float, float]]], xlabel: str, ylabel: str
+) -> Sequence[Axes]:
+    """`curves` side by side, panel -> name -> points: the same names in each, one y axis, one legend below all."""
+    for ax, (title, lines) in zip(axes, series.items(), strict=True):
+        curves(ax, lines, xlabel, ylabel if ax is axes[0] else "")
+        ax.set_title(title)
+        if legend := ax.get_legend():
+            legend.remove()
+    every = [y for lines in series.values() for points in lines.values() for y in points.values()]
+    for ax in axes:
+        ax.set_ylim(0, 1.08 * max(every, default=1.0))
+    handles, labels = max((ax.get_legend_handles_labels() for ax in axes), key=lambda found: len(found[1]))
+    axes[0].figure.legend(handles, labels, loc="outside lower center", ncols=max(1, len(labels)))
+    return axes
+
+
 def counts(ax: Axes, series: Mapping[str, Sequence[int]], xlabel: str, ylabel: str) -> Axes:
     """Bars side by side: one fill a name, one group for each of its counts, numbered from 1."""
     width = 0.8 / max(1, len(series))

@@ -51,14 +51,14 @@ class Recipe:
 
     shapes: str = knob(
         "as-they-come",
-        "batches of texts with images. as-they-come: padded to the batch's longest; fixed: images forced to one tile's "
-        "square, texts padded to token_budget; padded: to token_budget; buckets: to the next of a few lengths; packed: "
-        "as many examples in a row as token_budget holds, apart from each other",
+        "batches of texts, with images or without. as-they-come: padded to the batch's longest; fixed: images forced "
+        "to one tile's square, texts padded to token_budget; padded: to token_budget; buckets: to the next of a few "
+        "lengths; packed: as many examples in a row as token_budget holds, apart from each other",
         ("as-they-come", "fixed", "padded", "buckets", "packed"),
     )
     token_budget: int = knob(
         2048,
-        "tokens of a row of fixed length, at full scale (smaller scales have smaller images)",
+        "tokens of a row of fixed length, at full scale (smaller scales have smaller images, or texts)",
         at_least=128,
         at_most=2**17,
     )
@@ -117,8 +117,14 @@ class Recipe:
     )
     checkpointing: str = knob(
         "off",
-        "what the forward pass keeps for the backward pass: everything, or blocks' inputs, and blocks compute again",
-        ("off", "blocks"),
+        "what the forward pass keeps for the backward pass: everything; blocks: blocks' inputs, and blocks compute "
+        "again; offload: the same, and the inputs wait on the host",
+        ("off", "blocks", "offload"),
+    )
+    predict: str = knob(
+        "answers",
+        "what a text model is trained to predict: the answer's tokens, or everything: the prompt's as well",
+        ("answers", "everything"),
     )
     loss: str = knob(
         "logits",
@@ -346,6 +352,58 @@ A2_LADDER = (
     ),
 )
 """From article A2's starting point on, AnyRes and BF16 kept; each rung keeps the changes of those below it."""
+
+
+A3_BASE = Recipe(
+    micro_batch=4,
+    accumulation=1,
+    rank=8,
+    precision="bf16",
+    driver="accelerate",
+    dynamic="automatic",
+    learning_rate=2e-4,
+    max_grad_norm=0.3,
+    pin_memory=True,
+    predict="everything",
+)
+"""Article A3's starting point, its plain LoRA run of Qwen3-8B with a batch of 4: what transformers' and TRL's trainers
+do by default, on whole conversations. It names rank 8, alpha 16, all seven projections and these rates."""
+
+A3_OWN = {
+    "lora": A3_BASE,
+    "qlora": A3_BASE.but(base_linear="nf4", checkpointing="blocks"),
+    "qlora + offload": A3_BASE.but(base_linear="nf4", checkpointing="offload"),
+}
+"""Article A3's methods by name, in the lane "article". QLoRA's preparation turns checkpointing on; the last one sends
+what is kept to the host, as unsloth's checkpointing does, with the library's layers otherwise."""
+
+A3_LADDER = (
+    Rung("lora", "article", {}, "the trainers' loop, as the article starts"),
+    Rung("plain loop", "same work", {"driver": "eager"}, "the same calls without the library around them"),
+    Rung("plain adapters", "same work", {"adapter": "plain"}, "the two thin products, and nothing around them"),
+    Rung("device log", "same work", {"logging": "ring-buffer"}, "no loss is read while training"),
+    Rung("fused optimizer", "same work", {"optimizer": "adamw-fused"}, "one kernel for all adapters"),
+    Rung(
+        "rewritten",
+        "same work",
+        {"layers": "rewritten"},
+        "no mask, so the fastest attention kernel; experts in grouped products",
+    ),
+    Rung("fused loss", "same work", {"loss": "fused"}, "logits of 152 thousand words are never all there"),
+    Rung(
+        "blocks compiled",
+        "same work",
+        {"compile": "default", "compile_scope": "blocks", "dynamic": "any"},
+        "one block's code for all of them, and for any length",
+    ),
+    Rung(
+        "packed",
+        "same mathematics",
+        {"shapes": "packed", "token_budget": 4096, "micro_batch": 1, "dynamic": "static"},
+        "no padding, one shape",
+    ),
+)
+"""From article A3's LoRA run on; each rung keeps the changes of those below it."""
 
 
 def climb(ladder: tuple[Rung, ...], start: Recipe = STOCK) -> dict[str, Recipe]:

@@ -9,7 +9,6 @@ several seeds, and what the compiler makes of images whose token counts vary.
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import itertools
 import logging
@@ -30,6 +29,7 @@ from labutils.recipe import A2_BASE, A2_LADDER, Recipe, Rung, climb
 from labutils.results import Run, summarise
 from labutils.training import Session, train
 from labutils.training.batches import Batch
+from labutils.training.variants import altered, prepared_for_kbit, with_costs
 from labutils.workloads import Workload, open_workload
 from labutils.workloads.multimodal import SCALES_OF_LLAVA, count_flops
 
@@ -175,32 +175,6 @@ def _break_even(base: Run, run: Run) -> float | None:
 
 
 # ------------------------------------------------------------------------------------------------------ other models
-
-
-def altered(workload: Workload, change: Callable[[nn.Module], None]) -> Workload:
-    """The same workload, whose models go through `change` once they are built. Frozen weights stay shared."""
-    other = copy.copy(workload)
-
-    def build(recipe: Recipe) -> nn.Module:
-        model = workload.build(recipe)
-        change(model)
-        return model
-
-    other.build = build
-    return other
-
-
-def prepared_for_kbit(model: nn.Module) -> None:
-    """What PEFT's `prepare_model_for_kbit_training` does to precision: every frozen 16-bit parameter becomes float32.
-
-    In a model whose large matrices are quantised these are its embeddings, norms, head and vision tower: the stream
-    between the blocks is float32 from then on. Parameters are replaced, not converted in place, as other models may
-    share them. (It also turns gradient checkpointing on: that is the recipe's `checkpointing`.)
-    """
-    for module in model.modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            if parameter.dtype in (torch.float16, torch.bfloat16) and not parameter.requires_grad:
-                setattr(module, name, nn.Parameter(parameter.detach().float(), requires_grad=False))
 
 
 def fp8_but(*kept: str) -> Callable[[nn.Module], None]:
@@ -548,12 +522,3 @@ def seed_band(run: Run) -> tuple[float, float]:
     """How far the final losses of a run's seeds lie below and above their median, in %."""
     losses, middle = run.samples["final_loss"], run.metric("final_loss")
     return 100 * (min(losses) / middle - 1), 100 * (max(losses) / middle - 1)
-
-
-def with_costs(run: Run) -> Run:
-    """The run with `ms_per_1k_useful_tokens`, step by step and summed up; unchanged where it failed."""
-    steps = zip(run.samples.get("step_ms", []), run.samples.get("useful_tokens", []), strict=False)
-    if costs := [1e3 * ms / tokens for ms, tokens in steps]:
-        run.samples["ms_per_1k_useful_tokens"] = costs
-        run.metrics["ms_per_1k_useful_tokens"] = summarise(costs)
-    return run

@@ -69,16 +69,16 @@ def magnitude(value: float) -> str:
 
 def articles() -> dict[str, Article]:
     """Key -> article."""
-    from labutils.articles import a1, a2
+    from labutils.articles import a1, a2, a3
 
-    return {article.key: article for article in (a1.ARTICLE, a2.ARTICLE)}
+    return {article.key: article for article in (a1.ARTICLE, a2.ARTICLE, a3.ARTICLE)}
 
 
 def claims(article: str | None = None, lab: str | None = None) -> dict[str, Claim]:
     """Id -> claim in the order of the articles, all of them or those of one `article` ("A1") or one `lab` ("03")."""
-    from labutils.articles import a1, a2
+    from labutils.articles import a1, a2, a3
 
-    every = a1.CLAIMS + a2.CLAIMS
+    every = a1.CLAIMS + a2.CLAIMS + a3.CLAIMS
     return {c.id: c for c in every if article in (None, c.article) and lab in (None, c.lab)}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -140,14 +141,15 @@ def llava_processor(
     )
     return LlavaNextProcessor(
         image_processor=images,
-        tokenizer=_llava_from_hub(hub, cache_dir) if hub else llava_tokenizer(words),
+        tokenizer=hub_tokenizer(hub, cache_dir) if hub else llava_tokenizer(words),
         patch_size=geometry.patch,
         vision_feature_select_strategy="default",
         num_additional_image_tokens=1,
     )
 
 
-def _llava_from_hub(model: str, cache_dir: str | Path | None) -> PreTrainedTokenizerFast:
+def hub_tokenizer(model: str, cache_dir: str | Path | None = None) -> PreTrainedTokenizerFast:
+    """The tokenizer of a model of the hub. Raises `ConnectionError` where it can't be had."""
     from transformers import AutoTokenizer
 
     try:
@@ -157,3 +159,68 @@ def _llava_from_hub(model: str, cache_dir: str | Path | None) -> PreTrainedToken
             f"The tokenizer of {model} could not be loaded ({type(error).__name__}: {error}). It needs the network "
             f'once. Use weights="random", or fetch it on a connected machine with `hf download {model}`.'
         ) from error
+
+
+# ---------------------------------------------------------------------------------------------- chat models'
+
+
+@dataclass(frozen=True)
+class ChatForm:
+    """How a family of models writes a conversation. `special`: its marks, the first one fills rows up; `end`: what
+    closes an answer; `template`: a chat template (Jinja)."""
+
+    special: tuple[str, ...]
+    end: str
+    template: str
+
+
+CHAT_FORMS = {
+    "qwen3": ChatForm(
+        ("<|endoftext|>", "<|im_start|>", "<|im_end|>"),
+        "<|im_end|>",
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}",
+    ),
+    "gpt-oss": ChatForm(
+        ("<|endoftext|>", "<|start|>", "<|message|>", "<|channel|>", "<|end|>", "<|return|>"),
+        "<|return|>",
+        "{% for m in messages %}<|start|>{{ m.role }}{% if m.role == 'assistant' %}<|channel|>final<|message|>"
+        "{{ m.content }}<|return|>{% else %}<|message|>{{ m.content }}<|end|>{% endif %}{% endfor %}",
+    ),
+}
+CHAT_WORDS = 4096
+"""Words that a chat tokenizer made here has at most: its texts are of a small vocabulary."""
+
+
+@functools.cache
+def chat_tokenizer(family: str, words: int = CHAT_WORDS) -> PreTrainedTokenizerFast:
+    """A byte-pair tokenizer with the marks and the chat form of a `family` of models, learned from generated texts.
+
+    It has at most `words` ids, all of them below the models' vocabulary sizes.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    from labutils.data.texts import LONG, SHORT, written
+
+    form = CHAT_FORMS[family]
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=min(words, CHAT_WORDS),
+        special_tokens=list(form.special),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+        max_token_length=12,  # bytes: a real vocabulary's Japanese words have some four letters at most
+    )
+    texts = (written(kind, index, 400) for kind in (SHORT, LONG) for index in range(150))
+    parts = (part for text in texts for part in (text.prompt, text.answer, "user\nassistant\nfinal"))
+    tokenizer.train_from_iterator(parts, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=form.special[0],
+        eos_token=form.end,
+        additional_special_tokens=list(form.special),
+        chat_template=form.template,
+        padding_side="right",
+    )

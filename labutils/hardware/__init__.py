@@ -3,6 +3,7 @@
     machine(), device(), scale_for(machine())   what this machine is, and which scale of the course fits it
     find_spec("NVIDIA H200")                     the data sheet, dense and sparse peaks apart
     probe(), measured_roofline("bf16")           what this machine reaches
+    worth(step_ms, examples, watts, card, Prices())   examples an hour, a night, a kWh and a yen
     cuda                                         torch.cuda's calls, harmless without a GPU
 
 PyTorch is imported only when something is measured.
@@ -10,6 +11,7 @@ PyTorch is imported only when something is measured.
 
 from labutils.hardware import cuda
 from labutils.hardware.architectures import runs_on, try_unlisted_architecture
+from labutils.hardware.economy import NIGHT_H, PUBLISHED_YEN, Prices, worth
 from labutils.hardware.host import device, machine, scale_for, usable_cores
 from labutils.hardware.operations import Operation, Timing, course_operations, measure_operation, sweep_sizes
 from labutils.hardware.probing import ITEMS, Probe, measured_roofline, probe, rate_over_time
@@ -19,8 +21,11 @@ from labutils.hardware.specs import DTYPES, SPECS, Spec, find_spec, spec_of
 __all__ = [
     "DTYPES",
     "ITEMS",
+    "NIGHT_H",
+    "PUBLISHED_YEN",
     "SPECS",
     "Operation",
+    "Prices",
     "Probe",
     "Roofline",
     "Spec",
@@ -40,4 +45,5 @@ __all__ = [
     "sweep_sizes",
     "try_unlisted_architecture",
     "usable_cores",
+    "worth",
 ]

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import re
 import sys
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -42,6 +43,7 @@ PHASES = ("data", "to_device", "encode", "forward", "backward", "clip", "optimiz
 SHARES = ("kernels", "copies", "data", "sync", "launch", "host")
 """Where wall time can go, in order of precedence (see above). From "data" on, the GPU is idle."""
 
+_NO_WORK = ("views and allocation", "other")  # operators that compute nothing, or nothing known
 _DATALOADER = "enumerate(DataLoader)"  # PyTorch's own mark of the time spent on the next batch
 _STEP = re.compile(r"ProfilerStep#(\d+)")
 _LAUNCH = re.compile(r"^(cudaLaunch|cuLaunch)")
@@ -68,6 +70,18 @@ class Work(NamedTuple):
     name: str
     stream: Any
     correlation: int | None
+
+
+class Given(NamedTuple):
+    """One thing that the host gave the GPU to do: a kernel's launch, a graph's launch or a copy.
+
+    `phase` is the marked range in which it was given ("" for none), `work` what it caused, as (category, milliseconds,
+    count) with "copy" for copies and fills, and `waits` whether the host then waited until the GPU had caught up.
+    """
+
+    phase: str
+    work: tuple[tuple[str, float, int], ...]
+    waits: bool
 
 
 @dataclass(frozen=True)
@@ -296,6 +310,38 @@ class Trace:
         """How many operators or marks a step have a name that begins so."""
         named = [*self.annotations, *(operator for operators in self.ops.values() for operator in operators)]
         return sum(item.name.startswith(name) for item in self._inside(named)) / self.steps
+
+    def queue(self) -> list[Given]:
+        """What the host gave the GPU in the recorded steps, in that order.
+
+        Without a GPU these are the operators that compute something, with their own time. There the host does the work
+        itself, so that each of them waits.
+        """
+        if not self.on_gpu:
+            computing = ((op.start, c, ms) for op, c, ms in self._sorted_operators() if c not in _NO_WORK)
+            return [Given(self._phase_at(at), ((c, ms, 1),), True) for at, c, ms in sorted(computing)]
+        caused = self._work_by_correlation()
+        once = {call.correlation: call for call in reversed(self._inside(self.calls)) if call.correlation in caused}
+        calls = sorted(once.values(), key=lambda call: call.start)
+        starts = [call.start for call in calls]
+        waited_after = {bisect_right(starts, wait.start) - 1 for wait in self.waits}
+        return [
+            Given(self._phase_at(call.start), caused[call.correlation], place in waited_after)
+            for place, call in enumerate(calls)
+        ]
+
+    def _work_by_correlation(self) -> dict[int | None, tuple[tuple[str, float, int], ...]]:
+        """Correlation -> (category, milliseconds, count) of the kernels and copies that it ties to a call."""
+        found: dict[int | None, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+        for kernel, category, ms in self._sorted_kernels():
+            found[kernel.correlation][category].append(ms)
+        for copy in self._inside(self.copies):
+            found[copy.correlation]["copy"].append(copy.end - copy.start)
+        return {
+            correlation: tuple((category, sum(times), len(times)) for category, times in kinds.items())
+            for correlation, kinds in found.items()
+            if correlation is not None
+        }
 
     def kernels_by_phase(self) -> dict[str, dict[str, float]]:
         """Phase -> {"ms", "count"} of kernels per step, by the marked range in which each was launched."""

@@ -28,7 +28,7 @@ class Utilization(Sampler):
     """
 
     def __init__(self, interval_s: float = 0.1) -> None:
-        self._device = _gpu()
+        self._device = gpu_device()
         self._driver: list[tuple[float, float]] = []
         self._since_us = 0
         super().__init__(self._read_gpu if self._device else _CpuReader().read, interval_s)
@@ -103,7 +103,7 @@ class _CpuReader:
         }
 
 
-def _gpu() -> Any:
+def gpu_device() -> Any:
     """nvitop's device behind PyTorch's first GPU, or None.
 
     nvitop is not even asked where PyTorch sees no GPU: without a driver it prints several lines of advice.

@@ -5,12 +5,13 @@
     with Session(workload, recipe) as session: session.step()       step by step, to profile or to resume
 
 `session` puts the pieces together, `batches` brings the data, `drivers` has the three ways to drive an optimizer step,
-`logs` says where the losses go, `checkpoint` stops and resumes, `comparing` measures, and `isolated` tries what may
-fail.
+`logs` says where the losses go and writes down memory, `checkpoint` stops and resumes, `comparing` measures, and
+`isolated` tries what may fail.
 """
 
 from labutils.training.comparing import Bench, compare, measure, train
 from labutils.training.isolated import compile_ahead, try_isolated
+from labutils.training.logs import MemoryLog
 from labutils.training.session import Session
 
-__all__ = ["Bench", "Session", "compare", "compile_ahead", "measure", "train", "try_isolated"]
+__all__ = ["Bench", "MemoryLog", "Session", "compare", "compile_ahead", "measure", "train", "try_isolated"]

@@ -24,17 +24,27 @@ from labutils.results import Run, Unavailable, is_out_of_memory, summarise
 from labutils.training.session import Session
 from labutils.workloads.base import Work, Workload
 
+AfterStep = Callable[[Session], None]
 ROUNDS = 3
 ROUND_MS = 400
 """A round lasts at least this long: a handful of 25 ms steps is too short to tell noise from drift."""
 
 
-def train(workload: Workload, recipe: Recipe, steps: int = 10, warmup: int = 2, name: str = "run") -> Run:
+def train(
+    workload: Workload,
+    recipe: Recipe,
+    steps: int = 10,
+    warmup: int = 2,
+    name: str = "run",
+    after_step: AfterStep | None = None,
+) -> Run:
     """One recipe on one workload: build, first step, `warmup` more, then at least `steps` timed optimizer steps.
 
-    Running out of memory or any other failure becomes the run's status; nothing is raised but Ctrl-C.
+    `after_step` is called with the session after every step (`logs.MemoryLog`), timed or not. Running out of memory or
+    any other failure becomes the run's status; nothing is raised but Ctrl-C.
     """
-    return compare(workload, {name: recipe}, steps=steps, rounds=1, warmup=warmup)[name]
+    with Bench(workload, warmup, after_step) as bench:
+        return bench.compare({name: recipe}, steps, rounds=1)[name]
 
 
 def compare(
@@ -63,9 +73,10 @@ class Bench:
     ended and its memory given back; the others go on.
     """
 
-    def __init__(self, workload: Workload, warmup: int = 2) -> None:
+    def __init__(self, workload: Workload, warmup: int = 2, after_step: AfterStep | None = None) -> None:
         self.workload = workload
         self.warmup = warmup
+        self.after_step = after_step
         self.contenders: dict[str, Contender] = {}
         self.failed: dict[str, str] = {}
         self.known: dict[str, Recipe] = {}
@@ -129,7 +140,7 @@ class Bench:
         return self.contenders[name].session
 
     def _enter(self, name: str, recipe: Recipe) -> None:
-        self.contenders[name] = Contender(self.workload, recipe, self.warmup)
+        self.contenders[name] = Contender(self.workload, recipe, self.warmup, self.after_step)
         self.stack.callback(self._end, name)
 
     def _able(self, recipes: Mapping[str, Recipe]) -> list[str]:
@@ -186,8 +197,8 @@ def _status_of(error: Exception) -> str:
     return f"error: {type(error).__name__}: {said}"
 
 
-def measure(session: Session, steps: int) -> StepTimes:
-    """Time `steps` optimizer steps of a session, one after the other without a pause."""
+def measure(session: Session, steps: int, after_step: AfterStep | None = None) -> StepTimes:
+    """Time `steps` optimizer steps of a session, one after the other without a pause; `after_step` follows each."""
     clock = StepClock(session.workload.device)
     session.batches.reset_wait()
     session.batches.reset_work()
@@ -195,21 +206,24 @@ def measure(session: Session, steps: int) -> StepTimes:
     for _ in range(steps):
         session.step()
         clock.mark(session.batches.reset_wait(), session.batches.reset_work())
+        if after_step is not None:
+            after_step(session)
     return clock.stop()
 
 
 class Contender:
     """A session, its first step apart, and the step times it gathers round by round."""
 
-    def __init__(self, workload: Workload, recipe: Recipe, warmup: int) -> None:
+    def __init__(self, workload: Workload, recipe: Recipe, warmup: int, after_step: AfterStep | None = None) -> None:
         self.times = StepTimes()
+        self.after_step = after_step
         before = hardware.cuda.allocated_memory()
         self.session = Session(workload, recipe)
         built = hardware.cuda.allocated_memory()
         hardware.cuda.reset_peak_memory()  # from here on it is training's, and not building's
         try:
             self.first_step_s = self._first_step()
-            warm = measure(self.session, warmup)
+            warm = measure(self.session, warmup, after_step)
         except BaseException:
             self.session.close()
             raise
@@ -220,7 +234,10 @@ class Contender:
         began = time.perf_counter()
         self.session.step()
         hardware.cuda.synchronize()
-        return time.perf_counter() - began
+        seconds = time.perf_counter() - began
+        if self.after_step is not None:
+            self.after_step(self.session)
+        return seconds
 
     def _peak_memory(self, before: float | None, built: float | None) -> dict[str, float]:
         """This session's own peak, in GB: what others held `before` is taken off, the weights it shares with them
@@ -240,7 +257,7 @@ class Contender:
         return max(ready, math.ceil(SETTLE_MS / self.step_ms))
 
     def settle(self) -> None:
-        measure(self.session, self.steps_to_settle)
+        measure(self.session, self.steps_to_settle, self.after_step)
 
     @property
     def ready_batches(self) -> int:
@@ -253,7 +270,7 @@ class Contender:
         self.settle()
         for _ in range(TRIES):
             before = self._graphs()
-            found = measure(self.session, max(steps, math.ceil(ROUND_MS / self.step_ms)))
+            found = measure(self.session, max(steps, math.ceil(ROUND_MS / self.step_ms)), self.after_step)
             if self._graphs() == before:
                 break
         self.times.extend(found)

@@ -6,7 +6,7 @@ import functools
 import os
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 
@@ -75,10 +75,15 @@ class Session:
             self.driver.step(batches or self.batches)
         self.step_count += 1
 
-    def run(self, steps: int, checkpoint_every: int = 0) -> None:
-        """Step until `steps` optimizer steps of the run are done, saving a checkpoint after every so many (0: none)."""
+    def run(self, steps: int, checkpoint_every: int = 0, after_step: Callable[[Session], None] | None = None) -> None:
+        """Step until `steps` optimizer steps of the run are done, saving a checkpoint after every so many (0: none).
+
+        `after_step` is called with the session after every step (`logs.MemoryLog`).
+        """
         while self.step_count < steps:
             self.step()
+            if after_step is not None:
+                after_step(self)
             if checkpoint_every and self.step_count % checkpoint_every == 0:
                 self.save()
 

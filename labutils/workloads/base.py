@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 from abc import ABC, abstractmethod
@@ -23,6 +24,14 @@ ROOMS = {
     "sd15-lora": ("labutils.workloads.diffusion", "DiffusionLora"),
     "llava-lora": ("labutils.workloads.multimodal", "MultimodalLora"),
     "llava-lora-varied": ("labutils.workloads.multimodal", "VariedMultimodalLora"),
+    "qwen3-lora-short": ("labutils.workloads.language", "Qwen3Short"),
+    "qwen3-lora-long": ("labutils.workloads.language", "Qwen3Long"),
+    "qwen3-32b-lora-short": ("labutils.workloads.language", "Qwen3LargeShort"),
+    "qwen3-32b-lora-long": ("labutils.workloads.language", "Qwen3LargeLong"),
+    "gpt-oss-lora-short": ("labutils.workloads.language", "GptOssShort"),
+    "gpt-oss-lora-long": ("labutils.workloads.language", "GptOssLong"),
+    "gpt-oss-120b-lora-short": ("labutils.workloads.language", "GptOssLargeShort"),
+    "gpt-oss-120b-lora-long": ("labutils.workloads.language", "GptOssLargeLong"),
 }
 """Workload's name -> (module, class); a room is imported when it is asked for."""
 
@@ -60,6 +69,8 @@ class Workload(ABC):
     """
 
     name: ClassVar[str]
+    _held: tuple[Any, Any] | None = None
+    """What sessions share, behind what it depends on."""
 
     def __init__(self, scale: str, weights: str, data: str, device: str, cache_dir: Path) -> None:
         check_choice("scale", scale, SCALES)
@@ -119,6 +130,13 @@ class Workload(ABC):
         Read on the host: a batch that is on a GPU already has it wait.
         """
         return None
+
+    def let_go(self) -> None:
+        """Forget the weights that sessions share; they stay with sessions that run. The next that shares them makes
+        them anew, and one that has its own has the room for itself."""
+        if self._held is not None:
+            self._held = None
+            gc.collect()
 
     def save(self, model: nn.Module, folder: Path) -> None:
         """Write the adapter in PEFT's format and the model's own."""

@@ -15,37 +15,43 @@ looked up on the device, so that every part has static shapes and can be compile
 
 from __future__ import annotations
 
-import copy
 import functools
-import gc
-import inspect
 import time
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention.varlen import varlen_attn
 from torch.profiler import record_function
 from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler
 
 from labutils.adapters import attach_lora
-from labutils.data.anyres import Collate, Examples, Geometry, Layout, PackedOrder, answer_room
+from labutils.attention import register_attention
+from labutils.data.anyres import Collate, Examples, Geometry
 from labutils.data.images import EPOCH, EpochOrder
 from labutils.data.leaves import BEANS, VARIED, image_sizes, leaf_images
+from labutils.data.packing import Layout, PackedOrder, answer_room
 from labutils.data.tokenizers import llava_processor
 from labutils.hardware import usable_cores
-from labutils.losses import cross_entropy, linear_cross_entropy
-from labutils.lowbit.backends import convert_base, forward_context, frozen_linears, recomputing
+from labutils.lowbit.backends import convert_base, forward_context, frozen_linears
 from labutils.recipe import Recipe
-from labutils.results import Unavailable
 from labutils.workloads.base import Batch, Work, Workload
+from labutils.workloads.decoder import (
+    DTYPES,
+    FP8_ROWS,
+    Decoder,
+    Shapes,
+    around_the_same,
+    built_in,
+    check_checkpointing,
+    checkpoint_blocks,
+    decoder_flops,
+    head_flops,
+    projections,
+)
 
 HUB_MODEL = "llava-hf/llava-v1.6-mistral-7b-hf"
-TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 LEFT_OUT: dict[str, tuple[str, ...]] = {
     "published": (),
     "fp8-frozen": ("lm_head", "vision_tower"),
@@ -57,9 +63,6 @@ LEFT_OUT: dict[str, tuple[str, ...]] = {
 }
 """`base_linear` -> what isn't converted. FP8 takes the decoder's and the projector's layers as article A2 does, whose
 vision tower can't be: it has 577 tokens a tile. QLoRA leaves out the head alone, as transformers does."""
-FP8_ROWS = 16
-"""FP8 layers take rows in multiples of this. Transformer Engine insists on 8, which the article met as an assertion;
-ours fills rows up to 16, and compiled for any length needs a second graph for lengths that must be filled up."""
 EXTRA_WORDS = 64
 """Rows of the embedding beyond the tokenizer's words: <image>, <pad>, and what fills it up to a multiple of 64."""
 TEXT_ROOM = 64
@@ -106,66 +109,6 @@ class Measure:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Attention
-
-
-def document_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float,
-    boundaries: Tensor | None = None,
-    **unused: Any,
-) -> tuple[Tensor, None]:
-    """Causal attention of a transformers' layer; with `boundaries`, within each document of the flattened rows.
-
-    query is [rows, heads, n, d], key and value [rows, kv_heads, n, d], boundaries int32 [documents + 1]; returns
-    [rows, n, heads, d]. No mask is formed on a GPU in half precision, so flash attention is taken; elsewhere documents
-    are kept apart by a dense mask.
-    """
-    if boundaries is None:
-        out = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=True)
-        return out.transpose(1, 2), None
-    rows, heads, length, width = query.shape
-    flat = [x.transpose(1, 2).reshape(rows * length, -1, width) for x in (query, key, value)]
-    if query.is_cuda and query.dtype in (torch.float16, torch.bfloat16):
-        out = _varlen(*flat, boundaries, length, scaling)
-    else:
-        out = _masked(*flat, boundaries, scaling)
-    return out.view(rows, length, heads, width), None
-
-
-def _varlen(query: Tensor, key: Tensor, value: Tensor, boundaries: Tensor, longest: int, scaling: float) -> Tensor:
-    """Flash attention over documents of varying length; all [tokens, heads, d]."""
-    if "enable_gqa" not in VARLEN_OPTIONS:
-        key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
-    return varlen_attn(query, key, value, boundaries, boundaries, longest, longest, scale=scaling, **VARLEN_OPTIONS)
-
-
-def varlen_options(known: Container[str]) -> dict[str, Any]:
-    """How a PyTorch whose `varlen_attn` has these parameters is told "causal", and that keys have fewer heads than
-    queries; without "enable_gqa" it can't be told that."""
-    causal = {"window_size": (-1, 0)} if "window_size" in known else {"is_causal": True}
-    return causal | ({"enable_gqa": True} if "enable_gqa" in known else {})
-
-
-VARLEN_OPTIONS = varlen_options(inspect.signature(varlen_attn).parameters)
-"""Looked up here and not in the pass, which is compiled."""
-
-
-def _masked(query: Tensor, key: Tensor, value: Tensor, boundaries: Tensor, scaling: float) -> Tensor:
-    """The same with a mask of [tokens, tokens]."""
-    tokens = torch.arange(len(query), device=query.device, dtype=boundaries.dtype)
-    document = torch.bucketize(tokens, boundaries[1:], right=True)
-    mask = (document[:, None] == document) & (tokens[:, None] >= tokens)
-    heads_first = [x.transpose(0, 1)[None] for x in (query, key, value)]
-    out = F.scaled_dot_product_attention(*heads_first, attn_mask=mask, scale=scaling, enable_gqa=True)
-    return out[0].transpose(0, 1)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
 # The model
 
 
@@ -183,32 +126,6 @@ class Vision(nn.Module):
         for layer in self.layers:
             x = layer(x, None)
         return x[:, 1:]
-
-
-class Decoder(nn.Module):
-    """Embedded tokens [r, n, width] to the mean loss of the targets: the language model and its head."""
-
-    def __init__(self, llava: nn.Module, loss: str) -> None:
-        super().__init__()
-        self.language, self.head, self.kind = llava.model.language_model, llava.lm_head, loss
-
-    def forward(
-        self,
-        x: Tensor,
-        positions: Tensor,
-        targets: Tensor,
-        answers: Tensor,
-        answer_targets: Tensor,
-        boundaries: Tensor | None = None,
-    ) -> Tensor:
-        turns = self.language.rotary_emb(x, position_ids=positions)
-        for layer in self.language.layers:
-            x = layer(x, position_embeddings=turns, boundaries=boundaries)
-        x = x.flatten(0, 1)
-        if self.kind == "answers":
-            return cross_entropy(self.language.norm(x[answers]), self.head.weight, answer_targets)
-        loss = linear_cross_entropy if self.kind == "fused" else cross_entropy
-        return loss(self.language.norm(x), self.head.weight, targets.flatten())
 
 
 class Published(nn.Module):
@@ -232,7 +149,7 @@ class Rewritten(nn.Module):
     def __init__(self, llava: nn.Module, loss: str) -> None:
         super().__init__()
         self.llava = llava
-        self.vision, self.decoder = Vision(llava), Decoder(llava, loss)
+        self.vision, self.decoder = Vision(llava), Decoder(llava.model.language_model, llava.lm_head, loss)
 
     def forward(self, batch: Batch) -> Tensor:
         with record_function("encode"):
@@ -271,24 +188,15 @@ class MultimodalLora(Workload):
         _check(recipe)
         dtype = DTYPES[recipe.precision]
         if recipe.base_linear == "published":
-            llava = _around_the_same(self._frozen(dtype, recipe.seed))
+            llava = around_the_same(self._frozen(dtype, recipe.seed))
         else:  # its own copy, so that converting a layer lets go of what it was
             llava = self._made(dtype, recipe.seed)
-        layers = llava.model.language_model.layers
-        names = tuple(
-            f"model.language_model.layers.{index}.{name}"
-            for index, layer in enumerate(layers)
-            for name, _ in layer.named_modules()
-            if name.rpartition(".")[2] in TARGETS
-        )
+        names = projections(llava.model.language_model.layers, "model.language_model.layers")
         attach_lora(llava, names, recipe.rank, 2 * recipe.rank, recipe.adapter, seed=recipe.seed)
         convert_base(llava, frozen_linears(llava, LEFT_OUT[recipe.base_linear]), recipe.base_linear, dtype)
         llava.eval()
         llava.model.language_model.train()
-        if recipe.checkpointing == "blocks":
-            llava.model.language_model.gradient_checkpointing_enable()
-            for layer in layers:
-                layer._gradient_checkpointing_func = recomputing(recipe.base_linear)
+        checkpoint_blocks(llava.model.language_model, recipe)
         if recipe.layers == "published":
             model: Published | Rewritten = Published(llava)
         else:
@@ -316,14 +224,6 @@ class MultimodalLora(Workload):
             self._held = None
             self._held = (dtype, seed), self._made(dtype, seed)
         return self._held[1]
-
-    _held: tuple[tuple[torch.dtype, int], nn.Module] | None = None
-
-    def let_go(self) -> None:
-        """Forget the weights that sessions share; they stay with sessions that run. The next that shares them makes
-        them anew, and one that has its own has their 15 GB for itself."""
-        self._held = None
-        gc.collect()
 
     def _made(self, dtype: torch.dtype, seed: int) -> nn.Module:
         """transformers' model without adapters, every weight frozen, built in `dtype` on the device itself."""
@@ -506,24 +406,8 @@ class VariedMultimodalLora(MultimodalLora):
     sizes: ClassVar[str] = VARIED
 
 
-def _around_the_same(frozen: nn.Module) -> nn.Module:
-    """A copy of the modules around the same tensors: sessions side by side hold the frozen weights once."""
-    shared = {id(tensor): tensor for tensor in [*frozen.parameters(), *frozen.buffers()]}
-    return copy.deepcopy(frozen, memo=shared)
-
-
 def _check(recipe: Recipe) -> None:
     """Raise `ValueError` for what this workload can't do of a recipe, `Unavailable` for what a library can't."""
-    if (
-        recipe.base_linear == "fp8-te"
-        and recipe.checkpointing == "blocks"
-        and recipe.compile != "off"
-        and recipe.compile_scope != "blocks"
-    ):
-        raise Unavailable(
-            "Transformer Engine's checkpointing is closed to the compiler, so that of a model compiled whole its "
-            "blocks would be left out. Compile the blocks one by one: compile_scope='blocks'"
-        )
     if recipe.adapter == "folded":
         raise ValueError("adapter='folded' is not built for this workload. Use adapter='peft' or 'plain'.")
     if recipe.cache not in ("nothing", "features"):
@@ -537,6 +421,9 @@ def _check(recipe: Recipe) -> None:
             f"shapes={recipe.shapes!r} with loss={recipe.loss!r} needs layers='rewritten': transformers' own forward "
             "pass keeps no examples of a row apart and always forms whole logits."
         )
+    if recipe.predict != "answers":
+        raise ValueError(f"predict={recipe.predict!r} is for texts alone: most of a prompt here is an image.")
+    check_checkpointing(recipe)
     if recipe.driver == "graph" and (recipe.layers == "published" or recipe.shapes in ("as-they-come", "buckets")):
         raise ValueError(
             "driver='graph' records one step of fixed shapes that never asks the host. Use layers='rewritten' and "
@@ -549,21 +436,9 @@ def build_llava(size: Scale, device: torch.device, dtype: torch.dtype) -> nn.Mod
     place ever exists."""
     from transformers import LlavaNextForConditionalGeneration
 
-    _register_attention()
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        with device:
-            return LlavaNextForConditionalGeneration(llava_config(size)).eval()
-    finally:
-        torch.set_default_dtype(before)
-
-
-@functools.cache
-def _register_attention() -> None:
-    from transformers import AttentionInterface
-
-    AttentionInterface.register("documents", document_attention)
+    register_attention()
+    with built_in(dtype, device):
+        return LlavaNextForConditionalGeneration(llava_config(size)).eval()
 
 
 def llava_config(size: Scale) -> Any:
@@ -631,19 +506,11 @@ def _projector_flops(size: Scale) -> int:
 
 
 def _decoder_flops(size: Scale, rank: int, tokens: int, pairs: int) -> int:
-    products = _projections(size)
-    frozen = sum(a * b for a, b in products.values())
-    low_rank = rank * sum(a + b for a, b in products.values())
-    forward = 2 * tokens * (frozen + low_rank) + 4 * pairs * size.width
-    backward = 2 * tokens * (frozen + 2 * low_rank) + 8 * pairs * size.width
-    # The first block's input needs no gradient, and neither do the products with it.
-    first = [products[name] for name in ("q_proj", "k_proj", "v_proj")]
-    spared = 2 * tokens * sum(a * b + rank * a for a, b in first)
-    return size.layers * (forward + backward) - spared
+    return decoder_flops(Shapes(size.layers, _projections(size), size.width), rank, tokens, size.layers * pairs)
 
 
 def _head_flops(size: Scale, predicting: int) -> int:
-    return 2 * 2 * predicting * size.width * (size.words + EXTRA_WORDS)
+    return head_flops(size.width, size.words + EXTRA_WORDS, predicting)
 
 
 def _projections(size: Scale) -> dict[str, tuple[int, int]]:

@@ -9,11 +9,11 @@ import torch
 from recipes_at_work import adapter_gradients, assert_same_gradients, perturb
 
 from labutils.adapters import count_parameters
+from labutils.attention import document_attention
 from labutils.measure.recompilation import Compilation
 from labutils.recipe import A2_BASE, A2_LADDER, Rung, climb
 from labutils.training import Session, compare
 from labutils.workloads import open_workload
-from labutils.workloads.multimodal import document_attention
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

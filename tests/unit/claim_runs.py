@@ -38,7 +38,7 @@ def spread_of(ms: float, spread: float = 0.01) -> dict[str, float]:
 
 def article_runs() -> Runs:
     """Every run that the claims need, with the articles' numbers."""
-    return a1_runs() | a2_runs()
+    return a1_runs() | a2_runs() | a3_runs()
 
 
 def a1_runs() -> Runs:
@@ -164,3 +164,82 @@ def a2_run(method: str, place: int) -> Run:
         first_step_s=first_s,
         peak_allocated_gb=(14 + 2.04 * batch) * (1 - saved / 100),
     )
+
+
+def a3_runs() -> Runs:
+    """Every run that A3's claims need, with the article's numbers where it gives any."""
+    absmax = {"constant": 50.8, "code_0": 127, "code_1": -36, "code_2": 6, "code_3": 24}
+    absmax |= {"restored_0": 2.5, "restored_1": -0.70866, "restored_2": 0.11811, "restored_3": 0.47244}
+    blackwell = {
+        "fp32": 109.7,
+        "bf16": 877.9,
+        "fp8": 1755.7,
+        "bandwidth": 1792,
+        "memory": 96,
+        "power": 300,
+        "fp4": 3511.4,
+    }
+    h100 = {"fp32": 66.9, "bf16": 1978.9, "fp8": 3957.8, "bandwidth": 3352, "memory": 80, "power": 700}
+    training = [
+        timed("07", "lora short", 150),
+        timed("07", "qlora short", 190, ms_per_1k_useful_tokens=400.0),
+        timed("07", "qlora short, batch 1", 120, ms_per_1k_useful_tokens=1000.0),
+        timed("07", "unsloth short", 185),
+        timed("07", "lora long", 373, peak_allocated_gb=50.5),
+        timed("07", "lora long, checkpointed", 480, peak_allocated_gb=27.0),
+        timed("07", "lora long, offloaded", 480 * 1.019, peak_allocated_gb=27.0 * 0.7),
+        timed("07", "qlora long", 639, peak_allocated_gb=24.5, first_step_s=1.5, memory_share=0.49),
+        timed("07", "qlora long, no casts", 600, peak_allocated_gb=20.0),
+        timed("07", "unsloth long", 319, peak_allocated_gb=7.3, first_step_s=23.0),
+    ]
+    for run in training:
+        run.workload = "qwen3-long"
+    runs = [
+        *training,
+        untimed("07", "lora-counts", counts_as_the_formula=1, adapter_share=0.003),
+        untimed("07", "weights", linear_share=0.258),
+        untimed("07", "nf4 layer", multiplies_restored_weights=1),
+        untimed("07", "absmax", **absmax),
+        untimed("07", "outlier, one constant", zeros_share=0.99, others_error=1.0),
+        untimed("07", "outlier, blocks", others_error=0.01),
+        untimed("07", "constants", bits_float32=0.5, bits_doubled=0.126953125),
+        untimed("07", "rounding int4", error=0.108),
+        untimed("07", "rounding nf4", error=0.092, information_share=1.0),
+        untimed("07", "chain: thin first", flops=2e9),
+        untimed("07", "chain: wide first", flops=5e11),
+        untimed("07", "style", answers_with_title=1),
+        untimed("08", "machine"),
+        untimed("08", "unsloth import", failed=1, message="Unsloth: Xformers does not work in RTX 50X, Blackwell GPUs"),
+        untimed("08", "specs", **_of("blackwell", blackwell), **_of("h100", h100)),
+        untimed("08", "moe adapters", attention_only=1),
+        untimed("08", "moe weights", four_bit_gb=30.0),
+        untimed("08", "moe long", idle_share=0.4),
+        untimed("08", "dense long", gpu_busy_share=0.99),
+        untimed(
+            "08",
+            "model of memory",
+            lora_32b_batch_4_gb=130.0,
+            qlora_32b_batch_4_gb=110.0,
+            unsloth_32b_batch_32_gb=80.0,
+            lora_120b_batch_1_gb=240.0,
+            unsloth_120b_batch_32_gb=88.0,
+        ),
+        untimed(
+            "08",
+            "model of two cards",
+            h100_dense_short=27 / 11,
+            h100_dense_long=92 / 36,
+            h100_moe_short=92 / 94,
+            h100_moe_long=52 / 73,
+            moe_over_dense_long=73 / 36,
+            dense_long_ratio=2.6,
+            moe_long_blackwell_ratio=73 / 52,
+            h100_gaps_longer=1,
+            blackwell_less_energy=1,
+        ),
+    ]
+    return {(run.lab, run.run): run for run in runs}
+
+
+def _of(card: str, facts: dict[str, float]) -> dict[str, float]:
+    return {f"{card}_{name}": value for name, value in facts.items()}

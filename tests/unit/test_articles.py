@@ -26,9 +26,9 @@ def numbers(text: str) -> set[float]:
 
 
 def test_the_key_is_the_ids_first_part_and_ids_are_unique():
-    from labutils.articles import a1, a2
+    from labutils.articles import a1, a2, a3
 
-    every = a1.CLAIMS + a2.CLAIMS
+    every = a1.CLAIMS + a2.CLAIMS + a3.CLAIMS
     assert len({claim.id for claim in every}) == len(every) == len(CLAIMS)
     for claim in CLAIMS.values():
         assert re.fullmatch(rf"{claim.article}\.[a-z0-9]+\.[a-z0-9-]+", claim.id)
@@ -138,6 +138,35 @@ FACTS = {
         (9.05, 8.88),
         (135, 220),
     ],
+    "A3": [
+        (0.25,),
+        (50.8,),
+        (127, -36, 6, 24),
+        (2.5, -0.7087, 0.1181, 0.4724),
+        (0.5,),
+        (0.127,),
+        (2, 1),
+        (70,),
+        (1.9,),
+        (30,),
+        (96,),
+        (80,),
+        (2500,),
+        (109.7, 66.9),
+        (877.9, 1978.9),
+        (1755.7, 3957.8),
+        (3511.4,),
+        (1792, 3352),
+        (96, 80),
+        (300, 700),
+        (11000, 27000),
+        (3600, 9200),
+        (9400, 9200),
+        (7300, 5200),
+        (3600, 7300),
+        (2.5,),
+        (1.3,),
+    ],
 }
 
 
@@ -146,7 +175,10 @@ def test_every_published_number_has_a_claim(article, fact):
     assert fact in {claim.published for claim in articles.claims(article).values()}
 
 
-@pytest.mark.parametrize(("article", "labs"), [("A1", {"00", "01", "02", "03", "04"}), ("A2", {"05", "06"})])
+@pytest.mark.parametrize(
+    ("article", "labs"),
+    [("A1", {"00", "01", "02", "03", "04"}), ("A2", {"05", "06"}), ("A3", {"07", "08"})],
+)
 def test_claims_can_be_chosen_by_lab(article, labs):
     mine = articles.claims(article)
     assert {claim.lab for claim in mine.values()} == labs

@@ -184,6 +184,13 @@ CASES = [
     ("A2.left.fp8-once", REFUTED, with_metrics("06", "fp8-frozen b1", peak_allocated_gb=14)),
     ("A2.left.fp8-once", INCONCLUSIVE, with_metrics("06", "fp8-frozen b1", peak_allocated_gb=10)),
     ("A2.left.fp8-once", CONFIRMED, with_metrics("06", "fp8-frozen b1", peak_allocated_gb=5)),
+    ("A3.120b.h100-long", REFUTED, with_metrics("08", "model of two cards", h100_moe_long=2.4)),
+    ("A3.120b.h100-long", INCONCLUSIVE, with_metrics("08", "model of two cards", h100_moe_long=1.0)),
+    ("A3.120b.h100-long", NOT_TESTABLE, with_metrics("08", "model of two cards", h100_moe_long=0.0)),
+    ("A3.120b.weights", REFUTED, with_metrics("08", "moe weights", four_bit_gb=61.5)),
+    ("A3.nf4.optimal", REFUTED, with_metrics("07", "rounding nf4", information_share=0.971)),
+    ("A3.int8.codes", REFUTED, with_metrics("07", "absmax", code_1=-35)),
+    ("A3.32b.unsloth-batch", REFUTED, with_metrics("08", "model of memory", unsloth_32b_batch_32_gb=120.0)),
 ]
 
 

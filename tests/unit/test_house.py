@@ -25,10 +25,23 @@ HOUSE = Path(__file__).resolve().parents[2]
 NOTEBOOKS = HOUSE / "notebooks"
 FLOORS = {
     0: {"recipe", "results", "hardware", "articles", "parameters", "tables"},
-    1: {"data", "adapters", "folding", "lowbit", "capture", "losses"},
+    1: {"data", "adapters", "attention", "checkpointing", "experts", "folding", "lowbit", "capture", "losses"},
     2: {"workloads", "measure"},
-    3: {"training", "claims", "advisor"},
-    4: {"trials", "runner", "report", "handouts", "plots", "course", "doctor", "pinning"},
+    3: {"training", "claims", "advisor", "prediction"},
+    4: {
+        "trials",
+        "titles",
+        "methods",
+        "launches",
+        "cards",
+        "runner",
+        "report",
+        "handouts",
+        "plots",
+        "course",
+        "doctor",
+        "pinning",
+    },
     5: {"cli"},
 }
 FLOOR_OF = {room: floor for floor, rooms in FLOORS.items() for room in rooms}

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import csv
 import math
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +17,7 @@ from hypothesis import strategies as st
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from labutils.runner import Kernels
-from labutils.training.logs import NotFinite, RingLog, SynchronousLog, tensorboard
+from labutils.training.logs import MemoryLog, NotFinite, RingLog, SynchronousLog, tensorboard
 
 CPU = torch.device("cpu")
 ACCUMULATION = 3
@@ -169,3 +171,58 @@ def test_tensorboards_file_holds_the_values(kind, tmp_path):
     log.close()
     close()
     assert values_in(tmp_path) == {step: pytest.approx(step) for step in range(1, 11)}
+
+
+# GPU memory
+
+
+class FakeSession:
+    """As much of a session as the log reads: 4 micro-batches an epoch, 2 a step."""
+
+    def __init__(self):
+        self.step_count = 0
+        self.batches = SimpleNamespace(taken=0, per_epoch=4)
+
+    def step(self):
+        self.step_count += 1
+        self.batches.taken += 2
+
+
+def lines_of(path):
+    with path.open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def test_memory_is_logged_every_so_many_steps_and_at_the_last(tmp_path, monkeypatch):
+    monkeypatch.setattr("labutils.training.logs.cuda.available", lambda: True)
+    for name, size in {"memory_allocated": 3, "memory_reserved": 5, "max_memory_allocated": 4}.items():
+        monkeypatch.setattr(torch.cuda, name, lambda size=size: size * 1024**3)
+    session, log = FakeSession(), MemoryLog(tmp_path / "new" / "memory.csv", steps=25)
+    for _ in range(25):
+        session.step()
+        log(session)
+    lines = lines_of(log.path)
+    assert tuple(lines[0]) == MemoryLog.COLUMNS  # the article's, in its order
+    assert [line["step"] for line in lines] == ["10", "20", "25"]
+    assert [float(line["epoch"]) for line in lines] == [5, 10, 12.5]
+    assert [float(line["progress_ratio"]) for line in lines] == [0.4, 0.8, 1]
+    assert [float(lines[0][name]) for name in MemoryLog.COLUMNS[4:]] == [3, 5, 4]
+    times = [float(line["elapsed_time_sec"]) for line in lines]
+    assert 0 <= times[0] <= times[1] <= times[2]
+
+
+def test_without_a_gpu_there_is_no_memory_to_log(tmp_path, monkeypatch):
+    monkeypatch.setattr("labutils.training.logs.cuda.available", lambda: False)
+    session = FakeSession()
+    session.step()
+    MemoryLog(tmp_path / "memory.csv", steps=1)(session)
+    (line,) = lines_of(tmp_path / "memory.csv")
+    assert {line[name] for name in MemoryLog.COLUMNS[4:]} == {""}
+
+
+def test_a_second_run_writes_behind_the_first(tmp_path):
+    for _ in range(2):
+        session = FakeSession()
+        session.step()
+        MemoryLog(tmp_path / "memory.csv", steps=1)(session)
+    assert [line["step"] for line in lines_of(tmp_path / "memory.csv")] == ["1", "1"]

@@ -18,22 +18,16 @@ from torch.utils.data import BatchSampler
 from torch.utils.flop_counter import FlopCounterMode
 
 from labutils.adapters import attach_lora, count_parameters, count_trainable, load_adapter
-from labutils.data.anyres import BUCKETS, IGNORED, Layout, PackedOrder, fullest
+from labutils.attention import document_attention, varlen_options
 from labutils.data.images import EPOCH, EpochOrder
+from labutils.data.packing import BUCKETS, IGNORED, Layout, PackedOrder, fullest
 from labutils.measure.recompilation import Compilation
 from labutils.recipe import A2_BASE, A2_LADDER, climb
 from labutils.training import Session, compare
 from labutils.workloads import open_workload
 from labutils.workloads.base import Work
-from labutils.workloads.multimodal import (
-    FP8_ROWS,
-    SCALES_OF_LLAVA,
-    TARGETS,
-    build_llava,
-    count_flops,
-    document_attention,
-    varlen_options,
-)
+from labutils.workloads.decoder import TARGETS
+from labutils.workloads.multimodal import FP8_ROWS, SCALES_OF_LLAVA, build_llava, count_flops
 
 BASE = A2_BASE.but(precision="fp32", adapter="plain", logging="ring-buffer")
 OURS = BASE.but(layers="rewritten")
@@ -177,7 +171,14 @@ def test_fixed_is_the_same_as_images_that_were_square_before(workload, layers):
 
 @pytest.mark.parametrize(
     "change",
-    [{"loss": "fused"}, {"loss": "answers"}, {"checkpointing": "blocks"}, {"adapter": "peft"}, {"cache": "features"}],
+    [
+        {"loss": "fused"},
+        {"loss": "answers"},
+        {"checkpointing": "blocks"},
+        {"checkpointing": "offload"},
+        {"adapter": "peft"},
+        {"cache": "features"},
+    ],
     ids=lambda change: next(iter(change.values())),
 )
 @pytest.mark.parametrize("shapes", ["as-they-come", "packed"])
@@ -625,6 +626,8 @@ def test_packed_rows_compile_once_without_marks(workload, nothing_compiled):
         ({"loss": "fused"}, "needs layers='rewritten'"),
         ({"cache": "features"}, "needs layers='rewritten'"),
         ({"cache": "latents"}, "is for diffusion models"),
+        ({"predict": "everything"}, "is for texts alone"),
+        ({"checkpointing": "offload", "base_linear": "fp8-te"}, "Transformer Engine's scales"),
         ({"adapter": "folded"}, "not built for this workload"),
         ({"driver": "graph", "optimizer": "adamw-fused"}, "fixed shapes that never asks the host"),
     ],

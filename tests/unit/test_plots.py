@@ -148,6 +148,16 @@ def test_curves_leave_out_what_has_no_point(ax):
     assert_tidy(ax)
 
 
+def test_panels_have_one_axis_and_one_legend():
+    fig, axes = plt.subplots(1, 2)
+    lines = {"short": {"lora": {4: 2.0}, "unsloth": {}}, "long": {"lora": {4: 9.0}, "unsloth": {4: 30.0}}}
+    plots.panels(axes, lines, "examples", "s")
+    assert {ax.get_ylim() for ax in axes} == {(0, 1.08 * 30)}
+    assert [text.get_text() for text in fig.legends[0].get_texts()] == ["lora", "unsloth"]
+    assert [ax.get_legend() for ax in axes] == [None, None]
+    plt.close(fig)
+
+
 def test_counts_stand_side_by_side(ax):
     plots.counts(ax, {"uniform": [3, 8, 0], "varied": [3, 11, 2]}, "step", "recompilations")
     bars = sorted((bar.get_x(), bar.get_x() + bar.get_width()) for bar in ax.patches)
@@ -162,6 +172,17 @@ def test_differences_are_drawn_over_their_band(ax):
     assert [label.get_text() for label in ax.get_yticklabels()] == ["fp8", "qlora"]
     assert ax.get_xlim()[0] <= -1.1 and ax.get_xlim()[1] >= 0.9
     assert "BF16 over all seeds" in texts(ax)
+    assert_tidy(ax)
+
+
+def test_slower_hosts_show_curves_points_and_rivals(ax):
+    curves = {"moe": {0.0: 700.0, 20.0: 1200.0}, "dense": {0.0: 370.0, 20.0: 400.0}}
+    points = {"moe": {0.0: 711.0, 10.0: 950.0}, "dense": {0.0: 373.0}}
+    plots.slower_hosts(ax, curves, points, {"the other card, predicted": 1100.0})
+    assert {"moe, foretold", "moe, measured", "dense, foretold", "the other card, predicted"} <= set(texts(ax))
+    lines = {line.get_label(): line for line in ax.get_lines()}
+    assert lines["moe, foretold"].get_color() == lines["moe, measured"].get_color()
+    assert list(lines["moe, measured"].get_ydata()) == [711.0, 950.0]
     assert_tidy(ax)
 
 

@@ -95,7 +95,7 @@ class FakeGpu:
 
 def test_a_gpu_is_read_through_nvitop_and_what_it_does_not_say_is_absent(monkeypatch):
     buffers = iter([[(1_000_000, 0.1)], [(1_100_000, 0.4), (1_200_000, 0.6)]])
-    monkeypatch.setattr(utilization, "_gpu", FakeGpu)
+    monkeypatch.setattr(utilization, "gpu_device", FakeGpu)
     monkeypatch.setattr(utilization, "_driver_buffer", lambda device, since: next(buffers))
     with Utilization(interval_s=0.01) as watched:
         time.sleep(0.05)

@@ -564,7 +564,9 @@ def test_a_round_in_which_something_was_compiled_is_taken_again(workload, monkey
         contender.settle = lambda: None
         monkeypatch.setattr(contender, "_graphs", iter(graphs).__next__)
         monkeypatch.setattr(
-            comparing, "measure", lambda session, steps: taken.append(len(taken)) or StepTimes([float(len(taken))])
+            comparing,
+            "measure",
+            lambda session, steps, after_step: taken.append(len(taken)) or StepTimes([float(len(taken))]),
         )
         contender.measure(1)
     assert len(taken) == rounds
@@ -582,3 +584,14 @@ def test_a_round_in_which_something_was_compiled_is_taken_again(workload, monkey
 )
 def test_a_session_s_own_peak_counts_what_it_shares_once(before, built, held, peak, own):
     assert comparing.own_peak(peak, before, built, held) == pytest.approx(own)
+
+
+def test_after_step_follows_every_step_of_a_training_run(workload):
+    """The first step, those to settle, and the timed ones."""
+    counts = []
+    run = comparing.train(
+        workload, PLAIN, steps=2, warmup=1, after_step=lambda session: counts.append(session.step_count)
+    )
+    assert run.ok, run.status
+    assert counts == list(range(1, len(counts) + 1))
+    assert len(counts) > len(run.samples["step_ms"]) + 2

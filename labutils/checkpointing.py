@@ -1,0 +1,143 @@
+"""Activation checkpointing whose kept inputs wait on the host.
+
+Checkpointing keeps a block's input and computes the block again in the backward pass. What is kept is still one tensor
+as large as the hidden states for each block. Here it leaves the GPU as soon as the block has run, and comes back while
+the block behind it is computed again, on a stream of its own both times. (unsloth's "gradient checkpointing" does this;
+article A3, appendix.)
+
+    parking = Parking()
+    layer_forward = offloading(layer, parking)      # (run, x) -> run(x), for every layer of one model
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+Run = Callable[[Tensor], Tensor]
+
+
+class Parked:
+    """A tensor that waits on the host. `before` is the one parked before it, which is wanted after it."""
+
+    def __init__(self, lot: Parking, tensor: Tensor) -> None:
+        self.lot, self.device = lot, tensor.device
+        self.before = lot.last() if lot.last else None
+        self.arriving: Tensor | None = None
+        self.host = lot.room_for(tensor)
+        self._leave(tensor)
+
+    def _leave(self, tensor: Tensor) -> None:
+        side = self.lot.side(self.device)
+        if side is None:
+            self.host.copy_(tensor)
+            return
+        side.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(side):
+            self.host.copy_(tensor, non_blocking=True)
+        tensor.record_stream(side)  # its memory is given to others only when the copy has read it
+
+    def start_back(self) -> None:
+        """Start the way back to the device."""
+        side = self.lot.side(self.device)
+        if self.arriving is not None or side is None:
+            return
+        with torch.cuda.stream(side):
+            self.arriving = self.host.to(self.device, non_blocking=True)
+
+    def back(self) -> Tensor:
+        """The tensor on its device; the one that is wanted next starts its way back."""
+        side = self.lot.side(self.device)
+        if side is None:
+            return self.host.clone()
+        self.start_back()
+        here = torch.cuda.current_stream(self.device)
+        here.wait_stream(side)
+        tensor, self.arriving = self.arriving, None
+        tensor.record_stream(here)
+        if self.before is not None:
+            self.before.start_back()
+        return tensor
+
+
+class Parking:
+    """Page-locked host memory that one model's kept inputs share, pass after pass.
+
+    All copies of a device run on one stream in the order in which they were asked for, so that memory can be taken
+    again while its last copy is still under way.
+    """
+
+    def __init__(self) -> None:
+        self.free: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = {}
+        self.streams: dict[torch.device, torch.cuda.Stream] = {}
+        self.last: weakref.ref[Parked] | None = None
+
+    def park(self, tensor: Tensor) -> Parked:
+        """Send `tensor` to the host. Its room is free again when nobody holds what this returns."""
+        parked = Parked(self, tensor)
+        self.last = weakref.ref(parked)
+        weakref.finalize(parked, self.free[_form(tensor)].append, parked.host).atexit = False
+        return parked
+
+    def room_for(self, tensor: Tensor) -> Tensor:
+        rooms = self.free.setdefault(_form(tensor), [])
+        if rooms:
+            return rooms.pop()
+        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+
+    def side(self, device: torch.device) -> torch.cuda.Stream | None:
+        """The stream that copies from and to a GPU; None for other devices."""
+        if device.type != "cuda":
+            return None
+        if device not in self.streams:
+            self.streams[device] = torch.cuda.Stream(device)
+        return self.streams[device]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Parking:
+        return Parking()
+
+
+def _form(tensor: Tensor) -> tuple[torch.Size, torch.dtype]:
+    return tensor.shape, tensor.dtype
+
+
+def offloading(block: nn.Module, parking: Parking) -> Callable[[Run, Tensor], Tensor]:
+    """What runs `block` on a tensor now and once more in the backward pass, and parks the tensor in between.
+
+    Returns a function of (run, x), `run` being the block with everything but its first input filled in. Gradients
+    reach `x` and those of the block's parameters that are trained. The block must draw no random numbers.
+    """
+
+    def forward(run: Run, x: Tensor) -> Tensor:
+        if not torch.is_grad_enabled():
+            return run(x)
+        return _Offloaded.apply(run, parking, x, *(p for p in block.parameters() if p.requires_grad))
+
+    return forward
+
+
+class _Offloaded(torch.autograd.Function):
+    """Trained parameters are inputs of the function, so that the result needs a gradient even where `x` does not."""
+
+    @staticmethod
+    def forward(ctx: Any, run: Run, parking: Parking, x: Tensor, *trained: Tensor) -> Tensor:
+        kind = x.device.type
+        ctx.run, ctx.parked, ctx.trained = run, parking.park(x), trained
+        ctx.wanted = x.requires_grad
+        ctx.autocast = (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
+        with torch.enable_grad():  # so that a compiled block has one form for both passes
+            return run(x.detach().requires_grad_(ctx.wanted)).detach()
+
+    @staticmethod
+    def backward(ctx: Any, *slopes: Tensor) -> tuple[Tensor | None, ...]:
+        kind, dtype, enabled = ctx.autocast
+        x = ctx.parked.back().requires_grad_(ctx.wanted)
+        with torch.enable_grad(), torch.autocast(kind, dtype, enabled=enabled):
+            out = ctx.run(x)
+        found = torch.autograd.grad(out, ([x] if ctx.wanted else []) + list(ctx.trained), slopes)
+        ctx.parked = None
+        return (None, None, *(found if ctx.wanted else (None, *found)))

@@ -1,0 +1,202 @@
+"""Batches of examples whose lengths differ: rows padded to one of a few lengths, or rows that several examples fill."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Sampler
+
+IGNORED = -100
+BUCKETS = 4
+ANSWERS = 64
+"""Places for positions that have an answer to predict come in powers of two from here, so that shapes seldom change."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The static part of a batch's form: what `shapes` asks for at one scale with one dataset.
+
+    budget: tokens of a row that has a fixed length. tiles: tiles that a row of that length may bring. segments:
+    examples that fit into it at most. multiple: what all rows' lengths are a multiple of.
+    """
+
+    shapes: str
+    budget: int
+    tiles: int
+    segments: int
+    multiple: int = 1
+
+    @property
+    def packs(self) -> bool:
+        return self.shapes == "packed"
+
+    def row_tokens(self, lengths: Sequence[int]) -> int:
+        """How long the rows of a batch are. Raises `ValueError` where the longest example doesn't fit."""
+        longest = max(lengths)
+        if self.shapes == "as-they-come":
+            return self._rounded(longest)
+        if longest > self.budget:
+            raise ValueError(
+                f"An example has {longest} tokens, and shapes={self.shapes!r} has room for {self.budget} (token_budget "
+                "as it is at this scale). Use a larger token_budget, or shapes='as-they-come'."
+            )
+        return self._rounded(_next_bucket(longest, self.budget) if self.shapes == "buckets" else self.budget)
+
+    def _rounded(self, length: int) -> int:
+        return -(-length // self.multiple) * self.multiple
+
+    def batch_tiles(self, tiles: int, rows: int) -> int:
+        """How many tiles a batch of `rows` rows is given, when it has `tiles`; the others are empty."""
+        if self.shapes in ("as-they-come", "fixed"):
+            return tiles
+        return _next_bucket(tiles, rows * self.tiles) if self.shapes == "buckets" else rows * self.tiles
+
+    def rows(self, lengths: Sequence[int], tiles: Sequence[int]) -> list[list[int]]:
+        """The examples of each row, in order: one each, or as many as fit into it."""
+        if not self.packs:
+            return [[index] for index in range(len(lengths))]
+        rows: list[list[int]] = []
+        room = room_tiles = 0
+        for index, (length, count) in enumerate(zip(lengths, tiles, strict=True)):
+            if length > room or count > room_tiles:
+                rows.append([])
+                room, room_tiles = self.budget, self.tiles
+            rows[-1].append(index)
+            room, room_tiles = room - length, room_tiles - count
+        return rows
+
+
+def _next_bucket(wanted: int, most: int) -> int:
+    """The least of `BUCKETS` evenly spaced sizes up to `most` that is not less than `wanted`."""
+    return next(size for k in range(1, BUCKETS + 1) if (size := math.ceil(most * k / BUCKETS)) >= wanted)
+
+
+class PackedOrder(Sampler[list[int]]):
+    """Fills rows with examples: each entry is the list of those that `rows` rows of one micro-batch hold.
+
+    The order depends on (`seed`, epoch) alone, as `images.EpochOrder`'s does. Examples are drawn in a random order; a
+    row starts with the one that waits longest and then takes those of the next `LOOK_AHEAD` that leave least of it
+    empty. An epoch has `length` rows, as many as hold `epoch_length` examples on average.
+    """
+
+    LOOK_AHEAD = 32
+
+    def __init__(
+        self, lengths: Sequence[int], tiles: Sequence[int], layout: Layout, rows: int, epoch_length: int, seed: int
+    ) -> None:
+        self.lengths, self.tiles, self.layout = lengths, tiles, layout
+        self.rows, self.seed = rows, seed
+        layout.row_tokens(lengths)
+        mean = sum(lengths) / len(lengths)
+        self.length = max(1, round(epoch_length * mean / layout.budget / rows)) * rows
+        self.go_to(0)
+
+    def go_to(self, epoch: int, start: int = 0) -> None:
+        """Choose the epoch and how many of its rows to leave out. Raises `ValueError` where none would be left."""
+        if not 0 <= start < self.length:
+            raise ValueError(f"start={start}: an epoch of {self.length} rows can start at 0 to {self.length - 1}.")
+        self.epoch, self.start = epoch, start
+
+    def __iter__(self) -> Iterator[list[int]]:
+        stream = self._stream(np.random.default_rng([self.seed, self.epoch]))
+        waiting = [next(stream) for _ in range(self.LOOK_AHEAD)]
+        filled: list[int] = []
+        for row in range(self.length):
+            filled += self._row(waiting, stream)
+            if (row + 1) % self.rows == 0:
+                if row >= self.start:
+                    yield filled
+                filled = []
+
+    def __len__(self) -> int:
+        return (self.length - self.start) // self.rows
+
+    def _stream(self, chance: np.random.Generator) -> Iterator[int]:
+        while True:
+            yield from chance.permutation(len(self.lengths)).tolist()
+
+    def _row(self, waiting: list[int], stream: Iterator[int]) -> list[int]:
+        row: list[int] = []
+        room, tiles = self.layout.budget, self.layout.tiles
+        places = [0]
+        while places:  # what took their place may fit, too
+            taken = [waiting[place] for place in places]
+            waiting[:] = [example for place, example in enumerate(waiting) if place not in places]
+            waiting += itertools.islice(stream, len(taken))
+            row += taken
+            room -= sum(self.lengths[example] for example in taken)
+            tiles -= sum(self.tiles[example] for example in taken)
+            places = fullest([self.lengths[e] for e in waiting], [self.tiles[e] for e in waiting], room, tiles)
+        return row
+
+
+def fullest(lengths: Sequence[int], tiles: Sequence[int], room: int, most_tiles: int) -> list[int]:
+    """Which of these examples fill `room` tokens best with at most `most_tiles` tiles; earlier ones where that is open.
+
+    After them no other one of the examples fits any more. The subset-sum problem, its reachable sums as an integer's
+    bits; of the many subsets with one sum only the one of the earliest examples is tried.
+    """
+    reachable = [1]
+    for length in lengths:
+        reachable.append((reachable[-1] | reachable[-1] << length) & ((2 << room) - 1))
+    for total in range(reachable[-1].bit_length() - 1, -1, -1):
+        if reachable[-1] >> total & 1:
+            places = _summands(lengths, reachable, total)
+            if sum(tiles[place] for place in places) <= most_tiles:
+                break
+    room, most_tiles = room - total, most_tiles - sum(tiles[place] for place in places)
+    for place, (length, count) in enumerate(zip(lengths, tiles, strict=True)):
+        if place not in places and length <= room and count <= most_tiles:
+            places.append(place)
+            room, most_tiles = room - length, most_tiles - count
+    return places
+
+
+def _summands(lengths: Sequence[int], reachable: Sequence[int], total: int) -> list[int]:
+    """Places of lengths that add up to `total`, ascending."""
+    places = []
+    for place in reversed(range(len(lengths))):
+        if not reachable[place] >> total & 1:  # not without this one
+            places.append(place)
+            total -= lengths[place]
+    return places[::-1]
+
+
+def boundaries(rows: Sequence[Sequence[int]], length: int, segments: int) -> Tensor:
+    """Where each document of a batch of flattened rows starts and ends, int32 [rows * (segments + 1) + 1].
+
+    rows: the lengths of each row's documents; what is left of a row of `length` tokens is one more. A row has at most
+    `segments` documents; empty ones at the end make up for those that aren't there, so that the shape stays the same.
+    """
+    marks = [0]
+    for index, row in enumerate(rows):
+        for document in row:
+            marks.append(marks[-1] + document)
+        marks.append((index + 1) * length)
+    wanted = 1 + len(rows) * (segments + 1)
+    return torch.tensor(marks + [marks[-1]] * (wanted - len(marks)), dtype=torch.int32)
+
+
+def answer_room(answers: int) -> int:
+    """Places that a batch with so many answers' tokens has for them."""
+    return max(ANSWERS, 1 << max(0, answers - 1).bit_length())
+
+
+def answer_places(targets: Tensor) -> dict[str, Tensor]:
+    """The places that have a target, filled up with place 0 and target -100."""
+    flat = targets.flatten()
+    (places,) = (flat != IGNORED).nonzero(as_tuple=True)
+    room = answer_room(len(places))
+    return {"answers": fill_up(places, room, 0), "answer_targets": fill_up(flat[places], room, IGNORED)}
+
+
+def fill_up(tensor: Tensor, length: int, value: float) -> Tensor:
+    """`tensor` made `length` long in its first dimension with `value`."""
+    missing = length - len(tensor)
+    return torch.cat([tensor, tensor.new_full((missing, *tensor.shape[1:]), value)]) if missing else tensor

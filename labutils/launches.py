@@ -1,0 +1,425 @@
+"""What lab 08 does with training steps: foretells each by the launch model, then measures it, then slows the host.
+
+    studied = study(long, short, ways("moe")["expert loop"], "moe", steps=8, delays=(0, 20))
+    studied.seen["long"].run.metrics["predicted_ms"], studied.seen["long"].run.metric("step_ms")
+
+One session serves several batches: four texts of the dataset's mean length, four short ones, and one text of a few
+tokens, on which the host's time a launch is learnt. Batches are fixed, as a step's time is foretold from a trace of the
+same work. Each prediction is made from the light step and the trace before the step itself is timed.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from labutils import hardware
+from labutils.hardware import Spec
+from labutils.measure.delays import SlowerHost
+from labutils.measure.energy import Energy
+from labutils.measure.steps import StepClock
+from labutils.measure.trace import Trace, profile
+from labutils.prediction import Host, Law, Program, attainable, bound_ms, crossing, host_of, idle_ms, replayed_ms
+from labutils.recipe import A3_BASE, Recipe
+from labutils.results import Run, summarise
+from labutils.training import Session
+from labutils.workloads.base import Batch, Work, Workload
+
+TEXTS = 4
+"""Texts in a batch (article A3's batch size where it compares methods)."""
+ROW = 4 * 862
+"""Tokens of a packed row at full scale: four texts of the mean length."""
+WATCH_MS = {"cuda": 1500, "cpu": 300}
+"""A step is repeated at least this long: a GPU's energy meter is slow, and a few short steps of a CPU say little."""
+LANES = {"loop": "article", "expert loop": "article"}
+"""Ways of the lane "article"; the others do the same work."""
+
+
+def ways(family: str) -> dict[str, Recipe]:
+    """How a model ("dense" or "moe") is driven: the library's loop, rewritten, captured, and compiled on top of that.
+
+    The library pads texts side by side, the others pack them one behind the other: of texts as long as each other the
+    same tokens. accelerate is left out: its loader would not take a batch that is given.
+    """
+    loop = A3_BASE.but(driver="eager", micro_batch=TEXTS)
+    packed = {"shapes": "packed", "token_budget": ROW, "micro_batch": 1}
+    rewritten = loop.but(layers="rewritten", logging="ring-buffer", optimizer="adamw-fused", **packed)
+    first, second = {"dense": ("loop", "rewritten"), "moe": ("expert loop", "grouped")}[family]
+    captured = rewritten.but(driver="graph")
+    compiled = captured.but(adapter="plain", loss="fused", compile="default", compile_scope="blocks", dynamic="static")
+    return {first: loop, second: rewritten, "captured": captured, "compiled": compiled}
+
+
+# ----------------------------------------------------------------------------------------------------------- batches
+
+
+def batch_of(workload: Workload, recipe: Recipe, chosen: Sequence[int]) -> Batch:
+    """The micro-batch of these examples, all of them, in the recipe's form; a packed row is as long as they are."""
+    examples, collate = workload.dataset(None, recipe), workload.collate(recipe)
+    texts = [examples[index] for index in chosen]
+    if collate.layout.packs:
+        collate.layout = replace(collate.layout, budget=sum(len(text["input_ids"]) for text in texts))
+    return collate(texts)
+
+
+def typical(workload: Workload, recipe: Recipe, count: int = TEXTS) -> list[int]:
+    """The `count` longest examples that are not longer than the mean."""
+    lengths = _lengths(workload, recipe)
+    mean = sum(lengths) / len(lengths)
+    fitting = [index for index, length in enumerate(lengths) if length <= mean]
+    return sorted(fitting, key=lambda index: -lengths[index])[:count]
+
+
+def shortest(workload: Workload, recipe: Recipe) -> list[int]:
+    """The shortest example."""
+    lengths = _lengths(workload, recipe)
+    return [min(range(len(lengths)), key=lengths.__getitem__)]
+
+
+def _lengths(workload: Workload, recipe: Recipe) -> list[int]:
+    return [len(ids) for ids, _ in workload.dataset(None, recipe).conversations]
+
+
+@dataclass(frozen=True)
+class OnOneBatch:
+    """A session that trains on one batch again and again."""
+
+    session: Session
+    batch: Batch
+
+    def step(self) -> None:
+        self.session.step(itertools.repeat(self.batch))
+
+    def timed(self, steps: int, warmup: int = 0) -> list[float]:
+        """Milliseconds of each of `steps` optimizer steps, after `warmup` more."""
+        for _ in range(warmup):
+            self.step()
+        clock = StepClock(self.session.workload.device)
+        clock.start()
+        for _ in range(steps):
+            self.step()
+            clock.mark(0.0)
+        return clock.stop().step_ms
+
+    def watched(self, steps: int, at_least_ms: float) -> list[float]:
+        """As `timed`: at least `steps`, and for at least so long."""
+        one = min(self.timed(2))
+        return self.timed(max(steps, math.ceil(at_least_ms / one)))
+
+    def traced(self, steps: int) -> Trace:
+        """A trace of `steps` optimizer steps, without Python stacks."""
+        with tempfile.TemporaryDirectory(prefix="labutils-") as folder:
+            return profile(self, steps, folder, with_stack=False)
+
+    @property
+    def work(self) -> Work:
+        return self.session.workload.work_of(self.session.recipe, self.batch)
+
+
+# ------------------------------------------------------------------------------------------- foretelling and measuring
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A step that was foretold and measured: its `run`, the `program` and `host` that foretold it, and its `work`."""
+
+    run: Run
+    program: Program
+    host: Host
+    work: Work
+
+    def on(self, there: Spec, here: Spec, empty_ms: float = 0.0) -> Program:
+        """Its program on another card."""
+        intensity = self.work.flops / self.work.bytes
+        return self.program.on(there, here, self.run.recipe["precision"], intensity, empty_ms)
+
+
+@dataclass(frozen=True)
+class Light:
+    """A light step: `there` on the shortest text, the milliseconds that it takes, its program, and the host that
+    explains them."""
+
+    there: OnOneBatch
+    step_ms: float
+    program: Program
+    host: Host
+
+    @classmethod
+    def of(cls, session: Session, workload: Workload, steps: int) -> Light:
+        there = OnOneBatch(session, batch_of(workload, session.recipe, shortest(workload, session.recipe)))
+        there.timed(0, warmup=2)
+        step_ms = summarise(there.watched(steps, WATCH_MS["cpu"]))["median"]
+        trace = there.traced(2)
+        return cls(there, step_ms, Program.of(trace), host_of(trace, step_ms))
+
+    def metrics(self) -> dict[str, float]:
+        """How light it was."""
+        program = self.program
+        return {"light_step_ms": self.step_ms, "light_launches": program.launches, "light_work_ms": program.kernel_ms}
+
+
+def foretell_and_measure(name: str, there: OnOneBatch, host: Host, steps: int) -> Seen:
+    """Trace a step, foretell it, and only then time it."""
+    session, on_gpu = there.session, hardware.device() == "cuda"
+    there.timed(0, warmup=2)
+    trace = there.traced(2)
+    program, work = Program.of(trace), there.work
+    run = Run("", name, workload=session.workload.name, scale=session.workload.scale, recipe=session.recipe.as_dict())
+    run.weights, run.data = session.workload.weights, session.workload.data
+    predicted = {"predicted_ms": replayed_ms(program, host), "bound_ms": bound_ms(program, host)}
+    predicted["predicted_idle_ms"] = idle_ms(program, host)
+    with Energy() as energy:
+        samples = there.watched(steps, WATCH_MS[hardware.device()])
+    step_ms = summarise(samples)["median"]
+    run.samples = {"step_ms": [round(ms, 4) for ms in samples]}
+    run.metrics = {"step_ms": summarise(samples), **predicted, "off": predicted["predicted_ms"] / step_ms - 1}
+    run.metrics |= {"bound_off": predicted["bound_ms"] / step_ms - 1} | _counted(program, host, work)
+    run.metrics |= {"useful_tokens_per_s": work.useful_tokens / step_ms * 1e3, "tflops": work.flops / step_ms / 1e9}
+    if energy.watts is not None:
+        run.metrics |= {"power_w": energy.watts, "joules_per_step": energy.watts * step_ms / 1e3}
+    if on_gpu:
+        busy = trace.metrics(step_ms)["gpu_busy"]
+        run.metrics |= {"gpu_busy_share": busy, "idle_share": 1 - busy} | _reached(program, work, session.recipe)
+    return Seen(run, program, host, work)
+
+
+def _counted(program: Program, host: Host, work: Work) -> dict[str, float]:
+    return {
+        "launches": program.launches,
+        "waits": program.waits,
+        "kernels_ms": program.kernel_ms,
+        "copies_ms": program.copy_ms,
+        "host_us": 1e3 * host.mean_ms(program),
+        "examples": work.examples,
+        "tokens": work.tokens,
+        "flops": work.flops,
+    }
+
+
+def _reached(program: Program, work: Work, recipe: Recipe) -> dict[str, float]:
+    """The share of the data sheet's roofline that the step's FLOPs reach while kernels run."""
+    card = hardware.spec_of(hardware.machine())
+    if card is None or recipe.precision not in card.dense:
+        return {}
+    rate = attainable(card, recipe.precision, work.flops / work.bytes)
+    return {"reached": work.flops / program.kernel_ms / 1e9 / rate}
+
+
+@dataclass
+class Studied:
+    """What a session showed: steps by batch ("long", "short"), the light step's numbers, and, by delay in microseconds,
+    steps beside a slower host."""
+
+    seen: dict[str, Seen] = field(default_factory=dict)
+    light: dict[str, float] = field(default_factory=dict)
+    slowed: dict[float, Run] = field(default_factory=dict)
+
+
+def study(
+    texts: Mapping[str, Workload],
+    recipe: Recipe,
+    name: str,
+    steps: int,
+    host: Host | None = None,
+    delays: Iterable[float] = (),
+) -> Studied:
+    """Build one session and foretell and measure its steps on the typical texts of each of `texts` ("long", ...).
+
+    The first of `texts` builds the model; the others lend their texts, of the same tokenizer. host: what a launch takes
+    the host, for a captured step: it has one size, so that no light step can tell, and only the first texts. Runs are
+    named "`name` long" or, with a way, "moe long, grouped"; with `delays`, the first step is measured beside slower
+    hosts too.
+    """
+    first = next(iter(texts))
+    found = Studied()
+    with Session(texts[first], recipe) as session:
+        light = Light.of(session, texts[first], steps) if host is None else None
+        found.light = light.metrics() if light else {}
+        for kind in [first] if host else texts:
+            chosen = typical(texts[kind], session.recipe)
+            there = OnOneBatch(session, batch_of(texts[kind], session.recipe, chosen))
+            seen = foretell_and_measure(named(name, kind), there, light.host if light else host, steps)
+            seen.run.metrics |= found.light
+            found.seen[kind] = seen
+            if kind == first:
+                found.slowed = {delay: slowed(there, seen, light, delay, max(3, steps // 2)) for delay in delays}
+    return found
+
+
+def named(name: str, kind: str) -> str:
+    """ "moe, grouped" and "long" -> "moe long, grouped"."""
+    family, comma, way = name.partition(",")
+    return f"{family} {kind}{comma}{way}"
+
+
+def slowed(there: OnOneBatch, seen: Seen, light: Light | None, delay_us: float, steps: int) -> Run:
+    """The step of `seen` beside a host that takes `delay_us` longer for an operation, foretold and measured.
+
+    How much longer a launch takes is learnt as the host's own time was: from the light step beside the same slower
+    host, which tells what the detour through Python costs as well. A captured step has none; there it is the delay.
+    Metrics: `step_ms`, `predicted_ms`, `host_us` (a launch, delay and all), `added_us` (of it), `delayed` operations.
+    """
+    added = delay_us / 1e3
+    with SlowerHost(delay_us) as host:
+        if light:
+            slow = summarise(light.there.watched(steps, WATCH_MS["cpu"]))["median"]
+            added = max(0.0, slow - light.step_ms) / light.program.launches
+        there.timed(0, warmup=1)
+        before = host.delayed
+        samples = there.timed(steps)
+    slower = seen.host.plus(added)
+    run = replace(seen.run, run=f"{seen.run.run}, delay {delay_us:g} us", samples={"step_ms": samples})
+    run.metrics = {
+        "step_ms": summarise(samples),
+        "predicted_ms": replayed_ms(seen.program, slower),
+        "host_us": 1e3 * slower.mean_ms(seen.program),
+        "added_us": 1e3 * added,
+        "delayed": (host.delayed - before) / steps,
+    }
+    run.metrics["off"] = run.metrics["predicted_ms"] / run.metric("step_ms") - 1
+    return run
+
+
+def launch_law(workload: Workload, family: str) -> Law:
+    """How many operations that launch work a step of a family's loop has, by layers and experts.
+
+    Counted on a tiny model with one layer more, and twice as many experts, of all of which some token takes each.
+    """
+    size, recipe = workload.size, next(iter(ways(family).values()))
+    layers, experts = size.layers, size.experts
+    base = _operations(workload, recipe, size)
+    layer = _operations(workload, recipe, replace(size, layers=layers + 1)) - base
+    if not experts:
+        return Law(base - layers * layer, layer)
+    expert = (_operations(workload, recipe, replace(size, experts=2 * experts)) - base) / (layers * experts)
+    return Law(base - layers * layer, layer - experts * expert, expert)
+
+
+def known(studied: Studied, law: Law, workload: Workload) -> dict[str, Any]:
+    """What a study of a model tells about larger ones of its family, as the fields of `cards.Basis`.
+
+    Without a GPU, operations stand for launches, and for the host's time an operation of the light step, work and all.
+    """
+    operations = law.launches(workload.size.layers, workload.size.experts)
+    first = next(iter(studied.seen.values()))
+    if "reached" not in first.run.metrics:
+        return {"law": law, "host_ms": studied.light["light_step_ms"] / operations}
+    return {
+        "law": law,
+        "host_ms": first.host.mean_ms(first.program),
+        "reached": first.run.metrics["reached"],
+        "launches": first.program.launches / operations,
+        "program": first.program,
+        "host": first.host,
+    }
+
+
+def _operations(workload: Workload, recipe: Recipe, size: Any) -> int:
+    """Operations that launch work in a step of the workload with a model of another size."""
+    other = copy.copy(workload)
+    other.sizes, other._held = workload.sizes | {workload.scale: size}, None
+    with Session(other, recipe) as session:
+        there = OnOneBatch(session, batch_of(workload, session.recipe, typical(workload, session.recipe)))
+        there.timed(0, warmup=1)  # the optimizer makes its moments
+        with SlowerHost() as host:
+            there.step()
+    return host.delayed
+
+
+# ------------------------------------------------------------------------------------------------------------- tables
+
+
+HEAD = (
+    "step",
+    "launches",
+    "waits",
+    "host, µs a launch",
+    "kernels, ms",
+    "launches × host, ms",
+    "short form, ms",
+    "replayed, ms",
+    "measured, ms",
+    "replay off by",
+)
+"""The head of a table of `rows`."""
+
+
+def rows(runs: Iterable[Run]) -> list[tuple[Any, ...]]:
+    """Rows for `HEAD` out of runs of `foretell_and_measure`, which may come from a results file."""
+    return [_row(run) for run in runs if run.ok and run.metric("predicted_ms") and "launches" in run.metrics]
+
+
+def _row(run: Run) -> tuple[Any, ...]:
+    m = run.metric
+    launching = m("launches") * m("host_us") / 1e3
+    numbers = (m("launches"), m("waits"), m("host_us"), m("kernels_ms"), launching, m("bound_ms"), m("predicted_ms"))
+    return run.run, *numbers, m("step_ms"), _off(run)
+
+
+DELAY_HEAD = (
+    "step",
+    "delay, µs",
+    "operations delayed",
+    "a launch longer by, µs",
+    "replayed, ms",
+    "measured, ms",
+    "off by",
+)
+"""The head of a table of `delay_rows`."""
+
+
+def delay_rows(studied: Studied) -> list[tuple[Any, ...]]:
+    """Rows for `DELAY_HEAD`, the step without any delay first."""
+    plain = next(iter(studied.seen.values())).run
+    rows = [(plain.run, None, None, None, plain.metric("predicted_ms"), plain.metric("step_ms"), _off(plain))]
+    for delay, run in studied.slowed.items():
+        m = run.metric
+        rows.append((plain.run, delay, m("delayed"), m("added_us"), m("predicted_ms"), m("step_ms"), _off(run)))
+    return rows
+
+
+def by_delay(studied: Studied) -> dict[float, float]:
+    """Microseconds more for a launch -> the measured milliseconds a step."""
+    plain = next(iter(studied.seen.values())).run
+    slowed = {run.metric("added_us"): run.metric("step_ms") for run in studied.slowed.values()}
+    return {0.0: plain.metric("step_ms")} | slowed
+
+
+def _off(run: Run) -> str:
+    return f"{100 * run.metrics['off']:+.0f} %"
+
+
+def flip_us(seen: Seen, rival_ms: float, most_us: float = 1000.0) -> float | None:
+    """Microseconds more a launch with which this card's step lasts as long as a rival's; None: none up to most."""
+    return crossing(lambda us: replayed_ms(seen.program, seen.host.plus(us / 1e3)), lambda us: rival_ms, 0.0, most_us)
+
+
+def slowdown(seen: Seen, most_us: float, points: int = 16) -> dict[float, float]:
+    """Microseconds more for each launch -> milliseconds a step, foretold."""
+    steps = [most_us * at / (points - 1) for at in range(points)]
+    return {us: replayed_ms(seen.program, seen.host.plus(us / 1e3)) for us in steps}
+
+
+SPEED_HEAD = ("step", "launches", "kernels, ms", "step, ms", "useful tokens/s", "times the loop")
+
+
+def speed_rows(runs: Iterable[Run]) -> list[tuple[Any, ...]]:
+    """Rows for `SPEED_HEAD` out of runs on the same texts, the first of which is what the others are compared with."""
+    runs = [run for run in runs if run.ok]
+    base = runs[0].metric("useful_tokens_per_s") if runs else 0.0
+    measured = ("launches", "kernels_ms", "step_ms", "useful_tokens_per_s")
+    return [(run.run, *map(run.metric, measured), run.metric("useful_tokens_per_s") / base) for run in runs]
+
+
+def accuracy(runs: Iterable[Run]) -> dict[str, float]:
+    """How far the predictions are off in size, over all of `runs`: `pairs`, `within_20`, `median_off`, `worst_off`."""
+    offs = sorted(abs(run.metrics["off"]) for run in runs if run.ok and "off" in run.metrics)
+    if not offs:
+        return {}
+    within = sum(off <= 0.2 for off in offs)
+    return {"pairs": len(offs), "within_20": within, "median_off": summarise(offs)["median"], "worst_off": offs[-1]}

@@ -1,0 +1,75 @@
+"""A training run whose memory is written down as it goes: article A3's way of looking at a method.
+
+run = followed(workload, recipe, steps=40, name="qlora long", log=folder / "qlora long.csv")
+lines = read_log(folder / "qlora long.csv")
+"""
+
+from __future__ import annotations
+
+import csv
+import gc
+from collections.abc import Callable
+from pathlib import Path
+
+from torch import nn
+
+from labutils import hardware
+from labutils.recipe import Recipe
+from labutils.results import Run
+from labutils.training.comparing import train
+from labutils.training.logs import MemoryLog
+from labutils.training.session import Session
+from labutils.training.variants import altered, with_costs
+from labutils.workloads.base import Workload
+
+
+def followed(
+    workload: Workload,
+    recipe: Recipe,
+    steps: int,
+    name: str,
+    log: Path,
+    every: int = 10,
+    change: Callable[[nn.Module], None] | None = None,
+) -> Run:
+    """Train at least `steps` timed optimizer steps; every so many a line of `log`, whose clock starts once the model
+    is built. What the file held before is lost.
+
+    `change` alters the model once it is built. Memory is that of the whole process, in the log as in the metrics
+    `peak_allocated_gb` and `peak_reserved_gb`, over all steps: let go of what else is on the GPU before. Weights that
+    the workload shares between sessions are let go here. A failure is the run's status.
+    """
+    log.unlink(missing_ok=True)
+    workload.collate(recipe)  # so that texts are made before the clock starts
+    _make_room(workload)
+    logs: list[MemoryLog] = []
+
+    def begin(model: nn.Module) -> None:
+        if change is not None:
+            change(model)
+        logs.append(MemoryLog(log, steps, every))
+
+    def write(session: Session) -> None:
+        if session.step_count <= steps:
+            logs[-1](session)
+
+    run = train(altered(workload, begin), recipe, steps, warmup=0, name=name, after_step=write)
+    if run.ok and (peak := hardware.cuda.peak_memory()):
+        run.metrics |= {"peak_allocated_gb": peak[0], "peak_reserved_gb": peak[1]}
+    _make_room(workload)
+    return with_costs(run)
+
+
+def _make_room(workload: Workload) -> None:
+    workload.let_go()
+    if hardware.cuda.available():  # a collection takes half a second
+        gc.collect()
+        hardware.cuda.empty_cache()
+
+
+def read_log(path: Path) -> list[dict[str, float]]:
+    """The lines of a `MemoryLog`'s file, column -> number; what is empty there is left out. [] without a file."""
+    if not path.exists():
+        return []
+    with path.open(encoding="utf-8", newline="") as file:
+        return [{name: float(text) for name, text in line.items() if text} for line in csv.DictReader(file)]

@@ -1,0 +1,63 @@
+"""Workloads whose models are changed once they are built, and what a run of uneven steps costs a token.
+
+run = train(altered(workload, prepared_for_kbit), recipe)
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from labutils.recipe import Recipe
+from labutils.results import Run, summarise
+from labutils.workloads.base import Workload
+
+
+def altered(workload: Workload, change: Callable[[nn.Module], None]) -> Workload:
+    """The same workload, whose models go through `change` once they are built. Frozen weights stay shared."""
+    other = copy.copy(workload)
+
+    def build(recipe: Recipe) -> nn.Module:
+        model = workload.build(recipe)
+        change(model)
+        return model
+
+    other.build = build
+    return other
+
+
+def prepared_for_kbit(model: nn.Module) -> None:
+    """What PEFT's `prepare_model_for_kbit_training` does to precision: every frozen 16-bit parameter becomes float32.
+
+    In a model whose large matrices are quantised these are its embeddings, norms, head and vision tower: the stream
+    between the blocks is float32 from then on. Parameters are replaced, not converted in place, as other models may
+    share them. (It also turns gradient checkpointing on: that is the recipe's `checkpointing`.)
+    """
+    for module in model.modules():
+        _widen(module)
+
+
+def cast_as_for_kbit(model: nn.Module) -> None:
+    """The same casts in a model whose adapted matrices aren't quantised: these stay as they are."""
+    adapted = {id(layer.base_layer) for layer in model.modules() if hasattr(layer, "base_layer")}
+    for module in model.modules():
+        if id(module) not in adapted:
+            _widen(module)
+
+
+def _widen(module: nn.Module) -> None:
+    for name, parameter in module.named_parameters(recurse=False):
+        if parameter.dtype in (torch.float16, torch.bfloat16) and not parameter.requires_grad:
+            setattr(module, name, nn.Parameter(parameter.detach().float(), requires_grad=False))
+
+
+def with_costs(run: Run) -> Run:
+    """The run with `ms_per_1k_useful_tokens`, step by step and summed up; unchanged where it failed."""
+    steps = zip(run.samples.get("step_ms", []), run.samples.get("useful_tokens", []), strict=False)
+    if costs := [1e3 * ms / tokens for ms, tokens in steps]:
+        run.samples["ms_per_1k_useful_tokens"] = costs
+        run.metrics["ms_per_1k_useful_tokens"] = summarise(costs)
+    return run

@@ -1,0 +1,151 @@
+"""What a language model's and a multimodal model's decoder have in common: how it is trained, and its arithmetic."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from labutils.checkpointing import Parking, offloading
+from labutils.losses import cross_entropy, linear_cross_entropy
+from labutils.lowbit.backends import recomputing
+from labutils.recipe import Recipe
+from labutils.results import Unavailable
+
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+FP8_ROWS = 16
+"""FP8 layers take rows in multiples of this. Transformer Engine insists on 8, which article A2 met as an assertion;
+ours fills rows up to 16, and compiled for any length needs a second graph for lengths that must be filled up."""
+TARGETS = (*ATTENTION, "gate_proj", "up_proj", "down_proj")
+"""The linear layers of a decoder's block: what LoRA adapts."""
+
+
+class Decoder(nn.Module):
+    """Embedded tokens [r, n, width] to the mean loss of the targets: the language model and its head."""
+
+    def __init__(self, language: nn.Module, head: nn.Module, loss: str) -> None:
+        super().__init__()
+        self.language, self.head, self.kind = language, head, loss
+
+    def forward(
+        self,
+        x: Tensor,
+        positions: Tensor,
+        targets: Tensor,
+        answers: Tensor,
+        answer_targets: Tensor,
+        boundaries: Tensor | None = None,
+    ) -> Tensor:
+        turns = self.language.rotary_emb(x, position_ids=positions)
+        for layer in self.language.layers:
+            x = layer(x, position_embeddings=turns, boundaries=boundaries)
+        x = x.flatten(0, 1)
+        if self.kind == "answers":
+            return cross_entropy(self.language.norm(x[answers]), self.head.weight, answer_targets)
+        loss = linear_cross_entropy if self.kind == "fused" else cross_entropy
+        return loss(self.language.norm(x), self.head.weight, targets.flatten())
+
+
+def projections(layers: nn.ModuleList, prefix: str) -> tuple[str, ...]:
+    """Names of the linear layers of `TARGETS` in the blocks that are called `prefix`.0, `prefix`.1, ..."""
+    return tuple(
+        f"{prefix}.{index}.{name}"
+        for index, layer in enumerate(layers)
+        for name, part in layer.named_modules()
+        if isinstance(part, nn.Linear) and name.rpartition(".")[2] in TARGETS
+    )
+
+
+def around_the_same(frozen: nn.Module) -> nn.Module:
+    """A copy of the modules around the same tensors: sessions side by side hold the frozen weights once."""
+    shared = {id(tensor): tensor for tensor in [*frozen.parameters(), *frozen.buffers()]}
+    return copy.deepcopy(frozen, memo=shared)
+
+
+def checkpoint_blocks(language: nn.Module, recipe: Recipe) -> None:
+    """Have the blocks of transformers' `language` model keep for the backward pass what the recipe says."""
+    if recipe.checkpointing == "off":
+        return
+    language.gradient_checkpointing_enable()
+    parking = Parking()
+    for layer in language.layers:
+        offload = recipe.checkpointing == "offload"
+        layer._gradient_checkpointing_func = offloading(layer, parking) if offload else recomputing(recipe.base_linear)
+
+
+def check_checkpointing(recipe: Recipe) -> None:
+    """Raise `ValueError` where a recipe's checkpointing doesn't go with the rest of it, `Unavailable` where a library's
+    doesn't."""
+    if (
+        recipe.base_linear == "fp8-te"
+        and recipe.checkpointing == "blocks"
+        and recipe.compile != "off"
+        and recipe.compile_scope != "blocks"
+    ):
+        raise Unavailable(
+            "Transformer Engine's checkpointing is closed to the compiler, so that of a model compiled whole its "
+            "blocks would be left out. Compile the blocks one by one: compile_scope='blocks'"
+        )
+    if recipe.checkpointing != "offload":
+        return
+    if recipe.driver == "graph":
+        raise ValueError("checkpointing='offload' copies to the host, which driver='graph' can't record. Use 'blocks'.")
+    if recipe.base_linear == "fp8-te":
+        raise ValueError(
+            "checkpointing='offload' doesn't know of Transformer Engine's scales, which are renewed between a block's "
+            "two passes. Use checkpointing='blocks' with base_linear='fp8-te'."
+        )
+    if recipe.compile != "off" and recipe.compile_scope != "blocks":
+        raise ValueError("checkpointing='offload' works between compiled blocks. Use compile_scope='blocks' with it.")
+
+
+@contextmanager
+def built_in(dtype: torch.dtype, device: torch.device) -> Iterator[None]:
+    """A context in which modules are made in `dtype` on `device` itself: no copy in another dtype or place exists."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with device:
+            yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Arithmetic
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """The matrix products of a decoder's block. `adapted`: name -> (in, out) of the layers with LoRA; `frozen`: weights
+    of the other products that one token takes; `attended`: heads times their width."""
+
+    layers: int
+    adapted: Mapping[str, tuple[int, int]]
+    attended: int
+    frozen: int = 0
+
+
+def decoder_flops(shapes: Shapes, rank: int, tokens: int, pairs: int) -> int:
+    """FLOPs of a forward and backward pass through all blocks that trains the LoRA matrices alone.
+
+    pairs: of a token and one that it sees, itself included, summed over the layers. A frozen product's backward pass is
+    one product, the gradient of its input; a trained product's has a second, its own gradient. The first block's input
+    needs no gradient, and neither do the products with it. What checkpointing computes again isn't counted.
+    """
+    frozen = sum(a * b for a, b in shapes.adapted.values()) + shapes.frozen
+    low_rank = rank * sum(a + b for a, b in shapes.adapted.values())
+    forward = 2 * tokens * shapes.layers * (frozen + low_rank) + 4 * pairs * shapes.attended
+    backward = 2 * tokens * shapes.layers * (frozen + 2 * low_rank) + 8 * pairs * shapes.attended
+    spared = 2 * tokens * sum(a * b + rank * a for a, b in (shapes.adapted[name] for name in ATTENTION[:3]))
+    return forward + backward - spared
+
+
+def head_flops(width: int, words: int, predicting: int) -> int:
+    """FLOPs of the logits of `predicting` tokens, forward and backward."""
+    return 2 * 2 * predicting * width * words

@@ -1,0 +1,250 @@
+"""Qwen3 and gpt-oss on a GPU: sinks in flash attention, grouped experts, offloaded inputs, one graph, the full size."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+from recipes_at_work import adapter_gradients, assert_same_gradients, perturb
+from torch import nn
+
+from labutils.adapters import count_parameters
+from labutils.attention import document_attention
+from labutils.checkpointing import Parking, offloading
+from labutils.experts import grouped_experts
+from labutils.measure.recompilation import Compilation
+from labutils.recipe import A3_BASE, A3_OWN
+from labutils.training import Session
+from labutils.workloads import open_workload
+from labutils.workloads.language import build_lm
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+BASE = A3_BASE.but(adapter="plain", driver="eager", logging="ring-buffer", optimizer="adamw-fused")
+OURS = BASE.but(layers="rewritten")
+PACKED = OURS.but(shapes="packed", token_budget=4096, micro_batch=1, dynamic="static")
+NAMES = ("qwen3-lora-long", "gpt-oss-lora-long")
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def workload(request):
+    return open_workload(request.param, scale="tiny", device="cuda")
+
+
+@pytest.fixture(scope="module")
+def gpt_oss():
+    return open_workload("gpt-oss-lora-long", scale="tiny", device="cuda")
+
+
+@pytest.fixture
+def nothing_compiled():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def batch_of(workload, recipe, chosen):
+    rows = workload.dataset(None, recipe)
+    batch = workload.collate(recipe)([rows[index] for index in chosen])
+    return {name: tensor.to(workload.device) for name, tensor in batch.items()}
+
+
+def outcome(workload, recipe, chosen):
+    model = workload.build(recipe)
+    perturb(model.lm, 0.2)
+    with torch.autocast("cuda", torch.bfloat16, enabled=recipe.precision == "bf16"):
+        loss = workload.loss(model, batch_of(workload, recipe, chosen), {})
+    loss.backward()
+    return loss.detach(), adapter_gradients(model.lm)
+
+
+@pytest.mark.parametrize("sinks", [True, False], ids=["sinks", "no sinks"])
+@pytest.mark.parametrize("window", [None, 32])
+@pytest.mark.parametrize("lengths", [[128], [300, 1, 211], [64, 448, 7]])
+def test_flash_attention_with_sinks_is_the_masked_one(lengths, window, sinks):
+    torch.manual_seed(0)
+    n = sum(lengths)
+    given = [torch.randn(1, heads, n, 64, device="cuda", dtype=torch.bfloat16) for heads in (8, 2, 2)]
+    marks = torch.tensor([0, *torch.tensor(lengths).cumsum(0), n, n], dtype=torch.int32, device="cuda")
+    slope = torch.randn(1, n, 8, 64, device="cuda")
+    extra = {"sliding_window": window, "s_aux": 2 * torch.randn(8, device="cuda") if sinks else None}
+    results = []
+    for dtype in (torch.bfloat16, torch.float32):  # the second one by a mask
+        inputs = [x.to(dtype).requires_grad_() for x in given]
+        out, _ = document_attention(None, *inputs, None, 0.125, boundaries=marks, **extra)
+        results.append([out, *torch.autograd.grad(out, inputs, slope.to(dtype))])
+    for found, expected in zip(*results, strict=True):
+        assert found.dtype == torch.bfloat16
+        assert (found.float() - expected).norm() < 2e-2 * expected.norm()
+
+
+def test_the_operator_with_sinks_is_a_proper_one():
+    """PyTorch's own checks: its shapes when traced, its gradient's registration."""
+    from labutils.attention import _with_sinks
+
+    given = [torch.randn(40, heads, 64, device="cuda", dtype=torch.bfloat16) for heads in (8, 2, 2)]
+    marks = torch.tensor([0, 15, 40], dtype=torch.int32, device="cuda")
+    sinks = torch.randn(8, device="cuda")
+    tests = ("test_schema", "test_faketensor", "test_autograd_registration")
+    torch.library.opcheck(_with_sinks, (*given, sinks, marks, 40, 0.125, 16), test_utils=tests)
+
+
+@pytest.mark.parametrize("count", [4, 32])
+def test_grouped_experts_are_the_loop(count):
+    from transformers import GptOssConfig
+    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+
+    config = GptOssConfig(num_local_experts=count, hidden_size=64, intermediate_size=96)
+    config._experts_implementation = "eager"
+    torch.manual_seed(0)
+    layer = GptOssExperts(config).cuda()
+    for parameter in layer.parameters():
+        nn.init.normal_(parameter, std=0.2)
+    layer.requires_grad_(False)
+    x = torch.randn(300, 64, device="cuda")
+    chosen = torch.rand(300, count, device="cuda").topk(3).indices
+    shares, slope = torch.rand(300, 3, device="cuda"), torch.randn(300, 64, device="cuda")
+    results = []
+    for dtype, forward in ((torch.float32, layer), (torch.bfloat16, lambda *given: grouped_experts(layer, *given))):
+        layer.to(dtype)
+        given = [x.to(dtype).requires_grad_(), shares.to(dtype).requires_grad_()]
+        out = forward(given[0], chosen, given[1])
+        results.append([out, *torch.autograd.grad(out, given, slope.to(dtype))])
+    for expected, found in zip(*results, strict=True):
+        assert (found.float() - expected).norm() < 3e-2 * expected.norm()
+
+
+@pytest.mark.parametrize("recipe", [OURS, PACKED], ids=["as-they-come", "packed"])
+def test_bfloat16_is_near_transformers_float32(workload, recipe):
+    """gpt-oss's tiny router may choose other experts in half precision, which moves single gradients further."""
+    chosen = [3, 5]
+    expected, gradients = outcome(workload, BASE.but(precision="fp32"), chosen)
+    loss, found = outcome(workload, recipe, chosen)
+    torch.testing.assert_close(loss, expected, rtol=2e-2, atol=2e-2)
+    if workload.family == "qwen3":
+        assert_same_gradients(found, gradients, rtol=0.1)
+    for name, gradient in gradients.items():
+        assert nn.functional.cosine_similarity(found[name].flatten(), gradient.flatten(), dim=0) > 0.9, name
+
+
+@pytest.mark.parametrize("checkpointing", ["blocks", "offload"])
+@pytest.mark.parametrize("recipe", [OURS, PACKED], ids=["as-they-come", "packed"])
+def test_checkpointing_changes_no_gradient(workload, recipe, checkpointing):
+    expected, gradients = outcome(workload, recipe, [3, 5, 7])
+    loss, found = outcome(workload, recipe.but(checkpointing=checkpointing), [3, 5, 7])
+    torch.testing.assert_close(loss, expected)
+    assert_same_gradients(found, gradients, rtol=2e-2)  # atomic additions come in another order each time
+
+
+def test_nothing_waits_for_the_device(workload):
+    """Forward and backward of batches on the device, with every synchronisation an error."""
+    for recipe in (OURS, PACKED, PACKED.but(loss="fused"), PACKED.but(loss="answers", predict="answers")):
+        model, batch = workload.build(recipe), batch_of(workload, recipe, [0, 1, 2])
+        workload.loss(model, batch, {}).backward()  # the first call may create handles
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            workload.loss(model, batch, {}).backward()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+def test_the_published_mixture_does_wait(gpt_oss):
+    model, batch = gpt_oss.build(BASE), batch_of(gpt_oss, BASE, [0, 1])
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with pytest.raises(RuntimeError, match="synchroniz"):
+            gpt_oss.loss(model, batch, {})
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("change", [{}, {"compile": "default", "compile_scope": "blocks"}, {"loss": "fused"}])
+def test_one_cuda_graph_trains_as_the_loop_does(workload, change, nothing_compiled):
+    losses = []
+    for driver in ("eager", "graph"):
+        with Session(workload, PACKED.but(driver=driver, **change)) as session:
+            session.run(6)
+            session.driver.log.flush()
+            losses.append(list(session.losses))
+    assert losses[1] == pytest.approx(losses[0], rel=5e-3)
+
+
+def test_packed_blocks_compile_without_breaks(workload, nothing_compiled):
+    """The first block, whose input needs no gradient, and the others; gpt-oss's have a window each other time."""
+    recipe = PACKED.but(compile="default", compile_scope="blocks")
+    with Compilation() as compiled, Session(workload, recipe) as session:
+        session.run(5)
+    assert compiled.graphs == 2
+    assert compiled.breaks.total() == 0
+
+
+@pytest.mark.parametrize("checkpointing", ["blocks", "offload"])
+def test_compiled_blocks_can_be_checkpointed(workload, checkpointing, nothing_compiled):
+    recipe = PACKED.but(compile="default", compile_scope="blocks", checkpointing=checkpointing)
+    with Session(workload, recipe) as session, Session(workload, PACKED) as plain:
+        session.run(3)
+        plain.run(3)
+        session.driver.log.flush()
+        plain.driver.log.flush()
+    assert session.losses == pytest.approx(plain.losses, rel=5e-3)
+
+
+@pytest.mark.parametrize("method", A3_OWN)
+def test_article_methods_train(workload, method):
+    with Session(workload, A3_OWN[method]) as session:
+        session.run(3)
+    assert session.losses[0] == pytest.approx(6.93, abs=0.3)
+
+
+def test_parked_inputs_leave_the_gpu():
+    """Twelve inputs of 64 MB each: the GPU never holds more than a few of them, and gradients are the same."""
+    torch.manual_seed(0)
+    size = (4096, 4096)
+    layers = nn.ModuleList(nn.Linear(4096, 4096, device="cuda", dtype=torch.float32) for _ in range(12))
+    x = torch.randn(size, device="cuda")
+
+    def peak(parking):
+        layers.zero_grad()
+        for layer in layers:  # gradients allocated, so that only activations differ
+            layer.weight.grad, layer.bias.grad = torch.zeros_like(layer.weight), torch.zeros_like(layer.bias)
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before, h = torch.cuda.memory_allocated(), x
+        for layer in layers:
+            if parking is None:
+                h = torch.utils.checkpoint.checkpoint(layer, h, use_reentrant=False)
+            else:
+                h = offloading(layer, parking)(layer, h)
+        h.square().mean().backward()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before, layers[0].weight.grad.clone()
+
+    parking = Parking()
+    peak(parking)  # takes the page-locked memory
+    offloaded, found = peak(parking)
+    kept, expected = peak(None)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-8)
+    one = x.numel() * x.element_size()
+    assert kept - offloaded > 5 * one
+
+
+@pytest.mark.parametrize(("name", "gigabytes"), [("qwen3-lora-long", 16.4), ("gpt-oss-lora-long", 41.9)])
+def test_the_full_size_is_built_at_once_and_held_once(name, gigabytes):
+    if torch.cuda.get_device_properties(0).total_memory < 60e9:
+        pytest.skip("the full size needs a GPU of 60 GB")
+    workload = open_workload(name, scale="full", device="cuda")
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    began = time.perf_counter()
+    model = workload.build(BASE)
+    torch.cuda.synchronize()
+    assert time.perf_counter() - began < 60
+    size = 2 * count_parameters(build_lm(workload.size, torch.device("meta"), torch.bfloat16))
+    assert size == pytest.approx(gigabytes * 1e9, rel=0.01)
+    assert torch.cuda.max_memory_allocated() - before < size + 2.5e9
+    other = workload.build(OURS)
+    assert torch.cuda.memory_allocated() - before < size + 0.7e9
+    assert other.lm.lm_head.weight is model.lm.lm_head.weight

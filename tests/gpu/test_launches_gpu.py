@@ -1,0 +1,113 @@
+"""The launch model on a GPU: what a trace's queue holds, what a light step tells, slower hosts, the energy meter."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from labutils import hardware, launches
+from labutils.launches import Light, OnOneBatch
+from labutils.measure.delays import SlowerHost
+from labutils.measure.energy import Energy
+from labutils.prediction import Host, Program, bound_ms, replayed_ms
+from labutils.training import Session
+from labutils.workloads import open_workload
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+
+@pytest.fixture(scope="module")
+def dense():
+    return open_workload("qwen3-lora-long", scale="small", device="cuda")
+
+
+@pytest.fixture(scope="module")
+def moe():
+    return open_workload("gpt-oss-lora-long", scale="small", device="cuda")
+
+
+def on_typical_texts(session):
+    workload = session.workload
+    return OnOneBatch(session, launches.batch_of(workload, session.recipe, launches.typical(workload, session.recipe)))
+
+
+def test_the_queue_holds_every_kernel_of_the_trace(moe):
+    with Session(moe, launches.ways("moe")["expert loop"]) as session:
+        there = on_typical_texts(session)
+        there.timed(0, warmup=2)
+        trace = there.traced(2)
+    program, counted = Program.of(trace), trace.launches()
+    kernels = sum(count for piece in program.given for kind, _, count in piece.work if kind != "copy")
+    assert kernels / program.steps == pytest.approx(counted["kernels"], rel=0.02)
+    assert program.launches == pytest.approx(counted["launches"] + counted["copy_calls"], rel=0.1)
+    assert program.waits > 10  # the loop asks which experts were chosen
+
+
+def test_grouped_experts_launch_less_and_hardly_wait(moe):
+    found = {}
+    for way in ("expert loop", "grouped"):
+        with Session(moe, launches.ways("moe")[way]) as session:
+            there = on_typical_texts(session)
+            there.timed(0, warmup=2)
+            found[way] = Program.of(there.traced(2))
+    assert found["grouped"].launches < 0.7 * found["expert loop"].launches
+    assert found["grouped"].waits < 0.2 * found["expert loop"].waits
+
+
+def test_a_captured_step_is_a_handful_of_launches(dense):
+    with Session(dense, launches.ways("dense")["captured"]) as session:
+        there = on_typical_texts(session)
+        there.timed(0, warmup=2)
+        program = Program.of(there.traced(2))
+        assert program.launches < 30
+        plain = min(there.timed(5))
+        with SlowerHost(100):
+            assert min(there.timed(5)) < plain + 0.2 * program.launches + 1
+    assert replayed_ms(program, Host(0.005)) == pytest.approx(plain, rel=0.5)  # small kernels: gaps between them count
+
+
+def test_a_light_step_is_the_hosts(dense):
+    with Session(dense, launches.ways("dense")["loop"]) as session:
+        light = Light.of(session, dense, steps=5)
+    assert light.program.kernel_ms < 0.8 * light.step_ms
+    assert 1e-3 < light.host.mean_ms(light.program) < 0.2
+    assert replayed_ms(light.program, light.host) == pytest.approx(light.step_ms, rel=1e-3)
+
+
+@pytest.mark.parametrize(("family", "way"), [("dense", "loop"), ("dense", "rewritten"), ("moe", "grouped")])
+def test_steps_are_foretold(family, way, dense, moe):
+    workload = {"dense": dense, "moe": moe}[family]
+    studied = launches.study({"long": workload}, launches.ways(family)[way], family, steps=8)
+    run = studied.seen["long"].run
+    assert abs(run.metrics["off"]) < 0.35
+    assert run.metrics["predicted_ms"] >= 0.99 * max(run.metrics["kernels_ms"], 1e-3)
+    assert bound_ms(studied.seen["long"].program, studied.seen["long"].host) > 0
+    assert 0 <= run.metrics["idle_share"] < 1
+
+
+def test_a_slower_host_slows_a_step_that_it_decides(dense):
+    with Session(dense, launches.ways("dense")["loop"]) as session:
+        shortest = launches.shortest(dense, session.recipe)
+        there = OnOneBatch(session, launches.batch_of(dense, session.recipe, shortest))
+        there.timed(0, warmup=2)
+        with SlowerHost() as host:
+            quick = min(there.timed(4))
+        delayed = host.delayed / 4
+        with SlowerHost(50):
+            slow = min(there.timed(4))
+    assert delayed > 500  # the backward pass, on its own thread, is seen as well
+    assert slow - quick == pytest.approx(delayed * 0.05, rel=0.3)
+
+
+def test_the_meter_counts():
+    with Energy() as energy:
+        began, x = time.perf_counter(), torch.rand(4096, 4096, device="cuda", dtype=torch.bfloat16)
+        while time.perf_counter() - began < 1.5:
+            for _ in range(20):
+                x = (x @ x).clamp(-1, 1)
+            hardware.cuda.synchronize()
+    if energy.joules is None:
+        pytest.skip("this driver doesn't say")
+    assert 20 < energy.watts < 2000

@@ -1,0 +1,78 @@
+"""Lab 07's methods on a GPU: memory is logged, its line holds, and unsloth answers where it is installed."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+
+from labutils import hardware, methods
+from labutils.results import Unavailable
+from labutils.titles import Reader
+from labutils.training.following import read_log
+from labutils.training.with_unsloth import check_unsloth, train_with_unsloth
+from labutils.workloads import open_workload
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+EVERY = (
+    "lora",
+    "lora, checkpointed",
+    "lora, offloaded",
+    "lora, 4 bits",
+    "lora, fp32 casts",
+    "qlora",
+    "qlora, no casts",
+)
+
+
+@pytest.fixture(scope="module")
+def texts():
+    return {length: open_workload(f"qwen3-lora-{length}", scale="tiny", device="cuda") for length in ("short", "long")}
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_every_method_trains_and_its_memory_is_on_record(texts, tmp_path, name):
+    head, _, switch = name.partition(", ")
+    run = methods.follow(texts, ", ".join(filter(None, (f"{head} short", switch))), 4, tmp_path, every=2)
+    assert run.ok, run.status
+    assert 0 < run.metrics["peak_allocated_gb"] <= run.metrics["peak_reserved_gb"]
+    (log,) = tmp_path.glob("*.csv")
+    assert all(line["memory_allocated_gb"] <= line["peak_memory_gb"] for line in read_log(log))
+
+
+def test_checkpointing_makes_the_line_flatter(texts):
+    found = {name: methods.memory_line(texts, name, (8, 32), None) for name in ("lora long", "lora long, checkpointed")}
+    lines = methods.lines_of(found, {})
+    assert 0 < lines["lora long, checkpointed"].each < 0.9 * lines["lora long"].each
+
+
+def test_memory_comes_back_after_a_batch_that_does_not_fit(texts):
+    with methods.Filled(texts["long"], "lora long") as filled:
+        filled.peak(1)
+        gc.collect()
+        hardware.cuda.empty_cache()
+        before = hardware.cuda.allocated_memory()
+        assert not filled.fits(10**5)
+        assert hardware.cuda.allocated_memory() < before + 0.5
+        assert filled.fits(2)
+
+
+def test_titles_are_learned():
+    reader = Reader("cuda")
+    reader.learn_to_explain(200)
+    assert reader.matches(None, "explain") > 0.5
+    reader.fine_tune("title", 100)
+    assert reader.matches("title", "title") > 0.5
+
+
+def test_unsloth_trains(texts, tmp_path):
+    try:
+        check_unsloth("cuda")
+    except Unavailable as reason:
+        pytest.skip(str(reason))
+    small = {length: open_workload(f"qwen3-lora-{length}", scale="small", device="cuda") for length in texts}
+    runs = train_with_unsloth(methods.unsloth_jobs(small, 4), tmp_path, every=2)
+    assert all(run.ok for run in runs.values()), [run.status for run in runs.values()]
+    assert set(methods.lines_of({}, runs)) == {"unsloth long"}

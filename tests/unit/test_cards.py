@@ -1,0 +1,184 @@
+"""Lab 08's arithmetic: published numbers, formulas written out, and PyTorch's own counts as oracles."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from labutils import cards
+from labutils.adapters import count_parameters
+from labutils.cards import BLACKWELL, H100, METHODS, WAYS_TO_HOLD, Basis, Method
+from labutils.hardware import Prices
+from labutils.launches import Seen
+from labutils.measure.trace import Given
+from labutils.prediction import Host, Law, Program
+from labutils.results import Run
+from labutils.workloads.base import Work
+from labutils.workloads.language import GPT_OSS, GPT_OSS_120B, QWEN3, QWEN3_32B, build_lm
+
+LAW = Law(50, 300, 50)
+BASES = {"dense": Basis(Law(50, 370), 0.01), "moe": Basis(LAW, 0.01)}
+
+
+def test_the_articles_peaks_of_tensor_cores_are_sparse_ones():
+    which = {row[0]: row[-1] for row in cards.spec_rows()}
+    assert which.pop(f"{H100}, FP4") is None
+    assert {which.pop(f"{name}, FP32") for name in (BLACKWELL, H100)} == {"the dense peak"}
+    assert set(which.values()) == {"the sparse peak"}
+
+
+def test_an_unknown_card_is_refused():
+    with pytest.raises(ValueError, match="no data sheet"):
+        cards.card("H300")
+
+
+# Weights
+
+
+@pytest.mark.parametrize("size", [GPT_OSS_120B, GPT_OSS["full"], QWEN3_32B, GPT_OSS["tiny"], QWEN3["small"]])
+def test_every_parameter_has_its_part(size):
+    whole = count_parameters(build_lm(size, torch.device("meta"), torch.bfloat16))
+    assert sum(cards.parameters_of(size).values()) == whole
+
+
+def test_gpt_oss_120b_by_hand():
+    width, layers, experts = 2880, 36, 128
+    found = cards.parameters_of(GPT_OSS_120B)
+    assert found["experts"] == layers * experts * 3 * width * width
+    assert found["words"] == 2 * 201088 * width
+    assert found["layers"] == layers * 2 * width * (64 + 8) * 64
+
+
+def test_published_checkpoints_have_the_size_that_is_worked_out():
+    """OpenAI's files hold 65.25 GB (120b) and 13.76 GB (20b)."""
+    for size, gb in ((GPT_OSS_120B, 65.25), (GPT_OSS["full"], 13.76)):
+        assert sum(cards.weight_gb(size, WAYS_TO_HOLD["as published: experts in MXFP4"]).values()) == pytest.approx(
+            gb, abs=0.01
+        )
+
+
+def test_thirty_gb_are_not_four_bits():
+    assert sum(cards.weight_gb(GPT_OSS_120B, WAYS_TO_HOLD["4 bits for everything"]).values()) == pytest.approx(
+        116.829156672 / 2
+    )
+
+
+# Memory
+
+
+def test_memory_grows_with_texts_but_for_weights():
+    few, many = (cards.memory_gb(QWEN3["small"], METHODS["LoRA"], texts) for texts in (2, 8))
+    assert many["weights"] == few["weights"]
+    assert many["adapters"] == few["adapters"]
+    assert many["activations"] == pytest.approx(4 * few["activations"])
+    assert many["logits"] == pytest.approx(4 * few["logits"])
+
+
+def test_a_blocks_memory_contains_what_its_shapes_demand():
+    """A block of Qwen3-32B keeps, a token, at least its MLP's two inputs to the product and the product, in BF16."""
+    kept, trained = cards._block(QWEN3_32B, Method(16.0))
+    assert 3 * 2 * QWEN3_32B.inner < kept < 20 * 2 * QWEN3_32B.inner
+    assert 64 * trained == 67_108_864
+
+
+def test_every_saving_saves():
+    size = QWEN3_32B
+    whole = {name: sum(cards.memory_gb(size, method, 4).values()) for name, method in METHODS.items()}
+    assert whole["LoRA"] > whole["LoRA, checkpointed"] > whole["QLoRA"] > whole["unsloth"]
+    assert whole["QLoRA, not checkpointed"] > whole["QLoRA"]
+
+
+def test_memory_of_the_claims():
+    found = cards.memory_metrics()
+    assert set(found) == {*cards.ASKED, "lora_120b_batch_1_gb"}
+    assert found["lora_120b_batch_1_gb"] == pytest.approx(2 * 116.829, abs=0.01)
+    assert 62 < found["unsloth_120b_batch_32_gb"] < 110
+
+
+# The two cards
+
+
+def test_dense_models_are_the_peaks_ratio_apart_and_waiting_ones_the_batches():
+    found = cards.two_cards(BASES)
+    assert found["h100_dense_long"] == found["dense_long_ratio"] == pytest.approx(989.4 / 438.9)
+    assert found["h100_moe_short"] == pytest.approx(1)
+    assert found["h100_moe_long"] == pytest.approx(0.5)  # 16 texts against 32, and both wait for the host
+    assert found["moe_long_blackwell_ratio"] == pytest.approx(2)
+    assert (found["h100_gaps_longer"], found["blackwell_less_energy"]) == (1, 1)
+
+
+def test_with_a_host_that_takes_no_time_the_h100_wins_everything():
+    found = cards.two_cards({family: replace(basis, host_ms=1e-9) for family, basis in BASES.items()})
+    assert all(found[f"h100_{family}_{kind}"] > 1.5 for family in ("dense", "moe") for kind in ("short", "long"))
+    assert (found["h100_gaps_longer"], found["blackwell_less_energy"]) == (0, 0)
+
+
+def test_the_tie_is_one():
+    factor = cards.host_for_a_tie(BASES)
+    at_the_tie = {"moe": BASES["moe"].beside(factor)}
+    rates = [cards.hourly(name, "moe", "long", at_the_tie["moe"]) for name in (BLACKWELL, H100)]
+    assert rates[0] == pytest.approx(rates[1], rel=1e-3)
+    assert cards.host_for_a_tie(BASES, same_batch=True) is None  # the same host, the same batch: a tie at worst
+
+
+def test_a_traced_step_is_replayed_at_the_large_models_size():
+    """Long enough kernels hide every launch; then the step takes what they take."""
+    program = Program(tuple(Given("", (("GEMM", 1.0, 1),), False) for _ in range(100)), 1)
+    slow = Basis(LAW, 1e-6, reached=0.5, launches=2.0, program=program, host=Host(1e-6))
+    step = cards.large_step(H100, "moe", "long", slow)
+    assert step["step_ms"] == pytest.approx(step["kernels_ms"], rel=1e-3)
+    assert step["launches"] == pytest.approx(1.5 * 2 * LAW.launches(36, 128))
+    waiting = cards.large_step(H100, "moe", "long", slow.beside(1e6))
+    assert waiting["step_ms"] == pytest.approx(waiting["launches"] * 1.0, rel=1e-2)
+
+
+def test_flops_of_a_large_step_are_three_passes_of_the_numbers_a_token_meets():
+    """4 FLOPs a parameter and token for a frozen model, half as many again for what is computed twice."""
+    step = cards.bulk("dense", "long", 32, BASES["dense"])
+    assert step.flops == pytest.approx(1.5 * 4 * 32.0e9 * 32 * 861, rel=0.06)
+    assert step.examples == 32
+
+
+def test_rows_stand_beside_the_articles_counts():
+    rows = cards.two_cards_rows(BASES)
+    assert [row[-1] for row in rows] == [11000, 27000, 3600, 9200, 9400, 9200, 7300, 5200]
+    assert [row[2] for row in rows] == [32] * 7 + [16]
+
+
+# Four cards
+
+
+def seen_on_an_h200():
+    """A step that was traced on an H200: 100 products of 1 ms, and a host that takes 0.2 ms for each."""
+    program = Program(tuple(Given("", (("GEMM", 1.0, 1),), False) for _ in range(100)), 1)
+    metrics = {"step_ms": 104.0, "idle_share": 0.04, "power_w": 500.0}
+    run = Run("", "moe long", recipe={"precision": "bf16"}, metrics=metrics)
+    return Seen(run, program, Host(0.2), Work(flops=1e15, bytes=1e9, examples=4))
+
+
+def test_a_step_on_four_cards_and_as_it_was_measured():
+    rows = cards.four_cards_rows(seen_on_an_h200(), cards.card("H200 SXM"), 0.0, Prices({BLACKWELL: 1.6e6}))
+    ms = {name: step_ms for _, name, step_ms, *_ in rows}
+    assert {name: ms[name] for name in cards.CARDS} == cards.on_cards(seen_on_an_h200(), cards.card("H200 SXM"), 0.0)
+    assert ms[H100] == pytest.approx(100)
+    assert ms[BLACKWELL] == pytest.approx(100 * 989.4 / 438.9)
+    assert ms["B200"] == pytest.approx(100 * 989.4 / 2250, rel=1e-3)
+    assert ms["H200 SXM, measured"] == 104
+    assert all(len(row) == len(cards.FOUR_HEAD) for row in rows)
+    priced = [row[1] for row in rows if row[-1] is not None]
+    assert priced == [BLACKWELL]
+    assert rows[-1][4] == pytest.approx(4 * 3.6e6 / 104)
+    assert rows[-1][6] == pytest.approx(4 * 3.6e6 / 104 / 0.5)
+
+
+def test_cards_beside_ever_slower_hosts_end_in_a_tie():
+    curves = cards.beside_slower_hosts(seen_on_an_h200(), cards.card("H200 SXM"), 0.0, most_us=5000)
+    first, last = ({name: curve[us] for name, curve in curves.items()} for us in (0.0, 5000.0))
+    assert first == cards.on_cards(seen_on_an_h200(), cards.card("H200 SXM"), 0.0)
+    assert all(ms == pytest.approx(520) for ms in last.values())
+
+
+def test_peft_finds_attention_alone():
+    assert cards.attention_only() == {"attention_only": 1, "adapted": ["k_proj", "o_proj", "q_proj", "v_proj"]}

@@ -1,0 +1,83 @@
+"""Checkpointing that parks blocks' inputs on the host."""
+
+from __future__ import annotations
+
+import functools
+import gc
+
+import pytest
+import torch
+from torch import nn
+
+from labutils.checkpointing import Parking, offloading
+
+
+def blocks(count=3):
+    torch.manual_seed(0)
+    made = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)) for _ in range(count))
+    for block in made:
+        block[0].requires_grad_(False)  # as under an adapter
+    return made
+
+
+def run(layers, x, parking=None):
+    for layer in layers:
+        x = x + (layer(x) if parking is None else offloading(layer, parking)(functools.partial(layer), x))
+    return x.square().sum()
+
+
+@pytest.mark.parametrize("wanted", [True, False], ids=["input has a gradient", "input has none"])
+def test_gradients_are_those_without_it(wanted):
+    layers, x = blocks(), torch.randn(4, 8, requires_grad=wanted)
+    trained = [p for p in layers.parameters() if p.requires_grad] + ([x] if wanted else [])
+    expected = torch.autograd.grad(run(layers, x), trained)
+    parking = Parking()
+    for _ in range(2):  # the second pass takes the rooms of the first
+        for found, theirs in zip(torch.autograd.grad(run(layers, x, parking), trained), expected, strict=True):
+            torch.testing.assert_close(found, theirs)
+
+
+def test_gradients_add_up_over_micro_batches():
+    layers, x = blocks(), torch.randn(4, 8)
+    for _ in range(2):
+        run(layers, x, Parking()).backward()
+    found = layers[0][2].weight.grad.clone()
+    layers.zero_grad()
+    run(layers, x).backward()
+    torch.testing.assert_close(found, 2 * layers[0][2].weight.grad)
+
+
+def test_rooms_are_used_again_and_not_before():
+    layers, x, parking = blocks(), torch.randn(4, 8), Parking()
+    losses = [run(layers, x, parking) for _ in range(2)]  # two passes at once need six
+    losses[0].backward()
+    del losses
+    gc.collect()
+    (rooms,) = parking.free.values()
+    assert len(rooms) == 6
+    run(layers, x, parking).backward()
+    gc.collect()
+    assert len(rooms) == 6
+
+
+def test_nothing_is_parked_where_no_gradient_is_wanted():
+    parking = Parking()
+    with torch.no_grad():
+        run(blocks(), torch.randn(4, 8), parking)
+    assert not parking.free
+
+
+def test_the_second_pass_computes_in_the_first_ones_dtype():
+    seen = []
+
+    class Seeing(nn.Linear):
+        def forward(self, x):
+            out = super().forward(x)
+            seen.append(out.dtype)
+            return out
+
+    layer = Seeing(8, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = offloading(layer, Parking())(layer, torch.randn(2, 8)).sum()
+    loss.backward()
+    assert seen == [torch.bfloat16, torch.bfloat16]

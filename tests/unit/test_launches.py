@@ -1,0 +1,197 @@
+"""Steps foretold and measured: the batches, what a run records, slower hosts, the law of launches; on tiny models."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import replace
+
+import pytest
+from recipes_at_work import one_thread
+
+from labutils import launches
+from labutils.hardware import find_spec
+from labutils.launches import Seen, Studied
+from labutils.measure.trace import Given
+from labutils.prediction import Host, Law, Program, replayed_ms
+from labutils.results import Run
+from labutils.workloads import open_workload
+from labutils.workloads.base import Work
+
+FAMILIES = {"dense": "qwen3-lora", "moe": "gpt-oss-lora"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def single_thread():
+    with one_thread():
+        yield
+
+
+@functools.cache
+def texts(family: str) -> Mapping[str, object]:
+    return {kind: open_workload(f"{FAMILIES[family]}-{kind}", "tiny", device="cpu") for kind in ("long", "short")}
+
+
+def lengths(workload, recipe):
+    return [len(ids) for ids, _ in workload.dataset(None, recipe).conversations]
+
+
+# Batches
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("kind", ["long", "short"])
+def test_typical_texts_are_about_as_long_as_the_mean(family, kind):
+    workload, recipe = texts(family)[kind], launches.ways(family)["captured"]
+    every = lengths(workload, recipe)
+    chosen = [every[index] for index in launches.typical(workload, recipe)]
+    mean = sum(every) / len(every)
+    assert len(set(launches.typical(workload, recipe))) == launches.TEXTS
+    assert all(0.6 * mean <= length <= mean for length in chosen)
+    assert sum(chosen) <= workload.token_budget(recipe)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("kind", ["long", "short"])
+def test_a_packed_row_holds_all_texts_and_nothing_else(family, kind):
+    workload, recipe = texts(family)[kind], launches.ways(family)["captured"]
+    chosen = launches.typical(workload, recipe)
+    batch = launches.batch_of(workload, recipe, chosen)
+    assert batch["input_ids"].shape == (1, sum(lengths(workload, recipe)[index] for index in chosen))
+    assert workload.work_of(recipe, batch).examples == len(chosen)
+
+
+def test_the_library_and_the_packed_row_see_the_same_tokens():
+    workload, ways = texts("dense")["long"], launches.ways("dense")
+    work = {}
+    for way in ("loop", "rewritten"):
+        batch = launches.batch_of(workload, ways[way], launches.typical(workload, ways[way]))
+        work[way] = workload.work_of(ways[way], batch)
+    assert work["loop"].useful_tokens == work["rewritten"].useful_tokens
+    assert work["loop"].tokens == pytest.approx(work["rewritten"].tokens, rel=0.2)  # texts side by side are padded
+
+
+def test_the_shortest_text_is_light():
+    workload, recipe = texts("moe")["long"], launches.ways("moe")["grouped"]
+    (index,) = launches.shortest(workload, recipe)
+    assert lengths(workload, recipe)[index] == min(lengths(workload, recipe))
+
+
+def test_ways_differ_by_what_they_are_named_for():
+    ways = launches.ways("moe")
+    assert list(ways) == ["expert loop", "grouped", "captured", "compiled"]
+    assert set(ways["captured"].changes_from(ways["grouped"])) == {"driver"}
+    assert "driver" not in ways["compiled"].changes_from(ways["captured"])
+    assert list(launches.ways("dense"))[:2] == ["loop", "rewritten"]
+
+
+# A study
+
+
+@pytest.fixture(scope="module")
+def studied():
+    return launches.study(texts("moe"), launches.ways("moe")["expert loop"], "moe", steps=2, delays=(0, 100))
+
+
+def test_every_step_is_foretold_and_measured(studied):
+    assert list(studied.seen) == ["long", "short"]
+    for kind, seen in studied.seen.items():
+        run = seen.run
+        assert run.ok
+        assert run.run.endswith(f" {kind}")
+        assert run.metrics["step_ms"]["n"] >= 2
+        assert run.metrics["predicted_ms"] == pytest.approx(replayed_ms(seen.program, seen.host))
+        assert run.metrics["off"] == pytest.approx(run.metrics["predicted_ms"] / run.metric("step_ms") - 1)
+        assert run.metrics["examples"] == launches.TEXTS
+        assert run.metrics["waits"] == run.metrics["launches"] > 100  # a CPU waits for itself
+
+
+def test_the_prediction_is_of_the_right_size(studied):
+    """Two steps on a machine that does other things as well; the accuracy is measured by the lab."""
+    assert all(0.2 < 1 + seen.run.metrics["off"] < 5 for seen in studied.seen.values())
+
+
+def test_what_needs_a_gpu_is_absent_without_one(studied):
+    absent = {"gpu_busy_share", "idle_share", "power_w", "joules_per_step", "reached"}
+    assert not any(absent & seen.run.metrics.keys() for seen in studied.seen.values())
+
+
+def test_a_slower_host_slows_the_step_by_its_delays(studied):
+    quick, slow = studied.slowed[0], studied.slowed[100]
+    assert slow.metrics["delayed"] == quick.metrics["delayed"] > 100
+    longer = slow.metric("step_ms") - quick.metric("step_ms")
+    assert longer > 0.5 * slow.metrics["delayed"] * 0.1
+    assert slow.metrics["predicted_ms"] > quick.metrics["predicted_ms"]
+    assert slow.run.endswith("long, delay 100 us")
+
+
+def test_tables_have_a_value_for_every_column(studied):
+    runs = [seen.run for seen in studied.seen.values()]
+    assert all(len(row) == len(launches.HEAD) and None not in row for row in launches.rows(runs))
+    assert all(len(row) == len(launches.SPEED_HEAD) for row in launches.speed_rows(runs))
+    assert launches.speed_rows(runs)[0][-1] == 1
+    assert all(len(row) == len(launches.DELAY_HEAD) for row in launches.delay_rows(studied))
+    assert len(launches.by_delay(studied)) == 3
+
+
+def test_a_study_tells_about_larger_models(studied):
+    law = Law(10, 100, 0)
+    workload = texts("moe")["long"]
+    found = launches.known(studied, law, workload)
+    assert found == {"law": law, "host_ms": studied.light["light_step_ms"] / (10 + 2 * 100)}
+
+
+# With a GPU's numbers, made up
+
+
+def gpu_seen(off: float = 0.1) -> Seen:
+    program = Program(tuple(Given("", (("GEMM", 1.0, 1),), False) for _ in range(100)), 1)
+    run = Run("", "moe long", recipe={"precision": "bf16"}, metrics={"step_ms": 100.0, "off": off, "reached": 0.5})
+    return Seen(run, program, Host(0.2), Work(flops=1e12, bytes=1e9, examples=4))
+
+
+def test_what_a_gpu_tells_about_larger_models():
+    workload, law = texts("moe")["long"], Law(0, 5, 5)
+    found = launches.known(Studied({"long": gpu_seen()}), law, workload)
+    assert found["launches"] == pytest.approx(100 / law.launches(workload.size.layers, workload.size.experts))
+    assert (found["reached"], found["host_ms"]) == (0.5, pytest.approx(0.2))
+
+
+def test_the_winner_changes_where_the_curve_meets_the_rival():
+    seen = gpu_seen()
+    rival_ms = 225.0  # a card of 2.25 times the kernels' time
+    assert launches.flip_us(seen, rival_ms, most_us=5000) == pytest.approx((2.25 - 0.2) * 1e3, rel=1e-3)
+    assert launches.flip_us(seen, 1e9) is None
+    curve = launches.slowdown(seen, 5000)
+    assert curve[0.0] == pytest.approx(100)
+    assert max(curve.values()) == pytest.approx(520)
+
+
+def test_kernels_move_to_another_card_by_their_products_intensity():
+    h200, blackwell = find_spec("H200 SXM"), find_spec("RTX PRO 6000 Blackwell Max-Q")
+    assert gpu_seen().on(blackwell, h200).kernel_ms == pytest.approx(100 * 989.4 / 438.9)
+
+
+def test_accuracy_counts_sizes_whatever_their_sign():
+    runs = [gpu_seen(off).run for off in (-0.3, 0.1, 0.15)] + [Run("", "failed", status="oom")]
+    assert launches.accuracy(runs) == {"pairs": 3, "within_20": 2, "median_off": 0.15, "worst_off": 0.3}
+    assert launches.accuracy([]) == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "expected"), [("moe", "long", "moe long"), ("moe, grouped", "short", "moe short, grouped")]
+)
+def test_runs_are_named_as_the_claims_expect(name, kind, expected):
+    assert launches.named(name, kind) == expected
+
+
+# The law
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_law_foretells_a_model_that_it_was_not_counted_on(family):
+    workload = texts(family)["long"]
+    law, size = launches.launch_law(workload, family), workload.size
+    larger = replace(size, layers=size.layers + 2, experts=size.experts and size.experts + 4)
+    counted = launches._operations(workload, next(iter(launches.ways(family).values())), larger)
+    assert law.launches(larger.layers, larger.experts) == pytest.approx(counted, rel=0.02)

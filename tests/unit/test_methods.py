@@ -1,0 +1,249 @@
+"""Lab 07's methods on tiny models: names mean what they say, arithmetic is PyTorch's and bitsandbytes' own."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from recipes_at_work import one_thread
+
+from labutils import methods
+from labutils.articles import claims
+from labutils.lowbit import nf4
+from labutils.recipe import A3_BASE, A3_OWN, distinct_on
+from labutils.results import Run
+from labutils.training.following import read_log
+from labutils.training.variants import cast_as_for_kbit, prepared_for_kbit
+from labutils.workloads import open_workload
+
+
+@pytest.fixture(scope="module", autouse=True)
+def single_thread():
+    with one_thread():
+        yield
+
+
+@pytest.fixture(scope="module")
+def texts():
+    return {length: open_workload(f"qwen3-lora-{length}", scale="tiny", device="cpu") for length in ("short", "long")}
+
+
+# ----------------------------------------------------------------------------------------------------------- names
+
+
+@pytest.mark.parametrize(
+    ("name", "expected", "change"),
+    [
+        ("lora short", {}, None),
+        ("lora long, checkpointed", {"checkpointing": "blocks"}, None),
+        ("lora long, offloaded", {"checkpointing": "offload"}, None),
+        ("lora long, 4 bits", {"base_linear": "nf4"}, None),
+        ("lora long, fp32 casts", {}, cast_as_for_kbit),
+        ("qlora long", {"base_linear": "nf4", "checkpointing": "blocks"}, prepared_for_kbit),
+        ("qlora long, no casts", {"base_linear": "nf4", "checkpointing": "blocks"}, None),
+        ("lora short, batch 1", {"micro_batch": 1}, None),
+        ("unsloth long, padded", {"base_linear": "nf4", "shapes": "padded"}, None),
+    ],
+)
+def test_a_name_says_its_recipe(name, expected, change):
+    method = methods.of_name(name)
+    assert {knob: new for knob, (_, new) in method.recipe.changes_from(A3_BASE).items()} == expected
+    assert method.change is change
+    assert method.texts in name
+
+
+def test_qlora_is_the_recipes_own():
+    assert methods.of_name("qlora long").recipe == A3_OWN["qlora"]
+
+
+@pytest.mark.parametrize("name", ["", "lora", "lora middle", "qlora long, faster", "lora long,checkpointed"])
+def test_another_name_is_no_method(name):
+    with pytest.raises(ValueError, match="is no method"):
+        methods.of_name(name)
+
+
+def test_claims_that_compare_methods_compare_what_can_be_run():
+    """Every run of lab 07's claims about training is one that a name makes."""
+    named = {run for claim in claims("A3", "07").values() for run in claim.runs if run.endswith(("short", "long"))}
+    named |= {run for claim in claims("A3", "07").values() for run in claim.runs if "long, " in run or "short, " in run}
+    assert len(named) >= 8
+    for name in named:
+        methods.of_name(name)
+
+
+# ---------------------------------------------------------------------------------------------------------- running
+
+
+def test_a_method_is_followed(texts, tmp_path):
+    lora = methods.follow(texts, "lora short", 4, tmp_path, every=2)
+    run = methods.follow(texts, "qlora short", 4, tmp_path, every=2, against=lora)
+    assert run.ok, run.status
+    assert run.recipe["base_linear"] == "nf4"
+    assert run.metrics["ms_per_1k_useful_tokens"]["n"] == len(run.samples["step_ms"])
+    assert "memory_share" not in run.metrics  # nothing is known of memory here
+    log = read_log(tmp_path / "qlora short.csv")
+    assert [line["step"] for line in log] == [2, 4]
+    assert log[0]["elapsed_time_sec"] < log[1]["elapsed_time_sec"]
+    curves = methods.over_examples(tmp_path, "short", "elapsed_time_sec")
+    assert list(curves["qlora"]) == [8, 16]
+    assert curves["unsloth"] == {}
+    rows = methods.method_rows({"qlora short": run, "unsloth short": Run("07", "", status="oom")})
+    assert [row[0] for row in rows] == ["qlora short", "unsloth short: oom"]
+    assert {len(row) for row in rows} == {len(methods.METHOD_HEAD)}
+
+
+def test_a_log_is_begun_anew(texts, tmp_path):
+    for _ in range(2):
+        methods.follow(texts, "lora short", 2, tmp_path, every=2)
+    assert len(read_log(tmp_path / "lora short.csv")) == 1
+
+
+def test_casts_alone_leave_the_adapted_matrices(texts):
+    recipe = A3_BASE.but(precision="bf16")
+    model = texts["short"].build(recipe)
+    cast_as_for_kbit(model)
+    found = {name: p.dtype for name, p in model.lm.named_parameters() if not p.requires_grad}
+    assert {dtype for name, dtype in found.items() if "base_layer" in name} == {torch.bfloat16}
+    assert {dtype for name, dtype in found.items() if "base_layer" not in name} == {torch.float32}
+
+
+def test_time_to_catch_up():
+    slow = Run("07", "a", metrics={"first_step_s": 1.0, "step_ms": 500})
+    quick = Run("07", "b", metrics={"first_step_s": 21.0, "step_ms": 300})
+    assert methods.paid_after(slow, quick) == pytest.approx(100)
+    assert methods.paid_after(quick, slow) is None
+    assert methods.paid_after(slow, Run("07", "c", status="oom")) is None
+
+
+# ------------------------------------------------------------------------------------------------------- arithmetic
+
+
+def test_the_articles_four_numbers():
+    found = methods.absmax_example(torch.tensor([2.50, -0.70, 0.12, 0.48]))
+    assert [found[f"code_{i}"] for i in range(4)] == [127, -36, 6, 24]
+    assert [round(found[f"restored_{i}"], 4) for i in range(4)] == [2.5, -0.7087, 0.1181, 0.4724]
+    assert found["constant"] == pytest.approx(50.8)
+
+
+def test_an_outlier_spoils_its_block_alone():
+    weight = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
+    whole, blocks = methods.outlier_costs(weight, None), methods.outlier_costs(weight, 64)
+    assert whole["zeros_share"] > 0.99
+    assert whole["others_error"] == pytest.approx(1, abs=0.01)
+    assert blocks["others_error"] < math.sqrt(63 / 4095) + 0.02
+
+
+def test_bytes_held_are_the_arithmetic():
+    found = methods.bits_held(torch.randn(1024, 1024))
+    assert found["bits_codes"] == 4
+    assert found["bits_float32"] == nf4.constant_bits()
+    assert found["bits_doubled"] == nf4.doubled_constant_bits()
+    assert found["linear_share"] == pytest.approx(4.126953125 / 16)
+    assert all(methods.same_as_bitsandbytes(torch.randn(64, 64)).values())
+
+
+def test_every_format_has_its_bits():
+    assert methods.BITS.keys() == nf4.ROUNDINGS.keys()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_4_bit_layer_multiplies_the_restored_weight(dtype):
+    linear = torch.nn.Linear(128, 64, bias=False, dtype=dtype).requires_grad_(False)
+    found = methods.multiplies_restored(linear, torch.randn(8, 128, dtype=dtype))
+    assert found["multiplies_restored_weights"] == 1
+    assert found["error_to_16_bits"] > 10 * found["error_to_restored"]
+
+
+@pytest.mark.parametrize("order", ["thin first", "wide first"])
+def test_both_orders_of_the_chain_give_autograds_gradients(order):
+    x, A, B = (torch.randn(*shape, dtype=torch.float64, requires_grad=True) for shape in ((5, 12), (3, 12), (7, 3)))
+    slope = torch.randn(5, 7, dtype=torch.float64)
+    y = x @ A.t() @ B.t()
+    expected = (y, *torch.autograd.grad(y, (x, A, B), slope))
+    for found, wanted in zip(methods.chain(order, x, A, B, slope), expected, strict=True):
+        torch.testing.assert_close(found, wanted)
+
+
+def test_flops_of_the_chain():
+    """By hand: six thin products of n tokens; or two thin and three wide ones, and forming the wide matrix."""
+    shapes = methods.decoder_shapes(methods.QWEN3["full"]).adapted.values()
+    n, r = 10, 4
+    assert methods.chain_flops("thin first", n, r) == sum(6 * n * r * (i + o) for i, o in shapes)
+    wide = sum(4 * n * r * (i + o) + 2 * r * i * o + 4 * n * i * o for i, o in shapes)
+    assert methods.chain_flops("wide first", n, r) == wide
+
+
+# ------------------------------------------------------------------------------------------------- memory and batch
+
+
+@given(st.floats(0.1, 100), st.floats(0.01, 10), st.lists(st.integers(1, 64), min_size=2, unique=True))
+def test_a_line_is_found_again(base, each, batches):
+    line = methods.line_through({batch: base + each * batch for batch in batches})
+    assert line.each == pytest.approx(each, rel=1e-4)
+    assert line.base == pytest.approx(base, rel=1e-3, abs=1e-2)
+
+
+def test_the_largest_batch():
+    line = methods.line_through({2: 30.0, 5: 45.0})
+    assert (line.largest(78), line.largest(24.9), line.largest(10)) == (11, 0, 0)
+    with pytest.raises(ValueError, match="two batch sizes"):
+        methods.line_through({4: 3.0})
+
+
+def test_memory_is_a_line_and_checkpointing_makes_it_flatter(texts):
+    found = {name: methods.memory_line(texts, name, (1, 3), None) for name in ("lora long", "lora long, checkpointed")}
+    lines = methods.lines_of(found, {})
+    with methods.Filled(texts["long"], "lora long") as filled:
+        assert filled.peak(2) == pytest.approx(lines["lora long"].base + 2 * lines["lora long"].each, rel=0.02)
+    assert lines["lora long, checkpointed"].each < 0.7 * lines["lora long"].each
+    assert "largest_batch" not in found["lora long"].metrics
+
+
+def test_a_prediction_is_tried(texts, monkeypatch):
+    """On a card that has room for exactly five."""
+    real = methods.Filled.peak
+
+    def peak(self, batch):
+        if batch > 5:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return real(self, batch)
+
+    line = methods.lines_of({"": methods.memory_line(texts, "lora short", (1, 2), None)}, {})[""]
+    monkeypatch.setattr(methods.Filled, "peak", peak)
+    run = methods.memory_line(texts, "lora short", (1, 2), line.base + 5.5 * line.each)
+    assert (run.metrics["largest_batch"], run.metrics["fits"], run.metrics["fails"]) == (5, 1, 1)
+
+
+def test_unsloths_line_is_that_of_its_padded_runs():
+    peaks = {"unsloth long, padded, batch 1": 6.0, "unsloth long, padded": 9.0}
+    runs = {name: Run("07", name, metrics={"peak_allocated_gb": peak}) for name, peak in peaks.items()}
+    assert methods.lines_of({}, runs) == {"unsloth long": methods.Line(5.0, 1.0)}
+    assert methods.lines_of({}, {}) == {}
+
+
+# ------------------------------------------------------------------------------------------------------- the ladder
+
+
+def test_the_ladder_on_a_cpu_compiles_nothing():
+    ladder, recipes = methods.ladder_for("cpu")
+    assert {recipe.compile for recipe in recipes.values()} == {"off"}
+    assert list(recipes) == [rung.name for rung in ladder]
+    assert "blocks compiled" not in distinct_on("cpu", recipes)
+
+
+def test_what_the_ladder_reaches():
+    def rung(name, rate, peak):
+        return Run("07", name, metrics={"useful_tokens_per_s": rate, "peak_allocated_gb": peak})
+
+    climbed = {
+        r.run: r for r in (rung("lora", 9e3, 50.0), rung("packed", 18e3, 35.0), rung("4 bits, checkpointed", 13e3, 9.0))
+    }
+    found = methods.reached(climbed, rung("unsloth long", 10e3, 7.5))
+    assert found == pytest.approx(
+        {"useful_tokens_per_s": 18e3, "useful_speedup": 2, "over_unsloth": 1.3, "memory_over_unsloth": 1.2}
+    )
+    assert methods.reached({}, None) == {}
+    assert len(methods.goal_rows(found, None)) == len(methods.GOALS)
