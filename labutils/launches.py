@@ -3,13 +3,15 @@
     studied = study(long, short, ways("moe")["expert loop"], "moe", steps=8, delays=(0, 20))
     studied.seen["long"].run.metrics["predicted_ms"], studied.seen["long"].run.metric("step_ms")
 
-One session serves several batches: four texts of the dataset's mean length, four short ones, and one text of a few
-tokens, on which the host's time a launch is learnt. Batches are fixed, as a step's time is foretold from a trace of the
-same work. Each prediction is made from the light step and the trace before the step itself is timed.
+One session serves several batches: four texts of the dataset's mean length, and four short ones. Batches are fixed, as
+a step's time is foretold from a trace of the same work. The host's time a launch is learnt on a light step: the same
+program on a thin model and one text of a few tokens. Each prediction is made from the light step and the trace before
+the step itself is timed.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 import math
@@ -36,6 +38,8 @@ ROW = 4 * 862
 """Tokens of a packed row at full scale: four texts of the mean length."""
 WATCH_MS = {"cuda": 1500, "cpu": 300}
 """A step is repeated at least this long: a GPU's energy meter is slow, and a few short steps of a CPU say little."""
+THIN = 8
+"""A thin model's matrices are narrower by so much; its layers and experts, and so its launches, are the model's own."""
 LANES = {"loop": "article", "expert loop": "article"}
 """Ways of the lane "article"; the others do the same work."""
 
@@ -79,6 +83,25 @@ def shortest(workload: Workload, recipe: Recipe) -> list[int]:
     """The shortest example."""
     lengths = _lengths(workload, recipe)
     return [min(range(len(lengths)), key=lengths.__getitem__)]
+
+
+def resized(workload: Workload, size: Any) -> Workload:
+    """The workload with random weights of another size, and texts in that size's words."""
+    other = copy.copy(workload)
+    other.sizes, other.weights, other.data = workload.sizes | {workload.scale: size}, "random", "generated"
+    other._held = None
+    return other
+
+
+def thin(workload: Workload) -> Workload:
+    """The workload with a model that has as many layers and experts and so little in them that kernels take little.
+
+    A short text isn't enough: the few tokens of one reach nearly all of gpt-oss-20b's experts, and reading their 38 GB
+    twice takes a GPU longer than most hosts take to launch it all.
+    """
+    size = workload.size
+    narrow = {"width": size.width // THIN, "inner": size.inner // THIN}
+    return resized(workload, replace(size, **narrow, words=min(size.words, 1024), texts=min(size.texts, 32)))
 
 
 def _lengths(workload: Workload, recipe: Recipe) -> list[int]:
@@ -141,8 +164,8 @@ class Seen:
 
 @dataclass(frozen=True)
 class Light:
-    """A light step: `there` on the shortest text, the milliseconds that it takes, its program, and the host that
-    explains them."""
+    """A light step: `there` a thin model on its shortest text, the milliseconds that it takes, its program, and the
+    host that explains them."""
 
     there: OnOneBatch
     step_ms: float
@@ -150,12 +173,15 @@ class Light:
     host: Host
 
     @classmethod
-    def of(cls, session: Session, workload: Workload, steps: int) -> Light:
+    def of(cls, session: Session, steps: int) -> Light:
+        """That of a session on a `thin` workload. Raises `ValueError` where its kernels take too long to call it light."""
+        workload = session.workload
         there = OnOneBatch(session, batch_of(workload, session.recipe, shortest(workload, session.recipe)))
         there.timed(0, warmup=2)
         step_ms = summarise(there.watched(steps, WATCH_MS["cpu"]))["median"]
         trace = there.traced(2)
-        return cls(there, step_ms, Program.of(trace), host_of(trace, step_ms))
+        program = Program.of(trace)
+        return cls(there, step_ms, program, host_of(program, trace.host_breakdown(), step_ms))
 
     def metrics(self) -> dict[str, float]:
         """How light it was."""
@@ -237,9 +263,10 @@ def study(
     """
     first = next(iter(texts))
     found = Studied()
-    with Session(texts[first], recipe) as session:
-        light = Light.of(session, texts[first], steps) if host is None else None
+    with contextlib.ExitStack() as opened:
+        light = Light.of(opened.enter_context(Session(thin(texts[first]), recipe)), steps) if host is None else None
         found.light = light.metrics() if light else {}
+        session = opened.enter_context(Session(texts[first], recipe))
         for kind in [first] if host else texts:
             chosen = typical(texts[kind], session.recipe)
             there = OnOneBatch(session, batch_of(texts[kind], session.recipe, chosen))
@@ -321,10 +348,9 @@ def known(studied: Studied, law: Law, workload: Workload) -> dict[str, Any]:
 
 def _operations(workload: Workload, recipe: Recipe, size: Any) -> int:
     """Operations that launch work in a step of the workload with a model of another size."""
-    other = copy.copy(workload)
-    other.sizes, other._held = workload.sizes | {workload.scale: size}, None
-    with Session(other, recipe) as session:
-        there = OnOneBatch(session, batch_of(workload, session.recipe, typical(workload, session.recipe)))
+    with Session(resized(workload, size), recipe) as session:
+        other = session.workload
+        there = OnOneBatch(session, batch_of(other, session.recipe, typical(other, session.recipe)))
         there.timed(0, warmup=1)  # the optimizer makes its moments
         with SlowerHost() as host:
             there.step()
@@ -338,6 +364,7 @@ HEAD = (
     "step",
     "launches",
     "waits",
+    "light step's kernels, %",
     "host, µs a launch",
     "kernels, ms",
     "launches × host, ms",
@@ -357,8 +384,10 @@ def rows(runs: Iterable[Run]) -> list[tuple[Any, ...]]:
 def _row(run: Run) -> tuple[Any, ...]:
     m = run.metric
     launching = m("launches") * m("host_us") / 1e3
-    numbers = (m("launches"), m("waits"), m("host_us"), m("kernels_ms"), launching, m("bound_ms"), m("predicted_ms"))
-    return run.run, *numbers, m("step_ms"), _off(run)
+    work, light = m("light_work_ms"), m("light_step_ms")
+    share = 100 * work / light if light else None  # a captured step's host is probed
+    numbers = (m("host_us"), m("kernels_ms"), launching, m("bound_ms"), m("predicted_ms"), m("step_ms"))
+    return run.run, m("launches"), m("waits"), share, *numbers, _off(run)
 
 
 DELAY_HEAD = (

@@ -10,9 +10,9 @@ both conditions: it goes through the queue in order. A piece begins when it was 
 the host waits for the GPU it goes on when all is done; and it runs ahead by `QUEUE` pieces at most.
 
 What goes in is learnt without looking at the step that is foretold. Kernel times are a trace's, and the profiler, which
-slows the host down, leaves them alone. The host's time a launch is solved for from *another* step of the same program,
-on so few tokens that the GPU has next to nothing to do (`host_of`): what that step lasts is the host's doing. Neither
-is fitted to a prediction.
+slows the host down, leaves them alone. The host's time a launch is solved for from *another* step, of a thin model of
+the same layers on so few tokens that the GPU has next to nothing to do (`host_of`): what that step lasts is the host's
+doing. Neither is fitted to a prediction.
 
 For another card each kind of kernel scales with what bounds it (`scale`): matrix products and attention with the dense
 peak, as far as their FLOPs a byte suffice, everything else with the memory's bandwidth, and no kernel falls below what
@@ -36,6 +36,9 @@ BY_ARITHMETIC = ("GEMM", "attention", "convolution")
 """Kinds of kernels that matrix units bound. Of all others memory does."""
 ELSEWHERE = ("copy", "communication")
 """Kinds that neither bounds: they cross a link, which is taken to be the same everywhere."""
+LIGHT = 0.5
+"""A light step's kernels take less than this share of it. Where they take more, it would last nearly as long beside
+other hosts, so that it tells little about this one."""
 CARDS = ("H100 SXM5", "H200 SXM", "RTX PRO 6000 Blackwell Max-Q", "B200")
 """For which cards the course foretells."""
 
@@ -68,6 +71,11 @@ class Program:
             for kind, ms, _ in piece.work:
                 found[kind] = found.get(kind, 0.0) + ms / self.steps
         return dict(sorted(found.items(), key=lambda row: -row[1]))
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether the host waits for every piece, as a CPU does, which is host and device at once."""
+        return bool(self.given) and all(piece.waits for piece in self.given)
 
     @property
     def kernel_ms(self) -> float:
@@ -128,10 +136,10 @@ class Host:
 def bound_ms(program: Program, host: Host) -> float:
     """The short form: max(kernels, launches x the host's time a launch) + copies, milliseconds a step.
 
-    Where the host waits for every piece, as on a CPU, which is host and device at once, it is their sum.
+    Where host and device take turns, it is their sum.
     """
     launching = program.launches * host.mean_ms(program)
-    if program.given and all(piece.waits for piece in program.given):
+    if program.takes_turns:
         return launching + program.kernel_ms + program.copy_ms
     return max(program.kernel_ms, launching) + program.copy_ms
 
@@ -171,32 +179,33 @@ def _ends(program: Program, host: Host, stretch: float, rounds: int) -> list[flo
     return ends
 
 
-def host_of(trace: Trace, step_ms: float) -> Host:
-    """What a launch takes the host, from a *light* step: one on so few tokens that the GPU mostly waits.
+def host_of(program: Program, phases: Mapping[str, Mapping[str, float]], step_ms: float) -> Host:
+    """What a launch takes the host, from a *light* step: one with so little to compute that the GPU mostly waits.
 
-    trace: of that step. step_ms: the same step timed without the profiler. How the phases compare is the trace's; one
-    factor for all of them is solved for, so that the replay of the light step lasts `step_ms`. Raises `ValueError`
-    where the GPU alone takes longer than that: then the step was not light.
+    program: of that step. phases: what its trace's `host_breakdown` says. step_ms: the same step timed without the
+    profiler. How the phases compare is the trace's; one factor for all of them is solved for, so that the replay of the
+    light step lasts `step_ms`. Raises `ValueError` where the GPU takes `LIGHT` of it or more: then it was not light.
+    (Where host and device take turns, the time that is not the one's is the other's, whatever the share.)
     """
-    program, phases = Program.of(trace), trace.host_breakdown()
     counts: dict[str, int] = {}
     for piece in program.given:
         counts[piece.phase] = counts.get(piece.phase, 0) + 1
     if not counts:
         raise ValueError("The trace of the light step holds no launch, so that nothing says what one takes the host.")
-    spent = {"" if phase == "unmarked" else phase: row["ms"] * trace.steps for phase, row in phases.items()}
+    busy_ms = program.kernel_ms + program.copy_ms
+    if busy_ms >= (1.0 if program.takes_turns else LIGHT) * step_ms:
+        raise ValueError(
+            f"The GPU takes {busy_ms:.1f} ms of a light step's {step_ms:.1f} ms, so that this step doesn't "
+            "tell what the host takes. Use fewer tokens, or a thinner model."
+        )
+    spent = {"" if phase == "unmarked" else phase: row["ms"] * program.steps for phase, row in phases.items()}
     idle = sum(ms for phase, ms in spent.items() if phase not in counts) / len(program.given)  # shared by all launches
     shape = Host(idle, {phase: idle + spent.get(phase, 0.0) / count for phase, count in counts.items()})
     return shape.times(_factor(lambda factor: replayed_ms(program, shape.times(factor)), step_ms))
 
 
 def _factor(step_ms: Callable[[float], float], wanted: float) -> float:
-    """The factor at which a growing function reaches `wanted`."""
-    if step_ms(0.0) >= wanted:
-        raise ValueError(
-            f"The GPU takes {step_ms(0.0):.1f} ms of a light step's {wanted:.1f} ms, so that this step doesn't tell "
-            "what the host takes. Use fewer tokens."
-        )
+    """The factor at which a growing function that begins below `wanted` reaches it."""
     high = 1.0
     while step_ms(high) < wanted:
         high *= 2

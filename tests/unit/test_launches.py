@@ -71,6 +71,25 @@ def test_the_library_and_the_packed_row_see_the_same_tokens():
     assert work["loop"].tokens == pytest.approx(work["rewritten"].tokens, rel=0.2)  # texts side by side are padded
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_thin_model_launches_what_the_model_launches_and_computes_next_to_nothing(family):
+    workload, recipe = texts(family)["long"], next(iter(launches.ways(family).values()))
+    narrow = launches.thin(workload)
+    assert (narrow.size.layers, narrow.size.experts) == (workload.size.layers, workload.size.experts)
+    assert (narrow.weights, narrow.data) == ("random", "generated")
+    many = {w.size.width: launches._operations(w, recipe, w.size) for w in (workload, narrow)}
+    assert many[narrow.size.width] == pytest.approx(many[workload.size.width], rel=0.02)
+    assert workload.size.width == 64  # untouched
+
+
+def test_a_thin_gpt_oss_20b_reads_a_sixtieth_of_its_experts():
+    from labutils.cards import parameters_of
+    from labutils.workloads.language import GPT_OSS
+
+    workload = open_workload("gpt-oss-lora-long", "full", device="meta")
+    assert parameters_of(launches.thin(workload).size)["experts"] * 60 < parameters_of(GPT_OSS["full"])["experts"]
+
+
 def test_the_shortest_text_is_light():
     workload, recipe = texts("moe")["long"], launches.ways("moe")["grouped"]
     (index,) = launches.shortest(workload, recipe)

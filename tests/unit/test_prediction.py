@@ -138,25 +138,40 @@ def test_copies_are_exposed():
 # What a launch takes the host
 
 
+def learnt(events, step_ms: float) -> Host:
+    trace = Trace(events)
+    return host_of(Program.of(trace), trace.host_breakdown(), step_ms)
+
+
 def test_the_hosts_time_is_learnt_from_a_step_whose_kernels_are_short():
     events = [mark("ProfilerStep#1", 0, 1000), mark("backward", 600, 1000)]
     for place, start in enumerate((0, 200, 400, 600, 800)):
         events += [call("cudaLaunchKernel", start, start + 5, place), kernel("nvjet_x", start + 6, start + 8, place)]
-    host = host_of(Trace(events), step_ms=0.5)  # half of what the profiler made of it
+    host = learnt(events, step_ms=0.5)  # half of what the profiler made of it
     assert host.of("") == pytest.approx(0.1, rel=0.02)
     assert host.of("backward") == pytest.approx(0.1, rel=0.02)
     assert replayed_ms(Program.of(Trace(events)), host) == pytest.approx(0.5, rel=1e-4)
 
 
 def test_a_step_that_the_gpu_decides_tells_nothing_about_the_host():
-    with pytest.raises(ValueError, match="Use fewer tokens"):
-        host_of(Trace(RUNS_AHEAD), step_ms=0.7)
+    for step_ms in (0.7, 1.5):  # less than its kernels, and less than twice as much
+        with pytest.raises(ValueError, match="a thinner model"):
+            learnt(RUNS_AHEAD, step_ms)
+    assert learnt(RUNS_AHEAD, 1.7).of("") == pytest.approx(1.7, rel=1e-3)
+
+
+def test_where_host_and_device_take_turns_any_share_tells():
+    """Three milliseconds of four are the operators' own: the fourth is the host's."""
+    events = [op("aten::mm", 0, 1500), op("aten::mul", 1500, 3000)]
+    assert learnt(events, 4.0).of("") == pytest.approx(0.5, rel=1e-3)
+    with pytest.raises(ValueError, match="3.0 ms of a light step's 2.5 ms"):
+        learnt(events, 2.5)
 
 
 def test_a_light_step_without_launches_is_refused():
     events = [mark("ProfilerStep#1", 0, 1000), copy("Memcpy HtoD", 10, 20, 5)]  # copied by a call before the record
     with pytest.raises(ValueError, match="no launch"):
-        host_of(Trace(events), step_ms=1.0)
+        learnt(events, step_ms=1.0)
 
 
 # Other cards
