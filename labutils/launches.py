@@ -26,7 +26,18 @@ from labutils.measure.delays import SlowerHost
 from labutils.measure.energy import Energy
 from labutils.measure.steps import StepClock
 from labutils.measure.trace import Trace, profile
-from labutils.prediction import Host, Law, Program, attainable, bound_ms, crossing, host_of, idle_ms, replayed_ms
+from labutils.prediction import (
+    Host,
+    Law,
+    Program,
+    attainable,
+    bound_ms,
+    crossing,
+    decided_by,
+    host_of,
+    idle_ms,
+    replayed_ms,
+)
 from labutils.recipe import A3_BASE, Recipe
 from labutils.results import Run, summarise
 from labutils.training import Session
@@ -40,8 +51,19 @@ WATCH_MS = {"cuda": 1500, "cpu": 300}
 """A step is repeated at least this long: a GPU's energy meter is slow, and a few short steps of a CPU say little."""
 THIN = 8
 """A thin model's matrices are narrower by so much; its layers and experts, and so its launches, are the model's own."""
+NEAR = 0.2
+"""A prediction that is off by no more has come true."""
+CLOCKS = {
+    "host": ("the host decides", "which tests the launch model"),
+    "kernels": ("kernels decide", "which tests little more than that traced kernels last as long untraced"),
+    "both": ("host and device take in turns", "whose kernels are a trace's, and whose host is the light step's"),
+}
+"""What can decide a step (`prediction.decided_by`) -> in words, and what a true prediction of such a step shows."""
 LANES = {"loop": "article", "expert loop": "article"}
 """Ways of the lane "article"; the others do the same work."""
+
+ONE_BY_ONE = {"dense": "dense, rewritten", "moe": "moe, grouped"}
+"""What the captured way's kernels are, launched one by one."""
 
 
 def ways(family: str) -> dict[str, Recipe]:
@@ -174,7 +196,7 @@ class Light:
 
     @classmethod
     def of(cls, session: Session, steps: int) -> Light:
-        """That of a session on a `thin` workload. Raises `ValueError` where its kernels take too long to call it light."""
+        """That of a session on a `thin` workload. Raises `ValueError` where its kernels take too long for that."""
         workload = session.workload
         there = OnOneBatch(session, batch_of(workload, session.recipe, shortest(workload, session.recipe)))
         there.timed(0, warmup=2)
@@ -189,8 +211,12 @@ class Light:
         return {"light_step_ms": self.step_ms, "light_launches": program.launches, "light_work_ms": program.kernel_ms}
 
 
-def foretell_and_measure(name: str, there: OnOneBatch, host: Host, steps: int) -> Seen:
-    """Trace a step, foretell it, and only then time it."""
+def foretell_and_measure(name: str, there: OnOneBatch, host: Host, steps: int, like: Program | None = None) -> Seen:
+    """Trace a step, foretell it, and only then time it.
+
+    like: a program of the same kernels, launched one by one. From it the step is foretold without its own trace, as if
+    they came in one launch (`unseen_ms`, and `unseen_off` by how much of the measurement that is off).
+    """
     session, on_gpu = there.session, hardware.device() == "cuda"
     there.timed(0, warmup=2)
     trace = there.traced(2)
@@ -205,6 +231,10 @@ def foretell_and_measure(name: str, there: OnOneBatch, host: Host, steps: int) -
     run.samples = {"step_ms": [round(ms, 4) for ms in samples]}
     run.metrics = {"step_ms": summarise(samples), **predicted, "off": predicted["predicted_ms"] / step_ms - 1}
     run.metrics |= {"bound_off": predicted["bound_ms"] / step_ms - 1} | _counted(program, host, work)
+    run.metrics |= {"by": decided_by(program, host), "kernels_off": program.kernel_ms / step_ms - 1}
+    if like:
+        unseen_ms = replayed_ms(like.captured(), host)
+        run.metrics |= {"unseen_ms": unseen_ms, "unseen_off": unseen_ms / step_ms - 1}
     run.metrics |= {"useful_tokens_per_s": work.useful_tokens / step_ms * 1e3, "tflops": work.flops / step_ms / 1e9}
     if energy.watts is not None:
         run.metrics |= {"power_w": energy.watts, "joules_per_step": energy.watts * step_ms / 1e3}
@@ -253,13 +283,14 @@ def study(
     steps: int,
     host: Host | None = None,
     delays: Iterable[float] = (),
+    like: Studied | None = None,
 ) -> Studied:
     """Build one session and foretell and measure its steps on the typical texts of each of `texts` ("long", ...).
 
     The first of `texts` builds the model; the others lend their texts, of the same tokenizer. host: what a launch takes
     the host, for a captured step: it has one size, so that no light step can tell, and only the first texts. Runs are
     named "`name` long" or, with a way, "moe long, grouped"; with `delays`, the first step is measured beside slower
-    hosts too.
+    hosts too. like: the study of the same kernels launched one by one, for a captured step.
     """
     first = next(iter(texts))
     found = Studied()
@@ -270,7 +301,8 @@ def study(
         for kind in [first] if host else texts:
             chosen = typical(texts[kind], session.recipe)
             there = OnOneBatch(session, batch_of(texts[kind], session.recipe, chosen))
-            seen = foretell_and_measure(named(name, kind), there, light.host if light else host, steps)
+            program = like.seen[kind].program if like else None
+            seen = foretell_and_measure(named(name, kind), there, light.host if light else host, steps, program)
             seen.run.metrics |= found.light
             found.seen[kind] = seen
             if kind == first:
@@ -370,6 +402,7 @@ HEAD = (
     "launches × host, ms",
     "short form, ms",
     "replayed, ms",
+    "decided by",
     "measured, ms",
     "replay off by",
 )
@@ -386,8 +419,17 @@ def _row(run: Run) -> tuple[Any, ...]:
     launching = m("launches") * m("host_us") / 1e3
     work, light = m("light_work_ms"), m("light_step_ms")
     share = 100 * work / light if light else None  # a captured step's host is probed
-    numbers = (m("host_us"), m("kernels_ms"), launching, m("bound_ms"), m("predicted_ms"), m("step_ms"))
-    return run.run, m("launches"), m("waits"), share, *numbers, _off(run)
+    numbers = (m("launches"), m("waits"), share, m("host_us"), m("kernels_ms"), launching, m("bound_ms"))
+    return run.run, *numbers, m("predicted_ms"), run.metrics.get("by"), m("step_ms"), _off(run)
+
+
+UNSEEN_HEAD = ("step", "foretold from the kernels launched one by one, ms", "measured, ms", "off by")
+
+
+def unseen_rows(runs: Iterable[Run]) -> list[tuple[Any, ...]]:
+    """Rows for `UNSEEN_HEAD`: captured steps that were foretold from another one's trace."""
+    runs = [run for run in runs if run.ok and "unseen_ms" in run.metrics]
+    return [(run.run, run.metric("unseen_ms"), run.metric("step_ms"), _off(run, "unseen_off")) for run in runs]
 
 
 DELAY_HEAD = (
@@ -419,8 +461,8 @@ def by_delay(studied: Studied) -> dict[float, float]:
     return {0.0: plain.metric("step_ms")} | slowed
 
 
-def _off(run: Run) -> str:
-    return f"{100 * run.metrics['off']:+.0f} %"
+def _off(run: Run, metric: str = "off") -> str:
+    return f"{100 * run.metrics[metric]:+.0f} %"
 
 
 def flip_us(seen: Seen, rival_ms: float, most_us: float = 1000.0) -> float | None:
@@ -446,9 +488,45 @@ def speed_rows(runs: Iterable[Run]) -> list[tuple[Any, ...]]:
 
 
 def accuracy(runs: Iterable[Run]) -> dict[str, float]:
-    """How far the predictions are off in size, over all of `runs`: `pairs`, `within_20`, `median_off`, `worst_off`."""
-    offs = sorted(abs(run.metrics["off"]) for run in runs if run.ok and "off" in run.metrics)
-    if not offs:
+    """How far the predictions are off in size, over all of `runs`: `steps`, `within_20`, `median_off`, `worst_off`; the
+    first two also of the steps that each clock decides (`host_steps`, ..).
+
+    Several steps of one recipe share its host: `recipes` counts a model driven in one way once, and
+    `recipes_within_20` those all of whose steps are.
+    """
+    runs = [run for run in runs if run.ok and "off" in run.metrics]
+    if not runs:
         return {}
-    within = sum(off <= 0.2 for off in offs)
-    return {"pairs": len(offs), "within_20": within, "median_off": summarise(offs)["median"], "worst_off": offs[-1]}
+    offs = sorted(abs(run.metrics["off"]) for run in runs)
+    found = {**_within(runs), "median_off": summarise(offs)["median"], "worst_off": offs[-1]}
+    for clock in CLOCKS:
+        found |= {f"{clock}_{what}": n for what, n in _within(r for r in runs if r.metrics.get("by") == clock).items()}
+    recipes: dict[str, list[bool]] = {}
+    for run in runs:
+        recipes.setdefault(_recipe(run.run), []).append(abs(run.metrics["off"]) <= NEAR)
+    return found | {"recipes": len(recipes), "recipes_within_20": sum(map(all, recipes.values()))}
+
+
+def _within(runs: Iterable[Run]) -> dict[str, int]:
+    near = [abs(run.metrics["off"]) <= NEAR for run in runs]
+    return {"steps": len(near), "within_20": sum(near)}
+
+
+def _recipe(run_name: str) -> str:
+    """ "moe long, grouped" -> "moe, grouped": what `named` was given."""
+    model, comma, way = run_name.partition(",")
+    return f"{model.partition(' ')[0]}{comma}{way}"
+
+
+def told(found: Mapping[str, float]) -> str:
+    """`accuracy` in words."""
+    parts = [
+        f"of {found[f'{clock}_steps']} steps that {who}, {found[f'{clock}_within_20']} ({what})"
+        for clock, (who, what) in CLOCKS.items()
+        if found[f"{clock}_steps"]
+    ]
+    return (
+        f"Foretold within 20 %: {'; '.join(parts)}. All steps of {found['recipes_within_20']} of {found['recipes']} "
+        f"recipes were. Half of the steps are off by {100 * found['median_off']:.0f} % at most, the worst by "
+        f"{100 * found['worst_off']:.0f} %."
+    )

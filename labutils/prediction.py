@@ -87,6 +87,16 @@ class Program:
         """Milliseconds of copies a step."""
         return self.gpu_ms().get("copy", 0.0)
 
+    def captured(self) -> Program:
+        """The same work in one launch a step, as a CUDA graph would give it."""
+        work: dict[str, tuple[float, int]] = {}
+        for piece in self.given:
+            for kind, ms, count in piece.work:
+                before = work.get(kind, (0.0, 0.0))
+                work[kind] = before[0] + ms / self.steps, before[1] + count
+        whole = tuple((kind, ms, round(count / self.steps)) for kind, (ms, count) in work.items())
+        return Program((Given("", whole, False),), 1)
+
     def scaled(self, ratio: Callable[[str], float], empty_ms: float = 0.0) -> Program:
         """The same program where a kind of work takes `ratio(kind)` times as long beyond `empty_ms`, a kernel's least.
 
@@ -156,6 +166,14 @@ def replayed_ms(program: Program, host: Host, stretch: float = 1.0) -> float:
 def idle_ms(program: Program, host: Host) -> float:
     """Milliseconds a step in which the GPU has nothing to do."""
     return max(0.0, replayed_ms(program, host) - program.kernel_ms - program.copy_ms)
+
+
+def decided_by(program: Program, host: Host) -> str:
+    """Which clock a step goes by: "kernels", or "host" where it lasts a tenth longer than they do or more; "both" where
+    host and device take turns."""
+    if program.takes_turns:
+        return "both"
+    return "host" if replayed_ms(program, host) > 1.1 * program.kernel_ms else "kernels"
 
 
 def _ends(program: Program, host: Host, stretch: float, rounds: int) -> list[float]:

@@ -191,10 +191,42 @@ def test_kernels_move_to_another_card_by_their_products_intensity():
     assert gpu_seen().on(blackwell, h200).kernel_ms == pytest.approx(100 * 989.4 / 438.9)
 
 
-def test_accuracy_counts_sizes_whatever_their_sign():
-    runs = [gpu_seen(off).run for off in (-0.3, 0.1, 0.15)] + [Run("", "failed", status="oom")]
-    assert launches.accuracy(runs) == {"pairs": 3, "within_20": 2, "median_off": 0.15, "worst_off": 0.3}
+def foretold(name: str, off: float, by: str) -> Run:
+    return Run("", name, metrics={"off": off, "by": by})
+
+
+def test_accuracy_counts_sizes_whatever_their_sign_and_each_clock_apart():
+    runs = [
+        foretold("moe long", -0.3, "host"),
+        foretold("moe short", 0.1, "host"),
+        foretold("moe long, grouped", 0.15, "kernels"),
+        foretold("moe short, grouped", -0.2, "host"),
+        foretold("dense long", 0.02, "kernels"),
+        Run("", "failed", status="oom"),
+    ]
+    found = launches.accuracy(runs)
+    assert (found["steps"], found["within_20"], found["median_off"], found["worst_off"]) == (5, 4, 0.15, 0.3)
+    assert (found["host_steps"], found["host_within_20"]) == (3, 2)
+    assert (found["kernels_steps"], found["kernels_within_20"]) == (2, 2)
+    assert (found["recipes"], found["recipes_within_20"]) == (3, 2)  # the loop's long step is off
+    assert "of 3 steps that the host decides, 2" in launches.told(found)
+    assert "2 of 3 recipes" in launches.told(found)
     assert launches.accuracy([]) == {}
+
+
+def test_a_captured_step_is_foretold_before_it_is_traced(studied):
+    """Two steps stand for the grouped one and the captured one; any program may be the other's likeness."""
+    with launches.Session(texts("moe")["long"], launches.ways("moe")["grouped"]) as session:
+        workload = session.workload
+        there = launches.OnOneBatch(
+            session, launches.batch_of(workload, session.recipe, launches.typical(workload, session.recipe))
+        )
+        like = Program(tuple(Given("", (("GEMM", 2.0, 1),), True) for _ in range(8)), 2)
+        run = launches.foretell_and_measure("moe long, captured", there, Host(3.0), 2, like).run
+    assert run.metrics["unseen_ms"] == pytest.approx(8)  # four kernels a step, in one launch that 3 ms hide
+    assert run.metrics["unseen_off"] == pytest.approx(8 / run.metric("step_ms") - 1)
+    assert launches.unseen_rows([run])[0][:2] == ("moe long, captured", run.metrics["unseen_ms"])
+    assert launches.unseen_rows([seen.run for seen in studied.seen.values()]) == []
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from labutils.prediction import (
     attainable,
     bound_ms,
     crossing,
+    decided_by,
     host_of,
     idle_ms,
     replayed_ms,
@@ -109,6 +110,13 @@ def test_phases_have_their_own_cost():
     assert replayed_ms(both, host.plus(1)) == pytest.approx(6)
 
 
+def test_a_program_goes_by_one_of_two_clocks():
+    assert decided_by(program(*[3.0] * 10), Host(1.0)) == "kernels"
+    assert decided_by(program(*[1.0] * 10), Host(3.0)) == "host"
+    assert decided_by(program(*[1.0] * 10), Host(1.09)) == "kernels"
+    assert decided_by(program(*[1.0] * 10, waits=tuple(range(10))), Host(3.0)) == "both"
+
+
 durations = st.lists(st.floats(0, 5), min_size=1, max_size=40)
 
 
@@ -119,6 +127,16 @@ def test_the_replay_lies_between_the_short_form_and_the_sum(works, host_ms, wait
     found = replayed_ms(one, host)
     assert found >= max(one.kernel_ms, one.launches * host_ms) - 1e-6
     assert found <= one.kernel_ms + one.launches * host_ms + 1e-6
+
+
+@settings(max_examples=30, deadline=None)
+@given(durations, st.floats(0, 5), st.sets(st.integers(0, 39)))
+def test_a_captured_step_takes_what_its_kernels_take_whatever_waited(works, host_ms, waits):
+    one = Program(program(*works, waits=tuple(waits)).given * 2, 2)
+    found = one.captured()
+    assert (found.launches, found.waits) == (1, 0)
+    assert found.kernel_ms == pytest.approx(one.kernel_ms)
+    assert replayed_ms(found, Host(host_ms)) == pytest.approx(max(one.kernel_ms, host_ms), abs=1e-6)
 
 
 @settings(max_examples=30, deadline=None)
