@@ -343,6 +343,37 @@ def host_for_a_tie(bases: Mapping[str, Basis], kind: str = "long", same_batch: b
     return None if found is None else 10**found
 
 
+def who_wins(bases: Mapping[str, Basis]) -> list[str]:
+    """gpt-oss-120b on long texts, beside this machine's host, in sentences: what decides on each card, whether the
+    article's winner wins, and beside which hosts it would."""
+    moe = bases["moe"]
+    here_us = 1e3 * moe.host_ms
+    found = [f"A launch of the expert loop takes this host {here_us:.1f} µs. Beside it gpt-oss-120b, on long texts:"]
+    for name in (BLACKWELL, H100):
+        step = large_step(name, "moe", "long", moe)
+        clock = "the host decides" if step["step_ms"] > 1.1 * step["kernels_ms"] else "kernels decide"
+        found.append(
+            f"On the {name}, at batch {step['examples']}, **{clock}**: kernels take {step['kernels_ms'] / 1e3:.2f} s "
+            f"of the step's {step['step_ms'] / 1e3:.2f} s."
+        )
+    ahead = hourly(BLACKWELL, "moe", "long", moe) / hourly(H100, "moe", "long", moe)
+    slower, quicker = articles.claim("A3.120b.h100-long").published[::-1]
+    found.append(
+        f"So the Blackwell card makes {ahead:.2f} times as many examples an hour as the H100; the article's made "
+        f"{quicker / slower:.2f} times as many. Beside this machine's host the model **"
+        + ("names the same winner**." if ahead > 1 else "does not reproduce the article**.")
+    )
+    for batches, same in {"the article's batches": False, "both cards at batch 32": True}.items():
+        factor = host_for_a_tie(bases, same_batch=same)
+        found.append(
+            f"With {batches} the Blackwell card wins beside no host."
+            if factor is None
+            else f"With {batches} it wins beside hosts that take more than {factor * here_us:.1f} µs for a launch, "
+            f"{factor:.2g} times as long as this one."
+        )
+    return found
+
+
 # ----------------------------------------------------------------------------------------------------------- four cards
 
 FOUR_HEAD = ("step", "card", "step, ms", "GPU idle, %", "examples/h", "a night of 8 h", "a kWh", "a yen")

@@ -123,6 +123,18 @@ def test_the_tie_is_one():
     assert cards.host_for_a_tie(BASES, same_batch=True) is None  # the same host, the same batch: a tie at worst
 
 
+def test_the_conclusion_is_the_numbers_own():
+    slow = " ".join(cards.who_wins(BASES))
+    assert slow.count("the host decides") == 2
+    assert "names the same winner" in slow
+    assert "With both cards at batch 32 the Blackwell card wins beside no host." in slow
+    quick = " ".join(cards.who_wins({family: replace(basis, host_ms=1e-5) for family, basis in BASES.items()}))
+    assert quick.count("kernels decide") == 2
+    assert "does not reproduce the article" in quick
+    assert f"more than {cards.host_for_a_tie(BASES) * 10:.1f} µs" in slow
+    assert f"more than {cards.host_for_a_tie(BASES) * 10:.1f} µs" in quick  # the tie doesn't hang on the host here
+
+
 def test_a_traced_step_is_replayed_at_the_large_models_size():
     """Long enough kernels hide every launch; then the step takes what they take."""
     program = Program(tuple(Given("", (("GEMM", 1.0, 1),), False) for _ in range(100)), 1)
