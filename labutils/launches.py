@@ -479,12 +479,14 @@ def slowdown(seen: Seen, most_us: float, points: int = 16) -> dict[float, float]
 SPEED_HEAD = ("step", "launches", "kernels, ms", "step, ms", "useful tokens/s", "times the loop")
 
 
-def speed_rows(runs: Iterable[Run]) -> list[tuple[Any, ...]]:
-    """Rows for `SPEED_HEAD` out of runs on the same texts, the first of which is what the others are compared with."""
+def speed_rows(runs: Iterable[Run], base: str) -> list[tuple[Any, ...]]:
+    """Rows for `SPEED_HEAD` out of runs on the same texts, compared with the one named `base`, if it is there."""
     runs = [run for run in runs if run.ok]
-    base = runs[0].metric("useful_tokens_per_s") if runs else 0.0
+    rates = {run.run: run.metric("useful_tokens_per_s") for run in runs}
     measured = ("launches", "kernels_ms", "step_ms", "useful_tokens_per_s")
-    return [(run.run, *map(run.metric, measured), run.metric("useful_tokens_per_s") / base) for run in runs]
+    return [
+        (run.run, *map(run.metric, measured), rates[run.run] / rates[base] if base in rates else None) for run in runs
+    ]
 
 
 def accuracy(runs: Iterable[Run]) -> dict[str, float]:

@@ -109,6 +109,15 @@ def test_dense_models_are_the_peaks_ratio_apart_and_waiting_ones_the_batches():
     assert (found["h100_gaps_longer"], found["blackwell_less_energy"]) == (1, 1)
 
 
+@pytest.mark.parametrize("family", BASES)
+def test_one_family_tells_what_it_can(family):
+    both, one = cards.two_cards(BASES), cards.two_cards({family: BASES[family]})
+    assert one.items() < both.items()
+    assert f"h100_{family}_long" in one
+    assert "moe_over_dense_long" not in one
+    assert len(cards.two_cards_rows({family: BASES[family]})) == 4
+
+
 def test_with_a_host_that_takes_no_time_the_h100_wins_everything():
     found = cards.two_cards({family: replace(basis, host_ms=1e-9) for family, basis in BASES.items()})
     assert all(found[f"h100_{family}_{kind}"] > 1.5 for family in ("dense", "moe") for kind in ("short", "long"))

@@ -147,8 +147,9 @@ def test_a_slower_host_slows_the_step_by_its_delays(studied):
 def test_tables_have_a_value_for_every_column(studied):
     runs = [seen.run for seen in studied.seen.values()]
     assert all(len(row) == len(launches.HEAD) and None not in row for row in launches.rows(runs))
-    assert all(len(row) == len(launches.SPEED_HEAD) for row in launches.speed_rows(runs))
-    assert launches.speed_rows(runs)[0][-1] == 1
+    assert all(len(row) == len(launches.SPEED_HEAD) for row in launches.speed_rows(runs, "moe long"))
+    assert launches.speed_rows(runs[::-1], "moe long")[-1][-1] == 1
+    assert launches.speed_rows(runs, "a loop that did not fit")[0][-1] is None
     assert all(len(row) == len(launches.DELAY_HEAD) for row in launches.delay_rows(studied))
     assert len(launches.by_delay(studied)) == 3
 
