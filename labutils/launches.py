@@ -53,6 +53,10 @@ THIN = 8
 """A thin model's matrices are narrower by so much; its layers and experts, and so its launches, are the model's own."""
 NEAR = 0.2
 """A prediction that is off by no more has come true."""
+LIGHT_STEPS = 3
+"""A light step is timed so often, at least."""
+MANY = 15_000
+"""Of a step of more launches one is recorded: it holds enough, and reading a trace back takes long."""
 CLOCKS = {
     "host": ("the host decides", "which tests the launch model"),
     "kernels": ("kernels decide", "which tests little more than that traced kernels last as long untraced"),
@@ -195,13 +199,13 @@ class Light:
     host: Host
 
     @classmethod
-    def of(cls, session: Session, steps: int) -> Light:
+    def of(cls, session: Session) -> Light:
         """That of a session on a `thin` workload. Raises `ValueError` where its kernels take too long for that."""
         workload = session.workload
         there = OnOneBatch(session, batch_of(workload, session.recipe, shortest(workload, session.recipe)))
         there.timed(0, warmup=2)
-        step_ms = summarise(there.watched(steps, WATCH_MS["cpu"]))["median"]
-        trace = there.traced(2)
+        step_ms = summarise(there.watched(LIGHT_STEPS, WATCH_MS["cpu"]))["median"]
+        trace = there.traced(1)
         program = Program.of(trace)
         return cls(there, step_ms, program, host_of(program, trace.host_breakdown(), step_ms))
 
@@ -211,15 +215,17 @@ class Light:
         return {"light_step_ms": self.step_ms, "light_launches": program.launches, "light_work_ms": program.kernel_ms}
 
 
-def foretell_and_measure(name: str, there: OnOneBatch, host: Host, steps: int, like: Program | None = None) -> Seen:
-    """Trace a step, foretell it, and only then time it.
+def foretell_and_measure(
+    name: str, there: OnOneBatch, host: Host, steps: int, traced: int = 2, like: Program | None = None
+) -> Seen:
+    """Trace a step (`traced` of them), foretell it, and only then time it.
 
     like: a program of the same kernels, launched one by one. From it the step is foretold without its own trace, as if
     they came in one launch (`unseen_ms`, and `unseen_off` by how much of the measurement that is off).
     """
     session, on_gpu = there.session, hardware.device() == "cuda"
     there.timed(0, warmup=2)
-    trace = there.traced(2)
+    trace = there.traced(traced)
     program, work = Program.of(trace), there.work
     run = Run("", name, workload=session.workload.name, scale=session.workload.scale, recipe=session.recipe.as_dict())
     run.weights, run.data = session.workload.weights, session.workload.data
@@ -295,14 +301,15 @@ def study(
     first = next(iter(texts))
     found = Studied()
     with contextlib.ExitStack() as opened:
-        light = Light.of(opened.enter_context(Session(thin(texts[first]), recipe)), steps) if host is None else None
+        light = Light.of(opened.enter_context(Session(thin(texts[first]), recipe))) if host is None else None
         found.light = light.metrics() if light else {}
         session = opened.enter_context(Session(texts[first], recipe))
         for kind in [first] if host else texts:
             chosen = typical(texts[kind], session.recipe)
             there = OnOneBatch(session, batch_of(texts[kind], session.recipe, chosen))
             program = like.seen[kind].program if like else None
-            seen = foretell_and_measure(named(name, kind), there, light.host if light else host, steps, program)
+            traced = 1 if light and light.program.launches > MANY else 2
+            seen = foretell_and_measure(named(name, kind), there, light.host if light else host, steps, traced, program)
             seen.run.metrics |= found.light
             found.seen[kind] = seen
             if kind == first:
@@ -326,7 +333,7 @@ def slowed(there: OnOneBatch, seen: Seen, light: Light | None, delay_us: float, 
     added = delay_us / 1e3
     with SlowerHost(delay_us) as host:
         if light:
-            slow = summarise(light.there.watched(steps, WATCH_MS["cpu"]))["median"]
+            slow = summarise(light.there.watched(LIGHT_STEPS, WATCH_MS["cpu"]))["median"]
             added = max(0.0, slow - light.step_ms) / light.program.launches
         there.timed(0, warmup=1)
         before = host.delayed

@@ -230,17 +230,23 @@ def _factor(step_ms: Callable[[float], float], wanted: float) -> float:
     return _bisected(lambda factor: step_ms(factor) - wanted, 0.0, high)
 
 
-def crossing(one: Callable[[float], float], other: Callable[[float], float], low: float, high: float) -> float | None:
+HALVINGS = 28
+"""How often an interval is halved to find a place in it: to a part in 10^8."""
+
+
+def crossing(
+    one: Callable[[float], float], other: Callable[[float], float], low: float, high: float, halvings: int = HALVINGS
+) -> float | None:
     """Where two curves change places between `low` and `high`; None where one is below the other at both ends."""
     ahead = [one(at) - other(at) for at in (low, high)]
     if (ahead[0] < 0) == (ahead[1] < 0):
         return None
-    return _bisected(lambda at: (one(at) - other(at)) * (1 if ahead[0] < 0 else -1), low, high)
+    return _bisected(lambda at: (one(at) - other(at)) * (1 if ahead[0] < 0 else -1), low, high, halvings)
 
 
-def _bisected(rising: Callable[[float], float], low: float, high: float) -> float:
+def _bisected(rising: Callable[[float], float], low: float, high: float, halvings: int = HALVINGS) -> float:
     """Where a function that is below 0 at `low` and not at `high` reaches it."""
-    for _ in range(28):
+    for _ in range(halvings):
         middle = (low + high) / 2
         low, high = (middle, high) if rising(middle) < 0 else (low, middle)
     return (low + high) / 2

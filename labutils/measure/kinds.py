@@ -8,6 +8,7 @@ change with library versions, so whatever no pattern knows is shown as "other" a
 
 from __future__ import annotations
 
+import functools
 import re
 from typing import Any
 
@@ -35,6 +36,7 @@ _TABLE = tuple((category, re.compile(pattern)) for category, pattern in _PATTERN
 _THIN = range(2, 65)  # the smallest dimension of a product that a LoRA rank makes thin; 1 is a vector
 
 
+@functools.cache  # a trace holds some hundred names, each of them thousands of times
 def category_of(name: str) -> str:
     """The category of a kernel's or operator's name; "other" where no pattern knows it."""
     lowered = name.lower()

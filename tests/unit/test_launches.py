@@ -223,8 +223,9 @@ def test_a_captured_step_is_foretold_before_it_is_traced(studied):
             session, launches.batch_of(workload, session.recipe, launches.typical(workload, session.recipe))
         )
         like = Program(tuple(Given("", (("GEMM", 2.0, 1),), True) for _ in range(8)), 2)
-        run = launches.foretell_and_measure("moe long, captured", there, Host(3.0), 2, like).run
+        run = launches.foretell_and_measure("moe long, captured", there, Host(3.0), 2, 1, like).run
     assert run.metrics["unseen_ms"] == pytest.approx(8)  # four kernels a step, in one launch that 3 ms hide
+    assert run.metrics["launches"] == int(run.metrics["launches"])  # of one traced step
     assert run.metrics["unseen_off"] == pytest.approx(8 / run.metric("step_ms") - 1)
     assert launches.unseen_rows([run])[0][:2] == ("moe long, captured", run.metrics["unseen_ms"])
     assert launches.unseen_rows([seen.run for seen in studied.seen.values()]) == []

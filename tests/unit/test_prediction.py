@@ -241,6 +241,7 @@ def test_curves_cross_where_they_change_places():
     assert crossing(lambda x: x, lambda x: 4.0, 0, 10) == pytest.approx(4, abs=1e-6)
     assert crossing(lambda x: 4.0, lambda x: x, 0, 10) == pytest.approx(4, abs=1e-6)
     assert crossing(lambda x: x, lambda x: 40.0, 0, 10) is None
+    assert crossing(lambda x: x, lambda x: 4.0, 0, 16, halvings=4) == pytest.approx(4, abs=1)
 
 
 def test_the_slower_card_wins_once_the_other_ones_host_is_slow_enough():
