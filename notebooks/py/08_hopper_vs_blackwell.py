@@ -100,7 +100,7 @@ lab.keep(Run("08", "machine"));
 # %%
 my_peak: float | None = None  # for example 1979
 
-lab.predict("dense BF16 peak of the H100", my_peak, "TFLOP/s")
+lab.predict("dense BF16 peak of the H100 (data sheet)", my_peak, "TFLOP/s")
 
 # %%
 lab.table(cards.SPEC_HEAD, *cards.spec_rows())
@@ -163,7 +163,7 @@ with lab.attempt("Timing the shortest call"):
 # %%
 my_host: float | None = None  # for example 5
 
-lab.predict("host's time for a launch in the experts' loop", my_host, "us")
+lab.predict("host's time for a launch in the experts' loop (on a thin model)", my_host, "us")
 
 # %% [markdown]
 # ## 3 · Foretold, then measured
@@ -271,7 +271,7 @@ lab.table(launches.SPEED_HEAD, *launches.speed_rows(on_long, base="moe long"))
 # %%
 my_flip: float | None = None  # for example 10
 
-lab.predict("slower launches until the Blackwell card wins", my_flip, "us")
+lab.predict("slower launches until the Blackwell card wins (predicted)", my_flip, "us")
 
 # %%
 rivals, flips, most = {}, {}, 10.0
@@ -417,7 +417,7 @@ lab.verdict("A3.120b.factor", "A3.120b.faster", "A3.moe.gaps-longer", "A3.120b.e
 # %%
 my_gb: float | None = None  # for example 30
 
-lab.predict("gpt-oss-120b in 4 bits", my_gb, "GB")
+lab.predict("gpt-oss-120b in 4 bits (arithmetic)", my_gb, "GB")
 
 # %%
 large, small = cards.GPT_OSS_120B, cards.GPT_OSS["full"]
@@ -572,10 +572,12 @@ assert check_weights(my_weights).startswith("Exercise 3: right"), check_weights(
 expert_loop = studied["moe"].seen["long"].run if "moe" in studied else None
 lab.done(
     {
-        "dense BF16 peak of the H100": cards.card(cards.H100).dense["bf16"],
-        "host's time for a launch in the experts' loop": expert_loop.metric("host_us") if expert_loop else None,
+        "dense BF16 peak of the H100 (data sheet)": cards.card(cards.H100).dense["bf16"],
+        "host's time for a launch in the experts' loop (on a thin model)": expert_loop.metric("host_us")
+        if expert_loop
+        else None,
         "GPU idle in the expert loop": 100 * expert_loop.metrics["idle_share"] if expert_loop and on_gpu else None,
-        "slower launches until the Blackwell card wins": flips.get("moe_us"),
-        "gpt-oss-120b in 4 bits": four_bit,
+        "slower launches until the Blackwell card wins (predicted)": flips.get("moe_us"),
+        "gpt-oss-120b in 4 bits (arithmetic)": four_bit,
     }
 )
