@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from labutils import articles
 from labutils.adapters import attach_lora
@@ -180,7 +180,16 @@ def _block(size: Size, method: Method) -> tuple[float, int]:
     Counted on the meta device on a block of the real shapes, attention and experts as fused kernels keep them.
     """
     rows, length = 2, 256
-    lm = build_lm(replace(size, layers=1), META, torch.bfloat16).requires_grad_(False)
+    lm, forward = one_block(size, method, META, rows, length)
+    kept = saved_for_backward(lm, forward, autocast=torch.bfloat16)
+    return kept / (rows * length), sum(p.numel() for p in lm.parameters() if p.requires_grad)
+
+
+def one_block(
+    size: Size, method: Method, device: torch.device, rows: int, length: int
+) -> tuple[nn.Module, Callable[[], Tensor]]:
+    """(a model of one block as the method trains it, the block's forward pass on [rows, length] tokens)."""
+    lm = build_lm(replace(size, layers=1), device, torch.bfloat16).requires_grad_(False)
     attach_lora(lm, projections(lm.model.layers, "model.layers"), RANK, 2 * RANK, method.adapter, seed=0)
     lm.config._attn_implementation = "sdpa"
     if size.experts:
@@ -190,11 +199,9 @@ def _block(size: Size, method: Method) -> tuple[float, int]:
         for module in lm.modules():
             if module.__class__.__name__.endswith("RMSNorm"):
                 module.float()
-    x = torch.zeros(rows, length, size.width, device=META, dtype=dtype, requires_grad=True)
-    turns = lm.model.rotary_emb(x, torch.arange(length, device=META)[None])
-    with torch.autocast("cpu", torch.bfloat16):
-        kept = saved_for_backward(lm, lambda: lm.model.layers[0](x, position_embeddings=turns, attention_mask=None))
-    return kept / (rows * length), sum(p.numel() for p in lm.parameters() if p.requires_grad)
+    x = torch.zeros(rows, length, size.width, device=device, dtype=dtype, requires_grad=True)
+    turns = lm.model.rotary_emb(x, torch.arange(length, device=device)[None])
+    return lm, lambda: lm.model.layers[0](x, position_embeddings=turns, attention_mask=None)
 
 
 ASKED = {

@@ -83,12 +83,13 @@ def _growth(forward: Callable[[], Tensor]) -> int:
     return torch.cuda.memory_allocated() - before - loss.element_size()
 
 
-def saved_for_backward(module: nn.Module, forward: Callable[[], Any]) -> int:
+def saved_for_backward(module: nn.Module, forward: Callable[[], Any], autocast: torch.dtype | None = None) -> int:
     """Bytes that `forward()` makes autograd keep for the backward pass, without `module`'s own weights.
 
     `forward` should return the loss, so that nothing of the graph is dropped. What several operations share is counted
     once. On the meta device attention is counted as a fused kernel keeps it: queries, keys, values, result and one
-    number a row, not the matrix of tokens by tokens.
+    number a row, not the matrix of tokens by tokens. autocast: to which type the meta device casts what goes into
+    products, where `torch.autocast`, which knows no such device, does nothing.
     """
     own = {_storage(t)._cdata for t in (*module.parameters(), *module.buffers())}
     kept: dict[int, torch.UntypedStorage] = {}
@@ -99,7 +100,7 @@ def saved_for_backward(module: nn.Module, forward: Callable[[], Any]) -> int:
             kept[storage._cdata] = storage  # held, so that its address isn't used again
         return tensor
 
-    with saved_tensors_hooks(keep, lambda tensor: tensor), _FusedOnMeta():
+    with saved_tensors_hooks(keep, lambda tensor: tensor), _OnMeta(autocast):
         forward()
     return sum(storage.nbytes() for storage in kept.values())
 
@@ -120,15 +121,38 @@ class _FusedAttention(torch.autograd.Function):
         return tuple(torch.empty_like(saved) for saved in ctx.saved_tensors[:3])
 
 
-class _FusedOnMeta(TorchFunctionMode):
-    """PyTorch computes attention on the meta device step by step, as no device with a fused kernel would."""
+_PRODUCTS = (
+    F.linear,
+    F.scaled_dot_product_attention,
+    torch.matmul,
+    torch.bmm,
+    torch.Tensor.matmul,
+    torch.Tensor.__matmul__,
+)
+"""What autocast computes in fewer bits, as far as language models use it."""
+
+
+class _OnMeta(TorchFunctionMode):
+    """The meta device as a device with a fused kernel for attention, which PyTorch computes step by step there, and
+    with autocast, if it is given a type."""
+
+    def __init__(self, autocast: torch.dtype | None) -> None:
+        super().__init__()
+        self._autocast = autocast
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        if self._autocast and func in _PRODUCTS:
+            args, kwargs = tuple(map(self._cast, args)), {name: self._cast(value) for name, value in kwargs.items()}
         if func is F.scaled_dot_product_attention:
-            query, key, value = (*args, *(kwargs or {}).values())[:3]
+            query, key, value = (*args, *kwargs.values())[:3]
             if query.is_meta:
                 return _FusedAttention.apply(query, key, value)
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs)
+
+    def _cast(self, value: Any) -> Any:
+        wide = isinstance(value, Tensor) and value.is_meta and value.dtype == torch.float32
+        return value.to(self._autocast) if wide else value
 
 
 def _storage(tensor: Tensor) -> torch.UntypedStorage:

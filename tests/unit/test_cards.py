@@ -12,6 +12,7 @@ from labutils.adapters import count_parameters
 from labutils.cards import BLACKWELL, H100, METHODS, WAYS_TO_HOLD, Basis, Method
 from labutils.hardware import Prices
 from labutils.launches import Seen
+from labutils.measure.memory import saved_for_backward
 from labutils.measure.trace import Given
 from labutils.prediction import Host, Law, Program
 from labutils.results import Run
@@ -81,6 +82,18 @@ def test_a_blocks_memory_contains_what_its_shapes_demand():
     kept, trained = cards._block(QWEN3_32B, Method(16.0))
     assert 3 * 2 * QWEN3_32B.inner < kept < 20 * 2 * QWEN3_32B.inner
     assert 64 * trained == 67_108_864
+
+
+@pytest.mark.parametrize("method", ["LoRA", "QLoRA, not checkpointed", "unsloth"])
+@pytest.mark.parametrize("size", [QWEN3["tiny"], GPT_OSS["tiny"]], ids=["qwen3", "gpt-oss"])
+def test_a_block_keeps_what_a_real_one_keeps_under_autocast(size, method):
+    rows, length = 2, 256
+    counted, trained = cards._block(size, METHODS[method])
+    lm, forward = cards.one_block(size, METHODS[method], torch.device("cpu"), rows, length)
+    with torch.autocast("cpu", torch.bfloat16):
+        kept = saved_for_backward(lm, forward)
+    assert counted == pytest.approx(kept / (rows * length), rel=0.1)
+    assert trained > 0
 
 
 def test_every_saving_saves():
