@@ -37,6 +37,8 @@ PREDICTED = "Predicted, not measured"
 """How the note of a claim about a card that isn't here begins."""
 TWO_CARDS = "model of two cards"
 """The run that holds the predictions: floors by data sheet, the host's time a launch as measured here."""
+FULL = {"96 GB": 102, "80 GB": 85}
+"""10^9 bytes that a card finds which is sold with so many GB (`Spec.capacity_gb`): what memory is judged against."""
 
 _LORA = (
     Claim(
@@ -444,10 +446,11 @@ _LARGER = (
         lab="08",
         runs=("model of memory",),
         judge="limit",
-        how={"run": "model of memory", "metrics": ("lora_32b_batch_4_gb",), "at_least": 96},
+        how={"run": "model of memory", "metrics": ("lora_32b_batch_4_gb",), "at_least": FULL["96 GB"]},
         tolerance=5,
         needs="any",
-        note=f"{PREDICTED}: from shapes: weights, and what a block is counted to keep. Without checkpointing.",
+        note=f"{PREDICTED}: from shapes: weights, and what a block is counted to keep. Without checkpointing; then the "
+        "batch of 2 that the article ran doesn't fit either. 96 GB are 102 x 10^9 bytes.",
     ),
     Claim(
         id="A3.32b.qlora-batch",
@@ -460,10 +463,11 @@ _LARGER = (
         lab="08",
         runs=("model of memory",),
         judge="limit",
-        how={"run": "model of memory", "metrics": ("qlora_32b_batch_4_gb",), "at_least": 96},
+        how={"run": "model of memory", "metrics": ("qlora_32b_batch_4_gb",), "at_least": FULL["96 GB"]},
         tolerance=5,
         needs="any",
-        note=f"{PREDICTED}: as above, with the checkpointing that PEFT's preparation turns on.",
+        note=f"{PREDICTED}: as above, with the checkpointing that PEFT's preparation turns on. 96 GB are 102 x 10^9 "
+        "bytes.",
     ),
     Claim(
         id="A3.32b.unsloth-batch",
@@ -476,10 +480,10 @@ _LARGER = (
         lab="08",
         runs=("model of memory",),
         judge="limit",
-        how={"run": "model of memory", "metrics": ("unsloth_32b_batch_32_gb",), "at_most": 96},
+        how={"run": "model of memory", "metrics": ("unsloth_32b_batch_32_gb",), "at_most": FULL["96 GB"]},
         tolerance=5,
         needs="any",
-        note=f"{PREDICTED}: as above, with blocks' inputs on the host and a fused loss.",
+        note=f"{PREDICTED}: as above, with blocks' inputs on the host and a fused loss. 96 GB are 102 x 10^9 bytes.",
     ),
     Claim(
         id="A3.120b.too-large",
@@ -492,10 +496,10 @@ _LARGER = (
         lab="08",
         runs=("model of memory",),
         judge="limit",
-        how={"run": "model of memory", "metrics": ("lora_120b_batch_1_gb",), "at_least": 96},
+        how={"run": "model of memory", "metrics": ("lora_120b_batch_1_gb",), "at_least": FULL["96 GB"]},
         tolerance=5,
         needs="any",
-        note=f"{PREDICTED}: from shapes, with weights in 16 bits.",
+        note=f"{PREDICTED}: from shapes, with weights in 16 bits. 96 GB are 102 x 10^9 bytes.",
     ),
     Claim(
         id="A3.120b.attention-only",
@@ -809,10 +813,11 @@ _CARDS = (
         lab="08",
         runs=("model of memory",),
         judge="limit",
-        how={"run": "model of memory", "metrics": ("unsloth_120b_batch_32_gb",), "at_least": 80},
-        tolerance=4,
+        how={"run": "model of memory", "metrics": ("unsloth_120b_batch_32_gb",), "at_least": FULL["80 GB"]},
+        tolerance=8,
         needs="any",
-        note=f"{PREDICTED}: from shapes.",
+        note=f"{PREDICTED}: from shapes. 80 GB are 85 x 10^9 bytes. Left out is what the allocator can't use, the "
+        "workspaces of 4-bit layers and attention that is not one kernel: less than 8 GB away says nothing.",
     ),
     Claim(
         id="A3.120b.fits",
@@ -825,10 +830,10 @@ _CARDS = (
         lab="08",
         runs=("model of memory",),
         judge="limit",
-        how={"run": "model of memory", "metrics": ("unsloth_120b_batch_32_gb",), "at_most": 96},
-        tolerance=4,
+        how={"run": "model of memory", "metrics": ("unsloth_120b_batch_32_gb",), "at_most": FULL["96 GB"]},
+        tolerance=8,
         needs="any",
-        note=f"{PREDICTED}: from shapes.",
+        note=f"{PREDICTED}: from shapes. 96 GB are 102 x 10^9 bytes.",
     ),
     Claim(
         id="A3.120b.energy",

@@ -222,7 +222,7 @@ def a3_runs() -> Runs:
             qlora_32b_batch_4_gb=110.0,
             unsloth_32b_batch_32_gb=80.0,
             lora_120b_batch_1_gb=240.0,
-            unsloth_120b_batch_32_gb=88.0,
+            unsloth_120b_batch_32_gb=93.5,
         ),
         untimed(
             "08",

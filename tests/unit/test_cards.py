@@ -9,6 +9,7 @@ import torch
 
 from labutils import cards
 from labutils.adapters import count_parameters
+from labutils.articles import a3
 from labutils.cards import BLACKWELL, H100, METHODS, WAYS_TO_HOLD, Basis, Method
 from labutils.hardware import Prices
 from labutils.launches import Seen
@@ -101,6 +102,18 @@ def test_every_saving_saves():
     whole = {name: sum(cards.memory_gb(size, method, 4).values()) for name, method in METHODS.items()}
     assert whole["LoRA"] > whole["LoRA, checkpointed"] > whole["QLoRA"] > whole["unsloth"]
     assert whole["QLoRA, not checkpointed"] > whole["QLoRA"]
+
+
+def test_memory_is_judged_by_what_a_card_holds():
+    for printed, name in (("96 GB", BLACKWELL), ("80 GB", H100)):
+        assert a3.FULL[printed] == round(cards.card(name).capacity_gb)
+        assert f"{cards.card(name).memory_gb:g} GB" == printed
+
+
+def test_what_the_model_of_memory_leaves_out_is_as_much_as_the_lab_says():
+    one_blocks_experts = cards.parameters_of(GPT_OSS_120B)["experts"] / GPT_OSS_120B.layers
+    assert 2 * one_blocks_experts / 1e9 == pytest.approx(6.4, abs=0.05)
+    assert 2 * 32 * GPT_OSS_120B.heads * cards.LONGEST**2 / 1e9 == pytest.approx(17.2, abs=0.05)
 
 
 def test_memory_of_the_claims():
