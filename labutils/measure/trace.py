@@ -49,6 +49,7 @@ _STEP = re.compile(r"ProfilerStep#(\d+)")
 _LAUNCH = re.compile(r"^(cudaLaunch|cuLaunch)")
 _GRAPH_LAUNCH = re.compile(r"^(cudaGraphLaunch|cuGraphLaunch)")
 _COPY_CALL = re.compile(r"^cu(da)?Mem(cpy|set)")
+_CROSSES = re.compile("HtoD|DtoH|HtoH|PtoP")
 _SYNC = re.compile(r"^(cu(da)?(Stream|Device|Ctx|Event)Synchronize|cudaMemcpy([23]D)?|cuMemcpy\w*_v2|cudaFree(Host)?)$")
 
 
@@ -76,7 +77,7 @@ class Given(NamedTuple):
     """One thing that the host gave the GPU to do: a kernel's launch, a graph's launch or a copy.
 
     `phase` is the marked range in which it was given ("" for none), `work` what it caused, as (category, milliseconds,
-    count) with "copy" for copies and fills, and `waits` whether the host then waited until the GPU had caught up.
+    count) with "copy" for what crosses a link to the host or another GPU, and `waits` whether the host then waited until the GPU had caught up.
     """
 
     phase: str
@@ -336,7 +337,7 @@ class Trace:
         for kernel, category, ms in self._sorted_kernels():
             found[kernel.correlation][category].append(ms)
         for copy in self._inside(self.copies):
-            found[copy.correlation]["copy"].append(copy.end - copy.start)
+            found[copy.correlation][_kind_of_copy(copy.name)].append(copy.end - copy.start)
         return {
             correlation: tuple((category, sum(times), len(times)) for category, times in kinds.items())
             for correlation, kinds in found.items()
@@ -650,6 +651,13 @@ class Trace:
             "sync_ms": sum(wait.ms for wait in self.waits) / self.steps,
             "clip_sync": int(self.syncs_in("clip") > 0),
         }
+
+
+def _kind_of_copy(name: str) -> str:
+    """The category of a copy or fill: those within a GPU's own memory are bounded as the kernels that do the same."""
+    if _CROSSES.search(name):
+        return "copy"
+    return "elementwise" if name.startswith("Memset") else "casts and layout"
 
 
 def _outermost_known(slices: Iterable[Slice]) -> Iterator[tuple[float, float, str]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from traces import RUNS_AHEAD, TWO_STEPS, call, copy, kernel, mark, op
+from traces import RUNS_AHEAD, TWO_STEPS, call, copy, kernel, mark, op, work
 
 from labutils.hardware import find_spec
 from labutils.measure.trace import Given, Trace
@@ -60,6 +60,19 @@ def test_a_graphs_launch_holds_all_of_its_kernels():
         "GEMM": (0.05, 2),
         "elementwise": (0.005, 1),
     }
+
+
+def test_only_what_crosses_a_link_is_a_copy():
+    """A fill and a copy within the GPU's memory run in the stream as kernels do, and hide as they do."""
+    names = ("Memcpy HtoD (Pinned -> Device)", "Memcpy DtoD (Device -> Device)", "Memcpy PtoP (Device -> Device)")
+    events = [mark("ProfilerStep#1", 0, 100)]
+    for place, name in enumerate(names):
+        events += [call("cudaMemcpyAsync", 10 * place, 10 * place + 1, place), copy(name, 40, 50, place)]
+    events += [call("cudaMemsetAsync", 30, 31, 9), work("gpu_memset", "Memset (Device)", 40, 43, 9)]
+    found = Program.of(Trace(events))
+    kinds = {"copy": 0.02, "casts and layout": 0.01, "elementwise": 0.003}
+    assert found.gpu_ms() == {kind: pytest.approx(ms) for kind, ms in kinds.items()}
+    assert (found.kernel_ms, found.copy_ms) == (pytest.approx(0.013), pytest.approx(0.02))
 
 
 def test_a_call_that_is_recorded_twice_is_one_launch():
