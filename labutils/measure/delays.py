@@ -19,7 +19,7 @@ from typing import Any
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
-_NO_WORK = ("aten::empty", "aten::new_empty", "aten::detach", "profiler::")
+_NO_WORK = ("aten::empty", "aten::new_empty", "aten::detach", "aten::_unsafe_view", "profiler::")
 
 
 class SlowerHost(TorchDispatchMode):

@@ -77,7 +77,8 @@ class Given(NamedTuple):
     """One thing that the host gave the GPU to do: a kernel's launch, a graph's launch or a copy.
 
     `phase` is the marked range in which it was given ("" for none), `work` what it caused, as (category, milliseconds,
-    count) with "copy" for what crosses a link to the host or another GPU, and `waits` whether the host then waited until the GPU had caught up.
+    count) with "copy" for what crosses a link to the host or another GPU, and `waits` whether the host then waited
+    until the GPU had caught up.
     """
 
     phase: str

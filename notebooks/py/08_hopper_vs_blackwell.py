@@ -291,6 +291,7 @@ with lab.attempt("A slower host", reference="flip"):
             flips[f"{name}_us"] = launches.flip_us(seen, rival_ms)
     fig, ax = plt.subplots(figsize=(7.2, 4.2))
     plots.slower_hosts(ax, foretold, measured, rivals)
+    ax.set_xlabel("longer for a launch, on average (from the light step), µs")
     plt.show()
 
 # %%

@@ -48,6 +48,13 @@ def test_results_are_the_same():
     assert torch.equal(found, expected)
 
 
+def test_a_view_that_is_not_called_one_is_not_delayed():
+    """A product with a batch is folded into one of matrices and unfolded by `_unsafe_view`, which launches nothing."""
+    with SlowerHost() as host:
+        torch.rand(2, 3, 4) @ torch.rand(4, 5)
+    assert host.delayed == 3  # two draws and one product
+
+
 def test_allocations_and_the_profilers_marks_launch_nothing():
     with SlowerHost(1) as host, record_function("forward"):
         torch.empty(3).detach()
