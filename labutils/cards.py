@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from labutils import articles
 from labutils.adapters import attach_lora
+from labutils.data.texts import LONG, LONGEST, SHORT, expected_longest
 from labutils.hardware import Prices, Spec, find_spec, worth
 from labutils.measure.memory import saved_for_backward
 from labutils.prediction import CARDS, Bulk, Host, Law, Program, crossing, replayed_ms
@@ -125,8 +126,6 @@ WAYS_TO_HOLD = {
 
 # --------------------------------------------------------------------------------------------------------------- memory
 
-LONGEST = 2048
-"""Where the article cuts its texts off; a batch with one such text is padded to it."""
 ADAPTER_BYTES = 16
 """A trained number: itself, its gradient and AdamW's two moments, in float32."""
 LOGIT_BYTES = 10
@@ -160,7 +159,10 @@ METHODS = {
 
 
 def memory_gb(size: Size, method: Method, texts: int, tokens: int = LONGEST) -> dict[str, float]:
-    """Part -> 10^9 bytes of the peak when `texts` of `tokens` tokens are trained on, from shapes alone."""
+    """Part -> 10^9 bytes of the peak when `texts` of `tokens` tokens are trained on, from shapes alone.
+
+    One text as long as the article lets them be suffices for a batch to be padded to it.
+    """
     wide = 32.0 if method.wide else 16.0
     blocks = dict.fromkeys(("experts", "layers"), method.bits)
     weights = sum(weight_gb(size, blocks | {"words": wide, "rest": wide}).values())
@@ -225,7 +227,7 @@ def memory_metrics() -> dict[str, float]:
 
 CHECKPOINTED = 1.5
 """A step that computes its blocks again takes three passes instead of two."""
-ARTICLE_TEXTS = {"short": 117, "long": 861}
+ARTICLE_TEXTS = {"short": SHORT, "long": LONG}
 LARGE = {"dense": QWEN3_32B, "moe": GPT_OSS_120B}
 SMALLER = {"dense": QWEN3, "moe": GPT_OSS}
 BATCHES = {(H100, "moe", "long"): 16}
@@ -260,8 +262,11 @@ class Basis:
 
 
 def bulk(family: str, kind: str, texts: int, basis: Basis) -> Bulk:
-    """A step of the article's large model of a family, on so many texts of its mean length, checkpointed."""
-    size, length = LARGE[family], ARTICLE_TEXTS[kind]
+    """A step of the article's large model of a family, on so many texts, checkpointed.
+
+    Its library pads the texts of a batch to the longest one, and computes on the padding as on anything else.
+    """
+    size, length = LARGE[family], expected_longest(ARTICLE_TEXTS[kind], texts)
     tokens = texts * length
     pairs = attended_pairs(size, [length] * texts)
     flops = CHECKPOINTED * count_flops(size, RANK, tokens, pairs, tokens)
@@ -290,7 +295,17 @@ def hourly(name: str, family: str, kind: str, basis: Basis) -> float:
     return 3.6e6 * step["examples"] / step["step_ms"]
 
 
-TWO_CARDS_HEAD = ("model, texts", "card", "batch", "kernels, s", "host, s", "step, s", "examples/h", "article A3")
+TWO_CARDS_HEAD = (
+    "model, texts",
+    "card",
+    "batch",
+    "tokens, padded",
+    "kernels, s",
+    "host, s",
+    "step, s",
+    "examples/h",
+    "article A3",
+)
 _PUBLISHED = {
     ("dense", "short"): "A3.32b.h100-short",
     ("dense", "long"): "A3.32b.h100-long",
@@ -312,7 +327,8 @@ def two_cards_rows(bases: Mapping[str, Basis]) -> list[tuple[Any, ...]]:
             host_s = step["launches"] * bases[family].host_ms / 1e3
             what = f"{LARGE[family].hub.rpartition('/')[2]}, {kind}"
             rows.append(
-                (what, name, step["examples"], step["kernels_ms"] / 1e3, host_s, step["step_ms"] / 1e3,
+                (what, name, step["examples"], expected_longest(ARTICLE_TEXTS[kind], step["examples"]),
+                 step["kernels_ms"] / 1e3, host_s, step["step_ms"] / 1e3,
                  3.6e6 * step["examples"] / step["step_ms"], published)
             )  # fmt: skip
     return rows

@@ -12,6 +12,7 @@ A text is a function of (kind, seed, index) alone. `Chat` turns texts into token
 
 from __future__ import annotations
 
+import functools
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -73,6 +74,14 @@ def token_lengths(kind: Kind, count: int, shorter: int = 1) -> list[int]:
         low, high = (middle, high) if mean < kind.mean else (low, middle)
     lengths = np.exp(low + kind.spread * levels).clip(SHORTEST, LONGEST) / shorter
     return lengths.round().astype(int).tolist()
+
+
+@functools.cache
+def expected_longest(kind: Kind, texts: int) -> int:
+    """Tokens of the longest of so many texts, on average: to which a batch of them is padded."""
+    lengths = sorted(token_lengths(kind, 1000))
+    below = [(place / len(lengths)) ** texts for place in range(len(lengths) + 1)]  # chance that all are among these
+    return round(sum(length * (b - a) for length, a, b in zip(lengths, below, below[1:], strict=False)))
 
 
 # ---------------------------------------------------------------------------------------------- generated texts

@@ -8,7 +8,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from labutils.data.packing import IGNORED
-from labutils.data.texts import LONG, LONGEST, SHORT, Chat, Conversations, Text, from_hub, token_lengths, written
+from labutils.data.texts import (
+    LONG,
+    LONGEST,
+    SHORT,
+    Chat,
+    Conversations,
+    Text,
+    expected_longest,
+    from_hub,
+    token_lengths,
+    written,
+)
 from labutils.data.tokenizers import CHAT_FORMS, chat_tokenizer
 
 
@@ -26,6 +37,19 @@ def test_lengths_have_the_articles_mean(kind, mean, count, shorter):
     assert max(lengths) <= LONGEST / shorter
     assert len(set(lengths)) > min(16, count / 4)
     assert (max(lengths) == LONGEST / shorter) == (kind is LONG)
+
+
+@settings(deadline=None, max_examples=20)
+@given(st.sampled_from([SHORT, LONG]), st.integers(1, 64))
+def test_the_longest_of_more_texts_is_longer_and_never_beyond_the_limit(kind, texts):
+    assert kind.mean - 1 <= expected_longest(kind, texts) <= expected_longest(kind, texts + 1) <= LONGEST
+
+
+def test_a_batch_is_padded_to_what_drawn_batches_are():
+    assert expected_longest(SHORT, 1) == pytest.approx(117, abs=1)
+    lengths = torch.tensor(token_lengths(LONG, 1000))
+    drawn = lengths[torch.randint(1000, (20_000, 4), generator=torch.Generator().manual_seed(0))]
+    assert expected_longest(LONG, 4) == pytest.approx(drawn.max(1).values.float().mean().item(), rel=0.01)
 
 
 @pytest.mark.parametrize("kind", [SHORT, LONG], ids=["short", "long"])
