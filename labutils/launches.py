@@ -57,6 +57,8 @@ LIGHT_STEPS = 3
 """A light step is timed so often, at least."""
 MANY = 15_000
 """Of a step of more launches one is recorded: it holds enough, and reading a trace back takes long."""
+WARM_MS = {"cuda": 1000, "cpu": 0}
+"""A step is repeated so long before it is traced: a warm GPU runs at the clock at which it is timed later."""
 CLOCKS = {
     "host": ("the host decides", "which tests the launch model"),
     "kernels": ("kernels decide", "which tests little more than that traced kernels last as long untraced"),
@@ -161,9 +163,9 @@ class OnOneBatch:
         return self.timed(max(steps, math.ceil(at_least_ms / one)))
 
     def traced(self, steps: int) -> Trace:
-        """A trace of `steps` optimizer steps, without Python stacks."""
+        """A trace of `steps` optimizer steps, without Python stacks; on a GPU with shapes, which tell thin products."""
         with tempfile.TemporaryDirectory(prefix="labutils-") as folder:
-            return profile(self, steps, folder, with_stack=False)
+            return profile(self, steps, folder, with_stack=False, with_shapes=hardware.device() == "cuda")
 
     @property
     def work(self) -> Work:
@@ -224,7 +226,7 @@ def foretell_and_measure(
     they came in one launch (`unseen_ms`, and `unseen_off` by how much of the measurement that is off).
     """
     session, on_gpu = there.session, hardware.device() == "cuda"
-    there.timed(0, warmup=2)
+    there.watched(1, WARM_MS[hardware.device()])
     trace = there.traced(traced)
     program, work = Program.of(trace), there.work
     run = Run("", name, workload=session.workload.name, scale=session.workload.scale, recipe=session.recipe.as_dict())

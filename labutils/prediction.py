@@ -9,15 +9,17 @@ which is exact where nothing makes one wait for the other in between and all lau
 both conditions: it goes through the queue in order. A piece begins when it was given and the one before is done; where
 the host waits for the GPU it goes on when all is done; and it runs ahead by `QUEUE` pieces at most.
 
-What goes in is learnt without looking at the step that is foretold. Kernel times are a trace's, and the profiler, which
-slows the host down, leaves them alone. The host's time a launch is solved for from *another* step, of a thin model of
+What goes in is learnt without timing the step that is foretold. Kernel times are a trace's: the profiler slows the
+host down and leaves them nearly as they are (a graph's may come out a little longer). So where kernels decide, the
+prediction is hardly more than their sum. The host's time a launch is solved for from *another* step, of a thin model of
 the same layers on so few tokens that the GPU has next to nothing to do (`host_of`): what that step lasts is the host's
-doing. Neither is fitted to a prediction.
+doing.
 
 For another card each kind of kernel scales with what bounds it (`scale`): matrix products and attention with the dense
-peak, as far as their FLOPs a byte suffice, everything else with the memory's bandwidth, and no kernel falls below what
-an empty one takes. Left out: that other cards reach another share of their peaks, caches, and gaps of about a
-microsecond between kernels that wait in the queue.
+peak, as far as the step's FLOPs a byte suffice, everything else with the memory's bandwidth, and no kernel falls below
+what an empty one takes. Products that LoRA's rank makes thin go by bandwidth; a graph's kernels, which no operator
+calls, can't be told to be any. Left out: that other cards reach another share of their peaks, caches, and gaps of about
+a microsecond between kernels that wait in the queue.
 """
 
 from __future__ import annotations

@@ -684,15 +684,20 @@ def _clipped(blocks: Iterable[tuple[float, float, str]], window: Interval) -> li
 
 
 def profile(
-    session: Any, steps: int = 5, folder: str | Path = "profile", with_stack: bool = True, wait: int = 1
+    session: Any,
+    steps: int = 5,
+    folder: str | Path = "profile",
+    with_stack: bool = True,
+    wait: int = 1,
+    with_shapes: bool | None = None,
 ) -> Trace:
     """Record `steps` steps of `session` as article A1 does, and read the trace back.
 
     The schedule is the article's: one step passed over, one to warm the profiler up, `steps` recorded, once. Pass over
     more with `wait` where workers have made batches ready: steps that use them up wait for no data. `session` has
     `.step()`; each call is one recorded step (for a training session an optimizer step, accumulation included). The
-    file `*.pt.trace.json` in `folder` opens in Perfetto. `with_stack` records Python functions and the operators' input
-    shapes as well; it slows the host down, so take times without it.
+    file `*.pt.trace.json` in `folder` opens in Perfetto. `with_stack` records Python functions as well, `with_shapes`
+    (None: with the stacks) the operators' input shapes; both slow the host down, so take times without them.
     """
     import torch
     from torch.profiler import ProfilerActivity, schedule, tensorboard_trace_handler
@@ -704,7 +709,7 @@ def profile(
         activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])],
         schedule=schedule(wait=wait, warmup=1, active=steps, repeat=1),
         on_trace_ready=tensorboard_trace_handler(str(folder)),
-        record_shapes=with_stack,
+        record_shapes=with_stack if with_shapes is None else with_shapes,
         with_stack=with_stack,
     ) as profiler:
         for number in range(wait + 1 + steps):

@@ -139,11 +139,12 @@ lab.verdict(
 # launch by launch in order, where every wait costs what it costs (`labutils/prediction.py`, one page).
 #
 # Where do $K$, $n$ and $c$ come from? A model that is fitted to what it predicts proves nothing. Here $K$ and $n$ are
-# a trace's: the profiler slows the host down, but leaves kernels as they are. And $c$ comes from *another*, a light
-# step: the shortest text, on a thin model with the same layers and experts and an eighth of the width. The host does
-# for it what it does for the real one, and the kernels take little, so what it lasts is the host's doing. If kernels
-# took half of it or more, it would be refused. A launch from Python in a forward pass and one from C++ in a backward
-# pass differ, so there is a $c$ for each phase.
+# those of a trace of the step: the profiler slows the host down, but leaves kernels nearly as they are (those of a
+# graph it may stretch a little), and the step runs for a second before, so that the GPU is as warm as when it is
+# timed. And $c$ comes from *another*, a light step: the shortest text, on a thin model with the same layers and
+# experts and an eighth of the width. The host does for it what it does for the real one, and the kernels take little,
+# so what it lasts is the host's doing. If they took half of it or more, it would be refused. A launch from Python in
+# a forward pass and one from C++ in a backward pass differ, so there is a $c$ for each phase.
 #
 # A CPU is host and device in one. It can't run ahead of itself, every piece waits, and the sum stands for the
 # maximum.

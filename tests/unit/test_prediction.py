@@ -75,6 +75,14 @@ def test_only_what_crosses_a_link_is_a_copy():
     assert (found.kernel_ms, found.copy_ms) == (pytest.approx(0.013), pytest.approx(0.02))
 
 
+def test_thin_products_move_to_another_card_with_its_bandwidth():
+    found = Program.of(Trace(TWO_STEPS))
+    moved = found.on(BLACKWELL, H100, "bf16")
+    slower = {kind: moved.gpu_ms()[kind] / ms for kind, ms in found.gpu_ms().items()}
+    assert slower["thin GEMM"] == pytest.approx(3352 / 1792)
+    assert slower["GEMM"] == pytest.approx(989.4 / 438.9)
+
+
 def test_a_call_that_is_recorded_twice_is_one_launch():
     events = [call("cudaLaunchKernel", 0, 9, 1), call("cuLaunchKernel", 2, 8, 1), kernel("nvjet_x", 10, 30, 1)]
     assert len(Trace(events).queue()) == 1

@@ -3,6 +3,7 @@
 import gzip
 import json
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -491,6 +492,17 @@ def test_more_steps_can_be_passed_over(tmp_path):
     training.step = lambda: order.append(len(order)) or step()
     assert profile(training, steps=2, folder=tmp_path, with_stack=False, wait=4).steps == 2
     assert len(order) == 4 + 1 + 2
+
+
+@pytest.mark.parametrize("shapes", [True, False, None])
+def test_shapes_are_recorded_without_stacks(tmp_path, shapes):
+    def step():
+        torch.rand(8, 8) @ torch.rand(8, 8)
+
+    found = profile(SimpleNamespace(step=step), steps=1, folder=tmp_path, with_stack=False, with_shapes=shapes)
+    products = [op for slices in found.ops.values() for op in slices if op.name == "aten::mm"]
+    assert products
+    assert all(bool(op.dims) == bool(shapes) for op in products)
 
 
 def test_a_real_trace_knows_its_phases_and_who_read_a_value(real):
