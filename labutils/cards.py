@@ -20,6 +20,7 @@ from labutils import articles
 from labutils.adapters import attach_lora
 from labutils.data.texts import LONG, LONGEST, SHORT, expected_longest
 from labutils.hardware import Prices, Spec, find_spec, worth
+from labutils.hardware.economy import PUBLISHED_YEN
 from labutils.measure.memory import saved_for_backward
 from labutils.prediction import CARDS, Bulk, Host, Law, Program, crossing, replayed_ms
 from labutils.workloads.decoder import projections
@@ -430,19 +431,24 @@ def beside_slower_hosts(seen: Any, here: Spec, empty_ms: float, most_us: float) 
 
 
 def four_cards_rows(seen: Any, here: Spec, empty_ms: float, prices: Prices) -> list[tuple[Any, ...]]:
-    """Rows for `FOUR_HEAD`: a traced step on each of `CARDS`, at the largest power of each, and as it was measured."""
+    """Rows for `FOUR_HEAD`: a traced step on each of `CARDS`, at the largest power of each; and as it was measured, at
+    this card's largest power and at what it drew."""
     rows = []
     for name in CARDS:
         program = seen.on(card(name), here, empty_ms)
         step_ms = replayed_ms(program, seen.host)
         idle = round(max(0.0, 100 * (1 - (program.kernel_ms + program.copy_ms) / step_ms)), 1)
+        pcie = name == H100 and prices.card_yen.get(H100) == PUBLISHED_YEN["H100 PCIe"]
+        label = f"{name} (PCIe's price)" if pcie else name
         rows.append(
-            (seen.run.run, name, step_ms, idle, *_worth(step_ms, seen.work.examples, card(name).tdp_w, name, prices))
+            (seen.run.run, label, step_ms, idle, *_worth(step_ms, seen.work.examples, card(name).tdp_w, name, prices))
         )
-    run = seen.run
-    measured = _worth(run.metric("step_ms"), seen.work.examples, run.metric("power_w"), here.name, prices)
+    run, step_ms = seen.run, seen.run.metric("step_ms")
     idle = round(100 * run.metrics["idle_share"], 1)
-    return [*rows, (run.run, f"{here.name}, measured", run.metric("step_ms"), idle, *measured)]
+    for label, watts in (("at its largest power", here.tdp_w), ("at the power drawn", run.metric("power_w"))):
+        measured = _worth(step_ms, seen.work.examples, watts, here.name, prices)
+        rows.append((run.run, f"{here.name}, measured, {label}", step_ms, idle, *measured))
+    return rows
 
 
 def _worth(step_ms: float, examples: float, watts: float | None, name: str, prices: Prices) -> tuple[Any, ...]:

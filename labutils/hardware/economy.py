@@ -33,6 +33,15 @@ class Prices:
             if not value > 0:
                 raise ValueError(f"{name} is {value!r}, and must be above 0.")
 
+    def told(self) -> str:
+        """What goes into a yen, in a sentence."""
+        return (
+            f"A card is written off in {self.years:g} years of {self.hours_a_day:g} hours a day, and a kWh costs "
+            f"{self.yen_per_kwh:g} yen; the machine around the card is not counted. Prices in yen: "
+            + ", ".join(f"{card} {yen:,.0f}" for card, yen in self.card_yen.items())
+            + "."
+        )
+
     def yen_an_hour(self, card: str, watts: float) -> float | None:
         """What an hour of work costs: the card's share of its price, and electricity. None without a price."""
         if card not in self.card_yen:

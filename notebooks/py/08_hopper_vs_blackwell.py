@@ -54,6 +54,10 @@ steps: int = 0  # timed optimizer steps, at least; 0: 4 at tiny, 8 at larger sca
 delays: str = "20"  # microseconds of section 4's slower hosts, beside 0
 blackwell_yen: float = 1600000.0  # price of an RTX PRO 6000 Blackwell Max-Q (the article's)
 h100_yen: float = 4700000.0  # price of an H100 (the article's, of the PCIe card)
+h200_yen: float = 0.0  # price of an H200; 0: unknown
+b200_yen: float = 0.0  # price of a B200; 0: unknown
+years: float = 3.0  # after so many years a card is worth nothing
+hours_a_day: float = 8.0  # so long it works each day until then
 yen_per_kwh: float = 31.0  # price of electricity
 
 # %%
@@ -324,10 +328,12 @@ with lab.attempt("When the Blackwell card wins", reference="flip"):
 # Each kind of kernel scales with what bounds it: products and attention with the dense peak (or the bandwidth, where
 # their FLOPs a byte don't suffice), everything else with bandwidth. The host is this one, for all four. Power is the
 # largest that the card may draw, but measured in the last row: the driver counts the energy that this card uses.
-# Change the prices in the parameters cell.
+# Compare predicted cards with the row before it, which has this card's largest power as well.
+#
+# A yen pays for the card's share of its price and for electricity; the machine around it comes on top. Change the
+# prices, and how long and how much a card works, in the parameters cell.
 
 # %%
-prices = hardware.Prices({cards.BLACKWELL: blackwell_yen, cards.H100: h100_yen}, yen_per_kwh)
 with lab.attempt("Four cards", reference="four cards"):
     if not (on_gpu and sheet):
         raise NotHere("kernels are scaled from one card to another, and this machine has no GPU with a data sheet")
@@ -350,6 +356,9 @@ if on_gpu and sheet and "moe" in studied:
 with lab.attempt("What a card gives for its power and price"):
     if not (on_gpu and sheet):
         raise NotHere("it takes the steps of the table above")
+    paid = {cards.BLACKWELL: blackwell_yen, cards.H100: h100_yen, "H200 SXM": h200_yen, "B200": b200_yen}
+    prices = hardware.Prices({name: yen for name, yen in paid.items() if yen}, yen_per_kwh, years, hours_a_day)
+    lab.show(prices.told())
     chosen = [told[run] for run in ("dense long", "moe long", "moe long, captured") if run in told]
     rows = [row for seen in chosen for row in cards.four_cards_rows(seen, sheet, empty_ms, prices)]
     lab.table(cards.FOUR_HEAD, *rows)

@@ -209,18 +209,27 @@ def seen_on_an_h200():
 
 
 def test_a_step_on_four_cards_and_as_it_was_measured():
-    rows = cards.four_cards_rows(seen_on_an_h200(), cards.card("H200 SXM"), 0.0, Prices({BLACKWELL: 1.6e6}))
-    ms = {name: step_ms for _, name, step_ms, *_ in rows}
+    prices = Prices({BLACKWELL: 1.6e6, H100: 4.7e6})
+    rows = cards.four_cards_rows(seen_on_an_h200(), cards.card("H200 SXM"), 0.0, prices)
+    ms = {name.removesuffix(" (PCIe's price)"): step_ms for _, name, step_ms, *_ in rows}
     assert {name: ms[name] for name in cards.CARDS} == cards.on_cards(seen_on_an_h200(), cards.card("H200 SXM"), 0.0)
     assert ms[H100] == pytest.approx(100)
     assert ms[BLACKWELL] == pytest.approx(100 * 989.4 / 438.9)
     assert ms["B200"] == pytest.approx(100 * 989.4 / 2250, rel=1e-3)
-    assert ms["H200 SXM, measured"] == 104
+    assert ms["H200 SXM, measured, at the power drawn"] == ms["H200 SXM, measured, at its largest power"] == 104
     assert all(len(row) == len(cards.FOUR_HEAD) for row in rows)
     priced = [row[1] for row in rows if row[-1] is not None]
-    assert priced == [BLACKWELL]
+    assert priced == [f"{H100} (PCIe's price)", BLACKWELL]
     assert rows[-1][4] == pytest.approx(4 * 3.6e6 / 104)
     assert rows[-1][6] == pytest.approx(4 * 3.6e6 / 104 / 0.5)
+    assert rows[-2][6] == pytest.approx(4 * 3.6e6 / 104 / 0.7)
+
+
+def test_what_a_yen_pays_for_is_said():
+    told = Prices({H100: 4.7e6}, yen_per_kwh=30, years=2, hours_a_day=24).told()
+    assert "2 years of 24 hours a day" in told
+    assert "the machine around the card is not counted" in told
+    assert f"{H100} 4,700,000" in told
 
 
 def test_cards_beside_ever_slower_hosts_end_in_a_tie():
