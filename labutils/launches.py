@@ -51,6 +51,8 @@ WATCH_MS = {"cuda": 1500, "cpu": 300}
 """A step is repeated at least this long: a GPU's energy meter is slow, and a few short steps of a CPU say little."""
 THIN = 8
 """A thin model's matrices are narrower by so much; its layers and experts, and so its launches, are the model's own."""
+THINNEST = 64
+"""The width below which no model is made thinner: tiny's."""
 NEAR = 0.2
 """A prediction that is off by no more has come true."""
 LIGHT_STEPS = 3
@@ -128,7 +130,7 @@ def thin(workload: Workload) -> Workload:
     twice takes a GPU longer than most hosts take to launch it all.
     """
     size = workload.size
-    narrow = {"width": size.width // THIN, "inner": size.inner // THIN}
+    narrow = {"width": max(THINNEST, size.width // THIN), "inner": max(THINNEST, size.inner // THIN)}
     return resized(workload, replace(size, **narrow, words=min(size.words, 1024), texts=min(size.texts, 32)))
 
 

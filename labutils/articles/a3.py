@@ -527,9 +527,8 @@ _LARGER = (
         judge="predicts",
         how={"run": TWO_CARDS, "metric": "moe_over_dense_long"},
         tolerance=1.5,
-        needs="any",
-        note=f"{PREDICTED}: for the Blackwell card. A token passes through a few billion of its parameters only, "
-        "and its experts have no adapters.",
+        note=f"{PREDICTED}: for the Blackwell card, from how near to its roofline each model gets here. A token "
+        "passes through a few billion of its parameters only, and its experts have no adapters.",
     ),
     Claim(
         id="A3.120b.weights",

@@ -147,7 +147,7 @@ lab.verdict(
 # graph it may stretch a little), and the step runs for a second before, so that the GPU is as warm as when it is
 # timed. And $c$ comes from *another*, a light step: the shortest text, on a thin model with the same layers and
 # experts and an eighth of the width. The host does for it what it does for the real one, and the kernels take little,
-# so what it lasts is the host's doing. If they took half of it or more, it would be refused. A launch from Python in
+# so what it lasts is the host's doing. If a GPU took half of it or more, it would be refused. A launch from Python in
 # a forward pass and one from C++ in a backward pass differ, so there is a $c$ for each phase.
 #
 # A CPU is host and device in one. It can't run ahead of itself, every piece waits, and the sum stands for the
@@ -202,7 +202,7 @@ def study(family: str, way: str, delayed: bool = False) -> None:
     with lab.attempt(f"{family}, {way}", reference=launches.named(name, "long")):
         captured = way in ("captured", "compiled")
         if captured and not (on_gpu and launch_us):
-            raise NotHere("CUDA graphs need an NVIDIA GPU, and a captured step's prediction the time of a call")
+            raise NotHere("CUDA graphs need an NVIDIA GPU" if not on_gpu else "no call could be timed (see above)")
         host = Host(launch_us / 1e3) if captured else None
         recipe, hosts = launches.ways(family)[way], slower if delayed else ()
         like = studied.get(launches.ONE_BY_ONE[family]) if way == "captured" else None

@@ -73,13 +73,15 @@ def test_the_library_and_the_packed_row_see_the_same_tokens():
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_thin_model_launches_what_the_model_launches_and_computes_next_to_nothing(family):
-    workload, recipe = texts(family)["long"], next(iter(launches.ways(family).values()))
+    tiny, recipe = texts(family)["long"], next(iter(launches.ways(family).values()))
+    workload = launches.resized(tiny, replace(tiny.size, width=512, inner=512))
     narrow = launches.thin(workload)
     assert (narrow.size.layers, narrow.size.experts) == (workload.size.layers, workload.size.experts)
     assert (narrow.weights, narrow.data) == ("random", "generated")
-    many = {w.size.width: launches._operations(w, recipe, w.size) for w in (workload, narrow)}
-    assert many[narrow.size.width] == pytest.approx(many[workload.size.width], rel=0.02)
-    assert workload.size.width == 64  # untouched
+    assert (narrow.size.width, workload.size.width) == (64, 512)
+    counted = [launches._operations(other, recipe, other.size) for other in (workload, narrow)]
+    assert counted[0] == pytest.approx(counted[1], rel=0.02)
+    assert launches.thin(tiny).size.width == tiny.size.width
 
 
 def test_a_thin_gpt_oss_20b_reads_a_sixtieth_of_its_experts():
