@@ -114,7 +114,7 @@ lab.table(
     ("memory, GB/s", *(float(cards.card(name).bandwidth) for name in CARDS)),
     ("FLOP per byte where they meet", *(cards.card(name).ridge("bf16") for name in CARDS)),
     ("memory, GB as printed", *(cards.card(name).memory_gb for name in CARDS)),
-    ("memory, 10⁹ bytes in use at most", *(cards.card(name).capacity_gb for name in CARDS)),
+    ("memory that a program finds, 10⁹ bytes", *(cards.card(name).capacity_gb for name in CARDS)),
     ("largest power, W", *(cards.card(name).tdp_w for name in CARDS)),
 )
 lab.keep(Run("08", "specs", metrics=cards.spec_metrics()))
