@@ -323,7 +323,7 @@ A2_BASE = Recipe(
 
 A2_LADDER = (
     Rung("bf16", "article", {}, "the plain loop, as the article starts"),
-    Rung("workers", "same work", {"num_workers": 8, "persistent_workers": True}, "tiles are cut beside the training"),
+    Rung("workers", "same work", {"num_workers": 2, "persistent_workers": True}, "tiles are cut beside the training"),
     Rung(
         "no host waits", "same work", {"layers": "rewritten"}, "places of image tokens are computed before, on the CPU"
     ),

@@ -912,9 +912,9 @@ _LEFT = (
         statement="FP8 layers that no longer break the graph make compiled FP8 faster than compiled BF16.",
         says="faster than compiled BF16",
         lab="06",
-        runs=("compile b1", "compile-fp8-frozen b1"),
+        runs=("fixed b1", "fixed-fp8-frozen b1"),
         judge="faster",
-        how={"before": "compile b1", "after": "compile-fp8-frozen b1"},
+        how={"before": "fixed b1", "after": "fixed-fp8-frozen b1"},
         note="With the course's FP8 layer for frozen weights, which the compiler can see through. Both compiled block "
         "by block.",
     ),

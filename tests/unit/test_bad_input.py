@@ -107,7 +107,7 @@ def test_whole_numbers_of_a_text(text, numbers):
 
 
 def test_a_lab_is_not_started_with_what_it_does_not_take(tmp_path):
-    for name, word in (("batches", "0 4"), ("compile_batches", "-1"), ("seeds", "0"), ("steps", "-3")):
+    for name, word in (("batches", "0 4"), ("compile_batches", "-1"), ("seeds", "-1"), ("steps", "-3")):
         with pytest.raises(runner.UsageError, match=f"Lab 06: {name} is .* but it takes"):
             runner.run(["06"], runner.Options(scale="tiny", results=tmp_path / "r", given={name: word}))
     assert not (tmp_path / "r").exists()

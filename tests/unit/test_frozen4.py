@@ -9,7 +9,7 @@ import bitsandbytes as bnb
 import pytest
 import torch
 from frozen_layers import passes, random
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -64,6 +64,7 @@ def test_it_is_the_product_with_the_weight_that_the_mathematics_restores(rows, k
 
 
 @given(rows=st.integers(0, 40), k=st.integers(1, 6), n=st.integers(1, 6), seed=st.integers(0, 9))
+@example(rows=3, k=5, n=3, seed=4)
 @settings(max_examples=60, deadline=None)
 def test_in_fp8_it_is_the_product_of_the_restored_weight_rounded_once_more(rows, k, n, seed):
     k, n = k * MULTIPLE, n * MULTIPLE
@@ -74,7 +75,8 @@ def test_in_fp8_it_is_the_product_of_the_restored_weight_rounded_once_more(rows,
     expected = quantise(x, "row").restored().double() @ w.restored().double().T
     torch.testing.assert_close(y.double(), expected, rtol=2**-7, atol=2e-2)
     expected_dx = quantise(dy * w.inverse.t(), "row").restored().double() @ w.values.double()
-    torch.testing.assert_close(dx.double(), expected_dx, rtol=2**-7, atol=2e-2)
+    # A scaled dy that lies on the border between two codes may get the other one: an eighth of one of n >= 16 numbers.
+    assert (dx.double() - expected_dx).norm() <= 0.04 * expected_dx.norm()
 
 
 # bitsandbytes' bytes

@@ -9,7 +9,7 @@ import pytest
 import torch
 from recipes_at_work import one_thread
 
-from labutils import hardware, trials
+from labutils import trials
 from labutils.articles import a2
 from labutils.recipe import A2_BASE, distinct_on
 from labutils.results import Run
@@ -224,28 +224,41 @@ def test_the_ladder_of_a_cpu_compiles_nothing():
     assert climbed[on_gpu[-1].name].base_linear == "fp8-frozen"
 
 
-def test_what_the_top_rung_reaches(varied, uniform):
-    naive, best = (
-        Run("06", name, metrics={"useful_tokens_per_s": rate, "tflops": 1e-3, "useful_tokens": 0.5})
-        for name, rate in (("bf16", 100.0), ("top", 300.0))
-    )
-    best.recipe = {"precision": "fp32"}
-    found = trials.reached(varied, uniform, QUICK, best, naive)
+def rung(name: str, cost: float, base_linear: str = "published") -> Run:
+    metrics = {"ms_per_1k_useful_tokens": cost, "tflops": 500.0, "useful_tokens": 0.8}
+    return Run("06", name, recipe={"base_linear": base_linear}, metrics=metrics)
+
+
+def test_what_the_ladder_reaches(varied):
+    climbed = {"bf16": rung("bf16", 90), "top": rung("top", 30), "fp8": rung("fp8", 31, "fp8-frozen")}
+    cells = {
+        name: Run("06", name, metrics={"weights_gb": weights, "peak_allocated_gb": peak})
+        for name, weights, peak in (("bf16 b1", 14, 20), ("fp8-frozen b1", 7, 13))
+    }
+    assert trials.best_rung(climbed) == "top"
+    found = trials.reached(varied, QUICK, climbed, cells, rate=800)
     assert found["useful_speedup"] == pytest.approx(3)
-    assert found["graphs"] == found["recompilations_after_warmup"] == 0
-    rate = hardware.measured_roofline("fp32").rate
-    assert found["mfu_of_measured_peak"] == pytest.approx(1e-3 * 0.5 / rate)
-    theirs = Run("06", "targets", metrics={"graphs": 7})
-    rows = {row[0]: row[1:] for row in trials.goal_rows(found, theirs)}
+    assert found["mfu_fp8"] == found["mfu_bf16"] == pytest.approx(0.5)
+    assert found["graphs"] == found["graph_breaks"] == found["compilations_after_warmup"] == 0
+    assert (found["weights_share"], found["memory_share"]) == pytest.approx((0.5, 0.65))
+    assert set(found) == set(trials.GOALS)
+    rows = {row[0]: row[1:] for row in trials.goal_rows(found, Run("06", "targets", metrics={"graphs": 7}))}
     assert rows["graphs compiled"] == ("at most 10", 0, 7)
-    assert set(found) <= set(trials.GOALS)
-    best.status = "oom"
-    assert "useful_speedup" not in trials.reached(varied, uniform, QUICK, best, naive)
+
+
+def test_what_was_not_measured_is_not_reached(varied):
+    climbed = {"bf16": rung("bf16", 90), "top": rung("top", 30)}
+    climbed["bf16"].status = climbed["top"].status = "oom"
+    with pytest.raises(ValueError, match="No rung of the ladder ran"):
+        trials.best_rung(climbed)
+    climbed["top"].status = "ok"
+    found = trials.reached(varied, QUICK, climbed, {}, rate=800)
+    assert set(found) == {"mfu_bf16", "graphs", "graph_breaks", "compilations_after_warmup"}
 
 
 def test_steady_tells_warm_up_from_what_follows(uniform):
     found = trials.steady(uniform, QUICK, warmup=1, steps=1)
-    assert found == {"graphs": 0, "recompilations_after_warmup": 0}
+    assert found == {"graphs": 0, "graph_breaks": 0, "compilations_after_warmup": 0}
 
 
 # ----------------------------------------------------------------------------------------------------------- seeds
