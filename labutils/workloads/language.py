@@ -311,7 +311,10 @@ class LanguageLora(Workload):
     def work_of(self, recipe: Recipe, batch: Batch) -> Work:
         ids, marks = batch["input_ids"], batch.get("boundaries")
         shown = ids != self._tokenizer().pad_token_id
-        examples = len(ids) if recipe.layers == "published" else int(((batch["positions"] == 0) & shown).sum())
+        starts = _starts(batch)
+        examples = len(ids) if starts is None else int((starts & shown).sum())
+        if recipe.layers == "published" and starts is not None:
+            marks = torch.cat([starts[0].nonzero()[:, 0], torch.tensor([ids.shape[1]])])
         documents = [ids.shape[1]] * len(ids) if marks is None else marks.diff().tolist()
         predicting = len(batch["answers"]) if recipe.loss == "answers" else ids.numel()
         return self._work(recipe, examples, documents, int(shown.sum()), predicting)
@@ -322,6 +325,12 @@ class LanguageLora(Workload):
         flops = count_flops(self.size, recipe.rank, tokens, attended_pairs(self.size, documents), predicting)
         read = _weights_read(self.size) * DTYPES[recipe.precision].itemsize
         return Work(flops, read, examples, tokens, useful)
+
+
+def _starts(batch: Batch) -> Tensor | None:
+    """Where examples of a batch start, by their positions, bool [rows, n]; None where it holds none: then each row."""
+    positions = batch.get("positions", batch.get("position_ids"))
+    return None if positions is None else positions == 0
 
 
 class Qwen3Short(LanguageLora):
