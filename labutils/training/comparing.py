@@ -6,6 +6,7 @@ import functools
 import gc
 import math
 import operator
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -25,6 +26,7 @@ from labutils.training.session import Session
 from labutils.workloads.base import Work, Workload
 
 AfterStep = Callable[[Session], None]
+Meet = Callable[[Session], None]
 ROUNDS = 3
 ROUND_MS = 400
 """A round lasts at least this long: a handful of 25 ms steps is too short to tell noise from drift."""
@@ -37,13 +39,15 @@ def train(
     warmup: int = 2,
     name: str = "run",
     after_step: AfterStep | None = None,
+    same_batches: bool = False,
+    meet: Meet | None = None,
 ) -> Run:
     """One recipe on one workload: build, first step, `warmup` more, then at least `steps` timed optimizer steps.
 
     `after_step` is called with the session after every step (`logs.MemoryLog`), timed or not. Running out of memory or
-    any other failure becomes the run's status; nothing is raised but Ctrl-C.
+    any other failure becomes the run's status; nothing is raised but Ctrl-C. `same_batches`, `meet`: see `Bench`.
     """
-    with Bench(workload, warmup, after_step) as bench:
+    with Bench(workload, warmup, after_step, same_batches, meet) as bench:
         return bench.compare({name: recipe}, steps, rounds=1)[name]
 
 
@@ -62,6 +66,8 @@ WATCH_MS = 2000
 TRIES = 3
 """Rounds that are thrown away at most because the compiler was at work in them; a recipe that never stops compiling
 shows that in its times."""
+REWOUND_STEPS = 1
+"""Steps that aren't timed after the data has been taken back: the loader starts anew in the first one."""
 REFILL_S = 0.3
 """Pause after a recipe with workers: they go on reading ahead, and would do it during the next recipe's steps."""
 
@@ -71,12 +77,25 @@ class Bench:
 
     The frozen weights are held once. A recipe that fails drops out with its reason as the run's status, its session is
     ended and its memory given back; the others go on.
+
+    same_batches: every round times the same batches, so that recipes whose steps differ in length can be compared step
+    by step (`claims` does), within one bench and across several with as many `warmup` steps. meet: called with each
+    session once, after its first step, to show it what would be compiled later: neither timed nor in the peak memory.
     """
 
-    def __init__(self, workload: Workload, warmup: int = 2, after_step: AfterStep | None = None) -> None:
+    def __init__(
+        self,
+        workload: Workload,
+        warmup: int = 2,
+        after_step: AfterStep | None = None,
+        same_batches: bool = False,
+        meet: Meet | None = None,
+    ) -> None:
         self.workload = workload
         self.warmup = warmup
         self.after_step = after_step
+        self.same_batches = same_batches
+        self.meet = meet
         self.contenders: dict[str, Contender] = {}
         self.failed: dict[str, str] = {}
         self.known: dict[str, Recipe] = {}
@@ -140,7 +159,9 @@ class Bench:
         return self.contenders[name].session
 
     def _enter(self, name: str, recipe: Recipe) -> None:
-        self.contenders[name] = Contender(self.workload, recipe, self.warmup, self.after_step)
+        self.contenders[name] = Contender(
+            self.workload, recipe, self.warmup, self.after_step, self.same_batches, self.meet
+        )
         self.stack.callback(self._end, name)
 
     def _able(self, recipes: Mapping[str, Recipe]) -> list[str]:
@@ -214,21 +235,35 @@ def measure(session: Session, steps: int, after_step: AfterStep | None = None) -
 class Contender:
     """A session, its first step apart, and the step times it gathers round by round."""
 
-    def __init__(self, workload: Workload, recipe: Recipe, warmup: int, after_step: AfterStep | None = None) -> None:
+    def __init__(
+        self,
+        workload: Workload,
+        recipe: Recipe,
+        warmup: int,
+        after_step: AfterStep | None = None,
+        same_batches: bool = False,
+        meet: Meet | None = None,
+    ) -> None:
         self.times = StepTimes()
         self.after_step = after_step
+        self.same_batches = same_batches
         before = hardware.cuda.allocated_memory()
         self.session = Session(workload, recipe)
         built = hardware.cuda.allocated_memory()
         hardware.cuda.reset_peak_memory()  # from here on it is training's, and not building's
         try:
             self.first_step_s = self._first_step()
+            if meet is not None:
+                meet(self.session)
+                hardware.cuda.empty_cache()
+                hardware.cuda.reset_peak_memory()
             warm = measure(self.session, warmup, after_step)
         except BaseException:
             self.session.close()
             raise
         self.step_ms = min(warm.step_ms, default=ROUND_MS)
         self.memory = self._peak_memory(before, built)
+        self.timed_from = self.session.batches.taken
 
     def _first_step(self) -> float:
         began = time.perf_counter()
@@ -267,8 +302,11 @@ class Contender:
     def measure(self, steps: int) -> None:
         """One round of timed steps, settled before, and once more where something was compiled in it: the second of two
         sizes may first come up here, and would be on record as a step of a minute."""
-        self.settle()
+        if not self.same_batches:
+            self.settle()
         for _ in range(TRIES):
+            if self.same_batches:
+                self._rewind()
             before = self._graphs()
             found = measure(self.session, max(steps, math.ceil(ROUND_MS / self.step_ms)), self.after_step)
             if self._graphs() == before:
@@ -276,8 +314,15 @@ class Contender:
         self.times.extend(found)
         time.sleep(REFILL_S if self.ready_batches else 0)
 
+    def _rewind(self) -> None:
+        """Take the data back to where the first round began."""
+        self.session.batches.close()
+        self.session.resume_data(self.timed_from)
+        measure(self.session, REWOUND_STEPS, self.after_step)
+
     def _graphs(self) -> int:
-        if self.session.recipe.compile == "off":
+        """Graphs compiled in this process so far, whoever asked for them: a library compiles without the recipe."""
+        if "torch._dynamo" not in sys.modules:
             return 0
         from labutils.measure.recompilation import graphs_compiled  # the compiler takes a second to import
 

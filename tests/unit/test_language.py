@@ -19,7 +19,7 @@ from labutils.data.packing import BUCKETS, IGNORED
 from labutils.measure.recompilation import Compilation
 from labutils.recipe import A3_BASE, A3_LADDER, A3_OWN, climb
 from labutils.results import Unavailable
-from labutils.training import MemoryLog, Session, compare
+from labutils.training import MemoryLog, Session, compare, comparing
 from labutils.workloads import open_workload, workload_names
 from labutils.workloads.base import ROOMS
 from labutils.workloads.decoder import ATTENTION, FP8_ROWS, TARGETS, around_the_same, projections
@@ -443,6 +443,19 @@ def test_a_ladder_ends_where_it_trains(workload):
         session.run(2)
     assert len(recipes) == len(A3_LADDER)
     assert session.recipe.precision == "fp32"
+
+
+def test_rounds_of_the_same_batches(qwen3, monkeypatch):
+    """Round after round and recipe after recipe, whatever either was shown before."""
+    monkeypatch.setattr(comparing, "ROUND_MS", 1)
+    met = []
+    recipes = {"library": A3_BASE.but(precision="fp32"), "ours": OURS.but(micro_batch=4)}
+    with comparing.Bench(qwen3, warmup=1, same_batches=True, meet=met.append) as bench:
+        runs = bench.compare(recipes, steps=3, rounds=2)
+        assert met == [bench.contenders[name].session for name in recipes]
+    taken = [run.samples["useful_tokens"] for run in runs.values()]
+    assert taken[0] == taken[1] == 2 * taken[0][:3]
+    assert len(set(taken[0][:3])) == 3
 
 
 def test_rates_are_of_what_was_really_run(workload):
