@@ -22,9 +22,8 @@ from labutils.training.session import Session
 from labutils.training.variants import altered, with_costs
 from labutils.workloads.base import Workload
 
-
 WARM_UP = 3
-"""Steps between the first one and those that are timed: a library compiles for a second length, and for any, in them."""
+"""Steps between the first one and those timed: a library compiles for a second length, and for any, in them."""
 
 
 def followed(
