@@ -28,7 +28,7 @@ from labutils.lowbit.fp8 import relative_error
 from labutils.measure.live import LiveTensors
 from labutils.recipe import A3_BASE, A3_LADDER, Recipe, Rung, climb
 from labutils.results import Run, is_out_of_memory
-from labutils.training import Session
+from labutils.training import Session, compile_ahead
 from labutils.training.following import followed, read_log
 from labutils.training.variants import altered, cast_as_for_kbit, prepared_for_kbit
 from labutils.training.with_unsloth import Job
@@ -61,6 +61,7 @@ SWITCHES: dict[str, dict[str, Any]] = {
     "fp32 casts": {},
     "no casts": {},
     "batch 1": {"micro_batch": 1},
+    "batch 2": {"micro_batch": 2},
     "padded": {"shapes": "padded"},
     "packed": {"shapes": "packed", "token_budget": 4096, "micro_batch": 1} | OUR_LOOP,
 }
@@ -129,8 +130,8 @@ def unsloth_jobs(workloads: Mapping[str, Workload], steps: int) -> dict[str, Job
 
 UNSLOTH_PACKED = "unsloth long, packed"
 """unsloth's run on the rows and in the loop of our packed rungs: what these are held against."""
-UNSLOTHS_LINE = {1: "unsloth long, padded, batch 1", 4: "unsloth long, padded"}
-"""Batch size -> unsloth's run on texts padded to the full length."""
+UNSLOTHS_LINE = {2: "unsloth long, padded, batch 2", 4: "unsloth long, padded"}
+"""Batch size -> unsloth's run on texts padded to the full length. (A batch of 1 would be compiled anew.)"""
 
 
 def paid_after(base: Run, run: Run) -> float | None:
@@ -429,6 +430,17 @@ def weight_bytes(model: nn.Module) -> int:
 
 
 # ------------------------------------------------------------------------------------------------ our own recipes
+
+COMPILING_GB = {"tiny": 1.0, "small": 4.0, "full": 34.0}
+"""GPU memory that one process takes at most to build the model of a scale and compile and run one step of it."""
+
+
+def compile_rungs(workload: Workload, recipes: Iterable[Recipe]) -> list[Run]:
+    """Compile what `recipes` need beforehand, in as many processes as the GPU has room for; where that is one only,
+    nothing: it would take as long as compiling each when it comes."""
+    workers = min(6, math.floor((hardware.cuda.free_memory() or 0) / COMPILING_GB[workload.scale]))
+    return compile_ahead(workload, recipes, workers) if workers > 1 else []
+
 
 LOW_BIT_RUNGS = (
     Rung("FP8 weights", "same mathematics", {"base_linear": "fp8-frozen"}, "held once, products on FP8 tensor cores"),

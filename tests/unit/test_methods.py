@@ -220,7 +220,7 @@ def test_a_prediction_is_tried(texts, monkeypatch):
 
 
 def test_unsloths_line_is_that_of_its_padded_runs():
-    peaks = {"unsloth long, padded, batch 1": 6.0, "unsloth long, padded": 9.0}
+    peaks = {"unsloth long, padded, batch 2": 7.0, "unsloth long, padded": 9.0}
     runs = {name: Run("07", name, metrics={"peak_allocated_gb": peak}) for name, peak in peaks.items()}
     assert methods.lines_of({}, runs) == {"unsloth long": methods.Line(5.0, 1.0)}
     assert methods.lines_of({}, {}) == {}
@@ -234,6 +234,15 @@ def test_the_ladder_on_a_cpu_compiles_nothing():
     assert {recipe.compile for recipe in recipes.values()} == {"off"}
     assert list(recipes) == [rung.name for rung in ladder]
     assert "blocks compiled" not in distinct_on("cpu", recipes)
+
+
+@pytest.mark.parametrize(("free", "workers"), [(None, None), (60.0, None), (79.0, 2), (140.0, 4), (900.0, 6)])
+def test_compiling_ahead_takes_the_room_there_is(monkeypatch, free, workers):
+    asked = []
+    monkeypatch.setattr(methods.hardware.cuda, "free_memory", lambda: free)
+    monkeypatch.setattr(methods, "compile_ahead", lambda workload, recipes, workers: asked.append(workers) or [])
+    methods.compile_rungs(open_workload("qwen3-lora-long", scale="full", device="cpu"), [A3_BASE])
+    assert asked == ([] if workers is None else [workers])
 
 
 def test_what_the_ladder_reaches():
