@@ -101,6 +101,14 @@ def of_name(name: str) -> Method:
     return Method(texts, recipe, change)
 
 
+def make_room(workloads: Mapping[str, Workload]) -> None:
+    """Let go of what `workloads` share and of what sessions that have ended left on the GPU: circles of references hold
+    a model until they are collected, and its memory would be read as the next one's."""
+    for workload in workloads.values():
+        workload.let_go()
+    hardware.cuda.empty_cache()
+
+
 def follow(
     workloads: Mapping[str, Workload], name: str, steps: int, logs: Path, every: int = 10, against: Run | None = None
 ) -> Run:
@@ -109,8 +117,7 @@ def follow(
     `memory_share` is its peak over that of the run `against`, where both have one.
     """
     method = of_name(name)
-    for other in workloads.values():
-        other.let_go()
+    make_room(workloads)
     log = logs / f"{name}.csv"
     run = followed(workloads[method.texts], method.recipe, steps, name, log, every, method.change)
     peak, other_peak = (r.metric("peak_allocated_gb") if r else None for r in (run, against))
@@ -342,11 +349,18 @@ class Filled:
 
     def __init__(self, workload: Workload, name: str) -> None:
         method = of_name(name)
+        self.change, self.lets_go = method.change, workload.let_go
         self.recipe = method.recipe.but(shapes="padded", micro_batch=1)
-        self.session = Session(altered(workload, method.change or _as_it_is), self.recipe)
+        self.session = Session(altered(workload, self._alone), self.recipe)
         self.workload = workload
         self.rows = workload.dataset(None, self.recipe)
         self.longest = sorted(range(len(self.rows)), key=lambda i: -len(self.rows[i]["input_ids"]))
+
+    def _alone(self, model: nn.Module) -> None:
+        """What the method does to the model; without the weights kept for others, which a cast would leave beside it."""
+        if self.change is not None:
+            self.change(model)
+        self.lets_go()
 
     def peak(self, batch: int) -> float:
         """Peak memory of one optimizer step on `batch` examples. Raises what PyTorch raises where it doesn't fit."""
@@ -385,10 +399,6 @@ class Filled:
         self.session.close()
 
 
-def _as_it_is(model: nn.Module) -> None:
-    """No change."""
-
-
 def lines_of(memory: Mapping[str, Run], runs: Mapping[str, Run]) -> dict[str, Line]:
     """Method -> its line: those of `memory`, runs of `memory_line`; unsloth's from its `runs` on padded texts, where
     these are."""
@@ -403,9 +413,7 @@ def lines_of(memory: Mapping[str, Run], runs: Mapping[str, Run]) -> dict[str, Li
 def memory_line(workloads: Mapping[str, Workload], name: str, batches: Iterable[int], card_gb: float | None) -> Run:
     """A method's line over `batches` as a run: `base_gb`, `each_gb`, `largest_batch` on a card of `card_gb`, and
     whether it holds here: `fits` at nine tenths of it, `fails` at a tenth more. None: nothing is tried."""
-    for other in workloads.values():
-        other.let_go()
-    hardware.cuda.empty_cache()
+    make_room(workloads)
     method = of_name(name)
     workload = workloads[method.texts]
     run = Run("", f"memory of {name}", workload=workload.name, scale=workload.scale, recipe=method.recipe.as_dict())

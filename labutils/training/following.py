@@ -53,6 +53,7 @@ def followed(
     def begin(model: nn.Module) -> None:
         if change is not None:
             change(model)
+            workload.let_go()  # what was replaced is kept for sessions to come, and would count as this one's
         logs.append(MemoryLog(log, logged, every))
 
     def write(session: Session) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,9 +16,11 @@ from labutils.articles import claims
 from labutils.lowbit import nf4
 from labutils.recipe import A3_BASE, A3_OWN, distinct_on
 from labutils.results import Run
+from labutils.training import Session
 from labutils.training.following import read_log
 from labutils.training.variants import cast_as_for_kbit, prepared_for_kbit
 from labutils.workloads import open_workload
+from labutils.workloads.language import QWEN3, build_lm
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -110,6 +113,26 @@ def test_casts_alone_leave_the_adapted_matrices(texts):
     found = {name: p.dtype for name, p in model.lm.named_parameters() if not p.requires_grad}
     assert {dtype for name, dtype in found.items() if "base_layer" in name} == {torch.bfloat16}
     assert {dtype for name, dtype in found.items() if "base_layer" not in name} == {torch.float32}
+
+
+@pytest.mark.parametrize("cast", [cast_as_for_kbit, prepared_for_kbit])
+def test_tied_weights_stay_tied_when_they_are_cast(cast):
+    lm = build_lm(replace(QWEN3["tiny"], tied=True), torch.device("cpu"), torch.bfloat16).requires_grad_(False)
+    assert lm.lm_head.weight is lm.model.embed_tokens.weight
+    cast(lm)
+    assert lm.lm_head.weight is lm.model.embed_tokens.weight
+    assert lm.lm_head.weight.dtype == torch.float32
+
+
+def test_what_casts_replace_is_let_go(texts, monkeypatch, tmp_path):
+    """Else embedding and head would be there twice, for a session that never comes."""
+    held = []
+    real = Session.step
+    monkeypatch.setattr(Session, "step", lambda self, *a: held.append(texts["short"]._held) or real(self, *a))
+    methods.follow(texts, "lora short, fp32 casts", 1, tmp_path)
+    with methods.Filled(texts["short"], "lora short, fp32 casts") as filled:
+        filled.peak(1)
+    assert len(held) > 2 and set(held) == {None}
 
 
 def test_time_to_catch_up():
