@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from labutils.data.hub import reaching
-from labutils.data.packing import IGNORED, Layout, answer_places, boundaries, fill_up
+from labutils.data.packing import IGNORED, Layout, answer_places, boundaries, fill_up, left_over
 
 
 @dataclass(frozen=True)
@@ -333,7 +333,7 @@ class Collate:
         batch |= answer_places(batch["targets"])
         if self.layout.packs:
             documents = [[lengths[index] for index in row] for row in rows]
-            batch["boundaries"] = boundaries(documents, length, self.layout.segments)
+            batch["boundaries"] = boundaries(documents, length, self.layout.segments, self.layout.longest)
         return batch
 
     def _in_one_row(self, examples: list[dict[str, Tensor]], lengths: list[int], length: int) -> dict[str, Tensor]:
@@ -341,8 +341,11 @@ class Collate:
         for row in self.layout.rows(lengths, [0] * len(examples)):
             left = length - sum(lengths[index] for index in row)
             parts += [_apart(examples[index]) for index in row]
-            parts.append(_apart({"input_ids": torch.full((left,), self.pad), "labels": torch.full((left,), IGNORED)}))
+            parts += [_apart(self._filling(rest)) for rest in left_over(left, self.layout.longest)]
         return {name: torch.cat([part[name] for part in parts])[None] for name in parts[0]}
+
+    def _filling(self, length: int) -> dict[str, Tensor]:
+        return {"input_ids": torch.full((length,), self.pad), "labels": torch.full((length,), IGNORED)}
 
 
 def _apart(example: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -18,6 +18,8 @@ nothing is asked of the device, so that blocks have static shapes and can be com
 from __future__ import annotations
 
 import functools
+import itertools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +33,7 @@ from torch.utils.data import BatchSampler, Dataset, Sampler
 from labutils.adapters import attach_lora
 from labutils.attention import register_attention
 from labutils.data.images import EPOCH, EpochOrder
-from labutils.data.packing import Layout, PackedOrder, answer_room
+from labutils.data.packing import Layout, PackedOrder, answer_room, left_over
 from labutils.data.texts import LONG, LONGEST, SHORT, Chat, Collate, Conversation, Conversations, Kind, from_hub
 from labutils.data.tokenizers import chat_tokenizer, hub_tokenizer
 from labutils.experts import register_experts
@@ -89,6 +91,11 @@ GPT_OSS = {
 GPT_OSS_120B = Size("openai/gpt-oss-120b", 1000, 1, 2880, 36, 64, 8, 64, 2880, 201088, experts=128)
 
 
+CROWDED = 3
+"""Packed rows hold up to so many times as many texts as fit on average. Room for as many as there could be of the
+shortest would be empty nearly always, and attention kernels pass through all of it."""
+
+
 @dataclass(frozen=True)
 class Measure:
     """What one example takes: tokens in all, and those to be predicted."""
@@ -119,10 +126,10 @@ class Rewritten(nn.Module):
 
     base_linear = "published"
 
-    def __init__(self, lm: nn.Module, loss: str) -> None:
+    def __init__(self, lm: nn.Module, loss: str, longest: int | None = None) -> None:
         super().__init__()
         self.lm = lm
-        self.decoder = Decoder(lm.model, lm.lm_head, loss)
+        self.decoder = Decoder(lm.model, lm.lm_head, loss, longest)
 
     def forward(self, batch: Batch) -> Tensor:
         given = {k: batch[k] for k in ("positions", "targets", "answers", "answer_targets", "boundaries") if k in batch}
@@ -165,7 +172,7 @@ class LanguageLora(Workload):
             lm.config._attn_implementation = "documents"
             if self.size.experts:
                 lm.config._experts_implementation = "frozen"
-            model = Rewritten(lm, recipe.loss)
+            model = Rewritten(lm, recipe.loss, self._longest(recipe) if recipe.shapes == "packed" else None)
         model.base_linear = recipe.base_linear
         return model
 
@@ -248,9 +255,13 @@ class LanguageLora(Workload):
 
     def layout(self, recipe: Recipe) -> Layout:
         """The form of this recipe's batches."""
-        budget, shortest = self.token_budget(recipe), min(measure.tokens for measure in self._measures(recipe))
+        budget, lengths = self.token_budget(recipe), [measure.tokens for measure in self._measures(recipe)]
         multiple = FP8_ROWS if "fp8" in recipe.base_linear else 1
-        return Layout(recipe.shapes, budget, 0, budget // shortest, multiple)
+        usual = math.ceil(CROWDED * budget * len(lengths) / sum(lengths))
+        return Layout(recipe.shapes, budget, 0, min(budget // min(lengths), usual), multiple, self._longest(recipe))
+
+    def _longest(self, recipe: Recipe) -> int:
+        return max(measure.tokens for measure in self._measures(recipe))
 
     def token_budget(self, recipe: Recipe) -> int:
         """The recipe's `token_budget` at this scale, where texts may be shorter."""
@@ -303,8 +314,8 @@ class LanguageLora(Workload):
         """What a micro-batch of such examples takes."""
         layout, lengths = self.layout(recipe), [m.tokens for m in measures]
         rows, length = layout.rows(lengths, [0] * len(lengths)), layout.row_tokens(lengths)
-        left = [length - sum(lengths[i] for i in row) for row in rows]
-        documents = [*lengths, *left] if layout.packs else [length] * len(rows)
+        left = [left_over(length - sum(lengths[i] for i in row), layout.longest) for row in rows]
+        documents = [*lengths, *itertools.chain(*left)] if layout.packs else [length] * len(rows)
         predicting = answer_room(sum(m.answers for m in measures)) if recipe.loss == "answers" else sum(documents)
         return self._work(recipe, len(lengths), documents, sum(lengths), predicting)
 

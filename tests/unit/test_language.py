@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import functools
+import math
 import pickle
 
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
 from recipes_at_work import adapter_gradients, assert_same_gradients, one_thread, perturb
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.data import BatchSampler
@@ -15,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from labutils.adapters import attach_lora, count_parameters, count_trainable, load_adapter
 from labutils.data.images import EPOCH, EpochOrder
-from labutils.data.packing import BUCKETS, IGNORED
+from labutils.data.packing import BUCKETS, IGNORED, Layout, PackedOrder, boundaries
 from labutils.measure.recompilation import Compilation
 from labutils.recipe import A3_BASE, A3_LADDER, A3_OWN, climb
 from labutils.results import Unavailable
@@ -296,7 +299,35 @@ def test_what_a_packed_batch_holds(workload):
         assert any(torch.equal(ids, document) for document in found)
     starts = [mark for mark in marks[:-1] if mark < len(flat)]
     assert (positions[starts] == 0).all()
-    assert len(marks) == 1 + len(batch["input_ids"]) * (workload.layout(PACKED).segments + 1)
+    layout = workload.layout(PACKED)
+    assert layout.longest == max(len(row["input_ids"]) for row in rows)
+    assert len(marks) == 1 + len(batch["input_ids"]) * (layout.segments + 2)  # a row is two longest documents long
+    assert max(b - a for a, b in zip(marks, marks[1:], strict=False)) <= layout.longest
+
+
+@pytest.mark.parametrize("shapes", ["packed", "padded"])
+def test_attention_knows_the_longest_document_of_packed_rows(workload, shapes):
+    recipe, told = SHAPES[shapes].but(layers="rewritten"), []
+    model = workload.build(recipe)
+    for layer in model.lm.model.layers:
+        layer.self_attn.register_forward_pre_hook(
+            lambda _, args, given: told.append(given["longest"]), with_kwargs=True
+        )
+    workload.loss(model, batch_of(workload, recipe, CHOSEN["two"]), {})
+    assert told == [workload.layout(recipe).longest if shapes == "packed" else None] * 2
+
+
+@given(st.lists(st.integers(5, 40), min_size=2, max_size=40), st.integers(1, 6), st.integers(1, 3), st.integers(0, 9))
+def test_crowded_rows_hold_no_more_than_they_may(lengths, segments, rows, seed):
+    layout = Layout("packed", 60, 0, segments, longest=max(lengths))
+    order = PackedOrder(lengths, [0] * len(lengths), layout, rows, 20, seed)
+    for chosen in order:
+        filled = layout.rows([lengths[i] for i in chosen], [0] * len(chosen))
+        documents = [[lengths[chosen[place]] for place in row] for row in filled]
+        assert len(documents) == rows and max(map(len, documents)) <= segments
+        marks = boundaries(documents, 60, segments, layout.longest)
+        assert len(marks) == 1 + rows * (segments + math.ceil(60 / layout.longest))
+        assert marks[-1] == 60 * rows and 0 <= marks.diff().min() and marks.diff().max() <= layout.longest
 
 
 def test_rows_without_padding_are_our_packed_ones(qwen3):
