@@ -35,11 +35,11 @@ def document_attention(
 ) -> tuple[Tensor, None]:
     """Causal attention of a transformers' layer; with `boundaries`, within each document of the flattened rows.
 
-    query is [rows, heads, n, d], key and value [rows, kv_heads, n, d], boundaries int32 [documents + 1],
-    longest: what no document exceeds (the row's length, if not given): kernels start one block for so many tokens of
-    each document, most of which find nothing to do where it is too large. Returns [rows, n, heads, d]. sliding_window: tokens that a token sees, itself included. s_aux: the sinks [heads], which get
-    no gradient. No mask is formed on a GPU in half precision, so flash attention is taken; elsewhere documents are kept
-    apart by a dense mask.
+    query is [rows, heads, n, d], key and value [rows, kv_heads, n, d], boundaries int32 [documents + 1]; returns
+    [rows, n, heads, d]. longest: tokens that no document exceeds, the row's length if not given: kernels start blocks
+    for so many of each document, and most find nothing to do where it is too large. sliding_window: tokens that a token
+    sees, itself included. s_aux: the sinks [heads], which get no gradient. No mask is formed on a GPU in half
+    precision, so flash attention is taken; elsewhere documents are kept apart by a dense mask.
     """
     plain = sliding_window is None and s_aux is None
     if boundaries is None and plain:

@@ -357,7 +357,7 @@ class Filled:
         self.longest = sorted(range(len(self.rows)), key=lambda i: -len(self.rows[i]["input_ids"]))
 
     def _alone(self, model: nn.Module) -> None:
-        """What the method does to the model; without the weights kept for others, which a cast would leave beside it."""
+        """What the method does to the model; what is kept for other sessions would count as this one's."""
         if self.change is not None:
             self.change(model)
         self.lets_go()

@@ -75,7 +75,8 @@ def checkpoint_blocks(language: nn.Module, recipe: Recipe) -> None:
     if recipe.checkpointing == "off":
         return
     language.gradient_checkpointing_enable()
-    parking = Parking()
+    tokens = recipe.micro_batch * recipe.token_budget
+    parking = Parking(tokens * language.config.hidden_size * DTYPES[recipe.precision].itemsize)
     for layer in language.layers:
         offload = recipe.checkpointing == "offload"
         layer._gradient_checkpointing_func = offloading(layer, parking) if offload else recomputing(recipe.base_linear)

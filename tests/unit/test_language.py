@@ -327,7 +327,7 @@ def test_crowded_rows_hold_no_more_than_they_may(lengths, segments, rows, seed):
         assert len(documents) == rows and max(map(len, documents)) <= segments
         marks = boundaries(documents, 60, segments, layout.longest)
         assert len(marks) == 1 + rows * (segments + math.ceil(60 / layout.longest))
-        assert marks[-1] == 60 * rows and 0 <= marks.diff().min() and marks.diff().max() <= layout.longest
+        assert marks[-1] == 60 * rows and marks.diff().min() >= 0 and marks.diff().max() <= layout.longest
 
 
 def test_rows_without_padding_are_our_packed_ones(qwen3):
