@@ -28,9 +28,9 @@ from labutils.lowbit.fp8 import relative_error
 from labutils.measure.live import LiveTensors
 from labutils.recipe import A3_BASE, A3_LADDER, Recipe, Rung, climb
 from labutils.results import Run, is_out_of_memory
-from labutils.training import Session, compile_ahead
+from labutils.training import Bench, Session, compile_ahead
 from labutils.training.following import followed, read_log
-from labutils.training.variants import altered, cast_as_for_kbit, prepared_for_kbit
+from labutils.training.variants import altered, cast_as_for_kbit, prepared_for_kbit, with_costs, with_epoch_rate
 from labutils.training.with_unsloth import Job
 from labutils.workloads import Workload
 from labutils.workloads.decoder import projections
@@ -470,6 +470,29 @@ def ladder_for(device: str) -> tuple[tuple[Rung, ...], dict[str, Recipe]]:
     return ladder, recipes
 
 
+def climbed_on(
+    workload: Workload, recipes: Mapping[str, Recipe], steps: int, rounds: int, warmup: int
+) -> dict[str, Run]:
+    """The runs of a ladder's rungs: `rounds` times the same `steps` batches or more, with costs and an epoch's rates.
+
+    Rungs that share the 16-bit weights are interleaved; those with weights of their own come after them, so that these
+    aren't beside the first rung, which needs more memory than all others.
+    """
+    shared = [{n: r for n, r in recipes.items() if (r.base_linear == "published") is one} for one in (True, False)]
+    runs: dict[str, Run] = {}
+    for rungs in filter(None, shared):
+        make_room({"": workload})
+        with Bench(workload, warmup, same_batches=True) as bench:
+            runs |= bench.compare(rungs, steps, rounds)
+    return {name: with_epoch_rate(with_costs(runs[name]), workload) for name in recipes}
+
+
+def floor_columns(run: Run) -> tuple[float | None, float | None]:
+    """A run's floor in ms, and which share of its mean step that is, in %."""
+    floor, times = run.metric("floor_ms"), run.samples.get("step_ms")
+    return (floor, 100 * floor * len(times) / sum(times)) if floor and times else (None, None)
+
+
 GOALS = {
     "useful_tokens_per_s": ("BF16: useful tokens/s", "17,000"),
     "useful_speedup": ("BF16: times the article's LoRA run", "1.9"),
@@ -481,17 +504,18 @@ GOALS = {
 """Metric of `reached` -> what it is, and what we aimed at on an H200."""
 
 
-def reached(climbed: Mapping[str, Run], runs: Mapping[str, Run]) -> dict[str, float]:
+def reached(climbed: Mapping[str, Run], runs: Mapping[str, Run]) -> dict[str, Any]:
     """What the ladder's rungs get to, as metrics named in `GOALS`; what can't be said here is absent.
 
     Of `runs`, unsloth's are looked at: the packed one for both goals, as packing alone is worth more than most of what
     a library does; the padded one for a second number, which says what its usual batches would have been worth.
     """
-    rates = {name: run.metrics["useful_tokens_per_s"] for name, run in climbed.items() if run.ok}
-    found: dict[str, float] = {}
-    best = max((rates.get(rung.name, 0.0) for rung in A3_LADDER), default=0.0)
-    if best and "lora" in rates:
-        found |= {"useful_tokens_per_s": best, "useful_speedup": best / rates["lora"]}
+    rates = {name: _rate(run) for name, run in climbed.items() if run.ok}
+    found: dict[str, Any] = {}
+    bf16 = [rates[rung.name] for rung in A3_LADDER if rung.name in rates]
+    if bf16 and "lora" in rates:
+        best = max(bf16, key=lambda rate: rate["median"])
+        found |= {"useful_tokens_per_s": best, "useful_speedup": _over(best, rates["lora"])}
     if "FP8 weights" in rates:
         found["fp8_useful_tokens_per_s"] = rates["FP8 weights"]
     small = climbed.get("4 bits, checkpointed")
@@ -499,17 +523,42 @@ def reached(climbed: Mapping[str, Run], runs: Mapping[str, Run]) -> dict[str, fl
         return found
     packed, padded = (run if run and run.ok else None for run in (runs.get(UNSLOTH_PACKED), runs.get("unsloth long")))
     if packed:
-        found["over_unsloth"] = rates[small.run] / packed.metrics["useful_tokens_per_s"]
+        found["over_unsloth"] = _over(rates[small.run], _rate(packed))
         if small.metric("peak_allocated_gb") and packed.metric("peak_allocated_gb"):
             found["memory_over_unsloth"] = small.metric("peak_allocated_gb") / packed.metric("peak_allocated_gb")
     if padded:
-        found["over_unsloth_padded"] = rates[small.run] / padded.metrics["useful_tokens_per_s"]
+        found["over_unsloth_padded"] = _over(rates[small.run], _rate(padded))
     return found
 
 
-def goal_rows(found: Mapping[str, float], theirs: Run | None) -> list[tuple[Any, ...]]:
+def _rate(run: Run) -> dict[str, float]:
+    return run.metrics["useful_tokens_per_s"]
+
+
+def _over(one: Mapping[str, float], other: Mapping[str, float]) -> dict[str, float]:
+    """The ratio of two summaries' medians; its p10 and p90 are the least and the most that their ranges allow."""
+    return {
+        "median": one["median"] / other["median"],
+        "p10": one["p10"] / other["p90"],
+        "p90": one["p90"] / other["p10"],
+        "n": min(one["n"], other["n"]),
+    }
+
+
+def goal_rows(found: Mapping[str, Any], theirs: Run | None) -> list[tuple[Any, ...]]:
     """Rows (what, its goal, here, H200) for what `reached` found."""
     return [
-        (what, goal, found.get(metric), theirs.metric(metric) if theirs else None)
+        (what, goal, _with_spread(found.get(metric)), theirs.metric(metric) if theirs else None)
         for metric, (what, goal) in GOALS.items()
     ]
+
+
+def _with_spread(value: Any) -> Any:
+    """A summary as "median (p10 to p90)"; other values as they are."""
+    if not isinstance(value, Mapping):
+        return value
+    median, low, high = (f"{value[part]:,.0f}" if value["median"] >= 100 else f"{value[part]:.2f}" for part in PARTS)
+    return f"{median} ({low} to {high})"
+
+
+PARTS = ("median", "p10", "p90")

@@ -17,6 +17,7 @@ from typing import Any
 from tqdm import tqdm
 
 from labutils import hardware
+from labutils.lowbit.backends import PRODUCTS
 from labutils.measure.steps import StepClock, StepTimes
 from labutils.measure.trace import Trace, profile
 from labutils.measure.utilization import Utilization
@@ -346,6 +347,7 @@ class Contender:
         run.metrics |= {} if session.encode_s is None else {"encode_s": session.encode_s}
         run.metrics |= self.memory
         if self.times.work:
+            run.samples["tokens"] = [work.tokens for work in self.times.work]
             run.samples["useful_tokens"] = [work.useful_tokens for work in self.times.work]
             run.metrics |= _of_varying_steps(session.workload, recipe, self.times)
         else:
@@ -363,14 +365,25 @@ def own_peak(peak: float, before: float, built: float, held: float) -> float:
 
 
 def _against_the_hardware(workload: Workload, recipe: Recipe, work: Work, step_ms: float) -> dict[str, float]:
-    """The floor that this machine's measured rates set, the rate reached, its share of the data sheet's dense peak."""
+    """The floor that this machine's measured rates set, the rate reached, its share of the data sheet's dense peak.
+
+    Both are those of the frozen layers' products, which are nearly all there is: where these are FP8 the rest, the
+    adapters, attention and head, is taken to be as fast, so that no step can be below the floor.
+    """
     tflops = work.flops / step_ms / 1e9
-    roofline = hardware.measured_roofline(recipe.precision)
+    multiplied = _multiplied_as(recipe)
+    roofline = hardware.measured_roofline(multiplied)
     found = {"tflops": tflops, "floor_ms": roofline.floor_ms(work.flops, work.bytes), "flops_per_step": work.flops}
     spec = hardware.spec_of(hardware.machine())
-    if workload.device.type == "cuda" and spec and (peak := spec.dense.get(recipe.precision)):
+    if workload.device.type == "cuda" and spec and (peak := spec.dense.get(multiplied.removesuffix("_rowwise"))):
         found["mfu"] = tflops / peak
     return found
+
+
+def _multiplied_as(recipe: Recipe) -> str:
+    """The format of the frozen layers' products on this machine, which emulates FP8 where it has none."""
+    found = PRODUCTS.get(recipe.base_linear)
+    return found if found and hardware.probe(f"tflops_{found}").rate(found) else recipe.precision
 
 
 def _of_varying_steps(workload: Workload, recipe: Recipe, times: StepTimes) -> dict[str, float]:

@@ -19,7 +19,7 @@ from labutils.results import Run
 from labutils.training.comparing import REWOUND_STEPS, Meet, train
 from labutils.training.logs import MemoryLog
 from labutils.training.session import Session
-from labutils.training.variants import altered, with_costs
+from labutils.training.variants import altered, with_costs, with_epoch_rate
 from labutils.workloads.base import Workload
 
 WARM_UP = 3
@@ -42,7 +42,7 @@ def followed(
     `change` alters the model once it is built. Memory is that of the whole process, in the log as in the metrics
     `peak_allocated_gb` and `peak_reserved_gb`, over all steps: let go of what else is on the GPU before. Weights that
     the workload shares between sessions are let go here. A failure is the run's status. `meet`: see `comparing.Bench`;
-    its time is in the log.
+    its time is in the log. `useful_tokens_per_s` is a whole epoch's: see `variants.with_epoch_rate`.
     """
     log.unlink(missing_ok=True)
     workload.collate(recipe)  # so that texts are made before the clock starts
@@ -64,7 +64,7 @@ def followed(
     if run.ok and (peak := hardware.cuda.peak_memory()):
         run.metrics |= {"peak_allocated_gb": peak[0], "peak_reserved_gb": peak[1]}
     _make_room(workload)
-    return with_costs(run)
+    return with_epoch_rate(with_costs(run), workload)
 
 
 def _make_room(workload: Workload) -> None:

@@ -37,7 +37,7 @@ from labutils.data.packing import Layout, PackedOrder, answer_room, left_over
 from labutils.data.texts import LONG, LONGEST, SHORT, Chat, Collate, Conversation, Conversations, Kind, from_hub
 from labutils.data.tokenizers import chat_tokenizer, hub_tokenizer
 from labutils.experts import register_experts
-from labutils.lowbit.backends import convert_base, forward_context, frozen_linears
+from labutils.lowbit.backends import BYTES_READ, convert_base, forward_context, frozen_linears
 from labutils.recipe import Recipe
 from labutils.workloads.base import Batch, Work, Workload
 from labutils.workloads.decoder import (
@@ -334,7 +334,7 @@ class LanguageLora(Workload):
         """documents: lengths, padding included, of what attends to itself. predicting: tokens that have logits."""
         tokens = sum(documents)
         flops = count_flops(self.size, recipe.rank, tokens, attended_pairs(self.size, documents), predicting)
-        read = _weights_read(self.size) * DTYPES[recipe.precision].itemsize
+        read = _bytes_read(self.size, recipe)
         return Work(flops, read, examples, tokens, useful)
 
 
@@ -519,11 +519,10 @@ def decoder_shapes(size: Size) -> Shapes:
     return Shapes(size.layers, adapted, attended)
 
 
-def _weights_read(size: Size) -> int:
-    """Weights that a pass forward and one backward read: all, twice. Between them, a batch's tokens take every
-    expert."""
-    shapes = decoder_shapes(size)
-    block = sum(a * b for a, b in shapes.adapted.values())
-    if size.experts:
-        block += size.width * size.experts * (1 + 3 * size.inner)
-    return 2 * (size.layers * block + size.width * size.words)
+def _bytes_read(size: Size, recipe: Recipe) -> float:
+    """Bytes of weights that a pass forward and one backward read: all, twice, the converted ones in their own form.
+    Between them, a batch's tokens take every expert."""
+    itemsize = DTYPES[recipe.precision].itemsize
+    converted = size.layers * sum(a * b for a, b in decoder_shapes(size).adapted.values())
+    others = size.layers * size.width * size.experts * (1 + 3 * size.inner) + size.width * size.words
+    return 2 * (converted * BYTES_READ.get(recipe.base_linear, itemsize) + others * itemsize)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import pickle
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -34,6 +35,7 @@ from labutils.workloads.language import (
     attended_pairs,
     build_lm,
     count_flops,
+    decoder_shapes,
 )
 
 BASE = A3_BASE.but(precision="fp32", adapter="plain", driver="eager", logging="ring-buffer")
@@ -427,6 +429,22 @@ def test_work_planned_is_the_work_of_the_batches(workload, shapes, layers, loss)
     for _, chosen in zip(range(3), order, strict=False):
         measures = [workload._measures(recipe)[index] for index in chosen]
         assert workload._planned(recipe, measures) == workload.work_of(recipe, batch_of(workload, recipe, chosen))
+
+
+def test_weights_are_read_in_the_form_that_they_are_held_in(qwen3):
+    size, work = qwen3.size, {base: qwen3.work(BASE.but(base_linear=base)) for base in ("published", "nf4", "fp8-te")}
+    blocks = size.layers * sum(a * b for a, b in decoder_shapes(size).adapted.values())
+    head = 2 * 4 * size.width * size.words
+    assert work["published"].bytes == pytest.approx(2 * 4 * blocks + head)
+    assert work["nf4"].bytes == pytest.approx(2 * 0.516 * blocks + head)
+    assert work["fp8-te"].bytes == pytest.approx(2 * blocks + head)
+
+
+@pytest.mark.parametrize(("has", "expected"), [(400.0, "fp8_rowwise"), (None, "fp32")])
+def test_fp8_products_have_the_rate_of_fp8_where_there_is_one(monkeypatch, has, expected):
+    monkeypatch.setattr(comparing.hardware, "probe", lambda item: SimpleNamespace(rate=lambda dtype: has))
+    assert comparing._multiplied_as(BASE.but(base_linear="fp8-frozen")) == expected
+    assert comparing._multiplied_as(BASE.but(base_linear="nf4-frozen")) == "fp32"
 
 
 def test_what_work_counts(workload):

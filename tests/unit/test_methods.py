@@ -259,6 +259,24 @@ def test_the_ladder_on_a_cpu_compiles_nothing():
     assert "blocks compiled" not in distinct_on("cpu", recipes)
 
 
+def test_rungs_are_timed_on_the_same_batches_and_rated_by_the_epoch(texts):
+    recipes = methods.ladder_for("cpu")[1]
+    chosen = {name: recipes[name] for name in ("lora", "rewritten", "packed", "4-bit weights")}
+    runs = methods.climbed_on(texts["long"], chosen, steps=2, rounds=2, warmup=0)
+    assert list(runs) == list(chosen) and all(run.ok for run in runs.values())
+    assert runs["lora"].samples["tokens"][:2] == runs["rewritten"].samples["tokens"][:2]
+    assert runs["packed"].samples["tokens"] == runs["4-bit weights"].samples["tokens"][:4]
+    work = texts["long"].work(recipes["lora"].fitted_to("cpu"))
+    assert runs["lora"].metrics["useful_tokens"] == work.useful_tokens / work.tokens
+    tokens, times = runs["lora"].samples["tokens"], runs["lora"].samples["step_ms"]
+    rates = sorted(1e3 * n / ms * work.useful_tokens / work.tokens for n, ms in zip(tokens, times, strict=True))
+    assert rates[0] <= runs["lora"].metrics["useful_tokens_per_s"]["median"] <= rates[-1]
+    assert methods.floor_columns(runs["lora"])[1] == pytest.approx(
+        100 * runs["lora"].metrics["floor_ms"] * len(times) / sum(times)
+    )
+    assert methods.floor_columns(Run("07", "", status="oom")) == (None, None)
+
+
 @pytest.mark.parametrize(("free", "workers"), [(None, None), (60.0, None), (79.0, 2), (140.0, 4), (900.0, 6)])
 def test_compiling_ahead_takes_the_room_there_is(monkeypatch, free, workers):
     asked = []
@@ -270,15 +288,21 @@ def test_compiling_ahead_takes_the_room_there_is(monkeypatch, free, workers):
 
 def test_what_the_ladder_reaches():
     def rung(name, rate, peak):
-        return Run("07", name, metrics={"useful_tokens_per_s": rate, "peak_allocated_gb": peak})
+        rates = {"median": rate, "p10": 0.9 * rate, "p90": 1.2 * rate, "n": 6}
+        return Run("07", name, metrics={"useful_tokens_per_s": rates, "peak_allocated_gb": peak})
+
+    def medians(found):
+        return {metric: value["median"] if isinstance(value, dict) else value for metric, value in found.items()}
 
     climbed = {
         r.run: r for r in (rung("lora", 9e3, 50.0), rung("packed", 18e3, 35.0), rung("4 bits, checkpointed", 13e3, 9.0))
     }
     padded, packed = rung("unsloth long", 6.5e3, 5.0), rung("unsloth long, packed", 10e3, 7.5)
     expected = {"useful_tokens_per_s": 18e3, "useful_speedup": 2, "over_unsloth_padded": 2}
-    assert methods.reached(climbed, {padded.run: padded}) == pytest.approx(expected)
+    assert medians(methods.reached(climbed, {padded.run: padded})) == pytest.approx(expected)
     found = methods.reached(climbed, {padded.run: padded, packed.run: packed})
-    assert found == pytest.approx(expected | {"over_unsloth": 1.3, "memory_over_unsloth": 1.2})
+    assert medians(found) == pytest.approx(expected | {"over_unsloth": 1.3, "memory_over_unsloth": 1.2})
+    assert found["useful_speedup"] == pytest.approx({"median": 2, "p10": 1.5, "p90": 8 / 3, "n": 6})
+    assert methods.goal_rows(found, None)[1][2] == "2.00 (1.50 to 2.67)"
     assert methods.reached({}, {}) == {}
     assert len(methods.goal_rows(found, None)) == len(methods.GOALS)
