@@ -162,8 +162,12 @@ class LanguageLora(Workload):
         else:  # its own copy, so that converting a layer lets go of what it was
             lm = self._made(dtype, recipe.seed)
         names = projections(lm.model.layers, "model.layers")
+        if recipe.base_linear == "nf4":  # as it is loaded: PEFT then takes the layers that it has for 4 bits
+            convert_base(lm, frozen_linears(lm, ("lm_head",)), "nf4", dtype)
+            lm.is_loaded_in_4bit = True
         attach_lora(lm, names, recipe.rank, 2 * recipe.rank, recipe.adapter, seed=recipe.seed)
-        convert_base(lm, frozen_linears(lm, ("lm_head",)), recipe.base_linear, dtype)
+        if recipe.base_linear != "nf4":
+            convert_base(lm, frozen_linears(lm, ("lm_head",)), recipe.base_linear, dtype)
         lm.train()
         checkpoint_blocks(lm.model, recipe)
         if recipe.layers == "published":

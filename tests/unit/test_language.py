@@ -272,6 +272,23 @@ def test_converted_bases_train_and_keep_near(workload, kind):
         assert F.cosine_similarity(found[name].flatten(), gradient.flatten(), dim=0) > 0.8, name
 
 
+def test_peft_adapts_4_bits_with_its_own_layer(qwen3):
+    from peft.tuners.lora.bnb import Linear4bit
+
+    base = BASE.but(base_linear="nf4", adapter="peft")
+    models = {adapter: qwen3.build(base.but(adapter=adapter)) for adapter in ("peft", "plain")}
+    layers = [m for m in models["peft"].lm.modules() if hasattr(m, "base_layer")]
+    assert len(layers) == 2 * len(TARGETS) and {type(layer) for layer in layers} == {Linear4bit}
+    losses = {}
+    for adapter, model in models.items():
+        perturb(model.lm, 0.2)
+        loss = qwen3.loss(model, batch_of(qwen3, base, CHOSEN["two"]), {})
+        loss.backward()
+        losses[adapter] = loss.detach(), adapter_gradients(model.lm)
+    torch.testing.assert_close(losses["peft"][0], losses["plain"][0])
+    assert_same_gradients(losses["peft"][1], losses["plain"][1], rtol=1e-4)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Batches
 
