@@ -63,6 +63,7 @@ SWITCHES: dict[str, dict[str, Any]] = {
     "batch 1": {"micro_batch": 1},
     "batch 2": {"micro_batch": 2},
     "padded": {"shapes": "padded"},
+    "fused loss": {"layers": "rewritten", "loss": "fused"},
     "packed": {"shapes": "packed", "token_budget": 4096, "micro_batch": 1} | OUR_LOOP,
 }
 """What may follow a method's name after a comma -> the knobs that it sets."""

@@ -48,6 +48,7 @@ def texts():
         ("qlora long", {"base_linear": "nf4", "checkpointing": "blocks"}, prepared_for_kbit),
         ("qlora long, no casts", {"base_linear": "nf4", "checkpointing": "blocks"}, None),
         ("lora short, batch 1", {"micro_batch": 1}, None),
+        ("lora long, fused loss", {"layers": "rewritten", "loss": "fused"}, None),
         ("unsloth long, padded", {"base_linear": "nf4", "shapes": "padded"}, None),
     ],
 )
