@@ -28,6 +28,7 @@ def document_attention(
     attention_mask: Tensor | None,
     scaling: float,
     boundaries: Tensor | None = None,
+    longest: int | None = None,
     sliding_window: int | None = None,
     s_aux: Tensor | None = None,
     **unused: Any,
@@ -35,9 +36,10 @@ def document_attention(
     """Causal attention of a transformers' layer; with `boundaries`, within each document of the flattened rows.
 
     query is [rows, heads, n, d], key and value [rows, kv_heads, n, d], boundaries int32 [documents + 1]; returns
-    [rows, n, heads, d]. sliding_window: tokens that a token sees, itself included. s_aux: the sinks [heads], which get
-    no gradient. No mask is formed on a GPU in half precision, so flash attention is taken; elsewhere documents are kept
-    apart by a dense mask.
+    [rows, n, heads, d]. longest: tokens that no document exceeds, the row's length if not given: kernels start blocks
+    for so many of each document, and most find nothing to do where it is too large. sliding_window: tokens that a token
+    sees, itself included. s_aux: the sinks [heads], which get no gradient. No mask is formed on a GPU in half
+    precision, so flash attention is taken; elsewhere documents are kept apart by a dense mask.
     """
     plain = sliding_window is None and s_aux is None
     if boundaries is None and plain:
@@ -46,14 +48,15 @@ def document_attention(
     rows, heads, length, width = query.shape
     if boundaries is None:
         boundaries = torch.arange(0, (rows + 1) * length, length, dtype=torch.int32, device=query.device)
+        longest = None
     flat = [x.transpose(1, 2).reshape(rows * length, -1, width) for x in (query, key, value)]
     if not (query.is_cuda and query.dtype in (torch.float16, torch.bfloat16)):
         out = _masked(*flat, boundaries, scaling, sliding_window, s_aux)
     elif plain:
-        out = _varlen(*flat, boundaries, length, scaling)
+        out = _varlen(*flat, boundaries, longest or length, scaling)
     else:
         sinks = torch.full((heads,), -torch.inf, device=query.device) if s_aux is None else s_aux.detach().float()
-        out = _with_sinks(*flat, sinks, boundaries, length, scaling, sliding_window or 0)[0]
+        out = _with_sinks(*flat, sinks, boundaries, longest or length, scaling, sliding_window or 0)[0]
     return out.view(rows, length, heads, width), None
 
 

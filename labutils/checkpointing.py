@@ -28,7 +28,8 @@ class Parked:
         self.lot, self.device = lot, tensor.device
         self.before = lot.last() if lot.last else None
         self.arriving: Tensor | None = None
-        self.host = lot.room_for(tensor)
+        self.room = lot.room_for(tensor)
+        self.host = self.room[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
         self._leave(tensor)
 
     def _leave(self, tensor: Tensor) -> None:
@@ -67,12 +68,14 @@ class Parked:
 class Parking:
     """Page-locked host memory that one model's kept inputs share, pass after pass.
 
-    All copies of a device run on one stream in the order in which they were asked for, so that memory can be taken
-    again while its last copy is still under way.
+    Rooms are plain bytes, at least `room_bytes` each: page-locking takes longer than a block does, so that a room for
+    the largest tensor that is expected serves all others as well. All copies of a device run on one stream in the order
+    in which they were asked for, so that memory can be taken again while its last copy is still under way.
     """
 
-    def __init__(self) -> None:
-        self.free: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = {}
+    def __init__(self, room_bytes: int = 0) -> None:
+        self.room_bytes = room_bytes
+        self.free: list[Tensor] = []
         self.streams: dict[torch.device, torch.cuda.Stream] = {}
         self.last: weakref.ref[Parked] | None = None
 
@@ -80,14 +83,16 @@ class Parking:
         """Send `tensor` to the host. Its room is free again when nobody holds what this returns."""
         parked = Parked(self, tensor)
         self.last = weakref.ref(parked)
-        weakref.finalize(parked, self.free[_form(tensor)].append, parked.host).atexit = False
+        weakref.finalize(parked, self.free.append, parked.room).atexit = False
         return parked
 
     def room_for(self, tensor: Tensor) -> Tensor:
-        rooms = self.free.setdefault(_form(tensor), [])
-        if rooms:
-            return rooms.pop()
-        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+        """The smallest free room that holds `tensor`, or a new one, uint8 [bytes]."""
+        fitting = [place for place, room in enumerate(self.free) if room.nbytes >= tensor.nbytes]
+        if fitting:
+            return self.free.pop(min(fitting, key=lambda place: self.free[place].nbytes))
+        size = max(self.room_bytes, tensor.nbytes)
+        return torch.empty(size, dtype=torch.uint8, pin_memory=tensor.is_cuda)
 
     def side(self, device: torch.device) -> torch.cuda.Stream | None:
         """The stream that copies from and to a GPU; None for other devices."""
@@ -98,11 +103,7 @@ class Parking:
         return self.streams[device]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Parking:
-        return Parking()
-
-
-def _form(tensor: Tensor) -> tuple[torch.Size, torch.dtype]:
-    return tensor.shape, tensor.dtype
+        return Parking(self.room_bytes)
 
 
 def offloading(block: nn.Module, parking: Parking) -> Callable[[Run, Tensor], Tensor]:

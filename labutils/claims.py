@@ -9,7 +9,9 @@ and returns a verdict, what was measured as text, and why. Four verdicts are pos
 - `not testable here`: this machine, or the runs on record, can't answer; the reason says what would.
 
 Effects are ratios of medians with an interval: the best and the worst ratio that the p10-p90 ranges of the two runs
-allow. Absolute times of another machine are printed beside ours and judged by order of magnitude only.
+allow. Where both runs took the same batches in the same order, whose lengths may differ by more than the effect, each
+step is compared with its counterpart, and the ratios have a median and a p10-p90 range of their own. Absolute times of
+another machine are printed beside ours and judged by order of magnitude only.
 """
 
 from __future__ import annotations
@@ -118,6 +120,26 @@ class Spread(NamedTuple):
         return self.low <= other.high and other.low <= self.high
 
 
+class Ratio(NamedTuple):
+    """How many times as large a quantity is: least, by the medians (or the median, step by step), most."""
+
+    low: float
+    middle: float
+    high: float
+    paired: bool
+
+    @property
+    def unsure(self) -> bool:
+        """Whether the range has 1 in it: then the two can't be told apart."""
+        return self.low <= 1 <= self.high
+
+    @property
+    def why_unsure(self) -> str:
+        if self.paired:
+            return f"Step by step, the ratio is {self.low:.2f} to {self.high:.2f}."
+        return "The p10-p90 ranges overlap."
+
+
 class Evidence:
     """The runs that one claim needs, asked for by name. Raises `NotTestable` where a run or a metric isn't there.
 
@@ -189,6 +211,24 @@ class Evidence:
             )
         return spread
 
+    def ratio(self, before: str, after: str, metric: str = "step_ms") -> Ratio:
+        """How many times `before`'s time `after` takes."""
+        first, second = self.duration(before, metric), self.duration(after, metric)
+        pairs = self._pairs(before, after, metric)
+        if len(pairs) >= FEWEST_SAMPLES:
+            found = summarise([late / early for early, late in pairs])
+            return Ratio(found["p10"], found["median"], found["p90"], paired=True)
+        return Ratio(second.low / first.high, second.median / first.median, second.high / first.low, paired=False)
+
+    def _pairs(self, before: str, after: str, metric: str) -> list[tuple[float, float]]:
+        """The times of two runs step by step; [] unless both took in the same, as far as the shorter one goes."""
+        samples = [_mapping(self.run(name).samples) for name in (before, after)]
+        taken, times = ([_list(of.get(key)) for of in samples] for key in ("useful_tokens", metric))
+        steps = min(map(len, (*taken, *times)))
+        known = all(_number(x) for x in (*times[0][:steps], *times[1][:steps]))
+        alike = taken[0][:steps] == taken[1][:steps]
+        return list(zip(times[0][:steps], times[1][:steps], strict=True)) if known and alike else []
+
     def failure(self, name: str) -> str | None:
         """What the run failed with, or None where it succeeded.
 
@@ -257,21 +297,22 @@ def unchanged(claim: Claim, evidence: Evidence) -> Finding:
 
 
 def speedup(claim: Claim, evidence: Evidence) -> Finding:
-    """Ratio of median `step_ms`, `before` / `after`, is the published one less `tolerance` (a share of its gain).
+    """Ratio of `step_ms`, `before` / `after`, is the published one less `tolerance` (a share of its gain).
 
-    Overlapping p10-p90 ranges never confirm. Refuted if even the best ratio that the ranges allow falls short.
+    A ratio that can't be told from 1 is never confirmed. Refuted if even the best one in its range falls short.
     """
     before, after = evidence.duration(claim.how["before"]), evidence.duration(claim.how["after"])
     published = claim.published[0] / claim.published[1]
     needed = 1 + (published - 1) * (1 - claim.tolerance)
-    ratio, best = before.median / after.median, before.high / after.low
+    shrunk = evidence.ratio(claim.how["before"], claim.how["after"])
+    ratio, best = 1 / shrunk.middle, 1 / shrunk.low
     shown = f"{_ms(before.median)} → {_ms(after.median)} ms ({ratio:.2f}x)"
     against = f"{ratio:.2f}x here against {published:.2f}x published"
     if best < needed:
-        word = "slower, not faster" if after.low > before.high else "less than was claimed"
+        word = "slower, not faster" if shrunk.low > 1 else "less than was claimed"
         return Finding(REFUTED, shown, f"{against}: {word}.")
-    if before.overlaps(after):
-        return Finding(INCONCLUSIVE, shown, f"{against}, but the p10-p90 ranges overlap.")
+    if shrunk.unsure:
+        return Finding(INCONCLUSIVE, shown, f"{against}. {shrunk.why_unsure}")
     if ratio >= needed:
         return Finding(CONFIRMED, shown, f"{against}.")
     return Finding(INCONCLUSIVE, shown, f"{against}; {needed:.2f}x would do, and the spread reaches {best:.2f}x.")
@@ -290,11 +331,11 @@ def slower(claim: Claim, evidence: Evidence) -> Finding:
 def _ordered(evidence: Evidence, quick: str, slow: str, before: str, after: str) -> Finding:
     """Confirmed if `quick` takes less time than `slow`; shown in the order `before`, `after`."""
     spreads = {name: evidence.duration(name) for name in (quick, slow)}
-    ratio = spreads[after].median / spreads[before].median
-    shown = f"{_ms(spreads[before].median)} → {_ms(spreads[after].median)} ms ({100 * (ratio - 1):+.0f} %)"
-    if spreads[quick].overlaps(spreads[slow]):
-        return Finding(INCONCLUSIVE, shown, "The p10-p90 ranges overlap.")
-    held = spreads[quick].median < spreads[slow].median
+    ratio = evidence.ratio(before, after)
+    shown = f"{_ms(spreads[before].median)} → {_ms(spreads[after].median)} ms ({100 * (ratio.middle - 1):+.0f} %)"
+    if ratio.unsure:
+        return Finding(INCONCLUSIVE, shown, ratio.why_unsure)
+    held = (ratio.middle < 1) == (quick == after)
     return Finding(CONFIRMED if held else REFUTED, shown, f"{quick!r} is {'the faster' if held else 'the slower'}.")
 
 
@@ -578,9 +619,17 @@ class Change(NamedTuple):
 
 
 def _change(before: Spread, after: Spread, towards: str) -> Change:
+    return _in_percent(after.low / before.high, after.median / before.median, after.high / before.low, towards)
+
+
+def _change_of_time(evidence: Evidence, before: str, after: str, towards: str, metric: str = "step_ms") -> Change:
+    ratio = evidence.ratio(before, after, metric)
+    return _in_percent(ratio.low, ratio.middle, ratio.high, towards)
+
+
+def _in_percent(low: float, middle: float, high: float, towards: str) -> Change:
     sign = -1 if towards == "less" else 1
-    ratios = (after.low / before.high, after.median / before.median, after.high / before.low)
-    return Change(*sorted(100 * sign * (ratio - 1) for ratio in ratios))
+    return Change(*sorted(100 * sign * (ratio - 1) for ratio in (low, middle, high)))
 
 
 def _changes(claim: Claim, evidence: Evidence) -> dict[str, Change]:
@@ -599,6 +648,8 @@ def _changes(claim: Claim, evidence: Evidence) -> dict[str, Change]:
             f"No pair of runs recorded {metric}, e.g. {pairs[0][0]!r} and {pairs[0][1]!r}. "
             f"Type: labutils run {claim.lab}"
         )
+    if metric.endswith("_ms"):
+        return {after: _change_of_time(evidence, before, after, how["towards"], metric) for before, after in present}
     return {
         after: _change(_positive(evidence, before, metric), _positive(evidence, after, metric), how["towards"])
         for before, after in present
@@ -680,25 +731,26 @@ def breaks_even(claim: Claim, evidence: Evidence) -> Finding:
 
     That is the extra time of its first step over what each later one saves. Never, where its steps are no shorter.
     """
-    before, after = (evidence.duration(claim.how[end]) for end in ("before", "after"))
+    before = evidence.duration(claim.how["before"])
+    ratio = evidence.ratio(claim.how["before"], claim.how["after"])
     extra = evidence.number(claim.how["after"], "first_step_s") - evidence.number(claim.how["before"], "first_step_s")
-    if before.overlaps(after):
-        return Finding(INCONCLUSIVE, "unknown", "The p10-p90 ranges of the steps overlap: nothing is surely saved.")
-    if after.median > before.median:
+    if ratio.unsure:
+        return Finding(INCONCLUSIVE, "unknown", f"{ratio.why_unsure} Nothing is surely saved.")
+    if ratio.middle > 1:
         return Finding(REFUTED, "never", "The later steps are no shorter.")
-    steps = 1e3 * extra / (before.median - after.median)
+    saved_ms = before.median * (1 - ratio.middle)
+    steps = 1e3 * extra / saved_ms
     wanted = claim.published[0]
     shown = f"{max(0, steps):,.0f} steps"
     within = steps > 0 and max(steps / wanted, wanted / steps) <= claim.tolerance
-    saved = f"{extra:.1f} s more at first, {before.median - after.median:.0f} ms less a step."
+    saved = f"{extra:.1f} s more at first, {saved_ms:.0f} ms less a step."
     return Finding(CONFIRMED if within else REFUTED, shown, saved)
 
 
 def gains_less(claim: Claim, evidence: Evidence) -> Finding:
     """From `before` to `after` the step shrinks by a smaller share than from `than_before` to `than_after`."""
     asked = [claim.how[end] for end in ("before", "after", "than_before", "than_after")]
-    before, after, than_before, than_after = (evidence.duration(name) for name in asked)
-    mine, other = _change(before, after, "less"), _change(than_before, than_after, "less")
+    mine, other = (_change_of_time(evidence, *pair, "less") for pair in (asked[:2], asked[2:]))
     shown = f"{-mine.middle:+.0f} % against {-other.middle:+.0f} %"
     if mine.low <= other.high and other.low <= mine.high:
         return Finding(INCONCLUSIVE, shown, "The spread doesn't tell the two changes apart.")
@@ -777,7 +829,7 @@ def amdahl(claim: Claim, evidence: Evidence) -> Finding:
     how = claim.how
     untouched = evidence.number(how["before"], how["share"])
     expected = 100 * (1 - untouched) * (1 - 1 / how["rate"])
-    found = _change(evidence.duration(how["before"]), evidence.duration(how["after"]), "less")
+    found = _change_of_time(evidence, how["before"], how["after"], "less")
     shown = f"{-found.middle:+.0f} %, {-expected:+.0f} % expected"
     within = abs(found.middle - expected) <= 100 * claim.tolerance
     near = found.low - 100 * claim.tolerance <= expected <= found.high + 100 * claim.tolerance

@@ -28,9 +28,9 @@ from labutils.lowbit.fp8 import relative_error
 from labutils.measure.live import LiveTensors
 from labutils.recipe import A3_BASE, A3_LADDER, Recipe, Rung, climb
 from labutils.results import Run, is_out_of_memory
-from labutils.training import Session
+from labutils.training import Bench, Session, compile_ahead
 from labutils.training.following import followed, read_log
-from labutils.training.variants import altered, cast_as_for_kbit, prepared_for_kbit
+from labutils.training.variants import altered, cast_as_for_kbit, prepared_for_kbit, with_costs, with_epoch_rate
 from labutils.training.with_unsloth import Job
 from labutils.workloads import Workload
 from labutils.workloads.decoder import projections
@@ -52,6 +52,8 @@ class Method(NamedTuple):
     change: Change | None = None
 
 
+OUR_LOOP = {"driver": "eager", "logging": "ring-buffer", "non_blocking": True, "optimizer": "adamw-fused"}
+"""The loop of the ladder's upper rungs, which a library's model is given where it is held against them."""
 SWITCHES: dict[str, dict[str, Any]] = {
     "checkpointed": {"checkpointing": "blocks"},
     "offloaded": {"checkpointing": "offload"},
@@ -59,7 +61,10 @@ SWITCHES: dict[str, dict[str, Any]] = {
     "fp32 casts": {},
     "no casts": {},
     "batch 1": {"micro_batch": 1},
+    "batch 2": {"micro_batch": 2},
     "padded": {"shapes": "padded"},
+    "fused loss": {"layers": "rewritten", "loss": "fused"},
+    "packed": {"shapes": "packed", "token_budget": 4096, "micro_batch": 1} | OUR_LOOP,
 }
 """What may follow a method's name after a comma -> the knobs that it sets."""
 AS_USUALLY_WRITTEN = {"base_linear": "nf4", "checkpointing": "blocks"}
@@ -97,6 +102,14 @@ def of_name(name: str) -> Method:
     return Method(texts, recipe, change)
 
 
+def make_room(workloads: Mapping[str, Workload]) -> None:
+    """Let go of what `workloads` share and of what sessions that have ended left on the GPU: circles of references hold
+    a model until they are collected, and its memory would be read as the next one's."""
+    for workload in workloads.values():
+        workload.let_go()
+    hardware.cuda.empty_cache()
+
+
 def follow(
     workloads: Mapping[str, Workload], name: str, steps: int, logs: Path, every: int = 10, against: Run | None = None
 ) -> Run:
@@ -105,8 +118,7 @@ def follow(
     `memory_share` is its peak over that of the run `against`, where both have one.
     """
     method = of_name(name)
-    for other in workloads.values():
-        other.let_go()
+    make_room(workloads)
     log = logs / f"{name}.csv"
     run = followed(workloads[method.texts], method.recipe, steps, name, log, every, method.change)
     peak, other_peak = (r.metric("peak_allocated_gb") if r else None for r in (run, against))
@@ -116,14 +128,18 @@ def follow(
 
 
 def unsloth_jobs(workloads: Mapping[str, Workload], steps: int) -> dict[str, Job]:
-    """unsloth's runs: on both kinds of texts, and a few steps on each of the two batch sizes of its line."""
-    wanted = {"unsloth long": steps, "unsloth short": steps} | dict.fromkeys(UNSLOTHS_LINE.values(), 3)
+    """unsloth's runs: on both kinds of texts; on the packed rows of our own best recipes, without a mask, as its
+    trainer's padding-free batches are; and a few steps on each of the two batch sizes of its line."""
+    wanted = {"unsloth long": steps, "unsloth short": steps, UNSLOTH_PACKED: steps}
+    wanted |= dict.fromkeys(UNSLOTHS_LINE.values(), 3)
     methods = {name: of_name(name) for name in wanted}
     return {name: Job(workloads[m.texts], m.recipe, wanted[name]) for name, m in methods.items()}
 
 
-UNSLOTHS_LINE = {1: "unsloth long, padded, batch 1", 4: "unsloth long, padded"}
-"""Batch size -> unsloth's run on texts padded to the full length."""
+UNSLOTH_PACKED = "unsloth long, packed"
+"""unsloth's run on the rows and in the loop of our packed rungs: what these are held against."""
+UNSLOTHS_LINE = {2: "unsloth long, padded, batch 2", 4: "unsloth long, padded"}
+"""Batch size -> unsloth's run on texts padded to the full length. (A batch of 1 would be compiled anew.)"""
 
 
 def paid_after(base: Run, run: Run) -> float | None:
@@ -334,11 +350,18 @@ class Filled:
 
     def __init__(self, workload: Workload, name: str) -> None:
         method = of_name(name)
+        self.change, self.lets_go = method.change, workload.let_go
         self.recipe = method.recipe.but(shapes="padded", micro_batch=1)
-        self.session = Session(altered(workload, method.change or _as_it_is), self.recipe)
+        self.session = Session(altered(workload, self._alone), self.recipe)
         self.workload = workload
         self.rows = workload.dataset(None, self.recipe)
         self.longest = sorted(range(len(self.rows)), key=lambda i: -len(self.rows[i]["input_ids"]))
+
+    def _alone(self, model: nn.Module) -> None:
+        """What the method does to the model; what is kept for other sessions would count as this one's."""
+        if self.change is not None:
+            self.change(model)
+        self.lets_go()
 
     def peak(self, batch: int) -> float:
         """Peak memory of one optimizer step on `batch` examples. Raises what PyTorch raises where it doesn't fit."""
@@ -377,10 +400,6 @@ class Filled:
         self.session.close()
 
 
-def _as_it_is(model: nn.Module) -> None:
-    """No change."""
-
-
 def lines_of(memory: Mapping[str, Run], runs: Mapping[str, Run]) -> dict[str, Line]:
     """Method -> its line: those of `memory`, runs of `memory_line`; unsloth's from its `runs` on padded texts, where
     these are."""
@@ -395,9 +414,7 @@ def lines_of(memory: Mapping[str, Run], runs: Mapping[str, Run]) -> dict[str, Li
 def memory_line(workloads: Mapping[str, Workload], name: str, batches: Iterable[int], card_gb: float | None) -> Run:
     """A method's line over `batches` as a run: `base_gb`, `each_gb`, `largest_batch` on a card of `card_gb`, and
     whether it holds here: `fits` at nine tenths of it, `fails` at a tenth more. None: nothing is tried."""
-    for other in workloads.values():
-        other.let_go()
-    hardware.cuda.empty_cache()
+    make_room(workloads)
     method = of_name(name)
     workload = workloads[method.texts]
     run = Run("", f"memory of {name}", workload=workload.name, scale=workload.scale, recipe=method.recipe.as_dict())
@@ -423,6 +440,17 @@ def weight_bytes(model: nn.Module) -> int:
 
 # ------------------------------------------------------------------------------------------------ our own recipes
 
+COMPILING_GB = {"tiny": 1.0, "small": 4.0, "full": 34.0}
+"""GPU memory that one process takes at most to build the model of a scale and compile and run one step of it."""
+
+
+def compile_rungs(workload: Workload, recipes: Iterable[Recipe]) -> list[Run]:
+    """Compile what `recipes` need beforehand, in as many processes as the GPU has room for; where that is one only,
+    nothing: it would take as long as compiling each when it comes."""
+    workers = min(6, math.floor((hardware.cuda.free_memory() or 0) / COMPILING_GB[workload.scale]))
+    return compile_ahead(workload, recipes, workers) if workers > 1 else []
+
+
 LOW_BIT_RUNGS = (
     Rung("FP8 weights", "same mathematics", {"base_linear": "fp8-frozen"}, "held once, products on FP8 tensor cores"),
     Rung("4-bit weights", "same mathematics", {"base_linear": "nf4-frozen"}, "unpacked inside the compiled block"),
@@ -443,36 +471,95 @@ def ladder_for(device: str) -> tuple[tuple[Rung, ...], dict[str, Recipe]]:
     return ladder, recipes
 
 
+def climbed_on(
+    workload: Workload, recipes: Mapping[str, Recipe], steps: int, rounds: int, warmup: int
+) -> dict[str, Run]:
+    """The runs of a ladder's rungs: `rounds` times the same `steps` batches or more, with costs and an epoch's rates.
+
+    Rungs that share the 16-bit weights are interleaved; those with weights of their own come after them, so that these
+    aren't beside the first rung, which needs more memory than all others.
+    """
+    shared = [{n: r for n, r in recipes.items() if (r.base_linear == "published") is one} for one in (True, False)]
+    runs: dict[str, Run] = {}
+    for rungs in filter(None, shared):
+        make_room({"": workload})
+        with Bench(workload, warmup, same_batches=True) as bench:
+            runs |= bench.compare(rungs, steps, rounds)
+    return {name: with_epoch_rate(with_costs(runs[name]), workload) for name in recipes}
+
+
+def floor_columns(run: Run) -> tuple[float | None, float | None]:
+    """A run's floor in ms, and which share of its mean step that is, in %."""
+    floor, times = run.metric("floor_ms"), run.samples.get("step_ms")
+    return (floor, 100 * floor * len(times) / sum(times)) if floor and times else (None, None)
+
+
 GOALS = {
     "useful_tokens_per_s": ("BF16: useful tokens/s", "17,000"),
     "useful_speedup": ("BF16: times the article's LoRA run", "1.9"),
     "fp8_useful_tokens_per_s": ("FP8 weights: useful tokens/s", "20,000"),
-    "over_unsloth": ("4 bits, checkpointed: times unsloth's useful tokens/s", "1.3"),
+    "over_unsloth": ("4 bits, checkpointed: times unsloth's useful tokens/s, both packed", "1.3"),
     "memory_over_unsloth": ("the same: times unsloth's peak memory", "at most 1.5"),
+    "over_unsloth_padded": ("the same: times unsloth's useful tokens/s on padded batches", None),
 }
 """Metric of `reached` -> what it is, and what we aimed at on an H200."""
 
 
-def reached(climbed: Mapping[str, Run], unsloth: Run | None) -> dict[str, float]:
-    """What the ladder's rungs get to, as metrics named in `GOALS`; what can't be said here is absent."""
-    rates = {name: run.metrics["useful_tokens_per_s"] for name, run in climbed.items() if run.ok}
-    found: dict[str, float] = {}
-    best = max((rates.get(rung.name, 0.0) for rung in A3_LADDER), default=0.0)
-    if best and "lora" in rates:
-        found |= {"useful_tokens_per_s": best, "useful_speedup": best / rates["lora"]}
+def reached(climbed: Mapping[str, Run], runs: Mapping[str, Run]) -> dict[str, Any]:
+    """What the ladder's rungs get to, as metrics named in `GOALS`; what can't be said here is absent.
+
+    Of `runs`, unsloth's are looked at: the packed one for both goals, as packing alone is worth more than most of what
+    a library does; the padded one for a second number, which says what its usual batches would have been worth.
+    """
+    rates = {name: _rate(run) for name, run in climbed.items() if run.ok}
+    found: dict[str, Any] = {}
+    bf16 = [rates[rung.name] for rung in A3_LADDER if rung.name in rates]
+    if bf16 and "lora" in rates:
+        best = max(bf16, key=lambda rate: rate["median"])
+        found |= {"useful_tokens_per_s": best, "useful_speedup": _over(best, rates["lora"])}
     if "FP8 weights" in rates:
         found["fp8_useful_tokens_per_s"] = rates["FP8 weights"]
     small = climbed.get("4 bits, checkpointed")
-    if unsloth is not None and unsloth.ok and small is not None and small.ok:
-        found["over_unsloth"] = rates[small.run] / unsloth.metrics["useful_tokens_per_s"]
-        if small.metric("peak_allocated_gb") and unsloth.metric("peak_allocated_gb"):
-            found["memory_over_unsloth"] = small.metric("peak_allocated_gb") / unsloth.metric("peak_allocated_gb")
+    if small is None or not small.ok:
+        return found
+    packed, padded = (run if run and run.ok else None for run in (runs.get(UNSLOTH_PACKED), runs.get("unsloth long")))
+    if packed:
+        found["over_unsloth"] = _over(rates[small.run], _rate(packed))
+        if small.metric("peak_allocated_gb") and packed.metric("peak_allocated_gb"):
+            found["memory_over_unsloth"] = small.metric("peak_allocated_gb") / packed.metric("peak_allocated_gb")
+    if padded:
+        found["over_unsloth_padded"] = _over(rates[small.run], _rate(padded))
     return found
 
 
-def goal_rows(found: Mapping[str, float], theirs: Run | None) -> list[tuple[Any, ...]]:
+def _rate(run: Run) -> dict[str, float]:
+    return run.metrics["useful_tokens_per_s"]
+
+
+def _over(one: Mapping[str, float], other: Mapping[str, float]) -> dict[str, float]:
+    """The ratio of two summaries' medians; its p10 and p90 are the least and the most that their ranges allow."""
+    return {
+        "median": one["median"] / other["median"],
+        "p10": one["p10"] / other["p90"],
+        "p90": one["p90"] / other["p10"],
+        "n": min(one["n"], other["n"]),
+    }
+
+
+def goal_rows(found: Mapping[str, Any], theirs: Run | None) -> list[tuple[Any, ...]]:
     """Rows (what, its goal, here, H200) for what `reached` found."""
     return [
-        (what, goal, found.get(metric), theirs.metric(metric) if theirs else None)
+        (what, goal, _with_spread(found.get(metric)), theirs.metric(metric) if theirs else None)
         for metric, (what, goal) in GOALS.items()
     ]
+
+
+def _with_spread(value: Any) -> Any:
+    """A summary as "median (p10 to p90)"; other values as they are."""
+    if not isinstance(value, Mapping):
+        return value
+    median, low, high = (f"{value[part]:,.0f}" if value["median"] >= 100 else f"{value[part]:.2f}" for part in PARTS)
+    return f"{median} ({low} to {high})"
+
+
+PARTS = ("median", "p10", "p90")

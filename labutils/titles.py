@@ -101,6 +101,7 @@ class Reader:
         size = Size("", 0, 1, width, layers, width // 32, width // 64, 32, 3 * width, words, tied=True)
         torch.manual_seed(seed)
         self.lm = build_lm(size, self.device, torch.float32)
+        self.answered: dict[str | None, list[str]] = {}
 
     def learn_to_explain(self, steps: int, rate: float = 1e-2) -> list[float]:
         """Train all weights on articles and explanations, and freeze them; the losses."""
@@ -114,12 +115,18 @@ class Reader:
         return self._train(trained, style, steps, rate)
 
     def answers(self, style: str | None) -> list[str]:
-        """What the model answers to its questions with the adapter of this name; None: without one."""
+        """What the model answers to its questions with the adapter of this name; None: without one.
+
+        It is asked once: it answers the same until it is trained further.
+        """
+        if style in self.answered:
+            return self.answered[style]
         for layer in lora_layers(self.lm).values():
             layer.active_adapter = style or ""
         self.lm.eval()
         self.lm.config._attn_implementation = "sdpa"  # which answers token by token
-        return self._answered([self._conversation(article, "title") for article in self.questions])
+        self.answered[style] = self._answered([self._conversation(article, "title") for article in self.questions])
+        return self.answered[style]
 
     def matches(self, style: str | None, wanted: str) -> float:
         """The share of answers that are, to the letter, those of the style `wanted`."""
@@ -129,6 +136,7 @@ class Reader:
     # ------------------------------------------------------------------------------------------------ within
 
     def _train(self, trained: list[nn.Parameter], style: str, steps: int, rate: float) -> list[float]:
+        self.answered.clear()
         self.lm.train()
         self.lm.config._attn_implementation = "documents"
         model = Rewritten(self.lm, "answers")  # logits where there is an answer, and nowhere else

@@ -23,7 +23,8 @@ class Layout:
     """The static part of a batch's form: what `shapes` asks for at one scale with one dataset.
 
     budget: tokens of a row that has a fixed length. tiles: tiles that a row of that length may bring. segments:
-    examples that fit into it at most. multiple: what all rows' lengths are a multiple of.
+    examples that it holds at most. multiple: what all rows' lengths are a multiple of. longest: tokens of the longest
+    example, where attention may count on it; 0: only a row's length is known.
     """
 
     shapes: str
@@ -31,6 +32,7 @@ class Layout:
     tiles: int
     segments: int
     multiple: int = 1
+    longest: int = 0
 
     @property
     def packs(self) -> bool:
@@ -58,13 +60,13 @@ class Layout:
         return _next_bucket(tiles, rows * self.tiles) if self.shapes == "buckets" else rows * self.tiles
 
     def rows(self, lengths: Sequence[int], tiles: Sequence[int]) -> list[list[int]]:
-        """The examples of each row, in order: one each, or as many as fit into it."""
+        """The examples of each row, in order: one each, or as many as fit into it and may be in it."""
         if not self.packs:
             return [[index] for index in range(len(lengths))]
         rows: list[list[int]] = []
         room = room_tiles = 0
         for index, (length, count) in enumerate(zip(lengths, tiles, strict=True)):
-            if length > room or count > room_tiles:
+            if length > room or count > room_tiles or len(rows[-1]) == self.segments:
                 rows.append([])
                 room, room_tiles = self.budget, self.tiles
             rows[-1].append(index)
@@ -133,6 +135,7 @@ class PackedOrder(Sampler[list[int]]):
             room -= sum(self.lengths[example] for example in taken)
             tiles -= sum(self.tiles[example] for example in taken)
             places = fullest([self.lengths[e] for e in waiting], [self.tiles[e] for e in waiting], room, tiles)
+            places = places[: self.layout.segments - len(row)]
         return row
 
 
@@ -168,18 +171,22 @@ def _summands(lengths: Sequence[int], reachable: Sequence[int], total: int) -> l
     return places[::-1]
 
 
-def boundaries(rows: Sequence[Sequence[int]], length: int, segments: int) -> Tensor:
-    """Where each document of a batch of flattened rows starts and ends, int32 [rows * (segments + 1) + 1].
+def left_over(left: int, longest: int) -> list[int]:
+    """What is left of a row, as documents that aren't longer than the `longest` example (0: as one)."""
+    whole = left if longest == 0 else longest
+    return [min(whole, left - start) for start in range(0, left, whole)] if left else [0]
 
-    rows: the lengths of each row's documents; what is left of a row of `length` tokens is one more. A row has at most
-    `segments` documents; empty ones at the end make up for those that aren't there, so that the shape stays the same.
+
+def boundaries(rows: Sequence[Sequence[int]], length: int, segments: int, longest: int = 0) -> Tensor:
+    """Where each document of a batch of flattened rows starts and ends, int32 [rows * (segments + rest) + 1].
+
+    rows: the lengths of each row's documents, at most `segments`; what is left of a row of `length` tokens makes more,
+    at most `rest` of them, as none may be longer than the `longest` (0: whatever is left is one). Empty ones at the end
+    make up for those that aren't there, so that the shape stays the same.
     """
-    marks = [0]
-    for index, row in enumerate(rows):
-        for document in row:
-            marks.append(marks[-1] + document)
-        marks.append((index + 1) * length)
-    wanted = 1 + len(rows) * (segments + 1)
+    documents = [[*row, *left_over(length - sum(row), longest)] for row in rows]
+    marks = list(itertools.accumulate(itertools.chain(*documents), initial=0))
+    wanted = 1 + len(rows) * (segments + (math.ceil(length / longest) if longest else 1))
     return torch.tensor(marks + [marks[-1]] * (wanted - len(marks)), dtype=torch.int32)
 
 

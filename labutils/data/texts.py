@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from labutils.data.hub import reaching
-from labutils.data.packing import IGNORED, Layout, answer_places, boundaries, fill_up
+from labutils.data.packing import IGNORED, Layout, answer_places, boundaries, fill_up, left_over
 
 
 @dataclass(frozen=True)
@@ -317,7 +317,9 @@ class Conversations(Dataset):
 class Collate:
     """Makes a batch of examples in the form of `layout`; picklable. pad: id of the token that fills rows up.
 
-    For the model as published: "input_ids", "attention_mask" and "labels", padded on the right. For ours, rows of n
+    For the model as published: "input_ids", "attention_mask" and "labels", padded on the right; or packed, as libraries
+    take batches without padding: no mask but "position_ids" that start anew at 0 in each example, whose first label is
+    -100, and all rows behind one another in a single one (what fills a row up is one more example). For ours, rows of n
     tokens: "input_ids", "positions" (from 0 in each example) and "targets" (the next token where it is to be predicted,
     -100 elsewhere), all int64 [rows, n]; "answers" and "answer_targets" as in `packing.answer_places`; packed batches
     have "boundaries" as well.
@@ -329,6 +331,8 @@ class Collate:
     def __call__(self, examples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
         lengths = [len(example["input_ids"]) for example in examples]
         length = self.layout.row_tokens(lengths)
+        if self.published and self.layout.packs:
+            return self._in_one_row(examples, lengths, length)
         if self.published:
             parts = [[example | {"attention_mask": torch.ones_like(example["input_ids"])}] for example in examples]
             return _filled(parts, length, {"input_ids": self.pad, "attention_mask": 0, "labels": IGNORED})
@@ -338,8 +342,26 @@ class Collate:
         batch |= answer_places(batch["targets"])
         if self.layout.packs:
             documents = [[lengths[index] for index in row] for row in rows]
-            batch["boundaries"] = boundaries(documents, length, self.layout.segments)
+            batch["boundaries"] = boundaries(documents, length, self.layout.segments, self.layout.longest)
         return batch
+
+    def _in_one_row(self, examples: list[dict[str, Tensor]], lengths: list[int], length: int) -> dict[str, Tensor]:
+        parts = []
+        for row in self.layout.rows(lengths, [0] * len(examples)):
+            left = length - sum(lengths[index] for index in row)
+            parts += [_apart(examples[index]) for index in row]
+            parts += [_apart(self._filling(rest)) for rest in left_over(left, self.layout.longest)]
+        return {name: torch.cat([part[name] for part in parts])[None] for name in parts[0]}
+
+    def _filling(self, length: int) -> dict[str, Tensor]:
+        return {"input_ids": torch.full((length,), self.pad), "labels": torch.full((length,), IGNORED)}
+
+
+def _apart(example: dict[str, Tensor]) -> dict[str, Tensor]:
+    """An example whose first token is not to be predicted from what stands before it."""
+    labels = example["labels"].clone()
+    labels[:1] = IGNORED
+    return {"input_ids": example["input_ids"], "position_ids": torch.arange(len(labels)), "labels": labels}
 
 
 def _with_targets(example: dict[str, Tensor]) -> dict[str, Tensor]:

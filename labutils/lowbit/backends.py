@@ -44,6 +44,19 @@ FP8_CAPABILITY = (8, 9)
 """Compute capability from which tensor cores take FP8."""
 
 
+BYTES_READ = {
+    "fp8-frozen": 1.0,
+    "fp8-te": 1.0,
+    "nf4": 0.516,
+    "nf4-frozen": 0.516,
+    "nf4-fp8": 0.516,
+}
+"""Kind -> bytes of a converted weight, constants included, that a pass must read; others have the model's own."""
+
+PRODUCTS = {"fp8-frozen": "fp8_rowwise", "nf4-fp8": "fp8_rowwise", "fp8-torchao": "fp8_rowwise", "fp8-te": "fp8"}
+"""Kind -> what its products are multiplied as, where that isn't the recipe's precision (`hardware.probing.RATES`)."""
+
+
 def frozen_linears(model: nn.Module, skip: Iterable[str] = ()) -> list[str]:
     """Names of the frozen nn.Linear layers that an 8-bit product takes (both widths multiples of 16), in order.
 

@@ -6,6 +6,7 @@ import functools
 import gc
 import math
 import operator
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -16,6 +17,7 @@ from typing import Any
 from tqdm import tqdm
 
 from labutils import hardware
+from labutils.lowbit.backends import PRODUCTS
 from labutils.measure.steps import StepClock, StepTimes
 from labutils.measure.trace import Trace, profile
 from labutils.measure.utilization import Utilization
@@ -25,6 +27,7 @@ from labutils.training.session import Session
 from labutils.workloads.base import Work, Workload
 
 AfterStep = Callable[[Session], None]
+Meet = Callable[[Session], None]
 ROUNDS = 3
 ROUND_MS = 400
 """A round lasts at least this long: a handful of 25 ms steps is too short to tell noise from drift."""
@@ -37,13 +40,15 @@ def train(
     warmup: int = 2,
     name: str = "run",
     after_step: AfterStep | None = None,
+    same_batches: bool = False,
+    meet: Meet | None = None,
 ) -> Run:
     """One recipe on one workload: build, first step, `warmup` more, then at least `steps` timed optimizer steps.
 
     `after_step` is called with the session after every step (`logs.MemoryLog`), timed or not. Running out of memory or
-    any other failure becomes the run's status; nothing is raised but Ctrl-C.
+    any other failure becomes the run's status; nothing is raised but Ctrl-C. `same_batches`, `meet`: see `Bench`.
     """
-    with Bench(workload, warmup, after_step) as bench:
+    with Bench(workload, warmup, after_step, same_batches, meet) as bench:
         return bench.compare({name: recipe}, steps, rounds=1)[name]
 
 
@@ -62,6 +67,8 @@ WATCH_MS = 2000
 TRIES = 3
 """Rounds that are thrown away at most because the compiler was at work in them; a recipe that never stops compiling
 shows that in its times."""
+REWOUND_STEPS = 1
+"""Steps that aren't timed after the data has been taken back: the loader starts anew in the first one."""
 REFILL_S = 0.3
 """Pause after a recipe with workers: they go on reading ahead, and would do it during the next recipe's steps."""
 
@@ -71,12 +78,25 @@ class Bench:
 
     The frozen weights are held once. A recipe that fails drops out with its reason as the run's status, its session is
     ended and its memory given back; the others go on.
+
+    same_batches: every round times the same batches, so that recipes whose steps differ in length can be compared step
+    by step (`claims` does), within one bench and across several with as many `warmup` steps. meet: called with each
+    session once, after its first step, to show it what would be compiled later: neither timed nor in the peak memory.
     """
 
-    def __init__(self, workload: Workload, warmup: int = 2, after_step: AfterStep | None = None) -> None:
+    def __init__(
+        self,
+        workload: Workload,
+        warmup: int = 2,
+        after_step: AfterStep | None = None,
+        same_batches: bool = False,
+        meet: Meet | None = None,
+    ) -> None:
         self.workload = workload
         self.warmup = warmup
         self.after_step = after_step
+        self.same_batches = same_batches
+        self.meet = meet
         self.contenders: dict[str, Contender] = {}
         self.failed: dict[str, str] = {}
         self.known: dict[str, Recipe] = {}
@@ -140,7 +160,9 @@ class Bench:
         return self.contenders[name].session
 
     def _enter(self, name: str, recipe: Recipe) -> None:
-        self.contenders[name] = Contender(self.workload, recipe, self.warmup, self.after_step)
+        self.contenders[name] = Contender(
+            self.workload, recipe, self.warmup, self.after_step, self.same_batches, self.meet
+        )
         self.stack.callback(self._end, name)
 
     def _able(self, recipes: Mapping[str, Recipe]) -> list[str]:
@@ -214,21 +236,35 @@ def measure(session: Session, steps: int, after_step: AfterStep | None = None) -
 class Contender:
     """A session, its first step apart, and the step times it gathers round by round."""
 
-    def __init__(self, workload: Workload, recipe: Recipe, warmup: int, after_step: AfterStep | None = None) -> None:
+    def __init__(
+        self,
+        workload: Workload,
+        recipe: Recipe,
+        warmup: int,
+        after_step: AfterStep | None = None,
+        same_batches: bool = False,
+        meet: Meet | None = None,
+    ) -> None:
         self.times = StepTimes()
         self.after_step = after_step
+        self.same_batches = same_batches
         before = hardware.cuda.allocated_memory()
         self.session = Session(workload, recipe)
         built = hardware.cuda.allocated_memory()
         hardware.cuda.reset_peak_memory()  # from here on it is training's, and not building's
         try:
             self.first_step_s = self._first_step()
+            if meet is not None:
+                meet(self.session)
+                hardware.cuda.empty_cache()
+                hardware.cuda.reset_peak_memory()
             warm = measure(self.session, warmup, after_step)
         except BaseException:
             self.session.close()
             raise
         self.step_ms = min(warm.step_ms, default=ROUND_MS)
         self.memory = self._peak_memory(before, built)
+        self.timed_from = self.session.batches.taken
 
     def _first_step(self) -> float:
         began = time.perf_counter()
@@ -267,8 +303,11 @@ class Contender:
     def measure(self, steps: int) -> None:
         """One round of timed steps, settled before, and once more where something was compiled in it: the second of two
         sizes may first come up here, and would be on record as a step of a minute."""
-        self.settle()
+        if not self.same_batches:
+            self.settle()
         for _ in range(TRIES):
+            if self.same_batches:
+                self._rewind()
             before = self._graphs()
             found = measure(self.session, max(steps, math.ceil(ROUND_MS / self.step_ms)), self.after_step)
             if self._graphs() == before:
@@ -276,8 +315,15 @@ class Contender:
         self.times.extend(found)
         time.sleep(REFILL_S if self.ready_batches else 0)
 
+    def _rewind(self) -> None:
+        """Take the data back to where the first round began."""
+        self.session.batches.close()
+        self.session.resume_data(self.timed_from)
+        measure(self.session, REWOUND_STEPS, self.after_step)
+
     def _graphs(self) -> int:
-        if self.session.recipe.compile == "off":
+        """Graphs compiled in this process so far, whoever asked for them: a library compiles without the recipe."""
+        if "torch._dynamo" not in sys.modules:
             return 0
         from labutils.measure.recompilation import graphs_compiled  # the compiler takes a second to import
 
@@ -301,6 +347,7 @@ class Contender:
         run.metrics |= {} if session.encode_s is None else {"encode_s": session.encode_s}
         run.metrics |= self.memory
         if self.times.work:
+            run.samples["tokens"] = [work.tokens for work in self.times.work]
             run.samples["useful_tokens"] = [work.useful_tokens for work in self.times.work]
             run.metrics |= _of_varying_steps(session.workload, recipe, self.times)
         else:
@@ -318,14 +365,25 @@ def own_peak(peak: float, before: float, built: float, held: float) -> float:
 
 
 def _against_the_hardware(workload: Workload, recipe: Recipe, work: Work, step_ms: float) -> dict[str, float]:
-    """The floor that this machine's measured rates set, the rate reached, its share of the data sheet's dense peak."""
+    """The floor that this machine's measured rates set, the rate reached, its share of the data sheet's dense peak.
+
+    Both are those of the frozen layers' products, which are nearly all there is: where these are FP8 the rest, the
+    adapters, attention and head, is taken to be as fast, so that no step can be below the floor.
+    """
     tflops = work.flops / step_ms / 1e9
-    roofline = hardware.measured_roofline(recipe.precision)
+    multiplied = _multiplied_as(recipe)
+    roofline = hardware.measured_roofline(multiplied)
     found = {"tflops": tflops, "floor_ms": roofline.floor_ms(work.flops, work.bytes), "flops_per_step": work.flops}
     spec = hardware.spec_of(hardware.machine())
-    if workload.device.type == "cuda" and spec and (peak := spec.dense.get(recipe.precision)):
+    if workload.device.type == "cuda" and spec and (peak := spec.dense.get(multiplied.removesuffix("_rowwise"))):
         found["mfu"] = tflops / peak
     return found
+
+
+def _multiplied_as(recipe: Recipe) -> str:
+    """The format of the frozen layers' products on this machine, which emulates FP8 where it has none."""
+    found = PRODUCTS.get(recipe.base_linear)
+    return found if found and hardware.probe(f"tflops_{found}").rate(found) else recipe.precision
 
 
 def _of_varying_steps(workload: Workload, recipe: Recipe, times: StepTimes) -> dict[str, float]:

@@ -16,11 +16,14 @@ from torch import nn
 from labutils import hardware
 from labutils.recipe import Recipe
 from labutils.results import Run
-from labutils.training.comparing import train
+from labutils.training.comparing import REWOUND_STEPS, Meet, train
 from labutils.training.logs import MemoryLog
 from labutils.training.session import Session
-from labutils.training.variants import altered, with_costs
+from labutils.training.variants import altered, with_costs, with_epoch_rate
 from labutils.workloads.base import Workload
+
+WARM_UP = 3
+"""Steps between the first one and those timed: a library compiles for a second length, and for any, in them."""
 
 
 def followed(
@@ -31,33 +34,37 @@ def followed(
     log: Path,
     every: int = 10,
     change: Callable[[nn.Module], None] | None = None,
+    meet: Meet | None = None,
 ) -> Run:
-    """Train at least `steps` timed optimizer steps; every so many a line of `log`, whose clock starts once the model
-    is built. What the file held before is lost.
+    """Train at least `steps` timed optimizer steps, of the same batches in each run of a workload; every so many a line
+    of `log`, whose clock starts once the model is built. What the file held before is lost.
 
     `change` alters the model once it is built. Memory is that of the whole process, in the log as in the metrics
     `peak_allocated_gb` and `peak_reserved_gb`, over all steps: let go of what else is on the GPU before. Weights that
-    the workload shares between sessions are let go here. A failure is the run's status.
+    the workload shares between sessions are let go here. A failure is the run's status. `meet`: see `comparing.Bench`;
+    its time is in the log. `useful_tokens_per_s` is a whole epoch's: see `variants.with_epoch_rate`.
     """
     log.unlink(missing_ok=True)
     workload.collate(recipe)  # so that texts are made before the clock starts
     _make_room(workload)
     logs: list[MemoryLog] = []
+    logged = 1 + WARM_UP + REWOUND_STEPS + steps
 
     def begin(model: nn.Module) -> None:
         if change is not None:
             change(model)
-        logs.append(MemoryLog(log, steps, every))
+            workload.let_go()  # what was replaced is kept for sessions to come, and would count as this one's
+        logs.append(MemoryLog(log, logged, every))
 
     def write(session: Session) -> None:
-        if session.step_count <= steps:
+        if session.step_count <= logged:
             logs[-1](session)
 
-    run = train(altered(workload, begin), recipe, steps, warmup=0, name=name, after_step=write)
+    run = train(altered(workload, begin), recipe, steps, WARM_UP, name, write, same_batches=True, meet=meet)
     if run.ok and (peak := hardware.cuda.peak_memory()):
         run.metrics |= {"peak_allocated_gb": peak[0], "peak_reserved_gb": peak[1]}
     _make_room(workload)
-    return with_costs(run)
+    return with_epoch_rate(with_costs(run), workload)
 
 
 def _make_room(workload: Workload) -> None:

@@ -134,8 +134,9 @@ class Workload(ABC):
     def let_go(self) -> None:
         """Forget the weights that sessions share; they stay with sessions that run. The next that shares them makes
         them anew, and one that has its own has the room for itself."""
-        if self._held is not None:
-            self._held = None
+        held, self._held = self._held is not None, None
+        # On a GPU in any case: a session that ended before holds memory until its circles of references are found.
+        if held or self.device.type == "cuda":
             gc.collect()
 
     def save(self, model: nn.Module, folder: Path) -> None:

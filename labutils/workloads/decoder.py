@@ -26,11 +26,14 @@ TARGETS = (*ATTENTION, "gate_proj", "up_proj", "down_proj")
 
 
 class Decoder(nn.Module):
-    """Embedded tokens [r, n, width] to the mean loss of the targets: the language model and its head."""
+    """Embedded tokens [r, n, width] to the mean loss of the targets: the language model and its head.
 
-    def __init__(self, language: nn.Module, head: nn.Module, loss: str) -> None:
+    longest: tokens of the longest document in packed rows, for attention to count on; None: as long as a row.
+    """
+
+    def __init__(self, language: nn.Module, head: nn.Module, loss: str, longest: int | None = None) -> None:
         super().__init__()
-        self.language, self.head, self.kind = language, head, loss
+        self.language, self.head, self.kind, self.longest = language, head, loss, longest
 
     def forward(
         self,
@@ -43,7 +46,7 @@ class Decoder(nn.Module):
     ) -> Tensor:
         turns = self.language.rotary_emb(x, position_ids=positions)
         for layer in self.language.layers:
-            x = layer(x, position_embeddings=turns, boundaries=boundaries)
+            x = layer(x, position_embeddings=turns, boundaries=boundaries, longest=self.longest)
         x = x.flatten(0, 1)
         if self.kind == "answers":
             return cross_entropy(self.language.norm(x[answers]), self.head.weight, answer_targets)
@@ -72,7 +75,8 @@ def checkpoint_blocks(language: nn.Module, recipe: Recipe) -> None:
     if recipe.checkpointing == "off":
         return
     language.gradient_checkpointing_enable()
-    parking = Parking()
+    tokens = recipe.micro_batch * recipe.token_budget
+    parking = Parking(tokens * language.config.hidden_size * DTYPES[recipe.precision].itemsize)
     for layer in language.layers:
         offload = recipe.checkpointing == "offload"
         layer._gradient_checkpointing_func = offloading(layer, parking) if offload else recomputing(recipe.base_linear)

@@ -18,6 +18,8 @@ nothing is asked of the device, so that blocks have static shapes and can be com
 from __future__ import annotations
 
 import functools
+import itertools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,11 +33,11 @@ from torch.utils.data import BatchSampler, Dataset, Sampler
 from labutils.adapters import attach_lora
 from labutils.attention import register_attention
 from labutils.data.images import EPOCH, EpochOrder
-from labutils.data.packing import Layout, PackedOrder, answer_room
+from labutils.data.packing import Layout, PackedOrder, answer_room, left_over
 from labutils.data.texts import LONG, LONGEST, SHORT, Chat, Collate, Conversation, Conversations, Kind, from_hub
 from labutils.data.tokenizers import chat_tokenizer, hub_tokenizer
 from labutils.experts import register_experts
-from labutils.lowbit.backends import convert_base, forward_context, frozen_linears
+from labutils.lowbit.backends import BYTES_READ, convert_base, forward_context, frozen_linears
 from labutils.recipe import Recipe
 from labutils.workloads.base import Batch, Work, Workload
 from labutils.workloads.decoder import (
@@ -89,6 +91,11 @@ GPT_OSS = {
 GPT_OSS_120B = Size("openai/gpt-oss-120b", 1000, 1, 2880, 36, 64, 8, 64, 2880, 201088, experts=128)
 
 
+CROWDED = 3
+"""Packed rows hold up to so many times as many texts as fit on average. Room for as many as there could be of the
+shortest would be empty nearly always, and attention kernels pass through all of it."""
+
+
 @dataclass(frozen=True)
 class Measure:
     """What one example takes: tokens in all, and those to be predicted."""
@@ -119,10 +126,10 @@ class Rewritten(nn.Module):
 
     base_linear = "published"
 
-    def __init__(self, lm: nn.Module, loss: str) -> None:
+    def __init__(self, lm: nn.Module, loss: str, longest: int | None = None) -> None:
         super().__init__()
         self.lm = lm
-        self.decoder = Decoder(lm.model, lm.lm_head, loss)
+        self.decoder = Decoder(lm.model, lm.lm_head, loss, longest)
 
     def forward(self, batch: Batch) -> Tensor:
         given = {k: batch[k] for k in ("positions", "targets", "answers", "answer_targets", "boundaries") if k in batch}
@@ -155,8 +162,12 @@ class LanguageLora(Workload):
         else:  # its own copy, so that converting a layer lets go of what it was
             lm = self._made(dtype, recipe.seed)
         names = projections(lm.model.layers, "model.layers")
+        if recipe.base_linear == "nf4":  # as it is loaded: PEFT then takes the layers that it has for 4 bits
+            convert_base(lm, frozen_linears(lm, ("lm_head",)), "nf4", dtype)
+            lm.is_loaded_in_4bit = True
         attach_lora(lm, names, recipe.rank, 2 * recipe.rank, recipe.adapter, seed=recipe.seed)
-        convert_base(lm, frozen_linears(lm, ("lm_head",)), recipe.base_linear, dtype)
+        if recipe.base_linear != "nf4":
+            convert_base(lm, frozen_linears(lm, ("lm_head",)), recipe.base_linear, dtype)
         lm.train()
         checkpoint_blocks(lm.model, recipe)
         if recipe.layers == "published":
@@ -165,7 +176,7 @@ class LanguageLora(Workload):
             lm.config._attn_implementation = "documents"
             if self.size.experts:
                 lm.config._experts_implementation = "frozen"
-            model = Rewritten(lm, recipe.loss)
+            model = Rewritten(lm, recipe.loss, self._longest(recipe) if recipe.shapes == "packed" else None)
         model.base_linear = recipe.base_linear
         return model
 
@@ -248,9 +259,13 @@ class LanguageLora(Workload):
 
     def layout(self, recipe: Recipe) -> Layout:
         """The form of this recipe's batches."""
-        budget, shortest = self.token_budget(recipe), min(measure.tokens for measure in self._measures(recipe))
+        budget, lengths = self.token_budget(recipe), [measure.tokens for measure in self._measures(recipe)]
         multiple = FP8_ROWS if "fp8" in recipe.base_linear else 1
-        return Layout(recipe.shapes, budget, 0, budget // shortest, multiple)
+        usual = math.ceil(CROWDED * budget * len(lengths) / sum(lengths))
+        return Layout(recipe.shapes, budget, 0, min(budget // min(lengths), usual), multiple, self._longest(recipe))
+
+    def _longest(self, recipe: Recipe) -> int:
+        return max(measure.tokens for measure in self._measures(recipe))
 
     def token_budget(self, recipe: Recipe) -> int:
         """The recipe's `token_budget` at this scale, where texts may be shorter."""
@@ -303,15 +318,18 @@ class LanguageLora(Workload):
         """What a micro-batch of such examples takes."""
         layout, lengths = self.layout(recipe), [m.tokens for m in measures]
         rows, length = layout.rows(lengths, [0] * len(lengths)), layout.row_tokens(lengths)
-        left = [length - sum(lengths[i] for i in row) for row in rows]
-        documents = [*lengths, *left] if layout.packs else [length] * len(rows)
+        left = [left_over(length - sum(lengths[i] for i in row), layout.longest) for row in rows]
+        documents = [*lengths, *itertools.chain(*left)] if layout.packs else [length] * len(rows)
         predicting = answer_room(sum(m.answers for m in measures)) if recipe.loss == "answers" else sum(documents)
         return self._work(recipe, len(lengths), documents, sum(lengths), predicting)
 
     def work_of(self, recipe: Recipe, batch: Batch) -> Work:
         ids, marks = batch["input_ids"], batch.get("boundaries")
         shown = ids != self._tokenizer().pad_token_id
-        examples = len(ids) if recipe.layers == "published" else int(((batch["positions"] == 0) & shown).sum())
+        starts = _starts(batch)
+        examples = len(ids) if starts is None else int((starts & shown).sum())
+        if recipe.layers == "published" and starts is not None:
+            marks = torch.cat([starts[0].nonzero()[:, 0], torch.tensor([ids.shape[1]])])
         documents = [ids.shape[1]] * len(ids) if marks is None else marks.diff().tolist()
         predicting = len(batch["answers"]) if recipe.loss == "answers" else ids.numel()
         return self._work(recipe, examples, documents, int(shown.sum()), predicting)
@@ -320,8 +338,14 @@ class LanguageLora(Workload):
         """documents: lengths, padding included, of what attends to itself. predicting: tokens that have logits."""
         tokens = sum(documents)
         flops = count_flops(self.size, recipe.rank, tokens, attended_pairs(self.size, documents), predicting)
-        read = _weights_read(self.size) * DTYPES[recipe.precision].itemsize
+        read = _bytes_read(self.size, recipe)
         return Work(flops, read, examples, tokens, useful)
+
+
+def _starts(batch: Batch) -> Tensor | None:
+    """Where examples of a batch start, by their positions, bool [rows, n]; None where it holds none: then each row."""
+    positions = batch.get("positions", batch.get("position_ids"))
+    return None if positions is None else positions == 0
 
 
 class Qwen3Short(LanguageLora):
@@ -499,11 +523,10 @@ def decoder_shapes(size: Size) -> Shapes:
     return Shapes(size.layers, adapted, attended)
 
 
-def _weights_read(size: Size) -> int:
-    """Weights that a pass forward and one backward read: all, twice. Between them, a batch's tokens take every
-    expert."""
-    shapes = decoder_shapes(size)
-    block = sum(a * b for a, b in shapes.adapted.values())
-    if size.experts:
-        block += size.width * size.experts * (1 + 3 * size.inner)
-    return 2 * (size.layers * block + size.width * size.words)
+def _bytes_read(size: Size, recipe: Recipe) -> float:
+    """Bytes of weights that a pass forward and one backward read: all, twice, the converted ones in their own form.
+    Between them, a batch's tokens take every expert."""
+    itemsize = DTYPES[recipe.precision].itemsize
+    converted = size.layers * sum(a * b for a, b in decoder_shapes(size).adapted.values())
+    others = size.layers * size.width * size.experts * (1 + 3 * size.inner) + size.width * size.words
+    return 2 * (converted * BYTES_READ.get(recipe.base_linear, itemsize) + others * itemsize)

@@ -7,6 +7,8 @@ import gc
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 
 from labutils.checkpointing import Parking, offloading
@@ -53,11 +55,33 @@ def test_rooms_are_used_again_and_not_before():
     losses[0].backward()
     del losses
     gc.collect()
-    (rooms,) = parking.free.values()
-    assert len(rooms) == 6
+    assert len(parking.free) == 6
     run(layers, x, parking).backward()
     gc.collect()
-    assert len(rooms) == 6
+    assert len(parking.free) == 6
+
+
+@settings(max_examples=8, deadline=None)  # a collection of garbage takes its time
+@given(st.lists(st.tuples(st.integers(1, 9), st.sampled_from([torch.float32, torch.float64])), min_size=1, max_size=6))
+def test_one_set_of_rooms_serves_all_lengths(passes):
+    """Up to the length that is expected, nothing is allocated after the first pass."""
+    layers, parking = blocks(), Parking(room_bytes=9 * 8 * 8)
+    rooms = set()
+    for rows, dtype in passes:
+        layers.to(dtype)
+        run(layers, torch.randn(rows, 8, dtype=dtype), parking).backward()
+        gc.collect()
+        rooms |= {room.data_ptr() for room in parking.free}
+    assert len(rooms) == len(parking.free) == 3
+    assert {room.nbytes for room in parking.free} == {9 * 8 * 8}
+
+
+def test_a_tensor_longer_than_expected_has_a_room_of_its_own():
+    parking, short, long = Parking(room_bytes=64), torch.randn(2, 8), torch.randn(5, 8)
+    for tensor in (short, long, short):
+        assert torch.equal(parking.park(tensor).back(), tensor)
+    gc.collect()
+    assert sorted(room.nbytes for room in parking.free) == [64, 160]
 
 
 def test_nothing_is_parked_where_no_gradient_is_wanted():

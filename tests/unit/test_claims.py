@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from labutils import articles, claims
 from labutils.claims import CONFIRMED, INCONCLUSIVE, NOT_TESTABLE, REFUTED, Judgement
-from labutils.results import Run
+from labutils.results import Run, summarise
 
 CLAIMS = articles.claims()
 EXACT = {"all_present", "becomes", "count", "lists", "more_with", "names", "occurs", "unchanged", "within"}
@@ -59,6 +59,50 @@ def a2(name: str, ms: float, spread: float = 0.001, **metrics: object) -> Run:
     run = timed("06", name, ms, spread, **metrics)
     run.workload = "llava-lora"
     return run
+
+
+def stepped(name: str, factors: list[float], tokens: list[int]) -> Run:
+    """A run of lab 07 whose steps take so many ms a token."""
+    steps = [factor * count for factor, count in zip(factors, tokens, strict=True)]
+    run = timed("07", name, 1)
+    run.metrics["step_ms"] = summarise(steps)
+    run.samples = {"step_ms": steps, "useful_tokens": tokens}
+    return run
+
+
+UNEVEN = [1000, 2400, 1300, 2100, 1700, 1100, 2300, 1600]
+"""Tokens of steps whose times overlap whatever is compared."""
+
+
+@pytest.mark.parametrize(
+    ("id", "before", "after"),
+    [
+        ("A3.qlora.slower", "lora long", "qlora long"),
+        ("A3.checkpointing.slower", "lora long", "lora long, checkpointed"),
+        ("A3.unsloth.long", "unsloth long", "qlora long"),
+    ],
+)
+def test_steps_of_the_same_batches_are_compared_one_by_one(id, before, after):
+    quick = stepped(before, [0.2] * 8, UNEVEN)
+    slow = [stepped(after, [0.26, 0.25, 0.27, 0.26, 0.26, 0.25, 0.27, 0.26], UNEVEN)]
+    slow.append(stepped(after, [0.26] * 10, [*UNEVEN, 900, 800]))  # went on for longer
+    for run in slow:
+        found = judgement(id, with_runs(quick, run))
+        assert found.verdict == CONFIRMED and "30 %" in found.here.replace("-23 %", "30 %")
+    other = stepped(after, [0.26] * 8, UNEVEN[::-1])
+    assert judgement(id, with_runs(quick, other)).verdict == INCONCLUSIVE
+    noisy = stepped(after, [0.15, 0.3, 0.18, 0.22, 0.15, 0.3, 0.25, 0.21], UNEVEN)
+    found = judgement(id, with_runs(quick, noisy))
+    assert found.verdict == INCONCLUSIVE and found.why.startswith("Step by step, the ratio is ")
+
+
+def test_speed_ups_and_gains_are_judged_step_by_step():
+    runs = [stepped("qlora long", [0.5] * 8, UNEVEN), stepped("unsloth long", [0.24] * 8, UNEVEN)]
+    runs += [stepped("qlora short", [0.5] * 8, UNEVEN), stepped("unsloth short", [0.4] * 8, UNEVEN)]
+    assert judgement("A3.unsloth.vendor-speed", with_runs(*runs)).verdict == CONFIRMED
+    assert judgement("A3.unsloth.length", with_runs(*runs)).verdict == CONFIRMED
+    runs[1] = stepped("unsloth long", [0.4] * 8, UNEVEN)
+    assert judgement("A3.unsloth.vendor-speed", with_runs(*runs)).verdict == REFUTED
 
 
 def only_batch(batch: int) -> Runs:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import functools
+import math
 import pickle
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
 from recipes_at_work import adapter_gradients, assert_same_gradients, one_thread, perturb
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.data import BatchSampler
@@ -15,11 +19,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from labutils.adapters import attach_lora, count_parameters, count_trainable, load_adapter
 from labutils.data.images import EPOCH, EpochOrder
-from labutils.data.packing import BUCKETS, IGNORED
+from labutils.data.packing import BUCKETS, IGNORED, Layout, PackedOrder, boundaries
 from labutils.measure.recompilation import Compilation
 from labutils.recipe import A3_BASE, A3_LADDER, A3_OWN, climb
 from labutils.results import Unavailable
-from labutils.training import MemoryLog, Session, compare
+from labutils.training import MemoryLog, Session, compare, comparing
 from labutils.workloads import open_workload, workload_names
 from labutils.workloads.base import ROOMS
 from labutils.workloads.decoder import ATTENTION, FP8_ROWS, TARGETS, around_the_same, projections
@@ -31,6 +35,7 @@ from labutils.workloads.language import (
     attended_pairs,
     build_lm,
     count_flops,
+    decoder_shapes,
 )
 
 BASE = A3_BASE.but(precision="fp32", adapter="plain", driver="eager", logging="ring-buffer")
@@ -267,6 +272,23 @@ def test_converted_bases_train_and_keep_near(workload, kind):
         assert F.cosine_similarity(found[name].flatten(), gradient.flatten(), dim=0) > 0.8, name
 
 
+def test_peft_adapts_4_bits_with_its_own_layer(qwen3):
+    from peft.tuners.lora.bnb import Linear4bit
+
+    base = BASE.but(base_linear="nf4", adapter="peft")
+    models = {adapter: qwen3.build(base.but(adapter=adapter)) for adapter in ("peft", "plain")}
+    layers = [m for m in models["peft"].lm.modules() if hasattr(m, "base_layer")]
+    assert len(layers) == 2 * len(TARGETS) and {type(layer) for layer in layers} == {Linear4bit}
+    losses = {}
+    for adapter, model in models.items():
+        perturb(model.lm, 0.2)
+        loss = qwen3.loss(model, batch_of(qwen3, base, CHOSEN["two"]), {})
+        loss.backward()
+        losses[adapter] = loss.detach(), adapter_gradients(model.lm)
+    torch.testing.assert_close(losses["peft"][0], losses["plain"][0])
+    assert_same_gradients(losses["peft"][1], losses["plain"][1], rtol=1e-4)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Batches
 
@@ -296,7 +318,51 @@ def test_what_a_packed_batch_holds(workload):
         assert any(torch.equal(ids, document) for document in found)
     starts = [mark for mark in marks[:-1] if mark < len(flat)]
     assert (positions[starts] == 0).all()
-    assert len(marks) == 1 + len(batch["input_ids"]) * (workload.layout(PACKED).segments + 1)
+    layout = workload.layout(PACKED)
+    assert layout.longest == max(len(row["input_ids"]) for row in rows)
+    assert len(marks) == 1 + len(batch["input_ids"]) * (layout.segments + 2)  # a row is two longest documents long
+    assert max(b - a for a, b in zip(marks, marks[1:], strict=False)) <= layout.longest
+
+
+@pytest.mark.parametrize("shapes", ["packed", "padded"])
+def test_attention_knows_the_longest_document_of_packed_rows(workload, shapes):
+    recipe, told = SHAPES[shapes].but(layers="rewritten"), []
+    model = workload.build(recipe)
+    for layer in model.lm.model.layers:
+        layer.self_attn.register_forward_pre_hook(
+            lambda _, args, given: told.append(given["longest"]), with_kwargs=True
+        )
+    workload.loss(model, batch_of(workload, recipe, CHOSEN["two"]), {})
+    assert told == [workload.layout(recipe).longest if shapes == "packed" else None] * 2
+
+
+@given(st.lists(st.integers(5, 40), min_size=2, max_size=40), st.integers(1, 6), st.integers(1, 3), st.integers(0, 9))
+def test_crowded_rows_hold_no_more_than_they_may(lengths, segments, rows, seed):
+    layout = Layout("packed", 60, 0, segments, longest=max(lengths))
+    order = PackedOrder(lengths, [0] * len(lengths), layout, rows, 20, seed)
+    for chosen in order:
+        filled = layout.rows([lengths[i] for i in chosen], [0] * len(chosen))
+        documents = [[lengths[chosen[place]] for place in row] for row in filled]
+        assert len(documents) == rows and max(map(len, documents)) <= segments
+        marks = boundaries(documents, 60, segments, layout.longest)
+        assert len(marks) == 1 + rows * (segments + math.ceil(60 / layout.longest))
+        assert marks[-1] == 60 * rows and marks.diff().min() >= 0 and marks.diff().max() <= layout.longest
+
+
+def test_rows_without_padding_are_our_packed_ones(qwen3):
+    """What a library is given to pack: transformers' own forward pass tells the texts apart by their positions."""
+    batch = batch_of(qwen3, PACKED.but(layers="published"), CHOSEN["five"])
+    assert set(batch) == {"input_ids", "position_ids", "labels"} and len(batch["input_ids"]) == 1
+    model = qwen3.build(BASE)
+    perturb(model.lm, 0.2)
+    loss = qwen3.loss(model, batch, {})
+    loss.backward()
+    expected, gradients = reference(qwen3.name, tuple(CHOSEN["five"]))
+    torch.testing.assert_close(loss.detach(), expected, rtol=1e-5, atol=1e-6)
+    assert_same_gradients(adapter_gradients(model.lm), gradients, rtol=1e-4)
+    both = (PACKED, PACKED.but(layers="published"))
+    ours, theirs = (qwen3.work_of(recipe, batch_of(qwen3, recipe, CHOSEN["five"])) for recipe in both)
+    assert ours == theirs
 
 
 def test_packed_rows_are_full(workload):
@@ -373,13 +439,29 @@ def test_pairs_are_what_the_masks_let_through(workload, lengths):
 @pytest.mark.parametrize("layers", ["published", "rewritten"])
 @pytest.mark.parametrize("loss", ["logits", "answers"])
 def test_work_planned_is_the_work_of_the_batches(workload, shapes, layers, loss):
-    if layers == "published" and (shapes == "packed" or loss == "answers"):
+    if layers == "published" and loss == "answers":
         pytest.skip("transformers' own forward pass can't")
     recipe = SHAPES[shapes].but(layers=layers, loss=loss, micro_batch=2, predict="answers")
     order = workload.order(None, recipe) or BatchSampler(EpochOrder(32, EPOCH, recipe.seed), 2, drop_last=True)
     for _, chosen in zip(range(3), order, strict=False):
         measures = [workload._measures(recipe)[index] for index in chosen]
         assert workload._planned(recipe, measures) == workload.work_of(recipe, batch_of(workload, recipe, chosen))
+
+
+def test_weights_are_read_in_the_form_that_they_are_held_in(qwen3):
+    size, work = qwen3.size, {base: qwen3.work(BASE.but(base_linear=base)) for base in ("published", "nf4", "fp8-te")}
+    blocks = size.layers * sum(a * b for a, b in decoder_shapes(size).adapted.values())
+    head = 2 * 4 * size.width * size.words
+    assert work["published"].bytes == pytest.approx(2 * 4 * blocks + head)
+    assert work["nf4"].bytes == pytest.approx(2 * 0.516 * blocks + head)
+    assert work["fp8-te"].bytes == pytest.approx(2 * blocks + head)
+
+
+@pytest.mark.parametrize(("has", "expected"), [(400.0, "fp8_rowwise"), (None, "fp32")])
+def test_fp8_products_have_the_rate_of_fp8_where_there_is_one(monkeypatch, has, expected):
+    monkeypatch.setattr(comparing.hardware, "probe", lambda item: SimpleNamespace(rate=lambda dtype: has))
+    assert comparing._multiplied_as(BASE.but(base_linear="fp8-frozen")) == expected
+    assert comparing._multiplied_as(BASE.but(base_linear="nf4-frozen")) == "fp32"
 
 
 def test_what_work_counts(workload):
@@ -427,6 +509,19 @@ def test_a_ladder_ends_where_it_trains(workload):
         session.run(2)
     assert len(recipes) == len(A3_LADDER)
     assert session.recipe.precision == "fp32"
+
+
+def test_rounds_of_the_same_batches(qwen3, monkeypatch):
+    """Round after round and recipe after recipe, whatever either was shown before."""
+    monkeypatch.setattr(comparing, "ROUND_MS", 1)
+    met = []
+    recipes = {"library": A3_BASE.but(precision="fp32"), "ours": OURS.but(micro_batch=4)}
+    with comparing.Bench(qwen3, warmup=1, same_batches=True, meet=met.append) as bench:
+        runs = bench.compare(recipes, steps=3, rounds=2)
+        assert met == [bench.contenders[name].session for name in recipes]
+    taken = [run.samples["useful_tokens"] for run in runs.values()]
+    assert taken[0] == taken[1] == 2 * taken[0][:3]
+    assert len(set(taken[0][:3])) == 3
 
 
 def test_rates_are_of_what_was_really_run(workload):

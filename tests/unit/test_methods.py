@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,9 +16,11 @@ from labutils.articles import claims
 from labutils.lowbit import nf4
 from labutils.recipe import A3_BASE, A3_OWN, distinct_on
 from labutils.results import Run
+from labutils.training import Session
 from labutils.training.following import read_log
 from labutils.training.variants import cast_as_for_kbit, prepared_for_kbit
 from labutils.workloads import open_workload
+from labutils.workloads.language import QWEN3, build_lm
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -45,6 +48,7 @@ def texts():
         ("qlora long", {"base_linear": "nf4", "checkpointing": "blocks"}, prepared_for_kbit),
         ("qlora long, no casts", {"base_linear": "nf4", "checkpointing": "blocks"}, None),
         ("lora short, batch 1", {"micro_batch": 1}, None),
+        ("lora long, fused loss", {"layers": "rewritten", "loss": "fused"}, None),
         ("unsloth long, padded", {"base_linear": "nf4", "shapes": "padded"}, None),
     ],
 )
@@ -85,10 +89,12 @@ def test_a_method_is_followed(texts, tmp_path):
     assert run.metrics["ms_per_1k_useful_tokens"]["n"] == len(run.samples["step_ms"])
     assert "memory_share" not in run.metrics  # nothing is known of memory here
     log = read_log(tmp_path / "qlora short.csv")
-    assert [line["step"] for line in log] == [2, 4]
+    assert [line["step"] for line in log] == [2, 4, 6, 8, 9]  # one, three to warm up, one to rewind, four timed
     assert log[0]["elapsed_time_sec"] < log[1]["elapsed_time_sec"]
+    common = min(len(lora.samples["useful_tokens"]), len(run.samples["useful_tokens"]))
+    assert lora.samples["useful_tokens"][:common] == run.samples["useful_tokens"][:common]
     curves = methods.over_examples(tmp_path, "short", "elapsed_time_sec")
-    assert list(curves["qlora"]) == [8, 16]
+    assert list(curves["qlora"]) == [8, 16, 24, 32, 36]
     assert curves["unsloth"] == {}
     rows = methods.method_rows({"qlora short": run, "unsloth short": Run("07", "", status="oom")})
     assert [row[0] for row in rows] == ["qlora short", "unsloth short: oom"]
@@ -98,7 +104,7 @@ def test_a_method_is_followed(texts, tmp_path):
 def test_a_log_is_begun_anew(texts, tmp_path):
     for _ in range(2):
         methods.follow(texts, "lora short", 2, tmp_path, every=2)
-    assert len(read_log(tmp_path / "lora short.csv")) == 1
+    assert [line["step"] for line in read_log(tmp_path / "lora short.csv")] == [2, 4, 6, 7]
 
 
 def test_casts_alone_leave_the_adapted_matrices(texts):
@@ -108,6 +114,26 @@ def test_casts_alone_leave_the_adapted_matrices(texts):
     found = {name: p.dtype for name, p in model.lm.named_parameters() if not p.requires_grad}
     assert {dtype for name, dtype in found.items() if "base_layer" in name} == {torch.bfloat16}
     assert {dtype for name, dtype in found.items() if "base_layer" not in name} == {torch.float32}
+
+
+@pytest.mark.parametrize("cast", [cast_as_for_kbit, prepared_for_kbit])
+def test_tied_weights_stay_tied_when_they_are_cast(cast):
+    lm = build_lm(replace(QWEN3["tiny"], tied=True), torch.device("cpu"), torch.bfloat16).requires_grad_(False)
+    assert lm.lm_head.weight is lm.model.embed_tokens.weight
+    cast(lm)
+    assert lm.lm_head.weight is lm.model.embed_tokens.weight
+    assert lm.lm_head.weight.dtype == torch.float32
+
+
+def test_what_casts_replace_is_let_go(texts, monkeypatch, tmp_path):
+    """Else embedding and head would be there twice, for a session that never comes."""
+    held = []
+    real = Session.step
+    monkeypatch.setattr(Session, "step", lambda self, *a: held.append(texts["short"]._held) or real(self, *a))
+    methods.follow(texts, "lora short, fp32 casts", 1, tmp_path)
+    with methods.Filled(texts["short"], "lora short, fp32 casts") as filled:
+        filled.peak(1)
+    assert len(held) > 2 and set(held) == {None}
 
 
 def test_time_to_catch_up():
@@ -218,7 +244,7 @@ def test_a_prediction_is_tried(texts, monkeypatch):
 
 
 def test_unsloths_line_is_that_of_its_padded_runs():
-    peaks = {"unsloth long, padded, batch 1": 6.0, "unsloth long, padded": 9.0}
+    peaks = {"unsloth long, padded, batch 2": 7.0, "unsloth long, padded": 9.0}
     runs = {name: Run("07", name, metrics={"peak_allocated_gb": peak}) for name, peak in peaks.items()}
     assert methods.lines_of({}, runs) == {"unsloth long": methods.Line(5.0, 1.0)}
     assert methods.lines_of({}, {}) == {}
@@ -234,16 +260,50 @@ def test_the_ladder_on_a_cpu_compiles_nothing():
     assert "blocks compiled" not in distinct_on("cpu", recipes)
 
 
+def test_rungs_are_timed_on_the_same_batches_and_rated_by_the_epoch(texts):
+    recipes = methods.ladder_for("cpu")[1]
+    chosen = {name: recipes[name] for name in ("lora", "rewritten", "packed", "4-bit weights")}
+    runs = methods.climbed_on(texts["long"], chosen, steps=2, rounds=2, warmup=0)
+    assert list(runs) == list(chosen) and all(run.ok for run in runs.values())
+    assert runs["lora"].samples["tokens"][:2] == runs["rewritten"].samples["tokens"][:2]
+    assert runs["packed"].samples["tokens"] == runs["4-bit weights"].samples["tokens"][:4]
+    work = texts["long"].work(recipes["lora"].fitted_to("cpu"))
+    assert runs["lora"].metrics["useful_tokens"] == work.useful_tokens / work.tokens
+    tokens, times = runs["lora"].samples["tokens"], runs["lora"].samples["step_ms"]
+    rates = sorted(1e3 * n / ms * work.useful_tokens / work.tokens for n, ms in zip(tokens, times, strict=True))
+    assert rates[0] <= runs["lora"].metrics["useful_tokens_per_s"]["median"] <= rates[-1]
+    assert methods.floor_columns(runs["lora"])[1] == pytest.approx(
+        100 * runs["lora"].metrics["floor_ms"] * len(times) / sum(times)
+    )
+    assert methods.floor_columns(Run("07", "", status="oom")) == (None, None)
+
+
+@pytest.mark.parametrize(("free", "workers"), [(None, None), (60.0, None), (79.0, 2), (140.0, 4), (900.0, 6)])
+def test_compiling_ahead_takes_the_room_there_is(monkeypatch, free, workers):
+    asked = []
+    monkeypatch.setattr(methods.hardware.cuda, "free_memory", lambda: free)
+    monkeypatch.setattr(methods, "compile_ahead", lambda workload, recipes, workers: asked.append(workers) or [])
+    methods.compile_rungs(open_workload("qwen3-lora-long", scale="full", device="cpu"), [A3_BASE])
+    assert asked == ([] if workers is None else [workers])
+
+
 def test_what_the_ladder_reaches():
     def rung(name, rate, peak):
-        return Run("07", name, metrics={"useful_tokens_per_s": rate, "peak_allocated_gb": peak})
+        rates = {"median": rate, "p10": 0.9 * rate, "p90": 1.2 * rate, "n": 6}
+        return Run("07", name, metrics={"useful_tokens_per_s": rates, "peak_allocated_gb": peak})
+
+    def medians(found):
+        return {metric: value["median"] if isinstance(value, dict) else value for metric, value in found.items()}
 
     climbed = {
         r.run: r for r in (rung("lora", 9e3, 50.0), rung("packed", 18e3, 35.0), rung("4 bits, checkpointed", 13e3, 9.0))
     }
-    found = methods.reached(climbed, rung("unsloth long", 10e3, 7.5))
-    assert found == pytest.approx(
-        {"useful_tokens_per_s": 18e3, "useful_speedup": 2, "over_unsloth": 1.3, "memory_over_unsloth": 1.2}
-    )
-    assert methods.reached({}, None) == {}
+    padded, packed = rung("unsloth long", 6.5e3, 5.0), rung("unsloth long, packed", 10e3, 7.5)
+    expected = {"useful_tokens_per_s": 18e3, "useful_speedup": 2, "over_unsloth_padded": 2}
+    assert medians(methods.reached(climbed, {padded.run: padded})) == pytest.approx(expected)
+    found = methods.reached(climbed, {padded.run: padded, packed.run: packed})
+    assert medians(found) == pytest.approx(expected | {"over_unsloth": 1.3, "memory_over_unsloth": 1.2})
+    assert found["useful_speedup"] == pytest.approx({"median": 2, "p10": 1.5, "p90": 8 / 3, "n": 6})
+    assert methods.goal_rows(found, None)[1][2] == "2.00 (1.50 to 2.67)"
+    assert methods.reached({}, {}) == {}
     assert len(methods.goal_rows(found, None)) == len(methods.GOALS)

@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import itertools
 import math
+import sys
 import time
 import weakref
 from types import SimpleNamespace
@@ -571,6 +572,17 @@ def test_a_round_in_which_something_was_compiled_is_taken_again(workload, monkey
         contender.measure(1)
     assert len(taken) == rounds
     assert contender.times.step_ms == [rounds]
+
+
+def test_what_a_library_compiles_is_noticed(workload, monkeypatch):
+    """The recipe compiles nothing."""
+    with comparing.Bench(workload, warmup=0) as bench:
+        bench.prepare({"plain": PLAIN})
+        before = bench.contenders["plain"]._graphs()
+        torch.compile(lambda x: x + 1, backend="eager")(torch.zeros(3))
+        assert bench.contenders["plain"]._graphs() == before + 1
+        monkeypatch.delitem(sys.modules, "torch._dynamo")
+        assert bench.contenders["plain"]._graphs() == 0
 
 
 @pytest.mark.parametrize(

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import os
+import subprocess
 
 import pytest
 
 from labutils.data.texts import LONGEST
+from labutils.methods import SWITCHES
 from labutils.recipe import A3_BASE
 from labutils.results import Unavailable
 from labutils.training import with_unsloth
@@ -14,16 +18,21 @@ from labutils.training.with_unsloth import Job, check_unsloth, train_with_unslot
 from labutils.workloads import open_workload
 
 STAND_IN = f"""
-import sys
+import os, sys
 assert "transformers" not in sys.modules
+for variable in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "UNSLOTH_COMPILE_LOCATION", "TMPDIR"):
+    assert os.path.dirname(os.environ[variable]) == os.path.dirname(os.getcwd()) and os.path.isdir(os.environ[variable])
+assert os.environ["UNSLOTH_MEGA_CACHE"] == "0"
 
 class FastLanguageModel:
     loaded = 0
 
-    def from_pretrained(model, max_seq_length, load_in_4bit, fix_tokenizer):
+    def from_pretrained(model, max_seq_length, load_in_4bit, fix_tokenizer, use_exact_model_name):
         from transformers import AutoModelForCausalLM, AutoTokenizer
-        assert max_seq_length == {LONGEST} and load_in_4bit
+        assert max_seq_length == {LONGEST} and load_in_4bit and use_exact_model_name
         FastLanguageModel.loaded += 1
+        if FastLanguageModel.loaded > 1 and "STAND_IN_ENDS" in os.environ:
+            sys.exit("out of patience")
         assert FastLanguageModel.loaded == 1
         return AutoModelForCausalLM.from_pretrained(model).float(), AutoTokenizer.from_pretrained(model)
 
@@ -42,18 +51,56 @@ def workload():
     return open_workload("qwen3-lora-short", scale="tiny", device="cpu")
 
 
-def test_jobs_are_done_by_one_process_with_the_same_weights(workload, tmp_path, monkeypatch):
+@pytest.fixture
+def stand_in(tmp_path, monkeypatch):
     (tmp_path / "unsloth.py").write_text(STAND_IN)
     path = os.pathsep.join([str(tmp_path), str(with_unsloth.REPOSITORY)])
     monkeypatch.setattr(with_unsloth, "QUIET", with_unsloth.QUIET | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"})
     monkeypatch.setattr(with_unsloth, "check_unsloth", lambda device: None)
+
+
+def test_jobs_are_done_by_one_process_with_the_same_weights(workload, stand_in, tmp_path):
     recipe = A3_BASE.but(base_linear="nf4")
-    jobs = {"a": Job(workload, recipe, 2), "b": Job(workload, recipe.but(micro_batch=1), 2)}
+    jobs = {"a": Job(workload, recipe, 2), "b": Job(workload, recipe.but(**SWITCHES["packed"]), 2)}
     runs = train_with_unsloth(jobs, tmp_path, every=2)
     assert [(name, run.run, run.status) for name, run in runs.items()] == [("a", "a", "ok"), ("b", "b", "ok")]
     assert "first_step_s" in runs["a"].metrics and "first_step_s" not in runs["b"].metrics
     assert runs["a"].metrics["loss"][0] == pytest.approx(6.93, abs=0.3)
+    assert runs["a"].recipe["driver"] == "accelerate" and runs["b"].recipe["driver"] == "eager"
+    assert runs["a"].metrics["useful_tokens"] < 0.9 < runs["b"].metrics["useful_tokens"]
     assert (tmp_path / "a.csv").exists()
+
+
+def test_what_was_done_before_the_end_is_kept(workload, stand_in, tmp_path, monkeypatch):
+    """The second job ends the process, or takes too long."""
+    jobs = {name: Job(workload, A3_BASE.but(base_linear="nf4", seed=seed), 2) for seed, name in enumerate("ab")}
+    monkeypatch.setenv("STAND_IN_ENDS", "1")
+    runs = train_with_unsloth(jobs, tmp_path)
+    assert [run.ok for run in runs.values()] == [True, False]
+    assert runs["b"].status == "error: unsloth's process ended with code 1: out of patience"
+    assert runs["b"].workload == workload.name and runs["b"].recipe["seed"] == 1
+    monkeypatch.setattr(with_unsloth.subprocess, "run", too_late(runs["a"]))
+    runs = train_with_unsloth(jobs, tmp_path, timeout_s=7)
+    assert [run.status for run in runs.values()] == ["ok", "error: unsloth's process did not end within 7 s."]
+
+
+def too_late(run):
+    def late(command, timeout, **_):
+        line = f"chatter\n{with_unsloth.DONE}{json.dumps(dataclasses.asdict(run))}\n{with_unsloth.DONE}{{"
+        raise subprocess.TimeoutExpired(command, timeout, output=line.encode())
+
+    return late
+
+
+@pytest.mark.parametrize("micro_batch", [1, 4])
+def test_batches_of_other_lengths(workload, micro_batch):
+    recipe = A3_BASE.but(micro_batch=micro_batch)
+    lengths = sorted(len(row["input_ids"]) for row in workload.dataset(None, recipe))
+    longest, odd, short = (batch["input_ids"].shape for batch in with_unsloth._of_other_lengths(workload, recipe))
+    assert longest == (micro_batch, lengths[-1])
+    assert odd[1] % 2 == 1 and short[1] < odd[1] < longest[1]
+    assert short == (micro_batch, lengths[micro_batch - 1])
+    assert with_unsloth._of_other_lengths(workload, recipe.but(shapes="padded")) == []
 
 
 def test_a_dead_process_is_said(workload, tmp_path, monkeypatch):
