@@ -19,6 +19,7 @@ from labutils.workloads.base import Workload
 def altered(workload: Workload, change: Callable[[nn.Module], None]) -> Workload:
     """The same workload, whose models go through `change` once they are built. Frozen weights stay shared."""
     other = copy.copy(workload)
+    other._held = None  # weights are held by the original alone, which can let go of them
 
     def build(recipe: Recipe) -> nn.Module:
         model = workload.build(recipe)
