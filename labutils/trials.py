@@ -64,24 +64,37 @@ def cell(workload: Workload, name: str, batch: int, steps: int = 3) -> Run:
 
     "qlora" goes through `prepared_for_kbit` as well; "nf4" is the same without. A failure is the run's status.
     """
+    from labutils.lowbit.backends import Unavailable, forget_scales
+
     recipe, held = method(name, batch), {}
     load_libraries(workload.device.type)
+    torch._dynamo.reset()  # first: compiled code keeps the models that it was made for
     if recipe.base_linear != "published":
         workload.let_go()
+    with contextlib.suppress(Unavailable):
+        forget_scales()
 
     def change(model: nn.Module) -> None:
         if name.endswith("qlora"):
             prepared_for_kbit(model)
         held.update(weights_held(model))
 
-    torch._dynamo.reset()
-    with Compilation() as compiled:
+    with _cold_cache(recipe), Compilation() as compiled:
         run = train(altered(workload, change), recipe, steps, warmup=0, name=f"{name} b{batch}")
     if run.ok:
         run.metrics |= held | (compiled.metrics() if run.recipe["compile"] != "off" else {})
     if run.ok and name == "bf16":
         run.metrics["vision_share"] = vision_share(workload, recipe)
     return with_costs(run)
+
+
+def _cold_cache(recipe: Recipe) -> contextlib.AbstractContextManager:
+    """What another cell compiled must not shorten this one's first step."""
+    if recipe.compile == "off":
+        return contextlib.nullcontext()
+    from torch._inductor.utils import fresh_cache
+
+    return fresh_cache()
 
 
 @functools.cache

@@ -162,6 +162,15 @@ def forward_context(kind: str) -> AbstractContextManager:
     return te.fp8_autocast(enabled=True, fp8_recipe=recipe)
 
 
+def forget_scales() -> None:
+    """Begin anew with what Transformer Engine knows of AMAX values: it keeps those of every layer that the process has
+    ever had, and renews the scales of all of them in each step."""
+    transformer_engine()
+    from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
+    FP8GlobalStateManager.reset()
+
+
 def recomputing(kind: str) -> Callable[..., Any]:
     """What computes a block once more in the backward pass, as it did the first time: (block, *args) -> output.
 

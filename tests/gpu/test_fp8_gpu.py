@@ -16,7 +16,14 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from labutils.adapters import attach_lora, lora_layers
 from labutils.hardware import cuda
 from labutils.lowbit import frozen
-from labutils.lowbit.backends import MAKERS, convert_base, forward_context, frozen_linears, transformer_engine
+from labutils.lowbit.backends import (
+    MAKERS,
+    convert_base,
+    forget_scales,
+    forward_context,
+    frozen_linears,
+    transformer_engine,
+)
 from labutils.lowbit.fp8 import FORMATS, DelayedScaling, encode, relative_error, saturating_cast
 from labutils.lowbit.frozen import INPUTS, PRODUCTS, FrozenFP8Linear, quantise_rows
 from labutils.measure import products
@@ -222,6 +229,19 @@ def test_peft_wraps_transformer_engines_linear(te):
     attach_lora(model, ("0",), 4, 8, "peft", seed=0)
     assert type(model[0]).__name__ == "TeLinear"
     assert model[0](random(32, 64).bfloat16()).shape == (32, 64)
+
+
+def test_layers_that_are_gone_leave_transformer_engine_no_scales_to_renew(te):
+    from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
+    layer = te.Linear(64, 64, bias=False, params_dtype=torch.bfloat16, device="cuda")
+    with forward_context("fp8-te"):
+        layer(random(32, 64).bfloat16())
+    assert FP8GlobalStateManager.quantization_state.global_amax_buffer
+    forget_scales()
+    assert not FP8GlobalStateManager.quantization_state.global_amax_buffer
+    with forward_context("fp8-te"):
+        assert layer(random(32, 64).bfloat16()).isfinite().all()
 
 
 # Measuring
