@@ -37,7 +37,7 @@
 #
 # | scale | needs | time |
 # |---|---|---|
-# | `tiny` | any CPU | 2 minutes |
+# | `tiny` | any CPU | 1 minute |
 # | `small` | a GPU of 8 GB | 5 minutes |
 # | `full` | a GPU of 141 GB | 10 minutes |
 #
@@ -54,7 +54,7 @@ scale: str = "auto"  # tiny (any CPU), small (a GPU of 8 GB), full (the article'
 weights: str = "random"  # random: exact architecture, random weights; hub: the real ones
 data: str = "generated"  # generated texts with the datasets' lengths; hub: the real datasets
 results_dir: str = ""  # folder of results.jsonl; empty: a new one under results/
-method_steps: int = 0  # timed steps of each method; 0: 6 at tiny, 8 at larger scales
+method_steps: int = 0  # timed steps of each method; 0: 4 at tiny, 8 at larger scales
 log_every: int = 0  # steps between two lines of the memory log (the article: 10); 0: 3 at tiny, 2 at larger scales
 
 # %%
@@ -84,7 +84,7 @@ plots.use_style()
 warnings.filterwarnings("ignore", module="torch")
 os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="inductor-")  # so that a first step is one
 on_gpu, tiny = lab.device == "cuda", lab.scale == "tiny"
-method_steps, log_every = method_steps or (6 if tiny else 8), log_every or (3 if tiny else 2)
+method_steps, log_every = method_steps or (4 if tiny else 8), log_every or (3 if tiny else 2)
 if not on_gpu:
     torch.set_num_threads(max(1, usable_cores() // 2))
 torch.manual_seed(0)
@@ -379,7 +379,7 @@ measured = ["lora long", "lora long, checkpointed", "lora long, checkpointed, fu
 for name in [*measured, "qlora long"]:
     with lab.attempt(f"memory of {name}"):
         tried = room if name in ("lora long", "qlora long") else None
-        measure = partial(methods.memory_line, texts, name, (1, 4), tried)
+        measure = partial(methods.memory_line, texts, name, (1, 4) if on_gpu else (1, 2), tried)
         memory[name] = lab.measured(f"memory of {name}", methods.of_name(name).recipe, measure)
 lines = methods.lines_of(memory, runs)
 base = runs["lora long"].metric("ms_per_1k_useful_tokens")
