@@ -382,12 +382,11 @@ for name in [*measured, "qlora long"]:
         measure = partial(methods.memory_line, texts, name, (1, 4) if on_gpu else (1, 2), tried)
         memory[name] = lab.measured(f"memory of {name}", methods.of_name(name).recipe, measure)
 lines = methods.lines_of(memory, runs)
-base = runs["lora long"].metric("ms_per_1k_useful_tokens")
-rows = [("", "ms per 1,000 useful tokens", "against lora, %", "GB at any batch", "GB an example")]
+rows = [("", "ms per 1,000 useful tokens", "against lora, step by step, %", "GB at any batch", "GB an example")]
 for name in dict.fromkeys([*bundle, *lines]):
-    ms = runs[name].metric("ms_per_1k_useful_tokens") if name in runs else None
-    line = lines.get(name, (None, None))
-    rows.append((name, ms, f"{100 * (ms / base - 1):+.0f}" if ms and base else None, *line))
+    run, line = runs.get(name, Run("07", name)), lines.get(name, (None, None))
+    longer = methods.longer_by(run, runs["lora long"])
+    rows.append((name, run.metric("ms_per_1k_useful_tokens"), None if longer is None else f"{longer:+.0f}", *line))
 lab.table(*rows)
 
 # %%
@@ -466,7 +465,7 @@ plt.show()
 
 # %%
 changes = {rung.name: ", ".join(f"`{knob}={value!r}`" for knob, value in rung.changes.items()) for rung in ladder}
-head = ("rung", "lane", "changes", "useful tokens/s", "peak, GB", "first step, s", "floor, ms", "share of floor, %")
+head = ("rung", "lane", "changes", "useful tokens/s", "peak, GB", "first step, s", "floor, ms", "floor / step, %")
 rows = []
 for name, run in climbed.items():
     numbers = [run.metric(metric) for metric in ("useful_tokens_per_s", "peak_allocated_gb", "first_step_s")]
@@ -632,15 +631,9 @@ assert check_batch(my_batch).startswith("Exercise 3: right"), check_batch(my_bat
 # - You climbed from a library's loop to a recipe of your own, and held it against a library's on the same rows.
 # - You trained an adapter that changed how a model answers, and swapped it for another.
 
-
 # %%
-def longer_by(name: str, other: str) -> float:
-    """How many percent longer a method's time for the same useful tokens is than another's."""
-    return 100 * (runs[name].metric("ms_per_1k_useful_tokens") / runs[other].metric("ms_per_1k_useful_tokens") - 1)
-
-
-whole = longer_by("qlora long", "lora long") if runs["qlora long"].ok and runs["lora long"].ok else None
-bits_alone = longer_by("lora long, 4 bits", "lora long") if whole and runs["lora long, 4 bits"].ok else None
+whole = methods.longer_by(runs["qlora long"], runs["lora long"])
+bits_alone = methods.longer_by(runs["lora long, 4 bits"], runs["lora long"])
 lab.done(
     {
         "codes that one outlier turns into 0": 100 * spoiled["one constant"]["zeros_share"],

@@ -136,6 +136,16 @@ def test_what_casts_replace_is_let_go(texts, monkeypatch, tmp_path):
     assert len(held) > 2 and set(held) == {None}
 
 
+def test_how_much_longer_steps_are():
+    def run(times, tokens, status="ok"):
+        return Run("07", "", status=status, samples={"step_ms": times, "useful_tokens": tokens})
+
+    base = run([10, 30, 20, 50], [1, 3, 2, 5])
+    assert methods.longer_by(run([12, 36, 26], [1, 3, 2]), base) == pytest.approx(20)
+    assert methods.longer_by(run([12, 36, 26], [3, 1, 1]), base) is None
+    assert methods.longer_by(run([], [], "oom"), base) is None
+
+
 def test_time_to_catch_up():
     slow = Run("07", "a", metrics={"first_step_s": 1.0, "step_ms": 500})
     quick = Run("07", "b", metrics={"first_step_s": 21.0, "step_ms": 300})
