@@ -67,6 +67,7 @@ import os
 import tempfile
 import warnings
 from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import replace
 from functools import partial
 
 import matplotlib.pyplot as plt
@@ -393,6 +394,8 @@ lab.table(*rows)
 lab.verdict("A3.qlora.cause", "A3.checkpointing.memory", "A3.checkpointing.slower")
 lab.verdict("A3.offload.time", "A3.offload.memory")
 # %% [markdown]
+# The picture's boxes are as wide as the batches' lengths differ; the table compares each step with the same batch's.
+#
 # Read the table by columns. *At any batch*: this is where 4-bit weights save. *qlora* has more there than *4 bits*: its
 # embedding and head, the largest matrices of all, are cast to float32. *An example*: without checkpointing, that is
 # what all blocks keep. With it, a block keeps its input alone, and what is left of an example is mostly its logits, a
@@ -459,7 +462,8 @@ climbed = methods.climbed_on(texts["long"], climbable, **how)
 for name, run in climbed.items():
     lab.keep(run, lane=lanes[name])
 fig, ax = plt.subplots()
-shown = [run for run in climbed.values() if run.ok]
+groups = {name: "other weights" if recipes[name].base_linear != "published" else lanes[name] for name in climbed}
+shown = [replace(run, lane=groups[name]) for name, run in climbed.items() if run.ok]
 plots.waterfall(ax, shown, None, log=False, metric="ms_per_1k_useful_tokens")
 plt.show()
 
@@ -469,8 +473,7 @@ head = ("rung", "lane", "changes", "useful tokens/s", "peak, GB", "first step, s
 rows = []
 for name, run in climbed.items():
     numbers = [run.metric(metric) for metric in ("useful_tokens_per_s", "peak_allocated_gb", "first_step_s")]
-    lane = "other weights" if run.recipe["base_linear"] != "published" else lanes[name]
-    rows.append((name if run.ok else f"{name}: {run.status}", lane, changes[name] or None, *numbers))
+    rows.append((name if run.ok else f"{name}: {run.status}", groups[name], changes[name] or None, *numbers))
     rows[-1] += methods.floor_columns(run)
 lab.table(head, *rows)
 targets = methods.reached(climbed, runs)
