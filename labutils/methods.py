@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import math
+import statistics
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -140,6 +141,15 @@ UNSLOTH_PACKED = "unsloth long, packed"
 """unsloth's run on the rows and in the loop of our packed rungs: what these are held against."""
 UNSLOTHS_LINE = {2: "unsloth long, padded, batch 2", 4: "unsloth long, padded"}
 """Batch size -> unsloth's run on texts padded to the full length. (A batch of 1 would be compiled anew.)"""
+
+
+def longer_by(run: Run, base: Run) -> float | None:
+    """How many percent longer a run's steps are than another's of the same batches, step by step (the median over those
+    that both were timed on); None where one failed or none is shared."""
+    times, taken = ([r.samples.get(key, []) for r in (base, run)] for key in ("step_ms", "useful_tokens"))
+    pairs = zip(*times, *taken, strict=False)
+    ratios = [after / before for before, after, tokens, others in pairs if tokens == others]
+    return 100 * (statistics.median(ratios) - 1) if run.ok and base.ok and ratios else None
 
 
 def paid_after(base: Run, run: Run) -> float | None:

@@ -48,7 +48,8 @@ def followed(
     workload.collate(recipe)  # so that texts are made before the clock starts
     _make_room(workload)
     logs: list[MemoryLog] = []
-    logged = 1 + WARM_UP + REWOUND_STEPS + steps
+    warm_up = WARM_UP if hardware.cuda.available() else 1  # without a GPU nothing is compiled here
+    logged = 1 + warm_up + REWOUND_STEPS + steps
 
     def begin(model: nn.Module) -> None:
         if change is not None:
@@ -60,7 +61,7 @@ def followed(
         if session.step_count <= logged:
             logs[-1](session)
 
-    run = train(altered(workload, begin), recipe, steps, WARM_UP, name, write, same_batches=True, meet=meet)
+    run = train(altered(workload, begin), recipe, steps, warm_up, name, write, same_batches=True, meet=meet)
     if run.ok and (peak := hardware.cuda.peak_memory()):
         run.metrics |= {"peak_allocated_gb": peak[0], "peak_reserved_gb": peak[1]}
     _make_room(workload)

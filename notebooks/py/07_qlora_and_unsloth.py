@@ -37,7 +37,7 @@
 #
 # | scale | needs | time |
 # |---|---|---|
-# | `tiny` | any CPU | 2 minutes |
+# | `tiny` | any CPU | 1 minute |
 # | `small` | a GPU of 8 GB | 5 minutes |
 # | `full` | a GPU of 141 GB | 10 minutes |
 #
@@ -54,7 +54,7 @@ scale: str = "auto"  # tiny (any CPU), small (a GPU of 8 GB), full (the article'
 weights: str = "random"  # random: exact architecture, random weights; hub: the real ones
 data: str = "generated"  # generated texts with the datasets' lengths; hub: the real datasets
 results_dir: str = ""  # folder of results.jsonl; empty: a new one under results/
-method_steps: int = 0  # timed steps of each method; 0: 6 at tiny, 8 at larger scales
+method_steps: int = 0  # timed steps of each method; 0: 4 at tiny, 8 at larger scales
 log_every: int = 0  # steps between two lines of the memory log (the article: 10); 0: 3 at tiny, 2 at larger scales
 
 # %%
@@ -67,6 +67,7 @@ import os
 import tempfile
 import warnings
 from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import replace
 from functools import partial
 
 import matplotlib.pyplot as plt
@@ -84,7 +85,7 @@ plots.use_style()
 warnings.filterwarnings("ignore", module="torch")
 os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="inductor-")  # so that a first step is one
 on_gpu, tiny = lab.device == "cuda", lab.scale == "tiny"
-method_steps, log_every = method_steps or (6 if tiny else 8), log_every or (3 if tiny else 2)
+method_steps, log_every = method_steps or (4 if tiny else 8), log_every or (3 if tiny else 2)
 if not on_gpu:
     torch.set_num_threads(max(1, usable_cores() // 2))
 torch.manual_seed(0)
@@ -379,21 +380,22 @@ measured = ["lora long", "lora long, checkpointed", "lora long, checkpointed, fu
 for name in [*measured, "qlora long"]:
     with lab.attempt(f"memory of {name}"):
         tried = room if name in ("lora long", "qlora long") else None
-        measure = partial(methods.memory_line, texts, name, (1, 4), tried)
+        measure = partial(methods.memory_line, texts, name, (1, 4) if on_gpu else (1, 2), tried)
         memory[name] = lab.measured(f"memory of {name}", methods.of_name(name).recipe, measure)
 lines = methods.lines_of(memory, runs)
-base = runs["lora long"].metric("ms_per_1k_useful_tokens")
-rows = [("", "ms per 1,000 useful tokens", "against lora, %", "GB at any batch", "GB an example")]
+rows = [("", "ms per 1,000 useful tokens", "against lora, step by step, %", "GB at any batch", "GB an example")]
 for name in dict.fromkeys([*bundle, *lines]):
-    ms = runs[name].metric("ms_per_1k_useful_tokens") if name in runs else None
-    line = lines.get(name, (None, None))
-    rows.append((name, ms, f"{100 * (ms / base - 1):+.0f}" if ms and base else None, *line))
+    run, line = runs.get(name, Run("07", name)), lines.get(name, (None, None))
+    longer = methods.longer_by(run, runs["lora long"])
+    rows.append((name, run.metric("ms_per_1k_useful_tokens"), None if longer is None else f"{longer:+.0f}", *line))
 lab.table(*rows)
 
 # %%
 lab.verdict("A3.qlora.cause", "A3.checkpointing.memory", "A3.checkpointing.slower")
 lab.verdict("A3.offload.time", "A3.offload.memory")
 # %% [markdown]
+# The picture's boxes are as wide as the batches' lengths differ; the table compares each step with the same batch's.
+#
 # Read the table by columns. *At any batch*: this is where 4-bit weights save. *qlora* has more there than *4 bits*: its
 # embedding and head, the largest matrices of all, are cast to float32. *An example*: without checkpointing, that is
 # what all blocks keep. With it, a block keeps its input alone, and what is left of an example is mostly its logits, a
@@ -460,18 +462,18 @@ climbed = methods.climbed_on(texts["long"], climbable, **how)
 for name, run in climbed.items():
     lab.keep(run, lane=lanes[name])
 fig, ax = plt.subplots()
-shown = [run for run in climbed.values() if run.ok]
+groups = {name: "other weights" if recipes[name].base_linear != "published" else lanes[name] for name in climbed}
+shown = [replace(run, lane=groups[name]) for name, run in climbed.items() if run.ok]
 plots.waterfall(ax, shown, None, log=False, metric="ms_per_1k_useful_tokens")
 plt.show()
 
 # %%
 changes = {rung.name: ", ".join(f"`{knob}={value!r}`" for knob, value in rung.changes.items()) for rung in ladder}
-head = ("rung", "lane", "changes", "useful tokens/s", "peak, GB", "first step, s", "floor, ms", "share of floor, %")
+head = ("rung", "lane", "changes", "useful tokens/s", "peak, GB", "first step, s", "floor, ms", "floor / step, %")
 rows = []
 for name, run in climbed.items():
     numbers = [run.metric(metric) for metric in ("useful_tokens_per_s", "peak_allocated_gb", "first_step_s")]
-    lane = "other weights" if run.recipe["base_linear"] != "published" else lanes[name]
-    rows.append((name if run.ok else f"{name}: {run.status}", lane, changes[name] or None, *numbers))
+    rows.append((name if run.ok else f"{name}: {run.status}", groups[name], changes[name] or None, *numbers))
     rows[-1] += methods.floor_columns(run)
 lab.table(head, *rows)
 targets = methods.reached(climbed, runs)
@@ -632,15 +634,9 @@ assert check_batch(my_batch).startswith("Exercise 3: right"), check_batch(my_bat
 # - You climbed from a library's loop to a recipe of your own, and held it against a library's on the same rows.
 # - You trained an adapter that changed how a model answers, and swapped it for another.
 
-
 # %%
-def longer_by(name: str, other: str) -> float:
-    """How many percent longer a method's time for the same useful tokens is than another's."""
-    return 100 * (runs[name].metric("ms_per_1k_useful_tokens") / runs[other].metric("ms_per_1k_useful_tokens") - 1)
-
-
-whole = longer_by("qlora long", "lora long") if runs["qlora long"].ok and runs["lora long"].ok else None
-bits_alone = longer_by("lora long, 4 bits", "lora long") if whole and runs["lora long, 4 bits"].ok else None
+whole = methods.longer_by(runs["qlora long"], runs["lora long"])
+bits_alone = methods.longer_by(runs["lora long, 4 bits"], runs["lora long"])
 lab.done(
     {
         "codes that one outlier turns into 0": 100 * spoiled["one constant"]["zeros_share"],

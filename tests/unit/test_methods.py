@@ -89,12 +89,12 @@ def test_a_method_is_followed(texts, tmp_path):
     assert run.metrics["ms_per_1k_useful_tokens"]["n"] == len(run.samples["step_ms"])
     assert "memory_share" not in run.metrics  # nothing is known of memory here
     log = read_log(tmp_path / "qlora short.csv")
-    assert [line["step"] for line in log] == [2, 4, 6, 8, 9]  # one, three to warm up, one to rewind, four timed
+    assert [line["step"] for line in log] == [2, 4, 6, 7]  # one, one to warm up, one to rewind, four timed
     assert log[0]["elapsed_time_sec"] < log[1]["elapsed_time_sec"]
     common = min(len(lora.samples["useful_tokens"]), len(run.samples["useful_tokens"]))
     assert lora.samples["useful_tokens"][:common] == run.samples["useful_tokens"][:common]
     curves = methods.over_examples(tmp_path, "short", "elapsed_time_sec")
-    assert list(curves["qlora"]) == [8, 16, 24, 32, 36]
+    assert list(curves["qlora"]) == [8, 16, 24, 28]
     assert curves["unsloth"] == {}
     rows = methods.method_rows({"qlora short": run, "unsloth short": Run("07", "", status="oom")})
     assert [row[0] for row in rows] == ["qlora short", "unsloth short: oom"]
@@ -104,7 +104,7 @@ def test_a_method_is_followed(texts, tmp_path):
 def test_a_log_is_begun_anew(texts, tmp_path):
     for _ in range(2):
         methods.follow(texts, "lora short", 2, tmp_path, every=2)
-    assert [line["step"] for line in read_log(tmp_path / "lora short.csv")] == [2, 4, 6, 7]
+    assert [line["step"] for line in read_log(tmp_path / "lora short.csv")] == [2, 4, 5]
 
 
 def test_casts_alone_leave_the_adapted_matrices(texts):
@@ -134,6 +134,16 @@ def test_what_casts_replace_is_let_go(texts, monkeypatch, tmp_path):
     with methods.Filled(texts["short"], "lora short, fp32 casts") as filled:
         filled.peak(1)
     assert len(held) > 2 and set(held) == {None}
+
+
+def test_how_much_longer_steps_are():
+    def run(times, tokens, status="ok"):
+        return Run("07", "", status=status, samples={"step_ms": times, "useful_tokens": tokens})
+
+    base = run([10, 30, 20, 50], [1, 3, 2, 5])
+    assert methods.longer_by(run([12, 36, 26], [1, 3, 2]), base) == pytest.approx(20)
+    assert methods.longer_by(run([12, 36, 26], [3, 1, 1]), base) is None
+    assert methods.longer_by(run([], [], "oom"), base) is None
 
 
 def test_time_to_catch_up():
