@@ -30,7 +30,7 @@ from labutils.measure.live import LiveTensors
 from labutils.recipe import A3_BASE, A3_LADDER, Recipe, Rung, climb
 from labutils.results import Run, is_out_of_memory
 from labutils.training import Bench, Session, compile_ahead
-from labutils.training.following import followed, read_log
+from labutils.training.following import followed, make_room, read_log
 from labutils.training.variants import altered, cast_as_for_kbit, prepared_for_kbit, with_costs, with_epoch_rate
 from labutils.training.with_unsloth import Job
 from labutils.workloads import Workload
@@ -103,14 +103,6 @@ def of_name(name: str) -> Method:
     return Method(texts, recipe, change)
 
 
-def make_room(workloads: Mapping[str, Workload]) -> None:
-    """Let go of what `workloads` share and of what sessions that have ended left on the GPU: circles of references hold
-    a model until they are collected, and its memory would be read as the next one's."""
-    for workload in workloads.values():
-        workload.let_go()
-    hardware.cuda.empty_cache()
-
-
 def follow(
     workloads: Mapping[str, Workload], name: str, steps: int, logs: Path, every: int = 10, against: Run | None = None
 ) -> Run:
@@ -119,7 +111,7 @@ def follow(
     `memory_share` is its peak over that of the run `against`, where both have one.
     """
     method = of_name(name)
-    make_room(workloads)
+    make_room(*workloads.values())
     log = logs / f"{name}.csv"
     run = followed(workloads[method.texts], method.recipe, steps, name, log, every, method.change)
     peak, other_peak = (r.metric("peak_allocated_gb") if r else None for r in (run, against))
@@ -424,7 +416,7 @@ def lines_of(memory: Mapping[str, Run], runs: Mapping[str, Run]) -> dict[str, Li
 def memory_line(workloads: Mapping[str, Workload], name: str, batches: Iterable[int], card_gb: float | None) -> Run:
     """A method's line over `batches` as a run: `base_gb`, `each_gb`, `largest_batch` on a card of `card_gb`, and
     whether it holds here: `fits` at nine tenths of it, `fails` at a tenth more. None: nothing is tried."""
-    make_room(workloads)
+    make_room(*workloads.values())
     method = of_name(name)
     workload = workloads[method.texts]
     run = Run("", f"memory of {name}", workload=workload.name, scale=workload.scale, recipe=method.recipe.as_dict())
@@ -492,7 +484,7 @@ def climbed_on(
     shared = [{n: r for n, r in recipes.items() if (r.base_linear == "published") is one} for one in (True, False)]
     runs: dict[str, Run] = {}
     for rungs in filter(None, shared):
-        make_room({"": workload})
+        make_room(workload)
         with Bench(workload, warmup, same_batches=True) as bench:
             runs |= bench.compare(rungs, steps, rounds)
     return {name: with_epoch_rate(with_costs(runs[name]), workload) for name in recipes}

@@ -7,7 +7,6 @@ lines = read_log(folder / "qlora long.csv")
 from __future__ import annotations
 
 import csv
-import gc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -46,7 +45,7 @@ def followed(
     """
     log.unlink(missing_ok=True)
     workload.collate(recipe)  # so that texts are made before the clock starts
-    _make_room(workload)
+    make_room(workload)
     logs: list[MemoryLog] = []
     warm_up = WARM_UP if hardware.cuda.available() else 1  # without a GPU nothing is compiled here
     logged = 1 + warm_up + REWOUND_STEPS + steps
@@ -64,15 +63,16 @@ def followed(
     run = train(altered(workload, begin), recipe, steps, warm_up, name, write, same_batches=True, meet=meet)
     if run.ok and (peak := hardware.cuda.peak_memory()):
         run.metrics |= {"peak_allocated_gb": peak[0], "peak_reserved_gb": peak[1]}
-    _make_room(workload)
+    make_room(workload)
     return with_epoch_rate(with_costs(run), workload)
 
 
-def _make_room(workload: Workload) -> None:
-    workload.let_go()
-    if hardware.cuda.available():  # a collection takes half a second
-        gc.collect()
-        hardware.cuda.empty_cache()
+def make_room(*workloads: Workload) -> None:
+    """Let go of what `workloads` share and of what sessions that have ended left on the GPU: circles of references hold
+    a model until they are collected, and its memory would be read as the next one's."""
+    for workload in workloads:
+        workload.let_go()
+    hardware.cuda.empty_cache()
 
 
 def read_log(path: Path) -> list[dict[str, float]]:

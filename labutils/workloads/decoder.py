@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+import functools
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import BatchSampler
 
 from labutils.checkpointing import Parking, offloading
+from labutils.data.images import EPOCH, EpochOrder
 from labutils.losses import cross_entropy, linear_cross_entropy
-from labutils.lowbit.backends import recomputing
+from labutils.lowbit.backends import forward_context, recomputing
 from labutils.recipe import Recipe
 from labutils.results import Unavailable
+from labutils.workloads.base import Batch, Work, Workload
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -153,3 +159,49 @@ def decoder_flops(shapes: Shapes, rank: int, tokens: int, pairs: int) -> int:
 def head_flops(width: int, words: int, predicting: int) -> int:
     """FLOPs of the logits of `predicting` tokens, forward and backward."""
     return 2 * 2 * predicting * width * words
+
+
+class DecoderLora(Workload):
+    """What training a decoder's adapters is, whatever its tokens stand for: the loss, and the work of a mean step.
+
+    A kind of it says how the frozen model is made, how large its examples are, and what a micro-batch of such takes.
+    """
+
+    @abstractmethod
+    def _made(self, dtype: torch.dtype, seed: int) -> nn.Module:
+        """The model without adapters, every weight frozen, in `dtype` on the device."""
+
+    @abstractmethod
+    def _measures(self, recipe: Recipe) -> Sequence[Any]:
+        """The sizes of the examples, in the dataset's order."""
+
+    @abstractmethod
+    def _planned(self, recipe: Recipe, measures: Sequence[Any]) -> Work:
+        """What a micro-batch of such examples takes."""
+
+    def _frozen(self, dtype: torch.dtype, seed: int) -> nn.Module:
+        """The frozen model, one at a time: two of 7 billion parameters would fill what training needs."""
+        if self._held is None or self._held[0] != (dtype, seed):
+            self._held = None
+            self._held = (dtype, seed), self._made(dtype, seed)
+        return self._held[1]
+
+    def draw(self, model: nn.Module, batch: Batch) -> Batch:
+        """Nothing is random but the data's order."""
+        return {}
+
+    def loss(self, model: nn.Module, batch: Batch, draws: Batch) -> Tensor:
+        with forward_context(model.base_linear):
+            return model(batch)
+
+    def work(self, recipe: Recipe) -> Work:
+        """The mean over the first epoch's optimizer steps, from the examples' sizes alone."""
+        return self._mean_work(recipe) * recipe.accumulation
+
+    @functools.lru_cache(maxsize=16)  # noqa: B019
+    def _mean_work(self, recipe: Recipe) -> Work:
+        measures, order = self._measures(recipe), self.order(None, recipe)
+        if order is None:
+            order = BatchSampler(EpochOrder(len(measures), EPOCH, recipe.seed), recipe.micro_batch, drop_last=True)
+        works = [self._planned(recipe, [measures[index] for index in chosen]) for chosen in order]
+        return functools.reduce(Work.__add__, works) * (1 / len(works))

@@ -28,22 +28,23 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from torch.profiler import record_function
-from torch.utils.data import BatchSampler, Dataset, Sampler
+from torch.utils.data import Dataset, Sampler
 
 from labutils.adapters import attach_lora
 from labutils.attention import register_attention
-from labutils.data.images import EPOCH, EpochOrder
+from labutils.data.images import EPOCH
 from labutils.data.packing import Layout, PackedOrder, answer_room, left_over
 from labutils.data.texts import LONG, LONGEST, SHORT, Chat, Collate, Conversation, Conversations, Kind, from_hub
 from labutils.data.tokenizers import chat_tokenizer, hub_tokenizer
 from labutils.experts import register_experts
-from labutils.lowbit.backends import BYTES_READ, convert_base, forward_context, frozen_linears
+from labutils.lowbit.backends import BYTES_READ, convert_base, frozen_linears
 from labutils.recipe import Recipe
-from labutils.workloads.base import Batch, Work, Workload
+from labutils.workloads.base import Batch, Work
 from labutils.workloads.decoder import (
     DTYPES,
     FP8_ROWS,
     Decoder,
+    DecoderLora,
     Shapes,
     around_the_same,
     built_in,
@@ -141,7 +142,7 @@ class Rewritten(nn.Module):
 # The workload
 
 
-class LanguageLora(Workload):
+class LanguageLora(DecoderLora):
     """See the module's docstring; for what batches hold, `data.texts.Collate`."""
 
     family: ClassVar[str]
@@ -190,13 +191,6 @@ class LanguageLora(Workload):
 
     def blocks(self, model: Published | Rewritten) -> list[nn.Module]:
         return list(model.lm.model.layers)
-
-    def _frozen(self, dtype: torch.dtype, seed: int) -> nn.Module:
-        """The frozen model, one at a time: two of 8 billion parameters would fill what training needs."""
-        if self._held is None or self._held[0] != (dtype, seed):
-            self._held = None
-            self._held = (dtype, seed), self._made(dtype, seed)
-        return self._held[1]
 
     def _made(self, dtype: torch.dtype, seed: int) -> nn.Module:
         """transformers' model without adapters, every weight frozen, built in `dtype` on the device itself."""
@@ -290,29 +284,7 @@ class LanguageLora(Workload):
         examples = self.dataset(None, recipe)
         return [Measure(len(ids), examples.predicted(i)) for i, (ids, _) in enumerate(examples.conversations)]
 
-    # ------------------------------------------------------------------------------------------------ the loss
-
-    def draw(self, model: nn.Module, batch: Batch) -> Batch:
-        """Nothing is random but the data's order."""
-        return {}
-
-    def loss(self, model: Published | Rewritten, batch: Batch, draws: Batch) -> Tensor:
-        with forward_context(model.base_linear):
-            return model(batch)
-
     # ------------------------------------------------------------------------------------------------ counting
-
-    def work(self, recipe: Recipe) -> Work:
-        """The mean over the first epoch's optimizer steps, from the texts' lengths alone."""
-        return self._mean_work(recipe) * recipe.accumulation
-
-    @functools.lru_cache(maxsize=16)  # noqa: B019
-    def _mean_work(self, recipe: Recipe) -> Work:
-        measures, order = self._measures(recipe), self.order(None, recipe)
-        if order is None:
-            order = BatchSampler(EpochOrder(len(measures), EPOCH, recipe.seed), recipe.micro_batch, drop_last=True)
-        works = [self._planned(recipe, [measures[index] for index in chosen]) for chosen in order]
-        return functools.reduce(Work.__add__, works) * (1 / len(works))
 
     def _planned(self, recipe: Recipe, measures: Sequence[Measure]) -> Work:
         """What a micro-batch of such examples takes."""

@@ -24,23 +24,24 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from torch.profiler import record_function
-from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset, Sampler
 
 from labutils.adapters import attach_lora
 from labutils.attention import register_attention
 from labutils.data.anyres import Collate, Examples, Geometry
-from labutils.data.images import EPOCH, EpochOrder
+from labutils.data.images import EPOCH
 from labutils.data.leaves import BEANS, VARIED, image_sizes, leaf_images
 from labutils.data.packing import Layout, PackedOrder, answer_room
 from labutils.data.tokenizers import llava_processor
 from labutils.hardware import usable_cores
-from labutils.lowbit.backends import convert_base, forward_context, frozen_linears
+from labutils.lowbit.backends import convert_base, frozen_linears
 from labutils.recipe import Recipe
-from labutils.workloads.base import Batch, Work, Workload
+from labutils.workloads.base import Batch, Work
 from labutils.workloads.decoder import (
     DTYPES,
     FP8_ROWS,
     Decoder,
+    DecoderLora,
     Shapes,
     around_the_same,
     built_in,
@@ -172,7 +173,7 @@ class Rewritten(nn.Module):
 # The workload
 
 
-class MultimodalLora(Workload):
+class MultimodalLora(DecoderLora):
     """See the module's docstring; for what batches hold, `data.anyres.Collate`. Photographs are all of 500 x 500."""
 
     name: ClassVar[str] = "llava-lora"
@@ -217,13 +218,6 @@ class MultimodalLora(Workload):
         """The decoder's blocks, and the vision tower's: there the same code serves all of a kind, too."""
         inner = model.llava.model
         return [*inner.vision_tower.encoder.layers, *inner.language_model.layers]
-
-    def _frozen(self, dtype: torch.dtype, seed: int) -> nn.Module:
-        """The frozen model, one at a time: two of 7 billion parameters would fill what training needs."""
-        if self._held is None or self._held[0] != (dtype, seed):
-            self._held = None
-            self._held = (dtype, seed), self._made(dtype, seed)
-        return self._held[1]
 
     def _made(self, dtype: torch.dtype, seed: int) -> nn.Module:
         """transformers' model without adapters, every weight frozen, built in `dtype` on the device itself."""
@@ -324,29 +318,7 @@ class MultimodalLora(Workload):
             found.append(Measure(geometry.tokens(size) + text, geometry.tiles(size), answer))
         return found
 
-    # ------------------------------------------------------------------------------------------------ the loss
-
-    def draw(self, model: nn.Module, batch: Batch) -> Batch:
-        """Nothing is random but the data's order."""
-        return {}
-
-    def loss(self, model: Published | Rewritten, batch: Batch, draws: Batch) -> Tensor:
-        with forward_context(model.base_linear):
-            return model(batch)
-
     # ------------------------------------------------------------------------------------------------ counting
-
-    def work(self, recipe: Recipe) -> Work:
-        """The mean over the first epoch's optimizer steps, from the images' sizes alone."""
-        return self._mean_work(recipe) * recipe.accumulation
-
-    @functools.lru_cache(maxsize=16)  # noqa: B019
-    def _mean_work(self, recipe: Recipe) -> Work:
-        measures, order = self._measures(recipe), self.order(None, recipe)
-        if order is None:
-            order = BatchSampler(EpochOrder(len(measures), EPOCH, recipe.seed), recipe.micro_batch, drop_last=True)
-        works = [self._planned(recipe, [measures[index] for index in chosen]) for chosen in order]
-        return functools.reduce(Work.__add__, works) * (1 / len(works))
 
     def _planned(self, recipe: Recipe, measures: Sequence[Measure]) -> Work:
         """What a micro-batch of such examples takes."""
