@@ -218,13 +218,21 @@ class Lab:
         What was left is taken only if nothing has changed since (scale, weights, data, recipe, machine, versions,
         commit), and once: a cell that is run again measures again.
         """
-        earlier = None if name in self._measured else self._left_behind(name)
-        if earlier and earlier.recipe == recipe.fitted_to(self.device).as_dict():
-            self._measured.add(name)
-            return earlier
-        run = measure()
-        run.run = name
-        return self.keep(run)
+        return self.measured_together({name: recipe}, lambda: {name: measure()})[name]
+
+    def measured_together(
+        self, recipes: Mapping[str, Recipe], measure: Callable[[], Mapping[str, Run]]
+    ) -> dict[str, Run]:
+        """Name -> run, as `measured`, of recipes that are measured in one go: all are as they were left, or none."""
+        left = {name: None if name in self._measured else self._left_behind(name) for name in recipes}
+        if all(run and run.recipe == recipes[name].fitted_to(self.device).as_dict() for name, run in left.items()):
+            self._measured.update(left)
+            return left
+        runs = dict(measure())
+        for name, run in runs.items():
+            run.run = name
+        self.keep(runs)
+        return runs
 
     def _left_behind(self, name: str) -> Run | None:
         """The run `name` that this lab's last start left here, if it did not get to its end and all else is alike."""

@@ -323,12 +323,18 @@ A2_BASE = Recipe(
 
 A2_LADDER = (
     Rung("bf16", "article", {}, "the plain loop, as the article starts"),
-    Rung("workers", "same work", {"num_workers": 2, "persistent_workers": True}, "tiles are cut beside the training"),
     Rung(
-        "no host waits", "same work", {"layers": "rewritten"}, "places of image tokens are computed before, on the CPU"
+        "workers",
+        "same work",
+        {"num_workers": 2, "persistent_workers": True, "pin_memory": True, "non_blocking": True},
+        "tiles are cut and copied beside the training",
     ),
-    Rung("device log", "same work", {"logging": "ring-buffer"}, "no loss is read while training"),
-    Rung("pinned", "same work", {"pin_memory": True, "non_blocking": True}, "copying a batch waits for no step"),
+    Rung(
+        "no host waits",
+        "same work",
+        {"layers": "rewritten", "logging": "ring-buffer"},
+        "places of image tokens are computed before, on the CPU, and no loss is read while training",
+    ),
     Rung("fused optimizer", "same work", {"optimizer": "adamw-fused"}, "one kernel for all adapters"),
     Rung(
         "blocks compiled",
@@ -336,12 +342,11 @@ A2_LADDER = (
         {"compile": "default", "compile_scope": "blocks", "dynamic": "any"},
         "one block's code for all of them, and for any length",
     ),
-    Rung("fused loss", "same work", {"loss": "fused"}, "logits of 32 thousand words are never all there"),
     Rung(
         "packed",
         "same mathematics",
-        {"shapes": "packed", "token_budget": 8192, "dynamic": "static"},
-        "no padding, one shape, and enough tokens for the GPU",
+        {"shapes": "packed", "token_budget": 8192, "dynamic": "static", "loss": "fused"},
+        "no padding, one shape, enough tokens for the GPU, and never all of their logits at once",
     ),
     Rung("answers only", "same mathematics", {"loss": "answers"}, "most tokens have nothing to predict"),
     Rung(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import itertools
 import logging
 import re
@@ -27,7 +28,7 @@ from labutils.advisor import Option, break_even
 from labutils.measure.recompilation import Compilation
 from labutils.recipe import A2_BASE, A2_LADDER, Recipe, Rung, climb
 from labutils.results import Run, summarise
-from labutils.training import Session, train
+from labutils.training import Bench, Session, train
 from labutils.training.batches import Batch
 from labutils.training.variants import altered, prepared_for_kbit, with_costs
 from labutils.workloads import Workload, open_workload
@@ -99,9 +100,13 @@ def _cold_cache(recipe: Recipe) -> contextlib.AbstractContextManager:
 
 @functools.cache
 def load_libraries(device: str) -> None:
-    """Train a tiny model for two steps, once a process: what kernels and libraries take to load would else be in the
-    first step of whichever cell comes first, which is the one that all others are compared with."""
-    train(open_workload("llava-lora", "tiny", device=device), A2_BASE, steps=1, warmup=0)
+    """Train a tiny model for a few steps, once a process, on a GPU compiled as well: what kernels, libraries and the
+    compiler take to load would else be in the first step of whichever cell comes first."""
+    workload = open_workload("llava-lora", "tiny", device=device)
+    train(workload, A2_BASE, steps=1, warmup=0)
+    if device == "cuda":
+        train(workload, A2_BASE.but(compile="default", compile_scope="blocks"), steps=1, warmup=0)
+        hardware.cuda.empty_cache()
 
 
 HEAD = (
@@ -277,11 +282,49 @@ def of_median_length(batches: Iterable[Batch]) -> Batch:
     return ordered[len(ordered) // 2]
 
 
-def replay(session: Session, batches: Sequence[Batch], passes: int = 3) -> Run:
-    """Train on these same batches over and over: one pass to warm up, then `passes` timed ones.
+def replays(workload: Workload, recipe: Recipe, count: int) -> dict[str, Run]:
+    """Name -> run of what separates constant shapes from fewer tokens, on `count` micro-batches of varied lengths.
 
-    Metrics: `ms_per_1k_tokens` over the passes, `peak_allocated_gb` (of this process, others' tensors included) on a
-    GPU, and `tokens`, the mean of a step.
+    "same-tokens varying": one after the other, compiled as by default; "same-tokens any length": the same with code for
+    any length; "same-tokens static": the one of median length, as many times; "static fewer-tokens": the shortest one.
+    """
+    runs = {}
+    with _compiling_anew(workload, recipe) as session:
+        examples = drawn(session, count)
+        runs["same-tokens varying"] = replay(session, examples)
+    with _compiling_anew(workload, recipe.but(dynamic="any")) as session:
+        runs["same-tokens any length"] = replay(session, examples)
+    with _compiling_anew(workload, recipe.but(dynamic="static")) as session:
+        runs["same-tokens static"] = replay(session, [of_median_length(examples)] * count)
+        runs["static fewer-tokens"] = replay(session, [min(examples, key=tokens_of)] * count)
+    return runs
+
+
+def replay_recipes(recipe: Recipe) -> dict[str, Recipe]:
+    """Name -> recipe of the runs of `replays`."""
+    any_length, static = recipe.but(dynamic="any"), recipe.but(dynamic="static")
+    return {
+        "same-tokens varying": recipe,
+        "same-tokens any length": any_length,
+        "same-tokens static": static,
+        "static fewer-tokens": static,
+    }
+
+
+@contextlib.contextmanager
+def _compiling_anew(workload: Workload, recipe: Recipe) -> Iterator[Session]:
+    torch._dynamo.reset()
+    gc.collect()
+    with Session(workload, recipe) as session:
+        yield session
+
+
+def replay(session: Session, batches: Sequence[Batch], passes: int = 3) -> Run:
+    """Train on these same batches over and over: two passes to warm up, then `passes` timed ones.
+
+    Metrics: `ms_per_1k_tokens` over the passes, `tokens`, the mean of a step, `peak_allocated_gb` on a GPU (frozen
+    weights included, other sessions' tensors not), and, where the recipe compiles, what was compiled in the timed
+    passes.
     """
     feed = itertools.cycle(batches)
     steps = -(-len(batches) // session.recipe.accumulation)
@@ -295,12 +338,16 @@ def replay(session: Session, batches: Sequence[Batch], passes: int = 3) -> Run:
         hardware.cuda.synchronize()
         return 1e6 * (time.perf_counter() - began) / (steps * tokens)
 
-    one_pass()
+    for _ in range(2):  # the first compiles for one length and then for any, the second may still meet a gradient anew
+        one_pass()
     hardware.cuda.reset_peak_memory()
-    samples = [one_pass() for _ in range(passes)]
+    with Compilation() as late:
+        samples = [one_pass() for _ in range(passes)]
     run = Run("", "", workload=session.workload.name, scale=session.workload.scale, recipe=session.recipe.as_dict())
     run.samples["ms_per_1k_tokens"] = samples
     run.metrics = {"ms_per_1k_tokens": summarise(samples), "tokens": tokens}
+    if session.recipe.compile != "off":
+        run.metrics |= {"recompilations": late.recompilations, "given_up": len(late.given_up)}
     if peak := hardware.cuda.peak_memory():
         run.metrics["peak_allocated_gb"] = peak[0]
     return run
@@ -435,6 +482,16 @@ def ladder_for(device: str) -> tuple[tuple[Rung, ...], dict[str, Recipe]]:
     }
 
 
+def climbed(workload: Workload, ladder: Iterable[Rung], recipes: Mapping[str, Recipe], steps: int) -> dict[str, Run]:
+    """Name -> run of the ladder's recipes, in one process, each in its rung's lane and with its costs a useful token."""
+    with Bench(workload, warmup=2) as bench:
+        runs = bench.compare(recipes, steps, rounds=1)
+    for rung in ladder:
+        if rung.name in runs:
+            with_costs(runs[rung.name]).lane = rung.lane
+    return runs
+
+
 def rung_rows(ladder: Iterable[Rung], climbable: Mapping[str, Recipe]) -> list[tuple[Any, ...]]:
     """Rows (rung, lane, what it changes, why, what is to be said about it here) of a ladder."""
     return [
@@ -526,7 +583,7 @@ def losses_over_seeds(
 ) -> dict[str, Run]:
     """Train each recipe on `seeds` seeds for `steps` steps; a seed sets weights, adapters and the data's order.
 
-    A run's samples of `final_loss` (the mean of the last `LAST` steps) are by seed, the same seeds for all recipes; its
+    Runs are named after them: "loss bf16". A run's samples of `final_loss` (the mean of the last `LAST` steps) are by seed, the same seeds for all recipes; its
     `loss` is the last seed's curve. `changes` alters the models of the recipes that it names. What fails becomes the
     run's status.
     """
@@ -540,12 +597,11 @@ def losses_over_seeds(
             if run.ok:
                 last = run.metrics["loss"][:steps][-LAST:]
                 finals[name].append(sum(last) / len(last))
-    for name, run in runs.items():
-        run.run = ""
+    for run in runs.values():
         if run.ok:
             run.samples = {"final_loss": finals[name]}
             run.metrics = {"final_loss": summarise(finals[name]), "loss": run.metrics["loss"][:steps]}
-    return runs
+    return {f"loss {name}": run for name, run in runs.items()}
 
 
 def against_same_seed(runs: Mapping[str, Run], baseline: str = "bf16") -> dict[str, list[float]]:

@@ -66,7 +66,7 @@ WATCH_MS = 2000
 """Utilisation is watched at least this long: the driver renews it a few times a second only."""
 TRIES = 3
 """Rounds that are thrown away at most because the compiler was at work in them; a recipe that never stops compiling
-shows that in its times."""
+shows that in its times, and says so by its metric `unsettled_rounds`."""
 REWOUND_STEPS = 1
 """Steps that aren't timed after the data has been taken back: the loader starts anew in the first one."""
 REFILL_S = 0.3
@@ -246,8 +246,10 @@ class Contender:
         meet: Meet | None = None,
     ) -> None:
         self.times = StepTimes()
+        self.unsettled_rounds = 0
         self.after_step = after_step
         self.same_batches = same_batches
+        gc.collect()  # what earlier sessions left in cycles would be counted as held by others
         before = hardware.cuda.allocated_memory()
         self.session = Session(workload, recipe)
         built = hardware.cuda.allocated_memory()
@@ -312,6 +314,8 @@ class Contender:
             found = measure(self.session, max(steps, math.ceil(ROUND_MS / self.step_ms)), self.after_step)
             if self._graphs() == before:
                 break
+        else:
+            self.unsettled_rounds += 1
         self.times.extend(found)
         time.sleep(REFILL_S if self.ready_batches else 0)
 
@@ -345,6 +349,7 @@ class Contender:
             "loss": session.losses,
         }
         run.metrics |= {} if session.encode_s is None else {"encode_s": session.encode_s}
+        run.metrics |= {"unsettled_rounds": self.unsettled_rounds} if self.unsettled_rounds else {}
         run.metrics |= self.memory
         if self.times.work:
             run.samples["tokens"] = [work.tokens for work in self.times.work]

@@ -40,7 +40,7 @@
 # |---|---|---|
 # | `tiny` | any CPU with a C++ compiler | 2 minutes |
 # | `small` | a GPU of 8 GB | 5 minutes |
-# | `full` | a GPU of 141 GB | about 14 minutes; started again, it keeps what sections 2 and 3 have measured |
+# | `full` | a GPU of 141 GB | about 14 minutes; started again, it keeps what it has measured |
 #
 # It is the longest lab: take it in two sittings. Sections 1 to 4 test what the article did, sections 5 to 7 go past it.
 #
@@ -82,7 +82,7 @@ from labutils.lowbit.frozen import FrozenFP8Linear
 from labutils.parameters import whole_numbers
 from labutils.recipe import A2_BASE, distinct_on
 from labutils.results import REFERENCE, Run, read_runs
-from labutils.training import Bench, Session, train
+from labutils.training import train
 from labutils.workloads import open_workload
 
 plots.use_style()
@@ -326,19 +326,10 @@ lab.verdict(
 
 # %%
 alone = A2_BASE.but(layers="rewritten", compile="default" if on_gpu else "off", compile_scope="blocks")
-count = 5
-with Session(varied, alone) as session:
-    examples = trials.drawn(session, count)
-    replayed = {"same-tokens varying": trials.replay(session, examples)}
-torch._dynamo.reset()
-with Session(varied, alone.but(dynamic="any")) as session:
-    replayed["same-tokens any length"] = trials.replay(session, examples)
-torch._dynamo.reset()
-with Session(varied, alone.but(dynamic="static")) as session:
-    replayed["same-tokens static"] = trials.replay(session, [trials.of_median_length(examples)] * count)
-    replayed["static fewer-tokens"] = trials.replay(session, [min(examples, key=trials.tokens_of)] * count)
+uniform.let_go()  # its weights are not needed any more, and would count as memory of what follows
+replayed = lab.measured_together(trials.replay_recipes(alone), partial(trials.replays, varied, alone, 5))
 rows = [("", "tokens a step", "ms a step", "ms for 1000 tokens")]
-for name, run in lab.keep(replayed).items():
+for name, run in replayed.items():
     tokens, cost = run.metrics["tokens"], run.metric("ms_per_1k_tokens")
     rows.append((name, tokens, cost * tokens / 1e3, cost))
 lab.table(*rows)
@@ -414,7 +405,8 @@ forms = {
 }
 rows = [("form", "tokens/s", "useful tokens/s", "padding, %")]
 for name, recipe in forms.items():
-    run = lab.keep(trials.with_costs(train(varied, recipe, steps or 3, warmup=1, name=f"form: {name}")))
+    measure = partial(train, varied, recipe, steps or 3, warmup=1)
+    run = lab.measured(f"form: {name}", recipe, lambda: trials.with_costs(measure()))
     padding = 100 * (1 - run.metrics["useful_tokens"]) if run.ok else None
     rows.append((name, run.metric("tokens_per_s"), run.metric("useful_tokens_per_s"), padding))
 lab.table(*rows)
@@ -450,11 +442,15 @@ small = open_workload("llava-lora", "small" if on_gpu else "tiny", device=lab.de
 start = A2_BASE.but(layers="rewritten", micro_batch=2, learning_rate=2e-3, num_workers=2 if on_gpu else 0)
 fixed = start.but(shapes="fixed")
 recipes = {"bf16": start, "qlora": start.but(base_linear="nf4"), "fixed": fixed, "fp8-mixed": start}
-recipes |= {"fp8-frozen": start.but(base_linear="fp8-frozen"), "fixed-fp8-frozen": fixed.but(base_linear="fp8-frozen")}
+recipes |= {"fp8-frozen": start.but(base_linear="fp8-frozen")}
 recipes |= {"fp8-te": start.but(base_linear="fp8-te"), "fixed-fp8-te": fixed.but(base_linear="fp8-te")}
 changes = {"qlora": trials.prepared_for_kbit, "fp8-mixed": trials.fp8_but("o_proj", "down_proj")}
-losses = trials.losses_over_seeds(small, recipes, seeds or (2 if tiny else 3), 4 if tiny else 20, changes)
-lab.keep({f"loss {name}": run for name, run in losses.items()})
+tried = seeds or (2 if tiny else 3)
+kept = lab.measured_together(
+    {f"loss {name}": recipe.but(seed=tried - 1) for name, recipe in recipes.items()},
+    lambda: trials.losses_over_seeds(small, recipes, tried, 4 if tiny else 20, changes),
+)
+losses = {name.removeprefix("loss "): run for name, run in kept.items()}
 curve = losses["bf16"].metrics["loss"]
 print(f"BF16, last seed: the loss goes from {curve[0]:.2f} to {curve[-1]:.2f} in {len(curve)} steps.")
 
@@ -498,15 +494,11 @@ lab.predict("useful tokens a second, against the plain loop", my_gain, "x")
 # %%
 ladder, recipes = trials.ladder_for(lab.device)
 climbable = distinct_on(lab.device, recipes)
-lanes = {rung.name: rung.lane for rung in ladder}
 lab.table(("rung", "lane", "changes", "why", "here"), *trials.rung_rows(ladder, climbable))
 
 # %%
 torch._dynamo.reset()
-with Bench(varied, warmup=2) as bench:
-    climbed = bench.compare(climbable, steps=4 if tiny else 6, rounds=1 if tiny else 2)
-for name, run in climbed.items():
-    lab.keep(trials.with_costs(run), lane=lanes[name])
+climbed = lab.measured_together(climbable, partial(trials.climbed, varied, ladder, climbable, 4 if tiny else 8))
 measured = [run for run in climbed.values() if run.ok]
 fig, ax = plt.subplots()
 plots.waterfall(ax, measured, None, log=False, metric="ms_per_1k_useful_tokens")

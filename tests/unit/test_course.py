@@ -163,6 +163,18 @@ def test_an_interrupted_lab_goes_on_with_what_it_measured(measure, tmp_path):
     assert again.measured("b", STOCK, measure).metrics == {"n": 3}
 
 
+def test_what_is_measured_together_is_taken_together(measure, tmp_path):
+    pair = {"a": STOCK, "b": STOCK}
+    first = open_lab("03", notebook(results_dir=str(tmp_path)))
+    first.measured_together(pair, lambda: {name: measure() for name in pair})
+    again = open_lab("03", notebook(results_dir=str(tmp_path)))
+    left = again.measured_together(pair, lambda: {name: measure() for name in pair})
+    assert [left[name].metrics["n"] for name in pair] == [1, 2]
+    third = open_lab("03", notebook(results_dir=str(tmp_path)))
+    three = third.measured_together(pair | {"c": STOCK}, lambda: {name: measure() for name in "abc"})
+    assert [three[name].metrics["n"] for name in "abc"] == [3, 4, 5]
+
+
 @pytest.mark.parametrize("change", ["recipe", "scale", "commit", "machine", "status", "done", "lab"])
 def test_what_was_left_is_taken_only_if_nothing_changed(change, measure, tmp_path, monkeypatch):
     first = open_lab("03", notebook(results_dir=str(tmp_path)))

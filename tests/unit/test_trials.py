@@ -264,16 +264,36 @@ def test_steady_tells_warm_up_from_what_follows(uniform):
 # ----------------------------------------------------------------------------------------------------------- seeds
 
 
+def test_replays_are_those_of_their_recipes(varied):
+    recipe = QUICK.but(micro_batch=1)
+    runs, recipes = trials.replays(varied, recipe, 3), trials.replay_recipes(recipe)
+    assert {name: run.recipe for name, run in runs.items()} == {
+        name: r.fitted_to("cpu").as_dict() for name, r in recipes.items()
+    }
+    tokens = {name: run.metrics["tokens"] for name, run in runs.items()}
+    assert tokens["same-tokens varying"] == tokens["same-tokens any length"]
+    assert tokens["static fewer-tokens"] < tokens["same-tokens static"]
+    assert all("recompilations" not in run.metrics for run in runs.values())  # nothing is compiled
+
+
+def test_a_climb_keeps_each_rung_s_lane(varied):
+    ladder, recipes = trials.ladder_for("cpu")
+    few = {name: recipes[name] for name in ("bf16", "answers only")}
+    runs = trials.climbed(varied, ladder, few, steps=1)
+    assert {name: run.lane for name, run in runs.items()} == {"bf16": "article", "answers only": "same mathematics"}
+    assert all(run.metrics["ms_per_1k_useful_tokens"]["median"] > 0 for run in runs.values())
+
+
 def test_losses_by_seed(uniform):
     recipes = {"bf16": QUICK, "again": QUICK, "fp8-mixed": QUICK, "broken": QUICK.but(adapter="folded")}
     runs = trials.losses_over_seeds(uniform, recipes, seeds=2, steps=4, changes={"fp8-mixed": trials.fp8_but("o_proj")})
-    assert runs["bf16"].samples["final_loss"] == runs["again"].samples["final_loss"]
-    assert len(set(runs["bf16"].samples["final_loss"])) == 2
-    assert runs["fp8-mixed"].samples["final_loss"] != runs["bf16"].samples["final_loss"]
-    assert runs["bf16"].metrics["final_loss"]["n"] == 2
-    assert len(runs["bf16"].metrics["loss"]) == 4
-    assert runs["broken"].status.startswith("error: ValueError")
-    assert "final_loss" not in runs["broken"].metrics
+    assert runs["loss bf16"].samples["final_loss"] == runs["loss again"].samples["final_loss"]
+    assert len(set(runs["loss bf16"].samples["final_loss"])) == 2
+    assert runs["loss fp8-mixed"].samples["final_loss"] != runs["loss bf16"].samples["final_loss"]
+    assert runs["loss bf16"].metrics["final_loss"]["n"] == 2
+    assert len(runs["loss bf16"].metrics["loss"]) == 4
+    assert runs["loss broken"].status.startswith("error: ValueError")
+    assert "final_loss" not in runs["loss broken"].metrics
 
 
 def test_losses_are_compared_seed_by_seed():
