@@ -483,7 +483,7 @@ def ladder_for(device: str) -> tuple[tuple[Rung, ...], dict[str, Recipe]]:
 
 
 def climbed(workload: Workload, ladder: Iterable[Rung], recipes: Mapping[str, Recipe], steps: int) -> dict[str, Run]:
-    """Name -> run of the ladder's recipes, in one process, each in its rung's lane and with its costs a useful token."""
+    """Name -> run of the ladder's recipes, in one process, each in its rung's lane and with its cost a useful token."""
     with Bench(workload, warmup=2) as bench:
         runs = bench.compare(recipes, steps, rounds=1)
     for rung in ladder:
@@ -583,9 +583,9 @@ def losses_over_seeds(
 ) -> dict[str, Run]:
     """Train each recipe on `seeds` seeds for `steps` steps; a seed sets weights, adapters and the data's order.
 
-    Runs are named after them: "loss bf16". A run's samples of `final_loss` (the mean of the last `LAST` steps) are by seed, the same seeds for all recipes; its
-    `loss` is the last seed's curve. `changes` alters the models of the recipes that it names. What fails becomes the
-    run's status.
+    Runs are named after them: "loss bf16". A run's samples of `final_loss` (the mean of the last `LAST` steps) are by
+    seed, the same seeds for all recipes; its `loss` is the last seed's curve. `changes` alters the models of the recipes
+    that it names. What fails becomes the run's status.
     """
     own = {name: altered(workload, changes[name]) if name in (changes or {}) else workload for name in recipes}
     runs: dict[str, Run] = {}

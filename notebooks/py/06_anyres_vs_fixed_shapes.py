@@ -405,8 +405,7 @@ forms = {
 }
 rows = [("form", "tokens/s", "useful tokens/s", "padding, %")]
 for name, recipe in forms.items():
-    measure = partial(train, varied, recipe, steps or 3, warmup=1)
-    run = lab.measured(f"form: {name}", recipe, lambda: trials.with_costs(measure()))
+    run = lab.measured(f"form: {name}", recipe, partial(train, varied, recipe, steps or 3, warmup=1))
     padding = 100 * (1 - run.metrics["useful_tokens"]) if run.ok else None
     rows.append((name, run.metric("tokens_per_s"), run.metric("useful_tokens_per_s"), padding))
 lab.table(*rows)
@@ -442,8 +441,8 @@ small = open_workload("llava-lora", "small" if on_gpu else "tiny", device=lab.de
 start = A2_BASE.but(layers="rewritten", micro_batch=2, learning_rate=2e-3, num_workers=2 if on_gpu else 0)
 fixed = start.but(shapes="fixed")
 recipes = {"bf16": start, "qlora": start.but(base_linear="nf4"), "fixed": fixed, "fp8-mixed": start}
-recipes |= {"fp8-frozen": start.but(base_linear="fp8-frozen")}
-recipes |= {"fp8-te": start.but(base_linear="fp8-te"), "fixed-fp8-te": fixed.but(base_linear="fp8-te")}
+recipes |= {kind: start.but(base_linear=kind) for kind in ("fp8-frozen", "fp8-te")}
+recipes |= {"fixed-fp8-te": fixed.but(base_linear="fp8-te")}
 changes = {"qlora": trials.prepared_for_kbit, "fp8-mixed": trials.fp8_but("o_proj", "down_proj")}
 tried = seeds or (2 if tiny else 3)
 kept = lab.measured_together(

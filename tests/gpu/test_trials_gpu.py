@@ -7,7 +7,6 @@ import torch
 
 from labutils import trials
 from labutils.articles import a2
-from labutils.training import Session
 from labutils.workloads import open_workload
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
