@@ -483,7 +483,7 @@ def ladder_for(device: str) -> tuple[tuple[Rung, ...], dict[str, Recipe]]:
 
 
 def climbed(workload: Workload, ladder: Iterable[Rung], recipes: Mapping[str, Recipe], steps: int) -> dict[str, Run]:
-    """Name -> run of the ladder's recipes, in one process, each in its rung's lane and with its cost a useful token."""
+    """Name -> run of the ladder's recipes, in one process, each in its rung's lane, with its cost a token."""
     with Bench(workload, warmup=2) as bench:
         runs = bench.compare(recipes, steps, rounds=1)
     for rung in ladder:
