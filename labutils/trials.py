@@ -584,8 +584,8 @@ def losses_over_seeds(
     """Train each recipe on `seeds` seeds for `steps` steps; a seed sets weights, adapters and the data's order.
 
     Runs are named after them: "loss bf16". A run's samples of `final_loss` (the mean of the last `LAST` steps) are by
-    seed, the same seeds for all recipes; its `loss` is the last seed's curve. `changes` alters the models of the recipes
-    that it names. What fails becomes the run's status.
+    seed, the same seeds for all recipes; its `loss` is the last seed's curve. `changes` alters the models of the
+    recipes that it names. What fails becomes the run's status.
     """
     own = {name: altered(workload, changes[name]) if name in (changes or {}) else workload for name in recipes}
     runs: dict[str, Run] = {}
