@@ -221,10 +221,13 @@ class Lab:
         return self.measured_together({name: recipe}, lambda: {name: measure()})[name]
 
     def measured_together(
-        self, recipes: Mapping[str, Recipe], measure: Callable[[], Mapping[str, Run]]
+        self, recipes: Mapping[str, Recipe], measure: Callable[[], Mapping[str, Run]], scale: str = ""
     ) -> dict[str, Run]:
-        """Name -> run, as `measured`, of recipes that are measured in one go: all are as they were left, or none."""
-        left = {name: None if name in self._measured else self._left_behind(name) for name in recipes}
+        """Name -> run, as `measured`, of recipes that are measured in one go: all are as they were left, or none.
+
+        scale: the workload's, where it isn't the lab's.
+        """
+        left = {name: None if name in self._measured else self._left_behind(name, scale) for name in recipes}
         if all(run and run.recipe == recipes[name].fitted_to(self.device).as_dict() for name, run in left.items()):
             self._measured.update(left)
             return left
@@ -234,7 +237,7 @@ class Lab:
         self.keep(runs)
         return runs
 
-    def _left_behind(self, name: str) -> Run | None:
+    def _left_behind(self, name: str, scale: str = "") -> Run | None:
         """The run `name` that this lab's last start left here, if it did not get to its end and all else is alike."""
         mine = [r for r in results.read_records(self._results.path) if r.get("lab") == self.number]
         ends = [place for place, record in enumerate(mine) if record.get("status") == "done"]
@@ -242,7 +245,7 @@ class Lab:
         run = results.runs_of(unfinished).get((self.number, name))
         if run is None or not (run.ok or run.status == "oom"):
             return None
-        here = (self.scale, self.weights, self.data, self.machine, results.versions(), results.commit())
+        here = (scale or self.scale, self.weights, self.data, self.machine, results.versions(), results.commit())
         return run if (run.scale, run.weights, run.data, run.machine, run.versions, run.commit) == here else None
 
     def predict(self, topic: str, value: float | None, unit: str = "") -> None:

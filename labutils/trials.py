@@ -597,7 +597,7 @@ def losses_over_seeds(
             if run.ok:
                 last = run.metrics["loss"][:steps][-LAST:]
                 finals[name].append(sum(last) / len(last))
-    for run in runs.values():
+    for name, run in runs.items():
         if run.ok:
             run.samples = {"final_loss": finals[name]}
             run.metrics = {"final_loss": summarise(finals[name]), "loss": run.metrics["loss"][:steps]}

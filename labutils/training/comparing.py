@@ -62,6 +62,8 @@ def compare(
 
 SETTLE_MS = 100
 """A recipe runs at least this long before it is timed."""
+LONG_MS = 50 * SETTLE_MS
+"""A step of this length needs no settling, which would take as long again."""
 WATCH_MS = 2000
 """Utilisation is watched at least this long: the driver renews it a few times a second only."""
 TRIES = 3
@@ -264,7 +266,8 @@ class Contender:
         except BaseException:
             self.session.close()
             raise
-        self.step_ms = min(warm.step_ms, default=ROUND_MS)
+        # Without a warm-up the first step has to do for an estimate, unless the compiler was at work in it.
+        self.step_ms = min(warm.step_ms, default=ROUND_MS if recipe.compile != "off" else 1e3 * self.first_step_s)
         self.memory = self._peak_memory(before, built)
         self.timed_from = self.session.batches.taken
 
@@ -290,7 +293,12 @@ class Contender:
 
     @property
     def steps_to_settle(self) -> int:
-        """Steps until the batches that workers made ready are used up and the GPU's clock has risen again."""
+        """Steps until the batches that workers made ready are used up and the GPU's clock has risen again.
+
+        None where nothing is ready and a step is so long that the clock's rise is lost in it.
+        """
+        if not self.ready_batches and self.step_ms > LONG_MS:
+            return 0
         ready = 1 + math.ceil(self.ready_batches / self.session.recipe.accumulation)
         return max(ready, math.ceil(SETTLE_MS / self.step_ms))
 

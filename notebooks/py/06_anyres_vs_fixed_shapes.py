@@ -55,7 +55,7 @@ scale: str = "auto"  # tiny (any CPU), small (a GPU of 8 GB), full (the article'
 weights: str = "random"  # random: exact architecture, random weights; hub: the real ones
 data: str = "generated"  # generated files like the real ones; hub: the real dataset
 results_dir: str = ""  # folder of results.jsonl; empty: a new one under results/
-batches: str = ""  # batch sizes of the table beside 1, as "4 24"; empty: 4 at tiny, the article's at larger scales
+batches: str = ""  # batch sizes of the table beside 1, as "2 4 8 16 24", the article's; empty: 4 at tiny, else 4 24
 compile_batches: str = ""  # batch sizes of the compiled methods; empty: none at tiny, 1 at larger scales
 whole_model: bool = False  # on a GPU also compile the model whole, as the article did: twice 1-2 minutes
 steps: int = 0  # timed steps of a cell; 0: 2 at tiny, 3 up to batch 4 and 1 above, where one takes seconds
@@ -76,7 +76,6 @@ import matplotlib.pyplot as plt
 import torch
 
 from labutils import advisor, plots, trials
-from labutils.articles.a2 import BATCHES
 from labutils.hardware import measured_roofline, usable_cores
 from labutils.lowbit.frozen import FrozenFP8Linear
 from labutils.parameters import whole_numbers
@@ -93,7 +92,7 @@ if not on_gpu:
     torch.set_num_threads(max(1, usable_cores() // 2))
 
 # %%
-sizes = sorted({1, *(whole_numbers("batches", batches) or ([4] if tiny else BATCHES))})
+sizes = sorted({1, *(whole_numbers("batches", batches) or ([4] if tiny else [4, 24]))})
 compiled_sizes = whole_numbers("compile_batches", compile_batches) or ([] if tiny else [1])
 uniform, varied = lab.workload("llava-lora"), lab.workload("llava-lora-varied")
 cells: dict[str, Run] = {}
@@ -448,6 +447,7 @@ tried = seeds or (2 if tiny else 3)
 kept = lab.measured_together(
     {f"loss {name}": recipe.but(seed=tried - 1) for name, recipe in recipes.items()},
     lambda: trials.losses_over_seeds(small, recipes, tried, 4 if tiny else 20, changes),
+    scale=small.scale,
 )
 losses = {name.removeprefix("loss "): run for name, run in kept.items()}
 curve = losses["bf16"].metrics["loss"]

@@ -574,6 +574,17 @@ def test_a_round_in_which_something_was_compiled_is_taken_again(workload, monkey
     assert contender.times.step_ms == [rounds]
 
 
+@pytest.mark.parametrize(
+    ("step_ms", "recipe", "steps"), [(6000, PLAIN, 0), (6000, PLAIN.but(num_workers=1), 3), (40, PLAIN, 3)]
+)
+def test_long_steps_settle_by_themselves(workload, step_ms, recipe, steps):
+    """Batches that a worker has made ready are used up first, however long a step is."""
+    contender = object.__new__(comparing.Contender)
+    contender.session = SimpleNamespace(recipe=recipe.but(prefetch_factor=2, accumulation=1))
+    contender.step_ms = step_ms
+    assert contender.steps_to_settle == steps
+
+
 def test_what_a_library_compiles_is_noticed(workload, monkeypatch):
     """The recipe compiles nothing."""
     with comparing.Bench(workload, warmup=0) as bench:
