@@ -267,7 +267,8 @@ class Contender:
             self.session.close()
             raise
         # Without a warm-up the first step has to do for an estimate, unless the compiler was at work in it.
-        self.step_ms = min(warm.step_ms, default=ROUND_MS if recipe.compile != "off" else 1e3 * self.first_step_s)
+        first = 1e3 * self.first_step_s if recipe.compile == "off" else ROUND_MS
+        self.step_ms = min(warm.step_ms, default=max(ROUND_MS, first))
         self.memory = self._peak_memory(before, built)
         self.timed_from = self.session.batches.taken
 
