@@ -95,9 +95,9 @@ def _add_diagnose(commands: argparse._SubParsersAction) -> None:
         help="where a training step's time goes, and which fixes pay: of any PyTorch script, a trace or a run",
         usage="labutils diagnose [options] -- python train.py ...\n"
         "       labutils diagnose [options] --trace FILE | --run NAME [--results DIR]",
-        description="Run a training script as it is for a few optimizer steps, and rank what would make it faster, each "
-        "fix with the gain that is predicted for it and why. The script ends after those steps, unless it is to go on.",
-        epilog="Exit codes: 0 a diagnosis was made; 1 the script failed, or there was nothing to diagnose; 2 wrong usage.",
+        description="Run a training script as it is for a few optimizer steps, and rank what would make it faster, "
+        "each fix with the gain that is predicted for it and why. The script ends after those steps, unless it is to go on.",
+        epilog="Exit codes: 0 a diagnosis was made; 1 the script failed, or nothing could be diagnosed; 2 wrong usage.",
     )
     diagnose.add_argument("command", nargs="*", help=argparse.SUPPRESS)
     diagnose.add_argument("--trace", type=Path, metavar="FILE", help="a torch.profiler trace (*.json, *.json.gz)")

@@ -57,7 +57,10 @@ def _after(exit_code: int | None) -> int:
     """A script that was diagnosed and failed after that has failed."""
     if not exit_code:
         return 0
-    print(f"labutils diagnose: the script ended with exit code {exit_code} after its steps were profiled.", file=sys.stderr)
+    print(
+        f"labutils diagnose: the script ended with exit code {exit_code} after its steps were profiled.",
+        file=sys.stderr,
+    )
     return FAILED
 
 
@@ -67,10 +70,13 @@ def _of_named_run(name: str, files: Sequence[Path]) -> Evidence:
     runs = {key: run for file in files for key, run in read_runs(file).items()}
     found = {key: run for key, run in runs.items() if key[1] == own and lab in ("", key[0])}
     if not found:
-        there = [f"{lab}/{run}" for (lab, run), kept in sorted(runs.items()) if kept.metric("step_ms")]
+        timed = [key for key, run in sorted(runs.items()) if run.metric("step_ms")]
+        there = [f"{a}/{b}" for a, b in timed if lab in ("", a)] or [f"{a}/{b}" for a, b in timed]
         shown = ", ".join(there[:12]) + (" ..." if len(there) > 12 else "")
         where = f"in {', '.join(map(str, files))}" if files else "as there are no results yet (labutils run makes some)"
-        raise ValueError(f'there is no run "{name}" {where}.' + (f" Runs with a step time there: {shown}" if shown else ""))
+        raise ValueError(
+            f'there is no run "{name}" {where}.' + (f" Runs with a step time there: {shown}" if shown else "")
+        )
     if len(found) > 1:
         raise ValueError(f'several labs have a run "{name}". Name one: {", ".join(f"{a}/{b}" for a, b in found)}')
     return sources.of_run(next(iter(found.values())))

@@ -27,12 +27,13 @@ from labutils.diagnosis.replay import (
     without_phases,
     without_waits,
 )
+from labutils.recipe import Recipe
 
 
 @dataclass(frozen=True)
 class Fix:
-    """`gain`: the predicted share of the step's time saved, 0 to 1; of the time an example or a useful token takes where
-    `per` says so. `do`: what to type. `sources`: "file:line" of what is to be changed. `changes`: the fields of a
+    """`gain`: the predicted share of the step's time saved, 0 to 1; where `per` says so, of the time that an example or
+    a useful token takes. `do`: what to type. `sources`: "file:line" of what is to be changed. `changes`: the fields of a
     `Recipe` that make it, {} where it is no knob."""
 
     name: str
@@ -79,11 +80,11 @@ def workers(e: Evidence) -> Fix | None:
     best = min(steps.values())
     chosen = min(n for n, ms in steps.items() if ms <= (1 + NEARLY) * best)
     limit = _limit(steps[chosen], fed.step_ms, fetch / chosen, busy / e.cores)
+    who = "it makes itself" if now == 0 else f"{now} worker{'s make' if now > 1 else ' makes'}"
     return Fix(
         "workers",
         _share(e, steps[chosen]),
-        f"The loop waits {e.data_ms:.1f} ms a step for data, which {'it makes itself' if now == 0 else f'{now} workers make'}; "
-        f"with {chosen} {limit}.",
+        f"The loop waits {e.data_ms:.1f} ms a step for data, which {who}; with {chosen} {limit}.",
         f"DataLoader(num_workers={chosen}, persistent_workers=True)",
         changes={"num_workers": chosen, "persistent_workers": True},
     )
@@ -161,7 +162,9 @@ def syncs(e: Evidence) -> Fix | None:
         if e.on_gpu
         else f"{count:.3g} values a step are read from tensors. On a CPU that costs nothing; on a GPU each would wait."
     )
-    return Fix("syncs", found, why, "keep such values on the device, and read them every 50 steps or so", _places(lines))
+    return Fix(
+        "syncs", found, why, "keep such values on the device, and read them every 50 steps or so", _places(lines)
+    )
 
 
 TRIFLE = 0.002
@@ -200,8 +203,11 @@ GRAPH_GAP_MS = 0.00025
 GRAPH_LAUNCH_MS = 0.05
 HOST_DECIDES = 1.05
 OUTSIDE = ("data", "to_device", "log")
-MERGED = ("elementwise", "casts and layout", "reduction", "normalisation", "foreach")
 HEAVY = ("reduction", "normalisation")
+CASTS = "casts and layout"
+MERGED = ("elementwise", CASTS, *HEAVY, "foreach")
+MOST_MERGED = 64
+"""The compiler merges no more than so many operations (torch._inductor.config.max_fusion_size)."""
 
 
 def capture(e: Evidence) -> Fix | None:
@@ -212,8 +218,8 @@ def capture(e: Evidence) -> Fix | None:
     return Fix(
         "capture",
         gain(e.queue, e.queue.changed(in_turn(captured, without("log_ms")) if e.recipe else captured)),
-        f"The GPU has work for {e.queue.device_ms:.1f} of {e.step_ms:.1f} ms: the host can't launch {launches:.0f} pieces "
-        "of work a step any faster.",
+        f"The GPU has work for {e.queue.device_ms:.1f} of {e.step_ms:.1f} ms: the host can't launch {launches:.0f} "
+        "pieces of work a step any faster.",
         'torch.compile(model, mode="reduce-overhead"), or torch.cuda.graph around the whole step; shapes must be fixed',
         changes={"driver": "graph", "optimizer": "adamw-fused", "logging": "ring-buffer"} if _of_one_shape(e) else {},
     )
@@ -258,12 +264,14 @@ def compiling(e: Evidence) -> Fix | None:
 
 def merged(pieces: Pieces) -> list[Piece]:
     """Each run of neighbours that a compiler merges becomes one piece, or as many as it has reductions and norms. It
-    takes as long as the longest of them, or as the reductions and norms together."""
+    takes as long as the longest of them, or as the reductions, norms, casts and copies together, which it can't leave
+    out: those of weights are next to others by chance."""
     found: list[Piece] = []
     run: list[Piece] = []
     for piece in pieces:
         mergeable = piece.kind in MERGED and piece.phase not in (*OUTSIDE, "encode", "optimizer", "clip")
-        if run and not (mergeable and piece.phase == run[0].phase and not (piece.data_ms or piece.log_ms)):
+        goes_on = mergeable and run and piece.phase == run[0].phase and not (piece.data_ms or piece.log_ms)
+        if run and not (goes_on and len(run) < MOST_MERGED):
             found += _one_kernel(run)
             run = []
         if not mergeable:
@@ -281,7 +289,7 @@ def _one_kernel(run: list[Piece]) -> list[Piece]:
         return run
     heavy = [piece for piece in run if piece.kind in HEAVY]
     count = max(1, len(heavy))
-    ms = max(max(piece.ms for piece in run), sum(piece.ms for piece in heavy))
+    ms = max(max(piece.ms for piece in run), sum(piece.ms for piece in run if piece.kind in (*HEAVY, CASTS)))
     host = sum(piece.host_ms for piece in run) / len(run)
     first = replace(run[0], ms=ms / count, host_ms=host)
     rest = [replace(first, data_ms=0.0, log_ms=0.0)] * (count - 1)
@@ -357,11 +365,21 @@ def _in_format(e: Evidence, piece: Piece, dtype: str, ratios: dict[tuple[Product
     if own in ("fp32", "tf32"):
         casts = 0.0
         if dtype == "bf16" and piece.product and not e.recipe:
-            read = piece.product.count * piece.product.k * (piece.product.m + piece.product.n)
-            casts = e.rates.moved_ms(6 * read)
+            casts = _casts_ms(e, piece, piece.product)
         return replace(piece, ms=piece.ms * ratios[piece.product, own] + casts)
-    halved = e.recipe is not None and dtype == "bf16" and piece.kind != COPY and piece.phase not in ("optimizer", "clip")
+    halved = (
+        e.recipe is not None and dtype == "bf16" and piece.kind != COPY and piece.phase not in ("optimizer", "clip")
+    )
     return replace(piece, ms=0.5 * piece.ms) if halved else piece
+
+
+def _casts_ms(e: Evidence, piece: Piece, product: Product) -> float:
+    """What autocast adds to a product: its weight cast in the forward pass, its weight's gradient cast back in the
+    backward pass, which has two products for that one."""
+    if piece.phase != "backward":
+        return e.rates.cast_ms(product.k * product.n, written=2 * product.k * product.n)
+    weight = product.n * max(product.m, product.k)
+    return e.rates.cast_ms(weight, written=4 * weight) / 2
 
 
 FEW = 4
@@ -397,7 +415,11 @@ def batch(e: Evidence) -> Fix | None:
         "batch size",
         gain(e.queue, larger),
         f"A batch of {examples} doesn't fill the {'GPU' if e.on_gpu else 'processor'}: "
-        + (f"{factor} merged take less than one after the other." if merging else f"{factor} times as many take less each."),
+        + (
+            f"{factor} merged take less than one after the other."
+            if merging
+            else f"{factor} times as many take less each."
+        ),
         f"DataLoader(batch_size={(e.examples or 1) * factor})" + (", and less accumulation" if merging else ""),
         changes=changes,
         per="step" if merging else "example",
@@ -469,9 +491,16 @@ def padding(e: Evidence) -> Fix | None:
         gain(e.queue, e.queue.changed(shorter)),
         f"{e.padding:.0%} of the tokens are padding, and are computed on like the others.",
         "batch texts of like length, pad to the batch's longest only, or pack several in a row",
-        changes={"shapes": "packed"} if e.recipe and e.workload.startswith(("qwen", "gpt", "llava")) else {},
+        changes=_packed(e.recipe, e.workload) if e.recipe else {},
         per="useful token",
     )
+
+
+def _packed(recipe: Recipe, workload: str) -> dict[str, Any]:
+    """The knobs that pack a recipe's texts; {} where its layers, as published, keep no examples apart in a row."""
+    if recipe.layers != "rewritten" or not workload.startswith(("qwen", "gpt", "llava")):
+        return {}
+    return {"shapes": "packed", "micro_batch": 1, "token_budget": max(2048, 1024 * recipe.micro_batch)}
 
 
 # ---------------------------------------------------------------------------------------------------------- the update
@@ -527,7 +556,7 @@ def caching(e: Evidence) -> Fix | None:
     return Fix(
         "caching",
         gain(e.queue, e.queue.changed(in_turn(without_phases("encode"), _data_of(e, hand_over)))),
-        f"Frozen encoders take {spent:.1f} ms of GPU a step, and answer the same each epoch.",
+        f"Frozen encoders take {spent:.1f} ms a step, and answer the same each epoch.",
         "encode every example once, and train on what was kept",
         changes=changes,
     )

@@ -1,4 +1,4 @@
-"""What matrix products of a step's own sizes take in each format, measured here; the data sheets' word where they can't be.
+"""What matrix products of a step's own sizes take in each format, measured here, or as data sheets have it.
 
 A product's gain from a format depends on its size: a few rows against a large matrix are bound by memory in every
 format. So a step's own products are timed, those first that take most.
@@ -6,6 +6,7 @@ format. So a step's own products are timed, those first that take most.
 
 from __future__ import annotations
 
+import functools
 import statistics
 import time
 from collections.abc import Callable
@@ -65,6 +66,13 @@ class Rates:
         rate = hardware.probe("copy_gb_per_s").median("copy_gb_per_s") if self.here else None
         return bytes / ((rate or (3000 if self.device == "cuda" else 10)) * 1e6)
 
+    def cast_ms(self, numbers: float, written: float) -> float:
+        """Milliseconds of a cast that writes so many bytes. On a CPU large results are new memory each time, which the
+        system hands out page by page: that takes longer than the copying."""
+        if self.device == "cuda" or not self.here:
+            return self.moved_ms(6 * numbers)
+        return written / _fresh_bytes_per_ms() + self.moved_ms(4 * numbers)
+
     def _ms(self, product: Product) -> float | None:
         if product not in self.known:
             self.known[product] = self._measured(product)
@@ -81,6 +89,16 @@ class Rates:
             return None
         finally:
             self.spent_s += time.perf_counter() - began
+
+
+@functools.cache
+def _fresh_bytes_per_ms() -> float:
+    """Bytes of memory that can be written for the first time in a millisecond."""
+    import torch
+
+    numbers = 1 << 23
+    times = hardware.cuda.timed(lambda: torch.empty(numbers).fill_(1.0), budget_s=0.1, at_least=3)
+    return 4 * numbers / statistics.median(times)
 
 
 def _product(product: Product, device: str) -> Callable[[], None]:

@@ -25,8 +25,10 @@ BLOCKS_AT_ONCE = {"GEMM": 1, "thin GEMM": 1, "attention": 1, "convolution": 1}
 """How many thread blocks a multiprocessor holds at once, roughly: products' take all of its shared memory."""
 OTHER_BLOCKS = 8
 _NO_WORK = ("views and allocation", "other")
-_TYPED = re.compile(r"^aten::(mm|addmm|bmm|baddbmm|_?convolution|cudnn_convolution\w*|mkldnn_convolution\w*|"
-                    r"_scaled_dot_product\w+)$")
+_TYPED = re.compile(
+    r"^aten::(mm|addmm|bmm|baddbmm|_?convolution|cudnn_convolution\w*|mkldnn_convolution\w*|"
+    r"_scaled_dot_product\w+)$"
+)
 _FORWARD_ONLY = ("aten::linear", "aten::conv2d", "aten::scaled_dot_product_attention", "aten::matmul")
 _UPDATE = "Optimizer.step#"
 _NODE = "autograd::engine::evaluate_function"

@@ -1,8 +1,8 @@
 """A training step as the queue that it is, and what it would last if something about it were different.
 
 A step is a list of pieces: what the host gives the device, in order. The host takes a while to give each
-(`host_ms`), before some of them waits for data (`data_ms`) or writes a log (`log_ms`), and after some of them waits until
-the device has caught up (`waits`). `replayed_ms` goes through the queue as `labutils.prediction` does: a piece begins
+(`host_ms`), before some of them waits for data (`data_ms`) or writes a log (`log_ms`), and after some of them waits
+until the device has caught up (`waits`). `Queue.step_ms` goes through it as `labutils.prediction` does: a piece begins
 when it was given and the one before it is done. On a CPU the host does the work itself, so that everything adds up.
 
 A fix is a function from pieces to pieces. Its predicted gain is 1 - (step after) / (step before), both replayed: what
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from labutils.prediction import QUEUE
 
@@ -24,7 +25,7 @@ COPY = "copy"
 
 @dataclass(frozen=True)
 class Product:
-    """A matrix product [m, k] x [k, n], `count` of them side by side, in one format ("fp32", "tf32", "bf16", "fp16")."""
+    """A matrix product [m, k] x [k, n], `count` of them side by side, in a format ("fp32", "tf32", "bf16", "fp16")."""
 
     m: int
     n: int
@@ -39,8 +40,8 @@ class Product:
 
 @dataclass(frozen=True)
 class Piece:
-    """One piece of work: `kind` as `measure.kinds` sorts it ("copy" for what crosses to the device), `ms` of the device,
-    and the host's part in it, in milliseconds.
+    """One piece of work: `kind` as `measure.kinds` sorts it ("copy" for what crosses to the device), `ms` of the
+    device, and the host's part in it, in milliseconds.
 
     `product` where it is known to be one; `fill`: how much of the GPU it fills (1 and more: all of it); `dtype`: what
     an attention or convolution computes in, where it is known.
@@ -75,30 +76,40 @@ class Queue:
 
     @property
     def step_ms(self) -> float:
-        """Milliseconds an optimizer step, replayed; on a GPU from the second round on, as the first starts empty."""
+        """Milliseconds an optimizer step, replayed."""
+        return self.lasts_ms()
+
+    def lasts_ms(self, host: float = 1.0) -> float:
+        """Milliseconds an optimizer step where the host takes `host` times as long for what is its own; on a GPU from
+        the second round on, as the first starts empty."""
         if self.takes_turns:
-            return sum(p.host_ms + p.data_ms + p.log_ms + p.ms for p in self.pieces) / self.steps
-        (_, first), (_, second) = self._rounds()
+            return sum(lumps + host * giving + doing for lumps, giving, doing, _ in self._rows) / self.steps
+        (_, first), (_, second) = self._rounds(host)
         return (second - first) / self.steps
 
-    @property
-    def from_idle_ms(self) -> float:
+    def from_idle_ms(self, host: float = 1.0) -> float:
         """Milliseconds until the host has given a step's work, beginning with an idle device."""
-        return self._rounds()[0][0] / self.steps
+        return self._rounds(host)[0][0] / self.steps
 
-    def _rounds(self) -> list[tuple[float, float]]:
+    @cached_property
+    def _rows(self) -> list[tuple[float, float, float, bool]]:
+        return [(p.data_ms + p.log_ms, p.host_ms, p.ms, bool(p.waits)) for p in self.pieces]
+
+    def _rounds(self, host: float) -> list[tuple[float, float]]:
         """(host's time, device's time) at the end of two rounds."""
         now = done = 0.0
         begun: list[float] = []
         ends = []
         for _ in range(2):
-            for piece in self.pieces:
-                now += piece.data_ms + piece.log_ms + piece.host_ms
-                if len(begun) >= QUEUE:
-                    now = max(now, begun[-QUEUE])
-                begun.append(max(now, done))
-                done = begun[-1] + piece.ms
-                now = max(now, done) if piece.waits else now
+            for lumps, giving, doing, waits in self._rows:
+                now += lumps + host * giving
+                if len(begun) >= QUEUE and begun[-QUEUE] > now:
+                    now = begun[-QUEUE]
+                start = done if done > now else now
+                begun.append(start)
+                done = start + doing
+                if waits and done > now:
+                    now = done
             ends.append((now, max(now, done)))
         return ends
 
@@ -121,11 +132,11 @@ def gain(before: Queue, after: Queue) -> float:
     return min(1.0, max(0.0, 1.0 - after.step_ms / was)) if was > 0 else 0.0
 
 
-# ------------------------------------------------------------------------------------------------- fitting the host's part
+# --------------------------------------------------------------------------------------------- fitting the host's part
 
 TRACED_HOST = 0.62
-"""What a host takes untraced of what it takes under the profiler, at most: the stock loop of article A1 took 588 ms and 993
-traced (0.59) and 533 and 861 (0.62) on two hosts, both bound by the host."""
+"""What a host takes untraced of what it takes under the profiler, at most: the stock loop of article A1 took 588 ms,
+and 993 traced (0.59), on one host, 533 and 861 (0.62) on another; both decided the step."""
 
 
 def fitted(queue: Queue, step_ms: float, from_idle_ms: float | None = None) -> Queue:
@@ -133,8 +144,8 @@ def fitted(queue: Queue, step_ms: float, from_idle_ms: float | None = None) -> Q
 
     All of the host's own time is scaled by one factor, so that the replay lasts as long as the step was timed, and, on
     a GPU, so that the host has given a step's work after `from_idle_ms`. Where the device decides a step, its time says
-    nothing about the host: then the factor is the second's, or without it `TRACED_HOST` at most. Device work is scaled down only
-    where it alone exceeds the step.
+    nothing about the host: then the factor is the second's, or without it `TRACED_HOST` at most. Device work is scaled
+    down only where it alone exceeds the step.
     """
     lumps = queue.total("data_ms") + queue.total("log_ms")
     most = max(1e-9, step_ms - (lumps if queue.takes_turns else 0.0))
@@ -143,20 +154,20 @@ def fitted(queue: Queue, step_ms: float, from_idle_ms: float | None = None) -> Q
         most = 0.001 * step_ms
     if queue.device_ms > most:
         queue = _scaled(queue, "ms", most / queue.device_ms)
-    factor = _factor(queue, lambda q: q.step_ms, step_ms)
+    factor = _factor(queue.lasts_ms, step_ms)
     if from_idle_ms is not None and not queue.takes_turns:
-        factor = min(factor, _factor(queue, lambda q: q.from_idle_ms, from_idle_ms))
+        factor = min(factor, _factor(queue.from_idle_ms, from_idle_ms))
     elif not queue.takes_turns and step_ms < 1.1 * queue.device_ms:
         factor = min(factor, TRACED_HOST)
     return _scaled(queue, "host_ms", factor)
 
 
-def _factor(queue: Queue, clock: Callable[[Queue], float], wanted: float) -> float:
+def _factor(clock: Callable[[float], float], wanted: float) -> float:
     """The factor on the host's time at which `clock` shows `wanted`: between 0 and 4."""
     low, high = 0.0, 4.0
     for _ in range(24):
         middle = (low + high) / 2
-        low, high = (middle, high) if clock(_scaled(queue, "host_ms", middle)) < wanted else (low, middle)
+        low, high = (middle, high) if clock(middle) < wanted else (low, middle)
     return (low + high) / 2
 
 

@@ -55,7 +55,9 @@ class Watched:
     processes: list[dict[str, Any]] = field(default_factory=list)
 
 
-def watch(command: Sequence[str], stages: Stages | None = None, keep_going: bool = False, folder: Path | None = None) -> Watched:
+def watch(
+    command: Sequence[str], stages: Stages | None = None, keep_going: bool = False, folder: Path | None = None
+) -> Watched:
     """Run `command` to the end of its profiled steps; its output passes through. `folder` keeps the trace.
 
     Raises `NoDiagnosis` where it can't be started, or has left no record: then the message says why.
@@ -121,7 +123,11 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _why(watched: Watched, stages: Stages) -> str:
     """Why a script left no record."""
-    ended = f"ended with exit code {watched.exit_code}" if watched.exit_code >= 0 else f"was killed (signal {-watched.exit_code})"
+    ended = (
+        f"ended with exit code {watched.exit_code}"
+        if watched.exit_code >= 0
+        else f"was killed (signal {-watched.exit_code})"
+    )
     said = f"The script {ended}"
     steps = max((process.get("steps", 0) for process in watched.processes), default=0)
     if error := next((p["error"] for p in watched.processes if "error" in p), None):
@@ -137,12 +143,12 @@ def _why(watched: Watched, stages: Stages) -> str:
         return f"{said} before its steps were profiled: what it said of itself is above. Cure that first."
     if steps == 0:
         return (
-            f"{said}, and no optimizer of PyTorch's took a step in it. Does it train? (A step that is replayed from a CUDA "
-            "graph as a whole isn't seen: diagnose the loop before it was captured.)"
+            f"{said}, and no optimizer of PyTorch's took a step in it. Does it train? (A step that is replayed from a "
+            "CUDA graph as a whole isn't seen: diagnose the loop before it was captured.)"
         )
     return (
-        f"{said} after {steps} optimizer steps, and {stages.all} are needed: {stages.warmup} to warm up, {stages.timed} "
-        f"to time, {stages.all - stages.warmup - stages.timed} to watch and profile. Let it take more, or give "
+        f"{said} after {steps} optimizer steps, and {stages.all} are needed: {stages.warmup} to warm up, "
+        f"{stages.timed} to time, {stages.all - stages.warmup - stages.timed} to watch and profile. Let it take more, or give "
         "--warmup 1 --timed 3 --steps 1."
     )
 

@@ -19,7 +19,6 @@ from labutils.measure.trace import Trace
 from labutils.recipe import Recipe
 from labutils.results import Run
 
-
 # -------------------------------------------------------------------------------------------------------------- a trace
 
 
@@ -76,9 +75,7 @@ def _reads_of(trace: Trace) -> tuple[Line, ...]:
     )
 
 
-def _budget(
-    trace: Recorded, queue: Queue, step_ms: float, data_ms: float | None, log_ms: float
-) -> dict[str, float]:
+def _budget(trace: Recorded, queue: Queue, step_ms: float, data_ms: float | None, log_ms: float) -> dict[str, float]:
     if trace.on_gpu:
         return budget.of_gpu(trace, queue, step_ms, data_ms, log_ms)
     return budget.of_cpu(queue, step_ms)
@@ -191,7 +188,9 @@ def _notes(record: Mapping[str, Any]) -> tuple[str, ...]:
     if config["launch_blocking"]:
         found.append("CUDA_LAUNCH_BLOCKING=1 is set: every launch waits for its kernel. Unset it outside of debugging.")
     if config["anomaly"]:
-        found.append("Anomaly detection is on: it records a stack for every operator. Turn it off outside of debugging.")
+        found.append(
+            "Anomaly detection is on: it records a stack for every operator. Turn it off outside of debugging."
+        )
     if config["world_size"] > 1:
         found.append(f"One of {config['world_size']} processes was watched, the one of rank 0.")
     if not record["batches"]:
@@ -292,11 +291,11 @@ def _loader_of(recipe: Recipe, bytes: float = 0.0, fetch_cpu_ms: float | None = 
     )
 
 
-# ------------------------------------------------------------------------------------------------- a recipe of the course
+# ----------------------------------------------------------------------------------------------- a recipe of the course
 
 
 def of_recipe(run: Run, trace: Recorded, from_idle_ms: float | None = None) -> Evidence:
-    """Evidence of a recipe at work: its run, timed without the profiler, and a trace of a few steps of the same session.
+    """Evidence of a recipe at work: its run, timed without the profiler, and a trace of a few steps of its session.
 
     from_idle_ms: the host's time for a step that begins with an idle GPU.
     """
@@ -326,7 +325,7 @@ def of_recipe(run: Run, trace: Recorded, from_idle_ms: float | None = None) -> E
         optimizer=Optimizer("AdamW", "fused" if recipe.optimizer == "adamw-fused" else "foreach", 0, 0.0),
         padding=_padding_of(run),
         recomputed=trace.recomputed() if recipe.checkpointing != "off" else 0.0,
-        memory_gb=_memory_of(run),
+        memory_gb=_memory_of(replace(run, machine=run.machine or hardware.machine())),
         steps=len(run.samples.get("step_ms", ())),
         recipe=recipe,
         workload=run.workload,
@@ -337,4 +336,3 @@ def _threads() -> int:
     import torch
 
     return torch.get_num_threads()
-

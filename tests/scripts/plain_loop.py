@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 
 
 class Pictures(Dataset):
-    """Random pictures with a label each; `decode_ms` is what reading one takes, `work` whether the processor does it."""
+    """Random pictures with a label each; reading one takes `decode_ms`, and keeps the processor at it with `work`."""
 
     def __init__(self, rows, width, decode_ms, work=False):
         self.rows, self.width, self.decode_ms, self.work = rows, width, decode_ms, work
@@ -30,6 +30,23 @@ class Pictures(Dataset):
         time.sleep(max(0.0, until - time.perf_counter()))
         generator = torch.Generator().manual_seed(index)
         return torch.randn(self.width, generator=generator), index % 10
+
+
+class Remembered(Dataset):
+    """The same pictures, read once."""
+
+    def __init__(self, pictures):
+        self.rows = torch.stack([pixels for pixels, _ in pictures])
+        self.labels = torch.tensor([label for _, label in pictures])
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, index):
+        return self.rows[index], self.labels[index]
+
+    def __getitems__(self, indices):
+        return list(zip(self.rows[indices], self.labels[indices], strict=True))
 
 
 class Scales(nn.Module):
@@ -63,6 +80,7 @@ def main():
     parser.add_argument("--workers", type=int, default=0)
     parser.add_argument("--decode-ms", type=float, default=0.0)
     parser.add_argument("--decode-works", action="store_true")
+    parser.add_argument("--in-memory", action="store_true")
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--depth", type=int, default=2)
@@ -83,7 +101,7 @@ def main():
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, **kind)
     pictures = Pictures(1024, options.width, options.decode_ms, options.decode_works)
     loader = DataLoader(
-        pictures,
+        Remembered([pictures[index] for index in range(1024)]) if options.in_memory else pictures,
         options.batch,
         shuffle=True,
         drop_last=True,
@@ -92,7 +110,7 @@ def main():
         persistent_workers=options.workers > 0,
     )
     folder = tempfile.mkdtemp()
-    log = open(os.path.join(folder, "log.csv"), "w", newline="")
+    log = open(os.path.join(folder, "log.csv"), "w", newline="")  # noqa: SIM115
     writer = csv.writer(log)
     step = micro_step = 0
     while step < options.steps:

@@ -63,9 +63,13 @@ class Word:
         self.say()
         atexit.register(self.say)
 
+    def note(self, **news: Any) -> None:
+        """Add to what will be said at the process's end, or before."""
+        self.said |= news
+
     def say(self, **news: Any) -> None:
         """Add to what was said. A process that was forked from this one stays silent."""
-        self.said |= news
+        self.note(**news)
         if os.getpid() == self.pid:
             with open(self.path, "w", encoding="utf-8") as file:
                 json.dump(self.said, file, default=str)

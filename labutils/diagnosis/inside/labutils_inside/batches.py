@@ -10,7 +10,7 @@ def tensors_in(batch: Any) -> Iterator[tuple[str, Any]]:
     """(name, tensor) of a batch in any of the usual nestings; the name is "" where there is none."""
     if isinstance(batch, Mapping):
         for name, value in batch.items():
-            yield from ((str(name) if not inner else inner, tensor) for inner, tensor in tensors_in(value))
+            yield from ((inner or str(name), tensor) for inner, tensor in tensors_in(value))
     elif isinstance(batch, list | tuple):
         for value in batch:
             yield from tensors_in(value)

@@ -1,4 +1,4 @@
-"""Goes through a script's optimizer steps: passes some over, times some, watches some, profiles some, and writes it down.
+"""Goes through a script's optimizer steps: passes some over, times, watches and profiles some, and writes it down.
 
     passed over   what is compiled, tuned or allocated once happens here
     timed         nothing but clocks: a step's time and its waits for data are these
@@ -7,8 +7,8 @@
     profiled      torch.profiler, without Python stacks
 
 A step is what lies between two calls of the leading optimizer's `step`, the first that was seen to step. Backward
-passes in between tell how many micro-batches it takes. Stages are counted in steps and not in time, so that all ranks of
-a run over several GPUs leave off at the same one.
+passes in between tell how many micro-batches it takes. Stages are counted in steps and not in time, so that all ranks
+of a run over several GPUs leave off at the same one.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Finished(SystemExit):
 
 
 class Watch:
-    """One process's watch. given: `folder`, `keep_going`, and the steps of each stage (`warmup`, `timed`, `profiled`)."""
+    """One process's watch. given: `folder`, `keep_going`, and the steps of stages (`warmup`, `timed`, `profiled`)."""
 
     def __init__(self, given: dict[str, Any], word: Word) -> None:
         self.given, self.word, self.pid = given, word, os.getpid()
@@ -183,17 +183,12 @@ class Watch:
 
     def _step_ends(self) -> None:
         self.steps += 1
+        self.word.note(steps=self.steps)
         self._count(self.stage)
         self.now = dict.fromkeys(self.now, 0)
-        left = self.steps
-        for stage, count in self.plan:
-            if left < count:
-                break
-            left -= count
-        else:
-            stage = DONE
+        stage = self._stage_after(self.steps)
         if stage != self.stage:
-            self.word.say(steps=self.steps, stage=stage)
+            self.word.say(stage=stage)
             self._leave(self.stage)
             self.stage = stage
             self._enter(stage)
@@ -205,6 +200,13 @@ class Watch:
             self._profiler_step()
         if stage == DONE:
             self._finish()
+
+    def _stage_after(self, steps: int) -> str:
+        for stage, count in self.plan:
+            if steps < count:
+                return stage
+            steps -= count
+        return DONE
 
     def _count(self, stage: str) -> None:
         if stage == TIMED:
@@ -226,9 +228,7 @@ class Watch:
             self._mark()
             self._synchronise()
             pairs = list(zip(self.marks, self.marks[1:], strict=False))
-            self.clock["step_ms"] = [
-                a.elapsed_time(b) if self.on_gpu else 1e3 * (b - a) for a, b in pairs
-            ]
+            self.clock["step_ms"] = [a.elapsed_time(b) if self.on_gpu else 1e3 * (b - a) for a, b in pairs]
         elif stage == WATCHED:
             self._unwatch_syncs()
 
@@ -261,7 +261,7 @@ class Watch:
             self.word.say(profiled_by_itself=True)
 
     def _watch_syncs(self) -> None:
-        """Have PyTorch warn at each operator that waits for the GPU; the line at fault is that of the warning's stack."""
+        """Have PyTorch warn at each operator that waits for the GPU: the warning's stack holds the line at fault."""
         import torch
 
         before, mode, filters = warnings.showwarning, torch.cuda.get_sync_debug_mode(), warnings.filters[:]
@@ -336,7 +336,9 @@ class Watch:
 
         for key in ("data_ms", "optimizer_ms"):
             self.clock[key] = [count[key] for count in self.counts]
-        rows = [(kind, place, what, *row) for (kind, place, what), row in self.calls.found.items()] if self.calls else []
+        rows = (
+            [(kind, place, what, *row) for (kind, place, what), row in self.calls.found.items()] if self.calls else []
+        )
         watched = dict(self.plan)[WATCHED]
         return {
             "device": "cuda" if self.on_gpu else "cpu",
@@ -398,7 +400,9 @@ def _settings_of(loader: Any) -> dict[str, Any]:
 
 
 def _optimizer_facts(optimizer: Any) -> dict[str, Any]:
-    parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None or p.requires_grad]
+    parameters = [
+        p for group in optimizer.param_groups for p in group["params"] if p.grad is not None or p.requires_grad
+    ]
     first = optimizer.param_groups[0]
     return {
         "name": type(optimizer).__name__,
