@@ -96,7 +96,7 @@ def _add_diagnose(commands: argparse._SubParsersAction) -> None:
         usage="labutils diagnose [options] -- python train.py ...\n"
         "       labutils diagnose [options] --trace FILE | --run NAME [--results DIR]",
         description="Run a training script as it is for a few optimizer steps, and rank what would make it faster, "
-        "each fix with the gain that is predicted for it and why. The script ends after those steps, unless it is to go on.",
+        "each fix with the gain that is predicted for it and why. It ends after those steps unless it is to go on.",
         epilog="Exit codes: 0 a diagnosis was made; 1 the script failed, or nothing could be diagnosed; 2 wrong usage.",
     )
     diagnose.add_argument("command", nargs="*", help=argparse.SUPPRESS)

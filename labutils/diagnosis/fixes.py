@@ -33,8 +33,8 @@ from labutils.recipe import Recipe
 @dataclass(frozen=True)
 class Fix:
     """`gain`: the predicted share of the step's time saved, 0 to 1; where `per` says so, of the time that an example or
-    a useful token takes. `do`: what to type. `sources`: "file:line" of what is to be changed. `changes`: the fields of a
-    `Recipe` that make it, {} where it is no knob."""
+    a useful token takes. `do`: what to type. `sources`: "file:line" of what is to be changed. `changes`: the fields of
+    a `Recipe` that make it, {} where it is no knob."""
 
     name: str
     gain: float
@@ -111,6 +111,8 @@ def _share(e: Evidence, step_ms: float) -> float:
     return min(1.0, max(0.0, 1 - step_ms / e.queue.step_ms))
 
 
+TO_LINES = (".to()", "to", "Tensor.to", "Tensor.cuda", "aten::to", "aten::copy_", "aten::_to_copy")
+"""What lines call that copy to the GPU, by the hooks' account and by a trace's."""
 PINNED = 0.45
 """How long a copy to the GPU takes from page-locked memory, of what it takes from ordinary memory: on an H200's host 55
 against 25 GB/s."""
@@ -135,7 +137,7 @@ def pinning(e: Evidence) -> Fix | None:
         f"{waits:.3g} copies to the GPU a step make the host wait, so that it can't launch ahead"
         + ("." if pinned else "; from memory that isn't page-locked they are slower, too."),
         'DataLoader(pin_memory=True) and .to("cuda", non_blocking=True)',
-        _places(line for line in e.reads if line.what in (".to()", "aten::to", "aten::copy_", "")),
+        _places(line for line in e.reads if line.what in TO_LINES),
         {"pin_memory": True, "non_blocking": True},
     )
 
@@ -146,7 +148,7 @@ def pinning(e: Evidence) -> Fix | None:
 def syncs(e: Evidence) -> Fix | None:
     """Values that are read each step: without the waits the host runs ahead of the GPU. On a CPU there is no one to
     wait for, and nothing is gained."""
-    lines = [line for line in e.reads if line.what not in ("aten::to", "aten::copy_")]
+    lines = [line for line in e.reads if line.what not in TO_LINES]
     waits = sum(p.waits == READ for p in e.queue.pieces) / e.queue.steps if e.on_gpu else 0.0
     if not lines and not waits:
         return None

@@ -20,13 +20,16 @@ from labutils.measure.trace import Trace, Wait
 CALLING_MS = 0.002
 """What of an operator's time on a CPU is the calling of it: an addition of one number takes 0.6 us as it is, and 2 to 3
 under the profiler."""
+MOST_CALLING_MS = 0.03
+"""What calling one operator takes at most, Python around it included. More than that is something else, such as the
+system handing out memory, and no fewer calls would save it."""
 FORMATS = {"float": "fp32", "c10::BFloat16": "bf16", "c10::Half": "fp16", "double": "fp64"}
 BLOCKS_AT_ONCE = {"GEMM": 1, "thin GEMM": 1, "attention": 1, "convolution": 1}
 """How many thread blocks a multiprocessor holds at once, roughly: products' take all of its shared memory."""
 OTHER_BLOCKS = 8
 _NO_WORK = ("views and allocation", "other")
 _TYPED = re.compile(
-    r"^aten::(mm|addmm|bmm|baddbmm|_?convolution|cudnn_convolution\w*|mkldnn_convolution\w*|"
+    r"^aten::(mm|addmm|bmm|baddbmm|_?convolution\w*|cudnn_convolution\w*|mkldnn_convolution\w*|"
     r"_scaled_dot_product\w+)$"
 )
 _FORWARD_ONLY = ("aten::linear", "aten::conv2d", "aten::scaled_dot_product_attention", "aten::matmul")
@@ -120,7 +123,8 @@ def _on_gpu(trace: Recorded) -> Iterator[Piece]:
         works[copy.correlation].append((kind, copy.name, copy.end - copy.start, 1.0))
     once = {call.correlation: call for call in reversed(trace._inside(trace.calls)) if call.correlation in works}
     calls = sorted((call for key, call in once.items() if key is not None), key=lambda call: call.start)
-    waits = _waits_after([call.start for call in calls], trace.waits)
+    end = _end_of_host(trace)
+    waits = _waits_after([call.start for call in calls], [wait for wait in trace.waits if wait.start < end])
     products = _products(trace, calls)
     not_own = Lookup(union([*((w.start, w.end) for w in trace.waits), *trace.phase_time.get("data", [])]))
     last = trace.wall[0]
@@ -147,8 +151,13 @@ def _on_gpu(trace: Recorded) -> Iterator[Piece]:
 
 def _until_the_host_ended(trace: Recorded, left: Sequence[tuple[float, float]]) -> float:
     """Of the time after the last launch, what the host took: until the last recorded step's mark, and not the GPU."""
-    end = trace._windows[-1][2] if trace._windows else trace.wall[1]
+    end = _end_of_host(trace)
     return sum(max(0.0, min(b, end) - a) for a, b in left)
+
+
+def _end_of_host(trace: Recorded) -> float:
+    """When the host had done the last recorded step; after that the profiler itself waits for the GPU."""
+    return trace._windows[-1][2] if trace._windows else trace.wall[1]
 
 
 def _waits_after(starts: Sequence[float], waits: Sequence[Wait]) -> dict[int, Wait]:
@@ -185,7 +194,7 @@ def _format_of(kernel: str) -> str:
 
 def _on_cpu(trace: Recorded) -> Iterator[Piece]:
     """A piece for each operator that computes something. The host's own time of a phase (Python, views, calling) is
-    shared out evenly among its pieces."""
+    shared out evenly among its pieces, up to what calling can take."""
     found: list[tuple[float, Piece]] = []
     for thread, slices in trace.ops.items():
         own = [(op, ms) for op, ms in own_time(trace._inside(slices)) if category_of(op.name) not in _NO_WORK]
@@ -206,11 +215,12 @@ def _on_cpu(trace: Recorded) -> Iterator[Piece]:
     for piece in pieces:
         working[piece.phase] += piece.ms
         count[piece.phase] += 1
+    left = {name: max(0.0, span - working[name]) for name, span in spans.items()}
+    calling = {name: min(MOST_CALLING_MS, left.get(name, 0.0) / number) for name, number in count.items()}
     for piece in pieces:
-        left = max(0.0, spans.get(piece.phase, 0.0) - working[piece.phase])
-        yield replace(piece, host_ms=left / count[piece.phase])
-    idle = sum(span for name, span in spans.items() if not count[name])
-    yield Piece("other", 0.0, host_ms=max(0.0, idle))
+        yield replace(piece, host_ms=calling[piece.phase])
+    for name, ms in left.items():
+        yield Piece("other", 0.0, host_ms=ms - count[name] * calling.get(name, 0.0), phase=name)
 
 
 # --------------------------------------------------------------------------------------------------------------- lumps

@@ -148,8 +148,8 @@ def _why(watched: Watched, stages: Stages) -> str:
         )
     return (
         f"{said} after {steps} optimizer steps, and {stages.all} are needed: {stages.warmup} to warm up, "
-        f"{stages.timed} to time, {stages.all - stages.warmup - stages.timed} to watch and profile. Let it take more, or give "
-        "--warmup 1 --timed 3 --steps 1."
+        f"{stages.timed} to time, {stages.all - stages.warmup - stages.timed} to watch and profile. Let it take more, "
+        "or give --warmup 1 --timed 3 --steps 1."
     )
 
 

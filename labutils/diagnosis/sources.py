@@ -128,11 +128,13 @@ def _lines(record: Mapping[str, Any], kind: str) -> tuple[Line, ...]:
 
 
 def _reads(record: Mapping[str, Any]) -> tuple[Line, ...]:
-    """The lines that read tensors or wait; on a GPU PyTorch's own warnings know of more."""
+    """The lines that read tensors or wait; on a GPU PyTorch's own warnings know of more, copies to it among them."""
     seen = _lines(record, "read")
-    places = {line.place for line in seen}
-    warned = [Line(short(place), "", count) for place, count in record["sync_lines"].items()]
-    return seen + tuple(line for line in warned if line.place not in places)
+    reading, copying = ({line.place for line in lines} for lines in (seen, _lines(record, "to")))
+    warned = [(short(place), count) for place, count in record["sync_lines"].items()]
+    return seen + tuple(
+        Line(place, ".to()" if place in copying else "", count) for place, count in warned if place not in reading
+    )
 
 
 def short(place: str) -> str:
@@ -304,7 +306,8 @@ def of_recipe(run: Run, trace: Recorded, from_idle_ms: float | None = None) -> E
         raise ValueError(f'The run "{run.run}" holds no recipe of this version of the course.')
     step_ms, data_ms = run.metric("step_ms") or 0.0, run.metric("data_ms") or 0.0
     data_ms = min(data_ms, 0.999 * step_ms)
-    log_ms = min(_log_ms(trace), step_ms - data_ms) if recipe.logging == "synchronous" else 0.0
+    slowed = max(1.0, trace.wall_ms / trace.steps / step_ms)  # by the profiler
+    log_ms = min(_log_ms(trace) / slowed, step_ms - data_ms) if recipe.logging == "synchronous" else 0.0
     queue = fitted(queue_of(trace, data_ms, log_ms), step_ms, from_idle_ms)
     device = "cuda" if trace.on_gpu else "cpu"
     return Evidence(
@@ -317,7 +320,7 @@ def of_recipe(run: Run, trace: Recorded, from_idle_ms: float | None = None) -> E
         data_ms=data_ms,
         log_ms=log_ms,
         cores=hardware.usable_cores(),
-        threads=_threads(),
+        threads=_settings()["threads"],
         accumulation=recipe.accumulation,
         examples=recipe.micro_batch,
         reads=_reads_of(trace),
@@ -329,10 +332,15 @@ def of_recipe(run: Run, trace: Recorded, from_idle_ms: float | None = None) -> E
         steps=len(run.samples.get("step_ms", ())),
         recipe=recipe,
         workload=run.workload,
+        config=_settings(),
     )
 
 
-def _threads() -> int:
+def _settings() -> dict[str, Any]:
     import torch
 
-    return torch.get_num_threads()
+    return {
+        "matmul_tf32": torch.backends.cuda.matmul.allow_tf32,
+        "cudnn_tf32": torch.backends.cudnn.allow_tf32,
+        "threads": torch.get_num_threads(),
+    }

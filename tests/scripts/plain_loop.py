@@ -81,6 +81,7 @@ def main():
     parser.add_argument("--decode-ms", type=float, default=0.0)
     parser.add_argument("--decode-works", action="store_true")
     parser.add_argument("--in-memory", action="store_true")
+    parser.add_argument("--keep-batches", action="store_true")
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--depth", type=int, default=2)
@@ -109,6 +110,7 @@ def main():
         pin_memory=options.pin,
         persistent_workers=options.workers > 0,
     )
+    loader = list(loader) if options.keep_batches else loader
     folder = tempfile.mkdtemp()
     log = open(os.path.join(folder, "log.csv"), "w", newline="")  # noqa: SIM115
     writer = csv.writer(log)

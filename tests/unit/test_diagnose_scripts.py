@@ -39,7 +39,7 @@ def plain(*options: str) -> Diagnosis:
     return diagnosed("plain_loop.py", "--device", "cpu", *options)
 
 
-# --------------------------------------------------------------------------------- three scripts that know nothing of it
+# -------------------------------------------------------------------------------- three scripts that know nothing of it
 
 
 def test_a_plain_loop_that_reads_slowly_without_workers():

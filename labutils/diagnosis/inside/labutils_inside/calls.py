@@ -21,6 +21,8 @@ WRITERS = (
 )
 """Files whose functions write: what is inside one, sleeps and locks included, is writing."""
 WRITING = {"write", "writelines", "flush", "fsync", "fdatasync", "print", "writerow", "writerows", "dump", "save"}
+COPIES = {"to", "cuda"}
+"""Methods that may copy a tensor to the GPU."""
 READS = {"item", "tolist", "numpy", "cpu"}
 """Methods of a tensor that bring its values to the host."""
 WAITS = {"synchronize", "_cuda_synchronize"}
@@ -29,7 +31,7 @@ WAITS = {"synchronize", "_cuda_synchronize"}
 class Calls:
     """Between `resume()` and `pause()`, gathers `found`: (kind, "file:line", what) -> [times, milliseconds].
 
-    kind: "write" or "read". The line is the innermost of the script's own code.
+    kind: "write", "read" or "to". The line is the innermost of the script's own code.
     """
 
     def __init__(self) -> None:
@@ -64,6 +66,8 @@ class Calls:
         name, owner = function.__name__, getattr(function, "__self__", None)
         if (name in READS and hasattr(owner, "untyped_storage")) or name in WAITS:
             self._begin(function, ("read", place_of(frame), f".{name}()"))
+        elif name in COPIES and hasattr(owner, "untyped_storage") and owner.device.type == "cpu":
+            self._begin(function, ("to", place_of(frame), ".to()"))
         elif name in WRITING and not self._writing() and _writes(name, owner):
             self._begin(function, ("write", place_of(frame), f"{name}()"))
 
@@ -76,7 +80,7 @@ class Calls:
     def _close(self) -> None:
         _, key, began, told, read_ms = self.open.pop()
         ms = 1e3 * (time.perf_counter() - began) - (self.told - told) * self.each_ms
-        if key[0] == "read":
+        if key[0] != "write":
             self.reading_ms += ms
         else:
             ms -= self.reading_ms - read_ms  # a loss read in order to be written is a wait, and no writing

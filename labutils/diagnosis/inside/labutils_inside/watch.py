@@ -273,14 +273,19 @@ class Watch:
             place = calls.place_of(sys._getframe(1))
             self.sync_lines[place] = self.sync_lines.get(place, 0) + 1
 
+        def set_quietly(mode: int | str) -> None:
+            with warnings.catch_warnings():  # it warns that it is a prototype
+                warnings.simplefilter("ignore")
+                torch.cuda.set_sync_debug_mode(mode)
+
         def unwatch() -> None:
-            torch.cuda.set_sync_debug_mode(mode)
+            set_quietly(mode)
             warnings.showwarning = before
             warnings.filters[:] = filters
 
+        set_quietly("warn")
         warnings.simplefilter("always")
         warnings.showwarning = note
-        torch.cuda.set_sync_debug_mode("warn")
         self._unwatch = unwatch
 
     def _unwatch_syncs(self) -> None:
