@@ -108,7 +108,7 @@ def _add_diagnose(commands: argparse._SubParsersAction) -> None:
     diagnose.add_argument("--steps", type=_count, default=3, metavar="N", help="steps profiled (3)")
     diagnose.add_argument("--keep-going", action="store_true", help="let the script run to its own end")
     diagnose.add_argument("--folder", type=_folder, metavar="DIR", help="keep the trace and what was recorded there")
-    diagnose.add_argument("--json", action="store_true", help="the diagnosis for machines")
+    diagnose.add_argument("--json", action="store_true", help="the diagnosis for machines, as the last line")
     diagnose.set_defaults(carry_out=_diagnose)
 
 

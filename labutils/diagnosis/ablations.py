@@ -26,18 +26,26 @@ from labutils.recipe import A2_BASE, A3_BASE, STOCK, Recipe
 from labutils.results import Run
 from labutils.training import Bench, Session
 from labutils.training.comparing import ROUNDS
-from labutils.workloads.base import Workload
+from labutils.workloads.base import Workload, open_workload
 
 START = "start"
 STARTS: dict[str, tuple[str, Recipe]] = {
     "SD1.5": ("sd15-lora", STOCK),
-    "SD1.5 in fp32": ("sd15-lora", STOCK.but(precision="fp32", num_workers=8, persistent_workers=True)),
-    "LLaVA": ("llava-lora", A2_BASE),
+    "LLaVA": ("llava-lora", A2_BASE.but(checkpointing="blocks")),
     "Qwen3": ("qwen3-lora-long", A3_BASE.but(checkpointing="blocks", optimizer="adamw", layers="rewritten")),
+    "Qwen3 in fp32": ("qwen3-lora-short", A3_BASE.but(precision="fp32")),
 }
 """Loops to diagnose, by name: workload and recipe. They are the articles' own starting points, but for choices that
 those had made already: products in fp32; blocks that compute again, the optimizer as PyTorch picks it, and layers that
 can take packed rows as well as padded ones."""
+MEASURED: dict[str, tuple[str, ...]] = {
+    "SD1.5": ("workers", "batch size", "capture", "caching"),
+    "LLaVA": ("workers", "checkpointing", "caching"),
+    "Qwen3": ("checkpointing", "padding", "optimizer"),
+    "Qwen3 in fp32": ("precision",),
+}
+"""The fixes that are measured of each start where time is short. Compiling is left out: it takes longer to build than
+all others to measure."""
 AT_ONCE = 4
 """So many recipes stand side by side with the start, each with a model, its activations and perhaps a graph."""
 CLOSE = 0.2
@@ -208,6 +216,33 @@ def measured_gain(start: Run, run: Run, per: str = "step") -> float | None:
         return 1 - before / after if before and after else None
     before, after = start.metric("step_ms"), run.metric("step_ms")
     return 1 - after / before if before and after else None
+
+
+def over_starts(
+    scale: str = "auto",
+    names: Iterable[str] = tuple(STARTS),
+    steps: int = 3,
+    rounds: int = 2,
+    everything: bool = False,
+    data: str = "generated",
+    weights: str = "random",
+) -> tuple[list[Ablated], dict[str, str]]:
+    """`ablations` of each start of those names, one after the other, and why there are none of one that failed.
+
+    everything: every fix that is a knob, and not those of `MEASURED` alone.
+    """
+    found, failed = [], {}
+    for name in names:
+        room, start = STARTS[name]
+        workload = open_workload(room, scale, weights=weights, data=data)
+        try:
+            only = None if everything else MEASURED[name]
+            found.append(ablations(workload, start, name, steps, rounds, only))
+        except RuntimeError as error:
+            failed[name] = str(error)
+        workload.let_go()
+        hardware.cuda.empty_cache()
+    return found, failed
 
 
 HEAD = ("loop", "fix", "what changes", "predicted", "measured", "step off by")

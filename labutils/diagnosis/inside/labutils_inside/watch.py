@@ -75,11 +75,9 @@ class Watch:
         import torch.utils.data.dataloader as dataloader
         from torch.optim import optimizer
 
-        hooks = (
-            optimizer.register_optimizer_step_pre_hook(self._before_update),
-            optimizer.register_optimizer_step_post_hook(self._after_update),
-        )
-        self.undo += [hook.remove for hook in hooks]
+        # These two stay to the end: they can't be taken out of a list that PyTorch is going through.
+        optimizer.register_optimizer_step_pre_hook(self._before_update)
+        optimizer.register_optimizer_step_post_hook(self._after_update)
         self._around(torch.autograd, "backward", self._backward)
         self._around(dataloader._BaseDataLoaderIter, "__next__", self._next_batch)
         self._around(dataloader.DataLoader, "__iter__", self._new_epoch)
@@ -159,9 +157,9 @@ class Watch:
         if self.update_mark is not None:
             self.update_mark.__exit__(None, None, None)
             self.update_mark = None
+        if self.stage == DONE and not self.given["keep_going"]:
+            raise Finished(0)  # the first was caught
         if self.stage == DONE or os.getpid() != self.pid:
-            if self.stage == DONE and not self.given["keep_going"]:
-                raise Finished(0)  # the first was caught
             return
         if self.calls is not None:
             self.calls.pause()  # what follows is no call of the script's
