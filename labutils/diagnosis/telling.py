@@ -48,7 +48,7 @@ def _fixes(diagnosis: Diagnosis) -> Iterator[str]:
     else:
         yield "What to change first (each gain by itself; they don't add up)"
     for place, fix in enumerate(diagnosis.worth_it, 1):
-        yield f"  {place}. {fix.name}: saves {fix.gain:.0%} of the time a {fix.per} takes, as predicted"
+        yield f"  {place}. {fix.name}: saves {fix.gain:.0%} of the time {_one(fix.per)} takes, as predicted"
         yield from _wrapped(fix.reason)
         yield from _wrapped(f"-> {fix.do}") if fix.do else ()
         yield from _wrapped(f"at {', '.join(fix.sources)}") if fix.sources else ()
@@ -57,6 +57,10 @@ def _fixes(diagnosis: Diagnosis) -> Iterator[str]:
         yield f"Looked at, and predicted to save less than {WORTH:.0%}"
         for fix in diagnosis.not_worth_it:
             yield from _wrapped(f"{fix.name} ({fix.gain:.1%}): {fix.reason}{_at(fix)}", "  ", "    ")
+
+
+def _one(unit: str) -> str:
+    return f"an {unit}" if unit[0] in "aeio" else f"a {unit}"
 
 
 def _at(fix: Fix) -> str:

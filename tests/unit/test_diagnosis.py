@@ -296,6 +296,24 @@ def test_what_is_computed_again():
     assert diagnose(of_steps(steps, config={"peak_gb": 70.0})).fix("checkpointing") is None  # there is no room
 
 
+@pytest.mark.parametrize(
+    ("kernel", "types", "found"),
+    [
+        ("sm90_xmma_gemm_f32f32_tf32f32_f32_tn", ("float",) * 2, "tf32"),
+        ("cutlass_80_tensorop_s1688gemm_128x256", ("float",) * 2, "tf32"),
+        ("ampere_fp16_s1688gemm_fp16_256x128", ("c10::Half",) * 2, "fp16"),
+        ("cutlass_80_simt_sgemm_128x128", ("float",) * 2, "fp32"),
+        ("nvjet_tst_128x256_64x4_gemm", ("c10::BFloat16",) * 2, "bf16"),
+    ],
+)
+def test_the_format_of_a_product_is_its_kernels_or_else_its_inputs(kernel, types, found):
+    steps = Steps()
+    steps.step()
+    products(steps, 2, name=kernel, types=types)
+    evidence = of_steps(steps)
+    assert {fixes.format_of(evidence, p) for p in evidence.queue.pieces if p.ms} == {found}
+
+
 # ---------------------------------------------------------------------------------------------------------- the replay
 
 
