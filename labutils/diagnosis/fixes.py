@@ -265,9 +265,9 @@ def compiling(e: Evidence) -> Fix | None:
 
 
 def merged(pieces: Pieces) -> list[Piece]:
-    """Each run of neighbours that a compiler merges becomes one piece, or as many as it has reductions and norms. It
-    takes as long as the longest of them, or as the reductions, norms, casts and copies together, which it can't leave
-    out: those of weights are next to others by chance."""
+    """Each run of neighbours that a compiler merges becomes one piece, or as many as it has reductions, norms, and half
+    as many as casts and copies: those of weights are next to others by chance. It takes as long as the longest of them,
+    or as all of those together."""
     found: list[Piece] = []
     run: list[Piece] = []
     for piece in pieces:
@@ -290,7 +290,7 @@ def _one_kernel(run: list[Piece]) -> list[Piece]:
     if len(run) < 2:
         return run
     heavy = [piece for piece in run if piece.kind in HEAVY]
-    count = max(1, len(heavy))
+    count = min(len(run), max(1, len(heavy) + sum(piece.kind == CASTS for piece in run) // 2))
     ms = max(max(piece.ms for piece in run), sum(piece.ms for piece in run if piece.kind in (*HEAVY, CASTS)))
     host = sum(piece.host_ms for piece in run) / len(run)
     first = replace(run[0], ms=ms / count, host_ms=host)
