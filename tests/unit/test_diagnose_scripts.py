@@ -76,11 +76,11 @@ def test_the_hooks_travel_through_a_launcher():
 
 
 def test_tiny_kernels():
-    assert plain("--tiny-kernels").worth_it[0].name == "compile"
+    assert plain("--tiny-kernels", "--in-memory").worth_it[0].name == "compile"
 
 
 def test_writing_each_step():
-    found = plain("--log", "flush")
+    found = plain("--log", "flush", "--in-memory")
     assert found.worth_it[0].name == "logging"
     assert any("plain_loop.py" in place for place in found.worth_it[0].sources)
     lines = (SCRIPTS / "plain_loop.py").read_text("utf-8").splitlines()
@@ -98,7 +98,7 @@ def test_reading_a_value_of_each_parameter():
 
 
 def test_batches_of_one():
-    found = plain("--batch", "1", "--hidden", "512")
+    found = plain("--batch", "1", "--hidden", "512", "--in-memory")
     assert found.worth_it[0].name == "batch size"
     assert found.worth_it[0].per == "example"
 
@@ -107,7 +107,7 @@ def test_products_in_float32():
     probe = hardware.probe("tflops_fp32", "tflops_bf16")
     if probe.rate("bf16") < 1.5 * probe.rate("fp32"):
         pytest.skip("this processor multiplies no faster in bf16")
-    found = plain("--hidden", "1024", "--depth", "3", "--batch", "256")
+    found = plain("--hidden", "1024", "--depth", "3", "--batch", "256", "--in-memory")
     assert "precision" in [fix.name for fix in found.worth_it[:2]]
 
 
@@ -116,7 +116,7 @@ def test_micro_batches_are_counted():
 
 
 def test_an_optimizer_in_a_loop():
-    found = plain("--tiny-kernels", "--optimizer", "loop")
+    found = plain("--tiny-kernels", "--optimizer", "loop", "--in-memory")
     assert found.fix("optimizer").gain > 0.1
 
 
