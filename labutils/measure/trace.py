@@ -690,6 +690,7 @@ def profile(
     with_stack: bool = True,
     wait: int = 1,
     with_shapes: bool | None = None,
+    kind: type[Trace] = Trace,
 ) -> Trace:
     """Record `steps` steps of `session` as article A1 does, and read the trace back.
 
@@ -697,7 +698,8 @@ def profile(
     more with `wait` where workers have made batches ready: steps that use them up wait for no data. `session` has
     `.step()`; each call is one recorded step (for a training session an optimizer step, accumulation included). The
     file `*.pt.trace.json` in `folder` opens in Perfetto. `with_stack` records Python functions as well, `with_shapes`
-    (None: with the stacks) the operators' input shapes; both slow the host down, so take times without them.
+    (None: with the stacks) the operators' input shapes; both slow the host down, so take times without them. It is read
+    back as a trace of that `kind`.
     """
     import torch
     from torch.profiler import ProfilerActivity, schedule, tensorboard_trace_handler
@@ -718,4 +720,4 @@ def profile(
                 torch.cuda.synchronize()  # so that work launched while warming up does not run into the record
             profiler.step()
     (written,) = set(folder.glob("*.pt.trace.json")) - before
-    return Trace.read(written)
+    return kind.read(written)

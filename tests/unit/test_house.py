@@ -41,6 +41,7 @@ FLOORS = {
         "course",
         "doctor",
         "pinning",
+        "diagnosis",
     },
     5: {"cli"},
 }
