@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -94,7 +95,16 @@ def _environment(stages: Stages, keep_going: bool, room: Path) -> dict[str, str]
     settings = vars(stages) | {"folder": str(room), "keep_going": keep_going}
     before = os.environ.get("PYTHONPATH")
     path = os.pathsep.join([str(INSIDE), *([before] if before else [])])
-    return os.environ | {"LABUTILS_DIAGNOSE": json.dumps(settings), "PYTHONPATH": path}
+    found = {"LABUTILS_DIAGNOSE": json.dumps(settings), "PYTHONPATH": path, "PATH": _search_path()}
+    return {"KINETO_LOG_LEVEL": "6"} | os.environ | found
+
+
+def _search_path() -> str:
+    """Where commands are looked for: `python` is the one that labutils runs in, unless another environment is active."""
+    others = os.environ.get("PATH", os.defpath)
+    if os.environ.get("VIRTUAL_ENV") or os.environ.get("CONDA_PREFIX"):
+        return others
+    return os.pathsep.join([str(Path(sys.executable).parent), others])
 
 
 def _run(command: Sequence[str], environment: Mapping[str, str]) -> int:

@@ -16,7 +16,7 @@ import pytest
 
 from labutils import cli, hardware
 from labutils.diagnosis import Diagnosis, diagnose
-from labutils.diagnosis.script import INSIDE, NoDiagnosis, Stages, watch
+from labutils.diagnosis.script import INSIDE, NoDiagnosis, Stages, _search_path, watch
 
 SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
 FEW = Stages(warmup=2, timed=6, profiled=2)
@@ -177,6 +177,17 @@ def test_what_can_not_be_diagnosed_is_explained(text, said, tmp_path):
 def test_what_is_no_python_is_explained():
     with pytest.raises(NoDiagnosis, match="no Python process was seen"):
         watch(["true"])
+
+
+@pytest.mark.parametrize("active", ["VIRTUAL_ENV", "CONDA_PREFIX", ""])
+def test_python_is_the_courses_own_unless_another_environment_is_active(active, monkeypatch):
+    """`.venv/bin/labutils diagnose -- python train.py` finds PyTorch without activating anything."""
+    for name in ("VIRTUAL_ENV", "CONDA_PREFIX"):
+        monkeypatch.delenv(name, raising=False)
+    if active:
+        monkeypatch.setenv(active, "/elsewhere")
+    first = _search_path().split(os.pathsep)[0]
+    assert (first == str(Path(sys.executable).parent)) is (not active)
 
 
 def test_a_script_without_python_before_it_is_explained(tmp_path):
