@@ -97,6 +97,10 @@ class Workload(ABC):
     def blocks(self, model: nn.Module) -> list[nn.Module]:
         """The repeated blocks of the trained part: what regional compilation compiles, one by one."""
 
+    def units(self, model: nn.Module) -> list[nn.Module]:
+        """The parts of the trained part whose weights are gathered together where they are cut among GPUs (FSDP)."""
+        return self.blocks(model)
+
     @abstractmethod
     def dataset(self, model: nn.Module, recipe: Recipe) -> Dataset:
         """Examples by index; those that `recipe.cache` asks for are encoded by `model` once, here."""
