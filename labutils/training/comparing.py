@@ -170,7 +170,7 @@ class Bench:
         return [name for name in recipes if name in self.contenders]
 
     def _report(self, name: str, recipe: Recipe) -> Run:
-        run = _empty_run(self.workload, recipe, name)
+        run = empty_run(self.workload, recipe, name)
         if name not in self.failed:
             self._attempt(name, lambda: self.contenders[name].report(run))
         run.status = self.failed.get(name, "ok")
@@ -419,7 +419,8 @@ def _progress(items: Sequence[Any], what: str) -> Iterable[Any]:
     return tqdm(items, desc=what, mininterval=10) if len(items) > 1 else items
 
 
-def _empty_run(workload: Workload, recipe: Recipe, name: str) -> Run:
+def empty_run(workload: Workload, recipe: Recipe, name: str) -> Run:
+    """A run of this name that nothing is known of yet but what it runs on."""
     return Run(
         lab="",
         run=name,
