@@ -102,8 +102,8 @@ def main(arguments: list[str]) -> None:
     try:
         do(job, word, resume)
     except Exception as error:
-        state = "lost" if is_others_doing(error) else "failed"
-        word.say(state=state, message=" ".join(f"{type(error).__name__}: {error}".split())[:600])
+        lost, message = is_others_doing(error), " ".join(f"{type(error).__name__}: {error}".split())
+        word.say(state="lost" if lost else "failed", message=message.partition(". ")[0] if lost else message[:600])
         print(said_of(word.said), file=sys.stderr, flush=True)
         handler.record_exception(error)
         sys.stderr.flush()
@@ -188,8 +188,27 @@ def _workload(job: Job, task: Task) -> Any:
         for other in _workloads.values():
             other.let_go()
         _workloads.clear()
-        _workloads[key] = open_workload(**task.workload, device=job.device)
+        _workloads[key] = _remembering(open_workload(**task.workload, device=job.device))
     return _workloads[key]
+
+
+ENCODED_BY = ("cache", "precision", "memory_format", "layers", "seed")
+"""Knobs that encoded examples depend on."""
+
+
+def _remembering(workload: Any) -> Any:
+    """The workload, its examples encoded once for all tasks."""
+    known: dict[tuple[Any, ...], Any] = {}
+    dataset = workload.dataset
+
+    def remembered(model: Any, recipe: Any) -> Any:
+        key = tuple(getattr(recipe, knob) for knob in ENCODED_BY)
+        if recipe.cache == "nothing" or key not in known:
+            known[key] = dataset(model, recipe)
+        return known[key]
+
+    workload.dataset = remembered
+    return workload
 
 
 def _train(job: Job, task: Task, word: Word) -> Any:

@@ -12,6 +12,7 @@ knows nothing of ranks, and a run can go on with fewer of them.
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,6 +26,9 @@ from torch import Tensor, nn
 from labutils.recipe import Recipe
 from labutils.results import Unavailable
 from labutils.workloads.base import Batch, Workload
+
+# The knob's new name came with PyTorch 2.13, and 2.11 doesn't know it.
+warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated")
 
 PATIENCE_S = 120.0
 """How long a rank waits for the others before it gives up. It must exceed what they may lag behind: building, compiling,
@@ -259,11 +263,14 @@ def _cut_like(parameter: Any, value: Tensor) -> Tensor:
 
 
 def whole_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, names: list[str]) -> dict[str, Any]:
-    """`optimizer.state_dict()` as one process has it. `names`: of the optimizer's parameters in `model`, in order."""
+    """`optimizer.state_dict()` as one process has it, on rank 0, and {} on the others, which all take part. `names`: of
+    the optimizer's parameters in `model`, in order."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     found = get_optimizer_state_dict(model, optimizer, options=options)
+    if not found:
+        return {}
     place = {name: index for index, name in enumerate(names)}
     groups = [group | {"params": [place[name] for name in group["params"]]} for group in found["param_groups"]]
     return {"state": {place[name]: state for name, state in found["state"].items()}, "param_groups": groups}
