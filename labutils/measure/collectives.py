@@ -1,9 +1,9 @@
-"""What GPUs tell each other: how fast a sum over all of them is, what part of a step it takes, and by which way it goes.
+"""What GPUs tell each other: how fast a sum over all of them is, what part of a step it takes, by which way it goes.
 
 Bandwidths are those of NVIDIA's nccl-tests (doc/PERFORMANCE.md). *Algorithm bandwidth* is the message's size over the
-time. *Bus bandwidth* is what each link carries: an all-reduce of n ranks sends and receives 2 (n - 1) / n of the message
-at each of them, an all-gather or reduce-scatter (n - 1) / n. So it is the bus bandwidth that is compared with a link's
-data sheet, and that carries over from one number of ranks, and from one collective, to another.
+time. *Bus bandwidth* is what each link carries: an all-reduce of n ranks sends and receives 2 (n - 1) / n of the
+message at each of them, an all-gather or reduce-scatter (n - 1) / n. So it is the bus bandwidth that is compared with a
+link's data sheet, and that carries over from one number of ranks, and from one collective, to another.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import re
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -159,27 +160,41 @@ def _drawable(times: list[Interval], window: Interval, grains: int = 500) -> lis
 # What NCCL says
 
 
-_TRANSPORT = re.compile(r"Channel (\d+)(?:/\d+)? ?: (\d+)(?:\[\w+\])? -> (\d+)(?:\[\w+\])?(?: \[\w+\])? via ([A-Za-z0-9/_-]+)")
+_TRANSPORT = re.compile(r"Channel \d+(?:/\d+)? ?: \d+\[\w+\] -> \d+\[\w+\](?: \[\w+\])? via ([\w/-]+)")
 _CHANNELS = re.compile(r"(\d+) coll channels")
 _VERSION = re.compile(r"NCCL version ([\d.]+)")
-_NETWORK = re.compile(r"Using network (\w+)|NET/(\w+) ?: Using")
-_SET = re.compile(r"(NCCL_\w+) set by environment to (\S+)")
+_NETWORK = re.compile(r"Using network (\w+)")
+_SET = re.compile(r"(NCCL_\w+) set by environment to ([^\s.]+)")
+_CHOSEN = re.compile(r"AllReduce: (\d+) Bytes -> Algo (\w+) proto (\w+)")
+ALGORITHMS = ("Tree", "Ring", "CollnetDirect", "CollnetChain", "NVLS", "NVLSTree", "PAT")
+PROTOCOLS = ("LL", "LL128", "Simple")
+"""What NCCL's numbers mean, in versions that print numbers (nccl_common.h)."""
+SAY_ALL = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,ENV,NET,P2P,SHM,TUNING"}
+"""What has NCCL say what `read_nccl_log` looks for."""
 
 
 def read_nccl_log(text: str) -> dict[str, Any]:
-    """What NCCL_DEBUG=INFO tells of the ways that it takes: `version`, `transports` (how many channels go by each, such as
-    "P2P/CUMEM", "SHM/direct", "NET/Socket"), `channels`, `network` and `settings` that it took from the environment.
+    """What NCCL tells (`SAY_ALL`) of the ways that it takes: `version`, `channels`, `network`, `transports`
+    (connections by each, such as "P2P/CUMEM", "SHM/direct", "NET/Socket/0"), `chosen` (an all-reduce's bytes -> "Ring,
+    Simple") and the `settings` that it took from the environment.
 
     What a version does not say is absent. Its wording is no interface: see the log itself where a number matters.
     """
     found: dict[str, Any] = {}
-    transports: dict[str, int] = {}
-    for match in _TRANSPORT.finditer(text):
-        way = match[4].rstrip("/")
-        transports[way] = transports.get(way, 0) + 1
-    singles = {"version": _VERSION.search(text), "channels": _CHANNELS.search(text), "network": _NETWORK.search(text)}
-    found |= {name: next(filter(None, match.groups())) for name, match in singles.items() if match}
-    if "channels" in found:
-        found["channels"] = int(found["channels"])
-    settings = {match[1]: match[2].rstrip(".") for match in _SET.finditer(text)}
-    return found | ({"transports": transports} if transports else {}) | ({"settings": settings} if settings else {})
+    for name, pattern in (("version", _VERSION), ("channels", _CHANNELS), ("network", _NETWORK)):
+        if match := pattern.search(text):
+            found[name] = int(match[1]) if name == "channels" else match[1]
+    found["transports"] = dict(Counter(match[1] for match in _TRANSPORT.finditer(text)))
+    found["chosen"] = {
+        int(size): f"{_named(algorithm, ALGORITHMS)}, {_named(protocol, PROTOCOLS)}"
+        for size, algorithm, protocol in _CHOSEN.findall(text)
+    }
+    found["settings"] = dict(_SET.findall(text))
+    return {name: value for name, value in found.items() if value}
+
+
+def _named(word: str, names: Sequence[str]) -> str:
+    """A number's name; a word in the spelling of `names`."""
+    if word.isdigit():
+        return names[int(word)] if int(word) < len(names) else word
+    return next((name for name in names if name.upper() == word.upper()), word)

@@ -33,7 +33,9 @@ def gradient_arrivals(session: Session) -> dict[str, list[float]]:
     if on_gpu:
         torch.cuda.synchronize()
     first = next(iter(marks.values()))[0]
-    found = sorted((first.elapsed_time(mark) if on_gpu else (mark - first) * 1e3, size) for mark, size in marks.values())
+    found = sorted(
+        (first.elapsed_time(mark) if on_gpu else (mark - first) * 1e3, size) for mark, size in marks.values()
+    )
     last = found[-1][0]
     return {"lead_ms": [round(last - at, 4) for at, _ in found], "lead_bytes": [size for _, size in found]}
 

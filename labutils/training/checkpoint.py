@@ -1,8 +1,9 @@
 """Stopping and resuming: everything a run's future depends on, in one file that is always whole.
 
 That is the trained weights, the optimizer's moments, the loss scale, the random generators and how many micro-batches
-were taken. The frozen weights come from the seed or the hub again, and the data's order from the seed. Of several ranks the first writes the file, weights
-that are cut among them gathered: it is the same file, whoever wrote it, and fewer ranks or one can go on from it.
+were taken. The frozen weights come from the seed or the hub again, and the data's order from the seed. Of several ranks
+the first writes the file, weights that are cut among them gathered: it is the same file, whoever wrote it, and fewer
+ranks or one can go on from it.
 
 A resumed run does what the uninterrupted one would have done, with one exception. Images that aren't square are cropped
 at random by whoever reads them: workers begin their random numbers anew, and accelerate reads a batch ahead, so that

@@ -24,6 +24,7 @@ from labutils.measure.utilization import Utilization
 from labutils.recipe import Recipe
 from labutils.results import Run, Unavailable, is_out_of_memory, summarise
 from labutils.training import ranks
+from labutils.training.ranks import bytes_here
 from labutils.training.session import Session
 from labutils.workloads.base import Work, Workload
 
@@ -285,7 +286,7 @@ class Contender:
         if peak is None or before is None or built is None:
             return {}
         model = self.session.model
-        held = sum(tensor.nbytes for tensor in [*model.parameters(), *model.buffers()]) / 1e9
+        held = sum(map(bytes_here, [*model.parameters(), *model.buffers()])) / 1e9
         found = {"peak_allocated_gb": own_peak(peak[0], before, built, held)}
         return found | ({"peak_reserved_gb": peak[1]} if before == 0 else {})
 

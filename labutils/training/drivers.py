@@ -39,6 +39,7 @@ class Parts:
     loader: DataLoader
     folder: Path
     ranks: Ranks = field(default_factory=Ranks)
+    shared: nn.Module | None = None
 
     @property
     def micro_steps(self) -> int:
@@ -203,8 +204,7 @@ class EagerStep:
         """One optimizer step of `recipe.accumulation` micro-steps."""
         parts, micro_steps = self.parts, self.parts.micro_steps
         for number in range(1, micro_steps + 1):
-            trained = parts.workload.trained(parts.model)[1]
-            with synchronising(trained, parts.recipe, last=number == micro_steps):
+            with synchronising(parts.shared, parts.recipe, last=number == micro_steps):
                 self.micro_step(on_device(next(batches), parts.workload.device, parts.recipe.non_blocking))
         self.update()
         self.parts.optimizer.zero_grad()

@@ -3,8 +3,8 @@
     ended = launch([Task("train", "ddp 2", workload=order(workload), recipe=recipe.as_dict())], ranks=2, device="cuda")
     ended.runs["ddp 2"]; ended.message
 
-The notebook's own process never joins a process group, and whatever becomes of the ranks, it goes on: they are processes
-of their own, with time limits, and what a rank that was killed leaves behind is cleared away.
+The notebook's own process never joins a process group, and whatever becomes of the ranks, it goes on: they are
+processes of their own, with time limits, and what a rank that was killed leaves behind is cleared away.
 """
 
 from __future__ import annotations
@@ -87,8 +87,8 @@ def launch(
 ) -> Ended:
     """Do `tasks` on that many ranks, one a GPU or, on a CPU, sharing its cores; return when all have ended.
 
-    patience_s: how long a rank waits for the others; timeout_s: how long all may take. port: where ranks meet; None: one
-    that is free. Raises `Unavailable` where there are fewer GPUs than ranks, `ValueError` for what can't be asked.
+    patience_s: how long a rank waits for the others; timeout_s: how long all may take. port: where ranks meet; None:
+    one that is free. Raises `Unavailable` where there are fewer GPUs than ranks, `ValueError` for what can't be asked.
     """
     _check(tasks, ranks, device, port)
     with tempfile.TemporaryDirectory(prefix="labutils-ranks-", ignore_cleanup_errors=True) as folder:
@@ -161,8 +161,8 @@ def _check_port(port: int) -> None:
             probe.bind(("127.0.0.1", port))
         except (OSError, OverflowError) as error:
             raise ValueError(
-                f"port={port} can't be used ({error}): another torchrun may be meeting there. Choose another one, or leave "
-                "it out: a free one is found."
+                f"port={port} can't be used ({error}): another torchrun may be meeting there. Choose another one, or "
+                "leave it out: a free one is found."
             ) from None
 
 

@@ -1,16 +1,19 @@
-"""What every rank runs when `launching.launch` (or a person, with torchrun) starts a job: its tasks, one after the other.
+"""What every rank runs when `launching.launch` (or a person, with torchrun) starts a job: its tasks, one after the
+other.
 
     torchrun --standalone --nproc-per-node=2 -m labutils.training.rank FOLDER/job.json [--resume]
 
-Every rank does the same tasks. What is measured rank 0 writes to runs.jsonl, task by task. Each rank leaves word of where
-it is in rank<r>.json, so that of one that is killed at least this is known: the last word of a rank that died is how far
-it had come.
+Every rank does the same tasks. What is measured rank 0 writes to runs.jsonl, task by task. Each rank leaves word of
+where it is in rank<r>.json, so that of one that is killed at least this is known: the last word of a rank that died is
+how far it had come.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import os
+import re
 import signal
 import sys
 import threading
@@ -23,6 +26,7 @@ from typing import Any
 JOB, RUNS = "job.json", "runs.jsonl"
 GONE = ("connection closed by peer", "connection reset", "timed out", "timeout", "broken pipe", "nccl", "socket")
 """What gloo and NCCL say, in small letters, on a rank whose partner is gone."""
+_PLACE = re.compile(r"\[/\S+\] ")  # where in their source
 
 
 @dataclass(frozen=True)
@@ -103,7 +107,8 @@ def main(arguments: list[str]) -> None:
         do(job, word, resume)
     except Exception as error:
         lost, message = is_others_doing(error), " ".join(f"{type(error).__name__}: {error}".split())
-        word.say(state="lost" if lost else "failed", message=message.partition(". ")[0] if lost else message[:600])
+        message = _PLACE.sub("", message.partition(". ")[0]) if lost else message[:600]
+        word.say(state="lost" if lost else "failed", message=message)
         print(said_of(word.said), file=sys.stderr, flush=True)
         handler.record_exception(error)
         sys.stderr.flush()
@@ -151,6 +156,7 @@ def when_terminated(act: Callable[[], None]) -> None:
 
 def do(job: Job, word: Word, resume: bool = False) -> None:
     """Meet the others, do all tasks, leave."""
+    from labutils import hardware
     from labutils.training import ranks
 
     if int(os.environ["WORLD_SIZE"]) > 1:
@@ -159,6 +165,8 @@ def do(job: Job, word: Word, resume: bool = False) -> None:
     for task in job.tasks:
         word.say(state="training", doing=task.name, step=0)
         task = replace(task, resume=task.resume or resume)
+        gc.collect()  # a session that has ended goes at once, not somewhere in the next one's steps
+        hardware.cuda.empty_cache()
         if task.alone:
             if me.rank == 0:
                 with ranks.by_itself():
@@ -188,7 +196,7 @@ def _workload(job: Job, task: Task) -> Any:
         for other in _workloads.values():
             other.let_go()
         _workloads.clear()
-        _workloads[key] = _remembering(open_workload(**task.workload, device=job.device))
+        _workloads[key] = remembering(open_workload(**task.workload, device=job.device))
     return _workloads[key]
 
 
@@ -196,7 +204,7 @@ ENCODED_BY = ("cache", "precision", "memory_format", "layers", "seed")
 """Knobs that encoded examples depend on."""
 
 
-def _remembering(workload: Any) -> Any:
+def remembering(workload: Any) -> Any:
     """The workload, its examples encoded once for all tasks."""
     known: dict[tuple[Any, ...], Any] = {}
     dataset = workload.dataset
@@ -231,6 +239,7 @@ def _train(job: Job, task: Task, word: Word) -> Any:
         run.metrics["ranks"] = session.ranks.count
         if task.arrivals:
             run.samples |= gradient_arrivals(session)
+            run.metrics |= _to_gather(session)
         if task.traced:
             folder = Path(job.folder) / f"traces-{session.ranks.rank}"
             trace = profile(session, task.traced, folder, with_stack=False, wait=contender.steps_to_settle)
@@ -241,6 +250,17 @@ def _train(job: Job, task: Task, word: Word) -> Any:
     finally:
         contender.close()
     return run
+
+
+def _to_gather(session: Any) -> dict[str, float]:
+    """What FSDP would have to gather for one pass: `gathered_mb`, in so many `units`."""
+    workload, recipe = session.workload, session.recipe
+    trained = workload.trained(session.model)[1]
+    lower = 0.5 if recipe.adapter == "none" and recipe.precision == "bf16" else 1.0
+    return {
+        "gathered_mb": lower * sum(p.nbytes for p in trained.parameters()) / 1e6,
+        "units": len(workload.units(session.model)) + 1,
+    }
 
 
 def _run(job: Job, task: Task, word: Word) -> Any:

@@ -1,12 +1,12 @@
 """The processes that train together: who this one is, and how it shares an optimizer step with the others.
 
 torchrun starts the processes, the *ranks*, and tells each its number; `torch.distributed` carries tensors between them
-(NCCL between GPUs, gloo between processes on a CPU); DistributedDataParallel and `fully_shard` decide when. What is left
-to say is here: which micro-batches are whose, whose random numbers, and what the losses' mean is.
+(NCCL between GPUs, gloo between processes on a CPU); DistributedDataParallel and `fully_shard` decide when. What is
+left to say is here: which micro-batches are whose, whose random numbers, and what the losses' mean is.
 
-The step is the recipe's, whoever computes it: of its `accumulation` micro-batches each of N ranks takes every N-th, with
-the random numbers that one process would draw for it. So losses and gradients are those of one process, a checkpoint
-knows nothing of ranks, and a run can go on with fewer of them.
+The step is the recipe's, whoever computes it: of its `accumulation` micro-batches each of N ranks takes every N-th,
+with the random numbers that one process would draw for it. So losses and gradients are those of one process, a
+checkpoint knows nothing of ranks, and a run can go on with fewer of them.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from labutils.workloads.base import Batch, Workload
 warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated")
 
 PATIENCE_S = 120.0
-"""How long a rank waits for the others before it gives up. It must exceed what they may lag behind: building, compiling,
-writing a checkpoint."""
+"""How long a rank waits for the others before it gives up. It must exceed what they may lag behind: building,
+compiling, writing a checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -102,8 +102,9 @@ def join(patience_s: float = PATIENCE_S, device: str | None = None) -> None:
         local, gpus = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
         if local >= gpus:
             raise Unavailable(
-                f"rank {os.environ['RANK']} has no GPU: torchrun started {os.environ['LOCAL_WORLD_SIZE']} processes here, "
-                f"and this machine shows {gpus}. Use --nproc-per-node={gpus}, or let CUDA_VISIBLE_DEVICES show more"
+                f"rank {os.environ['RANK']} has no GPU: torchrun started {os.environ['LOCAL_WORLD_SIZE']} processes "
+                f"here, and this machine shows {gpus} GPUs. Use --nproc-per-node={gpus}, or let CUDA_VISIBLE_DEVICES "
+                "show more"
             )
         torch.cuda.set_device(local)
     dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", timeout=timedelta(seconds=patience_s))
@@ -126,8 +127,8 @@ def share_of(recipe: Recipe, ranks: int) -> int:
         lower = recipe.accumulation - recipe.accumulation % ranks
         fitting = " or ".join(str(count) for count in (lower, lower + ranks) if count)
         raise ValueError(
-            f"{ranks} ranks share the micro-batches of an optimizer step, and accumulation={recipe.accumulation} can't be "
-            f"shared evenly. Use accumulation={fitting}, or as many ranks as divide {recipe.accumulation}."
+            f"{ranks} ranks share the micro-batches of an optimizer step, and accumulation={recipe.accumulation} can't "
+            f"be shared evenly. Use accumulation={fitting}, or as many ranks as divide {recipe.accumulation}."
         )
     return recipe.accumulation // ranks
 
@@ -139,8 +140,9 @@ def check(recipe: Recipe, ranks: int, examples: int) -> None:
     share_of(recipe, ranks)
     if ranks * recipe.micro_batch > examples:
         raise ValueError(
-            f"{ranks} ranks with micro-batches of {recipe.micro_batch} take {ranks * recipe.micro_batch} examples at a time, "
-            f"and the dataset has {examples}: some would be trained on twice in a step. Use fewer ranks or smaller ones."
+            f"{ranks} ranks with micro-batches of {recipe.micro_batch} take {ranks * recipe.micro_batch} examples at "
+            f"a time, and the dataset has {examples}: some would be trained on twice in a step. Use fewer ranks, or a "
+            "smaller micro_batch."
         )
     if recipe.driver == "graph":
         raise ValueError("driver='graph' records the work of one process. Use driver='eager' with several ranks.")
@@ -161,25 +163,29 @@ def _check_fsdp(recipe: Recipe) -> None:
             f"parallel='fsdp' cuts plain weights, and base_linear={recipe.base_linear!r} packs them. Use 'published'."
         )
     if recipe.adapter == "folded":
-        raise ValueError("adapter='folded' reads weights before their layer is called, when fsdp has not gathered them.")
+        raise ValueError(
+            "adapter='folded' reads weights before their layer is called, when fsdp has not gathered them."
+        )
+    if recipe.memory_format != "contiguous":
+        raise ValueError("parallel='fsdp' cuts contiguous weights alone. Use memory_format='contiguous' with it.")
     if recipe.compile != "off" and recipe.compile_scope != "blocks":
         raise ValueError("parallel='fsdp' gathers weights between blocks. Use compile_scope='blocks' with it.")
 
 
-def distribute(workload: Workload, model: nn.Module, recipe: Recipe, ranks: Ranks) -> None:
-    """Have the trained part of `model` share its work with the other ranks, in place; alone, it stays as it is.
+def distribute(workload: Workload, model: nn.Module, recipe: Recipe, ranks: Ranks) -> nn.Module | None:
+    """Have the trained part of `model` share its work with the other ranks, in place; what then synchronises gradients.
 
-    accelerate wraps the model itself, by the same classes.
+    None where nothing was done: alone, or by accelerate, which wraps the model itself, in the same classes.
     """
     if ranks.alone or recipe.driver == "accelerate":
-        return
-    name, trained = workload.trained(model)
+        return None
     if recipe.parallel == "fsdp":
-        _shard(workload, model, trained, recipe, ranks)
-    else:
-        devices = [ranks.local] if workload.device.type == "cuda" else None
-        wrapped = nn.parallel.DistributedDataParallel(trained, device_ids=devices, **ddp_options(recipe))
-        setattr(model, name, wrapped)
+        return _shard(workload, model, recipe, ranks)
+    name, trained = workload.trained(model)
+    devices = [ranks.local] if workload.device.type == "cuda" else None
+    wrapped = nn.parallel.DistributedDataParallel(trained, device_ids=devices, **ddp_options(recipe))
+    setattr(model, name, wrapped)
+    return wrapped
 
 
 def ddp_options(recipe: Recipe) -> dict[str, Any]:
@@ -192,7 +198,7 @@ def ddp_options(recipe: Recipe) -> dict[str, Any]:
     }
 
 
-def _shard(workload: Workload, model: nn.Module, trained: nn.Module, recipe: Recipe, ranks: Ranks) -> None:
+def _shard(workload: Workload, model: nn.Module, recipe: Recipe, ranks: Ranks) -> nn.Module:
     """FSDP2: cut every weight of the trained part among the ranks, frozen or not, unit by unit."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -203,20 +209,24 @@ def _shard(workload: Workload, model: nn.Module, trained: nn.Module, recipe: Rec
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if lower else MixedPrecisionPolicy()
     for unit in workload.units(model):
         fully_shard(unit, mesh=mesh, mp_policy=policy)
-    fully_shard(trained, mesh=mesh, mp_policy=policy)
+    root = fully_shard(workload.called(model), mesh=mesh, mp_policy=policy)
     workload.let_go()  # the whole weights, held for sessions to come, would fill what sharding saved
+    return root
 
 
 @contextmanager
-def synchronising(trained: nn.Module, recipe: Recipe, last: bool) -> Iterator[None]:
-    """A context for one micro-step: unless it is the step's last, or the recipe says after each, nothing is sent."""
+def synchronising(shared: nn.Module | None, recipe: Recipe, last: bool) -> Iterator[None]:
+    """A context for one micro-step: unless it is the step's last, or the recipe says after each, nothing is sent.
+
+    shared: what `distribute` gave.
+    """
     wait = not last and recipe.synchronise == "last"
-    if isinstance(trained, nn.parallel.DistributedDataParallel) and wait:
-        with trained.no_sync():
+    if isinstance(shared, nn.parallel.DistributedDataParallel) and wait:
+        with shared.no_sync():
             yield
         return
-    if hasattr(trained, "set_requires_gradient_sync"):  # fully_shard's: gradients stay whole, and add up, until the last
-        trained.set_requires_gradient_sync(not wait)
+    if hasattr(shared, "set_requires_gradient_sync"):  # fully_shard's: gradients stay whole, and add up, until the last
+        shared.set_requires_gradient_sync(not wait)
     yield
 
 
@@ -241,6 +251,11 @@ def whole_parameters(parameters: list[nn.Parameter]) -> list[Tensor]:
 
 def _whole(tensor: Any) -> Any:
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def bytes_here(tensor: Any) -> int:
+    """What a tensor takes on this device: of one that is cut among the ranks, this rank's part."""
+    return (tensor.to_local() if hasattr(tensor, "to_local") else tensor).nbytes
 
 
 def is_sharded(parameters: list[nn.Parameter]) -> bool:
@@ -283,5 +298,3 @@ def take_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, names: li
     groups = [group | {"params": [names[index] for index in group["params"]]} for group in state["param_groups"]]
     named = {"state": {names[index]: values for index, values in state["state"].items()}, "param_groups": groups}
     set_optimizer_state_dict(model, optimizer, named, options=StateDictOptions(full_state_dict=True))
-
-

@@ -56,10 +56,12 @@ class Session:
             dataset, self.recipe, collate_fn=workload.collate(self.recipe), order=order, ranks=self.ranks.count
         )
         compile_as_asked(workload, self.model, self.recipe)
-        ranks.distribute(workload, self.model, self.recipe, self.ranks)
+        shared = ranks.distribute(workload, self.model, self.recipe, self.ranks)
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         optimizer = build_optimizer(self.parameters, self.recipe)
-        parts = Parts(workload, self.recipe, self.model, self.parameters, optimizer, loader, self.folder, self.ranks)
+        parts = Parts(
+            workload, self.recipe, self.model, self.parameters, optimizer, loader, self.folder, self.ranks, shared
+        )
         self.optimizer = optimizer
         self.driver = DRIVERS[self.recipe.driver](parts)
         alone = loader.sampler if order is None else order
@@ -106,8 +108,8 @@ class Session:
             raise ValueError("adapter='none' trains the model's own weights: there is no adapter to save. Use save().")
         if ranks.is_sharded(self.parameters):
             raise ValueError(
-                "parallel='fsdp' holds a part of the adapter on each rank. Use save(), which gathers it; one process can "
-                "take that up (resume=True) and save the adapter."
+                "parallel='fsdp' holds a part of the adapter on each rank. Use save(), which gathers it; one process "
+                "can take that up (resume=True) and save the adapter."
             )
         if self.ranks.rank == 0:
             self.workload.save(self.model, Path(folder))

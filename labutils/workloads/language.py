@@ -196,10 +196,9 @@ class LanguageLora(DecoderLora):
     def blocks(self, model: Published | Rewritten) -> list[nn.Module]:
         return list(model.lm.model.layers)
 
-    def units(self, model: Published | Rewritten) -> list[nn.Module]:
-        """The blocks, and the embedding where it is looked up outside of the part that is trained."""
-        outside = isinstance(model, Rewritten) and not self.size.tied
-        return [*self.blocks(model), *([model.lm.model.embed_tokens] if outside else [])]
+    def called(self, model: Published | Rewritten) -> nn.Module:
+        """All of it: the embedding is looked up outside of the part that is trained."""
+        return model
 
     def _made(self, dtype: torch.dtype, seed: int) -> nn.Module:
         """transformers' model without adapters, every weight frozen, built in `dtype` on the device itself."""
