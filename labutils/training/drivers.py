@@ -155,7 +155,11 @@ class AccelerateStep:
         try:
             self.log.close()
         finally:
-            self.accelerator.end_training()
+            if self.parts.ranks.alone:
+                self.accelerator.end_training()
+            else:  # which would also end the process group, and other sessions train in it
+                for tracker in self.accelerator.trackers:
+                    tracker.finish()
 
     def _write(self, values: dict[str, float], step: int) -> None:
         self.accelerator.log(values, step=step)

@@ -259,7 +259,8 @@ def _message(
     """What happened, who began it, where each rank was, what is left, and what to type."""
     if not words:
         last = (output.strip().splitlines() or ["nothing was printed"])[-1]
-        return f"torchrun ended with code {ended} before any rank began: {last}"
+        how = f"had not ended after {timeout_s:.0f} s" if ended is None else f"ended with code {ended}"
+        return f"torchrun {how} before any rank began: {last}"
     # Of a rank that failed and one that lost it, torchrun may see either end first: the ranks' words decide.
     own = next((word for word in words if word["state"] == "failed"), None)
     if own is not None:

@@ -185,7 +185,8 @@ class DiffusionLora(Workload):
         started = time.perf_counter()
         workers = min(8, usable_cores() - 1) if self.device.type == "cuda" else 0
         parts = []
-        for batch in DataLoader(examples, batch_size=8, num_workers=workers, collate_fn=collate):
+        own = torch.Generator()  # so that the noise of training is the same whether or not anything was encoded before
+        for batch in DataLoader(examples, batch_size=8, num_workers=workers, collate_fn=collate, generator=own):
             batch = {name: tensor.to(self.device) for name, tensor in batch.items()}
             kept = {"moments": self._moments(model, batch["pixel_values"])}
             if recipe.cache == "latents+text":

@@ -1,7 +1,7 @@
 """The other side of test_distributed.py: what each rank does, and what one process does that is held against it.
 
-python -m torch.distributed.run --standalone --nproc-per-node=2 ranks_at_work.py FOLDER    every case of CASES on 2 ranks;
-                                                                    rank 0 leaves what it saw in FOLDER/<case>.pt
+python -m torch.distributed.run --standalone --nproc-per-node=2 ranks_at_work.py FOLDER
+    every case of CASES on 2 ranks; rank 0 leaves what it saw in FOLDER/<case>.pt
 """
 
 from __future__ import annotations

@@ -1,12 +1,14 @@
-"""Two real processes train as one: same gradients, losses and weights; and what becomes of them when one of them dies."""
+"""Two real processes train as one: same gradients, losses and weights; and what becomes of them when one dies."""
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import subprocess
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import psutil
@@ -20,7 +22,7 @@ from labutils import fleet
 from labutils.data.images import EpochOrder, EveryNth
 from labutils.recipe import STOCK
 from labutils.results import Unavailable
-from labutils.training import Session, launching, rank, ranks
+from labutils.training import Session, launching, ranks
 from labutils.training.batches import Batches
 from labutils.training.checkpoint import FILE
 from labutils.training.launching import launch
@@ -391,6 +393,7 @@ def test_the_docker_table_has_this_machine_s_values():
     assert all(rows.values())
 
 
-def test_tasks_survive_the_way_to_the_ranks():
-    task = Task("run", "x", fails=(1, 5), sizes=(4, 8))
-    assert rank.Task(**{**vars(task)}) == task
+def test_tasks_survive_the_way_to_the_ranks(tmp_path):
+    job = Job((Task("run", "x", fails=(1, 5), sizes=(4, 8), recipe=STOCK.as_dict()),), str(tmp_path), "cpu", 30.0)
+    (tmp_path / "job.json").write_text(json.dumps(asdict(job)))
+    assert Job.read(tmp_path / "job.json") == job
