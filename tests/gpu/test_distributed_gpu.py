@@ -1,4 +1,4 @@
-"""Several GPUs: NCCL between them, the same training as on one, less memory where weights are cut, and a rank that dies."""
+"""Several GPUs: NCCL between them, the training of one, less memory where weights are cut, and a rank that dies."""
 
 from __future__ import annotations
 
