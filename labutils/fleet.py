@@ -18,7 +18,7 @@ from typing import Any
 from labutils import scaling
 from labutils.measure.collectives import SAY_ALL, SIZES, Link, read_nccl_log
 from labutils.recipe import A3_BASE, STOCK, Recipe
-from labutils.results import Run
+from labutils.results import Run, Unavailable
 from labutils.training.launching import Ended, gpu_count, launch
 from labutils.training.rank import Task
 
@@ -150,16 +150,14 @@ def fewer_than(ranks: int) -> int:
 def device_for(lab: Any) -> str:
     """Where the ranks compute: on GPUs, one each, or at `tiny`, where there are fewer than two, on the CPU's cores.
 
-    Raises `NotHere` where neither is meant.
+    Raises `Unavailable` where neither is meant.
     """
-    from labutils.course import NotHere
-
     gpus = gpu_count()
     if gpus > 1:
         return "cuda"
     if lab.scale == "tiny":
         return "cpu"
-    raise NotHere(
+    raise Unavailable(
         f"several GPUs are needed at scale {lab.scale}, and this machine shows {gpus}; --scale tiny runs two "
         "processes on the CPU"
     )
@@ -209,11 +207,9 @@ def case_of(name: str) -> str:
 
 
 def need(found: Any) -> None:
-    """Raises `NotHere` where an earlier section has measured nothing that this one could speak about."""
-    from labutils.course import NotHere
-
+    """Raises `Unavailable` where an earlier section has measured nothing that this one could speak about."""
     if not found:
-        raise NotHere("it speaks about what an earlier section would have measured, and could not")
+        raise Unavailable("it speaks about what an earlier section would have measured, and could not")
 
 
 def launched_together(cases: Mapping[str, Case], tiny: bool) -> list[list[Case]]:
@@ -423,7 +419,7 @@ VARIABLES = {
     "NCCL_DEBUG": ("INFO", "says which way each channel goes"),
     "NCCL_P2P_DISABLE": ("1", "no GPU writes to another's memory: by shared memory of the host instead"),
     "NCCL_SHM_DISABLE": ("1", "no shared memory of the host: matters where there is no P2P"),
-    "NCCL_ALGO": ("Ring", "the only algorithm that it may choose"),
+    "NCCL_ALGO": ("Tree", "the only algorithm that it may choose"),
     "NCCL_PROTO": ("LL", "the only protocol: LL is for small messages, Simple for large"),
     "NCCL_SOCKET_IFNAME": ("lo", "the interface for meeting, and for sockets"),
     "NCCL_IB_DISABLE": ("1", "no InfiniBand: sockets between hosts"),
@@ -433,9 +429,7 @@ TRIALS = (
     {"NCCL_DEBUG": "INFO"},
     {"NCCL_P2P_DISABLE": "1"},
     {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"},
-    {"NCCL_ALGO": "Ring"},
     {"NCCL_ALGO": "Tree"},
-    {"NCCL_PROTO": "Simple"},
     {"NCCL_PROTO": "LL"},
     {"NCCL_SOCKET_IFNAME": "lo"},
     {"NCCL_IB_DISABLE": "1"},

@@ -91,24 +91,20 @@ def launch(
     one that is free. Raises `Unavailable` where there are fewer GPUs than ranks, `ValueError` for what can't be asked.
     """
     _check(tasks, ranks, device, port)
-    with tempfile.TemporaryDirectory(prefix="labutils-ranks-", ignore_cleanup_errors=True) as folder:
-        job = Job(tuple(tasks), folder, device, patience_s)
-        Path(folder, JOB).write_text(json.dumps(asdict(job)), encoding="utf-8")
-        mark = uuid.uuid4().hex
-        began = time.perf_counter()
-        variables = os.environ | rank_variables(ranks, device) | {MARK: mark, "TMPDIR": folder} | (environment or {})
-        ended, output = _torchrun(ranks, Path(folder), port, variables, timeout_s)
-        left = clear_away(mark)
-        runs = runs_of(_records(Path(folder) / RUNS))
-        named = {name: run for (_, name), run in runs.items()}
-        words = _words(Path(folder))
-        log = output + _printed(Path(folder))
+    with tempfile.TemporaryDirectory(prefix="labutils-ranks-", ignore_cleanup_errors=True) as name:
+        folder, mark, began = Path(name), uuid.uuid4().hex, time.perf_counter()
+        (folder / JOB).write_text(json.dumps(asdict(Job(tuple(tasks), name, device, patience_s))), encoding="utf-8")
+        variables = os.environ | rank_variables(ranks, device) | {MARK: mark, "TMPDIR": name} | (environment or {})
+        left: list[str] = []
+        try:
+            code, output = _torchrun(ranks, folder, port, variables, timeout_s)
+        finally:  # after Ctrl-C as well
+            left += clear_away(mark)
+        runs = {name: run for (_, name), run in runs_of(_records(folder / RUNS)).items()}
+        words, first = _words(folder), _first(output)
+        message = "" if code == 0 else _message(code, first, words, tasks, output, timeout_s)
         seconds = time.perf_counter() - began
-        if ended == 0:
-            return Ended(named, words=words, log=log, left=left, seconds=seconds)
-        first = _first(output)
-        message = _message(ended, first, words, tasks, output, timeout_s)
-        return Ended(named, message, first, words, log, left, seconds)
+        return Ended(runs, message, first, words, output + _printed(folder), left, seconds)
 
 
 def command(ranks: int, job: str | Path, port: int | None = None, *more: str) -> list[str]:
@@ -296,11 +292,14 @@ def _left_over(tasks: Sequence[Task], words: list[dict[str, Any]]) -> list[str]:
     for task in tasks:
         if task.name in doing and task.checkpoint_every:
             step = step_of(Path(task.folder))
-            whole = f"The checkpoint of optimizer step {step} is whole: {task.folder}"
+            if step is None:
+                lines.append(f"There is no whole checkpoint in {task.folder}: start again.")
+                continue
+            shared = task.recipe["accumulation"]
+            fitting = ", ".join(str(ranks) for ranks in range(1, shared + 1) if shared % ranks == 0)
             lines.append(
-                f"There is no whole checkpoint in {task.folder}: start again."
-                if step is None
-                else f"{whole}. Go on from it with resume=True, on as many ranks as divide the accumulation."
+                f"The checkpoint of optimizer step {step} is whole: {task.folder}. Go on from it with resume=True, on "
+                f"any number of ranks that shares {shared} micro-batches evenly: {fitting}."
             )
     return lines
 

@@ -53,7 +53,7 @@ ranks: int = 0  # processes; 0: as many as GPUs, 2 on a CPU
 steps: int = 0  # timed steps of a run; 0: 4 at tiny, 10 at larger scales
 
 # %%
-from labutils.course import NotHere, open_lab
+from labutils.course import open_lab
 
 lab = open_lab("10", globals())
 
@@ -64,7 +64,7 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 
 from labutils import fleet, plots
-from labutils.results import Run
+from labutils.results import Run, Unavailable
 from labutils.training.launching import gpu_count, launch, rank_variables, remove
 
 plots.use_style()
@@ -100,7 +100,7 @@ with lab.attempt("Several ranks on this machine", reference="all-reduce"):
     device = fleet.device_for(lab)
     tasks = [*fleet.tasks_alone(cases.values(), timed, tiny), fleet.task_same_batch(cases[""], count)]
     before = launch(tasks, count, device)
-    alone = lab.keep(fleet.kept_of(before))
+    alone = lab.keep(fleet.kept_of(before), lane="same work")
     print(f"{count} ranks on {device}, started and ended in {before.seconds:.0f} s. Each of them was given:")
     print(*(f"{name}={value}" for name, value in rank_variables(count, device).items()))
 
@@ -169,7 +169,8 @@ with lab.attempt("The model's predictions", reference="foretold"):
 #
 # Each of these is the loop of the other labs with one field of its recipe changed: `parallel`, `bucket_cap_mb`,
 # `synchronise`. Of a step's micro-batches each rank takes every N-th, with the random numbers that one process would
-# have drawn for it.
+# have drawn for it. Nothing else is new: a script of yours with `Session(workload, recipe).run(100)` in it does the
+# same when it is started with `torchrun --standalone --nproc-per-node=2 script.py`.
 
 # %%
 with lab.attempt("Training on several ranks", reference=f"ddp {count}"):
@@ -179,7 +180,7 @@ with lab.attempt("Training on several ranks", reference=f"ddp {count}"):
         tasks = [task for case in group for task in fleet.tasks_together(case, count, timed, tiny)]
         ended = launch(tasks, count, device)
         found = {name: fleet.judged(name, run, alone, foretold) for name, run in ended.runs.items()}
-        together |= lab.keep(found)
+        together |= lab.keep(found, lane="same work")
         ended.or_raise()
 
 # %%
@@ -205,6 +206,7 @@ with lab.attempt("Foretold and measured", reference=f"ddp {count}"):
     plt.show()
 
 # %% [markdown]
+# What to look for. *Efficiency* is what the GPUs' owner pays for; *not hidden* says what of the loss
 # communication is to blame for. For LoRA there is next to nothing to send, so what is lost is what DDP itself does on
 # the host, some microseconds for each of hundreds of parameters. For all weights the sum of the messages is large, and
 # the backward pass hides most of it: if it is long enough. FSDP pays in time for what it saves in memory: it holds 1/N
@@ -296,7 +298,7 @@ lab.predict("64 MiB without P2P, slower by", my_slower, "x")
 trials: dict[str, Run] = {}
 with lab.attempt("NCCL's variables", reference="nccl NCCL_P2P_DISABLE=1"):
     if fleet.device_for(lab) != "cuda":
-        raise NotHere("NCCL is for GPUs, and gloo, which stands in for it here, knows none of these variables")
+        raise Unavailable("NCCL is for GPUs, and gloo, which stands in for it here, knows none of these variables")
     trials = lab.keep(fleet.nccl_trials(count))
     lab.table(fleet.NCCL_HEAD, *fleet.nccl_rows(trials))
 
@@ -304,6 +306,7 @@ with lab.attempt("NCCL's variables", reference="nccl NCCL_P2P_DISABLE=1"):
 lab.table(("variable", "for example", "what it is for"), *fleet.variable_rows())
 
 # %% [markdown]
+# `NCCL_SOCKET_IFNAME=eth0`, as the article has it, is right on a machine whose interface is called so and
 # stops the start on any other (`ip -o addr` lists them). `NCCL_IB_DISABLE=0` is the default. And `NCCL_IB_DISABLE=1` is
 # for a cloud's Ethernet where InfiniBand is found but does not work: between GPUs of one host neither changes anything.
 #
@@ -316,6 +319,7 @@ lab.table(("variable", "for example", "what it is for"), *fleet.variable_rows())
 lab.table(("flag", "what it sets", "here", "without it"), *fleet.docker_rows())
 
 # %% [markdown]
+# And inside it `python -m torch.distributed.run --nproc_per_node=4 --nnodes=2 --node_rank=0
 # --rdzv_endpoint=master:29500 train.py`: 4 processes on each of 2 hosts that meet at port 29500 of `master`. The same
 # with `--node_rank=1` must be started on the other host. The container needs that port, too: `--network=host`, which
 # the command leaves out.
@@ -349,6 +353,7 @@ with lab.attempt("A rank that is killed", reference="rank killed"):
     lab.keep(fleet.as_run("rank killed", killed))
 
 # %% [markdown]
+# And one that raises an exception, on the way: the run goes on from that checkpoint, on as many ranks as before, and
 # fails again, after seven steps.
 
 # %%
@@ -359,6 +364,7 @@ with lab.attempt("A rank that raises", reference="rank raises"):
     lab.keep(fleet.as_run("rank raises", raised))
 
 # %% [markdown]
+# Every rank says where it was and why it stopped, the first cause first, and what there is to go on from.
 # The checkpoint is written by rank 0 beside the old one and then moved into its place, so that there is always one that
 # is whole.
 #
