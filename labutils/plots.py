@@ -775,3 +775,93 @@ def _white_edge(width: float = 1.5) -> list[Any]:
     from matplotlib import patheffects
 
     return [patheffects.Stroke(linewidth=width * 2.2, foreground=PAPER), patheffects.Normal()]
+
+
+# ---------------------------------------------------------------------------------------------------- several GPUs
+
+
+def link(ax: Axes, samples: Mapping[str, Sequence[float]], marks: Mapping[str, float]) -> Axes:
+    """Bus bandwidth of an all-reduce over the message's bytes, and where messages of interest lie (name -> bytes)."""
+    sizes, rates = samples["bytes"], samples["bus_gb_per_s"]
+    ax.plot(sizes, rates, color=NAVY, marker="o", label="bus bandwidth, median", zorder=3)
+    ax.set_xscale("log", base=2)
+    ax.set_yscale("log")
+    lines = cycle((":", "--", "-.", (0, (1, 3))))
+    colors = cycle((RUST, TEAL, PURPLE, GREY))
+    for (name, size), line, color in zip(marks.items(), lines, colors, strict=False):
+        ax.axvline(size, color=color, linestyle=line, linewidth=1.8, label=name, zorder=2)
+    every = [*sizes, *marks.values()]
+    ticks = [2.0**power for power in range(10, 36, 4) if min(every) <= 2.0**power <= 2 * max(every)]
+    ax.set_xticks(ticks, [_bytes(tick) for tick in ticks])
+    ax.yaxis.set_major_formatter("{x:g}")
+    ax.set_xlabel("bytes of the message")
+    ax.set_ylabel("GB/s")
+    ax.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=2)
+    return ax
+
+
+def _bytes(size: float) -> str:
+    for unit, whole in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if size >= whole:
+            return f"{size / whole:g} {unit}"
+    return f"{size:g} B"
+
+
+def foretold(ax: Axes, runs: Mapping[str, Run], alone: Mapping[str, float]) -> Axes:
+    """One row a run: the measured step as a bar with p10-p90, what was foretold as a diamond, one process's as a line.
+
+    Runs need `predicted_step_ms`; `alone` has one process's step (ms) by run's name. Steps are shown in parts of that.
+    """
+    drawn = {name: run for name, run in runs.items() if _spread(run, "step_ms") and name in alone}
+    _make_room(ax, len(drawn), per_row=0.42)
+    farthest = 1.0
+    for row, (name, run) in enumerate(drawn.items()):
+        low, median, high = (100 * value / alone[name] for value in _spread(run, "step_ms"))
+        ax.barh(row, median, height=0.6, color=MIST, edgecolor=INK, linewidth=0.8, label="measured, p10-p90", zorder=2)
+        ax.plot([low, high], [row, row], color=NAVY, linestyle="-", linewidth=2, zorder=3)
+        predicted = run.metric("predicted_step_ms")
+        if predicted:
+            look = {"color": RUST, "marker": "D", "linestyle": "", "markersize": 7, "markeredgecolor": PAPER}
+            ax.plot([100 * predicted / alone[name]], [row], label="foretold", zorder=4, **look)
+        right = max(high, 100 * (predicted or 0) / alone[name])
+        farthest = max(farthest, right)
+        text = f"{_figure(run.metric('step_ms'))} ms"
+        ax.annotate(text, (right, row), (9, 0), textcoords="offset points", va="center", fontsize=9)
+    ax.axvline(100, color=INK, linestyle="--", linewidth=1.2, label="one process, a rank's share", zorder=3)
+    _rows(ax, list(drawn))
+    ax.set_xlim(0, 1.2 * max(farthest, 100))
+    ax.set_xlabel("optimizer step, % of one process's")
+    handles = dict(zip(*reversed(ax.get_legend_handles_labels()), strict=True))
+    ax.legend(handles.values(), handles.keys(), loc="lower left", bbox_to_anchor=(0, 1.0), ncols=3)
+    return ax
+
+
+def beside(ax: Axes, steps: Mapping[str, tuple[Sequence[float], Sequence[float]]]) -> Axes:
+    """Two bands a step: when it computed and when it communicated; name -> (start, end, start, end, ... in ms) twice.
+
+    What of the lower band has nothing above it is exposed.
+    """
+    from matplotlib.patches import Patch
+
+    _make_room(ax, 1.6 * len(steps), per_row=0.42)
+    fills = {"computing": (NAVY, ""), "communicating": (AMBER, "///")}
+    for row, bands in enumerate(steps.values()):
+        for shift, times, fill in zip((-0.2, 0.2), bands, fills.values(), strict=True):
+            spans = [(start, end - start) for start, end in zip(times[::2], times[1::2], strict=True)]
+            ax.broken_barh(spans, (row + shift - 0.18, 0.36), linewidth=0.3, zorder=2, **_look(fill))
+    _rows(ax, list(steps))
+    ax.set_xlim(left=0)
+    ax.set_xlabel("ms from the beginning of the step")
+    handles = [Patch(label=name, linewidth=0.7, **_look(fill)) for name, fill in fills.items()]
+    ax.legend(handles=handles, loc="lower left", bbox_to_anchor=(0, 1.0), ncols=2)
+    return ax
+
+
+def named_ticks(ax: Axes, places: Mapping[str, float]) -> Axes:
+    """A logarithmic x axis whose ticks are named places."""
+    from matplotlib.ticker import NullFormatter
+
+    ax.set_xscale("log")
+    ax.xaxis.set_minor_formatter(NullFormatter())
+    ax.set_xticks(list(places.values()), [f"{name}\n{value:g}" for name, value in places.items()], fontsize=8)
+    return ax

@@ -76,8 +76,9 @@ class Recipe:
     rank: int = knob(4, "rank r of the LoRA matrices", at_least=1)
     adapter: str = knob(
         "peft",
-        "peft: PEFT's layers; plain: the two products written out; folded: W + BA formed once a pass",
-        ("peft", "plain", "folded"),
+        "peft: PEFT's layers; plain: the two products written out; folded: W + BA formed once a pass; none: no LoRA, "
+        "every weight of the trained network is trained, held in float32",
+        ("peft", "plain", "folded", "none"),
     )
     base_linear: str = knob(
         "published",
@@ -151,6 +152,25 @@ class Recipe:
         "synchronous: read the loss each micro-step, write each step; ring-buffer: keep it on the device, write later",
         ("synchronous", "ring-buffer"),
     )
+
+    # several processes, where torchrun started any
+    parallel: str = knob(
+        "ddp",
+        "how the processes that torchrun started share the training. ddp: a model each, gradients averaged; fsdp: "
+        "every weight cut among them, gathered where it is used",
+        ("ddp", "fsdp"),
+    )
+    synchronise: str = knob(
+        "last",
+        "when ddp averages gradients: after the last micro-batch of a step (`no_sync` before), or after each",
+        ("last", "each"),
+    )
+    bucket_cap_mb: int = knob(
+        0, "MiB of gradients that ddp sends at once; 0: PyTorch's 25, and 1 in the first", at_least=0, at_most=2**16
+    )
+    gradient_as_bucket_view: bool = knob(False, "ddp: gradients live in the buckets that are sent, not beside them")
+    static_graph: bool = knob(False, "ddp: trust that every step uses the same parameters, in the same way")
+
     seed: int = knob(0, "seed of weights, data order and noise", at_least=0, at_most=2**63 - 1)
 
     def __post_init__(self) -> None:
@@ -158,6 +178,11 @@ class Recipe:
             _check(spec, getattr(self, spec.name))
         if self.persistent_workers and self.num_workers == 0:
             raise ValueError("persistent_workers=True needs num_workers of 1 or more: there is no worker to keep.")
+        if self.adapter == "none" and self.base_linear != "published":
+            raise ValueError(
+                f"adapter='none' trains every weight, and base_linear={self.base_linear!r} holds them in a form for "
+                "frozen ones. Use base_linear='published'."
+            )
         if self.adapter == "folded" and self.base_linear != "published":
             raise ValueError(
                 f"adapter='folded' adds the low-rank update to the weights, and base_linear={self.base_linear!r} holds "

@@ -492,7 +492,7 @@ class Trace:
         "launches" (calls) and "GPU" (kernels by category, copies), without one "operators" by category. Empty lanes are
         left out.
         """
-        window = window or self._first_step
+        window = window or self.first_step
         lanes: dict[str, Iterable[tuple[float, float, str]]] = {
             "host": ((start, end, name) for name, time in self.phase_time.items() for start, end in time)
         }
@@ -507,7 +507,7 @@ class Trace:
         return {lane: blocks for lane, blocks in found.items() if blocks}
 
     @property
-    def _first_step(self) -> Interval:
+    def first_step(self) -> Interval:
         return self._windows[0][1:] if self._windows else self.wall
 
     def busy_over_time(self, bins: int = 150) -> tuple[list[float], list[float]]:
@@ -517,7 +517,7 @@ class Trace:
         """
         if not self.on_gpu:
             return [], []
-        start, end = self._first_step
+        start, end = self.first_step
         width, kernels = (end - start) / bins, Lookup(self.kernel_time)
         edges = [start + n * width for n in range(bins)]
         return [edge - start for edge in edges], [total(kernels.within((e, e + width))) / width for e in edges]

@@ -102,6 +102,9 @@ class DiffusionLora(Workload):
         # A copy of the modules around the same tensors: sessions side by side hold the frozen weights once.
         shared = {id(tensor): tensor for tensor in [*frozen.parameters(), *frozen.buffers()]}
         model = copy.deepcopy(frozen, memo=shared)
+        if recipe.adapter == "none":
+            model.unet = copy.deepcopy(frozen.unet).float().requires_grad_(True).train()
+            return model
         kind = "plain" if recipe.adapter == "folded" else recipe.adapter
         attach_lora(model.unet, TARGETS, recipe.rank, recipe.rank, kind, seed=recipe.seed)
         if recipe.adapter == "folded":
@@ -119,6 +122,14 @@ class DiffusionLora(Workload):
 
     def blocks(self, model: Networks) -> list[nn.Module]:
         return [m for m in model.unet.modules() if type(m).__name__ in model.unet._repeated_blocks]
+
+    def units(self, model: Networks) -> list[nn.Module]:
+        """The UNet's levels: most weights are in convolutions between the repeated blocks."""
+        return [*model.unet.down_blocks, model.unet.mid_block, *model.unet.up_blocks]
+
+    def let_go(self) -> None:
+        self._frozen.cache_clear()
+        super().let_go()
 
     @functools.lru_cache(maxsize=4)  # noqa: B019  the workload lives as long as its sessions do
     def _frozen(self, dtype: torch.dtype, layout: torch.memory_format, layers: str, seed: int) -> Networks:
@@ -174,7 +185,8 @@ class DiffusionLora(Workload):
         started = time.perf_counter()
         workers = min(8, usable_cores() - 1) if self.device.type == "cuda" else 0
         parts = []
-        for batch in DataLoader(examples, batch_size=8, num_workers=workers, collate_fn=collate):
+        own = torch.Generator()  # so that the noise of training is the same whether or not anything was encoded before
+        for batch in DataLoader(examples, batch_size=8, num_workers=workers, collate_fn=collate, generator=own):
             batch = {name: tensor.to(self.device) for name, tensor in batch.items()}
             kept = {"moments": self._moments(model, batch["pixel_values"])}
             if recipe.cache == "latents+text":
@@ -236,7 +248,10 @@ class DiffusionLora(Workload):
         adapter does: what a faster one saves must show as time."""
         with torch.device("meta"):
             networks = _networks(self.size, torch.device("meta")).requires_grad_(False)
-        attach_lora(networks.unet, TARGETS, recipe.rank, recipe.rank, "plain", seed=0)
+        if recipe.adapter == "none":
+            networks.unet.requires_grad_(True)
+        else:
+            attach_lora(networks.unet, TARGETS, recipe.rank, recipe.rank, "plain", seed=0)
         b, itemsize = recipe.micro_batch, DTYPES[recipe.precision].itemsize
         tokens = torch.empty(b, MAX_LENGTH, dtype=torch.long, device="meta")
         condition = torch.empty(b, MAX_LENGTH, self.size.text_width, device="meta")

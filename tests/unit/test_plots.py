@@ -390,3 +390,42 @@ def test_importing_the_module_leaves_matplotlib_alone():
 )
 def test_figures(value, text):
     assert plots._figure(value) == text
+
+
+# Several GPUs
+
+
+def test_a_link_shows_where_messages_lie(ax):
+    sizes = [2.0**power for power in range(10, 29, 3)]
+    rates = [min(300.0, size / 1e5) for size in sizes]
+    marks = {"SD 1.5, LoRA": 3.2e6, "SD 1.5, whole UNet": 3.4e9, "Qwen3, LoRA": 87e6, "small Qwen3, whole": 2.4e9}
+    plots.link(ax, {"bytes": sizes, "bus_gb_per_s": rates}, marks)
+    assert {"1 KiB", "4 MiB", "1 GiB"} <= set(texts(ax))
+    assert_tidy(ax)
+
+
+def test_a_step_stands_beside_what_was_foretold(ax):
+    runs = {f"{case}ddp 2": timed("10", f"{case}ddp 2", 110, spread=0.05) for case in ("", "full ", "qwen ")}
+    for run in runs.values():
+        run.metrics["predicted_step_ms"] = 104.0
+    plots.foretold(ax, runs | {"fsdp 2": FAILED}, dict.fromkeys(runs, 100.0))
+    assert [label.get_text() for label in ax.get_yticklabels()] == list(runs)
+    assert "110 ms" in texts(ax)
+    assert_tidy(ax)
+
+
+def test_what_hides_communication_is_above_it(ax):
+    plots.beside(ax, {"ddp 2": ([0.0, 5.0, 6.0, 9.0], [4.0, 7.0]), "fsdp 2": ([0.0, 20.0], [1.0, 2.0, 19.0, 21.0])})
+    assert [label.get_text() for label in ax.get_yticklabels()] == ["ddp 2", "fsdp 2"]
+    assert ax.get_xlim()[0] == 0
+    assert_tidy(ax)
+
+
+def test_networks_are_named(ax):
+    from labutils.fleet import NETWORKS
+
+    ax.figure.set_size_inches(7.2, 3.8)
+    plots.curves(ax, {"LoRA": dict.fromkeys(NETWORKS.values(), 99.0)}, "GB/s", "efficiency, %")
+    plots.named_ticks(ax, NETWORKS)
+    assert any(text.startswith("NVLink") for text in texts(ax))
+    assert_tidy(ax)
