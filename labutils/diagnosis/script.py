@@ -100,7 +100,7 @@ def _environment(stages: Stages, keep_going: bool, room: Path) -> dict[str, str]
 
 
 def _search_path() -> str:
-    """Where commands are looked for: `python` is the one that labutils runs in, unless another environment is active."""
+    """Where commands are looked for: `python` is the one that runs labutils, unless another environment is active."""
     others = os.environ.get("PATH", os.defpath)
     if os.environ.get("VIRTUAL_ENV") or os.environ.get("CONDA_PREFIX"):
         return others
