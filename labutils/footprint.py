@@ -15,9 +15,10 @@ import functools
 import gc
 import math
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -34,10 +35,11 @@ from labutils.measure.ledger import (
     tensors_of,
 )
 from labutils.measure.memory import OnMeta
-from labutils.recipe import Recipe
-from labutils.results import is_out_of_memory
+from labutils.recipe import A2_BASE, A3_BASE, Recipe
+from labutils.results import Run, is_out_of_memory
 from labutils.training import Session
 from labutils.training.drivers import AUTOCAST
+from labutils.training.following import make_room
 from labutils.workloads import Workload, open_workload
 from labutils.workloads.base import Batch
 
@@ -55,26 +57,36 @@ HELD_BITS = {"nf4": 4 + doubled_constant_bits(BLOCK), "nf4-frozen": 4 + doubled_
 def predicted(workload: Workload, recipe: Recipe, on: str = "") -> StepMemory:
     """The memory of an optimizer step with this recipe, from shapes alone; a few seconds at any scale.
 
-    on: "cuda" or "cpu", as the workload's device if not given. Of more than two micro-batches two are taken: the second finds the first one's gradients, as all others do. Longest
-    examples are taken where they vary. For models that aren't compiled, driven in whatever way: a compiled one keeps
-    less. Raises `ValueError` for what it knows nothing of.
+    on: "cuda" or "cpu", as the workload's device if not given. Of more than two micro-batches two are taken: the second
+    finds the first one's gradients, as all others do. Longest examples are taken where they vary. For models that
+    aren't compiled, driven in whatever way: a compiled one keeps less. LLaVA is taken in its rewritten form: the
+    published one looks at its inputs' contents, and holds a little more. Raises `ValueError` for what it knows nothing
+    of.
     """
     on = on or workload.device.type
     recipe = recipe.fitted_to(on)
     _check(recipe)
     if recipe.layers == "published" and workload.name.startswith("llava"):
         recipe = recipe.but(layers="rewritten")  # transformers' own pass looks at its inputs' contents
-    twin = open_workload(workload.name, workload.scale, data=workload.data, device="meta", cache_dir=workload.cache_dir)
+    twin = _twin(workload.name, workload.scale, workload.data, workload.cache_dir)
     with torch.random.fork_rng(devices=[]):
         model = twin.build(recipe.but(base_linear="published"))
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    batch = {name: tensor.to("meta") for name, tensor in worst_batch(workload, recipe).items()}
+    filled = worst_batch(workload, recipe)
+    padded = "attention_mask" in filled and not bool(filled["attention_mask"].all())
+    batch = {name: tensor.to("meta") for name, tensor in filled.items()}
     held = {"weights": bytes_of(tensors_of(model)) - _saved_by_format(model, recipe.base_linear)}
     moments = [moment for parameter in trained for moment in moments_of(parameter, recipe.optimizer)]
     held |= {"optimizer": bytes_of(moments), "temporaries": WORKSPACES if on == "cuda" else 0}
     with Ledger([*tensors_of(model), *moments]) as ledger, OnMeta(AUTOCAST.get(recipe.precision)):
-        _step(ledger, functools.partial(_loss, twin, model, batch), trained, recipe)
+        _step(ledger, functools.partial(_loss, twin, model, batch, padded), trained, recipe)
     return ledger.step(Sorting(held, _logits(workload, batch)))
+
+
+@functools.cache
+def _twin(name: str, scale: str, data: str, cache_dir: Path) -> Workload:
+    """The workload on the meta device, which holds its frozen models; they take no memory there."""
+    return open_workload(name, scale, data=data, device="meta", cache_dir=cache_dir)
 
 
 def _check(recipe: Recipe) -> None:
@@ -100,12 +112,12 @@ def _step(ledger: Ledger, loss_of: Callable[[], Tensor], trained: list[nn.Parame
         parameter.grad = None
 
 
-def _loss(workload: Workload, model: nn.Module, batch: Batch) -> Tensor:
-    if (
-        "attention_mask" in batch
-    ):  # transformers would look at its contents; one with its four dimensions is taken as it is
+def _loss(workload: Workload, model: nn.Module, batch: Batch, padded: bool) -> Tensor:
+    if "attention_mask" in batch:
+        # transformers would look at its contents to see what it can leave out; it takes one that is there already.
         rows, length = batch["attention_mask"].shape
-        batch = batch | {"attention_mask": torch.empty(rows, 1, length, length, dtype=torch.bool, device="meta")}
+        mask = torch.empty(rows, 1, length, length, dtype=torch.bool, device="meta") if padded else None
+        batch = batch | {"attention_mask": dict.fromkeys(("full_attention", "sliding_attention"), mask)}
     return workload.loss(model, batch, workload.draw(model, batch))
 
 
@@ -182,8 +194,17 @@ def moments_of(parameter: Tensor, optimizer: str) -> list[Tensor]:
 # ----------------------------------------------------------------------------------------------------------- recorded
 
 
-def recorded(workload: Workload, recipe: Recipe, settle: int = 2) -> tuple[StepMemory, float]:
-    """(the memory of a real optimizer step, GB at its peak by the allocator's own counter), after `settle` others.
+class Recorded(NamedTuple):
+    """A step's memory, and the allocator's own counters of it: GB `allocated` to tensors at the peak, and GB that it
+    `reserved` from the GPU to do so, None without one."""
+
+    memory: StepMemory
+    allocated: float
+    reserved: float | None
+
+
+def recorded(workload: Workload, recipe: Recipe, settle: int = 2) -> Recorded:
+    """The memory of a real optimizer step, after `settle` others.
 
     Without a GPU a ledger stands in for the allocator's record, and its peak for the counter. The recipe's driver is
     replaced by the plain loop, whose phases can be told apart.
@@ -196,10 +217,11 @@ def recorded(workload: Workload, recipe: Recipe, settle: int = 2) -> tuple[StepM
         )
         if workload.device.type != "cuda":
             memory = _recorded_step(session, batches, Ledger(_standing(session)))
-            return memory, memory.peak / GB
+            return Recorded(memory, memory.peak / GB, None)
+        hardware.cuda.empty_cache()
         hardware.cuda.reset_peak_memory()
         memory = _recorded_step(session, batches, AllocatorRecord())
-        return memory, hardware.cuda.peak_memory()[0]
+        return Recorded(memory, *hardware.cuda.peak_memory())
 
 
 def _on(batch: Batch, device: torch.device) -> Batch:
@@ -243,6 +265,71 @@ def _recorded_step(session: Session, batches: Iterator[Batch], recorder: Ledger 
         held["temporaries"] = max(0, recorder.allocated_before - weights - moments)
     batch_shapes = worst_batch(session.workload, session.recipe)
     return recorder.step(Sorting(held, _logits(session.workload, batch_shapes)))
+
+
+def with_peak(workload: Workload, run: Run) -> Run:
+    """The run with `peak_gb`: the allocator's peak of a step, or without a GPU, where the comparison knows none, that
+    of tensors, which a ledger counts in a step of its own."""
+    if run.ok:
+        recipe = Recipe(**run.recipe)
+        run.metrics["peak_gb"] = run.metric("peak_allocated_gb") or recorded(workload, recipe).allocated
+    return run
+
+
+def foretold(workload: Workload, recipe: Recipe, name: str) -> tuple[Run, StepMemory]:
+    """A recipe's run with what its step takes, predicted before it is recorded: `predicted_gb`, `peak_gb` (what
+    tensors take), on a GPU `peak_reserved_gb` as well, `off`, the prediction's error as a share, and the kinds at the
+    peak; and the record."""
+    foreseen = predicted(workload, recipe)
+    make_room(workload)
+    found = recorded(workload, recipe)
+    run = Run("", name, workload=workload.name, scale=workload.scale, weights=workload.weights, data=workload.data)
+    run.recipe = recipe.fitted_to(workload.device.type).as_dict()
+    run.metrics = {"predicted_gb": foreseen.peak / GB, "peak_gb": found.allocated}
+    run.metrics["off"] = run.metrics["predicted_gb"] / found.allocated - 1
+    run.metrics |= {} if found.reserved is None else {"peak_reserved_gb": found.reserved}
+    run.metrics |= {f"{kind}_gb": size / GB for kind, size in found.memory.at_peak().items()}
+    return run, found.memory
+
+
+GRID: dict[str, Recipe] = {
+    "sd15-lora": Recipe(driver="eager", logging="ring-buffer", cache="latents+text", micro_batch=4, accumulation=1),
+    "llava-lora": A2_BASE.but(layers="rewritten"),
+    "qwen3-lora-long": A3_BASE.but(driver="eager", micro_batch=2),
+}
+"""Workload -> the recipe that the prediction is tried on, and changed as `MODES` say."""
+MODES: dict[str, dict[str, Any]] = {
+    "all kept": {},
+    "checkpointing": {"checkpointing": "blocks"},
+    "selective": {"checkpointing": "selective"},
+}
+
+TOLD_HEAD = ("step", "predicted", "by tensors, at the peak", "off by", "reserved, GB")
+"""The head of a table of `told_rows`."""
+
+
+def told_rows(runs: Mapping[str, Run]) -> list[tuple[Any, ...]]:
+    """Rows for `TOLD_HEAD`."""
+    return [
+        (
+            name,
+            in_bytes(run.metric("predicted_gb")),
+            in_bytes(run.metric("peak_gb")),
+            f"{run.metric('off'):+.1%}",
+            run.metric("peak_reserved_gb"),
+        )
+        for name, run in runs.items()
+    ]
+
+
+def in_bytes(gb: float) -> str:
+    """GB as one says it: "15.2 GB", "12.3 MB"."""
+    return f"{gb:.1f} GB" if gb >= 1 else f"{1e3 * gb:.1f} MB"
+
+
+def at_full(workload: Workload) -> Workload:
+    """The same workload at its full size, to be predicted, not built."""
+    return _twin(workload.name, "full", workload.data, workload.cache_dir)
 
 
 # --------------------------------------------------------------------------------------------- running out of memory
@@ -348,12 +435,16 @@ class Fed:
             return hardware.cuda.allocated_memory()
         return (bytes_of(_standing(self.session)) + (self.ledger.now if self.ledger else 0)) / GB
 
+    def close(self) -> None:
+        """Lift the limit and end the session."""
+        self.limit(None)
+        self.session.close()
+
     def __enter__(self) -> Fed:
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        self.limit(None)
-        self.session.close()
+        self.close()
 
 
 def run_out(fed: Fed, examples: int) -> dict[str, Any]:
@@ -374,6 +465,12 @@ def run_out(fed: Fed, examples: int) -> dict[str, Any]:
     found["after_except_gb"] = fed.held_gb()
     fed.clean_up()
     return found | {"cleaned_gb": fed.held_gb(), "runs_again": int(fed.fits(1))}
+
+
+def held_row(found: Mapping[str, Any]) -> tuple[str, ...]:
+    """What was held at the four moments of `run_out`, as a row of a table."""
+    moments = ("before_gb", "in_except_gb", "after_except_gb", "cleaned_gb")
+    return ("", *(in_bytes(found[moment]) for moment in moments))
 
 
 HEADROOM = 0.1
@@ -411,6 +508,11 @@ def largest_batch(fits: Callable[[int], bool], start: int) -> int:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
     return low
+
+
+def search_rows(searches: Mapping[str, Mapping[str, int]], foreseen: int) -> list[tuple[Any, ...]]:
+    """Rows (search, predicted, largest batch, tries, failures)."""
+    return [(name, foreseen, found["largest"], found["tries"], found["failures"]) for name, found in searches.items()]
 
 
 def largest_by_accelerate(fits: Callable[[int], bool], start: int) -> int:

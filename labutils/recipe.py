@@ -214,7 +214,8 @@ class Recipe:
         """What a `device` ("cuda" or "cpu") can do of this recipe.
 
         A CPU has no tensor cores that take fp16, no CUDA graphs or streams, no page-locked copies, no cuDNN: there,
-        precision becomes fp32 without TF32, paged moments stay where they are, the graph driver the eager one, and compilation keeps only its default mode. The frozen
+        precision becomes fp32 without TF32, paged moments stay where they are, the graph driver becomes the eager one,
+        and compilation keeps only its default mode. The frozen
         layers' format stays what it is: FP8 is emulated with the same rounding, NF4 runs, and what neither can be
         (Transformer Engine, torchao) says so when it is built.
         """

@@ -143,7 +143,7 @@ class OnMeta(TorchFunctionMode):
         if func is F.scaled_dot_product_attention:
             query, key, value = (*args, *kwargs.values())[:3]
             if query.is_meta:  # the shapes that a fused kernel returns and saves
-                return torch.ops.aten._scaled_dot_product_flash_attention(query, key, value)[0]
+                return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value)[0]
         return func(*args, **kwargs)
 
 

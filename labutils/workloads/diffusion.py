@@ -276,6 +276,22 @@ class EncodedExamples(Dataset):
         return {name: tensor.index_select(0, chosen) for name, tensor in self.tensors.items()}
 
 
+def on_drawn_latents(workload: DiffusionLora, rows: int = 64) -> DiffusionLora:
+    """The same workload on latents and text embeddings that are drawn, and encoded from nothing: to compare recipes
+    that need them by time and memory, with cache="latents+text" and no pass of all images through the encoders."""
+    other = copy.copy(workload)
+
+    def dataset(model: Networks, recipe: Recipe) -> EncodedExamples:
+        channels, *sides = workload.latent_shape
+        generator = torch.Generator().manual_seed(recipe.seed)
+        shapes = {"moments": (rows, 2 * channels, *sides), "condition": (rows, MAX_LENGTH, workload.size.text_width)}
+        drawn = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+        return EncodedExamples({name: tensor.to(DTYPES[recipe.precision]) for name, tensor in drawn.items()}, 0.0)
+
+    other.dataset = dataset
+    return other
+
+
 FOR_LANGUAGE = ("shapes", "loss")
 """Knobs of models that read text, which do nothing here: a run on record must not claim that they did."""
 

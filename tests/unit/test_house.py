@@ -41,6 +41,9 @@ FLOORS = {
         "course",
         "doctor",
         "pinning",
+        "footprint",
+        "switches",
+        "datapath",
     },
     5: {"cli"},
 }
