@@ -115,6 +115,7 @@ def reading(workload: Workload, dataset: Dataset) -> Workload:
     """The same workload on other examples."""
     other = copy.copy(workload)
     other.dataset = lambda model, recipe: dataset
+    other.build = workload.build  # one copy of the frozen weights serves them all
     return other
 
 

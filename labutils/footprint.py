@@ -39,7 +39,6 @@ from labutils.recipe import A2_BASE, A3_BASE, Recipe
 from labutils.results import Run, is_out_of_memory
 from labutils.training import Session
 from labutils.training.drivers import AUTOCAST
-from labutils.training.following import make_room
 from labutils.workloads import Workload, open_workload
 from labutils.workloads.base import Batch
 
@@ -182,12 +181,17 @@ def _saved_by_format(model: nn.Module, base_linear: str) -> int:
     return sum(round(w.nbytes - w.numel() * HELD_BITS[base_linear] / 8) for w in weights)
 
 
+PAGED_FROM = 100_000
+"""Numbers from which bitsandbytes keeps a parameter's moments in pages."""
+
+
 def moments_of(parameter: Tensor, optimizer: str) -> list[Tensor]:
     """AdamW's state of a parameter, as tensors of the sizes that the optimizer keeps on the GPU."""
     if optimizer in ("adamw-8bit", "adamw-paged") and parameter.numel() >= 4096:
         constants = [torch.empty(-(-parameter.numel() // 256), device=parameter.device) for _ in range(2)]
         kept = [torch.empty(parameter.shape, dtype=torch.uint8, device=parameter.device) for _ in range(2)]
-        return constants + ([] if optimizer == "adamw-paged" else kept)
+        paged = optimizer == "adamw-paged" and parameter.numel() >= PAGED_FROM
+        return constants + ([] if paged else kept)
     return [torch.empty_like(parameter, requires_grad=False) for _ in range(2)]
 
 
@@ -210,7 +214,9 @@ def recorded(workload: Workload, recipe: Recipe, settle: int = 2) -> Recorded:
     replaced by the plain loop, whose phases can be told apart.
     """
     recipe = recipe.but(driver="eager", logging="ring-buffer")
+    before = hardware.cuda.allocated_memory()
     with Session(workload, recipe) as session:
+        built = hardware.cuda.allocated_memory()
         session.run(settle)  # the moments are there from the first step on, workspaces soon after
         batches = iter(
             [_on(worst_batch(workload, session.recipe), workload.device) for _ in range(recipe.accumulation)]
@@ -218,10 +224,13 @@ def recorded(workload: Workload, recipe: Recipe, settle: int = 2) -> Recorded:
         if workload.device.type != "cuda":
             memory = _recorded_step(session, batches, Ledger(_standing(session)))
             return Recorded(memory, memory.peak / GB, None)
+        # What others hold: all that was there before, but for frozen weights that this model shares with them.
+        held = bytes_of(tensors_of(session.model)) / GB
+        foreign = before - max(0.0, held - (built - before))
         hardware.cuda.empty_cache()
         hardware.cuda.reset_peak_memory()
-        memory = _recorded_step(session, batches, AllocatorRecord())
-        return Recorded(memory, *hardware.cuda.peak_memory())
+        memory = _recorded_step(session, batches, AllocatorRecord(), foreign)
+        return Recorded(memory, *(peak - foreign for peak in hardware.cuda.peak_memory()))
 
 
 def _on(batch: Batch, device: torch.device) -> Batch:
@@ -238,8 +247,10 @@ def _moments(session: Session) -> list[Tensor]:
     return [value for value in state if isinstance(value, Tensor)]
 
 
-def _recorded_step(session: Session, batches: Iterator[Batch], recorder: Ledger | AllocatorRecord) -> StepMemory:
-    """One step of the session, its phases marked where the driver goes from one to the next."""
+def _recorded_step(
+    session: Session, batches: Iterator[Batch], recorder: Ledger | AllocatorRecord, foreign_gb: float = 0.0
+) -> StepMemory:
+    """One step of the session, its phases marked where the driver goes on to the next, without what is foreign."""
     driver, trained = session.driver, session.parameters
     loss, update = driver.loss, driver.update
 
@@ -262,7 +273,7 @@ def _recorded_step(session: Session, batches: Iterator[Batch], recorder: Ledger 
     weights, moments = bytes_of(tensors_of(session.model)), bytes_of(_moments(session))
     held = {"weights": weights, "optimizer": moments}
     if isinstance(recorder, AllocatorRecord):
-        held["temporaries"] = max(0, recorder.allocated_before - weights - moments)
+        held["temporaries"] = max(0, recorder.allocated_before - round(foreign_gb * GB) - weights - moments)
     batch_shapes = worst_batch(session.workload, session.recipe)
     return recorder.step(Sorting(held, _logits(session.workload, batch_shapes)))
 
@@ -280,9 +291,7 @@ def foretold(workload: Workload, recipe: Recipe, name: str) -> tuple[Run, StepMe
     """A recipe's run with what its step takes, predicted before it is recorded: `predicted_gb`, `peak_gb` (what
     tensors take), on a GPU `peak_reserved_gb` as well, `off`, the prediction's error as a share, and the kinds at the
     peak; and the record."""
-    foreseen = predicted(workload, recipe)
-    make_room(workload)
-    found = recorded(workload, recipe)
+    foreseen, found = predicted(workload, recipe), recorded(workload, recipe)
     run = Run("", name, workload=workload.name, scale=workload.scale, weights=workload.weights, data=workload.data)
     run.recipe = recipe.fitted_to(workload.device.type).as_dict()
     run.metrics = {"predicted_gb": foreseen.peak / GB, "peak_gb": found.allocated}

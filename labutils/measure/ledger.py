@@ -248,7 +248,7 @@ class AllocatorRecord:
 def from_trace(
     trace: Iterable[Mapping[str, Any]], seen: Iterable[tuple[str, int, list[int], list[int]]], by: Sorting
 ) -> StepMemory:
-    """A record out of the allocator's history: entries with "action", "addr" and "size".
+    """A record out of the allocator's history: entries with "action", "addr" and "size", which is what was asked for.
 
     seen: (phase, entries before it, addresses of gradients, addresses of moments). What is freed without having been
     allocated was there before: it is taken out of what was held as temporaries.
@@ -270,14 +270,14 @@ def from_trace(
         pass_marks(entry)
         if line["action"] == "alloc":
             open_at[line["addr"]] = len(raw)
-            raw.append(_Raw(events, line["size"]))
+            raw.append(_Raw(events, rounded(line["size"])))
             events += 1
         elif line["action"] == "free_requested":
             if line["addr"] in open_at:
                 raw[open_at.pop(line["addr"])].died = events
             else:
-                held["temporaries"] = held.get("temporaries", 0) - line["size"]
-                raw.append(_Raw(0, line["size"], events))
+                held["temporaries"] = held.get("temporaries", 0) - rounded(line["size"])
+                raw.append(_Raw(0, rounded(line["size"]), events))
             events += 1
     pass_marks(entry + 1)
     return sort_out(raw, marks, events, Sorting(held, by.logit_bytes))

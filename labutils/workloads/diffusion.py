@@ -115,6 +115,10 @@ class DiffusionLora(Workload):
             model.unet.enable_gradient_checkpointing(kept)
         return model
 
+    def let_go(self) -> None:
+        type(self)._frozen.cache_clear()
+        super().let_go()
+
     def trained(self, model: Networks) -> tuple[str, nn.Module]:
         return "unet", model.unet
 
@@ -289,6 +293,7 @@ def on_drawn_latents(workload: DiffusionLora, rows: int = 64) -> DiffusionLora:
         return EncodedExamples({name: tensor.to(DTYPES[recipe.precision]) for name, tensor in drawn.items()}, 0.0)
 
     other.dataset = dataset
+    other.build = workload.build  # the frozen weights are the other's own
     return other
 
 

@@ -70,6 +70,7 @@ from labutils.hardware import usable_cores
 from labutils.recipe import Recipe
 from labutils.results import Run
 from labutils.training import Bench
+from labutils.training.following import make_room
 from labutils.workloads.diffusion import on_drawn_latents
 
 plots.use_style()
@@ -209,17 +210,18 @@ told: dict[str, Run] = {}
 records = {}
 
 
-def foretell(room: str, mode: str) -> None:
-    """Predict and record a workload's step in a mode, unless an interrupted start left it behind."""
-    work = ready if room == "sd15-lora" else lab.workload(room)
-    recipe, name = footprint.GRID[room].but(**footprint.MODES[mode]), f"{room}, {mode}"
+def foretell(work, mode: str) -> None:
+    """Predict and record a workload's step in a mode."""
+    name = f"{work.name}, {mode}"
     with lab.attempt(f"memory of {name}", reference=f"memory: {name}"):
+        recipe = footprint.GRID[work.name].but(**footprint.MODES[mode])
         run, records[name] = footprint.foretold(work, recipe, f"memory: {name}")
         told[name] = lab.keep(run)
 
 
+make_room(ready)
 for mode in footprint.MODES:
-    foretell("sd15-lora", mode)
+    foretell(ready, mode)
 fig, axes = plt.subplots(2, 1, figsize=(7.4, 6.4), sharex=False)
 for ax, mode in zip(axes, ("all kept", "checkpointing"), strict=True):
     memory = records[f"sd15-lora, {mode}"]
@@ -236,8 +238,10 @@ plt.show()
 # A language model's picture has one more part.
 
 # %%
+texts = lab.workload("qwen3-lora-long")
+make_room(ready)
 for mode in footprint.MODES:
-    foretell("qwen3-lora-long", mode)
+    foretell(texts, mode)
 fig, axes = plt.subplots(2, 1, figsize=(7.4, 6.4), sharex=False)
 for ax, mode in zip(axes, ("all kept", "checkpointing"), strict=True):
     if f"qwen3-lora-long, {mode}" in records:
@@ -271,8 +275,11 @@ my_worst: float | None = None  # for example 10
 lab.predict("the worst of nine predictions is off by", my_worst, "%")
 
 # %%
+photographs = lab.workload("llava-lora")
+make_room(texts)
 for mode in footprint.MODES:
-    foretell("llava-lora", mode)
+    foretell(photographs, mode)
+make_room(photographs)
 fig, ax = plt.subplots()
 plots.predicted_peaks(ax, {name: (run.metric("predicted_gb"), run.metric("peak_gb")) for name, run in told.items()})
 plt.show()

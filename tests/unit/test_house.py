@@ -44,6 +44,7 @@ FLOORS = {
         "footprint",
         "switches",
         "datapath",
+        "tensorflow_page",
     },
     5: {"cli"},
 }
