@@ -68,7 +68,13 @@ class Recipe:
         1, "examples in one forward and backward pass; rows of them where shapes='packed'", at_least=1
     )
     accumulation: int = knob(4, "micro-batches in one optimizer step", at_least=1)
-    optimizer: str = knob("adamw", "adamw as PyTorch picks it, or its single-kernel form", ("adamw", "adamw-fused"))
+    optimizer: str = knob(
+        "adamw",
+        "adamw: as PyTorch picks it; adamw-loop: tensor by tensor; adamw-foreach: all tensors in a few kernels; "
+        "adamw-fused: in one; adamw-8bit: moments in 8 bits, by bitsandbytes; adamw-paged: those in pages that move to "
+        "the host where the GPU is full",
+        ("adamw", "adamw-loop", "adamw-foreach", "adamw-fused", "adamw-8bit", "adamw-paged"),
+    )
     learning_rate: float = knob(1e-4, "constant learning rate", at_least=0)
     max_grad_norm: float = knob(1.0, "gradients are scaled down to this norm", above=0)
 
@@ -95,6 +101,12 @@ class Recipe:
         "fp32; or frozen weights and matrix products in fp16 (autocast, loss scaling) or bf16 (autocast)",
         ("fp32", "fp16", "bf16"),
     )
+    tf32: str = knob(
+        "convolutions",
+        "which float32 products round their inputs to TF32's 10 bits of mantissa: convolutions, as PyTorch does by "
+        "default; nothing; everything: matrix products as well",
+        ("nothing", "convolutions", "everything"),
+    )
     driver: str = knob(
         "accelerate",
         "who drives the step: the accelerate library, plain PyTorch, or one CUDA graph of the whole optimizer step",
@@ -119,8 +131,9 @@ class Recipe:
     checkpointing: str = knob(
         "off",
         "what the forward pass keeps for the backward pass: everything; blocks: blocks' inputs, and blocks compute "
-        "again; offload: the same, and the inputs wait on the host",
-        ("off", "blocks", "offload"),
+        "again; selective: those and the results of attention and matrix products, and the rest is computed again; "
+        "offload: blocks' inputs, which wait on the host",
+        ("off", "blocks", "selective", "offload"),
     )
     predict: str = knob(
         "answers",
@@ -193,6 +206,11 @@ class Recipe:
                 f"streams={self.streams} needs driver='graph': launched from the host one by one, micro-batches on "
                 "several streams would wait for the host just the same."
             )
+        if self.driver == "graph" and self.optimizer in ("adamw-8bit", "adamw-paged"):
+            raise ValueError(
+                f"optimizer={self.optimizer!r} counts its steps on the host, which driver='graph' would record once. "
+                "Use optimizer='adamw-fused'."
+            )
         if self.driver == "graph" and self.logging == "synchronous":
             raise ValueError(
                 "driver='graph' captures the whole optimizer step, and reading the loss inside it would need the host. "
@@ -221,7 +239,8 @@ class Recipe:
         """What a `device` ("cuda" or "cpu") can do of this recipe.
 
         A CPU has no tensor cores that take fp16, no CUDA graphs or streams, no page-locked copies, no cuDNN: there,
-        precision becomes fp32, the graph driver the eager one, and compilation keeps only its default mode. The frozen
+        precision becomes fp32 without TF32, paged moments stay where they are, the graph driver becomes the eager one,
+        and compilation keeps only its default mode. The frozen
         layers' format stays what it is: FP8 is emulated with the same rounding, NF4 runs, and what neither can be
         (Transformer Engine, torchao) says so when it is built.
         """
@@ -229,6 +248,8 @@ class Recipe:
             return self
         return self.but(
             precision="fp32",
+            tf32=type(self).tf32,
+            optimizer="adamw-8bit" if self.optimizer == "adamw-paged" else self.optimizer,
             driver="eager" if self.driver == "graph" else self.driver,
             streams=1,
             cudnn_benchmark=False,

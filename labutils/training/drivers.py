@@ -47,14 +47,23 @@ class Parts:
         return share_of(self.recipe, self.ranks.count)
 
 
-def build_optimizer(parameters: list[nn.Parameter], recipe: Recipe) -> torch.optim.AdamW:
+def build_optimizer(parameters: list[nn.Parameter], recipe: Recipe) -> torch.optim.Optimizer:
     """AdamW with the script's settings. Its fused form updates all parameters in one kernel, unscales nothing twice and
-    never asks the host, which is what a capture needs."""
-    device = parameters[0].device
-    fused = {"fused": True, "capturable": device.type == "cuda"} if recipe.optimizer == "adamw-fused" else {}
-    return torch.optim.AdamW(
-        parameters, lr=recipe.learning_rate, betas=(0.9, 0.999), weight_decay=1e-2, eps=1e-8, **fused
-    )
+    never asks the host, which is what a capture needs. bitsandbytes keeps moments of 4096 numbers or more in 8 bits, a
+    scale for each 256 of them; smaller ones stay in float32."""
+    settings = {"lr": recipe.learning_rate, "betas": (0.9, 0.999), "weight_decay": 1e-2, "eps": 1e-8}
+    if recipe.optimizer in ("adamw-8bit", "adamw-paged"):
+        from bitsandbytes import optim
+
+        return (optim.AdamW8bit if recipe.optimizer == "adamw-8bit" else optim.PagedAdamW8bit)(parameters, **settings)
+    on_gpu = parameters[0].device.type == "cuda"
+    forms = {
+        "adamw": {},
+        "adamw-loop": {"foreach": False},
+        "adamw-foreach": {"foreach": True},
+        "adamw-fused": {"fused": True, "capturable": on_gpu},
+    }
+    return torch.optim.AdamW(parameters, **settings, **forms[recipe.optimizer])
 
 
 def compile_as_asked(workload: Workload, model: nn.Module, recipe: Recipe) -> None:

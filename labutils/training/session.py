@@ -11,7 +11,7 @@ from types import TracebackType
 
 import torch
 
-from labutils.capture import attention_kernel, timed_convolutions, variants_allowed
+from labutils.capture import attention_kernel, float32_rounded, timed_convolutions, variants_allowed
 from labutils.data.images import make_loader
 from labutils.recipe import Recipe
 from labutils.training import checkpoint, ranks
@@ -77,6 +77,7 @@ class Session:
         with (
             attention_kernel(self.recipe.attention),
             timed_convolutions(self.recipe.cudnn_benchmark),
+            float32_rounded(self.recipe.tf32),
             variants_allowed(self.recipe.compile, self.recipe.dynamic),
         ):
             self.driver.step(batches or self.batches)

@@ -26,11 +26,12 @@ from torch.utils.data import DataLoader, Dataset
 
 from labutils.adapters import attach_lora, lora_layers
 from labutils.capture import CHANNELS_LAST_FORMS, rewrite_layers
+from labutils.checkpointing import keeping_products
 from labutils.data.images import captioned_images, check_one_crop, collate, image_text_dataset
 from labutils.data.tokenizers import HUB_MODEL, MAX_LENGTH, VOCABULARY, clip_tokenizer
 from labutils.folding import fold, form_weights
 from labutils.hardware import usable_cores
-from labutils.lowbit.backends import convert_base, forward_context
+from labutils.lowbit.backends import convert_base, forward_context, recomputing
 from labutils.recipe import STOCK, Recipe
 from labutils.workloads.base import Batch, Work, Workload
 from labutils.workloads.counting import FlopCount, weight_bytes
@@ -112,7 +113,14 @@ class DiffusionLora(Workload):
         model.base_linear = recipe.base_linear
         convert_base(model.unet, lora_layers(model.unet), recipe.base_linear, DTYPES[recipe.precision])
         model.unet.train()
+        if recipe.checkpointing != "off":
+            kept = keeping_products if recipe.checkpointing == "selective" else recomputing(recipe.base_linear)
+            model.unet.enable_gradient_checkpointing(kept)
         return model
+
+    def let_go(self) -> None:
+        type(self)._frozen.cache_clear()
+        super().let_go()
 
     def trained(self, model: Networks) -> tuple[str, nn.Module]:
         return "unet", model.unet
@@ -287,7 +295,24 @@ class EncodedExamples(Dataset):
         return {name: tensor.index_select(0, chosen) for name, tensor in self.tensors.items()}
 
 
-FOR_LANGUAGE = ("shapes", "loss", "checkpointing")
+def on_drawn_latents(workload: DiffusionLora, rows: int = 64) -> DiffusionLora:
+    """The same workload on latents and text embeddings that are drawn, and encoded from nothing: to compare recipes
+    that need them by time and memory, with cache="latents+text" and no pass of all images through the encoders."""
+    other = copy.copy(workload)
+
+    def dataset(model: Networks, recipe: Recipe) -> EncodedExamples:
+        channels, *sides = workload.latent_shape
+        generator = torch.Generator().manual_seed(recipe.seed)
+        shapes = {"moments": (rows, 2 * channels, *sides), "condition": (rows, MAX_LENGTH, workload.size.text_width)}
+        drawn = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+        return EncodedExamples({name: tensor.to(DTYPES[recipe.precision]) for name, tensor in drawn.items()}, 0.0)
+
+    other.dataset = dataset
+    other.build = workload.build  # the frozen weights are the other's own
+    return other
+
+
+FOR_LANGUAGE = ("shapes", "loss")
 """Knobs of models that read text, which do nothing here: a run on record must not claim that they did."""
 
 
@@ -295,6 +320,13 @@ def _check(recipe: Recipe) -> None:
     """Raise `ValueError` for what this workload can't do of a recipe."""
     if recipe.cache == "features":
         raise ValueError("cache='features' is for models that see images. Use cache='latents' or 'latents+text'.")
+    if recipe.checkpointing == "offload":
+        raise ValueError("checkpointing='offload' is for a decoder's blocks. Use 'blocks' or 'selective' here.")
+    if recipe.checkpointing != "off" and (recipe.adapter == "folded" or recipe.compile != "off"):
+        raise ValueError(
+            f"checkpointing={recipe.checkpointing!r} computes a UNet's blocks again as diffusers does it, which goes "
+            "with neither adapter='folded' nor compile. Use checkpointing='off' with these."
+        )
     for knob in FOR_LANGUAGE:
         value, usual = getattr(recipe, knob), getattr(STOCK, knob)
         if value != usual:

@@ -43,6 +43,10 @@ FLOORS = {
         "doctor",
         "pinning",
         "diagnosis",
+        "footprint",
+        "switches",
+        "datapath",
+        "tensorflow_page",
     },
     5: {"cli"},
 }

@@ -429,3 +429,28 @@ def test_networks_are_named(ax):
     plots.named_ticks(ax, NETWORKS)
     assert any(text.startswith("NVLink") for text in texts(ax))
     assert_tidy(ax)
+
+
+def test_a_picture_of_memory_keeps_the_peak_however_many_events():
+    levels = [10**9] * 5000
+    levels[4321] = 7 * 10**9
+    series = {"weights": [10**9] * 5000, "activations": levels}
+    fig, ax = plt.subplots()
+    plots.stacked_memory(ax, series, [(0, "forward"), (4000, "backward")], plots.MEMORY_FILLS)
+    assert max(path.vertices[:, 1].max() for area in ax.collections for path in area.get_paths()) == 8
+    assert any("peak 8 GB" in text.get_text() for text in ax.texts)
+    assert {"forward", "backward"} <= {text.get_text() for text in ax.texts}
+
+
+def test_predictions_and_errors_are_drawn_where_they_belong():
+    fig, ax = plt.subplots()
+    plots.predicted_peaks(ax, {"a": (11.0, 10.0), "b": (0.009, 0.01)})
+    (line,) = [line for line in ax.lines if line.get_marker() == "o"]
+    assert [round(x, 6) for x in line.get_xdata()] == [10, -10]
+    fig, ax = plt.subplots()
+    plots.errors(ax, {"fp16": {"gradient": 3e-3, "loss": 1e-5}, "bf16": {"gradient": 3e-2, "loss": 0.0}})
+    assert ax.get_xscale() == "log" and [len(line.get_xdata()) for line in ax.lines] == [2, 1]
+    fig, ax = plt.subplots()
+    model = {0: {0.0: 10.0, 5.0: 15.0}, 2: {0.0: 10.0, 5.0: 10.0}}
+    plots.over_decoding(ax, model, {0: {"PNG": (5.0, (14, 15, 16))}, 2: {"PNG": (5.0, (9, 10, 11))}}, "ms")
+    assert "PNG" in {text.get_text() for text in ax.texts}
