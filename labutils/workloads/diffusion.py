@@ -135,10 +135,6 @@ class DiffusionLora(Workload):
         """The UNet's levels: most weights are in convolutions between the repeated blocks."""
         return [*model.unet.down_blocks, model.unet.mid_block, *model.unet.up_blocks]
 
-    def let_go(self) -> None:
-        self._frozen.cache_clear()
-        super().let_go()
-
     @functools.lru_cache(maxsize=4)  # noqa: B019  the workload lives as long as its sessions do
     def _frozen(self, dtype: torch.dtype, layout: torch.memory_format, layers: str, seed: int) -> Networks:
         """The three networks without adapters, every weight frozen."""
