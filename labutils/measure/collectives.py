@@ -39,13 +39,15 @@ def time_all_reduce(sizes: Sequence[int], device: str, ranks: int) -> dict[str, 
     """Milliseconds of summing float32 messages of `sizes` bytes over all ranks, as `metrics` and `samples` of a run.
 
     Every rank calls it with the same sizes. Samples: `bytes` and, beside each, the medians `all_reduce_ms`,
-    `algorithm_gb_per_s` and `bus_gb_per_s`. Metrics: `latency_us` (of the smallest message), `bus_gb_per_s` (of the
-    largest), `ranks`.
+    `algorithm_gb_per_s` and `bus_gb_per_s`. Metrics: `latency_us` (of the smallest message), `bus_gb_per_s` and, with
+    its spread, `largest_ms` (of the largest), `ranks`.
     """
-    medians = [_median_ms(size, device) for size in sizes]
+    times = [_times_ms(size, device) for size in sizes]
+    medians = [summarise(found)["median"] for found in times]
     algorithm = [size / ms / 1e6 for size, ms in zip(sizes, medians, strict=True)]
     bus = [rate * bus_factor(ranks) for rate in algorithm]
     metrics = {"latency_us": medians[0] * 1e3, "bus_gb_per_s": bus[-1], "ranks": ranks}
+    metrics["largest_ms"] = summarise(times[-1])
     samples = {
         "bytes": [float(size) for size in sizes],
         "all_reduce_ms": [round(ms, 5) for ms in medians],
@@ -55,7 +57,7 @@ def time_all_reduce(sizes: Sequence[int], device: str, ranks: int) -> dict[str, 
     return {"metrics": metrics, "samples": samples}
 
 
-def _median_ms(size: int, device: str) -> float:
+def _times_ms(size: int, device: str) -> list[float]:
     import torch
     import torch.distributed as dist
 
@@ -74,7 +76,7 @@ def _median_ms(size: int, device: str) -> float:
     timed(2)
     found = torch.tensor(min(timed(1)))  # on the host, where all agree how often it is sent
     dist.all_reduce(found, op=dist.ReduceOp.MAX)
-    return summarise(timed(3 if found.item() > SLOW_MS else REPEATS))["median"]
+    return timed(3 if found.item() > SLOW_MS else REPEATS)
 
 
 @dataclass(frozen=True)

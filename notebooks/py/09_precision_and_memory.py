@@ -50,6 +50,7 @@ data: str = "generated"  # generated files like the real ones; hub: the real dat
 results_dir: str = ""  # folder of results.jsonl; empty: a new one under results/
 steps: int = 0  # optimizer steps timed in each round, at least; 0: 3 at tiny, 4 at larger scales
 rounds: int = 0  # times round all switches; 0: 1 at tiny, 3 at larger scales
+every_loop: bool = False  # section 9 also tests its predictions on LLaVA's and Qwen3's loops: 3-4 minutes more at full
 
 # %%
 from labutils.course import NotHere, open_lab
@@ -66,6 +67,7 @@ import torch
 from labutils import articles, footprint, plots, switches
 from labutils.data.formats import gpu_decoder, images_per_s
 from labutils.datapath import Pictures, pipeline_of, step_over_decoding, trained_from
+from labutils.diagnosis import ablations, telling
 from labutils.hardware import usable_cores
 from labutils.recipe import Recipe
 from labutils.results import Run
@@ -511,7 +513,56 @@ lab.verdict("A4.environment.launch-blocking", "A4.environment.visible-devices");
 # **Takeaway.** Set `CUDA_LAUNCH_BLOCKING` to find an error, and look twice that it is gone before you measure anything.
 
 # %% [markdown]
-# ## 9 · The whole list
+# ## 9 · Which of it pays on this loop?
+#
+# **Question.** Switches were flipped one after another, and most did nothing. Could one look at the loop have told
+# which of them pays?
+#
+# `labutils diagnose -- python train.py` looks at any training script, unchanged: it times a few steps, profiles a few
+# more, says where their time goes, and ranks what to change. Each gain is predicted by replaying the traced step with one
+# thing changed: without the wait for data, say, or with the host launching once. Here it looks at the loop that article
+# A1 starts with, and is then put to the test: only after its predictions are made is each fix measured, one at a time,
+# interleaved with the start.
+#
+# **Your prediction:** how many percent of that loop's step does the best single fix save?
+
+# %%
+my_best: float | None = None  # for example 40
+
+lab.predict("the best single fix saves", my_best, "%")
+
+# %%
+make_room(photographs)
+loops = tuple(ablations.STARTS) if every_loop else ("SD1.5",)
+ablated, failed = ablations.over_starts(
+    lab.scale, loops, steps, rounds=1 if tiny else 2, data=lab.data, weights=lab.weights
+)
+for loop, why in failed.items():
+    print(f"{loop}: {why}")
+for one in ablated:
+    lab.keep(Run("09", f"diagnosis: {one.name}", scale=lab.scale, metrics=one.metrics()))
+    print(telling.text(one.diagnosis) if one is ablated[0] else "")
+
+# %%
+lab.table(ablations.HEAD, *ablations.table_rows(ablated))
+rows = [row for one in ablated for row in one.rows if row.tells]
+print(
+    f"Of {len(rows)} fixes with something to gain, {sum(row.close for row in rows)} were predicted within 20 % of the step."
+)
+saved = [100 * row.measured for row in rows if row.fix.per == "step"]
+
+# %% [markdown]
+# *Step off by* compares the step as predicted with the step as measured, which is what you plan with. The gains are each
+# fix's own: they don't add up, since what one has saved the next can't.
+#
+# (On a CPU busy with other things two runs of the *same* recipe differ by more than a fifth. There the table shows how a
+# prediction is tested, not how good it is.)
+#
+# **Takeaway.** Profile first, change one thing, measure again: the article's last piece of advice is the one that holds on
+# every loop. What a trace predicts you needn't try.
+
+# %% [markdown]
+# ## 10 · The whole list
 #
 # Every piece of the article's advice, with what was found. Advice on several GPUs is judged by lab 10's runs, TensorFlow's
 # by the optional page in `notebooks/optional`. Some of it no machine of this course can test; then the reason is the
@@ -594,6 +645,7 @@ assert check_saving(my_saving).startswith("Exercise 3: right"), check_saving(my_
 # - You took the peak memory of a step apart, and predicted it from shapes alone.
 # - You ran out of memory, cleaned up, and found the largest batch in two tries.
 # - You told from two numbers whether the way of an image into training matters.
+# - You had a program predict from one trace what each fix would save, and tested it.
 # - You read a list of advice as questions, and answered those that your machine can answer.
 
 # %%
@@ -606,6 +658,7 @@ lab.done(
         "activations' share of the peak": 100 * at_peak["activations"] / sum(at_peak.values()),
         "the worst of nine predictions is off by": 100 * worst if worst is not None else None,
         "tries of accelerate's search from 16 on": searches["accelerate, from 16"]["tries"],
+        "the best single fix saves": max(saved, default=None),
         "PNG against JPEG, one core": median(decoding["decode: PNG"].samples["decode_ms"])
         / median(decoding["decode: JPEG"].samples["decode_ms"]),
     }

@@ -204,6 +204,7 @@ with lab.attempt("Foretold and measured", reference=f"ddp {count}"):
     fig, ax = plt.subplots()
     plots.foretold(ax, fleet.with_prediction(together), fleet.steps_alone(cases.values(), alone, together))
     plt.show()
+lab.verdict("A4.network.nccl", "A4.network.torchrun", "A4.memory.fsdp", "A4.memory.zero");
 
 # %% [markdown]
 # What to look for. *Efficiency* is what the GPUs' owner pays for; *not hidden* says what of the loss
@@ -270,6 +271,7 @@ with lab.attempt("Other networks", reference="networks"):
     plots.named_ticks(ax, fleet.NETWORKS)
     plt.show()
     lab.keep(Run("10", "networks", metrics=fleet.at_networks(needed)))
+lab.verdict("A4.network.rdma", "A4.network.ethernet");
 
 # %% [markdown]
 # (At `tiny` the models are thin and so are their gradients: even 1 GbE would do. At `full` look at where the lines of
@@ -304,6 +306,7 @@ with lab.attempt("NCCL's variables", reference="nccl NCCL_P2P_DISABLE=1"):
 
 # %%
 lab.table(("variable", "for example", "what it is for"), *fleet.variable_rows())
+lab.verdict("A4.network.debug", "A4.network.interface", "A4.network.no-infiniband");
 
 # %% [markdown]
 # `NCCL_SOCKET_IFNAME=eth0`, as the article has it, is right on a machine whose interface is called so and
@@ -317,6 +320,7 @@ lab.table(("variable", "for example", "what it is for"), *fleet.variable_rows())
 
 # %%
 lab.table(("flag", "what it sets", "here", "without it"), *fleet.docker_rows())
+lab.verdict("A4.network.shared-memory", "A4.network.ulimits");
 
 # %% [markdown]
 # And inside it `python -m torch.distributed.run --nproc_per_node=4 --nnodes=2 --node_rank=0
