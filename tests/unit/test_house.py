@@ -30,6 +30,7 @@ FLOORS = {
     3: {"training", "claims", "advisor", "prediction"},
     4: {
         "trials",
+        "exercises",
         "titles",
         "methods",
         "launches",
