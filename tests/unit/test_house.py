@@ -27,10 +27,11 @@ FLOORS = {
     0: {"recipe", "results", "hardware", "articles", "parameters", "tables"},
     1: {"data", "adapters", "attention", "checkpointing", "experts", "folding", "lowbit", "capture", "losses"},
     2: {"workloads", "measure"},
-    3: {"training", "claims", "advisor", "prediction"},
+    3: {"training", "claims", "advisor", "prediction", "calibration"},
     4: {
         "trials",
         "exercises",
+        "scoreboard",
         "titles",
         "methods",
         "launches",
