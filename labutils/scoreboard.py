@@ -167,13 +167,20 @@ def next_steps(judgements: Sequence[Judgement], done: Sequence[str], titles: Map
 
 
 def options_at_hand(here: Runs, reference: Runs, batch: int = 1) -> tuple[str, list[Option]]:
-    """(whose numbers, methods to choose from): this machine's, else the H200's, else the article's own."""
-    for whose, runs in (("this machine's runs", here), ("the H200's runs", reference)):
+    """(whose numbers, methods to choose from): those on record here, else the H200's, else the article's own."""
+    for whose, runs in (("the runs of section 1", here), ("our reference's runs", reference)):
         try:
-            return whose, advisor.options_from(runs, batch)
+            return f"{whose} ({_machine(runs)})", advisor.options_from(runs, batch)
         except ValueError:  # no method has time and memory on record: a CPU, or lab 06 has not run
             continue
     return "the article's numbers, at batch 1", advisor.published()
+
+
+def _machine(runs: Runs) -> str:
+    """The machines and scales of lab 06's runs."""
+    mine = [run for (lab, _), run in runs.items() if lab == advisor.LAB]
+    machines = {str(run.machine.get("gpu") or run.machine.get("cpu") or "unknown") for run in mine}
+    return ", ".join([*sorted(machines), *(f"scale {scale}" for scale in sorted({run.scale for run in mine} - {""}))])
 
 
 def advice(options: Sequence[Option], memory_gb: float, steps: int, tolerance: float | None) -> str:

@@ -59,7 +59,7 @@ import matplotlib.pyplot as plt
 
 from labutils import articles, calibration, plots, report, runner, scoreboard
 from labutils.claims import CONFIRMED, as_markdown
-from labutils.results import REFERENCE, Run
+from labutils.results import REFERENCE, REPOSITORY, Run
 
 plots.use_style()
 titles = {one.number: one.title for one in runner.find() if one.number != lab.number}
@@ -73,7 +73,8 @@ titles = {one.number: one.title for one in runner.find() if one.number != lab.nu
 # each lab's newest results under `results/`. Runs of one lab are never put together from two of them.
 
 # %%
-files = report.result_files(Path(read)) if read else report.files_beside(lab.results_dir, lab.number)
+place = REPOSITORY / Path(read).expanduser()  # a relative name is one in the checkout
+files = report.result_files(place) if read else report.files_beside(lab.results_dir, lab.number)
 page = report.read_page(files, REFERENCE)
 rows = scoreboard.on_record(page.here, page.labs_done, titles)
 lab.table(("lab", "here", "runs", "scale", "machine", "from"), *rows)

@@ -186,9 +186,9 @@ def test_advice_is_by_the_nearest_machine_s_numbers():
         )
     }
     whose, options = scoreboard.options_at_hand(mine, read_runs(REFERENCE))
-    assert whose == "this machine's runs" and [option.memory_gb for option in options] == [9.0]
+    assert whose == "the runs of section 1 (unknown, scale tiny)" and [option.memory_gb for option in options] == [9.0]
     whose, options = scoreboard.options_at_hand({}, read_runs(REFERENCE))
-    assert whose == "the H200's runs" and len(options) > 3
+    assert whose.startswith("our reference's runs (NVIDIA H200, scale full") and len(options) > 3
     assert scoreboard.options_at_hand({}, {}) == ("the article's numbers, at batch 1", published())
 
 
