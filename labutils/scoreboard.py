@@ -80,13 +80,15 @@ def on_record(runs: Runs, done: Sequence[str], titles: Mapping[str, str]) -> lis
 def off_by(judgement: Judgement, where: str = "here") -> float | None:
     """The factor between the published effect and the measured one (`where`: "here" or "reference"), 1 or more.
 
-    None where there is no number on both sides, or where the two are no quantities of one kind: a message, an order.
+    From a published range it is counted from the nearer end. None where there is no number on both sides, or where the
+    two are no quantities of one kind: a message, an order.
     """
-    claim, shown = judgement.claim, getattr(judgement, where)
-    published, found = _published_effect(claim), _measured_effects(claim, shown)
+    published = _published_effects(judgement.claim)
+    found = _measured_effects(judgement.claim, getattr(judgement, where))
     if not published or not found:
         return None
-    return max(max(one / published, published / one) for one in found)
+    low, high = min(published), max(published)
+    return max(max(low / one, one / high, 1.0) for one in found)
 
 
 def surprises(judgements: Iterable[Judgement], where: str = "here") -> list[tuple[float | None, Judgement]]:
@@ -96,17 +98,19 @@ def surprises(judgements: Iterable[Judgement], where: str = "here") -> list[tupl
     return sorted(refuted, key=lambda pair: -(pair[0] or 0))
 
 
-def _published_effect(claim: articles.Claim) -> float | None:
-    """A published effect as a ratio, or the number itself; what is longer or more by 20 % is 1.2."""
+def _published_effects(claim: articles.Claim) -> list[float]:
+    """A published effect as a ratio, or the number itself; what takes 20 % longer is 1.2. Two are the ends of a range;
+    [] where there is none, or none above 0."""
     values = claim.published
+    found: list[float] = []
     if claim.judge in ("speedup", "multiple") and len(values) == 2 and min(values) > 0:
-        return values[0] / values[1] if claim.judge == "speedup" else values[1] / values[0]
-    if claim.judge == "changes" and values:
+        found = [values[0] / values[1] if claim.judge == "speedup" else values[1] / values[0]]
+    elif claim.judge == "changes":
         sign = -1 if claim.how["towards"] == "less" else 1
-        return _above_zero(1 + sign * sum(values) / len(values) / 100)
-    if claim.judge in ("breaks_even", "count", "reaches", "within") and len(values) == 1:
-        return _above_zero(values[0])
-    return None
+        found = [1 + sign * percent / 100 for percent in values]
+    elif claim.judge in ("breaks_even", "count", "reaches", "within") and len(values) == 1:
+        found = list(values)
+    return found if all(value > 0 for value in found) else []
 
 
 def _measured_effects(claim: articles.Claim, shown: str) -> list[float]:
@@ -118,10 +122,6 @@ def _measured_effects(claim: articles.Claim, shown: str) -> list[float]:
     else:
         found = [number.replace(",", "") for number in re.findall(r"^[\d,]+(?:\.\d+)?", shown)]
     return [float(number) for number in found if float(number) > 0]
-
-
-def _above_zero(value: float) -> float | None:
-    return value if value > 0 else None
 
 
 # -------------------------------------------------------------------------------------------------------------- next

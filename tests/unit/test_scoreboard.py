@@ -91,7 +91,7 @@ def test_what_is_on_record_says_what_kind_of_run_it_was():
 def test_the_articles_own_numbers_are_not_off(theirs):
     told = [(scoreboard.off_by(j), j) for j in theirs]
     for factor, j in told:
-        assert factor is None or factor < 1.35, (j.claim.id, j.published, j.here, factor)
+        assert factor is None or factor < 1.1, (j.claim.id, j.published, j.here, factor)
     known = {j.claim.judge for factor, j in told if factor}
     assert known >= RATIOS | {"count", "breaks_even"}
 
@@ -109,8 +109,9 @@ def test_a_ratio_is_told_wherever_there_are_two(theirs):
         ("A1.total.speedup", "812 → 537 ms (1.48x)", 2.0),
         ("A1.total.speedup", "", None),
         ("A1.total.speedup", "failed", None),
-        ("A2.fixed.fp8-speed", "+17 %", 2.0),  # 40 to 43 % shorter: 0.585
-        ("A2.fp8.speed", "b1: +26 %, b4: -12 %", 1.26 / 0.945),
+        ("A2.fixed.fp8-speed", "+17 %", 1.95),  # 40 to 43 % shorter: 0.60 at most
+        ("A2.fp8.speed", "b1: +26 %, b4: -12 %", 1.26 / 0.96),
+        ("A2.fp8.speed", "b1: -5 %, b4: -7 %", 1.0),
         ("A2.fixed.fp8-break-even", "never", None),
         ("A2.fixed.fp8-break-even", "1,350 steps", 10.0),
         ("A1.compile.reduce-overhead", "RuntimeError: 3 things", None),
