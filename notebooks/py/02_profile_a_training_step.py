@@ -651,7 +651,7 @@ solved(check_loop(quiet_loop_solution))
 
 # %% [markdown]
 # **4. Make it faster.** A step that somebody wrote in a hurry. Find out what it spends its time on (`profile` as above, or
-# by reading), and get the same loss and the same gradient four times as fast.
+# by reading), and get the same loss and the same gradient three times as fast.
 
 # %% tags=["exercise"]
 POSITIONS = 48
@@ -676,7 +676,7 @@ def hidden_states(seed: int) -> tuple:
     return (torch.randn(8, POSITIONS, layer.in_features, device=lab.device),)
 
 
-print(faster_than(4, hurried_step, calm_step, hidden_states, times=4))
+print(faster_than(4, hurried_step, calm_step, hidden_states, times=3))
 
 # %% tags=["solution"]
 TABLE = [[math.sin(at / 10_000 ** (column / 64)) for column in range(64)] for at in range(POSITIONS)]
@@ -690,7 +690,7 @@ def calm_step_solution(x):
     return {"loss": loss.detach(), "gradient": torch.autograd.grad(loss, layer.weight)[0]}
 
 
-solved(faster_than(4, hurried_step, calm_step_solution, hidden_states, times=4))
+solved(faster_than(4, hurried_step, calm_step_solution, hidden_states, times=3))
 
 # %% [markdown]
 # ## What you did
