@@ -98,6 +98,15 @@ def surprises(judgements: Iterable[Judgement], where: str = "here") -> list[tupl
     return sorted(refuted, key=lambda pair: -(pair[0] or 0))
 
 
+def disagreements(judgements: Iterable[Judgement]) -> list[Judgement]:
+    """The claims that the H200 and this machine both could test, and of which they say different things."""
+    return [
+        j
+        for j in judgements
+        if NOT_TESTABLE not in (j.verdict, j.reference_verdict) and j.verdict != j.reference_verdict
+    ]
+
+
 def _published_effects(claim: articles.Claim) -> list[float]:
     """A published effect as a ratio, or the number itself; what takes 20 % longer is 1.2. Two are the ends of a range;
     [] where there is none, or none above 0."""

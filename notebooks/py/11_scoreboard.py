@@ -171,6 +171,19 @@ for where, whose, found in (("here", "this machine", "here"), ("reference", "the
     lab.table(("claim", "statement", "published", "found", "off by"), *rows, otherwise="Nothing is.")
 
 # %% [markdown]
+# ### True there, and not here
+#
+# A claim on which two machines disagree is a claim about machines. Ask what differs: the card, the host, the versions, the
+# scale.
+
+# %%
+rows = [
+    (j.claim.id, j.published, f"{j.reference} ({j.reference_verdict})", f"{j.here} ({j.verdict})")
+    for j in scoreboard.disagreements(page.judgements)
+]
+lab.table(("claim", "published", "H200", "here"), *rows, otherwise="Whatever both could test, both say the same of.")
+
+# %% [markdown]
 # **Takeaway.** A ratio far from 1 calls for a cause, not for a correction: another host, another version, two changes
 # told as one. Each of these claims' labs looks for it.
 

@@ -140,6 +140,15 @@ def test_the_reference_can_be_asked_too():
     assert factors == sorted(factors, reverse=True) and factors[0] > 1
 
 
+def test_two_machines_disagree_only_about_what_both_could_test():
+    verdicts = [(CONFIRMED, REFUTED), (CONFIRMED, CONFIRMED), (NOT_TESTABLE, REFUTED), (REFUTED, NOT_TESTABLE)]
+    ids = ["A1.workers.one", "A1.workers.three", "A1.pin.speedup", "A1.total.speedup"]
+    judgements = [
+        replace(of(id, here), reference_verdict=there) for id, (there, here) in zip(ids, verdicts, strict=True)
+    ]
+    assert [j.claim.id for j in scoreboard.disagreements(judgements)] == ["A1.workers.one"]
+
+
 # Next
 
 
