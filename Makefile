@@ -42,7 +42,8 @@ course: install
 	@status=0; $(BIN)/labutils run --scale $(SCALE) --results $(RESULTS) || status=$$?; \
 	[ $$status -eq 2 ] || [ $$status -eq 130 ] || { \
 	  echo; $(BIN)/labutils report --results $(RESULTS) | tee $(RESULTS)/scoreboard.txt; echo; \
-	  echo "The scoreboard above is kept in $(RESULTS)/scoreboard.txt, the executed notebooks in $(RESULTS)/notebooks/."; \
+	  echo "The scoreboard above is kept in $(RESULTS)/scoreboard.txt; with pictures, predictions and what to try next it"; \
+	  echo "is $(RESULTS)/notebooks/11_scoreboard.ipynb. The other executed notebooks are beside it."; \
 	  echo "Read and change the labs yourself: make lab"; }; \
 	exit $$status
 

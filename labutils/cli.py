@@ -49,6 +49,7 @@ def _parser() -> argparse.ArgumentParser:
 def _add_doctor(commands: argparse._SubParsersAction) -> None:
     doctor = commands.add_parser("doctor", help="check this machine: what was found, what it means, what to type")
     doctor.add_argument("--json", action="store_true", help="findings for machines")
+    doctor.add_argument("--seats", type=_folder, metavar="DIR", help="a room's: the --json of each seat in one folder")
     doctor.set_defaults(carry_out=_doctor)
 
 
@@ -141,6 +142,8 @@ def _seconds(word: str) -> float:
 def _doctor(options: argparse.Namespace) -> int:
     from labutils import doctor
 
+    if options.seats:
+        return doctor.show_seats(options.seats)
     return doctor.main(json=options.json)
 
 

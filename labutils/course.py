@@ -315,16 +315,39 @@ class Lab:
 
         It needs ipywidgets. A batch run has nobody, so what the slider would show must be told by a figure as well.
         """
-        if not _in_kernel() or self._in_batch:
+        if not self._somebody_is_there("A slider"):
             return
-        try:
-            from ipywidgets import SelectionSlider, interact
-        except ImportError:
-            self.show("A slider would be here: install it with `pip install -c constraints.txt ipywidgets`.")
-            return
+        from ipywidgets import SelectionSlider, interact
+
         middle = values[len(values) // 2]
         slider = SelectionSlider(options=values, value=middle, description=label, continuous_update=False)
         interact(lambda value: draw(value), value=slider)  # it matches its arguments by name
+
+    def choose(self, draw: Callable[..., Any], choices: Mapping[str, Sequence[str]]) -> bool:
+        """A drop-down list a name, and `draw(name=what is chosen, ...)` at every choice; the first value at first.
+
+        False, and nothing is drawn, where nobody is there to choose: in a batch run, as with `explore`.
+        """
+        if not self._somebody_is_there("Drop-down lists"):
+            return False
+        from ipywidgets import Dropdown, interact
+
+        def redraw(**chosen: str) -> None:  # whatever `draw` returns is not displayed once more
+            draw(**chosen)
+
+        interact(redraw, **{name: Dropdown(options=values, description=name) for name, values in choices.items()})
+        return True
+
+    def _somebody_is_there(self, what: str) -> bool:
+        """Whether somebody can use a widget here; where the package for it lacks, that is said."""
+        if not _in_kernel() or self._in_batch:
+            return False
+        try:
+            import ipywidgets  # noqa: F401
+        except ImportError:
+            self.show(f"{what} would be here: install it with `pip install -c constraints.txt ipywidgets`.")
+            return False
+        return True
 
     def done(self, truths: Mapping[str, float | None] | None = None) -> None:
         """Score the predictions against `truths` (topic -> measured value), and mark the lab as run to its end."""

@@ -10,7 +10,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +29,14 @@ Runs = Mapping[tuple[str, str], Run]
 
 @dataclass(frozen=True)
 class Page:
-    """What a report says: the judgements, the ladders, and where the numbers come from."""
+    """What a report says: the judgements, the ladders, and where the numbers come from; all `records` as they are."""
 
     judgements: list[Judgement]
     here: Runs
     reference: Runs
     files: list[Path]
     labs_done: list[str]
+    records: list[dict[str, Any]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -99,6 +100,18 @@ def result_files(results: Path | None) -> list[Path]:
     return sorted(found, key=lambda path: (path.stat().st_mtime, str(path)))
 
 
+def files_beside(folder: Path, lab: str) -> list[Path]:
+    """What `lab`, kept in `folder`, reads to sum up the others: its own folder where these were kept there, too.
+
+    Where it stands alone, each lab's newest under results/ of this checkout.
+    """
+    own = folder / "results.jsonl"
+    if any(record.get("lab") != lab for record in read_records(own)):
+        return [own]
+    found = [path for path in (REPOSITORY / "results").glob("*/results.jsonl") if path.parent.resolve() != folder]
+    return sorted(found, key=lambda path: (path.stat().st_mtime, str(path)))
+
+
 def read_page(files: Iterable[Path], reference: Path) -> Page:
     """Judge every claim by the newest of `files` for each lab: runs of one lab are never mixed from two files."""
     by_lab: dict[str, tuple[Path, list[dict[str, Any]]]] = {}
@@ -116,6 +129,7 @@ def read_page(files: Iterable[Path], reference: Path) -> Page:
         reference=theirs,
         files=list(dict.fromkeys(path for path, _ in by_lab.values())),
         labs_done=sorted({r["lab"] for r in records if r.get("status") == "done"}),
+        records=records,
     )
 
 

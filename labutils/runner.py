@@ -32,6 +32,9 @@ from labutils import hardware, parameters, results
 NOTEBOOKS = results.REPOSITORY / "notebooks"
 OWN_OPTION = {"scale": "--scale", "weights": "--weights", "data": "--data", "results_dir": "--results"}
 
+SUMMING_UP = ("11",)
+"""Labs that read what the others keep: they are done only until another lab keeps something more."""
+
 ALL_RAN, A_LAB_FAILED, WRONG_USAGE = 0, 1, 2
 STOPPED = 128  # plus the signal's number, as shells have it: 130 after Ctrl-C
 
@@ -308,8 +311,11 @@ def _run_one(
 
 
 def _done_records(folder: Path, lab: Lab) -> list[dict[str, Any]]:
-    """The records that say `lab` ran to its end."""
+    """The records that say `lab` ran to its end; of one that sums up the others, since the last of those was kept."""
     records = results.read_records(folder)
+    if lab.number in SUMMING_UP:
+        others = [place for place, record in enumerate(records, 1) if record.get("lab") != lab.number]
+        records = records[max(others, default=0) :]
     return [record for record in records if record.get("lab") == lab.number and record.get("status") == "done"]
 
 

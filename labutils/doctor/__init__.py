@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import json as json_format
+import sys
 import textwrap
 from collections.abc import Iterable
+from pathlib import Path
 
 from labutils.doctor.checks import CHECKS, FAIL, INFO, OK, WARN, Finding
 from labutils.doctor.facts import Facts, collect, this_machine
+from labutils.doctor.seats import all_ready, read_seats, render_seats
 
 __all__ = ["FAIL", "INFO", "OK", "WARN", "Facts", "Finding", "collect", "examine", "main", "render", "this_machine"]
 
@@ -80,3 +83,15 @@ def main(json: bool = False) -> int:
     else:
         print(render(findings))
     return int(any(finding.status == FAIL for finding in findings))
+
+
+def show_seats(folder: Path) -> int:
+    """Print what the doctor said on each seat of a room. Returns 0 where nothing fails on any, 1 otherwise, 2 for a
+    folder without findings."""
+    try:
+        seats = read_seats(folder)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    print(render_seats(seats))
+    return int(not all_ready(seats))

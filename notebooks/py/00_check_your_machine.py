@@ -290,6 +290,15 @@ lab.verdict("A1.blackwell.unlisted-fails", "A1.blackwell.newer-build", "A1.black
 # %% [markdown]
 # ## Exercises
 #
+# They rise in difficulty. Each check says what it found. The last one measures: first whether your results are the same,
+# then the time, in turns with the version given, for as many rounds as the decision takes.
+
+# %%
+import torch
+
+from labutils.exercises import faster_than, solved
+
+# %% [markdown]
 # **1. Dense from sparse.** Article A3 prints 877.9 TFLOPS (BF16) and 1792 GB/s for its RTX PRO 6000 Blackwell Max-Q. From
 # which intensity on is a dense product limited by arithmetic there?
 
@@ -297,22 +306,50 @@ lab.verdict("A1.blackwell.unlisted-fails", "A1.blackwell.newer-build", "A1.black
 ridge = None  # FLOP per byte
 
 
-def check_ridge(answer):
+def check_ridge(answer) -> str:
     if answer is None:
-        print("Not answered yet: set `ridge` above, and run the cell again.")
-        return
-    assert abs(answer - 490) > 5, "That is the ridge of the sparse peak. Training multiplies no pruned matrices."
-    assert abs(answer - 245) < 2, f"{answer:g} is not it: dense FLOPs a second, divided by bytes a second."
-    print("Right: below 245 FLOP per byte that card waits for its memory.")
+        return "Exercise 1: set ridge first."
+    if abs(answer - 490) <= 5:
+        return "Exercise 1: that is the ridge of the sparse peak. Training multiplies no pruned matrices."
+    if abs(answer - 245) < 2:
+        return "Exercise 1: right. Below 245 FLOP per byte that card waits for its memory."
+    return f"Exercise 1: not yet. {answer:g} is not it: dense FLOPs a second, divided by bytes a second."
 
 
-check_ridge(ridge)
+print(check_ridge(ridge))
 
 # %% tags=["solution"]
-check_ridge(877.9e12 / 2 / 1792e9)
+solved(check_ridge(877.9e12 / 2 / 1792e9))
 
 # %% [markdown]
-# **2. The intensity of LoRA.** An adapter of rank r adds the products (x Aᵀ) Bᵀ to a layer, with x of shape tokens x width.
+# **2. Launch-bound or not?** A step has `kernels` kernels, together `gpu_ms` long, and a launch costs the host `launch_us`.
+# At best host and GPU overlap perfectly. Which share of the step is the GPU busy?
+
+
+# %% tags=["exercise"]
+def gpu_busy(kernels: int, gpu_ms: float, launch_us: float) -> float | None:
+    return None  # 0..1
+
+
+def check_gpu_busy(function) -> str:
+    if function(1, 1.0, 1.0) is None:
+        return "Exercise 2: fill in gpu_busy first."
+    if (busy := function(1000, 100.0, 5.0)) != 1:
+        return f"Exercise 2: not yet. Not {busy:g}: 1000 launches take 5 ms, and the kernels 100. The GPU never waits."
+    if abs(function(20_000, 50.0, 5.0) - 0.5) > 1e-9:
+        return "Exercise 2: not yet. 20,000 launches take 100 ms, twice as long as kernels of 50 ms."
+    return (
+        "Exercise 2: right. And a GPU twice as fast would be busy half as much, and not be done a millisecond earlier."
+    )
+
+
+print(check_gpu_busy(gpu_busy))
+
+# %% tags=["solution"]
+solved(check_gpu_busy(lambda kernels, gpu_ms, launch_us: gpu_ms / max(gpu_ms, kernels * launch_us / 1e3)))
+
+# %% [markdown]
+# **3. The intensity of LoRA.** An adapter of rank r adds the products (x Aᵀ) Bᵀ to a layer, with x of shape tokens x width.
 # Write its FLOPs per byte for numbers of two bytes; read x and both matrices, write the result, and write and read the thin
 # product between them.
 
@@ -322,23 +359,20 @@ def lora_intensity(tokens: int, width: int, rank: int) -> float | None:
     return None  # FLOP per byte
 
 
-def check_lora_intensity(function):
+def check_lora_intensity(function) -> str:
     if function(1, 1, 1) is None:
-        print("Not answered yet: `lora_intensity` returns None.")
-        return
+        return "Exercise 3: fill in lora_intensity first."
     adapter = next(op for op in hardware.course_operations("full", lab.device, "bf16") if op.name == "LoRA's products")
     ours, yours = adapter.intensity, function(16384, 4096, 8)
-    assert abs(yours / ours - 1) < 0.01, f"At 16384 tokens, width 4096, rank 8 it is {ours:.3f}, not {yours:.3f}."
+    if abs(yours / ours - 1) > 0.01:
+        return f"Exercise 3: not yet. At 16384 tokens, width 4096, rank 8 it is {ours:.3f}, not {yours:.3f}."
     small = function(64, 64, 8)  # where the matrices and the thin product count as well
-    assert abs(small - 6.4) < 0.01, (
-        f"Nearly, but at 64 tokens and width 64 it is 6.4, not {small:.3f}. Which bytes lack?"
-    )
-    print(
-        f"Right: {yours:.2f}, nearly the rank. To leave the memory-bound side, an adapter would need a rank in the hundreds."
-    )
+    if abs(small - 6.4) > 0.01:
+        return f"Exercise 3: nearly, but at 64 tokens and width 64 it is 6.4, not {small:.3f}. Which bytes lack?"
+    return f"Exercise 3: right. {yours:.2f}, nearly the rank: memory-bound up to a rank in the hundreds."
 
 
-check_lora_intensity(lora_intensity)
+print(check_lora_intensity(lora_intensity))
 
 
 # %% tags=["solution"]
@@ -348,31 +382,34 @@ def solved_lora_intensity(tokens, width, rank):
     return flops / (2 * numbers)
 
 
-check_lora_intensity(solved_lora_intensity)
+solved(check_lora_intensity(solved_lora_intensity))
 
 # %% [markdown]
-# **3. Launch-bound or not?** A step has `kernels` kernels, together `gpu_ms` long, and a launch costs the host `launch_us`.
-# At best host and GPU overlap perfectly. Which share of the step is the GPU busy?
-
+# **4. Make it faster.** 256 adapters of rank 4 each multiply eight rows of their own, one after the other: 256 calls, each
+# far below the size from which work outweighs its launch. Get the same numbers four times as fast.
 
 # %% tags=["exercise"]
-def gpu_busy(kernels: int, gpu_ms: float, launch_us: float) -> float | None:
-    return None  # 0..1
+ADAPTERS = 256
 
 
-def check_gpu_busy(function):
-    if function(1, 1.0, 1.0) is None:
-        print("Not answered yet: `gpu_busy` returns None.")
-        return
-    assert function(1000, 100.0, 5.0) == 1, "1000 launches take 5 ms, and the kernels 100: the GPU never waits."
-    assert abs(function(20_000, 50.0, 5.0) - 0.5) < 1e-9, "20,000 launches take 100 ms, twice as long as the kernels."
-    print("Right. And a GPU twice as fast would be busy half as much, and not be done a millisecond earlier.")
+def one_by_one(rows, adapters):
+    """rows [256, 8, 64], adapters [256, 64, 4] -> [256, 8, 4]"""
+    return torch.stack([rows[at] @ adapters[at] for at in range(ADAPTERS)])
 
 
-check_gpu_busy(gpu_busy)
+def together(rows, adapters):
+    return one_by_one(rows, adapters)  # your code instead
+
+
+def rows_and_adapters(seed: int) -> tuple:
+    torch.manual_seed(seed)
+    return torch.randn(ADAPTERS, 8, 64, device=lab.device), torch.randn(ADAPTERS, 64, 4, device=lab.device)
+
+
+print(faster_than(4, one_by_one, together, rows_and_adapters, times=4))
 
 # %% tags=["solution"]
-check_gpu_busy(lambda kernels, gpu_ms, launch_us: gpu_ms / max(gpu_ms, kernels * launch_us / 1e3))
+solved(faster_than(4, one_by_one, torch.bmm, rows_and_adapters, times=4))
 
 # %% [markdown]
 # ## What you did

@@ -635,6 +635,13 @@ with lab.attempt("Training a UNet to see its memory", reference="memory-measured
 # %% [markdown]
 # ## Exercises
 #
+# They rise in difficulty. Each check says what it found. The last one measures: first whether your results are the same,
+# then the time, in turns with the version given, for as many rounds as the decision takes.
+
+# %%
+from labutils.exercises import faster_than, solved
+
+# %% [markdown]
 # **1.** Qwen3-8B uses grouped-query attention: 32 query heads share 8 key and value heads of 128 numbers each, at a hidden
 # size of 4096. Without building the model: how many parameters does LoRA of rank 16 train on `q_proj`, `k_proj`,
 # `v_proj` and `o_proj` of all 36 layers? The check builds the model and counts.
@@ -643,22 +650,22 @@ with lab.attempt("Training a UNet to see its memory", reference="memory-measured
 my_count = None  # a whole number; lora_parameters(d, k, r) helps
 
 
-# %% tags=["exercise"]
-def check_count(answer) -> None:
+def check_count(answer) -> str:
     if answer is None:
-        return print("Not answered yet: put your number into my_count and run both cells.")
+        return "Exercise 1: set my_count first."
     with torch.device("meta"):
         model = qwen3_8b()
     attach_lora(model, ("q_proj", "k_proj", "v_proj", "o_proj"), 16, 16, "plain")
-    assert answer == count_trainable(model), f"{answer:,} is not what the model counts. Is k_proj as wide as q_proj?"
-    print(f"Right: {answer:,}.")
+    if answer != count_trainable(model):
+        return f"Exercise 1: not yet. {answer:,} is not what the model counts. Is k_proj as wide as q_proj?"
+    return f"Exercise 1: right. {answer:,}, which is {100 * answer / count_parameters(model):.2f} % of the model."
 
 
-check_count(my_count)
+print(check_count(my_count))
 
 # %% tags=["solution"]
 q, k = lora_parameters(32 * 128, 4096, 16), lora_parameters(8 * 128, 4096, 16)
-check_count(36 * (q + k + k + q))
+solved(check_count(36 * (q + k + k + q)))
 
 # %% [markdown]
 # **2.** Write `least_rank(target, tolerance)`: the smallest rank whose best approximation of `target` leaves a relative
@@ -670,20 +677,18 @@ def least_rank(target: torch.Tensor, tolerance: float) -> int | None:
     return None  # your code; torch.linalg.svdvals(target) gives the singular values, largest first
 
 
-# %% tags=["exercise"]
-def check_least_rank(answer) -> None:
+def check_least_rank(answer) -> str:
     known = torch.diag(torch.tensor([3.0, 2.0, 2.0, 1.0, 0.0, 0.0]))  # squares: 9, 4, 4, 1; together 18
     if answer(known, 0.5) is None:
-        return print("Not answered yet: least_rank still returns None.")
+        return "Exercise 2: fill in least_rank first."
     for tolerance, rank in ((1.0, 0), (0.71, 1), (0.53, 2), (0.52, 3), (0.23, 4), (0.0, 4)):
-        got = answer(known, tolerance)
-        assert got == rank, f"At a tolerance of {tolerance} it gave {got}; rank {rank} is the least that will do."
-    print(
-        f"Right. For the gradually falling target and 20 % error: rank {answer(targets['gradually falling ones'], 0.2)}."
-    )
+        if (got := answer(known, tolerance)) != rank:
+            return f"Exercise 2: not yet. At a tolerance of {tolerance} it gave {got}; rank {rank} is the least that will do."
+    falling = answer(targets["gradually falling ones"], 0.2)
+    return f"Exercise 2: right. For the gradually falling target and 20 % error: rank {falling}."
 
 
-check_least_rank(least_rank)
+print(check_least_rank(least_rank))
 
 
 # %% tags=["solution"]
@@ -693,7 +698,7 @@ def least_rank_solution(target: torch.Tensor, tolerance: float) -> int:
     return int((left <= tolerance + 1e-6).nonzero()[0])
 
 
-check_least_rank(least_rank_solution)
+solved(check_least_rank(least_rank_solution))
 
 # %% [markdown]
 # **3.** From which rank on does the thin order need *more* operations than the dense one in the forward pass, for $n$ rows
@@ -705,24 +710,58 @@ def break_even_rank(n: int, d: int) -> float | None:
     return None  # your formula
 
 
-# %% tags=["exercise"]
-def check_break_even(answer) -> None:
+def check_break_even(answer) -> str:
     if answer(1024, 1024) is None:
-        return print("Not answered yet: break_even_rank still returns None.")
+        return "Exercise 3: fill in break_even_rank first."
     for n, d in ((4096, 4096), (16384, 320), (100, 51)):
         at = answer(n, d)
         thin, dense = 2 * n * at * (d + d), 2 * n * d * d + 2 * at * d * d
-        assert abs(thin - dense) < 1e-6 * dense, (
-            f"At n = {n}, d = {d}, rank {at:g}: thin {thin:.4g}, dense {dense:.4g} operations."
-        )
-    print(f"Right. For 4096 rows of width 4096: rank {answer(4096, 4096):.0f}.")
+        if abs(thin - dense) > 1e-6 * dense:
+            found = f"At n = {n}, d = {d}, rank {at:g}: thin {thin:.4g}, dense {dense:.4g} operations."
+            return f"Exercise 3: not yet. {found}"
+    return f"Exercise 3: right. For 4096 rows of width 4096: rank {answer(4096, 4096):.0f}."
 
 
-check_break_even(break_even_rank)
+print(check_break_even(break_even_rank))
 
 # %% tags=["solution"]
 # 2 n r 2d = 2 n d^2 + 2 r d^2, so r (2n - d) = n d; where 2n <= d the dense order never wins
-check_break_even(lambda n, d: n * d / (2 * n - d))
+solved(check_break_even(lambda n, d: n * d / (2 * n - d)))
+
+# %% [markdown]
+# **4. Make it faster.** A backward pass by the book: first the gradient of the merged weight, $G = \partial L / \partial Y^\top X$,
+# then $\partial L/\partial A = B^\top G$ and $\partial L/\partial B = G A^\top$. Get the same two gradients twice as fast.
+
+# %% tags=["exercise"]
+rows, width = (4096, 4096) if lab.device == "cuda" else (512, 1024)
+
+
+def by_the_book(x, dy, A, B):
+    """x [rows, width], dy [rows, width], A [8, width], B [width, 8] -> the gradients of A and B"""
+    gradient = dy.T @ x
+    return {"A's gradient": B.T @ gradient, "B's gradient": gradient @ A.T}
+
+
+def backward(x, dy, A, B):
+    return by_the_book(x, dy, A, B)  # your code instead
+
+
+def a_batch(seed: int) -> tuple:
+    torch.manual_seed(seed)
+    return tuple(
+        torch.randn(shape, device=lab.device) for shape in ((rows, width), (rows, width), (8, width), (width, 8))
+    )
+
+
+print(faster_than(4, by_the_book, backward, a_batch, times=2, tolerance=1e-3))
+
+
+# %% tags=["solution"]
+def thin_backward(x, dy, A, B):  # width x width numbers are never formed
+    return {"A's gradient": (dy @ B).T @ x, "B's gradient": dy.T @ (x @ A.T)}
+
+
+solved(faster_than(4, by_the_book, thin_backward, a_batch, times=2, tolerance=1e-3))
 
 # %% [markdown]
 # ## What you did

@@ -543,6 +543,15 @@ lab.keep(stock);
 # %% [markdown]
 # ## Exercises
 #
+# They rise in difficulty. Each check says what it found. The last one measures: first whether your results are the same,
+# then the time, in turns with the version given, for as many rounds as the decision takes.
+
+# %%
+import math
+
+from labutils.exercises import faster_than, solved
+
+# %% [markdown]
 # **1.** GPU-busy by hand. `kernels` are (start, end) of kernels on two streams, in ms; the step took 10 ms. For what share
 # of it was the GPU busy? Mind the overlaps. (`union`, `overlap` and `total` from `labutils.measure.intervals` are here.)
 
@@ -551,24 +560,50 @@ kernels = [(0.5, 2.0), (1.5, 3.0), (4.0, 4.5), (4.2, 4.4), (8.0, 11.0), (2.9, 3.
 my_busy: float | None = None  # 0 to 1
 
 
-# %% tags=["exercise"]
-def check_busy(answer) -> None:
+def check_busy(answer) -> str:
     if answer is None:
-        return print("Not answered yet: put your share into my_busy and run both cells.")
-    assert 0 <= answer <= 1, f"{answer:g} is no share: it lies between 0 and 1."
+        return "Exercise 1: set my_busy first."
+    if not 0 <= answer <= 1:
+        return f"Exercise 1: {answer:g} is no share: it lies between 0 and 1."
     cells = {n for start, end in kernels for n in range(round(start * 10), round(end * 10))} & set(range(100))
-    assert answer != sum(end - start for start, end in kernels) / 10, "That counts overlaps twice."
-    assert abs(answer - len(cells) / 100) < 1e-6, f"Not {answer:.3f}. What lies behind 10 ms is not of this step."
-    print(f"Right: {100 * answer:.0f} %.")
+    if abs(answer - sum(end - start for start, end in kernels) / 10) < 1e-6:
+        return "Exercise 1: not yet. That counts overlaps twice."
+    if abs(answer - len(cells) / 100) > 1e-6:
+        return f"Exercise 1: not yet. Not {answer:.3f}. What lies behind 10 ms is not of this step."
+    return f"Exercise 1: right: {100 * answer:.0f} %."
 
 
-check_busy(my_busy)
+print(check_busy(my_busy))
 
 # %% tags=["solution"]
-check_busy(total(overlap(union(kernels), [(0, 10)])) / 10)
+solved(check_busy(total(overlap(union(kernels), [(0, 10)])) / 10))
 
 # %% [markdown]
-# **2.** This loop reads the loss after every micro-step. Rewrite it as `quiet_loop`, so that it returns the same mean but
+# **2.** Suppose that worker processes prepared every image in time, so that no moment of the step were lost to data, and
+# nothing else changed. How many times faster would *your* step be, at most? Use the measured `data_share`. (Lab 03
+# finds out how much of it you really get.)
+
+# %% tags=["exercise"]
+my_speedup: float | None = None
+
+
+def check_speedup(answer) -> str:
+    if answer is None:
+        return "Exercise 2: set my_speedup first."
+    step = stock.metric("step_ms")
+    lost = step * stock.metrics["data_share"]
+    if abs(answer - step / (step - lost)) > 0.02 * abs(answer):
+        return f"Exercise 2: not yet. Of {step:.4g} ms, {lost:.4g} go to data. What is left?"
+    return f"Exercise 2: right: {answer:.2f} times, from {step:.4g} to {step - lost:.4g} ms."
+
+
+print(check_speedup(my_speedup))
+
+# %% tags=["solution"]
+solved(check_speedup(1 / (1 - stock.metrics["data_share"])))
+
+# %% [markdown]
+# **3.** This loop reads the loss after every micro-step. Rewrite it as `quiet_loop`, so that it returns the same mean but
 # reads a value from the device only once. The check profiles both.
 
 # %% tags=["exercise"]
@@ -587,20 +622,21 @@ def quiet_loop() -> float | None:
     return None  # your code
 
 
-# %% tags=["exercise"]
-def check_loop(loop) -> None:
+def check_loop(loop) -> str:
     if loop() is None:
-        return print("Not answered yet: quiet_loop still returns None.")
-    assert abs(loop() - noisy_loop()) < 1e-4 * noisy_loop(), "It returns another mean than noisy_loop."
+        return "Exercise 3: fill in quiet_loop first."
+    if abs(loop() - noisy_loop()) > 1e-4 * noisy_loop():
+        return "Exercise 3: not yet. It returns another mean than noisy_loop."
     counts = []
     for body in (noisy_loop, loop):
         recorded = profile(SimpleNamespace(step=body), steps=1, folder=traces, with_stack=False)
         counts.append(len(recorded.host_reads()))
-    assert counts[1] == 1, f"It still reads {counts[1]} values; noisy_loop reads {counts[0]}."
-    print(f"Right: {counts[0]} reads have become 1.")
+    if counts[1] != 1:
+        return f"Exercise 3: not yet. It reads {counts[1]} values; noisy_loop reads {counts[0]}."
+    return f"Exercise 3: right: {counts[0]} reads have become 1."
 
 
-check_loop(quiet_loop)
+print(check_loop(quiet_loop))
 
 
 # %% tags=["solution"]
@@ -611,31 +647,50 @@ def quiet_loop_solution() -> float:
     return seen.item() / len(inputs)
 
 
-check_loop(quiet_loop_solution)
+solved(check_loop(quiet_loop_solution))
 
 # %% [markdown]
-# **3.** Suppose that worker processes prepared every image in time, so that no moment of the step were lost to data, and
-# nothing else changed. How many times faster would *your* step be, at most? Use the measured `data_share`. (Lab 03
-# finds out how much of it you really get.)
+# **4. Make it faster.** A step that somebody wrote in a hurry. Find out what it spends its time on (`profile` as above, or
+# by reading), and get the same loss and the same gradient three times as fast.
 
 # %% tags=["exercise"]
-my_speedup: float | None = None
+POSITIONS = 48
 
 
-# %% tags=["exercise"]
-def check_speedup(answer) -> None:
-    if answer is None:
-        return print("Not answered yet: put your number into my_speedup and run both cells.")
-    step = stock.metric("step_ms")
-    lost = step * stock.metrics["data_share"]
-    assert abs(answer - step / (step - lost)) < 0.02 * answer, f"Of {step:.4g} ms, {lost:.4g} go to data. What is left?"
-    print(f"Right: {answer:.2f} times, from {step:.4g} to {step - lost:.4g} ms.")
+def hurried_step(x):
+    """x [8, 48, 64] -> the loss, and the gradient of `layer`'s weight"""
+    table = [[math.sin(at / 10_000 ** (column / 64)) for column in range(64)] for at in range(POSITIONS)]
+    hidden = layer(x + torch.tensor(table, device=x.device))
+    norms = [row.norm().item() for row in hidden.flatten(0, 1)]
+    assert all(math.isfinite(norm) for norm in norms), "NaN or Inf"
+    loss = hidden.square().mean()
+    return {"loss": loss.detach(), "gradient": torch.autograd.grad(loss, layer.weight)[0]}
 
 
-check_speedup(my_speedup)
+def calm_step(x):
+    return hurried_step(x)  # your code instead; what never changes may be made once, outside
+
+
+def hidden_states(seed: int) -> tuple:
+    torch.manual_seed(seed)
+    return (torch.randn(8, POSITIONS, layer.in_features, device=lab.device),)
+
+
+print(faster_than(4, hurried_step, calm_step, hidden_states, times=3))
 
 # %% tags=["solution"]
-check_speedup(1 / (1 - stock.metrics["data_share"]))
+TABLE = [[math.sin(at / 10_000 ** (column / 64)) for column in range(64)] for at in range(POSITIONS)]
+TABLE = torch.tensor(TABLE, device=lab.device)
+
+
+def calm_step_solution(x):
+    hidden = layer(x + TABLE)
+    loss = hidden.square().mean()
+    assert loss.isfinite(), "NaN or Inf"  # one read; any NaN in it makes the mean one
+    return {"loss": loss.detach(), "gradient": torch.autograd.grad(loss, layer.weight)[0]}
+
+
+solved(faster_than(4, hurried_step, calm_step_solution, hidden_states, times=3))
 
 # %% [markdown]
 # ## What you did

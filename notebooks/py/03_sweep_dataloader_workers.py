@@ -435,6 +435,13 @@ with lab.attempt("Pinned memory in a loop that runs ahead", reference="ahead: pi
 # %% [markdown]
 # ## Exercises
 #
+# They rise in difficulty. Each check says what it found. The last one measures: first whether your results are the same,
+# then the time, in turns with the version given, for as many rounds as the decision takes.
+
+# %%
+from labutils.exercises import faster_than, solved
+
+# %% [markdown]
 # **1.** You train with micro-batches of 4, 6 workers and `prefetch_factor=4`, at 512 × 512. How many megabytes (10⁶ bytes)
 # of shared memory does that need at most? And what is the largest number of workers that fits in 256 MiB with these
 # settings? Use the section's rule, or call what it called.
@@ -444,67 +451,26 @@ my_megabytes: float | None = None
 my_most_workers: int | None = None
 
 
-# %% tags=["exercise"]
-def check_memory(megabytes, workers) -> None:
+def check_memory(megabytes, workers) -> str:
     if megabytes is None or workers is None:
-        return print("Not answered yet: set my_megabytes and my_most_workers, and run both cells.")
+        return "Exercise 1: set my_megabytes and my_most_workers first."
     recipe = STOCK.but(micro_batch=4, num_workers=6, prefetch_factor=4)
     right = needed_bytes(recipe) / 1e6
-    assert abs(megabytes - right) < 0.03 * right, (
-        f"{megabytes} MB: 6 × 4 batches wait, training holds one. How large is one?"
-    )
-    assert workers == most_workers(256 * MIB, recipe), f"{workers} workers: does one more fit? Do they fit themselves?"
-    print(f"Right: {right:.0f} MB for 6 workers, and {workers} fit in 256 MiB.")
+    if abs(megabytes - right) > 0.03 * right:
+        return f"Exercise 1: not yet. {megabytes} MB: 6 × 4 batches wait, training holds one. How large is one?"
+    if workers != most_workers(256 * MIB, recipe):
+        return f"Exercise 1: not yet. {workers} workers: does one more fit? Do they fit themselves?"
+    return f"Exercise 1: right. {right:.0f} MB for 6 workers, and {workers} fit in 256 MiB."
 
 
-check_memory(my_megabytes, my_most_workers)
+print(check_memory(my_megabytes, my_most_workers))
 
 # %% tags=["solution"]
 wide = STOCK.but(micro_batch=4, num_workers=6, prefetch_factor=4)
-check_memory(needed_bytes(wide) / 1e6, most_workers(256 * MIB, wide))
+solved(check_memory(needed_bytes(wide) / 1e6, most_workers(256 * MIB, wide)))
 
 # %% [markdown]
-# **2.** Suppose you scale all images to 512 × 512 once and store them so: a file then has (512/1080)² of the pixels to
-# inflate and none to scale. Write `smaller_files`: the pipeline of section 2 with the read time that this leaves, from the
-# measured parts of section 1 (take inflating and converting as proportional to the pixels). How many workers are enough now?
-
-# %% tags=["exercise"]
-def smaller_files(parts: dict[str, float], now: Pipeline) -> Pipeline | None:
-    """parts: median ms of "decode", "convert", "resize", "tensor", "tokenise". Return the pipeline with smaller files."""
-    return None  # your pipeline here; replace(now, read_ms=...) makes one
-
-
-# %% tags=["exercise"]
-def check_smaller(answer) -> None:
-    parts = {part: median(reading[part]) for part in PARTS}
-    result = answer(parts, pipeline)
-    if result is None:
-        return print("Not answered yet: return a Pipeline from smaller_files, and run both cells.")
-    share = (512 / 1080) ** 2
-    right = share * (parts["decode"] + parts["convert"]) + parts["tensor"] + parts["tokenise"]
-    assert abs(result.read_ms - right) < 1e-6 * right, f"{result.read_ms:.3g} ms: which parts remain, and which shrink?"
-    assert result.compute_ms == pipeline.compute_ms, "Computing takes as long as before."
-    print(
-        f"Right: {result.read_ms:.3g} ms instead of {pipeline.read_ms:.3g} to read one. Without workers a step would take"
-    )
-    print(
-        f"{result.step_ms(0):.4g} ms instead of {pipeline.step_ms(0):.4g}; {result.enough_workers} worker(s) would be enough."
-    )
-
-
-check_smaller(smaller_files)
-
-# %% tags=["solution"]
-def smaller_files_solution(parts: dict[str, float], now: Pipeline) -> Pipeline:
-    share = (512 / 1080) ** 2
-    left = share * (parts["decode"] + parts["convert"]) + parts["tensor"] + parts["tokenise"]
-    return replace(now, read_ms=left)
-
-
-check_smaller(smaller_files_solution)
-
-# %% [markdown]
-# **3.** The next lab makes the computation much shorter. Suppose that a micro-step takes 23 ms, reading takes 80 ms, and 16
+# **2.** The next lab makes the computation much shorter. Suppose that a micro-step takes 23 ms, reading takes 80 ms, and 16
 # cores are there. How many workers are needed to keep up, and what would an optimizer step of four micro-steps take with
 # 3 workers instead?
 
@@ -513,26 +479,97 @@ my_enough: int | None = None
 my_starved_ms: float | None = None
 
 
-# %% tags=["exercise"]
-def check_starved(workers, starved_ms) -> None:
+def check_starved(workers, starved_ms) -> str:
     if workers is None or starved_ms is None:
-        return print("Not answered yet: set my_enough and my_starved_ms, and run both cells.")
+        return "Exercise 2: set my_enough and my_starved_ms first."
     faster = Pipeline(read_ms=80, compute_ms=23, cores=16)
-    assert workers == faster.enough_workers, (
-        f"{workers} workers make a batch every {80 / workers:.3g} ms. Is that in time?"
-    )
-    assert abs(starved_ms - faster.step_ms(3)) < 1, (
-        f"{starved_ms} ms: three workers make how many batches in that time?"
-    )
-    print(
-        f"Right: {workers} workers; with 3 the step would take {starved_ms:.0f} ms, and the GPU would wait for data again."
-    )
+    if workers != faster.enough_workers:
+        found = f"{workers} workers make a batch every {80 / workers:.3g} ms" if workers > 0 else "Somebody must read"
+        return f"Exercise 2: not yet. {found}. Is that in time, and with as few as can be?"
+    if abs(starved_ms - faster.step_ms(3)) > 1:
+        return f"Exercise 2: not yet. {starved_ms} ms: how many batches do three workers make in that time?"
+    return f"Exercise 2: right. {workers} workers; with 3 a step takes {starved_ms:.0f} ms, and the GPU waits for data again."
 
 
-check_starved(my_enough, my_starved_ms)
+print(check_starved(my_enough, my_starved_ms))
 
 # %% tags=["solution"]
-check_starved(4, 4 * 80 / 3)
+solved(check_starved(4, 4 * 80 / 3))
+
+# %% [markdown]
+# **3.** Suppose you scale all images to 512 × 512 once and store them so: a file then has (512/1080)² of the pixels to
+# inflate and none to scale. Write `smaller_files`: the pipeline of section 2 with the read time that this leaves, from the
+# measured parts of section 1 (take inflating and converting as proportional to the pixels). How many workers are enough now?
+
+
+# %% tags=["exercise"]
+def smaller_files(parts: dict[str, float], now: Pipeline) -> Pipeline | None:
+    """parts: median ms of "decode", "convert", "resize", "tensor", "tokenise". Return the pipeline with smaller files."""
+    return None  # your pipeline here; replace(now, read_ms=...) makes one
+
+
+def check_smaller(answer) -> str:
+    parts = {part: median(reading[part]) for part in PARTS}
+    result = answer(parts, pipeline)
+    if result is None:
+        return "Exercise 3: fill in smaller_files first; it returns a Pipeline."
+    share = (512 / 1080) ** 2
+    right = share * (parts["decode"] + parts["convert"]) + parts["tensor"] + parts["tokenise"]
+    if abs(result.read_ms - right) > 1e-6 * right:
+        return f"Exercise 3: not yet. {result.read_ms:.3g} ms: which parts remain, and which shrink?"
+    if result.compute_ms != pipeline.compute_ms:
+        return "Exercise 3: not yet. Computing takes as long as before."
+    return (
+        f"Exercise 3: right. {result.read_ms:.3g} ms instead of {pipeline.read_ms:.3g} to read one. Without workers a step "
+        f"would take {result.step_ms(0):.4g} ms instead of {pipeline.step_ms(0):.4g}; {result.enough_workers} worker(s) "
+        "would be enough."
+    )
+
+
+print(check_smaller(smaller_files))
+
+
+# %% tags=["solution"]
+def smaller_files_solution(parts: dict[str, float], now: Pipeline) -> Pipeline:
+    share = (512 / 1080) ** 2
+    left = share * (parts["decode"] + parts["convert"]) + parts["tensor"] + parts["tokenise"]
+    return replace(now, read_ms=left)
+
+
+solved(check_smaller(smaller_files_solution))
+
+# %% [markdown]
+# **4. Make it faster.** What comes after decoding, by somebody's `transforms`: the image in numbers from -1 to 1, mirrored,
+# and its middle cut out. Not one of these steps need be left out: get the same tensor twice as fast.
+
+
+# %% tags=["exercise"]
+def transformed(image):
+    """image uint8 [1080, 1080, 3] -> float32 [3, 512, 512], contiguous"""
+    numbers = image.float() / 127.5 - 1
+    mirrored = numbers.flip(1)
+    return mirrored[284:796, 284:796].permute(2, 0, 1).contiguous()
+
+
+def reordered(image):
+    return transformed(image)  # your code instead
+
+
+def an_image(seed: int) -> tuple:
+    torch.manual_seed(seed)
+    return (torch.randint(256, (1080, 1080, 3), dtype=torch.uint8),)
+
+
+print(faster_than(4, transformed, reordered, an_image, times=2))
+
+
+# %% tags=["solution"]
+def reordered_solution(image):  # first the pixels that remain, in one byte a number; the floats last
+    middle = image[284:796, 284:796].flip(1).permute(2, 0, 1)
+    return middle.float().contiguous() / 127.5 - 1
+
+
+solved(faster_than(4, transformed, reordered_solution, an_image, times=2))
 
 # %% [markdown]
 # ## What you did

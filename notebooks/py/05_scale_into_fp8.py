@@ -562,6 +562,13 @@ for name, layers in surveys.items():
 # %% [markdown]
 # ## Exercises
 #
+# They rise in difficulty. Each check says what it found. The last one measures: first whether your results are the same,
+# then what is kept for the backward pass, in bytes.
+
+# %%
+from labutils.exercises import smaller_than, solved
+
+# %% [markdown]
 # **1.** A tensor's largest magnitude is 3.5. What is its scale $S$ for E4M3 with a margin of 2?
 
 # %% tags=["exercise"]
@@ -582,7 +589,7 @@ print(check_scale(my_S))
 
 # %% tags=["solution"]
 my_S = 448 / 3.5 / 2**2
-assert check_scale(my_S).startswith("Exercise 1: right"), check_scale(my_S)
+solved(check_scale(my_S))
 
 # %% [markdown]
 # **2.** Write the input gradient of a frozen layer from its 8-bit weight `W8` [n, k] (already restored to float32) and
@@ -615,7 +622,7 @@ def input_gradient(dY, W8, s):
     return (dY * s.t()) @ W8
 
 
-assert check_gradient(input_gradient).startswith("Exercise 2: right")
+solved(check_gradient(input_gradient))
 
 # %% [markdown]
 # **3.** A model of 7 billion parameters takes 14 GB in BF16 and 7 GB in FP8. Two ways to convert it: (a) build the FP8
@@ -640,7 +647,54 @@ print(check_peaks(my_peaks))
 
 # %% tags=["solution"]
 my_peaks = (14 + 7, 14)
-assert check_peaks(my_peaks).startswith("Exercise 3: right"), check_peaks(my_peaks)
+solved(check_peaks(my_peaks))
+
+# %% [markdown]
+# **4. Make it smaller.** A layer that is frozen in 8 bits, used in the plain way: autograd keeps the restored weight, four
+# bytes a parameter, until the backward pass. Get the same result and the same gradient of `x`, and keep at most a tenth of
+# that. (What the layer holds anyway isn't counted.)
+
+# %% tags=["exercise"]
+frozen_layer = nn.Module()
+frozen_layer.register_buffer("W8", torch.randn(512, 256, device=lab.device).to(torch.float8_e4m3fn))
+frozen_layer.register_buffer("s", torch.rand(512, 1, device=lab.device) + 0.5)
+
+
+def restoring(x):
+    """x [64, 256] -> [64, 512]"""
+    return x @ (frozen_layer.s * frozen_layer.W8.float()).T
+
+
+def lean(x):
+    return restoring(x)  # your code instead; a torch.autograd.Function may keep what it likes
+
+
+def some_rows(seed: int) -> tuple:
+    torch.manual_seed(seed)
+    return (torch.randn(64, 256, device=lab.device).requires_grad_(),)
+
+
+print(smaller_than(4, restoring, lean, some_rows, share=0.1, module=frozen_layer))
+
+
+# %% tags=["solution"]
+class Lean(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, W8, s):
+        ctx.save_for_backward(W8, s)
+        return x @ (s * W8.float()).T
+
+    @staticmethod
+    def backward(ctx, dY):
+        W8, s = ctx.saved_tensors
+        return (dY * s.T) @ W8.float(), None, None
+
+
+def lean_solution(x):
+    return Lean.apply(x, frozen_layer.W8, frozen_layer.s)
+
+
+solved(smaller_than(4, restoring, lean_solution, some_rows, share=0.1, module=frozen_layer))
 
 # %% [markdown]
 # ## What you did

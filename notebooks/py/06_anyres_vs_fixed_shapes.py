@@ -588,6 +588,13 @@ lab.verdict("A2.guide.memory", "A2.guide.few-steps", "A2.guide.between", "A2.gui
 # %% [markdown]
 # ## Exercises
 #
+# They rise in difficulty. Each check says what it found. The last one measures: first whether your results are the same,
+# then the time, in turns with the version given, for as many rounds as the decision takes.
+
+# %%
+from labutils.exercises import faster_than, solved
+
+# %% [markdown]
 # **1.** A method starts with 60 s and takes 0.5 s a step; another starts with 2 s and takes 0.9 s. After how many
 # steps has the first caught up?
 
@@ -607,7 +614,7 @@ print(check_crossing(my_crossing))
 
 # %% tags=["solution"]
 my_crossing = (60 - 2) / (0.9 - 0.5)
-assert check_crossing(my_crossing).startswith("Exercise 1: right"), check_crossing(my_crossing)
+solved(check_crossing(my_crossing))
 
 # %% [markdown]
 # **2.** An image of 500 × 500 becomes five tiles in a grid of 2 × 2, 24 × 24 tokens each, with a newline token after
@@ -631,7 +638,7 @@ print(check_sum(my_sum))
 
 # %% tags=["solution"]
 my_sum = 24 * 24 + 48 * (48 + 1)
-assert check_sum(my_sum).startswith("Exercise 2: right"), check_sum(my_sum)
+solved(check_sum(my_sum))
 
 # %% [markdown]
 # **3.** FP8's loss lies at 2.02 over three seeds (2.00, 2.02, 2.05), BF16's at 2.00 (1.98, 2.00, 2.03). The seeds are
@@ -656,7 +663,45 @@ print(check_letters(my_letters))
 
 # %% tags=["solution"]
 my_letters = {"b"}
-assert check_letters(my_letters).startswith("Exercise 3: right"), check_letters(my_letters)
+solved(check_letters(my_letters))
+
+# %% [markdown]
+# **4. Make it faster.** One image has 1,024 tokens and fifteen have 16 each. Padded to the longest, the batch goes through
+# a network that treats each token by itself, and each image's tokens are averaged. Get the same averages twice as fast.
+
+# %% tags=["exercise"]
+torch.manual_seed(0)
+per_token = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64)).to(lab.device)
+
+
+def padded(images):
+    """images: 16 tensors [its tokens, 64] -> [16, 64]"""
+    longest = max(len(tokens) for tokens in images)
+    batch = torch.stack([torch.nn.functional.pad(tokens, (0, 0, 0, longest - len(tokens))) for tokens in images])
+    seen = per_token(batch)
+    return torch.stack([seen[at, : len(tokens)].mean(0) for at, tokens in enumerate(images)])
+
+
+def unpadded(images):
+    return padded(images)  # your code instead
+
+
+def sixteen_images(seed: int) -> tuple:
+    torch.manual_seed(seed)
+    times = 16 if on_gpu else 1  # enough of them for a GPU to have work
+    return ([torch.randn(times * tokens, 64, device=lab.device) for tokens in (1024, *[16] * 15)],)
+
+
+print(faster_than(4, padded, unpadded, sixteen_images, times=2))
+
+
+# %% tags=["solution"]
+def unpadded_solution(images):
+    seen = per_token(torch.cat(images))
+    return torch.stack([tokens.mean(0) for tokens in seen.split([len(tokens) for tokens in images])])
+
+
+solved(faster_than(4, padded, unpadded_solution, sixteen_images, times=2))
 
 # %% [markdown]
 # ## What you did

@@ -512,6 +512,13 @@ lab.verdict("A3.120b.attention-only", "A3.blackwell.xformers");
 # %% [markdown]
 # ## Exercises
 #
+# They rise in difficulty. Each check says what it found. The last one measures: first whether your results are the same,
+# then the time, in turns with the version given, for as many rounds as the decision takes.
+
+# %%
+from labutils.exercises import faster_than, solved
+
+# %% [markdown]
 # **1.** A step has 8,000 launches of 12 µs and kernels of 150 ms; nothing waits. How long does it take? And on a card
 # that is twice as fast? Answer with both, in ms.
 
@@ -522,6 +529,8 @@ my_steps = None  # two numbers, for example (200, 100)
 def check_steps(answer) -> str:
     if answer is None:
         return "Exercise 1: set my_steps first."
+    if not isinstance(answer, tuple | list) or len(answer) != 2:
+        return "Exercise 1: two numbers are asked for, (this card, the faster one), for example (200, 100)."
     if all(abs(mine - right) < 0.5 for mine, right in zip(answer, (150, 96), strict=True)):
         return "Exercise 1: right. The host's 96 ms hide behind 150 ms of kernels, and come out behind 75."
     return "Exercise 1: not yet. Work out launches × host first; then take the larger of the two, for each card."
@@ -531,7 +540,7 @@ print(check_steps(my_steps))
 
 # %% tags=["solution"]
 my_steps = (max(150, 8000 * 12 / 1e3), max(150 / 2, 8000 * 12 / 1e3))
-assert check_steps(my_steps).startswith("Exercise 1: right"), check_steps(my_steps)
+solved(check_steps(my_steps))
 
 # %% [markdown]
 # **2.** Card A's kernels take 2.25 times as long as card B's, for the same batch. Host and launches are the same for
@@ -554,7 +563,7 @@ print(check_ratio(my_ratio))
 
 # %% tags=["solution"]
 my_ratio = 2
-assert check_ratio(my_ratio).startswith("Exercise 2: right"), check_ratio(my_ratio)
+solved(check_ratio(my_ratio))
 
 # %% [markdown]
 # **3.** gpt-oss-20b has 19.11 billion numbers in its experts and 1.80 billion elsewhere. How many GB do its weights
@@ -577,7 +586,44 @@ print(check_weights(my_weights))
 
 # %% tags=["solution"]
 my_weights = 19.11 * (4 + 8 / 32) / 8 + 1.80 * 2
-assert check_weights(my_weights).startswith("Exercise 3: right"), check_weights(my_weights)
+solved(check_weights(my_weights))
+
+# %% [markdown]
+# **4. Make it faster.** The loop over experts in small: each of 64 experts looks for its tokens, multiplies them, and adds
+# them to the result, five launches an expert and a wait for the count. Get the same result twice as fast.
+
+# %% tags=["exercise"]
+torch.manual_seed(0)
+experts = torch.randn(64, 32, 32, device=lab.device)
+
+
+def expert_by_expert(tokens, chosen):
+    """tokens [256, 32], chosen [256]: the expert of each -> [256, 32]"""
+    result = torch.zeros_like(tokens)
+    for number, expert in enumerate(experts):
+        mine = (chosen == number).nonzero().squeeze(1)
+        result.index_add_(0, mine, tokens[mine] @ expert)
+    return result
+
+
+def all_experts(tokens, chosen):
+    return expert_by_expert(tokens, chosen)  # your code instead
+
+
+def routed_tokens(seed: int) -> tuple:
+    torch.manual_seed(seed)
+    return torch.randn(256, 32, device=lab.device), torch.randint(len(experts), (256,), device=lab.device)
+
+
+print(faster_than(4, expert_by_expert, all_experts, routed_tokens, times=2, tolerance=1e-3))
+
+
+# %% tags=["solution"]
+def all_experts_solution(tokens, chosen):  # copies 256 small matrices; for large ones: sort, and a grouped GEMM
+    return torch.bmm(tokens[:, None], experts[chosen])[:, 0]
+
+
+solved(faster_than(4, expert_by_expert, all_experts_solution, routed_tokens, times=2, tolerance=1e-3))
 
 # %% [markdown]
 # ## What you did

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import nbformat
 import pytest
+from exercises_of import misjudged
 
 from labutils import runner
 from labutils.results import read_records, read_runs
@@ -41,3 +43,6 @@ def test_a_lab_runs_to_its_end(path: Path, course_results: Path):
         name: run.status for (_, name), run in runs.items() if not run.ok and not run.status.startswith("skipped: ")
     }
     assert not failed
+
+    executed = nbformat.read(course_results / "notebooks" / path.name, as_version=4)
+    assert not misjudged(executed), "an exercise fails as it is given, and passes with its solution"

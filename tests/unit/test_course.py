@@ -398,3 +398,36 @@ def test_without_ipywidgets_a_slider_says_how_to_get_it(monkeypatch):
 
 def test_what_a_machine_lacks_is_a_skipped_run():
     assert course.status_of(results.Unavailable("no FP8 here")) == "skipped: no FP8 here"
+
+
+# Drop-down lists
+
+CHOICES = {"article": ["all", "A1"], "verdict": ["all", "refuted"]}
+
+
+def test_lists_are_shown_where_somebody_can_choose(monkeypatch, capsys):
+    """With the real widgets: each list begins with its first value, and everything is drawn once."""
+    drawn = []
+    monkeypatch.setattr(course, "_in_kernel", lambda: True)
+    monkeypatch.setattr(course.Lab, "show", lambda *_: None)
+    assert open_lab("11", notebook()).choose(lambda article, verdict: drawn.append((article, verdict)), CHOICES)
+    assert drawn == [("all", "all")]
+
+
+def test_a_batch_run_and_a_script_have_no_lists(monkeypatch):
+    drawn = []
+    assert not open_lab("11", notebook()).choose(lambda **chosen: drawn.append(chosen), CHOICES)
+    monkeypatch.setattr(course, "_in_kernel", lambda: True)
+    monkeypatch.setattr(course.Lab, "show", lambda *_: None)
+    batch = notebook(cells=("# Parameters\nscale = 'tiny'\n",))
+    assert not open_lab("11", batch).choose(lambda **chosen: drawn.append(chosen), CHOICES)
+    assert drawn == []
+
+
+def test_without_ipywidgets_everything_is_shown_and_the_lists_are_told_of(monkeypatch):
+    said = []
+    monkeypatch.setattr(course, "_in_kernel", lambda: True)
+    monkeypatch.setattr(course.Lab, "show", lambda *text: said.append(text[-1]))
+    monkeypatch.setitem(sys.modules, "ipywidgets", None)
+    assert not open_lab("11", notebook()).choose(lambda **chosen: None, CHOICES)
+    assert said[-1].startswith("Drop-down lists would be here: install it")

@@ -27,10 +27,12 @@ FLOORS = {
     0: {"recipe", "results", "hardware", "articles", "parameters", "tables"},
     1: {"data", "adapters", "attention", "checkpointing", "experts", "folding", "lowbit", "capture", "losses"},
     2: {"workloads", "measure"},
-    3: {"training", "claims", "advisor", "prediction", "scaling"},
+    3: {"training", "claims", "advisor", "prediction", "scaling", "calibration"},
     4: {
         "fleet",
         "trials",
+        "exercises",
+        "scoreboard",
         "titles",
         "methods",
         "launches",

@@ -9,9 +9,13 @@ import sys
 import matplotlib
 import pytest
 from claim_runs import timed
+from hypothesis import given
+from hypothesis import strategies as st
 
 from labutils import plots
 from labutils.advisor import chart, published
+from labutils.calibration import Score
+from labutils.claims import VERDICTS
 from labutils.hardware import Roofline
 from labutils.measure.trace import PHASES
 from labutils.results import Run
@@ -454,3 +458,57 @@ def test_predictions_and_errors_are_drawn_where_they_belong():
     model = {0: {0.0: 10.0, 5.0: 15.0}, 2: {0.0: 10.0, 5.0: 10.0}}
     plots.over_decoding(ax, model, {0: {"PNG": (5.0, (14, 15, 16))}, 2: {"PNG": (5.0, (9, 10, 11))}}, "ms")
     assert "PNG" in {text.get_text() for text in ax.texts}
+
+
+# The scoreboard
+
+PAIRS = list(itertools.product(plots.VERDICT_MARKS, repeat=2))
+
+
+def many_verdicts(claims: int) -> dict[str, dict[str, tuple[str, str]]]:
+    """Four articles with as many claims each."""
+    named = {f"some.claim-with-a-name-{n}": PAIRS[n % len(PAIRS)] for n in range(claims)}
+    return {f"Article A{number}": dict(named) for number in range(1, 5)}
+
+
+@pytest.mark.parametrize("claims", [1, 2, 16, 40, 55])
+def test_verdicts_show_every_claim_on_one_page(ax, claims):
+    plots.verdicts(ax, many_verdicts(claims), sides=("H200", "here"))
+    said = texts(ax)
+    assert sum(text.startswith("some.claim") for text in said) == 4 * claims
+    assert {"Article A1", "Article A4", "H200", "here"} <= set(said)
+    assert any(text.startswith("confirmed\nH200 ") for text in said)
+    width, height = ax.figure.get_size_inches()
+    assert width < 8 and height < 11.2
+    marks = [line for line in ax.lines if len(line.get_xdata())]
+    assert len(marks) == 8 * claims
+    assert_tidy(ax)
+
+
+def test_a_verdict_s_mark_differs_in_more_than_colour():
+    assert len({mark["marker"] for mark in plots.VERDICT_MARKS.values()}) == len(plots.VERDICT_MARKS)
+    assert list(plots.VERDICT_MARKS) == list(VERDICTS)
+
+
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=6), st.integers(1, 4))
+def test_columns_hold_every_claim_once_and_end_with_none_but_a_claim(sizes, columns):
+    groups = {f"A{g}": {f"{g}.{n}": PAIRS[0] for n in range(size)} for g, size in enumerate(sizes)}
+    found = plots._in_columns(groups, columns)
+    assert [name for column in found for name, pair in column if pair] == [
+        name for of in groups.values() for name in of
+    ]
+    assert all(column[0][1] is None and column[-1][1] for column in found)
+    assert max(map(len, found)) <= max(2, -(-(sum(sizes) + len(sizes) + columns - 1) // columns))
+
+
+def test_calibration_shows_each_prediction_with_both_numbers(ax):
+    scores = [Score("00", "far too high", "us", 100, 0.001), Score("01", "half", "ms", 700, 1400)]
+    scores += [Score("02", "right", "", 448, 448), Score("03", "no factor", "%", 0, 5)]
+    plots.calibration(ax, scores, near=2)
+    said = texts(ax)
+    assert {"100 | 0.001 us", "700 | 1,400 ms", "448 | 448 ", "00  far too high"} <= set(said)
+    assert not any("no factor" in text for text in said)
+    places = [line.get_xdata()[0] for line in ax.lines if len(line.get_xdata()) == 1]
+    assert places == pytest.approx([plots.MOST_OFF, 0.5, 1])
+    assert ax.get_xlim() == pytest.approx((1 / plots.MOST_OFF, plots.MOST_OFF))
+    assert_tidy(ax)

@@ -263,6 +263,19 @@ def test_a_lab_that_is_done_is_not_run_again_unless_asked_or_asked_differently(n
     assert len([r for r in read_records(results_folder) if r.get("run") == "first"]) == 2
 
 
+def test_a_lab_that_sums_up_is_done_until_another_keeps_more(notebooks, run, monkeypatch):
+    monkeypatch.setattr(runner, "SUMMING_UP", ("loud",))
+    path = troubled_notebooks.write(Path(notebooks("fine")).parent, "loud", "fine")
+    assert run(notebooks("fine"), str(path))[0] == 0
+    assert "loud: done before" in run(str(path))[1]
+    assert "fine: done before" not in run(notebooks("fine"), force=True)[1]
+    code, said = run(notebooks("fine"), str(path))
+    assert code == 0
+    assert "fine: done before" in said and "loud: running" in said
+    assert "done before" in run(str(path))[1]
+    assert run(str(path), force=True)[0] == 0
+
+
 def test_done_with_other_parameters_is_not_done():
     recorded = {"scale": "tiny", "steps": 3}
     assert runner.is_done([recorded], {"scale": "tiny", "steps": 3, "word": "hello"})
