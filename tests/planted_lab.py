@@ -96,7 +96,9 @@ def planted() -> nbformat.NotebookNode:
         new_code_cell("print(answer[:5].upper())", outputs=[printed("FORTY\n")]),
         new_code_cell("print('again')", outputs=[printed(f"{SECRET}\nagain\n")]),
         new_code_cell("print('harmless')", outputs=[printed("harmless\n")]),
-        new_code_cell("lab.done()", outputs=[shown(text_markdown=f"Lab 42 is done, after {SECONDS} s. All verdicts: x")]),
+        new_code_cell(
+            "lab.done()", outputs=[shown(text_markdown=f"Lab 42 is done, after {SECONDS} s. All verdicts: x")]
+        ),
     ]
     for cell in cells:
         if cell.cell_type == "code":

@@ -66,8 +66,11 @@ class Chapter:
 def workshop(folder: Path) -> Path:
     """A folder for an edition's pictures and chapters, with what Typst reads beside them."""
     folder.mkdir(parents=True)
+    (folder / "fonts").mkdir()
     for part in ("page.typ", "code.tmTheme"):
         shutil.copy(HERE / part, folder)
+    for font in _fonts():
+        shutil.copy(font, folder / "fonts")
     return folder
 
 
@@ -358,10 +361,14 @@ def pandoc(text: str, source: str, target: str, *options: str) -> str:
     return done.stdout
 
 
-def fonts() -> list[Path]:
-    """Folders of the fonts that the PDFs may use beside Typst's own: the same on every machine."""
-    places = (("matplotlib", "mpl-data/fonts/ttf"), ("matplotlib_fontja", "fonts"))
-    return [Path(importlib.util.find_spec(package).origin).parent / folder for package, folder in places]
+def _fonts() -> list[Path]:
+    """The fonts that the PDFs use beside Typst's own: the same on every machine.
+
+    Not all of matplotlib's: one of them has a box for whatever the others lack.
+    """
+    sought = (("matplotlib", "mpl-data/fonts/ttf/DejaVuSans*.ttf"), ("matplotlib_fontja", "fonts/ipaexg.ttf"))
+    places = ((Path(importlib.util.find_spec(package).origin).parent, pattern) for package, pattern in sought)
+    return [file for place, pattern in places for file in place.glob(pattern)]
 
 
 def _compiled(text: str, scratch: Path, file: Path, facts: Facts) -> Path:
@@ -374,7 +381,7 @@ def _compiled(text: str, scratch: Path, file: Path, facts: Facts) -> Path:
         data, warnings = typst.compile_with_warnings(
             source,
             root=scratch,
-            font_paths=fonts(),
+            font_paths=[scratch / "fonts"],
             ignore_system_fonts=True,
             format="pdf",
             timestamp=int(facts.moment.timestamp()),
