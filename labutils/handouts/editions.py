@@ -56,6 +56,8 @@ def _clean(cell: NotebookNode, place: int, outputs: bool) -> NotebookNode:
         used = {file: data for file, data in cell.get("attachments", {}).items() if f"attachment:{file}" in cell.source}
         return new_markdown_cell(cell.source, **name, **({"attachments": used} if used else {}))
     shown = [clean for output in cell.outputs if outputs and (clean := _output(output)) is not None]
+    if len(shown) > 1 and cell.outputs[-1].output_type == "execute_result" and "text/plain" in shown[-1].data:
+        shown.pop()  # the value of the last line, after what the cell meant to show
     return new_code_cell(cell.source, **name, outputs=list(_joined(shown)))
 
 

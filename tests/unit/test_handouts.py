@@ -18,7 +18,7 @@ import pypdfium2
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from nbformat.v4 import new_code_cell
+from nbformat.v4 import new_code_cell, new_output
 from planted_lab import SECRET, STEM
 
 from labutils import cli, handouts
@@ -187,6 +187,17 @@ def test_notebooks_have_tags_and_a_kernel_s_name_and_nothing_else(made):
             assert set(one.metadata) <= {"tags"}
             assert {output.output_type for output in one.get("outputs", [])} <= {"stream", "display_data"}
             assert {output.get("name", "stdout") for output in one.get("outputs", [])} <= {"stdout"}
+
+
+def test_a_value_that_a_cell_happens_to_end_with_is_shown_only_where_nothing_else_is():
+    echo = new_output("execute_result", data={"text/plain": "[Judgement(claim=...)]"})
+    after, alone = (
+        new_code_cell("v()", outputs=[planted_lab.printed("told\n"), echo]),
+        new_code_cell("v", outputs=[echo]),
+    )
+    both = editions.edition_of(planted_lab.new_notebook(cells=[after, alone]), "student").cells
+    assert [output.get("text") for output in both[0].outputs] == ["told\n"]
+    assert [output.data["text/plain"] for output in both[1].outputs] == ["[Judgement(claim=...)]"]
 
 
 NAMES = st.text("abcdefghijklmnopqrstuvwxyz0123456789_-.+@", min_size=1, max_size=12).filter(lambda n: n.strip("."))
