@@ -30,13 +30,14 @@ COURSE = "GPU Fine-Tuning Lab"
 DOTS_PER_INCH = 120  # of the course's figures, as course.mplstyle saves them
 TEXT_WIDTH = 6.85  # inches between the margins of page.typ
 PAGE_LETTERS = 100  # that a row of a table has room for, in page.typ's size
-MOST_LETTERS = 60  # of a cell that count when a page's width is shared out
+MOST_LETTERS = 90  # of a cell that count when a page's width is shared out
 LETTERS_TOGETHER = 900  # of a table that is small enough to stay on one page
 SUFFIX = {"image/png": ".png", "image/svg+xml": ".svg", "image/jpeg": ".jpg"}
 UNANSWERED = re.compile(r"^No prediction of \*(.+)\* yet\.")
 """What `Lab.predict` shows where the learner gave no number."""
 
-_NUMBER = re.compile(r"[-–+±~≈<>]?\s?[\d.,]+(e[+-]?\d+)?\s?(%|x|times|ms|s|GB|MB|kB|µs)?|[-–—]?|nan|inf")
+_NUMBER = re.compile(r"[-–+±~≈<>]?\s?[\d.,]+(e[+-]?\d+)?\s?(%|x|times|ms|s|GB|MB|kB|µs)?")
+_NUMBER_OR_NONE = re.compile(rf"{_NUMBER.pattern}|[-–]?|nan|inf")
 _BREAKS = re.compile(r"\s|(?<=[/_.=:])(?=[A-Za-z])")
 """Where page.typ lets a line end inside a table's cell."""
 
@@ -291,7 +292,7 @@ def _aligned(table: Node) -> Node:
     shares = _shares(words)
     for place, column in enumerate(columns):
         told = words[place][len(head[1]) :]
-        numbers = place > 0 and any(told) and all(_NUMBER.fullmatch(word) for word in told)
+        numbers = place > 0 and any(map(_NUMBER.fullmatch, told)) and all(map(_NUMBER_OR_NONE.fullmatch, told))
         column[0] = {"t": "AlignRight" if numbers else "AlignLeft"}
         column[1] = {"t": "ColWidth", "c": shares[place]} if shares else column[1]
     return {"t": "Table", "c": [attributes, caption, columns, head, bodies, foot]}
