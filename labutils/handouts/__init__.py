@@ -59,6 +59,9 @@ def main(found_in: Path | None, out: Path | None, labs: Sequence[str] = (), say:
             raise UsageError("\n".join([f"No handouts: no lab in {folder} was run to its end.", *left_out]))
         target = results.named(out) if out else results.REPOSITORY / "results" / "handouts" / folder.resolve().name
         files = make(executed, target, with_course=not labs)
+    except ImportError as error:
+        print(f"labutils handouts: {error}. To install what it takes: make install", file=sys.stderr)
+        return WRONG_USAGE
     except (UsageError, ValueError, OSError) as error:
         print(f"labutils handouts: {error}", file=sys.stderr)
         return WRONG_USAGE
@@ -116,12 +119,19 @@ def read(paths: Sequence[Path], records: Sequence[dict]) -> tuple[list[Executed]
     """(the notebooks with their facts, a sentence for each that is left out): unfinished, or of another run."""
     executed, left_out = [], []
     for path in paths:
-        notebook = nbformat.read(path, as_version=4)
         try:
+            notebook = _notebook(path)
             executed.append(Executed(path, notebook, facts_of(path.stem[:2], notebook, records)))
         except Mismatch as mismatch:
             left_out.append(f"Left out, lab {path.stem[:2]}: {mismatch}")
     return executed, left_out
+
+
+def _notebook(path: Path) -> nbformat.NotebookNode:
+    try:
+        return nbformat.read(path, as_version=4)
+    except Exception as error:  # nbformat passes on whatever json, its schema or the file's structure raise
+        raise Mismatch(f"{path} can't be read as a notebook: {error}") from None
 
 
 # What is made of it

@@ -106,10 +106,10 @@ def _given_away(cells: list[NotebookNode]) -> set[int]:
     for place, cell in enumerate(cells):
         lines = set(_lines(cell))
         if "solution" in _tags(cell):
-            solved |= _names(cell)[1]
+            solved |= names_in(cell)[1]
             secret |= lines - told
             continue
-        read, written = _names(cell)
+        read, written = names_in(cell)
         if read & solved or lines & secret:
             found.add(place)
             solved |= written
@@ -125,7 +125,7 @@ def _lines(cell: NotebookNode) -> list[str]:
     return [line.strip() for text in texts for line in text.splitlines() if re.search(r"\w", line)]
 
 
-def _names(cell: NotebookNode) -> tuple[set[str], set[str]]:
+def names_in(cell: NotebookNode) -> tuple[set[str], set[str]]:
     """(names that the cell reads before it sets them, names that it sets): none where it is no plain Python."""
     try:
         statements = ast.parse(cell.source).body if cell.cell_type == "code" else []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -73,10 +74,10 @@ def facts_of(number: str, notebook: NotebookNode, records: Sequence[Mapping[str,
     if seconds is None:
         raise Mismatch("its notebook was not run to its end. To run it: labutils run " + number)
     mine = [record for record in records if record.get("lab") == number]
-    ends = [place for place, record in enumerate(mine) if record.get("status") == "done"]
-    fitting = [place for place in ends if round(mine[place].get("seconds", -1)) == seconds]
+    ends = [place for place, record in enumerate(mine) if _is_end(record)]
+    fitting = [place for place in ends if round(mine[place]["seconds"]) == seconds]
     if not fitting:
-        known = ", ".join(f"{mine[place].get('seconds', 0):.0f} s" for place in ends) or "none"
+        known = ", ".join(f"{mine[place]['seconds']:.0f} s" for place in ends) or "none"
         raise Mismatch(
             f"its notebook shows a run of {seconds} s, and results.jsonl has none such (it has: {known}), so the two "
             f"are of different runs. To make them one: labutils run {number} --force with the same --results"
@@ -97,6 +98,19 @@ def facts_of(number: str, notebook: NotebookNode, records: Sequence[Mapping[str,
     )
 
 
+def _is_end(record: Mapping[str, Any]) -> bool:
+    """Whether a record says that its lab was done, when, and after how long: files are edited by hand, too."""
+    try:
+        datetime.fromisoformat(record.get("at"))
+    except (TypeError, ValueError):
+        return False
+    return record.get("status") == "done" and _is_number(record.get("seconds"))
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+
+
 def finished_after(notebook: NotebookNode, number: str) -> int | None:
     """Seconds after which the notebook says that its lab was done; None where it doesn't say so."""
     for cell in reversed(notebook.cells):
@@ -113,12 +127,12 @@ def machine(facts: Mapping[str, Any]) -> str:
     host = [cpu]
     if "cores" in facts:
         host.append(f"{facts['cores']} cores")
-    if "ram_gb" in facts:
+    if _is_number(facts.get("ram_gb")):
         host.append(f"{facts['ram_gb']:.0f} GB")
     if "os" in facts:
         host.append(str(facts["os"]))
     if not facts.get("gpu"):
         return ", ".join(host) + ", no GPU"
-    gpu = [f"{facts['gpu_memory_gb']:.0f} GB"] if "gpu_memory_gb" in facts else []
+    gpu = [f"{facts['gpu_memory_gb']:.0f} GB"] if _is_number(facts.get("gpu_memory_gb")) else []
     gpu += [f"{word} {facts[key]}" for word, key in (("driver", "driver"), ("CUDA", "cuda")) if facts.get(key)]
     return f"{facts['gpu']} ({', '.join(gpu)}); {', '.join(host)}" if gpu else f"{facts['gpu']}; {', '.join(host)}"

@@ -124,6 +124,19 @@ def test_no_line_of_a_lab_s_solutions_is_in_the_student_s_files(made, stem):
     assert "solution" not in tags
 
 
+@pytest.mark.parametrize("path", sorted((REPOSITORY / "notebooks").glob("*.ipynb")), ids=lambda path: path.stem)
+def test_a_student_s_notebook_runs_without_the_solutions(path):
+    """No cell reads a name that solutions alone set."""
+    told, solved = set(), set()
+    for one in nbformat.read(path, as_version=4).cells:
+        reads, writes = editions.names_in(one)
+        if "solution" in one.metadata.get("tags", []):
+            solved |= writes
+        else:
+            assert not reads & (solved - told), one.source
+            told |= writes
+
+
 def output_of(source: str, before: str = "") -> list:
     """What the student sees of a cell of that source, after a solution that set `answer` and the loop variable `x`."""
     solution = new_code_cell("answer = [x for x in range(9)]\nx = 1", metadata={"tags": ["solution"]})
@@ -298,6 +311,25 @@ def test_a_lab_that_was_not_run_to_its_end_is_left_out(tmp_path, capsys):
     assert code == handouts.WRONG_USAGE
     assert "not run to its end" in told and "labutils run 42" in told
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"cells": 1}', "\x00", '{"nbformat": 4, "nbformat_minor": 5}'])
+def test_what_is_no_notebook_is_left_out(tmp_path, capsys, text):
+    folder = planted_lab.results_with_it(tmp_path / "found", REFERENCE)
+    (folder / "notebooks" / "01_lora_math.ipynb").write_text(text)
+    code, told, _ = run(capsys, "42", "01", "--results", folder, "--out", tmp_path / "out")
+    assert code == handouts.A_LAB_LEFT_OUT
+    assert "Left out, lab 01" in told
+
+
+@pytest.mark.parametrize("odd", ["x", [1], True, None, {}, -1, float("nan"), 10**400], ids=lambda odd: str(odd)[:9])
+def test_odd_records_do_no_harm(odd):
+    machines = [{"cpu": odd, "ram_gb": odd, "cores": odd, "gpu": odd, "gpu_memory_gb": odd}]
+    runs = [{"lab": "42", "run": "r", "machine": found, "versions": {"torch": odd}} for found in machines]
+    ends = [{"lab": "42", "status": "done", "seconds": odd, "at": odd}, {"lab": "42", "status": "done"}]
+    good = {"lab": "42", "status": "done", "seconds": 12, "at": "2026-11-20T10:20:30"}
+    facts = facts_of("42", planted_lab.planted(), [*ends, *runs, good])
+    assert facts.date == "2026-11-20 10:20 UTC" and facts.rows()
 
 
 @pytest.mark.parametrize(
