@@ -60,10 +60,10 @@ lint: install
 
 # The newer half of each notebook's pair overwrites the older one; then both are formatted, and both halves agree again.
 format notebooks: install
-	$(BIN)/jupytext --quiet --sync notebooks/py/*.py
+	$(BIN)/jupytext --quiet --sync notebooks/py/*.py notebooks/optional/py/*.py
 	$(BIN)/ruff check --quiet --fix --exit-zero $(if $(filter notebooks,$@),notebooks,.)
 	$(BIN)/ruff format $(if $(filter notebooks,$@),notebooks,.)
-	$(BIN)/jupytext --quiet --sync notebooks/*.ipynb
+	$(BIN)/jupytext --quiet --sync notebooks/*.ipynb notebooks/optional/*.ipynb
 
 unsloth te torchao: install
 	$(PIP) -c constraints.txt -e '.[$@]'

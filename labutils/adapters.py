@@ -557,13 +557,14 @@ def _check_same_adapter(
 
 
 def _unwrapped(module: nn.Module) -> nn.Module:
-    """The model inside torch.compile's wrapper."""
-    return getattr(module, "_orig_mod", module)
+    """The model inside the wrappers of torch.compile and DistributedDataParallel."""
+    inner = module.module if isinstance(module, nn.parallel.DistributedDataParallel) else module
+    return getattr(inner, "_orig_mod", inner)
 
 
 def _layer_name(name: str) -> str:
-    """A name without what wrappers (torch.compile, PeftModel) put into it."""
-    return name.replace("_orig_mod.", "").removeprefix(PEFT_PREFIX)
+    """A name without what wrappers (DistributedDataParallel, torch.compile, PeftModel) put into it."""
+    return name.removeprefix("module.").replace("_orig_mod.", "").removeprefix(PEFT_PREFIX)
 
 
 def _layer_of(key: str) -> str:

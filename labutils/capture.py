@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.backends import cudnn
+from torch.backends import cuda, cudnn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 KERNELS = {
@@ -47,6 +47,26 @@ def timed_convolutions(wanted: bool) -> Iterator[None]:
         yield
     finally:
         cudnn.benchmark = before
+
+
+@contextmanager
+def float32_rounded(what: str) -> Iterator[None]:
+    """A context in which the tensor cores round float32 inputs to TF32 as a recipe's `tf32` says.
+
+    "convolutions" is PyTorch's own setting, and leaves everything as it is.
+    """
+    if what == "convolutions":
+        yield
+        return
+    places, wanted = (cuda.matmul, cudnn.conv), "tf32" if what == "everything" else "ieee"
+    before = [place.fp32_precision for place in places]
+    try:
+        for place in places:
+            place.fp32_precision = wanted
+        yield
+    finally:
+        for place, value in zip(places, before, strict=True):
+            place.fp32_precision = value
 
 
 VARIANTS = 64

@@ -1,4 +1,4 @@
-"""Activation checkpointing whose kept inputs wait on the host.
+"""Activation checkpointing that keeps the results of products, and one whose kept inputs wait on the host.
 
 Checkpointing keeps a block's input and computes the block again in the backward pass. What is kept is still one tensor
 as large as the hidden states for each block. Here it leaves the GPU as soon as the block has run, and comes back while
@@ -11,14 +11,43 @@ article A3, appendix.)
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 Run = Callable[[Tensor], Tensor]
+
+aten = torch.ops.aten
+DEAR = {
+    aten.mm.default,
+    aten.bmm.default,
+    aten.addmm.default,
+    aten.convolution.default,
+    aten._scaled_dot_product_flash_attention.default,
+    aten._scaled_dot_product_efficient_attention.default,
+    aten._scaled_dot_product_cudnn_attention.default,
+    aten._scaled_dot_product_flash_attention_for_cpu.default,
+}
+"""What takes nearly all of a block's time: its products. Their results are worth keeping."""
+THIN = 32
+"""Products over fewer numbers are a low-rank adapter's: as large a result as a wide one's, for next to no time."""
+
+
+def keeping_products(block: Callable[..., Any], *inputs: Any) -> Any:
+    """`block` on `inputs`, checkpointed selectively: its input and the results of `DEAR` operations are kept, and all
+    the rest, elementwise operations and norms, is computed again in the backward pass."""
+    kept = functools.partial(create_selective_checkpoint_contexts, _worth_keeping)
+    return checkpoint(block, *inputs, use_reentrant=False, context_fn=kept)
+
+
+def _worth_keeping(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    thin = operation in (aten.mm.default, aten.addmm.default) and args[-1].shape[0] < THIN
+    return CheckpointPolicy.MUST_SAVE if operation in DEAR and not thin else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 class Parked:

@@ -149,7 +149,7 @@ class Evidence:
     def __init__(self, claim: Claim, runs: Runs) -> None:
         self.lab = claim.lab
         self.runs = {name: runs[claim.lab, name] for name in claim.runs if (claim.lab, name) in runs}
-        if not self.runs:
+        if claim.runs and not self.runs:
             raise NotTestable(f"No run on record. Type: labutils run {claim.lab}")
         if claim.needs == "gpu" and not all(_mapping(run.machine).get("gpu") for run in self.runs.values()):
             raise NotTestable("It is a statement about a GPU, and these runs were made without one.")
@@ -806,6 +806,33 @@ def keeps_up(claim: Claim, evidence: Evidence) -> Finding:
     return Finding(verdict, f"{before.median:.3g} → {after.median:.3g}", why)
 
 
+def helps(claim: Claim, evidence: Evidence) -> Finding:
+    """`how["metric"]` is `towards` less (or more) from `before` to `after`, by `at_least` so many percent and surely.
+
+    Or from the first to the second of the `metrics` of one `run`. Refuted if even the best of its range falls short.
+    """
+    how = claim.how
+    if "run" in how:
+        change = _change(*(_positive(evidence, how["run"], metric) for metric in how["metrics"]), how["towards"])
+    elif how["metric"].endswith("_ms"):
+        change = _change_of_time(evidence, how["before"], how["after"], how["towards"], how["metric"])
+    else:
+        ends = (_positive(evidence, how[end], how["metric"]) for end in ("before", "after"))
+        change = _change(*ends, how["towards"])
+    shown = f"{(-1 if how['towards'] == 'less' else 1) * change.middle:+.0f} %"
+    why = f"At least {how['at_least']:g} % {how['towards']} is meant."
+    if change.high < how["at_least"]:
+        return Finding(REFUTED, shown, why)
+    if change.low <= 0 or change.middle < how["at_least"]:
+        return Finding(INCONCLUSIVE, shown, f"{why} The spread reaches from {change.low:.0f} to {change.high:.0f} %.")
+    return Finding(CONFIRMED, shown, why)
+
+
+def beyond(claim: Claim, evidence: Evidence) -> Finding:
+    """No run can test it: the claim's note says why."""
+    raise NotTestable(claim.note)
+
+
 def predicts(claim: Claim, evidence: Evidence) -> Finding:
     """A model's prediction `how["metric"]`, a ratio, is the published one (second number over first) within a factor of
     `tolerance`; within the square of that factor it is inconclusive. What it shows says that nothing was measured."""
@@ -887,6 +914,7 @@ JUDGES: dict[str, Callable[[Claim, Evidence], Finding]] = {
         all_present,
         amdahl,
         becomes,
+        beyond,
         breaks_even,
         brings_back,
         changes,
@@ -900,6 +928,7 @@ JUDGES: dict[str, Callable[[Claim, Evidence], Finding]] = {
         flag,
         gains_less,
         grows,
+        helps,
         keeps_up,
         limit,
         lists,
@@ -965,7 +994,7 @@ def as_markdown(judgements: Iterable[Judgement]) -> str:
         what = f"**{j.claim.id}** {j.claim.statement}"
         reference = f"{j.reference or '–'} ({j.reference_verdict})" if j.reference else "–"
         why = f" {marks[j.why]}" if j.verdict == NOT_TESTABLE and j.why in marks else f": {j.why}"
-        verdict = f"**{j.verdict}**{why}" + (f" *{j.claim.note}*" if j.claim.note else "")
+        verdict = f"**{j.verdict}**{why}" + (f" *{j.claim.note}*" if j.claim.note and j.claim.runs else "")
         rows.append("| " + " | ".join(map(_cell, (what, j.published, reference, j.here or "–", verdict))) + " |")
     return "\n\n".join(["\n".join(rows), *(f"{mark} {why}" for why, mark in marks.items())])
 

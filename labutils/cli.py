@@ -43,6 +43,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_run(commands)
     _add_report(commands)
     _add_handouts(commands)
+    _add_diagnose(commands)
     return parser
 
 
@@ -95,6 +96,35 @@ def _add_handouts(commands: argparse._SubParsersAction) -> None:
     handouts.add_argument("--results", type=_folder, metavar="DIR", help="another set of results than the newest")
     handouts.add_argument("--out", type=_folder, metavar="DIR", help="where they go (results/handouts/NAME)")
     handouts.set_defaults(carry_out=_handouts)
+
+
+def _add_diagnose(commands: argparse._SubParsersAction) -> None:
+    diagnose = commands.add_parser(
+        "diagnose",
+        help="where a training step's time goes, and which fixes pay: of any PyTorch script, a trace or a run",
+        usage="labutils diagnose [options] -- python train.py ...\n"
+        "       labutils diagnose [options] --trace FILE | --run NAME [--results DIR]",
+        description="Run a training script as it is for a few optimizer steps, and rank what would make it faster, "
+        "each fix with the gain that is predicted for it and why. It ends after those steps unless it is to go on.",
+        epilog="Exit codes: 0 a diagnosis was made; 1 the script failed, or nothing could be diagnosed; 2 wrong usage.",
+    )
+    diagnose.add_argument("command", nargs="*", help=argparse.SUPPRESS)
+    diagnose.add_argument("--trace", type=Path, metavar="FILE", help="a torch.profiler trace (*.json, *.json.gz)")
+    diagnose.add_argument("--run", metavar="NAME", help='a run on record: "04/stock", or "stock" where one lab has it')
+    diagnose.add_argument("--results", type=_folder, metavar="DIR", help="another set of results than the newest")
+    diagnose.add_argument("--warmup", type=_count, default=4, metavar="N", help="optimizer steps passed over first (4)")
+    diagnose.add_argument("--timed", type=_count, default=10, metavar="N", help="steps timed without the profiler (10)")
+    diagnose.add_argument("--steps", type=_count, default=3, metavar="N", help="steps profiled (3)")
+    diagnose.add_argument("--keep-going", action="store_true", help="let the script run to its own end")
+    diagnose.add_argument("--folder", type=_folder, metavar="DIR", help="keep the trace and what was recorded there")
+    diagnose.add_argument("--json", action="store_true", help="the diagnosis for machines, as the last line")
+    diagnose.set_defaults(carry_out=_diagnose)
+
+
+def _count(word: str) -> int:
+    if not word.isdecimal() or not 0 < int(word) <= 10_000:
+        raise argparse.ArgumentTypeError(f"{word!r} is not a number of steps from 1 to 10000")
+    return int(word)
 
 
 def _folder(word: str) -> Path:
@@ -157,6 +187,31 @@ def _handouts(options: argparse.Namespace) -> int:
     from labutils import handouts
 
     return handouts.main(options.results, options.out, options.labs)
+
+
+def _diagnose(options: argparse.Namespace) -> int:
+    from labutils import report
+    from labutils.diagnosis import command
+    from labutils.diagnosis.script import Stages
+
+    if options.results is not None and options.run is None:
+        print("labutils diagnose: --results is where a run lies; name the run with --run NAME", file=sys.stderr)
+        return WRONG_USAGE
+    try:
+        files = report.result_files(options.results) if options.run is not None else []
+    except (ValueError, OSError) as error:
+        print(f"labutils diagnose: {error}", file=sys.stderr)
+        return WRONG_USAGE
+    return command.main(
+        options.command,
+        options.trace,
+        options.run,
+        files,
+        Stages(options.warmup, options.timed, options.steps),
+        options.keep_going,
+        options.folder,
+        options.json,
+    )
 
 
 def _draw_ladder(results: Path | None, file: Path) -> int:

@@ -46,6 +46,7 @@ class NotHere(Exception):
 def _hush() -> None:
     """Silence what libraries say into every notebook and nobody who reads one can act on."""
     warnings.filterwarnings("ignore", message="IProgress not found")  # plain progress bars survive batch runs
+    warnings.filterwarnings("ignore", message="Detected a Jax installation")  # Transformer Engine, of no use here
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # an optional CPU kernel that it would fetch
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler's two lines each time that it starts and stops
 

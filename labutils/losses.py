@@ -9,6 +9,7 @@ Kernel, Hsu et al. 2024, and Cut Cross-Entropy, Wijmans et al. 2024.)
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -47,7 +48,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int) -> Tensor:
         exact = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-        with torch.autocast(hidden.device.type, enabled=False):
+        # The meta device knows no autocast to be switched off.
+        with nullcontext() if hidden.is_meta else torch.autocast(hidden.device.type, enabled=False):
             counted = (targets != IGNORED).sum().to(exact)
             gradient = torch.empty_like(hidden)
             total = torch.zeros((), dtype=exact, device=hidden.device)

@@ -474,9 +474,15 @@ def ladder_for(device: str) -> tuple[tuple[Rung, ...], dict[str, Recipe]]:
 
 
 def climbed_on(
-    workload: Workload, recipes: Mapping[str, Recipe], steps: int, rounds: int, warmup: int
+    workload: Workload,
+    ladder: Iterable[Rung],
+    recipes: Mapping[str, Recipe],
+    steps: int,
+    rounds: int,
+    warmup: int,
 ) -> dict[str, Run]:
-    """The runs of a ladder's rungs: `rounds` times the same `steps` batches or more, with costs and an epoch's rates.
+    """The runs of a ladder's rungs, in their lanes: `rounds` times the same `steps` batches or more, with costs and an
+    epoch's rates.
 
     Rungs that share the 16-bit weights are interleaved; those with weights of their own come after them, so that these
     aren't beside the first rung, which needs more memory than all others.
@@ -487,6 +493,9 @@ def climbed_on(
         make_room(workload)
         with Bench(workload, warmup, same_batches=True) as bench:
             runs |= bench.compare(rungs, steps, rounds)
+    for rung in ladder:
+        if rung.name in runs:
+            runs[rung.name].lane = rung.lane
     return {name: with_epoch_rate(with_costs(runs[name]), workload) for name in recipes}
 
 

@@ -775,3 +775,227 @@ def _white_edge(width: float = 1.5) -> list[Any]:
     from matplotlib import patheffects
 
     return [patheffects.Stroke(linewidth=width * 2.2, foreground=PAPER), patheffects.Normal()]
+
+
+# ---------------------------------------------------------------------------------------------------- several GPUs
+
+
+def link(ax: Axes, samples: Mapping[str, Sequence[float]], marks: Mapping[str, float]) -> Axes:
+    """Bus bandwidth of an all-reduce over the message's bytes, and where messages of interest lie (name -> bytes)."""
+    sizes, rates = samples["bytes"], samples["bus_gb_per_s"]
+    ax.plot(sizes, rates, color=NAVY, marker="o", label="bus bandwidth, median", zorder=3)
+    ax.set_xscale("log", base=2)
+    ax.set_yscale("log")
+    lines = cycle((":", "--", "-.", (0, (1, 3))))
+    colors = cycle((RUST, TEAL, PURPLE, GREY))
+    for (name, size), line, color in zip(marks.items(), lines, colors, strict=False):
+        ax.axvline(size, color=color, linestyle=line, linewidth=1.8, label=name, zorder=2)
+    every = [*sizes, *marks.values()]
+    ticks = [2.0**power for power in range(10, 36, 4) if min(every) <= 2.0**power <= 2 * max(every)]
+    ax.set_xticks(ticks, [_bytes(tick) for tick in ticks])
+    ax.yaxis.set_major_formatter("{x:g}")
+    ax.set_xlabel("bytes of the message")
+    ax.set_ylabel("GB/s")
+    ax.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=2)
+    return ax
+
+
+def _bytes(size: float) -> str:
+    for unit, whole in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if size >= whole:
+            return f"{size / whole:g} {unit}"
+    return f"{size:g} B"
+
+
+def foretold(ax: Axes, runs: Mapping[str, Run], alone: Mapping[str, float]) -> Axes:
+    """One row a run: the measured step as a bar with p10-p90, what was foretold as a diamond, one process's as a line.
+
+    Runs need `predicted_step_ms`; `alone` has one process's step (ms) by run's name. Steps are shown in parts of that.
+    """
+    drawn = {name: run for name, run in runs.items() if _spread(run, "step_ms") and name in alone}
+    _make_room(ax, len(drawn), per_row=0.42)
+    farthest = 1.0
+    for row, (name, run) in enumerate(drawn.items()):
+        low, median, high = (100 * value / alone[name] for value in _spread(run, "step_ms"))
+        ax.barh(row, median, height=0.6, color=MIST, edgecolor=INK, linewidth=0.8, label="measured, p10-p90", zorder=2)
+        ax.plot([low, high], [row, row], color=NAVY, linestyle="-", linewidth=2, zorder=3)
+        predicted = run.metric("predicted_step_ms")
+        if predicted:
+            look = {"color": RUST, "marker": "D", "linestyle": "", "markersize": 7, "markeredgecolor": PAPER}
+            ax.plot([100 * predicted / alone[name]], [row], label="foretold", zorder=4, **look)
+        right = max(high, 100 * (predicted or 0) / alone[name])
+        farthest = max(farthest, right)
+        text = f"{_figure(run.metric('step_ms'))} ms"
+        ax.annotate(text, (right, row), (9, 0), textcoords="offset points", va="center", fontsize=9)
+    ax.axvline(100, color=INK, linestyle="--", linewidth=1.2, label="one process, a rank's share", zorder=3)
+    _rows(ax, list(drawn))
+    ax.set_xlim(0, 1.2 * max(farthest, 100))
+    ax.set_xlabel("optimizer step, % of one process's")
+    handles = dict(zip(*reversed(ax.get_legend_handles_labels()), strict=True))
+    ax.legend(handles.values(), handles.keys(), loc="lower left", bbox_to_anchor=(0, 1.0), ncols=3)
+    return ax
+
+
+def beside(ax: Axes, steps: Mapping[str, tuple[Sequence[float], Sequence[float]]]) -> Axes:
+    """Two bands a step: when it computed and when it communicated; name -> (start, end, start, end, ... in ms) twice.
+
+    What of the lower band has nothing above it is exposed.
+    """
+    from matplotlib.patches import Patch
+
+    _make_room(ax, 1.6 * len(steps), per_row=0.42)
+    fills = {"computing": (NAVY, ""), "communicating": (AMBER, "///")}
+    for row, bands in enumerate(steps.values()):
+        for shift, times, fill in zip((-0.2, 0.2), bands, fills.values(), strict=True):
+            spans = [(start, end - start) for start, end in zip(times[::2], times[1::2], strict=True)]
+            ax.broken_barh(spans, (row + shift - 0.18, 0.36), linewidth=0.3, zorder=2, **_look(fill))
+    _rows(ax, list(steps))
+    ax.set_xlim(left=0)
+    ax.set_xlabel("ms from the beginning of the step")
+    handles = [Patch(label=name, linewidth=0.7, **_look(fill)) for name, fill in fills.items()]
+    ax.legend(handles=handles, loc="lower left", bbox_to_anchor=(0, 1.0), ncols=2)
+    return ax
+
+
+def named_ticks(ax: Axes, places: Mapping[str, float]) -> Axes:
+    """A logarithmic x axis whose ticks are named places."""
+    from matplotlib.ticker import NullFormatter
+
+    ax.set_xscale("log")
+    ax.xaxis.set_minor_formatter(NullFormatter())
+    ax.set_xticks(list(places.values()), [f"{name}\n{value:g}" for name, value in places.items()], fontsize=8)
+    return ax
+
+
+# --------------------------------------------------------------------------------------------------- memory and data
+
+
+def stacked_memory(
+    ax: Axes,
+    series: Mapping[str, Sequence[float]],
+    phases: Sequence[tuple[int, str]],
+    fills: Mapping[str, Fill],
+    most: int = 600,
+) -> Axes:
+    """What is held over one step as stacked areas: kind -> bytes after each event; `phases` are (event, name).
+
+    Of more than `most` events each few are shown by the one at which most is held, so that no peak is lost.
+    """
+    totals = [sum(levels) for levels in zip(*series.values(), strict=True)]
+    width = max(1, -(-len(totals) // most))
+    chosen = [
+        max(range(at, min(at + width, len(totals))), key=totals.__getitem__) for at in range(0, len(totals), width)
+    ]
+    unit, scale = ("GB", 1e9) if max(totals) >= 1e9 else ("MB", 1e6)
+    low = [0.0] * len(chosen)
+    for kind, levels in series.items():
+        high = [base + levels[at] / scale for base, at in zip(low, chosen, strict=True)]
+        look = {"facecolor": fills[kind][0], "hatch": fills[kind][1], "edgecolor": INK, "linewidth": 0.4}
+        ax.fill_between(chosen, low, high, step="post", label=kind, zorder=2, **look)
+        low = high
+    peak = max(range(len(totals)), key=totals.__getitem__)
+    top = totals[peak] / scale
+    ax.plot([peak], [top], marker="v", color=RUST, markersize=8, zorder=4)
+    side = "right" if peak > 0.5 * len(totals) else "left"
+    note = {"textcoords": "offset points", "ha": side, "fontsize": 9}
+    ax.annotate(f"peak {_figure(top)} {unit}", (peak, top), (-8 if side == "right" else 8, 6), **note)
+    shown = [(at, name) for at, name in phases if at < len(totals)]
+    for place, (at, name) in enumerate(shown):
+        end = shown[place + 1][0] if place + 1 < len(shown) else len(totals)
+        ax.axvline(at, color=GREY, linestyle=":", linewidth=1, zorder=3)
+        if end - at > 0.06 * len(totals):
+            ax.text((at + end) / 2, 1.13 * top, name, ha="center", va="center", fontsize=9, color=INK)
+    ax.set_xlim(0, len(totals) - 1)
+    ax.set_ylim(0, 1.2 * top)
+    ax.set_xlabel("allocations and frees, in order")
+    ax.set_ylabel(unit)
+    ax.grid(axis="x", visible=False)
+    _fill_legend(ax, {kind: fills[kind] for kind in series}, beside=0.5)
+    return ax
+
+
+def over_decoding(
+    ax: Axes,
+    model: Mapping[int, Mapping[float, float]],
+    measured: Mapping[int, Mapping[str, tuple[float, Spread]]],
+    xlabel: str,
+) -> Axes:
+    """Step time over the time to make one example: a line of the `model` for each number of workers, and `measured`
+    points: workers -> name -> (ms an example, p10-median-p90 of a step)."""
+    lines, markers = cycle(("-", "--", "-.", ":")), cycle("os^Dv")
+    looks = {
+        workers: (color, next(lines), next(markers))
+        for workers, color in zip(model, cycle(DARK + (TEAL,)), strict=False)
+    }
+    for workers, points in model.items():
+        color, line, _ = looks[workers]
+        label = "no workers" if workers == 0 else f"{workers} worker{'s' if workers > 1 else ''}"
+        ax.plot(*_columns(points), color=color, linestyle=line, label=f"{label}, foretold", zorder=2)
+    for workers, points in measured.items():
+        color, _, marker = looks[workers]
+        at = [x for x, _ in points.values()]
+        spreads = [spread for _, spread in points.values()]
+        ax.vlines(at, [s[0] for s in spreads], [s[2] for s in spreads], color=color, linewidth=4, alpha=0.35, zorder=3)
+        look = {"linestyle": "", "marker": marker, "markersize": 8, "markeredgecolor": PAPER}
+        label = "no workers" if workers == 0 else f"{workers} workers"
+        ax.plot(at, [s[1] for s in spreads], color=color, label=f"{label}, measured", zorder=4, **look)
+    for place, (name, (x, spread)) in enumerate(sorted(measured.get(0, {}).items(), key=lambda item: item[1][0])):
+        ax.annotate(
+            name,
+            (x, spread[1]),
+            (6, 12 + 11 * (place % 2)),
+            textcoords="offset points",
+            fontsize=8,
+            ha="left",
+            zorder=5,
+        )
+    ax.set_xlim(left=0)
+    ax.set_ylim(bottom=0)
+    ax.set_xlabel(xlabel)
+    ax.set_ylabel("ms an optimizer step")
+    ax.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=2)
+    return ax
+
+
+def errors(ax: Axes, found: Mapping[str, Mapping[str, float]]) -> Axes:
+    """One row a form, on a logarithmic axis: what is off (a mark each) by which share."""
+    _make_room(ax, len(found), per_row=0.42)
+    kinds = list(dict.fromkeys(what for row in found.values() for what in row))
+    for what, marker, color in zip(kinds, "osD^", cycle((NAVY, AMBER, TEAL)), strict=False):
+        at = [(row[what], place) for place, row in enumerate(found.values()) if row.get(what)]
+        look = {"markeredgecolor": INK, "markersize": 9, "linestyle": "", "zorder": 3}
+        ax.plot(*zip(*at, strict=True), marker=marker, color=color, label=f"{what} off by", **look)
+    ax.set_xscale("log")
+    _rows(ax, list(found))
+    ax.set_xlabel("share, against float32 (each mark of the axis is a factor of ten)")
+    ax.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=3)
+    return ax
+
+
+def predicted_peaks(ax: Axes, pairs: Mapping[str, tuple[float, float]]) -> Axes:
+    """One row a step: `pairs` is name -> (predicted, measured) GB, drawn over the measured one, with 10 % each way."""
+    _make_room(ax, len(pairs), per_row=0.36)
+    ax.axvspan(-10, 10, color=MIST, alpha=0.5, label="within 10 %", zorder=1)
+    ax.axvline(0, color=INK, linestyle="-", linewidth=0.8, zorder=2)
+    off = [100 * (predicted / measured - 1) for predicted, measured in pairs.values()]
+    ax.plot(off, range(len(off)), linestyle="", marker="o", color=NAVY, markersize=8, label="prediction", zorder=3)
+    for row, (share, (_, measured)) in enumerate(zip(off, pairs.values(), strict=True)):
+        text = f"{_figure(measured)} GB" if measured >= 1 else f"{_figure(1e3 * measured)} MB"
+        ax.annotate(text, (max(share, 0), row), (10, 0), textcoords="offset points", va="center", fontsize=9)
+    reach = max(15.0, *(1.3 * abs(share) for share in off)) if off else 15.0
+    ax.set_xlim(-reach, reach)
+    _rows(ax, list(pairs))
+    ax.set_xlabel("prediction over measured peak, % off (number: the measured peak)")
+    ax.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=2)
+    return ax
+
+
+MEMORY_FILLS: dict[str, Fill] = {
+    "weights": (NAVY, ""),
+    "optimizer": (AMBER, "///"),
+    "gradients": (RUST, ""),
+    "activations": (MIST, "..."),
+    "logits": (TEAL, "---"),
+    "temporaries": (ROSE, ""),
+}
+"""Fills of what memory is for (`measure.ledger.KINDS`), in every picture the same; neighbours differ in lightness."""

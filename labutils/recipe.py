@@ -68,7 +68,13 @@ class Recipe:
         1, "examples in one forward and backward pass; rows of them where shapes='packed'", at_least=1
     )
     accumulation: int = knob(4, "micro-batches in one optimizer step", at_least=1)
-    optimizer: str = knob("adamw", "adamw as PyTorch picks it, or its single-kernel form", ("adamw", "adamw-fused"))
+    optimizer: str = knob(
+        "adamw",
+        "adamw: as PyTorch picks it; adamw-loop: tensor by tensor; adamw-foreach: all tensors in a few kernels; "
+        "adamw-fused: in one; adamw-8bit: moments in 8 bits, by bitsandbytes; adamw-paged: those in pages that move to "
+        "the host where the GPU is full",
+        ("adamw", "adamw-loop", "adamw-foreach", "adamw-fused", "adamw-8bit", "adamw-paged"),
+    )
     learning_rate: float = knob(1e-4, "constant learning rate", at_least=0)
     max_grad_norm: float = knob(1.0, "gradients are scaled down to this norm", above=0)
 
@@ -76,8 +82,9 @@ class Recipe:
     rank: int = knob(4, "rank r of the LoRA matrices", at_least=1)
     adapter: str = knob(
         "peft",
-        "peft: PEFT's layers; plain: the two products written out; folded: W + BA formed once a pass",
-        ("peft", "plain", "folded"),
+        "peft: PEFT's layers; plain: the two products written out; folded: W + BA formed once a pass; none: no LoRA, "
+        "every weight of the trained network is trained, held in float32",
+        ("peft", "plain", "folded", "none"),
     )
     base_linear: str = knob(
         "published",
@@ -93,6 +100,12 @@ class Recipe:
         "fp16",
         "fp32; or frozen weights and matrix products in fp16 (autocast, loss scaling) or bf16 (autocast)",
         ("fp32", "fp16", "bf16"),
+    )
+    tf32: str = knob(
+        "convolutions",
+        "which float32 products round their inputs to TF32's 10 bits of mantissa: convolutions, as PyTorch does by "
+        "default; nothing; everything: matrix products as well",
+        ("nothing", "convolutions", "everything"),
     )
     driver: str = knob(
         "accelerate",
@@ -118,8 +131,9 @@ class Recipe:
     checkpointing: str = knob(
         "off",
         "what the forward pass keeps for the backward pass: everything; blocks: blocks' inputs, and blocks compute "
-        "again; offload: the same, and the inputs wait on the host",
-        ("off", "blocks", "offload"),
+        "again; selective: those and the results of attention and matrix products, and the rest is computed again; "
+        "offload: blocks' inputs, which wait on the host",
+        ("off", "blocks", "selective", "offload"),
     )
     predict: str = knob(
         "answers",
@@ -151,6 +165,25 @@ class Recipe:
         "synchronous: read the loss each micro-step, write each step; ring-buffer: keep it on the device, write later",
         ("synchronous", "ring-buffer"),
     )
+
+    # several processes, where torchrun started any
+    parallel: str = knob(
+        "ddp",
+        "how the processes that torchrun started share the training. ddp: a model each, gradients averaged; fsdp: "
+        "every weight cut among them, gathered where it is used",
+        ("ddp", "fsdp"),
+    )
+    synchronise: str = knob(
+        "last",
+        "when ddp averages gradients: after the last micro-batch of a step (`no_sync` before), or after each",
+        ("last", "each"),
+    )
+    bucket_cap_mb: int = knob(
+        0, "MiB of gradients that ddp sends at once; 0: PyTorch's 25, and 1 in the first", at_least=0, at_most=2**16
+    )
+    gradient_as_bucket_view: bool = knob(False, "ddp: gradients live in the buckets that are sent, not beside them")
+    static_graph: bool = knob(False, "ddp: trust that every step uses the same parameters, in the same way")
+
     seed: int = knob(0, "seed of weights, data order and noise", at_least=0, at_most=2**63 - 1)
 
     def __post_init__(self) -> None:
@@ -158,6 +191,11 @@ class Recipe:
             _check(spec, getattr(self, spec.name))
         if self.persistent_workers and self.num_workers == 0:
             raise ValueError("persistent_workers=True needs num_workers of 1 or more: there is no worker to keep.")
+        if self.adapter == "none" and self.base_linear != "published":
+            raise ValueError(
+                f"adapter='none' trains every weight, and base_linear={self.base_linear!r} holds them in a form for "
+                "frozen ones. Use base_linear='published'."
+            )
         if self.adapter == "folded" and self.base_linear != "published":
             raise ValueError(
                 f"adapter='folded' adds the low-rank update to the weights, and base_linear={self.base_linear!r} holds "
@@ -167,6 +205,11 @@ class Recipe:
             raise ValueError(
                 f"streams={self.streams} needs driver='graph': launched from the host one by one, micro-batches on "
                 "several streams would wait for the host just the same."
+            )
+        if self.driver == "graph" and self.optimizer in ("adamw-8bit", "adamw-paged"):
+            raise ValueError(
+                f"optimizer={self.optimizer!r} counts its steps on the host, which driver='graph' would record once. "
+                "Use optimizer='adamw-fused'."
             )
         if self.driver == "graph" and self.logging == "synchronous":
             raise ValueError(
@@ -196,7 +239,8 @@ class Recipe:
         """What a `device` ("cuda" or "cpu") can do of this recipe.
 
         A CPU has no tensor cores that take fp16, no CUDA graphs or streams, no page-locked copies, no cuDNN: there,
-        precision becomes fp32, the graph driver the eager one, and compilation keeps only its default mode. The frozen
+        precision becomes fp32 without TF32, paged moments stay where they are, the graph driver becomes the eager one,
+        and compilation keeps only its default mode. The frozen
         layers' format stays what it is: FP8 is emulated with the same rounding, NF4 runs, and what neither can be
         (Transformer Engine, torchao) says so when it is built.
         """
@@ -204,6 +248,8 @@ class Recipe:
             return self
         return self.but(
             precision="fp32",
+            tf32=type(self).tf32,
+            optimizer="adamw-8bit" if self.optimizer == "adamw-paged" else self.optimizer,
             driver="eager" if self.driver == "graph" else self.driver,
             streams=1,
             cudnn_benchmark=False,

@@ -31,7 +31,8 @@ class Claim:
     `published` holds the article's numbers in `unit`, in the order in which the statement names them; `says` replaces
     their usual rendering where a word is what was published. `runs` are the names of the runs of `lab` that the judge
     needs, `how` are the judge's named settings (metric, run names, limits), `tolerance` its slack, whose meaning the
-    judge documents. `needs` is "any" machine or one with a "gpu". `note` says what the test can't show.
+    judge documents. `needs` is "any" machine or one with a "gpu". `note` says what the test can't show. Without `runs`
+    nothing can test it, and the note says why.
     """
 
     id: str
@@ -69,16 +70,16 @@ def magnitude(value: float) -> str:
 
 def articles() -> dict[str, Article]:
     """Key -> article."""
-    from labutils.articles import a1, a2, a3
+    from labutils.articles import a1, a2, a3, a4
 
-    return {article.key: article for article in (a1.ARTICLE, a2.ARTICLE, a3.ARTICLE)}
+    return {article.key: article for article in (a1.ARTICLE, a2.ARTICLE, a3.ARTICLE, a4.ARTICLE)}
 
 
 def claims(article: str | None = None, lab: str | None = None) -> dict[str, Claim]:
     """Id -> claim in the order of the articles, all of them or those of one `article` ("A1") or one `lab` ("03")."""
-    from labutils.articles import a1, a2, a3
+    from labutils.articles import a1, a2, a3, a4
 
-    every = a1.CLAIMS + a2.CLAIMS + a3.CLAIMS
+    every = a1.CLAIMS + a2.CLAIMS + a3.CLAIMS + a4.CLAIMS
     return {c.id: c for c in every if article in (None, c.article) and lab in (None, c.lab)}
 
 

@@ -13,6 +13,7 @@ and they could not import what a notebook's cell defines.
 from __future__ import annotations
 
 import io
+import itertools
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -22,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from PIL import Image
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import BatchSampler, DataLoader, Sampler
 
 from labutils.data.hub import hub_dataset
 from labutils.recipe import Recipe
@@ -213,6 +214,26 @@ class EpochOrder(Sampler[int]):
         return self.length - self.start
 
 
+class EveryNth(Sampler[list[int]]):
+    """One rank's share of the micro-batches that `batches` chooses: the first, and every `ranks`-th from there.
+
+    `order` is what `go_to` and `length` are asked of; `go_to` chooses this rank's first micro-batch.
+    """
+
+    def __init__(self, batches: Sampler[list[int]], order: Any, ranks: int) -> None:
+        self.batches, self.order, self.ranks = batches, order, ranks
+        self.length = order.length
+
+    def go_to(self, epoch: int, start: int = 0) -> None:
+        self.order.go_to(epoch, start)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return itertools.islice(self.batches, 0, None, self.ranks)
+
+    def __len__(self) -> int:
+        return -(-len(self.batches) // self.ranks)
+
+
 def make_loader(
     dataset: Any,
     recipe: Recipe,
@@ -220,6 +241,7 @@ def make_loader(
     collate_fn: Callable[[list], Any] = collate,
     epoch_length: int = EPOCH,
     order: Sampler[list[int]] | None = None,
+    ranks: int = 1,
 ) -> DataLoader:
     """The script's DataLoader with the recipe's knobs: shuffled micro-batches, workers started in the usual way.
 
@@ -230,6 +252,7 @@ def make_loader(
     so that the noise drawn in training does not depend on the number of workers.
 
     `order` chooses the examples of each micro-batch instead, where their number varies; it is `loader.batch_sampler`.
+    With several `ranks` the loader hands out every so manieth micro-batch, and `loader.batch_sampler` has `go_to`.
     """
     workers: dict[str, Any] = {}
     if recipe.num_workers:
@@ -243,6 +266,9 @@ def make_loader(
     else:
         sampler = EpochOrder(rows, max(rows, epoch_length), recipe.seed)
         chosen = {"batch_size": recipe.micro_batch, "sampler": sampler, "drop_last": True}
+    if ranks > 1:
+        batches = order or BatchSampler(sampler, recipe.micro_batch, drop_last=True)
+        chosen = {"batch_sampler": EveryNth(batches, order or sampler, ranks)}
     return DataLoader(
         dataset,
         collate_fn=collate_fn,

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd import Variable
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
@@ -100,41 +101,29 @@ def saved_for_backward(module: nn.Module, forward: Callable[[], Any], autocast: 
             kept[storage._cdata] = storage  # held, so that its address isn't used again
         return tensor
 
-    with saved_tensors_hooks(keep, lambda tensor: tensor), _OnMeta(autocast):
+    with saved_tensors_hooks(keep, lambda tensor: tensor), OnMeta(autocast):
         forward()
     return sum(storage.nbytes() for storage in kept.values())
 
 
-class _FusedAttention(torch.autograd.Function):
-    """Attention on the meta device: the shapes that a fused kernel returns and saves."""
-
-    @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        batch, heads, tokens, _ = query.shape
-        result = query.new_empty(batch, tokens, heads, value.shape[-1]).transpose(1, 2)  # the kernels' own layout
-        row_sums = query.new_empty(query.shape[:-1], dtype=torch.float32)
-        ctx.save_for_backward(query, key, value, result, row_sums)
-        return result
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:
-        return tuple(torch.empty_like(saved) for saved in ctx.saved_tensors[:3])
-
-
 _PRODUCTS = (
     F.linear,
+    F.conv2d,
     F.scaled_dot_product_attention,
+    torch.conv2d,
     torch.matmul,
     torch.bmm,
     torch.Tensor.matmul,
     torch.Tensor.__matmul__,
 )
-"""What autocast computes in fewer bits, as far as language models use it."""
+"""What autocast computes in fewer bits, as far as the course's models use it."""
+_EXACT = (F.group_norm, F.layer_norm, F.softmax, F.mse_loss, F.cross_entropy, torch.Tensor.softmax)
+"""What autocast computes in float32, likewise."""
 
 
-class _OnMeta(TorchFunctionMode):
-    """The meta device as a device with a fused kernel for attention, which PyTorch computes step by step there, and
-    with autocast, if it is given a type."""
+class OnMeta(TorchFunctionMode):
+    """The meta device as a GPU: with a fused kernel for attention, which PyTorch computes step by step there, and with
+    autocast, if it is given a type."""
 
     def __init__(self, autocast: torch.dtype | None) -> None:
         super().__init__()
@@ -142,17 +131,25 @@ class _OnMeta(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
-        if self._autocast and func in _PRODUCTS:
-            args, kwargs = tuple(map(self._cast, args)), {name: self._cast(value) for name, value in kwargs.items()}
+        if func is Tensor.backward:
+            with self:  # what is computed again there is computed as before; so the engine itself is called
+                ones = (torch.ones_like(args[0]),)
+                Variable._execution_engine.run_backward(args[:1], ones, False, False, (), True, True)
+            return None
+        if self._autocast and func in (*_PRODUCTS, *_EXACT):
+            wanted = (torch.float32, self._autocast) if func in _PRODUCTS else (self._autocast, torch.float32)
+            args = tuple(_cast(value, *wanted) for value in args)
+            kwargs = {name: _cast(value, *wanted) for name, value in kwargs.items()}
         if func is F.scaled_dot_product_attention:
             query, key, value = (*args, *kwargs.values())[:3]
-            if query.is_meta:
-                return _FusedAttention.apply(query, key, value)
+            if query.is_meta:  # the shapes that a fused kernel returns and saves
+                return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value)[0]
         return func(*args, **kwargs)
 
-    def _cast(self, value: Any) -> Any:
-        wide = isinstance(value, Tensor) and value.is_meta and value.dtype == torch.float32
-        return value.to(self._autocast) if wide else value
+
+def _cast(value: Any, old: torch.dtype, new: torch.dtype) -> Any:
+    """A meta tensor of type `old` as one of type `new`; all else as it is."""
+    return value.to(new) if isinstance(value, Tensor) and value.is_meta and value.dtype == old else value
 
 
 def _storage(tensor: Tensor) -> torch.UntypedStorage:

@@ -492,7 +492,7 @@ class Trace:
         "launches" (calls) and "GPU" (kernels by category, copies), without one "operators" by category. Empty lanes are
         left out.
         """
-        window = window or self._first_step
+        window = window or self.first_step
         lanes: dict[str, Iterable[tuple[float, float, str]]] = {
             "host": ((start, end, name) for name, time in self.phase_time.items() for start, end in time)
         }
@@ -507,7 +507,7 @@ class Trace:
         return {lane: blocks for lane, blocks in found.items() if blocks}
 
     @property
-    def _first_step(self) -> Interval:
+    def first_step(self) -> Interval:
         return self._windows[0][1:] if self._windows else self.wall
 
     def busy_over_time(self, bins: int = 150) -> tuple[list[float], list[float]]:
@@ -517,7 +517,7 @@ class Trace:
         """
         if not self.on_gpu:
             return [], []
-        start, end = self._first_step
+        start, end = self.first_step
         width, kernels = (end - start) / bins, Lookup(self.kernel_time)
         edges = [start + n * width for n in range(bins)]
         return [edge - start for edge in edges], [total(kernels.within((e, e + width))) / width for e in edges]
@@ -690,6 +690,7 @@ def profile(
     with_stack: bool = True,
     wait: int = 1,
     with_shapes: bool | None = None,
+    kind: type[Trace] = Trace,
 ) -> Trace:
     """Record `steps` steps of `session` as article A1 does, and read the trace back.
 
@@ -697,7 +698,8 @@ def profile(
     more with `wait` where workers have made batches ready: steps that use them up wait for no data. `session` has
     `.step()`; each call is one recorded step (for a training session an optimizer step, accumulation included). The
     file `*.pt.trace.json` in `folder` opens in Perfetto. `with_stack` records Python functions as well, `with_shapes`
-    (None: with the stacks) the operators' input shapes; both slow the host down, so take times without them.
+    (None: with the stacks) the operators' input shapes; both slow the host down, so take times without them. It is read
+    back as a trace of that `kind`.
     """
     import torch
     from torch.profiler import ProfilerActivity, schedule, tensorboard_trace_handler
@@ -718,4 +720,4 @@ def profile(
                 torch.cuda.synchronize()  # so that work launched while warming up does not run into the record
             profiler.step()
     (written,) = set(folder.glob("*.pt.trace.json")) - before
-    return Trace.read(written)
+    return kind.read(written)

@@ -6,7 +6,8 @@
 
 `session` puts the pieces together, `batches` brings the data, `drivers` has the three ways to drive an optimizer step,
 `logs` says where the losses go and writes down memory, `checkpoint` stops and resumes, `comparing` measures, and
-`isolated` tries what may fail.
+`isolated` tries what may fail. Started by torchrun, the same loop shares its steps with other processes: `ranks` says
+how, `launching` starts them from a notebook, and `rank` is what each of them does.
 """
 
 from labutils.training.comparing import Bench, compare, measure, train

@@ -21,15 +21,24 @@ def _alike(batch: Batch) -> None:
 class Batches:
     """Epoch after epoch of `loader`, in the order of its `sampler`, which offers `go_to(epoch, start)`.
 
-    `taken` counts the micro-batches handed out, which with the seed is all there is to the data's state. `reset_wait()`
-    gives the host's wait for them since it was last asked, `reset_work()` what they took by `weigh`'s account, or None
-    where all take the same. The loader drops a last micro-batch that would be short, as
-    every optimizer step is to have the same work.
+    `taken` counts the micro-batches handed out, by all ranks together, which with the seed is all there is to the
+    data's state; of `ranks` ranks this one gets those that one process would take `rank`-th, and every so manieth from
+    there. So an optimizer step has the same micro-batches, whoever computes them. `reset_wait()` gives the host's wait
+    for them since it was last asked, `reset_work()` what they took by `weigh`'s account, or None where all take the
+    same. The loader drops a last micro-batch that would be short, as every optimizer step is to have the same work.
     """
 
     def __init__(
-        self, loader: DataLoader, micro_batch: int, sampler: object, taken: int = 0, weigh: Weigh = _alike
+        self,
+        loader: DataLoader,
+        micro_batch: int,
+        sampler: object,
+        taken: int = 0,
+        weigh: Weigh = _alike,
+        rank: int = 0,
+        ranks: int = 1,
     ) -> None:
+        self.rank, self.ranks = rank, ranks
         self.loader = loader
         self.weigh = weigh
         self.work: Work | None = None
@@ -47,7 +56,7 @@ class Batches:
         with record_function("data"):
             batch = next(self.iterator)
         self.wait_ms += (time.perf_counter() - began) * 1e3
-        self.taken += 1
+        self.taken += self.ranks
         if work := self.weigh(batch):
             self.work = work if self.work is None else self.work + work
         return batch
@@ -72,11 +81,10 @@ class Batches:
         getattr(self.loader, "base_dataloader", self.loader)._iterator = None
 
     def _endless(self) -> Iterator[Batch]:
-        epoch, within = divmod(self.taken, self.per_epoch)
         while True:
+            epoch, within = divmod(self.taken + self.rank, self.per_epoch)
             self.sampler.go_to(epoch, within * self.micro_batch)
             yield from self.loader
-            epoch, within = epoch + 1, 0
 
 
 def on_device(batch: Batch, device: torch.device, non_blocking: bool) -> Batch:

@@ -1,7 +1,9 @@
 """Stopping and resuming: everything a run's future depends on, in one file that is always whole.
 
 That is the trained weights, the optimizer's moments, the loss scale, the random generators and how many micro-batches
-were taken. The frozen weights come from the seed or the hub again, and the data's order from the seed.
+were taken. The frozen weights come from the seed or the hub again, and the data's order from the seed. Of several ranks
+the first writes the file, weights that are cut among them gathered: it is the same file, whoever wrote it, and fewer
+ranks or one can go on from it.
 
 A resumed run does what the uninterrupted one would have done, with one exception. Images that aren't square are cropped
 at random by whoever reads them: workers begin their random numbers anew, and accelerate reads a batch ahead, so that
@@ -17,6 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+
+from labutils.training import ranks
 
 if TYPE_CHECKING:
     from labutils.training.session import Session
@@ -46,18 +50,21 @@ def save(session: Session) -> Path:
     Raises `NotFinite` where the loss became NaN or infinite: the last good file is not replaced by a bad one.
     """
     session.driver.log.flush()
+    sharded = ranks.is_sharded(session.parameters)
     state = {
         "step": session.step_count,
         "taken": session.batches.taken,
         "recipe": session.recipe.as_dict(),
         "workload": [session.workload.name, session.workload.scale, session.workload.weights, session.workload.data],
-        "parameters": [p.detach().cpu() for p in session.parameters],
-        "optimizer": session.optimizer.state_dict(),
+        "parameters": ranks.whole_parameters(session.parameters),
+        "optimizer": ranks.whole_optimizer(*_trained(session)) if sharded else session.optimizer.state_dict(),
         "scaler": session.driver.scaler.state_dict() if session.driver.scaler else {},
         "random": _random_state(),
     }
-    session.folder.mkdir(parents=True, exist_ok=True)
     target = session.folder / FILE
+    if session.ranks.rank:  # what all have gathered, the first one writes
+        return target
+    session.folder.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=session.folder, prefix=FILE)
     try:
         with os.fdopen(handle, "wb") as file:
@@ -78,16 +85,32 @@ def load(session: Session) -> None:
         raise FileNotFoundError(f"There is no {FILE} in {session.folder} to resume from. Start without resume=True.")
     state = _read(path)
     _check(state, session, path)
-    with torch.no_grad():
-        for parameter, saved in zip(session.parameters, state["parameters"], strict=True):
-            parameter.copy_(saved)
-    session.optimizer.load_state_dict(state["optimizer"])
+    ranks.take_parameters(session.parameters, state["parameters"])
+    if ranks.is_sharded(session.parameters):
+        ranks.take_optimizer(*_trained(session), state["optimizer"])
+    else:
+        session.optimizer.load_state_dict(state["optimizer"])
     if state["scaler"]:
         session.driver.scaler.load_state_dict(state["scaler"])
     session.step_count = state["step"]
     session.driver.log.start_at(state["step"])
     session.resume_data(state["taken"])
     _set_random_state(state["random"])
+
+
+def step_of(folder: Path) -> int | None:
+    """The optimizer step after which the folder's checkpoint was written; None where there is none that is whole."""
+    try:
+        return _read(folder / FILE)["step"]
+    except ValueError:
+        return None
+
+
+def _trained(session: Session) -> tuple[torch.nn.Module, torch.optim.Optimizer, list[str]]:
+    """The trained part, its optimizer and the names of what that trains, in its order."""
+    part = session.workload.trained(session.model)[1]
+    names = {id(parameter): name for name, parameter in part.named_parameters()}
+    return part, session.optimizer, [names[id(parameter)] for parameter in session.parameters]
 
 
 def _read(path: Path) -> dict[str, Any]:

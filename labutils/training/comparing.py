@@ -23,6 +23,8 @@ from labutils.measure.trace import Trace, profile
 from labutils.measure.utilization import Utilization
 from labutils.recipe import Recipe
 from labutils.results import Run, Unavailable, is_out_of_memory, summarise
+from labutils.training import ranks
+from labutils.training.ranks import bytes_here
 from labutils.training.session import Session
 from labutils.workloads.base import Work, Workload
 
@@ -171,7 +173,7 @@ class Bench:
         return [name for name in recipes if name in self.contenders]
 
     def _report(self, name: str, recipe: Recipe) -> Run:
-        run = _empty_run(self.workload, recipe, name)
+        run = empty_run(self.workload, recipe, name)
         if name not in self.failed:
             self._attempt(name, lambda: self.contenders[name].report(run))
         run.status = self.failed.get(name, "ok")
@@ -183,6 +185,8 @@ class Bench:
             action()
             return
         except Exception as error:
+            if not ranks.here().alone:
+                raise  # the others are in the midst of the same step, and wait for this rank
             self.failed[name] = _status_of(error)
         # Outside the except block: inside it the exception still holds the frames, and these the tensors.
         self._end(name)
@@ -267,7 +271,9 @@ class Contender:
             self.session.close()
             raise
         # Without a warm-up the first step has to do for an estimate, unless the compiler was at work in it.
-        self.step_ms = min(warm.step_ms, default=ROUND_MS if recipe.compile != "off" else 1e3 * self.first_step_s)
+        first = 1e3 * self.first_step_s if recipe.compile == "off" else ROUND_MS
+        estimate = min(warm.step_ms, default=max(ROUND_MS, first))
+        self.step_ms = self.session.ranks.most(estimate)  # one number of steps for all
         self.memory = self._peak_memory(before, built)
         self.timed_from = self.session.batches.taken
 
@@ -287,7 +293,7 @@ class Contender:
         if peak is None or before is None or built is None:
             return {}
         model = self.session.model
-        held = sum(tensor.nbytes for tensor in [*model.parameters(), *model.buffers()]) / 1e9
+        held = sum(map(bytes_here, [*model.parameters(), *model.buffers()])) / 1e9
         found = {"peak_allocated_gb": own_peak(peak[0], before, built, held)}
         return found | ({"peak_reserved_gb": peak[1]} if before == 0 else {})
 
@@ -320,7 +326,7 @@ class Contender:
                 self._rewind()
             before = self._graphs()
             found = measure(self.session, max(steps, math.ceil(ROUND_MS / self.step_ms)), self.after_step)
-            if self._graphs() == before:
+            if not self.session.ranks.most(self._graphs() - before):
                 break
         else:
             self.unsettled_rounds += 1
@@ -342,7 +348,18 @@ class Contender:
         return graphs_compiled()
 
     def report(self, run: Run) -> None:
-        """Fill in the run's metrics and samples."""
+        """Fill in the run's metrics and samples, those against the hardware included."""
+        self.report_times(run)
+        session, recipe = self.session, self.session.recipe
+        share = 1 / session.ranks.count
+        if self.times.work:
+            run.metrics |= _of_varying_steps(session.workload, recipe, self.times)
+        else:
+            work = session.workload.work(recipe) * share
+            run.metrics |= _against_the_hardware(session.workload, recipe, work, run.metric("step_ms"))
+
+    def report_times(self, run: Run) -> None:
+        """Fill in what was measured; of several ranks, of this one, and of all together where it says per second."""
         session, recipe = self.session, self.session.recipe
         session.driver.log.flush()
         step_ms = summarise(self.times.step_ms)
@@ -358,14 +375,22 @@ class Contender:
         }
         run.metrics |= {} if session.encode_s is None else {"encode_s": session.encode_s}
         run.metrics |= {"unsettled_rounds": self.unsettled_rounds} if self.unsettled_rounds else {}
-        run.metrics |= self.memory
+        run.metrics |= self.memory | ({} if session.ranks.alone else {"ranks": session.ranks.count})
         if self.times.work:
             run.samples["tokens"] = [work.tokens for work in self.times.work]
             run.samples["useful_tokens"] = [work.useful_tokens for work in self.times.work]
-            run.metrics |= _of_varying_steps(session.workload, recipe, self.times)
-        else:
-            work = session.workload.work(recipe)
-            run.metrics |= _against_the_hardware(session.workload, recipe, work, step_ms["median"])
+            run.metrics |= self._rates()
+
+    def _rates(self) -> dict[str, float]:
+        """Rates of steps that differ in what they take in: all of it, on all ranks, over all their time, which a median
+        would misjudge."""
+        whole = functools.reduce(operator.add, self.times.work)
+        whole = functools.reduce(operator.add, self.session.ranks.all(whole))
+        per_s = 1e3 / sum(self.times.step_ms)
+        rates = {name: getattr(whole, name) * per_s for name in ("examples", "tokens", "useful_tokens")}
+        return {f"{name}_per_s": rate for name, rate in rates.items()} | {
+            "useful_tokens": whole.useful_tokens / whole.tokens
+        }
 
     def close(self) -> None:
         self.session.close()
@@ -400,12 +425,9 @@ def _multiplied_as(recipe: Recipe) -> str:
 
 
 def _of_varying_steps(workload: Workload, recipe: Recipe, times: StepTimes) -> dict[str, float]:
-    """Rates of steps that differ in what they take in: all of it over all their time, which a median would misjudge."""
+    """Steps that differ in what they take in, against the hardware: the mean one."""
     whole, whole_ms, steps = functools.reduce(operator.add, times.work), sum(times.step_ms), len(times.work)
-    rates = {"examples_per_s": whole.examples, "tokens_per_s": whole.tokens, "useful_tokens_per_s": whole.useful_tokens}
-    found = {name: count / whole_ms * 1e3 for name, count in rates.items()}
-    found["useful_tokens"] = whole.useful_tokens / whole.tokens
-    return found | _against_the_hardware(workload, recipe, whole * (1 / steps), whole_ms / steps)
+    return _against_the_hardware(workload, recipe, whole * (1 / steps), whole_ms / steps)
 
 
 def _progress(items: Sequence[Any], what: str) -> Iterable[Any]:
@@ -413,7 +435,8 @@ def _progress(items: Sequence[Any], what: str) -> Iterable[Any]:
     return tqdm(items, desc=what, mininterval=10) if len(items) > 1 else items
 
 
-def _empty_run(workload: Workload, recipe: Recipe, name: str) -> Run:
+def empty_run(workload: Workload, recipe: Recipe, name: str) -> Run:
+    """A run of this name that nothing is known of yet but what it runs on."""
     return Run(
         lab="",
         run=name,

@@ -8,7 +8,7 @@ GraphStep        the eager step recorded once as a CUDA graph and replayed
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from labutils.capture import Captured, compile_blocks, compile_model
 from labutils.recipe import Recipe
 from labutils.training.batches import Batch, Batches, on_device
 from labutils.training.logs import Log, RingLog, SynchronousLog, tensorboard
+from labutils.training.ranks import Ranks, ddp_options, drawn, share_of, synchronising
 from labutils.workloads.base import Workload
 
 AUTOCAST = {"fp16": torch.float16, "bf16": torch.bfloat16}
@@ -37,16 +38,32 @@ class Parts:
     optimizer: torch.optim.Optimizer
     loader: DataLoader
     folder: Path
+    ranks: Ranks = field(default_factory=Ranks)
+    shared: nn.Module | None = None
+
+    @property
+    def micro_steps(self) -> int:
+        """Micro-batches of an optimizer step that this process takes."""
+        return share_of(self.recipe, self.ranks.count)
 
 
-def build_optimizer(parameters: list[nn.Parameter], recipe: Recipe) -> torch.optim.AdamW:
+def build_optimizer(parameters: list[nn.Parameter], recipe: Recipe) -> torch.optim.Optimizer:
     """AdamW with the script's settings. Its fused form updates all parameters in one kernel, unscales nothing twice and
-    never asks the host, which is what a capture needs."""
-    device = parameters[0].device
-    fused = {"fused": True, "capturable": device.type == "cuda"} if recipe.optimizer == "adamw-fused" else {}
-    return torch.optim.AdamW(
-        parameters, lr=recipe.learning_rate, betas=(0.9, 0.999), weight_decay=1e-2, eps=1e-8, **fused
-    )
+    never asks the host, which is what a capture needs. bitsandbytes keeps moments of 4096 numbers or more in 8 bits, a
+    scale for each 256 of them; smaller ones stay in float32."""
+    settings = {"lr": recipe.learning_rate, "betas": (0.9, 0.999), "weight_decay": 1e-2, "eps": 1e-8}
+    if recipe.optimizer in ("adamw-8bit", "adamw-paged"):
+        from bitsandbytes import optim
+
+        return (optim.AdamW8bit if recipe.optimizer == "adamw-8bit" else optim.PagedAdamW8bit)(parameters, **settings)
+    on_gpu = parameters[0].device.type == "cuda"
+    forms = {
+        "adamw": {},
+        "adamw-loop": {"foreach": False},
+        "adamw-foreach": {"foreach": True},
+        "adamw-fused": {"fused": True, "capturable": on_gpu},
+    }
+    return torch.optim.AdamW(parameters, **settings, **forms[recipe.optimizer])
 
 
 def compile_as_asked(workload: Workload, model: nn.Module, recipe: Recipe) -> None:
@@ -71,7 +88,13 @@ class AccelerateStep:
 
     def __init__(self, parts: Parts) -> None:
         from accelerate import Accelerator
-        from accelerate.utils import DataLoaderConfiguration, GradientAccumulationPlugin, ProjectConfiguration
+        from accelerate.data_loader import prepare_data_loader
+        from accelerate.utils import (
+            DataLoaderConfiguration,
+            DistributedDataParallelKwargs,
+            GradientAccumulationPlugin,
+            ProjectConfiguration,
+        )
         from diffusers.optimization import get_scheduler
 
         self.parts, recipe = parts, parts.recipe
@@ -85,19 +108,28 @@ class AccelerateStep:
             dataloader_config=DataLoaderConfiguration(non_blocking=recipe.non_blocking),
             # The script lets an epoch's end cut a step short; here every optimizer step has the same work.
             gradient_accumulation_plugin=GradientAccumulationPlugin(
-                num_steps=recipe.accumulation, sync_with_dataloader=False
+                num_steps=parts.micro_steps,
+                sync_with_dataloader=False,
+                sync_each_batch=recipe.synchronise == "each",
             ),
+            kwargs_handlers=[DistributedDataParallelKwargs(**ddp_options(recipe))],
         )
         self.accelerator.init_trackers("labutils")
         scheduler = get_scheduler("constant", optimizer=parts.optimizer)
         name, trained = parts.workload.trained(parts.model)
+        loader = parts.loader
+        if not parts.ranks.alone:  # it hands out this rank's share already: accelerate is told of one process
+            loader = prepare_data_loader(
+                loader, self.accelerator.device, 1, 0, put_on_device=True, non_blocking=recipe.non_blocking
+            )
+            loader._is_accelerate_prepared = True
         trained, self.optimizer, self.loader, self.scheduler = self.accelerator.prepare(
-            trained, parts.optimizer, parts.loader, scheduler
+            trained, parts.optimizer, loader, scheduler
         )
         setattr(parts.model, name, trained)
-        self.log: Log = SynchronousLog(self._write, recipe.accumulation)
+        self.log: Log = SynchronousLog(self._write, parts.micro_steps)
         if recipe.logging == "ring-buffer":
-            self.log = RingLog(self._write, recipe.accumulation, parts.workload.device)
+            self.log = RingLog(self._write, parts.micro_steps, parts.workload.device, across=parts.ranks.mean)
 
     @property
     def scaler(self) -> torch.amp.GradScaler | None:
@@ -106,15 +138,15 @@ class AccelerateStep:
     def step(self, batches: Batches) -> None:
         """One optimizer step of `recipe.accumulation` micro-steps."""
         # Sessions side by side share accelerate's state; each says anew how many micro-steps it accumulates.
-        self.accelerator.gradient_accumulation_steps = self.parts.recipe.accumulation
-        for _ in range(self.parts.recipe.accumulation):
+        self.accelerator.gradient_accumulation_steps = self.parts.micro_steps
+        for _ in range(self.parts.micro_steps):
             self._micro_step(next(batches))
         self.log.end_step()
 
     def _micro_step(self, batch: Batch) -> None:
         parts, accelerator = self.parts, self.accelerator
         with accelerator.accumulate(parts.workload.trained(parts.model)[1]):
-            draws = parts.workload.draw(parts.model, batch)
+            draws = drawn(parts.workload, parts.model, batch, parts.ranks)
             loss = parts.workload.loss(parts.model, batch, draws)
             self.log.micro_step(accelerator.gather(loss.repeat(parts.recipe.micro_batch)))
             with record_function("backward"):
@@ -132,7 +164,11 @@ class AccelerateStep:
         try:
             self.log.close()
         finally:
-            self.accelerator.end_training()
+            if self.parts.ranks.alone:
+                self.accelerator.end_training()
+            else:  # which would also end the process group, and other sessions train in it
+                for tracker in self.accelerator.trackers:
+                    tracker.finish()
 
     def _write(self, values: dict[str, float], step: int) -> None:
         self.accelerator.log(values, step=step)
@@ -170,15 +206,19 @@ class EagerStep:
             _autocast(parts.workload.trained(parts.model)[1], device.type, dtype)
         write, self._close_writer = tensorboard(parts.folder, flush=recipe.logging == "synchronous")
         synchronous = recipe.logging == "synchronous"
+        micro_steps, across = parts.micro_steps, parts.ranks.mean
         self.log: Log = (
-            SynchronousLog(write, recipe.accumulation) if synchronous else RingLog(write, recipe.accumulation, device)
+            SynchronousLog(write, micro_steps, across)
+            if synchronous
+            else RingLog(write, micro_steps, device, across=across)
         )
 
     def step(self, batches: Batches) -> None:
         """One optimizer step of `recipe.accumulation` micro-steps."""
-        recipe, device = self.parts.recipe, self.parts.workload.device
-        for _ in range(recipe.accumulation):
-            self.micro_step(on_device(next(batches), device, recipe.non_blocking))
+        parts, micro_steps = self.parts, self.parts.micro_steps
+        for number in range(1, micro_steps + 1):
+            with synchronising(parts.shared, parts.recipe, last=number == micro_steps):
+                self.micro_step(on_device(next(batches), parts.workload.device, parts.recipe.non_blocking))
         self.update()
         self.parts.optimizer.zero_grad()
         self.log.end_step()
@@ -188,13 +228,13 @@ class EagerStep:
         loss = self.loss(batch)
         self.log.micro_step(loss)
         with record_function("backward"):
-            self.scaler.scale(loss / self.parts.recipe.accumulation).backward()
+            self.scaler.scale(loss / self.parts.micro_steps).backward()
         self.log.end_micro_step(loss)
 
     def loss(self, batch: Batch) -> Tensor:
         """The micro-batch's mean loss for newly drawn random numbers."""
         workload, model = self.parts.workload, self.parts.model
-        return workload.loss(model, batch, workload.draw(model, batch))
+        return workload.loss(model, batch, drawn(workload, model, batch, self.parts.ranks))
 
     def update(self) -> None:
         """Clip and apply the accumulated gradients; the loss scale follows."""

@@ -21,12 +21,20 @@ if TYPE_CHECKING:
     from labutils.training.session import Session
 
 Write = Callable[[dict[str, float], int], None]
+Across = Callable[[Tensor], Tensor]
+
+
+def own(values: Tensor) -> Tensor:
+    """A process that trains alone: its loss is the loss."""
+    return values
 
 
 class Log(Protocol):
     """What a driver tells: each micro-batch's loss, the end of each micro-step and of each optimizer step."""
 
     losses: list[float]
+    across: Across
+    """What makes this process's losses those of all ranks: their mean. Every rank calls it, or none."""
 
     def micro_step(self, loss: Tensor) -> None: ...
 
@@ -57,9 +65,10 @@ class SynchronousLog:
     """As the public script does: the loss is read on the host twice a micro-step (before the backward pass for the
     average, at its end for the progress bar), and each step's average is written and flushed to the disk."""
 
-    def __init__(self, write: Write, accumulation: int) -> None:
+    def __init__(self, write: Write, accumulation: int, across: Across = own) -> None:
         self.write = write
         self.accumulation = accumulation
+        self.across = across
         self.step = 0
         self.losses: list[float] = []
         self.total = 0.0
@@ -68,7 +77,7 @@ class SynchronousLog:
 
     def micro_step(self, loss: Tensor) -> None:
         with record_function("log"):
-            self.total += loss.detach().mean().item() / self.accumulation
+            self.total += self.across(loss.detach().mean()).item() / self.accumulation
 
     def end_micro_step(self, loss: Tensor) -> None:
         with record_function("log"):
@@ -101,9 +110,12 @@ class RingLog:
     up to `2 * half` steps late. Everything in `micro_step` and `end_step`'s device part can be captured in a CUDA
     graph."""
 
-    def __init__(self, write: Write, accumulation: int, device: torch.device, half: int = 16) -> None:
+    def __init__(
+        self, write: Write, accumulation: int, device: torch.device, half: int = 16, across: Across = own
+    ) -> None:
         self.write = write
         self.accumulation = accumulation
+        self.across = across
         self.half = half
         self.start_at(0)
         self.losses: list[float] = []
@@ -158,12 +170,13 @@ class RingLog:
 
     def _send(self) -> None:
         """Start the copy of the ring to the host; on a GPU it runs beside the next steps."""
+        losses = self.sent = self.across(self.ring)  # kept until the copy is through
         if self.side is None:
-            self.copy.copy_(self.ring)
+            self.copy.copy_(losses)
         else:
             self.side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self.side):
-                self.copy.copy_(self.ring, non_blocking=True)
+                self.copy.copy_(losses, non_blocking=True)
                 self.arrived.record()
         self.travelling = self.step - self.written
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -12,12 +11,13 @@ from types import TracebackType
 
 import torch
 
-from labutils.capture import attention_kernel, timed_convolutions, variants_allowed
+from labutils.capture import attention_kernel, float32_rounded, timed_convolutions, variants_allowed
 from labutils.data.images import make_loader
 from labutils.recipe import Recipe
-from labutils.training import checkpoint
+from labutils.training import checkpoint, ranks
 from labutils.training.batches import Batches
 from labutils.training.drivers import DRIVERS, Parts, build_optimizer, compile_as_asked
+from labutils.training.logs import own
 from labutils.workloads.base import Batch, Workload
 
 
@@ -31,14 +31,14 @@ class Session:
     folder's checkpoint; raises `FileNotFoundError` where there is none, `ValueError` where it belongs to another
     recipe. `step_count` counts optimizer steps since the run's beginning, `recipe` is the recipe as it fits this
     device. Building took `build_s` seconds, `encode_s` of them for encoding every example once where the recipe caches
-    them, else None.
+    them, else None. Started by torchrun it shares the recipe's optimizer step with the other ranks (`training.ranks`):
+    every process makes the same calls.
     """
 
     def __init__(
         self, workload: Workload, recipe: Recipe, folder: str | Path | None = None, resume: bool = False
     ) -> None:
-        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-            raise NotImplementedError("Training on several GPUs is not built yet: start this without torchrun.")
+        self.ranks = ranks.here()
         self.workload = workload
         self.recipe = recipe.fitted_to(workload.device.type)
         # Goes with the session, and with one that could not be built.
@@ -48,17 +48,24 @@ class Session:
         torch.manual_seed(self.recipe.seed)
         began = time.perf_counter()
         self.model = workload.build(self.recipe)
-        self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         dataset = workload.dataset(self.model, self.recipe)
+        ranks.check(self.recipe, self.ranks.count, len(dataset))
         self.encode_s: float | None = getattr(dataset, "encode_s", None)
         order = workload.order(dataset, self.recipe)
-        loader = make_loader(dataset, self.recipe, collate_fn=workload.collate(self.recipe), order=order)
+        loader = make_loader(
+            dataset, self.recipe, collate_fn=workload.collate(self.recipe), order=order, ranks=self.ranks.count
+        )
         compile_as_asked(workload, self.model, self.recipe)
+        shared = ranks.distribute(workload, self.model, self.recipe, self.ranks)
+        self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         optimizer = build_optimizer(self.parameters, self.recipe)
-        parts = Parts(workload, self.recipe, self.model, self.parameters, optimizer, loader, self.folder)
+        parts = Parts(
+            workload, self.recipe, self.model, self.parameters, optimizer, loader, self.folder, self.ranks, shared
+        )
         self.optimizer = optimizer
         self.driver = DRIVERS[self.recipe.driver](parts)
-        self.sampler = loader.sampler if order is None else order
+        alone = loader.sampler if order is None else order
+        self.sampler = alone if self.ranks.alone else loader.batch_sampler
         self.resume_data(taken=0)
         self.build_s = time.perf_counter() - began
         if resume:
@@ -70,6 +77,7 @@ class Session:
         with (
             attention_kernel(self.recipe.attention),
             timed_convolutions(self.recipe.cudnn_benchmark),
+            float32_rounded(self.recipe.tf32),
             variants_allowed(self.recipe.compile, self.recipe.dynamic),
         ):
             self.driver.step(batches or self.batches)
@@ -92,13 +100,33 @@ class Session:
         return checkpoint.save(self)
 
     def save_adapter(self, folder: str | Path) -> None:
-        """Write the LoRA weights as safetensors in PEFT's format and, for diffusion models, in diffusers' own."""
-        self.workload.save(self.model, Path(folder))
+        """Write the LoRA weights as safetensors in PEFT's format and, for diffusion models, in diffusers' own.
+
+        Of several ranks the first one writes. Raises `ValueError` where there are none, or where they are cut among the
+        ranks.
+        """
+        if self.recipe.adapter == "none":
+            raise ValueError("adapter='none' trains the model's own weights: there is no adapter to save. Use save().")
+        if ranks.is_sharded(self.parameters):
+            raise ValueError(
+                "parallel='fsdp' holds a part of the adapter on each rank. Use save(), which gathers it; one process "
+                "can take that up (resume=True) and save the adapter."
+            )
+        if self.ranks.rank == 0:
+            self.workload.save(self.model, Path(folder))
 
     def resume_data(self, taken: int) -> None:
         """Let the data go on behind the `taken` first micro-batches of the run."""
         weigh = functools.partial(self.workload.work_of, self.recipe)
-        self.batches = Batches(self.driver.loader, self.recipe.micro_batch, self.sampler, taken, weigh)
+        self.batches = Batches(
+            self.driver.loader,
+            self.recipe.micro_batch,
+            self.sampler,
+            taken,
+            weigh,
+            rank=self.ranks.rank,
+            ranks=self.ranks.count,
+        )
 
     @property
     def losses(self) -> list[float]:
@@ -118,4 +146,6 @@ class Session:
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        if kind is not None:
+            self.driver.log.across = own  # the other ranks may be gone: nothing more is asked of them
         self.close()

@@ -97,6 +97,14 @@ class Workload(ABC):
     def blocks(self, model: nn.Module) -> list[nn.Module]:
         """The repeated blocks of the trained part: what regional compilation compiles, one by one."""
 
+    def units(self, model: nn.Module) -> list[nn.Module]:
+        """The parts of the trained part whose weights are gathered together where they are cut among GPUs (FSDP)."""
+        return self.blocks(model)
+
+    def called(self, model: nn.Module) -> nn.Module:
+        """The module whose call uses every weight of the trained part, and around which FSDP gathers them."""
+        return self.trained(model)[1]
+
     @abstractmethod
     def dataset(self, model: nn.Module, recipe: Recipe) -> Dataset:
         """Examples by index; those that `recipe.cache` asks for are encoded by `model` once, here."""

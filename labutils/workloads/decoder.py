@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler
 
-from labutils.checkpointing import Parking, offloading
+from labutils.checkpointing import Parking, keeping_products, offloading
 from labutils.data.images import EPOCH, EpochOrder
 from labutils.losses import cross_entropy, linear_cross_entropy
 from labutils.lowbit.backends import forward_context, recomputing
@@ -84,8 +84,12 @@ def checkpoint_blocks(language: nn.Module, recipe: Recipe) -> None:
     tokens = recipe.micro_batch * recipe.token_budget
     parking = Parking(tokens * language.config.hidden_size * DTYPES[recipe.precision].itemsize)
     for layer in language.layers:
-        offload = recipe.checkpointing == "offload"
-        layer._gradient_checkpointing_func = offloading(layer, parking) if offload else recomputing(recipe.base_linear)
+        if recipe.checkpointing == "offload":
+            layer._gradient_checkpointing_func = offloading(layer, parking)
+        elif recipe.checkpointing == "selective":
+            layer._gradient_checkpointing_func = keeping_products
+        else:
+            layer._gradient_checkpointing_func = recomputing(recipe.base_linear)
 
 
 def check_checkpointing(recipe: Recipe) -> None:
@@ -100,6 +104,11 @@ def check_checkpointing(recipe: Recipe) -> None:
         raise Unavailable(
             "Transformer Engine's checkpointing is closed to the compiler, so that of a model compiled whole its "
             "blocks would be left out. Compile the blocks one by one: compile_scope='blocks'"
+        )
+    if recipe.checkpointing == "selective" and recipe.base_linear != "published":
+        raise ValueError(
+            f"checkpointing='selective' keeps the results of PyTorch's own products, and base_linear="
+            f"{recipe.base_linear!r} has others. Use checkpointing='blocks'."
         )
     if recipe.checkpointing != "offload":
         return

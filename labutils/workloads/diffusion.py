@@ -26,11 +26,12 @@ from torch.utils.data import DataLoader, Dataset
 
 from labutils.adapters import attach_lora, lora_layers
 from labutils.capture import CHANNELS_LAST_FORMS, rewrite_layers
+from labutils.checkpointing import keeping_products
 from labutils.data.images import captioned_images, check_one_crop, collate, image_text_dataset
 from labutils.data.tokenizers import HUB_MODEL, MAX_LENGTH, VOCABULARY, clip_tokenizer
 from labutils.folding import fold, form_weights
 from labutils.hardware import usable_cores
-from labutils.lowbit.backends import convert_base, forward_context
+from labutils.lowbit.backends import convert_base, forward_context, recomputing
 from labutils.recipe import STOCK, Recipe
 from labutils.workloads.base import Batch, Work, Workload
 from labutils.workloads.counting import FlopCount, weight_bytes
@@ -102,6 +103,9 @@ class DiffusionLora(Workload):
         # A copy of the modules around the same tensors: sessions side by side hold the frozen weights once.
         shared = {id(tensor): tensor for tensor in [*frozen.parameters(), *frozen.buffers()]}
         model = copy.deepcopy(frozen, memo=shared)
+        if recipe.adapter == "none":
+            model.unet = copy.deepcopy(frozen.unet).float().requires_grad_(True).train()
+            return model
         kind = "plain" if recipe.adapter == "folded" else recipe.adapter
         attach_lora(model.unet, TARGETS, recipe.rank, recipe.rank, kind, seed=recipe.seed)
         if recipe.adapter == "folded":
@@ -109,7 +113,14 @@ class DiffusionLora(Workload):
         model.base_linear = recipe.base_linear
         convert_base(model.unet, lora_layers(model.unet), recipe.base_linear, DTYPES[recipe.precision])
         model.unet.train()
+        if recipe.checkpointing != "off":
+            kept = keeping_products if recipe.checkpointing == "selective" else recomputing(recipe.base_linear)
+            model.unet.enable_gradient_checkpointing(kept)
         return model
+
+    def let_go(self) -> None:
+        type(self)._frozen.cache_clear()
+        super().let_go()
 
     def trained(self, model: Networks) -> tuple[str, nn.Module]:
         return "unet", model.unet
@@ -119,6 +130,10 @@ class DiffusionLora(Workload):
 
     def blocks(self, model: Networks) -> list[nn.Module]:
         return [m for m in model.unet.modules() if type(m).__name__ in model.unet._repeated_blocks]
+
+    def units(self, model: Networks) -> list[nn.Module]:
+        """The UNet's levels: most weights are in convolutions between the repeated blocks."""
+        return [*model.unet.down_blocks, model.unet.mid_block, *model.unet.up_blocks]
 
     @functools.lru_cache(maxsize=4)  # noqa: B019  the workload lives as long as its sessions do
     def _frozen(self, dtype: torch.dtype, layout: torch.memory_format, layers: str, seed: int) -> Networks:
@@ -174,7 +189,8 @@ class DiffusionLora(Workload):
         started = time.perf_counter()
         workers = min(8, usable_cores() - 1) if self.device.type == "cuda" else 0
         parts = []
-        for batch in DataLoader(examples, batch_size=8, num_workers=workers, collate_fn=collate):
+        own = torch.Generator()  # so that the noise of training is the same whether or not anything was encoded before
+        for batch in DataLoader(examples, batch_size=8, num_workers=workers, collate_fn=collate, generator=own):
             batch = {name: tensor.to(self.device) for name, tensor in batch.items()}
             kept = {"moments": self._moments(model, batch["pixel_values"])}
             if recipe.cache == "latents+text":
@@ -236,7 +252,10 @@ class DiffusionLora(Workload):
         adapter does: what a faster one saves must show as time."""
         with torch.device("meta"):
             networks = _networks(self.size, torch.device("meta")).requires_grad_(False)
-        attach_lora(networks.unet, TARGETS, recipe.rank, recipe.rank, "plain", seed=0)
+        if recipe.adapter == "none":
+            networks.unet.requires_grad_(True)
+        else:
+            attach_lora(networks.unet, TARGETS, recipe.rank, recipe.rank, "plain", seed=0)
         b, itemsize = recipe.micro_batch, DTYPES[recipe.precision].itemsize
         tokens = torch.empty(b, MAX_LENGTH, dtype=torch.long, device="meta")
         condition = torch.empty(b, MAX_LENGTH, self.size.text_width, device="meta")
@@ -272,7 +291,24 @@ class EncodedExamples(Dataset):
         return {name: tensor.index_select(0, chosen) for name, tensor in self.tensors.items()}
 
 
-FOR_LANGUAGE = ("shapes", "loss", "checkpointing")
+def on_drawn_latents(workload: DiffusionLora, rows: int = 64) -> DiffusionLora:
+    """The same workload on latents and text embeddings that are drawn, and encoded from nothing: to compare recipes
+    that need them by time and memory, with cache="latents+text" and no pass of all images through the encoders."""
+    other = copy.copy(workload)
+
+    def dataset(model: Networks, recipe: Recipe) -> EncodedExamples:
+        channels, *sides = workload.latent_shape
+        generator = torch.Generator().manual_seed(recipe.seed)
+        shapes = {"moments": (rows, 2 * channels, *sides), "condition": (rows, MAX_LENGTH, workload.size.text_width)}
+        drawn = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+        return EncodedExamples({name: tensor.to(DTYPES[recipe.precision]) for name, tensor in drawn.items()}, 0.0)
+
+    other.dataset = dataset
+    other.build = workload.build  # the frozen weights are the other's own
+    return other
+
+
+FOR_LANGUAGE = ("shapes", "loss")
 """Knobs of models that read text, which do nothing here: a run on record must not claim that they did."""
 
 
@@ -280,6 +316,13 @@ def _check(recipe: Recipe) -> None:
     """Raise `ValueError` for what this workload can't do of a recipe."""
     if recipe.cache == "features":
         raise ValueError("cache='features' is for models that see images. Use cache='latents' or 'latents+text'.")
+    if recipe.checkpointing == "offload":
+        raise ValueError("checkpointing='offload' is for a decoder's blocks. Use 'blocks' or 'selective' here.")
+    if recipe.checkpointing != "off" and (recipe.adapter == "folded" or recipe.compile != "off"):
+        raise ValueError(
+            f"checkpointing={recipe.checkpointing!r} computes a UNet's blocks again as diffusers does it, which goes "
+            "with neither adapter='folded' nor compile. Use checkpointing='off' with these."
+        )
     for knob in FOR_LANGUAGE:
         value, usual = getattr(recipe, knob), getattr(STOCK, knob)
         if value != usual:

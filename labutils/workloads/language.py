@@ -158,6 +158,10 @@ class LanguageLora(DecoderLora):
     def build(self, recipe: Recipe) -> Published | Rewritten:
         _check(recipe)
         dtype = DTYPES[recipe.precision]
+        if recipe.adapter == "none":
+            lm = self._made(torch.float32, recipe.seed).requires_grad_(True).train()
+            checkpoint_blocks(lm.model, recipe)
+            return Published(lm)
         if recipe.base_linear == "published":
             lm = around_the_same(self._frozen(dtype, recipe.seed))
         else:  # its own copy, so that converting a layer lets go of what it was
@@ -191,6 +195,10 @@ class LanguageLora(DecoderLora):
 
     def blocks(self, model: Published | Rewritten) -> list[nn.Module]:
         return list(model.lm.model.layers)
+
+    def called(self, model: Published | Rewritten) -> nn.Module:
+        """All of it: the embedding is looked up outside of the part that is trained."""
+        return model
 
     def _made(self, dtype: torch.dtype, seed: int) -> nn.Module:
         """transformers' model without adapters, every weight frozen, built in `dtype` on the device itself."""
@@ -309,7 +317,11 @@ class LanguageLora(DecoderLora):
     def _work(self, recipe: Recipe, examples: int, documents: Sequence[int], useful: int, predicting: int) -> Work:
         """documents: lengths, padding included, of what attends to itself. predicting: tokens that have logits."""
         tokens = sum(documents)
-        flops = count_flops(self.size, recipe.rank, tokens, attended_pairs(self.size, documents), predicting)
+        pairs = attended_pairs(self.size, documents)
+        if recipe.adapter == "none":
+            flops = count_full_flops(self.size, tokens, pairs, predicting)
+        else:
+            flops = count_flops(self.size, recipe.rank, tokens, pairs, predicting)
         read = _bytes_read(self.size, recipe)
         return Work(flops, read, examples, tokens, useful)
 
@@ -362,6 +374,8 @@ class GptOssLargeLong(GptOssLargeShort):
 
 def _check(recipe: Recipe) -> None:
     """Raise `ValueError` for what this workload can't do of a recipe."""
+    if recipe.adapter == "none" and recipe.layers == "rewritten":
+        raise ValueError("adapter='none' trains the library's own model here. Use layers='published' with it.")
     if recipe.adapter == "folded":
         raise ValueError("adapter='folded' is not built for this workload. Use adapter='peft' or 'plain'.")
     if recipe.cache != "nothing":
@@ -458,6 +472,14 @@ def count_flops(size: Size, rank: int, tokens: int, pairs: int, predicting: int)
     pairs: of a token and one that it sees, summed over the layers. predicting: tokens that have logits.
     """
     return decoder_flops(decoder_shapes(size), rank, tokens, pairs) + head_flops(size.width, size.words, predicting)
+
+
+def count_full_flops(size: Size, tokens: int, pairs: int, predicting: int) -> int:
+    """FLOPs of a forward and backward pass that trains every weight: each product has two more in its backward pass,
+    attention's two have four."""
+    shapes = decoder_shapes(size)
+    weights = size.layers * (sum(a * b for a, b in shapes.adapted.values()) + shapes.frozen)
+    return 6 * tokens * weights + 12 * pairs * shapes.attended + 6 * predicting * size.width * size.words
 
 
 def attended_pairs(size: Size, documents: Sequence[int]) -> int:

@@ -380,6 +380,8 @@ class VariedMultimodalLora(MultimodalLora):
 
 def _check(recipe: Recipe) -> None:
     """Raise `ValueError` for what this workload can't do of a recipe, `Unavailable` for what a library can't."""
+    if recipe.adapter == "none":
+        raise ValueError("adapter='none' is not built for this workload: 7 billion trained weights fill no one GPU.")
     if recipe.adapter == "folded":
         raise ValueError("adapter='folded' is not built for this workload. Use adapter='peft' or 'plain'.")
     if recipe.cache not in ("nothing", "features"):

@@ -299,7 +299,9 @@ follow("qlora short, batch 1", method_steps)
 with lab.attempt("unsloth in a process of its own", reference="unsloth long"):
     for workload in texts.values():
         workload.let_go()
-    runs |= lab.keep(train_with_unsloth(methods.unsloth_jobs(texts, method_steps), logs, log_every))
+    jobs = methods.unsloth_jobs(texts, method_steps)
+    asked = {name: job.recipe for name, job in jobs.items()}
+    runs |= lab.measured_together(asked, lambda: train_with_unsloth(jobs, logs, log_every))
 lab.table(methods.METHOD_HEAD, *methods.method_rows(runs))
 
 # %%
@@ -458,9 +460,7 @@ lab.predict("useful tokens a second, best BF16 rung against lora", my_best, "x")
 climbable = distinct_on(lab.device, recipes)
 lanes = {rung.name: rung.lane for rung in ladder}
 how = {"steps": 2, "rounds": 1, "warmup": 0} if tiny else {"steps": 6, "rounds": 2, "warmup": 2}
-climbed = methods.climbed_on(texts["long"], climbable, **how)
-for name, run in climbed.items():
-    lab.keep(run, lane=lanes[name])
+climbed = lab.measured_together(climbable, lambda: methods.climbed_on(texts["long"], ladder, climbable, **how))
 fig, ax = plt.subplots()
 groups = {name: "other weights" if recipes[name].base_linear != "published" else lanes[name] for name in climbed}
 shown = [replace(run, lane=groups[name]) for name, run in climbed.items() if run.ok]

@@ -38,7 +38,7 @@ def spread_of(ms: float, spread: float = 0.01) -> dict[str, float]:
 
 def article_runs() -> Runs:
     """Every run that the claims need, with the articles' numbers."""
-    return a1_runs() | a2_runs() | a3_runs()
+    return a1_runs() | a2_runs() | a3_runs() | a4_runs()
 
 
 def a1_runs() -> Runs:
@@ -239,6 +239,50 @@ def a3_runs() -> Runs:
         ),
     ]
     return {(run.lab, run.run): run for run in runs}
+
+
+def a4_runs() -> Runs:
+    """Every run that A4's claims need beside those of the others, as if all advice paid: it gives no numbers."""
+    switches = {"float32": (260, 18.0), "base": (140, 10.0), "cudnn.benchmark": (120, 10.0)}
+    switches |= {"accumulation": (500, 4.0), "checkpointing": (190, 5.0)}
+    runs = [
+        *(timed("09", name, ms, peak_gb=gb) for name, (ms, gb) in switches.items()),
+        untimed("09", "numbers: fp16, loss not scaled", lost_share=0.1, gradient_error=0.003),
+        untimed("09", "numbers: fp16, scaled loss", lost_share=0.0, gradient_error=0.003),
+        untimed("09", "numbers: fp16 throughout", lost_share=0.0, gradient_error=0.005),
+        *(timed("09", f"tensorflow: {name}", ms) for name, ms in TENSORFLOW.items()),
+        untimed("09", "tensorflow: memory growth", takes_less=1),
+        untimed("09", "files: cold", example_ms=spread_of(40)),
+        untimed("09", "files: warm", example_ms=spread_of(30)),
+        timed("09", "data: PNG", 100),
+        timed("09", "data: resized in memory", 60),
+        untimed("09", "decode: JPEG", decode_ms=spread_of(5)),
+        untimed("09", "decode: JPEG, GPU", decode_ms=spread_of(1)),
+        untimed("09", "visible devices", as_asked=1),
+        timed("09", "launches overlap", 100),
+        timed("09", "launches block", 150),
+        untimed("09", "threads: as they come", images_per_s=100.0),
+        untimed("09", "threads: one each", images_per_s=190.0),
+        untimed("09", "advice", left_alone=7),
+        timed("10", "one process", 100, examples_per_s=40.0),
+        timed("10", "ddp 2", 105, examples_per_s=76.0),
+        timed("10", "full ddp 2", 120, examples_per_s=66.0, peak_allocated_gb=30.0),
+        timed("10", "full fsdp 2", 130, examples_per_s=60.0, peak_allocated_gb=17.0),
+        timed("10", "full one process", 110, examples_per_s=40.0),
+        untimed("10", "nccl NCCL_DEBUG=INFO", channels=24, largest_ms=spread_of(0.5)),
+        untimed("10", "nccl NCCL_SOCKET_IFNAME=lo", largest_ms=spread_of(0.4)),
+        untimed("10", "nccl NCCL_IB_DISABLE=1", largest_ms=spread_of(0.4)),
+        timed("03", "prefetch=1", 640),
+        timed("03", "prefetch=2", 560),
+        untimed("03", "persistent", epoch_start_ms=spread_of(170), epoch_start_persistent_ms=spread_of(60)),
+        timed("07", "lora long, 4 bits", 500, peak_allocated_gb=38.0),
+    ]
+    for run in runs:
+        run.workload = {"07": "qwen3-long", "10": "sd15-lora"}.get(run.lab, "sd15-lora")
+    return {(run.lab, run.run): run for run in runs}
+
+
+TENSORFLOW = {"float32": 100, "mixed_float16": 50, "plain input": 100, "parallel, prefetched": 50, "cached": 30}
 
 
 def _of(card: str, facts: dict[str, float]) -> dict[str, float]:

@@ -140,7 +140,7 @@ def workload():
         yield open_workload("sd15-lora", scale="tiny", device="cpu")
 
 
-@pytest.mark.parametrize("knob", [{"shapes": "packed"}, {"loss": "fused"}, {"checkpointing": "blocks"}])
+@pytest.mark.parametrize("knob", [{"shapes": "packed"}, {"loss": "fused"}])
 def test_a_knob_that_would_do_nothing_is_refused(knob, workload):
     ((name, value),) = knob.items()
     told = f"{name}='{value}' is for language models. Use {name}='{getattr(STOCK, name)}' with this workload"

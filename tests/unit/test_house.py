@@ -27,8 +27,9 @@ FLOORS = {
     0: {"recipe", "results", "hardware", "articles", "parameters", "tables"},
     1: {"data", "adapters", "attention", "checkpointing", "experts", "folding", "lowbit", "capture", "losses"},
     2: {"workloads", "measure"},
-    3: {"training", "claims", "advisor", "prediction"},
+    3: {"training", "claims", "advisor", "prediction", "scaling"},
     4: {
+        "fleet",
         "trials",
         "titles",
         "methods",
@@ -41,6 +42,11 @@ FLOORS = {
         "course",
         "doctor",
         "pinning",
+        "diagnosis",
+        "footprint",
+        "switches",
+        "datapath",
+        "tensorflow_page",
     },
     5: {"cli"},
 }

@@ -35,6 +35,7 @@ from labutils.workloads.language import (
     attended_pairs,
     build_lm,
     count_flops,
+    count_full_flops,
     decoder_shapes,
 )
 
@@ -408,6 +409,19 @@ def test_flops_are_those_that_pytorch_counts(workload, shapes, loss):
     predicting = len(batch["answers"]) if loss == "answers" else tokens
     ours = count_flops(size, recipe.rank, tokens, pairs, predicting)
     assert ours + 2 * tokens * size.head_width // 2 == counter.get_total_flops()
+
+
+def test_flops_of_training_every_weight_are_those_that_pytorch_counts():
+    workload = open_workload("qwen3-lora-short", scale="tiny", device="cpu")
+    recipe = BASE.but(adapter="none")
+    model, size = workload.build(recipe), workload.size
+    batch = batch_of(workload, recipe, CHOSEN["two"])
+    rows, length = batch["input_ids"].shape
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        workload.loss(model, batch, {}).backward()
+    tokens = rows * length
+    ours = count_full_flops(size, tokens, size.layers * tokens * length, tokens)
+    assert ours + 2 * length * size.head_width // 2 == counter.get_total_flops()
 
 
 def test_flops_of_the_full_model_on_the_meta_device():

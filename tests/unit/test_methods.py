@@ -271,10 +271,11 @@ def test_the_ladder_on_a_cpu_compiles_nothing():
 
 
 def test_rungs_are_timed_on_the_same_batches_and_rated_by_the_epoch(texts):
-    recipes = methods.ladder_for("cpu")[1]
+    ladder, recipes = methods.ladder_for("cpu")
     chosen = {name: recipes[name] for name in ("lora", "rewritten", "packed", "4-bit weights")}
-    runs = methods.climbed_on(texts["long"], chosen, steps=2, rounds=2, warmup=0)
+    runs = methods.climbed_on(texts["long"], ladder, chosen, steps=2, rounds=2, warmup=0)
     assert list(runs) == list(chosen) and all(run.ok for run in runs.values())
+    assert [run.lane for run in runs.values()] == ["article", "same work", "same mathematics", "same mathematics"]
     assert runs["lora"].samples["tokens"][:2] == runs["rewritten"].samples["tokens"][:2]
     assert runs["packed"].samples["tokens"] == runs["4-bit weights"].samples["tokens"][:4]
     work = texts["long"].work(recipes["lora"].fitted_to("cpu"))

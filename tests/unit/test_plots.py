@@ -390,3 +390,67 @@ def test_importing_the_module_leaves_matplotlib_alone():
 )
 def test_figures(value, text):
     assert plots._figure(value) == text
+
+
+# Several GPUs
+
+
+def test_a_link_shows_where_messages_lie(ax):
+    sizes = [2.0**power for power in range(10, 29, 3)]
+    rates = [min(300.0, size / 1e5) for size in sizes]
+    marks = {"SD 1.5, LoRA": 3.2e6, "SD 1.5, whole UNet": 3.4e9, "Qwen3, LoRA": 87e6, "small Qwen3, whole": 2.4e9}
+    plots.link(ax, {"bytes": sizes, "bus_gb_per_s": rates}, marks)
+    assert {"1 KiB", "4 MiB", "1 GiB"} <= set(texts(ax))
+    assert_tidy(ax)
+
+
+def test_a_step_stands_beside_what_was_foretold(ax):
+    runs = {f"{case}ddp 2": timed("10", f"{case}ddp 2", 110, spread=0.05) for case in ("", "full ", "qwen ")}
+    for run in runs.values():
+        run.metrics["predicted_step_ms"] = 104.0
+    plots.foretold(ax, runs | {"fsdp 2": FAILED}, dict.fromkeys(runs, 100.0))
+    assert [label.get_text() for label in ax.get_yticklabels()] == list(runs)
+    assert "110 ms" in texts(ax)
+    assert_tidy(ax)
+
+
+def test_what_hides_communication_is_above_it(ax):
+    plots.beside(ax, {"ddp 2": ([0.0, 5.0, 6.0, 9.0], [4.0, 7.0]), "fsdp 2": ([0.0, 20.0], [1.0, 2.0, 19.0, 21.0])})
+    assert [label.get_text() for label in ax.get_yticklabels()] == ["ddp 2", "fsdp 2"]
+    assert ax.get_xlim()[0] == 0
+    assert_tidy(ax)
+
+
+def test_networks_are_named(ax):
+    from labutils.fleet import NETWORKS
+
+    ax.figure.set_size_inches(7.2, 3.8)
+    plots.curves(ax, {"LoRA": dict.fromkeys(NETWORKS.values(), 99.0)}, "GB/s", "efficiency, %")
+    plots.named_ticks(ax, NETWORKS)
+    assert any(text.startswith("NVLink") for text in texts(ax))
+    assert_tidy(ax)
+
+
+def test_a_picture_of_memory_keeps_the_peak_however_many_events():
+    levels = [10**9] * 5000
+    levels[4321] = 7 * 10**9
+    series = {"weights": [10**9] * 5000, "activations": levels}
+    fig, ax = plt.subplots()
+    plots.stacked_memory(ax, series, [(0, "forward"), (4000, "backward")], plots.MEMORY_FILLS)
+    assert max(path.vertices[:, 1].max() for area in ax.collections for path in area.get_paths()) == 8
+    assert any("peak 8 GB" in text.get_text() for text in ax.texts)
+    assert {"forward", "backward"} <= {text.get_text() for text in ax.texts}
+
+
+def test_predictions_and_errors_are_drawn_where_they_belong():
+    fig, ax = plt.subplots()
+    plots.predicted_peaks(ax, {"a": (11.0, 10.0), "b": (0.009, 0.01)})
+    (line,) = [line for line in ax.lines if line.get_marker() == "o"]
+    assert [round(x, 6) for x in line.get_xdata()] == [10, -10]
+    fig, ax = plt.subplots()
+    plots.errors(ax, {"fp16": {"gradient": 3e-3, "loss": 1e-5}, "bf16": {"gradient": 3e-2, "loss": 0.0}})
+    assert ax.get_xscale() == "log" and [len(line.get_xdata()) for line in ax.lines] == [2, 1]
+    fig, ax = plt.subplots()
+    model = {0: {0.0: 10.0, 5.0: 15.0}, 2: {0.0: 10.0, 5.0: 10.0}}
+    plots.over_decoding(ax, model, {0: {"PNG": (5.0, (14, 15, 16))}, 2: {"PNG": (5.0, (9, 10, 11))}}, "ms")
+    assert "PNG" in {text.get_text() for text in ax.texts}

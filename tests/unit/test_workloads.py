@@ -256,3 +256,11 @@ def test_data_that_cant_be_had_says_what_to_type(nothing_cached):
     workload = open_workload("sd15-lora", scale="tiny", data="hub", device="cpu", cache_dir=nothing_cached)
     with pytest.raises(ConnectionError, match=r'data="generated"'):
         workload.dataset(None, dataclasses.replace(STOCK))
+
+
+def test_training_every_weight_adds_a_product_to_each_backward_pass():
+    """A frozen layer's backward pass is one product, its input's gradient; a trained one's has its own as well."""
+    workload = open_workload("sd15-lora", scale="tiny", device="cpu")
+    recipe = STOCK.but(cache="latents+text", adapter="plain", rank=1)
+    lora, whole = workload.work(recipe), workload.work(recipe.but(adapter="none"))
+    assert 1.3 < whole.flops / lora.flops < 1.6

@@ -1,0 +1,265 @@
+"""Predicted gains against measured ones, on the course's own loop: each fix's changes, made one at a time.
+
+    ablated = ablations(open_workload("sd15-lora"), STOCK)
+    ablated.rows                    predicted and measured gain of each fix that is a knob
+
+A start recipe is timed, traced once, and diagnosed. Only then are the recipes with one fix each built and timed,
+interleaved with the start in one process. The predictions know nothing of these measurements.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from labutils import hardware
+from labutils.diagnosis import Diagnosis, Fix, diagnose
+from labutils.diagnosis.recorded import Recorded
+from labutils.diagnosis.sources import of_recipe
+from labutils.measure.trace import profile
+from labutils.recipe import A2_BASE, A3_BASE, STOCK, Recipe
+from labutils.results import Run
+from labutils.training import Bench, Session
+from labutils.training.comparing import ROUNDS
+from labutils.workloads.base import Workload, open_workload
+
+START = "start"
+STARTS: dict[str, tuple[str, Recipe]] = {
+    "SD1.5": ("sd15-lora", STOCK),
+    "LLaVA": ("llava-lora", A2_BASE.but(checkpointing="blocks")),
+    "Qwen3": ("qwen3-lora-long", A3_BASE.but(checkpointing="blocks", optimizer="adamw", layers="rewritten")),
+    "Qwen3 in fp32": ("qwen3-lora-short", A3_BASE.but(precision="fp32")),
+}
+"""Loops to diagnose, by name: workload and recipe. They are the articles' own starting points, but for choices that
+those had made already: products in fp32; blocks that compute again, the optimizer as PyTorch picks it, and layers that
+can take packed rows as well as padded ones."""
+MEASURED: dict[str, tuple[str, ...]] = {
+    "SD1.5": ("workers", "batch size", "capture", "caching"),
+    "LLaVA": ("workers", "checkpointing", "caching"),
+    "Qwen3": ("checkpointing", "padding", "optimizer"),
+    "Qwen3 in fp32": ("precision",),
+}
+"""The fixes that are measured of each start where time is short. Compiling is left out: it takes longer to build than
+all others to measure."""
+AT_ONCE = 4
+"""So many recipes stand side by side with the start, each with a model, its activations and perhaps a graph."""
+CLOSE = 0.2
+TELLS = 0.05
+"""A fix that neither saves so much nor was predicted to is no test of a prediction."""
+RATES = {"useful token": "useful_tokens_per_s", "example": "examples_per_s"}
+
+
+@dataclass(frozen=True)
+class Ablation:
+    """One fix: its gain as predicted and as measured, None where it could not be, and then `why`."""
+
+    start: str
+    fix: Fix
+    measured: float | None
+    why: str = ""
+
+    @property
+    def predicted(self) -> float:
+        return self.fix.gain
+
+    @property
+    def off(self) -> float | None:
+        """By how much the predicted step is longer than the measured one; -0.1: a tenth shorter."""
+        return None if self.measured is None else (1 - self.predicted) / (1 - self.measured) - 1
+
+    @property
+    def close(self) -> bool:
+        """Whether the predicted step lies within a fifth of the measured one."""
+        return self.off is not None and abs(self.off) <= CLOSE
+
+    @property
+    def tells(self) -> bool:
+        """Whether it tests anything: there was something to gain, or was said to be."""
+        return self.measured is not None and max(self.predicted, self.measured) >= TELLS
+
+
+@dataclass(frozen=True)
+class Ablated:
+    """A start's diagnosis, its fixes predicted and measured, and the runs behind them by the fix's name ("start")."""
+
+    name: str
+    diagnosis: Diagnosis
+    rows: tuple[Ablation, ...]
+    runs: Mapping[str, Run] = field(default_factory=dict)
+
+    def metrics(self) -> dict[str, float]:
+        """For a run on record: how many fixes tell, how many of those were predicted closely, and how far off."""
+        telling = [row for row in self.rows if row.tells]
+        offs = [abs(row.off or 0.0) for row in telling]
+        return {
+            "fixes": len(self.rows),
+            "fixes_telling": len(telling),
+            "fixes_close": sum(row.close for row in telling),
+            **({"median_off": statistics.median(offs)} if offs else {}),
+        }
+
+
+def ablations(
+    workload: Workload,
+    start: Recipe,
+    name: str = "",
+    steps: int = 5,
+    rounds: int = ROUNDS,
+    only: Iterable[str] | None = None,
+    traced: int = 2,
+    folder: Path | None = None,
+) -> Ablated:
+    """Diagnose `start` on `workload`, then measure every fix that is a knob against it.
+
+    only: names of the fixes to be measured (default: all). folder: where the trace is kept. Raises `RuntimeError` where
+    the start itself can't be trained.
+    """
+    name = name or workload.name
+    chosen = None if only is None else set(only)
+    with Bench(workload) as bench:
+        runs = {START: _start(bench, start, steps)}
+        diagnosis = diagnose(_evidence(bench, runs[START], traced, folder))
+        fixes = [fix for fix in diagnosis.fixes if fix.changes and (chosen is None or fix.name in chosen)]
+        recipes, refused = recipes_of(start, fixes, workload.device.type)
+        groups = list(_in_groups(recipes, AT_ONCE))
+        measured = _measure(bench, start, groups[0], steps, rounds) if groups else {}
+    for group in groups[1:]:
+        with Bench(workload) as bench:
+            measured |= _measure(bench, start, group, steps, rounds)
+    rows = [_row(name, fix, measured.get(fix.name), refused.get(fix.name, "")) for fix in fixes]
+    return Ablated(name, diagnosis, tuple(rows), runs | {fix: pair[1] for fix, pair in measured.items()})
+
+
+def _start(bench: Bench, start: Recipe, steps: int) -> Run:
+    run = bench.compare({START: start}, steps, rounds=1)[START]
+    if not run.ok:
+        raise RuntimeError(f"The start can't be trained here ({run.status}), so that there is nothing to diagnose.")
+    return run
+
+
+def _evidence(bench: Bench, run: Run, traced: int, folder: Path | None) -> Any:
+    contender = bench.contenders[START]
+    from_idle = host_ms(contender.session) if hardware.device() == "cuda" else None
+    with tempfile.TemporaryDirectory(prefix="labutils-") as temporary:
+        trace = profile(
+            contender.session,
+            traced,
+            folder or temporary,
+            with_stack=False,
+            wait=contender.steps_to_settle,
+            with_shapes=True,
+            kind=Recorded,
+        )
+    assert isinstance(trace, Recorded)
+    return of_recipe(run, trace, from_idle)
+
+
+def host_ms(session: Session, steps: int = 3) -> float:
+    """Milliseconds until the host has given a step's work to an idle GPU."""
+    times = []
+    for _ in range(steps):
+        hardware.cuda.synchronize()
+        began = time.perf_counter()
+        session.step()
+        times.append(1e3 * (time.perf_counter() - began))
+    hardware.cuda.synchronize()
+    return statistics.median(times)
+
+
+def recipes_of(start: Recipe, fixes: Sequence[Fix], device: str) -> tuple[dict[str, Recipe], dict[str, str]]:
+    """Fix -> its recipe, and fix -> why it has none: refused, or the same as the start on this `device`."""
+    recipes: dict[str, Recipe] = {}
+    refused: dict[str, str] = {}
+    for fix in fixes:
+        try:
+            recipe = start.but(**fix.changes)
+        except ValueError as error:
+            refused[fix.name] = str(error)
+            continue
+        if recipe.fitted_to(device) == start.fitted_to(device):
+            refused[fix.name] = "here it is the same as the start"
+        else:
+            recipes[fix.name] = recipe
+    return recipes, refused
+
+
+def _in_groups(recipes: Mapping[str, Recipe], size: int) -> Iterator[dict[str, Recipe]]:
+    names = list(recipes)
+    for first in range(0, len(names), size):
+        yield {name: recipes[name] for name in names[first : first + size]}
+
+
+def _measure(
+    bench: Bench, start: Recipe, recipes: Mapping[str, Recipe], steps: int, rounds: int
+) -> dict[str, tuple[Run, Run]]:
+    """Fix -> (the start's run in the same rounds, its own)."""
+    runs = bench.compare({START: start, **recipes}, steps, rounds)
+    return {name: (runs[START], runs[name]) for name in recipes}
+
+
+def _row(name: str, fix: Fix, pair: tuple[Run, Run] | None, why: str) -> Ablation:
+    if pair is None:
+        return Ablation(name, fix, None, why)
+    failed = next((run.status for run in pair if not run.ok), None)
+    return Ablation(name, fix, None, failed) if failed else Ablation(name, fix, measured_gain(*pair, fix.per))
+
+
+def measured_gain(start: Run, run: Run, per: str = "step") -> float | None:
+    """The share of the time saved, by the medians: of a step, or of a useful token or example."""
+    if per in RATES:
+        before, after = start.metric(RATES[per]), run.metric(RATES[per])
+        return 1 - before / after if before and after else None
+    before, after = start.metric("step_ms"), run.metric("step_ms")
+    return 1 - after / before if before and after else None
+
+
+def over_starts(
+    scale: str = "auto",
+    names: Iterable[str] = tuple(STARTS),
+    steps: int = 3,
+    rounds: int = 2,
+    everything: bool = False,
+    data: str = "generated",
+    weights: str = "random",
+) -> tuple[list[Ablated], dict[str, str]]:
+    """`ablations` of each start of those names, one after the other, and why there are none of one that failed.
+
+    everything: every fix that is a knob, and not those of `MEASURED` alone.
+    """
+    found, failed = [], {}
+    for name in names:
+        room, start = STARTS[name]
+        workload = open_workload(room, scale, weights=weights, data=data)
+        try:
+            only = None if everything else MEASURED[name]
+            found.append(ablations(workload, start, name, steps, rounds, only))
+        except RuntimeError as error:
+            failed[name] = str(error)
+        workload.let_go()
+        hardware.cuda.empty_cache()
+    return found, failed
+
+
+HEAD = ("loop", "fix", "what changes", "predicted", "measured", "step off by")
+"""The head of a table of `table_rows`."""
+
+
+def table_rows(ablated: Iterable[Ablated]) -> list[tuple[str, ...]]:
+    """Rows for `HEAD`: gains in percent of a step (or of a useful token), and why where there is none."""
+    return [
+        (
+            row.start,
+            row.fix.name,
+            ", ".join(f"{knob}={value}" for knob, value in row.fix.changes.items()),
+            f"{row.predicted:.0%}" + ("" if row.fix.per == "step" else f" a {row.fix.per}"),
+            row.why or "not here" if row.measured is None else f"{row.measured:.0%}",
+            "" if row.off is None else f"{row.off:+.0%}",
+        )
+        for one in ablated
+        for row in one.rows
+    ]

@@ -1,0 +1,140 @@
+"""What the lines of a training step call: writing, and reading of tensors, each with its source line and its time.
+
+For one or two steps Python tells of every call (`sys.setprofile`). That slows Python down by what each telling takes,
+so times are given back less that; what is inside one C call, such as a flush to the disk, isn't slowed at all.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+import time
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+WRITERS = (
+    *("torch/utils/tensorboard/", "/tensorboard/", "/tensorboardX/", "/wandb/", "/mlflow/", "/comet_ml/", "/neptune/"),
+    *("/logging/__init__.py", "/tqdm/", "/torch/serialization.py", "/safetensors/", "/rich/", "/aim/", "/clearml/"),
+    "/csv.py",
+)
+"""Files whose functions write: what is inside one, sleeps and locks included, is writing."""
+WRITING = {"write", "writelines", "flush", "fsync", "fdatasync", "print", "writerow", "writerows", "dump", "save"}
+COPIES = {"to", "cuda"}
+"""Methods that may copy a tensor to the GPU."""
+READS = {"item", "tolist", "numpy", "cpu"}
+"""Methods of a tensor that bring its values to the host."""
+WAITS = {"synchronize", "_cuda_synchronize"}
+
+
+class Calls:
+    """Between `resume()` and `pause()`, gathers `found`: (kind, "file:line", what) -> [times, milliseconds].
+
+    kind: "write", "read" or "to". The line is the innermost of the script's own code.
+    """
+
+    def __init__(self) -> None:
+        self.found: dict[tuple[str, str, str], list[float]] = {}
+        self.told = 0
+        self.open: list[tuple[Any, tuple[str, str, str], float, int, float]] = []
+        self.reading_ms = 0.0
+        self.each_ms = telling_ms()
+
+    def resume(self) -> None:
+        sys.setprofile(self._told)
+
+    def pause(self) -> None:
+        if sys.getprofile() == self._told:
+            sys.setprofile(None)
+        self.open.clear()
+
+    def _told(self, frame: FrameType, event: str, argument: Any) -> None:
+        self.told += 1
+        if event == "c_call":
+            self._c_call(frame, argument)
+        elif event in ("c_return", "c_exception"):
+            if self.open and self.open[-1][0] is argument:
+                self._close()
+        elif event == "call":
+            if not self._writing() and any(part in frame.f_code.co_filename for part in WRITERS):
+                self._begin(frame, ("write", place_of(frame.f_back), _name_of(frame)))
+        elif self.open and self.open[-1][0] is frame:
+            self._close()
+
+    def _c_call(self, frame: FrameType, function: Any) -> None:
+        name, owner = function.__name__, getattr(function, "__self__", None)
+        if (name in READS and hasattr(owner, "untyped_storage")) or name in WAITS:
+            self._begin(function, ("read", place_of(frame), f".{name}()"))
+        elif name in COPIES and hasattr(owner, "untyped_storage") and owner.device.type == "cpu":
+            self._begin(function, ("to", place_of(frame), ".to()"))
+        elif name in WRITING and not self._writing() and _writes(name, owner):
+            self._begin(function, ("write", place_of(frame), f"{name}()"))
+
+    def _writing(self) -> bool:
+        return any(key[0] == "write" for _, key, *_ in self.open)
+
+    def _begin(self, marker: Any, key: tuple[str, str, str]) -> None:
+        self.open.append((marker, key, time.perf_counter(), self.told, self.reading_ms))
+
+    def _close(self) -> None:
+        _, key, began, told, read_ms = self.open.pop()
+        ms = 1e3 * (time.perf_counter() - began) - (self.told - told) * self.each_ms
+        if key[0] != "write":
+            self.reading_ms += ms
+        else:
+            ms -= self.reading_ms - read_ms  # a loss read in order to be written is a wait, and no writing
+        row = self.found.setdefault(key, [0, 0.0])
+        row[0] += 1
+        row[1] += max(0.0, ms)
+
+
+def telling_ms(calls: int = 2000) -> float:
+    """What telling of one event costs, in milliseconds."""
+
+    def nothing() -> None:
+        pass
+
+    def timed() -> float:
+        began = time.perf_counter()
+        for _ in range(calls):
+            nothing()
+        return 1e3 * (time.perf_counter() - began)
+
+    if sys.getprofile() is not None:
+        return 0.0
+    plain = min(timed() for _ in range(3))
+    told: Callable[..., None] = lambda frame, event, argument: event == "c_call"  # noqa: E731
+    sys.setprofile(told)
+    watched = min(timed() for _ in range(3))
+    sys.setprofile(None)
+    return max(0.0, watched - plain) / (2 * calls)
+
+
+def _writes(name: str, owner: Any) -> bool:
+    """Whether a C function of that name writes a file: those of files, `print`, and the operating system's own."""
+    if isinstance(owner, io.StringIO | io.BytesIO):
+        return False
+    return isinstance(owner, io.IOBase) or name in ("print", "fsync", "fdatasync", "writerow", "writerows")
+
+
+def place_of(frame: FrameType | None) -> str:
+    """ "file:line" of the innermost frame that is the script's own; of the innermost of all where none is."""
+    at, first = frame, frame
+    while at is not None and not _own(at.f_code.co_filename):
+        at = at.f_back
+    at = at or first
+    return f"{at.f_code.co_filename}:{at.f_lineno}" if at is not None else ""
+
+
+def _own(file: str) -> bool:
+    return not (
+        "site-packages" in file
+        or "dist-packages" in file
+        or file.startswith(("<", os.path.dirname(os.__file__)))
+        or "/labutils_inside/" in file
+    )
+
+
+def _name_of(frame: FrameType) -> str:
+    return getattr(frame.f_code, "co_qualname", frame.f_code.co_name)

@@ -1,0 +1,559 @@
+"""What lab 10 tries on several GPUs: which runs, started how, and what to make of them.
+
+A case is one kind of training ("": Stable Diffusion's LoRA, "full": all of its UNet, "qwen": an 8 B model's LoRA, "qwen
+full": a small one whole). Its runs are called "one process", "ddp 2", "fsdp 2", "ddp 2 no_sync", and so on, behind the
+case's name. One process does what each rank does: so N of them should take N times the examples in the same time.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from labutils import scaling
+from labutils.measure.collectives import SAY_ALL, SIZES, Link, read_nccl_log
+from labutils.recipe import A3_BASE, STOCK, Recipe
+from labutils.results import Run, Unavailable
+from labutils.training.launching import Ended, gpu_count, launch
+from labutils.training.rank import Task
+
+SD_RECIPE = STOCK.but(
+    driver="eager",
+    precision="bf16",
+    cache="latents+text",
+    logging="ring-buffer",
+    optimizer="adamw-fused",
+    micro_batch=4,
+    accumulation=1,
+)
+"""Lab 04's loop, eager, in BF16, from encoded examples: nothing but the UNet, and no file to wait for. (Channels last
+would be faster, and `fully_shard` takes no such weights.)"""
+QWEN_RECIPE = A3_BASE.but(
+    driver="eager",
+    adapter="plain",
+    logging="ring-buffer",
+    non_blocking=True,
+    layers="rewritten",
+    loss="fused",
+    shapes="padded",
+    token_budget=2048,
+    micro_batch=2,
+    accumulation=1,
+)
+"""Lab 07's plain loop on rows of one length: with rows of several, ranks would wait for whichever has the longest."""
+QWEN_FULL_RECIPE = QWEN_RECIPE.but(adapter="none", layers="published", loss="logits")
+ACCUMULATED = 4
+"""Micro-batches that a rank accumulates in the runs about `no_sync`."""
+TINY_SIZES = SIZES[::3]
+TURNED = ("", "full")
+"""Cases whose buckets and synchronisation are tried out, and that are sharded at every scale."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One kind of training: its name in runs ("" for none), what it runs on, the recipe of one rank's share."""
+
+    name: str
+    title: str
+    workload: dict[str, str]
+    recipe: Recipe
+
+    def run(self, what: str) -> str:
+        """A run's name: "ddp 2" or "qwen ddp 2"."""
+        return f"{self.name} {what}".strip()
+
+    def for_ranks(self, ranks: int, micro_steps: int = 1, **changes: Any) -> Recipe:
+        """The recipe of a step that `ranks` ranks share, each taking `micro_steps` micro-batches."""
+        return self.recipe.but(accumulation=ranks * micro_steps, **changes)
+
+    def task(self, what: str, recipe: Recipe, **options: Any) -> Task:
+        return Task("train", self.run(what), self.workload, recipe.as_dict(), **options)
+
+
+def cases(lab: Any) -> dict[str, Case]:
+    """The lab's cases at its scale, by name."""
+
+    def of(name: str, scale: str) -> dict[str, str]:
+        """What `open_workload` is told in the ranks."""
+        sources = {"weights": lab.weights, "data": lab.data, "cache_dir": str(lab.cache_dir)}
+        return {"name": name, "scale": scale} | sources
+
+    tiny = lab.scale == "tiny"
+    sd, qwen = of("sd15-lora", lab.scale), of("qwen3-lora-long", lab.scale)
+    small = of("qwen3-lora-long", "tiny" if tiny else "small")
+    sd_recipe = SD_RECIPE.but(micro_batch=2) if tiny else SD_RECIPE
+    found = [
+        Case("", "SD 1.5, LoRA", sd, sd_recipe),
+        Case("full", "SD 1.5, whole UNet", sd, sd_recipe.but(adapter="none")),
+        Case("qwen", "Qwen3, LoRA", qwen, QWEN_RECIPE),
+        Case("qwen full", "small Qwen3, whole", small, QWEN_FULL_RECIPE),
+    ]
+    return {case.name: case for case in found}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is launched
+
+
+def tasks_alone(chosen: Iterable[Case], steps: int, tiny: bool) -> list[Task]:
+    """The link, and each case on one process: rank 0 by itself, while the others wait."""
+    link = Task("all-reduce", "all-reduce", sizes=TINY_SIZES if tiny else SIZES)
+    return [link, *(case.task("one process", case.recipe, steps=steps, alone=True, arrivals=True) for case in chosen)]
+
+
+def tasks_together(case: Case, ranks: int, steps: int, tiny: bool) -> list[Task]:
+    """A case on all ranks: DDP, what can be turned at it, and FSDP."""
+    shared = case.for_ranks(ranks)
+    found = [case.task(f"ddp {ranks}", shared, steps=steps, traced=2 if tiny else 5)]
+    if case.name in TURNED:
+        found.append(case.task(f"ddp {ranks} bucket 1MB", shared.but(bucket_cap_mb=1), steps=steps))
+        several = case.for_ranks(ranks, ACCUMULATED)
+        found.append(case.task(f"ddp {ranks} no_sync", several, steps=steps))
+        found.append(case.task(f"ddp {ranks} sync each", several.but(synchronise="each"), steps=steps))
+    if case.name == "full" and not tiny:
+        found.append(case.task(f"ddp {ranks} bucket view", shared.but(gradient_as_bucket_view=True), steps=steps))
+    if case.name == "qwen" and not tiny:
+        found.append(case.task(f"ddp {ranks} as they come", shared.but(shapes="as-they-come"), steps=steps, traced=5))
+    if not tiny or case.name in TURNED:
+        found.append(case.task(f"fsdp {ranks}", shared.but(parallel="fsdp"), steps=steps, traced=2 if tiny else 5))
+    return found
+
+
+CRASH_STEPS = 8
+"""Optimizer steps of the run that ranks die in."""
+
+
+def task_same_batch(case: Case, ranks: int) -> Task:
+    """One process with the whole global batch: the losses that the ranks' must equal, whatever happens to them."""
+    recipe = case.for_ranks(ranks)
+    return Task("run", case.run("one process, same batch"), case.workload, recipe.as_dict(), CRASH_STEPS, alone=True)
+
+
+def crash(case: Case, batch_of: int, ranks: int, folder: Path, device: str, **options: Any) -> Ended:
+    """Train `case` with a checkpoint every second step; `options` (of `Task`) say who fails, when and how, or to go on
+    from the folder's checkpoint. The global batch is that of `batch_of` ranks, however many train."""
+    options |= {"steps": CRASH_STEPS, "folder": str(folder), "checkpoint_every": 2}
+    task = Task("run", case.run("crash"), case.workload, case.for_ranks(batch_of).as_dict(), **options)
+    return launch([task], ranks, device, timeout_s=240, patience_s=30)
+
+
+def fewer_than(ranks: int) -> int:
+    """The most ranks below `ranks` that can share its batch evenly."""
+    return max(count for count in range(1, max(2, ranks)) if ranks % count == 0)
+
+
+def device_for(lab: Any) -> str:
+    """Where the ranks compute: on GPUs, one each, or at `tiny`, where there are fewer than two, on the CPU's cores.
+
+    Raises `Unavailable` where neither is meant.
+    """
+    gpus = gpu_count()
+    if gpus > 1:
+        return "cuda"
+    if lab.scale == "tiny":
+        return "cpu"
+    raise Unavailable(
+        f"several GPUs are needed at scale {lab.scale}, and this machine shows {gpus}; --scale tiny runs two "
+        "processes on the CPU"
+    )
+
+
+def kept_of(ended: Ended) -> dict[str, Run]:
+    """A launch's runs by name; raises where it failed."""
+    return ended.or_raise().runs
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What it comes to
+
+
+def link_of(run: Run) -> Link:
+    return Link.of(run.samples, run.metrics["ranks"])
+
+
+def foretold(case: Case, alone: Mapping[str, Run], link: Link) -> dict[str, scaling.Foretold]:
+    """Run's name -> prediction, for those runs of a case that the model speaks about."""
+    one = alone[case.run("one process")]
+    if not one.ok:
+        return {}
+    ranks = link.ranks
+    found = {f"ddp {ranks}": scaling.ddp(one, link)}
+    if case.name in TURNED:
+        found[f"ddp {ranks} bucket 1MB"] = scaling.ddp(one, link, cap_mb=1)
+    found[f"fsdp {ranks}"] = scaling.fsdp(one, link)
+    return {case.run(what): prediction for what, prediction in found.items()}
+
+
+def judged(name: str, run: Run, alone: Mapping[str, Run], foretold: Mapping[str, scaling.Foretold]) -> Run:
+    """The run with `efficiency`, `predicted_step_ms` and `predicted_efficiency` among its metrics, where they apply."""
+    one = alone.get(f"{case_of(name)} one process".strip())
+    if not run.ok or one is None or not one.ok:
+        return run
+    run.metrics["efficiency"] = scaling.efficiency(one, run)
+    if prediction := foretold.get(name):
+        run.metrics |= {"predicted_step_ms": prediction.step_ms, "predicted_efficiency": prediction.efficiency}
+        run.metrics["predicted_exposed_ms"] = prediction.exposed_ms
+    return run
+
+
+def case_of(name: str) -> str:
+    """The case's name in a run's: what stands before the kind of parallelism."""
+    return re.split(r"(?:^|\s)(?:ddp|fsdp|one process)\b", name)[0]
+
+
+def need(found: Any) -> None:
+    """Raises `Unavailable` where an earlier section has measured nothing that this one could speak about."""
+    if not found:
+        raise Unavailable("it speaks about what an earlier section would have measured, and could not")
+
+
+def launched_together(cases: Mapping[str, Case], tiny: bool) -> list[list[Case]]:
+    """Cases in groups, each for one launch: starting takes seconds, and one that fails takes its group along."""
+    every = list(cases.values())
+    return [every] if tiny else [every[:2], every[2:3], every[3:]]
+
+
+HEAD = (
+    "run",
+    "step, ms",
+    "predicted, ms",
+    "examples/s",
+    "efficiency, %",
+    "communication, % of the step",
+    "not hidden, %",
+    "peak memory per GPU, GB",
+)
+"""The head of `rows`."""
+
+
+def rows(runs: Mapping[str, Run]) -> list[tuple[Any, ...]]:
+    """A row for `HEAD` of each run that went well."""
+    return [
+        (
+            name,
+            run.metric("step_ms"),
+            run.metric("predicted_step_ms"),
+            run.metric("examples_per_s"),
+            _percent(run.metric("efficiency")),
+            _percent(run.metric("communication_share")),
+            _percent(run.metric("exposed_communication_share")),
+            run.metric("peak_allocated_gb"),
+        )
+        for name, run in runs.items()
+        if run.ok
+    ]
+
+
+ALONE_HEAD = ("one process", "step, ms", "examples/s", "gradients, MB", "a pass's weights, MB", "peak memory, GB")
+
+
+def alone_rows(cases: Iterable[Case], alone: Mapping[str, Run]) -> list[tuple[Any, ...]]:
+    """A row for `ALONE_HEAD` of each case."""
+    metrics = ("step_ms", "examples_per_s", "gradient_mb", "gathered_mb", "peak_allocated_gb")
+    runs = {case.title: alone[case.run("one process")] for case in cases}
+    return [(title, *(run.metric(name) for name in metrics)) for title, run in runs.items() if run.ok]
+
+
+FORETOLD_HEAD = ("run", "computing, ms", "messages", "sent for, ms", "exposed, ms", "step, ms", "efficiency, %")
+
+
+def foretold_rows(foretold: Mapping[str, scaling.Foretold]) -> list[tuple[Any, ...]]:
+    """A row for `FORETOLD_HEAD` of each prediction."""
+    return [
+        (name, f.compute_ms, f.messages, f.communication_ms, f.exposed_ms, f.step_ms, 100 * f.efficiency)
+        for name, f in foretold.items()
+    ]
+
+
+def with_prediction(runs: Mapping[str, Run]) -> dict[str, Run]:
+    return {name: run for name, run in runs.items() if run.ok and run.metric("predicted_step_ms")}
+
+
+def steps_alone(cases: Iterable[Case], alone: Mapping[str, Run], runs: Iterable[str]) -> dict[str, float]:
+    """Run's name -> the step of one process that does what each of its ranks does."""
+    steps = {case.name: alone[case.run("one process")].metric("step_ms") for case in cases}
+    return {name: steps[case_of(name)] for name in runs if steps.get(case_of(name))}
+
+
+def traced_names(ranks: int) -> tuple[str, ...]:
+    """Runs whose traced steps are worth a picture."""
+    return tuple(f"{case} {kind} {ranks}".strip() for kind in ("ddp", "fsdp") for case in TURNED)
+
+
+def bands(runs: Mapping[str, Run], names: Iterable[str]) -> dict[str, tuple[list[float], list[float]]]:
+    """Run's name -> when its traced step computed, and when it communicated."""
+    traced = {name: runs[name].samples for name in names if name in runs and runs[name].samples.get("computing_ms")}
+    return {name: (samples["computing_ms"], samples["communicating_ms"]) for name, samples in traced.items()}
+
+
+COMPARISON_HEAD = ("one change", "from, ms", "to, ms", "step, %", "memory, from GB", "to GB")
+
+
+def comparisons(runs: Mapping[str, Run], ranks: int) -> list[tuple[Any, ...]]:
+    """A row for `COMPARISON_HEAD` of each pair of runs that differ in one knob."""
+    pairs = (
+        ("after each micro-batch -> no_sync", f"ddp {ranks} sync each", f"ddp {ranks} no_sync"),
+        ("buckets of 25 MiB -> of 1", f"ddp {ranks}", f"ddp {ranks} bucket 1MB"),
+        ("gradients beside buckets -> in them", f"ddp {ranks}", f"ddp {ranks} bucket view"),
+        ("DDP -> FSDP", f"ddp {ranks}", f"fsdp {ranks}"),
+        ("rows of one length -> as they come", f"ddp {ranks}", f"ddp {ranks} as they come"),
+    )
+    cases = list(dict.fromkeys(map(case_of, runs)))
+    return [
+        (f"{case or 'LoRA'}: {title}", *_changed(*found))
+        for title, *names in pairs
+        for case in cases
+        if len(found := [runs[key] for n in names if (key := f"{case} {n}".strip()) in runs and runs[key].ok]) == 2
+    ]
+
+
+def _changed(before: Run, after: Run) -> tuple[Any, ...]:
+    times = before.metric("step_ms"), after.metric("step_ms")
+    memory = before.metric("peak_allocated_gb"), after.metric("peak_allocated_gb")
+    return *times, f"{100 * (times[1] / times[0] - 1):+.0f} %", *memory
+
+
+def _percent(share: float | None) -> float | None:
+    return None if share is None else 100 * share
+
+
+def off_by(runs: Mapping[str, Run]) -> dict[str, float]:
+    """Run's name -> by how many percent its step was longer than predicted (negative: shorter)."""
+    pairs = {name: (run.metric("step_ms"), run.metric("predicted_step_ms")) for name, run in runs.items() if run.ok}
+    return {name: 100 * (found / predicted - 1) for name, (found, predicted) in pairs.items() if found and predicted}
+
+
+def largest_difference(some: Sequence[float], others: Sequence[float]) -> float:
+    """The largest relative difference of two series' first losses, as far as both go."""
+    return max(abs(a - b) / abs(b) for a, b in zip(some, others, strict=False))
+
+
+NETWORKS = {
+    "1 GbE": 0.125,
+    "10 GbE": 1.25,
+    "25 GbE": 3.1,
+    "100 GbE": 12.5,
+    "400G InfiniBand": 50.0,
+    "NVLink": 450.0,
+}
+"""Name -> GB/s in one direction, as their names say (NVLink: an H100's or H200's): upper limits of the bus
+bandwidth."""
+
+
+def needed_network(cases: Iterable[Case], alone: Mapping[str, Run], ranks: int) -> dict[str, dict[float, float]]:
+    """Case's title -> GB/s of a link -> the efficiency of DDP that the model foretells, in percent."""
+    links = {rate: scaling.flat_link(ranks, rate) for rate in NETWORKS.values()}
+    runs = {case.title: alone[case.run("one process")] for case in cases}
+    return {
+        title: {rate: 100 * scaling.ddp(run, link).efficiency for rate, link in links.items()}
+        for title, run in runs.items()
+        if run.ok
+    }
+
+
+def at_networks(needed: Mapping[str, Mapping[float, float]]) -> dict[str, float]:
+    """ "<title> at <network>" -> efficiency in percent."""
+    names = {rate: name for name, rate in NETWORKS.items()}
+    return {f"{title} at {names[rate]}": share for title, at in needed.items() for rate, share in at.items()}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A rank dies
+
+
+def as_run(name: str, ended: Ended) -> Run:
+    """What became of a launch that was to fail: `failed`, `first_rank`, `first_exit_code`, `left_behind` (processes and
+    files that had to be cleared away), `checkpoint_step`, `seconds`, and `message`."""
+    metrics: dict[str, Any] = {"failed": int(not ended.ok), "seconds": ended.seconds, "left_behind": len(ended.left)}
+    if ended.first:
+        metrics |= dict(zip(("first_rank", "first_exit_code"), ended.first, strict=True))
+    if (step := held_steps(ended)) is not None:
+        metrics["checkpoint_step"] = step
+    return Run("", name, metrics=metrics | {"message": ended.message})
+
+
+def held_steps(ended: Ended | None) -> int | None:
+    """The steps that the checkpoint held by the launch's message."""
+    found = re.search(r"checkpoint of optimizer step (\d+) is whole", ended.message if ended else "")
+    return int(found[1]) if found else None
+
+
+def renamed(run: Run, name: str) -> Run:
+    run.run = name
+    return run
+
+
+def loss_curves(unbroken: Run | None, resumed: Run) -> dict[str, dict[float, float]]:
+    """Name -> optimizer step -> loss: the run that nothing happened to, and the one that was taken up."""
+    first = resumed.metrics["resumed_at"]
+    found = {"what was left of it": dict(enumerate(resumed.metrics["loss"], first + 1))}
+    if unbroken is None:
+        return found
+    last = first + len(resumed.metrics["loss"])
+    return {"one process, undisturbed": dict(enumerate(unbroken.metrics["loss"][:last], 1))} | found
+
+
+def around(curves: Mapping[str, Mapping[float, float]]) -> tuple[float, float]:
+    """Limits of an axis that shows all of the curves and little else."""
+    every = [y for points in curves.values() for y in points.values()]
+    margin = 0.1 * (max(every) - min(every)) or 0.1
+    return min(every) - margin, max(every) + margin
+
+
+def metric_of(runs: Mapping[str, Run], name: str, metric: str, times: float = 1.0) -> float | None:
+    """A run's metric, `times` so much; None where there is none."""
+    value = runs[name].metric(metric) if name in runs else None
+    return None if value is None else times * value
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# NCCL's variables
+
+
+VARIABLES = {
+    "NCCL_DEBUG": ("INFO", "says which way each channel goes"),
+    "NCCL_P2P_DISABLE": ("1", "no GPU writes to another's memory: by shared memory of the host instead"),
+    "NCCL_SHM_DISABLE": ("1", "no shared memory of the host: matters where there is no P2P"),
+    "NCCL_ALGO": ("Tree", "the only algorithm that it may choose"),
+    "NCCL_PROTO": ("LL", "the only protocol: LL is for small messages, Simple for large"),
+    "NCCL_SOCKET_IFNAME": ("lo", "the interface for meeting, and for sockets"),
+    "NCCL_IB_DISABLE": ("1", "no InfiniBand: sockets between hosts"),
+}
+"""Variable -> (a value that is tried, what it is for)."""
+TRIALS = (
+    {"NCCL_DEBUG": "INFO"},
+    {"NCCL_P2P_DISABLE": "1"},
+    {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"},
+    {"NCCL_ALGO": "Tree"},
+    {"NCCL_PROTO": "LL"},
+    {"NCCL_SOCKET_IFNAME": "lo"},
+    {"NCCL_IB_DISABLE": "1"},
+)
+TRIED_SIZES = (2**10, 2**20, 2**26)
+
+
+def nccl_trials(ranks: int, trials: Iterable[Mapping[str, str]] = TRIALS) -> dict[str, Run]:
+    """ "nccl VARIABLE=value" -> the all-reduce's times with it, each in a launch of its own: NCCL reads them once.
+
+    `metrics` holds what NCCL says of its ways (`transport`, `channels`) as well.
+    """
+    found = {}
+    task = Task("all-reduce", "all-reduce", sizes=TRIED_SIZES)
+    for settings in trials:
+        name = "nccl " + " ".join(f"{variable}={value}" for variable, value in settings.items())
+        ended = launch([task], ranks, "cuda", 120, 60, SAY_ALL | dict(settings))
+        why = f"error: {' '.join(ended.message.split())[:200]}"
+        run = ended.runs.get("all-reduce") or Run("", name, status=why)
+        run.run = name
+        said = read_nccl_log(ended.log)
+        run.metrics |= {key: said[key] for key in ("channels", "network", "version") if key in said}
+        run.metrics |= {"transport": ", ".join(said["transports"])} if "transports" in said else {}
+        if "chosen" in said:
+            run.metrics["chosen"] = said["chosen"].get(max(TRIED_SIZES), "")
+        found[name] = run
+    return found
+
+
+NCCL_HEAD = ("setting", "way", "channels", "64 MiB goes by", "1 KiB, µs", "1 MiB, ms", "64 MiB, GB/s")
+
+
+def nccl_rows(runs: Mapping[str, Run]) -> list[tuple[Any, ...]]:
+    """(setting, way, channels, algorithm and protocol of 64 MiB, µs of 1 KiB, ms of 1 MiB, GB/s of 64 MiB) of each."""
+    found = []
+    for name, run in runs.items():
+        if run.ok:
+            ms, bus = run.samples["all_reduce_ms"], run.samples["bus_gb_per_s"]
+            said = [run.metrics.get(key) for key in ("transport", "channels", "chosen")]
+            found.append((name.removeprefix("nccl "), *said, 1e3 * ms[0], ms[1], bus[2]))
+        else:
+            found.append((name.removeprefix("nccl "), run.status, *[None] * 5))
+    return found
+
+
+def variable_rows() -> list[tuple[str, str, str]]:
+    """(variable, a value, what it is for)."""
+    return [(variable, value, why) for variable, (value, why) in VARIABLES.items()]
+
+
+def slower(trials: Mapping[str, Run], name: str) -> float | None:
+    """How many times as long the largest message takes in that trial as with nothing set."""
+    usual, other = trials.get("nccl NCCL_DEBUG=INFO"), trials.get(name)
+    if not (usual and other and usual.ok and other.ok):
+        return None
+    return other.samples["all_reduce_ms"][-1] / usual.samples["all_reduce_ms"][-1]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The article's Docker command
+
+
+def docker_rows() -> list[tuple[str, str, str, str]]:
+    """(flag, what it sets, this machine's value, what fails without it) of the article's command."""
+    return [
+        (
+            "--gpus all",
+            "which GPUs the container sees; needs NVIDIA's container toolkit on the host",
+            _gpus(),
+            "torch.cuda.is_available() is False, and training runs on the CPU or not at all",
+        ),
+        (
+            "--shm-size=1g",
+            "the size of /dev/shm, 64 MB unless said",
+            _shared_memory(),
+            "DataLoader workers hang or die with a bus error (lab 03), and NCCL can't use shared memory",
+        ),
+        (
+            "--ulimit memlock=-1",
+            "how much memory may be page-locked",
+            _limit("RLIMIT_MEMLOCK"),
+            "InfiniBand can't register its buffers (ibv_reg_mr fails); CUDA's own pinned memory isn't counted",
+        ),
+        (
+            "--ulimit stack=67108864",
+            "a thread's stack, 64 MiB",
+            _limit("RLIMIT_STACK"),
+            "seldom anything: deep recursion in C++ (compilers, parsers) crashes at the usual 8 MiB",
+        ),
+        (
+            "(not in it) --ulimit nofile=...",
+            "open files: each rank's sockets, each worker's shared tensors",
+            _limit("RLIMIT_NOFILE", bytes_=False),
+            '"Too many open files", with many workers',
+        ),
+        (
+            "(not in it) --ipc=host",
+            "the host's /dev/shm and its namespace instead of --shm-size",
+            "–",
+            "ranks in *different* containers can't use shared memory or P2P between them",
+        ),
+    ]
+
+
+def _gpus() -> str:
+    count = gpu_count()
+    shown = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return f"{count} GPUs" + (f" (CUDA_VISIBLE_DEVICES={shown})" if shown is not None else "")
+
+
+def _shared_memory() -> str:
+    if not Path("/dev/shm").is_dir():
+        return "no /dev/shm"
+    usage = shutil.disk_usage("/dev/shm")
+    return f"{usage.total / 1e9:.2f} GB, {usage.free / 1e9:.2f} free"
+
+
+def _limit(name: str, bytes_: bool = True) -> str:
+    """The soft limit as `ulimit` has it."""
+    try:
+        import resource
+    except ImportError:  # not a Unix
+        return "–"
+    soft = resource.getrlimit(getattr(resource, name))[0]
+    if soft == resource.RLIM_INFINITY:
+        return "unlimited"
+    return f"{soft / 2**20:,.3g} MiB" if bytes_ else f"{soft:,}"

@@ -1,0 +1,108 @@
+# ---
+# jupyter:
+#   jupytext:
+#     cell_metadata_filter: tags,-all
+#     formats: notebooks/optional//ipynb,notebooks/optional/py//py:percent
+#     notebook_metadata_filter: kernelspec,jupytext,-papermill,-language_info,-widgets
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#       format_version: '1.3'
+#       jupytext_version: 1.19.6
+#   kernelspec:
+#     display_name: Python 3 (ipykernel)
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Optional page to lab 09 · The same advice in TensorFlow
+#
+# Article A4 gives each piece of advice for PyTorch, and some of it for TensorFlow. The course is PyTorch's. This page has
+# the equivalents side by side, and measures them where TensorFlow is installed; where it isn't, each section says so and
+# goes on. It is no lab: nothing lists it, and nothing needs it. Its results are kept as lab 09's, whose last section
+# judges them.
+#
+# | what for | PyTorch | TensorFlow |
+# |---|---|---|
+# | mixed precision | `torch.autocast`, `torch.amp.GradScaler` | `mixed_precision.set_global_policy("mixed_float16")`: casts, and scales the loss in `compile` |
+# | BF16 | `torch.autocast(dtype=torch.bfloat16)` | `set_global_policy("mixed_bfloat16")` |
+# | reading in parallel | `DataLoader(num_workers=8)`: processes | `map(..., num_parallel_calls=AUTOTUNE)`: threads in C++ |
+# | reading ahead | `prefetch_factor=2` for each worker | `.prefetch(AUTOTUNE)` |
+# | decoded data in memory | a `Dataset` that keeps them | `.cache()` |
+# | GPU memory as it is needed | always so: a caching allocator | `set_memory_growth(gpu, True)`; else all of it at once |
+# | compiling | `torch.compile` | `tf.function(jit_compile=True)` (XLA) |
+#
+# Needs TensorFlow (`pip install tensorflow`, in an environment of its own: its CUDA libraries are other ones than
+# PyTorch's) and takes a minute.
+
+# %% tags=["parameters"]
+scale: str = "auto"  # tiny (any CPU), small (a GPU of 8 GB), full (the article's own), auto: the largest that fits
+weights: str = "random"  # no weights are loaded here
+data: str = "generated"  # generated files like the real ones
+results_dir: str = ""  # folder of results.jsonl; empty: a new one under results/
+
+# %%
+from labutils.course import open_lab
+
+lab = open_lab("09", globals())
+
+# %%
+import matplotlib.pyplot as plt
+
+from labutils import plots
+from labutils.data import drawings
+from labutils.tensorflow_page import growth_run, input_runs, precision_runs, tensorflow
+
+plots.use_style()
+tiny = lab.scale == "tiny"
+
+# %% [markdown]
+# ## Mixed precision
+#
+# **Question.** What is the policy `mixed_float16` worth for three dense layers?
+
+# %%
+with lab.attempt("TensorFlow's mixed precision"):
+    tf = tensorflow()
+    runs = lab.keep(precision_runs(tf, width=256 if tiny else 4096, batch=64 if tiny else 2048, steps=10))
+    fig, ax = plt.subplots()
+    plots.steps(ax, runs)
+    plt.show()
+lab.verdict("A4.tensorflow.mixed-precision")
+# %% [markdown]
+# ## The input pipeline
+#
+# **Question.** What do parallel reading, prefetching and a cache bring, on the pictures of lab 09?
+
+# %%
+with lab.attempt("TensorFlow's input pipeline"):
+    tf = tensorflow()
+    folder = lab.cache_dir / "images" / f"drawn-v{drawings.VERSION}-seed0"
+    pictures = drawings.draw_images(folder, 16 if tiny else 64, seed=0)
+    runs = lab.keep(input_runs(tf, pictures, resolution=512, batch=4))
+    fig, ax = plt.subplots()
+    plots.steps(ax, runs)
+    plt.show()
+lab.verdict("A4.tensorflow.parallel-map", "A4.tensorflow.cache")
+# %% [markdown]
+# `AUTOTUNE` chooses the number of threads and the length of the queue while it runs. What no setting changes is what lab
+# 09's chart says: a pipeline that is faster than the training step is fast enough.
+#
+# ## Memory growth
+#
+# **Question.** How much of a GPU does a process take that needs 4 MB?
+
+# %%
+with lab.attempt("TensorFlow's memory growth"):
+    tensorflow()
+    run = growth_run()
+    lab.keep({"tensorflow: memory growth": run})
+    lab.table(
+        ("GB taken", "by default", "with memory growth"), ("", run.metrics["plain_gb"], run.metrics["growing_gb"])
+    )
+lab.verdict("A4.tensorflow.growth")
+
+# %% [markdown]
+# PyTorch's allocator grows by itself, and keeps what it once had (`torch.cuda.memory_reserved`). TensorFlow takes nearly
+# everything at the start, unless it is told to grow: kind to fragmentation, unkind to whoever shares the card.

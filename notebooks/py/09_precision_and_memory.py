@@ -1,0 +1,665 @@
+# ---
+# jupyter:
+#   jupytext:
+#     cell_metadata_filter: tags,-all
+#     formats: notebooks//ipynb,notebooks/py//py:percent
+#     notebook_metadata_filter: kernelspec,jupytext,-papermill,-language_info,-widgets
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#       format_version: '1.3'
+#       jupytext_version: 1.19.6
+#   kernelspec:
+#     display_name: Python 3 (ipykernel)
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Lab 09 · Precision, memory, and a list of advice
+#
+# Article A4 is a guide: set this, enable that, use those. It has no measurement in it. Much of its advice is good on
+# some loop, and none of it is good on every loop.
+#
+# This lab turns each piece of advice into a switch, flips it alone, and lets a threshold decide whether it paid. On the
+# way you take the memory of a training step apart, predict its peak before it happens, run out of memory on purpose and
+# come back from it, and find out when the way of an image into training matters at all.
+#
+# **After this lab you can**
+# - flip one switch at a time, and say of each what it did to time, to memory and to the numbers;
+# - say what the peak memory of a step consists of, and predict it from shapes before you own the card;
+# - survive an out-of-memory error, and find the largest batch in two tries;
+# - say from two numbers whether a faster decoder, a cache or more workers would shorten your step;
+# - read a list of advice as a list of questions to your own loop.
+#
+# | scale | needs | time |
+# |---|---|---|
+# | `tiny` | any CPU | 1½ minutes |
+# | `small` | a GPU of 8 GB | 4 minutes |
+# | `full` | a GPU of 80 GB | 7 minutes |
+#
+# (On a GPU of 40 GB the two language models' largest recipes run out of memory at `full`. The lab says so and goes on.)
+#
+# A CPU computes in float32 here: switches of a GPU's precision, caches and kernels can't be told apart on it and are left
+# out. What autograd keeps, what checkpointing saves and what a decoder costs can be seen anywhere.
+
+# %% tags=["parameters"]
+scale: str = "auto"  # tiny (any CPU), small (a GPU of 8 GB), full (the article's own), auto: the largest that fits
+weights: str = "random"  # random: exact architecture, random weights; hub: the real ones
+data: str = "generated"  # generated files like the real ones; hub: the real dataset
+results_dir: str = ""  # folder of results.jsonl; empty: a new one under results/
+steps: int = 0  # optimizer steps timed in each round, at least; 0: 3 at tiny, 4 at larger scales
+rounds: int = 0  # times round all switches; 0: 1 at tiny, 3 at larger scales
+every_loop: bool = False  # section 9 also tests its predictions on LLaVA's and Qwen3's loops: 3-4 minutes more at full
+
+# %%
+from labutils.course import NotHere, open_lab
+
+lab = open_lab("09", globals())
+
+# %%
+import warnings
+from statistics import median
+
+import matplotlib.pyplot as plt
+import torch
+
+from labutils import articles, footprint, plots, switches
+from labutils.data.formats import gpu_decoder, images_per_s
+from labutils.datapath import Pictures, pipeline_of, step_over_decoding, trained_from
+from labutils.diagnosis import ablations, telling
+from labutils.hardware import usable_cores
+from labutils.recipe import Recipe
+from labutils.results import Run
+from labutils.training import Bench
+from labutils.training.following import make_room
+from labutils.workloads.diffusion import on_drawn_latents
+
+plots.use_style()
+warnings.filterwarnings("ignore", message="This DataLoader will create")  # more workers than cores: on purpose
+on_gpu, tiny = lab.device == "cuda", lab.scale == "tiny"
+steps, rounds = steps or (3 if tiny else 4), rounds or (1 if tiny else 3)
+if not on_gpu:
+    torch.set_num_threads(max(1, usable_cores() // 2))
+stable_diffusion = lab.workload("sd15-lora")
+ready = on_drawn_latents(stable_diffusion)  # latents and texts that are there already: no data path in the times
+
+# %% [markdown]
+# ## 1 · One switch at a time
+#
+# **Question.** Which advice shortens the step, which saves memory, and at what price in the other?
+#
+# The loop is Stable Diffusion's LoRA training as plain PyTorch writes it, on latents that are there already. *base* is
+# the article's mixed precision: autocast in FP16 with a `GradScaler`. *float32* is the same without it, and without
+# TF32. Every other line changes one knob of one of the two. (*accumulation* changes two, which are one thing: as many
+# micro-batches of one example as *base* has examples in its batch.)
+#
+# **Your prediction:** by how many percent does mixed precision shorten the step, against float32 without TF32?
+
+# %%
+my_precision: float | None = None  # for example 50
+
+lab.predict("mixed precision shortens the step by", my_precision, "%")
+
+# %%
+recipes = switches.switches_on(lab.device, lab.scale)
+with Bench(ready, warmup=1 if tiny else 3) as bench:
+    runs = bench.compare(recipes, steps, rounds)
+for name in switches.switches(lab.scale):
+    left_out = Run("09", name, status="skipped: a CPU computes in float32, and has neither cuDNN nor pages to move")
+    lab.keep(footprint.with_peak(ready, runs[name]) if name in runs else left_out)
+
+# %%
+fig, ax = plt.subplots()
+plots.steps(ax, runs)
+plt.show()
+lab.table(switches.SWITCH_HEAD, *switches.switch_rows(runs))
+
+# %%
+counted = switches.paying(runs)
+lab.keep(Run("09", "advice", workload=ready.name, scale=lab.scale, metrics=counted))
+print(f"Of {counted['tried']} switches {counted['helped']} shorten the step by 5 % or more, surely.")
+lab.verdict("A4.pytorch.mixed-precision", "A4.pytorch.cudnn-benchmark", "A4.pytorch.accumulation")
+lab.verdict("A4.memory.mixed-precision", "A4.memory.checkpointing", "A4.method.measure");
+
+# %% [markdown]
+# *Within the spread* is an answer: the switch does not matter on this loop. Look for the reason before you blame the
+# switch. A loop that waits for its host gains nothing from faster kernels. An optimizer that has a thousandth of the
+# weights to update gains nothing from eight bits. A switch that trades, like checkpointing, should be read by both its
+# columns: it is a price, and the other column is what you get for it.
+#
+# **Takeaway.** A list of advice is a list of questions. The answers belong to a loop, and to this day: ask again after
+# each change, since what was hidden behind the old bottleneck may now be the new one.
+
+# %% [markdown]
+# ## 2 · What precision does to the numbers
+#
+# **Question.** A step that is twice as fast is no gain if it goes elsewhere. How far are loss and gradient off?
+#
+# One batch, one set of weights, one draw of noise, computed in each form and held against float32. FP16 has 10 bits of
+# mantissa and reaches down to 6e-8; BF16 has 7 bits and float32's range. Gradients smaller than the least number become
+# 0: multiplying the loss beforehand, and dividing the gradients afterwards, moves them into reach. That is all a
+# `GradScaler` does, besides looking for a good factor.
+#
+# **Your prediction:** by how many percent is the gradient off in BF16 with autocast (the norm of the difference over the
+# norm)?
+
+# %%
+my_error: float | None = None  # for example 1
+
+lab.predict("gradient off in BF16 by", my_error, "%")
+
+# %%
+numbers = switches.numerical_effects(ready)
+lab.keep(numbers)
+fig, ax = plt.subplots()
+plots.errors(ax, switches.errors_of(numbers))
+plt.show()
+lab.table(switches.NUMBERS_HEAD, *switches.number_rows(numbers))
+lab.verdict("A4.pytorch.scaler", "A4.memory.sensitive-parts");
+
+# %% [markdown]
+# Two different things go wrong in 16 bits. *Rounding* is an error of every number, a few parts in a thousand, and
+# averages out over many. *Underflow* loses numbers altogether, the small ones first, and always in one direction. BF16
+# has more of the first and none of the second, which is why it needs no scaler. (How much underflows depends on how
+# large the gradients are; with random weights they are no trained model's.)
+#
+# **Takeaway.** Before you judge a format by a loss curve, look at one gradient: it takes a second, and seeds don't blur it.
+
+# %% [markdown]
+# ## 3 · The optimizer alone
+#
+# **Question.** In section 1 the optimizer hardly matters, since LoRA trains so little. What are its forms worth where
+# all weights are trained?
+#
+# Here AdamW updates one block of a decoder, every matrix of it (at `full` one of Qwen3-8B's 36 blocks, 193 million
+# numbers), in float32. *8-bit* keeps both moments in a byte a number, with a constant for each 256 (bitsandbytes).
+# *paged* allocates them in pages that the driver moves to the host when the GPU is full.
+
+# %%
+optimizers = switches.optimizer_costs(lab.scale, lab.device)
+lab.keep(optimizers)
+lab.table(switches.OPTIMIZER_HEAD, *switches.optimizer_rows(optimizers))
+
+# %% [markdown]
+# An update is bound by memory: each trained number is read and written with its gradient and both moments. *loop* reads
+# and writes them again for every operation, *fused* once. *8-bit* saves 6 of 8 bytes of state, and its updates are off by
+# a few percent, which training mostly forgives. (On a CPU the library's 8-bit form is there to be correct, not fast.)
+#
+# **Takeaway.** Ask what share of your memory the optimizer has, and of your time: section 4 has the picture. With LoRA
+# both are next to nothing. With all weights trained, state is twice the weights, and these forms are worth having.
+
+# %% [markdown]
+# ## 4 · What a step's memory consists of
+#
+# **Question.** The peak of a step is one number. What is in it, and at which moment is it reached?
+#
+# On a GPU the picture is drawn from the caching allocator's own history
+# (`torch.cuda.memory._record_memory_history`): every allocation and every free of one step, in order. What is alive when
+# the backward pass begins was waiting for it: *activations*. On a CPU, whose allocator keeps no history, a ledger writes
+# down every storage that an operation returns, for as long as anything holds it. It doesn't see what a kernel takes for
+# itself while it runs.
+#
+# **Your prediction:** how many percent of the peak are activations, for Stable Diffusion with a batch of 4?
+
+# %%
+my_activations: float | None = None  # for example 50
+
+lab.predict("activations' share of the peak", my_activations, "%")
+
+# %%
+told: dict[str, Run] = {}
+records = {}
+
+
+def foretell(work, mode: str) -> None:
+    """Predict and record a workload's step in a mode."""
+    name = f"{work.name}, {mode}"
+    with lab.attempt(f"memory of {name}", reference=f"memory: {name}"):
+        recipe = footprint.GRID[work.name].but(**footprint.MODES[mode])
+        run, records[name] = footprint.foretold(work, recipe, f"memory: {name}")
+        told[name] = lab.keep(run)
+
+
+make_room(ready)
+for mode in footprint.MODES:
+    foretell(ready, mode)
+fig, axes = plt.subplots(2, 1, figsize=(7.4, 6.4), sharex=False)
+for ax, mode in zip(axes, ("all kept", "checkpointing"), strict=True):
+    memory = records[f"sd15-lora, {mode}"]
+    plots.stacked_memory(ax, memory.series(), memory.phases, plots.MEMORY_FILLS)
+    ax.set_title(f"Stable Diffusion, {mode}")
+plt.show()
+
+# %% [markdown]
+# Read the first picture from left to right. Weights are there all the time. In the forward pass activations pile up; in
+# the backward pass they are used and let go, block by block. The peak is where the two meet. With *checkpointing* the
+# pile is low, since blocks keep their inputs alone, and each tooth of the backward pass is a block that computes itself
+# again.
+#
+# A language model's picture has one more part.
+
+# %%
+texts = lab.workload("qwen3-lora-long")
+make_room(ready)
+for mode in footprint.MODES:
+    foretell(texts, mode)
+fig, axes = plt.subplots(2, 1, figsize=(7.4, 6.4), sharex=False)
+for ax, mode in zip(axes, ("all kept", "checkpointing"), strict=True):
+    if f"qwen3-lora-long, {mode}" in records:
+        memory = records[f"qwen3-lora-long, {mode}"]
+        plots.stacked_memory(ax, memory.series(), memory.phases, plots.MEMORY_FILLS)
+        ax.set_title(f"Qwen3, two long texts, {mode}")
+plt.show()
+
+# %% [markdown]
+# The logits: one number for each token and each word of the vocabulary, in float32 three times at the worst moment (their
+# softmax, and the two gradients between loss and head). Checkpointing can't touch them. A loss that forms them chunk by
+# chunk can (lab 07's *fused loss*).
+#
+# **Takeaway.** Ask *when* the peak is before you ask what to save. What is not alive at that moment saves nothing.
+
+# %% [markdown]
+# ## 5 · The peak, predicted
+#
+# **Question.** Could you have known the peak without a GPU?
+#
+# Every tensor's size is known from shapes. So the prediction takes one step through the very code that trains, on the
+# *meta* device, where tensors have shapes and no contents, and keeps a ledger of what is alive. What no shape tells is
+# added: autocast's copies and a fused attention kernel as a GPU has them, the optimizer's state, cuBLAS's workspaces. It
+# takes seconds, and no memory, for a model of any size.
+#
+# **Your prediction:** by how many percent will the worst of these nine predictions be off?
+
+# %%
+my_worst: float | None = None  # for example 10
+
+lab.predict("the worst of nine predictions is off by", my_worst, "%")
+
+# %%
+photographs = lab.workload("llava-lora")
+make_room(texts)
+for mode in footprint.MODES:
+    foretell(photographs, mode)
+make_room(photographs)
+fig, ax = plt.subplots()
+plots.predicted_peaks(ax, {name: (run.metric("predicted_gb"), run.metric("peak_gb")) for name, run in told.items()})
+plt.show()
+
+# %%
+lab.table(footprint.TOLD_HEAD, *footprint.told_rows(told))
+worst = max((abs(run.metric("off")) for run in told.values()), default=None)
+lab.keep(Run("09", "predictor", metrics={"worst_off": worst} if worst is not None else {}));
+
+# %% [markdown]
+# *Reserved* is what the allocator took from the GPU to serve these peaks. It keeps pieces for later, and pieces that are
+# too small for the next request: the gap between the two columns is yours to lose when you plan to the last gigabyte.
+#
+# The same prediction, for cards and models that are not here: Stable Diffusion 1.5 at its full size, on a GPU.
+
+# %%
+full_size = on_drawn_latents(footprint.at_full(stable_diffusion))
+rows = [("batch", *footprint.MODES)]
+for batch in (8,) if tiny else (1, 8):
+    recipe = footprint.GRID["sd15-lora"].but(micro_batch=batch)
+    peaks = [
+        footprint.predicted(full_size, recipe.but(**change), on="cuda").peak for change in footprint.MODES.values()
+    ]
+    rows.append((batch, *(f"{peak / 1e9:.1f} GB" for peak in peaks)))
+lab.table(*rows)
+
+# %% [markdown]
+# **Takeaway.** Memory is arithmetic. Do it before you rent the card.
+
+# %% [markdown]
+# ## 6 · Out of memory, on purpose
+#
+# **Question.** What happens when memory runs out in the middle of a step, and what must be done before the next one can
+# run?
+#
+# On a GPU the process is given a fraction of the card (`torch.cuda.set_per_process_memory_fraction`), so that it runs
+# out within a second. On a CPU the ledger raises the error at a limit of its own: the limit is artificial, all that
+# follows is not.
+
+# %%
+plain = Recipe(driver="eager", logging="ring-buffer", cache="latents+text", accumulation=1)
+room = footprint.predicted(ready, plain.but(micro_batch=9)).peak / 1e9
+fed = footprint.Fed(ready, plain)
+fed.limit(room)
+broken = footprint.run_out(fed, 40)
+lab.keep(Run("09", "out of memory", workload=ready.name, scale=lab.scale, metrics=broken))
+lab.table(
+    ("GB held by tensors", "before", "in the except block", "behind it", "cleaned up"), footprint.held_row(broken)
+)
+print(broken["message"][:300])
+
+# %% [markdown]
+# Look at the second column. Inside the `except` block nothing is free yet: the exception holds the traceback, the
+# traceback holds every frame of the failed step, and these hold its tensors. `torch.cuda.empty_cache()` there gives back
+# nothing. Leave the block first; then drop the half-made gradients, collect the garbage, and empty the cache:
+#
+# ```python
+# try:
+#     step()
+#     fits = True
+# except torch.OutOfMemoryError:
+#     fits = False          # and nothing else
+# if not fits:
+#     optimizer.zero_grad(); gc.collect(); torch.cuda.empty_cache()
+# ```
+#
+# ### The largest batch
+#
+# **Question.** How many tries does it take to find the largest batch that fits, with a tenth of the memory left free?
+#
+# accelerate's `find_executable_batch_size` starts where you tell it and takes a tenth less after each failure. The other
+# search starts at the prediction: memory is a straight line over the batch, and two predictions make it.
+
+# %%
+my_tries: float | None = None  # for example 6
+
+lab.predict("tries of accelerate's search from 16 on", my_tries, "tries")
+
+# %%
+keep = room * (1 - footprint.HEADROOM)
+fed.limit(keep)
+foreseen = footprint.foreseen_largest(ready, plain, keep)
+searches = {}
+for name, search, start in (
+    ("from the prediction", footprint.largest_batch, foreseen),
+    ("accelerate, from 16", footprint.largest_by_accelerate, 16),
+):
+    fed.tries.clear()
+    searches[name] = {"largest": search(fed.fits, start), "tries": len(fed.tries)}
+    searches[name]["failures"] = sum(not fits for fits in fed.tries.values())
+fed.close()
+lab.keep(
+    {
+        f"largest batch, {name}": Run("09", "", metrics=found | {"predicted": foreseen})
+        for name, found in searches.items()
+    }
+)
+lab.table(
+    ("search", "predicted", "largest batch", "tries", "of them out of memory"),
+    *footprint.search_rows(searches, foreseen),
+)
+
+# %% [markdown]
+# **Takeaway.** Every failure costs a step, a clean-up and a fragmented cache. Predict, try, and try one more.
+
+# %% [markdown]
+# ## 7 · The way of an image into training
+#
+# **Question.** How long does one core take from a file to pixels, by the form in which the picture is kept?
+#
+# **Your prediction:** how many times as long does a PNG take as a JPEG of the same picture?
+
+# %%
+my_formats: float | None = None  # for example 2
+
+lab.predict("PNG against JPEG, one core", my_formats, "x")
+
+# %%
+pictures = Pictures(stable_diffusion, 8 if tiny else 32)
+decoding = pictures.decoding()
+with lab.attempt("JPEG decoded on the GPU", reference="decode: JPEG, GPU"):
+    lab.keep({"decode: JPEG, GPU": pictures.decoding_on_gpu(gpu_decoder())})
+lab.keep(decoding)
+fig, ax = plt.subplots()
+bars = {name.removeprefix("decode: "): run for name, run in decoding.items()}
+plots.breakdown(
+    ax, {name: {"read": run.metric("read_ms"), "decode": run.metric("decode_ms")} for name, run in bars.items()}
+)
+plt.show()
+lab.table(
+    ("form", "MB a file", "ms a picture"),
+    *((name, run.metrics["mb"], run.metric("both_ms")) for name, run in bars.items()),
+)
+
+# %% [markdown]
+# (*pixels* are the decoded picture as it is, *resized* the same at the training resolution: what a pre-processing pass
+# over the dataset would leave you with. JPEG and WebP throw something away; the pictures are drawn, and compress better
+# than photographs.)
+#
+# ### Is it the disk?
+#
+# A file that was read once stays in the operating system's *page cache* as long as there is room. Here the system is
+# asked to forget the files (`posix_fadvise`), and `mincore` says whether it did.
+
+# %%
+storage = pictures.storage()
+lab.keep(storage)
+rows = [("page cache", "ms to read a file", "ms to read and decode it", "still cached")]
+for name, run in storage.items():
+    rows.append((name, run.metric("read_ms"), run.metric("example_ms"), f"{run.metrics['still_cached']:.0%}"))
+lab.table(*rows)
+lab.verdict("A4.data.storage", "A4.data.gpu-decoding");
+
+# %% [markdown]
+# ### When does it matter?
+#
+# Lab 03's model has it: with $r$ to make a micro-batch and $c$ to train on it, a step takes $r + c$ without workers and
+# $\max(c, r / w)$ with $w$ of them, as long as there are cores. So a faster decoder, a cache and more workers are three
+# ways to the same place, and none of them gets below $c$.
+
+# %%
+several = min(4, max(2, usable_cores() // 2))
+loop = Recipe(driver="eager", logging="ring-buffer", micro_batch=1 if tiny else 4, accumulation=2 if tiny else 1)
+ways = {"": loop, f", {several} workers": loop.but(num_workers=several, persistent_workers=True)}
+kept = ("PNG", "JPEG", "resized", "resized in memory") + (() if tiny else ("WebP", "PNG in memory"))
+trained = trained_from(
+    stable_diffusion, {name: pictures.dataset(name) for name in kept}, ways, steps, rounds=1 if tiny else 2
+)
+lab.keep(trained);
+
+# %%
+threads = 1 if on_gpu else torch.get_num_threads()
+base = pipeline_of(trained["data: resized in memory"], usable_cores(), threads)
+each = {name: pictures.example_ms(name) for name in kept}
+points = {0: {}, several: {}}
+for workers, ending in zip(points, ways, strict=True):
+    for name in kept:
+        spread = trained[f"data: {name}{ending}"].metrics["step_ms"]
+        points[workers][name] = (each[name], tuple(spread[part] for part in ("p10", "median", "p90")))
+model = step_over_decoding(base, (0, 1, several), loop.micro_batch, up_to=1.15 * max(each.values()))
+fig, ax = plt.subplots(figsize=(7.4, 4.2))
+plots.over_decoding(ax, model, points, "ms that one core takes to make an example")
+plt.show()
+lab.verdict("A4.data.cache", "A4.pytorch.workers", "A4.pytorch.prefetch", "A4.pytorch.persistent");
+
+# %% [markdown]
+# Where the lines have met the floor, nothing on the data path is worth a minute of work. Left of the bend of your number
+# of workers you are there already. (Workers' claims are judged by lab 03's runs, if you have made them.)
+#
+# **Takeaway.** Two numbers decide: $r / w$ and $c$. Measure both before you change the format of a dataset.
+
+# %% [markdown]
+# ## 8 · Switches in the environment
+#
+# **Question.** `OMP_NUM_THREADS=4` "prevents oversubscription". What happens without it?
+#
+# PyTorch's operations on a CPU use as many threads as there are cores. One process is right to do so. As many processes as
+# cores, each with as many threads, have the square of that many threads for the same cores. (DataLoader workers are safe:
+# PyTorch sets them to one thread. Data loaders of your own, and `torchrun`'s processes, are not.)
+
+# %%
+processes = min(usable_cores(), 8)
+tried = {"threads: as they come": None, "threads: one each": 1}
+found = {name: images_per_s(processes, threads, seconds=0.5 if tiny else 1.0) for name, threads in tried.items()}
+lab.keep({name: Run("09", "", metrics=metrics) for name, metrics in found.items()})
+rows = [(name, processes, int(m["threads"]), m["images_per_s"]) for name, m in found.items()]
+lab.table(("", "processes", "threads of each", "images resized a second, in all"), *rows)
+lab.verdict("A4.environment.threads");
+
+# %% [markdown]
+# Two variables of CUDA's are read once, when a process starts, so that each is tried in a process of its own.
+# `CUDA_LAUNCH_BLOCKING=1` has the host wait for every kernel: an error then names the line that caused it, and nothing
+# overlaps any more. `CUDA_VISIBLE_DEVICES` hides GPUs.
+
+# %%
+with lab.attempt("CUDA's variables", reference="launches block"):
+    if not on_gpu:
+        for name in ("launches overlap", "visible devices"):
+            lab.keep(Run("09", name, status="skipped: there is no GPU whose launches could overlap"))
+        raise NotHere("there is no GPU whose launches could overlap")
+    for name, value in (("launches overlap", "0"), ("launches block", "1")):
+        environment = {"CUDA_LAUNCH_BLOCKING": value}
+        lab.keep(switches.trained_alone(stable_diffusion, switches.BESIDE, 6, environment, name))
+    seen = {"none": switches.visible_gpus(""), "one": switches.visible_gpus("0")}
+    lab.keep(Run("09", "visible devices", metrics=seen | {"as_asked": int(seen == {"none": 0, "one": 1})}))
+lab.verdict("A4.environment.launch-blocking", "A4.environment.visible-devices");
+
+# %% [markdown]
+# **Takeaway.** Set `CUDA_LAUNCH_BLOCKING` to find an error, and look twice that it is gone before you measure anything.
+
+# %% [markdown]
+# ## 9 · Which of it pays on this loop?
+#
+# **Question.** Switches were flipped one after another, and most did nothing. Could one look at the loop have told
+# which of them pays?
+#
+# `labutils diagnose -- python train.py` looks at any training script, unchanged: it times a few steps, profiles a few
+# more, says where their time goes, and ranks what to change. Each gain is predicted by replaying the traced step with one
+# thing changed: without the wait for data, say, or with the host launching once. Here it looks at the loop that article
+# A1 starts with, and is then put to the test: only after its predictions are made is each fix measured, one at a time,
+# interleaved with the start.
+#
+# **Your prediction:** how many percent of that loop's step does the best single fix save?
+
+# %%
+my_best: float | None = None  # for example 40
+
+lab.predict("the best single fix saves", my_best, "%")
+
+# %%
+make_room(photographs)
+loops = tuple(ablations.STARTS) if every_loop else ("SD1.5",)
+ablated, failed = ablations.over_starts(
+    lab.scale, loops, steps, rounds=1 if tiny else 2, data=lab.data, weights=lab.weights
+)
+for loop, why in failed.items():
+    print(f"{loop}: {why}")
+for one in ablated:
+    lab.keep(Run("09", f"diagnosis: {one.name}", scale=lab.scale, metrics=one.metrics()))
+    print(telling.text(one.diagnosis) if one is ablated[0] else "")
+
+# %%
+lab.table(ablations.HEAD, *ablations.table_rows(ablated))
+rows = [row for one in ablated for row in one.rows if row.tells]
+print(
+    f"Of {len(rows)} fixes with something to gain, {sum(row.close for row in rows)} were predicted within 20 % of the step."
+)
+saved = [100 * row.measured for row in rows if row.fix.per == "step"]
+
+# %% [markdown]
+# *Step off by* compares the step as predicted with the step as measured, which is what you plan with. The gains are each
+# fix's own: they don't add up, since what one has saved the next can't.
+#
+# (On a CPU busy with other things two runs of the *same* recipe differ by more than a fifth. There the table shows how a
+# prediction is tested, not how good it is.)
+#
+# **Takeaway.** Profile first, change one thing, measure again: the article's last piece of advice is the one that holds on
+# every loop. What a trace predicts you needn't try.
+
+# %% [markdown]
+# ## 10 · The whole list
+#
+# Every piece of the article's advice, with what was found. Advice on several GPUs is judged by lab 10's runs, TensorFlow's
+# by the optional page in `notebooks/optional`. Some of it no machine of this course can test; then the reason is the
+# verdict.
+
+# %%
+lab.verdict(*articles.claims("A4"));
+
+# %% [markdown]
+# ## Exercises
+#
+# **1.** A model has 1 billion weights, all trained, in float32 with AdamW. How many GB are weights, gradients and the
+# optimizer's state together, and how many with the 8-bit optimizer (its constants not counted)?
+
+# %% tags=["exercise"]
+my_gb = None  # two numbers, for example (8, 5)
+
+
+def check_gb(answer) -> str:
+    if answer is None:
+        return "Exercise 1: set my_gb first."
+    if tuple(answer) == (4 + 4 + 8, 4 + 4 + 2):
+        return "Exercise 1: right: 4 bytes each for weight and gradient, and two moments of 4 bytes or of 1."
+    return "Exercise 1: not yet. How many bytes has a number in float32, and how many moments has AdamW?"
+
+
+print(check_gb(my_gb))
+
+# %% tags=["solution"]
+my_gb = (16, 10)
+assert check_gb(my_gb).startswith("Exercise 1: right"), check_gb(my_gb)
+
+# %% [markdown]
+# **2.** A step of batch 1 peaks at 20 GB, one of batch 3 at 32 GB. The card has 80 GB, and a tenth of it shall stay free.
+# Where does your search for the largest batch start?
+
+# %% tags=["exercise"]
+my_start = None  # a whole number
+
+
+def check_start(answer) -> str:
+    if answer is None:
+        return "Exercise 2: set my_start first."
+    if answer == int((80 * 0.9 - 14) // 6):
+        return "Exercise 2: right: 6 GB an example, 14 GB without any, 58 GB of room for examples."
+    return "Exercise 2: not yet. What does one example add, what is there without any, and how much room is left?"
+
+
+print(check_start(my_start))
+
+# %% tags=["solution"]
+my_start = int((80 * (1 - footprint.HEADROOM) - 14) // 6)
+assert check_start(my_start).startswith("Exercise 2: right"), check_start(my_start)
+
+# %% [markdown]
+# **3.** One core takes 40 ms to make an example, training takes 25 ms for it, and you have 4 workers on 16 cores. How many
+# percent of the step would a decoder save that is twice as fast?
+
+# %% tags=["exercise"]
+my_saving = None  # percent
+
+
+def check_saving(answer) -> str:
+    if answer is None:
+        return "Exercise 3: set my_saving first."
+    if answer == 0:
+        return "Exercise 3: right: 40 / 4 is less than 25 already. The decoder was never what the step waited for."
+    return "Exercise 3: not yet. Compare r / w with c, before and after."
+
+
+print(check_saving(my_saving))
+
+# %% tags=["solution"]
+my_saving = 100 * (1 - max(25, 20 / 4) / max(25, 40 / 4))
+assert check_saving(my_saving).startswith("Exercise 3: right"), check_saving(my_saving)
+
+# %% [markdown]
+# ## What you did
+# - You flipped one switch at a time, and saw what each did to time, memory and numbers.
+# - You took the peak memory of a step apart, and predicted it from shapes alone.
+# - You ran out of memory, cleaned up, and found the largest batch in two tries.
+# - You told from two numbers whether the way of an image into training matters.
+# - You had a program predict from one trace what each fix would save, and tested it.
+# - You read a list of advice as questions, and answered those that your machine can answer.
+
+# %%
+shortened = switches.time_effect(runs["float32"], runs["base"]) if {"float32", "base"} <= runs.keys() else None
+at_peak = records["sd15-lora, all kept"].at_peak()
+lab.done(
+    {
+        "mixed precision shortens the step by": -shortened.middle if shortened else None,
+        "gradient off in BF16 by": 100 * numbers["bf16"].metrics["gradient_error"],
+        "activations' share of the peak": 100 * at_peak["activations"] / sum(at_peak.values()),
+        "the worst of nine predictions is off by": 100 * worst if worst is not None else None,
+        "tries of accelerate's search from 16 on": searches["accelerate, from 16"]["tries"],
+        "the best single fix saves": max(saved, default=None),
+        "PNG against JPEG, one core": median(decoding["decode: PNG"].samples["decode_ms"])
+        / median(decoding["decode: JPEG"].samples["decode_ms"]),
+    }
+)

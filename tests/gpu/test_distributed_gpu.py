@@ -1,0 +1,127 @@
+"""Several GPUs: NCCL between them, the training of one, less memory where weights are cut, and a rank that dies."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from labutils import fleet, scaling
+from labutils.measure.collectives import SIZES
+from labutils.results import Unavailable
+from labutils.training.launching import Ended, gpu_count, launch, order
+from labutils.training.rank import Task
+from labutils.workloads import open_workload
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
+    pytest.mark.timeout(600),
+]
+SD = fleet.SD_RECIPE.but(accumulation=2)
+QWEN = fleet.QWEN_RECIPE.but(accumulation=2, token_budget=512)
+
+
+def case(name: str, workload: str, recipe, **changes) -> Task:
+    told = order(open_workload(workload, "small", device="cuda"))
+    alone = changes.pop("alone", False)
+    options = {"alone": alone, "arrivals": alone, "traced": 0 if alone else 3}
+    return Task("train", name, told, recipe.but(**changes).as_dict(), steps=5, **options)
+
+
+@pytest.fixture(scope="module")
+def measured() -> Ended:
+    whole = {"adapter": "none"}
+    qwen_whole = fleet.QWEN_FULL_RECIPE.but(accumulation=2, token_budget=512, micro_batch=1)
+    tasks = [
+        Task("all-reduce", "all-reduce", sizes=SIZES),
+        case("share", "sd15-lora", SD, accumulation=1, alone=True),
+        case("full share", "sd15-lora", SD, accumulation=1, alone=True, **whole),
+        case("alone", "sd15-lora", SD, alone=True),
+        case("ddp", "sd15-lora", SD),
+        case("fsdp", "sd15-lora", SD, parallel="fsdp"),
+        case("full alone", "sd15-lora", SD, alone=True, **whole),
+        case("full ddp", "sd15-lora", SD, **whole),
+        case("full view", "sd15-lora", SD, gradient_as_bucket_view=True, **whole),
+        case("full fsdp", "sd15-lora", SD, parallel="fsdp", **whole),
+        case("qwen alone", "qwen3-lora-long", QWEN, alone=True),
+        case("qwen ddp", "qwen3-lora-long", QWEN),
+        case("qwen fsdp", "qwen3-lora-long", QWEN, parallel="fsdp"),
+        case("qwen full alone", "qwen3-lora-long", qwen_whole, alone=True),
+        case("qwen full fsdp", "qwen3-lora-long", qwen_whole, parallel="fsdp"),
+    ]
+    return launch(tasks, 2, "cuda", patience_s=200).or_raise()
+
+
+@pytest.mark.parametrize(
+    ("together", "alone"),
+    [
+        ("ddp", "alone"),
+        ("fsdp", "alone"),
+        ("full ddp", "full alone"),
+        ("full fsdp", "full alone"),
+        ("qwen ddp", "qwen alone"),
+        ("qwen fsdp", "qwen alone"),
+        ("qwen full fsdp", "qwen full alone"),
+    ],
+)
+def test_two_gpus_train_as_one(together, alone, measured):
+    found, expected = (measured.runs[name].metrics["loss"] for name in (together, alone))
+    assert found[0] == pytest.approx(expected[0], rel=1e-2)
+    assert found[2] == pytest.approx(expected[2], rel=3e-2)
+
+
+def test_the_link_is_one(measured):
+    run = measured.runs["all-reduce"]
+    assert run.metrics["bus_gb_per_s"] > 5
+    assert run.metrics["latency_us"] < 500
+
+
+@pytest.mark.parametrize("name", ["full", "qwen", "qwen full"])
+def test_cut_weights_take_less_memory(name, measured):
+    one, two = (measured.runs[f"{name} {kind}"].metrics["peak_allocated_gb"] for kind in ("alone", "fsdp"))
+    assert two < one
+
+
+def test_gradients_in_the_buckets_are_held_once(measured):
+    beside, inside = (measured.runs[name].metrics["peak_allocated_gb"] for name in ("full ddp", "full view"))
+    assert inside <= beside
+
+
+@pytest.mark.parametrize("name", ["ddp", "full ddp", "fsdp", "qwen fsdp"])
+def test_communication_is_seen_in_the_trace(name, measured):
+    metrics = measured.runs[name].metrics
+    assert 0 < metrics["exposed_communication_share"] <= metrics["communication_share"] < 1
+
+
+@pytest.mark.parametrize(("name", "share"), [("ddp", "share"), ("full ddp", "full share")])
+def test_a_step_is_foretold(name, share, measured):
+    link = fleet.link_of(measured.runs["all-reduce"])
+    found, predicted = measured.runs[name].metric("step_ms"), scaling.ddp(measured.runs[share], link).step_ms
+    assert found == pytest.approx(predicted, rel=0.3)
+
+
+def test_nccl_s_variables_are_taken():
+    trials = fleet.nccl_trials(2, ({"NCCL_DEBUG": "INFO"}, {"NCCL_P2P_DISABLE": "1"}))
+    usual, other = (trials[name] for name in ("nccl NCCL_DEBUG=INFO", "nccl NCCL_P2P_DISABLE=1"))
+    assert usual.ok and other.ok
+    assert usual.metrics["transport"] != other.metrics["transport"]
+    assert fleet.slower(trials, "nccl NCCL_P2P_DISABLE=1") > 1
+
+
+@pytest.mark.parametrize(("parallel", "fail"), [("ddp", "kill"), ("fsdp", "raise")])
+def test_a_rank_dies_and_the_other_s_word_is_kept(parallel, fail, tmp_path):
+    told = order(open_workload("sd15-lora", "small", device="cuda"))
+    recipe = SD.but(parallel=parallel).as_dict()
+    options = {"folder": str(tmp_path), "checkpoint_every": 2}
+    ended = launch([Task("run", "train", told, recipe, 6, fail=fail, fails=(1, 3), **options)], 2, "cuda", 200, 60)
+    assert ended.message.startswith("Rank 1")
+    assert "Rank 0" in ended.message
+    assert "The checkpoint of optimizer step 2 is whole" in ended.message
+    resumed = launch([Task("run", "train", told, recipe, 6, resume=True, **options)], 1, "cuda", 200, 60).or_raise()
+    assert resumed.runs["train"].metrics["resumed_at"] == 2
+    assert len(resumed.runs["train"].metrics["loss"]) == 4
+
+
+def test_more_ranks_than_gpus_are_refused():
+    with pytest.raises(Unavailable, match="GPUs, one each"):
+        launch([], gpu_count() + 1, "cuda")

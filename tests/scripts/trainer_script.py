@@ -1,0 +1,98 @@
+"""Fine-tuning a small language model with transformers' Trainer, as its documentation shows it.
+
+python trainer_script.py --output_dir out --max_steps 100 --pad longest
+"""
+
+import argparse
+import tempfile
+
+import torch
+from torch.utils.data import Dataset
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+
+PAD = 0
+
+
+class Texts(Dataset):
+    """Texts of 8 to 64 tokens, most of them short."""
+
+    def __init__(self, rows, words):
+        generator = torch.Generator().manual_seed(0)
+        lengths = [int(8 + 56 * torch.rand((), generator=generator) ** 4) for _ in range(rows)]
+        self.texts = [torch.randint(1, words, (length,), generator=generator) for length in lengths]
+
+    def __len__(self):
+        return len(self.texts)
+
+    def __getitem__(self, index):
+        return {"input_ids": self.texts[index]}
+
+
+class Collator:
+    def __init__(self, pad, longest):
+        self.pad, self.longest = pad, longest
+
+    def __call__(self, rows):
+        length = self.longest if self.pad == "max_length" else max(len(row["input_ids"]) for row in rows)
+        ids = torch.full((len(rows), length), PAD)
+        for place, row in enumerate(rows):
+            ids[place, : len(row["input_ids"])] = row["input_ids"]
+        mask = (ids != PAD).long()
+        return {"input_ids": ids, "attention_mask": mask, "labels": torch.where(mask == 1, ids, -100)}
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--max_steps", type=int, default=60)
+    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--accumulation", type=int, default=1)
+    parser.add_argument("--width", type=int, default=128)
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--length", type=int, default=64)
+    parser.add_argument("--pad", choices=["longest", "max_length"], default="longest")
+    parser.add_argument("--length_column", action="store_true")
+    parser.add_argument("--workers", type=int, default=0)
+    parser.add_argument("--checkpointing", action="store_true")
+    parser.add_argument("--logging_steps", type=int, default=50)
+    parser.add_argument("--bf16", action="store_true")
+    parser.add_argument("--use_cpu", action="store_true")
+    options = parser.parse_args()
+
+    words = 1000
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(
+        GPT2Config(
+            vocab_size=words,
+            n_positions=options.length,
+            n_embd=options.width,
+            n_layer=options.layers,
+            n_head=4,
+            bos_token_id=1,
+            eos_token_id=1,
+        )
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = TrainingArguments(
+            output_dir=folder,
+            max_steps=options.max_steps,
+            per_device_train_batch_size=options.batch,
+            gradient_accumulation_steps=options.accumulation,
+            dataloader_num_workers=options.workers,
+            gradient_checkpointing=options.checkpointing,
+            logging_steps=options.logging_steps,
+            bf16=options.bf16,
+            use_cpu=options.use_cpu,
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+        )
+        texts = Texts(2048, words)
+        if options.length_column:  # batches of like length
+            texts.texts.sort(key=len)
+            Trainer._get_train_sampler = lambda self, dataset=None: torch.utils.data.SequentialSampler(texts)
+        Trainer(model, arguments, train_dataset=texts, data_collator=Collator(options.pad, options.length)).train()
+    print("the trainer is done")
+
+
+if __name__ == "__main__":
+    main()

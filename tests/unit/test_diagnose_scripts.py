@@ -1,0 +1,290 @@
+"""`labutils diagnose` on real scripts that know nothing of it: planted bottlenecks are found, and every end explained.
+
+The scripts of tests/scripts run as a user would run them, each in its own process; what a CPU can't show is planted in
+test_diagnosis.py's made-up steps of a GPU, and on a real one in tests/gpu.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from labutils import cli, hardware
+from labutils.diagnosis import Diagnosis, diagnose
+from labutils.diagnosis.script import INSIDE, NoDiagnosis, Stages, _search_path, watch
+
+SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
+FEW = Stages(warmup=2, timed=6, profiled=2)
+
+
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # the cores are shared with other tests
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+
+def diagnosed(script: str, *options: str, stages: Stages = FEW) -> Diagnosis:
+    watched = watch([sys.executable, str(SCRIPTS / script), *options], stages)
+    assert watched.exit_code == 0
+    assert watched.evidence is not None
+    return diagnose(watched.evidence)
+
+
+def plain(*options: str) -> Diagnosis:
+    return diagnosed("plain_loop.py", "--device", "cpu", *options)
+
+
+# -------------------------------------------------------------------------------- three scripts that know nothing of it
+
+
+def test_a_plain_loop_that_reads_slowly_without_workers():
+    found = plain("--decode-ms", "1")
+    assert found.worth_it[0].name == "workers"
+    assert found.worth_it[0].gain > 0.5
+    assert found.worth_it[0].changes["num_workers"] > 1  # reading only waits, so that cores are no limit
+    assert found.evidence.accumulation == 1
+
+
+def test_an_accelerate_script_that_decodes_pictures_without_workers():
+    found = diagnosed("accelerate_script.py", "--cpu", "--accumulation", "2")
+    assert found.worth_it[0].name == "workers"
+    assert found.evidence.accumulation == 2
+    assert found.budget["waiting for data"] > 0.5 * found.evidence.step_ms
+
+
+def test_a_trainer_script_that_pads_to_the_longest_there_can_be():
+    found = diagnosed("trainer_script.py", "--use_cpu", "--pad", "max_length", "--batch", "8")
+    assert found.worth_it[0].name == "padding"
+    assert 0.5 < found.evidence.padding < 0.9
+    assert found.worth_it[0].gain > 0.3
+
+
+def test_the_hooks_travel_through_a_launcher():
+    launcher = Path(sys.executable).with_name("accelerate")
+    script = str(SCRIPTS / "accelerate_script.py")
+    watched = watch([str(launcher), "launch", "--cpu", "--num_processes", "1", script, "--cpu"], FEW)
+    assert watched.exit_code == 0
+    assert diagnose(watched.evidence).worth_it[0].name == "workers"
+
+
+# ------------------------------------------------------------------------------------------------------- other plants
+
+
+def test_tiny_kernels():
+    assert plain("--tiny-kernels", "--in-memory").worth_it[0].name == "compile"
+
+
+def test_writing_each_step():
+    found = plain("--log", "flush", "--in-memory")
+    assert found.worth_it[0].name == "logging"
+    assert any("plain_loop.py" in place for place in found.worth_it[0].sources)
+    lines = (SCRIPTS / "plain_loop.py").read_text("utf-8").splitlines()
+    at = [lines[int(place.rpartition(":")[2]) - 1] for place in found.worth_it[0].sources]
+    assert any("fsync" in line for line in at)
+
+
+def test_reading_a_value_of_each_parameter():
+    found = plain("--item-each-parameter")
+    fix = found.fix("syncs")
+    lines = (SCRIPTS / "plain_loop.py").read_text("utf-8").splitlines()
+    assert "item()" in lines[int(fix.sources[0].rpartition(":")[2]) - 1]
+    assert fix.gain == 0  # there is no one to wait for on a CPU, and that is said
+    assert "on a GPU each would wait" in fix.reason
+
+
+def test_batches_of_one():
+    found = plain("--batch", "1", "--hidden", "512", "--in-memory")
+    assert found.worth_it[0].name == "batch size"
+    assert found.worth_it[0].per == "example"
+
+
+def test_products_in_float32():
+    probe = hardware.probe("tflops_fp32", "tflops_bf16")
+    if probe.rate("bf16") < 1.5 * probe.rate("fp32"):
+        pytest.skip("this processor multiplies no faster in bf16")
+    found = plain("--hidden", "1024", "--depth", "3", "--batch", "256", "--in-memory")
+    assert "precision" in [fix.name for fix in found.worth_it[:2]]
+
+
+def test_micro_batches_are_counted():
+    assert plain("--accumulation", "3").evidence.accumulation == 3
+
+
+def test_an_optimizer_in_a_loop():
+    found = plain("--tiny-kernels", "--optimizer", "loop", "--in-memory")
+    assert found.fix("optimizer").gain > 0.1
+
+
+def test_a_tuned_script_raises_no_alarm():
+    """Large products in the processor's best format, pictures in memory, the fused optimizer, nothing written."""
+    tuned = ("--hidden", "1024", "--depth", "3", "--batch", "128", "--in-memory", "--precision", "bf16")
+    found = plain(*tuned)
+    assert [(fix.name, fix.gain) for fix in found.fixes if fix.gain > 0.1] == []
+
+
+def test_two_processes_end_at_the_same_step():
+    launcher = Path(sys.executable).with_name("torchrun")
+    script = str(SCRIPTS / "accelerate_script.py")
+    watched = watch([str(launcher), "--standalone", "--nproc_per_node", "2", script, "--cpu"], FEW)
+    assert watched.exit_code == 0
+    assert any("One of 2 processes" in note for note in watched.evidence.notes)
+
+
+# --------------------------------------------------------------------------------------------------------------- ends
+
+
+def script(tmp_path: Path, text: str) -> list[str]:
+    path = tmp_path / "its own.py"
+    path.write_text(text)
+    return [sys.executable, str(path)]
+
+
+LOOP = """
+import torch
+layer = torch.nn.Linear(4, 4)
+optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+for step in range({steps}):
+    optimizer.zero_grad()
+    layer(torch.rand(2, 4)).sum().backward()
+    optimizer.step()
+    {then}
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("print('hello')", "never imported PyTorch"),
+        ("import torch", "no optimizer of PyTorch's took a step"),
+        ("import torch; raise SystemExit(3)", "exit code 3 before its steps were profiled"),
+        (LOOP.format(steps=5, then="pass"), "after 5 optimizer steps, and"),
+        (LOOP.format(steps=50, then="if step == 4: raise KeyError('gone')"), "exit code 1 before its steps"),
+        (LOOP.format(steps=50, then="if step == 4: import os; os.kill(os.getpid(), 9)"), "killed (signal 9)"),
+    ],
+)
+def test_what_can_not_be_diagnosed_is_explained(text, said, tmp_path):
+    with pytest.raises(NoDiagnosis) as refusal:
+        watch(script(tmp_path, text), FEW)
+    assert said in str(refusal.value)
+    assert not refusal.value.usage
+
+
+def test_what_is_no_python_is_explained():
+    with pytest.raises(NoDiagnosis, match="no Python process was seen"):
+        watch(["true"])
+
+
+@pytest.mark.parametrize("active", ["VIRTUAL_ENV", "CONDA_PREFIX", ""])
+def test_python_is_the_courses_own_unless_another_environment_is_active(active, monkeypatch):
+    """`.venv/bin/labutils diagnose -- python train.py` finds PyTorch without activating anything."""
+    for name in ("VIRTUAL_ENV", "CONDA_PREFIX"):
+        monkeypatch.delenv(name, raising=False)
+    if active:
+        monkeypatch.setenv(active, "/elsewhere")
+    first = _search_path().split(os.pathsep)[0]
+    assert (first == str(Path(sys.executable).parent)) is (not active)
+
+
+def test_a_script_without_python_before_it_is_explained(tmp_path):
+    path = Path(script(tmp_path, "import torch")[1])
+    with pytest.raises(NoDiagnosis, match="run by Python") as refusal:
+        watch([str(path)])
+    assert refusal.value.usage
+
+
+def test_the_script_ends_after_its_profiled_steps_and_is_left_alone_otherwise(tmp_path):
+    text = "import sys\ntry:\n" + LOOP.format(steps=1000, then="last = step").replace("\n", "\n    ")
+    text += "\nfinally:\n    open('ended', 'w').write(str(last)); print(sys.path, sys.argv)"
+    (tmp_path / "sitecustomize.py").write_text("open('site was here', 'w')")
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    command = [
+        sys.executable,
+        "-c",
+        "from labutils import cli; raise SystemExit(cli.main())",
+        "diagnose",
+        "--timed",
+        "3",
+    ]
+    house = str(Path(cli.__file__).parents[1])
+    environment["PYTHONPATH"] = os.pathsep.join([str(tmp_path), house])
+    ran = subprocess.run(
+        [*command, "--", *script(tmp_path, text), "--own", "-x"],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=environment,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert int((tmp_path / "ended").read_text()) < 30
+    assert (tmp_path / "site was here").exists()
+    assert str(INSIDE) not in ran.stdout
+    assert "'--own', '-x'" in ran.stdout
+
+
+def test_a_script_may_go_on_to_its_own_end(tmp_path):
+    text = LOOP.format(steps=60, then="open('steps', 'w').write(str(step))")
+    watched = watch(script(tmp_path, f"import os; os.chdir({str(tmp_path)!r})\n" + text), FEW, keep_going=True)
+    assert (tmp_path / "steps").read_text() == "59"
+    assert watched.exit_code == 0
+    assert watched.evidence.step_ms > 0
+
+
+def test_a_step_caught_by_a_script_ends_it_at_the_next(tmp_path):
+    text = LOOP.format(steps=60, then="pass").replace(
+        "    optimizer.step()", "    try:\n        optimizer.step()\n    except SystemExit:\n        print('caught')"
+    )
+    assert watch(script(tmp_path, text), FEW).evidence is not None
+
+
+# --------------------------------------------------------------------------------------------------------- the command
+
+
+def test_the_command_prints_and_keeps_what_was_recorded(tmp_path, capsys):
+    kept = tmp_path / "kept"
+    words = ["--warmup", "2", "--timed", "5", "--steps", "2", "--folder", str(kept), "--json"]
+    command = script(tmp_path, LOOP.format(steps=60, then="pass"))
+    assert cli.main(["diagnose", *words, "--", *command]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert sum(found["budget_ms"].values()) == pytest.approx(found["step_ms"])
+    assert found["exit_code"] == 0
+    (trace,) = kept.glob("trace-*.json")
+    assert cli.main(["diagnose", "--trace", str(trace)]) == 0
+    assert "Where it goes" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "give one of: a script after two dashes"),
+        (["--trace", "x.json", "--", "python", "y.py"], "give one of"),
+        (["--trace", "there-is-none.json"], "there-is-none.json"),
+        (["--run", "stock", "--results", "there-is-none"], "does not exist"),
+        (["--results", "x", "--", "python", "y.py"], "name the run with --run NAME"),
+        (["--", "there-is-no-such-command"], "There is no command 'there-is-no-such-command'"),
+    ],
+)
+def test_wrong_usage_is_2_and_one_message(words, message, capsys):
+    assert cli.main(["diagnose", *words]) == 2
+    said = capsys.readouterr()
+    assert message in said.err
+    assert said.out == ""
+
+
+def test_a_named_run_is_diagnosed(capsys):
+    from labutils.results import REFERENCE
+
+    assert cli.main(["diagnose", "--run", "04/workers", "--results", str(REFERENCE)]) == 0
+    assert "capture" in capsys.readouterr().out
+    assert cli.main(["diagnose", "--run", "04/nothing", "--results", str(REFERENCE)]) == 2
+    assert "04/plain loop" in capsys.readouterr().err
+
+
+def test_a_failing_script_is_1(tmp_path, capsys):
+    assert cli.main(["diagnose", "--", *script(tmp_path, "import torch; raise SystemExit(3)")]) == 1
+    assert "exit code 3" in capsys.readouterr().err

@@ -1,0 +1,183 @@
+"""A step on several GPUs foretold, against a simulation; all-reduces, traces and NCCL's log as numbers."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from traces import kernel, mark, op
+
+from labutils import scaling
+from labutils.measure.collectives import Link, bus_factor, communication, read_nccl_log
+from labutils.measure.trace import Trace
+from labutils.results import Run
+
+MIB = 2**20
+LINK = Link(2, (1024.0, 2.0**20, 2.0**28), (0.02, 0.05, 2.0))
+
+
+def alone(lead, sizes, step_ms=100.0, **metrics):
+    return Run(
+        "", "one process", metrics={"step_ms": step_ms} | metrics, samples={"lead_ms": lead, "lead_bytes": sizes}
+    )
+
+
+def test_bus_bandwidth_is_nccl_tests_own():
+    """doc/PERFORMANCE.md: all-reduce 2 (n - 1) / n, all-gather and reduce-scatter (n - 1) / n."""
+    assert [bus_factor(n) for n in (1, 2, 4, 8)] == [0, 1, 1.5, 1.75]
+    assert bus_factor(4, "all-gather") == bus_factor(4, "reduce-scatter") == 0.75
+
+
+def test_a_link_goes_through_its_points():
+    assert [LINK.all_reduce_ms(size) for size in LINK.bytes] == pytest.approx(list(LINK.ms))
+    assert LINK.all_reduce_ms(1) == 0.02
+    assert LINK.all_reduce_ms(2.0**30) == pytest.approx(8.0)
+    assert LINK.gather_ms(2.0**28) == pytest.approx(1.0)
+
+
+@given(st.floats(1, 2**34), st.floats(1, 2**34))
+def test_more_bytes_take_no_less_time(a, b):
+    low, high = sorted((a, b))
+    assert LINK.all_reduce_ms(low) <= LINK.all_reduce_ms(high) * (1 + 1e-9)
+
+
+@given(st.lists(st.integers(1, 40 * MIB), min_size=1, max_size=60), st.sampled_from([0, 1, 5, 25]))
+def test_every_gradient_is_in_one_bucket_and_a_bucket_ends_when_it_is_full(sizes, cap):
+    found = scaling.buckets(sizes, cap)
+    assert [place for bucket in found for place in bucket] == list(range(len(sizes)))
+    for number, bucket in enumerate(found):
+        limit = (1 if number == 0 else 25) * MIB if cap == 0 else cap * MIB
+        assert sum(sizes[place] for place in bucket[:-1]) < limit
+        if number < len(found) - 1:
+            assert sum(sizes[place] for place in bucket) >= limit
+
+
+def simulated(lead, sizes, link, cap):
+    """Time in small steps: a bucket that is complete is sent as soon as the link is free."""
+    waiting = [(-lead[b[-1]], link.all_reduce_ms(sum(sizes[i] for i in b))) for b in scaling.buckets(sizes, cap)]
+    now, dt, left = -lead[0], 0.005, 0.0
+    while waiting or left > 0:
+        if left <= 0 and waiting and waiting[0][0] <= now:
+            left = waiting.pop(0)[1]
+        left -= dt
+        now += dt
+    return max(0.0, now)
+
+
+@pytest.mark.parametrize("cap", [0, 1, 8])
+@pytest.mark.parametrize(
+    ("lead", "sizes"),
+    [
+        ([90, 80, 50, 20, 10, 0], [4 * MIB] * 6),
+        ([5, 4, 3, 2, 1, 0], [200 * MIB] * 6),
+        ([40, 0], [1000, 900 * MIB]),
+        ([0], [64]),
+    ],
+)
+def test_what_is_exposed_is_what_a_simulation_finds(lead, sizes, cap):
+    found = scaling.ddp(alone([float(ms) for ms in lead], sizes), LINK, cap)
+    assert found.exposed_ms == pytest.approx(simulated(lead, sizes, LINK, cap), abs=0.05)
+    assert found.step_ms == 100 + found.exposed_ms
+    assert found.efficiency == pytest.approx(100 / found.step_ms)
+
+
+def test_averaging_after_each_micro_batch_pays_each_time():
+    one = alone([10.0, 0.0], [MIB, 50 * MIB])
+    assert scaling.ddp(one, LINK, each=4).exposed_ms == pytest.approx(4 * scaling.ddp(one, LINK).exposed_ms)
+
+
+def test_fsdp_hides_what_fits_beside_the_computation():
+    few = scaling.fsdp(alone([0.0], [1], gathered_mb=100.0, gradient_mb=1.0, units=10), LINK)
+    many = scaling.fsdp(alone([0.0], [1], gathered_mb=40_000.0, gradient_mb=1.0, units=10), LINK)
+    assert few.exposed_ms == pytest.approx(LINK.gather_ms(10e6))  # nothing but the first unit
+    assert many.exposed_ms > many.communication_ms - 100
+
+
+def test_a_faster_link_is_never_slower():
+    one = alone([30.0, 20.0, 0.0], [30 * MIB, 200 * MIB, 90 * MIB])
+    shares = [scaling.ddp(one, scaling.flat_link(2, rate)).efficiency for rate in (0.1, 1, 10, 100)]
+    assert shares == sorted(shares)
+    more = scaling.between_more(LINK, 8)
+    assert more.all_reduce_ms(2**28) == pytest.approx(1.75 * LINK.all_reduce_ms(2**28))
+
+
+def test_efficiency_is_examples_a_second_over_so_many_times_one_s():
+    one, two = (
+        Run("", "a", metrics={"examples_per_s": 10.0}),
+        Run("", "b", metrics={"examples_per_s": 18.0, "ranks": 2}),
+    )
+    assert scaling.efficiency(one, two) == 0.9
+    assert scaling.efficiency(one, Run("", "c")) is None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Traces
+
+ALL_REDUCE = "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
+ON_GPU = [
+    mark("ProfilerStep#1", 0, 1000),
+    kernel("nvjet_hsh_128x256_64x4_TNT", 100, 500, 1),
+    kernel(ALL_REDUCE, 400, 600, 2, stream=20),  # 100 us hidden, 100 not
+    kernel(ALL_REDUCE, 700, 800, 3, stream=20),  # 50 us not: the optimizer runs beside the rest
+    kernel("multi_tensor_apply_kernel", 750, 900, 4),
+]
+ON_CPU = [
+    mark("ProfilerStep#1", 0, 1000),
+    op("aten::mm", 0, 300),
+    mark("gloo:all_reduce", 200, 500),
+    op("aten::_foreach_add_", 450, 700),
+]
+
+
+def test_what_no_kernel_hides_is_exposed():
+    metrics, computing, talking = communication(Trace(ON_GPU))
+    assert metrics["communication_share"] == pytest.approx(0.3)
+    assert metrics["exposed_communication_share"] == pytest.approx(0.15)
+    assert metrics["communication_ms"] == pytest.approx(0.3)
+    assert computing == pytest.approx([0.1, 0.5, 0.75, 0.9])
+    assert talking == pytest.approx([0.4, 0.6, 0.7, 0.8])
+
+
+def test_without_a_gpu_gloo_s_marks_tell():
+    metrics, _, talking = communication(Trace(ON_CPU))
+    assert metrics["communication_share"] == pytest.approx(0.3)
+    assert metrics["exposed_communication_share"] == pytest.approx(0.15)
+    assert talking == pytest.approx([0.2, 0.5])
+
+
+def test_a_process_alone_communicates_nothing():
+    assert communication(Trace(ON_CPU[:2]))[0]["communication_share"] == 0
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# NCCL's log
+
+LOG = """
+node:1:1 [0] NCCL INFO NCCL_P2P_DISABLE set by environment to 1.
+node:1:1 [0] NCCL INFO NCCL version 2.27.5+cuda13.0
+node:1:9 [0] NCCL INFO Using network Socket
+node:1:9 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[1] via P2P/CUMEM/read
+node:1:9 [0] NCCL INFO Channel 01/0 : 0[0] -> 1[1] via P2P/CUMEM/read
+node:2:9 [1] NCCL INFO Channel 00 : 1[1b000] -> 0[1a000] via SHM/direct/direct
+node:2:9 [1] NCCL INFO Channel 00/0 : 1[0] -> 0[0] [send] via NET/Socket/0
+node:1:9 [0] NCCL INFO 24 coll channels, 24 collnet channels, 0 nvls channels, 32 p2p channels, 32 p2p channels per peer
+node:1:1 [0] NCCL INFO AllReduce: 67108864 Bytes -> Algo 1 proto 2 time 300.1
+node:1:1 [0] NCCL INFO AllReduce: 1024 Bytes -> Algo RING proto LL channel{Lo..Hi}={0..1}
+"""
+
+
+def test_nccl_s_log_tells_the_ways():
+    assert read_nccl_log(LOG) == {
+        "version": "2.27.5",
+        "network": "Socket",
+        "channels": 24,
+        "transports": {"P2P/CUMEM/read": 2, "SHM/direct/direct": 1, "NET/Socket/0": 1},
+        "chosen": {67108864: "Ring, Simple", 1024: "Ring, LL"},
+        "settings": {"NCCL_P2P_DISABLE": "1"},
+    }
+
+
+@given(st.text(max_size=300))
+def test_what_a_log_doesn_t_say_is_absent(text):
+    assert read_nccl_log("") == {}
+    assert isinstance(read_nccl_log(text), dict)
