@@ -29,8 +29,7 @@ READ = "commonmark+pipe_tables+tex_math_dollars+fenced_divs+strikeout+footnotes+
 COURSE = "GPU Fine-Tuning Lab"
 DOTS_PER_INCH = 120  # of the course's figures, as course.mplstyle saves them
 TEXT_WIDTH = 6.85  # inches between the margins of page.typ
-PAGE_LETTERS = 100  # that a row of a table has room for, in page.typ's size
-MOST_LETTERS = 90  # of a cell that count when a page's width is shared out
+PAGE_LETTERS = 115  # that a row of a table has room for, in page.typ's size
 LETTERS_TOGETHER = 900  # of a table that is small enough to stay on one page
 SUFFIX = {"image/png": ".png", "image/svg+xml": ".svg", "image/jpeg": ".jpg"}
 UNANSWERED = re.compile(r"^No prediction of \*(.+)\* yet\.")
@@ -38,7 +37,7 @@ UNANSWERED = re.compile(r"^No prediction of \*(.+)\* yet\.")
 
 _NUMBER = re.compile(r"[-–+±~≈<>]?\s?[\d.,]+(e[+-]?\d+)?\s?(%|x|times|ms|s|GB|MB|kB|µs)?")
 _NUMBER_OR_NONE = re.compile(rf"{_NUMBER.pattern}|[-–]?|nan|inf")
-_BREAKS = re.compile(r"\s|(?<=[/_.=:])(?=[A-Za-z])")
+_BREAKS = re.compile(r"\s|(?<=[/_.=:])(?=[A-Za-z])|(?<=\w-)(?=[A-Za-z])")
 """Where page.typ lets a line end inside a table's cell."""
 
 Node = dict[str, Any]
@@ -307,15 +306,15 @@ def _rows(table: Node) -> list[list[str]]:
 def _shares(columns: Sequence[Sequence[str]]) -> list[float]:
     """Shares of the page's width for columns of words; [] where a row fits a line and the columns may find their own.
 
-    Each gets its longest word, and of what is left the more, the more it has to say.
+    Each gets its longest word, and of what is left the more, the more its cells say on average, up to its longest one.
     """
     natural = [max(map(len, column)) + 2 for column in columns]
     if sum(natural) <= PAGE_LETTERS:
         return []
     least = [1.15 * max(len(word) for cell in column for word in _BREAKS.split(cell)) + 2 for column in columns]
-    wanted = [max(0.0, min(MOST_LETTERS, width) - least[place]) for place, width in enumerate(natural)]
-    left = max(0.0, PAGE_LETTERS - sum(least)) / (sum(wanted) or 1)
-    widths = [narrow + left * more for narrow, more in zip(least, wanted, strict=True)]
+    volume = [sum(map(len, column)) for column in columns]
+    left = max(0.0, PAGE_LETTERS - sum(least)) / sum(volume)
+    widths = [min(max(long, low), low + left * much) for long, low, much in zip(natural, least, volume, strict=True)]
     return [round(width / sum(widths), 4) for width in widths]
 
 

@@ -534,6 +534,12 @@ def test_what_runs_over_the_edge_would_be_seen(tmp_path):
     assert ink_in_the_margins(typeset(tmp_path, "# A\n\n" + "x" * 200)) == [1]
 
 
+def test_long_code_inside_a_sentence_flows_with_it(tmp_path):
+    code = "python -m torch.distributed.run " + " ".join(f"--argument_{place}={place}" for place in range(8)) + " it.py"
+    (page,) = pages_of(typeset(tmp_path, f"# A\n\nType `{code}`: then wait."))
+    assert "it.py:thenwait." in flat(page)
+
+
 def test_no_page_is_blank(made):
     for number, page in enumerate(pypdfium2.PdfDocument(made / "student" / "course.pdf"), start=1):
         grey = np.asarray(page.render(scale=1, grayscale=True).to_numpy()).squeeze()
