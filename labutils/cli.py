@@ -42,6 +42,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_doctor(commands)
     _add_run(commands)
     _add_report(commands)
+    _add_handouts(commands)
     _add_diagnose(commands)
     return parser
 
@@ -88,6 +89,14 @@ def _add_report(commands: argparse._SubParsersAction) -> None:
     report.add_argument("--results", type=_folder, metavar="DIR", help="another set of results than the newest")
     report.add_argument("--picture", type=Path, metavar="FILE", help="draw the ladder of lab 04 into a PNG or SVG file")
     report.set_defaults(carry_out=_report)
+
+
+def _add_handouts(commands: argparse._SubParsersAction) -> None:
+    handouts = commands.add_parser("handouts", help="executed labs as notebooks, HTML and PDF to give out")
+    handouts.add_argument("labs", nargs="*", metavar="LAB", help='"03" or a name; none: all, and the course as one PDF')
+    handouts.add_argument("--results", type=_folder, metavar="DIR", help="another set of results than the newest")
+    handouts.add_argument("--out", type=_folder, metavar="DIR", help="where they go (results/handouts/NAME)")
+    handouts.set_defaults(carry_out=_handouts)
 
 
 def _add_diagnose(commands: argparse._SubParsersAction) -> None:
@@ -175,6 +184,12 @@ def _report(options: argparse.Namespace) -> int:
     if options.picture:
         return _draw_ladder(options.results, options.picture)
     return report.main(options.results, as_json=options.json)
+
+
+def _handouts(options: argparse.Namespace) -> int:
+    from labutils import handouts
+
+    return handouts.main(options.results, options.out, options.labs)
 
 
 def _diagnose(options: argparse.Namespace) -> int:

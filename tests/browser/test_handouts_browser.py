@@ -1,0 +1,156 @@
+"""The handouts' pages in real Chromium with the network off: nothing is asked for, and what is to be seen is seen."""
+
+from __future__ import annotations
+
+import base64
+import os
+import shutil
+from collections.abc import Iterator
+from io import BytesIO
+from pathlib import Path
+
+import nbformat
+import numpy as np
+import planted_lab
+import pytest
+from PIL import Image
+from playwright.sync_api import Browser, Page, sync_playwright
+
+from labutils import handouts
+from labutils.results import REPOSITORY
+
+REFERENCE = REPOSITORY / "reference" / "h200"
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+EXECUTED = sorted(path.stem for path in REFERENCE.glob("[0-9][0-9]_*.ipynb"))
+STEMS = [*EXECUTED, planted_lab.STEM]
+
+pytestmark = pytest.mark.skipif(
+    CHROMIUM is None, reason="there is no Chromium; on Debian and Ubuntu: sudo apt-get install chromium"
+)
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory) -> Path:
+    """The student's pages of all labs of the reference and of the planted one."""
+    folder = planted_lab.results_with_it(tmp_path_factory.mktemp("run") / "found", REFERENCE, *EXECUTED)
+    out = tmp_path_factory.mktemp("handouts")
+    assert handouts.main(folder, out, [stem[:2] for stem in STEMS]) == handouts.MADE
+    return out / "student"
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with sync_playwright() as playwright:
+        options = ["--no-sandbox"] if os.geteuid() == 0 else []  # Chromium's sandbox refuses root
+        chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=options)
+        yield chromium
+        chromium.close()
+
+
+@pytest.fixture
+def page(browser) -> Iterator[Page]:
+    """A page without a network; `page.asked` are the addresses it asked for, `page.complaints` its console."""
+    context = browser.new_context(viewport={"width": 1280, "height": 900}, offline=True)
+    page = context.new_page()
+    page.asked, page.complaints, page.refused = [], [], {}
+    page.on("request", lambda request: page.asked.append(request.url.partition(",")[0]))
+    page.on("requestfailed", lambda request: page.refused.update({request.url: request.failure}))
+    page.on("console", lambda message: page.complaints.append(message.text))
+    page.on("pageerror", lambda error: page.complaints.append(str(error)))
+    yield page
+    context.close()
+
+
+def open_page(page: Page, file: Path) -> None:
+    page.goto(file.as_uri())
+    page.wait_for_load_state("networkidle")
+
+
+def picture_of(shot: bytes, size: tuple[int, int] | None = None) -> np.ndarray:
+    """A screenshot, or any picture, as height x width x 3 numbers of 0..255; made smaller to `size`, where given."""
+    picture = Image.open(BytesIO(shot)).convert("RGB")
+    return np.asarray(picture.resize(size, Image.Resampling.BOX) if size else picture, dtype=float)
+
+
+@pytest.mark.parametrize("stem", STEMS)
+def test_a_page_asks_for_nothing_and_complains_of_nothing(page, pages, stem):
+    file = pages / f"{stem}.html"
+    open_page(page, file)
+    assert [address for address in page.asked if not address.startswith("data:")] == [file.as_uri()]
+    assert page.complaints == []
+
+
+def test_a_page_that_asks_for_something_would_be_seen(page, tmp_path):
+    file = tmp_path / "page.html"
+    file.write_text('<img src="https://example.org/x.png"><script>console.log("said")</script>')
+    open_page(page, file)
+    assert "https://example.org/x.png" in page.asked
+    assert page.refused["https://example.org/x.png"] != "csp"
+    assert "said" in page.complaints
+
+
+def test_a_page_forbids_what_would_be_loaded(page, pages, tmp_path):
+    """Should something slip through after all, the page's own policy stops it."""
+    file = tmp_path / "page.html"
+    text = (pages / f"{planted_lab.STEM}.html").read_text(encoding="utf-8")
+    file.write_text(text.replace("</main>", '<img src="https://example.org/x.png"></main>'), encoding="utf-8")
+    open_page(page, file)
+    assert page.refused == {"https://example.org/x.png": "csp"}
+
+
+@pytest.mark.parametrize("stem", STEMS)
+def test_a_page_is_not_wider_than_its_window(page, pages, stem):
+    open_page(page, pages / f"{stem}.html")
+    scrolled = "[...document.querySelectorAll('pre, .output')].filter(part => part.scrollWidth > part.clientWidth + 1)"
+    assert page.evaluate(f"{scrolled}.map(part => part.innerText.slice(0, 80))") == []  # on a desk: nor are its parts
+    for width in (1280, 900, 400):
+        page.set_viewport_size({"width": width, "height": 900})
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+
+
+@pytest.mark.parametrize("stem", STEMS)
+def test_the_notebook_s_figures_are_seen_on_the_page(page, pages, stem):
+    """Each figure's place on the screenshot looks like the figure that the notebook holds."""
+    open_page(page, pages / f"{stem}.html")
+    notebook = nbformat.read(pages / f"{stem}.ipynb", as_version=4)
+    outputs = [output.get("data", {}) for cell in notebook.cells for output in cell.get("outputs", [])]
+    drawn = [data["image/png"] for data in outputs if "image/png" in data]
+    places = page.locator(".figure img")
+    assert places.count() == len(drawn) > 0
+    coarse = (144, 96)  # pixels: what a figure shows, and not how its edges were smoothed
+    held = [picture_of(base64.b64decode(png), coarse) for png in drawn]
+    for at in range(len(drawn)):
+        seen = picture_of(places.nth(at).screenshot(), coarse)
+        off = [np.abs(seen - figure).mean() for figure in held]
+        assert off[at] < 5
+        assert off[at] == min(off), "another figure stands in its place"
+
+
+@pytest.mark.parametrize("stem", STEMS)
+def test_words_code_tables_and_formulas_are_seen(page, pages, stem):
+    open_page(page, pages / f"{stem}.html")
+    assert page.locator("h1").count() == 1
+    for part in ("h1", ".facts td", "main p", ".input pre", ".exercise-input pre", "table", "nav a"):
+        first = page.locator(part).first
+        assert first.is_visible(), part
+        assert (picture_of(first.screenshot()) < 128).any(axis=2).mean() > 0.002, f"no ink in {part}"
+    for formula in page.locator("math").all():
+        box = formula.bounding_box()
+        assert box["width"] > 3 and box["height"] > 5, formula.inner_text()
+
+
+def test_a_formula_is_drawn_and_not_spelled(page, pages):
+    """A fraction stands above its line: MathML, where TeX's letters would be one line high."""
+    open_page(page, pages / f"{planted_lab.STEM}.html")
+    block = page.locator("math[display=block]")
+    fraction = page.locator("math[display=block] mfrac").bounding_box()
+    assert block.count() == 1
+    assert fraction["height"] > 1.5 * page.locator("math[display=block] mfrac mi").first.bounding_box()["height"]
+    assert "\\frac" not in page.locator("main").inner_text()
+
+
+def test_the_list_of_sections_leads_to_them(page, pages):
+    open_page(page, pages / f"{STEMS[0]}.html")
+    page.locator("nav a").last.click()
+    assert page.evaluate("window.scrollY") > 500
+    assert page.locator("h2").last.bounding_box()["y"] < 900
