@@ -63,6 +63,7 @@ from statistics import median
 
 import matplotlib.pyplot as plt
 import torch
+import torch.utils.checkpoint
 
 from labutils import articles, footprint, plots, switches
 from labutils.data.formats import gpu_decoder, images_per_s
@@ -574,6 +575,13 @@ lab.verdict(*articles.claims("A4"));
 # %% [markdown]
 # ## Exercises
 #
+# They rise in difficulty. Each check says what it found. The last one measures: first whether your results are the same,
+# then what is kept for the backward pass, in bytes.
+
+# %%
+from labutils.exercises import smaller_than, solved
+
+# %% [markdown]
 # **1.** A model has 1 billion weights, all trained, in float32 with AdamW. How many GB are weights, gradients and the
 # optimizer's state together, and how many with the 8-bit optimizer (its constants not counted)?
 
@@ -593,7 +601,7 @@ print(check_gb(my_gb))
 
 # %% tags=["solution"]
 my_gb = (16, 10)
-assert check_gb(my_gb).startswith("Exercise 1: right"), check_gb(my_gb)
+solved(check_gb(my_gb))
 
 # %% [markdown]
 # **2.** A step of batch 1 peaks at 20 GB, one of batch 3 at 32 GB. The card has 80 GB, and a tenth of it shall stay free.
@@ -615,7 +623,7 @@ print(check_start(my_start))
 
 # %% tags=["solution"]
 my_start = int((80 * (1 - footprint.HEADROOM) - 14) // 6)
-assert check_start(my_start).startswith("Exercise 2: right"), check_start(my_start)
+solved(check_start(my_start))
 
 # %% [markdown]
 # **3.** One core takes 40 ms to make an example, training takes 25 ms for it, and you have 4 workers on 16 cores. How many
@@ -637,7 +645,45 @@ print(check_saving(my_saving))
 
 # %% tags=["solution"]
 my_saving = 100 * (1 - max(25, 20 / 4) / max(25, 40 / 4))
-assert check_saving(my_saving).startswith("Exercise 3: right"), check_saving(my_saving)
+solved(check_saving(my_saving))
+
+# %% [markdown]
+# **4. Make it smaller.** Six blocks of an MLP keep everything for the backward pass: their inputs, what goes into the
+# activation, and what comes out of it. Keep a third of the bytes at most, with the same result and the same gradients.
+
+# %% tags=["exercise"]
+torch.manual_seed(0)
+six_blocks = torch.nn.ModuleList(
+    torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64)) for _ in range(6)
+).to(lab.device)
+
+
+def all_kept(x):
+    for block in six_blocks:
+        x = x + block(x)
+    return x
+
+
+def less_kept(x):
+    return all_kept(x)  # your code instead
+
+
+def some_rows(seed: int) -> tuple:
+    torch.manual_seed(seed)
+    return (torch.randn(512, 64, device=lab.device).requires_grad_(),)
+
+
+print(smaller_than(4, all_kept, less_kept, some_rows, share=1 / 3, module=six_blocks))
+
+
+# %% tags=["solution"]
+def less_kept_solution(x):
+    for block in six_blocks:
+        x = x + torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
+    return x
+
+
+solved(smaller_than(4, all_kept, less_kept_solution, some_rows, share=1 / 3, module=six_blocks))
 
 # %% [markdown]
 # ## What you did
