@@ -109,7 +109,7 @@ lab.table(
     ("code", *(found[f"code_{i}"] for i in range(4))),
     ("restored", *(f"{found[f'restored_{i}']:.4f}" for i in range(4))),
 )
-lab.verdict("A3.int8.constant", "A3.int8.codes", "A3.int8.restored")
+lab.verdict("A3.int8.constant", "A3.int8.codes", "A3.int8.restored");
 # %% [markdown]
 # Now a weight matrix of a million normally distributed numbers, one of which is made a thousand times the standard
 # deviation.
@@ -129,7 +129,7 @@ lab.table(
     ("INT8 with an outlier", "codes that are 0, %", "relative error of the others"),
     *((name, f"{100 * m['zeros_share']:.1f}", f"{m['others_error']:.2%}") for name, m in spoiled.items()),
 )
-lab.verdict("A3.int8.outlier", "A3.blocks.contain")
+lab.verdict("A3.int8.outlier", "A3.blocks.contain");
 # %% [markdown]
 # **Takeaway.** A constant is as good as the largest number that it must reach. Blocks don't remove an outlier, they give
 # it fewer neighbours: 63 instead of a million.
@@ -173,7 +173,7 @@ lab.keep(Run("07", "rounding int4", metrics={"error": errors["INT4, blocks of 64
 lab.keep(Run("07", "rounding nf4", metrics={"error": errors["NF4, blocks of 64"], "information_share": share}))
 print(f"Relative error: INT4 {errors['INT4, blocks of 64']:.2%}, NF4 {errors['NF4, blocks of 64']:.2%}.")
 print(f"An NF4 code carries {4 * share:.2f} of its 4 bits.")
-lab.verdict("A3.nf4.better", "A3.nf4.optimal")
+lab.verdict("A3.nf4.better", "A3.nf4.optimal");
 # %% [markdown]
 # "Optimal" would mean that all 16 codes are equally frequent, so that no bit is wasted. They nearly are, not quite: the
 # levels are quantiles of a normal distribution, but what they have to hold is a *block's* numbers divided by the largest
@@ -192,7 +192,7 @@ lab.keep([Run("07", "constants", metrics=held), Run("07", "weights", metrics={"l
 arithmetic = {"bits_float32": nf4.constant_bits(), "bits_doubled": nf4.doubled_constant_bits()}
 rows = [(name, held[name], bits) for name, bits in arithmetic.items()]
 lab.table(("bits a weight", "in the bytes that bitsandbytes holds", "by arithmetic"), *rows)
-lab.verdict("A3.blocks.bits", "A3.double.bits", "A3.qlora.weights")
+lab.verdict("A3.blocks.bits", "A3.double.bits", "A3.qlora.weights");
 # %%
 fig, ax = plt.subplots(figsize=(7.2, 3.4))
 for (name, error), marker in zip(errors.items(), "os^Dv*PXd", strict=True):
@@ -218,7 +218,7 @@ layer = methods.multiplies_restored(linear, torch.randn(64, 1024, device=lab.dev
 lab.keep(Run("07", "nf4 layer", metrics=layer))
 print(f"The layer's result is {layer['error_to_restored']:.2%} off the product with the restored weight,")
 print(f"and {layer['error_to_16_bits']:.1%} off the product with the 16-bit weight.")
-lab.verdict("A3.qlora.dequantised")
+lab.verdict("A3.qlora.dequantised");
 # %% [markdown]
 # **Takeaway.** QLoRA saves storage, not arithmetic: the products are as large as before, and restoring comes on top.
 
@@ -246,7 +246,7 @@ lab.keep({f"chain: {order}": Run("07", "", metrics={"flops": n}) for order, n in
 ranks = [4**power for power in range(1, 7)]
 ratios = [methods.chain_flops("wide first", 3444, r) / methods.chain_flops("thin first", 3444, r) for r in ranks]
 lab.table(("rank r", *ranks), ("wide first, times the FLOPs of thin first", *(f"{ratio:.2f}" for ratio in ratios)))
-lab.verdict("A3.lora.count", "A3.lora.small-file", "A3.unsloth.order")
+lab.verdict("A3.lora.count", "A3.lora.small-file", "A3.unsloth.order");
 # %% [markdown]
 # PyTorch computes the products in the order in which they are written, and PEFT writes the thin one first: the order is
 # no secret of unsloth's. The last columns show where it stops mattering: at ranks near the matrix' own width.
@@ -394,7 +394,7 @@ lab.table(*rows)
 
 # %%
 lab.verdict("A3.qlora.cause", "A3.checkpointing.memory", "A3.checkpointing.slower")
-lab.verdict("A3.offload.time", "A3.offload.memory")
+lab.verdict("A3.offload.time", "A3.offload.memory");
 # %% [markdown]
 # The picture's boxes are as wide as the batches' lengths differ; the table compares each step with the same batch's.
 #
@@ -530,7 +530,7 @@ lab.table(
     ("before", 100 * before["explains"], 100 * before["title"]),
     ("after", 100 * reader.matches("title", "explain"), 100 * after),
 )
-lab.verdict("A3.120b.style")
+lab.verdict("A3.120b.style");
 # %%
 fig, ax = plt.subplots(figsize=(7.2, 2.8))
 for (name, losses), line in zip(curves.items(), ("-", "--"), strict=True):
