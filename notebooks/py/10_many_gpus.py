@@ -480,14 +480,14 @@ solved(check_ranks(my_ranks))
 
 # %% [markdown]
 # **4. Make it faster.** Two ranks each have the gradients of four micro-batches. `over_a_slow_link` gives the mean of both
-# ranks' tensors, and takes its time: it is all latency. The loop averages after each micro-batch and adds up. Get the same gradient in half
-# the time.
+# ranks' tensors, and takes its time: it is all latency. The loop averages after each micro-batch and adds up. Get the
+# same gradient in half the time.
 
 
 # %% tags=["exercise"]
 def over_a_slow_link(mine, theirs):
-    """The mean of two ranks' tensors, over a link that takes 4 ms to begin, whatever the message's size."""
-    time.sleep(0.004)
+    """The mean of two ranks' tensors, over a link that takes 10 ms to begin, whatever the message's size."""
+    time.sleep(0.010)
     return (mine + theirs) / 2
 
 
@@ -502,7 +502,7 @@ def synchronised_once(mine, theirs):
 
 def two_ranks_gradients(seed: int) -> tuple:
     torch.manual_seed(seed)
-    return torch.randn(4, 10_000), torch.randn(4, 10_000)
+    return torch.randn(4, 1000), torch.randn(4, 1000)
 
 
 print(faster_than(4, synchronised_each, synchronised_once, two_ranks_gradients, times=2))
