@@ -228,8 +228,10 @@ class Lab:
 
         scale: the workload's, where it isn't the lab's.
         """
-        left = {name: None if name in self._measured else self._left_behind(name, scale) for name in recipes}
-        if all(run and run.recipe == recipes[name].fitted_to(self.device).as_dict() for name, run in left.items()):
+        wanted = {name: recipe.fitted_to(self.device).as_dict() for name, recipe in recipes.items()}
+        there = self._left_behind(scale)
+        left = {name: there[name] for name in wanted if name in there and name not in self._measured}
+        if {name: run.recipe for name, run in left.items()} == wanted:
             self._measured.update(left)
             return left
         runs = dict(measure())
@@ -238,16 +240,18 @@ class Lab:
         self.keep(runs)
         return runs
 
-    def _left_behind(self, name: str, scale: str = "") -> Run | None:
-        """The run `name` that this lab's last start left here, if it did not get to its end and all else is alike."""
+    def _left_behind(self, scale: str = "") -> dict[str, Run]:
+        """Name -> run that this lab's last start left here, if it did not get to its end and all else is alike."""
         mine = [r for r in results.read_records(self._results.path) if r.get("lab") == self.number]
         ends = [place for place, record in enumerate(mine) if record.get("status") == "done"]
         unfinished = mine[ends[-1] + 1 :] if ends else mine
-        run = results.runs_of(unfinished).get((self.number, name))
-        if run is None or not (run.ok or run.status == "oom"):
-            return None
         here = (scale or self.scale, self.weights, self.data, self.machine, results.versions(), results.commit())
-        return run if (run.scale, run.weights, run.data, run.machine, run.versions, run.commit) == here else None
+        return {
+            name: run
+            for (_, name), run in results.runs_of(unfinished).items()
+            if (run.ok or run.status == "oom")
+            and (run.scale, run.weights, run.data, run.machine, run.versions, run.commit) == here
+        }
 
     def predict(self, topic: str, value: float | None, unit: str = "") -> None:
         """Keep the learner's prediction for `done` to score; None: not answered. Raises `LabError` for other types."""

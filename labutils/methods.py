@@ -31,7 +31,14 @@ from labutils.recipe import A3_BASE, A3_LADDER, Recipe, Rung, climb
 from labutils.results import Run, is_out_of_memory
 from labutils.training import Bench, Session, compile_ahead
 from labutils.training.following import followed, make_room, read_log
-from labutils.training.variants import altered, cast_as_for_kbit, prepared_for_kbit, with_costs, with_epoch_rate
+from labutils.training.variants import (
+    altered,
+    cast_as_for_kbit,
+    in_lanes,
+    prepared_for_kbit,
+    with_costs,
+    with_epoch_rate,
+)
 from labutils.training.with_unsloth import Job
 from labutils.workloads import Workload
 from labutils.workloads.decoder import projections
@@ -493,10 +500,7 @@ def climbed_on(
         make_room(workload)
         with Bench(workload, warmup, same_batches=True) as bench:
             runs |= bench.compare(rungs, steps, rounds)
-    for rung in ladder:
-        if rung.name in runs:
-            runs[rung.name].lane = rung.lane
-    return {name: with_epoch_rate(with_costs(runs[name]), workload) for name in recipes}
+    return in_lanes({name: with_epoch_rate(with_costs(runs[name]), workload) for name in recipes}, ladder)
 
 
 def floor_columns(run: Run) -> tuple[float | None, float | None]:

@@ -30,7 +30,7 @@ from labutils.recipe import A2_BASE, A2_LADDER, Recipe, Rung, climb
 from labutils.results import Run, summarise
 from labutils.training import Bench, Session, train
 from labutils.training.batches import Batch
-from labutils.training.variants import altered, prepared_for_kbit, with_costs
+from labutils.training.variants import altered, in_lanes, prepared_for_kbit, with_costs
 from labutils.workloads import Workload, open_workload
 from labutils.workloads.multimodal import SCALES_OF_LLAVA, count_flops
 
@@ -486,10 +486,7 @@ def climbed(workload: Workload, ladder: Iterable[Rung], recipes: Mapping[str, Re
     """Name -> run of the ladder's recipes, in one process, each in its rung's lane, with its cost a token."""
     with Bench(workload, warmup=2) as bench:
         runs = bench.compare(recipes, steps, rounds=1)
-    for rung in ladder:
-        if rung.name in runs:
-            with_costs(runs[rung.name]).lane = rung.lane
-    return runs
+    return in_lanes({name: with_costs(run) for name, run in runs.items()}, ladder)
 
 
 def rung_rows(ladder: Iterable[Rung], climbable: Mapping[str, Recipe]) -> list[tuple[Any, ...]]:

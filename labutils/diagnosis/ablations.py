@@ -26,6 +26,7 @@ from labutils.recipe import A2_BASE, A3_BASE, STOCK, Recipe
 from labutils.results import Run
 from labutils.training import Bench, Session
 from labutils.training.comparing import ROUNDS
+from labutils.training.following import make_room
 from labutils.workloads.base import Workload, open_workload
 
 START = "start"
@@ -240,8 +241,7 @@ def over_starts(
             found.append(ablations(workload, start, name, steps, rounds, only))
         except RuntimeError as error:
             failed[name] = str(error)
-        workload.let_go()
-        hardware.cuda.empty_cache()
+        make_room(workload)
     return found, failed
 
 

@@ -22,8 +22,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+
+from labutils.measure.live import Storages
 
 KINDS = ("weights", "optimizer", "gradients", "activations", "logits", "temporaries")
 """What memory is for. weights: frozen and trained; activations: what waits for the backward pass; logits: a language
@@ -153,7 +153,7 @@ def sort_out(raw: list[_Raw], marks: _Marks, events: int, by: Sorting) -> StepMe
     return StepMemory(dict(by.held), found, tuple(marks.phases), events)
 
 
-class Ledger(TorchDispatchMode):
+class Ledger(Storages):
     """Records the storages that operations make while it is entered; those of `known` are left out, and so are views.
 
     Sizes are rounded up as the GPU's allocator would.
@@ -166,15 +166,6 @@ class Ledger(TorchDispatchMode):
         self.marks = _Marks([(0, "forward")])
         self.places: dict[int, int] = {}
         self.known = {tensor.untyped_storage()._cdata for tensor in known}
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(out):
-            if isinstance(leaf, Tensor):
-                self._count(leaf.untyped_storage())
-        return out
 
     def _count(self, storage: torch.UntypedStorage) -> None:
         where = storage._cdata

@@ -22,14 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 
-class LiveTensors(TorchDispatchMode):
-    """`now` and `peak` in bytes of the tensors made since it was entered; those of `known` are left out, and so are
-    views of them. Tensors that share their memory count once."""
-
-    def __init__(self, known: Iterable[Tensor] = ()) -> None:
-        super().__init__()
-        self.now = self.peak = 0
-        self.counted = {tensor.untyped_storage()._cdata for tensor in known}
+class Storages(TorchDispatchMode):
+    """Shows `_count` the storage of every tensor that an operation returns while it is entered."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -39,6 +33,19 @@ class LiveTensors(TorchDispatchMode):
             if isinstance(leaf, Tensor):
                 self._count(leaf.untyped_storage())
         return out
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        raise NotImplementedError
+
+
+class LiveTensors(Storages):
+    """`now` and `peak` in bytes of the tensors made since it was entered; those of `known` are left out, and so are
+    views of them. Tensors that share their memory count once."""
+
+    def __init__(self, known: Iterable[Tensor] = ()) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self.counted = {tensor.untyped_storage()._cdata for tensor in known}
 
     def _count(self, storage: torch.UntypedStorage) -> None:
         place = storage._cdata

@@ -6,12 +6,12 @@ run = train(altered(workload, prepared_for_kbit), recipe)
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import nn
 
-from labutils.recipe import Recipe
+from labutils.recipe import Recipe, Rung
 from labutils.results import Run, summarise
 from labutils.workloads.base import Workload
 
@@ -76,6 +76,14 @@ def with_epoch_rate(run: Run, workload: Workload) -> Run:
         run.metrics["useful_tokens"] = useful
         run.metrics["useful_tokens_per_s"] = summarise([useful * rate for rate in rates])
     return run
+
+
+def in_lanes(runs: Mapping[str, Run], ladder: Iterable[Rung]) -> dict[str, Run]:
+    """Name -> run of a ladder's rungs, each put into its rung's lane."""
+    for rung in ladder:
+        if rung.name in runs:
+            runs[rung.name].lane = rung.lane
+    return dict(runs)
 
 
 def with_costs(run: Run) -> Run:
