@@ -36,6 +36,7 @@ from labutils.prediction import (
     decided_by,
     host_of,
     idle_ms,
+    interrupted,
     replayed_ms,
 )
 from labutils.recipe import A3_BASE, Recipe
@@ -57,6 +58,8 @@ NEAR = 0.2
 """A prediction that is off by no more has come true."""
 LIGHT_STEPS = 3
 """A light step is timed so often, at least."""
+TRIES = 5
+"""A light step is looked at again so often, at most, where other programs took the CPU while it was traced."""
 MANY = 15_000
 """Of a step of more launches one is recorded: it holds enough, and reading a trace back takes long."""
 WARM_MS = {"cuda": 1000, "cpu": 0}
@@ -208,9 +211,12 @@ class Light:
         workload = session.workload
         there = OnOneBatch(session, batch_of(workload, session.recipe, shortest(workload, session.recipe)))
         there.timed(0, warmup=2)
-        step_ms = summarise(there.watched(LIGHT_STEPS, WATCH_MS["cpu"]))["median"]
-        trace = there.traced(1)
-        program = Program.of(trace)
+        for _ in range(TRIES):
+            step_ms = summarise(there.watched(LIGHT_STEPS, WATCH_MS["cpu"]))["median"]
+            trace = there.traced(1)
+            program = Program.of(trace)
+            if not interrupted(program, step_ms):
+                break
         return cls(there, step_ms, program, host_of(program, trace.host_breakdown(), step_ms))
 
     def metrics(self) -> dict[str, float]:

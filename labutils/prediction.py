@@ -199,13 +199,20 @@ def _ends(program: Program, host: Host, stretch: float, rounds: int) -> list[flo
     return ends
 
 
+def interrupted(program: Program, step_ms: float) -> bool:
+    """Whether a trace of a CPU's step counts more milliseconds of operators than the step takes without the profiler:
+    what other programs took of the CPU in the middle of an operator is counted as the operator's."""
+    return program.takes_turns and program.kernel_ms + program.copy_ms >= step_ms
+
+
 def host_of(program: Program, phases: Mapping[str, Mapping[str, float]], step_ms: float) -> Host:
     """What a launch takes the host, from a *light* step: one with so little to compute that the GPU mostly waits.
 
     program: of that step. phases: what its trace's `host_breakdown` says. step_ms: the same step timed without the
     profiler. How the phases compare is the trace's; one factor for all of them is solved for, so that the replay of the
     light step lasts `step_ms`. Raises `ValueError` where the GPU takes `LIGHT` of it or more: then it was not light.
-    (Where host and device take turns, the time that is not the one's is the other's, whatever the share.)
+    (Where host and device take turns, the time that is not the one's is the other's, whatever the share, unless the
+    traced step was `interrupted`.)
     """
     counts: dict[str, int] = {}
     for piece in program.given:
@@ -213,7 +220,12 @@ def host_of(program: Program, phases: Mapping[str, Mapping[str, float]], step_ms
     if not counts:
         raise ValueError("The trace of the light step holds no launch, so that nothing says what one takes the host.")
     busy_ms = program.kernel_ms + program.copy_ms
-    if busy_ms >= (1.0 if program.takes_turns else LIGHT) * step_ms:
+    if interrupted(program, step_ms):
+        raise ValueError(
+            f"The operators of a traced light step take {busy_ms:.1f} ms together, a whole step without the profiler "
+            f"{step_ms:.1f} ms: other programs took the CPU while it was traced. Run this again when they are done."
+        )
+    if not program.takes_turns and busy_ms >= LIGHT * step_ms:
         raise ValueError(
             f"The GPU takes {busy_ms:.1f} ms of a light step's {step_ms:.1f} ms, so that this step doesn't "
             "tell what the host takes. Use fewer tokens, or a thinner model."

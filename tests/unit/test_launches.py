@@ -98,6 +98,27 @@ def test_the_shortest_text_is_light():
     assert lengths(workload, recipe)[index] == min(lengths(workload, recipe))
 
 
+def test_a_light_step_that_was_interrupted_is_looked_at_again(monkeypatch):
+    """As when other programs want the cores: the first traces count their time as the operators' own."""
+    workload, recipe = texts("dense")["long"], launches.ways("dense")["rewritten"]
+    disturbed = iter([60_000, 60_000])  # milliseconds
+    whole = Program.of
+
+    def of(trace):
+        program = whole(trace)
+        first = program.given[0]._replace(work=(("other", next(disturbed, 0), 1),))
+        return replace(program, given=(first, *program.given[1:]))
+
+    monkeypatch.setattr(launches.Program, "of", of)
+    with launches.Session(launches.thin(workload), recipe) as session:
+        light = launches.Light.of(session)
+        assert light.program.kernel_ms < light.step_ms
+        assert next(disturbed, "used up") == "used up"
+        disturbed = iter([60_000] * launches.TRIES)
+        with pytest.raises(ValueError, match="other programs took the CPU"):
+            launches.Light.of(session)
+
+
 def test_ways_differ_by_what_they_are_named_for():
     ways = launches.ways("moe")
     assert list(ways) == ["expert loop", "grouped", "captured", "compiled"]
