@@ -42,8 +42,10 @@ def main(
     except NoDiagnosis as error:
         print(f"labutils diagnose: {error}", file=sys.stderr)
         return WRONG_USAGE if error.usage else FAILED
-    except (ValueError, OSError) as error:
+    except ValueError as error:
         return _wrong(str(error))
+    except OSError as error:
+        return _wrong(f"{error.filename} can't be read: {(error.strerror or str(error)).lower()}")
     assert evidence is not None
     diagnosis = diagnose(evidence)
     if as_json:

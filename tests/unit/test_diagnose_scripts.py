@@ -263,7 +263,7 @@ def test_the_command_prints_and_keeps_what_was_recorded(tmp_path, capsys):
     [
         ([], "give one of: a script after two dashes"),
         (["--trace", "x.json", "--", "python", "y.py"], "give one of"),
-        (["--trace", "there-is-none.json"], "there-is-none.json"),
+        (["--trace", "there-is-none.json"], "there-is-none.json can't be read: no such file or directory"),
         (["--run", "stock", "--results", "there-is-none"], "does not exist"),
         (["--results", "x", "--", "python", "y.py"], "name the run with --run NAME"),
         (["--", "there-is-no-such-command"], "There is no command 'there-is-no-such-command'"),

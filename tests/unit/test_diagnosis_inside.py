@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import subprocess
 import sys
 import time
@@ -99,6 +100,15 @@ def test_what_a_library_writes_is_one_call_with_its_waits_and_without_what_it_re
     assert 15 < writing[1] < 100
     assert [kind for kind, _, _ in found] == ["read", "write"]
     assert all(Path(place.rpartition(":")[0]).name == HERE for _, place, _ in found)
+
+
+def test_a_message_below_the_loggers_level_writes_nothing(tmp_path):
+    logger = logging.Logger("planted", logging.WARNING)
+    logger.addHandler(logging.FileHandler(tmp_path / "log"))
+    assert seen(lambda: logger.info("not told")) == {}
+    ((kind, place, what), (times, _)) = next(iter(seen(lambda: logger.warning("told")).items()))
+    assert (kind, what, times) == ("write", "Logger._log", 1)
+    assert Path(place.rpartition(":")[0]).name == HERE
 
 
 def test_telling_of_a_call_costs_next_to_nothing_and_something():

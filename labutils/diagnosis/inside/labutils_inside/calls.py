@@ -16,10 +16,11 @@ from typing import Any
 
 WRITERS = (
     *("torch/utils/tensorboard/", "/tensorboard/", "/tensorboardX/", "/wandb/", "/mlflow/", "/comet_ml/", "/neptune/"),
-    *("/logging/__init__.py", "/tqdm/", "/torch/serialization.py", "/safetensors/", "/rich/", "/aim/", "/clearml/"),
-    "/csv.py",
+    *("/tqdm/", "/torch/serialization.py", "/safetensors/", "/rich/", "/aim/", "/clearml/", "/csv.py"),
 )
 """Files whose functions write: what is inside one, sleeps and locks included, is writing."""
+LOGGING, LOGGED = "/logging/__init__.py", "_log"
+"""Python's own logging: a message below the logger's level comes to an end before this function, and writes nothing."""
 WRITING = {"write", "writelines", "flush", "fsync", "fdatasync", "print", "writerow", "writerows", "dump", "save"}
 COPIES = {"to", "cuda"}
 """Methods that may copy a tensor to the GPU."""
@@ -57,7 +58,7 @@ class Calls:
             if self.open and self.open[-1][0] is argument:
                 self._close()
         elif event == "call":
-            if not self._writing() and any(part in frame.f_code.co_filename for part in WRITERS):
+            if not self._writing() and _is_writer(frame):
                 self._begin(frame, ("write", place_of(frame.f_back), _name_of(frame)))
         elif self.open and self.open[-1][0] is frame:
             self._close()
@@ -109,6 +110,14 @@ def telling_ms(calls: int = 2000) -> float:
     watched = min(timed() for _ in range(3))
     sys.setprofile(None)
     return max(0.0, watched - plain) / (2 * calls)
+
+
+def _is_writer(frame: FrameType) -> bool:
+    """Whether a frame is a Python function that writes."""
+    file = frame.f_code.co_filename
+    if file.endswith(LOGGING):
+        return frame.f_code.co_name == LOGGED
+    return any(part in file for part in WRITERS)
 
 
 def _writes(name: str, owner: Any) -> bool:
