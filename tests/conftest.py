@@ -39,6 +39,16 @@ def full_float32() -> Iterator[None]:
     torch.backends.cuda.matmul.allow_tf32 = before
 
 
+@pytest.fixture
+def nothing_compiled() -> Iterator[None]:
+    """What other tests had the compiler keep counts neither before nor after."""
+    import torch
+
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip what is marked `gpu` on a machine without one, and say so."""
     marked = [item for item in items if item.get_closest_marker("gpu")]

@@ -1,4 +1,4 @@
-"""Qwen3 and gpt-oss on a GPU: sinks in flash attention, grouped experts, offloaded inputs, one graph, the full size."""
+"""Qwen3 and gpt-oss on a GPU: sinks in flash attention, grouped experts, offloaded inputs, and the full size."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import time
 
 import pytest
 import torch
-from recipes_at_work import adapter_gradients, assert_same_gradients, perturb
+from decoders_at_work import outcome
+from recipes_at_work import assert_same_gradients
 from torch import nn
 
 from labutils.adapters import count_parameters
@@ -30,33 +31,6 @@ NAMES = ("qwen3-lora-long", "gpt-oss-lora-long")
 @pytest.fixture(scope="module", params=NAMES)
 def workload(request):
     return open_workload(request.param, scale="tiny", device="cuda")
-
-
-@pytest.fixture(scope="module")
-def gpt_oss():
-    return open_workload("gpt-oss-lora-long", scale="tiny", device="cuda")
-
-
-@pytest.fixture
-def nothing_compiled():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
-def batch_of(workload, recipe, chosen):
-    rows = workload.dataset(None, recipe)
-    batch = workload.collate(recipe)([rows[index] for index in chosen])
-    return {name: tensor.to(workload.device) for name, tensor in batch.items()}
-
-
-def outcome(workload, recipe, chosen):
-    model = workload.build(recipe)
-    perturb(model.lm, 0.2)
-    with torch.autocast("cuda", torch.bfloat16, enabled=recipe.precision == "bf16"):
-        loss = workload.loss(model, batch_of(workload, recipe, chosen), {})
-    loss.backward()
-    return loss.detach(), adapter_gradients(model.lm)
 
 
 @pytest.mark.parametrize("sinks", [True, False], ids=["sinks", "no sinks"])
@@ -135,40 +109,6 @@ def test_checkpointing_changes_no_gradient(workload, recipe, checkpointing):
     loss, found = outcome(workload, recipe.but(checkpointing=checkpointing), [3, 5, 7])
     torch.testing.assert_close(loss, expected)
     assert_same_gradients(found, gradients, rtol=2e-2)  # atomic additions come in another order each time
-
-
-def test_nothing_waits_for_the_device(workload):
-    """Forward and backward of batches on the device, with every synchronisation an error."""
-    for recipe in (OURS, PACKED, PACKED.but(loss="fused"), PACKED.but(loss="answers", predict="answers")):
-        model, batch = workload.build(recipe), batch_of(workload, recipe, [0, 1, 2])
-        workload.loss(model, batch, {}).backward()  # the first call may create handles
-        torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            workload.loss(model, batch, {}).backward()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-
-
-def test_the_published_mixture_does_wait(gpt_oss):
-    model, batch = gpt_oss.build(BASE), batch_of(gpt_oss, BASE, [0, 1])
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        with pytest.raises(RuntimeError, match="synchroniz"):
-            gpt_oss.loss(model, batch, {})
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
-@pytest.mark.parametrize("change", [{}, {"compile": "default", "compile_scope": "blocks"}, {"loss": "fused"}])
-def test_one_cuda_graph_trains_as_the_loop_does(workload, change, nothing_compiled):
-    losses = []
-    for driver in ("eager", "graph"):
-        with Session(workload, PACKED.but(driver=driver, **change)) as session:
-            session.run(6)
-            session.driver.log.flush()
-            losses.append(list(session.losses))
-    assert losses[1] == pytest.approx(losses[0], rel=5e-3)
 
 
 def test_packed_blocks_compile_without_breaks(workload, nothing_compiled):

@@ -1,4 +1,4 @@
-"""LLaVA-NeXT on a GPU: documents by flash attention, no host waits, one CUDA graph, and the full size at once."""
+"""LLaVA-NeXT on a GPU: half precision, compiled blocks, the ladder in one process, and the full size at once."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import time
 
 import pytest
 import torch
-from recipes_at_work import adapter_gradients, assert_same_gradients, perturb
+from decoders_at_work import outcome
+from recipes_at_work import assert_same_gradients
 
 from labutils.adapters import count_parameters
-from labutils.attention import document_attention
 from labutils.measure.recompilation import Compilation
 from labutils.recipe import A2_BASE, A2_LADDER, Rung, climb
 from labutils.training import Session, compare
@@ -26,45 +26,6 @@ def workload():
     return open_workload("llava-lora-varied", scale="tiny", device="cuda")
 
 
-@pytest.fixture
-def nothing_compiled():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
-def batch_of(workload, recipe, chosen):
-    rows = workload.dataset(None, recipe)
-    batch = workload.collate(recipe)([rows[index] for index in chosen])
-    return {name: tensor.to(workload.device) for name, tensor in batch.items()}
-
-
-def outcome(workload, recipe, chosen):
-    model = workload.build(recipe)
-    perturb(model.llava, 0.2)
-    with torch.autocast("cuda", torch.bfloat16, enabled=recipe.precision == "bf16"):
-        loss = workload.loss(model, batch_of(workload, recipe, chosen), {})
-    loss.backward()
-    return loss.detach(), adapter_gradients(model.llava)
-
-
-@pytest.mark.parametrize("lengths", [[128], [300, 1, 211], [64, 448, 7]])
-def test_flash_attention_of_documents_is_the_masked_one(lengths):
-    torch.manual_seed(0)
-    n = sum(lengths)
-    given = [torch.randn(1, heads, n, 64, device="cuda", dtype=torch.bfloat16) for heads in (8, 2, 2)]
-    marks = torch.tensor([0, *torch.tensor(lengths).cumsum(0), n, n], dtype=torch.int32, device="cuda")
-    slope = torch.randn(1, n, 8, 64, device="cuda")
-    results = []
-    for dtype in (torch.bfloat16, torch.float32):  # the second one by a mask
-        inputs = [x.to(dtype).requires_grad_() for x in given]
-        out, _ = document_attention(None, *inputs, None, 0.125, boundaries=marks)
-        results.append([out, *torch.autograd.grad(out, inputs, slope.to(dtype))])
-    for found, expected in zip(*results, strict=True):
-        assert found.dtype == torch.bfloat16
-        assert (found.float() - expected).norm() < 2e-2 * expected.norm()
-
-
 @pytest.mark.parametrize("recipe", [OURS, PACKED], ids=["as-they-come", "packed"])
 def test_bfloat16_is_as_near_to_float32_as_transformers_own_is(workload, recipe):
     chosen = [7, 1, 4, 2]
@@ -72,40 +33,6 @@ def test_bfloat16_is_as_near_to_float32_as_transformers_own_is(workload, recipe)
     loss, found = outcome(workload, recipe, chosen)
     torch.testing.assert_close(loss, expected, rtol=1e-2, atol=1e-2)
     assert_same_gradients(found, gradients, rtol=0.1)
-
-
-def test_nothing_waits_for_the_device(workload):
-    """Forward and backward of batches on the device, with every synchronisation an error."""
-    for recipe in (OURS, PACKED, PACKED.but(loss="fused"), PACKED.but(loss="answers")):
-        model, batch = workload.build(recipe), batch_of(workload, recipe, [0, 1, 2])
-        workload.loss(model, batch, {}).backward()  # the first call may create handles
-        torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            workload.loss(model, batch, {}).backward()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-
-
-def test_the_published_forward_pass_does_wait(workload):
-    model, batch = workload.build(A2_BASE), batch_of(workload, A2_BASE, [0, 1])
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        with pytest.raises(RuntimeError, match="synchroniz"):
-            workload.loss(model, batch, {})
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
-@pytest.mark.parametrize("change", [{}, {"compile": "default", "compile_scope": "blocks"}, {"loss": "fused"}])
-def test_one_cuda_graph_trains_as_the_loop_does(workload, change, nothing_compiled):
-    losses = []
-    for driver in ("eager", "graph"):
-        with Session(workload, PACKED.but(driver=driver, **change)) as session:
-            session.run(6)
-            session.driver.log.flush()
-            losses.append(list(session.losses))
-    assert losses[1] == pytest.approx(losses[0], rel=2e-3)
 
 
 def test_packed_blocks_compile_to_three_graphs(workload, nothing_compiled):

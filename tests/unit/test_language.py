@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
+from decoders_at_work import assert_resumes_where_it_stopped, batch_of, outcome, outcome_of
 from hypothesis import given
 from hypothesis import strategies as st
 from recipes_at_work import adapter_gradients, assert_same_gradients, one_thread, perturb
@@ -79,30 +80,16 @@ def gpt_oss():
     return opened("gpt-oss-lora-long")
 
 
-def batch_of(workload, recipe, chosen):
-    rows = workload.dataset(None, recipe)
-    return workload.collate(recipe)([rows[index] for index in chosen])
-
-
-def outcome(workload, recipe, batch):
-    """Loss and the LoRA matrices' gradients of one micro-batch, with matrices B that aren't zero."""
-    model = workload.build(recipe)
-    perturb(model.lm, 0.2)
-    loss = workload.loss(model, batch, workload.draw(model, batch))
-    loss.backward()
-    return loss.detach(), adapter_gradients(model.lm)
-
-
 @functools.cache
 def reference(name, chosen: tuple[int, ...], predict: str = "everything"):
     """transformers' own forward pass, its own mask for the padding."""
     recipe = BASE.but(predict=predict)
-    return outcome(opened(name), recipe, batch_of(opened(name), recipe, chosen))
+    return outcome(opened(name), recipe, chosen)
 
 
 def assert_is_reference(workload, recipe, chosen):
     expected, gradients = reference(workload.name, tuple(chosen), recipe.predict)
-    loss, found = outcome(workload, recipe, batch_of(workload, recipe, chosen))
+    loss, found = outcome(workload, recipe, chosen)
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
     assert_same_gradients(found, gradients, rtol=1e-4)
 
@@ -267,7 +254,7 @@ def test_converted_bases_train_and_keep_near(workload, kind):
     assert kinds["model.layers.1.self_attn.o_proj.base_layer"] != "Linear"
     batch = batch_of(workload, recipe, CHOSEN["two"])
     assert batch["input_ids"].shape[1] % (FP8_ROWS if "fp8" in kind else 1) == 0
-    loss, found = outcome(workload, recipe, batch)
+    loss, found = outcome_of(workload, recipe, batch)
     torch.testing.assert_close(loss, expected, rtol=0.05, atol=0.05)
     for name, gradient in gradients.items():
         assert F.cosine_similarity(found[name].flatten(), gradient.flatten(), dim=0) > 0.8, name
@@ -548,16 +535,7 @@ def test_rates_are_of_what_was_really_run(workload):
 
 
 def test_a_packed_run_resumes_where_it_stopped(qwen3, tmp_path):
-    with Session(qwen3, PACKED) as whole:
-        whole.run(4)
-        whole.driver.log.flush()
-    with Session(qwen3, PACKED, folder=tmp_path) as first:
-        first.run(2)
-        first.save()
-    with Session(qwen3, PACKED, folder=tmp_path, resume=True) as second:
-        second.run(4)
-        second.driver.log.flush()
-    assert whole.losses[2:] == pytest.approx(second.losses, rel=1e-6)
+    assert_resumes_where_it_stopped(qwen3, PACKED, tmp_path)
 
 
 def test_a_saved_adapter_has_pefts_names(workload, tmp_path):
@@ -574,13 +552,6 @@ def test_a_saved_adapter_has_pefts_names(workload, tmp_path):
         found = other(**batch_of(workload, BASE, [1])).loss
         expected = workload.loss(model, batch_of(workload, OURS, [1]), {})
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
-
-
-@pytest.fixture
-def nothing_compiled():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def test_one_blocks_code_serves_all_blocks_and_all_lengths(qwen3, nothing_compiled):

@@ -10,9 +10,10 @@ import pickle
 import pytest
 import torch
 import torch.nn.functional as F
+from decoders_at_work import assert_resumes_where_it_stopped, batch_of, outcome, outcome_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from recipes_at_work import adapter_gradients, assert_same_gradients, one_thread, perturb
+from recipes_at_work import assert_same_gradients, one_thread, perturb
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.data import BatchSampler
 from torch.utils.flop_counter import FlopCounterMode
@@ -57,24 +58,10 @@ def beans():
     return open_workload("llava-lora", scale="tiny", device="cpu")
 
 
-def batch_of(workload, recipe, chosen, examples=None):
-    rows = examples or workload.dataset(None, recipe)
-    return workload.collate(recipe)([rows[index] for index in chosen])
-
-
-def outcome(workload, recipe, batch):
-    """Loss and the LoRA matrices' gradients of one micro-batch, with matrices B that aren't zero."""
-    model = workload.build(recipe)
-    perturb(model.llava, 0.2)
-    loss = workload.loss(model, batch, workload.draw(model, batch))
-    loss.backward()
-    return loss.detach(), adapter_gradients(model.llava)
-
-
 @functools.cache
 def reference(workload, chosen: tuple[int, ...]):
     """transformers' own forward pass, its own mask for the padding, as the processor's batch comes."""
-    return outcome(workload, BASE, batch_of(workload, BASE, chosen))
+    return outcome(workload, BASE, chosen)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -139,7 +126,7 @@ def test_another_precision_takes_the_place_of_the_one_before():
 def test_loss_and_gradients_are_transformers(workload, shapes, chosen):
     recipe = SHAPES[shapes].but(layers="rewritten")
     expected, gradients = reference(workload, tuple(chosen))
-    loss, found = outcome(workload, recipe, batch_of(workload, recipe, chosen))
+    loss, found = outcome(workload, recipe, chosen)
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
     assert_same_gradients(found, gradients, rtol=1e-4)
 
@@ -148,7 +135,7 @@ def test_loss_and_gradients_are_transformers(workload, shapes, chosen):
 def test_padding_changes_nothing_in_transformers_own(workload, shapes):
     chosen = CHOSEN["two"]
     expected, gradients = reference(workload, tuple(chosen))
-    loss, found = outcome(workload, SHAPES[shapes], batch_of(workload, SHAPES[shapes], chosen))
+    loss, found = outcome(workload, SHAPES[shapes], chosen)
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
     assert_same_gradients(found, gradients, rtol=1e-4)
 
@@ -161,10 +148,10 @@ def test_fixed_is_the_same_as_images_that_were_square_before(workload, layers):
     rows = workload.dataset(None, BASE).with_format(None)
     transform = workload._examples(BASE)
     squares = [transform.example(rows[i]["image"].resize((side, side), 2), rows[i]["labels"]) for i in (0, 5)]
-    expected, gradients = outcome(workload, BASE, workload.collate(BASE)(squares))
+    expected, gradients = outcome_of(workload, BASE, workload.collate(BASE)(squares))
     batch = batch_of(workload, recipe, [0, 5])
     assert batch["input_ids"].shape == (2, workload.token_budget(recipe))
-    loss, found = outcome(workload, recipe, batch)
+    loss, found = outcome_of(workload, recipe, batch)
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
     assert_same_gradients(found, gradients, rtol=1e-4)
 
@@ -186,9 +173,9 @@ def test_what_makes_it_faster_or_smaller_changes_nothing(workload, shapes, chang
     recipe, chosen = SHAPES[shapes].but(layers="rewritten", **change), CHOSEN["five"]
     expected, gradients = reference(workload, tuple(chosen))
     examples = workload.dataset(workload.build(recipe), recipe)
-    batch = batch_of(workload, recipe, chosen, examples)
+    batch = workload.collate(recipe)([examples[index] for index in chosen])
     assert ("features" in batch) == (recipe.cache == "features")
-    loss, found = outcome(workload, recipe, batch)
+    loss, found = outcome_of(workload, recipe, batch)
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
     assert_same_gradients(found, gradients, rtol=1e-4)
 
@@ -256,7 +243,7 @@ def test_converted_bases_train_and_keep_near(workload, kind):
     assert (kinds["model.vision_tower.encoder.layers.0.mlp.fc1"] == "Linear") == (kind == "fp8-frozen")
     batch = batch_of(workload, recipe, CHOSEN["two"])
     assert batch["input_ids"].shape[1] % (8 if kind == "fp8-frozen" else 1) == 0
-    loss, found = outcome(workload, recipe, batch)
+    loss, found = outcome_of(workload, recipe, batch)
     torch.testing.assert_close(loss, expected, rtol=0.05, atol=0.05)
     for name, gradient in gradients.items():
         assert F.cosine_similarity(found[name].flatten(), gradient.flatten(), dim=0) > 0.8, name
@@ -433,7 +420,8 @@ def test_flops_are_those_that_pytorch_counts(workload, shapes, cache, loss):
     library computes as a product of width 1, are no work of ours."""
     recipe = SHAPES[shapes].but(layers="rewritten", cache=cache, loss=loss)
     model = workload.build(recipe)
-    batch = batch_of(workload, recipe, CHOSEN["two"], workload.dataset(model, recipe))
+    examples = workload.dataset(model, recipe)
+    batch = workload.collate(recipe)([examples[index] for index in CHOSEN["two"]])
     rows, length = batch["input_ids"].shape
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         workload.loss(model, batch, {}).backward()
@@ -519,17 +507,7 @@ def test_rates_are_of_what_was_really_run(workload):
 
 @pytest.mark.parametrize("driver", ["eager", "accelerate"])
 def test_a_packed_run_resumes_where_it_stopped(workload, tmp_path, driver):
-    recipe = PACKED.but(driver=driver, accumulation=2)
-    with Session(workload, recipe) as whole:
-        whole.run(4)
-        whole.driver.log.flush()
-    with Session(workload, recipe, folder=tmp_path) as first:
-        first.run(2)
-        first.save()
-    with Session(workload, recipe, folder=tmp_path, resume=True) as second:
-        second.run(4)
-        second.driver.log.flush()
-    assert whole.losses[2:] == pytest.approx(second.losses, rel=1e-6)
+    assert_resumes_where_it_stopped(workload, PACKED.but(driver=driver, accumulation=2), tmp_path)
 
 
 def test_a_saved_adapter_has_pefts_names(workload, tmp_path):
@@ -547,13 +525,6 @@ def test_a_saved_adapter_has_pefts_names(workload, tmp_path):
         found = other(**batch).loss
         expected = workload.loss(model, batch_of(workload, OURS, [1]), {})
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
-
-
-@pytest.fixture
-def nothing_compiled():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def test_one_blocks_code_serves_all_blocks_and_all_lengths(workload, nothing_compiled):

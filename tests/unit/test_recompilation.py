@@ -10,12 +10,7 @@ import torch
 from labutils.capture import VARIANTS, variants_allowed
 from labutils.measure.recompilation import Compilation
 
-
-@pytest.fixture(autouse=True)
-def nothing_compiled():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("nothing_compiled")
 
 
 def doubled(x):

@@ -1,0 +1,58 @@
+"""Language and multimodal models at work: one micro-batch's loss and gradients, and runs that stop and go on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+import torch
+from recipes_at_work import adapter_gradients, perturb
+from torch import Tensor, nn
+
+from labutils.recipe import Recipe
+from labutils.training import Session
+from labutils.workloads.base import Batch
+from labutils.workloads.decoder import DecoderLora
+
+
+def batch_of(workload: DecoderLora, recipe: Recipe, chosen: Iterable[int]) -> Batch:
+    """The micro-batch of the examples with the numbers `chosen`, on the workload's device."""
+    rows = workload.dataset(None, recipe)
+    batch = workload.collate(recipe)([rows[index] for index in chosen])
+    return {name: tensor.to(workload.device) for name, tensor in batch.items()}
+
+
+def outcome(workload: DecoderLora, recipe: Recipe, chosen: Iterable[int]) -> tuple[Tensor, dict[str, Tensor]]:
+    """`outcome_of` the micro-batch of the examples with the numbers `chosen`."""
+    return outcome_of(workload, recipe, batch_of(workload, recipe, chosen))
+
+
+def outcome_of(workload: DecoderLora, recipe: Recipe, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+    """Loss and the LoRA matrices' gradients of one micro-batch, with matrices B that aren't zero."""
+    model = workload.build(recipe)
+    network: nn.Module = getattr(model, "llava", None) or model.lm
+    perturb(network, 0.2)
+    with torch.autocast("cuda", torch.bfloat16, enabled=recipe.precision == "bf16"):
+        loss = workload.loss(model, batch, workload.draw(model, batch))
+    loss.backward()
+    return loss.detach(), adapter_gradients(network)
+
+
+def losses_of(workload: DecoderLora, recipe: Recipe, steps: int) -> list[float]:
+    """The losses of the first `steps` optimizer steps."""
+    with Session(workload, recipe) as session:
+        session.run(steps)
+        session.driver.log.flush()
+        return list(session.losses)
+
+
+def assert_resumes_where_it_stopped(workload: DecoderLora, recipe: Recipe, folder: Path) -> None:
+    """Two steps, a checkpoint, and two more in another session end as four in a row do."""
+    with Session(workload, recipe, folder=folder) as first:
+        first.run(2)
+        first.save()
+    with Session(workload, recipe, folder=folder, resume=True) as second:
+        second.run(4)
+        second.driver.log.flush()
+    assert losses_of(workload, recipe, 4)[2:] == pytest.approx(second.losses, rel=1e-6)

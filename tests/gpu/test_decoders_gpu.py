@@ -1,0 +1,72 @@
+"""What LLaVA-NeXT, Qwen3 and gpt-oss have in common on a GPU: no host waits, one CUDA graph, copies on the way."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from decoders_at_work import batch_of, losses_of
+
+from labutils.recipe import A2_BASE, A3_BASE
+from labutils.workloads import open_workload
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+BASES = {"llava-lora-varied": A2_BASE, "qwen3-lora-long": A3_BASE, "gpt-oss-lora-long": A3_BASE}
+WAITING = ["llava-lora-varied", "gpt-oss-lora-long"]
+"""Workloads whose published forward pass asks the GPU for something, and waits."""
+
+
+@pytest.fixture(scope="module", params=BASES)
+def workload(request):
+    return open_workload(request.param, scale="tiny", device="cuda")
+
+
+@pytest.fixture
+def ours(workload):
+    return BASES[workload.name].but(
+        adapter="plain", driver="eager", layers="rewritten", logging="ring-buffer", optimizer="adamw-fused"
+    )
+
+
+@pytest.fixture
+def packed(workload, ours):
+    budget = 8192 if workload.name.startswith("llava") else 4096
+    return ours.but(shapes="packed", token_budget=budget, micro_batch=1, dynamic="static")
+
+
+@pytest.fixture
+def waiting_is_an_error():
+    """PyTorch raises where the host waits for the device, from where a test says so."""
+    yield lambda: torch.cuda.set_sync_debug_mode("error")
+    torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"loss": "fused"}, {"loss": "answers", "predict": "answers"}],
+    ids=["whole", "fused", "answers"],
+)
+@pytest.mark.parametrize("shapes", ["as-they-come", "packed"])
+def test_nothing_waits_for_the_device(workload, ours, packed, shapes, changes, waiting_is_an_error):
+    """Forward and backward of batches on the device."""
+    recipe = {"as-they-come": ours, "packed": packed}[shapes].but(**changes)
+    model, batch = workload.build(recipe), batch_of(workload, recipe, [0, 1, 2])
+    workload.loss(model, batch, {}).backward()  # the first call may create handles
+    torch.cuda.synchronize()
+    waiting_is_an_error()
+    workload.loss(model, batch, {}).backward()
+
+
+@pytest.mark.parametrize("name", WAITING)
+def test_the_published_forward_pass_does_wait(name, waiting_is_an_error):
+    workload, recipe = open_workload(name, scale="tiny", device="cuda"), BASES[name]
+    model, batch = workload.build(recipe), batch_of(workload, recipe, [0, 1])
+    waiting_is_an_error()
+    with pytest.raises(RuntimeError, match="synchroniz"):
+        workload.loss(model, batch, {})
+
+
+@pytest.mark.parametrize("change", [{}, {"compile": "default", "compile_scope": "blocks"}, {"loss": "fused"}])
+def test_one_cuda_graph_trains_as_the_loop_does(workload, packed, change, nothing_compiled):
+    losses = [losses_of(workload, packed.but(driver=driver, **change), 6) for driver in ("eager", "graph")]
+    assert losses[1] == pytest.approx(losses[0], rel=5e-3)
