@@ -81,6 +81,8 @@ def assess(claim: Claim, runs: Runs) -> Finding:
         finding = JUDGES[claim.judge](claim, evidence)
     except NotTestable as reason:
         return Finding(NOT_TESTABLE, "", str(reason))
+    if evidence.beside and claim.judge not in UNDISTURBED and finding.verdict in (CONFIRMED, REFUTED):
+        finding = finding._replace(verdict=INCONCLUSIVE, why=f"{finding.why} {evidence.disturbance}")
     if evidence.scale == "full" or claim.judge in ANY_SCALE:
         return finding
     return finding._replace(why=f"{finding.why} (At scale {evidence.scale}, not the article's own size.)")
@@ -168,6 +170,17 @@ class Evidence:
     def scale(self) -> str:
         """The scale at which the runs were made."""
         return next(iter(self.runs.values())).scale
+
+    @property
+    def beside(self) -> int:
+        """How many other labs may have been running while these runs were measured."""
+        return int(max((_number(run.beside) or 0 for run in self.runs.values()), default=0))
+
+    @property
+    def disturbance(self) -> str:
+        """What that means. The spread doesn't tell of it: a neighbour that begins or ends shifts all that follows."""
+        labs = "another lab" if self.beside == 1 else f"{self.beside} other labs"
+        return f"But {labs} ran beside it, which may have shifted it. Alone: labutils run {self.lab} --force"
 
     def run(self, name: str) -> Run:
         """The run of that name."""
@@ -955,6 +968,12 @@ JUDGES: dict[str, Callable[[Claim, Evidence], Finding]] = {
 
 ANY_SCALE = {"becomes", "count", "fails_on_capability", "lists", "predicts", "unchanged", "warns_then_fails", "within"}
 """Judges of what doesn't depend on the model's size."""
+
+UNDISTURBED = {
+    *("all_present", "becomes", "brings_back", "count", "fails_on_capability", "lists", "loss_moves", "more_with"),
+    *("occurs", "unchanged", "warns_then_fails", "within"),
+}
+"""Judges of what is counted or computed, and the same however busy the machine is; the rest is about time or memory."""
 
 
 def _ms(value: float) -> str:

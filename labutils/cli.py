@@ -78,8 +78,24 @@ def _add_run(commands: argparse._SubParsersAction) -> None:
         metavar=("NAME", "VALUE"),
         help="a lab's own parameter",
     )
-    run.add_argument("--force", action="store_true", help="run labs again that are done in the results folder")
+    again = run.add_mutually_exclusive_group()
+    again.add_argument("--force", action="store_true", help="run labs again that are done in the results folder")
+    again.add_argument(
+        "--only",
+        choices=("changed",),
+        help="of labs that are done there, run again those of which code cells, parameters or labutils have changed "
+        "since (not the prose), or which don't say what they were made of; labs not done yet run as always",
+    )
+    run.add_argument(
+        "--jobs",
+        type=_jobs,
+        default=1,
+        metavar="N",
+        help="labs at once (1). Labs side by side disturb each other's times, also with a GPU each, which they get "
+        "where there are several: every result says so, and verdicts on time and memory come out as inconclusive",
+    )
     run.add_argument("--timeout", type=_seconds, default=1800.0, metavar="S", help="seconds a lab may take (1800)")
+    run.add_argument("--cell-timeout", type=_seconds, metavar="S", help="seconds a cell may take (no limit of its own)")
     run.set_defaults(carry_out=_run)
 
 
@@ -128,6 +144,12 @@ def _count(word: str) -> int:
     return int(word)
 
 
+def _jobs(word: str) -> int:
+    if not (word.isascii() and word.isdecimal() and len(word) < 4 and int(word) > 0):
+        raise argparse.ArgumentTypeError(f"{word!r} is not a number of labs from 1 to 999")
+    return int(word)
+
+
 def _folder(word: str) -> Path:
     if not word.strip():
         raise argparse.ArgumentTypeError(f"{word!r} names no folder; type one, as in: --results results/NAME")
@@ -159,6 +181,11 @@ def _doctor(options: argparse.Namespace) -> int:
 def _run(options: argparse.Namespace) -> int:
     from labutils import runner
 
+    def make_pages(folder: Path, executed: Sequence[Path]) -> None:
+        from labutils import handouts
+
+        handouts.pages_of(folder, executed)
+
     try:
         return runner.run(
             options.labs,
@@ -169,9 +196,13 @@ def _run(options: argparse.Namespace) -> int:
                 results=options.results,
                 given=dict(options.given),
                 force=options.force,
+                only_changed=options.only == "changed",
+                jobs=options.jobs,
                 timeout=options.timeout,
+                cell_timeout=options.cell_timeout,
             ),
             say=lambda text: print(text, flush=True),
+            make_pages=make_pages,
         )
     except runner.UsageError as error:
         print(f"labutils run: {error}", file=sys.stderr)

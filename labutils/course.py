@@ -173,6 +173,11 @@ class Lab:
                 f"The scale {self.scale} is meant for {DEVICE_BY_SCALE[self.scale]}; {self.fitting_scale} fits this "
                 "machine, so expect long waits or failures."
             )
+        if beside := results.told(results.BESIDE):
+            lines.append(
+                f"Up to {beside} other lab{'s' * (beside != 1)} may run on this machine meanwhile: times are "
+                "disturbed, and verdicts about them come out as inconclusive."
+            )
         return " ".join(lines)
 
     def workload(self, name: str) -> Any:
@@ -209,6 +214,7 @@ class Lab:
             results.commit(),
             results.now(),
         )
+        run.beside = results.told(results.BESIDE)
         self._results.append(run)
         if run.ok:
             self._measured.add(run.run)
@@ -251,6 +257,7 @@ class Lab:
             for (_, name), run in results.runs_of(unfinished).items()
             if (run.ok or run.status == "oom")
             and (run.scale, run.weights, run.data, run.machine, run.versions, run.commit) == here
+            and (not run.beside or results.told(results.BESIDE))  # what others disturbed is measured again without them
         }
 
     def predict(self, topic: str, value: float | None, unit: str = "") -> None:
@@ -362,7 +369,10 @@ class Lab:
         ]
         self.table(("prediction", "you", "measured", "off by"), *(self._score(*pair) for pair in scored))
         seconds = round(time.perf_counter() - self._opened, 1)
-        self._results.done(self.number, parameters=self.parameters, seconds=seconds, commit=results.commit())
+        made_of = {"beside": results.told(results.BESIDE), "sources": results.told(results.SOURCES)}
+        known = {name: value for name, value in made_of.items() if value is not None}
+        stamp = {"parameters": self.parameters, "seconds": seconds, "commit": results.commit()}
+        self._results.done(self.number, **stamp, **known)
         verdicts = f"labutils report --results {shlex.quote(_short(self.results_dir))}"
         self.show(f"Lab {self.number} is done, after {seconds:.0f} s. All verdicts: `{verdicts}`")
 

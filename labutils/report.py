@@ -227,9 +227,14 @@ def show(page: Page) -> None:
             title = f"{key}: {article.subject} ({article.gpu})"
             _show_article(console, title, judgements, _reference_machine(page.reference))
             _show_reasons(console, judgements, of_reference=not page.here)
-    for title, runs in (("The ladder here", page.here), ("The ladder on the reference machine", page.reference)):
-        if rungs := ladder(runs):
-            _show_ladder(console, title, rungs, _machine(runs))
+    here, theirs = ladder(page.here), ladder(page.reference)
+    ladders = (
+        ("here", here if here != theirs else [], page.here),
+        ("on the reference machine", theirs, page.reference),
+    )
+    for where, rungs, runs in ladders:  # one where the report is of the reference itself
+        if rungs:
+            _show_ladder(console, f"The ladder {where}", rungs, _machine(runs))
     _show_sources(console, page)
 
 

@@ -5,17 +5,18 @@ What does not apply to a run is absent from its record, never 0. Raw samples sta
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import math
 import os
 import subprocess
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 SCHEMA = 1
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -23,6 +24,9 @@ REFERENCE = REPOSITORY / "reference" / "h200" / "results.jsonl"
 LANES = ("article", "same work", "same mathematics")
 PACKAGES = ("torch", "transformers", "diffusers", "peft", "accelerate", "datasets", "bitsandbytes", "triton", "numpy")
 
+
+BESIDE, SOURCES = "LABUTILS_BESIDE", "LABUTILS_SOURCES"
+"""What `labutils run` tells a lab's kernel: how many other labs may run at once, and digests of what it is made of."""
 
 OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "cublas_status_alloc_failed")
 """What PyTorch's messages say, in small letters, where memory ran out: of the GPU, of the host, of a library's own."""
@@ -44,7 +48,8 @@ class Run:
 
     `metrics` holds summaries ({"median", "p10", "p90", "n"}) and single numbers, `samples` the raw series behind them.
     Units are in the names: `_ms`, `_s`, `_gb` (10^9 bytes), `_per_s`; ratios (`gpu_busy`, `mfu`) lie in 0..1.
-    `status` is "ok", "oom", "skipped: why" or "error: what".
+    `status` is "ok", "oom", "skipped: why" or "error: what". `beside`: how many other labs may have run on this machine
+    at the same time, as far as `labutils run` knows.
     """
 
     lab: str
@@ -62,6 +67,7 @@ class Run:
     versions: dict[str, str] = field(default_factory=dict)
     commit: str = ""
     at: str = ""
+    beside: int | None = None
 
     @property
     def ok(self) -> bool:
@@ -74,7 +80,7 @@ class Run:
 
     def record(self) -> dict[str, Any]:
         """The JSON object of results.jsonl; empty fields are left out."""
-        return {"schema": SCHEMA} | {k: v for k, v in vars(self).items() if v not in ("", {}, [])}
+        return {"schema": SCHEMA} | {k: v for k, v in vars(self).items() if v not in ("", {}, [], None)}
 
 
 def summarise(samples: Sequence[float]) -> dict[str, float]:
@@ -111,16 +117,36 @@ class Results:
     def append(self, run: Run | dict[str, Any]) -> None:
         """Write one record and flush it to the disk. Raises `ValueError` for NaN or infinity, which JSON lacks."""
         record = run.record() if isinstance(run, Run) else {"schema": SCHEMA} | run
-        line = json.dumps(record, allow_nan=False, ensure_ascii=False)
-        torn = self.path.stat().st_size > 0 and not self.path.read_bytes().endswith(b"\n")
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(("\n" if torn else "") + line + "\n")
+        line = json.dumps(record, allow_nan=False, ensure_ascii=False).encode()
+        with self.path.open("ab+") as file, _alone_with(file):
+            file.write((b"\n" if _is_torn(file) else b"") + line + b"\n")
             file.flush()
             os.fsync(file.fileno())
 
     def done(self, lab: str, **stamp: Any) -> None:
         """Mark the lab as run to its end."""
         self.append({"lab": lab, "status": "done", "at": now()} | stamp)
+
+
+@contextlib.contextmanager
+def _alone_with(file: IO[bytes]) -> Iterator[None]:
+    """No other process appends to `file` meanwhile: labs side by side keep their results in one."""
+    try:
+        import fcntl
+    except ImportError:  # Windows; one lab at a time is safe there
+        yield
+        return
+    with contextlib.suppress(OSError):  # a file system without locks
+        fcntl.flock(file, fcntl.LOCK_EX)
+    yield  # closing the file lets go of it
+
+
+def _is_torn(file: IO[bytes]) -> bool:
+    """Whether the last line lacks its end: its writer was killed."""
+    if file.seek(0, os.SEEK_END) == 0:
+        return False
+    file.seek(-1, os.SEEK_END)
+    return file.read(1) != b"\n"
 
 
 def read_records(path: str | Path) -> list[dict[str, Any]]:
@@ -189,6 +215,14 @@ def named(name: str | Path) -> Path:
             f"The current folder was deleted, so {name} leads nowhere. Go to a folder that exists: cd {REPOSITORY}"
         ) from None
     return path
+
+
+def told(name: str) -> Any:
+    """What `labutils run` told this process under that name (`BESIDE`, `SOURCES`); None where it did not start it."""
+    try:
+        return json.loads(os.environ.get(name, "null"))
+    except ValueError:  # somebody set it by hand
+        return None
 
 
 def now() -> str:

@@ -3,8 +3,9 @@
     handouts.main(Path("results/course"), out=None)
 
 Each lab becomes a notebook, an HTML page and a PDF, and all of them one PDF of the whole course, in two editions:
-`student/` without the solutions, `instructor/` with them. Nothing is measured and nothing is fetched here: what a page
-says is what its notebook says, and its first page tells from results.jsonl when, where and with what that was found.
+`student/` without the solutions, `instructor/` with them; index.html leads to all of it. Nothing is measured and
+nothing is fetched here: what a page says is what its notebook says, and its first page tells from results.jsonl when,
+where and with what that was found.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from tempfile import TemporaryDirectory
 import nbformat
 
 from labutils import results
-from labutils.handouts import documents, editions
-from labutils.handouts.facts import Facts, Mismatch, facts_of
+from labutils.handouts import documents, editions, index
+from labutils.handouts.facts import Facts, Mismatch, facts_of, facts_of_unfinished
 
 MADE, A_LAB_LEFT_OUT, WRONG_USAGE = 0, 1, 2
 
@@ -71,6 +72,7 @@ def main(found_in: Path | None, out: Path | None, labs: Sequence[str] = (), say:
     say(f"{len(files)} files of {len(executed)} labs, {size:.0f} MB, in {time.perf_counter() - began:.0f} s: {target}")
     for edition in editions.EDITIONS:
         say(f"  {edition + '/':12} notebooks, HTML, PDF{'' if labs else ', and course.pdf'}")
+    say(f"  {index.NAME:12} leads to all of it")
     return A_LAB_LEFT_OUT if left_out else MADE
 
 
@@ -149,7 +151,8 @@ def make(executed: Sequence[Executed], target: Path, with_course: bool) -> list[
             chapters = [chapter for (_, of), (_, chapter) in zip(jobs, made, strict=True) if of == edition]
             return documents.course(chapters, edition, folders[edition], target / edition)
 
-        return files + (list(workers.map(course, editions.EDITIONS)) if with_course else [])
+        courses = list(workers.map(course, editions.EDITIONS)) if with_course else []
+    return [*files, *courses, *index.write(target)]
 
 
 def _lab(
@@ -163,3 +166,27 @@ def _lab(
     chapter = documents.chapter(notebook, lab.path.stem, lab.facts, edition, scratch)
     pages = {other.path.name for other in others}
     return [file, documents.page(chapter, target, pages), documents.pdf(chapter, scratch, target)], chapter
+
+
+def pages_of(folder: Path, executed: Sequence[Path]) -> None:
+    """Write an HTML page beside each of these notebooks of a results folder, whatever became of its run.
+
+    Raises `OSError` or `ImportError` where one can't be made; a file that is no notebook has none.
+    """
+    records = results.read_records(folder)
+    names = {path.name for path in notebooks_in(folder)}
+    with ThreadPoolExecutor(os.cpu_count()) as workers:
+        list(workers.map(lambda path: _page_of(path, records, names), executed))
+
+
+def _page_of(path: Path, records: Sequence[dict], names: set[str]) -> None:
+    try:
+        notebook = _notebook(path)
+    except Mismatch:
+        return
+    try:
+        facts = facts_of(path.stem[:2], notebook, records)
+    except Mismatch as mismatch:
+        facts = facts_of_unfinished(path.stem[:2], notebook, f"{mismatch}.")
+    edition = editions.edition_of(notebook, editions.EXECUTED)
+    documents.page(documents.read(edition, path.stem, facts, editions.EXECUTED), path.parent, names)

@@ -16,17 +16,22 @@ import re
 import shutil
 import subprocess
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from nbformat import NotebookNode
 
 from labutils.handouts.facts import Facts
+from labutils.pages import COURSE, TEMPLATE
 
 HERE = Path(__file__).parent
 READ = "commonmark+pipe_tables+tex_math_dollars+fenced_divs+strikeout+footnotes+gfm_auto_identifiers+autolink_bare_uris"
-COURSE = "GPU Fine-Tuning Lab"
+EDITION_TITLES = {
+    "student": "Student edition",
+    "instructor": "Instructor’s edition, with solutions",
+    "executed": "As it was executed",
+}
 DOTS_PER_INCH = 120  # of the course's figures, as course.mplstyle saves them
 TEXT_WIDTH = 6.85  # inches between the margins of page.typ
 PAGE_LETTERS = 115  # that a row of a table has room for, in page.typ's size
@@ -49,7 +54,7 @@ class ConversionError(OSError):
 
 @dataclass(frozen=True)
 class Chapter:
-    """One edition of one lab, read by pandoc: its tree, and the chapter in Typst's words.
+    """One edition of one lab, read by pandoc: its tree, and the chapter in Typst's words, "" where no PDF is made.
 
     `stem`: the files' name; `pictures`: file name -> data URI of the figures in the tree.
     """
@@ -60,7 +65,7 @@ class Chapter:
     facts: Facts
     tree: Node
     pictures: dict[str, str]
-    typst: str
+    typst: str = ""
 
 
 def workshop(folder: Path) -> Path:
@@ -74,25 +79,31 @@ def workshop(folder: Path) -> Path:
     return folder
 
 
+def read(notebook: NotebookNode, stem: str, facts: Facts, edition: str) -> Chapter:
+    """What an HTML page takes."""
+    text, pictures = as_commonmark(notebook, stem, facts)
+    tree = json.loads(pandoc(text, READ, "json"))
+    return Chapter(stem, _title(tree) or stem, edition, facts, tree, pictures)
+
+
 def chapter(notebook: NotebookNode, stem: str, facts: Facts, edition: str, scratch: Path) -> Chapter:
     """Read the notebook, and write its chapter in Typst and its pictures into `scratch`, where Typst finds them."""
-    text, pictures = as_commonmark(notebook, stem, facts)
-    for name, uri in pictures.items():
+    found = read(notebook, stem, facts, edition)
+    for name, uri in found.pictures.items():
         (scratch / name).write_bytes(base64.b64decode(uri.partition(",")[2]))
-    tree = json.loads(pandoc(text, READ, "json"))
-    fitted = json.dumps(_walked(tree, lambda node: _for_typst(node, pictures)))
+    fitted = json.dumps(_walked(found.tree, lambda node: _for_typst(node, found.pictures)))
     typst = pandoc(fitted, "json", "typst", "--syntax-highlighting=idiomatic")
     typst = typst.replace("align(center)[#table(", "align(left)[#table(")  # as pandoc sets every table
-    return Chapter(stem, _title(tree) or stem, edition, facts, tree, pictures, typst)
+    return replace(found, typst=typst)
 
 
 def page(chapter: Chapter, target: Path, pages: Collection[str] = ()) -> Path:
     """The chapter as one HTML file that loads nothing. `pages`: the labs' notebooks that have a page beside it."""
     pictures = chapter.pictures
     tree = json.dumps(_walked(chapter.tree, lambda node: _for_html(node, pictures, pages)))
-    words = {"title": f"{chapter.title} · {COURSE}", "edition": _edition(chapter.edition), "course": COURSE}
+    words = {"title": f"{chapter.title} · {COURSE}", "edition": EDITION_TITLES[chapter.edition], "course": COURSE}
     given = [f"--variable={name}:{html.escape(word)}" for name, word in words.items()]
-    options = ["--standalone", f"--template={HERE / 'page.html'}", "--mathml", "--toc", "--toc-depth=2", *given]
+    options = ["--standalone", f"--template={TEMPLATE}", "--mathml", "--toc", "--toc-depth=2", *given]
     text = pandoc(tree, "json", "html5", *options)
     text = re.sub(r' xmlns="http://www\.w3\.org/[^"]*"', "", text)  # HTML5 needs no such addresses
     text = re.sub(r'(?<= src=")[^"]+', lambda name: pictures[name[0]], text)
@@ -103,7 +114,8 @@ def page(chapter: Chapter, target: Path, pages: Collection[str] = ()) -> Path:
 
 def pdf(chapter: Chapter, scratch: Path, target: Path) -> Path:
     """The chapter as a PDF; `scratch` holds its pictures."""
-    text = f"#show: handout.with({_words(title=chapter.title, edition=_edition(chapter.edition))})\n\n{chapter.typst}"
+    words = _words(title=chapter.title, edition=EDITION_TITLES[chapter.edition])
+    text = f"#show: handout.with({words})\n\n{chapter.typst}"
     return _compiled(text, scratch, target / f"{chapter.stem}.pdf", chapter.facts)
 
 
@@ -115,7 +127,7 @@ def course(chapters: Sequence[Chapter], edition: str, scratch: Path, target: Pat
         _tuple(chapter.title, fact.date, fact.scale, str(1 + machines.index(_measured_on(fact))), fact.commit)
         for chapter, fact in zip(chapters, facts, strict=True)
     ]
-    words = _words(title=COURSE, edition=_edition(edition))
+    words = _words(title=COURSE, edition=EDITION_TITLES[edition])
     lists = f"labs: {_array(labs)}, machines: {_array(_tuple(*machine) for machine in machines)}"
     opening = f"#show: handout.with({words}, whole: true)\n#cover({words}, {lists})"
     newest = max(facts, key=lambda fact: fact.moment)
@@ -125,10 +137,6 @@ def course(chapters: Sequence[Chapter], edition: str, scratch: Path, target: Pat
 def _measured_on(facts: Facts) -> tuple[str, str]:
     """(machine, versions) in words."""
     return "; ".join(facts.machines), facts.versions_text
-
-
-def _edition(edition: str) -> str:
-    return {"student": "Student edition", "instructor": "Instructor’s edition, with solutions"}[edition]
 
 
 # The notebook in CommonMark

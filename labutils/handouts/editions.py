@@ -14,6 +14,8 @@ from nbformat import NotebookNode
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
 STUDENT, INSTRUCTOR = EDITIONS = ("student", "instructor")
+EXECUTED = "executed"
+"""What nobody gives out: a lab as it was executed, to be read where it was."""
 INJECTED = "injected-parameters"
 PICTURES = ("image/png", "image/svg+xml", "image/jpeg")
 

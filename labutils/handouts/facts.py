@@ -15,6 +15,10 @@ FINISHED = re.compile(r"Lab (\d\d) is done, after (\d+) s\.")
 """What `Lab.done` shows at a notebook's end."""
 
 
+EPOCH = "1970-01-01T00:00:00+00:00"
+"""Stands for a time that nobody wrote down."""
+
+
 class Mismatch(Exception):
     """The notebook and the results beside it don't belong together; the message says what was found."""
 
@@ -24,7 +28,8 @@ class Facts:
     """What a first page says about a run; all of it from results.jsonl.
 
     `at`: its end, as ISO 8601; `seconds`: how long it took; `machines`: one, more where the records name several;
-    `versions`: package -> version.
+    `versions`: package -> version; `beside`: how many other labs may have run at once;
+    `caution`: what a reader must mind.
     """
 
     number: str
@@ -34,6 +39,8 @@ class Facts:
     commit: str
     machines: tuple[str, ...]
     versions: Mapping[str, str]
+    beside: int = 0
+    caution: str = ""
 
     @property
     def date(self) -> str:
@@ -48,8 +55,10 @@ class Facts:
         """(what, its words) for the box on the first page."""
         parameters = ", ".join(f"{name} {value}" for name, value in self.parameters.items())
         return [
-            ("executed", f"{self.date}, in {self.seconds:.0f} s"),
+            ("mind", self.caution),
+            ("executed", "" if self.at == EPOCH else f"{self.date}, in {self.seconds:.0f} s"),
             ("machine", "; ".join(self.machines)),
+            ("beside", f"up to {self.beside} other labs at once: times are disturbed" if self.beside else ""),
             ("parameters", parameters),
             ("versions", self.versions_text),
             ("commit", self.commit),
@@ -95,7 +104,15 @@ def facts_of(number: str, notebook: NotebookNode, records: Sequence[Mapping[str,
         commit=str(done.get("commit", "")),
         machines=tuple(dict.fromkeys(machine(run["machine"]) for run in runs)),
         versions=runs[-1].get("versions", {}) if runs else {},
+        beside=int(done["beside"]) if _is_number(done.get("beside")) else 0,
     )
+
+
+def facts_of_unfinished(number: str, notebook: NotebookNode, why: str) -> Facts:
+    """What there is to say about a notebook that is on no record, by what papermill wrote into it."""
+    stamp = notebook.metadata.get("papermill", {})
+    at = stamp.get("end_time") or stamp.get("start_time") or EPOCH
+    return Facts(number, str(at), float(stamp.get("duration") or 0), {}, "", (), {}, caution=why)
 
 
 def _is_end(record: Mapping[str, Any]) -> bool:

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from labutils.runner import Kernels
+from labutils.runner import Kernel
 from labutils.training.logs import MemoryLog, NotFinite, RingLog, SynchronousLog, tensorboard
 
 CPU = torch.device("cpu")
@@ -133,8 +133,8 @@ def test_a_resumed_run_names_its_own_step():
 
 def test_a_silenced_bar_still_costs_what_it_does(tmp_path):
     """Kernels that `labutils run` starts show no progress; the script's own bar is part of what is measured."""
-    with Kernels(tmp_path) as kernels:
-        environment = os.environ | kernels.environment()
+    with Kernel(tmp_path, tmp_path) as kernel:
+        environment = os.environ | kernel.environment()
     code = (
         "from labutils.training.comparing import _progress\n"
         "from labutils.training.logs import SynchronousLog\n"

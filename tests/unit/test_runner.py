@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from labutils import hardware, parameters, runner
 from labutils.results import read_records, read_runs
-from labutils.runner import Options, UsageError
+from labutils.runner import Options, UsageError, asking, planning, running, telling
 
 
 @pytest.fixture
@@ -162,8 +162,8 @@ def test_a_link_to_the_lab_is_not_written_through(notebooks, run, results_folder
 def test_an_output_that_can_not_be_read_is_no_second_failure(tmp_path, content):
     output = tmp_path / "output.ipynb"
     output.mkdir() if content is None else output.write_text(content)
-    assert runner._last_cell(output) == "no cell yet"
-    runner._forget_paths(output)
+    assert running._last_cell(output) == "no cell yet"
+    running._stamp(output, "done", 1.0)
 
 
 def test_a_lab_whose_output_can_not_be_written_fails_alone(notebooks, run, results_folder):
@@ -175,14 +175,12 @@ def test_a_lab_whose_output_can_not_be_written_fails_alone(notebooks, run, resul
 
 
 def test_odd_parameters_on_record_are_not_done():
-    assert runner._parameters_of([{"parameters": [1]}, {"parameters": None}, {"parameters": {"steps": 3}}]) == [
-        {"steps": 3}
-    ]
+    assert not planning.is_done([{"parameters": [1]}, {"parameters": None}, {"parameters": {"steps": 4}}], {"steps": 3})
 
 
 def test_the_last_lines_can_be_typed_as_they_are(notebooks, tmp_path):
     lab = runner.find([notebooks("fine")])[0]
-    said = runner._summary([runner.Outcome(lab, "done")], Path("/my results"))
+    said = telling.summary([runner.Outcome(lab, "done")], Path("/my results"), None)
     assert said.endswith("Verdicts: labutils report --results '/my results'")
 
 
@@ -264,7 +262,7 @@ def test_a_lab_that_is_done_is_not_run_again_unless_asked_or_asked_differently(n
 
 
 def test_a_lab_that_sums_up_is_done_until_another_keeps_more(notebooks, run, monkeypatch):
-    monkeypatch.setattr(runner, "SUMMING_UP", ("loud",))
+    monkeypatch.setattr(planning, "SUMMING_UP", ("loud",))
     path = troubled_notebooks.write(Path(notebooks("fine")).parent, "loud", "fine")
     assert run(notebooks("fine"), str(path))[0] == 0
     assert "loud: done before" in run(str(path))[1]
@@ -277,10 +275,10 @@ def test_a_lab_that_sums_up_is_done_until_another_keeps_more(notebooks, run, mon
 
 
 def test_done_with_other_parameters_is_not_done():
-    recorded = {"scale": "tiny", "steps": 3}
-    assert runner.is_done([recorded], {"scale": "tiny", "steps": 3, "word": "hello"})
-    assert not runner.is_done([recorded], {"scale": "small", "steps": 3, "word": "hello"})
-    assert not runner.is_done([], {"scale": "tiny"})
+    recorded = {"parameters": {"scale": "tiny", "steps": 3}}
+    assert planning.is_done([recorded], {"scale": "tiny", "steps": 3, "word": "hello"})
+    assert not planning.is_done([recorded], {"scale": "small", "steps": 3, "word": "hello"})
+    assert not planning.is_done([], {"scale": "tiny"})
 
 
 def test_a_lab_that_takes_too_long_is_ended(notebooks, run, results_folder):
@@ -331,5 +329,5 @@ def wait_for(condition, seconds: float = 30.0) -> None:
 
 def test_messages_name_paths_as_typed_here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert runner._short(tmp_path / "results") == "results"
-    assert runner._short(Path("/elsewhere")) == "/elsewhere"
+    assert asking.short(tmp_path / "results") == "results"
+    assert asking.short(Path("/elsewhere")) == "/elsewhere"

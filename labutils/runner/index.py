@@ -1,0 +1,153 @@
+"""The page that leads to everything in a results folder: each executed notebook, what became of it, and its verdicts.
+
+It is made of what lies there: the notebooks, `results.jsonl`, and the HTML pages beside the notebooks.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from labutils import claims, results
+from labutils.pages import filled, link, table
+from labutils.runner.asking import short
+from labutils.runner.running import Outcome
+
+PageMaker = Callable[[Path, Sequence[Path]], None]
+"""Given a results folder and executed notebooks in it, writes a page beside each. Raises `OSError`, `ImportError`."""
+
+UNKNOWN = "–"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One executed notebook. What isn't known is None or ""."""
+
+    path: Path
+    title: str
+    status: str
+    seconds: float | None
+    scale: str
+    machine: str
+    beside: int
+    verdicts: Mapping[str, int]
+
+    @property
+    def page(self) -> Path:
+        return self.path.with_suffix(".html")
+
+
+def write(
+    folder: Path, outcomes: Sequence[Outcome], make_pages: PageMaker | None, say: Callable[[str], None]
+) -> Path | None:
+    """Write index.html into `folder`, after the pages that are missing or older than their notebooks.
+
+    A page that can't be written is no failure of the labs: it is said. None where there is nothing to lead to.
+    """
+    executed = sorted((folder / "notebooks").glob("*.ipynb"))
+    if not executed:
+        return None
+    try:
+        if make_pages and (old := [path for path in executed if _is_stale(path)]):
+            make_pages(folder, old)
+    except (OSError, ImportError) as error:
+        say(f"No HTML pages of the executed notebooks: {error}")
+    file = folder / "index.html"
+    try:
+        file.write_text(as_html(folder, rows_of(folder, executed), outcomes), encoding="utf-8")
+    except OSError as error:
+        say(f"No {short(file)}: {error}")
+        return None
+    return file
+
+
+def _is_stale(notebook: Path) -> bool:
+    page = notebook.with_suffix(".html")
+    return not page.is_file() or page.stat().st_mtime < notebook.stat().st_mtime
+
+
+def rows_of(folder: Path, executed: Sequence[Path]) -> list[Row]:
+    """What there is to say about each notebook; of one that papermill ran without `labutils run`, what is on record."""
+    records = [record for record in results.read_records(folder) if results.is_sound(record)]
+    runs = results.runs_of(records)
+    counts: dict[str, Counter[str]] = {}
+    for judgement in claims.judge(None, runs, {}):
+        counts.setdefault(judgement.claim.lab, Counter())[judgement.verdict] += 1
+    return [_row(path, records, runs, counts) for path in executed]
+
+
+def _row(path: Path, records: Sequence[Mapping[str, Any]], runs: claims.Runs, counts: Mapping[str, Any]) -> Row:
+    number = path.stem[:2] if re.match(r"\d\d_", path.stem) else path.stem
+    mine = [run for (lab, _), run in runs.items() if lab == number]
+    last = mine[-1] if mine else results.Run(number, "", scale="")
+    done = [record for record in records if record["lab"] == number and record.get("status") == "done"]
+    notebook = _read(path)
+    stamp = notebook.get("metadata", {}).get("labutils", {})
+    machine = ", ".join(str(last.machine[key]) for key in ("gpu", "cpu", "cores") if last.machine.get(key))
+    return Row(
+        path=path,
+        title=_title(notebook) or path.stem,
+        status=stamp.get("status") or ("done" if done else "not done"),
+        seconds=stamp.get("seconds"),
+        scale=last.scale,
+        machine=f"{machine} cores" if last.machine.get("cores") else machine,
+        beside=max((run.beside or 0 for run in mine), default=0),
+        verdicts=counts.get(number, {}),
+    )
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _title(notebook: Mapping[str, Any]) -> str:
+    """The notebook's first heading."""
+    for cell in notebook.get("cells", []):
+        source = "".join(cell.get("source", ""))
+        if cell.get("cell_type") == "markdown" and (found := re.search(r"^# (.+)$", source, re.M)):
+            return found[1].strip()
+    return ""
+
+
+def as_html(folder: Path, rows: Sequence[Row], outcomes: Sequence[Outcome]) -> str:
+    """The page: the table, and what was said of the labs that did not run to their end."""
+    head = ("lab", "status", "seconds", "scale", "machine", *claims.VERDICTS, "executed")
+    body = [f"<p>{link('results.jsonl', 'results.jsonl')} holds every run, one a line. Verdicts are counted by lab; "]
+    body += [f"with their reasons: <code>labutils report --results {html.escape(short(folder))}</code></p>"]
+    body += [f'<div class="output">{table(head, [_cells(row) for row in rows], (2, 5, 6, 7, 8))}</div>']
+    if beside := max((row.beside for row in rows), default=0):
+        labs = "another lab" if beside == 1 else f"{beside} other labs"
+        body.append(f"<p>Measured beside up to {labs}: times and memory are disturbed, and judged inconclusive.</p>")
+    troubles = [outcome for outcome in outcomes if outcome.message]
+    if troubles:
+        body.append('<h2 id="troubles">What went wrong</h2>')
+        body += [f'<div class="output"><pre>{html.escape(trouble.message)}</pre></div>' for trouble in troubles]
+    contents = [(row.title, _address(row)) for row in rows]
+    return filled(f"Results: {folder.name}", "Executed notebooks", contents, "\n".join(body))
+
+
+def _cells(row: Row) -> list[str]:
+    plain = [
+        row.status,
+        UNKNOWN if row.seconds is None else f"{row.seconds:.0f}",
+        row.scale or UNKNOWN,
+        row.machine or UNKNOWN,
+        *(str(row.verdicts.get(verdict, 0) or UNKNOWN) for verdict in claims.VERDICTS),
+    ]
+    notebook = link(row.path.name, f"notebooks/{row.path.name}")
+    return [link(row.title, _address(row)), *map(html.escape, plain), notebook]
+
+
+def _address(row: Row) -> str:
+    """The lab's page, its notebook where there is none."""
+    return f"notebooks/{row.page.name if row.page.is_file() else row.path.name}"

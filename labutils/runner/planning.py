@@ -1,0 +1,138 @@
+"""Which labs are done, which have changed since, how long each took last time, and which may run at once."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from labutils import results
+from labutils.runner.asking import Lab
+
+SUMMING_UP = ("11",)
+"""Labs that read what the others keep: they run last, and are done only until another lab keeps something more."""
+SEVERAL_GPUS = ("10",)
+"""Labs that use all GPUs there are: beside others only where these could not have one of their own anyway."""
+
+Record = Mapping[str, Any]
+
+
+# What is done
+
+
+def done_records(records: Sequence[Record], lab: Lab) -> list[Record]:
+    """The records that say `lab` ran to its end; of one that sums up the others, since the last of those was kept."""
+    if lab.number in SUMMING_UP:
+        others = [place for place, record in enumerate(records, 1) if record.get("lab") != lab.number]
+        records = records[max(others, default=0) :]
+    return [record for record in records if record.get("lab") == lab.number and record.get("status") == "done"]
+
+
+def is_done(recorded: Sequence[Record], values: Mapping[str, Any]) -> bool:
+    """Whether one of the runs that ended well had the parameters `values`, as far as it recorded its own."""
+    return any(_has(record, values) for record in recorded)
+
+
+def _has(record: Record, values: Mapping[str, Any]) -> bool:
+    own = record.get("parameters", {})
+    # A record that was edited into something else doesn't count.
+    return isinstance(own, dict) and all(values.get(name) == value for name, value in own.items())
+
+
+def what_changed(recorded: Sequence[Record], values: Mapping[str, Any], sources: Mapping[str, str]) -> list[str]:
+    """What is other than when the lab last ran to its end: "notebook", "labutils", "parameters"; [] where nothing is.
+
+    A record that doesn't say what it was made of, as those of labs that a person ran by hand, may be of anything.
+    """
+    last = recorded[-1]
+    were = last.get("sources")
+    if not isinstance(were, dict):
+        return ["made of what isn't on record"]
+    return [name for name in sources if were.get(name) != sources[name]] + ["parameters"] * (not _has(last, values))
+
+
+def sources_of(lab: Lab) -> dict[str, str]:
+    """Part -> digest of what a lab's results are made of: the notebook's code, prose left out, and all of labutils."""
+    import nbformat
+
+    cells = nbformat.read(lab.path, as_version=4).cells
+    return {
+        "notebook": _digest(cell.source.encode() for cell in cells if cell.cell_type == "code"),
+        "labutils": _package(),
+    }
+
+
+def _package() -> str:
+    """Digest of every file of the package that can change what a lab does, by name and content."""
+    return _digest_of(tuple(sorted((str(p), p.stat().st_mtime_ns) for p in _files())))
+
+
+@functools.lru_cache(1)
+def _digest_of(files: tuple[tuple[str, int], ...]) -> str:
+    root = results.REPOSITORY / "labutils"
+    return _digest(
+        part for path, _ in files for part in (os.path.relpath(path, root).encode(), Path(path).read_bytes())
+    )
+
+
+def _files() -> Iterable[Path]:
+    found = (results.REPOSITORY / "labutils").rglob("*")
+    return (path for path in found if path.suffix in (".py", ".mplstyle") and path.is_file())
+
+
+def _digest(parts: Iterable[bytes]) -> str:
+    """Of the parts and of where each ends."""
+    whole = hashlib.sha256()
+    for part in parts:
+        whole.update(b"%d:" % len(part) + part)
+    return whole.hexdigest()[:16]
+
+
+def seconds_before(lab: Lab, values: Mapping[str, Any], folders: Iterable[Path]) -> float | None:
+    """Seconds that the lab took when it last ran to its end at this scale, by the first of `folders` that knows."""
+    for folder in folders:
+        for record in reversed(results.read_records(folder)):
+            if record.get("lab") != lab.number or record.get("status") != "done":
+                continue
+            own, seconds = record.get("parameters"), record.get("seconds")
+            if isinstance(own, dict) and own.get("scale") == values.get("scale") and isinstance(seconds, int | float):
+                return float(seconds)
+    return None
+
+
+# What may run at once
+
+
+def waves(labs: Sequence[Lab], jobs: int, gpus: int) -> list[list[Lab]]:
+    """The labs in groups that run one after the other; those of a group may run at once, `jobs` of them.
+
+    What sums up the others comes last, alone; so does, before it, what would take the GPUs that others were given.
+    """
+    last = [lab for lab in labs if lab.number in SUMMING_UP]
+    greedy = [lab for lab in labs if lab.number in SEVERAL_GPUS] if jobs > 1 and gpus > 1 else []
+    first = [lab for lab in labs if lab not in last and lab not in greedy]
+    return [group for group in (first, *([lab] for lab in [*greedy, *last])) if group]
+
+
+def variables(job: int, beside: int, gpus: Sequence[str], cores: int, lab: Lab) -> dict[str, str]:
+    """What the kernel of `lab` finds in its environment where `beside` others may run at once; `job` counts from 0.
+
+    Its own of the `gpus` where there are several, and its share of the cores: left alone, every lab would start a
+    thread a core for each operation, and they would mostly wait for each other. What a person has set stays.
+    """
+    if not beside:
+        return {}
+    own = {"CUDA_VISIBLE_DEVICES": gpus[job % len(gpus)]} if len(gpus) > 1 and lab.number not in SEVERAL_GPUS else {}
+    threads = {} if "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": str(max(1, cores // (beside + 1)))}
+    return {results.BESIDE: str(beside)} | own | threads
+
+
+def visible_gpus() -> list[str]:
+    """The GPUs that labs may be given, as CUDA_VISIBLE_DEVICES calls them."""
+    from labutils.training.launching import gpu_count
+
+    shown = [word for word in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if word]
+    return (shown or [str(number) for number in range(gpu_count())])[: gpu_count()]
