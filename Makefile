@@ -4,11 +4,13 @@
 #   VENV=.venv          where it is made
 #   SCALE=auto          tiny (any CPU), small (a GPU of 8 GB), full (the article's own); auto: the largest that fits
 #   ARGS=...            more for JupyterLab (make lab) or pytest (make test)
+#   JOBS=1              labs at once in `make course`; more of them disturb each other's measurements
 #   RESULTS=DIR         where `make course` keeps its results; run again, it goes on where it stopped
 
 PYTHON  ?= python3
 VENV    ?= .venv
 SCALE   ?= auto
+JOBS    ?= 1
 RESULTS ?= results/course
 BIN     := $(VENV)/bin
 STAMP   := $(VENV)/.installed
@@ -39,11 +41,11 @@ $(STAMP): requirements.txt constraints.txt pyproject.toml | $(BIN)/python
 
 course: install
 	@$(BIN)/labutils doctor || echo "The labs run all the same: each says what it could not do here."
-	@status=0; $(BIN)/labutils run --scale $(SCALE) --results $(RESULTS) || status=$$?; \
+	@status=0; $(BIN)/labutils run --scale $(SCALE) --jobs $(JOBS) --results $(RESULTS) || status=$$?; \
 	[ $$status -eq 2 ] || [ $$status -eq 130 ] || { \
 	  echo; $(BIN)/labutils report --results $(RESULTS) | tee $(RESULTS)/scoreboard.txt; echo; \
 	  echo "The scoreboard above is kept in $(RESULTS)/scoreboard.txt; with pictures, predictions and what to try next it"; \
-	  echo "is $(RESULTS)/notebooks/11_scoreboard.ipynb. The other executed notebooks are beside it."; \
+	  echo "is $(RESULTS)/notebooks/11_scoreboard.ipynb. All executed labs, to read in a browser: $(RESULTS)/index.html"; \
 	  echo "Read and change the labs yourself: make lab"; }; \
 	exit $$status
 

@@ -456,8 +456,12 @@ def _as_markdown(run: Run | None, name: str) -> str:
 
 
 def _short(path: Path) -> str:
-    """A path as a person would type it from the checkout; one outside it in full."""
-    return str(path.relative_to(results.REPOSITORY)) if path.is_relative_to(results.REPOSITORY) else str(path)
+    """A path as a person would type it from the checkout; in full where it, or where we are, is outside of that."""
+    try:
+        inside = all(one.is_relative_to(results.REPOSITORY) for one in (path, Path.cwd()))
+    except FileNotFoundError:  # the current folder was deleted
+        inside = False
+    return str(path.relative_to(results.REPOSITORY)) if inside else str(path)
 
 
 def _in_kernel() -> bool:

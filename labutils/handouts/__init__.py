@@ -140,7 +140,10 @@ def _notebook(path: Path) -> nbformat.NotebookNode:
 
 
 def make(executed: Sequence[Executed], target: Path, with_course: bool) -> list[Path]:
-    """Write every edition of every lab below `target`, and of the course; the files. Raises `OSError`."""
+    """Write every edition of every lab below `target`, of the course, and what leads to them; the editions' files.
+
+    Raises `OSError`.
+    """
     with TemporaryDirectory() as scratch, ThreadPoolExecutor(os.cpu_count()) as workers:
         jobs = [(lab, edition) for edition in editions.EDITIONS for lab in executed]
         folders = {edition: documents.workshop(Path(scratch) / edition) for edition in editions.EDITIONS}
@@ -152,7 +155,8 @@ def make(executed: Sequence[Executed], target: Path, with_course: bool) -> list[
             return documents.course(chapters, edition, folders[edition], target / edition)
 
         courses = list(workers.map(course, editions.EDITIONS)) if with_course else []
-    return [*files, *courses, *index.write(target)]
+    index.write(target)
+    return files + courses
 
 
 def _lab(

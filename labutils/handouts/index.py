@@ -12,18 +12,17 @@ from labutils.handouts.editions import EDITIONS
 from labutils.pages import COURSE, filled, link, table
 
 NAME = "index.html"
-KINDS = {".html": "read", ".pdf": "print", ".ipynb": "notebook"}
-"""File's ending -> what it is for."""
+KINDS = {".html": "HTML", ".pdf": "PDF", ".ipynb": "notebook"}
+"""File's ending -> what people call it."""
 
 
-def write(target: Path) -> list[Path]:
+def write(target: Path) -> None:
     """Write the pages of what lies in `target`: from this time or an earlier one. Raises `OSError`."""
     made = [edition for edition in EDITIONS if (target / edition).is_dir()]
     pages = {target / edition / NAME: _page(target / edition, {"": edition}) for edition in made}
     pages[target / NAME] = _page(target, {f"{edition}/": edition for edition in made})
     for file, text in pages.items():
         file.write_text(text, encoding="utf-8")
-    return list(pages)
 
 
 def _page(folder: Path, editions: dict[str, str]) -> str:
@@ -42,8 +41,8 @@ def _page(folder: Path, editions: dict[str, str]) -> str:
 
 
 _ABOUT = (
-    "Every lab to read in a browser, to print, and as a notebook to run where the course is installed. Each first page "
-    "says when it was executed, on what and with which versions."
+    "Every lab to read here (HTML), to print (PDF), and as a notebook to run where the course is installed. Each first "
+    "page says when the lab was executed, on what and with which versions."
 )
 
 

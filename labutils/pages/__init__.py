@@ -17,8 +17,8 @@ TEMPLATE = Path(__file__).parent / "page.html"
 
 
 def filled(title: str, kind: str, contents: Sequence[tuple[str, str]], body: str) -> str:
-    """The page `title` of that `kind`: `contents` are (words, address), `body` is HTML; the rest is plain text."""
-    items = "".join(f"<li>{link(words, address)}</li>" for words, address in contents)
+    """The page `title` of that `kind`: `contents` are (words, path), `body` is HTML; the rest is plain text."""
+    items = "".join(f"<li>{link(words, path)}</li>" for words, path in contents)
     parts = {
         "title": html.escape(f"{title} · {COURSE}"),
         "course": COURSE,
@@ -29,10 +29,9 @@ def filled(title: str, kind: str, contents: Sequence[tuple[str, str]], body: str
     return re.sub(r"\$(\w+)\$", lambda place: parts[place[1]], TEMPLATE.read_text(encoding="utf-8"))
 
 
-def link(words: str, address: str) -> str:
-    """A link to a file beside the page; `address` as a path, "#" and an anchor at its end or alone."""
-    path, mark, anchor = address.partition("#")
-    return f'<a href="{quote(path)}{mark}{quote(anchor)}">{html.escape(words)}</a>'
+def link(words: str, path: str) -> str:
+    """A link to a file below the page."""
+    return f'<a href="{quote(path)}">{html.escape(words)}</a>'
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequence[int] = ()) -> str:

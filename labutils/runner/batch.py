@@ -121,10 +121,12 @@ class _Batch:
             again = bool(changed) if self.options.only_changed else not planning.is_done(done, values)
             if not again:
                 said = "unchanged since it ran" if self.options.only_changed else "done before"
-                telling.say(f"{self._place(lab)} {lab.title}: {said} in {short(self.folder)} (--force runs it again)")
+                said += f" in {short(self.folder)} (--force runs it again)"
+                said += f"; since then changed: {', '.join(changed)} (--only changed)" if changed else ""
+                telling.say(f"{self._place(lab)} {lab.title}: {said}")
                 self._outcomes[lab.path] = Outcome(lab, "done before")
                 return None
-            why = f" ({' and '.join(changed)} changed)" if self.options.only_changed else ""
+            why = f" (changed: {', '.join(changed)})" if self.options.only_changed else ""
         known = [self.folder, *sorted((results.REPOSITORY / "results").glob("*/"), key=lambda path: path.name)[::-1]]
         return _Job(lab, why, planning.seconds_before(lab, values, known) if telling.is_live else None)
 

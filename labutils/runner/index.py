@@ -8,6 +8,7 @@ from __future__ import annotations
 import html
 import json
 import re
+import shlex
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -87,64 +88,69 @@ def _row(path: Path, records: Sequence[Mapping[str, Any]], runs: claims.Runs, co
     mine = [run for (lab, _), run in runs.items() if lab == number]
     last = mine[-1] if mine else results.Run(number, "", scale="")
     done = [record for record in records if record["lab"] == number and record.get("status") == "done"]
-    notebook = _read(path)
-    stamp = notebook.get("metadata", {}).get("labutils", {})
+    title, status, seconds = _read(path)
     machine = ", ".join(str(last.machine[key]) for key in ("gpu", "cpu", "cores") if last.machine.get(key))
     return Row(
         path=path,
-        title=_title(notebook) or path.stem,
-        status=stamp.get("status") or ("done" if done else "not done"),
-        seconds=stamp.get("seconds"),
+        title=title or path.stem,
+        status=status or ("done" if done else "not done"),
+        seconds=seconds,
         scale=last.scale,
         machine=f"{machine} cores" if last.machine.get("cores") else machine,
-        beside=max((run.beside or 0 for run in mine), default=0),
+        beside=max((run.beside for run in mine if isinstance(run.beside, int)), default=0),
         verdicts=counts.get(number, {}),
     )
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read(path: Path) -> tuple[str, str, float | None]:
+    """(first heading, what became of the run, seconds), as the notebook says it; "" and None where it doesn't."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
-def _title(notebook: Mapping[str, Any]) -> str:
-    """The notebook's first heading."""
-    for cell in notebook.get("cells", []):
-        source = "".join(cell.get("source", ""))
-        if cell.get("cell_type") == "markdown" and (found := re.search(r"^# (.+)$", source, re.M)):
-            return found[1].strip()
-    return ""
+        notebook = json.loads(path.read_text(encoding="utf-8"))
+        texts = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "markdown"]
+        stamp = notebook["metadata"].get("labutils", {})
+        status, seconds = str(stamp.get("status", "")), stamp.get("seconds")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # cut off, or no notebook at all
+        return "", "", None
+    title = next(iter(re.findall(r"^# (.+?)\s*$", "\n".join(texts), re.M)), "")
+    return title, status, seconds if isinstance(seconds, int | float) else None
 
 
 def as_html(folder: Path, rows: Sequence[Row], outcomes: Sequence[Outcome]) -> str:
     """The page: the table, and what was said of the labs that did not run to their end."""
-    head = ("lab", "status", "seconds", "scale", "machine", *claims.VERDICTS, "executed")
-    body = [f"<p>{link('results.jsonl', 'results.jsonl')} holds every run, one a line. Verdicts are counted by lab; "]
-    body += [f"with their reasons: <code>labutils report --results {html.escape(short(folder))}</code></p>"]
-    body += [f'<div class="output">{table(head, [_cells(row) for row in rows], (2, 5, 6, 7, 8))}</div>']
+    machines = {row.machine for row in rows if row.machine}
+    several = len(machines) > 1
+    head = ("lab", "status", "seconds", "scale", *(["machine"] * several), *claims.VERDICTS, "")
+    cells = [_cells(row, several) for row in rows]
+    numbers = [place for place, name in enumerate(head) if name in ("seconds", *claims.VERDICTS)]
+    parts = [
+        *(f"<p>Measured on {html.escape(machine)}.</p>" for machine in machines if not several),
+        f"<p>Verdicts are counted by lab, and come with their reasons from <code>{_report(folder)}</code>. "
+        f"{link('results.jsonl', 'results.jsonl')} holds every run, one a line.</p>",
+        f'<div class="output">{table(head, cells, numbers)}</div>',
+    ]
     if beside := max((row.beside for row in rows), default=0):
         labs = "another lab" if beside == 1 else f"{beside} other labs"
-        body.append(f"<p>Measured beside up to {labs}: times and memory are disturbed, and judged inconclusive.</p>")
-    troubles = [outcome for outcome in outcomes if outcome.message]
-    if troubles:
-        body.append('<h2 id="troubles">What went wrong</h2>')
-        body += [f'<div class="output"><pre>{html.escape(trouble.message)}</pre></div>' for trouble in troubles]
+        parts.append(f"<p>Measured beside up to {labs}: times and memory are disturbed, and judged inconclusive.</p>")
+    troubles = [outcome.message for outcome in outcomes if outcome.message]
+    parts += ["<h2>What went wrong</h2>"] * bool(troubles)
+    parts += [f'<div class="output"><pre>{html.escape(message)}</pre></div>' for message in troubles]
     contents = [(row.title, _address(row)) for row in rows]
-    return filled(f"Results: {folder.name}", "Executed notebooks", contents, "\n".join(body))
+    return filled(f"Results: {folder.name}", "Executed notebooks", contents, "\n".join(parts))
 
 
-def _cells(row: Row) -> list[str]:
+def _report(folder: Path) -> str:
+    return html.escape(shlex.join(["labutils", "report", "--results", short(folder)]))
+
+
+def _cells(row: Row, with_machine: bool) -> list[str]:
     plain = [
         row.status,
         UNKNOWN if row.seconds is None else f"{row.seconds:.0f}",
         row.scale or UNKNOWN,
-        row.machine or UNKNOWN,
+        *([row.machine or UNKNOWN] * with_machine),
         *(str(row.verdicts.get(verdict, 0) or UNKNOWN) for verdict in claims.VERDICTS),
     ]
-    notebook = link(row.path.name, f"notebooks/{row.path.name}")
+    notebook = link("notebook", f"notebooks/{row.path.name}")
     return [link(row.title, _address(row)), *map(html.escape, plain), notebook]
 
 

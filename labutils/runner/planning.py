@@ -50,7 +50,7 @@ def what_changed(recorded: Sequence[Record], values: Mapping[str, Any], sources:
     last = recorded[-1]
     were = last.get("sources")
     if not isinstance(were, dict):
-        return ["made of what isn't on record"]
+        return ["unknown, made of what isn't on record"]
     return [name for name in sources if were.get(name) != sources[name]] + ["parameters"] * (not _has(last, values))
 
 

@@ -131,7 +131,7 @@ class _Watch:
 def _heading(markdown: str) -> str:
     """The last heading of a cell, as plain words; "" where it has none."""
     found = HEADING.findall(markdown)
-    return re.sub(r"[*`$\\]", "", found[-1]) if found else ""
+    return re.sub(r"[*`$]", "", found[-1]) if found else ""
 
 
 def _failure(

@@ -49,13 +49,14 @@ class Telling:
         self.say(f"{place} {lab.title}: running{why}")
         if self._live:
             before = f"last time {_clock(seconds_before)}" if seconds_before else ""
-            name = lab.title if len(lab.title) < 28 else f"{lab.title[:26]}…"
+            name = one_line(lab.title)
+            name = name if len(name) < 28 else f"{name[:26]}…"
             self._lines[lab.path] = self._live.add_task(name, total=lab.cells, section="", before=before)
 
     def cell(self, lab: Lab, count: int, section: str) -> None:
         """The lab's cell of code number `count` began, in that section."""
         if self._live:
-            self._live.update(self._lines[lab.path], completed=count, section=section)
+            self._live.update(self._lines[lab.path], completed=count, section=one_line(section))
 
     def ended(self, place: str, outcome: Outcome) -> None:
         if self._live:
@@ -66,7 +67,7 @@ class Telling:
             self.say(outcome.message)
 
 
-def _live_lines() -> Any:
+def _live_lines(console: Any = None) -> Any:
     """A line for each running lab: its name, its cell, the section, how long it has taken, and took last time."""
     from rich.progress import Progress, TextColumn, TimeElapsedColumn
     from rich.table import Column
@@ -78,14 +79,20 @@ def _live_lines() -> Any:
         words("{task.description}"),
         words("cell {task.completed:.0f} of {task.total:.0f}"),
         words("{task.fields[section]}", overflow="ellipsis", ratio=1),
-        TimeElapsedColumn(),
+        TimeElapsedColumn(Column(min_width=len("0:00:00"))),
         words("{task.fields[before]}"),
+        console=console,
         expand=True,
         transient=True,
         refresh_per_second=2,
         redirect_stdout=False,
         redirect_stderr=False,
     )
+
+
+def one_line(text: str) -> str:
+    """`text` without what would move a terminal's cursor."""
+    return " ".join("".join(letter if letter.isprintable() else " " for letter in text).split())
 
 
 def _clock(seconds: float) -> str:

@@ -23,6 +23,7 @@ REFERENCE = REPOSITORY / "reference" / "h200"
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 EXECUTED = sorted(path.stem for path in REFERENCE.glob("[0-9][0-9]_*.ipynb"))
 STEMS = [*EXECUTED, planted_lab.STEM]
+PAGES = [*STEMS, "index"]
 
 pytestmark = pytest.mark.skipif(
     CHROMIUM is None, reason="there is no Chromium; on Debian and Ubuntu: sudo apt-get install chromium"
@@ -72,7 +73,7 @@ def picture_of(shot: bytes, size: tuple[int, int] | None = None) -> np.ndarray:
     return np.asarray(picture.resize(size, Image.Resampling.BOX) if size else picture, dtype=float)
 
 
-@pytest.mark.parametrize("stem", STEMS)
+@pytest.mark.parametrize("stem", PAGES)
 def test_a_page_asks_for_nothing_and_complains_of_nothing(page, pages, stem):
     file = pages / f"{stem}.html"
     open_page(page, file)
@@ -98,7 +99,7 @@ def test_a_page_forbids_what_would_be_loaded(page, pages, tmp_path):
     assert page.refused == {"https://example.org/x.png": "csp"}
 
 
-@pytest.mark.parametrize("stem", STEMS)
+@pytest.mark.parametrize("stem", PAGES)
 def test_a_page_is_not_wider_than_its_window(page, pages, stem):
     open_page(page, pages / f"{stem}.html")
     scrolled = "[...document.querySelectorAll('pre, .output')].filter(part => part.scrollWidth > part.clientWidth + 1)"

@@ -18,7 +18,7 @@ word: str = "hello"
 """
 FIRST = """\
 import os, signal, sys, time
-from labutils.results import Results, Run
+from labutils.results import BESIDE, SOURCES, Results, Run, read_runs, told
 kept = Results(results_dir or os.environ["LABUTILS_RESULTS"])
 kept.append(Run("{name}", "first", metrics=dict(steps=steps, rate=rate, loud=loud, word=word, python=sys.executable)))
 """
@@ -29,15 +29,23 @@ TROUBLE = {
     "killed": "os.kill(os.getpid(), signal.SIGKILL)",
     "bus": "os.kill(os.getpid(), signal.SIGBUS)",
     "quits": "sys.exit(0)",
+    "meets": """\
+end = time.monotonic() + 60
+while len(read_runs(kept.path)) < 2:  # until another lab is at work, too
+    assert time.monotonic() < end, "alone"
+    time.sleep(0.05)
+names = ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
+kept.append(Run("{name}", "met", metrics={{name: os.environ.get(name) for name in names}}, beside=told(BESIDE)))""",
     "sleeps": "print('asleep', flush=True)\ntime.sleep(600)",
 }
-LAST = "kept.done('{name}')"
+LAST = "kept.done('{name}', sources=told(SOURCES))"
 
 
 def write(folder: Path, name: str, trouble: str | None = None) -> Path:
     """Write the notebook `name`, which has the trouble of that name unless another is given; returns its path."""
     cells = [nbformat.v4.new_code_cell(PARAMETERS, metadata={"tags": ["parameters"]})]
-    sources = [FIRST.format(name=name), TROUBLE[trouble or name], LAST.format(name=name)]
+    cells += [nbformat.v4.new_markdown_cell("## 1 · What happens")]
+    sources = [part.format(name=name) for part in (FIRST, TROUBLE[trouble or name], LAST)]
     cells += [nbformat.v4.new_code_cell(source) for source in sources if source]
     notebook = nbformat.v4.new_notebook(cells=cells)
     notebook.metadata["kernelspec"] = {"name": "python3", "display_name": "Python 3 (ipykernel)", "language": "python"}

@@ -352,6 +352,30 @@ def test_a_cpu_judges_what_it_can(id):
         assert "GPU" in found.why
 
 
+@pytest.mark.parametrize("id", CLAIMS)
+def test_beside_other_labs_only_what_is_counted_is_decided(id):
+    """The p10-p90 range doesn't tell of a neighbour that began halfway."""
+    runs = article_runs()
+    for run in runs.values():
+        run.beside = 2
+    found = judgement(id, runs)
+    decided = CLAIMS[id].judge in claims.UNDISTURBED
+    assert found.verdict == (CONFIRMED if decided else INCONCLUSIVE)
+    told = f"2 other labs ran beside it, which may have shifted it. Alone: labutils run {CLAIMS[id].lab} --force"
+    assert (told in found.why) is not decided
+    assert found.here == judgement(id, article_runs()).here
+
+
+def test_one_disturbed_run_of_several_is_enough():
+    runs = article_runs()
+    runs["04", "compile"].beside = 1
+    assert judgement("A1.compile.speedup", runs).verdict == INCONCLUSIVE
+    assert "But another lab ran beside it" in judgement("A1.compile.speedup", runs).why
+    runs["04", "compile"].beside = "many"
+    assert judgement("A1.compile.speedup", runs).verdict == CONFIRMED
+    assert claims.JUDGES.keys() >= claims.UNDISTURBED
+
+
 @pytest.mark.parametrize(
     ("field", "value"), [("scale", "small"), ("workload", "another"), ("machine", {"gpu": "another"}), ("data", "hub")]
 )

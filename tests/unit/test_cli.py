@@ -30,6 +30,11 @@ def labutils(*words: str, **environment: str) -> subprocess.CompletedProcess:
             ["run", "--timeout", "1e300"],
             f"'1e300' is longer than this system can wait; the limit is {TIMEOUT_MAX:.0f} s",
         ),
+        (["run", "--cell-timeout", "0"], "'0' is not a number of seconds above 0"),
+        (["run", "--jobs", "0"], "'0' is not a number of labs from 1 to 999"),
+        (["run", "--jobs", "two"], "'two' is not a number of labs"),
+        (["run", "--only", "new"], "invalid choice: 'new'"),
+        (["run", "--only", "changed", "--force"], "not allowed with argument"),
         (["run", "--results", ""], "'' names no folder; type one, as in: --results results/NAME"),
         (["report", "--results", " "], "' ' names no folder"),
         (["run", "--weights", "mine"], "invalid choice: 'mine'"),
@@ -56,7 +61,9 @@ def test_what_the_runner_refuses_is_one_message_and_2(tmp_path, capsys):
 
 def test_options_reach_the_runner(monkeypatch, tmp_path):
     called = {}
-    monkeypatch.setattr(runner, "run", lambda labs, options, say: called.update(labs=labs, options=options) or 1)
+    monkeypatch.setattr(
+        runner, "run", lambda labs, options, say, make_pages: called.update(labs=labs, options=options) or 1
+    )
     words = [
         "run",
         "03",
@@ -71,11 +78,21 @@ def test_options_reach_the_runner(monkeypatch, tmp_path):
         "--timeout",
         "9",
     ]
-    assert cli.main([*words, "-p", "steps", "5", "-p", "loud", "false"]) == 1
+    more = ["--jobs", "2", "--cell-timeout", "3"]
+    assert cli.main([*words, *more, "-p", "steps", "5", "-p", "loud", "false"]) == 1
     assert called["labs"] == ["03", "04"]
     assert called["options"] == runner.Options(
-        scale="small", data="hub", results=tmp_path, given={"steps": "5", "loud": "false"}, force=True, timeout=9.0
+        scale="small",
+        data="hub",
+        results=tmp_path,
+        given={"steps": "5", "loud": "false"},
+        force=True,
+        jobs=2,
+        timeout=9.0,
+        cell_timeout=3.0,
     )
+    cli.main(["run", "--only", "changed"])
+    assert called["options"] == runner.Options(only_changed=True)
 
 
 @pytest.mark.parametrize("code", [0, 1])
@@ -114,6 +131,10 @@ def test_a_lab_that_fails_is_1_and_its_message_is_on_the_page(tmp_path):
     assert done.returncode == 1
     assert "Lab raises failed in cell [4]" in done.stdout
     assert "Traceback (most recent call last):\n  File" not in done.stdout + done.stderr
+    assert "To read in a browser:" in done.stdout
+    index = (tmp_path / "results" / "index.html").read_text()
+    assert 'href="notebooks/raises.html"' in index and "no such shape: 3 x 4" in index
+    assert "ValueError: no such shape: 3 x 4" in (tmp_path / "results" / "notebooks" / "raises.html").read_text()
 
 
 @pytest.mark.parametrize("command", ["run", "report"])

@@ -224,6 +224,30 @@ def test_done_says_with_which_parameters(lab):
     assert (record["lab"], record["status"]) == ("03", "done")
     assert record["parameters"] == {"scale": "tiny", "weights": "random", "data": "generated"}
     assert record["seconds"] >= 0
+    assert "beside" not in record and "sources" not in record  # nobody told it
+
+
+def test_what_the_runner_told_stands_in_every_record(monkeypatch, results_folder, capsys):
+    monkeypatch.setenv(results.BESIDE, "2")
+    monkeypatch.setenv(results.SOURCES, '{"notebook": "a", "labutils": "b"}')
+    lab = open_lab("03", notebook())
+    assert "Up to 2 other labs may run on this machine meanwhile: times are disturbed" in capsys.readouterr().out
+    lab.keep(Run("", "one"))
+    lab.done()
+    run, done = read_records(results_folder)
+    assert run["beside"] == done["beside"] == 2
+    assert done["sources"] == {"notebook": "a", "labutils": "b"}
+
+
+def test_what_others_disturbed_is_measured_again_alone(measure, tmp_path, monkeypatch):
+    monkeypatch.setenv(results.BESIDE, "1")
+    for times in (1, 1):  # interrupted and gone on with, still beside others
+        assert open_lab("03", notebook(results_dir=str(tmp_path))).measured("a", STOCK, measure).metrics == {"n": times}
+    monkeypatch.delenv(results.BESIDE)
+    alone = open_lab("03", notebook(results_dir=str(tmp_path))).measured("a", STOCK, measure)
+    assert (alone.metrics, alone.beside) == ({"n": 2}, None)
+    monkeypatch.setenv(results.BESIDE, "1")  # what was measured alone is good enough
+    assert open_lab("03", notebook(results_dir=str(tmp_path))).measured("a", STOCK, measure).metrics == {"n": 2}
 
 
 # What fails here
@@ -354,8 +378,16 @@ def test_a_workload_has_the_labs_scale_and_device(lab, monkeypatch):
     }
 
 
-def test_paths_are_shown_as_typed_in_the_checkout():
-    assert course._short(results.REPOSITORY / "results" / "x") == "results/x"
+def test_paths_are_shown_as_typed_in_the_checkout(tmp_path, monkeypatch):
+    path = results.REPOSITORY / "results" / "x"
+    monkeypatch.chdir(results.REPOSITORY / "notebooks")
+    assert course._short(path) == "results/x"
+    monkeypatch.chdir(tmp_path)  # as papermill does it, called from anywhere
+    assert course._short(path) == str(path)
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert course._short(path) == str(path)
 
 
 # Sliders

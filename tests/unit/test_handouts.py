@@ -80,7 +80,7 @@ def files(folder: Path) -> list[Path]:
 
 @pytest.mark.parametrize("edition", editions.EDITIONS)
 def test_each_lab_gets_a_notebook_a_page_and_a_pdf_and_all_of_them_one_pdf(made, edition):
-    wanted = {stem + kind for stem in (*LABS, STEM) for kind in KINDS} | {"course.pdf"}
+    wanted = {stem + kind for stem in (*LABS, STEM) for kind in KINDS} | {"course.pdf", "index.html"}
     assert {path.name for path in files(made / edition)} == wanted
     for path in (made / edition).glob("*.ipynb"):
         nbformat.validate(nbformat.read(path, as_version=4))
@@ -455,8 +455,52 @@ def test_links_lead_somewhere(made):
         for link in (a["href"] for tag, a in page.tags if tag == "a"):
             near = link.startswith("#") and html.unescape(link[1:]) in names
             assert near or link.startswith("https://") or (file.parent / link).exists(), link
-    links = [a["href"] for tag, a in Page(made / "student" / f"{STEM}.html").tags if tag == "a"]
-    assert "https://example.org/paper" in links and f"{STEM}.html" in links and "43_other.ipynb" not in links
+    mine = links(made / "student" / f"{STEM}.html")
+    assert "https://example.org/paper" in mine and f"{STEM}.html" in mine and "43_other.ipynb" not in mine
+
+
+def links(file: Path) -> list[str]:
+    return [a["href"] for tag, a in Page(file).tags if tag == "a"]
+
+
+def test_one_page_leads_to_everything(made):
+    given = {str(path.relative_to(made)) for edition in editions.EDITIONS for path in files(made / edition)}
+    assert set(links(made / "index.html")) == {name for name in given if not name.endswith("index.html")}
+    assert "Lab 01 · The mathematics of LoRA" in Page(made / "index.html").words
+    for edition in editions.EDITIONS:  # each can be given out alone
+        mine = {path.name for path in files(made / edition)} - {"index.html"}
+        assert set(links(made / edition / "index.html")) == mine
+
+
+def test_what_was_made_earlier_is_still_led_to(tmp_path, capsys):
+    folder = planted_lab.results_with_it(tmp_path / "found", REFERENCE, "01_lora_math")
+    for number in ("42", "01"):
+        assert run(capsys, number, "--results", folder, "--out", tmp_path / "out")[0] == handouts.MADE
+    labs = [link for link in links(tmp_path / "out" / "student" / "index.html") if link.endswith(".html")]
+    assert labs == ["01_lora_math.html", f"{STEM}.html"] * 2
+    assert "course.pdf" not in (tmp_path / "out" / "index.html").read_text()
+
+
+def test_an_executed_notebook_gets_a_page_beside_it_whatever_became_of_it(tmp_path):
+    folder = planted_lab.results_with_it(tmp_path, REFERENCE)
+    notebook = planted_lab.planted()
+    notebook.cells[-1].outputs = []
+    died = folder / "notebooks" / "43_died.ipynb"
+    nbformat.write(notebook, died)
+    (folder / "notebooks" / "44_torn.ipynb").write_text('{"cells": [')
+    handouts.pages_of(folder, sorted((folder / "notebooks").iterdir()))
+    assert not (folder / "notebooks" / "44_torn.html").exists()
+    whole, page = (Page(folder / "notebooks" / f"{stem}.html").words for stem in (STEM, "43_died"))
+    assert SECRET in whole and "c0ffee123456" in whole and "As it was executed" in whole
+    assert SECRET in page and "its notebook was not run to its end. To run it: labutils run 43" in page
+    assert "1970" not in page and "executed" not in page.partition("Glyphs")[0].replace("As it was executed", "")
+
+
+def test_a_first_page_says_that_others_disturbed_the_run():
+    records = [record for record in read_records(REFERENCE) if record["lab"] == "01"]
+    records[-1]["beside"] = 2
+    notebook = nbformat.read(REFERENCE / "01_lora_math.ipynb", as_version=4)
+    assert ("beside", "up to 2 other labs at once: times are disturbed") in facts_of("01", notebook, records).rows()
 
 
 def test_pictures_and_formulas_are_in_the_page(made):

@@ -196,12 +196,21 @@ def test_a_piped_page_is_a_hundred_columns_wide_and_complete(tmp_path, capsys):
         "published",
         "verdict",
         "2.96x",
-        "The ladder here",
         "The ladder on the reference machine",
     ):
         assert text in said
     assert f"Here: {TESTABLE} confirmed" in said
     assert "…" not in said and "\x1b" not in said
+
+
+@pytest.mark.parametrize("ms", [2_296.0, 1_000.0])
+def test_a_ladder_is_shown_once_where_the_report_is_of_the_reference_itself(ms, tmp_path, capsys):
+    theirs = write(tmp_path / "reference", timed("04", "stock", 2_296.0))
+    ours = theirs if ms == 2_296.0 else write(tmp_path / "here", timed("04", "stock", ms))
+    assert report.main(ours, as_json=False) == 0
+    said = capsys.readouterr().out
+    assert said.count("The ladder on the reference machine") == 1
+    assert said.count("The ladder here") == (ours != theirs)
 
 
 @pytest.mark.parametrize(("gpus", "header"), [(["NVIDIA H200"], "H200"), (["NVIDIA H200", "B200"], "reference")])

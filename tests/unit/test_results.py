@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -11,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from labutils import results
 from labutils.results import Results, Run, named, read_records, read_runs, runs_of, summarise, versions
 
 numbers = st.floats(allow_nan=False, allow_infinity=False)
@@ -56,6 +59,39 @@ def test_a_file_cut_anywhere_keeps_what_was_whole_and_takes_more(content, data):
 @pytest.mark.parametrize("separator", ["\u2028", "\x85"])
 def test_a_line_separator_inside_a_text_does_not_end_its_record(separator):
     assert read_runs(folder_with([Run("00", f"a{separator}b")]))
+
+
+def test_several_processes_append_to_one_file_at_once(tmp_path):
+    """Long lines, so that a write has time to be cut by another; and one that was killed left half a line."""
+    (tmp_path / "results.jsonl").write_bytes(b'{"lab": "00", "run": "cut o')
+    program = (
+        "import sys; from labutils.results import Results, Run; kept = Results(sys.argv[1])\n"
+        "for place in range(40): kept.append(Run(sys.argv[2], str(place), samples={'ms': [place + 0.5] * 20_000}))"
+    )
+    writers = [subprocess.Popen([sys.executable, "-c", program, tmp_path, f"{n:02}"]) for n in range(4)]
+    assert [writer.wait(60) for writer in writers] == [0] * 4
+    lines = (tmp_path / "results.jsonl").read_text().split("\n")
+    assert len(lines) == 1 + 4 * 40 + 1  # what was cut off, and nothing after the last
+    runs = read_runs(tmp_path)
+    assert {(lab, run.samples["ms"][0]) for (lab, _), run in runs.items()} == {
+        (f"{n:02}", place + 0.5) for n in range(4) for place in range(40)
+    }
+    assert all(len(run.samples["ms"]) == 20_000 for run in runs.values())
+
+
+@pytest.mark.parametrize(
+    ("word", "told"), [(None, None), ("2", 2), ('{"notebook": "a"}', {"notebook": "a"}), ("two", None)]
+)
+def test_what_the_runner_told_is_read(monkeypatch, word, told):
+    monkeypatch.delenv(results.BESIDE, raising=False)
+    if word is not None:
+        monkeypatch.setenv(results.BESIDE, word)
+    assert results.told(results.BESIDE) == told
+
+
+def test_a_run_alone_says_nothing_of_others():
+    assert "beside" not in Run("03", "workers=0").record()
+    assert Run("03", "workers=0", beside=2).record()["beside"] == 2
 
 
 @given(st.lists(st.one_of(st.binary(max_size=30), st.sampled_from([b"[1]", b"null", b'"x"', b"{}", b'{"lab": 3']))))

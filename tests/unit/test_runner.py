@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import Mock, patch
 
 import nbformat
 import psutil
@@ -16,9 +21,10 @@ import pytest
 import troubled_notebooks
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 
-from labutils import hardware, parameters, runner
-from labutils.results import read_records, read_runs
+from labutils import hardware, parameters, results, runner
+from labutils.results import Results, read_records, read_runs
 from labutils.runner import Options, UsageError, asking, planning, running, telling
 
 
@@ -216,7 +222,8 @@ def test_a_lab_gets_its_parameters_and_this_interpreter(notebooks, run, results_
     metrics = read_runs(results_folder)["fine", "first"].metrics
     assert metrics == {"steps": 5, "loud": True, "rate": 2.0, "word": "false", "python": sys.executable}
     executed = nbformat.read(results_folder / "notebooks" / "fine.ipynb", as_version=4)
-    assert [cell.execution_count for cell in executed.cells] == [1, 2, 3, 4]
+    assert [cell.execution_count for cell in executed.cells if cell.cell_type == "code"] == [1, 2, 3, 4]
+    assert executed.metadata.labutils["status"] == "done"
     assert str(results_folder.parent) not in executed.metadata.papermill.__repr__()
 
 
@@ -281,12 +288,212 @@ def test_done_with_other_parameters_is_not_done():
     assert not planning.is_done([], {"scale": "tiny"})
 
 
-def test_a_lab_that_takes_too_long_is_ended(notebooks, run, results_folder):
-    code, said = run(notebooks("sleeps"), timeout=4)
+@pytest.mark.parametrize(
+    ("limit", "whose", "option"),
+    [("timeout", "its limit", "--timeout 8"), ("cell_timeout", "the limit of a cell", "--cell-timeout 8")],
+)
+def test_a_lab_or_a_cell_that_takes_too_long_is_ended(notebooks, run, results_folder, limit, whose, option):
+    code, said = run(notebooks("sleeps"), **{limit: 4})
     assert code == 1
-    assert "was ended after 4 s, its limit, in the cell that begins with `print('asleep'" in said
-    assert "--timeout 8" in said
+    where = "in the cell that begins with `print('asleep', flush=True)` (section 1 · What happens)"
+    assert f"Lab sleeps was ended after 4 s, {whose}, {where}" in said
+    assert option in said
     assert ("sleeps", "first") in read_runs(results_folder)
+    executed = nbformat.read(results_folder / "notebooks" / "sleeps.ipynb", as_version=4)
+    assert executed.cells[-2].outputs[0].text == "asleep\n"
+    assert executed.metadata.labutils["status"] == "timed out"
+
+
+def test_quick_cells_of_a_slow_lab_are_within_the_limit_of_a_cell(notebooks, run):
+    """The clock starts anew with each cell, and stands still between them."""
+    kernel = SimpleNamespace(kill=Mock())
+    with running._Watch(kernel, Options(cell_timeout=0.3), lambda *_: None) as watch:
+        for _ in range(4):
+            watch.began(nbformat.v4.new_code_cell("1"))
+            time.sleep(0.1)
+            watch.ended()
+        time.sleep(0.4)
+        kernel.kill.assert_not_called()
+        watch.began(nbformat.v4.new_code_cell("2"))
+        wait_for(lambda: kernel.kill.called)
+    kernel.kill.assert_called_once_with("cell timed out")
+
+
+# Side by side
+
+
+def test_labs_run_at_once_say_so_and_what_sums_up_comes_last(notebooks, run, results_folder, monkeypatch):
+    monkeypatch.setattr(planning, "SUMMING_UP", ("sums",))
+    monkeypatch.setattr(planning, "visible_gpus", lambda: ["3", "7"])
+    monkeypatch.setattr(hardware, "usable_cores", lambda: 8)
+    folder = Path(notebooks("meets")).parent
+    others = [
+        str(troubled_notebooks.write(folder, name, trouble)) for name, trouble in (("sums", "fine"), ("also", "meets"))
+    ]
+    code, said = run(*others, notebooks("meets"), notebooks("raises"), jobs=2)
+    assert code == 1
+    assert "Up to 2 labs run at once, each on a GPU of its own" in said
+    assert "verdicts on time and memory come out as inconclusive" in said
+    assert "Lab raises failed in cell [4]" in said
+    ends = [line.split()[1] for line in said.splitlines() if line.startswith(("[", "Lab raises failed"))]
+    assert ends[-2:] == ["sums:", "sums:"] and "sums:" not in ends[:-2]
+    met = {lab: run for (lab, name), run in read_runs(results_folder).items() if name == "met"}
+    assert {run.beside for run in met.values()} == {1}
+    assert {run.metrics["CUDA_VISIBLE_DEVICES"] for run in met.values()} == {"3", "7"}
+    assert {run.metrics["OMP_NUM_THREADS"] for run in met.values()} <= {"4", os.environ.get("OMP_NUM_THREADS")}
+    assert read_records(results_folder)[-1]["lab"] == "sums"
+
+
+labs = st.lists(st.sampled_from([f"{number:02}" for number in range(13)]), unique=True).map(
+    lambda numbers: [runner.Lab(number, Path(number), {}) for number in numbers]
+)
+
+
+@given(labs, st.integers(1, 20), st.integers(0, 9))
+def test_every_lab_runs_once_and_lab_11_after_all_others_ended(labs, jobs, gpus):
+    waves = planning.waves(labs, jobs, gpus)
+    order = [lab.number for wave in waves for lab in wave]
+    assert sorted(order) == sorted(lab.number for lab in labs)
+    assert all(waves)
+    if "11" in order:
+        assert [lab.number for lab in waves[-1]] == ["11"]
+    if jobs > 1 and gpus > 1 and "10" in order:
+        assert ["10"] in [[lab.number for lab in wave] for wave in waves]
+    if jobs == 1:
+        assert [number for number in order if number != "11"] == [lab.number for lab in labs if lab.number != "11"]
+
+
+@given(st.integers(0, 9), st.lists(st.text("0123456789", min_size=1), unique=True), st.integers(1, 64))
+def test_jobs_get_their_share_and_gpus_of_their_own(beside, gpus, cores):
+    lab = runner.Lab("03", Path("03"), {})
+    with patch.dict(os.environ):
+        os.environ.pop("OMP_NUM_THREADS", None)
+        given = [planning.variables(job, beside, gpus, cores, lab) for job in range(beside + 1)]
+        assert "CUDA_VISIBLE_DEVICES" not in planning.variables(0, beside, gpus, cores, runner.Lab("10", Path(), {}))
+        os.environ["OMP_NUM_THREADS"] = "5"
+        assert "OMP_NUM_THREADS" not in planning.variables(0, beside, gpus, cores, lab)
+    if not beside:
+        assert given == [{}]
+        return
+    assert {one["LABUTILS_BESIDE"] for one in given} == {str(beside)}
+    assert all(1 <= int(one["OMP_NUM_THREADS"]) <= max(1, cores // (beside + 1)) for one in given)
+    shown = [one.get("CUDA_VISIBLE_DEVICES") for one in given]
+    assert set(shown) <= set(gpus) if len(gpus) > 1 else set(shown) == {None}
+    if len(gpus) > 1 and beside < len(gpus):
+        assert len(set(shown)) == len(shown)
+
+
+@pytest.mark.parametrize(("shown", "found"), [("", ["0", "1"]), ("5,2", ["5", "2"]), ("5,2,9", ["5", "2"])])
+def test_gpus_are_called_as_this_process_was_told(monkeypatch, shown, found):
+    monkeypatch.setattr("labutils.training.launching.gpu_count", lambda: 2)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", shown)
+    assert planning.visible_gpus() == found
+
+
+# What has changed
+
+
+def test_what_has_changed_runs_again_and_prose_is_no_change(notebooks, run):
+    path = Path(notebooks("fine"))
+    assert run(str(path), only_changed=True)[0] == 0
+
+    def edited(kind: str, more: str) -> str:
+        notebook = nbformat.read(path, as_version=4)
+        next(cell for cell in reversed(notebook.cells) if cell.cell_type == kind).source += more
+        nbformat.write(notebook, path)
+        return run(str(path), only_changed=True)[1]
+
+    assert "unchanged since it ran" in edited("markdown", "\nMore words.")
+    assert "fine: running (changed: notebook)" in edited("code", "  # mind this")
+    assert "unchanged since it ran" in edited("code", "")
+    path.write_text(path.read_text().replace("mind this", "mind that"))
+    assert "done before" in (said := run(str(path))[1]) and "since then changed: notebook (--only changed)" in said
+
+
+@pytest.mark.parametrize(
+    ("last", "changed"),
+    [
+        ({"sources": {"notebook": "a", "labutils": "b"}, "parameters": {"steps": 3}}, []),
+        ({"sources": {"notebook": "a", "labutils": "x"}, "parameters": {"steps": 3}}, ["labutils"]),
+        ({"sources": {"notebook": "a", "labutils": "b"}, "parameters": {"steps": 4}}, ["parameters"]),
+        ({"sources": {}, "parameters": {"steps": 4}}, ["notebook", "labutils", "parameters"]),
+        ({"sources": "a", "parameters": {"steps": 3}}, ["unknown, made of what isn't on record"]),
+        ({"parameters": {"steps": 3}}, ["unknown, made of what isn't on record"]),
+    ],
+)
+def test_the_last_run_on_record_tells_what_changed(last, changed):
+    """Not an earlier one: what lies in the folder is of the last."""
+    sources = {"notebook": "a", "labutils": "b"}
+    first = {"sources": sources, "parameters": {"steps": 3}}
+    assert planning.what_changed([first, last], {"steps": 3}, sources) == changed
+
+
+def test_every_source_of_the_package_counts(monkeypatch, tmp_path):
+    package = tmp_path / "labutils"
+    (package / "data").mkdir(parents=True)
+    (package / "data" / "files.py").write_text("x = 1")
+    monkeypatch.setattr(results, "REPOSITORY", tmp_path)
+    seen = [planning._package()]
+    for change in (
+        lambda: (package / "data" / "files.py").write_text("x = 2  # longer"),
+        lambda: (package / "course.mplstyle").write_text("lines.linewidth: 2"),
+        lambda: (package / "data" / "files.py").rename(package / "files.py"),
+    ):
+        change()
+        seen.append(planning._package())
+    (package / "notes.txt").write_text("nothing that runs")
+    assert len(set(seen)) == len(seen)
+    assert planning._package() == seen[-1]
+
+
+def test_how_long_it_took_is_looked_up_at_the_same_scale(tmp_path):
+    lab = runner.Lab("03", Path("03"), {})
+    for name, scale, seconds in (("a", "full", 400.0), ("b", "tiny", 60.0), ("b", "tiny", 50.0), ("c", "tiny", 70.0)):
+        Results(tmp_path / name).done("03", parameters={"scale": scale}, seconds=seconds)
+    folders = [tmp_path / name for name in ("none", "a", "b", "c")]
+    assert planning.seconds_before(lab, {"scale": "tiny"}, folders) == 50.0
+    assert planning.seconds_before(lab, {"scale": "small"}, folders) is None
+
+
+# What is shown meanwhile
+
+
+@given(st.text(), st.text(), st.integers(40, 200))
+def test_a_running_lab_has_one_line_whatever_its_words(title, section, width):
+    file = io.StringIO()
+    live = telling._live_lines(Console(file=file, width=width, force_terminal=True, _environ={}))
+    words = {"section": telling.one_line(section), "before": "last time 0:01:35"}
+    live.add_task(telling.one_line(title)[:27], total=9, completed=3, **words)
+    live.console.print(live.get_renderable())
+    assert file.getvalue().count("\n") == 1
+    assert "last time 0:01:35" in file.getvalue() or width < 70
+
+
+def test_lines_of_running_labs_make_room_for_what_is_said(notebooks, monkeypatch):
+    lab = runner.find([notebooks("fine")])[0]
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    file = io.StringIO()
+    console = Console(file=file, width=80, force_terminal=True, _environ={"TERM": "xterm"})
+    monkeypatch.setattr(telling, "_live_lines", partial(telling._live_lines, console))
+    with telling.Telling(lambda text: file.write(f"{text}\n")) as voice:
+        voice.began("[1/1]", lab, "", 95.0)
+        voice.cell(lab, 2, "1 · What happens")
+        voice.say("a line of its own")
+        voice.ended("[1/1]", runner.Outcome(lab, "done", 3.2))
+    shown = file.getvalue()
+    assert re.search(r"fine +cell 2 of 3 +1 · What happens .*0:00:00.* +last time 0:01:35", shown)
+    for said in ("a line of its own", r"\[1/1\] fine: done in 3 s"):  # after what was on the line is wiped off
+        assert re.search(rf"\x1b\[2K(\x1b\[\?25h)?\r?{said}\n", shown)
+    assert "\x1b[?25h" in shown.rpartition("\x1b[?25l")[2]  # and the cursor is back
+
+
+def test_where_nobody_watches_there_are_plain_lines_only(notebooks, capsys):
+    lab = runner.find([notebooks("fine")])[0]
+    with telling.Telling(print) as voice:
+        voice.began("[1/1]", lab, "", None)
+        voice.cell(lab, 2, "")
+        voice.ended("[1/1]", runner.Outcome(lab, "failed", 3.2, "It failed."))
+    assert capsys.readouterr() == ("[1/1] fine: running\nIt failed.\n", "")
 
 
 @pytest.mark.parametrize(
@@ -297,12 +504,15 @@ def test_the_scale_is_explained(notebooks, run, monkeypatch, asked, said):
     assert said in run(notebooks("fine"), scale=asked)[1].splitlines()[0]
 
 
-@pytest.mark.parametrize(("number", "times"), [(signal.SIGINT, 1), (signal.SIGTERM, 1), (signal.SIGINT, 2)])
-def test_a_stop_ends_the_kernel_keeps_results_and_says_how_to_go_on(notebooks, results_folder, number, times):
-    command = [sys.executable, "-m", "labutils.cli", "run", notebooks("fine"), notebooks("sleeps"), notebooks("raises")]
-    command += ["--scale", "tiny", "--results", str(results_folder), "-p", "steps", "5"]
+@pytest.mark.parametrize(
+    ("number", "times", "jobs"), [(signal.SIGINT, 1, 2), (signal.SIGTERM, 1, 1), (signal.SIGINT, 2, 2)]
+)
+def test_a_stop_ends_the_kernels_keeps_results_and_says_how_to_go_on(notebooks, results_folder, number, times, jobs):
+    other = troubled_notebooks.write(Path(notebooks("fine")).parent, "other", "sleeps" if jobs > 1 else "fine")
+    command = [sys.executable, "-m", "labutils.cli", "run", str(other), notebooks("sleeps"), notebooks("raises")]
+    command += ["--scale", "tiny", "--results", str(results_folder), "-p", "steps", "5", "--jobs", str(jobs)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
-        wait_for(lambda: ("sleeps", "first") in read_runs(results_folder))
+        wait_for(lambda: {("sleeps", "first"), ("other", "first")} <= set(read_runs(results_folder)))
         kernels = psutil.Process(process.pid).children(recursive=True)
         for _ in range(times):
             process.send_signal(number)
@@ -313,7 +523,8 @@ def test_a_stop_ends_the_kernel_keeps_results_and_says_how_to_go_on(notebooks, r
     assert "raises  not run" in said
     assert "-p steps 5" in said.splitlines()[-1]
     assert f"--results {results_folder}" in said.splitlines()[-1]
-    assert ("fine", "first") in read_runs(results_folder)
+    assert f"sleeps  {'stopped':11}" in said and (jobs == 1 or f"other   {'stopped':11}" in said)
+    assert ("--jobs 2" in said.splitlines()[-1]) == (jobs == 2)
     _, alive = psutil.wait_procs(kernels, timeout=10)
     assert kernels
     assert not alive
