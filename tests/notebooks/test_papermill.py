@@ -40,12 +40,3 @@ def papermill(*words: str) -> subprocess.CompletedProcess:
     command = [sys.executable, "-m", "papermill", "--no-progress-bar", str(LAB), "out.ipynb", *words]
     environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
     return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=240, check=False)
-
-
-def test_a_parameter_that_it_does_not_take_is_refused_by_the_lab(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    said = papermill("-p", "scale", "tiny", "-p", "artikel", "A1")
-    assert said.returncode == 1
-    assert (
-        "LabError: This lab has no parameter artikel. Its parameters: scale, weights, data, results_dir" in said.stderr
-    )

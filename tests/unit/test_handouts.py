@@ -299,7 +299,7 @@ def test_a_notebook_of_another_run_than_the_records_is_left_out(tmp_path, capsys
     code, told, _ = run(capsys, "--results", folder, "--out", tmp_path / "out")
     assert code == handouts.A_LAB_LEFT_OUT
     assert "lab 42" in told and "12 s" in told and "99 s" in told and "--force" in told
-    assert {path.stem for path in files(tmp_path / "out" / "student")} == {"01_lora_math", "course"}
+    assert {path.stem for path in files(tmp_path / "out" / "student")} == {"01_lora_math", "course", "index"}
 
 
 def test_a_lab_that_was_not_run_to_its_end_is_left_out(tmp_path, capsys):
