@@ -122,7 +122,11 @@ class _Batch:
             if not again:
                 said = "unchanged since it ran" if self.options.only_changed else "done before"
                 said += f" in {short(self.folder)} (--force runs it again)"
-                said += f"; since then changed: {', '.join(changed)} (--only changed)" if changed else ""
+                said += (
+                    f"; since then changed: {', '.join(changed)} (--only changed)"
+                    if set(changed) - {planning.UNKNOWN}
+                    else ""
+                )
                 telling.say(f"{self._place(lab)} {lab.title}: {said}")
                 self._outcomes[lab.path] = Outcome(lab, "done before")
                 return None

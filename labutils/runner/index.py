@@ -94,7 +94,7 @@ def _row(path: Path, records: Sequence[Mapping[str, Any]], runs: claims.Runs, co
         path=path,
         title=title or path.stem,
         status=status or ("done" if done else "not done"),
-        seconds=seconds,
+        seconds=seconds if seconds is not None else _number(done[-1].get("seconds")) if done else None,
         scale=last.scale,
         machine=f"{machine} cores" if last.machine.get("cores") else machine,
         beside=max((run.beside for run in mine if isinstance(run.beside, int)), default=0),
@@ -112,7 +112,11 @@ def _read(path: Path) -> tuple[str, str, float | None]:
     except (OSError, ValueError, KeyError, TypeError, AttributeError):  # cut off, or no notebook at all
         return "", "", None
     title = next(iter(re.findall(r"^# (.+?)\s*$", "\n".join(texts), re.M)), "")
-    return title, status, seconds if isinstance(seconds, int | float) else None
+    return title, status, _number(seconds)
+
+
+def _number(value: Any) -> float | None:
+    return value if isinstance(value, int | float) else None
 
 
 def as_html(folder: Path, rows: Sequence[Row], outcomes: Sequence[Outcome]) -> str:

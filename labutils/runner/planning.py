@@ -17,6 +17,9 @@ SUMMING_UP = ("11",)
 SEVERAL_GPUS = ("10",)
 """Labs that use all GPUs there are: beside others only where these could not have one of their own anyway."""
 
+UNKNOWN = "unknown"
+"""What has changed since a run that didn't record what it was made of."""
+
 Record = Mapping[str, Any]
 
 
@@ -50,7 +53,7 @@ def what_changed(recorded: Sequence[Record], values: Mapping[str, Any], sources:
     last = recorded[-1]
     were = last.get("sources")
     if not isinstance(were, dict):
-        return ["unknown, made of what isn't on record"]
+        return [UNKNOWN]
     return [name for name in sources if were.get(name) != sources[name]] + ["parameters"] * (not _has(last, values))
 
 

@@ -77,9 +77,12 @@ def test_each_executed_notebook_has_a_line_with_its_verdicts(tmp_path):
         kept.append(run)
     kept.done("03", parameters={"scale": "full"}, seconds=1.0)
     executed(tmp_path, "03_sweep", "done", "Lab 03 · Sweep")
+    kept.done("05", parameters={"scale": "full"}, seconds=81.0)
     executed(tmp_path, "04_compile", "died", "Lab 04 · Compile")
+    executed(tmp_path, "05_fp8", title="Lab 05 · FP8")  # by papermill itself
     found = cells_of(page_of(tmp_path))
-    assert list(found) == ["Lab 03 · Sweep", "Lab 04 · Compile"]
+    assert list(found) == ["Lab 03 · Sweep", "Lab 04 · Compile", "Lab 05 · FP8"]
+    assert [found["Lab 05 · FP8"][what] for what in ("status", "seconds")] == ["done", "81"]
     third = found["Lab 03 · Sweep"]
     assert (third["status"], third["seconds"], third["scale"]) == ("done", "12", "full")
     assert int(third["confirmed"]) > 5 and third["refuted"] == "–"
