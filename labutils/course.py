@@ -262,7 +262,7 @@ class Lab:
         """Keep the learner's prediction for `done` to score; None: not answered. Raises `LabError` for other types."""
         if value is None:
             self.show(
-                f"No prediction of *{topic}* yet. Put a number in place of `None` and run this cell again, or just go on."
+                f"No prediction of *{topic}* yet. Put a number in place of `None` and run the cell again, or go on."
             )
             return
         if isinstance(value, bool) or not isinstance(value, int | float):

@@ -666,7 +666,9 @@ def launch_cost(
         low, median, high = ([spread[q] * 1e3 for spread in spreads.values()] for q in ("p10", "median", "p90"))
         ax.fill_between(list(curve), low, high, color=color, alpha=0.2, linewidth=0, zorder=2)
         ax.plot(list(curve), median, color=color, marker=marker, linestyle=line, label=way, zorder=3)
-    ax.axhline(launch_us, color=GREY, linestyle=":", label=f"one call from Python here: {_figure(launch_us)} µs", zorder=1)
+    ax.axhline(
+        launch_us, color=GREY, linestyle=":", label=f"one call from Python here: {_figure(launch_us)} µs", zorder=1
+    )
     ax.set_xscale("log", base=2)
     ax.set_yscale("log")
     ax.yaxis.set_major_formatter("{x:g}")

@@ -114,9 +114,12 @@ def test_totals_and_units() -> None:
 @pytest.mark.parametrize("layer", [nn.ReLU(), nn.Sigmoid(), nn.Softmax(-1), nn.GroupNorm(2, 8)])
 def test_looking_at_what_is_kept_keeps_nothing(layer: nn.Module) -> None:
     """Some layers keep their own output: a hook that hands it back as it is would tie the graph to itself."""
-    model, x = nn.Sequential(nn.Linear(8, 8), layer, nn.Linear(8, 8)), torch.randn(4, 8)
-    weight = weakref.ref(model[0].weight)
-    assert saved_for_backward(model, lambda: model(x).square().mean()) > 0
-    del model
+
+    def look() -> weakref.ref:
+        model, x = nn.Sequential(nn.Linear(8, 8), layer, nn.Linear(8, 8)), torch.randn(4, 8)
+        assert saved_for_backward(model, lambda: model(x).square().mean()) > 0
+        return weakref.ref(model[0].weight)
+
+    weight = look()
     gc.collect()
     assert weight() is None
