@@ -243,13 +243,15 @@ lab.verdict("A1.profiler.five-steps");
 # at a moment in the middle of a forward pass, and at the end of the step, where the article saw a gap.
 
 # %%
-forward = trace.phase_time["forward"][1]
-middle = sum(forward) / 2
+start, stop = trace.phase_time["forward"][1]
+width = 2 if on_gpu else 1  # ms
+moments = [start + share * (stop - start) for share in (0.3, 0.4, 0.5, 0.6, 0.7)]
+busiest = max(moments, key=lambda at: sum(map(len, trace.timeline((at, at + width)).values())))
 clip = trace.phase_time["clip"][0]
 end = next((t for _, t in trace.phase_time["optimizer"] if t > clip[1]), clip[1])
 margin = (end - clip[0]) / 2
 closer = {
-    "Inside a forward pass": (middle, middle + (2 if on_gpu else 1)),
+    "Inside a forward pass": (busiest, busiest + width),
     "Around clipping and the optimizer": (clip[0] - margin, end + margin),
 }
 for title, window in closer.items():
