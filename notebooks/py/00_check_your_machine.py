@@ -100,7 +100,9 @@ lab.predict("matrix products", predicted_tflops, "TFLOP/s")
 
 # %% [markdown]
 # The probe multiplies random matrices and not zeros. A product of zeros switches fewer transistors, so it draws less power
-# and runs at a higher clock than training ever will. The probe warms up, repeats, and keeps every sample.
+# and runs at a higher clock than training ever will. After warming up, the probe measures many times and keeps every
+# sample. A result in this course is the median of its samples. Beside it stands the *p10-p90* range, which leaves out the
+# lowest and the highest tenth: it says how far a result can be trusted.
 
 # %%
 measured = hardware.probe()
