@@ -413,10 +413,11 @@ if h200 and not on_gpu:
 # %%
 anchor_ms, theirs_ms = (found["stock"].metric("step_ms") if found else None for found in (whole, h200))
 rows = []
-for name, run in whole.items():
+for name in recipes:
     ms, h200_ms = (found[name].metric("step_ms") if name in found else None for found in (whole, h200))
     times = [f"{anchor / ms:.2f}x" if ms else None for anchor, ms in ((anchor_ms, ms), (theirs_ms, h200_ms))]
-    rows.append((name, run.lane, ms, times[0], run.metric("floor_ms"), h200_ms, times[1]))
+    floor_ms = whole[name].metric("floor_ms") if name in whole else None
+    rows.append((name, lanes[name], ms, times[0], floor_ms, h200_ms, times[1]))
 lab.table(("rung", "lane", "ms a step", "faster than stock", "floor, ms", "H200, ms", "H200: faster than stock"), *rows)
 print(f"The stock loop alone, at the start: {runs['stock'].metric('step_ms'):.0f} ms; here: {anchor_ms:.0f} ms.")
 lab.verdict("A1.total.speedup", "A1.compile.speedup", "A1.pin.speedup");
