@@ -220,7 +220,8 @@ class Evidence:
             raise NotTestable(f"The run {name!r} recorded {metric} = {spread.low:g}, which is no duration.")
         if spread.n < FEWEST_SAMPLES:
             raise NotTestable(
-                f"The run {name!r} has {spread.n} sample(s) of {metric}; a spread takes at least {FEWEST_SAMPLES}."
+                f"The run {name!r} has {spread.n} sample(s) of {metric}; a spread takes at least {FEWEST_SAMPLES}. "
+                f"Type: labutils run {self.lab} --force -p steps {FEWEST_SAMPLES}"
             )
         return spread
 

@@ -28,6 +28,11 @@ from labutils import hardware, parameters, results, tables
 from labutils.recipe import Recipe, is_finite
 from labutils.results import Run
 
+_YES_OR_NO = ("failed", "warned")
+"""Metrics of what was provoked: 1 where it happened, else 0."""
+_FOR_MACHINES = ("wall_ms", "build_s", "flops_per_step", "examples_per_s", "tflops")
+"""Metrics from which others are computed; in a table that stands in for a measurement they only get in the way."""
+
 DEVICE_BY_SCALE = {"tiny": "any CPU", "small": "a GPU of 8 GB", "full": "a GPU of 40 GB"}
 
 
@@ -264,7 +269,7 @@ class Lab:
         """Keep the learner's prediction for `done` to score; None: not answered. Raises `LabError` for other types."""
         if value is None:
             self.show(
-                f"No prediction of *{topic}* yet. Put a number in the cell above and run both again; or just go on."
+                f"No prediction of *{topic}* yet. Put a number in place of `None` and run the cell again, or go on."
             )
             return
         if isinstance(value, bool) or not isinstance(value, int | float):
@@ -293,11 +298,14 @@ class Lab:
         return judgements
 
     @contextlib.contextmanager
-    def attempt(self, what: str, reference: str | None = None) -> Iterator[None]:
+    def attempt(
+        self, what: str, reference: str | None = None, instead: Callable[[], Any] | None = None
+    ) -> Iterator[None]:
         """Try what may not work on this machine: a failure is explained, kept as a run, and the lab goes on.
 
         `what` says it in a few words. `reference` is the run's name: our H200's run of that name is shown instead, and
-        the failure kept under it (under `what` where there is none). Ctrl-C is no failure and passes through.
+        the failure kept under it (under `what` where there is none). `instead()` shows what the H200 found in a better
+        way than as that run's numbers. Ctrl-C is no failure and passes through.
         """
         failure: Exception | None = None
         try:
@@ -313,7 +321,9 @@ class Lab:
         hardware.cuda.empty_cache()
         self._keep_failure(reference or what, status)
         self.show(f"**{what}: not on this machine.** {explain(status)}")
-        if reference:
+        if instead:
+            instead()
+        elif reference:
             self.show(_as_markdown(self.reference(reference), reference))
 
     def _keep_failure(self, name: str, status: str) -> None:
@@ -449,8 +459,12 @@ def _as_markdown(run: Run | None, name: str) -> str:
         return f"There is no reference run *{name}* to show instead."
     if not run.ok:
         return f"Our reference machine has no numbers for *{name}* either ({run.status})."
-    numbers = [(metric, run.metric(metric)) for metric in run.metrics]
-    rows = [(metric, value) for metric, value in numbers if isinstance(value, int | float)]
+    numbers = {metric: run.metric(metric) for metric in run.metrics}
+    rows = [(metric, value) for metric, value in numbers.items() if isinstance(value, int | float)]
+    rows = [(metric, ("no", "yes")[value] if metric in _YES_OR_NO else value) for metric, value in rows]
+    rows = [row for row in rows if row[0] not in _FOR_MACHINES]
+    message = run.metrics.get("message")
+    rows += [("message", f"`{message}`")] if message else []
     machine = run.machine.get("gpu", "the reference machine")
     return f"On {machine}, *{name}* (scale {run.scale}) gave:\n\n" + tables.as_table(("metric", "value"), *rows)
 

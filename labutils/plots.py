@@ -28,6 +28,9 @@ INK, GREY, PAPER = "#222222", "#777777", "#FFFFFF"
 NAVY, RUST, TEAL, AMBER = "#0B3954", "#C1440E", "#2A9D8F", "#E9B44C"
 PURPLE, MIST, ROSE = "#5E3A87", "#B3C4CF", "#EBA696"
 
+Spread = tuple[float, float, float]
+Fill = tuple[str, str]
+
 LANE_FILLS = {"article": (NAVY, ""), "same work": (TEAL, "///"), "same mathematics": (AMBER, "...")}
 FILLS = (
     (NAVY, ""),
@@ -43,11 +46,22 @@ FILLS = (
 PHASES = ("data", "encode", "forward", "log", "backward", "optimizer", "clip", "to_device")
 PHASE_FILLS = dict(zip(PHASES, FILLS, strict=True))
 """Fills of the phases that the training loop marks, in every timeline the same."""
+KIND_FILLS: dict[str, Fill] = {
+    "attention": (RUST, "\\\\\\"),
+    "convolution": (NAVY, ""),
+    "GEMM": (MIST, "..."),
+    "thin GEMM": (MIST, ""),
+    "normalisation": (TEAL, ""),
+    "elementwise": (AMBER, "///"),
+    "casts and layout": (ROSE, ""),
+    "foreach": (PURPLE, "---"),
+    "compiled": (TEAL, "///"),
+    "copy": (GREY, ""),
+    "other": (GREY, "xxx"),
+}
+"""Fills of kinds of kernels and operators (`measure.kinds`) that take long, likewise; rarer kinds get what is left."""
 DARK = (NAVY, RUST, PURPLE)
 """Fills on which text and hatches are white."""
-
-Spread = tuple[float, float, float]
-Fill = tuple[str, str]
 
 
 def use_style() -> None:
@@ -638,18 +652,23 @@ def peaks(
     return ax
 
 
-def launch_cost(ax: Axes, times: Mapping[str, Mapping[int, Sequence[float]]], launch_us: float) -> Axes:
+def launch_cost(
+    ax: Axes, times: Mapping[str, Mapping[int, Sequence[float] | Mapping[str, float]]], launch_us: float
+) -> Axes:
     """Microseconds a call of one operation over the count of numbers it works on, a curve for each way to call it.
 
-    `times`: way -> count -> samples in milliseconds; bands are p10-p90. `launch_us`: what a call alone costs the host.
+    `times`: way -> count -> samples in milliseconds, or their summary; bands are p10-p90. `launch_us`: what a call
+    alone costs the host.
     """
     styles = zip((NAVY, RUST, TEAL), ("o", "s", "^"), ("-", "--", "-."), strict=True)
     for (way, curve), (color, marker, line) in zip(times.items(), styles, strict=False):
-        spreads = {count: summarise(samples) for count, samples in curve.items()}
+        spreads = {count: found if isinstance(found, Mapping) else summarise(found) for count, found in curve.items()}
         low, median, high = ([spread[q] * 1e3 for spread in spreads.values()] for q in ("p10", "median", "p90"))
         ax.fill_between(list(curve), low, high, color=color, alpha=0.2, linewidth=0, zorder=2)
         ax.plot(list(curve), median, color=color, marker=marker, linestyle=line, label=way, zorder=3)
-    ax.axhline(launch_us, color=GREY, linestyle=":", label=f"one call from Python: {_figure(launch_us)} µs", zorder=1)
+    ax.axhline(
+        launch_us, color=GREY, linestyle=":", label=f"one call from Python here: {_figure(launch_us)} µs", zorder=1
+    )
     ax.set_xscale("log", base=2)
     ax.set_yscale("log")
     ax.yaxis.set_major_formatter("{x:g}")
@@ -840,6 +859,10 @@ def _category_fills(intervals: Iterable[tuple[float, float, str]], most: int) ->
     fills = dict(zip(chosen, islice(cycle(FILLS), len(chosen)), strict=True))
     if fills.keys() <= PHASE_FILLS.keys():
         fills = {phase: PHASE_FILLS[phase] for phase in chosen}
+    elif fills.keys() & KIND_FILLS.keys():
+        known = {KIND_FILLS[kind] for kind in chosen if kind in KIND_FILLS}
+        left = cycle([fill for fill in FILLS if fill not in known] or FILLS)
+        fills = {kind: KIND_FILLS[kind] if kind in KIND_FILLS else next(left) for kind in chosen}
     return fills if len(totals) <= most else fills | {"other": FILLS[-1]}
 
 

@@ -283,10 +283,13 @@ def _width(uri: str) -> int:
 
 
 def _link(node: Node, pages: Collection[str]) -> list[Node] | None:
-    """Addresses stay links that are followed on a click; another lab's notebook is its page; the rest is text."""
+    """Addresses stay links that are followed on a click; another lab's notebook is its page; the rest is text.
+
+    The rest includes a notebook under `reference/`, which is that lab as another machine ran it.
+    """
     _, words, (target, _) = node["c"]
     file, _, _ = target.partition("#")
-    if Path(file).name in pages:
+    if Path(file).name in pages and "reference" not in Path(file).parts:
         return [{"t": "Link", "c": [["", [], []], words, [Path(file).with_suffix(".html").name, ""]]}]
     return None if re.match(r"https?://", target) else words
 

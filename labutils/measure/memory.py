@@ -99,7 +99,7 @@ def saved_for_backward(module: nn.Module, forward: Callable[[], Any], autocast: 
         storage = _storage(tensor)
         if storage._cdata not in own:
             kept[storage._cdata] = storage  # held, so that its address isn't used again
-        return tensor
+        return tensor.detach()  # an output that its own node holds would be a cycle, and the graph would never be freed
 
     with saved_tensors_hooks(keep, lambda tensor: tensor), OnMeta(autocast):
         forward()

@@ -18,15 +18,17 @@
 # %% [markdown]
 # # Lab 00 · Check your machine
 #
-# Every later lab compares a time with a limit. This one finds the limits: what this machine can do, what its data sheet
-# promises, and what it costs just to ask for work. It also finds what would have stopped a later lab halfway.
+# Every later lab compares a time with a limit. Here you measure the limits themselves: how fast this machine
+# multiplies, how fast it moves data, and how long it takes merely to ask for work. Along the way you find out what would
+# have stopped a later lab halfway.
 #
-# Two published articles turn up by their short names. **A1** profiles and tunes LoRA training of Stable Diffusion on a
-# Blackwell workstation card; **A3** fine-tunes language models on that card and on an H100. The README says more of both.
+# The course tests published articles, which go by short names. Two of them appear in this lab. **A1** profiles and tunes
+# LoRA training of Stable Diffusion on a Blackwell workstation card; **A3** fine-tunes language models on that card and on
+# an H100. The README introduces all four. Any other word that is new to you is in the [glossary](../docs/glossary.md).
 #
 # **After this lab you can**
-# - tell whether a machine is ready to fine-tune on, and put right what is not;
-# - read a data sheet without being misled by its sparse figures, and say which share of its peak is real;
+# - tell whether a machine is ready for fine-tuning, and fix what is not;
+# - read a data sheet without being misled by its sparse figures, and say how much of its peak you can really get;
 # - place an operation on a roofline, and say what limits it before you time it;
 # - tell when a loop is limited by the host's launches rather than by the GPU's work.
 #
@@ -36,7 +38,8 @@
 # | `small` | a GPU of 8 GB | 1 minute |
 # | `full` | a GPU of 40 GB | 1.5 minutes |
 #
-# No network is needed, and no model: all that runs here is single operations on random numbers.
+# You need neither a network nor a model: everything here is single operations on random numbers. Without a GPU you
+# measure your CPU, and the same quantities measured on our H200 stand beside yours.
 
 # %% tags=["parameters"]
 scale: str = "auto"  # tiny (any CPU), small (a GPU of 8 GB), full (the article's own), auto: the largest that fits
@@ -60,35 +63,50 @@ from labutils.hardware import cuda
 from labutils.results import Run, summarise
 
 plots.use_style()
+on_gpu = lab.device == "cuda"
+reference = lab.reference("machine")  # what this lab found on our H200
+h200 = hardware.Probe("cuda", reference.samples, {}) if reference else None
 
 # %% [markdown]
 # ## 1 · Is this machine ready?
 #
-# The doctor looks at what has stopped people before: the driver, the PyTorch build, shared memory, a compiler, and packages
-# that are installed and yet can't be used. `fail` stops the labs, `warn` spoils one of them, `info` is good to know. Each
-# says what to type. From a shell: `labutils doctor`.
+# **Question.** What would stop a lab halfway?
+#
+# The doctor checks what has stopped people before: the driver, the PyTorch build, shared memory, a compiler, and packages
+# that are installed but can't be used. `fail` means that labs won't run, `warn` that one of them will suffer, and `info`
+# is only good to know. Where something can be done, the finding says what to type. In a shell, the same is
+# `labutils doctor`.
 
 # %%
 findings = doctor.examine()
 print(doctor.render(findings))
 
 # %% [markdown]
-# ## 2 · What does it really reach?
+# **Takeaway.** Check a machine before you trust it with a long run: a missing compiler or a small `/dev/shm` costs a
+# minute now, or a night later.
+
+# %% [markdown]
+# ## 2 · How fast is it really?
 #
-# **Predict** the rate of large matrix products here, in TFLOP/s: in bf16 on a GPU (the data sheet of an H200 says 989, or
-# 1979 "with sparsity"), in fp32 on a CPU (a laptop's core does some hundred billion FLOPs a second at best).
+# **Question.** A data sheet promises so many TFLOP/s (10¹² floating-point operations a second). How many of them does a
+# plain matrix product get?
+#
+# **Your prediction:** the rate of large matrix products on this machine, in TFLOP/s. On a GPU we measure bf16 (the data
+# sheet of an H200 says 989, or 1979 "with sparsity"), on a CPU fp32 (one laptop core reaches 0.1 TFLOP/s at best).
 
 # %%
 predicted_tflops = None  # TFLOP/s
 lab.predict("matrix products", predicted_tflops, "TFLOP/s")
 
 # %% [markdown]
-# The probe multiplies random matrices, not zeros: a product of zeros switches fewer transistors, draws less power and runs
-# at a higher clock than training ever will. It warms up, repeats, and keeps every sample.
+# The probe multiplies random matrices and not zeros. A product of zeros switches fewer transistors, so it draws less power
+# and runs at a higher clock than training ever will. After warming up, the probe measures many times and keeps every
+# sample. A result in this course is the median of its samples. Beside it stands the *p10-p90* range, which leaves out the
+# lowest and the highest tenth: it says how far a result can be trusted.
 
 # %%
 measured = hardware.probe()
-main_dtype = "fp32" if lab.device == "cpu" else "bf16" if measured.rate("bf16") else "fp16"
+main_dtype = "fp32" if not on_gpu else "bf16" if measured.rate("bf16") else "fp16"
 machine = Run("00", "machine", samples=measured.samples)
 machine.metrics = {item: summarise(samples) for item, samples in measured.samples.items()}
 if architectures := cuda.architectures():
@@ -96,76 +114,97 @@ if architectures := cuda.architectures():
 lab.keep(machine);
 
 # %%
-spec = hardware.spec_of(lab.machine)
-rates = {dtype: measured.samples[f"tflops_{dtype}"] for dtype in hardware.DTYPES if measured.rate(dtype)}
-fig, ax = plt.subplots()
-plots.peaks(ax, rates, spec and spec.dense, spec and spec.sparse)
-ax.set_title(
-    f"Measured here, and the data sheet of {spec.name}" if spec else "Measured here (no data sheet is on file)"
-)
-plt.show()
+def show_peaks(probe: hardware.Probe, machine: dict, whose: str) -> None:
+    """Measured matrix rates beside the machine's data sheet."""
+    spec = hardware.spec_of(machine)
+    rates = {dtype: probe.samples[f"tflops_{dtype}"] for dtype in hardware.DTYPES if probe.rate(dtype)}
+    fig, ax = plt.subplots()
+    plots.peaks(ax, rates, spec and spec.dense, spec and spec.sparse)
+    ax.set_title(f"{whose}, and the data sheet of {spec.name}" if spec else f"{whose} (no data sheet is on file)")
+    plt.show()
+
+
+show_peaks(measured, lab.machine, "Measured here")
+if h200 and not on_gpu:
+    show_peaks(h200, reference.machine, "Measured on our H200")
 
 # %% [markdown]
-# The dotted marks are what sells: they count products with zeros that a pruned matrix would let the hardware skip. Training
-# has no such matrices, so each share in this course is of the **dense** peak. Article A3's table of specifications prints
-# the sparse column; comparing a measurement with it makes every program look half as good as it is.
+# A GPU's data sheet has two peaks. The dotted marks are the advertised one: it also counts products with zeros, which the
+# hardware can skip if half of a matrix is pruned in a fixed pattern. Weights in training are not pruned like that, so this
+# course always takes shares of the **dense** peak, the solid marks. Article A3 prints the sparse figures in its table of
+# specifications; measured against those, every program looks half as good as it is.
 #
-# Even the dense peak is out of reach: it assumes the highest clock. The probe measures in bursts of 10 ms, which is how
-# products come in a training step. What if they never stop?
+# The bars end before the solid marks, because the dense peak assumes the highest clock. And they come from bursts of
+# 10 ms, which is how products come in a training step. What happens if the products never pause?
 
 # %%
 seconds, held = zip(*hardware.rate_over_time(main_dtype), strict=True)
 lab.keep(Run("00", "held", metrics={"tflops": summarise(held[len(held) // 2 :]), "dtype": main_dtype}))
 fig, ax = plt.subplots(figsize=(7.2, 2.8))
 ax.plot(seconds, held, marker=".", label="without a pause")
-ax.axhline(measured.rate(main_dtype), color="black", linestyle=":", label="the probe's median")
-ax.set(xlabel="seconds", ylabel=f"{main_dtype} TFLOP/s", ylim=(0, None), title="The rate of matrix products, held up")
+ax.axhline(measured.rate(main_dtype), color="black", linestyle=":", label="the probe's median, in bursts")
+ax.set(xlabel="seconds", ylabel=f"{main_dtype} TFLOP/s", ylim=(0, 1.1 * max(*held, measured.rate(main_dtype))))
+ax.set_title("Matrix products without a pause: does the rate last?")
 ax.legend(loc="lower right")
 plt.show()
 
+# %%
+theirs = lab.reference("held")
+rows = [("here", main_dtype, measured.rate(main_dtype), median(held[len(held) // 2 :]))]
+if h200 and theirs:
+    rows.append(("H200 (ours)", theirs.metrics["dtype"], h200.rate(theirs.metrics["dtype"]), theirs.metric("tflops")))
+rows = [(*row, f"{row[3] / row[2]:.0%}") for row in rows]
+lab.table(("matrix products", "dtype", "in bursts, TFLOP/s", "without a pause, TFLOP/s", "what lasts"), *rows)
+
 # %% [markdown]
-# Where the curve falls within the first tenths of a second, the card has met its power limit and lowered its clock (on a
-# CPU, other programs and heat do the same). That is why floors in this course are computed from a *measured* rate, and why
-# a benchmark of one second and one of a minute disagree.
+# If the rate of a GPU falls within the first tenths of a second, as the H200's did, the card has reached its power limit
+# and lowered its clock. (On a CPU, heat does the same, and other programs take their share.) This is why a benchmark of
+# one second and one of a minute disagree, and why this course computes with *measured* rates and not with the data sheet's.
+#
+# Here is everything that the probe measured:
 
 # %%
-reference = lab.reference("machine")
 theirs = reference.metric if reference else {}.get
 rows = [(what, machine.metric(item), theirs(item)) for item, what in hardware.ITEMS.items()]
 lab.table(("median of", "here", "H200 (ours)"), *rows)
 
 # %% [markdown]
-# **Takeaway.** Three numbers describe a machine well enough to predict most of a training step: its matrix rate, its
-# memory bandwidth, and what a launch costs the host. The next two sections use one each.
+# **Takeaway.** Three of these numbers are enough to predict most of a training step: the matrix rate, the memory
+# bandwidth, and what one call costs the host. Section 3 uses the first two, section 4 the third.
 
 # %% [markdown]
 # ## 3 · What limits an operation?
 #
-# An operation does arithmetic and moves bytes. Both take time, and the hardware does them at once; so the slower of the two
-# sets a **floor**: max(FLOPs / rate, bytes / bandwidth). FLOPs per byte is the operation's *intensity*. Where the two times
-# are equal lies the *ridge*: left of it memory is the limit, right of it arithmetic.
+# **Question.** Given an operation, can you tell how long it must take before you run it?
 #
-# Six operations from this course's training steps:
+# An operation does arithmetic and moves bytes. Both take time, and the hardware does both at once. So the slower of the
+# two sets a **floor**, a time below which the operation can't finish: max(FLOPs / rate, bytes / bandwidth).
+#
+# Divide the operation's FLOPs by its bytes and you have its **intensity**. If the intensity is low, memory sets the
+# floor; if it is high, arithmetic does. The intensity at which both take equally long is the **ridge**. A picture of the
+# best possible rate over the intensity is called a **roofline**, after its shape.
+#
+# We take six operations from this course's training steps:
 #
 # | operation | what it is |
 # |---|---|
 # | UNet convolution | 3x3, at Stable Diffusion's highest resolution |
 # | Self-attention | over that feature map's pixels |
 # | Frozen projection | a linear layer of a language model |
-# | LoRA's products | what an adapter of rank 8 adds to such a layer |
-# | AdamW update | the optimizer, per parameter |
+# | LoRA's products | what an adapter of rank 8 adds to such a layer (lab 01) |
+# | AdamW update | the optimizer's arithmetic on each trained number |
 # | SiLU | an activation function by itself |
 #
-# **Predict** how many of the six are limited by memory here.
+# **Your prediction:** how many of the six are limited by memory on this machine?
 
 # %%
 predicted_memory_bound = None  # how many of the six
 lab.predict("operations limited by memory", predicted_memory_bound, "of 6")
 
 # %% [markdown]
-# FLOPs and bytes are counted by hand (`labutils/hardware/operations.py`): every input read once, every output written once.
-# Inputs are rotated through far more memory than a cache holds. On a GPU the calls are replayed from a CUDA graph, so that
-# no time is spent waiting for the host.
+# FLOPs and bytes are counted by hand (`labutils/hardware/operations.py`): each input is read once, each output written
+# once. To keep caches from helping, the timed calls take turns on inputs that together are far larger than a cache. On a
+# GPU the calls are replayed from a CUDA graph (lab 04 explains it), so that no time is spent waiting for the host.
 
 # %%
 operations = hardware.course_operations(lab.scale, lab.device, main_dtype)
@@ -176,45 +215,65 @@ for op in operations:
     lab.keep(Run("00", f"operation: {op.name}", metrics=metrics, samples=samples))
 
 # %%
-roofs = {"fp32": measured.roofline("fp32"), main_dtype: measured.roofline(main_dtype)}
-alone = {op.name: median(timings[op.name].alone_ms) for op in operations}
-fig, ax = plt.subplots(figsize=(8.2, 3.8))
-plots.roofline(ax, roofs, {op.name: (op.intensity, op.flops / alone[op.name] / 1e9) for op in operations})
-ax.set_title("The roofline of this machine, and where a training step's operations lie")
-plt.show()
+def show_operations(roofs: dict, found: dict[str, tuple[str, float, float, float]], where: str) -> None:
+    """A roofline with its operations, name -> (dtype, FLOPs, bytes, ms), and the same as a table."""
+    fig, ax = plt.subplots(figsize=(8.2, 3.8))
+    plots.roofline(ax, roofs, {name: (flops / size, flops / ms / 1e9) for name, (_, flops, size, ms) in found.items()})
+    ax.set_title(f"The roofline of {where}, and where a training step's operations lie")
+    plt.show()
+    rows = []
+    for name, (dtype, flops, size, ms) in found.items():
+        floor, limit = (
+            roofs[dtype].floor_ms(flops, size),
+            "memory" if flops / size < roofs[dtype].ridge else "arithmetic",
+        )
+        rows.append((name, flops / size, limit, floor, ms, f"{floor / ms:.0%}"))
+    lab.table((where, "FLOP/byte", "limit", "floor, ms", "measured, ms", "floor / measured"), *rows)
+
 
 # %%
-rows = []
-for op in operations:
-    roof = roofs[op.dtype]
-    floor, limit = roof.floor_ms(op.flops, op.bytes), "memory" if op.intensity < roof.ridge else "arithmetic"
-    share = f"{100 * floor / alone[op.name]:.0f} %"
-    rows.append((op.name, op.intensity, limit, floor, alone[op.name], share))
-lab.table(("operation", "FLOP/byte", "limit", "floor, ms", "measured, ms", "floor / measured"), *rows)
+roofs = {"fp32": measured.roofline("fp32"), main_dtype: measured.roofline(main_dtype)}
+found = {op.name: (op.dtype, op.flops, op.bytes, median(timings[op.name].alone_ms)) for op in operations}
+show_operations(roofs, found, "this machine")
 memory_bound = sum(op.intensity < roofs[op.dtype].ridge for op in operations)
 
 # %% [markdown]
-# Read the picture from the left. AdamW and SiLU do so little per byte that no faster matrix unit will ever help them; fewer
-# bytes would (lab 04 fuses them into their neighbours). LoRA's products cost next to nothing in a table of FLOPs, but their
-# intensity is only about their rank (twice the rank, over the bytes of a number): on a GPU that lies left of the ridge,
-# while the frozen projection beside them lies far to the right. (A CPU has little arithmetic for its memory, so its ridge
-# lies far to the left; few operations are limited by memory there.)
-#
-# A floor is a model. A share above 100 % means that the model was too strict: a cache held some of the data after all, the
-# operation's kernel is better than the probe's, or another program slowed the probe alone. A share far below 100 % is
-# where there is something to gain.
-#
-# **Takeaway.** The same GPU has two speeds, and the operation picks one. Before you optimise an operation, divide its FLOPs
-# by its bytes.
+# On our H200 the picture was this one. (On a GPU, the first picture is your own card's, to compare.)
+
+# %%
+if h200:
+    dtypes = {op.name: op.dtype for op in hardware.course_operations("full", lab.device, "bf16")}
+    kept = {name: lab.reference(f"operation: {name}") for name in dtypes}
+    theirs = {name: (dtypes[name], *map(run.metric, ("flops", "bytes", "alone_ms"))) for name, run in kept.items()}
+    show_operations({dtype: h200.roofline(dtype) for dtype in ("fp32", "bf16")}, theirs, "our H200")
 
 # %% [markdown]
-# ## 4 · What does it cost just to ask?
+# Read a picture from the left. AdamW and SiLU do so little arithmetic for each byte that a faster matrix unit can't help
+# them. Moving fewer bytes would (lab 04 fuses such operations into their neighbours).
 #
-# A GPU does nothing by itself: for each kernel, Python calls PyTorch, PyTorch calls the driver, and the driver writes a
-# command into the GPU's queue. The host does not wait for the result, so this costs nothing, as long as the queue never
-# runs empty. If kernels are shorter than the time to launch one, it does.
+# LoRA's products are the surprise. Counted in FLOPs they are nearly free. But their intensity is about as small as their
+# rank, 8, and on the H200 that puts them left of the ridge, while the frozen projection beside them lies far to the
+# right. A CPU has little arithmetic for its memory, so its ridge lies far to the left, and there memory limits fewer of
+# the six.
 #
-# **Predict** how many tiny operations a millisecond one Python thread can ask for.
+# A floor is a model, and the last column tests it. A share well below 100 % is where time can be gained. A share above
+# 100 % says that the model was too strict: a cache held some of the data after all, the operation's kernel is better than
+# the probe's, or another program slowed down the probe and not the operation.
+#
+# **Takeaway.** A machine has two speeds, that of its arithmetic and that of its memory, and each operation gets the slower
+# of the two. Before you optimise an operation, divide its FLOPs by its bytes.
+
+# %% [markdown]
+# ## 4 · What does it cost merely to ask for work?
+#
+# **Question.** A GPU does nothing by itself. For each *kernel* (a program that runs on the GPU), Python calls PyTorch,
+# PyTorch calls the driver, and the driver writes a command into the GPU's queue: a *launch*. The program that does this,
+# on the CPU, is called the *host*. How long does it take?
+#
+# The host does not wait for a kernel to finish. So launching costs no time as long as the queue never runs empty. But if
+# kernels are shorter than a launch, the GPU empties the queue faster than the host can fill it.
+#
+# **Your prediction:** how many tiny operations can one Python thread ask for in a millisecond?
 
 # %%
 predicted_calls_per_ms = None  # calls a millisecond
@@ -222,60 +281,76 @@ lab.predict("tiny calls", predicted_calls_per_ms, "a ms")
 
 # %%
 sweep = hardware.sweep_sizes(lab.device, range(0, 25 if lab.device == "cpu" else 27, 2))
-times = {"called from Python": {count: timing.called_ms for count, timing in sweep.items()}}
-if lab.device == "cuda":
-    times["replayed from a CUDA graph"] = {count: timing.alone_ms for count, timing in sweep.items()}
+CALLED, REPLAYED = "called from Python", "replayed from a CUDA graph"
+times = {CALLED: {count: timing.called_ms for count, timing in sweep.items()}}
+if on_gpu:
+    times[REPLAYED] = {count: timing.alone_ms for count, timing in sweep.items()}
 sizes = {f"{way}, {count}": summarise(ms) for way, curve in times.items() for count, ms in curve.items()}
-lab.keep(Run("00", "size sweep", metrics=sizes))
-fig, ax = plt.subplots()
+lab.keep(Run("00", "size sweep", metrics=sizes));
+
+# %%
+theirs = lab.reference("size sweep")
+if theirs and not on_gpu:
+    for way in (CALLED, REPLAYED):
+        curve = {name.rpartition(", ")[2]: ms for name, ms in theirs.metrics.items() if name.startswith(way)}
+        times[f"H200: {way}"] = {int(count): ms for count, ms in curve.items()}
+fig, ax = plt.subplots(figsize=(7.2, 4.2))
 plots.launch_cost(ax, times, measured.median("launch_us"))
 ax.set_title("Negating an array in place: small arrays all cost the same")
 plt.show()
 
 # %% [markdown]
-# The flat part is the price of asking; only to the right of the knee does the work itself decide. On a GPU, the second curve
-# shows the same kernels replayed from a CUDA graph, which the host launches all at once: what is left is the GPU's own
-# time, a microsecond or two even for a single number. Between the curves lies what lab 04 wins by capturing a step.
-# (On a CPU there is no queue and no graph: the flat part is PyTorch's own overhead in each call.)
+# On the left every curve is flat: calling costs the same however little there is to do. Only to the right of the knee does
+# the work itself decide.
 #
-# What that means for a training step:
+# Compare a GPU's two curves. In the lower one the same kernels are replayed from a CUDA graph, which the host launches all
+# at once. What remains is the GPU's own time, about a microsecond even for a single number. The gap between the two curves
+# is what lab 04 gains by capturing a step. (A CPU has no queue and no graph. There the flat part is PyTorch's own work in
+# each call.)
+#
+# What does that mean for a training step?
 
 # %%
 launch_us = measured.median("launch_us")
-rows = [(count, f"{count * launch_us / 1e3:.1f} ms") for count in (1_000, 5_000, 20_000, 50_000)]
-lab.table(("kernels in a step", "the host needs at least"), *rows)
+theirs = h200.median("launch_us") if h200 else None
+rows = []
+for count in (1_000, 5_000, 20_000, 50_000):
+    rows.append((count, *(us and f"{count * us / 1e3:.1f} ms" for us in (launch_us, theirs))))
+lab.table(("kernels in a step", "this host needs at least", "our H200's host"), *rows)
 
 # %% [markdown]
-# **Takeaway.** A step with more kernels than the GPU takes launch times to finish them is **launch-bound**: a faster GPU
-# leaves it exactly as slow. Lab 02 counts the kernels of a real step. Article A3 met the effect where a card of less than
-# half the rate beat the faster one.
+# **Takeaway.** If launching a step's kernels takes the host longer than running them takes the GPU, the step is
+# **launch-bound**, and a faster GPU won't shorten it by a millisecond. Lab 02 counts the kernels of a real step. Article A3
+# met the effect without naming it: a card with less than half the rate beat the faster one (lab 08).
 
 # %% [markdown]
 # ## 5 · A card that PyTorch was not built for
 #
-# The author of article A1 put a new card (compute capability 12.0, "sm_120") into a machine with a stable PyTorch 2.3. It
-# warned that the card was not among its architectures, and then failed. Why a warning first, if it can't work?
+# **Question.** The author of article A1 put a new card (compute capability 12.0, "sm_120") into a machine with PyTorch
+# 2.3. PyTorch warned that it was not built for this card, went on, and then failed. Why only a warning, if it can't work?
 #
-# PyTorch holds machine code for a list of architectures. At start it compares the list with the card, and can only warn: it
-# does not know yet which kernels you will need. The driver refuses later, when a kernel without fitting code is loaded.
-# Both steps can be provoked on any NVIDIA GPU, harmlessly: PyTorch's own check is given a list without this card, and the
-# driver a kernel that was compiled for another one.
+# PyTorch carries machine code for a list of GPU architectures. When it starts, it compares the list with the card, and can
+# do no more than warn, because it does not know yet which kernels you will need. The refusal comes later, from the driver,
+# when a kernel without fitting code is to be loaded.
+#
+# Both steps can be provoked on any NVIDIA GPU without harm. We give PyTorch's own check a list without this card, and the
+# driver a kernel that was compiled for another card.
 
 # %%
 with lab.attempt("A kernel for another card", reference="unlisted architecture"):
-    if lab.device == "cpu":
-        raise NotHere("it takes an NVIDIA GPU to be refused by one")
+    if not on_gpu:
+        raise NotHere("only an NVIDIA GPU can refuse a kernel")
     lab.keep(Run("00", "unlisted architecture", metrics=hardware.try_unlisted_architecture()))
 
 # %% [markdown]
-# The same article found that xformers' attention refused the card as "too new". The doctor has just tried that too, if xformers
-# is installed.
+# The article also reports that attention from xformers, a library of fast kernels, refused the card as "too new". If
+# xformers is installed here, the doctor of section 1 has already tried it.
 
 # %%
 xformers = doctor.this_machine().imports.get("xformers")
 with lab.attempt("xformers' attention on this card", reference="xformers"):
-    if lab.device == "cpu" or xformers is None or xformers.status == "missing":
-        raise NotHere(f"{'there is no GPU' if lab.device == 'cpu' else 'xformers is not installed'}; no lab needs it")
+    if not on_gpu or xformers is None or xformers.status == "missing":
+        raise NotHere(f"{'xformers is not installed' if on_gpu else 'there is no GPU'}; no lab needs it")
     failed = int(xformers.status != "ok")
     lab.keep(Run("00", "xformers", metrics={"failed": failed, "message": xformers.message}))
 
@@ -283,15 +358,16 @@ with lab.attempt("xformers' attention on this card", reference="xformers"):
 lab.verdict("A1.blackwell.unlisted-fails", "A1.blackwell.newer-build", "A1.blackwell.xformers");
 
 # %% [markdown]
-# **Takeaway.** "It starts" says little about a machine. Machine code runs on cards of the same major version (code for
-# 8.0 on an 8.9); only PTX, which the driver compiles itself, runs on later ones. Look at
-# `torch.cuda.get_arch_list()` before you rent a new kind of card for a week.
+# **Takeaway.** "It starts" doesn't mean "it runs". Machine code runs on cards of the same major version (code for 8.0 runs
+# on an 8.9), and only PTX, an intermediate code that the driver compiles itself, runs on later generations. Before you rent
+# a new kind of card for a week, look at `torch.cuda.get_arch_list()`.
 
 # %% [markdown]
 # ## Exercises
 #
-# They rise in difficulty. Each check says what it found. The last one measures: first whether your results are the same,
-# then the time, in turns with the version given, for as many rounds as the decision takes.
+# The exercises get harder from one to the next. Run an exercise's cell: its check says what is still missing. The last one
+# measures your code: it first compares your results with those of the version given, and then times the two in turns, for
+# as many rounds as it takes to decide.
 
 # %%
 import torch
@@ -299,8 +375,8 @@ import torch
 from labutils.exercises import faster_than, solved
 
 # %% [markdown]
-# **1. Dense from sparse.** Article A3 prints 877.9 TFLOPS (BF16) and 1792 GB/s for its RTX PRO 6000 Blackwell Max-Q. From
-# which intensity on is a dense product limited by arithmetic there?
+# **1. Dense from sparse.** For its RTX PRO 6000 Blackwell Max-Q, article A3 prints 877.9 TFLOPS (BF16, with sparsity) and
+# 1792 GB/s. At which intensity does a *dense* product on that card stop being limited by memory?
 
 # %% tags=["exercise"]
 ridge = None  # FLOP per byte
@@ -310,10 +386,10 @@ def check_ridge(answer) -> str:
     if answer is None:
         return "Exercise 1: set ridge first."
     if abs(answer - 490) <= 5:
-        return "Exercise 1: that is the ridge of the sparse peak. Training multiplies no pruned matrices."
+        return "Exercise 1: not yet. That is the ridge of the sparse peak; the dense one is half of it."
     if abs(answer - 245) < 2:
         return "Exercise 1: right. Below 245 FLOP per byte that card waits for its memory."
-    return f"Exercise 1: not yet. {answer:g} is not it: dense FLOPs a second, divided by bytes a second."
+    return f"Exercise 1: not yet. It is not {answer:g}. Divide dense FLOPs a second by bytes a second; mind the units."
 
 
 print(check_ridge(ridge))
@@ -322,8 +398,8 @@ print(check_ridge(ridge))
 solved(check_ridge(877.9e12 / 2 / 1792e9))
 
 # %% [markdown]
-# **2. Launch-bound or not?** A step has `kernels` kernels, together `gpu_ms` long, and a launch costs the host `launch_us`.
-# At best host and GPU overlap perfectly. Which share of the step is the GPU busy?
+# **2. Launch-bound or not?** A step has `kernels` kernels, which take the GPU `gpu_ms` milliseconds in all. One launch
+# costs the host `launch_us` microseconds. If host and GPU overlap perfectly, for what share of the step is the GPU busy?
 
 
 # %% tags=["exercise"]
@@ -339,7 +415,7 @@ def check_gpu_busy(function) -> str:
     if abs(function(20_000, 50.0, 5.0) - 0.5) > 1e-9:
         return "Exercise 2: not yet. 20,000 launches take 100 ms, twice as long as kernels of 50 ms."
     return (
-        "Exercise 2: right. And a GPU twice as fast would be busy half as much, and not be done a millisecond earlier."
+        "Exercise 2: right. In the second case a GPU twice as fast would be busy half as much, and finish no earlier."
     )
 
 
@@ -349,9 +425,9 @@ print(check_gpu_busy(gpu_busy))
 solved(check_gpu_busy(lambda kernels, gpu_ms, launch_us: gpu_ms / max(gpu_ms, kernels * launch_us / 1e3)))
 
 # %% [markdown]
-# **3. The intensity of LoRA.** An adapter of rank r adds the products (x Aᵀ) Bᵀ to a layer, with x of shape tokens x width.
-# Write its FLOPs per byte for numbers of two bytes; read x and both matrices, write the result, and write and read the thin
-# product between them.
+# **3. The intensity of LoRA.** An adapter of rank r adds the products (x Aᵀ) Bᵀ to a layer, where x has the shape tokens ×
+# width, A is rank × width, and B is width × rank. Write a function that gives their FLOPs per byte. A number has two bytes.
+# Count reading x and both matrices, writing the result, and writing and then reading the thin product x Aᵀ.
 
 
 # %% tags=["exercise"]
@@ -368,8 +444,8 @@ def check_lora_intensity(function) -> str:
         return f"Exercise 3: not yet. At 16384 tokens, width 4096, rank 8 it is {ours:.3f}, not {yours:.3f}."
     small = function(64, 64, 8)  # where the matrices and the thin product count as well
     if abs(small - 6.4) > 0.01:
-        return f"Exercise 3: nearly, but at 64 tokens and width 64 it is 6.4, not {small:.3f}. Which bytes lack?"
-    return f"Exercise 3: right. {yours:.2f}, nearly the rank: memory-bound up to a rank in the hundreds."
+        return f"Exercise 3: nearly, but at 64 tokens and width 64 it is 6.4, not {small:.3f}. Which bytes are missing?"
+    return f"Exercise 3: right. It is {yours:.2f}, nearly the rank, so it is memory-bound up to ranks in the hundreds."
 
 
 print(check_lora_intensity(lora_intensity))
@@ -385,8 +461,8 @@ def solved_lora_intensity(tokens, width, rank):
 solved(check_lora_intensity(solved_lora_intensity))
 
 # %% [markdown]
-# **4. Make it faster.** 256 adapters of rank 4 each multiply eight rows of their own, one after the other: 256 calls, each
-# far below the size from which work outweighs its launch. Get the same numbers four times as fast.
+# **4. Make it faster.** 256 adapters of rank 4 each multiply eight rows of their own, one after the other. That makes 256
+# calls, each of them so small that calling costs more than the work. Compute the same numbers at least four times as fast.
 
 # %% tags=["exercise"]
 ADAPTERS = 256
@@ -412,13 +488,28 @@ print(faster_than(4, one_by_one, together, rows_and_adapters, times=4))
 solved(faster_than(4, one_by_one, torch.bmm, rows_and_adapters, times=4))
 
 # %% [markdown]
+# ## Where this comes from, and what to read on
+# - S. Williams, A. Waterman, D. Patterson: *Roofline: An Insightful Visual Performance Model for Multicore Architectures*,
+#   Communications of the ACM 52(4), 2009. The picture of section 3.
+# - H. He: *[Making Deep Learning Go Brrrr From First Principles](https://horace.io/brrr_intro.html)*, 2022. Arithmetic,
+#   memory and overhead, the three limits of this lab, explained with PyTorch.
+# - NVIDIA: *[GPU Performance Background User's
+#   Guide](https://docs.nvidia.com/deeplearning/performance/dl-performance-gpu-background/index.html)*. Intensity, and
+#   which operations are limited by what.
+# - NVIDIA: *[CUDA C++ Programming Guide](https://docs.nvidia.com/cuda/cuda-c-programming-guide/)*, on compute capabilities,
+#   binary and PTX compatibility (section 5).
+# - PyTorch: *[CUDA semantics](https://docs.pytorch.org/docs/stable/notes/cuda.html)*. Why a call returns before the GPU has
+#   done its work.
+# - The course's [glossary](../docs/glossary.md).
+
+# %% [markdown]
 # ## What you did
-# - You checked whether this machine is ready to fine-tune on, and know what to type where it is not.
-# - You measured its peaks, and compared them with the dense column of the data sheet.
-# - You placed six operations of a training step on its roofline, and said what limits each.
+# - You checked whether this machine is ready for fine-tuning, and know what to type if it is not.
+# - You measured its peaks, and know why to compare them with the dense column of a data sheet.
+# - You placed six operations of a training step on a roofline, and said what limits each.
 # - You measured what a launch costs, and can tell when a step is launch-bound.
 #
-# Next: lab 01, what LoRA computes, and what it saves.
+# Next: lab 01, what LoRA computes and what it saves.
 
 # %%
 lab.done(

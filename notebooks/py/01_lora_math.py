@@ -18,15 +18,16 @@
 # %% [markdown]
 # # Lab 01 · The mathematics of LoRA
 #
-# Every lab after this one trains with LoRA, low-rank adaptation. Article A1 introduces it in a paragraph: leave the
-# pretrained weight $W$ alone, and train a correction that is the product of two thin matrices, $W' = W + BA$. This lab
-# takes that sentence apart.
+# Every lab after this one trains with LoRA, low-rank adaptation. Article A1 introduces it in one paragraph: leave the
+# pretrained weight $W$ alone, and train a correction that is the product of two thin matrices, $W' = W + BA$. In this
+# lab you test what follows from that sentence: how much there is to train, what such a correction can express, how fast
+# it is, and how much memory it saves.
 #
 # **After this lab you can**
-# - write a LoRA layer in a dozen lines, and show that it computes what PEFT's computes;
+# - write a LoRA layer in a dozen lines, and show that it computes what PEFT's does;
 # - count what LoRA trains in a model that does not fit your machine, without downloading or allocating it;
-# - say what a rank can and can't express, and check it against the best that any rank-$r$ matrix can do;
-# - choose the order of the products, forward and backward, and say when the choice with fewer operations is not faster;
+# - say what a rank can and can't express, and compare it with the best that any matrix of that rank can do;
+# - choose the order of the products, and say when fewer operations do not mean less time;
 # - merge an adapter, take it out again, swap two on one base, and know what rounding costs you;
 # - say what training memory consists of, and which part of it LoRA saves.
 #
@@ -36,7 +37,8 @@
 # | `small` | a GPU of 8 GB | 1 minute |
 # | `full` | a GPU of 40 GB | 1 minute |
 #
-# No network is needed: the models are built from their published sizes.
+# You need no network: the models are built from their published sizes. Most of this lab is mathematics and counting, which
+# hold on any machine. Where times or memory are measured, our H200's numbers stand beside yours.
 
 # %% tags=["parameters"]
 scale: str = "auto"  # tiny (any CPU), small (a GPU of 8 GB), full (the article's own), auto: the largest that fits
@@ -75,12 +77,12 @@ if lab.device == "cpu":
 # %% [markdown]
 # ## 1 · A LoRA layer from scratch
 #
-# **Question.** A frozen linear layer computes $y = xW^\top$. LoRA adds $\frac{\alpha}{r}\,(xA^\top)B^\top$, with $A$
-# of shape $r \times k$ and $B$ of shape $d \times r$. Is that all there is to it?
+# **Question.** A frozen linear layer computes $y = xW^\top$. LoRA adds $\frac{\alpha}{r}\,(xA^\top)B^\top$, where $A$ has
+# the shape $r \times k$, $B$ has the shape $d \times r$, and the *rank* $r$ is small. Is that all there is to it?
 #
-# Read the class: it is the whole method. $A$ starts random and $B$ starts at zero, so that the product is zero and
-# training begins exactly at the pretrained model. The factor $\alpha/r$ keeps the size of the correction roughly the
-# same when you change the rank, so that the learning rate need not be tuned again.
+# It is: the class below is the whole method. $A$ starts random and $B$ starts at zero, so their product is zero, and
+# training begins exactly at the pretrained model. The factor $\alpha/r$ is there for convenience. It is meant to keep the
+# correction at about the same size when you change the rank, so that you need not tune the learning rate again.
 
 
 # %%
@@ -98,8 +100,8 @@ class LoRA(nn.Module):
 
 
 # %% [markdown]
-# Now the same layer as PEFT makes it, the library that most training scripts use, with the same $A$ and a $B$ that is
-# no longer zero. Outputs and gradients of the two must agree, up to float32 rounding.
+# Most training scripts take LoRA from the library PEFT. If our class is right, then its outputs and gradients agree with
+# those of PEFT's layer, up to float32 rounding. We give both the same $A$, and the same $B$, which is no longer zero.
 
 # %%
 base = nn.Linear(d, d, device=lab.device)
@@ -122,11 +124,11 @@ found = [(name, value.item()) for name, value in differences.items()]
 lab.table(("LoRA from scratch against PEFT", "largest difference, relative"), *found)
 
 # %% [markdown]
-# The differences are a few times $10^{-7}$, the precision of float32, or nothing at all. `labutils.adapters` holds this
-# layer in the form that the labs use (kind `"plain"`), next to PEFT's (kind `"peft"`); the package's tests compare the
-# two over random shapes, ranks and dtypes.
+# The two agree: a difference is 0 or a few times $10^{-7}$, which is the precision of float32. In `labutils.adapters` you
+# find this layer as the labs use it (kind `"plain"`) beside PEFT's (kind `"peft"`), and the package's tests compare the two
+# over random shapes, ranks and dtypes.
 #
-# The article says that $W$ stays as it was. Let us train for a few steps and look for any change in it.
+# The article also says that $W$ stays as it was. We train for 20 steps and look for the largest change in it.
 
 # %%
 frozen = copy.deepcopy(ours.base.state_dict())
@@ -141,17 +143,18 @@ for _ in range(20):
 change = max((p - frozen[name]).abs().max().item() for name, p in ours.base.state_dict().items())
 metrics = {f"peft_{name.split()[-1]}_difference": value.item() for name, value in differences.items()}
 lab.keep(Run("01", "equivalence", metrics=metrics | {"base_change": change, "loss": losses}))
+print(f"20 steps took the loss from {losses[0]:.3g} to {losses[-1]:.3g}; largest change of a frozen number: {change:g}")
 lab.verdict("A1.lora.base-untouched");
 
 # %% [markdown]
-# **Takeaway.** LoRA is one more path beside each chosen layer. The pretrained weights take part in every step and are
-# never written, so one copy of them can serve any number of adapters.
+# **Takeaway.** LoRA adds a second path beside each chosen layer. The pretrained weights take part in every step but are
+# never written to, so one copy of them can serve any number of adapters.
 
 # %% [markdown]
 # ## 2 · What LoRA trains
 #
-# **Question.** A full update of a $d \times k$ matrix has $dk$ numbers, LoRA's has $dr + rk = (d + k)\,r$. A1 gives an
-# example: $d = k = 4096$ and $r = 8$. How many times fewer is that?
+# **Question.** To train a $d \times k$ matrix in full means to train $dk$ numbers. LoRA trains $dr + rk = (d + k)\,r$. How
+# many times fewer is that in A1's example, $d = k = 4096$ and $r = 8$?
 #
 # **Your prediction:** put a number in place of `None` and run the cell.
 
@@ -168,9 +171,11 @@ assert (count_parameters(layer) - count_trainable(layer), count_trainable(layer)
 print(f"full {full:,}, LoRA {low_rank:,}: {full / low_rank:.0f} times fewer")
 
 # %% [markdown]
-# A whole model has other layers too, and LoRA is attached to some of them only. On PyTorch's *meta* device a model is
-# built with shapes and no memory, so we can count in models of any size: the three that this course trains, each as
-# its article does. The numbers below are the published architectures.
+# A model has many layers, and LoRA is attached to some of them only. What is its share of a whole model?
+#
+# We count it in the three models that this course trains, with LoRA on the layers that each article chose. On PyTorch's
+# *meta* device a model has shapes but no memory, so its size doesn't matter. Three short functions build the models from
+# their published architectures; skim them.
 
 # %%
 from diffusers import UNet2DConditionModel
@@ -242,30 +247,34 @@ lab.table(("what is trained", "parameters", "LoRA trains", "share"), *shares)
 lab.verdict("A1.lora.count");
 
 # %% [markdown]
-# **Takeaway.** The example of the article is one layer; across a whole model the share depends on which layers are
-# adapted and is nearer to a thousandth (SD1.5, attention only) or a few thousandths (all projections of a language
-# model). Whether a thousandth of the numbers takes a thousandth of the memory or of the time is another question:
-# sections 4 and 6.
+# The article's example is a single layer. Across a whole model the share depends on which layers are adapted: about one
+# thousandth in SD1.5, where only attention is, and nearly three thousandths where all projections of a language model are.
+#
+# **Takeaway.** LoRA trains about a thousandth of a model's numbers. Whether it therefore takes a thousandth of the time or
+# of the memory is another question, which sections 4 and 6 answer.
 
 # %% [markdown]
 # ## 3 · What a rank can express
 #
-# **Question.** $BA$ has rank $r$ at most. Suppose that the correction a task needs is known, a matrix $\Delta W$ of rank
-# 8 with eight equally strong directions. How well can LoRA of rank 4 learn it?
+# **Question.** The product $BA$ has at most rank $r$. Suppose we knew the correction that a task needs: a matrix $\Delta W$
+# of rank 8 with eight equally strong directions. How close can LoRA of rank 4 come to it?
 #
-# There is an exact answer to compare with. Eckart and Young (1936): the best approximation of a matrix by one of rank
-# $r$ keeps its $r$ largest singular values, and what is left over is the rest of them. So the relative error can't be
-# below $\sqrt{\sum_{i>r}\sigma_i^2 / \sum_i \sigma_i^2}$, whatever the training does.
+# How close *any* matrix of rank 4 can come has been known since 1936. Eckart and Young proved that the best approximation
+# of rank $r$ keeps the $r$ largest singular values $\sigma_i$ of a matrix and drops the others. So no training whatever
+# can bring the relative error below $\sqrt{\sum_{i>r}\sigma_i^2 / \sum_i \sigma_i^2}$.
+#
+# **Your prediction:** the error that remains at rank 4, in percent of the correction's size.
 
 # %%
 error_at_rank_4 = None  # what is left over, in percent of the size of the correction
 lab.predict("error of rank 4 on a correction of rank 8", error_at_rank_4, "%")
 
 # %% [markdown]
-# Whether *gradient descent* gets there is the open part: the problem is not convex in $A$ and $B$ together. We train the
-# adapter on data made by $W + \Delta W$. The inputs are white (their covariance is the identity), so that the loss
-# is exactly the squared distance between the two matrices. The second correction is more like a real one: its
-# singular values fall off gradually, and no rank is the right one.
+# Does *gradient descent* get that far? That is not obvious, because the problem is not convex in $A$ and $B$ together. So
+# we train adapters of several ranks on data made by $W + \Delta W$. The inputs are *white* (their covariance is the
+# identity), which makes the loss exactly the squared distance between $BA$ and $\Delta W$.
+#
+# A second correction is closer to real ones. Its singular values fall off gradually, so that no rank is the right one.
 
 # %%
 width, steps, ranks = (64 if tiny else 512), 250, (1, 2, 4, 6, 8, 12, 16)
@@ -320,23 +329,29 @@ axes[1].legend()
 plt.show()
 
 # %% [markdown]
-# **Takeaway.** Trained LoRA sits on the theoretical optimum: below the rank of the correction the error is what the
-# missing directions weigh, above it nothing remains. More rank than needed does no harm here, and costs parameters only
-# in proportion. What a real task's $\Delta W$ looks like is not known in advance; that small ranks do so well in
-# practice suggests that it is dominated by few directions, like the right-hand picture with a steeper fall.
+# In both pictures the circles lie on the line: training reaches the theoretical optimum, from each of the three starts (or
+# misses it by very little). On the left, an adapter with fewer than 8 directions is off by the weight of those it lacks,
+# and one with 8 or more is not off at all. Rank 12 or 16 does no harm there; it only costs parameters.
+#
+# **Takeaway.** The rank limits what LoRA can learn, and training gets up to that limit. Which rank a real task needs is not
+# known in advance. That small ranks do well in practice suggests that real corrections have few strong directions: they
+# look like the right-hand picture with a steeper fall.
 
 # %% [markdown]
 # ## 4 · $(xA^\top)B^\top$ or $x(BA)^\top$
 #
-# **Question.** A product of three matrices can be taken in two orders with the same result. For $n$ rows of input,
+# **Question.** A product of three matrices can be computed in two orders, with the same result. The number of
+# floating-point operations differs. For $n$ rows of input it is
 #
-# | | forward | backward |
+# | order | forward | backward |
 # |---|---|---|
 # | thin: $(xA^\top)B^\top$ | $2nr(d+k)$ | $4nr(d+k)$ |
 # | dense: $x(BA)^\top$ | $2ndk + 2rdk$ | $4ndk + 6rdk$ |
 #
-# floating-point operations. Thin wins by a factor of about $d/2r$ for a square layer, 256 at $d = 4096$ and $r = 8$.
-# Article A3 names this choice as one of the things that make unsloth fast. How many times *faster* is it?
+# For a square layer, thin needs about $d/2r$ times fewer: 256 times at $d = 4096$ and $r = 8$. Article A3 names this choice
+# among the things that make unsloth, a training library, fast. How many times *faster* is it?
+#
+# **Your prediction:** forward, at the larger of the two sizes below.
 
 # %%
 times_faster = None  # forward, thin against dense, on this machine, at the larger size below
@@ -355,8 +370,8 @@ def random_matrix(rows: int, columns: int) -> torch.Tensor:
 
 
 # %% [markdown]
-# Both orders, forward and backward, written out. $G$ is the gradient that comes back from the layers behind; the backward
-# pass gives the gradients of $A$, $B$ and $x$. (The pretrained $W$ is frozen: it only hands the gradient on.)
+# Here are both orders, forward and backward. $G$ is the gradient of the layer's output. The backward pass turns it into the
+# gradients of $A$, $B$ and $x$. (The pretrained $W$ is frozen, and only passes the gradient on.)
 
 
 # %%
@@ -394,12 +409,13 @@ for size, (n, width) in sizes.items():
 figure, axes = plt.subplots(1, 2, figsize=(7.2, 3.4))
 for ax, (size, (n, width)) in zip(axes, sizes.items(), strict=True):
     plots.grouped(ax, times[size], ((plots.MIST, ""), (plots.NAVY, ""), (plots.AMBER, "///")))
-    ax.set_title(f"{size}\n{n} rows, width {width}")
-axes[1].legend(title=f"r = {r}")
+    ax.set_title(f"{size}\n{n} rows, width {width}, r = {r}")
+figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
 plt.show()
 
 # %%
 short, samples, metrics, lines = dict(zip(sizes, ("sd15", "llm"), strict=True)), {}, {}, []
+theirs = run.metric if (run := lab.reference("order")) else {}.get
 for size, (n, k) in sizes.items():
     ms = {name: {way: median(t) for way, t in by_pass.items()} for name, by_pass in times[size].items()}
     for name, by_pass in times[size].items():
@@ -411,25 +427,34 @@ for size, (n, k) in sizes.items():
     for way, ratio in fewer.items():
         faster = ms["dense"][way] / ms["thin"][way]
         metrics |= {f"{short[size]}_{way}_flops_ratio": ratio, f"{short[size]}_{way}_speedup": faster}
-        lines.append((size, way, f"{ratio:.0f} times", f"{faster:.1f} times"))
-lab.table(("size", "pass", "operations: thin has fewer by", "time: thin is faster by"), *lines)
+        h200 = theirs(f"{short[size]}_{way}_flops_ratio"), theirs(f"{short[size]}_{way}_speedup")
+        lines.append((f"{size}, {way}", *(f and f"{f:.3g}x" for f in (ratio, faster, *h200))))
+head = ("thin against dense", "fewer operations", "faster", "H200: fewer operations", "H200: faster")
+lab.table(head, *lines)
 metrics |= {name: summarise(t) for name, t in samples.items()}
 order_run = lab.keep(Run("01", "order", metrics=metrics, samples=samples))
 
 # %% [markdown]
-# **Takeaway.** The factor in time falls well short of the factor in operations. With eight columns a product does next to no
-# arithmetic on the data that it reads: it waits for memory (and, on a GPU, for its launch), and matrix units stand idle.
-# At a language model's width thin is the right order by a wide margin. At SD1.5's small widths the margin melts, and on a
-# GPU it may turn round: two thin kernels forward and four backward against few dense ones. Lab 04 comes back to that.
-# A smaller count of operations is a promise, the clock is the proof.
+# Compare "fewer operations" with "faster". On the H200, whose sizes are larger, the thin order is several times faster at a
+# language model's width, but by far less than the operations promise. At SD1.5's small width it gains next to nothing. Lab
+# 00 explains why: a product with eight columns does very little arithmetic on each byte that it reads, so it waits for
+# memory, and a short kernel waits for its launch as well. On a CPU, where launches are cheap and arithmetic is slow, time
+# follows the operations more closely.
+#
+# **Takeaway.** A smaller number of operations is a promise, and only the clock proves it. At a language model's width thin
+# is the right order by a wide margin. At small widths on a GPU the dense order can be as good, and lab 04 makes use of
+# that.
 
 # %% [markdown]
 # ## 5 · Merge, take out, swap
 #
-# **Question.** For use, $W + \frac{\alpha}{r}BA$ can be added up once: the adapter then costs nothing. How exactly can
-# it be taken out again, and what does the sum lose when the weights are stored in half precision, as they usually are?
+# **Question.** After training, $W + \frac{\alpha}{r}BA$ can be added up once and stored in place of $W$. Then the adapter
+# costs no time at all. But weights are usually stored in half precision. How much of the correction does rounding take, and
+# how exactly can the adapter be taken out again?
 #
-# Suppose that training has made a correction of one percent of the weight's size.
+# Suppose that the correction is one percent of the weight in size.
+#
+# **Your prediction:** the part of the correction that is lost by merging it into bfloat16 weights, in percent.
 
 # %%
 lost_in_bf16 = None  # how much of the correction rounding takes when it is merged into bfloat16 weights, in percent
@@ -476,11 +501,12 @@ for dtype in (torch.float32, torch.float16, torch.bfloat16):
 lab.table(("weights in", "of the correction, lost by merging", "weights off by, after ten merges and unmerges"), *lines)
 
 # %% [markdown]
-# Half precision rounds the *sum* to the nearest step of the weight's own size, and the correction is a hundred times
-# smaller than the weight. What is lost comes back as noise over the whole matrix. Merging into `bfloat16` weights is
-# therefore not free; where it matters, keep the adapter beside the weights, or merge into float32 ones.
+# Rounding acts on the *sum*. Its steps are as coarse as the weight's size demands, and the correction is a hundred times
+# smaller than the weight. So in `bfloat16` a good part of the correction becomes rounding noise. Where that matters, keep
+# the adapter beside the weights, or merge it into float32 ones.
 #
-# The second use: two tasks, one base. Each adapter is trained on a task of its own, saved, and swapped in by name.
+# Adapters kept beside the weights can also be swapped. We train two on one base, each on a task of its own, and look at the
+# error of both on both tasks.
 
 # %%
 model = nn.Sequential(nn.Linear(d, d, bias=False, device=lab.device))
@@ -502,6 +528,9 @@ for used in tasks:
     lines.append((f"adapter {used!r}", *((model(x) - y).square().mean().item() for y in tasks.values())))
 lab.table(("error of", *(f"on task {name!r}" for name in tasks)), *lines)
 
+# %% [markdown]
+# Each adapter is good at its own task and bad at the other's. How large is the file that holds one of them?
+
 # %%
 with tempfile.TemporaryDirectory() as folder:
     files = adapters.save_adapter(model, folder, "portrait")
@@ -512,6 +541,9 @@ adapters.switch(model, "portrait")
 assert torch.allclose(fresh(x), model(x), atol=1e-3)  # our layer's file, loaded back into PEFT's
 print(f"adapter on disk: {size / 1e3:,.0f} kB; the layer it belongs to: {4 * d * d / 1e3:,.0f} kB")
 
+# %% [markdown]
+# What does an adapter cost at each call, beside the weights and merged into them?
+
 # %%
 calls = {"base": lambda: fresh[0].base_layer(x), "adapter beside": lambda: model(x)}
 beside = {name: cuda.timed(call, budget_s=0.2) for name, call in calls.items()}
@@ -519,24 +551,34 @@ adapters.merge(model)
 beside["merged"] = cuda.timed(lambda: model(x), budget_s=0.2)
 adapters.unmerge(model)
 samples = {f"{name.replace(' ', '_')}_ms": t for name, t in beside.items()}
-lab.keep(Run("01", "merge", metrics=metrics | {k: summarise(t) for k, t in samples.items()}, samples=samples))
-spreads = {name: summarise(t) for name, t in beside.items()}
-lines = [(name, s["median"], f"{s['p10']:.3g} - {s['p90']:.3g}") for name, s in spreads.items()]
-lab.table(("forward pass of the layer", "median, ms", "p10 - p90, ms"), *lines)
+lab.keep(Run("01", "merge", metrics=metrics | {k: summarise(t) for k, t in samples.items()}, samples=samples));
+
+# %%
+theirs = lab.reference("merge")
+lines = []
+for name, spread in {name: summarise(t) for name, t in beside.items()}.items():
+    h200 = theirs.metric(f"{name.replace(' ', '_')}_ms") if theirs else None
+    lines.append((name, spread["median"], f"{spread['p10']:.3g} to {spread['p90']:.3g}", h200))
+lab.table(("forward pass of the layer", "median, ms", "p10 to p90, ms", "H200, wider layer, ms"), *lines)
 
 # %% [markdown]
-# **Takeaway.** Merged, an adapter costs no time; unmerged, it can be swapped, and thousands fit where one model does.
-# You can't have both at once from the same weights.
+# (If your p10-p90 ranges overlap, then your machine can't tell these three apart; the H200's can.)
+#
+# **Takeaway.** A merged adapter costs no time. One kept beside the weights can be swapped, and hundreds of adapters take no
+# more space than one model. The same weights can't give you both at once.
 
 # %% [markdown]
 # ## 6 · What training memory is made of
 #
-# **Question.** Training holds four things: the weights, their gradients, the optimizer's state (AdamW keeps two more
-# numbers for each trained one), and the activations that the forward pass must keep for the backward. LoRA
-# trains a thousandth of the weights. By how much does the *whole* shrink?
+# **Question.** Training keeps four things in memory: the weights, their gradients, the optimizer's state (AdamW keeps two
+# more numbers for each number trained), and the *activations*, results of the forward pass that the backward pass needs.
+# LoRA trains a thousandth of the weights. By what factor does the *whole* shrink?
 #
-# Count it for the three models, at the batch that the articles use. Half precision throughout for LoRA; for training all
-# weights both the careful way (float32: 16 bytes a parameter) and the frugal one (half precision: 8 bytes).
+# We count it for the three models, with the batches of the articles. LoRA is in half precision throughout. For training all
+# weights there are two bars: the careful way (float32, 16 bytes a parameter without activations) and the frugal one (half
+# precision, 8 bytes).
+#
+# **Your prediction:** how many times less memory does Qwen3-8B take with LoRA than with the careful way?
 
 # %%
 times_less_memory = None  # Qwen3-8B, 4 texts of 861 tokens: all weights in float32, against LoRA in bfloat16
@@ -586,19 +628,19 @@ gb = {f"{n}_{way.replace(', ', '_')}_{part}_gb": v for (n, way), m in memory.ite
 lab.keep(Run("01", "memory", metrics=gb));
 
 # %% [markdown]
-# LoRA makes gradients and optimizer state vanish. The weights are still there, and the activations nearly so: to
-# train an adapter in the first layer, the error must travel back through all the others, so what their nonlinear parts
-# need for that is kept. (Attention is counted as a fused kernel does it. The activations of the `float32` bars are those
-# of a half-precision forward pass, as under autocast. LLaVA's are the language model's.)
+# With LoRA, gradients and optimizer state all but vanish. The weights remain, and so do most of the activations: to train an
+# adapter in the first layer, the gradient must travel back through all layers behind it, and their nonlinear parts must
+# keep what they need for that. (Three notes on the count. Attention counts as a fused kernel keeps it. The activations of
+# the `float32` bars are those of a half-precision forward pass, as under autocast. LLaVA's are its language model's.)
 #
-# Counting is one thing. Does a real training step hold what the count says?
+# So far we have only counted. Does a real training step keep what the count says?
 
 # %%
 channels = {"block_out_channels": (32, 64, 64, 64), "norm_num_groups": 8, "layers_per_block": 1}
 
 
 def unet_and_loss(lora: bool) -> tuple:
-    """SD1.5's UNet at the scale full, one with a hundredth of its channels below, and a loss on one random image."""
+    """SD1.5's UNet at the scale full, a far narrower one at the others, and a loss on one random image."""
     full = lab.scale == "full"
     size = {"sample_size": 64, "cross_attention_dim": 768} if full else channels | {"cross_attention_dim": 64}
     unet = UNet2DConditionModel(**size).to(lab.device)
@@ -612,39 +654,47 @@ def unet_and_loss(lora: bool) -> tuple:
 
 # %%
 lines, metrics = [], {}
+theirs = {way: run.metric for way in ("all", "LoRA") if (run := lab.reference("memory-measured"))}
 with lab.attempt("Training a UNet to see its memory", reference="memory-measured"):
     for way in ("all", "LoRA"):
         unet, loss = unet_and_loss(way == "LoRA")
         plan = planned(unet, activations=saved_for_backward(unet, loss))
         cuda.reset_peak_memory()
         real = measured(unet, loss, torch.optim.AdamW([p for p in unet.parameters() if p.requires_grad]))
-        lines += [(way, part, counted * 1e3, real.in_gb()[part] * 1e3) for part, counted in plan.in_gb().items()]
+        for part, counted in plan.in_gb().items():
+            h200 = theirs[way](f"{way}_{part}_gb") if theirs else None
+            lines.append((f"{way}: {part}", counted * 1e3, real.in_gb()[part] * 1e3, h200))
         metrics |= {f"{way}_{part}_gb": gb for part, gb in real.in_gb().items()}
         metrics[f"{way}_planned_gb"] = plan.total / 1e9
         if peak := cuda.peak_memory():
-            lines.append((way, "peak of the allocator", None, peak[0] * 1e3))
+            lines.append((f"{way}: the allocator's peak", None, peak[0] * 1e3, None))
             metrics[f"{way}_peak_allocated_gb"] = peak[0]
-    lab.table(("UNet, one image, float32: trained", "part", "counted, MB", "after a real step, MB"), *lines)
+    head = ("UNet, one image, float32: what is trained", "counted, MB", "after a real step, MB", "H200, whole UNet, GB")
+    lab.table(head, *lines)
     lab.keep(Run("01", "memory-measured", metrics=metrics))
 
 # %% [markdown]
-# **Takeaway.** LoRA saves most of what scales with the number of *trained* parameters and nothing of what scales with the
-# batch. The larger the batch or the longer the text, the less LoRA helps, and the more do checkpointing (computing
-# activations again instead of keeping them), fused kernels and smaller number formats.
+# It does. (On a GPU the allocator's peak lies higher: it also sees what lives only within a pass, such as the gradients of
+# activations.)
+#
+# **Takeaway.** LoRA saves what grows with the number of *trained* parameters, and next to nothing of what grows with the
+# batch. So the larger the batch and the longer the text, the smaller LoRA's share in the saving, and the more you gain from
+# checkpointing (computing activations again instead of keeping them), fused kernels and smaller number formats.
 
 # %% [markdown]
 # ## Exercises
 #
-# They rise in difficulty. Each check says what it found. The last one measures: first whether your results are the same,
-# then the time, in turns with the version given, for as many rounds as the decision takes.
+# The exercises get harder from one to the next. Run an exercise's cell: its check says what is still missing. The last one
+# measures your code: it first compares your results with those of the version given, and then times the two in turns, for
+# as many rounds as it takes to decide.
 
 # %%
 from labutils.exercises import faster_than, solved
 
 # %% [markdown]
-# **1.** Qwen3-8B uses grouped-query attention: 32 query heads share 8 key and value heads of 128 numbers each, at a hidden
-# size of 4096. Without building the model: how many parameters does LoRA of rank 16 train on `q_proj`, `k_proj`,
-# `v_proj` and `o_proj` of all 36 layers? The check builds the model and counts.
+# **1. Count without building.** Qwen3-8B uses grouped-query attention: 32 query heads share 8 key and value heads, each head
+# has 128 numbers, and the hidden size is 4096. How many parameters does LoRA of rank 16 train on `q_proj`, `k_proj`,
+# `v_proj` and `o_proj` of all 36 layers? Calculate it; the check builds the model and counts.
 
 # %% tags=["exercise"]
 my_count = None  # a whole number; lora_parameters(d, k, r) helps
@@ -657,7 +707,7 @@ def check_count(answer) -> str:
         model = qwen3_8b()
     attach_lora(model, ("q_proj", "k_proj", "v_proj", "o_proj"), 16, 16, "plain")
     if answer != count_trainable(model):
-        return f"Exercise 1: not yet. {answer:,} is not what the model counts. Is k_proj as wide as q_proj?"
+        return f"Exercise 1: not yet. {answer:,} is not what a count in the model gives. Is k_proj as wide as q_proj?"
     return f"Exercise 1: right. {answer:,}, which is {100 * answer / count_parameters(model):.2f} % of the model."
 
 
@@ -668,8 +718,8 @@ q, k = lora_parameters(32 * 128, 4096, 16), lora_parameters(8 * 128, 4096, 16)
 solved(check_count(36 * (q + k + k + q)))
 
 # %% [markdown]
-# **2.** Write `least_rank(target, tolerance)`: the smallest rank whose best approximation of `target` leaves a relative
-# error of at most `tolerance`. Eckart and Young did the hard part.
+# **2. The rank that is enough.** Write `least_rank(target, tolerance)`. It returns the smallest rank whose best
+# approximation of `target` leaves a relative error of at most `tolerance`. The formula is in section 3.
 
 
 # %% tags=["exercise"]
@@ -701,8 +751,9 @@ def least_rank_solution(target: torch.Tensor, tolerance: float) -> int:
 solved(check_least_rank(least_rank_solution))
 
 # %% [markdown]
-# **3.** From which rank on does the thin order need *more* operations than the dense one in the forward pass, for $n$ rows
-# and a square layer of width $d$? Write it as a formula of `n` and `d` (use the table of section 4).
+# **3. Where the orders are even.** Take the forward pass of a square layer of width $d$ with $n$ rows of input. From which
+# rank on does the thin order need *more* operations than the dense one? Write the formula in `n` and `d`, with the help of
+# the table in section 4.
 
 
 # %% tags=["exercise"]
@@ -717,8 +768,8 @@ def check_break_even(answer) -> str:
         at = answer(n, d)
         thin, dense = 2 * n * at * (d + d), 2 * n * d * d + 2 * at * d * d
         if abs(thin - dense) > 1e-6 * dense:
-            found = f"At n = {n}, d = {d}, rank {at:g}: thin {thin:.4g}, dense {dense:.4g} operations."
-            return f"Exercise 3: not yet. {found}"
+            found = f"At n = {n}, d = {d} your rank is {at:g}, where thin takes {thin:.4g} operations and dense {dense:.4g}."
+            return f"Exercise 3: not yet. {found} The two should be equal."
     return f"Exercise 3: right. For 4096 rows of width 4096: rank {answer(4096, 4096):.0f}."
 
 
@@ -729,8 +780,9 @@ print(check_break_even(break_even_rank))
 solved(check_break_even(lambda n, d: n * d / (2 * n - d)))
 
 # %% [markdown]
-# **4. Make it faster.** A backward pass by the book: first the gradient of the merged weight, $G = \partial L / \partial Y^\top X$,
-# then $\partial L/\partial A = B^\top G$ and $\partial L/\partial B = G A^\top$. Get the same two gradients twice as fast.
+# **4. Make it faster.** Here is a backward pass by the book. It first computes the gradient of the merged weight,
+# $G = (\partial L / \partial Y)^\top X$, and from it $\partial L/\partial A = B^\top G$ and $\partial L/\partial B = G A^\top$.
+# Compute the same two gradients at least twice as fast.
 
 # %% tags=["exercise"]
 rows, width = (4096, 4096) if lab.device == "cuda" else (512, 1024)
@@ -764,13 +816,29 @@ def thin_backward(x, dy, A, B):  # width x width numbers are never formed
 solved(faster_than(4, by_the_book, thin_backward, a_batch, times=2, tolerance=1e-3))
 
 # %% [markdown]
+# ## Where this comes from, and what to read on
+# - E. Hu and others: *[LoRA: Low-Rank Adaptation of Large Language Models](https://arxiv.org/abs/2106.09685)*, 2021. Short
+#   and readable; section 7 asks which ranks are needed.
+# - C. Eckart, G. Young: *The approximation of one matrix by another of lower rank*, Psychometrika 1, 1936.
+# - D. Kalajdzievski: *[A Rank Stabilization Scaling Factor for Fine-Tuning with
+#   LoRA](https://arxiv.org/abs/2312.03732)*, 2023. Why $\alpha/\sqrt r$ may serve better than $\alpha/r$ at large ranks.
+# - D. Biderman and others: *[LoRA Learns Less and Forgets Less](https://arxiv.org/abs/2405.09673)*, 2024. LoRA against
+#   training all weights, on real tasks.
+# - Y. Sheng and others: *[S-LoRA: Serving Thousands of Concurrent LoRA Adapters](https://arxiv.org/abs/2311.03285)*, 2023.
+#   Unmerged adapters at work.
+# - Hugging Face: *[PEFT's documentation](https://huggingface.co/docs/peft)*, on merging and on what else can be adapted.
+# - The course's [glossary](../docs/glossary.md).
+
+# %% [markdown]
 # ## What you did
-# - You wrote a LoRA layer in a dozen lines and showed that it computes what PEFT's computes.
+# - You wrote a LoRA layer in a dozen lines and showed that it computes what PEFT's does.
 # - You counted what LoRA trains in three models of up to eight billion parameters, without allocating them.
-# - You saw trained LoRA reach the best error that its rank allows, and no better.
+# - You saw trained LoRA reach the smallest error that its rank allows.
 # - You chose the order of the products by counting, and saw the clock agree only in part.
 # - You merged an adapter, took it out, swapped two on one base, and measured what rounding costs.
-# - You took training memory apart, and know which part LoRA saves.
+# - You took training memory apart, and know which part of it LoRA saves.
+#
+# Next: lab 02, where the time of a training step goes.
 
 # %%
 lab.done(

@@ -18,18 +18,18 @@
 # %% [markdown]
 # # Lab 02 · Profile a training step
 #
-# Article A1 runs a public LoRA training script as downloaded and finds the GPU busy for less than half of the time. It
-# profiles the script, names two bottlenecks, removes them, and leaves two gaps open, with a cause for each. This lab
-# repeats the diagnosis on your machine, and then checks the causes: a profile shows *when* the GPU waits, and it is
-# easy to blame the wrong line for it.
+# Article A1 runs a public LoRA training script as downloaded, and finds the GPU busy for less than half of the time. It
+# profiles the script, names two bottlenecks and removes them. Two gaps remain, and it names a cause for each. In this lab
+# you repeat the diagnosis on your machine, and then you check the causes. A profile shows *when* the GPU waits; it is easy
+# to blame the wrong line of code for it.
 #
 # **After this lab you can**
 # - say what one step of this training consists of, down to sizes and dtypes;
-# - record a profile of a few steps, open it in a viewer, and read it without a viewer;
+# - record a profile of a few steps, open it in a viewer, and read it without one;
 # - tell apart what `nvidia-smi` calls utilisation, how long kernels really ran, and what the host did meanwhile;
-# - divide every millisecond of a step among data, host, launches, copies, kernels and waits, so that they add up;
+# - divide a step among data, host, launches, copies, kernels and waits, so that the parts add up to the whole;
 # - list the lines of a program that make the host wait for the GPU, in two independent ways;
-# - test a published attribution instead of believing it.
+# - test an explanation that somebody has published, instead of believing it.
 #
 # | scale | needs | time |
 # |---|---|---|
@@ -37,8 +37,9 @@
 # | `small` | a GPU of 8 GB | 2 minutes |
 # | `full` | a GPU of 40 GB | 4 minutes |
 #
-# Without a GPU there are no kernels and no waits for them. The same cells then show what the host does, which is half of
-# the story, with our H200's numbers beside.
+# Without a GPU there are no kernels, and nothing waits for any. The same cells then show what the host does, which is half
+# of the story, and our H200's numbers beside it. The [notebook as our H200 ran
+# it](../reference/h200/02_profile_a_training_step.ipynb) has the pictures of a GPU's trace.
 
 # %% tags=["parameters"]
 scale: str = "auto"  # tiny (any CPU), small (a GPU of 8 GB), full (the article's own), auto: the largest that fits
@@ -85,11 +86,12 @@ if on_gpu:
 # %% [markdown]
 # ## 1 · What a step consists of
 #
-# **Question.** What exactly is it that we are about to profile?
+# **Question.** What exactly are we about to profile?
 #
-# The recipe `STOCK` is the public diffusers script with the article's arguments: 512 × 512 pixels, one image at a time,
-# gradients accumulated over four of them, rank 4, fp16. An *optimizer step* is therefore four *micro-steps*, and this is
-# what each of them does at scale `full`:
+# The course describes a way to train as a *recipe*. The recipe `STOCK` is the public diffusers script with the article's
+# arguments: 512 × 512 pixels, LoRA of rank 4, fp16, and one image at a time, with gradients accumulated over four images.
+# So one *optimizer step* consists of four *micro-steps*. This is what each micro-step does at scale `full`; read it once
+# now, and come back to it when a phase's name turns up below:
 #
 # | phase | what happens | on |
 # |---|---|---|
@@ -109,8 +111,8 @@ if on_gpu:
 # | `optimizer` | `GradScaler` reads `found_inf` with `.item()`: an overflow skips the step; AdamW (learning rate 1e-4) on the LoRA matrices; gradients dropped. (accelerate calls it in all four micro-steps, and lets only the fourth through) | GPU, host waits |
 # | `log` | the average loss is written for TensorBoard and flushed to the disk | host |
 #
-# These phase names are marks (`torch.profiler.record_function`) in the course's training loop, so that every profile
-# shows them. At this scale:
+# The training loop marks each phase with its name (`torch.profiler.record_function`), so every profile shows them. At this
+# lab's scale the sizes are:
 
 # %%
 workload = lab.workload("sd15-lora")
@@ -128,10 +130,14 @@ lab.table(
 )
 
 # %% [markdown]
+# **Takeaway.** A step is more than forward, backward and optimizer. Four rows of these tables say *host waits*: keep an eye
+# on them.
+
+# %% [markdown]
 # ## 2 · How long does a step take?
 #
-# **Question.** The article gives 290 ms "a step" on its card, and does not say whether it means a micro-step or an
-# optimizer step. We always mean an optimizer step: four images.
+# **Question.** The article reports 290 ms "a step" on its card, and does not say whether that is a micro-step or an
+# optimizer step. In this course a step is always an optimizer step, here four images. How long does one take?
 #
 # **Your prediction:** how many milliseconds does one take on your machine?
 
@@ -144,21 +150,24 @@ lab.predict("time of an optimizer step", my_step_ms, "ms")
 stock = train(workload, STOCK, steps=steps, name="stock")
 lab.keep(stock)
 fig, ax = plt.subplots()
-plots.steps(ax, {"stock": stock} | ({"stock, H200 (full)": reference} if reference else {}))
+plots.steps(ax, {f"stock, here ({lab.scale})": stock} | ({"stock, H200 (full)": reference} if reference else {}))
 plt.show()
 lab.verdict("A1.stock.step-ms");
 
 # %% [markdown]
-# **Takeaway.** Report a median with its spread, and keep the first step apart: it pays for loading kernels, choosing
-# convolution algorithms and filling caches. A single mean over a run mixes all of these.
+# (At scales other than `full` the model is smaller, so the two rows are not the same work.)
+#
+# **Takeaway.** Report a median and its spread, and leave the first step out of them: it also pays for loading kernels,
+# choosing convolution algorithms and filling caches. A mean over a whole run mixes all of that.
 
 # %% [markdown]
 # ## 3 · Utilisation over time
 #
-# **Question.** The article watched `nvitop` and read 44 % on average. `nvitop` and `nvidia-smi` ask the driver, which
-# answers with the share of its last sampling period in which *any* kernel was running.
+# **Question.** The article watched the tool `nvitop` and read 44 % on average. What does such a number say? `nvitop` and
+# `nvidia-smi` ask the driver, and the driver answers with the share of its last sampling period in which *any* kernel was
+# running.
 #
-# **Your prediction:** mean utilisation of the GPU (without one: of the CPU cores) during stock steps, in %?
+# **Your prediction:** the mean utilisation of the GPU during stock steps, in % (without a GPU: of the CPU cores).
 
 # %%
 my_utilization: float | None = None  # 0 to 100
@@ -187,18 +196,19 @@ lab.show(said + (buffer if on_gpu else " They are of the CPU: without a GPU ther
 lab.verdict("A1.stock.utilization");
 
 # %% [markdown]
-# **Takeaway.** Utilisation says how often the GPU was not idle, not how well it was used: a single small kernel that runs
-# all the time reads 100 %. The driver renews the number only a few times a second, so asking more often returns the same
-# reading again, and nothing of what happens inside a step can be seen in it. For that we need a trace.
+# **Takeaway.** Utilisation says how often the GPU was not idle, and nothing about how well it was used: one small kernel
+# that runs all the time gives 100 %. The driver renews the number only a few times a second, so it can't show what happens
+# inside a step. For that we need a trace.
 
 # %% [markdown]
 # ## 4 · A profile, with the article's schedule
 #
-# **Question.** What does `torch.profiler` record, and how much of it?
+# **Question.** What does `torch.profiler` record?
 #
-# The article calls `prof.step()` once per iteration with `schedule(wait=1, warmup=1, active=5, repeat=1)`: one iteration
-# passed over, one to warm the profiler up, five recorded. Its iteration is a micro-step, so its five hold one whole
-# optimizer step and a quarter of the next. Ours is an optimizer step, so that each recorded step is complete.
+# It writes a *trace*: a list of what ran when, on the host and on the GPU. A schedule says which iterations are recorded. The
+# article uses `schedule(wait=1, warmup=1, active=5, repeat=1)`: pass over one iteration, warm the profiler up in the next,
+# and record five. It calls `prof.step()` after each micro-step, so its five hold one whole optimizer step and a quarter of
+# the next. We call it after each optimizer step, so that every recorded step is complete.
 
 # %%
 beside = summarise(measure(session, steps).step_ms)  # unprofiled, just before: section 9 compares
@@ -226,20 +236,22 @@ plt.show()
 lab.verdict("A1.profiler.five-steps");
 
 # %% [markdown]
-# This is the file, drawn without a viewer: one recorded step, with what the host was doing, and on a GPU, below it, how
-# much of the time kernels ran. Find the four micro-steps, and what the host does where few kernels run.
+# This is one recorded step, drawn from the file. The bar shows what the host was doing. On a GPU, the curve below it shows
+# for how much of the time kernels ran. Find the four micro-steps. What does the host do where few kernels run?
 #
-# Thousands of kernels (or, without a GPU, of operators) don't fit a picture of a whole step. Two closer looks: a moment in
-# the middle of a forward pass, and the end of the step, where the article saw a gap that it could not explain away.
+# A step has thousands of kernels (without a GPU: of operators), too many for one picture. So we look closer in two places:
+# at a moment in the middle of a forward pass, and at the end of the step, where the article saw a gap.
 
 # %%
-forward = trace.phase_time["forward"][1]
-middle = sum(forward) / 2
+start, stop = trace.phase_time["forward"][1]
+width = 2 if on_gpu else 1  # ms
+moments = [start + share * (stop - start) for share in (0.3, 0.4, 0.5, 0.6, 0.7)]
+busiest = max(moments, key=lambda at: sum(map(len, trace.timeline((at, at + width)).values())))
 clip = trace.phase_time["clip"][0]
 end = next((t for _, t in trace.phase_time["optimizer"] if t > clip[1]), clip[1])
 margin = (end - clip[0]) / 2
 closer = {
-    "Inside a forward pass": (middle, middle + (2 if on_gpu else 1)),
+    "Inside a forward pass": (busiest, busiest + width),
     "Around clipping and the optimizer": (clip[0] - margin, end + margin),
 }
 for title, window in closer.items():
@@ -249,20 +261,36 @@ for title, window in closer.items():
     plt.show()
 
 # %% [markdown]
+# The blank parts of the lower rows are time in which nothing is computed, although the host is busy.
+#
+# **Takeaway.** A trace shows what ran and when. Read it from the outside in: first the phases of a step, then a moment
+# inside one of them.
+
+# %% [markdown]
 # ## 5 · Where each millisecond goes
 #
-# **Question.** The article sorts what it sees into four kinds: host processing, data transfer, launches and returns,
-# kernels. Can we give *every* millisecond to exactly one of them?
+# **Question.** The article sorts what it sees in the trace into four kinds: host processing, data transfer, launches and
+# returns, and kernels. Can we give *every* millisecond of a step to exactly one kind?
 #
-# Each moment of the recorded time belongs to the first of these that applies: a *kernel* runs; a *copy* runs; and, with
-# the GPU idle, the host waits for *data*, waits in a *sync*, is inside a *launch* call, or does anything else (*host*:
-# Python, the dispatcher, autograd). So they add up to the step. (Without a GPU two are left, *data* and *host*.)
+# Yes, with a rule for overlaps. A moment belongs to the first of these that is true:
 #
-# One correction. The profiler's own work makes the host slower and leaves GPU work as it is (section 9), so a profiled
-# step shows too little GPU and too much host. The second bar is our estimate of the step that nobody watched: GPU work as
-# recorded, the wait for data as section 2 timed it, and the rest in the recorded proportions.
+# | kind | what is true at that moment |
+# |---|---|
+# | *kernels* | a kernel runs on the GPU |
+# | *copies* | a copy to or from the GPU runs |
+# | *data* | the GPU is idle, and the host waits for the next images |
+# | *sync* | the GPU is idle, and the host waits for it |
+# | *launch* | the GPU is idle, and the host is inside a launch call |
+# | *host* | the GPU is idle, and the host does anything else: Python, PyTorch's dispatcher, autograd |
 #
-# **Your prediction:** in what share of the step is the GPU idle because the next image isn't ready, in %?
+# So the parts add up to the step. (Without a GPU two are left, *data* and *host*.)
+#
+# The profiler itself needs a correction. It slows down the host and not the GPU (section 9), so a profiled step shows too
+# little GPU and too much host. The bar *not profiled* is our estimate of the same step without a profiler: kernels and
+# copies as recorded, the wait for data as section 2 timed it, and the rest in the recorded proportions.
+#
+# **Your prediction:** for what share of the step is the GPU idle because the next image isn't ready, in %? (Without a GPU:
+# for what share does training wait for images?)
 
 # %%
 my_data_share: float | None = None  # 0 to 100
@@ -274,7 +302,7 @@ parts = {
     "as profiled": trace.partition(),
     "not profiled": trace.partition(stock.metric("step_ms"), stock.metric("data_ms")),
 }
-shares = {bar: {name: 100 * ms / sum(part.values()) for name, ms in part.items()} for bar, part in parts.items()}
+shares = {bar: {name: 100 * part.get(name, 0) / sum(part.values()) for name in SHARES} for bar, part in parts.items()}
 if theirs:
     shares["H200 (full), not profiled"] = {name: 100 * theirs[f"{name}_share"] for name in SHARES}
 fig, ax = plt.subplots()
@@ -290,17 +318,18 @@ for name, row in phases.items():
     h200 = theirs.get("phases_ms", {}).get(name), theirs.get(f"{name}_idle_ms")
     rows.append((name, row["count"] or None, row["ms"], row.get("idle_ms"), *h200))
 lab.table(
-    ("phase", "times a step", "host ms a step", "of which the GPU idles", "H200: host ms", "of which idle"), *rows
+    ("phase", "times a step", "host, ms a step", "GPU idle meanwhile, ms", "H200: host, ms", "H200: GPU idle, ms"),
+    *rows,
 )
 lab.verdict("A1.overheads.four", "A1.overheads.host", "A1.stock.data", "A1.stock.launches");
 
 # %% [markdown]
-# **Takeaway.** Two columns, two questions. *Host ms* says where the program spends its time, *idle* (a GPU's column) what
-# that costs the GPU: the two work at the same time, so a phase with much of the first and none of the second needs no
+# Two columns answer two questions. *Host* says where the program spends its time, and *GPU idle* what that costs the GPU.
+# The two work at the same time, so a phase with much of the first and little of the second (on the H200, *encode*) needs no
 # tuning.
 #
-# The same idle time, gap by gap: what did the host do for most of each one, and had a synchronisation just let the queue
-# of launched work run empty?
+# Now the same idle time again, gap by gap. What did the host do during most of each gap? And had a wait just before it let
+# the queue of launched work run empty?
 
 # %%
 gaps = trace.gaps()
@@ -314,52 +343,62 @@ if gaps:
 rows = by_cause if gaps else theirs.get("gaps", {})
 head = "host in the gap" if gaps else "H200: host in the gap"
 rows = [(cause, *row) for cause, row in rows.items()]
-lab.table((head, "gaps a step", "ms a step", "of which after a wait"), *rows, otherwise=no_gpu)
+lab.table((head, "gaps a step", "ms a step", "of these after a wait, ms"), *rows, otherwise=no_gpu)
+
+# %% [markdown]
+# On the H200 the *data* gaps are few and long. The *host* gaps are thousands and tiny: the host can't
+# launch kernels as fast as the GPU works them off.
+#
+# **Takeaway.** A GPU idles for two different reasons: it waits long for something big, or it waits briefly, again and again,
+# for the next small piece of work. The two need different cures, in labs 03 and 04.
 
 # %% [markdown]
 # ## 6 · What the kernels do
 #
-# **Question.** The article's second bottleneck is Python between "many tiny submodules". How many kernels is that, how
-# long is one, and how long does it take to launch one?
+# **Question.** The article's second bottleneck is the Python between "many tiny submodules". How many kernels does a step
+# have, how long is one, and what are they for?
 
 # %%
 stacked = profile(session, steps=1, folder=traces, with_stack=True)
 kinds = stacked.categories()
 stock.metrics |= {"categories_ms": {name: row["ms"] for name, row in kinds.items()}}
-rows = [
-    (name, row["count"], row["ms"], 1e3 * row["ms"] / row["count"], theirs.get("categories_ms", {}).get(name))
-    for name, row in kinds.items()
-]
-what = "kernels" if stacked.on_gpu else "operators (own time)"
-lab.table((what, "count a step", "ms a step", "µs each", "H200: ms a step"), *rows)
+what = "kernels here" if stacked.on_gpu else "operators here, own time"
+rows = [(name, row["count"], row["ms"], 1e3 * row["ms"] / row["count"]) for name, row in kinds.items()]
+lab.table((what, "count a step", "ms a step", "µs each"), *rows)
+lab.table(("kernels on the H200 (full)", "ms a step"), *theirs.get("categories_ms", {}).items())
+
+# %% [markdown]
+# *Thin GEMM* are the products with LoRA's narrow matrices: few operations, and a launch for each. *Casts and layout* is what
+# autocast costs, and changes between memory layouts. *foreach* are kernels that work on many small tensors at once: they
+# unscale gradients, clip them and update parameters. (Without a GPU the first table lists PyTorch's operators, each without
+# the time of those that it calls.)
+#
+# In all, how busy was the GPU? There are three ways to say it:
 
 # %%
 questions = {
     "kernels": "kernels_per_step",
     "launch calls": "launches_per_step",
     "ms inside launch calls": "launch_ms",
-    "GPU busy: a kernel runs, share of the step": "gpu_busy",
+    "GPU-busy: share of the step in which a kernel runs": "gpu_busy",
     "the same while it was profiled": "traced_gpu_busy",
-    "utilisation as the driver says it": "gpu_utilization",
-    "share of the data sheet's arithmetic (MFU)": "mfu",
+    "utilisation, by the driver": "gpu_utilization",
+    "MFU: share of the data sheet's arithmetic": "mfu",
 }
 rows = [(what, stock.metrics.get(name), theirs.get(name)) for what, name in questions.items()]
 lab.table(("a step", "this machine", "H200 (full)"), *rows, otherwise=no_gpu)
 
 # %% [markdown]
-# *Thin GEMM* are the products with LoRA's narrow matrices: few operations, and a launch each. *Casts and layout* is what
-# autocast and changes between memory layouts cost. *foreach* are PyTorch's kernels over many small tensors at once, which
-# unscale gradients, clip them and update parameters. (Without a GPU these are PyTorch's operators, each without the time
-# of those that it calls.)
-#
-# **Takeaway.** A GPU has three measures of one step: the driver's utilisation, the share of the time in which kernels ran, and the
-# share of the card's arithmetic that was used. Only the last one knows what the card could do.
+# **Takeaway.** *Utilisation* is what the driver says, *GPU-busy* is the share of the time in which kernels really ran, and
+# *MFU* (model FLOPs utilisation) is the share of the card's arithmetic that was used. Only MFU knows what the card could
+# do, and on the H200 it is a small part of the other two.
 
 # %% [markdown]
 # ## 7 · Who makes the host wait?
 #
-# **Question.** As long as the host runs ahead, the GPU has a queue of work. A synchronisation stops the host until the
-# queue is empty, and then the GPU idles until new work arrives. Which lines do that?
+# **Question.** As long as the host runs ahead, the GPU has a queue of work. A *synchronisation* is a call that stops the
+# host until the GPU has finished what was asked of it. By then the queue is empty, and the GPU idles until new work
+# arrives. The usual case is reading a number from the GPU, as in `loss.item()`. Which lines of this loop do it?
 #
 # **Your prediction:** how many synchronisations are there in one optimizer step (four micro-steps) of the stock loop?
 
@@ -369,9 +408,9 @@ my_syncs: float | None = None  # a number
 lab.predict("synchronisations in an optimizer step", my_syncs, "")
 
 # %% [markdown]
-# Two witnesses. The trace with Python stacks knows each waiting CUDA call, how long it took, the operator and the Python
-# functions around it, but of a function only where it begins. PyTorch's own alarm, `torch.cuda.set_sync_debug_mode`,
-# knows the very line, but not how long. Put together:
+# We ask two witnesses. A trace with Python stacks knows every CUDA call that waits, how long it took, and which functions
+# it was called from, though of a function only the line where it begins. PyTorch's own alarm,
+# `torch.cuda.set_sync_debug_mode`, knows the exact line, but not how long the wait took. Together they say:
 
 # %%
 sites = find_syncs(session)  # PyTorch's warnings; [] without a GPU
@@ -389,12 +428,15 @@ if stacked.on_gpu:
 lab.keep(stock);
 
 # %% [markdown]
-# Without a GPU the table lists every time that Python read a tensor's value: the candidates. Those of the loss would wait
-# for a GPU; those inside AdamW read step counters, which stay on the host, and would not. The number in brackets is the
-# line, or, where only the trace knows the place, the line where the function begins.
+# (The number in brackets is the line; where only the trace knows the place, it is the line where the function begins.)
 #
-# On a GPU the last column is how long it took until the GPU had work again. It is not the wait's fault alone: behind a
-# copy in `data` the host decodes the next image. Next, the same table from our H200.
+# On a GPU, the last column is how long it took afterwards until the GPU had work again. Don't blame the wait alone for it:
+# behind a copy in `data`, for example, the host decodes the next image.
+#
+# Without a GPU nothing waits. The table then lists the candidates, every read of a tensor's value by Python. Those of the
+# loss would wait for a GPU. Those inside AdamW would not, because its step counters stay on the host.
+#
+# Our H200's table:
 
 # %%
 lab.table(("H200: phase", *WAITS[1:]), *wait_rows(theirs.get("syncs", [])), otherwise=no_gpu)
@@ -402,10 +444,13 @@ lab.table(("H200: phase", *WAITS[1:]), *wait_rows(theirs.get("syncs", [])), othe
 # %% [markdown]
 # ### Is it `clip_grad_norm_`?
 #
-# The article saw the GPU idle between backward pass and optimizer, found the host in `accelerate`'s `clip_grad_norm_`,
-# and concluded that clipping waits for the norm. But whoever runs while the GPU is idle need not be the cause. There are
-# other suspects: `GradScaler`, which must know whether a gradient overflowed (`found_inf`), and the loop's own two
-# `.item()`. To wait for a number one has to read it; so ask each suspect alone how often it reads a tensor's value.
+# The article saw the GPU idle between the backward pass and the optimizer. In the trace the host was then in `accelerate`'s
+# `clip_grad_norm_`, so the article concluded that clipping waits for the norm of the gradients. But the function that runs
+# while the GPU is idle need not be the cause.
+#
+# There are other suspects. `GradScaler` (which fp16 needs) must know whether a gradient overflowed, and keeps that in
+# `found_inf`. And the loop itself reads the loss twice with `.item()`. To wait for a number one has to read it. So we run
+# each suspect alone, and count how often it reads a tensor's value.
 
 # %%
 layer = torch.nn.Linear(64, 64, device=lab.device)
@@ -448,12 +493,12 @@ lab.show(
 lab.verdict("A1.left.clip-gap", "A1.left.clip-sync");
 
 # %% [markdown]
-# `clip_grad_norm_` reads a value only when asked to raise an error. What must know a value on the host is
-# `GradScaler.step`: it skips the optimizer if any gradient overflowed, and decides that in Python, with `.item()`, right
-# behind the clipping; in a picture the two are neighbours. And twice in every micro-step, the loop itself reads the loss.
+# `clip_grad_norm_` reads a value only if it is asked to raise an error. `GradScaler.step` does have to know one: it skips
+# the optimizer if any gradient overflowed, and decides that in Python, with `.item()`. It comes right after the clipping,
+# so in a picture the two are neighbours.
 #
-# So is it the scaler's read that makes the gap? Compare, in the phases concerned, how long the GPU idled with how long
-# the host stood in a wait. (Without a GPU only the host's time is left of the table.)
+# Is it then the scaler's read that makes the gap? Compare, phase by phase, how long the GPU idled with how long the host
+# stood in a wait. (Without a GPU, only the first column is yours.)
 
 # %%
 stuck = {phase: sum(wait.ms for wait in trace.waits if wait.phase == phase) / trace.steps for phase in phases}
@@ -465,18 +510,19 @@ for phase in ("log", "clip", "optimizer"):
     h200 = theirs.get("phases_ms", {}).get(phase), theirs.get(f"{phase}_idle_ms"), theirs.get(f"{phase}_wait_ms")
     wait_ms = stuck[phase] if trace.on_gpu else None
     rows.append((phase, phases[phase]["ms"], phases[phase].get("idle_ms"), wait_ms, *h200))
-lab.table(("phase", "host ms a step", "GPU idle", "host in a wait", "H200: host ms", "GPU idle", "in a wait"), *rows)
+head = ("ms a step", "host", "GPU idle", "host in a wait", "H200: host", "H200: GPU idle", "H200: host in a wait")
+lab.table(head, *rows)
 
 # %% [markdown]
-# Where the idle time is long and the wait short, the host was not held up: it was busy itself, launching many small
-# operations more slowly than the GPU works them off. A wait can only cost what the host would otherwise be ahead, and a
-# loop like this one is not ahead. The cure for such a gap is fewer launches, not fewer waits. (When the host *is* ahead,
-# in lab 04, the same read of one number stops everything.)
+# On the H200 the GPU idled for milliseconds in *clip* and *optimizer*, while the host stood in a wait for almost none of
+# that time. So no wait made the gap. The host was busy: it launched many small operations more slowly than the GPU works
+# them off. A wait can only cost the lead that the host has over the GPU, and this host has none. The cure for such a gap is
+# fewer launches, not fewer waits. (In lab 04 the host *is* ahead, and then the same read of one number stops everything.)
 #
 # ### A line that did nothing
 #
-# There is more to it. In the public script the parameters to train are a `filter` object, handed first to the optimizer
-# and later to the clipping. A toy of ours does the same:
+# The clipping of the public script holds a surprise. Its parameters are a `filter` object, which is given first to the
+# optimizer and later to the clipping. This toy does the same:
 
 # %%
 toy = torch.nn.Linear(8, 8)
@@ -488,19 +534,22 @@ through_list = torch.nn.utils.clip_grad_norm_(list(toy.parameters()), 1.0).item(
 lab.table(("parameters given as", "norm found"), ("the used-up filter", through_filter), ("a list", through_list))
 
 # %% [markdown]
-# A `filter` can be gone through once. The optimizer did, so the clipping is given nothing, finds a norm of 0, and warns of
-# nothing either. The published script never clips. Our stock recipe does, with the norm of 1 that the script asks for:
-# here we follow its intention rather than its letter.
+# A `filter` object can be gone through only once. The optimizer has done so, and nothing is left for the clipping: it finds
+# a norm of 0, without any warning. The published script never clips its gradients. Our stock recipe does clip, to the norm
+# of 1 that the script asks for, because we follow the script's intention.
 #
-# **Takeaway.** The place where a gap shows is where the host *was*, not why the GPU had nothing to do. Look for the last
-# wait before the gap.
+# **Takeaway.** A trace shows where the host *was* during a gap, and that need not be *why* the GPU had nothing to do. Test a
+# suspect alone before you blame it.
 
 # %% [markdown]
 # ## 8 · What does logging cost?
 #
-# **Question.** The article's other open gap is TensorBoard's flush; its cure is to log less often. Logging here is three
-# things: two `.item()` a micro-step, one write, one flush. The recipe's knob `logging="ring-buffer"` keeps the losses on
-# the device and writes them many steps later, so the host never waits for one.
+# **Question.** The article's other open gap is TensorBoard's flush (writing what is buffered to the disk), and its cure is to
+# log less often. How much does that bring?
+#
+# Logging here means two `.item()` in each micro-step, and one write and one flush in each optimizer step. With the recipe's
+# knob `logging="ring-buffer"` the losses stay on the device and are written many steps later, so the host never waits for
+# one.
 
 # %%
 recipes = {"logging=synchronous": STOCK, "logging=ring-buffer": STOCK.but(logging="ring-buffer")}
@@ -512,13 +561,16 @@ plt.show()
 lab.verdict("A1.left.tensorboard", "A1.left.log-less");
 
 # %% [markdown]
-# **Takeaway.** A wait costs what the GPU loses by it. While the GPU idles for want of data or launches anyway, the host
-# has no lead that a wait could take from it. Labs 03 and 04 remove those limits; measure the same change again there.
+# If the two ranges overlap, as they do on the H200, then this measurement can't tell the two apart.
+#
+# **Takeaway.** A wait costs only what the GPU loses by it. As long as the GPU idles anyway, for lack of images or of
+# launches, removing a wait gains nothing. Lab 04 comes back to the same waits when those limits are gone.
 
 # %% [markdown]
 # ## 9 · What the profiler itself costs
 #
-# **Question.** A profiler that writes down every Python call takes time to do so. How far can its times be trusted?
+# **Question.** A profiler that writes down every operator, or even every Python call, takes time to do so. How far can you
+# trust its times?
 
 # %%
 times = {
@@ -526,7 +578,10 @@ times = {
     "profiled": trace.wall_ms / trace.steps,
     "profiled, with Python stacks": stacked.wall_ms / stacked.steps,
 }
-lab.table(("optimizer step", "ms", "times the first"), *((k, ms, ms / beside["median"]) for k, ms in times.items()))
+h200 = [theirs.get(name) for name in ("step_ms", "traced_step_ms", "stacked_step_ms")]
+h200[0] = reference.metric("step_ms") if reference else None
+rows = [(*row, f"{row[1] / beside['median']:.2f}x", ms) for row, ms in zip(times.items(), h200, strict=True)]
+lab.table(("an optimizer step", "here, ms", "times the first", "H200, ms"), *rows)
 if times["profiled"] <= beside["p90"]:
     lab.show(
         f"Unprofiled steps vary from {beside['p10']:.3g} to {beside['p90']:.3g} ms here (p10-p90), by more than profiling "
@@ -536,15 +591,18 @@ stock.metrics |= {"stacked_step_ms": times["profiled, with Python stacks"]}
 lab.keep(stock);
 
 # %% [markdown]
-# The profiler's own work is host work. It makes a loop that waits for its host look worse than it is, and leaves kernels'
-# durations as they are. So trust what a trace says about kernels, counts and causes; take times of the host without stacks,
-# and shares of the step only after the correction of section 5.
+# The profiler's own work is done by the host. It leaves the durations of kernels as they are, but makes a loop that waits
+# for its host look worse than it is.
+#
+# **Takeaway.** Trust what a trace says about kernels, about counts, and about what came after what. For times of the host,
+# record without stacks; for shares of a step, correct as in section 5.
 
 # %% [markdown]
 # ## Exercises
 #
-# They rise in difficulty. Each check says what it found. The last one measures: first whether your results are the same,
-# then the time, in turns with the version given, for as many rounds as the decision takes.
+# The exercises get harder from one to the next. Run an exercise's cell: its check says what is still missing. The last one
+# measures your code: it first compares your results with those of the version given, and then times the two in turns, for
+# as many rounds as it takes to decide.
 
 # %%
 import math
@@ -552,8 +610,9 @@ import math
 from labutils.exercises import faster_than, solved
 
 # %% [markdown]
-# **1.** GPU-busy by hand. `kernels` are (start, end) of kernels on two streams, in ms; the step took 10 ms. For what share
-# of it was the GPU busy? Mind the overlaps. (`union`, `overlap` and `total` from `labutils.measure.intervals` are here.)
+# **1. GPU-busy by hand.** `kernels` holds (start, end) of the kernels on two streams, in ms. The step lasted from 0 to 10 ms.
+# For what share of it was the GPU busy? Kernels may overlap, and the last one runs on into the next step. (You may use
+# `union`, `overlap` and `total`, imported above from `labutils.measure.intervals`.)
 
 # %% tags=["exercise"]
 kernels = [(0.5, 2.0), (1.5, 3.0), (4.0, 4.5), (4.2, 4.4), (8.0, 11.0), (2.9, 3.5)]
@@ -564,12 +623,12 @@ def check_busy(answer) -> str:
     if answer is None:
         return "Exercise 1: set my_busy first."
     if not 0 <= answer <= 1:
-        return f"Exercise 1: {answer:g} is no share: it lies between 0 and 1."
+        return f"Exercise 1: not yet. {answer:g} is not a share; a share lies between 0 and 1."
     cells = {n for start, end in kernels for n in range(round(start * 10), round(end * 10))} & set(range(100))
     if abs(answer - sum(end - start for start, end in kernels) / 10) < 1e-6:
         return "Exercise 1: not yet. That counts overlaps twice."
     if abs(answer - len(cells) / 100) > 1e-6:
-        return f"Exercise 1: not yet. Not {answer:.3f}. What lies behind 10 ms is not of this step."
+        return f"Exercise 1: not yet. It is not {answer:.3f}. Count overlaps once, and nothing after 10 ms."
     return f"Exercise 1: right: {100 * answer:.0f} %."
 
 
@@ -579,9 +638,9 @@ print(check_busy(my_busy))
 solved(check_busy(total(overlap(union(kernels), [(0, 10)])) / 10))
 
 # %% [markdown]
-# **2.** Suppose that worker processes prepared every image in time, so that no moment of the step were lost to data, and
-# nothing else changed. How many times faster would *your* step be, at most? Use the measured `data_share`. (Lab 03
-# finds out how much of it you really get.)
+# **2. What is there to gain?** Suppose that worker processes had every image ready in time, so that no part of the step is
+# lost to data, and nothing else changes. How many times faster can *your* step get? The measured share is
+# `stock.metrics["data_share"]`. (Lab 03 finds out how much of it you really get.)
 
 # %% tags=["exercise"]
 my_speedup: float | None = None
@@ -603,10 +662,10 @@ print(check_speedup(my_speedup))
 solved(check_speedup(1 / (1 - stock.metrics["data_share"])))
 
 # %% [markdown]
-# **3.** This loop reads the loss after every micro-step. Rewrite it as `quiet_loop`, so that it returns the same mean but
-# reads a value from the device only once. The check profiles both.
+# **3. Read once.** `noisy_loop` reads the loss after every micro-step. Write `quiet_loop`, which returns the same mean but
+# reads a value from the device only once. The check profiles both and counts the reads.
 
-# %% tags=["exercise"]
+# %%
 inputs = [torch.full((4, 64), float(n), device=lab.device) for n in range(4)]
 
 
@@ -618,6 +677,7 @@ def noisy_loop() -> float:
     return seen / len(inputs)
 
 
+# %% tags=["exercise"]
 def quiet_loop() -> float | None:
     return None  # your code
 
@@ -650,8 +710,8 @@ def quiet_loop_solution() -> float:
 solved(check_loop(quiet_loop_solution))
 
 # %% [markdown]
-# **4. Make it faster.** A step that somebody wrote in a hurry. Find out what it spends its time on (`profile` as above, or
-# by reading), and get the same loss and the same gradient three times as fast.
+# **4. Make it faster.** Somebody wrote this step in a hurry. Find out what it spends its time on (with `profile`, as in the
+# check above, or by reading), and compute the same loss and the same gradient at least three times as fast.
 
 # %% tags=["exercise"]
 POSITIONS = 48
@@ -693,13 +753,29 @@ def calm_step_solution(x):
 solved(faster_than(4, hurried_step, calm_step_solution, hidden_states, times=3))
 
 # %% [markdown]
+# ## Where this comes from, and what to read on
+# - The script of this lab: `examples/text_to_image/train_text_to_image_lora.py` of [Hugging Face's
+#   diffusers](https://github.com/huggingface/diffusers/tree/main/examples/text_to_image).
+# - PyTorch: *[Profiler recipe](https://docs.pytorch.org/tutorials/recipes/recipes/profiler_recipe.html)*, and the
+#   documentation of [torch.profiler](https://docs.pytorch.org/docs/stable/profiler.html).
+# - PyTorch: *[Performance Tuning Guide](https://docs.pytorch.org/tutorials/recipes/recipes/tuning_guide.html)*, which also
+#   says how to avoid synchronisations; and
+#   *[Automatic Mixed Precision](https://docs.pytorch.org/docs/stable/amp.html)* on `GradScaler`.
+# - [Perfetto](https://perfetto.dev/docs/), the viewer for traces.
+# - A. Chowdhery and others: *[PaLM: Scaling Language Modeling with Pathways](https://arxiv.org/abs/2204.02311)*, 2022.
+#   Introduces MFU, in its section on training efficiency.
+# - The course's [glossary](../docs/glossary.md). And `labutils diagnose` does what this lab did to any script of yours.
+
+# %% [markdown]
 # ## What you did
 # - You took a step of the public script apart, phase by phase, with sizes and dtypes.
 # - You recorded a profile with the article's schedule and read it, in a viewer or without.
 # - You saw utilisation, GPU-busy and MFU of the same step, and know what each one leaves out.
-# - You divided the step's time among data, host, launches, copies, kernels and waits, and it added up.
+# - You divided a step among data, host, launches, copies, kernels and waits, and the parts added up.
 # - You listed the lines that make the host wait, from a trace and from PyTorch's own warnings.
-# - You tested what the article said about `clip_grad_norm_`, and found a line of the script that did nothing.
+# - You tested what the article says about `clip_grad_norm_`, and found a line of the script that does nothing.
+#
+# Next: lab 03, which takes the images off the training process's hands.
 
 # %%
 measured = {

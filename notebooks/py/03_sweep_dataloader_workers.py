@@ -18,16 +18,17 @@
 # %% [markdown]
 # # Lab 03 · How many DataLoader workers?
 #
-# In the stock loop the GPU waits while the training process reads the next image. Article A1 hands that work to worker
-# processes, tries 0, 1, 2, 3, 4, 8 and 12 of them, finds three best and twelve fatal, and later adds page-locked memory
-# for another 4 %. Three is a number that belongs to its machine. This lab looks for the rule behind it: you predict the
-# whole curve from two short measurements, and only then measure it.
+# In the stock loop the GPU waits while the training process reads the next image. Article A1 gives that work to *worker
+# processes* of PyTorch's DataLoader. It tries 0, 1, 2, 3, 4, 8 and 12 of them, finds that three are best and that twelve
+# crash, and later adds pinned memory for another 4 %. But three is the right number for one machine only. In this lab you
+# look for the rule behind it: you predict the whole curve from two short measurements, and only then measure it.
 #
 # **After this lab you can**
 # - say what reading one training example consists of, and what each part costs;
-# - predict a step's time with any number of workers from read time, compute time and cores, and know what that leaves out;
-# - work out how much shared memory workers need, recognise what it looks like when it runs out, and cure it;
-# - say what `persistent_workers` and `prefetch_factor` are for, and when they do nothing;
+# - predict a step's time with any number of workers from the time to read, the time to compute and the number of cores, and
+#   say what such a prediction leaves out;
+# - work out how much shared memory workers need, recognise the symptoms when it runs out, and cure them;
+# - say what `persistent_workers` and `prefetch_factor` are for, and when they gain nothing;
 # - say what pinned memory and `non_blocking` do for a copy, and why a loop may not notice.
 #
 # | scale | needs | time |
@@ -36,8 +37,9 @@
 # | `small` | a GPU of 8 GB | 4 minutes |
 # | `full` | a GPU of 40 GB | 7 minutes |
 #
-# Images are PNG files of 1080 × 1080 pixels at every scale; the model and the resolution it sees shrink. Without a GPU,
-# training and workers share the same cores, which moves the optimum, and there is no copy to be pinned.
+# Images are PNG files of 1080 × 1080 pixels at every scale; only the model, and the resolution it sees, get smaller. Without
+# a GPU, training and workers share the same cores, which moves the optimum, and there is no copy to a GPU. Our H200's curve
+# and copies then stand beside what you measure.
 
 # %% tags=["parameters"]
 scale: str = "auto"  # tiny (any CPU), small (a GPU of 8 GB), full (the article's own), auto: the largest that fits
@@ -83,11 +85,12 @@ if lab.device == "cpu":
 # %% [markdown]
 # ## 1 · What reading one example costs
 #
-# **Question.** A worker's job is to turn a file and a caption into two tensors. How long does that take, and what takes
-# the time?
+# **Question.** A worker's job is to turn a file and a caption into two tensors. How long does that take, and which part of
+# it takes longest?
 #
-# The stock script opens a PNG of about 1.3 MB, inflates it to 3.5 MB of pixels, scales these to the training resolution
-# with a Lanczos filter, turns them into float32 between −1 and 1, and looks the caption's pieces up in a vocabulary.
+# The stock script opens a PNG file of about 1.3 MB and inflates (decompresses) it to 3.5 MB of pixels. It scales them to
+# the training resolution with a Lanczos filter, turns them into float32 numbers between −1 and 1, and looks up the
+# caption's pieces in a vocabulary.
 #
 # **Your prediction:** how many milliseconds does all that take for one image, on one core?
 
@@ -120,22 +123,23 @@ plots.breakdown(ax, bars)
 plt.show()
 
 # %% [markdown]
-# **Takeaway.** Most of a read is inflating the PNG: work for one core that no GPU helps with, and the same for every
-# training resolution. What you keep on the disk decides what you pay in every epoch. (Exercise 2 comes back to this.)
+# **Takeaway.** Most of a read is inflating the PNG. That is work for one core, no GPU helps with it, and it takes as long at
+# any training resolution. What you store on the disk decides what you pay in every epoch. (Exercise 3 comes back to this.)
 
 # %% [markdown]
 # ## 2 · A prediction before the measurement
 #
-# **Question.** Can the whole curve be known from what happens without any worker?
+# **Question.** Can you tell how long a step takes with three workers, or twelve, without trying it?
 #
-# Let $r$ be the time to read a micro-batch and $c$ the time to compute on it. Without workers one follows the other,
-# $r + c$. With $w$ workers they overlap and the slower one sets the pace; and where cores are few, all processor time of
-# a step must fit on them:
+# Let $r$ be the time to read a micro-batch, and $c$ the time to compute on it. Without workers one follows the other. With
+# $w$ workers the two overlap, and the slower of them sets the pace: either the computation, or the workers, who finish a
+# batch every $r / w$. And if cores are few, all the work of both must still fit on them. As a formula, the time for one
+# micro-batch is
 #
 # $$t(0) = r + c, \qquad t(w) = \max\left(c,\; \frac{r}{w},\; \frac{r + c}{\text{cores}}\right)$$
 #
-# Two short measurements give what is missing: a few stock steps without workers for $c$ (their time less the wait for
-# data), and what it costs training to take a finished batch from a worker, which adds to $c$.
+# We know $r$ from section 1. Two short measurements give the rest: a few stock steps without workers for $c$ (their time
+# less the wait for data), and the time that training needs to take a finished batch from a worker, which adds to $c$.
 
 # %%
 probe = train(workload, STOCK, steps=max(3, steps), name="probe")
@@ -159,10 +163,10 @@ lab.table(
 )
 
 # %% [markdown]
-# The formula is a bound. A small simulation of the queue (`Pipeline.simulated_ms`: prefetching, batches handed over in
-# order, running threads sharing the cores evenly) shows how closely a real queue can come to it.
+# The formula is a bound: no step can be shorter. A real queue may come out longer, because batches are handed over in order
+# and all running threads share the cores. A small simulation (`Pipeline.simulated_ms`) takes that into account.
 #
-# **Your prediction:** what is the fewest workers with which your step is as short as it gets?
+# **Your prediction:** what is the smallest number of workers with which your step is as short as it gets?
 
 # %%
 my_workers: float | None = None  # 0 to 12
@@ -178,22 +182,22 @@ lab.table(
     ("the simulated queue, ms a step", *(predicted[n] for n in WORKERS)),
 )
 lab.show(
-    f"With cores to spare, workers needed to keep up: **{pipeline.enough_workers}**. Each micro-batch takes "
-    f"{pipeline.read_ms:.3g} ms to read and {pipeline.busy_ms:.3g} ms to train on."
+    f"A micro-batch takes {pipeline.read_ms:.3g} ms to read and {pipeline.busy_ms:.3g} ms to train on. If there are cores to "
+    f"spare, **{pipeline.enough_workers}** workers are enough to keep up."
 )
 
 # %% [markdown]
-# **Takeaway.** The number of workers that is enough is read time over compute time, rounded up. It grows when you make
-# the computation faster, which is what the next lab does: the answer you find here does not stay the answer.
+# **Takeaway.** The number of workers that is enough is the time to read over the time to compute, rounded up. So it grows
+# when you make the computation faster, as the next lab does. Today's answer is not the answer for good.
 
 # %% [markdown]
 # ## 3 · The sweep
 #
-# **Question.** What does the real loop say?
+# **Question.** Does the real loop follow the prediction?
 #
-# All seven recipes train in this process, round after round, so that whatever drifts drifts for all. Before the timed
-# steps of a round each uses up the batches that its workers had made while others trained: they would look like a gain.
-# First a look at the shared memory, which section 5 is about: workers that don't fit in it would not fail but hang.
+# All seven recipes take turns in one process, so that if the machine slows down, it does so for all of them. Before a
+# recipe's steps are timed, it uses up the batches that its workers made while it was not its turn; they would look like a
+# gain. And workers that don't fit into shared memory are left out, because they would not fail but hang (section 5).
 
 # %%
 resolution = workload.size.resolution
@@ -205,8 +209,8 @@ runs |= {name: Run("03", name, status=too_large) for name in sweep.keys() - fitt
 lab.keep(runs);
 
 # %% [markdown]
-# The article's times are of another machine and of its own "step", so its curve is drawn to our scale: its 290 ms without
-# workers are laid on our own time without workers. The wide line is the simulated queue of section 2.
+# The article's times belong to another machine and to another "step". So we scale its curve: its 290 ms without workers are
+# made equal to our time without workers, and only the shape is compared. The wide line is the simulation of section 2.
 
 # %%
 ARTICLE = {0: 290, 1: 156, 2: 144, 3: 141, 4: 148, 8: 178, 12: None}
@@ -219,14 +223,20 @@ plots.sweep(ax, WORKERS, in_order, scaled, predicted, "workers", published_label
 plt.show()
 
 # %%
+theirs = {n: lab.reference(f"workers={n}") for n in WORKERS}
 lab.table(
     ("workers", *map(str, WORKERS)),
     ("article, ms", *ARTICLE.values()),
-    ("measured here, ms", *measured.values()),
     ("simulated, ms", *(predicted[n] for n in WORKERS)),
-    ("waiting for data here, ms", *(runs[f"workers={n}"].metric("data_ms") for n in WORKERS)),
+    ("measured here, ms", *measured.values()),
+    ("here, waiting for data, ms", *(runs[f"workers={n}"].metric("data_ms") for n in WORKERS)),
+    ("H200 (full), ms", *(run and run.metric("step_ms") for run in theirs.values())),
+    ("H200, waiting for data, ms", *(run and run.metric("data_ms") for run in theirs.values())),
 )
 lab.verdict("A1.workers.one", "A1.workers.three", "A1.workers.shape", "A1.workers.data-time");
+
+# %% [markdown]
+# Where does the measurement leave the simulation by more than its own spread?
 
 # %%
 known = {n: runs[f"workers={n}"].metrics["step_ms"] for n in WORKERS if measured[n]}
@@ -238,44 +248,42 @@ lab.table(
 )
 
 # %% [markdown]
-# Three ways to be off, and what each says:
+# How to read this:
 #
-# - **Without workers** there is no queue. The model's value there is the two short measurements of section 2, put together
-#   again: a point off it means that the machine has changed since, and then all the other points are off for that reason
-#   first.
-# - **Slower** than the model with workers: something takes time that the model does not know. Processes compete for memory
-#   bandwidth and caches, an operating system does not share cores evenly, workers hold up the training process whenever
-#   they wake.
-# - **Faster**: no queue beats the model with the same $r$ and $c$, so one of the two was measured too long. Another
-#   program, or a processor that had not yet raised its clock, is enough. Run section 2 once more.
+# - **Off without workers.** There is no queue at 0 workers; the model only adds up the measurements of section 2. If that
+#   point is off, the machine itself has become slower or faster since (other programs, heat), and all other points are off
+#   for the same reason. Run the notebook again from section 2 on when the machine is idle.
+# - **Slower with workers.** Something takes time that the model does not know: processes compete for memory bandwidth and
+#   caches, the operating system does not share cores evenly, and workers interrupt the training process.
+# - **Faster.** No queue beats the model with the same $r$ and $c$, so one of the two was measured while something else held
+#   up the machine. Run section 2 once more.
 #
-# The formula alone has no way to rise again to the right. The article's curve does, by a quarter from 3 to 8 workers, and
-# contention is its guess; see what yours does.
+# One thing the model can't do at all is rise again to the right. The article's curve does rise, by a quarter from 3 to 8
+# workers, and the article's guess is that the workers get in each other's way. Does yours rise?
 
 # %%
 fastest = min(known.values(), key=lambda spread: spread["median"])
 best = min(n for n, spread in known.items() if spread["p10"] <= fastest["p90"])
-lab.show(f"The fewest workers whose p10-p90 range meets that of the fastest: **{best}**.")
+lab.show(f"The smallest number of workers that can't be told from the fastest (p10-p90 ranges overlap): **{best}**.")
 if best == 0:
     lab.show(
-        "That is, none: no number of workers shortens the step by more than it varies from one to the next. Either other "
-        "programs were using the machine meanwhile, or training and workers share too few cores."
+        "So no number of workers shortens the step by more than it varies anyway. Either other programs were using the "
+        "machine meanwhile, or training and workers share too few cores."
     )
 lab.verdict("A1.workers.optimum", "A1.workers.more-is-worse");
 
 # %% [markdown]
-# **Takeaway.** From *enough* on, the curve is flat as long as there are cores, and an optimum on a plateau is noise: ask
-# whether the spread can tell its neighbours apart before you report it. What does not come back with more workers is the
-# computation itself.
+# **Takeaway.** Once there are enough workers, more of them gain nothing: what remains is the computation itself. The "best"
+# number on such a plateau is noise. Before you report an optimum, ask whether the spread can tell it from its neighbours.
 
 # %% [markdown]
 # ## 4 · Starting workers, and keeping batches ready
 #
-# **Question.** Two more knobs belong to the workers. By default they are started anew every epoch
-# (`persistent_workers=False`), and each keeps two batches ready (`prefetch_factor=2`). Is either worth a change?
+# **Question.** Workers have two more knobs. By default they are started anew in each epoch (`persistent_workers=False`), and
+# each keeps two batches ready (`prefetch_factor=2`). Is either worth changing?
 #
-# Starting a worker forks the training process; then the first batch has to be read while training waits. The cost comes
-# once an epoch, and the real dataset has 1221 examples, 305 optimizer steps.
+# To start a worker, the training process is copied (*forked*); then training waits for the first batch. That happens once an
+# epoch, and an epoch of the real dataset has 1221 examples, which is 305 optimizer steps.
 
 # %%
 starts = {}
@@ -292,12 +300,15 @@ epoch_ms = EPOCH // 4 * (measured.get(3) or predicted[3])
 rows = []
 for workers in (1, 3):
     anew, kept = median(starts[workers, False]), median(starts[workers, True])
-    rows.append((workers, anew, kept, f"{(anew - kept) / epoch_ms:.2%}"))
+    rows.append((f"{workers}, here", anew, kept, f"{(anew - kept) / epoch_ms:.2%}"))
+if (h200 := lab.reference("persistent")) and theirs[3]:
+    anew, kept = h200.metric("epoch_start_ms"), h200.metric("epoch_start_persistent_ms")
+    rows.append(("3, H200", anew, kept, f"{(anew - kept) / (EPOCH // 4 * theirs[3].metric('step_ms')):.2%}"))
 lab.table(("workers", "first batch of an epoch, ms", "with persistent workers, ms", "saved, share of an epoch"), *rows)
 
 # %% [markdown]
-# `prefetch_factor` is a buffer. It can't make anything faster; it lets workers run ahead, so that one slow file or one
-# long step does not stop the other side. Where both keep a steady pace there is nothing for it to even out.
+# `prefetch_factor` is the size of a buffer. It makes nothing faster. It lets workers run ahead, so that one slow file or one
+# long step does not hold up the other side. If both keep a steady pace, there is nothing to even out.
 
 # %%
 prefetches = {f"prefetch={n}": STOCK.but(num_workers=3, prefetch_factor=n) for n in (1, 2, 4)}
@@ -308,20 +319,21 @@ plots.steps(ax, buffered)
 plt.show()
 
 # %% [markdown]
-# **Takeaway.** `persistent_workers=True` costs nothing and saves a pause an epoch: much if your epochs are short, next to
-# nothing here. A larger `prefetch_factor` helps with uneven data only, and is paid in shared memory, batch by batch.
+# **Takeaway.** `persistent_workers=True` costs nothing and saves one pause an epoch. That is much if your epochs are short,
+# and next to nothing here. A larger `prefetch_factor` helps only with uneven data, and each batch more of it takes shared
+# memory.
 
 # %% [markdown]
 # ## 5 · When shared memory runs out
 #
-# **Question.** The article's run with 12 workers failed, in a container whose `/dev/shm` has the default 64 MB. Why 12, and
-# not 8?
+# **Question.** The article trained in a container, whose `/dev/shm` has 64 MB by default. With 12 workers its run failed. Why
+# with 12, and not with 8?
 #
-# A worker hands a batch over through a file in `/dev/shm`, which is memory. One image of 512 × 512 in float32 takes
-# 3 × 512 × 512 × 4 bytes = 3.1 MB, which is 3 MiB (of 2²⁰ bytes, as memory is counted). Each worker keeps
-# `prefetch_factor` batches there, and training holds one.
+# A worker hands over a batch through a file in `/dev/shm`, a file system that lies in memory. One image of 512 × 512 in
+# float32 takes 3 × 512 × 512 × 4 bytes = 3.1 MB, which is 3 MiB (of 2²⁰ bytes each, as memory is counted). Each worker keeps
+# `prefetch_factor` batches there, and training holds one more.
 #
-# **Your prediction:** how many workers can a container with 64 MB feed, at 512 × 512, batch 1, prefetch factor 2?
+# **Your prediction:** how many workers fit into a container with 64 MB, at 512 × 512, batch 1 and prefetch factor 2?
 
 # %%
 my_fit: float | None = None  # a whole number
@@ -340,8 +352,8 @@ fit = most_workers(small, STOCK)
 lab.show(f"{fit} workers fit, with batches of {batch_bytes() / MIB:.3g} MiB; {fit + 1} don't.")
 
 # %% [markdown]
-# Now for real. A child process gets a `/dev/shm` of its own, of 64 MB, loads with 12 workers, and is watched; a second one
-# gets 1 GB. Nothing that happens to them can reach this notebook.
+# Now we try it. A child process gets a `/dev/shm` of its own, of 64 MB, loads images with 12 workers, and is watched. A
+# second one gets 1 GB. Whatever happens to them can't reach this notebook.
 
 # %%
 sizes = {"shm=tiny": small, "shm=enough": enough}
@@ -360,10 +372,11 @@ lab.show(f"What the first one said:\n```\n{trials['shm=tiny'].message or 'nothin
 lab.verdict("A1.workers.shm", "A1.workers.shm-cure");
 
 # %% [markdown]
-# Two things about this failure have changed with PyTorch's versions. Older ones wrote into memory that was not there, and
-# the worker died with *Bus error*; today the memory is reserved first, and the worker gets an exception. But it gets it in
-# a background thread, prints it, drops the batch, and goes on. The training loop then waits for a batch that nobody will
-# bring: **it hangs**, with a message far up in its output. `DataLoader(timeout=60)` turns the silence into an error.
+# What the failure looks like depends on PyTorch's version. Older versions wrote into memory that was not there, and the
+# worker died with *Bus error*. Today the memory is reserved first, and the worker gets an exception instead. But it gets the
+# exception in a background thread, which prints it, drops the batch and goes on. The training loop then waits for a batch
+# that will never come: **it hangs**, with a message far up in its output. `DataLoader(timeout=60)` turns such a silence into
+# an error.
 #
 # | what you can type | where |
 # |---|---|
@@ -372,22 +385,22 @@ lab.verdict("A1.workers.shm", "A1.workers.shm-cure");
 # | fewer workers, or a smaller `prefetch_factor` | anywhere |
 # | `labutils doctor` | tells how many workers fit, before you train |
 #
-# **Takeaway.** Workers × prefetch factor × batch size in bytes: work it out before the run. When training stands still and
-# the GPU is idle, scroll up and look for `shared memory`.
+# **Takeaway.** Before a run, work out workers × prefetch factor × bytes of a batch. And if training stands still with an idle
+# GPU, scroll up and look for `shared memory`.
 
 # %% [markdown]
 # ## 6 · Pinned memory, and copies that don't wait
 #
-# **Question.** The article sets `pin_memory=True` and `non_blocking=True` together and says that neither helps alone. Four
-# recipes can tell.
+# **Question.** The article sets `pin_memory=True` and `non_blocking=True` together, and says that neither helps alone. Is that
+# so?
 #
-# A GPU fetches from host memory by itself only if the pages can't move: if they are *pinned*. From ordinary, *pageable*
-# memory the driver first copies into a pinned buffer of its own, while the host waits. And a copy from pinned memory
-# still makes the host wait, unless it is asked not to (`non_blocking`). Besides the step's time we therefore look at the
-# mechanism: how long the host is held by the copies of one step.
+# A GPU can fetch data from host memory by itself, but only from *pinned* memory, whose pages the operating system may not
+# move. From ordinary, *pageable* memory the driver first copies the data into a pinned buffer of its own, and the host waits
+# meanwhile. From pinned memory the host waits as well, unless it is told not to (`non_blocking`). That makes four recipes.
+# Beside the step's time we measure the mechanism itself: for how long the copies of one step hold up the host.
 #
-# A detail of the stock script: accelerate's loader has already moved the batch to the GPU when the loop sees it, so that
-# a `.to(device, non_blocking=True)` in the loop moves nothing. The copy is accelerate's, and it has a setting of its own.
+# (A detail of the stock script: accelerate's loader has already moved the batch to the GPU when the loop gets it, so a
+# `.to(device, non_blocking=True)` in the loop moves nothing. The copy is accelerate's, which has a setting of its own.)
 
 # %%
 def show_two_by_two(found: dict[str, Run]) -> None:
@@ -397,15 +410,23 @@ def show_two_by_two(found: dict[str, Run]) -> None:
     lab.table(
         ("an optimizer step", *found),
         ("step, ms", *(run.metric("step_ms") for run in found.values())),
-        ("host held by its copies, ms", *(run.metric("host_copy_ms") for run in found.values())),
+        ("host held up by copies, ms", *(run.metric("host_copy_ms") for run in found.values())),
         ("waiting for data, ms", *(run.metric("data_ms") for run in found.values())),
     )
 
 
+def show_reference(prefix: str) -> None:
+    """The four recipes as our H200 ran them."""
+    names = [f"{prefix}{memory}+{how}" for memory in ("pageable", "pinned") for how in ("blocking", "async")]
+    theirs = {f"H200, {name}": run for name in names if (run := lab.reference(name))}
+    if theirs:
+        show_two_by_two(theirs)
+
+
 # %%
 three = STOCK.but(num_workers=3)
-no_copy = "a CPU trains on the memory that the data is in, so there is no copy to be pinned; a GPU has one"
-with lab.attempt("Pinned memory in the stock loop", reference="pinned+async"):
+no_copy = "a CPU trains on the memory that the data is in, so there is no copy; our H200's four runs follow"
+with lab.attempt("Pinned memory in the stock loop", "pinned+async", instead=lambda: show_reference("")):
     if lab.device == "cpu":
         raise NotHere(no_copy)
     stock_loop = two_by_two(workload, three, steps, rounds)
@@ -414,13 +435,16 @@ with lab.attempt("Pinned memory in the stock loop", reference="pinned+async"):
 lab.verdict("A1.pin.needs-both", "A1.pin.step-needs-both");
 
 # %% [markdown]
-# The stock loop reads the loss on the host in every micro-step, so that it waits for the GPU anyway, and a host that is
-# free a few milliseconds earlier has nothing to do with them. The same four once more in a loop that never waits: plain
-# PyTorch, a fused optimizer, losses kept on the device. Now the host is ahead of the GPU when it comes to the copy.
+# Look at the second row of the table first. On the H200, pinned memory shortens the time for which copies hold up the host,
+# even if the copies are blocking, and `non_blocking` alone hardly does. The first row, the step itself, varies by far more
+# than the few milliseconds at stake.
+#
+# But perhaps this loop can't use what it saves: it reads the loss in every micro-step, and so waits for the GPU anyway. We
+# try the same four in a loop that never waits. It is plain PyTorch with a fused optimizer, and losses stay on the device.
 
 # %%
 ahead = three.but(driver="eager", optimizer="adamw-fused", logging="ring-buffer")
-with lab.attempt("Pinned memory in a loop that runs ahead", reference="ahead: pinned+async"):
+with lab.attempt("Pinned memory in a loop that runs ahead", "ahead: pinned+async", lambda: show_reference("ahead: ")):
     if lab.device == "cpu":
         raise NotHere(no_copy)
     free_loop = two_by_two(workload, ahead, steps, rounds, prefix="ahead: ")
@@ -428,23 +452,24 @@ with lab.attempt("Pinned memory in a loop that runs ahead", reference="ahead: pi
     show_two_by_two(free_loop)
 
 # %% [markdown]
-# **Takeaway.** Pinning makes the copy itself shorter; `non_blocking` lets the host go on meanwhile, and has nothing to let
-# go of unless the memory is pinned. Whether the *step* notices depends on the loop around it: 3 MB at 20 GB/s take 0.16
-# ms, and a loop that stops for the GPU anyway can't use what it saves.
+# **Takeaway.** Pinning makes the copy shorter; `non_blocking` lets the host go on meanwhile, if the memory is pinned. Whether
+# the *step* notices is another question: one image has 3 MB, and at 20 GB/s they take 0.16 ms. Turn both on, since they cost
+# next to nothing, and don't expect much of them in a loop like this one.
 
 # %% [markdown]
 # ## Exercises
 #
-# They rise in difficulty. Each check says what it found. The last one measures: first whether your results are the same,
-# then the time, in turns with the version given, for as many rounds as the decision takes.
+# The exercises get harder from one to the next. Run an exercise's cell: its check says what is still missing. The last one
+# measures your code: it first compares your results with those of the version given, and then times the two in turns, for
+# as many rounds as it takes to decide.
 
 # %%
 from labutils.exercises import faster_than, solved
 
 # %% [markdown]
-# **1.** You train with micro-batches of 4, 6 workers and `prefetch_factor=4`, at 512 × 512. How many megabytes (10⁶ bytes)
-# of shared memory does that need at most? And what is the largest number of workers that fits in 256 MiB with these
-# settings? Use the section's rule, or call what it called.
+# **1. Shared memory.** You train at 512 × 512 with micro-batches of 4, 6 workers and `prefetch_factor=4`. How many megabytes
+# (10⁶ bytes) of shared memory does that need at most? And with these settings, how many workers fit into 256 MiB at most?
+# Use the rule of section 5, or call the functions that it called.
 
 # %% tags=["exercise"]
 my_megabytes: float | None = None
@@ -457,9 +482,11 @@ def check_memory(megabytes, workers) -> str:
     recipe = STOCK.but(micro_batch=4, num_workers=6, prefetch_factor=4)
     right = needed_bytes(recipe) / 1e6
     if abs(megabytes - right) > 0.03 * right:
-        return f"Exercise 1: not yet. {megabytes} MB: 6 × 4 batches wait, training holds one. How large is one?"
+        return (
+            f"Exercise 1: not yet. {megabytes} MB? 6 × 4 batches wait, and training holds one. How large is one batch?"
+        )
     if workers != most_workers(256 * MIB, recipe):
-        return f"Exercise 1: not yet. {workers} workers: does one more fit? Do they fit themselves?"
+        return f"Exercise 1: not yet. The megabytes are right. Do {workers} workers fit, and would one more not?"
     return f"Exercise 1: right. {right:.0f} MB for 6 workers, and {workers} fit in 256 MiB."
 
 
@@ -470,9 +497,9 @@ wide = STOCK.but(micro_batch=4, num_workers=6, prefetch_factor=4)
 solved(check_memory(needed_bytes(wide) / 1e6, most_workers(256 * MIB, wide)))
 
 # %% [markdown]
-# **2.** The next lab makes the computation much shorter. Suppose that a micro-step takes 23 ms, reading takes 80 ms, and 16
-# cores are there. How many workers are needed to keep up, and what would an optimizer step of four micro-steps take with
-# 3 workers instead?
+# **2. A faster computation.** The next lab makes the computation much shorter. Suppose that a micro-step then takes 23 ms,
+# that reading takes 80 ms, and that there are 16 cores. How many workers are needed to keep up? And how long would an
+# optimizer step of four micro-steps take with 3 workers?
 
 # %% tags=["exercise"]
 my_enough: int | None = None
@@ -487,8 +514,8 @@ def check_starved(workers, starved_ms) -> str:
         found = f"{workers} workers make a batch every {80 / workers:.3g} ms" if workers > 0 else "Somebody must read"
         return f"Exercise 2: not yet. {found}. Is that in time, and with as few as can be?"
     if abs(starved_ms - faster.step_ms(3)) > 1:
-        return f"Exercise 2: not yet. {starved_ms} ms: how many batches do three workers make in that time?"
-    return f"Exercise 2: right. {workers} workers; with 3 a step takes {starved_ms:.0f} ms, and the GPU waits for data again."
+        return f"Exercise 2: not yet. {starved_ms} ms? How many batches do three workers make in that time?"
+    return f"Exercise 2: right. It takes {workers}; with 3 a step takes {starved_ms:.0f} ms, and the GPU waits for data again."
 
 
 print(check_starved(my_enough, my_starved_ms))
@@ -497,9 +524,10 @@ print(check_starved(my_enough, my_starved_ms))
 solved(check_starved(4, 4 * 80 / 3))
 
 # %% [markdown]
-# **3.** Suppose you scale all images to 512 × 512 once and store them so: a file then has (512/1080)² of the pixels to
-# inflate and none to scale. Write `smaller_files`: the pipeline of section 2 with the read time that this leaves, from the
-# measured parts of section 1 (take inflating and converting as proportional to the pixels). How many workers are enough now?
+# **3. Smaller files.** Suppose you scale all images to 512 × 512 once, and store them like that. A file then has (512/1080)²
+# of the pixels to inflate, and nothing to scale. Write `smaller_files`, which takes the measured parts of section 1 and the
+# pipeline of section 2, and returns the pipeline with the new time to read. (Inflating and converting are proportional to
+# the pixels.) How many workers are enough now?
 
 
 # %% tags=["exercise"]
@@ -520,9 +548,9 @@ def check_smaller(answer) -> str:
     if result.compute_ms != pipeline.compute_ms:
         return "Exercise 3: not yet. Computing takes as long as before."
     return (
-        f"Exercise 3: right. {result.read_ms:.3g} ms instead of {pipeline.read_ms:.3g} to read one. Without workers a step "
-        f"would take {result.step_ms(0):.4g} ms instead of {pipeline.step_ms(0):.4g}; {result.enough_workers} worker(s) "
-        "would be enough."
+        f"Exercise 3: right. Reading takes {result.read_ms:.3g} ms instead of {pipeline.read_ms:.3g}. Without workers a step "
+        f"would take {result.step_ms(0):.4g} ms instead of {pipeline.step_ms(0):.4g}. Workers that are enough: "
+        f"{result.enough_workers}."
     )
 
 
@@ -539,8 +567,8 @@ def smaller_files_solution(parts: dict[str, float], now: Pipeline) -> Pipeline:
 solved(check_smaller(smaller_files_solution))
 
 # %% [markdown]
-# **4. Make it faster.** What comes after decoding, by somebody's `transforms`: the image in numbers from -1 to 1, mirrored,
-# and its middle cut out. Not one of these steps need be left out: get the same tensor twice as fast.
+# **4. Make it faster.** Here is what somebody does with a decoded image: turn it into numbers from -1 to 1, mirror it, and cut
+# out its middle. Every one of these steps is needed. Compute the same tensor at least twice as fast.
 
 
 # %% tags=["exercise"]
@@ -572,12 +600,26 @@ def reordered_solution(image):  # first the pixels that remain, in one byte a nu
 solved(faster_than(4, transformed, reordered_solution, an_image, times=2))
 
 # %% [markdown]
+# ## Where this comes from, and what to read on
+# - PyTorch: the documentation of [torch.utils.data](https://docs.pytorch.org/docs/stable/data.html), on workers, prefetching
+#   and pinned memory.
+# - PyTorch: *[A guide on good usage of `non_blocking` and `pin_memory()` in
+#   PyTorch](https://docs.pytorch.org/tutorials/intermediate/pinmem_nonblock.html)*.
+# - J. Mohan and others: *Analyzing and Mitigating Data Stalls in DNN Training*, PVLDB 14(5), 2021
+#   ([arXiv:2007.06775](https://arxiv.org/abs/2007.06775)). How much training waits for data, and a way to tell by replacing
+#   one part at a time.
+# - Docker: the option [`--shm-size`](https://docs.docker.com/reference/cli/docker/container/run/).
+# - The course's [glossary](../docs/glossary.md).
+
+# %% [markdown]
 # ## What you did
 # - You took the reading of one example apart, and found where its time goes.
 # - You predicted a whole curve from two short measurements, and saw where the model ends.
-# - You worked out the shared memory that workers need, saw it run out without harm, and saw the cure.
+# - You worked out the shared memory that workers need, watched it run out without harm, and saw the cure.
 # - You put a number on what `persistent_workers` and `prefetch_factor` bring, small numbers included.
 # - You separated pinned memory from `non_blocking`, in a loop that waits and in one that doesn't.
+#
+# Next: lab 04, which makes the computation itself faster.
 
 # %%
 lab.done(

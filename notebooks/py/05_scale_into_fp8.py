@@ -18,16 +18,16 @@
 # %% [markdown]
 # # Lab 05 · Scale into FP8
 #
-# Article A2 replaces the linear layers of a language model by FP8 ones. Tensor cores multiply 8-bit numbers twice as
-# fast as 16-bit ones, yet the article's training step got only 4 to 7 % shorter, and its memory stayed as it was. This
-# lab takes the format apart bit by bit, tests what the article says of its casts and scales, looks for where the speed
-# and the memory went, and reads the layer that is meant to get them: a frozen one that holds its weight once.
+# Article A2 replaces the linear layers of a language model by layers in FP8, numbers of 8 bits. Tensor cores multiply 8-bit
+# numbers twice as fast as 16-bit ones. Yet the article's training step got only 4 to 7 % shorter, and its memory stayed as
+# it was. In this lab you take the format apart bit by bit, test what the article says about casts and scales, and find out
+# where the speed and the memory went. Then you meet a layer that does get them: a frozen one that keeps its weight once.
 #
 # **After this lab you can**
 # - read the 8 bits of an FP8 number, and say which numbers there are;
 # - say what a cast does beyond the range and near zero, and why you should not rely on it;
-# - choose a scale and its granularity, and tell what a stale scale does to a spike;
-# - measure from which matrix size on FP8 wins, with the cost of quantising counted in;
+# - choose a scale, and say what a scale from the past does to a spike;
+# - tell from which matrix size on FP8 wins, with the cost of quantising counted in;
 # - say what a frozen FP8 layer must keep, and write its backward pass;
 # - judge a format layer by layer by the error that it makes, and say what random weights can't show.
 #
@@ -37,9 +37,9 @@
 # | `small` | a GPU with FP8 (Ada, Hopper, Blackwell) | 3 minutes |
 # | `full` | the same, 40 GB | 4 minutes |
 #
-# The mathematics runs anywhere: on a CPU the 8-bit products are emulated with the same rounding. Their speed can't be:
-# sections 5 and 6 then show what the H200's records hold, and say what to expect. Weights are random unless you set
-# `weights = "hub"`; section 7 says what that hides.
+# Most of this lab is mathematics and runs anywhere: on a CPU the 8-bit products are emulated with the same rounding. Their
+# speed can't be emulated, so sections 5 and 6 then show what our H200 measured. Weights are random unless you set
+# `weights = "hub"`; section 7 says what random weights hide.
 
 # %% tags=["parameters"]
 scale: str = "auto"  # tiny (any CPU), small (a GPU of 8 GB), full (the article's own), auto: the largest that fits
@@ -81,57 +81,54 @@ if not on_gpu:
 # %% [markdown]
 # ## 1 · Eight bits
 #
-# **Question.** A floating-point number is a sign, an exponent that says which power of two it lies above, and a
-# mantissa that says where between that power and the next. With 8 bits there are 256 codes to share out. Which numbers
-# do they hold?
+# **Question.** 8 bits make 256 codes. Which numbers do they stand for?
 #
-# Two formats are in use: **E4M3** spends 4 bits on the exponent and 3 on the mantissa, **E5M2** 5 and 2. Before you
-# look: of 0.1, 448 and 0.0001, which does E4M3 hold exactly, and which does it lose?
+# A floating-point number consists of a sign, an exponent, which says above which power of two the number lies, and a
+# mantissa, which says where between that power and the next. Two ways to divide 8 bits among them are in use: **E4M3** spends
+# 4 bits on the exponent and 3 on the mantissa, **E5M2** spends 5 and 2. (If all bits of the exponent are 0, the rule changes:
+# from there the numbers run down to zero in even steps. They are called *subnormal*.)
 #
-# The stored exponent 0 is special: there the steps stay as fine as above it and run down evenly to zero (*subnormal*
-# numbers). `labutils.lowbit.fp8` writes encoding and decoding out, field by field; the course's tests hold all 256
-# codes of both to PyTorch's own.
+# Before you look: which of 0.1, 448 and 0.0001 does E4M3 hold exactly, and which does it lose? (`labutils.lowbit.fp8` writes
+# encoding and decoding out, and the course's tests compare all 256 codes of both formats with PyTorch's.)
 
 # %%
 rows = [("number", "E4M3: sign, exponent, mantissa", "stands for", "E5M2", "stands for")]
-for value in (1.0, 0.1, -3.3, 448.0, 0.002, 2**-9, 1e-4):
-    cells = [f"{value:g}"]
+for value, said in {1: "1", 0.1: "0.1", -3.3: "-3.3", 448: "448", 0.002: "0.002", 2**-9: "2⁻⁹", 1e-4: "0.0001"}.items():
+    cells = [said]
     for fmt in (E4M3, E5M2):
-        code = encode(torch.tensor([value]), fmt)
-        cells += [f"`{fp8.bits(code.item(), fmt)}`", f"{fp8.decode(code, fmt).item():.6g}"]
+        code = encode(torch.tensor([float(value)]), fmt)
+        cells += [f"`{fp8.bits(code.item(), fmt)}`", f"{fp8.decode(code, fmt).item():.4g}"]
     rows.append(tuple(cells))
 lab.table(*rows)
 
 # %%
 figure, ax = plt.subplots(figsize=(7.2, 2.9))
-styles = {"E4M3": (plots.NAVY, "o", 1), "E5M2": (plots.AMBER, "s", 0)}
-for fmt in (E4M3, E5M2):
-    color, marker, row = styles[fmt.name]
+for fmt, row, color in ((E4M3, 1, plots.NAVY), (E5M2, 0, plots.RUST)):
     numbers = fp8.numbers(fmt)
     numbers = numbers[numbers > 0]
-    ax.plot(numbers, [row] * len(numbers), marker, color=color, markersize=4, alpha=0.6, linestyle="none")
-    ends = f"{len(numbers)} numbers above zero, {fmt.smallest:.2g} to {fmt.largest:g}"
-    ax.annotate(f"{fmt.name}: {ends}", (fmt.smallest_normal, row), (6, 10), textcoords="offset points", fontsize=9)
-    ax.axvline(fmt.smallest_normal, 0.12 + 0.45 * row, 0.4 + 0.45 * row, color=color, linestyle=":")
-ax.set(xscale="log", ylim=(-0.5, 1.6), xlabel="value, logarithmic (dotted: subnormal numbers to the left)", yticks=[])
+    ax.vlines(numbers, row - 0.13, row + 0.13, color=color, linewidth=1)
+    ends = f"{len(numbers)} numbers above zero, {fmt.smallest:.2g} to {fmt.largest:,g}"
+    ax.annotate(f"{fmt.name}: {ends}", (fmt.smallest_normal, row), (6, 18), textcoords="offset points", fontsize=9)
+    ax.vlines(fmt.smallest_normal, row - 0.25, row + 0.4, color=plots.INK, linestyle=":")
+ax.set(xscale="log", ylim=(-0.5, 1.6), xlabel="value, logarithmic (left of the dotted line: subnormal)", yticks=[])
 ax.grid(axis="y", visible=False)
 ax.set_title("The same 256 codes, spent on precision (E4M3) or on range (E5M2)")
 plt.show()
 
 # %% [markdown]
-# Right of the dotted lines every power of two has the same count of numbers, 8 in E4M3 and 4 in E5M2 (the codes at the
-# very top stand for "not a number", and in E5M2 for infinity). So rounding costs the same *share* of any value, at most
-# 1/16 in E4M3 and 1/8 in E5M2. That share, and not some absolute step, is what makes 8 bits enough. Left of the lines
-# the steps stay equal, and the share grows until a number is nearer to zero than to any other.
+# Every vertical line is a number. Right of the dotted line, each power of two has equally many of them: 8 in E4M3, 4 in E5M2.
+# (The codes at the very top are taken: they stand for "not a number", and in E5M2 for infinity.) So rounding takes at most
+# the same *share* of any value there: 1/16 in E4M3, 1/8 in E5M2. Left of the dotted line the steps stay equal, and the share
+# grows, until a number is nearer to zero than to any other.
 #
-# **Takeaway.** E4M3 holds 4 significant bits, the leading one implied, over some 15 powers of two, with a soft end
-# below and a hard one above.
+# **Takeaway.** E4M3 is precise to a sixteenth over some 15 powers of two, E5M2 to an eighth over twice as many. Below that
+# range precision fades out; above it, it ends at once.
 
 # %% [markdown]
 # ## 2 · What a plain cast does
 #
-# **Question.** The article warns: cast as it is, 1,000 and 1,000,000 both become 448, and a weight of 0.00005 becomes
-# 0. Is that what `tensor.to(torch.float8_e4m3fn)` does?
+# **Question.** E4M3's largest number is 448. The article warns that in a plain cast 1,000 and 1,000,000 both become 448, and
+# that a weight of 0.00005 becomes 0. Is that what `tensor.to(torch.float8_e4m3fn)` does?
 #
 # **Your prediction:** which number does 1,000 become?
 
@@ -155,22 +152,24 @@ lab.table(
 lab.verdict("A2.fp8.range", "A2.fp8.cast-saturates", "A2.fp8.cast-flushes");
 
 # %% [markdown]
-# The answer depends on the version. E4M3 has no infinity, so up to PyTorch 2.11 an eager cast of anything above 464
-# gave **NaN**, not 448, while the same line under `torch.compile` saturated; 2.13 saturates in both
-# ([pytorch#178817](https://github.com/pytorch/pytorch/pull/178817),
-# [ao#1912](https://github.com/pytorch/ao/issues/1912)). E5M2 has an infinity and goes there. And 0.00005 is 0 because
-# it is less than half of E4M3's smallest number, 2⁻⁹ = 0.00195; E5M2 keeps it.
+# For large numbers the answer depends on the version of PyTorch. E4M3 has no infinity. Up to PyTorch 2.11, an eager cast of
+# anything above 464 gave **NaN** (which is what the H200's column says), while the same line under `torch.compile`
+# *saturated*, that is, gave 448. PyTorch 2.13 saturates in both
+# ([pytorch#178817](https://github.com/pytorch/pytorch/pull/178817), [ao#1912](https://github.com/pytorch/ao/issues/1912)).
+# E5M2 has an infinity, and 1,000,000 becomes that. At the small end all agree: 0.00005 becomes 0 in E4M3, because it is less
+# than half of the smallest number, 2⁻⁹ = 0.00195. E5M2 keeps it.
 #
-# **Takeaway.** Never leave the range to the cast. A scale that fits, or a clamp before the cast, means the same
-# everywhere.
+# **Takeaway.** Don't leave numbers beyond the range to the cast. Scale them so that they fit, or clamp them first; that means
+# the same in every version.
 
 # %% [markdown]
 # ## 3 · A scale
 #
-# **Question.** The article's example has values from −1,000 to 10,000. Its scale is $S = 448 / \mathrm{AMAX}$, with
-# AMAX the largest magnitude. What becomes of the values, and how exactly does one have to hit $S$?
+# **Question.** To make numbers fit, multiply them by a scale before the cast, and divide by it afterwards. The article uses
+# $S = 448 / \mathrm{AMAX}$, where AMAX is the largest magnitude. Its example has values from −1,000 to 10,000. What becomes of
+# them?
 #
-# Errors are *relative errors of the norm* from here on: $\lVert \hat x - x \rVert / \lVert x \rVert$, with $\hat x$
+# From here on, an error is the *relative error of the norm*, $\lVert \hat x - x \rVert / \lVert x \rVert$, where $\hat x$ is
 # what comes back from FP8.
 
 # %%
@@ -184,7 +183,7 @@ print(f"Cast and scaled back they are {metrics['relative_error']:.1%} off.")
 lab.verdict("A2.fp8.scale");
 
 # %% [markdown]
-# Now vary $S$ over many powers of two, for a tensor of normally distributed numbers.
+# How exactly must one hit $S$? We take a tensor of normally distributed numbers, and vary $S$ over many powers of two.
 #
 # **Your prediction:** by what factor may $S$ be *too small* before the error has doubled?
 
@@ -214,17 +213,18 @@ for (name, found), color, line in zip(errors.items(), (plots.NAVY, plots.RUST), 
     ax.plot(powers, found, color=color, linestyle=line, label=name)
 ax.axvline(0, color=plots.GREY, linestyle=":")
 ax.annotate("S = 448 / AMAX", (0, 0.6), (-6, 0), textcoords="offset points", fontsize=9, ha="right")
-ax.annotate("flushed to zero", (-20, 0.12), fontsize=9, color=plots.NAVY)
-ax.annotate("cut off", (3.4, 0.2), fontsize=9, color=plots.NAVY)
+ax.annotate("small ones\nbecome 0", (-20, 0.1), fontsize=9, color=plots.NAVY)
+ax.annotate("large ones\nare cut off", (3.4, 0.2), fontsize=9, color=plots.NAVY)
 ax.set(yscale="log", ylim=(0.015, 1.5), xlabel="scale S: powers of two away from the one that fits E4M3")
-ax.set_ylabel("relative error, share")
+ax.set_ylabel("relative error")
 ax.legend(loc="lower right")
 ax.set_title("A scale may be far too small, but hardly too large")
 plt.show()
 
 
 # %% [markdown]
-# The slider below (in JupyterLab; the figure above tells the same) draws the tensor under a scale of your choice.
+# In JupyterLab there is a slider here: choose a scale, and see which numbers fall off at either end. (Elsewhere the figure
+# above has to do.)
 
 
 # %%
@@ -243,21 +243,21 @@ def draw(power: float) -> None:
 lab.explore(draw, [float(p) for p in range(-16, 7)], "S × 2^")
 
 # %% [markdown]
-# **Takeaway.** The "F" is for floating: within the format's range the error does not depend on the scale, so one that
-# is too small by some powers of two costs nothing. One that is too large cuts off the largest values, which carry the
-# norm.
+# **Takeaway.** The "F" in FP8 stands for *floating*: within the format's range the error does not depend on the scale. A scale
+# that is too small by some powers of two costs nothing. One that is too large cuts off the largest values, and those carry
+# most of the norm.
 
 # %% [markdown]
 # ## 4 · Today's scale or yesterday's
 #
-# **Question.** To scale by a tensor's own AMAX one reads it twice: once for the maximum, once to cast it (*current
-# scaling*). Transformer Engine, in the recipe that the article describes, takes the AMAX from a history of past steps
-# instead (*delayed scaling*), so the cast can happen in the kernel that makes the tensor. The article trusts that
-# distributions change slowly. What if they don't?
+# **Question.** To scale a tensor by its own AMAX one must read it twice, once to find the maximum and once to cast (*current
+# scaling*). NVIDIA's library Transformer Engine, in the recipe that the article describes, saves one reading: it takes the
+# AMAX from a history of past steps (*delayed scaling*), so that the kernel that makes a tensor can also cast it. The article
+# trusts that tensors change slowly. What if they don't?
 #
-# Four made-up sequences of 60 steps: a slow drift of 10 % a step; growing by half and shrinking by a third each step;
-# and steady but for a spike of 30 times the size every 20 steps, as a bad batch makes. A *margin* of 3 makes every
-# scale 2³ times smaller, to leave room.
+# We make up four sequences of 60 steps. In the first a tensor drifts by 10 % a step. In the second it grows by half in each
+# step, in the third it shrinks by a third. In the fourth it is steady, but every 20 steps there is a spike of 30 times the
+# size, as a bad batch causes. A *margin* of 3 makes every scale 2³ times smaller, to leave room.
 #
 # **Your prediction:** how large is the relative error in the step of the spike, with delayed scaling and no margin?
 
@@ -296,30 +296,32 @@ for ax, name in zip(axes, sizes, strict=True):
     for label, (line, color, width) in zip(scalings, looks, strict=True):
         ax.plot(followed[name, label][1:], linestyle=line, color=color, linewidth=width, label=label)
     ax.set(title=name, xlabel="step", yscale="log")
-axes[0].set_ylabel("relative error, share")
+axes[0].set_ylabel("relative error")
 figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncol=2)
 plt.show()
 worst = [(name, *(100 * max(followed[name, s][1:]) for s in scalings)) for name in sizes]
 lab.table(("error in the worst step, %", *scalings), *worst)
 
 # %% [markdown]
-# Slow drift costs nothing. Growth cuts the largest values off in every step; a spike loses most of itself, as all of it
-# is cut off at the old AMAX. (The default's history of 1024 steps remembers the first spike and meets the next ones
-# prepared; then it casts with that small scale for 1024 steps, which section 3 showed to be free.) The same memory is
-# fatal where a tensor shrinks for good: with the scale of its old size it ends at zero. A margin of $m$ keeps $2^m$ in
-# hand at one end and takes it from the other.
+# Go through the pictures. A slow drift costs nothing. If a tensor grows fast, its largest values are cut off in every step. A
+# spike loses most of itself, because it is cut off at the AMAX of before.
 #
-# The other price of delayed scaling is state: a history for every tensor of every layer, updated each step, which a
-# compiled or captured step must carry along and a checkpoint must save.
+# A long history has two sides. The default, 1024 steps, remembers the first spike and is prepared for the next ones; that it
+# then casts with a scale that is far too small costs nothing, as section 3 showed. But if a tensor shrinks for good, the long
+# memory is fatal: under the scale of its old size, the tensor ends at zero. A margin of $m$ leaves a factor of $2^m$ more room
+# at the large end, and takes it from the small end.
 #
-# **Takeaway.** Delayed scaling is safe for what changes slowly. A scale a row, computed from that row in the kernel
-# that casts it, has no history to be wrong; section 5 counts what reading it costs.
+# Delayed scaling also needs *state*, a history for every tensor of every layer. A compiled or captured step must carry it
+# along, and a checkpoint must save it.
+#
+# **Takeaway.** Delayed scaling is safe for what changes slowly. A scale that is computed from the tensor itself, or from each
+# of its rows, has no past that could mislead it. Section 5 counts what that costs.
 
 # %% [markdown]
 # ## 5 · When FP8 is faster
 #
-# **Question.** FP8 tensor cores promise twice the BF16 rate. From which matrix size on does a product really gain, once
-# the activations have to be quantised as well?
+# **Question.** FP8 tensor cores promise twice the rate of BF16. But the activations arrive in BF16, and must be *quantised*
+# first: scaled and cast. From which matrix size on does FP8 gain all the same?
 #
 # **Your prediction:** the side $n$ of square matrices from which FP8, quantising included, beats BF16.
 
@@ -348,21 +350,23 @@ with lab.attempt("Products in FP8", reference="gemm"):
 shown = series or lab.reference("gemm-times")
 if shown and shown.ok:
     figure, ax = plt.subplots(figsize=(7.2, 4.2))
-    looks = zip("os^vDX", ("-", "-", "-", "--", ":", "--"), plots.FILLS, strict=False)
-    for kind, (marker, line, (color, _)) in zip(products.PRODUCT_KINDS, looks, strict=True):
+    colors = (plots.INK, plots.AMBER, plots.TEAL, plots.PURPLE, plots.RUST, plots.NAVY)
+    looks = zip("os^vDX", ("-", "-", "-", "--", ":", "--"), colors, strict=True)
+    for kind, (marker, line, color) in zip(products.PRODUCT_KINDS, looks, strict=True):
         ms = {n: shown.metric(f"{kind} {n}") for n in (512, 1024, 2048, 4096, 8192)}
         rate = {n: 2 * n**3 / one / 1e9 for n, one in ms.items() if one}
         ax.plot(list(rate), list(rate.values()), marker=marker, linestyle=line, color=color, label=kind)
     ax.set(xscale="log", xlabel="side n of the square matrices", ylabel="TFLOP/s, the GPU's time alone", ylim=(0, None))
     ax.set_xticks(list(rate), [str(n) for n in rate], minor=False)
     ax.minorticks_off()
+    ax.set_title(f"Square products, measured on {'this machine' if series else 'our H200'}")
     figure.legend(loc="outside lower center", ncol=2)
     plt.show()
 lab.verdict("A2.fp8.rate");
 
 # %% [markdown]
-# Lab 00 measured the ends of these curves: large products alone, with nothing to quantise. Here is what it has on
-# record for the H200.
+# The solid FP8 curves are products alone, with nothing to quantise. Lab 00 measured their right-hand ends. This is what it has
+# on record for the H200:
 
 # %%
 peaks = read_runs(REFERENCE, "00")["00", "machine"]
@@ -372,29 +376,36 @@ rows = [(kind, peaks.metric(metric), peaks.metric(metric) / bf16) for kind, metr
 lab.table(("large products on the H200", "TFLOP/s", "times BF16's"), *rows)
 
 # %% [markdown]
-# What to look for. Small products are bound by launching and by memory, where half the bytes help a little and the
-# extra kernels hurt. Large ones are bound by the tensor cores, and there the cost of quantising fades: it grows with
-# $n^2$ and the product with $n^3$. Called from eager PyTorch, quantising a row is three or four kernels over the whole
-# tensor; compiled, it can be one, which merges with whatever made the tensor.
+# Small products are limited by launches and by memory. There half the bytes help a little, and the extra kernels for
+# quantising hurt. Large products are limited by the tensor cores, and there the cost of quantising fades: it grows with $n^2$,
+# the product with $n^3$.
 #
-# **Takeaway.** "Twice the rate" is the tensor core's. What a layer gets depends on its size and on who quantises.
+# It also matters how one quantises. In eager PyTorch, to quantise row by row takes several kernels, each of which goes over the
+# whole tensor (the dotted curve). Compiled, it can be one (the dashed curve with crosses), which can also merge with whatever
+# made the tensor.
+#
+# **Takeaway.** Only the tensor core is twice as fast. What a layer gains depends on its size, and on how its input is
+# quantised.
 
 # %% [markdown]
 # ## 6 · One byte a parameter
 #
-# **Question.** The article's memory did not shrink: `te.Linear` keeps the BF16 weight and makes FP8 copies of it. But
-# under LoRA the weight is frozen. What does a frozen layer need to keep?
+# **Question.** The article's memory did not shrink, because Transformer Engine's layer `te.Linear` keeps the BF16 weight and
+# makes FP8 copies of it. But under LoRA the weight is frozen. What does a frozen layer really need to keep?
 #
-# Forward, $y = xW^\top$. Backward only $\mathrm dX = \mathrm dY\,W$: nobody asks for $\mathrm dW$, so this layer
-# needn't save its input either. (LoRA's own matrices, beside it, still do.) `labutils.lowbit.frozen` keeps $W$ in E4M3
-# with one scale $s$ a row, $W \approx \mathrm{diag}(s)\,W_8$, and nothing else. Its backward pass takes two thoughts:
+# Its forward pass is $y = xW^\top$. Its backward pass is only $\mathrm dX = \mathrm dY\,W$: no one needs $\mathrm dW$, so the
+# layer needn't keep its input either. (LoRA's own matrices beside it do need it.) So the layer in `labutils.lowbit.frozen`
+# keeps $W$ in E4M3 with one scale for each row, $W \approx \mathrm{diag}(s)\,W_8$, and nothing else. Its backward pass has two
+# difficulties:
 #
-# - $s$ lies along the dimension that $\mathrm dX$ sums over, where a product's epilogue can't apply it. So it is folded into
-#   the gradient before that is quantised: $\mathrm dX = (\mathrm dY\,\mathrm{diag}(s))\,W_8$. Exactly the same product.
-# - Hopper multiplies FP8 in one layout only, and $\mathrm dX$ needs the other. $W_8$ is transposed on the fly and dropped.
+# - A kernel can apply scales to the rows and columns of a product's *result*. But in $\mathrm dX$ the scales $s$ belong to the
+#   dimension that is summed over. So they are multiplied into the gradient first:
+#   $\mathrm dX = (\mathrm dY\,\mathrm{diag}(s))\,W_8$, which is exactly the same.
+# - Hopper multiplies FP8 in one memory layout only, and $\mathrm dX$ needs the other. So $W_8$ is transposed when it is needed,
+#   and the transposed copy is dropped at once.
 #
-# **Your prediction:** the relative error of its output against float32. (Section 3 showed the error of one tensor; here
-# two are multiplied.)
+# **Your prediction:** the relative error of the layer's output against float32, in %. (Section 3 showed the error of one
+# tensor; here two are multiplied.)
 
 # %%
 my_error: float | None = None  # in percent
@@ -416,43 +427,65 @@ rows = [("output y", 100 * metrics["forward_error"]), ("input gradient dX", 100 
 lab.table(("frozen FP8 layer against float32", "error, %"), *rows)
 
 # %% [markdown]
-# Each factor is about 2.6 % off, and independent errors add up as squares: $\sqrt2 \times 2.6\,\% = 3.7\,\%$.
+# Each of the two factors is about 2.6 % off. Independent errors add up as squares do: $\sqrt2 \times 2.6\,\% = 3.7\,\%$.
 #
-# The layer takes the 577 rows, an odd number, that the article's FP8 layer refused ("product of all dimensions except
-# the last divisible by 8"). Only the *weight* gradient, $\mathrm dY^\top x$, sums over the rows, and a frozen layer
-# computes none. On a GPU ours pads them to 592 with zeros, on the safe side of every kernel, and cuts what comes of
-# those off again.
+# (The input has 577 rows, as the article's vision encoder makes them. The article's FP8 layer refused this odd number: "product
+# of all dimensions except the last divisible by 8". Only the *weight* gradient, $\mathrm dY^\top x$, sums over the rows, and a
+# frozen layer doesn't compute it. On a GPU, our layer pads the rows to 592 with zeros and cuts the padding off again.)
 #
-# Here are all the layer kinds behind the recipe's knob `base_linear`, one layer each: the bytes that it holds for a
-# parameter at rest, those with what it keeps between forward and backward (*while running*), and the time of both.
-# Memory and time are a GPU's: on a CPU only the first column is left.
+# The recipe's knob `base_linear` knows other layers as well. How do they compare? We make one of each kind and look at the
+# bytes that it holds for each parameter at rest, at the bytes with what it keeps between forward and backward (*while
+# running*), and at the time that the two passes take. The last two need a GPU.
 
 # %%
 rows, dtype = (4096, torch.bfloat16) if on_gpu else (64, torch.float32)
 kinds = dict.fromkeys(("published", *MAKERS), False)
 kinds |= {"published, compiled": True, "fp8-frozen, compiled": True} if on_gpu else {}
-listed = [("base_linear", "bytes a parameter", "while running", "forward + input gradient, ms")]
+COSTS = ("bytes_a_parameter", "bytes_a_parameter_running", "step_ms")
+listed = {}
 for name, compiled in kinds.items():
     run = Run("05", "te-linear" if name == "fp8-te" else f"layer {name}")
-    with lab.attempt(f"base_linear={name!r}", reference=run.run):
+    with lab.attempt(f"base_linear={name!r}", reference=run.run, instead=lambda: None):  # the table below has it
         run.metrics = products.layer_costs(name.removesuffix(", compiled"), rows, k, n, lab.device, dtype, compiled)
         if samples := run.metrics.pop("step_ms", []):
             run.samples["step_ms"], run.metrics["step_ms"] = samples, summarise(samples)
         lab.keep(run)
-        numbers = [run.metric(m) for m in ("bytes_a_parameter", "bytes_a_parameter_running", "step_ms")]
-        listed.append((name, *numbers))
-lab.table(*listed)
+        listed[name] = [run.metric(cost) for cost in COSTS]
+
+# %%
+rows = []
+for name in (
+    *kinds,
+    *(f"{name}, compiled" for name in ("published", "fp8-frozen") if f"{name}, compiled" not in kinds),
+):
+    theirs = lab.reference("te-linear" if name == "fp8-te" else f"layer {name}")
+    rows.append((name, *listed.get(name, [None] * 3), *(theirs and theirs.metric(cost) for cost in COSTS)))
+what = ("bytes a parameter", "while running", "both passes, ms")
+lab.table(("base_linear", *what, *(f"H200: {one}" for one in what)), *rows)
 
 # %% [markdown]
-# **Reading it.** *published* are the weights as they come (float32 on a CPU, BF16 on a GPU). *fp8-frozen* is the layer
-# above. *nf4* has 4 bits a parameter and is unpacked to BF16 before each product. Two kinds need a GPU: *fp8-te*,
-# Transformer Engine's and the article's way, keeps the old weight at rest and makes FP8 copies that come on top while
-# it runs; *fp8-torchao* also keeps the old weight. (`labutils doctor` says what a kind needs.)
+# The kinds are:
+#
+# | kind | what it keeps |
+# |---|---|
+# | *published* | the weight as it comes (float32 on a CPU, BF16 on a GPU) |
+# | *fp8-te* | Transformer Engine's layer, the article's way: the BF16 weight, and FP8 copies on top of it while it runs |
+# | *fp8-torchao* | torchao's layer: the BF16 weight, quantised anew in each pass, a scale a row |
+# | *fp8-frozen* | the layer above: 8 bits a parameter and nothing else |
+# | *nf4* | 4 bits a parameter (lab 07), unpacked to BF16 before each product |
+# | *nf4-frozen* | the same 4 bits, unpacked by operations that `torch.compile` can see into |
+# | *nf4-fp8* | the same 4 bits, unpacked to FP8 and multiplied in FP8 |
+#
+# On the H200, *fp8-frozen* has half the bytes of *published*, but in eager PyTorch it is slower: quantising takes several
+# kernels, as in section 5. Compiled, it is both smaller and faster.
 #
 # ### Does PEFT refuse `te.Linear`?
 #
-# The article swapped the layers *after* attaching LoRA, as PEFT raised `ValueError: Target module Linear() is not
-# supported`. PEFT chooses a LoRA layer by the type of what it wraps, so any type that it doesn't know is refused. Ours:
+# **Question.** The article had to swap the layers *after* attaching LoRA, because PEFT raised `ValueError: Target module
+# Linear() is not supported`. Does it still?
+#
+# PEFT chooses a LoRA layer by the type of the layer that it wraps, and refuses types that it doesn't know. Our own layer is
+# such a type:
 
 # %%
 try:
@@ -463,6 +496,9 @@ swapped = nn.Sequential(nn.Linear(64, 64))
 attach_lora(swapped, ("0",), 8, 8, "peft")
 swapped[0].base_layer = FrozenFP8Linear.from_linear(swapped[0].base_layer)
 print("Swapped afterwards it works:", tuple(swapped(torch.randn(3, 64)).shape), "out of", swapped[0].base_layer)
+
+# %% [markdown]
+# And Transformer Engine's?
 
 # %%
 with lab.attempt("PEFT around te.Linear", reference="te-peft"):
@@ -477,23 +513,25 @@ with lab.attempt("PEFT around te.Linear", reference="te-peft"):
 lab.verdict("A2.te.peft-refuses");
 
 # %% [markdown]
-# PEFT 0.19 and later bring a LoRA layer for Transformer Engine's types, so the refusal is history there. The order
-# "adapters first, then swap" still is the way for every type that PEFT doesn't know.
+# PEFT 0.19 and later have a LoRA layer for Transformer Engine's types, so there the refusal is history. For any type that PEFT
+# doesn't know, "first the adapters, then the swap" is still the way.
 #
-# **Takeaway.** Which gradients a step needs decides what it must keep of a weight. A frozen one needs a single copy, in
-# one byte a parameter; libraries made for training all weights keep more, and rightly so.
+# **Takeaway.** Which gradients are needed decides what must be kept. A frozen weight needs a single copy, of one byte a
+# parameter. Libraries that are made for training all weights keep more, and have to.
 
 # %% [markdown]
 # ## 7 · A model, layer by layer
 #
-# **Question.** Which scale does a real network need: one a tensor, a row, or a block of 32? And should gradients be in
-# E5M2, whose range is wider?
+# **Question.** How many scales does a network need: one for each tensor, for each row, or for each block of 32 numbers? And
+# should gradients be in E5M2, whose range is wider?
 #
-# We let a Mistral-shaped model compute one loss, catch the input and the output gradient of every linear layer, and
-# quantise them in every way. Trained language models have a few channels whose activations are tens of times larger
-# than the rest (Dettmers et al. 2022, "LLM.int8()"). Random weights have none. So we look twice: at the model as it is
-# drawn, and with such channels **planted** by making three entries of each norm's weight 60 times larger. That is a
-# model of the phenomenon and not the phenomenon; `weights = "hub"` adds a trained one.
+# We let a model with the shape of Mistral compute one loss, catch the input and the output gradient of every linear layer, and
+# quantise them in each way.
+#
+# There is a catch. Trained language models have *outliers*: in a few channels, activations are tens of times larger than
+# elsewhere (Dettmers and others, 2022). Random weights have none. So we look twice: at the model with its random weights as
+# drawn, and at the same model after we have **planted** outliers, by making three entries of each norm's weight 60 times
+# larger. Planted outliers imitate the real ones, and no more than that; `weights = "hub"` adds a trained model.
 
 # %%
 width, depth, tokens = (256, 3, (2, 96)) if tiny else (1024, 6, (2, 512))
@@ -531,8 +569,11 @@ axes[0][0].set_ylabel("error of the layer's output, %")
 figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside lower center", ncol=2)
 plt.show()
 
+# %% [markdown]
+# And the gradients? The table has medians over the layers, and in its last column the worst layer.
+
 # %%
-head = ("error of dX, %", "numbers of dY that become 0, %", "the same, worst layer")
+head = ("error of dX, %", "numbers of dY that become 0, %", "the same in the worst layer, %")
 for name, layers in surveys.items():
     rows = [(f"*{name}*: gradients dY in", *head)]
     for kind in ("E4M3 tensor", "E4M3 row", "E4M3 block", "E5M2 tensor", "E5M2 row"):
@@ -542,34 +583,35 @@ for name, layers in surveys.items():
     lab.table(*rows)
 
 # %% [markdown]
-# Numbers are medians over the layers, where the head doesn't say otherwise.
+# **What this shows.** In FP8 the number of scales hardly changes the error of a product. It is about 3.7 %, with or without
+# outliers: that is the price of three mantissa bits, and each number brings its own exponent. (A scale a row does better where
+# one outlier carries most of a row, because that outlier becomes exactly 448.) INT8 is different. It has one step size for a
+# whole tensor, so it is better than FP8 as long as a tensor is even, and worse once there are outliers.
 #
-# **What this shows.** With FP8 the granularity hardly changes the error of a product: about 3.7 % is what three
-# mantissa bits cost, outliers or not, as each number brings its own exponent. (It is less where one outlier carries
-# most of a row: that one is scaled to 448 exactly.) INT8 has one step size for all, so it is better as long as a tensor
-# is even and falls behind where outliers are. What a coarse scale does cost is range: a gradient whose magnitude is far
-# below its tensor's largest becomes exactly zero. E5M2 keeps it, at 1.6 times the error for all the others; a scale a
-# row keeps nearly all of it as well, as a row is one token and has its own range. That is why this course's frozen
-# layer takes E4M3 with a scale a row, forward and backward.
+# What FP8 pays for too few scales is *range*: a gradient far smaller than the largest one in its tensor becomes exactly zero.
+# E5M2 keeps it, but makes the error of all the others 1.6 times larger. A scale a row keeps nearly all of them as well, because
+# a row is one token and has a range of its own. That is why this course's frozen layer uses E4M3 with a scale a row, forward
+# and backward.
 #
-# **What it can't show.** Whether 3.7 % a layer harms training. Errors of random sign average out over layers and steps;
-# the article's loss was 14 % higher after ten steps, but ten steps of one run tell little. Random weights have no
-# answer to that. Lab 06 trains a small model and shows how to compare losses over several seeds.
+# **What it can't show** is whether an error of 3.7 % in each layer harms training. Errors of random sign average out over layers
+# and steps. The article's loss was 14 % higher after ten steps, but ten steps of a single run say little, and random weights
+# can't say it at all. Lab 06 trains a small model, and shows how to compare losses over several seeds.
 #
-# **Takeaway.** Measure the format on the tensors that it is to hold. Errors that a norm hides (small numbers that
-# become zero) need a count of their own.
+# **Takeaway.** Test a format on the tensors that it is to hold. And count what a norm hides, such as small numbers that become
+# zero.
 
 # %% [markdown]
 # ## Exercises
 #
-# They rise in difficulty. Each check says what it found. The last one measures: first whether your results are the same,
-# then what is kept for the backward pass, in bytes.
+# The exercises get harder from one to the next. Run an exercise's cell: its check says what is still missing. The last one
+# measures your code: it first compares your results with those of the version given, and then counts the bytes that are kept
+# for the backward pass.
 
 # %%
 from labutils.exercises import smaller_than, solved
 
 # %% [markdown]
-# **1.** A tensor's largest magnitude is 3.5. What is its scale $S$ for E4M3 with a margin of 2?
+# **1. A scale with a margin.** A tensor's largest magnitude is 3.5. What is its scale $S$ for E4M3 with a margin of 2?
 
 # %% tags=["exercise"]
 my_S = None  # your number
@@ -581,8 +623,8 @@ def check_scale(answer) -> str:
     if abs(answer - 32) < 1e-6:
         return "Exercise 1: right. The scaled values reach 112, and may grow fourfold before they are cut off."
     if abs(answer - 128) < 1e-6:
-        return "Exercise 1: that is the scale without a margin."
-    return "Exercise 1: not yet. 448 / AMAX, and two powers of two less."
+        return "Exercise 1: not yet. That is the scale without a margin."
+    return "Exercise 1: not yet. Start from 448 / AMAX; section 4 says what a margin does to it."
 
 
 print(check_scale(my_S))
@@ -592,8 +634,8 @@ my_S = 448 / 3.5 / 2**2
 solved(check_scale(my_S))
 
 # %% [markdown]
-# **2.** Write the input gradient of a frozen layer from its 8-bit weight `W8` [n, k] (already restored to float32) and
-# row scales `s` [n, 1], without forming `s * W8`, a second weight.
+# **2. The backward pass.** A frozen layer has its 8-bit weight `W8` [n, k] (here already restored to float32) and its row scales
+# `s` [n, 1]. Write its input gradient, without forming `s * W8`, which would be a second weight.
 
 
 # %% tags=["exercise"]
@@ -608,7 +650,9 @@ def check_gradient(function) -> str:
     if found is None:
         return "Exercise 2: fill in input_gradient first."
     if found.shape == formed.shape and torch.allclose(found, formed, rtol=1e-4, atol=1e4):
-        return "Exercise 2: right. The scale sits on the dimension that is summed over, so it can go to either factor."
+        return (
+            "Exercise 2: right. The scales belong to the dimension that is summed over, so either factor can take them."
+        )
     if not found.isfinite().all():
         return "Exercise 2: nearly. You formed s * W8, which is too large for float32 here. Where else can s go?"
     return "Exercise 2: not yet. Which dimension of dY does s belong to?"
@@ -625,9 +669,9 @@ def input_gradient(dY, W8, s):
 solved(check_gradient(input_gradient))
 
 # %% [markdown]
-# **3.** A model of 7 billion parameters takes 14 GB in BF16 and 7 GB in FP8. Two ways to convert it: (a) build the FP8
-# layers beside the BF16 model, then drop that; (b) drop each layer's BF16 weight as soon as its FP8 form is there. What
-# is the peak of memory, in GB, of (a) and of (b)? (A layer is small.)
+# **3. Two ways to convert.** A model of 7 billion parameters takes 14 GB in BF16 and 7 GB in FP8. You can (a) build all FP8
+# layers beside the BF16 model and then drop that, or (b) drop each layer's BF16 weight as soon as its FP8 form is there. What is
+# the peak of memory, in GB, in (a) and in (b)? (A single layer is small enough to be ignored.)
 
 # %% tags=["exercise"]
 my_peaks = None  # two numbers: (a, b)
@@ -637,10 +681,10 @@ def check_peaks(answer) -> str:
     if answer is None:
         return "Exercise 3: set my_peaks first."
     if not isinstance(answer, tuple | list) or len(answer) != 2:
-        return "Exercise 3: two numbers are asked for, (a, b), for example (20, 10)."
+        return "Exercise 3: not yet. Two numbers are asked for, (a, b), for example (20, 10)."
     if tuple(answer) == (21, 14):
-        return "Exercise 3: right. `convert_base` does (b); what it saves shows after the conversion, not during it."
-    return "Exercise 3: not yet. What is in memory just before the first BF16 weight is dropped, and what at the start?"
+        return "Exercise 3: right. The course converts as in (b); what that saves shows only afterwards."
+    return "Exercise 3: not yet. In (a), what is in memory just before the BF16 model is dropped? In (b), what at the start?"
 
 
 print(check_peaks(my_peaks))
@@ -650,9 +694,9 @@ my_peaks = (14 + 7, 14)
 solved(check_peaks(my_peaks))
 
 # %% [markdown]
-# **4. Make it smaller.** A layer that is frozen in 8 bits, used in the plain way: autograd keeps the restored weight, four
-# bytes a parameter, until the backward pass. Get the same result and the same gradient of `x`, and keep at most a tenth of
-# that. (What the layer holds anyway isn't counted.)
+# **4. Make it smaller.** This layer is frozen in 8 bits, but used in the plain way: autograd keeps the restored weight, four
+# bytes a parameter, until the backward pass. Compute the same result and the same gradient of `x`, and keep at most a tenth of
+# those bytes. (What the layer itself holds is not counted.)
 
 # %% tags=["exercise"]
 frozen_layer = nn.Module()
@@ -697,13 +741,30 @@ def lean_solution(x):
 solved(smaller_than(4, restoring, lean_solution, some_rows, share=0.1, module=frozen_layer))
 
 # %% [markdown]
+# ## Where this comes from, and what to read on
+# - P. Micikevicius and others: *[FP8 Formats for Deep Learning](https://arxiv.org/abs/2209.05433)*, 2022. Defines E4M3 and
+#   E5M2.
+# - NVIDIA: *[Transformer Engine's documentation](https://docs.nvidia.com/deeplearning/transformer-engine/user-guide/)*, on FP8
+#   and its recipes for scaling.
+# - T. Dettmers and others: *[LLM.int8(): 8-bit Matrix Multiplication for Transformers at
+#   Scale](https://arxiv.org/abs/2208.07339)*, 2022. On outliers, and what INT8 does about them.
+# - A. Kuzmin and others: *[FP8 Quantization: The Power of the Exponent](https://arxiv.org/abs/2208.09225)*, 2022. When FP8
+#   beats INT8, and when not.
+# - B. Rouhani and others: *[Microscaling Data Formats for Deep Learning](https://arxiv.org/abs/2310.10537)*, 2023. A scale for
+#   each block of 32 numbers.
+# - PyTorch: *[torchao](https://github.com/pytorch/ao)*, training in FP8.
+# - The course's [glossary](../docs/glossary.md).
+
+# %% [markdown]
 # ## What you did
 # - You read the 8 bits of FP8 numbers, and saw which numbers there are.
 # - You found out what a cast does beyond the range and near zero, and that it depends on the version.
-# - You chose scales, and saw what a stale one does to a spike.
+# - You chose scales, and saw what a scale from the past does to a spike.
 # - You saw what decides from which size on FP8 wins, quantising included, and measured it if you have a GPU.
-# - You took a frozen FP8 layer of one byte a parameter apart, and wrote its backward pass.
+# - You took apart a frozen FP8 layer of one byte a parameter, and wrote its backward pass.
 # - You judged formats layer by layer by their errors, and know what random weights don't show.
+#
+# Next: lab 06, where FP8 meets images of any shape.
 
 # %%
 wins_from = gemm.metrics.get("fp8_wins_from_n") if gemm else None

@@ -282,6 +282,26 @@ def test_a_failure_is_kept_told_and_survived(lab, reference, capsys, error, stat
     assert "| step_ms | 625 |" in said
 
 
+def test_a_reference_is_told_in_words(lab, reference, capsys):
+    metrics = {"failed": 1, "message": "CUDA error 209", "flops_per_step": 11377482371072}
+    Results(results.REFERENCE.parent).append(Run("03", "provoked", scale="full", metrics=metrics))
+    with lab.attempt("it", reference="provoked"):
+        raise ValueError("no")
+    said = capsys.readouterr().out
+    assert "| failed | yes |" in said
+    assert "| message | `CUDA error 209` |" in said
+    assert "flops_per_step" not in said
+
+
+def test_something_better_than_the_references_numbers_can_be_shown(lab, reference, capsys):
+    with lab.attempt("3 workers", reference="workers=3", instead=lambda: print("four runs, as a picture")):
+        raise NotHere("a GPU is needed")
+    assert read_runs(lab.results_dir)["03", "workers=3"].status == "skipped: a GPU is needed"
+    said = capsys.readouterr().out
+    assert "four runs, as a picture" in said
+    assert "step_ms" not in said
+
+
 @pytest.mark.parametrize(
     ("name", "told"),
     [("too big", "has no numbers for *too big* either (oom)"), ("never run", "There is no reference run *never run*")],

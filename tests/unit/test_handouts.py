@@ -503,6 +503,21 @@ def test_a_first_page_says_that_others_disturbed_the_run():
     assert ("beside", "up to 2 other labs at once: times are disturbed") in facts_of("01", notebook, records).rows()
 
 
+@pytest.mark.parametrize(
+    ("target", "found"),
+    [
+        ("02_profile.ipynb#top", "02_profile.html"),
+        ("../notebooks/02_profile.ipynb", "02_profile.html"),
+        ("../reference/h200/02_profile.ipynb", None),
+        ("../docs/glossary.md", None),
+    ],
+)
+def test_a_lab_as_another_machine_ran_it_is_not_that_labs_page(target, found):
+    words = [{"t": "Str", "c": "there"}]
+    made = documents._link({"t": "Link", "c": [["", [], []], words, [target, ""]]}, {"02_profile.ipynb"})
+    assert made == ([{"t": "Link", "c": [["", [], []], words, [found, ""]]}] if found else words)
+
+
 def test_pictures_and_formulas_are_in_the_page(made):
     page = Page(made / "student" / f"{STEM}.html")
     pictures = [a["src"] for tag, a in page.tags if tag == "img"]

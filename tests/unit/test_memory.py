@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -107,3 +109,17 @@ def test_totals_and_units() -> None:
     memory = TrainingMemory(weights=4_000_000_000, gradients=2, optimizer=3, activations=5)
     assert memory.total == 4_000_000_010
     assert memory.in_gb() == {"weights": 4.0, "gradients": 2e-9, "optimizer": 3e-9, "activations": 5e-9}
+
+
+@pytest.mark.parametrize("layer", [nn.ReLU(), nn.Sigmoid(), nn.Softmax(-1), nn.GroupNorm(2, 8)])
+def test_looking_at_what_is_kept_keeps_nothing(layer: nn.Module) -> None:
+    """Some layers keep their own output: a hook that hands it back as it is would tie the graph to itself."""
+
+    def look() -> weakref.ref:
+        model, x = nn.Sequential(nn.Linear(8, 8), layer, nn.Linear(8, 8)), torch.randn(4, 8)
+        assert saved_for_backward(model, lambda: model(x).square().mean()) > 0
+        return weakref.ref(model[0].weight)
+
+    weight = look()
+    gc.collect()
+    assert weight() is None

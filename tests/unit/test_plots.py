@@ -355,7 +355,7 @@ def test_launch_cost_is_in_microseconds(ax):
     curve = {2**k: [5e-3, 6e-3, 7e-3] for k in range(0, 20, 4)}
     plots.launch_cost(ax, {"called from Python": curve}, 4.2)
     assert list(ax.lines[0].get_ydata()) == pytest.approx([6] * 5)
-    assert "one call from Python: 4.2 µs" in texts(ax)
+    assert "one call from Python here: 4.2 µs" in texts(ax)
     assert_tidy(ax)
 
 
@@ -512,3 +512,17 @@ def test_calibration_shows_each_prediction_with_both_numbers(ax):
     assert places == pytest.approx([plots.MOST_OFF, 0.5, 1])
     assert ax.get_xlim() == pytest.approx((1 / plots.MOST_OFF, plots.MOST_OFF))
     assert_tidy(ax)
+
+
+def test_launch_cost_takes_summaries_from_the_record(ax):
+    curve = {2**k: {"median": 6e-3, "p10": 5e-3, "p90": 7e-3, "n": 9} for k in range(0, 20, 4)}
+    plots.launch_cost(ax, {"H200": curve}, 4.2)
+    assert list(ax.lines[0].get_ydata()) == pytest.approx([6] * 5)
+
+
+def test_a_kind_of_kernel_looks_the_same_in_every_timeline(ax):
+    pictures = (["normalisation", "GEMM", "reduction"], ["convolution", "reduction", "GEMM", "normalisation"])
+    looks = [plots._category_fills([(n, 1.0, kind) for n, kind in enumerate(kinds)], 9) for kinds in pictures]
+    assert {looks[0][kind] == looks[1][kind] for kind in ("GEMM", "normalisation")} == {True}
+    assert [len(set(fills.values())) for fills in looks] == [3, 4]
+    assert len(set(plots.KIND_FILLS.values())) == len(plots.KIND_FILLS)
