@@ -83,8 +83,8 @@ def _add_run(commands: argparse._SubParsersAction) -> None:
     again.add_argument(
         "--only",
         choices=("changed",),
-        help="of labs done there, run again those whose code cells (not prose), parameters or labutils are others since, "
-        "or are not on record",
+        help="of labs done there, run again those whose code cells (not prose), parameters or labutils have changed "
+        "since, or are not on record",
     )
     run.add_argument(
         "--jobs",
