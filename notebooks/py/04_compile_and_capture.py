@@ -261,8 +261,9 @@ with lab.attempt("CUDA graphs inside torch.compile", reference="reduce-overhead"
 lab.verdict("A1.compile.reduce-overhead", "A1.compile.max-autotune", "A1.compile.cause");
 
 # %% [markdown]
-# These modes give each compiled region a graph of its own, and must guess when a graph's memory may be used again. Under
-# accumulation the guess is wrong, and the message says so. The next section captures the whole step, and nothing is guessed.
+# These modes give each compiled region a graph of its own, and must guess when a graph's memory may be used again. On the H200
+# the guess was wrong under accumulation: a second micro-step overwrote what the first had left, and the message says so. The
+# next section captures the whole step, and nothing is guessed.
 #
 # **Takeaway.** Whether a mode runs depends on the version. Whether it computes the *right* thing is a second question: before
 # you trust it, compare its losses with those of the mode `default` from the same seed.
@@ -316,7 +317,7 @@ show_lane(same_work, "same work")
 # None of these rungs changed what is computed, up to rounding. In the H200's picture, look where the time falls: from
 # *whole-step graph* on, the host no longer stands between the kernels, and a replayed step takes as long as its kernels do.
 # The spread falls with it. What the host launches is as unsteady as the host; what the GPU replays is not. (A CPU has no
-# launches, so there these rungs bring little, and more workers than cores even cost time.)
+# launches, so there these rungs bring little, and more workers only take cores away from training.)
 #
 # One warning. A captured step can go wrong without a word. If a gradient's memory is allocated inside the capture, then the
 # second micro-step replaces the first one's gradient instead of adding to it. Here gradients are allocated before and zeroed
