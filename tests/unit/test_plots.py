@@ -122,6 +122,12 @@ def test_waterfall_of_eighteen_rungs(ax, log):
     assert_tidy(ax)
 
 
+def test_a_rungs_range_and_its_number_stay_inside_the_waterfall(ax):
+    slow = Run("04", "noisy", lane="same work", metrics={"step_ms": {"p10": 50.0, "median": 60.0, "p90": 900.0}})
+    plots.waterfall(ax, [timed("04", "stock", 100), slow], None, log=False)
+    assert ax.get_xlim()[1] > 1.2 * 900
+
+
 def test_waterfall_without_rungs_is_an_error(ax):
     with pytest.raises(ValueError, match="nothing to draw"):
         plots.waterfall(ax, [FAILED], 10)
