@@ -438,7 +438,7 @@ def explain(status: str) -> str:
     if kind == "skipped":
         missing = why.startswith(("ImportError", "ModuleNotFoundError"))
         return f"It was left out: {why}." + " `labutils doctor` says how to change that." * missing
-    return f"It failed with {why}. `labutils doctor` checks the usual causes."
+    return f"It failed with {why.rstrip('.')}. `labutils doctor` checks the usual causes."
 
 
 def _off_by(guess: float, truth: float) -> str:
