@@ -423,7 +423,7 @@ lab.table(
 # then the time, in turns with the version given, for as many rounds as the decision takes.
 
 # %%
-from labutils.exercises import faster_than, solved
+from labutils.exercises import check, faster_than, solved
 
 # %% [markdown]
 # **1.** A colleague compiles for 95 s to bring a step from 340 to 250 ms. She trains 800 steps. How many seconds does she
@@ -431,23 +431,11 @@ from labutils.exercises import faster_than, solved
 
 # %% tags=["exercise"]
 gained_s = None  # your number
-
-
-def check_gain(answer) -> str:
-    if answer is None:
-        return "Exercise 1: set gained_s first."
-    if abs(answer - (800 * 0.34 - (95 + 799 * 0.25))) < 1:
-        return "Exercise 1: right. She loses 23 s: it would have paid after some 1,050 steps."
-    if abs(answer - 800 * 0.09) < 1:
-        return "Exercise 1: that is what 800 shorter steps save. What did the first one cost?"
-    return "Exercise 1: not yet. Add up all 800 steps with and without, the first compiled one included."
-
-
-print(check_gain(gained_s))
+print(check("04.1", gained_s))
 
 # %% tags=["solution"]
 gained_s = 800 * 0.34 - (95 + 799 * 0.25)
-solved(check_gain(gained_s))
+solved(check("04.1", gained_s))
 
 # %% [markdown]
 # **2.** Caching keeps, for each image, the posterior's mean and log variance (2 × 4 × 64 × 64 numbers at `full`) and the
@@ -455,24 +443,11 @@ solved(check_gain(gained_s))
 
 # %% tags=["exercise"]
 cache_mb = None  # your number
-
-
-def check_cache(answer) -> str:
-    if answer is None:
-        return "Exercise 2: set cache_mb first."
-    truth = 1221 * (2 * 4 * 64 * 64 + 77 * 768) * 2 / 1e6
-    if abs(answer / truth - 1) < 0.02:
-        return "Exercise 2: right: it fits beside the model on any GPU, and 1.5 GB of PNG files are not read again."
-    if abs(answer / truth - 0.5) < 0.02:
-        return "Exercise 2: half of it. How many bytes has a float16?"
-    return "Exercise 2: not yet. Numbers an image × images × bytes a number / 10⁶."
-
-
-print(check_cache(cache_mb))
+print(check("04.2", cache_mb))
 
 # %% tags=["solution"]
 cache_mb = 1221 * (2 * 4 * 64 * 64 + 77 * 768) * 2 / 1e6
-solved(check_cache(cache_mb))
+solved(check("04.2", cache_mb))
 
 # %% [markdown]
 # **3.** *Merged batch* relied on no layer looking across the batch. Which of these layers would have broken it, so that
@@ -480,23 +455,11 @@ solved(check_cache(cache_mb))
 
 # %% tags=["exercise"]
 breaks_it = None  # a set out of {"GroupNorm", "LayerNorm", "BatchNorm", "Dropout", "attention over tokens"}
-
-
-def check_breaks(answer) -> str:
-    if answer is None:
-        return "Exercise 3: set breaks_it first."
-    if set(answer) == {"BatchNorm"}:
-        return "Exercise 3: right. Dropout draws other random numbers, but from the same distribution."
-    if "GroupNorm" in answer or "LayerNorm" in answer:
-        return "Exercise 3: GroupNorm and LayerNorm average within one example."
-    return "Exercise 3: not yet. Which of them computes a mean over the examples of a batch?"
-
-
-print(check_breaks(breaks_it))
+print(check("04.3", breaks_it))
 
 # %% tags=["solution"]
 breaks_it = {"BatchNorm"}
-solved(check_breaks(breaks_it))
+solved(check("04.3", breaks_it))
 
 # %% [markdown]
 # **4. Make it faster.** Eight micro-steps by the book: each image goes through a frozen encoder and a trained head, and its
