@@ -451,7 +451,7 @@ def _foretold(runs: Iterable[Run]) -> list[Run]:
     return [run for run in runs if run.ok and run.metric("predicted_ms") and "launches" in run.metrics]
 
 
-UNSEEN_HEAD = ("captured step, foretold from kernels launched one by one", "foretold, ms", "measured, ms", "off by")
+UNSEEN_HEAD = ("captured step, predicted from kernels launched one by one", "predicted, ms", "measured, ms", "off by")
 
 
 def unseen_rows(runs: Iterable[Run]) -> list[tuple[Any, ...]]:

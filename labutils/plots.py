@@ -281,7 +281,7 @@ def slower_hosts(
     colors = dict(zip(model, cycle((NAVY, RUST, TEAL, PURPLE)), strict=False))
     markers, lines = cycle("os^D"), cycle(("-", "--", "-.", ":"))
     for (name, points), line in zip(model.items(), lines, strict=False):
-        ax.plot(*_columns(points), color=colors[name], linestyle=line, label=f"{name}, foretold", zorder=2)
+        ax.plot(*_columns(points), color=colors[name], linestyle=line, label=f"{name}, predicted", zorder=2)
     for (name, points), marker in zip(measured.items(), markers, strict=False):
         look = {"linestyle": "", "marker": marker, "markersize": 7, "markeredgecolor": PAPER}
         ax.plot(*_columns(points), color=colors.get(name, INK), label=f"{name}, measured", zorder=4, **look)
@@ -932,7 +932,7 @@ def foretold(ax: Axes, runs: Mapping[str, Run], alone: Mapping[str, float]) -> A
         predicted = run.metric("predicted_step_ms")
         if predicted:
             look = {"color": RUST, "marker": "D", "linestyle": "", "markersize": 7, "markeredgecolor": PAPER}
-            ax.plot([100 * predicted / alone[name]], [row], label="foretold", zorder=4, **look)
+            ax.plot([100 * predicted / alone[name]], [row], label="predicted", zorder=4, **look)
         right = max(high, 100 * (predicted or 0) / alone[name])
         farthest = max(farthest, right)
         text = f"{_figure(run.metric('step_ms'))} ms"
@@ -1040,7 +1040,7 @@ def over_decoding(
     for workers, points in model.items():
         color, line, _ = looks[workers]
         label = "no workers" if workers == 0 else f"{workers} worker{'s' if workers > 1 else ''}"
-        ax.plot(*_columns(points), color=color, linestyle=line, label=f"{label}, foretold", zorder=2)
+        ax.plot(*_columns(points), color=color, linestyle=line, label=f"{label}, predicted", zorder=2)
     for workers, points in measured.items():
         color, _, marker = looks[workers]
         at = [x for x, _ in points.values()]

@@ -189,9 +189,9 @@ def test_slower_hosts_show_curves_points_and_rivals(ax):
     curves = {"moe": {0.0: 700.0, 20.0: 1200.0}, "dense": {0.0: 370.0, 20.0: 400.0}}
     points = {"moe": {0.0: 711.0, 10.0: 950.0}, "dense": {0.0: 373.0}}
     plots.slower_hosts(ax, curves, points, {"the other card, predicted": 1100.0})
-    assert {"moe, foretold", "moe, measured", "dense, foretold", "the other card, predicted"} <= set(texts(ax))
+    assert {"moe, predicted", "moe, measured", "dense, predicted", "the other card, predicted"} <= set(texts(ax))
     lines = {line.get_label(): line for line in ax.get_lines()}
-    assert lines["moe, foretold"].get_color() == lines["moe, measured"].get_color()
+    assert lines["moe, predicted"].get_color() == lines["moe, measured"].get_color()
     assert list(lines["moe, measured"].get_ydata()) == [711.0, 950.0]
     assert_tidy(ax)
 
