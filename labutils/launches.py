@@ -482,6 +482,17 @@ def delay_rows(studied: Studied) -> list[tuple[Any, ...]]:
     return rows
 
 
+def slowed_rows(runs: Mapping[str, Run]) -> list[tuple[Any, ...]]:
+    """Rows for `DELAY_HEAD` of runs as a results file names them: "dense long, delay 20 us"."""
+    rows = []
+    for name, run in runs.items():
+        step, _, delay = name.removesuffix(" us").rpartition(", delay ")
+        if run.ok and step:
+            m = run.metric
+            rows.append((step, float(delay), m("delayed"), m("added_us"), m("predicted_ms"), m("step_ms"), _off(run)))
+    return rows
+
+
 def by_delay(studied: Studied) -> dict[float, float]:
     """Microseconds more for a launch -> the measured milliseconds a step."""
     plain = next(iter(studied.seen.values())).run

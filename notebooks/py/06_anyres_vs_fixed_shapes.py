@@ -246,7 +246,7 @@ lab.verdict("A2.lmm.vision-cost", "A2.fp8.vision-refuses", "A2.fp8.vision-limits
 # %% [markdown]
 # ## 3 · With the compiler
 #
-# **Question.** What does `torch.compile` gain, what does its first step cost, and after how many steps has it paid?
+# **Question.** What does `torch.compile` gain, what does its first step cost, and after how many steps has it paid for itself?
 #
 # - *compile* compiles the model's *blocks*, the layers that a transformer repeats. The decoder's 32 blocks are alike and
 #   share their code, so there is one to compile instead of 32.
@@ -741,7 +741,7 @@ solved(faster_than(4, padded, unpadded_solution, sixteen_images, times=2))
 #   [arXiv:2310.03744](https://arxiv.org/abs/2310.03744)).
 # - Ansel et al., *PyTorch 2: Faster Machine Learning Through Dynamic Python Bytecode Transformation and Graph Compilation*
 #   (ASPLOS 2024): graphs, guards, and what makes `torch.compile` start over. PyTorch's documentation on
-#   [dynamic shapes](https://docs.pytorch.org/docs/stable/torch.compiler_dynamic_shapes.html).
+#   [dynamic shapes](https://docs.pytorch.org/docs/stable/user_guide/torch_compiler/torch.compiler_dynamic_shapes.html).
 # - Chen et al., *Training Deep Nets with Sublinear Memory Cost* (2016, [arXiv:1604.06174](https://arxiv.org/abs/1604.06174)):
 #   checkpointing.
 # - Krell et al., *Efficient Sequence Packing without Cross-contamination* (2021,

@@ -275,6 +275,8 @@ lab.verdict("A3.moe.launches", "A3.dense.busy");
 # %%
 on_long = [run for run in told_runs if run.run.startswith("moe long")]
 lab.table(launches.SPEED_HEAD, *launches.speed_rows(on_long, base="moe long"))
+of_moe = ["moe long", *(f"moe long, {way}" for way in ("grouped", "captured", "compiled"))]
+lab.on_reference(launches.SPEED_HEAD, lambda runs: launches.speed_rows(runs.values(), base="moe long"), *of_moe)
 
 # %% [markdown]
 # **Takeaway.** A step runs on two clocks, the host's and the GPU's, and the slower one decides. Find out which it is
@@ -318,6 +320,7 @@ with lab.attempt("A slower host", reference="flip"):
     plots.slower_hosts(ax, foretold, measured, rivals)
     ax.set_xlabel("longer for a launch, on average (from the light step), µs")
     plt.show()
+lab.on_reference(launches.DELAY_HEAD, launches.slowed_rows, "* us")
 
 # %%
 with lab.attempt("When the Blackwell card wins", reference="flip"):

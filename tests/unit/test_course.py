@@ -9,7 +9,7 @@ import weakref
 
 import pytest
 
-from labutils import course, hardware, results
+from labutils import course, hardware, results, runner
 from labutils.course import LabError, NotHere, open_lab
 from labutils.recipe import STOCK
 from labutils.results import Results, Run, read_records, read_runs
@@ -347,6 +347,12 @@ def test_that_there_is_no_reference_yet_is_said(lab, reference, capsys, patterns
         ("run", "ms"), lambda runs: [(name, run.metric("step_ms")) for name, run in runs.items()], *patterns
     )
     assert capsys.readouterr().out.startswith("*Nothing of this is on record from our H200 yet")
+
+
+@pytest.mark.parametrize("number", ["06", "07", "08", "09", "10"])
+def test_labs_about_gpus_show_the_reference_beside_what_they_measure(number):
+    (path,) = runner.NOTEBOOKS.glob(f"{number}_*.ipynb")
+    assert path.read_text("utf-8").count("lab.on_reference(") >= 3
 
 
 def test_a_verdict_is_shown_and_returned(lab, capsys):

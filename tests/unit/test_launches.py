@@ -176,6 +176,8 @@ def test_tables_have_a_value_for_every_column(studied):
     assert launches.speed_rows(runs, "a loop that did not fit")[0][-1] is None
     assert all(len(row) == len(launches.DELAY_HEAD) for row in launches.delay_rows(studied))
     assert len(launches.by_delay(studied)) == 3
+    kept = {run.run: run for run in [*runs, *studied.slowed.values()]}
+    assert [row[1:] for row in launches.slowed_rows(kept)] == [row[1:] for row in launches.delay_rows(studied)[1:]]
 
 
 def test_a_study_tells_about_larger_models(studied):
