@@ -386,7 +386,7 @@ def who_wins(bases: Mapping[str, Basis]) -> list[str]:
     article's winner wins, and beside which hosts it would."""
     moe = bases["moe"]
     here_us = 1e3 * moe.host_ms
-    found = [f"A launch of the expert loop takes this host {here_us:.1f} µs. Beside it gpt-oss-120b, on long texts:"]
+    found = [f"A launch of the expert loop takes this host {here_us:.1f} µs. With such a host, on long texts:"]
     for name in (BLACKWELL, H100):
         step = large_step(name, "moe", "long", moe)
         clock = "the host decides" if step["step_ms"] > 1.1 * step["kernels_ms"] else "kernels decide"
@@ -398,15 +398,15 @@ def who_wins(bases: Mapping[str, Basis]) -> list[str]:
     slower, quicker = articles.claim("A3.120b.h100-long").published[::-1]
     found.append(
         f"So the Blackwell card makes {ahead:.2f} times as many examples an hour as the H100; the article's made "
-        f"{quicker / slower:.2f} times as many. Beside this machine's host the model **"
+        f"{quicker / slower:.2f} times as many. With this machine's host the model **"
         + ("names the same winner**." if ahead > 1 else "does not reproduce the article**.")
     )
     for batches, same in {"the article's batches": False, "both cards at batch 32": True}.items():
         factor = host_for_a_tie(bases, same_batch=same)
         found.append(
-            f"With {batches} the Blackwell card wins beside no host."
+            f"With {batches} the Blackwell card doesn't win, however slow the host is."
             if factor is None
-            else f"With {batches} it wins beside hosts that take more than {factor * here_us:.1f} µs for a launch, "
+            else f"With {batches} it wins if the host takes more than {factor * here_us:.1f} µs for a launch, "
             f"{factor:.2g} times as long as this one."
         )
     return found

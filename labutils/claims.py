@@ -152,7 +152,7 @@ class Evidence:
         self.lab = claim.lab
         self.runs = {name: runs[claim.lab, name] for name in claim.runs if (claim.lab, name) in runs}
         if claim.runs and not self.runs:
-            raise NotTestable(f"No run on record. Type: labutils run {claim.lab}")
+            raise NotTestable(_nothing_on_record(claim, runs))
         if claim.needs == "gpu" and not all(_mapping(run.machine).get("gpu") for run in self.runs.values()):
             raise NotTestable("It is a statement about a GPU, and these runs were made without one.")
         self._check_comparable()
@@ -279,6 +279,19 @@ def _number(value: Any) -> float | None:
     return float(value) if math.isfinite(value) else None
 
 
+def _nothing_on_record(claim: Claim, runs: Runs) -> str:
+    """Why none of the claim's runs is on record, where its lab may have been run without them."""
+    others = [run for (lab, _), run in runs.items() if lab == claim.lab]
+    if not others:
+        return f"No run on record. Type: labutils run {claim.lab}"
+    if claim.needs == "gpu" and not any(_mapping(run.machine).get("gpu") for run in others):
+        return "It is a statement about a GPU, and these runs were made without one."
+    return (
+        f"Lab {claim.lab} has made none of the runs that it takes ({', '.join(claim.runs)}): they need another "
+        "machine, a larger scale or one of the lab's options, which its parameters cell lists."
+    )
+
+
 def _mapping(value: Any) -> Mapping[str, Any]:
     """`value` if it is an object of JSON; a record edited by hand may hold anything."""
     return value if isinstance(value, Mapping) else {}
@@ -286,6 +299,13 @@ def _mapping(value: Any) -> Mapping[str, Any]:
 
 def _list(value: Any) -> list[Any]:
     return list(value) if isinstance(value, list | tuple) else []
+
+
+def _figures(value: float) -> str:
+    """All of a count up to a million, four figures or a decimal of another number."""
+    if abs(value) < 1e6:
+        return f"{value:,.0f}" if value == int(value) else f"{value:.4g}" if abs(value) < 1000 else f"{value:,.1f}"
+    return f"{value:.3g}"
 
 
 # ------------------------------------------------------------------------------------------------------------ judges
@@ -296,7 +316,7 @@ def count(claim: Claim, evidence: Evidence) -> Finding:
     values = [evidence.number(claim.how["run"], metric) for metric in claim.how["metrics"]]
     pairs = list(zip(values, claim.published, strict=True))
     right = all(abs(value - published) <= claim.tolerance * abs(published) for value, published in pairs)
-    shown = " → ".join(f"{value:,.0f}" if value == int(value) else f"{value:g}" for value in values)
+    shown = " → ".join(map(_figures, values))
     return Finding(
         CONFIRMED if right else REFUTED, shown, "Counted here." if right else f"Published: {claim.published_text}."
     )
@@ -439,9 +459,7 @@ def limit(claim: Claim, evidence: Evidence) -> Finding:
         _suffix(how["metrics"][0]), _percent
     )
     verdict = INCONCLUSIVE if abs(margin) < claim.tolerance else CONFIRMED if margin >= 0 else REFUTED
-    return Finding(
-        verdict, text(value), f"{' + '.join(how['metrics'])} is {text(value)}; {words} {text(bound)} is meant."
-    )
+    return Finding(verdict, text(value), f"{text(value)} was found, where {words} {text(bound)} is meant.")
 
 
 def outweighs(claim: Claim, evidence: Evidence) -> Finding:
@@ -490,7 +508,9 @@ def flag(claim: Claim, evidence: Evidence) -> Finding:
     """`how["metric"]` is 1 (the statement holds), 0 (it doesn't), or in between where steps differ (inconclusive)."""
     value = evidence.number(claim.how["run"], claim.how["metric"])
     verdict = {1.0: CONFIRMED, 0.0: REFUTED}.get(value, INCONCLUSIVE)
-    return Finding(verdict, {1.0: "yes", 0.0: "no"}.get(value, f"{value:g}"), f"{claim.how['metric']} = {value:g}.")
+    told = {1.0: "Checked here, and it holds.", 0.0: "Checked here, and it doesn't hold."}
+    partly = f"It holds in {value:.0%} of the steps."
+    return Finding(verdict, {1.0: "yes", 0.0: "no"}.get(value, f"{value:g}"), told.get(value, partly))
 
 
 def fails(claim: Claim, evidence: Evidence) -> Finding:
@@ -781,8 +801,8 @@ def more_with(claim: Claim, evidence: Evidence) -> Finding:
     held = more > fewer
     return Finding(
         CONFIRMED if held else REFUTED,
-        f"{more:g} against {fewer:g}",
-        f"{name}: {'more' if held else 'no more'} with it.",
+        f"{_figures(more)} against {_figures(fewer)}",
+        f"There are {'more' if held else 'no more'} {name} with it.",
     )
 
 
@@ -790,7 +810,7 @@ def occurs(claim: Claim, evidence: Evidence) -> Finding:
     """The count `how["metric"]` is at least 1. Exact."""
     value = evidence.number(claim.how["run"], claim.how["metric"])
     name = claim.how["metric"].replace("_", " ")
-    return Finding(CONFIRMED if value >= 1 else REFUTED, f"{value:g}", f"{value:g} {name} were counted.")
+    return Finding(CONFIRMED if value >= 1 else REFUTED, f"{value:g}", f"Counted: {value:g} ({name}).")
 
 
 def names(claim: Claim, evidence: Evidence) -> Finding:

@@ -21,6 +21,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -289,6 +290,20 @@ class Lab:
         """Our H200's run of that name in this lab, or None where there is none."""
         return results.read_runs(results.REFERENCE, self.number).get((self.number, run))
 
+    def references(self, *patterns: str) -> dict[str, Run]:
+        """Name -> our H200's run, of this lab's runs whose name fits one of `patterns` ("bf16 b*", "targets")."""
+        found = results.read_runs(results.REFERENCE, self.number)
+        return {name: run for (_, name), run in found.items() if any(fnmatchcase(name, each) for each in patterns)}
+
+    def on_reference(self, head: Sequence[str], rows_of: Callable[[dict[str, Run]], Iterable], *patterns: str) -> None:
+        """Show the table that `rows_of` makes of our H200's runs (`references`), or say that there is none yet."""
+        runs = self.references(*patterns)
+        if text := tables.as_table(head, *rows_of(runs)):
+            some = next(iter(runs.values()))
+            self.show(f"**The same on our {_card(some)}**, scale {some.scale}, {_day(some)}:\n\n{text}")
+        else:
+            self.show("*Nothing of this is on record from our H200 yet, so there is no table of it to compare with.*")
+
     def verdict(self, *claims: str) -> list[Any]:
         """Show published | H200 | here | verdict for the claim ids, and return the judgements."""
         from labutils.claims import as_markdown, judge
@@ -443,7 +458,7 @@ def explain(status: str) -> str:
     if kind == "skipped":
         missing = why.startswith(("ImportError", "ModuleNotFoundError"))
         return f"It was left out: {why}." + " `labutils doctor` says how to change that." * missing
-    return f"It failed with {why}. `labutils doctor` checks the usual causes."
+    return f"It failed with {why.rstrip('.')}. `labutils doctor` checks the usual causes."
 
 
 def _off_by(guess: float, truth: float) -> str:
@@ -459,14 +474,23 @@ def _as_markdown(run: Run | None, name: str) -> str:
         return f"There is no reference run *{name}* to show instead."
     if not run.ok:
         return f"Our reference machine has no numbers for *{name}* either ({run.status})."
-    numbers = {metric: run.metric(metric) for metric in run.metrics}
-    rows = [(metric, value) for metric, value in numbers.items() if isinstance(value, int | float)]
+    found = [(metric, run.metric(metric)) for metric in run.metrics if metric not in (*_FOR_MACHINES, "message")]
+    rows = [(metric, value) for metric, value in found if isinstance(value, int | float | str)]
     rows = [(metric, ("no", "yes")[value] if metric in _YES_OR_NO else value) for metric, value in rows]
-    rows = [row for row in rows if row[0] not in _FOR_MACHINES]
     message = run.metrics.get("message")
     rows += [("message", f"`{message}`")] if message else []
     machine = run.machine.get("gpu", "the reference machine")
     return f"On {machine}, *{name}* (scale {run.scale}) gave:\n\n" + tables.as_table(("metric", "value"), *rows)
+
+
+def _card(run: Run) -> str:
+    """The GPU that a run was made on, in a few words."""
+    return str(run.machine.get("gpu", "reference machine")).removeprefix("NVIDIA ")
+
+
+def _day(run: Run) -> str:
+    """The day on which a run was made."""
+    return run.at.partition("T")[0]
 
 
 def _short(path: Path) -> str:

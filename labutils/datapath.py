@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -109,6 +110,16 @@ class Pictures:
             captions, max_length=tokenizer.model_max_length, padding="max_length", truncation=True, return_tensors="pt"
         ).input_ids
         return FormatDataset(self.files(kept), self.formats[kept], self.resolution, ids, held)
+
+
+DECODING_HEAD = ("form", "MB a file", "ms to read", "ms to decode")
+"""The head of a table of `decoding_rows`."""
+
+
+def decoding_rows(runs: Mapping[str, Run]) -> list[tuple[Any, ...]]:
+    """Rows for `DECODING_HEAD` out of runs named "decode: ..."."""
+    found = {name.removeprefix("decode: "): run for name, run in runs.items() if run.ok}
+    return [(name, *map(run.metric, ("mb", "read_ms", "decode_ms"))) for name, run in found.items()]
 
 
 def reading(workload: Workload, dataset: Dataset) -> Workload:

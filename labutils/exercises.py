@@ -1,6 +1,7 @@
-"""Exercises that end in a measurement: is what a learner wrote right, and only then, is it faster or smaller?
+"""Checks of exercises: of an answer, and of code that is to give the same results faster or in less memory.
 
-    print(faster_than(4, baseline, attempt, inputs, times=3))      as it stands in an exercise's cell
+    print(check("07.1", my_code))                                  as it stands in an exercise's cell
+    print(faster_than(4, baseline, attempt, inputs, times=3))      the same for one that is measured
     solved(faster_than(4, baseline, solution, inputs, times=3))    in its solution's: printed, or an AssertionError
 
 A check is a message that says what is wrong. Those of the notebooks' own begin as these do: "Exercise 4: right", "not
@@ -15,6 +16,7 @@ from math import comb
 from statistics import median
 from typing import Any
 
+from labutils.answers import ANSWERS, Answer
 from labutils.hardware import cuda
 
 LOOKS = (9, 15, 25, 41)
@@ -31,6 +33,19 @@ def solved(message: str) -> None:
     """Print what a check says of a solution. Raises `AssertionError` where it doesn't say that it is right."""
     assert message.partition(": ")[2].startswith("right"), message
     print(message)
+
+
+def check(exercise: str, answer: Any) -> str:
+    """What is to be said of an answer to `exercise` ("07.1"): "Exercise 1: right", or what helps; None: no answer."""
+    known, number = ANSWERS[exercise], int(exercise.partition(".")[2])
+    if answer is None:
+        return f"Exercise {number}: no answer yet. Put one in the cell, for example {known.example}."
+    if not _has_form_of(known.right, answer):
+        return f"Exercise {number}: not yet. {_form(known.right)} is asked for, for example {known.example}."
+    given = frozenset(answer) if isinstance(known.right, frozenset) else answer
+    if _alike(known.right, given, known.within):
+        return f"Exercise {number}: right. {known.why}"
+    return f"Exercise {number}: not yet. {_help(known, given)}"
 
 
 def faster_than(
@@ -99,7 +114,7 @@ def smaller_than(
         return f"Exercise {number}: right. The same result and gradients, and {found}."
     return (
         f"Exercise {number}: not yet. Result and gradients are the same, but {found}; "
-        f"{100 * share:g} % of it is asked for, {share * before / 1e6:.3g} MB."
+        f"{100 * share:.3g} % of it is asked for, {share * before / 1e6:.3g} MB."
     )
 
 
@@ -147,6 +162,40 @@ def kept_for_backward(module: Any, function: Callable[..., Any], arguments: tupl
 
 
 # ------------------------------------------------------------------------------------------------------------- helpers
+
+
+def _form(right: Any) -> str:
+    """The form in which an answer is asked for, in words."""
+    if isinstance(right, tuple):
+        return f"A tuple of {len(right)} numbers"
+    return "A set" if isinstance(right, frozenset) else "A word" if isinstance(right, str) else "A number"
+
+
+def _has_form_of(right: Any, answer: Any) -> bool:
+    if isinstance(right, tuple):
+        return isinstance(answer, tuple | list) and len(answer) == len(right) and all(map(_is_number, answer))
+    if isinstance(right, frozenset):
+        return isinstance(answer, set | frozenset | tuple | list) and all(isinstance(x, str | int) for x in answer)
+    return isinstance(answer, str) if isinstance(right, str) else _is_number(answer)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _alike(one: Any, other: Any, within: float) -> bool:
+    """Whether two answers of one form are the same, numbers but for `within` of the first."""
+    if isinstance(one, tuple):
+        return all(_alike(*pair, within) for pair in zip(one, other, strict=True))
+    return abs(one - other) <= within * abs(one) if _is_number(one) else one == other
+
+
+def _help(known: Answer, given: Any) -> str:
+    """What helps who gave this wrong answer on."""
+    for slip, said in known.slips.items():
+        if slip in given if isinstance(given, frozenset) else _alike(slip, given, known.within):
+            return said
+    return known.hint
 
 
 def _wrong(baseline: Callable, attempt: Callable, inputs: Inputs, tolerance: float) -> str:

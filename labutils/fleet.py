@@ -255,8 +255,8 @@ ALONE_HEAD = ("one process", "step, ms", "examples/s", "gradients, MB", "a pass'
 def alone_rows(cases: Iterable[Case], alone: Mapping[str, Run]) -> list[tuple[Any, ...]]:
     """A row for `ALONE_HEAD` of each case."""
     metrics = ("step_ms", "examples_per_s", "gradient_mb", "gathered_mb", "peak_allocated_gb")
-    runs = {case.title: alone[case.run("one process")] for case in cases}
-    return [(title, *(run.metric(name) for name in metrics)) for title, run in runs.items() if run.ok]
+    runs = {case.title: alone.get(case.run("one process")) for case in cases}
+    return [(title, *(run.metric(name) for name in metrics)) for title, run in runs.items() if run and run.ok]
 
 
 FORETOLD_HEAD = ("run", "computing, ms", "messages", "sent for, ms", "exposed, ms", "step, ms", "efficiency, %")
@@ -292,6 +292,12 @@ def bands(runs: Mapping[str, Run], names: Iterable[str]) -> dict[str, tuple[list
 
 
 COMPARISON_HEAD = ("one change", "from, ms", "to, ms", "step, %", "memory, from GB", "to GB")
+
+
+def comparisons_of(runs: Mapping[str, Run]) -> list[tuple[Any, ...]]:
+    """`comparisons` of runs as a results file names them, on however many ranks they were made."""
+    numbers = {int(found[1]) for name in runs if (found := re.search(r"\bddp (\d+)\b", name))}
+    return [row for ranks in sorted(numbers) for row in comparisons(runs, ranks)]
 
 
 def comparisons(runs: Mapping[str, Run], ranks: int) -> list[tuple[Any, ...]]:
@@ -362,6 +368,20 @@ def at_networks(needed: Mapping[str, Mapping[float, float]]) -> dict[str, float]
     return {f"{title} at {names[rate]}": share for title, at in needed.items() for rate, share in at.items()}
 
 
+NETWORK_HEAD = ("efficiency at most, %", *NETWORKS)
+"""The head of a table of `network_rows`."""
+
+
+def network_rows(runs: Mapping[str, Run]) -> list[tuple[Any, ...]]:
+    """Rows for `NETWORK_HEAD` out of the run "networks", whose metrics `at_networks` made."""
+    found: dict[str, dict[str, float]] = {}
+    for run in runs.values():
+        for name, share in run.metrics.items():
+            title, _, network = name.rpartition(" at ")
+            found.setdefault(title, {})[network] = share
+    return [(title, *(at.get(network) for network in NETWORKS)) for title, at in found.items()]
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # A rank dies
 
@@ -391,7 +411,7 @@ def renamed(run: Run, name: str) -> Run:
 def loss_curves(unbroken: Run | None, resumed: Run) -> dict[str, dict[float, float]]:
     """Name -> optimizer step -> loss: the run that nothing happened to, and the one that was taken up."""
     first = resumed.metrics["resumed_at"]
-    found = {"what was left of it": dict(enumerate(resumed.metrics["loss"], first + 1))}
+    found = {"resumed on fewer ranks": dict(enumerate(resumed.metrics["loss"], first + 1))}
     if unbroken is None:
         return found
     last = first + len(resumed.metrics["loss"])

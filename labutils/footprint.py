@@ -324,10 +324,11 @@ def told_rows(runs: Mapping[str, Run]) -> list[tuple[Any, ...]]:
             name,
             in_bytes(run.metric("predicted_gb")),
             in_bytes(run.metric("peak_gb")),
-            f"{run.metric('off'):+.1%}",
+            f"{100 * run.metric('off'):+.1f} %".replace("-0.0 %", "+0.0 %"),
             run.metric("peak_reserved_gb"),
         )
-        for name, run in runs.items()
+        for name, run in ((name.removeprefix("memory: "), run) for name, run in runs.items())
+        if run.ok
     ]
 
 
@@ -477,9 +478,9 @@ def run_out(fed: Fed, examples: int) -> dict[str, Any]:
 
 
 def held_row(found: Mapping[str, Any]) -> tuple[str, ...]:
-    """What was held at the four moments of `run_out`, as a row of a table."""
+    """What tensors held at the four moments of `run_out`, as a row of a table."""
     moments = ("before_gb", "in_except_gb", "after_except_gb", "cleaned_gb")
-    return ("", *(in_bytes(found[moment]) for moment in moments))
+    return ("tensors hold", *(in_bytes(found[moment]) for moment in moments))
 
 
 HEADROOM = 0.1

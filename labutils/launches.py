@@ -65,9 +65,12 @@ MANY = 15_000
 WARM_MS = {"cuda": 1000, "cpu": 0}
 """A step is repeated so long before it is traced: a warm GPU runs at the clock at which it is timed later."""
 CLOCKS = {
-    "host": ("the host decides", "which tests the launch model"),
-    "kernels": ("kernels decide", "which tests little more than that traced kernels last as long untraced"),
-    "both": ("host and device take in turns", "whose kernels are a trace's, and whose host is the light step's"),
+    "host": ("the host decides", "a real test of the model"),
+    "kernels": (
+        "kernels decide",
+        "which shows little more than that kernels last as long with the profiler as without",
+    ),
+    "both": ("host and device share", "whose kernels come from a trace of the step, and whose host from a light one"),
 }
 """What can decide a step (`prediction.decided_by`) -> in words, and what a true prediction of such a step shows."""
 LANES = {"loop": "article", "expert loop": "article"}
@@ -409,38 +412,46 @@ def _operations(workload: Workload, recipe: Recipe, size: Any) -> int:
 # ------------------------------------------------------------------------------------------------------------- tables
 
 
+GIVEN_HEAD = ("step", "kernels, ms", "launches", "waits", "host, µs a launch", "light step's kernels, %")
+"""The head of a table of `given_rows`."""
 HEAD = (
     "step",
-    "launches",
-    "waits",
-    "light step's kernels, %",
-    "host, µs a launch",
     "kernels, ms",
     "launches × host, ms",
     "short form, ms",
     "replayed, ms",
-    "decided by",
     "measured, ms",
     "replay off by",
+    "decided by",
 )
 """The head of a table of `rows`."""
 
 
+def given_rows(runs: Iterable[Run]) -> list[tuple[Any, ...]]:
+    """Rows for `GIVEN_HEAD`: what each prediction was made from."""
+    rows = []
+    for run in _foretold(runs):
+        m, light = run.metric, run.metric("light_step_ms")
+        share = 100 * m("light_work_ms") / light if light else None  # a captured step's host is probed
+        rows.append((run.run, m("kernels_ms"), m("launches"), m("waits"), m("host_us"), share))
+    return rows
+
+
 def rows(runs: Iterable[Run]) -> list[tuple[Any, ...]]:
     """Rows for `HEAD` out of runs of `foretell_and_measure`, which may come from a results file."""
-    return [_row(run) for run in runs if run.ok and run.metric("predicted_ms") and "launches" in run.metrics]
+    rows = []
+    for run in _foretold(runs):
+        m = run.metric
+        times = m("kernels_ms"), m("launches") * m("host_us") / 1e3, m("bound_ms"), m("predicted_ms"), m("step_ms")
+        rows.append((run.run, *times, _off(run), run.metrics.get("by")))
+    return rows
 
 
-def _row(run: Run) -> tuple[Any, ...]:
-    m = run.metric
-    launching = m("launches") * m("host_us") / 1e3
-    work, light = m("light_work_ms"), m("light_step_ms")
-    share = 100 * work / light if light else None  # a captured step's host is probed
-    numbers = (m("launches"), m("waits"), share, m("host_us"), m("kernels_ms"), launching, m("bound_ms"))
-    return run.run, *numbers, m("predicted_ms"), run.metrics.get("by"), m("step_ms"), _off(run)
+def _foretold(runs: Iterable[Run]) -> list[Run]:
+    return [run for run in runs if run.ok and run.metric("predicted_ms") and "launches" in run.metrics]
 
 
-UNSEEN_HEAD = ("step", "foretold from the kernels launched one by one, ms", "measured, ms", "off by")
+UNSEEN_HEAD = ("captured step, predicted from kernels launched one by one", "predicted, ms", "measured, ms", "off by")
 
 
 def unseen_rows(runs: Iterable[Run]) -> list[tuple[Any, ...]]:
@@ -468,6 +479,17 @@ def delay_rows(studied: Studied) -> list[tuple[Any, ...]]:
     for delay, run in studied.slowed.items():
         m = run.metric
         rows.append((plain.run, delay, m("delayed"), m("added_us"), m("predicted_ms"), m("step_ms"), _off(run)))
+    return rows
+
+
+def slowed_rows(runs: Mapping[str, Run]) -> list[tuple[Any, ...]]:
+    """Rows for `DELAY_HEAD` of runs as a results file names them: "dense long, delay 20 us"."""
+    rows = []
+    for name, run in runs.items():
+        step, _, delay = name.removesuffix(" us").rpartition(", delay ")
+        if run.ok and step:
+            m = run.metric
+            rows.append((step, float(delay), m("delayed"), m("added_us"), m("predicted_ms"), m("step_ms"), _off(run)))
     return rows
 
 
@@ -540,12 +562,12 @@ def _recipe(run_name: str) -> str:
 def told(found: Mapping[str, float]) -> str:
     """`accuracy` in words."""
     parts = [
-        f"of {found[f'{clock}_steps']} steps that {who}, {found[f'{clock}_within_20']} ({what})"
+        f"{found[f'{clock}_within_20']} of {found[f'{clock}_steps']} steps that {who} ({what})"
         for clock, (who, what) in CLOCKS.items()
         if found[f"{clock}_steps"]
     ]
     return (
-        f"Foretold within 20 %: {'; '.join(parts)}. All steps of {found['recipes_within_20']} of {found['recipes']} "
-        f"recipes were. Half of the steps are off by {100 * found['median_off']:.0f} % at most, the worst by "
-        f"{100 * found['worst_off']:.0f} %."
+        f"Predicted within 20 %: {'; '.join(parts)}. Half of the {found['steps']} predictions are off by at most "
+        f"{100 * found['median_off']:.0f} %, the worst by {100 * found['worst_off']:.0f} %. Steps of one recipe share "
+        f"a host: {found['recipes_within_20']} of {found['recipes']} recipes had all of their steps within 20 %."
     )

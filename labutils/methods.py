@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import math
 import statistics
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -439,6 +439,51 @@ def memory_line(workloads: Mapping[str, Workload], name: str, batches: Iterable[
     return run
 
 
+BUNDLE_HEAD = ("", "ms per 1,000 useful tokens", "against lora, step by step, %", "GB at any batch", "GB an example")
+"""The head of a table of `bundle_rows`."""
+
+
+def bundle_rows(names: Iterable[str], runs: Mapping[str, Run], memory: Mapping[str, Run]) -> list[tuple[Any, ...]]:
+    """Rows for `BUNDLE_HEAD`: time of `runs` and the lines of `memory` (`lines_of`), where they are."""
+    lines, base, rows = lines_of(memory, runs), runs.get("lora long"), []
+    for name in names:
+        run, line = runs.get(name), lines.get(name, (None, None))
+        longer = longer_by(run, base) if run and base else None
+        cost = run.metric("ms_per_1k_useful_tokens") if run else None
+        rows.append((name, cost, None if longer is None else f"{longer:+.0f}", *line))
+    return rows
+
+
+def bundle_of(found: Mapping[str, Run]) -> list[tuple[Any, ...]]:
+    """`bundle_rows` of runs as a results file names them: a method's own, and "memory of ..." it."""
+    memory, runs = _apart(found)
+    alone = [name for name in runs if not name.startswith("unsloth")]
+    return bundle_rows(dict.fromkeys([*alone, *lines_of(memory, runs)]), runs, memory)
+
+
+def _apart(found: Mapping[str, Run]) -> tuple[dict[str, Run], dict[str, Run]]:
+    """The runs of memory by their method's name, and the others."""
+    start = "memory of "
+    memory = {name.removeprefix(start): run for name, run in found.items() if name.startswith(start)}
+    return memory, {name: run for name, run in found.items() if not name.startswith(start)}
+
+
+def batches_head(cards: Iterable[float]) -> tuple[str, ...]:
+    """The head of a table of `batch_rows`, for cards of so many GB."""
+    sizes = (f"{card:g} GB" if card >= 1 else f"{1000 * card:g} MB" for card in cards)
+    return ("largest batch of texts of full length, on a card of", *sizes)
+
+
+def batch_rows(lines: Mapping[str, Line], cards: Sequence[float]) -> list[tuple[Any, ...]]:
+    """A row a method: the largest batch that its line fits into each card."""
+    return [(name, *(line.largest(card) for card in cards)) for name, line in lines.items()]
+
+
+def largest_on(found: Mapping[str, Run], cards: Sequence[float]) -> list[tuple[Any, ...]]:
+    """`batch_rows` of runs as a results file names them."""
+    return batch_rows(lines_of(*_apart(found)), cards)
+
+
 def weight_bytes(model: nn.Module) -> int:
     """Bytes of a model's parameters and buffers, and of what bitsandbytes holds beside 4-bit ones."""
     tensors = {id(t): t for t in [*model.parameters(), *model.buffers()]}
@@ -507,6 +552,19 @@ def floor_columns(run: Run) -> tuple[float | None, float | None]:
     """A run's floor in ms, and which share of its mean step that is, in %."""
     floor, times = run.metric("floor_ms"), run.samples.get("step_ms")
     return (floor, 100 * floor * len(times) / sum(times)) if floor and times else (None, None)
+
+
+RUNG_HEAD = ("rung", "useful tokens/s", "peak, GB", "first step, s", "floor, ms", "floor / step, %")
+"""The head of a table of `rung_rows`."""
+
+
+def rung_rows(climbed: Mapping[str, Run]) -> list[tuple[Any, ...]]:
+    """Rows for `RUNG_HEAD`; a rung that failed has its reason in the name."""
+    metrics = ("useful_tokens_per_s", "peak_allocated_gb", "first_step_s")
+    return [
+        (name if run.ok else f"{name}: {run.status}", *map(run.metric, metrics), *floor_columns(run))
+        for name, run in climbed.items()
+    ]
 
 
 GOALS = {

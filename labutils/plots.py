@@ -191,6 +191,7 @@ def waterfall(
     """
     blocks = _published_block(published_label, published or {}) + _lane_blocks(rungs, metric)
     times = [spread[1] for block in blocks for _, spread in block.rows]
+    widest = max((spread[2] for block in blocks for _, spread in block.rows), default=0.0)
     if not times:
         raise ValueError(f"No rung of the ladder has a {metric}: there is nothing to draw.")
     _make_room(ax, len(times) + 0.7 * len(blocks), per_row=0.27)
@@ -215,7 +216,7 @@ def waterfall(
     if log:
         ax.set_xscale("log")
         ax.xaxis.set_major_formatter("{x:g}")
-    ax.set_xlim(left, (2.6 if log else 1.3) * max(times))
+    ax.set_xlim(left, max((2.6 if log else 1.3) * max(times), (2.2 if log else 1.25) * widest))
     ax.set_xlabel(f"{_quantity(metric)}{', logarithmic' if log else ''} (bar: median, line: p10-p90)")
     if floor_ms:
         _floor_line(ax, floor_ms)
@@ -276,7 +277,8 @@ def curves(ax: Axes, series: Mapping[str, Mapping[float, float]], xlabel: str, y
     ax.set_xlabel(xlabel)
     ax.set_ylabel(ylabel)
     if drawn:
-        ax.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=4)
+        wide = sum(map(len, list(drawn)[:4])) > 44  # characters of a row of four, beside their lines
+        ax.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=2 if wide else 4)
     return ax
 
 
@@ -293,7 +295,7 @@ def slower_hosts(
     colors = dict(zip(model, cycle((NAVY, RUST, TEAL, PURPLE)), strict=False))
     markers, lines = cycle("os^D"), cycle(("-", "--", "-.", ":"))
     for (name, points), line in zip(model.items(), lines, strict=False):
-        ax.plot(*_columns(points), color=colors[name], linestyle=line, label=f"{name}, foretold", zorder=2)
+        ax.plot(*_columns(points), color=colors[name], linestyle=line, label=f"{name}, predicted", zorder=2)
     for (name, points), marker in zip(measured.items(), markers, strict=False):
         look = {"linestyle": "", "marker": marker, "markersize": 7, "markeredgecolor": PAPER}
         ax.plot(*_columns(points), color=colors.get(name, INK), label=f"{name}, measured", zorder=4, **look)
@@ -914,7 +916,7 @@ def _white_edge(width: float = 1.5) -> list[Any]:
 def link(ax: Axes, samples: Mapping[str, Sequence[float]], marks: Mapping[str, float]) -> Axes:
     """Bus bandwidth of an all-reduce over the message's bytes, and where messages of interest lie (name -> bytes)."""
     sizes, rates = samples["bytes"], samples["bus_gb_per_s"]
-    ax.plot(sizes, rates, color=NAVY, marker="o", label="bus bandwidth, median", zorder=3)
+    ax.plot(sizes, rates, color=NAVY, marker="o", label="measured, median", zorder=3)
     ax.set_xscale("log", base=2)
     ax.set_yscale("log")
     lines = cycle((":", "--", "-.", (0, (1, 3))))
@@ -926,7 +928,7 @@ def link(ax: Axes, samples: Mapping[str, Sequence[float]], marks: Mapping[str, f
     ax.set_xticks(ticks, [_bytes(tick) for tick in ticks])
     ax.yaxis.set_major_formatter("{x:g}")
     ax.set_xlabel("bytes of the message")
-    ax.set_ylabel("GB/s")
+    ax.set_ylabel("bus bandwidth, GB/s")
     ax.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=2)
     return ax
 
@@ -953,7 +955,7 @@ def foretold(ax: Axes, runs: Mapping[str, Run], alone: Mapping[str, float]) -> A
         predicted = run.metric("predicted_step_ms")
         if predicted:
             look = {"color": RUST, "marker": "D", "linestyle": "", "markersize": 7, "markeredgecolor": PAPER}
-            ax.plot([100 * predicted / alone[name]], [row], label="foretold", zorder=4, **look)
+            ax.plot([100 * predicted / alone[name]], [row], label="predicted", zorder=4, **look)
         right = max(high, 100 * (predicted or 0) / alone[name])
         farthest = max(farthest, right)
         text = f"{_figure(run.metric('step_ms'))} ms"
@@ -1061,7 +1063,7 @@ def over_decoding(
     for workers, points in model.items():
         color, line, _ = looks[workers]
         label = "no workers" if workers == 0 else f"{workers} worker{'s' if workers > 1 else ''}"
-        ax.plot(*_columns(points), color=color, linestyle=line, label=f"{label}, foretold", zorder=2)
+        ax.plot(*_columns(points), color=color, linestyle=line, label=f"{label}, predicted", zorder=2)
     for workers, points in measured.items():
         color, _, marker = looks[workers]
         at = [x for x, _ in points.values()]

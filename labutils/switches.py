@@ -129,7 +129,7 @@ def switch_rows(runs: Mapping[str, Run]) -> list[tuple[Any, ...]]:
             )
             continue
         peak, held = run.metric("peak_gb"), base.metric("peak_gb")
-        memory = f"{100 * (peak / held - 1):+.0f}" if peak and held else None
+        memory = f"{100 * (peak / held - 1):+.0f}".replace("-0", "+0") if peak and held else None
         effect = in_words(time_effect(base, run))
         rows.append((name, changed(run, base), run.metric("step_ms"), effect, peak, memory, SWITCHES[name].why))
     return rows
@@ -262,7 +262,8 @@ def number_rows(runs: Mapping[str, Run]) -> list[tuple[Any, ...]]:
     for name, run in runs.items():
         found = run.metrics
         shares = (f"{found[m]:.2g}" for m in ("loss_error", "gradient_error", "lost_share")) if run.ok else (None,) * 3
-        rows.append((name if run.ok else f"{name}: {run.status}", *shares))
+        form = name.removeprefix("numbers: ")
+        rows.append((form if run.ok else f"{form}: {run.status}", *shares))
     return rows
 
 
@@ -336,12 +337,13 @@ def optimizer_rows(runs: Mapping[str, Run]) -> list[tuple[Any, ...]]:
     """Rows for `OPTIMIZER_HEAD`, with the reason where a form can't be had."""
     rows: list[tuple[Any, ...]] = []
     for name, run in runs.items():
+        form = name.removeprefix("optimizer: ")
         if not run.ok:
-            rows.append((f"{name}: {run.status}", *(None,) * 4))
+            rows.append((f"{form}: {run.status}", *(None,) * 4))
             continue
         ms, error = run.metrics["step_ms"], run.metrics["update_error"]
         between = f"{ms['p10']:.3g} to {ms['p90']:.3g}"
-        rows.append((name, ms["median"], between, f"{run.metrics['state_bytes']:.2f}", f"{error:.1g}"))
+        rows.append((form, ms["median"], between, f"{run.metrics['state_bytes']:.2f}", f"{error:.1g}"))
     return rows
 
 

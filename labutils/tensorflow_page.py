@@ -8,7 +8,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -69,6 +69,16 @@ def input_runs(tf: ModuleType, files: Sequence[Path], resolution: int, batch: in
         "cached": parallel.cache().batch(batch).prefetch(tf.data.AUTOTUNE),
     }
     return {f"tensorflow: {name}": _epochs(pipeline, epochs) for name, pipeline in pipelines.items()}
+
+
+TIMES_HEAD = ("run", "ms, median", "p10 to p90")
+"""The head of a table of `time_rows`."""
+
+
+def time_rows(runs: Mapping[str, Run]) -> list[tuple[Any, ...]]:
+    """Rows for `TIMES_HEAD` out of runs of this page."""
+    times = {name.removeprefix("tensorflow: "): run.metrics["step_ms"] for name, run in runs.items() if run.ok}
+    return [(name, ms["median"], f"{ms['p10']:.3g} to {ms['p90']:.3g}") for name, ms in times.items()]
 
 
 def _epochs(pipeline: Any, epochs: int) -> Run:

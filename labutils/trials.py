@@ -183,7 +183,7 @@ def _numbers(run: Run, base: Run | None) -> tuple[Any, ...]:
     if base is not None and base is not run:
         change = f"{100 * (run.metric('step_ms') / base.metric('step_ms') - 1):+.0f} %"
         steps = _break_even(base, run)
-        paid = "never" if steps is None else "at once" if steps <= 0 else f"{steps:,.0f} steps"
+        paid = "never" if steps is None else "at once" if steps < 1 else f"{steps:,.0f} steps"
     times = [run.metric(metric) for metric in ("first_step_s", "step_ms", "data_ms")]
     return *times, change, run.metric("peak_allocated_gb"), run.metric("useful_tokens_per_s"), paid
 
@@ -309,6 +309,35 @@ def replay_recipes(recipe: Recipe) -> dict[str, Recipe]:
         "same-tokens static": static,
         "static fewer-tokens": static,
     }
+
+
+REPLAY_HEAD = ("run", "tokens a step", "ms a step", "ms for 1000 tokens", "memory, GB")
+"""The head of a table of `replay_rows`."""
+
+
+def replay_rows(runs: Mapping[str, Run]) -> list[tuple[Any, ...]]:
+    """Rows for `REPLAY_HEAD` out of the runs of `replays`; failed runs are left out."""
+    rows = []
+    for name, run in runs.items():
+        tokens, cost = run.metric("tokens"), run.metric("ms_per_1k_tokens")
+        if tokens and cost:
+            rows.append((name, round(tokens), cost * tokens / 1e3, cost, run.metric("peak_allocated_gb")))
+    return rows
+
+
+FORM_HEAD = ("form", "tokens/s", "useful tokens/s", "padding, %")
+"""The head of a table of `form_rows`."""
+
+
+def form_rows(runs: Mapping[str, Run]) -> list[tuple[Any, ...]]:
+    """Rows for `FORM_HEAD` out of runs named "form: ..."; a failed one's numbers are None."""
+    rows = []
+    for name, run in runs.items():
+        useful = run.metric("useful_tokens")
+        padding = None if useful is None else f"{100 * (1 - useful):.0f}"
+        rates = run.metric("tokens_per_s"), run.metric("useful_tokens_per_s")
+        rows.append((name.removeprefix("form: "), *rates, padding))
+    return rows
 
 
 @contextlib.contextmanager
@@ -489,6 +518,16 @@ def climbed(workload: Workload, ladder: Iterable[Rung], recipes: Mapping[str, Re
     return in_lanes({name: with_costs(run) for name, run in runs.items()}, ladder)
 
 
+CLIMBED_HEAD = ("rung", "lane", "ms for 1000 useful tokens", "useful tokens/s")
+"""The head of a table of `climbed_rows`."""
+
+
+def climbed_rows(runs: Mapping[str, Run]) -> list[tuple[Any, ...]]:
+    """Rows for `CLIMBED_HEAD`, of the rungs that could be measured."""
+    metrics = ("ms_per_1k_useful_tokens", "useful_tokens_per_s")
+    return [(name, run.lane, *map(run.metric, metrics)) for name, run in runs.items() if run.ok]
+
+
 def rung_rows(ladder: Iterable[Rung], climbable: Mapping[str, Recipe]) -> list[tuple[Any, ...]]:
     """Rows (rung, lane, what it changes, why, what is to be said about it here) of a ladder."""
     return [
@@ -609,6 +648,20 @@ def against_same_seed(runs: Mapping[str, Run], baseline: str = "bf16") -> dict[s
         for name, run in runs.items()
         if run.ok
     }
+
+
+LOSS_HEAD = ("method", "final loss, median of seeds", "against bf16, seed by seed, %")
+"""The head of a table of `loss_rows`."""
+
+
+def loss_rows(runs: Mapping[str, Run]) -> list[tuple[Any, ...]]:
+    """Rows for `LOSS_HEAD` out of runs named "loss ..."; [] where BF16's is not among them."""
+    found = {name.removeprefix("loss "): run for name, run in runs.items() if run.ok}
+    changes = against_same_seed(found) if "bf16" in found else {}
+    return [
+        (name, found[name].metric("final_loss"), ", ".join(f"{change:+.1f}" for change in by_seed))
+        for name, by_seed in changes.items()
+    ]
 
 
 def seed_band(run: Run) -> tuple[float, float]:

@@ -19,22 +19,23 @@
 # # Lab 06 · AnyRes or fixed shapes
 #
 # Article A2 trains LLaVA-NeXT, a model that reads images and text, and tries what is known to help language models:
-# FP8, `torch.compile`, QLoRA. Each gains less than hoped. Then it forces all images to one size, and the step takes
-# half the time. It blames *AnyRes*, the way in which this model cuts images into tiles: images of different shapes give
-# different numbers of tokens, so that the compiler has to start over.
+# FP8 (lab 05), `torch.compile` (lab 04), and QLoRA, which keeps the frozen weights in 4 bits (lab 07 takes it apart).
+# Each gains less than hoped. Then the article forces all images to one size, and the step takes half the time. Its
+# explanation is *AnyRes*, the way in which this model cuts images into tiles: images of different shapes give different
+# numbers of tokens, so the compiler has to start over.
 #
 # But forcing images to 336 × 336 does two things at once: shapes stop varying, *and* there are far fewer tokens. This
-# lab measures the article's table, then takes the two apart, asks whether its loss values can be told from chance, and
-# finally goes for both: images of any shape, and nothing compiled twice. It ends with the article's decision chart,
-# computed from what was measured.
+# lab measures the article's table and then separates the two. It asks whether the article's loss values differ by more
+# than chance. Then it tries to have both, images of any shape and nothing compiled twice. It ends with the article's
+# decision chart, computed from what was measured.
 #
 # **After this lab you can**
 # - say how many tokens an image costs, and what AnyRes does with small ones;
-# - read a table of methods by first step, later steps and memory, and say when a method has paid;
+# - read a table of methods by first step, later steps and memory, and say when a method has made up for its slow start;
 # - separate two changes that came together, by an experiment that makes one of them alone;
 # - count recompilations, read their reasons, and get rid of them without fixing the images' shapes;
 # - tell a difference of two losses from the spread of seeds;
-# - choose a method for a card, a number of steps and a tolerance, and defend it.
+# - choose a method for a card, a number of steps and a tolerance, and give your reasons.
 #
 # | scale | needs | time |
 # |---|---|---|
@@ -42,13 +43,14 @@
 # | `small` | a GPU of 8 GB | 5 minutes |
 # | `full` | a GPU of 141 GB | about 14 minutes; started again, it keeps what it has measured |
 #
-# It is the longest lab: take it in two sittings. Sections 1 to 4 test what the article did, sections 5 to 7 go past it.
+# This is the longest lab: take it in two sittings. Sections 1 to 4 test what the article did, sections 5 to 7 go past it.
 #
-# At `full` the architecture is llava-v1.6-mistral-7b's. With random weights time and memory are the real model's;
-# losses are not, and section 5 trains a small model to say anything about them. On a CPU there is no GPU memory to
-# compare, FP8 is emulated, and 4-bit weights have no fast kernels: there you see how each question is put and answered,
-# while times between formats say nothing about a GPU. The claims' tables show the H200's numbers where they are on
-# record.
+# At `full` the architecture is llava-v1.6-mistral-7b's. With random weights, time and memory are the real model's.
+# Losses are not, so section 5 trains a small model of its own to say something about them.
+#
+# **Without a GPU** you see how each question is asked and answered. Sections 1 and 4 (c) hold on any machine. Elsewhere
+# the CPU's times say nothing about a GPU: FP8 is emulated, 4-bit weights have no fast kernels, and there is no GPU
+# memory to compare. So our H200's table follows each of yours.
 
 # %% tags=["parameters"]
 scale: str = "auto"  # tiny (any CPU), small (a GPU of 8 GB), full (the article's own), auto: the largest that fits
@@ -100,10 +102,12 @@ cells: dict[str, Run] = {}
 # %% [markdown]
 # ## 1 · What an image costs
 #
-# **Question.** LLaVA-NeXT's vision tower reads *tiles* of 336 × 336 pixels and makes 24 × 24 tokens of each. AnyRes
-# shows it the whole image shrunk to one tile, and the image once more, larger, cut into a grid of tiles that suits its
-# shape. How many tokens does a leaf of 500 × 500 pixels become? And one of 336 × 336, the article's fixed size, for
-# which it says that AnyRes is bypassed?
+# **Question.** How many tokens does a photograph of 500 × 500 pixels become? And one of 336 × 336, the article's fixed
+# size, of which it says that it bypasses AnyRes?
+#
+# LLaVA-NeXT's vision tower, the network that turns pixels into tokens, reads *tiles* of 336 × 336 pixels and makes
+# 24 × 24 tokens of each. AnyRes shows it each image twice: once shrunk to a single tile, and once enlarged and cut into
+# a grid of tiles that suits the image's shape.
 #
 # **Your prediction:** image tokens of a photograph of 500 × 500.
 
@@ -125,31 +129,33 @@ lab.table(
 lab.verdict("A2.anyres.tokens", "A2.anyres.one-tile", "A2.fixed.no-anyres");
 
 # %% [markdown]
-# The smallest grid that the model knows is 1 × 2. So no image is ever one tile: one of 336 × 336 is shown whole, and
-# once more in the middle of a canvas of two tiles, half of it padding. All three tiles go through the vision tower; the
-# tokens of the padding are left out afterwards. So shape matters less to the vision tower than to the language model:
-# 707 × 354 makes as many tiles as a square of the same area, and three fifths of its tokens.
+# Even the smallest grid has two tiles (1 × 2), so no image is ever a single tile. One of 336 × 336 is shown once as
+# it is, and once in the middle of a canvas of two tiles, half of which is padding. All three tiles go through the vision
+# tower; the padding's tokens are dropped afterwards. That is why 707 × 354 costs the vision tower as many tiles as a
+# square of the same area, but the language model only three fifths of the tokens.
 #
-# **Takeaway.** The article's fixed shape doesn't switch AnyRes off. It makes every image the cheapest one that AnyRes
-# knows: 1,176 tokens instead of 2,928.
+# **Takeaway.** The article's fixed shape doesn't switch AnyRes off. It turns every image into the cheapest one that
+# AnyRes knows: 1,176 tokens instead of 2,928.
 
 # %% [markdown]
 # ## 2 · The article's table, without the compiler
 #
 # **Question.** Which of FP8 and QLoRA saves time, which saves memory, and how does that change with the batch size?
 #
-# Each row is a model of its own: the first step, then a few timed ones. *Has paid after* says how many steps make up
-# for a slower start, if any do. *Useful* tokens are those that are no padding. Blocks are computed again in the
-# backward pass (*checkpointing*) in every row. The article doesn't say so, but 7 billion weights in BF16 take 15 of its
-# 16 GB at batch 1, and what is left is about what checkpoints take.
-#
-# | method | base weights |
+# | method | frozen base weights |
 # |---|---|
-# | *bf16* | as they come |
-# | *fp8-te* | the article's FP8 layers, of Transformer Engine |
+# | *bf16* | as published |
+# | *fp8-te* | the article's FP8 layers, from Transformer Engine |
 # | *fp8-frozen* | lab 05's FP8 layer, which holds its weight once |
 # | *nf4* | NF4: 4 bits a weight, unpacked to BF16 before each product |
-# | *qlora* | the same, with what PEFT's `prepare_model_for_kbit_training` does besides |
+# | *qlora* | *nf4*, plus what PEFT's `prepare_model_for_kbit_training` does to the rest of the model |
+#
+# A new model is built for each row; its first step is timed, then a few later ones. *Has paid after* is the number of
+# steps that make up for a slower start, if any do. *Useful* tokens are those that aren't padding.
+#
+# Every row uses *checkpointing*: the model's blocks keep only their inputs and are computed again in the backward pass.
+# The article doesn't mention it, but its 16 GB at batch 1 hold 15 GB of weights in BF16, and what is left is about as
+# much as checkpoints need.
 #
 # **Your prediction:** by how many percent is QLoRA's step longer than that of BF16 at batch 1?
 
@@ -176,14 +182,24 @@ lab.table(trials.HEAD, *trials.cell_rows(cells))
 lab.show(trials.not_measured(cells) or "Every row could be measured.")
 
 # %%
+uncompiled = ("bf16", "qlora", "fp8-te", "fp8-frozen", "nf4")
+lab.on_reference(trials.HEAD, trials.cell_rows, *(f"{method} b*" for method in uncompiled))
+
+# %% [markdown]
+# How does the memory grow with the batch?
+
+# %%
+whose, shown = ("this GPU", cells) if on_gpu else ("our H200 (a CPU has no GPU memory)", lab.references("* b*"))
 fig, ax = plt.subplots(figsize=(7.2, 3.6))
-metric, label = ("peak_allocated_gb", "memory at the peak, GB") if on_gpu else ("step_ms", "ms a step")
-plots.curves(ax, trials.by_batch(cells, metric, ("bf16", "fp8-te", "fp8-frozen", "qlora", "nf4")), "batch size", label)
-ax.set_title("Memory at the peak" if on_gpu else "Times (a CPU has no GPU memory to compare)", pad=42)
+found = trials.by_batch(shown, "peak_allocated_gb", uncompiled)
+plots.curves(ax, found, "batch size", "memory at the peak, GB")
+ax.set_title(f"Memory at the peak on {whose}", pad=42)
 plt.show()
 
 # %%
-lab.verdict("A2.fp8.speed", "A2.fp8.batch", "A2.fp8.first-step", "A2.fp8.memory", "A2.fp8.held-twice")
+lab.verdict("A2.fp8.speed", "A2.fp8.batch", "A2.fp8.first-step", "A2.fp8.memory", "A2.fp8.held-twice");
+
+# %%
 lab.verdict(
     "A2.qlora.speed",
     "A2.qlora.cause",
@@ -194,17 +210,22 @@ lab.verdict(
 );
 
 # %% [markdown]
-# What to look for. A part of the memory grows with the batch, checkpoints and the tensors of one block at a time, and
-# should do so alike for all methods. The weights, where QLoRA and FP8 save, don't grow at all. So every saving of
-# weights fades in percent. A method that *loses* at large batches must hold larger activations. PEFT's preparation
-# could do that: it turns embeddings and norms into float32, and with them everything that flows between the blocks.
-# Whether it does shows in *qlora* against *nf4*.
+# Each line starts at the height of the weights, and this is where QLoRA and FP8 save. Its slope is what each further
+# example adds: checkpoints, and the tensors of one block at a time. If only the weights differed, all lines would have
+# the same slope, and a method's saving would shrink in percent but never turn into a loss.
 #
+# So a line that crosses the one of *bf16* must have larger activations. For QLoRA there is a suspect: PEFT's
+# preparation turns embeddings and norms into float32, and with them everything that flows from block to block. *nf4* is
+# QLoRA without that preparation: compare the two in the tables.
+#
+# **Takeaway.** What is saved on weights is a fixed number of gigabytes. At large batches activations decide.
+
+# %% [markdown]
 # ### Does the vision tower hold FP8 back?
 #
-# The article can't convert the vision tower: an image has 577 rows there, an odd number, and Transformer Engine wants
-# multiples of 8. It names the tower as the limit of its gain. Two checks: does the layer still refuse, and how much of
-# the step's arithmetic is the tower's?
+# **Question.** The article blames the vision tower for FP8's small gain. The tower can't be converted, it says: an image
+# has 577 rows there, and Transformer Engine wants multiples of 8. Does its layer still refuse them, and how much of the
+# step's arithmetic is the tower's?
 
 # %%
 rows_577 = torch.randn(5, 577, 1024, device=lab.device, dtype=torch.bfloat16)
@@ -218,24 +239,24 @@ with lab.attempt("577 rows through te.Linear", reference="fp8-te vision"):
 lab.verdict("A2.lmm.vision-cost", "A2.fp8.vision-refuses", "A2.fp8.vision-limits");
 
 # %% [markdown]
-# **Takeaway.** A limit that is named needs a number. The tower has a fiftieth of the step's arithmetic: whatever holds
-# FP8 back is in the other forty-nine. Lab 05 looks for it there: reading, casting and transposing around each product,
-# and a host that launches all of it.
+# **Takeaway.** Put a number to a bottleneck before you believe in it. The tower has a fiftieth of the step's arithmetic,
+# so what holds FP8 back must be in the rest. Lab 05 found it there: reading, casting and transposing around each
+# product, and a host that has to launch all of it.
 
 # %% [markdown]
 # ## 3 · With the compiler
 #
-# **Question.** `torch.compile` of the whole model: what does it gain, what does its first step cost, when has it paid?
+# **Question.** What does `torch.compile` gain, what does its first step cost, and after how many steps has it paid for itself?
 #
-# *compile* and *fixed* compile the model's *blocks*, the layers that a transformer repeats: the decoder's 32 are alike
-# and share their code, so there is one to compile instead of 32. With `-p whole_model true`, on a GPU, *compile-whole*
-# and *fixed-whole* take the model as one, as the article did: see what that does to the first step, and whether it buys
-# the later ones anything. First steps and break-even counts are judged on these, everything else on like with like. (With
-# Transformer Engine the model can't be taken whole: its checkpointing is closed to the compiler, which would pass by all
-# blocks and compile what is around them.)
+# - *compile* compiles the model's *blocks*, the layers that a transformer repeats. The decoder's 32 blocks are alike and
+#   share their code, so there is one to compile instead of 32.
+# - *fixed* does the same on images of 336 × 336.
+# - *compile-whole* and *fixed-whole*, with `-p whole_model true` on a GPU, compile the model in one piece, as the article
+#   did. The article's first steps and break-even counts are judged by these two. (Transformer Engine's layers are always
+#   compiled block by block: the compiler can't see into their checkpointing, and would skip the blocks altogether.)
 #
-# At `tiny` the model has few blocks, and a C++ compiler would do the GPU compiler's work, for half a minute: lab 04 has
-# shown that. Here it is left out unless you ask for it with `-p compile_batches 1`.
+# At `tiny` nothing is compiled unless you ask for it with `-p compile_batches 1`: it takes half a minute of C++
+# compilation, which lab 04 has already shown.
 #
 # **Your prediction:** after how many steps has compiling paid at batch 1?
 
@@ -253,17 +274,27 @@ if on_gpu and whole_model:
     methods |= dict.fromkeys(("compile-whole", "fixed-whole"), [1])
 measure_cells(methods)
 compared = {name: run for name, run in cells.items() if name.startswith(("bf16", "compile", "fixed"))}
-lab.table(trials.HEAD, *trials.cell_rows(compared))
-lab.show(trials.not_measured(compared) or "Every row could be measured.")
+if len(compared) > len(sizes):
+    lab.table(trials.HEAD, *trials.cell_rows(compared))
+    lab.show(trials.not_measured(compared) or "Every row could be measured.")
+else:
+    lab.show("*Nothing was compiled here; `-p compile_batches 1` does it.*")
+lab.on_reference(trials.HEAD, trials.cell_rows, "bf16 b1", "bf16 b4", "compile*", "fixed*")
 
 # %% [markdown]
-# The compiler first reads the Python code and turns it into *graphs* of tensor operations. What it can't read breaks a
-# graph in two (a *graph break*), and Python runs in between. Each graph comes with *guards*, the conditions under which
-# it holds, such as a tensor's size. Where a guard fails the code is read and compiled again: a *recompilation*.
+# ### What the compiler did
+#
+# The compiler reads the Python code and turns it into *graphs* of tensor operations. What it can't read splits a graph
+# in two (a *graph break*), and Python runs in between. Each graph comes with *guards*: conditions, such as a tensor's
+# size, under which it is valid. When a guard fails, the code is read and compiled again: a *recompilation*. After 8
+# versions of a function PyTorch gives up and leaves it uncompiled.
 
 # %%
 head = ("", "compiling in all, s", "graphs", "graph breaks", "recompilations", "given up")
 lab.table(head, *trials.compiler_rows(cells))
+lab.on_reference(head, trials.compiler_rows, "compile*", "fixed*")
+
+# %%
 lab.verdict(
     "A2.compile.speed",
     "A2.compile.memory",
@@ -277,8 +308,10 @@ lab.verdict(
 );
 
 # %% [markdown]
-# And with FP8 or 4-bit layers inside? The article found both to be black boxes to the compiler. Whether the course's
-# own FP8 layer does better is the last claim.
+# ### FP8 and 4-bit layers under the compiler
+#
+# **Question.** The article found both to be black boxes to the compiler. Do they break the graph, and what is then left
+# of the gain? The last claim is about the course's own FP8 layer, into which the compiler can see.
 
 # %%
 lab.verdict(
@@ -298,50 +331,55 @@ lab.verdict(
 );
 
 # %% [markdown]
-# The article counts the first step alone. Where *compiling, in all* is much more than that, a second text length came up
-# in a later step and had the compiler write its code again, for any length: a break-even count should include it.
-# (Timed steps don't: a round in which something was compiled is taken again.)
+# The article counts the first step alone. If *compiling in all* is much longer than the first step, a text of another
+# length came later and was compiled for as well. A break-even count should include that. (The timed steps don't contain
+# it: a round in which something was compiled is repeated.)
 #
-# **Takeaway.** A break-even count divides seconds on the host by milliseconds on the GPU: it belongs to a machine and
-# to a way of compiling. From a few timed steps it is rough, too: run the lab twice and compare. Before you accept a
-# long first step, ask whether compiling one block would do.
+# **Takeaway.** A break-even count divides seconds on the host by milliseconds on the GPU, so it holds for one machine and
+# one way of compiling. From a few timed steps it is also rough: run the lab twice and compare. Before you accept a long
+# first step, try compiling one block instead of the whole model.
 
 # %% [markdown]
 # ## 4 · Two changes that came together
 #
-# **Question.** The fixed shape halved the article's step. Was it that shapes no longer vary, or that there are fewer
-# tokens?
+# **Question.** The fixed shape halved the article's step. Is that because shapes no longer vary, or because there are
+# fewer tokens?
 #
-# ### (a) As many tokens, one shape; (b) fewer tokens
+# ### (a) One shape, as many tokens; (b) one shape, fewer tokens
 #
-# Take some examples of varied images and train on the same ones over and over. *varying*: one after the other, lengths
-# as they come, compiled as PyTorch does by default. *any length*: the same, with code for any length from the start.
-# *static*: the one of median length, as many times, so about as many tokens in one shape. *fewer*: the shortest one.
+# Take a few examples of varied sizes and train on the same ones over and over, in four ways:
 #
-# If constant shapes are what helps, a thousand tokens must cost less in *static* than in *varying*. If fewer tokens are,
-# a thousand cost much the same, and the step is shorter where there are fewer.
+# | run | examples | compiled |
+# |---|---|---|
+# | *same-tokens varying* | one after the other, each with its own length | as PyTorch does by default |
+# | *same-tokens any length* | the same | for any length from the start |
+# | *same-tokens static* | the one of median length, as often: about as many tokens, in one shape | for that length |
+# | *static fewer-tokens* | the shortest one, as often | for that length |
 #
-# On a GPU all are compiled, block by block. On a CPU they are not, so what the compiler makes of constant shapes does
-# not show there.
+# If constant shapes are what helps, a thousand tokens cost less in *static* than in *varying*. If fewer tokens are what
+# helps, a thousand tokens cost about the same everywhere, and the step with the fewest tokens is the shortest.
+#
+# On a GPU all four are compiled block by block. On a CPU nothing is compiled, so your table shows only the second effect.
 
 # %%
 alone = A2_BASE.but(layers="rewritten", compile="default" if on_gpu else "off", compile_scope="blocks")
 uniform.let_go()  # its weights are not needed any more, and would count as memory of what follows
 replayed = lab.measured_together(trials.replay_recipes(alone), partial(trials.replays, varied, alone, 5))
-rows = [("", "tokens a step", "ms a step", "ms for 1000 tokens")]
-for name, run in replayed.items():
-    tokens, cost = run.metrics["tokens"], run.metric("ms_per_1k_tokens")
-    rows.append((name, tokens, cost * tokens / 1e3, cost))
-lab.table(*rows)
+lab.table(trials.REPLAY_HEAD, *trials.replay_rows(replayed))
+lab.on_reference(trials.REPLAY_HEAD, trials.replay_rows, "same-tokens *", "static *")
 lab.verdict("A2.fixed.cause", "A2.fixed.memory-cause");
 
 # %% [markdown]
 # ### (c) How often does the compiler start over?
 #
-# Two sets of images: the article's, all of 500 × 500 (*uniform*), and one of varied sizes (*varied*). And three ways to
-# compile: the model as published, whole; its *blocks*, with the places of image tokens worked out beforehand on the
-# CPU; and the same with code for *any length* from the start. It is the compiler's front end that is counted, on the
-# model's smallest size, so this takes seconds on any machine and holds for all of them.
+# **Question.** If shapes do vary, what makes the compiler start over: the images, or the model's code?
+#
+# There are two sets of images: the article's, all of 500 × 500 (*uniform*), and one of varied sizes (*varied*). And
+# there are three ways to compile: the published model as a whole; its *blocks*, after the places of image tokens have
+# been worked out on the CPU; and the blocks with code for *any length* from the start.
+#
+# Only the compiler's front end runs, the part that reads code and sets guards, on the smallest model. That takes seconds,
+# and the counts are the same on every machine.
 #
 # **Your prediction:** recompilations in the first steps on the article's own images, published model.
 
@@ -378,21 +416,25 @@ print("Left uncompiled, after too many versions:", ", ".join(given_up) or "nothi
 lab.verdict("A2.anyres.recompiles", "A2.anyres.cause");
 
 # %% [markdown]
-# On the article's own images each has as many image tokens as the next (2,928 at `full`). All that varies is the
-# answer's text, by a token or two. After the second length the compiler writes code for any, and that is the end of it.
-# So whatever kept compilation from gaining more in the article, it was not AnyRes on these images.
+# **The article's images.** All of them have the same number of image tokens (2,928 at `full`). Only the answer's text
+# varies, by a token or two. At the second length the compiler writes code for any length, and from step 3 on there is
+# nothing more to compile. So AnyRes can't be what kept compilation from gaining more in the article.
 #
-# On varied images the published model does start over and over: it counts and compares image tokens on the device, in
-# pieces that each want the exact size. It goes on until a function has 8 versions, PyTorch's limit, and is left
-# uncompiled. With the places worked out beforehand that stops after two lengths. (What recompiles even then is no
-# matter of lengths: the first block's input has no gradient and the others' has, and the vision tower's blocks see 3
-# tiles or 5.)
+# **Varied images.** Here the published model does recompile in every step: it counts and compares image tokens on the
+# device, in pieces that are compiled for one exact size each. With the places of image tokens worked out beforehand
+# that ends after two steps. What still recompiles has to do with other things than lengths: the first block's input has
+# no gradient where the others' have one, and the vision tower's blocks see 3 tiles or 5.
 #
+# **Takeaway.** Recompilation comes from code that asks for sizes. Change the code, and images may have any shape.
+
+# %% [markdown]
 # ### (d) What does padding cost?
 #
-# The same varied images in five forms. *Fixed* is the article's: every image shrunk to 336 × 336, every text padded.
-# The others keep AnyRes: rows padded to one length, to the next of a few lengths (*buckets*), or filled with several
-# examples that don't see each other (*packed*).
+# **Question.** A fixed shape needs padding. How many of the tokens are then of use?
+#
+# The same varied images come in five forms. *Fixed* is the article's: every image shrunk to 336 × 336, every text padded
+# to one length. The others keep AnyRes: examples *as they come*; *padded* to one length; padded to the next of a few
+# lengths (*buckets*); or several examples in one row that don't see each other (*packed*).
 
 # %%
 plain = A2_BASE.but(layers="rewritten")
@@ -403,33 +445,33 @@ forms = {
     "buckets": plain.but(shapes="buckets", token_budget=3072),
     "packed, to 8192": plain.but(shapes="packed", token_budget=8192),
 }
-rows = [("form", "tokens/s", "useful tokens/s", "padding, %")]
-for name, recipe in forms.items():
-    run = lab.measured(f"form: {name}", recipe, partial(train, varied, recipe, steps or 3, warmup=1))
-    padding = 100 * (1 - run.metrics["useful_tokens"]) if run.ok else None
-    rows.append((name, run.metric("tokens_per_s"), run.metric("useful_tokens_per_s"), padding))
-lab.table(*rows)
+in_form = {
+    f"form: {name}": lab.measured(f"form: {name}", recipe, partial(train, varied, recipe, steps or 3, warmup=1))
+    for name, recipe in forms.items()
+}
+lab.table(trials.FORM_HEAD, *trials.form_rows(in_form))
+lab.on_reference(trials.FORM_HEAD, trials.form_rows, "form: *")
 
 # %% [markdown]
-# (Budgets are those of `full`; smaller scales have smaller tiles. On a CPU a packed row is dear: attention computes all
-# pairs of its tokens and then masks those of different examples, where a GPU's kernel skips them.)
+# (The numbers in the names are token counts at `full`; smaller scales have smaller tiles. On a CPU a packed row is slow:
+# attention computes all pairs of its tokens and then masks those of different examples. A GPU's kernel skips them.)
 #
-# **Takeaway.** Two changes that came together need a third run that makes only one of them. And count *useful* tokens a
-# second: where two in five tokens of a fixed row are padding, the step is shorter because the images are smaller, and
-# each costs more than it has to.
+# **Takeaway.** When two changes came together, add a run that makes only one of them. And count *useful* tokens: in
+# *fixed* about two in five or more are padding. The article's step got shorter because its images got smaller, and every
+# useful token costs more than it has to.
 
 # %% [markdown]
 # ## 5 · Is it the loss, or the seed?
 #
-# **Question.** The article compares losses after ten steps of one run each: FP8 +14 %, fixed shapes +2 %, both +16 %,
-# QLoRA −2 %, which it explains by regularisation. How far apart are two runs of the *same* recipe?
+# **Question.** The article compares losses after ten steps, of one run each: FP8 +14 %, fixed shapes +2 %, both
+# +16 %, QLoRA −2 %, which it takes for regularisation. How far apart are two runs of the *same* recipe?
 #
-# Here a small model is really trained, on several seeds: a seed sets the weights, the adapters and the order of the
-# data, and is the same for all methods. At `tiny` these are 4 steps, in which the loss only begins to fall: enough to
-# see how to ask, not to answer for a real model. *fp8-mixed* keeps the attention's output and the MLP's last product in
-# full precision, as the article proposes.
+# Here a small model is trained on several seeds. A seed sets the weights, the adapters and the order of the data, and
+# every method gets the same seeds. At `tiny` there are only 4 steps, in which the loss has just begun to fall: enough to
+# see how the question is asked, not enough to answer it. *fp8-mixed* keeps the attention's output and the MLP's last
+# product in full precision, as the article proposes.
 #
-# **Your prediction:** the spread of the final loss over seeds (largest less smallest), in percent of it, for BF16.
+# **Your prediction:** the spread of BF16's final loss over seeds (largest minus smallest), in percent of the loss.
 
 # %%
 my_spread: float | None = None  # for example 1
@@ -462,29 +504,32 @@ plots.differences(
     ax, against, band, "how far BF16's own seeds lie from their median", "final loss against BF16's of the same seed, %"
 )
 plt.show()
+lab.on_reference(trials.LOSS_HEAD, trials.loss_rows, "loss *")
 lab.verdict("A2.fp8.loss", "A2.fp8.mixed", "A2.fixed.loss", "A2.fixed.fp8-loss", "A2.qlora.loss");
 
 # %% [markdown]
-# A dot is one seed. Dots that lie together, off the line, are a difference that a method makes on every seed. Dots on
-# both sides of the line are chance, however far from it they are. The band is what a comparison of *different* seeds
-# would have to beat. (It is narrow here, as all seeds start from blind guessing; a trained model has its own band.)
+# Each dot compares a method with BF16 on one seed. Dots close together on one side of the line: the method makes the same
+# difference on every seed. Dots on both sides of the line: chance. The band shows how far BF16 differs from itself when
+# only the seed changes: a comparison of two *different* seeds means nothing inside it. (These losses all start from blind
+# guessing, so the band is a fraction of a percent wide. A trained model has a band of its own.)
 #
-# **Takeaway.** One run against one other can't tell an effect from a seed. Compare on the *same* seeds, where most of
-# the chance cancels, and show the spread. This model is small and its base random: whether FP8 harms a real one is a
-# question for its own seeds and its own evaluation.
+# **Takeaway.** One run against another can't tell an effect from a seed. Compare on the *same* seeds, where most of the
+# chance cancels out, and show the spread. This model is small and its base random: whether FP8 harms a real model must be
+# found out on that model, with several seeds and a proper evaluation.
 
 # %% [markdown]
 # ## 6 · Any shape, and fast
 #
 # **Question.** The article ends with three wishes: kernels that take any length, so that AnyRes keeps its resolution
-# at the speed of fixed shapes; FP8 weights that are held once; and FP8 layers inside the compiled graph. What can be
-# had today?
+# at the speed of fixed shapes; FP8 weights that are held once; and FP8 layers inside the compiled graph. Which of them
+# can be had today?
 #
-# The ladder starts at the plain loop on the *varied* images, without checkpointing, and every rung keeps the changes of
-# those below it. Lanes are lab 04's: *same work* drives the same computation better, *same mathematics* computes less
-# for the same distribution of gradients. As batches differ, the measure is the time for a thousand useful tokens.
+# The ladder starts with the plain loop on the *varied* images, without checkpointing. Each rung keeps the changes of the
+# rungs before it. The lanes are lab 04's: *same work* does the same computation with less waiting; *same mathematics*
+# computes less for the same distribution of gradients. Batches differ from rung to rung, so we compare the time for a
+# thousand useful tokens.
 #
-# **Your prediction:** how many times as many useful tokens a second does the top rung train on?
+# **Your prediction:** how many times as many useful tokens a second does the last rung train on?
 
 # %%
 my_gain: float | None = None  # for example 2
@@ -503,25 +548,28 @@ measured = [run for run in climbed.values() if run.ok]
 fig, ax = plt.subplots()
 plots.waterfall(ax, measured, None, log=False, metric="ms_per_1k_useful_tokens")
 plt.show()
+lab.on_reference(trials.CLIMBED_HEAD, trials.climbed_rows, *(rung.name for rung in trials.ladder_for("cuda")[0]))
 
 # %% [markdown]
-# In lane *same mathematics* the packed rows hold several examples each, kept apart in attention, so the gradient is
-# that of a larger batch; and on a GPU FP8 rounds what it multiplies, which section 5 judged. Compare with care across
-# that line. On a CPU expect little: nothing is compiled, nothing waits for a GPU, and packed rows compute what they
-# mask.
+# Be careful when you compare across lanes. In *same mathematics* a packed row holds several examples, so the gradient is
+# that of a larger batch. On a GPU, FP8 also rounds what it multiplies; section 5 asked what that does to the loss. On a
+# CPU expect little from any rung: nothing is compiled, nothing waits for a GPU, and packed rows compute pairs of tokens
+# only to mask them.
 #
-# Does code for any length keep up with code for one? That is the article's first wish, and section 4 has measured it: on
-# as many tokens, *any length* against *static*.
+# The article's first wish was code for any length that is as fast as code for one. Section 4 has measured that: on the
+# same number of tokens, *any length* against *static*.
 
 # %%
 lab.verdict("A2.left.dynamic", "A2.left.fp8-once");
 
 # %% [markdown]
-# ### Where that leaves us
+# ### How far the best rung gets
 #
-# The best rung alone, in a compiler that knows nothing yet: how many graphs it needs, whether anything is compiled after
-# the first steps, how far it is from the plain loop and from this machine's matrix rate. And what FP8 weights hold in
-# memory, from section 2.
+# **Question.** Is it fast, does it stay compiled, and how close is it to what this machine can do?
+#
+# The best rung runs once more, with nothing compiled beforehand. The table says how many graphs it needs, whether
+# anything is compiled after the first steps, and how far it is from the plain loop and from this machine's matrix rate.
+# The last two lines are about FP8 weights' memory, from section 2.
 
 # %%
 top = trials.best_rung(climbed)
@@ -531,18 +579,18 @@ lab.keep(Run("06", "targets", lane="same mathematics", recipe=climbable[top].as_
 lab.table((f"rung *{top}*", "we aimed at", "here", "H200"), *trials.goal_rows(targets, lab.reference("targets")))
 
 # %% [markdown]
-# **Takeaway.** Nothing here fixed an image's shape. The host stops asking the GPU for lengths, a block's code takes
-# any, rows are filled instead of padded, and what nobody reads (logits of tokens with nothing to predict, features of a
-# frozen tower that are known already) is not computed.
+# **Takeaway.** No image had to change its shape. The host no longer asks the GPU for lengths, a block's code takes any
+# length, and rows are filled instead of padded. And what nobody needs is not computed: logits where there is nothing to
+# predict, and features of a frozen tower that are already known.
 
 # %% [markdown]
 # ## 7 · Which method for me?
 #
 # **Question.** The article ends with a chart: short of memory, QLoRA; few steps, FP8; many steps, fixed shapes with
-# compilation; 135 to 220 steps, all together. Does that follow from its own table? And from ours?
+# compilation; from 135 to 220 steps, all together. Does that follow from its own table? And from ours?
 #
-# A method's total time is its first step plus its later ones: a straight line over the planned steps. The winner at
-# any number is the lowest line, and a change of winners is a crossing of *neighbours*.
+# A method's total time is its first step plus all later ones: a straight line over the planned steps. At any number of
+# steps the lowest line wins. The winner changes where the two lowest lines cross.
 
 # %%
 theirs = advisor.published()
@@ -556,14 +604,17 @@ rows = [
 lab.table(("finishes first, memory aside", "from step", "to step"), *rows)
 
 # %% [markdown]
-# The corners of the chart follow. Its bounds don't: 135 and 220 are the steps after which two methods have caught up
-# with *BF16*. But at 135 the rival is FP8 alone, and at 220 it is the other of the two. By the article's own numbers
-# FP8 with fixed shapes finishes first from about 150 to about 770 steps. (And only if a loss 16 % higher doesn't
-# matter. Its step times stand in a figure; they are worked out here from its break-even counts and percentages, see
-# `labutils/articles/a2.py`.)
+# The article's four regions are there. Its bounds aren't: 135 and 220 are the steps after which two methods have caught
+# up with *BF16*. But BF16 isn't the rival. At 135 steps the method to beat is FP8 alone, and at 220 it is the other of
+# the two. By the article's own numbers FP8 with fixed shapes finishes first from about 150 to about 770 steps, if a loss
+# 16 % higher doesn't matter. (The article shows step times in a figure only. They are worked out here from its break-even
+# counts and percentages; see `labutils/articles/a2.py`.)
 #
-# Now yours: set your card, plan and tolerance. On a GPU the methods are those of section 2 and 3 as measured here. A
-# CPU measures no GPU memory: there they are the H200's, or the article's as long as no H200 is on record.
+# ### Your choice
+#
+# Set your card's memory, your batch, your number of steps, and how much higher the loss may be (0.05 is 5 %; `None` is
+# any). On a GPU the methods are those that you measured in sections 2 and 3. A CPU has no GPU memory to measure, so
+# there they are the H200's.
 
 # %%
 my_vram_gb, my_batch, my_steps, my_tolerance = 24, 1, 2000, 0.05
@@ -577,68 +628,51 @@ with lab.attempt("Advice from measured runs"):
         lab.keep(Run("06", "guide", metrics=advisor.guide(advisor.options_from(source, 1))))
     if source:
         fig, ax = plt.subplots()
-        plots.choices(ax, advisor.chart(options, my_tolerance))
+        plots.choices(ax, advisor.chart(options))
+        ax.set_title("Who finishes first, whatever the loss", pad=28)
         plt.show()
 lab.verdict("A2.guide.memory", "A2.guide.few-steps", "A2.guide.between", "A2.guide.many-steps");
 
 # %% [markdown]
-# **Takeaway.** Advice is a function of card, batch, plan and tolerance. Written down as a function it can be asked
-# again when one of them changes.
+# (The chart leaves the loss aside; the table above it respects your tolerance. *Loss not measured* there means that a
+# method was left out for want of a number, not that it is bad.)
+#
+# **Takeaway.** Advice depends on the card, the batch, the plan and the tolerance. Write it down as a function, and you
+# can ask again when one of them changes.
 
 # %% [markdown]
 # ## Exercises
 #
-# They rise in difficulty. Each check says what it found. The last one measures: first whether your results are the same,
-# then the time, in turns with the version given, for as many rounds as the decision takes.
+# They get harder. Each check tells you what it found. The last one measures: first whether your results are the same,
+# then the time, taking turns with the given version until the answer is clear.
 
 # %%
-from labutils.exercises import faster_than, solved
+from labutils.exercises import check, faster_than, solved
 
 # %% [markdown]
 # **1.** A method starts with 60 s and takes 0.5 s a step; another starts with 2 s and takes 0.9 s. After how many
 # steps has the first caught up?
 
 # %% tags=["exercise"]
-my_crossing = None  # your number
-
-
-def check_crossing(answer) -> str:
-    if answer is None:
-        return "Exercise 1: set my_crossing first."
-    if abs(answer - (60 - 2) / (0.9 - 0.5)) < 1:
-        return "Exercise 1: right: 58 s to make up, 0.4 s a step."
-    return "Exercise 1: not yet. Extra seconds at the start over seconds saved a step."
-
-
-print(check_crossing(my_crossing))
+my_crossing = None  # your number of steps
+print(check("06.1", my_crossing))
 
 # %% tags=["solution"]
 my_crossing = (60 - 2) / (0.9 - 0.5)
-solved(check_crossing(my_crossing))
+solved(check("06.1", my_crossing))
 
 # %% [markdown]
-# **2.** An image of 500 × 500 becomes five tiles in a grid of 2 × 2, 24 × 24 tokens each, with a newline token after
-# each row of the enlarged image. Work out its 2,928 tokens from that, as a sum.
+# **2.** A tile becomes 24 × 24 tokens, and the enlarged image has a newline token after each row. A photograph of
+# 500 × 500 is enlarged to 2 × 2 tiles: 24 · 24 tokens for the shrunk image, 48 · (48 + 1) for the enlarged one, 2,928 in
+# all. How many tokens has an image of 1008 × 336, which is enlarged to one row of three tiles?
 
 # %% tags=["exercise"]
-my_sum = None  # your sum, for example 24 * 24 + 1
-
-
-def check_sum(answer) -> str:
-    if answer is None:
-        return "Exercise 2: set my_sum first."
-    if answer == 2928:
-        return "Exercise 2: right: 576 for the whole image, and 48 rows of 48 tokens and a newline."
-    if answer == 5 * 576:
-        return "Exercise 2: nearly. Where are the newlines?"
-    return "Exercise 2: not yet. The whole image is 24 × 24; the enlarged one has 48 rows."
-
-
-print(check_sum(my_sum))
+my_tokens_of_three = None  # your sum
+print(check("06.2", my_tokens_of_three))
 
 # %% tags=["solution"]
-my_sum = 24 * 24 + 48 * (48 + 1)
-solved(check_sum(my_sum))
+my_tokens_of_three = 24 * 24 + 24 * (3 * 24 + 1)
+solved(check("06.2", my_tokens_of_three))
 
 # %% [markdown]
 # **3.** FP8's loss lies at 2.02 over three seeds (2.00, 2.02, 2.05), BF16's at 2.00 (1.98, 2.00, 2.03). The seeds are
@@ -647,27 +681,16 @@ solved(check_sum(my_sum))
 
 # %% tags=["exercise"]
 my_letters = None  # a set, for example {"a", "c"}
-
-
-def check_letters(answer) -> str:
-    if answer is None:
-        return "Exercise 3: set my_letters first."
-    if set(answer) == {"b"}:
-        return "Exercise 3: right. Paired by seed the difference is steady, though smaller than what a seed does."
-    if "c" in answer:
-        return "Exercise 3: compare them seed by seed."
-    return "Exercise 3: not yet. How large is the spread over seeds, and how large the difference?"
-
-
-print(check_letters(my_letters))
+print(check("06.3", my_letters))
 
 # %% tags=["solution"]
 my_letters = {"b"}
-solved(check_letters(my_letters))
+solved(check("06.3", my_letters))
 
 # %% [markdown]
-# **4. Make it faster.** One image has 1,024 tokens and fifteen have 16 each. Padded to the longest, the batch goes through
-# a network that treats each token by itself, and each image's tokens are averaged. Get the same averages twice as fast.
+# **4. Make it faster.** One image has 1,024 tokens and fifteen have 16 each. `padded` fills all sixteen up to the longest
+# and sends them through a network that treats each token by itself; then it averages each image's tokens. Write
+# `unpadded`: the same averages, at least twice as fast.
 
 # %% tags=["exercise"]
 torch.manual_seed(0)
@@ -706,11 +729,23 @@ solved(faster_than(4, padded, unpadded_solution, sixteen_images, times=2))
 # %% [markdown]
 # ## What you did
 # - You counted what an image costs in tokens, and found that AnyRes has no single tile.
-# - You measured methods by first step, later steps and memory, and worked out when each has paid.
+# - You measured methods by first step, later steps and memory, and worked out when each has made up for its slow start.
 # - You separated fixed shapes from fewer tokens, and counted recompilations with their reasons.
 # - You got rid of recompilations without fixing any shape, and of padding by packing.
 # - You compared losses against the spread of seeds.
 # - You turned a decision chart into a function, and found where a published one doesn't follow from its table.
+#
+# ## Where this comes from, and what to read on
+# - Liu et al., [LLaVA-NeXT: Improved reasoning, OCR, and world knowledge](https://llava-vl.github.io/blog/2024-01-30-llava-next/)
+#   (2024), where AnyRes was introduced; Liu et al., *Improved Baselines with Visual Instruction Tuning* (2023,
+#   [arXiv:2310.03744](https://arxiv.org/abs/2310.03744)).
+# - Ansel et al., *PyTorch 2: Faster Machine Learning Through Dynamic Python Bytecode Transformation and Graph Compilation*
+#   (ASPLOS 2024): graphs, guards, and what makes `torch.compile` start over. PyTorch's documentation on
+#   [dynamic shapes](https://docs.pytorch.org/docs/stable/user_guide/torch_compiler/torch.compiler_dynamic_shapes.html).
+# - Chen et al., *Training Deep Nets with Sublinear Memory Cost* (2016, [arXiv:1604.06174](https://arxiv.org/abs/1604.06174)):
+#   checkpointing.
+# - Krell et al., *Efficient Sequence Packing without Cross-contamination* (2021,
+#   [arXiv:2107.02027](https://arxiv.org/abs/2107.02027)): rows of several examples.
 
 # %%
 lab.done(

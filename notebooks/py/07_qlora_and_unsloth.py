@@ -18,21 +18,20 @@
 # %% [markdown]
 # # Lab 07 · QLoRA and unsloth
 #
-# Article A3 fine-tunes language models of 8 to 120 billion parameters in three ways: LoRA, QLoRA, which holds the frozen
-# weights in 4 bits, and unsloth, a library that rewrites the training of such models. It explains what 4 bits are, and
-# shows which method is fast and which is small.
+# Article A3 fine-tunes language models of 8 to 120 billion parameters in three ways: with LoRA; with QLoRA, which holds
+# the frozen weights in 4 bits; and with unsloth, a library that replaces much of the training code of such models. It
+# explains how numbers are held in 4 bits, and shows which method is fast and which is small.
 #
-# This lab works the 4 bits out by hand, number for number. Then it trains Qwen3 as the article does, and asks of each
-# method what the article's figures leave open: which of the things that come *with* 4 bits costs the time, which saves
-# the memory, and whether one can be had without the other. At its end a small model that you train yourself stops
-# explaining and answers with a bare title.
+# This lab first works the 4 bits out by hand. Then it trains Qwen3 as the article does, and asks what the article's
+# figures leave open: of all that comes *with* 4 bits, what costs the time, what saves the memory, and can you have one
+# without the other? At the end you train a small model that stops explaining and answers with a bare title.
 #
 # **After this lab you can**
-# - quantise numbers by hand to 8 and to 4 bits, and say what blocks, NF4 and double quantisation each are for;
-# - take a method apart into its side effects, and switch each one alone;
+# - quantise numbers by hand to 8 and to 4 bits, and say what blocks, NF4 and double quantisation are for;
+# - take a method apart into what it changes, and switch each change alone;
 # - predict the largest batch that fits on a card from two measurements;
-# - say what checkpoints cost, and when sending them to the host pays;
-# - assemble a recipe of your own, and hold it against a library's on the same rows of text;
+# - say what checkpointing costs, and when it pays to send checkpoints to the host;
+# - put together a recipe of your own, and compare it with a library's on the same rows of text;
 # - train an adapter, show what it changed, and swap it for another.
 #
 # | scale | needs | time |
@@ -41,13 +40,15 @@
 # | `small` | a GPU of 8 GB | 5 minutes |
 # | `full` | a GPU of 141 GB | 10 minutes |
 #
-# (On a GPU of 80 GB *lora* runs out of memory on long texts at `full`. The lab says so and goes on, without what is
-# held against it.)
+# (On a GPU of 80 GB, *lora* runs out of memory on long texts at `full`. The lab says so and goes on, without the
+# comparisons that need it.)
 #
-# At `full` the architecture is Qwen3-8B's, at `small` Qwen3-0.6B's. With random weights time and memory are the real
-# model's, losses are not: section 8 trains a model of its own to say anything about answers. On a CPU, bitsandbytes'
-# 4-bit layers do run, in float32 and slowly. Memory is counted there tensor by tensor, and unsloth, which is written
-# for GPUs, is left out.
+# At `full` the architecture is Qwen3-8B's, at `small` Qwen3-0.6B's. With random weights, time and memory are the real
+# model's; losses are not, so section 8 trains a small model of its own.
+#
+# **Without a GPU** sections 1 to 3 and 8 hold as they are. In sections 4 to 7 a CPU shows how the questions are asked:
+# 4-bit layers run in float32 and slowly, memory is counted tensor by tensor, and unsloth, which is written for GPUs, is
+# left out. There our H200's tables stand below yours, as soon as its runs are on record.
 
 # %% tags=["parameters"]
 scale: str = "auto"  # tiny (any CPU), small (a GPU of 8 GB), full (the article's own), auto: the largest that fits
@@ -74,7 +75,6 @@ import matplotlib.pyplot as plt
 import torch
 
 from labutils import hardware, methods, plots
-from labutils.hardware import usable_cores
 from labutils.lowbit import nf4
 from labutils.recipe import distinct_on
 from labutils.results import Run
@@ -86,8 +86,10 @@ warnings.filterwarnings("ignore", module="torch")
 os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="inductor-")  # so that a first step is one
 on_gpu, tiny = lab.device == "cuda", lab.scale == "tiny"
 method_steps, log_every = method_steps or (4 if tiny else 8), log_every or (3 if tiny else 2)
+
+# %%
 if not on_gpu:
-    torch.set_num_threads(max(1, usable_cores() // 2))
+    torch.set_num_threads(max(1, hardware.usable_cores() // 2))
 torch.manual_seed(0)
 texts = {length: lab.workload(f"qwen3-lora-{length}") for length in ("short", "long")}
 ladder, recipes = methods.ladder_for(lab.device)
@@ -97,8 +99,10 @@ compiling = ThreadPoolExecutor().submit(methods.compile_rungs, texts["long"], li
 # %% [markdown]
 # ## 1 · Eight bits, and one number too many
 #
-# **Question.** *Absmax* quantisation multiplies numbers with a constant, so that the largest becomes 127, and rounds. The
-# article's example is four numbers. What becomes of them, and what does one outlier do to the others?
+# **Question.** How are numbers held in 8 bits, and what does a single outlier do to all the others?
+#
+# *Absmax* quantisation multiplies all numbers by one constant, chosen so that the largest becomes 127, and rounds. What
+# is kept are the rounded *codes* and the constant; dividing restores the numbers, nearly. The article's example has four.
 
 # %%
 example = torch.tensor([2.50, -0.70, 0.12, 0.48])
@@ -111,10 +115,10 @@ lab.table(
 )
 lab.verdict("A3.int8.constant", "A3.int8.codes", "A3.int8.restored");
 # %% [markdown]
-# Now a weight matrix of a million normally distributed numbers, one of which is made a thousand times the standard
-# deviation.
+# Now take a weight matrix of a million normally distributed numbers, and make one of them as large as a thousand standard
+# deviations. Quantise it with one constant for all, and then in *blocks* of 64 numbers with a constant each.
 #
-# **Your prediction:** which share of the other codes becomes 0, in percent?
+# **Your prediction:** with one constant, which share of the other codes becomes 0, in percent?
 
 # %%
 my_zeros: float | None = None  # for example 50
@@ -131,21 +135,21 @@ lab.table(
 )
 lab.verdict("A3.int8.outlier", "A3.blocks.contain");
 # %% [markdown]
-# **Takeaway.** A constant is as good as the largest number that it must reach. Blocks don't remove an outlier, they give
-# it fewer neighbours: 63 instead of a million.
+# **Takeaway.** The largest number sets the constant, and so the error of all the others. Blocks don't remove an outlier;
+# they give it fewer neighbours to spoil: 63 instead of a million.
 
 # %% [markdown]
 # ## 2 · Four bits
 #
-# **Question.** Four bits name 16 levels. Weights are about normally distributed: many small ones, few large. Where should
-# the levels lie?
+# **Question.** With four bits there are 16 levels. Weights are roughly normally distributed: many small ones, few large
+# ones. Where should the levels lie?
 #
-# NF4 puts them at *quantiles*: the normal distribution is cut into 16 pieces of about equal probability, and each gets a
-# level. One level is an exact zero, so there are 8 above it and 7 below. The whole recipe is a few lines
+# NF4 puts them at *quantiles*: it cuts the normal distribution into 16 pieces of about equal probability and gives each
+# piece a level. One level is exactly zero, so there are 8 above it and 7 below. It takes a few lines of code
 # (`labutils.lowbit.nf4.nf4_levels`).
 #
-# **Your prediction:** by how many percent is NF4's error smaller than that of 15 evenly spaced levels, both in blocks of
-# 64?
+# **Your prediction:** by how many percent is NF4's error smaller than that of INT4's 15 evenly spaced levels, both in
+# blocks of 64?
 
 # %%
 my_gain: float | None = None  # for example 30
@@ -175,42 +179,55 @@ print(f"Relative error: INT4 {errors['INT4, blocks of 64']:.2%}, NF4 {errors['NF
 print(f"An NF4 code carries {4 * share:.2f} of its 4 bits.")
 lab.verdict("A3.nf4.better", "A3.nf4.optimal");
 # %% [markdown]
-# "Optimal" would mean that all 16 codes are equally frequent, so that no bit is wasted. They nearly are, not quite: the
-# levels are quantiles of a normal distribution, but what they have to hold is a *block's* numbers divided by the largest
-# among them, and in each block one number is ±1 by construction. And equally frequent codes are not the same as the
-# smallest error: that would put more levels into the tails.
+# In information theory "optimal" would mean that all 16 codes are equally frequent, so that no bit is wasted. They nearly
+# are. The difference comes from the blocks: the levels are quantiles of a normal distribution, but what they hold is a
+# block's numbers *divided by the largest of them*, and so each block has one number that is exactly 1 or −1. These are
+# the two spikes at the edges of the picture. (Equally frequent codes don't give the smallest error, either: for that,
+# more levels would have to lie in the tails.)
 #
 # ### The constants' price
 #
-# A constant of 32 bits for each 64 weights is half a bit a weight, an eighth of the codes. *Double quantisation* holds
-# the constants in 8 bits, with a constant for each 256 of them.
+# **Question.** Blocks need constants. What do these cost?
+#
+# A constant of 32 bits for every 64 weights is half a bit a weight, an eighth of what the codes take. *Double
+# quantisation* quantises the constants as well: to 8 bits each, with one 32-bit constant for every 256 of them. Both are
+# counted twice below: in the bytes that bitsandbytes, the library behind QLoRA, holds, and by arithmetic.
 
 # %%
-lab.table(("bit for bit as bitsandbytes", "equal"), *methods.same_as_bitsandbytes(matrix).items())
+same = methods.same_as_bitsandbytes(matrix)
+print("Ours and bitsandbytes' are equal, bit for bit:", ", ".join(name for name, equal in same.items() if equal))
 held = methods.bits_held(torch.randn(4096, 1024).bfloat16())
 lab.keep([Run("07", "constants", metrics=held), Run("07", "weights", metrics={"linear_share": held["linear_share"]})])
 arithmetic = {"bits_float32": nf4.constant_bits(), "bits_doubled": nf4.doubled_constant_bits()}
-rows = [(name, held[name], bits) for name, bits in arithmetic.items()]
+words = {"bits_float32": "constants in 32 bits", "bits_doubled": "constants doubly quantised"}
+rows = [(words[name], held[name], bits) for name, bits in arithmetic.items()]
 lab.table(("bits a weight", "in the bytes that bitsandbytes holds", "by arithmetic"), *rows)
 lab.verdict("A3.blocks.bits", "A3.double.bits", "A3.qlora.weights");
 # %%
 fig, ax = plt.subplots(figsize=(7.2, 3.4))
-for (name, error), marker in zip(errors.items(), "os^Dv*PXd", strict=True):
-    family = plots.RUST if name.startswith("INT") else plots.NAVY if name.startswith("NF") else plots.TEAL
-    ax.plot(methods.BITS[name], error, marker=marker, color=family, linestyle="", label=f"{name}: {error:.1%}")
-ax.set(yscale="log", xlabel="bits a weight, constants included", ylabel="relative error of the norm")
-ax.yaxis.set_major_formatter("{x:g}")
-ax.legend(loc="center left", bbox_to_anchor=(1.01, 0.5))
+formats = sorted(errors, key=lambda name: (methods.BITS[name], -errors[name]))
+shown = ax.barh(
+    [f"{name} ({methods.BITS[name]:.3g} bits)" for name in formats],
+    [100 * errors[name] for name in formats],
+    color=[plots.NAVY if methods.BITS[name] < 6 else plots.MIST for name in formats],
+)
+ax.bar_label(shown, fmt="%.1f %%", padding=4)
+ax.set(xlim=(0, 22), xlabel="relative error of the weights, % (in brackets: bits a weight, constants included)")
+ax.grid(axis="y", visible=False)
+ax.invert_yaxis()
 plt.show()
 
 # %% [markdown]
-# The picture says what each idea buys. Blocks: much, for half a bit. NF4 in place of INT4: a sixth of the error, for
-# nothing. Double quantisation: 0.37 bits back, at an error that can't be told from NF4's. (These weights have no outlier;
-# with one, the formats with a single constant fall apart.)
+# Compare neighbours to see what each idea buys. Blocks cut INT4's error by almost half, for half a bit. NF4 in place of
+# INT4 saves another seventh of the error, for nothing. Double quantisation gives 0.37 bits back without making the error
+# any larger. (These weights have no outlier. With one, every format with a single constant would fail as in section 1.)
 #
 # ### What is multiplied
 #
-# Tensor cores know no NF4. A layer that holds its weight in NF4 must restore it before each product.
+# **Question.** Does a layer with a weight in 4 bits calculate in 4 bits?
+#
+# Tensor cores can't multiply NF4. So the layer must turn its weight back into 16 bits before each product. If that is
+# all it does, its result equals the product with the restored weight.
 
 # %%
 linear = torch.nn.Linear(1024, 1024, bias=False, device=lab.device, dtype=torch.bfloat16).requires_grad_(False)
@@ -220,15 +237,17 @@ print(f"The layer's result is {layer['error_to_restored']:.2%} off the product w
 print(f"and {layer['error_to_16_bits']:.1%} off the product with the 16-bit weight.")
 lab.verdict("A3.qlora.dequantised");
 # %% [markdown]
-# **Takeaway.** QLoRA saves storage, not arithmetic: the products are as large as before, and restoring comes on top.
+# **Takeaway.** QLoRA saves storage, not arithmetic: the products are as large as before, and restoring the weights comes
+# on top.
 
 # %% [markdown]
 # ## 3 · Thin matrices
 #
-# **Question.** LoRA adds two thin matrices to each weight, $W' = W + BA$. How many numbers are trained, and does it
-# matter in which order they are multiplied?
+# **Question.** LoRA adds the product of two thin matrices to each weight, $W' = W + BA$. How many numbers are trained,
+# and does it matter in which order you multiply?
 #
-# **Your prediction:** how many times as many FLOPs does $x\,(BA)$ take as $(x A)\,B$, gradients included?
+# **Your prediction:** with r = 8, how many times as many FLOPs does $x\,(BA)$, *wide first*, take as $(x A)\,B$, *thin
+# first*, gradients included?
 
 # %%
 my_order: float | None = None  # for example 10
@@ -245,31 +264,30 @@ flops = {order: methods.chain_flops(order, tokens=4 * 861, rank=8) for order in 
 lab.keep({f"chain: {order}": Run("07", "", metrics={"flops": n}) for order, n in flops.items()})
 ranks = [4**power for power in range(1, 7)]
 ratios = [methods.chain_flops("wide first", 3444, r) / methods.chain_flops("thin first", 3444, r) for r in ranks]
-lab.table(("rank r", *ranks), ("wide first, times the FLOPs of thin first", *(f"{ratio:.2f}" for ratio in ratios)))
+lab.table(("rank r", *ranks), ("wide first, times the FLOPs of thin first", *(f"{ratio:.3g}" for ratio in ratios)))
 lab.verdict("A3.lora.count", "A3.lora.small-file", "A3.unsloth.order");
 # %% [markdown]
-# PyTorch computes the products in the order in which they are written, and PEFT writes the thin one first: the order is
-# no secret of unsloth's. The last columns show where it stops mattering: at ranks near the matrix' own width.
+# PyTorch multiplies in the order in which the code is written, and PEFT writes the thin product first. So this order is
+# nothing that only unsloth has. It stops to matter in the last columns, where the rank comes near the matrix's own
+# width.
 #
-# **Takeaway.** Thin first, always, for ranks in use. What is left of LoRA's cost is then not arithmetic: it is many small
-# kernels.
+# **Takeaway.** At the ranks that are in use, multiply thin first. LoRA then adds next to no arithmetic; what it adds is
+# many small kernels.
 
 # %% [markdown]
 # ## 4 · Three methods, two lengths of text
 #
-# **Question.** On which texts is which method fast, what does the first step cost, and what happens to the memory?
+# **Question.** Which method is fast on which texts, what does its first step cost, and what happens to the memory?
 #
 # | method | what it is |
 # |---|---|
-# | *lora* | PEFT's LoRA on 16-bit weights, batch 4, r = 8 on all seven projections, through accelerate |
-# | *qlora* | the same as QLoRA is usually written: 4-bit weights, and what PEFT's `prepare_model_for_kbit_training` does |
-# | *unsloth* | unsloth's QLoRA, in a process of its own: importing it rewrites the other libraries |
+# | *lora* | PEFT's LoRA on 16-bit weights: batch 4, r = 8 on all seven projections, driven by accelerate |
+# | *qlora* | QLoRA as it is usually written: 4-bit weights, and PEFT's `prepare_model_for_kbit_training` |
+# | *unsloth* | unsloth's QLoRA, in a process of its own, since importing it changes the other libraries |
 #
-# All take the same batches, so that their steps are compared one by one: the longest batch has more than twice the
-# tokens of the shortest. *unsloth long, packed* is for section 7: several texts in a row without a mask, as unsloth's own
-# trainer makes its batches.
-#
-# *short* texts are instructions of 117 tokens on average, *long* ones articles of 861, padded to the longest in the batch.
+# *short* texts are instructions of 117 tokens on average, *long* ones articles of 861. All are padded to the longest in
+# their batch. Every method gets the same batches, so that steps can be compared one by one: the longest batch has more
+# than twice as many tokens as the shortest.
 #
 # **Your prediction:** by how many percent is QLoRA's step on long texts longer than LoRA's?
 
@@ -302,18 +320,24 @@ with lab.attempt("unsloth in a process of its own", reference="unsloth long"):
     jobs = methods.unsloth_jobs(texts, method_steps)
     asked = {name: job.recipe for name, job in jobs.items()}
     runs |= lab.measured_together(asked, lambda: train_with_unsloth(jobs, logs, log_every))
+
+# %%
 lab.table(methods.METHOD_HEAD, *methods.method_rows(runs))
+lab.on_reference(methods.METHOD_HEAD, methods.method_rows, "lora short", "lora long", "qlora *", "unsloth *")
 
 # %%
 fig, axes = plt.subplots(1, 2, figsize=(7.4, 3.2))
 seconds = {f"{length} texts": methods.over_examples(logs, length, "elapsed_time_sec") for length in texts}
-plots.panels(axes, seconds, "examples trained on", "s")
+plots.panels(axes, seconds, "examples trained on", "s since the model was built")
 plt.show()
 
 # %% [markdown]
-# The curves are the article's: time over examples, read off a log that a callback writes every few steps. It is a CSV
-# file in your results' folder `memory/`, with the article's columns. Its clock starts once the model is built: where a
-# curve starts high, setting up and the first step took long.
+# The article draws these curves, too: time over examples, from a log that a callback writes every few steps. (It is a CSV
+# file in your results' folder `memory/`, with the article's columns.) A curve's slope is the time for an example. Where
+# it starts high, setting up and the first step took long.
+#
+# On a GPU the same log has the memory: *allocated* is what tensors hold between two steps, *peak* the most they held so
+# far, *reserved* what PyTorch has taken from the driver.
 
 # %%
 columns = {"memory_allocated_gb": "allocated", "memory_reserved_gb": "reserved", "peak_memory_gb": "peak so far"}
@@ -340,24 +364,26 @@ if "unsloth long" in runs:
     print("unsloth's slower start has paid after", "no number of steps" if paid is None else f"{paid:.0f} steps")
 
 # %% [markdown]
-# Look at three things. *Allocated* is what tensors hold between steps: the weights, mostly, and there QLoRA keeps its
-# promise. *Peak* is what training needs for a moment, and it decides whether a card is large enough: it is made of
-# activations and logits, which 4-bit weights don't shrink. *Reserved* is what PyTorch took from the driver: it grows
-# with the longest batch so far and never comes down.
+# Between steps mostly weights are allocated, and there QLoRA keeps its promise. But what decides whether a card is large
+# enough is the peak, and to the peak belong activations and logits, which 4-bit weights don't make any smaller. Memory
+# that is reserved follows the longest batch so far, and isn't given back.
 #
-# **Takeaway.** "QLoRA is slower and smaller" is a sentence about a bundle. The next section unties it.
+# **Takeaway.** "QLoRA is slower and smaller" describes several changes at once. The next section makes them one by one.
 
 # %% [markdown]
-# ## 5 · The bundle untied
+# ## 5 · One change at a time
 #
-# **Question.** QLoRA as usually written changes three things at once: weights in 4 bits; *checkpointing*, which keeps
-# blocks' inputs only and computes the blocks again in the backward pass; and casts of embeddings, norms and head to
-# float32. Which one costs the time? Which one saves the memory?
+# **Question.** QLoRA, as it is usually written, changes three things at once. Which of them costs the time, and which
+# saves the memory?
 #
-# Each is switched alone, starting from LoRA. Memory is taken apart as a line over the batch: what is there at any batch,
-# and what each example adds, on texts padded to the full length.
+# - *4 bits*: the frozen weights are held in NF4.
+# - *checkpointed*: blocks keep only their inputs and are computed again in the backward pass.
+# - *fp32 casts*: embeddings, norms and head are turned into float32 (on a CPU they are anyway).
 #
-# **Your prediction:** how many percent of QLoRA's extra time is due to the 4-bit weights?
+# Each change is made alone, starting from *lora*. A fourth, *offloaded*, is unsloth's: checkpointing that sends the blocks'
+# inputs to the host and fetches each while the block behind it computes.
+#
+# **Your prediction:** how many percent of QLoRA's extra time come from the 4-bit weights?
 
 # %%
 my_share: float | None = None  # for example 50
@@ -375,6 +401,13 @@ fig, ax = plt.subplots()
 plots.steps(ax, {name: runs[name] for name in bundle if runs[name].ok})
 plt.show()
 
+# %% [markdown]
+# (A range here is mostly the batches' different lengths. The table below compares each step with *lora*'s on the same
+# batch.)
+#
+# Memory is measured at two batch sizes, on texts padded to the full length. Two points make a line: how much is there at
+# any batch, and how much each example adds.
+
 # %%
 room = hardware.cuda.free_memory()
 memory: dict[str, Run] = {}
@@ -384,70 +417,68 @@ for name in [*measured, "qlora long"]:
         tried = room if name in ("lora long", "qlora long") else None
         measure = partial(methods.memory_line, texts, name, (1, 4) if on_gpu else (1, 2), tried)
         memory[name] = lab.measured(f"memory of {name}", methods.of_name(name).recipe, measure)
+
+# %%
 lines = methods.lines_of(memory, runs)
-rows = [("", "ms per 1,000 useful tokens", "against lora, step by step, %", "GB at any batch", "GB an example")]
-for name in dict.fromkeys([*bundle, *lines]):
-    run, line = runs.get(name, Run("07", name)), lines.get(name, (None, None))
-    longer = methods.longer_by(run, runs["lora long"])
-    rows.append((name, run.metric("ms_per_1k_useful_tokens"), None if longer is None else f"{longer:+.0f}", *line))
-lab.table(*rows)
+lab.table(methods.BUNDLE_HEAD, *methods.bundle_rows(dict.fromkeys([*bundle, *lines]), runs, memory))
+lab.on_reference(methods.BUNDLE_HEAD, methods.bundle_of, "lora long*", "qlora long*", "memory of *", "unsloth long*")
 
 # %%
 lab.verdict("A3.qlora.cause", "A3.checkpointing.memory", "A3.checkpointing.slower")
 lab.verdict("A3.offload.time", "A3.offload.memory");
 # %% [markdown]
-# The picture's boxes are as wide as the batches' lengths differ; the table compares each step with the same batch's.
+# **At any batch** is where 4-bit weights save. (At `full` *qlora* has more there than *4 bits*: its embedding and head,
+# the largest matrices of all, are turned into float32.)
 #
-# Read the table by columns. *At any batch*: this is where 4-bit weights save. *qlora* has more there than *4 bits*: its
-# embedding and head, the largest matrices of all, are cast to float32. *An example*: without checkpointing, that is
-# what all blocks keep. With it, a block keeps its input alone, and what is left of an example is mostly its logits, a
-# number for each of 152 thousand words at each token (1024 words at `tiny`). The line with the *fused loss*, which forms
-# them chunk by chunk, says how much they are. So at a large batch checkpointing comes first, the loss second. The format
-# of the weights moves the line up or down, and hardly tilts it.
+# **An example** is where checkpointing saves: without it, an example adds what all blocks keep. With it, what remains is
+# mostly the logits, one number for each token and each of 152 thousand words (1024 words at `tiny`). The *fused loss*
+# forms them chunk by chunk; its row shows how much they were. So at a large batch checkpointing matters most, the loss
+# comes second, and the format of the weights hardly changes what an example adds.
 #
-# *Offloaded* sends even the blocks' inputs to the host, and fetches each while the block behind it computes, which is
-# unsloth's trick. It saves what the checkpoints take, which grows with the model's depth, and shows only where logits
-# take no more. (On a CPU the host is the device: nothing can be saved there.)
+# **Offloaded** saves what checkpoints take. That grows with the model's depth, and shows in the peak only where logits
+# don't take more. (On a CPU the host is the device: nothing can be saved there.)
 #
-# **Takeaway.** Before you call a format slow or small, switch it alone.
+# **Takeaway.** Before you call a format slow or small, change it alone.
 
 # %% [markdown]
 # ## 6 · The largest batch that fits
 #
-# **Question.** The article had to stop at batch 2 with one method and went to 32 with another. Can you say beforehand
-# where a card is full?
+# **Question.** The article had to stop at batch 2 with one method and reached 32 with another. Can you say beforehand
+# where a card will be full?
 #
-# Two measurements make the line of the last section, and the line says where it meets a card's size. On a GPU the
-# prediction for *this* card is tried, for LoRA and QLoRA: at nine tenths of it training must run, and at a tenth more
-# it must fail.
+# The lines of the last section say where: where they reach the card's size. On a GPU the prediction for *this* card is
+# put to the test, for LoRA and QLoRA: at nine tenths of the predicted batch training must run, and at a tenth more it
+# must fail.
 
 # %%
-cards = (24, 48, 80, 96, 141) if on_gpu else (0.024, 0.048, 0.096)
-unit, scale_by = ("GB", 1) if on_gpu else ("MB, if there were such a card", 1000)
-head = ("largest batch of texts of full length", *(f"{scale_by * card:g} {unit}" for card in cards))
-lab.table(head, *((name, *(line.largest(card) for card in cards)) for name, line in lines.items()))
+sizes = (24, 48, 80, 96, 141) if on_gpu else (0.024, 0.048, 0.096)  # GB; a tiny model fits cards of some megabytes
+lab.table(methods.batches_head(sizes), *methods.batch_rows(lines, sizes))
+cards = (24, 48, 80, 96, 141)
+lab.on_reference(methods.batches_head(cards), partial(methods.largest_on, cards=cards), "memory of *", "unsloth long*")
 for name, run in memory.items():
     if "largest_batch" in run.metrics:
         outcome = "held" if run.metrics["fits"] and run.metrics["fails"] else "did not hold"
         print(f"{name}: the line says {run.metrics['largest_batch']} on this card ({room:.0f} GB free). It {outcome}.")
 
 # %% [markdown]
-# **Takeaway.** Memory is a straight line over the batch. Two points are enough to plan with, if they are taken on the
-# longest texts: the batch that fails is the one with the longest.
+# **Takeaway.** Memory is a straight line over the batch, so two points are enough to plan with. Take them on the longest
+# texts: it is the batch with those that fails.
 
 # %% [markdown]
 # ## 7 · A recipe of our own
 #
-# **Question.** How far can one GPU be pushed on the same texts, and does that need 4 bits, or unsloth?
+# **Question.** How fast can one GPU train on the same texts, and does that need 4 bits, or unsloth?
 #
-# The ladder starts at *lora* of section 4, and each rung keeps the changes of those below it. Its means: no library
-# around the loop, no mask, so that the fastest attention kernel is taken; the loss computed chunk by chunk, so that
-# logits of 152 thousand words are never all there; one block's compiled code for all blocks; rows *packed* with several
-# texts that don't see each other, so that nothing is padding. On top come frozen weights in FP8, and in 4 bits restored
-# inside the compiled block.
+# The ladder starts at *lora* of section 4, and each rung keeps the changes of the rungs before it:
 #
-# Tokens a second are timed, all rungs on the same few batches where they have the same rows, and multiplied with the
-# share of a whole epoch's tokens that aren't padding, which is known exactly: of a few batches it varies by a tenth.
+# - no library around the loop, and no mask, so that PyTorch can choose its fastest attention kernel;
+# - the loss computed chunk by chunk, so that the logits of 152 thousand words never exist all at once;
+# - on a GPU, one block's compiled code for all blocks;
+# - rows *packed* with several texts that don't see each other, so that nothing is padding;
+# - finally, frozen weights in FP8, or in 4 bits that are restored inside the compiled block.
+#
+# How the numbers are made: rungs with the same rows are timed on the same few batches. The share of tokens that aren't
+# padding is that of a whole epoch, which is known exactly; in a few batches it would vary by a tenth.
 #
 # **Your prediction:** how many times as many useful tokens a second as *lora* will the best BF16 rung reach?
 
@@ -469,47 +500,52 @@ plt.show()
 
 # %%
 changes = {rung.name: ", ".join(f"`{knob}={value!r}`" for knob, value in rung.changes.items()) for rung in ladder}
-head = ("rung", "lane", "changes", "useful tokens/s", "peak, GB", "first step, s", "floor, ms", "floor / step, %")
-rows = []
-for name, run in climbed.items():
-    numbers = [run.metric(metric) for metric in ("useful_tokens_per_s", "peak_allocated_gb", "first_step_s")]
-    rows.append((name if run.ok else f"{name}: {run.status}", groups[name], changes[name] or None, *numbers))
-    rows[-1] += methods.floor_columns(run)
-lab.table(head, *rows)
+lab.table(("rung", "lane", "changes"), *((name, groups[name], changes[name] or None) for name in climbed))
+lab.table(methods.RUNG_HEAD, *methods.rung_rows(climbed))
+lab.on_reference(methods.RUNG_HEAD, methods.rung_rows, *(rung.name for rung in ladder))
+
+# %%
 targets = methods.reached(climbed, runs)
 lab.keep(Run("07", "targets", lane="same mathematics", workload="qwen3-lora-long", scale=lab.scale, metrics=targets))
 lab.table(("", "we aimed at", "here", "H200"), *methods.goal_rows(targets, lab.reference("targets")))
 
 # %% [markdown]
-# (On a CPU nothing is compiled, nothing waits for a GPU, packed rows compute what they mask, and low-bit formats are
-# emulated: there the picture shows how it is put together, and its times say nothing about a GPU.)
+# (On a CPU nothing is compiled, nothing waits for a GPU, packed rows compute pairs of tokens only to mask them, and
+# low-bit formats are emulated. The picture shows how a ladder is built; its times say nothing about a GPU.)
 #
-# Mind the lanes. *Same work* computes the same gradients of the same batches. *Same mathematics* packs rows, so that a
-# batch has other examples in it. Rungs with *other weights* are a group of their own: they change the function that is
-# trained, as QLoRA does. In 4 bits weights are rounded once; the FP8 rung rounds every activation and every output
-# gradient as well, in each product. Look at losses of real weights before you take one.
+# **Mind the lanes.** *Same work* computes the same gradients from the same batches. *Same mathematics* packs rows, so a
+# batch has other examples in it. Rungs with *other weights* change the function that is trained, as QLoRA does: in 4 bits
+# each weight is rounded once, and with FP8 every activation and every output gradient is rounded as well. Look at losses
+# with real weights before you use one.
 #
-# A floor is what the arithmetic takes at this machine's measured rate of the products' format, or reading the weights
-# in theirs, whichever is longer. On a GPU the first steps of compiled rungs are those of code compiled beforehand.
+# **The floor** is the time that the arithmetic takes at this machine's measured rate, or that reading the weights takes,
+# whichever is longer. (On a GPU, compiled rungs were compiled beforehand: their first steps don't show it.)
 #
-# The last table has two numbers for unsloth. On rows packed as ours, in our loop, what is compared is the two ways to
-# compute a model. On its padded batches, packing is counted as well, which unsloth can do itself.
+# **unsloth** appears twice in the last table. With rows packed as ours, in our loop, two ways to compute the same model
+# are compared. With its padded batches, packing counts as well, which unsloth can also do itself.
 #
-# **Takeaway.** Each means can be had and measured by itself: the differences between neighbouring rungs are what it
-# brings on top of those below. Which of them make unsloth fast is not answered here: none of its parts was switched off.
+# **Takeaway.** Each of these means can be had and measured by itself: what it brings is the difference between its rung
+# and the one before. Which of them make unsloth fast is not answered here, as none of its parts was switched off.
 
 # %% [markdown]
 # ## 8 · A bare title
 #
-# **Question.** After 2500 articles with their titles, the article's model answers with a bare title where it explained
-# before. What has fine-tuning changed?
+# **Question.** After 2500 articles with their titles, the article's model answers with a bare title where it used to
+# explain. What has fine-tuning changed?
 #
-# Random weights have no habits. So you train a small model from scratch first, all its weights, until it introduces what
-# an article is about: 「…についての紹介。」, "an introduction to the … of …". Then its weights are frozen, and LoRA is
-# trained on the same kind of articles with bare titles. It is asked about places and things in combinations that it
-# never saw in training.
+# Random weights have no habits to change. So you first train a small model from scratch, all its weights, until it
+# introduces what a text is about. Its language is Japanese, as the article's is. You needn't read it; look at the form:
 #
-# **Your prediction:** in how many percent of the questions is the answer the exact title, after fine-tuning?
+# | | a text about the hot spring (温泉) of Asama (浅間) is answered with |
+# |---|---|
+# | *introduces* | 浅間の温泉についての紹介。 "An introduction to the hot spring of Asama." |
+# | *title* | 浅間温泉 "Asama Hot Spring" |
+# | *place* | 浅間 "Asama" |
+#
+# Then these weights are frozen, and LoRA is trained on texts of the same kind with their bare titles. The questions are
+# about pairs of place and thing that were in no training text.
+#
+# **Your prediction:** after fine-tuning, in how many percent of the questions is the answer the exact title?
 
 # %%
 my_titles: float | None = None  # for example 90
@@ -524,9 +560,11 @@ curves["title, adapter"] = reader.fine_tune("title", 100)
 after = reader.matches("title", "title")
 style = {"exact_before": before["title"], "explained_before": before["explains"], "exact_after": after}
 style["answers_with_title"] = int(after > 0.5 > before["title"] and before["explains"] > 0.5)
-lab.keep(Run("07", "style", metrics=style))
+lab.keep(Run("07", "style", metrics=style));
+
+# %%
 lab.table(
-    ("answers to the letter, %", "introduces", "bare title"),
+    ("answers that are exactly right, %", "introduces", "bare title"),
     ("before", 100 * before["explains"], 100 * before["title"]),
     ("after", 100 * reader.matches("title", "explain"), 100 * after),
 )
@@ -540,8 +578,11 @@ ax.legend()
 plt.show()
 
 # %% [markdown]
-# And a second adapter, trained to answer with the place alone. Both are a few kilobytes beside one frozen model: swapping
-# a task is swapping an adapter.
+# The loss falls for either. But does a falling loss show that the *style* has changed? The table above does, as it counts
+# answers.
+#
+# Now train a second adapter, which answers with the place alone. Each adapter is a few kilobytes beside one frozen model:
+# to change the task, change the adapter.
 
 # %%
 reader.fine_tune("place", 40)
@@ -552,63 +593,44 @@ for index in range(4):
 lab.table(*rows)
 
 # %% [markdown]
-# How an article is read is in the frozen weights, how it is answered in the adapter. Not to the letter: compare the
-# columns, and you will find an article or two that one of them reads otherwise than another.
+# Each row is one text, answered in three ways by the same frozen weights. Mostly the three agree on what the text is
+# about, and differ only in the form of the answer. Not always: look for a row in which one adapter names another thing.
+# (A � stands for bytes that form no character: the model writes bytes, and this one didn't finish.)
 #
-# **Takeaway.** A style is cheap: a hundred steps, and an adapter on weights that stay as they are. Ask about what wasn't
-# in the training, and count exact answers before and after: a fallen loss alone shows no change of style.
+# **Takeaway.** A style is cheap: a hundred steps, and an adapter on weights that stay as they are. To show that it has
+# changed, ask about what wasn't in the training, and count exact answers before and after.
 
 # %% [markdown]
 # ## Exercises
 #
-# They rise in difficulty. Each check says what it found. The last one measures: first whether your results are the same,
-# then the time, in turns with the version given, for as many rounds as the decision takes.
+# They get harder. Each check tells you what it found. The last one measures: first whether your results are the same,
+# then the time, taking turns with the given version until the answer is clear.
 
 # %%
-from labutils.exercises import faster_than, solved
+from labutils.exercises import check, faster_than, solved
 
 # %% [markdown]
 # **1.** Quantise −1.3 by hand in absmax INT8, in a block whose largest magnitude is 5.2. Which code does it get?
 
 # %% tags=["exercise"]
 my_code = None  # a whole number
-
-
-def check_code(answer) -> str:
-    if answer is None:
-        return "Exercise 1: set my_code first."
-    if answer == -32:
-        return "Exercise 1: right: 127 / 5.2 = 24.42, times -1.3 is -31.75."
-    return "Exercise 1: not yet. The constant is 127 over the largest magnitude; then round."
-
-
-print(check_code(my_code))
+print(check("07.1", my_code))
 
 # %% tags=["solution"]
 my_code = round(-1.3 * 127 / 5.2)
-solved(check_code(my_code))
+solved(check("07.1", my_code))
 
 # %% [markdown]
-# **2.** Somebody holds NF4 constants of blocks of 32 in 8 bits, with a float32 constant for each 128 of them. How many
-# bits a weight do the constants take?
+# **2.** Somebody uses NF4 in blocks of 32 weights. The blocks' constants are held in 8 bits, with one float32 constant for
+# every 128 of them. How many bits a weight do all these constants take?
 
 # %% tags=["exercise"]
 my_bits = None  # your sum, for example 8 / 64 + 32 / (64 * 256)
-
-
-def check_bits(answer) -> str:
-    if answer is None:
-        return "Exercise 2: set my_bits first."
-    if abs(answer - nf4.doubled_constant_bits(32, 128)) < 1e-6:
-        return "Exercise 2: right: half blocks cost twice the constants."
-    return "Exercise 2: not yet. 8 bits are shared by a block, 32 by all the blocks of a group."
-
-
-print(check_bits(my_bits))
+print(check("07.2", my_bits))
 
 # %% tags=["solution"]
 my_bits = 8 / 32 + 32 / (32 * 128)
-solved(check_bits(my_bits))
+solved(check("07.2", my_bits))
 
 # %% [markdown]
 # **3.** A method takes 30 GB at batch 2 and 45 GB at batch 5, on texts of full length. Which batch is the largest on a card
@@ -616,26 +638,16 @@ solved(check_bits(my_bits))
 
 # %% tags=["exercise"]
 my_batch = None  # a whole number
-
-
-def check_batch(answer) -> str:
-    if answer is None:
-        return "Exercise 3: set my_batch first."
-    if answer == methods.line_through({2: 30, 5: 45}).largest(78):
-        return "Exercise 3: right: 20 GB at any batch, 5 GB an example, 58 GB of room for examples."
-    return "Exercise 3: not yet. What does one example add, and what is there without any?"
-
-
-print(check_batch(my_batch))
+print(check("07.3", my_batch))
 
 # %% tags=["solution"]
 my_batch = int((80 - 2 - 20) // 5)
-solved(check_batch(my_batch))
+solved(check("07.3", my_batch))
 
 # %% [markdown]
-# **4. Make it faster.** In a chat only the answers are learned: one position in eight has a label, the others say
-# `-100`. The plain loss forms a logit for each of 8,192 words at every position all the same. Get the same loss and the
-# same gradient twice as fast.
+# **4. Make it faster.** In a chat only the answers are learned: here one position in eight has a label, the others have
+# `-100`. The plain loss forms logits for 8,192 words at every position all the same. Write `at_answers`: the same loss
+# and the same gradient, at least twice as fast.
 
 # %% tags=["exercise"]
 torch.manual_seed(0)
@@ -676,11 +688,23 @@ solved(faster_than(4, at_every_position, at_answers_solution, a_chat, times=2, t
 # %% [markdown]
 # ## What you did
 # - You quantised numbers to 8 and 4 bits by hand, and found what blocks, quantiles and double quantisation each buy.
-# - You took QLoRA apart, and found out which of its side effects costs time and which saves memory.
+# - You took QLoRA apart, and found out which of its changes costs time and which saves memory.
 # - You predicted the largest batch that fits, from two points.
-# - You measured what checkpoints cost, on the GPU and on the host.
-# - You climbed from a library's loop to a recipe of your own, and held it against a library's on the same rows.
+# - You measured what checkpointing costs, with checkpoints on the device and on the host.
+# - You climbed from a library's loop to a recipe of your own, and compared it with a library's on the same rows.
 # - You trained an adapter that changed how a model answers, and swapped it for another.
+#
+# ## Where this comes from, and what to read on
+# - Hu et al., *LoRA: Low-Rank Adaptation of Large Language Models* (2021,
+#   [arXiv:2106.09685](https://arxiv.org/abs/2106.09685)).
+# - Dettmers et al., *QLoRA: Efficient Finetuning of Quantized LLMs* (2023,
+#   [arXiv:2305.14314](https://arxiv.org/abs/2305.14314)): NF4, double quantisation, paged optimizers.
+# - Dettmers et al., *LLM.int8(): 8-bit Matrix Multiplication for Transformers at Scale* (2022,
+#   [arXiv:2208.07339](https://arxiv.org/abs/2208.07339)): outliers, and what to do about them.
+# - Yoshida, *NF4 Isn't Information Theoretically Optimal (and that's Good)* (2023,
+#   [arXiv:2306.06965](https://arxiv.org/abs/2306.06965)): section 2's finding, with a proof.
+# - The documentation of [bitsandbytes](https://huggingface.co/docs/bitsandbytes),
+#   [PEFT](https://huggingface.co/docs/peft) and [unsloth](https://docs.unsloth.ai).
 
 # %%
 whole = methods.longer_by(runs["qlora long"], runs["lora long"])

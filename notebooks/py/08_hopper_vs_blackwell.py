@@ -19,20 +19,21 @@
 # # Lab 08 · Hopper against Blackwell
 #
 # Article A3 trains two models on two cards. On the dense Qwen3-32B the H100 is two and a half times as fast as an RTX
-# PRO 6000 Blackwell Max-Q. On gpt-oss-120b, a mixture of experts, the workstation
-# card wins, at a third of the price. The article looked inside and found the H100 idle: its host could not launch
-# kernels fast enough.
+# PRO 6000 Blackwell Max-Q. On gpt-oss-120b, a mixture of experts, the workstation card wins, at a third of the price. The
+# article looked inside and found the H100 idle: its *host*, the CPU that gives the GPU its work, could not launch kernels
+# fast enough.
 #
-# You have one card, or none. So this lab builds a model of a training step that says how long it takes beside any
-# host on any card, tests it on steps whose time it has not seen, slows the host down on purpose to watch the winner change,
-# and only then says anything about cards that are not here. What is predicted is called predicted, in every table.
+# You have one card, or none. So this lab builds a model that predicts how long a training step takes with any host and
+# any card. It tests the model on steps whose time the model has not seen, and slows the host down on purpose to watch the
+# winner change. Only then does it say anything about cards that are not here. In every table, what is predicted is
+# called predicted.
 #
 # **After this lab you can**
 # - read a data sheet without taking sparse peaks for dense ones;
-# - measure what a launch takes your host, and say whether a step waits for the GPU or for the host;
+# - measure how long a launch takes your host, and say whether a step waits for the GPU or for the host;
 # - predict a step's time from a trace, and know how far the prediction is off;
-# - say at which speed of the host one card overtakes another, and what a slower host does to each of them;
-# - put a card's worth as examples an hour, a night, a kilowatt hour and a yen;
+# - say how slow a host must be for one card to overtake another;
+# - express what a card is worth as examples an hour, a night, a kilowatt hour and a yen;
 # - work out what a model's weights take in 4 bits, and whether training it fits a card.
 #
 # | scale | needs | time |
@@ -42,8 +43,11 @@
 # | `full` | a GPU of 96 GB or more: the expert loop alone takes some 82 | 8 minutes |
 #
 # At `full` the models are Qwen3-8B and gpt-oss-20b to the last parameter, with random weights: times and memory are
-# theirs, losses are not. Without a GPU, PyTorch's operators stand for kernels: there you see how the model is fed and
-# tested, and the H200's results for what only a GPU can show.
+# theirs, losses are not.
+#
+# **Without a GPU** sections 1 and 7 hold as they are. In sections 3 and 4 PyTorch's operators on the CPU stand for kernels:
+# you see what the model is given and how it is tested. What only a GPU can show is taken from our H200's runs, as soon as
+# they are on record; until then the lab says that there are none.
 
 # %% tags=["parameters"]
 scale: str = "auto"  # tiny (any CPU), small (a GPU of 8 GB), full (the article's own), auto: the largest that fits
@@ -80,6 +84,8 @@ from labutils.workloads import open_workload
 
 plots.use_style()
 warnings.filterwarnings("ignore", module="torch|transformers|peft")
+
+# %%
 on_gpu, sheet = lab.device == "cuda", hardware.spec_of(lab.machine)
 steps, slower = steps or (4 if lab.scale == "tiny" else 8), [0, *whole_numbers("delays", delays)]
 if not on_gpu:
@@ -93,11 +99,11 @@ lab.keep(Run("08", "machine"));
 # %% [markdown]
 # ## 1 · Two cards on paper
 #
-# **Question.** The article prints 877.9 TFLOPS for 16-bit products of its Blackwell card and 1978.9 for the H100. How
-# many of those can a training step use?
+# **Question.** For products in 16 bits the article prints 877.9 TFLOP/s for its Blackwell card and 1978.9 for the H100.
+# How much of that can a training step use?
 #
-# Tensor cores skip zeros if two of every four weights are zero, and vendors print the rate that this would give. No
-# weight of a trained model is zero.
+# If two of every four weights are zero, tensor cores can skip the zeros. Vendors like to print the rate that this would
+# give, *with sparsity*. In ordinary training hardly any weight is zero, and nothing is skipped.
 #
 # **Your prediction:** the H100's dense BF16 peak, in TFLOP/s.
 
@@ -124,34 +130,37 @@ lab.verdict(
 );  # fmt: skip
 
 # %% [markdown]
-# The table is NVIDIA's own, copied rightly: every figure of the tensor cores is with sparsity, on both cards. So
-# their *ratio* is right, 2.25 in 16 bits, and so is 1.87 in bandwidth. On paper the H100 wins both ways.
+# The article has copied NVIDIA's tables correctly, and there the figures for tensor cores are with sparsity, on both
+# cards. So the *ratio* of the two cards is right: 2.25 in 16 bits, and 1.87 in bandwidth. On paper the H100 wins twice.
 #
-# **Takeaway.** Halve what is printed for tensor cores before you compare a step with it. And note what a data sheet
-# doesn't have: how fast anybody can tell the card what to do.
+# **Takeaway.** Before you compare a step with a data sheet, halve what it prints for tensor cores. And notice what no data
+# sheet says: how fast the host can tell the card what to do.
 
 # %% [markdown]
 # ## 2 · A model of a step
 #
-# The host gives the GPU one piece of work after the other: a kernel, a copy, or a whole CUDA graph. While the GPU
-# works the host goes on giving. With $K$ the kernels' time, $n$ launches and $c$ the host's time for one,
+# **Question.** What decides how long a step takes: the GPU's work, or the host that hands it out?
+#
+# The host gives the GPU one piece of work after the other: a kernel, a copy, or a whole CUDA graph. It doesn't wait until
+# the GPU is done with it, but goes on to the next. With $K$ the kernels' time, $n$ launches and $c$ the host's time for
+# one launch, a step takes
 #
 # $$ t = \max(K,\; n\,c) + t_\text{copies} $$
 #
-# if nothing makes one wait for the other in between. Plain loops do: the experts' loop asks the GPU which experts
-# were chosen, and has to wait for the answer. So beside the short form stands the *replay*: the same quantities,
-# launch by launch in order, where every wait costs what it costs (`labutils/prediction.py`, one page).
+# if neither has to wait for the other in between. This is the *short form*. Plain loops do wait: the experts' loop asks
+# the GPU which experts were chosen, and can't go on without the answer. So there is also the *replay*: the same numbers
+# launch by launch, in order, with every wait (`labutils/prediction.py`, one page).
 #
-# Where do $K$, $n$ and $c$ come from? A model that is fitted to what it predicts proves nothing. Here $K$ and $n$ are
-# those of a trace of the step: the profiler slows the host down, but leaves kernels nearly as they are (those of a
-# graph it may stretch a little), and the step runs for a second before, so that the GPU is as warm as when it is
-# timed. And $c$ comes from *another*, a light step: the shortest text, on a thin model with the same layers and
-# experts and an eighth of the width. The host does for it what it does for the real one, and the kernels take little,
-# so what it lasts is the host's doing. If a GPU took half of it or more, it would be refused. A launch from Python in
-# a forward pass and one from C++ in a backward pass differ, so there is a $c$ for each phase.
+# **Where do the numbers come from?** A model that was fitted to what it predicts would prove nothing.
 #
-# A CPU is host and device in one. It can't run ahead of itself, every piece waits, and the sum stands for the
-# maximum.
+# - $K$ and $n$ come from a trace of the step. The profiler slows the host down, but hardly the kernels. (The step runs for
+#   a second beforehand, so that the GPU is as warm as when it is timed.)
+# - $c$ comes from *another* step, the *light step*: the shortest text, on a thin model with the same layers and experts
+#   and an eighth of the width. The host does the same work for it, and the kernels take little; so its time is the
+#   host's. (If a GPU took half of it or more, it would not be used. Forward and backward pass have a $c$ each: the one
+#   launches from Python, the other from C++.)
+#
+# A CPU is host and device in one and can't run ahead of itself. There the two times add up.
 
 # %%
 probed = hardware.probe("launch_us", "graph_node_us")
@@ -162,7 +171,7 @@ with lab.attempt("Timing the shortest call"):
     print(f"The shortest call there is, x.neg_() on one number, takes the host {launch_us:.1f} µs.")
 
 # %% [markdown]
-# **Question.** A launch in a training step: does it cost the host about as much as that?
+# That was a call by itself. In a training step Python code, autograd and adapters stand around each call.
 #
 # **Your prediction:** the host's time for a launch in the experts' loop, in µs.
 
@@ -172,20 +181,26 @@ my_host: float | None = None  # for example 5
 lab.predict("host's time for a launch in the experts' loop (on a thin model)", my_host, "us")
 
 # %% [markdown]
-# ## 3 · Foretold, then measured
+# ## 3 · Predicted, then measured
 #
-# Each model is driven in several ways. *Loop* is the library's code with PEFT's adapters, for gpt-oss with its *expert
-# loop*: one expert after the other. *Rewritten*, for gpt-oss *grouped*: attention in one kernel, all experts of a layer
-# in one grouped product, nothing asked of the GPU. *Captured*: the same, recorded as one CUDA graph. *Compiled*, for
-# gpt-oss alone: captured, with its blocks compiled, plain adapters and a loss that never forms all logits. Four texts a
-# step, *long* (861 tokens on average) or *short* (117). Every step is traced and foretold before it is timed.
+# **Question.** How good is the model? Each step is predicted before it is timed.
 #
-# How much of a test is that? Where the *host* decides, all of one: the time comes from a light step elsewhere. Where
-# *kernels* decide, hardly any: then the prediction is the sum of the kernels in a trace of the same step. So the two
-# are counted apart. One test is sharper: before the captured step is traced, it is foretold from the kernels of the
-# rewritten or grouped one, as if they came in one launch.
+# *dense* is Qwen3, *moe* is gpt-oss, a mixture of experts. Each is trained in several ways, on four texts a step, *long*
+# (861 tokens on average) or *short* (117):
 #
-# **Your prediction:** for how much of a step does the GPU idle in the expert loop on long texts, in percent?
+# | way | what it is |
+# |---|---|
+# | *loop* (gpt-oss: *expert loop*) | the library's code with PEFT's adapters; gpt-oss takes one expert after the other |
+# | *rewritten* (gpt-oss: *grouped*) | attention in one kernel, all experts of a layer in one product, no questions to the GPU |
+# | *captured* | the same, recorded as one CUDA graph (lab 04) |
+# | *compiled*, gpt-oss only | captured, with compiled blocks, plain adapters, and a loss that never forms all logits |
+#
+# Is this a hard test? That depends on the step. Where the *host* decides, it is: the prediction comes from a different,
+# light step. Where *kernels* decide, it isn't: the prediction is little more than the sum of the kernels in a trace of
+# the same step. So the two kinds are counted separately. The hardest test is the captured step: it is predicted from the
+# kernels of *rewritten* or *grouped*, as if they came in one launch, before it is traced itself.
+#
+# **Your prediction:** for how much of a step, in percent, is the GPU idle in the expert loop on long texts?
 
 # %%
 my_idle: float | None = None  # for example 10
@@ -197,7 +212,7 @@ studied: dict[str, launches.Studied] = {}
 
 
 def study(family: str, way: str, delayed: bool = False) -> None:
-    """Foretell and measure one way to drive a model; what fails says why, and the H200's run is shown."""
+    """Predict and measure one way to train a model; what fails says why, and the H200's run is shown."""
     name = family if way in launches.LANES else f"{family}, {way}"
     with lab.attempt(f"{family}, {way}", reference=launches.named(name, "long")):
         captured = way in ("captured", "compiled")
@@ -228,12 +243,17 @@ for workload in texts["moe"].values():
 
 # %%
 told_runs = [seen.run for found in studied.values() for seen in found.seen.values()]
+lab.table(launches.GIVEN_HEAD, *launches.given_rows(told_runs))
+lab.show("What the predictions are made from stands above, what they say below.")
 lab.table(launches.HEAD, *launches.rows(told_runs))
+lab.table(launches.UNSEEN_HEAD, *launches.unseen_rows(told_runs))
+
+# %%
 accuracy = launches.accuracy(told_runs)
 if accuracy:
     lab.keep(Run("08", "foretold", metrics=accuracy))
     lab.show(launches.told(accuracy))
-lab.table(launches.UNSEEN_HEAD, *launches.unseen_rows(told_runs))
+lab.on_reference(launches.HEAD, lambda runs: launches.rows(runs.values()), "dense *", "moe *")
 
 # %%
 fig, ax = plt.subplots()
@@ -243,36 +263,38 @@ plt.show()
 lab.verdict("A3.moe.launches", "A3.dense.busy");
 
 # %% [markdown]
-# How to read the first table. Compare *kernels* with *launches × host*: the larger one decides. Where they are close, or
-# where there are many waits, the short form is too low, as host and GPU take turns; the replay sees that. A captured
-# step is a handful of launches: the host has no say in it any more, and what is left is what the kernels take.
+# Compare *kernels* with *launches × host*: the larger one decides. Where the two are close, or where there are many
+# *waits*, the short form is too low, because host and GPU take turns; the replay takes that into account. A captured step
+# has a handful of launches: the host hardly matters to it any more.
 #
-# What both leave out: the microsecond or so that passes between two kernels even when the next one is ready. On a CPU
-# the times of operators come from a profiler that slows down what it times, and other programs want the cores as well:
-# expect predictions to be off by more there.
+# Both forms leave something out: the microsecond or so between two kernels even when the next one is ready. On a CPU the
+# profiler slows down what it times, and other programs want the cores, too; there predictions are further off.
 #
-# And what was it worth, to need fewer launches?
+# ### What are fewer launches worth?
 
 # %%
 on_long = [run for run in told_runs if run.run.startswith("moe long")]
 lab.table(launches.SPEED_HEAD, *launches.speed_rows(on_long, base="moe long"))
+of_moe = ["moe long", *(f"moe long, {way}" for way in ("grouped", "captured", "compiled"))]
+lab.on_reference(launches.SPEED_HEAD, lambda runs: launches.speed_rows(runs.values(), base="moe long"), *of_moe)
 
 # %% [markdown]
-# **Takeaway.** A step has two clocks. Before you buy a faster card, find out which of the two your step goes by.
+# **Takeaway.** A step runs on two clocks, the host's and the GPU's, and the slower one decides. Find out which it is
+# before you buy a faster card.
 
 # %% [markdown]
 # ## 4 · A slower host
 #
-# **Question.** If the host decides, slowing it down must slow the step down, by as much as the model says, and must
-# leave alone what the host doesn't decide. Does it?
+# **Question.** If the host decides, then slowing the host down must slow the step down, by as much as the model says. And
+# where kernels decide, it must change nothing. Does it?
 #
-# A dispatch mode of PyTorch is handed every operation on its way to the kernel. Ours looks at the clock until some
-# microseconds are over, and then passes it on (`labutils/measure/delays.py`). Going through Python costs time even
-# with a delay of 0, so that this is a slower host, too; how much slower is measured on the light step. The captured
-# step calls no operation.
+# PyTorch can hand every operation to a function of ours on its way to the kernel (a *dispatch mode*). Ours waits for some
+# microseconds and passes the operation on (`labutils/measure/delays.py`). Even a delay of 0 makes the host slower, as each
+# operation now goes through Python; how much slower is measured on the light step. A captured step calls no operation, so
+# nothing of it can be delayed.
 #
-# **Your prediction:** a launch in the expert loop takes so many µs longer until this card, beside the slowed host, is
-# as slow as an RTX PRO 6000 Blackwell Max-Q beside the host as it is.
+# **Your prediction:** by how many µs must a launch in the expert loop get slower until this card takes as long as an RTX
+# PRO 6000 Blackwell Max-Q whose host nobody slowed down?
 
 # %%
 my_flip: float | None = None  # for example 10
@@ -298,6 +320,7 @@ with lab.attempt("A slower host", reference="flip"):
     plots.slower_hosts(ax, foretold, measured, rivals)
     ax.set_xlabel("longer for a launch, on average (from the light step), µs")
     plt.show()
+lab.on_reference(launches.DELAY_HEAD, launches.slowed_rows, "* us")
 
 # %%
 with lab.attempt("When the Blackwell card wins", reference="flip"):
@@ -309,29 +332,24 @@ with lab.attempt("When the Blackwell card wins", reference="flip"):
         print(f"{name.removesuffix('_us')}: the {cards.BLACKWELL} (predicted, host as it is) draws level {when}.")
 
 # %% [markdown]
-# The points are measured, with this card, and the curves were there before them. On a GPU the lines across are the
-# Blackwell card, predicted, beside a host that nobody slowed down. Left of a crossing this card wins, and right of it
-# loses with the very same kernels. The dense model lies flat as long as its kernels hide the launches. On a CPU
-# nothing is hidden, so every line rises from the start: the sum, not the maximum.
+# Points are measured, with this card; the curves were predicted before. On a GPU, horizontal lines show the Blackwell card
+# as predicted, with a host that nobody slowed down. Left of a crossing this card wins; right of it, with the very same
+# kernels, it loses. The dense model's curve stays flat as long as its kernels hide the launches. (On a CPU nothing is
+# hidden, so every curve rises from the start.)
 #
-# That is one way to get the article's result: an H100 beside a slower host than its rival's. Server processors have
-# more cores and lower clocks than a workstation's, and launching is the work of one core.
+# This is one way to get the article's result: an H100 with a slower host than its rival's. Server processors have more
+# cores and lower clocks than a workstation's, and launching is the work of a single core.
 #
-# **Takeaway.** A fast card beside a slow host is a slow card. And a captured step doesn't care.
+# **Takeaway.** A fast card with a slow host is a slow card, unless its steps are captured.
 
 # %% [markdown]
-# ## 5 · Four cards, beside this host
+# ## 5 · Four cards with this host
 #
-# **Question.** What would the same steps take on an H100, an H200, the Blackwell workstation card and a B200? And
-# what does a card give for its power and its price?
+# **Question.** How long would the same steps take on an H100, an H200, the Blackwell workstation card and a B200, each
+# with this machine's host? And what does a card give for its power and its price?
 #
-# Each kind of kernel scales with what bounds it: products and attention with the dense peak (or the bandwidth, where
-# their FLOPs a byte don't suffice), everything else with bandwidth. The host is this one, for all four. Power is the
-# largest that the card may draw, but measured in the last row: the driver counts the energy that this card uses.
-# Compare predicted cards with the row before it, which has this card's largest power as well.
-#
-# A yen pays for the card's share of its price and for electricity; the machine around it comes on top. Change the
-# prices, and how long and how much a card works, in the parameters cell.
+# Each kernel's time is scaled by what limits it: products and attention by the dense peak (by bandwidth, where they have
+# too few FLOPs a byte), everything else by bandwidth.
 
 # %%
 with lab.attempt("Four cards", reference="four cards"):
@@ -345,12 +363,20 @@ with lab.attempt("Four cards", reference="four cards"):
     lab.keep(Run("08", "four cards", metrics=flat))
 
 # %%
-if on_gpu and sheet and "moe" in studied:
+if on_gpu and sheet and "moe" in studied:  # the slower the host, the less the card matters
     seen = studied["moe"].seen["long"]
     fig, ax = plt.subplots(figsize=(7.2, 3.8))
     plots.slower_hosts(ax, cards.beside_slower_hosts(seen, sheet, empty_ms, most), {}, {})
     ax.set_title("The expert loop on long texts, beside ever slower hosts", pad=44)
     plt.show()
+
+# %% [markdown]
+# ### For its power and its price
+#
+# A yen pays for a share of the card's price, and for electricity; the machine around the card is not counted. Change the
+# prices, and how long and how much a card works, in the parameters cell. Predicted rows take the largest power that a
+# card may draw. Two rows are measured, for this card: one at its largest power, to compare with the predicted ones, and
+# one with the energy that the driver has counted.
 
 # %%
 with lab.attempt("What a card gives for its power and price"):
@@ -364,27 +390,30 @@ with lab.attempt("What a card gives for its power and price"):
     lab.table(cards.FOUR_HEAD, *rows)
 
 # %% [markdown]
-# Look at the expert loop: the cards are two to five times apart on paper, and here? The slower the host, the nearer the
-# lines: in the end all four wait for it. Then at the same model captured, whose launches are a handful.
+# On paper these cards are two to five times apart. How far apart are they in the expert loop? The slower the host, the
+# less the card matters: in the end all four wait for it. Compare that with the captured step, which has a handful of
+# launches.
 #
-# An example's energy follows the time only in part: a card that waits draws less than one that works, so for a step
-# that the host decides the largest power overstates it.
+# (Energy follows time only in part: a card that waits draws less than one that works. Where the host decides, the largest
+# power overstates it.)
 #
-# **Takeaway.** Money spent on a faster card buys nothing where the host decides. The same money is saved by launching
-# less.
+# **Takeaway.** Where the host decides, a faster card buys nothing. Launching less costs nothing.
 
 # %% [markdown]
 # ## 6 · The article's own models
 #
-# **Question.** Qwen3-32B and gpt-oss-120b, on both cards, with the article's batches: 32 texts a step, and 16 where
-# the H100's memory would not hold more (gpt-oss, long texts). Does the model say who wins?
+# **Question.** Does the model say who wins on the article's own models, Qwen3-32B and gpt-oss-120b?
 #
-# They are not here to be traced. FLOPs and bytes are counted from their shapes, on texts that are padded to the longest
-# of their batch, as the library does: of 32 long ones, 861 tokens on average, that is nearly always the limit of 2,048,
-# so that more than half of what is computed is padding. Kernels are taken to reach the same
-# share of the roofline as those of their smaller siblings here (without a GPU: all of it, the floor). How many
-# launches: counted on tiny models with one layer more and twice the experts, which gives a law. Blocks are computed
-# twice, as unsloth does.
+# The batches are the article's: 32 texts a step, and 16 for gpt-oss on long texts on the H100, whose memory would not hold
+# more. These models can't be traced here, so each part of the prediction is worked out:
+#
+# - **FLOPs and bytes** from the models' shapes. Texts are padded to the longest of their batch. Of 32 long texts that is
+#   nearly always the limit of 2,048 tokens, where the average is 861: more than half of what is computed is padding.
+# - **Kernels** reach the same share of the roofline as those of the smaller sibling here. (Without a GPU all of it is
+#   assumed, which is a lower bound of the time.)
+# - **Launches** are counted on tiny models, on one with a layer more and on one with twice the experts; that gives a
+#   formula.
+# - Blocks are computed twice, as unsloth does.
 
 # %%
 bases: dict[str, cards.Basis] = {}
@@ -410,23 +439,27 @@ lab.verdict("A3.32b.h100-short", "A3.32b.h100-long", "A3.32b.factor", "A3.120b.h
 lab.verdict("A3.120b.factor", "A3.120b.faster", "A3.moe.gaps-longer", "A3.120b.energy");
 
 # %% [markdown]
-# Read the lines before the verdicts closely. With the *same* host and the *same* batch the worst that can happen
-# to the faster card is a tie: both wait for the host. To lose it takes something more, and the article had two things
-# that could do it. Its H100 got 16 texts a step where the other card got 32. That halves what a launch is good for,
-# but costs nothing as long as kernels decide. And it stood in another machine, whose host the article says nothing
-# about but that it launched too slowly. If the lines ask for hosts several times as slow as yours, then the model
-# explains the article's result by such a host, or by more launches than this loop makes; it can't tell which.
+# With the *same* host and the *same* batch, the worst that can happen to the faster card is a tie: both wait for the
+# host. For the faster card to lose, something else must differ. In the article two things did. Its H100 got 16 texts a
+# step where the other card got 32: half as many examples for each launch, which matters only where the host decides. And
+# it was in another machine, of whose host the article says only that it launched too slowly.
 #
-# **Takeaway.** "Card A beats card B" is a statement about two hosts, two batch sizes and a loop as well. Ask first which
-# clock decided on either card: if it was the kernels on both, the cards are what was compared; if not, they aren't.
+# What host would it take? The list above says it. If it has to be several times as slow as yours, the article's machine
+# had such a host, or its loop made more launches than this one. The model can't tell which.
+#
+# (On a CPU, the host's time for a launch is a CPU operator's, several times a GPU's launch. These verdicts then show how a
+# claim is judged by a prediction; they don't say much about the cards.)
+#
+# **Takeaway.** "Card A beats card B" is also a statement about two hosts, two batch sizes and a loop. Ask which clock
+# decided on each card. If it was the kernels on both, the cards were compared; if not, something else was.
 
 # %% [markdown]
 # ## 7 · Does it fit?
 #
-# **Question.** The article says that gpt-oss-120b's weights take about 30 GB in 4 bits. It has 117 billion
-# parameters.
+# **Question.** The article says that gpt-oss-120b's weights take about 30 GB in 4 bits. The model has 117 billion
+# parameters. Can that be?
 #
-# **Your prediction:** GB of weights with all of them in 4 bits.
+# **Your prediction:** how many GB all of them take in 4 bits.
 
 # %%
 my_gb: float | None = None  # for example 30
@@ -434,7 +467,7 @@ my_gb: float | None = None  # for example 30
 lab.predict("gpt-oss-120b in 4 bits (arithmetic)", my_gb, "GB")
 
 # %%
-large, small = cards.GPT_OSS_120B, cards.GPT_OSS["full"]
+large = cards.GPT_OSS_120B
 parts = ("experts", "layers", "words", "rest")
 rows = [("parameters, billions", *(cards.parameters_of(large)[part] / 1e9 for part in parts), None)]
 for way, bits in cards.WAYS_TO_HOLD.items():
@@ -446,13 +479,17 @@ lab.keep(Run("08", "moe weights", metrics={"four_bit_gb": four_bit}, workload="f
 lab.verdict("A3.120b.weights");
 
 # %% [markdown]
-# 117 billion times half a byte is 58 GB: the article is off by a factor of two. (30 GB would be 2 bits.) As published
-# it is more still: in MXFP4 each 32 numbers share a scale of 8 bits, a quarter of a bit for each, and what isn't an
-# expert stays in BF16.
+# 117 billion times half a byte is 58 GB: the article is off by a factor of two. (30 GB would be 2 bits.) The model as it
+# is published takes even more. In MXFP4, 32 numbers share a scale of 8 bits, which is a quarter of a bit for each; and
+# what isn't an expert stays in BF16.
 #
-# Memory of a step comes on top. It is worked out from shapes: a block's saved tensors are counted on PyTorch's meta
-# device, where a model of any size takes no memory. Texts are padded to 2,048 tokens: one long text in a batch
-# suffices. A GB here is 10⁹ bytes; a card that is sold with "96 GB" holds 102 of them, and one with "80 GB" 85.
+# ### What a step needs besides
+#
+# **Question.** Which methods fit which card, and at which batch?
+#
+# Memory is worked out from shapes. A block's saved tensors are counted on PyTorch's meta device, where a model of any size
+# takes no memory. Texts are padded to 2,048 tokens, as a single long text makes it so. A GB here is 10⁹ bytes: a card sold
+# with "96 GB" has 102 of them, one with "80 GB" has 85.
 
 # %%
 rows = []
@@ -478,19 +515,19 @@ lab.verdict("A3.32b.lora-batch", "A3.32b.qlora-batch", "A3.32b.unsloth-batch")
 lab.verdict("A3.120b.too-large", "A3.120b.fits", "A3.120b.h100-batch");
 
 # %% [markdown]
-# Whether LoRA and QLoRA fit hangs on checkpointing, which the article doesn't mention. Without it, batch 4 is far
-# from fitting, but so is the batch of 2 that the article ran: at nearly twice what the card holds, the model doesn't
-# explain that run, whatever the verdict on batch 4. With it, both methods should have fitted at batch 4. QLoRA's verdict
-# is about the method as it is usually written, with checkpointing.
+# **Qwen3-32B.** Whether LoRA and QLoRA fit depends on checkpointing, which the article doesn't mention. Without it, batch
+# 4 is far too large. But so is the batch of 2 that the article ran: it would need nearly twice what the card has, so this
+# model doesn't explain that run. With checkpointing, both methods should have fitted at batch 4. (QLoRA is judged as it
+# is usually written, with checkpointing.)
 #
-# Nor does the model reproduce what made the article halve gpt-oss's batch: at 32 it stays below what the H100 holds.
-# It is a lower bound. It leaves out memory that the allocator holds and can't use, the room in which a block's experts
-# are unpacked from 4 bits (6 GB in 16 bits, if all at once), and attention that isn't one kernel, whose matrix of
-# 2,048 by 2,048 for each of 64 heads and 32 texts takes 17 GB. Any of them would do.
+# **gpt-oss-120b.** The article had to halve the batch on the H100. By this model it need not have: 32 texts stay below
+# what the card holds. But the model is a lower bound. It leaves out memory that the allocator holds and can't use; the
+# room in which a block's experts are unpacked from 4 bits, 6 GB if all at once; and the matrix of an attention that isn't
+# a single kernel, 17 GB for 64 heads and 32 texts. Any of these would explain it.
 #
 # ### What gets adapters in gpt-oss?
 #
-# The article asked for all seven projections and found that only attention trains. PEFT, on a small gpt-oss:
+# **Question.** The article asked for adapters on all seven projections, and found that only attention got them. Why?
 
 # %%
 adapted = cards.attention_only()
@@ -506,91 +543,59 @@ with lab.attempt("Importing unsloth", reference="unsloth import"):
 lab.verdict("A3.120b.attention-only", "A3.blackwell.xformers");
 
 # %% [markdown]
-# **Takeaway.** Multiply before you quote. And ask what a memory figure was measured *with*: batch, padding,
-# checkpointing.
+# **Takeaway.** Check a figure by multiplying before you pass it on. And ask under which conditions memory was measured:
+# batch, padding, checkpointing.
 
 # %% [markdown]
 # ## Exercises
 #
-# They rise in difficulty. Each check says what it found. The last one measures: first whether your results are the same,
-# then the time, in turns with the version given, for as many rounds as the decision takes.
+# They get harder. Each check tells you what it found. The last one measures: first whether your results are the same,
+# then the time, taking turns with the given version until the answer is clear.
 
 # %%
-from labutils.exercises import faster_than, solved
+from labutils.exercises import check, faster_than, solved
 
 # %% [markdown]
-# **1.** A step has 8,000 launches of 12 µs and kernels of 150 ms; nothing waits. How long does it take? And on a card
-# that is twice as fast? Answer with both, in ms.
+# **1.** A step has 8,000 launches of 12 µs and kernels of 150 ms, and nothing waits. How many ms does it take? And how many
+# on a card that is twice as fast? Answer with a pair.
 
 # %% tags=["exercise"]
-my_steps = None  # two numbers, for example (200, 100)
-
-
-def check_steps(answer) -> str:
-    if answer is None:
-        return "Exercise 1: set my_steps first."
-    if not isinstance(answer, tuple | list) or len(answer) != 2:
-        return "Exercise 1: two numbers are asked for, (this card, the faster one), for example (200, 100)."
-    if all(abs(mine - right) < 0.5 for mine, right in zip(answer, (150, 96), strict=True)):
-        return "Exercise 1: right. The host's 96 ms hide behind 150 ms of kernels, and come out behind 75."
-    return "Exercise 1: not yet. Work out launches × host first; then take the larger of the two, for each card."
-
-
-print(check_steps(my_steps))
+my_steps = None  # (this card, the faster one), for example (200, 100)
+print(check("08.1", my_steps))
 
 # %% tags=["solution"]
 my_steps = (max(150, 8000 * 12 / 1e3), max(150 / 2, 8000 * 12 / 1e3))
-solved(check_steps(my_steps))
+solved(check("08.1", my_steps))
 
 # %% [markdown]
 # **2.** Card A's kernels take 2.25 times as long as card B's, for the same batch. Host and launches are the same for
-# both. B's memory only holds half of A's batch. In a step that the host decides on both cards, how many times as many
-# examples an hour does A give?
+# both. B's memory holds only half of A's batch. If the host decides on both cards, how many times as many examples an
+# hour does A give?
 
 # %% tags=["exercise"]
 my_ratio = None  # your number
-
-
-def check_ratio(answer) -> str:
-    if answer is None:
-        return "Exercise 2: set my_ratio first."
-    if abs(answer - 2) < 0.01:
-        return "Exercise 2: right: steps last equally long, and A's hold twice as many."
-    return "Exercise 2: not yet. How long is a step on either card, if the host decides?"
-
-
-print(check_ratio(my_ratio))
+print(check("08.2", my_ratio))
 
 # %% tags=["solution"]
 my_ratio = 2
-solved(check_ratio(my_ratio))
+solved(check("08.2", my_ratio))
 
 # %% [markdown]
 # **3.** gpt-oss-20b has 19.11 billion numbers in its experts and 1.80 billion elsewhere. How many GB do its weights
-# take with experts in MXFP4 and the rest in BF16?
+# take with the experts in MXFP4 and the rest in BF16?
 
 # %% tags=["exercise"]
 my_weights = None  # GB
-
-
-def check_weights(answer) -> str:
-    if answer is None:
-        return "Exercise 3: set my_weights first."
-    right = sum(cards.weight_gb(small, cards.WAYS_TO_HOLD["as published: experts in MXFP4"]).values())
-    if abs(answer - right) < 0.1:
-        return f"Exercise 3: right: {right:.2f} GB."
-    return "Exercise 3: not yet. 4 bits and a 32nd of 8 for each of the first, 16 bits for each of the others."
-
-
-print(check_weights(my_weights))
+print(check("08.3", my_weights))
 
 # %% tags=["solution"]
 my_weights = 19.11 * (4 + 8 / 32) / 8 + 1.80 * 2
-solved(check_weights(my_weights))
+solved(check("08.3", my_weights))
 
 # %% [markdown]
-# **4. Make it faster.** The loop over experts in small: each of 64 experts looks for its tokens, multiplies them, and adds
-# them to the result, five launches an expert and a wait for the count. Get the same result twice as fast.
+# **4. Make it faster.** Here is the loop over experts in small: each of 64 experts looks for its tokens, multiplies them,
+# and adds them to the result. That makes five launches an expert, and a wait for the number of its tokens. Write
+# `all_experts`: the same result, at least twice as fast.
 
 # %% tags=["exercise"]
 torch.manual_seed(0)
@@ -628,11 +633,23 @@ solved(faster_than(4, expert_by_expert, all_experts_solution, routed_tokens, tim
 # %% [markdown]
 # ## What you did
 # - You told dense peaks from sparse ones in two cards' tables.
-# - You measured what a launch takes your host, and saw which steps wait for it.
-# - You predicted steps from traces of them and a host learnt elsewhere, and know how far the predictions were off.
-# - You slowed a host down and found where one card overtakes another.
-# - You put cards' worth as examples an hour, a night, a kilowatt hour and a yen.
+# - You measured how long a launch takes your host, and saw which steps wait for it.
+# - You predicted steps from their traces and a host measured on other steps, and know how far the predictions were off.
+# - You slowed a host down and saw how that changes which card is faster.
+# - You expressed what a card is worth as examples an hour, a night, a kilowatt hour and a yen.
 # - You worked out weights in 4 bits and the memory of a step, and corrected a published figure.
+#
+# ## Where this comes from, and what to read on
+# - NVIDIA, *H100 Tensor Core GPU Architecture* (2022) and *RTX Blackwell PRO GPU Architecture* (2025), white papers: dense and
+#   sparse peaks side by side.
+# - Williams, Waterman and Patterson, *Roofline: An Insightful Visual Performance Model for Multicore Architectures*
+#   (Communications of the ACM, 2009, [doi:10.1145/1498765.1498785](https://doi.org/10.1145/1498765.1498785)).
+# - He, [Making Deep Learning Go Brrrr From First Principles](https://horace.io/brrr_intro.html) (2022): compute, bandwidth
+#   and overhead.
+# - OpenAI, *gpt-oss-120b & gpt-oss-20b Model Card* (2025, [arXiv:2508.10925](https://arxiv.org/abs/2508.10925)); Open
+#   Compute Project, *OCP Microscaling Formats (MX) Specification* (2023), which defines MXFP4.
+# - Zhu, Phanishayee and Pekhimenko, *Daydream: Accurately Estimating the Efficacy of Optimizations for DNN Training*
+#   (USENIX ATC 2020): what a change is worth, predicted from a trace.
 
 # %%
 expert_loop = studied["moe"].seen["long"].run if "moe" in studied else None

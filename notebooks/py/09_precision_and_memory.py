@@ -18,16 +18,16 @@
 # %% [markdown]
 # # Lab 09 · Precision, memory, and a list of advice
 #
-# Article A4 is a guide: set this, enable that, use those. It has no measurement in it. Much of its advice is good on
-# some loop, and none of it is good on every loop.
+# Article A4 is a guide: set this, enable that, use those. It contains no measurement. Much of its advice helps some
+# training loop, and none of it helps every loop.
 #
 # This lab turns each piece of advice into a switch, flips it alone, and lets a threshold decide whether it paid. On the
-# way you take the memory of a training step apart, predict its peak before it happens, run out of memory on purpose and
-# come back from it, and find out when the way of an image into training matters at all.
+# way you take the memory of a training step apart, predict its peak, run out of memory on purpose and recover, and find
+# out when it matters how images are stored and decoded.
 #
 # **After this lab you can**
 # - flip one switch at a time, and say of each what it did to time, to memory and to the numbers;
-# - say what the peak memory of a step consists of, and predict it from shapes before you own the card;
+# - say what the peak memory of a step consists of, and predict it from shapes alone, without the card;
 # - survive an out-of-memory error, and find the largest batch in two tries;
 # - say from two numbers whether a faster decoder, a cache or more workers would shorten your step;
 # - read a list of advice as a list of questions to your own loop.
@@ -40,8 +40,9 @@
 #
 # (On a GPU of 40 GB the two language models' largest recipes run out of memory at `full`. The lab says so and goes on.)
 #
-# A CPU computes in float32 here: switches of a GPU's precision, caches and kernels can't be told apart on it and are left
-# out. What autograd keeps, what checkpointing saves and what a decoder costs can be seen anywhere.
+# **Without a GPU** sections 2 to 8 show true things: what rounding does, what autograd keeps, what checkpointing saves,
+# what a decoder costs. A CPU computes in float32 here, so section 1 leaves out the switches that concern a GPU's precision
+# and kernels. Our H200's tables stand below yours, as soon as its runs are on record.
 
 # %% tags=["parameters"]
 scale: str = "auto"  # tiny (any CPU), small (a GPU of 8 GB), full (the article's own), auto: the largest that fits
@@ -67,7 +68,7 @@ import torch.utils.checkpoint
 
 from labutils import articles, footprint, plots, switches
 from labutils.data.formats import gpu_decoder, images_per_s
-from labutils.datapath import Pictures, pipeline_of, step_over_decoding, trained_from
+from labutils.datapath import DECODING_HEAD, Pictures, decoding_rows, pipeline_of, step_over_decoding, trained_from
 from labutils.diagnosis import ablations, telling
 from labutils.hardware import usable_cores
 from labutils.recipe import Recipe
@@ -78,6 +79,8 @@ from labutils.workloads.diffusion import on_drawn_latents
 
 plots.use_style()
 warnings.filterwarnings("ignore", message="This DataLoader will create")  # more workers than cores: on purpose
+
+# %%
 on_gpu, tiny = lab.device == "cuda", lab.scale == "tiny"
 steps, rounds = steps or (3 if tiny else 4), rounds or (1 if tiny else 3)
 if not on_gpu:
@@ -88,14 +91,15 @@ ready = on_drawn_latents(stable_diffusion)  # latents and texts that are there a
 # %% [markdown]
 # ## 1 · One switch at a time
 #
-# **Question.** Which advice shortens the step, which saves memory, and at what price in the other?
+# **Question.** Which advice shortens the step, which saves memory, and what does it cost?
 #
-# The loop is Stable Diffusion's LoRA training as plain PyTorch writes it, on latents that are there already. *base* is
-# the article's mixed precision: autocast in FP16 with a `GradScaler`. *float32* is the same without it, and without
-# TF32. Every other line changes one knob of one of the two. (*accumulation* changes two, which are one thing: as many
-# micro-batches of one example as *base* has examples in its batch.)
+# The loop is Stable Diffusion's LoRA training as one writes it in plain PyTorch, on latents that have been computed
+# beforehand, so that no image is decoded. On a GPU *base* is the article's mixed precision: autocast in FP16 with a
+# `GradScaler`; *float32* is the same without it, and without TF32. (On a CPU *base* computes in float32.) Every other row
+# changes one knob of one of these two. (*accumulation* changes two that belong together: as many micro-batches of one
+# example as *base* has examples in its batch.)
 #
-# **Your prediction:** by how many percent does mixed precision shorten the step, against float32 without TF32?
+# **Your prediction:** by how many percent does mixed precision shorten the step, compared with float32 without TF32?
 
 # %%
 my_precision: float | None = None  # for example 50
@@ -115,35 +119,36 @@ fig, ax = plt.subplots()
 plots.steps(ax, runs)
 plt.show()
 lab.table(switches.SWITCH_HEAD, *switches.switch_rows(runs))
+lab.on_reference(switches.SWITCH_HEAD, switches.switch_rows, *switches.switches(lab.scale))
 
 # %%
 counted = switches.paying(runs)
 lab.keep(Run("09", "advice", workload=ready.name, scale=lab.scale, metrics=counted))
-print(f"Of {counted['tried']} switches {counted['helped']} shorten the step by 5 % or more, surely.")
+print(f"Of {counted['tried']} switches, {counted['helped']} shorten the step by 5 % or more, beyond the spread.")
 lab.verdict("A4.pytorch.mixed-precision", "A4.pytorch.cudnn-benchmark", "A4.pytorch.accumulation")
 lab.verdict("A4.memory.mixed-precision", "A4.memory.checkpointing", "A4.method.measure");
 
 # %% [markdown]
-# *Within the spread* is an answer: the switch does not matter on this loop. Look for the reason before you blame the
-# switch. A loop that waits for its host gains nothing from faster kernels. An optimizer that has a thousandth of the
-# weights to update gains nothing from eight bits. A switch that trades, like checkpointing, should be read by both its
-# columns: it is a price, and the other column is what you get for it.
+# *Within the spread* is an answer, too: if the switch matters on this loop, it matters less than the noise of so few steps.
+# Look for the reason before you blame the switch. A loop that waits for its host gains nothing from faster kernels. An
+# optimizer that updates a thousandth of the weights gains nothing from eight bits. And some switches trade one thing for
+# the other: of checkpointing, one column is the price, the other is what you get for it.
 #
-# **Takeaway.** A list of advice is a list of questions. The answers belong to a loop, and to this day: ask again after
-# each change, since what was hidden behind the old bottleneck may now be the new one.
+# **Takeaway.** Read a list of advice as a list of questions. The answers hold for one loop as it is today: ask again after
+# each change, as the next bottleneck was hidden behind the last one.
 
 # %% [markdown]
 # ## 2 · What precision does to the numbers
 #
-# **Question.** A step that is twice as fast is no gain if it goes elsewhere. How far are loss and gradient off?
+# **Question.** A step that is twice as fast is no gain if it goes in another direction. How far are loss and gradient off?
 #
-# One batch, one set of weights, one draw of noise, computed in each form and held against float32. FP16 has 10 bits of
-# mantissa and reaches down to 6e-8; BF16 has 7 bits and float32's range. Gradients smaller than the least number become
-# 0: multiplying the loss beforehand, and dividing the gradients afterwards, moves them into reach. That is all a
-# `GradScaler` does, besides looking for a good factor.
+# The same batch, weights and noise are computed in each form and compared with float32. FP16 has 10 bits of mantissa and
+# its smallest number is 6e-8; BF16 has 7 bits and float32's range. A gradient below the smallest number becomes 0: it
+# *underflows*. Multiplying the loss by a large factor beforehand, and dividing the gradients by it afterwards, prevents
+# that. That is what a `GradScaler` does; it also finds the factor.
 #
-# **Your prediction:** by how many percent is the gradient off in BF16 with autocast (the norm of the difference over the
-# norm)?
+# **Your prediction:** by how many percent is the gradient off in BF16 with autocast (norm of the difference over norm of
+# the gradient)?
 
 # %%
 my_error: float | None = None  # for example 1
@@ -157,51 +162,54 @@ fig, ax = plt.subplots()
 plots.errors(ax, switches.errors_of(numbers))
 plt.show()
 lab.table(switches.NUMBERS_HEAD, *switches.number_rows(numbers))
+lab.on_reference(switches.NUMBERS_HEAD, switches.number_rows, "numbers: *")
 lab.verdict("A4.pytorch.scaler", "A4.memory.sensitive-parts");
 
 # %% [markdown]
-# Two different things go wrong in 16 bits. *Rounding* is an error of every number, a few parts in a thousand, and
-# averages out over many. *Underflow* loses numbers altogether, the small ones first, and always in one direction. BF16
-# has more of the first and none of the second, which is why it needs no scaler. (How much underflows depends on how
-# large the gradients are; with random weights they are no trained model's.)
+# Two different things go wrong in 16 bits. *Rounding* makes every number a little wrong, up or down, which partly averages
+# out. *Underflow* loses small numbers altogether, always towards 0. BF16 rounds more coarsely, but loses nothing: that is
+# why it needs no scaler. (How much underflows depends on how large the gradients are. With random weights they are not
+# those of a trained model.)
 #
-# **Takeaway.** Before you judge a format by a loss curve, look at one gradient: it takes a second, and seeds don't blur it.
+# **Takeaway.** Before you judge a format by a loss curve, look at one gradient: it takes a second, and no seed blurs it.
 
 # %% [markdown]
 # ## 3 · The optimizer alone
 #
-# **Question.** In section 1 the optimizer hardly matters, since LoRA trains so little. What are its forms worth where
-# all weights are trained?
+# **Question.** In section 1 the optimizer hardly matters, as LoRA trains so few weights. What are its forms worth where all
+# weights are trained?
 #
-# Here AdamW updates one block of a decoder, every matrix of it (at `full` one of Qwen3-8B's 36 blocks, 193 million
-# numbers), in float32. *8-bit* keeps both moments in a byte a number, with a constant for each 256 (bitsandbytes).
-# *paged* allocates them in pages that the driver moves to the host when the GPU is full.
+# Here AdamW updates every matrix of one decoder block in float32 (at `full` one of Qwen3-8B's 36 blocks, 193 million
+# numbers). *loop*, *foreach* and *fused* launch ever fewer kernels for the same update. *8bit* keeps each of AdamW's two
+# moments in one byte a number, with a constant for every 256 (bitsandbytes). *paged* puts them into memory that the driver
+# can move to the host when the GPU is full.
 
 # %%
 optimizers = switches.optimizer_costs(lab.scale, lab.device)
 lab.keep(optimizers)
 lab.table(switches.OPTIMIZER_HEAD, *switches.optimizer_rows(optimizers))
+lab.on_reference(switches.OPTIMIZER_HEAD, switches.optimizer_rows, "optimizer: *")
 
 # %% [markdown]
-# An update is bound by memory: each trained number is read and written with its gradient and both moments. *loop* reads
-# and writes them again for every operation, *fused* once. *8-bit* saves 6 of 8 bytes of state, and its updates are off by
-# a few percent, which training mostly forgives. (On a CPU the library's 8-bit form is there to be correct, not fast.)
+# An update is limited by memory bandwidth: every trained number is read and written together with its gradient and both
+# moments. *loop* reads and writes them again for each operation, *fused* once. *8bit* saves 6 of 8 bytes of state, and its
+# updates are off by a few percent, which training mostly tolerates. (On a CPU the library's 8-bit form is correct, not
+# fast.)
 #
-# **Takeaway.** Ask what share of your memory the optimizer has, and of your time: section 4 has the picture. With LoRA
-# both are next to nothing. With all weights trained, state is twice the weights, and these forms are worth having.
+# **Takeaway.** Ask which share of your time and memory is the optimizer's. With LoRA both are next to nothing. With all
+# weights trained, the state is twice as large as the weights, and these forms are worth having.
 
 # %% [markdown]
 # ## 4 · What a step's memory consists of
 #
-# **Question.** The peak of a step is one number. What is in it, and at which moment is it reached?
+# **Question.** The peak of a step is one number. What is in it, and when is it reached?
 #
-# On a GPU the picture is drawn from the caching allocator's own history
-# (`torch.cuda.memory._record_memory_history`): every allocation and every free of one step, in order. What is alive when
-# the backward pass begins was waiting for it: *activations*. On a CPU, whose allocator keeps no history, a ledger writes
-# down every storage that an operation returns, for as long as anything holds it. It doesn't see what a kernel takes for
-# itself while it runs.
+# On a GPU the picture is drawn from the allocator's own history (`torch.cuda.memory._record_memory_history`): every
+# allocation and every free of one step, in order. What was kept for the backward pass counts as *activations*; what an
+# operation needs only for a moment, as *temporaries*. A CPU's allocator keeps no history. There a ledger notes each tensor
+# that an operation returns, for as long as anything holds it. (It doesn't see what a kernel uses internally.)
 #
-# **Your prediction:** how many percent of the peak are activations, for Stable Diffusion with a batch of 4?
+# **Your prediction:** for Stable Diffusion, how many percent of the peak are activations?
 
 # %%
 my_activations: float | None = None  # for example 50
@@ -222,6 +230,7 @@ def foretell(work, mode: str) -> None:
         told[name] = lab.keep(run)
 
 
+# %%
 make_room(ready)
 for mode in footprint.MODES:
     foretell(ready, mode)
@@ -233,12 +242,14 @@ for ax, mode in zip(axes, ("all kept", "checkpointing"), strict=True):
 plt.show()
 
 # %% [markdown]
-# Read the first picture from left to right. Weights are there all the time. In the forward pass activations pile up; in
-# the backward pass they are used and let go, block by block. The peak is where the two meet. With *checkpointing* the
-# pile is low, since blocks keep their inputs alone, and each tooth of the backward pass is a block that computes itself
-# again.
+# Read the first picture from left to right. The weights are there all the time. In the forward pass activations pile up;
+# in the backward pass they are used and freed, block by block. The peak lies where one turns into the other. With
+# *checkpointing* the pile stays low, as blocks keep only their inputs, and each hump of the backward pass is a block that
+# is computed again.
 #
-# A language model's picture has one more part.
+# ### A language model
+#
+# **Question.** What is different in a model that predicts words?
 
 # %%
 texts = lab.workload("qwen3-lora-long")
@@ -254,23 +265,27 @@ for ax, mode in zip(axes, ("all kept", "checkpointing"), strict=True):
 plt.show()
 
 # %% [markdown]
-# The logits: one number for each token and each word of the vocabulary, in float32 three times at the worst moment (their
-# softmax, and the two gradients between loss and head). Checkpointing can't touch them. A loss that forms them chunk by
-# chunk can (lab 07's *fused loss*).
+# The logits: one number for each token and each word of the vocabulary, and at the worst moment three times in float32
+# (their softmax, and two gradients between loss and head). They make the peak in both pictures. Checkpointing can't do
+# anything about them; a loss that forms them chunk by chunk can (lab 07's *fused loss*).
 #
-# **Takeaway.** Ask *when* the peak is before you ask what to save. What is not alive at that moment saves nothing.
+# **Takeaway.** Ask *when* the peak is reached before you ask what to save. Saving what isn't alive at that moment saves
+# nothing.
 
 # %% [markdown]
 # ## 5 · The peak, predicted
 #
-# **Question.** Could you have known the peak without a GPU?
+# **Question.** Can you know the peak without running the step?
 #
-# Every tensor's size is known from shapes. So the prediction takes one step through the very code that trains, on the
-# *meta* device, where tensors have shapes and no contents, and keeps a ledger of what is alive. What no shape tells is
-# added: autocast's copies and a fused attention kernel as a GPU has them, the optimizer's state, cuBLAS's workspaces. It
-# takes seconds, and no memory, for a model of any size.
+# A tensor's size follows from its shape. So the prediction runs one step of the same training code on PyTorch's *meta*
+# device, where tensors have shapes and no contents, and keeps a ledger of what is alive. What shapes don't tell is added:
+# autocast's copies and a fused attention kernel as a GPU has them, the optimizer's state, cuBLAS's workspaces. It takes
+# seconds, and no memory, for a model of any size.
 #
-# **Your prediction:** by how many percent will the worst of these nine predictions be off?
+# Three models, each in three modes, make nine predictions: everything kept, checkpointing, and *selective* checkpointing,
+# which also keeps the results of matrix products.
+#
+# **Your prediction:** by how many percent will the worst of them be off?
 
 # %%
 my_worst: float | None = None  # for example 10
@@ -289,14 +304,19 @@ plt.show()
 
 # %%
 lab.table(footprint.TOLD_HEAD, *footprint.told_rows(told))
+lab.on_reference(footprint.TOLD_HEAD, footprint.told_rows, "memory: *")
 worst = max((abs(run.metric("off")) for run in told.values()), default=None)
 lab.keep(Run("09", "predictor", metrics={"worst_off": worst} if worst is not None else {}));
 
 # %% [markdown]
-# *Reserved* is what the allocator took from the GPU to serve these peaks. It keeps pieces for later, and pieces that are
-# too small for the next request: the gap between the two columns is yours to lose when you plan to the last gigabyte.
+# On a CPU prediction and measurement must agree: both are ledgers of the same code, one without contents and one with.
+# The real test is a GPU, where the measurement is the allocator's. There *reserved* is what the allocator took from the
+# GPU to serve these peaks. It keeps pieces for later, some of them too small for the next request; so don't plan to use
+# the last gigabyte.
 #
-# The same prediction, for cards and models that are not here: Stable Diffusion 1.5 at its full size, on a GPU.
+# ### For a card that isn't here
+#
+# The same prediction for Stable Diffusion 1.5 at its full size, on a GPU:
 
 # %%
 full_size = on_drawn_latents(footprint.at_full(stable_diffusion))
@@ -310,17 +330,17 @@ for batch in (8,) if tiny else (1, 8):
 lab.table(*rows)
 
 # %% [markdown]
-# **Takeaway.** Memory is arithmetic. Do it before you rent the card.
+# **Takeaway.** Peak memory can be computed. Do it before you rent the card.
 
 # %% [markdown]
 # ## 6 · Out of memory, on purpose
 #
-# **Question.** What happens when memory runs out in the middle of a step, and what must be done before the next one can
+# **Question.** What happens when memory runs out in the middle of a step, and what must you do before the next step can
 # run?
 #
-# On a GPU the process is given a fraction of the card (`torch.cuda.set_per_process_memory_fraction`), so that it runs
-# out within a second. On a CPU the ledger raises the error at a limit of its own: the limit is artificial, all that
-# follows is not.
+# On a GPU the process gets only a fraction of the card (`torch.cuda.set_per_process_memory_fraction`), so that it runs out
+# within a second. On a CPU the ledger raises the error at a limit of its own. The limit is artificial; what follows is
+# real.
 
 # %%
 plain = Recipe(driver="eager", logging="ring-buffer", cache="latents+text", accumulation=1)
@@ -329,15 +349,14 @@ fed = footprint.Fed(ready, plain)
 fed.limit(room)
 broken = footprint.run_out(fed, 40)
 lab.keep(Run("09", "out of memory", workload=ready.name, scale=lab.scale, metrics=broken))
-lab.table(
-    ("GB held by tensors", "before", "in the except block", "behind it", "cleaned up"), footprint.held_row(broken)
-)
+lab.table(("", "before", "in the except block", "after it", "cleaned up"), footprint.held_row(broken))
 print(broken["message"][:300])
 
 # %% [markdown]
-# Look at the second column. Inside the `except` block nothing is free yet: the exception holds the traceback, the
-# traceback holds every frame of the failed step, and these hold its tensors. `torch.cuda.empty_cache()` there gives back
-# nothing. Leave the block first; then drop the half-made gradients, collect the garbage, and empty the cache:
+# Compare the second column with the third. Inside the `except` block nothing is free yet: the exception holds the
+# traceback, the traceback holds every frame of the failed step, and the frames hold its tensors.
+# `torch.cuda.empty_cache()` frees nothing there. Leave the block first. Then drop the unfinished gradients, collect the
+# garbage, and empty the cache:
 #
 # ```python
 # try:
@@ -353,8 +372,10 @@ print(broken["message"][:300])
 #
 # **Question.** How many tries does it take to find the largest batch that fits, with a tenth of the memory left free?
 #
-# accelerate's `find_executable_batch_size` starts where you tell it and takes a tenth less after each failure. The other
-# search starts at the prediction: memory is a straight line over the batch, and two predictions make it.
+# accelerate's `find_executable_batch_size` starts where you tell it to, and tries a tenth less after each failure. The
+# other search starts at a prediction: memory is a straight line over the batch, and two predicted points give the line.
+#
+# **Your prediction:** how many tries does accelerate's search take if it starts at 16?
 
 # %%
 my_tries: float | None = None  # for example 6
@@ -374,6 +395,8 @@ for name, search, start in (
     searches[name] = {"largest": search(fed.fits, start), "tries": len(fed.tries)}
     searches[name]["failures"] = sum(not fits for fits in fed.tries.values())
 fed.close()
+
+# %%
 lab.keep(
     {
         f"largest batch, {name}": Run("09", "", metrics=found | {"predicted": foreseen})
@@ -386,14 +409,17 @@ lab.table(
 )
 
 # %% [markdown]
-# **Takeaway.** Every failure costs a step, a clean-up and a fragmented cache. Predict, try, and try one more.
+# **Takeaway.** Every failure costs a step, a clean-up and a fragmented cache. Predict, try it, and then try one more.
 
 # %% [markdown]
-# ## 7 · The way of an image into training
+# ## 7 · From file to training step
 #
-# **Question.** How long does one core take from a file to pixels, by the form in which the picture is kept?
+# **Question.** How long does one core take to turn a file into pixels, and how does that depend on the file's format?
 #
-# **Your prediction:** how many times as long does a PNG take as a JPEG of the same picture?
+# *PNG*, *JPEG* and *WebP* are compressed. *pixels* is the decoded picture as it is. *resized* is decoded and resized to the
+# training resolution: what you would have after one pass over the dataset.
+#
+# **Your prediction:** how many times as long does a PNG take to decode as a JPEG of the same picture?
 
 # %%
 my_formats: float | None = None  # for example 2
@@ -412,20 +438,19 @@ plots.breakdown(
     ax, {name: {"read": run.metric("read_ms"), "decode": run.metric("decode_ms")} for name, run in bars.items()}
 )
 plt.show()
-lab.table(
-    ("form", "MB a file", "ms a picture"),
-    *((name, run.metrics["mb"], run.metric("both_ms")) for name, run in bars.items()),
-)
+lab.table(DECODING_HEAD, *decoding_rows(decoding))
+lab.on_reference(DECODING_HEAD, decoding_rows, "decode: *")
 
 # %% [markdown]
-# (*pixels* are the decoded picture as it is, *resized* the same at the training resolution: what a pre-processing pass
-# over the dataset would leave you with. JPEG and WebP throw something away; the pictures are drawn, and compress better
-# than photographs.)
+# (JPEG and WebP lose some of the picture. These pictures are drawn, and compress better than photographs.)
 #
 # ### Is it the disk?
 #
-# A file that was read once stays in the operating system's *page cache* as long as there is room. Here the system is
-# asked to forget the files (`posix_fadvise`), and `mincore` says whether it did.
+# **Question.** How much of that time would a faster disk save?
+#
+# A file that was read once stays in the operating system's *page cache* as long as there is room. *Cold*: the system was
+# asked to forget the files (`posix_fadvise`); *still cached* says how many of them it kept all the same. *Warm*: they
+# come from memory, and no disk can be faster than that.
 
 # %%
 storage = pictures.storage()
@@ -439,9 +464,11 @@ lab.verdict("A4.data.storage", "A4.data.gpu-decoding");
 # %% [markdown]
 # ### When does it matter?
 #
-# Lab 03's model has it: with $r$ to make a micro-batch and $c$ to train on it, a step takes $r + c$ without workers and
-# $\max(c, r / w)$ with $w$ of them, as long as there are cores. So a faster decoder, a cache and more workers are three
-# ways to the same place, and none of them gets below $c$.
+# **Question.** When does a faster decoder shorten the step?
+#
+# Lab 03's model says when. If making a micro-batch takes $r$ and training on it takes $c$, a step takes $r + c$ without
+# workers and $\max(c, r / w)$ with $w$ workers, as long as there are cores for them. So a faster decoder, a cache and
+# more workers all do the same thing, and none of them gets the step below $c$.
 
 # %%
 several = min(4, max(2, usable_cores() // 2))
@@ -469,19 +496,20 @@ plt.show()
 lab.verdict("A4.data.cache", "A4.pytorch.workers", "A4.pytorch.prefetch", "A4.pytorch.persistent");
 
 # %% [markdown]
-# Where the lines have met the floor, nothing on the data path is worth a minute of work. Left of the bend of your number
-# of workers you are there already. (Workers' claims are judged by lab 03's runs, if you have made them.)
+# Follow the line of your number of workers. Left of its bend the step takes $c$ whatever the format is, and work on the
+# data path gains nothing. Right of it the step waits for data. (Points far above their line: on a machine with few cores,
+# workers and training compete for them. The claims about workers are judged by lab 03's runs, if you have made them.)
 #
-# **Takeaway.** Two numbers decide: $r / w$ and $c$. Measure both before you change the format of a dataset.
+# **Takeaway.** Two numbers decide: $r / w$ and $c$. Measure both before you convert a dataset.
 
 # %% [markdown]
 # ## 8 · Switches in the environment
 #
-# **Question.** `OMP_NUM_THREADS=4` "prevents oversubscription". What happens without it?
+# **Question.** The article sets `OMP_NUM_THREADS=4`, which "prevents oversubscription". What happens without it?
 #
-# PyTorch's operations on a CPU use as many threads as there are cores. One process is right to do so. As many processes as
-# cores, each with as many threads, have the square of that many threads for the same cores. (DataLoader workers are safe:
-# PyTorch sets them to one thread. Data loaders of your own, and `torchrun`'s processes, are not.)
+# On a CPU, PyTorch's operations use as many threads as there are cores. For one process that is right. But if there is a
+# process for each of 8 cores, and each starts 8 threads, 64 threads compete for 8 cores. (DataLoader workers are safe:
+# PyTorch gives them one thread each. Processes that you start yourself are not.)
 
 # %%
 processes = min(usable_cores(), 8)
@@ -493,9 +521,13 @@ lab.table(("", "processes", "threads of each", "images resized a second, in all"
 lab.verdict("A4.environment.threads");
 
 # %% [markdown]
-# Two variables of CUDA's are read once, when a process starts, so that each is tried in a process of its own.
-# `CUDA_LAUNCH_BLOCKING=1` has the host wait for every kernel: an error then names the line that caused it, and nothing
-# overlaps any more. `CUDA_VISIBLE_DEVICES` hides GPUs.
+# ### CUDA's variables
+#
+# **Question.** What do `CUDA_LAUNCH_BLOCKING` and `CUDA_VISIBLE_DEVICES` do?
+#
+# `CUDA_LAUNCH_BLOCKING=1` makes the host wait for every kernel. An error then names the line that caused it, but host and
+# GPU no longer work at the same time. `CUDA_VISIBLE_DEVICES` hides GPUs from a process. Both are read once, when a process
+# starts, so each value is tried in a process of its own.
 
 # %%
 with lab.attempt("CUDA's variables", reference="launches block"):
@@ -511,19 +543,18 @@ with lab.attempt("CUDA's variables", reference="launches block"):
 lab.verdict("A4.environment.launch-blocking", "A4.environment.visible-devices");
 
 # %% [markdown]
-# **Takeaway.** Set `CUDA_LAUNCH_BLOCKING` to find an error, and look twice that it is gone before you measure anything.
+# **Takeaway.** Set `CUDA_LAUNCH_BLOCKING` to find an error, and make sure that it is unset before you measure anything.
 
 # %% [markdown]
 # ## 9 · Which of it pays on this loop?
 #
-# **Question.** Switches were flipped one after another, and most did nothing. Could one look at the loop have told
-# which of them pays?
+# **Question.** You flipped one switch after another, and most did nothing. Could a single look at the loop have told you
+# which one pays?
 #
-# `labutils diagnose -- python train.py` looks at any training script, unchanged: it times a few steps, profiles a few
-# more, says where their time goes, and ranks what to change. Each gain is predicted by replaying the traced step with one
-# thing changed: without the wait for data, say, or with the host launching once. Here it looks at the loop that article
-# A1 starts with, and is then put to the test: only after its predictions are made is each fix measured, one at a time,
-# interleaved with the start.
+# `labutils diagnose -- python train.py` looks at any training script as it is: it times a few steps, profiles a few more,
+# says where the time goes, and ranks what to change. It predicts each gain by replaying the traced step with one thing
+# changed, for example without the wait for data. Here it looks at the loop that article A1 starts with. Then it is put to
+# the test: after the predictions are made, each fix is measured alone, taking turns with the loop as it was.
 #
 # **Your prediction:** how many percent of that loop's step does the best single fix save?
 
@@ -547,27 +578,27 @@ for one in ablated:
 # %%
 lab.table(ablations.HEAD, *ablations.table_rows(ablated))
 rows = [row for one in ablated for row in one.rows if row.tells]
-print(
-    f"Of {len(rows)} fixes with something to gain, {sum(row.close for row in rows)} were predicted within 20 % of the step."
-)
+close = sum(row.close for row in rows)
+print(f"Of {len(rows)} fixes with something to gain, {close} were predicted within 20 % of the step.")
 saved = [100 * row.measured for row in rows if row.fix.per == "step"]
 
 # %% [markdown]
-# *Step off by* compares the step as predicted with the step as measured, which is what you plan with. The gains are each
-# fix's own: they don't add up, since what one has saved the next can't.
+# *Step off by* compares the predicted step with the measured one. Each gain is that fix's own. They don't add up: what one
+# fix has saved, the next can't save again.
 #
-# (On a CPU busy with other things two runs of the *same* recipe differ by more than a fifth. There the table shows how a
-# prediction is tested, not how good it is.)
+# (A negative gain is a loss. On a CPU that is busy with other things, two runs of the *same* recipe can differ by more
+# than a fifth; there the table shows how a prediction is tested, not how good it is.)
 #
-# **Takeaway.** Profile first, change one thing, measure again: the article's last piece of advice is the one that holds on
-# every loop. What a trace predicts you needn't try.
+# **Takeaway.** Profile first, change one thing, measure again: this last piece of the article's advice holds on every
+# loop.
 
 # %% [markdown]
 # ## 10 · The whole list
 #
-# Every piece of the article's advice, with what was found. Advice on several GPUs is judged by lab 10's runs, TensorFlow's
-# by the optional page in `notebooks/optional`. Some of it no machine of this course can test; then the reason is the
-# verdict.
+# **Question.** What became of each piece of the article's advice?
+#
+# Advice on several GPUs is judged by lab 10's runs, advice on TensorFlow by the optional page in `notebooks/optional`.
+# Some advice can't be tested by any machine of this course; then the table says why.
 
 # %%
 lab.verdict(*articles.claims("A4"));
@@ -575,81 +606,53 @@ lab.verdict(*articles.claims("A4"));
 # %% [markdown]
 # ## Exercises
 #
-# They rise in difficulty. Each check says what it found. The last one measures: first whether your results are the same,
+# They get harder. Each check tells you what it found. The last one measures: first whether your results are the same,
 # then what is kept for the backward pass, in bytes.
 
 # %%
-from labutils.exercises import smaller_than, solved
+from labutils.exercises import check, smaller_than, solved
 
 # %% [markdown]
-# **1.** A model has 1 billion weights, all trained, in float32 with AdamW. How many GB are weights, gradients and the
-# optimizer's state together, and how many with the 8-bit optimizer (its constants not counted)?
+# **1.** A model has 1 billion weights, all of them trained, in float32 with AdamW. How many GB do weights, gradients and
+# the optimizer's state take together? And how many with the 8-bit optimizer (its constants not counted)? Answer with a
+# pair.
 
 # %% tags=["exercise"]
 my_gb = None  # two numbers, for example (8, 5)
-
-
-def check_gb(answer) -> str:
-    if answer is None:
-        return "Exercise 1: set my_gb first."
-    if tuple(answer) == (4 + 4 + 8, 4 + 4 + 2):
-        return "Exercise 1: right: 4 bytes each for weight and gradient, and two moments of 4 bytes or of 1."
-    return "Exercise 1: not yet. How many bytes has a number in float32, and how many moments has AdamW?"
-
-
-print(check_gb(my_gb))
+print(check("09.1", my_gb))
 
 # %% tags=["solution"]
-my_gb = (16, 10)
-solved(check_gb(my_gb))
+my_gb = (4 + 4 + 2 * 4, 4 + 4 + 2 * 1)
+solved(check("09.1", my_gb))
 
 # %% [markdown]
-# **2.** A step of batch 1 peaks at 20 GB, one of batch 3 at 32 GB. The card has 80 GB, and a tenth of it shall stay free.
-# Where does your search for the largest batch start?
+# **2.** A step of batch 1 peaks at 20 GB, one of batch 3 at 32 GB. The card has 80 GB, and a tenth of it should stay free.
+# At which batch do you start to search for the largest one?
 
 # %% tags=["exercise"]
 my_start = None  # a whole number
-
-
-def check_start(answer) -> str:
-    if answer is None:
-        return "Exercise 2: set my_start first."
-    if answer == int((80 * 0.9 - 14) // 6):
-        return "Exercise 2: right: 6 GB an example, 14 GB without any, 58 GB of room for examples."
-    return "Exercise 2: not yet. What does one example add, what is there without any, and how much room is left?"
-
-
-print(check_start(my_start))
+print(check("09.2", my_start))
 
 # %% tags=["solution"]
 my_start = int((80 * (1 - footprint.HEADROOM) - 14) // 6)
-solved(check_start(my_start))
+solved(check("09.2", my_start))
 
 # %% [markdown]
-# **3.** One core takes 40 ms to make an example, training takes 25 ms for it, and you have 4 workers on 16 cores. How many
-# percent of the step would a decoder save that is twice as fast?
+# **3.** One core takes 40 ms to make an example, training on it takes 25 ms, and you have 4 workers on 16 cores. How many
+# percent of the step would you save with a decoder that is twice as fast?
 
 # %% tags=["exercise"]
 my_saving = None  # percent
-
-
-def check_saving(answer) -> str:
-    if answer is None:
-        return "Exercise 3: set my_saving first."
-    if answer == 0:
-        return "Exercise 3: right: 40 / 4 is less than 25 already. The decoder was never what the step waited for."
-    return "Exercise 3: not yet. Compare r / w with c, before and after."
-
-
-print(check_saving(my_saving))
+print(check("09.3", my_saving))
 
 # %% tags=["solution"]
 my_saving = 100 * (1 - max(25, 20 / 4) / max(25, 40 / 4))
-solved(check_saving(my_saving))
+solved(check("09.3", my_saving))
 
 # %% [markdown]
 # **4. Make it smaller.** Six blocks of an MLP keep everything for the backward pass: their inputs, what goes into the
-# activation, and what comes out of it. Keep a third of the bytes at most, with the same result and the same gradients.
+# activation, and what comes out of it. Write `less_kept`: the same result and gradients, with at most a third of the bytes
+# kept.
 
 # %% tags=["exercise"]
 torch.manual_seed(0)
@@ -690,9 +693,22 @@ solved(smaller_than(4, all_kept, less_kept_solution, some_rows, share=1 / 3, mod
 # - You flipped one switch at a time, and saw what each did to time, memory and numbers.
 # - You took the peak memory of a step apart, and predicted it from shapes alone.
 # - You ran out of memory, cleaned up, and found the largest batch in two tries.
-# - You told from two numbers whether the way of an image into training matters.
+# - You said from two numbers whether a faster decoder, a cache or more workers would shorten the step.
 # - You had a program predict from one trace what each fix would save, and tested it.
 # - You read a list of advice as questions, and answered those that your machine can answer.
+#
+# ## Where this comes from, and what to read on
+# - Micikevicius et al., *Mixed Precision Training* (2017, [arXiv:1710.03740](https://arxiv.org/abs/1710.03740)): loss
+#   scaling, and what has to stay in float32.
+# - Kalamkar et al., *A Study of BFLOAT16 for Deep Learning Training* (2019,
+#   [arXiv:1905.12322](https://arxiv.org/abs/1905.12322)).
+# - Dettmers et al., *8-bit Optimizers via Block-wise Quantization* (2021,
+#   [arXiv:2110.02861](https://arxiv.org/abs/2110.02861)).
+# - Chen et al., *Training Deep Nets with Sublinear Memory Cost* (2016, [arXiv:1604.06174](https://arxiv.org/abs/1604.06174)):
+#   checkpointing.
+# - PyTorch's documentation: [performance tuning guide](https://docs.pytorch.org/tutorials/recipes/recipes/tuning_guide.html),
+#   [understanding CUDA memory usage](https://docs.pytorch.org/docs/stable/torch_cuda_memory.html),
+#   [automatic mixed precision](https://docs.pytorch.org/docs/stable/amp.html).
 
 # %%
 shortened = switches.time_effect(runs["float32"], runs["base"]) if {"float32", "base"} <= runs.keys() else None

@@ -18,20 +18,20 @@
 # %% [markdown]
 # # Lab 10 · Many GPUs
 #
-# Article A4 gives distributed training a paragraph: use NCCL, a fast network, some environment variables, a Docker
-# command, ZeRO or FSDP. Without one number. Here the course's own training loop runs under `torchrun` on several GPUs,
-# unchanged; you foretell its step from one GPU's and from the link between them, and check. Then you break it.
+# Article A4 gives distributed training a paragraph, without a number: use NCCL, a fast network, some environment
+# variables, a Docker command, ZeRO or FSDP. Here the course's own training loop runs unchanged under `torchrun` on several
+# GPUs. You predict its step from one GPU and the link between them, and check the prediction. Then you break it.
 #
-# Two words. A *rank* is one of the processes that train together, one a GPU. An *all-reduce* is how they agree: each
-# brings a tensor, and all get the sum.
+# Two words. A *rank* is one of the processes that train together, one for each GPU. An *all-reduce* is how they agree:
+# each rank brings a tensor, and each gets the sum.
 #
 # **After this lab you can**
-# - show that N processes compute what one does, to the last digits that float32 holds;
-# - foretell the step of N GPUs from one GPU's and a link's bandwidth, for an adapter and for all weights;
-# - see in a trace what communication is hidden behind the backward pass, and what isn't;
-# - choose between DDP and FSDP by memory and by time, and use `no_sync` and the bucket size for what they are good for;
-# - say what the article's NCCL variables and Docker flags change, on this machine;
-# - lose a rank in the midst of training, and go on with those that are left.
+# - show that N processes compute what one process does, to the last digits of float32;
+# - predict the step of N GPUs from one GPU's step and a link's bandwidth, for an adapter and for all weights;
+# - see in a trace which communication is hidden behind the backward pass, and which isn't;
+# - choose between DDP and FSDP by memory and by time, and say what `no_sync` and the bucket size are for;
+# - say what the article's NCCL variables and Docker flags change on this machine;
+# - lose a rank in the middle of training, and continue with those that are left.
 #
 # | scale | needs | time |
 # |---|---|---|
@@ -39,10 +39,10 @@
 # | `small` | two GPUs of 8 GB or more | 5 minutes |
 # | `full` | two GPUs of 80 GB or more | about 8 minutes |
 #
-# At `tiny` you see how each question is put and answered, and that all of it computes the same. What two processes of
-# one CPU can't show is speed: they share cores, memory and caches, and what carries their messages is the same cores
-# again. With one GPU there is nothing to share; at `tiny` it is left idle, at larger scales the lab shows our reference
-# runs instead.
+# **Without two GPUs** run it at `tiny`: two processes share the CPU. You see how each question is asked and answered, and
+# that several processes compute the same as one. Speed they can't show: they share cores, memory and caches, and the same
+# cores carry their messages. Our H200s' tables stand below yours, as soon as their runs are on record. (A single GPU is
+# left idle at `tiny`; at larger scales it can't run this lab, and you see the H200s' runs instead.)
 
 # %% tags=["parameters"]
 scale: str = "auto"  # tiny (two processes on any CPU), small and full (two GPUs or more), auto: what fits one GPU
@@ -70,6 +70,8 @@ from labutils.results import Run, Unavailable
 from labutils.training.launching import gpu_count, launch, rank_variables, remove
 
 plots.use_style()
+
+# %%
 tiny = lab.scale == "tiny"
 count = ranks or max(2, gpu_count())
 timed = steps or (4 if tiny else 10)
@@ -81,16 +83,27 @@ foretold: dict = {}
 # %% [markdown]
 # ## 1 · One GPU, and the link
 #
-# **Question.** What must be known of *one* process and of the *link* to say how long a step of several will take?
+# **Question.** What must you know about *one* process, and about the *link*, to predict a step of several?
 #
-# `torchrun` starts the processes. Before they train together, two things are measured. First the link: all-reduces from
-# 1 KiB up, with nothing else to do. *Bus bandwidth*, as NVIDIA's nccl-tests define it, is what each link really
-# carries: of N ranks' all-reduce 2 (N − 1) / N of the message passes each of them. Then rank 0 trains alone while the
-# others wait, four kinds of training, each the share that a rank will have: and it notes *when* in the backward pass
-# each gradient is there, as from then on it could be sent.
+# `torchrun` starts the processes. Before they train together, two things are measured:
 #
-# **Your prediction:** the bus bandwidth of a large message here, in GB/s. (NVLink's data sheet says 450 in one
-# direction; the memory of a laptop does some 20, and both processes copy through it.)
+# - **The link**: all-reduces from 1 KiB up, with nothing else to do. The result is given as *bus bandwidth*, which NVIDIA's
+#   nccl-tests define: the rate at which each link carries data. (In an all-reduce of N ranks, 2 (N − 1) / N times the
+#   message goes through each link.)
+# - **One process**: rank 0 trains alone, with the share of the batch that each rank will have, while the others wait. It
+#   notes *when* in the backward pass each gradient is ready, for from then on it could be sent.
+#
+# There are four cases. A run's name begins with the case:
+#
+# | name | what is trained |
+# |---|---|
+# | *ddp 2*, *fsdp 2*, ... | Stable Diffusion 1.5 with LoRA (2: the number of ranks) |
+# | *full ddp 2*, ... | Stable Diffusion 1.5, the whole UNet |
+# | *qwen ddp 2*, ... | Qwen3 with LoRA |
+# | *qwen full ddp 2*, ... | a small Qwen3, all weights |
+#
+# **Your prediction:** the bus bandwidth of a large message here, in GB/s. (NVLink's data sheet says 450 in one direction.
+# A laptop's memory does about 20, and both processes copy through it.)
 
 # %%
 my_bandwidth: float | None = None  # for example 100
@@ -113,39 +126,43 @@ with lab.attempt("The link's picture", reference="all-reduce"):
     fig, ax = plt.subplots()
     plots.link(ax, alone["all-reduce"].samples, marks)
     plt.show()
+if theirs := lab.reference("all-reduce"):
+    print(f"Our H200s: {theirs.metric('bus_gb_per_s'):.3g} GB/s for a large message.")
 
 # %%
 with lab.attempt("What one process does", reference="one process"):
     fleet.need(alone)
     lab.table(fleet.ALONE_HEAD, *fleet.alone_rows(cases.values(), alone))
+lab.on_reference(fleet.ALONE_HEAD, lambda runs: fleet.alone_rows(cases.values(), runs), "*one process")
 
 # %% [markdown]
-# A small message takes as long as a tiny one: that is the *latency*, of starting and of waiting for each other. A large
-# one is a matter of bandwidth alone. The vertical lines are what each kind of training has to send every step: its
-# gradients. LoRA's are a few megabytes where all weights' are gigabytes.
+# On the left of the picture the bandwidth rises with the message's size: there a message takes the same time however small
+# it is. That time is the *latency*, of starting and of waiting for each other. On the right the curve is flat: there only
+# bandwidth counts. The vertical lines show what each case has to send in every step: its gradients. At `full`, LoRA's are
+# a few megabytes and those of all weights are gigabytes.
 #
-# (`OMP_NUM_THREADS` is each rank's share of the cores. Left alone, every rank starts as many threads as there are
-# cores, and N ranks have N times as many threads as cores: the oversubscription that the article warns of. `torchrun`
-# itself sets 1 where nothing is set.)
+# (`OMP_NUM_THREADS` is each rank's share of the cores. Without it every rank starts as many threads as there are cores:
+# the oversubscription of lab 09. `torchrun` itself sets it to 1 if nobody has set it.)
 #
-# **Takeaway.** Latency and bandwidth are two numbers, and a message's size says which of them counts.
+# **Takeaway.** A link has two numbers, latency and bandwidth. The size of a message decides which of them counts.
 
 # %% [markdown]
-# ## 2 · Foretell first
+# ## 2 · Predict first
 #
 # **Question.** How long will a step on all ranks take?
 #
-# DistributedDataParallel (*DDP*) gives each rank the whole model and a share of the batch, and averages gradients. It
-# sends them in *buckets* of some 25 MiB while the backward pass still computes the gradients of earlier layers. So most
-# of it is hidden. What is not is what is still on its way when the last gradient is there: the *exposed* part.
+# DistributedDataParallel (*DDP*) gives each rank the whole model and a share of the batch, and averages the gradients. It
+# sends them in *buckets* of about 25 MiB, while the backward pass is still computing the gradients of earlier layers. So
+# most of the communication is hidden. Not hidden, or *exposed*, is what is still on its way when the last gradient is
+# ready:
 #
 # > step(N) = one process's step + exposed all-reduce
 #
-# FSDP cuts the weights too: each rank holds 1/N of every matrix, and gathers the rest when a layer is used, forward and
-# backward, one layer ahead. The model's rough account of that: hidden is what fits beside the computation.
+# FSDP also shards the weights: each rank holds 1/N of every matrix, and gathers the rest shortly before a layer is used,
+# in the forward and in the backward pass. For that the prediction is rough: what fits beside the computation is hidden.
 #
-# **Your prediction:** the *efficiency* of DDP for SD's LoRA: examples a second of all ranks, in percent of N times
-# one's.
+# **Your prediction:** the *efficiency* of DDP for Stable Diffusion with LoRA: the examples a second of all ranks, in
+# percent of N times one process's.
 
 # %%
 my_efficiency: float | None = None  # for example 90
@@ -162,17 +179,17 @@ with lab.attempt("The model's predictions", reference="foretold"):
     lab.table(fleet.FORETOLD_HEAD, *fleet.foretold_rows(foretold))
 
 # %% [markdown]
-# These numbers are on record now, before anything of the kind was run: the time stands beside them in `results.jsonl`.
+# These predictions are on record now, with the time, before any of these runs was made: see `results.jsonl`.
 
 # %% [markdown]
 # ## 3 · The same loop on all ranks
 #
-# **Question.** Is it the same training, and does it take as long as foretold?
+# **Question.** Is it the same training, and does it take as long as predicted?
 #
-# Each of these is the loop of the other labs with one field of its recipe changed: `parallel`, `bucket_cap_mb`,
-# `synchronise`. Of a step's micro-batches each rank takes every N-th, with the random numbers that one process would
-# have drawn for it. Nothing else is new: a script of yours with `Session(workload, recipe).run(100)` in it does the
-# same when it is started with `torchrun --standalone --nproc-per-node=2 script.py`.
+# Each run is the loop of the other labs with one field of its recipe changed: `parallel`, `bucket_cap_mb` or
+# `synchronise`. Of a step's micro-batches each rank takes every N-th, with the random numbers that a single process would
+# have drawn for it. A script of yours that calls `Session(workload, recipe).run(100)` does the same when you start it with
+# `torchrun --standalone --nproc-per-node=2 script.py`.
 
 # %%
 with lab.attempt("Training on several ranks", reference=f"ddp {count}"):
@@ -191,45 +208,52 @@ with lab.attempt("The same losses", reference="losses"):
     one, many = (found.metrics["loss"] for found in (alone["one process, same batch"], together[f"ddp {count}"]))
     off = fleet.largest_difference(many, one)
     lab.keep(Run("10", "losses", metrics={"largest_difference": off}))
-    lab.table(("step", *range(1, 5)), ("one process", *one[:4]), (f"DDP, {count} ranks", *many[:4]))
-    print(f"Largest difference: {off:.1e} of the loss.")
+    in_full = [[f"{loss:.7f}" for loss in losses[:4]] for losses in (one, many)]
+    lab.table(("loss in step", *range(1, 5)), ("one process", *in_full[0]), (f"DDP, {count} ranks", *in_full[1]))
+    print(f"Largest difference: {off:.1e} of the loss." if off else "No difference in any digit.")
 
 # %% [markdown]
-# Not bit by bit: a sum of two halves rounds otherwise than one sum. (On GPUs in BF16 expect the third digit, where
-# several kernels add in any order.) A difference in the *first* step's loss would be a mistake in sharing the data, and
-# one that begins in the second a mistake in averaging gradients.
+# Equal in every digit is luck: a sum of two halves can round differently from a single sum. (On GPUs in BF16 expect
+# differences in the third digit, as several kernels add in any order.) If the losses already differed in the *first* step,
+# the data would be shared wrongly; if they differed from the second step on, the gradients would be averaged wrongly.
+#
+# ### Does it take as long as predicted?
 
 # %%
-with lab.attempt("Foretold and measured", reference=f"ddp {count}"):
+with lab.attempt("Predicted and measured", reference=f"ddp {count}"):
     fleet.need(together)
     lab.table(fleet.HEAD, *fleet.rows(together))
     fig, ax = plt.subplots()
     plots.foretold(ax, fleet.with_prediction(together), fleet.steps_alone(cases.values(), alone, together))
     plt.show()
+lab.on_reference(fleet.HEAD, fleet.rows, "*ddp *", "*fsdp *")
 lab.verdict("A4.network.nccl", "A4.network.torchrun", "A4.memory.fsdp", "A4.memory.zero");
 
 # %% [markdown]
-# What to look for. *Efficiency* is what the GPUs' owner pays for; *not hidden* says what of the loss
-# communication is to blame for. For LoRA there is next to nothing to send, so what is lost is what DDP itself does on
-# the host, some microseconds for each of hundreds of parameters. For all weights the sum of the messages is large, and
-# the backward pass hides most of it: if it is long enough. FSDP pays in time for what it saves in memory: it holds 1/N
-# of the weights, frozen ones too, and so it is for models that would not fit otherwise.
+# *Efficiency* says how much of the GPUs you get; *not hidden* says how much of the rest is due to communication.
 #
-# On a CPU all three share two cores: sending takes from computing, nothing is really hidden, and the prediction, which
-# takes the link as free, is too short.
+# - **LoRA** has next to nothing to send. If efficiency is lost, DDP itself loses it on the host: some microseconds for each
+#   of hundreds of parameters.
+# - **All weights** make large messages. The backward pass hides most of them, if it is long enough.
+# - **FSDP** holds 1/N of the weights, frozen ones too, and pays for that with time. It is for models that wouldn't fit
+#   otherwise.
 #
-# **Takeaway.** A model with two measured inputs says beforehand whether a second GPU pays. Where it is wrong, it says
-# where to look.
+# On a CPU the ranks share the cores: sending slows down computing, so hardly anything is hidden, and FSDP, which sends the
+# most, suffers the most. An efficiency above 100 % means that the machine was busier while the one process was measured.
+#
+# **Takeaway.** Two measurements, of one process and of the link, tell you whether a second GPU will pay. Where the
+# prediction is wrong, it tells you where to look.
 
 # %% [markdown]
 # ## 4 · Inside a step
 #
 # **Question.** When does communication run, and what hides it?
 #
-# From traces: computing above, communication below. On GPUs a kernel of NCCL also runs while it *waits* for the others,
-# so that ranks out of step show as communication.
+# The picture is drawn from traces: computing above, communication below. (On GPUs an NCCL kernel also runs while it *waits*
+# for the other ranks. So a rank that is late shows up as communication of the others.)
 #
-# **Your prediction:** what part of DDP's step, all weights trained, is communication that nothing hides, in percent?
+# **Your prediction:** when all weights of Stable Diffusion's UNet are trained with DDP, how many percent of the step are
+# communication that nothing hides?
 
 # %%
 my_exposed: float | None = None  # for example 5
@@ -243,55 +267,57 @@ with lab.attempt("A step's picture", reference=f"full ddp {count}"):
     plots.beside(ax, fleet.bands(together, fleet.traced_names(count)))
     plt.show()
     lab.table(fleet.COMPARISON_HEAD, *fleet.comparisons(together, count))
+lab.on_reference(fleet.COMPARISON_HEAD, fleet.comparisons_of, "*ddp *", "*fsdp *")
 
 # %% [markdown]
-# - **`no_sync`.** A step of several micro-batches needs the sum of their gradients once, at the end. DDP would average
-#   after each. `no_sync` has it wait for the last: the same gradients, a fraction of the messages. For LoRA it hardly
-#   matters.
-# - **The bucket size.** Small buckets begin earlier and each pays the latency; a large one waits until it is full. 25
-#   MiB is a good guess where a message of that size has the link's full bandwidth: find it in section 1's picture.
-# - **FSDP** gathers weights whether or not they are trained. With LoRA on a large frozen model that is nearly all it
-#   sends, twice a pass.
+# - **`no_sync`.** A step of several micro-batches needs the sum of their gradients only once, at the end. By default DDP
+#   averages after each micro-batch. With `no_sync` it waits for the last: the same gradients, a fraction of the messages.
+# - **The bucket size.** Small buckets are sent earlier, but each pays the latency; a large bucket waits until it is full.
+#   25 MiB is a good choice if a message of that size reaches the link's full bandwidth: look it up in section 1's picture.
+# - **FSDP** gathers weights whether they are trained or not. With LoRA on a large frozen model, frozen weights are nearly
+#   all that it sends, in the forward pass and again in the backward pass.
 #
-# **Takeaway.** Communication costs what can't be hidden. Fewer messages, later, is for small gradients; earlier ones
-# are for large.
+# **Takeaway.** Communication costs only what can't be hidden. So send less often, and begin as early as you can.
 
 # %% [markdown]
 # ## 5 · Which network would do?
 #
-# **Question.** The article recommends 25, 40 or 100 GbE or InfiniBand for large models. For which training?
+# **Question.** For large models the article recommends 25, 40 or 100 GbE, or InfiniBand. Which training needs which?
 #
-# The same model, asked about links that aren't here: one process's step and arrivals as measured, the data sheets'
-# bandwidths. It is a bound, as no network reaches its name.
+# The prediction of section 2 can be asked about links that aren't here: with one process's step as measured, and the
+# bandwidths of data sheets. No network reaches what its name says, so the result is an upper bound.
 
 # %%
 with lab.attempt("Other networks", reference="networks"):
     fleet.need(alone)
     needed = fleet.needed_network(cases.values(), alone, count)
     fig, ax = plt.subplots(figsize=(7.2, 3.8))
-    plots.curves(ax, needed, "GB/s in one direction", f"efficiency of {count} ranks, %, foretold")
+    plots.curves(ax, needed, "GB/s in one direction", f"predicted efficiency of {count} ranks, %")
+    ax.set_ylim(0, 105)
     plots.named_ticks(ax, fleet.NETWORKS)
     plt.show()
     lab.keep(Run("10", "networks", metrics=fleet.at_networks(needed)))
+lab.on_reference(fleet.NETWORK_HEAD, fleet.network_rows, "networks")
 lab.verdict("A4.network.rdma", "A4.network.ethernet");
 
 # %% [markdown]
-# (At `tiny` the models are thin and so are their gradients: even 1 GbE would do. At `full` look at where the lines of
-# LoRA and of whole models part.)
+# (At `tiny` the models have so few gradients that even 1 GbE would nearly do. At `full`, look where the lines of LoRA and
+# of whole models part.)
 #
-# **Takeaway.** "You need InfiniBand" is a statement about bytes a second of computation. LoRA's gradients would do with
-# a network of the last century's; whole models want one that costs as much as the GPU.
+# **Takeaway.** Whether you need InfiniBand depends on how many bytes of gradients there are for each second of
+# computation. An adapter's few megabytes need far less than a whole model's gigabytes.
 
 # %% [markdown]
 # ## 6 · NCCL's variables, and the Docker command
 #
 # **Question.** What do the article's `export NCCL_...` lines change?
 #
-# Each is tried in a launch of its own, as NCCL reads them once. They are not for making it faster: left alone, it
-# measures and chooses. They are for finding out what it chose (`NCCL_DEBUG=INFO`), and for keeping it from a way that
+# NCCL reads its variables once, so each is tried in a launch of its own. They don't make NCCL faster: left alone, it finds
+# the best way by itself. They are for finding out what it chose (`NCCL_DEBUG=INFO`), and for keeping it from a way that
 # is broken.
 #
-# **Your prediction:** how many times slower is a message of 64 MiB when the GPUs may not write to each other's memory?
+# **Your prediction:** how many times slower is a message of 64 MiB if the GPUs may not write to each other's memory
+# directly (*P2P*)?
 
 # %%
 my_slower: float | None = None  # for example 3
@@ -305,44 +331,47 @@ with lab.attempt("NCCL's variables", reference="nccl NCCL_P2P_DISABLE=1"):
         raise Unavailable("NCCL is for GPUs, and gloo, which stands in for it here, knows none of these variables")
     trials = lab.keep(fleet.nccl_trials(count))
     lab.table(fleet.NCCL_HEAD, *fleet.nccl_rows(trials))
+lab.on_reference(fleet.NCCL_HEAD, fleet.nccl_rows, "nccl *")
 
 # %%
 lab.table(("variable", "for example", "what it is for"), *fleet.variable_rows())
 lab.verdict("A4.network.debug", "A4.network.interface", "A4.network.no-infiniband");
 
 # %% [markdown]
-# `NCCL_SOCKET_IFNAME=eth0`, as the article has it, is right on a machine whose interface is called so and
-# stops the start on any other (`ip -o addr` lists them). `NCCL_IB_DISABLE=0` is the default. And `NCCL_IB_DISABLE=1` is
-# for a cloud's Ethernet where InfiniBand is found but does not work: between GPUs of one host neither changes anything.
+# The article's `NCCL_SOCKET_IFNAME=eth0` is right on a machine that has an interface of this name; on any other, training
+# doesn't start (`ip -o addr` lists the names). `NCCL_IB_DISABLE=0` is the default. `NCCL_IB_DISABLE=1` is for machines
+# where InfiniBand is found but doesn't work. Between GPUs of one host neither changes anything.
 #
-# ### The article's Docker command, flag by flag
+# ### The article's Docker command
 #
-# `docker run --gpus all --shm-size=1g --ulimit memlock=-1 --ulimit stack=67108864 ...`, on this machine, container or
-# not:
+# **Question.** `docker run --gpus all --shm-size=1g --ulimit memlock=-1 --ulimit stack=67108864 ...`: what is each flag
+# for, and what does this machine have without it?
 
 # %%
 lab.table(("flag", "what it sets", "here", "without it"), *fleet.docker_rows())
 lab.verdict("A4.network.shared-memory", "A4.network.ulimits");
 
 # %% [markdown]
-# And inside it `python -m torch.distributed.run --nproc_per_node=4 --nnodes=2 --node_rank=0
-# --rdzv_endpoint=master:29500 train.py`: 4 processes on each of 2 hosts that meet at port 29500 of `master`. The same
-# with `--node_rank=1` must be started on the other host. The container needs that port, too: `--network=host`, which
-# the command leaves out.
+# In the container the article starts `python -m torch.distributed.run --nproc_per_node=4 --nnodes=2 --node_rank=0
+# --rdzv_endpoint=master:29500 train.py`: 4 processes on each of 2 hosts, which meet at port 29500 of `master`. On the other
+# host the same command must be started with `--node_rank=1`. And the container needs that port: `--network=host`, which
+# the article's command leaves out.
 #
-# **Takeaway.** None of these makes training faster. They decide whether it runs at all; know what each is for before
-# you copy it.
+# **Takeaway.** None of these makes training faster. They decide whether it runs at all. Know what a flag is for before you
+# copy it.
 
 # %% [markdown]
 # ## 7 · A rank dies
 #
-# **Question.** One process of many is killed in the midst of a step. Who finds out, when, and what is left?
+# **Question.** One of several processes is killed in the middle of a step. Who notices, when, and what is left?
 #
-# The others wait for a sum that will never be whole. gloo's connection breaks at once; NCCL's kernel waits, and without
-# a limit it would wait forever. `torchrun` watches its processes: it sees one end and stops the rest. Here rank 1 is
-# killed after five steps of a run that saves a checkpoint every second one.
+# The other ranks wait for a sum that will never be complete. With gloo, which carries messages between CPUs, the connection
+# breaks at once. With NCCL a kernel waits, forever if there is no time limit. `torchrun` watches its processes: it sees one
+# end, and stops the rest.
 #
-# **Your prediction:** from which step on will the run go on?
+# Here rank 1 is killed after five steps of a run that saves a checkpoint after every second step.
+#
+# **Your prediction:** after how many finished steps will the run be able to continue?
 
 # %%
 my_step: float | None = None  # a number of steps
@@ -359,8 +388,9 @@ with lab.attempt("A rank that is killed", reference="rank killed"):
     lab.keep(fleet.as_run("rank killed", killed))
 
 # %% [markdown]
-# And one that raises an exception, on the way: the run goes on from that checkpoint, on as many ranks as before, and
-# fails again, after seven steps.
+# ### A rank that raises an exception
+#
+# The run continues from that checkpoint, on as many ranks as before. After seven steps one of them raises an exception.
 
 # %%
 with lab.attempt("A rank that raises", reference="rank raises"):
@@ -370,12 +400,16 @@ with lab.attempt("A rank that raises", reference="rank raises"):
     lab.keep(fleet.as_run("rank raises", raised))
 
 # %% [markdown]
-# Every rank says where it was and why it stopped, the first cause first, and what there is to go on from.
-# The checkpoint is written by rank 0 beside the old one and then moved into its place, so that there is always one that
-# is whole.
+# Every rank says where it was and why it stopped, the first cause first; and you learn from which checkpoint to continue.
+# Rank 0 writes a checkpoint beside the old one and then moves it into the old one's place. So there is always one that is
+# complete.
 #
-# Now there are fewer ranks: of two, one. It takes the whole batch by itself, twice as many micro-batches as before, so
-# that the *global* batch stays what it was, and the losses should go on as if nothing had happened.
+# ### Fewer ranks
+#
+# **Question.** Now a GPU is gone for good. Can the others continue as if nothing had happened?
+#
+# Of two ranks one is left. It takes the whole batch alone, with twice as many micro-batches as before, so the *global*
+# batch stays the same. Then the losses must be those of a run that nothing happened to.
 
 # %%
 with lab.attempt("Going on with fewer ranks", reference="resumed on fewer ranks"):
@@ -390,12 +424,12 @@ with lab.attempt("Going on with fewer ranks", reference="resumed on fewer ranks"
     plt.show()
 
 # %% [markdown]
-# What a killed process can't clear away itself, its DataLoader workers, its temporary files and what it had in
-# `/dev/shm`, was found by a mark in its environment and removed: *left behind* in the run's record counts them.
+# (A killed process can't clean up after itself. Its DataLoader workers, its temporary files and what it had in `/dev/shm`
+# were found by a mark in its environment, and removed; *left behind* in the run's record counts them.)
 #
-# **Takeaway.** Assume that a rank dies: checkpoints that are whole whenever you look, a time limit on waiting, a
-# launcher that says who was first. And a checkpoint that knows nothing of ranks lets you go on with however many are
-# left.
+# **Takeaway.** Plan for a rank to die: checkpoints that are complete at any moment, a time limit on waiting, a launcher
+# that says who failed first. If a checkpoint doesn't depend on the number of ranks, you can continue with any number that
+# is left.
 
 # %%
 remove(folder)
@@ -403,85 +437,55 @@ remove(folder)
 # %% [markdown]
 # ## Exercises
 #
-# They rise in difficulty. Each check says what it found. The last one measures: first whether your results are the same,
-# then the time, in turns with the version given, for as many rounds as the decision takes.
+# They get harder. Each check tells you what it found. The last one measures: first whether your results are the same,
+# then the time, taking turns with the given version until the answer is clear.
 
 # %%
-from labutils.exercises import faster_than, solved
+from labutils.exercises import check, faster_than, solved
 
 # %% [markdown]
-# **1.** A model has 860 million parameters, gradients in float32, and each of 2 GPUs computes for 600 ms a step, 400 of
-# them in the backward pass. The link's bus bandwidth is 12.5 GB/s (100 GbE). Could a perfect overlap hide the
-# all-reduce? Answer with its milliseconds.
+# **1.** A model has 860 million parameters and gradients in float32. Each of 2 GPUs computes for 600 ms a step, 400 ms of
+# it in the backward pass. The link's bus bandwidth is 12.5 GB/s (100 GbE). How many milliseconds does the all-reduce take?
+# (Then decide for yourself: could the backward pass hide it?)
 
 # %% tags=["exercise"]
 my_milliseconds = None  # your number
-
-
-def check_milliseconds(answer) -> str:
-    if answer is None:
-        return "Exercise 1: set my_milliseconds first."
-    expected = 860e6 * 4 * (2 * (2 - 1) / 2) / 12.5e9 * 1e3
-    if abs(answer - expected) < 0.02 * expected:
-        return "Exercise 1: right: 275 ms, less than the backward pass: a perfect overlap would hide all but the end."
-    return "Exercise 1: not yet. Bytes of all gradients, times 2 (N - 1) / N, over the bus bandwidth."
-
-
-print(check_milliseconds(my_milliseconds))
+print(check("10.1", my_milliseconds))
 
 # %% tags=["solution"]
-my_milliseconds = 860e6 * 4 / 12.5e9 * 1e3
-solved(check_milliseconds(my_milliseconds))
+my_milliseconds = 860e6 * 4 * (2 * (2 - 1) / 2) / 12.5e9 * 1e3
+solved(check("10.1", my_milliseconds))
 
 # %% [markdown]
-# **2.** Gradients arrive evenly over a backward pass of 100 ms, ten of 20 MiB each, the first after 10 ms. A message of
-# 20 MiB takes 5 ms. How many milliseconds are exposed with a bucket for each? And with one bucket for all (50 ms)?
-# Answer with a pair.
+# **2.** A backward pass takes 100 ms. Every 10 ms one of ten gradients gets ready, each of 20 MiB; the last is ready at the
+# end. Sending 20 MiB takes 5 ms. How many milliseconds of communication are exposed if each gradient is a bucket of its
+# own? And how many if one bucket holds them all, which takes 50 ms to send? Answer with a pair.
 
 # %% tags=["exercise"]
 my_pair = None  # two numbers, for example (1, 2)
-
-
-def check_pair(answer) -> str:
-    if answer is None:
-        return "Exercise 2: set my_pair first."
-    if tuple(answer) == (5, 50):
-        return "Exercise 2: right: each is gone before the next arrives, but for the last."
-    return "Exercise 2: not yet. When is the last gradient there, and what is then still to be sent?"
-
-
-print(check_pair(my_pair))
+print(check("10.2", my_pair))
 
 # %% tags=["solution"]
 my_pair = (5, 50)
-solved(check_pair(my_pair))
+solved(check("10.2", my_pair))
 
 # %% [markdown]
-# **3.** A run on 8 ranks has `micro_batch=2, accumulation=8`. Two GPUs fail. On how many ranks can it go on with the
-# same global batch and the same losses? Answer with the set of all numbers of 6 or less that do.
+# **3.** A run on 8 ranks has `micro_batch=2, accumulation=8`: 8 micro-batches a step, one for each rank. Two GPUs fail. On
+# how many ranks can the run continue with the same global batch and the same losses? Answer with the set of all possible
+# numbers.
 
 # %% tags=["exercise"]
 my_ranks = None  # a set, for example {6, 3}
-
-
-def check_ranks(answer) -> str:
-    if answer is None:
-        return "Exercise 3: set my_ranks first."
-    if set(answer) == {1, 2, 4}:
-        return "Exercise 3: right: 8 micro-batches can be shared by 4, 2 or 1. Six would be uneven."
-    return "Exercise 3: not yet. Each rank takes as many of the 8 micro-batches as the others."
-
-
-print(check_ranks(my_ranks))
+print(check("10.3", my_ranks))
 
 # %% tags=["solution"]
 my_ranks = {1, 2, 4}
-solved(check_ranks(my_ranks))
+solved(check("10.3", my_ranks))
 
 # %% [markdown]
-# **4. Make it faster.** Two ranks each have the gradients of four micro-batches. `over_a_slow_link` gives the mean of both
-# ranks' tensors, and takes its time: it is all latency. The loop averages after each micro-batch and adds up. Get the
-# same gradient in half the time.
+# **4. Make it faster.** Each of two ranks has the gradients of four micro-batches. `over_a_slow_link` gives the mean of both
+# ranks' tensors; it takes 10 ms, however small they are. `synchronised_each` averages after each micro-batch and adds up.
+# Write `synchronised_once`: the same gradient, at least twice as fast.
 
 
 # %% tags=["exercise"]
@@ -518,11 +522,22 @@ solved(faster_than(4, synchronised_each, synchronised_once_solution, two_ranks_g
 # %% [markdown]
 # ## What you did
 # - You showed that several processes compute what one does.
-# - You foretold steps from one process's gradients and a link's bandwidth, and checked them.
-# - You saw in traces what of communication was hidden, and what was not.
-# - You weighed DDP against FSDP, by time and by memory, and used `no_sync` and bucket sizes.
-# - You found out what the article's variables and flags change, on your machine.
-# - You lost a rank twice, and went on with one.
+# - You predicted steps from one process's gradients and a link's bandwidth, and checked the predictions.
+# - You saw in traces which communication was hidden, and which was not.
+# - You compared DDP with FSDP by time and by memory, and used `no_sync` and bucket sizes.
+# - You found out what the article's variables and flags change on your machine.
+# - You lost a rank twice, and continued with one.
+#
+# ## Where this comes from, and what to read on
+# - Li et al., *PyTorch Distributed: Experiences on Accelerating Data Parallel Training* (2020,
+#   [arXiv:2006.15704](https://arxiv.org/abs/2006.15704)): buckets, overlap and `no_sync`.
+# - Rajbhandari et al., *ZeRO: Memory Optimizations Toward Training Trillion Parameter Models* (2019,
+#   [arXiv:1910.02054](https://arxiv.org/abs/1910.02054)); Zhao et al., *PyTorch FSDP: Experiences on Scaling Fully Sharded
+#   Data Parallel* (2023, [arXiv:2304.11277](https://arxiv.org/abs/2304.11277)).
+# - NVIDIA, nccl-tests, [performance](https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md): what bus
+#   bandwidth is; NCCL's [environment
+#   variables](https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html).
+# - PyTorch's documentation of [torchrun](https://docs.pytorch.org/docs/stable/elastic/run.html).
 
 # %%
 lab.done(

@@ -18,20 +18,20 @@
 # %% [markdown]
 # # Lab 11 · Scoreboard
 #
-# All that was claimed, and what became of it. This lab trains nothing. It reads what the other labs have kept, judges
-# every claim of the articles by it, and says what you would do about it: which method suits this machine, what you
-# tend to misjudge, and what to measure next. Run it whenever you like; it works with whatever is there.
+# What became of everything that the four articles claim? This lab trains nothing. It reads the results of the other labs,
+# judges every claim by them, and draws conclusions: which method suits this machine, what you tend to misjudge, and what
+# to measure next. Run it whenever you like; it works with whatever results there are.
 #
 # **After this lab you can**
-# - say of every claim what was published, what our H200 measured, what this machine measured, and why a verdict is as it is;
-# - tell a claim that is wrong from one that is true elsewhere;
-# - say how far off your predictions are, which way, and for what kind of quantity;
+# - say of every claim what was published, what our H200 measured, what this machine measured, and how that gives the verdict;
+# - distinguish a claim that is wrong from one that is true on another machine;
+# - say how far off your predictions are, in which direction, and for which kind of quantity;
 # - choose a method for this machine by measured times and memory;
-# - plan the next measurement so that it settles the most.
+# - plan the next measurement so that it settles the most claims.
 #
 # | scale | needs | time |
 # |---|---|---|
-# | any | any machine; results of the other labs, as many as there are | a quarter of a minute |
+# | any | any machine, and whatever results of the other labs there are | a quarter of a minute |
 
 # %% tags=["parameters"]
 scale: str = "auto"  # tiny (any CPU), small (a GPU of 8 GB), full (the article's own), auto: the largest that fits
@@ -67,10 +67,10 @@ titles = {one.number: one.title for one in runner.find() if one.number != lab.nu
 # %% [markdown]
 # ## 1 · What is on record
 #
-# **Question.** What do we know about this machine, and from when is it?
+# **Question.** What is known about this machine, and since when?
 #
-# Where this lab is run together with the others, it reads the results that they kept beside its own. Alone, it reads
-# each lab's newest results under `results/`. Runs of one lab are never put together from two of them.
+# If this lab is run together with the others, it reads the results in their common folder. Run by itself, it reads each
+# lab's newest results under `results/`. Results of one lab are never mixed from two folders.
 
 # %%
 place = REPOSITORY / Path(read).expanduser()  # a relative name is one in the checkout
@@ -81,17 +81,20 @@ lab.table(("lab", "here", "runs", "scale", "machine", "from"), *rows)
 print("Read:", ", ".join(f"{path.parent.name}/{path.name}" for path in page.files) or "nothing yet; try: labutils run")
 
 # %% [markdown]
-# **Takeaway.** A verdict is about a machine, a scale and a day. Read these columns before the verdicts.
+# **Takeaway.** A verdict holds for one machine, one scale and one day. Read these columns before the verdicts.
 
 # %% [markdown]
 # ## 2 · All verdicts on one page
 #
 # **Question.** How many of the claims hold?
 #
-# *Confirmed* and *refuted* are said only where the effect exceeds the spread of the measurement. *Inconclusive*: it
-# doesn't. *Not testable here*: this machine, or what has been run on it, can't answer.
+# | verdict | meaning |
+# |---|---|
+# | *confirmed*, *refuted* | the effect is larger than the spread of the measurement |
+# | *inconclusive* | it isn't |
+# | *not testable here* | this machine, or what has been run on it, can't answer |
 #
-# **Your prediction:** of a hundred claims by which our H200 could be asked, how many does it confirm?
+# **Your prediction:** of the claims that our H200 could test, how many percent did it confirm?
 
 # %%
 my_confirmed: float | None = None  # for example 90
@@ -120,17 +123,17 @@ tested = [j for j in page.judgements if j.reference]
 confirmed = 100 * sum(j.reference_verdict == CONFIRMED for j in tested) / len(tested) if tested else None
 
 # %% [markdown]
-# **Takeaway.** A published number is the beginning of a measurement. The articles' authors measured, too: on another
-# card, beside another host, with other versions. Most of what is refuted is refuted *there and then*; section 4 sorts
-# out how far.
+# **Takeaway.** A published number is where your own measurement begins. The articles' authors measured, too, on another
+# card, with another host and other versions. *Refuted* means: it doesn't hold on this machine today. Section 4 shows by
+# how much.
 
 # %% [markdown]
 # ## 3 · One by one
 #
-# **Question.** What exactly was claimed, what was found, and why is that the verdict?
+# **Question.** What exactly was claimed, what was found, and how does that give the verdict?
 #
-# In JupyterLab choose by article, lab and verdict. In a batch run the tables below hold what the parameters `article`,
-# `lab_number` and `verdict` choose: everything, if they say nothing.
+# In JupyterLab you choose by article, lab and verdict. In a batch run the parameters `article`, `lab_number` and `verdict`
+# choose; by default the tables show everything.
 
 
 # %%
@@ -150,16 +153,16 @@ if not lab.choose(
     show_claims(article, lab_number, verdict)
 
 # %% [markdown]
-# **Takeaway.** The reason matters more than the verdict. "Less than was claimed" and "slower, not faster" are both
-# refutations, and you would act on them differently.
+# **Takeaway.** The reason matters more than the verdict. "Faster, but by less than was claimed" and "slower" are both
+# refutations, but you would act on them differently.
 
 # %% [markdown]
 # ## 4 · How far off?
 #
-# **Question.** Which refuted claims are wide of the mark, and which missed narrowly?
+# **Question.** Which refuted claims are far off, and which missed narrowly?
 #
-# Where both sides are numbers of one kind, their ratio says it. An order, a message or a cause has none, and stands at
-# the end.
+# If what was published and what was found are numbers of one kind, their ratio tells. Other claims, for example about a
+# cause or an error message, have no ratio; they are at the end of the table.
 
 # %%
 for where, whose, found in (("here", "this machine", "here"), ("reference", "the H200", "reference")):
@@ -171,29 +174,30 @@ for where, whose, found in (("here", "this machine", "here"), ("reference", "the
     lab.table(("claim", "statement", "published", "found", "off by"), *rows, otherwise="Nothing is.")
 
 # %% [markdown]
-# ### True there, and not here
+# ### True there, but not here
 #
-# A claim on which two machines disagree is a claim about machines. Ask what differs: the card, the host, the versions, the
-# scale.
+# **Question.** On which claims do two machines disagree?
+#
+# Such a claim says something about machines. Ask what differs: the card, the host, the versions or the scale.
 
 # %%
 rows = [
     (j.claim.id, j.published, f"{j.reference} ({j.reference_verdict})", f"{j.here} ({j.verdict})")
     for j in scoreboard.disagreements(page.judgements)
 ]
-lab.table(("claim", "published", "H200", "here"), *rows, otherwise="Whatever both could test, both say the same of.")
+lab.table(("claim", "published", "H200", "here"), *rows, otherwise="On every claim that both could test, they agree.")
 
 # %% [markdown]
-# **Takeaway.** A ratio far from 1 calls for a cause, not for a correction: another host, another version, two changes
-# told as one. Each of these claims' labs looks for it.
+# **Takeaway.** When a number is far off, look for the cause: another host, another version, two changes that were taken for
+# one. Each claim's lab does.
 
 # %% [markdown]
 # ## 5 · Your predictions
 #
-# **Question.** What do you misjudge, how far, and which way?
+# **Question.** What do you misjudge, by how much, and in which direction?
 #
-# A prediction is worth most where it was wrong. A factor says how far: half of it and twice as much are equally far off. Who
-# is too high everywhere can correct that without learning a single fact.
+# You learn most from predictions that were wrong. How wrong is given as a factor: half as much and twice as much are both
+# off by a factor of 2. If your predictions are too high everywhere, you can correct that without learning another fact.
 
 # %%
 scores = calibration.scores_of(page.records)
@@ -218,17 +222,17 @@ for by, name in (("kind", "of"), ("lab", "lab")):
     lab.table((name, "predictions", "median factor off", "leaning", "within a factor of 2"), *rows)
 
 # %% [markdown]
-# **Takeaway.** Look for the kind with the largest factor, and for one direction. Predict before you measure: later,
-# everything was clear from the start.
+# **Takeaway.** Look for the kind of quantity with the largest factor, and for a direction. And always predict *before* you
+# measure: afterwards everything seems to have been obvious.
 
 # %% [markdown]
 # ## 6 · What to use on this machine
 #
-# **Question.** Which method finishes first here?
+# **Question.** Which method finishes first on this machine?
 #
-# The advisor of lab 06 again, now for this machine: time of the first step and of later ones, memory at the peak, and the
-# loss, of every method that was measured. Without a GPU the methods' times are another machine's, and only what fits is
-# this machine's affair.
+# This is lab 06's advisor again. It compares every method that was measured by its first step, its later steps, its peak
+# memory and its loss. Without a GPU there are no times of this machine to compare, so the times are those of the machine
+# named below.
 
 # %%
 whose, options = scoreboard.options_at_hand(page.here, page.reference)
@@ -238,13 +242,13 @@ for tolerance, meaning in ((None, "Any loss will do"), (0.05, "The loss may be 5
     lab.show(f"*{meaning}:*\n\n" + scoreboard.advice(options, room, planned_steps, tolerance))
 
 # %% [markdown]
-# **Takeaway.** The advice changes with the plan: ask it again with `-p planned_steps 100`, or with the card you mean to buy
-# (`-p memory_gb 80`).
+# **Takeaway.** The advice changes with the plan. Ask again with `-p planned_steps 100`, or with the memory of a card that you
+# consider buying (`-p memory_gb 80`).
 
 # %% [markdown]
 # ## 7 · What to try next
 #
-# **Question.** Which measurement would settle the most?
+# **Question.** Which measurement would settle the most claims?
 
 # %%
 lab.show(
@@ -259,7 +263,8 @@ rows = [
 lab.table(("why claims are not testable here", "claims", "which"), *rows, otherwise="Every claim is tested here.")
 
 # %% [markdown]
-# **Takeaway.** What is missing has a price: a lab's minutes, or another machine. Take what settles most for it.
+# **Takeaway.** Every open claim has a price: a few minutes of a lab, or another machine. Begin with what settles most for
+# its price.
 
 # %%
 counts = {word.replace(" ", "_"): sum(j.verdict == word for j in page.judgements) for word in plots.VERDICT_MARKS}
@@ -276,8 +281,8 @@ lab.keep(
 # %% [markdown]
 # ## Exercises
 #
-# They rise in difficulty. Each check says what it found. The last one measures: first whether your results are the same,
-# then the time, in turns with the version given, for as many rounds as the decision takes.
+# They get harder. Each check tells you what it found. The last one measures: first whether your results are the same,
+# then the time, taking turns with the given version until the answer is clear.
 
 # %%
 import torch
@@ -285,69 +290,36 @@ from torch.nn.functional import cross_entropy
 
 from labutils.articles import Claim
 from labutils.claims import assess
-from labutils.exercises import faster_than, solved
+from labutils.exercises import check, faster_than, solved
 from labutils.results import summarise
 
 # %% [markdown]
-# **1.** It was claimed that B is faster than A. A takes 100 ms (p10-p90: 97 to 103), B 96 ms (92 to 99), each timed twenty
-# times by itself. What is the verdict?
+# **1.** An article claims that B is faster than A. You find 100 ms for A (p10-p90: 97 to 103) and 96 ms for B (92 to 99),
+# from twenty steps each. What is the verdict?
 
 # %% tags=["exercise"]
 my_verdict = None  # "confirmed", "refuted", "inconclusive" or "not testable here"
-
-
-def check_verdict(answer) -> str:
-    if answer is None:
-        return "Exercise 1: set my_verdict first."
-    if answer == "inconclusive":
-        return "Exercise 1: right. A's best and B's worst change places: 97 ms against 99."
-    if answer == "confirmed":
-        return "Exercise 1: not yet. The medians say so. What do the ranges say?"
-    return f"Exercise 1: not yet. {answer!r}? Compare A's best with B's worst."
-
-
-print(check_verdict(my_verdict))
+print(check("11.1", my_verdict))
 
 # %% tags=["solution"]
-solved(check_verdict("inconclusive"))
+solved(check("11.1", "inconclusive"))
 
 # %% [markdown]
-# **2.** Somebody predicted 10, 4 and 30 where 5, 8 and 10 were measured. What is the median factor off, and what is the
-# median of predicted / measured?
+# **2.** Somebody predicted 10, 4 and 30 where 5, 8 and 10 were measured. What is the median of the factors by which the
+# predictions are off? And what is the median of predicted / measured? Answer with a pair.
 
 # %% tags=["exercise"]
 my_medians = None  # two numbers, for example (1.5, 0.7)
-
-
-def check_medians(answer) -> str:
-    if answer is None:
-        return "Exercise 2: set my_medians first."
-    if not isinstance(answer, tuple | list) or len(answer) != 2:
-        return "Exercise 2: two numbers are asked for, for example (1.5, 0.7)."
-    pairs = ((10, 5), (4, 8), (30, 10))
-    right = calibration.summary("", [calibration.Score("", "", "", *map(float, pair)) for pair in pairs])
-    if abs(answer[0] - right.off) > 0.01:
-        return f"Exercise 2: not yet. Not {answer[0]}: half of it and twice as much are both off by 2."
-    if abs(answer[1] - right.lean) > 0.01:
-        return f"Exercise 2: not yet. Not {answer[1]}: put the three ratios in order."
-    return f"Exercise 2: right. Off by {right.off:g}, and {calibration.lean_in_words(right.lean)} on the whole."
-
-
-print(check_medians(my_medians))
+print(check("11.2", my_medians))
 
 # %% tags=["solution"]
-solved(check_medians((2, 2)))
+solved(check("11.2", (2, 2)))
 
 # %% [markdown]
-# **3.** Write a claim down as data: in lab 03, the run *pinned* takes less time than the run *workers=3*. The judge `faster`
-# wants to know which run comes `before` and which `after`. The check shows your claim three machines.
+# **3.** Write a claim as data: in lab 03, the run *pinned* takes less time than the run *workers=3*. Its judge is `faster`,
+# which is told in `how` which run comes `before` and which `after`. The check shows your claim to three machines.
 
-# %% tags=["exercise"]
-my_claim = (
-    None  # Claim("B1.pin", "B1", "2.1", "Pinned memory shortens the step.", lab=..., runs=..., judge=..., how={...})
-)
-
-
+# %%
 def a_machine(before_ms: float, after_ms: float) -> dict:
     """Runs with samples around these times, from a machine with a GPU."""
     runs = {}
@@ -357,16 +329,21 @@ def a_machine(before_ms: float, after_ms: float) -> dict:
     return runs
 
 
+# %% tags=["exercise"]
+# Claim("B1.pin", "B1", "2.1", "Pinned memory shortens the step.", lab=..., runs=..., judge=..., how=...)
+my_claim = None
+
+
 def check_claim(claim) -> str:
     if claim is None:
-        return "Exercise 3: set my_claim first."
+        return "Exercise 3: no answer yet. Fill in the dots of the Claim in the comment: lab and judge are words, runs a tuple."
     if not isinstance(claim, Claim):
         return f"Exercise 3: not yet. A {type(claim).__name__} is no Claim."
     for before, after, right in ((100, 80, "confirmed"), (100, 120, "refuted"), (100, 99, "inconclusive")):
         found = assess(claim, a_machine(before, after))
         if found.verdict != right:
             return f"Exercise 3: not yet. From {before} to {after} ms it is {found.verdict}, not {right}. {found.why}"
-    return "Exercise 3: right. Such lines, one a statement, are all that `labutils/articles/` holds."
+    return "Exercise 3: right. `labutils/articles/` consists of such lines, one for each statement."
 
 
 print(check_claim(my_claim))
@@ -380,10 +357,11 @@ solved(
 )
 
 # %% [markdown]
-# **4. Make it faster.** With everything you know. A frozen encoder, an adapter, a head of 4,096 words; four micro-batches of
-# which one position in eight is to be learned. Get the same loss and the same gradients four times as fast.
+# **4. Make it faster**, with everything that you have learned. `stock_step` has a frozen encoder, an adapter and a head of
+# 4,096 words. It takes four micro-batches, in which one position in eight is to be learned. Write `my_step`: the same loss
+# and the same gradients, at least four times as fast.
 
-# %% tags=["exercise"]
+# %%
 torch.manual_seed(0)
 WIDTH, WORDS = 128, 4096
 encoder = torch.nn.Sequential(torch.nn.Linear(WIDTH, 512), torch.nn.GELU(), torch.nn.Linear(512, WIDTH)).to(lab.device)
@@ -406,6 +384,7 @@ def stock_step(inputs, labels):
     return {"loss": seen / len(inputs), "A's gradient": A.grad.clone(), "B's gradient": B.grad.clone()}
 
 
+# %% tags=["exercise"]
 def my_step(inputs, labels):
     return stock_step(inputs, labels)  # your code instead
 
@@ -434,11 +413,20 @@ solved(faster_than(4, stock_step, best_step, micro_batches, times=4, tolerance=1
 
 # %% [markdown]
 # ## What you did
-# - You saw every claim with what was published, what the H200 measured and what this machine did, and why.
-# - You told wrong from true elsewhere, and narrow misses from wide ones.
-# - You know how far off your predictions are, which way, and for what.
+# - You saw of every claim what was published, what the H200 and this machine measured, and how that gives the verdict.
+# - You distinguished what is wrong from what is true elsewhere, and narrow misses from wide ones.
+# - You know how far off your predictions are, in which direction, and for which kind of quantity.
 # - You chose a method for this machine by measured numbers.
 # - You know what to measure next, and what it would settle.
+#
+# ## Where this comes from, and what to read on
+# - Hoefler and Belli, *Scientific Benchmarking of Parallel Computing Systems: Twelve Ways to Tell the Masses When Reporting
+#   Performance Results* (SC 2015, [doi:10.1145/2807591.2807644](https://doi.org/10.1145/2807591.2807644)).
+# - Georges, Buytaert and Eeckhout, *Statistically Rigorous Java Performance Evaluation* (OOPSLA 2007): when a difference of
+#   two timings means something; it isn't about Java.
+# - Pineau et al., *Improving Reproducibility in Machine Learning Research* (2020,
+#   [arXiv:2003.12206](https://arxiv.org/abs/2003.12206)).
+# - Tetlock and Gardner, *Superforecasting: The Art and Science of Prediction* (2015): how one gets better at predicting.
 
 # %%
 lab.done({"confirmed by the H200, of those it could test": confirmed})

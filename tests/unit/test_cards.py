@@ -169,7 +169,7 @@ def test_the_conclusion_is_the_numbers_own():
     slow = " ".join(cards.who_wins(BASES))
     assert slow.count("the host decides") == 2
     assert "names the same winner" in slow
-    assert "With both cards at batch 32 the Blackwell card wins beside no host." in slow
+    assert "With both cards at batch 32 the Blackwell card doesn't win, however slow the host is." in slow
     quick = " ".join(cards.who_wins({family: replace(basis, host_ms=1e-5) for family, basis in BASES.items()}))
     assert quick.count("kernels decide") == 2
     assert "does not reproduce the article" in quick

@@ -463,6 +463,21 @@ def test_markdown_says_once_why_several_claims_can_t_be_tested():
     assert below == ["(1) No run on record. Type: labutils run 06"]
 
 
+def test_a_lab_that_was_run_without_a_claims_runs_is_not_said_to_be_unrun():
+    lacking = {("06", "other"): Run("06", "other", machine={"cpu": "a CPU"})}
+    assert claims.judge("A2.compile.fp8-speed", lacking, {})[0].why.startswith("It is a statement about a GPU")
+    with_gpu = {("06", "other"): Run("06", "other", machine={"gpu": "a GPU"})}
+    told = claims.judge("A2.compile.fp8-speed", with_gpu, {})[0]
+    assert told.verdict == claims.NOT_TESTABLE
+    assert told.why.startswith("Lab 06 has made none of the runs that it takes (") and "parameters cell" in told.why
+
+
+def test_found_numbers_have_no_senseless_digits():
+    assert [claims._figures(value) for value in (2.66935e12, 1234.0, 58.41459, -0.708661, 1755.71, 3.0)] == [
+        *("2.67e+12", "1,234", "58.41", "-0.7087", "1,755.7", "3"),
+    ]
+
+
 # ------------------------------------------------------------------------------------------------ for whatever runs
 
 

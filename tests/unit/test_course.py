@@ -9,7 +9,7 @@ import weakref
 
 import pytest
 
-from labutils import course, hardware, results
+from labutils import course, hardware, results, runner
 from labutils.course import LabError, NotHere, open_lab
 from labutils.recipe import STOCK
 from labutils.results import Results, Run, read_records, read_runs
@@ -372,6 +372,31 @@ def test_a_table_or_what_to_say_instead(lab, capsys):
 def test_the_reference_is_that_of_this_lab(lab, reference):
     assert lab.reference("workers=3").metric("step_ms") == 625.0
     assert lab.reference("workers=99") is None
+
+
+def test_tables_of_the_reference_stand_beside_ours(lab, reference, capsys):
+    def times(runs):
+        return [(name, run.metric("step_ms")) for name, run in runs.items()]
+
+    assert list(lab.references("workers=*")) == ["workers=3"]
+    lab.on_reference(("run", "ms"), times, "workers=*", "too big")
+    said = capsys.readouterr().out
+    assert said.startswith("**The same on our H**, scale full, ")
+    assert "| workers=3 | 625 |" in said and "too big" not in said
+
+
+@pytest.mark.parametrize("patterns", [("never run",), ("too big",), ()])
+def test_that_there_is_no_reference_yet_is_said(lab, reference, capsys, patterns):
+    lab.on_reference(
+        ("run", "ms"), lambda runs: [(name, run.metric("step_ms")) for name, run in runs.items()], *patterns
+    )
+    assert capsys.readouterr().out.startswith("*Nothing of this is on record from our H200 yet")
+
+
+@pytest.mark.parametrize("number", ["06", "07", "08", "09", "10"])
+def test_labs_about_gpus_show_the_reference_beside_what_they_measure(number):
+    (path,) = runner.NOTEBOOKS.glob(f"{number}_*.ipynb")
+    assert path.read_text("utf-8").count("lab.on_reference(") >= 3
 
 
 def test_a_verdict_is_shown_and_returned(lab, capsys):

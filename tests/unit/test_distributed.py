@@ -21,7 +21,7 @@ from recipes_at_work import one_thread
 from labutils import fleet
 from labutils.data.images import EpochOrder, EveryNth
 from labutils.recipe import STOCK
-from labutils.results import Unavailable
+from labutils.results import Run, Unavailable
 from labutils.training import Session, launching, ranks
 from labutils.training.batches import Batches
 from labutils.training.checkpoint import FILE
@@ -397,3 +397,20 @@ def test_tasks_survive_the_way_to_the_ranks(tmp_path):
     job = Job((Task("run", "x", fails=(1, 5), sizes=(4, 8), recipe=STOCK.as_dict()),), str(tmp_path), "cpu", 30.0)
     (tmp_path / "job.json").write_text(json.dumps(asdict(job)))
     assert Job.read(tmp_path / "job.json") == job
+
+
+# Tables of a results file
+
+
+def test_tables_of_runs_on_record_do_without_what_is_not_there():
+    def run(name, ms):
+        return Run("10", name, metrics={"step_ms": ms, "examples_per_s": 1e3 / ms, "gradient_mb": 1.0})
+
+    there = {name: run(name, ms) for name, ms in (("ddp 4", 100.0), ("ddp 4 bucket 1MB", 110.0), ("one process", 90.0))}
+    assert fleet.comparisons_of(there) == [("LoRA: buckets of 25 MiB -> of 1", 100.0, 110.0, "+10 %", None, None)]
+    case = fleet.Case("", "SD, LoRA", {}, fleet.SD_RECIPE)
+    assert fleet.alone_rows([case], there) == [("SD, LoRA", 90.0, 1e3 / 90, 1.0, None, None)]
+    at = fleet.at_networks({"SD, LoRA": {0.125: 80.0, 450.0: 99.0}})
+    networks = {"networks": Run("10", "networks", metrics=at)}
+    assert fleet.network_rows(networks) == [("SD, LoRA", 80.0, None, None, None, None, 99.0)]
+    assert fleet.comparisons_of({}) == fleet.network_rows({}) == fleet.alone_rows([case], {}) == []

@@ -24,7 +24,7 @@ from packaging.version import Version
 HOUSE = Path(__file__).resolve().parents[2]
 NOTEBOOKS = HOUSE / "notebooks"
 FLOORS = {
-    0: {"recipe", "results", "hardware", "articles", "parameters", "tables", "pages"},
+    0: {"recipe", "results", "hardware", "articles", "parameters", "tables", "answers", "pages"},
     1: {"data", "adapters", "attention", "checkpointing", "experts", "folding", "lowbit", "capture", "losses"},
     2: {"workloads", "measure"},
     3: {"training", "claims", "advisor", "prediction", "scaling", "calibration"},

@@ -170,11 +170,14 @@ def test_a_slower_host_slows_the_step_by_its_delays(studied):
 def test_tables_have_a_value_for_every_column(studied):
     runs = [seen.run for seen in studied.seen.values()]
     assert all(len(row) == len(launches.HEAD) and None not in row for row in launches.rows(runs))
+    assert all(len(row) == len(launches.GIVEN_HEAD) and None not in row for row in launches.given_rows(runs))
     assert all(len(row) == len(launches.SPEED_HEAD) for row in launches.speed_rows(runs, "moe long"))
     assert launches.speed_rows(runs[::-1], "moe long")[-1][-1] == 1
     assert launches.speed_rows(runs, "a loop that did not fit")[0][-1] is None
     assert all(len(row) == len(launches.DELAY_HEAD) for row in launches.delay_rows(studied))
     assert len(launches.by_delay(studied)) == 3
+    kept = {run.run: run for run in [*runs, *studied.slowed.values()]}
+    assert [row[1:] for row in launches.slowed_rows(kept)] == [row[1:] for row in launches.delay_rows(studied)[1:]]
 
 
 def test_a_study_tells_about_larger_models(studied):
@@ -233,7 +236,7 @@ def test_accuracy_counts_sizes_whatever_their_sign_and_each_clock_apart():
     assert (found["host_steps"], found["host_within_20"]) == (3, 2)
     assert (found["kernels_steps"], found["kernels_within_20"]) == (2, 2)
     assert (found["recipes"], found["recipes_within_20"]) == (3, 2)  # the loop's long step is off
-    assert "of 3 steps that the host decides, 2" in launches.told(found)
+    assert "2 of 3 steps that the host decides" in launches.told(found)
     assert "2 of 3 recipes" in launches.told(found)
     assert launches.accuracy([]) == {}
 

@@ -263,6 +263,26 @@ def test_unsloths_line_is_that_of_its_padded_runs():
 # ------------------------------------------------------------------------------------------------------- the ladder
 
 
+def test_tables_of_a_results_file_are_those_of_the_lab():
+    def run(name, **metrics):
+        return Run("07", name, metrics=metrics, samples={"step_ms": [1.0, 2.0], "useful_tokens": [5, 6]})
+
+    there = {
+        "lora long": run("lora long", ms_per_1k_useful_tokens=4.0),
+        "lora long, 4 bits": run("lora long, 4 bits", ms_per_1k_useful_tokens=5.0),
+        "memory of lora long": run("memory of lora long", base_gb=10.0, each_gb=5.0),
+        "memory of qlora long": run("memory of qlora long", base_gb=4.0, each_gb=8.0),
+    }
+    assert methods.bundle_of(there) == [
+        ("lora long", 4.0, "+0", 10.0, 5.0),
+        ("lora long, 4 bits", 5.0, "+0", None, None),
+        ("qlora long", None, None, 4.0, 8.0),
+    ]
+    assert methods.largest_on(there, (24, 80)) == [("lora long", 2, 14), ("qlora long", 2, 9)]
+    assert methods.batches_head((24, 0.048))[1:] == ("24 GB", "48 MB")
+    assert methods.bundle_of({}) == methods.largest_on({}, (24,)) == methods.rung_rows({}) == []
+
+
 def test_the_ladder_on_a_cpu_compiles_nothing():
     ladder, recipes = methods.ladder_for("cpu")
     assert {recipe.compile for recipe in recipes.values()} == {"off"}

@@ -122,6 +122,12 @@ def test_waterfall_of_eighteen_rungs(ax, log):
     assert_tidy(ax)
 
 
+def test_a_rungs_range_and_its_number_stay_inside_the_waterfall(ax):
+    slow = Run("04", "noisy", lane="same work", metrics={"step_ms": {"p10": 50.0, "median": 60.0, "p90": 900.0}})
+    plots.waterfall(ax, [timed("04", "stock", 100), slow], None, log=False)
+    assert ax.get_xlim()[1] > 1.2 * 900
+
+
 def test_waterfall_without_rungs_is_an_error(ax):
     with pytest.raises(ValueError, match="nothing to draw"):
         plots.waterfall(ax, [FAILED], 10)
@@ -183,9 +189,9 @@ def test_slower_hosts_show_curves_points_and_rivals(ax):
     curves = {"moe": {0.0: 700.0, 20.0: 1200.0}, "dense": {0.0: 370.0, 20.0: 400.0}}
     points = {"moe": {0.0: 711.0, 10.0: 950.0}, "dense": {0.0: 373.0}}
     plots.slower_hosts(ax, curves, points, {"the other card, predicted": 1100.0})
-    assert {"moe, foretold", "moe, measured", "dense, foretold", "the other card, predicted"} <= set(texts(ax))
+    assert {"moe, predicted", "moe, measured", "dense, predicted", "the other card, predicted"} <= set(texts(ax))
     lines = {line.get_label(): line for line in ax.get_lines()}
-    assert lines["moe, foretold"].get_color() == lines["moe, measured"].get_color()
+    assert lines["moe, predicted"].get_color() == lines["moe, measured"].get_color()
     assert list(lines["moe, measured"].get_ydata()) == [711.0, 950.0]
     assert_tidy(ax)
 

@@ -320,3 +320,22 @@ def test_costs_are_counted_step_by_step():
     assert run.samples["ms_per_1k_useful_tokens"] == [100, 150]
     assert run.metric("ms_per_1k_useful_tokens") == 125
     assert trials.with_costs(Run("06", "a", status="oom")).metrics == {}
+
+
+# Tables of a results file
+
+
+def test_tables_of_the_reference_runs_are_made_of_their_metrics():
+    replayed = Run("06", "same-tokens static", metrics={"tokens": 2000.0, "ms_per_1k_tokens": 80.0})
+    assert trials.replay_rows({"same-tokens static": replayed}) == [("same-tokens static", 2000, 160.0, 80.0, None)]
+    form = Run("06", "form: fixed", metrics={"tokens_per_s": 70.0, "useful_tokens_per_s": 40.0, "useful_tokens": 0.58})
+    assert trials.form_rows({"form: fixed": form}) == [("fixed", 70.0, 40.0, "42")]
+    rung = Run("06", "packed", lane="same mathematics", metrics={"ms_per_1k_useful_tokens": 50.0})
+    failed = Run("06", "other", status="oom")
+    assert trials.climbed_rows({"packed": rung, "other": failed}) == [("packed", "same mathematics", 50.0, None)]
+    base, fp8 = (
+        Run("06", f"loss {name}", metrics={"final_loss": {"median": loss}}, samples={"final_loss": [loss, 2 * loss]})
+        for name, loss in (("bf16", 2.0), ("fp8", 2.2))
+    )
+    assert trials.loss_rows({"loss bf16": base, "loss fp8": fp8})[1] == ("fp8", 2.2, "+10.0, +10.0")
+    assert trials.loss_rows({"loss fp8": fp8}) == trials.replay_rows({"other": failed}) == []

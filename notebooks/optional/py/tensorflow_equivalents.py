@@ -18,23 +18,22 @@
 # %% [markdown]
 # # Optional page to lab 09 · The same advice in TensorFlow
 #
-# Article A4 gives each piece of advice for PyTorch, and some of it for TensorFlow. The course is PyTorch's. This page has
-# the equivalents side by side, and measures them where TensorFlow is installed; where it isn't, each section says so and
-# goes on. It is no lab: nothing lists it, and nothing needs it. Its results are kept as lab 09's, whose last section
-# judges them.
+# Article A4 gives its advice for PyTorch, and some of it for TensorFlow as well. The course uses PyTorch. This page puts the
+# equivalents side by side, and measures them where TensorFlow is installed; where it isn't, each section says so and goes
+# on. It is not a lab, and no lab needs it. Its results are kept as lab 09's, whose last section judges them.
 #
 # | what for | PyTorch | TensorFlow |
 # |---|---|---|
 # | mixed precision | `torch.autocast`, `torch.amp.GradScaler` | `mixed_precision.set_global_policy("mixed_float16")`: casts, and scales the loss in `compile` |
 # | BF16 | `torch.autocast(dtype=torch.bfloat16)` | `set_global_policy("mixed_bfloat16")` |
-# | reading in parallel | `DataLoader(num_workers=8)`: processes | `map(..., num_parallel_calls=AUTOTUNE)`: threads in C++ |
+# | reading in parallel | `DataLoader(num_workers=8)`: processes | `map(..., num_parallel_calls=AUTOTUNE)`: C++ threads |
 # | reading ahead | `prefetch_factor=2` for each worker | `.prefetch(AUTOTUNE)` |
 # | decoded data in memory | a `Dataset` that keeps them | `.cache()` |
-# | GPU memory as it is needed | always so: a caching allocator | `set_memory_growth(gpu, True)`; else all of it at once |
+# | GPU memory as needed | always: a caching allocator | `set_memory_growth(gpu, True)`; by default nearly all at once |
 # | compiling | `torch.compile` | `tf.function(jit_compile=True)` (XLA) |
 #
-# Needs TensorFlow (`pip install tensorflow`, in an environment of its own: its CUDA libraries are other ones than
-# PyTorch's) and takes a minute.
+# It needs TensorFlow (`pip install tensorflow`, in an environment of its own, as it wants other CUDA libraries than PyTorch)
+# and takes a minute.
 
 # %% tags=["parameters"]
 scale: str = "auto"  # tiny (any CPU), small (a GPU of 8 GB), full (the article's own), auto: the largest that fits
@@ -52,7 +51,7 @@ import matplotlib.pyplot as plt
 
 from labutils import plots
 from labutils.data import drawings
-from labutils.tensorflow_page import growth_run, input_runs, precision_runs, tensorflow
+from labutils.tensorflow_page import TIMES_HEAD, growth_run, input_runs, precision_runs, tensorflow, time_rows
 
 plots.use_style()
 tiny = lab.scale == "tiny"
@@ -60,7 +59,7 @@ tiny = lab.scale == "tiny"
 # %% [markdown]
 # ## Mixed precision
 #
-# **Question.** What is the policy `mixed_float16` worth for three dense layers?
+# **Question.** How much faster does the policy `mixed_float16` make training three dense layers?
 
 # %%
 with lab.attempt("TensorFlow's mixed precision"):
@@ -69,8 +68,12 @@ with lab.attempt("TensorFlow's mixed precision"):
     fig, ax = plt.subplots()
     plots.steps(ax, runs)
     plt.show()
-lab.verdict("A4.tensorflow.mixed-precision")
+lab.on_reference(TIMES_HEAD, time_rows, "tensorflow: float32", "tensorflow: mixed_float16")
+lab.verdict("A4.tensorflow.mixed-precision");
 # %% [markdown]
+# **Takeaway.** As in PyTorch, 16 bits help where the GPU has tensor cores and the products are large enough to keep it busy.
+# A CPU gains nothing, or loses.
+#
 # ## The input pipeline
 #
 # **Question.** What do parallel reading, prefetching and a cache bring, on the pictures of lab 09?
@@ -84,14 +87,16 @@ with lab.attempt("TensorFlow's input pipeline"):
     fig, ax = plt.subplots()
     plots.steps(ax, runs)
     plt.show()
-lab.verdict("A4.tensorflow.parallel-map", "A4.tensorflow.cache")
+lab.on_reference(TIMES_HEAD, time_rows, "tensorflow: *input", "tensorflow: parallel*", "tensorflow: cached")
+lab.verdict("A4.tensorflow.parallel-map", "A4.tensorflow.cache");
 # %% [markdown]
-# `AUTOTUNE` chooses the number of threads and the length of the queue while it runs. What no setting changes is what lab
-# 09's chart says: a pipeline that is faster than the training step is fast enough.
+# `AUTOTUNE` chooses the number of threads and the length of the queue while the pipeline runs.
+#
+# **Takeaway.** Lab 09's chart holds here, too: a pipeline that is faster than the training step is fast enough.
 #
 # ## Memory growth
 #
-# **Question.** How much of a GPU does a process take that needs 4 MB?
+# **Question.** How much of a GPU's memory does a process take that needs 4 MB?
 
 # %%
 with lab.attempt("TensorFlow's memory growth"):
@@ -101,8 +106,18 @@ with lab.attempt("TensorFlow's memory growth"):
     lab.table(
         ("GB taken", "by default", "with memory growth"), ("", run.metrics["plain_gb"], run.metrics["growing_gb"])
     )
-lab.verdict("A4.tensorflow.growth")
+lab.verdict("A4.tensorflow.growth");
 
 # %% [markdown]
-# PyTorch's allocator grows by itself, and keeps what it once had (`torch.cuda.memory_reserved`). TensorFlow takes nearly
-# everything at the start, unless it is told to grow: kind to fragmentation, unkind to whoever shares the card.
+# PyTorch's allocator takes memory as it needs it, and keeps what it once had (`torch.cuda.memory_reserved`). TensorFlow
+# takes nearly everything at the start, unless you tell it to grow. That avoids fragmentation, but leaves nothing to other
+# processes on the same card.
+#
+# **Takeaway.** If others share your GPU, turn memory growth on.
+#
+# ## Where this comes from, and what to read on
+# - TensorFlow's guides: [mixed precision](https://www.tensorflow.org/guide/mixed_precision), [better performance with
+#   tf.data](https://www.tensorflow.org/guide/data_performance), [limiting GPU memory
+#   growth](https://www.tensorflow.org/guide/gpu#limiting_gpu_memory_growth).
+# - Murray et al., *tf.data: A Machine Learning Data Processing Framework* (2021,
+#   [arXiv:2101.12127](https://arxiv.org/abs/2101.12127)).
