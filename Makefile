@@ -51,7 +51,7 @@ test: install
 	$(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 lab: install
-	$(BIN)/python -m jupyter lab --LabApp.default_url=/lab/tree/notebooks/00_check_your_machine.ipynb $(ARGS)
+	JUPYTER_CONFIG_PATH="$(CURDIR)/jupyter$${JUPYTER_CONFIG_PATH:+:$$JUPYTER_CONFIG_PATH}" $(BIN)/python -m jupyter lab $(ARGS)
 
 lint: install
 	$(BIN)/ruff check .
