@@ -28,6 +28,7 @@ COPY --chown=learner . .
 
 ARG COMMIT=unknown
 ENV LABUTILS_COMMIT=${COMMIT} \
+    JUPYTER_CONFIG_PATH=/home/learner/course/jupyter \
     NVIDIA_VISIBLE_DEVICES=all \
     NVIDIA_DRIVER_CAPABILITIES=compute,utility \
     PATH=/home/learner/course/.venv/bin:${PATH}
@@ -37,5 +38,4 @@ HEALTHCHECK --interval=30s --timeout=5s --start-period=30s \
     CMD ["python", "-c", "from urllib.request import urlopen; urlopen('http://127.0.0.1:8888/api', timeout=4)"]
 
 # Jupyter makes a fresh token at each start and prints it; nothing here turns that off.
-CMD ["jupyter", "lab", "--ip=0.0.0.0", "--port=8888", "--no-browser", \
-     "--LabApp.default_url=/lab/tree/notebooks/00_check_your_machine.ipynb"]
+CMD ["jupyter", "lab", "--ip=0.0.0.0", "--port=8888", "--no-browser"]

@@ -16,6 +16,11 @@ BIN     := $(VENV)/bin
 STAMP   := $(VENV)/.installed
 SELDOM  := '/tests?/|/testing/|/transformers/models/|/diffusers/pipelines/|/pip/|/setuptools/'
 PIP     := $(BIN)/python -m pip install --disable-pip-version-check --progress-bar off
+# What a run leaves in a notebook is taken out: all but the sources, and the metadata that stored notebooks have.
+UNRUN   := $(BIN)/python -m jupyter nbconvert --log-level=WARN --inplace --clear-output \
+  --ClearMetadataPreprocessor.enabled=True \
+  $(addprefix --ClearMetadataPreprocessor.preserve_cell_metadata_mask=,tags lines_to_next_cell) \
+  $(addprefix --ClearMetadataPreprocessor.preserve_nb_metadata_mask=,kernelspec jupytext)
 
 .DEFAULT_GOAL := help
 .PHONY: help install course test lab lint format notebooks unsloth te torchao clean
@@ -53,7 +58,7 @@ test: install
 	$(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 lab: install
-	$(BIN)/python -m jupyter lab --LabApp.default_url=/lab/tree/notebooks/00_check_your_machine.ipynb $(ARGS)
+	JUPYTER_CONFIG_PATH="$(CURDIR)/jupyter$${JUPYTER_CONFIG_PATH:+:$$JUPYTER_CONFIG_PATH}" $(BIN)/python -m jupyter lab $(ARGS)
 
 lint: install
 	$(BIN)/ruff check .
@@ -61,11 +66,13 @@ lint: install
 	@if [ -x $(BIN)/hadolint ]; then echo $(BIN)/hadolint Dockerfile; $(BIN)/hadolint Dockerfile; fi
 	$(BIN)/python -m pytest -q tests/unit/test_house.py
 
-# The newer half of each notebook's pair overwrites the older one; then both are formatted, and both halves agree again.
+# The newer half of each notebook's pair overwrites the older one; then both are formatted, what a run left in them is
+# taken out, and both halves agree again.
 format notebooks: install
 	$(BIN)/jupytext --quiet --sync notebooks/py/*.py notebooks/optional/py/*.py
 	$(BIN)/ruff check --quiet --fix --exit-zero $(if $(filter notebooks,$@),notebooks,.)
 	$(BIN)/ruff format $(if $(filter notebooks,$@),notebooks,.)
+	$(UNRUN) notebooks/*.ipynb notebooks/optional/*.ipynb
 	$(BIN)/jupytext --quiet --sync notebooks/*.ipynb notebooks/optional/*.ipynb
 
 unsloth te torchao: install

@@ -356,7 +356,8 @@ class Lab:
         from ipywidgets import SelectionSlider, interact
 
         middle = values[len(values) // 2]
-        slider = SelectionSlider(options=values, value=middle, description=label, continuous_update=False)
+        wide = {"width": "32em"}  # of 23 values on the usual 300 pixels, a hand can't choose one
+        slider = SelectionSlider(options=values, value=middle, description=label, continuous_update=False, layout=wide)
         interact(lambda value: draw(value), value=slider)  # it matches its arguments by name
 
     def choose(self, draw: Callable[..., Any], choices: Mapping[str, Sequence[str]]) -> bool:

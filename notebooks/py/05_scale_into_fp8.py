@@ -228,19 +228,19 @@ plt.show()
 
 
 # %%
-def draw(power: float) -> None:
+def draw(power: int) -> None:
     """The scaled numbers against E4M3's range."""
-    figure, ax = plt.subplots(figsize=(7.2, 2.4))
+    figure, ax = plt.subplots(figsize=(7.2, 2.8))
     ax.hist((sample * right * 2.0**power).abs().log2().clamp(-16, 12), bins=80, range=(-16, 12), color=plots.NAVY)
     ax.axvspan(-16, -10, color=plots.MIST, label="become 0")
     ax.axvspan(math.log2(448), 12, color=plots.ROSE, label="become 448")
     ax.set(xlabel="log₂ of the scaled magnitude", ylabel="numbers", xlim=(-16, 12))
-    ax.set_title(f"S × 2^{power:g}: relative error {error_at(power):.1%}")
-    ax.legend(loc="upper left")
+    ax.set_title(f"S × $2^{{{power}}}$: relative error {error_at(power):.1%}")
+    figure.legend(loc="outside lower center", ncols=2)
     plt.show()
 
 
-lab.explore(draw, [float(p) for p in range(-16, 7)], "S × 2^")
+lab.explore(draw, range(-16, 7), "S × 2^")
 
 # %% [markdown]
 # **Takeaway.** The "F" in FP8 stands for *floating*: within the format's range the error does not depend on the scale. A scale

@@ -3,31 +3,23 @@
 from __future__ import annotations
 
 import base64
-import os
-import shutil
 from collections.abc import Iterator
-from io import BytesIO
 from pathlib import Path
 
 import nbformat
 import numpy as np
 import planted_lab
 import pytest
-from PIL import Image
-from playwright.sync_api import Browser, Page, sync_playwright
+from pictures import picture_of
+from playwright.sync_api import Page
 
 from labutils import handouts
 from labutils.results import REPOSITORY
 
 REFERENCE = REPOSITORY / "reference" / "h200"
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 EXECUTED = sorted(path.stem for path in REFERENCE.glob("[0-9][0-9]_*.ipynb"))
 STEMS = [*EXECUTED, planted_lab.STEM]
 PAGES = [*STEMS, "index"]
-
-pytestmark = pytest.mark.skipif(
-    CHROMIUM is None, reason="there is no Chromium; on Debian and Ubuntu: sudo apt-get install chromium"
-)
 
 
 @pytest.fixture(scope="module")
@@ -37,15 +29,6 @@ def pages(tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("handouts")
     assert handouts.main(folder, out, [stem[:2] for stem in STEMS]) == handouts.MADE
     return out / "student"
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with sync_playwright() as playwright:
-        options = ["--no-sandbox"] if os.geteuid() == 0 else []  # Chromium's sandbox refuses root
-        chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=options)
-        yield chromium
-        chromium.close()
 
 
 @pytest.fixture
@@ -65,12 +48,6 @@ def page(browser) -> Iterator[Page]:
 def open_page(page: Page, file: Path) -> None:
     page.goto(file.as_uri())
     page.wait_for_load_state("networkidle")
-
-
-def picture_of(shot: bytes, size: tuple[int, int] | None = None) -> np.ndarray:
-    """A screenshot, or any picture, as height x width x 3 numbers of 0..255; made smaller to `size`, where given."""
-    picture = Image.open(BytesIO(shot)).convert("RGB")
-    return np.asarray(picture.resize(size, Image.Resampling.BOX) if size else picture, dtype=float)
 
 
 @pytest.mark.parametrize("stem", PAGES)

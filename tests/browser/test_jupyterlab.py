@@ -1,0 +1,293 @@
+"""JupyterLab as `make lab` opens it, in real Chromium: the first screen, whole labs run by its menus, lab 05's slider.
+
+The server runs on a copy of the notebooks, in a home of its own, and is started in a folder that isn't the course's.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.request import urlopen
+
+import nbformat
+import numpy as np
+import pytest
+from pictures import picture_of
+from playwright.sync_api import Locator, Page, expect
+
+from labutils.results import REPOSITORY, read_records
+
+TOKEN = "for-this-test-only"
+PATIENCE_MS = 150_000  # for anything that JupyterLab does by itself; the cores are shared with other tests
+expect.set_options(timeout=PATIENCE_MS)
+LAB_S = 400  # a whole lab
+TRANSIENT = re.compile(
+    r"/channels\?"
+)  # a kernel's websocket may be refused while the kernel starts; JupyterLab retries
+
+pytestmark = [
+    pytest.mark.notebook,
+    pytest.mark.timeout(LAB_S + 300),
+    pytest.mark.skipif(shutil.which("make") is None, reason="there is no make"),
+]
+
+
+@dataclass
+class Desk:
+    """A running JupyterLab: its address, the copied course it opens, and where layouts and results go."""
+
+    address: str
+    course: Path
+    cache: Path
+    results: Path
+
+    def notebook(self, stem: str) -> nbformat.NotebookNode:
+        return nbformat.read(self.course / "notebooks" / f"{stem}.ipynb", as_version=4)
+
+
+def command_of_make_lab(arguments: str) -> str:
+    """The line that `make lab ARGS=...` carries out, once everything is installed."""
+    words = ["--dry-run", "--no-print-directory", "-C", str(REPOSITORY), "lab"]
+    given = [f"VENV={sys.prefix}", f"ARGS={arguments}"]
+    plan = subprocess.run(["make", *words, *given], capture_output=True, text=True, check=True)
+    return plan.stdout.splitlines()[-1]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def copied_course(folder: Path) -> Path:
+    """The notebooks, both halves of each, at the scale tiny; and what tells jupytext that they are pairs."""
+    shutil.copytree(REPOSITORY / "notebooks", folder / "notebooks", ignore=shutil.ignore_patterns(".*", "results"))
+    shutil.copy(REPOSITORY / "pyproject.toml", folder)
+    for file in [*folder.glob("notebooks/py/*.py"), *folder.glob("notebooks/*.ipynb")]:
+        text = file.read_text(encoding="utf-8")
+        file.write_text(re.sub(r'scale: str = (\\?")auto', r"scale: str = \1tiny", text), encoding="utf-8")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def desk(browser, tmp_path_factory) -> Iterator[Desk]:
+    folder = tmp_path_factory.mktemp("desk")
+    port = free_port()
+    desk = Desk(f"http://127.0.0.1:{port}", copied_course(folder / "course"), folder / "cache", folder / "results")
+    elsewhere, home = folder / "elsewhere", folder / "home"
+    elsewhere.mkdir()
+    home.mkdir()
+    line = command_of_make_lab(
+        f"--no-browser --ip=127.0.0.1 --port={port} --ServerApp.port_retries=0 --IdentityProvider.token={TOKEN} "
+        f"--ServerApp.root_dir={desk.course}" + (" --allow-root" if os.geteuid() == 0 else "")
+    )
+    own = {"HOME": str(home), "LABUTILS_CACHE": str(desk.cache), "LABUTILS_RESULTS": str(desk.results)}
+    inherited = {key: value for key, value in os.environ.items() if not key.startswith(("JUPYTER", "XDG_", "MAKE"))}
+    with (folder / "server.log").open("w") as log:
+        server = subprocess.Popen(
+            line, shell=True, cwd=elsewhere, env=inherited | own, stdout=log, stderr=log, start_new_session=True
+        )
+        try:
+            wait_for(desk, server, folder / "server.log")
+            yield desk
+        finally:
+            os.killpg(server.pid, signal.SIGTERM)  # it shuts its kernels down
+            try:
+                server.wait(timeout=60)
+            except subprocess.TimeoutExpired:
+                os.killpg(server.pid, signal.SIGKILL)
+    assert not list(home.glob(".jupyter/*")), "something was written into the learner's own configuration"
+
+
+def wait_for(desk: Desk, server: subprocess.Popen, log: Path) -> None:
+    """Return when the server answers. Fails with its log when it ends, or takes minutes."""
+    until = time.monotonic() + PATIENCE_MS / 1000
+    while time.monotonic() < until and server.poll() is None:
+        try:
+            with urlopen(f"{desk.address}/api", timeout=5):
+                return
+        except OSError:
+            time.sleep(0.2)
+    pytest.fail(f"JupyterLab did not start:\n{log.read_text(encoding='utf-8')}")
+
+
+@pytest.fixture
+def page(browser, desk) -> Iterator[Page]:
+    """JupyterLab as it opens; `page.asked` are the addresses it asked for, `page.troubles` errors and refusals."""
+    context = browser.new_context(viewport={"width": 1440, "height": 900})
+    context.set_default_timeout(PATIENCE_MS)
+    page = context.new_page()
+    page.asked, page.troubles = [], []
+    page.on("request", lambda request: page.asked.append(request.url))
+    page.on("console", lambda message: page.troubles.append(message.text) if message.type == "error" else None)
+    page.on("pageerror", lambda error: page.troubles.append(str(error)))
+    page.on("response", lambda answer: answer.status < 400 or page.troubles.append(f"{answer.status} {answer.url}"))
+    page.goto(f"{desk.address}/?token={TOKEN}")
+    page.locator("#jupyterlab-splash").wait_for(state="detached")
+    yield page
+    context.close()
+
+
+def troubles(page: Page) -> list[str]:
+    return [trouble for trouble in page.troubles if not TRANSIENT.search(trouble)]
+
+
+def opened(page: Page, stem: str) -> Locator:
+    """Open a lab by a double click in the list of files; its notebook, when its kernel is ready."""
+    page.locator(".jp-DirListing-item", has_text=stem).dblclick()
+    notebook = current(page, stem)
+    ready(page)
+    return notebook
+
+
+def current(page: Page, stem: str) -> Locator:
+    page.locator("#jp-main-dock-panel .jp-mod-current .lm-TabBar-tabLabel", has_text=stem).wait_for()
+    return page.locator(".jp-NotebookPanel:visible .jp-Notebook")
+
+
+def ready(page: Page) -> None:
+    page.locator("#jp-main-statusbar").get_by_text(re.compile(r"Python 3.*\| Idle")).wait_for()
+
+
+def choose(page: Page, menu: str, entry: str) -> None:
+    page.locator(".lm-MenuBar-itemLabel", has_text=re.compile(f"^{menu}$")).click()
+    page.get_by_role("menuitem", name=entry, exact=True).click()
+
+
+def count_of(desk: Desk, stem: str, pattern: str = "") -> int:
+    """How many code cells a lab has, or in how many of them a line begins with `pattern`."""
+    code = [cell.source for cell in desk.notebook(stem).cells if cell.cell_type == "code"]
+    return sum(bool(re.search(f"^{pattern}", source, re.MULTILINE)) for source in code)
+
+
+def wait_for_all_cells(page: Page, cells: int) -> None:
+    """Return when all code cells were run, in order, none of them before; fails at the first error in a cell."""
+    look = """() => {
+        const notebook = [...document.querySelectorAll('.jp-NotebookPanel')].find(panel => panel.checkVisibility());
+        const error = notebook.querySelector("[data-mime-type='application/vnd.jupyter.error']");
+        const prompts = [...notebook.querySelectorAll('.jp-CodeCell .jp-InputPrompt')].map(e => e.textContent.trim());
+        return {error: error && error.textContent, prompts};
+    }"""
+    wanted = [f"[{number}]:" for number in range(1, cells + 1)]
+    done = f"""() => {{
+        const {{error, prompts}} = ({look})();
+        return error || JSON.stringify(prompts) === '{json.dumps(wanted, separators=(",", ":"))}';
+    }}"""
+    page.wait_for_function(done, timeout=1000 * LAB_S, polling=500)
+    found = page.evaluate(look)
+    assert found["error"] is None
+    assert found["prompts"] == wanted
+
+
+def assert_it_ran_well(page: Page, desk: Desk, notebook: Locator, stem: str) -> None:
+    """No error, no warning, every figure there and with something on it, and the lab on record to its end."""
+    assert notebook.locator("[data-mime-type='application/vnd.jupyter.stderr']").all_text_contents() == []
+    assert page.locator(".jp-Dialog").count() == 0
+    assert troubles(page) == []
+    figures = notebook.locator(".jp-OutputArea-output img")
+    assert figures.count() >= count_of(desk, stem, r"plt\.show\(\)") > 0
+    for figure in figures.all():
+        figure.scroll_into_view_if_needed()
+        box = figure.bounding_box()
+        assert box["width"] > 300 and box["height"] > 100
+        assert (picture_of(figure.screenshot()) < 160).any(axis=2).mean() > 0.005, "a figure without ink"
+        assert figure.evaluate(
+            "e => e.getBoundingClientRect().right <= e.closest('.jp-Cell').getBoundingClientRect().right"
+        )
+    done = [record for record in read_records(desk.results) if record.get("status") == "done"]
+    assert stem[:2] in {record["lab"] for record in done}
+    assert {record["parameters"]["scale"] for record in done} == {"tiny"}
+
+
+def test_the_first_screen(page, desk):
+    labs = sorted(path.name for path in (REPOSITORY / "notebooks").glob("*.ipynb"))
+    notebook = current(page, labs[0].removesuffix(".ipynb"))
+    ready(page)
+    listed = page.locator(".jp-DirListing-itemName").all_text_contents()
+    assert [name for name in listed if name.endswith(".ipynb")] == labs
+    lines = [line for cell in desk.notebook(Path(labs[0]).stem).cells for line in cell.source.splitlines()]
+    sections = [line.removeprefix("## ") for line in lines if line.startswith("## ")]
+    contents = page.locator(".jp-TableOfContents:visible .jp-tocItem-content")
+    expect(contents.last).to_have_text(sections[-1])
+    assert contents.count() == 1 + len(sections)
+    contents.last.click()
+    expect(notebook.get_by_role("heading", name=sections[-1])).to_be_in_viewport()
+    expect(page.locator("#jp-main-statusbar")).to_contain_text(
+        re.compile(r"CPU: +[\d.]+ % \| Mem: +[\d.]+ / [\d.]+ [MG]B")
+    )
+    assert page.locator(".jp-Dialog, .Toastify__toast").count() == 0
+    assert [url for url in page.asked if not url.startswith((desk.address, "data:", "blob:"))] == []
+    assert troubles(page) == []
+
+
+def test_what_was_merely_opened_and_saved_is_not_changed(page, desk):
+    """`git status` of a learner who looked around: JupyterLab saves by itself, every two minutes."""
+    stem = "02_profile_a_training_step"
+    halves = [desk.course / "notebooks" / f"{stem}.ipynb", desk.course / "notebooks" / "py" / f"{stem}.py"]
+    before = [half.read_text(encoding="utf-8") for half in halves]
+    stamp = halves[0].stat().st_mtime_ns
+    opened(page, stem)
+    with page.expect_response(lambda answer: answer.request.method == "PUT" and stem in answer.url) as saved:
+        page.keyboard.press("Control+s")
+    assert saved.value.ok
+    assert halves[0].stat().st_mtime_ns > stamp
+    assert [half.read_text(encoding="utf-8") for half in halves] == before
+
+
+def test_lab_01_runs_from_the_menu(page, desk):
+    notebook = opened(page, "01_lora_math")
+    choose(page, "Run", "Run All Cells")
+    wait_for_all_cells(page, count_of(desk, "01_lora_math"))
+    assert_it_ran_well(page, desk, notebook, "01_lora_math")
+    assert re.search(r"executed in [\d.]+s", " ".join(notebook.locator(".execute-time").all_text_contents()))
+    layouts = [
+        json.loads(file.read_text(encoding="utf-8")) for file in (desk.cache / "jupyterlab" / "workspaces").iterdir()
+    ]
+    assert [layout["metadata"]["id"] for layout in layouts] == ["course"]
+    assert "notebook:notebooks/01_lora_math.ipynb" in layouts[0]["data"], "the learner's own layout is not kept"
+
+
+@pytest.mark.parametrize("stem", ["05_scale_into_fp8", "11_scoreboard"])
+def test_a_lab_restarts_and_runs_from_the_menu(page, desk, stem):
+    notebook = opened(page, stem)
+    notebook.locator(".jp-CodeCell").first.click()
+    page.keyboard.press("Shift+Enter")
+    expect(notebook.locator(".jp-CodeCell .jp-InputPrompt").first).to_have_text("[1]:")  # no restart: then [2] on
+    choose(page, "Kernel", "Restart Kernel and Run All Cells…")
+    page.locator(".jp-Dialog .jp-mod-accept").click()
+    wait_for_all_cells(page, count_of(desk, stem))
+    assert_it_ran_well(page, desk, notebook, stem)
+    if stem.startswith("05"):
+        assert_the_slider_moves_its_figure(notebook)
+
+
+def assert_the_slider_moves_its_figure(notebook: Locator) -> None:
+    """Another place of the slider, another picture; and back at the first place, the first picture."""
+    widget = notebook.locator(".widget-interact")
+    handle, readout, figure = widget.get_by_role("slider"), widget.locator(".widget-readout"), widget.locator("img")
+
+    def drawn(key: str, value: str) -> np.ndarray:
+        before = figure.get_attribute("src")
+        handle.press(key)
+        expect(readout).to_have_text(value)
+        expect(figure).not_to_have_attribute("src", before)
+        return picture_of(base64.b64decode(figure.get_attribute("src").partition(",")[2]))
+
+    start = int(readout.text_content())
+    right = drawn("ArrowRight", f"{start + 1}")
+    left = drawn("ArrowLeft", f"{start}")
+    again = drawn("ArrowRight", f"{start + 1}")
+    assert right.shape == left.shape
+    assert (np.abs(right - left) > 64).any(axis=2).mean() > 0.01, "the histogram did not move"
+    assert np.array_equal(right, again)
