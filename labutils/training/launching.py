@@ -29,7 +29,10 @@ from labutils import hardware
 from labutils.results import REPOSITORY, Run, Unavailable, runs_of
 from labutils.training.rank import JOB, RUNS, Job, Task, said_of
 
-TIMEOUT_S = 540.0
+TIMEOUT_S = 300.0
+PATIENCE_S = 120.0
+"""How long ranks of a launch wait for each other: longer than one of them builds and times a model by itself, and much
+shorter than PyTorch's ten minutes, which a rank that hangs would take from all others."""
 MARK = "LABUTILS_LAUNCH"
 SHM = Path("/dev/shm")
 _FIRST = re.compile(r"first observed failure\):\s*\[\d+\]:.*?rank\s*: (\d+).*?exitcode\s*: (-?\d+)", re.DOTALL)
@@ -81,7 +84,7 @@ def launch(
     ranks: int,
     device: str,
     timeout_s: float = TIMEOUT_S,
-    patience_s: float = 300.0,
+    patience_s: float = PATIENCE_S,
     environment: Mapping[str, str] | None = None,
     port: int | None = None,
 ) -> Ended:
