@@ -368,8 +368,9 @@ class Watch:
             "world_size": int(os.environ.get("WORLD_SIZE", "1")),
             "launch_blocking": os.environ.get("CUDA_LAUNCH_BLOCKING", "0") not in ("0", ""),
             "anomaly": torch.is_anomaly_enabled(),
-            "matmul_tf32": torch.backends.cuda.matmul.allow_tf32,
-            "cudnn_tf32": torch.backends.cudnn.allow_tf32,
+            # Not `allow_tf32`, which raises where a script has used the newer of the two settings.
+            "matmul_tf32": torch.backends.cuda.matmul.fp32_precision == "tf32",
+            "cudnn_tf32": torch.backends.cudnn.conv.fp32_precision == "tf32",
             "cudnn_benchmark": torch.backends.cudnn.benchmark,
         }
         if self.on_gpu:
