@@ -225,8 +225,9 @@ class Lab:
         if run.ok:
             self._measured.add(run.run)
 
-    def measured(self, name: str, recipe: Recipe, measure: Callable[[], Run]) -> Run:
-        """The run `name` of `recipe`: as an interrupted lab left it in the results folder, or measured now and kept.
+    def measured(self, name: str, recipe: Recipe | None, measure: Callable[[], Run]) -> Run:
+        """The run `name` of `recipe` (None: of none): as an interrupted lab left it in the results folder, or measured
+        now and kept.
 
         What was left is taken only if nothing has changed since (scale, weights, data, recipe, machine, versions,
         commit), and once: a cell that is run again measures again.
@@ -234,13 +235,13 @@ class Lab:
         return self.measured_together({name: recipe}, lambda: {name: measure()})[name]
 
     def measured_together(
-        self, recipes: Mapping[str, Recipe], measure: Callable[[], Mapping[str, Run]], scale: str = ""
+        self, recipes: Mapping[str, Recipe | None], measure: Callable[[], Mapping[str, Run]], scale: str = ""
     ) -> dict[str, Run]:
         """Name -> run, as `measured`, of recipes that are measured in one go: all are as they were left, or none.
 
         scale: the workload's, where it isn't the lab's.
         """
-        wanted = {name: recipe.fitted_to(self.device).as_dict() for name, recipe in recipes.items()}
+        wanted = {n: recipe.fitted_to(self.device).as_dict() if recipe else {} for n, recipe in recipes.items()}
         there = self._left_behind(scale)
         left = {name: there[name] for name in wanted if name in there and name not in self._measured}
         if {name: run.recipe for name, run in left.items()} == wanted:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from labutils import scaling
 from labutils.measure.collectives import SAY_ALL, SIZES, Link, read_nccl_log
 from labutils.recipe import A3_BASE, STOCK, Recipe
 from labutils.results import Run, Unavailable
-from labutils.training.launching import Ended, gpu_count, launch
+from labutils.training.launching import Ended, gpu_count, launch, remove
 from labutils.training.rank import Task
 
 SD_RECIPE = STOCK.but(
@@ -103,25 +104,65 @@ def cases(lab: Any) -> dict[str, Case]:
 def tasks_alone(chosen: Iterable[Case], steps: int, tiny: bool) -> list[Task]:
     """The link, and each case on one process: rank 0 by itself, while the others wait."""
     link = Task("all-reduce", "all-reduce", sizes=TINY_SIZES if tiny else SIZES)
-    return [link, *(case.task("one process", case.recipe, steps=steps, alone=True, arrivals=True) for case in chosen)]
+    timed = {"steps": steps, "warmup": 1 if tiny else 2}
+    return [link, *(case.task("one process", case.recipe, **timed, alone=True, arrivals=True) for case in chosen)]
+
+
+TRACED = 2
+"""Optimizer steps in a trace: a second or two of reading for each, and one looks like the next."""
 
 
 def tasks_together(case: Case, ranks: int, steps: int, tiny: bool) -> list[Task]:
-    """A case on all ranks: DDP, what can be turned at it, and FSDP."""
-    shared = case.for_ranks(ranks)
-    found = [case.task(f"ddp {ranks}", shared, steps=steps, traced=2 if tiny else 5)]
-    if case.name in TURNED:
-        found.append(case.task(f"ddp {ranks} bucket 1MB", shared.but(bucket_cap_mb=1), steps=steps))
-        several = case.for_ranks(ranks, ACCUMULATED)
-        found.append(case.task(f"ddp {ranks} no_sync", several, steps=steps))
-        found.append(case.task(f"ddp {ranks} sync each", several.but(synchronise="each"), steps=steps))
+    """A case on all ranks: DDP, what can be turned at it, and FSDP. At tiny, where starting takes longer than all
+    steps, it is the larger gradients that are turned at."""
+    shared, timed = case.for_ranks(ranks), {"steps": steps, "warmup": 1 if tiny else 2}
+    traced = timed | {"traced": TRACED}
+    found = [case.task(f"ddp {ranks}", shared, **traced)]
+    if case.name in TURNED[-1:] if tiny else TURNED:
+        found.append(case.task(f"ddp {ranks} bucket 1MB", shared.but(bucket_cap_mb=1), **timed))
+        several = case.for_ranks(ranks, 2 if tiny else ACCUMULATED)
+        found.append(case.task(f"ddp {ranks} no_sync", several, **timed))
+        found.append(case.task(f"ddp {ranks} sync each", several.but(synchronise="each"), **timed))
     if case.name == "full" and not tiny:
-        found.append(case.task(f"ddp {ranks} bucket view", shared.but(gradient_as_bucket_view=True), steps=steps))
+        found.append(case.task(f"ddp {ranks} bucket view", shared.but(gradient_as_bucket_view=True), **timed))
     if case.name == "qwen" and not tiny:
-        found.append(case.task(f"ddp {ranks} as they come", shared.but(shapes="as-they-come"), steps=steps, traced=5))
+        found.append(case.task(f"ddp {ranks} as they come", shared.but(shapes="as-they-come"), **traced))
     if not tiny or case.name in TURNED:
-        found.append(case.task(f"fsdp {ranks}", shared.but(parallel="fsdp"), steps=steps, traced=2 if tiny else 5))
+        found.append(case.task(f"fsdp {ranks}", shared.but(parallel="fsdp"), **traced))
     return found
+
+
+def launches(cases: Iterable[Case], ranks: int, steps: int, tiny: bool) -> list[list[Task]]:
+    """What all ranks do, launch by launch: DDP of all cases, then FSDP, which so takes nothing along where it fails.
+    At tiny one launch is all, as starting takes longest."""
+    tasks = [task for case in cases for task in tasks_together(case, ranks, steps, tiny)]
+    parts = [[task for task in tasks if task.recipe["parallel"] == kind] for kind in ("ddp", "fsdp")]
+    return [tasks] if tiny else parts
+
+
+def measured(
+    lab: Any,
+    tasks: Sequence[Task],
+    ranks: int,
+    device: str,
+    into: dict[str, Run],
+    judge: Callable[[str, Run], Run] = lambda name, run: run,
+) -> None:
+    """Put the runs of `tasks`, each as `judge` has it, into `into`: as an interrupted lab left them, or launched now
+    and kept. Raises where a rank failed, once those are kept that were through by then."""
+    ended: list[Ended] = []
+
+    def launched() -> dict[str, Run]:
+        ended.append(launch(tasks, ranks, device))
+        runs = {name: judge(name, run) for name, run in ended[-1].runs.items()}
+        for run in runs.values():
+            run.lane = "same work"
+        return runs
+
+    recipes = {task.name: Recipe(**task.recipe) if task.recipe else None for task in tasks}
+    into |= lab.measured_together(recipes, launched)
+    for one in ended:
+        one.or_raise()
 
 
 CRASH_STEPS = 8
@@ -139,7 +180,26 @@ def crash(case: Case, batch_of: int, ranks: int, folder: Path, device: str, **op
     from the folder's checkpoint. The global batch is that of `batch_of` ranks, however many train."""
     options |= {"steps": CRASH_STEPS, "folder": str(folder), "checkpoint_every": 2}
     task = Task("run", case.run("crash"), case.workload, case.for_ranks(batch_of).as_dict(), **options)
-    return launch([task], ranks, device, timeout_s=240, patience_s=30)
+    return launch([task], ranks, device, timeout_s=240, patience_s=60)
+
+
+CRASHES = ("rank killed", "rank raises", "resumed on fewer ranks")
+
+
+def crashes(case: Case, ranks: int, device: str) -> dict[str, Run]:
+    """What `CRASHES` name, one after the other from the same checkpoints: rank 1 is killed after five steps; all go on,
+    and it raises after seven; as many as can share the batch without it go on to the end."""
+    folder = Path(tempfile.mkdtemp(prefix="checkpoints-"))
+    try:
+        killed = crash(case, ranks, ranks, folder, device, fail="kill", fails=(1, 5))
+        raised = crash(case, ranks, ranks, folder, device, fail="raise", fails=(1, 7), resume=True)
+        resumed = crash(case, ranks, fewer_than(ranks), folder, device, resume=True)
+    finally:
+        remove(folder)
+    last = resumed.runs.get(case.run("crash")) or as_run(CRASHES[2], resumed)
+    if not resumed.ok:
+        last.status = f"error: {' '.join(resumed.message.split())[:300]}"
+    return dict(zip(CRASHES, (as_run(CRASHES[0], killed), as_run(CRASHES[1], raised), last), strict=True))
 
 
 def fewer_than(ranks: int) -> int:
@@ -161,11 +221,6 @@ def device_for(lab: Any) -> str:
         f"several GPUs are needed at scale {lab.scale}, and this machine shows {gpus}; --scale tiny runs two "
         "processes on the CPU"
     )
-
-
-def kept_of(ended: Ended) -> dict[str, Run]:
-    """A launch's runs by name; raises where it failed."""
-    return ended.or_raise().runs
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -210,12 +265,6 @@ def need(found: Any) -> None:
     """Raises `Unavailable` where an earlier section has measured nothing that this one could speak about."""
     if not found:
         raise Unavailable("it speaks about what an earlier section would have measured, and could not")
-
-
-def launched_together(cases: Mapping[str, Case], tiny: bool) -> list[list[Case]]:
-    """Cases in groups, each for one launch: starting takes seconds, and one that fails takes its group along."""
-    every = list(cases.values())
-    return [every] if tiny else [every[:2], every[2:3], every[3:]]
 
 
 HEAD = (
@@ -392,19 +441,15 @@ def as_run(name: str, ended: Ended) -> Run:
     metrics: dict[str, Any] = {"failed": int(not ended.ok), "seconds": ended.seconds, "left_behind": len(ended.left)}
     if ended.first:
         metrics |= dict(zip(("first_rank", "first_exit_code"), ended.first, strict=True))
-    if (step := held_steps(ended)) is not None:
-        metrics["checkpoint_step"] = step
+    if found := re.search(r"checkpoint of optimizer step (\d+) is whole", ended.message):
+        metrics["checkpoint_step"] = int(found[1])
     return Run("", name, metrics=metrics | {"message": ended.message})
 
 
-def held_steps(ended: Ended | None) -> int | None:
-    """The steps that the checkpoint held by the launch's message."""
-    found = re.search(r"checkpoint of optimizer step (\d+) is whole", ended.message if ended else "")
-    return int(found[1]) if found else None
-
-
-def renamed(run: Run, name: str) -> Run:
-    run.run = name
+def well(run: Run) -> Run:
+    """The run; raises `Unavailable` with the reason where it failed."""
+    if not run.ok:
+        raise Unavailable(run.status)
     return run
 
 
@@ -458,25 +503,28 @@ TRIED_SIZES = (2**10, 2**20, 2**26)
 
 
 def nccl_trials(ranks: int, trials: Iterable[Mapping[str, str]] = TRIALS) -> dict[str, Run]:
-    """ "nccl VARIABLE=value" -> the all-reduce's times with it, each in a launch of its own: NCCL reads them once.
+    """ "nccl VARIABLE=value" -> the all-reduce's times with it, each in a launch of its own."""
+    return {trial_name(settings): nccl_trial(ranks, settings) for settings in trials}
 
-    `metrics` holds what NCCL says of its ways (`transport`, `channels`) as well.
-    """
-    found = {}
+
+def trial_name(settings: Mapping[str, str]) -> str:
+    return "nccl " + " ".join(f"{variable}={value}" for variable, value in settings.items())
+
+
+def nccl_trial(ranks: int, settings: Mapping[str, str]) -> Run:
+    """The all-reduce's times with these variables, in a launch of its own: NCCL reads them once. `metrics` holds what
+    it says of its ways (`transport`, `channels`) as well."""
     task = Task("all-reduce", "all-reduce", sizes=TRIED_SIZES)
-    for settings in trials:
-        name = "nccl " + " ".join(f"{variable}={value}" for variable, value in settings.items())
-        ended = launch([task], ranks, "cuda", 120, 60, SAY_ALL | dict(settings))
-        why = f"error: {' '.join(ended.message.split())[:200]}"
-        run = ended.runs.get("all-reduce") or Run("", name, status=why)
-        run.run = name
-        said = read_nccl_log(ended.log)
-        run.metrics |= {key: said[key] for key in ("channels", "network", "version") if key in said}
-        run.metrics |= {"transport": ", ".join(said["transports"])} if "transports" in said else {}
-        if "chosen" in said:
-            run.metrics["chosen"] = said["chosen"].get(max(TRIED_SIZES), "")
-        found[name] = run
-    return found
+    ended = launch([task], ranks, "cuda", 90, 45, SAY_ALL | dict(settings))
+    why = f"error: {' '.join(ended.message.split())[:200]}"
+    run = ended.runs.get("all-reduce") or Run("", "", status=why)
+    run.run = trial_name(settings)
+    said = read_nccl_log(ended.log)
+    run.metrics |= {key: said[key] for key in ("channels", "network", "version") if key in said}
+    run.metrics |= {"transport": ", ".join(said["transports"])} if "transports" in said else {}
+    if "chosen" in said:
+        run.metrics["chosen"] = said["chosen"].get(max(TRIED_SIZES), "")
+    return run
 
 
 NCCL_HEAD = ("setting", "way", "channels", "64 MiB goes by", "1 KiB, µs", "1 MiB, ms", "64 MiB, GB/s")

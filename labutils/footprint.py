@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from labutils import hardware
 from labutils.lowbit.nf4 import BLOCK, doubled_constant_bits
 from labutils.measure.ledger import (
+    KINDS,
     AllocatorRecord,
     Ledger,
     Sorting,
@@ -68,13 +69,12 @@ def predicted(workload: Workload, recipe: Recipe, on: str = "") -> StepMemory:
     if recipe.layers == "published" and workload.name.startswith("llava"):
         recipe = recipe.but(layers="rewritten")  # transformers' own pass looks at its inputs' contents
     twin = _twin(workload.name, workload.scale, workload.data, workload.cache_dir)
-    with torch.random.fork_rng(devices=[]):
-        model = twin.build(recipe.but(base_linear="published"))
+    model = _built(twin, recipe.but(base_linear="published", micro_batch=1, accumulation=1))
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     filled = worst_batch(workload, recipe)
     padded = "attention_mask" in filled and not bool(filled["attention_mask"].all())
     batch = {name: tensor.to("meta") for name, tensor in filled.items()}
-    held = {"weights": bytes_of(tensors_of(model)) - _saved_by_format(model, recipe.base_linear)}
+    held = {"weights": bytes_of(tensors_of(model)) - _saved_by_format(twin, model, recipe)}
     moments = [moment for parameter in trained for moment in moments_of(parameter, recipe.optimizer)]
     held |= {"optimizer": bytes_of(moments), "temporaries": WORKSPACES if on == "cuda" else 0}
     with Ledger([*tensors_of(model), *moments]) as ledger, OnMeta(AUTOCAST.get(recipe.precision)):
@@ -86,6 +86,13 @@ def predicted(workload: Workload, recipe: Recipe, on: str = "") -> StepMemory:
 def _twin(name: str, scale: str, data: str, cache_dir: Path) -> Workload:
     """The workload on the meta device, which holds its frozen models; they take no memory there."""
     return open_workload(name, scale, data=data, device="meta", cache_dir=cache_dir)
+
+
+@functools.lru_cache(maxsize=2)
+def _built(twin: Workload, recipe: Recipe) -> nn.Module:
+    """A twin's model, which batches of all sizes share: making it takes as long as a step does."""
+    with torch.random.fork_rng(devices=[]):
+        return twin.build(recipe)
 
 
 def _check(recipe: Recipe) -> None:
@@ -171,14 +178,12 @@ def _logits(workload: Workload, batch: Batch) -> frozenset[int]:
     return logit_bytes((rows * length, rows * (length - 1)), words)
 
 
-def _saved_by_format(model: nn.Module, base_linear: str) -> int:
-    """Bytes that the frozen layers under adapters are smaller by in this format."""
-    if base_linear == "published":
+def _saved_by_format(twin: Workload, model: nn.Module, recipe: Recipe) -> int:
+    """Bytes that the frozen layers are smaller by which the recipe's format converts."""
+    if recipe.base_linear == "published":
         return 0
-    from labutils.adapters import lora_layers
-
-    weights = [layer.base_layer.weight for layer in lora_layers(model).values()]
-    return sum(round(w.nbytes - w.numel() * HELD_BITS[base_linear] / 8) for w in weights)
+    weights = [model.get_submodule(place).weight for place in twin.converted(model, recipe)]
+    return sum(round(w.nbytes - w.numel() * HELD_BITS[recipe.base_linear] / 8) for w in weights)
 
 
 PAGED_FROM = 100_000
@@ -298,7 +303,39 @@ def foretold(workload: Workload, recipe: Recipe, name: str) -> tuple[Run, StepMe
     run.metrics["off"] = run.metrics["predicted_gb"] / found.allocated - 1
     run.metrics |= {} if found.reserved is None else {"peak_reserved_gb": found.reserved}
     run.metrics |= {f"{kind}_gb": size / GB for kind, size in found.memory.at_peak().items()}
+    run.metrics["activations_share"] = found.memory.at_peak().get("activations", 0) / found.memory.peak
+    run.metrics["events"] = found.memory.events
+    run.metrics["phases"] = [[at, name] for at, name in found.memory.phases]
+    run.samples = _picture(found.memory)
     return run, found.memory
+
+
+PICTURED = 600
+"""Moments of a step's memory that stay on record."""
+
+
+def _picture(memory: StepMemory) -> dict[str, list[float]]:
+    """ "at" and, kind by kind, MB held: at that event of each of `PICTURED` equal stretches at which most is held."""
+    series, totals = memory.series(), memory.totals()
+    width = max(1, -(-len(totals) // PICTURED))
+    chosen = [
+        max(range(at, min(at + width, len(totals))), key=totals.__getitem__) for at in range(0, len(totals), width)
+    ]
+    kept = {kind: [round(levels[at] / 1e6, 2) for at in chosen] for kind, levels in series.items()}
+    return {"at": [float(at) for at in chosen], **kept}
+
+
+def pictured(run: Run) -> tuple[dict[str, list[float]], list[tuple[int, str]]]:
+    """Kind -> bytes held after each event, and (event, name) of the phases, of a run that `foretold` made: between
+    two moments on record as at the former."""
+    events, at = run.metrics["events"], [int(place) for place in run.samples["at"]]
+    lengths = [after - before for before, after in zip([0, *at[1:]], [*at[1:], events], strict=True)]
+    series = {
+        kind: [1e6 * level for level, length in zip(levels, lengths, strict=True) for _ in range(length)]
+        for kind, levels in run.samples.items()
+        if kind in KINDS
+    }
+    return series, [(place, name) for place, name in run.metrics["phases"]]
 
 
 GRID: dict[str, Recipe] = {
@@ -520,9 +557,20 @@ def largest_batch(fits: Callable[[int], bool], start: int) -> int:
     return low
 
 
-def search_rows(searches: Mapping[str, Mapping[str, int]], foreseen: int) -> list[tuple[Any, ...]]:
+def searched(fed: Fed, search: Callable[[Callable[[int], bool], int], int], start: int, foreseen: int) -> Run:
+    """What a search from `start` on found: `largest`, in how many `tries`, of which so many were `failures`; and what
+    was `predicted`."""
+    fed.tries.clear()
+    largest = search(fed.fits, start)
+    failures = sum(not fits for fits in fed.tries.values())
+    metrics = {"largest": largest, "tries": len(fed.tries), "failures": failures, "predicted": foreseen}
+    return Run("", "", metrics=metrics)
+
+
+def search_rows(searches: Mapping[str, Run]) -> list[tuple[Any, ...]]:
     """Rows (search, predicted, largest batch, tries, failures)."""
-    return [(name, foreseen, found["largest"], found["tries"], found["failures"]) for name, found in searches.items()]
+    columns = ("predicted", "largest", "tries", "failures")
+    return [(name, *(run.metrics[column] for column in columns)) for name, run in searches.items()]
 
 
 def largest_by_accelerate(fits: Callable[[int], bool], start: int) -> int:

@@ -28,8 +28,15 @@ PACKAGES = ("torch", "transformers", "diffusers", "peft", "accelerate", "dataset
 BESIDE, SOURCES = "LABUTILS_BESIDE", "LABUTILS_SOURCES"
 """What `labutils run` tells a lab's kernel: how many other labs may run at once, and digests of what it is made of."""
 
-OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "cublas_status_alloc_failed")
-"""What PyTorch's messages say, in small letters, where memory ran out: of the GPU, of the host, of a library's own."""
+OUT_OF_MEMORY = (
+    "out of memory",
+    "can't allocate memory",
+    "cublas_status_alloc_failed",
+    "cudnn_status_alloc_failed",
+    "unable to find an engine",
+)
+"""What PyTorch's messages say, in small letters, where memory ran out: of the GPU, of the host, of a library's own. (A
+convolution passes over every algorithm whose workspace finds no room, and then says that it found none.)"""
 
 
 def is_out_of_memory(error: BaseException) -> bool:

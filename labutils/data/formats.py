@@ -17,6 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from torch.utils.data import Dataset
 
 from labutils.data.files import whole_file
 from labutils.data.images import normalize, random_crop, resize, to_tensor
+from labutils.hardware import usable_cores
 from labutils.results import Unavailable
 
 # ------------------------------------------------------------------------------------------------------------- formats
@@ -89,8 +91,8 @@ def formats(resolution: int) -> dict[str, Format]:
 def kept_as(paths: Sequence[Path], folder: Path, form: Format) -> list[Path]:
     """The pictures of `paths` as files of another form in `folder`, written where they are missing."""
     folder.mkdir(parents=True, exist_ok=True)
-    found = []
-    for path in paths:
+
+    def kept(path: Path) -> Path:
         file = folder / (path.stem + form.suffix)
         if not file.exists():
             with Image.open(path) as image:
@@ -99,8 +101,10 @@ def kept_as(paths: Sequence[Path], folder: Path, form: Format) -> list[Path]:
                 picture = resize(picture, form.side)
             with whole_file(file) as part, part.open("wb") as out:
                 form.encode(picture, out)
-        found.append(file)
-    return found
+        return file
+
+    with ThreadPoolExecutor(usable_cores()) as pool:  # codecs release the interpreter's lock
+        return list(pool.map(kept, paths))
 
 
 def read_ms(files: Sequence[Path], form: Format, passes: int = 1) -> dict[str, list[float]]:

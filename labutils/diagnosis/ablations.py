@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from labutils import hardware
-from labutils.diagnosis import Diagnosis, Fix, diagnose
+from labutils.diagnosis import Diagnosis, Fix, diagnose, telling
 from labutils.diagnosis.recorded import Recorded
 from labutils.diagnosis.sources import of_recipe
 from labutils.measure.trace import profile
@@ -219,47 +219,71 @@ def measured_gain(start: Run, run: Run, per: str = "step") -> float | None:
     return 1 - after / before if before and after else None
 
 
-def over_starts(
+def of_start(
+    name: str,
     scale: str = "auto",
-    names: Iterable[str] = tuple(STARTS),
     steps: int = 3,
     rounds: int = 2,
     everything: bool = False,
     data: str = "generated",
     weights: str = "random",
-) -> tuple[list[Ablated], dict[str, str]]:
-    """`ablations` of each start of those names, one after the other, and why there are none of one that failed.
+) -> Run:
+    """`ablations` of one of `STARTS`, as a run that holds all of it: see `on_record`. Raises `RuntimeError` where it
+    can't be trained.
 
     everything: every fix that is a knob, and not those of `MEASURED` alone.
     """
-    found, failed = [], {}
-    for name in names:
-        room, start = STARTS[name]
-        workload = open_workload(room, scale, weights=weights, data=data)
-        try:
-            only = None if everything else MEASURED[name]
-            found.append(ablations(workload, start, name, steps, rounds, only))
-        except RuntimeError as error:
-            failed[name] = str(error)
+    room, start = STARTS[name]
+    workload = open_workload(room, scale, weights=weights, data=data)
+    try:
+        return on_record(ablations(workload, start, name, steps, rounds, None if everything else MEASURED[name]))
+    finally:
         make_room(workload)
-    return found, failed
+
+
+def on_record(ablated: Ablated) -> Run:
+    """The counts of `Ablated.metrics`, what the diagnosis `told`, and of `each` fix what it changes, its gain as
+    predicted and measured, `per` what, how far `off` the step was; None and `why` where it has none."""
+    each = {
+        row.fix.name: {
+            "changes": row.fix.changes,
+            "per": row.fix.per,
+            "predicted": row.predicted,
+            "measured": row.measured,
+            "off": row.off,
+            "why": row.why,
+        }
+        for row in ablated.rows
+    }
+    return Run("", "", metrics=ablated.metrics() | {"told": telling.text(ablated.diagnosis), "each": each})
+
+
+def savings(run: Run) -> list[float]:
+    """The measured gains of a step, of those fixes that tell."""
+    each = run.metrics["each"].values()
+    return [
+        fix["measured"]
+        for fix in each
+        if fix["per"] == "step" and fix["measured"] is not None and max(fix["predicted"], fix["measured"]) >= TELLS
+    ]
 
 
 HEAD = ("loop", "fix", "what changes", "predicted", "measured", "step off by")
 """The head of a table of `table_rows`."""
 
 
-def table_rows(ablated: Iterable[Ablated]) -> list[tuple[str, ...]]:
-    """Rows for `HEAD`: gains in percent of a step (or of a useful token), and why where there is none."""
+def table_rows(diagnosed: Mapping[str, Run]) -> list[tuple[str, ...]]:
+    """Rows for `HEAD` of the loops' runs (`on_record`): gains in percent of a step (or of a useful token), and why
+    where there is none."""
     return [
         (
-            row.start,
-            row.fix.name,
-            ", ".join(f"{knob}={value}" for knob, value in row.fix.changes.items()),
-            f"{row.predicted:.0%}" + ("" if row.fix.per == "step" else f" a {row.fix.per}"),
-            row.why or "not here" if row.measured is None else f"{row.measured:.0%}",
-            "" if row.off is None else f"{row.off:+.0%}",
+            start,
+            name,
+            ", ".join(f"{knob}={value}" for knob, value in fix["changes"].items()),
+            f"{fix['predicted']:.0%}" + ("" if fix["per"] == "step" else f" a {fix['per']}"),
+            fix["why"] or "not here" if fix["measured"] is None else f"{fix['measured']:.0%}",
+            "" if fix["off"] is None else f"{fix['off']:+.0%}",
         )
-        for one in ablated
-        for row in one.rows
+        for start, run in diagnosed.items()
+        for name, fix in run.metrics["each"].items()
     ]

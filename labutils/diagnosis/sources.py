@@ -340,7 +340,8 @@ def _settings() -> dict[str, Any]:
     import torch
 
     return {
-        "matmul_tf32": torch.backends.cuda.matmul.allow_tf32,
-        "cudnn_tf32": torch.backends.cudnn.allow_tf32,
+        # Not `allow_tf32`, which raises where the newer of the two settings was used.
+        "matmul_tf32": torch.backends.cuda.matmul.fp32_precision == "tf32",
+        "cudnn_tf32": torch.backends.cudnn.conv.fp32_precision == "tf32",
         "threads": torch.get_num_threads(),
     }

@@ -29,7 +29,11 @@ from labutils import hardware
 from labutils.results import REPOSITORY, Run, Unavailable, runs_of
 from labutils.training.rank import JOB, RUNS, Job, Task, said_of
 
-TIMEOUT_S = 540.0
+TIMEOUT_S = 420.0
+PATIENCE_S = {"cuda": 120.0, "cpu": 300.0}
+"""How long ranks of a launch wait for each other, if nothing else is said: longer than one of them builds and times a
+model by itself. On GPUs that is much less than PyTorch's ten minutes, which a rank that hangs would cost all others; a
+CPU may be busy with other things."""
 MARK = "LABUTILS_LAUNCH"
 SHM = Path("/dev/shm")
 _FIRST = re.compile(r"first observed failure\):\s*\[\d+\]:.*?rank\s*: (\d+).*?exitcode\s*: (-?\d+)", re.DOTALL)
@@ -81,19 +85,21 @@ def launch(
     ranks: int,
     device: str,
     timeout_s: float = TIMEOUT_S,
-    patience_s: float = 300.0,
+    patience_s: float | None = None,
     environment: Mapping[str, str] | None = None,
     port: int | None = None,
 ) -> Ended:
     """Do `tasks` on that many ranks, one a GPU or, on a CPU, sharing its cores; return when all have ended.
 
-    patience_s: how long a rank waits for the others; timeout_s: how long all may take. port: where ranks meet; None:
-    one that is free. Raises `Unavailable` where there are fewer GPUs than ranks, `ValueError` for what can't be asked.
+    patience_s: how long a rank waits for the others (None: `PATIENCE_S`); timeout_s: how long all may take. port: where
+    ranks meet; None: one that is free. Raises `Unavailable` where there are fewer GPUs than ranks, `ValueError` for
+    what can't be asked.
     """
     _check(tasks, ranks, device, port)
     with tempfile.TemporaryDirectory(prefix="labutils-ranks-", ignore_cleanup_errors=True) as name:
         folder, mark, began = Path(name), uuid.uuid4().hex, time.perf_counter()
-        (folder / JOB).write_text(json.dumps(asdict(Job(tuple(tasks), name, device, patience_s))), encoding="utf-8")
+        job = Job(tuple(tasks), name, device, patience_s or PATIENCE_S[device])
+        (folder / JOB).write_text(json.dumps(asdict(job)), encoding="utf-8")
         variables = os.environ | rank_variables(ranks, device) | {MARK: mark, "TMPDIR": name} | (environment or {})
         left: list[str] = []
         try:

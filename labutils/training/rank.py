@@ -44,6 +44,7 @@ class Task:
     workload: dict[str, Any] = field(default_factory=dict)
     recipe: dict[str, Any] = field(default_factory=dict)
     steps: int = 5
+    warmup: int = 2
     rounds: int = 1
     alone: bool = False
     traced: int = 0
@@ -166,6 +167,8 @@ def do(job: Job, word: Word, resume: bool = False) -> None:
         word.say(state="training", doing=task.name, step=0)
         task = replace(task, resume=task.resume or resume)
         gc.collect()  # a session that has ended goes at once, not somewhere in the next one's steps
+        if job.device == "cpu":  # a GPU's memory is the scarcer: there models in circles of references must be found
+            gc.freeze()  # a hundred thousand objects of libraries needn't be looked at again in each short task
         hardware.cuda.empty_cache()
         if task.alone:
             if me.rank == 0:
@@ -229,7 +232,7 @@ def _train(job: Job, task: Task, word: Word) -> Any:
 
     workload, recipe = _workload(job, task), Recipe(**task.recipe)
     run = empty_run(workload, recipe, task.name)
-    contender = Contender(workload, recipe, warmup=2)
+    contender = Contender(workload, recipe, task.warmup)
     try:
         session = contender.session
         for _ in range(task.rounds):

@@ -97,6 +97,10 @@ class Workload(ABC):
     def blocks(self, model: nn.Module) -> list[nn.Module]:
         """The repeated blocks of the trained part: what regional compilation compiles, one by one."""
 
+    @abstractmethod
+    def converted(self, model: nn.Module, recipe: Recipe) -> list[str]:
+        """Names in `model` of the frozen linear layers that `recipe.base_linear` holds in a format of its own."""
+
     def units(self, model: nn.Module) -> list[nn.Module]:
         """The parts of the trained part whose weights are gathered together where they are cut among GPUs (FSDP)."""
         return self.blocks(model)

@@ -111,7 +111,7 @@ class DiffusionLora(Workload):
         if recipe.adapter == "folded":
             _fold(model.unet)
         model.base_linear = recipe.base_linear
-        convert_base(model.unet, lora_layers(model.unet), recipe.base_linear, DTYPES[recipe.precision])
+        convert_base(model, self.converted(model, recipe), recipe.base_linear, DTYPES[recipe.precision])
         model.unet.train()
         if recipe.checkpointing != "off":
             kept = keeping_products if recipe.checkpointing == "selective" else recomputing(recipe.base_linear)
@@ -130,6 +130,9 @@ class DiffusionLora(Workload):
 
     def blocks(self, model: Networks) -> list[nn.Module]:
         return [m for m in model.unet.modules() if type(m).__name__ in model.unet._repeated_blocks]
+
+    def converted(self, model: Networks, recipe: Recipe) -> list[str]:
+        return [f"unet.{name}.base_layer" for name in lora_layers(model.unet)]
 
     def units(self, model: Networks) -> list[nn.Module]:
         """The UNet's levels: most weights are in convolutions between the repeated blocks."""

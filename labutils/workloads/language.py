@@ -92,6 +92,8 @@ GPT_OSS = {
 GPT_OSS_120B = Size("openai/gpt-oss-120b", 1000, 1, 2880, 36, 64, 8, 64, 2880, 201088, experts=128)
 
 
+LEFT_OUT = ("lm_head",)
+"""What of the frozen linear layers is never converted, as transformers does."""
 CROWDED = 3
 """Packed rows hold up to so many times as many texts as fit on average. Room for as many as there could be of the
 shortest would be empty nearly always, and attention kernels pass through all of it."""
@@ -168,11 +170,11 @@ class LanguageLora(DecoderLora):
             lm = self._made(dtype, recipe.seed)
         names = projections(lm.model.layers, "model.layers")
         if recipe.base_linear == "nf4":  # as it is loaded: PEFT then takes the layers that it has for 4 bits
-            convert_base(lm, frozen_linears(lm, ("lm_head",)), "nf4", dtype)
+            convert_base(lm, frozen_linears(lm, LEFT_OUT), "nf4", dtype)
             lm.is_loaded_in_4bit = True
         attach_lora(lm, names, recipe.rank, 2 * recipe.rank, recipe.adapter, seed=recipe.seed)
         if recipe.base_linear != "nf4":
-            convert_base(lm, frozen_linears(lm, ("lm_head",)), recipe.base_linear, dtype)
+            convert_base(lm, frozen_linears(lm, LEFT_OUT), recipe.base_linear, dtype)
         lm.train()
         checkpoint_blocks(lm.model, recipe)
         if recipe.layers == "published":
@@ -195,6 +197,9 @@ class LanguageLora(DecoderLora):
 
     def blocks(self, model: Published | Rewritten) -> list[nn.Module]:
         return list(model.lm.model.layers)
+
+    def converted(self, model: Published | Rewritten, recipe: Recipe) -> list[str]:
+        return [f"lm.{name}" for name in frozen_linears(model.lm, LEFT_OUT)]
 
     def called(self, model: Published | Rewritten) -> nn.Module:
         """All of it: the embedding is looked up outside of the part that is trained."""

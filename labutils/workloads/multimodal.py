@@ -194,7 +194,7 @@ class MultimodalLora(DecoderLora):
             llava = self._made(dtype, recipe.seed)
         names = projections(llava.model.language_model.layers, "model.language_model.layers")
         attach_lora(llava, names, recipe.rank, 2 * recipe.rank, recipe.adapter, seed=recipe.seed)
-        convert_base(llava, frozen_linears(llava, LEFT_OUT[recipe.base_linear]), recipe.base_linear, dtype)
+        convert_base(llava, _converted(llava, recipe), recipe.base_linear, dtype)
         llava.eval()
         llava.model.language_model.train()
         checkpoint_blocks(llava.model.language_model, recipe)
@@ -218,6 +218,9 @@ class MultimodalLora(DecoderLora):
         """The decoder's blocks, and the vision tower's: there the same code serves all of a kind, too."""
         inner = model.llava.model
         return [*inner.vision_tower.encoder.layers, *inner.language_model.layers]
+
+    def converted(self, model: Published | Rewritten, recipe: Recipe) -> list[str]:
+        return [f"llava.{name}" for name in _converted(model.llava, recipe)]
 
     def _made(self, dtype: torch.dtype, seed: int) -> nn.Module:
         """transformers' model without adapters, every weight frozen, built in `dtype` on the device itself."""
@@ -376,6 +379,10 @@ class VariedMultimodalLora(MultimodalLora):
 
     name: ClassVar[str] = "llava-lora-varied"
     sizes: ClassVar[str] = VARIED
+
+
+def _converted(llava: nn.Module, recipe: Recipe) -> list[str]:
+    return frozen_linears(llava, LEFT_OUT[recipe.base_linear])
 
 
 def _check(recipe: Recipe) -> None:

@@ -50,7 +50,7 @@ weights: str = "random"  # random: exact architecture, random weights; hub: the 
 data: str = "generated"  # generated files like the real ones; hub: the real dataset
 results_dir: str = ""  # folder of results.jsonl; empty: a new one under results/
 steps: int = 0  # optimizer steps timed in each round, at least; 0: 3 at tiny, 4 at larger scales
-rounds: int = 0  # times round all switches; 0: 1 at tiny, 3 at larger scales
+rounds: int = 0  # times round all switches; 0: 1 at tiny, 2 at larger scales
 every_loop: bool = False  # section 9 also tests its predictions on LLaVA's and Qwen3's loops: 3-4 minutes more at full
 
 # %%
@@ -60,6 +60,8 @@ lab = open_lab("09", globals())
 
 # %%
 import warnings
+from collections.abc import Callable, Iterable
+from functools import partial
 from statistics import median
 
 import matplotlib.pyplot as plt
@@ -69,7 +71,7 @@ import torch.utils.checkpoint
 from labutils import articles, footprint, plots, switches
 from labutils.data.formats import gpu_decoder, images_per_s
 from labutils.datapath import DECODING_HEAD, Pictures, decoding_rows, pipeline_of, step_over_decoding, trained_from
-from labutils.diagnosis import ablations, telling
+from labutils.diagnosis import ablations
 from labutils.hardware import usable_cores
 from labutils.recipe import Recipe
 from labutils.results import Run
@@ -82,11 +84,20 @@ warnings.filterwarnings("ignore", message="This DataLoader will create")  # more
 
 # %%
 on_gpu, tiny = lab.device == "cuda", lab.scale == "tiny"
-steps, rounds = steps or (3 if tiny else 4), rounds or (1 if tiny else 3)
+steps, rounds = steps or (3 if tiny else 4), rounds or (1 if tiny else 2)
 if not on_gpu:
     torch.set_num_threads(max(1, usable_cores() // 2))
 stable_diffusion = lab.workload("sd15-lora")
 ready = on_drawn_latents(stable_diffusion)  # latents and texts that are there already: no data path in the times
+
+
+def measured(prefix: str, names: Iterable[str], measure: Callable[[], dict[str, Run]]) -> dict[str, Run]:
+    """Name -> run, as an interrupted lab left them under `prefix` + name, or measured now."""
+    keys = {f"{prefix}{name}": name for name in names}
+    found = lab.measured_together(
+        dict.fromkeys(keys), lambda: {f"{prefix}{name}": run for name, run in measure().items()}
+    )
+    return {keys[key]: run for key, run in found.items()}
 
 # %% [markdown]
 # ## 1 · One switch at a time
@@ -108,11 +119,17 @@ lab.predict("mixed precision shortens the step by", my_precision, "%")
 
 # %%
 recipes = switches.switches_on(lab.device, lab.scale)
-with Bench(ready, warmup=1 if tiny else 3) as bench:
-    runs = bench.compare(recipes, steps, rounds)
-for name in switches.switches(lab.scale):
-    left_out = Run("09", name, status="skipped: a CPU computes in float32, and has neither cuDNN nor pages to move")
-    lab.keep(footprint.with_peak(ready, runs[name]) if name in runs else left_out)
+
+
+def side_by_side() -> dict[str, Run]:
+    with Bench(ready, warmup=1 if tiny else 3) as bench:
+        found = bench.compare(recipes, steps, rounds)
+    return {name: footprint.with_peak(ready, run) for name, run in found.items()}
+
+
+runs = lab.measured_together(recipes, side_by_side)
+for name in switches.switches(lab.scale).keys() - runs.keys():
+    lab.keep(Run("09", name, status="skipped: a CPU computes in float32, and has neither cuDNN nor pages to move"))
 
 # %%
 fig, ax = plt.subplots()
@@ -156,12 +173,13 @@ my_error: float | None = None  # for example 1
 lab.predict("gradient off in BF16 by", my_error, "%")
 
 # %%
-numbers = switches.numerical_effects(ready)
-lab.keep(numbers)
-fig, ax = plt.subplots()
-plots.errors(ax, switches.errors_of(numbers))
-plt.show()
-lab.table(switches.NUMBERS_HEAD, *switches.number_rows(numbers))
+numbers: dict[str, Run] = {}
+with lab.attempt("One batch in each form", reference="numbers: bf16"):
+    numbers = measured("numbers: ", switches.FORMS, partial(switches.numerical_effects, ready))
+    fig, ax = plt.subplots()
+    plots.errors(ax, switches.errors_of(numbers))
+    plt.show()
+    lab.table(switches.NUMBERS_HEAD, *switches.number_rows(numbers))
 lab.on_reference(switches.NUMBERS_HEAD, switches.number_rows, "numbers: *")
 lab.verdict("A4.pytorch.scaler", "A4.memory.sensitive-parts");
 
@@ -185,9 +203,9 @@ lab.verdict("A4.pytorch.scaler", "A4.memory.sensitive-parts");
 # can move to the host when the GPU is full.
 
 # %%
-optimizers = switches.optimizer_costs(lab.scale, lab.device)
-lab.keep(optimizers)
-lab.table(switches.OPTIMIZER_HEAD, *switches.optimizer_rows(optimizers))
+with lab.attempt("The optimizer's forms", reference="optimizer: adamw-fused"):
+    optimizers = measured("optimizer: ", switches.KINDS, partial(switches.optimizer_costs, lab.scale, lab.device))
+    lab.table(switches.OPTIMIZER_HEAD, *switches.optimizer_rows(optimizers))
 lab.on_reference(switches.OPTIMIZER_HEAD, switches.optimizer_rows, "optimizer: *")
 
 # %% [markdown]
@@ -218,7 +236,6 @@ lab.predict("activations' share of the peak", my_activations, "%")
 
 # %%
 told: dict[str, Run] = {}
-records = {}
 
 
 def foretell(work, mode: str) -> None:
@@ -226,8 +243,9 @@ def foretell(work, mode: str) -> None:
     name = f"{work.name}, {mode}"
     with lab.attempt(f"memory of {name}", reference=f"memory: {name}"):
         recipe = footprint.GRID[work.name].but(**footprint.MODES[mode])
-        run, records[name] = footprint.foretold(work, recipe, f"memory: {name}")
-        told[name] = lab.keep(run)
+        told[name] = lab.measured(
+            f"memory: {name}", recipe, lambda: footprint.foretold(work, recipe, f"memory: {name}")[0]
+        )
 
 
 # %%
@@ -236,9 +254,9 @@ for mode in footprint.MODES:
     foretell(ready, mode)
 fig, axes = plt.subplots(2, 1, figsize=(7.4, 6.4), sharex=False)
 for ax, mode in zip(axes, ("all kept", "checkpointing"), strict=True):
-    memory = records[f"sd15-lora, {mode}"]
-    plots.stacked_memory(ax, memory.series(), memory.phases, plots.MEMORY_FILLS)
-    ax.set_title(f"Stable Diffusion, {mode}")
+    if f"sd15-lora, {mode}" in told:
+        plots.stacked_memory(ax, *footprint.pictured(told[f"sd15-lora, {mode}"]), plots.MEMORY_FILLS)
+        ax.set_title(f"Stable Diffusion, {mode}")
 plt.show()
 
 # %% [markdown]
@@ -258,9 +276,8 @@ for mode in footprint.MODES:
     foretell(texts, mode)
 fig, axes = plt.subplots(2, 1, figsize=(7.4, 6.4), sharex=False)
 for ax, mode in zip(axes, ("all kept", "checkpointing"), strict=True):
-    if f"qwen3-lora-long, {mode}" in records:
-        memory = records[f"qwen3-lora-long, {mode}"]
-        plots.stacked_memory(ax, memory.series(), memory.phases, plots.MEMORY_FILLS)
+    if f"qwen3-lora-long, {mode}" in told:
+        plots.stacked_memory(ax, *footprint.pictured(told[f"qwen3-lora-long, {mode}"]), plots.MEMORY_FILLS)
         ax.set_title(f"Qwen3, two long texts, {mode}")
 plt.show()
 
@@ -298,9 +315,10 @@ make_room(texts)
 for mode in footprint.MODES:
     foretell(photographs, mode)
 make_room(photographs)
-fig, ax = plt.subplots()
-plots.predicted_peaks(ax, {name: (run.metric("predicted_gb"), run.metric("peak_gb")) for name, run in told.items()})
-plt.show()
+if told:
+    fig, ax = plt.subplots()
+    plots.predicted_peaks(ax, {name: (run.metric("predicted_gb"), run.metric("peak_gb")) for name, run in told.items()})
+    plt.show()
 
 # %%
 lab.table(footprint.TOLD_HEAD, *footprint.told_rows(told))
@@ -320,14 +338,22 @@ lab.keep(Run("09", "predictor", metrics={"worst_off": worst} if worst is not Non
 
 # %%
 full_size = on_drawn_latents(footprint.at_full(stable_diffusion))
-rows = [("batch", *footprint.MODES)]
-for batch in (8,) if tiny else (1, 8):
-    recipe = footprint.GRID["sd15-lora"].but(micro_batch=batch)
-    peaks = [
-        footprint.predicted(full_size, recipe.but(**change), on="cuda").peak for change in footprint.MODES.values()
-    ]
-    rows.append((batch, *(f"{peak / 1e9:.1f} GB" for peak in peaks)))
-lab.table(*rows)
+batches = (8,) if tiny else (1, 8)
+
+
+def peaks_at_full_size() -> Run:
+    peaks = {}
+    for mode, change in footprint.MODES.items():
+        for batch in batches:
+            recipe = footprint.GRID["sd15-lora"].but(micro_batch=batch, **change)
+            peaks[f"{mode}, batch {batch}"] = footprint.predicted(full_size, recipe, on="cuda").peak / 1e9
+    return Run("09", "", metrics=peaks)
+
+
+with lab.attempt("Peaks at full size"):
+    peaks = lab.measured("peaks at full size", None, peaks_at_full_size).metrics
+    rows = [(batch, *(f"{peaks[f'{mode}, batch {batch}']:.1f} GB" for mode in footprint.MODES)) for batch in batches]
+    lab.table(("batch", *footprint.MODES), *rows)
 
 # %% [markdown]
 # **Takeaway.** Peak memory can be computed. Do it before you rent the card.
@@ -344,13 +370,19 @@ lab.table(*rows)
 
 # %%
 plain = Recipe(driver="eager", logging="ring-buffer", cache="latents+text", accumulation=1)
-room = footprint.predicted(ready, plain.but(micro_batch=9)).peak / 1e9
-fed = footprint.Fed(ready, plain)
-fed.limit(room)
-broken = footprint.run_out(fed, 40)
-lab.keep(Run("09", "out of memory", workload=ready.name, scale=lab.scale, metrics=broken))
-lab.table(("", "before", "in the except block", "after it", "cleaned up"), footprint.held_row(broken))
-print(broken["message"][:300])
+
+
+def run_out() -> Run:
+    room = footprint.predicted(ready, plain.but(micro_batch=9)).peak / 1e9
+    with footprint.Fed(ready, plain) as fed:
+        fed.limit(room)
+        return Run("09", "", metrics=footprint.run_out(fed, 40) | {"room_gb": room})
+
+
+with lab.attempt("Running out of memory", reference="out of memory"):
+    broken = lab.measured("out of memory", None, run_out).metrics
+    lab.table(("", "before", "in the except block", "after it", "cleaned up"), footprint.held_row(broken))
+    print(broken["message"][:300])
 
 # %% [markdown]
 # Compare the second column with the third. Inside the `except` block nothing is free yet: the exception holds the
@@ -383,30 +415,23 @@ my_tries: float | None = None  # for example 6
 lab.predict("tries of accelerate's search from 16 on", my_tries, "tries")
 
 # %%
-keep = room * (1 - footprint.HEADROOM)
-fed.limit(keep)
-foreseen = footprint.foreseen_largest(ready, plain, keep)
-searches = {}
-for name, search, start in (
-    ("from the prediction", footprint.largest_batch, foreseen),
-    ("accelerate, from 16", footprint.largest_by_accelerate, 16),
-):
-    fed.tries.clear()
-    searches[name] = {"largest": search(fed.fits, start), "tries": len(fed.tries)}
-    searches[name]["failures"] = sum(not fits for fits in fed.tries.values())
-fed.close()
+def searched() -> dict[str, Run]:
+    keep = broken["room_gb"] * (1 - footprint.HEADROOM)
+    foreseen = footprint.foreseen_largest(ready, plain, keep)
+    with footprint.Fed(ready, plain) as fed:
+        fed.limit(keep)
+        return {
+            "from the prediction": footprint.searched(fed, footprint.largest_batch, foreseen, foreseen),
+            "accelerate, from 16": footprint.searched(fed, footprint.largest_by_accelerate, 16, foreseen),
+        }
 
-# %%
-lab.keep(
-    {
-        f"largest batch, {name}": Run("09", "", metrics=found | {"predicted": foreseen})
-        for name, found in searches.items()
-    }
-)
-lab.table(
-    ("search", "predicted", "largest batch", "tries", "of them out of memory"),
-    *footprint.search_rows(searches, foreseen),
-)
+
+searches: dict[str, Run] = {}
+with lab.attempt("Searching the largest batch", reference="largest batch, from the prediction"):
+    searches = measured("largest batch, ", ("from the prediction", "accelerate, from 16"), searched)
+    lab.table(
+        ("search", "predicted", "largest batch", "tries", "of them out of memory"), *footprint.search_rows(searches)
+    )
 
 # %% [markdown]
 # **Takeaway.** Every failure costs a step, a clean-up and a fragmented cache. Predict, try it, and then try one more.
@@ -428,10 +453,9 @@ lab.predict("PNG against JPEG, one core", my_formats, "x")
 
 # %%
 pictures = Pictures(stable_diffusion, 8 if tiny else 32)
-decoding = pictures.decoding()
+decoding = lab.measured_together({f"decode: {name}": None for name in pictures.formats}, pictures.decoding)
 with lab.attempt("JPEG decoded on the GPU", reference="decode: JPEG, GPU"):
-    lab.keep({"decode: JPEG, GPU": pictures.decoding_on_gpu(gpu_decoder())})
-lab.keep(decoding)
+    lab.measured("decode: JPEG, GPU", None, lambda: pictures.decoding_on_gpu(gpu_decoder()))
 fig, ax = plt.subplots()
 bars = {name.removeprefix("decode: "): run for name, run in decoding.items()}
 plots.breakdown(
@@ -453,8 +477,7 @@ lab.on_reference(DECODING_HEAD, decoding_rows, "decode: *")
 # come from memory, and no disk can be faster than that.
 
 # %%
-storage = pictures.storage()
-lab.keep(storage)
+storage = lab.measured_together(dict.fromkeys(("files: cold", "files: warm")), pictures.storage)
 rows = [("page cache", "ms to read a file", "ms to read and decode it", "still cached")]
 for name, run in storage.items():
     rows.append((name, run.metric("read_ms"), run.metric("example_ms"), f"{run.metrics['still_cached']:.0%}"))
@@ -475,24 +498,27 @@ several = min(4, max(2, usable_cores() // 2))
 loop = Recipe(driver="eager", logging="ring-buffer", micro_batch=1 if tiny else 4, accumulation=2 if tiny else 1)
 ways = {"": loop, f", {several} workers": loop.but(num_workers=several, persistent_workers=True)}
 kept = ("PNG", "JPEG", "resized", "resized in memory") + (() if tiny else ("WebP", "PNG in memory"))
-trained = trained_from(
-    stable_diffusion, {name: pictures.dataset(name) for name in kept}, ways, steps, rounds=1 if tiny else 2
+trained = lab.measured_together(
+    {f"data: {name}{ending}": way for ending, way in ways.items() for name in kept},
+    lambda: trained_from(
+        stable_diffusion, {name: pictures.dataset(name) for name in kept}, ways, steps, rounds=1 if tiny else 2
+    ),
 )
-lab.keep(trained);
 
 # %%
 threads = 1 if on_gpu else torch.get_num_threads()
-base = pipeline_of(trained["data: resized in memory"], usable_cores(), threads)
-each = {name: pictures.example_ms(name) for name in kept}
-points = {0: {}, several: {}}
-for workers, ending in zip(points, ways, strict=True):
-    for name in kept:
-        spread = trained[f"data: {name}{ending}"].metrics["step_ms"]
-        points[workers][name] = (each[name], tuple(spread[part] for part in ("p10", "median", "p90")))
-model = step_over_decoding(base, (0, 1, several), loop.micro_batch, up_to=1.15 * max(each.values()))
-fig, ax = plt.subplots(figsize=(7.4, 4.2))
-plots.over_decoding(ax, model, points, "ms that one core takes to make an example")
-plt.show()
+with lab.attempt("The model of the data path"):
+    base = pipeline_of(trained["data: resized in memory"], usable_cores(), threads)
+    each = {name: pictures.example_ms(name) for name in kept}
+    points = {0: {}, several: {}}
+    for workers, ending in zip(points, ways, strict=True):
+        for name in kept:
+            spread = trained[f"data: {name}{ending}"].metrics["step_ms"]
+            points[workers][name] = (each[name], tuple(spread[part] for part in ("p10", "median", "p90")))
+    model = step_over_decoding(base, (0, 1, several), loop.micro_batch, up_to=1.15 * max(each.values()))
+    fig, ax = plt.subplots(figsize=(7.4, 4.2))
+    plots.over_decoding(ax, model, points, "ms that one core takes to make an example")
+    plt.show()
 lab.verdict("A4.data.cache", "A4.pytorch.workers", "A4.pytorch.prefetch", "A4.pytorch.persistent");
 
 # %% [markdown]
@@ -514,9 +540,11 @@ lab.verdict("A4.data.cache", "A4.pytorch.workers", "A4.pytorch.prefetch", "A4.py
 # %%
 processes = min(usable_cores(), 8)
 tried = {"threads: as they come": None, "threads: one each": 1}
-found = {name: images_per_s(processes, threads, seconds=0.5 if tiny else 1.0) for name, threads in tried.items()}
-lab.keep({name: Run("09", "", metrics=metrics) for name, metrics in found.items()})
-rows = [(name, processes, int(m["threads"]), m["images_per_s"]) for name, m in found.items()]
+seconds = 0.5 if tiny else 1.0
+resized = measured(
+    "", tried, lambda: {n: Run("09", "", metrics=images_per_s(processes, t, seconds)) for n, t in tried.items()}
+)
+rows = [(name, processes, int(run.metric("threads")), run.metric("images_per_s")) for name, run in resized.items()]
 lab.table(("", "processes", "threads of each", "images resized a second, in all"), *rows)
 lab.verdict("A4.environment.threads");
 
@@ -537,7 +565,8 @@ with lab.attempt("CUDA's variables", reference="launches block"):
         raise NotHere("there is no GPU whose launches could overlap")
     for name, value in (("launches overlap", "0"), ("launches block", "1")):
         environment = {"CUDA_LAUNCH_BLOCKING": value}
-        lab.keep(switches.trained_alone(stable_diffusion, switches.BESIDE, 6, environment, name))
+        alone = partial(switches.trained_alone, stable_diffusion, switches.BESIDE, 6, environment, name)
+        lab.measured(name, switches.BESIDE, alone)
     seen = {"none": switches.visible_gpus(""), "one": switches.visible_gpus("0")}
     lab.keep(Run("09", "visible devices", metrics=seen | {"as_asked": int(seen == {"none": 0, "one": 1})}))
 lab.verdict("A4.environment.launch-blocking", "A4.environment.visible-devices");
@@ -566,21 +595,23 @@ lab.predict("the best single fix saves", my_best, "%")
 # %%
 make_room(photographs)
 loops = tuple(ablations.STARTS) if every_loop else ("SD1.5",)
-ablated, failed = ablations.over_starts(
-    lab.scale, loops, steps, rounds=1 if tiny else 2, data=lab.data, weights=lab.weights
-)
-for loop, why in failed.items():
-    print(f"{loop}: {why}")
-for one in ablated:
-    lab.keep(Run("09", f"diagnosis: {one.name}", scale=lab.scale, metrics=one.metrics()))
-    print(telling.text(one.diagnosis) if one is ablated[0] else "")
+diagnosed: dict[str, Run] = {}
+for name in loops:
+    with lab.attempt(f"A diagnosis of the loop {name}", reference=f"diagnosis: {name}"):
+        tested = partial(
+            ablations.of_start, name, lab.scale, steps, rounds=1 if tiny else 2, data=lab.data, weights=lab.weights
+        )
+        diagnosed[name] = lab.measured(f"diagnosis: {name}", None, tested)
+print(next((run.metrics["told"] for run in diagnosed.values()), ""))
 
 # %%
-lab.table(ablations.HEAD, *ablations.table_rows(ablated))
-rows = [row for one in ablated for row in one.rows if row.tells]
-close = sum(row.close for row in rows)
-print(f"Of {len(rows)} fixes with something to gain, {close} were predicted within 20 % of the step.")
-saved = [100 * row.measured for row in rows if row.fix.per == "step"]
+lab.table(ablations.HEAD, *ablations.table_rows(diagnosed))
+count = {name: sum(run.metrics[name] for run in diagnosed.values()) for name in ("fixes_telling", "fixes_close")}
+print(
+    f"Of {count['fixes_telling']} fixes with something to gain, {count['fixes_close']} were predicted within 20 % of "
+    "the step."
+)
+saved = [100 * gain for run in diagnosed.values() for gain in ablations.savings(run)]
 
 # %% [markdown]
 # *Step off by* compares the predicted step with the measured one. Each gain is that fix's own. They don't add up: what one
@@ -712,14 +743,22 @@ solved(smaller_than(4, all_kept, less_kept_solution, some_rows, share=1 / 3, mod
 
 # %%
 shortened = switches.time_effect(runs["float32"], runs["base"]) if {"float32", "base"} <= runs.keys() else None
-at_peak = records["sd15-lora, all kept"].at_peak()
+
+
+def percent_of(found: dict[str, Run], name: str, metric: str) -> float | None:
+    value = found[name].metric(metric) if name in found else None
+    return None if value is None else 100 * value
+
+
 lab.done(
     {
         "mixed precision shortens the step by": -shortened.middle if shortened else None,
-        "gradient off in BF16 by": 100 * numbers["bf16"].metrics["gradient_error"],
-        "activations' share of the peak": 100 * at_peak["activations"] / sum(at_peak.values()),
+        "gradient off in BF16 by": percent_of(numbers, "bf16", "gradient_error"),
+        "activations' share of the peak": percent_of(told, "sd15-lora, all kept", "activations_share"),
         "the worst of nine predictions is off by": 100 * worst if worst is not None else None,
-        "tries of accelerate's search from 16 on": searches["accelerate, from 16"]["tries"],
+        "tries of accelerate's search from 16 on": searches["accelerate, from 16"].metric("tries")
+        if searches
+        else None,
         "the best single fix saves": max(saved, default=None),
         "PNG against JPEG, one core": median(decoding["decode: PNG"].samples["decode_ms"])
         / median(decoding["decode: JPEG"].samples["decode_ms"]),

@@ -58,16 +58,15 @@ from labutils.course import open_lab
 lab = open_lab("10", globals())
 
 # %%
-import tempfile
 import time
-from pathlib import Path
+from functools import partial
 
 import matplotlib.pyplot as plt
 import torch
 
 from labutils import fleet, plots
 from labutils.results import Run, Unavailable
-from labutils.training.launching import gpu_count, launch, rank_variables, remove
+from labutils.training.launching import gpu_count, rank_variables
 
 plots.use_style()
 
@@ -114,9 +113,8 @@ lab.predict("bus bandwidth of a large all-reduce", my_bandwidth, "GB/s")
 with lab.attempt("Several ranks on this machine", reference="all-reduce"):
     device = fleet.device_for(lab)
     tasks = [*fleet.tasks_alone(cases.values(), timed, tiny), fleet.task_same_batch(cases[""], count)]
-    before = launch(tasks, count, device)
-    alone = lab.keep(fleet.kept_of(before), lane="same work")
-    print(f"{count} ranks on {device}, started and ended in {before.seconds:.0f} s. Each of them was given:")
+    fleet.measured(lab, tasks, count, device, into=alone)
+    print(f"{count} ranks on {device}. Each of them was given:")
     print(*(f"{name}={value}" for name, value in rank_variables(count, device).items()))
 
 # %%
@@ -175,7 +173,8 @@ with lab.attempt("The model's predictions", reference="foretold"):
     link = fleet.link_of(alone["all-reduce"])
     for case in cases.values():
         foretold |= fleet.foretold(case, alone, link)
-    lab.keep(Run("10", "foretold", metrics={name: found.step_ms for name, found in foretold.items()}))
+    steps_foretold = {name: found.step_ms for name, found in foretold.items()}
+    lab.measured("foretold", None, lambda: Run("10", "", metrics=steps_foretold))
     lab.table(fleet.FORETOLD_HEAD, *fleet.foretold_rows(foretold))
 
 # %% [markdown]
@@ -195,12 +194,9 @@ with lab.attempt("The model's predictions", reference="foretold"):
 with lab.attempt("Training on several ranks", reference=f"ddp {count}"):
     device = fleet.device_for(lab)
     fleet.need(alone)
-    for group in fleet.launched_together(cases, tiny):
-        tasks = [task for case in group for task in fleet.tasks_together(case, count, timed, tiny)]
-        ended = launch(tasks, count, device)
-        found = {name: fleet.judged(name, run, alone, foretold) for name, run in ended.runs.items()}
-        together |= lab.keep(found, lane="same work")
-        ended.or_raise()
+    judge = partial(fleet.judged, alone=alone, foretold=foretold)
+    for tasks in fleet.launches(cases.values(), count, timed, tiny):
+        fleet.measured(lab, tasks, count, device, into=together, judge=judge)
 
 # %%
 with lab.attempt("The same losses", reference="losses"):
@@ -329,7 +325,9 @@ trials: dict[str, Run] = {}
 with lab.attempt("NCCL's variables", reference="nccl NCCL_P2P_DISABLE=1"):
     if fleet.device_for(lab) != "cuda":
         raise Unavailable("NCCL is for GPUs, and gloo, which stands in for it here, knows none of these variables")
-    trials = lab.keep(fleet.nccl_trials(count))
+    for settings in fleet.TRIALS:
+        name = fleet.trial_name(settings)
+        trials[name] = lab.measured(name, None, partial(fleet.nccl_trial, count, settings))
     lab.table(fleet.NCCL_HEAD, *fleet.nccl_rows(trials))
 lab.on_reference(fleet.NCCL_HEAD, fleet.nccl_rows, "nccl *")
 
@@ -379,13 +377,12 @@ my_step: float | None = None  # a number of steps
 lab.predict("steps that the checkpoint holds", my_step, "steps")
 
 # %%
-folder = Path(tempfile.mkdtemp(prefix="checkpoints-"))
-killed = None
+crashed: dict[str, Run] = {}
 with lab.attempt("A rank that is killed", reference="rank killed"):
     device = fleet.device_for(lab)
-    killed = fleet.crash(cases[""], count, count, folder, device, fail="kill", fails=(1, 5))
-    print(killed.message)
-    lab.keep(fleet.as_run("rank killed", killed))
+    recipes = dict(zip(fleet.CRASHES, (None, None, cases[""].for_ranks(count)), strict=True))
+    crashed = lab.measured_together(recipes, partial(fleet.crashes, cases[""], count, device))
+    print(crashed["rank killed"].metrics["message"])
 
 # %% [markdown]
 # ### A rank that raises an exception
@@ -394,10 +391,8 @@ with lab.attempt("A rank that is killed", reference="rank killed"):
 
 # %%
 with lab.attempt("A rank that raises", reference="rank raises"):
-    fleet.need(killed)
-    raised = fleet.crash(cases[""], count, count, folder, device, fail="raise", fails=(1, 7), resume=True)
-    print(raised.message)
-    lab.keep(fleet.as_run("rank raises", raised))
+    fleet.need(crashed)
+    print(crashed["rank raises"].metrics["message"])
 
 # %% [markdown]
 # Every rank says where it was and why it stopped, the first cause first; and you learn from which checkpoint to continue.
@@ -413,10 +408,8 @@ with lab.attempt("A rank that raises", reference="rank raises"):
 
 # %%
 with lab.attempt("Going on with fewer ranks", reference="resumed on fewer ranks"):
-    fleet.need(killed)
-    left = fleet.fewer_than(count)
-    resumed = fleet.crash(cases[""], count, left, folder, device, resume=True).or_raise().runs["crash"]
-    lab.keep(fleet.renamed(resumed, "resumed on fewer ranks"))
+    fleet.need(crashed)
+    resumed = fleet.well(crashed["resumed on fewer ranks"])
     curves = fleet.loss_curves(alone.get("one process, same batch"), resumed)
     fig, ax = plt.subplots()
     plots.curves(ax, curves, "optimizer step", "loss")
@@ -430,9 +423,6 @@ with lab.attempt("Going on with fewer ranks", reference="resumed on fewer ranks"
 # **Takeaway.** Plan for a rank to die: checkpoints that are complete at any moment, a time limit on waiting, a launcher
 # that says who failed first. If a checkpoint doesn't depend on the number of ranks, you can continue with any number that
 # is left.
-
-# %%
-remove(folder)
 
 # %% [markdown]
 # ## Exercises
@@ -548,6 +538,6 @@ lab.done(
             together, f"full ddp {count}", "exposed_communication_share", 100
         ),
         "64 MiB without P2P, slower by": fleet.slower(trials, "nccl NCCL_P2P_DISABLE=1"),
-        "steps that the checkpoint holds": fleet.held_steps(killed),
+        "steps that the checkpoint holds": fleet.metric_of(crashed, "rank killed", "checkpoint_step"),
     }
 )

@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from labutils.diagnosis import Fix
-from labutils.diagnosis.ablations import HEAD, STARTS, Ablation, ablations, measured_gain, recipes_of, table_rows
+from labutils.diagnosis.ablations import (
+    HEAD,
+    STARTS,
+    Ablation,
+    ablations,
+    measured_gain,
+    on_record,
+    recipes_of,
+    savings,
+    table_rows,
+)
 from labutils.recipe import STOCK
 from labutils.results import Run
 from labutils.workloads import open_workload
@@ -65,4 +77,11 @@ def test_a_start_is_diagnosed_and_its_fixes_are_measured(monkeypatch):
     assert sum(ablated.diagnosis.budget.values()) == pytest.approx(ablated.diagnosis.evidence.step_ms)
     assert set(ablated.runs) == {"start", "batch size", "optimizer"}
     assert ablated.metrics()["fixes"] == 2
-    assert len(table_rows([ablated])[0]) == len(HEAD)
+    kept = Run(**json.loads(json.dumps(vars(on_record(ablated)))))
+    rows = table_rows({"SD1.5": kept})
+    assert [row[:3] for row in rows if row[1] == "batch size"] == [
+        ("SD1.5", "batch size", "micro_batch=4, accumulation=1")
+    ]
+    assert all(len(row) == len(HEAD) for row in rows) and len(rows) == 2
+    assert "Where it goes" in kept.metrics["told"]
+    assert savings(kept) == [row.measured for row in ablated.rows if row.tells]

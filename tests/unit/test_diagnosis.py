@@ -12,6 +12,7 @@ from gpu_steps import Steps
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from labutils.capture import float32_rounded
 from labutils.diagnosis import WORTH, budget, diagnose, fixes, sources, telling
 from labutils.diagnosis.evidence import Evidence, Loader, Optimizer
 from labutils.diagnosis.rates import Rates
@@ -475,3 +476,12 @@ def test_a_run_without_a_step_time_is_refused():
 def test_the_worth_of_a_fix_is_a_number_that_can_be_told_from_nothing():
     assert 0.01 < WORTH < 0.1
     assert math.isfinite(WORTH)
+
+
+def test_settings_are_read_whichever_way_they_were_set():
+    """PyTorch has two ways to allow TF32, and reading the older one raises where the newer was used."""
+    before = sources._settings()
+    with float32_rounded("everything"):
+        found = sources._settings()
+    assert found["matmul_tf32"] and found["cudnn_tf32"]
+    assert sources._settings() == before

@@ -9,14 +9,16 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from labutils.capture import float32_rounded
 from labutils.diagnosis.script import INSIDE
 
 sys.path.append(str(INSIDE))
-from labutils_inside import batches, calls
+from labutils_inside import batches, calls, watch
 
 HERE = Path(__file__).name
 
@@ -130,3 +132,12 @@ assert torch.autograd.backward.__wrapped__
     subprocess.run([sys.executable, "-c", program, json.dumps(settings)], check=True)
     (word,) = tmp_path.glob("process-*.json")
     assert json.loads(word.read_text())["torch"] is True
+
+
+def test_a_script_s_settings_are_read_whichever_way_it_set_them():
+    """PyTorch has two ways to allow TF32, and reading the older one raises where a script used the newer."""
+    process = SimpleNamespace(on_gpu=False)
+    assert not watch.Watch._config(process, torch)["matmul_tf32"]
+    with float32_rounded("everything"):
+        found = watch.Watch._config(process, torch)
+    assert found["matmul_tf32"] and found["cudnn_tf32"]

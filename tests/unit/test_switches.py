@@ -32,8 +32,19 @@ def test_a_switch_changes_one_knob(scale):
     recipes = switches.switches(scale)
     for name, switch in switches.SWITCHES.items():
         changes = recipes[name].changes_from(recipes[switch.base])
-        assert len(changes) == (2 if name == "accumulation" else 1), name
+        assert len(changes) == (2 if name in ("accumulation", "cudnn.benchmark") else 1), name
         assert recipes[name].examples_per_step == recipes[switch.base].examples_per_step
+
+
+def test_timed_algorithms_are_not_those_that_the_base_was_given():
+    """PyTorch's cache of cuDNN's algorithms tells shapes, layouts, formats and the permission to use TF32 apart, not
+    whether they were timed: beside a loop with the same key the switch would change nothing."""
+    recipes = switches.switches("full")
+    timed_ones = recipes["cudnn.benchmark"]
+    others = [recipe for name, recipe in recipes.items() if name != "cudnn.benchmark"]
+    key = lambda recipe: (recipe.precision, recipe.memory_format, recipe.tf32 != "nothing")  # noqa: E731
+    assert timed_ones.cudnn_benchmark and key(timed_ones) not in map(key, others)
+    assert timed_ones.precision == "fp16"  # in which TF32 has no say
 
 
 def test_a_cpu_is_given_what_it_can_tell_apart():

@@ -368,10 +368,14 @@ class Watch:
             "world_size": int(os.environ.get("WORLD_SIZE", "1")),
             "launch_blocking": os.environ.get("CUDA_LAUNCH_BLOCKING", "0") not in ("0", ""),
             "anomaly": torch.is_anomaly_enabled(),
-            "matmul_tf32": torch.backends.cuda.matmul.allow_tf32,
-            "cudnn_tf32": torch.backends.cudnn.allow_tf32,
             "cudnn_benchmark": torch.backends.cudnn.benchmark,
         }
+        try:
+            found["matmul_tf32"] = torch.backends.cuda.matmul.allow_tf32
+            found["cudnn_tf32"] = torch.backends.cudnn.allow_tf32
+        except RuntimeError:  # the script used the newer of two settings, that earlier versions don't have
+            found["matmul_tf32"] = torch.backends.cuda.matmul.fp32_precision == "tf32"
+            found["cudnn_tf32"] = torch.backends.cudnn.conv.fp32_precision == "tf32"
         if self.on_gpu:
             free, total = torch.cuda.mem_get_info()
             peak = torch.cuda.max_memory_allocated() / 1e9
