@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from labutils import articles, claims
 from labutils.claims import CONFIRMED, INCONCLUSIVE, NOT_TESTABLE, REFUTED, Judgement
+from labutils.claims.words import figures
 from labutils.results import Run, summarise
 
 EVERY = articles.claims()
@@ -473,7 +474,7 @@ def test_a_lab_that_was_run_without_a_claims_runs_is_not_said_to_be_unrun():
 
 
 def test_found_numbers_have_no_senseless_digits():
-    assert [claims._figures(value) for value in (2.66935e12, 1234.0, 58.41459, -0.708661, 1755.71, 3.0)] == [
+    assert [figures(value) for value in (2.66935e12, 1234.0, 58.41459, -0.708661, 1755.71, 3.0)] == [
         *("2.67e+12", "1,234", "58.41", "-0.7087", "1,755.7", "3"),
     ]
 
