@@ -643,8 +643,9 @@ lab.verdict("A2.guide.memory", "A2.guide.few-steps", "A2.guide.between", "A2.gui
 # %% [markdown]
 # ## Exercises
 #
-# They get harder. Each check tells you what it found. The last one measures: first whether your results are the same,
-# then the time, taking turns with the given version until the answer is clear.
+# The exercises get harder from one to the next. Run an exercise's cell: its check says what is still missing. The last one
+# measures your code: it first compares your results with those of the version given, and then times the two in turns, for
+# as many rounds as it takes to decide.
 
 # %%
 from labutils.exercises import check, faster_than, solved
@@ -746,6 +747,7 @@ solved(faster_than(4, padded, unpadded_solution, sixteen_images, times=2))
 #   checkpointing.
 # - Krell et al., *Efficient Sequence Packing without Cross-contamination* (2021,
 #   [arXiv:2107.02027](https://arxiv.org/abs/2107.02027)): rows of several examples.
+# - The course's [glossary](../docs/glossary.md).
 
 # %%
 lab.done(
