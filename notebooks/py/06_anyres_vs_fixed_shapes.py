@@ -552,9 +552,9 @@ lab.on_reference(trials.CLIMBED_HEAD, trials.climbed_rows, *(rung.name for rung 
 
 # %% [markdown]
 # Be careful when you compare across lanes. In *same mathematics* a packed row holds several examples, so the gradient is
-# that of a larger batch. On a GPU, FP8 also rounds what it multiplies; section 5 asked what that does to the loss. On a
-# CPU expect little from any rung: nothing is compiled, nothing waits for a GPU, and packed rows compute pairs of tokens
-# only to mask them.
+# that of a larger batch. On a GPU, FP8 also rounds what it multiplies; section 5 asked what that does to the loss. (On a
+# CPU nothing is compiled and nothing waits for a GPU: there the picture shows how a ladder is built, not what a GPU would
+# gain.)
 #
 # The article's first wish was code for any length that is as fast as code for one. Section 4 has measured that: on the
 # same number of tokens, *any length* against *static*.
