@@ -32,7 +32,7 @@ ANSWERS: dict[str, Answer] = {
     "04.1": Answer(
         800 * 0.34 - (95 + 799 * 0.25),
         "She loses 23 s: it would have paid after some 1,050 steps.",
-        "Add up all 800 steps with and without, the first compiled one included.",
+        "Add up all 800 steps, with compiling (the long first one included) and without it.",
         "12.5",
         within=0.03,
         slips={72: "That is what 800 shorter steps save. What did the first one cost?"},
@@ -40,10 +40,10 @@ ANSWERS: dict[str, Answer] = {
     "04.2": Answer(
         1221 * (2 * 4 * 64 * 64 + 77 * 768) * 2 / 1e6,
         "It fits beside the model on any GPU, and 1.5 GB of PNG files are not read again.",
-        "Numbers an image × images × bytes a number / 10⁶.",
+        "It is numbers per image × images × bytes per number / 10⁶.",
         "50",
         within=0.02,
-        slips={1221 * (2 * 4 * 64 * 64 + 77 * 768) / 1e6: "Half of it. How many bytes has a float16?"},
+        slips={1221 * (2 * 4 * 64 * 64 + 77 * 768) / 1e6: "That is half of it. How many bytes has a float16?"},
     ),
     "04.3": Answer(
         frozenset({"BatchNorm"}),

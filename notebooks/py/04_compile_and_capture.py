@@ -18,16 +18,17 @@
 # %% [markdown]
 # # Lab 04 · Compile and capture
 #
-# Lab 02 found the stock loop waiting for the host, and lab 03 took the images off its hands. Article A1 goes on with
-# `torch.compile` and pinned memory and ends 2.96 times faster than it began. This lab climbs the same rungs, finds out
-# what each is worth here, and then keeps climbing: first doing the same work with less host, then doing less work for the
-# same mathematics. At the end stands a picture of the whole climb, from the stock loop down to what the hardware allows.
+# Lab 02 found that the stock loop's GPU waits for the host, and lab 03 gave the reading of images to workers. Article A1
+# goes on with `torch.compile` and pinned memory, and ends 2.96 times faster than it began. In this lab you climb the same
+# rungs, find out what each is worth, and then go on climbing: first by doing the same work with less help from the host,
+# then by doing less work for the same mathematics. At the end there is a picture of the whole climb, from the stock loop
+# down to what the hardware allows.
 #
 # **After this lab you can**
-# - say what `torch.compile` buys, what its first step costs, and after how many steps it has paid for itself;
-# - tell the difference between fewer kernels (compiling) and cheaper launches (capturing a CUDA graph);
+# - say what `torch.compile` gains, what its first step costs, and after how many steps it has paid for itself;
+# - tell fewer kernels (compiling) from cheaper launches (capturing a CUDA graph);
 # - remove a synchronisation from a training loop, and keep its log;
-# - capture a whole optimizer step, gradient accumulation included, without wrong gradients;
+# - capture a whole optimizer step, gradient accumulation included, without getting wrong gradients;
 # - tell an optimisation that does the same work from one that does other work with the same result, and test both.
 #
 # | scale | needs | time |
@@ -36,9 +37,9 @@
 # | `small` | a GPU of 8 GB | 5 minutes |
 # | `full` | a GPU of 40 GB | 8 minutes, most of it compiling |
 #
-# With random weights every time and every byte is the real model's; the losses are not, and nothing below concludes
-# anything from a loss value. On a CPU there are no kernel launches to save: there the lab shows which rungs are the
-# GPU's alone, measures the others, and puts our H200's numbers beside them.
+# With random weights every time and every byte is the real model's, but the losses are not, so nothing below is concluded
+# from a loss value. A CPU has no kernel launches to save. There you measure the rungs that make a difference on a CPU, and
+# see our H200's climb beside your own.
 
 # %% tags=["parameters"]
 scale: str = "auto"  # tiny (any CPU), small (a GPU of 8 GB), full (the article's own), auto: the largest that fits
@@ -64,7 +65,7 @@ import torch
 from labutils import plots
 from labutils.hardware import usable_cores
 from labutils.recipe import A1_LADDER, STOCK, climb, distinct_on
-from labutils.results import Run
+from labutils.results import REFERENCE, Run, read_runs
 from labutils.training import Bench, compile_ahead, try_isolated
 from labutils.trials import rung_rows
 
@@ -76,14 +77,20 @@ if not on_gpu:
     torch.set_num_threads(max(1, usable_cores() // 2))  # one half trains, the other is left to the workers
 workload = lab.workload("sd15-lora")
 bench = Bench(workload)
+h200 = {name: run for (_, name), run in read_runs(REFERENCE, "04").items() if run.ok}  # our H200's run of this lab
 
 # %% [markdown]
 # ## The ladder
 #
-# Each rung is the one below it with one thing changed (two, where neither works without the other). The lanes matter more
-# than the rungs. In lane **article** stand the article's own steps. In **same work** every image still goes through every
-# network each time, one by one, four to an optimizer step, in the same precision; only who drives it changes. In **same
-# mathematics** the computation itself changes, and the distribution of the gradients does not.
+# **Question.** In how many steps does one get from the stock loop to the limit of the hardware?
+#
+# In these. Each rung of the ladder is the rung before it with one thing changed (or a few that belong together). The rungs
+# stand in three *lanes*, and the lane says what a rung's time may be compared with:
+#
+# - **article**: the article's own steps;
+# - **same work**: every image still goes through every network in every step, one by one, four to an optimizer step, in the
+#   same precision. Only the way in which the work is driven changes;
+# - **same mathematics**: the computation itself changes, and the distribution of the gradients does not.
 
 # %%
 recipes = climb(A1_LADDER)
@@ -122,14 +129,14 @@ for name in recipes.keys() - climbable.keys():
 # %% [markdown]
 # ## 1 · The article's rungs
 #
-# **Question.** The article goes from 290 to 98 ms: workers 2.06×, compilation 1.38×, pinned memory 1.04×. (Whether its
-# step is a micro-step or an optimizer step, of four, it doesn't say: lab 02 compares. Ratios don't mind.) What are the
-# same three steps worth here?
+# **Question.** The article gets from 290 to 98 ms with three changes: workers (2.06×), compilation (1.38×) and pinned memory
+# (1.04×). What are the same three worth here? (The article's "step" may be a micro-step or an optimizer step; see lab 02.
+# For ratios it makes no difference.)
 #
-# A compiled region is traced once by Dynamo, fused by Inductor into fewer and larger kernels, and built by Triton (on a
-# CPU by the C++ compiler). All that happens in the first step.
+# `torch.compile` has three stages. Dynamo traces the Python code once, Inductor fuses what it finds into fewer and larger
+# kernels, and Triton builds these (on a CPU, the C++ compiler does). All that happens in the first step.
 #
-# **Your prediction:** by what factor does `torch.compile` alone shorten the step on this machine?
+# **Your prediction:** how many times faster does `torch.compile` alone make the step on this machine?
 
 # %%
 my_compile_gain: float | None = None  # for example 1.4
@@ -137,13 +144,14 @@ my_compile_gain: float | None = None  # for example 1.4
 lab.predict("speed-up by torch.compile", my_compile_gain, "x")
 
 # %% [markdown]
-# The article reports that the modes `reduce-overhead` and `max-autotune` raised a RuntimeError under gradient
-# accumulation. Both put CUDA graphs around the compiled regions. While the article's rungs compile here, three processes
-# of their own try them on a small copy of the model: with accumulation in both modes, and without as the control.
-# (`max-autotune` also times dozens of kernels for each product, which takes minutes and is not what failed: here it may
-# choose among the libraries' own.) Others meanwhile compile the variants that the higher rungs will need, so that the
-# cache on the disk has them. That makes the first step measured here a little longer than on a machine that does nothing
-# else.
+# The next cell compiles, and that takes a while. On a GPU it uses the time for two more things, which sections 2 and 3 need:
+#
+# - Three processes try two other modes of `torch.compile`, `reduce-overhead` and `max-autotune`, on a small copy of the
+#   model. (`max-autotune` would also time dozens of kernels for each product. That takes minutes and is not what we ask, so
+#   here it may choose only among the libraries' kernels.)
+# - Others compile what the higher rungs will need, so that it is in the cache on the disk.
+#
+# So the first step measured here is a little longer than it would be on a machine that does nothing else.
 
 # %%
 LIBRARY_KERNELS = {f"TORCHINDUCTOR_MAX_AUTOTUNE_{kind}_BACKENDS": "ATEN" for kind in ("GEMM", "CONV")}
@@ -183,11 +191,14 @@ lab.verdict("A1.workers.utilization", "A1.total.utilization");
 # %% [markdown]
 # ### When has compiling paid?
 #
-# The compiled step is shorter, the first one far longer. With $f$ the first step's time and $t$ a later one's, compiling
-# has paid after $n = (f_\text{compiled} - f_\text{plain}) / (t_\text{plain} - t_\text{compiled})$ steps. Compiling only
-# the repeated transformer blocks (*regional compilation*) costs less at the start: blocks of one shape share their code.
-# On a CPU *compile* is compiled in this way from the start. (*pinned* reuses what *compile* compiled in this process: its
-# first step is no first step.)
+# **Question.** A compiled step is shorter, but the first one is far longer. How many steps must you train before it pays?
+#
+# Let $f$ be the time of the first step and $t$ that of a later one. Compiling has paid for itself after
+# $n = (f_\text{compiled} - f_\text{plain}) / (t_\text{plain} - t_\text{compiled})$ steps.
+#
+# One can also compile only the transformer blocks, which are repeated (*regional compilation*, the row *regional*). That
+# costs less at the start, because blocks of the same shape share their code. (On a CPU the rung *compile* does just that,
+# as compiling the whole UNet would take too long.)
 
 
 # %%
@@ -202,57 +213,78 @@ if on_gpu:
     regional = bench.compare({"regional": recipes["compile"].but(compile_scope="blocks")}, steps, rounds=2)
     keep(regional)
 rows = [("", "first step, s", "later steps, ms", "has paid after, steps")]
-for name, run in (runs | regional).items():
-    if name in ("workers", "compile", "regional") and run.ok:
-        steps_needed = break_even(runs["workers"], run)
-        paid = None if name == "workers" else "never" if steps_needed == float("inf") else steps_needed
-        rows.append((name, run.metric("first_step_s"), run.metric("step_ms"), paid))
+for place, found in (("here", runs | regional), ("H200", h200)):
+    for name in ("workers", "compile", "regional"):
+        if name in found and found[name].ok:
+            steps_needed = break_even(found["workers"], found[name])
+            paid = None if name == "workers" else "never" if steps_needed == float("inf") else round(steps_needed)
+            rows.append((f"{name}, {place}", found[name].metric("first_step_s"), found[name].metric("step_ms"), paid))
 lab.table(*rows)
 
 # %% [markdown]
-# **Takeaway.** Compiling is an investment: ask how many steps you will train before you make it. ("Never": its
-# steps are no shorter on this machine. On a CPU there was no launch cost to save.)
+# ("Never" means that the compiled steps are no shorter on this machine. On a CPU that is common, as there are no launches to
+# save.)
+#
+# **Takeaway.** Compiling is an investment. Before you make it, ask how many steps you will train.
 
 # %% [markdown]
 # ## 2 · The modes that failed
 #
-# **Question.** Do `reduce-overhead` and `max-autotune` still fail under gradient accumulation, and is accumulation the
-# reason?
+# **Question.** The article reports that the modes `reduce-overhead` and `max-autotune` raised a RuntimeError under gradient
+# accumulation. Do they still, and is accumulation the reason?
+#
+# Both modes put CUDA graphs around the compiled regions: the GPU records the kernels of a region once, and then replays
+# them. The processes of section 1 tried both modes with accumulation, and one of them without, as the control.
 
 # %%
-with lab.attempt("CUDA graphs inside torch.compile", reference="reduce-overhead"):
+def show_outcomes(tried: dict[str, Run], whose: str) -> None:
+    rows = [(f"mode, {whose}", "outcome", "message", "losses")]
+    for name, run in tried.items():
+        losses = ", ".join(f"{loss:.4f}" for loss in run.metrics.get("loss", [])[:6])
+        outcome = "failed" if run.metrics["failed"] else "ran"
+        rows.append((name, outcome, run.metrics.get("message", "")[:160] or "–", losses or "–"))
+    lab.table(*rows)
+
+
+def show_reference() -> None:
+    show_outcomes({name: h200[name] for name in graph_modes if name in h200}, "on our H200")
+
+
+# %%
+with lab.attempt("CUDA graphs inside torch.compile", reference="reduce-overhead", instead=show_reference):
     if not on_gpu:
         for name in graph_modes:
             lab.keep(Run("04", name, status="skipped: CUDA graphs need an NVIDIA GPU"))
         raise NotHere("CUDA graphs need an NVIDIA GPU")
-    rows = [("mode", "outcome", "message", "losses")]
-    for name, run in tried.items():
-        lab.keep({name: run})
-        losses = ", ".join(f"{loss:.4f}" for loss in run.metrics.get("loss", [])[:6])
-        outcome = "failed" if run.metrics["failed"] else "ran"
-        rows.append((name, outcome, run.metrics["message"][:160], losses))
-    lab.table(*rows)
+    lab.keep(tried)
+    show_outcomes(tried, "here")
 lab.verdict("A1.compile.reduce-overhead", "A1.compile.max-autotune", "A1.compile.cause");
 
 # %% [markdown]
-# **Takeaway.** Whether a mode runs is a fact about a version. Whether it runs *rightly* is another: compare its losses
-# with those of mode `default` on the same seed before you trust it. These modes give each compiled region a graph of its
-# own and must guess when its memory may be reused; the next section captures the whole step, where nothing is guessed.
+# These modes give each compiled region a graph of its own, and must guess when a graph's memory may be used again. On the H200
+# the guess was wrong under accumulation: a second micro-step overwrote what the first had left, and the message says so. The
+# next section captures the whole step, and nothing is guessed.
+#
+# **Takeaway.** Whether a mode runs depends on the version. Whether it computes the *right* thing is a second question: before
+# you trust it, compare its losses with those of the mode `default` from the same seed.
 
 # %% [markdown]
 # ## 3 · The same work, better driven
 #
-# **Question.** Every image still goes through the VAE, the text encoder and the UNet, one by one. How much of the step
-# was the host?
+# **Question.** How much faster does the same work get if the host gets out of the way?
 #
-# - *plain loop*: the calls that accelerate wraps, called directly;
-# - *device log*: the two `.item()` a micro-step each made the host wait for the GPU. The loss now goes into a ring on the
-#   GPU, and half a ring at a time travels to the host while training goes on;
-# - *fused optimizer*: one kernel, which reads the loss scaler's verdict on the GPU where the host used to ask for it;
-# - *whole-step graph*: four micro-steps, unscaling, clipping and the update, recorded once and replayed;
-# - *channels last*: the layout that tensor cores want, and layers that don't leave it;
+# Every image still goes through the VAE, the text encoder and the UNet, one by one. The rungs are:
+#
+# - *plain loop*: what the library accelerate wraps is called directly;
+# - *device log*: the two `.item()` of each micro-step made the host wait for the GPU. Now the loss goes into a ring buffer on
+#   the GPU, and half of the ring at a time is copied to the host while training goes on;
+# - *fused optimizer*: the update is one kernel. It reads on the GPU whether a gradient overflowed, so the host needn't ask;
+# - *more workers*: a faster step uses up images faster (lab 03);
+# - *whole-step graph*: four micro-steps, unscaling, clipping and the update are recorded once as a CUDA graph, and replayed;
+# - *channels last*: the memory layout that tensor cores want, and layers that don't leave it;
+# - *encoders compiled*: the frozen networks launch kernels too;
 # - *side by side*: four micro-batches are independent until their gradients are added, so the graph runs them on four
-#   streams at once. One image does not fill this GPU.
+#   streams at once. One image doesn't fill a large GPU.
 #
 # **Your prediction:** how many times faster than the stock loop can the same work be?
 
@@ -264,34 +296,53 @@ lab.predict("speed-up with the same work", my_same_work, "x")
 # %%
 same_work = bench.compare({"stock": recipes["stock"]} | of_lane("same work"), steps, rounds=1)
 keep(same_work)
-fig, ax = plt.subplots()
-plots.steps(ax, same_work)
-plt.show()
+
+
+def show_lane(found: dict[str, Run], lane: str) -> None:
+    """The steps of one lane's rungs, and on a CPU those of our H200 in a picture of their own."""
+    fig, ax = plt.subplots()
+    plots.steps(ax, found)
+    plt.show()
+    names = [name for name in lanes if name in h200 and (name in found or lanes[name] == lane)]
+    theirs = {f"H200, {name}": h200[name] for name in names}
+    if theirs and not on_gpu:
+        fig, ax = plt.subplots()
+        plots.steps(ax, theirs)
+        plt.show()
+
+
+show_lane(same_work, "same work")
 
 # %% [markdown]
-# **Takeaway.** None of these rungs changed what is computed, up to rounding. What they removed is the host from between
-# the kernels: a step that a graph replays costs what its kernels cost. Look at the spread, too: what the host launches is
-# as unsteady as the host, and as slow; what the GPU replays is neither.
+# None of these rungs changed what is computed, up to rounding. In the H200's picture, look where the time falls: from
+# *whole-step graph* on, the host no longer stands between the kernels, and a replayed step takes as long as its kernels do.
+# The spread falls with it. What the host launches is as unsteady as the host; what the GPU replays is not. (A CPU has no
+# launches, so there these rungs bring little, and more workers only take cores away from training.)
 #
-# A captured step goes wrong without a word if a gradient's memory is allocated inside the capture: the second micro-step
-# then replaces the first one's gradient. Here gradients are allocated before, zeroed inside, and the course's tests hold
-# the captured step to the plain loop's gradients (`tests/gpu/test_capture_gpu.py`).
+# One warning. A captured step can go wrong without a word. If a gradient's memory is allocated inside the capture, then the
+# second micro-step replaces the first one's gradient instead of adding to it. Here gradients are allocated before and zeroed
+# inside, and the course's tests compare the captured step's gradients with the plain loop's
+# (`tests/gpu/test_capture_gpu.py`).
+#
+# **Takeaway.** If the host sets the pace, faster kernels don't help. Take the host out of the loop first.
 
 # %% [markdown]
 # ## 4 · The same mathematics, less work
 #
-# **Question.** Which of the work is done again and again with the same result?
+# **Question.** What of this work need not be done, because its result is already known or can be had for less?
 #
-# - *cached latents*: the VAE is frozen, so an image's posterior (mean and variance) never changes. It is kept, and each
-#   step draws a new sample from it. (Keeping one *sample* would be another training: fewer distinct latents.)
+# - *cached latents*: the VAE is frozen, so what it says of an image, a mean and a variance, never changes. They are kept, and
+#   each step draws a new sample from them. (To keep one *sample* instead would be a different training, with fewer distinct
+#   inputs.)
 # - *cached text*: the same for the caption's embedding;
 # - *merged batch*: the mean of four micro-batches' gradients is the gradient of their mean loss, so one batch of four does
-#   what four batches of one did. That holds because no layer here looks across a batch;
-# - *folded LoRA*: $W' = W + BA$ is formed once, plain layers run on it, and the ordinary gradient $G$ of $W'$ is projected:
-#   $\partial L/\partial A = B^\top G$, $\partial L/\partial B = G A^\top$. That replaces hundreds of thin products by a few
-#   full ones. The price is that $W'$ is rounded to half precision, as in every merged adapter.
+#   what four batches of one did. That is true as long as no layer mixes the examples of a batch;
+# - *folded LoRA*: $W' = W + BA$ is formed once a step, plain layers run on it, and the ordinary gradient $G$ of $W'$ is
+#   projected: $\partial L/\partial A = B^\top G$ and $\partial L/\partial B = G A^\top$. A few full products replace hundreds
+#   of thin ones, which are slow at these widths (lab 01, section 4). The price is that $W'$ is rounded to half precision, as
+#   in every merged adapter.
 #
-# **Your prediction:** how many milliseconds will four images take at the top of the ladder?
+# **Your prediction:** how many milliseconds do four images take at the top of the ladder?
 
 # %%
 my_best_ms: float | None = None  # for example 50
@@ -301,33 +352,39 @@ lab.predict("ms a step at the top of the ladder", my_best_ms, "ms")
 # %%
 same_mathematics = bench.compare(of_lane("same mathematics"), steps, rounds=1)
 keep(same_mathematics)
-fig, ax = plt.subplots()
-plots.steps(ax, same_mathematics)
-plt.show()
+show_lane(same_mathematics, "same mathematics")
 
 # %% [markdown]
-# Caching has its price at the start, as compiling has: every image once through the encoders, before the first step. It has
-# paid when the steps since have saved as much, counted against the last rung that encodes in every step.
+# Like compiling, caching has a price at the start: every image goes through the encoders once before the first step. It has
+# paid for itself when the steps since then have saved as much, compared with the last rung that encodes in every step.
+
 
 # %%
-encodes = list(of_lane("same work"))[-1]
-rows = [("rung", "encoding all images once, s", "ms a step", "has paid after, steps")]
-for name, run in same_mathematics.items():
-    if run.ok and same_work[encodes].ok and (price := run.metric("encode_s")):
-        saved_s = (same_work[encodes].metric("step_ms") - run.metric("step_ms")) / 1e3
-        rows.append((name, price, run.metric("step_ms"), price / saved_s if saved_s > 0 else "never"))
-lab.table(*rows)
+def show_price(found: dict[str, Run], encodes: str, whose: str) -> None:
+    rows = []
+    for name, run in found.items():
+        if run.ok and found[encodes].ok and (price := run.metric("encode_s")):
+            saved_s = (found[encodes].metric("step_ms") - run.metric("step_ms")) / 1e3
+            rows.append((name, price, run.metric("step_ms"), round(price / saved_s) if saved_s > 0 else "never"))
+    lab.table((whose, "encoding all images once, s", "ms a step", "has paid after, steps"), *rows)
+
+
+show_price(same_work | same_mathematics, list(of_lane("same work"))[-1], f"here ({lab.scale})")
+if h200:
+    show_price(h200, "side by side", "H200 (full)")
 
 # %% [markdown]
-# **Takeaway.** The largest gains come from work that need not be done. They also need the most care: each of these rungs
-# has a test that its gradients are the plain loop's, in float32, to four digits.
+# **Takeaway.** The cheapest work is work that need not be done. Leaving work out also needs the most care: for each of these
+# rungs a test checks that its gradients are the plain loop's, in float32, to four digits.
 
 # %% [markdown]
 # ## 5 · The whole climb
 #
-# All rungs once more, now interleaved in one process: every round goes through the whole ladder, so that a warm GPU or a
-# busy neighbour hits all of them alike. The dashed line is the floor: this step's FLOPs at the measured matrix rate, or its
-# bytes at the measured bandwidth, whichever takes longer.
+# **Question.** How far did all rungs together bring us, and how much is left?
+#
+# We measure all of them once more, taking turns in one process: every round goes through the whole ladder, so that a warm
+# GPU or a busy neighbour affects all rungs alike. The dashed line is the floor of the top rung (lab 00): its FLOPs at the
+# measured matrix rate, or its bytes at the measured bandwidth, whichever takes longer.
 
 # %%
 whole = bench.compare(climbable, steps, rounds)
@@ -338,34 +395,49 @@ keep(whole)
 
 # %%
 published = {"stock": 4 * 290, "workers": 4 * 141, "compile": 4 * 102, "pinned": 4 * 98}
-fig, ax = plt.subplots()
-plots.waterfall(
-    ax,
-    [run for run in whole.values() if run.ok],
-    floor_ms=whole[last].metric("floor_ms"),
-    published=published,
-    published_label="article, 4 micro-steps",
-)
-plt.show()
+
+
+def show_climb(found: dict[str, Run], top: str, title: str) -> None:
+    fig, ax = plt.subplots()
+    label = "article, 4 micro-steps"
+    plots.waterfall(ax, found.values(), found[top].metric("floor_ms"), published=published, published_label=label)
+    ax.set_title(title, pad=24)
+    plt.show()
+
+
+show_climb({name: run for name, run in whole.items() if run.ok}, last, f"The climb on this machine, scale {lab.scale}")
+if h200 and not on_gpu:
+    show_climb(
+        {name: h200[name] for name in recipes if name in h200}, "folded LoRA", "The climb on our H200, scale full"
+    )
 
 # %%
-anchor_ms = whole["stock"].metric("step_ms")
-rows = [("rung", "lane", "ms a step", "times stock", "floor, ms")]
-for name, run in whole.items():
-    if run.ok:
-        ms = run.metric("step_ms")
-        rows.append((name, run.lane, ms, anchor_ms / ms, run.metric("floor_ms")))
-lab.table(*rows)
+anchor_ms, theirs_ms = (found["stock"].metric("step_ms") if found else None for found in (whole, h200))
+rows = []
+for name in recipes:
+    ms, h200_ms = (found[name].metric("step_ms") if name in found else None for found in (whole, h200))
+    times = [f"{anchor / ms:.2f}x" if ms else None for anchor, ms in ((anchor_ms, ms), (theirs_ms, h200_ms))]
+    floor_ms = whole[name].metric("floor_ms") if name in whole else None
+    rows.append((name, lanes[name], ms, times[0], floor_ms, h200_ms, times[1]))
+lab.table(("rung", "lane", "ms a step", "faster than stock", "floor, ms", "H200, ms", "H200: faster than stock"), *rows)
 print(f"The stock loop alone, at the start: {runs['stock'].metric('step_ms'):.0f} ms; here: {anchor_ms:.0f} ms.")
 lab.verdict("A1.total.speedup", "A1.compile.speedup", "A1.pin.speedup");
 
 # %% [markdown]
+# (A bar's length means nothing on a logarithmic axis; compare where the bars end.)
+#
+# **Takeaway.** The article stopped where it had reached its own machine's next limit, the host. Most of what can be gained
+# lies behind that.
+
+# %% [markdown]
 # ### What happened to the kernels?
 #
-# Compiling merges chains of small operations (a bias, a normalisation, an activation) into single kernels. Convolutions,
-# matrix products and attention stay the library kernels they were. Capturing changes no kernel, only who launches it.
+# **Question.** Compiling and capturing both shorten a step. Do they do it in the same way?
 #
-# The profiler comes last: what it leaves behind in the process can't lengthen any of the steps above.
+# No. Compiling merges chains of small operations (a bias, a normalisation, an activation) into single kernels; convolutions,
+# matrix products and attention remain the library kernels that they were. Capturing changes no kernel at all, only the way
+# in which it is launched. The profiler can show both. (It comes last, so that what it leaves behind in the process can't
+# lengthen any of the steps above.)
 
 # %%
 traced = ["compile"] if not on_gpu else ["workers", "compile", "whole-step graph", "side by side", last]
@@ -394,40 +466,45 @@ KERNEL_COLUMNS = {
     "gpu_busy": "GPU-busy",
 }
 rows = [(name, *(whole[name].metrics.get(metric) for metric in KERNEL_COLUMNS)) for name in traces]
-lab.table(("rung", *KERNEL_COLUMNS.values()), *rows, otherwise="A CPU launches no kernels.")
+rows += [(f"{name}, H200", *(run.metrics.get(metric) for metric in KERNEL_COLUMNS)) for name, run in h200.items()]
+lab.table(("rung", *KERNEL_COLUMNS.values()), *rows)
 lab.verdict("A1.compile.one-region", "A1.compile.fewer-kernels");
 
 # %% [markdown]
-# **What is left above the floor?** The floor assumes that every FLOP runs at the rate of a large matrix product. On the
-# H200 the top rung's kernels are no such products: attention with 40 numbers a head leaves a third of each tile empty and
-# is bound by its exponentials; normalisations and activations move bytes; the deep, small levels of the UNet fill only
-# part of the chip.
+# Go down the H200's rows. From *workers* to *compile* a third of the kernels disappear, but GPU-busy hardly changes: the
+# host is still too slow. The *whole-step graph* has about as many kernels as *compile*, almost no synchronisations, and a GPU
+# that is nearly always busy.
+#
+# ### What is left above the floor?
+#
+# The floor assumes that every FLOP runs at the rate of a large matrix product. On the H200 the top rung's kernels are not
+# like that. Attention with 40 numbers a head leaves a third of each tile empty and is bound by its exponentials;
+# normalisations and activations move bytes; and the deep, small levels of the UNet fill only part of the chip.
 
 # %%
-categories = whole[last].metrics.get("kernel_categories", {})
-rows = [(name, row["ms"], row["count"]) for name, row in categories.items()]
-lab.table(
-    ("kernels at the top of the ladder", "ms a step", "count"),
-    *rows,
-    otherwise="No kernels on a CPU; `reference/h200/04_compile_and_capture.ipynb` shows the H200's.",
-)
+for run, whose in ((whole[last], "here"), (h200.get("folded LoRA", whole[last]), "on our H200")):
+    categories = run.metrics.get("kernel_categories", {})
+    rows = [(name, row["ms"], row["count"]) for name, row in categories.items()]
+    lab.table((f"kernels at the top of the ladder, {whose}", "ms a step", "count"), *rows)
 
 # %% [markdown]
-# **Takeaway.** First the data, then the host, then the work itself, and last the kernels: each rung only shows once the
-# one below it is out of the way.
+# **Takeaway.** First the data, then the host, then the work itself, and last the kernels: what a rung is worth shows only
+# when the slower thing before it is out of the way.
 
 # %% [markdown]
 # ## Exercises
 #
-# They rise in difficulty. Each check says what it found. The last one measures: first whether your results are the same,
-# then the time, in turns with the version given, for as many rounds as the decision takes.
+# The exercises get harder from one to the next. Run an exercise's cell: its check says what is still missing. The last one
+# measures your code: it first compares your results with those of the version given, and then times the two in turns, for
+# as many rounds as it takes to decide.
 
 # %%
 from labutils.exercises import check, faster_than, solved
 
 # %% [markdown]
-# **1.** A colleague compiles for 95 s to bring a step from 340 to 250 ms. She trains 800 steps. How many seconds does she
-# gain (or lose) by compiling? Positive: gained. (The plain first step takes as long as the others.)
+# **1. Does it pay?** A colleague compiles. Her first step then takes 95 s, and each later one 250 ms instead of 340 ms. She
+# trains 800 steps in all. How many seconds does she gain by compiling? (If she loses, the number is negative. Without
+# compiling, her first step takes as long as the others.)
 
 # %% tags=["exercise"]
 gained_s = None  # your number
@@ -438,8 +515,9 @@ gained_s = 800 * 0.34 - (95 + 799 * 0.25)
 solved(check("04.1", gained_s))
 
 # %% [markdown]
-# **2.** Caching keeps, for each image, the posterior's mean and log variance (2 × 4 × 64 × 64 numbers at `full`) and the
-# caption's embedding (77 × 768), both in float16. How many megabytes (10⁶ bytes) do the real dataset's 1221 images take?
+# **2. The size of a cache.** For each image, caching keeps a mean and a variance (2 × 4 × 64 × 64 numbers at `full`) and the
+# caption's embedding (77 × 768 numbers), all in float16. How many megabytes (10⁶ bytes) do the real dataset's 1221 images
+# take?
 
 # %% tags=["exercise"]
 cache_mb = None  # your number
@@ -450,8 +528,9 @@ cache_mb = 1221 * (2 * 4 * 64 * 64 + 77 * 768) * 2 / 1e6
 solved(check("04.2", cache_mb))
 
 # %% [markdown]
-# **3.** *Merged batch* relied on no layer looking across the batch. Which of these layers would have broken it, so that
-# one batch of four gives other gradients than four of one? Answer with a set of names.
+# **3. What must not be in the model.** *Merged batch* works because no layer mixes the examples of a batch. With which of these
+# layers would one batch of four have a different distribution of gradients than four batches of one? Answer with a set of
+# their names: GroupNorm, LayerNorm, BatchNorm, Dropout, attention over tokens.
 
 # %% tags=["exercise"]
 breaks_it = None  # a set out of {"GroupNorm", "LayerNorm", "BatchNorm", "Dropout", "attention over tokens"}
@@ -462,8 +541,8 @@ breaks_it = {"BatchNorm"}
 solved(check("04.3", breaks_it))
 
 # %% [markdown]
-# **4. Make it faster.** Eight micro-steps by the book: each image goes through a frozen encoder and a trained head, and its
-# share of the gradient is added. Get the same gradients three times as fast, by what section 4 did to the ladder.
+# **4. Make it faster.** Here are eight micro-steps by the book. Each image goes through a frozen encoder and a trained head,
+# and its share of the gradient is added. Compute the same gradients at least three times as fast. Section 4 shows how.
 
 # %% tags=["exercise"]
 torch.manual_seed(0)
@@ -503,12 +582,31 @@ def at_once_solution(images, targets):
 solved(faster_than(4, by_micro_steps, at_once_solution, eight_images, times=3, tolerance=1e-3))
 
 # %% [markdown]
+# ## Where this comes from, and what to read on
+# - J. Ansel and others: *PyTorch 2: Faster Machine Learning Through Dynamic Python Bytecode Transformation and Graph
+#   Compilation*, ASPLOS 2024 ([doi:10.1145/3620665.3640366](https://doi.org/10.1145/3620665.3640366)). Dynamo and Inductor,
+#   by their authors.
+# - PyTorch: the documentation of [torch.compile](https://docs.pytorch.org/docs/stable/generated/torch.compile.html), with its
+#   modes, and the tutorial on [regional
+#   compilation](https://docs.pytorch.org/tutorials/recipes/regional_compilation.html).
+# - PyTorch: *[Accelerating PyTorch with CUDA Graphs](https://pytorch.org/blog/accelerating-pytorch-with-cuda-graphs/)*, 2021.
+# - PyTorch: *[Channels Last Memory Format in
+#   PyTorch](https://docs.pytorch.org/tutorials/intermediate/memory_format_tutorial.html)*.
+# - R. Rombach and others: *[High-Resolution Image Synthesis with Latent Diffusion
+#   Models](https://arxiv.org/abs/2112.10752)*, 2022. What the VAE, the text encoder and the UNet are for.
+# - meta-pytorch: *[gpt-fast](https://github.com/meta-pytorch/gpt-fast)*, the same way of working, one named speed-up at a
+#   time, for text generation.
+# - The course's [glossary](../docs/glossary.md).
+
+# %% [markdown]
 # ## What you did
-# - You measured what `torch.compile` buys, what it costs at first, and when it has paid.
+# - You measured what `torch.compile` gains, what it costs at first, and when it has paid for itself.
 # - You told fewer kernels from cheaper launches.
 # - You removed synchronisations from a loop and kept its log.
-# - You captured an optimizer step with its accumulation, and know how that goes wrong.
+# - You captured an optimizer step with its accumulation (or saw what that does on our H200), and know how it can go wrong.
 # - You told the same work from the same mathematics, and know the test for each.
+#
+# Next: lab 05, numbers of 8 bits.
 
 
 # %%

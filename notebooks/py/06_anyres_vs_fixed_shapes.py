@@ -552,9 +552,9 @@ lab.on_reference(trials.CLIMBED_HEAD, trials.climbed_rows, *(rung.name for rung 
 
 # %% [markdown]
 # Be careful when you compare across lanes. In *same mathematics* a packed row holds several examples, so the gradient is
-# that of a larger batch. On a GPU, FP8 also rounds what it multiplies; section 5 asked what that does to the loss. On a
-# CPU expect little from any rung: nothing is compiled, nothing waits for a GPU, and packed rows compute pairs of tokens
-# only to mask them.
+# that of a larger batch. On a GPU, FP8 also rounds what it multiplies; section 5 asked what that does to the loss. (On a
+# CPU nothing is compiled and nothing waits for a GPU: there the picture shows how a ladder is built, not what a GPU would
+# gain.)
 #
 # The article's first wish was code for any length that is as fast as code for one. Section 4 has measured that: on the
 # same number of tokens, *any length* against *static*.
@@ -643,8 +643,9 @@ lab.verdict("A2.guide.memory", "A2.guide.few-steps", "A2.guide.between", "A2.gui
 # %% [markdown]
 # ## Exercises
 #
-# They get harder. Each check tells you what it found. The last one measures: first whether your results are the same,
-# then the time, taking turns with the given version until the answer is clear.
+# The exercises get harder from one to the next. Run an exercise's cell: its check says what is still missing. The last one
+# measures your code: it first compares your results with those of the version given, and then times the two in turns, for
+# as many rounds as it takes to decide.
 
 # %%
 from labutils.exercises import check, faster_than, solved
@@ -746,6 +747,7 @@ solved(faster_than(4, padded, unpadded_solution, sixteen_images, times=2))
 #   checkpointing.
 # - Krell et al., *Efficient Sequence Packing without Cross-contamination* (2021,
 #   [arXiv:2107.02027](https://arxiv.org/abs/2107.02027)): rows of several examples.
+# - The course's [glossary](../docs/glossary.md).
 
 # %%
 lab.done(

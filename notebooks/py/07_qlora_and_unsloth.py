@@ -603,8 +603,9 @@ lab.table(*rows)
 # %% [markdown]
 # ## Exercises
 #
-# They get harder. Each check tells you what it found. The last one measures: first whether your results are the same,
-# then the time, taking turns with the given version until the answer is clear.
+# The exercises get harder from one to the next. Run an exercise's cell: its check says what is still missing. The last one
+# measures your code: it first compares your results with those of the version given, and then times the two in turns, for
+# as many rounds as it takes to decide.
 
 # %%
 from labutils.exercises import check, faster_than, solved
@@ -705,6 +706,7 @@ solved(faster_than(4, at_every_position, at_answers_solution, a_chat, times=2, t
 #   [arXiv:2306.06965](https://arxiv.org/abs/2306.06965)): section 2's finding, with a proof.
 # - The documentation of [bitsandbytes](https://huggingface.co/docs/bitsandbytes),
 #   [PEFT](https://huggingface.co/docs/peft) and [unsloth](https://docs.unsloth.ai).
+# - The course's [glossary](../docs/glossary.md).
 
 # %%
 whole = methods.longer_by(runs["qlora long"], runs["lora long"])

@@ -549,8 +549,9 @@ lab.verdict("A3.120b.attention-only", "A3.blackwell.xformers");
 # %% [markdown]
 # ## Exercises
 #
-# They get harder. Each check tells you what it found. The last one measures: first whether your results are the same,
-# then the time, taking turns with the given version until the answer is clear.
+# The exercises get harder from one to the next. Run an exercise's cell: its check says what is still missing. The last one
+# measures your code: it first compares your results with those of the version given, and then times the two in turns, for
+# as many rounds as it takes to decide.
 
 # %%
 from labutils.exercises import check, faster_than, solved
@@ -650,6 +651,7 @@ solved(faster_than(4, expert_by_expert, all_experts_solution, routed_tokens, tim
 #   Compute Project, *OCP Microscaling Formats (MX) Specification* (2023), which defines MXFP4.
 # - Zhu, Phanishayee and Pekhimenko, *Daydream: Accurately Estimating the Efficacy of Optimizations for DNN Training*
 #   (USENIX ATC 2020): what a change is worth, predicted from a trace.
+# - The course's [glossary](../docs/glossary.md).
 
 # %%
 expert_loop = studied["moe"].seen["long"].run if "moe" in studied else None

@@ -637,8 +637,9 @@ lab.verdict(*articles.claims("A4"));
 # %% [markdown]
 # ## Exercises
 #
-# They get harder. Each check tells you what it found. The last one measures: first whether your results are the same,
-# then what is kept for the backward pass, in bytes.
+# The exercises get harder from one to the next. Run an exercise's cell: its check says what is still missing. The last one
+# measures your code: it first compares your results with those of the version given, and then counts the bytes that yours
+# keeps for the backward pass.
 
 # %%
 from labutils.exercises import check, smaller_than, solved
@@ -740,6 +741,7 @@ solved(smaller_than(4, all_kept, less_kept_solution, some_rows, share=1 / 3, mod
 # - PyTorch's documentation: [performance tuning guide](https://docs.pytorch.org/tutorials/recipes/recipes/tuning_guide.html),
 #   [understanding CUDA memory usage](https://docs.pytorch.org/docs/stable/torch_cuda_memory.html),
 #   [automatic mixed precision](https://docs.pytorch.org/docs/stable/amp.html).
+# - The course's [glossary](../docs/glossary.md).
 
 # %%
 shortened = switches.time_effect(runs["float32"], runs["base"]) if {"float32", "base"} <= runs.keys() else None

@@ -427,8 +427,9 @@ with lab.attempt("Going on with fewer ranks", reference="resumed on fewer ranks"
 # %% [markdown]
 # ## Exercises
 #
-# They get harder. Each check tells you what it found. The last one measures: first whether your results are the same,
-# then the time, taking turns with the given version until the answer is clear.
+# The exercises get harder from one to the next. Run an exercise's cell: its check says what is still missing. The last one
+# measures your code: it first compares your results with those of the version given, and then times the two in turns, for
+# as many rounds as it takes to decide.
 
 # %%
 from labutils.exercises import check, faster_than, solved
@@ -528,6 +529,7 @@ solved(faster_than(4, synchronised_each, synchronised_once_solution, two_ranks_g
 #   bandwidth is; NCCL's [environment
 #   variables](https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html).
 # - PyTorch's documentation of [torchrun](https://docs.pytorch.org/docs/stable/elastic/run.html).
+# - The course's [glossary](../docs/glossary.md).
 
 # %%
 lab.done(

@@ -281,8 +281,9 @@ lab.keep(
 # %% [markdown]
 # ## Exercises
 #
-# They get harder. Each check tells you what it found. The last one measures: first whether your results are the same,
-# then the time, taking turns with the given version until the answer is clear.
+# The exercises get harder from one to the next. Run an exercise's cell: its check says what is still missing. The last one
+# measures your code: it first compares your results with those of the version given, and then times the two in turns, for
+# as many rounds as it takes to decide.
 
 # %%
 import torch
@@ -427,6 +428,7 @@ solved(faster_than(4, stock_step, best_step, micro_batches, times=4, tolerance=1
 # - Pineau et al., *Improving Reproducibility in Machine Learning Research* (2020,
 #   [arXiv:2003.12206](https://arxiv.org/abs/2003.12206)).
 # - Tetlock and Gardner, *Superforecasting: The Art and Science of Prediction* (2015): how one gets better at predicting.
+# - The course's [glossary](../docs/glossary.md).
 
 # %%
 lab.done({"confirmed by the H200, of those it could test": confirmed})
