@@ -49,7 +49,7 @@ def _changes(claim: Claim, evidence: Evidence) -> dict[str, Change]:
     how, metric = claim.how, claim.how["metric"]
     pairs = list(zip(how["before"], how["after"], strict=True))
     present = [pair for pair in pairs if all(evidence.has(name, metric) for name in pair)]
-    if metric.endswith("rounded"):  # a batch that was timed too seldom leaves the others' verdict alone
+    if metric.endswith("_ms"):  # a batch that was timed too seldom leaves the others' verdict alone
         enough = [pair for pair in present if all(evidence.spread(n, metric).n >= FEWEST_SAMPLES for n in pair)]
         present = enough or present
     if not present:
@@ -57,7 +57,7 @@ def _changes(claim: Claim, evidence: Evidence) -> dict[str, Change]:
             f"No pair of runs recorded {metric}, e.g. {pairs[0][0]!r} and {pairs[0][1]!r}. "
             f"Type: labutils run {claim.lab}"
         )
-    if metric.endswith("rounded"):
+    if metric.endswith("_ms"):
         return {after: _change_of_time(evidence, before, after, how["towards"], metric) for before, after in present}
     return {
         after: _change(positive(evidence, before, metric), positive(evidence, after, metric), how["towards"])
@@ -67,7 +67,7 @@ def _changes(claim: Claim, evidence: Evidence) -> dict[str, Change]:
 
 def positive(evidence: Evidence, name: str, metric: str) -> Spread:
     """A time with its spread, or another quantity above 0."""
-    spread = evidence.duration(name, metric) if metric.endswith("rounded") else evidence.spread(name, metric)
+    spread = evidence.duration(name, metric) if metric.endswith("_ms") else evidence.spread(name, metric)
     if spread.low <= 0:
         raise NotTestable(f"The run {name!r} recorded {metric} = {spread.low:g}, of which nothing can be a share.")
     return spread
@@ -177,7 +177,7 @@ def helps(claim: Claim, evidence: Evidence) -> Finding:
     how = claim.how
     if "run" in how:
         change = _change(*(positive(evidence, how["run"], metric) for metric in how["metrics"]), how["towards"])
-    elif how["metric"].endswith("rounded"):
+    elif how["metric"].endswith("_ms"):
         change = _change_of_time(evidence, how["before"], how["after"], how["towards"], how["metric"])
     else:
         ends = (positive(evidence, how[end], how["metric"]) for end in ("before", "after"))

@@ -136,7 +136,7 @@ def limit(claim: Claim, evidence: Evidence) -> Finding:
     value = sum(evidence.number(how["run"], metric) for metric in how["metrics"])
     words, bound = ("at least", how["at_least"]) if "at_least" in how else ("at most", how["at_most"])
     margin = value - bound if words == "at least" else bound - value
-    text = {"rounded": "{:.2f} ms".format, "_ratio": "{:.2f}x".format, "_gb": "{:.0f} GB".format}.get(
+    text = {"_ms": "{:.2f} ms".format, "_ratio": "{:.2f}x".format, "_gb": "{:.0f} GB".format}.get(
         unit_of(how["metrics"][0]), percents
     )
     verdict = INCONCLUSIVE if abs(margin) < claim.tolerance else CONFIRMED if margin >= 0 else REFUTED

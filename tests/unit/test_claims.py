@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from labutils import articles, claims
 from labutils.claims import CONFIRMED, INCONCLUSIVE, NOT_TESTABLE, REFUTED, Judgement
 from labutils.claims.words import figures
-from labutils.results import Run, summarise
+from labutils.results import REFERENCE, Run, read_runs, summarise
 
 EVERY = articles.claims()
 CLAIMS = {id: claim for id, claim in EVERY.items() if claim.judge != "beyond"}
@@ -545,3 +545,21 @@ def test_a_cpu_is_named_as_the_reason_though_a_rung_was_left_out_there():
         run.machine = CPU
     assert runs["04", "stock"].workload
     assert "statement about a GPU" in judgement("A1.total.speedup", runs).why
+
+
+def test_the_reference_says_what_it_says_in_its_units():
+    """Limits of times are told in milliseconds, and changes of times are step by step where steps can be paired."""
+    reference = read_runs(REFERENCE)
+    units = {"_ms": " ms", "_ratio": "x", "_gb": " GB"}
+    told = 0
+    for claim in CLAIMS.values():
+        found = claims.assess(claim, reference)
+        if claim.judge == "limit" and found.shown:
+            metric = claim.how["metrics"][0]
+            assert found.shown.endswith(units.get("_" + metric.rpartition("_")[2], " %")), (claim.id, found.shown)
+            told += 1
+    assert told > 3
+    speed = claims.assess(CLAIMS["A2.fp8.speed"], reference)
+    ratio = claims.Evidence(CLAIMS["A2.fp8.speed"], reference).ratio("bf16 b1", "fp8-te b1")
+    assert ratio.paired
+    assert f"b1: {100 * (ratio.middle - 1):+.0f} %" in speed.shown
