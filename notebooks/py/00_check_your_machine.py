@@ -79,7 +79,7 @@ h200 = hardware.Probe("cuda", reference.samples, {}) if reference else None
 
 # %%
 findings = doctor.examine()
-print(doctor.render(findings))
+print(doctor.render(findings, width=84))
 
 # %% [markdown]
 # **Takeaway.** Check a machine before you trust it with a long run: a missing compiler or a small `/dev/shm` costs a

@@ -172,10 +172,10 @@ def count_of(desk: Desk, stem: str, pattern: str = "") -> int:
 
 
 def wait_for_all_cells(page: Page, cells: int) -> None:
-    """Return when all code cells were run, in order, none of them before; fails at the first error in a cell."""
+    """Return when all code cells were run, in order, none of them before; fails at the first error or warning."""
     look = """() => {
         const notebook = [...document.querySelectorAll('.jp-NotebookPanel')].find(panel => panel.checkVisibility());
-        const error = notebook.querySelector("[data-mime-type='application/vnd.jupyter.error']");
+        const error = notebook.querySelector("[data-mime-type='application/vnd.jupyter.stderr']");  // tracebacks, too
         const prompts = [...notebook.querySelectorAll('.jp-CodeCell .jp-InputPrompt')].map(e => e.textContent.trim());
         return {error: error && error.textContent, prompts};
     }"""
@@ -256,6 +256,19 @@ def test_lab_01_runs_from_the_menu(page, desk):
     ]
     assert [layout["metadata"]["id"] for layout in layouts] == ["course"]
     assert "notebook:notebooks/01_lora_math.ipynb" in layouts[0]["data"], "the learner's own layout is not kept"
+
+
+def test_an_error_in_a_cell_would_be_seen(page, desk):
+    cells = [nbformat.v4.new_code_cell(source) for source in ("x = 0", "1 / x", "x")]
+    metadata = {"kernelspec": {"name": "python3", "display_name": "Python 3 (ipykernel)", "language": "python"}}
+    nbformat.write(
+        nbformat.v4.new_notebook(cells=cells, metadata=metadata), desk.course / "notebooks" / "planted.ipynb"
+    )
+    page.locator("[data-command='filebrowser:refresh']").click()
+    opened(page, "planted")
+    choose(page, "Run", "Run All Cells")
+    with pytest.raises(AssertionError, match="ZeroDivisionError"):
+        wait_for_all_cells(page, len(cells))
 
 
 @pytest.mark.parametrize("stem", ["05_scale_into_fp8", "11_scoreboard"])
