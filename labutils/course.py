@@ -12,6 +12,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import gc
+import json
 import logging
 import os
 import shlex
@@ -158,6 +159,7 @@ class Lab:
         if values.get("scale", "auto") == "auto":
             values = values | {"scale": self.fitting_scale}
         self.parameters = values
+        self._made_of = _made_of(values)
         self.scale: str = values["scale"]
         self.weights: str = values.get("weights", "random")
         self.data: str = values.get("data", "generated")
@@ -220,31 +222,27 @@ class Lab:
             results.commit(),
             results.now(),
         )
-        run.beside = results.told(results.BESIDE)
+        run.beside, run.made_of = results.told(results.BESIDE), self._made_of
         self._results.append(run)
         if run.ok:
             self._measured.add(run.run)
 
     def measured(self, name: str, recipe: Recipe | None, measure: Callable[[], Run]) -> Run:
-        """The run `name` of `recipe` (None: of none): as an interrupted lab left it in the results folder, or measured
-        now and kept.
+        """The run `name` of `recipe` (None: of none, or whichever `measure` takes), as an interrupted lab left it in
+        the results folder, or measured now and kept.
 
-        What was left is taken only if nothing has changed since (scale, weights, data, recipe, machine, versions,
-        commit), and once: a cell that is run again measures again.
+        What was left is taken only if it was made of the same (code, parameters, recipe, machine, versions), and once:
+        a cell that is run again measures again.
         """
         return self.measured_together({name: recipe}, lambda: {name: measure()})[name]
 
     def measured_together(
-        self, recipes: Mapping[str, Recipe | None], measure: Callable[[], Mapping[str, Run]], scale: str = ""
+        self, recipes: Mapping[str, Recipe | None], measure: Callable[[], Mapping[str, Run]]
     ) -> dict[str, Run]:
-        """Name -> run, as `measured`, of recipes that are measured in one go: all are as they were left, or none.
-
-        scale: the workload's, where it isn't the lab's.
-        """
-        wanted = {n: recipe.fitted_to(self.device).as_dict() if recipe else {} for n, recipe in recipes.items()}
-        there = self._left_behind(scale)
-        left = {name: there[name] for name in wanted if name in there and name not in self._measured}
-        if {name: run.recipe for name, run in left.items()} == wanted:
+        """Name -> run, as `measured`, of recipes that are measured in one go: all are as they were left, or none."""
+        there = self._left_behind()
+        left = {name: there[name] for name in recipes if name in there and name not in self._measured}
+        if all(name in left and _is_of(left[name], recipe) for name, recipe in recipes.items()):
             self._measured.update(left)
             return left
         runs = dict(measure())
@@ -253,17 +251,20 @@ class Lab:
         self.keep(runs)
         return runs
 
-    def _left_behind(self, scale: str = "") -> dict[str, Run]:
-        """Name -> run that this lab's last start left here, if it did not get to its end and all else is alike."""
+    def _left_behind(self) -> dict[str, Run]:
+        """Name -> run that this lab's last start left here, if it did not get to its end and all else is alike.
+
+        Running out of memory is what was found out of a recipe; of anything else it is a failure, and tried again.
+        """
         mine = [r for r in results.read_records(self._results.path) if r.get("lab") == self.number]
         ends = [place for place, record in enumerate(mine) if record.get("status") == "done"]
         unfinished = mine[ends[-1] + 1 :] if ends else mine
-        here = (scale or self.scale, self.weights, self.data, self.machine, results.versions(), results.commit())
+        here = (self.machine, results.versions(), self._made_of)
         return {
             name: run
             for (_, name), run in results.runs_of(unfinished).items()
-            if (run.ok or run.status == "oom")
-            and (run.scale, run.weights, run.data, run.machine, run.versions, run.commit) == here
+            if (run.ok or (run.status == "oom" and run.recipe))
+            and (run.machine, run.versions, run.made_of) == here
             and (not run.beside or results.told(results.BESIDE))  # what others disturbed is measured again without them
         }
 
@@ -493,6 +494,18 @@ def _card(run: Run) -> str:
 def _day(run: Run) -> str:
     """The day on which a run was made."""
     return run.at.partition("T")[0]
+
+
+def _made_of(values: Mapping[str, Any]) -> str:
+    """Digest of what decides a lab's results beside the machine: its code, of the notebook as far as `labutils run`
+    tells it, and its parameters."""
+    sources = results.told(results.SOURCES) or {"labutils": results.code()}
+    return results.digest(json.dumps(part, sort_keys=True).encode() for part in (sources, values))
+
+
+def _is_of(run: Run, recipe: Recipe | None) -> bool:
+    """Whether a run was made of `recipe`, as fitted to a GPU or to a CPU; of None any run is."""
+    return recipe is None or run.recipe in [recipe.fitted_to(device).as_dict() for device in ("cuda", "cpu")]
 
 
 def _short(path: Path) -> str:

@@ -140,6 +140,10 @@ def launches(cases: Iterable[Case], ranks: int, steps: int, tiny: bool) -> list[
     return [tasks] if tiny else parts
 
 
+DOWNLOADING = {"timeout_s": 7200.0, "patience_s": 3600.0}
+"""How long a launch may take, and ranks wait for the first, where that one may have checkpoints to download."""
+
+
 def measured(
     lab: Any,
     tasks: Sequence[Task],
@@ -153,7 +157,7 @@ def measured(
     ended: list[Ended] = []
 
     def launched() -> dict[str, Run]:
-        ended.append(launch(tasks, ranks, device))
+        ended.append(launch(tasks, ranks, device, **(DOWNLOADING if "hub" in (lab.weights, lab.data) else {})))
         runs = {name: judge(name, run) for name, run in ended[-1].runs.items()}
         for run in runs.values():
             run.lane = "same work"
@@ -231,12 +235,14 @@ def link_of(run: Run) -> Link:
     return Link.of(run.samples, run.metrics["ranks"])
 
 
+def through(cases: Iterable[Case], alone: Mapping[str, Run]) -> list[Case]:
+    """The cases of which one process's run is there: a launch that failed leaves those that were through."""
+    return [case for case in cases if (name := case.run("one process")) in alone and alone[name].ok]
+
+
 def foretold(case: Case, alone: Mapping[str, Run], link: Link) -> dict[str, scaling.Foretold]:
     """Run's name -> prediction, for those runs of a case that the model speaks about."""
-    one = alone[case.run("one process")]
-    if not one.ok:
-        return {}
-    ranks = link.ranks
+    one, ranks = alone[case.run("one process")], link.ranks
     found = {f"ddp {ranks}": scaling.ddp(one, link)}
     if case.name in TURNED:
         found[f"ddp {ranks} bucket 1MB"] = scaling.ddp(one, link, cap_mb=1)
@@ -325,7 +331,7 @@ def with_prediction(runs: Mapping[str, Run]) -> dict[str, Run]:
 
 def steps_alone(cases: Iterable[Case], alone: Mapping[str, Run], runs: Iterable[str]) -> dict[str, float]:
     """Run's name -> the step of one process that does what each of its ranks does."""
-    steps = {case.name: alone[case.run("one process")].metric("step_ms") for case in cases}
+    steps = {case.name: alone[case.run("one process")].metric("step_ms") for case in through(cases, alone)}
     return {name: steps[case_of(name)] for name in runs if steps.get(case_of(name))}
 
 
@@ -403,11 +409,10 @@ bandwidth."""
 def needed_network(cases: Iterable[Case], alone: Mapping[str, Run], ranks: int) -> dict[str, dict[float, float]]:
     """Case's title -> GB/s of a link -> the efficiency of DDP that the model foretells, in percent."""
     links = {rate: scaling.flat_link(ranks, rate) for rate in NETWORKS.values()}
-    runs = {case.title: alone[case.run("one process")] for case in cases}
+    runs = {case.title: alone[case.run("one process")] for case in through(cases, alone)}
     return {
         title: {rate: 100 * scaling.ddp(run, link).efficiency for rate, link in links.items()}
         for title, run in runs.items()
-        if run.ok
     }
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import json
 import math
 import os
@@ -56,7 +57,8 @@ class Run:
     `metrics` holds summaries ({"median", "p10", "p90", "n"}) and single numbers, `samples` the raw series behind them.
     Units are in the names: `_ms`, `_s`, `_gb` (10^9 bytes), `_per_s`; ratios (`gpu_busy`, `mfu`) lie in 0..1.
     `status` is "ok", "oom", "skipped: why" or "error: what". `beside`: how many other labs may have run on this machine
-    at the same time, as far as `labutils run` knows.
+    at the same time, as far as `labutils run` knows. `made_of`: a digest of the code and the parameters behind it; of
+    equal ones an interrupted lab's runs are taken over.
     """
 
     lab: str
@@ -75,6 +77,7 @@ class Run:
     commit: str = ""
     at: str = ""
     beside: int | None = None
+    made_of: str = ""
 
     @property
     def ok(self) -> bool:
@@ -230,6 +233,26 @@ def told(name: str) -> Any:
         return json.loads(os.environ.get(name, "null"))
     except ValueError:  # somebody set it by hand
         return None
+
+
+def code() -> str:
+    """Digest of every file of labutils that can change what a lab does, by name and content."""
+    files = (path for path in (REPOSITORY / "labutils").rglob("*") if path.suffix in (".py", ".mplstyle"))
+    return _digest_of(tuple(sorted((str(path), path.stat().st_mtime_ns) for path in files if path.is_file())))
+
+
+@functools.lru_cache(1)
+def _digest_of(files: tuple[tuple[str, int], ...]) -> str:
+    root = REPOSITORY / "labutils"
+    return digest(part for path, _ in files for part in (os.path.relpath(path, root).encode(), Path(path).read_bytes()))
+
+
+def digest(parts: Iterable[bytes]) -> str:
+    """Of the parts and of where each ends."""
+    whole = hashlib.sha256()
+    for part in parts:
+        whole.update(b"%d:" % len(part) + part)
+    return whole.hexdigest()[:16]
 
 
 def now() -> str:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import hashlib
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -63,35 +61,9 @@ def sources_of(lab: Lab) -> dict[str, str]:
 
     cells = nbformat.read(lab.path, as_version=4).cells
     return {
-        "notebook": _digest(cell.source.encode() for cell in cells if cell.cell_type == "code"),
-        "labutils": _package(),
+        "notebook": results.digest(cell.source.encode() for cell in cells if cell.cell_type == "code"),
+        "labutils": results.code(),
     }
-
-
-def _package() -> str:
-    """Digest of every file of the package that can change what a lab does, by name and content."""
-    return _digest_of(tuple(sorted((str(p), p.stat().st_mtime_ns) for p in _files())))
-
-
-@functools.lru_cache(1)
-def _digest_of(files: tuple[tuple[str, int], ...]) -> str:
-    root = results.REPOSITORY / "labutils"
-    return _digest(
-        part for path, _ in files for part in (os.path.relpath(path, root).encode(), Path(path).read_bytes())
-    )
-
-
-def _files() -> Iterable[Path]:
-    found = (results.REPOSITORY / "labutils").rglob("*")
-    return (path for path in found if path.suffix in (".py", ".mplstyle") and path.is_file())
-
-
-def _digest(parts: Iterable[bytes]) -> str:
-    """Of the parts and of where each ends."""
-    whole = hashlib.sha256()
-    for part in parts:
-        whole.update(b"%d:" % len(part) + part)
-    return whole.hexdigest()[:16]
 
 
 def seconds_before(lab: Lab, values: Mapping[str, Any], folders: Iterable[Path]) -> float | None:

@@ -490,7 +490,6 @@ tried = seeds or (2 if tiny else 3)
 kept = lab.measured_together(
     {f"loss {name}": recipe.but(seed=tried - 1) for name, recipe in recipes.items()},
     lambda: trials.losses_over_seeds(small, recipes, tried, 4 if tiny else 20, changes),
-    scale=small.scale,
 )
 losses = {name.removeprefix("loss "): run for name, run in kept.items()}
 curve = losses["bf16"].metrics["loss"]

@@ -119,8 +119,9 @@ with lab.attempt("Several ranks on this machine", reference="all-reduce"):
 
 # %%
 with lab.attempt("The link's picture", reference="all-reduce"):
-    fleet.need(alone)
-    marks = {case.title: 1e6 * alone[case.run("one process")].metrics["gradient_mb"] for case in cases.values()}
+    fleet.need(alone.get("all-reduce"))
+    there = fleet.through(cases.values(), alone)
+    marks = {case.title: 1e6 * alone[case.run("one process")].metrics["gradient_mb"] for case in there}
     fig, ax = plt.subplots()
     plots.link(ax, alone["all-reduce"].samples, marks)
     plt.show()
@@ -169,12 +170,12 @@ lab.predict("efficiency of DDP for LoRA", my_efficiency, "%")
 
 # %%
 with lab.attempt("The model's predictions", reference="foretold"):
-    fleet.need(alone)
+    fleet.need(alone.get("all-reduce"))
     link = fleet.link_of(alone["all-reduce"])
-    for case in cases.values():
+    for case in fleet.through(cases.values(), alone):
         foretold |= fleet.foretold(case, alone, link)
     steps_foretold = {name: found.step_ms for name, found in foretold.items()}
-    lab.measured("foretold", None, lambda: Run("10", "", metrics=steps_foretold))
+    lab.keep(Run("10", "foretold", metrics=steps_foretold))
     lab.table(fleet.FORETOLD_HEAD, *fleet.foretold_rows(foretold))
 
 # %% [markdown]

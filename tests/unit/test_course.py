@@ -175,7 +175,7 @@ def test_what_is_measured_together_is_taken_together(measure, tmp_path):
     assert [three[name].metrics["n"] for name in "abc"] == [3, 4, 5]
 
 
-@pytest.mark.parametrize("change", ["recipe", "scale", "commit", "machine", "status", "done", "lab"])
+@pytest.mark.parametrize("change", ["recipe", "scale", "code", "machine", "status", "done", "lab"])
 def test_what_was_left_is_taken_only_if_nothing_changed(change, measure, tmp_path, monkeypatch):
     first = open_lab("03", notebook(results_dir=str(tmp_path)))
     run = first.measured("a", STOCK, measure)
@@ -184,14 +184,55 @@ def test_what_was_left_is_taken_only_if_nothing_changed(change, measure, tmp_pat
         first.keep(run)
     elif change == "done":
         first.done({})
-    elif change == "commit":
-        monkeypatch.setattr(results, "commit", lambda: "another")
+    elif change == "code":
+        monkeypatch.setattr(results, "code", lambda: "another")
     elif change == "machine":
         monkeypatch.setattr(hardware, "machine", lambda: {"cpu": "another"})
     scale, number = "small" if change == "scale" else "tiny", "04" if change == "lab" else "03"
     again = open_lab(number, notebook(results_dir=str(tmp_path), scale=scale))
     recipe = STOCK.but(rank=8) if change == "recipe" else STOCK
     assert again.measured("a", recipe, measure).metrics == {"n": 2}
+
+
+@pytest.fixture
+def interrupted(tmp_path):
+    """`interrupted(run, **parameters)`: the run as a lab left it that had those parameters and was then interrupted."""
+
+    def leave(run, **own):
+        first = open_lab("03", notebook(dict.fromkeys(own, int), results_dir=str(tmp_path), **own))
+        first.keep(run)
+        return lambda **again: open_lab("03", notebook(dict.fromkeys(again, int), results_dir=str(tmp_path), **again))
+
+    return leave
+
+
+def test_what_was_left_is_of_the_same_parameters_and_code(interrupted, measure, monkeypatch):
+    again = interrupted(Run("03", "a", metrics={"n": 0}), steps=1)
+    assert again(steps=1).measured("a", None, measure).metrics == {"n": 0}
+    assert again(steps=20).measured("a", None, measure).metrics == {"n": 1}
+    monkeypatch.setattr(results, "code", lambda: "edited, and not committed")
+    assert again(steps=1).measured("a", None, measure).metrics == {"n": 2}
+
+
+def test_batches_tell_their_notebooks_code_as_well(interrupted, measure, monkeypatch):
+    monkeypatch.setenv(results.SOURCES, '{"notebook": "1", "labutils": "1"}')
+    again = interrupted(Run("03", "a", metrics={"n": 0}))
+    assert again().measured("a", None, measure).metrics == {"n": 0}
+    monkeypatch.setenv(results.SOURCES, '{"notebook": "2", "labutils": "1"}')
+    assert again().measured("a", None, measure).metrics == {"n": 1}
+
+
+def test_out_of_memory_is_a_result_of_a_recipe_only(interrupted, measure):
+    of_a_recipe = Run("03", "a", status="oom", recipe=STOCK.fitted_to("cpu").as_dict())
+    assert interrupted(of_a_recipe)().measured("a", STOCK, measure).status == "oom"
+    assert interrupted(Run("03", "b", status="oom"))().measured("b", None, measure).metrics == {"n": 1}
+
+
+def test_what_ranks_on_a_cpu_left_is_taken_where_there_is_a_gpu(interrupted, measure, monkeypatch):
+    """Also what was measured at another scale than the lab's."""
+    left = Run("03", "a", workload="sd15-lora", scale="small", recipe=STOCK.fitted_to("cpu").as_dict())
+    monkeypatch.setattr(hardware, "device", lambda: "cuda")
+    assert interrupted(left)().measured("a", STOCK, measure).scale == "small"
 
 
 def test_predictions_are_kept_and_scored(lab, capsys):

@@ -237,9 +237,10 @@ def test_smaller_is_right_only_with_the_same_gradients(layer):
     assert "the result is off by" in ask(lambda x: 2 * restoring(layer)(x))
 
 
-def test_only_right_is_a_solution(capsys):
-    solved("Exercise 1: right. So it is.")
-    assert capsys.readouterr().out == "Exercise 1: right. So it is.\n"
-    for said in ("Exercise 1: not yet. All right otherwise.", "Exercise 1: inconclusive. right", "right"):
+def test_a_wrong_solution_ends_the_lab_and_an_undecided_one_does_not(capsys):
+    for said in ("Exercise 1: right. So it is.", "Exercise 1: inconclusive. Noise."):
+        solved(said)
+        assert capsys.readouterr().out == f"{said}\n"
+    for said in ("Exercise 1: not yet. All right otherwise.", "right"):
         with pytest.raises(AssertionError, match=said.split(".")[0]):
             solved(said)

@@ -434,17 +434,17 @@ def test_every_source_of_the_package_counts(monkeypatch, tmp_path):
     (package / "data").mkdir(parents=True)
     (package / "data" / "files.py").write_text("x = 1")
     monkeypatch.setattr(results, "REPOSITORY", tmp_path)
-    seen = [planning._package()]
+    seen = [results.code()]
     for change in (
         lambda: (package / "data" / "files.py").write_text("x = 2  # longer"),
         lambda: (package / "course.mplstyle").write_text("lines.linewidth: 2"),
         lambda: (package / "data" / "files.py").rename(package / "files.py"),
     ):
         change()
-        seen.append(planning._package())
+        seen.append(results.code())
     (package / "notes.txt").write_text("nothing that runs")
     assert len(set(seen)) == len(seen)
-    assert planning._package() == seen[-1]
+    assert results.code() == seen[-1]
 
 
 def test_how_long_it_took_is_looked_up_at_the_same_scale(tmp_path):
