@@ -8,6 +8,7 @@ errors  = numerical_effects(workload)                 loss and gradient against 
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import os
@@ -354,7 +355,7 @@ def optimizer_rows(runs: Mapping[str, Run]) -> list[tuple[Any, ...]]:
 
 # ------------------------------------------------------------------------------------------- the environment's switches
 
-BESIDE = Recipe(driver="eager", logging="ring-buffer", num_workers=4, persistent_workers=True)
+IN_ITS_OWN_PROCESS = Recipe(driver="eager", logging="ring-buffer", num_workers=4, persistent_workers=True)
 """A loop in which host and GPU could work side by side: nothing is read while training, images come from workers."""
 
 
@@ -364,6 +365,8 @@ def trained_alone(workload: Workload, recipe: Recipe, steps: int, environment: M
     order = {
         "name": workload.name,
         "scale": workload.scale,
+        "weights": workload.weights,
+        "data": workload.data,
         "device": workload.device.type,
         "cache_dir": str(workload.cache_dir),
         "recipe": recipe.as_dict(),
@@ -408,19 +411,19 @@ def visible_gpus(variable: str | None) -> int:
 
 def _main() -> None:
     """The child's side: an order on standard input, the run as the last line of standard output."""
-    from labutils.training.comparing import Contender, empty_run
+    from labutils.training.comparing import Contender, empty_run, status_of
 
     order = json.load(sys.stdin)
     recipe, steps = Recipe(**order.pop("recipe")), order.pop("steps")
     workload = open_workload(**order)
     run = empty_run(workload, recipe, "alone")
     # Not `train`, which measures what the machine reaches first: that takes longer than all steps do.
-    contender = Contender(workload, recipe, warmup=1)
     try:
-        contender.measure(steps)
-        contender.report_times(run)
-    finally:
-        contender.close()
+        with contextlib.closing(Contender(workload, recipe, warmup=1)) as contender:
+            contender.measure(steps)
+            contender.report_times(run)
+    except Exception as error:
+        run.status = status_of(error)
     print(json.dumps({"status": run.status, "metrics": run.metrics, "samples": run.samples}))
 
 

@@ -187,7 +187,7 @@ class Bench:
         except Exception as error:
             if not ranks.here().alone:
                 raise  # the others are in the midst of the same step, and wait for this rank
-            self.failed[name] = _status_of(error)
+            self.failed[name] = status_of(error)
         # Outside the except block: inside it the exception still holds the frames, and these the tensors.
         self._end(name)
         gc.unfreeze()  # what is frozen isn't collected; a session's modules and hooks refer to each other
@@ -213,7 +213,7 @@ class Bench:
         self.close()
 
 
-def _status_of(error: Exception) -> str:
+def status_of(error: Exception) -> str:
     """What a run's `status` says about `error`, in one line, as it may stand in a table."""
     if isinstance(error, Unavailable):
         return f"skipped: {error}"

@@ -565,8 +565,8 @@ with lab.attempt("CUDA's variables", reference="launches block"):
         raise NotHere("there is no GPU whose launches could overlap")
     for name, value in (("launches overlap", "0"), ("launches block", "1")):
         environment = {"CUDA_LAUNCH_BLOCKING": value}
-        alone = partial(switches.trained_alone, stable_diffusion, switches.BESIDE, 6, environment, name)
-        lab.measured(name, switches.BESIDE, alone)
+        alone = partial(switches.trained_alone, stable_diffusion, switches.IN_ITS_OWN_PROCESS, 6, environment, name)
+        lab.measured(name, switches.IN_ITS_OWN_PROCESS, alone)
     seen = {"none": switches.visible_gpus(""), "one": switches.visible_gpus("0")}
     lab.keep(Run("09", "visible devices", metrics=seen | {"as_asked": int(seen == {"none": 0, "one": 1})}))
 lab.verdict("A4.environment.launch-blocking", "A4.environment.visible-devices");

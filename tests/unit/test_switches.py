@@ -172,6 +172,8 @@ def test_a_process_of_its_own_reports_its_run(little):
     work = open_workload("sd15-lora", "tiny", device="cpu", cache_dir=little.cache_dir)
     run = switches.trained_alone(work, recipe, 3, {"OMP_NUM_THREADS": "1"}, "alone")
     assert run.ok and run.run == "alone" and run.metric("step_ms") > 0 and len(run.samples["step_ms"]) >= 3
+    refused = switches.trained_alone(work, recipe.but(base_linear="fp8-te"), 3, {}, "refused")
+    assert refused.status.startswith(("error: ValueError", "skipped: "))
     failed = switches.trained_alone(
         work, recipe, 3, {"LABUTILS_CACHE": "x", "PYTHONPATH": "/nowhere", "PYTHONHOME": "/no"}, "broken"
     )
