@@ -98,7 +98,9 @@ print("Our H200's record has runs of labs:", ", ".join(sorted({number for number
 # | *not testable here* | this machine, or what has been run on it, can't answer |
 #
 # When is a difference of two times beyond the spread? Each time has a range, p10 to p90: its samples without the lowest
-# and the highest tenth. If the two ranges overlap, the verdict is *inconclusive*, whatever the medians say.
+# and the highest tenth. If the two ranges overlap, the verdict is *inconclusive*, whatever the medians say. (Where two
+# runs trained on the same batches of varying length, each step is compared with its counterpart, and the rule is
+# applied to the ratios: does their range include 1?)
 #
 # The H200 could test only claims of the labs that are in its record (the last line of section 1's output).
 #
