@@ -118,7 +118,7 @@ lab.verdict("A3.int8.constant", "A3.int8.codes", "A3.int8.restored");
 # Now take a weight matrix of a million normally distributed numbers, and make one of them as large as a thousand standard
 # deviations. Quantise it with one constant for all, and then in *blocks* of 64 numbers with a constant each.
 #
-# **Your prediction:** with one constant, which share of the other codes becomes 0, in percent?
+# **Your prediction:** with one constant, what share of the other codes becomes 0, in percent?
 
 # %%
 my_zeros: float | None = None  # for example 50
@@ -179,19 +179,20 @@ print(f"Relative error: INT4 {errors['INT4, blocks of 64']:.2%}, NF4 {errors['NF
 print(f"An NF4 code carries {4 * share:.2f} of its 4 bits.")
 lab.verdict("A3.nf4.better", "A3.nf4.optimal");
 # %% [markdown]
-# In information theory "optimal" would mean that all 16 codes are equally frequent, so that no bit is wasted. They nearly
-# are. The difference comes from the blocks: the levels are quantiles of a normal distribution, but what they hold is a
-# block's numbers *divided by the largest of them*, and so each block has one number that is exactly 1 or −1. These are
-# the two spikes at the edges of the picture. (Equally frequent codes don't give the smallest error, either: for that,
-# more levels would have to lie in the tails.)
+# The article calls NF4 information-theoretically optimal. That would mean that all 16 codes are equally frequent, so
+# that no bit is wasted. They nearly are. The difference comes from the blocks: the levels are quantiles of a normal
+# distribution, but what they hold is a block's numbers *divided by the largest of them*, and so each block has one
+# number that is exactly 1 or −1. These are the two spikes at the edges of the picture. (Equally frequent codes don't
+# give the smallest error, either: for that, more levels would have to lie in the tails.)
 #
 # ### The constants' price
 #
 # **Question.** Blocks need constants. What do these cost?
 #
 # A constant of 32 bits for every 64 weights is half a bit a weight, an eighth of what the codes take. *Double
-# quantisation* quantises the constants as well: to 8 bits each, with one 32-bit constant for every 256 of them. Both are
-# counted twice below: in the bytes that bitsandbytes, the library behind QLoRA, holds, and by arithmetic.
+# quantisation* quantises the constants as well: to 8 bits each, with one 32-bit constant for every 256 of them. Below,
+# the bits a weight are worked out in two ways, for both kinds of constants: from the bytes that bitsandbytes, the
+# library behind QLoRA, holds, and by arithmetic.
 
 # %%
 same = methods.same_as_bitsandbytes(matrix)
@@ -246,8 +247,13 @@ lab.verdict("A3.qlora.dequantised");
 # **Question.** LoRA adds the product of two thin matrices to each weight, $W' = W + BA$. How many numbers are trained,
 # and does it matter in which order you multiply?
 #
-# **Your prediction:** with r = 8, how many times as many FLOPs does $x\,(BA)$, *wide first*, take as $(x A)\,B$, *thin
-# first*, gradients included?
+# $W$ has the shape [out, in], $A$ [r, in] and $B$ [out, r]. PyTorch's rows $x$ of inputs are multiplied from the right,
+# so the adapter adds $x A^T B^T$ to the layer's result $x W^T$. It can be computed in two orders. *Wide first*,
+# $x\,(BA)^T$, makes a matrix as large as $W$; *thin first*, $(x A^T)\,B^T$, never has more than r numbers a token in
+# between.
+#
+# **Your prediction:** with r = 8, how many times as many FLOPs does *wide first* take as *thin first*, gradients
+# included?
 
 # %%
 my_order: float | None = None  # for example 10
@@ -267,12 +273,11 @@ ratios = [methods.chain_flops("wide first", 3444, r) / methods.chain_flops("thin
 lab.table(("rank r", *ranks), ("wide first, times the FLOPs of thin first", *(f"{ratio:.3g}" for ratio in ratios)))
 lab.verdict("A3.lora.count", "A3.lora.small-file", "A3.unsloth.order");
 # %% [markdown]
-# PyTorch multiplies in the order in which the code is written, and PEFT writes the thin product first. So this order is
-# nothing that only unsloth has. It stops to matter in the last columns, where the rank comes near the matrix's own
-# width.
+# PyTorch multiplies in the order in which the code is written. PEFT writes the thin product first, so unsloth isn't
+# alone in this. The order stops mattering in the last columns, where the rank comes near the matrix's own width.
 #
-# **Takeaway.** At the ranks that are in use, multiply thin first. LoRA then adds next to no arithmetic; what it adds is
-# many small kernels.
+# **Takeaway.** At the ranks that are in use, multiply thin first. LoRA then adds next to no arithmetic. (It still adds
+# many small kernels, each with a launch; FLOPs don't count those.)
 
 # %% [markdown]
 # ## 4 · Three methods, two lengths of text
@@ -281,13 +286,16 @@ lab.verdict("A3.lora.count", "A3.lora.small-file", "A3.unsloth.order");
 #
 # | method | what it is |
 # |---|---|
-# | *lora* | PEFT's LoRA on 16-bit weights: batch 4, r = 8 on all seven projections, driven by accelerate |
+# | *lora* | PEFT's LoRA on 16-bit weights: batch 4, r = 8 on all seven matrices of a block, driven by accelerate |
 # | *qlora* | QLoRA as it is usually written: 4-bit weights, and PEFT's `prepare_model_for_kbit_training` |
 # | *unsloth* | unsloth's QLoRA, in a process of its own, since importing it changes the other libraries |
 #
-# *short* texts are instructions of 117 tokens on average, *long* ones articles of 861. All are padded to the longest in
-# their batch. Every method gets the same batches, so that steps can be compared one by one: the longest batch has more
-# than twice as many tokens as the shortest.
+# The seven matrices, or *projections*, are those of attention (query, key, value, output) and of the MLP (gate, up,
+# down).
+#
+# *short* texts are instructions of 117 tokens on average, *long* ones encyclopedia texts of 861. All are padded to the
+# longest in their batch. Every method gets the same batches, so that steps can be compared one by one: the longest
+# batch has more than twice as many tokens as the shortest.
 #
 # **Your prediction:** by how many percent is QLoRA's step on long texts longer than LoRA's?
 
@@ -337,7 +345,8 @@ plt.show()
 # it starts high, setting up and the first step took long.
 #
 # On a GPU the same log has the memory: *allocated* is what tensors hold between two steps, *peak* the most they held so
-# far, *reserved* what PyTorch has taken from the driver.
+# far, *reserved* what PyTorch has taken from the driver. The log counts as the article's does, in GiB of 2³⁰ bytes; the
+# tables of this lab count in GB of 10⁹ bytes, and so show 7 % more for the same memory.
 
 # %%
 columns = {"memory_allocated_gb": "allocated", "memory_reserved_gb": "reserved", "peak_memory_gb": "peak so far"}
@@ -380,8 +389,9 @@ if "unsloth long" in runs:
 # - *checkpointed*: blocks keep only their inputs and are computed again in the backward pass.
 # - *fp32 casts*: embeddings, norms and head are turned into float32 (on a CPU they are anyway).
 #
-# Each change is made alone, starting from *lora*. A fourth, *offloaded*, is unsloth's: checkpointing that sends the blocks'
-# inputs to the host and fetches each while the block behind it computes.
+# Each change is made alone, starting from *lora*. A fourth, *offloaded*, is unsloth's: checkpointing that sends the
+# blocks' inputs to the host, and fetches each back during the backward pass, while the block after it is being computed
+# again.
 #
 # **Your prediction:** how many percent of QLoRA's extra time come from the 4-bit weights?
 
@@ -402,11 +412,13 @@ plots.steps(ax, {name: runs[name] for name in bundle if runs[name].ok})
 plt.show()
 
 # %% [markdown]
-# (A range here is mostly the batches' different lengths. The table below compares each step with *lora*'s on the same
-# batch.)
+# (The bars' ranges mostly come from the batches' different lengths. The table below compares each step with *lora*'s on
+# the same batch.)
 #
-# Memory is measured at two batch sizes, on texts padded to the full length. Two points make a line: how much is there at
-# any batch, and how much each example adds.
+# Memory is measured at two batch sizes, on texts padded to the full length. Two points make a line: how much is there
+# at any batch, and how much each example adds. One more row joins here, *fused loss*: it computes the loss for a chunk
+# of tokens at a time, so that the *logits*, one number for each token and each word of the vocabulary, never exist all
+# at once.
 
 # %%
 room = hardware.cuda.free_memory()
@@ -427,16 +439,17 @@ lab.on_reference(methods.BUNDLE_HEAD, methods.bundle_of, "lora long*", "qlora lo
 lab.verdict("A3.qlora.cause", "A3.checkpointing.memory", "A3.checkpointing.slower")
 lab.verdict("A3.offload.time", "A3.offload.memory");
 # %% [markdown]
-# **At any batch** is where 4-bit weights save. (At `full` *qlora* has more there than *4 bits*: its embedding and head,
-# the largest matrices of all, are turned into float32.)
+# The column *GB at any batch* shows what 4-bit weights save. (At `full` *qlora* has more there than *4 bits*: its
+# embedding and head, the largest matrices of all, are turned into float32.)
 #
-# **An example** is where checkpointing saves: without it, an example adds what all blocks keep. With it, what remains is
-# mostly the logits, one number for each token and each of 152 thousand words (1024 words at `tiny`). The *fused loss*
-# forms them chunk by chunk; its row shows how much they were. So at a large batch checkpointing matters most, the loss
-# comes second, and the format of the weights hardly changes what an example adds.
+# The column *GB an example* shows what checkpointing saves: without it, an example adds what all blocks keep. With it,
+# what remains is mostly the logits, for a vocabulary of 152 thousand words (1024 at `tiny`); the row *fused loss* shows
+# how much they were. So at a large batch checkpointing matters most, the loss comes second, and the format of the
+# weights hardly changes what an example adds.
 #
-# **Offloaded** saves what checkpoints take. That grows with the model's depth, and shows in the peak only where logits
-# don't take more. (On a CPU the host is the device: nothing can be saved there.)
+# Sending checkpoints to the host (*offloaded*) saves the GPU memory that they take. That grows with the model's depth,
+# and shows in the peak only where logits don't take more. (On a CPU the host is the device: nothing can be saved
+# there.)
 #
 # **Takeaway.** Before you call a format slow or small, change it alone.
 
@@ -446,9 +459,10 @@ lab.verdict("A3.offload.time", "A3.offload.memory");
 # **Question.** The article had to stop at batch 2 with one method and reached 32 with another. Can you say beforehand
 # where a card will be full?
 #
-# The lines of the last section say where: where they reach the card's size. On a GPU the prediction for *this* card is
-# put to the test, for LoRA and QLoRA: at nine tenths of the predicted batch training must run, and at a tenth more it
-# must fail.
+# The lines of the last section say where: where they reach the card's size. But that memory *is* a straight line over
+# the batch is so far only assumed; two points lie on a line in any case. On a GPU the prediction for *this* card is put
+# to the test, for LoRA and QLoRA: at 0.9 times the predicted batch training must run, and just above 1.1 times it must
+# fail. Without a GPU there is no such test, and the line stays an assumption.
 
 # %%
 sizes = (24, 48, 80, 96, 141) if on_gpu else (0.024, 0.048, 0.096)  # GB; a tiny model fits cards of some megabytes
@@ -461,8 +475,9 @@ for name, run in memory.items():
         print(f"{name}: the line says {run.metrics['largest_batch']} on this card ({room:.0f} GB free). It {outcome}.")
 
 # %% [markdown]
-# **Takeaway.** Memory is a straight line over the batch, so two points are enough to plan with. Take them on the longest
-# texts: it is the batch with those that fails.
+# **Takeaway.** Where memory is a straight line over the batch, two points are enough to plan with. A try near the
+# predicted batch shows whether it is one. Take all of these on the longest texts: it is the batch with those that
+# fails.
 
 # %% [markdown]
 # ## 7 · A recipe of our own
@@ -472,7 +487,7 @@ for name, run in memory.items():
 # The ladder starts at *lora* of section 4, and each rung keeps the changes of the rungs before it:
 #
 # - no library around the loop, and no mask, so that PyTorch can choose its fastest attention kernel;
-# - the loss computed chunk by chunk, so that the logits of 152 thousand words never exist all at once;
+# - the loss computed chunk by chunk, so that the logits never exist all at once (section 5's *fused loss*);
 # - on a GPU, one block's compiled code for all blocks;
 # - rows *packed* with several texts that don't see each other, so that nothing is padding;
 # - finally, frozen weights in FP8, or in 4 bits that are restored inside the compiled block.
@@ -524,17 +539,19 @@ lab.table(("", "we aimed at", "here", "H200"), *methods.goal_rows(targets, lab.r
 # **unsloth** appears twice in the last table. With rows packed as ours, in our loop, two ways to compute the same model
 # are compared. With its padded batches, packing counts as well, which unsloth can also do itself.
 #
-# **Takeaway.** Each of these means can be had and measured by itself: what it brings is the difference between its rung
-# and the one before. Which of them make unsloth fast is not answered here, as none of its parts was switched off.
+# **Takeaway.** Each of these techniques can be used and measured on its own: what it brings is the difference between
+# its rung and the one before. Which of them make unsloth fast is not answered here, as none of its parts was switched
+# off.
 
 # %% [markdown]
 # ## 8 · A bare title
 #
-# **Question.** After 2500 articles with their titles, the article's model answers with a bare title where it used to
-# explain. What has fine-tuning changed?
+# **Question.** Article A3 fine-tunes its model on 2500 encyclopedia texts, each with its title as the answer.
+# Afterwards the model answers with a bare title where it used to explain. What has fine-tuning changed?
 #
 # Random weights have no habits to change. So you first train a small model from scratch, all its weights, until it
-# introduces what a text is about. Its language is Japanese, as the article's is. You needn't read it; look at the form:
+# introduces what a text is about. Its language is Japanese, as that of A3's texts is. You needn't read it; look at the
+# form:
 #
 # | | a text about the hot spring (温泉) of Asama (浅間) is answered with |
 # |---|---|
@@ -578,8 +595,8 @@ ax.legend()
 plt.show()
 
 # %% [markdown]
-# The loss falls for either. But does a falling loss show that the *style* has changed? The table above does, as it counts
-# answers.
+# The loss falls in both trainings. But does a falling loss show that the *style* has changed? The table above does, as
+# it counts answers.
 #
 # Now train a second adapter, which answers with the place alone. Each adapter is a few kilobytes beside one frozen model:
 # to change the task, change the adapter.
@@ -587,7 +604,7 @@ plt.show()
 # %%
 reader.fine_tune("place", 40)
 answers = {name: reader.answers(name) for name in (None, "title", "place")}
-rows = [("article", "no adapter", "adapter *title*", "adapter *place*")]
+rows = [("text", "no adapter", "adapter *title*", "adapter *place*")]
 for index in range(4):
     rows.append((reader.questions[index].body, *(given[index] for given in answers.values())))
 lab.table(*rows)

@@ -40,7 +40,7 @@
 # |---|---|---|
 # | `tiny` | any CPU | 1 minute |
 # | `small` | a GPU of 8 GB | 4 minutes |
-# | `full` | a GPU of 96 GB or more: the expert loop alone takes some 82 | 8 minutes |
+# | `full` | a GPU of 96 GB or more: gpt-oss in the library's own form takes some 82 GB | 8 minutes |
 #
 # At `full` the models are Qwen3-8B and gpt-oss-20b to the last parameter, with random weights: times and memory are
 # theirs, losses are not.
@@ -133,8 +133,8 @@ lab.verdict(
 # The article has copied NVIDIA's tables correctly, and there the figures for tensor cores are with sparsity, on both
 # cards. So the *ratio* of the two cards is right: 2.25 in 16 bits, and 1.87 in bandwidth. On paper the H100 wins twice.
 #
-# **Takeaway.** Before you compare a step with a data sheet, halve what it prints for tensor cores. And notice what no data
-# sheet says: how fast the host can tell the card what to do.
+# **Takeaway.** Before you compare a step with a data sheet's figure for tensor cores, check whether it means "with
+# sparsity"; if so, halve it. And notice what no data sheet says: how fast the host can tell the card what to do.
 
 # %% [markdown]
 # ## 2 · A model of a step
@@ -147,18 +147,20 @@ lab.verdict(
 #
 # $$ t = \max(K,\; n\,c) + t_\text{copies} $$
 #
-# if neither has to wait for the other in between. This is the *short form*. Plain loops do wait: the experts' loop asks
-# the GPU which experts were chosen, and can't go on without the answer. So there is also the *replay*: the same numbers
-# launch by launch, in order, with every wait (`labutils/prediction.py`, one page).
+# if neither has to wait for the other in between. This is the *short form*. Plain loops do wait. In gpt-oss a small
+# router chooses for each token which *experts* (parts of the layer) compute it, and the library's code takes one expert
+# after the other. This *expert loop* asks the GPU which experts were chosen, and can't go on without the answer. So
+# there is also the *replay*: the same numbers launch by launch, in order, with every wait (`labutils/prediction.py`,
+# one page).
 #
 # **Where do the numbers come from?** A model that was fitted to what it predicts would prove nothing.
 #
 # - $K$ and $n$ come from a trace of the step. The profiler slows the host down, but hardly the kernels. (The step runs for
 #   a second beforehand, so that the GPU is as warm as when it is timed.)
 # - $c$ comes from *another* step, the *light step*: the shortest text, on a thin model with the same layers and experts
-#   and an eighth of the width. The host does the same work for it, and the kernels take little; so its time is the
-#   host's. (If a GPU took half of it or more, it would not be used. Forward and backward pass have a $c$ each: the one
-#   launches from Python, the other from C++.)
+#   and an eighth of the width. The host does the same work for it, but its kernels are so short that the step's time is
+#   the host's. (If the kernels take half of the light step or more, the estimate is discarded.) Forward and backward
+#   pass have a $c$ each: the one launches from Python, the other from C++.
 #
 # A CPU is host and device in one and can't run ahead of itself. There the two times add up.
 
@@ -173,7 +175,7 @@ with lab.attempt("Timing the shortest call"):
 # %% [markdown]
 # That was a call by itself. In a training step Python code, autograd and adapters stand around each call.
 #
-# **Your prediction:** the host's time for a launch in the experts' loop, in µs.
+# **Your prediction:** the host's time for a launch in the expert loop, in µs.
 
 # %%
 my_host: float | None = None  # for example 5
@@ -271,6 +273,9 @@ lab.verdict("A3.moe.launches", "A3.dense.busy");
 # profiler slows down what it times, and other programs want the cores, too; there predictions are further off.
 #
 # ### What are fewer launches worth?
+#
+# **Question.** The ways to train gpt-oss launch ever fewer kernels for the same texts. How much faster than the expert
+# loop is each?
 
 # %%
 on_long = [run for run in told_runs if run.run.startswith("moe long")]
@@ -279,8 +284,12 @@ of_moe = ["moe long", *(f"moe long, {way}" for way in ("grouped", "captured", "c
 lab.on_reference(launches.SPEED_HEAD, lambda runs: launches.speed_rows(runs.values(), base="moe long"), *of_moe)
 
 # %% [markdown]
-# **Takeaway.** A step runs on two clocks, the host's and the GPU's, and the slower one decides. Find out which it is
-# before you buy a faster card.
+# Read *launches* and *kernels* together. Where launches fall and the kernels' time hardly changes, what is gained was
+# the host's. Where the kernels' time falls as well, as fewer and larger kernels do the work, the gain has two causes.
+# (Without a GPU nothing can be captured, so only the expert loop and *grouped* are compared.)
+#
+# **Takeaway.** A step has two timelines, the host's and the GPU's; the longer one decides. Find out which it is before
+# you buy a faster card.
 
 # %% [markdown]
 # ## 4 · A slower host
@@ -293,8 +302,9 @@ lab.on_reference(launches.SPEED_HEAD, lambda runs: launches.speed_rows(runs.valu
 # operation now goes through Python; how much slower is measured on the light step. A captured step calls no operation, so
 # nothing of it can be delayed.
 #
-# **Your prediction:** by how many µs must a launch in the expert loop get slower until this card takes as long as an RTX
-# PRO 6000 Blackwell Max-Q whose host nobody slowed down?
+# **Your prediction:** by how many µs must a launch in the expert loop get slower until this card takes as long as an
+# RTX PRO 6000 Blackwell Max-Q whose host nobody slowed down? (Without a GPU leave it empty: the other card's time is
+# predicted from this card's kernels.)
 
 # %%
 my_flip: float | None = None  # for example 10
@@ -337,8 +347,9 @@ with lab.attempt("When the Blackwell card wins", reference="flip"):
 # kernels, it loses. The dense model's curve stays flat as long as its kernels hide the launches. (On a CPU nothing is
 # hidden, so every curve rises from the start.)
 #
-# This is one way to get the article's result: an H100 with a slower host than its rival's. Server processors have more
-# cores and lower clocks than a workstation's, and launching is the work of a single core.
+# This is one way to get the article's result: an H100 with a slower host than its rival's. (Background, not measured
+# here: server processors usually have more cores and lower clocks than a workstation's, and launching is the work of a
+# single core.)
 #
 # **Takeaway.** A fast card with a slow host is a slow card, unless its steps are captured.
 
@@ -373,10 +384,12 @@ if on_gpu and sheet and "moe" in studied:  # the slower the host, the less the c
 # %% [markdown]
 # ### For its power and its price
 #
-# A yen pays for a share of the card's price, and for electricity; the machine around the card is not counted. Change the
-# prices, and how long and how much a card works, in the parameters cell. Predicted rows take the largest power that a
-# card may draw. Two rows are measured, for this card: one at its largest power, to compare with the predicted ones, and
-# one with the energy that the driver has counted.
+# **Question.** How many examples does a card train on for a kilowatt hour, and for a yen?
+#
+# The cost of an hour is the card's price spread over its working hours, plus electricity; the machine around the card
+# is not counted. Change the prices, and how long and how much a card works, in the parameters cell. Predicted rows take
+# the largest power that a card may draw. Two rows are measured, for this card: one at its largest power, to compare
+# with the predicted ones, and one with the energy that the driver has counted.
 
 # %%
 with lab.attempt("What a card gives for its power and price"):
@@ -397,7 +410,7 @@ with lab.attempt("What a card gives for its power and price"):
 # (Energy follows time only in part: a card that waits draws less than one that works. Where the host decides, the largest
 # power overstates it.)
 #
-# **Takeaway.** Where the host decides, a faster card buys nothing. Launching less costs nothing.
+# **Takeaway.** Where the host decides, a faster card buys nothing; and fewer launches need no new card.
 
 # %% [markdown]
 # ## 6 · The article's own models
@@ -409,11 +422,12 @@ with lab.attempt("What a card gives for its power and price"):
 #
 # - **FLOPs and bytes** from the models' shapes. Texts are padded to the longest of their batch. Of 32 long texts that is
 #   nearly always the limit of 2,048 tokens, where the average is 861: more than half of what is computed is padding.
-# - **Kernels** reach the same share of the roofline as those of the smaller sibling here. (Without a GPU all of it is
-#   assumed, which is a lower bound of the time.)
-# - **Launches** are counted on tiny models, on one with a layer more and on one with twice the experts; that gives a
-#   formula.
-# - Blocks are computed twice, as unsloth does.
+# - **Kernels' time** follows from FLOPs and bytes, by the roofline (lab 00). No kernel gets all that the roofline
+#   allows. The share that the kernels of Qwen3-8B or gpt-oss-20b got here is assumed for their larger siblings, too.
+#   (Without a GPU the whole of it is assumed, so that the time is a lower bound.)
+# - **Launches** are counted on three tiny models: one as it is, one with a layer more, one with twice the experts. The
+#   differences tell what a layer and an expert add, and so give a formula for models of any size.
+# - Blocks are computed twice, in the forward and again in the backward pass, as with unsloth's checkpointing.
 
 # %%
 bases: dict[str, cards.Basis] = {}
@@ -439,19 +453,24 @@ lab.verdict("A3.32b.h100-short", "A3.32b.h100-long", "A3.32b.factor", "A3.120b.h
 lab.verdict("A3.120b.factor", "A3.120b.faster", "A3.moe.gaps-longer", "A3.120b.energy");
 
 # %% [markdown]
-# With the *same* host and the *same* batch, the worst that can happen to the faster card is a tie: both wait for the
-# host. For the faster card to lose, something else must differ. In the article two things did. Its H100 got 16 texts a
-# step where the other card got 32: half as many examples for each launch, which matters only where the host decides. And
-# it was in another machine, of whose host the article says only that it launched too slowly.
+# Suppose that both cards have the *same* host and the *same* batch. Then the faster card can't lose: if both wait for
+# the host, they tie. So in the article something else must have differed, and two things did:
 #
-# What host would it take? The list above says it. If it has to be several times as slow as yours, the article's machine
-# had such a host, or its loop made more launches than this one. The model can't tell which.
+# - **The batch.** The H100 got 16 texts a step, the other card 32. Where the host decides, a step takes as long with 16
+#   texts as with 32, so the H100 made half as many examples an hour. (Where kernels decide, half the batch takes about
+#   half the time.)
+# - **The host.** The H100 was in another machine. Of its host the article says only that it launched too slowly.
+#
+# How slow must a host be for the H100 to lose? The list above says it. If the answer is several times your host's time,
+# then either the article's host was that slow, or its loop made more launches than this one. The model can't tell
+# which.
 #
 # (On a CPU, the host's time for a launch is a CPU operator's, several times a GPU's launch. These verdicts then show how a
 # claim is judged by a prediction; they don't say much about the cards.)
 #
-# **Takeaway.** "Card A beats card B" is also a statement about two hosts, two batch sizes and a loop. Ask which clock
-# decided on each card. If it was the kernels on both, the cards were compared; if not, something else was.
+# **Takeaway.** "Card A beats card B" is also a statement about two hosts, two batch sizes and a loop. Ask what decided
+# on each card, the kernels or the host. If it was the kernels on both, the cards were compared; if not, something else
+# was.
 
 # %% [markdown]
 # ## 7 · Does it fit?
@@ -527,7 +546,13 @@ lab.verdict("A3.120b.too-large", "A3.120b.fits", "A3.120b.h100-batch");
 #
 # ### What gets adapters in gpt-oss?
 #
-# **Question.** The article asked for adapters on all seven projections, and found that only attention got them. Why?
+# **Question.** The article asked for adapters on all seven projections (lab 07), and found that only attention got
+# them. Why?
+#
+# The first half of the next cell asks PEFT for the same on a small gpt-oss, and prints what it found. The second half
+# is about another statement of the article's: on its Blackwell card, unsloth said that xformers doesn't work there and
+# must be built from source. So unsloth is imported, in a process of its own. Only a card of that kind (compute
+# capability 12.0) can confirm what it says.
 
 # %%
 adapted = cards.attention_only()
@@ -543,6 +568,11 @@ with lab.attempt("Importing unsloth", reference="unsloth import"):
 lab.verdict("A3.120b.attention-only", "A3.blackwell.xformers");
 
 # %% [markdown]
+# PEFT looks for *modules* with the names that it is given. In Qwen3 each projection is a linear layer, and so a module.
+# In gpt-oss that is true of attention only: the matrices of all experts of a layer lie in two large tensors,
+# `gate_up_proj` and `down_proj`, which are parameters and no modules. So four of the seven names are found, and nothing
+# says that three are missing. Print what was adapted before you train.
+#
 # **Takeaway.** Check a figure by multiplying before you pass it on. And ask under which conditions memory was measured:
 # batch, padding, checkpointing.
 
@@ -594,9 +624,11 @@ my_weights = 19.11 * (4 + 8 / 32) / 8 + 1.80 * 2
 solved(check("08.3", my_weights))
 
 # %% [markdown]
-# **4. Make it faster.** Here is the loop over experts in small: each of 64 experts looks for its tokens, multiplies them,
-# and adds them to the result. That makes five launches an expert, and a wait for the number of its tokens. Write
-# `all_experts`: the same result, at least twice as fast.
+# **4. Make it faster.** Here is the expert loop in small: each of 64 experts looks for its tokens, multiplies them, and
+# adds them to the result. That makes five operations an expert, each with a launch or more: compare the choices with
+# the expert's number, find the places (`nonzero`), gather the tokens, multiply, and add (`index_add_`). `nonzero` also
+# waits for the GPU, as the host must know how many tokens there are. Write `all_experts`: the same result, at least
+# twice as fast.
 
 # %% tags=["exercise"]
 torch.manual_seed(0)

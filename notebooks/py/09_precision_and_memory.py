@@ -40,9 +40,9 @@
 #
 # (On a GPU of 40 GB the two language models' largest recipes run out of memory at `full`. The lab says so and goes on.)
 #
-# **Without a GPU** sections 2 to 8 show true things: what rounding does, what autograd keeps, what checkpointing saves,
-# what a decoder costs. A CPU computes in float32 here, so section 1 leaves out the switches that concern a GPU's precision
-# and kernels. Our H200's tables stand below yours, as soon as its runs are on record.
+# **Without a GPU** sections 2 to 8 hold as they are: what rounding does, what autograd keeps, what checkpointing saves,
+# what a decoder costs. A CPU computes in float32 here, so section 1 leaves out the switches that concern a GPU's
+# precision and kernels. Our H200's tables stand below yours, as soon as its runs are on record.
 
 # %% tags=["parameters"]
 scale: str = "auto"  # tiny (any CPU), small (a GPU of 8 GB), full (the article's own), auto: the largest that fits
@@ -106,11 +106,12 @@ def measured(prefix: str, names: Iterable[str], measure: Callable[[], dict[str, 
 #
 # The loop is Stable Diffusion's LoRA training as one writes it in plain PyTorch, on latents that have been computed
 # beforehand, so that no image is decoded. On a GPU *base* is the article's mixed precision: autocast in FP16 with a
-# `GradScaler`; *float32* is the same without it, and without TF32. (On a CPU *base* computes in float32.) Every other row
-# changes one knob of one of these two. (*accumulation* changes two that belong together: as many micro-batches of one
-# example as *base* has examples in its batch.)
+# `GradScaler`; *float32* is the same loop in float32: no autocast, no `GradScaler`, no TF32. Every other row changes
+# one knob of one of these two. (*accumulation* changes two that belong together: as many micro-batches of one example
+# as *base* has examples in its batch.)
 #
 # **Your prediction:** by how many percent does mixed precision shorten the step, compared with float32 without TF32?
+# (On a CPU *base* is float32 already, so there is nothing to compare: leave it empty.)
 
 # %%
 my_precision: float | None = None  # for example 50
@@ -146,10 +147,14 @@ lab.verdict("A4.pytorch.mixed-precision", "A4.pytorch.cudnn-benchmark", "A4.pyto
 lab.verdict("A4.memory.mixed-precision", "A4.memory.checkpointing", "A4.method.measure");
 
 # %% [markdown]
-# *Within the spread* is an answer, too: if the switch matters on this loop, it matters less than the noise of so few steps.
-# Look for the reason before you blame the switch. A loop that waits for its host gains nothing from faster kernels. An
-# optimizer that updates a thousandth of the weights gains nothing from eight bits. And some switches trade one thing for
-# the other: of checkpointing, one column is the price, the other is what you get for it.
+# *Within the spread* is an answer, too: if the switch matters on this loop, it matters less than the noise of so few
+# steps. Look for the reason before you blame the switch:
+#
+# - *bf16*, *tf32*, *channels last* and *cudnn.benchmark* make kernels faster. A loop that waits for its host gains
+#   nothing from that.
+# - The rows with *optimizer* make the update cheaper, or its state smaller. LoRA trains about a thousandth of the
+#   weights, so there is hardly anything to gain.
+# - *checkpointing* and *accumulation* trade: they pay with time (one column) for memory (the other).
 #
 # **Takeaway.** Read a list of advice as a list of questions. The answers hold for one loop as it is today: ask again after
 # each change, as the next bottleneck was hidden behind the last one.
@@ -159,10 +164,16 @@ lab.verdict("A4.memory.mixed-precision", "A4.memory.checkpointing", "A4.method.m
 #
 # **Question.** A step that is twice as fast is no gain if it goes in another direction. How far are loss and gradient off?
 #
-# The same batch, weights and noise are computed in each form and compared with float32. FP16 has 10 bits of mantissa and
-# its smallest number is 6e-8; BF16 has 7 bits and float32's range. A gradient below the smallest number becomes 0: it
-# *underflows*. Multiplying the loss by a large factor beforehand, and dividing the gradients by it afterwards, prevents
-# that. That is what a `GradScaler` does; it also finds the factor.
+# The same batch, weights and noise are computed in each form and compared with float32. FP16 stores 10 bits of
+# mantissa, and its smallest number is 6e-8; BF16 stores 7 bits and has float32's range. (The 1 in front of the point
+# isn't stored, so numbers have one bit more: 11 and 8 significant bits.) A gradient below the smallest number becomes
+# 0: it *underflows*. Multiplying the loss by a large factor beforehand, and dividing the gradients by it afterwards,
+# prevents that. That is what a `GradScaler` does; it also finds the factor.
+#
+# The article also says that sensitive parts should stay in float32. Autocast sees to that: it runs products in 16 bits,
+# but norms and long sums in float32, and the adapters' weights are float32, too. The forms called *throughout* go
+# without it: there everything is in 16 bits. So compare *fp16, loss not scaled* with *fp16, scaled loss* to see what
+# the scaler does, and *fp16 throughout* with *fp16, scaled loss* to see what the sensitive parts do.
 #
 # **Your prediction:** by how many percent is the gradient off in BF16 with autocast (norm of the difference over norm of
 # the gradient)?
@@ -194,8 +205,8 @@ lab.verdict("A4.pytorch.scaler", "A4.memory.sensitive-parts");
 # %% [markdown]
 # ## 3 · The optimizer alone
 #
-# **Question.** In section 1 the optimizer hardly matters, as LoRA trains so few weights. What are its forms worth where all
-# weights are trained?
+# **Question.** In section 1 the optimizer hardly matters, as LoRA trains so few weights. How much do its variants
+# matter where all weights are trained?
 #
 # Here AdamW updates every matrix of one decoder block in float32 (at `full` one of Qwen3-8B's 36 blocks, 193 million
 # numbers). *loop*, *foreach* and *fused* launch ever fewer kernels for the same update. *8bit* keeps each of AdamW's two
@@ -214,7 +225,7 @@ lab.on_reference(switches.OPTIMIZER_HEAD, switches.optimizer_rows, "optimizer: *
 # updates are off by a few percent, which training mostly tolerates. (On a CPU the library's 8-bit form is correct, not
 # fast.)
 #
-# **Takeaway.** Ask which share of your time and memory is the optimizer's. With LoRA both are next to nothing. With all
+# **Takeaway.** Ask what share of your time and memory is the optimizer's. With LoRA both are next to nothing. With all
 # weights trained, the state is twice as large as the weights, and these forms are worth having.
 
 # %% [markdown]
@@ -260,10 +271,11 @@ for ax, mode in zip(axes, ("all kept", "checkpointing"), strict=True):
 plt.show()
 
 # %% [markdown]
-# Read the first picture from left to right. The weights are there all the time. In the forward pass activations pile up;
-# in the backward pass they are used and freed, block by block. The peak lies where one turns into the other. With
-# *checkpointing* the pile stays low, as blocks keep only their inputs, and each hump of the backward pass is a block that
-# is computed again.
+# Read the first picture from left to right. The weights are there all the time. In the forward pass activations pile
+# up; in the backward pass they are used and freed, block by block. The peak lies where one turns into the other. With
+# *checkpointing* the pile stays low, as blocks keep only their inputs, and each hump of the backward pass is a block
+# that is computed again. (A third mode was recorded, too, for section 5: *selective* checkpointing also keeps the
+# results of matrix products, so that only the rest is computed again.)
 #
 # ### A language model
 #
@@ -282,9 +294,9 @@ for ax, mode in zip(axes, ("all kept", "checkpointing"), strict=True):
 plt.show()
 
 # %% [markdown]
-# The logits: one number for each token and each word of the vocabulary, and at the worst moment three times in float32
-# (their softmax, and two gradients between loss and head). They make the peak in both pictures. Checkpointing can't do
-# anything about them; a loss that forms them chunk by chunk can (lab 07's *fused loss*).
+# The logits: one number for each token and each word of the vocabulary, and at the worst moment three float32 copies
+# exist at once: the softmax and two gradients. They make the peak in both pictures. Checkpointing can't do anything
+# about them; a loss that forms them chunk by chunk can (lab 07's *fused loss*).
 #
 # **Takeaway.** Ask *when* the peak is reached before you ask what to save. Saving what isn't alive at that moment saves
 # nothing.
@@ -296,13 +308,17 @@ plt.show()
 #
 # A tensor's size follows from its shape. So the prediction runs one step of the same training code on PyTorch's *meta*
 # device, where tensors have shapes and no contents, and keeps a ledger of what is alive. What shapes don't tell is added:
-# autocast's copies and a fused attention kernel as a GPU has them, the optimizer's state, cuBLAS's workspaces. It takes
-# seconds, and no memory, for a model of any size.
 #
-# Three models, each in three modes, make nine predictions: everything kept, checkpointing, and *selective* checkpointing,
-# which also keeps the results of matrix products.
+# - the 16-bit copies of float32 numbers that autocast makes;
+# - what a fused attention kernel keeps on a GPU;
+# - the optimizer's state;
+# - the workspaces of cuBLAS, the library that multiplies matrices: 32 MiB for each of two threads.
 #
-# **Your prediction:** by how many percent will the worst of them be off?
+# It takes seconds, and no memory, for a model of any size. Three models, each in three modes (everything kept,
+# checkpointing, and selective checkpointing), make nine predictions.
+#
+# **Your prediction:** by how many percent will the worst of them be off? (Predict it for a GPU. On a CPU both numbers
+# come from the same ledger and agree by construction: there, leave it empty.)
 
 # %%
 my_worst: float | None = None  # for example 10
@@ -385,7 +401,7 @@ with lab.attempt("Running out of memory", reference="out of memory"):
     print(broken["message"][:300])
 
 # %% [markdown]
-# Compare the second column with the third. Inside the `except` block nothing is free yet: the exception holds the
+# Compare *in the except block* with *after it*. Inside the `except` block nothing is free yet: the exception holds the
 # traceback, the traceback holds every frame of the failed step, and the frames hold its tensors.
 # `torch.cuda.empty_cache()` frees nothing there. Leave the block first. Then drop the unfinished gradients, collect the
 # garbage, and empty the cache:
@@ -404,13 +420,17 @@ with lab.attempt("Running out of memory", reference="out of memory"):
 #
 # **Question.** How many tries does it take to find the largest batch that fits, with a tenth of the memory left free?
 #
-# accelerate's `find_executable_batch_size` starts where you tell it to, and tries a tenth less after each failure. The
-# other search starts at a prediction: memory is a straight line over the batch, and two predicted points give the line.
+# accelerate's `find_executable_batch_size` starts where you tell it to. After each failure it multiplies the batch by
+# 0.9 and drops the fraction. The other search starts at a prediction: memory is taken to be a straight line over the
+# batch, and two predicted points give the line.
 #
-# **Your prediction:** how many tries does accelerate's search take if it starts at 16?
+# Above, the process got as much memory as the prediction says for a batch of 9. Now a tenth of that stays free.
+#
+# **Your prediction:** how many tries does accelerate's search take if it starts at 16? (First ask yourself which batch
+# will be the largest that fits.)
 
 # %%
-my_tries: float | None = None  # for example 6
+my_tries: float | None = None  # for example 3
 
 lab.predict("tries of accelerate's search from 16 on", my_tries, "tries")
 
@@ -434,7 +454,8 @@ with lab.attempt("Searching the largest batch", reference="largest batch, from t
     )
 
 # %% [markdown]
-# **Takeaway.** Every failure costs a step, a clean-up and a fragmented cache. Predict, try it, and then try one more.
+# **Takeaway.** Every failure costs a step and a clean-up, and leaves the cache fragmented. So start at a prediction; if
+# that fits, try one more.
 
 # %% [markdown]
 # ## 7 · From file to training step
@@ -489,9 +510,10 @@ lab.verdict("A4.data.storage", "A4.data.gpu-decoding");
 #
 # **Question.** When does a faster decoder shorten the step?
 #
-# Lab 03's model says when. If making a micro-batch takes $r$ and training on it takes $c$, a step takes $r + c$ without
-# workers and $\max(c, r / w)$ with $w$ workers, as long as there are cores for them. So a faster decoder, a cache and
-# more workers all do the same thing, and none of them gets the step below $c$.
+# Lab 03's model says when. If making a micro-batch takes $r$ and training on it takes $c$, a micro-step takes $r + c$
+# without workers and $\max(c, r / w)$ with $w$ workers, as long as there are cores for them. (An optimizer step is one
+# micro-step, or several with accumulation.) So a faster decoder, a cache and more workers all do the same thing, and
+# none of them gets a micro-step below $c$.
 
 # %%
 several = min(4, max(2, usable_cores() // 2))
@@ -522,9 +544,10 @@ with lab.attempt("The model of the data path"):
 lab.verdict("A4.data.cache", "A4.pytorch.workers", "A4.pytorch.prefetch", "A4.pytorch.persistent");
 
 # %% [markdown]
-# Follow the line of your number of workers. Left of its bend the step takes $c$ whatever the format is, and work on the
-# data path gains nothing. Right of it the step waits for data. (Points far above their line: on a machine with few cores,
-# workers and training compete for them. The claims about workers are judged by lab 03's runs, if you have made them.)
+# Follow the line of your number of workers. Left of its bend a micro-step takes $c$ whatever the format is, and work on
+# the data path gains nothing. Right of it the step waits for data. (Points far above their line: on a machine with few
+# cores, workers and training compete for them. The claims about workers are judged by lab 03's runs, if you have made
+# them.)
 #
 # **Takeaway.** Two numbers decide: $r / w$ and $c$. Measure both before you convert a dataset.
 
@@ -536,6 +559,9 @@ lab.verdict("A4.data.cache", "A4.pytorch.workers", "A4.pytorch.prefetch", "A4.py
 # On a CPU, PyTorch's operations use as many threads as there are cores. For one process that is right. But if there is a
 # process for each of 8 cores, and each starts 8 threads, 64 threads compete for 8 cores. (DataLoader workers are safe:
 # PyTorch gives them one thread each. Processes that you start yourself are not.)
+#
+# The article's 4 suits a machine with four cores for each process. Here there is a process for each core (up to 8), so
+# the lab compares the variable unset with 1: one thread each.
 
 # %%
 processes = min(usable_cores(), 8)
@@ -614,14 +640,14 @@ print(
 saved = [100 * gain for run in diagnosed.values() for gain in ablations.savings(run)]
 
 # %% [markdown]
-# *Step off by* compares the predicted step with the measured one. Each gain is that fix's own. They don't add up: what one
-# fix has saved, the next can't save again.
+# *Step off by* compares the predicted step with the measured one. Each gain was measured with that fix alone. They
+# don't add up: what one fix has saved, the next can't save again.
 #
 # (A negative gain is a loss. On a CPU that is busy with other things, two runs of the *same* recipe can differ by more
 # than a fifth; there the table shows how a prediction is tested, not how good it is.)
 #
-# **Takeaway.** Profile first, change one thing, measure again: this last piece of the article's advice holds on every
-# loop.
+# **Takeaway.** Profile first, change one thing, measure again. This last piece of the article's advice held on the loop
+# tested here (with `every_loop=True`: the three loops). `labutils diagnose` asks the same of yours.
 
 # %% [markdown]
 # ## 10 · The whole list
@@ -670,8 +696,8 @@ my_start = int((80 * (1 - footprint.HEADROOM) - 14) // 6)
 solved(check("09.2", my_start))
 
 # %% [markdown]
-# **3.** One core takes 40 ms to make an example, training on it takes 25 ms, and you have 4 workers on 16 cores. How many
-# percent of the step would you save with a decoder that is twice as fast?
+# **3.** Micro-batches are of one example. One core takes 40 ms to make it, training on it takes 25 ms, and you have 4
+# workers on 16 cores. How many percent of a micro-step would you save if making the example took half as long?
 
 # %% tags=["exercise"]
 my_saving = None  # percent

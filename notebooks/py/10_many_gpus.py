@@ -19,11 +19,13 @@
 # # Lab 10 · Many GPUs
 #
 # Article A4 gives distributed training a paragraph, without a number: use NCCL, a fast network, some environment
-# variables, a Docker command, ZeRO or FSDP. Here the course's own training loop runs unchanged under `torchrun` on several
-# GPUs. You predict its step from one GPU and the link between them, and check the prediction. Then you break it.
+# variables, a Docker command, ZeRO or FSDP (two ways to divide a model's memory among GPUs: section 2 explains FSDP;
+# ZeRO is the DeepSpeed library's). Here the course's own training loop runs unchanged under `torchrun` on several GPUs.
+# You predict its step from one GPU and the link between them, and check the prediction. Then you break it.
 #
 # Two words. A *rank* is one of the processes that train together, one for each GPU. An *all-reduce* is how they agree:
-# each rank brings a tensor, and each gets the sum.
+# each rank brings a tensor, and each gets the sum. Between GPUs NVIDIA's library *NCCL* carries such messages; between
+# CPUs *gloo* does, which comes with PyTorch.
 #
 # **After this lab you can**
 # - show that N processes compute what one process does, to the last digits of float32;
@@ -39,10 +41,12 @@
 # | `small` | two GPUs of 8 GB or more | 5 minutes |
 # | `full` | two GPUs of 80 GB or more | about 8 minutes |
 #
-# **Without two GPUs** run it at `tiny`: two processes share the CPU. You see how each question is asked and answered, and
-# that several processes compute the same as one. Speed they can't show: they share cores, memory and caches, and the same
-# cores carry their messages. Our H200s' tables stand below yours, as soon as their runs are on record. (A single GPU is
-# left idle at `tiny`; at larger scales it can't run this lab, and you see the H200s' runs instead.)
+# **Without two GPUs** run it at `tiny`: two processes share the CPU. You see how each question is asked and answered,
+# and that several processes compute the same as one. Speed they can't show: they share cores, memory and caches, and
+# the same cores carry their messages. Our H200s' tables stand below yours, as soon as their runs are on record. With
+# one GPU choose `tiny` as well: type `labutils run 10 --scale tiny`, or set `scale = "tiny"` in the cell below. (The
+# GPU is left idle then. `auto` would choose the scale that fits the one GPU; at that scale, and so in `make course`,
+# the sections say that they need several GPUs and show the H200s' runs instead, where there are any.)
 
 # %% tags=["parameters"]
 scale: str = "auto"  # tiny (two processes on any CPU), small and full (two GPUs or more), auto: what fits one GPU
@@ -89,8 +93,9 @@ foretold: dict = {}
 # - **The link**: all-reduces from 1 KiB up, with nothing else to do. The result is given as *bus bandwidth*, which NVIDIA's
 #   nccl-tests define: the rate at which each link carries data. (In an all-reduce of N ranks, 2 (N − 1) / N times the
 #   message goes through each link.)
-# - **One process**: rank 0 trains alone, with the share of the batch that each rank will have, while the others wait. It
-#   notes *when* in the backward pass each gradient is ready, for from then on it could be sent.
+# - **One process**: rank 0 trains alone, with the share of the batch that each rank will have, while the others wait.
+#   It notes *when* in the backward pass each gradient is ready, for from then on it could be sent. (*one process, same
+#   batch* is rank 0 alone, too, but with the whole batch of all ranks. Section 3 compares its losses with theirs.)
 #
 # There are four cases. A run's name begins with the case:
 #
@@ -186,9 +191,11 @@ with lab.attempt("The model's predictions", reference="foretold"):
 #
 # **Question.** Is it the same training, and does it take as long as predicted?
 #
-# Each run is the loop of the other labs with one field of its recipe changed: `parallel`, `bucket_cap_mb` or
-# `synchronise`. Of a step's micro-batches each rank takes every N-th, with the random numbers that a single process would
-# have drawn for it. A script of yours that calls `Session(workload, recipe).run(100)` does the same when you start it with
+# Each run is the loop of the other labs with one field of its recipe changed: `parallel` (DDP or FSDP), `bucket_cap_mb`
+# (the size of DDP's buckets) or `synchronise` (whether gradients are averaged after each micro-batch, or once a step;
+# section 4 looks at these two). With N ranks, rank 0 takes micro-batches 0, N, 2N ..., rank 1 takes 1, N + 1 ..., and
+# so on. Each micro-batch is computed with the same random numbers as in a single process. A script of yours that calls
+# `Session(workload, recipe).run(100)` does the same when you start it with
 # `torchrun --standalone --nproc-per-node=2 script.py`.
 
 # %%
@@ -229,11 +236,12 @@ lab.verdict("A4.network.nccl", "A4.network.torchrun", "A4.memory.fsdp", "A4.memo
 # %% [markdown]
 # *Efficiency* says how much of the GPUs you get; *not hidden* says how much of the rest is due to communication.
 #
-# - **LoRA** has next to nothing to send. If efficiency is lost, DDP itself loses it on the host: some microseconds for each
-#   of hundreds of parameters.
+# - **LoRA** has next to nothing to send, so communication can't cost much efficiency. (Background, not measured here:
+#   DDP itself takes some microseconds of the host's time for each of hundreds of parameters.)
 # - **All weights** make large messages. The backward pass hides most of them, if it is long enough.
 # - **FSDP** holds 1/N of the weights, frozen ones too, and pays for that with time. It is for models that wouldn't fit
-#   otherwise.
+#   otherwise. (ZeRO divides the same three things: weights, gradients and optimizer state. DeepSpeed isn't among the
+#   course's libraries, so the claim about ZeRO isn't tested.)
 #
 # On a CPU the ranks share the cores: sending slows down computing, so hardly anything is hidden, and FSDP, which sends the
 # most, suffers the most. An efficiency above 100 % means that the machine was busier while the one process was measured.
@@ -277,12 +285,15 @@ lab.on_reference(fleet.COMPARISON_HEAD, fleet.comparisons_of, "*ddp *", "*fsdp *
 # **Takeaway.** Communication costs only what can't be hidden. So send less often, and begin as early as you can.
 
 # %% [markdown]
-# ## 5 · Which network would do?
+# ## 5 · Which network is fast enough?
 #
 # **Question.** For large models the article recommends 25, 40 or 100 GbE, or InfiniBand. Which training needs which?
 #
+# *GbE* is gigabit Ethernet: 100 GbE carries 100 gigabits a second, or 12.5 GB/s. *InfiniBand* is a network for
+# clusters. It has *RDMA*: the network card reads and writes the hosts' memory by itself, without their CPUs.
+#
 # The prediction of section 2 can be asked about links that aren't here: with one process's step as measured, and the
-# bandwidths of data sheets. No network reaches what its name says, so the result is an upper bound.
+# bandwidths of data sheets. No network reaches its nominal rate, so the result is an upper bound.
 
 # %%
 with lab.attempt("Other networks", reference="networks"):
@@ -351,10 +362,11 @@ lab.table(("flag", "what it sets", "here", "without it"), *fleet.docker_rows())
 lab.verdict("A4.network.shared-memory", "A4.network.ulimits");
 
 # %% [markdown]
-# In the container the article starts `python -m torch.distributed.run --nproc_per_node=4 --nnodes=2 --node_rank=0
-# --rdzv_endpoint=master:29500 train.py`: 4 processes on each of 2 hosts, which meet at port 29500 of `master`. On the other
-# host the same command must be started with `--node_rank=1`. And the container needs that port: `--network=host`, which
-# the article's command leaves out.
+# In the container the article starts
+# `python -m torch.distributed.run --nproc_per_node=4 --nnodes=2 --node_rank=0 --rdzv_endpoint=master:29500 train.py`: 4
+# processes on each of 2 hosts, which meet at port 29500 of `master`. On the other host the same command must be started
+# with `--node_rank=1`. The container also needs access to that port, for example by `--network=host`, which the
+# article's command leaves out.
 #
 # **Takeaway.** None of these makes training faster. They decide whether it runs at all. Know what a flag is for before you
 # copy it.
@@ -364,13 +376,15 @@ lab.verdict("A4.network.shared-memory", "A4.network.ulimits");
 #
 # **Question.** One of several processes is killed in the middle of a step. Who notices, when, and what is left?
 #
-# The other ranks wait for a sum that will never be complete. With gloo, which carries messages between CPUs, the connection
-# breaks at once. With NCCL a kernel waits, forever if there is no time limit. `torchrun` watches its processes: it sees one
-# end, and stops the rest.
+# The other ranks wait for a sum that will never be complete. With gloo the connection breaks at once. With NCCL a
+# kernel waits, forever if there is no time limit. `torchrun` watches its processes: it sees one end, and stops the
+# rest.
 #
-# Here rank 1 is killed after five steps of a run that saves a checkpoint after every second step.
+# Here rank 1 is killed after five steps of a run that saves a checkpoint after every second step. (A *checkpoint* is
+# here a file to continue from, with weights, optimizer state and the step's number. It has nothing to do with the
+# checkpointing of activations in labs 01, 07 and 09.)
 #
-# **Your prediction:** after how many finished steps will the run be able to continue?
+# **Your prediction:** which step does the last complete checkpoint hold?
 
 # %%
 my_step: float | None = None  # a number of steps
@@ -404,8 +418,9 @@ with lab.attempt("A rank that raises", reference="rank raises"):
 #
 # **Question.** Now a GPU is gone for good. Can the others continue as if nothing had happened?
 #
-# Of two ranks one is left. It takes the whole batch alone, with twice as many micro-batches as before, so the *global*
-# batch stays the same. Then the losses must be those of a run that nothing happened to.
+# As many ranks go on as can share the batch evenly: of two ranks one, of four two. Half as many ranks take twice as
+# many micro-batches each, so the *global* batch stays the same. Then the losses must be those of a run that nothing
+# happened to.
 
 # %%
 with lab.attempt("Going on with fewer ranks", reference="resumed on fewer ranks"):
@@ -418,8 +433,9 @@ with lab.attempt("Going on with fewer ranks", reference="resumed on fewer ranks"
     plt.show()
 
 # %% [markdown]
-# (A killed process can't clean up after itself. Its DataLoader workers, its temporary files and what it had in `/dev/shm`
-# were found by a mark in its environment, and removed; *left behind* in the run's record counts them.)
+# (A killed process can't clean up after itself. The course's launcher marks its processes by an environment variable,
+# finds what the dead rank left, such as DataLoader workers and files in `/dev/shm`, and removes it; *left behind* in
+# the run's record counts it.)
 #
 # **Takeaway.** Plan for a rank to die: checkpoints that are complete at any moment, a time limit on waiting, a launcher
 # that says who failed first. If a checkpoint doesn't depend on the number of ranks, you can continue with any number that
@@ -449,9 +465,9 @@ my_milliseconds = 860e6 * 4 * (2 * (2 - 1) / 2) / 12.5e9 * 1e3
 solved(check("10.1", my_milliseconds))
 
 # %% [markdown]
-# **2.** A backward pass takes 100 ms. Every 10 ms one of ten gradients gets ready, each of 20 MiB; the last is ready at the
-# end. Sending 20 MiB takes 5 ms. How many milliseconds of communication are exposed if each gradient is a bucket of its
-# own? And how many if one bucket holds them all, which takes 50 ms to send? Answer with a pair.
+# **2.** A backward pass takes 100 ms. Every 10 ms one of ten gradients becomes ready, each of 20 MiB; the last is ready
+# at the end. Sending 20 MiB takes 5 ms. How many milliseconds of communication are exposed if each gradient is a bucket
+# of its own? And how many if one bucket holds them all, which takes 50 ms to send? Answer with a pair.
 
 # %% tags=["exercise"]
 my_pair = None  # two numbers, for example (1, 2)
@@ -518,7 +534,7 @@ solved(faster_than(4, synchronised_each, synchronised_once_solution, two_ranks_g
 # - You saw in traces which communication was hidden, and which was not.
 # - You compared DDP with FSDP by time and by memory, and used `no_sync` and bucket sizes.
 # - You found out what the article's variables and flags change on your machine.
-# - You lost a rank twice, and continued with one.
+# - You lost a rank twice, and continued with fewer ranks.
 #
 # ## Where this comes from, and what to read on
 # - Li et al., *PyTorch Distributed: Experiences on Accelerating Data Parallel Training* (2020,

@@ -70,7 +70,8 @@ titles = {one.number: one.title for one in runner.find() if one.number != lab.nu
 # **Question.** What is known about this machine, and since when?
 #
 # If this lab is run together with the others, it reads the results in their common folder. Run by itself, it reads each
-# lab's newest results under `results/`. Results of one lab are never mixed from two folders.
+# lab's newest results under `results/`. Results of one lab are never mixed from two folders. To read one folder only,
+# for example in JupyterLab after `make course`, set `read = "results/course"` in the parameters cell.
 
 # %%
 place = REPOSITORY / Path(read).expanduser()  # a relative name is one in the checkout
@@ -79,6 +80,7 @@ page = report.read_page(files, REFERENCE)
 rows = scoreboard.on_record(page.here, page.labs_done, titles)
 lab.table(("lab", "here", "runs", "scale", "machine", "from"), *rows)
 print("Read:", ", ".join(f"{path.parent.name}/{path.name}" for path in page.files) or "nothing yet; try: labutils run")
+print("Our H200's record has runs of labs:", ", ".join(sorted({number for number, _ in page.reference})) or "none yet")
 
 # %% [markdown]
 # **Takeaway.** A verdict holds for one machine, one scale and one day. Read these columns before the verdicts.
@@ -90,9 +92,17 @@ print("Read:", ", ".join(f"{path.parent.name}/{path.name}" for path in page.file
 #
 # | verdict | meaning |
 # |---|---|
-# | *confirmed*, *refuted* | the effect is larger than the spread of the measurement |
-# | *inconclusive* | it isn't |
+# | *confirmed* | as claimed, beyond the spread of the measurement |
+# | *refuted* | the opposite, or less than claimed, beyond the spread |
+# | *inconclusive* | the spread is larger than the effect |
 # | *not testable here* | this machine, or what has been run on it, can't answer |
+#
+# When is a difference of two times beyond the spread? Each time has a range, p10 to p90: its samples without the lowest
+# and the highest tenth. If the two ranges overlap, the verdict is *inconclusive*, whatever the medians say. (Where two
+# runs trained on the same batches of varying length, each step is compared with its counterpart, and the rule is
+# applied to the ratios: does their range include 1?)
+#
+# The H200 could test only claims of the labs that are in its record (the last line of section 1's output).
 #
 # **Your prediction:** of the claims that our H200 could test, how many percent did it confirm?
 
@@ -123,7 +133,7 @@ tested = [j for j in page.judgements if j.reference]
 confirmed = 100 * sum(j.reference_verdict == CONFIRMED for j in tested) / len(tested) if tested else None
 
 # %% [markdown]
-# **Takeaway.** A published number is where your own measurement begins. The articles' authors measured, too, on another
+# **Takeaway.** Take a published number as a hypothesis to measure. The articles' authors measured, too, on another
 # card, with another host and other versions. *Refuted* means: it doesn't hold on this machine today. Section 4 shows by
 # how much.
 
@@ -161,8 +171,8 @@ if not lab.choose(
 #
 # **Question.** Which refuted claims are far off, and which missed narrowly?
 #
-# If what was published and what was found are numbers of one kind, their ratio tells. Other claims, for example about a
-# cause or an error message, have no ratio; they are at the end of the table.
+# If what was published and what was found are numbers of one kind, the table gives their ratio. Other claims, for
+# example about a cause or an error message, have no ratio; they are at the end of the table.
 
 # %%
 for where, whose, found in (("here", "this machine", "here"), ("reference", "the H200", "reference")):
@@ -171,7 +181,7 @@ for where, whose, found in (("here", "this machine", "here"), ("reference", "the
         for factor, j in scoreboard.surprises(page.judgements, where)[:10]
     ]
     lab.show(f"**Refuted by {whose}**, the farthest off first (ten at most)")
-    lab.table(("claim", "statement", "published", "found", "off by"), *rows, otherwise="Nothing is.")
+    lab.table(("claim", "statement", "published", "found", "off by"), *rows, otherwise="No claim was refuted.")
 
 # %% [markdown]
 # ### True there, but not here
@@ -188,16 +198,19 @@ rows = [
 lab.table(("claim", "published", "H200", "here"), *rows, otherwise="On every claim that both could test, they agree.")
 
 # %% [markdown]
-# **Takeaway.** When a number is far off, look for the cause: another host, another version, two changes that were taken for
-# one. Each claim's lab does.
+# **Takeaway.** When a number is far off, look for the cause: another host, another version, two changes that were taken
+# for one. Each claim's lab looks for that cause.
 
 # %% [markdown]
 # ## 5 · Your predictions
 #
 # **Question.** What do you misjudge, by how much, and in which direction?
 #
-# You learn most from predictions that were wrong. How wrong is given as a factor: half as much and twice as much are both
-# off by a factor of 2. If your predictions are too high everywhere, you can correct that without learning another fact.
+# You learn most from predictions that were wrong. How wrong is given as a factor: half as much and twice as much are
+# both off by a factor of 2. If your predictions are too high everywhere, just lower your guesses.
+#
+# A prediction is *scored by a factor* if it and the measurement are both above 0: others have no ratio. *Leaning* is
+# the median of predicted / measured, and says which way you tend to be off.
 
 # %%
 scores = calibration.scores_of(page.records)
@@ -263,8 +276,7 @@ rows = [
 lab.table(("why claims are not testable here", "claims", "which"), *rows, otherwise="Every claim is tested here.")
 
 # %% [markdown]
-# **Takeaway.** Every open claim has a price: a few minutes of a lab, or another machine. Begin with what settles most for
-# its price.
+# **Takeaway.** Each untested claim costs some minutes or another machine. Begin with what settles most for its price.
 
 # %%
 counts = {word.replace(" ", "_"): sum(j.verdict == word for j in page.judgements) for word in plots.VERDICT_MARKS}
@@ -295,8 +307,8 @@ from labutils.exercises import check, faster_than, solved
 from labutils.results import summarise
 
 # %% [markdown]
-# **1.** An article claims that B is faster than A. You find 100 ms for A (p10-p90: 97 to 103) and 96 ms for B (92 to 99),
-# from twenty steps each. What is the verdict?
+# **1.** An article claims that B is faster than A. You find 100 ms for A (p10-p90: 97 to 103) and 96 ms for B (92 to
+# 99). What is the verdict, by the rule of section 2?
 
 # %% tags=["exercise"]
 my_verdict = None  # "confirmed", "refuted", "inconclusive" or "not testable here"
@@ -317,8 +329,11 @@ print(check("11.2", my_medians))
 solved(check("11.2", (2, 2)))
 
 # %% [markdown]
-# **3.** Write a claim as data: in lab 03, the run *pinned* takes less time than the run *workers=3*. Its judge is `faster`,
-# which is told in `how` which run comes `before` and which `after`. The check shows your claim to three machines.
+# **3.** Write a claim as data: in lab 03, the run *pinned* takes less time than the run *workers=3*. The comment below
+# has the beginning. `"B1"` is an article that we invented, and `"2.1"` its section; leave them. `runs` is a tuple with
+# the names of the two runs. The judge is `faster`, and `how={'before': ..., 'after': ...}` names the two runs once
+# more, so that it knows which is which. For an example look at `A1.pin.speedup` in `labutils/articles/a1.py`; it has
+# another judge, but the same form. The check shows your claim to three machines.
 
 # %%
 def a_machine(before_ms: float, after_ms: float) -> dict:
@@ -358,9 +373,9 @@ solved(
 )
 
 # %% [markdown]
-# **4. Make it faster**, with everything that you have learned. `stock_step` has a frozen encoder, an adapter and a head of
-# 4,096 words. It takes four micro-batches, in which one position in eight is to be learned. Write `my_step`: the same loss
-# and the same gradients, at least four times as fast.
+# **4. Make it faster**, with everything that you have learned. `stock_step` has a frozen encoder, an adapter and a head
+# of 4,096 words. It takes four micro-batches, in which one position in eight is to be learned: equally many in each.
+# Write `my_step`: the same loss and the same gradients, at least four times as fast.
 
 # %%
 torch.manual_seed(0)
