@@ -153,13 +153,13 @@ lab.table(
 lab.verdict("A2.fp8.range", "A2.fp8.cast-saturates", "A2.fp8.cast-flushes");
 
 # %% [markdown]
-# For large numbers the answer depends on the version of PyTorch; your table shows that of yours. E4M3 has no infinity. Up to
-# PyTorch 2.11, an eager cast of anything above 464 gave **NaN** (which is what the H200's column says): the next number
-# after 448 would be 480, but its code stands for NaN, and 464 is halfway there. The same line under `torch.compile`
-# *saturated*, that is, gave 448. PyTorch 2.13 saturates in both. (This lab doesn't measure that; it is from
-# [pytorch#178817](https://github.com/pytorch/pytorch/pull/178817) and [ao#1912](https://github.com/pytorch/ao/issues/1912).)
-# E5M2 has an infinity, and 1,000,000 becomes that. At the small end all agree: 0.00005 becomes 0 in E4M3, because it is less
-# than half of the smallest number, 2⁻⁹ = 0.00195. E5M2 keeps it.
+# For large numbers the answer depends on the version of PyTorch; your table shows that of yours. E4M3 has no infinity. Up
+# to PyTorch 2.11, an eager cast of anything above 464 gave **NaN** (which is what the H200's column says): the next number
+# after 448 would be 480, but its code stands for NaN, and 464 is halfway to it. The same line under `torch.compile`
+# *saturated*, that is, gave 448. PyTorch 2.13 saturates in both. (The lab runs one version and doesn't compile here; the
+# rest is from [pytorch#178817](https://github.com/pytorch/pytorch/pull/178817) and
+# [ao#1912](https://github.com/pytorch/ao/issues/1912).) E5M2 has an infinity, and 1,000,000 becomes that. At the small end
+# all agree: 0.00005 becomes 0 in E4M3, because it is less than half of the smallest number, 2⁻⁹ = 0.00195. E5M2 keeps it.
 #
 # **Takeaway.** Don't leave numbers beyond the range to the cast. Scale them so that they fit, or clamp them first; that means
 # the same in every version.
@@ -171,8 +171,8 @@ lab.verdict("A2.fp8.range", "A2.fp8.cast-saturates", "A2.fp8.cast-flushes");
 # $S = 448 / \mathrm{AMAX}$, where AMAX is the largest magnitude. Its example has values from −1,000 to 10,000. What becomes of
 # them?
 #
-# From here on, an error is a *relative error*, $\lVert \hat x - x \rVert / \lVert x \rVert$, where $\hat x$ is what comes back
-# from FP8. The double bars are the *norm* of a tensor, its size: the root of the sum of all squares.
+# From here on, an error is a *relative error*, $\lVert \hat x - x \rVert / \lVert x \rVert$, where $\hat x$ is what comes
+# back from FP8. The double bars are the *norm* of a tensor, its size: the root of the sum of all squares.
 
 # %%
 x = torch.linspace(-1000, 10000, 1101, device=lab.device)
@@ -378,7 +378,7 @@ lab.verdict("A2.fp8.rate");
 # - *quantised on the way*: the input comes in BF16, its scales are computed from it, and it is cast. Once eager, once
 #   compiled.
 #
-# The weight is in FP8 beforehand in all of these. Lab 00 measured the largest sizes; its H200 results:
+# In all FP8 kinds the weight is in FP8 beforehand. Lab 00 measured the largest sizes; its H200 results:
 
 # %%
 peaks = read_runs(REFERENCE, "00")["00", "machine"]
@@ -388,8 +388,8 @@ rows = [(kind, peaks.metric(metric), peaks.metric(metric) / bf16) for kind, metr
 lab.table(("large products on the H200", "TFLOP/s", "times BF16's"), *rows)
 
 # %% [markdown]
-# Small products are over before the tensor cores are busy; the extra kernels for quantising then weigh most. Large products are limited by the tensor cores, and there the cost of quantising fades: it grows with $n^2$,
-# the product with $n^3$.
+# Small products are over before the tensor cores are busy; the extra kernels for quantising then weigh most. Large products
+# are limited by the tensor cores, and there the cost of quantising fades: it grows with $n^2$, the product with $n^3$.
 #
 # It also matters how one quantises. In eager PyTorch, to quantise row by row takes several kernels, each of which goes over the
 # whole tensor (the dotted curve). Compiled, it can be one (the dashed curve with crosses), which can also merge with whatever
@@ -438,7 +438,8 @@ rows = [("output y", 100 * metrics["forward_error"]), ("input gradient dX", 100 
 lab.table(("frozen FP8 layer against float32", "error, %"), *rows)
 
 # %% [markdown]
-# Each of the two factors is about 2.6 % off, as the numbers of section 3 were. Independent errors add up as squares do: $\sqrt2 \times 2.6\,\% = 3.7\,\%$.
+# Each of the two factors is about 2.6 % off, as the numbers of section 3 were. Independent errors add up as squares do:
+# $\sqrt2 \times 2.6\,\% = 3.7\,\%$.
 #
 # (The input has 577 rows, as the article's vision encoder makes them. The article's FP8 layer refused this odd number: "product
 # of all dimensions except the last divisible by 8". Only the *weight* gradient, $\mathrm dY^\top x$, sums over the rows, and a
@@ -542,7 +543,8 @@ lab.verdict("A2.te.peft-refuses");
 # There is a catch. Trained language models have *outliers*: in a few channels, activations are tens of times larger than
 # elsewhere (Dettmers and others, 2022). Random weights have none. So we look twice: at the model with its random weights as
 # drawn, and at the same model after we have **planted** outliers, by making three entries in the weight of each
-# normalisation layer (RMSNorm) 60 times larger. Planted outliers imitate the real ones, and no more than that; `weights = "hub"` adds a trained model.
+# normalisation layer (RMSNorm) 60 times larger. Planted outliers imitate the real ones, and no more than that;
+# `weights = "hub"` adds a trained model.
 
 # %%
 width, depth, tokens = (256, 3, (2, 96)) if tiny else (1024, 6, (2, 512))
@@ -595,15 +597,15 @@ for name, layers in surveys.items():
 
 # %% [markdown]
 # **What this shows.** In FP8 the number of scales hardly changes the error of a product. It is about 3.7 %, with or without
-# outliers: that is the price of three mantissa bits, and each number brings its own exponent. (One scale per row does better where
-# one outlier carries most of a row, because that outlier becomes exactly 448.) INT8 is different. It has one step size for a
-# whole tensor, so it is better than FP8 as long as a tensor is even, and worse once there are outliers.
+# outliers: that is the price of three mantissa bits, and each number brings its own exponent. (One scale per row does
+# better where one outlier carries most of a row, because that outlier becomes exactly 448.) INT8 is different. It has one
+# step size for a whole tensor, so it is better than FP8 as long as a tensor is even, and worse once there are outliers.
 #
-# What FP8 pays for too few scales is *range*: a gradient far smaller than the largest one in its tensor becomes exactly zero.
-# E5M2 keeps it, but has one mantissa bit less, which doubles the rounding error of all other gradients. In dX, where the
-# error of the weight, still in E4M3, comes on top, that makes the error about 1.6 times larger. One scale per row keeps nearly
-# all small gradients as well, because a row is one token and has a range of its own. That is why this course's frozen layer
-# uses E4M3 with one scale per row, forward and backward.
+# What FP8 pays for too few scales is *range*: a gradient far smaller than the largest one in its tensor becomes exactly
+# zero. E5M2 keeps it, but has one mantissa bit less, which doubles the rounding error of all other gradients. In dX, where
+# the error of the weight, still in E4M3, comes on top, that makes the error about 1.6 times larger. One scale per row keeps
+# nearly all small gradients as well, because a row is one token and has a range of its own. That is why this course's
+# frozen layer uses E4M3 with one scale per row, forward and backward.
 #
 # **What it can't show** is whether an error of 3.7 % in each layer harms training. Errors of random sign average out over layers
 # and steps. The article's loss was 14 % higher after ten steps, but ten steps of a single run say little, and random weights

@@ -133,10 +133,11 @@ lab.verdict("A2.anyres.tokens", "A2.anyres.one-tile", "A2.fixed.no-anyres");
 # it is, and once in the middle of a canvas of two tiles, half of which is padding. All three tiles go through the vision
 # tower; the padding's tokens are dropped afterwards.
 #
-# An image of 707 × 354 might be expected in a grid of 1 × 2 tiles, 672 × 336 pixels. But it is a hair less than twice as
-# wide as high, so it would be shrunk to 671 × 336 there. In the grid of 2 × 2 its width decides: it becomes 672 × 336, one
-# column of pixels more, and AnyRes takes the grid that shows the most pixels. Half of that grid is padding. So the image
-# costs the vision tower as many tiles as a square of the same area, but the language model only three fifths of the tokens.
+# An image of 707 × 354 might be expected in a grid of 1 × 2 tiles, 672 × 336 pixels. But it is a hair less than twice
+# as wide as high, so it would be shrunk to 671 × 336 there. In the grid of 2 × 2 its width decides: it becomes
+# 672 × 336, one column of pixels more, and AnyRes takes the grid that shows the most pixels. Half of that grid is padding. So
+# the image costs the vision tower as many tiles as a square of the same area, but the language model only three fifths
+# of the tokens.
 #
 # **Takeaway.** The article's fixed shape doesn't switch AnyRes off. It turns every image into one of the cheapest that
 # AnyRes knows: 1,176 tokens instead of 2,928.
@@ -243,9 +244,10 @@ with lab.attempt("577 rows through te.Linear", reference="fp8-te vision"):
 lab.verdict("A2.lmm.vision-cost", "A2.fp8.vision-refuses", "A2.fp8.vision-limits");
 
 # %% [markdown]
-# **Takeaway.** Put a number to a bottleneck before you believe in it. The tower has a fiftieth of the step's arithmetic,
-# so what holds FP8 back must be in the rest. Lab 05 timed single layers of the language model, and there, too, FP8 gained
-# much less than the tensor cores promise: quantising around each product takes kernels and time of its own.
+# **Takeaway.** Put a number to a bottleneck before you believe in it. The tower has a fiftieth of the step's
+# arithmetic, so what holds FP8 back must be in the rest. Lab 05 timed single layers of the language model, and there,
+# too, FP8 gained much less than the tensor cores promise: quantising around each product takes kernels and time of its
+# own.
 
 # %% [markdown]
 # ## 3 · With the compiler
@@ -364,9 +366,9 @@ lab.verdict(
 # If constant shapes are what helps, a thousand tokens cost less in *static* than in *varying*. If fewer tokens are what
 # helps, a thousand tokens cost about the same everywhere, and the step with the fewest tokens is the shortest.
 #
-# On a GPU all four are compiled block by block. On a CPU nothing is compiled, so your table shows only the second effect.
-# (`layers="rewritten"`, here and below, runs the same modules on tensors that were prepared on the CPU, so that nothing has
-# to be counted or looked up on the GPU. Section (c) shows what that is good for.)
+# On a GPU all four are compiled block by block. On a CPU nothing is compiled, so your table shows only the second
+# effect. (`layers="rewritten"`, here and below, runs the same modules on tensors that were prepared on the CPU, so that
+# nothing has to be counted or looked up on the GPU. Section (c) shows what that is good for.)
 
 # %%
 alone = A2_BASE.but(layers="rewritten", compile="default" if on_gpu else "off", compile_scope="blocks")
@@ -476,13 +478,13 @@ lab.on_reference(trials.FORM_HEAD, trials.form_rows, "form: *")
 # ## 5 · Is it the loss, or the seed?
 #
 # **Question.** The article compares losses after ten steps, of one run each: FP8 +14 %, fixed shapes +2 %, both
-# +16 %, QLoRA −2 %, which the article explains as regularisation, perhaps. How far apart are two runs of the *same* recipe?
+# +16 %, QLoRA −2 %, for which the article suggests regularisation. How far apart are two runs of the *same* recipe?
 #
 # Here a small model is trained on several seeds. A seed sets the weights, the adapters and the order of the data, and
-# every method gets the same seeds. At `tiny` there are only 4 steps, in which the loss has just begun to fall: enough to
-# see how the question is asked, not enough to answer it. *fp8-mixed* is *fp8-frozen* with two layers of each block left as
-# published: attention's last (`o_proj`) and the MLP's last (`down_proj`). The article proposes to spare sensitive layers,
-# and doesn't name any; these two are our choice.
+# every method gets the same seeds. At `tiny` there are only 4 steps, in which the loss has just begun to fall: enough
+# to see how the question is asked, not enough to answer it. *fp8-mixed* is *fp8-frozen* with two layers of each block
+# left as published: attention's last (`o_proj`) and the MLP's last (`down_proj`). The article proposes to spare
+# sensitive layers, for example attention's last; the MLP's is our addition.
 #
 # **Your prediction:** the spread of BF16's final loss over seeds (largest minus smallest), in percent of the loss.
 
@@ -581,9 +583,9 @@ lab.verdict("A2.left.dynamic", "A2.left.fp8-once");
 # **Question.** Is it fast, does it stay compiled, and how close is it to what this machine can do?
 #
 # The best rung is the one with the shortest time for a thousand useful tokens. It runs once more, with nothing compiled
-# beforehand. The table says how many graphs it needs, whether anything is compiled after the first steps, how many times as
-# fast as the plain loop it is, and which share it reaches of the rate at which this machine multiplies BF16 matrices. The
-# last two lines are about FP8 weights' memory, from section 2. Lines without a number here need a GPU.
+# beforehand. The table says how many graphs it needs, whether anything is compiled after the first steps, how many
+# times as fast as the plain loop it is, and which share it reaches of the rate at which this machine multiplies BF16
+# matrices. The last two lines are about FP8 weights' memory, from section 2. Lines without a number here need a GPU.
 
 # %%
 top = trials.best_rung(climbed)
@@ -602,7 +604,8 @@ lab.table((f"rung *{top}*", "the goal", "here", "H200"), *trials.goal_rows(targe
 # ## 7 · Which method for me?
 #
 # **Question.** The article ends with a chart: short of memory, QLoRA; few steps, FP8; many steps, fixed shapes with
-# compilation; from 135 to 220 steps, these two together, FP8 with fixed shapes and compilation. Does that follow from its own table? And from ours?
+# compilation; from 135 to 220 steps, these two together, FP8 with fixed shapes and compilation. Does that follow from
+# its own table? And from ours?
 #
 # A method's total time is its first step plus all later ones: a straight line over the planned steps. At any number of
 # steps the lowest line wins. The winner changes where the two lowest lines cross.
@@ -619,12 +622,12 @@ rows = [
 lab.table(("finishes first, memory aside", "from step", "to step"), *rows)
 
 # %% [markdown]
-# The article's four regions are there. Its bounds aren't. FP8 with fixed shapes has caught up with *BF16* after 135 steps,
-# and fixed shapes without FP8 have after 220. But BF16 isn't the method to beat. At 135 steps FP8 alone is ahead, and FP8
-# with fixed shapes overtakes it only at about 150. At 220 steps FP8 with fixed shapes is ahead, and fixed shapes without FP8
-# overtake it only at about 770. So by the article's own numbers FP8 with fixed shapes finishes first from about 150 to about
-# 770 steps, if a loss 16 % higher doesn't matter. (The article shows step times in a figure only. They are worked out here from its break-even
-# counts and percentages; see `labutils/articles/a2.py`.)
+# The article's four regions are there. Its bounds aren't. FP8 with fixed shapes has caught up with *BF16* after 135
+# steps, and fixed shapes without FP8 have after 220. But BF16 isn't the method to beat. At 135 steps FP8 alone is
+# ahead, and FP8 with fixed shapes overtakes it only at about 150. At 220 steps FP8 with fixed shapes is ahead, and
+# fixed shapes without FP8 overtake it only at about 770. So by the article's own numbers FP8 with fixed shapes finishes
+# first from about 150 to about 770 steps, if a loss 16 % higher doesn't matter. (The article shows step times in a
+# figure only. They are worked out here from its break-even counts and percentages; see `labutils/articles/a2.py`.)
 #
 # ### Your choice
 #
@@ -705,10 +708,9 @@ my_letters = {"b"}
 solved(check("06.3", my_letters))
 
 # %% [markdown]
-# **4. Make it faster.** One image has 1,024 tokens and fifteen have 16 each (on a GPU 16 times as many, so that it has work
-# to do). `padded` fills all sixteen up to the longest
-# and sends them through a network that treats each token by itself; then it averages each image's tokens. Write
-# `unpadded`: the same averages, at least twice as fast.
+# **4. Make it faster.** One image has 1,024 tokens and fifteen have 16 each (on a GPU 16 times as many, so that it has
+# work to do). `padded` fills all sixteen up to the longest and sends them through a network that treats each token by
+# itself; then it averages each image's tokens. Write `unpadded`: the same averages, at least twice as fast.
 
 # %% tags=["exercise"]
 torch.manual_seed(0)
