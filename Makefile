@@ -1,4 +1,4 @@
-# make course | test | lab | lint | notebooks | format | unsloth | te | torchao | clean
+# make help | install | course | lab | test | lint | notebooks | format | unsloth | te | torchao | clean
 #
 #   PYTHON=python3.12   the interpreter that .venv is made of (3.11 or 3.12)
 #   VENV=.venv          where it is made

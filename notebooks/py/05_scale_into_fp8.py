@@ -33,9 +33,9 @@
 #
 # | scale | needs | time |
 # |---|---|---|
-# | `tiny` | any CPU | half a minute |
+# | `tiny` | any CPU | 1 minute |
 # | `small` | a GPU with FP8 (Ada, Hopper, Blackwell) | 3 minutes |
-# | `full` | the same, 40 GB | 4 minutes |
+# | `full` | the same, 40 GB | 1½ minutes on an H200 |
 #
 # Most of this lab is mathematics and runs anywhere: on a CPU the 8-bit products are emulated with the same rounding. Their
 # speed can't be emulated, so sections 5 and 6 then show what our H200 measured. Weights are random unless you set
@@ -83,13 +83,14 @@ if not on_gpu:
 #
 # **Question.** 8 bits make 256 codes. Which numbers do they stand for?
 #
-# A floating-point number consists of a sign, an exponent, which says above which power of two the number lies, and a
-# mantissa, which says where between that power and the next. Two ways to divide 8 bits among them are in use: **E4M3** spends
+# A floating-point number consists of a sign, an exponent and a mantissa. The exponent picks a power of two; the mantissa
+# says how far the number is on the way to the next one. Two ways to divide 8 bits among them are in use: **E4M3** spends
 # 4 bits on the exponent and 3 on the mantissa, **E5M2** spends 5 and 2. (If all bits of the exponent are 0, the rule changes:
 # from there the numbers run down to zero in even steps. They are called *subnormal*.)
 #
-# Before you look: which of 0.1, 448 and 0.0001 does E4M3 hold exactly, and which does it lose? (`labutils.lowbit.fp8` writes
-# encoding and decoding out, and the course's tests compare all 256 codes of both formats with PyTorch's.)
+# Before you look: which of 0.1, 448 and 0.0001 does E4M3 hold exactly, which does it round, and which becomes 0?
+# (`labutils.lowbit.fp8` has encoding and decoding written out, and the course's tests compare all 256 codes of both formats
+# with PyTorch's.)
 
 # %%
 rows = [("number", "E4M3: sign, exponent, mantissa", "stands for", "E5M2", "stands for")]
@@ -122,7 +123,7 @@ plt.show()
 # grows, until a number is nearer to zero than to any other.
 #
 # **Takeaway.** E4M3 is precise to a sixteenth over some 15 powers of two, E5M2 to an eighth over twice as many. Below that
-# range precision fades out; above it, it ends at once.
+# range a number loses its precision bit by bit; above it there is no number left at all.
 
 # %% [markdown]
 # ## 2 · What a plain cast does
@@ -152,12 +153,13 @@ lab.table(
 lab.verdict("A2.fp8.range", "A2.fp8.cast-saturates", "A2.fp8.cast-flushes");
 
 # %% [markdown]
-# For large numbers the answer depends on the version of PyTorch. E4M3 has no infinity. Up to PyTorch 2.11, an eager cast of
-# anything above 464 gave **NaN** (which is what the H200's column says), while the same line under `torch.compile`
-# *saturated*, that is, gave 448. PyTorch 2.13 saturates in both
-# ([pytorch#178817](https://github.com/pytorch/pytorch/pull/178817), [ao#1912](https://github.com/pytorch/ao/issues/1912)).
-# E5M2 has an infinity, and 1,000,000 becomes that. At the small end all agree: 0.00005 becomes 0 in E4M3, because it is less
-# than half of the smallest number, 2⁻⁹ = 0.00195. E5M2 keeps it.
+# For large numbers the answer depends on the version of PyTorch; your table shows that of yours. E4M3 has no infinity. Up
+# to PyTorch 2.11, an eager cast of anything above 464 gave **NaN** (which is what the H200's column says): the next number
+# after 448 would be 480, but its code stands for NaN, and 464 is halfway to it. The same line under `torch.compile`
+# *saturated*, that is, gave 448. PyTorch 2.13 saturates in both. (The lab runs one version and doesn't compile here; the
+# rest is from [pytorch#178817](https://github.com/pytorch/pytorch/pull/178817) and
+# [ao#1912](https://github.com/pytorch/ao/issues/1912).) E5M2 has an infinity, and 1,000,000 becomes that. At the small end
+# all agree: 0.00005 becomes 0 in E4M3, because it is less than half of the smallest number, 2⁻⁹ = 0.00195. E5M2 keeps it.
 #
 # **Takeaway.** Don't leave numbers beyond the range to the cast. Scale them so that they fit, or clamp them first; that means
 # the same in every version.
@@ -169,8 +171,8 @@ lab.verdict("A2.fp8.range", "A2.fp8.cast-saturates", "A2.fp8.cast-flushes");
 # $S = 448 / \mathrm{AMAX}$, where AMAX is the largest magnitude. Its example has values from −1,000 to 10,000. What becomes of
 # them?
 #
-# From here on, an error is the *relative error of the norm*, $\lVert \hat x - x \rVert / \lVert x \rVert$, where $\hat x$ is
-# what comes back from FP8.
+# From here on, an error is a *relative error*, $\lVert \hat x - x \rVert / \lVert x \rVert$, where $\hat x$ is what comes
+# back from FP8. The double bars are the *norm* of a tensor, its size: the root of the sum of all squares.
 
 # %%
 x = torch.linspace(-1000, 10000, 1101, device=lab.device)
@@ -206,6 +208,7 @@ def error_at(power: float, fmt: fp8.Format = E4M3) -> float:
 powers = torch.arange(-20, 8.01, 0.25).tolist()
 errors = {fmt.name: [error_at(p, fmt) for p in powers] for fmt in (E4M3, E5M2)}
 slack = 2 ** -min(p for p in powers if error_at(p) < 2 * error_at(0))
+print(f"With the scale that fits, normally distributed numbers come back {error_at(0):.1%} off.")
 
 # %%
 figure, ax = plt.subplots(figsize=(7.2, 3.2))
@@ -244,8 +247,8 @@ lab.explore(draw, range(-16, 7), "S × 2^")
 
 # %% [markdown]
 # **Takeaway.** The "F" in FP8 stands for *floating*: within the format's range the error does not depend on the scale. A scale
-# that is too small by some powers of two costs nothing. One that is too large cuts off the largest values, and those carry
-# most of the norm.
+# that is too small by some powers of two costs nothing. One that is too large cuts off the largest values, and those count
+# most in the error, which adds up squares.
 
 # %% [markdown]
 # ## 4 · Today's scale or yesterday's
@@ -257,9 +260,11 @@ lab.explore(draw, range(-16, 7), "S × 2^")
 #
 # We make up four sequences of 60 steps. In the first a tensor drifts by 10 % a step. In the second it grows by half in each
 # step, in the third it shrinks by a third. In the fourth it is steady, but every 20 steps there is a spike of 30 times the
-# size, as a bad batch causes. A *margin* of 3 makes every scale 2³ times smaller, to leave room.
+# size, as a bad batch causes. A *margin* of 3 makes every scale 2³ times smaller, to leave room. (The first step is left
+# out of pictures and table: before it there is no past to take a scale from.)
 #
-# **Your prediction:** how large is the relative error in the step of the spike, with delayed scaling and no margin?
+# **Your prediction:** how large is the relative error in the step of the first spike, with delayed scaling, a history of 16
+# steps and no margin?
 
 # %%
 my_spike: float | None = None  # in percent
@@ -304,12 +309,13 @@ lab.table(("error in the worst step, %", *scalings), *worst)
 
 # %% [markdown]
 # Go through the pictures. A slow drift costs nothing. If a tensor grows fast, its largest values are cut off in every step. A
-# spike loses most of itself, because it is cut off at the AMAX of before.
+# spike comes back far too small: everything in it that is larger than the AMAX of the steps before is cut off there.
 #
-# A long history has two sides. The default, 1024 steps, remembers the first spike and is prepared for the next ones; that it
-# then casts with a scale that is far too small costs nothing, as section 3 showed. But if a tensor shrinks for good, the long
-# memory is fatal: under the scale of its old size, the tensor ends at zero. A margin of $m$ leaves a factor of $2^m$ more room
-# at the large end, and takes it from the small end.
+# A long history helps in one case and harms in another. The default, 1024 steps, still remembers the first spike when the
+# next one comes, and so has a scale that fits it. Between the spikes that scale is far too small, but that costs nothing, as
+# section 3 showed. If a tensor shrinks for good, however, the history keeps the scale of its old size for 1024 steps, and
+# most of the tensor becomes 0. A margin of $m$ leaves a factor of $2^m$ more room at the large end, and takes it from the
+# small end.
 #
 # Delayed scaling also needs *state*, a history for every tensor of every layer. A compiled or captured step must carry it
 # along, and a checkpoint must save it.
@@ -365,20 +371,25 @@ if shown and shown.ok:
 lab.verdict("A2.fp8.rate");
 
 # %% [markdown]
-# The solid FP8 curves are products alone, with nothing to quantise. Lab 00 measured their right-hand ends. This is what it has
-# on record for the H200:
+# The legend's kinds differ in what is quantised while the clock runs:
+#
+# - solid: the product alone, in BF16 or with both matrices in FP8 beforehand, with one scale for the tensor or one per row;
+# - *known before*: the input comes in BF16, and its scale is known, as in delayed scaling, so it is only cast;
+# - *quantised on the way*: the input comes in BF16, its scales are computed from it, and it is cast. Once eager, once
+#   compiled.
+#
+# In all FP8 kinds the weight is in FP8 beforehand. Lab 00 measured the largest sizes; its H200 results:
 
 # %%
 peaks = read_runs(REFERENCE, "00")["00", "machine"]
 bf16 = peaks.metric("tflops_bf16")
-kinds = {"BF16": "tflops_bf16", "FP8, a scale a tensor": "tflops_fp8", "FP8, a scale a row": "tflops_fp8_rowwise"}
+kinds = {"BF16": "tflops_bf16", "FP8, one scale": "tflops_fp8", "FP8, one scale per row": "tflops_fp8_rowwise"}
 rows = [(kind, peaks.metric(metric), peaks.metric(metric) / bf16) for kind, metric in kinds.items()]
 lab.table(("large products on the H200", "TFLOP/s", "times BF16's"), *rows)
 
 # %% [markdown]
-# Small products are limited by launches and by memory. There half the bytes help a little, and the extra kernels for
-# quantising hurt. Large products are limited by the tensor cores, and there the cost of quantising fades: it grows with $n^2$,
-# the product with $n^3$.
+# Small products are over before the tensor cores are busy; the extra kernels for quantising then weigh most. Large products
+# are limited by the tensor cores, and there the cost of quantising fades: it grows with $n^2$, the product with $n^3$.
 #
 # It also matters how one quantises. In eager PyTorch, to quantise row by row takes several kernels, each of which goes over the
 # whole tensor (the dotted curve). Compiled, it can be one (the dashed curve with crosses), which can also merge with whatever
@@ -395,7 +406,7 @@ lab.table(("large products on the H200", "TFLOP/s", "times BF16's"), *rows)
 #
 # Its forward pass is $y = xW^\top$. Its backward pass is only $\mathrm dX = \mathrm dY\,W$: no one needs $\mathrm dW$, so the
 # layer needn't keep its input either. (LoRA's own matrices beside it do need it.) So the layer in `labutils.lowbit.frozen`
-# keeps $W$ in E4M3 with one scale for each row, $W \approx \mathrm{diag}(s)\,W_8$, and nothing else. Its backward pass has two
+# keeps $W$ in E4M3 with one scale per row, $W \approx \mathrm{diag}(s)\,W_8$, and nothing else. Its backward pass has two
 # difficulties:
 #
 # - A kernel can apply scales to the rows and columns of a product's *result*. But in $\mathrm dX$ the scales $s$ belong to the
@@ -427,7 +438,8 @@ rows = [("output y", 100 * metrics["forward_error"]), ("input gradient dX", 100 
 lab.table(("frozen FP8 layer against float32", "error, %"), *rows)
 
 # %% [markdown]
-# Each of the two factors is about 2.6 % off. Independent errors add up as squares do: $\sqrt2 \times 2.6\,\% = 3.7\,\%$.
+# Each of the two factors is about 2.6 % off, as the numbers of section 3 were. Independent errors add up as squares do:
+# $\sqrt2 \times 2.6\,\% = 3.7\,\%$.
 #
 # (The input has 577 rows, as the article's vision encoder makes them. The article's FP8 layer refused this odd number: "product
 # of all dimensions except the last divisible by 8". Only the *weight* gradient, $\mathrm dY^\top x$, sums over the rows, and a
@@ -470,7 +482,7 @@ lab.table(("base_linear", *what, *(f"H200: {one}" for one in what)), *rows)
 # |---|---|
 # | *published* | the weight as it comes (float32 on a CPU, BF16 on a GPU) |
 # | *fp8-te* | Transformer Engine's layer, the article's way: the BF16 weight, and FP8 copies on top of it while it runs |
-# | *fp8-torchao* | torchao's layer: the BF16 weight, quantised anew in each pass, a scale a row |
+# | *fp8-torchao* | torchao's layer: the BF16 weight, quantised anew in each pass, one scale per row |
 # | *fp8-frozen* | the layer above: 8 bits a parameter and nothing else |
 # | *nf4* | 4 bits a parameter (lab 07), unpacked to BF16 before each product |
 # | *nf4-frozen* | the same 4 bits, unpacked by operations that `torch.compile` can see into |
@@ -530,8 +542,9 @@ lab.verdict("A2.te.peft-refuses");
 #
 # There is a catch. Trained language models have *outliers*: in a few channels, activations are tens of times larger than
 # elsewhere (Dettmers and others, 2022). Random weights have none. So we look twice: at the model with its random weights as
-# drawn, and at the same model after we have **planted** outliers, by making three entries of each norm's weight 60 times
-# larger. Planted outliers imitate the real ones, and no more than that; `weights = "hub"` adds a trained model.
+# drawn, and at the same model after we have **planted** outliers, by making three entries in the weight of each
+# normalisation layer (RMSNorm) 60 times larger. Planted outliers imitate the real ones, and no more than that;
+# `weights = "hub"` adds a trained model.
 
 # %%
 width, depth, tokens = (256, 3, (2, 96)) if tiny else (1024, 6, (2, 512))
@@ -561,7 +574,7 @@ looks = {"tensor": ("o", plots.NAVY), "row": ("^", plots.TEAL), "block": ("s", p
 for ax, (name, layers) in zip(axes[0], surveys.items(), strict=True):
     for kind, (marker, color) in looks.items():
         found = [100 * errors[f"forward {kind}"] for errors in layers.values()]
-        label = "INT8, a scale a tensor" if kind == "int8" else f"E4M3, a scale a {kind}"
+        label = "INT8, one scale per tensor" if kind == "int8" else f"E4M3, one scale per {kind}"
         ax.plot(found, marker=marker, color=color, markersize=4.5, linestyle="none", label=label)
     ax.set(title=name, xlabel="linear layer, in the model's order")
 axes[0][0].set_ylim(0)
@@ -584,21 +597,22 @@ for name, layers in surveys.items():
 
 # %% [markdown]
 # **What this shows.** In FP8 the number of scales hardly changes the error of a product. It is about 3.7 %, with or without
-# outliers: that is the price of three mantissa bits, and each number brings its own exponent. (A scale a row does better where
-# one outlier carries most of a row, because that outlier becomes exactly 448.) INT8 is different. It has one step size for a
-# whole tensor, so it is better than FP8 as long as a tensor is even, and worse once there are outliers.
+# outliers: that is the price of three mantissa bits, and each number brings its own exponent. (One scale per row does
+# better where one outlier carries most of a row, because that outlier becomes exactly 448.) INT8 is different. It has one
+# step size for a whole tensor, so it is better than FP8 as long as a tensor is even, and worse once there are outliers.
 #
-# What FP8 pays for too few scales is *range*: a gradient far smaller than the largest one in its tensor becomes exactly zero.
-# E5M2 keeps it, but makes the error of all the others 1.6 times larger. A scale a row keeps nearly all of them as well, because
-# a row is one token and has a range of its own. That is why this course's frozen layer uses E4M3 with a scale a row, forward
-# and backward.
+# What FP8 pays for too few scales is *range*: a gradient far smaller than the largest one in its tensor becomes exactly
+# zero. E5M2 keeps it, but has one mantissa bit less, which doubles the rounding error of all other gradients. In dX, where
+# the error of the weight, still in E4M3, comes on top, that makes the error about 1.6 times larger. One scale per row keeps
+# nearly all small gradients as well, because a row is one token and has a range of its own. That is why this course's
+# frozen layer uses E4M3 with one scale per row, forward and backward.
 #
 # **What it can't show** is whether an error of 3.7 % in each layer harms training. Errors of random sign average out over layers
 # and steps. The article's loss was 14 % higher after ten steps, but ten steps of a single run say little, and random weights
 # can't say it at all. Lab 06 trains a small model, and shows how to compare losses over several seeds.
 #
-# **Takeaway.** Test a format on the tensors that it is to hold. And count what a norm hides, such as small numbers that become
-# zero.
+# **Takeaway.** Test a format on the tensors that it is to hold. And count what a relative error hides, such as small numbers
+# that become zero.
 
 # %% [markdown]
 # ## Exercises
@@ -634,8 +648,9 @@ my_S = 448 / 3.5 / 2**2
 solved(check_scale(my_S))
 
 # %% [markdown]
-# **2. The backward pass.** A frozen layer has its 8-bit weight `W8` [n, k] (here already restored to float32) and its row scales
-# `s` [n, 1]. Write its input gradient, without forming `s * W8`, which would be a second weight.
+# **2. The backward pass.** A frozen layer has its 8-bit weight `W8` [n, k] (here cast to float32, but not yet scaled) and its
+# row scales `s` [n, 1]. Its forward pass is `x @ (s * W8).T`. Write its input gradient, without forming `s * W8`, which would
+# be a second weight.
 
 
 # %% tags=["exercise"]
@@ -710,7 +725,7 @@ def restoring(x):
 
 
 def lean(x):
-    return restoring(x)  # your code instead; a torch.autograd.Function may keep what it likes
+    return restoring(x)  # your code instead; in a torch.autograd.Function you decide what is kept
 
 
 def some_rows(seed: int) -> tuple:

@@ -50,7 +50,7 @@
 #
 # **Without a GPU** you see how each question is asked and answered. Sections 1 and 4 (c) hold on any machine. Elsewhere
 # the CPU's times say nothing about a GPU: FP8 is emulated, 4-bit weights have no fast kernels, and there is no GPU
-# memory to compare. So our H200's table follows each of yours.
+# memory to compare. So our H200's table follows each of yours, as soon as its runs are on record.
 
 # %% tags=["parameters"]
 scale: str = "auto"  # tiny (any CPU), small (a GPU of 8 GB), full (the article's own), auto: the largest that fits
@@ -88,7 +88,7 @@ from labutils.workloads import open_workload
 
 plots.use_style()
 warnings.filterwarnings("ignore", module="torch")
-os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="inductor-")  # so that a first step is one
+os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="inductor-")  # empty: a first step really compiles
 on_gpu, tiny = lab.device == "cuda", lab.scale == "tiny"
 if not on_gpu:
     torch.set_num_threads(max(1, usable_cores() // 2))
@@ -131,10 +131,15 @@ lab.verdict("A2.anyres.tokens", "A2.anyres.one-tile", "A2.fixed.no-anyres");
 # %% [markdown]
 # Even the smallest grid has two tiles (1 × 2), so no image is ever a single tile. One of 336 × 336 is shown once as
 # it is, and once in the middle of a canvas of two tiles, half of which is padding. All three tiles go through the vision
-# tower; the padding's tokens are dropped afterwards. That is why 707 × 354 costs the vision tower as many tiles as a
-# square of the same area, but the language model only three fifths of the tokens.
+# tower; the padding's tokens are dropped afterwards.
 #
-# **Takeaway.** The article's fixed shape doesn't switch AnyRes off. It turns every image into the cheapest one that
+# An image of 707 × 354 might be expected in a grid of 1 × 2 tiles, 672 × 336 pixels. But it is a hair less than twice
+# as wide as high, so it would be shrunk to 671 × 336 there. In the grid of 2 × 2 its width decides: it becomes
+# 672 × 336, one column of pixels more, and AnyRes takes the grid that shows the most pixels. Half of that grid is padding. So
+# the image costs the vision tower as many tiles as a square of the same area, but the language model only three fifths
+# of the tokens.
+#
+# **Takeaway.** The article's fixed shape doesn't switch AnyRes off. It turns every image into one of the cheapest that
 # AnyRes knows: 1,176 tokens instead of 2,928.
 
 # %% [markdown]
@@ -239,9 +244,10 @@ with lab.attempt("577 rows through te.Linear", reference="fp8-te vision"):
 lab.verdict("A2.lmm.vision-cost", "A2.fp8.vision-refuses", "A2.fp8.vision-limits");
 
 # %% [markdown]
-# **Takeaway.** Put a number to a bottleneck before you believe in it. The tower has a fiftieth of the step's arithmetic,
-# so what holds FP8 back must be in the rest. Lab 05 found it there: reading, casting and transposing around each
-# product, and a host that has to launch all of it.
+# **Takeaway.** Put a number to a bottleneck before you believe in it. The tower has a fiftieth of the step's
+# arithmetic, so what holds FP8 back must be in the rest. Lab 05 timed single layers of the language model, and there,
+# too, FP8 gained much less than the tensor cores promise: quantising around each product takes kernels and time of its
+# own.
 
 # %% [markdown]
 # ## 3 · With the compiler
@@ -252,8 +258,9 @@ lab.verdict("A2.lmm.vision-cost", "A2.fp8.vision-refuses", "A2.fp8.vision-limits
 #   share their code, so there is one to compile instead of 32.
 # - *fixed* does the same on images of 336 × 336.
 # - *compile-whole* and *fixed-whole*, with `-p whole_model true` on a GPU, compile the model in one piece, as the article
-#   did. The article's first steps and break-even counts are judged by these two. (Transformer Engine's layers are always
-#   compiled block by block: the compiler can't see into their checkpointing, and would skip the blocks altogether.)
+#   did. The article's first steps and break-even counts are judged by these two. (With Transformer Engine's layers the
+#   blocks have its own checkpointing. In a model compiled whole, the compiler gives up on such blocks and leaves them
+#   eager; so the rows with these layers are always compiled block by block.)
 #
 # At `tiny` nothing is compiled unless you ask for it with `-p compile_batches 1`: it takes half a minute of C++
 # compilation, which lab 04 has already shown.
@@ -347,19 +354,21 @@ lab.verdict(
 #
 # ### (a) One shape, as many tokens; (b) one shape, fewer tokens
 #
-# Take a few examples of varied sizes and train on the same ones over and over, in four ways:
+# Take a few examples of varied sizes. There are four runs, each with the same number of steps:
 #
-# | run | examples | compiled |
+# | run | trains on | compiled |
 # |---|---|---|
-# | *same-tokens varying* | one after the other, each with its own length | as PyTorch does by default |
+# | *same-tokens varying* | all of the examples in turn, each at its own length | as PyTorch does by default |
 # | *same-tokens any length* | the same | for any length from the start |
-# | *same-tokens static* | the one of median length, as often: about as many tokens, in one shape | for that length |
-# | *static fewer-tokens* | the shortest one, as often | for that length |
+# | *same-tokens static* | only the example of median length, in every step: about as many tokens, in one shape | for that length |
+# | *static fewer-tokens* | only the shortest example, in every step | for that length |
 #
 # If constant shapes are what helps, a thousand tokens cost less in *static* than in *varying*. If fewer tokens are what
 # helps, a thousand tokens cost about the same everywhere, and the step with the fewest tokens is the shortest.
 #
-# On a GPU all four are compiled block by block. On a CPU nothing is compiled, so your table shows only the second effect.
+# On a GPU all four are compiled block by block. On a CPU nothing is compiled, so your table shows only the second
+# effect. (`layers="rewritten"`, here and below, runs the same modules on tensors that were prepared on the CPU, so that
+# nothing has to be counted or looked up on the GPU. Section (c) shows what that is good for.)
 
 # %%
 alone = A2_BASE.but(layers="rewritten", compile="default" if on_gpu else "off", compile_scope="blocks")
@@ -374,9 +383,14 @@ lab.verdict("A2.fixed.cause", "A2.fixed.memory-cause");
 #
 # **Question.** If shapes do vary, what makes the compiler start over: the images, or the model's code?
 #
-# There are two sets of images: the article's, all of 500 × 500 (*uniform*), and one of varied sizes (*varied*). And
-# there are three ways to compile: the published model as a whole; its *blocks*, after the places of image tokens have
-# been worked out on the CPU; and the blocks with code for *any length* from the start.
+# There are two sets of images: the article's, all of 500 × 500 (*uniform*), and one of varied sizes (*varied*). We count
+# in four cases:
+#
+# - *uniform*: the published model, compiled as a whole, on the article's images;
+# - *varied*: the same on images of varied sizes;
+# - *varied, blocks*: on those, only the model's blocks are compiled, and the places of image tokens are worked out on the
+#   CPU beforehand;
+# - *varied, blocks, any length*: the same, with code for any length from the start.
 #
 # Only the compiler's front end runs, the part that reads code and sets guards, on the smallest model. That takes seconds,
 # and the counts are the same on every machine.
@@ -425,7 +439,7 @@ lab.verdict("A2.anyres.recompiles", "A2.anyres.cause");
 # that ends after two steps. What still recompiles has to do with other things than lengths: the first block's input has
 # no gradient where the others' have one, and the vision tower's blocks see 3 tiles or 5.
 #
-# **Takeaway.** Recompilation comes from code that asks for sizes. Change the code, and images may have any shape.
+# **Takeaway.** Most recompilations came from code that asks for sizes. Change that code, and images may have any shape.
 
 # %% [markdown]
 # ### (d) What does padding cost?
@@ -457,19 +471,20 @@ lab.on_reference(trials.FORM_HEAD, trials.form_rows, "form: *")
 # attention computes all pairs of its tokens and then masks those of different examples. A GPU's kernel skips them.)
 #
 # **Takeaway.** When two changes came together, add a run that makes only one of them. And count *useful* tokens: in
-# *fixed* about two in five or more are padding. The article's step got shorter because its images got smaller, and every
+# *fixed* at least two in five are padding. The article's step got shorter because its images got smaller, and every
 # useful token costs more than it has to.
 
 # %% [markdown]
 # ## 5 · Is it the loss, or the seed?
 #
 # **Question.** The article compares losses after ten steps, of one run each: FP8 +14 %, fixed shapes +2 %, both
-# +16 %, QLoRA −2 %, which it takes for regularisation. How far apart are two runs of the *same* recipe?
+# +16 %, QLoRA −2 %, for which the article suggests regularisation. How far apart are two runs of the *same* recipe?
 #
 # Here a small model is trained on several seeds. A seed sets the weights, the adapters and the order of the data, and
-# every method gets the same seeds. At `tiny` there are only 4 steps, in which the loss has just begun to fall: enough to
-# see how the question is asked, not enough to answer it. *fp8-mixed* keeps the attention's output and the MLP's last
-# product in full precision, as the article proposes.
+# every method gets the same seeds. At `tiny` there are only 4 steps, in which the loss has just begun to fall: enough
+# to see how the question is asked, not enough to answer it. *fp8-mixed* is *fp8-frozen* with two layers of each block
+# left as published: attention's last (`o_proj`) and the MLP's last (`down_proj`). The article proposes to spare
+# sensitive layers, for example attention's last; the MLP's is our addition.
 #
 # **Your prediction:** the spread of BF16's final loss over seeds (largest minus smallest), in percent of the loss.
 
@@ -566,27 +581,30 @@ lab.verdict("A2.left.dynamic", "A2.left.fp8-once");
 #
 # **Question.** Is it fast, does it stay compiled, and how close is it to what this machine can do?
 #
-# The best rung runs once more, with nothing compiled beforehand. The table says how many graphs it needs, whether
-# anything is compiled after the first steps, and how far it is from the plain loop and from this machine's matrix rate.
-# The last two lines are about FP8 weights' memory, from section 2.
+# The best rung is the one with the shortest time for a thousand useful tokens. It runs once more, with nothing compiled
+# beforehand. The table says how many graphs it needs, whether anything is compiled after the first steps, how many
+# times as fast as the plain loop it is, and which share it reaches of the rate at which this machine multiplies BF16
+# matrices. The last two lines are about FP8 weights' memory, from section 2. Lines without a number here need a GPU.
 
 # %%
 top = trials.best_rung(climbed)
 rate = measured_roofline(climbable[top].fitted_to(lab.device).precision).rate
 targets = trials.reached(varied, climbable[top], climbed, cells if on_gpu else {}, rate)
 lab.keep(Run("06", "targets", lane="same mathematics", recipe=climbable[top].as_dict(), metrics=targets))
-lab.table((f"rung *{top}*", "we aimed at", "here", "H200"), *trials.goal_rows(targets, lab.reference("targets")))
+lab.table((f"rung *{top}*", "the goal", "here", "H200"), *trials.goal_rows(targets, lab.reference("targets")))
 
 # %% [markdown]
 # **Takeaway.** No image had to change its shape. The host no longer asks the GPU for lengths, a block's code takes any
-# length, and rows are filled instead of padded. And what nobody needs is not computed: logits where there is nothing to
-# predict, and features of a frozen tower that are already known.
+# length, and rows are filled instead of padded. And what nobody needs is not computed: the *logits*, one number for each
+# word of the vocabulary, at places where no word is to be predicted; and the vision tower's features of an image that it
+# has seen before, which can't have changed because the tower is frozen.
 
 # %% [markdown]
 # ## 7 · Which method for me?
 #
 # **Question.** The article ends with a chart: short of memory, QLoRA; few steps, FP8; many steps, fixed shapes with
-# compilation; from 135 to 220 steps, all together. Does that follow from its own table? And from ours?
+# compilation; from 135 to 220 steps, these two together, FP8 with fixed shapes and compilation. Does that follow from
+# its own table? And from ours?
 #
 # A method's total time is its first step plus all later ones: a straight line over the planned steps. At any number of
 # steps the lowest line wins. The winner changes where the two lowest lines cross.
@@ -603,11 +621,12 @@ rows = [
 lab.table(("finishes first, memory aside", "from step", "to step"), *rows)
 
 # %% [markdown]
-# The article's four regions are there. Its bounds aren't: 135 and 220 are the steps after which two methods have caught
-# up with *BF16*. But BF16 isn't the rival. At 135 steps the method to beat is FP8 alone, and at 220 it is the other of
-# the two. By the article's own numbers FP8 with fixed shapes finishes first from about 150 to about 770 steps, if a loss
-# 16 % higher doesn't matter. (The article shows step times in a figure only. They are worked out here from its break-even
-# counts and percentages; see `labutils/articles/a2.py`.)
+# The article's four regions are there. Its bounds aren't. FP8 with fixed shapes has caught up with *BF16* after 135
+# steps, and fixed shapes without FP8 have after 220. But BF16 isn't the method to beat. At 135 steps FP8 alone is
+# ahead, and FP8 with fixed shapes overtakes it only at about 150. At 220 steps FP8 with fixed shapes is ahead, and
+# fixed shapes without FP8 overtake it only at about 770. So by the article's own numbers FP8 with fixed shapes finishes
+# first from about 150 to about 770 steps, if a loss 16 % higher doesn't matter. (The article shows step times in a
+# figure only. They are worked out here from its break-even counts and percentages; see `labutils/articles/a2.py`.)
 #
 # ### Your choice
 #
@@ -688,9 +707,9 @@ my_letters = {"b"}
 solved(check("06.3", my_letters))
 
 # %% [markdown]
-# **4. Make it faster.** One image has 1,024 tokens and fifteen have 16 each. `padded` fills all sixteen up to the longest
-# and sends them through a network that treats each token by itself; then it averages each image's tokens. Write
-# `unpadded`: the same averages, at least twice as fast.
+# **4. Make it faster.** One image has 1,024 tokens and fifteen have 16 each (on a GPU 16 times as many, so that it has
+# work to do). `padded` fills all sixteen up to the longest and sends them through a network that treats each token by
+# itself; then it averages each image's tokens. Write `unpadded`: the same averages, at least twice as fast.
 
 # %% tags=["exercise"]
 torch.manual_seed(0)
