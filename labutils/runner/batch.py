@@ -56,7 +56,7 @@ def run(
     page = index.write(folder, outcomes, None if kernels.stopped_by else make_pages, say)
     say(summary(outcomes, folder, page))
     if kernels.stopped_by:
-        say(f"Stopped. What was measured is kept. To go on: {same_again(names, options, folder)}")
+        say(f"Stopped. What was measured is kept. To go on: {same_again(names, options, folder, outcomes)}")
         return STOPPED + kernels.stopped_by
     return ALL_RAN if all(outcome.status in ("done", "done before") for outcome in outcomes) else A_LAB_FAILED
 

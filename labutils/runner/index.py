@@ -17,6 +17,7 @@ from typing import Any
 
 from labutils import claims, results
 from labutils.pages import filled, link, table
+from labutils.runner import planning
 from labutils.runner.asking import short
 from labutils.runner.running import Outcome
 
@@ -87,7 +88,7 @@ def _row(path: Path, records: Sequence[Mapping[str, Any]], runs: claims.Runs, co
     number = path.stem[:2] if re.match(r"\d\d_", path.stem) else path.stem
     mine = [run for (lab, _), run in runs.items() if lab == number]
     last = mine[-1] if mine else results.Run(number, "", scale="")
-    done = [record for record in records if record["lab"] == number and record.get("status") == "done"]
+    done = planning.ends_of(records, number)
     title, status, seconds = _read(path)
     machine = ", ".join(str(last.machine[key]) for key in ("gpu", "cpu", "cores") if last.machine.get(key))
     return Row(

@@ -46,15 +46,15 @@ def run_lab(
 ) -> Outcome:
     """Run one lab, whatever comes of it; its kernel finds `variables` in its environment."""
     output = folder / "notebooks" / lab.path.name
-    done = len(done_records(results.read_records(folder), lab))
+    before = len(results.read_records(folder))
     start = time.monotonic()
     with kernels.one(Kernel(folder, lab.path.parent, variables)) as kernel:
         try:
             _execute(lab, values, output, kernels, kernel, options, told)
             status, message = "done", ""
-            if len(done_records(results.read_records(folder), lab)) == done:
+            if not done_records(results.read_records(folder)[before:], lab):
                 status = "failed"
-                message = f"Lab {lab.number} ended before its last cell: nothing in it marked the lab as done."
+                message = f"Lab {lab.number} ended before its last cell: nothing after its last run marked it as done."
         except Exception as error:
             status, message = _failure(lab, error, kernels, kernel, options, _last_cell(output))
     seconds = time.monotonic() - start

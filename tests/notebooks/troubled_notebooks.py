@@ -29,6 +29,7 @@ TROUBLE = {
     "killed": "os.kill(os.getpid(), signal.SIGKILL)",
     "bus": "os.kill(os.getpid(), signal.SIGBUS)",
     "quits": "sys.exit(0)",
+    "stops": "os.kill(os.getppid(), signal.SIGINT)\ntime.sleep(600)",
     "meets": """\
 end = time.monotonic() + 60
 while len(read_runs(kept.path)) < 2:  # until another lab is at work, too

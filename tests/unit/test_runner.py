@@ -269,6 +269,45 @@ def test_a_lab_that_is_done_is_not_run_again_unless_asked_or_asked_differently(n
     assert len([r for r in read_records(results_folder) if r.get("run") == "first"]) == 2
 
 
+@pytest.mark.parametrize("trouble", ["killed", "stops"])
+def test_a_forced_lab_that_did_not_end_is_not_done(notebooks, run, trouble):
+    """Its verdicts would be of runs of both times."""
+    path, other = Path(notebooks("fine")), Path(notebooks("fine")).with_name("other.ipynb")
+    troubled_notebooks.write(path.parent, "other", "fine")
+    assert run(str(path), str(other))[0] == 0
+    troubled_notebooks.write(path.parent, "fine", trouble)
+    code, said = run(str(path), str(other), force=True)
+    assert code == (130 if trouble == "stops" else 1)
+    if trouble == "stops":  # neither of the two is done as it was asked for
+        assert f"To go on: labutils run {path} {other} --scale tiny" in said
+        assert "--force" in said.splitlines()[-1]
+    notebooks("fine")
+    code, said = run(str(path), str(other))
+    assert code == 0
+    assert "fine: running" in said and "other: done before" in said
+
+
+runs_on_record = st.lists(st.sampled_from(["run", "done", "prediction"]))
+
+
+@given(runs_on_record)
+def test_a_lab_is_done_where_it_kept_no_run_since(kinds):
+    kept = {"run": {"run": "x", "status": "ok"}, "done": {"status": "done"}, "prediction": {"prediction": "y"}}
+    records = [{"lab": lab, **kept[kind]} for kind in kinds for lab in ("03", "04")]
+    since = kinds[len(kinds) - kinds[::-1].index("run") :] if "run" in kinds else kinds
+    assert len(planning.done_records(records, runner.Lab("03", Path("03"), {}))) == since.count("done")
+
+
+def test_what_is_left_of_a_forced_batch_is_forced_again(tmp_path):
+    labs = [runner.Lab(number, runner.NOTEBOOKS / f"{number}_x.ipynb", {}) for number in ("03", "04", "05")]
+    ended = [runner.Outcome(lab, status) for lab, status in zip(labs, ("done", "stopped", "not run"), strict=True)]
+    asked = Options(scale="tiny", force=True)
+    assert telling.same_again([], asked, tmp_path, ended).startswith("labutils run 04 05 --scale tiny")
+    assert telling.same_again([], asked, tmp_path, ended).endswith(" --force")
+    assert "--force" not in telling.same_again(["03"], asked, tmp_path, ended[:1])
+    assert "--force" not in telling.same_again(["03", "04"], Options(scale="tiny"), tmp_path, ended[:2])
+
+
 def test_a_lab_that_sums_up_is_done_until_another_keeps_more(notebooks, run, monkeypatch):
     monkeypatch.setattr(planning, "SUMMING_UP", ("loud",))
     path = troubled_notebooks.write(Path(notebooks("fine")).parent, "loud", "fine")
