@@ -359,6 +359,22 @@ def test_quick_cells_of_a_slow_lab_are_within_the_limit_of_a_cell(notebooks, run
     kernel.kill.assert_called_once_with("cell timed out")
 
 
+def test_what_a_kernel_started_ends_with_it_even_where_it_died_by_itself(notebooks, run, results_folder):
+    """As torchrun's ranks, in sessions of their own, which would hold the GPU that the next lab measures."""
+    assert "ended by itself with exit code 3" in run(notebooks("deserts"))[1]
+    pids = read_runs(results_folder)["deserts", "ranks"].samples["pids"]
+    assert len(pids) == 2
+    alive = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
+    assert [process.status() for process in alive] == [psutil.STATUS_ZOMBIE] * len(alive)
+
+
+def test_a_limit_that_strikes_before_there_is_a_process_counts(notebooks, run, results_folder):
+    code, said = run(notebooks("fine"), timeout=1e-6)
+    assert code == 1
+    assert "Lab fine was ended after 1e-06 s, its limit" in said
+    assert not read_runs(results_folder)
+
+
 # Side by side
 
 
