@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from labutils import results
+from labutils.data.files import whole_file
 from labutils.runner.asking import Lab, Options, indented, short
 from labutils.runner.kernels import Kernel, Kernels
 from labutils.runner.planning import done_records
@@ -224,5 +225,6 @@ def _stamp(output: Path, status: str, seconds: float) -> None:
         if record.get(name):
             record[name] = Path(record[name]).name
     notebook.metadata["labutils"] = {"status": status, "seconds": round(seconds, 1)}
-    with contextlib.suppress(OSError):
-        nbformat.write(notebook, output)
+    # A full disk leaves the notebook as it was: without the stamp, but whole.
+    with contextlib.suppress(OSError), whole_file(output) as part:
+        nbformat.write(notebook, part)
