@@ -82,7 +82,7 @@ def check_current_folder() -> None:
 def find(names: Sequence[str] = (), folder: Path = NOTEBOOKS) -> list[Lab]:
     """The labs called `names`: "03", "3", the notebook's name, or a path to a notebook; all of `folder` where none is.
 
-    Raises `UsageError` naming the labs there are.
+    Raises `UsageError` naming the labs there are, and where two that are named have one number.
     """
     known = sorted(folder.glob("[0-9][0-9]_*.ipynb"))
     if not names:
@@ -90,7 +90,22 @@ def find(names: Sequence[str] = (), folder: Path = NOTEBOOKS) -> list[Lab]:
             raise UsageError(f"There are no labs in {folder}. Run this from a checkout of the course.")
         return [_open(path) for path in known]
     paths = [_path(name, known) for name in names]
-    return [_open(path) for path in dict.fromkeys(paths)]
+    labs = [_open(path) for path in dict.fromkeys(paths)]
+    _check_apart(labs)
+    return labs
+
+
+def _check_apart(labs: Sequence[Lab]) -> None:
+    """Raises `UsageError` where two labs have one number: their results, and their executed notebooks where the files
+    have one name as well, would replace each other."""
+    first: dict[str, Lab] = {}
+    for lab in labs:
+        other = first.setdefault(lab.number, lab)
+        if other is not lab:
+            raise UsageError(
+                f"{short(other.path)} and {short(lab.path)} are both lab {lab.number}: in one folder their results "
+                "would replace each other. Nothing was run. Run them one by one, each with a --results of its own."
+            )
 
 
 def _path(name: str, known: Sequence[Path]) -> Path:

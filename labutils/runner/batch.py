@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from labutils.runner.telling import Telling, about_company, same_again, summary
 ALL_RAN, A_LAB_FAILED, WRONG_USAGE = 0, 1, 2
 STOPPED = 128  # plus the signal's number, as shells have it: 130 after Ctrl-C
 PATIENCE_S = 5.0
-"""How long after a second Ctrl-C what is left of a lab may take to end."""
+"""How long after a second Ctrl-C what is left of the labs may take to end, all together."""
 
 
 def run(
@@ -56,7 +57,7 @@ def run(
     page = index.write(folder, outcomes, None if kernels.stopped_by else make_pages, say)
     say(summary(outcomes, folder, page))
     if kernels.stopped_by:
-        say(f"Stopped. What was measured is kept. To go on: {same_again(names, options, folder)}")
+        say(f"Stopped. What was measured is kept. To go on: {same_again(names, options, folder, outcomes)}")
         return STOPPED + kernels.stopped_by
     return ALL_RAN if all(outcome.status in ("done", "done before") for outcome in outcomes) else A_LAB_FAILED
 
@@ -192,6 +193,7 @@ def _joined(workers: Sequence[threading.Thread]) -> Iterator[None]:
     except KeyboardInterrupt:
         # A third Ctrl-C changes nothing any more, but it must not cut off what the others end with.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+        end = time.monotonic() + PATIENCE_S
         for worker in workers:
-            worker.join(PATIENCE_S)
+            worker.join(max(0.0, end - time.monotonic()))
         raise

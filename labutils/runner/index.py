@@ -17,13 +17,16 @@ from typing import Any
 
 from labutils import claims, results
 from labutils.pages import filled, link, table
+from labutils.runner import planning
 from labutils.runner.asking import short
 from labutils.runner.running import Outcome
+from labutils.runner.telling import one_line
 
 PageMaker = Callable[[Path, Sequence[Path]], None]
-"""Given a results folder and executed notebooks in it, writes a page beside each. Raises `OSError`, `ImportError`."""
+"""Given a results folder and executed notebooks in it, writes a page beside each."""
 
-UNKNOWN = "–"
+DASH = "–"
+"""Stands in a table for what isn't known, and for none."""
 
 
 @dataclass(frozen=True)
@@ -57,8 +60,8 @@ def write(
     try:
         if make_pages and (old := [path for path in executed if _is_stale(path)]):
             make_pages(folder, old)
-    except (OSError, ImportError) as error:
-        say(f"No HTML pages of the executed notebooks: {error}")
+    except Exception as error:  # the labs have run: whatever it is, how they went must still be said
+        say(f"No HTML pages of the executed notebooks: {type(error).__name__}: {one_line(str(error))}")
     file = folder / "index.html"
     try:
         file.write_text(as_html(folder, rows_of(folder, executed), outcomes), encoding="utf-8")
@@ -87,7 +90,7 @@ def _row(path: Path, records: Sequence[Mapping[str, Any]], runs: claims.Runs, co
     number = path.stem[:2] if re.match(r"\d\d_", path.stem) else path.stem
     mine = [run for (lab, _), run in runs.items() if lab == number]
     last = mine[-1] if mine else results.Run(number, "", scale="")
-    done = [record for record in records if record["lab"] == number and record.get("status") == "done"]
+    done = planning.ends_of(records, number)
     title, status, seconds = _read(path)
     machine = ", ".join(str(last.machine[key]) for key in ("gpu", "cpu", "cores") if last.machine.get(key))
     return Row(
@@ -149,10 +152,10 @@ def _report(folder: Path) -> str:
 def _cells(row: Row, with_machine: bool) -> list[str]:
     plain = [
         row.status,
-        UNKNOWN if row.seconds is None else f"{row.seconds:.0f}",
-        row.scale or UNKNOWN,
-        *([row.machine or UNKNOWN] * with_machine),
-        *(str(row.verdicts.get(verdict, 0) or UNKNOWN) for verdict in claims.VERDICTS),
+        DASH if row.seconds is None else f"{row.seconds:.0f}",
+        row.scale or DASH,
+        *([row.machine or DASH] * with_machine),
+        *(str(row.verdicts.get(verdict, 0) or DASH) for verdict in claims.VERDICTS),
     ]
     notebook = link("notebook", f"notebooks/{row.path.name}")
     return [link(row.title, _address(row)), *map(html.escape, plain), notebook]

@@ -9,11 +9,21 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
+import uuid
 from collections.abc import Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from labutils import results
+
+if TYPE_CHECKING:
+    import psutil
+
+MARK = "LABUTILS_KERNEL"
+"""The name under which a kernel, and every process that comes of it, has the kernel's mark in its environment."""
+GONE_WITHIN_S = 5.0
+"""How long processes that were killed may take to be gone."""
 
 
 class Kernels:
@@ -74,6 +84,7 @@ class Kernel:
         self.cwd = cwd
         self.variables = dict(variables or {})
         self.killed_because = ""
+        self._mark = uuid.uuid4().hex
         self._process: subprocess.Popen | None = None
         self._said: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  closed by __exit__
 
@@ -84,19 +95,14 @@ class Kernel:
         self.kill("over")
         self._said.close()
 
-    def kill(self, because: str) -> bool:
-        """End the process and all its children. False where none was running."""
-        if self._process is None or self._process.poll() is not None:
-            return False
-        import psutil
-
-        self.killed_because = self.killed_because or because
-        with contextlib.suppress(psutil.NoSuchProcess):
-            kernel = psutil.Process(self._process.pid)
-            for process in [*kernel.children(recursive=True), kernel]:
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    process.kill()
-        return True
+    def kill(self, because: str) -> None:
+        """End the process, so that it starts nothing more, and then all that it started; where it ended by itself, what
+        it left behind. One that is about to start is told, and ends at once."""
+        if self.exit_code() is None:
+            self.killed_because = self.killed_because or because
+        if self._process is not None:  # asked after that was noted: it is told, or seen here
+            self._process.kill()
+            _end_marked(self._mark)
 
     def exit_code(self) -> int | None:
         """How the process ended (negative: by that signal); None where it still runs or never did."""
@@ -105,7 +111,7 @@ class Kernel:
     def manager_class(self, kernels: Kernels) -> type:
         """A kernel manager that starts `sys.executable`, whatever kernels are installed, and tells its process.
 
-        It starts none where `kernels` were stopped.
+        It starts none where `kernels` were stopped, or this one was.
         """
         from ipykernel.kernelspec import get_kernel_dict
         from jupyter_client.kernelspec import KernelSpec
@@ -120,14 +126,14 @@ class Kernel:
                 return KernelSpec(name="python3", **spec)
 
             async def _async_launch_kernel(self, kernel_cmd: list[str], **launch: Any) -> None:
-                if kernels.stopped_by:
+                if kernels.stopped_by or mine.killed_because:
                     raise RuntimeError("Stopped before its kernel was started.")
                 launch["env"] = launch.get("env", dict(os.environ)) | mine.environment()
                 launch["stdout"] = launch["stderr"] = mine._said
                 launch["cwd"] = str(mine.cwd)  # papermill's own way would change this process's folder, under all labs
                 await super()._async_launch_kernel(kernel_cmd, **launch)
                 mine._process = self.provisioner.process
-                if kernels.stopped_by:  # meanwhile
+                if kernels.stopped_by or mine.killed_because:  # meanwhile
                     mine.kill("stopped")
 
         return Manager
@@ -143,4 +149,44 @@ class Kernel:
         nobody watches progress bars."""
         path = os.pathsep.join(filter(None, [str(results.REPOSITORY), os.environ.get("PYTHONPATH")]))
         quiet = {"TQDM_DISABLE": "1", "PYDEVD_DISABLE_FILE_VALIDATION": "1"}
-        return {"LABUTILS_RESULTS": str(self.folder), "PYTHONPATH": path} | quiet | self.variables
+        mine = {"LABUTILS_RESULTS": str(self.folder), "PYTHONPATH": path, MARK: self._mark}
+        return mine | quiet | self.variables
+
+
+def _end_marked(mark: str) -> None:
+    """End every process that carries `mark`, and return when all are gone, with the memory and the GPU they held.
+
+    A process whose parent died has none that leads to it any more, and a session of its own where torchrun started it,
+    but what it found in its environment it keeps.
+    """
+    import psutil
+
+    found: set[psutil.Process] = set()
+    end = time.monotonic() + GONE_WITHIN_S
+    while time.monotonic() < end:
+        new = {process for process in psutil.process_iter() if _carries(process, mark)} - found
+        for process in new:
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        found |= new
+        if not new and not any(map(_is_there, found)):
+            return
+        time.sleep(0.02)
+
+
+def _carries(process: psutil.Process, mark: str) -> bool:
+    """Other people's processes and those that have ended don't say."""
+    import psutil
+
+    with contextlib.suppress(psutil.Error, OSError):
+        return process.environ().get(MARK) == mark
+    return False
+
+
+def _is_there(process: psutil.Process) -> bool:
+    """Whether it hasn't ended; nobody may have asked yet how one that has did."""
+    import psutil
+
+    with contextlib.suppress(psutil.Error):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False

@@ -29,7 +29,17 @@ def done_records(records: Sequence[Record], lab: Lab) -> list[Record]:
     if lab.number in SUMMING_UP:
         others = [place for place, record in enumerate(records, 1) if record.get("lab") != lab.number]
         records = records[max(others, default=0) :]
-    return [record for record in records if record.get("lab") == lab.number and record.get("status") == "done"]
+    return ends_of(records, lab.number)
+
+
+def ends_of(records: Sequence[Record], number: str) -> list[Record]:
+    """The records that say lab `number` ran to its end, as long as it kept no run after them.
+
+    The newest run of a name counts: where a later attempt measured some again and did not end, old and new are mixed.
+    """
+    mine = [record for record in records if record.get("lab") == number]
+    measured = [place for place, record in enumerate(mine, 1) if record.get("run")]
+    return [record for record in mine[max(measured, default=0) :] if record.get("status") == "done"]
 
 
 def is_done(recorded: Sequence[Record], values: Mapping[str, Any]) -> bool:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from labutils import results
+from labutils.data.files import whole_file
 from labutils.runner.asking import Lab, Options, indented, short
 from labutils.runner.kernels import Kernel, Kernels
 from labutils.runner.planning import done_records
@@ -46,15 +47,15 @@ def run_lab(
 ) -> Outcome:
     """Run one lab, whatever comes of it; its kernel finds `variables` in its environment."""
     output = folder / "notebooks" / lab.path.name
-    done = len(done_records(results.read_records(folder), lab))
+    before = len(results.read_records(folder))
     start = time.monotonic()
     with kernels.one(Kernel(folder, lab.path.parent, variables)) as kernel:
         try:
             _execute(lab, values, output, kernels, kernel, options, told)
             status, message = "done", ""
-            if len(done_records(results.read_records(folder), lab)) == done:
+            if not done_records(results.read_records(folder)[before:], lab):
                 status = "failed"
-                message = f"Lab {lab.number} ended before its last cell: nothing in it marked the lab as done."
+                message = f"Lab {lab.number} ended before its last cell: nothing after its last run marked it as done."
         except Exception as error:
             status, message = _failure(lab, error, kernels, kernel, options, _last_cell(output))
     seconds = time.monotonic() - start
@@ -224,5 +225,6 @@ def _stamp(output: Path, status: str, seconds: float) -> None:
         if record.get(name):
             record[name] = Path(record[name]).name
     notebook.metadata["labutils"] = {"status": status, "seconds": round(seconds, 1)}
-    with contextlib.suppress(OSError):
-        nbformat.write(notebook, output)
+    # A full disk leaves the notebook as it was: without the stamp, but whole.
+    with contextlib.suppress(OSError), whole_file(output) as part:
+        nbformat.write(notebook, part)

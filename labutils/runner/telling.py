@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from labutils.runner.asking import Lab, Options, short
+from labutils.runner.asking import NOTEBOOKS, Lab, Options, short
 from labutils.runner.running import Outcome
 
 
@@ -122,9 +122,16 @@ def summary(outcomes: Sequence[Outcome], folder: Path, index: Path | None) -> st
     return "\n".join(lines)
 
 
-def same_again(names: Sequence[str], options: Options, folder: Path) -> str:
-    """The command line that goes on where this run stopped. What was forced is done in part: it goes on from there."""
-    words = ["labutils", "run", *names, "--scale", options.scale, "--results", short(folder)]
+def _called(lab: Lab) -> str:
+    """What a person may type for `lab`."""
+    return lab.number if lab.path.parent == NOTEBOOKS else short(lab.path)
+
+
+def same_again(names: Sequence[str], options: Options, folder: Path, outcomes: Sequence[Outcome]) -> str:
+    """The command line that goes on where this run stopped: of what was forced, with the labs that are left."""
+    left = [_called(outcome.lab) for outcome in outcomes if outcome.status != "done"] if options.force else []
+    words = ["labutils", "run", *(left or names), "--scale", options.scale, "--results", short(folder)]
+    words += ["--force"] * bool(left)
     words += ["--weights", options.weights] * (options.weights != "random")
     words += ["--data", options.data] * (options.data != "generated")
     words += ["--only", "changed"] * options.only_changed

@@ -26,9 +26,15 @@ TROUBLE = {
     "fine": "",
     "raises": "raise ValueError('no such shape: 3 x 4')",
     "exits": "os._exit(3)",
+    "deserts": """\
+import subprocess
+ranks = [subprocess.Popen(["sleep", "600"], start_new_session=own) for own in (False, True)]
+kept.append(Run("{name}", "ranks", samples=dict(pids=[rank.pid for rank in ranks])))
+os._exit(3)""",
     "killed": "os.kill(os.getpid(), signal.SIGKILL)",
     "bus": "os.kill(os.getpid(), signal.SIGBUS)",
     "quits": "sys.exit(0)",
+    "stops": "os.kill(os.getppid(), signal.SIGINT)\ntime.sleep(600)",
     "meets": """\
 end = time.monotonic() + 60
 while len(read_runs(kept.path)) < 2:  # until another lab is at work, too

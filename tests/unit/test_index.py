@@ -108,15 +108,33 @@ def test_pages_are_made_where_they_are_missing_or_old_and_linked(tmp_path):
     assert asked[:2] == [["03_sweep", "04_compile"], ["04_compile"]]
 
 
-@pytest.mark.parametrize("error", [OSError("pandoc could not"), ImportError("no pypandoc")])
+@pytest.mark.parametrize("error", [OSError("pandoc could not"), ImportError("no pypandoc"), KeyError("cells")])
 def test_without_pages_the_notebooks_are_linked_and_it_is_said(tmp_path, error):
     def make_pages(*_: object) -> None:
         raise error
 
     executed(tmp_path, "03_sweep", "done")
     page = page_of(tmp_path, make_pages=make_pages)
-    assert page.said == [f"No HTML pages of the executed notebooks: {error}"]
+    assert page.said == [f"No HTML pages of the executed notebooks: {type(error).__name__}: {error}"]
     assert "notebooks/03_sweep.ipynb" in page.links
+
+
+def test_why_there_are_no_pages_is_one_line(tmp_path):
+    def make_pages(*_: object) -> None:
+        raise RuntimeError("two\nlines")
+
+    executed(tmp_path, "03_sweep", "done")
+    page = page_of(tmp_path, make_pages=make_pages)
+    assert page.said == ["No HTML pages of the executed notebooks: RuntimeError: two lines"]
+
+
+def test_a_lab_that_kept_runs_after_it_was_done_is_not_done(tmp_path):
+    kept = Results(tmp_path)
+    kept.done("03", parameters={"scale": "tiny"}, seconds=9.0)
+    kept.append(next(run for run in article_runs().values() if run.lab == "03"))
+    executed(tmp_path, "03_sweep")
+    [found] = cells_of(page_of(tmp_path)).values()
+    assert (found["status"], found["seconds"]) == ("not done", "–")
 
 
 def test_what_went_wrong_is_told_and_so_is_company(tmp_path):

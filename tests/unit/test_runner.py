@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from functools import partial
 from pathlib import Path
@@ -21,11 +22,12 @@ import pytest
 import troubled_notebooks
 from hypothesis import given
 from hypothesis import strategies as st
+from papermill.clientwrap import PapermillNotebookClient
 from rich.console import Console
 
 from labutils import hardware, parameters, results, runner
 from labutils.results import Results, read_records, read_runs
-from labutils.runner import Options, UsageError, asking, planning, running, telling
+from labutils.runner import Options, UsageError, asking, batch, planning, running, telling
 
 
 @pytest.fixture
@@ -164,6 +166,28 @@ def test_a_link_to_the_lab_is_not_written_through(notebooks, run, results_folder
         run(str(path))
 
 
+def test_two_labs_of_one_number_are_refused(notebooks, run, tmp_path, results_folder):
+    (tmp_path / "copies").mkdir()
+    copy = troubled_notebooks.write(tmp_path / "copies", "fine")
+    with pytest.raises(UsageError, match="are both lab fine: .* Nothing was run.*a --results of its own"):
+        run(notebooks("fine"), str(copy), jobs=2)
+    assert not results_folder.exists()
+
+
+def test_a_full_disk_leaves_the_executed_notebook_whole(notebooks, tmp_path, monkeypatch):
+    output = Path(notebooks("fine"))
+    before = output.read_bytes()
+
+    def write(_: object, path: Path) -> None:
+        Path(path).write_text("{")
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(nbformat, "write", write)
+    running._stamp(output, "done", 1.0)
+    assert output.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [output]
+
+
 @pytest.mark.parametrize("content", ["", '{"cells": [', None])
 def test_an_output_that_can_not_be_read_is_no_second_failure(tmp_path, content):
     output = tmp_path / "output.ipynb"
@@ -269,6 +293,45 @@ def test_a_lab_that_is_done_is_not_run_again_unless_asked_or_asked_differently(n
     assert len([r for r in read_records(results_folder) if r.get("run") == "first"]) == 2
 
 
+@pytest.mark.parametrize("trouble", ["killed", "stops"])
+def test_a_forced_lab_that_did_not_end_is_not_done(notebooks, run, trouble):
+    """Its verdicts would be of runs of both times."""
+    path, other = Path(notebooks("fine")), Path(notebooks("fine")).with_name("other.ipynb")
+    troubled_notebooks.write(path.parent, "other", "fine")
+    assert run(str(path), str(other))[0] == 0
+    troubled_notebooks.write(path.parent, "fine", trouble)
+    code, said = run(str(path), str(other), force=True)
+    assert code == (130 if trouble == "stops" else 1)
+    if trouble == "stops":  # neither of the two is done as it was asked for
+        assert f"To go on: labutils run {path} {other} --scale tiny" in said
+        assert "--force" in said.splitlines()[-1]
+    notebooks("fine")
+    code, said = run(str(path), str(other))
+    assert code == 0
+    assert "fine: running" in said and "other: done before" in said
+
+
+runs_on_record = st.lists(st.sampled_from(["run", "done", "prediction"]))
+
+
+@given(runs_on_record)
+def test_a_lab_is_done_where_it_kept_no_run_since(kinds):
+    kept = {"run": {"run": "x", "status": "ok"}, "done": {"status": "done"}, "prediction": {"prediction": "y"}}
+    records = [{"lab": lab, **kept[kind]} for kind in kinds for lab in ("03", "04")]
+    since = kinds[len(kinds) - kinds[::-1].index("run") :] if "run" in kinds else kinds
+    assert len(planning.done_records(records, runner.Lab("03", Path("03"), {}))) == since.count("done")
+
+
+def test_what_is_left_of_a_forced_batch_is_forced_again(tmp_path):
+    labs = [runner.Lab(number, runner.NOTEBOOKS / f"{number}_x.ipynb", {}) for number in ("03", "04", "05")]
+    ended = [runner.Outcome(lab, status) for lab, status in zip(labs, ("done", "stopped", "not run"), strict=True)]
+    asked = Options(scale="tiny", force=True)
+    assert telling.same_again([], asked, tmp_path, ended).startswith("labutils run 04 05 --scale tiny")
+    assert telling.same_again([], asked, tmp_path, ended).endswith(" --force")
+    assert "--force" not in telling.same_again(["03"], asked, tmp_path, ended[:1])
+    assert "--force" not in telling.same_again(["03", "04"], Options(scale="tiny"), tmp_path, ended[:2])
+
+
 def test_a_lab_that_sums_up_is_done_until_another_keeps_more(notebooks, run, monkeypatch):
     monkeypatch.setattr(planning, "SUMMING_UP", ("loud",))
     path = troubled_notebooks.write(Path(notebooks("fine")).parent, "loud", "fine")
@@ -291,13 +354,32 @@ def test_done_with_other_parameters_is_not_done():
 
 @pytest.mark.parametrize(
     ("limit", "whose", "option"),
-    [("timeout", "its limit", "--timeout 8"), ("cell_timeout", "the limit of a cell", "--cell-timeout 8")],
+    [("timeout", "its limit", "--timeout 1"), ("cell_timeout", "the limit of a cell", "--cell-timeout 1")],
 )
-def test_a_lab_or_a_cell_that_takes_too_long_is_ended(notebooks, run, results_folder, limit, whose, option):
-    code, said = run(notebooks("sleeps"), **{limit: 4})
+def test_a_lab_or_a_cell_that_takes_too_long_is_ended(
+    notebooks, run, results_folder, monkeypatch, limit, whose, option
+):
+    """However long a busy machine takes to get there: the clocks stand still until the cell has said that it sleeps."""
+    asleep, timer = threading.Event(), threading.Timer
+    receive = PapermillNotebookClient.process_message
+
+    def process_message(self, *message):
+        output = receive(self, *message)
+        if output and "asleep" in output.get("text", ""):
+            asleep.set()
+        return output
+
+    class Patient(timer):
+        def run(self) -> None:
+            asleep.wait(120)
+            super().run()
+
+    monkeypatch.setattr(PapermillNotebookClient, "process_message", process_message)
+    monkeypatch.setattr(running, "threading", SimpleNamespace(Timer=Patient))
+    code, said = run(notebooks("sleeps"), **{limit: 0.5})
     assert code == 1
     where = "in the cell that begins with `print('asleep', flush=True)` (section 1 · What happens)"
-    assert f"Lab sleeps was ended after 4 s, {whose}, {where}" in said
+    assert f"Lab sleeps was ended after 0.5 s, {whose}, {where}" in said
     assert option in said
     assert ("sleeps", "first") in read_runs(results_folder)
     executed = nbformat.read(results_folder / "notebooks" / "sleeps.ipynb", as_version=4)
@@ -305,19 +387,59 @@ def test_a_lab_or_a_cell_that_takes_too_long_is_ended(notebooks, run, results_fo
     assert executed.metadata.labutils["status"] == "timed out"
 
 
-def test_quick_cells_of_a_slow_lab_are_within_the_limit_of_a_cell(notebooks, run):
+class FakeTimers:
+    """Stands for the module `threading`: its timers strike when `pass_by` has let their time go by."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._due: dict[Mock, tuple[float, partial]] = {}
+
+    def Timer(self, seconds: float, call, args) -> Mock:
+        timer = Mock()
+        timer.start = lambda: self._due.update({timer: (self.now + seconds, partial(call, *args))})
+        timer.cancel = lambda: self._due.pop(timer, None)
+        return timer
+
+    def pass_by(self, seconds: float) -> None:
+        self.now += seconds
+        for timer, (due, strike) in list(self._due.items()):
+            if due <= self.now:
+                del self._due[timer]
+                strike()
+
+
+def test_quick_cells_of_a_slow_lab_are_within_the_limit_of_a_cell(monkeypatch):
     """The clock starts anew with each cell, and stands still between them."""
-    kernel = SimpleNamespace(kill=Mock())
-    with running._Watch(kernel, Options(cell_timeout=0.3), lambda *_: None) as watch:
+    timers, kernel = FakeTimers(), SimpleNamespace(kill=Mock())
+    monkeypatch.setattr(running, "threading", timers)
+    with running._Watch(kernel, Options(cell_timeout=3, timeout=100), lambda *_: None) as watch:
         for _ in range(4):
             watch.began(nbformat.v4.new_code_cell("1"))
-            time.sleep(0.1)
+            timers.pass_by(2)
             watch.ended()
-        time.sleep(0.4)
+        timers.pass_by(4)
         kernel.kill.assert_not_called()
         watch.began(nbformat.v4.new_code_cell("2"))
-        wait_for(lambda: kernel.kill.called)
+        timers.pass_by(3)
     kernel.kill.assert_called_once_with("cell timed out")
+    timers.pass_by(100)
+    assert kernel.kill.call_count == 1
+
+
+def test_what_a_kernel_started_ends_with_it_even_where_it_died_by_itself(notebooks, run, results_folder):
+    """As torchrun's ranks, in sessions of their own, which would hold the GPU that the next lab measures."""
+    assert "ended by itself with exit code 3" in run(notebooks("deserts"))[1]
+    pids = read_runs(results_folder)["deserts", "ranks"].samples["pids"]
+    assert len(pids) == 2
+    alive = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
+    assert [process.status() for process in alive] == [psutil.STATUS_ZOMBIE] * len(alive)
+
+
+def test_a_limit_that_strikes_before_there_is_a_process_counts(notebooks, run, results_folder):
+    code, said = run(notebooks("fine"), timeout=1e-6)
+    assert code == 1
+    assert "Lab fine was ended after 1e-06 s, its limit" in said
+    assert not read_runs(results_folder)
 
 
 # Side by side
@@ -529,6 +651,23 @@ def test_a_stop_ends_the_kernels_keeps_results_and_says_how_to_go_on(notebooks, 
     _, alive = psutil.wait_procs(kernels, timeout=10)
     assert kernels
     assert not alive
+
+
+def test_all_that_is_left_of_the_labs_has_one_deadline(monkeypatch):
+    now = 0.0
+
+    class Stuck:
+        start = Mock()
+
+        def join(self, seconds: float) -> None:
+            nonlocal now
+            now += seconds
+
+    monkeypatch.setattr(batch, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(batch, "signal", Mock())
+    with pytest.raises(KeyboardInterrupt), batch._joined([Stuck() for _ in range(8)]):
+        raise KeyboardInterrupt
+    assert now == batch.PATIENCE_S
 
 
 def wait_for(condition, seconds: float = 30.0) -> None:
