@@ -35,8 +35,6 @@ _YES_OR_NO = ("failed", "warned")
 _FOR_MACHINES = ("wall_ms", "build_s", "flops_per_step", "examples_per_s", "tflops")
 """Metrics from which others are computed; in a table that stands in for a measurement they only get in the way."""
 
-DEVICE_BY_SCALE = {"tiny": "any CPU", "small": "a GPU of 8 GB", "full": "a GPU of 40 GB"}
-
 
 class LabError(Exception):
     """A mistake in how a lab was called; its message, shown without a traceback, says what to write."""
@@ -155,7 +153,7 @@ class Lab:
         self.opened_with: tuple[str, dict[str, Any], Any] | None = None
         self.machine = hardware.machine()
         self.device = hardware.device()
-        self.fitting_scale = hardware.scale_for(self.machine)
+        self.fitting_scale = hardware.scale_for(self.machine, number)
         if values.get("scale", "auto") == "auto":
             values = values | {"scale": self.fitting_scale}
         self.parameters = values
@@ -178,8 +176,8 @@ class Lab:
             lines.append("Weights are random: speed and memory are those of the real model, loss values are not.")
         if parameters.SCALES.index(self.scale) > parameters.SCALES.index(self.fitting_scale):
             lines.append(
-                f"The scale {self.scale} is meant for {DEVICE_BY_SCALE[self.scale]}; {self.fitting_scale} fits this "
-                "machine, so expect long waits or failures."
+                f"The scale {self.scale} is meant for {hardware.meant_for(self.scale, self.number)}; "
+                f"{self.fitting_scale} fits this machine, so expect long waits or failures."
             )
         if beside := results.told(results.BESIDE):
             lines.append(

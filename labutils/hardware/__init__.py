@@ -12,7 +12,7 @@ PyTorch is imported only when something is measured.
 from labutils.hardware import cuda
 from labutils.hardware.architectures import runs_on, try_unlisted_architecture
 from labutils.hardware.economy import NIGHT_H, PUBLISHED_YEN, Prices, worth
-from labutils.hardware.host import device, machine, scale_for, usable_cores
+from labutils.hardware.host import SEVERAL_GPUS, device, machine, meant_for, scale_for, usable_cores
 from labutils.hardware.operations import Operation, Timing, course_operations, measure_operation, sweep_sizes
 from labutils.hardware.probing import ITEMS, Probe, measured_roofline, probe, rate_over_time
 from labutils.hardware.roofline import Roofline
@@ -23,6 +23,7 @@ __all__ = [
     "ITEMS",
     "NIGHT_H",
     "PUBLISHED_YEN",
+    "SEVERAL_GPUS",
     "SPECS",
     "Operation",
     "Prices",
@@ -35,6 +36,7 @@ __all__ = [
     "device",
     "find_spec",
     "machine",
+    "meant_for",
     "measure_operation",
     "measured_roofline",
     "probe",

@@ -41,6 +41,15 @@ def card() -> dict[str, Any]:
     }
 
 
+def count() -> int:
+    """GPUs that this process may use."""
+    if not available():
+        return 0
+    import torch
+
+    return torch.cuda.device_count()
+
+
 def architectures() -> list[str]:
     """What this PyTorch was compiled for ("sm_90" machine code, "compute_90" PTX); [] without a GPU."""
     if not available():

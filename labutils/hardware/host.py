@@ -44,10 +44,31 @@ def _machine() -> dict[str, Any]:
     return {name: value for name, value in facts.items() if value is not None}
 
 
-def scale_for(machine: dict[str, Any]) -> str:
-    """The largest scale that fits: "full" from 40 GB of GPU memory, "small" from 8 GB, otherwise "tiny"."""
+FULL_GB = {"06": 141, "07": 141, "08": 96, "09": 80, "10": 80}
+"""Lab -> GB of GPU memory that its models take at the scale "full"; `FULL_GB_ELSE` for all others."""
+FULL_GB_ELSE, SMALL_GB = 40, 8
+SEVERAL_GPUS = ("10",)
+"""Labs that use all GPUs there are, and whose larger scales need two or more."""
+
+
+def scale_for(machine: dict[str, Any], lab: str = "") -> str:
+    """The largest scale that fits `machine`: "full", "small" from 8 GB of GPU memory, otherwise "tiny".
+
+    lab: number of the lab that is to fit; without one, what most labs need. Raises nothing: a lab that nobody knows
+    needs what most do.
+    """
+    if lab in SEVERAL_GPUS and cuda.count() < 2:
+        return "tiny"
     memory = machine.get("gpu_memory_gb", 0)
-    return "full" if memory >= 40 else "small" if memory >= 8 else "tiny"
+    return "full" if memory >= FULL_GB.get(lab, FULL_GB_ELSE) else "small" if memory >= SMALL_GB else "tiny"
+
+
+def meant_for(scale: str, lab: str = "") -> str:
+    """In words, the machine that `lab` needs at `scale`."""
+    if scale == "tiny":
+        return "any CPU"
+    memory = FULL_GB.get(lab, FULL_GB_ELSE) if scale == "full" else SMALL_GB
+    return f"{'two GPUs' if lab in SEVERAL_GPUS else 'a GPU'} of {memory} GB"
 
 
 def usable_cores(root: Path = ROOT) -> int:

@@ -144,18 +144,29 @@ def _parameter(path: Path, name: str, inferred_type_name: str, default: str, hel
     return Parameter(name, kind, value, help)
 
 
-def scale_of(asked: str) -> tuple[str, str]:
-    """(the scale to run at, what to say about it). Raises `UsageError` for a scale that does not exist."""
+def scales_of(asked: str, labs: Sequence[Lab]) -> tuple[dict[str, str], str]:
+    """(lab's number -> the scale to run it at, what to say about it). Raises `UsageError` for a scale there isn't."""
     try:
         parameters.check("scale", asked, "str")
     except ValueError as error:
         raise UsageError(f"{error} Type --scale with one of them.") from None
-    fitting = hardware.scale_for(hardware.machine())
+    machine = hardware.machine()
+    fitting = {lab.number: hardware.scale_for(machine, lab.number) for lab in labs}
     if asked == "auto":
-        return fitting, " (the largest that fits this machine)"
-    if parameters.SCALES.index(asked) > parameters.SCALES.index(fitting):
-        return asked, f" (this machine fits {fitting}: expect long waits or failures)"
-    return asked, ""
+        return fitting, f"{_by_scale(fitting)} (the largest that fits this machine)"
+    smaller = parameters.SCALES[: parameters.SCALES.index(asked)]
+    beyond = {lab: scale for lab, scale in fitting.items() if scale in smaller}
+    note = f" (this machine fits {_by_scale(beyond)}: expect long waits or failures)" if beyond else ""
+    return dict.fromkeys(fitting, asked), f"{asked}{note}"
+
+
+def _by_scale(scales: Mapping[str, str]) -> str:
+    """ "full", or where they differ "full, small for 06 and 07": the most frequent first."""
+    labs: dict[str, list[str]] = {}
+    for lab, scale in scales.items():
+        labs.setdefault(scale, []).append(lab)
+    usual, *others = sorted(labs, key=lambda scale: -len(labs[scale]))
+    return ", ".join([usual, *(f"{scale} for {' and '.join(labs[scale])}" for scale in others)])
 
 
 def values_of(lab: Lab, options: Options, scale: str) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from typing import Any
 
 from labutils import hardware, results
 from labutils.runner import index, planning
-from labutils.runner.asking import Lab, Options, check_current_folder, find, results_folder, scale_of, short, values_of
+from labutils.runner.asking import Lab, Options, check_current_folder, find, results_folder, scales_of, short, values_of
 from labutils.runner.kernels import Kernels
 from labutils.runner.running import Outcome, run_lab
 from labutils.runner.telling import Telling, about_company, same_again, summary
@@ -40,10 +40,10 @@ def run(
     """
     check_current_folder()
     labs = find(names)
-    scale, note = scale_of(options.scale)
-    values = {lab.number: values_of(lab, options, scale) for lab in labs}
+    scales, said = scales_of(options.scale, labs)
+    values = {lab.number: values_of(lab, options, scales[lab.number]) for lab in labs}
     folder = results_folder(options.results, labs)
-    say(f"Scale {scale}{note}. Results go to {short(folder)}.")
+    say(f"Scale {said}. Results go to {short(folder)}.")
     gpus = planning.visible_gpus() if options.jobs > 1 else []
     if options.jobs > 1:
         say(about_company(options.jobs, len(gpus)))

@@ -7,13 +7,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from labutils import results
+from labutils import hardware, results
 from labutils.runner.asking import Lab
 
 SUMMING_UP = ("11",)
 """Labs that read what the others keep: they run last, and are done only until another lab keeps something more."""
-SEVERAL_GPUS = ("10",)
-"""Labs that use all GPUs there are: beside others only where these could not have one of their own anyway."""
 
 UNKNOWN = "unknown"
 """What has changed since a run that didn't record what it was made of."""
@@ -97,7 +95,7 @@ def waves(labs: Sequence[Lab], jobs: int, gpus: int) -> list[list[Lab]]:
     What sums up the others comes last, alone; so does, before it, what would take the GPUs that others were given.
     """
     last = [lab for lab in labs if lab.number in SUMMING_UP]
-    greedy = [lab for lab in labs if lab.number in SEVERAL_GPUS] if jobs > 1 and gpus > 1 else []
+    greedy = [lab for lab in labs if lab.number in hardware.SEVERAL_GPUS] if jobs > 1 and gpus > 1 else []
     first = [lab for lab in labs if lab not in last and lab not in greedy]
     return [group for group in (first, *([lab] for lab in [*greedy, *last])) if group]
 
@@ -110,7 +108,8 @@ def variables(job: int, beside: int, gpus: Sequence[str], cores: int, lab: Lab) 
     """
     if not beside:
         return {}
-    own = {"CUDA_VISIBLE_DEVICES": gpus[job % len(gpus)]} if len(gpus) > 1 and lab.number not in SEVERAL_GPUS else {}
+    shared = len(gpus) < 2 or lab.number in hardware.SEVERAL_GPUS
+    own = {} if shared else {"CUDA_VISIBLE_DEVICES": gpus[job % len(gpus)]}
     threads = {} if "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": str(max(1, cores // (beside + 1)))}
     return {results.BESIDE: str(beside)} | own | threads
 

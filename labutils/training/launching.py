@@ -134,11 +134,7 @@ def rank_variables(ranks: int, device: str) -> dict[str, str]:
 
 def gpu_count() -> int:
     """GPUs that a launch may use."""
-    if not hardware.cuda.available():
-        return 0
-    import torch
-
-    return torch.cuda.device_count()
+    return hardware.cuda.count()
 
 
 def _check(tasks: Sequence[Task], ranks: int, device: str, port: int | None) -> None:

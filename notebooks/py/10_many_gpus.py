@@ -44,12 +44,10 @@
 # **Without two GPUs** run it at `tiny`: two processes share the CPU. You see how each question is asked and answered,
 # and that several processes compute the same as one. Speed they can't show: they share cores, memory and caches, and
 # the same cores carry their messages. Our H200s' tables stand below yours, as soon as their runs are on record. With
-# one GPU choose `tiny` as well: type `labutils run 10 --scale tiny`, or set `scale = "tiny"` in the cell below. (The
-# GPU is left idle then. `auto` would choose the scale that fits the one GPU; at that scale, and so in `make course`,
-# the sections say that they need several GPUs and show the H200s' runs instead, where there are any.)
+# one GPU, `auto` chooses `tiny` as well, and leaves the GPU idle.
 
 # %% tags=["parameters"]
-scale: str = "auto"  # tiny (two processes on any CPU), small and full (two GPUs or more), auto: what fits one GPU
+scale: str = "auto"  # tiny (two processes on any CPU), small and full (two GPUs or more), auto: tiny without two GPUs
 weights: str = "random"  # random: exact architecture, random weights; hub: the real ones
 data: str = "generated"  # generated files like the real ones; hub: the real dataset
 results_dir: str = ""  # folder of results.jsonl; empty: a new one under results/

@@ -135,7 +135,7 @@ def test_several_runs_can_be_kept_at_once(lab):
 
 
 def test_what_is_no_training_run_has_the_labs_scale(monkeypatch):
-    monkeypatch.setattr(hardware, "scale_for", lambda machine: "full")
+    monkeypatch.setattr(hardware, "scale_for", lambda machine, lab: "full")
     lab = open_lab("00", notebook(scale="full", weights="hub"))
     kept = lab.keep(Run("", "machine"))
     assert (kept.scale, kept.weights) == ("full", "hub")

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from labutils import hardware
-from labutils.hardware import DTYPES, SPECS, Roofline, cuda, find_spec, host, probing, runs_on, scale_for
+from labutils.hardware import DTYPES, SPECS, Roofline, cuda, find_spec, host, meant_for, probing, runs_on, scale_for
 
 # data sheets
 
@@ -150,6 +150,28 @@ def test_scale_for():
     assert scale_for({"gpu": "old", "gpu_memory_gb": 4.0}) == "tiny"
     assert scale_for({"gpu": "RTX 3080", "gpu_memory_gb": 10.5}) == "small"
     assert scale_for({"gpu": "H200", "gpu_memory_gb": 150.1}) == "full"
+
+
+@pytest.mark.parametrize(
+    ("gigabytes", "small"),
+    [(47.8, ["06", "07", "08", "09"]), (85.0, ["06", "07", "08"]), (102.0, ["06", "07"]), (150.1, [])],
+)
+def test_each_lab_asks_for_the_memory_that_it_needs(gigabytes, small):
+    """On cards of 48, 80, 96 and 141 GB by their names, one each."""
+    labs = [f"{number:02}" for number in range(12)]
+    scales = {lab: scale_for({"gpu": "one", "gpu_memory_gb": gigabytes}, lab) for lab in labs}
+    assert scales.pop("10") == "tiny"  # it takes two GPUs
+    assert scales.pop("11") == scales["00"]
+    assert [lab for lab, scale in scales.items() if scale == "small"] == small
+    assert set(scales.values()) == ({"small", "full"} if small else {"full"})
+
+
+def test_several_gpus_are_asked_for_where_a_lab_takes_them(monkeypatch):
+    monkeypatch.setattr(cuda, "count", lambda: 2)
+    assert scale_for({"gpu": "H200", "gpu_memory_gb": 150.1}, "10") == "full"
+    assert scale_for({"gpu": "A40", "gpu_memory_gb": 47.8}, "10") == "small"
+    assert [meant_for(scale, "10") for scale in ("tiny", "full")] == ["any CPU", "two GPUs of 80 GB"]
+    assert meant_for("full", "06") == "a GPU of 141 GB"
 
 
 def test_machine_leaves_out_what_does_not_apply():

@@ -21,6 +21,8 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
+from labutils import hardware
+
 HOUSE = Path(__file__).resolve().parents[2]
 NOTEBOOKS = HOUSE / "notebooks"
 FLOORS = {
@@ -339,3 +341,11 @@ def test_cells_are_short_enough_to_be_read(name):
     told = [cell.source for cell in cells if not {"exercise", "solution"} & set(cell.metadata.get("tags", []))]
     too_long = {source.splitlines()[0]: source.count("\n") + 1 for source in told if source.count("\n") >= 25}
     assert not too_long, "helpers belong in labutils"
+
+
+def test_the_labs_headers_name_the_memory_that_auto_goes_by():
+    for path in sorted((NOTEBOOKS / "py").glob("[0-9][0-9]_*.py")):
+        rows = re.findall(r"^# \| `full` \| ([^|]*)\|", path.read_text("utf-8"), re.MULTILINE)
+        needed = hardware.meant_for("full", path.stem[:2]).rpartition(" of ")[2]
+        assert all(needed in row for row in rows), (path.name, rows, needed)
+        assert rows or path.stem[:2] == "11"

@@ -682,3 +682,15 @@ def test_messages_name_paths_as_typed_here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert asking.short(tmp_path / "results") == "results"
     assert asking.short(Path("/elsewhere")) == "/elsewhere"
+
+
+def test_each_lab_runs_at_the_scale_that_fits_it(monkeypatch):
+    monkeypatch.setattr(hardware, "machine", lambda: {"gpu": "RTX 6000 Ada", "gpu_memory_gb": 51.0})
+    labs = runner.find(["03", "06", "07", "10"])
+    scales, said = asking.scales_of("auto", labs)
+    assert scales == {"03": "full", "06": "small", "07": "small", "10": "tiny"}
+    assert said == "small, full for 03, tiny for 10 (the largest that fits this machine)"
+    scales, said = asking.scales_of("full", labs)
+    assert set(scales.values()) == {"full"}
+    assert said == "full (this machine fits small, tiny for 10: expect long waits or failures)"
+    assert asking.scales_of("tiny", labs)[1] == "tiny"
