@@ -18,10 +18,17 @@ KEPT = Path(os.environ.get("LABUTILS_CACHE") or "~/.cache/labutils").expanduser(
 
 
 def lay_out() -> None:
-    """Put the course's layout where JupyterLab keeps them, unless the learner has one: theirs outlives a restart."""
+    """Put the course's layout where JupyterLab keeps them, unless the learner has one: theirs outlives a restart.
+
+    Only warns where the folder can't be written to, or the layout there can't be read: Jupyter would drop all of this
+    file.
+    """
     layouts = WorkspacesManager(KEPT / "workspaces")
-    if not layouts.load(WORKSPACE)["data"]:
-        layouts.save(WORKSPACE, (HERE / f"{WORKSPACE}.jupyterlab-workspace").read_text(encoding="utf-8"))
+    try:
+        if not layouts.load(WORKSPACE)["data"]:
+            layouts.save(WORKSPACE, (HERE / f"{WORKSPACE}.jupyterlab-workspace").read_text(encoding="utf-8"))
+    except (OSError, ValueError, LookupError, TypeError) as error:  # the last three: no layout is in the file
+        warnings.warn(f"the course's layout is not in {layouts.workspaces_dir}: {error!r}", stacklevel=2)
 
 
 def leave_no_trace_of_opening(model: dict, **_: object) -> None:
@@ -45,7 +52,6 @@ def without_gpu_display(handler: object, page: dict) -> dict:
     return page
 
 
-lay_out()
 c = get_config()  # noqa: F821, Jupyter hands it to this file
 
 # The repository is the root, in whatever folder JupyterLab was started: results/ and TEACHING.md are within reach.
@@ -62,6 +68,8 @@ c.ResourceUseDisplay.mem_limit = int((host.ram_gb() or 0) * 1e9)
 # Its figures for Prometheus would stop the server for 50 ms a process each second, DataLoader workers included.
 c.ResourceUseDisplay.enable_prometheus_metrics = False
 
-if not gpus():
-    c.ServerApp.jpserver_extensions = {"jupyterlab_nvdashboard": False}
-    c.ServerApp.tornado_settings = {"page_config_hook": without_gpu_display}
+if not gpus():  # beside what the learner's own files say in these, which an assignment would replace
+    c.ServerApp.jpserver_extensions.update({"jupyterlab_nvdashboard": False})
+    c.ServerApp.tornado_settings.update({"page_config_hook": without_gpu_display})
+
+lay_out()

@@ -15,7 +15,8 @@ from typing import Any
 class Answer:
     """What is right, why, and what helps.
 
-    right: a number, a word, a set of words or numbers, or a tuple of numbers, which are asked for in that form.
+    right: a number, a word, a set of words or numbers, or a tuple of numbers, which are asked for in that form. Case
+    doesn't matter in words, nor whose numbers they are, PyTorch's or NumPy's.
     within: how far a number may be off, as a share of it. hint: for any other answer. slips: wrong answers that are
     often given -> what to say to them; of a set, those that have that word in them.
     """
@@ -29,6 +30,14 @@ class Answer:
 
 
 ANSWERS: dict[str, Answer] = {
+    "00.1": Answer(
+        877.9e12 / 2 / 1792e9,
+        "Below 245 FLOP per byte that card waits for its memory.",
+        "Divide dense FLOPs a second by bytes a second; mind the units.",
+        "100",
+        within=0.01,
+        slips={877.9e12 / 1792e9: "That is the ridge of the sparse peak; the dense one is half of it."},
+    ),
     "04.1": Answer(
         800 * 0.34 - (95 + 799 * 0.25),
         "She loses 23 s: it would have paid after some 1,050 steps.",

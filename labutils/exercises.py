@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from math import comb
+from numbers import Real
 from statistics import median
 from typing import Any
 
@@ -41,9 +43,9 @@ def check(exercise: str, answer: Any) -> str:
     known, number = ANSWERS[exercise], int(exercise.partition(".")[2])
     if answer is None:
         return f"Exercise {number}: no answer yet. Put one in the cell, for example {known.example}."
-    if not _has_form_of(known.right, answer):
+    given = _plain(answer)
+    if not _has_form_of(known.right, given):
         return f"Exercise {number}: not yet. {_form(known.right)} is asked for, for example {known.example}."
-    given = frozenset(answer) if isinstance(known.right, frozenset) else answer
     if _alike(known.right, given, known.within):
         return f"Exercise {number}: right. {known.why}"
     return f"Exercise {number}: not yet. {_help(known, given)}"
@@ -172,29 +174,49 @@ def _form(right: Any) -> str:
     return "A set" if isinstance(right, frozenset) else "A word" if isinstance(right, str) else "A number"
 
 
-def _has_form_of(right: Any, answer: Any) -> bool:
+def _plain(answer: Any) -> Any:
+    """An answer as Python's own numbers and words in lower case, or a tuple or a frozenset of those."""
+    if isinstance(answer, set | frozenset):
+        return frozenset(map(_plain_one, answer))
+    one = _plain_one(answer)
+    with suppress(AttributeError, TypeError, ValueError, RuntimeError):
+        one = one.tolist()  # an array or a tensor of several
+    return tuple(map(_plain_one, one)) if isinstance(one, tuple | list) else one
+
+
+def _plain_one(value: Any) -> Any:
+    """A number or a word whoever made it: NumPy's scalars, and arrays and tensors of one element."""
+    with suppress(AttributeError, TypeError, ValueError, RuntimeError):
+        value = value.item()
+    return value.strip().casefold() if isinstance(value, str) else value
+
+
+def _has_form_of(right: Any, given: Any) -> bool:
     if isinstance(right, tuple):
-        return isinstance(answer, tuple | list) and len(answer) == len(right) and all(map(_is_number, answer))
+        return isinstance(given, tuple) and len(given) == len(right) and all(map(_is_number, given))
     if isinstance(right, frozenset):
-        return isinstance(answer, set | frozenset | tuple | list) and all(isinstance(x, str | int) for x in answer)
-    return isinstance(answer, str) if isinstance(right, str) else _is_number(answer)
+        return isinstance(given, frozenset | tuple) and all(isinstance(x, str) or _is_number(x) for x in given)
+    return isinstance(given, str) if isinstance(right, str) else _is_number(given)
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
-def _alike(one: Any, other: Any, within: float) -> bool:
-    """Whether two answers of one form are the same, numbers but for `within` of the first."""
+def _alike(one: Any, given: Any, within: float) -> bool:
+    """Whether an answer of the same form, made plain, is `one`, numbers but for `within` of it."""
     if isinstance(one, tuple):
-        return all(_alike(*pair, within) for pair in zip(one, other, strict=True))
-    return abs(one - other) <= within * abs(one) if _is_number(one) else one == other
+        return all(_alike(*pair, within) for pair in zip(one, given, strict=True))
+    if not _is_number(one):
+        return _plain(one) == (frozenset(given) if isinstance(one, frozenset) else given)
+    # Compared and not subtracted: an integer of any size can be compared with a float.
+    return one - within * abs(one) <= given <= one + within * abs(one)
 
 
 def _help(known: Answer, given: Any) -> str:
     """What helps who gave this wrong answer on."""
     for slip, said in known.slips.items():
-        if slip in given if isinstance(given, frozenset) else _alike(slip, given, known.within):
+        if _plain(slip) in given if isinstance(known.right, frozenset) else _alike(slip, given, known.within):
             return said
     return known.hint
 

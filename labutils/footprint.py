@@ -106,16 +106,18 @@ def _check(recipe: Recipe) -> None:
 
 def _step(ledger: Ledger, loss_of: Callable[[], Tensor], trained: list[nn.Parameter], recipe: Recipe) -> None:
     """One optimizer step as every driver takes it: micro-batches forward and backward, the update, no gradients."""
-    for _ in range(min(2, recipe.accumulation)):
-        loss = loss_of()
-        ledger.mark("backward")
-        loss.backward()
-        ledger.mark("forward", gradients=[parameter.grad for parameter in trained])
-    ledger.marks.phases[-1] = (ledger.marks.phases[-1][0], "update")
-    clipped = [parameter.grad * 1 for parameter in trained]  # as the foreach forms of clipping and AdamW do, once each
-    del clipped
-    for parameter in trained:
-        parameter.grad = None
+    try:
+        for _ in range(min(2, recipe.accumulation)):
+            loss = loss_of()
+            ledger.mark("backward")
+            loss.backward()
+            ledger.mark("forward", gradients=[parameter.grad for parameter in trained])
+        ledger.marks.phases[-1] = (ledger.marks.phases[-1][0], "update")
+        clipped = [parameter.grad * 1 for parameter in trained]  # as foreach forms of clipping and AdamW do, once each
+        del clipped
+    finally:
+        for parameter in trained:  # also of a step that failed: the next one may be given the same model
+            parameter.grad = None
 
 
 def _loss(workload: Workload, model: nn.Module, batch: Batch, padded: bool) -> Tensor:

@@ -372,7 +372,7 @@ lab.verdict("A1.blackwell.unlisted-fails", "A1.blackwell.newer-build", "A1.black
 # %%
 import torch
 
-from labutils.exercises import faster_than, solved
+from labutils.exercises import check, faster_than, solved
 
 # %% [markdown]
 # **1. Dense from sparse.** For its RTX PRO 6000 Blackwell Max-Q, article A3 prints 877.9 TFLOPS (BF16, with sparsity) and
@@ -380,22 +380,11 @@ from labutils.exercises import faster_than, solved
 
 # %% tags=["exercise"]
 ridge = None  # FLOP per byte
-
-
-def check_ridge(answer) -> str:
-    if answer is None:
-        return "Exercise 1: set ridge first."
-    if abs(answer - 490) <= 5:
-        return "Exercise 1: not yet. That is the ridge of the sparse peak; the dense one is half of it."
-    if abs(answer - 245) < 2:
-        return "Exercise 1: right. Below 245 FLOP per byte that card waits for its memory."
-    return f"Exercise 1: not yet. It is not {answer:g}. Divide dense FLOPs a second by bytes a second; mind the units."
-
-
-print(check_ridge(ridge))
+print(check("00.1", ridge))
 
 # %% tags=["solution"]
-solved(check_ridge(877.9e12 / 2 / 1792e9))
+ridge = 877.9e12 / 2 / 1792e9
+solved(check("00.1", ridge))
 
 # %% [markdown]
 # **2. Launch-bound or not?** A step has `kernels` kernels, which take the GPU `gpu_ms` milliseconds in all. One launch

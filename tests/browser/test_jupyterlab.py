@@ -11,7 +11,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -64,12 +63,6 @@ def command_of_make_lab(arguments: str) -> str:
     return plan.stdout.splitlines()[-1]
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 def copied_course(folder: Path) -> Path:
     """The notebooks, both halves of each, at the scale tiny; and what tells jupytext that they are pairs."""
     shutil.copytree(REPOSITORY / "notebooks", folder / "notebooks", ignore=shutil.ignore_patterns(".*", "results"))
@@ -83,23 +76,23 @@ def copied_course(folder: Path) -> Path:
 @pytest.fixture(scope="module")
 def desk(browser, tmp_path_factory) -> Iterator[Desk]:
     folder = tmp_path_factory.mktemp("desk")
-    port = free_port()
-    desk = Desk(f"http://127.0.0.1:{port}", copied_course(folder / "course"), folder / "cache", folder / "results")
-    elsewhere, home = folder / "elsewhere", folder / "home"
+    desk = Desk("", copied_course(folder / "course"), folder / "cache", folder / "results")
+    elsewhere, home, runtime = folder / "elsewhere", folder / "home", folder / "runtime"
     elsewhere.mkdir()
     home.mkdir()
     line = command_of_make_lab(
-        f"--no-browser --ip=127.0.0.1 --port={port} --ServerApp.port_retries=0 --IdentityProvider.token={TOKEN} "
+        f"--no-browser --ip=127.0.0.1 --port=0 --IdentityProvider.token={TOKEN} "
         f"--ServerApp.root_dir={desk.course}" + (" --allow-root" if os.geteuid() == 0 else "")
     )
     own = {"HOME": str(home), "LABUTILS_CACHE": str(desk.cache), "LABUTILS_RESULTS": str(desk.results)}
+    own["JUPYTER_RUNTIME_DIR"] = str(runtime)
     inherited = {key: value for key, value in os.environ.items() if not key.startswith(("JUPYTER", "XDG_", "MAKE"))}
     with (folder / "server.log").open("w") as log:
         server = subprocess.Popen(
             line, shell=True, cwd=elsewhere, env=inherited | own, stdout=log, stderr=log, start_new_session=True
         )
         try:
-            wait_for(desk, server, folder / "server.log")
+            desk.address = address_of(server, runtime, folder / "server.log")
             yield desk
         finally:
             os.killpg(server.pid, signal.SIGTERM)  # it shuts its kernels down
@@ -110,14 +103,17 @@ def desk(browser, tmp_path_factory) -> Iterator[Desk]:
     assert not list(home.glob(".jupyter/*")), "something was written into the learner's own configuration"
 
 
-def wait_for(desk: Desk, server: subprocess.Popen, log: Path) -> None:
-    """Return when the server answers. Fails with its log when it ends, or takes minutes."""
+def address_of(server: subprocess.Popen, runtime: Path, log: Path) -> str:
+    """Where the server answers, on the port that it found free and wrote down. Fails with its log when it ends, or
+    takes minutes."""
     until = time.monotonic() + PATIENCE_MS / 1000
     while time.monotonic() < until and server.poll() is None:
         try:
-            with urlopen(f"{desk.address}/api", timeout=5):
-                return
-        except OSError:
+            (written,) = runtime.glob("jpserver-*.json")
+            address = json.loads(written.read_text(encoding="utf-8"))["url"].rstrip("/")
+            with urlopen(f"{address}/api", timeout=5):
+                return address
+        except (OSError, ValueError):  # not there yet, half written, or not listening
             time.sleep(0.2)
     pytest.fail(f"JupyterLab did not start:\n{log.read_text(encoding='utf-8')}")
 

@@ -177,6 +177,23 @@ def test_the_optimizer_s_state_is_as_large_as_the_real_one(optimizer):
     assert foreseen == sum(once.values())
 
 
+def test_a_prediction_that_failed_halfway_leaves_the_next_one_alone(little, monkeypatch):
+    """The model is kept for the next: gradients left on it would be added to, and not be made when they are."""
+    recipe = PLAIN.but(accumulation=2)
+    before = footprint.predicted(little, recipe)
+    tries, loss = iter(range(2)), footprint._loss
+
+    def interrupted(*given):
+        if next(tries):
+            raise KeyboardInterrupt
+        return loss(*given)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(footprint, "_loss", interrupted)
+        footprint.predicted(little, recipe)
+    assert footprint.predicted(little, recipe) == before
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [

@@ -14,6 +14,7 @@ from types import ModuleType
 import jsonschema
 import nbformat
 import pytest
+from jupyter_server.serverapp import ServerApp
 from traitlets.config import Config, PyFileConfigLoader
 
 HOUSE = Path(__file__).resolve().parents[2]
@@ -24,6 +25,22 @@ WORKSPACE = json.loads((JUPYTER / "course.jupyterlab-workspace").read_text(encod
 
 def configuration() -> Config:
     return PyFileConfigLoader("jupyter_server_config.py", path=str(JUPYTER)).load_config()
+
+
+@pytest.fixture
+def started(tmp_path, monkeypatch):
+    """The server's settings, beside those in a `jupyter_server_config.py` of the learner's own."""
+
+    def start(own: str = "") -> ServerApp:
+        (tmp_path / "own").mkdir()
+        (tmp_path / "own" / "jupyter_server_config.py").write_text(own, encoding="utf-8")
+        monkeypatch.setenv("JUPYTER_CONFIG_DIR", str(tmp_path / "own"))
+        monkeypatch.setenv("JUPYTER_CONFIG_PATH", str(JUPYTER))
+        server = ServerApp()
+        server.load_config_file()
+        return server
+
+    return start
 
 
 @pytest.fixture(autouse=True)
@@ -78,15 +95,56 @@ def test_the_layout_opens_what_is_there():
 
 
 @pytest.mark.parametrize(("gpus", "shown"), [(0, False), (None, False), (1, True), (8, True)])
-def test_the_gpu_display_is_there_where_it_can_show_something(gpu_display, gpus, shown):
+def test_the_gpu_display_is_there_where_it_can_show_something(gpu_display, started, gpus, shown):
     gpu_display(gpus)
-    server = configuration().ServerApp
-    page = {"disabledExtensions": ["another"]}
-    if "tornado_settings" in server:
-        page = server.tornado_settings["page_config_hook"](None, page)
+    server = started()
+    hook = server.tornado_settings.get("page_config_hook", lambda handler, page: page)
+    page = hook(None, {"disabledExtensions": ["another"]})
     assert ("jupyterlab-nvdashboard" not in page["disabledExtensions"]) == shown
-    assert server.get("jpserver_extensions", {}).get("jupyterlab_nvdashboard", True) == shown
+    assert server.jpserver_extensions.get("jupyterlab_nvdashboard", True) == shown
     assert "another" in page["disabledExtensions"]
+
+
+OWN = """
+c.ServerApp.tornado_settings = {"headers": {"Content-Security-Policy": "frame-ancestors 'self' https://school"}}
+c.ServerApp.jpserver_extensions = {"a_tool_of_theirs": False}
+"""
+
+
+@pytest.mark.parametrize("gpus", [0, 1])
+def test_the_learners_own_settings_of_the_server_stay(gpu_display, started, gpus):
+    gpu_display(gpus)
+    server = started(OWN)
+    assert "https://school" in server.tornado_settings["headers"]["Content-Security-Policy"]
+    assert server.jpserver_extensions["a_tool_of_theirs"] is False
+    assert ("page_config_hook" in server.tornado_settings) == (gpus == 0)
+    assert server.root_dir == str(HOUSE)
+
+
+@pytest.mark.parametrize("torn", ['{"data": {"layout-resto', "", "[]", "{}", '{"metadata": {}}'])
+def test_a_layout_that_cannot_be_read_costs_no_other_setting(cache, started, torn):
+    (kept,) = Path(configuration().LabApp.workspaces_dir).iterdir()
+    kept.write_text(torn, encoding="utf-8")
+    assert_all_but_the_layout(cache, started)
+    assert kept.read_text(encoding="utf-8") == torn
+
+
+def test_a_folder_that_cannot_be_written_to_costs_no_other_setting(cache, started):
+    cache.write_text("no folder", encoding="utf-8")  # whoever runs this, root too
+    assert_all_but_the_layout(cache, started)
+
+
+def assert_all_but_the_layout(cache: Path, started) -> None:
+    with pytest.warns(UserWarning, match="the course's layout is not in") as warned:
+        server = started()
+    assert len([one for one in warned if "layout" in str(one.message)]) == 1
+    assert server.root_dir == str(HOUSE)
+    lab = server.config.LabApp
+    assert (lab.workspaces_dir, lab.user_settings_dir) == (
+        str(cache / "jupyterlab" / "workspaces"),
+        str(cache / "jupyterlab" / "settings"),
+    )
+    assert callable(server.config.FileContentsManager.pre_save_hook)
 
 
 def test_a_save_drops_what_opening_put_in_and_nothing_else():
