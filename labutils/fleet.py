@@ -310,8 +310,8 @@ ALONE_HEAD = ("one process", "step, ms", "examples/s", "gradients, MB", "a pass'
 def alone_rows(cases: Iterable[Case], alone: Mapping[str, Run]) -> list[tuple[Any, ...]]:
     """A row for `ALONE_HEAD` of each case."""
     metrics = ("step_ms", "examples_per_s", "gradient_mb", "gathered_mb", "peak_allocated_gb")
-    runs = {case.title: alone.get(case.run("one process")) for case in cases}
-    return [(title, *(run.metric(name) for name in metrics)) for title, run in runs.items() if run and run.ok]
+    runs = {case.title: alone[case.run("one process")] for case in through(cases, alone)}
+    return [(title, *(run.metric(name) for name in metrics)) for title, run in runs.items()]
 
 
 FORETOLD_HEAD = ("run", "computing, ms", "messages", "sent for, ms", "exposed, ms", "step, ms", "efficiency, %")
@@ -505,11 +505,6 @@ TRIALS = (
     {"NCCL_IB_DISABLE": "1"},
 )
 TRIED_SIZES = (2**10, 2**20, 2**26)
-
-
-def nccl_trials(ranks: int, trials: Iterable[Mapping[str, str]] = TRIALS) -> dict[str, Run]:
-    """ "nccl VARIABLE=value" -> the all-reduce's times with it, each in a launch of its own."""
-    return {trial_name(settings): nccl_trial(ranks, settings) for settings in trials}
 
 
 def trial_name(settings: Mapping[str, str]) -> str:

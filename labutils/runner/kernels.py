@@ -9,21 +9,16 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
 from labutils import results
-
-if TYPE_CHECKING:
-    import psutil
+from labutils.processes import end_marked
 
 MARK = "LABUTILS_KERNEL"
 """The name under which a kernel, and every process that comes of it, has the kernel's mark in its environment."""
-GONE_WITHIN_S = 5.0
-"""How long processes that were killed may take to be gone."""
 
 
 class Kernels:
@@ -102,7 +97,7 @@ class Kernel:
             self.killed_because = self.killed_because or because
         if self._process is not None:  # asked after that was noted: it is told, or seen here
             self._process.kill()
-            _end_marked(self._mark)
+            end_marked(MARK, self._mark)
 
     def exit_code(self) -> int | None:
         """How the process ended (negative: by that signal); None where it still runs or never did."""
@@ -151,42 +146,3 @@ class Kernel:
         quiet = {"TQDM_DISABLE": "1", "PYDEVD_DISABLE_FILE_VALIDATION": "1"}
         mine = {"LABUTILS_RESULTS": str(self.folder), "PYTHONPATH": path, MARK: self._mark}
         return mine | quiet | self.variables
-
-
-def _end_marked(mark: str) -> None:
-    """End every process that carries `mark`, and return when all are gone, with the memory and the GPU they held.
-
-    A process whose parent died has none that leads to it any more, and a session of its own where torchrun started it,
-    but what it found in its environment it keeps.
-    """
-    import psutil
-
-    found: set[psutil.Process] = set()
-    end = time.monotonic() + GONE_WITHIN_S
-    while time.monotonic() < end:
-        new = {process for process in psutil.process_iter() if _carries(process, mark)} - found
-        for process in new:
-            with contextlib.suppress(psutil.Error):
-                process.kill()
-        found |= new
-        if not new and not any(map(_is_there, found)):
-            return
-        time.sleep(0.02)
-
-
-def _carries(process: psutil.Process, mark: str) -> bool:
-    """Other people's processes and those that have ended don't say."""
-    import psutil
-
-    with contextlib.suppress(psutil.Error, OSError):
-        return process.environ().get(MARK) == mark
-    return False
-
-
-def _is_there(process: psutil.Process) -> bool:
-    """Whether it hasn't ended; nobody may have asked yet how one that has did."""
-    import psutil
-
-    with contextlib.suppress(psutil.Error):
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    return False

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from labutils import hardware
+from labutils.processes import end_marked
 from labutils.results import REPOSITORY, Run, Unavailable, runs_of
 from labutils.training.rank import JOB, RUNS, Job, Task, said_of
 
@@ -194,20 +195,9 @@ def clear_away(mark: str) -> list[str]:
     A rank that is killed ends none of its DataLoader workers, and they outlive it for some seconds. All processes of a
     launch carry its mark in their environment, wherever the system has hung them.
     """
-    import psutil
-
-    found: list[psutil.Process] = []
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            if process.pid != os.getpid() and process.environ().get(MARK) == mark:
-                found.append(process)
-    left = []
-    for process in found:
-        with contextlib.suppress(psutil.Error):
-            left.append(f"process {process.pid}")
-            process.kill()
-    psutil.wait_procs(found, timeout=5)
-    for path in _shared_files({process.pid for process in found}):
+    pids = end_marked(MARK, mark)
+    left = [f"process {pid}" for pid in pids]
+    for path in _shared_files(pids):
         with contextlib.suppress(OSError):
             path.unlink()
             left.append(str(path))

@@ -101,7 +101,8 @@ def test_a_step_is_foretold(name, share, measured):
 
 
 def test_nccl_s_variables_are_taken():
-    trials = fleet.nccl_trials(2, ({"NCCL_DEBUG": "INFO"}, {"NCCL_P2P_DISABLE": "1"}))
+    settings = ({"NCCL_DEBUG": "INFO"}, {"NCCL_P2P_DISABLE": "1"})
+    trials = {fleet.trial_name(each): fleet.nccl_trial(2, each) for each in settings}
     usual, other = (trials[name] for name in ("nccl NCCL_DEBUG=INFO", "nccl NCCL_P2P_DISABLE=1"))
     assert usual.ok and other.ok
     assert usual.metrics["transport"] != other.metrics["transport"]
