@@ -8,7 +8,7 @@ for fewer kernels, capture so that launching them costs nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -166,6 +166,21 @@ CHANNELS_LAST_FORMS: dict[type[nn.Module], type[nn.Module]] = {
 """Layers that leave channels-last memory when compiled -> the forms that keep it."""
 
 
+def _after_a_failed_recording(stream: torch.cuda.Stream) -> None:
+    """Leave PyTorch as it was before, with `stream` the current one.
+
+    A recording that can't be ended leaves its own stream behind as the current one and the generator of random numbers
+    in the recording's state: whatever draws some later, the next model's weights say, would fail. The end of a
+    recording that succeeds puts the generator right.
+    """
+    torch.cuda.set_stream(stream)
+    with suppress(RuntimeError):  # of a GPU that fails at everything from here on, the first failure tells more
+        torch.cuda.synchronize()
+        number = torch.zeros(1, device="cuda")
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            number.add_(1)
+
+
 class Captured:
     """A function recorded as one CUDA graph; calling it replays the recording on whatever its inputs hold now.
 
@@ -178,8 +193,23 @@ class Captured:
     def __init__(self, function: Callable[[], Any], state: Callable[[], list[Tensor]]) -> None:
         self.graph = torch.cuda.CUDAGraph()
         self._warm_up(function, state)
-        with torch.cuda.graph(self.graph):
-            function()
+        self._record(function)
+
+    def _record(self, function: Callable[[], Any]) -> None:
+        """A failure is `function`'s own: ending a recording that broke off fails too, and says less."""
+        here, first = torch.cuda.current_stream(), None
+        try:
+            with torch.cuda.graph(self.graph):
+                try:
+                    function()
+                except Exception as error:
+                    first = error
+                    raise
+        except Exception as error:
+            _after_a_failed_recording(here)
+            raise (first or error) from None
+        finally:
+            del first  # it would hold this frame, which holds it, and so the tensors of all that it came through
 
     def _warm_up(self, function: Callable[[], Any], state: Callable[[], list[Tensor]]) -> None:
         before = {id(tensor): tensor.detach().clone() for tensor in state()}

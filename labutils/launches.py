@@ -303,30 +303,34 @@ def study(
     host: Host | None = None,
     delays: Iterable[float] = (),
     like: Studied | None = None,
+    found: Studied | None = None,
 ) -> Studied:
     """Build one session and foretell and measure its steps on the typical texts of each of `texts` ("long", ...).
 
     The first of `texts` builds the model; the others lend their texts, of the same tokenizer. host: what a launch takes
     the host, for a captured step: it has one size, so that no light step can tell, and only the first texts. Runs are
     named "`name` long" or, with a way, "moe long, grouped"; with `delays`, the first step is measured beside slower
-    hosts too. like: the study of the same kernels launched one by one, for a captured step.
+    hosts too. like: the study of the same kernels launched one by one, for a captured step. found: filled as steps are
+    measured and returned, so that a failure leaves what came before it.
     """
     first = next(iter(texts))
-    found = Studied()
+    found = Studied() if found is None else found
     with contextlib.ExitStack() as opened:
         light = Light.of(opened.enter_context(Session(thin(texts[first]), recipe))) if host is None else None
         found.light = light.metrics() if light else {}
         session = opened.enter_context(Session(texts[first], recipe))
+        there: dict[str, OnOneBatch] = {}
         for kind in [first] if host else texts:
             chosen = typical(texts[kind], session.recipe)
-            there = OnOneBatch(session, batch_of(texts[kind], session.recipe, chosen))
+            there[kind] = OnOneBatch(session, batch_of(texts[kind], session.recipe, chosen))
             program = like.seen[kind].program if like else None
             traced = 1 if light and light.program.launches > MANY else 2
-            seen = foretell_and_measure(named(name, kind), there, light.host if light else host, steps, traced, program)
+            by = light.host if light else host
+            seen = foretell_and_measure(named(name, kind), there[kind], by, steps, traced, program)
             seen.run.metrics |= found.light
             found.seen[kind] = seen
-            if kind == first:
-                found.slowed = {delay: slowed(there, seen, light, delay, max(3, steps // 2)) for delay in delays}
+        for delay in delays:
+            found.slowed[delay] = slowed(there[first], found.seen[first], light, delay, max(3, steps // 2))
     return found
 
 

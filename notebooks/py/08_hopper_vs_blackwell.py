@@ -223,10 +223,14 @@ def study(family: str, way: str, delayed: bool = False) -> None:
         host = Host(launch_us / 1e3) if captured else None
         recipe, hosts = launches.ways(family)[way], slower if delayed else ()
         like = studied.get(launches.ONE_BY_ONE[family]) if way == "captured" else None
-        found = launches.study(texts[family], recipe, name, steps, host, hosts, like)
-        runs = [seen.run for seen in found.seen.values()]
-        lab.keep([*runs, *found.slowed.values()], lane=launches.LANES.get(way, "same work"))
-        studied[name] = found
+        found = launches.Studied()
+        try:
+            launches.study(texts[family], recipe, name, steps, host, hosts, like, found)
+        finally:  # what was measured before a failure counts
+            runs = [seen.run for seen in found.seen.values()]
+            lab.keep([*runs, *found.slowed.values()], lane=launches.LANES.get(way, "same work"))
+            if found.seen:
+                studied[name] = found
 
 # %%
 study("dense", "loop", delayed=True)
@@ -375,11 +379,12 @@ with lab.attempt("Four cards", reference="four cards"):
 
 # %%
 if on_gpu and sheet and "moe" in studied:  # the slower the host, the less the card matters
-    seen = studied["moe"].seen["long"]
-    fig, ax = plt.subplots(figsize=(7.2, 3.8))
-    plots.slower_hosts(ax, cards.beside_slower_hosts(seen, sheet, empty_ms, most), {}, {})
-    ax.set_title("The expert loop on long texts, beside ever slower hosts", pad=44)
-    plt.show()
+    with lab.attempt("Four cards beside slower hosts"):
+        seen = studied["moe"].seen["long"]
+        fig, ax = plt.subplots(figsize=(7.2, 3.8))
+        plots.slower_hosts(ax, cards.beside_slower_hosts(seen, sheet, empty_ms, most), {}, {})
+        ax.set_title("The expert loop on long texts, beside ever slower hosts", pad=44)
+        plt.show()
 
 # %% [markdown]
 # ### For its power and its price

@@ -17,7 +17,7 @@ from recipes_at_work import (
 from torch import Tensor
 
 from labutils.adapters import adapter_state
-from labutils.capture import Captured
+from labutils.capture import WARM_UP, Captured
 from labutils.recipe import A1_LADDER, Recipe, climb
 from labutils.training import Session
 from labutils.training.batches import Batches
@@ -209,6 +209,23 @@ def test_gradients_that_a_recording_allocates_are_noticed(accumulation, workload
     else:
         with pytest.raises(AssertionError, match="off"):
             assert_same_gradients(found.gradients, expected.gradients)
+
+
+def test_a_recording_that_breaks_off_says_why_and_leaves_nothing_behind():
+    stream, x = torch.cuda.current_stream(), torch.ones(8, device="cuda")
+    times = iter(range(10))
+
+    def asks_the_host() -> None:
+        if next(times) >= WARM_UP:
+            x.sum().item()
+
+    with pytest.raises(RuntimeError, match="not permitted"):
+        Captured(asks_the_host, list)
+    assert torch.cuda.current_stream() == stream
+    torch.randn(8, device="cuda")  # as the next model's weights are drawn
+    again = Captured(lambda: x.mul_(2), lambda: [x])
+    again()
+    assert x.tolist() == [2.0] * 8
 
 
 def test_the_ring_goes_round_without_a_loss_lost(workload):

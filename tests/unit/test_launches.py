@@ -135,6 +135,19 @@ def studied():
     return launches.study(texts("moe"), launches.ways("moe")["expert loop"], "moe", steps=2, delays=(0, 100))
 
 
+def test_a_failure_leaves_what_was_measured_before_it(monkeypatch):
+    def fails(*given):
+        raise RuntimeError("no slower host here")
+
+    monkeypatch.setattr(launches, "slowed", fails)
+    found, ways = Studied(), launches.ways("dense")
+    with pytest.raises(RuntimeError, match="no slower host"):
+        launches.study(texts("dense"), ways["loop"], "dense", steps=2, delays=(0, 100), found=found)
+    assert {kind: seen.run.ok for kind, seen in found.seen.items()} == {"long": True, "short": True}
+    assert found.light
+    assert not found.slowed
+
+
 def test_every_step_is_foretold_and_measured(studied):
     assert list(studied.seen) == ["long", "short"]
     for kind, seen in studied.seen.items():
