@@ -333,7 +333,8 @@ class Lab:
         status = status_of(failure)
         failure = None
         gc.collect()
-        hardware.cuda.empty_cache()
+        with contextlib.suppress(RuntimeError):  # a GPU that broke fails at this, too, and not all of a lab needs it
+            hardware.cuda.empty_cache()
         self._keep_failure(reference or what, status)
         self.show(f"**{what}: not on this machine.** {explain(status)}")
         if instead:

@@ -445,13 +445,15 @@ for family, name in models.items():
         experts = f" + experts × {law.expert:.0f}" if law.expert else ""
         print(f"{family}: {law.constant:.0f} + layers × ({law.layer:.0f}{experts}) operations a step")
 if bases:
-    told = cards.two_cards(bases) | {f"{family}_host_us": 1e3 * basis.host_ms for family, basis in bases.items()}
-    lab.keep(Run("08", "model of two cards", metrics=told))
-    lab.table(cards.TWO_CARDS_HEAD, *cards.two_cards_rows(bases))
+    with lab.attempt("The article's own models", reference="model of two cards"):
+        told = cards.two_cards(bases) | {f"{family}_host_us": 1e3 * basis.host_ms for family, basis in bases.items()}
+        lab.keep(Run("08", "model of two cards", metrics=told))
+        lab.table(cards.TWO_CARDS_HEAD, *cards.two_cards_rows(bases))
 
 # %%
 if "moe" in bases:
-    lab.show("\n".join(f"- {sentence}" for sentence in cards.who_wins(bases)))
+    with lab.attempt("Who wins"):
+        lab.show("\n".join(f"- {sentence}" for sentence in cards.who_wins(bases)))
 
 # %%
 lab.verdict("A3.32b.h100-short", "A3.32b.h100-long", "A3.32b.factor", "A3.120b.h100-short", "A3.120b.h100-long")
@@ -525,14 +527,15 @@ asked = (
     ("QLoRA, not checkpointed", 4),
     ("unsloth", 32),
 )
-for method, batch in asked:
-    gb = cards.memory_gb(cards.QWEN3_32B, cards.METHODS[method], batch)
-    rows.append((f"Qwen3-32B, {method}, batch {batch}", *gb.values(), sum(gb.values())))
-for batch in (16, 32):
-    gb = cards.memory_gb(large, cards.METHODS["unsloth"], batch)
-    rows.append((f"gpt-oss-120b, unsloth, batch {batch}", *gb.values(), sum(gb.values())))
-lab.table(("GB at the peak, predicted", "weights", "adapters", "activations", "logits", "in all"), *rows)
-lab.keep(Run("08", "model of memory", metrics=cards.memory_metrics(), workload="from shapes", scale="full"));
+with lab.attempt("What a step needs besides", reference="model of memory"):
+    for method, batch in asked:
+        gb = cards.memory_gb(cards.QWEN3_32B, cards.METHODS[method], batch)
+        rows.append((f"Qwen3-32B, {method}, batch {batch}", *gb.values(), sum(gb.values())))
+    for batch in (16, 32):
+        gb = cards.memory_gb(large, cards.METHODS["unsloth"], batch)
+        rows.append((f"gpt-oss-120b, unsloth, batch {batch}", *gb.values(), sum(gb.values())))
+    lab.table(("GB at the peak, predicted", "weights", "adapters", "activations", "logits", "in all"), *rows)
+    lab.keep(Run("08", "model of memory", metrics=cards.memory_metrics(), workload="from shapes", scale="full"))
 
 # %%
 lab.verdict("A3.32b.lora-batch", "A3.32b.qlora-batch", "A3.32b.unsloth-batch")

@@ -363,6 +363,16 @@ def test_what_worked_is_not_recorded_as_failed(lab):
     assert ("03", "fine") not in read_runs(lab.results_dir)
 
 
+def test_a_gpu_that_broke_for_good_ends_no_lab(lab, monkeypatch):
+    def broken():
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(hardware.cuda, "empty_cache", broken)
+    with lab.attempt("capture"):
+        broken()
+    assert "illegal memory access" in read_runs(lab.results_dir)["03", "capture"].status
+
+
 def test_what_filled_the_memory_is_let_go(lab):
     class Tensor:
         pass
