@@ -54,6 +54,7 @@ def followed(
         if change is not None:
             change(model)
             workload.let_go()  # what was replaced is kept for sessions to come, and would count as this one's
+        hardware.cuda.empty_cache()  # so would, as reserved, the 16-bit weights that low-bit ones were made from
         logs.append(MemoryLog(log, logged, every))
 
     def write(session: Session) -> None:

@@ -5,7 +5,7 @@
 The child loads the same weights from a folder, lets unsloth put in its kernels, adapters and checkpointing, and then
 goes through the course's own loop: the same batches, the same clock. All jobs are done by one process, in order, and
 each is on record as soon as it is done. The process keeps its compiled code in a folder that goes with it, so that its
-first step is one.
+first step is one; all that it prints is kept beside the logs.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from torch import nn
 from labutils.data.texts import LONGEST
 from labutils.recipe import Recipe
 from labutils.results import REPOSITORY, Run, Unavailable
-from labutils.training.following import followed
+from labutils.training.following import followed, make_room
 from labutils.training.session import Session
 from labutils.workloads.base import Batch, open_workload
 from labutils.workloads.decoder import TARGETS
 from labutils.workloads.language import LanguageLora, Published
 
-TIMEOUT_S = 180
+TIMEOUT_S = 240
 Runs = dict[str, Run]
 QUIET = {
     "HF_HUB_OFFLINE": "1",
@@ -52,6 +52,8 @@ CACHES = {
 """Variable -> folder of the child's own. (unsloth unsets the second one; PyTorch then takes a folder in the last.)"""
 DONE = "done: "
 """How a line begins that tells the parent of a finished job."""
+PRINTED = "unsloth.txt"
+"""The file beside the logs that has all that the child printed."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,7 @@ def train_with_unsloth(jobs: Mapping[str, Job], logs: Path, every: int = 10, tim
         folder = Path(place)
         if first.weights == "random":
             first.publish(folder / "model")
-            first.let_go()
+            make_room(first)  # for the child: memory that this process only keeps is not free for another
         order = {
             "model": str(folder / "model") if first.weights == "random" else first.size.hub,
             "logs": str(logs.resolve()),
@@ -121,19 +123,27 @@ def _ask(order: dict[str, Any], timeout_s: float, folder: Path) -> tuple[dict[st
             input=json.dumps(order),
             capture_output=True,
             text=True,
+            errors="replace",
             timeout=timeout_s,
             env=_environment(folder),  # makes the folders
             cwd=folder / CACHES["TMPDIR"],
         )
     except subprocess.TimeoutExpired as late:
-        printed = late.stdout or b""
-        said = printed if isinstance(printed, str) else printed.decode(errors="replace")
+        said = _kept(Path(order["logs"]), late.stdout, late.stderr)
         return _finished(said), f"unsloth's process did not end within {timeout_s:.0f} s."
-    found = _finished(child.stdout)
+    found = _finished(_kept(Path(order["logs"]), child.stdout, child.stderr))
     if child.returncode == 0 and len(found) == len(order["jobs"]):
         return found, ""
     last = (child.stderr.strip().splitlines() or ["nothing was printed"])[-1]
     return found, f"unsloth's process ended with code {child.returncode}: {last}"
+
+
+def _kept(logs: Path, *printed: str | bytes | None) -> str:
+    """The first of `printed` as text. All of it is kept in `logs`: why a library failed is rarely said in one line."""
+    texts = [text if isinstance(text, str) else (text or b"").decode(errors="replace") for text in printed]
+    logs.mkdir(parents=True, exist_ok=True)
+    (logs / PRINTED).write_text("\n".join(texts), encoding="utf-8", errors="replace")
+    return texts[0]
 
 
 def _environment(folder: Path) -> dict[str, str]:
@@ -164,6 +174,7 @@ def _main() -> None:
     load = functools.cache(functools.partial(_load, library, order["model"]))  # once for all jobs
     for place, (name, job) in enumerate(order["jobs"].items()):
         workload, recipe = open_workload(**job["workload"]), Recipe(**job["recipe"])
+        load(*_held_as(recipe))  # a model that can't be loaded ends the process: the other jobs would try it once more
         workload.build = functools.partial(_build, library, load)
         log = Path(order["logs"]) / f"{name}.csv"
         meet = functools.partial(_meet_other_lengths, workload)
@@ -192,6 +203,11 @@ def _of_other_lengths(workload: LanguageLora, recipe: Recipe) -> list[Batch]:
     return [collate(ascending[end + 1 - recipe.micro_batch : end + 1]) for end in ends]
 
 
+def _held_as(recipe: Recipe) -> tuple[bool, int, int]:
+    """What of a recipe the model depends on that is loaded: whether in 4 bits, the adapters' rank and seed."""
+    return recipe.base_linear == "nf4", recipe.rank, recipe.seed
+
+
 def _load(library: Any, model: str, four_bits: bool, rank: int, seed: int) -> nn.Module:
     lm, _ = library.from_pretrained(
         model, max_seq_length=LONGEST, load_in_4bit=four_bits, fix_tokenizer=False, use_exact_model_name=True
@@ -213,7 +229,7 @@ def _build(library: Any, load: Callable[[bool, int, int], nn.Module], recipe: Re
     """What `LanguageLora.build` gives, by unsloth; without what accelerate put around it in the job before."""
     from accelerate.utils import extract_model_from_parallel
 
-    lm = load(recipe.base_linear == "nf4", recipe.rank, recipe.seed)
+    lm = load(*_held_as(recipe))
     library.for_training(lm)
     return Published(extract_model_from_parallel(lm, keep_fp32_wrapper=False))
 

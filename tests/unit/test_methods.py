@@ -136,6 +136,21 @@ def test_what_casts_replace_is_let_go(texts, monkeypatch, tmp_path):
     assert len(held) > 2 and set(held) == {None}
 
 
+def test_what_building_reserved_is_given_back(texts, monkeypatch, tmp_path):
+    """Else 4-bit weights would have the 16-bit ones, from which they were made, in the memory reserved."""
+    events = []
+    step, empty_cache = Session.step, methods.hardware.cuda.empty_cache
+    monkeypatch.setattr(Session, "step", lambda self, *a: events.append("step") or step(self, *a))
+    monkeypatch.setattr(methods.hardware.cuda, "empty_cache", lambda: events.append("given back") or empty_cache())
+    monkeypatch.setattr(
+        texts["short"],
+        "build",
+        lambda recipe: events.append("built") or type(texts["short"]).build(texts["short"], recipe),
+    )
+    assert methods.follow(texts, "qlora short, no casts", 1, tmp_path).ok
+    assert events[events.index("built") :][:3] == ["built", "given back", "step"]
+
+
 def test_how_much_longer_steps_are():
     def run(times, tokens, status="ok"):
         return Run("07", "", status=status, samples={"step_ms": times, "useful_tokens": tokens})
@@ -309,7 +324,9 @@ def test_rungs_are_timed_on_the_same_batches_and_rated_by_the_epoch(texts):
     assert methods.floor_columns(Run("07", "", status="oom")) == (None, None)
 
 
-@pytest.mark.parametrize(("free", "workers"), [(None, None), (60.0, None), (79.0, 2), (140.0, 4), (900.0, 6)])
+@pytest.mark.parametrize(
+    ("free", "workers"), [(None, None), (58.0, None), (79.0, 2), (140.0, 4), (149.0, 5), (900.0, 6)]
+)
 def test_compiling_ahead_takes_the_room_there_is(monkeypatch, free, workers):
     asked = []
     monkeypatch.setattr(methods.hardware.cuda, "free_memory", lambda: free)

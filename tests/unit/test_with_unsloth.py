@@ -82,12 +82,13 @@ def test_what_was_done_before_the_end_is_kept(workload, stand_in, tmp_path, monk
     monkeypatch.setattr(with_unsloth.subprocess, "run", too_late(runs["a"]))
     runs = train_with_unsloth(jobs, tmp_path, timeout_s=7)
     assert [run.status for run in runs.values()] == ["ok", "error: unsloth's process did not end within 7 s."]
+    assert "still compiling" in (tmp_path / with_unsloth.PRINTED).read_text()
 
 
 def too_late(run):
     def late(command, timeout, **_):
         line = f"chatter\n{with_unsloth.DONE}{json.dumps(dataclasses.asdict(run))}\n{with_unsloth.DONE}{{"
-        raise subprocess.TimeoutExpired(command, timeout, output=line.encode())
+        raise subprocess.TimeoutExpired(command, timeout, output=line.encode(), stderr=b"still compiling \xff")
 
     return late
 
@@ -110,6 +111,17 @@ def test_a_dead_process_is_said(workload, tmp_path, monkeypatch):
     monkeypatch.setattr(with_unsloth, "check_unsloth", lambda device: None)
     with pytest.raises(RuntimeError, match="ended with code 1: no kernel for this GPU"):
         train_with_unsloth({"a": Job(workload, A3_BASE, 2)}, tmp_path)
+
+
+def test_a_model_that_cant_be_loaded_is_tried_once(workload, stand_in, tmp_path):
+    """The whole traceback is kept, and the reason is in the message."""
+    broken = (tmp_path / "unsloth.py").read_text().replace("assert max_seq_length", 'raise OSError("no such layer") #')
+    (tmp_path / "unsloth.py").write_text(broken.replace("    def from", "    @staticmethod\n    def from", 1))
+    jobs = {name: Job(workload, A3_BASE.but(base_linear="nf4"), 2) for name in "ab"}
+    with pytest.raises(RuntimeError, match="ended with code 1: OSError: no such layer"):
+        train_with_unsloth(jobs, tmp_path)
+    printed = (tmp_path / with_unsloth.PRINTED).read_text()
+    assert printed.count("no such layer") == 2 and "Traceback" in printed  # once as the line of code
 
 
 def test_it_is_not_asked_where_it_cant_run(workload, tmp_path, monkeypatch):
