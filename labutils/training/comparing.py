@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import logging
 import math
 import operator
 import sys
@@ -28,6 +29,8 @@ from labutils.training.ranks import bytes_here
 from labutils.training.session import Session
 from labutils.workloads.base import Work, Workload
 
+LOG = logging.getLogger(__name__)
+"""Tells of failures with their tracebacks, to those who listen at the level INFO: a run's status has one line."""
 AfterStep = Callable[[Session], None]
 Meet = Callable[[Session], None]
 ROUNDS = 3
@@ -188,6 +191,7 @@ class Bench:
             if not ranks.here().alone:
                 raise  # the others are in the midst of the same step, and wait for this rank
             self.failed[name] = status_of(error)
+            LOG.info('"%s" failed', name, exc_info=True)
         # Outside the except block: inside it the exception still holds the frames, and these the tensors.
         self._end(name)
         gc.unfreeze()  # what is frozen isn't collected; a session's modules and hooks refer to each other

@@ -14,6 +14,7 @@ import dataclasses
 import functools
 import importlib.util
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -28,6 +29,7 @@ from torch import nn
 from labutils.data.texts import LONGEST
 from labutils.recipe import Recipe
 from labutils.results import REPOSITORY, Run, Unavailable
+from labutils.training import comparing
 from labutils.training.following import followed, make_room
 from labutils.training.session import Session
 from labutils.workloads.base import Batch, open_workload
@@ -170,6 +172,8 @@ def _main() -> None:
     import unsloth  # before transformers, which nothing has imported so far
 
     order = json.load(sys.stdin)
+    comparing.LOG.addHandler(logging.StreamHandler())
+    comparing.LOG.setLevel(logging.INFO)
     library = unsloth.FastLanguageModel
     load = functools.cache(functools.partial(_load, library, order["model"]))  # once for all jobs
     for place, (name, job) in enumerate(order["jobs"].items()):

@@ -113,6 +113,14 @@ def test_a_dead_process_is_said(workload, tmp_path, monkeypatch):
         train_with_unsloth({"a": Job(workload, A3_BASE, 2)}, tmp_path)
 
 
+def test_a_job_that_fails_leaves_its_traceback(workload, stand_in, tmp_path):
+    (tmp_path / "unsloth.py").write_text((tmp_path / "unsloth.py").read_text().replace("lm.train()", "1 / 0"))
+    runs = train_with_unsloth({"a": Job(workload, A3_BASE.but(base_linear="nf4"), 2)}, tmp_path)
+    assert runs["a"].status == "error: ZeroDivisionError: division by zero"
+    printed = (tmp_path / with_unsloth.PRINTED).read_text()
+    assert '"a" failed' in printed and "Traceback" in printed and "in for_training" in printed
+
+
 def test_a_model_that_cant_be_loaded_is_tried_once(workload, stand_in, tmp_path):
     """The whole traceback is kept, and the reason is in the message."""
     broken = (tmp_path / "unsloth.py").read_text().replace("assert max_seq_length", 'raise OSError("no such layer") #')
