@@ -125,7 +125,6 @@ def resized(workload: Workload, size: Any) -> Workload:
     """The workload with random weights of another size, and texts in that size's words."""
     other = copy.copy(workload)
     other.sizes, other.weights, other.data = workload.sizes | {workload.scale: size}, "random", "generated"
-    other._held = None
     return other
 
 

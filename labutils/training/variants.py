@@ -18,8 +18,8 @@ from labutils.workloads.base import Workload
 
 def altered(workload: Workload, change: Callable[[nn.Module], None]) -> Workload:
     """The same workload, whose models go through `change` once they are built. Frozen weights stay shared."""
-    other = copy.copy(workload)
-    other._held = None  # weights are held by the original alone, which can let go of them
+    other = copy.copy(workload)  # weights are held by the original alone, which can let go of them
+    other._remembered = workload._remembered  # of texts and shapes, which stay
 
     def build(recipe: Recipe) -> nn.Module:
         model = workload.build(recipe)

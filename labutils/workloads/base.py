@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import importlib
 import os
@@ -9,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import astuple, dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +37,24 @@ ROOMS = {
 """Workload's name -> (module, class); a room is imported when it is asked for."""
 
 Batch = dict[str, Tensor]
+Found = TypeVar("Found")
+
+
+def remembered(method: Callable[..., Found]) -> Callable[..., Found]:
+    """A method of a workload that works each thing out once; the workload holds what was found.
+
+    `functools.cache` would hold the workload itself as long as the process runs, and so an altered copy with all that
+    its changes hold on to: a model on the GPU.
+    """
+
+    @functools.wraps(method)
+    def looked_up(self: Workload, *arguments: Any) -> Found:
+        key = (method.__qualname__, *arguments)
+        if key not in self._remembered:
+            self._remembered[key] = method(self, *arguments)
+        return self._remembered[key]
+
+    return looked_up
 
 
 @dataclass(frozen=True)
@@ -79,6 +98,13 @@ class Workload(ABC):
         self.scale, self.weights, self.data = scale, weights, data
         self.device = torch.device(device)
         self.cache_dir = cache_dir
+        self._remembered: dict[Any, Any] = {}
+
+    def __copy__(self) -> Workload:
+        """A copy is made to be changed: it begins without what the original holds and remembers."""
+        other = object.__new__(type(self))
+        vars(other).update(vars(self), _held=None, _remembered={})
+        return other
 
     @abstractmethod
     def build(self, recipe: Recipe) -> nn.Module:

@@ -20,7 +20,7 @@ from labutils.losses import cross_entropy, linear_cross_entropy
 from labutils.lowbit.backends import forward_context, recomputing
 from labutils.recipe import Recipe
 from labutils.results import Unavailable
-from labutils.workloads.base import Batch, Work, Workload
+from labutils.workloads.base import Batch, Work, Workload, remembered
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -207,7 +207,7 @@ class DecoderLora(Workload):
         """The mean over the first epoch's optimizer steps, from the examples' sizes alone."""
         return self._mean_work(recipe) * recipe.accumulation
 
-    @functools.lru_cache(maxsize=16)  # noqa: B019
+    @remembered
     def _mean_work(self, recipe: Recipe) -> Work:
         measures, order = self._measures(recipe), self.order(None, recipe)
         if order is None:

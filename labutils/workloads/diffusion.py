@@ -33,7 +33,7 @@ from labutils.folding import fold, form_weights
 from labutils.hardware import usable_cores
 from labutils.lowbit.backends import convert_base, forward_context, recomputing
 from labutils.recipe import STOCK, Recipe
-from labutils.workloads.base import Batch, Work, Workload
+from labutils.workloads.base import Batch, Work, Workload, remembered
 from labutils.workloads.counting import FlopCount, weight_bytes
 
 TARGETS = ("to_q", "to_k", "to_v", "to_out.0")
@@ -249,7 +249,7 @@ class DiffusionLora(Workload):
 
     # ------------------------------------------------------------------------------------------------ counting
 
-    @functools.lru_cache(maxsize=8)  # noqa: B019
+    @remembered
     def work(self, recipe: Recipe) -> Work:
         """See `Workload.work`. Low-rank products are counted as the plain adapter computes them, whatever the recipe's
         adapter does: what a faster one saves must show as time."""

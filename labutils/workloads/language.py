@@ -17,7 +17,6 @@ nothing is asked of the device, so that blocks have static shapes and can be com
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -39,7 +38,7 @@ from labutils.data.tokenizers import chat_tokenizer, hub_tokenizer
 from labutils.experts import register_experts
 from labutils.lowbit.backends import BYTES_READ, convert_base, frozen_linears
 from labutils.recipe import Recipe
-from labutils.workloads.base import Batch, Work
+from labutils.workloads.base import Batch, Work, remembered
 from labutils.workloads.decoder import (
     DTYPES,
     FP8_ROWS,
@@ -278,7 +277,7 @@ class LanguageLora(DecoderLora):
         """The recipe's `token_budget` at this scale, where texts may be shorter."""
         return recipe.token_budget // self.size.shorter
 
-    @functools.cache  # noqa: B019
+    @remembered
     def _conversations(self) -> list[Conversation]:
         chat, size = Chat(self._tokenizer()), self.size
         if self.data == "generated":
@@ -286,13 +285,13 @@ class LanguageLora(DecoderLora):
         texts = from_hub(self.kind, size.texts, self.cache_dir)
         return [chat.conversation(text, LONGEST // size.shorter, self.kind.stretched) for text in texts]
 
-    @functools.cache  # noqa: B019
+    @remembered
     def _tokenizer(self) -> Any:
         if self.weights == "hub":
             return hub_tokenizer(self._hub_name(), self.cache_dir / "hub")
         return chat_tokenizer(self.family, self.size.words)
 
-    @functools.lru_cache(maxsize=4)  # noqa: B019
+    @remembered
     def _measures(self, recipe: Recipe) -> list[Measure]:
         examples = self.dataset(None, recipe)
         return [Measure(len(ids), examples.predicted(i)) for i, (ids, _) in enumerate(examples.conversations)]

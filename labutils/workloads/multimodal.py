@@ -15,7 +15,6 @@ looked up on the device, so that every part has static shapes and can be compile
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -36,7 +35,7 @@ from labutils.data.tokenizers import llava_processor
 from labutils.hardware import usable_cores
 from labutils.lowbit.backends import convert_base, frozen_linears
 from labutils.recipe import Recipe
-from labutils.workloads.base import Batch, Work
+from labutils.workloads.base import Batch, Work, remembered
 from labutils.workloads.decoder import (
     DTYPES,
     FP8_ROWS,
@@ -297,11 +296,11 @@ class MultimodalLora(DecoderLora):
         patches = self.size.geometry.side**2 / SCALES_OF_LLAVA["full"].geometry.side ** 2
         return TEXT_ROOM + round((recipe.token_budget - TEXT_ROOM) * patches)
 
-    @functools.cache  # noqa: B019
+    @remembered
     def _images(self) -> Any:
         return leaf_images(self.cache_dir, self.size.images, self.data, self.sizes, self.size.tile)
 
-    @functools.cache  # noqa: B019
+    @remembered
     def _processor(self) -> Any:
         hub = {"hub": HUB_MODEL, "cache_dir": self.cache_dir / "hub"} if self.weights == "hub" else {}
         return llava_processor(self.size.geometry, self.size.words, **hub)
@@ -309,7 +308,7 @@ class MultimodalLora(DecoderLora):
     def _examples(self, recipe: Recipe) -> Examples:
         return Examples(self._processor(), self.size.tile if recipe.shapes == "fixed" else 0)
 
-    @functools.lru_cache(maxsize=8)  # noqa: B019
+    @remembered
     def _measures(self, recipe: Recipe) -> list[Measure]:
         """What every example takes, from its image's size and its class."""
         geometry, examples = self.size.geometry, self._examples(recipe)

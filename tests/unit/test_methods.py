@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -251,6 +253,18 @@ def test_memory_is_a_line_and_checkpointing_makes_it_flatter(texts):
         assert filled.peak(2) == pytest.approx(lines["lora long"].base + 2 * lines["lora long"].each, rel=0.02)
     assert lines["lora long, checkpointed"].each < 0.7 * lines["lora long"].each
     assert "largest_batch" not in found["lora long"].metrics
+
+
+def test_a_line_leaves_no_model_behind(texts, monkeypatch):
+    """Else each method's line would begin where the weights of those before it end, and the last would find no room."""
+    built, make = [], methods.Session
+    monkeypatch.setattr(
+        methods, "Session", lambda *a: built.append(weakref.ref((session := make(*a)).model)) or session
+    )
+    methods.memory_line(texts, "lora long", (1, 2), None)
+    methods.make_room(*texts.values())
+    gc.collect()
+    assert len(built) == 1 and built[0]() is None
 
 
 def test_a_prediction_is_tried(texts, monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from unittest import mock
 
@@ -123,6 +124,14 @@ def test_an_altered_workload_shares_the_frozen_weights_and_leaves_the_first_alon
     assert changed == [theirs]
     pairs = zip(mine.llava.parameters(), theirs.llava.parameters(), strict=True)
     assert all(a is b for a, b in pairs if not a.requires_grad)
+
+
+def test_what_a_workload_works_out_is_worked_out_once_and_not_for_its_copies(uniform):
+    """An altered one has the same texts and shapes; a copy may be given others, and remembers nothing."""
+    measured = uniform._measures(QUICK)
+    assert uniform._measures(QUICK) is measured
+    assert trials.altered(uniform, id)._measures(QUICK) is measured
+    assert copy.copy(uniform)._measures(QUICK) is not measured
 
 
 def test_layers_that_are_kept_stay_as_they_were(uniform):
