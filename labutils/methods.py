@@ -29,7 +29,7 @@ from labutils.lowbit.fp8 import relative_error
 from labutils.measure.live import LiveTensors
 from labutils.recipe import A3_BASE, A3_LADDER, Recipe, Rung, climb
 from labutils.results import Run, is_out_of_memory
-from labutils.training import Bench, Session, compile_ahead
+from labutils.training import Bench, Session
 from labutils.training.following import followed, make_room, read_log
 from labutils.training.variants import (
     altered,
@@ -494,23 +494,16 @@ def weight_bytes(model: nn.Module) -> int:
 
 # ------------------------------------------------------------------------------------------------ our own recipes
 
-COMPILING_GB = {"tiny": 1.0, "small": 4.0, "full": 29.5}
-"""GPU memory to reckon with for each of the processes that build the model of a scale, compile it, and run one step. In
-that step some take more (at `full` up to 60), but it lasts a second, and the others are rarely at theirs just then; a
-process that finds no room has compiled nearly all of it before."""
-
-
-def compile_rungs(workload: Workload, recipes: Iterable[Recipe]) -> list[Run]:
-    """Compile what `recipes` need beforehand, in as many processes as the GPU has room for; where that is one only,
-    nothing: it would take as long as compiling each when it comes."""
-    workers = min(6, math.floor((hardware.cuda.free_memory() or 0) / COMPILING_GB[workload.scale]))
-    return compile_ahead(workload, recipes, workers) if workers > 1 else []
-
-
 LOW_BIT_RUNGS = (
     Rung("FP8 weights", "same mathematics", {"base_linear": "fp8-frozen"}, "held once, products on FP8 tensor cores"),
     Rung("4-bit weights", "same mathematics", {"base_linear": "nf4-frozen"}, "unpacked inside the compiled block"),
-    Rung("4 bits, checkpointed", "same mathematics", {"checkpointing": "blocks"}, "blocks compute again: least memory"),
+    Rung(
+        "4 bits, checkpointed",
+        "same mathematics",
+        # A checkpoint sets the generators' states aside on the host, which a graph can't record.
+        {"checkpointing": "blocks", "driver": "eager"},
+        "blocks compute again: least memory",
+    ),
 )
 
 
@@ -522,9 +515,14 @@ def ladder_for(device: str) -> tuple[tuple[Rung, ...], dict[str, Recipe]]:
     ladder = (*A3_LADDER, *LOW_BIT_RUNGS)
     recipes = climb(ladder, A3_BASE)
     if device != "cuda":
-        plain = {"compile": "off", "compile_scope": "model", "dynamic": "automatic"}
-        recipes = {name: recipe.but(**plain) for name, recipe in recipes.items()}
+        recipes = {name: _not_compiled(recipe) for name, recipe in recipes.items()}
     return ladder, recipes
+
+
+def _not_compiled(recipe: Recipe) -> Recipe:
+    """The recipe without a compiler, and without what only pays with one."""
+    adapter = "plain" if recipe.adapter == "fused" else recipe.adapter
+    return recipe.but(compile="off", compile_scope="model", dynamic="automatic", adapter=adapter)
 
 
 def climbed_on(

@@ -82,9 +82,10 @@ class Recipe:
     rank: int = knob(4, "rank r of the LoRA matrices", at_least=1)
     adapter: str = knob(
         "peft",
-        "peft: PEFT's layers; plain: the two products written out; folded: W + BA formed once a pass; none: no LoRA, "
-        "every weight of the trained network is trained, held in float32",
-        ("peft", "plain", "folded", "none"),
+        "peft: PEFT's layers; plain: the two products written out; fused: the wide one as sums that a compiler puts in "
+        "neighbouring kernels; folded: W + BA formed once a pass; none: no LoRA, every weight of the trained network "
+        "is trained, held in float32",
+        ("peft", "plain", "fused", "folded", "none"),
     )
     base_linear: str = knob(
         "published",
@@ -448,17 +449,24 @@ A3_LADDER = (
     ),
     Rung("fused loss", "same work", {"loss": "fused"}, "logits of 152 thousand words are never all there"),
     Rung(
-        "blocks compiled",
-        "same work",
-        {"compile": "default", "compile_scope": "blocks", "dynamic": "any"},
-        "one block's code for all of them, and for any length",
-    ),
-    Rung(
         "packed",
         "same mathematics",
-        {"shapes": "packed", "token_budget": 4096, "micro_batch": 1, "dynamic": "static"},
-        "no padding, one shape",
+        {"shapes": "packed", "token_budget": 4096, "micro_batch": 1},
+        "no padding, and every step of one shape",
     ),
+    Rung(
+        "blocks compiled",
+        "same mathematics",
+        {"compile": "default", "compile_scope": "blocks", "dynamic": "static"},
+        "one block's code for all of them, for that shape",
+    ),
+    Rung(
+        "fused adapters",
+        "same mathematics",
+        {"adapter": "fused"},
+        "what is wide of the low-rank products is summed within neighbouring kernels",
+    ),
+    Rung("whole-step graph", "same mathematics", {"driver": "graph"}, "one shape can be replayed: a launch a step"),
 )
 """From article A3's LoRA run on; each rung keeps the changes of those below it."""
 

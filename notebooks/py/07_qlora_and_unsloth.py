@@ -55,7 +55,7 @@ scale: str = "auto"  # tiny (any CPU), small (a GPU of 8 GB), full (the article'
 weights: str = "random"  # random: exact architecture, random weights; hub: the real ones
 data: str = "generated"  # generated texts with the datasets' lengths; hub: the real datasets
 results_dir: str = ""  # folder of results.jsonl; empty: a new one under results/
-method_steps: int = 0  # timed steps of each method; 0: 4 at tiny, 8 at larger scales
+method_steps: int = 0  # timed steps of each method; 0: 4 at tiny, 6 at larger scales
 log_every: int = 0  # steps between two lines of the memory log (the article: 10); 0: 3 at tiny, 2 at larger scales
 
 # %%
@@ -67,7 +67,6 @@ lab = open_lab("07", globals())
 import os
 import tempfile
 import warnings
-from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
 from functools import partial
 
@@ -85,7 +84,7 @@ plots.use_style()
 warnings.filterwarnings("ignore", module="torch")
 os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="inductor-")  # so that a first step is one
 on_gpu, tiny = lab.device == "cuda", lab.scale == "tiny"
-method_steps, log_every = method_steps or (4 if tiny else 8), log_every or (3 if tiny else 2)
+method_steps, log_every = method_steps or (4 if tiny else 6), log_every or (3 if tiny else 2)
 
 # %%
 if not on_gpu:
@@ -93,8 +92,6 @@ if not on_gpu:
 torch.manual_seed(0)
 texts = {length: lab.workload(f"qwen3-lora-{length}") for length in ("short", "long")}
 ladder, recipes = methods.ladder_for(lab.device)
-# What section 7 runs compiled is compiled beside the arithmetic of the first three sections, where nothing is timed.
-compiling = ThreadPoolExecutor().submit(methods.compile_rungs, texts["long"], list(recipes.values()))
 
 # %% [markdown]
 # ## 1 · Eight bits, and one number too many
@@ -305,7 +302,6 @@ my_qlora: float | None = None  # for example 20
 lab.predict("QLoRA's step on long texts, longer by", my_qlora, "%")
 
 # %%
-wait([compiling])
 logs = lab.results_dir / "memory"
 runs: dict[str, Run] = {}
 
@@ -488,8 +484,11 @@ for name, run in memory.items():
 #
 # - no library around the loop, and no mask, so that PyTorch can choose its fastest attention kernel;
 # - the loss computed chunk by chunk, so that the logits never exist all at once (section 5's *fused loss*);
-# - on a GPU, one block's compiled code for all blocks;
 # - rows *packed* with several texts that don't see each other, so that nothing is padding;
+# - on a GPU, one block's compiled code for all blocks;
+# - on a GPU, the wide ones of the adapters' products as sums of r = 8 terms, which the compiler puts into kernels that
+#   read and write the same numbers anyway;
+# - on a GPU, the whole step replayed as one CUDA graph, now that every step has one shape;
 # - finally, frozen weights in FP8, or in 4 bits that are restored inside the compiled block.
 #
 # How the numbers are made: rungs with the same rows are timed on the same few batches. The share of tokens that aren't
@@ -534,7 +533,7 @@ lab.table(("", "we aimed at", "here", "H200"), *methods.goal_rows(targets, lab.r
 # with real weights before you use one.
 #
 # **The floor** is the time that the arithmetic takes at this machine's measured rate, or that reading the weights takes,
-# whichever is longer. (On a GPU, compiled rungs were compiled beforehand: their first steps don't show it.)
+# whichever is longer.
 #
 # **unsloth** appears twice in the last table. With rows packed as ours, in our loop, two ways to compute the same model
 # are compared. With its padded batches, packing counts as well, which unsloth can also do itself.

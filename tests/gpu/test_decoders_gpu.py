@@ -70,3 +70,10 @@ def test_the_published_forward_pass_does_wait(name, waiting_is_an_error):
 def test_one_cuda_graph_trains_as_the_loop_does(workload, packed, change, nothing_compiled):
     losses = [losses_of(workload, packed.but(driver=driver, **change), 6) for driver in ("eager", "graph")]
     assert losses[1] == pytest.approx(losses[0], rel=5e-3)
+
+
+@pytest.mark.parametrize("base", ["published", "fp8-frozen", "nf4-frozen"])
+def test_fused_adapters_train_as_plain_ones_do(workload, packed, base, nothing_compiled):
+    compiled = packed.but(base_linear=base, compile="default", compile_scope="blocks")
+    plain, fused = (losses_of(workload, compiled.but(adapter=kind), 6) for kind in ("plain", "fused"))
+    assert fused == pytest.approx(plain, rel=5e-3)

@@ -200,6 +200,7 @@ def test_padding_changes_nothing_in_transformers_own(workload, shapes):
         {"checkpointing": "blocks"},
         {"checkpointing": "offload"},
         {"adapter": "peft"},
+        {"adapter": "fused"},
     ],
     ids=lambda change: next(iter(change.values())),
 )

@@ -338,17 +338,6 @@ def test_rungs_are_timed_on_the_same_batches_and_rated_by_the_epoch(texts):
     assert methods.floor_columns(Run("07", "", status="oom")) == (None, None)
 
 
-@pytest.mark.parametrize(
-    ("free", "workers"), [(None, None), (58.0, None), (79.0, 2), (140.0, 4), (149.0, 5), (900.0, 6)]
-)
-def test_compiling_ahead_takes_the_room_there_is(monkeypatch, free, workers):
-    asked = []
-    monkeypatch.setattr(methods.hardware.cuda, "free_memory", lambda: free)
-    monkeypatch.setattr(methods, "compile_ahead", lambda workload, recipes, workers: asked.append(workers) or [])
-    methods.compile_rungs(open_workload("qwen3-lora-long", scale="full", device="cpu"), [A3_BASE])
-    assert asked == ([] if workers is None else [workers])
-
-
 def test_what_the_ladder_reaches():
     def rung(name, rate, peak):
         rates = {"median": rate, "p10": 0.9 * rate, "p90": 1.2 * rate, "n": 6}
