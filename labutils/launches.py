@@ -5,18 +5,25 @@
 
 One session serves several batches: four texts of the dataset's mean length, and four short ones. Batches are fixed, as
 a step's time is foretold from a trace of the same work. The host's time a launch is learnt on a light step: the same
-program on a thin model and one text of a few tokens. Each prediction is made from the light step and the trace before
-the step itself is timed.
+program on a thin model and one text of a few tokens. A host's speed changes: other programs, clocks, other machines on
+the same processor. So the light step is read right before and right after the step that it foretells, and the
+prediction is made from both readings and the trace; of the step's own time it knows nothing.
+
+Nothing is timed before the profiler has run. After its first trace it leaves CUPTI attached to the process, which
+slows launches from then on (https://github.com/pytorch/pytorch/issues/144455); a light step read before that and a step
+timed after it are beside two hosts. What the light step took untraced is kept (`light_fresh_ms`): in the first study of
+a process it tells what the profiler left behind.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import itertools
 import math
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -57,9 +64,15 @@ THINNEST = 64
 NEAR = 0.2
 """A prediction that is off by no more has come true."""
 LIGHT_STEPS = 3
-"""A light step is timed so often, at least."""
+"""A light step is timed so often for a reading, at least."""
+LIGHT_MS = 200
+"""A reading of the light step lasts so long, at least."""
+DRIFT = 0.1
+"""Two readings of the light step that differ by more tell that the host's own speed changed."""
 TRIES = 5
 """A light step is looked at again so often, at most, where other programs took the CPU while it was traced."""
+SLOWED_STEPS = 3
+"""A step beside a slower host is timed so often."""
 MANY = 15_000
 """Of a step of more launches one is recorded: it holds enough, and reading a trace back takes long."""
 WARM_MS = {"cuda": 1000, "cpu": 0}
@@ -164,10 +177,10 @@ class OnOneBatch:
             clock.mark(0.0)
         return clock.stop().step_ms
 
-    def watched(self, steps: int, at_least_ms: float) -> list[float]:
-        """As `timed`: at least `steps`, and for at least so long."""
-        one = min(self.timed(2))
-        return self.timed(max(steps, math.ceil(at_least_ms / one)))
+    def warmed(self, at_least_ms: float) -> float:
+        """Step two times, and for at least so long; milliseconds of a step then."""
+        took = self.timed(2)
+        return min(took + self.timed(math.ceil(max(0.0, at_least_ms - sum(took)) / min(took))))
 
     def traced(self, steps: int) -> Trace:
         """A trace of `steps` optimizer steps, without Python stacks; on a GPU with shapes, which tell thin products."""
@@ -198,53 +211,109 @@ class Seen:
 
 
 @dataclass(frozen=True)
+class Reading:
+    """The light step at one moment: the milliseconds that it takes, and the host that explains them."""
+
+    step_ms: float
+    host: Host
+
+
+@dataclass
 class Light:
-    """A light step: `there` a thin model on its shortest text, the milliseconds that it takes, its program, and the
-    host that explains them."""
+    """A light step: `there` a thin model on its shortest text, its `program`, how its `phases` share the host's time,
+    and `fresh_ms`, which it took before it was traced."""
 
     there: OnOneBatch
-    step_ms: float
+    fresh_ms: float
     program: Program
-    host: Host
+    phases: Mapping[str, Mapping[str, float]]
 
     @classmethod
     def of(cls, session: Session) -> Light:
         """That of a session on a `thin` workload. Raises `ValueError` where its kernels take too long for that."""
         workload = session.workload
         there = OnOneBatch(session, batch_of(workload, session.recipe, shortest(workload, session.recipe)))
-        there.timed(0, warmup=2)
-        for _ in range(TRIES):
-            step_ms = summarise(there.watched(LIGHT_STEPS, WATCH_MS["cpu"]))["median"]
-            trace = there.traced(1)
-            program = Program.of(trace)
-            if not interrupted(program, step_ms):
-                break
-        return cls(there, step_ms, program, host_of(program, trace.host_breakdown(), step_ms))
+        fresh_ms = summarise(there.timed(LIGHT_STEPS, warmup=2))["median"]
+        light = cls(there, fresh_ms, Program((), 1), {})
+        light.look()
+        light.read()
+        return light
 
-    def metrics(self) -> dict[str, float]:
-        """How light it was."""
-        program = self.program
-        return {"light_step_ms": self.step_ms, "light_launches": program.launches, "light_work_ms": program.kernel_ms}
+    def look(self) -> None:
+        """Trace it."""
+        trace = self.there.traced(1)
+        self.program, self.phases = Program.of(trace), trace.host_breakdown()
+
+    def read(self) -> Reading:
+        """What it takes now. A CPU's is traced again where other programs took the CPU from the trace before."""
+        for _ in range(TRIES):
+            step_ms = self.time()
+            if not interrupted(self.program, step_ms):
+                break
+            self.look()
+        return Reading(step_ms, host_of(self.program, self.phases, step_ms))
+
+    def time(self) -> float:
+        """Milliseconds of a step, the median of a few, after one to come back to it."""
+        return summarise(self.there.timed(self.repeats, warmup=1))["median"]
+
+    @property
+    def repeats(self) -> int:
+        """How many steps of it are timed for a reading."""
+        return max(LIGHT_STEPS, math.ceil(LIGHT_MS / self.fresh_ms))
+
+    def metrics(self, first: Reading, second: Reading) -> dict[str, float]:
+        """How light it was, and how steady between two readings."""
+        return {
+            "light_step_ms": (first.step_ms + second.step_ms) / 2,
+            "light_before_ms": first.step_ms,
+            "light_after_ms": second.step_ms,
+            "light_fresh_ms": self.fresh_ms,
+            "light_launches": self.program.launches,
+            "light_work_ms": self.program.kernel_ms,
+        }
+
+
+@contextlib.contextmanager
+def what_stands_is_left_alone() -> Iterator[None]:
+    """The garbage collector passes over all that is there now: a trace is hundreds of thousands of objects, and looking
+    through them in the midst of a step is none of its work. Afterwards it collects as before."""
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def foretell_and_measure(
-    name: str, there: OnOneBatch, host: Host, steps: int, traced: int = 2, like: Program | None = None
+    name: str, there: OnOneBatch, host: Host | Light, steps: int, traced: int = 2, like: Program | None = None
 ) -> Seen:
-    """Trace a step (`traced` of them), foretell it, and only then time it.
+    """Trace a step (`traced` of them), time it, and foretell it from all but its time.
 
+    host: what a launch takes, or the light step that tells it, read right before and right after the step is timed; the
+    prediction takes the host halfway between, `predicted_low_ms` and `predicted_high_ms` the one reading or the other.
     like: a program of the same kernels, launched one by one. From it the step is foretold without its own trace, as if
     they came in one launch (`unseen_ms`, and `unseen_off` by how much of the measurement that is off).
     """
     session, on_gpu = there.session, hardware.device() == "cuda"
-    there.watched(1, WARM_MS[hardware.device()])
+    one = there.warmed(WARM_MS[hardware.device()])
+    steps = max(steps, math.ceil(WATCH_MS[hardware.device()] / one))
     trace = there.traced(traced)
     program, work = Program.of(trace), there.work
     run = Run("", name, workload=session.workload.name, scale=session.workload.scale, recipe=session.recipe.as_dict())
     run.weights, run.data = session.workload.weights, session.workload.data
+    light = host if isinstance(host, Light) else None
+    with what_stands_is_left_alone():
+        before = light.read() if light else Reading(0.0, host)
+        with Energy() as energy:
+            samples = there.timed(steps, warmup=1)
+        after = light.read() if light else before
+    host = before.host.halfway_to(after.host)
     predicted = {"predicted_ms": replayed_ms(program, host), "bound_ms": bound_ms(program, host)}
     predicted["predicted_idle_ms"] = idle_ms(program, host)
-    with Energy() as energy:
-        samples = there.watched(steps, WATCH_MS[hardware.device()])
+    if light:
+        ends = sorted(replayed_ms(program, reading.host) for reading in (before, after))
+        predicted |= {"predicted_low_ms": ends[0], "predicted_high_ms": ends[1]} | light.metrics(before, after)
     step_ms = summarise(samples)["median"]
     run.samples = {"step_ms": [round(ms, 4) for ms in samples]}
     run.metrics = {"step_ms": summarise(samples), **predicted, "off": predicted["predicted_ms"] / step_ms - 1}
@@ -286,11 +355,10 @@ def _reached(program: Program, work: Work, recipe: Recipe) -> dict[str, float]:
 
 @dataclass
 class Studied:
-    """What a session showed: steps by batch ("long", "short"), the light step's numbers, and, by delay in microseconds,
-    steps beside a slower host."""
+    """What a session showed: steps by batch ("long", "short") and, by delay in microseconds, steps beside a slower
+    host."""
 
     seen: dict[str, Seen] = field(default_factory=dict)
-    light: dict[str, float] = field(default_factory=dict)
     slowed: dict[float, Run] = field(default_factory=dict)
 
 
@@ -316,7 +384,6 @@ def study(
     found = Studied() if found is None else found
     with contextlib.ExitStack() as opened:
         light = Light.of(opened.enter_context(Session(thin(texts[first]), recipe))) if host is None else None
-        found.light = light.metrics() if light else {}
         session = opened.enter_context(Session(texts[first], recipe))
         there: dict[str, OnOneBatch] = {}
         for kind in [first] if host else texts:
@@ -324,12 +391,11 @@ def study(
             there[kind] = OnOneBatch(session, batch_of(texts[kind], session.recipe, chosen))
             program = like.seen[kind].program if like else None
             traced = 1 if light and light.program.launches > MANY else 2
-            by = light.host if light else host
-            seen = foretell_and_measure(named(name, kind), there[kind], by, steps, traced, program)
-            seen.run.metrics |= found.light
-            found.seen[kind] = seen
+            found.seen[kind] = foretell_and_measure(
+                named(name, kind), there[kind], light or host, steps, traced, program
+            )
         for delay in delays:
-            found.slowed[delay] = slowed(there[first], found.seen[first], light, delay, max(3, steps // 2))
+            found.slowed[delay] = slowed(there[first], found.seen[first], light, delay, SLOWED_STEPS)
     return found
 
 
@@ -342,18 +408,20 @@ def named(name: str, kind: str) -> str:
 def slowed(there: OnOneBatch, seen: Seen, light: Light | None, delay_us: float, steps: int) -> Run:
     """The step of `seen` beside a host that takes `delay_us` longer for an operation, foretold and measured.
 
-    How much longer a launch takes is learnt as the host's own time was: from the light step beside the same slower
-    host, which tells what the detour through Python costs as well. A captured step has none; there it is the delay.
-    Metrics: `step_ms`, `predicted_ms`, `host_us` (a launch, delay and all), `added_us` (of it), `delayed` operations.
+    The delay is known, and so is how many operations it holds up. What the detour through Python takes an operation is
+    not: it is learnt from the light step beside the same slower host, right before and right after. A captured step has
+    no light one, and its few operations outside the graph take no detour to speak of.
+    Metrics: `step_ms`, `predicted_ms`, `host_us` (a launch, delay and all), `added_us` (of it), `calls` of operations
+    and `delayed` ones a step, and `detour_us` of a call.
     """
-    added = delay_us / 1e3
-    with SlowerHost(delay_us) as host:
-        if light:
-            slow = summarise(light.there.watched(LIGHT_STEPS, WATCH_MS["cpu"]))["median"]
-            added = max(0.0, slow - light.step_ms) / light.program.launches
-        there.timed(0, warmup=1)
-        before = host.delayed
-        samples = there.timed(steps)
+    with what_stands_is_left_alone(), SlowerHost(delay_us) as host:
+        detours = [detour_ms(light, seen, host)] if light else []
+        calls, delayed = host.calls, host.delayed
+        samples = there.timed(steps, warmup=1)
+        calls, delayed = ((now - before) / (steps + 1) for now, before in ((host.calls, calls), (host.delayed, delayed)))
+        detours += [detour_ms(light, seen, host)] if light else []
+    detour = max(0.0, sum(detours) / 2)
+    added = (detour * calls + delay_us / 1e3 * delayed) / seen.program.launches
     slower = seen.host.plus(added)
     run = replace(seen.run, run=f"{seen.run.run}, delay {delay_us:g} us", samples={"step_ms": samples})
     run.metrics = {
@@ -361,10 +429,20 @@ def slowed(there: OnOneBatch, seen: Seen, light: Light | None, delay_us: float, 
         "predicted_ms": replayed_ms(seen.program, slower),
         "host_us": 1e3 * slower.mean_ms(seen.program),
         "added_us": 1e3 * added,
-        "delayed": (host.delayed - before) / steps,
+        "calls": calls,
+        "delayed": delayed,
+        "detour_us": 1e3 * detour,
     }
     run.metrics["off"] = run.metrics["predicted_ms"] / run.metric("step_ms") - 1
     return run
+
+
+def detour_ms(light: Light, seen: Seen, host: SlowerHost) -> float:
+    """What an operation of the light step takes longer beside the slower `host`, less the delay itself; milliseconds."""
+    calls, waited = host.calls, host.waited_ms
+    longer = light.time() - seen.run.metric("light_step_ms")
+    steps = light.repeats + 1  # one of them not timed
+    return (longer - (host.waited_ms - waited) / steps) / ((host.calls - calls) / steps)
 
 
 def launch_law(workload: Workload, family: str) -> Law:
@@ -390,7 +468,7 @@ def known(studied: Studied, law: Law, workload: Workload) -> dict[str, Any]:
     operations = law.launches(workload.size.layers, workload.size.experts)
     first = next(iter(studied.seen.values()))
     if "reached" not in first.run.metrics:
-        return {"law": law, "host_ms": studied.light["light_step_ms"] / operations}
+        return {"law": law, "host_ms": first.run.metric("light_step_ms") / operations}
     return {
         "law": law,
         "host_ms": first.host.mean_ms(first.program),
@@ -415,7 +493,15 @@ def _operations(workload: Workload, recipe: Recipe, size: Any) -> int:
 # ------------------------------------------------------------------------------------------------------------- tables
 
 
-GIVEN_HEAD = ("step", "kernels, ms", "launches", "waits", "host, µs a launch", "light step's kernels, %")
+GIVEN_HEAD = (
+    "step",
+    "kernels, ms",
+    "launches",
+    "waits",
+    "host, µs a launch",
+    "light step before → after, ms",
+    "its kernels, %",
+)
 """The head of a table of `given_rows`."""
 HEAD = (
     "step",
@@ -436,8 +522,25 @@ def given_rows(runs: Iterable[Run]) -> list[tuple[Any, ...]]:
     for run in _foretold(runs):
         m, light = run.metric, run.metric("light_step_ms")
         share = 100 * m("light_work_ms") / light if light else None  # a captured step's host is probed
-        rows.append((run.run, m("kernels_ms"), m("launches"), m("waits"), m("host_us"), share))
+        readings = f"{m('light_before_ms'):.4g} → {m('light_after_ms'):.4g}" if light else None
+        rows.append((run.run, m("kernels_ms"), m("launches"), m("waits"), m("host_us"), readings, share))
     return rows
+
+
+def steadiness(runs: Iterable[Run]) -> str:
+    """What the two readings of the light step, before and after each of `runs`, say about the host, in a sentence."""
+    read = [run for run in runs if run.ok and run.metric("light_before_ms") and run.metric("light_after_ms")]
+    ends = {run.run: (run.metric("light_before_ms"), run.metric("light_after_ms")) for run in read}
+    moved = {name: pair for name, pair in ends.items() if max(pair) > (1 + DRIFT) * min(pair)}
+    if not ends:
+        return ""
+    if not moved:
+        return f"The host was steady: around each step, the light step took the same within {100 * DRIFT:.0f} %."
+    told = "; ".join(f"*{name}* ({before:.4g} ms before, {after:.4g} after)" for name, (before, after) in moved.items())
+    return (
+        f"The host's own speed changed by more than {100 * DRIFT:.0f} % while {len(moved)} of {len(ends)} steps were "
+        f"measured, as the light step tells: {told}. Their predictions take the middle, and can't be surer than that."
+    )
 
 
 def rows(runs: Iterable[Run]) -> list[tuple[Any, ...]]:
@@ -571,6 +674,7 @@ def told(found: Mapping[str, float]) -> str:
     ]
     return (
         f"Predicted within 20 %: {'; '.join(parts)}. Half of the {found['steps']} predictions are off by at most "
-        f"{100 * found['median_off']:.0f} %, the worst by {100 * found['worst_off']:.0f} %. Steps of one recipe share "
-        f"a host: {found['recipes_within_20']} of {found['recipes']} recipes had all of their steps within 20 %."
+        f"{100 * found['median_off']:.0f} %, the worst by {100 * found['worst_off']:.0f} %. Counted by pairs of a "
+        f"model and a way to train it: of {found['recipes']}, {found['recipes_within_20']} had all of their steps "
+        "within 20 %."
     )

@@ -24,6 +24,7 @@ a microsecond between kernels that wait in the queue.
 
 from __future__ import annotations
 
+import functools
 import math
 import statistics
 from collections.abc import Callable, Mapping
@@ -55,6 +56,21 @@ class Program:
     @classmethod
     def of(cls, trace: Trace) -> Program:
         return cls(tuple(trace.queue()), trace.steps)
+
+    @functools.cached_property
+    def pieces(self) -> tuple[tuple[str, float, float, bool], ...]:
+        """Of each piece: its phase, milliseconds of kernels, milliseconds that go by a link (`ELSEWHERE`), and whether
+        the host waits for it."""
+        found = []
+        for piece in self.given:
+            elsewhere = sum(ms for kind, ms, _ in piece.work if kind in ELSEWHERE)
+            found.append((piece.phase, sum(ms for _, ms, _ in piece.work) - elsewhere, elsewhere, piece.waits))
+        return tuple(found)
+
+    @functools.cached_property
+    def phases(self) -> frozenset[str]:
+        """The marked phases in which the host gives something."""
+        return frozenset(piece.phase for piece in self.given)
 
     @property
     def launches(self) -> float:
@@ -140,6 +156,13 @@ class Host:
         """A host that takes `ms` longer for each piece."""
         return Host(self.other + ms, {phase: before + ms for phase, before in self.by_phase.items()})
 
+    def halfway_to(self, other: Host) -> Host:
+        """The host halfway between this reading and an `other` one of it, phase by phase."""
+        phases = {*self.by_phase, *other.by_phase}
+        return Host(
+            (self.other + other.other) / 2, {phase: (self.of(phase) + other.of(phase)) / 2 for phase in phases}
+        )
+
     def mean_ms(self, program: Program) -> float:
         """Milliseconds a piece of `program`, on average."""
         return statistics.fmean(self.of(piece.phase) for piece in program.given) if program.given else self.other
@@ -179,22 +202,22 @@ def decided_by(program: Program, host: Host) -> str:
 
 
 def _ends(program: Program, host: Host, stretch: float, rounds: int) -> list[float]:
-    """When the GPU has done each of several rounds of the program, in milliseconds."""
-    pieces = [
-        (host.of(p.phase), sum(ms if kind in ELSEWHERE else stretch * ms for kind, ms, _ in p.work), p.waits)
-        for p in program.given
-    ]
+    """When the GPU has done each of several rounds of the program, in milliseconds. Tens of thousands of pieces are gone
+    through for each point of a curve: hence the plain loop."""
+    giving = {phase: host.of(phase) for phase in program.phases}
     now = done = 0.0
     begun: list[float] = []
     ends = []
     for _ in range(rounds):
-        for giving, doing, waits in pieces:
-            now += giving
-            if len(begun) >= QUEUE:
-                now = max(now, begun[-QUEUE])
-            begun.append(max(now, done))
-            done = begun[-1] + doing
-            now = max(now, done) if waits else now
+        for phase, here, elsewhere, waits in program.pieces:
+            now += giving[phase]
+            if len(begun) >= QUEUE and begun[-QUEUE] > now:
+                now = begun[-QUEUE]
+            start = now if now > done else done
+            begun.append(start)
+            done = start + stretch * here + elsewhere
+            if waits and done > now:
+                now = done
         ends.append(done)
     return ends
 

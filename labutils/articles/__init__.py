@@ -12,6 +12,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 
+PREDICTED = "Predicted, not measured"
+"""How the note of a claim begins that is judged by a prediction, as of a card that isn't here."""
+
+
 @dataclass(frozen=True)
 class Article:
     """A published article: where its numbers come from."""
@@ -49,6 +53,11 @@ class Claim:
     tolerance: float = 0.0
     needs: str = "gpu"
     note: str = ""
+
+    @property
+    def predicted(self) -> bool:
+        """Whether it is judged by a prediction and not by a measurement: what is shown of it says so."""
+        return self.note.startswith(PREDICTED)
 
     @property
     def published_text(self) -> str:

@@ -22,7 +22,7 @@ of ..." are predictions.
 
 from __future__ import annotations
 
-from labutils.articles import Article, Claim
+from labutils.articles import PREDICTED, Article, Claim
 
 ARTICLE = Article(
     key="A3",
@@ -33,8 +33,6 @@ ARTICLE = Article(
     gpu="RTX PRO 6000 Blackwell Max-Q, H100 SXM5",
 )
 
-PREDICTED = "Predicted, not measured"
-"""How the note of a claim about a card that isn't here begins."""
 TWO_CARDS = "model of two cards"
 """The run that holds the predictions: floors by data sheet, the host's time a launch as measured here."""
 FULL = {"96 GB": 102, "80 GB": 85}

@@ -91,6 +91,8 @@ def assess(claim: Claim, runs: Runs) -> Finding:
         finding = JUDGES[claim.judge](claim, evidence)
     except NotTestable as reason:
         return Finding(NOT_TESTABLE, "", str(reason))
+    if claim.predicted:
+        finding = finding._replace(shown=f"{finding.shown} predicted")
     if evidence.beside and claim.judge not in UNDISTURBED and finding.verdict in (CONFIRMED, REFUTED):
         finding = finding._replace(verdict=INCONCLUSIVE, why=f"{finding.why} {evidence.disturbance}")
     if evidence.scale == "full" or claim.judge in ANY_SCALE:

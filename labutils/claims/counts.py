@@ -48,7 +48,8 @@ def flag(claim: Claim, evidence: Evidence) -> Finding:
     """`how["metric"]` is 1 (the statement holds), 0 (it doesn't), or in between where steps differ (inconclusive)."""
     value = evidence.number(claim.how["run"], claim.how["metric"])
     verdict = {1.0: CONFIRMED, 0.0: REFUTED}.get(value, INCONCLUSIVE)
-    told = {1.0: "Checked here, and it holds.", 0.0: "Checked here, and it doesn't hold."}
+    checked = f"By the model of lab {claim.lab}" if claim.predicted else "Checked here, and"
+    told = {1.0: f"{checked} it holds.", 0.0: f"{checked} it doesn't hold."}
     partly = f"It holds in {value:.0%} of the steps."
     return Finding(verdict, {1.0: "yes", 0.0: "no"}.get(value, f"{value:g}"), told.get(value, partly))
 
@@ -146,7 +147,7 @@ def more_with(claim: Claim, evidence: Evidence) -> Finding:
 
 def predicts(claim: Claim, evidence: Evidence) -> Finding:
     """A model's prediction `how["metric"]`, a ratio, is the published one (second number over first) within a factor of
-    `tolerance`; within the square of that factor it is inconclusive. What it shows says that nothing was measured."""
+    `tolerance`; within the square of that factor it is inconclusive."""
     ratio = evidence.number(claim.how["run"], claim.how["metric"])
     if ratio <= 0:
         raise NotTestable(
@@ -155,7 +156,7 @@ def predicts(claim: Claim, evidence: Evidence) -> Finding:
     published = claim.published[1] / claim.published[0]
     off = max(ratio / published, published / ratio)
     verdict = CONFIRMED if off <= claim.tolerance else INCONCLUSIVE if off <= claim.tolerance**2 else REFUTED
-    return Finding(verdict, f"{ratio:.2f}x predicted", f"{published:.2f}x published; predicted, not measured.")
+    return Finding(verdict, f"{ratio:.2f}x", f"{published:.2f}x published; predicted, not measured.")
 
 
 def same_magnitude(claim: Claim, evidence: Evidence) -> Finding:

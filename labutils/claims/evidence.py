@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from labutils.articles import Claim
@@ -74,10 +74,11 @@ class Evidence:
     """The runs that one claim needs, asked for by name. Raises `NotTestable` where a run or a metric isn't there.
 
     It also refuses what can't be compared: GPU claims on a CPU, and runs of different scales, machines or workloads.
+    Where a claim compares one change with another ("than_before" to "than_after"), each may be on a workload of its own.
     """
 
     def __init__(self, claim: Claim, runs: Runs) -> None:
-        self.lab = claim.lab
+        self.lab, self.how = claim.lab, claim.how
         self.runs = {name: runs[claim.lab, name] for name in claim.runs if (claim.lab, name) in runs}
         if claim.runs and not self.runs:
             raise NotTestable(_nothing_on_record(claim, runs))
@@ -87,12 +88,19 @@ class Evidence:
 
     def _check_comparable(self) -> None:
         for what, value_of in _MUST_AGREE.items():
-            values = sorted({str(value_of(run)) for run in self.runs.values()})
-            if len(values) > 1:
-                raise NotTestable(
-                    f"The runs on record differ in {what} ({', '.join(values)}) and can't be compared. "
-                    f"Type: labutils run {self.lab}"
-                )
+            for compared in self._changes() if what == "workload" else [self.runs]:
+                values = sorted({str(value_of(self.runs[name])) for name in compared if name in self.runs})
+                if len(values) > 1:
+                    raise NotTestable(
+                        f"The runs on record differ in {what} ({', '.join(values)}) and can't be compared. "
+                        f"Type: labutils run {self.lab}"
+                    )
+
+    def _changes(self) -> list[Iterable[str]]:
+        """The names of the runs that are compared with each other: all, or those of each of two changes."""
+        if "than_before" not in self.how:
+            return [self.runs]
+        return [[self.how[end] for end in ends] for ends in (("before", "after"), ("than_before", "than_after"))]
 
     @property
     def scale(self) -> str:

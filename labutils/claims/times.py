@@ -140,7 +140,8 @@ def limit(claim: Claim, evidence: Evidence) -> Finding:
         unit_of(how["metrics"][0]), percents
     )
     verdict = INCONCLUSIVE if abs(margin) < claim.tolerance else CONFIRMED if margin >= 0 else REFUTED
-    return Finding(verdict, text(value), f"{text(value)} was found, where {words} {text(bound)} is meant.")
+    found = "is predicted" if claim.predicted else "was found"
+    return Finding(verdict, text(value), f"{text(value)} {found}, where {words} {text(bound)} is meant.")
 
 
 def outweighs(claim: Claim, evidence: Evidence) -> Finding:

@@ -112,6 +112,32 @@ def test_speed_ups_and_gains_are_judged_step_by_step():
     assert judgement("A3.unsloth.vendor-speed", with_runs(*runs)).verdict == REFUTED
 
 
+def test_gains_on_two_workloads_are_compared_and_steps_are_not():
+    """Short texts and long ones are two workloads; what is compared is the change on each."""
+    runs = [stepped("qlora long", [0.5] * 8, UNEVEN), stepped("unsloth long", [0.24] * 8, UNEVEN)]
+    runs += [stepped("qlora short", [0.5] * 8, UNEVEN), stepped("unsloth short", [0.4] * 8, UNEVEN)]
+    for run in runs:
+        run.workload = f"qwen3-lora-{run.run.rpartition(' ')[2]}"
+    assert judgement("A3.unsloth.length", with_runs(*runs)).verdict == CONFIRMED
+    runs[3].workload = "qwen3-lora-long"
+    found = judgement("A3.unsloth.length", with_runs(*runs))
+    assert found.verdict == NOT_TESTABLE and "differ in workload" in found.why
+    runs[3].workload, runs[3].scale = "qwen3-lora-short", "tiny"
+    assert "differ in scale" in judgement("A3.unsloth.length", with_runs(*runs)).why
+
+
+def test_what_was_predicted_is_never_shown_as_measured():
+    every = claims.judge(None, article_runs(), {})
+    predicted = [j for j in every if j.claim.predicted]
+    assert len(predicted) >= 14
+    assert {j.claim.id for j in every if "lackwell" in j.claim.statement and j.here and "specs" not in j.claim.id} <= {
+        j.claim.id for j in predicted
+    } | {"A1.blackwell.xformers", "A3.blackwell.xformers"}
+    for j in predicted:
+        assert j.here.endswith(" predicted") or j.verdict == NOT_TESTABLE, j.claim.id
+        assert "was found" not in j.why and "Checked here" not in j.why, j.claim.id
+
+
 def only_batch(batch: int) -> Runs:
     """The article's runs without those of lab 06 at other batch sizes."""
     wanted = re.compile(rf" b{batch}$")
@@ -556,7 +582,8 @@ def test_the_reference_says_what_it_says_in_its_units():
         found = claims.assess(claim, reference)
         if claim.judge == "limit" and found.shown:
             metric = claim.how["metrics"][0]
-            assert found.shown.endswith(units.get("_" + metric.rpartition("_")[2], " %")), (claim.id, found.shown)
+            shown = found.shown.removesuffix(" predicted")
+                assert shown.endswith(units.get("_" + metric.rpartition("_")[2], " %")), (claim.id, found.shown)
             told += 1
     assert told > 3
     speed = claims.assess(CLAIMS["A2.fp8.speed"], reference)

@@ -292,3 +292,12 @@ def test_a_larger_step_is_the_traced_one_many_times_over():
 def test_a_law_counts_constant_layers_and_experts():
     assert Law(10, 5, 2).launches(layers=3, experts=4) == 10 + 3 * (5 + 8)
     assert Law(10, 5).launches(layers=3) == 25
+
+
+@given(st.floats(0, 5), st.floats(0, 5), st.floats(0, 5))
+def test_a_host_halfway_between_two_readings_is_halfway_in_every_phase(one, other, forward):
+    first, second = Host(one, {"forward": forward}), Host(other, {"backward": 1.0})
+    half = first.halfway_to(second)
+    for phase in ("forward", "backward", "optimizer"):
+        assert half.of(phase) == pytest.approx((first.of(phase) + second.of(phase)) / 2)
+    assert first.halfway_to(first).of("forward") == first.of("forward")
