@@ -9,7 +9,8 @@ and says so.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,6 +24,7 @@ from labutils.hardware import Prices, Spec, find_spec, worth
 from labutils.hardware.economy import PUBLISHED_YEN
 from labutils.measure.memory import saved_for_backward
 from labutils.prediction import CARDS, Bulk, Host, Law, Program, crossing, replayed_ms
+from labutils.results import Run
 from labutils.workloads.decoder import projections
 from labutils.workloads.language import (
     GPT_OSS,
@@ -439,11 +441,8 @@ def four_cards_rows(seen: Any, here: Spec, empty_ms: float, prices: Prices) -> l
         program = seen.on(card(name), here, empty_ms)
         step_ms = replayed_ms(program, seen.host)
         idle = round(max(0.0, 100 * (1 - (program.kernel_ms + program.copy_ms) / step_ms)), 1)
-        pcie = name == H100 and prices.card_yen.get(H100) == PUBLISHED_YEN["H100 PCIe"]
-        label = f"{name} (PCIe's price)" if pcie else name
-        rows.append(
-            (seen.run.run, label, step_ms, idle, *_worth(step_ms, seen.work.examples, card(name).tdp_w, name, prices))
-        )
+        found = _worth(step_ms, seen.work.examples, card(name).tdp_w, name, prices)
+        rows.append((seen.run.run, _bought(name, prices), step_ms, idle, *found))
     run, step_ms = seen.run, seen.run.metric("step_ms")
     idle = round(100 * run.metrics["idle_share"], 1)
     for label, watts in (("at its largest power", here.tdp_w), ("at the power drawn", run.metric("power_w"))):
@@ -455,6 +454,39 @@ def four_cards_rows(seen: Any, here: Spec, empty_ms: float, prices: Prices) -> l
 def _worth(step_ms: float, examples: float, watts: float | None, name: str, prices: Prices) -> tuple[Any, ...]:
     found = worth(step_ms, examples, watts, name, prices)
     return tuple(found.get(f"examples_per_{unit}") for unit in ("hour", "night", "kwh", "yen"))
+
+
+def recorded_rows(runs: Mapping[str, Run]) -> list[tuple[Any, ...]]:
+    """Step, and its milliseconds on each of `CARDS`, out of the run "four cards" of a results file."""
+    return [(step, *(by_card.get(name) for name in CARDS)) for step, by_card in _recorded(runs).items()]
+
+
+def recorded_worth(
+    runs: Mapping[str, Run], steps: Sequence[str], examples: int, prices: Prices
+) -> list[tuple[Any, ...]]:
+    """Rows for `FOUR_HEAD` of those `steps`, out of the run "four cards", which doesn't say how idle the GPU is."""
+    on_record = _recorded(runs)
+    rows = []
+    for step, name in itertools.product(steps, CARDS):
+        if step_ms := on_record.get(step, {}).get(name):
+            found = _worth(step_ms, examples, card(name).tdp_w, name, prices)
+            rows.append((step, _bought(name, prices), step_ms, None, *found))
+    return rows
+
+
+def _recorded(runs: Mapping[str, Run]) -> dict[str, dict[str, float]]:
+    """Step -> card -> milliseconds: the metrics "moe long: B200, ms" of the run "four cards"."""
+    found: dict[str, dict[str, float]] = {}
+    for name, ms in runs["four cards"].metrics.items() if "four cards" in runs else ():
+        step, _, on = name.removesuffix(", ms").rpartition(": ")
+        found.setdefault(step, {})[on] = ms
+    return found
+
+
+def _bought(name: str, prices: Prices) -> str:
+    """A card's name, and whose price it has been given where that is another's."""
+    pcie = name == H100 and prices.card_yen.get(H100) == PUBLISHED_YEN["H100 PCIe"]
+    return f"{name} (PCIe's price)" if pcie else name
 
 
 def attention_only() -> dict[str, Any]:

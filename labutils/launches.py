@@ -418,7 +418,9 @@ def slowed(there: OnOneBatch, seen: Seen, light: Light | None, delay_us: float, 
         detours = [detour_ms(light, seen, host)] if light else []
         calls, delayed = host.calls, host.delayed
         samples = there.timed(steps, warmup=1)
-        calls, delayed = ((now - before) / (steps + 1) for now, before in ((host.calls, calls), (host.delayed, delayed)))
+        calls, delayed = (
+            (now - before) / (steps + 1) for now, before in ((host.calls, calls), (host.delayed, delayed))
+        )
         detours += [detour_ms(light, seen, host)] if light else []
     detour = max(0.0, sum(detours) / 2)
     added = (detour * calls + delay_us / 1e3 * delayed) / seen.program.launches
@@ -438,7 +440,7 @@ def slowed(there: OnOneBatch, seen: Seen, light: Light | None, delay_us: float, 
 
 
 def detour_ms(light: Light, seen: Seen, host: SlowerHost) -> float:
-    """What an operation of the light step takes longer beside the slower `host`, less the delay itself; milliseconds."""
+    """Milliseconds that an operation of the light step takes longer beside the slower `host`, the delay left out."""
     calls, waited = host.calls, host.waited_ms
     longer = light.time() - seen.run.metric("light_step_ms")
     steps = light.repeats + 1  # one of them not timed
@@ -553,6 +555,18 @@ def rows(runs: Iterable[Run]) -> list[tuple[Any, ...]]:
     return rows
 
 
+def rows_of(runs: Mapping[str, Run]) -> list[tuple[Any, ...]]:
+    """`rows` of runs by name, as a results file gives them."""
+    return rows(runs.values())
+
+
+def ranges(runs: Iterable[Run]) -> dict[str, tuple[float, float]]:
+    """Run -> by how many % of the measurement it is off with the quicker reading of the host, and with the slower."""
+    ends = ("predicted_low_ms", "predicted_high_ms")
+    read = [run for run in runs if run.ok and all(end in run.metrics for end in ends)]
+    return {run.run: tuple(100 * (run.metrics[end] / run.metric("step_ms") - 1) for end in ends) for run in read}
+
+
 def _foretold(runs: Iterable[Run]) -> list[Run]:
     return [run for run in runs if run.ok and run.metric("predicted_ms") and "launches" in run.metrics]
 
@@ -607,7 +621,7 @@ def by_delay(studied: Studied) -> dict[float, float]:
 
 
 def _off(run: Run, metric: str = "off") -> str:
-    return f"{100 * run.metrics[metric]:+.0f} %"
+    return f"{round(100 * run.metrics[metric]):+d} %"  # an integer has no -0
 
 
 def flip_us(seen: Seen, rival_ms: float, most_us: float = 1000.0) -> float | None:

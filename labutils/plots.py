@@ -342,17 +342,30 @@ def counts(ax: Axes, series: Mapping[str, Sequence[int]], xlabel: str, ylabel: s
 
 
 def differences(
-    ax: Axes, series: Mapping[str, Sequence[float]], band: tuple[float, float], band_label: str, xlabel: str
+    ax: Axes,
+    series: Mapping[str, Sequence[float]],
+    band: tuple[float, float],
+    band_label: str,
+    xlabel: str,
+    ranges: Mapping[str, Mapping[str, tuple[float, float]]] | None = None,
 ) -> Axes:
-    """One row a name, a dot for each difference, and behind them the `band` that they are judged against."""
+    """One row a name, a dot for each difference, and behind them the `band` that they are judged against.
+
+    ranges: label -> name -> the ends of a line through the name's dots, where there is one.
+    """
     _make_room(ax, len(series), per_row=0.36)
     ax.axvspan(*band, color=MIST, label=band_label, zorder=1)
     ax.axvline(0, color=INK, linestyle="-", linewidth=0.8, zorder=2)
     for row, values in enumerate(series.values()):
         ax.scatter(values, [row + 0.4 * _jitter(i) for i in range(len(values))], s=26, color=NAVY, lw=0, zorder=3)
+    for label, lines in (ranges or {}).items():
+        rows = [list(series).index(name) + 0.4 * _jitter(0) for name in lines]
+        lows, highs = ([ends[at] for ends in lines.values()] for at in (0, 1))
+        if lines:
+            ax.hlines(rows, lows, highs, color=RUST, lw=2.2, label=label, zorder=2.5)
     _rows(ax, list(series))
     ax.set_xlabel(xlabel)
-    ax.legend(loc="lower left", bbox_to_anchor=(0, 1.0))
+    ax.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=2)
     return ax
 
 

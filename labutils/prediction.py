@@ -159,9 +159,7 @@ class Host:
     def halfway_to(self, other: Host) -> Host:
         """The host halfway between this reading and an `other` one of it, phase by phase."""
         phases = {*self.by_phase, *other.by_phase}
-        return Host(
-            (self.other + other.other) / 2, {phase: (self.of(phase) + other.of(phase)) / 2 for phase in phases}
-        )
+        return Host((self.other + other.other) / 2, {phase: (self.of(phase) + other.of(phase)) / 2 for phase in phases})
 
     def mean_ms(self, program: Program) -> float:
         """Milliseconds a piece of `program`, on average."""
@@ -202,8 +200,10 @@ def decided_by(program: Program, host: Host) -> str:
 
 
 def _ends(program: Program, host: Host, stretch: float, rounds: int) -> list[float]:
-    """When the GPU has done each of several rounds of the program, in milliseconds. Tens of thousands of pieces are gone
-    through for each point of a curve: hence the plain loop."""
+    """When the GPU has done each of several rounds of the program, in milliseconds.
+
+    Tens of thousands of pieces are gone through for each point of a curve: hence the plain loop.
+    """
     giving = {phase: host.of(phase) for phase in program.phases}
     now = done = 0.0
     begun: list[float] = []

@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-
 PREDICTED = "Predicted, not measured"
 """How the note of a claim begins that is judged by a prediction, as of a card that isn't here."""
 

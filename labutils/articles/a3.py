@@ -35,6 +35,9 @@ ARTICLE = Article(
 
 TWO_CARDS = "model of two cards"
 """The run that holds the predictions: floors by data sheet, the host's time a launch as measured here."""
+MODEL_IS_OFF = 0.2
+"""Lab 08's predictions of steps that are measured are off by up to so much (`launches.NEAR`): one of a step that isn't
+can't refute what it misses by less."""
 FULL = {"96 GB": 102, "80 GB": 85}
 """10^9 bytes that a card finds which is sold with so many GB (`Spec.capacity_gb`): what memory is judged against."""
 
@@ -739,10 +742,10 @@ _CARDS = (
         lab="08",
         runs=(TWO_CARDS,),
         judge="limit",
-        how={"run": TWO_CARDS, "metrics": ("dense_long_ratio",), "at_least": 2.5},
+        how={"run": TWO_CARDS, "metrics": ("dense_long_ratio",), "at_least": 2.5, "off": MODEL_IS_OFF},
         tolerance=0.1,
         needs="any",
-        note=f"{PREDICTED}: for texts of 861 tokens.",
+        note=f"{PREDICTED}: for texts of 861 tokens. The model may be off by a fifth: a nearer miss refutes nothing.",
     ),
     Claim(
         id="A3.120b.factor",
@@ -755,10 +758,11 @@ _CARDS = (
         lab="08",
         runs=(TWO_CARDS,),
         judge="limit",
-        how={"run": TWO_CARDS, "metrics": ("moe_long_blackwell_ratio",), "at_least": 1.3},
+        how={"run": TWO_CARDS, "metrics": ("moe_long_blackwell_ratio",), "at_least": 1.3, "off": MODEL_IS_OFF},
         tolerance=0.1,
         needs="any",
-        note=f"{PREDICTED}: for texts of 861 tokens. The article ran the H100 at half the batch.",
+        note=f"{PREDICTED}: for texts of 861 tokens, with the host of this machine beside both cards. The article ran "
+        "the H100 at half the batch.",
     ),
     Claim(
         id="A3.moe.launches",

@@ -15,7 +15,7 @@ from labutils.claims.evidence import (
     as_mapping,
     as_number,
 )
-from labutils.claims.words import figures, rounded
+from labutils.claims.words import figures, rounded, unit_of
 
 
 def count(claim: Claim, evidence: Evidence) -> Finding:
@@ -134,15 +134,20 @@ def reaches(claim: Claim, evidence: Evidence) -> Finding:
 
 
 def more_with(claim: Claim, evidence: Evidence) -> Finding:
-    """The count `how["metric"]` is larger in the run `with` what is blamed than in the one `without`. Exact."""
+    """The count `how["metric"]` (or the seconds) is larger in the run `with` what is blamed than in the one `without`.
+
+    Exact.
+    """
     more, fewer = (evidence.number(claim.how[side], claim.how["metric"]) for side in ("with", "without"))
     name = claim.how["metric"].replace("_", " ")
     held = more > fewer
-    return Finding(
-        CONFIRMED if held else REFUTED,
+    shown, why = (
         f"{figures(more)} against {figures(fewer)}",
         f"There are {'more' if held else 'no more'} {name} with it.",
     )
+    if unit_of(claim.how["metric"]) == "_s":
+        shown, why = f"{shown} s", f"The {name.removesuffix(' s')} takes {'longer' if held else 'no longer'} with it."
+    return Finding(CONFIRMED if held else REFUTED, shown, why)
 
 
 def predicts(claim: Claim, evidence: Evidence) -> Finding:

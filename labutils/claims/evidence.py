@@ -74,7 +74,7 @@ class Evidence:
     """The runs that one claim needs, asked for by name. Raises `NotTestable` where a run or a metric isn't there.
 
     It also refuses what can't be compared: GPU claims on a CPU, and runs of different scales, machines or workloads.
-    Where a claim compares one change with another ("than_before" to "than_after"), each may be on a workload of its own.
+    Where a claim compares one change with another ("than_before" to "than_after"), each may be on its own workload.
     """
 
     def __init__(self, claim: Claim, runs: Runs) -> None:

@@ -131,7 +131,10 @@ def rises(claim: Claim, evidence: Evidence) -> Finding:
 
 
 def limit(claim: Claim, evidence: Evidence) -> Finding:
-    """The sum of `how["metrics"]` is `at_most` or `at_least` a limit; nearer to it than `tolerance` is inconclusive."""
+    """The sum of `how["metrics"]` is `at_most` or `at_least` a limit; nearer to it than `tolerance` is inconclusive.
+
+    So is a prediction that misses it by less than the share of it by which it may be `off`.
+    """
     how = claim.how
     value = sum(evidence.number(how["run"], metric) for metric in how["metrics"])
     words, bound = ("at least", how["at_least"]) if "at_least" in how else ("at most", how["at_most"])
@@ -139,7 +142,8 @@ def limit(claim: Claim, evidence: Evidence) -> Finding:
     text = {"_ms": "{:.2f} ms".format, "_ratio": "{:.2f}x".format, "_gb": "{:.0f} GB".format}.get(
         unit_of(how["metrics"][0]), percents
     )
-    verdict = INCONCLUSIVE if abs(margin) < claim.tolerance else CONFIRMED if margin >= 0 else REFUTED
+    unsure = abs(margin) < claim.tolerance or -how.get("off", 0.0) * bound < margin < 0
+    verdict = INCONCLUSIVE if unsure else CONFIRMED if margin >= 0 else REFUTED
     found = "is predicted" if claim.predicted else "was found"
     return Finding(verdict, text(value), f"{text(value)} {found}, where {words} {text(bound)} is meant.")
 

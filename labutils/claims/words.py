@@ -16,8 +16,8 @@ def figures(value: float) -> str:
 
 
 def percents(share: float) -> str:
-    """A share of 0..1 as text."""
-    return f"{100 * share:.0f} %"
+    """A share of 0..1 as text, a small one to two figures: "1 % was found, where at most 1 % is meant" says nothing."""
+    return f"{100 * share:.2g} %" if abs(share) < 0.095 else f"{100 * share:.0f} %"
 
 
 def unit_of(metric: str) -> str:

@@ -40,14 +40,13 @@
 # |---|---|---|
 # | `tiny` | any CPU | 1 minute |
 # | `small` | a GPU of 8 GB | 4 minutes |
-# | `full` | a GPU of 96 GB or more: gpt-oss in the library's own form takes some 82 GB | 8 minutes |
+# | `full` | a GPU of 96 GB or more: gpt-oss in the library's own form takes some 82 GB | 7 minutes |
 #
 # At `full` the models are Qwen3-8B and gpt-oss-20b to the last parameter, with random weights: times and memory are
 # theirs, losses are not.
 #
 # **Without a GPU** sections 1 and 7 hold as they are. In sections 3 and 4 PyTorch's operators on the CPU stand for kernels:
-# you see what the model is given and how it is tested. What only a GPU can show is taken from our H200's runs, as soon as
-# they are on record; until then the lab says that there are none.
+# you see what the model is given and how it is tested. What only a GPU can show is taken from our H200's runs.
 
 # %% tags=["parameters"]
 scale: str = "auto"  # tiny (any CPU), small (a GPU of 8 GB), full (the article's own), auto: the largest that fits
@@ -162,6 +161,12 @@ lab.verdict(
 #   the host's. (If the kernels take half of the light step or more, the estimate is discarded.) Forward and backward
 #   pass have a $c$ each: the one launches from Python, the other from C++.
 #
+# A host's speed changes from one second to the next: other programs want the processor, and so do other machines on the
+# same one, where it is shared. So the light step is timed twice, right before and right after the step that it is for,
+# and $c$ is halfway between. Where the two readings differ, you see by how much a prediction can be off whatever the
+# model is worth. The profiler has its part in this: once it was used, launches may stay slower
+# ([PyTorch issue 144455](https://github.com/pytorch/pytorch/issues/144455)). So nothing is timed before its first use.
+#
 # A CPU is host and device in one and can't run ahead of itself. There the two times add up.
 
 # %%
@@ -183,9 +188,9 @@ my_host: float | None = None  # for example 5
 lab.predict("host's time for a launch in the experts' loop (on a thin model)", my_host, "us")
 
 # %% [markdown]
-# ## 3 · Predicted, then measured
+# ## 3 · Predicted and measured
 #
-# **Question.** How good is the model? Each step is predicted before it is timed.
+# **Question.** How good is the model? No prediction knows anything of the time that it predicts.
 #
 # *dense* is Qwen3, *moe* is gpt-oss, a mixture of experts. Each is trained in several ways, on four texts a step, *long*
 # (861 tokens on average) or *short* (117):
@@ -200,7 +205,7 @@ lab.predict("host's time for a launch in the experts' loop (on a thin model)", m
 # Is this a hard test? That depends on the step. Where the *host* decides, it is: the prediction comes from a different,
 # light step. Where *kernels* decide, it isn't: the prediction is little more than the sum of the kernels in a trace of
 # the same step. So the two kinds are counted separately. The hardest test is the captured step: it is predicted from the
-# kernels of *rewritten* or *grouped*, as if they came in one launch, before it is traced itself.
+# kernels of *rewritten* or *grouped*, as if they came in one launch, without a trace of its own.
 #
 # **Your prediction:** for how much of a step, in percent, is the GPU idle in the expert loop on long texts?
 
@@ -216,7 +221,8 @@ studied: dict[str, launches.Studied] = {}
 def study(family: str, way: str, delayed: bool = False) -> None:
     """Predict and measure one way to train a model; what fails says why, and the H200's run is shown."""
     name = family if way in launches.LANES else f"{family}, {way}"
-    with lab.attempt(f"{family}, {way}", reference=launches.named(name, "long")):
+    long = launches.named(name, "long")
+    with lab.attempt(f"{family}, {way}", long, lambda: lab.on_reference(launches.HEAD, launches.rows_of, long)):
         captured = way in ("captured", "compiled")
         if captured and not (on_gpu and launch_us):
             raise NotHere("CUDA graphs need an NVIDIA GPU" if not on_gpu else "no call could be timed (see above)")
@@ -259,19 +265,23 @@ accuracy = launches.accuracy(told_runs)
 if accuracy:
     lab.keep(Run("08", "foretold", metrics=accuracy))
     lab.show(launches.told(accuracy))
-lab.on_reference(launches.HEAD, lambda runs: launches.rows(runs.values()), "dense *", "moe *")
+    lab.show(launches.steadiness(told_runs))
+lab.on_reference(launches.HEAD, launches.rows_of, "dense *", "moe *")
 
 # %%
 fig, ax = plt.subplots()
 offs = {run.run: [100 * run.metrics["off"]] for run in told_runs}
-plots.differences(ax, offs, (-20, 20), "within 20 %", "the replay's prediction against the measurement, %")
+label = "the replay's prediction against the measurement, %"
+ranges = {"with either reading of the light step": launches.ranges(told_runs)}
+plots.differences(ax, offs, (-20, 20), "within 20 %", label, ranges)
 plt.show()
 lab.verdict("A3.moe.launches", "A3.dense.busy");
 
 # %% [markdown]
 # Compare *kernels* with *launches × host*: the larger one decides. Where the two are close, or where there are many
 # *waits*, the short form is too low, because host and GPU take turns; the replay takes that into account. A captured step
-# has a handful of launches: the host hardly matters to it any more.
+# has a handful of launches: the host hardly matters to it any more. And compare *host, µs a launch* with the shortest call of
+# section 2: what it takes more is Python, autograd and the adapters around each launch.
 #
 # Both forms leave something out: the microsecond or so between two kernels even when the next one is ready. On a CPU the
 # profiler slows down what it times, and other programs want the cores, too; there predictions are further off.
@@ -302,9 +312,10 @@ lab.on_reference(launches.SPEED_HEAD, lambda runs: launches.speed_rows(runs.valu
 # where kernels decide, it must change nothing. Does it?
 #
 # PyTorch can hand every operation to a function of ours on its way to the kernel (a *dispatch mode*). Ours waits for some
-# microseconds and passes the operation on (`labutils/measure/delays.py`). Even a delay of 0 makes the host slower, as each
-# operation now goes through Python; how much slower is measured on the light step. A captured step calls no operation, so
-# nothing of it can be delayed.
+# microseconds and passes the operation on (`labutils/measure/delays.py`). The delay is known, and the delayed operations
+# are counted. But even a delay of 0 makes the host slower, as each operation now goes through Python. This *detour* is
+# learnt from the light step beside the same slower host, and the rows with a delay of 0 show it by itself. A captured
+# step calls hardly any operation, so hardly anything of it can be delayed.
 #
 # **Your prediction:** by how many µs must a launch in the expert loop get slower until this card takes as long as an
 # RTX PRO 6000 Blackwell Max-Q whose host nobody slowed down? (Without a GPU leave it empty: the other card's time is
@@ -332,7 +343,7 @@ with lab.attempt("A slower host", reference="flip"):
             flips[f"{name}_us"] = launches.flip_us(seen, rival_ms)
     fig, ax = plt.subplots(figsize=(7.2, 4.2))
     plots.slower_hosts(ax, foretold, measured, rivals)
-    ax.set_xlabel("longer for a launch, on average (from the light step), µs")
+    ax.set_xlabel("longer for a launch, on average (delay and detour), µs")
     plt.show()
 lab.on_reference(launches.DELAY_HEAD, launches.slowed_rows, "* us")
 
@@ -346,7 +357,8 @@ with lab.attempt("When the Blackwell card wins", reference="flip"):
         print(f"{name.removesuffix('_us')}: the {cards.BLACKWELL} (predicted, host as it is) draws level {when}.")
 
 # %% [markdown]
-# Points are measured, with this card; the curves were predicted before. On a GPU, horizontal lines show the Blackwell card
+# Points are measured, with this card; the curves are predicted without them. (A launch gets longer by more than the delay, as
+# there is the detour, which operations take, too, that launch nothing.) On a GPU, horizontal lines show the Blackwell card
 # as predicted, with a host that nobody slowed down. Left of a crossing this card wins; right of it, with the very same
 # kernels, it loses. The dense model's curve stays flat as long as its kernels hide the launches. (On a CPU nothing is
 # hidden, so every curve rises from the start.)
@@ -367,13 +379,14 @@ with lab.attempt("When the Blackwell card wins", reference="flip"):
 # too few FLOPs a byte), everything else by bandwidth.
 
 # %%
-with lab.attempt("Four cards", reference="four cards"):
+cards_head = ("ms a step, predicted", *CARDS)
+with lab.attempt("Four cards", "four cards", lambda: lab.on_reference(cards_head, cards.recorded_rows, "four cards")):
     if not (on_gpu and sheet):
         raise NotHere("kernels are scaled from one card to another, and this machine has no GPU with a data sheet")
     told = {found.seen["long"].run.run: found.seen["long"] for found in studied.values()}
     ms = {run: cards.on_cards(seen, sheet, empty_ms) for run, seen in told.items()}
     rows = [(run, *by_card.values(), told[run].run.metric("step_ms")) for run, by_card in ms.items()]
-    lab.table(("ms a step, predicted", *CARDS, f"measured here, {sheet.name}"), *rows)
+    lab.table((*cards_head, f"measured here, {sheet.name}"), *rows)
     flat = {f"{run}: {name}, ms": float(f"{t:.4g}") for run, by_card in ms.items() for name, t in by_card.items()}
     lab.keep(Run("08", "four cards", metrics=flat))
 
@@ -397,15 +410,17 @@ if on_gpu and sheet and "moe" in studied:  # the slower the host, the less the c
 # with the predicted ones, and one with the energy that the driver has counted.
 
 # %%
-with lab.attempt("What a card gives for its power and price"):
-    if not (on_gpu and sheet):
-        raise NotHere("it takes the steps of the table above")
-    paid = {cards.BLACKWELL: blackwell_yen, cards.H100: h100_yen, "H200 SXM": h200_yen, "B200": b200_yen}
-    prices = hardware.Prices({name: yen for name, yen in paid.items() if yen}, yen_per_kwh, years, hours_a_day)
-    lab.show(prices.told())
-    chosen = [told[run] for run in ("dense long", "moe long", "moe long, captured") if run in told]
+paid = {cards.BLACKWELL: blackwell_yen, cards.H100: h100_yen, "H200 SXM": h200_yen, "B200": b200_yen}
+prices = hardware.Prices({name: yen for name, yen in paid.items() if yen}, yen_per_kwh, years, hours_a_day)
+lab.show(prices.told())
+bought = ("dense long", "moe long", "moe long, captured")
+if on_gpu and sheet:
+    chosen = [told[run] for run in bought if run in told]
     rows = [row for seen in chosen for row in cards.four_cards_rows(seen, sheet, empty_ms, prices)]
     lab.table(cards.FOUR_HEAD, *rows)
+else:  # with the prices above, from the steps that the H200's runs predict
+    worth = lambda runs: cards.recorded_worth(runs, bought, launches.TEXTS, prices)  # noqa: E731
+    lab.on_reference(cards.FOUR_HEAD, worth, "four cards")
 
 # %% [markdown]
 # On paper these cards are two to five times apart. How far apart are they in the expert loop? The slower the host, the
@@ -559,19 +574,19 @@ lab.verdict("A3.120b.too-large", "A3.120b.fits", "A3.120b.h100-batch");
 #
 # The first half of the next cell asks PEFT for the same on a small gpt-oss, and prints what it found. The second half
 # is about another statement of the article's: on its Blackwell card, unsloth said that xformers doesn't work there and
-# must be built from source. So unsloth is imported, in a process of its own. Only a card of that kind (compute
-# capability 12.0) can confirm what it says.
+# must be built from source. Only a card of that kind (compute capability 12.0) can tell, so only there unsloth is
+# imported, in a process of its own.
 
 # %%
 adapted = cards.attention_only()
 print("LoRA was attached to:", ", ".join(adapted.pop("adapted")))
 lab.keep(Run("08", "moe adapters", metrics=adapted))
-with lab.attempt("Importing unsloth", reference="unsloth import"):
+with lab.attempt("Importing unsloth"):
+    if lab.machine.get("compute_capability") != "12.0":
+        raise NotHere("it takes a Blackwell card of compute capability 12.0 to see what unsloth says on one")
     tried = try_imports(("unsloth",), timeout_s=90)[0]["unsloth"]
-    if tried.status == "missing" or not on_gpu:
-        raise NotHere(
-            "unsloth needs an NVIDIA GPU" if not on_gpu else "unsloth is not installed; `make unsloth` does it"
-        )
+    if tried.status == "missing":
+        raise NotHere("unsloth is not installed; `make unsloth` does it")
     lab.keep(Run("08", "unsloth import", metrics={"failed": int(tried.status != "ok"), "message": tried.message}))
 lab.verdict("A3.120b.attention-only", "A3.blackwell.xformers");
 

@@ -232,6 +232,19 @@ def test_a_step_on_four_cards_and_as_it_was_measured():
     assert rows[-2][6] == pytest.approx(4 * 3.6e6 / 104 / 0.7)
 
 
+def test_cards_are_told_from_what_is_on_record():
+    """What a reader without a GPU sees: the steps that the reference's run predicts, at the reader's own prices."""
+    prices = Prices({BLACKWELL: 1.6e6, H100: 4.7e6})
+    seen, here = seen_on_an_h200(), cards.card("H200 SXM")
+    kept = {f"moe long, captured: {name}, ms": ms for name, ms in cards.on_cards(seen, here, 0.0).items()}
+    runs = {"four cards": Run("08", "four cards", metrics=kept)}
+    assert cards.recorded_rows(runs) == [("moe long, captured", *kept.values())]
+    measured = cards.four_cards_rows(seen, here, 0.0, prices)[: len(cards.CARDS)]
+    rows = cards.recorded_worth(runs, ("dense long", "moe long, captured"), 4, prices)
+    assert [(row[1:3], row[4:]) for row in rows] == [(row[1:3], row[4:]) for row in measured]
+    assert cards.recorded_rows({}) == cards.recorded_worth({}, ("moe long",), 4, prices) == []
+
+
 def test_what_a_yen_pays_for_is_said():
     told = Prices({H100: 4.7e6}, yen_per_kwh=30, years=2, hours_a_day=24).told()
     assert "2 years of 24 hours a day" in told

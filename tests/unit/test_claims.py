@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from labutils import articles, claims
 from labutils.claims import CONFIRMED, INCONCLUSIVE, NOT_TESTABLE, REFUTED, Judgement
-from labutils.claims.words import figures
+from labutils.claims.words import figures, percents
 from labutils.results import REFERENCE, Run, read_runs, summarise
 
 EVERY = articles.claims()
@@ -126,6 +126,18 @@ def test_gains_on_two_workloads_are_compared_and_steps_are_not():
     assert "differ in scale" in judgement("A3.unsloth.length", with_runs(*runs)).why
 
 
+def test_seconds_are_longer_and_small_shares_have_figures():
+    found = judgement("A3.unsloth.first-step", article_runs())
+    assert found.here.endswith(" s") and found.why == "The first step takes longer with it."
+    assert [percents(share) for share in (0.0053, 0.0, 0.094, 0.0951, 0.74)] == [
+        "0.53 %",
+        "0 %",
+        "9.4 %",
+        "10 %",
+        "74 %",
+    ]
+
+
 def test_what_was_predicted_is_never_shown_as_measured():
     every = claims.judge(None, article_runs(), {})
     predicted = [j for j in every if j.claim.predicted]
@@ -159,6 +171,9 @@ def pretrained(runs: Runs) -> Runs:
 
 
 CASES = [
+    ("A3.32b.factor", INCONCLUSIVE, with_metrics("08", "model of two cards", dense_long_ratio=2.25)),
+    ("A3.32b.factor", REFUTED, with_metrics("08", "model of two cards", dense_long_ratio=1.95)),
+    ("A3.120b.factor", REFUTED, with_metrics("08", "model of two cards", moe_long_blackwell_ratio=0.75)),
     ("A1.lora.count", REFUTED, with_metrics("01", "lora-counts", lora_d4096_r8=4096 * 8)),
     ("A1.lora.base-untouched", REFUTED, with_metrics("01", "equivalence", base_change=1e-7)),
     ("A1.stock.utilization", REFUTED, with_metrics("02", "stock", gpu_utilization=0.8)),
@@ -583,7 +598,7 @@ def test_the_reference_says_what_it_says_in_its_units():
         if claim.judge == "limit" and found.shown:
             metric = claim.how["metrics"][0]
             shown = found.shown.removesuffix(" predicted")
-                assert shown.endswith(units.get("_" + metric.rpartition("_")[2], " %")), (claim.id, found.shown)
+            assert shown.endswith(units.get("_" + metric.rpartition("_")[2], " %")), (claim.id, found.shown)
             told += 1
     assert told > 3
     speed = claims.assess(CLAIMS["A2.fp8.speed"], reference)

@@ -176,6 +176,17 @@ def test_counts_stand_side_by_side(ax):
     assert_tidy(ax)
 
 
+def test_a_range_goes_through_the_dots_of_its_row(ax):
+    ranges = {"either reading": {"b": (-3.0, 5.0)}}
+    plots.differences(ax, {"a": [1.0], "b": [1.0]}, (-20, 20), "band", "x", ranges)
+    (line,) = (c for c in ax.collections if c.get_label() == "either reading")
+    (ends,) = line.get_segments()
+    dot = ax.collections[1].get_offsets()[0]
+    assert ends[:, 0].tolist() == [-3, 5] and ends[0, 1] == ends[1, 1] == dot[1]
+    plots.differences(ax, {"a": [1.0]}, (-20, 20), "band", "x", {"none was read": {}})
+    assert "none was read" not in [text.get_text() for text in ax.get_legend().get_texts()]
+
+
 def test_differences_are_drawn_over_their_band(ax):
     plots.differences(ax, {"fp8": [0.1, 0.2], "qlora": [-0.3]}, (-1.1, 0.9), "BF16 over all seeds", "difference, %")
     assert sum(len(dots.get_offsets()) for dots in ax.collections) == 3
