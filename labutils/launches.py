@@ -534,14 +534,15 @@ def steadiness(runs: Iterable[Run]) -> str:
     read = [run for run in runs if run.ok and run.metric("light_before_ms") and run.metric("light_after_ms")]
     ends = {run.run: (run.metric("light_before_ms"), run.metric("light_after_ms")) for run in read}
     moved = {name: pair for name, pair in ends.items() if max(pair) > (1 + DRIFT) * min(pair)}
+    most = sorted(moved, key=lambda name: -max(moved[name]) / min(moved[name]))[:3]
     if not ends:
         return ""
     if not moved:
         return f"The host was steady: around each step, the light step took the same within {100 * DRIFT:.0f} %."
-    told = "; ".join(f"*{name}* ({before:.4g} ms before, {after:.4g} after)" for name, (before, after) in moved.items())
+    told = "; ".join(f"*{name}* ({moved[name][0]:.4g} ms before, {moved[name][1]:.4g} after)" for name in most)
     return (
         f"The host's own speed changed by more than {100 * DRIFT:.0f} % while {len(moved)} of {len(ends)} steps were "
-        f"measured, as the light step tells: {told}. Their predictions take the middle, and can't be surer than that."
+        f"measured, as the light step tells; most around {told}. Predictions take the middle, and can't be surer."
     )
 
 
