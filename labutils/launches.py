@@ -178,9 +178,9 @@ class OnOneBatch:
         return clock.stop().step_ms
 
     def warmed(self, at_least_ms: float) -> float:
-        """Step two times, and for at least so long; milliseconds of a step then."""
-        took = self.timed(2)
-        return min(took + self.timed(math.ceil(max(0.0, at_least_ms - sum(took)) / min(took))))
+        """Step two times, the first of which may compile and capture, and then for so long; milliseconds of a step."""
+        one = self.timed(2)[-1]
+        return min(one, *self.timed(max(1, math.ceil(at_least_ms / one) - 1)))
 
     def traced(self, steps: int) -> Trace:
         """A trace of `steps` optimizer steps, without Python stacks; on a GPU with shapes, which tell thin products."""

@@ -200,6 +200,19 @@ class Lit:
     metrics = launches.Light.metrics
 
 
+def test_a_step_is_warmed_by_itself_and_not_by_what_compiles_it():
+    """A first step of 30 s compiles; a second of warm steps of 150 ms follows all the same."""
+
+    class Compiles(launches.OnOneBatch):
+        taken = iter([30_000.0, *[150.0] * 20])
+
+        def timed(self, steps: int, warmup: int = 0) -> list[float]:
+            return [next(self.taken) for _ in range(steps)]
+
+    assert Compiles(None, {}).warmed(1000) == 150
+    assert len(list(Compiles.taken)) == 20 - 7
+
+
 def test_the_light_step_is_read_before_and_after_and_the_prediction_takes_the_middle(monkeypatch):
     """The host slows down while the step is measured: neither the reading before nor the one after tells it all."""
     monkeypatch.setattr(launches, "Light", Lit)
