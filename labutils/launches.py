@@ -524,7 +524,8 @@ def given_rows(runs: Iterable[Run]) -> list[tuple[Any, ...]]:
     for run in _foretold(runs):
         m, light = run.metric, run.metric("light_step_ms")
         share = 100 * m("light_work_ms") / light if light else None  # a captured step's host is probed
-        readings = f"{m('light_before_ms'):.4g} → {m('light_after_ms'):.4g}" if light else None
+        ends = m("light_before_ms"), m("light_after_ms")
+        readings = " → ".join(f"{end:.4g}" for end in ends) if all(ends) else None
         rows.append((run.run, m("kernels_ms"), m("launches"), m("waits"), m("host_us"), readings, share))
     return rows
 
