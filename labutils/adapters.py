@@ -284,6 +284,15 @@ KINDS: dict[str, Callable[[nn.Module, list[str], int, float, str, str], None]] =
 
 
 @torch.no_grad()
+def redraw_lora(module: nn.Module, seed: int, name: str = "default", init: str = "gaussian") -> None:
+    """Put the adapter back to where a training with this `seed` starts: A drawn as by `attach_lora`, B zero."""
+    for layer in lora_layers(module).values():
+        if name in layer.lora_B:
+            nn.init.zeros_(layer.lora_B[name].weight)
+    _initialise(module, name, init, seed)
+
+
+@torch.no_grad()
 def _initialise(module: nn.Module, adapter: str, init: str, seed: int) -> None:
     """Draw every A from the seed and its layer's name; B is zero already."""
     for layer_name, layer in lora_layers(module).items():

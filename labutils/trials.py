@@ -22,22 +22,29 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.data import BatchSampler, DataLoader
 
 from labutils import hardware
+from labutils.adapters import redraw_lora
 from labutils.advisor import Option, break_even
+from labutils.data.images import EpochOrder
+from labutils.lowbit.backends import convert_base, forget_scales, forward_context, frozen_linears
 from labutils.measure.recompilation import Compilation
 from labutils.recipe import A2_BASE, A2_LADDER, Recipe, Rung, climb
-from labutils.results import Run, summarise
+from labutils.results import Run, Unavailable, summarise
 from labutils.training import Bench, Session, train
-from labutils.training.batches import Batch
+from labutils.training.batches import Batch, on_device
+from labutils.training.comparing import empty_run, status_of
 from labutils.training.variants import altered, in_lanes, prepared_for_kbit, with_costs
 from labutils.workloads import Workload, open_workload
 from labutils.workloads.multimodal import SCALES_OF_LLAVA, count_flops
 
 LOW_BITS = {"fp8-te": "fp8-te", "fp8-frozen": "fp8-frozen", "qlora": "nf4", "nf4": "nf4"}
 """What a method's name ends with -> how it holds the base weights."""
-LAST = 5
-"""A training's final loss is the mean over so many last steps."""
+HELD_OUT = 4
+"""One example in so many is kept from training, for losses to be measured on."""
+WARM_UP = 4
+"""Steps over which a training's learning rate rises to what its recipe says."""
 
 
 # ----------------------------------------------------------------------------------------------- article A2's table
@@ -65,8 +72,6 @@ def cell(workload: Workload, name: str, batch: int, steps: int = 3) -> Run:
 
     "qlora" goes through `prepared_for_kbit` as well; "nf4" is the same without. A failure is the run's status.
     """
-    from labutils.lowbit.backends import Unavailable, forget_scales
-
     recipe, held = method(name, batch), {}
     load_libraries(workload.device.type)
     torch._dynamo.reset()  # first: compiled code keeps the models that it was made for
@@ -199,8 +204,6 @@ def fp8_but(*kept: str) -> Callable[[nn.Module], None]:
     """A change that puts FP8 layers under the adapters, except where a part of the layer's name is in `kept`."""
 
     def change(model: nn.Module) -> None:
-        from labutils.lowbit.backends import convert_base, frozen_linears
-
         convert_base(model, frozen_linears(model, ("lm_head", "vision_tower", *kept)), "fp8-frozen")
 
     return change
@@ -211,8 +214,6 @@ def refusal_of_te(rows: torch.Tensor) -> str:
 
     Raises `Unavailable` where it can't be used at all.
     """
-    from labutils.lowbit.backends import convert_base, forward_context
-
     width = rows.shape[-1]
     layer = nn.Sequential(nn.Linear(width, width, device=rows.device, dtype=rows.dtype).requires_grad_(False))
     convert_base(layer, ["0"], "fp8-te")
@@ -617,27 +618,89 @@ def losses_over_seeds(
     steps: int,
     changes: Mapping[str, Callable[[nn.Module], None]] | None = None,
 ) -> dict[str, Run]:
-    """Train each recipe on `seeds` seeds for `steps` steps; a seed sets weights, adapters and the data's order.
+    """Train each recipe on `seeds` seeds for `steps` steps, and measure what that does to the loss on held-out examples.
 
-    Runs are named after them: "loss bf16". A run's samples of `final_loss` (the mean of the last `LAST` steps) are by
-    seed, the same seeds for all recipes; its `loss` is the last seed's curve. `changes` alters the models of the
-    recipes that it names. What fails becomes the run's status.
+    All start from the same frozen weights, those of the recipe's own seed. A seed draws the adapters and the order of
+    the training examples, the same for all recipes. The loss before and after training is the mean over the same
+    held-out examples, one in `HELD_OUT`, which no training sees: a training step's own loss says more about which two
+    photographs were in it. `changes` alters the models of the recipes that it names.
+
+    Runs are named after the recipes: "loss bf16". Metrics: `start_loss` and `final_loss` of the held-out examples over
+    seeds, and `loss`, the training losses of the last seed. Samples are by seed. What fails becomes the run's status.
     """
-    own = {name: altered(workload, changes[name]) if name in (changes or {}) else workload for name in recipes}
+    photographs = _Photographs(workload)
     runs: dict[str, Run] = {}
-    finals: dict[str, list[float]] = {name: [] for name in recipes}
-    for seed in range(seeds):  # seed by seed: the frozen weights are made once for all recipes
-        for name in [name for name in recipes if name not in runs or runs[name].ok]:
-            # `train` takes a first and a settling step of its own.
-            run = runs[name] = train(own[name], recipes[name].but(seed=seed), steps=steps - 2, warmup=0, name=name)
-            if run.ok:
-                last = run.metrics["loss"][:steps][-LAST:]
-                finals[name].append(sum(last) / len(last))
-    for name, run in runs.items():
-        if run.ok:
-            run.samples = {"final_loss": finals[name]}
-            run.metrics = {"final_loss": summarise(finals[name]), "loss": run.metrics["loss"][:steps]}
-    return {f"loss {name}": run for name, run in runs.items()}
+    for name, recipe in recipes.items():
+        run = runs[f"loss {name}"] = empty_run(workload, recipe, name)
+        own = altered(workload, changes[name]) if name in (changes or {}) else workload
+        try:
+            trained = [_trained_once(own, recipe, seed, steps, photographs) for seed in range(seeds)]
+        except Exception as error:
+            run.status = status_of(error)
+        else:
+            start, final, curves = zip(*trained, strict=True)
+            run.samples = {"start_loss": list(start), "final_loss": list(final)}
+            run.metrics = {metric: summarise(losses) for metric, losses in run.samples.items()} | {"loss": curves[-1]}
+        gc.collect()  # a session's modules refer to each other; here no exception holds them any more
+        hardware.cuda.empty_cache()
+    return runs
+
+
+def _trained_once(
+    workload: Workload, recipe: Recipe, seed: int, steps: int, photographs: _Photographs
+) -> tuple[float, float, list[float]]:
+    """Held-out loss before and after `steps` steps with one seed's adapters and examples; the steps' own losses.
+
+    The learning rate rises over the first `WARM_UP` steps: Adam's first updates have their full size whatever the
+    gradients', and the larger the model, the more such steps in all matrices at once change what it computes.
+    """
+    if recipe.base_linear == "fp8-te":
+        forget_scales()
+    with Session(workload, recipe) as session:
+        redraw_lora(session.model, seed)
+        learn, held_out = photographs.split(session.recipe)
+        collate = workload.collate(session.recipe)
+        order = EpochOrder(len(learn), steps * recipe.examples_per_step, seed)
+        chosen = BatchSampler(order, recipe.micro_batch, drop_last=True)
+        feed = (collate([learn[at] for at in places]) for places in chosen)
+        asked = [collate(held_out[at : at + 2]) for at in range(0, len(held_out), 2)]
+        before = _mean_loss(session, asked)
+        for step in range(steps):
+            for group in session.optimizer.param_groups:
+                group["lr"] = recipe.learning_rate * min(1.0, (step + 1) / WARM_UP)
+            session.step(feed)
+        session.driver.log.flush()
+        return before, _mean_loss(session, asked), session.losses[:steps]
+
+
+@torch.no_grad()
+def _mean_loss(session: Session, batches: Sequence[Batch]) -> float:
+    """The mean of the batches' losses."""
+    workload, model = session.workload, session.model
+    losses = [workload.loss(model, on_device(batch, workload.device, False), {}) for batch in batches]
+    return float(torch.stack(losses).mean())
+
+
+class _Photographs:
+    """A workload's examples, decoded once for each form of its images, and not once for each training."""
+
+    def __init__(self, workload: Workload) -> None:
+        self.workload = workload
+        self.read: dict[bool, list[dict[str, Any]]] = {}
+
+    def split(self, recipe: Recipe) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        """Examples to learn from, and those that are held out."""
+        fixed = recipe.shapes == "fixed"
+        if fixed not in self.read:
+            self.read[fixed] = self._decoded(recipe)
+        every = self.read[fixed]
+        held_out = every[::HELD_OUT]
+        return [example for at, example in enumerate(every) if at % HELD_OUT], held_out
+
+    def _decoded(self, recipe: Recipe) -> list[dict[str, Any]]:
+        workers = min(8, hardware.usable_cores() - 1) if self.workload.device.type == "cuda" else 0
+        examples = self.workload.dataset(None, recipe)
+        return [example for (example,) in DataLoader(examples, batch_size=1, num_workers=workers, collate_fn=list)]
 
 
 def against_same_seed(runs: Mapping[str, Run], baseline: str = "bf16") -> dict[str, list[float]]:
