@@ -17,6 +17,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
+import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -150,8 +151,9 @@ def guide(options: Iterable[Option]) -> dict[str, str]:
     """Whom the article's decision chart names, asked of `options` of its methods: winners by name.
 
     "short_of_memory": with as much memory as the leanest needs; "few_steps": 100; "many_steps": 10 000; "between":
-    halfway between the steps after which fixed shapes with FP8 and those without have caught up with BF16. What can't
-    be asked, as the method that the article names was not measured, is absent.
+    halfway between the steps after which fixed shapes with FP8 and those without have caught up with BF16, or where one
+    of them never has, between the article's own counts. What can't be asked, as the method that the article names was
+    not measured, is absent.
     """
     known = {option.method: option for option in options if option.method in a2.PUBLISHED}
     found = {}
@@ -163,8 +165,8 @@ def guide(options: Iterable[Option]) -> dict[str, str]:
         found["many_steps"] = advise(known.values(), 1e6, 10_000).winner.method
     if {BASELINE, "fixed", "fixed-fp8-te"} <= known.keys():
         evens = [break_even(known[BASELINE], known[name]) for name in ("fixed-fp8-te", "fixed")]
-        if None not in evens and min(evens) > 0:
-            found["between"] = advise(known.values(), 1e6, sum(evens) / 2).winner.method
+        pay = all(even is not None and even > 0 for even in evens)
+        found["between"] = advise(known.values(), 1e6, sum(evens if pay else a2.BREAK_EVENS) / 2).winner.method
     return found
 
 
@@ -228,13 +230,17 @@ def _option(method: str, run: Run, runs: Runs) -> Option | None:
 
 
 def _loss_change(method: str, runs: Runs) -> float | None:
-    """The method's loss against the baseline's. Compiling changes no arithmetic, so it inherits the loss."""
+    """The method's loss against the baseline's, seed by seed where seeds are on record. Compiling changes no arithmetic, so it inherits the loss."""
     same = method.replace("-whole", "")
     same = BASELINE if same == "compile" else same.removeprefix("compile-")
-    losses = [run.metric("final_loss") for name in (same, BASELINE) if (run := runs.get((LAB, f"loss {name}")))]
+    trained = [run for name in (same, BASELINE) if (run := runs.get((LAB, f"loss {name}")))]
+    losses = [run.metric("final_loss") for run in trained]
     if len(losses) < 2 or not all(is_number(loss) and loss > 0 for loss in losses):
         return 0.0 if same == BASELINE else None
-    return losses[0] / losses[1] - 1
+    seeds = [run.samples.get("final_loss", []) for run in trained]
+    if len(seeds[0]) != len(seeds[1]) or not seeds[0]:
+        return losses[0] / losses[1] - 1
+    return statistics.median(mine / theirs for mine, theirs in zip(*seeds, strict=True)) - 1
 
 
 def _obstacle(option: Option, vram_gb: float, tolerance: float | None) -> str:

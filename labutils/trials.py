@@ -27,6 +27,7 @@ from torch.utils.data import BatchSampler, DataLoader
 from labutils import hardware
 from labutils.adapters import redraw_lora
 from labutils.advisor import Option, break_even
+from labutils.capture import compile_blocks, variants_allowed
 from labutils.data.images import EpochOrder
 from labutils.lowbit.backends import convert_base, forget_scales, forward_context, frozen_linears
 from labutils.measure.recompilation import Compilation
@@ -284,21 +285,44 @@ def of_median_length(batches: Iterable[Batch]) -> Batch:
 
 
 def replays(workload: Workload, recipe: Recipe, count: int) -> dict[str, Run]:
-    """Name -> run of what separates constant shapes from fewer tokens, on `count` micro-batches of varied lengths.
+    """Name -> run of what separates constant shapes from fewer tokens, on `count` examples of varied lengths.
 
-    "same-tokens varying": one after the other, compiled as by default; "same-tokens any length": the same with code for
-    any length; "same-tokens static": the one of median length, as many times; "static fewer-tokens": the shortest one.
+    "same-tokens varying": one length after the other, compiled as by default; "same-tokens any length": the same with
+    code for any length; "same-tokens static": the one of median length, as many times; "static fewer-tokens": the
+    shortest one. A micro-batch is `recipe.micro_batch` copies of one example, so that nothing is padded.
+
+    All four share one model. What is compiled are the decoder's blocks but the first, whose input has no gradient and
+    would take code of its own; the images' features are at hand (`cache="features"`), so that no tower is compiled.
     """
-    runs = {}
-    with _compiling_anew(workload, recipe) as session:
-        examples = drawn(session, count)
-        runs["same-tokens varying"] = replay(session, examples)
-    with _compiling_anew(workload, recipe.but(dynamic="any")) as session:
-        runs["same-tokens any length"] = replay(session, examples)
-    with _compiling_anew(workload, recipe.but(dynamic="static")) as session:
-        runs["same-tokens static"] = replay(session, [of_median_length(examples)] * count)
-        runs["static fewer-tokens"] = replay(session, [min(examples, key=tokens_of)] * count)
+    torch._dynamo.reset()
+    gc.collect()
+    asked, runs = replay_recipes(recipe), {}
+    with Session(workload, recipe.but(compile="off", cache="nothing")) as session:
+        examples = _of_varied_lengths(session, count)
+        passes = {name: examples for name in asked}
+        passes["same-tokens static"] = [of_median_length(examples)] * count
+        passes["static fewer-tokens"] = [min(examples, key=tokens_of)] * count
+        for name, its in asked.items():
+            fitted = its.fitted_to(workload.device.type)
+            torch._dynamo.reset()
+            if fitted.compile != "off":
+                compile_blocks(session.model.llava.model.language_model.layers[1:], fitted.compile, fitted.dynamic)
+            with variants_allowed(fitted.compile, fitted.dynamic):
+                runs[name] = replay(session, passes[name])
+            runs[name].recipe = fitted.as_dict()
     return runs
+
+
+@torch.no_grad()
+def _of_varied_lengths(session: Session, count: int) -> list[Batch]:
+    """A micro-batch of each of the session's first `count` examples: copies of it, with the features of its tiles."""
+    workload, recipe = session.workload, session.recipe
+    dataset, collate, batches = workload.dataset(session.model, recipe), workload.collate(recipe), []
+    for place in itertools.islice(session.sampler, count):
+        example = dict(dataset[place])
+        example["features"] = session.model.vision(example.pop("pixel_values").to(workload.device)).cpu()
+        batches.append(collate([example] * recipe.micro_batch))
+    return batches
 
 
 def replay_recipes(recipe: Recipe) -> dict[str, Recipe]:
@@ -341,26 +365,17 @@ def form_rows(runs: Mapping[str, Run]) -> list[tuple[Any, ...]]:
     return rows
 
 
-@contextlib.contextmanager
-def _compiling_anew(workload: Workload, recipe: Recipe) -> Iterator[Session]:
-    torch._dynamo.reset()
-    gc.collect()
-    with Session(workload, recipe) as session:
-        yield session
-
-
 def replay(session: Session, batches: Sequence[Batch], passes: int = 3) -> Run:
-    """Train on these same batches over and over: two passes to warm up, then `passes` timed ones.
+    """Train on these same batches over and over: each twice to warm up, then `passes` timed passes over all.
 
     Metrics: `ms_per_1k_tokens` over the passes, `tokens`, the mean of a step, `peak_allocated_gb` on a GPU (frozen
-    weights included, other sessions' tensors not), and, where the recipe compiles, what was compiled in the timed
-    passes.
+    weights included, other sessions' tensors not), and what was compiled in the timed passes.
     """
-    feed = itertools.cycle(batches)
     steps = -(-len(batches) // session.recipe.accumulation)
     tokens = sum(map(tokens_of, batches)) / len(batches) * session.recipe.accumulation
 
-    def one_pass() -> float:
+    def one_pass(over: Sequence[Batch], steps: int) -> float:
+        feed = itertools.cycle(over)
         hardware.cuda.synchronize()
         began = time.perf_counter()
         for _ in range(steps):
@@ -368,16 +383,15 @@ def replay(session: Session, batches: Sequence[Batch], passes: int = 3) -> Run:
         hardware.cuda.synchronize()
         return 1e6 * (time.perf_counter() - began) / (steps * tokens)
 
-    for _ in range(2):  # the first compiles for one length and then for any, the second may still meet a gradient anew
-        one_pass()
+    distinct = list({id(batch): batch for batch in batches}.values())
+    one_pass(distinct, 2 * len(distinct))  # the second length has the compiler write code for any
     hardware.cuda.reset_peak_memory()
     with Compilation() as late:
-        samples = [one_pass() for _ in range(passes)]
+        samples = [one_pass(batches, steps) for _ in range(passes)]
     run = Run("", "", workload=session.workload.name, scale=session.workload.scale, recipe=session.recipe.as_dict())
     run.samples["ms_per_1k_tokens"] = samples
     run.metrics = {"ms_per_1k_tokens": summarise(samples), "tokens": tokens}
-    if session.recipe.compile != "off":
-        run.metrics |= {"recompilations": late.recompilations, "given_up": len(late.given_up)}
+    run.metrics |= {"recompilations": late.recompilations, "given_up": len(late.given_up)}
     if peak := hardware.cuda.peak_memory():
         run.metrics["peak_allocated_gb"] = peak[0]
     return run

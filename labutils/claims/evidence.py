@@ -135,12 +135,16 @@ class Evidence:
             raise NotTestable(self.nothing(name, metric))
         return found
 
+    def samples(self, name: str, metric: str) -> list[float]:
+        """The numbers among a run's samples of a metric, in their order."""
+        return [s for s in map(as_number, as_list(as_mapping(self.run(name).samples).get(metric))) if s is not None]
+
     def spread(self, name: str, metric: str) -> Spread:
         """A metric with its spread: from its summary, else from its samples, else the bare number."""
         run = self.run(name)
         summary = as_mapping(run.metrics).get(metric)
         if not isinstance(summary, Mapping):
-            samples = [s for s in map(as_number, as_list(as_mapping(run.samples).get(metric))) if s is not None]
+            samples = self.samples(name, metric)
             summary = summarise(samples) if samples else None
         if summary is not None:
             parts = [as_number(summary.get(part)) for part in ("p10", "median", "p90", "n")]

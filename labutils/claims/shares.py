@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import statistics
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -91,14 +93,20 @@ def changes(claim: Claim, evidence: Evidence) -> Finding:
     found = _changes(claim, evidence)
     low, high = claim.published[0] - 100 * claim.tolerance, claim.published[-1] + 100 * claim.tolerance
     shown = _listed(found, claim.how["towards"])
-    against = f"{low:.0f} to {high:.0f} % {claim.how['towards']} is meant"
-    if any(change.high < low for change in found.values()):
-        return Finding(REFUTED, shown, f"Less of a change than that: {against}.")
-    if any(change.low > high for change in found.values()):
-        return Finding(REFUTED, shown, f"More of a change than that: {against}.")
+    sign = -1 if claim.how["towards"] == "less" else 1
+    lowest, highest = sorted((sign * low, sign * high))
+    against = f"{lowest:+.0f} to {highest:+.0f} % is meant, the tolerance included"
+    beyond = {name: change for name, change in found.items() if change.high < low or change.low > high}
+    if beyond:
+        return Finding(REFUTED, shown, f"Beyond it{_where(beyond, found)}, by more than the spread: {against}.")
     if all(low <= change.middle <= high for change in found.values()):
-        return Finding(CONFIRMED, shown, f"{against[0].upper()}{against[1:]}.")
+        return Finding(CONFIRMED, shown, f"{against}.")
     return Finding(INCONCLUSIVE, shown, f"Beyond it, but within the spread: {against}.")
+
+
+def _where(some: Mapping[str, Change], of: Mapping[str, Change]) -> str:
+    """ " at b1" where only some of several pairs are meant."""
+    return "" if len(some) == len(of) else f" at {', '.join(name.rpartition(' ')[2] for name in some)}"
 
 
 def grows(claim: Claim, evidence: Evidence) -> Finding:
@@ -196,48 +204,73 @@ def beyond(claim: Claim, evidence: Evidence) -> Finding:
     raise NotTestable(claim.note)
 
 
-def loss_moves(claim: Claim, evidence: Evidence) -> Finding:
-    """The loss moves from `before` to `after` as published less `tolerance` (a share), and farther than seeds apart.
+TRAINED = 0.85
+"""A model with random weights has been trained if its loss has come down to this share of what it was."""
 
-    Seeds are the samples of `how["metric"]`. An effect of the published size that the seeds' spread would hide is
-    inconclusive; one that would have shown and didn't is refuted, unless the weights that were trained on are random:
-    such a model has nothing to lose.
+
+def loss_moves(claim: Claim, evidence: Evidence) -> Finding:
+    """The loss moves from `before` to `after` as published less `tolerance` (a share), on every seed the same way.
+
+    Seeds are the samples of `how["metric"]`, compared one by one where both runs have the same. An effect of the
+    published size that their spread could hide is inconclusive; one that would have shown and didn't is refuted, unless
+    the weights are random and were hardly trained: such a model has nothing to lose.
     """
-    before, after, spread = _losses(claim, evidence, "after")
-    moved, published = after.median / before.median - 1, claim.published[1] / claim.published[0] - 1
+    before, after, moved, spread = _losses(claim, evidence, "after")
+    published = 100 * (claim.published[1] / claim.published[0] - 1)
     needed = abs(published) * (1 - claim.tolerance)
-    shown = f"{before.median:.3g} → {after.median:.3g} ({100 * moved:+.1f} %)"
-    why = f"{100 * published:+.0f} % published; seeds alone spread the loss over {100 * spread:.1f} %."
-    if abs(moved) > spread and moved * published > 0 and abs(moved) >= needed:
+    low, middle, high = sorted(math.copysign(1, published) * change for change in moved)
+    shown = f"{before.median:.3g} → {after.median:.3g} ({moved.middle:+.{_places(moved)}f} %)"
+    why = f"{published:+.0f} % published; {_told(moved, spread)}"
+    if middle >= needed and low > 0:
         return Finding(CONFIRMED, shown, why)
-    if spread >= needed and abs(moved) <= spread:
-        return Finding(INCONCLUSIVE, shown, why)
-    if any(run.weights == "random" for run in evidence.runs.values()):
-        return Finding(INCONCLUSIVE, shown, f"{why} It didn't show, but a model with random weights can't refute it.")
+    if high >= needed:
+        return Finding(INCONCLUSIVE, shown, f"{why} That could hide it.")
+    if any(run.weights == "random" for run in evidence.runs.values()) and not _has_trained(claim, evidence, before):
+        return Finding(INCONCLUSIVE, shown, f"{why} But the model's random weights have hardly been trained.")
     return Finding(REFUTED, shown, why)
 
 
 def brings_back(claim: Claim, evidence: Evidence) -> Finding:
     """The loss lies outside the seeds' spread in `after`, inside it again in `cured`. Never outside: inconclusive."""
-    before, ill, spread = _losses(claim, evidence, "after")
-    well = _losses(claim, evidence, "cured")[1]
-    moved, left = (abs(s.median / before.median - 1) for s in (ill, well))
-    shown = f"{100 * moved:.1f} % → {100 * left:.1f} %"
-    why = f"As changes of the loss; seeds alone spread it over {100 * spread:.1f} %."
-    if moved <= spread:
+    _, _, ill, spread = _losses(claim, evidence, "after")
+    _, _, well, _ = _losses(claim, evidence, "cured")
+    shown = f"{ill.middle:+.{_places(ill)}f} % → {well.middle:+.{_places(well)}f} %"
+    why = f"Changes of the loss; {_told(ill, spread)}"
+    if abs(ill.middle) <= spread:
         return Finding(INCONCLUSIVE, shown, f"There is nothing to bring back. {why}")
-    return Finding(CONFIRMED if left <= spread else REFUTED, shown, why)
+    return Finding(CONFIRMED if abs(well.middle) <= spread else REFUTED, shown, why)
 
 
-def _losses(claim: Claim, evidence: Evidence, end: str) -> tuple[Spread, Spread, float]:
-    """Losses over seeds of `before` and of `end`, and the wider of their two spreads as a share of the median."""
-    both = [positive(evidence, claim.how[side], claim.how["metric"]) for side in ("before", end)]
-    for side, losses in zip(("before", end), both, strict=True):
+def _losses(claim: Claim, evidence: Evidence, end: str) -> tuple[Spread, Spread, Change, float]:
+    """Losses over seeds of `before` and of `end`; their change in %, seed by seed where both have the same number of
+    seeds; and by how many % of the median the seeds of `before` alone spread the loss."""
+    metric, names = claim.how["metric"], (claim.how["before"], claim.how[end])
+    before, after = (positive(evidence, name, metric) for name in names)
+    for name, losses in zip(names, (before, after), strict=True):
         if losses.n < FEWEST_SAMPLES:
-            raise NotTestable(
-                f"The run {claim.how[side]!r} has the losses of {losses.n} seed(s); a spread takes {FEWEST_SAMPLES}."
-            )
-    return both[0], both[1], max((losses.high - losses.low) / losses.median for losses in both)
+            raise NotTestable(f"The run {name!r} has the losses of {losses.n} seed(s); a spread takes {FEWEST_SAMPLES}.")
+    spread = 100 * (before.high - before.low) / before.median
+    seeds = [evidence.samples(name, metric) for name in names]
+    if len(seeds[0]) != len(seeds[1]) or len(seeds[0]) < FEWEST_SAMPLES or min(*seeds[0], *seeds[1]) <= 0:
+        return before, after, _change(before, after, "more"), spread
+    ratios = [mine / other for other, mine in zip(*seeds, strict=True)]
+    return before, after, _in_percent(min(ratios), statistics.median(ratios), max(ratios), "more"), spread
+
+
+def _has_trained(claim: Claim, evidence: Evidence, before: Spread) -> bool:
+    """Whether the training of `before` brought the loss down."""
+    name = claim.how["before"]
+    return evidence.has(name, "start_loss") and before.median <= TRAINED * evidence.number(name, "start_loss")
+
+
+def _places(change: Change) -> int:
+    """Decimals that a change in % is told with."""
+    return 1 if abs(change.middle) >= 1 else 2
+
+
+def _told(change: Change, spread: float) -> str:
+    reach = f"{change.low:+.{_places(change)}f} to {change.high:+.{_places(change)}f} %"
+    return f"by seed the change is {reach}, and seeds alone spread the loss over {spread:.2g} %."
 
 
 def keeps_up(claim: Claim, evidence: Evidence) -> Finding:
