@@ -230,7 +230,8 @@ def _option(method: str, run: Run, runs: Runs) -> Option | None:
 
 
 def _loss_change(method: str, runs: Runs) -> float | None:
-    """The method's loss against the baseline's, seed by seed where seeds are on record. Compiling changes no arithmetic, so it inherits the loss."""
+    """The method's loss against the baseline's, seed by seed where seeds are on record. Compiling changes no
+    arithmetic, so it inherits the loss."""
     same = method.replace("-whole", "")
     same = BASELINE if same == "compile" else same.removeprefix("compile-")
     trained = [run for name in (same, BASELINE) if (run := runs.get((LAB, f"loss {name}")))]

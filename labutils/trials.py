@@ -2,7 +2,7 @@
 several seeds, and what the compiler makes of images whose token counts vary.
 
     run = cell(workload, "fixed-fp8-te", batch=4)                    one cell of article A2's table
-    runs = losses_over_seeds(workload, {"bf16": a, "fp8": b}, seeds=4, steps=20)
+    runs = losses_over_seeds(workload, {"bf16": a, "fp8": b}, seeds=4, steps=16)
     counted = recompilations(workload, recipe, batches=10)
 """
 
@@ -35,7 +35,7 @@ from labutils.recipe import A2_BASE, A2_LADDER, Recipe, Rung, climb
 from labutils.results import Run, Unavailable, summarise
 from labutils.training import Bench, Session, train
 from labutils.training.batches import Batch, on_device
-from labutils.training.comparing import empty_run, status_of
+from labutils.training.comparing import Contender, empty_run, status_of
 from labutils.training.variants import altered, in_lanes, prepared_for_kbit, with_costs
 from labutils.workloads import Workload, open_workload
 from labutils.workloads.multimodal import SCALES_OF_LLAVA, count_flops
@@ -71,6 +71,8 @@ def method(name: str, batch: int = 1) -> Recipe:
 def cell(workload: Workload, name: str, batch: int, steps: int = 3) -> Run:
     """The run of one cell: first step, `steps` timed ones, memory, what the weights take, what the compiler did.
 
+    With `steps=0` the first step is all, and all that is known of the time: enough for the memory of a large batch.
+
     "qlora" goes through `prepared_for_kbit` as well; "nf4" is the same without. A failure is the run's status.
     """
     recipe, held = method(name, batch), {}
@@ -87,12 +89,34 @@ def cell(workload: Workload, name: str, batch: int, steps: int = 3) -> Run:
         held.update(weights_held(model))
 
     with _cold_cache(recipe), Compilation() as compiled:
-        run = train(altered(workload, change), recipe, steps, warmup=0, name=f"{name} b{batch}")
+        own, label = altered(workload, change), f"{name} b{batch}"
+        run = train(own, recipe, steps, warmup=0, name=label) if steps else _first_step_of(own, recipe, label)
     if run.ok:
         run.metrics |= held | (compiled.metrics() if run.recipe["compile"] != "off" else {})
     if run.ok and name == "bf16":
         run.metrics["vision_share"] = vision_share(workload, recipe)
     return with_costs(run)
+
+
+def _first_step_of(workload: Workload, recipe: Recipe, name: str) -> Run:
+    """The run of a first step alone: what it took, and its memory."""
+    run = empty_run(workload, recipe, name)
+    try:
+        run.metrics = _first_step(workload, recipe)
+    except Exception as error:
+        run.status = status_of(error)
+    gc.collect()  # outside the except block, which holds the frames, and these the tensors
+    hardware.cuda.empty_cache()
+    return run
+
+
+def _first_step(workload: Workload, recipe: Recipe) -> dict[str, float]:
+    with contextlib.closing(Contender(workload, recipe, warmup=0)) as contender:
+        return {
+            "first_step_s": contender.first_step_s,
+            "build_s": contender.session.build_s,
+            **contender.memory,
+        }
 
 
 def _cold_cache(recipe: Recipe) -> contextlib.AbstractContextManager:
@@ -169,9 +193,9 @@ def paid_after(cells: Mapping[str, Run], name: str) -> float | None:
 
 
 def _with_base(cells: Mapping[str, Run], name: str) -> tuple[Run, Run] | None:
-    """The "bf16" cell at a cell's batch size, and the cell; None unless both were measured."""
+    """The "bf16" cell at a cell's batch size, and the cell; None unless both were timed."""
     pair = cells.get(f"bf16 b{name.rpartition(' b')[2]}"), cells.get(name)
-    return pair if all(run and run.ok for run in pair) else None
+    return pair if all(run and run.ok and run.metric("step_ms") for run in pair) else None
 
 
 def by_batch(cells: Mapping[str, Run], metric: str, methods: Iterable[str]) -> dict[str, dict[float, float]]:
@@ -186,7 +210,8 @@ def by_batch(cells: Mapping[str, Run], metric: str, methods: Iterable[str]) -> d
 
 def _numbers(run: Run, base: Run | None) -> tuple[Any, ...]:
     change = paid = None
-    if base is not None and base is not run:
+    timed = base is not None and run.metric("step_ms") and base.metric("step_ms")
+    if timed and base is not run:
         change = f"{100 * (run.metric('step_ms') / base.metric('step_ms') - 1):+.0f} %"
         steps = _break_even(base, run)
         paid = "never" if steps is None else "at once" if steps < 1 else f"{steps:,.0f} steps"
@@ -299,7 +324,7 @@ def replays(workload: Workload, recipe: Recipe, count: int) -> dict[str, Run]:
     asked, runs = replay_recipes(recipe), {}
     with Session(workload, recipe.but(compile="off", cache="nothing")) as session:
         examples = _of_varied_lengths(session, count)
-        passes = {name: examples for name in asked}
+        passes = dict.fromkeys(asked, examples)
         passes["same-tokens static"] = [of_median_length(examples)] * count
         passes["static fewer-tokens"] = [min(examples, key=tokens_of)] * count
         for name, its in asked.items():
@@ -632,7 +657,7 @@ def losses_over_seeds(
     steps: int,
     changes: Mapping[str, Callable[[nn.Module], None]] | None = None,
 ) -> dict[str, Run]:
-    """Train each recipe on `seeds` seeds for `steps` steps, and measure what that does to the loss on held-out examples.
+    """Train each recipe on `seeds` seeds for `steps` steps; measure what that does to the loss of held-out examples.
 
     All start from the same frozen weights, those of the recipe's own seed. A seed draws the adapters and the order of
     the training examples, the same for all recipes. The loss before and after training is the mean over the same

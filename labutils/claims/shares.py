@@ -248,7 +248,9 @@ def _losses(claim: Claim, evidence: Evidence, end: str) -> tuple[Spread, Spread,
     before, after = (positive(evidence, name, metric) for name in names)
     for name, losses in zip(names, (before, after), strict=True):
         if losses.n < FEWEST_SAMPLES:
-            raise NotTestable(f"The run {name!r} has the losses of {losses.n} seed(s); a spread takes {FEWEST_SAMPLES}.")
+            raise NotTestable(
+                f"The run {name!r} has the losses of {losses.n} seed(s); a spread takes {FEWEST_SAMPLES}."
+            )
     spread = 100 * (before.high - before.low) / before.median
     seeds = [evidence.samples(name, metric) for name in names]
     if len(seeds[0]) != len(seeds[1]) or len(seeds[0]) < FEWEST_SAMPLES or min(*seeds[0], *seeds[1]) <= 0:

@@ -220,6 +220,25 @@ def test_the_guide_asked_of_the_table_answers_as_published():
     }
 
 
+def test_between_is_asked_where_a_method_never_pays():
+    """FP8 with fixed shapes has longer steps than BF16 here: then it is the article's own 135 to 220 steps."""
+    known = {option.method: option for option in published()}
+    known["fixed-fp8-te"] = Option("fixed-fp8-te", 57, 2.0, 16.0)
+    assert break_even(known["bf16"], known["fixed-fp8-te"]) is None
+    assert guide(known.values())["between"] == "fp8-te"
+    known["fixed"] = Option("fixed", 7, 0.5, 16.0)
+    assert guide(known.values())["between"] == "fixed"
+
+
+def test_a_change_of_loss_is_that_of_the_same_seeds():
+    found = runs()
+    for name, losses in (("bf16", [1.0, 2.0, 4.0]), ("fp8-te", [1.1, 2.2, 2.0])):
+        metrics = {"final_loss": {"median": 2.0}}
+        found["06", f"loss {name}"] = Run("06", f"loss {name}", metrics=metrics, samples={"final_loss": losses})
+    changes = {option.method: option.loss_change for option in options_from(found, 1)}
+    assert changes["fp8-te"] == pytest.approx(0.1), "the medians alone would be alike"
+
+
 def test_the_guide_s_bounds_do_not_follow_from_the_table():
     """135 and 220 are each method's break-even with the baseline; what counts is where neighbours cross."""
     reaches = envelope(published())

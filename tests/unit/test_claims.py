@@ -163,6 +163,25 @@ def with_losses(method: str, loss: float, spread: float) -> Runs:
     return with_runs(run)
 
 
+def trained_on(bf16: list[float], fp8: list[float], start: float) -> Runs:
+    """The article's runs with losses of the same seeds, of a model that began at `start`."""
+    runs = [
+        Run(
+            *("06", f"loss {method}"),
+            workload="llava-lora",
+            scale="small",
+            samples={"final_loss": losses, "start_loss": [start] * len(losses)},
+            metrics={"final_loss": summarise(losses), "start_loss": summarise([start] * len(losses))},
+        )
+        for method, losses in (("bf16", bf16), ("fp8-te", fp8), ("fp8-frozen", fp8), ("fp8-mixed", bf16))
+    ]
+    return with_runs(*runs)
+
+
+STEADY, APART = [6.0, 6.2, 6.4], [6.0, 7.5, 9.0]
+"""Losses of three seeds: close together, and far apart."""
+
+
 def pretrained(runs: Runs) -> Runs:
     """The same runs as if they had been made with the real weights."""
     for run in runs.values():
@@ -247,6 +266,14 @@ CASES = [
     ("A2.fp8.loss", REFUTED, pretrained(with_losses("fp8-te", 8.0, 0.001))),
     ("A2.fp8.loss", INCONCLUSIVE, with_losses("fp8-te", 9.1, 0.001)),
     ("A2.fp8.loss", INCONCLUSIVE, with_losses("fp8-te", 10.0, 0.2)),
+    ("A2.fp8.loss", REFUTED, trained_on(STEADY, [1.001 * loss for loss in STEADY], start=10)),
+    ("A2.fp8.loss", INCONCLUSIVE, trained_on(STEADY, [1.001 * loss for loss in STEADY], start=6.5)),
+    ("A2.fp8.loss", CONFIRMED, trained_on(STEADY, [1.14 * loss for loss in STEADY], start=10)),
+    ("A2.fp8.loss", CONFIRMED, trained_on(APART, [1.14 * loss for loss in APART], start=10)),
+    ("A2.fp8.loss", REFUTED, trained_on(APART, [1.001 * loss for loss in APART], start=10)),
+    ("A2.fp8.loss", INCONCLUSIVE, trained_on(APART, APART[::-1], start=10)),
+    ("A2.fp8.mixed", CONFIRMED, trained_on(STEADY, [1.14 * loss for loss in STEADY], start=10)),
+    ("A2.fp8.mixed", INCONCLUSIVE, trained_on(APART, [1.14 * loss for loss in APART], start=10)),
     ("A2.fp8.mixed", REFUTED, with_losses("fp8-mixed", 9.9, 0.001)),
     ("A2.fp8.mixed", INCONCLUSIVE, with_losses("fp8-frozen", 9.051, 0.001)),
     ("A2.fp8.vision-limits", REFUTED, with_metrics("06", "bf16 b1", vision_share=0.1)),

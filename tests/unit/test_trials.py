@@ -171,6 +171,25 @@ def test_token_counts_are_those_of_the_processor_s_formula():
     assert counts["vision_share"] == pytest.approx(0.02, abs=0.005)
 
 
+def test_a_first_step_alone_says_nothing_of_later_ones(uniform):
+    run = trials.cell(uniform, "bf16", 2, steps=0)
+    assert run.ok and run.metrics["first_step_s"] > 0
+    assert run.metric("step_ms") is None and run.metrics["weights_gb"] > 0
+    cells = {"bf16 b2": run, "nf4 b2": run}
+    assert [row[2:5] for row in trials.cell_rows(cells)] == [(None, None, None)] * 2
+    assert trials.longer_by(cells, "nf4 b2") is trials.paid_after(cells, "nf4 b2") is None
+    failed = trials.cell(uniform, "fp8-te", 2, steps=0)
+    assert failed.status.startswith("skipped")
+
+
+def test_copies_of_one_example_need_no_padding(varied):
+    recipe = QUICK.but(cache="features", micro_batch=2)
+    with Session(varied, recipe.but(cache="nothing")) as session:
+        batches = trials._of_varied_lengths(session, 3)
+    assert all(torch.equal(*batch["input_ids"]) for batch in batches)
+    assert len({trials.tokens_of(batch) for batch in batches}) > 1
+
+
 def test_replaying_trains_on_the_same_batches(varied):
     with Session(varied, QUICK) as session:
         batches = trials.drawn(session, 5)
@@ -274,7 +293,7 @@ def test_steady_tells_warm_up_from_what_follows(uniform):
 
 
 def test_replays_are_those_of_their_recipes(varied):
-    recipe = QUICK.but(micro_batch=1)
+    recipe = QUICK.but(micro_batch=1, cache="features")
     runs, recipes = trials.replays(varied, recipe, 3), trials.replay_recipes(recipe)
     assert {name: run.recipe for name, run in runs.items()} == {
         name: r.fitted_to("cpu").as_dict() for name, r in recipes.items()
@@ -282,7 +301,7 @@ def test_replays_are_those_of_their_recipes(varied):
     tokens = {name: run.metrics["tokens"] for name, run in runs.items()}
     assert tokens["same-tokens varying"] == tokens["same-tokens any length"]
     assert tokens["static fewer-tokens"] < tokens["same-tokens static"]
-    assert all("recompilations" not in run.metrics for run in runs.values())  # nothing is compiled
+    assert all(run.metrics["recompilations"] == 0 for run in runs.values())  # nothing is compiled
 
 
 def test_a_climb_keeps_each_rung_s_lane(varied):
@@ -296,13 +315,34 @@ def test_a_climb_keeps_each_rung_s_lane(varied):
 def test_losses_by_seed(uniform):
     recipes = {"bf16": QUICK, "again": QUICK, "fp8-mixed": QUICK, "broken": QUICK.but(adapter="folded")}
     runs = trials.losses_over_seeds(uniform, recipes, seeds=2, steps=4, changes={"fp8-mixed": trials.fp8_but("o_proj")})
-    assert runs["loss bf16"].samples["final_loss"] == runs["loss again"].samples["final_loss"]
-    assert len(set(runs["loss bf16"].samples["final_loss"])) == 2
-    assert runs["loss fp8-mixed"].samples["final_loss"] != runs["loss bf16"].samples["final_loss"]
-    assert runs["loss bf16"].metrics["final_loss"]["n"] == 2
-    assert len(runs["loss bf16"].metrics["loss"]) == 4
+    base = runs["loss bf16"]
+    assert base.samples["final_loss"] == runs["loss again"].samples["final_loss"]
+    assert len(set(base.samples["start_loss"])) == 1, "every seed starts from the same model, as adapters add nothing"
+    assert len(set(base.samples["final_loss"])) == 2, "and sees other examples, with other adapters"
+    assert max(base.samples["final_loss"]) < min(base.samples["start_loss"])
+    assert runs["loss fp8-mixed"].samples["final_loss"] != base.samples["final_loss"]
+    assert base.metrics["final_loss"]["n"] == 2
+    assert len(base.metrics["loss"]) == 4
+    assert base.recipe == QUICK.fitted_to("cpu").as_dict()
     assert runs["loss broken"].status.startswith("error: ValueError")
     assert "final_loss" not in runs["loss broken"].metrics
+
+
+def test_seeds_spread_the_held_out_loss_by_a_few_percent_only(uniform):
+    """Single steps' losses spread much wider: a comparison of methods by these would compare photographs."""
+    (run,) = trials.losses_over_seeds(uniform, {"bf16": QUICK}, seeds=3, steps=6).values()
+    low, high = trials.seed_band(run)
+    assert high - low < 5
+
+
+def test_held_out_photographs_are_in_no_training(uniform):
+    photographs = trials._Photographs(uniform)
+    learn, held_out = photographs.split(QUICK)
+    seen = [example["pixel_values"] for example in learn]
+    assert len(learn) == 3 * len(held_out)
+    assert not any(torch.equal(example["pixel_values"], other) for example in held_out for other in seen)
+    assert photographs.split(QUICK)[1][0] is held_out[0], "decoded once"
+    assert photographs.split(QUICK.but(shapes="fixed"))[1][0]["pixel_values"].shape != held_out[0]["pixel_values"].shape
 
 
 def test_losses_are_compared_seed_by_seed():
