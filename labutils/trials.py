@@ -761,7 +761,7 @@ def loss_rows(runs: Mapping[str, Run]) -> list[tuple[Any, ...]]:
     found = {name.removeprefix("loss "): run for name, run in runs.items() if run.ok}
     changes = against_same_seed(found) if "bf16" in found else {}
     return [
-        (name, found[name].metric("final_loss"), ", ".join(f"{change:+.1f}" for change in by_seed))
+        (name, found[name].metric("final_loss"), ", ".join(f"{change:+.2f}" for change in by_seed))
         for name, by_seed in changes.items()
     ]
 

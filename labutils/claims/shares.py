@@ -271,6 +271,7 @@ def _places(change: Change) -> int:
 
 
 def _told(change: Change, spread: float) -> str:
+    """How far the change reaches over seeds, and by how many % they spread one method's loss."""
     reach = f"{change.low:+.{_places(change)}f} to {change.high:+.{_places(change)}f} %"
     return f"by seed the change is {reach}, and seeds alone spread the loss over {spread:.2g} %."
 
@@ -289,6 +290,10 @@ def keeps_up(claim: Claim, evidence: Evidence) -> Finding:
     if excess.middle > 2 * most and excess.low > most:
         verdict = REFUTED
     why = f"{excess.middle:+.0f} %, where {most:.0f} % more would do."
+    if verdict == INCONCLUSIVE and excess.middle <= most:
+        why += f" But the spread reaches {excess.high:+.0f} %."
+    elif verdict == INCONCLUSIVE:
+        why += " More than that, but not surely twice as much."
     return Finding(verdict, f"{before.median:.3g} → {after.median:.3g}", why)
 
 

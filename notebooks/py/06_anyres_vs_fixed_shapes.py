@@ -215,7 +215,11 @@ lab.verdict(
 );
 
 # %% [markdown]
-# Each line starts at the height of the weights, and this is where QLoRA and FP8 save. Its slope is what each further
+# If your GPU is fast, compare FP8 at batch 1 with FP8 at batch 4. At batch 1 the host launches kernels more slowly than
+# the GPU runs them. Then layers that take more kernels than a plain product does, and FP8's and the 4-bit ones do, make
+# the step longer. At batch 4 the GPU has enough to do, and FP8's faster products begin to show.
+#
+# In the picture each line starts at the height of the weights, and this is where QLoRA and FP8 save. Its slope is what each further
 # example adds: checkpoints, and the tensors of one block at a time. If only the weights differed, all lines would have
 # the same slope, and a method's saving would shrink in percent but never turn into a loss.
 #

@@ -386,5 +386,5 @@ def test_tables_of_the_reference_runs_are_made_of_their_metrics():
         Run("06", f"loss {name}", metrics={"final_loss": {"median": loss}}, samples={"final_loss": [loss, 2 * loss]})
         for name, loss in (("bf16", 2.0), ("fp8", 2.2))
     )
-    assert trials.loss_rows({"loss bf16": base, "loss fp8": fp8})[1] == ("fp8", 2.2, "+10.0, +10.0")
+    assert trials.loss_rows({"loss bf16": base, "loss fp8": fp8})[1] == ("fp8", 2.2, "+10.00, +10.00")
     assert trials.loss_rows({"loss fp8": fp8}) == trials.replay_rows({"other": failed}) == []
