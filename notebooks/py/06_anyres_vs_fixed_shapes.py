@@ -156,7 +156,8 @@ lab.verdict("A2.anyres.tokens", "A2.anyres.one-tile", "A2.fixed.no-anyres");
 # | *qlora* | *nf4*, plus what PEFT's `prepare_model_for_kbit_training` does to the rest of the model |
 #
 # A new model is built for each row; its first step is timed, then a few later ones. (At batch 24 a step takes so long
-# that the first one has to do: that row is about memory.) *Has paid after* is the number of steps that make up for a slower start, if any do. *Useful* tokens are those that aren't padding.
+# that the first one has to do: that row is about memory.) *Has paid after* is the number of steps that make up for a
+# slower start, if any do. *Useful* tokens are those that aren't padding.
 #
 # Every row uses *checkpointing*: the model's blocks keep only their inputs and are computed again in the backward pass.
 # The article doesn't mention it, but its 16 GB at batch 1 hold 15 GB of weights in BF16, and what is left is about as
@@ -219,9 +220,9 @@ lab.verdict(
 # the GPU runs them. Then layers that take more kernels than a plain product does, and FP8's and the 4-bit ones do, make
 # the step longer. At batch 4 the GPU has enough to do, and FP8's faster products begin to show.
 #
-# In the picture each line starts at the height of the weights, and this is where QLoRA and FP8 save. Its slope is what each further
-# example adds: checkpoints, and the tensors of one block at a time. If only the weights differed, all lines would have
-# the same slope, and a method's saving would shrink in percent but never turn into a loss.
+# In the picture each line starts at the height of the weights, and this is where QLoRA and FP8 save. Its slope is what
+# each further example adds: checkpoints, and the tensors of one block at a time. If only the weights differed, all lines
+# would have the same slope, and a method's saving would shrink in percent but never turn into a loss.
 #
 # So a line that crosses the one of *bf16* must have larger activations. For QLoRA there is a suspect: PEFT's
 # preparation turns embeddings and norms into float32, and with them everything that flows from block to block. *nf4* is
@@ -512,7 +513,7 @@ lab.predict("spread of the loss over seeds", my_spread, "%")
 
 # %%
 small = open_workload("llava-lora", "small" if on_gpu else "tiny", device=lab.device)
-start = A2_BASE.but(layers="rewritten", loss="answers", micro_batch=2, learning_rate=3e-4 if on_gpu else 2e-3)
+start = A2_BASE.but(layers="rewritten", loss="answers", micro_batch=2, learning_rate=5e-5 if on_gpu else 2e-3)
 fixed = start.but(shapes="fixed")
 recipes = {"bf16": start, "qlora": start.but(base_linear="nf4"), "fixed": fixed, "fp8-mixed": start}
 recipes |= {kind: start.but(base_linear=kind) for kind in ("fp8-frozen", "fp8-te")}
@@ -727,8 +728,9 @@ solved(check("06.3", my_letters))
 
 # %% [markdown]
 # **4. Make it faster.** One image has 1,024 tokens and fifteen have 16 each (on a GPU four times as many, each eight times
-# as wide, so that it has work to do). `padded` fills all sixteen up to the longest and sends them through a network that treats each token by
-# itself; then it averages each image's tokens. Write `unpadded`: the same averages, at least twice as fast.
+# as wide, so that it has work to do). `padded` fills all sixteen up to the longest and sends them through a network that
+# treats each token by itself; then it averages each image's tokens. Write `unpadded`: the same averages, at least twice
+# as fast.
 
 # %% tags=["exercise"]
 torch.manual_seed(0)
