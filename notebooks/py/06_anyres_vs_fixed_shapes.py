@@ -513,7 +513,7 @@ lab.predict("spread of the loss over seeds", my_spread, "%")
 
 # %%
 small = open_workload("llava-lora", "small" if on_gpu else "tiny", device=lab.device)
-start = A2_BASE.but(layers="rewritten", loss="answers", micro_batch=2, learning_rate=5e-5 if on_gpu else 2e-3)
+start = A2_BASE.but(layers="rewritten", loss="answers", micro_batch=2, learning_rate=6e-5 if on_gpu else 2e-3)
 fixed = start.but(shapes="fixed")
 recipes = {"bf16": start, "qlora": start.but(base_linear="nf4"), "fixed": fixed, "fp8-mixed": start}
 recipes |= {kind: start.but(base_linear=kind) for kind in ("fp8-frozen", "fp8-te")}
@@ -521,7 +521,7 @@ recipes |= {"fixed-fp8-te": fixed.but(base_linear="fp8-te")}
 changes = {"qlora": trials.prepared_for_kbit, "fp8-mixed": trials.fp8_but("o_proj", "down_proj")}
 kept = lab.measured_together(
     {f"loss {name}": recipe for name, recipe in recipes.items()},
-    lambda: trials.losses_over_seeds(small, recipes, seeds or 3, 6 if tiny else 16, changes),
+    lambda: trials.losses_over_seeds(small, recipes, seeds or 3, 6 if tiny else 12, changes),
 )
 losses = {name.removeprefix("loss "): run for name, run in kept.items()}
 curve, (before, after) = losses["bf16"].metrics["loss"], map(losses["bf16"].metric, ("start_loss", "final_loss"))
