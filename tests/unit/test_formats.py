@@ -92,9 +92,9 @@ def test_a_machine_without_a_gpu_decodes_on_none(monkeypatch):
 
 def test_processes_take_the_threads_they_are_told(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
-    found = formats.images_per_s(2, 1, seconds=0.2)
-    assert found["threads"] == 1 and found["images_per_s"] > 0
-    assert formats.images_per_s(1, None, seconds=0.1)["threads"] >= 1
+    found = formats.images_per_s(2, {"one": 1, "as they come": None}, seconds=0.2)
+    assert found["one"]["threads"] == 1 and found["as they come"]["threads"] >= 1
+    assert all(each["images_per_s"] > 0 for each in found.values())
 
 
 # ------------------------------------------------------------------------------------------------- cost of the decoder
