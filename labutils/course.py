@@ -238,9 +238,8 @@ class Lab:
         self, recipes: Mapping[str, Recipe | None], measure: Callable[[], Mapping[str, Run]]
     ) -> dict[str, Run]:
         """Name -> run, as `measured`, of recipes that are measured in one go: all are as they were left, or none."""
-        there = self._left_behind()
-        left = {name: there[name] for name in recipes if name in there and name not in self._measured}
-        if all(name in left and _is_of(left[name], recipe) for name, recipe in recipes.items()):
+        left = self.left(recipes)
+        if left.keys() == recipes.keys():
             self._measured.update(left)
             return left
         runs = dict(measure())
@@ -248,6 +247,15 @@ class Lab:
             run.run = name
         self.keep(runs)
         return runs
+
+    def left(self, recipes: Mapping[str, Recipe | None]) -> dict[str, Run]:
+        """Name -> run, of those of `recipes` that `measured` would take as an interrupted lab left them."""
+        there = self._left_behind()
+        return {
+            name: there[name]
+            for name, recipe in recipes.items()
+            if name in there and name not in self._measured and _is_of(there[name], recipe)
+        }
 
     def _left_behind(self) -> dict[str, Run]:
         """Name -> run that this lab's last start left here, if it did not get to its end and all else is alike.

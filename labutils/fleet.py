@@ -12,6 +12,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from labutils import scaling
 from labutils.measure.collectives import SAY_ALL, SIZES, Link, read_nccl_log
 from labutils.recipe import A3_BASE, STOCK, Recipe
 from labutils.results import Run, Unavailable
-from labutils.training.launching import Ended, gpu_count, launch, remove
+from labutils.training.launching import TIMEOUT_S, Ended, gpu_count, launch, remove
 from labutils.training.rank import Task
 
 SD_RECIPE = STOCK.but(
@@ -121,8 +122,9 @@ def tasks_together(case: Case, ranks: int, steps: int, tiny: bool) -> list[Task]
     if case.name in TURNED[-1:] if tiny else TURNED:
         found.append(case.task(f"ddp {ranks} bucket 1MB", shared.but(bucket_cap_mb=1), **timed))
         several = case.for_ranks(ranks, 2 if tiny else ACCUMULATED)
-        found.append(case.task(f"ddp {ranks} no_sync", several, **timed))
-        found.append(case.task(f"ddp {ranks} sync each", several.but(synchronise="each"), **timed))
+        fewer = timed | {"steps": max(4, steps // 2)}  # each is several times as long
+        found.append(case.task(f"ddp {ranks} no_sync", several, **fewer))
+        found.append(case.task(f"ddp {ranks} sync each", several.but(synchronise="each"), **fewer))
     if case.name == "full" and not tiny:
         found.append(case.task(f"ddp {ranks} bucket view", shared.but(gradient_as_bucket_view=True), **timed))
     if case.name == "qwen" and not tiny:
@@ -132,14 +134,14 @@ def tasks_together(case: Case, ranks: int, steps: int, tiny: bool) -> list[Task]
     return found
 
 
-def launches(cases: Iterable[Case], ranks: int, steps: int, tiny: bool) -> list[list[Task]]:
-    """What all ranks do, launch by launch: DDP of all cases, then FSDP, which so takes nothing along where it fails.
-    At tiny one launch is all, as starting takes longest."""
+def tasks_of_all(cases: Iterable[Case], ranks: int, steps: int, tiny: bool) -> list[Task]:
+    """What all ranks do: DDP of all cases, then FSDP."""
     tasks = [task for case in cases for task in tasks_together(case, ranks, steps, tiny)]
-    parts = [[task for task in tasks if task.recipe["parallel"] == kind] for kind in ("ddp", "fsdp")]
-    return [tasks] if tiny else parts
+    return sorted(tasks, key=lambda task: task.recipe["parallel"])  # stable: cases stay in their order
 
 
+TASK_S = 40.0
+"""How long one of many tasks may take on average."""
 DOWNLOADING = {"timeout_s": 7200.0, "patience_s": 3600.0}
 """How long a launch may take, and ranks wait for the first, where that one may have checkpoints to download."""
 
@@ -152,21 +154,38 @@ def measured(
     into: dict[str, Run],
     judge: Callable[[str, Run], Run] = lambda name, run: run,
 ) -> None:
-    """Put the runs of `tasks`, each as `judge` has it, into `into`: as an interrupted lab left them, or launched now
-    and kept. Raises where a rank failed, once those are kept that were through by then."""
-    ended: list[Ended] = []
+    """Put the runs of `tasks`, each as `judge` has it, into `into`: as an interrupted lab left them, or launched now,
+    each kept as soon as it is there.
 
-    def launched() -> dict[str, Run]:
-        ended.append(launch(tasks, ranks, device, **(DOWNLOADING if "hub" in (lab.weights, lab.data) else {})))
-        runs = {name: judge(name, run) for name, run in ended[-1].runs.items()}
-        for run in runs.values():
-            run.lane = "same work"
-        return runs
-
+    A task that a rank fails in is on record with what was said of it, and another launch does those behind it. Raises
+    for the first one once all is done, or two launches in a row brought nothing.
+    """
     recipes = {task.name: Recipe(**task.recipe) if task.recipe else None for task in tasks}
-    into |= lab.measured_together(recipes, launched)
+    taken = lab.measured_together({name: recipes[name] for name in lab.left(recipes)}, dict)
+    into |= taken
+    options = DOWNLOADING if "hub" in (lab.weights, lab.data) else {"timeout_s": max(TIMEOUT_S, TASK_S * len(tasks))}
+
+    def keep(run: Run) -> None:
+        into[run.run] = judge(run.run, run)
+        lab.keep(run, lane="same work")
+
+    ended: list[Ended] = []
+    left = [task for task in tasks if task.name not in taken]
+    while left and (len(ended) < 2 or ended[-1].runs or ended[-2].runs):
+        ended.append(launch(left, ranks, device, each=keep, **options))
+        left = [task for task in left if task.name not in ended[-1].runs]
+        if ended[-1].ok:
+            break
+        if left:
+            failed = left.pop(0)  # they are done one after the other
+            lab.keep(Run("", failed.name, recipe=failed.recipe, status=_error(ended[-1])))
     for one in ended:
         one.or_raise()
+
+
+def _error(ended: Ended, length: int = 300) -> str:
+    """What a run's status says of a launch that failed."""
+    return f"error: {' '.join(ended.message.split())[:length]}"
 
 
 CRASH_STEPS = 8
@@ -202,7 +221,7 @@ def crashes(case: Case, ranks: int, device: str) -> dict[str, Run]:
         remove(folder)
     last = resumed.runs.get(case.run("crash")) or as_run(CRASHES[2], resumed)
     if not resumed.ok:
-        last.status = f"error: {' '.join(resumed.message.split())[:300]}"
+        last.status = _error(resumed)
     return dict(zip(CRASHES, (as_run(CRASHES[0], killed), as_run(CRASHES[1], raised), last), strict=True))
 
 
@@ -511,13 +530,20 @@ def trial_name(settings: Mapping[str, str]) -> str:
     return "nccl " + " ".join(f"{variable}={value}" for variable, value in settings.items())
 
 
-def nccl_trial(ranks: int, settings: Mapping[str, str]) -> Run:
+def nccl_trials(ranks: int) -> dict[str, Run]:
+    """Name -> run of each of `TRIALS`. Their launches, which take longest to start, start side by side, and one at a
+    time is at work."""
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(len(TRIALS)) as pool:
+        runs = pool.map(lambda settings: nccl_trial(ranks, settings, f"{folder}/turn"), TRIALS)
+        return {trial_name(settings): run for settings, run in zip(TRIALS, runs, strict=True)}
+
+
+def nccl_trial(ranks: int, settings: Mapping[str, str], turn: str = "") -> Run:
     """The all-reduce's times with these variables, in a launch of its own: NCCL reads them once. `metrics` holds what
-    it says of its ways (`transport`, `channels`) as well."""
-    task = Task("all-reduce", "all-reduce", sizes=TRIED_SIZES)
-    ended = launch([task], ranks, "cuda", 90, 45, SAY_ALL | dict(settings))
-    why = f"error: {' '.join(ended.message.split())[:200]}"
-    run = ended.runs.get("all-reduce") or Run("", "", status=why)
+    it says of its ways (`transport`, `channels`) as well. turn: see `Task`."""
+    task = Task("all-reduce", "all-reduce", sizes=TRIED_SIZES, turn=turn)
+    ended = launch([task], ranks, "cuda", 150, 90, SAY_ALL | dict(settings))
+    run = ended.runs.get("all-reduce") or Run("", "", status=_error(ended, 200))
     run.run = trial_name(settings)
     said = read_nccl_log(ended.log)
     run.metrics |= {key: said[key] for key in ("channels", "network", "version") if key in said}

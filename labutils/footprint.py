@@ -393,6 +393,13 @@ MODES: dict[str, dict[str, Any]] = {
     "selective": {"checkpointing": "selective"},
 }
 
+
+def in_mode(workload: Workload, mode: str, batch: int = 0) -> Recipe:
+    """A workload's recipe of `GRID`, in one of `MODES`, with micro-batches of `batch` examples (0: the grid's own)."""
+    recipe = GRID[workload.name].but(**MODES[mode])
+    return recipe.but(micro_batch=batch) if batch else recipe
+
+
 TOLD_HEAD = ("step", "predicted", "by tensors, at the peak", "off by", "reserved, GB")
 """The head of a table of `told_rows`."""
 

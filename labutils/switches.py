@@ -398,7 +398,8 @@ READY, GO = "ready\n", "go"
 
 def _started(stack: contextlib.ExitStack, environment: Mapping[str, str]) -> tuple[subprocess.Popen, IO[str]]:
     """A child that ends with the stack, or after `ALONE_S`, and the file of what it says on standard error."""
-    errors = stack.enter_context(tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace"))
+    errors = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115  the stack closes it
+    stack.callback(errors.close)
     child = subprocess.Popen(
         [sys.executable, "-W", "ignore", "-m", "labutils.switches"],
         stdin=subprocess.PIPE,

@@ -237,7 +237,9 @@ print(count, flush=True)
 """
 
 
-def images_per_s(processes: int, settings: Mapping[str, int | None], seconds: float = 1.0) -> dict[str, dict[str, float]]:
+def images_per_s(
+    processes: int, settings: Mapping[str, int | None], seconds: float = 1.0
+) -> dict[str, dict[str, float]]:
     """Name -> pictures of 1080 x 1080 that so many processes resize in a second, each with `OMP_NUM_THREADS` as
     `settings` has it, and the `threads` that each one took.
 
