@@ -30,11 +30,13 @@ SD_RECIPE = STOCK.but(
     cache="latents+text",
     logging="ring-buffer",
     optimizer="adamw-fused",
-    micro_batch=4,
     accumulation=1,
 )
 """Lab 04's loop, eager, in BF16, from encoded examples: nothing but the UNet, and no file to wait for. (Channels last
 would be faster, and `fully_shard` takes no such weights.)"""
+SD_BATCH = {"tiny": 2, "small": 4, "full": 16}
+"""Its examples in a micro-batch. With few, a step lasts as long as the host takes to launch it, and on a host that
+several ranks share that is another time each day."""
 QWEN_RECIPE = A3_BASE.but(
     driver="eager",
     adapter="plain",
@@ -88,7 +90,7 @@ def cases(lab: Any) -> dict[str, Case]:
     tiny = lab.scale == "tiny"
     sd, qwen = of("sd15-lora", lab.scale), of("qwen3-lora-long", lab.scale)
     small = of("qwen3-lora-long", "tiny" if tiny else "small")
-    sd_recipe = SD_RECIPE.but(micro_batch=2) if tiny else SD_RECIPE
+    sd_recipe = SD_RECIPE.but(micro_batch=SD_BATCH[lab.scale])
     found = [
         Case("", "SD 1.5, LoRA", sd, sd_recipe),
         Case("full", "SD 1.5, whole UNet", sd, sd_recipe.but(adapter="none")),
@@ -102,11 +104,14 @@ def cases(lab: Any) -> dict[str, Case]:
 # What is launched
 
 
-def tasks_alone(chosen: Iterable[Case], steps: int, tiny: bool) -> list[Task]:
-    """The link, and each case on one process: rank 0 by itself, while the others wait."""
+def tasks_alone(chosen: Iterable[Case], ranks: int, steps: int, tiny: bool) -> list[Task]:
+    """The link, and each case on one process: rank 0 by itself, while the others wait; behind the first case its whole
+    global batch, of which the losses are wanted."""
     link = Task("all-reduce", "all-reduce", sizes=TINY_SIZES if tiny else SIZES)
     timed = {"steps": steps, "warmup": 1 if tiny else 2}
-    return [link, *(case.task("one process", case.recipe, **timed, alone=True, arrivals=True) for case in chosen)]
+    first, *others = chosen
+    one = lambda case: case.task("one process", case.recipe, **timed, alone=True, arrivals=True)  # noqa: E731
+    return [link, one(first), task_same_batch(first, ranks), *map(one, others)]
 
 
 TRACED = 2

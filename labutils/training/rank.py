@@ -193,14 +193,14 @@ _workloads: dict[str, Any] = {}
 
 
 def _workload(job: Job, task: Task) -> Any:
-    """One a kind, so that sessions share its frozen weights."""
+    """One a kind, so that sessions share its frozen weights, texts and encoded examples; only one kind has weights."""
     from labutils.workloads import open_workload
 
     key = json.dumps(task.workload, sort_keys=True)
+    for other, workload in _workloads.items():
+        if other != key:
+            workload.let_go()
     if key not in _workloads:
-        for other in _workloads.values():
-            other.let_go()
-        _workloads.clear()
         _workloads[key] = remembering(open_workload(**task.workload, device=job.device))
     return _workloads[key]
 

@@ -115,7 +115,7 @@ lab.predict("bus bandwidth of a large all-reduce", my_bandwidth, "GB/s")
 # %%
 with lab.attempt("Several ranks on this machine", reference="all-reduce"):
     device = fleet.device_for(lab)
-    tasks = [*fleet.tasks_alone(cases.values(), timed, tiny), fleet.task_same_batch(cases[""], count)]
+    tasks = fleet.tasks_alone(cases.values(), count, timed, tiny)
     fleet.measured(lab, tasks, count, device, into=alone)
     print(f"{count} ranks on {device}. Each of them was given:")
     print(*(f"{name}={value}" for name, value in rank_variables(count, device).items()))
