@@ -68,17 +68,9 @@ import matplotlib.pyplot as plt
 import torch
 import torch.utils.checkpoint
 
-from labutils import articles, footprint, plots, switches
+from labutils import articles, datapath, footprint, plots, switches
 from labutils.data.formats import gpu_decoder, images_per_s
-from labutils.datapath import (
-    DECODING_HEAD,
-    Pictures,
-    decoding_rows,
-    pipeline_of,
-    points_of,
-    step_over_decoding,
-    trained_from,
-)
+from labutils.datapath import DECODING_HEAD, Pictures, decoding_rows
 from labutils.diagnosis import ablations
 from labutils.hardware import usable_cores
 from labutils.recipe import Recipe
@@ -549,16 +541,16 @@ trained: dict[str, Run] = {}
 with lab.attempt("Training on each form", reference="data: PNG"):
     trained = lab.measured_together(
         ways[0] | ways[several],
-        lambda: trained_from(stable_diffusion, pictures, ways[0] | ways[several], steps, rounds),
+        lambda: datapath.trained_from(stable_diffusion, pictures, ways[0] | ways[several], steps, rounds),
     )
 
 # %%
 threads = 1 if on_gpu else torch.get_num_threads()
 with lab.attempt("The model of the data path"):
-    base = pipeline_of(trained["data: resized in memory"], usable_cores(), threads)
+    base = datapath.pipeline_of(trained["data: resized in memory"], usable_cores(), threads)
     each = {name: pictures.example_ms(name) for name in kept}
-    points = {workers: points_of(trained, names, each) for workers, names in ways.items()}
-    model = step_over_decoding(base, (0, 1, several), loop.micro_batch, up_to=1.15 * max(each.values()))
+    points = {workers: datapath.points_of(trained, names, each) for workers, names in ways.items()}
+    model = datapath.step_over_decoding(base, (0, 1, several), loop.micro_batch, up_to=1.15 * max(each.values()))
     fig, ax = plt.subplots(figsize=(7.4, 4.2))
     plots.over_decoding(ax, model, points, "ms that one core takes to make an example")
     plt.show()
