@@ -37,6 +37,9 @@ would be faster, and `fully_shard` takes no such weights.)"""
 SD_BATCH = {"tiny": 2, "small": 4, "full": 16}
 """Its examples in a micro-batch. With few, a step lasts as long as the host takes to launch it, and on a host that
 several ranks share that is another time each day."""
+WHOLE_BATCH = SD_BATCH | {"full": 8}
+"""The same where all weights are trained, which is more work for the GPU. With many, what is sharded would be lost
+among activations."""
 QWEN_RECIPE = A3_BASE.but(
     driver="eager",
     adapter="plain",
@@ -93,7 +96,7 @@ def cases(lab: Any) -> dict[str, Case]:
     sd_recipe = SD_RECIPE.but(micro_batch=SD_BATCH[lab.scale])
     found = [
         Case("", "SD 1.5, LoRA", sd, sd_recipe),
-        Case("full", "SD 1.5, whole UNet", sd, sd_recipe.but(adapter="none")),
+        Case("full", "SD 1.5, whole UNet", sd, sd_recipe.but(adapter="none", micro_batch=WHOLE_BATCH[lab.scale])),
         Case("qwen", "Qwen3, LoRA", qwen, QWEN_RECIPE),
         Case("qwen full", "small Qwen3, whole", small, QWEN_FULL_RECIPE),
     ]

@@ -90,6 +90,8 @@ def predicted(workload: Workload, recipe: Recipe, on: str = "") -> StepMemory:
 
 _ahead: dict[tuple[Any, ...], Future[StepMemory]] = {}
 """Predictions that were begun by `predict_ahead`."""
+_pools: list[ProcessPoolExecutor] = []
+"""The one that they are made in, while there is one."""
 PROCESSES = 6
 CORES_EACH = 2
 
@@ -97,17 +99,27 @@ CORES_EACH = 2
 def predict_ahead(workloads: Iterable[tuple[Workload, Recipe]], on: str = "") -> None:
     """Begin these predictions in processes beside this one, which goes on: `predicted` then has them at hand.
 
-    Each is one core's work. Where cores are few nothing is begun: `predicted` will do it in its time.
+    Each is one core's work. Where cores are few nothing is begun: `predicted` will do it in its time. `end_ahead` before
+    anything is timed that the host has a part in.
     """
     if hardware.usable_cores() < PROCESSES * CORES_EACH:
         return
-    pool = ProcessPoolExecutor(PROCESSES, get_context("spawn"))
+    pool = _pools[0] if _pools else ProcessPoolExecutor(PROCESSES, get_context("spawn"))
+    _pools[:] = [pool]
     for workload, recipe in workloads:
         where = on or workload.device.type
         asked = _asked(workload, recipe.fitted_to(where), where)
         if asked not in _ahead:
             _ahead[asked] = pool.submit(_predicted_there, *asked)
-    pool.shutdown(wait=False)  # its processes end with the last prediction
+
+
+def end_ahead() -> None:
+    """Wait for the predictions that are being made in other processes, leave those out that aren't begun, and end the
+    processes."""
+    for pool in _pools:
+        pool.shutdown(wait=True, cancel_futures=True)
+    _pools.clear()
+    _ahead.clear()
 
 
 def _asked(workload: Workload, recipe: Recipe, on: str) -> tuple[Any, ...]:

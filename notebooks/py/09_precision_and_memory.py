@@ -485,6 +485,7 @@ lab.predict("PNG against JPEG, one core", my_formats, "x")
 
 # %%
 make_room(ready)
+footprint.end_ahead()  # from here on the host's times are taken as well
 pictures = Pictures(stable_diffusion, 8 if tiny else 32)
 decoding: dict[str, Run] = {}
 with lab.attempt("Reading and decoding", reference="decode: PNG"):

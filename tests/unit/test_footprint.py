@@ -87,6 +87,7 @@ def test_predictions_begun_ahead_are_those_made_here(little, monkeypatch):
             return super().submit(lambda: pickle.loads(pickle.dumps(call(*arguments))))
 
     monkeypatch.setattr(footprint, "_ahead", {})
+    monkeypatch.setattr(footprint, "_pools", [])
     monkeypatch.setattr(footprint, "ProcessPoolExecutor", lambda processes, _: Beside(1))
     monkeypatch.setattr(footprint.hardware, "usable_cores", lambda: 2)
     footprint.predict_ahead(asked)
@@ -95,6 +96,8 @@ def test_predictions_begun_ahead_are_those_made_here(little, monkeypatch):
     monkeypatch.setattr(footprint, "_predicted_there", lambda *_: footprint.StepMemory({"weights": 1}, (), (), 0))
     footprint.predict_ahead(asked[:1])
     assert footprint.predicted(*asked[0]).held == {"weights": 1} and footprint.predicted(*asked[1]) == here[1]
+    footprint.end_ahead()
+    assert footprint.predicted(*asked[0]) == here[0] and len(there) == 1 and not footprint._pools
     monkeypatch.undo()
     assert footprint._predicted_there(*footprint._asked(*asked[2], "cpu")) == here[2]
 
