@@ -99,8 +99,8 @@ CORES_EACH = 2
 def predict_ahead(workloads: Iterable[tuple[Workload, Recipe]], on: str = "") -> None:
     """Begin these predictions in processes beside this one, which goes on: `predicted` then has them at hand.
 
-    Each is one core's work. Where cores are few nothing is begun: `predicted` will do it in its time. `end_ahead` before
-    anything is timed that the host has a part in.
+    Each is one core's work. Where cores are few nothing is begun: `predicted` will do it in its time. Call `end_ahead`
+    before anything is timed that the host has a part in.
     """
     if hardware.usable_cores() < PROCESSES * CORES_EACH:
         return
