@@ -238,9 +238,8 @@ class Lab:
         self, recipes: Mapping[str, Recipe | None], measure: Callable[[], Mapping[str, Run]]
     ) -> dict[str, Run]:
         """Name -> run, as `measured`, of recipes that are measured in one go: all are as they were left, or none."""
-        there = self._left_behind()
-        left = {name: there[name] for name in recipes if name in there and name not in self._measured}
-        if all(name in left and _is_of(left[name], recipe) for name, recipe in recipes.items()):
+        left = self.left(recipes)
+        if left.keys() == recipes.keys():
             self._measured.update(left)
             return left
         runs = dict(measure())
@@ -248,6 +247,15 @@ class Lab:
             run.run = name
         self.keep(runs)
         return runs
+
+    def left(self, recipes: Mapping[str, Recipe | None]) -> dict[str, Run]:
+        """Name -> run, of those of `recipes` that `measured` would take as an interrupted lab left them."""
+        there = self._left_behind()
+        return {
+            name: there[name]
+            for name, recipe in recipes.items()
+            if name in there and name not in self._measured and _is_of(there[name], recipe)
+        }
 
     def _left_behind(self) -> dict[str, Run]:
         """Name -> run that this lab's last start left here, if it did not get to its end and all else is alike.
@@ -257,12 +265,12 @@ class Lab:
         mine = [r for r in results.read_records(self._results.path) if r.get("lab") == self.number]
         ends = [place for place, record in enumerate(mine) if record.get("status") == "done"]
         unfinished = mine[ends[-1] + 1 :] if ends else mine
-        here = (self.machine, results.versions(), self._made_of)
+        here = (_lasting(self.machine), results.versions(), self._made_of)
         return {
             name: run
             for (_, name), run in results.runs_of(unfinished).items()
             if (run.ok or (run.status == "oom" and run.recipe))
-            and (run.machine, run.versions, run.made_of) == here
+            and (_lasting(run.machine), run.versions, run.made_of) == here
             and (not run.beside or results.told(results.BESIDE))  # what others disturbed is measured again without them
         }
 
@@ -500,6 +508,12 @@ def _made_of(values: Mapping[str, Any]) -> str:
     tells it, and its parameters."""
     sources = results.told(results.SOURCES) or {"labutils": results.code()}
     return results.digest(json.dumps(part, sort_keys=True).encode() for part in (sources, values))
+
+
+def _lasting(machine: Mapping[str, Any]) -> dict[str, Any]:
+    """What of a machine's facts is the same each time one looks: some virtual machines are given their memory only as
+    it is used."""
+    return {name: value for name, value in machine.items() if name != "ram_gb"}
 
 
 def _is_of(run: Run, recipe: Recipe | None) -> bool:

@@ -1,6 +1,6 @@
 """Training on images that are kept in different forms: what a form's decoding costs the step, measured and foretold.
 
-runs  = trained_from(workload, {"PNG": dataset, ..}, {"": recipe, ", 4 workers": other}, steps, rounds)
+runs  = trained_from(workload, pictures, {"data: PNG": recipe, "data: PNG, 4 workers": other}, steps, rounds)
 model = step_over_decoding(pipeline, (0, 1, 4), up_to=80)
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
@@ -131,21 +131,38 @@ def reading(workload: Workload, dataset: Dataset) -> Workload:
 
 
 def trained_from(
-    workload: Workload, datasets: Mapping[str, Dataset], recipes: Mapping[str, Recipe], steps: int, rounds: int
+    workload: Workload, pictures: Pictures, recipes: Mapping[str, Recipe], steps: int, rounds: int
 ) -> dict[str, Run]:
-    """ "data: NAME" + the recipe's ending -> run, interleaved: each round goes through all datasets and recipes."""
+    """ "data: NAME" or "data: NAME, more words" -> run of that recipe on the pictures in form NAME, interleaved: each
+    round goes through all of them."""
     runs: dict[str, Run] = {}
+    of_form: dict[str, dict[str, Recipe]] = {}
+    for name, recipe in recipes.items():
+        of_form.setdefault(form_of(name), {})[name] = recipe
     with ExitStack() as stack:
         benches = {
-            name: stack.enter_context(Bench(reading(workload, dataset), warmup=1)) for name, dataset in datasets.items()
+            form: stack.enter_context(Bench(reading(workload, pictures.dataset(form)), warmup=1)) for form in of_form
         }
         for _ in range(rounds):
-            for name, bench in benches.items():
-                for ending, run in bench.compare(recipes, steps, rounds=1).items():
-                    key = f"data: {name}{ending}"
-                    runs[key] = _joined(runs[key], run) if key in runs else run
-                    runs[key].run = key
+            for form, bench in benches.items():
+                for name, run in bench.compare(of_form[form], steps, rounds=1).items():
+                    runs[name] = _joined(runs[name], run) if name in runs else run
     return runs
+
+
+def form_of(name: str) -> str:
+    """The form of the pictures that a run "data: ..." was trained from."""
+    return name.removeprefix("data: ").partition(",")[0]
+
+
+def points_of(
+    runs: Mapping[str, Run], names: Iterable[str], each: Mapping[str, float]
+) -> dict[str, tuple[float, tuple[float, ...]]]:
+    """Form -> (ms that one thread takes for an example, its step's p10, median and p90), of those `names` that ran."""
+    there = {form_of(name): runs[name].metrics["step_ms"] for name in names if runs[name].ok}
+    return {
+        form: (each[form], tuple(spread[part] for part in ("p10", "median", "p90"))) for form, spread in there.items()
+    }
 
 
 def _joined(run: Run, more: Run) -> Run:

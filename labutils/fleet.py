@@ -12,6 +12,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from labutils import scaling
 from labutils.measure.collectives import SAY_ALL, SIZES, Link, read_nccl_log
 from labutils.recipe import A3_BASE, STOCK, Recipe
 from labutils.results import Run, Unavailable
-from labutils.training.launching import Ended, gpu_count, launch, remove
+from labutils.training.launching import TIMEOUT_S, Ended, gpu_count, launch, remove
 from labutils.training.rank import Task
 
 SD_RECIPE = STOCK.but(
@@ -29,11 +30,16 @@ SD_RECIPE = STOCK.but(
     cache="latents+text",
     logging="ring-buffer",
     optimizer="adamw-fused",
-    micro_batch=4,
     accumulation=1,
 )
 """Lab 04's loop, eager, in BF16, from encoded examples: nothing but the UNet, and no file to wait for. (Channels last
 would be faster, and `fully_shard` takes no such weights.)"""
+SD_BATCH = {"tiny": 2, "small": 4, "full": 16}
+"""Its examples in a micro-batch. With few, a step lasts as long as the host takes to launch it, and on a host that
+several ranks share that is another time each day."""
+WHOLE_BATCH = SD_BATCH | {"full": 8}
+"""The same where all weights are trained, which is more work for the GPU. With many, what is sharded would be lost
+among activations."""
 QWEN_RECIPE = A3_BASE.but(
     driver="eager",
     adapter="plain",
@@ -87,10 +93,10 @@ def cases(lab: Any) -> dict[str, Case]:
     tiny = lab.scale == "tiny"
     sd, qwen = of("sd15-lora", lab.scale), of("qwen3-lora-long", lab.scale)
     small = of("qwen3-lora-long", "tiny" if tiny else "small")
-    sd_recipe = SD_RECIPE.but(micro_batch=2) if tiny else SD_RECIPE
+    sd_recipe = SD_RECIPE.but(micro_batch=SD_BATCH[lab.scale])
     found = [
         Case("", "SD 1.5, LoRA", sd, sd_recipe),
-        Case("full", "SD 1.5, whole UNet", sd, sd_recipe.but(adapter="none")),
+        Case("full", "SD 1.5, whole UNet", sd, sd_recipe.but(adapter="none", micro_batch=WHOLE_BATCH[lab.scale])),
         Case("qwen", "Qwen3, LoRA", qwen, QWEN_RECIPE),
         Case("qwen full", "small Qwen3, whole", small, QWEN_FULL_RECIPE),
     ]
@@ -101,11 +107,14 @@ def cases(lab: Any) -> dict[str, Case]:
 # What is launched
 
 
-def tasks_alone(chosen: Iterable[Case], steps: int, tiny: bool) -> list[Task]:
-    """The link, and each case on one process: rank 0 by itself, while the others wait."""
+def tasks_alone(chosen: Iterable[Case], ranks: int, steps: int, tiny: bool) -> list[Task]:
+    """The link, and each case on one process: rank 0 by itself, while the others wait; behind the first case its whole
+    global batch, of which the losses are wanted."""
     link = Task("all-reduce", "all-reduce", sizes=TINY_SIZES if tiny else SIZES)
     timed = {"steps": steps, "warmup": 1 if tiny else 2}
-    return [link, *(case.task("one process", case.recipe, **timed, alone=True, arrivals=True) for case in chosen)]
+    first, *others = chosen
+    one = lambda case: case.task("one process", case.recipe, **timed, alone=True, arrivals=True)  # noqa: E731
+    return [link, one(first), task_same_batch(first, ranks), *map(one, others)]
 
 
 TRACED = 2
@@ -121,8 +130,9 @@ def tasks_together(case: Case, ranks: int, steps: int, tiny: bool) -> list[Task]
     if case.name in TURNED[-1:] if tiny else TURNED:
         found.append(case.task(f"ddp {ranks} bucket 1MB", shared.but(bucket_cap_mb=1), **timed))
         several = case.for_ranks(ranks, 2 if tiny else ACCUMULATED)
-        found.append(case.task(f"ddp {ranks} no_sync", several, **timed))
-        found.append(case.task(f"ddp {ranks} sync each", several.but(synchronise="each"), **timed))
+        fewer = timed | {"steps": max(4, steps // 2)}  # each is several times as long
+        found.append(case.task(f"ddp {ranks} no_sync", several, **fewer))
+        found.append(case.task(f"ddp {ranks} sync each", several.but(synchronise="each"), **fewer))
     if case.name == "full" and not tiny:
         found.append(case.task(f"ddp {ranks} bucket view", shared.but(gradient_as_bucket_view=True), **timed))
     if case.name == "qwen" and not tiny:
@@ -132,14 +142,14 @@ def tasks_together(case: Case, ranks: int, steps: int, tiny: bool) -> list[Task]
     return found
 
 
-def launches(cases: Iterable[Case], ranks: int, steps: int, tiny: bool) -> list[list[Task]]:
-    """What all ranks do, launch by launch: DDP of all cases, then FSDP, which so takes nothing along where it fails.
-    At tiny one launch is all, as starting takes longest."""
+def tasks_of_all(cases: Iterable[Case], ranks: int, steps: int, tiny: bool) -> list[Task]:
+    """What all ranks do: DDP of all cases, then FSDP."""
     tasks = [task for case in cases for task in tasks_together(case, ranks, steps, tiny)]
-    parts = [[task for task in tasks if task.recipe["parallel"] == kind] for kind in ("ddp", "fsdp")]
-    return [tasks] if tiny else parts
+    return sorted(tasks, key=lambda task: task.recipe["parallel"])  # stable: cases stay in their order
 
 
+TASK_S = 40.0
+"""How long one of many tasks may take on average."""
 DOWNLOADING = {"timeout_s": 7200.0, "patience_s": 3600.0}
 """How long a launch may take, and ranks wait for the first, where that one may have checkpoints to download."""
 
@@ -152,21 +162,38 @@ def measured(
     into: dict[str, Run],
     judge: Callable[[str, Run], Run] = lambda name, run: run,
 ) -> None:
-    """Put the runs of `tasks`, each as `judge` has it, into `into`: as an interrupted lab left them, or launched now
-    and kept. Raises where a rank failed, once those are kept that were through by then."""
-    ended: list[Ended] = []
+    """Put the runs of `tasks`, each as `judge` has it, into `into`: as an interrupted lab left them, or launched now,
+    each kept as soon as it is there.
 
-    def launched() -> dict[str, Run]:
-        ended.append(launch(tasks, ranks, device, **(DOWNLOADING if "hub" in (lab.weights, lab.data) else {})))
-        runs = {name: judge(name, run) for name, run in ended[-1].runs.items()}
-        for run in runs.values():
-            run.lane = "same work"
-        return runs
-
+    A task that a rank fails in is on record with what was said of it, and another launch does those behind it. Raises
+    for the first one once all is done, or two launches in a row brought nothing.
+    """
     recipes = {task.name: Recipe(**task.recipe) if task.recipe else None for task in tasks}
-    into |= lab.measured_together(recipes, launched)
+    taken = lab.measured_together({name: recipes[name] for name in lab.left(recipes)}, dict)
+    into |= taken
+    options = DOWNLOADING if "hub" in (lab.weights, lab.data) else {"timeout_s": max(TIMEOUT_S, TASK_S * len(tasks))}
+
+    def keep(run: Run) -> None:
+        into[run.run] = judge(run.run, run)
+        lab.keep(run, lane="same work")
+
+    ended: list[Ended] = []
+    left = [task for task in tasks if task.name not in taken]
+    while left and (len(ended) < 2 or ended[-1].runs or ended[-2].runs):
+        ended.append(launch(left, ranks, device, each=keep, **options))
+        left = [task for task in left if task.name not in ended[-1].runs]
+        if ended[-1].ok:
+            break
+        if left:
+            failed = left.pop(0)  # they are done one after the other
+            lab.keep(Run("", failed.name, recipe=failed.recipe, status=_error(ended[-1])))
     for one in ended:
         one.or_raise()
+
+
+def _error(ended: Ended, length: int = 300) -> str:
+    """What a run's status says of a launch that failed."""
+    return f"error: {' '.join(ended.message.split())[:length]}"
 
 
 CRASH_STEPS = 8
@@ -202,7 +229,7 @@ def crashes(case: Case, ranks: int, device: str) -> dict[str, Run]:
         remove(folder)
     last = resumed.runs.get(case.run("crash")) or as_run(CRASHES[2], resumed)
     if not resumed.ok:
-        last.status = f"error: {' '.join(resumed.message.split())[:300]}"
+        last.status = _error(resumed)
     return dict(zip(CRASHES, (as_run(CRASHES[0], killed), as_run(CRASHES[1], raised), last), strict=True))
 
 
@@ -511,13 +538,20 @@ def trial_name(settings: Mapping[str, str]) -> str:
     return "nccl " + " ".join(f"{variable}={value}" for variable, value in settings.items())
 
 
-def nccl_trial(ranks: int, settings: Mapping[str, str]) -> Run:
+def nccl_trials(ranks: int) -> dict[str, Run]:
+    """Name -> run of each of `TRIALS`. Their launches, which take longest to start, start side by side, and one at a
+    time is at work."""
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(len(TRIALS)) as pool:
+        runs = pool.map(lambda settings: nccl_trial(ranks, settings, f"{folder}/turn"), TRIALS)
+        return {trial_name(settings): run for settings, run in zip(TRIALS, runs, strict=True)}
+
+
+def nccl_trial(ranks: int, settings: Mapping[str, str], turn: str = "") -> Run:
     """The all-reduce's times with these variables, in a launch of its own: NCCL reads them once. `metrics` holds what
-    it says of its ways (`transport`, `channels`) as well."""
-    task = Task("all-reduce", "all-reduce", sizes=TRIED_SIZES)
-    ended = launch([task], ranks, "cuda", 90, 45, SAY_ALL | dict(settings))
-    why = f"error: {' '.join(ended.message.split())[:200]}"
-    run = ended.runs.get("all-reduce") or Run("", "", status=why)
+    it says of its ways (`transport`, `channels`) as well. turn: see `Task`."""
+    task = Task("all-reduce", "all-reduce", sizes=TRIED_SIZES, turn=turn)
+    ended = launch([task], ranks, "cuda", 150, 90, SAY_ALL | dict(settings))
+    run = ended.runs.get("all-reduce") or Run("", "", status=_error(ended, 200))
     run.run = trial_name(settings)
     said = read_nccl_log(ended.log)
     run.metrics |= {key: said[key] for key in ("channels", "network", "version") if key in said}

@@ -15,7 +15,10 @@ import functools
 import gc
 import math
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ProcessPoolExecutor
+from contextlib import suppress
+from multiprocessing import get_context
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -66,6 +69,9 @@ def predicted(workload: Workload, recipe: Recipe, on: str = "") -> StepMemory:
     on = on or workload.device.type
     recipe = recipe.fitted_to(on)
     _check(recipe)
+    if begun := _ahead.get(_asked(workload, recipe, on)):
+        with suppress(Exception):  # whatever became of that process: then it is done here
+            return begun.result()
     if recipe.layers == "published" and workload.name.startswith("llava"):
         recipe = recipe.but(layers="rewritten")  # transformers' own pass looks at its inputs' contents
     twin = _twin(workload.name, workload.scale, workload.data, workload.cache_dir)
@@ -80,6 +86,52 @@ def predicted(workload: Workload, recipe: Recipe, on: str = "") -> StepMemory:
     with Ledger([*tensors_of(model), *moments]) as ledger, OnMeta(AUTOCAST.get(recipe.precision)):
         _step(ledger, functools.partial(_loss, twin, model, batch, padded), trained, recipe)
     return ledger.step(Sorting(held, _logits(workload, batch)))
+
+
+_ahead: dict[tuple[Any, ...], Future[StepMemory]] = {}
+"""Predictions that were begun by `predict_ahead`."""
+_pools: list[ProcessPoolExecutor] = []
+"""The one that they are made in, while there is one."""
+PROCESSES = 6
+CORES_EACH = 2
+
+
+def predict_ahead(workloads: Iterable[tuple[Workload, Recipe]], on: str = "") -> None:
+    """Begin these predictions in processes beside this one, which goes on: `predicted` then has them at hand.
+
+    Each is one core's work. Where cores are few nothing is begun: `predicted` will do it in its time. Call `end_ahead`
+    before anything is timed that the host has a part in.
+    """
+    if hardware.usable_cores() < PROCESSES * CORES_EACH:
+        return
+    pool = _pools[0] if _pools else ProcessPoolExecutor(PROCESSES, get_context("spawn"))
+    _pools[:] = [pool]
+    for workload, recipe in workloads:
+        where = on or workload.device.type
+        asked = _asked(workload, recipe.fitted_to(where), where)
+        if asked not in _ahead:
+            _ahead[asked] = pool.submit(_predicted_there, *asked)
+
+
+def end_ahead() -> None:
+    """Wait for the predictions that are being made in other processes, leave those out that aren't begun, and end the
+    processes."""
+    for pool in _pools:
+        pool.shutdown(wait=True, cancel_futures=True)
+    _pools.clear()
+    _ahead.clear()
+
+
+def _asked(workload: Workload, recipe: Recipe, on: str) -> tuple[Any, ...]:
+    """What decides a prediction, as plain data."""
+    return workload.name, workload.scale, workload.weights, workload.data, workload.cache_dir, recipe, on
+
+
+def _predicted_there(
+    name: str, scale: str, weights: str, data: str, cache_dir: Path, recipe: Recipe, on: str
+) -> StepMemory:
+    """The other process's side of `predict_ahead`."""
+    return predicted(open_workload(name, scale, weights, data, "meta", cache_dir), recipe, on)
 
 
 @functools.cache
@@ -221,6 +273,7 @@ def recorded(workload: Workload, recipe: Recipe, settle: int = 2) -> Recorded:
     replaced by the plain loop, whose phases can be told apart.
     """
     recipe = recipe.but(driver="eager", logging="ring-buffer")
+    gc.collect()  # what an earlier session left in circles of references would be taken for what others hold
     before = hardware.cuda.allocated_memory()
     with Session(workload, recipe) as session:
         built = hardware.cuda.allocated_memory()
@@ -351,6 +404,13 @@ MODES: dict[str, dict[str, Any]] = {
     "checkpointing": {"checkpointing": "blocks"},
     "selective": {"checkpointing": "selective"},
 }
+
+
+def in_mode(workload: Workload, mode: str, batch: int = 0) -> Recipe:
+    """A workload's recipe of `GRID`, in one of `MODES`, with micro-batches of `batch` examples (0: the grid's own)."""
+    recipe = GRID[workload.name].but(**MODES[mode])
+    return recipe.but(micro_batch=batch) if batch else recipe
+
 
 TOLD_HEAD = ("step", "predicted", "by tensors, at the peak", "off by", "reserved, GB")
 """The head of a table of `told_rows`."""

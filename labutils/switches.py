@@ -14,9 +14,12 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
+import threading
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -226,9 +229,10 @@ def _gradient(workload: Workload, form: Form) -> tuple[float, Tensor]:
             parameter.data = parameter.data.to(dtype)
     batch, draws = _same_inputs(workload, model, dtype)
     cast = torch.autocast(kind, dtype) if form.autocast else nullcontext()
-    with float32_rounded(form.tf32), cast:
-        loss = workload.loss(model, batch, draws)
-    (loss * form.loss_scale).backward()
+    with float32_rounded(form.tf32):  # around the backward pass as well: PyTorch's own setting is TF32 for convolutions
+        with cast:
+            loss = workload.loss(model, batch, draws)
+        (loss * form.loss_scale).backward()
     gradient = torch.cat([p.grad.flatten().double().cpu() for p in trained]) / form.loss_scale
     return loss.item(), gradient
 
@@ -320,7 +324,7 @@ def optimizer_costs(scale: str, device: str, kinds: Sequence[str] = KINDS) -> di
         optimizer = build_optimizer(parameters, recipe)
         for _ in range(10):
             optimizer.step()
-        moved = torch.cat([(p.detach() - s).flatten() for p, s in zip(parameters, start, strict=True)]).cpu()
+        moved = torch.cat([(p.detach() - s).flatten() for p, s in zip(parameters, start, strict=True)])
         exact = moved if exact is None else exact
         run.samples["step_ms"] = hardware.cuda.timed(optimizer.step, budget_s=0.3)
         state = (value for entry in optimizer.state.values() for value in entry.values())
@@ -359,9 +363,15 @@ IN_ITS_OWN_PROCESS = Recipe(driver="eager", logging="ring-buffer", num_workers=4
 """A loop in which host and GPU could work side by side: nothing is read while training, images come from workers."""
 
 
-def trained_alone(workload: Workload, recipe: Recipe, steps: int, environment: Mapping[str, str], name: str) -> Run:
-    """A recipe's run in a process of its own, with these environment variables: what they switch is read once, when
-    PyTorch starts."""
+ALONE_S = 300.0
+"""How long processes of their own may take."""
+
+
+def trained_alone(
+    workload: Workload, recipe: Recipe, steps: int, environments: Mapping[str, Mapping[str, str]]
+) -> dict[str, Run]:
+    """Name -> a recipe's run in a process of its own, with that name's environment variables: what they switch is read
+    once, when PyTorch starts. The processes get ready side by side, and are timed one after the other."""
     order = {
         "name": workload.name,
         "scale": workload.scale,
@@ -372,19 +382,74 @@ def trained_alone(workload: Workload, recipe: Recipe, steps: int, environment: M
         "recipe": recipe.as_dict(),
         "steps": steps,
     }
-    child = subprocess.run(
+    with contextlib.ExitStack() as stack:
+        children = {name: _started(stack, environment) for name, environment in environments.items()}
+        for child, _ in children.values():
+            _say(child, json.dumps(order))
+        begun = {name: _up_to_ready(child) for name, (child, _) in children.items()}
+        return {
+            name: _told_by(child, begun[name], errors, workload, recipe, name)
+            for name, (child, errors) in children.items()
+        }
+
+
+READY, GO = "ready\n", "go"
+
+
+def _started(stack: contextlib.ExitStack, environment: Mapping[str, str]) -> tuple[subprocess.Popen, IO[str]]:
+    """A child that ends with the stack, or after `ALONE_S`, and the file of what it says on standard error."""
+    errors = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115  the stack closes it
+    stack.callback(errors.close)
+    child = subprocess.Popen(
         [sys.executable, "-W", "ignore", "-m", "labutils.switches"],
-        input=json.dumps(order),
-        capture_output=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=errors,
         text=True,
-        timeout=300,
         cwd=REPOSITORY,
         env=os.environ | {"TQDM_DISABLE": "1"} | dict(environment),
     )
+    stack.callback(child.wait)
+    stack.callback(child.kill)
+    for pipe in (child.stdin, child.stdout):
+        stack.callback(_closed, pipe)
+    timer = threading.Timer(ALONE_S, child.kill)
+    timer.start()
+    stack.callback(timer.cancel)
+    return child, errors
+
+
+def _closed(pipe: IO[str]) -> None:
+    with contextlib.suppress(BrokenPipeError):
+        pipe.close()
+
+
+def _say(child: subprocess.Popen, line: str) -> None:
+    with contextlib.suppress(BrokenPipeError):  # it has ended
+        child.stdin.write(line + "\n")
+        child.stdin.flush()
+
+
+def _up_to_ready(child: subprocess.Popen) -> list[str]:
+    """What a child says until it is ready, or has ended."""
+    said = [child.stdout.readline()]
+    while said[-1] not in (READY, ""):
+        said.append(child.stdout.readline())
+    return said
+
+
+def _told_by(
+    child: subprocess.Popen, begun: list[str], errors: IO[str], workload: Workload, recipe: Recipe, name: str
+) -> Run:
+    """The run that a child measures once it is told to go, or that it failed with before."""
+    _say(child, GO)
+    said = [line for line in (*begun, *child.stdout) if line not in (READY, "")]
+    child.wait()
     try:
-        found = json.loads(child.stdout.splitlines()[-1])
+        found = json.loads(said[-1])
     except (IndexError, json.JSONDecodeError):
-        last = (child.stderr.strip().splitlines() or ["nothing was printed"])[-1]
+        errors.seek(0)
+        last = (errors.read().strip().splitlines() or ["nothing was printed"])[-1]
         return Run("", name, status=f"error: the process ended with code {child.returncode}: {last}"[:300])
     return Run(
         "",
@@ -400,26 +465,37 @@ def trained_alone(workload: Workload, recipe: Recipe, steps: int, environment: M
     )
 
 
-def visible_gpus(variable: str | None) -> int:
-    """The GPUs that a new process sees with CUDA_VISIBLE_DEVICES set to this; None: unset."""
-    environment = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
-    environment |= {} if variable is None else {"CUDA_VISIBLE_DEVICES": variable}
+def visible_gpus(*variables: str) -> list[int]:
+    """The GPUs that new processes see, one with CUDA_VISIBLE_DEVICES set to each of these."""
     program = "import torch; print(torch.cuda.device_count())"
-    child = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, check=True)
-    return int(child.stdout.split()[-1])
+    children = [
+        subprocess.Popen(
+            [sys.executable, "-c", program],
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"CUDA_VISIBLE_DEVICES": variable},
+        )
+        for variable in variables
+    ]
+    said = [child.communicate()[0] for child in children]
+    return [int(each.split()[-1]) for each in said]
 
 
 def _main() -> None:
-    """The child's side: an order on standard input, the run as the last line of standard output."""
-    from labutils.training.comparing import Contender, empty_run, status_of
+    """The child's side: an order on standard input, word that all is ready on standard output, and, once it is told to
+    go, the run as the last line."""
+    from labutils.training.comparing import REFILL_S, Contender, empty_run, status_of
 
-    order = json.load(sys.stdin)
+    order = json.loads(sys.stdin.readline())
     recipe, steps = Recipe(**order.pop("recipe")), order.pop("steps")
     workload = open_workload(**order)
     run = empty_run(workload, recipe, "alone")
     # Not `train`, which measures what the machine reaches first: that takes longer than all steps do.
     try:
         with contextlib.closing(Contender(workload, recipe, warmup=1)) as contender:
+            time.sleep(REFILL_S)  # its workers have read ahead by then, and leave the other process alone
+            print(READY, end="", flush=True)
+            sys.stdin.readline()
             contender.measure(steps)
             contender.report_times(run)
     except Exception as error:

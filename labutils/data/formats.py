@@ -16,7 +16,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -237,29 +237,43 @@ print(count, flush=True)
 """
 
 
-def images_per_s(processes: int, threads: int | None, seconds: float = 1.0) -> dict[str, float]:
-    """Pictures of 1080 x 1080 that so many processes resize in a second, each with `OMP_NUM_THREADS=threads`.
+def images_per_s(
+    processes: int, settings: Mapping[str, int | None], seconds: float = 1.0
+) -> dict[str, dict[str, float]]:
+    """Name -> pictures of 1080 x 1080 that so many processes resize in a second, each with `OMP_NUM_THREADS` as
+    `settings` has it, and the `threads` that each one took.
 
-    None leaves the variable unset: then each process takes as many threads as there are cores. All start at once.
-    Also the `threads` that each one took.
+    None leaves the variable unset: then each process takes as many threads as there are cores. All processes of all
+    settings start side by side; those of one setting then work at once, one setting after the other.
     """
-    environment = {name: value for name, value in os.environ.items() if name not in THREAD_VARIABLES}
-    environment |= {} if threads is None else dict.fromkeys(THREAD_VARIABLES, str(threads))
-    command = [sys.executable, "-c", _CHILD, str(seconds)]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    children = [subprocess.Popen(command, env=environment, **pipes) for _ in range(processes)]
+    children = {name: [_resizer(threads, seconds) for _ in range(processes)] for name, threads in settings.items()}
+    every = [child for group in children.values() for child in group]
     try:
-        taken = [int(child.stdout.readline()) for child in children]
-        for child in children:
-            child.stdin.write("go\n")
-            child.stdin.flush()
-        counts = [int(child.stdout.readline()) for child in children]
+        taken = {name: [int(child.stdout.readline()) for child in group] for name, group in children.items()}
+        return {
+            name: {"images_per_s": sum(_resized(group)) / seconds, "threads": taken[name][0]}
+            for name, group in children.items()
+        }
     finally:
-        for child in children:
+        for child in every:
             child.stdin.close()
             child.stdout.close()
             child.wait()
-    return {"images_per_s": sum(counts) / seconds, "threads": taken[0]}
+
+
+def _resizer(threads: int | None, seconds: float) -> subprocess.Popen:
+    environment = {name: value for name, value in os.environ.items() if name not in THREAD_VARIABLES}
+    environment |= {} if threads is None else dict.fromkeys(THREAD_VARIABLES, str(threads))
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    return subprocess.Popen([sys.executable, "-c", _CHILD, str(seconds)], env=environment, **pipes)
+
+
+def _resized(children: Sequence[subprocess.Popen]) -> list[int]:
+    """How many pictures each child resizes once all are told to go."""
+    for child in children:
+        child.stdin.write("go\n")
+        child.stdin.flush()
+    return [int(child.stdout.readline()) for child in children]
 
 
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")

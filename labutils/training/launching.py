@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -89,9 +89,11 @@ def launch(
     patience_s: float | None = None,
     environment: Mapping[str, str] | None = None,
     port: int | None = None,
+    each: Callable[[Run], None] = lambda run: None,
 ) -> Ended:
     """Do `tasks` on that many ranks, one a GPU or, on a CPU, sharing its cores; return when all have ended.
 
+    each: called with each run soon after it is there, so that a launch that is cut off loses no more than one.
     patience_s: how long a rank waits for the others (None: `PATIENCE_S`); timeout_s: how long all may take. port: where
     ranks meet; None: one that is free. Raises `Unavailable` where there are fewer GPUs than ranks, `ValueError` for
     what can't be asked.
@@ -103,8 +105,16 @@ def launch(
         (folder / JOB).write_text(json.dumps(asdict(job)), encoding="utf-8")
         variables = os.environ | rank_variables(ranks, device) | {MARK: mark, "TMPDIR": name} | (environment or {})
         left: list[str] = []
+        told: set[str] = set()
+
+        def look() -> None:
+            for (_, name), run in runs_of(_records(folder / RUNS)).items():
+                if name not in told:
+                    told.add(name)
+                    each(run)
+
         try:
-            code, output = _torchrun(ranks, folder, port, variables, timeout_s)
+            code, output = _torchrun(ranks, folder, port, variables, timeout_s, look)
         finally:  # after Ctrl-C as well
             left += clear_away(mark)
         runs = {name: run for (_, name), run in runs_of(_records(folder / RUNS)).items()}
@@ -165,22 +175,35 @@ def _check_port(port: int) -> None:
             ) from None
 
 
+LOOK_S = 1.0
+"""How often a launch looks for what its ranks have done."""
+
+
 def _torchrun(
-    ranks: int, folder: Path, port: int | None, variables: Mapping[str, str], timeout_s: float
+    ranks: int,
+    folder: Path,
+    port: int | None,
+    variables: Mapping[str, str],
+    timeout_s: float,
+    look: Callable[[], None],
 ) -> tuple[int | None, str]:
-    """torchrun's exit code (None: it took too long and was ended) and what it printed itself."""
+    """torchrun's exit code (None: it took too long and was ended) and what it printed itself; meanwhile, and once
+    after, it will `look`."""
     logs = [f"--log-dir={folder / 'logs'}", "--redirects=3"]
     with (folder / "torchrun.log").open("w+", encoding="utf-8", errors="replace") as output:
         agent = subprocess.Popen(
             command(ranks, folder / JOB, port, *logs), stdout=output, stderr=output, cwd=REPOSITORY, env=dict(variables)
         )
-        code: int | None = None
+        code, until = None, time.monotonic() + timeout_s
         try:
-            code = agent.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            agent.terminate()  # it ends its ranks
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                agent.wait(10)
+            while code is None and time.monotonic() < until:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    code = agent.wait(min(LOOK_S, timeout_s))
+                look()
+            if code is None:
+                agent.terminate()  # it ends its ranks
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    agent.wait(10)
         finally:
             if agent.poll() is None:
                 agent.kill()

@@ -18,7 +18,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,7 @@ class Task:
     kind: "train" (a recipe is timed), "run" (it trains `steps` steps, with checkpoints), "all-reduce" (of `sizes`
     bytes, timed). alone: rank 0 does it by itself and the others wait. traced: optimizer steps recorded by the profiler
     after the timing. arrivals: when each gradient is there is measured, too. fail: "raise" or "kill" of `fails` (rank,
-    step).
+    step). turn: a file; of launches side by side that name the same one, one at a time does its "all-reduce".
     """
 
     kind: str
@@ -55,6 +56,7 @@ class Task:
     resume: bool = False
     fail: str = ""
     fails: tuple[int, int] = (0, 0)
+    turn: str = ""
 
 
 @dataclass(frozen=True)
@@ -191,14 +193,14 @@ _workloads: dict[str, Any] = {}
 
 
 def _workload(job: Job, task: Task) -> Any:
-    """One a kind, so that sessions share its frozen weights."""
+    """One a kind, so that sessions share its frozen weights, texts and encoded examples; only one kind has weights."""
     from labutils.workloads import open_workload
 
     key = json.dumps(task.workload, sort_keys=True)
+    for other, workload in _workloads.items():
+        if other != key:
+            workload.let_go()
     if key not in _workloads:
-        for other in _workloads.values():
-            other.let_go()
-        _workloads.clear()
         _workloads[key] = remembering(open_workload(**task.workload, device=job.device))
     return _workloads[key]
 
@@ -305,7 +307,24 @@ def _all_reduce(job: Job, task: Task, word: Word) -> Any:
     from labutils.results import Run
     from labutils.training import ranks
 
-    return Run("", task.name, **time_all_reduce(task.sizes, job.device, ranks.here().count))
+    with _turn(task.turn, ranks.here()):
+        return Run("", task.name, **time_all_reduce(task.sizes, job.device, ranks.here().count))
+
+
+@contextmanager
+def _turn(path: str, me: Any) -> Iterator[None]:
+    """A context in which no other launch is that names this file; all ranks of one enter and leave it together."""
+    if not path:
+        yield
+        return
+    import fcntl
+
+    with open(path, "a") as file:
+        if me.rank == 0:
+            fcntl.flock(file, fcntl.LOCK_EX)
+        me.all(None)
+        yield
+        me.all(None)
 
 
 TASKS: dict[str, Callable[[Job, Task, Word], Any]] = {"train": _train, "run": _run, "all-reduce": _all_reduce}

@@ -49,7 +49,7 @@ scale: str = "auto"  # tiny (any CPU), small (a GPU of 8 GB), full (the article'
 weights: str = "random"  # random: exact architecture, random weights; hub: the real ones
 data: str = "generated"  # generated files like the real ones; hub: the real dataset
 results_dir: str = ""  # folder of results.jsonl; empty: a new one under results/
-steps: int = 0  # optimizer steps timed in each round, at least; 0: 3 at tiny, 4 at larger scales
+steps: int = 0  # optimizer steps timed in each round, at least; 0: 3
 rounds: int = 0  # times round all switches; 0: 1 at tiny, 2 at larger scales
 every_loop: bool = False  # section 9 also tests its predictions on LLaVA's and Qwen3's loops: 3-4 minutes more at full
 
@@ -68,9 +68,9 @@ import matplotlib.pyplot as plt
 import torch
 import torch.utils.checkpoint
 
-from labutils import articles, footprint, plots, switches
+from labutils import articles, datapath, footprint, plots, switches
 from labutils.data.formats import gpu_decoder, images_per_s
-from labutils.datapath import DECODING_HEAD, Pictures, decoding_rows, pipeline_of, step_over_decoding, trained_from
+from labutils.datapath import DECODING_HEAD, Pictures, decoding_rows
 from labutils.diagnosis import ablations
 from labutils.hardware import usable_cores
 from labutils.recipe import Recipe
@@ -84,7 +84,7 @@ warnings.filterwarnings("ignore", message="This DataLoader will create")  # more
 
 # %%
 on_gpu, tiny = lab.device == "cuda", lab.scale == "tiny"
-steps, rounds = steps or (3 if tiny else 4), rounds or (1 if tiny else 2)
+steps, rounds = steps or 3, rounds or (1 if tiny else 2)
 if not on_gpu:
     torch.set_num_threads(max(1, usable_cores() // 2))
 stable_diffusion = lab.workload("sd15-lora")
@@ -123,13 +123,15 @@ recipes = switches.switches_on(lab.device, lab.scale)
 
 
 def side_by_side() -> dict[str, Run]:
-    with Bench(ready, warmup=1 if tiny else 3) as bench:
+    with Bench(ready, warmup=1 if tiny else 2) as bench:
         found = bench.compare(recipes, steps, rounds)
     return {name: footprint.with_peak(ready, run) for name, run in found.items()}
 
 
-runs = lab.measured_together(recipes, side_by_side)
-for name in switches.switches(lab.scale).keys() - runs.keys():
+runs: dict[str, Run] = {}
+with lab.attempt("One switch at a time", reference="base"):
+    runs = lab.measured_together(recipes, side_by_side)
+for name in switches.switches(lab.scale).keys() - recipes.keys():
     lab.keep(Run("09", name, status="skipped: a CPU computes in float32, and has neither cuDNN nor pages to move"))
 
 # %%
@@ -158,6 +160,21 @@ lab.verdict("A4.memory.mixed-precision", "A4.memory.checkpointing", "A4.method.m
 #
 # **Takeaway.** Read a list of advice as a list of questions. The answers hold for one loop as it is today: ask again after
 # each change, as the next bottleneck was hidden behind the last one.
+
+# %%
+texts, photographs = lab.workload("qwen3-lora-long"), lab.workload("llava-lora")
+full_size = on_drawn_latents(footprint.at_full(stable_diffusion))
+batches = (8,) if tiny else (1, 8)
+plain = Recipe(driver="eager", logging="ring-buffer", cache="latents+text", accumulation=1)
+# Sections 4 to 6 predict memory from shapes. Where there are cores to spare, that begins here, in other processes:
+# until section 7 nothing is timed but on the GPU.
+footprint.predict_ahead(
+    (work, footprint.in_mode(work, m)) for work in (ready, texts, photographs) for m in footprint.MODES
+)
+footprint.predict_ahead(
+    ((full_size, footprint.in_mode(full_size, m, b)) for m in footprint.MODES for b in batches), on="cuda"
+)
+footprint.predict_ahead((ready, plain.but(micro_batch=count)) for count in (9, 1, 3))
 
 # %% [markdown]
 # ## 2 · What precision does to the numbers
@@ -253,7 +270,7 @@ def foretell(work, mode: str) -> None:
     """Predict and record a workload's step in a mode."""
     name = f"{work.name}, {mode}"
     with lab.attempt(f"memory of {name}", reference=f"memory: {name}"):
-        recipe = footprint.GRID[work.name].but(**footprint.MODES[mode])
+        recipe = footprint.in_mode(work, mode)
         told[name] = lab.measured(
             f"memory: {name}", recipe, lambda: footprint.foretold(work, recipe, f"memory: {name}")[0]
         )
@@ -282,7 +299,6 @@ plt.show()
 # **Question.** What is different in a model that predicts words?
 
 # %%
-texts = lab.workload("qwen3-lora-long")
 make_room(ready)
 for mode in footprint.MODES:
     foretell(texts, mode)
@@ -326,7 +342,6 @@ my_worst: float | None = None  # for example 10
 lab.predict("the worst of nine predictions is off by", my_worst, "%")
 
 # %%
-photographs = lab.workload("llava-lora")
 make_room(texts)
 for mode in footprint.MODES:
     foretell(photographs, mode)
@@ -353,15 +368,11 @@ lab.keep(Run("09", "predictor", metrics={"worst_off": worst} if worst is not Non
 # The same prediction for Stable Diffusion 1.5 at its full size, on a GPU:
 
 # %%
-full_size = on_drawn_latents(footprint.at_full(stable_diffusion))
-batches = (8,) if tiny else (1, 8)
-
-
 def peaks_at_full_size() -> Run:
     peaks = {}
-    for mode, change in footprint.MODES.items():
+    for mode in footprint.MODES:
         for batch in batches:
-            recipe = footprint.GRID["sd15-lora"].but(micro_batch=batch, **change)
+            recipe = footprint.in_mode(full_size, mode, batch)
             peaks[f"{mode}, batch {batch}"] = footprint.predicted(full_size, recipe, on="cuda").peak / 1e9
     return Run("09", "", metrics=peaks)
 
@@ -385,9 +396,6 @@ with lab.attempt("Peaks at full size"):
 # real.
 
 # %%
-plain = Recipe(driver="eager", logging="ring-buffer", cache="latents+text", accumulation=1)
-
-
 def run_out() -> Run:
     room = footprint.predicted(ready, plain.but(micro_batch=9)).peak / 1e9
     with footprint.Fed(ready, plain) as fed:
@@ -395,6 +403,7 @@ def run_out() -> Run:
         return Run("09", "", metrics=footprint.run_out(fed, 40) | {"room_gb": room})
 
 
+broken: dict = {}
 with lab.attempt("Running out of memory", reference="out of memory"):
     broken = lab.measured("out of memory", None, run_out).metrics
     lab.table(("", "before", "in the except block", "after it", "cleaned up"), footprint.held_row(broken))
@@ -448,6 +457,8 @@ def searched() -> dict[str, Run]:
 
 searches: dict[str, Run] = {}
 with lab.attempt("Searching the largest batch", reference="largest batch, from the prediction"):
+    if not broken:
+        raise NotHere("the limit is that of the cell before, which failed")
     searches = measured("largest batch, ", ("from the prediction", "accelerate, from 16"), searched)
     lab.table(
         ("search", "predicted", "largest batch", "tries", "of them out of memory"), *footprint.search_rows(searches)
@@ -473,17 +484,21 @@ my_formats: float | None = None  # for example 2
 lab.predict("PNG against JPEG, one core", my_formats, "x")
 
 # %%
+make_room(ready)
+footprint.end_ahead()  # from here on the host's times are taken as well
 pictures = Pictures(stable_diffusion, 8 if tiny else 32)
-decoding = lab.measured_together({f"decode: {name}": None for name in pictures.formats}, pictures.decoding)
+decoding: dict[str, Run] = {}
+with lab.attempt("Reading and decoding", reference="decode: PNG"):
+    decoding = lab.measured_together({f"decode: {name}": None for name in pictures.formats}, pictures.decoding)
+    fig, ax = plt.subplots()
+    bars = {name.removeprefix("decode: "): run for name, run in decoding.items()}
+    plots.breakdown(
+        ax, {name: {"read": run.metric("read_ms"), "decode": run.metric("decode_ms")} for name, run in bars.items()}
+    )
+    plt.show()
+    lab.table(DECODING_HEAD, *decoding_rows(decoding))
 with lab.attempt("JPEG decoded on the GPU", reference="decode: JPEG, GPU"):
     lab.measured("decode: JPEG, GPU", None, lambda: pictures.decoding_on_gpu(gpu_decoder()))
-fig, ax = plt.subplots()
-bars = {name.removeprefix("decode: "): run for name, run in decoding.items()}
-plots.breakdown(
-    ax, {name: {"read": run.metric("read_ms"), "decode": run.metric("decode_ms")} for name, run in bars.items()}
-)
-plt.show()
-lab.table(DECODING_HEAD, *decoding_rows(decoding))
 lab.on_reference(DECODING_HEAD, decoding_rows, "decode: *")
 
 # %% [markdown]
@@ -498,11 +513,12 @@ lab.on_reference(DECODING_HEAD, decoding_rows, "decode: *")
 # come from memory, and no disk can be faster than that.
 
 # %%
-storage = lab.measured_together(dict.fromkeys(("files: cold", "files: warm")), pictures.storage)
-rows = [("page cache", "ms to read a file", "ms to read and decode it", "still cached")]
-for name, run in storage.items():
-    rows.append((name, run.metric("read_ms"), run.metric("example_ms"), f"{run.metrics['still_cached']:.0%}"))
-lab.table(*rows)
+with lab.attempt("The page cache", reference="files: cold"):
+    storage = lab.measured_together(dict.fromkeys(("files: cold", "files: warm")), pictures.storage)
+    rows = [("page cache", "ms to read a file", "ms to read and decode it", "still cached")]
+    for name, run in storage.items():
+        rows.append((name, run.metric("read_ms"), run.metric("example_ms"), f"{run.metrics['still_cached']:.0%}"))
+    lab.table(*rows)
 lab.verdict("A4.data.storage", "A4.data.gpu-decoding");
 
 # %% [markdown]
@@ -518,26 +534,24 @@ lab.verdict("A4.data.storage", "A4.data.gpu-decoding");
 # %%
 several = min(4, max(2, usable_cores() // 2))
 loop = Recipe(driver="eager", logging="ring-buffer", micro_batch=1 if tiny else 4, accumulation=2 if tiny else 1)
-ways = {"": loop, f", {several} workers": loop.but(num_workers=several, persistent_workers=True)}
 kept = ("PNG", "JPEG", "resized", "resized in memory") + (() if tiny else ("WebP", "PNG in memory"))
-trained = lab.measured_together(
-    {f"data: {name}{ending}": way for ending, way in ways.items() for name in kept},
-    lambda: trained_from(
-        stable_diffusion, {name: pictures.dataset(name) for name in kept}, ways, steps, rounds=1 if tiny else 2
-    ),
-)
+ways = {0: {f"data: {name}": loop for name in kept}}
+beside = loop.but(num_workers=several, persistent_workers=True)
+ways[several] = {f"data: {name}, {several} workers": beside for name in ("PNG", "JPEG", "resized")}
+trained: dict[str, Run] = {}
+with lab.attempt("Training on each form", reference="data: PNG"):
+    trained = lab.measured_together(
+        ways[0] | ways[several],
+        lambda: datapath.trained_from(stable_diffusion, pictures, ways[0] | ways[several], steps, rounds),
+    )
 
 # %%
 threads = 1 if on_gpu else torch.get_num_threads()
 with lab.attempt("The model of the data path"):
-    base = pipeline_of(trained["data: resized in memory"], usable_cores(), threads)
+    base = datapath.pipeline_of(trained["data: resized in memory"], usable_cores(), threads)
     each = {name: pictures.example_ms(name) for name in kept}
-    points = {0: {}, several: {}}
-    for workers, ending in zip(points, ways, strict=True):
-        for name in kept:
-            spread = trained[f"data: {name}{ending}"].metrics["step_ms"]
-            points[workers][name] = (each[name], tuple(spread[part] for part in ("p10", "median", "p90")))
-    model = step_over_decoding(base, (0, 1, several), loop.micro_batch, up_to=1.15 * max(each.values()))
+    points = {workers: datapath.points_of(trained, names, each) for workers, names in ways.items()}
+    model = datapath.step_over_decoding(base, (0, 1, several), loop.micro_batch, up_to=1.15 * max(each.values()))
     fig, ax = plt.subplots(figsize=(7.4, 4.2))
     plots.over_decoding(ax, model, points, "ms that one core takes to make an example")
     plt.show()
@@ -567,11 +581,16 @@ lab.verdict("A4.data.cache", "A4.pytorch.workers", "A4.pytorch.prefetch", "A4.py
 processes = min(usable_cores(), 8)
 tried = {"threads: as they come": None, "threads: one each": 1}
 seconds = 0.5 if tiny else 1.0
-resized = measured(
-    "", tried, lambda: {n: Run("09", "", metrics=images_per_s(processes, t, seconds)) for n, t in tried.items()}
-)
-rows = [(name, processes, int(run.metric("threads")), run.metric("images_per_s")) for name, run in resized.items()]
-lab.table(("", "processes", "threads of each", "images resized a second, in all"), *rows)
+
+
+def resizing() -> dict[str, Run]:
+    return {name: Run("09", "", metrics=found) for name, found in images_per_s(processes, tried, seconds).items()}
+
+
+with lab.attempt("Threads and processes", reference="threads: as they come"):
+    resized = lab.measured_together(dict.fromkeys(tried), resizing)
+    rows = [(name, processes, int(run.metric("threads")), run.metric("images_per_s")) for name, run in resized.items()]
+    lab.table(("", "processes", "threads of each", "images resized a second, in all"), *rows)
 lab.verdict("A4.environment.threads");
 
 # %% [markdown]
@@ -589,12 +608,13 @@ with lab.attempt("CUDA's variables", reference="launches block"):
         for name in ("launches overlap", "visible devices"):
             lab.keep(Run("09", name, status="skipped: there is no GPU whose launches could overlap"))
         raise NotHere("there is no GPU whose launches could overlap")
-    for name, value in (("launches overlap", "0"), ("launches block", "1")):
-        environment = {"CUDA_LAUNCH_BLOCKING": value}
-        alone = partial(switches.trained_alone, stable_diffusion, switches.IN_ITS_OWN_PROCESS, 6, environment, name)
-        lab.measured(name, switches.IN_ITS_OWN_PROCESS, alone)
-    seen = {"none": switches.visible_gpus(""), "one": switches.visible_gpus("0")}
+    seen = dict(zip(("none", "one"), switches.visible_gpus("", "0"), strict=True))
     lab.keep(Run("09", "visible devices", metrics=seen | {"as_asked": int(seen == {"none": 0, "one": 1})}))
+    environments = {f"launches {word}": {"CUDA_LAUNCH_BLOCKING": v} for word, v in (("overlap", "0"), ("block", "1"))}
+    alone = switches.IN_ITS_OWN_PROCESS
+    lab.measured_together(
+        dict.fromkeys(environments, alone), partial(switches.trained_alone, stable_diffusion, alone, 6, environments)
+    )
 lab.verdict("A4.environment.launch-blocking", "A4.environment.visible-devices");
 
 # %% [markdown]
@@ -647,7 +667,7 @@ saved = [100 * gain for run in diagnosed.values() for gain in ablations.savings(
 # than a fifth; there the table shows how a prediction is tested, not how good it is.)
 #
 # **Takeaway.** Profile first, change one thing, measure again. This last piece of the article's advice held on the loop
-# tested here (with `every_loop=True`: the three loops). `labutils diagnose` asks the same of yours.
+# tested here (with `every_loop=True`: the four loops). `labutils diagnose` asks the same of yours.
 
 # %% [markdown]
 # ## 10 · The whole list
@@ -789,6 +809,8 @@ lab.done(
         else None,
         "the best single fix saves": max(saved, default=None),
         "PNG against JPEG, one core": median(decoding["decode: PNG"].samples["decode_ms"])
-        / median(decoding["decode: JPEG"].samples["decode_ms"]),
+        / median(decoding["decode: JPEG"].samples["decode_ms"])
+        if decoding
+        else None,
     }
 )

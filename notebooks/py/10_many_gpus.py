@@ -115,7 +115,7 @@ lab.predict("bus bandwidth of a large all-reduce", my_bandwidth, "GB/s")
 # %%
 with lab.attempt("Several ranks on this machine", reference="all-reduce"):
     device = fleet.device_for(lab)
-    tasks = [*fleet.tasks_alone(cases.values(), timed, tiny), fleet.task_same_batch(cases[""], count)]
+    tasks = fleet.tasks_alone(cases.values(), count, timed, tiny)
     fleet.measured(lab, tasks, count, device, into=alone)
     print(f"{count} ranks on {device}. Each of them was given:")
     print(*(f"{name}={value}" for name, value in rank_variables(count, device).items()))
@@ -201,8 +201,8 @@ with lab.attempt("Training on several ranks", reference=f"ddp {count}"):
     device = fleet.device_for(lab)
     fleet.need(alone)
     judge = partial(fleet.judged, alone=alone, foretold=foretold)
-    for tasks in fleet.launches(cases.values(), count, timed, tiny):
-        fleet.measured(lab, tasks, count, device, into=together, judge=judge)
+    tasks = fleet.tasks_of_all(cases.values(), count, timed, tiny)
+    fleet.measured(lab, tasks, count, device, into=together, judge=judge)
 
 # %%
 with lab.attempt("The same losses", reference="losses"):
@@ -335,9 +335,8 @@ trials: dict[str, Run] = {}
 with lab.attempt("NCCL's variables", reference="nccl NCCL_P2P_DISABLE=1"):
     if fleet.device_for(lab) != "cuda":
         raise Unavailable("NCCL is for GPUs, and gloo, which stands in for it here, knows none of these variables")
-    for settings in fleet.TRIALS:
-        name = fleet.trial_name(settings)
-        trials[name] = lab.measured(name, None, partial(fleet.nccl_trial, count, settings))
+    names = [fleet.trial_name(settings) for settings in fleet.TRIALS]
+    trials = lab.measured_together(dict.fromkeys(names), partial(fleet.nccl_trials, count))
     lab.table(fleet.NCCL_HEAD, *fleet.nccl_rows(trials))
 lab.on_reference(fleet.NCCL_HEAD, fleet.nccl_rows, "nccl *")
 

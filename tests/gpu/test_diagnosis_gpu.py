@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from pathlib import Path
 
@@ -14,7 +15,11 @@ from labutils.diagnosis.script import watch
 from labutils.recipe import A3_BASE, STOCK
 from labutils.workloads import open_workload
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.timeout(180),
+]
 
 SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
 WIDE = ("--hidden", "4096", "--depth", "6", "--batch", "1024", "--in-memory")
@@ -30,6 +35,7 @@ def diagnosed(script: str, *options: str) -> Diagnosis:
     return found
 
 
+@functools.cache
 def plain(*options: str) -> Diagnosis:
     return diagnosed("plain_loop.py", "--steps", "60", *options)
 
@@ -99,7 +105,7 @@ def test_a_tuned_loop_raises_no_alarm():
     ],
 )
 def test_predictions_come_near_what_is_measured(name, start, only):
-    ablated = ablations(open_workload(name, scale="small", device="cuda"), start, only=only)
+    ablated = ablations(open_workload(name, scale="small", device="cuda"), start, only=only, rounds=2)
     telling = [row for row in ablated.rows if row.tells]
     assert all(row.why == "" for row in ablated.rows)
     assert sum(row.close for row in telling) >= 0.6 * len(telling), [

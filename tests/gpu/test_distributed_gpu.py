@@ -17,7 +17,7 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
     pytest.mark.timeout(600),
 ]
-SD = fleet.SD_RECIPE.but(accumulation=2)
+SD = fleet.SD_RECIPE.but(accumulation=2, micro_batch=4)
 QWEN = fleet.QWEN_RECIPE.but(accumulation=2, micro_batch=1)
 
 

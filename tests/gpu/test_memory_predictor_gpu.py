@@ -13,7 +13,11 @@ from labutils.recipe import Recipe
 from labutils.workloads import open_workload
 from labutils.workloads.diffusion import on_drawn_latents
 
-pytestmark = pytest.mark.skipif(not hardware.cuda.available(), reason="needs a CUDA device")
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not hardware.cuda.available(), reason="needs a CUDA device"),
+    pytest.mark.timeout(120),
+]
 
 SCALE = hardware.scale_for(hardware.machine())
 WORKLOADS: dict[str, object] = {}

@@ -194,6 +194,14 @@ def test_what_was_left_is_taken_only_if_nothing_changed(change, measure, tmp_pat
     assert again.measured("a", recipe, measure).metrics == {"n": 2}
 
 
+def test_a_machine_that_was_given_more_memory_is_the_same(measure, tmp_path, monkeypatch):
+    facts = hardware.machine()
+    for more in (31.0, 255.0):
+        monkeypatch.setattr(hardware, "machine", lambda more=more: facts | {"ram_gb": more})
+        lab = open_lab("03", notebook(results_dir=str(tmp_path)))
+        assert lab.measured("a", STOCK, measure).metrics == {"n": 1}
+
+
 @pytest.fixture
 def interrupted(tmp_path):
     """`interrupted(run, **parameters)`: the run as a lab left it that had those parameters and was then interrupted."""

@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -28,7 +29,7 @@ from labutils.training import Session, launching, ranks
 from labutils.training.batches import Batches
 from labutils.training.checkpoint import FILE
 from labutils.training.launching import launch
-from labutils.training.rank import Job, Task, Word, is_others_doing, said_of
+from labutils.training.rank import Job, Task, Word, _turn, is_others_doing, said_of
 from labutils.workloads import open_workload
 
 HERE = Path(__file__).parent
@@ -394,10 +395,12 @@ def at(scale: str) -> dict[str, fleet.Case]:
 
 
 def test_what_fsdp_can_t_do_takes_nothing_along():
-    ddp, fsdp = fleet.launches(at("full").values(), 2, 10, tiny=False)
-    assert {task.recipe["parallel"] for task in ddp} == {"ddp"} and {t.recipe["parallel"] for t in fsdp} == {"fsdp"}
-    assert {"ddp 2", "full ddp 2", "full ddp 2 bucket view", "qwen ddp 2", "qwen full ddp 2"} <= {t.name for t in ddp}
-    (little,) = fleet.launches(at("tiny").values(), 2, 4, tiny=True)
+    tasks = fleet.tasks_of_all(at("full").values(), 2, 10, tiny=False)
+    kinds = [task.recipe["parallel"] for task in tasks]
+    assert kinds == ["ddp"] * kinds.count("ddp") + ["fsdp"] * 4
+    ddp = {task.name for task in tasks[: kinds.count("ddp")]}
+    assert {"ddp 2", "full ddp 2", "full ddp 2 bucket view", "qwen ddp 2", "qwen full ddp 2"} <= ddp
+    little = fleet.tasks_of_all(at("tiny").values(), 2, 4, tiny=True)
     # What the article's claims are judged by, and the comparisons that the lab speaks about.
     assert {"ddp 2", "full ddp 2", "full fsdp 2", "full ddp 2 no_sync", "fsdp 2"} <= {task.name for task in little}
 
@@ -408,26 +411,80 @@ def test_a_row_has_room_for_the_longest_text():
 
 
 def test_what_was_through_before_a_rank_failed_is_kept(monkeypatch, tmp_path):
-    """And an interrupted lab goes on with a launch that was through as a whole."""
+    """What it failed in is on record, what comes after it is done, and an interrupted lab goes on where it was."""
     case = at("tiny")[""]
-    tasks = [case.task("a", SD, steps=1), Task("all-reduce", "link", sizes=(4,))]
-    done = {"a": Run("", "a", workload="sd15-lora", recipe=SD.fitted_to("cpu").as_dict()), "link": Run("", "link")}
-    launches = []
+    tasks = [*(case.task(name, SD, steps=1) for name in "abc"), Task("all-reduce", "link", sizes=(4,))]
+    launches, failing = [], {"b"}
 
-    def launched(asked, *_):
-        launches.append(asked)
-        return launching.Ended({"a": done["a"]}, "Rank 1 failed") if len(launches) == 1 else launching.Ended(done)
+    def launched(asked, *_, each, **__):
+        launches.append("".join(task.name[0] for task in asked))
+        runs = {}
+        for task in asked:
+            if task.name in failing:
+                return launching.Ended(runs, f"Rank 1 failed in {task.name}")
+            runs[task.name] = Run("", task.name, workload="sd15-lora", recipe=SD.fitted_to("cpu").as_dict())
+            each(runs[task.name])
+        return launching.Ended(runs)
 
     monkeypatch.setattr(fleet, "launch", launched)
     opened = lambda: open_lab("10", {"__annotations__": {"results_dir": str}, "results_dir": str(tmp_path)})  # noqa: E731
-    lab, found = opened(), {}
-    with pytest.raises(RuntimeError, match="Rank 1 failed"):
-        fleet.measured(lab, tasks, 2, "cpu", found)
-    assert set(found) == {"a"} and (("10", "a") in read_runs(tmp_path)) and found["a"].lane == "same work"
-    for count in (2, 2):  # the second time from what the first one left
+    found = {}
+    with pytest.raises(RuntimeError, match="Rank 1 failed in b"):
+        fleet.measured(opened(), tasks, 2, "cpu", found)
+    assert launches == ["abcl", "cl"] and set(found) == {"a", "c", "link"} and found["a"].lane == "same work"
+    assert {name: run.status for (_, name), run in read_runs(tmp_path).items()} == {
+        "a": "ok",
+        "b": "error: Rank 1 failed in b",
+        "c": "ok",
+        "link": "ok",
+    }
+    failing.clear()
+    for _ in range(2):  # the second time from what the first one left
         found = {}
         fleet.measured(opened(), tasks, 2, "cpu", found, judge=lambda name, run: run)
-        assert set(found) == {"a", "link"} and len(launches) == count
+        assert set(found) == {"a", "b", "c", "link"} and launches == ["abcl", "cl", "b"]
+
+
+def test_a_machine_that_brings_nothing_is_given_up(monkeypatch, tmp_path):
+    tasks = [at("tiny")[""].task(name, SD) for name in "abcd"]
+    asked = []
+    monkeypatch.setattr(fleet, "launch", lambda left, *_, **__: asked.append(left) or launching.Ended({}, "no way"))
+    lab = open_lab("10", {"__annotations__": {"results_dir": str}, "results_dir": str(tmp_path)})
+    with pytest.raises(RuntimeError, match="no way"):
+        fleet.measured(lab, tasks, 2, "cpu", {})
+    assert [len(left) for left in asked] == [4, 3]
+
+
+def test_a_launch_s_runs_are_told_one_by_one(instead):
+    """Those of a launch that is cut off as well; a line that is half written is no run."""
+    told = []
+    code = (
+        "import json, os, sys, time\n"
+        "path = os.path.join(os.path.dirname(sys.argv[1]), 'runs.jsonl')\n"
+        "with open(path, 'w') as file:\n"
+        "    file.write(json.dumps({'run': 'a', 'status': 'ok'}) + '\\n' + '{\"run\": \"b')\n"
+        "time.sleep(60)"
+    )
+    ended = instead(code, timeout_s=4, each=told.append)
+    assert [run.run for run in told] == ["a"] == list(ended.runs)
+
+
+def test_launches_take_turns(tmp_path):
+    """Of two that name the same file one is at work at a time."""
+    path, order = str(tmp_path / "turn"), []
+
+    def works(name: str) -> None:
+        with _turn(path, ranks.Ranks()):
+            order.append(name)
+            time.sleep(0.1)
+            order.append(name)
+
+    threads = [threading.Thread(target=works, args=(name,)) for name in "ab"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert order in (list("aabb"), list("bbaa"))
 
 
 def test_a_crash_is_told_by_its_runs(monkeypatch):

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import pickle
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 
 import pytest
 import torch
@@ -69,6 +72,42 @@ def test_the_prediction_is_what_a_ledger_finds_in_the_step(room, mode, tmp_path_
 def test_other_recipes_are_predicted_as_well(room, base, change, tmp_path_factory):
     run, _ = footprint.foretold(workload(room, "tiny", tmp_path_factory), base.but(**change), "it")
     assert abs(run.metric("off")) < 0.03
+
+
+def test_predictions_begun_ahead_are_those_made_here(little, monkeypatch):
+    """Whatever the other process says comes back, and what it fails in is done here."""
+    asked = [(little, footprint.in_mode(little, mode)) for mode in footprint.MODES]
+    here = [footprint.predicted(*each) for each in asked]
+    there = []
+
+    class Beside(ThreadPoolExecutor):
+        def submit(self, call, *arguments):
+            there.append(call)
+            arguments = pickle.loads(pickle.dumps(arguments))
+            return super().submit(lambda: pickle.loads(pickle.dumps(call(*arguments))))
+
+    monkeypatch.setattr(footprint, "_ahead", {})
+    monkeypatch.setattr(footprint, "_pools", [])
+    monkeypatch.setattr(footprint, "ProcessPoolExecutor", lambda processes, _: Beside(1))
+    monkeypatch.setattr(footprint.hardware, "usable_cores", lambda: 2)
+    footprint.predict_ahead(asked)
+    assert there == []  # too few cores to give any away
+    monkeypatch.setattr(footprint.hardware, "usable_cores", lambda: 16)
+    monkeypatch.setattr(footprint, "_predicted_there", lambda *_: footprint.StepMemory({"weights": 1}, (), (), 0))
+    footprint.predict_ahead(asked[:1])
+    assert footprint.predicted(*asked[0]).held == {"weights": 1} and footprint.predicted(*asked[1]) == here[1]
+    footprint.end_ahead()
+    assert footprint.predicted(*asked[0]) == here[0] and len(there) == 1 and not footprint._pools
+    monkeypatch.undo()
+    assert footprint._predicted_there(*footprint._asked(*asked[2], "cpu")) == here[2]
+
+
+def test_a_process_that_ends_early_costs_nothing_but_time(little, monkeypatch):
+    recipe = footprint.in_mode(little, "all kept", batch=2)
+    broken = Future()
+    broken.set_exception(BrokenProcessPool("killed"))
+    monkeypatch.setattr(footprint, "_ahead", {footprint._asked(little, recipe.fitted_to("cpu"), "cpu"): broken})
+    assert footprint.predicted(little, recipe).peak > 0
 
 
 NOT_THE_GPUS = (

@@ -14,7 +14,7 @@ from PIL import Image
 from labutils.data import formats
 from labutils.data.images import Preprocess
 from labutils.data.throughput import Pipeline
-from labutils.datapath import _joined, pipeline_of, step_over_decoding
+from labutils.datapath import _joined, form_of, pipeline_of, points_of, step_over_decoding
 from labutils.recipe import Recipe
 from labutils.results import Run, Unavailable, summarise
 
@@ -92,9 +92,9 @@ def test_a_machine_without_a_gpu_decodes_on_none(monkeypatch):
 
 def test_processes_take_the_threads_they_are_told(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
-    found = formats.images_per_s(2, 1, seconds=0.2)
-    assert found["threads"] == 1 and found["images_per_s"] > 0
-    assert formats.images_per_s(1, None, seconds=0.1)["threads"] >= 1
+    found = formats.images_per_s(2, {"one": 1, "as they come": None}, seconds=0.2)
+    assert found["one"]["threads"] == 1 and found["as they come"]["threads"] >= 1
+    assert all(each["images_per_s"] > 0 for each in found.values())
 
 
 # ------------------------------------------------------------------------------------------------- cost of the decoder
@@ -116,6 +116,14 @@ def test_a_pipeline_is_read_off_a_run():
     run.metrics = {"step_ms": summarise([100.0] * 3), "data_ms": summarise([60.0] * 3)}
     found = pipeline_of(run, cores=8, threads=1)
     assert (found.read_ms, found.compute_ms, found.accumulation, found.cores) == (15, 10, 4, 8)
+
+
+def test_runs_are_put_at_what_their_form_takes():
+    spread = {"p10": 1.0, "median": 2.0, "p90": 3.0}
+    runs = {name: Run("09", name, metrics={"step_ms": spread}) for name in ("data: PNG", "data: PNG, 4 workers")}
+    runs["data: pixels"] = Run("09", "data: pixels", status="oom")
+    assert [form_of(name) for name in runs] == ["PNG", "PNG", "pixels"]
+    assert points_of(runs, runs, {"PNG": 40.0, "pixels": 1.0}) == {"PNG": (40.0, (1.0, 2.0, 3.0))}
 
 
 def test_rounds_are_joined():

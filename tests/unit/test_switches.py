@@ -117,6 +117,21 @@ def test_fewer_bits_are_farther_off(little):
     assert lost["fp32"] == lost["bf16"] == 0
 
 
+def test_the_backward_pass_is_rounded_as_the_forward_pass_is(little, monkeypatch):
+    """PyTorch's own setting has convolutions in TF32: of a float32 gradient that would be half."""
+    seen, loss = [], little.loss
+
+    def watched(*args):
+        found = loss(*args)
+        found.register_hook(lambda _: seen.append(torch.backends.cudnn.conv.fp32_precision))
+        return found
+
+    monkeypatch.setattr(little, "loss", watched)
+    for name in ("fp32", "bf16"):
+        switches._gradient(little, switches.FORMS[name])
+    assert seen == ["ieee", "ieee"]
+
+
 def test_tf32_is_put_back():
     before = (torch.backends.cuda.matmul.fp32_precision, torch.backends.cudnn.conv.fp32_precision)
     for what, expected in (("everything", "tf32"), ("nothing", "ieee")):
@@ -167,18 +182,20 @@ def test_paged_moments_stay_where_they_are_on_a_cpu():
 # ------------------------------------------------------------------------------------------- the environment's switches
 
 
+BROKEN = {"LABUTILS_CACHE": "x", "PYTHONPATH": "/nowhere", "PYTHONHOME": "/no"}
+
+
 def test_a_process_of_its_own_reports_its_run(little):
     recipe = Recipe(driver="eager", logging="ring-buffer", cache="latents+text", accumulation=1)
     work = open_workload("sd15-lora", "tiny", device="cpu", cache_dir=little.cache_dir)
-    run = switches.trained_alone(work, recipe, 3, {"OMP_NUM_THREADS": "1"}, "alone")
+    runs = switches.trained_alone(work, recipe, 3, {"alone": {"OMP_NUM_THREADS": "1"}, "broken": BROKEN})
+    assert list(runs) == ["alone", "broken"]
+    run = runs["alone"]
     assert run.ok and run.run == "alone" and run.metric("step_ms") > 0 and len(run.samples["step_ms"]) >= 3
-    refused = switches.trained_alone(work, recipe.but(base_linear="fp8-te"), 3, {}, "refused")
+    assert runs["broken"].status.startswith("error: the process ended with code")
+    refused = switches.trained_alone(work, recipe.but(base_linear="fp8-te"), 3, {"refused": {}})["refused"]
     assert refused.status.startswith(("error: ValueError", "skipped: "))
-    failed = switches.trained_alone(
-        work, recipe, 3, {"LABUTILS_CACHE": "x", "PYTHONPATH": "/nowhere", "PYTHONHOME": "/no"}, "broken"
-    )
-    assert failed.status.startswith("error: the process ended with code")
 
 
 def test_an_empty_list_shows_no_gpu():
-    assert switches.visible_gpus("") == 0
+    assert switches.visible_gpus("", "") == [0, 0]
