@@ -16,7 +16,7 @@ import gc
 import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import BrokenExecutor, Future, ProcessPoolExecutor
 from contextlib import suppress
 from multiprocessing import get_context
 from pathlib import Path
@@ -110,7 +110,8 @@ def predict_ahead(workloads: Iterable[tuple[Workload, Recipe]], on: str = "") ->
         where = on or workload.device.type
         asked = _asked(workload, recipe.fitted_to(where), where)
         if asked not in _ahead:
-            _ahead[asked] = pool.submit(_predicted_there, *asked)
+            with suppress(BrokenExecutor):  # its processes can't be had
+                _ahead[asked] = pool.submit(_predicted_there, *asked)
 
 
 def end_ahead() -> None:
