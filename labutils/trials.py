@@ -667,22 +667,34 @@ def losses_over_seeds(
     Runs are named after the recipes: "loss bf16". Metrics: `start_loss` and `final_loss` of the held-out examples over
     seeds, and `loss`, the training losses of the last seed. Samples are by seed. What fails becomes the run's status.
     """
-    photographs = _Photographs(workload)
-    runs: dict[str, Run] = {}
-    for name, recipe in recipes.items():
-        run = runs[f"loss {name}"] = empty_run(workload, recipe, name)
-        own = altered(workload, changes[name]) if name in (changes or {}) else workload
-        try:
-            trained = [_trained_once(own, recipe, seed, steps, photographs) for seed in range(seeds)]
-        except Exception as error:
-            run.status = status_of(error)
-        else:
-            start, final, curves = zip(*trained, strict=True)
-            run.samples = {"start_loss": list(start), "final_loss": list(final)}
-            run.metrics = {metric: summarise(losses) for metric, losses in run.samples.items()} | {"loss": curves[-1]}
-        gc.collect()  # a session's modules refer to each other; here no exception holds them any more
-        hardware.cuda.empty_cache()
+    photographs, runs = _Photographs(workload), {}
+    gc.collect()
+    gc.freeze()  # what stands now stays: each model's conversion collects garbage, and need not look at it all
+    try:
+        for name, recipe in recipes.items():
+            own = altered(workload, changes[name]) if name in (changes or {}) else workload
+            runs[f"loss {name}"] = _over_seeds(own, recipe, name, seeds, steps, photographs)
+            gc.collect()  # a session's modules refer to each other
+            hardware.cuda.empty_cache()
+    finally:
+        gc.unfreeze()
     return runs
+
+
+def _over_seeds(
+    workload: Workload, recipe: Recipe, name: str, seeds: int, steps: int, photographs: _Photographs
+) -> Run:
+    """The run of one recipe of `losses_over_seeds`."""
+    run = empty_run(workload, recipe, name)
+    try:
+        trained = [_trained_once(workload, recipe, seed, steps, photographs) for seed in range(seeds)]
+    except Exception as error:
+        run.status = status_of(error)
+        return run
+    start, final, curves = zip(*trained, strict=True)
+    run.samples = {"start_loss": list(start), "final_loss": list(final)}
+    run.metrics = {metric: summarise(losses) for metric, losses in run.samples.items()} | {"loss": curves[-1]}
+    return run
 
 
 def _trained_once(

@@ -98,10 +98,12 @@ def changes(claim: Claim, evidence: Evidence) -> Finding:
     against = f"{lowest:+.0f} to {highest:+.0f} % is meant, the tolerance included"
     beyond = {name: change for name, change in found.items() if change.high < low or change.low > high}
     if beyond:
-        return Finding(REFUTED, shown, f"Beyond it{_where(beyond, found)}, by more than the spread: {against}.")
+        return Finding(
+            REFUTED, shown, f"Beyond what was published{_where(beyond, found)}, by more than the spread: {against}."
+        )
     if all(low <= change.middle <= high for change in found.values()):
         return Finding(CONFIRMED, shown, f"{against}.")
-    return Finding(INCONCLUSIVE, shown, f"Beyond it, but within the spread: {against}.")
+    return Finding(INCONCLUSIVE, shown, f"Beyond what was published, but within the spread: {against}.")
 
 
 def _where(some: Mapping[str, Change], of: Mapping[str, Change]) -> str:
@@ -273,7 +275,9 @@ def _places(change: Change) -> int:
 def _told(change: Change, spread: float) -> str:
     """How far the change reaches over seeds, and by how many % they spread one method's loss."""
     reach = f"{change.low:+.{_places(change)}f} to {change.high:+.{_places(change)}f} %"
-    return f"by seed the change is {reach}, and seeds alone spread the loss over {spread:.2g} %."
+    return (
+        f"by seed the change is {reach}, and seeds alone spread the loss over {spread:.{1 if spread >= 1 else 2}f} %."
+    )
 
 
 def keeps_up(claim: Claim, evidence: Evidence) -> Finding:
