@@ -113,7 +113,10 @@ def tasks_alone(chosen: Iterable[Case], ranks: int, steps: int, tiny: bool) -> l
     link = Task("all-reduce", "all-reduce", sizes=TINY_SIZES if tiny else SIZES)
     timed = {"steps": steps, "warmup": 1 if tiny else 2}
     first, *others = chosen
-    one = lambda case: case.task("one process", case.recipe, **timed, alone=True, arrivals=True)  # noqa: E731
+
+    def one(case: Case) -> Task:
+        return case.task("one process", case.recipe, **timed, alone=True, arrivals=True)
+
     return [link, one(first), task_same_batch(first, ranks), *map(one, others)]
 
 

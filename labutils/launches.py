@@ -19,11 +19,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import gc
 import itertools
 import math
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -49,6 +48,7 @@ from labutils.prediction import (
 from labutils.recipe import A3_BASE, Recipe
 from labutils.results import Run, summarise
 from labutils.training import Session
+from labutils.training.comparing import what_stands_is_left_alone
 from labutils.workloads.base import Batch, Work, Workload
 
 TEXTS = 4
@@ -272,17 +272,6 @@ class Light:
             "light_launches": self.program.launches,
             "light_work_ms": self.program.kernel_ms,
         }
-
-
-@contextlib.contextmanager
-def what_stands_is_left_alone() -> Iterator[None]:
-    """The garbage collector passes over all that is there now: a trace is hundreds of thousands of objects, and looking
-    through them in the midst of a step is none of its work. Afterwards it collects as before."""
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
 
 
 def foretell_and_measure(

@@ -372,16 +372,7 @@ def trained_alone(
 ) -> dict[str, Run]:
     """Name -> a recipe's run in a process of its own, with that name's environment variables: what they switch is read
     once, when PyTorch starts. The processes get ready side by side, and are timed one after the other."""
-    order = {
-        "name": workload.name,
-        "scale": workload.scale,
-        "weights": workload.weights,
-        "data": workload.data,
-        "device": workload.device.type,
-        "cache_dir": str(workload.cache_dir),
-        "recipe": recipe.as_dict(),
-        "steps": steps,
-    }
+    order = workload.opened_as() | {"device": workload.device.type, "recipe": recipe.as_dict(), "steps": steps}
     with contextlib.ExitStack() as stack:
         children = {name: _started(stack, environment) for name, environment in environments.items()}
         for child, _ in children.values():

@@ -70,6 +70,11 @@ PUBLISHED = {
 which is where batch 1 lies by its account. Losses of compiled runs were not recorded; they are those of the same
 arithmetic."""
 
+TRAINED_HERE = (
+    "On a small model with random weights that is trained here: what rounding does to a training, not what it does to "
+    "the outliers of a pretrained model."
+)
+"""The note of a claim about what a format of numbers does to the loss."""
 BREAK_EVENS = (135, 220)
 """Steps after which fixed shapes with FP8, and those without, have caught up with the baseline at batch 1."""
 
@@ -251,8 +256,7 @@ _FP8 = (
         how={"before": "loss bf16", "after": "loss fp8-te", "metric": "final_loss"},
         tolerance=0.5,
         needs="any",
-        note="On a small model with random weights that is trained here: what rounding does to a training, not what it "
-        "does to the outliers of a pretrained model.",
+        note=TRAINED_HERE,
     ),
     Claim(
         id="A2.fp8.mixed",
@@ -680,8 +684,7 @@ _FIXED = (
         how={"before": "loss bf16", "after": "loss fixed-fp8-te", "metric": "final_loss"},
         tolerance=0.5,
         needs="any",
-        note="On a small model with random weights that is trained here: what rounding does to a training, not what it "
-        "does to the outliers of a pretrained model.",
+        note=TRAINED_HERE,
     ),
 )
 
@@ -779,8 +782,7 @@ _QLORA = (
         how={"before": "loss bf16", "after": "loss qlora", "metric": "final_loss"},
         tolerance=0.5,
         needs="any",
-        note="On a small model with random weights that is trained here: what rounding does to a training, not what it "
-        "does to the outliers of a pretrained model.",
+        note=TRAINED_HERE,
     ),
     Claim(
         id="A2.qlora.breaks-graph",

@@ -9,8 +9,8 @@ import math
 import operator
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -78,6 +78,17 @@ REWOUND_STEPS = 1
 """Steps that aren't timed after the data has been taken back: the loader starts anew in the first one."""
 REFILL_S = 0.3
 """Pause after a recipe with workers: they go on reading ahead, and would do it during the next recipe's steps."""
+
+
+@contextmanager
+def what_stands_is_left_alone() -> Iterator[None]:
+    """The garbage collector passes over all that is there now: libraries or a trace are hundreds of thousands of
+    objects, and looking through them is no part of what is done meanwhile. Afterwards it collects as before."""
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 class Bench:

@@ -38,7 +38,11 @@ COMPILED_BY = (
 """Knobs that a compiled network depends on: recipes that agree in them share its compiled code."""
 
 
-def compile_ahead(workload: Workload, recipes: Iterable[Recipe], workers: int = 6) -> list[Run]:
+AT_ONCE = 6
+"""Processes that compile beforehand side by side."""
+
+
+def compile_ahead(workload: Workload, recipes: Iterable[Recipe]) -> list[Run]:
     """Compile what `recipes` need in processes side by side, one step each; PyTorch's cache on the disk keeps it.
 
     A process compiles one network after the other, mostly on one core. Variants that are compiled beforehand, all at
@@ -51,7 +55,7 @@ def compile_ahead(workload: Workload, recipes: Iterable[Recipe], workers: int = 
         key = (recipe.compile_scope == "blocks", *(getattr(recipe, knob) for knob in COMPILED_BY))
         if recipe.compile != "off" and (key not in widest or recipe.compile_scope == "everything"):
             widest[key] = recipe
-    with ThreadPoolExecutor(workers) as pool:
+    with ThreadPoolExecutor(AT_ONCE) as pool:
         return list(pool.map(lambda recipe: try_isolated(workload, recipe, steps=1), widest.values()))
 
 
@@ -70,16 +74,9 @@ def try_isolated(
     Its metrics hold `failed` (0 or 1), `message` (the exception, or how the process ended; "" where it went well) and,
     where it went well, `loss`. The run's status is "ok" either way: what was tried is what was to be found out.
     """
-    order = {
-        "name": workload.name,
-        "scale": scale or workload.scale,
-        "weights": "random" if scale else workload.weights,  # the hub has one size only
-        "data": workload.data,
-        "device": workload.device.type,
-        "cache_dir": str(workload.cache_dir),
-        "recipe": recipe.as_dict(),
-        "steps": steps,
-    }
+    order = workload.opened_as() | {"device": workload.device.type, "recipe": recipe.as_dict(), "steps": steps}
+    if scale:
+        order |= {"scale": scale, "weights": "random"}  # the hub has one size only
     run = Run(lab="", run="", workload=workload.name, scale=order["scale"], recipe=recipe.as_dict())
     command = [sys.executable, "-m", "labutils.training.isolated"]
     try:

@@ -70,17 +70,6 @@ class Ended:
         return self
 
 
-def order(workload: Any) -> dict[str, Any]:
-    """What `open_workload` is told in the ranks to have the same workload; the device is the job's."""
-    return {
-        "name": workload.name,
-        "scale": workload.scale,
-        "weights": workload.weights,
-        "data": workload.data,
-        "cache_dir": str(workload.cache_dir),
-    }
-
-
 def launch(
     tasks: Sequence[Task],
     ranks: int,

@@ -111,8 +111,7 @@ def _undone(name: str, job: Job, failure: str) -> Run:
 
 def _order_of(job: Job) -> dict[str, Any]:
     workload = job.workload
-    where = {"name": workload.name, "scale": workload.scale, "weights": workload.weights, "data": workload.data}
-    where |= {"device": workload.device.type, "cache_dir": str(workload.cache_dir)}
+    where = workload.opened_as() | {"device": workload.device.type}
     return {"workload": where, "recipe": job.recipe.as_dict(), "steps": job.steps}
 
 

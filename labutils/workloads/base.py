@@ -106,6 +106,17 @@ class Workload(ABC):
         vars(other).update(vars(self), _held=None, _remembered={})
         return other
 
+    def opened_as(self) -> dict[str, Any]:
+        """What `open_workload` is told in another process to have the same workload there, as plain data; the device is
+        that process's own."""
+        return {
+            "name": self.name,
+            "scale": self.scale,
+            "weights": self.weights,
+            "data": self.data,
+            "cache_dir": str(self.cache_dir),
+        }
+
     @abstractmethod
     def build(self, recipe: Recipe) -> nn.Module:
         """A fresh model on the device with the recipe's precision, layout and adapters; the frozen weights are

@@ -8,7 +8,7 @@ import torch
 from labutils import fleet, scaling
 from labutils.measure.collectives import SIZES
 from labutils.results import Unavailable
-from labutils.training.launching import Ended, gpu_count, launch, order
+from labutils.training.launching import Ended, gpu_count, launch
 from labutils.training.rank import Task
 from labutils.workloads import open_workload
 
@@ -22,7 +22,7 @@ QWEN = fleet.QWEN_RECIPE.but(accumulation=2, micro_batch=1)
 
 
 def case(name: str, workload: str, recipe, **changes) -> Task:
-    told = order(open_workload(workload, "small", device="cuda"))
+    told = open_workload(workload, "small", device="cuda").opened_as()
     alone = changes.pop("alone", False)
     options = {"alone": alone, "arrivals": alone, "traced": 0 if alone else 3}
     return Task("train", name, told, recipe.but(**changes).as_dict(), steps=5, **options)
@@ -111,7 +111,7 @@ def test_nccl_s_variables_are_taken():
 
 @pytest.mark.parametrize(("parallel", "fail"), [("ddp", "kill"), ("fsdp", "raise")])
 def test_a_rank_dies_and_the_other_s_word_is_kept(parallel, fail, tmp_path):
-    told = order(open_workload("sd15-lora", "small", device="cuda"))
+    told = open_workload("sd15-lora", "small", device="cuda").opened_as()
     recipe = SD.but(parallel=parallel).as_dict()
     options = {"folder": str(tmp_path), "checkpoint_every": 2}
     ended = launch([Task("run", "train", told, recipe, 6, fail=fail, fails=(1, 3), **options)], 2, "cuda", 200, 60)

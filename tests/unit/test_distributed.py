@@ -144,7 +144,7 @@ def checkpoints(tmp_path_factory) -> Path:
 
 
 def train_until(fail: str, step: int, folder: Path, resume: bool = False, **changes: object) -> launching.Ended:
-    workload = launching.order(open_workload("sd15-lora", "tiny", device="cpu"))
+    workload = open_workload("sd15-lora", "tiny", device="cpu").opened_as()
     recipe = DYING.but(**changes).as_dict()
     options = {"folder": str(folder), "checkpoint_every": 2, "resume": resume, "fail": fail, "fails": (1, step)}
     return launch([Task("run", "train", workload, recipe, STEPS, **options)], 2, "cpu", 200, 30)
