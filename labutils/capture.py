@@ -7,6 +7,10 @@ for fewer kernels, capture so that launching them costs nothing.
 
 from __future__ import annotations
 
+import atexit
+import os
+import shutil
+import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
@@ -25,6 +29,23 @@ KERNELS = {
 }
 WARM_UP = 3
 """Steps before a capture: they compile, choose algorithms and create library handles, none of which can be recorded."""
+
+
+def compile_from_nothing() -> None:
+    """Give torch.compile an empty cache on the disk until this process ends: a first step compiles all that it uses.
+
+    What Inductor has to find out about the C++ compiler is asked for before, and kept in the machine's own cache: it
+    takes ten seconds, no model has a part in it, and only a CPU's kernels need it.
+    """
+    if not torch.cuda.is_available():
+        from torch._inductor.cpu_vec_isa import pick_vec_isa
+        from torch._inductor.exc import InvalidCxxCompiler
+
+        with suppress(InvalidCxxCompiler):  # the step that wants one says so
+            pick_vec_isa()
+    folder = tempfile.mkdtemp(prefix="inductor-")
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
 
 
 def attention_kernel(name: str) -> Any:

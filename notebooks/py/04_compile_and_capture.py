@@ -55,14 +55,13 @@ from labutils.course import NotHere, open_lab
 lab = open_lab("04", globals())
 
 # %%
-import os
-import tempfile
 from concurrent.futures import ThreadPoolExecutor
 
 import matplotlib.pyplot as plt
 import torch
 
 from labutils import plots
+from labutils.capture import compile_from_nothing
 from labutils.hardware import usable_cores
 from labutils.recipe import A1_LADDER, STOCK, climb, distinct_on
 from labutils.results import REFERENCE, Run, read_runs
@@ -70,7 +69,7 @@ from labutils.training import Bench, compile_ahead, try_isolated
 from labutils.trials import rung_rows
 
 plots.use_style()
-os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="inductor-")  # so that a first step is one
+compile_from_nothing()  # so that a first step is one
 on_gpu = lab.device == "cuda"
 steps, rounds = steps or (2 if lab.scale == "tiny" else 3), rounds or (1 if lab.scale == "tiny" else 2)
 if not on_gpu:

@@ -69,8 +69,6 @@ from labutils.course import open_lab
 lab = open_lab("06", globals())
 
 # %%
-import os
-import tempfile
 import warnings
 from functools import partial
 
@@ -78,6 +76,7 @@ import matplotlib.pyplot as plt
 import torch
 
 from labutils import advisor, plots, trials
+from labutils.capture import compile_from_nothing
 from labutils.hardware import measured_roofline, usable_cores
 from labutils.lowbit.frozen import FrozenFP8Linear
 from labutils.parameters import whole_numbers
@@ -88,7 +87,7 @@ from labutils.workloads import open_workload
 
 plots.use_style()
 warnings.filterwarnings("ignore", module="torch")
-os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="inductor-")  # empty: a first step really compiles
+compile_from_nothing()  # so that a first step is one
 on_gpu, tiny = lab.device == "cuda", lab.scale == "tiny"
 if not on_gpu:
     torch.set_num_threads(max(1, usable_cores() // 2))

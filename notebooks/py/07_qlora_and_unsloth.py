@@ -64,8 +64,6 @@ from labutils.course import NotHere, open_lab
 lab = open_lab("07", globals())
 
 # %%
-import os
-import tempfile
 import warnings
 from dataclasses import replace
 from functools import partial
@@ -74,6 +72,7 @@ import matplotlib.pyplot as plt
 import torch
 
 from labutils import hardware, methods, plots
+from labutils.capture import compile_from_nothing
 from labutils.lowbit import nf4
 from labutils.recipe import distinct_on
 from labutils.results import Run
@@ -82,7 +81,7 @@ from labutils.training.with_unsloth import train_with_unsloth
 
 plots.use_style()
 warnings.filterwarnings("ignore", module="torch")
-os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="inductor-")  # so that a first step is one
+compile_from_nothing()  # so that a first step is one
 on_gpu, tiny = lab.device == "cuda", lab.scale == "tiny"
 method_steps, log_every = method_steps or (4 if tiny else 6), log_every or (3 if tiny else 2)
 
