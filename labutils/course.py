@@ -44,10 +44,6 @@ class LabError(Exception):
         return [f"{type(self).__name__}: {self}"]
 
 
-class NotHere(Exception):
-    """Raise it inside `lab.attempt` for something this machine can't do; the message says what it would need."""
-
-
 def _hush() -> None:
     """Silence what libraries say into every notebook and nobody who reads one can act on."""
     warnings.filterwarnings("ignore", message="IProgress not found")  # plain progress bars survive batch runs
@@ -324,7 +320,8 @@ class Lab:
     def attempt(
         self, what: str, reference: str | None = None, instead: Callable[[], Any] | None = None
     ) -> Iterator[None]:
-        """Try what may not work on this machine: a failure is explained, kept as a run, and the lab goes on.
+        """Try what may not work on this machine: a failure is explained, kept as a run, and the lab goes on. What the
+        machine lacks is raised inside as `Unavailable`.
 
         `what` says it in a few words. `reference` is the run's name: our H200's run of that name is shown instead, and
         the failure kept under it (under `what` where there is none). `instead()` shows what the H200 found in a better
@@ -338,7 +335,7 @@ class Lab:
             failure = error
         if failure is None:
             return
-        status = status_of(failure)
+        status = results.status_of(failure)
         failure = None
         gc.collect()
         with contextlib.suppress(RuntimeError):  # a GPU that broke fails at this, too, and not all of a lab needs it
@@ -438,18 +435,6 @@ class Lab:
             display(Markdown(text))
         else:
             print(text)
-
-
-def status_of(error: BaseException) -> str:
-    """What a run's `status` says about `error`: "oom", "skipped: why" (not on this machine) or "error: what"."""
-    text = f"{type(error).__name__}: {error}".strip().splitlines()[0][:300]
-    if results.is_out_of_memory(error):
-        return "oom"
-    if isinstance(error, NotHere | results.Unavailable):
-        return f"skipped: {error}"
-    if isinstance(error, ImportError):
-        return f"skipped: {text}"
-    return f"error: {text}"
 
 
 def _let_go(error: BaseException) -> None:

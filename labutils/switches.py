@@ -30,7 +30,7 @@ from labutils.capture import float32_rounded
 from labutils.claims import Evidence, NotTestable
 from labutils.lowbit.fp8 import relative_error
 from labutils.recipe import Recipe, distinct_on
-from labutils.results import REPOSITORY, Run, summarise
+from labutils.results import REPOSITORY, Run, status_of, summarise
 from labutils.training.drivers import AUTOCAST, build_optimizer
 from labutils.workloads import Workload, open_workload
 from labutils.workloads.base import Batch
@@ -475,7 +475,7 @@ def visible_gpus(*variables: str) -> list[int]:
 def _main() -> None:
     """The child's side: an order on standard input, word that all is ready on standard output, and, once it is told to
     go, the run as the last line."""
-    from labutils.training.comparing import REFILL_S, Contender, empty_run, status_of
+    from labutils.training.comparing import REFILL_S, Contender, empty_run
 
     order = json.loads(sys.stdin.readline())
     recipe, steps = Recipe(**order.pop("recipe")), order.pop("steps")

@@ -32,10 +32,10 @@ from labutils.data.images import EpochOrder
 from labutils.lowbit.backends import convert_base, forget_scales, forward_context, frozen_linears
 from labutils.measure.recompilation import Compilation
 from labutils.recipe import A2_BASE, A2_LADDER, Recipe, Rung, climb
-from labutils.results import Run, Unavailable, summarise
+from labutils.results import Run, Unavailable, status_of, summarise
 from labutils.training import Bench, Session, train
 from labutils.training.batches import Batch, on_device
-from labutils.training.comparing import Contender, empty_run, status_of, what_stands_is_left_alone
+from labutils.training.comparing import Contender, empty_run, what_stands_is_left_alone
 from labutils.training.variants import altered, in_lanes, prepared_for_kbit, with_costs
 from labutils.workloads import Workload, open_workload
 from labutils.workloads.multimodal import SCALES_OF_LLAVA, count_flops

@@ -23,7 +23,7 @@ from labutils.measure.steps import StepClock, StepTimes
 from labutils.measure.trace import Trace, profile
 from labutils.measure.utilization import Utilization
 from labutils.recipe import Recipe
-from labutils.results import Run, Unavailable, is_out_of_memory, summarise
+from labutils.results import Run, status_of, summarise
 from labutils.training import ranks
 from labutils.training.ranks import bytes_here
 from labutils.training.session import Session
@@ -226,18 +226,6 @@ class Bench:
 
     def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         self.close()
-
-
-def status_of(error: Exception) -> str:
-    """What a run's `status` says about `error`, in one line, as it may stand in a table."""
-    if isinstance(error, Unavailable):
-        return f"skipped: {error}"
-    if is_out_of_memory(error):
-        return "oom"
-    said = " ".join(str(error).split())
-    if "InvalidCxxCompiler" in said:
-        return "skipped: torch.compile builds C++ here, and no compiler for it works; sudo apt install g++ brings one"
-    return f"error: {type(error).__name__}: {said}"
 
 
 def measure(session: Session, steps: int, after_step: AfterStep | None = None) -> StepTimes:

@@ -58,9 +58,8 @@ from statistics import median
 import matplotlib.pyplot as plt
 
 from labutils import doctor, hardware, plots
-from labutils.course import NotHere
 from labutils.hardware import cuda
-from labutils.results import Run, summarise
+from labutils.results import Run, Unavailable, summarise
 
 plots.use_style()
 on_gpu = lab.device == "cuda"
@@ -339,7 +338,7 @@ lab.table(("kernels in a step", "this host needs at least", "our H200's host"), 
 # %%
 with lab.attempt("A kernel for another card", reference="unlisted architecture"):
     if not on_gpu:
-        raise NotHere("only an NVIDIA GPU can refuse a kernel")
+        raise Unavailable("only an NVIDIA GPU can refuse a kernel")
     lab.keep(Run("00", "unlisted architecture", metrics=hardware.try_unlisted_architecture()))
 
 # %% [markdown]
@@ -350,7 +349,7 @@ with lab.attempt("A kernel for another card", reference="unlisted architecture")
 xformers = doctor.this_machine().imports.get("xformers")
 with lab.attempt("xformers' attention on this card", reference="xformers"):
     if not on_gpu or xformers is None or xformers.status == "missing":
-        raise NotHere(f"{'xformers is not installed' if on_gpu else 'there is no GPU'}; no lab needs it")
+        raise Unavailable(f"{'xformers is not installed' if on_gpu else 'there is no GPU'}; no lab needs it")
     failed = int(xformers.status != "ok")
     lab.keep(Run("00", "xformers", metrics={"failed": failed, "message": xformers.message}))
 

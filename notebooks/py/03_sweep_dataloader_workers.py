@@ -50,7 +50,7 @@ steps: int = 0  # optimizer steps timed in each round, at least; 0: 2 at tiny, 3
 rounds: int = 0  # times round all recipes; 0: 1 at tiny, 2 at larger scales
 
 # %%
-from labutils.course import NotHere, open_lab
+from labutils.course import open_lab
 
 lab = open_lab("03", globals())
 
@@ -70,7 +70,7 @@ from labutils.data.throughput import Pipeline, epoch_start_ms, hand_over_ms, off
 from labutils.hardware import usable_cores
 from labutils.pinning import two_by_two
 from labutils.recipe import STOCK
-from labutils.results import Run, summarise
+from labutils.results import Run, Unavailable, summarise
 from labutils.training import compare, train
 
 # %%
@@ -428,7 +428,7 @@ three = STOCK.but(num_workers=3)
 no_copy = "a CPU trains on the memory that the data is in, so there is no copy; our H200's four runs follow"
 with lab.attempt("Pinned memory in the stock loop", "pinned+async", instead=lambda: show_reference("")):
     if lab.device == "cpu":
-        raise NotHere(no_copy)
+        raise Unavailable(no_copy)
     stock_loop = two_by_two(workload, three, steps, rounds)
     lab.keep(stock_loop)
     show_two_by_two(stock_loop)
@@ -446,7 +446,7 @@ lab.verdict("A1.pin.needs-both", "A1.pin.step-needs-both");
 ahead = three.but(driver="eager", optimizer="adamw-fused", logging="ring-buffer")
 with lab.attempt("Pinned memory in a loop that runs ahead", "ahead: pinned+async", lambda: show_reference("ahead: ")):
     if lab.device == "cpu":
-        raise NotHere(no_copy)
+        raise Unavailable(no_copy)
     free_loop = two_by_two(workload, ahead, steps, rounds, prefix="ahead: ")
     lab.keep(free_loop, lane="same work")
     show_two_by_two(free_loop)

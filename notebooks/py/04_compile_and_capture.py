@@ -50,7 +50,7 @@ steps: int = 0  # optimizer steps timed in each round, at least; 0: 2 at tiny, 3
 rounds: int = 0  # times round the whole ladder at the end; 0: 1 at tiny, 2 at larger scales
 
 # %%
-from labutils.course import NotHere, open_lab
+from labutils.course import open_lab
 
 lab = open_lab("04", globals())
 
@@ -64,7 +64,7 @@ from labutils import plots
 from labutils.capture import compile_from_nothing
 from labutils.hardware import usable_cores
 from labutils.recipe import A1_LADDER, STOCK, climb, distinct_on
-from labutils.results import REFERENCE, Run, read_runs
+from labutils.results import REFERENCE, Run, Unavailable, read_runs
 from labutils.training import Bench, compile_ahead, try_isolated
 from labutils.trials import rung_rows
 
@@ -254,7 +254,7 @@ with lab.attempt("CUDA graphs inside torch.compile", reference="reduce-overhead"
     if not on_gpu:
         for name in graph_modes:
             lab.keep(Run("04", name, status="skipped: CUDA graphs need an NVIDIA GPU"))
-        raise NotHere("CUDA graphs need an NVIDIA GPU")
+        raise Unavailable("CUDA graphs need an NVIDIA GPU")
     lab.keep(tried)
     show_outcomes(tried, "here")
 lab.verdict("A1.compile.reduce-overhead", "A1.compile.max-autotune", "A1.compile.cause");

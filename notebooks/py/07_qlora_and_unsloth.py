@@ -59,7 +59,7 @@ method_steps: int = 0  # timed steps of each method; 0: 4 at tiny, 6 at larger s
 log_every: int = 0  # steps between two lines of the memory log (the article: 10); 0: 3 at tiny, 2 at larger scales
 
 # %%
-from labutils.course import NotHere, open_lab
+from labutils.course import open_lab
 
 lab = open_lab("07", globals())
 
@@ -75,7 +75,7 @@ from labutils import hardware, methods, plots
 from labutils.capture import compile_from_nothing
 from labutils.lowbit import nf4
 from labutils.recipe import distinct_on
-from labutils.results import Run
+from labutils.results import Run, Unavailable
 from labutils.titles import Reader
 from labutils.training.with_unsloth import train_with_unsloth
 
@@ -347,7 +347,7 @@ plt.show()
 columns = {"memory_allocated_gb": "allocated", "memory_reserved_gb": "reserved", "peak_memory_gb": "peak so far"}
 with lab.attempt("Memory over time", reference="qlora long"):
     if not on_gpu:
-        raise NotHere("there is no GPU, whose memory the log would hold")
+        raise Unavailable("there is no GPU, whose memory the log would hold")
     fig, axes = plt.subplots(1, 3, figsize=(7.4, 3.2))
     over = {title: methods.over_examples(logs, "long", column) for column, title in columns.items()}
     plots.panels(axes, over, "examples", "GiB")

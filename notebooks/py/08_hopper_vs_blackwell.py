@@ -64,7 +64,7 @@ hours_a_day: float = 8.0  # so long it works each day until then
 yen_per_kwh: float = 31.0  # price of electricity
 
 # %%
-from labutils.course import NotHere, open_lab
+from labutils.course import open_lab
 
 lab = open_lab("08", globals())
 
@@ -78,7 +78,7 @@ from labutils import cards, hardware, launches, plots
 from labutils.doctor.facts import try_imports
 from labutils.parameters import whole_numbers
 from labutils.prediction import CARDS, Host, replayed_ms
-from labutils.results import Run
+from labutils.results import Run, Unavailable
 from labutils.workloads import open_workload
 
 plots.use_style()
@@ -174,7 +174,7 @@ probed = hardware.probe("launch_us", "graph_node_us")
 launch_us, empty_ms = probed.median("launch_us"), (probed.median("graph_node_us") or 0.0) / 1e3
 with lab.attempt("Timing the shortest call"):
     if launch_us is None:
-        raise NotHere(f"a call could not be timed: it {probed.skipped['launch_us']}")
+        raise Unavailable(f"a call could not be timed: it {probed.skipped['launch_us']}")
     print(f"The shortest call there is, x.neg_() on one number, takes the host {launch_us:.1f} µs.")
 
 # %% [markdown]
@@ -225,7 +225,7 @@ def study(family: str, way: str, delayed: bool = False) -> None:
     with lab.attempt(f"{family}, {way}", long, lambda: lab.on_reference(launches.HEAD, launches.rows_of, long)):
         captured = way in ("captured", "compiled")
         if captured and not (on_gpu and launch_us):
-            raise NotHere("CUDA graphs need an NVIDIA GPU" if not on_gpu else "no call could be timed (see above)")
+            raise Unavailable("CUDA graphs need an NVIDIA GPU" if not on_gpu else "no call could be timed (see above)")
         host = Host(launch_us / 1e3) if captured else None
         recipe, hosts = launches.ways(family)[way], slower if delayed else ()
         like = studied.get(launches.ONE_BY_ONE[family]) if way == "captured" else None
@@ -350,7 +350,7 @@ lab.on_reference(launches.DELAY_HEAD, launches.slowed_rows, "* us")
 # %%
 with lab.attempt("When the Blackwell card wins", reference="flip"):
     if not rivals:
-        raise NotHere("a rival is predicted from a loop that was measured here, on a GPU with a data sheet")
+        raise Unavailable("a rival is predicted from a loop that was measured here, on a GPU with a data sheet")
     lab.keep(Run("08", "flip", metrics={name: us for name, us in flips.items() if us is not None}))
     for name, us in flips.items():
         when = "at no delay up to 1 ms" if us is None else f"when a launch takes {us:.1f} µs longer"
@@ -382,7 +382,7 @@ with lab.attempt("When the Blackwell card wins", reference="flip"):
 cards_head = ("ms a step, predicted", *CARDS)
 with lab.attempt("Four cards", "four cards", lambda: lab.on_reference(cards_head, cards.recorded_rows, "four cards")):
     if not (on_gpu and sheet):
-        raise NotHere("kernels are scaled from one card to another, and this machine has no GPU with a data sheet")
+        raise Unavailable("kernels are scaled from one card to another, and this machine has no GPU with a data sheet")
     told = {found.seen["long"].run.run: found.seen["long"] for found in studied.values()}
     ms = {run: cards.on_cards(seen, sheet, empty_ms) for run, seen in told.items()}
     rows = [(run, *by_card.values(), told[run].run.metric("step_ms")) for run, by_card in ms.items()]
@@ -454,7 +454,7 @@ bases: dict[str, cards.Basis] = {}
 for family, name in models.items():
     with lab.attempt(cards.LARGE[family].hub.rpartition("/")[2], reference="model of two cards"):
         if family not in studied:
-            raise NotHere("the loop of its smaller sibling was not measured (see above)")
+            raise Unavailable("the loop of its smaller sibling was not measured (see above)")
         law = launches.launch_law(open_workload(f"{name}-long", "tiny", device=lab.device), family)
         bases[family] = cards.Basis(**launches.known(studied[family], law, texts[family]["long"]))
         experts = f" + experts × {law.expert:.0f}" if law.expert else ""
@@ -583,10 +583,10 @@ print("LoRA was attached to:", ", ".join(adapted.pop("adapted")))
 lab.keep(Run("08", "moe adapters", metrics=adapted))
 with lab.attempt("Importing unsloth"):
     if lab.machine.get("compute_capability") != "12.0":
-        raise NotHere("it takes a Blackwell card of compute capability 12.0 to see what unsloth says on one")
+        raise Unavailable("it takes a Blackwell card of compute capability 12.0 to see what unsloth says on one")
     tried = try_imports(("unsloth",), timeout_s=90)[0]["unsloth"]
     if tried.status == "missing":
-        raise NotHere("unsloth is not installed; `make unsloth` does it")
+        raise Unavailable("unsloth is not installed; `make unsloth` does it")
     lab.keep(Run("08", "unsloth import", metrics={"failed": int(tried.status != "ok"), "message": tried.message}))
 lab.verdict("A3.120b.attention-only", "A3.blackwell.xformers");
 

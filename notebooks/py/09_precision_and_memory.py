@@ -54,7 +54,7 @@ rounds: int = 0  # times round all switches; 0: 1 at tiny, 2 at larger scales
 every_loop: bool = False  # section 9 also tests its predictions on LLaVA's and Qwen3's loops: 3-4 minutes more at full
 
 # %%
-from labutils.course import NotHere, open_lab
+from labutils.course import open_lab
 
 lab = open_lab("09", globals())
 
@@ -74,7 +74,7 @@ from labutils.datapath import DECODING_HEAD, Pictures, decoding_rows
 from labutils.diagnosis import ablations
 from labutils.hardware import usable_cores
 from labutils.recipe import Recipe
-from labutils.results import Run
+from labutils.results import Run, Unavailable
 from labutils.training import Bench
 from labutils.training.following import make_room
 from labutils.workloads.diffusion import on_drawn_latents
@@ -458,7 +458,7 @@ def searched() -> dict[str, Run]:
 searches: dict[str, Run] = {}
 with lab.attempt("Searching the largest batch", reference="largest batch, from the prediction"):
     if not broken:
-        raise NotHere("the limit is that of the cell before, which failed")
+        raise Unavailable("the limit is that of the cell before, which failed")
     searches = measured("largest batch, ", ("from the prediction", "accelerate, from 16"), searched)
     lab.table(
         ("search", "predicted", "largest batch", "tries", "of them out of memory"), *footprint.search_rows(searches)
@@ -607,7 +607,7 @@ with lab.attempt("CUDA's variables", reference="launches block"):
     if not on_gpu:
         for name in ("launches overlap", "visible devices"):
             lab.keep(Run("09", name, status="skipped: there is no GPU whose launches could overlap"))
-        raise NotHere("there is no GPU whose launches could overlap")
+        raise Unavailable("there is no GPU whose launches could overlap")
     seen = dict(zip(("none", "one"), switches.visible_gpus("", "0"), strict=True))
     lab.keep(Run("09", "visible devices", metrics=seen | {"as_asked": int(seen == {"none": 0, "one": 1})}))
     environments = {f"launches {word}": {"CUDA_LAUNCH_BLOCKING": v} for word, v in (("overlap", "0"), ("block", "1"))}

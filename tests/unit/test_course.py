@@ -10,9 +10,9 @@ import weakref
 import pytest
 
 from labutils import course, hardware, results, runner
-from labutils.course import LabError, NotHere, open_lab
+from labutils.course import LabError, open_lab
 from labutils.recipe import STOCK
-from labutils.results import Results, Run, read_records, read_runs
+from labutils.results import Results, Run, Unavailable, read_records, read_runs
 
 PARAMETERS = {"scale": "tiny", "weights": "random", "data": "generated", "results_dir": ""}
 
@@ -310,7 +310,7 @@ def test_what_others_disturbed_is_measured_again_alone(measure, tmp_path, monkey
         (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling"), "oom", "Out of memory"),
         (RuntimeError("CUDA out of memory. Tried to allocate 2 GiB"), "oom", "Out of memory"),
         (
-            NotHere("needs a GPU of compute capability 8.9"),
+            Unavailable("needs a GPU of compute capability 8.9"),
             "skipped: needs a GPU of compute capability 8.9",
             "left out",
         ),
@@ -319,7 +319,7 @@ def test_what_others_disturbed_is_measured_again_alone(measure, tmp_path, monkey
             "skipped: ImportError: No module named 'unsloth'",
             "labutils doctor",
         ),
-        (ValueError("bad\nsecond line"), "error: ValueError: bad", "It failed with ValueError: bad"),
+        (ValueError("bad\nsecond line"), "error: ValueError: bad second line", "It failed with ValueError: bad"),
     ],
 )
 def test_a_failure_is_kept_told_and_survived(lab, reference, capsys, error, status, told):
@@ -344,7 +344,7 @@ def test_a_reference_is_told_in_words(lab, reference, capsys):
 
 def test_something_better_than_the_references_numbers_can_be_shown(lab, reference, capsys):
     with lab.attempt("3 workers", reference="workers=3", instead=lambda: print("four runs, as a picture")):
-        raise NotHere("a GPU is needed")
+        raise Unavailable("a GPU is needed")
     assert read_runs(lab.results_dir)["03", "workers=3"].status == "skipped: a GPU is needed"
     said = capsys.readouterr().out
     assert "four runs, as a picture" in said
@@ -530,10 +530,6 @@ def test_without_ipywidgets_a_slider_says_how_to_get_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "ipywidgets", None)
     open_lab("05", notebook()).explore(lambda value: value, [1.0], "x")
     assert "pip install -c constraints.txt ipywidgets" in said[-1]
-
-
-def test_what_a_machine_lacks_is_a_skipped_run():
-    assert course.status_of(results.Unavailable("no FP8 here")) == "skipped: no FP8 here"
 
 
 # Drop-down lists
