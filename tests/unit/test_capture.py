@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from diffusers.models.activations import GEGLU
@@ -233,3 +239,30 @@ def test_a_recording_that_breaks_off_says_why_and_leaves_nothing_behind(monkeypa
     assert (recording.begun, recording.ended) == (2, 1)  # a second one, which can be ended
     Captured(lambda: None, list)
     assert (recording.begun, recording.ended) == (3, 2)
+
+
+COLD = """
+import os, pathlib
+from labutils.capture import compile_from_nothing
+own = pathlib.Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
+compile_from_nothing()
+from torch._inductor.cpu_vec_isa import valid_vec_isa_list
+before = valid_vec_isa_list.cache_info().currsize
+cold = pathlib.Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
+print(cold, before, len(list(cold.iterdir())), own != cold)
+"""
+
+
+@pytest.mark.parametrize("compiler", [True, False])
+def test_a_cold_cache_is_empty_and_goes_with_the_process(tmp_path, compiler):
+    """What Inductor asks the C++ compiler was answered before, in the machine's own cache; where there is no compiler
+    that is the business of the step that wants one."""
+    if compiler and not shutil.which("g++"):
+        pytest.skip("there is no g++ here to ask")
+    here = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""}
+    if not compiler:
+        here |= {"PATH": str(tmp_path), "CXX": str(tmp_path / "g++")}
+    ran = subprocess.run([sys.executable, "-c", COLD], env=here, capture_output=True, text=True, check=True)
+    cold, asked, entries, another = ran.stdout.split()
+    assert (int(asked), entries, another) == (compiler, "0", "True")
+    assert not Path(cold).exists()
