@@ -122,7 +122,7 @@ def _matrix_rate(dtype: str, device: str) -> list[float]:
     """
     with _fp32_products_as("high" if dtype == "tf32" else "highest"):
         call, size = _timeable_product(dtype, device)
-        times = cuda.timed_in_bursts(call) if device == "cuda" else cuda.timed(call, budget_s=0.8)
+        times = cuda.timed_in_bursts(call) if device == "cuda" else cuda.timed(call, budget_s=0.4)
     return [2 * size**3 / (ms * 1e9) for ms in times]
 
 
