@@ -31,18 +31,21 @@ WARM_UP = 3
 """Steps before a capture: they compile, choose algorithms and create library handles, none of which can be recorded."""
 
 
-def compile_from_nothing() -> None:
-    """Give torch.compile an empty cache on the disk until this process ends: a first step compiles all that it uses.
+def ask_cpp_compiler() -> None:
+    """Let Inductor find out what the C++ compiler can do, where a CPU's kernels are wanted.
 
-    What Inductor has to find out about the C++ compiler is asked for before, and kept in the machine's own cache: it
-    takes ten seconds, no model has a part in it, and only a CPU's kernels need it.
+    With no answers in its cache that takes ten seconds, in which no model has a part: asked before
+    `compile_from_nothing`, the machine's own cache keeps them, and no first step contains them.
     """
-    if not torch.cuda.is_available():
-        from torch._inductor.cpu_vec_isa import pick_vec_isa
-        from torch._inductor.exc import InvalidCxxCompiler
+    from torch._inductor.cpu_vec_isa import pick_vec_isa
+    from torch._inductor.exc import InvalidCxxCompiler
 
-        with suppress(InvalidCxxCompiler):  # the step that wants one says so
-            pick_vec_isa()
+    with suppress(InvalidCxxCompiler):  # the step that wants one says so
+        pick_vec_isa()
+
+
+def compile_from_nothing() -> None:
+    """Give torch.compile an empty cache on the disk until this process ends: a first step compiles all that it uses."""
     folder = tempfile.mkdtemp(prefix="inductor-")
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
     atexit.register(shutil.rmtree, folder, ignore_errors=True)

@@ -52,6 +52,20 @@ def _hush() -> None:
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler's two lines each time that it starts and stops
 
 
+def _import_torch() -> None:
+    """The first time, unseen by the garbage collector, then and later: it would go through all that there is of
+    libraries time and again, and take a seventh of what a lab's imports last."""
+    if "torch" in sys.modules:
+        return  # models may be there by now, which must be found
+    collecting = gc.isenabled()
+    gc.disable()
+    with contextlib.suppress(Exception):  # a broken one is explained where it is used
+        import torch  # noqa: F401
+    gc.freeze()
+    if collecting:
+        gc.enable()
+
+
 def open_lab(number: str, namespace: dict[str, Any]) -> Lab:
     """Check the notebook's parameters and open lab `number` ("03") with them.
 
@@ -61,6 +75,7 @@ def open_lab(number: str, namespace: dict[str, Any]) -> Lab:
     not declare.
     """
     _hush()
+    _import_torch()
     number = str(number).zfill(2)
     if not isinstance(namespace, Mapping):
         raise LabError(

@@ -61,7 +61,7 @@ import matplotlib.pyplot as plt
 import torch
 
 from labutils import plots
-from labutils.capture import compile_from_nothing
+from labutils.capture import ask_cpp_compiler, compile_from_nothing
 from labutils.hardware import usable_cores
 from labutils.recipe import A1_LADDER, STOCK, climb, distinct_on
 from labutils.results import REFERENCE, Run, Unavailable, read_runs
@@ -69,8 +69,10 @@ from labutils.training import Bench, compile_ahead, try_isolated
 from labutils.trials import rung_rows
 
 plots.use_style()
-compile_from_nothing()  # so that a first step is one
 on_gpu = lab.device == "cuda"
+if not on_gpu:
+    ask_cpp_compiler()
+compile_from_nothing()  # so that a first step is one
 steps, rounds = steps or (2 if lab.scale == "tiny" else 3), rounds or (1 if lab.scale == "tiny" else 2)
 if not on_gpu:
     torch.set_num_threads(max(1, usable_cores() // 2))  # one half trains, the other is left to the workers

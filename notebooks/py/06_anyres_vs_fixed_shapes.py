@@ -421,7 +421,7 @@ small_uniform, small_varied = (
     open_workload(name, "tiny", device=lab.device) for name in ("llava-lora", "llava-lora-varied")
 )
 blocks = A2_BASE.but(layers="rewritten", compile_scope="blocks")
-count = 4 if tiny else 6
+count = 3 if tiny else 6
 counted = {
     "uniform": trials.recompilations(small_uniform, A2_BASE, count),
     "varied": trials.recompilations(small_varied, A2_BASE, count),

@@ -243,8 +243,9 @@ def test_a_recording_that_breaks_off_says_why_and_leaves_nothing_behind(monkeypa
 
 COLD = """
 import os, pathlib
-from labutils.capture import compile_from_nothing
+from labutils.capture import ask_cpp_compiler, compile_from_nothing
 own = pathlib.Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
+ask_cpp_compiler()
 compile_from_nothing()
 from torch._inductor.cpu_vec_isa import valid_vec_isa_list
 before = valid_vec_isa_list.cache_info().currsize
