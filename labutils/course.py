@@ -59,11 +59,13 @@ def _import_torch() -> None:
         return  # models may be there by now, which must be found
     collecting = gc.isenabled()
     gc.disable()
-    with contextlib.suppress(Exception):  # a broken one is explained where it is used
-        import torch  # noqa: F401
-    gc.freeze()
-    if collecting:
-        gc.enable()
+    try:
+        with contextlib.suppress(Exception):  # a broken one is explained where it is used
+            import torch  # noqa: F401
+        gc.freeze()
+    finally:
+        if collecting:
+            gc.enable()
 
 
 def open_lab(number: str, namespace: dict[str, Any]) -> Lab:
@@ -249,7 +251,7 @@ class Lab:
         self, recipes: Mapping[str, Recipe | None], measure: Callable[[], Mapping[str, Run]]
     ) -> dict[str, Run]:
         """Name -> run, as `measured`, of recipes that are measured in one go: all are as they were left, or none."""
-        left = self.left(recipes)
+        left = self._left(recipes)
         if left.keys() == recipes.keys():
             self._measured.update(left)
             return left
@@ -259,7 +261,13 @@ class Lab:
         self.keep(runs)
         return runs
 
-    def left(self, recipes: Mapping[str, Recipe | None]) -> dict[str, Run]:
+    def take_left(self, recipes: Mapping[str, Recipe | None]) -> dict[str, Run]:
+        """Name -> run, as `measured`, of those of `recipes` that an interrupted lab left; the others are left out."""
+        left = self._left(recipes)
+        self._measured.update(left)
+        return left
+
+    def _left(self, recipes: Mapping[str, Recipe | None]) -> dict[str, Run]:
         """Name -> run, of those of `recipes` that `measured` would take as an interrupted lab left them."""
         there = self._left_behind()
         return {
@@ -460,6 +468,10 @@ def _let_go(error: BaseException) -> None:
         chain = chain.__cause__ or chain.__context__
 
 
+LONGEST_TOLD = 300
+"""Characters of an error that a person is told; all of it is on record."""
+
+
 def explain(status: str) -> str:
     """What a run's `status` means to a person, and what to try."""
     if status == "oom":
@@ -468,7 +480,7 @@ def explain(status: str) -> str:
     if kind == "skipped":
         missing = why.startswith(("ImportError", "ModuleNotFoundError"))
         return f"It was left out: {why}." + " `labutils doctor` says how to change that." * missing
-    return f"It failed with {why.rstrip('.')}. `labutils doctor` checks the usual causes."
+    return f"It failed with {why[:LONGEST_TOLD].rstrip('.')}. `labutils doctor` checks the usual causes."
 
 
 def _off_by(guess: float, truth: float) -> str:

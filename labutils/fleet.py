@@ -172,7 +172,7 @@ def measured(
     for the first one once all is done, or two launches in a row brought nothing.
     """
     recipes = {task.name: Recipe(**task.recipe) if task.recipe else None for task in tasks}
-    taken = lab.measured_together({name: recipes[name] for name in lab.left(recipes)}, dict)
+    taken = lab.take_left(recipes)
     into |= taken
     options = DOWNLOADING if "hub" in (lab.weights, lab.data) else {"timeout_s": max(TIMEOUT_S, TASK_S * len(tasks))}
 

@@ -125,14 +125,12 @@ def end_ahead() -> None:
 
 def _asked(workload: Workload, recipe: Recipe, on: str) -> tuple[Any, ...]:
     """What decides a prediction, as plain data."""
-    return workload.name, workload.scale, workload.weights, workload.data, workload.cache_dir, recipe, on
+    return tuple(workload.opened_as().items()), recipe, on
 
 
-def _predicted_there(
-    name: str, scale: str, weights: str, data: str, cache_dir: Path, recipe: Recipe, on: str
-) -> StepMemory:
+def _predicted_there(opened: tuple[tuple[str, str], ...], recipe: Recipe, on: str) -> StepMemory:
     """The other process's side of `predict_ahead`."""
-    return predicted(open_workload(name, scale, weights, data, "meta", cache_dir), recipe, on)
+    return predicted(open_workload(**dict(opened), device="meta"), recipe, on)
 
 
 @functools.cache

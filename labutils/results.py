@@ -50,21 +50,18 @@ class Unavailable(RuntimeError):
     """Something that this machine lacks (a library, a kind of GPU); the message says what, and how to get it."""
 
 
-LONGEST_STATUS = 300
-
-
 def status_of(error: BaseException) -> str:
     """What a run's `status` says about `error`, in one line as it may stand in a table: "oom", "skipped: why" (not on
     this machine) or "error: what"."""
     said = " ".join(str(error).split())
-    if is_out_of_memory(error):
-        return "oom"
     if isinstance(error, Unavailable):
         return f"skipped: {said}"
+    if is_out_of_memory(error):
+        return "oom"
     if "InvalidCxxCompiler" in said:
         return "skipped: torch.compile builds C++ here, and no compiler for it works; sudo apt install g++ brings one"
     kind = "skipped" if isinstance(error, ImportError) else "error"
-    return f"{kind}: {type(error).__name__}: {said}"[:LONGEST_STATUS]
+    return f"{kind}: {type(error).__name__}: {said}"
 
 
 @dataclass

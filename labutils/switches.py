@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import IO, Any, NamedTuple
 
 import torch
@@ -31,6 +32,7 @@ from labutils.claims import Evidence, NotTestable
 from labutils.lowbit.fp8 import relative_error
 from labutils.recipe import Recipe, distinct_on
 from labutils.results import REPOSITORY, Run, status_of, summarise
+from labutils.training.comparing import REFILL_S, Contender, empty_run
 from labutils.training.drivers import AUTOCAST, build_optimizer
 from labutils.workloads import Workload, open_workload
 from labutils.workloads.base import Batch
@@ -442,18 +444,7 @@ def _told_by(
         errors.seek(0)
         last = (errors.read().strip().splitlines() or ["nothing was printed"])[-1]
         return Run("", name, status=f"error: the process ended with code {child.returncode}: {last}"[:300])
-    return Run(
-        "",
-        name,
-        workload=workload.name,
-        scale=workload.scale,
-        weights=workload.weights,
-        data=workload.data,
-        recipe=recipe.fitted_to(workload.device.type).as_dict(),
-        status=found["status"],
-        metrics=found["metrics"],
-        samples=found["samples"],
-    )
+    return replace(empty_run(workload, recipe, name), **found)
 
 
 def visible_gpus(*variables: str) -> list[int]:
@@ -475,8 +466,6 @@ def visible_gpus(*variables: str) -> list[int]:
 def _main() -> None:
     """The child's side: an order on standard input, word that all is ready on standard output, and, once it is told to
     go, the run as the last line."""
-    from labutils.training.comparing import REFILL_S, Contender, empty_run
-
     order = json.loads(sys.stdin.readline())
     recipe, steps = Recipe(**order.pop("recipe")), order.pop("steps")
     workload = open_workload(**order)

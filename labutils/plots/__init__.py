@@ -6,8 +6,8 @@ matplotlib is imported where it is used, so that importing this package stays ch
 """
 
 from labutils.plots.layout import named_ticks, use_style
-from labutils.plots.machines import foretold, link, roofline, slower_hosts
-from labutils.plots.memory import peaks, predicted_peaks, stacked_memory
+from labutils.plots.machines import foretold, link, peaks, roofline, slower_hosts
+from labutils.plots.memory import predicted_peaks, stacked_memory
 from labutils.plots.palette import (
     AMBER,
     FILLS,

@@ -6,48 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from labutils.plots import layout
-from labutils.plots.palette import AMBER, GREY, INK, MIST, NAVY, RUST, Fill
-from labutils.results import summarise
+from labutils.plots.palette import GREY, INK, MIST, NAVY, RUST, Fill
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-
-
-def peaks(
-    ax: Axes,
-    measured: Mapping[str, Sequence[float]],
-    dense: Mapping[str, float] | None = None,
-    sparse: Mapping[str, float] | None = None,
-) -> Axes:
-    """One row a number format: measured matrix rate (median, p10-p90) against the data sheet's dense and sparse peaks.
-
-    All in TFLOP/s; `measured` holds samples. Formats that the data sheet lacks have no mark.
-    """
-    dense, sparse = dense or {}, sparse or {}
-    layout.make_room(ax, len(measured), per_row=0.42)
-    for row, (dtype, samples) in enumerate(measured.items()):
-        spread = summarise(samples)
-        median, low, high = spread["median"], spread["p10"], spread["p90"]
-        ax.barh(row, median, height=0.5, color=NAVY, zorder=2)
-        ax.plot([low, high], [row, row], color=AMBER, linestyle="-", linewidth=4, solid_capstyle="butt", zorder=3)
-        share = f", {100 * median / dense[dtype]:.0f} % of {layout.figure(dense[dtype])}" if dtype in dense else ""
-        right = max(high, dense.get(dtype, 0), sparse.get(dtype, 0))
-        text = f"{layout.figure(median)}{share}"
-        ax.annotate(text, (right, row), (7, 0), textcoords="offset points", va="center", fontsize=9)
-    for sheet, style, label in ((dense, "-", "data sheet, dense"), (sparse, ":", "data sheet, with sparsity")):
-        marks = [(row, sheet[dtype]) for row, dtype in enumerate(measured) if dtype in sheet]
-        for row, peak in marks:
-            ends = [row - 0.38, row + 0.38]
-            ax.plot([peak, peak], ends, color=RUST, linestyle=style, linewidth=2.4, label=label, zorder=4)
-            label = None
-    layout.rows(ax, list(measured))
-    widest = max([*(max(samples) for samples in measured.values()), *dense.values(), *sparse.values()], default=1.0)
-    shown = {dtype for dtype in measured if dtype in dense or dtype in sparse}
-    ax.set_xlim(0, (1.35 if shown else 1.2) * widest)
-    ax.set_xlabel("TFLOP/s of a large matrix product (bar: median, line at its end: p10-p90)")
-    if shown:
-        ax.legend(loc="upper right")  # the first rows, fp32 and tf32, have the shortest bars
-    return ax
 
 
 def stacked_memory(

@@ -204,9 +204,8 @@ def _rung(ax: Axes, at: float, left: float, spread: Spread, first: float, fill: 
     low, median, high = spread
     ax.barh(at, median - left, left=left, height=0.72, linewidth=0.7, zorder=2, **layout.look(fill))
     if high > low:
-        ax.plot(
-            [low, high], [at, at], color=RUST, linestyle="-", linewidth=2, path_effects=layout.white_edge(2), zorder=4
-        )
+        edge = layout.white_edge(2)
+        ax.plot([low, high], [at, at], color=RUST, linestyle="-", linewidth=2, path_effects=edge, zorder=4)
     speedup = "" if median == first else f"   {first / median:.2f}x"
     label = f"{layout.figure(median)}{speedup}"
     ax.annotate(label, (max(high, median), at), (5, 0), textcoords="offset points", va="center", fontsize=9)
@@ -259,16 +258,8 @@ def choices(
         for reach in reaches:
             start, until = max(1.0, reach.start), min(reach.until, most_steps)
             if until > start:
-                height = min(high, top) - low
-                ax.barh(
-                    low,
-                    until - start,
-                    left=start,
-                    height=height,
-                    align="edge",
-                    lw=0.7,
-                    **layout.look(fills[reach.option.method]),
-                )
+                height, look = min(high, top) - low, layout.look(fills[reach.option.method])
+                ax.barh(low, until - start, left=start, height=height, align="edge", lw=0.7, **look)
     ax.text(1.3, bands[0][0] / 2, "nothing fits", va="center", fontsize=9, color=GREY, style="italic")
     ax.set_xscale("log")
     ax.set_xlim(1, most_steps)

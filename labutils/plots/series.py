@@ -1,4 +1,4 @@
-"""One quantity over another, for several series."""
+"""Several series of numbers: as curves, as bars side by side, as points."""
 
 from __future__ import annotations
 

@@ -62,74 +62,6 @@ def _lanes_that_share(categories: Mapping[str, set[str]]) -> list[list[str]]:
     return [names for names, _ in groups]
 
 
-def breakdown(ax: Axes, parts: Mapping[str, Any], unit: str = "ms") -> Axes:
-    """Where each ms (or GB, or another `unit`) goes: stacked bars, one for `parts` (name -> value) or several.
-
-    Several bars are given as bar -> (name -> value). A part keeps its fill in every bar, its number stands in it where
-    it fits, and the total at the end.
-    """
-    bars = parts if parts and all(isinstance(v, Mapping) for v in parts.values()) else {"": parts}
-    layout.make_room(ax, len(bars), per_row=0.55)
-    names = list(dict.fromkeys(name for bar in bars.values() for name in bar))
-    fills = dict(zip(names, islice(cycle(FILLS), len(names)), strict=True))
-    longest = max((sum(bar.values()) for bar in bars.values()), default=0) or 1.0
-    for row, bar in enumerate(bars.values()):
-        left = 0.0
-        for name, value in bar.items():
-            ax.barh(row, value, left=left, height=0.66, linewidth=0.7, zorder=2, **layout.look(fills[name]))
-            if value > 0.07 * longest:
-                box = {"facecolor": PAPER, "edgecolor": "none", "pad": 1.2}
-                ax.text(
-                    left + value / 2,
-                    row,
-                    layout.figure(value),
-                    ha="center",
-                    va="center",
-                    fontsize=9,
-                    bbox=box,
-                    zorder=3,
-                )
-            left += value
-        ax.annotate(
-            f"{layout.figure(left)} {unit}", (left, row), (6, 0), textcoords="offset points", va="center", fontsize=9
-        )
-    layout.rows(ax, list(bars))
-    ax.set_xlim(0, 1.16 * longest)
-    ax.set_xlabel(unit)
-    layout.fill_legend(ax, fills)
-    return ax
-
-
-def launch_cost(
-    ax: Axes, times: Mapping[str, Mapping[int, Sequence[float] | Mapping[str, float]]], launch_us: float
-) -> Axes:
-    """Microseconds a call of one operation over the count of numbers it works on, a curve for each way to call it.
-
-    `times`: way -> count -> samples in milliseconds, or their summary; bands are p10-p90. `launch_us`: what a call
-    alone costs the host.
-    """
-    styles = zip((NAVY, RUST, TEAL), ("o", "s", "^"), ("-", "--", "-."), strict=True)
-    for (way, curve), (color, marker, line) in zip(times.items(), styles, strict=False):
-        spreads = {count: found if isinstance(found, Mapping) else summarise(found) for count, found in curve.items()}
-        low, median, high = ([spread[q] * 1e3 for spread in spreads.values()] for q in ("p10", "median", "p90"))
-        ax.fill_between(list(curve), low, high, color=color, alpha=0.2, linewidth=0, zorder=2)
-        ax.plot(list(curve), median, color=color, marker=marker, linestyle=line, label=way, zorder=3)
-    ax.axhline(
-        launch_us,
-        color=GREY,
-        linestyle=":",
-        label=f"one call from Python here: {layout.figure(launch_us)} µs",
-        zorder=1,
-    )
-    ax.set_xscale("log", base=2)
-    ax.set_yscale("log")
-    ax.yaxis.set_major_formatter("{x:g}")
-    ax.set_xlabel("numbers that the operation works on")
-    ax.set_ylabel("microseconds a call")
-    ax.legend(loc="upper left")
-    return ax
-
-
 def _category_fills(intervals: Iterable[tuple[float, float, str]], most: int) -> dict[str, Fill]:
     """Category -> fill for the `most` longest of them, in order of appearance; "other" for the rest."""
     totals: dict[str, float] = {}
@@ -157,6 +89,60 @@ def _merge(intervals: Sequence[tuple[float, float]], gap: float) -> list[tuple[f
         else:
             merged.append((start, duration))
     return merged
+
+
+def breakdown(ax: Axes, parts: Mapping[str, Any], unit: str = "ms") -> Axes:
+    """Where each ms (or GB, or another `unit`) goes: stacked bars, one for `parts` (name -> value) or several.
+
+    Several bars are given as bar -> (name -> value). A part keeps its fill in every bar, its number stands in it where
+    it fits, and the total at the end.
+    """
+    bars = parts if parts and all(isinstance(v, Mapping) for v in parts.values()) else {"": parts}
+    layout.make_room(ax, len(bars), per_row=0.55)
+    names = list(dict.fromkeys(name for bar in bars.values() for name in bar))
+    fills = dict(zip(names, islice(cycle(FILLS), len(names)), strict=True))
+    longest = max((sum(bar.values()) for bar in bars.values()), default=0) or 1.0
+    for row, bar in enumerate(bars.values()):
+        left = 0.0
+        for name, value in bar.items():
+            ax.barh(row, value, left=left, height=0.66, linewidth=0.7, zorder=2, **layout.look(fills[name]))
+            if value > 0.07 * longest:
+                box = {"facecolor": PAPER, "edgecolor": "none", "pad": 1.2}
+                number = layout.figure(value)
+                ax.text(left + value / 2, row, number, ha="center", va="center", fontsize=9, bbox=box, zorder=3)
+            left += value
+        total = f"{layout.figure(left)} {unit}"
+        ax.annotate(total, (left, row), (6, 0), textcoords="offset points", va="center", fontsize=9)
+    layout.rows(ax, list(bars))
+    ax.set_xlim(0, 1.16 * longest)
+    ax.set_xlabel(unit)
+    layout.fill_legend(ax, fills)
+    return ax
+
+
+def launch_cost(
+    ax: Axes, times: Mapping[str, Mapping[int, Sequence[float] | Mapping[str, float]]], launch_us: float
+) -> Axes:
+    """Microseconds a call of one operation over the count of numbers it works on, a curve for each way to call it.
+
+    `times`: way -> count -> samples in milliseconds, or their summary; bands are p10-p90. `launch_us`: what a call
+    alone costs the host.
+    """
+    styles = zip((NAVY, RUST, TEAL), ("o", "s", "^"), ("-", "--", "-."), strict=True)
+    for (way, curve), (color, marker, line) in zip(times.items(), styles, strict=False):
+        spreads = {count: found if isinstance(found, Mapping) else summarise(found) for count, found in curve.items()}
+        low, median, high = ([spread[q] * 1e3 for spread in spreads.values()] for q in ("p10", "median", "p90"))
+        ax.fill_between(list(curve), low, high, color=color, alpha=0.2, linewidth=0, zorder=2)
+        ax.plot(list(curve), median, color=color, marker=marker, linestyle=line, label=way, zorder=3)
+    label = f"one call from Python here: {layout.figure(launch_us)} µs"
+    ax.axhline(launch_us, color=GREY, linestyle=":", label=label, zorder=1)
+    ax.set_xscale("log", base=2)
+    ax.set_yscale("log")
+    ax.yaxis.set_major_formatter("{x:g}")
+    ax.set_xlabel("numbers that the operation works on")
+    ax.set_ylabel("microseconds a call")
+    ax.legend(loc="upper left")
+    return ax
 
 
 def beside(ax: Axes, steps: Mapping[str, tuple[Sequence[float], Sequence[float]]]) -> Axes:

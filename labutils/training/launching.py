@@ -94,19 +94,19 @@ def launch(
         (folder / JOB).write_text(json.dumps(asdict(job)), encoding="utf-8")
         variables = os.environ | rank_variables(ranks, device) | {MARK: mark, "TMPDIR": name} | (environment or {})
         left: list[str] = []
-        told: set[str] = set()
+        runs: dict[str, Run] = {}
 
         def look() -> None:
             for (_, name), run in runs_of(_records(folder / RUNS)).items():
-                if name not in told:
-                    told.add(name)
+                if name not in runs:
+                    runs[name] = run
                     each(run)
 
         try:
             code, output = _torchrun(ranks, folder, port, variables, timeout_s, look)
         finally:  # after Ctrl-C as well
             left += clear_away(mark)
-        runs = {name: run for (_, name), run in runs_of(_records(folder / RUNS)).items()}
+        look()  # what was written while the ranks were being ended
         words, first = _words(folder), _first(output)
         message = "" if code == 0 else _message(code, first, words, tasks, output, timeout_s)
         seconds = time.perf_counter() - began

@@ -71,11 +71,10 @@ from labutils.trials import rung_rows
 plots.use_style()
 on_gpu = lab.device == "cuda"
 if not on_gpu:
+    torch.set_num_threads(max(1, usable_cores() // 2))  # one half trains, the other is left to the workers
     ask_cpp_compiler()
 compile_from_nothing()  # so that a first step is one
 steps, rounds = steps or (2 if lab.scale == "tiny" else 3), rounds or (1 if lab.scale == "tiny" else 2)
-if not on_gpu:
-    torch.set_num_threads(max(1, usable_cores() // 2))  # one half trains, the other is left to the workers
 workload = lab.workload("sd15-lora")
 bench = Bench(workload)
 h200 = {name: run for (_, name), run in read_runs(REFERENCE, "04").items() if run.ok}  # our H200's run of this lab
