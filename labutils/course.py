@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from labutils import hardware, parameters, results, tables
+from labutils.libraries import import_unseen
 from labutils.recipe import Recipe, is_finite
 from labutils.results import Run
 
@@ -52,22 +53,6 @@ def _hush() -> None:
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler's two lines each time that it starts and stops
 
 
-def _import_torch() -> None:
-    """The first time, unseen by the garbage collector, then and later: it would go through all that there is of
-    libraries time and again, and take a seventh of what a lab's imports last."""
-    if "torch" in sys.modules:
-        return  # models may be there by now, which must be found
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
-        with contextlib.suppress(Exception):  # a broken one is explained where it is used
-            import torch  # noqa: F401
-        gc.freeze()
-    finally:
-        if collecting:
-            gc.enable()
-
-
 def open_lab(number: str, namespace: dict[str, Any]) -> Lab:
     """Check the notebook's parameters and open lab `number` ("03") with them.
 
@@ -77,7 +62,7 @@ def open_lab(number: str, namespace: dict[str, Any]) -> Lab:
     not declare.
     """
     _hush()
-    _import_torch()
+    import_unseen("torch")
     number = str(number).zfill(2)
     if not isinstance(namespace, Mapping):
         raise LabError(

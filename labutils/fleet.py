@@ -11,6 +11,7 @@ import os
 import re
 import shutil
 import tempfile
+import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -194,9 +195,9 @@ def measured(
         one.or_raise()
 
 
-def _error(ended: Ended, length: int = 300) -> str:
+def _error(ended: Ended) -> str:
     """What a run's status says of a launch that failed."""
-    return f"error: {' '.join(ended.message.split())[:length]}"
+    return f"error: {' '.join(ended.message.split())}"
 
 
 CRASH_STEPS = 8
@@ -554,7 +555,7 @@ def nccl_trial(ranks: int, settings: Mapping[str, str], turn: str = "") -> Run:
     it says of its ways (`transport`, `channels`) as well. turn: see `Task`."""
     task = Task("all-reduce", "all-reduce", sizes=TRIED_SIZES, turn=turn)
     ended = launch([task], ranks, "cuda", 150, 90, SAY_ALL | dict(settings))
-    run = ended.runs.get("all-reduce") or Run("", "", status=_error(ended, 200))
+    run = ended.runs.get("all-reduce") or Run("", "", status=_error(ended))
     run.run = trial_name(settings)
     said = read_nccl_log(ended.log)
     run.metrics |= {key: said[key] for key in ("channels", "network", "version") if key in said}
@@ -564,6 +565,8 @@ def nccl_trial(ranks: int, settings: Mapping[str, str], turn: str = "") -> Run:
     return run
 
 
+LONGEST_CELL = 200
+"""Letters of what became of a trial that a table has room for."""
 NCCL_HEAD = ("setting", "way", "channels", "64 MiB goes by", "1 KiB, µs", "1 MiB, ms", "64 MiB, GB/s")
 
 
@@ -576,7 +579,8 @@ def nccl_rows(runs: Mapping[str, Run]) -> list[tuple[Any, ...]]:
             said = [run.metrics.get(key) for key in ("transport", "channels", "chosen")]
             found.append((name.removeprefix("nccl "), *said, 1e3 * ms[0], ms[1], bus[2]))
         else:
-            found.append((name.removeprefix("nccl "), run.status, *[None] * 5))
+            why = textwrap.shorten(run.status, LONGEST_CELL, placeholder=" …")
+            found.append((name.removeprefix("nccl "), why, *[None] * 5))
     return found
 
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import itertools
 import math
 import tempfile
@@ -48,7 +49,6 @@ from labutils.prediction import (
 from labutils.recipe import A3_BASE, Recipe
 from labutils.results import Run, summarise
 from labutils.training import Session
-from labutils.training.comparing import what_stands_is_left_alone
 from labutils.workloads.base import Batch, Work, Workload
 
 TEXTS = 4
@@ -292,11 +292,11 @@ def foretell_and_measure(
     run = Run("", name, workload=session.workload.name, scale=session.workload.scale, recipe=session.recipe.as_dict())
     run.weights, run.data = session.workload.weights, session.workload.data
     light = host if isinstance(host, Light) else None
-    with what_stands_is_left_alone():
-        before = light.read() if light else Reading(0.0, host)
-        with Energy() as energy:
-            samples = there.timed(steps, warmup=1)
-        after = light.read() if light else before
+    gc.collect()  # a trace is a hundred thousand objects, which else the collector might look through meanwhile
+    before = light.read() if light else Reading(0.0, host)
+    with Energy() as energy:
+        samples = there.timed(steps, warmup=1)
+    after = light.read() if light else before
     host = before.host.halfway_to(after.host)
     predicted = {"predicted_ms": replayed_ms(program, host), "bound_ms": bound_ms(program, host)}
     predicted["predicted_idle_ms"] = idle_ms(program, host)
@@ -403,7 +403,7 @@ def slowed(there: OnOneBatch, seen: Seen, light: Light | None, delay_us: float, 
     Metrics: `step_ms`, `predicted_ms`, `host_us` (a launch, delay and all), `added_us` (of it), `calls` of operations
     and `delayed` ones a step, and `detour_us` of a call.
     """
-    with what_stands_is_left_alone(), SlowerHost(delay_us) as host:
+    with SlowerHost(delay_us) as host:
         detours = [detour_ms(light, seen, host)] if light else []
         calls, delayed = host.calls, host.delayed
         samples = there.timed(steps, warmup=1)

@@ -1,18 +1,101 @@
-"""Processes that outlive those that started them, found by a mark that all of them carry.
+"""Processes that get ready side by side and work in turns; and those that outlive who started them, and are to end.
 
-A process whose parent died has none that leads to it any more, and may be in a session of its own where torchrun
-started it, but what it found in its environment it keeps.
+with contextlib.ExitStack() as stack:
+    children = [stack.enter_context(Child(["-m", "some.module"], os.environ, limit_s=60)) for _ in range(2)]
+    for child in children:
+        child.until_ready()
+    for child in children:
+        child.go()
+        child.until_end()
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import subprocess
+import sys
+import tempfile
+import threading
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Self
 
 if TYPE_CHECKING:
     import psutil
+
+READY, GO = "ready", "go"
+
+
+class Child:
+    """A Python process that prints `READY` in a line of its own once it is, reads the line `GO`, and says what it found
+    in its last line.
+
+    arguments: Python's. environment: all of it. limit_s: after which it is ended, whatever it does; with the `with`
+    block it ends as well. folder: where it runs (None: here).
+    """
+
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        environment: Mapping[str, str],
+        limit_s: float,
+        folder: str | Path | None = None,
+    ) -> None:
+        self._errors = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115  `__exit__` does
+        self._process = subprocess.Popen(
+            [sys.executable, *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            text=True,
+            cwd=folder,
+            env=dict(environment),
+        )
+        self._said = ""
+        self._timer = threading.Timer(limit_s, self._process.kill)
+        self._timer.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._timer.cancel()
+        self._process.kill()
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout, self._errors):
+            with contextlib.suppress(BrokenPipeError):
+                pipe.close()
+
+    def say(self, line: str) -> None:
+        """Give it a line to read; one that has ended hears nothing."""
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(line + "\n")
+            self._process.stdin.flush()
+
+    def until_ready(self) -> str:
+        """Its last line ("": none) before it was ready, or had ended."""
+        while (line := self._process.stdout.readline()) not in (READY + "\n", ""):
+            self._said = line
+        return self._said
+
+    def go(self) -> None:
+        self.say(GO)
+
+    def until_end(self) -> str:
+        """Its last line; "" where it said nothing."""
+        for line in self._process.stdout:
+            self._said = line
+        return self._said
+
+    def failure(self) -> str:
+        """How a process that didn't say what was asked of it has ended, with the last line of its standard error."""
+        code = self._process.wait()
+        self._errors.seek(0)
+        last = (self._errors.read().strip().splitlines() or ["nothing was printed"])[-1]
+        return f"the process ended with code {code}: {last}"
+
 
 GONE_WITHIN_S = 5.0
 """How long processes that were killed may take to be gone."""
@@ -20,7 +103,11 @@ GONE_WITHIN_S = 5.0
 
 def end_marked(variable: str, mark: str) -> list[int]:
     """End every other process that has `mark` in its environment under this name, and return when all are gone, with
-    the memory and the GPU they held; their numbers."""
+    the memory and the GPU they held; their numbers.
+
+    A process whose parent died has none that leads to it any more, and may be in a session of its own where torchrun
+    started it, but what it found in its environment it keeps.
+    """
     import psutil
 
     found: dict[int, psutil.Process] = {}

@@ -14,13 +14,11 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +28,7 @@ from labutils.articles import Claim
 from labutils.capture import float32_rounded
 from labutils.claims import Evidence, NotTestable
 from labutils.lowbit.fp8 import relative_error
+from labutils.processes import READY, Child
 from labutils.recipe import Recipe, distinct_on
 from labutils.results import REPOSITORY, Run, status_of, summarise
 from labutils.training.comparing import REFILL_S, Contender, empty_run
@@ -367,6 +366,7 @@ IN_ITS_OWN_PROCESS = Recipe(driver="eager", logging="ring-buffer", num_workers=4
 
 ALONE_S = 300.0
 """How long processes of their own may take."""
+_CHILD = ("-W", "ignore", "-m", "labutils.switches")
 
 
 def trained_alone(
@@ -376,74 +376,26 @@ def trained_alone(
     once, when PyTorch starts. The processes get ready side by side, and are timed one after the other."""
     order = workload.opened_as() | {"device": workload.device.type, "recipe": recipe.as_dict(), "steps": steps}
     with contextlib.ExitStack() as stack:
-        children = {name: _started(stack, environment) for name, environment in environments.items()}
-        for child, _ in children.values():
-            _say(child, json.dumps(order))
-        begun = {name: _up_to_ready(child) for name, (child, _) in children.items()}
-        return {
-            name: _told_by(child, begun[name], errors, workload, recipe, name)
-            for name, (child, errors) in children.items()
+        children = {
+            name: stack.enter_context(
+                Child(_CHILD, os.environ | {"TQDM_DISABLE": "1"} | dict(settings), ALONE_S, REPOSITORY)
+            )
+            for name, settings in environments.items()
         }
+        for child in children.values():
+            child.say(json.dumps(order))
+        for child in children.values():
+            child.until_ready()
+        return {name: _told_by(child, workload, recipe, name) for name, child in children.items()}
 
 
-READY, GO = "ready\n", "go"
-
-
-def _started(stack: contextlib.ExitStack, environment: Mapping[str, str]) -> tuple[subprocess.Popen, IO[str]]:
-    """A child that ends with the stack, or after `ALONE_S`, and the file of what it says on standard error."""
-    errors = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115  the stack closes it
-    stack.callback(errors.close)
-    child = subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-m", "labutils.switches"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=errors,
-        text=True,
-        cwd=REPOSITORY,
-        env=os.environ | {"TQDM_DISABLE": "1"} | dict(environment),
-    )
-    stack.callback(child.wait)
-    stack.callback(child.kill)
-    for pipe in (child.stdin, child.stdout):
-        stack.callback(_closed, pipe)
-    timer = threading.Timer(ALONE_S, child.kill)
-    timer.start()
-    stack.callback(timer.cancel)
-    return child, errors
-
-
-def _closed(pipe: IO[str]) -> None:
-    with contextlib.suppress(BrokenPipeError):
-        pipe.close()
-
-
-def _say(child: subprocess.Popen, line: str) -> None:
-    with contextlib.suppress(BrokenPipeError):  # it has ended
-        child.stdin.write(line + "\n")
-        child.stdin.flush()
-
-
-def _up_to_ready(child: subprocess.Popen) -> list[str]:
-    """What a child says until it is ready, or has ended."""
-    said = [child.stdout.readline()]
-    while said[-1] not in (READY, ""):
-        said.append(child.stdout.readline())
-    return said
-
-
-def _told_by(
-    child: subprocess.Popen, begun: list[str], errors: IO[str], workload: Workload, recipe: Recipe, name: str
-) -> Run:
+def _told_by(child: Child, workload: Workload, recipe: Recipe, name: str) -> Run:
     """The run that a child measures once it is told to go, or that it failed with before."""
-    _say(child, GO)
-    said = [line for line in (*begun, *child.stdout) if line not in (READY, "")]
-    child.wait()
+    child.go()
     try:
-        found = json.loads(said[-1])
-    except (IndexError, json.JSONDecodeError):
-        errors.seek(0)
-        last = (errors.read().strip().splitlines() or ["nothing was printed"])[-1]
-        return Run("", name, status=f"error: the process ended with code {child.returncode}: {last}"[:300])
+        found = json.loads(child.until_end())
+    except json.JSONDecodeError:
+        return Run("", name, status=f"error: {child.failure()}")
     return replace(empty_run(workload, recipe, name), **found)
 
 
@@ -474,7 +426,7 @@ def _main() -> None:
     try:
         with contextlib.closing(Contender(workload, recipe, warmup=1)) as contender:
             time.sleep(REFILL_S)  # its workers have read ahead by then, and leave the other process alone
-            print(READY, end="", flush=True)
+            print(READY, flush=True)
             sys.stdin.readline()
             contender.measure(steps)
             contender.report_times(run)

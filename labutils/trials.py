@@ -35,7 +35,7 @@ from labutils.recipe import A2_BASE, A2_LADDER, Recipe, Rung, climb
 from labutils.results import Run, Unavailable, status_of, summarise
 from labutils.training import Bench, Session, train
 from labutils.training.batches import Batch, on_device
-from labutils.training.comparing import Contender, empty_run, what_stands_is_left_alone
+from labutils.training.comparing import Contender, empty_run
 from labutils.training.variants import altered, in_lanes, prepared_for_kbit, with_costs
 from labutils.workloads import Workload, open_workload
 from labutils.workloads.multimodal import SCALES_OF_LLAVA, count_flops
@@ -668,13 +668,11 @@ def losses_over_seeds(
     seeds, and `loss`, the training losses of the last seed. Samples are by seed. What fails becomes the run's status.
     """
     photographs, runs = _Photographs(workload), {}
-    gc.collect()
-    with what_stands_is_left_alone():  # each model's conversion collects garbage
-        for name, recipe in recipes.items():
-            own = altered(workload, changes[name]) if name in (changes or {}) else workload
-            runs[f"loss {name}"] = _over_seeds(own, recipe, name, seeds, steps, photographs)
-            gc.collect()  # a session's modules refer to each other
-            hardware.cuda.empty_cache()
+    for name, recipe in recipes.items():
+        own = altered(workload, changes[name]) if name in (changes or {}) else workload
+        runs[f"loss {name}"] = _over_seeds(own, recipe, name, seeds, steps, photographs)
+        gc.collect()  # a session's modules refer to each other
+        hardware.cuda.empty_cache()
     return runs
 
 

@@ -9,12 +9,11 @@ Everything that a DataLoader worker needs is a class or function of this module.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import io
 import mmap
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -30,6 +29,7 @@ from torch.utils.data import Dataset
 from labutils.data.files import whole_file
 from labutils.data.images import normalize, random_crop, resize, to_tensor
 from labutils.hardware import usable_cores
+from labutils.processes import Child
 from labutils.results import Unavailable
 
 # ------------------------------------------------------------------------------------------------------------- formats
@@ -227,7 +227,7 @@ _CHILD = """
 import sys, time, torch, torch.nn.functional as F
 image = torch.rand(1, 3, 1080, 1080)
 F.interpolate(image, size=(512, 512), mode="bicubic", antialias=True)
-print(torch.get_num_threads(), flush=True)
+print(torch.get_num_threads(), "ready", sep="\\n", flush=True)
 sys.stdin.readline()
 end, count = time.perf_counter() + float(sys.argv[1]), 0
 while time.perf_counter() < end:
@@ -246,34 +246,40 @@ def images_per_s(
     None leaves the variable unset: then each process takes as many threads as there are cores. All processes of all
     settings start side by side; those of one setting then work at once, one setting after the other.
     """
-    children = {name: [_resizer(threads, seconds) for _ in range(processes)] for name, threads in settings.items()}
-    every = [child for group in children.values() for child in group]
-    try:
-        taken = {name: [int(child.stdout.readline()) for child in group] for name, group in children.items()}
+    with contextlib.ExitStack() as stack:
+        children = {
+            name: [stack.enter_context(_resizer(threads, seconds)) for _ in range(processes)]
+            for name, threads in settings.items()
+        }
+        taken = {name: [_number(child, child.until_ready()) for child in group] for name, group in children.items()}
         return {
             name: {"images_per_s": sum(_resized(group)) / seconds, "threads": taken[name][0]}
             for name, group in children.items()
         }
-    finally:
-        for child in every:
-            child.stdin.close()
-            child.stdout.close()
-            child.wait()
 
 
-def _resizer(threads: int | None, seconds: float) -> subprocess.Popen:
+RESIZING_S = 60.0
+"""How long a process that resizes pictures may take, and wait for its turn."""
+
+
+def _resizer(threads: int | None, seconds: float) -> Child:
     environment = {name: value for name, value in os.environ.items() if name not in THREAD_VARIABLES}
     environment |= {} if threads is None else dict.fromkeys(THREAD_VARIABLES, str(threads))
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    return subprocess.Popen([sys.executable, "-c", _CHILD, str(seconds)], env=environment, **pipes)
+    return Child(("-c", _CHILD, str(seconds)), environment, RESIZING_S)
 
 
-def _resized(children: Sequence[subprocess.Popen]) -> list[int]:
+def _resized(children: Sequence[Child]) -> list[int]:
     """How many pictures each child resizes once all are told to go."""
     for child in children:
-        child.stdin.write("go\n")
-        child.stdin.flush()
-    return [int(child.stdout.readline()) for child in children]
+        child.go()
+    return [_number(child, child.until_end()) for child in children]
+
+
+def _number(child: Child, said: str) -> int:
+    try:
+        return int(said)
+    except ValueError:
+        raise RuntimeError(f"A process that resizes pictures failed: {child.failure()}") from None
 
 
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")

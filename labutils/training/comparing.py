@@ -9,8 +9,8 @@ import math
 import operator
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -80,17 +80,6 @@ REFILL_S = 0.3
 """Pause after a recipe with workers: they go on reading ahead, and would do it during the next recipe's steps."""
 
 
-@contextmanager
-def what_stands_is_left_alone() -> Iterator[None]:
-    """The garbage collector passes over all that is there now: libraries or a trace are hundreds of thousands of
-    objects, and looking through them is no part of what is done meanwhile. Afterwards it collects as before."""
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
-
-
 class Bench:
     """Sessions side by side in one process, built once each and compared as often as one likes.
 
@@ -149,9 +138,7 @@ class Bench:
         for name in _progress(new, "preparing"):
             self.known[name] = recipes[name].fitted_to(self.workload.device.type)
             self._attempt(name, lambda name=name: self._enter(name, recipes[name]))
-        # What stands now stays: where one model is trained, the garbage collector has no fifteen others to look at.
-        gc.collect()
-        gc.freeze()
+        gc.collect()  # so that the collector hardly comes by itself while steps are timed
 
     def watch(self, name: str, steps: int = 5) -> dict[str, float]:
         """Utilisation by the driver's account while `steps` more optimizer steps run, as metrics of a run."""
@@ -205,9 +192,7 @@ class Bench:
             LOG.info('"%s" failed', name, exc_info=True)
         # Outside the except block: inside it the exception still holds the frames, and these the tensors.
         self._end(name)
-        gc.unfreeze()  # what is frozen isn't collected; a session's modules and hooks refer to each other
-        gc.collect()
-        gc.freeze()
+        gc.collect()  # a session's modules and hooks refer to each other
         hardware.cuda.empty_cache()
 
     def _end(self, name: str) -> None:
@@ -218,7 +203,6 @@ class Bench:
 
     def close(self) -> None:
         """End all sessions."""
-        gc.unfreeze()
         self.stack.close()
 
     def __enter__(self) -> Bench:

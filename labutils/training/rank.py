@@ -169,8 +169,6 @@ def do(job: Job, word: Word, resume: bool = False) -> None:
         word.say(state="training", doing=task.name, step=0)
         task = replace(task, resume=task.resume or resume)
         gc.collect()  # a session that has ended goes at once, not somewhere in the next one's steps
-        if job.device == "cpu":  # a GPU's memory is the scarcer: there models in circles of references must be found
-            gc.freeze()  # a hundred thousand objects of libraries needn't be looked at again in each short task
         hardware.cuda.empty_cache()
         if task.alone:
             if me.rank == 0:

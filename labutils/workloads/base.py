@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, Sampler
 
 from labutils import hardware
+from labutils.libraries import import_unseen
 from labutils.parameters import SCALES, check_choice
 from labutils.recipe import Recipe
 
@@ -35,6 +36,9 @@ ROOMS = {
     "gpt-oss-120b-lora-long": ("labutils.workloads.language", "GptOssLargeLong"),
 }
 """Workload's name -> (module, class); a room is imported when it is asked for."""
+
+COMMON = ("peft", "bitsandbytes")
+"""Libraries that come with any workload; the first says whether there has been one before."""
 
 Batch = dict[str, Tensor]
 Found = TypeVar("Found")
@@ -88,6 +92,8 @@ class Workload(ABC):
     """
 
     name: ClassVar[str]
+    libraries: ClassVar[tuple[str, ...]]
+    """Modules that building it imports: see `import_unseen`."""
     _held: tuple[Any, Any] | None = None
     """What sessions share, behind what it depends on."""
 
@@ -211,7 +217,9 @@ def open_workload(
     module, kind = ROOMS[name]
     scale = hardware.scale_for(hardware.machine()) if scale == "auto" else scale
     folder = Path(cache_dir or os.environ.get("LABUTILS_CACHE") or Path.home() / ".cache" / "labutils")
-    return getattr(importlib.import_module(module), kind)(scale, weights, data, device or hardware.device(), folder)
+    workload = getattr(importlib.import_module(module), kind)
+    import_unseen(*COMMON, *workload.libraries)
+    return workload(scale, weights, data, device or hardware.device(), folder)
 
 
 def workload_names() -> tuple[str, ...]:

@@ -84,6 +84,14 @@ class DiffusionLora(Workload):
     the recipe caches them, moments [b, 8, h/8, w/8] and condition [b, 77, width] in the frozen networks' dtype."""
 
     name: ClassVar[str] = "sd15-lora"
+    libraries: ClassVar[tuple[str, ...]] = (
+        "diffusers.models.autoencoders.autoencoder_kl",
+        "diffusers.models.unets.unet_2d_condition",
+        "diffusers.schedulers.scheduling_ddpm",
+        "transformers.models.clip.modeling_clip",
+        "transformers.models.clip.tokenization_clip",
+        "datasets",
+    )
 
     @property
     def size(self) -> Size:

@@ -339,6 +339,7 @@ def _starts(batch: Batch) -> Tensor | None:
 class Qwen3Short(LanguageLora):
     name: ClassVar[str] = "qwen3-lora-short"
     family, sizes, kind = "qwen3", QWEN3, SHORT
+    libraries = ("transformers.models.qwen3.modeling_qwen3",)
 
 
 class Qwen3Long(Qwen3Short):
@@ -359,6 +360,7 @@ class Qwen3LargeLong(Qwen3LargeShort):
 class GptOssShort(LanguageLora):
     name: ClassVar[str] = "gpt-oss-lora-short"
     family, sizes, kind = "gpt-oss", GPT_OSS, SHORT
+    libraries = ("transformers.models.gpt_oss.modeling_gpt_oss",)
 
 
 class GptOssLong(GptOssShort):

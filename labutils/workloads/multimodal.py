@@ -176,6 +176,13 @@ class MultimodalLora(DecoderLora):
     """See the module's docstring; for what batches hold, `data.anyres.Collate`. Photographs are all of 500 x 500."""
 
     name: ClassVar[str] = "llava-lora"
+    libraries: ClassVar[tuple[str, ...]] = (
+        "transformers.models.llava_next.modeling_llava_next",
+        "transformers.models.llava_next.processing_llava_next",
+        "transformers.models.clip.modeling_clip",
+        "transformers.models.mistral.modeling_mistral",
+        "datasets",
+    )
     sizes: ClassVar[str] = BEANS
 
     @property

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import subprocess
 import sys
 import types
 import weakref
@@ -564,20 +563,3 @@ def test_without_ipywidgets_everything_is_shown_and_the_lists_are_told_of(monkey
     monkeypatch.setitem(sys.modules, "ipywidgets", None)
     assert not open_lab("11", notebook()).choose(lambda **chosen: None, CHOICES)
     assert said[-1].startswith("Drop-down lists would be here: install it")
-
-
-@pytest.mark.parametrize("collecting", [True, False])
-def test_torch_is_imported_out_of_the_collector_s_sight_and_once(collecting):
-    """What is there the second time may be models: those must be found."""
-    program = f"""
-import gc, sys
-from labutils import course
-{"" if collecting else "gc.disable()"}
-course._import_torch()
-frozen = gc.get_freeze_count()
-more = [[] for _ in range(1000)]
-course._import_torch()
-print("torch" in sys.modules, frozen > 100_000, gc.get_freeze_count() <= frozen, gc.isenabled())
-"""
-    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert ran.stdout.split() == ["True", "True", "True", str(collecting)]

@@ -26,7 +26,18 @@ from labutils import hardware
 HOUSE = Path(__file__).resolve().parents[2]
 NOTEBOOKS = HOUSE / "notebooks"
 FLOORS = {
-    0: {"recipe", "results", "hardware", "articles", "parameters", "tables", "answers", "pages", "processes"},
+    0: {
+        "recipe",
+        "results",
+        "hardware",
+        "articles",
+        "parameters",
+        "tables",
+        "answers",
+        "pages",
+        "processes",
+        "libraries",
+    },
     1: {"data", "adapters", "attention", "checkpointing", "experts", "folding", "lowbit", "capture", "losses"},
     2: {"workloads", "measure"},
     3: {"training", "claims", "advisor", "prediction", "scaling", "calibration"},

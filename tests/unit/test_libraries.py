@@ -1,0 +1,75 @@
+"""labutils.libraries: what is imported out of the garbage collector's sight, and what must stay in it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+
+def told(program: str) -> dict:
+    """What a program of its own prints last, as JSON."""
+    ran = subprocess.run([sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, check=True)
+    return json.loads(ran.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("collecting", [True, False])
+def test_a_library_is_imported_unseen_once(collecting):
+    """What is there the second time may be models: those must be found."""
+    found = told(f"""
+import gc, json, sys
+from labutils.libraries import import_unseen
+{"" if collecting else "gc.disable()"}
+import_unseen("torch", "there.is.none", "torch.distributed")
+frozen = gc.get_freeze_count()
+more = [[] for _ in range(1000)]
+import_unseen("torch", "sqlite3")
+print(json.dumps(dict(
+    imported=sorted({{"torch", "torch.distributed", "sqlite3"}} & set(sys.modules)),
+    frozen=frozen, more=gc.get_freeze_count() - frozen, collecting=gc.isenabled(),
+)))
+""")
+    assert found["imported"] == ["torch", "torch.distributed"]
+    assert found["frozen"] > 100_000 and found["more"] <= 0
+    assert found["collecting"] == collecting
+
+
+def test_an_import_that_is_broken_off_leaves_the_collector_on(tmp_path, monkeypatch):
+    (tmp_path / "stops.py").write_text("raise KeyboardInterrupt")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    found = told("""
+import gc, json
+from labutils.libraries import import_unseen
+try:
+    import_unseen("stops")
+except KeyboardInterrupt:
+    print(json.dumps(dict(collecting=gc.isenabled())))
+""")
+    assert found == {"collecting": True}
+
+
+@pytest.mark.parametrize("name", ["sd15-lora", "llava-lora", "qwen3-lora-short", "gpt-oss-lora-short"])
+def test_opening_a_workload_hides_its_libraries_and_not_its_model(name):
+    """A workload that came to import another library later would have the collector look through it each time."""
+    found = told(f"""
+import gc, json, sys
+from labutils.recipe import Recipe
+from labutils.training import Session
+from labutils.workloads import open_workload
+workload = open_workload("{name}", "tiny", device="cpu")
+frozen, there = gc.get_freeze_count(), set(sys.modules)
+with Session(workload, Recipe(driver="eager", logging="ring-buffer", num_workers=0)) as session:
+    session.run(1, 0, lambda session: None)
+    seen = {{id(one) for one in gc.get_objects()}}
+    late = sorted({{module.partition(".")[0] for module in sys.modules.keys() - there}})
+    modules = list(session.model.modules())
+    print(json.dumps(dict(
+        frozen=frozen, thawed=frozen - gc.get_freeze_count(), seen=len(seen), late=late,
+        unseen=sum(id(module) not in seen for module in modules),
+    )))
+""")
+    assert found["frozen"] > 400_000 and found["thawed"] < 1000
+    assert found["seen"] < 60_000 and found["unseen"] == 0
+    assert not {"diffusers", "datasets", "pandas", "bitsandbytes"} & set(found["late"])
