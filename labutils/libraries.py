@@ -10,17 +10,20 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
-import sys
+
+_asked_for: set[str] = set()
 
 
 def import_unseen(*modules: str) -> None:
-    """Import modules, unless the first of them is there already.
+    """Import modules, unless the first of them was asked for before.
 
-    All that is there by then is hidden from the collector for good, so call it before there are models: their cycles of
-    references must be found. A module that can't be imported is passed over: its error is told where it is used.
+    All that is there by then is hidden from the collector for good. The first time there are no models yet, later there
+    may be, and their cycles of references must be found. A module that can't be imported is passed over: its error is
+    told where it is used.
     """
-    if modules[0] in sys.modules:
+    if modules[0] in _asked_for:
         return
+    _asked_for.add(modules[0])
     collecting = gc.isenabled()
     gc.disable()
     try:

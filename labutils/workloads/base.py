@@ -38,7 +38,7 @@ ROOMS = {
 """Workload's name -> (module, class); a room is imported when it is asked for."""
 
 COMMON = ("peft", "bitsandbytes")
-"""Libraries that come with any workload; the first says whether there has been one before."""
+"""Libraries that come with any workload; the first stands for there having been one before."""
 
 Batch = dict[str, Tensor]
 Found = TypeVar("Found")
