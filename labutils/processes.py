@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -78,13 +79,16 @@ class Child:
         """Its last line ("": none) before it was ready, or had ended."""
         while (line := self._process.stdout.readline()) not in (READY + "\n", ""):
             self._said = line
-        return self._said
+        said = self._said
+        if line:  # what it said before is no answer to what it is told now
+            self._said = ""
+        return said
 
     def go(self) -> None:
         self.say(GO)
 
     def until_end(self) -> str:
-        """Its last line; "" where it said nothing."""
+        """Its last line since it was ready, or at all where it never was; "" where it said nothing."""
         for line in self._process.stdout:
             self._said = line
         return self._said
@@ -99,6 +103,23 @@ class Child:
 
 GONE_WITHIN_S = 5.0
 """How long processes that were killed may take to be gone."""
+
+
+def end_group(process: subprocess.Popen) -> None:
+    """End a process that was started in a session of its own, with all that it has started there, and return when all
+    are gone. (Where there are no groups of processes, itself alone.)"""
+    if not hasattr(os, "killpg"):
+        process.kill()
+        process.wait()
+        return
+    end = time.monotonic() + GONE_WITHIN_S
+    with contextlib.suppress(OSError):  # there is no such group any more
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        while time.monotonic() < end:
+            os.killpg(process.pid, 0)
+            time.sleep(0.02)
+    process.wait()
 
 
 def end_marked(variable: str, mark: str) -> list[int]:

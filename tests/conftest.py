@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import gc
 import os
 import shutil
 import tempfile
@@ -53,12 +52,10 @@ def nothing_compiled() -> Iterator[None]:
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
     """What is imported and collected stays to the end: the garbage collector needn't look through it, now or later."""
-    gc.disable()
-    try:
+    from labutils.libraries import unseen
+
+    with unseen():
         return (yield)
-    finally:
-        gc.enable()
-        gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

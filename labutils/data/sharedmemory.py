@@ -11,7 +11,6 @@ thread and drops the batch, and the training loop waits for that batch forever.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import selectors
@@ -25,6 +24,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from labutils.processes import end_group
 from labutils.recipe import STOCK, Recipe
 
 CONTAINER_DEFAULT = 64 * 2**20
@@ -245,9 +245,7 @@ def _essence(complaints: str, code: int | None, limit_s: float) -> str:
 
 def _end(child: subprocess.Popen) -> None:
     """End the child and its workers: they are one process group, started for this alone."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(child.pid, signal.SIGKILL)
-    child.wait()
+    end_group(child)
     child.stdout.close()
     child.stderr.close()
 

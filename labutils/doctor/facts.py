@@ -31,6 +31,7 @@ from labutils import hardware
 from labutils.doctor import import_trial
 from labutils.doctor.import_trial import MARK
 from labutils.hardware import host
+from labutils.processes import end_group
 
 GB = 10**9
 IMPORT_TIMEOUT_S = 18
@@ -272,16 +273,9 @@ def run(command: list[str], timeout_s: float, **options: Any) -> tuple[int | Non
             output, errors = process.communicate(timeout=timeout_s)
             return process.returncode, output, errors
         except subprocess.TimeoutExpired:
-            _end_group(process)
+            end_group(process)
             output, errors = process.communicate()
             return None, output, errors
-
-
-def _end_group(process: subprocess.Popen[str]) -> None:
-    if hasattr(os, "killpg"):
-        os.killpg(process.pid, signal.SIGKILL)
-    else:
-        process.kill()
 
 
 # The driver

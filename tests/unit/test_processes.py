@@ -56,6 +56,14 @@ def test_what_it_said_before_it_failed_is_not_lost():
         assert failed.failure() == "the process ended with code 3: nothing was printed"
 
 
+def test_what_it_said_before_it_was_ready_is_no_answer():
+    with child("import sys; print(2); print('ready', flush=True); sys.stdin.readline(); sys.exit('broke')") as failed:
+        assert failed.until_ready() == "2\n"
+        failed.go()
+        assert failed.until_end() == ""
+        assert failed.failure() == "the process ended with code 1: broke"
+
+
 def test_one_that_hangs_is_ended_at_its_limit():
     start = time.monotonic()
     with child("import time; time.sleep(600)", limit_s=1) as hung:
