@@ -29,7 +29,7 @@ from torch.utils.data import Dataset
 from labutils.data.files import whole_file
 from labutils.data.images import normalize, random_crop, resize, to_tensor
 from labutils.hardware import usable_cores
-from labutils.processes import Child
+from labutils.processes import READY, Child
 from labutils.results import Unavailable
 
 # ------------------------------------------------------------------------------------------------------------- formats
@@ -223,11 +223,11 @@ def gpu_decoder() -> Callable[[bytes], torch.Tensor]:
 
 # -------------------------------------------------------------------------------------------------------------- threads
 
-_CHILD = """
+_CHILD = f"""
 import sys, time, torch, torch.nn.functional as F
 image = torch.rand(1, 3, 1080, 1080)
 F.interpolate(image, size=(512, 512), mode="bicubic", antialias=True)
-print(torch.get_num_threads(), "ready", sep="\\n", flush=True)
+print(torch.get_num_threads(), "{READY}", sep="\\n", flush=True)
 sys.stdin.readline()
 end, count = time.perf_counter() + float(sys.argv[1]), 0
 while time.perf_counter() < end:
