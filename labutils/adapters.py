@@ -1,4 +1,4 @@
-"""LoRA: W' = W + (alpha / r) B A with W frozen: as it reads, as PEFT builds it, as a compiler fuses it.
+"""LoRA: W' = W + (alpha / r) B A with W frozen, written out for reading and as PEFT builds it, behind one call.
 
     parameters = attach_lora(unet, ("to_q", "to_k", "to_v", "to_out.0"), rank=4, alpha=4, kind="plain", seed=0)
 
@@ -13,7 +13,6 @@ optimizer would round to nothing. The products are computed in the dtype of the 
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 import math
@@ -89,11 +88,7 @@ class LoRALinear(nn.Module):
         if self.merged or name not in self.scaling:
             return y
         A, B = (products[name].weight.to(x.dtype) for products in (self.lora_A, self.lora_B))
-        return self._updated(y, x, A, B, self.scaling[name])
-
-    @staticmethod
-    def _updated(y: Tensor, x: Tensor, A: Tensor, B: Tensor, scaling: float) -> Tensor:
-        """y + scaling (x A^T) B^T."""
+        scaling = self.scaling[name]
         h = F.linear(x, A)  # (..., r)
         h = h if scaling == 1 else h * scaling  # scaled where it has r columns and not `out`
         return y + F.linear(h, B)
@@ -133,46 +128,6 @@ class LoRALinear(nn.Module):
     @property
     def out_features(self) -> int:
         return self.base_layer.out_features
-
-
-class FusedLoRALinear(LoRALinear):
-    """The same layer, whose wide low-rank products a compiler can sum within its neighbours' kernels.
-
-    A product over r = 8 columns is so thin that tensor cores gain nothing by it, and as a product of its own it is
-    written to memory and read back, as large as the layer's output. As r multiplications and additions an element it
-    needs nothing but what the kernel that reads that output has at hand: so it is written here, for (x A^T) B^T and for
-    the part of x's gradient that comes through A. The other products stay products. Compiled or not, the result is the
-    same up to rounding; not compiled, it is slower than written out.
-    """
-
-    @staticmethod
-    def _updated(y: Tensor, x: Tensor, A: Tensor, B: Tensor, scaling: float) -> Tensor:
-        return y + _FusedUpdate.apply(x, A, B, scaling).to(y.dtype)
-
-
-class _FusedUpdate(torch.autograd.Function):
-    """scaling (x A^T) B^T for x (..., in), A (r, in), B (out, r), with both products over r as sums."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, A: Tensor, B: Tensor, scaling: float) -> Tensor:
-        h = (F.linear(x, A) * scaling).to(x.dtype)  # under autocast a product has another dtype
-        ctx.save_for_backward(x, A, B, h)
-        ctx.scaling = scaling
-        return _summed(h, B)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        x, A, B, h = ctx.saved_tensors
-        dy = dy.to(B.dtype)
-        dh = (dy @ B) * ctx.scaling
-        dA, dB = dh.flatten(0, -2).T @ x.flatten(0, -2), dy.flatten(0, -2).T @ h.flatten(0, -2)
-        return _summed(dh, A.T), dA, dB, None
-
-
-def _summed(h: Tensor, B: Tensor) -> Tensor:
-    """h B^T for h (..., r), B (out, r), one column of h after the other, summed in float32 at least."""
-    wide, columns = torch.promote_types(h.dtype, torch.float32), range(h.shape[-1])
-    return functools.reduce(torch.add, (h[..., j, None].to(wide) * B[:, j].to(wide) for j in columns)).to(h.dtype)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -236,27 +191,19 @@ def matching_layers(module: nn.Module, targets: tuple[str, ...]) -> list[str]:
     return names
 
 
-def _attach_plain(
-    module: nn.Module,
-    names: list[str],
-    rank: int,
-    alpha: float,
-    adapter: str,
-    init: str,
-    kind: type[LoRALinear] = LoRALinear,
-) -> None:
-    """Put a layer of `kind` in the place of each named nn.Linear, or one more adapter on the one that is there."""
+def _attach_plain(module: nn.Module, names: list[str], rank: int, alpha: float, adapter: str, init: str) -> None:
+    """Put a LoRALinear in the place of each named nn.Linear, or one more adapter on the LoRALinear that is there."""
     layers = {name: module.get_submodule(name) for name in names}
     for name, layer in layers.items():
         if not isinstance(layer, nn.Linear | LoRALinear):
             raise ValueError(
-                f"{name!r} is a {type(layer).__name__}; this kind adapts nn.Linear layers alone. Use kind='peft'."
+                f"{name!r} is a {type(layer).__name__}; kind='plain' adapts nn.Linear layers. Use kind='peft'."
             )
     for name, layer in layers.items():
         if isinstance(layer, LoRALinear):
             layer.add_adapter(adapter, rank, alpha)
         else:
-            module.set_submodule(name, kind(layer, rank, alpha, adapter))
+            module.set_submodule(name, LoRALinear(layer, rank, alpha, adapter))
 
 
 def _attach_peft(module: nn.Module, names: list[str], rank: int, alpha: float, adapter: str, init: str) -> None:
@@ -278,7 +225,6 @@ def _attach_peft(module: nn.Module, names: list[str], rank: int, alpha: float, a
 KINDS: dict[str, Callable[[nn.Module, list[str], int, float, str, str], None]] = {
     "peft": _attach_peft,
     "plain": _attach_plain,
-    "fused": functools.partial(_attach_plain, kind=FusedLoRALinear),
 }
 """Kind -> what attaches it: (module, names of the layers, rank, alpha, adapter's name, init); A is drawn afterwards."""
 

@@ -1,12 +1,14 @@
-"""Activation checkpointing that keeps the results of products, and one whose kept inputs wait on the host.
+"""Activation checkpointing: a block's input is kept, and the block computed again in the backward pass. Three forms
+beside PyTorch's own:
 
-Checkpointing keeps a block's input and computes the block again in the backward pass. What is kept is still one tensor
-as large as the hidden states for each block. Here it leaves the GPU as soon as the block has run, and comes back while
-the block behind it is computed again, on a stream of its own both times. (unsloth's "gradient checkpointing" does this;
-article A3, appendix.)
-
+    keeping_products(block, x)              what its products gave is kept as well, and only the rest computed again
+    forward = recomputing_within(block)     to be compiled: what the backward pass doesn't need isn't computed again
     parking = Parking()
     layer_forward = offloading(layer, parking)      # (run, x) -> run(x), for every layer of one model
+
+In the last, what is kept, one tensor as large as the hidden states for each block, leaves the GPU as soon as the block
+has run. It comes back while the block behind it is computed again, on a stream of its own both times. (unsloth's
+"gradient checkpointing" does this; article A3, appendix.)
 """
 
 from __future__ import annotations
@@ -48,6 +50,21 @@ def keeping_products(block: Callable[..., Any], *inputs: Any) -> Any:
 def _worth_keeping(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     thin = operation in (aten.mm.default, aten.addmm.default) and args[-1].shape[0] < THIN
     return CheckpointPolicy.MUST_SAVE if operation in DEAR and not thin else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def recomputing_within(block: Callable[..., Any]) -> Callable[..., Any]:
+    """`block` checkpointed, as a function that is to be compiled: what computes it again is then part of its backward
+    pass's code.
+
+    A checkpoint around a compiled block runs all of that block's code once more. Within, the compiler sees what the
+    backward pass needs, and leaves out the rest: a decoder's block ends with the product of its MLP, a quarter of its
+    arithmetic, whose result nothing but the next block reads.
+    """
+
+    def forward(*inputs: Any, **named: Any) -> Any:
+        return checkpoint(block, *inputs, use_reentrant=False, preserve_rng_state=False, **named)
+
+    return forward
 
 
 class Parked:

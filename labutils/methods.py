@@ -515,14 +515,9 @@ def ladder_for(device: str) -> tuple[tuple[Rung, ...], dict[str, Recipe]]:
     ladder = (*A3_LADDER, *LOW_BIT_RUNGS)
     recipes = climb(ladder, A3_BASE)
     if device != "cuda":
-        recipes = {name: _not_compiled(recipe) for name, recipe in recipes.items()}
+        plain = {"compile": "off", "compile_scope": "model", "dynamic": "automatic"}
+        recipes = {name: recipe.but(**plain) for name, recipe in recipes.items()}
     return ladder, recipes
-
-
-def _not_compiled(recipe: Recipe) -> Recipe:
-    """The recipe without a compiler, and without what only pays with one."""
-    adapter = "plain" if recipe.adapter == "fused" else recipe.adapter
-    return recipe.but(compile="off", compile_scope="model", dynamic="automatic", adapter=adapter)
 
 
 def climbed_on(

@@ -82,10 +82,9 @@ class Recipe:
     rank: int = knob(4, "rank r of the LoRA matrices", at_least=1)
     adapter: str = knob(
         "peft",
-        "peft: PEFT's layers; plain: the two products written out; fused: the wide one as sums that a compiler puts in "
-        "neighbouring kernels; folded: W + BA formed once a pass; none: no LoRA, every weight of the trained network "
-        "is trained, held in float32",
-        ("peft", "plain", "fused", "folded", "none"),
+        "peft: PEFT's layers; plain: the two products written out; folded: W + BA formed once a pass; none: no LoRA, "
+        "every weight of the trained network is trained, held in float32",
+        ("peft", "plain", "folded", "none"),
     )
     base_linear: str = knob(
         "published",
@@ -458,13 +457,7 @@ A3_LADDER = (
         "blocks compiled",
         "same mathematics",
         {"compile": "default", "compile_scope": "blocks", "dynamic": "static"},
-        "one block's code for all of them, for that shape",
-    ),
-    Rung(
-        "fused adapters",
-        "same mathematics",
-        {"adapter": "fused"},
-        "what is wide of the low-rank products is summed within neighbouring kernels",
+        "one block's code for all of them, for that shape, and one for the loss of a chunk of tokens",
     ),
     Rung("whole-step graph", "same mathematics", {"driver": "graph"}, "one shape can be replayed: a launch a step"),
 )

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler
 
-from labutils.checkpointing import Parking, keeping_products, offloading
+from labutils.checkpointing import Parking, keeping_products, offloading, recomputing_within
 from labutils.data.images import EPOCH, EpochOrder
-from labutils.losses import cross_entropy, linear_cross_entropy
+from labutils.losses import OfChunk, cross_entropy, linear_cross_entropy
 from labutils.lowbit.backends import forward_context, recomputing
 from labutils.recipe import Recipe
 from labutils.results import Unavailable
@@ -40,6 +40,11 @@ class Decoder(nn.Module):
     def __init__(self, language: nn.Module, head: nn.Module, loss: str, longest: int | None = None) -> None:
         super().__init__()
         self.language, self.head, self.kind, self.longest = language, head, loss, longest
+        self.of_chunk = OfChunk() if loss == "fused" else None
+
+    def repeated(self) -> list[nn.Module]:
+        """What runs several times a pass, always alike: the blocks, and the loss of a chunk of tokens."""
+        return [*self.language.layers, *([self.of_chunk] if self.of_chunk else [])]
 
     def forward(
         self,
@@ -56,8 +61,10 @@ class Decoder(nn.Module):
         x = x.flatten(0, 1)
         if self.kind == "answers":
             return cross_entropy(self.language.norm(x[answers]), self.head.weight, answer_targets)
-        loss = linear_cross_entropy if self.kind == "fused" else cross_entropy
-        return loss(self.language.norm(x), self.head.weight, targets.flatten())
+        hidden, targets = self.language.norm(x), targets.flatten()
+        if self.of_chunk is None:
+            return cross_entropy(hidden, self.head.weight, targets)
+        return linear_cross_entropy(hidden, self.head.weight, targets, of_chunk=self.of_chunk)
 
 
 def projections(layers: nn.ModuleList, prefix: str) -> tuple[str, ...]:
@@ -80,6 +87,10 @@ def checkpoint_blocks(language: nn.Module, recipe: Recipe) -> None:
     """Have the blocks of transformers' `language` model keep for the backward pass what the recipe says."""
     if recipe.checkpointing == "off":
         return
+    if _recomputes_within(recipe):
+        for layer in language.layers:
+            layer.forward = recomputing_within(layer.forward)
+        return
     language.gradient_checkpointing_enable()
     tokens = recipe.micro_batch * recipe.token_budget
     parking = Parking(tokens * language.config.hidden_size * DTYPES[recipe.precision].itemsize)
@@ -90,6 +101,12 @@ def checkpoint_blocks(language: nn.Module, recipe: Recipe) -> None:
             layer._gradient_checkpointing_func = keeping_products
         else:
             layer._gradient_checkpointing_func = recomputing(recipe.base_linear)
+
+
+def _recomputes_within(recipe: Recipe) -> bool:
+    """Whether a block's checkpoint is compiled with it. As published it isn't, and Transformer Engine's is closed."""
+    compiled = recipe.compile != "off" and recipe.compile_scope == "blocks" and recipe.layers == "rewritten"
+    return compiled and recipe.checkpointing == "blocks" and recipe.base_linear != "fp8-te"
 
 
 def check_checkpointing(recipe: Recipe) -> None:

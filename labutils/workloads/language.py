@@ -195,6 +195,9 @@ class LanguageLora(DecoderLora):
         return []
 
     def blocks(self, model: Published | Rewritten) -> list[nn.Module]:
+        return self.units(model) if isinstance(model, Published) else model.decoder.repeated()
+
+    def units(self, model: Published | Rewritten) -> list[nn.Module]:
         return list(model.lm.model.layers)
 
     def converted(self, model: Published | Rewritten, recipe: Recipe) -> list[str]:

@@ -484,11 +484,12 @@ for name, run in memory.items():
 # - no library around the loop, and no mask, so that PyTorch can choose its fastest attention kernel;
 # - the loss computed chunk by chunk, so that the logits never exist all at once (section 5's *fused loss*);
 # - rows *packed* with several texts that don't see each other, so that nothing is padding;
-# - on a GPU, one block's compiled code for all blocks;
-# - on a GPU, the wide ones of the adapters' products as sums of r = 8 terms, which the compiler puts into kernels that
-#   read and write the same numbers anyway;
+# - on a GPU, one block's compiled code for all blocks, and for the loss of each chunk of tokens: between two products
+#   nothing is written but what the next one reads;
 # - on a GPU, the whole step replayed as one CUDA graph, now that every step has one shape;
-# - finally, frozen weights in FP8, or in 4 bits that are restored inside the compiled block.
+# - finally, frozen weights in FP8, or in 4 bits that are restored inside the compiled block;
+# - with 4 bits, blocks checkpointed too. The checkpoint is compiled with its block, so that the backward pass computes
+#   again what it needs, and not the block's last product, a quarter of its arithmetic.
 #
 # How the numbers are made: rungs with the same rows are timed on the same few batches. The share of tokens that aren't
 # padding is that of a whole epoch, which is known exactly; in a few batches it would vary by a tenth.

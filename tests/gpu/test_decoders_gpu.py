@@ -73,7 +73,7 @@ def test_one_cuda_graph_trains_as_the_loop_does(workload, packed, change, nothin
 
 
 @pytest.mark.parametrize("base", ["published", "fp8-frozen", "nf4-frozen"])
-def test_fused_adapters_train_as_plain_ones_do(workload, packed, base, nothing_compiled):
-    compiled = packed.but(base_linear=base, compile="default", compile_scope="blocks")
-    plain, fused = (losses_of(workload, compiled.but(adapter=kind), 6) for kind in ("plain", "fused"))
-    assert fused == pytest.approx(plain, rel=5e-3)
+def test_compiled_checkpoints_train_as_kept_activations_do(workload, packed, base, nothing_compiled):
+    compiled = packed.but(base_linear=base, compile="default", compile_scope="blocks", loss="fused")
+    kept, again = (losses_of(workload, compiled.but(checkpointing=mode), 6) for mode in ("off", "blocks"))
+    assert again == pytest.approx(kept, rel=5e-3)

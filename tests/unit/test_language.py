@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from recipes_at_work import adapter_gradients, assert_same_gradients, one_thread, perturb
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import BatchSampler
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -200,7 +201,6 @@ def test_padding_changes_nothing_in_transformers_own(workload, shapes):
         {"checkpointing": "blocks"},
         {"checkpointing": "offload"},
         {"adapter": "peft"},
-        {"adapter": "fused"},
     ],
     ids=lambda change: next(iter(change.values())),
 )
@@ -567,6 +567,13 @@ def test_one_blocks_code_serves_all_blocks_and_all_lengths(qwen3, nothing_compil
     assert compiled.breaks.total() == 0
 
 
+def test_the_loss_of_a_chunk_is_compiled_as_a_block_is(workload):
+    """And is none where a GPU gathers weights: it has none."""
+    model, logits = (workload.build(PACKED.but(loss=loss)) for loss in ("fused", "logits"))
+    assert workload.blocks(model) == [*workload.units(model), model.decoder.of_chunk]
+    assert workload.blocks(logits) == workload.units(logits)
+
+
 @pytest.mark.parametrize("checkpointing", ["blocks", "offload"])
 def test_blocks_that_run_twice_have_one_code(qwen3, nothing_compiled, checkpointing):
     """One graph for both passes and all blocks: under checkpointing, transformers has the first input need a gradient
@@ -578,6 +585,40 @@ def test_blocks_that_run_twice_have_one_code(qwen3, nothing_compiled, checkpoint
     with Compilation() as compiled:
         qwen3.loss(model, batch_of(qwen3, recipe, [3]), {}).backward()
     assert (compiled.graphs, compiled.recompilations) == (1, 0)
+
+
+@pytest.mark.parametrize("base", ["published", "fp8-frozen", "nf4-frozen"])
+def test_a_compiled_checkpoint_computes_again_what_is_needed(qwen3, nothing_compiled, base):
+    """The same gradients; of the 21 products of a block's forward pass, all but the last layer's own and its adapter's
+    second are there once more in a backward pass."""
+    recipe = PACKED.but(base_linear=base)
+    compiled = recipe.but(checkpointing="blocks", compile="default", compile_scope="blocks")
+    models = [qwen3.build(recipe), qwen3.build(compiled)]
+    batch = batch_of(qwen3, recipe, [3])
+    for block in qwen3.units(models[1]):
+        block.compile(backend="aot_eager", dynamic=False, fullgraph=True)
+    found, products = [], []
+    for model in models:
+        perturb(model.lm)
+        loss = qwen3.loss(model, batch, {})
+        with Products() as counted:
+            loss.backward()
+        products.append(counted.products)
+        found.append([p.grad for p in model.parameters() if p.requires_grad])
+    for ours, expected in zip(*reversed(found), strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-6)
+    assert products[1] - products[0] == len(qwen3.units(models[0])) * (21 - 2)
+
+
+class Products(TorchDispatchMode):
+    """Counts matrix products. (On a CPU attention counts as an operation that draws, and is called through another.)"""
+
+    products = 0
+    supports_higher_order_operators = True
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.products += func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+        return func(*args, **(kwargs or {}))
 
 
 def test_packed_rows_compile_once(workload, nothing_compiled):

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._inductor.utils import run_and_get_code
 
-from labutils.losses import cross_entropy, linear_cross_entropy
+from labutils.losses import OfChunk, cross_entropy, linear_cross_entropy
 
 
 def problem(tokens: int, width: int, words: int, dtype: torch.dtype, seed: int, ignored: float = 0.4):
@@ -76,6 +79,18 @@ def test_it_compiles_whole():
     (expected,) = torch.autograd.grad(linear_cross_entropy(hidden, weight, targets, 8), hidden)
     (found,) = torch.autograd.grad(compiled(hidden, weight, targets, 8), hidden)
     torch.testing.assert_close(found, expected)
+
+
+def test_a_compiled_chunk_keeps_logits_as_the_product_leaves_them():
+    """The same numbers; between the two products nothing as large as the logits exists in float32."""
+    hidden, weight, targets = problem(32, 64, 512, torch.bfloat16, seed=6)
+    given = hidden.detach(), weight, targets, torch.tensor(0.1)
+    expected, of_chunk = OfChunk()(*given), OfChunk()
+    of_chunk.compile(dynamic=False)
+    found, (code,) = run_and_get_code(lambda: of_chunk(*given))
+    torch.testing.assert_close(found, expected)
+    made = re.findall(r"empty_strided_cpu\(\(32, 512\), .*?(torch\.\w+)\)", code)
+    assert made == ["torch.bfloat16", "torch.bfloat16"]
 
 
 def test_what_can_not_be_is_refused_in_words():
