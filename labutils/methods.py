@@ -27,9 +27,11 @@ from labutils.lowbit import nf4
 from labutils.lowbit.backends import convert_base
 from labutils.lowbit.fp8 import relative_error
 from labutils.measure.live import LiveTensors
+from labutils.measure.trace import profile
 from labutils.recipe import A3_BASE, A3_LADDER, Recipe, Rung, climb
 from labutils.results import Run, is_out_of_memory
 from labutils.training import Bench, Session
+from labutils.training.comparing import empty_run
 from labutils.training.following import followed, make_room, read_log
 from labutils.training.variants import (
     altered,
@@ -541,6 +543,33 @@ def climbed_on(
         with Bench(workload, warmup, same_batches=True) as bench:
             runs |= bench.compare(rungs, steps, rounds)
     return in_lanes({name: with_epoch_rate(with_costs(runs[name]), workload) for name in recipes}, ladder)
+
+
+def kinds_of(workload: Workload, recipe: Recipe, folder: Path, steps: int = 2) -> Run:
+    """What kinds of work a step of `recipe` is made of, from a trace of `steps` steps in `folder`.
+
+    Metric `kernel_categories`: kind -> {"ms", "count"} a step, the most time first; without a GPU, operators' own time.
+    """
+    make_room(workload)
+    with Session(workload, recipe) as session:  # the first steps compile
+        trace = profile(session, steps, folder, with_stack=False, wait=2, with_shapes=True)
+    run = empty_run(workload, recipe, "step by kind")
+    run.metrics["kernel_categories"] = trace.categories()
+    return run
+
+
+KINDS_HEAD = ("kind of work", "ms a step", "% of all", "count a step")
+"""The head of a table of `kinds_rows`."""
+
+
+def kinds_rows(found: Mapping[str, Run]) -> list[tuple[Any, ...]]:
+    """Rows for `KINDS_HEAD` of the runs in `found`: kinds that take a hundredth of their run's work or more."""
+    rows = []
+    for run in found.values():
+        kinds = run.metrics["kernel_categories"]
+        work = sum(kind["ms"] for kind in kinds.values())
+        rows += [(name, kind["ms"], 100 * kind["ms"] / work, round(kind["count"])) for name, kind in kinds.items()]
+    return [row for row in rows if row[2] >= 1]
 
 
 def floor_columns(run: Run) -> tuple[float | None, float | None]:

@@ -538,6 +538,28 @@ lab.table(("", "we aimed at", "here", "H200"), *methods.goal_rows(targets, lab.r
 # **unsloth** appears twice in the last table. With rows packed as ours, in our loop, two ways to compute the same model
 # are compared. With its padded batches, packing counts as well, which unsloth can also do itself.
 #
+# ### What is left above the floor?
+#
+# **Question.** The floor is arithmetic alone. What does a step of *blocks compiled* do besides?
+#
+# *GEMM* are the products with the frozen weights, *thin GEMM* those with the adapters' matrices: over r = 8 numbers there
+# is hardly anything to compute, yet a tensor as large as the layer's input or output is read or written each time.
+# *Compiled* are the kernels that the compiler made of all that lies between the products.
+
+# %%
+with lab.attempt("A step by kind", reference="step by kind"):
+    folder = lab.cache_dir / "traces" / "lab-07"
+    traced = lab.measured(
+        "step by kind", None, lambda: methods.kinds_of(texts["long"], recipes["blocks compiled"], folder)
+    )
+    lab.table(methods.KINDS_HEAD, *methods.kinds_rows({"step by kind": traced}))
+lab.on_reference(methods.KINDS_HEAD, methods.kinds_rows, "step by kind")
+
+# %% [markdown]
+# Hold the row *GEMM* against the floor: it is what the same arithmetic takes here, step after step, where the floor has
+# the rate of one large product. Every other row is time for which the floor has no room. (Without a GPU these are
+# operators of a step that nothing compiled.)
+#
 # **Takeaway.** Each of these techniques can be used and measured on its own: what it brings is the difference between
 # its rung and the one before. Which of them make unsloth fast is not answered here, as none of its parts was switched
 # off.

@@ -338,6 +338,17 @@ def test_rungs_are_timed_on_the_same_batches_and_rated_by_the_epoch(texts):
     assert methods.floor_columns(Run("07", "", status="oom")) == (None, None)
 
 
+def test_a_step_by_kind(texts, tmp_path):
+    """The step's attention and products are in it; rows are those that take a hundredth or more."""
+    run = methods.kinds_of(texts["long"], methods.ladder_for("cpu")[1]["packed"], tmp_path, steps=1)
+    kinds = run.metrics["kernel_categories"]
+    assert {"attention", "GEMM", "elementwise"} <= kinds.keys()
+    rows = methods.kinds_rows({"step by kind": run})
+    assert all(share >= 1 and ms == kinds[name]["ms"] for name, ms, share, _ in rows)
+    assert 90 < sum(share for *_, share, _ in rows) <= 100.001
+    assert methods.kinds_rows({}) == []
+
+
 def test_what_the_ladder_reaches():
     def rung(name, rate, peak):
         rates = {"median": rate, "p10": 0.9 * rate, "p90": 1.2 * rate, "n": 6}
