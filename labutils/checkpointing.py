@@ -58,7 +58,7 @@ def recomputing_within(block: Callable[..., Any]) -> Callable[..., Any]:
 
     A checkpoint around a compiled block runs all of that block's code once more. Within, the compiler sees what the
     backward pass needs, and leaves out the rest: a decoder's block ends with the product of its MLP, a quarter of its
-    arithmetic, whose result nothing but the next block reads.
+    arithmetic, whose result nothing but the next block reads. The block must draw no random numbers.
     """
 
     def forward(*inputs: Any, **named: Any) -> Any:

@@ -45,13 +45,15 @@ def category_of(name: str) -> str:
     return next((category for category, pattern in _TABLE if pattern.search(lowered)), "other")
 
 
-def is_thin(dims: Any) -> bool:
+def is_thin(name: str, dims: Any) -> bool:
     """Whether a product's input shapes make the smallest of its three dimensions one of LoRA's ranks (2 to 64).
 
-    `dims` are the "Input Dims" of an mm, addmm, bmm or baddbmm: the last two matrices are the factors.
+    `dims` are the "Input Dims" of the operator `name`, an mm or bmm, or one of those that add (addmm, baddbmm) and take
+    a third matrix before the factors. Where a result is given to write to, as compiled code does, its shape comes last.
     """
-    matrices = [d for d in dims or () if len(d) in (2, 3) and all(isinstance(size, int) for size in d)]
-    if len(matrices) < 2:
+    first = 1 if "add" in name else 0
+    factors = list(dims or ())[first : first + 2]
+    if len(factors) < 2 or not all(len(d) in (2, 3) and all(isinstance(size, int) for size in d) for d in factors):
         return False
-    (m, k), (_, n) = matrices[-2][-2:], matrices[-1][-2:]
+    (m, k), (_, n) = (factor[-2:] for factor in factors)
     return min(m, n, k) in _THIN

@@ -298,7 +298,9 @@ class Trace:
             products = [op for op in self.ops.get(thread, ()) if op.dims]
             stacks = enclosing(products, [call.start for call in calls])
             found |= {
-                c.correlation for c, stack in zip(calls, stacks, strict=True) if stack and is_thin(stack[-1].dims)
+                c.correlation
+                for c, stack in zip(calls, stacks, strict=True)
+                if stack and is_thin(stack[-1].name, stack[-1].dims)
             }
         return found - {None}
 

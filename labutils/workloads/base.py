@@ -138,7 +138,7 @@ class Workload(ABC):
 
     @abstractmethod
     def blocks(self, model: nn.Module) -> list[nn.Module]:
-        """The repeated blocks of the trained part: what regional compilation compiles, one by one."""
+        """What the trained part repeats, blocks above all: what regional compilation compiles, one by one."""
 
     @abstractmethod
     def converted(self, model: nn.Module, recipe: Recipe) -> list[str]:

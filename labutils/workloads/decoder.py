@@ -16,7 +16,7 @@ from torch.utils.data import BatchSampler
 
 from labutils.checkpointing import Parking, keeping_products, offloading, recomputing_within
 from labutils.data.images import EPOCH, EpochOrder
-from labutils.losses import OfChunk, cross_entropy, linear_cross_entropy
+from labutils.losses import ChunkLoss, cross_entropy, linear_cross_entropy
 from labutils.lowbit.backends import forward_context, recomputing
 from labutils.recipe import Recipe
 from labutils.results import Unavailable
@@ -40,11 +40,11 @@ class Decoder(nn.Module):
     def __init__(self, language: nn.Module, head: nn.Module, loss: str, longest: int | None = None) -> None:
         super().__init__()
         self.language, self.head, self.kind, self.longest = language, head, loss, longest
-        self.of_chunk = OfChunk() if loss == "fused" else None
+        self.chunk_loss = ChunkLoss() if loss == "fused" else None
 
     def repeated(self) -> list[nn.Module]:
         """What runs several times a pass, always alike: the blocks, and the loss of a chunk of tokens."""
-        return [*self.language.layers, *([self.of_chunk] if self.of_chunk else [])]
+        return [*self.language.layers, *([self.chunk_loss] if self.chunk_loss else [])]
 
     def forward(
         self,
@@ -62,9 +62,9 @@ class Decoder(nn.Module):
         if self.kind == "answers":
             return cross_entropy(self.language.norm(x[answers]), self.head.weight, answer_targets)
         hidden, targets = self.language.norm(x), targets.flatten()
-        if self.of_chunk is None:
+        if self.chunk_loss is None:
             return cross_entropy(hidden, self.head.weight, targets)
-        return linear_cross_entropy(hidden, self.head.weight, targets, of_chunk=self.of_chunk)
+        return linear_cross_entropy(hidden, self.head.weight, targets, chunk_loss=self.chunk_loss)
 
 
 def projections(layers: nn.ModuleList, prefix: str) -> tuple[str, ...]:
@@ -87,7 +87,7 @@ def checkpoint_blocks(language: nn.Module, recipe: Recipe) -> None:
     """Have the blocks of transformers' `language` model keep for the backward pass what the recipe says."""
     if recipe.checkpointing == "off":
         return
-    if _recomputes_within(recipe):
+    if _recomputes_within(language, recipe):
         for layer in language.layers:
             layer.forward = recomputing_within(layer.forward)
         return
@@ -103,10 +103,16 @@ def checkpoint_blocks(language: nn.Module, recipe: Recipe) -> None:
             layer._gradient_checkpointing_func = recomputing(recipe.base_linear)
 
 
-def _recomputes_within(recipe: Recipe) -> bool:
-    """Whether a block's checkpoint is compiled with it. As published it isn't, and Transformer Engine's is closed."""
+def _recomputes_within(language: nn.Module, recipe: Recipe) -> bool:
+    """Whether a block's checkpoint is compiled with it.
+
+    As published it is the library's, which runs compiled blocks once more; Transformer Engine's is closed to the
+    compiler. A mixture's router must choose the same experts both times, and the compiler may sum it up in another
+    order in the backward pass.
+    """
     compiled = recipe.compile != "off" and recipe.compile_scope == "blocks" and recipe.layers == "rewritten"
-    return compiled and recipe.checkpointing == "blocks" and recipe.base_linear != "fp8-te"
+    same_choice = not getattr(language.config, "num_local_experts", 0)
+    return compiled and same_choice and recipe.checkpointing == "blocks" and recipe.base_linear != "fp8-te"
 
 
 def check_checkpointing(recipe: Recipe) -> None:

@@ -484,8 +484,8 @@ for name, run in memory.items():
 # - no library around the loop, and no mask, so that PyTorch can choose its fastest attention kernel;
 # - the loss computed chunk by chunk, so that the logits never exist all at once (section 5's *fused loss*);
 # - rows *packed* with several texts that don't see each other, so that nothing is padding;
-# - on a GPU, one block's compiled code for all blocks, and for the loss of each chunk of tokens: between two products
-#   nothing is written but what the next one reads;
+# - on a GPU, one block's compiled code for all blocks, and one for the loss of each chunk of tokens, whose logits then
+#   never exist in float32;
 # - on a GPU, the whole step replayed as one CUDA graph, now that every step has one shape;
 # - finally, frozen weights in FP8, or in 4 bits that are restored inside the compiled block;
 # - with 4 bits, blocks checkpointed too. The checkpoint is compiled with its block, so that the backward pass computes
@@ -540,11 +540,12 @@ lab.table(("", "we aimed at", "here", "H200"), *methods.goal_rows(targets, lab.r
 #
 # ### What is left above the floor?
 #
-# **Question.** The floor is arithmetic alone. What does a step of *blocks compiled* do besides?
+# **Question.** The floor is arithmetic at the rate of one large product. Where does a step of *blocks compiled* take
+# longer?
 #
-# *GEMM* are the products with the frozen weights, *thin GEMM* those with the adapters' matrices: over r = 8 numbers there
-# is hardly anything to compute, yet a tensor as large as the layer's input or output is read or written each time.
-# *Compiled* are the kernels that the compiler made of all that lies between the products.
+# *GEMM* are the products with the frozen weights, and with the head's, *thin GEMM* those with the adapters' matrices: over
+# r = 8 numbers there is hardly anything to compute, yet a tensor as large as the layer's input or output is read or
+# written each time. *Compiled* are the kernels that the compiler made of all that lies between the products.
 
 # %%
 with lab.attempt("A step by kind", reference="step by kind"):
@@ -556,9 +557,9 @@ with lab.attempt("A step by kind", reference="step by kind"):
 lab.on_reference(methods.KINDS_HEAD, methods.kinds_rows, "step by kind")
 
 # %% [markdown]
-# Hold the row *GEMM* against the floor: it is what the same arithmetic takes here, step after step, where the floor has
-# the rate of one large product. Every other row is time for which the floor has no room. (Without a GPU these are
-# operators of a step that nothing compiled.)
+# Hold *GEMM* and *attention* together against the floor: nearly all of the floor's arithmetic is in these two, and they
+# show what rate it has here, step after step. For the other rows the floor has hardly any time. (Times of kernels are
+# summed up; what the GPU idles is not among them. Without a GPU these are operators of a step that nothing compiled.)
 #
 # **Takeaway.** Each of these techniques can be used and measured on its own: what it brings is the difference between
 # its rung and the one before. Which of them make unsloth fast is not answered here, as none of its parts was switched

@@ -141,11 +141,6 @@ def pictures(workload: object, recipe: Recipe) -> dict[str, torch.Tensor]:
     return {"pixel_values": torch.zeros(count, 3, 512, 512), "input_ids": torch.zeros(count, 77, dtype=torch.long)}
 
 
-NOT_OF_SHAPES = ("09 float32",)
-"""65.9 GB, where the same recipe with TF32 took 17.5 as foretold: the difference is workspace. Without TF32 cuDNN picks
-other convolutions, and they take what the card has free."""
-
-
 def test_the_reference_machine_s_peaks_were_predictable(tmp_path_factory):
     peaks = reference_peaks(("sd15-lora",))
     assert len(peaks) > 10
@@ -158,7 +153,10 @@ def test_the_reference_machine_s_peaks_were_predictable(tmp_path_factory):
             key = recipe.but(**{knob: getattr(Recipe, knob) for knob in NOT_THE_GPUS})
             if key not in foreseen:
                 foreseen[key] = footprint.predicted(work, recipe, on="cuda").peak / 1e9
-            assert name in NOT_OF_SHAPES or foreseen[key] == pytest.approx(peak, rel=0.05), name
+            if name == "09 float32":  # presumably cuDNN's workspace: without TF32 it picks other convolutions
+                assert foreseen[key] == pytest.approx(peaks["09 tf32"][2], rel=0.05) and peak > 3 * foreseen[key]
+            else:
+                assert foreseen[key] == pytest.approx(peak, rel=0.05), name
 
 
 ON_PHOTOGRAPHS = (

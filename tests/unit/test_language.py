@@ -568,9 +568,10 @@ def test_one_blocks_code_serves_all_blocks_and_all_lengths(qwen3, nothing_compil
 
 
 def test_the_loss_of_a_chunk_is_compiled_as_a_block_is(workload):
-    """And is none where a GPU gathers weights: it has none."""
+    """It has no weights that a GPU could gather, so it is none of FSDP's units."""
     model, logits = (workload.build(PACKED.but(loss=loss)) for loss in ("fused", "logits"))
-    assert workload.blocks(model) == [*workload.units(model), model.decoder.of_chunk]
+    assert workload.blocks(model) == [*workload.units(model), model.decoder.chunk_loss]
+    assert model.decoder.chunk_loss not in workload.units(model)
     assert workload.blocks(logits) == workload.units(logits)
 
 
@@ -592,7 +593,7 @@ def test_a_compiled_checkpoint_computes_again_what_is_needed(qwen3, nothing_comp
     """The same gradients; of the 21 products of a block's forward pass, all but the last layer's own and its adapter's
     second are there once more in a backward pass."""
     recipe = PACKED.but(base_linear=base)
-    compiled = recipe.but(checkpointing="blocks", compile="default", compile_scope="blocks")
+    compiled = recipe.but(**WITHIN)
     models = [qwen3.build(recipe), qwen3.build(compiled)]
     batch = batch_of(qwen3, recipe, [3])
     for block in qwen3.units(models[1]):
@@ -608,6 +609,25 @@ def test_a_compiled_checkpoint_computes_again_what_is_needed(qwen3, nothing_comp
     for ours, expected in zip(*reversed(found), strict=True):
         torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-6)
     assert products[1] - products[0] == len(qwen3.units(models[0])) * (21 - 2)
+
+
+WITHIN = {"checkpointing": "blocks", "compile": "default", "compile_scope": "blocks"}
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "within"),
+    [
+        ("qwen3-lora-long", {}, True),
+        ("qwen3-lora-long", {"compile": "off"}, False),
+        ("qwen3-lora-long", {"compile_scope": "model"}, False),  # the compiler sees the library's checkpoint there
+        ("qwen3-lora-long", {"layers": "published", "loss": "logits"}, False),
+        ("gpt-oss-lora-long", {}, False),
+    ],
+)
+def test_whose_checkpoint_is_compiled_with_the_block(name, change, within):
+    model = opened(name).build(OURS.but(**(WITHIN | change)))
+    for layer in model.lm.model.layers:
+        assert ("forward" in vars(layer), layer.gradient_checkpointing) == (within, not within)
 
 
 class Products(TorchDispatchMode):

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._inductor.utils import run_and_get_code
 
-from labutils.losses import OfChunk, cross_entropy, linear_cross_entropy
+from labutils.losses import ChunkLoss, cross_entropy, linear_cross_entropy
 
 
 def problem(tokens: int, width: int, words: int, dtype: torch.dtype, seed: int, ignored: float = 0.4):
@@ -57,6 +57,18 @@ def test_bfloat16_is_as_near_as_bfloat16_products_allow(loss, autocast):
     assert (found_slope.double() - slope).norm() < 2e-2 * slope.norm()
 
 
+@pytest.mark.parametrize("scale", [1.0, 65536.0])
+def test_float16_keeps_small_slopes_and_takes_a_scaled_loss(scale):
+    """A target's share of the mean is 1 in 1024 here, and 65536 is more than float16 holds: a scaler starts there."""
+    hidden, weight, targets = problem(1024, 32, 1024, torch.float16, seed=7, ignored=0)
+    weight = weight / 32
+    exact = hidden.detach().double().requires_grad_()
+    (slope,) = torch.autograd.grad(scale * F.cross_entropy(F.linear(exact, weight.double()), targets), exact)
+    (found,) = torch.autograd.grad(scale * linear_cross_entropy(hidden, weight, targets), hidden)
+    assert found.isfinite().all()
+    assert (found.double() - slope).norm() < (2e-3 if scale > 1 else 2e-2) * slope.norm()
+
+
 def test_logits_are_never_all_there():
     """The largest tensor that the fused loss makes, against the whole logits."""
     made = []
@@ -84,10 +96,10 @@ def test_it_compiles_whole():
 def test_a_compiled_chunk_keeps_logits_as_the_product_leaves_them():
     """The same numbers; between the two products nothing as large as the logits exists in float32."""
     hidden, weight, targets = problem(32, 64, 512, torch.bfloat16, seed=6)
-    given = hidden.detach(), weight, targets, torch.tensor(0.1)
-    expected, of_chunk = OfChunk()(*given), OfChunk()
-    of_chunk.compile(dynamic=False)
-    found, (code,) = run_and_get_code(lambda: of_chunk(*given))
+    given = hidden.detach(), weight, targets
+    expected, chunk_loss = ChunkLoss()(*given), ChunkLoss()
+    chunk_loss.compile(dynamic=False)
+    found, (code,) = run_and_get_code(lambda: chunk_loss(*given))
     torch.testing.assert_close(found, expected)
     made = re.findall(r"empty_strided_cpu\(\(32, 512\), .*?(torch\.\w+)\)", code)
     assert made == ["torch.bfloat16", "torch.bfloat16"]

@@ -16,8 +16,8 @@ from recipes_at_work import one_thread
 from labutils import methods
 from labutils.articles import claims
 from labutils.lowbit import nf4
-from labutils.recipe import A3_BASE, A3_OWN, distinct_on
-from labutils.results import Run
+from labutils.recipe import A3_BASE, A3_OWN, Recipe, distinct_on
+from labutils.results import REFERENCE, Run, read_runs
 from labutils.training import Session
 from labutils.training.following import read_log
 from labutils.training.variants import cast_as_for_kbit, prepared_for_kbit
@@ -319,6 +319,18 @@ def test_the_ladder_on_a_cpu_compiles_nothing():
     assert "blocks compiled" not in distinct_on("cpu", recipes)
 
 
+def test_what_is_on_record_of_a_rung_is_of_its_recipe():
+    """Every recipe on record is one that can be asked for, and under a rung's name there is no other one's run."""
+    runs = {place: run for place, run in read_runs(REFERENCE).items() if run.recipe}
+    recipes = {place: Recipe(**run.recipe) for place, run in runs.items()}
+    assert len(recipes) > 50
+    _, rungs = methods.ladder_for("cuda")
+    there = [name for name in rungs if ("07", name) in recipes]
+    assert len(there) >= 5
+    for name in there:
+        assert recipes["07", name] == rungs[name].fitted_to("cuda"), name
+
+
 def test_rungs_are_timed_on_the_same_batches_and_rated_by_the_epoch(texts):
     ladder, recipes = methods.ladder_for("cpu")
     chosen = {name: recipes[name] for name in ("lora", "rewritten", "packed", "4-bit weights")}
@@ -346,7 +358,7 @@ def test_a_step_by_kind(texts, tmp_path):
     rows = methods.kinds_rows({"step by kind": run})
     assert all(share >= 1 and ms == kinds[name]["ms"] for name, ms, share, _ in rows)
     assert 90 < sum(share for *_, share, _ in rows) <= 100.001
-    assert methods.kinds_rows({}) == []
+    assert methods.kinds_rows({}) == methods.kinds_rows({"step by kind": Run("07", "", status="oom")}) == []
 
 
 def test_what_the_ladder_reaches():

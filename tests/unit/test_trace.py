@@ -392,20 +392,28 @@ def test_names_tell_the_kind_of_work(name, category):
 
 
 @pytest.mark.parametrize(
-    ("dims", "thin"),
+    ("name", "dims", "thin"),
     [
-        ([[4096, 320], [320, 4]], True),
-        ([[4, 4096], [4096, 320]], True),  # the gradient of A
-        ([[320], [4096, 4], [4, 320], [], []], True),  # addmm: the bias comes first
-        ([[4096, 320], [320, 320]], False),
-        ([[1, 1280], [1280, 320]], False),  # a vector is not LoRA
-        ([[2, 4096, 320], [2, 320, 8]], True),
-        ([], False),
-        (None, False),
+        ("mm", [[4096, 320], [320, 4]], True),
+        ("mm", [[4, 4096], [4096, 320]], True),  # the gradient of A
+        ("mm", [[8, 4096], [4096, 320], [8, 320]], True),  # the same as compiled code calls it: it says where to write
+        ("mm", [[4096, 320], [320, 4], [4096, 4]], True),
+        ("mm", [[4096, 320], [320, 640], [4096, 640]], False),
+        ("addmm", [[320], [4096, 4], [4, 320], [], []], True),  # the bias comes first
+        ("addmm", [[4096, 320], [4096, 4], [4, 320], [], [], [4096, 320]], True),
+        ("addmm", [[320], [4096, 640], [640, 320], [], [], [4096, 320]], False),
+        ("mm", [[4096, 320], [320, 320]], False),
+        ("mm", [[1, 1280], [1280, 320]], False),  # a vector is not LoRA
+        ("bmm", [[2, 4096, 320], [2, 320, 8]], True),
+        ("baddbmm", [[2, 4096, 320], [2, 4096, 8], [2, 8, 320]], True),
+        ("_scaled_mm", [[4096, 320], [320, 640], [4096, 1], [1, 640], [], []], False),
+        ("mm", [[4096, 320]], False),
+        ("mm", [], False),
+        ("mm", None, False),
     ],
 )
-def test_products_that_a_rank_makes_thin(dims, thin):
-    assert is_thin(dims) is thin
+def test_products_that_a_rank_makes_thin(name, dims, thin):
+    assert is_thin(f"aten::{name}", dims) is thin
 
 
 @pytest.mark.parametrize(
