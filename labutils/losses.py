@@ -87,7 +87,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 added, gradient[part] = chunk_loss(hidden[part], weight, targets[part])
                 total += added
             share = 1 / (targets != IGNORED).sum().to(total.dtype)
-        ctx.save_for_backward(gradient, share)
+        ctx.save_for_backward(gradient, share.clamp(max=1))  # of no targets at all the gradient is 0, as PyTorch's
         return total * share
 
     @staticmethod

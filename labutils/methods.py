@@ -502,7 +502,7 @@ LOW_BIT_RUNGS = (
     Rung(
         "4 bits, checkpointed",
         "same mathematics",
-        # A graph gained 1 % on an H200, and a block that is computed again may ask the host for a generator's state.
+        # A block that is computed again may ask the host for a generator's state, which a graph can't record.
         {"checkpointing": "blocks", "driver": "eager"},
         "blocks compute again: least memory",
     ),

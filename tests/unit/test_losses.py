@@ -129,3 +129,11 @@ def test_without_targets_it_is_nan_as_pytorchs():
     hidden, weight, targets = problem(7, 4, 9, torch.float32, seed=5)
     assert linear_cross_entropy(hidden, weight, torch.full_like(targets, -100)).isnan()
     assert linear_cross_entropy(hidden[:0], weight, targets[:0]).isnan()
+
+
+@pytest.mark.parametrize("loss", [linear_cross_entropy, cross_entropy])
+def test_without_targets_nothing_is_learnt(loss):
+    """Such a batch must not turn the weights into NaN."""
+    hidden, weight, targets = problem(7, 4, 9, torch.float32, seed=5)
+    (slope,) = torch.autograd.grad(loss(hidden, weight, torch.full_like(targets, -100)), hidden)
+    assert (slope == 0).all()
