@@ -186,6 +186,15 @@ def wait_for_all_cells(page: Page, cells: int) -> None:
     assert found["prompts"] == wanted
 
 
+def shows_ink(page: Page, figure: Locator) -> bool:
+    """Whether something dark is on the figure, within the seconds that a busy browser may take to paint it."""
+    for _ in range(20):
+        if (picture_of(figure.screenshot()) < 160).any(axis=2).mean() > 0.005:
+            return True
+        page.wait_for_timeout(250)
+    return False
+
+
 def assert_it_ran_well(page: Page, desk: Desk, notebook: Locator, stem: str) -> None:
     """No error, no warning, every figure there and with something on it, and the lab on record to its end."""
     assert notebook.locator("[data-mime-type='application/vnd.jupyter.stderr']").all_text_contents() == []
@@ -197,7 +206,7 @@ def assert_it_ran_well(page: Page, desk: Desk, notebook: Locator, stem: str) -> 
         figure.scroll_into_view_if_needed()
         box = figure.bounding_box()
         assert box["width"] > 300 and box["height"] > 100
-        assert (picture_of(figure.screenshot()) < 160).any(axis=2).mean() > 0.005, "a figure without ink"
+        assert shows_ink(page, figure), "a figure without ink"
         assert figure.evaluate(
             "e => e.getBoundingClientRect().right <= e.closest('.jp-Cell').getBoundingClientRect().right"
         )
