@@ -10,6 +10,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from labutils.adapters import adapter_state, lora_layers
 from labutils.recipe import STOCK, Recipe
@@ -153,3 +154,21 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+class Products(TorchDispatchMode):
+    """Counts matrix products whose second factor has no side of `wider_than` or less.
+
+    (On a CPU attention counts as an operation that draws: checkpointed and compiled, it is called through another.)
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, wider_than: int = 0) -> None:
+        super().__init__()
+        self.wider_than, self.count = wider_than, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
+            self.count += min(args[-1].shape) > self.wider_than
+        return func(*args, **(kwargs or {}))

@@ -42,10 +42,6 @@ class Decoder(nn.Module):
         self.language, self.head, self.kind, self.longest = language, head, loss, longest
         self.chunk_loss = ChunkLoss() if loss == "fused" else None
 
-    def repeated(self) -> list[nn.Module]:
-        """What runs several times a pass, always alike: the blocks, and the loss of a chunk of tokens."""
-        return [*self.language.layers, *([self.chunk_loss] if self.chunk_loss else [])]
-
     def forward(
         self,
         x: Tensor,
@@ -210,6 +206,15 @@ class DecoderLora(Workload):
     @abstractmethod
     def _planned(self, recipe: Recipe, measures: Sequence[Any]) -> Work:
         """What a micro-batch of such examples takes."""
+
+    @abstractmethod
+    def units(self, model: nn.Module) -> list[nn.Module]:
+        """The blocks: the decoder's, and where there is one the vision tower's."""
+
+    def blocks(self, model: nn.Module) -> list[nn.Module]:
+        """These, and the loss of a chunk of tokens, which runs several times a pass as well."""
+        chunk_loss = model.decoder.chunk_loss if hasattr(model, "decoder") else None  # as published there is neither
+        return self.units(model) if chunk_loss is None else [*self.units(model), chunk_loss]
 
     def _frozen(self, dtype: torch.dtype, seed: int) -> nn.Module:
         """The frozen model, one at a time: two of 7 billion parameters would fill what training needs."""

@@ -194,9 +194,6 @@ class LanguageLora(DecoderLora):
         """None: there is nothing but the decoder."""
         return []
 
-    def blocks(self, model: Published | Rewritten) -> list[nn.Module]:
-        return self.units(model) if isinstance(model, Published) else model.decoder.repeated()
-
     def units(self, model: Published | Rewritten) -> list[nn.Module]:
         return list(model.lm.model.layers)
 

@@ -220,12 +220,6 @@ class MultimodalLora(DecoderLora):
         """The vision tower; as published it is part of what is trained, one module."""
         return [] if isinstance(model, Published) else [model.vision]
 
-    def blocks(self, model: Published | Rewritten) -> list[nn.Module]:
-        """Those of the decoder, and the vision tower's: there the same code serves all of a kind, too."""
-        if isinstance(model, Published):
-            return self.units(model)
-        return [*model.llava.model.vision_tower.encoder.layers, *model.decoder.repeated()]
-
     def units(self, model: Published | Rewritten) -> list[nn.Module]:
         inner = model.llava.model
         return [*inner.vision_tower.encoder.layers, *inner.language_model.layers]

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from recipes_at_work import Products
 from torch import nn
 
 from labutils.checkpointing import Parking, offloading
@@ -110,20 +111,10 @@ def test_the_second_pass_computes_in_the_first_ones_dtype():
 @pytest.mark.parametrize("name", ["sd15-lora", "qwen3-lora-short", "llava-lora"])
 def test_selective_checkpointing_trains_alike_and_hardly_multiplies_again(name, tmp_path):
     """Same losses as with everything kept; of the wide products that "blocks" computes again it spares nearly all."""
-    from torch.utils._python_dispatch import TorchDispatchMode
-
     from labutils.checkpointing import THIN
     from labutils.recipe import Recipe
     from labutils.training import Session
     from labutils.workloads import open_workload
-
-    class Wide(TorchDispatchMode):
-        count = 0
-
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            if func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
-                self.count += min(args[-1].shape) > THIN
-            return func(*args, **(kwargs or {}))
 
     work = open_workload(name, "tiny", device="cpu", cache_dir=tmp_path)
     found = {}
@@ -131,7 +122,7 @@ def test_selective_checkpointing_trains_alike_and_hardly_multiplies_again(name, 
         recipe = Recipe(driver="eager", logging="ring-buffer", accumulation=1, checkpointing=kind)
         with Session(work, recipe) as session:
             session.run(1)
-            with Wide() as wide:
+            with Products(wider_than=THIN) as wide:
                 session.run(2)
             session.driver.log.flush()
             found[kind] = (session.losses, wide.count)

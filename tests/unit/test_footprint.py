@@ -133,10 +133,13 @@ def reference_peaks(rooms: tuple[str, ...]) -> dict[str, tuple[str, Recipe, floa
     return found
 
 
+WORST_BATCH = footprint.worst_batch
+
+
 def pictures(workload: object, recipe: Recipe) -> dict[str, torch.Tensor]:
     """A micro-batch as the recipe gets it, of pictures that need not be drawn: their shape is known."""
     if recipe.cache != "nothing":
-        return footprint._encoded_batch(workload, recipe)
+        return WORST_BATCH(workload, recipe)  # made of shapes as well
     count = recipe.micro_batch
     return {"pixel_values": torch.zeros(count, 3, 512, 512), "input_ids": torch.zeros(count, 77, dtype=torch.long)}
 

@@ -13,9 +13,8 @@ import torch.nn.functional as F
 from decoders_at_work import assert_resumes_where_it_stopped, batch_of, outcome, outcome_of
 from hypothesis import given
 from hypothesis import strategies as st
-from recipes_at_work import adapter_gradients, assert_same_gradients, one_thread, perturb
+from recipes_at_work import Products, adapter_gradients, assert_same_gradients, one_thread, perturb
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import BatchSampler
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -588,6 +587,9 @@ def test_blocks_that_run_twice_have_one_code(qwen3, nothing_compiled, checkpoint
     assert (compiled.graphs, compiled.recompilations) == (1, 0)
 
 
+WITHIN = {"checkpointing": "blocks", "compile": "default", "compile_scope": "blocks"}
+
+
 @pytest.mark.parametrize("base", ["published", "fp8-frozen", "nf4-frozen"])
 def test_a_compiled_checkpoint_computes_again_what_is_needed(qwen3, nothing_compiled, base):
     """The same gradients; of the 21 products of a block's forward pass, all but the last layer's own and its adapter's
@@ -604,14 +606,11 @@ def test_a_compiled_checkpoint_computes_again_what_is_needed(qwen3, nothing_comp
         loss = qwen3.loss(model, batch, {})
         with Products() as counted:
             loss.backward()
-        products.append(counted.products)
+        products.append(counted.count)
         found.append([p.grad for p in model.parameters() if p.requires_grad])
     for ours, expected in zip(*reversed(found), strict=True):
         torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-6)
     assert products[1] - products[0] == len(qwen3.units(models[0])) * (21 - 2)
-
-
-WITHIN = {"checkpointing": "blocks", "compile": "default", "compile_scope": "blocks"}
 
 
 @pytest.mark.parametrize(
@@ -628,17 +627,6 @@ def test_whose_checkpoint_is_compiled_with_the_block(name, change, within):
     model = opened(name).build(OURS.but(**(WITHIN | change)))
     for layer in model.lm.model.layers:
         assert ("forward" in vars(layer), layer.gradient_checkpointing) == (within, not within)
-
-
-class Products(TorchDispatchMode):
-    """Counts matrix products. (On a CPU attention counts as an operation that draws, and is called through another.)"""
-
-    products = 0
-    supports_higher_order_operators = True
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.products += func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
-        return func(*args, **(kwargs or {}))
 
 
 def test_packed_rows_compile_once(workload, nothing_compiled):
