@@ -29,7 +29,7 @@ from labutils.lowbit.fp8 import relative_error
 from labutils.measure.live import LiveTensors
 from labutils.measure.trace import profile
 from labutils.recipe import A3_BASE, A3_LADDER, Recipe, Rung, climb
-from labutils.results import Run, is_out_of_memory
+from labutils.results import Run, is_out_of_memory, step_by_step
 from labutils.training import Bench, Session
 from labutils.training.comparing import empty_run
 from labutils.training.following import followed, make_room, read_log
@@ -147,9 +147,7 @@ UNSLOTHS_LINE = {2: "unsloth long, padded, batch 2", 4: "unsloth long, padded"}
 def longer_by(run: Run, base: Run) -> float | None:
     """How many percent longer a run's steps are than another's of the same batches, step by step (the median over those
     that both were timed on); None where one failed or none is shared."""
-    times, taken = ([r.samples.get(key, []) for r in (base, run)] for key in ("step_ms", "useful_tokens"))
-    pairs = zip(*times, *taken, strict=False)
-    ratios = [after / before for before, after, tokens, others in pairs if tokens == others]
+    ratios = step_by_step(base, run)
     return 100 * (statistics.median(ratios) - 1) if run.ok and base.ok and ratios else None
 
 

@@ -120,6 +120,14 @@ def summarise(samples: Sequence[float]) -> dict[str, float]:
     }
 
 
+def step_by_step(before: Run, after: Run) -> list[float]:
+    """How many times `before`'s time each step of `after` takes, of those steps that both took on the same tokens; []
+    where they share none, or steps don't differ in what they take in."""
+    times, taken = ([run.samples.get(key, []) for run in (before, after)] for key in ("step_ms", "useful_tokens"))
+    pairs = zip(*times, *taken, strict=False)
+    return [late / early for early, late, tokens, others in pairs if tokens == others]
+
+
 def _quantile(ordered: Sequence[float], q: float) -> float:
     """Linear interpolation between the closest ranks, as numpy's default."""
     place = q * (len(ordered) - 1)

@@ -4,7 +4,9 @@
     ablated.rows                    predicted and measured gain of each fix that is a knob
 
 A start recipe is timed, traced once, and diagnosed. Only then are the recipes with one fix each built and timed,
-interleaved with the start in one process. The predictions know nothing of these measurements.
+interleaved with the start in one process. The predictions know nothing of these measurements. Where batches differ in
+length, all of it is done on the same few batches, and times are compared step by step: one step of texts may take twice
+as long as the next.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,7 @@ from labutils.diagnosis.recorded import Recorded
 from labutils.diagnosis.sources import of_recipe
 from labutils.measure.trace import profile
 from labutils.recipe import A2_BASE, A3_BASE, STOCK, Recipe
-from labutils.results import Run
+from labutils.results import Run, step_by_step
 from labutils.training import Bench, Session
 from labutils.training.comparing import ROUNDS
 from labutils.training.following import make_room
@@ -122,15 +124,16 @@ def ablations(
     """
     name = name or workload.name
     chosen = None if only is None else set(only)
-    with Bench(workload) as bench:
-        runs = {START: _start(bench, start, steps)}
+    vary = workload.steps_vary
+    with Bench(workload, same_batches=vary) as bench:
+        runs = {START: _start(bench, start, max(steps, traced + 1))}
         diagnosis = diagnose(_evidence(bench, runs[START], traced, folder))
         fixes = [fix for fix in diagnosis.fixes if fix.changes and (chosen is None or fix.name in chosen)]
         recipes, refused = recipes_of(start, fixes, workload.device.type)
         groups = list(_in_groups(recipes, AT_ONCE))
         measured = _measure(bench, start, groups[0], steps, rounds) if groups else {}
     for group in groups[1:]:
-        with Bench(workload) as bench:
+        with Bench(workload, same_batches=vary) as bench:
             measured |= _measure(bench, start, group, steps, rounds)
     rows = [_row(name, fix, measured.get(fix.name), refused.get(fix.name, "")) for fix in fixes]
     return Ablated(name, diagnosis, tuple(rows), runs | {fix: pair[1] for fix, pair in measured.items()})
@@ -145,19 +148,32 @@ def _start(bench: Bench, start: Recipe, steps: int) -> Run:
 
 def _evidence(bench: Bench, run: Run, traced: int, folder: Path | None) -> Any:
     contender = bench.contenders[START]
+    wait = contender.steps_to_settle
+    if bench.same_batches:
+        contender.rewind()
     from_idle = host_ms(contender.session) if hardware.device() == "cuda" else None
+    if bench.same_batches:
+        contender.rewind()
+        wait, run = 0, _of_steps(run, slice(1, 1 + traced))  # the first of them warms the profiler up
     with tempfile.TemporaryDirectory(prefix="labutils-") as temporary:
         trace = profile(
             contender.session,
             traced,
             folder or temporary,
             with_stack=False,
-            wait=contender.steps_to_settle,
+            wait=wait,
             with_shapes=True,
             kind=Recorded,
         )
     assert isinstance(trace, Recorded)
     return of_recipe(run, trace, from_idle)
+
+
+def _of_steps(run: Run, steps: slice) -> Run:
+    """The run as these of its steps alone make it, by the mean, as a trace of them does."""
+    found = {f"{part}_ms": statistics.fmean(run.samples[f"{part}_ms"][steps]) for part in ("step", "data")}
+    useful, tokens = (sum(run.samples[name][steps]) for name in ("useful_tokens", "tokens"))
+    return replace(run, metrics=run.metrics | found | {"useful_tokens": useful / tokens})
 
 
 def host_ms(session: Session, steps: int = 3) -> float:
@@ -211,10 +227,13 @@ def _row(name: str, fix: Fix, pair: tuple[Run, Run] | None, why: str) -> Ablatio
 
 
 def measured_gain(start: Run, run: Run, per: str = "step") -> float | None:
-    """The share of the time saved, by the medians: of a step, or of a useful token or example."""
+    """The share of the time saved: of a step, by the medians, step by step where both took the same batches; or of a
+    useful token or example, in all."""
     if per in RATES:
         before, after = start.metric(RATES[per]), run.metric(RATES[per])
         return 1 - before / after if before and after else None
+    if ratios := step_by_step(start, run):
+        return 1 - statistics.median(ratios)
     before, after = start.metric("step_ms"), run.metric("step_ms")
     return 1 - after / before if before and after else None
 

@@ -233,15 +233,21 @@ def _of_one_shape(e: Evidence) -> bool:
 
 
 def captured(pieces: Pieces) -> list[Piece]:
-    """The host launches once for each stretch between two waits for data or writings, and nothing waits inside."""
+    """One piece for each stretch between two waits for data or writings: the host launches once, and nothing waits
+    inside. (Left apart, its kernels would fill the queue, and the host would wait for room in it.)"""
+    stretches: list[list[Piece]] = []
+    for piece in pieces:
+        if piece.data_ms or piece.log_ms or not stretches:
+            stretches.append([])
+        stretches[-1].append(piece)
+    return [
+        replace(stretch[0], kind="other", host_ms=GRAPH_LAUNCH_MS, ms=sum(map(_in_a_graph, stretch)), waits="")
+        for stretch in stretches
+    ]
 
-    def replayed(piece: Piece) -> Piece:
-        host = GRAPH_LAUNCH_MS if piece.data_ms or piece.log_ms else 0.0
-        gap = GRAPH_GAP_MS if piece.ms else 0.0
-        return replace(piece, host_ms=host, ms=piece.ms + gap, waits="")
 
-    found = [replayed(piece) for piece in pieces]
-    return [replace(found[0], host_ms=GRAPH_LAUNCH_MS), *found[1:]] if found else []
+def _in_a_graph(piece: Piece) -> float:
+    return piece.ms + (GRAPH_GAP_MS if piece.ms else 0.0)
 
 
 def compiling(e: Evidence) -> Fix | None:

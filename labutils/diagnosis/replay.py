@@ -137,6 +137,9 @@ def gain(before: Queue, after: Queue) -> float:
 TRACED_HOST = 0.62
 """What a host takes untraced of what it takes under the profiler, at most: the stock loop of article A1 took 588 ms,
 and 993 traced (0.59), on one host, 533 and 861 (0.62) on another; both decided the step."""
+HOST_TELLS = 0.8
+"""A step that began with an idle device tells of the host where a host that takes no time would need less than this
+part of it; the rest is waiting, for the device or for data."""
 
 
 def fitted(queue: Queue, step_ms: float, from_idle_ms: float | None = None) -> Queue:
@@ -144,8 +147,8 @@ def fitted(queue: Queue, step_ms: float, from_idle_ms: float | None = None) -> Q
 
     All of the host's own time is scaled by one factor, so that the replay lasts as long as the step was timed, and, on
     a GPU, so that the host has given a step's work after `from_idle_ms`. Where the device decides a step, its time says
-    nothing about the host: then the factor is the second's, or without it `TRACED_HOST` at most. Device work is scaled
-    down only where it alone exceeds the step.
+    nothing about the host, and neither does the other where the host waits for the device within the step: then the
+    factor is `TRACED_HOST` at most. Device work is scaled down only where it alone exceeds the step.
     """
     lumps = queue.total("data_ms") + queue.total("log_ms")
     most = max(1e-9, step_ms - (lumps if queue.takes_turns else 0.0))
@@ -155,7 +158,7 @@ def fitted(queue: Queue, step_ms: float, from_idle_ms: float | None = None) -> Q
     if queue.device_ms > most:
         queue = _scaled(queue, "ms", most / queue.device_ms)
     factor = _factor(queue.lasts_ms, step_ms)
-    if from_idle_ms is not None and not queue.takes_turns:
+    if from_idle_ms is not None and not queue.takes_turns and queue.from_idle_ms(host=0.0) < HOST_TELLS * from_idle_ms:
         factor = min(factor, _factor(queue.from_idle_ms, from_idle_ms))
     elif not queue.takes_turns and step_ms < 1.1 * queue.device_ms:
         factor = min(factor, TRACED_HOST)

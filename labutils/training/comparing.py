@@ -310,7 +310,7 @@ class Contender:
             self.settle()
         for _ in range(TRIES):
             if self.same_batches:
-                self._rewind()
+                self.rewind()
             before = self._graphs()
             found = measure(self.session, max(steps, math.ceil(ROUND_MS / self.step_ms)), self.after_step)
             if not self.session.ranks.most(self._graphs() - before):
@@ -320,7 +320,7 @@ class Contender:
         self.times.extend(found)
         time.sleep(REFILL_S if self.ready_batches else 0)
 
-    def _rewind(self) -> None:
+    def rewind(self) -> None:
         """Take the data back to where the first round began."""
         self.session.batches.close()
         self.session.resume_data(self.timed_from)

@@ -94,6 +94,8 @@ class Workload(ABC):
     name: ClassVar[str]
     libraries: ClassVar[tuple[str, ...]]
     """Modules that building it imports: see `import_unseen`."""
+    steps_vary: ClassVar[bool] = False
+    """Whether batches differ in what they take in: see `work_of`."""
     _held: tuple[Any, Any] | None = None
     """What sessions share, behind what it depends on."""
 
@@ -180,7 +182,7 @@ class Workload(ABC):
         """What one optimizer step takes, from the shapes alone; on average where they vary."""
 
     def work_of(self, recipe: Recipe, batch: Batch) -> Work | None:
-        """What this micro-batch takes; None where all take the same, and `work` says what.
+        """What this micro-batch takes; None where all take the same (`steps_vary`), and `work` says what.
 
         Read on the host: a batch that is on a GPU already has it wait.
         """

@@ -8,7 +8,7 @@ from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -194,6 +194,8 @@ class DecoderLora(Workload):
 
     A kind of it says how the frozen model is made, how large its examples are, and what a micro-batch of such takes.
     """
+
+    steps_vary: ClassVar[bool] = True
 
     @abstractmethod
     def _made(self, dtype: torch.dtype, seed: int) -> nn.Module:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 
 import pytest
 
@@ -57,6 +58,30 @@ def test_gains_are_of_what_the_fix_is_about():
     gains = {per: measured_gain(slow, fast, per) for per in ("step", "useful token", "example")}
     assert gains == pytest.approx({"step": 0.2, "useful token": 0.5, "example": 0.75})
     assert measured_gain(slow, Run("", "fix", metrics={"step_ms": 8.0}), "useful token") is None
+
+
+def test_texts_of_different_lengths_are_compared_one_by_one():
+    def run(ms, tokens):
+        samples = {"step_ms": ms, "useful_tokens": tokens}
+        return Run("", "", metrics={"step_ms": statistics.median(ms)}, samples=samples)
+
+    slow, fast = run([10.0, 30.0, 20.0], [1, 3, 2]), run([8.0, 24.0, 16.0], [1, 3, 2])
+    assert measured_gain(slow, fast) == pytest.approx(0.2)
+    assert measured_gain(slow, run([8.0, 8.0, 24.0], [9, 1, 3])) == pytest.approx(0.6)  # no step of the same: medians
+
+
+def test_a_loop_of_texts_is_looked_at_on_the_batches_that_are_timed(monkeypatch):
+    monkeypatch.setenv("TQDM_DISABLE", "1")
+    name, start = STARTS["Qwen3"]
+    ablated = ablations(
+        open_workload(name, "tiny", device="cpu"), start, steps=3, rounds=1, only=("checkpointing",), traced=1
+    )
+    before, after = ablated.runs["start"], ablated.runs["checkpointing"]
+    steps = min(len(run.samples["useful_tokens"]) for run in (before, after))
+    assert before.samples["useful_tokens"][:steps] == after.samples["useful_tokens"][:steps]
+    assert ablated.diagnosis.evidence.step_ms == pytest.approx(before.samples["step_ms"][1], rel=1e-4)
+    tokens = before.samples["tokens"][1]
+    assert ablated.diagnosis.evidence.padding == pytest.approx(1 - before.samples["useful_tokens"][1] / tokens)
 
 
 def test_every_start_is_a_workload_and_a_recipe():

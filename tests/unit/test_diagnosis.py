@@ -17,7 +17,17 @@ from labutils.diagnosis import WORTH, budget, diagnose, fixes, sources, telling
 from labutils.diagnosis.evidence import Evidence, Loader, Optimizer
 from labutils.diagnosis.rates import Rates
 from labutils.diagnosis.recorded import Recorded, queue_of
-from labutils.diagnosis.replay import READ, TO_DEVICE, Piece, Product, Queue, fitted, gain, without_waits
+from labutils.diagnosis.replay import (
+    READ,
+    TO_DEVICE,
+    TRACED_HOST,
+    Piece,
+    Product,
+    Queue,
+    fitted,
+    gain,
+    without_waits,
+)
 from labutils.recipe import STOCK
 from labutils.results import Run
 
@@ -354,6 +364,15 @@ def test_where_kernels_decide_the_idle_start_tells_the_hosts_time():
     assert fitted(traced, traced.device_ms).total("host_ms") < traced.total("host_ms")
 
 
+@pytest.mark.parametrize("from_idle_ms", [97.0, 100.0, 104.0])
+def test_a_host_that_reads_at_the_end_of_the_step_tells_nothing_by_an_idle_start(from_idle_ms):
+    """It waits for the device there, however fast it was."""
+    kernels = [Piece("GEMM", 0.1, 0.03) for _ in range(1000)]
+    traced = Queue((*kernels[:-1], replace(kernels[-1], waits=READ)))
+    found = fitted(traced, 103.0, from_idle_ms)
+    assert found.total("host_ms") == pytest.approx(TRACED_HOST * 30, rel=0.01)
+
+
 pieces = st.builds(
     Piece,
     kind=st.sampled_from(["GEMM", "elementwise", "reduction", "copy", "attention", "casts and layout", "convolution"]),
@@ -426,16 +445,30 @@ def test_a_fitted_queue_never_lasts_longer_than_the_step(queue, step_ms):
 
 @settings(max_examples=100, deadline=None)
 @given(queues)
-def test_merging_and_capturing_lose_no_product(queue):
+def test_merging_loses_no_product_and_capturing_no_work(queue):
     def kept(pieces):
         return [p for p in pieces if p.kind in ("GEMM", "attention", "convolution", "copy")]
 
-    for change in (fixes.merged, fixes.captured):
-        after = change(queue.pieces)
-        assert len(kept(after)) == len(kept(queue.pieces))
+    def in_all(pieces, part):
+        return sum(getattr(p, part) for p in pieces)
+
+    merged, captured = fixes.merged(queue.pieces), fixes.captured(queue.pieces)
+    assert len(kept(merged)) == len(kept(queue.pieces))
+    for after in (merged, captured):
         assert len(after) <= len(queue.pieces)
-        assert sum(p.data_ms for p in after) == pytest.approx(sum(p.data_ms for p in queue.pieces))
-    assert sum(p.ms for p in fixes.merged(queue.pieces)) <= sum(p.ms for p in queue.pieces) + 1e-9
+        for part in ("data_ms", "log_ms"):
+            assert in_all(after, part) == pytest.approx(in_all(queue.pieces, part))
+    assert in_all(merged, "ms") <= in_all(queue.pieces, "ms") + 1e-9
+    gaps = fixes.GRAPH_GAP_MS * sum(p.ms > 0 for p in queue.pieces)
+    assert in_all(captured, "ms") == pytest.approx(in_all(queue.pieces, "ms") + gaps)
+
+
+def test_a_captured_step_runs_while_the_host_makes_the_next_batch():
+    kernels = [Piece("GEMM", 0.01, 0.02) for _ in range(4000)]
+    made = 60.0
+    queue = Queue(tuple(replace(p, data_ms=made if i % 4000 == 0 else 0.0) for i, p in enumerate(4 * kernels)))
+    assert queue.step_ms == pytest.approx(4 * (made + 80), rel=0.01)
+    assert queue.changed(fixes.captured).step_ms == pytest.approx(4 * made, rel=0.01)
 
 
 # -------------------------------------------------------------------------------------------------- traces and runs
