@@ -14,6 +14,7 @@ has run. It comes back while the block behind it is computed again, on a stream 
 from __future__ import annotations
 
 import functools
+import logging
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -58,13 +59,26 @@ def recomputing_within(block: Callable[..., Any]) -> Callable[..., Any]:
 
     A checkpoint around a compiled block runs all of that block's code once more. Within, the compiler sees what the
     backward pass needs, and leaves out the rest: a decoder's block ends with the product of its MLP, a quarter of its
-    arithmetic, whose result nothing but the next block reads. The block must draw no random numbers.
+    arithmetic, whose result nothing but the next block reads. What attention gives is kept, which is as large as the
+    block's input: of all that a block computes nothing takes longer for its size. The block must draw no random
+    numbers.
     """
+    kept = functools.partial(create_selective_checkpoint_contexts, _attends)
 
     def forward(*inputs: Any, **named: Any) -> Any:
-        return checkpoint(block, *inputs, use_reentrant=False, preserve_rng_state=False, **named)
+        return checkpoint(block, *inputs, use_reentrant=False, preserve_rng_state=False, context_fn=kept, **named)
 
     return forward
+
+
+# PyTorch warns whoever compiles such a checkpoint of operations in place; blocks have none.
+logging.getLogger("torch._higher_order_ops.wrap").addFilter(lambda told: "context_fn" not in told.getMessage())
+
+
+def _attends(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Known by its name: which of PyTorch's operators attends, or of ours, depends on the device and on the version."""
+    attention = any(sign in str(operation) for sign in ("attention", "attn"))
+    return CheckpointPolicy.MUST_SAVE if attention else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 class Parked:

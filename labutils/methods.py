@@ -494,15 +494,16 @@ def weight_bytes(model: nn.Module) -> int:
 
 # ------------------------------------------------------------------------------------------------ our own recipes
 
+LEAST_MEMORY = "4 bits in FP8, checkpointed"
 LOW_BIT_RUNGS = (
     Rung("FP8 weights", "same mathematics", {"base_linear": "fp8-frozen"}, "held once, products on FP8 tensor cores"),
     Rung("4-bit weights", "same mathematics", {"base_linear": "nf4-frozen"}, "unpacked inside the compiled block"),
     Rung(
-        "4 bits, checkpointed",
+        LEAST_MEMORY,
         "same mathematics",
-        # A block that is computed again may ask the host for a generator's state, which a graph can't record.
-        {"checkpointing": "blocks", "driver": "eager"},
-        "blocks compute again: least memory",
+        # A graph saves compiled blocks no time, and holds memory of its own.
+        {"base_linear": "nf4-fp8", "checkpointing": "blocks", "driver": "eager"},
+        "unpacked to FP8, and blocks compute again: least memory",
     ),
 )
 
@@ -593,9 +594,9 @@ GOALS = {
     "useful_tokens_per_s": ("BF16: useful tokens/s", "17,000"),
     "useful_speedup": ("BF16: times the article's LoRA run", "1.9"),
     "fp8_useful_tokens_per_s": ("FP8 weights: useful tokens/s", "20,000"),
-    "over_unsloth": ("4 bits, checkpointed: times unsloth's useful tokens/s, both packed", "1.3"),
-    "memory_over_unsloth": ("the same: times unsloth's peak memory", "at most 1.5"),
-    "over_unsloth_padded": ("the same: times unsloth's useful tokens/s on padded batches", None),
+    "small_over_unsloth": (f"{LEAST_MEMORY}: times unsloth's useful tokens/s, both packed", "1.3"),
+    "small_memory_over_unsloth": ("the same: times unsloth's peak memory", "at most 1.5"),
+    "small_over_unsloth_padded": ("the same: times unsloth's useful tokens/s on padded batches", None),
 }
 """Metric of `reached` -> what it is, and what we aimed at on an H200."""
 
@@ -614,16 +615,16 @@ def reached(climbed: Mapping[str, Run], runs: Mapping[str, Run]) -> dict[str, An
         found |= {"useful_tokens_per_s": best, "useful_speedup": _over(best, rates["lora"])}
     if "FP8 weights" in rates:
         found["fp8_useful_tokens_per_s"] = rates["FP8 weights"]
-    small = climbed.get("4 bits, checkpointed")
+    small = climbed.get(LEAST_MEMORY)
     if small is None or not small.ok:
         return found
     packed, padded = (run if run and run.ok else None for run in (runs.get(UNSLOTH_PACKED), runs.get("unsloth long")))
     if packed:
-        found["over_unsloth"] = _over(rates[small.run], _rate(packed))
+        found["small_over_unsloth"] = _over(rates[small.run], _rate(packed))
         if small.metric("peak_allocated_gb") and packed.metric("peak_allocated_gb"):
-            found["memory_over_unsloth"] = small.metric("peak_allocated_gb") / packed.metric("peak_allocated_gb")
+            found["small_memory_over_unsloth"] = small.metric("peak_allocated_gb") / packed.metric("peak_allocated_gb")
     if padded:
-        found["over_unsloth_padded"] = _over(rates[small.run], _rate(padded))
+        found["small_over_unsloth_padded"] = _over(rates[small.run], _rate(padded))
     return found
 
 

@@ -442,13 +442,20 @@ def _in_a_batch(e: Evidence, piece: Piece, factor: int, merging: bool) -> Piece:
     return replace(piece, ms=grown_ms(e, piece, factor) / factor, host_ms=piece.host_ms / factor)
 
 
+FULL = 0.5
+"""A product that reaches so much of the GPU's rate fills it, in however few blocks: Hopper's kernels start one block on
+each multiprocessor, which goes from tile to tile."""
+
+
 def grown_ms(e: Evidence, piece: Piece, factor: float) -> float:
     """Milliseconds of a piece on `factor` times as many examples: of a product at least what its FLOPs take, of any
     other kernel so many times more as it fills the GPU more than once. On a CPU, so many times as long."""
-    if piece.product is not None and factor > 1:
+    if piece.product is not None:
         floor = e.rates.flops_ms(factor * piece.product.flops, format_of(e, piece) or piece.product.dtype)
-        if floor:
+        if floor and factor > 1:
             return min(factor * piece.ms, max(piece.ms, floor))
+        if floor > FULL * factor * piece.ms:
+            return factor * piece.ms
     if not e.on_gpu:
         return factor * piece.ms
     return piece.ms * max(1.0, factor * piece.fill) / max(1.0, piece.fill)

@@ -125,7 +125,7 @@ class FrozenNF4Linear(nn.Module):
 
     def product(self, x: Tensor) -> Tensor:
         """x W^T in x's dtype."""
-        return _UnpackedProduct.apply(x, *self.packed())
+        return _unpacked_product(x, *self.packed())
 
     def packed(self) -> Packed:
         """What `unpacked` reads."""
@@ -201,6 +201,14 @@ class _UnpackedProduct(torch.autograd.Function):
         # once, and keep two bytes a parameter until here.
         weight = unpacked(Packed(codes.view(-1), *others, ctx.tables)).view(dy.shape[-1], -1)
         return dy @ weight.to(dy.dtype), *(None,) * 5
+
+
+@torch.compiler.allow_in_graph
+def _unpacked_product(x: Tensor, *packed: Any) -> Tensor:
+    """The function above, passed on by the compiler's front end as it is and taken apart by its back end: taken apart
+    by the front end (PyTorch 2.11), its product would no longer be known as one that a checkpoint computes again, and
+    what it gives would be kept."""
+    return _UnpackedProduct.apply(x, *packed)
 
 
 class _UnpackedFP8Product(torch.autograd.Function):

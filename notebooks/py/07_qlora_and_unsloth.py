@@ -488,8 +488,9 @@ for name, run in memory.items():
 #   never exist in float32;
 # - on a GPU, the whole step replayed as one CUDA graph, now that every step has one shape;
 # - finally, frozen weights in FP8, or in 4 bits that are restored inside the compiled block;
-# - with 4 bits, blocks checkpointed too. The checkpoint is compiled with its block, so that the backward pass computes
-#   again what it needs, and not the block's last product, a quarter of its arithmetic.
+# - with 4 bits, products on FP8 tensor cores as well, and blocks checkpointed. The checkpoint is compiled with its block,
+#   so that the backward pass computes again what it needs, and not the block's last product, a quarter of its
+#   arithmetic. What attention gave is kept: it takes long to compute, and is no larger than the block's input.
 #
 # How the numbers are made: rungs with the same rows are timed on the same few batches. The share of tokens that aren't
 # padding is that of a whole epoch, which is known exactly; in a few batches it would vary by a tenth.

@@ -212,6 +212,20 @@ def test_batches_of_one_that_fill_a_part_of_the_gpu():
     assert diagnose(of_steps(small_kernels(0.1))).fix("batch size") is None  # 32 examples
 
 
+class AtMost(Rates):
+    """A machine of 400 TFLOP/s in every format."""
+
+    def flops_ms(self, flops, dtype):
+        return flops / 4e11
+
+
+@pytest.mark.parametrize(("ms", "shorter"), [(1.0, 0.6), (10.0, 10.0)])
+def test_a_product_near_the_machines_rate_shrinks_with_its_rows_in_however_few_blocks(ms, shorter):
+    evidence = replace(of_steps(tuned()), rates=AtMost("cuda"))
+    large = Piece("GEMM", ms, product=Product(8192, 4096, 4096, 1, "bf16"), fill=1.0)  # 0.69 ms at that rate
+    assert fixes.grown_ms(evidence, large, 0.6) == pytest.approx(shorter)
+
+
 def test_a_larger_batch_has_to_fit():
     one = [batch(examples=1, batch_size=1)]
     fits = diagnose(of_steps(small_kernels(0.1), batches=one, config={"peak_gb": 30.0}))

@@ -590,10 +590,10 @@ def test_blocks_that_run_twice_have_one_code(qwen3, nothing_compiled, checkpoint
 WITHIN = {"checkpointing": "blocks", "compile": "default", "compile_scope": "blocks"}
 
 
-@pytest.mark.parametrize("base", ["published", "fp8-frozen", "nf4-frozen"])
+@pytest.mark.parametrize("base", ["published", "fp8-frozen", "nf4-frozen", "nf4-fp8"])
 def test_a_compiled_checkpoint_computes_again_what_is_needed(qwen3, nothing_compiled, base):
     """The same gradients; of the 21 products of a block's forward pass, all but the last layer's own and its adapter's
-    second are there once more in a backward pass."""
+    second are there once more in a backward pass, and attention isn't."""
     recipe = PACKED.but(base_linear=base)
     compiled = recipe.but(**WITHIN)
     models = [qwen3.build(recipe), qwen3.build(compiled)]
@@ -607,6 +607,7 @@ def test_a_compiled_checkpoint_computes_again_what_is_needed(qwen3, nothing_comp
         with Products() as counted:
             loss.backward()
         products.append(counted.count)
+        assert counted.attended == 0
         found.append([p.grad for p in model.parameters() if p.requires_grad])
     for ours, expected in zip(*reversed(found), strict=True):
         torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-6)
