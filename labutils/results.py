@@ -120,12 +120,12 @@ def summarise(samples: Sequence[float]) -> dict[str, float]:
     }
 
 
-def step_by_step(before: Run, after: Run) -> list[float]:
-    """How many times `before`'s time each step of `after` takes, of those steps that both took on the same tokens; []
-    where they share none, or steps don't differ in what they take in."""
-    times, taken = ([run.samples.get(key, []) for run in (before, after)] for key in ("step_ms", "useful_tokens"))
+def step_by_step(one: Run, other: Run) -> list[tuple[float, float]]:
+    """The milliseconds of both runs' steps, of those that both took on the same tokens; [] where they share none, or
+    steps don't differ in what they take in. (Times of one `Bench` that has `same_batches` stand in the same order.)"""
+    times, taken = ([run.samples.get(key, []) for run in (one, other)] for key in ("step_ms", "useful_tokens"))
     pairs = zip(*times, *taken, strict=False)
-    return [late / early for early, late, tokens, others in pairs if tokens == others]
+    return [(mine, its) for mine, its, tokens, others in pairs if tokens == others]
 
 
 def _quantile(ordered: Sequence[float], q: float) -> float:

@@ -5,8 +5,9 @@
 
 A start recipe is timed, traced once, and diagnosed. Only then are the recipes with one fix each built and timed,
 interleaved with the start in one process. The predictions know nothing of these measurements. Where batches differ in
-length, all of it is done on the same few batches, and times are compared step by step: one step of texts may take twice
-as long as the next.
+length, recipes are timed and traced on the same few batches, and times are compared step by step: one step of texts may
+take twice as long as the next. How much of the tokens is padding is an epoch's, for a few batches may have twice as
+much.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from labutils.results import Run, step_by_step
 from labutils.training import Bench, Session
 from labutils.training.comparing import ROUNDS
 from labutils.training.following import make_room
+from labutils.training.variants import with_epoch_rate
 from labutils.workloads.base import Workload, open_workload
 
 START = "start"
@@ -143,18 +145,19 @@ def _start(bench: Bench, start: Recipe, steps: int) -> Run:
     run = bench.compare({START: start}, steps, rounds=1)[START]
     if not run.ok:
         raise RuntimeError(f"The start can't be trained here ({run.status}), so that there is nothing to diagnose.")
-    return run
+    return with_epoch_rate(run, bench.workload)
 
 
 def _evidence(bench: Bench, run: Run, traced: int, folder: Path | None) -> Any:
     contender = bench.contenders[START]
-    wait = contender.steps_to_settle
+    wait, starts = contender.steps_to_settle, 3
+    if bench.same_batches:
+        wait, starts, run = 0, traced, _of_steps(run, slice(1, 1 + traced))  # the first of them warms the profiler up
+        contender.rewind()
+        contender.session.step()
+    from_idle = host_ms(contender.session, starts) if hardware.device() == "cuda" else None
     if bench.same_batches:
         contender.rewind()
-    from_idle = host_ms(contender.session) if hardware.device() == "cuda" else None
-    if bench.same_batches:
-        contender.rewind()
-        wait, run = 0, _of_steps(run, slice(1, 1 + traced))  # the first of them warms the profiler up
     with tempfile.TemporaryDirectory(prefix="labutils-") as temporary:
         trace = profile(
             contender.session,
@@ -170,14 +173,14 @@ def _evidence(bench: Bench, run: Run, traced: int, folder: Path | None) -> Any:
 
 
 def _of_steps(run: Run, steps: slice) -> Run:
-    """The run as these of its steps alone make it, by the mean, as a trace of them does."""
-    found = {f"{part}_ms": statistics.fmean(run.samples[f"{part}_ms"][steps]) for part in ("step", "data")}
-    useful, tokens = (sum(run.samples[name][steps]) for name in ("useful_tokens", "tokens"))
-    return replace(run, metrics=run.metrics | found | {"useful_tokens": useful / tokens})
+    """The run as if it had these of its steps alone, by their mean, as a trace of them has it."""
+    samples = {name: values[steps] for name, values in run.samples.items()}
+    found = {name: statistics.fmean(samples[name]) for name in ("step_ms", "data_ms")}
+    return replace(run, metrics=run.metrics | found, samples=samples)
 
 
-def host_ms(session: Session, steps: int = 3) -> float:
-    """Milliseconds until the host has given a step's work to an idle GPU."""
+def host_ms(session: Session, steps: int) -> float:
+    """Milliseconds until the host has given a step's work to an idle GPU: the mean of `steps`."""
     times = []
     for _ in range(steps):
         hardware.cuda.synchronize()
@@ -185,7 +188,7 @@ def host_ms(session: Session, steps: int = 3) -> float:
         session.step()
         times.append(1e3 * (time.perf_counter() - began))
     hardware.cuda.synchronize()
-    return statistics.median(times)
+    return statistics.fmean(times)
 
 
 def recipes_of(start: Recipe, fixes: Sequence[Fix], device: str) -> tuple[dict[str, Recipe], dict[str, str]]:
@@ -216,6 +219,7 @@ def _measure(
 ) -> dict[str, tuple[Run, Run]]:
     """Fix -> (the start's run in the same rounds, its own)."""
     runs = bench.compare({START: start, **recipes}, steps, rounds)
+    runs = {name: with_epoch_rate(run, bench.workload) for name, run in runs.items()}
     return {name: (runs[START], runs[name]) for name in recipes}
 
 
@@ -227,13 +231,14 @@ def _row(name: str, fix: Fix, pair: tuple[Run, Run] | None, why: str) -> Ablatio
 
 
 def measured_gain(start: Run, run: Run, per: str = "step") -> float | None:
-    """The share of the time saved: of a step, by the medians, step by step where both took the same batches; or of a
-    useful token or example, in all."""
+    """The share of the time saved: of a step, by all steps that both took on the same batches, or else by the medians;
+    or of a useful token or example."""
     if per in RATES:
         before, after = start.metric(RATES[per]), run.metric(RATES[per])
         return 1 - before / after if before and after else None
-    if ratios := step_by_step(start, run):
-        return 1 - statistics.median(ratios)
+    if pairs := step_by_step(start, run):
+        before, after = map(sum, zip(*pairs, strict=True))
+        return 1 - after / before
     before, after = start.metric("step_ms"), run.metric("step_ms")
     return 1 - after / before if before and after else None
 

@@ -219,7 +219,7 @@ def capture(e: Evidence) -> Fix | None:
     launches = len(e.queue.pieces) / e.queue.steps
     return Fix(
         "capture",
-        gain(e.queue, e.queue.changed(in_turn(captured, without("log_ms")) if e.recipe else captured)),
+        gain(e.queue, e.queue.changed(in_turn(without("log_ms"), captured) if e.recipe else captured)),
         f"The GPU has work for {e.queue.device_ms:.1f} of {e.step_ms:.1f} ms: the host can't launch {launches:.0f} "
         "pieces of work a step any faster.",
         'torch.compile(model, mode="reduce-overhead"), or torch.cuda.graph around the whole step; shapes must be fixed',
@@ -241,7 +241,14 @@ def captured(pieces: Pieces) -> list[Piece]:
             stretches.append([])
         stretches[-1].append(piece)
     return [
-        replace(stretch[0], kind="other", host_ms=GRAPH_LAUNCH_MS, ms=sum(map(_in_a_graph, stretch)), waits="")
+        Piece(
+            "other",
+            sum(map(_in_a_graph, stretch)),
+            GRAPH_LAUNCH_MS,
+            stretch[0].phase,
+            data_ms=stretch[0].data_ms,
+            log_ms=stretch[0].log_ms,
+        )
         for stretch in stretches
     ]
 
@@ -449,7 +456,8 @@ each multiprocessor, which goes from tile to tile."""
 
 def grown_ms(e: Evidence, piece: Piece, factor: float) -> float:
     """Milliseconds of a piece on `factor` times as many examples: of a product at least what its FLOPs take, of any
-    other kernel so many times more as it fills the GPU more than once. On a CPU, so many times as long."""
+    other kernel so many times more as it fills the GPU more than once. On fewer examples a kernel takes less only as
+    far as it filled the GPU. On a CPU, so many times as long."""
     if piece.product is not None:
         floor = e.rates.flops_ms(factor * piece.product.flops, format_of(e, piece) or piece.product.dtype)
         if floor and factor > 1:

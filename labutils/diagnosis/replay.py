@@ -137,18 +137,21 @@ def gain(before: Queue, after: Queue) -> float:
 TRACED_HOST = 0.62
 """What a host takes untraced of what it takes under the profiler, at most: the stock loop of article A1 took 588 ms,
 and 993 traced (0.59), on one host, 533 and 861 (0.62) on another; both decided the step."""
-HOST_TELLS = 0.8
-"""A step that began with an idle device tells of the host where a host that takes no time would need less than this
-part of it; the rest is waiting, for the device or for data."""
+HOST_TELLS = 0.9
+"""A time tells of the host where a host that took none would need less than this part of it; the rest is waiting, for
+the device or for data."""
+SPREAD = 0.01
+"""By so much times differ from one to the next: the replay may last so much longer than was timed."""
 
 
-def fitted(queue: Queue, step_ms: float, from_idle_ms: float | None = None) -> Queue:
+def fitted(queue: Queue, step_ms: float, from_idle_ms: float | None = None, untold: float = TRACED_HOST) -> Queue:
     """The traced queue as it is without the profiler, which slows the host and leaves the device nearly as it is.
 
     All of the host's own time is scaled by one factor, so that the replay lasts as long as the step was timed, and, on
-    a GPU, so that the host has given a step's work after `from_idle_ms`. Where the device decides a step, its time says
-    nothing about the host, and neither does the other where the host waits for the device within the step: then the
-    factor is `TRACED_HOST` at most. Device work is scaled down only where it alone exceeds the step.
+    a GPU, so that the host has given a step's work after `from_idle_ms`. Where the device or the data decide a step,
+    its time says nothing about the host, and neither does the other where the host waits within the step: if neither
+    tells, the factor is `untold`, or less where the step would last longer with it. Device work is scaled down only
+    where it alone exceeds the step.
     """
     lumps = queue.total("data_ms") + queue.total("log_ms")
     most = max(1e-9, step_ms - (lumps if queue.takes_turns else 0.0))
@@ -157,12 +160,12 @@ def fitted(queue: Queue, step_ms: float, from_idle_ms: float | None = None) -> Q
         most = 0.001 * step_ms
     if queue.device_ms > most:
         queue = _scaled(queue, "ms", most / queue.device_ms)
-    factor = _factor(queue.lasts_ms, step_ms)
-    if from_idle_ms is not None and not queue.takes_turns and queue.from_idle_ms(host=0.0) < HOST_TELLS * from_idle_ms:
-        factor = min(factor, _factor(queue.from_idle_ms, from_idle_ms))
-    elif not queue.takes_turns and step_ms < 1.1 * queue.device_ms:
-        factor = min(factor, TRACED_HOST)
-    return _scaled(queue, "host_ms", factor)
+    if queue.takes_turns:
+        return _scaled(queue, "host_ms", _factor(queue.lasts_ms, step_ms))
+    clocks = [(queue.lasts_ms, step_ms), *([(queue.from_idle_ms, from_idle_ms)] if from_idle_ms is not None else [])]
+    told = [_factor(clock, wanted) for clock, wanted in clocks if clock(0.0) < HOST_TELLS * wanted]
+    longest = max(step_ms, (1 + SPREAD) * queue.lasts_ms(0.0))
+    return _scaled(queue, "host_ms", min(*told, *([] if told else [untold]), _factor(queue.lasts_ms, longest)))
 
 
 def _factor(clock: Callable[[float], float], wanted: float) -> float:

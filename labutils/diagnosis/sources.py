@@ -31,7 +31,7 @@ def of_trace(path: str | Path) -> Evidence:
     assert isinstance(trace, Recorded)
     step_ms = trace.wall_ms / trace.steps
     log_ms = _log_ms(trace)
-    queue = fitted(queue_of(trace, log_ms=log_ms), step_ms, step_ms if trace.on_gpu else None)
+    queue = fitted(queue_of(trace, log_ms=log_ms), step_ms, untold=1.0)
     note = "Times are the trace's own: the profiler makes the host slower, and its part looks larger than it is."
     return Evidence(
         source=f"the trace {Path(path).name}",

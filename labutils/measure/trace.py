@@ -696,12 +696,12 @@ def profile(
 ) -> Trace:
     """Record `steps` steps of `session` as article A1 does, and read the trace back.
 
-    The schedule is the article's: one step passed over, one to warm the profiler up, `steps` recorded, once. Pass over
-    more with `wait` where workers have made batches ready: steps that use them up wait for no data. `session` has
-    `.step()`; each call is one recorded step (for a training session an optimizer step, accumulation included). The
-    file `*.pt.trace.json` in `folder` opens in Perfetto. `with_stack` records Python functions as well, `with_shapes`
-    (None: with the stacks) the operators' input shapes; both slow the host down, so take times without them. It is read
-    back as a trace of that `kind`.
+    The schedule is the article's: one step passed over, one to warm the profiler up, `steps` recorded, once. `wait` is
+    how many to pass over: more where workers have made batches ready, as steps that use them up wait for no data.
+    `session` has `.step()`; each call is one recorded step (for a training session an optimizer step, accumulation
+    included). The file `*.pt.trace.json` in `folder` opens in Perfetto. `with_stack` records Python functions as well,
+    `with_shapes` (None: with the stacks) the operators' input shapes; both slow the host down, so take times without
+    them. It is read back as a trace of that `kind`.
     """
     import torch
     from torch.profiler import ProfilerActivity, schedule, tensorboard_trace_handler

@@ -119,8 +119,11 @@ class Bench:
         for name in self._able(recipes):
             self.contenders[name].times = StepTimes()
         for _ in _progress(range(rounds), "measuring"):
-            for name in self._able(recipes):
-                self._attempt(name, lambda name=name: self.contenders[name].measure(steps))
+            count = {name: self.contenders[name].round_of(steps) for name in self._able(recipes)}
+            if self.same_batches:  # the same ones in each round
+                count = dict.fromkeys(count, max(count.values(), default=steps))
+            for name, steps_of_round in count.items():
+                self._attempt(name, functools.partial(self.contenders[name].measure, steps_of_round))
         return {name: self._report(name, recipe) for name, recipe in recipes.items()}
 
     def prepare(self, recipes: Mapping[str, Recipe]) -> None:
@@ -303,16 +306,20 @@ class Contender:
         """Batches that the workers hold ready while nobody takes any."""
         return self.session.recipe.num_workers * self.session.recipe.prefetch_factor
 
+    def round_of(self, steps: int) -> int:
+        """How many optimizer steps a round has: `steps`, or more where they are short."""
+        return max(steps, math.ceil(ROUND_MS / self.step_ms))
+
     def measure(self, steps: int) -> None:
-        """One round of timed steps, settled before, and once more where something was compiled in it: the second of two
-        sizes may first come up here, and would be on record as a step of a minute."""
+        """One round of so many timed steps, settled before, and once more where something was compiled in it: the
+        second of two sizes may first come up here, and would be on record as a step of a minute."""
         if not self.same_batches:
             self.settle()
         for _ in range(TRIES):
             if self.same_batches:
                 self.rewind()
             before = self._graphs()
-            found = measure(self.session, max(steps, math.ceil(ROUND_MS / self.step_ms)), self.after_step)
+            found = measure(self.session, steps, self.after_step)
             if not self.session.ranks.most(self._graphs() - before):
                 break
         else:

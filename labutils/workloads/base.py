@@ -182,7 +182,7 @@ class Workload(ABC):
         """What one optimizer step takes, from the shapes alone; on average where they vary."""
 
     def work_of(self, recipe: Recipe, batch: Batch) -> Work | None:
-        """What this micro-batch takes; None where all take the same (`steps_vary`), and `work` says what.
+        """What this micro-batch takes; None where all take the same (`steps_vary` is False), and `work` says what.
 
         Read on the host: a batch that is on a GPU already has it wait.
         """

@@ -490,7 +490,8 @@ for name, run in memory.items():
 # - finally, frozen weights in FP8, or in 4 bits that are restored inside the compiled block;
 # - with 4 bits, products on FP8 tensor cores as well, and blocks checkpointed. The checkpoint is compiled with its block,
 #   so that the backward pass computes again what it needs, and not the block's last product, a quarter of its
-#   arithmetic. What attention gave is kept: it takes long to compute, and is no larger than the block's input.
+#   arithmetic. What attention gave is kept as well, in an 8B model as much as the block's input. This last rung changes
+#   several things at once: hold it against unsloth, which has 4-bit weights and checkpoints too.
 #
 # How the numbers are made: rungs with the same rows are timed on the same few batches. The share of tokens that aren't
 # padding is that of a whole epoch, which is known exactly; in a few batches it would vary by a tenth.
@@ -536,8 +537,9 @@ lab.table(("", "we aimed at", "here", "H200"), *methods.goal_rows(targets, lab.r
 # **The floor** is the time that the arithmetic takes at this machine's measured rate, or that reading the weights takes,
 # whichever is longer.
 #
-# **unsloth** appears twice in the last table. With rows packed as ours, in our loop, two ways to compute the same model
-# are compared. With its padded batches, packing counts as well, which unsloth can also do itself.
+# **unsloth** appears twice in the last table. With rows packed as ours, in our loop, two ways to train the same model
+# from the same 4-bit weights are compared; ours multiplies in FP8, and so rounds activations and output gradients as
+# well. With its padded batches, packing counts too, which unsloth can also do itself.
 #
 # ### What is left above the floor?
 #

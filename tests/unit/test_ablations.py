@@ -8,6 +8,7 @@ import statistics
 import pytest
 
 from labutils.diagnosis import Fix
+from labutils.diagnosis import ablations as ablating
 from labutils.diagnosis.ablations import (
     HEAD,
     STARTS,
@@ -20,7 +21,8 @@ from labutils.diagnosis.ablations import (
     table_rows,
 )
 from labutils.recipe import STOCK
-from labutils.results import Run
+from labutils.results import Run, step_by_step
+from labutils.training import Bench, Session
 from labutils.workloads import open_workload
 
 
@@ -67,21 +69,51 @@ def test_texts_of_different_lengths_are_compared_one_by_one():
 
     slow, fast = run([10.0, 30.0, 20.0], [1, 3, 2]), run([8.0, 24.0, 16.0], [1, 3, 2])
     assert measured_gain(slow, fast) == pytest.approx(0.2)
+    assert measured_gain(slow, run([4.0, 24.0, 16.0], [1, 3, 2])) == pytest.approx(1 - 44 / 60)  # all of their time
     assert measured_gain(slow, run([8.0, 8.0, 24.0], [9, 1, 3])) == pytest.approx(0.6)  # no step of the same: medians
 
 
 def test_a_loop_of_texts_is_looked_at_on_the_batches_that_are_timed(monkeypatch):
     monkeypatch.setenv("TQDM_DISABLE", "1")
     name, start = STARTS["Qwen3"]
-    ablated = ablations(
-        open_workload(name, "tiny", device="cpu"), start, steps=3, rounds=1, only=("checkpointing",), traced=1
-    )
-    before, after = ablated.runs["start"], ablated.runs["checkpointing"]
-    steps = min(len(run.samples["useful_tokens"]) for run in (before, after))
-    assert before.samples["useful_tokens"][:steps] == after.samples["useful_tokens"][:steps]
-    assert ablated.diagnosis.evidence.step_ms == pytest.approx(before.samples["step_ms"][1], rel=1e-4)
-    tokens = before.samples["tokens"][1]
-    assert ablated.diagnosis.evidence.padding == pytest.approx(1 - before.samples["useful_tokens"][1] / tokens)
+    workload = open_workload(name, "tiny", device="cpu")
+    begun: dict[str, list[int]] = {"timed": [], "traced": [], "behind": []}
+    part = ["timed"]
+    step, trace = Session.step, ablating.profile
+
+    def noted(session, *args, **kwargs):
+        begun[part[0]].append(session.batches.taken)
+        step(session, *args, **kwargs)
+
+    def traced(*args, **kwargs):
+        part[0] = "traced"
+        try:
+            return trace(*args, **kwargs)
+        finally:
+            part[0] = "behind"
+
+    monkeypatch.setattr(Session, "step", noted)
+    monkeypatch.setattr(ablating, "profile", traced)
+    ablated = ablations(workload, start, steps=3, only=())
+    before = ablated.runs["start"]
+    first = begun["timed"][4 : 4 + len(before.samples["step_ms"])]  # behind the first, two to warm up, one rewound
+    assert begun["traced"][1:] == first[1:3]  # behind one that warms the profiler up
+    assert ablated.diagnosis.evidence.step_ms == pytest.approx(statistics.fmean(before.samples["step_ms"][1:3]))
+    assert ablated.diagnosis.evidence.padding == pytest.approx(1 - before.metrics["useful_tokens"])
+    epoch = workload.work(start)
+    assert before.metrics["useful_tokens"] == pytest.approx(epoch.useful_tokens / epoch.tokens)
+
+
+def test_rounds_of_the_same_batches_have_as_many_steps_for_all(monkeypatch):
+    monkeypatch.setenv("TQDM_DISABLE", "1")
+    name, start = STARTS["Qwen3"]
+    with Bench(open_workload(name, "tiny", device="cpu"), same_batches=True) as bench:
+        runs = bench.compare({"slow": start, "fast": start.but(checkpointing="off")}, steps=2, rounds=2)
+    taken = [run.samples["useful_tokens"] for run in runs.values()]
+    assert taken[0] == taken[1]
+    half = len(taken[0]) // 2
+    assert taken[0][:half] == taken[0][half:]
+    assert len(step_by_step(*runs.values())) == 2 * half
 
 
 def test_every_start_is_a_workload_and_a_recipe():

@@ -378,13 +378,18 @@ def test_where_kernels_decide_the_idle_start_tells_the_hosts_time():
     assert fitted(traced, traced.device_ms).total("host_ms") < traced.total("host_ms")
 
 
-@pytest.mark.parametrize("from_idle_ms", [97.0, 100.0, 104.0])
-def test_a_host_that_reads_at_the_end_of_the_step_tells_nothing_by_an_idle_start(from_idle_ms):
-    """It waits for the device there, however fast it was."""
+@pytest.mark.parametrize("data_ms", [0.0, 20.0, 50.0])
+@pytest.mark.parametrize("step", [0.98, 1.0, 1.02])
+@pytest.mark.parametrize("from_idle", [0.98, 1.0, 1.02])
+def test_a_host_that_waits_within_the_step_is_told_by_neither_time(data_ms, step, from_idle):
+    """For data, and at the end for the device: it would take as long however fast it was."""
     kernels = [Piece("GEMM", 0.1, 0.03) for _ in range(1000)]
-    traced = Queue((*kernels[:-1], replace(kernels[-1], waits=READ)))
-    found = fitted(traced, 103.0, from_idle_ms)
+    traced = Queue((replace(kernels[0], data_ms=data_ms), *kernels[1:-1], replace(kernels[-1], waits=READ)))
+    lasts = traced.lasts_ms(TRACED_HOST)
+    found = fitted(traced, step * lasts, from_idle * lasts)
     assert found.total("host_ms") == pytest.approx(TRACED_HOST * 30, rel=0.01)
+    as_traced = fitted(traced, step * lasts, untold=1.0)
+    assert as_traced.total("host_ms") == pytest.approx(30, rel=0.01)
 
 
 pieces = st.builds(
