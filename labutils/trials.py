@@ -199,11 +199,11 @@ def _with_base(cells: Mapping[str, Run], name: str) -> tuple[Run, Run] | None:
 
 
 def by_batch(cells: Mapping[str, Run], metric: str, methods: Iterable[str]) -> dict[str, dict[float, float]]:
-    """Method -> batch size -> the metric, where it was measured."""
+    """Method -> batch size -> the metric, where it was measured; a second time ("bf16 b1, again") isn't counted."""
     found: dict[str, dict[float, float]] = {name: {} for name in methods}
     for name, run in cells.items():
         label, _, batch = name.rpartition(" b")
-        if label in found and run.metric(metric):
+        if label in found and batch.isdecimal() and run.metric(metric):
             found[label][int(batch)] = run.metric(metric)
     return found
 

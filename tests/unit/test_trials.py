@@ -361,6 +361,7 @@ def test_points_by_batch():
     cells = {"bf16 b1": 3.0, "bf16 b24": 9.0, "fixed-fp8-te b1": 1.0}
     runs = {name: Run("06", name, metrics={"peak_allocated_gb": value}) for name, value in cells.items()}
     runs["bf16 b8"] = Run("06", "bf16 b8", status="oom")
+    runs["bf16 b1, again"] = Run("06", "bf16 b1, again", metrics={"peak_allocated_gb": 3.1})
     assert trials.by_batch(runs, "peak_allocated_gb", ["bf16", "qlora"]) == {"bf16": {1: 3.0, 24: 9.0}, "qlora": {}}
 
 
