@@ -122,8 +122,8 @@ class Bench:
             count = {name: self.contenders[name].round_of(steps) for name in self._able(recipes)}
             if self.same_batches:  # the same ones in each round
                 count = dict.fromkeys(count, max(count.values(), default=steps))
-            for name, steps_of_round in count.items():
-                self._attempt(name, functools.partial(self.contenders[name].measure, steps_of_round))
+            for name, most in count.items():  # looked up by name when it runs: what fails is held by nothing then
+                self._attempt(name, lambda name=name, most=most: self.contenders[name].measure(most))
         return {name: self._report(name, recipe) for name, recipe in recipes.items()}
 
     def prepare(self, recipes: Mapping[str, Recipe]) -> None:
