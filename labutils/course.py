@@ -308,13 +308,23 @@ class Lab:
         return {name: run for (_, name), run in found.items() if any(fnmatchcase(name, each) for each in patterns)}
 
     def on_reference(self, head: Sequence[str], rows_of: Callable[[dict[str, Run]], Iterable], *patterns: str) -> None:
-        """Show the table that `rows_of` makes of our H200's runs (`references`), or say that there is none yet."""
+        """Show the table that `rows_of` makes of our H200's runs (`references`), or say that there is none yet.
+
+        Nothing is shown where this lab runs on such a card at scale "full" and has measured all of them itself.
+        """
         runs = self.references(*patterns)
+        if self._is_like_reference() and runs.keys() <= self._measured:
+            return
         if text := tables.as_table(head, *rows_of(runs)):
             some = next(iter(runs.values()))
             self.show(f"**The same on our {_card(some)}**, scale {some.scale}, {_day(some)}:\n\n{text}")
         else:
             self.show("*Nothing of this is on record from our H200 yet, so there is no table of it to compare with.*")
+
+    def _is_like_reference(self) -> bool:
+        """Whether this lab measures what the reference does: at its scale, on a card of its kind."""
+        cards = {run.machine.get("gpu") for run in results.read_runs(results.REFERENCE).values()}
+        return self.scale == "full" and self.machine.get("gpu") in cards - {None}
 
     def verdict(self, *claims: str) -> list[Any]:
         """Show published | H200 | here | verdict for the claim ids, and return the judgements."""

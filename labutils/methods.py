@@ -23,6 +23,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from labutils import hardware
 from labutils.adapters import attach_lora, count_parameters, count_trainable, lora_layers, lora_parameters
 from labutils.advisor import Option, break_even
+from labutils.goals import Goal
 from labutils.lowbit import nf4
 from labutils.lowbit.backends import convert_base
 from labutils.lowbit.fp8 import relative_error
@@ -592,12 +593,12 @@ def rung_rows(climbed: Mapping[str, Run]) -> list[tuple[Any, ...]]:
 
 
 GOALS = {
-    "useful_tokens_per_s": ("BF16: useful tokens/s", "17,000"),
-    "useful_speedup": ("BF16: times the article's LoRA run", "1.9"),
-    "fp8_useful_tokens_per_s": ("FP8 weights: useful tokens/s", "20,000"),
-    "small_over_unsloth": (f"{LEAST_MEMORY}: times unsloth's useful tokens/s, both packed", "1.3"),
-    "small_memory_over_unsloth": ("the same: times unsloth's peak memory", "at most 1.5"),
-    "small_over_unsloth_padded": ("the same: times unsloth's useful tokens/s on padded batches", None),
+    "useful_tokens_per_s": Goal("BF16: useful tokens/s", least=17_000),
+    "useful_speedup": Goal("BF16: times the article's LoRA run", least=1.9),
+    "fp8_useful_tokens_per_s": Goal("FP8 weights: useful tokens/s", least=20_000),
+    "small_over_unsloth": Goal(f"{LEAST_MEMORY}: times unsloth's useful tokens/s, both packed", least=1.3),
+    "small_memory_over_unsloth": Goal("the same: times unsloth's peak memory", most=1.5),
+    "small_over_unsloth_padded": Goal("the same: times unsloth's useful tokens/s on padded batches"),
 }
 """Metric of `reached` -> what it is, and what we aimed at on an H200."""
 
@@ -641,22 +642,3 @@ def _over(one: Mapping[str, float], other: Mapping[str, float]) -> dict[str, flo
         "p90": one["p90"] / other["p10"],
         "n": min(one["n"], other["n"]),
     }
-
-
-def goal_rows(found: Mapping[str, Any], theirs: Run | None) -> list[tuple[Any, ...]]:
-    """Rows (what, its goal, here, H200) for what `reached` found."""
-    return [
-        (what, goal, _with_spread(found.get(metric)), theirs.metric(metric) if theirs else None)
-        for metric, (what, goal) in GOALS.items()
-    ]
-
-
-def _with_spread(value: Any) -> Any:
-    """A summary as "median (p10 to p90)"; other values as they are."""
-    if not isinstance(value, Mapping):
-        return value
-    median, low, high = (f"{value[part]:,.0f}" if value["median"] >= 100 else f"{value[part]:.2f}" for part in PARTS)
-    return f"{median} ({low} to {high})"
-
-
-PARTS = ("median", "p10", "p90")

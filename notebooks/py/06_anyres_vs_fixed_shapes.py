@@ -50,7 +50,7 @@
 #
 # **Without a GPU** you see how each question is asked and answered. Sections 1 and 4 (c) hold on any machine. Elsewhere
 # the CPU's times say nothing about a GPU: FP8 is emulated, 4-bit weights have no fast kernels, and there is no GPU
-# memory to compare. So our H200's table follows each of yours, as soon as its runs are on record.
+# memory to compare. So our H200's table follows each of yours.
 
 # %% tags=["parameters"]
 scale: str = "auto"  # tiny (any CPU), small (a GPU of 8 GB), full (the article's own), auto: the largest that fits
@@ -77,6 +77,7 @@ import torch
 
 from labutils import advisor, plots, trials
 from labutils.capture import compile_from_nothing
+from labutils.goals import GOAL_HEAD, goal_rows
 from labutils.hardware import measured_roofline, usable_cores
 from labutils.lowbit.frozen import FrozenFP8Linear
 from labutils.parameters import whole_numbers
@@ -171,13 +172,18 @@ lab.predict("QLoRA's step at batch 1, longer by", my_qlora, "%")
 
 
 # %%
+def measure_cell(label: str, method: str, batch: int) -> None:
+    """Measure and keep a cell, unless an interrupted start left it behind; what fails says why in the table."""
+    count = steps or (2 if tiny else 5 if batch == 1 else 3 if batch <= 4 else 0)
+    measure = partial(trials.cell, uniform, method, batch, count)
+    cells[label] = lab.measured(label, trials.method(method, batch), measure)
+
+
 def measure_cells(methods: dict[str, list[int]]) -> None:
-    """Measure and keep cells, except those that an interrupted start left behind; what fails says why in the table."""
-    for name, batches_of_it in methods.items():
+    """Measure and keep methods, each at its batch sizes."""
+    for method, batches_of_it in methods.items():
         for batch in batches_of_it:
-            count = steps or (2 if tiny else 5 if batch == 1 else 3 if batch <= 4 else 0)
-            measure = partial(trials.cell, uniform, name, batch, count)
-            cells[f"{name} b{batch}"] = lab.measured(f"{name} b{batch}", trials.method(name, batch), measure)
+            measure_cell(f"{method} b{batch}", method, batch)
 
 
 pair = sorted({1, max(size for size in sizes if size <= 4)})
@@ -262,7 +268,8 @@ lab.verdict("A2.lmm.vision-cost", "A2.fp8.vision-refuses", "A2.fp8.vision-limits
 #   share their code, so there is one to compile instead of 32.
 # - *fixed* does the same on images of 336 × 336.
 # - *compile-whole* and *fixed-whole*, with `-p whole_model true` on a GPU, compile the model in one piece, as the article
-#   did. The article's first steps and break-even counts are judged by these two. (With Transformer Engine's layers the
+#   did. The article's first steps and break-even counts are judged by these two. They take minutes, so *bf16* is timed
+#   once more right before them, to compare them with. (With Transformer Engine's layers the
 #   blocks have its own checkpointing. In a model compiled whole, the compiler gives up on such blocks and leaves them
 #   eager; so the rows with these layers are always compiled block by block.)
 #
@@ -281,16 +288,17 @@ methods = {"compile": compiled_sizes}
 if on_gpu and compiled_sizes:
     others = ("compile-qlora", "fixed-qlora", "compile-fp8-te", "fixed-fp8-te")
     methods |= dict.fromkeys(("fixed", "fixed-fp8-frozen"), [*compiled_sizes, 4]) | dict.fromkeys(others, [1])
-if on_gpu and whole_model:
-    methods |= dict.fromkeys(("compile-whole", "fixed-whole"), [1])
 measure_cells(methods)
+if on_gpu and whole_model:
+    measure_cell(trials.BESIDE_WHOLE, "bf16", 1)
+    measure_cells({"compile-whole": [1], "fixed-whole": [1]})
 compared = {name: run for name, run in cells.items() if name.startswith(("bf16", "compile", "fixed"))}
 if len(compared) > len(sizes):
     lab.table(trials.HEAD, *trials.cell_rows(compared))
     lab.show(trials.not_measured(compared) or "Every row could be measured.")
 else:
     lab.show("*Nothing was compiled here; `-p compile_batches 1` does it.*")
-lab.on_reference(trials.HEAD, trials.cell_rows, "bf16 b1", "bf16 b4", "compile*", "fixed*")
+lab.on_reference(trials.HEAD, trials.cell_rows, "bf16 b1", "bf16 b4", trials.BESIDE_WHOLE, "compile*", "fixed*")
 
 # %% [markdown]
 # ### What the compiler did
@@ -609,8 +617,8 @@ lab.verdict("A2.left.dynamic", "A2.left.fp8-once");
 top = trials.best_rung(climbed)
 rate = measured_roofline(climbable[top].fitted_to(lab.device).precision).rate
 targets = trials.reached(varied, climbable[top], climbed, cells if on_gpu else {}, rate)
-lab.keep(Run("06", "targets", lane="same mathematics", recipe=climbable[top].as_dict(), metrics=targets))
-lab.table((f"rung *{top}*", "the goal", "here", "H200"), *trials.goal_rows(targets, lab.reference("targets")))
+aims = lab.keep(Run("06", "targets", lane="same mathematics", recipe=climbable[top].as_dict(), metrics=targets))
+lab.table((f"rung *{top}*", *GOAL_HEAD), *goal_rows(trials.GOALS, aims, lab.reference("targets")))
 
 # %% [markdown]
 # **Takeaway.** No image had to change its shape. The host no longer asks the GPU for lengths, a block's code takes any

@@ -48,7 +48,7 @@
 #
 # **Without a GPU** sections 1 to 3 and 8 hold as they are. In sections 4 to 7 a CPU shows how the questions are asked:
 # 4-bit layers run in float32 and slowly, memory is counted tensor by tensor, and unsloth, which is written for GPUs, is
-# left out. There our H200's tables stand below yours, as soon as its runs are on record.
+# left out. There our H200's tables stand below yours.
 
 # %% tags=["parameters"]
 scale: str = "auto"  # tiny (any CPU), small (a GPU of 8 GB), full (the article's own), auto: the largest that fits
@@ -73,6 +73,7 @@ import torch
 
 from labutils import hardware, methods, plots
 from labutils.capture import compile_from_nothing
+from labutils.goals import GOAL_HEAD, goal_rows
 from labutils.lowbit import nf4
 from labutils.recipe import distinct_on
 from labutils.results import Run, Unavailable
@@ -326,7 +327,7 @@ with lab.attempt("unsloth in a process of its own", reference="unsloth long"):
 
 # %%
 lab.table(methods.METHOD_HEAD, *methods.method_rows(runs))
-lab.on_reference(methods.METHOD_HEAD, methods.method_rows, "lora short", "lora long", "qlora *", "unsloth *")
+lab.on_reference(methods.METHOD_HEAD, methods.method_rows, *runs, "unsloth *")
 
 # %%
 fig, axes = plt.subplots(1, 2, figsize=(7.4, 3.2))
@@ -388,7 +389,8 @@ if "unsloth long" in runs:
 # blocks' inputs to the host, and fetches each back during the backward pass, while the block after it is being computed
 # again.
 #
-# **Your prediction:** how many percent of QLoRA's extra time come from the 4-bit weights?
+# **Your prediction:** how many percent of QLoRA's extra time come from the 4-bit weights? (Less than 0 says that 4-bit
+# weights alone make the step shorter.)
 
 # %%
 my_share: float | None = None  # for example 50
@@ -479,7 +481,7 @@ for name, run in memory.items():
 #
 # **Question.** How fast can one GPU train on the same texts, and does that need 4 bits, or unsloth?
 #
-# The ladder starts at *lora* of section 4, and each rung keeps the changes of the rungs before it:
+# The ladder starts at *lora* of section 4. Up to the graph, each rung keeps the changes of the rungs before it:
 #
 # - no library around the loop, and no mask, so that PyTorch can choose its fastest attention kernel;
 # - the loss computed chunk by chunk, so that the logits never exist all at once (section 5's *fused loss*);
@@ -487,11 +489,16 @@ for name, run in memory.items():
 # - on a GPU, one block's compiled code for all blocks, and one for the loss of each chunk of tokens, whose logits then
 #   never exist in float32;
 # - on a GPU, the whole step replayed as one CUDA graph, now that every step has one shape;
-# - finally, frozen weights in FP8, or in 4 bits that are restored inside the compiled block;
-# - with 4 bits, products on FP8 tensor cores as well, and blocks checkpointed. The checkpoint is compiled with its block,
-#   so that the backward pass computes again what it needs, and not the block's last product, a quarter of its
-#   arithmetic. What attention gave is kept as well, in an 8B model as much as the block's input. This last rung changes
-#   several things at once: hold it against unsloth, which has 4-bit weights and checkpoints too.
+#
+# The last three rungs stand side by side on top of those. Each holds the frozen weights in its own way:
+#
+# - in FP8, multiplied on FP8 tensor cores;
+# - in 4 bits that are restored to 16 inside the compiled block;
+# - in 4 bits that are restored to FP8 and multiplied in FP8, with blocks checkpointed and without the graph, which holds
+#   memory of its own. The checkpoint is compiled with its block, so that the backward pass computes again what it needs,
+#   and not the block's last product, a quarter of its arithmetic. What attention gave is kept as well, in an 8B model as
+#   much as the block's input. This rung changes several things at once: hold it against unsloth, which has 4-bit
+#   weights and checkpoints too.
 #
 # How the numbers are made: rungs with the same rows are timed on the same few batches. The share of tokens that aren't
 # padding is that of a whole epoch, which is known exactly; in a few batches it would vary by a tenth.
@@ -522,15 +529,20 @@ lab.on_reference(methods.RUNG_HEAD, methods.rung_rows, *(rung.name for rung in l
 
 # %%
 targets = methods.reached(climbed, runs)
-lab.keep(Run("07", "targets", lane="same mathematics", workload="qwen3-lora-long", scale=lab.scale, metrics=targets))
-lab.table(("", "we aimed at", "here", "H200"), *methods.goal_rows(targets, lab.reference("targets")))
+aims = Run("07", "targets", lane="same mathematics", workload="qwen3-lora-long", scale=lab.scale, metrics=targets)
+lab.keep(aims)
+lab.table(("", *GOAL_HEAD), *goal_rows(methods.GOALS, aims, lab.reference("targets")))
 
 # %% [markdown]
+# Some rungs gain nothing. The fused loss is there for memory, not for time. A graph gains where the GPU waits for the host
+# to launch kernels; once blocks are compiled, a GPU that has this much to do waits no longer. (Its *first step* is short
+# because it takes the code that the rung before it had compiled.)
+#
 # (On a CPU nothing is compiled, nothing waits for a GPU, packed rows compute pairs of tokens only to mask them, and
 # low-bit formats are emulated. The picture shows how a ladder is built; its times say nothing about a GPU.)
 #
 # **Mind the lanes.** *Same work* computes the same gradients from the same batches. *Same mathematics* packs rows, so a
-# batch has other examples in it. Rungs with *other weights* change the function that is trained, as QLoRA does: in 4 bits
+# batch has other examples in it. Rungs with *other weights*, which are a lane of their own here, change the function that is trained, as QLoRA does: in 4 bits
 # each weight is rounded once, and with FP8 every activation and every output gradient is rounded as well. Look at losses
 # with real weights before you use one.
 #

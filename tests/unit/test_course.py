@@ -452,6 +452,24 @@ def test_that_there_is_no_reference_yet_is_said(lab, reference, capsys, patterns
     assert capsys.readouterr().out.startswith("*Nothing of this is on record from our H200 yet")
 
 
+@pytest.mark.parametrize(
+    ("patterns", "scale", "silent"),
+    [
+        (("workers=*",), "full", True),
+        (("workers=*", "never run"), "full", True),
+        (("*",), "full", False),
+        (("workers=*",), "tiny", False),
+    ],
+)
+def test_what_such_a_card_has_measured_itself_is_not_shown_again(lab, reference, capsys, patterns, scale, silent):
+    """The notebooks on record would else show the tables of the records that they replace."""
+    Results(results.REFERENCE.parent).append(Run("03", "pinned", metrics={"step_ms": {"median": 1}}))
+    lab.machine, lab.scale = {**lab.machine, "gpu": "H"}, scale
+    lab.keep(Run("03", "workers=3", metrics={"step_ms": {"median": 1.0}}))
+    lab.on_reference(("run", "ms"), lambda runs: [(run.run, run.metric("step_ms")) for run in runs.values()], *patterns)
+    assert (capsys.readouterr().out == "") is silent
+
+
 @pytest.mark.parametrize("number", ["06", "07", "08", "09", "10"])
 def test_labs_about_gpus_show_the_reference_beside_what_they_measure(number):
     (path,) = runner.NOTEBOOKS.glob(f"{number}_*.ipynb")

@@ -378,6 +378,5 @@ def test_what_the_ladder_reaches():
     found = methods.reached(climbed, {padded.run: padded, packed.run: packed})
     assert medians(found) == pytest.approx(expected | {"small_over_unsloth": 1.3, "small_memory_over_unsloth": 1.2})
     assert found["useful_speedup"] == pytest.approx({"median": 2, "p10": 1.5, "p90": 8 / 3, "n": 6})
-    assert methods.goal_rows(found, None)[1][2] == "2.00 (1.50 to 2.67)"
     assert methods.reached({}, {}) == {}
-    assert len(methods.goal_rows(found, None)) == len(methods.GOALS)
+    assert found.keys() == methods.GOALS.keys() - {"fp8_useful_tokens_per_s"}
