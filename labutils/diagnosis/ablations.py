@@ -50,8 +50,8 @@ MEASURED: dict[str, tuple[str, ...]] = {
     "Qwen3": ("checkpointing", "padding"),
     "Qwen3 in fp32": ("precision", "checkpointing"),
 }
-"""The fixes that are measured of each start where time is short. Compiling is left out: it takes longer to build than
-all others to measure."""
+"""The fixes that are measured of each start where time is short, chosen before anything is predicted. Compiling is left
+out: it takes longer to build than all others to measure. So are small matters, whose gain the spread would hide."""
 AT_ONCE = 4
 """So many recipes stand side by side with the start, each with a model, its activations and perhaps a graph."""
 CLOSE = 0.2
@@ -293,16 +293,18 @@ def savings(run: Run) -> list[float]:
     ]
 
 
+NAMED = "diagnosis: "
+"""What the name of a loop's run begins with in a results file."""
 HEAD = ("loop", "fix", "what changes", "predicted", "measured", "step off by")
 """The head of a table of `table_rows`."""
 
 
 def table_rows(diagnosed: Mapping[str, Run]) -> list[tuple[str, ...]]:
-    """Rows for `HEAD` of the loops' runs (`on_record`): gains in percent of a step (or of a useful token), and why
-    where there is none."""
+    """Rows for `HEAD` of the loops' runs (`on_record`), named as the loops or `NAMED` and the loop: gains in
+    percent of a step (or of a useful token), and why where there is none."""
     return [
         (
-            start,
+            start.removeprefix(NAMED),
             name,
             ", ".join(f"{knob}={value}" for knob, value in fix["changes"].items()),
             f"{fix['predicted']:.0%}" + ("" if fix["per"] == "step" else f" a {fix['per']}"),
@@ -310,5 +312,28 @@ def table_rows(diagnosed: Mapping[str, Run]) -> list[tuple[str, ...]]:
             "" if fix["off"] is None else f"{fix['off']:+.0%}",
         )
         for start, run in diagnosed.items()
-        for name, fix in run.metrics["each"].items()
+        for name, fix in run.metrics.get("each", {}).items()
     ]
+
+
+LOOK_HEAD = ("loop", "ranked first", "which saved", "best", "which saves", "said to pay, and paid")
+"""The head of a table of `look_rows`."""
+
+
+def look_rows(diagnosed: Mapping[str, Run]) -> list[tuple[str, ...]]:
+    """Rows for `LOOK_HEAD` of the loops' runs, as `table_rows`: the fix that the look ranked first, the one that was
+    best once all were measured, what each saved; how many were said to save `TELLS` or more, and how many of them did.
+
+    Of the fixes that were measured; a loop where none was is left out.
+    """
+    rows = []
+    for start, run in diagnosed.items():
+        each = {name: fix for name, fix in run.metrics.get("each", {}).items() if fix["measured"] is not None}
+        if not each:
+            continue
+        first, best = (max(each, key=lambda name, by=by: each[name][by]) for by in ("predicted", "measured"))
+        saved = {name: f"{fix['measured']:.0%}" for name, fix in each.items()}
+        promised = [fix["measured"] for fix in each.values() if fix["predicted"] >= TELLS]
+        kept = f"{sum(gain >= TELLS for gain in promised)} of {len(promised)}"
+        rows.append((start.removeprefix(NAMED), first, saved[first], best, saved[best], kept))
+    return rows

@@ -11,9 +11,11 @@ from labutils.diagnosis import Fix
 from labutils.diagnosis import ablations as ablating
 from labutils.diagnosis.ablations import (
     HEAD,
+    LOOK_HEAD,
     STARTS,
     Ablation,
     ablations,
+    look_rows,
     measured_gain,
     on_record,
     recipes_of,
@@ -130,6 +132,28 @@ def test_workers_that_made_batches_ready_shift_the_rounds_of_all(monkeypatch):
     expected = alone.samples["useful_tokens"][4:7]
     assert len(set(expected)) > 1
     assert [run.samples["useful_tokens"] for run in both.values()] == [2 * expected] * 2
+
+
+def fix_on_record(predicted, measured, per="step"):
+    return {"changes": {"streams": 2}, "per": per, "predicted": predicted, "measured": measured, "off": None, "why": ""}
+
+
+def test_what_a_look_was_worth_is_told_by_loop():
+    each = {
+        "batch size": fix_on_record(0.5, 0.55),
+        "capture": fix_on_record(0.4, 0.72),
+        "workers": fix_on_record(0.3, -0.1),
+        "caching": fix_on_record(0.01, 0.2),
+        "refused": fix_on_record(0.9, None),
+    }
+    runs = {
+        "diagnosis: SD1.5": Run("09", "", metrics={"each": each}),
+        "LLaVA": Run("09", "", metrics={"each": {"refused": each["refused"]}}),
+        "diagnosis: Qwen3": Run("09", "", status="oom"),
+    }
+    assert look_rows(runs) == [("SD1.5", "batch size", "55%", "capture", "72%", "2 of 3")]
+    assert len(LOOK_HEAD) == 6
+    assert [row[0] for row in table_rows(runs)] == ["SD1.5"] * 5 + ["LLaVA"]
 
 
 def test_every_start_is_a_workload_and_a_recipe():
