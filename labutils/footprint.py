@@ -411,7 +411,7 @@ def in_mode(workload: Workload, mode: str, batch: int = 0) -> Recipe:
     return recipe.but(micro_batch=batch) if batch else recipe
 
 
-PEAK_HEAD = ("step", "examples", "peak, GB", *(f"{kind}, GB" for kind in KINDS), "activations' share")
+PEAK_HEAD = ("step", "examples", "peak", *KINDS, "activations' share")
 """The head of a table of `peak_rows`."""
 
 
@@ -422,8 +422,8 @@ def peak_rows(runs: Mapping[str, Run]) -> list[tuple[Any, ...]]:
         (
             name.removeprefix("memory: "),
             run.recipe["micro_batch"],
-            run.metric("peak_gb"),
-            *(run.metric(f"{kind}_gb") or None for kind in KINDS),
+            in_bytes(run.metric("peak_gb")),
+            *(in_bytes(held) if (held := run.metric(f"{kind}_gb")) else None for kind in KINDS),
             f"{run.metric('activations_share'):.0%}",
         )
         for name, run in runs.items()

@@ -143,14 +143,14 @@ for name in switches.switches(lab.scale).keys() - recipes.keys():
 fig, ax = plt.subplots()
 plots.steps(ax, runs)
 plt.show()
-print(f"A step of {recipes['base' if on_gpu else 'float32'].examples_per_step} examples:")
+print(f"A step of {recipes['base'].examples_per_step} examples:")
 lab.table(switches.SWITCH_HEAD, *switches.switch_rows(runs))
 lab.on_reference(switches.SWITCH_HEAD, switches.switch_rows, *switches.switches(lab.scale))
 
 # %%
 counted = switches.paying(runs)
 lab.keep(Run("09", "advice", workload=ready.name, scale=lab.scale, metrics=counted))
-print(f"Of {counted['tried']} switches, {counted['helped']} shorten the step by 5 % or more, beyond the spread.")
+print(f"Switches that shorten the step by 5 % or more, beyond the spread: {counted['helped']} of {counted['tried']}.")
 lab.verdict("A4.pytorch.mixed-precision", "A4.pytorch.cudnn-benchmark", "A4.pytorch.accumulation")
 lab.verdict("A4.memory.mixed-precision", "A4.memory.checkpointing", "A4.method.measure");
 
@@ -350,8 +350,8 @@ lab.on_reference(footprint.PEAK_HEAD, footprint.peak_rows, "memory: qwen3-lora-l
 
 # %% [markdown]
 # The logits: one number for each token and each word of the vocabulary, and at the worst moment three float32 copies
-# exist at once: the softmax and two gradients. They make the peak in both pictures. Checkpointing can't do anything
-# about them; a loss that forms them chunk by chunk can (lab 07's *fused loss*).
+# exist at once: the softmax and two gradients. In both pictures the peak lies at that moment. Checkpointing can't do
+# anything about them; a loss that forms them chunk by chunk can (lab 07's *fused loss*).
 #
 # **Takeaway.** Ask *when* the peak is reached before you ask what to save. Saving what isn't alive at that moment saves
 # nothing.
@@ -676,16 +676,17 @@ lab.verdict("A4.environment.launch-blocking", "A4.environment.visible-devices");
 #
 # **Which fixes are measured?** Four, chosen beforehand and not by what is predicted of them: *workers*, *batch size*,
 # *capture* and *caching*. Each names another part of the loop as the culprit, and each is a setting of the course's own
-# loop, so that nobody has to rewrite anything. Fixes that aren't measured: compiling, as it takes longer to build than all
-# others to measure (lab 04 does it); and small matters such as the log or the optimizer's form, whose gain the spread
-# would hide.
+# loop, so that nobody has to rewrite anything. (*capture* takes a GPU: on a CPU there are three.) Two kinds of fixes aren't
+# measured: compiling, as it takes longer to build than all others to measure (lab 04 does it); and small matters such as
+# the log or the optimizer's form, whose gain the spread would hide. (With `every_loop=True` three more loops are looked
+# at, each with the fixes that it may call for. The question stays SD1.5's.)
 #
 # **A fix may change several knobs.** A CUDA graph can't hold an optimizer that asks the host whether to step, nor a log
 # that waits for the loss, so *capture* changes these two as well. *caching* leaves nothing for workers to load, and goes
 # without them. The column *what changes* lists the knobs. What is measured is such a bundle: its gain isn't the graph's
 # alone.
 #
-# **Your prediction:** how many percent of that loop's step does the best single one of these four fixes save?
+# **Your prediction:** how many percent of that loop's step does the best single one of these fixes save?
 
 # %%
 my_best: float | None = None  # for example 40

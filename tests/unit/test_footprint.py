@@ -281,9 +281,9 @@ def test_a_peak_is_told_by_what_it_consists_of_and_of_how_many_examples():
     failed = Run("09", "", status="oom")
     (row,) = footprint.peak_rows({"memory: sd15-lora, all kept": run, "memory: llava-lora, all kept": failed})
     found = dict(zip(footprint.PEAK_HEAD, row, strict=True))
-    assert found["step"] == "sd15-lora, all kept" and found["examples"] == 3 and found["peak, GB"] == 10.0
-    assert found["weights, GB"] == 4.0 and found["activations, GB"] == 6.0 and found["activations' share"] == "60%"
-    assert found["gradients, GB"] is None and found["logits, GB"] is None
+    assert found["step"] == "sd15-lora, all kept" and found["examples"] == 3 and found["peak"] == "10.0 GB"
+    assert found["weights"] == "4.0 GB" and found["activations"] == "6.0 GB" and found["activations' share"] == "60%"
+    assert found["gradients"] is None and found["logits"] is None
     (row,) = footprint.told_rows({"memory: sd15-lora, all kept": run})
     assert dict(zip(footprint.TOLD_HEAD, row, strict=True))["examples"] == 3
 
