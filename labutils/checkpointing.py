@@ -64,6 +64,7 @@ def recomputing_within(block: Callable[..., Any]) -> Callable[..., Any]:
     example, no operator attends by name, and nothing of it is kept.) The block must draw no random numbers.
     """
     kept = functools.partial(create_selective_checkpoint_contexts, _attends)
+    WRAP.addFilter(_unwarned)
 
     def forward(*inputs: Any, **named: Any) -> Any:
         return checkpoint(block, *inputs, use_reentrant=False, preserve_rng_state=False, context_fn=kept, **named)
@@ -71,8 +72,16 @@ def recomputing_within(block: Callable[..., Any]) -> Callable[..., Any]:
     return forward
 
 
-# PyTorch warns whoever compiles such a checkpoint of operations in place; blocks have none.
-logging.getLogger("torch._higher_order_ops.wrap").addFilter(lambda told: "context_fn" not in told.getMessage())
+WRAP = logging.getLogger("torch._higher_order_ops.wrap")
+
+
+def _unwarned(told: logging.LogRecord) -> bool:
+    """Drops one warning and steps aside. PyTorch warns whoever compiles a checkpoint with a `context_fn` of operations
+    in place, once a process. Blocks have none; what others compile later they shall be warned of, if PyTorch does."""
+    if "context_fn" not in told.getMessage():
+        return True
+    WRAP.removeFilter(_unwarned)
+    return False
 
 
 def _attends(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

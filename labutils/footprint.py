@@ -411,7 +411,27 @@ def in_mode(workload: Workload, mode: str, batch: int = 0) -> Recipe:
     return recipe.but(micro_batch=batch) if batch else recipe
 
 
-TOLD_HEAD = ("step", "predicted", "by tensors, at the peak", "off by", "reserved, GB")
+PEAK_HEAD = ("step", "examples", "peak", *KINDS, "activations' share")
+"""The head of a table of `peak_rows`."""
+
+
+def peak_rows(runs: Mapping[str, Run]) -> list[tuple[Any, ...]]:
+    """Rows for `PEAK_HEAD` of runs that `foretold` made: what the peak consists of. Kinds that hold nothing then are
+    left empty."""
+    return [
+        (
+            name.removeprefix("memory: "),
+            run.recipe["micro_batch"],
+            in_bytes(run.metric("peak_gb")),
+            *(in_bytes(held) if (held := run.metric(f"{kind}_gb")) else None for kind in KINDS),
+            f"{run.metric('activations_share'):.0%}",
+        )
+        for name, run in runs.items()
+        if run.ok
+    ]
+
+
+TOLD_HEAD = ("step", "examples", "predicted", "by tensors, at the peak", "off by", "reserved, GB")
 """The head of a table of `told_rows`."""
 
 
@@ -420,6 +440,7 @@ def told_rows(runs: Mapping[str, Run]) -> list[tuple[Any, ...]]:
     return [
         (
             name,
+            run.recipe["micro_batch"],
             in_bytes(run.metric("predicted_gb")),
             in_bytes(run.metric("peak_gb")),
             f"{100 * run.metric('off'):+.1f} %".replace("-0.0 %", "+0.0 %"),

@@ -7,7 +7,8 @@ weights are normally distributed, which random ones are by construction.
 Four things to know when reading the verdicts:
 
 - The article's times and memory by method stand in figures that can't be read off: what its text concludes from them
-  ("far less", "slower", "wins on long sequences") is what is judged, each word's reading in the claim's note.
+  ("far less", "slower", "wins on long sequences") is what is judged, each word's reading in the claim's note. Where it
+  says "slightly" slower, without any number that would tell how much that is, slower is what is judged, however much.
 - What it measured on a Blackwell card, or on both, nobody can measure with one card of another kind. Such claims are
   judged by a prediction: the two data sheets, of whose peaks kernels reach the share that they reach on this machine
   (without a GPU: all), and the host's time a launch from this machine. Their notes say "Predicted", and so does what
@@ -38,6 +39,7 @@ TWO_CARDS = "model of two cards"
 MODEL_IS_OFF = 0.2
 """Lab 08's predictions of steps that are measured are off by up to so much (`launches.NEAR`): one of a step that isn't
 can't refute what it misses by less."""
+NO_BOUND = "Judged is whether it is slower, not by how much: the article has no number for 'slightly'."
 FULL = {"96 GB": 102, "80 GB": 85}
 """10^9 bytes that a card finds which is sold with so many GB (`Spec.capacity_gb`): what memory is judged against."""
 
@@ -114,13 +116,13 @@ _LORA = (
         id="A3.qlora.slower",
         article="A3",
         section="QLoRA",
-        statement="QLoRA takes slightly longer than LoRA.",
+        statement="QLoRA takes longer than LoRA (slightly, in the article's words).",
         says="slightly longer",
         lab="07",
         runs=("lora long", "qlora long"),
         judge="slower",
         how={"before": "lora long", "after": "qlora long"},
-        note="As usually written: PEFT's preparation also turns checkpointing on, and casts to FP32.",
+        note=f"{NO_BOUND} As usually written: PEFT's preparation also turns checkpointing on, and casts to FP32.",
     ),
     Claim(
         id="A3.qlora.cause",
@@ -372,12 +374,13 @@ _UNSLOTH = (
         id="A3.checkpointing.slower",
         article="A3",
         section="Appendix: unsloth",
-        statement="It makes training slightly slower, as activations are computed again.",
+        statement="It makes training slower (slightly, in the article's words), as activations are computed again.",
         says="slightly slower",
         lab="07",
         runs=("lora long", "lora long, checkpointed"),
         judge="slower",
         how={"before": "lora long", "after": "lora long, checkpointed"},
+        note=NO_BOUND,
     ),
     Claim(
         id="A3.offload.time",

@@ -9,6 +9,7 @@ Four things to know when reading the verdicts:
 
 - A verdict is about one loop. `fp16` on a loop that waits for its host is no argument against `fp16`.
 - What is judged is the advice alone: each switch changes one knob of the same base (lab 09's "base", or "float32").
+  Two that can't be flipped alone change two knobs; `switches.SWITCHES` says which and why.
 - Where the article's words hold two statements ("saves memory and raises throughput") they are two claims.
 - Some runs were made before: labs 02, 03, 04 and 07 have what they measured for other articles judged once more.
 
@@ -154,6 +155,7 @@ _PYTORCH = (
         "base",
         "cudnn.benchmark",
         A_LINE,
+        note="Together with the permission to use TF32, which no convolution of this loop in FP16 makes use of.",
     ),
     _helps(
         "A4.pytorch.mixed-precision",
@@ -162,7 +164,8 @@ _PYTORCH = (
         "float32",
         "base",
         MUCH,
-        note="Against float32 without TF32. Against PyTorch's default, whose convolutions use TF32, see lab 09.",
+        note="Against float32 without TF32. PyTorch's default, whose convolutions use TF32, is in the table of lab "
+        "09's section 1.",
     ),
     Claim(
         id="A4.pytorch.scaler",
@@ -235,7 +238,7 @@ _PYTORCH = (
         "accumulation",
         MUCH,
         metric="peak_gb",
-        note="The same examples a step, one at a time. What it costs in time is in lab 09.",
+        note="The same examples a step, one at a time. Its time is in the table of lab 09's section 1.",
     ),
 )
 
@@ -443,7 +446,7 @@ _MEMORY = (
         "checkpointing",
         MUCH,
         metric="peak_gb",
-        note="What it costs in time is in lab 09.",
+        note="Its time is in the table of lab 09's section 1.",
     ),
     _helps(
         "A4.memory.fsdp",
@@ -520,7 +523,8 @@ _ENVIRONMENT = (
         metric="images_per_s",
         towards="more",
         needs="any",
-        note="As many processes as cores, which resize images. (DataLoader workers are set to one thread by PyTorch.)",
+        note="As many processes as cores, but 8 at most, which resize images. (DataLoader workers are set to one "
+        "thread by PyTorch.)",
     ),
 )
 

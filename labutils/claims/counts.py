@@ -134,16 +134,16 @@ def reaches(claim: Claim, evidence: Evidence) -> Finding:
 
 
 def more_with(claim: Claim, evidence: Evidence) -> Finding:
-    """The count `how["metric"]` (or the seconds) is larger in the run `with` what is blamed than in the one `without`.
-
-    Exact.
+    """The count or share `how["metric"]` (or the seconds) is larger in the run `with` what is blamed than in the one
+    `without`. Exact.
     """
-    more, fewer = (evidence.number(claim.how[side], claim.how["metric"]) for side in ("with", "without"))
+    blamed, other = claim.how["with"], claim.how["without"]
+    more, fewer = (evidence.number(name, claim.how["metric"]) for name in (blamed, other))
     name = claim.how["metric"].replace("_", " ")
     held = more > fewer
     shown, why = (
         f"{figures(more)} against {figures(fewer)}",
-        f"There are {'more' if held else 'no more'} {name} with it.",
+        f"{name.capitalize()}: {'a' if held else 'no'} higher number in {blamed!r} than in {other!r}.",
     )
     if unit_of(claim.how["metric"]) == "_s":
         shown, why = f"{shown} s", f"The {name.removesuffix(' s')} takes {'longer' if held else 'no longer'} with it."

@@ -98,12 +98,25 @@ def changes(claim: Claim, evidence: Evidence) -> Finding:
     against = f"{lowest:+.0f} to {highest:+.0f} % is meant, the tolerance included"
     beyond = {name: change for name, change in found.items() if change.high < low or change.low > high}
     if beyond:
-        return Finding(
-            REFUTED, shown, f"Beyond what was published{_where(beyond, found)}, by more than the spread: {against}."
-        )
-    if all(low <= change.middle <= high for change in found.values()):
+        return Finding(REFUTED, shown, f"{_missed(claim, beyond, found)}, by more than the spread: {against}.")
+    outside = {name: change for name, change in found.items() if not low <= change.middle <= high}
+    if not outside:
         return Finding(CONFIRMED, shown, f"{against}.")
-    return Finding(INCONCLUSIVE, shown, f"Beyond what was published, but within the spread: {against}.")
+    return Finding(INCONCLUSIVE, shown, f"{_missed(claim, outside, found)}, but within the spread: {against}.")
+
+
+def _missed(claim: Claim, some: Mapping[str, Change], of: Mapping[str, Change]) -> str:
+    """How some of the pairs miss what was published: "Smaller than published at b1, larger than published at b4"."""
+    most = claim.published[-1]
+    ways: dict[str, dict[str, Change]] = {}
+    for name, change in some.items():
+        if change.middle < 0 < most:
+            way = "the opposite of what was published"
+        else:
+            way = "larger than published" if abs(change.middle) > most else "smaller than published"
+        ways.setdefault(way, {})[name] = change
+    told = ", ".join(f"{way}{_where(pairs, of)}" for way, pairs in ways.items())
+    return told[0].upper() + told[1:]
 
 
 def _where(some: Mapping[str, Change], of: Mapping[str, Change]) -> str:

@@ -6,7 +6,8 @@
 A start recipe is timed, traced once, and diagnosed. Only then are the recipes with one fix each built and timed,
 interleaved with the start in one process. The predictions know nothing of these measurements. Where batches differ in
 length, recipes are timed and traced on the same few batches, and times are compared step by step: one step of texts may
-take twice as long as the next. How much of the tokens is padding is an epoch's, for a few batches may have twice as
+take twice as long as the next. (Where a recipe has workers, all are timed on batches some steps later than those that
+were traced: see `steps_to_drain`.) How much of the tokens is padding is an epoch's, for a few batches may have twice as
 much.
 """
 
@@ -28,7 +29,7 @@ from labutils.measure.trace import profile
 from labutils.recipe import A2_BASE, A3_BASE, STOCK, Recipe
 from labutils.results import Run, step_by_step
 from labutils.training import Bench, Session
-from labutils.training.comparing import ROUNDS
+from labutils.training.comparing import ROUNDS, steps_to_drain
 from labutils.training.following import make_room
 from labutils.training.variants import with_epoch_rate
 from labutils.workloads.base import Workload, open_workload
@@ -49,8 +50,8 @@ MEASURED: dict[str, tuple[str, ...]] = {
     "Qwen3": ("checkpointing", "padding"),
     "Qwen3 in fp32": ("precision", "checkpointing"),
 }
-"""The fixes that are measured of each start where time is short. Compiling is left out: it takes longer to build than
-all others to measure."""
+"""The fixes that are measured of each start where time is short, chosen before anything is predicted. Compiling is left
+out: it takes longer to build than all others to measure. So are small matters, whose gain the spread would hide."""
 AT_ONCE = 4
 """So many recipes stand side by side with the start, each with a model, its activations and perhaps a graph."""
 CLOSE = 0.2
@@ -153,11 +154,11 @@ def _evidence(bench: Bench, run: Run, traced: int, folder: Path | None) -> Any:
     wait, starts = contender.steps_to_settle, 3
     if bench.same_batches:
         wait, starts, run = 0, traced, _of_steps(run, slice(1, 1 + traced))  # the first of them warms the profiler up
-        contender.rewind()
+        contender.rewind(steps_to_drain(contender.session.recipe))
         contender.session.step()
     from_idle = host_ms(contender.session, starts) if hardware.device() == "cuda" else None
     if bench.same_batches:
-        contender.rewind()
+        contender.rewind(steps_to_drain(contender.session.recipe))
     with tempfile.TemporaryDirectory(prefix="labutils-") as temporary:
         trace = profile(
             contender.session,
@@ -292,16 +293,18 @@ def savings(run: Run) -> list[float]:
     ]
 
 
+NAMED = "diagnosis: "
+"""What the name of a loop's run begins with in a results file."""
 HEAD = ("loop", "fix", "what changes", "predicted", "measured", "step off by")
 """The head of a table of `table_rows`."""
 
 
 def table_rows(diagnosed: Mapping[str, Run]) -> list[tuple[str, ...]]:
-    """Rows for `HEAD` of the loops' runs (`on_record`): gains in percent of a step (or of a useful token), and why
-    where there is none."""
+    """Rows for `HEAD` of the loops' runs (`on_record`), named as the loops or `NAMED` and the loop: gains in
+    percent of a step (or of a useful token), and why where there is none."""
     return [
         (
-            start,
+            start.removeprefix(NAMED),
             name,
             ", ".join(f"{knob}={value}" for knob, value in fix["changes"].items()),
             f"{fix['predicted']:.0%}" + ("" if fix["per"] == "step" else f" a {fix['per']}"),
@@ -309,5 +312,28 @@ def table_rows(diagnosed: Mapping[str, Run]) -> list[tuple[str, ...]]:
             "" if fix["off"] is None else f"{fix['off']:+.0%}",
         )
         for start, run in diagnosed.items()
-        for name, fix in run.metrics["each"].items()
+        for name, fix in run.metrics.get("each", {}).items()
     ]
+
+
+LOOK_HEAD = ("loop", "ranked first", "which saved", "best", "which saves", "said to pay, and paid")
+"""The head of a table of `look_rows`."""
+
+
+def look_rows(diagnosed: Mapping[str, Run]) -> list[tuple[str, ...]]:
+    """Rows for `LOOK_HEAD` of the loops' runs, as `table_rows`: the fix that the look ranked first, the one that was
+    best once all were measured, what each saved; how many were said to save `TELLS` or more, and how many of them did.
+
+    Of the fixes that were measured; a loop where none was is left out.
+    """
+    rows = []
+    for start, run in diagnosed.items():
+        each = {name: fix for name, fix in run.metrics.get("each", {}).items() if fix["measured"] is not None}
+        if not each:
+            continue
+        first, best = (max(each, key=lambda name, by=by: each[name][by]) for by in ("predicted", "measured"))
+        saved = {name: f"{fix['measured']:.0%}" for name, fix in each.items()}
+        promised = [fix["measured"] for fix in each.values() if fix["predicted"] >= TELLS]
+        kept = f"{sum(gain >= TELLS for gain in promised)} of {len(promised)}"
+        rows.append((start.removeprefix(NAMED), first, saved[first], best, saved[best], kept))
+    return rows

@@ -449,24 +449,27 @@ def _in_a_batch(e: Evidence, piece: Piece, factor: int, merging: bool) -> Piece:
     return replace(piece, ms=grown_ms(e, piece, factor) / factor, host_ms=piece.host_ms / factor)
 
 
-FULL = 0.5
-"""A product that reaches so much of the GPU's rate fills it, in however few blocks: Hopper's kernels start one block on
-each multiprocessor, which goes from tile to tile."""
+PARTLY, FULL = 1 / 3, 2 / 3
+"""A product that reaches the latter share of the GPU's rate fills it, in however few blocks: Hopper's kernels start one
+block on each multiprocessor, which goes from tile to tile. One below the former fills it as far as its blocks do.
+Between them neither is sure, and it is taken for a mixture of both, in proportion: a rate is measured to a few percent,
+and no prediction may jump because a product was timed a little faster."""
 
 
 def grown_ms(e: Evidence, piece: Piece, factor: float) -> float:
     """Milliseconds of a piece on `factor` times as many examples: of a product at least what its FLOPs take, of any
     other kernel so many times more as it fills the GPU more than once. On fewer examples a kernel takes less only as
     far as it filled the GPU. On a CPU, so many times as long."""
-    if piece.product is not None:
-        floor = e.rates.flops_ms(factor * piece.product.flops, format_of(e, piece) or piece.product.dtype)
-        if floor and factor > 1:
-            return min(factor * piece.ms, max(piece.ms, floor))
-        if floor > FULL * factor * piece.ms:
-            return factor * piece.ms
-    if not e.on_gpu:
-        return factor * piece.ms
-    return piece.ms * max(1.0, factor * piece.fill) / max(1.0, piece.fill)
+    in_proportion = factor * piece.ms
+    by_blocks = piece.ms * max(1.0, factor * piece.fill) / max(1.0, piece.fill) if e.on_gpu else in_proportion
+    if piece.product is None or not piece.ms:
+        return by_blocks
+    floor = e.rates.flops_ms(factor * piece.product.flops, format_of(e, piece) or piece.product.dtype)
+    if floor and factor > 1:
+        return min(in_proportion, max(piece.ms, floor))
+    reached = floor / in_proportion
+    filled = min(1.0, max(0.0, (reached - PARTLY) / (FULL - PARTLY)))
+    return filled * in_proportion + (1 - filled) * by_blocks
 
 
 ROOM = 0.6

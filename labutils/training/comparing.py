@@ -74,10 +74,14 @@ WATCH_MS = 2000
 TRIES = 3
 """Rounds that are thrown away at most because the compiler was at work in them; a recipe that never stops compiling
 shows that in its times, and says so by its metric `unsettled_rounds`."""
-REWOUND_STEPS = 1
-"""Steps that aren't timed after the data has been taken back: the loader starts anew in the first one."""
 REFILL_S = 0.3
 """Pause after a recipe with workers: they go on reading ahead, and would do it during the next recipe's steps."""
+
+
+def steps_to_drain(recipe: Recipe) -> int:
+    """Steps that aren't timed after a pause, or after the data was taken back: in the first one the loader starts, and
+    those behind it find batches that its workers made ready meanwhile."""
+    return 1 + math.ceil(recipe.num_workers * recipe.prefetch_factor / recipe.accumulation)
 
 
 class Bench:
@@ -120,10 +124,11 @@ class Bench:
             self.contenders[name].times = StepTimes()
         for _ in _progress(range(rounds), "measuring"):
             count = {name: self.contenders[name].round_of(steps) for name in self._able(recipes)}
+            lead_in = max((steps_to_drain(self.contenders[name].session.recipe) for name in count), default=0)
             if self.same_batches:  # the same ones in each round
                 count = dict.fromkeys(count, max(count.values(), default=steps))
-            for name, most in count.items():  # looked up by name when it runs: what fails is held by nothing then
-                self._attempt(name, lambda name=name, most=most: self.contenders[name].measure(most))
+            for name, timed in count.items():
+                self._attempt(name, functools.partial(self._measure, name, timed, lead_in))
         return {name: self._report(name, recipe) for name, recipe in recipes.items()}
 
     def prepare(self, recipes: Mapping[str, Recipe]) -> None:
@@ -175,6 +180,10 @@ class Bench:
 
     def _able(self, recipes: Mapping[str, Recipe]) -> list[str]:
         return [name for name in recipes if name in self.contenders]
+
+    def _measure(self, name: str, steps: int, lead_in: int) -> None:
+        """A round of a contender, which is looked up when it runs: what fails is held by nothing then."""
+        self.contenders[name].measure(steps, lead_in)
 
     def _report(self, name: str, recipe: Recipe) -> Run:
         run = empty_run(self.workload, recipe, name)
@@ -295,8 +304,7 @@ class Contender:
         """
         if not self.ready_batches and self.step_ms > LONG_MS:
             return 0
-        ready = 1 + math.ceil(self.ready_batches / self.session.recipe.accumulation)
-        return max(ready, math.ceil(SETTLE_MS / self.step_ms))
+        return max(steps_to_drain(self.session.recipe), math.ceil(SETTLE_MS / self.step_ms))
 
     def settle(self) -> None:
         measure(self.session, self.steps_to_settle, self.after_step)
@@ -307,17 +315,19 @@ class Contender:
         return self.session.recipe.num_workers * self.session.recipe.prefetch_factor
 
     def round_of(self, steps: int) -> int:
-        """How many optimizer steps a round has: `steps`, or more where they are short."""
+        """How many optimizer steps a round has: `steps`, or more where they are short (with workers the warm-up's may
+        be shorter than those to come, as batches were ready: then a round is longer than need be)."""
         return max(steps, math.ceil(ROUND_MS / self.step_ms))
 
-    def measure(self, steps: int) -> None:
-        """One round of so many timed steps, settled before, and once more where something was compiled in it: the
-        second of two sizes may first come up here, and would be on record as a step of a minute."""
+    def measure(self, steps: int, lead_in: int = 1) -> None:
+        """One round of so many timed steps, settled before, or with the same batches each time rewound to `lead_in`
+        steps before them. Once more where something was compiled in it: the second of two sizes may first come up here,
+        and would be on record as a step of a minute."""
         if not self.same_batches:
             self.settle()
         for _ in range(TRIES):
             if self.same_batches:
-                self.rewind()
+                self.rewind(lead_in)
             before = self._graphs()
             found = measure(self.session, steps, self.after_step)
             if not self.session.ranks.most(self._graphs() - before):
@@ -327,11 +337,22 @@ class Contender:
         self.times.extend(found)
         time.sleep(REFILL_S if self.ready_batches else 0)
 
-    def rewind(self) -> None:
-        """Take the data back to where the first round began."""
+    def rewind(self, lead_in: int) -> None:
+        """Take the data back to where the first round began, and `lead_in` steps on from there: as many as the
+        `steps_to_drain` of whichever recipe takes most, so that all are timed on the same batches.
+
+        Raises `ValueError` where they are too few for this recipe's workers.
+        """
+        least = steps_to_drain(self.session.recipe)
+        if lead_in < least:
+            raise ValueError(
+                f"{lead_in} untimed step(s) after the data was taken back: this recipe's workers "
+                f"(num_workers={self.session.recipe.num_workers}) make batches for {least} ready meanwhile, and steps "
+                f"that find them would be timed as if data cost nothing. Call rewind with at least {least}."
+            )
         self.session.batches.close()
         self.session.resume_data(self.timed_from)
-        measure(self.session, REWOUND_STEPS, self.after_step)
+        measure(self.session, lead_in, self.after_step)
 
     def _graphs(self) -> int:
         """Graphs compiled in this process so far, whoever asked for them: a library compiles without the recipe."""

@@ -15,7 +15,7 @@ from torch import nn
 from labutils import hardware
 from labutils.recipe import Recipe
 from labutils.results import Run
-from labutils.training.comparing import REWOUND_STEPS, Meet, train
+from labutils.training.comparing import Meet, steps_to_drain, train
 from labutils.training.logs import MemoryLog
 from labutils.training.session import Session
 from labutils.training.variants import altered, with_costs, with_epoch_rate
@@ -48,7 +48,7 @@ def followed(
     make_room(workload)
     logs: list[MemoryLog] = []
     warm_up = WARM_UP if hardware.cuda.available() else 1  # without a GPU nothing is compiled here
-    logged = 1 + warm_up + REWOUND_STEPS + steps
+    logged = 1 + warm_up + steps_to_drain(recipe) + steps
 
     def begin(model: nn.Module) -> None:
         if change is not None:

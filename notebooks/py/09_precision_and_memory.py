@@ -42,7 +42,7 @@
 #
 # **Without a GPU** sections 2 to 8 hold as they are: what rounding does, what autograd keeps, what checkpointing saves,
 # what a decoder costs. A CPU computes in float32 here, so section 1 leaves out the switches that concern a GPU's
-# precision and kernels. Our H200's tables stand below yours, as soon as its runs are on record.
+# precision and kernels. Our H200's tables stand below yours.
 
 # %% tags=["parameters"]
 scale: str = "auto"  # tiny (any CPU), small (a GPU of 8 GB), full (the article's own), auto: the largest that fits
@@ -51,7 +51,7 @@ data: str = "generated"  # generated files like the real ones; hub: the real dat
 results_dir: str = ""  # folder of results.jsonl; empty: a new one under results/
 steps: int = 0  # optimizer steps timed in each round, at least; 0: 3
 rounds: int = 0  # times round all switches; 0: 1 at tiny, 2 at larger scales
-every_loop: bool = False  # section 9 also tests its predictions on LLaVA's and Qwen3's loops: 3-4 minutes more at full
+every_loop: bool = False  # section 9 also tests 3 more loops (its question is about SD1.5's): 3-4 minutes more at full
 
 # %%
 from labutils.course import open_lab
@@ -107,8 +107,13 @@ def measured(prefix: str, names: Iterable[str], measure: Callable[[], dict[str, 
 # The loop is Stable Diffusion's LoRA training as one writes it in plain PyTorch, on latents that have been computed
 # beforehand, so that no image is decoded. On a GPU *base* is the article's mixed precision: autocast in FP16 with a
 # `GradScaler`; *float32* is the same loop in float32: no autocast, no `GradScaler`, no TF32. Every other row changes
-# one knob of one of these two. (*accumulation* changes two that belong together: as many micro-batches of one example
-# as *base* has examples in its batch.)
+# one knob of one of these two, but for two rows, which can't be had by one knob:
+#
+# - *accumulation* changes two that belong together: as many micro-batches of one example as *base* has examples in its
+#   batch.
+# - *cudnn.benchmark* also permits TF32 in convolutions. In FP16 nothing computes with it. It has to be there because
+#   PyTorch remembers the algorithm that it chose for a convolution, timed or guessed, as long as the process lives:
+#   under *base*'s permissions the row would be given what *base* was given.
 #
 # **Your prediction:** by how many percent does mixed precision shorten the step, compared with float32 without TF32?
 # (On a CPU *base* is float32 already, so there is nothing to compare: leave it empty.)
@@ -138,13 +143,14 @@ for name in switches.switches(lab.scale).keys() - recipes.keys():
 fig, ax = plt.subplots()
 plots.steps(ax, runs)
 plt.show()
+print(f"A step of {recipes['base'].examples_per_step} examples:")
 lab.table(switches.SWITCH_HEAD, *switches.switch_rows(runs))
 lab.on_reference(switches.SWITCH_HEAD, switches.switch_rows, *switches.switches(lab.scale))
 
 # %%
 counted = switches.paying(runs)
 lab.keep(Run("09", "advice", workload=ready.name, scale=lab.scale, metrics=counted))
-print(f"Of {counted['tried']} switches, {counted['helped']} shorten the step by 5 % or more, beyond the spread.")
+print(f"Switches that shorten the step by 5 % or more, beyond the spread: {counted['helped']} of {counted['tried']}.")
 lab.verdict("A4.pytorch.mixed-precision", "A4.pytorch.cudnn-benchmark", "A4.pytorch.accumulation")
 lab.verdict("A4.memory.mixed-precision", "A4.memory.checkpointing", "A4.method.measure");
 
@@ -152,11 +158,27 @@ lab.verdict("A4.memory.mixed-precision", "A4.memory.checkpointing", "A4.method.m
 # *Within the spread* is an answer, too: if the switch matters on this loop, it matters less than the noise of so few
 # steps. Look for the reason before you blame the switch:
 #
-# - *bf16*, *tf32*, *channels last* and *cudnn.benchmark* make kernels faster. A loop that waits for its host gains
-#   nothing from that.
+# - *base*, *bf16* and the two *tf32* rows are held against *float32*. Its kernels are long enough to fill a GPU, so
+#   formats that shorten them shorten the step.
+# - *channels last* and *cudnn.benchmark* are held against *base*, and shorten its kernels once more. A loop that waits
+#   for its host by then gains nothing from that.
 # - The rows with *optimizer* make the update cheaper, or its state smaller. LoRA trains about a thousandth of the
 #   weights, so there is hardly anything to gain.
-# - *checkpointing* and *accumulation* trade: they pay with time (one column) for memory (the other).
+# - *checkpointing* and *accumulation* trade: they pay with time (one column) for memory (the other). What they pay is
+#   more than arithmetic where the host is what the loop waits for: it launches the blocks' forward passes twice, or the
+#   whole pass once for each example.
+#
+# **Is *selective checkpointing* slower than *checkpointing*?** It computes less again, and should cost less time. On our
+# H200 it costs much more. What is on record doesn't say why, so here is a hypothesis, and how to test it:
+#
+# - *What the code does.* PyTorch asks a function in Python about each single operation of a block whether to keep its
+#   result: in the forward pass, and again when the block is computed once more (`keeping_products` in
+#   `labutils/checkpointing.py`). The GPU has less to do, and the host much more.
+# - *So* it should cost time where the step waits for its host, and save time where kernels are long: with larger
+#   batches or images.
+# - *What to look at.* Trace both forms as in lab 02. If the hypothesis holds, the kernels of *selective* take less time
+#   in all than those of *checkpointing*, and the gaps between them take more. Compiled, the choice is made once, and the
+#   cost should go.
 #
 # **Takeaway.** Read a list of advice as a list of questions. The answers hold for one loop as it is today: ask again after
 # each change, as the next bottleneck was hidden behind the last one.
@@ -226,9 +248,9 @@ lab.verdict("A4.pytorch.scaler", "A4.memory.sensitive-parts");
 # matter where all weights are trained?
 #
 # Here AdamW updates every matrix of one decoder block in float32 (at `full` one of Qwen3-8B's 36 blocks, 193 million
-# numbers). *loop*, *foreach* and *fused* launch ever fewer kernels for the same update. *8bit* keeps each of AdamW's two
-# moments in one byte a number, with a constant for every 256 (bitsandbytes). *paged* puts them into memory that the driver
-# can move to the host when the GPU is full.
+# numbers). *loop* launches a dozen kernels for each tensor, *foreach* a dozen for many tensors together, *fused* one for
+# many tensors and all operations. *8bit* keeps each of AdamW's two moments in one byte a number, with a constant for
+# every 256 (bitsandbytes). *paged* puts them into memory that the driver can move to the host when the GPU is full.
 
 # %%
 with lab.attempt("The optimizer's forms", reference="optimizer: adamw-fused"):
@@ -238,12 +260,18 @@ lab.on_reference(switches.OPTIMIZER_HEAD, switches.optimizer_rows, "optimizer: *
 
 # %% [markdown]
 # An update is limited by memory bandwidth: every trained number is read and written together with its gradient and both
-# moments. *loop* reads and writes them again for each operation, *fused* once. *8bit* saves 6 of 8 bytes of state, and its
-# updates are off by a few percent, which training mostly tolerates. (On a CPU the library's 8-bit form is correct, not
-# fast.)
+# moments. *loop* reads and writes them again for each operation, *fused* once.
+#
+# *foreach* launches less than *loop*, but reads and writes as much. So it pays where launching takes longer than
+# updating: with hundreds of small tensors on a GPU. Here there are nine tensors, and nearly all numbers are in seven large
+# ones. There is next to nothing to launch less, so *foreach* needn't be the faster of the two; on our H200 it is the slower.
+#
+# *8bit* saves 6 of 8 bytes of state, and its updates are off by a few percent, which training mostly tolerates. It is
+# there to save memory: it moves fewer bytes, but has to find a constant for each 256 numbers and to round by it, and
+# whether that takes more time or less the table says. (On a CPU the library's 8-bit form is correct, not fast.)
 #
 # **Takeaway.** Ask what share of your time and memory is the optimizer's. With LoRA both are next to nothing. With all
-# weights trained, the state is twice as large as the weights, and these forms are worth having.
+# weights trained, the state is twice as large as the weights: *fused* is there for the time, *8bit* for the memory.
 
 # %% [markdown]
 # ## 4 · What a step's memory consists of
@@ -255,7 +283,7 @@ lab.on_reference(switches.OPTIMIZER_HEAD, switches.optimizer_rows, "optimizer: *
 # operation needs only for a moment, as *temporaries*. A CPU's allocator keeps no history. There a ledger notes each tensor
 # that an operation returns, for as long as anything holds it. (It doesn't see what a kernel uses internally.)
 #
-# **Your prediction:** for Stable Diffusion, how many percent of the peak are activations?
+# **Your prediction:** for Stable Diffusion with everything kept, how many percent of the peak are activations?
 
 # %%
 my_activations: float | None = None  # for example 50
@@ -287,7 +315,14 @@ for ax, mode in zip(axes, ("all kept", "checkpointing"), strict=True):
         ax.set_title(f"Stable Diffusion, {mode}")
 plt.show()
 
+# %%
+lab.table(footprint.PEAK_HEAD, *footprint.peak_rows(told))
+lab.on_reference(footprint.PEAK_HEAD, footprint.peak_rows, "memory: sd15-lora, *")
+
 # %% [markdown]
+# The last column of *all kept* answers the prediction. (The batch isn't section 1's, and so the peak isn't either:
+# activations grow with the batch, weights don't. GB are 10⁹ bytes throughout the lab.)
+#
 # Read the first picture from left to right. The weights are there all the time. In the forward pass activations pile
 # up; in the backward pass they are used and freed, block by block. The peak lies where one turns into the other. With
 # *checkpointing* the pile stays low, as blocks keep only their inputs, and each hump of the backward pass is a block
@@ -309,10 +344,14 @@ for ax, mode in zip(axes, ("all kept", "checkpointing"), strict=True):
         ax.set_title(f"Qwen3, two long texts, {mode}")
 plt.show()
 
+# %%
+lab.table(footprint.PEAK_HEAD, *footprint.peak_rows({name: run for name, run in told.items() if "qwen3" in name}))
+lab.on_reference(footprint.PEAK_HEAD, footprint.peak_rows, "memory: qwen3-lora-long, *")
+
 # %% [markdown]
 # The logits: one number for each token and each word of the vocabulary, and at the worst moment three float32 copies
-# exist at once: the softmax and two gradients. They make the peak in both pictures. Checkpointing can't do anything
-# about them; a loss that forms them chunk by chunk can (lab 07's *fused loss*).
+# exist at once: the softmax and two gradients. In both pictures the peak lies at that moment. Checkpointing can't do
+# anything about them; a loss that forms them chunk by chunk can (lab 07's *fused loss*).
 #
 # **Takeaway.** Ask *when* the peak is reached before you ask what to save. Saving what isn't alive at that moment saves
 # nothing.
@@ -328,7 +367,7 @@ plt.show()
 # - the 16-bit copies of float32 numbers that autocast makes;
 # - what a fused attention kernel keeps on a GPU;
 # - the optimizer's state;
-# - the workspaces of cuBLAS, the library that multiplies matrices: 32 MiB for each of two threads.
+# - the workspaces of cuBLAS, the library that multiplies matrices: 34 MB for each of two threads.
 #
 # It takes seconds, and no memory, for a model of any size. Three models, each in three modes (everything kept,
 # checkpointing, and selective checkpointing), make nine predictions.
@@ -410,6 +449,8 @@ with lab.attempt("Running out of memory", reference="out of memory"):
     print(broken["message"][:300])
 
 # %% [markdown]
+# (PyTorch's message counts in GiB, of 2³⁰ bytes, and the lab in GB, of 10⁹: 1 GiB is 1.07 GB.)
+#
 # Compare *in the except block* with *after it*. Inside the `except` block nothing is free yet: the exception holds the
 # traceback, the traceback holds every frame of the failed step, and the frames hold its tensors.
 # `torch.cuda.empty_cache()` frees nothing there. Leave the block first. Then drop the unfinished gradients, collect the
@@ -496,9 +537,10 @@ with lab.attempt("Reading and decoding", reference="decode: PNG"):
         ax, {name: {"read": run.metric("read_ms"), "decode": run.metric("decode_ms")} for name, run in bars.items()}
     )
     plt.show()
-    lab.table(DECODING_HEAD, *decoding_rows(decoding))
-with lab.attempt("JPEG decoded on the GPU", reference="decode: JPEG, GPU"):
-    lab.measured("decode: JPEG, GPU", None, lambda: pictures.decoding_on_gpu(gpu_decoder()))
+on_the_gpu = "decode: JPEG, GPU"
+with lab.attempt("JPEG decoded on the GPU", reference=on_the_gpu):
+    decoding[on_the_gpu] = lab.measured(on_the_gpu, None, lambda: pictures.decoding_on_gpu(gpu_decoder()))
+lab.table(DECODING_HEAD, *decoding_rows(decoding))
 lab.on_reference(DECODING_HEAD, decoding_rows, "decode: *")
 
 # %% [markdown]
@@ -628,10 +670,23 @@ lab.verdict("A4.environment.launch-blocking", "A4.environment.visible-devices");
 #
 # `labutils diagnose -- python train.py` looks at any training script as it is: it times a few steps, profiles a few more,
 # says where the time goes, and ranks what to change. It predicts each gain by replaying the traced step with one thing
-# changed, for example without the wait for data. Here it looks at the loop that article A1 starts with. Then it is put to
-# the test: after the predictions are made, each fix is measured alone, taking turns with the loop as it was.
+# changed, for example without the wait for data. Here it looks at the loop that article A1 starts with, *SD1.5* in the
+# tables. Then it is put to the test: after the predictions are made, each fix is measured alone, taking turns with the
+# loop as it was.
 #
-# **Your prediction:** how many percent of that loop's step does the best single fix save?
+# **Which fixes are measured?** Four, chosen beforehand and not by what is predicted of them: *workers*, *batch size*,
+# *capture* and *caching*. Each names another part of the loop as the culprit, and each is a setting of the course's own
+# loop, so that nobody has to rewrite anything. (*capture* takes a GPU: on a CPU there are three.) Two kinds of fixes aren't
+# measured: compiling, as it takes longer to build than all others to measure (lab 04 does it); and small matters such as
+# the log or the optimizer's form, whose gain the spread would hide. (With `every_loop=True` three more loops are looked
+# at, each with the fixes that it may call for. The question stays SD1.5's.)
+#
+# **A fix may change several knobs.** A CUDA graph can't hold an optimizer that asks the host whether to step, nor a log
+# that waits for the loss, so *capture* changes these two as well. *caching* leaves nothing for workers to load, and goes
+# without them. The column *what changes* lists the knobs. What is measured is such a bundle: its gain isn't the graph's
+# alone.
+#
+# **Your prediction:** how many percent of that loop's step does the best single one of these fixes save?
 
 # %%
 my_best: float | None = None  # for example 40
@@ -652,12 +707,16 @@ print(next((run.metrics["told"] for run in diagnosed.values()), ""))
 
 # %%
 lab.table(ablations.HEAD, *ablations.table_rows(diagnosed))
+looks = ablations.look_rows(diagnosed)
+lab.table(ablations.LOOK_HEAD, *looks)
 count = {name: sum(run.metrics[name] for run in diagnosed.values()) for name in ("fixes_telling", "fixes_close")}
 print(
-    f"Of {count['fixes_telling']} fixes with something to gain, {count['fixes_close']} were predicted within 20 % of "
-    "the step."
+    f"Loops on which the fix ranked first was the best: {sum(row[1] == row[3] for row in looks)} of {len(looks)}. Of "
+    f"{count['fixes_telling']} fixes with something to gain, {count['fixes_close']} were predicted within 20 % of the step."
 )
-saved = [100 * gain for run in diagnosed.values() for gain in ablations.savings(run)]
+lab.on_reference(ablations.HEAD, ablations.table_rows, "diagnosis: *")
+lab.on_reference(ablations.LOOK_HEAD, ablations.look_rows, "diagnosis: *")
+saved = ablations.savings(diagnosed["SD1.5"]) if "SD1.5" in diagnosed else []
 
 # %% [markdown]
 # *Step off by* compares the predicted step with the measured one. Each gain was measured with that fix alone. They
@@ -666,8 +725,13 @@ saved = [100 * gain for run in diagnosed.values() for gain in ablations.savings(
 # (A negative gain is a loss. On a CPU that is busy with other things, two runs of the *same* recipe can differ by more
 # than a fifth; there the table shows how a prediction is tested, not how good it is.)
 #
-# **Takeaway.** Profile first, change one thing, measure again. This last piece of the article's advice held on the loop
-# tested here (with `every_loop=True`: the four loops). `labutils diagnose` asks the same of yours.
+# The second table holds the article's last piece of advice against the first one: profile, change one thing, and measure
+# again. *Ranked first* is what you would have changed after the look alone, and what that saved; *best* is what you know
+# once all are measured. Where the two differ, measuring again found what the look had missed. *Said to pay, and paid*
+# counts the fixes that were predicted to save 5 % or more, and how many of them did.
+#
+# **Takeaway.** A look at the trace tells where to begin; only a measurement tells what it brought. So profile first, change
+# one thing, measure again. `labutils diagnose` looks at your loop in the same way.
 
 # %% [markdown]
 # ## 10 · The whole list
@@ -807,10 +871,10 @@ lab.done(
         "tries of accelerate's search from 16 on": searches["accelerate, from 16"].metric("tries")
         if searches
         else None,
-        "the best single fix saves": max(saved, default=None),
+        "the best single fix saves": 100 * max(saved) if saved else None,
         "PNG against JPEG, one core": median(decoding["decode: PNG"].samples["decode_ms"])
         / median(decoding["decode: JPEG"].samples["decode_ms"])
-        if decoding
+        if "decode: PNG" in decoding
         else None,
     }
 )

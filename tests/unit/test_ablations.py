@@ -11,9 +11,11 @@ from labutils.diagnosis import Fix
 from labutils.diagnosis import ablations as ablating
 from labutils.diagnosis.ablations import (
     HEAD,
+    LOOK_HEAD,
     STARTS,
     Ablation,
     ablations,
+    look_rows,
     measured_gain,
     on_record,
     recipes_of,
@@ -22,7 +24,7 @@ from labutils.diagnosis.ablations import (
 )
 from labutils.recipe import STOCK
 from labutils.results import Run, step_by_step
-from labutils.training import Bench, Session
+from labutils.training import Bench, Session, comparing
 from labutils.workloads import open_workload
 
 
@@ -114,6 +116,44 @@ def test_rounds_of_the_same_batches_have_as_many_steps_for_all(monkeypatch):
     half = len(taken[0]) // 2
     assert taken[0][:half] == taken[0][half:]
     assert len(step_by_step(*runs.values())) == 2 * half
+
+
+def test_workers_that_made_batches_ready_shift_the_rounds_of_all(monkeypatch):
+    """Two workers hold four batches: the first step and those that find them ready aren't timed, of neither recipe."""
+    monkeypatch.setenv("TQDM_DISABLE", "1")
+    monkeypatch.setattr(comparing, "ROUND_MS", 1)
+    name, start = STARTS["Qwen3"]
+    helped = start.but(num_workers=2, prefetch_factor=2, pin_memory=False)
+    with Bench(open_workload(name, "tiny", device="cpu"), warmup=1, same_batches=True) as bench:
+        alone = bench.compare({"alone": start}, steps=8, rounds=1)["alone"]
+        both = bench.compare({"beside": start, "workers": helped}, steps=3, rounds=2)
+        with pytest.raises(ValueError, match="at least 5"):
+            bench.contenders["workers"].rewind(1)
+    expected = alone.samples["useful_tokens"][4:7]
+    assert len(set(expected)) > 1
+    assert [run.samples["useful_tokens"] for run in both.values()] == [2 * expected] * 2
+
+
+def fix_on_record(predicted, measured, per="step"):
+    return {"changes": {"streams": 2}, "per": per, "predicted": predicted, "measured": measured, "off": None, "why": ""}
+
+
+def test_what_a_look_was_worth_is_told_by_loop():
+    each = {
+        "batch size": fix_on_record(0.5, 0.55),
+        "capture": fix_on_record(0.4, 0.72),
+        "workers": fix_on_record(0.3, -0.1),
+        "caching": fix_on_record(0.01, 0.2),
+        "refused": fix_on_record(0.9, None),
+    }
+    runs = {
+        "diagnosis: SD1.5": Run("09", "", metrics={"each": each}),
+        "LLaVA": Run("09", "", metrics={"each": {"refused": each["refused"]}}),
+        "diagnosis: Qwen3": Run("09", "", status="oom"),
+    }
+    assert look_rows(runs) == [("SD1.5", "batch size", "55%", "capture", "72%", "2 of 3")]
+    assert len(LOOK_HEAD) == 6
+    assert [row[0] for row in table_rows(runs)] == ["SD1.5"] * 5 + ["LLaVA"]
 
 
 def test_every_start_is_a_workload_and_a_recipe():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import logging
 
 import pytest
 import torch
@@ -11,8 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from recipes_at_work import Products
 from torch import nn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from labutils.checkpointing import Parking, offloading
+from labutils import checkpointing
+from labutils.checkpointing import Parking, offloading, recomputing_within
 
 
 def blocks(count=3):
@@ -129,3 +132,32 @@ def test_selective_checkpointing_trains_alike_and_hardly_multiplies_again(name, 
     assert found["selective"][0] == found["off"][0] == found["blocks"][0]
     again = {kind: found[kind][1] - found["off"][1] for kind in ("selective", "blocks")}
     assert 0 <= again["selective"] <= 0.3 * again["blocks"]
+
+
+def compiled_with_a_checkpoint(block):
+    """What PyTorch's logger said while this was compiled, as if nothing had been before in this process."""
+    from torch._logging._internal import warning_once
+
+    warning_once.cache_clear()
+    torch._dynamo.reset()
+    said = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    checkpointing.WRAP.addHandler(handler)
+    try:
+        torch.compile(block, backend="aot_eager")(torch.randn(2, 8, requires_grad=True)).sum().backward()
+    finally:
+        checkpointing.WRAP.removeHandler(handler)
+    return [message for message in said if "context_fn" in message]
+
+
+def theirs(x):
+    """Somebody else's checkpoint: they are to be warned of operations in place."""
+    kept = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
+    return checkpoint(lambda y: torch.relu(y).sin(), x, use_reentrant=False, context_fn=kept)
+
+
+def test_pytorchs_warning_is_dropped_for_our_checkpoints_alone():
+    assert len(compiled_with_a_checkpoint(theirs)) == 1  # that this module was imported changes nothing
+    assert compiled_with_a_checkpoint(recomputing_within(blocks(1)[0])) == []
+    assert len(compiled_with_a_checkpoint(theirs)) == 1

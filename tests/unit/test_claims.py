@@ -543,6 +543,48 @@ def test_a_lab_that_was_run_without_a_claims_runs_is_not_said_to_be_unrun():
     assert told.why.startswith("Lab 06 has made none of the runs that it takes (") and "parameters cell" in told.why
 
 
+@pytest.mark.parametrize(
+    ("factor", "told"),
+    [
+        (1.3, "The opposite of what was published at b4, by more than the spread: -10 to -1 % is meant"),
+        (0.7, "Larger than published at b4, by more than the spread"),
+        (0.995, "Smaller than published at b4, by more than the spread"),
+    ],
+)
+def test_a_miss_says_which_way_it_misses(factor, told):
+    """4 to 7 % shorter was published, 1 to 10 % is meant."""
+    found = judgement("A2.fp8.speed", with_runs(a2("fp8-te b4", 4 * 990 * factor)))
+    assert found.verdict == REFUTED and found.why.startswith(told)
+
+
+def test_several_misses_are_told_apart():
+    runs = with_runs(a2("fp8-te b4", 4 * 990 * 1.3), a2("fp8-te b8", 8 * 990 * 0.7))
+    found = judgement("A2.fp8.speed", runs)
+    assert found.why.startswith("The opposite of what was published at b4, larger than published at b8, by more")
+
+
+def test_a_miss_within_the_spread_says_which_way_too():
+    found = judgement("A2.fp8.speed", with_runs(a2("fp8-te b4", 4 * 990 * 0.88, spread=0.05)))
+    assert found.verdict == INCONCLUSIVE and found.why.startswith("Larger than published at b4, but within the spread")
+
+
+def test_more_of_nothing_is_larger_than_published():
+    """The memory was to stay as it was."""
+    for gb in (0.5, 100.0):
+        found = judgement("A2.fp8.memory", with_metrics("06", "fp8-te b8", peak_allocated_gb=gb))
+        assert found.verdict == REFUTED and found.why.startswith("Larger than published at b8")
+
+
+def test_whatever_is_more_is_told_of_both_runs():
+    """Of a count as of a share, and of what isn't more."""
+    share = judgement("A4.pytorch.scaler", article_runs())
+    assert share.why == (
+        "Lost share: a higher number in 'numbers: fp16, loss not scaled' than in 'numbers: fp16, scaled loss'."
+    )
+    none = judgement("A2.te.breaks-graph", with_metrics("06", "compile-fp8-te b1", graph_breaks=0))
+    assert none.why == "Graph breaks: no higher number in 'compile-fp8-te b1' than in 'compile b1'."
+
+
 def test_found_numbers_have_no_senseless_digits():
     assert [figures(value) for value in (2.66935e12, 1234.0, 58.41459, -0.708661, 1755.71, 3.0)] == [
         *("2.67e+12", "1,234", "58.41", "-0.7087", "1,755.7", "3"),

@@ -227,6 +227,19 @@ def test_a_product_near_the_machines_rate_shrinks_with_its_rows_in_however_few_b
     assert fixes.grown_ms(evidence, large, 0.6) == pytest.approx(shorter)
 
 
+@pytest.mark.parametrize("fill", [0.2, 1.0, 3.0])
+def test_a_product_timed_a_little_faster_is_never_predicted_to_jump(fill):
+    """From far below the machine's rate to its rate, in steps of 1 %."""
+    evidence = replace(of_steps(tuned()), rates=AtMost("cuda"))
+    product = Product(8192, 4096, 4096, 1, "bf16")
+    fastest = evidence.rates.flops_ms(product.flops, "bf16")
+    timed = [fastest * 1.01**n for n in range(250)]
+    left = [fixes.grown_ms(evidence, Piece("GEMM", ms, product=product, fill=fill), 0.6) / ms for ms in timed]
+    assert left[0] == pytest.approx(0.6)
+    assert left[-1] == pytest.approx(max(1, 0.6 * fill) / max(1, fill))
+    assert all(-1e-9 < after - before < 0.02 for before, after in zip(left, left[1:], strict=False))
+
+
 def test_a_larger_batch_has_to_fit():
     one = [batch(examples=1, batch_size=1)]
     fits = diagnose(of_steps(small_kernels(0.1), batches=one, config={"peak_gb": 30.0}))

@@ -275,6 +275,19 @@ def test_memory_runs_out_and_comes_back(little):
         assert fed.fits(3) and not fed.fits(4)
 
 
+def test_a_peak_is_told_by_what_it_consists_of_and_of_how_many_examples():
+    metrics = {"peak_gb": 10.0, "weights_gb": 4.0, "gradients_gb": 0.0, "activations_gb": 6.0, "activations_share": 0.6}
+    run = Run("09", "", recipe={"micro_batch": 3}, metrics=metrics | {"predicted_gb": 9.0, "off": -0.1})
+    failed = Run("09", "", status="oom")
+    (row,) = footprint.peak_rows({"memory: sd15-lora, all kept": run, "memory: llava-lora, all kept": failed})
+    found = dict(zip(footprint.PEAK_HEAD, row, strict=True))
+    assert found["step"] == "sd15-lora, all kept" and found["examples"] == 3 and found["peak"] == "10.0 GB"
+    assert found["weights"] == "4.0 GB" and found["activations"] == "6.0 GB" and found["activations' share"] == "60%"
+    assert found["gradients"] is None and found["logits"] is None
+    (row,) = footprint.told_rows({"memory: sd15-lora, all kept": run})
+    assert dict(zip(footprint.TOLD_HEAD, row, strict=True))["examples"] == 3
+
+
 def test_what_fits_is_not_told_as_running_out(little):
     with footprint.Fed(little, PLAIN) as fed, pytest.raises(RuntimeError, match="nothing ran out"):
         footprint.run_out(fed, 1)

@@ -434,7 +434,7 @@ def test_what_is_not_cached_has_no_price_of_caching(workload):
 def test_recipes_take_turns(workload, no_probe, monkeypatch):
     turns, measure = [], comparing.Contender.measure
     monkeypatch.setattr(
-        comparing.Contender, "measure", lambda c, steps: turns.append(c.session.recipe.rank) or measure(c, steps)
+        comparing.Contender, "measure", lambda c, *steps: turns.append(c.session.recipe.rank) or measure(c, *steps)
     )
     recipes = {f"rank {rank}": QUICK.but(rank=rank) for rank in (2, 3, 4)}
     runs = compare(workload, recipes, steps=2, rounds=3, warmup=0)
