@@ -56,7 +56,11 @@ def run(results_folder):
     [
         ({"given": {"stepz": "3"}}, r"no parameter 'stepz'(.|\n)*-p steps 3  \(int\) how many"),
         ({"given": {"steps": "many"}}, "steps is 'many', a text, but it takes a whole number"),
-        ({"given": {"steps": "2.5"}}, "steps is '2.5'"),
+        (
+            {"given": {"steps": "2.5"}},
+            r"steps is 2\.5, a number with a decimal point, but it takes a whole number, e\.g\. 4",
+        ),
+        ({"given": {"steps": "inf"}}, "steps is 'inf', a text, but it takes a whole number"),
         ({"given": {"loud": "0"}}, "loud is '0', a text, but it takes true or false"),
         ({"given": {"rate": "nan"}}, "rate is nan"),
         ({"given": {"scale": "tiny"}}, "option of its own: --scale"),
