@@ -286,6 +286,12 @@ def test_a_named_run_is_diagnosed(capsys):
     assert "04/plain loop" in capsys.readouterr().err
 
 
+def test_a_run_is_not_looked_for_where_nothing_can_be_read(tmp_path, capsys):
+    (tmp_path / "results.jsonl").write_text("hello\n")
+    assert cli.main(["diagnose", "--run", "04/stock", "--results", str(tmp_path)]) == 2
+    assert "1 of 1 lines can't be used (line 1 is not JSON)" in capsys.readouterr().err
+
+
 def test_a_failing_script_is_1(tmp_path, capsys):
     assert cli.main(["diagnose", "--", *script(tmp_path, "import torch; raise SystemExit(3)")]) == 1
     assert "exit code 3" in capsys.readouterr().err
