@@ -21,6 +21,8 @@ LEAST |= dict.fromkeys(("blackwell_yen", "h100_yen", "h200_yen", "b200_yen"), 0)
 """Parameter's name -> the least that it takes, in whichever lab: 0 leaves the number to the lab, or says unknown."""
 ABOVE = {"years": 0, "hours_a_day": 0, "yen_per_kwh": 0}
 MOST = {"hours_a_day": 24}
+NOT = {"ranks": 1}
+"""A lab of several ranks has nothing to show with one."""
 COUNTS = ("batches", "compile_batches", "delays")
 """Texts that hold whole numbers above 0."""
 EXAMPLES = {"str": "words", "int": "a whole number, e.g. 4", "float": "a number, e.g. 0.5", "bool": "true or false"}
@@ -68,6 +70,8 @@ def _check_range(name: str, value: float) -> None:
     """Raise `ValueError` where a parameter of that name takes no such number in any lab."""
     if name in LEAST and value < LEAST[name]:
         raise ValueError(f"{name} is {value!r}, but it takes {LEAST[name]} or more.")
+    if name in NOT and value == NOT[name]:
+        raise ValueError(f"{name} is {value!r}, but it takes {LEAST[name]}, or more than {value!r}.")
     if name in ABOVE and value <= ABOVE[name]:
         raise ValueError(f"{name} is {value!r}, but it takes a number above {ABOVE[name]}.")
     if name in MOST and value > MOST[name]:

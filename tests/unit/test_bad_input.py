@@ -95,6 +95,7 @@ def test_names_that_later_cells_annotate_are_no_parameters(kinds):
         ("batches", "9" * 5000, "takes whole numbers above 0"),
         ("compile_batches", "-1", "compile_batches is '-1', but it takes whole numbers above 0"),
         ("delays", "20 -5", "delays is '20 -5', but it takes whole numbers above 0"),
+        ("ranks", 1, "ranks is 1, but it takes 0, or more than 1"),
         ("ranks", -2, "ranks is -2, but it takes 0 or more"),
         ("years", 0.0, "years is 0.0, but it takes a number above 0"),
         ("years", -3.0, "years is -3.0, but it takes a number above 0"),
