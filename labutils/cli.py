@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from labutils import __version__, parameters
 
@@ -21,7 +22,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Carry out a command line; returns the exit code. Wrong usage exits at once with 2, as argparse does."""
     if hasattr(sys.stdout, "reconfigure"):  # where the encoding lacks an arrow, a ? stands for it
         sys.stdout.reconfigure(errors="replace")
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    if not (sys.argv[1:] if arguments is None else arguments):
+        parser.print_help(sys.stderr)
+        parser.exit(WRONG_USAGE, "\nlabutils: error: the following arguments are required: COMMAND\n")
+    options = parser.parse_args(arguments)
     try:
         return options.carry_out(options)
     except KeyboardInterrupt:
@@ -36,6 +41,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="labutils",
         description="GPU Fine-Tuning Lab: check this machine, run the labs, see how the articles' claims fared.",
+        epilog="To begin, type: labutils doctor. What a command takes: labutils COMMAND --help",
     )
     parser.add_argument("--version", action="version", version=f"labutils {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
@@ -73,8 +79,8 @@ def _add_run(commands: argparse._SubParsersAction) -> None:
         "-p",
         dest="given",
         nargs=2,
-        action="append",
-        default=[],
+        action=_Given,
+        default={},
         metavar=("NAME", "VALUE"),
         help="a lab's own parameter",
     )
@@ -97,6 +103,20 @@ def _add_run(commands: argparse._SubParsersAction) -> None:
     run.add_argument("--timeout", type=_seconds, default=1800.0, metavar="S", help="seconds a lab may take (1800)")
     run.add_argument("--cell-timeout", type=_seconds, metavar="S", help="seconds a cell may take (no limit of its own)")
     run.set_defaults(carry_out=_run)
+
+
+class _Given(argparse.Action):
+    """Gathers `-p NAME VALUE`s by name, each once."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, options: argparse.Namespace, words: Any, option: str | None = None
+    ) -> None:
+        (name, value), before = words, getattr(options, self.dest)
+        if name in before:
+            raise argparse.ArgumentError(
+                self, f"{name} is given twice, as {before[name]!r} and as {value!r}; give each parameter once"
+            )
+        setattr(options, self.dest, before | {name: value})
 
 
 def _add_report(commands: argparse._SubParsersAction) -> None:
@@ -194,7 +214,7 @@ def _run(options: argparse.Namespace) -> int:
                 weights=options.weights,
                 data=options.data,
                 results=options.results,
-                given=dict(options.given),
+                given=options.given,
                 force=options.force,
                 only_changed=options.only == "changed",
                 jobs=options.jobs,

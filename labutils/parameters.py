@@ -16,9 +16,14 @@ CHOICES = {
     "weights": ("random", "hub"),
     "data": ("generated", "hub"),
 }
-LEAST = {"steps": 0, "rounds": 0, "seeds": 0, "method_steps": 0, "log_every": 0}
-"""Parameter's name -> the least that it takes, in whichever lab: 0 leaves the number to the scale."""
-COUNTS = ("batches", "compile_batches")
+LEAST = dict.fromkeys(("steps", "rounds", "seeds", "method_steps", "log_every", "ranks", "memory_gb"), 0)
+LEAST |= dict.fromkeys(("blackwell_yen", "h100_yen", "h200_yen", "b200_yen"), 0) | {"planned_steps": 1}
+"""Parameter's name -> the least that it takes, in whichever lab: 0 leaves the number to the lab, or says unknown."""
+ABOVE = {"years": 0, "hours_a_day": 0, "yen_per_kwh": 0}
+MOST = {"hours_a_day": 24}
+NOT = {"ranks": 1}
+"""A lab of several ranks has nothing to show with one."""
+COUNTS = ("batches", "compile_batches", "delays")
 """Texts that hold whole numbers above 0."""
 EXAMPLES = {"str": "words", "int": "a whole number, e.g. 4", "float": "a number, e.g. 0.5", "bool": "true or false"}
 
@@ -34,7 +39,7 @@ def read(name: str, word: str, kind: str) -> Any:
         try:
             value = KINDS[kind](word)
         except ValueError:
-            value = word
+            value = _fraction(word) if kind == "int" else word
     return check(name, value, kind)
 
 
@@ -46,11 +51,31 @@ def check(name: str, value: Any, kind: str) -> Any:
         raise ValueError(f"{name} is {value!r}, {_a(type(value).__name__)}, but it takes {EXAMPLES[kind]}.")
     if name in CHOICES and value not in CHOICES[name]:
         raise ValueError(f"{name} is {value!r}, but it takes one of: {', '.join(CHOICES[name])}.")
-    if name in LEAST and kind in ("int", "float") and value < LEAST[name]:
-        raise ValueError(f"{name} is {value!r}, but it takes {LEAST[name]} or more.")
+    if kind in ("int", "float"):
+        _check_range(name, value)
     if name in COUNTS and kind == "str":
         whole_numbers(name, value)
     return value
+
+
+def _fraction(word: str) -> float | str:
+    """The number that `word` is, if it is a finite one; else the word."""
+    try:
+        return float(word) if math.isfinite(float(word)) else word
+    except ValueError:
+        return word
+
+
+def _check_range(name: str, value: float) -> None:
+    """Raise `ValueError` where a parameter of that name takes no such number in any lab."""
+    if name in LEAST and value < LEAST[name]:
+        raise ValueError(f"{name} is {value!r}, but it takes {LEAST[name]} or more.")
+    if name in NOT and value == NOT[name]:
+        raise ValueError(f"{name} is {value!r}, but it takes {LEAST[name]}, or more than {value!r}.")
+    if name in ABOVE and value <= ABOVE[name]:
+        raise ValueError(f"{name} is {value!r}, but it takes a number above {ABOVE[name]}.")
+    if name in MOST and value > MOST[name]:
+        raise ValueError(f"{name} is {value!r}, but it takes {MOST[name]} or less.")
 
 
 def whole_numbers(name: str, text: str) -> list[int]:
@@ -71,4 +96,5 @@ def check_choice(what: str, value: str, choices: tuple[str, ...]) -> None:
 
 
 def _a(kind: str) -> str:
-    return "a text" if kind == "str" else f"an {kind}" if kind[0] in "aeiou" else f"a {kind}"
+    words = {"str": "a text", "float": "a number with a decimal point"}
+    return words.get(kind, f"an {kind}" if kind[0] in "aeiou" else f"a {kind}")

@@ -9,14 +9,27 @@ import json
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from labutils import articles, claims
 from labutils.claims import Judgement
-from labutils.results import LANES, REFERENCE, REPOSITORY, Run, is_sound, named, read_records, runs_of
+from labutils.results import (
+    LANES,
+    REFERENCE,
+    REPOSITORY,
+    Reading,
+    Run,
+    check_no_folder,
+    check_usable,
+    files_below,
+    named,
+    read_file,
+    read_records,
+    runs_of,
+)
 
 LADDER_LAB = "04"
 WIDTH = 100
@@ -29,7 +42,8 @@ Runs = Mapping[tuple[str, str], Run]
 
 @dataclass(frozen=True)
 class Page:
-    """What a report says: the judgements, the ladders, and where the numbers come from; all `records` as they are."""
+    """What a report says: the judgements, the ladders, and where the numbers come from; all `records` as they are.
+    `passed_over`: a sentence for each file that has lines which can't be used."""
 
     judgements: list[Judgement]
     here: Runs
@@ -37,6 +51,7 @@ class Page:
     files: list[Path]
     labs_done: list[str]
     records: list[dict[str, Any]] = field(default_factory=list)
+    passed_over: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -59,16 +74,11 @@ def main(results: Path | None, as_json: bool) -> int:
     2 means that `results` was named and holds no results that can be read.
     """
     try:
-        page = read_page(result_files(results), REFERENCE)
-    except ValueError as error:
-        print(error, file=sys.stderr)
-        return 2
-    except OSError as error:
-        print(
-            f"{error.filename} can't be read: {(error.strerror or str(error)).lower()}. Name results that you may "
-            "read, as in: labutils report --results results/NAME",
-            file=sys.stderr,
-        )
+        readings = [read_file(path) for path in result_files(results)]
+        check_usable(readings)
+        page = page_of(readings, REFERENCE)
+    except (ValueError, OSError) as error:
+        print(f"labutils report: {error}", file=sys.stderr)
         return 2
     if as_json:
         print(json.dumps(as_data(page), indent=2))
@@ -86,9 +96,10 @@ def result_files(results: Path | None) -> list[Path]:
     place = named(results or os.environ.get("LABUTILS_RESULTS") or REPOSITORY / "results")
     if os.path.isfile(place):  # Path.is_file raises OSError for a name that is too long
         return [place]
-    found = [place / "results.jsonl"] if os.path.isfile(place / "results.jsonl") else []
-    if not found and os.path.isdir(place):
-        found = list(place.glob("*/results.jsonl"))
+    check_no_folder(place / "results.jsonl")
+    if os.path.isfile(place / "results.jsonl"):
+        return [place / "results.jsonl"]
+    found = files_below(place) if os.path.isdir(place) else []
     if not found and results is not None:
         problem = "has no results.jsonl" if os.path.isdir(place) else "does not exist"
         if os.path.islink(place) and not os.path.exists(place):
@@ -97,7 +108,7 @@ def result_files(results: Path | None) -> list[Path]:
             f"{place} {problem}, so there is nothing to report. Name the folder that a lab wrote to, "
             "as in: labutils report --results results/NAME. To make one: labutils run"
         )
-    return sorted(found, key=lambda path: (path.stat().st_mtime, str(path)))
+    return found
 
 
 def files_beside(folder: Path, lab: str) -> list[Path]:
@@ -108,15 +119,20 @@ def files_beside(folder: Path, lab: str) -> list[Path]:
     own = folder / "results.jsonl"
     if any(record.get("lab") != lab for record in read_records(own)):
         return [own]
-    found = [path for path in (REPOSITORY / "results").glob("*/results.jsonl") if path.parent.resolve() != folder]
-    return sorted(found, key=lambda path: (path.stat().st_mtime, str(path)))
+    return [path for path in files_below(REPOSITORY / "results") if path.parent.resolve() != folder]
 
 
 def read_page(files: Iterable[Path], reference: Path) -> Page:
     """Judge every claim by the newest of `files` for each lab: runs of one lab are never mixed from two files."""
+    return page_of([read_file(path) for path in files], reference)
+
+
+def page_of(readings: Sequence[Reading], reference: Path) -> Page:
+    """As `read_page`, of what was read already."""
     by_lab: dict[str, tuple[Path, list[dict[str, Any]]]] = {}
-    for path in files:
-        for record in filter(is_sound, read_records(path)):
+    for reading in readings:
+        path = reading.path
+        for record in reading.records:
             lab = record["lab"]
             if lab not in by_lab or by_lab[lab][0] != path:
                 by_lab[lab] = (path, [])
@@ -130,6 +146,7 @@ def read_page(files: Iterable[Path], reference: Path) -> Page:
         files=list(dict.fromkeys(path for path, _ in by_lab.values())),
         labs_done=sorted({r["lab"] for r in records if r.get("status") == "done"}),
         records=records,
+        passed_over=[reading.told() for reading in readings if reading.passed_over],
     )
 
 
@@ -184,6 +201,7 @@ def as_data(page: Page) -> dict[str, Any]:
     return {
         "schema": 1,
         "results": [str(path) for path in page.files],
+        "passed_over": page.passed_over,
         "labs_done": page.labs_done,
         "verdicts": dict(Counter(j.verdict for j in page.judgements)),
         "reference_verdicts": dict(Counter(j.reference_verdict for j in page.judgements)),
@@ -334,6 +352,8 @@ def _show_sources(console: Any, page: Page) -> None:
         console.print(Text(f"Labs run to their end: {', '.join(page.labs_done) or 'none'}."))
     else:
         console.print(Text("No results of this machine yet. Type: labutils run"))
+    for told in page.passed_over:
+        console.print(Text(f"Passed over: {told}", overflow="fold"))
 
 
 def _machine(runs: Runs) -> str:

@@ -11,6 +11,7 @@ import hashlib
 import json
 import math
 import os
+import shlex
 import subprocess
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -181,25 +182,106 @@ def _is_torn(file: IO[bytes]) -> bool:
     return file.read(1) != b"\n"
 
 
+@dataclass(frozen=True)
+class Reading:
+    """What was read of a results.jsonl: its sound `records`; (line, what is wrong with it) of all others."""
+
+    path: Path
+    records: list[dict[str, Any]]
+    passed_over: list[tuple[int, str]]
+
+    def told(self) -> str:
+        """How many lines were passed over and why, and what to type; empty where none was."""
+        if not self.passed_over:
+            return ""
+        shown = "; ".join(f"line {line} {why}" for line, why in self.passed_over[:3])
+        rest = f"; and {len(self.passed_over) - 3} more" if len(self.passed_over) > 3 else ""
+        count, of = len(self.passed_over), len(self.passed_over) + len(self.records)
+        return (
+            f"{self.path}: {count} of {of} lines can't be used ({shown}{rest}). If what they held is missed, "
+            f"measure it again: labutils run LAB --force --results {shlex.quote(str(self.path.parent))}"
+        )
+
+
+def read_file(path: Path) -> Reading:
+    """Read a results.jsonl that a person asks for. Raises `ValueError`, with what to type, where it can't be read."""
+    try:
+        lines = list(_lines(path))
+    except OSError as error:
+        raise ValueError(
+            f"{path} can't be read: {(error.strerror or str(error)).lower()}. Name results that you may read, as in: "
+            "--results results/NAME"
+        ) from None
+    judged = [(line, found, found if isinstance(found, str) else why_unsound(found)) for line, found in lines]
+    return Reading(
+        path,
+        records=[found for _, found, why in judged if isinstance(found, dict) and not why],
+        passed_over=[(line, why) for line, _, why in judged if why],
+    )
+
+
+def check_usable(readings: Sequence[Reading]) -> None:
+    """Raise `ValueError`, with what to type, where lines were passed over and no record is left."""
+    told = [reading.told() for reading in readings if reading.passed_over]
+    if told and not any(reading.records for reading in readings):
+        raise ValueError(
+            "\n".join(
+                [
+                    "There is no record that this version can use:",
+                    *told,
+                    "Or name other results: --results results/NAME",
+                ]
+            )
+        )
+
+
+def files_below(folder: Path) -> list[Path]:
+    """The results.jsonl of each folder in `folder`, the oldest first."""
+    found = [path for path in folder.glob("*/results.jsonl") if os.path.isfile(path)]
+    return sorted(found, key=lambda path: (path.stat().st_mtime, str(path)))
+
+
+def check_no_folder(path: Path) -> None:
+    """Raise `ValueError`, with what to type, where a folder stands in the place of a results.jsonl."""
+    if os.path.isdir(path):
+        place, inner = shlex.quote(str(path)), path / "results.jsonl"
+        other = f"Name it: --results {place}" if os.path.isfile(inner) else f"Move it away: mv {place} {place}.folder"
+        raise ValueError(f"{path} is a folder, where the file of that name belongs. {other}")
+
+
 def read_records(path: str | Path) -> list[dict[str, Any]]:
     """All records of a results.jsonl or of the folder that holds it.
 
-    A line that is torn (a run was killed while writing), is no object or is beyond Python's limits is passed over:
-    what was whole stays usable. Returns [] where there is no such file.
+    A line that is torn (a run was killed while writing), is no object, is beyond Python's limits or has another schema
+    is passed over without a word: what was whole stays usable. Returns [] where there is no such file.
     """
     path = Path(path)
     path = path / "results.jsonl" if os.path.isdir(path) else path
     if not os.path.exists(path):  # Path.exists raises OSError for a name that is too long
         return []
-    records = []
-    for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
-        try:
-            record = json.loads(line, parse_int=_whole_number)
-        except (ValueError, RecursionError):  # no JSON; a number beyond every float; lists nested without end
-            continue
-        if isinstance(record, dict):
-            records.append(record)
-    return records
+    return [found for _, found in _lines(path) if isinstance(found, dict)]
+
+
+def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any] | str]]:
+    """(number, the record) of each line that isn't blank; where it holds none, what is wrong with it."""
+    for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").split("\n"), 1):
+        if line.strip():
+            yield number, _record_of(line)
+
+
+def _record_of(line: str) -> dict[str, Any] | str:
+    try:
+        record = json.loads(line, parse_int=_whole_number)
+    except json.JSONDecodeError:
+        cut = line.startswith("{") and not line.rstrip().endswith("}")
+        return "is cut off, as by a run that was stopped" if cut else "is not JSON"
+    except (ValueError, RecursionError):  # a number beyond every float; lists nested without end
+        return "is beyond Python's limits"
+    if not isinstance(record, dict):
+        return "is no JSON object"
+    if record.get("schema", SCHEMA) != SCHEMA:
+        return f"has schema {record['schema']!r:.40}, and this version reads {SCHEMA}"
+    return record
 
 
 def _whole_number(word: str) -> int:
@@ -225,10 +307,21 @@ def runs_of(records: Iterable[dict[str, Any]], lab: str | None = None) -> dict[t
 
 
 def is_sound(record: Mapping[str, Any]) -> bool:
-    """Whether a record's parts have the kinds that they should: files are edited by hand, too."""
-    words = all(isinstance(record.get(key, ""), str) for key in ("run", "lane", "status", "scale"))
-    parts = all(isinstance(record.get(key, {}), dict) for key in ("recipe", "metrics", "samples", "machine"))
-    return isinstance(record.get("lab"), str) and words and parts
+    """Whether a record's parts have the kinds that they should."""
+    return not why_unsound(record)
+
+
+def why_unsound(record: Mapping[str, Any]) -> str:
+    """What is wrong with a record's parts, empty where nothing is: files are edited by hand, too."""
+    if not isinstance(record.get("lab"), str):
+        return "names no lab"
+    for key in ("run", "lane", "status", "scale"):
+        if not isinstance(record.get(key, ""), str):
+            return f"has a {key} that is no text"
+    for key in ("recipe", "metrics", "samples", "machine"):
+        if not isinstance(record.get(key, {}), dict):
+            return f"has {key} that {'is' if key in ('recipe', 'machine') else 'are'} no object"
+    return ""
 
 
 def named(name: str | Path) -> Path:

@@ -25,9 +25,9 @@ def chosen(
     judgements: Iterable[Judgement], article: str = EVERYTHING, lab: str = EVERYTHING, verdict: str = EVERYTHING
 ) -> list[Judgement]:
     """The judgements of one `article` ("A2"), `lab` ("05") and `verdict` (here). Raises `ValueError` for others."""
-    for word, known in zip((article, lab, verdict), filters().values(), strict=True):
+    for word, (name, known) in zip((article, lab, verdict), filters().items(), strict=True):
         if word not in known:
-            raise ValueError(f"{word!r} is none of: {', '.join(known)}.")
+            raise ValueError(f"There is no {name} {word!r} to choose by. Choose one of: {', '.join(known)}.")
     return [
         j
         for j in judgements

@@ -13,7 +13,7 @@ from pathlib import Path
 from labutils.diagnosis import diagnose, sources, telling
 from labutils.diagnosis.evidence import Evidence
 from labutils.diagnosis.script import NoDiagnosis, Stages, watch
-from labutils.results import read_runs
+from labutils.results import check_usable, read_file, runs_of
 
 FAILED, WRONG_USAGE = 1, 2
 
@@ -69,7 +69,9 @@ def _after(exit_code: int | None) -> int:
 def _of_named_run(name: str, files: Sequence[Path]) -> Evidence:
     """Evidence of the run of that name, "04/stock" or "stock". Raises `ValueError` where there is none, or several."""
     lab, _, own = name.rpartition("/")
-    runs = {key: run for file in files for key, run in read_runs(file).items()}
+    readings = [read_file(file) for file in files]
+    check_usable(readings)
+    runs = {key: run for reading in readings for key, run in runs_of(reading.records).items()}
     found = {key: run for key, run in runs.items() if key[1] == own and lab in ("", key[0])}
     if not found:
         timed = [key for key, run in sorted(runs.items()) if run.metric("step_ms")]

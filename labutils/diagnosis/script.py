@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -19,9 +20,13 @@ from typing import Any
 
 from labutils.diagnosis.evidence import Evidence
 from labutils.diagnosis.recorded import Recorded
-from labutils.diagnosis.sources import of_record
+from labutils.diagnosis.sources import of_record, short
 
 INSIDE = Path(__file__).parent / "inside"
+
+
+FEWEST_TIMED = 3
+"""Steps whose median says something."""
 
 
 class NoDiagnosis(RuntimeError):
@@ -40,10 +45,15 @@ class Stages:
     timed: int = 10
     profiled: int = 3
 
-    @property
-    def all(self) -> int:
-        """Optimizer steps that a script must take at least."""
-        return self.warmup + self.timed + 3 + 2 + 1 + self.profiled
+    def needed(self, on_gpu: bool) -> int:
+        """Optimizer steps that a script must take at least: besides, 2 are watched and 1 warms the profiler up, and on
+        a GPU 3 begin with an empty queue."""
+        return self.warmup + self.timed + self.profiled + (6 if on_gpu else 3)
+
+    def within(self, steps: int, on_gpu: bool) -> Stages | None:
+        """Stages for a script that takes only so many steps; None where they are too few for any."""
+        timed = steps - Stages(1, 0, 1).needed(on_gpu)
+        return Stages(1, min(timed, self.timed), 1) if timed >= FEWEST_TIMED else None
 
 
 @dataclass
@@ -66,7 +76,8 @@ def watch(
     stages = stages or Stages()
     with _room(folder) as room:
         watched = Watched(command, _run(command, _environment(stages, keep_going, room)))
-        watched.processes = [_read(path) for path in sorted(room.glob("process-*.json"))]
+        by_number = sorted(room.glob("process-*.json"), key=lambda path: (len(path.name), path.name))
+        watched.processes = [_read(path) for path in by_number]
         records = sorted(room.glob("record-*.json"))
         if not records:
             raise NoDiagnosis(_why(watched, stages))
@@ -139,9 +150,10 @@ def _why(watched: Watched, stages: Stages) -> str:
         else f"was killed (signal {-watched.exit_code})"
     )
     said = f"The script {ended}"
-    steps = max((process.get("steps", 0) for process in watched.processes), default=0)
     if error := next((p["error"] for p in watched.processes if "error" in p), None):
         return f"{said}, and could not be profiled: {error}."
+    if watched.exit_code != 0:
+        return _failure(watched, ended)
     if not watched.processes:
         return (
             f"{said}, and no Python process was seen in it, or one that was told to ignore its environment "
@@ -149,18 +161,55 @@ def _why(watched: Watched, stages: Stages) -> str:
         )
     if not any(process.get("torch") for process in watched.processes):
         return f"{said}, and never imported PyTorch: there is nothing to diagnose in it."
-    if watched.exit_code != 0:
-        return f"{said} before its steps were profiled: what it said of itself is above. Cure that first."
-    if steps == 0:
-        return (
-            f"{said}, and no optimizer of PyTorch's took a step in it. Does it train? (A step that is replayed from a "
-            "CUDA graph as a whole isn't seen: diagnose the loop before it was captured.)"
+    longest = max(watched.processes, key=lambda process: process.get("steps", 0))
+    if "steps" not in longest:
+        return f"{said}, and no optimizer of PyTorch's took a step in it. " + (
+            _emptiness(watched)
+            or "Does it train? (A step that is replayed from a CUDA graph as a whole isn't seen: diagnose the loop "
+            "before it was captured.)"
         )
+    return f"{said} after {_too_few(longest['steps'], longest.get('on_gpu', False), stages)}"
+
+
+def _failure(watched: Watched, ended: str) -> str:
+    """What is known of a script that failed, with the last line of its error."""
+    before = "its steps were profiled" if watched.processes else "a Python process was seen in it"
+    told = "What it said of itself is above."
+    if failed := [process for process in watched.processes if "failed" in process]:
+        error, place = failed[-1]["failed"], failed[-1]["failed_at"]  # the last to start: a launcher comes before
+        told = f"Its last error: {error}{f' ({short(place)})' if place else ''}."
+    cure = f"Cure that first, by running it alone: {shlex.join(watched.command)}"
+    return " ".join(filter(None, [f"The script failed: it {ended} before {before}.", told, _emptiness(watched), cure]))
+
+
+def _emptiness(watched: Watched) -> str:
+    """Which DataLoader gave no batch; empty where none was seen to."""
+    empty = next((process["empty"] for process in watched.processes if "empty" in process), None)
+    if empty is None:
+        return ""
+    rows = f"{empty['examples']} examples" if "examples" in empty else "a stream"
+    dropping = ", drop_last=True" if empty["drop_last"] else ""
     return (
-        f"{said} after {steps} optimizer steps, and {stages.all} are needed: {stages.warmup} to warm up, "
-        f"{stages.timed} to time, {stages.all - stages.warmup - stages.timed} to watch and profile. Let it take more, "
-        "or give --warmup 1 --timed 3 --steps 1."
+        f"A DataLoader gave no batch, at {short(empty['place'])}: its {empty['dataset']} has {rows}, "
+        f"batch_size={empty['batch_size']}{dropping}. Give it data, or a smaller batch."
     )
+
+
+def _too_few(steps: int, on_gpu: bool, stages: Stages) -> str:
+    """How many steps a script took and how many it must, with options that do with those it takes, if any can."""
+    needed = stages.needed(on_gpu)
+    fewer, least = stages.within(steps, on_gpu), Stages(1, FEWEST_TIMED, 1)
+    told = (
+        f"{steps} optimizer step{'s' if steps != 1 else ''}, and {needed} are needed: {stages.warmup} to warm up, "
+        f"{stages.timed} to time, {needed - stages.warmup - stages.timed} to watch and profile. Let it take more"
+    )
+    if fewer:
+        return f"{told}, or give {_options(fewer)}."
+    return f"{told}: at the least {least.needed(on_gpu)}, with {_options(least)}."
+
+
+def _options(stages: Stages) -> str:
+    return f"--warmup {stages.warmup} --timed {stages.timed} --steps {stages.profiled}"
 
 
 def _no_trace(watched: Watched) -> str:

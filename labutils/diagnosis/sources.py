@@ -106,7 +106,7 @@ def of_record(record: Mapping[str, Any], trace: Recorded) -> Evidence:
         log_ms=log_ms,
         cores=hardware.usable_cores(),
         threads=config["threads"],
-        accumulation=max(1.0, record["backwards"]),
+        accumulation=max(1.0, record["backwards"] / max(1.0, record["closures"])),
         examples=_examples(batches),
         reads=_reads(record),
         writes=_lines(record, "write"),
@@ -195,6 +195,9 @@ def _notes(record: Mapping[str, Any]) -> tuple[str, ...]:
         )
     if config["world_size"] > 1:
         found.append(f"One of {config['world_size']} processes was watched, the one of rank 0.")
+    if record["closures"] >= 1.5:
+        name, times = record["optimizer"]["name"], f"{record['closures']:.3g}"
+        found.append(f"{name} calls its closure {times} times a step: these passes are its own, and no micro-batches.")
     if not record["batches"]:
         found.append("No DataLoader was seen: time that reading data takes counts as the host's.")
     return tuple(found)

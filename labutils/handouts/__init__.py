@@ -55,9 +55,12 @@ def main(found_in: Path | None, out: Path | None, labs: Sequence[str] = (), say:
     began = time.perf_counter()
     try:
         folder = results_folder(found_in)
-        executed, left_out = read(chosen(notebooks_in(folder), labs), results.read_records(folder))
+        reading = results.read_file(folder / "results.jsonl")
+        results.check_usable([reading])
+        executed, left_out = read(chosen(notebooks_in(folder), labs), reading.records)
+        notes = [*left_out, *([f"Passed over: {reading.told()}"] if reading.passed_over else [])]
         if not executed:
-            raise UsageError("\n".join([f"No handouts: no lab in {folder} was run to its end.", *left_out]))
+            raise UsageError("\n".join([f"No handouts: no lab in {folder} was run to its end.", *notes]))
         target = results.named(out) if out else results.REPOSITORY / "results" / "handouts" / folder.resolve().name
         files = make(executed, target, with_course=not labs)
     except ImportError as error:
@@ -66,7 +69,7 @@ def main(found_in: Path | None, out: Path | None, labs: Sequence[str] = (), say:
     except (UsageError, ValueError, OSError) as error:
         print(f"labutils handouts: {error}", file=sys.stderr)
         return WRONG_USAGE
-    for line in left_out:
+    for line in notes:
         say(line)
     size = sum(file.stat().st_size for file in files) / 1e6
     say(f"{len(files)} files of {len(executed)} labs, {size:.0f} MB, in {time.perf_counter() - began:.0f} s: {target}")
@@ -80,24 +83,27 @@ def main(found_in: Path | None, out: Path | None, labs: Sequence[str] = (), say:
 
 
 def results_folder(named: Path | None) -> Path:
-    """The folder meant: `named`, else LABUTILS_RESULTS, else the newest in results/. Raises `UsageError`."""
+    """The folder meant: `named` (or the results.jsonl in it), else LABUTILS_RESULTS, else the newest in results/.
+
+    Raises `UsageError` or `ValueError`, with what to type, where there is none."""
     if given := named or os.environ.get("LABUTILS_RESULTS"):
         folder = results.named(given)
-        if not (folder / "results.jsonl").is_file():
+        folder = folder.parent if folder.name == "results.jsonl" and os.path.isfile(folder) else folder
+        results.check_no_folder(folder / "results.jsonl")
+        if not os.path.isfile(folder / "results.jsonl"):
             raise UsageError(
                 f"{folder} has no results.jsonl. Name the folder that a run wrote to, as in: "
                 "labutils handouts --results results/NAME. Our own is reference/h200."
             )
         return folder
-    there = [
-        file.parent for file in (results.REPOSITORY / "results").glob("*/results.jsonl") if notebooks_in(file.parent)
-    ]
+    files = results.files_below(results.REPOSITORY / "results")
+    there = [file.parent for file in files if notebooks_in(file.parent)]
     if not there:
         raise UsageError(
             "There are no executed notebooks in results/ yet. Run the labs (labutils run), or take ours: "
             "labutils handouts --results reference/h200"
         )
-    return max(there, key=lambda folder: (folder / "results.jsonl").stat().st_mtime)
+    return there[-1]
 
 
 def notebooks_in(folder: Path) -> list[Path]:

@@ -235,6 +235,8 @@ def _is_same(one: Path, other: Path) -> bool:
 
 
 def _why_unwritable(folder: Path, error: OSError) -> str:
+    if os.path.isdir(folder / "results.jsonl"):
+        return f"{folder / 'results.jsonl'} is a folder, not a file"
     for path in (folder / "notebooks", folder, *folder.parents):  # Path.exists raises OSError for a name too long
         if os.path.islink(path) and not os.path.exists(path):
             return f"{path} is a link that leads nowhere"

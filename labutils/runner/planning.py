@@ -77,13 +77,21 @@ def sources_of(lab: Lab) -> dict[str, str]:
 def seconds_before(lab: Lab, values: Mapping[str, Any], folders: Iterable[Path]) -> float | None:
     """Seconds that the lab took when it last ran to its end at this scale, by the first of `folders` that knows."""
     for folder in folders:
-        for record in reversed(results.read_records(folder)):
+        for record in reversed(_records_in(folder)):
             if record.get("lab") != lab.number or record.get("status") != "done":
                 continue
             own, seconds = record.get("parameters"), record.get("seconds")
             if isinstance(own, dict) and own.get("scale") == values.get("scale") and isinstance(seconds, int | float):
                 return float(seconds)
     return None
+
+
+def _records_in(folder: Path) -> list[dict[str, Any]]:
+    """Any folder's records; [] where they can't be read: others may keep what they like beside ours."""
+    try:
+        return results.read_records(folder)
+    except OSError:
+        return []
 
 
 # What may run at once

@@ -18,7 +18,7 @@ from labutils import runner
 from labutils.adapters import CONFIG_FILE, WEIGHTS_FILE, attach_lora, load_adapter, save_adapter
 from labutils.course import LabError, open_lab
 from labutils.data import drawings
-from labutils.parameters import whole_numbers
+from labutils.parameters import check, read, whole_numbers
 from labutils.recipe import STOCK
 from labutils.results import read_records
 from labutils.training import Session
@@ -94,6 +94,16 @@ def test_names_that_later_cells_annotate_are_no_parameters(kinds):
         ("batches", "²", "takes whole numbers above 0"),
         ("batches", "9" * 5000, "takes whole numbers above 0"),
         ("compile_batches", "-1", "compile_batches is '-1', but it takes whole numbers above 0"),
+        ("delays", "20 -5", "delays is '20 -5', but it takes whole numbers above 0"),
+        ("ranks", 1, "ranks is 1, but it takes 0, or more than 1"),
+        ("ranks", -2, "ranks is -2, but it takes 0 or more"),
+        ("years", 0.0, "years is 0.0, but it takes a number above 0"),
+        ("years", -3.0, "years is -3.0, but it takes a number above 0"),
+        ("hours_a_day", 24.5, "hours_a_day is 24.5, but it takes 24 or less"),
+        ("yen_per_kwh", 0.0, "yen_per_kwh is 0.0, but it takes a number above 0"),
+        ("h200_yen", -1.0, "h200_yen is -1.0, but it takes 0 or more"),
+        ("planned_steps", 0, "planned_steps is 0, but it takes 1 or more"),
+        ("memory_gb", -80.0, "memory_gb is -80.0, but it takes 0 or more"),
     ],
 )
 def test_a_labs_parameter_has_its_limits(name, value, told):
@@ -111,6 +121,15 @@ def test_a_lab_is_not_started_with_what_it_does_not_take(tmp_path):
         with pytest.raises(runner.UsageError, match=f"Lab 06: {name} is .* but it takes"):
             runner.run(["06"], runner.Options(scale="tiny", results=tmp_path / "r", given={name: word}))
     assert not (tmp_path / "r").exists()
+
+
+def test_no_lab_takes_a_number_below_0_and_each_takes_its_own_defaults():
+    for lab in runner.find():
+        for parameter in lab.parameters.values():
+            assert check(parameter.name, parameter.default, parameter.kind) == parameter.default
+            if parameter.kind in ("int", "float"):
+                with pytest.raises(ValueError, match=f"{parameter.name} is -1"):
+                    read(parameter.name, "-1", parameter.kind)
 
 
 def test_what_is_not_finite_is_not_scored(capsys):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from threading import TIMEOUT_MAX
@@ -39,6 +40,10 @@ def labutils(*words: str, **environment: str) -> subprocess.CompletedProcess:
         (["report", "--results", " "], "' ' names no folder"),
         (["run", "--weights", "mine"], "invalid choice: 'mine'"),
         (["run", "-p", "steps"], "expected 2 arguments"),
+        (
+            ["run", "08", "-p", "years", "1", "-p", "steps", "2", "-p", "years", "2"],
+            "argument -p: years is given twice, as '1' and as '2'; give each parameter once",
+        ),
         (["report", "--jsn"], "unrecognized arguments: --jsn"),
     ],
 )
@@ -47,6 +52,17 @@ def test_wrong_usage_exits_with_2_and_says_why(words, message, capsys):
         cli.main(words)
     assert stop.value.code == 2
     assert message in capsys.readouterr().err
+
+
+def test_alone_it_says_what_commands_there_are_and_what_to_type_first(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["labutils"])
+    with pytest.raises(SystemExit) as stop:
+        cli.main()
+    said = capsys.readouterr()
+    assert (stop.value.code, said.out) == (2, "")
+    for command in ("doctor", "run", "report", "handouts", "diagnose"):
+        assert re.search(rf"^ +{command} +\w+ .*", said.err, re.MULTILINE), f"no line on {command}"
+    assert "To begin, type: labutils doctor" in said.err
 
 
 def test_what_the_runner_refuses_is_one_message_and_2(tmp_path, capsys):

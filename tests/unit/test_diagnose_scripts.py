@@ -157,6 +157,15 @@ for step in range({steps}):
 """
 
 
+EMPTY = """import torch
+from torch.utils.data import DataLoader, TensorDataset
+data = TensorDataset(torch.rand(3, 4))
+loader = DataLoader(data, batch_size=8, drop_last=True)
+for x in loader:
+    pass
+"""
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
@@ -164,8 +173,19 @@ for step in range({steps}):
         ("import torch", "no optimizer of PyTorch's took a step"),
         ("import torch; raise SystemExit(3)", "exit code 3 before its steps were profiled"),
         (LOOP.format(steps=5, then="pass"), "after 5 optimizer steps, and"),
-        (LOOP.format(steps=50, then="if step == 4: raise KeyError('gone')"), "exit code 1 before its steps"),
+        (
+            LOOP.format(steps=50, then="if step == 4: raise KeyError('gone')"),
+            "it ended with exit code 1 before its steps were profiled. Its last error: KeyError: 'gone' (",
+        ),
         (LOOP.format(steps=50, then="if step == 4: import os; os.kill(os.getpid(), 9)"), "killed (signal 9)"),
+        ("import no_such_module", "Its last error: ModuleNotFoundError: No module named 'no_such_module' ("),
+        ("import json\njson.loads('{')", "its own.py:2). Cure that first, by running it alone: "),
+        ("an error (", "Its last error: SyntaxError: '(' was never closed. Cure"),
+        ("raise SystemExit('no data')", "exit code 1 before its steps were profiled. What it said of itself is above"),
+        (EMPTY, "A DataLoader gave no batch, at "),
+        (EMPTY, "its own.py:5: its TensorDataset has 3 examples, batch_size=8, drop_last=True. Give it data"),
+        (EMPTY + "print(x)", "Its last error: NameError: name 'x' is not defined ("),
+        (EMPTY + "print(x)", "A DataLoader gave no batch"),
     ],
 )
 def test_what_can_not_be_diagnosed_is_explained(text, said, tmp_path):
@@ -178,6 +198,83 @@ def test_what_can_not_be_diagnosed_is_explained(text, said, tmp_path):
 def test_what_is_no_python_is_explained():
     with pytest.raises(NoDiagnosis, match="no Python process was seen"):
         watch(["true"])
+    with pytest.raises(NoDiagnosis, match="failed: it ended with exit code 1 before a Python process was seen"):
+        watch(["false"])
+
+
+def test_the_options_that_a_short_script_is_told_work_for_it(tmp_path, capsys):
+    command = script(tmp_path, LOOP.format(steps=8, then="pass"))
+    with pytest.raises(NoDiagnosis) as refusal:
+        watch(command)
+    assert "after 8 optimizer steps, and 20 are needed: 4 to warm up, 10 to time, 6 to watch" in str(refusal.value)
+    options = str(refusal.value).rpartition("or give ")[2].rstrip(".").split()
+    assert options == ["--warmup", "1", "--timed", "3", "--steps", "1"]
+    assert cli.main(["diagnose", *options, "--", *command]) == 0
+
+
+@pytest.mark.parametrize("steps", [1, 7])
+def test_a_script_too_short_for_any_options_is_told_how_many_steps_it_takes(steps, tmp_path):
+    told = "Let it take more: at the least 8, with --warmup 1 --timed 3 --steps 1"
+    with pytest.raises(NoDiagnosis, match=told):
+        watch(script(tmp_path, LOOP.format(steps=steps, then="pass")))
+
+
+@pytest.mark.parametrize("steps", range(8, 20))
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_what_is_offered_fits_the_steps_that_a_script_takes(steps, on_gpu):
+    offered = Stages().within(steps, on_gpu)
+    if offered is None:
+        assert on_gpu and steps < 11
+    else:
+        assert offered.needed(on_gpu) <= steps < Stages().needed(on_gpu)
+        assert 3 <= offered.timed <= 10
+
+
+@pytest.mark.parametrize("steps", range(14, 20))
+def test_a_script_that_ends_in_the_midst_ends_as_it_would_alone(steps, tmp_path, capfd):
+    """Its calls are still told of, or the profiler runs: Python's end must stumble over neither."""
+    with pytest.raises(NoDiagnosis, match=f"ended with exit code 0 after {steps} optimizer steps"):
+        watch(script(tmp_path, LOOP.format(steps=steps, then="pass")))
+    assert capfd.readouterr().err == ""
+
+
+CLOSURE = """
+import torch
+layer = torch.nn.Linear(4, 4)
+optimizer = torch.optim.{kind}(layer.parameters(), lr=0.1{more})
+calls = 0
+def closure():
+    global calls
+    calls += 1
+    optimizer.zero_grad()
+    for _ in range({micro_batches}):
+        loss = ((layer(torch.rand(64, 4)) - torch.rand(64, 4)) ** 2).mean()
+        loss.backward()
+    return loss
+for step in range(40):
+    optimizer.step({argument})
+    open(__file__ + ".calls", "w").write(str(calls / (step + 1)))
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "more", "micro_batches", "argument"),
+    [
+        ("LBFGS", ", max_iter=4, tolerance_change=0, tolerance_grad=0", 1, "closure"),
+        ("LBFGS", ", max_iter=3, tolerance_change=0, tolerance_grad=0", 2, "closure=closure"),
+        ("SGD", "", 3, "closure"),
+    ],
+)
+def test_a_closure_s_calls_are_no_micro_batches(kind, more, micro_batches, argument, tmp_path):
+    text = CLOSURE.format(kind=kind, more=more, micro_batches=micro_batches, argument=argument)
+    command = script(tmp_path, text)
+    evidence = watch(command, FEW).evidence
+    assert evidence.accumulation == micro_batches
+    times = float(Path(command[1] + ".calls").read_text())
+    told = [note for note in evidence.notes if "closure" in note]
+    assert bool(told) is (kind == "LBFGS") is (times > 1)
+    assert all(f"LBFGS calls its closure {times:.3g} times a step" in note for note in told)
+    assert evidence.budget["optimizer"] < 0.9 * evidence.step_ms
 
 
 @pytest.mark.parametrize("active", ["VIRTUAL_ENV", "CONDA_PREFIX", ""])
@@ -284,6 +381,12 @@ def test_a_named_run_is_diagnosed(capsys):
     assert "capture" in capsys.readouterr().out
     assert cli.main(["diagnose", "--run", "04/nothing", "--results", str(REFERENCE)]) == 2
     assert "04/plain loop" in capsys.readouterr().err
+
+
+def test_a_run_is_not_looked_for_where_nothing_can_be_read(tmp_path, capsys):
+    (tmp_path / "results.jsonl").write_text("hello\n")
+    assert cli.main(["diagnose", "--run", "04/stock", "--results", str(tmp_path)]) == 2
+    assert "1 of 1 lines can't be used (line 1 is not JSON)" in capsys.readouterr().err
 
 
 def test_a_failing_script_is_1(tmp_path, capsys):

@@ -53,6 +53,7 @@ def record(step_ms, data_ms=0.0, calls=(), batches=(), host_ms=None, **changes):
         "data_ms": [data_ms] * 5,
         "host_step_ms": [host_ms] * 3 if host_ms else [],
         "backwards": 1.0,
+        "closures": 0.0,
         "batches_per_step": 1.0,
         "fetch_cpu_ms": data_ms,
         "calls": list(calls),

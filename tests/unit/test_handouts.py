@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from nbformat.v4 import new_code_cell, new_output
 from planted_lab import SECRET, STEM
 
-from labutils import cli, handouts
+from labutils import cli, handouts, report
 from labutils.course import Lab
 from labutils.handouts import documents, editions
 from labutils.handouts.facts import Facts, facts_of, machine
@@ -344,6 +344,22 @@ def test_wrong_usage_says_what_to_type(capsys, words, told):
     code, _, error = run(capsys, *words)
     assert code == handouts.WRONG_USAGE
     assert told in error
+
+
+def test_lines_that_can_not_be_used_are_told_as_the_report_tells_them(tmp_path, capsys):
+    folder = planted_lab.results_with_it(tmp_path / "mine", REFERENCE)
+    file = folder / "results.jsonl"
+    with file.open("a") as kept:
+        kept.write('{"schema": 99, "lab": "42"}\n')
+    code, said, _ = run(capsys, "42", "--results", str(file), "--out", str(tmp_path / "out"))
+    assert code == handouts.MADE and "6 files of 1 labs" in said
+    (told,) = [line for line in said.splitlines() if line.startswith("Passed over: ")]
+    assert told in [f"Passed over: {sentence}" for sentence in report.read_page([file], tmp_path).passed_over]
+    file.write_text("hello\n")
+    for place in (folder, file):
+        code, said, error = run(capsys, "42", "--results", str(place), "--out", str(tmp_path / "out"))
+        assert code == handouts.WRONG_USAGE and said == ""
+        assert "no record that this version can use" in error and "1 of 1 lines can't be used (line 1 is not" in error
 
 
 def test_without_a_name_it_takes_the_newest_results(tmp_path, monkeypatch, capsys):

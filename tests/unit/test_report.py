@@ -76,6 +76,70 @@ def test_broken_records_do_no_harm(tmp_path, capsys):
     assert report.main(folder, as_json=False) == 0
 
 
+UNUSABLE = """
+hello
+{"schema": 99, "lab": "04", "run": "stock"}
+
+{"lab": "04", "run": "stock", "metrics": [1]}
+[1, 2]
+{"run": "stock"}
+{"lab": "04", "run": "sto"""
+
+
+def test_lines_that_can_not_be_used_are_counted_and_explained(tmp_path, capsys):
+    folder = write(tmp_path / "here", timed("04", "stock", 1160), done="04")
+    assert as_json(capsys, folder)["passed_over"] == []
+    with (folder / "results.jsonl").open("a") as file:
+        file.write(UNUSABLE)
+    page = as_json(capsys, folder)
+    assert [rung["step_ms"] for rung in page["ladder"]] == [1160]
+    (told,) = page["passed_over"]
+    reasons = (
+        "line 4 is not JSON; line 5 has schema 99, and this version reads 1; line 7 has metrics that are no object"
+    )
+    assert f"{folder / 'results.jsonl'}: 6 of 8 lines can't be used ({reasons}; and 3 more)" in told
+    assert f"labutils run LAB --force --results {folder}" in told
+    assert report.main(folder, as_json=False) == 0
+    assert "Passed over: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        ("[1, 2]", "is no JSON object"),
+        ('{"run": "stock"}', "names no lab"),
+        ('{"lab": "04", "run": "sto', "is cut off, as by a run that was stopped"),
+        ('{"lab": "04", "run": 3}', "has a run that is no text"),
+        ('{"lab": "04", "at": ' + "9" * 5000 + "}", "is beyond Python's limits"),
+    ],
+)
+def test_where_no_record_is_left_it_is_wrong_usage(tmp_path, capsys, line, why):
+    (tmp_path / "results.jsonl").write_text(line + "\n")
+    for named in (tmp_path, tmp_path / "results.jsonl"):
+        assert report.main(named, as_json=True) == 2
+        said = capsys.readouterr()
+        assert said.out == ""
+        assert f"results.jsonl: 1 of 1 lines can't be used (line 1 {why})" in said.err
+        assert "--results results/NAME" in said.err
+
+
+def test_a_results_file_without_a_line_is_no_error(tmp_path, capsys):
+    assert as_json(capsys, write(tmp_path))["passed_over"] == []
+
+
+def test_a_folder_in_the_place_of_a_results_file_is_named(tmp_path, capsys):
+    place = tmp_path / "results.jsonl"
+    place.mkdir()
+    assert report.main(tmp_path, as_json=True) == 2
+    assert f"{place} is a folder, where the file of that name belongs. Move it away: mv " in capsys.readouterr().err
+    write(place, timed("04", "stock", 1160))
+    assert report.main(tmp_path, as_json=True) == 2
+    assert f"Name it: --results {place}" in capsys.readouterr().err
+    write(tmp_path / "sets" / "good", timed("04", "stock", 1160))
+    (tmp_path / "sets" / "odd" / "results.jsonl").mkdir(parents=True)
+    assert [rung["rung"] for rung in as_json(capsys, tmp_path / "sets")["ladder"]] == ["stock"]
+
+
 @pytest.mark.parametrize("odd", ["x", [1], True, None, {}, float("nan"), 10**400, -1, 0])
 def test_odd_numbers_do_no_harm(tmp_path, capsys, odd):
     summary = {"median": 5, "p10": odd, "p90": odd}
@@ -84,6 +148,7 @@ def test_odd_numbers_do_no_harm(tmp_path, capsys, odd):
         {"run": "odd", "metrics": {"step_ms": {"median": odd}}},
         {"run": "even", "metrics": {"step_ms": summary, "gpu_busy": odd, "floor_ms": odd}},
         {"run": "recipe", "metrics": {"step_ms": summary}, "recipe": {"micro_batch": odd}},
+        {"run": "plain"},
     ]
     (tmp_path / "results.jsonl").write_text("".join(json.dumps({"lab": "04"} | r) + "\n" for r in records))
     beyond_every_float = odd == 10**400  # a record with such a number is passed over whole

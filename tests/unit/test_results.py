@@ -117,6 +117,14 @@ def test_a_line_beyond_python_s_limits_is_passed_over(line):
     assert list(read_runs(folder)) == [("00", "machine")]
 
 
+def test_a_record_of_another_schema_is_passed_over_and_its_run_is_measured_again():
+    folder = folder_with([Run("00", "machine")])
+    with (folder / "results.jsonl").open("a") as file:
+        file.write('{"schema": 99, "lab": "00", "run": "machine", "status": "oom"}\n{"schema": 99, "status": "done"}\n')
+    assert [record["schema"] for record in read_records(folder)] == [results.SCHEMA]
+    assert read_runs(folder)["00", "machine"].ok
+
+
 @pytest.mark.parametrize(
     "record",
     [{"run": "x"}, {"lab": 3, "run": "x"}, {"lab": "03", "run": ["x"]}, {"lab": "03", "run": "x", "metrics": 1}],

@@ -56,7 +56,11 @@ def run(results_folder):
     [
         ({"given": {"stepz": "3"}}, r"no parameter 'stepz'(.|\n)*-p steps 3  \(int\) how many"),
         ({"given": {"steps": "many"}}, "steps is 'many', a text, but it takes a whole number"),
-        ({"given": {"steps": "2.5"}}, "steps is '2.5'"),
+        (
+            {"given": {"steps": "2.5"}},
+            r"steps is 2\.5, a number with a decimal point, but it takes a whole number, e\.g\. 4",
+        ),
+        ({"given": {"steps": "inf"}}, "steps is 'inf', a text, but it takes a whole number"),
         ({"given": {"loud": "0"}}, "loud is '0', a text, but it takes true or false"),
         ({"given": {"rate": "nan"}}, "rate is nan"),
         ({"given": {"scale": "tiny"}}, "option of its own: --scale"),
@@ -109,7 +113,7 @@ def test_a_file_that_is_no_notebook_is_refused(tmp_path):
         ("a-file", "a-file is a file, not a folder"),
         ("a-file/below/it", "a-file is a file, not a folder"),
         ("/proc/results", "no folder can be made there"),
-        ("taken/results.jsonl", "is a directory"),
+        ("taken/results.jsonl", "taken/results.jsonl/results.jsonl is a folder, not a file"),
     ],
 )
 def test_results_that_can_not_be_kept_are_refused_even_for_root(notebooks, run, tmp_path, place, message):
@@ -573,7 +577,8 @@ def test_how_long_it_took_is_looked_up_at_the_same_scale(tmp_path):
     lab = runner.Lab("03", Path("03"), {})
     for name, scale, seconds in (("a", "full", 400.0), ("b", "tiny", 60.0), ("b", "tiny", 50.0), ("c", "tiny", 70.0)):
         Results(tmp_path / name).done("03", parameters={"scale": scale}, seconds=seconds)
-    folders = [tmp_path / name for name in ("none", "a", "b", "c")]
+    (tmp_path / "odd" / "results.jsonl").mkdir(parents=True)
+    folders = [tmp_path / name for name in ("none", "odd", "a", "b", "c")]
     assert planning.seconds_before(lab, {"scale": "tiny"}, folders) == 50.0
     assert planning.seconds_before(lab, {"scale": "small"}, folders) is None
 

@@ -56,7 +56,8 @@ def test_every_article_and_lab_with_a_claim_can_be_chosen():
 
 @pytest.mark.parametrize("choice", [{"article": "A9"}, {"lab": "3"}, {"verdict": "Confirmed"}])
 def test_a_choice_that_there_is_not_is_said_with_those_there_are(theirs, choice):
-    with pytest.raises(ValueError, match="is none of: all, "):
+    ((name, word),) = choice.items()
+    with pytest.raises(ValueError, match=f"There is no {name} '{word}' to choose by. Choose one of: all, "):
         scoreboard.chosen(theirs, **choice)
 
 

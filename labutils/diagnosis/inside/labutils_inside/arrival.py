@@ -9,9 +9,12 @@ import importlib.util
 import json
 import os
 import sys
+import traceback
 from collections.abc import Callable, Sequence
-from types import ModuleType
+from types import ModuleType, TracebackType
 from typing import Any
+
+from labutils_inside import calls
 
 
 class WhenImported(importlib.abc.MetaPathFinder):
@@ -62,6 +65,16 @@ class Word:
         self.said: dict[str, Any] = {"argv": list(getattr(sys, "orig_argv", sys.argv))}
         self.say()
         atexit.register(self.say)
+        self._told_of_errors, sys.excepthook = sys.excepthook, self._failed
+
+    def _failed(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        """Keep the error that ends the script, and the script's own line that it came by; Python tells it as ever."""
+        lines = traceback.format_exception_only(kind, error)
+        words = lines[-1] if isinstance(error, SyntaxError) else lines[0]
+        frames = [frame for frame in traceback.extract_tb(trace) if calls.is_own(frame.filename)]
+        self.note(failed=" ".join(words.split())[:300])
+        self.note(failed_at=f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "")
+        self._told_of_errors(kind, error, trace)
 
     def note(self, **news: Any) -> None:
         """Add to what will be said at the process's end, or before."""

@@ -130,13 +130,14 @@ def _writes(name: str, owner: Any) -> bool:
 def place_of(frame: FrameType | None) -> str:
     """ "file:line" of the innermost frame that is the script's own; of the innermost of all where none is."""
     at, first = frame, frame
-    while at is not None and not _own(at.f_code.co_filename):
+    while at is not None and not is_own(at.f_code.co_filename):
         at = at.f_back
     at = at or first
     return f"{at.f_code.co_filename}:{at.f_lineno}" if at is not None else ""
 
 
-def _own(file: str) -> bool:
+def is_own(file: str) -> bool:
+    """Whether a file is the script's own, and no library's."""
     return not (
         "site-packages" in file
         or "dist-packages" in file

@@ -13,6 +13,8 @@ of a run over several GPUs leave off at the same one.
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import functools
 import json
 import os
@@ -56,6 +58,7 @@ class Watch:
         self.marks: list[Any] = []
         self.clock: dict[str, list[float]] = {"step_ms": [], "data_ms": [], "optimizer_ms": [], "host_step_ms": []}
         self.now = {"data_ms": 0.0, "optimizer_ms": 0.0, "fetch_cpu_ms": 0.0, "backwards": 0, "batches": 0, "epochs": 0}
+        self.now["closures"] = 0
         self.counts: list[dict[str, float]] = []
         self.batches: list[dict[str, Any]] = []
         self.loaders: dict[int, Any] = {}
@@ -78,9 +81,20 @@ class Watch:
         # These two stay to the end: they can't be taken out of a list that PyTorch is going through.
         optimizer.register_optimizer_step_pre_hook(self._before_update)
         optimizer.register_optimizer_step_post_hook(self._after_update)
+        atexit.register(self._let_go)
         self._around(torch.autograd, "backward", self._backward)
         self._around(dataloader._BaseDataLoaderIter, "__next__", self._next_batch)
         self._around(dataloader.DataLoader, "__iter__", self._new_epoch)
+
+    def _let_go(self) -> None:
+        """Where the script ends in the midst: a profiler, or calls still told of, would break Python's own end."""
+        if os.getpid() != self.pid:
+            return
+        if self.calls is not None:
+            self.calls.pause()
+        if self.profiler is not None:
+            self.profiler.on_trace_ready = None  # what there is of a trace explains nothing
+            self.profiler.stop()
 
     def _around(self, owner: ModuleType | type, name: str, wrapper: Callable[..., Any]) -> None:
         original = getattr(owner, name)
@@ -122,6 +136,9 @@ class Watch:
         wall, busy = time.perf_counter(), time.thread_time()
         try:
             batch = original(iterator)
+        except StopIteration:
+            self._note_if_empty(iterator)
+            raise
         finally:
             self.inside_data -= 1
             sys.setprofile(telling)
@@ -131,6 +148,17 @@ class Watch:
         if self.stage in (PASSED_OVER, WATCHED) and len(self.batches) < 64:
             self._look_at(iterator, batch)
         return batch
+
+    def _note_if_empty(self, iterator: Any) -> None:
+        """Leave word of the first DataLoader that ended without having given a batch."""
+        loader = self.loaders.get(id(iterator))
+        if loader is None or iterator._num_yielded or "empty" in self.word.said:
+            return
+        settings = {name: getattr(loader, name, None) for name in ("batch_size", "drop_last")}
+        with contextlib.suppress(TypeError, NotImplementedError):  # a stream has no length
+            settings["examples"] = len(loader.dataset)
+        place = calls.place_of(sys._getframe())
+        self.word.note(empty=settings | {"dataset": type(loader.dataset).__name__, "place": place})
 
     def _look_at(self, iterator: Any, batch: Any) -> None:
         telling, found = sys.getprofile(), {}
@@ -144,7 +172,31 @@ class Watch:
         loader = self.loaders.get(id(iterator))
         self.batches.append(found | (_settings_of(loader) if loader is not None else {}))
 
-    def _before_update(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+    def _before_update(self, optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        self._update_goes_on()
+        if self.stage == DONE:
+            return None
+        if callable(kwargs.get("closure")):
+            return args, kwargs | {"closure": self._counted(kwargs["closure"])}
+        if len(args) > 1 and callable(args[1]):
+            return (args[0], self._counted(args[1]), *args[2:]), kwargs
+        return None
+
+    def _counted(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """The closure by which an optimizer computes the loss anew: its calls are counted, and are no update."""
+
+        @functools.wraps(closure)
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            self.now["closures"] += 1
+            self._update_pauses()
+            try:
+                return closure(*args, **kwargs)
+            finally:
+                self._update_goes_on()
+
+        return counted
+
+    def _update_goes_on(self) -> None:
         self.update_began = time.perf_counter()
         if self.stage == PROFILED:
             from torch.profiler import record_function
@@ -152,11 +204,14 @@ class Watch:
             self.update_mark = record_function("optimizer")
             self.update_mark.__enter__()
 
-    def _after_update(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+    def _update_pauses(self) -> None:
         self.now["optimizer_ms"] += 1e3 * (time.perf_counter() - self.update_began)
         if self.update_mark is not None:
             self.update_mark.__exit__(None, None, None)
             self.update_mark = None
+
+    def _after_update(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        self._update_pauses()
         if self.stage == DONE and not self.given["keep_going"]:
             raise Finished(0)  # the first was caught
         if self.stage == DONE or os.getpid() != self.pid:
@@ -174,6 +229,7 @@ class Watch:
         self.leader = optimizer
         first = next(p for group in optimizer.param_groups for p in group["params"])
         self.on_gpu = first.device.type == "cuda"
+        self.word.note(on_gpu=self.on_gpu)
         if not self.on_gpu:
             self.plan = [(stage, count) for stage, count in self.plan if stage != FROM_IDLE]
 
@@ -348,6 +404,7 @@ class Watch:
             "torch": torch.__version__,
             **self.clock,
             "backwards": _mean(self.counts, "backwards"),
+            "closures": _mean(self.counts, "closures"),
             "batches_per_step": _mean(self.counts, "batches"),
             "fetch_cpu_ms": _mean(self.counts, "fetch_cpu_ms"),
             "epochs": sum(count["epochs"] for count in self.counts),
