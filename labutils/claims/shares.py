@@ -153,7 +153,7 @@ def multiple(claim: Claim, evidence: Evidence) -> Finding:
     unit = metric.rpartition("_")[2]
     return Finding(
         verdict,
-        f"{before:.3g} → {after:.3g} {unit} ({here:.2g}x)",
+        f"{before:.3g} → {after:.3g} {unit} ({here:.3g}x)",
         f"{here:.3g}x here against {published:.3g}x published.",
     )
 

@@ -76,6 +76,7 @@ import matplotlib.pyplot as plt
 import torch
 
 from labutils import advisor, plots, trials
+from labutils.articles.a2 import BATCHES
 from labutils.capture import compile_from_nothing
 from labutils.goals import GOAL_HEAD, goal_rows
 from labutils.hardware import measured_roofline, usable_cores
@@ -194,7 +195,7 @@ lab.show(trials.not_measured(cells) or "Every row could be measured.")
 
 # %%
 uncompiled = ("bf16", "qlora", "fp8-te", "fp8-frozen", "nf4")
-lab.on_reference(trials.HEAD, trials.cell_rows, *(f"{method} b*" for method in uncompiled))
+lab.on_reference(trials.HEAD, trials.cell_rows, *(f"{method} b{batch}" for method in uncompiled for batch in BATCHES))
 
 # %% [markdown]
 # How does the memory grow with the batch?

@@ -40,7 +40,7 @@ FLOORS = {
     },
     1: {"data", "adapters", "attention", "checkpointing", "experts", "folding", "lowbit", "capture", "losses"},
     2: {"workloads", "measure"},
-    3: {"training", "claims", "advisor", "prediction", "scaling", "calibration"},
+    3: {"training", "claims", "advisor", "prediction", "scaling", "calibration", "goals"},
     4: {
         "fleet",
         "trials",
