@@ -158,6 +158,20 @@ def in_words(effect: Effect | None) -> str | None:
     return f"{effect.middle:+.0f} %" if effect.sure else f"{effect.middle:+.0f} %, within the spread"
 
 
+ONE_BY_ONE_HEAD = ("examples a step", "ms, all in one batch", "ms of each, one after the other")
+"""The head of a table of `one_by_one_rows`."""
+
+
+def one_by_one_rows(runs: Mapping[str, Run]) -> list[tuple[Any, ...]]:
+    """A row for `ONE_BY_ONE_HEAD`: the step of "base", and what "accumulation" takes for each of its examples."""
+    pair = [runs.get(name) for name in ("base", "accumulation")]
+    if not all(run and run.ok for run in pair):
+        return []
+    whole, apart = (run.metric("step_ms") for run in pair)
+    examples = pair[0].recipe["micro_batch"]
+    return [(str(examples), whole, apart / examples)]
+
+
 def paying(runs: Mapping[str, Run], at_least: float = 5.0) -> dict[str, float]:
     """How many switches were `tried`, and how many of them shorten the step by `at_least` percent, surely (`helped`),
     or do not (`left_alone`)."""

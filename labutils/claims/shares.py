@@ -110,7 +110,9 @@ def _missed(claim: Claim, some: Mapping[str, Change], of: Mapping[str, Change]) 
     most = claim.published[-1]
     ways: dict[str, dict[str, Change]] = {}
     for name, change in some.items():
-        if change.middle < 0 < most:
+        if most == 0:
+            way = "changed, where no change was published"
+        elif change.middle < 0 < most:
             way = "the opposite of what was published"
         else:
             way = "larger than published" if abs(change.middle) > most else "smaller than published"

@@ -147,6 +147,15 @@ print(f"A step of {recipes['base'].examples_per_step} examples:")
 lab.table(switches.SWITCH_HEAD, *switches.switch_rows(runs))
 lab.on_reference(switches.SWITCH_HEAD, switches.switch_rows, *switches.switches(lab.scale))
 
+# %% [markdown]
+# **Does the GPU set the pace, or the host?** The row *accumulation* tells. It gives the GPU one example at a time,
+# *base* gives it all at once. If one example takes as long as all of them, the GPU's work isn't what takes time: the
+# host launches the same number of kernels for either, and the GPU waits for it.
+
+# %%
+lab.table(switches.ONE_BY_ONE_HEAD, *switches.one_by_one_rows(runs))
+lab.on_reference(switches.ONE_BY_ONE_HEAD, switches.one_by_one_rows, "base", "accumulation")
+
 # %%
 counted = switches.paying(runs)
 lab.keep(Run("09", "advice", workload=ready.name, scale=lab.scale, metrics=counted))
@@ -616,8 +625,9 @@ lab.verdict("A4.data.cache", "A4.pytorch.workers", "A4.pytorch.prefetch", "A4.py
 # process for each of 8 cores, and each starts 8 threads, 64 threads compete for 8 cores. (DataLoader workers are safe:
 # PyTorch gives them one thread each. Processes that you start yourself are not.)
 #
-# The article's 4 suits a machine with four cores for each process. Here there is a process for each core (up to 8), so
-# the lab compares the variable unset with 1: one thread each.
+# The article's 4 suits a machine with four cores for each process. Here there is a process for each core, but 8 at most,
+# so the lab compares the variable unset with 1: one thread each. (With one thread each, cores beyond the eighth have
+# nothing to do. If that is faster all the same, oversubscription costs more than those cores bring.)
 
 # %%
 processes = min(usable_cores(), 8)
@@ -631,8 +641,9 @@ def resizing() -> dict[str, Run]:
 
 with lab.attempt("Threads and processes", reference="threads: as they come"):
     resized = lab.measured_together(dict.fromkeys(tried), resizing)
-    rows = [(name, processes, int(run.metric("threads")), run.metric("images_per_s")) for name, run in resized.items()]
-    lab.table(("", "processes", "threads of each", "images resized a second, in all"), *rows)
+    counts = (usable_cores(), processes)
+    rows = [(name, *counts, int(run.metric("threads")), run.metric("images_per_s")) for name, run in resized.items()]
+    lab.table(("", "cores", "processes", "threads of each", "images resized a second, in all"), *rows)
 lab.verdict("A4.environment.threads");
 
 # %% [markdown]

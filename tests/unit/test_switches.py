@@ -102,6 +102,18 @@ def test_rows_say_what_was_changed_and_what_failed():
     assert rows["**float32**"][3] is None and "tf32: oom" in rows
 
 
+def test_what_an_example_takes_alone_stands_beside_what_all_take_together():
+    """Eight micro-batches take eight times as long: to a batch, its number of examples makes no difference."""
+    recipes = switches.switches("full")
+    runs = {name: timed("09", name, ms) for name, ms in (("base", 100), ("accumulation", 800))}
+    for name, run in runs.items():
+        run.recipe = recipes[name].as_dict()
+    assert switches.one_by_one_rows(runs) == [("8", 100, pytest.approx(100))]
+    assert len(switches.ONE_BY_ONE_HEAD) == 3
+    assert switches.one_by_one_rows(runs | {"accumulation": Run("09", "accumulation", status="oom")}) == []
+    assert switches.one_by_one_rows({"base": runs["base"]}) == []
+
+
 # ------------------------------------------------------------------------------------------------------------- numbers
 
 
