@@ -41,7 +41,7 @@
 # |---|---|---|
 # | `tiny` | any CPU with a C++ compiler | 2 minutes |
 # | `small` | a GPU of 8 GB | 5 minutes |
-# | `full` | a GPU of 141 GB | about 10 minutes; started again, it keeps what it has measured |
+# | `full` | a GPU of 141 GB | 13 minutes; started again, it keeps what it has measured |
 #
 # This is the longest lab: take it in two sittings. Sections 1 to 4 test what the article did, sections 5 to 7 go past it.
 #
