@@ -274,10 +274,14 @@ def _draw_ladder(results: Path | None, file: Path) -> int:
 
     from labutils import articles, plots
     from labutils.recipe import A1_LADDER, STOCK
-    from labutils.results import REFERENCE, named, read_runs
+    from labutils.results import REFERENCE, check_usable, named, read_file, runs_of
 
     try:
-        climbed = read_runs(named(results or REFERENCE), "04")
+        place = named(results or REFERENCE)
+        kept = place / "results.jsonl" if os.path.isdir(place) else place
+        readings = [read_file(kept)] if os.path.isfile(kept) else []
+        check_usable(readings)
+        climbed = runs_of([record for reading in readings for record in reading.records], "04")
     except (ValueError, OSError) as error:
         print(f"No picture: {error}", file=sys.stderr)
         return WRONG_USAGE
@@ -297,6 +301,8 @@ def _draw_ladder(results: Path | None, file: Path) -> int:
         print(f"No picture: {error}. Give a .png or .svg file in a folder that you may write to.", file=sys.stderr)
         return WRONG_USAGE
     print(f"The ladder is drawn in {file}.")
+    for told in (reading.told() for reading in readings if reading.passed_over):
+        print(f"Passed over: {told}", file=sys.stderr)
     return 0
 
 

@@ -47,7 +47,9 @@ def check(name: str, value: Any, kind: str) -> Any:
     """`value` itself (an int becomes a float if declared so). Raises `ValueError` if `name` does not take it."""
     if kind == "float" and type(value) is int:
         value = float(value)
-    if type(value) is not KINDS[kind] or (kind == "float" and not math.isfinite(value)):
+    if type(value) is float and not math.isfinite(value):
+        raise ValueError(f"{name} is {value!r}, but it takes a finite number.")
+    if type(value) is not KINDS[kind]:
         raise ValueError(f"{name} is {value!r}, {_a(type(value).__name__)}, but it takes {EXAMPLES[kind]}.")
     if name in CHOICES and value not in CHOICES[name]:
         raise ValueError(f"{name} is {value!r}, but it takes one of: {', '.join(CHOICES[name])}.")

@@ -106,7 +106,7 @@ def of_record(record: Mapping[str, Any], trace: Recorded) -> Evidence:
         log_ms=log_ms,
         cores=hardware.usable_cores(),
         threads=config["threads"],
-        accumulation=max(1.0, record["backwards"] / max(1.0, record["closures"])),
+        accumulation=max(1.0, record["backwards"]),
         examples=_examples(batches),
         reads=_reads(record),
         writes=_lines(record, "write"),

@@ -104,6 +104,8 @@ def test_names_that_later_cells_annotate_are_no_parameters(kinds):
         ("h200_yen", -1.0, "h200_yen is -1.0, but it takes 0 or more"),
         ("planned_steps", 0, "planned_steps is 0, but it takes 1 or more"),
         ("memory_gb", -80.0, "memory_gb is -80.0, but it takes 0 or more"),
+        ("memory_gb", NAN, "memory_gb is nan, but it takes a finite number"),
+        ("years", float("inf"), "years is inf, but it takes a finite number"),
     ],
 )
 def test_a_labs_parameter_has_its_limits(name, value, told):

@@ -13,6 +13,7 @@ import pytest
 import troubled_notebooks
 
 from labutils import __version__, cli, doctor, report, runner
+from labutils.results import REFERENCE
 
 
 def labutils(*words: str, **environment: str) -> subprocess.CompletedProcess:
@@ -184,3 +185,14 @@ def test_a_picture_that_can_not_be_drawn_says_why(tmp_path, capsys, file, result
     more = ["--results", str(tmp_path / results)] if results else []
     assert cli.main(["report", "--picture", str(tmp_path / file), *more]) == 2
     assert says in capsys.readouterr().err
+
+
+def test_a_picture_says_which_records_it_had_to_pass_over(tmp_path, capsys):
+    file = tmp_path / "results.jsonl"
+    file.write_text(REFERENCE.read_text("utf-8") + "nothing\n")
+    assert cli.main(["report", "--picture", str(tmp_path / "ladder.png"), "--results", str(tmp_path)]) == 0
+    said = capsys.readouterr()
+    assert "Passed over: " in said.err and "is not JSON" in said.err
+    file.write_text('{"schema": 99, "lab": "04", "run": "stock"}\n')
+    assert cli.main(["report", "--picture", str(tmp_path / "none.png"), "--results", str(file)]) == 2
+    assert "No picture: There is no record that this version can use" in capsys.readouterr().err

@@ -277,6 +277,24 @@ def test_a_closure_s_calls_are_no_micro_batches(kind, more, micro_batches, argum
     assert evidence.budget["optimizer"] < 0.9 * evidence.step_ms
 
 
+def test_micro_batches_before_a_closure_are_counted_with_its_own(tmp_path):
+    """Five passes, and one that the closure makes again at each of its calls."""
+    before = (
+        "for _ in range(5):\n        layer(torch.rand(64, 4)).square().mean().backward()\n    optimizer.step(closure)"
+    )
+    more = ", max_iter=4, tolerance_change=0, tolerance_grad=0"
+    text = CLOSURE.format(kind="LBFGS", more=more, micro_batches=1, argument="closure")
+    evidence = watch(script(tmp_path, text.replace("optimizer.step(closure)", before)), FEW).evidence
+    assert evidence.accumulation == 6
+
+
+def test_the_error_of_a_script_that_shows_its_errors_itself_is_told(tmp_path, capfd):
+    text = "import sys\nsys.excepthook = lambda *_: print('shown', file=sys.stderr)\nraise KeyError('gone')"
+    with pytest.raises(NoDiagnosis, match=r"Its last error: KeyError: 'gone' \(.*:3\)"):
+        watch(script(tmp_path, text), FEW)
+    assert capfd.readouterr().err == "shown\n"
+
+
 @pytest.mark.parametrize("active", ["VIRTUAL_ENV", "CONDA_PREFIX", ""])
 def test_python_is_the_courses_own_unless_another_environment_is_active(active, monkeypatch):
     """`.venv/bin/labutils diagnose -- python train.py` finds PyTorch without activating anything."""

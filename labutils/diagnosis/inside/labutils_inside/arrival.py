@@ -11,7 +11,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from types import ModuleType, TracebackType
+from types import ModuleType
 from typing import Any
 
 from labutils_inside import calls
@@ -64,17 +64,19 @@ class Word:
         self.pid = os.getpid()
         self.said: dict[str, Any] = {"argv": list(getattr(sys, "orig_argv", sys.argv))}
         self.say()
-        atexit.register(self.say)
-        self._told_of_errors, sys.excepthook = sys.excepthook, self._failed
+        atexit.register(self._say_how_it_ended)
 
-    def _failed(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        """Keep the error that ends the script, and the script's own line that it came by; Python tells it as ever."""
-        lines = traceback.format_exception_only(kind, error)
-        words = lines[-1] if isinstance(error, SyntaxError) else lines[0]
-        frames = [frame for frame in traceback.extract_tb(trace) if calls.is_own(frame.filename)]
-        self.note(failed=" ".join(words.split())[:300])
-        self.note(failed_at=f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "")
-        self._told_of_errors(kind, error, trace)
+    def _say_how_it_ended(self) -> None:
+        """With the error that ended the script, where one did, and the script's own line that it came by. Python keeps
+        it for us, whichever hook the script has set to show it."""
+        error = getattr(sys, "last_value", None)
+        if error is not None:
+            lines = traceback.format_exception_only(type(error), error)
+            words = lines[-1] if isinstance(error, SyntaxError) else lines[0]
+            frames = [frame for frame in traceback.extract_tb(error.__traceback__) if calls.is_own(frame.filename)]
+            place = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+            self.note(failed=" ".join(words.split())[:300], failed_at=place)
+        self.say()
 
     def note(self, **news: Any) -> None:
         """Add to what will be said at the process's end, or before."""

@@ -58,7 +58,7 @@ class Watch:
         self.marks: list[Any] = []
         self.clock: dict[str, list[float]] = {"step_ms": [], "data_ms": [], "optimizer_ms": [], "host_step_ms": []}
         self.now = {"data_ms": 0.0, "optimizer_ms": 0.0, "fetch_cpu_ms": 0.0, "backwards": 0, "batches": 0, "epochs": 0}
-        self.now["closures"] = 0
+        self.now |= {"closures": 0, "closure_backwards": 0}
         self.counts: list[dict[str, float]] = []
         self.batches: list[dict[str, Any]] = []
         self.loaders: dict[int, Any] = {}
@@ -67,7 +67,7 @@ class Watch:
         self.sync_lines: dict[str, int] = {}
         self.update_began = 0.0
         self.update_mark: Any = None
-        self.inside_data = self.inside_backward = 0
+        self.inside_data = self.inside_backward = self.inside_closure = 0
         self.undo: list[Callable[[], None]] = []
 
     # ------------------------------------------------------------------------------------------------------- hooks
@@ -111,7 +111,7 @@ class Watch:
             return original(*args, **kwargs)
         from torch.profiler import record_function
 
-        self.now["backwards"] += 1
+        self.now["closure_backwards" if self.inside_closure else "backwards"] += 1
         self.inside_backward += 1
         try:
             with record_function("backward"):
@@ -189,9 +189,11 @@ class Watch:
         def counted(*args: Any, **kwargs: Any) -> Any:
             self.now["closures"] += 1
             self._update_pauses()
+            self.inside_closure += 1
             try:
                 return closure(*args, **kwargs)
             finally:
+                self.inside_closure -= 1
                 self._update_goes_on()
 
         return counted
@@ -403,7 +405,7 @@ class Watch:
             "device": "cuda" if self.on_gpu else "cpu",
             "torch": torch.__version__,
             **self.clock,
-            "backwards": _mean(self.counts, "backwards"),
+            "backwards": self._micro_batches(),
             "closures": _mean(self.counts, "closures"),
             "batches_per_step": _mean(self.counts, "batches"),
             "fetch_cpu_ms": _mean(self.counts, "fetch_cpu_ms"),
@@ -417,6 +419,11 @@ class Watch:
             "optimizer": _optimizer_facts(self.leader),
             "config": self._config(torch),
         }
+
+    def _micro_batches(self) -> float:
+        """Backward passes a step; those of a closure count once, however often it was called."""
+        calls = _mean(self.counts, "closures")
+        return _mean(self.counts, "backwards") + (_mean(self.counts, "closure_backwards") / calls if calls else 0.0)
 
     def _config(self, torch: Any) -> dict[str, Any]:
         found = {
