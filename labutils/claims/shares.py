@@ -254,7 +254,7 @@ def brings_back(claim: Claim, evidence: Evidence) -> Finding:
     shown = f"{ill.middle:+.{_places(ill)}f} % → {well.middle:+.{_places(well)}f} %"
     why = f"Changes of the loss; {_told(ill, spread)}"
     if abs(ill.middle) <= spread:
-        return Finding(INCONCLUSIVE, shown, f"There is nothing to bring back. {why}")
+        return Finding(INCONCLUSIVE, shown, f"{claim.how['after']!r} has lost nothing to bring back. {why}")
     return Finding(CONFIRMED if abs(well.middle) <= spread else REFUTED, shown, why)
 
 
@@ -268,8 +268,9 @@ def _losses(claim: Claim, evidence: Evidence, end: str) -> tuple[Spread, Spread,
             raise NotTestable(
                 f"The run {name!r} has the losses of {losses.n} seed(s); a spread takes {FEWEST_SAMPLES}."
             )
-    spread = 100 * (before.high - before.low) / before.median
     seeds = [evidence.samples(name, metric) for name in names]
+    low, high = (min(seeds[0]), max(seeds[0])) if seeds[0] else (before.low, before.high)
+    spread = 100 * (high - low) / before.median
     if len(seeds[0]) != len(seeds[1]) or len(seeds[0]) < FEWEST_SAMPLES or min(*seeds[0], *seeds[1]) <= 0:
         return before, after, _change(before, after, "more"), spread
     ratios = [mine / other for other, mine in zip(*seeds, strict=True)]

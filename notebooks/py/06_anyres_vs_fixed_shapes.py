@@ -158,7 +158,9 @@ lab.verdict("A2.anyres.tokens", "A2.anyres.one-tile", "A2.fixed.no-anyres");
 #
 # A new model is built for each row; its first step is timed, then a few later ones. (At batch 24 a step takes so long
 # that the first one has to do: that row is about memory.) *Has paid after* is the number of steps that make up for a
-# slower start, if any do. *Useful* tokens are those that aren't padding.
+# slower start, if any do; it counts the first step alone. *Useful* tokens are those that aren't padding. (The table
+# divides medians. The verdicts below it compare step with step where two methods trained on the same batches, so their
+# percentages may differ by a few.)
 #
 # Every row uses *checkpointing*: the model's blocks keep only their inputs and are computed again in the backward pass.
 # The article doesn't mention it, but its 16 GB at batch 1 hold 15 GB of weights in BF16, and what is left is about as
@@ -224,7 +226,9 @@ lab.verdict(
 # %% [markdown]
 # If your GPU is fast, compare FP8 at batch 1 with FP8 at batch 4. At batch 1 the host launches kernels more slowly than
 # the GPU runs them. Then layers that take more kernels than a plain product does, and FP8's and the 4-bit ones do, make
-# the step longer. At batch 4 the GPU has enough to do, and FP8's faster products begin to show.
+# the step longer. At batch 4 the GPU has enough to do, and FP8's faster products begin to show. (*bf16* itself may take
+# more than four times as long at batch 4, as on our H200. From two texts on, the shorter are padded and masked, and with a
+# mask PyTorch can't take its fastest attention kernel, which is a likely reason; section 6 takes the mask away.)
 #
 # In the picture each line starts at the height of the weights, and this is where QLoRA and FP8 save. Its slope is what
 # each further example adds: checkpoints, and the tensors of one block at a time. If only the weights differed, all lines
@@ -232,7 +236,8 @@ lab.verdict(
 #
 # So a line that crosses the one of *bf16* must have larger activations. For QLoRA there is a suspect: PEFT's
 # preparation turns embeddings and norms into float32, and with them everything that flows from block to block. *nf4* is
-# QLoRA without that preparation: compare the two in the tables.
+# QLoRA without that preparation. At batch 1 the tables show what the preparation adds there; one batch size shows no
+# slope, and lab 07 takes the two apart.
 #
 # **Takeaway.** What is saved on weights is a fixed number of gigabytes. At large batches activations decide.
 
@@ -277,7 +282,7 @@ lab.verdict("A2.lmm.vision-cost", "A2.fp8.vision-refuses", "A2.fp8.vision-limits
 # At `tiny` nothing is compiled unless you ask for it with `-p compile_batches 1`: it takes half a minute of C++
 # compilation, which lab 04 has already shown.
 #
-# **Your prediction:** after how many steps has compiling paid at batch 1?
+# **Your prediction:** after how many steps has compiling the blocks paid at batch 1, by its first step alone?
 
 # %%
 my_even: float | None = None  # for example 500
@@ -355,6 +360,10 @@ lab.verdict(
 # length came later and was compiled for as well. A break-even count should include that. (The timed steps don't contain
 # it: a round in which something was compiled is repeated.)
 #
+# Compare *useful tokens/s* as well, before you call *fixed* fast. Its step ends sooner because it holds fewer of an
+# image's tokens: on our H200 its steps at batch 1 are two fifths shorter than *bf16*'s, and yet it trains on fewer
+# useful tokens a second.
+#
 # **Takeaway.** A break-even count divides seconds on the host by milliseconds on the GPU, so it holds for one machine and
 # one way of compiling. From a few timed steps it is also rough: run the lab twice and compare. Before you accept a long
 # first step, try compiling one block instead of the whole model.
@@ -397,9 +406,10 @@ lab.on_reference(trials.REPLAY_HEAD, trials.replay_rows, "same-tokens *", "stati
 lab.verdict("A2.fixed.cause", "A2.fixed.memory-cause");
 
 # %% [markdown]
-# Read the last column but one. Whatever *varying* and *static* differ by is all that constant shapes can give; the
-# article's step became 47 to 53 % shorter. The rest must come from the tokens, of which its fixed shape leaves two in
-# five (1,176 of 2,928 of an image).
+# Read the last column but one. Whatever *varying* and *static* differ by is all that constant shapes can give. The
+# article's step became 47 to 53 % shorter, but that is a third change as well: its fixed shapes are compiled, and
+# compared with a step that isn't, and compiling alone made the article's step 11 to 20 % shorter. What is left must come
+# from the tokens, of which the fixed shape leaves two in five (1,176 of 2,928 of an image).
 
 # %% [markdown]
 # ### (c) How often does the compiler start over?
@@ -459,8 +469,10 @@ lab.verdict("A2.anyres.recompiles", "A2.anyres.cause");
 #
 # **Varied images.** Here the published model recompiles again and again: it counts and compares image tokens on the
 # device, in pieces that are compiled for one exact size each. With the places of image tokens worked out beforehand
-# that ends after two steps. What still recompiles has to do with other things than lengths: the first block's input has
-# no gradient where the others' have one, and the vision tower's blocks see 3 tiles or 5.
+# that ends after two steps, when a second length and a second number of tiles (3 or 5) have been seen. Compiled for *any
+# length* from the start, a single one is left that has nothing to do with lengths: the first block's input has no gradient
+# where the others' have one. (The table counts guards, the picture recompilations: at one recompilation several guards
+# may have failed.)
 #
 # **Takeaway.** Most recompilations came from code that asks for sizes. Change that code, and images may have any shape.
 
@@ -494,8 +506,8 @@ lab.on_reference(trials.FORM_HEAD, trials.form_rows, "form: *")
 # attention computes all pairs of its tokens and then masks those of different examples. A GPU's kernel skips them.)
 #
 # **Takeaway.** When two changes came together, add a run that makes only one of them. And count *useful* tokens: in
-# *fixed* at least two in five are padding. The article's step got shorter because its images got smaller, and every
-# useful token costs more than it has to.
+# *fixed* at least two in five are padding. Apart from what compiling gave it, the article's step got shorter because its
+# images got smaller, and every useful token costs more than it has to.
 
 # %% [markdown]
 # ## 5 · Is it the loss, or the seed?
@@ -552,6 +564,10 @@ lab.verdict("A2.fp8.loss", "A2.fp8.mixed", "A2.fixed.loss", "A2.fixed.fp8-loss",
 # difference on every seed. Dots on both sides of the line: chance. The band shows how far BF16 differs from itself when
 # only the seed changes: a comparison of two *different* seeds means nothing inside it.
 #
+# On our H200 *fp8-te* ends two to three percent higher on every seed, and *fp8-frozen*, which rounds to the same formats,
+# on both sides of the line. So it isn't FP8 as such that costs loss here, and keeping layers of *fp8-frozen* in BF16 has
+# nothing to mend.
+#
 # The printed losses of single steps go up and down by more than that, without any method to blame. So do ten steps of
 # one run each: the article's 14 % may be a matter of which photographs came last.
 #
@@ -571,7 +587,7 @@ lab.verdict("A2.fp8.loss", "A2.fp8.mixed", "A2.fixed.loss", "A2.fixed.fp8-loss",
 # computes less for the same distribution of gradients. Batches differ from rung to rung, so we compare the time for a
 # thousand useful tokens.
 #
-# **Your prediction:** how many times as many useful tokens a second does the last rung train on?
+# **Your prediction:** how many times as many useful tokens a second does the best rung train on?
 
 # %%
 my_gain: float | None = None  # for example 2
@@ -622,8 +638,12 @@ aims = lab.keep(Run("06", "targets", lane="same mathematics", recipe=climbable[t
 lab.table((f"rung *{top}*", *GOAL_HEAD), *goal_rows(trials.GOALS, aims, lab.reference("targets")))
 
 # %% [markdown]
-# **Takeaway.** No image had to change its shape. The host no longer asks the GPU for lengths, a block's code takes any
-# length, and rows are filled instead of padded. And what nobody needs is not computed: the *logits*, one number for each
+# Of the three wishes, code for any length comes true above. FP8 inside the graph did in section 3, and in the rung *FP8
+# weights* here. FP8 weights that are held once take half of BF16's bytes, which is still more than QLoRA's 4 bits.
+#
+# **Takeaway.** No image had to change its shape. On a GPU most of the gain comes from tiles that are cut beside the
+# training, a host that asks the GPU for nothing, blocks compiled for any length, rows that are filled instead of padded,
+# and FP8 products. What nobody needs is not computed, either, which brings little here: the *logits*, one number for each
 # word of the vocabulary, at places where no word is to be predicted; and the vision tower's features of an image that it
 # has seen before, which can't have changed because the tower is frozen.
 
