@@ -310,21 +310,16 @@ class Lab:
     def on_reference(self, head: Sequence[str], rows_of: Callable[[dict[str, Run]], Iterable], *patterns: str) -> None:
         """Show the table that `rows_of` makes of our H200's runs (`references`), or say that there is none yet.
 
-        Nothing is shown where this lab runs on such a card at scale "full" and has measured all of them itself.
+        Nothing is shown where the results kept here are themselves the reference.
         """
-        runs = self.references(*patterns)
-        if self._is_like_reference() and runs.keys() <= self._measured:
+        if self._results.path.resolve() == Path(results.REFERENCE).resolve():
             return
+        runs = self.references(*patterns)
         if text := tables.as_table(head, *rows_of(runs)):
             some = next(iter(runs.values()))
-            self.show(f"**The same on our {_card(some)}**, scale {some.scale}, {_day(some)}:\n\n{text}")
+            self.show(f"**The same on our {_card(some)}**, scale {some.scale}, {_days(runs.values())}:\n\n{text}")
         else:
             self.show("*Nothing of this is on record from our H200 yet, so there is no table of it to compare with.*")
-
-    def _is_like_reference(self) -> bool:
-        """Whether this lab measures what the reference does: at its scale, on a card of its kind."""
-        cards = {run.machine.get("gpu") for run in results.read_runs(results.REFERENCE).values()}
-        return self.scale == "full" and self.machine.get("gpu") in cards - {None}
 
     def verdict(self, *claims: str) -> list[Any]:
         """Show published | H200 | here | verdict for the claim ids, and return the judgements."""
@@ -505,9 +500,10 @@ def _card(run: Run) -> str:
     return str(run.machine.get("gpu", "reference machine")).removeprefix("NVIDIA ")
 
 
-def _day(run: Run) -> str:
-    """The day on which a run was made."""
-    return run.at.partition("T")[0]
+def _days(runs: Iterable[Run]) -> str:
+    """The day on which runs were made, or the first and the last of several."""
+    days = sorted({run.at.partition("T")[0] for run in runs})
+    return days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
 
 
 def _made_of(values: Mapping[str, Any]) -> str:

@@ -42,7 +42,7 @@ from labutils.workloads import Workload, open_workload
 from labutils.workloads.multimodal import SCALES_OF_LLAVA, count_flops
 
 BESIDE_WHOLE = "bf16 b1, again"
-"""The baseline of models compiled whole. That takes minutes, so "bf16" is timed once more, right before them."""
+"""The baseline of models compiled whole. That takes minutes, so "bf16" is timed once more beside them."""
 LOW_BITS = {"fp8-te": "fp8-te", "fp8-frozen": "fp8-frozen", "qlora": "nf4", "nf4": "nf4"}
 """What a method's name ends with -> how it holds the base weights."""
 HELD_OUT = 4
@@ -156,7 +156,7 @@ HEAD = (
 
 
 def cell_rows(cells: Mapping[str, Run]) -> list[tuple[Any, ...]]:
-    """Rows for `HEAD`: changes and break-even counts are against "bf16" at the same batch size, or right before
+    """Rows for `HEAD`: changes and break-even counts are against "bf16" at the same batch size, or beside it
     (`BESIDE_WHOLE`). Failures are left out: `not_measured` names them."""
     rows: list[tuple[Any, ...]] = []
     for name, run in cells.items():
@@ -223,8 +223,18 @@ def _numbers(run: Run, base: Run | None) -> tuple[Any, ...]:
         change = f"{100 * (run.metric('step_ms') / base.metric('step_ms') - 1):+.0f} %"
         steps = _break_even(base, run)
         paid = "never" if steps is None else "at once" if steps < 1 else f"{steps:,.0f} steps"
+        paid = "unsure" if _overlap(base, run) else paid
     times = [run.metric(metric) for metric in ("first_step_s", "step_ms", "data_ms")]
     return *times, change, run.metric("peak_allocated_gb"), run.metric("useful_tokens_per_s"), paid
+
+
+def _overlap(base: Run, run: Run) -> bool:
+    """Whether the ranges of two runs' steps overlap, so that nobody knows which is the shorter."""
+    ends = [found.metrics["step_ms"] for found in (base, run)]
+    if not all(isinstance(end, Mapping) and "p10" in end for end in ends):
+        return False
+    (low, high), (its_low, its_high) = ((end["p10"], end["p90"]) for end in ends)
+    return low <= its_high and its_low <= high
 
 
 def _break_even(base: Run, run: Run) -> float | None:

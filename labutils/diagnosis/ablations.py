@@ -7,8 +7,8 @@ A start recipe is timed, traced once, and diagnosed. Only then are the recipes w
 interleaved with the start in one process. The predictions know nothing of these measurements. Where batches differ in
 length, recipes are timed and traced on the same few batches, and times are compared step by step: one step of texts may
 take twice as long as the next. (Where a recipe has workers, all are timed on batches some steps later than those that
-were traced: see `steps_to_drain`.) How much of the tokens is padding is an epoch's, for a few batches may have twice as
-much.
+were traced: see `Contender.steps_to_drain`.) How much of the tokens is padding is an epoch's, for a few batches may
+have twice as much.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from labutils.measure.trace import profile
 from labutils.recipe import A2_BASE, A3_BASE, STOCK, Recipe
 from labutils.results import Run, step_by_step
 from labutils.training import Bench, Session
-from labutils.training.comparing import ROUNDS, steps_to_drain
+from labutils.training.comparing import ROUNDS
 from labutils.training.following import make_room
 from labutils.training.variants import with_epoch_rate
 from labutils.workloads.base import Workload, open_workload
@@ -154,11 +154,11 @@ def _evidence(bench: Bench, run: Run, traced: int, folder: Path | None) -> Any:
     wait, starts = contender.steps_to_settle, 3
     if bench.same_batches:
         wait, starts, run = 0, traced, _of_steps(run, slice(1, 1 + traced))  # the first of them warms the profiler up
-        contender.rewind(steps_to_drain(contender.session.recipe))
+        contender.rewind(contender.steps_to_drain)
         contender.session.step()
     from_idle = host_ms(contender.session, starts) if hardware.device() == "cuda" else None
     if bench.same_batches:
-        contender.rewind(steps_to_drain(contender.session.recipe))
+        contender.rewind(contender.steps_to_drain)
     with tempfile.TemporaryDirectory(prefix="labutils-") as temporary:
         trace = profile(
             contender.session,

@@ -453,13 +453,13 @@ PARTLY, FULL = 1 / 3, 2 / 3
 """A product that reaches the latter share of the GPU's rate fills it, in however few blocks: Hopper's kernels start one
 block on each multiprocessor, which goes from tile to tile. One below the former fills it as far as its blocks do.
 Between them neither is sure, and it is taken for a mixture of both, in proportion: a rate is measured to a few percent,
-and no prediction may jump because a product was timed a little faster."""
+and no prediction may jump because a product was timed a little faster. Both bounds are chosen, not measured."""
 
 
 def grown_ms(e: Evidence, piece: Piece, factor: float) -> float:
     """Milliseconds of a piece on `factor` times as many examples: of a product at least what its FLOPs take, of any
     other kernel so many times more as it fills the GPU more than once. On fewer examples a kernel takes less only as
-    far as it filled the GPU. On a CPU, so many times as long."""
+    far as it filled the GPU. On a CPU, so many times as long, or what a product's FLOPs take."""
     in_proportion = factor * piece.ms
     by_blocks = piece.ms * max(1.0, factor * piece.fill) / max(1.0, piece.fill) if e.on_gpu else in_proportion
     if piece.product is None or not piece.ms:

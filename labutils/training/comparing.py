@@ -78,10 +78,11 @@ REFILL_S = 0.3
 """Pause after a recipe with workers: they go on reading ahead, and would do it during the next recipe's steps."""
 
 
-def steps_to_drain(recipe: Recipe) -> int:
+def steps_to_drain(recipe: Recipe, ranks: int = 1) -> int:
     """Steps that aren't timed after a pause, or after the data was taken back: in the first one the loader starts, and
-    those behind it find batches that its workers made ready meanwhile."""
-    return 1 + math.ceil(recipe.num_workers * recipe.prefetch_factor / recipe.accumulation)
+    those behind it find batches that its workers made ready meanwhile. Of `ranks` each takes its share of a step."""
+    taken = max(1, recipe.accumulation // ranks)
+    return 1 + math.ceil(recipe.num_workers * recipe.prefetch_factor / taken)
 
 
 class Bench:
@@ -91,8 +92,9 @@ class Bench:
     ended and its memory given back; the others go on.
 
     same_batches: every round times the same batches, so that recipes whose steps differ in length can be compared step
-    by step (`claims` does), within one bench and across several with as many `warmup` steps. meet: called with each
-    session once, after its first step, to show it what would be compiled later: neither timed nor in the peak memory.
+    by step (`claims` does), within one comparison, and across several with as many `warmup` steps and no workers. meet:
+    called with each session once, after its first step, to show it what would be compiled later: neither timed nor in
+    the peak memory.
     """
 
     def __init__(
@@ -122,9 +124,9 @@ class Bench:
         self.prepare(recipes)
         for name in self._able(recipes):
             self.contenders[name].times = StepTimes()
+        lead_in = max((self.contenders[name].steps_to_drain for name in self._able(recipes)), default=0)
         for _ in _progress(range(rounds), "measuring"):
             count = {name: self.contenders[name].round_of(steps) for name in self._able(recipes)}
-            lead_in = max((steps_to_drain(self.contenders[name].session.recipe) for name in count), default=0)
             if self.same_batches:  # the same ones in each round
                 count = dict.fromkeys(count, max(count.values(), default=steps))
             for name, timed in count.items():
@@ -304,10 +306,15 @@ class Contender:
         """
         if not self.ready_batches and self.step_ms > LONG_MS:
             return 0
-        return max(steps_to_drain(self.session.recipe), math.ceil(SETTLE_MS / self.step_ms))
+        return max(self.steps_to_drain, math.ceil(SETTLE_MS / self.step_ms))
 
     def settle(self) -> None:
         measure(self.session, self.steps_to_settle, self.after_step)
+
+    @property
+    def steps_to_drain(self) -> int:
+        """See the function of that name."""
+        return steps_to_drain(self.session.recipe, self.session.ranks.count)
 
     @property
     def ready_batches(self) -> int:
@@ -343,7 +350,7 @@ class Contender:
 
         Raises `ValueError` where they are too few for this recipe's workers.
         """
-        least = steps_to_drain(self.session.recipe)
+        least = self.steps_to_drain
         if lead_in < least:
             raise ValueError(
                 f"{lead_in} untimed step(s) after the data was taken back: this recipe's workers "

@@ -175,18 +175,17 @@ lab.predict("QLoRA's step at batch 1, longer by", my_qlora, "%")
 
 
 # %%
-def measure_cell(label: str, method: str, batch: int) -> None:
-    """Measure and keep a cell, unless an interrupted start left it behind; what fails says why in the table."""
-    count = steps or (2 if tiny else 5 if batch == 1 else 3 if batch <= 4 else 0)
-    measure = partial(trials.cell, uniform, method, batch, count)
-    cells[label] = lab.measured(label, trials.method(method, batch), measure)
+def cell(method: str, batch: int) -> Run:
+    """A cell measured now; what fails says why in the table."""
+    return trials.cell(uniform, method, batch, steps or (2 if tiny else 5 if batch == 1 else 3 if batch <= 4 else 0))
 
 
 def measure_cells(methods: dict[str, list[int]]) -> None:
-    """Measure and keep methods, each at its batch sizes."""
+    """Measure and keep methods, each at its batch sizes, except what an interrupted start left behind."""
     for method, batches_of_it in methods.items():
         for batch in batches_of_it:
-            measure_cell(f"{method} b{batch}", method, batch)
+            label = f"{method} b{batch}"
+            cells[label] = lab.measured(label, trials.method(method, batch), partial(cell, method, batch))
 
 
 pair = sorted({1, max(size for size in sizes if size <= 4)})
@@ -275,7 +274,7 @@ lab.verdict("A2.lmm.vision-cost", "A2.fp8.vision-refuses", "A2.fp8.vision-limits
 # - *fixed* does the same on images of 336 × 336.
 # - *compile-whole* and *fixed-whole*, with `-p whole_model true` on a GPU, compile the model in one piece, as the article
 #   did. The article's first steps and break-even counts are judged by these two. They take minutes, so *bf16* is timed
-#   once more right before them, to compare them with. (With Transformer Engine's layers the
+#   once more beside them, to compare them with. (With Transformer Engine's layers the
 #   blocks have its own checkpointing. In a model compiled whole, the compiler gives up on such blocks and leaves them
 #   eager; so the rows with these layers are always compiled block by block.)
 #
@@ -295,9 +294,10 @@ if on_gpu and compiled_sizes:
     others = ("compile-qlora", "fixed-qlora", "compile-fp8-te", "fixed-fp8-te")
     methods |= dict.fromkeys(("fixed", "fixed-fp8-frozen"), [*compiled_sizes, 4]) | dict.fromkeys(others, [1])
 measure_cells(methods)
-if on_gpu and whole_model:
-    measure_cell(trials.BESIDE_WHOLE, "bf16", 1)
-    measure_cells({"compile-whole": [1], "fixed-whole": [1]})
+if on_gpu and whole_model:  # in one go: a baseline of another hour would be none
+    whole = {trials.BESIDE_WHOLE: "bf16", "compile-whole b1": "compile-whole", "fixed-whole b1": "fixed-whole"}
+    asked = {label: trials.method(method) for label, method in whole.items()}
+    cells |= lab.measured_together(asked, lambda: {label: cell(method, 1) for label, method in whole.items()})
 compared = {name: run for name, run in cells.items() if name.startswith(("bf16", "compile", "fixed"))}
 if len(compared) > len(sizes):
     lab.table(trials.HEAD, *trials.cell_rows(compared))

@@ -493,7 +493,7 @@ for name, run in memory.items():
 # - rows *packed* with several texts that don't see each other, so that nothing is padding;
 # - on a GPU, one block's compiled code for all blocks, and one for the loss of each chunk of tokens, whose logits then
 #   never exist in float32;
-# - on a GPU, the whole step replayed as one CUDA graph, now that every step has one shape;
+# - on a GPU, the whole step replayed as one CUDA graph, now that every step has one shape.
 #
 # The last three rungs stand side by side on top of those. Each holds the frozen weights in its own way:
 #
@@ -550,8 +550,8 @@ lab.table(("", *GOAL_HEAD), *goal_rows(methods.GOALS, aims, lab.reference("targe
 # low-bit formats are emulated. The picture shows how a ladder is built; its times say nothing about a GPU.)
 #
 # **Mind the lanes.** *Same work* computes the same gradients from the same batches. *Same mathematics* packs rows, so a
-# batch has other examples in it. Rungs with *other weights*, which are a lane of their own here, change the function that is trained, as QLoRA does: in 4 bits
-# each weight is rounded once, and with FP8 every activation and every output gradient is rounded as well. Look at losses
+# batch has other examples in it. Rungs with *other weights*, which are a lane of their own here, change the function that
+# is trained, as QLoRA does: in 4 bits each weight is rounded once, and with FP8 every activation and every output gradient is rounded as well. Look at losses
 # with real weights before you use one.
 #
 # **The floor** is the time that the arithmetic takes at this machine's measured rate, or that reading the weights takes,

@@ -281,6 +281,7 @@ CASES = [
     ("A2.compile.break-even", REFUTED, with_metrics("06", "compile-whole b1", first_step_s=30)),
     ("A2.compile.break-even", REFUTED, with_runs(a2("compile-whole b1", 1100, first_step_s=105))),
     ("A2.compile.break-even", REFUTED, with_runs(a2("bf16 b1, again", 920, first_step_s=1))),
+    ("A2.compile.break-even", INCONCLUSIVE, with_runs(a2("bf16 b1, again", 885, 0.02, first_step_s=1))),
     ("A2.compile.break-even", CONFIRMED, with_runs(a2("bf16 b1", 890, first_step_s=1))),  # of another hour
     ("A2.compile.break-even", INCONCLUSIVE, with_runs(a2("compile-whole b1", 985, 0.02, first_step_s=105))),
     ("A2.compile.fp8-gains-less", REFUTED, with_runs(a2("compile-fp8-te b1", 500))),

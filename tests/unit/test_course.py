@@ -452,22 +452,20 @@ def test_that_there_is_no_reference_yet_is_said(lab, reference, capsys, patterns
     assert capsys.readouterr().out.startswith("*Nothing of this is on record from our H200 yet")
 
 
-@pytest.mark.parametrize(
-    ("patterns", "scale", "silent"),
-    [
-        (("workers=*",), "full", True),
-        (("workers=*", "never run"), "full", True),
-        (("*",), "full", False),
-        (("workers=*",), "tiny", False),
-    ],
-)
-def test_what_such_a_card_has_measured_itself_is_not_shown_again(lab, reference, capsys, patterns, scale, silent):
+def test_what_becomes_the_reference_is_not_shown_beside_itself(lab, reference, capsys, monkeypatch):
     """The notebooks on record would else show the tables of the records that they replace."""
-    Results(results.REFERENCE.parent).append(Run("03", "pinned", metrics={"step_ms": {"median": 1}}))
-    lab.machine, lab.scale = {**lab.machine, "gpu": "H"}, scale
+    monkeypatch.setattr(results, "REFERENCE", lab.results_dir / "results.jsonl")
     lab.keep(Run("03", "workers=3", metrics={"step_ms": {"median": 1.0}}))
-    lab.on_reference(("run", "ms"), lambda runs: [(run.run, run.metric("step_ms")) for run in runs.values()], *patterns)
-    assert (capsys.readouterr().out == "") is silent
+    lab.on_reference(("run", "ms"), lambda runs: [(run.run, 1) for run in runs.values()], "workers=*", "never run")
+    assert capsys.readouterr().out == ""
+
+
+def test_a_table_of_several_days_says_so(lab, reference, capsys):
+    kept = Results(results.REFERENCE.parent)
+    for day, name in (("2026-01-03", "a1"), ("2026-01-02", "a2")):
+        kept.append(Run("03", name, scale="full", metrics={"x": 1}, machine={"gpu": "H"}, at=f"{day}T10:00:00"))
+    lab.on_reference(("run", "x"), lambda runs: [(run.run, 1) for run in runs.values()], "a?")
+    assert "scale full, 2026-01-02 to 2026-01-03:" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("number", ["06", "07", "08", "09", "10"])

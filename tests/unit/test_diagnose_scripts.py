@@ -288,6 +288,49 @@ def test_micro_batches_before_a_closure_are_counted_with_its_own(tmp_path):
     assert evidence.accumulation == 6
 
 
+WRAPPED = """
+import torch
+class Outer(torch.optim.Optimizer):
+    def __init__(self, inner):
+        self.inner = inner
+        super().__init__(inner.param_groups, {})
+    def step(self, closure=None):
+        return self.inner.step(closure)
+layer = torch.nn.Linear(4, 4)
+optimizer = Outer(torch.optim.SGD(layer.parameters(), lr=0.1))
+def closure():
+    for _ in range(4):
+        loss = layer(torch.rand(64, 4)).square().mean()
+        loss.backward()
+    return loss
+for step in range(60):
+    optimizer.step(closure)
+"""
+
+
+def test_a_closure_that_an_optimizer_hands_on_is_counted_once(tmp_path):
+    evidence = watch(script(tmp_path, WRAPPED), FEW).evidence
+    assert evidence.accumulation == 4
+    assert not [note for note in evidence.notes if "closure" in note]
+
+
+def test_an_empty_dataset_s_own_failure_does_not_end_the_script(tmp_path, capfd):
+    text = """
+import torch
+class Empty(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return iter(())
+    def __len__(self):
+        raise RuntimeError("ask nobody")
+for batch in torch.utils.data.DataLoader(Empty()):
+    pass
+print("went on")
+"""
+    with pytest.raises(NoDiagnosis, match="exit code 0"):
+        watch(script(tmp_path, text))
+    assert "went on" in capfd.readouterr().out
+
+
 def test_the_error_of_a_script_that_shows_its_errors_itself_is_told(tmp_path, capfd):
     text = "import sys\nsys.excepthook = lambda *_: print('shown', file=sys.stderr)\nraise KeyError('gone')"
     with pytest.raises(NoDiagnosis, match=r"Its last error: KeyError: 'gone' \(.*:3\)"):

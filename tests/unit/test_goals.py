@@ -23,7 +23,22 @@ RATES = {"median": 15_207.4, "p10": 14_579.0, "p90": 15_587.1, "n": 12}
     ],
 )
 def test_whether_a_value_gets_there(goal, value, text, outcome):
-    assert (goal.text, goal.outcome(value)) == (text, outcome)
+    assert (goal.text, goal.outcome(value, value, value)) == (text, outcome)
+
+
+@pytest.mark.parametrize(
+    ("value", "outcome"), [(19_741, ", missed, within the spread"), (20_053, ", reached, within the spread")]
+)
+def test_a_range_around_the_goal_leaves_it_open(value, outcome):
+    assert Goal("a", least=20_000).outcome(value, 0.96 * value, 1.04 * value) == outcome
+    assert Goal("a", least=17_000).outcome(value, 0.96 * value, 1.04 * value) == ", reached"
+
+
+def test_another_card_is_not_held_against_the_goals():
+    theirs = Run("07", "", scale="full", metrics={"x": 2.0}, machine={"gpu": "H200"})
+    for card, said in (("H200", "1.00, missed"), ("H100", "1.00")):
+        mine = Run("07", "", scale="full", metrics={"x": 1.0}, machine={"gpu": card})
+        assert goal_rows({"x": Goal("x", least=1.5)}, mine, theirs)[0][2:] == (said.replace("1.00", "1"), "2, reached")
 
 
 def test_rows_have_ranges_and_say_at_full_what_was_missed():
@@ -36,9 +51,9 @@ def test_rows_have_ranges_and_say_at_full_what_was_missed():
     mine = Run("07", "targets", scale="tiny", metrics={"rate": 31.25, "share": 0.617})
     rows = goal_rows(goals, mine, theirs)
     assert rows == [
-        ("tokens/s", "at least 17,000", "31.25", "15,207 (14,579 to 15,587), missed"),
+        ("tokens/s", "at least 17,000", "31.2", "15,207 (14,579 to 15,587), missed"),
         ("graphs", "at most 10", None, "2, reached"),
-        ("share", "at least 0.4", "0.62", None),
+        ("share", "at least 0.4", "0.617", None),
     ]
     assert {len(row) for row in rows} == {len(GOAL_HEAD) + 1}
     assert [row[-1] for row in goal_rows(goals, mine, None)] == [None] * 3
@@ -47,4 +62,4 @@ def test_rows_have_ranges_and_say_at_full_what_was_missed():
 def test_a_ratio_s_range_has_its_digits():
     times = {"median": 2.0, "p10": 1.5, "p90": 8 / 3, "n": 6}
     (row,) = goal_rows({"x": Goal("times", least=1.9)}, Run("07", "", scale="full", metrics={"x": times}), None)
-    assert row[2] == "2.00 (1.50 to 2.67), reached"
+    assert row[2] == "2 (1.5 to 2.67), reached, within the spread"

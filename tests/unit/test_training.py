@@ -620,3 +620,9 @@ def test_after_step_follows_every_step_of_a_training_run(workload):
     assert run.ok, run.status
     assert counts == list(range(1, len(counts) + 1))
     assert len(counts) > len(run.samples["step_ms"]) + 2
+
+
+def test_steps_that_find_batches_ready_are_those_of_one_rank():
+    recipe = STOCK.but(num_workers=2, prefetch_factor=2, accumulation=8)
+    assert [comparing.steps_to_drain(recipe, ranks) for ranks in (1, 2, 8)] == [2, 2, 5]
+    assert comparing.steps_to_drain(recipe.but(num_workers=0)) == 1

@@ -108,6 +108,9 @@ def test_a_model_compiled_whole_is_held_against_the_baseline_beside_it():
     assert trials.paid_after(cells, "compile-whole b1") == pytest.approx(10_000)
     assert [row[4] for row in trials.cell_rows(cells)] == [None, None, "-2 %"]
     assert trials.cell_rows(cells)[1][0] == "bf16, batch 1, again"
+    for ms, name in ((480.0, "bf16 b1, again"), (470.0, "compile-whole b1")):
+        cells[name].metrics["step_ms"] = {"median": ms, "p10": ms - 6, "p90": ms + 6}
+    assert trials.cell_rows(cells)[2][-1] == "unsure"
     del cells["bf16 b1, again"]
     assert trials.paid_after(cells, "compile-whole b1") is None
 

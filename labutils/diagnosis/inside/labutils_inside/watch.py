@@ -31,6 +31,8 @@ from labutils_inside.arrival import Word
 PASSED_OVER, TIMED, FROM_IDLE, WATCHED, WARMING = "passed over", "timed", "from idle", "watched", "warming"
 PROFILED, DONE = "profiled", "done"
 _SYNC = "synchronizing CUDA operation"
+COUNTED = "_labutils_counts_its_calls"
+"""Mark of a closure that is counted already."""
 
 
 class Finished(SystemExit):
@@ -150,12 +152,13 @@ class Watch:
         return batch
 
     def _note_if_empty(self, iterator: Any) -> None:
-        """Leave word of the first DataLoader that ended without having given a batch."""
+        """Leave word of the first DataLoader that ended without having given a batch. The script's loop is just ending:
+        whatever its dataset answers, that goes on."""
         loader = self.loaders.get(id(iterator))
         if loader is None or iterator._num_yielded or "empty" in self.word.said:
             return
         settings = {name: getattr(loader, name, None) for name in ("batch_size", "drop_last")}
-        with contextlib.suppress(TypeError, NotImplementedError):  # a stream has no length
+        with contextlib.suppress(Exception):  # a stream has no length, and other datasets may have worse
             settings["examples"] = len(loader.dataset)
         place = calls.place_of(sys._getframe())
         self.word.note(empty=settings | {"dataset": type(loader.dataset).__name__, "place": place})
@@ -183,7 +186,10 @@ class Watch:
         return None
 
     def _counted(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """The closure by which an optimizer computes the loss anew: its calls are counted, and are no update."""
+        """The closure by which an optimizer computes the loss anew: its calls are counted, and are no update. They are
+        counted once where an optimizer hands it on to one that it wraps."""
+        if getattr(closure, COUNTED, False):
+            return closure
 
         @functools.wraps(closure)
         def counted(*args: Any, **kwargs: Any) -> Any:
@@ -196,6 +202,7 @@ class Watch:
                 self.inside_closure -= 1
                 self._update_goes_on()
 
+        setattr(counted, COUNTED, True)
         return counted
 
     def _update_goes_on(self) -> None:
