@@ -582,7 +582,8 @@ def test_a_round_in_which_something_was_compiled_is_taken_again(workload, monkey
 def test_long_steps_settle_by_themselves(workload, step_ms, recipe, steps):
     """Batches that a worker has made ready are used up first, however long a step is."""
     contender = object.__new__(comparing.Contender)
-    contender.session = SimpleNamespace(recipe=recipe.but(prefetch_factor=2, accumulation=1))
+    alone = SimpleNamespace(count=1)
+    contender.session = SimpleNamespace(recipe=recipe.but(prefetch_factor=2, accumulation=1), ranks=alone)
     contender.step_ms = step_ms
     assert contender.steps_to_settle == steps
 
