@@ -134,7 +134,8 @@ def _cold_cache(recipe: Recipe) -> contextlib.AbstractContextManager:
 @functools.cache
 def load_libraries(device: str) -> None:
     """Train a tiny model for a few steps, once a process, on a GPU compiled as well: what kernels, libraries and the
-    compiler take to load would else be in the first step of whichever cell comes first."""
+    compiler take to load would else be in the first step of whatever comes first, which may be anything after an
+    interrupted start."""
     workload = open_workload("llava-lora", "tiny", device=device)
     train(workload, A2_BASE, steps=1, warmup=0)
     if device == "cuda":
@@ -337,6 +338,7 @@ def replays(workload: Workload, recipe: Recipe, count: int) -> dict[str, Run]:
     All four share one model. What is compiled are the decoder's blocks but the first, whose input has no gradient and
     would take code of its own; the images' features are at hand (`cache="features"`), so that no tower is compiled.
     """
+    load_libraries(workload.device.type)
     torch._dynamo.reset()
     gc.collect()
     asked, runs = replay_recipes(recipe), {}
@@ -571,6 +573,7 @@ def ladder_for(device: str) -> tuple[tuple[Rung, ...], dict[str, Recipe]]:
 
 def climbed(workload: Workload, ladder: Iterable[Rung], recipes: Mapping[str, Recipe], steps: int) -> dict[str, Run]:
     """Name -> run of the ladder's recipes, in one process, each in its rung's lane, with its cost a token."""
+    load_libraries(workload.device.type)
     with Bench(workload, warmup=2) as bench:
         runs = bench.compare(recipes, steps, rounds=1)
     return in_lanes({name: with_costs(run) for name, run in runs.items()}, ladder)

@@ -406,3 +406,13 @@ def test_tables_of_the_reference_runs_are_made_of_their_metrics():
     )
     assert trials.loss_rows({"loss bf16": base, "loss fp8": fp8})[1] == ("fp8", 2.2, "+10.00, +10.00")
     assert trials.loss_rows({"loss fp8": fp8}) == trials.replay_rows({"other": failed}) == []
+
+
+def test_libraries_are_loaded_before_whatever_is_measured_first(varied, monkeypatch):
+    """A lab that was interrupted goes on anywhere: a ladder's first step once held a minute of loading the compiler."""
+    loaded = []
+    monkeypatch.setattr(trials, "load_libraries", loaded.append)
+    trials.climbed(varied, (), {}, 1)
+    with mock.patch.object(trials, "Session", side_effect=InterruptedError), pytest.raises(InterruptedError):
+        trials.replays(varied, trials.method("bf16"), 1)
+    assert loaded == ["cpu", "cpu"]
