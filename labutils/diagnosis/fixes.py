@@ -93,7 +93,7 @@ def workers(e: Evidence) -> Fix | None:
 def _limit(step_ms: float, fed: float, made: float, shared: float) -> str:
     if step_ms == fed:
         return "it is made beside the training, in time"
-    return "making it still takes longest" if step_ms == made else "cores are what is short"
+    return "making it still takes longest" if step_ms == made else "it is the cores that run short"
 
 
 def _data_of(e: Evidence, ms: float) -> Change:

@@ -736,10 +736,10 @@ saved = ablations.savings(diagnosed["SD1.5"]) if "SD1.5" in diagnosed else []
 # (A negative gain is a loss. On a CPU that is busy with other things, two runs of the *same* recipe can differ by more
 # than a fifth; there the table shows how a prediction is tested, not how good it is.)
 #
-# The second table holds the article's last piece of advice against the first one: profile, change one thing, and measure
-# again. *Ranked first* is, of the fixes that were measured, the one that the look put first, and what it saved; *best* is what you know
-# once all are measured. Where the two differ, measuring again found what the look had missed. *Said to pay, and paid*
-# counts the fixes that were predicted to save 5 % or more, and how many of them did.
+# The second table holds the article's last piece of advice against the first one: profile, change one thing, and
+# measure again. *Ranked first* is, of the fixes that were measured, the one that the look put first, and what it saved;
+# *best* is what you know once all are measured. Where the two differ, measuring again found what the look had missed.
+# *Said to pay, and paid* counts the fixes that were predicted to save 5 % or more, and how many of them did.
 #
 # **Takeaway.** A look at the trace tells where to begin; only a measurement tells what it brought. So profile first, change
 # one thing, measure again. `labutils diagnose` looks at your loop in the same way.
