@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import subprocess
 import tempfile
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from labutils import scaling
-from labutils.measure.collectives import SAY_ALL, SIZES, Link, read_nccl_log
+from labutils.measure.collectives import SAY_ALL, SIZES, Link, read_nccl_log, read_topology
 from labutils.recipe import A3_BASE, STOCK, Recipe
 from labutils.results import Run, Unavailable
 from labutils.training.launching import TIMEOUT_S, Ended, gpu_count, launch, remove
@@ -437,6 +438,46 @@ NETWORKS = {
 bandwidth."""
 
 
+NVLINK_GB_PER_S = 25.0
+"""One NVLink of an H100 or H200 in one direction, by its data sheet: 18 of them make 450."""
+
+
+def topology() -> Run:
+    """What connects the GPUs by `nvidia-smi topo -m`: `connections`, how many pairs it names one for, and `named`, what
+    each is called. Raises `Unavailable` without the command, or with fewer than two GPUs."""
+    try:
+        shown = subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True, timeout=60, check=True)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise Unavailable(f"nvidia-smi topo -m can't be had here ({type(error).__name__})") from error
+    found = read_topology(shown.stdout)
+    if not found:
+        raise Unavailable("nvidia-smi topo -m shows no two GPUs here")
+    named = {f"GPU {one} and GPU {other}": link for (one, other), link in found.items()}
+    return Run("10", "topology", metrics={"connections": len(named), "named": named})
+
+
+TOPOLOGY_HEAD = ("GPUs", "connected by", "which means")
+
+
+def topology_rows(runs: Mapping[str, Run]) -> list[tuple[str, str, str]]:
+    """Rows for `TOPOLOGY_HEAD` out of the run "topology"."""
+    return [
+        (pair, link, _meaning(link)) for run in runs.values() for pair, link in run.metrics.get("named", {}).items()
+    ]
+
+
+def _meaning(link: str) -> str:
+    if link.startswith("NV") and link[2:].isdigit():
+        return f"{link[2:]} NVLinks: {int(link[2:]) * NVLINK_GB_PER_S:g} GB/s in one direction, of 25 each"
+    return {
+        "PIX": "one PCIe switch between them",
+        "PXB": "several PCIe switches between them",
+        "PHB": "the host's PCIe bridge between them",
+        "NODE": "several PCIe bridges of one processor between them",
+        "SYS": "the link between two processors between them: the slowest way",
+    }.get(link, "see the legend that nvidia-smi prints below its table")
+
+
 def needed_network(cases: Iterable[Case], alone: Mapping[str, Run], ranks: int) -> dict[str, dict[float, float]]:
     """Case's title -> GB/s of a link -> the efficiency of DDP that the model foretells, in percent."""
     links = {rate: scaling.flat_link(ranks, rate) for rate in NETWORKS.values()}
@@ -453,6 +494,13 @@ def at_networks(needed: Mapping[str, Mapping[float, float]]) -> dict[str, float]
     return {f"{title} at {names[rate]}": share for title, at in needed.items() for rate, share in at.items()}
 
 
+def for_whole_models(cases: Iterable[Case], needed: Mapping[str, Mapping[float, float]]) -> dict[str, float]:
+    """The least efficiency, as a share, of the cases that train all weights, with a network slower than those that the
+    article recommends for large models: 10 GbE."""
+    whole = [needed[case.title] for case in cases if case.recipe.adapter == "none" and case.title in needed]
+    return {"whole_models_10_gbe_share": min(at[NETWORKS["10 GbE"]] for at in whole) / 100} if whole else {}
+
+
 NETWORK_HEAD = ("efficiency at most, %", *NETWORKS)
 """The head of a table of `network_rows`."""
 
@@ -463,7 +511,8 @@ def network_rows(runs: Mapping[str, Run]) -> list[tuple[Any, ...]]:
     for run in runs.values():
         for name, share in run.metrics.items():
             title, _, network = name.rpartition(" at ")
-            found.setdefault(title, {})[network] = share
+            if title:
+                found.setdefault(title, {})[network] = share
     return [(title, *(at.get(network) for network in NETWORKS)) for title, at in found.items()]
 
 

@@ -20,7 +20,7 @@ precision does to gradients; "files: ...", "decode: ..." and "data: ..." for the
 
 from __future__ import annotations
 
-from labutils.articles import Article, Claim
+from labutils.articles import PREDICTED, Article, Claim
 
 ARTICLE = Article(
     key="A4",
@@ -102,11 +102,17 @@ _DIAGNOSIS = (
         how={"run": "stock", "metric": "traced_steps"},
         needs="any",
     ),
-    _beyond(
-        "A4.diagnosis.topology",
-        "Finding the bottleneck",
-        "nvidia-smi topo -m shows how GPUs are connected.",
-        "It prints a table and claims no gain. Lab 10 measures the bandwidth between GPUs instead.",
+    Claim(
+        id="A4.diagnosis.topology",
+        article="A4",
+        section="Finding the bottleneck",
+        statement="nvidia-smi topo -m shows how GPUs are connected.",
+        says="shown",
+        lab="10",
+        runs=("topology",),
+        judge="occurs",
+        how={"run": "topology", "metric": "connections"},
+        note="It claims no gain: judged is that it names a connection. Lab 10 measures what the connection carries.",
     ),
     _beyond(
         "A4.diagnosis.nsight",
@@ -399,11 +405,18 @@ _NETWORK = (
         "RDMA over InfiniBand performs better than TCP over Ethernet.",
         "It takes two machines with InfiniBand between them.",
     ),
-    _beyond(
-        "A4.network.ethernet",
-        "Network and distributed training",
-        "Large models want 25, 40 or 100 GbE, or InfiniBand.",
-        "It takes several machines and networks. Lab 10's scaling model says what a bandwidth would do to the step.",
+    Claim(
+        id="A4.network.ethernet",
+        article="A4",
+        section="Network and distributed training",
+        statement="Large models want 25, 40 or 100 GbE, or InfiniBand.",
+        says="advised",
+        lab="10",
+        runs=("networks",),
+        judge="limit",
+        how={"run": "networks", "metrics": ("whole_models_10_gbe_share",), "at_most": 1 - MUCH / 100},
+        tolerance=0.02,
+        note=f"{PREDICTED}, by lab 10's scaling model: the efficiency that training whole models keeps at 10 GbE.",
     ),
     Claim(
         id="A4.network.shared-memory",

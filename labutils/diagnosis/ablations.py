@@ -4,11 +4,15 @@
     ablated.rows                    predicted and measured gain of each fix that is a knob
 
 A start recipe is timed, traced once, and diagnosed. Only then are the recipes with one fix each built and timed,
-interleaved with the start in one process. The predictions know nothing of these measurements. Where batches differ in
-length, recipes are timed and traced on the same few batches, and times are compared step by step: one step of texts may
-take twice as long as the next. (Where a recipe has workers, all are timed on batches some steps later than those that
-were traced: see `Contender.steps_to_drain`.) How much of the tokens is padding is an epoch's, for a few batches may
-have twice as much.
+interleaved with the start in one process. The predictions know nothing of these measurements. A gain is taken round by
+round, each time from the start and the fix as they ran one right after the other: the middle of the rounds is the gain,
+and the least and the most its range. So neither a drift of the machine nor a step that meets something for the first
+time decides it.
+
+Where batches differ in length, recipes are timed and traced on the same few batches: one step of texts may take twice
+as long as the next. (Where a recipe has workers, all are timed on batches some steps later than those that were traced:
+see `Contender.steps_to_drain`.) How much of the tokens is padding is an epoch's, for a few batches may have twice as
+much.
 """
 
 from __future__ import annotations
@@ -27,7 +31,7 @@ from labutils.diagnosis.recorded import Recorded
 from labutils.diagnosis.sources import of_recipe
 from labutils.measure.trace import profile
 from labutils.recipe import A2_BASE, A3_BASE, STOCK, Recipe
-from labutils.results import Run, step_by_step
+from labutils.results import Run
 from labutils.training import Bench, Session
 from labutils.training.comparing import ROUNDS
 from labutils.training.following import make_room
@@ -57,21 +61,34 @@ AT_ONCE = 4
 CLOSE = 0.2
 TELLS = 0.05
 """A fix that neither saves so much nor was predicted to is no test of a prediction."""
-RATES = {"useful token": "useful_tokens_per_s", "example": "examples_per_s"}
 
 
 @dataclass(frozen=True)
 class Ablation:
-    """One fix: its gain as predicted and as measured, None where it could not be, and then `why`."""
+    """One fix: its gain as predicted, and as measured in each round; none where it could not be, and then `why`.
+
+    before, after: milliseconds a step in each round (or of an example, or a useful token), without the fix and with it.
+    """
 
     start: str
     fix: Fix
-    measured: float | None
+    before: tuple[float, ...] = ()
+    after: tuple[float, ...] = ()
     why: str = ""
 
     @property
     def predicted(self) -> float:
         return self.fix.gain
+
+    @property
+    def rounds(self) -> list[float]:
+        """The share of the time saved, round by round."""
+        return [1 - fixed / was for was, fixed in zip(self.before, self.after, strict=True)]
+
+    @property
+    def measured(self) -> float | None:
+        """The middle of the rounds."""
+        return statistics.median(self.rounds) if self.rounds else None
 
     @property
     def off(self) -> float | None:
@@ -226,22 +243,24 @@ def _measure(
 
 def _row(name: str, fix: Fix, pair: tuple[Run, Run] | None, why: str) -> Ablation:
     if pair is None:
-        return Ablation(name, fix, None, why)
-    failed = next((run.status for run in pair if not run.ok), None)
-    return Ablation(name, fix, None, failed) if failed else Ablation(name, fix, measured_gain(*pair, fix.per))
+        return Ablation(name, fix, why=why)
+    if failed := next((run.status for run in pair if not run.ok), None):
+        return Ablation(name, fix, why=failed)
+    return Ablation(name, fix, *(tuple(round_costs(run, fix.per)) for run in pair))
 
 
-def measured_gain(start: Run, run: Run, per: str = "step") -> float | None:
-    """The share of the time saved: of a step, by all steps that both took on the same batches, or else by the medians;
-    or of a useful token or example."""
-    if per in RATES:
-        before, after = start.metric(RATES[per]), run.metric(RATES[per])
-        return 1 - before / after if before and after else None
-    if pairs := step_by_step(start, run):
-        before, after = map(sum, zip(*pairs, strict=True))
-        return 1 - after / before
-    before, after = start.metric("step_ms"), run.metric("step_ms")
-    return 1 - after / before if before and after else None
+def round_costs(run: Run, per: str = "step") -> list[float]:
+    """Milliseconds a step, by the host's clock, in each round of a run; or those of an example, or of a useful token
+    (by the share of an epoch's tokens that are useful: see `with_epoch_rate`)."""
+    walls = run.samples["wall_ms"]
+    if per == "step":
+        return list(walls)
+    if per == "example":
+        return [wall / Recipe(**run.recipe).examples_per_step for wall in walls]
+    tokens, useful = run.samples["tokens"], run.metrics["useful_tokens"]
+    each = len(tokens) // len(walls)
+    taken = [statistics.fmean(tokens[first : first + each]) for first in range(0, len(tokens), each)]
+    return [wall / (useful * count) for wall, count in zip(walls, taken, strict=True)]
 
 
 def of_start(
@@ -268,7 +287,8 @@ def of_start(
 
 def on_record(ablated: Ablated) -> Run:
     """The counts of `Ablated.metrics`, what the diagnosis `told`, and of `each` fix what it changes, its gain as
-    predicted and measured, `per` what, how far `off` the step was; None and `why` where it has none."""
+    predicted and measured, `per` what, how far `off` the step was, None and `why` where it has none; and the times
+    behind it, round by round, `before` and `after`."""
     each = {
         row.fix.name: {
             "changes": row.fix.changes,
@@ -277,6 +297,8 @@ def on_record(ablated: Ablated) -> Run:
             "measured": row.measured,
             "off": row.off,
             "why": row.why,
+            "before": row.before,
+            "after": row.after,
         }
         for row in ablated.rows
     }
@@ -301,19 +323,28 @@ HEAD = ("loop", "fix", "what changes", "predicted", "measured", "step off by")
 
 def table_rows(diagnosed: Mapping[str, Run]) -> list[tuple[str, ...]]:
     """Rows for `HEAD` of the loops' runs (`on_record`), named as the loops or `NAMED` and the loop: gains in
-    percent of a step (or of a useful token), and why where there is none."""
+    percent of a step (or of a useful token) with the rounds' range, and why where there is none."""
     return [
         (
             start.removeprefix(NAMED),
             name,
             ", ".join(f"{knob}={value}" for knob, value in fix["changes"].items()),
             f"{fix['predicted']:.0%}" + ("" if fix["per"] == "step" else f" a {fix['per']}"),
-            fix["why"] or "not here" if fix["measured"] is None else f"{fix['measured']:.0%}",
+            fix["why"] or "not here" if fix["measured"] is None else _with_range(fix),
             "" if fix["off"] is None else f"{fix['off']:+.0%}",
         )
         for start, run in diagnosed.items()
         for name, fix in run.metrics.get("each", {}).items()
     ]
+
+
+def _with_range(fix: Mapping[str, Any]) -> str:
+    """The gain with the rounds' range where they differ in what is shown: "48% (46 to 51)". (A record made before
+    rounds were kept has none.)"""
+    times = zip(fix.get("before", ()), fix.get("after", ()), strict=True)
+    shown = [f"{100 * (1 - after / before):.0f}" for before, after in times]
+    spread = f" ({min(shown, key=float)} to {max(shown, key=float)})" if len(set(shown)) > 1 else ""
+    return f"{fix['measured']:.0%}{spread}"
 
 
 LOOK_HEAD = ("loop", "ranked first", "which saved", "best", "which saves", "said to pay, and paid")

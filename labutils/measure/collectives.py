@@ -79,6 +79,20 @@ def _times_ms(size: int, device: str) -> list[float]:
     return timed(3 if found.item() > SLOW_MS else REPEATS)
 
 
+def read_topology(text: str) -> dict[tuple[int, int], str]:
+    """(GPU, GPU) -> what connects them by `nvidia-smi topo -m`: "NV18" (so many NVLinks), "PIX", "PHB", "NODE", "SYS";
+    each pair once. {} where it shows no two GPUs."""
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", text)  # it underlines its head
+    rows = {int(name): cells.split() for name, cells in re.findall(r"^GPU(\d+)\s+(.*)$", plain, re.MULTILINE)}
+    order = sorted(rows)
+    return {
+        (one, other): rows[one][at]
+        for one in order
+        for at, other in enumerate(order)
+        if one < other and at < len(rows[one])
+    }
+
+
 @dataclass(frozen=True)
 class Link:
     """How long an all-reduce takes between `ranks` ranks, by its bytes: measured points, and straight lines in between

@@ -385,7 +385,7 @@ class Contender:
         session, recipe = self.session, self.session.recipe
         session.driver.log.flush()
         step_ms = summarise(self.times.step_ms)
-        run.samples = {"step_ms": _rounded(self.times.step_ms), "data_ms": _rounded(self.times.data_ms)}
+        run.samples = {name: _rounded(getattr(self.times, name)) for name in ("step_ms", "data_ms", "wall_ms")}
         run.metrics = {
             "step_ms": step_ms,
             "wall_ms": summarise(self.times.wall_ms),

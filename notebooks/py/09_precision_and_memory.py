@@ -711,7 +711,7 @@ diagnosed: dict[str, Run] = {}
 for name in loops:
     with lab.attempt(f"A diagnosis of the loop {name}", reference=f"diagnosis: {name}"):
         tested = partial(
-            ablations.of_start, name, lab.scale, steps, rounds=1 if tiny else 2, data=lab.data, weights=lab.weights
+            ablations.of_start, name, lab.scale, steps, rounds=1 if tiny else 3, data=lab.data, weights=lab.weights
         )
         diagnosed[name] = lab.measured(f"diagnosis: {name}", None, tested)
 print(next((run.metrics["told"] for run in diagnosed.values()), ""))
@@ -730,8 +730,9 @@ lab.on_reference(ablations.LOOK_HEAD, ablations.look_rows, "diagnosis: *")
 saved = ablations.savings(diagnosed["SD1.5"]) if "SD1.5" in diagnosed else []
 
 # %% [markdown]
-# *Step off by* compares the predicted step with the measured one. Each gain was measured with that fix alone. They
-# don't add up: what one fix has saved, the next can't save again.
+# *Measured* is the middle of three rounds, with the least and the most in brackets (at `tiny` there is one round). *Step
+# off by* compares the predicted step with the measured one. Each gain was measured with that fix alone. They don't add
+# up: what one fix has saved, the next can't save again.
 #
 # (A negative gain is a loss. On a CPU that is busy with other things, two runs of the *same* recipe can differ by more
 # than a fifth; there the table shows how a prediction is tested, not how good it is.)

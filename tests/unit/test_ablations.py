@@ -16,9 +16,9 @@ from labutils.diagnosis.ablations import (
     Ablation,
     ablations,
     look_rows,
-    measured_gain,
     on_record,
     recipes_of,
+    round_costs,
     savings,
     table_rows,
 )
@@ -51,28 +51,27 @@ def test_a_fix_that_is_refused_or_changes_nothing_says_so():
     ],
 )
 def test_a_prediction_is_judged_by_the_step_it_foretold(predicted, measured, off, close, tells):
-    row = Ablation("x", Fix("f", predicted, ""), measured)
+    row = Ablation("x", Fix("f", predicted, ""), (100.0,), (100 * (1 - measured),))
     assert row.off == pytest.approx(off, abs=1e-3)
     assert (row.close, row.tells) == (close, tells)
 
 
+def test_a_gain_is_the_middle_of_the_rounds():
+    """The machine gets slower from round to round, and in the second the fix meets something for the first time."""
+    row = Ablation("x", Fix("f", 0.5, ""), before=(100.0, 120.0, 140.0), after=(52.0, 240.0, 70.0))
+    assert row.rounds == pytest.approx([0.48, -1.0, 0.5])
+    assert row.measured == pytest.approx(0.48)
+    assert Ablation("x", Fix("f", 0.5, ""), why="refused").measured is None
+
+
 def test_gains_are_of_what_the_fix_is_about():
-    slow = Run("", "start", metrics={"step_ms": 10.0, "useful_tokens_per_s": 100.0, "examples_per_s": 4.0})
-    fast = Run("", "fix", metrics={"step_ms": 8.0, "useful_tokens_per_s": 200.0, "examples_per_s": 16.0})
-    gains = {per: measured_gain(slow, fast, per) for per in ("step", "useful token", "example")}
-    assert gains == pytest.approx({"step": 0.2, "useful token": 0.5, "example": 0.75})
-    assert measured_gain(slow, Run("", "fix", metrics={"step_ms": 8.0}), "useful token") is None
-
-
-def test_texts_of_different_lengths_are_compared_one_by_one():
-    def run(ms, tokens):
-        samples = {"step_ms": ms, "useful_tokens": tokens}
-        return Run("", "", metrics={"step_ms": statistics.median(ms)}, samples=samples)
-
-    slow, fast = run([10.0, 30.0, 20.0], [1, 3, 2]), run([8.0, 24.0, 16.0], [1, 3, 2])
-    assert measured_gain(slow, fast) == pytest.approx(0.2)
-    assert measured_gain(slow, run([4.0, 24.0, 16.0], [1, 3, 2])) == pytest.approx(1 - 44 / 60)  # all of their time
-    assert measured_gain(slow, run([8.0, 8.0, 24.0], [9, 1, 3])) == pytest.approx(0.6)  # no step of the same: medians
+    recipe = vars(STOCK.but(micro_batch=2, accumulation=4))
+    run = Run("", "", recipe=recipe, samples={"wall_ms": [80.0, 120.0]})
+    assert round_costs(run) == [80.0, 120.0]
+    assert round_costs(run, "example") == [10.0, 15.0]
+    texts = {"wall_ms": [80.0, 120.0], "tokens": [100, 300, 400, 800]}
+    of_texts = Run("", "", metrics={"useful_tokens": 0.5}, recipe=recipe, samples=texts)
+    assert round_costs(of_texts, "useful token") == pytest.approx([80 / 100, 120 / 300])  # half of 200, half of 600
 
 
 def test_a_loop_of_texts_is_looked_at_on_the_batches_that_are_timed(monkeypatch):
@@ -134,17 +133,26 @@ def test_workers_that_made_batches_ready_shift_the_rounds_of_all(monkeypatch):
     assert [run.samples["useful_tokens"] for run in both.values()] == [2 * expected] * 2
 
 
-def fix_on_record(predicted, measured, per="step"):
-    return {"changes": {"streams": 2}, "per": per, "predicted": predicted, "measured": measured, "off": None, "why": ""}
+def fix_on_record(predicted, *rounds):
+    return {
+        "changes": {"streams": 2},
+        "per": "step",
+        "predicted": predicted,
+        "measured": statistics.median(rounds) if rounds else None,
+        "off": None,
+        "why": "" if rounds else "refused",
+        "before": [100.0] * len(rounds),
+        "after": [100 * (1 - gain) for gain in rounds],
+    }
 
 
 def test_what_a_look_was_worth_is_told_by_loop():
     each = {
-        "batch size": fix_on_record(0.5, 0.55),
+        "batch size": fix_on_record(0.5, 0.52, 0.55, 0.6),
         "capture": fix_on_record(0.4, 0.72),
         "workers": fix_on_record(0.3, -0.1),
         "caching": fix_on_record(0.01, 0.2),
-        "refused": fix_on_record(0.9, None),
+        "refused": fix_on_record(0.9),
     }
     runs = {
         "diagnosis: SD1.5": Run("09", "", metrics={"each": each}),
@@ -153,7 +161,9 @@ def test_what_a_look_was_worth_is_told_by_loop():
     }
     assert look_rows(runs) == [("SD1.5", "batch size", "55%", "capture", "72%", "2 of 3")]
     assert len(LOOK_HEAD) == 6
-    assert [row[0] for row in table_rows(runs)] == ["SD1.5"] * 5 + ["LLaVA"]
+    rows = table_rows(runs)
+    assert [row[0] for row in rows] == ["SD1.5"] * 5 + ["LLaVA"]
+    assert [row[4] for row in rows] == ["55% (52 to 60)", "72%", "-10%", "20%", "refused", "refused"]
 
 
 def test_every_start_is_a_workload_and_a_recipe():

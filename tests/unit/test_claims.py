@@ -318,6 +318,8 @@ CASES = [
     ("A4.pytorch.mixed-precision", INCONCLUSIVE, with_runs(a4("base", 220, 0.2))),
     ("A4.pytorch.persistent", REFUTED, with_metrics("03", "persistent", epoch_start_persistent_ms=spread_of(170))),
     ("A4.environment.threads", REFUTED, with_metrics("09", "threads: one each", images_per_s=90.0)),
+    ("A4.network.ethernet", REFUTED, with_metrics("10", "networks", whole_models_10_gbe_share=0.9)),
+    ("A4.network.ethernet", INCONCLUSIVE, with_metrics("10", "networks", whole_models_10_gbe_share=0.81)),
     ("A3.nf4.optimal", REFUTED, with_metrics("07", "rounding nf4", information_share=0.971)),
     ("A3.int8.codes", REFUTED, with_metrics("07", "absmax", code_1=-35)),
     ("A3.32b.unsloth-batch", REFUTED, with_metrics("08", "model of memory", unsloth_32b_batch_32_gb=120.0)),

@@ -544,4 +544,31 @@ def test_tables_of_runs_on_record_do_without_what_is_not_there():
     at = fleet.at_networks({"SD, LoRA": {0.125: 80.0, 450.0: 99.0}})
     networks = {"networks": Run("10", "networks", metrics=at)}
     assert fleet.network_rows(networks) == [("SD, LoRA", 80.0, None, None, None, None, 99.0)]
+    whole = fleet.Case("full", "SD, whole", {}, fleet.SD_RECIPE.but(adapter="none"))
+    needed = {"SD, LoRA": {1.25: 90.0}, "SD, whole": {1.25: 30.0}}
+    assert fleet.for_whole_models([case, whole], needed) == {"whole_models_10_gbe_share": 0.3}
+    assert fleet.for_whole_models([case], needed) == {}
+    networks["networks"].metrics["whole_models_10_gbe_share"] = 0.3  # no case at a network
+    assert len(fleet.network_rows(networks)) == 1
     assert fleet.comparisons_of({}) == fleet.network_rows({}) == fleet.alone_rows([case], {}) == []
+
+
+def test_what_connects_the_gpus_is_told_or_why_not(monkeypatch):
+    """As two GPUs of one host show themselves; a machine without the command, and one with a single GPU, say so."""
+    shown = "\tGPU0\tGPU1\tCPU Affinity\nGPU0\t X \tNV18\t0-31\nGPU1\tNV18\t X \t0-31\n"
+    monkeypatch.setattr(fleet.subprocess, "run", lambda *_, **__: SimpleNamespace(stdout=shown))
+    run = fleet.topology()
+    assert run.metrics["connections"] == 1
+    assert fleet.topology_rows({"topology": run}) == [
+        ("GPU 0 and GPU 1", "NV18", "18 NVLinks: 450 GB/s in one direction, of 25 each")
+    ]
+    monkeypatch.setattr(fleet.subprocess, "run", lambda *_, **__: SimpleNamespace(stdout="\tGPU0\nGPU0\t X \n"))
+    with pytest.raises(Unavailable, match="no two GPUs"):
+        fleet.topology()
+
+    def missing(*_, **__):
+        raise FileNotFoundError("nvidia-smi")
+
+    monkeypatch.setattr(fleet.subprocess, "run", missing)
+    with pytest.raises(Unavailable, match="FileNotFoundError"):
+        fleet.topology()

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from traces import kernel, mark, op
 
 from labutils import scaling
-from labutils.measure.collectives import Link, bus_factor, communication, read_nccl_log
+from labutils.measure.collectives import Link, bus_factor, communication, read_nccl_log, read_topology
 from labutils.measure.trace import Trace
 from labutils.results import Run
 
@@ -181,3 +181,22 @@ def test_nccl_s_log_tells_the_ways():
 def test_what_a_log_doesn_t_say_is_absent(text):
     assert read_nccl_log("") == {}
     assert isinstance(read_nccl_log(text), dict)
+
+
+TOPOLOGY = """\t\x1b[4mGPU0\tGPU1\tGPU2\tNIC0\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\x1b[0m
+GPU0\t X \tNV18\tSYS\tPIX\t0-31\t0\t\tN/A
+GPU1\tNV18\t X \tPHB\tSYS\t0-31\t0\t\tN/A
+GPU2\tSYS\tPHB\t X \tSYS\t32-63\t1\t\tN/A
+NIC0\tPIX\tSYS\tSYS\t X
+
+Legend:
+
+  X    = Self
+  SYS  = Connection traversing PCIe as well as the SMP interconnect between NUMA nodes (e.g., QPI/UPI)
+"""
+
+
+def test_what_connects_gpus_is_read_by_pairs():
+    assert read_topology(TOPOLOGY) == {(0, 1): "NV18", (0, 2): "SYS", (1, 2): "PHB"}
+    assert read_topology("\tGPU0\tCPU Affinity\nGPU0\t X \t0-15\n") == {}
+    assert read_topology("") == {}

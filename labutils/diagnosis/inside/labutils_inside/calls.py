@@ -55,7 +55,8 @@ class Calls:
         if event == "c_call":
             self._c_call(frame, argument)
         elif event in ("c_return", "c_exception"):
-            if self.open and self.open[-1][0] is argument:
+            # Equal, not the same: from Python 3.12 on a method is bound anew for each of the two events.
+            if self.open and self.open[-1][0] == argument:
                 self._close()
         elif event == "call":
             if not self._writing() and _is_writer(frame):
