@@ -15,14 +15,15 @@ import tempfile
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from labutils import scaling
+from labutils.effects import in_words, time_effect
 from labutils.measure.collectives import SAY_ALL, SIZES, Link, read_nccl_log, read_topology
 from labutils.recipe import A3_BASE, STOCK, Recipe
-from labutils.results import Run, Unavailable
+from labutils.results import Run, Unavailable, summarise
 from labutils.training.launching import TIMEOUT_S, Ended, gpu_count, launch, remove
 from labutils.training.rank import Task
 
@@ -235,7 +236,10 @@ def crashes(case: Case, ranks: int, device: str) -> dict[str, Run]:
     last = resumed.runs.get(case.run("crash")) or as_run(CRASHES[2], resumed)
     if not resumed.ok:
         last.status = _error(resumed)
-    return dict(zip(CRASHES, (as_run(CRASHES[0], killed), as_run(CRASHES[1], raised), last), strict=True))
+    ends = as_run(CRASHES[0], killed), as_run(CRASHES[1], raised)
+    for run in ends:  # the folder is gone, and where it was is this machine's business
+        run.metrics["message"] = run.metrics["message"].replace(str(folder), folder.name)
+    return dict(zip(CRASHES, (*ends, last), strict=True))
 
 
 def fewer_than(ranks: int) -> int:
@@ -336,6 +340,14 @@ def rows(runs: Mapping[str, Run]) -> list[tuple[Any, ...]]:
     ]
 
 
+LINK_HEAD = ("latency, µs", "bus bandwidth of a large message, GB/s")
+
+
+def link_rows(runs: Mapping[str, Run]) -> list[tuple[float | None, float | None]]:
+    """A row for `LINK_HEAD` out of the run "all-reduce"."""
+    return [(run.metric("latency_us"), run.metric("bus_gb_per_s")) for run in runs.values() if run.ok]
+
+
 ALONE_HEAD = ("one process", "step, ms", "examples/s", "gradients, MB", "a pass's weights, MB", "peak memory, GB")
 
 
@@ -408,7 +420,26 @@ def comparisons(runs: Mapping[str, Run], ranks: int) -> list[tuple[Any, ...]]:
 def _changed(before: Run, after: Run) -> tuple[Any, ...]:
     times = before.metric("step_ms"), after.metric("step_ms")
     memory = before.metric("peak_allocated_gb"), after.metric("peak_allocated_gb")
-    return *times, f"{100 * (times[1] / times[0] - 1):+.0f} %", *memory
+    return *times, in_words(time_effect(before, after)), *memory
+
+
+APART_HEAD = ("case", "one process alone, ms", "a micro-batch beside other ranks, mostly unsent, ms", "longer by")
+
+
+def apart_of(runs: Mapping[str, Run]) -> list[tuple[Any, ...]]:
+    """A row for `APART_HEAD` of each case with a `no_sync` run: what a micro-batch takes a single process, and what it
+    takes ranks side by side that send nothing after all of them but the last."""
+    found = []
+    for name, together in runs.items():
+        alone = runs.get(f"{case_of(name)} one process".strip())
+        if not name.endswith("no_sync") or not together.ok or alone is None or not alone.ok:
+            continue
+        micro_batches = together.recipe["accumulation"] / together.metrics["ranks"]
+        each = [ms / micro_batches for ms in together.samples["step_ms"]]
+        beside = replace(together, metrics={"step_ms": summarise(each)}, samples={"step_ms": each})
+        effect = in_words(time_effect(alone, beside))
+        found.append((case_of(name) or "LoRA", alone.metric("step_ms"), beside.metric("step_ms"), effect))
+    return found
 
 
 def _percent(share: float | None) -> float | None:

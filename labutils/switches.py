@@ -24,9 +24,8 @@ import torch
 from torch import Tensor, nn
 
 from labutils import hardware
-from labutils.articles import Claim
 from labutils.capture import float32_rounded
-from labutils.claims import Evidence, NotTestable
+from labutils.effects import in_words, time_effect
 from labutils.lowbit.fp8 import relative_error
 from labutils.processes import READY, Child
 from labutils.recipe import Recipe, distinct_on
@@ -99,29 +98,6 @@ def switches_on(device: str, scale: str) -> dict[str, Recipe]:
     return distinct_on(device, switches(scale))
 
 
-class Effect(NamedTuple):
-    """A change in percent, negative where it is less: least, middle and most. `sure`: none of them is 0 or across."""
-
-    low: float
-    middle: float
-    high: float
-
-    @property
-    def sure(self) -> bool:
-        return not self.low <= 0 <= self.high
-
-
-def time_effect(base: Run, run: Run) -> Effect | None:
-    """By how many percent a run's step is longer than the base's, with the range that both spreads allow (as claims
-    judge it); None where either wasn't measured."""
-    claim = Claim("", "", "", "", run.lab, ("base", "run"), "", needs="any")
-    try:
-        ratio = Evidence(claim, {(run.lab, "base"): base, (run.lab, "run"): run}).ratio("base", "run")
-    except NotTestable:
-        return None
-    return Effect(*(100 * (x - 1) for x in (ratio.low, ratio.middle, ratio.high)))
-
-
 SWITCH_HEAD = ("switch", "changes", "step, ms", "against its base", "peak memory, GB", "against its base, %", "why")
 
 
@@ -149,13 +125,6 @@ def changed(run: Run, base: Run) -> str:
     """The knobs in which two runs differ, as one would write them."""
     before, after = Recipe(**base.recipe), Recipe(**run.recipe)
     return ", ".join(f"`{knob}={new!r}`" for knob, (_, new) in after.changes_from(before).items())
-
-
-def in_words(effect: Effect | None) -> str | None:
-    """ "-43 %", or that the spread hides it."""
-    if effect is None:
-        return None
-    return f"{effect.middle:+.0f} %" if effect.sure else f"{effect.middle:+.0f} %, within the spread"
 
 
 ONE_BY_ONE_HEAD = ("examples a step", "ms, all in one batch", "ms of each, one after the other")

@@ -72,6 +72,7 @@ from labutils import articles, datapath, footprint, plots, switches
 from labutils.data.formats import gpu_decoder, images_per_s
 from labutils.datapath import DECODING_HEAD, Pictures, decoding_rows
 from labutils.diagnosis import ablations
+from labutils.effects import time_effect
 from labutils.hardware import usable_cores
 from labutils.recipe import Recipe
 from labutils.results import Run, Unavailable
@@ -866,7 +867,7 @@ solved(smaller_than(4, all_kept, less_kept_solution, some_rows, share=1 / 3, mod
 # - The course's [glossary](../docs/glossary.md).
 
 # %%
-shortened = switches.time_effect(runs["float32"], runs["base"]) if {"float32", "base"} <= runs.keys() else None
+shortened = time_effect(runs["float32"], runs["base"]) if {"float32", "base"} <= runs.keys() else None
 
 
 def percent_of(found: dict[str, Run], name: str, metric: str) -> float | None:

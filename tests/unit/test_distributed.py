@@ -24,7 +24,7 @@ from labutils import fleet
 from labutils.course import open_lab
 from labutils.data.images import EpochOrder, EveryNth
 from labutils.recipe import STOCK
-from labutils.results import Run, Unavailable, read_runs
+from labutils.results import Run, Unavailable, read_runs, summarise
 from labutils.training import Session, launching, ranks
 from labutils.training.batches import Batches
 from labutils.training.checkpoint import FILE
@@ -534,11 +534,20 @@ def test_tasks_survive_the_way_to_the_ranks(tmp_path):
 
 
 def test_tables_of_runs_on_record_do_without_what_is_not_there():
-    def run(name, ms):
-        return Run("10", name, metrics={"step_ms": ms, "examples_per_s": 1e3 / ms, "gradient_mb": 1.0})
+    def run(name, ms, **recipe):
+        times = [0.99 * ms, ms, 1.01 * ms]
+        metrics = {"step_ms": summarise(times), "examples_per_s": 1e3 / ms, "gradient_mb": 1.0, "ranks": 4}
+        return Run("10", name, recipe=recipe, metrics=metrics, samples={"step_ms": times})
 
     there = {name: run(name, ms) for name, ms in (("ddp 4", 100.0), ("ddp 4 bucket 1MB", 110.0), ("one process", 90.0))}
     assert fleet.comparisons_of(there) == [("LoRA: buckets of 25 MiB -> of 1", 100.0, 110.0, "+10 %", None, None)]
+    there["ddp 4 bucket 1MB"] = run("ddp 4 bucket 1MB", 101.0)
+    assert fleet.comparisons_of(there)[0][3] == "+1 %, within the spread"
+    there["ddp 4 no_sync"] = run("ddp 4 no_sync", 480.0, accumulation=16)  # four micro-batches on each of four ranks
+    assert fleet.apart_of(there) == [("LoRA", 90.0, 120.0, "+33 %")]
+    assert fleet.link_rows({"all-reduce": Run("", "", metrics={"latency_us": 20.0, "bus_gb_per_s": 298.0})}) == [
+        (20.0, 298.0)
+    ]
     case = fleet.Case("", "SD, LoRA", {}, fleet.SD_RECIPE)
     assert fleet.alone_rows([case], there) == [("SD, LoRA", 90.0, 1e3 / 90, 1.0, None, None)]
     at = fleet.at_networks({"SD, LoRA": {0.125: 80.0, 450.0: 99.0}})
@@ -550,7 +559,9 @@ def test_tables_of_runs_on_record_do_without_what_is_not_there():
     assert fleet.for_whole_models([case], needed) == {}
     networks["networks"].metrics["whole_models_10_gbe_share"] = 0.3  # no case at a network
     assert len(fleet.network_rows(networks)) == 1
-    assert fleet.comparisons_of({}) == fleet.network_rows({}) == fleet.alone_rows([case], {}) == []
+    tables_of = fleet.apart_of, fleet.link_rows, fleet.comparisons_of, fleet.network_rows
+    assert [rows_of({}) for rows_of in tables_of] == [[]] * 4
+    assert fleet.alone_rows([case], {}) == []
 
 
 def test_what_connects_the_gpus_is_told_or_why_not(monkeypatch):

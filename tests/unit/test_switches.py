@@ -5,8 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 from claim_runs import timed
-from hypothesis import given
-from hypothesis import strategies as st
 
 from labutils import switches
 from labutils.capture import float32_rounded
@@ -53,24 +51,6 @@ def test_a_cpu_is_given_what_it_can_tell_apart():
     assert {"checkpointing", "selective checkpointing", "accumulation", "8-bit optimizer"} <= found.keys()
     assert "paged optimizer" not in found
     assert list(switches.switches_on("cuda", "full")) == list(switches.switches("full"))
-
-
-def test_effects_are_told_with_their_spread():
-    base, fast, same = timed("09", "base", 100), timed("09", "a", 60), timed("09", "b", 99, spread=0.05)
-    assert switches.in_words(switches.time_effect(base, fast)) == "-40 %"
-    assert switches.in_words(switches.time_effect(base, same)) == "-1 %, within the spread"
-    assert switches.time_effect(base, Run("09", "c")) is None and switches.in_words(None) is None
-
-
-@given(st.floats(1, 1000), st.floats(1, 1000), st.floats(0.0001, 0.2))
-def test_a_sure_effect_is_one_whose_ranges_lie_apart(one, other, spread):
-    found = switches.time_effect(timed("09", "base", one, spread), timed("09", "x", other, spread))
-    assert found.low <= found.middle <= found.high
-    assert found.middle == pytest.approx(100 * (other / one - 1), abs=0.01)
-    apart = other * (1 + 0.8 * spread) < one * (1 - 0.8 * spread) or other * (1 - 0.8 * spread) > one * (
-        1 + 0.8 * spread
-    )
-    assert found.sure or not apart
 
 
 def test_what_pays_is_counted():
