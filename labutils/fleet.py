@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from labutils import scaling
-from labutils.effects import in_words, time_effect
+from labutils.claims.effects import in_words, time_effect
 from labutils.measure.collectives import SAY_ALL, SIZES, Link, read_nccl_log, read_topology
 from labutils.recipe import A3_BASE, STOCK, Recipe
 from labutils.results import Run, Unavailable, summarise

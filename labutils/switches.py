@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from labutils import hardware
 from labutils.capture import float32_rounded
-from labutils.effects import in_words, time_effect
+from labutils.claims.effects import in_words, time_effect
 from labutils.lowbit.fp8 import relative_error
 from labutils.processes import READY, Child
 from labutils.recipe import Recipe, distinct_on

@@ -210,13 +210,19 @@ def helps(claim: Claim, evidence: Evidence) -> Finding:
     else:
         ends = (positive(evidence, how[end], how["metric"]) for end in ("before", "after"))
         change = _change(*ends, how["towards"])
-    shown = f"{(-1 if how['towards'] == 'less' else 1) * change.middle:+.0f} %"
+    places = _places_apart(change.middle, how["at_least"])
+    shown = f"{(-1 if how['towards'] == 'less' else 1) * change.middle:+.{places}f} %"
     why = f"At least {how['at_least']:g} % {how['towards']} is meant."
     if change.high < how["at_least"]:
         return Finding(REFUTED, shown, why)
     if change.low <= 0 or change.middle < how["at_least"]:
         return Finding(INCONCLUSIVE, shown, f"{why} The spread reaches from {change.low:.0f} to {change.high:.0f} %.")
     return Finding(CONFIRMED, shown, why)
+
+
+def _places_apart(value: float, bound: float) -> int:
+    """Decimals with which a value below a bound isn't rounded up to it."""
+    return next((places for places in range(6) if (round(value, places) < bound) == (value < bound)), 6)
 
 
 def beyond(claim: Claim, evidence: Evidence) -> Finding:

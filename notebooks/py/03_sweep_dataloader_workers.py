@@ -286,10 +286,12 @@ lab.verdict("A1.workers.optimum", "A1.workers.more-is-worse");
 # epoch, and an epoch of the real dataset has 1221 examples, which is 305 optimizer steps.
 
 # %%
+EPOCHS = 6
 starts = {}
 for workers in (1, 3):
     for kept in (False, True):
-        starts[workers, kept] = epoch_start_ms(examples, STOCK.but(num_workers=workers, persistent_workers=kept), 3)
+        recipe = STOCK.but(num_workers=workers, persistent_workers=kept)
+        starts[workers, kept] = epoch_start_ms(examples, recipe, EPOCHS)
 restart = Run("03", "persistent", recipe=STOCK.but(num_workers=3).as_dict())
 restart.samples = {"epoch_start_ms": starts[3, False], "epoch_start_persistent_ms": starts[3, True]}
 restart.metrics = {name: summarise(samples) for name, samples in restart.samples.items()} | {"epoch_steps": EPOCH // 4}

@@ -69,10 +69,10 @@ import torch
 import torch.utils.checkpoint
 
 from labutils import articles, datapath, footprint, plots, switches
+from labutils.claims.effects import time_effect
 from labutils.data.formats import gpu_decoder, images_per_s
 from labutils.datapath import DECODING_HEAD, Pictures, decoding_rows
 from labutils.diagnosis import ablations
-from labutils.effects import time_effect
 from labutils.hardware import usable_cores
 from labutils.recipe import Recipe
 from labutils.results import Run, Unavailable
@@ -733,7 +733,9 @@ saved = ablations.savings(diagnosed["SD1.5"]) if "SD1.5" in diagnosed else []
 # %% [markdown]
 # *Measured* is the middle of three rounds, with the least and the most in brackets (at `tiny` there is one round). *Step
 # off by* compares the predicted step with the measured one. Each gain was measured with that fix alone. They don't add
-# up: what one fix has saved, the next can't save again.
+# up: what one fix has saved, the next can't save again. (A range can reach far down where a fix meets something for the
+# first time: on our H200, *precision* in its first round, as each new length of text has the libraries choose and load
+# other kernels. A real epoch pays that once for each length.)
 #
 # (A negative gain is a loss. On a CPU that is busy with other things, two runs of the *same* recipe can differ by more
 # than a fifth; there the table shows how a prediction is tested, not how good it is.)

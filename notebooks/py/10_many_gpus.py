@@ -39,12 +39,12 @@
 # |---|---|---|
 # | `tiny` | any CPU: two processes share its cores, gloo in NCCL's place | 2 minutes |
 # | `small` | two GPUs of 8 GB or more | 5 minutes |
-# | `full` | two GPUs of 80 GB or more | about 8 minutes |
+# | `full` | two GPUs of 80 GB or more | 6½ minutes |
 #
 # **Without two GPUs** run it at `tiny`: two processes share the CPU. You see how each question is asked and answered,
 # and that several processes compute the same as one. Speed they can't show: they share cores, memory and caches, and
-# the same cores carry their messages. Our H200s' tables stand below yours, as soon as their runs are on record. With
-# one GPU, `auto` chooses `tiny` as well, and leaves the GPU idle.
+# the same cores carry their messages. Our H200s' tables stand below yours. With one GPU, `auto` chooses `tiny` as well,
+# and leaves the GPU idle.
 
 # %% tags=["parameters"]
 scale: str = "auto"  # tiny (two processes on any CPU), small and full (two GPUs or more), auto: tiny without two GPUs

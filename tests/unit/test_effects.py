@@ -7,7 +7,7 @@ from claim_runs import timed
 from hypothesis import given
 from hypothesis import strategies as st
 
-from labutils.effects import in_words, time_effect
+from labutils.claims.effects import in_words, time_effect
 from labutils.results import Run
 
 

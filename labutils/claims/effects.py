@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from labutils.articles import Claim
-from labutils.claims import Evidence, NotTestable
+from labutils.claims.evidence import Evidence, NotTestable
 from labutils.results import Run
 
 
