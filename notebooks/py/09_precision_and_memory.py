@@ -734,8 +734,9 @@ saved = ablations.savings(diagnosed["SD1.5"]) if "SD1.5" in diagnosed else []
 # *Measured* is the middle of three rounds, with the least and the most in brackets (at `tiny` there is one round). *Step
 # off by* compares the predicted step with the measured one. Each gain was measured with that fix alone. They don't add
 # up: what one fix has saved, the next can't save again. (A range can reach far down where a fix meets something for the
-# first time: on our H200, *precision* in its first round, as each new length of text has the libraries choose and load
-# other kernels. A real epoch pays that once for each length.)
+# first time: on our H200 *precision* was slower than the start in its first round, and then more than twice as fast. What
+# it met isn't on record. A likely guess is the lengths of the texts: for a size that it hasn't seen, a library has to
+# choose a kernel and load it. If so, a real epoch pays that for each length once.)
 #
 # (A negative gain is a loss. On a CPU that is busy with other things, two runs of the *same* recipe can differ by more
 # than a fifth; there the table shows how a prediction is tested, not how good it is.)
