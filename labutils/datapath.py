@@ -65,14 +65,17 @@ class Pictures:
         samples = [timed(lambda content=content: decode(content), budget_s=0.02, at_least=3)[0] for content in contents]
         return Run("", "", metrics={"decode_ms": summarise(samples)}, samples={"decode_ms": samples})
 
-    def example_ms(self, name: str) -> float:
-        """The median of what one thread takes to make an example of a format, or of `IN_MEMORY`."""
-        dataset, times = self.dataset(name), []
-        for place in range(len(dataset)):
-            began = time.perf_counter()
-            dataset[place]
-            times.append(1e3 * (time.perf_counter() - began))
-        return median(times)
+    def examples_ms(self, names: Iterable[str]) -> dict[str, float]:
+        """Name -> the median of what one thread takes to make an example of that format, or of `IN_MEMORY`: example by
+        example one of each, so that a host that is slow for a while is slow for all of them."""
+        datasets = {name: self.dataset(name) for name in names}
+        times: dict[str, list[float]] = {name: [] for name in datasets}
+        for place in range(min(map(len, datasets.values()))):
+            for name, dataset in datasets.items():
+                began = time.perf_counter()
+                dataset[place]
+                times[name].append(1e3 * (time.perf_counter() - began))
+        return {name: median(found) for name, found in times.items()}
 
     def storage(self, rounds: int = 3) -> dict[str, Run]:
         """ "files: cold" and "files: warm": `example_ms`, a PNG read and decoded by one thread, from the disk or from

@@ -140,22 +140,37 @@ def over_decoding(
         look = {"linestyle": "", "marker": marker, "markersize": 8, "markeredgecolor": PAPER}
         label = "no workers" if workers == 0 else f"{workers} workers"
         ax.plot(at, [s[1] for s in spreads], color=color, label=f"{label}, measured", zorder=4, **look)
-    for place, (name, (x, spread)) in enumerate(sorted(measured.get(0, {}).items(), key=lambda item: item[1][0])):
-        ax.annotate(
-            name,
-            (x, spread[1]),
-            (6, 12 + 11 * (place % 2)),
-            textcoords="offset points",
-            fontsize=8,
-            ha="left",
-            zorder=5,
-        )
+    ax.margins(y=0.15)  # for the topmost name
+    _name_points(ax, measured.get(0, {}))
     ax.set_xlim(left=0)
     ax.set_ylim(bottom=0)
     ax.set_xlabel(xlabel)
     ax.set_ylabel("ms an optimizer step")
     ax.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=2)
     return ax
+
+
+NEIGHBOURS = 0.06
+"""Points nearer to each other than this share of the axis have their names one above the other."""
+
+
+def _name_points(ax: Axes, points: Mapping[str, tuple[float, Spread]]) -> None:
+    """Each point's name beside it, on paper of its own: lines and other points are all around."""
+    width = max((x for x, _ in points.values()), default=0.0)
+    stack: list[tuple[float, float]] = []
+    for name, (x, spread) in sorted(points.items(), key=lambda item: item[1][0]):
+        if stack and x - stack[0][0] > NEIGHBOURS * width:
+            stack = []
+        stack.append((x, spread[2]))
+        ax.annotate(
+            name,
+            (x, max(top for _, top in stack)),
+            (6, 4 + 14 * (len(stack) - 1)),
+            textcoords="offset points",
+            fontsize=8,
+            bbox={"facecolor": PAPER, "edgecolor": "none", "pad": 1, "alpha": 0.85},
+            zorder=5,
+        )
 
 
 def errors(ax: Axes, found: Mapping[str, Mapping[str, float]]) -> Axes:

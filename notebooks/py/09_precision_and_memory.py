@@ -601,7 +601,7 @@ with lab.attempt("Training on each form", reference="data: PNG"):
 threads = 1 if on_gpu else torch.get_num_threads()
 with lab.attempt("The model of the data path"):
     base = datapath.pipeline_of(trained["data: resized in memory"], usable_cores(), threads)
-    each = {name: pictures.example_ms(name) for name in kept}
+    each = pictures.examples_ms(kept)
     points = {workers: datapath.points_of(trained, names, each) for workers, names in ways.items()}
     model = datapath.step_over_decoding(base, (0, 1, several), loop.micro_batch, up_to=1.15 * max(each.values()))
     fig, ax = plt.subplots(figsize=(7.4, 4.2))

@@ -478,6 +478,15 @@ def test_predictions_and_errors_are_drawn_where_they_belong():
     assert "PNG" in {text.get_text() for text in ax.texts}
 
 
+def test_names_of_points_that_are_near_each_other_lie_apart(ax):
+    points = {"resized": (1.7, (130, 138, 150)), "in memory": (1.2, (150, 168, 260)), "PNG": (60.0, (370, 412, 520))}
+    plots.over_decoding(ax, {0: {0.0: 160.0, 70.0: 440.0}}, {0: points}, "ms")
+    ax.figure.canvas.draw()
+    boxes = [text.get_window_extent() for text in ax.texts]
+    assert len(boxes) == 3
+    assert not any(one.overlaps(other) for one, other in itertools.combinations(boxes, 2))
+
+
 # The scoreboard
 
 PAIRS = list(itertools.product(plots.VERDICT_MARKS, repeat=2))
