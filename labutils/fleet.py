@@ -64,6 +64,15 @@ TURNED = ("", "full")
 """Cases whose buckets and synchronisation are tried out, and that are sharded at every scale."""
 
 
+TITLES = {
+    "": "SD 1.5, LoRA",
+    "full": "SD 1.5, whole UNet",
+    "qwen": "Qwen3, LoRA",
+    "qwen full": "small Qwen3, whole",
+}
+"""What is trained, by the name of its case."""
+
+
 @dataclass(frozen=True)
 class Case:
     """One kind of training: its name in runs ("" for none), what it runs on, the recipe of one rank's share."""
@@ -97,13 +106,13 @@ def cases(lab: Any) -> dict[str, Case]:
     sd, qwen = of("sd15-lora", lab.scale), of("qwen3-lora-long", lab.scale)
     small = of("qwen3-lora-long", "tiny" if tiny else "small")
     sd_recipe = SD_RECIPE.but(micro_batch=SD_BATCH[lab.scale])
-    found = [
-        Case("", "SD 1.5, LoRA", sd, sd_recipe),
-        Case("full", "SD 1.5, whole UNet", sd, sd_recipe.but(adapter="none", micro_batch=WHOLE_BATCH[lab.scale])),
-        Case("qwen", "Qwen3, LoRA", qwen, QWEN_RECIPE),
-        Case("qwen full", "small Qwen3, whole", small, QWEN_FULL_RECIPE),
-    ]
-    return {case.name: case for case in found}
+    what = {
+        "": (sd, sd_recipe),
+        "full": (sd, sd_recipe.but(adapter="none", micro_batch=WHOLE_BATCH[lab.scale])),
+        "qwen": (qwen, QWEN_RECIPE),
+        "qwen full": (small, QWEN_FULL_RECIPE),
+    }
+    return {name: Case(name, TITLES[name], *found) for name, found in what.items()}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -315,8 +324,8 @@ HEAD = (
     "predicted, ms",
     "examples/s",
     "efficiency, %",
-    "communication, % of the step",
-    "not hidden, %",
+    "traced: communicating or waiting, %",
+    "of it not hidden, % of the step",
     "peak memory per GPU, GB",
 )
 """The head of `rows`."""
@@ -340,12 +349,16 @@ def rows(runs: Mapping[str, Run]) -> list[tuple[Any, ...]]:
     ]
 
 
-LINK_HEAD = ("latency, µs", "bus bandwidth of a large message, GB/s")
+LINK_HEAD = ("the quickest message, µs", "bus bandwidth of the largest, GB/s")
 
 
-def link_rows(runs: Mapping[str, Run]) -> list[tuple[float | None, float | None]]:
+def link_rows(runs: Mapping[str, Run]) -> list[tuple[float, float]]:
     """A row for `LINK_HEAD` out of the run "all-reduce"."""
-    return [(run.metric("latency_us"), run.metric("bus_gb_per_s")) for run in runs.values() if run.ok]
+    return [
+        (1e3 * min(run.samples["all_reduce_ms"]), run.samples["bus_gb_per_s"][-1])
+        for run in runs.values()
+        if run.ok and run.samples.get("all_reduce_ms")
+    ]
 
 
 ALONE_HEAD = ("one process", "step, ms", "examples/s", "gradients, MB", "a pass's weights, MB", "peak memory, GB")
@@ -410,7 +423,7 @@ def comparisons(runs: Mapping[str, Run], ranks: int) -> list[tuple[Any, ...]]:
     )
     cases = list(dict.fromkeys(map(case_of, runs)))
     return [
-        (f"{case or 'LoRA'}: {title}", *_changed(*found))
+        (f"{TITLES.get(case, case)}: {title}", *_changed(*found))
         for title, *names in pairs
         for case in cases
         if len(found := [runs[key] for n in names if (key := f"{case} {n}".strip()) in runs and runs[key].ok]) == 2
@@ -420,26 +433,41 @@ def comparisons(runs: Mapping[str, Run], ranks: int) -> list[tuple[Any, ...]]:
 def _changed(before: Run, after: Run) -> tuple[Any, ...]:
     times = before.metric("step_ms"), after.metric("step_ms")
     memory = before.metric("peak_allocated_gb"), after.metric("peak_allocated_gb")
-    return *times, in_words(time_effect(before, after)), *memory
+    alike = (_of_times(run, run.samples["step_ms"]) for run in (before, after))  # as the medians beside it: all steps
+    return *times, in_words(time_effect(*alike)), *memory
 
 
-APART_HEAD = ("case", "one process alone, ms", "a micro-batch beside other ranks, mostly unsent, ms", "longer by")
+APART_HEAD = ("case", "one process alone, ms a micro-batch", "beside others, sending nothing, ms", "longer by")
+    "case",
+    "a micro-batch of one process alone, ms",
+    "one beside other ranks that sends nothing, ms",
+    "longer by",
+)
 
 
 def apart_of(runs: Mapping[str, Run]) -> list[tuple[Any, ...]]:
     """A row for `APART_HEAD` of each case with a `no_sync` run: what a micro-batch takes a single process, and what it
-    takes ranks side by side that send nothing after all of them but the last."""
+    takes ranks side by side that send nothing after it: a `no_sync` step less a step of one micro-batch, which stands
+    for the last one, that does send."""
     found = []
-    for name, together in runs.items():
-        alone = runs.get(f"{case_of(name)} one process".strip())
-        if not name.endswith("no_sync") or not together.ok or alone is None or not alone.ok:
+    for name, several in runs.items():
+        if not name.endswith(" no_sync"):
             continue
-        micro_batches = together.recipe["accumulation"] / together.metrics["ranks"]
-        each = [ms / micro_batches for ms in together.samples["step_ms"]]
-        beside = replace(together, metrics={"step_ms": summarise(each)}, samples={"step_ms": each})
-        effect = in_words(time_effect(alone, beside))
-        found.append((case_of(name) or "LoRA", alone.metric("step_ms"), beside.metric("step_ms"), effect))
+        alone = runs.get(f"{case_of(name)} one process".strip())
+        one = runs.get(name.removesuffix(" no_sync"))
+        if not (several.ok and alone and alone.ok and one and one.ok):
+            continue
+        unsent = several.recipe["accumulation"] / several.metrics["ranks"] - 1
+        each = [(ms - one.metric("step_ms")) / unsent for ms in several.samples["step_ms"]]
+        beside = _of_times(several, each)
+        title = TITLES.get(case_of(name), case_of(name))
+        found.append((title, alone.metric("step_ms"), beside.metric("step_ms"), in_words(time_effect(alone, beside))))
     return found
+
+
+def _of_times(run: Run, step_ms: Sequence[float]) -> Run:
+    """The run as if its steps had taken these times, and nothing were known of what they took in."""
+    return replace(run, metrics={"step_ms": summarise(step_ms)}, samples={"step_ms": list(step_ms)})
 
 
 def _percent(share: float | None) -> float | None:
@@ -657,11 +685,16 @@ def nccl_rows(runs: Mapping[str, Run]) -> list[tuple[Any, ...]]:
         if run.ok:
             ms, bus = run.samples["all_reduce_ms"], run.samples["bus_gb_per_s"]
             said = [run.metrics.get(key) for key in ("transport", "channels", "chosen")]
-            found.append((name.removeprefix("nccl "), *said, 1e3 * ms[0], ms[1], bus[2]))
+            found.append((_setting(name), *said, 1e3 * ms[0], ms[1], bus[2]))
         else:
             why = textwrap.shorten(run.status, LONGEST_CELL, placeholder=" …")
-            found.append((name.removeprefix("nccl "), why, *[None] * 5))
+            found.append((_setting(name), why, *[None] * 5))
     return found
+
+
+def _setting(name: str) -> str:
+    """What was set in a trial, by its run's name; the first one only has NCCL say what it does."""
+    return "left alone" if name == trial_name(TRIALS[0]) else name.removeprefix("nccl ")
 
 
 def variable_rows() -> list[tuple[str, str, str]]:

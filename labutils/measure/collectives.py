@@ -8,6 +8,7 @@ link's data sheet, and that carries over from one number of ranks, and from one 
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from bisect import bisect_left
@@ -24,6 +25,7 @@ from labutils.results import summarise
 SIZES = tuple(2**10 * 4**k for k in range(10))
 """Bytes of the messages that are timed: 1 KiB to 256 MiB."""
 REPEATS = 20
+WARM_UP = 2
 SLOW_MS = 100
 """A message that takes longer than this is sent three times only."""
 SHARES = {"all-reduce": 2.0, "all-gather": 1.0, "reduce-scatter": 1.0}
@@ -39,14 +41,16 @@ def time_all_reduce(sizes: Sequence[int], device: str, ranks: int) -> dict[str, 
     """Milliseconds of summing float32 messages of `sizes` bytes over all ranks, as `metrics` and `samples` of a run.
 
     Every rank calls it with the same sizes. Samples: `bytes` and, beside each, the medians `all_reduce_ms`,
-    `algorithm_gb_per_s` and `bus_gb_per_s`. Metrics: `latency_us` (of the smallest message), `bus_gb_per_s` and, with
-    its spread, `largest_ms` (of the largest), `ranks`.
+    `algorithm_gb_per_s` and `bus_gb_per_s`. Metrics: `latency_us` (of the quickest size), `bus_gb_per_s` and, with its
+    spread, `largest_ms` (of the largest), `ranks`.
     """
+    for size in sizes:  # what a connection does once, when the first messages go, is nobody's time
+        _times_ms(size, device, repeats=WARM_UP)
     times = [_times_ms(size, device) for size in sizes]
     medians = [summarise(found)["median"] for found in times]
     algorithm = [size / ms / 1e6 for size, ms in zip(sizes, medians, strict=True)]
     bus = [rate * bus_factor(ranks) for rate in algorithm]
-    metrics = {"latency_us": medians[0] * 1e3, "bus_gb_per_s": bus[-1], "ranks": ranks}
+    metrics = {"latency_us": min(medians) * 1e3, "bus_gb_per_s": bus[-1], "ranks": ranks}
     metrics["largest_ms"] = summarise(times[-1])
     samples = {
         "bytes": [float(size) for size in sizes],
@@ -57,7 +61,7 @@ def time_all_reduce(sizes: Sequence[int], device: str, ranks: int) -> dict[str, 
     return {"metrics": metrics, "samples": samples}
 
 
-def _times_ms(size: int, device: str) -> list[float]:
+def _times_ms(size: int, device: str, repeats: int = REPEATS) -> list[float]:
     import torch
     import torch.distributed as dist
 
@@ -76,7 +80,7 @@ def _times_ms(size: int, device: str) -> list[float]:
     timed(2)
     found = torch.tensor(min(timed(1)))  # on the host, where all agree how often it is sent
     dist.all_reduce(found, op=dist.ReduceOp.MAX)
-    return timed(3 if found.item() > SLOW_MS else REPEATS)
+    return timed(min(3, repeats) if found.item() > SLOW_MS else repeats)
 
 
 def read_topology(text: str) -> dict[tuple[int, int], str]:
@@ -104,8 +108,10 @@ class Link:
 
     @classmethod
     def of(cls, samples: Mapping[str, Sequence[float]], ranks: int) -> Link:
-        """Of an all-reduce run's samples."""
-        return cls(ranks, tuple(samples["bytes"]), tuple(samples["all_reduce_ms"]))
+        """Of an all-reduce run's samples. A message that took longer than a larger one was disturbed, and is taken to
+        last as long as that."""
+        slowest = list(itertools.accumulate(reversed(samples["all_reduce_ms"]), min))
+        return cls(ranks, tuple(samples["bytes"]), tuple(reversed(slowest)))
 
     def all_reduce_ms(self, size: float) -> float:
         if size <= self.bytes[0]:
@@ -127,13 +133,14 @@ class Link:
 
 
 def communication(trace: Trace) -> tuple[dict[str, float], list[float], list[float]]:
-    """What part of the steps' time communication takes, and what part of it nothing hides; and the first step's times.
+    """What part of the steps' time communication takes, and what part of it nothing hides; and the times of the step
+    that comes nearest to that part.
 
     On GPUs: NCCL's kernels, against all others. A kernel of NCCL also runs while it waits for the other ranks' data, so
     that ranks out of step show as communication. On a CPU: from where gloo is given a message to where it is through,
     against operators that compute. Metrics: `communication_share`, `exposed_communication_share` (of wall time), and
     `communication_ms`, `exposed_communication_ms` a step. The lists hold start and end, start and end, ... of computing
-    and of communicating, in ms from the first recorded step's beginning.
+    and of communicating, in ms from that step's beginning.
     """
     talking, computing = _times(trace)
     exposed = difference(talking, computing)
@@ -144,8 +151,12 @@ def communication(trace: Trace) -> tuple[dict[str, float], list[float], list[flo
         "communication_ms": total(talking) / trace.steps,
         "exposed_communication_ms": total(exposed) / trace.steps,
     }
-    window = trace.first_step
+    window = min(trace.step_windows, key=lambda step: abs(_share(exposed, step) - total(exposed) / wall))
     return metrics, _drawable(computing, window), _drawable(talking, window)
+
+
+def _share(times: list[Interval], window: Interval) -> float:
+    return total(overlap(times, [window])) / (window[1] - window[0])
 
 
 def _times(trace: Trace) -> tuple[list[Interval], list[Interval]]:

@@ -509,8 +509,13 @@ class Trace:
         return {lane: blocks for lane, blocks in found.items() if blocks}
 
     @property
+    def step_windows(self) -> list[Interval]:
+        """When each recorded step began and ended on the host."""
+        return [window[1:] for window in self._windows] or [self.wall]
+
+    @property
     def first_step(self) -> Interval:
-        return self._windows[0][1:] if self._windows else self.wall
+        return self.step_windows[0]
 
     def busy_over_time(self, bins: int = 150) -> tuple[list[float], list[float]]:
         """(milliseconds from the beginning, share of the time in which kernels ran) of `bins` parts of the first step.

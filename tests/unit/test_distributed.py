@@ -540,14 +540,17 @@ def test_tables_of_runs_on_record_do_without_what_is_not_there():
         return Run("10", name, recipe=recipe, metrics=metrics, samples={"step_ms": times})
 
     there = {name: run(name, ms) for name, ms in (("ddp 4", 100.0), ("ddp 4 bucket 1MB", 110.0), ("one process", 90.0))}
-    assert fleet.comparisons_of(there) == [("LoRA: buckets of 25 MiB -> of 1", 100.0, 110.0, "+10 %", None, None)]
+    assert fleet.comparisons_of(there) == [
+        ("SD 1.5, LoRA: buckets of 25 MiB -> of 1", 100.0, 110.0, "+10 %", None, None)
+    ]
     there["ddp 4 bucket 1MB"] = run("ddp 4 bucket 1MB", 101.0)
     assert fleet.comparisons_of(there)[0][3] == "+1 %, within the spread"
-    there["ddp 4 no_sync"] = run("ddp 4 no_sync", 480.0, accumulation=16)  # four micro-batches on each of four ranks
-    assert fleet.apart_of(there) == [("LoRA", 90.0, 120.0, "+33 %")]
-    assert fleet.link_rows({"all-reduce": Run("", "", metrics={"latency_us": 20.0, "bus_gb_per_s": 298.0})}) == [
-        (20.0, 298.0)
-    ]
+    # Four micro-batches on each of four ranks; the last is sent, and takes as long as a step of "ddp 4".
+    there["ddp 4 no_sync"] = run("ddp 4 no_sync", 100.0 + 3 * 120.0, accumulation=16)
+    assert fleet.apart_of(there) == [("SD 1.5, LoRA", 90.0, pytest.approx(120.0), "+33 %")]
+    assert fleet.apart_of({name: one for name, one in there.items() if name != "one process"}) == []
+    samples = {"all_reduce_ms": [0.06, 0.02, 1.0], "bus_gb_per_s": [0.1, 8.0, 298.0]}
+    assert fleet.link_rows({"all-reduce": Run("", "", samples=samples)}) == [(20.0, 298.0)]
     case = fleet.Case("", "SD, LoRA", {}, fleet.SD_RECIPE)
     assert fleet.alone_rows([case], there) == [("SD, LoRA", 90.0, 1e3 / 90, 1.0, None, None)]
     at = fleet.at_networks({"SD, LoRA": {0.125: 80.0, 450.0: 99.0}})
