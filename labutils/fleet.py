@@ -438,11 +438,6 @@ def _changed(before: Run, after: Run) -> tuple[Any, ...]:
 
 
 APART_HEAD = ("case", "one process alone, ms a micro-batch", "beside others, sending nothing, ms", "longer by")
-    "case",
-    "a micro-batch of one process alone, ms",
-    "one beside other ranks that sends nothing, ms",
-    "longer by",
-)
 
 
 def apart_of(runs: Mapping[str, Run]) -> list[tuple[Any, ...]]:
@@ -450,19 +445,21 @@ def apart_of(runs: Mapping[str, Run]) -> list[tuple[Any, ...]]:
     takes ranks side by side that send nothing after it: a `no_sync` step less a step of one micro-batch, which stands
     for the last one, that does send."""
     found = []
-    for name, several in runs.items():
-        if not name.endswith(" no_sync"):
+    for name in runs:
+        names = f"{case_of(name)} one process".strip(), name.removesuffix(" no_sync"), name
+        if not name.endswith(" no_sync") or not all(_timed(runs.get(each)) for each in names):
             continue
-        alone = runs.get(f"{case_of(name)} one process".strip())
-        one = runs.get(name.removesuffix(" no_sync"))
-        if not (several.ok and alone and alone.ok and one and one.ok):
-            continue
+        alone, one, several = (runs[each] for each in names)
         unsent = several.recipe["accumulation"] / several.metrics["ranks"] - 1
-        each = [(ms - one.metric("step_ms")) / unsent for ms in several.samples["step_ms"]]
-        beside = _of_times(several, each)
+        beside = _of_times(several, [(ms - one.metric("step_ms")) / unsent for ms in several.samples["step_ms"]])
         title = TITLES.get(case_of(name), case_of(name))
         found.append((title, alone.metric("step_ms"), beside.metric("step_ms"), in_words(time_effect(alone, beside))))
     return found
+
+
+def _timed(run: Run | None) -> bool:
+    """Whether it is the record of a run whose steps were timed, and says on how many ranks."""
+    return bool(run and run.ok and run.metrics.get("ranks") and run.samples.get("step_ms"))
 
 
 def _of_times(run: Run, step_ms: Sequence[float]) -> Run:
@@ -485,6 +482,14 @@ def largest_difference(some: Sequence[float], others: Sequence[float]) -> float:
     return max(abs(a - b) / abs(b) for a, b in zip(some, others, strict=False))
 
 
+LOSSES_HEAD = ("largest difference between the losses of one process and of all ranks",)
+
+
+def losses_rows(runs: Mapping[str, Run]) -> list[tuple[str]]:
+    """A row for `LOSSES_HEAD` out of the run "losses"."""
+    return [(f"{run.metric('largest_difference'):.1e} of the loss",) for run in runs.values() if run.ok]
+
+
 NETWORKS = {
     "1 GbE": 0.125,
     "10 GbE": 1.25,
@@ -505,7 +510,14 @@ def topology() -> Run:
     """What connects the GPUs by `nvidia-smi topo -m`: `connections`, how many pairs it names one for, and `named`, what
     each is called. Raises `Unavailable` without the command, or with fewer than two GPUs."""
     try:
-        shown = subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True, timeout=60, check=True)
+        shown = subprocess.run(
+            ["nvidia-smi", "topo", "-m"],
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",
+            timeout=60,
+            check=True,
+        )
     except (OSError, subprocess.SubprocessError) as error:
         raise Unavailable(f"nvidia-smi topo -m can't be had here ({type(error).__name__})") from error
     found = read_topology(shown.stdout)
@@ -526,15 +538,16 @@ def topology_rows(runs: Mapping[str, Run]) -> list[tuple[str, str, str]]:
 
 
 def _meaning(link: str) -> str:
-    if link.startswith("NV") and link[2:].isdigit():
-        return f"{link[2:]} NVLinks: {int(link[2:]) * NVLINK_GB_PER_S:g} GB/s in one direction, of 25 each"
+    if re.fullmatch(r"NV[0-9]{1,3}", link):
+        links = int(link[2:])
+        return f"{links} NVLinks of {NVLINK_GB_PER_S:g} GB/s each: {links * NVLINK_GB_PER_S:g} GB/s in one direction"
     return {
         "PIX": "one PCIe switch between them",
         "PXB": "several PCIe switches between them",
         "PHB": "the host's PCIe bridge between them",
         "NODE": "several PCIe bridges of one processor between them",
         "SYS": "the link between two processors between them: the slowest way",
-    }.get(link, "see the legend that nvidia-smi prints below its table")
+    }[link]
 
 
 def needed_network(cases: Iterable[Case], alone: Mapping[str, Run], ranks: int) -> dict[str, dict[float, float]]:

@@ -149,10 +149,10 @@ def next_steps(judgements: Sequence[Judgement], done: Sequence[str], titles: Map
     """What to do next, in sentences with commands: labs to run, noise to get rid of, the largest surprise to study."""
     steps = []
     if missing := [number for number in titles if number not in done and number != LAB]:
-        claims = sum(j.claim.lab in missing for j in judgements)
+        claims = sum(j.claim.lab in missing and bool(j.claim.runs) for j in judgements)
         steps.append(
-            f"Run the labs that have not ended here: `labutils run {' '.join(missing)}`. They test {claims} of the "
-            f"{len(judgements)} claims."
+            f"Run the labs that have not ended here: `labutils run {' '.join(missing)}`. They test up to {claims} of "
+            f"the {len(judgements)} claims."
         )
     if noisy := sorted({j.claim.lab for j in judgements if j.verdict == INCONCLUSIVE}):
         count = sum(j.verdict == INCONCLUSIVE for j in judgements)

@@ -161,7 +161,8 @@ class Evidence:
         if spread.n < FEWEST_SAMPLES:
             raise NotTestable(
                 f"The run {name!r} has {spread.n} sample(s) of {metric}; a spread takes at least {FEWEST_SAMPLES}. "
-                f"Type: labutils run {self.lab} --force -p steps {FEWEST_SAMPLES}"
+                f"Type: labutils run {self.lab} --force"
+                + (f" -p steps {FEWEST_SAMPLES}" if metric == "step_ms" else "")
             )
         return spread
 

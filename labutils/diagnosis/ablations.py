@@ -341,7 +341,7 @@ def table_rows(diagnosed: Mapping[str, Run]) -> list[tuple[str, ...]]:
 def _with_range(fix: Mapping[str, Any]) -> str:
     """The gain with the rounds' range where they differ in what is shown: "48% (46 to 51)". (A record made before
     rounds were kept has none.)"""
-    times = zip(fix.get("before", ()), fix.get("after", ()), strict=True)
+    times = zip(fix.get("before") or (), fix.get("after") or (), strict=False)
     shown = [f"{100 * (1 - after / before):.0f}" for before, after in times]
     spread = f" ({min(shown, key=float)} to {max(shown, key=float)})" if len(set(shown)) > 1 else ""
     return f"{fix['measured']:.0%}{spread}"

@@ -83,17 +83,23 @@ def _times_ms(size: int, device: str, repeats: int = REPEATS) -> list[float]:
     return timed(min(3, repeats) if found.item() > SLOW_MS else repeats)
 
 
+CONNECTIONS = r"NV[0-9]{1,3}|PIX|PXB|PHB|NODE|SYS"
+"""What `nvidia-smi topo -m` calls the ways from one GPU to another."""
+
+
 def read_topology(text: str) -> dict[tuple[int, int], str]:
     """(GPU, GPU) -> what connects them by `nvidia-smi topo -m`: "NV18" (so many NVLinks), "PIX", "PHB", "NODE", "SYS";
-    each pair once. {} where it shows no two GPUs."""
-    plain = re.sub(r"\x1b\[[0-9;]*m", "", text)  # it underlines its head
-    rows = {int(name): cells.split() for name, cells in re.findall(r"^GPU(\d+)\s+(.*)$", plain, re.MULTILINE)}
-    order = sorted(rows)
+    each pair once. {} where it shows no two GPUs, or no table."""
+    plain = re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", text)  # it underlines its head
+    lines = [[cell.strip() for cell in line.split("\t")] for line in plain.splitlines()]
+    head = next((line for line in lines if not line[0] and "GPU0" in line), [])
+    columns = {name: place for place, name in enumerate(head) if re.fullmatch(r"GPU[0-9]{1,3}", name)}
+    rows = {line[0]: line for line in lines if line[0] in columns and len(line) > max(columns.values())}
     return {
-        (one, other): rows[one][at]
-        for one in order
-        for at, other in enumerate(order)
-        if one < other and at < len(rows[one])
+        (int(one[3:]), int(other[3:])): rows[one][columns[other]]
+        for one in rows
+        for other in columns
+        if int(one[3:]) < int(other[3:]) and re.fullmatch(CONNECTIONS, rows[one][columns[other]])
     }
 
 

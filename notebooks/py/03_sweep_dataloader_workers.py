@@ -286,12 +286,11 @@ lab.verdict("A1.workers.optimum", "A1.workers.more-is-worse");
 # epoch, and an epoch of the real dataset has 1221 examples, which is 305 optimizer steps.
 
 # %%
-EPOCHS = 6
 starts = {}
 for workers in (1, 3):
     for kept in (False, True):
         recipe = STOCK.but(num_workers=workers, persistent_workers=kept)
-        starts[workers, kept] = epoch_start_ms(examples, recipe, EPOCHS)
+        starts[workers, kept] = epoch_start_ms(examples, recipe, epochs=6)
 restart = Run("03", "persistent", recipe=STOCK.but(num_workers=3).as_dict())
 restart.samples = {"epoch_start_ms": starts[3, False], "epoch_start_persistent_ms": starts[3, True]}
 restart.metrics = {name: summarise(samples) for name, samples in restart.samples.items()} | {"epoch_steps": EPOCH // 4}
@@ -309,6 +308,9 @@ if (h200 := lab.reference("persistent")) and theirs[3]:
 lab.table(("workers", "first batch of an epoch, ms", "with persistent workers, ms", "saved, share of an epoch"), *rows)
 
 # %% [markdown]
+# Workers that persist needn't be started, but an epoch's first batch still has to be made: the buffers are empty at its
+# beginning.
+#
 # `prefetch_factor` is the size of a buffer. It makes nothing faster. It lets workers run ahead, so that one slow file or one
 # long step does not hold up the other side. If both keep a steady pace, there is nothing to even out.
 

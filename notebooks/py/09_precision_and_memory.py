@@ -691,7 +691,8 @@ lab.verdict("A4.environment.launch-blocking", "A4.environment.visible-devices");
 # loop, so that nobody has to rewrite anything. (*capture* takes a GPU: on a CPU there are three.) Two kinds of fixes aren't
 # measured: compiling, as it takes longer to build than all others to measure (lab 04 does it); and small matters such as
 # the log or the optimizer's form, whose gain the spread would hide. (With `every_loop=True` three more loops are looked
-# at, each with the fixes that it may call for. The question stays SD1.5's.)
+# at, each with the fixes that it may call for: *LLaVA*, article A2's; *Qwen3*, A3's on long texts; and *Qwen3 in fp32*, on
+# short ones, whose products have no faster format. Our H200's tables have all four. The question stays SD1.5's.)
 #
 # **A fix may change several knobs.** A CUDA graph can't hold an optimizer that asks the host whether to step, nor a log
 # that waits for the loss, so *capture* changes these two as well. *caching* leaves nothing for workers to load, and goes
@@ -732,11 +733,13 @@ saved = ablations.savings(diagnosed["SD1.5"]) if "SD1.5" in diagnosed else []
 
 # %% [markdown]
 # *Measured* is the middle of three rounds, with the least and the most in brackets (at `tiny` there is one round). *Step
-# off by* compares the predicted step with the measured one. Each gain was measured with that fix alone. They don't add
+# off by* compares the predicted step with the measured one (+10%: it was predicted a tenth longer than it was). *A useful
+# token*: there it is the time of a token that isn't padding, not that of a step, that was predicted and measured. Shares
+# are of the loop's step in the same rounds, which needn't last as long as the one that was looked at. Each gain was measured with that fix alone. They don't add
 # up: what one fix has saved, the next can't save again. (A range can reach far down where a fix meets something for the
-# first time: on our H200 *precision* was slower than the start in its first round, and then more than twice as fast. What
-# it met isn't on record. A likely guess is the lengths of the texts: for a size that it hasn't seen, a library has to
-# choose a kernel and load it. If so, a real epoch pays that for each length once.)
+# first time: on our H200 *precision* of *Qwen3 in fp32* was slower than the start in its first round, and then more than
+# twice as fast. What it met isn't on record. A likely guess is the lengths of the texts: for a size that it hasn't seen, a
+# library has to choose a kernel and load it. If so, a real epoch pays that for each length once.)
 #
 # (A negative gain is a loss. On a CPU that is busy with other things, two runs of the *same* recipe can differ by more
 # than a fifth; there the table shows how a prediction is tested, not how good it is.)

@@ -28,7 +28,7 @@
 # CPUs *gloo* does, which comes with PyTorch.
 #
 # **After this lab you can**
-# - show that N processes compute what one process does, to the last digits of float32;
+# - show that N processes compute what one process does, but for rounding;
 # - predict the step of N GPUs from one GPU's step and a link's bandwidth, for an adapter and for all weights;
 # - see in a trace which communication is hidden behind the backward pass, and which isn't;
 # - choose between DDP and FSDP by memory and by time, and say what `no_sync` and the bucket size are for;
@@ -137,7 +137,7 @@ lab.on_reference(fleet.LINK_HEAD, fleet.link_rows, "all-reduce")
 # limit for the curve above.
 
 # %%
-with lab.attempt("What connects the GPUs", reference="topology"):
+with lab.attempt("What connects the GPUs"):
     connected = lab.measured("topology", None, fleet.topology)
     lab.table(fleet.TOPOLOGY_HEAD, *fleet.topology_rows({"topology": connected}))
 lab.on_reference(fleet.TOPOLOGY_HEAD, fleet.topology_rows, "topology")
@@ -150,10 +150,12 @@ with lab.attempt("What one process does", reference="one process"):
 lab.on_reference(fleet.ALONE_HEAD, lambda runs: fleet.alone_rows(cases.values(), runs), "*one process")
 
 # %% [markdown]
-# On the left of the picture the bandwidth rises with the message's size: there a message takes the same time however small
-# it is. That time is the *latency*, of starting and of waiting for each other. On the right the curve is flat: there only
-# bandwidth counts. The vertical lines show what each case has to send in every step: its gradients. At `full`, LoRA's are
-# a few megabytes and those of all weights are gigabytes.
+# On the left of the picture the bandwidth rises with the message's size: there a message takes about the same time however
+# small it is. That time is the *latency*, of starting and of waiting for each other. To the right the curve flattens (at
+# `tiny` it may still be rising): there bandwidth counts. The vertical lines show what each case has to send in every step:
+# its gradients. At `full`, LoRA's are 3 megabytes for Stable Diffusion and 87 for Qwen3, and those of all weights are
+# gigabytes. (Our H200s' largest message got two thirds of what 18 NVLinks carry by the data sheet. That is usual: what a
+# link carries includes more than the message.)
 #
 # (`OMP_NUM_THREADS` is each rank's share of the cores. Without it every rank starts as many threads as there are cores:
 # the oversubscription of lab 09. `torchrun` itself sets it to 1 if nobody has set it.)
@@ -207,6 +209,11 @@ with lab.attempt("The model's predictions", reference="foretold"):
 # so on. Each micro-batch is computed with the same random numbers as in a single process. A script of yours that calls
 # `Session(workload, recipe).run(100)` does the same when you start it with
 # `torchrun --standalone --nproc-per-node=2 script.py`.
+#
+# What the runs' names say: *bucket 1MB* sends buckets of 1 MiB; *bucket view* has gradients lie in the buckets, where DDP
+# otherwise copies them there (`gradient_as_bucket_view`); *sync each* and *no_sync* accumulate several micro-batches on each
+# rank (four, or two at `tiny`), so that a step takes several times as long; *as they come* are texts of their own lengths,
+# where the other runs have rows of one length.
 
 # %%
 with lab.attempt("Training on several ranks", reference=f"ddp {count}"):
@@ -225,11 +232,12 @@ with lab.attempt("The same losses", reference="losses"):
     in_full = [[f"{loss:.7f}" for loss in losses[:4]] for losses in (one, many)]
     lab.table(("loss in step", *range(1, 5)), ("one process", *in_full[0]), (f"DDP, {count} ranks", *in_full[1]))
     print(f"Largest difference: {off:.1e} of the loss." if off else "No difference in any digit.")
+lab.on_reference(fleet.LOSSES_HEAD, fleet.losses_rows, "losses")
 
 # %% [markdown]
-# Equal in every digit is luck: a sum of two halves can round differently from a single sum. (On GPUs in BF16 expect
-# differences in the third digit, as several kernels add in any order.) If the losses already differed in the *first* step,
-# the data would be shared wrongly; if they differed from the second step on, the gradients would be averaged wrongly.
+# Equal in every digit is luck: a sum of two halves can round differently from a single sum. (On our H200s, in BF16, the
+# losses agree to four digits or more.) Were it wrong, it would be *far* off: by percents in the first step already if the
+# data were shared wrongly, and from the second step on if the gradients were averaged wrongly.
 #
 # ### Does it take as long as predicted?
 
@@ -244,40 +252,50 @@ lab.on_reference(fleet.HEAD, fleet.rows, "*ddp *", "*fsdp *")
 lab.verdict("A4.network.nccl", "A4.network.torchrun", "A4.memory.fsdp", "A4.memory.zero");
 
 # %% [markdown]
-# *Efficiency* says how much of the GPUs you get; *not hidden* says how much of the rest is due to communication.
+# *Efficiency* says how much of the GPUs you get. (Where nothing is predicted, the model has nothing to say.) The two
+# columns called *traced* are of two steps under the profiler, which slows the host down: they are longer than those that
+# were timed. They say in which part of them the GPU communicates **or waits for another rank**, and in which part it does
+# nothing else. So they aren't the part of the efficiency that messages cost. LoRA shows that: on our H200s Stable Diffusion
+# sends 3 MB, which takes a tenth of a millisecond, and yet a good part of its traced step isn't hidden.
 #
-# - **LoRA** has next to nothing to send, so communication can't cost much efficiency. (Background, not measured here:
-#   DDP itself takes some microseconds of the host's time for each of hundreds of parameters.)
+# - **LoRA** has next to nothing to send, so messages can't cost much efficiency.
 # - **All weights** make large messages. The backward pass hides most of them, if it is long enough.
 # - **FSDP** holds 1/N of the weights, frozen ones too, and pays for that with time. It is for models that wouldn't fit
 #   otherwise. (ZeRO divides the same three things: weights, gradients and optimizer state. DeepSpeed isn't among the
 #   course's libraries, so the claim about ZeRO isn't tested.)
 #
-# On a CPU the ranks share the cores: sending slows down computing, so hardly anything is hidden, and FSDP, which sends the
-# most, suffers the most. An efficiency above 100 % means that the machine was busier while the one process was measured.
+# On a CPU the ranks share cores and caches: each computes more slowly than one process alone, and sending slows down
+# computing as well. So all steps are longer than predicted, and FSDP, which sends the most, suffers the most. (An
+# efficiency above 100 % can come from a machine that was busier while the one process was measured.)
 #
 # ### Where the prediction is too short
 #
 # **Question.** Is it the messages that make a step longer than predicted?
 #
-# The prediction leaves out that ranks can slow each other down without sending anything: they share the host. A run with
-# `no_sync` shows that. Of the micro-batches of its steps all but the last send nothing. So if these take as long as one
-# process's, what is missing above is communication; if they take longer, it is the company.
+# The prediction leaves out that ranks can slow each other down without sending anything: they share a host. Runs with
+# `no_sync` tell, for of the micro-batches of their steps all but the last send nothing. Take one synchronised step, which
+# stands for the last micro-batch, off such a step, and share out the rest: what does a micro-batch take beside other ranks
+# that sends nothing? If it is as long as one process's, what is missing above is communication. If it is longer, it is the
+# company.
 
 # %%
-with lab.attempt("Side by side", reference=f"full ddp {count} no_sync"):
+with lab.attempt("Side by side"):
     fleet.need(together)
     lab.table(fleet.APART_HEAD, *fleet.apart_of(alone | together))
-lab.on_reference(fleet.APART_HEAD, fleet.apart_of, "*one process", "*no_sync")
+lab.on_reference(fleet.APART_HEAD, fleet.apart_of, "*one process", "*ddp *")
 
 # %% [markdown]
-# On our two H200s the micro-batches of Stable Diffusion and of the small Qwen3 take longer beside another rank though
-# they send nothing, and Qwen3's LoRA hardly does. What is on record doesn't say why. A hypothesis: launching is slower
-# with two processes on the host. Stable Diffusion's many small kernels leave a host little time to spare, and as soon as
-# launching takes longer than computing, the GPU waits for it; Qwen3's LoRA has long kernels. Then a rank waits for
-# whichever is slower in each step, and the wait stands in its trace as communication. *How to test it:* start the one
-# process on both GPUs at once, with nothing between them, and compare their steps; then do it with larger batches, or
-# with the step as one CUDA graph (lab 04), which takes the host out.
+# On our two H200s the small Qwen3's unsent micro-batches take a third longer beside another rank, and those of Qwen3's LoRA
+# don't. For the whole UNet the difference is within the spread: there it is the last micro-batch, the one that is sent,
+# that takes longer. For Stable Diffusion's LoRA one micro-batch takes 191 to 275 ms, depending on the run: that is more than
+# messages can explain, and no steady number either.
+#
+# What is on record doesn't say why. A hypothesis: launching is slower with two processes on the host. Where kernels are
+# short, a host has little time to spare, and as soon as launching takes longer than computing, the GPU waits for it. Then
+# each step takes as long as the slower of the ranks, and the wait stands in the other's trace as communication. Qwen3's
+# LoRA has the longest kernels of the four. *How to test it:* start the one process on both GPUs at once, with nothing
+# between them, and compare their steps; then do it with larger batches, or with the step as one CUDA graph (lab 04), which
+# takes the host out.
 #
 # **Takeaway.** Two measurements, of one process and of the link, tell you whether a second GPU will pay. Where the
 # prediction is wrong, it tells you where to look.
@@ -288,10 +306,12 @@ lab.on_reference(fleet.APART_HEAD, fleet.apart_of, "*one process", "*no_sync")
 # **Question.** When does communication run, and what hides it?
 #
 # The picture is drawn from traces: computing above, communication below. (On GPUs an NCCL kernel also runs while it *waits*
-# for the other ranks. So a rank that is late shows up as communication of the others.)
+# for the other ranks. So a rank that is late shows up as communication of the others. Pauses shorter than a 500th of a step
+# aren't drawn. The four runs are Stable Diffusion's, and of two traced steps the picture has the one that is nearer to
+# their mean.)
 #
-# **Your prediction:** when all weights of Stable Diffusion's UNet are trained with DDP, how many percent of the step are
-# communication that nothing hides?
+# **Your prediction:** when all weights of Stable Diffusion's UNet are trained with DDP, how many percent of a traced step are
+# communication or waiting that nothing hides?
 
 # %%
 my_exposed: float | None = None  # for example 5
@@ -315,10 +335,10 @@ lab.on_reference(fleet.COMPARISON_HEAD, fleet.comparisons_of, "*ddp *", "*fsdp *
 # - **FSDP** gathers weights whether they are trained or not. With LoRA on a large frozen model, frozen weights are nearly
 #   all that it sends, in the forward pass and again in the backward pass.
 #
-# (Runs of several ranks are measured one after the other, not in turns: all ranks would have to hold all of them. The
-# host may be slower in one than in the next, and no spread tells of that. On our H200s *no_sync* seems to cost Stable
-# Diffusion's LoRA time, which it can't: there is nothing that it does more. Where messages don't explain a difference,
-# measure it again. Steps of texts are compared one by one, those of the same texts with each other.)
+# Runs of several ranks are measured one after the other, not in turns: all ranks would have to hold all of them. A host may
+# be slower in one run than in the next, and no spread tells of that. On our H200s *no_sync* seems to cost Stable
+# Diffusion's LoRA time, and at `tiny` it may come out slower, too. It can't be: there is nothing that it does more. Where
+# messages don't explain a difference, measure it again.
 #
 # **Takeaway.** Communication costs only what can't be hidden. So send less often, and begin as early as you can.
 
@@ -349,20 +369,21 @@ lab.on_reference(fleet.NETWORK_HEAD, fleet.network_rows, "networks")
 lab.verdict("A4.network.rdma", "A4.network.ethernet");
 
 # %% [markdown]
-# (At `tiny` the models have so few gradients that even 1 GbE would nearly do. At `full`, look where the lines of LoRA and
-# of whole models part.)
+# (At `tiny` 1 GbE would do for LoRA; the whole UNet needs more, as its step is short. At `full`, look where the lines of
+# LoRA and of whole models part. And mind what the model leaves out: for NVLink it promises nearly 100 %, and section 3
+# measured less.)
 #
 # **Takeaway.** Whether you need InfiniBand depends on how many bytes of gradients there are for each second of
-# computation. An adapter's few megabytes need far less than a whole model's gigabytes.
+# computation. An adapter's megabytes need far less than a whole model's gigabytes.
 
 # %% [markdown]
 # ## 6 · NCCL's variables, and the Docker command
 #
 # **Question.** What do the article's `export NCCL_...` lines change?
 #
-# NCCL reads its variables once, so each is tried in a launch of its own. They don't make NCCL faster: left alone, it finds
-# the best way by itself. They are for finding out what it chose (`NCCL_DEBUG=INFO`), and for keeping it from a way that
-# is broken.
+# NCCL reads its variables once, so each is tried in a launch of its own. They aren't there to make NCCL faster: left alone,
+# it chooses a way by itself. They are for finding out what it chose (`NCCL_DEBUG=INFO`), and for keeping it from a way
+# that is broken.
 #
 # **Your prediction:** how many times slower is a message of 64 MiB if the GPUs may not write to each other's memory
 # directly (*P2P*)?
@@ -374,7 +395,7 @@ lab.predict("64 MiB without P2P, slower by", my_slower, "x")
 
 # %%
 trials: dict[str, Run] = {}
-with lab.attempt("NCCL's variables", reference="nccl NCCL_P2P_DISABLE=1"):
+with lab.attempt("NCCL's variables"):
     if fleet.device_for(lab) != "cuda":
         raise Unavailable("NCCL is for GPUs, and gloo, which stands in for it here, knows none of these variables")
     names = [fleet.trial_name(settings) for settings in fleet.TRIALS]
@@ -389,7 +410,9 @@ lab.verdict("A4.network.debug", "A4.network.interface", "A4.network.no-infiniban
 # %% [markdown]
 # The article's `NCCL_SOCKET_IFNAME=eth0` is right on a machine that has an interface of this name; on any other, training
 # doesn't start (`ip -o addr` lists the names). `NCCL_IB_DISABLE=0` is the default. `NCCL_IB_DISABLE=1` is for machines
-# where InfiniBand is found but doesn't work. Between GPUs of one host neither changes anything.
+# where InfiniBand is found but doesn't work. Between GPUs of one host none of the three changes anything in the last column.
+# (*left alone* is the row to compare with: there NCCL was only asked to say what it does. Short messages take up to twice as
+# long in one launch as in the next, so look at the last column, and not at a few percent there either.)
 #
 # ### The article's Docker command
 #
@@ -449,7 +472,9 @@ with lab.attempt("A rank that raises", reference="rank raises"):
     print(crashed["rank raises"].metrics["message"])
 
 # %% [markdown]
-# Every rank says where it was and why it stopped, the first cause first; and you learn from which checkpoint to continue.
+# Every rank that still can says where it was and why it stopped, the first cause first; and you learn from which checkpoint
+# to continue. (Here it lay in a temporary folder, which is gone when the lab has used it. A rank may be a step further than
+# the one that failed: its host had already given the GPU the next step's work.)
 # Rank 0 writes a checkpoint beside the old one and then moves it into the old one's place. So there is always one that is
 # complete.
 #

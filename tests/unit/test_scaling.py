@@ -198,5 +198,25 @@ Legend:
 
 def test_what_connects_gpus_is_read_by_pairs():
     assert read_topology(TOPOLOGY) == {(0, 1): "NV18", (0, 2): "SYS", (1, 2): "PHB"}
-    assert read_topology("\tGPU0\tCPU Affinity\nGPU0\t X \t0-15\n") == {}
-    assert read_topology("") == {}
+    assert read_topology(TOPOLOGY.replace("\n", "\r\n")) == read_topology(TOPOLOGY)
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("\tNIC0\tGPU0\tGPU1\nNIC0\t X \tPIX\tSYS\nGPU0\tPIX\t X \tNV18\nGPU1\tSYS\tNV18\t X \n", {(0, 1): "NV18"}),
+        (
+            "\tGPU0\tGPU1\tGPU2\nGPU1\tNV1\t X \tNV2\nGPU0\t X \tNV1\tNV4\n",
+            {(0, 1): "NV1", (0, 2): "NV4", (1, 2): "NV2"},
+        ),
+        ("\tGPU0\tGPU1\tCPU Affinity\nGPU0\t X \t\t0-3\nGPU1\t\t X \t0-3\n", {}),  # an empty cell
+        ("\tGPU0\tGPU1\nGPU0\t X \tN/A\nGPU1\tN/A\t X \n", {}),
+        ("\tGPU0\tCPU Affinity\nGPU0\t X \t0-15\n", {}),
+        ("\tGPU0\tGPU1\nGPU0\t X \n", {}),  # cut off
+        ("Legend:\n  GPU2 = a word\n", {}),
+        ("GPU" + 5000 * "9" + "\tNV1\n", {}),
+        ("", {}),
+    ],
+)
+def test_a_topology_of_another_form_invents_no_connection(text, found):
+    assert read_topology(text) == found
