@@ -482,12 +482,16 @@ def largest_difference(some: Sequence[float], others: Sequence[float]) -> float:
     return max(abs(a - b) / abs(b) for a, b in zip(some, others, strict=False))
 
 
-LOSSES_HEAD = ("largest difference between the losses of one process and of all ranks",)
+LOSSES_HEAD = ("losses", "largest difference")
 
 
-def losses_rows(runs: Mapping[str, Run]) -> list[tuple[str]]:
+def losses_rows(runs: Mapping[str, Run]) -> list[tuple[str, str]]:
     """A row for `LOSSES_HEAD` out of the run "losses"."""
-    return [(f"{run.metric('largest_difference'):.1e} of the loss",) for run in runs.values() if run.ok]
+    return [
+        ("one process and all ranks", f"{run.metric('largest_difference'):.1e} of the loss")
+        for run in runs.values()
+        if run.ok
+    ]
 
 
 NETWORKS = {
