@@ -549,9 +549,8 @@ def test_tables_of_runs_on_record_do_without_what_is_not_there():
     there["ddp 4 no_sync"] = run("ddp 4 no_sync", 100.0 + 3 * 120.0, accumulation=16)
     assert fleet.apart_of(there) == [("SD 1.5, LoRA", 90.0, pytest.approx(120.0), "+33 %")]
     assert fleet.apart_of({name: one for name, one in there.items() if name != "one process"}) == []
-    assert fleet.losses_rows({"losses": Run("", "", metrics={"largest_difference": 2.1e-5})}) == [
-        ("2.1e-05 of the loss",)
-    ]
+    losses = Run("", "", metrics={"largest_difference": 2.1e-5})
+    assert fleet.losses_rows({"losses": losses}) == [("one process and all ranks", "2.1e-05 of the loss")]
     samples = {"all_reduce_ms": [0.06, 0.02, 1.0], "bus_gb_per_s": [0.1, 8.0, 298.0]}
     assert fleet.link_rows({"all-reduce": Run("", "", samples=samples)}) == [(20.0, 298.0)]
     case = fleet.Case("", "SD, LoRA", {}, fleet.SD_RECIPE)
