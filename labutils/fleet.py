@@ -551,7 +551,7 @@ def _meaning(link: str) -> str:
         "PHB": "the host's PCIe bridge between them",
         "NODE": "several PCIe bridges of one processor between them",
         "SYS": "the link between two processors between them: the slowest way",
-    }[link]
+    }.get(link, "see the legend that nvidia-smi prints below its table")
 
 
 def needed_network(cases: Iterable[Case], alone: Mapping[str, Run], ranks: int) -> dict[str, dict[float, float]]:
