@@ -245,10 +245,12 @@ def crashes(case: Case, ranks: int, device: str) -> dict[str, Run]:
     last = resumed.runs.get(case.run("crash")) or as_run(CRASHES[2], resumed)
     if not resumed.ok:
         last.status = _error(resumed)
-    ends = as_run(CRASHES[0], killed), as_run(CRASHES[1], raised)
-    for run in ends:  # the folder is gone, and where it was is this machine's business
-        run.metrics["message"] = run.metrics["message"].replace(str(folder), folder.name)
-    return dict(zip(CRASHES, (*ends, last), strict=True))
+    runs = as_run(CRASHES[0], killed), as_run(CRASHES[1], raised), last
+    for run in runs:  # the folder is gone, and where it was is this machine's business
+        run.status = run.status.replace(str(folder), folder.name)
+        if "message" in run.metrics:
+            run.metrics["message"] = run.metrics["message"].replace(str(folder), folder.name)
+    return dict(zip(CRASHES, runs, strict=True))
 
 
 def fewer_than(ranks: int) -> int:
@@ -506,13 +508,16 @@ NETWORKS = {
 bandwidth."""
 
 
-NVLINK_GB_PER_S = 25.0
-"""One NVLink of an H100 or H200 in one direction, by its data sheet: 18 of them make 450."""
+NVLINK_GB_PER_S = {"8.0": 25.0, "9.0": 25.0, "10.0": 50.0}
+"""Compute capability of a data-centre card -> what one of its NVLinks carries in one direction, by its data sheet: an
+A100's 12 make 300, an H100's or H200's 18 make 450, a B200's 18 make 900."""
 
 
 def topology() -> Run:
     """What connects the GPUs by `nvidia-smi topo -m`: `connections`, how many pairs it names one for, and `named`, what
     each is called. Raises `Unavailable` without the command, or with fewer than two GPUs."""
+    if gpu_count() < 2:
+        raise Unavailable("a connection takes two GPUs, and this machine shows fewer")
     try:
         shown = subprocess.run(
             ["nvidia-smi", "topo", "-m"],
@@ -523,10 +528,10 @@ def topology() -> Run:
             check=True,
         )
     except (OSError, subprocess.SubprocessError) as error:
-        raise Unavailable(f"nvidia-smi topo -m can't be had here ({type(error).__name__})") from error
+        raise Unavailable(
+            f"nvidia-smi topo -m, which comes with NVIDIA's driver, can't be had here ({type(error).__name__})"
+        ) from error
     found = read_topology(shown.stdout)
-    if not found:
-        raise Unavailable("nvidia-smi topo -m shows no two GPUs here")
     named = {f"GPU {one} and GPU {other}": link for (one, other), link in found.items()}
     return Run("10", "topology", metrics={"connections": len(named), "named": named})
 
@@ -537,14 +542,17 @@ TOPOLOGY_HEAD = ("GPUs", "connected by", "which means")
 def topology_rows(runs: Mapping[str, Run]) -> list[tuple[str, str, str]]:
     """Rows for `TOPOLOGY_HEAD` out of the run "topology"."""
     return [
-        (pair, link, _meaning(link)) for run in runs.values() for pair, link in run.metrics.get("named", {}).items()
+        (pair, link, _meaning(link, run.machine.get("compute_capability", "")))
+        for run in runs.values()
+        for pair, link in run.metrics.get("named", {}).items()
     ]
 
 
-def _meaning(link: str) -> str:
+def _meaning(link: str, capability: str) -> str:
     if re.fullmatch(r"NV[0-9]{1,3}", link):
-        links = int(link[2:])
-        return f"{links} NVLinks of {NVLINK_GB_PER_S:g} GB/s each: {links * NVLINK_GB_PER_S:g} GB/s in one direction"
+        links, each = int(link[2:]), NVLINK_GB_PER_S.get(capability)
+        carry = f" of {each:g} GB/s each: {links * each:g} GB/s in one direction" if each else ""
+        return f"{links} NVLinks{carry}"
     return {
         "PIX": "one PCIe switch between them",
         "PXB": "several PCIe switches between them",
@@ -570,13 +578,6 @@ def at_networks(needed: Mapping[str, Mapping[float, float]]) -> dict[str, float]
     return {f"{title} at {names[rate]}": share for title, at in needed.items() for rate, share in at.items()}
 
 
-def for_whole_models(cases: Iterable[Case], needed: Mapping[str, Mapping[float, float]]) -> dict[str, float]:
-    """The least efficiency, as a share, of the cases that train all weights, with a network slower than those that the
-    article recommends for large models: 10 GbE."""
-    whole = [needed[case.title] for case in cases if case.recipe.adapter == "none" and case.title in needed]
-    return {"whole_models_10_gbe_share": min(at[NETWORKS["10 GbE"]] for at in whole) / 100} if whole else {}
-
-
 NETWORK_HEAD = ("efficiency at most, %", *NETWORKS)
 """The head of a table of `network_rows`."""
 
@@ -587,7 +588,7 @@ def network_rows(runs: Mapping[str, Run]) -> list[tuple[Any, ...]]:
     for run in runs.values():
         for name, share in run.metrics.items():
             title, _, network = name.rpartition(" at ")
-            if title:
+            if title:  # a record may have other numbers as well
                 found.setdefault(title, {})[network] = share
     return [(title, *(at.get(network) for network in NETWORKS)) for title, at in found.items()]
 

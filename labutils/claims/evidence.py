@@ -145,13 +145,23 @@ class Evidence:
         summary = as_mapping(run.metrics).get(metric)
         if not isinstance(summary, Mapping):
             samples = self.samples(name, metric)
-            summary = summarise(samples) if samples else None
+            summary = summarise(samples) if samples else self._rate(run, metric)
         if summary is not None:
             parts = [as_number(summary.get(part)) for part in ("p10", "median", "p90", "n")]
             if None not in parts and parts[0] <= parts[1] <= parts[2]:
                 return Spread(parts[0], parts[1], parts[2], int(parts[3]))
         value = self.number(name, metric)
         return Spread(value, value, value, 1)
+
+    def _rate(self, run: Run, metric: str) -> dict[str, float] | None:
+        """The spread of the examples a second of steps that all take in as many: that of their times."""
+        step, value = as_mapping(as_mapping(run.metrics).get("step_ms")), as_mapping(run.metrics).get(metric)
+        parts = [as_number(step.get(part)) for part in ("p10", "median", "p90", "n")]
+        alike = "tokens" not in as_mapping(run.samples) and all(parts)
+        if metric != "examples_per_s" or not alike or not (rate := as_number(value)):
+            return None
+        p10, median, p90, n = parts
+        return {"p10": rate * median / p90, "median": rate, "p90": rate * median / p10, "n": n}
 
     def duration(self, name: str, metric: str = "step_ms") -> Spread:
         """The spread of a time above 0 that was sampled often enough."""

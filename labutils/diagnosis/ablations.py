@@ -5,9 +5,10 @@
 
 A start recipe is timed, traced once, and diagnosed. Only then are the recipes with one fix each built and timed,
 interleaved with the start in one process. The predictions know nothing of these measurements. A gain is taken round by
-round, each time from the start and the fix as they ran one right after the other: the middle of the rounds is the gain,
-and the least and the most its range. So neither a drift of the machine nor a step that meets something for the first
-time decides it.
+round, from the start and the fix of the same round: the middle of the rounds, of three or more, is the gain, and the
+least and the most its range. So neither a drift of the machine nor a round that meets something for the first time
+decides it. (Where batches are the same in each round, later rounds have met their lengths: it is the gain without such
+first times.)
 
 Where batches differ in length, recipes are timed and traced on the same few batches: one step of texts may take twice
 as long as the next. (Where a recipe has workers, all are timed on batches some steps later than those that were traced:
@@ -192,7 +193,7 @@ def _evidence(bench: Bench, run: Run, traced: int, folder: Path | None) -> Any:
 
 def _of_steps(run: Run, steps: slice) -> Run:
     """The run as if it had these of its steps alone, by their mean, as a trace of them has it."""
-    samples = {name: values[steps] for name, values in run.samples.items()}
+    samples = {name: values[steps] for name, values in run.samples.items() if name != "wall_ms"}  # that is of a round
     found = {name: statistics.fmean(samples[name]) for name in ("step_ms", "data_ms")}
     return replace(run, metrics=run.metrics | found, samples=samples)
 
@@ -267,7 +268,7 @@ def of_start(
     name: str,
     scale: str = "auto",
     steps: int = 3,
-    rounds: int = 2,
+    rounds: int = ROUNDS,
     everything: bool = False,
     data: str = "generated",
     weights: str = "random",
@@ -342,9 +343,9 @@ def _with_range(fix: Mapping[str, Any]) -> str:
     """The gain with the rounds' range where they differ in what is shown: "48% (46 to 51)". (A record made before
     rounds were kept has none.)"""
     times = zip(fix.get("before") or (), fix.get("after") or (), strict=False)
-    shown = [f"{100 * (1 - after / before):.0f}" for before, after in times]
-    spread = f" ({min(shown, key=float)} to {max(shown, key=float)})" if len(set(shown)) > 1 else ""
-    return f"{fix['measured']:.0%}{spread}"
+    shown = [round(100 * (1 - after / before)) for before, after in times]  # whole numbers: no "-0"
+    spread = f" ({min(shown)} to {max(shown)})" if len(set(shown)) > 1 else ""
+    return f"{round(100 * fix['measured'])}%{spread}"
 
 
 LOOK_HEAD = ("loop", "ranked first", "which saved", "best", "which saves", "said to pay, and paid")

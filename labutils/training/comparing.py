@@ -117,7 +117,8 @@ class Bench:
         hardware.probe()  # now, while nothing else is on the device
 
     def compare(self, recipes: Mapping[str, Recipe], steps: int = 5, rounds: int = ROUNDS) -> dict[str, Run]:
-        """Name -> run: `rounds` times round all of `recipes`, at least `steps` timed optimizer steps of each a time.
+        """Name -> run: `rounds` times through all of `recipes`, there and back, at least `steps` timed optimizer steps
+        of each a time.
 
         Recipes whose name is new are prepared first; a name that is known keeps its session.
         """
@@ -125,8 +126,9 @@ class Bench:
         for name in self._able(recipes):
             self.contenders[name].times = StepTimes()
         lead_in = max((self.contenders[name].steps_to_drain for name in self._able(recipes)), default=0)
-        for _ in _progress(range(rounds), "measuring"):
-            count = {name: self.contenders[name].round_of(steps) for name in self._able(recipes)}
+        for turn in _progress(range(rounds), "measuring"):
+            order = self._able(recipes)[:: -1 if turn % 2 else 1]  # there and back: a drift in a round favours nobody
+            count = {name: self.contenders[name].round_of(steps) for name in order}
             if self.same_batches:  # the same ones in each round
                 count = dict.fromkeys(count, max(count.values(), default=steps))
             for name, timed in count.items():

@@ -287,8 +287,8 @@ lab.on_reference(fleet.APART_HEAD, fleet.apart_of, "*one process", "*ddp *")
 # %% [markdown]
 # On our two H200s the small Qwen3's unsent micro-batches take a third longer beside another rank, and those of Qwen3's LoRA
 # don't. For the whole UNet the difference is within the spread: there it is the last micro-batch, the one that is sent,
-# that takes longer. For Stable Diffusion's LoRA one micro-batch takes 191 to 275 ms, depending on the run: that is more than
-# messages can explain, and no steady number either.
+# that takes longer. For Stable Diffusion's LoRA nothing can be concluded: a micro-batch takes 191 to 275 ms, depending on the
+# run, and in the slowest of them the loop also waited for its data.
 #
 # What is on record doesn't say why. A hypothesis: launching is slower with two processes on the host. Where kernels are
 # short, a host has little time to spare, and as soon as launching takes longer than computing, the GPU waits for it. Then
@@ -337,8 +337,9 @@ lab.on_reference(fleet.COMPARISON_HEAD, fleet.comparisons_of, "*ddp *", "*fsdp *
 #
 # Runs of several ranks are measured one after the other, not in turns: all ranks would have to hold all of them. A host may
 # be slower in one run than in the next, and no spread tells of that. On our H200s *no_sync* seems to cost Stable
-# Diffusion's LoRA time, and at `tiny` it may come out slower, too. It can't be: there is nothing that it does more. Where
-# messages don't explain a difference, measure it again.
+# Diffusion's LoRA time, and at `tiny` it may come out slower, too. It can't be: it does nothing more. (It only *holds* more:
+# the sum of the gradients, beside the buckets. See the whole models' memory.) Where messages don't explain a difference,
+# measure it again.
 #
 # **Takeaway.** Communication costs only what can't be hidden. So send less often, and begin as early as you can.
 
@@ -351,8 +352,9 @@ lab.on_reference(fleet.COMPARISON_HEAD, fleet.comparisons_of, "*ddp *", "*fsdp *
 # clusters. It has *RDMA*: the network card reads and writes the hosts' memory by itself, without their CPUs.
 #
 # The prediction of section 2 can be asked about links that aren't here: with one process's step as measured, and the
-# bandwidths of data sheets. No network reaches its nominal rate, so the result is an upper bound. (The article's 25 GbE
-# and more are judged by it, as *predicted*: whole models should be left with 80 % at most at 10 GbE.)
+# bandwidths of data sheets. No network reaches its nominal rate, so the result is an upper bound. (The article's
+# advice for large models is judged by it, as *predicted*: the fastest Ethernet that it names, 100 GbE, should leave whole
+# models 80 % at least. An upper bound below that refutes it; one above it would prove little.)
 
 # %%
 with lab.attempt("Other networks", reference="networks"):

@@ -276,7 +276,7 @@ def a4_runs() -> Runs:
         untimed("10", "nccl NCCL_SOCKET_IFNAME=lo", largest_ms=spread_of(0.4)),
         untimed("10", "nccl NCCL_IB_DISABLE=1", largest_ms=spread_of(0.4)),
         untimed("10", "topology", connections=1),
-        untimed("10", "networks", whole_models_10_gbe_share=0.3),
+        untimed("10", "networks", **{"small Qwen3, whole at 100 GbE": 95.0}),
         timed("03", "prefetch=1", 640),
         timed("03", "prefetch=2", 560),
         untimed("03", "persistent", epoch_start_ms=spread_of(170), epoch_start_persistent_ms=spread_of(60)),

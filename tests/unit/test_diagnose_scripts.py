@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -453,3 +454,101 @@ def test_a_run_is_not_looked_for_where_nothing_can_be_read(tmp_path, capsys):
 def test_a_failing_script_is_1(tmp_path, capsys):
     assert cli.main(["diagnose", "--", *script(tmp_path, "import torch; raise SystemExit(3)")]) == 1
     assert "exit code 3" in capsys.readouterr().err
+
+
+# ------------------------------------------------------------------------------------ scripts that nobody planned for
+
+STEPS = """
+import queue, sys, threading, torch
+layer = torch.nn.Linear(4, 4)
+optimizer = torch.optim.AdamW(layer.parameters())
+def step():
+    layer(torch.rand(8, 4)).square().mean().backward()
+    optimizer.step()
+"""
+
+PROFILED_BY_ITSELF = """
+from torch.profiler import profile, schedule
+with profile(schedule=schedule(wait={wait}, warmup=1, active=3)) as profiler:
+    for _ in range(30):
+        step()
+        profiler.step()
+print("its own profiler was used to the end")
+"""
+
+
+@pytest.mark.parametrize("wait", [0, 7, 9])  # before ours begins, when it has, and while it records
+def test_a_script_s_own_profiler_goes_first(wait, tmp_path, capfd):
+    with pytest.raises(NoDiagnosis, match="it runs a profiler of its own") as told:
+        watch(script(tmp_path, STEPS + PROFILED_BY_ITSELF.format(wait=wait)), FEW, keep_going=True)
+    assert "Turn that off" in str(told.value)
+    assert "its own profiler was used to the end" in capfd.readouterr().out
+
+
+TRAINS_IN_A_THREAD = """
+results = queue.Queue()
+def train():
+    for _ in range(60):
+        results.put(step())
+    results.put("through")
+threading.Thread(target=train, daemon=True).start()
+while results.get() != "through":
+    pass
+"""
+FEEDS_FROM_A_THREAD = """
+batches = queue.Queue(4)
+def feed():
+    for _ in range(1000):
+        batches.put(1)
+threading.Thread(target=feed).start()
+for _ in range(60):
+    batches.get()
+    step()
+"""
+
+
+@pytest.mark.parametrize("loop", [TRAINS_IN_A_THREAD, FEEDS_FROM_A_THREAD])
+def test_threads_that_wait_for_what_no_longer_comes_do_not_keep_the_process(loop, tmp_path, capfd):
+    began = time.monotonic()
+    watched = watch(script(tmp_path, STEPS + loop), FEW)
+    assert watched.evidence is not None and watched.exit_code == 0
+    assert time.monotonic() - began < 60
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_a_loop_that_catches_its_end_comes_to_it(tmp_path):
+    loop = "while True:\n    try:\n        step()\n    except BaseException:\n        continue\n"
+    assert watch(script(tmp_path, STEPS + loop), FEW).exit_code == 0
+
+
+OPTIMIZERS_IN_TURN = """
+for epoch in range(6):
+    optimizer = torch.optim.AdamW(layer.parameters())
+    for _ in range(4):
+        step()
+"""
+ONE_THAT_STOPS = """
+step()
+first, optimizer = optimizer, torch.optim.SGD(layer.parameters(), lr=0.1)
+for _ in range(60):
+    step()
+"""
+
+
+@pytest.mark.parametrize("loop", [OPTIMIZERS_IN_TURN, ONE_THAT_STOPS])
+def test_steps_of_several_optimizers_in_turn_are_one_training(loop, tmp_path):
+    assert watch(script(tmp_path, STEPS + loop), FEW).evidence is not None
+
+
+def test_an_optimizer_that_is_gone_is_held_by_nobody(tmp_path, capfd):
+    loop = """
+import gc, weakref
+for _ in range(3):
+    step()
+gone, optimizer = weakref.ref(optimizer), None
+gc.collect()
+print("held" if gone() else "let go")
+"""
+    with pytest.raises(NoDiagnosis):
+        watch(script(tmp_path, STEPS + loop), FEW)
+    assert "let go" in capfd.readouterr().out

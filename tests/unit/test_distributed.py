@@ -558,11 +558,7 @@ def test_tables_of_runs_on_record_do_without_what_is_not_there():
     at = fleet.at_networks({"SD, LoRA": {0.125: 80.0, 450.0: 99.0}})
     networks = {"networks": Run("10", "networks", metrics=at)}
     assert fleet.network_rows(networks) == [("SD, LoRA", 80.0, None, None, None, None, 99.0)]
-    whole = fleet.Case("full", "SD, whole", {}, fleet.SD_RECIPE.but(adapter="none"))
-    needed = {"SD, LoRA": {1.25: 90.0}, "SD, whole": {1.25: 30.0}}
-    assert fleet.for_whole_models([case, whole], needed) == {"whole_models_10_gbe_share": 0.3}
-    assert fleet.for_whole_models([case], needed) == {}
-    networks["networks"].metrics["whole_models_10_gbe_share"] = 0.3  # no case at a network
+    networks["networks"].metrics["something else"] = 0.3
     assert len(fleet.network_rows(networks)) == 1
     tables_of = fleet.apart_of, fleet.link_rows, fleet.comparisons_of, fleet.network_rows
     assert [rows_of({}) for rows_of in tables_of] == [[]] * 4
@@ -572,19 +568,25 @@ def test_tables_of_runs_on_record_do_without_what_is_not_there():
 def test_what_connects_the_gpus_is_told_or_why_not(monkeypatch):
     """As two GPUs of one host show themselves; a machine without the command, and one with a single GPU, say so."""
     shown = "\tGPU0\tGPU1\tCPU Affinity\nGPU0\t X \tNV18\t0-31\nGPU1\tNV18\t X \t0-31\n"
+    monkeypatch.setattr(fleet, "gpu_count", lambda: 2)
     monkeypatch.setattr(fleet.subprocess, "run", lambda *_, **__: SimpleNamespace(stdout=shown))
     run = fleet.topology()
+    run.machine = {"compute_capability": "9.0"}
     assert run.metrics["connections"] == 1
     assert fleet.topology_rows({"topology": run}) == [
         ("GPU 0 and GPU 1", "NV18", "18 NVLinks of 25 GB/s each: 450 GB/s in one direction")
     ]
-    monkeypatch.setattr(fleet.subprocess, "run", lambda *_, **__: SimpleNamespace(stdout="\tGPU0\nGPU0\t X \n"))
-    with pytest.raises(Unavailable, match="no two GPUs"):
-        fleet.topology()
+    run.machine = {"compute_capability": "8.6"}  # another card's links carry something else
+    assert fleet.topology_rows({"topology": run})[0][2] == "18 NVLinks"
+    monkeypatch.setattr(fleet.subprocess, "run", lambda *_, **__: SimpleNamespace(stdout="nothing that we know"))
+    assert fleet.topology().metrics == {"connections": 0, "named": {}}
 
     def missing(*_, **__):
         raise FileNotFoundError("nvidia-smi")
 
     monkeypatch.setattr(fleet.subprocess, "run", missing)
     with pytest.raises(Unavailable, match="FileNotFoundError"):
+        fleet.topology()
+    monkeypatch.setattr(fleet, "gpu_count", lambda: 1)
+    with pytest.raises(Unavailable, match="takes two GPUs"):
         fleet.topology()

@@ -27,3 +27,7 @@ def test_a_sure_effect_is_one_whose_ranges_lie_apart(one, other, spread):
         1 + 0.8 * spread
     )
     assert found.sure or not apart
+    across = other * (1 + 0.7 * spread) > one * (1 - 0.7 * spread) and other * (1 - 0.7 * spread) < one * (
+        1 + 0.7 * spread
+    )
+    assert not (found.sure and across)

@@ -438,7 +438,7 @@ def test_recipes_take_turns(workload, no_probe, monkeypatch):
     )
     recipes = {f"rank {rank}": QUICK.but(rank=rank) for rank in (2, 3, 4)}
     runs = compare(workload, recipes, steps=2, rounds=3, warmup=0)
-    assert turns == [2, 3, 4] * 3
+    assert turns == [2, 3, 4, 4, 3, 2, 2, 3, 4]  # there and back
     assert list(runs) == list(recipes)
     assert all(run.ok and run.metrics["step_ms"]["n"] == 6 for run in runs.values())
     assert all(run.metrics["wall_ms"]["n"] == 3 for run in runs.values())

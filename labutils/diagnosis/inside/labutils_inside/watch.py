@@ -19,9 +19,11 @@ import functools
 import json
 import os
 import sys
+import threading
 import time
 import warnings
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
@@ -35,8 +37,16 @@ COUNTED = "_labutils_counts_its_calls"
 """Mark of a closure that is counted already."""
 
 
-class Finished(SystemExit):
-    """Ends the script after the last profiled step, as `sys.exit()` would: `finally` blocks run, exit code 0."""
+Finished = SystemExit
+"""Ends the script after the last profiled step, as `sys.exit()` would: `finally` blocks run, exit code 0. (A type of
+our own would end a thread with a traceback.)"""
+CAUGHT = 3
+"""A script that catches its end so often, and takes another step, would never end by it."""
+OWN_PROFILER = "it runs a profiler of its own"
+OTHERS_S = 10.0
+"""How long other threads may go on when the one that trains has ended."""
+SILENT = 20
+"""Steps of other optimizers without one of the leader's, after which another leads."""
 
 
 class Watch:
@@ -55,7 +65,8 @@ class Watch:
         ]
         self.stage = PASSED_OVER
         self.steps = 0
-        self.leader: Any = None
+        self.leader: Callable[[], Any] = lambda: None  # weak: it and its state are the script's
+        self.silent = self.caught = 0
         self.on_gpu = False
         self.marks: list[Any] = []
         self.clock: dict[str, list[float]] = {"step_ms": [], "data_ms": [], "optimizer_ms": [], "host_step_ms": []}
@@ -63,8 +74,9 @@ class Watch:
         self.now |= {"closures": 0, "closure_backwards": 0}
         self.counts: list[dict[str, float]] = []
         self.batches: list[dict[str, Any]] = []
-        self.loaders: dict[int, Any] = {}
+        self.loaders: Any = weakref.WeakKeyDictionary()  # iterator -> its DataLoader
         self.profiler: Any = None
+        self.profiler_is_ours = self.others_profile = False
         self.calls: calls.Calls | None = None
         self.sync_lines: dict[str, int] = {}
         self.update_began = 0.0
@@ -84,7 +96,11 @@ class Watch:
         optimizer.register_optimizer_step_pre_hook(self._before_update)
         optimizer.register_optimizer_step_post_hook(self._after_update)
         atexit.register(self._let_go)
+        os.register_at_fork(after_in_child=self._left_behind)
         self._around(torch.autograd, "backward", self._backward)
+        if hasattr(torch.autograd.profiler.profile, "_prepare_trace"):  # no part of PyTorch's interface
+            self._around(torch.autograd.profiler.profile, "_prepare_trace", self._profiler_begins)
+            self._around(torch.autograd.profiler.profile, "__exit__", self._profiler_ends)
         self._around(dataloader._BaseDataLoaderIter, "__next__", self._next_batch)
         self._around(dataloader.DataLoader, "__iter__", self._new_epoch)
 
@@ -97,6 +113,32 @@ class Watch:
         if self.profiler is not None:
             self.profiler.on_trace_ready = None  # what there is of a trace explains nothing
             self.profiler.stop()
+
+    def _left_behind(self) -> None:
+        """In a process that the script forked: what is being timed and profiled is its parent's."""
+        if self.calls is not None:
+            self.calls.pause()
+        self.profiler = self.calls = self.update_mark = None
+        self.stage, self.given = DONE, self.given | {"keep_going": True}
+
+    def _profiler_begins(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """There is one profiler in a process: where the script starts its own, ours gives way."""
+        if not self.profiler_is_ours:
+            self.others_profile = True
+            if self.profiler is not None:
+                self._give_way(OWN_PROFILER)
+        return original(*args, **kwargs)
+
+    def _profiler_ends(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self.others_profile = self.others_profile and self.profiler is not None
+        return original(*args, **kwargs)
+
+    def _give_way(self, why: str) -> None:
+        if self.profiler is not None:
+            self.profiler.on_trace_ready = None
+            self.profiler.stop()
+            self.profiler = None
+        self.word.say(error=f"could not be profiled to the end: {why}")
 
     def _around(self, owner: ModuleType | type, name: str, wrapper: Callable[..., Any]) -> None:
         original = getattr(owner, name)
@@ -126,7 +168,7 @@ class Watch:
         iterator = original(loader)
         self.now["data_ms"] += 1e3 * (time.perf_counter() - began)
         self.now["epochs"] += 1
-        self.loaders[id(iterator)] = loader
+        self.loaders[iterator] = loader
         return iterator
 
     def _next_batch(self, original: Callable[..., Any], iterator: Any) -> Any:
@@ -154,7 +196,7 @@ class Watch:
     def _note_if_empty(self, iterator: Any) -> None:
         """Leave word of the first DataLoader that ended without having given a batch. The script's loop is just ending:
         whatever its dataset answers, that goes on."""
-        loader = self.loaders.get(id(iterator))
+        loader = self.loaders.get(iterator)
         if loader is None or iterator._num_yielded or "empty" in self.word.said:
             return
         settings = {name: getattr(loader, name, None) for name in ("batch_size", "drop_last")}
@@ -172,7 +214,7 @@ class Watch:
             self.word.say(batch_error=repr(error))
         finally:
             sys.setprofile(telling)
-        loader = self.loaders.get(id(iterator))
+        loader = self.loaders.get(iterator)
         self.batches.append(found | (_settings_of(loader) if loader is not None else {}))
 
     def _before_update(self, optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
@@ -222,20 +264,27 @@ class Watch:
     def _after_update(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self._update_pauses()
         if self.stage == DONE and not self.given["keep_going"]:
-            raise Finished(0)  # the first was caught
+            self._end_again()
         if self.stage == DONE or os.getpid() != self.pid:
             return
         if self.calls is not None:
             self.calls.pause()  # what follows is no call of the script's
-        if self.leader is None:
-            self._lead(optimizer)
-        if optimizer is self.leader:
+        if self._is_leader(optimizer):
             self._step_ends()
         if self.calls is not None and self.stage == WATCHED:
             self.calls.resume()
 
+    def _is_leader(self, optimizer: Any) -> bool:
+        """Whether its steps are those that count: those of the first that stepped, as long as there is one; before
+        anything is timed, those of another that steps while the first doesn't."""
+        self.silent = 0 if optimizer is self.leader() else self.silent + 1
+        if self.leader() is None or (self.silent > SILENT and self.stage == PASSED_OVER):
+            self.silent = 0
+            self._lead(optimizer)
+        return optimizer is self.leader()
+
     def _lead(self, optimizer: Any) -> None:
-        self.leader = optimizer
+        self.leader = weakref.ref(optimizer)
         first = next(p for group in optimizer.param_groups for p in group["params"])
         self.on_gpu = first.device.type == "cuda"
         self.word.note(on_gpu=self.on_gpu)
@@ -359,6 +408,8 @@ class Watch:
         import torch
         from torch.profiler import ProfilerActivity
 
+        if self.others_profile:
+            return self._give_way(OWN_PROFILER)
         self.profiler = torch.profiler.profile(
             activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.on_gpu else [])],
             schedule=torch.profiler.schedule(wait=0, warmup=1, active=self.given["profiled"], repeat=1),
@@ -366,17 +417,28 @@ class Watch:
             record_shapes=True,
         )
         try:
-            self.profiler.start()
+            with self._of_ours():
+                self.profiler.start()
         except (RuntimeError, AssertionError) as error:
             self.word.say(error=f"no profiler could be started: {error}. The script runs one of its own, perhaps")
             self.profiler = None
+
+    @contextlib.contextmanager
+    def _of_ours(self) -> Iterator[None]:
+        """While our own profiler prepares to trace."""
+        self.profiler_is_ours = True
+        try:
+            yield
+        finally:
+            self.profiler_is_ours = False
 
     def _profiler_step(self) -> None:
         if self.stage == WARMING:  # it has only just started
             return
         if self.profiler.step_num == 0:
             self._synchronise()  # so that work launched while warming up does not run into the record
-        self.profiler.step()
+        with self._of_ours():
+            self.profiler.step()
 
     def _export(self, profiler: Any) -> None:
         if _is_first_rank():
@@ -396,7 +458,24 @@ class Watch:
                 json.dump(self.record(), file, default=str)
             os.replace(path + ".new", path)
         if not self.given["keep_going"]:
+            threading.Thread(target=self._see_to_the_end, args=[threading.current_thread()], daemon=True).start()
             raise Finished(0)
+
+    def _see_to_the_end(self, training: threading.Thread) -> None:
+        """The record is written: threads that wait for what no longer comes must not keep the process. The one that
+        trains has its `finally` blocks run to their end."""
+        training.join()
+        until = time.monotonic() + OTHERS_S
+        while time.monotonic() < until:
+            time.sleep(0.1)
+        _exit_now()
+
+    def _end_again(self) -> None:
+        """The first end was caught."""
+        self.caught += 1
+        if self.caught >= CAUGHT:
+            _exit_now()
+        raise Finished(0)
 
     def record(self) -> dict[str, Any]:
         """What was found, but for the trace; times in milliseconds a step."""
@@ -423,7 +502,7 @@ class Watch:
             ],
             "sync_lines": {place: count / watched for place, count in self.sync_lines.items()},
             "batches": self.batches,
-            "optimizer": _optimizer_facts(self.leader),
+            "optimizer": _optimizer_facts(self.leader()),
             "config": self._config(torch),
         }
 
@@ -452,6 +531,14 @@ class Watch:
             peak = torch.cuda.max_memory_allocated() / 1e9
             found |= {"memory_gb": total / 1e9, "free_gb": free / 1e9, "peak_gb": peak}
         return found
+
+
+def _exit_now() -> None:
+    """Without what Python does at its end, which waits for threads."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    os._exit(0)
 
 
 def _is_first_rank() -> bool:
