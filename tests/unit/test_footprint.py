@@ -123,8 +123,8 @@ NOT_THE_GPUS = (
 
 
 def reference_peaks(rooms: tuple[str, ...]) -> dict[str, tuple[str, Recipe, float]]:
-    """The H200's peaks of recipes that nothing compiles, on these workloads: name -> workload, recipe, GB. One process's
-    alone: DDP keeps buckets beside the gradients, and FSDP a share of everything, which no prediction knows of."""
+    """The H200's peaks of recipes that nothing compiles, on these workloads: name -> workload, recipe, GB. Those of one
+    process: DDP keeps buckets beside the gradients, and FSDP a share of everything, which no prediction knows of."""
     found: dict[str, tuple[str, Recipe, float]] = {}
     for (lab, name), run in results.read_runs(results.REFERENCE).items():
         plain = run.recipe.get("compile") == "off" and run.recipe.get("driver") != "graph"
