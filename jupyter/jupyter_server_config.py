@@ -10,7 +10,7 @@ from pathlib import Path
 
 from jupyterlab_server.workspaces_handler import WorkspacesManager
 
-from labutils.hardware import host
+from labutils.profiling.hardware import host
 
 HERE = Path(__file__).resolve().parent
 WORKSPACE = "course"

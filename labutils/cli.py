@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from labutils import __version__, parameters
+from labutils import __version__
+from labutils.course import parameters
 
 WRONG_USAGE, STOPPED = 2, 130
 
@@ -191,7 +192,7 @@ def _seconds(word: str) -> float:
 
 
 def _doctor(options: argparse.Namespace) -> int:
-    from labutils import doctor
+    from labutils.tools import doctor
 
     if options.seats:
         return doctor.show_seats(options.seats)
@@ -199,10 +200,10 @@ def _doctor(options: argparse.Namespace) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
-    from labutils import runner
+    from labutils.tools import run as runner
 
     def make_pages(folder: Path, executed: Sequence[Path]) -> None:
-        from labutils import handouts
+        from labutils.tools import handouts
 
         handouts.pages_of(folder, executed)
 
@@ -230,7 +231,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _report(options: argparse.Namespace) -> int:
-    from labutils import report
+    from labutils.results import report
 
     if options.picture:
         return _draw_ladder(options.results, options.picture)
@@ -238,15 +239,15 @@ def _report(options: argparse.Namespace) -> int:
 
 
 def _handouts(options: argparse.Namespace) -> int:
-    from labutils import handouts
+    from labutils.tools import handouts
 
     return handouts.main(options.results, options.out, options.labs)
 
 
 def _diagnose(options: argparse.Namespace) -> int:
-    from labutils import report
-    from labutils.diagnosis import command
-    from labutils.diagnosis.script import Stages
+    from labutils.results import report
+    from labutils.tools.diagnose import command
+    from labutils.tools.diagnose.script import Stages
 
     if options.results is not None and options.run is None:
         print("labutils diagnose: --results is where a run lies; name the run with --run NAME", file=sys.stderr)
@@ -272,9 +273,11 @@ def _draw_ladder(results: Path | None, file: Path) -> int:
     """The ladder of lab 04 as a picture: of `results`, or of the reference runs where none are named."""
     import matplotlib.pyplot as plt
 
-    from labutils import articles, plots
-    from labutils.recipe import A1_LADDER, STOCK
-    from labutils.results import REFERENCE, check_usable, named, read_file, runs_of
+    from labutils.course import plots
+    from labutils.labs.ladders import A1_LADDER
+    from labutils.recipe import STOCK
+    from labutils.results import claims
+    from labutils.results.records import REFERENCE, check_usable, named, read_file, runs_of
 
     try:
         place = named(results or REFERENCE)
@@ -289,7 +292,7 @@ def _draw_ladder(results: Path | None, file: Path) -> int:
     if not rungs:
         print("No picture: there is no run of the ladder. Lab 04 measures it: labutils run 04", file=sys.stderr)
         return WRONG_USAGE
-    steps = [articles.claim(f"A1.{claim}").published for claim in ("workers.three", "compile.speedup", "pin.speedup")]
+    steps = [claims.claim(f"A1.{claim}").published for claim in ("workers.three", "compile.speedup", "pin.speedup")]
     micro_ms = dict(zip([rung.name for rung in A1_LADDER], [steps[0][0], *(after for _, after in steps)], strict=False))
     published = {name: STOCK.accumulation * ms for name, ms in micro_ms.items()}
     plots.use_style()

@@ -52,7 +52,7 @@ def nothing_compiled() -> Iterator[None]:
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
     """What is imported and collected stays to the end: the garbage collector needn't look through it, now or later."""
-    from labutils.libraries import unseen
+    from labutils.workloads.lazy_imports import unseen
 
     with unseen():
         return (yield)
@@ -63,7 +63,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return
-    from labutils.hardware import cuda
+    from labutils.profiling.hardware import cuda
 
     if not cuda.available():
         for item in marked:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from labutils.adapters import adapter_state, lora_layers
+from labutils.layers.lora import adapter_state, lora_layers
 from labutils.recipe import STOCK, Recipe
 from labutils.training import Session
 from labutils.workloads.base import Workload

@@ -10,9 +10,9 @@
 how, `launching` starts them from a notebook, and `rank` is what each of them does.
 """
 
-from labutils.training.comparing import Bench, compare, measure, train
-from labutils.training.isolated import compile_ahead, try_isolated
-from labutils.training.logs import MemoryLog
-from labutils.training.session import Session
+from labutils.training.benchmark import Bench, compare, measure, train
+from labutils.training.memory_run import MemoryLog
+from labutils.training.subprocess_run import compile_ahead, try_isolated
+from labutils.training.trainer import Session
 
 __all__ = ["Bench", "MemoryLog", "Session", "compare", "compile_ahead", "measure", "train", "try_isolated"]

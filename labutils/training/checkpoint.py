@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from labutils.training import ranks
+from labutils.training import distributed
 
 if TYPE_CHECKING:
-    from labutils.training.session import Session
+    from labutils.training.trainer import Session
 
 FILE = "checkpoint.pt"
 CONTENT = {"step", "taken", "recipe", "workload", "parameters", "optimizer", "scaler", "random"}
@@ -50,14 +50,14 @@ def save(session: Session) -> Path:
     Raises `NotFinite` where the loss became NaN or infinite: the last good file is not replaced by a bad one.
     """
     session.driver.log.flush()
-    sharded = ranks.is_sharded(session.parameters)
+    sharded = distributed.is_sharded(session.parameters)
     state = {
         "step": session.step_count,
         "taken": session.batches.taken,
         "recipe": session.recipe.as_dict(),
         "workload": [session.workload.name, session.workload.scale, session.workload.weights, session.workload.data],
-        "parameters": ranks.whole_parameters(session.parameters),
-        "optimizer": ranks.whole_optimizer(*_trained(session)) if sharded else session.optimizer.state_dict(),
+        "parameters": distributed.whole_parameters(session.parameters),
+        "optimizer": distributed.whole_optimizer(*_trained(session)) if sharded else session.optimizer.state_dict(),
         "scaler": session.driver.scaler.state_dict() if session.driver.scaler else {},
         "random": _random_state(),
     }
@@ -85,9 +85,9 @@ def load(session: Session) -> None:
         raise FileNotFoundError(f"There is no {FILE} in {session.folder} to resume from. Start without resume=True.")
     state = _read(path)
     _check(state, session, path)
-    ranks.take_parameters(session.parameters, state["parameters"])
-    if ranks.is_sharded(session.parameters):
-        ranks.take_optimizer(*_trained(session), state["optimizer"])
+    distributed.take_parameters(session.parameters, state["parameters"])
+    if distributed.is_sharded(session.parameters):
+        distributed.take_optimizer(*_trained(session), state["optimizer"])
     else:
         session.optimizer.load_state_dict(state["optimizer"])
     if state["scaler"]:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import csv
 import math
 import os
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -15,10 +13,8 @@ from torch import Tensor
 from torch.profiler import record_function
 from tqdm import tqdm
 
-from labutils.hardware import cuda
-
 if TYPE_CHECKING:
-    from labutils.training.session import Session
+    pass
 
 Write = Callable[[dict[str, float], int], None]
 Across = Callable[[Tensor], Tensor]
@@ -195,56 +191,6 @@ class RingLog:
                 found, self.written, self.travelling = self.written, self.step, 0  # what follows is no better
                 raise NotFinite(loss, found)
         self.travelling = 0
-
-
-class MemoryLog:
-    """A CSV file of GPU memory, one line every so many optimizer steps and one at the last: article A3's callback.
-
-        session.run(250, after_step=MemoryLog("memory.csv", steps=250))
-
-    Columns and units are the article's: `step`, `epoch` (with its fraction), `elapsed_time_sec` since the log was made,
-    `progress_ratio`, and memory in 1024^3 bytes: what tensors hold (`memory_allocated_gb`), what PyTorch holds for them
-    (`memory_reserved_gb`), the most that tensors held so far (`peak_memory_gb`). Without a GPU these three are empty.
-    Lines are flushed as they are written, behind those of a run that went before.
-    """
-
-    COLUMNS = (
-        "step",
-        "epoch",
-        "elapsed_time_sec",
-        "progress_ratio",
-        "memory_allocated_gb",
-        "memory_reserved_gb",
-        "peak_memory_gb",
-    )
-
-    def __init__(self, path: str | Path, steps: int, every: int = 10) -> None:
-        self.path, self.steps, self.every = Path(path), steps, every
-        self.began = time.perf_counter()
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        if not self.path.exists():
-            self._write(self.COLUMNS)
-
-    def __call__(self, session: Session) -> None:
-        """Write a line where one is due."""
-        step = session.step_count
-        if step % self.every and step != self.steps:
-            return
-        epoch = session.batches.taken / session.batches.per_epoch
-        elapsed = time.perf_counter() - self.began
-        self._write([step, f"{epoch:.4f}", f"{elapsed:.3f}", f"{step / self.steps:.4f}", *_memory_gib()])
-
-    def _write(self, values: Iterable[Any]) -> None:
-        with self.path.open("a", encoding="utf-8", newline="") as file:
-            csv.writer(file).writerow(values)
-
-
-def _memory_gib() -> list[str]:
-    """Allocated, reserved and peak memory in 1024^3 bytes; empty texts without a GPU."""
-    if not cuda.available():
-        return [""] * 3
-    found = (torch.cuda.memory_allocated(), torch.cuda.memory_reserved(), torch.cuda.max_memory_allocated())
-    return [f"{size / 1024**3:.4f}" for size in found]
 
 
 def tensorboard(folder: Path, flush: bool) -> tuple[Write, Callable[[], None]]:

@@ -16,24 +16,23 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, Sampler
 
-from labutils import hardware
-from labutils.libraries import import_unseen
-from labutils.parameters import SCALES, check_choice
-from labutils.recipe import Recipe
+from labutils.profiling import hardware
+from labutils.recipe import SCALES, Recipe, check_choice
+from labutils.workloads.lazy_imports import import_unseen
 
 SOURCES = {"weights": ("random", "hub"), "data": ("generated", "hub")}
 ROOMS = {
-    "sd15-lora": ("labutils.workloads.diffusion", "DiffusionLora"),
-    "llava-lora": ("labutils.workloads.multimodal", "MultimodalLora"),
-    "llava-lora-varied": ("labutils.workloads.multimodal", "VariedMultimodalLora"),
-    "qwen3-lora-short": ("labutils.workloads.language", "Qwen3Short"),
-    "qwen3-lora-long": ("labutils.workloads.language", "Qwen3Long"),
-    "qwen3-32b-lora-short": ("labutils.workloads.language", "Qwen3LargeShort"),
-    "qwen3-32b-lora-long": ("labutils.workloads.language", "Qwen3LargeLong"),
-    "gpt-oss-lora-short": ("labutils.workloads.language", "GptOssShort"),
-    "gpt-oss-lora-long": ("labutils.workloads.language", "GptOssLong"),
-    "gpt-oss-120b-lora-short": ("labutils.workloads.language", "GptOssLargeShort"),
-    "gpt-oss-120b-lora-long": ("labutils.workloads.language", "GptOssLargeLong"),
+    "sd15-lora": ("labutils.workloads.stable_diffusion", "DiffusionLora"),
+    "llava-lora": ("labutils.workloads.llava", "MultimodalLora"),
+    "llava-lora-varied": ("labutils.workloads.llava", "VariedMultimodalLora"),
+    "qwen3-lora-short": ("labutils.workloads.causal_lm", "Qwen3Short"),
+    "qwen3-lora-long": ("labutils.workloads.causal_lm", "Qwen3Long"),
+    "qwen3-32b-lora-short": ("labutils.workloads.causal_lm", "Qwen3LargeShort"),
+    "qwen3-32b-lora-long": ("labutils.workloads.causal_lm", "Qwen3LargeLong"),
+    "gpt-oss-lora-short": ("labutils.workloads.causal_lm", "GptOssShort"),
+    "gpt-oss-lora-long": ("labutils.workloads.causal_lm", "GptOssLong"),
+    "gpt-oss-120b-lora-short": ("labutils.workloads.causal_lm", "GptOssLargeShort"),
+    "gpt-oss-120b-lora-long": ("labutils.workloads.causal_lm", "GptOssLargeLong"),
 }
 """Workload's name -> (module, class); a room is imported when it is asked for."""
 
@@ -198,7 +197,7 @@ class Workload(ABC):
 
     def save(self, model: nn.Module, folder: Path) -> None:
         """Write the adapter in PEFT's format and the model's own."""
-        from labutils.adapters import save_adapter
+        from labutils.layers.lora import save_adapter
 
         save_adapter(self.trained(model)[1], folder)
 

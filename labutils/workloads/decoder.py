@@ -14,12 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler
 
-from labutils.checkpointing import Parking, keeping_products, offloading, recomputing_within
 from labutils.data.images import EPOCH, EpochOrder
-from labutils.losses import ChunkLoss, cross_entropy, linear_cross_entropy
-from labutils.lowbit.backends import forward_context, recomputing
-from labutils.recipe import Recipe
-from labutils.results import Unavailable
+from labutils.layers.activation_checkpoint import Parking, keeping_products, offloading, recomputing_within
+from labutils.layers.chunked_cross_entropy import ChunkLoss, cross_entropy, linear_cross_entropy
+from labutils.layers.quantization.convert import forward_context, recomputing
+from labutils.recipe import Recipe, Unavailable
 from labutils.workloads.base import Batch, Work, Workload, remembered
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}

@@ -48,7 +48,7 @@ data: str = "generated"  # generated files like the real ones; hub: the real dat
 results_dir: str = ""  # folder of results.jsonl; empty: a new one under results/
 
 # %%
-from labutils.course import open_lab
+from labutils.course.lab import open_lab
 
 lab = open_lab("00", globals())
 
@@ -57,9 +57,12 @@ from statistics import median
 
 import matplotlib.pyplot as plt
 
-from labutils import doctor, hardware, plots
-from labutils.hardware import cuda
-from labutils.results import Run, Unavailable, summarise
+from labutils.course import plots
+from labutils.profiling import hardware
+from labutils.profiling.hardware import cuda
+from labutils.recipe import Unavailable
+from labutils.results.records import Run, summarise
+from labutils.tools import doctor
 
 plots.use_style()
 on_gpu = lab.device == "cuda"
@@ -201,7 +204,7 @@ predicted_memory_bound = None  # how many of the six
 lab.predict("operations limited by memory", predicted_memory_bound, "of 6")
 
 # %% [markdown]
-# FLOPs and bytes are counted by hand (`labutils/hardware/operations.py`): each input is read once, each output written
+# FLOPs and bytes are counted by hand (`labutils/profiling/hardware/operations.py`): each input is read once, each output written
 # once. To keep caches from helping, the timed calls take turns on inputs that together are far larger than a cache. On a
 # GPU the calls are replayed from a CUDA graph (lab 04 explains it), so that no time is spent waiting for the host.
 
@@ -371,7 +374,7 @@ lab.verdict("A1.blackwell.unlisted-fails", "A1.blackwell.newer-build", "A1.black
 # %%
 import torch
 
-from labutils.exercises import check, faster_than, solved
+from labutils.course.exercises import check, faster_than, solved
 
 # %% [markdown]
 # **1. Dense from sparse.** For its RTX PRO 6000 Blackwell Max-Q, article A3 prints 877.9 TFLOPS (BF16, with sparsity) and

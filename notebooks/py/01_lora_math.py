@@ -47,7 +47,7 @@ data: str = "generated"  # generated files like the real ones; hub: the real dat
 results_dir: str = ""  # folder of results.jsonl; empty: a new one under results/
 
 # %%
-from labutils.course import open_lab
+from labutils.course.lab import open_lab
 
 lab = open_lab("01", globals())
 
@@ -61,11 +61,12 @@ import matplotlib.pyplot as plt
 import torch
 from torch import nn
 
-from labutils import adapters, plots
-from labutils.adapters import attach_lora, count_parameters, count_trainable, lora_parameters
-from labutils.hardware import cuda
-from labutils.measure.memory import measured, planned, saved_for_backward
-from labutils.results import Run, summarise
+from labutils.course import plots
+from labutils.layers import lora as adapters
+from labutils.layers.lora import attach_lora, count_parameters, count_trainable, lora_parameters
+from labutils.profiling.hardware import cuda
+from labutils.profiling.training_memory import measured, planned, saved_for_backward
+from labutils.results.records import Run, summarise
 
 plots.use_style()
 torch.manual_seed(0)
@@ -124,7 +125,7 @@ found = [(name, value.item()) for name, value in differences.items()]
 lab.table(("LoRA from scratch against PEFT", "largest difference, relative"), *found)
 
 # %% [markdown]
-# The two agree: a difference is 0 or a few times $10^{-7}$, which is the precision of float32. In `labutils.adapters` you
+# The two agree: a difference is 0 or a few times $10^{-7}$, which is the precision of float32. In `labutils.layers.lora` you
 # find this layer as the labs use it (kind `"plain"`) beside PEFT's (kind `"peft"`), and the package's tests compare the two
 # over random shapes, ranks and dtypes.
 #
@@ -689,7 +690,7 @@ with lab.attempt("Training a UNet to see its memory", reference="memory-measured
 # as many rounds as it takes to decide.
 
 # %%
-from labutils.exercises import faster_than, solved
+from labutils.course.exercises import faster_than, solved
 
 # %% [markdown]
 # **1. Count without building.** Qwen3-8B uses grouped-query attention: 32 query heads share 8 key and value heads, each head

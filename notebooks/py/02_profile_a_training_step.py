@@ -49,7 +49,7 @@ results_dir: str = ""  # folder of results.jsonl; empty: a new one under results
 steps: int = 0  # optimizer steps that each measurement times; 0: 4 at tiny, 8 at larger scales
 
 # %%
-from labutils.course import open_lab
+from labutils.course.lab import open_lab
 
 lab = open_lab("02", globals())
 
@@ -60,15 +60,15 @@ from types import SimpleNamespace
 import matplotlib.pyplot as plt
 import torch
 
-from labutils import plots
-from labutils.adapters import count_parameters, count_trainable
-from labutils.measure.intervals import overlap, total, union
-from labutils.measure.syncs import find_syncs, with_lines
-from labutils.measure.trace import SHARES, profile
-from labutils.measure.utilization import Utilization
+from labutils.course import plots
+from labutils.course.tables import WAITS, wait_rows
+from labutils.layers.lora import count_parameters, count_trainable
+from labutils.profiling.intervals import overlap, total, union
+from labutils.profiling.syncs import find_syncs, with_lines
+from labutils.profiling.trace import SHARES, profile
+from labutils.profiling.utilization import Utilization
 from labutils.recipe import STOCK
-from labutils.results import summarise
-from labutils.tables import WAITS, wait_rows
+from labutils.results.records import summarise
 from labutils.training import Session, compare, measure, train
 
 # %%
@@ -607,12 +607,12 @@ lab.keep(stock);
 # %%
 import math
 
-from labutils.exercises import faster_than, solved
+from labutils.course.exercises import faster_than, solved
 
 # %% [markdown]
 # **1. GPU-busy by hand.** `kernels` holds (start, end) of the kernels on two streams, in ms. The step lasted from 0 to 10 ms.
 # For what share of it was the GPU busy? Kernels may overlap, and the last one runs on into the next step. (You may use
-# `union`, `overlap` and `total`, imported above from `labutils.measure.intervals`.)
+# `union`, `overlap` and `total`, imported above from `labutils.profiling.intervals`.)
 
 # %% tags=["exercise"]
 kernels = [(0.5, 2.0), (1.5, 3.0), (4.0, 4.5), (4.2, 4.4), (8.0, 11.0), (2.9, 3.5)]

@@ -50,7 +50,7 @@ steps: int = 0  # optimizer steps timed in each round, at least; 0: 2 at tiny, 3
 rounds: int = 0  # times round all recipes; 0: 1 at tiny, 2 at larger scales
 
 # %%
-from labutils.course import open_lab
+from labutils.course.lab import open_lab
 
 lab = open_lab("03", globals())
 
@@ -63,14 +63,15 @@ from statistics import median
 import matplotlib.pyplot as plt
 import torch
 
-from labutils import plots
+from labutils.course import plots
 from labutils.data.images import EPOCH, PARTS, decode_ms
-from labutils.data.sharedmemory import batch_bytes, most_workers, needed_bytes, those_that_fit, try_workers
-from labutils.data.throughput import Pipeline, epoch_start_ms, hand_over_ms, off_the_model
-from labutils.hardware import usable_cores
-from labutils.pinning import two_by_two
-from labutils.recipe import STOCK
-from labutils.results import Run, Unavailable, summarise
+from labutils.labs.lab03_dataloader import epoch_start_ms, hand_over_ms
+from labutils.labs.lab03_pinned_memory import two_by_two
+from labutils.labs.lab03_shared_memory import batch_bytes, most_workers, needed_bytes, those_that_fit, try_workers
+from labutils.profiling.dataloader_model import Pipeline, off_the_model
+from labutils.profiling.hardware import usable_cores
+from labutils.recipe import STOCK, Unavailable
+from labutils.results.records import Run, summarise
 from labutils.training import compare, train
 
 # %%
@@ -468,7 +469,7 @@ with lab.attempt("Pinned memory in a loop that runs ahead", "ahead: pinned+async
 # as many rounds as it takes to decide.
 
 # %%
-from labutils.exercises import faster_than, solved
+from labutils.course.exercises import faster_than, solved
 
 # %% [markdown]
 # **1. Shared memory.** You train at 512 × 512 with micro-batches of 4, 6 workers and `prefetch_factor=4`. How many megabytes

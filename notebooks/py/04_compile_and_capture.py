@@ -50,7 +50,7 @@ steps: int = 0  # optimizer steps timed in each round, at least; 0: 2 at tiny, 3
 rounds: int = 0  # times round the whole ladder at the end; 0: 1 at tiny, 2 at larger scales
 
 # %%
-from labutils.course import open_lab
+from labutils.course.lab import open_lab
 
 lab = open_lab("04", globals())
 
@@ -60,13 +60,14 @@ from concurrent.futures import ThreadPoolExecutor
 import matplotlib.pyplot as plt
 import torch
 
-from labutils import plots
-from labutils.capture import ask_cpp_compiler, compile_from_nothing
-from labutils.hardware import usable_cores
-from labutils.recipe import A1_LADDER, STOCK, climb, distinct_on
-from labutils.results import REFERENCE, Run, Unavailable, read_runs
+from labutils.course import plots
+from labutils.labs.lab06_anyres import rung_rows
+from labutils.labs.ladders import A1_LADDER, climb, distinct_on
+from labutils.layers.cuda_graph import ask_cpp_compiler, compile_from_nothing
+from labutils.profiling.hardware import usable_cores
+from labutils.recipe import STOCK, Unavailable
+from labutils.results.records import REFERENCE, Run, read_runs
 from labutils.training import Bench, compile_ahead, try_isolated
-from labutils.trials import rung_rows
 
 plots.use_style()
 on_gpu = lab.device == "cuda"
@@ -499,7 +500,7 @@ for run, whose in ((whole[last], "here"), (h200.get("folded LoRA", whole[last]),
 # as many rounds as it takes to decide.
 
 # %%
-from labutils.exercises import check, faster_than, solved
+from labutils.course.exercises import check, faster_than, solved
 
 # %% [markdown]
 # **1. Does it pay?** A colleague compiles. Her first step then takes 95 s, and each later one 250 ms instead of 340 ms. She

@@ -48,7 +48,7 @@ data: str = "generated"  # random token ids; this lab needs no dataset
 results_dir: str = ""  # folder of results.jsonl; empty: a new one under results/
 
 # %%
-from labutils.course import open_lab
+from labutils.course.lab import open_lab
 
 lab = open_lab("05", globals())
 
@@ -60,15 +60,15 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from labutils import plots
-from labutils.adapters import attach_lora
-from labutils.lowbit import fp8
-from labutils.lowbit.backends import MAKERS, transformer_engine
-from labutils.lowbit.fp8 import E4M3, E5M2, DelayedScaling, encode, quantise, relative_error
-from labutils.lowbit.frozen import FrozenFP8Linear
-from labutils.lowbit.survey import language_model, layer_errors, plant_outliers, watch_linears
-from labutils.measure import products
-from labutils.results import REFERENCE, Run, read_runs, summarise, versions
+from labutils.course import plots
+from labutils.labs import lab05_fp8_products
+from labutils.labs.lab05_layer_errors import language_model, layer_errors, plant_outliers, watch_linears
+from labutils.layers.lora import attach_lora
+from labutils.layers.quantization import fp8_math
+from labutils.layers.quantization.convert import MAKERS, transformer_engine
+from labutils.layers.quantization.fp8_linear import FrozenFP8Linear
+from labutils.layers.quantization.fp8_math import E4M3, E5M2, DelayedScaling, encode, quantise, relative_error
+from labutils.results.records import REFERENCE, Run, read_runs, summarise, versions
 
 plots.use_style()
 torch.manual_seed(0)
@@ -89,7 +89,7 @@ if not on_gpu:
 # from there the numbers run down to zero in even steps. They are called *subnormal*.)
 #
 # Before you look: which of 0.1, 448 and 0.0001 does E4M3 hold exactly, which does it round, and which becomes 0?
-# (`labutils.lowbit.fp8` has encoding and decoding written out, and the course's tests compare all 256 codes of both formats
+# (`labutils.layers.quantization.fp8_math` has encoding and decoding written out, and the course's tests compare all 256 codes of both formats
 # with PyTorch's.)
 
 # %%
@@ -98,14 +98,14 @@ for value, said in {1: "1", 0.1: "0.1", -3.3: "-3.3", 448: "448", 0.002: "0.002"
     cells = [said]
     for fmt in (E4M3, E5M2):
         code = encode(torch.tensor([float(value)]), fmt)
-        cells += [f"`{fp8.bits(code.item(), fmt)}`", f"{fp8.decode(code, fmt).item():.4g}"]
+        cells += [f"`{fp8_math.bits(code.item(), fmt)}`", f"{fp8_math.decode(code, fmt).item():.4g}"]
     rows.append(tuple(cells))
 lab.table(*rows)
 
 # %%
 figure, ax = plt.subplots(figsize=(7.2, 2.9))
 for fmt, row, color in ((E4M3, 1, plots.NAVY), (E5M2, 0, plots.RUST)):
-    numbers = fp8.numbers(fmt)
+    numbers = fp8_math.numbers(fmt)
     numbers = numbers[numbers > 0]
     ax.vlines(numbers, row - 0.13, row + 0.13, color=color, linewidth=1)
     ends = f"{len(numbers)} numbers above zero, {fmt.smallest:.2g} to {fmt.largest:,g}"
@@ -141,13 +141,13 @@ lab.predict("1000 cast to E4M3", my_cast)
 # %%
 x = torch.tensor([1e3, 1e6, 5e-5], device=lab.device)
 cast = dict(zip(("cast_1000", "cast_1000000", "cast_tiny"), x.to(torch.float8_e4m3fn).tolist(), strict=True))
-saturates = fp8.plain_cast_saturates(lab.device)
+saturates = fp8_math.plain_cast_saturates(lab.device)
 metrics = {name: value for name, value in cast.items() if math.isfinite(value)} | {"saturates": int(saturates)}
 lab.keep(Run("05", "fp8-cast", metrics=metrics))
 lab.table(
     ("cast from float32", "1,000", "1,000,000", "0.00005"),
     (f"plain cast to E4M3, PyTorch {versions()['torch']} on {lab.device}", *cast.values()),
-    ("clamped first, cast to E4M3", *fp8.saturating_cast(x).tolist()),
+    ("clamped first, cast to E4M3", *fp8_math.saturating_cast(x).tolist()),
     ("plain cast to E5M2", *x.to(torch.float8_e5m2).tolist()),
 )
 lab.verdict("A2.fp8.range", "A2.fp8.cast-saturates", "A2.fp8.cast-flushes");
@@ -176,7 +176,7 @@ lab.verdict("A2.fp8.range", "A2.fp8.cast-saturates", "A2.fp8.cast-flushes");
 
 # %%
 x = torch.linspace(-1000, 10000, 1101, device=lab.device)
-S = fp8.scale_for(fp8.amax(x)).item()
+S = fp8_math.scale_for(fp8_math.amax(x)).item()
 metrics = {"scale": S, "scaled_min": (x * S).min().item(), "scaled_max": (x * S).max().item()}
 metrics["relative_error"] = relative_error(quantise(x).restored(), x)
 lab.keep(Run("05", "fp8-scaling", metrics=metrics))
@@ -196,13 +196,13 @@ lab.predict("factor by which a scale may be too small", my_slack, "x")
 
 # %%
 sample = torch.randn(2**14, generator=torch.Generator().manual_seed(0))
-right = fp8.scale_for(fp8.amax(sample))
+right = fp8_math.scale_for(fp8_math.amax(sample))
 
 
-def error_at(power: float, fmt: fp8.Format = E4M3) -> float:
+def error_at(power: float, fmt: fp8_math.Format = E4M3) -> float:
     """Relative error when `sample` is cast with 2^power times the scale that fits E4M3."""
     scale = right * 2.0**power
-    return relative_error(fp8.saturating_cast(sample * scale, fmt).float() / scale, sample)
+    return relative_error(fp8_math.saturating_cast(sample * scale, fmt).float() / scale, sample)
 
 
 powers = torch.arange(-20, 8.01, 0.25).tolist()
@@ -340,15 +340,17 @@ lab.predict("size from which FP8 wins", my_size)
 gemm = series = None
 with lab.attempt("Products in FP8", reference="gemm"):
     sizes_n = [512, 1024, 2048, 4096] if lab.scale != "full" else [512, 1024, 2048, 4096, 8192]
-    times = products.sweep_products(sizes_n)
+    times = lab05_fp8_products.sweep_products(sizes_n)
     gemm, series = Run("05", "gemm"), Run("05", "gemm-times")
     for kind, by_size in times.items():
         series.samples |= {f"{kind} {n}": timing.alone_ms for n, timing in by_size.items()}
     series.metrics = {name: summarise(ms) for name, ms in series.samples.items()}
     lab.keep(series)
-    bf16, one_scale = (series.samples[f"{kind} {sizes_n[-1]}"] for kind in (products.BF16, products.ONE_SCALE))
+    bf16, one_scale = (
+        series.samples[f"{kind} {sizes_n[-1]}"] for kind in (lab05_fp8_products.BF16, lab05_fp8_products.ONE_SCALE)
+    )
     gemm.metrics["fp8_over_bf16"] = summarise([a / b for a, b in zip(bf16, one_scale, strict=False)])
-    if wins := products.wins_from(times[products.FUSED], times[products.BF16]):
+    if wins := lab05_fp8_products.wins_from(times[lab05_fp8_products.FUSED], times[lab05_fp8_products.BF16]):
         gemm.metrics["fp8_wins_from_n"] = wins
     lab.keep(gemm)
 
@@ -358,7 +360,7 @@ if shown and shown.ok:
     figure, ax = plt.subplots(figsize=(7.2, 4.2))
     colors = (plots.INK, plots.AMBER, plots.TEAL, plots.PURPLE, plots.RUST, plots.NAVY)
     looks = zip("os^vDX", ("-", "-", "-", "--", ":", "--"), colors, strict=True)
-    for kind, (marker, line, color) in zip(products.PRODUCT_KINDS, looks, strict=True):
+    for kind, (marker, line, color) in zip(lab05_fp8_products.PRODUCT_KINDS, looks, strict=True):
         ms = {n: shown.metric(f"{kind} {n}") for n in (512, 1024, 2048, 4096, 8192)}
         rate = {n: 2 * n**3 / one / 1e9 for n, one in ms.items() if one}
         ax.plot(list(rate), list(rate.values()), marker=marker, linestyle=line, color=color, label=kind)
@@ -405,7 +407,7 @@ lab.table(("large products on the H200", "TFLOP/s", "times BF16's"), *rows)
 # makes FP8 copies of it. But under LoRA the weight is frozen. What does a frozen layer really need to keep?
 #
 # Its forward pass is $y = xW^\top$. Its backward pass is only $\mathrm dX = \mathrm dY\,W$: no one needs $\mathrm dW$, so the
-# layer needn't keep its input either. (LoRA's own matrices beside it do need it.) So the layer in `labutils.lowbit.frozen`
+# layer needn't keep its input either. (LoRA's own matrices beside it do need it.) So the layer in `labutils.layers.quantization.fp8_linear`
 # keeps $W$ in E4M3 with one scale per row, $W \approx \mathrm{diag}(s)\,W_8$, and nothing else. Its backward pass has two
 # difficulties:
 #
@@ -458,7 +460,9 @@ listed = {}
 for name, compiled in kinds.items():
     run = Run("05", "te-linear" if name == "fp8-te" else f"layer {name}")
     with lab.attempt(f"base_linear={name!r}", reference=run.run, instead=lambda: None):  # the table below has it
-        run.metrics = products.layer_costs(name.removesuffix(", compiled"), rows, k, n, lab.device, dtype, compiled)
+        run.metrics = lab05_fp8_products.layer_costs(
+            name.removesuffix(", compiled"), rows, k, n, lab.device, dtype, compiled
+        )
         if samples := run.metrics.pop("step_ms", []):
             run.samples["step_ms"], run.metrics["step_ms"] = samples, summarise(samples)
         lab.keep(run)
@@ -622,7 +626,7 @@ for name, layers in surveys.items():
 # for the backward pass.
 
 # %%
-from labutils.exercises import smaller_than, solved
+from labutils.course.exercises import smaller_than, solved
 
 # %% [markdown]
 # **1. A scale with a margin.** A tensor's largest magnitude is 3.5. What is its scale $S$ for E4M3 with a margin of 2?

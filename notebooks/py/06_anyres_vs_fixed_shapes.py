@@ -64,7 +64,7 @@ steps: int = 0  # timed steps of a cell; 0: 2 at tiny, else 5 at batch 1, 3 up t
 seeds: int = 0  # seeds of section 5; 0: 3, the fewest that show a spread
 
 # %%
-from labutils.course import open_lab
+from labutils.course.lab import open_lab
 
 lab = open_lab("06", globals())
 
@@ -75,15 +75,16 @@ from functools import partial
 import matplotlib.pyplot as plt
 import torch
 
-from labutils import advisor, plots, trials
-from labutils.articles.a2 import BATCHES
-from labutils.capture import compile_from_nothing
-from labutils.goals import GOAL_HEAD, goal_rows
-from labutils.hardware import measured_roofline, usable_cores
-from labutils.lowbit.frozen import FrozenFP8Linear
-from labutils.parameters import whole_numbers
-from labutils.recipe import A2_BASE, distinct_on
-from labutils.results import REFERENCE, Run, read_runs
+from labutils.course import plots
+from labutils.course.goals import GOAL_HEAD, goal_rows
+from labutils.course.parameters import whole_numbers
+from labutils.labs import lab06_advisor, lab06_anyres
+from labutils.labs.ladders import A2_BASE, distinct_on
+from labutils.layers.cuda_graph import compile_from_nothing
+from labutils.layers.quantization.fp8_linear import FrozenFP8Linear
+from labutils.profiling.hardware import measured_roofline, usable_cores
+from labutils.results.claims.a2 import BATCHES
+from labutils.results.records import REFERENCE, Run, read_runs
 from labutils.training import train
 from labutils.workloads import open_workload
 
@@ -118,7 +119,7 @@ my_tokens: float | None = None  # for example 576
 lab.predict("tokens of a 500 x 500 image", my_tokens, "tokens")
 
 # %%
-counts = trials.token_counts()
+counts = lab06_anyres.token_counts()
 lab.keep(Run("06", "token-counts", workload="llava-lora", scale="full", metrics=counts))
 lab.table(
     ("image, width × height", "tiles", "image tokens"),
@@ -177,7 +178,9 @@ lab.predict("QLoRA's step at batch 1, longer by", my_qlora, "%")
 # %%
 def cell(method: str, batch: int) -> Run:
     """A cell measured now; what fails says why in the table."""
-    return trials.cell(uniform, method, batch, steps or (2 if tiny else 5 if batch == 1 else 3 if batch <= 4 else 0))
+    return lab06_anyres.cell(
+        uniform, method, batch, steps or (2 if tiny else 5 if batch == 1 else 3 if batch <= 4 else 0)
+    )
 
 
 def measure_cells(methods: dict[str, list[int]]) -> None:
@@ -185,18 +188,20 @@ def measure_cells(methods: dict[str, list[int]]) -> None:
     for method, batches_of_it in methods.items():
         for batch in batches_of_it:
             label = f"{method} b{batch}"
-            cells[label] = lab.measured(label, trials.method(method, batch), partial(cell, method, batch))
+            cells[label] = lab.measured(label, lab06_anyres.method(method, batch), partial(cell, method, batch))
 
 
 pair = sorted({1, max(size for size in sizes if size <= 4)})
 fp8_te = pair if on_gpu else [1]
 measure_cells({"bf16": sizes, "fp8-te": fp8_te, "fp8-frozen": [1], "qlora": sorted({*pair, sizes[-1]}), "nf4": [1]})
-lab.table(trials.HEAD, *trials.cell_rows(cells))
-lab.show(trials.not_measured(cells) or "Every row could be measured.")
+lab.table(lab06_anyres.HEAD, *lab06_anyres.cell_rows(cells))
+lab.show(lab06_anyres.not_measured(cells) or "Every row could be measured.")
 
 # %%
 uncompiled = ("bf16", "qlora", "fp8-te", "fp8-frozen", "nf4")
-lab.on_reference(trials.HEAD, trials.cell_rows, *(f"{method} b{batch}" for method in uncompiled for batch in BATCHES))
+lab.on_reference(
+    lab06_anyres.HEAD, lab06_anyres.cell_rows, *(f"{method} b{batch}" for method in uncompiled for batch in BATCHES)
+)
 
 # %% [markdown]
 # How does the memory grow with the batch?
@@ -204,7 +209,7 @@ lab.on_reference(trials.HEAD, trials.cell_rows, *(f"{method} b{batch}" for metho
 # %%
 whose, shown = ("this GPU", cells) if on_gpu else ("our H200 (a CPU has no GPU memory)", lab.references("* b*"))
 fig, ax = plt.subplots(figsize=(7.2, 3.6))
-found = trials.by_batch(shown, "peak_allocated_gb", uncompiled)
+found = lab06_anyres.by_batch(shown, "peak_allocated_gb", uncompiled)
 plots.curves(ax, found, "batch size", "memory at the peak, GB")
 ax.set_title(f"Memory at the peak on {whose}", pad=42)
 plt.show()
@@ -253,7 +258,7 @@ linear = torch.nn.Linear(1024, 1024, device=lab.device, dtype=torch.bfloat16).re
 print("The course's frozen FP8 layer takes them:", tuple(FrozenFP8Linear.from_linear(linear)(rows_577).shape))
 print(f"The tower's share of the arithmetic of the article's step: {counts['vision_share']:.1%}")
 with lab.attempt("577 rows through te.Linear", reference="fp8-te vision"):
-    message = trials.refusal_of_te(rows_577)
+    message = lab06_anyres.refusal_of_te(rows_577)
     lab.keep(Run("06", "fp8-te vision", metrics={"failed": int(bool(message)), "message": message}))
     print("te.Linear:", message or "takes them, too")
 lab.verdict("A2.lmm.vision-cost", "A2.fp8.vision-refuses", "A2.fp8.vision-limits");
@@ -295,16 +300,18 @@ if on_gpu and compiled_sizes:
     methods |= dict.fromkeys(("fixed", "fixed-fp8-frozen"), [*compiled_sizes, 4]) | dict.fromkeys(others, [1])
 measure_cells(methods)
 if on_gpu and whole_model:  # in one go: a baseline of another hour would be none
-    whole = {trials.BESIDE_WHOLE: "bf16", "compile-whole b1": "compile-whole", "fixed-whole b1": "fixed-whole"}
-    asked = {label: trials.method(method) for label, method in whole.items()}
+    whole = {lab06_anyres.BESIDE_WHOLE: "bf16", "compile-whole b1": "compile-whole", "fixed-whole b1": "fixed-whole"}
+    asked = {label: lab06_anyres.method(method) for label, method in whole.items()}
     cells |= lab.measured_together(asked, lambda: {label: cell(method, 1) for label, method in whole.items()})
 compared = {name: run for name, run in cells.items() if name.startswith(("bf16", "compile", "fixed"))}
 if len(compared) > len(sizes):
-    lab.table(trials.HEAD, *trials.cell_rows(compared))
-    lab.show(trials.not_measured(compared) or "Every row could be measured.")
+    lab.table(lab06_anyres.HEAD, *lab06_anyres.cell_rows(compared))
+    lab.show(lab06_anyres.not_measured(compared) or "Every row could be measured.")
 else:
     lab.show("*Nothing was compiled here; `-p compile_batches 1` does it.*")
-lab.on_reference(trials.HEAD, trials.cell_rows, "bf16 b1", "bf16 b4", trials.BESIDE_WHOLE, "compile*", "fixed*")
+lab.on_reference(
+    lab06_anyres.HEAD, lab06_anyres.cell_rows, "bf16 b1", "bf16 b4", lab06_anyres.BESIDE_WHOLE, "compile*", "fixed*"
+)
 
 # %% [markdown]
 # ### What the compiler did
@@ -316,8 +323,8 @@ lab.on_reference(trials.HEAD, trials.cell_rows, "bf16 b1", "bf16 b4", trials.BES
 
 # %%
 head = ("", "compiling in all, s", "graphs", "graph breaks", "recompilations", "given up")
-lab.table(head, *trials.compiler_rows(cells))
-lab.on_reference(head, trials.compiler_rows, "compile*", "fixed*")
+lab.table(head, *lab06_anyres.compiler_rows(cells))
+lab.on_reference(head, lab06_anyres.compiler_rows, "compile*", "fixed*")
 
 # %%
 lab.verdict(
@@ -400,9 +407,9 @@ lab.verdict(
 alone = A2_BASE.but(layers="rewritten", cache="features", micro_batch=2 if lab.scale == "full" else 1)
 alone = alone.but(compile="default" if on_gpu else "off", compile_scope="blocks")
 uniform.let_go()  # its weights are not needed any more, and would count as memory of what follows
-replayed = lab.measured_together(trials.replay_recipes(alone), partial(trials.replays, varied, alone, 5))
-lab.table(trials.REPLAY_HEAD, *trials.replay_rows(replayed))
-lab.on_reference(trials.REPLAY_HEAD, trials.replay_rows, "same-tokens *", "static *")
+replayed = lab.measured_together(lab06_anyres.replay_recipes(alone), partial(lab06_anyres.replays, varied, alone, 5))
+lab.table(lab06_anyres.REPLAY_HEAD, *lab06_anyres.replay_rows(replayed))
+lab.on_reference(lab06_anyres.REPLAY_HEAD, lab06_anyres.replay_rows, "same-tokens *", "static *")
 lab.verdict("A2.fixed.cause", "A2.fixed.memory-cause");
 
 # %% [markdown]
@@ -442,10 +449,10 @@ small_uniform, small_varied = (
 blocks = A2_BASE.but(layers="rewritten", compile_scope="blocks")
 count = 3 if tiny else 6
 counted = {
-    "uniform": trials.recompilations(small_uniform, A2_BASE, count),
-    "varied": trials.recompilations(small_varied, A2_BASE, count),
-    "varied, blocks": trials.recompilations(small_varied, blocks, count),
-    "varied, blocks, any length": trials.recompilations(small_varied, blocks, count, dynamic=True),
+    "uniform": lab06_anyres.recompilations(small_uniform, A2_BASE, count),
+    "varied": lab06_anyres.recompilations(small_varied, A2_BASE, count),
+    "varied, blocks": lab06_anyres.recompilations(small_varied, blocks, count),
+    "varied, blocks, any length": lab06_anyres.recompilations(small_varied, blocks, count, dynamic=True),
 }
 for name, found in counted.items():
     run = Run("06", f"recompiles {name}", metrics=found.metrics(), samples={"recompilations": found.by_step})
@@ -457,7 +464,7 @@ fig, ax = plt.subplots(figsize=(7.2, 3.2))
 plots.counts(ax, {name: found.by_step for name, found in counted.items()}, "step", "recompilations")
 ax.set_title("Code compiled anew, step by step", pad=42)
 plt.show()
-lab.table(("guards that failed", "for example", *counted), *trials.reason_rows(counted))
+lab.table(("guards that failed", "for example", *counted), *lab06_anyres.reason_rows(counted))
 given_up = dict.fromkeys(f"`{name}`" for found in counted.values() for name in found.given_up)
 print("Left uncompiled, after too many versions:", ", ".join(given_up) or "nothing within these steps")
 lab.verdict("A2.anyres.recompiles", "A2.anyres.cause");
@@ -498,8 +505,8 @@ in_form = {
     f"form: {name}": lab.measured(f"form: {name}", recipe, partial(train, varied, recipe, steps or 3, warmup=1))
     for name, recipe in forms.items()
 }
-lab.table(trials.FORM_HEAD, *trials.form_rows(in_form))
-lab.on_reference(trials.FORM_HEAD, trials.form_rows, "form: *")
+lab.table(lab06_anyres.FORM_HEAD, *lab06_anyres.form_rows(in_form))
+lab.on_reference(lab06_anyres.FORM_HEAD, lab06_anyres.form_rows, "form: *")
 
 # %% [markdown]
 # (The numbers in the names are token counts at `full`; smaller scales have smaller tiles. On a CPU a packed row is slow:
@@ -538,10 +545,10 @@ fixed = start.but(shapes="fixed")
 recipes = {"bf16": start, "qlora": start.but(base_linear="nf4"), "fixed": fixed, "fp8-mixed": start}
 recipes |= {kind: start.but(base_linear=kind) for kind in ("fp8-frozen", "fp8-te")}
 recipes |= {"fixed-fp8-te": fixed.but(base_linear="fp8-te")}
-changes = {"qlora": trials.prepared_for_kbit, "fp8-mixed": trials.fp8_but("o_proj", "down_proj")}
+changes = {"qlora": lab06_anyres.prepared_for_kbit, "fp8-mixed": lab06_anyres.fp8_but("o_proj", "down_proj")}
 kept = lab.measured_together(
     {f"loss {name}": recipe for name, recipe in recipes.items()},
-    lambda: trials.losses_over_seeds(small, recipes, seeds or 3, 6 if tiny else 12, changes),
+    lambda: lab06_anyres.losses_over_seeds(small, recipes, seeds or 3, 6 if tiny else 12, changes),
 )
 losses = {name.removeprefix("loss "): run for name, run in kept.items()}
 curve, (before, after) = losses["bf16"].metrics["loss"], map(losses["bf16"].metric, ("start_loss", "final_loss"))
@@ -549,14 +556,14 @@ print(f"BF16, held-out photographs: the loss goes from {before:.2f} to {after:.2
 print("The steps' own losses, last seed:", ", ".join(f"{loss:.1f}" for loss in curve))
 
 # %%
-band = trials.seed_band(losses["bf16"])
-against = {name: changes for name, changes in trials.against_same_seed(losses).items() if name != "bf16"}
+band = lab06_anyres.seed_band(losses["bf16"])
+against = {name: changes for name, changes in lab06_anyres.against_same_seed(losses).items() if name != "bf16"}
 fig, ax = plt.subplots()
 plots.differences(
     ax, against, band, "how far BF16's own seeds lie from their median", "final loss against BF16's of the same seed, %"
 )
 plt.show()
-lab.on_reference(trials.LOSS_HEAD, trials.loss_rows, "loss *")
+lab.on_reference(lab06_anyres.LOSS_HEAD, lab06_anyres.loss_rows, "loss *")
 lab.verdict("A2.fp8.loss", "A2.fp8.mixed", "A2.fixed.loss", "A2.fixed.fp8-loss", "A2.qlora.loss");
 
 # %% [markdown]
@@ -595,18 +602,20 @@ my_gain: float | None = None  # for example 2
 lab.predict("useful tokens a second, against the plain loop", my_gain, "x")
 
 # %%
-ladder, recipes = trials.ladder_for(lab.device)
+ladder, recipes = lab06_anyres.ladder_for(lab.device)
 climbable = distinct_on(lab.device, recipes)
-lab.table(("rung", "lane", "changes", "why", "here"), *trials.rung_rows(ladder, climbable))
+lab.table(("rung", "lane", "changes", "why", "here"), *lab06_anyres.rung_rows(ladder, climbable))
 
 # %%
 torch._dynamo.reset()
-climbed = lab.measured_together(climbable, partial(trials.climbed, varied, ladder, climbable, 4 if tiny else 6))
+climbed = lab.measured_together(climbable, partial(lab06_anyres.climbed, varied, ladder, climbable, 4 if tiny else 6))
 measured = [run for run in climbed.values() if run.ok]
 fig, ax = plt.subplots()
 plots.waterfall(ax, measured, None, log=False, metric="ms_per_1k_useful_tokens")
 plt.show()
-lab.on_reference(trials.CLIMBED_HEAD, trials.climbed_rows, *(rung.name for rung in trials.ladder_for("cuda")[0]))
+lab.on_reference(
+    lab06_anyres.CLIMBED_HEAD, lab06_anyres.climbed_rows, *(rung.name for rung in lab06_anyres.ladder_for("cuda")[0])
+)
 
 # %% [markdown]
 # Be careful when you compare across lanes. In *same mathematics* a packed row holds several examples, so the gradient is
@@ -631,11 +640,11 @@ lab.verdict("A2.left.dynamic", "A2.left.fp8-once");
 # matrices. The last two lines are about FP8 weights' memory, from section 2. Lines without a number here need a GPU.
 
 # %%
-top = trials.best_rung(climbed)
+top = lab06_anyres.best_rung(climbed)
 rate = measured_roofline(climbable[top].fitted_to(lab.device).precision).rate
-targets = trials.reached(varied, climbable[top], climbed, cells if on_gpu else {}, rate)
+targets = lab06_anyres.reached(varied, climbable[top], climbed, cells if on_gpu else {}, rate)
 aims = lab.keep(Run("06", "targets", lane="same mathematics", recipe=climbable[top].as_dict(), metrics=targets))
-lab.table((f"rung *{top}*", *GOAL_HEAD), *goal_rows(trials.GOALS, aims, lab.reference("targets")))
+lab.table((f"rung *{top}*", *GOAL_HEAD), *goal_rows(lab06_anyres.GOALS, aims, lab.reference("targets")))
 
 # %% [markdown]
 # Of the three wishes, code for any length comes true above. FP8 inside the graph did in section 3, and in the rung *FP8
@@ -658,13 +667,14 @@ lab.table((f"rung *{top}*", *GOAL_HEAD), *goal_rows(trials.GOALS, aims, lab.refe
 # steps the lowest line wins. The winner changes where the two lowest lines cross.
 
 # %%
-theirs = advisor.published()
+theirs = lab06_advisor.published()
 fig, ax = plt.subplots()
-plots.choices(ax, advisor.chart(theirs), most_steps=20_000, most_gb=24)
+lab06_advisor.choices(ax, lab06_advisor.chart(theirs), most_steps=20_000, most_gb=24)
 ax.set_title("Who finishes first, by the article's numbers at batch 1", pad=28)
 plt.show()
 rows = [
-    (reach.option.method, reach.start, reach.until if reach.until < 1e9 else None) for reach in advisor.envelope(theirs)
+    (reach.option.method, reach.start, reach.until if reach.until < 1e9 else None)
+    for reach in lab06_advisor.envelope(theirs)
 ]
 lab.table(("finishes first, memory aside", "from step", "to step"), *rows)
 
@@ -674,7 +684,7 @@ lab.table(("finishes first, memory aside", "from step", "to step"), *rows)
 # ahead, and FP8 with fixed shapes overtakes it only at about 150. At 220 steps FP8 with fixed shapes is ahead, and
 # fixed shapes without FP8 overtake it only at about 770. So by the article's own numbers FP8 with fixed shapes finishes
 # first from about 150 to about 770 steps, if a loss 16 % higher doesn't matter. (The article shows step times in a
-# figure only. They are worked out here from its break-even counts and percentages; see `labutils/articles/a2.py`.)
+# figure only. They are worked out here from its break-even counts and percentages; see `labutils/results/claims/a2.py`.)
 #
 # ### Your choice
 #
@@ -687,14 +697,14 @@ my_vram_gb, my_batch, my_steps, my_tolerance = 24, 1, 2000, 0.05
 
 with lab.attempt("Advice from measured runs"):
     source = read_runs(lab.results_dir if on_gpu else REFERENCE, "06")
-    options = advisor.options_from(source, my_batch) if source else theirs
+    options = lab06_advisor.options_from(source, my_batch) if source else theirs
     print("Asked of:", "this machine's runs" if on_gpu else "the H200's runs" if source else "the article's numbers")
-    lab.show(advisor.advise(options, my_vram_gb, my_steps, my_tolerance).as_markdown())
+    lab.show(lab06_advisor.advise(options, my_vram_gb, my_steps, my_tolerance).as_markdown())
     if on_gpu:
-        lab.keep(Run("06", "guide", metrics=advisor.guide(advisor.options_from(source, 1))))
+        lab.keep(Run("06", "guide", metrics=lab06_advisor.guide(lab06_advisor.options_from(source, 1))))
     if source:
         fig, ax = plt.subplots()
-        plots.choices(ax, advisor.chart(options))
+        lab06_advisor.choices(ax, lab06_advisor.chart(options))
         ax.set_title("Who finishes first, whatever the loss", pad=44)
         plt.show()
 lab.verdict("A2.guide.memory", "A2.guide.few-steps", "A2.guide.between", "A2.guide.many-steps");
@@ -714,7 +724,7 @@ lab.verdict("A2.guide.memory", "A2.guide.few-steps", "A2.guide.between", "A2.gui
 # as many rounds as it takes to decide.
 
 # %%
-from labutils.exercises import check, faster_than, solved
+from labutils.course.exercises import check, faster_than, solved
 
 # %% [markdown]
 # **1.** A method starts with 60 s and takes 0.5 s a step; another starts with 2 s and takes 0.9 s. After how many
@@ -822,8 +832,8 @@ solved(faster_than(4, padded, unpadded_solution, sixteen_images, times=2))
 lab.done(
     {
         "tokens of a 500 x 500 image": counts["tokens_500x500"],
-        "QLoRA's step at batch 1, longer by": trials.longer_by(cells, "qlora b1"),
-        "break-even of torch.compile at batch 1": trials.paid_after(cells, "compile b1"),
+        "QLoRA's step at batch 1, longer by": lab06_anyres.longer_by(cells, "qlora b1"),
+        "break-even of torch.compile at batch 1": lab06_anyres.paid_after(cells, "compile b1"),
         "recompilations on 500 x 500 images": counted["uniform"].metrics()["recompilations"],
         "spread of the loss over seeds": band[1] - band[0],
         "useful tokens a second, against the plain loop": targets.get("useful_speedup"),

@@ -59,7 +59,7 @@ method_steps: int = 0  # timed steps of each method; 0: 4 at tiny, 6 at larger s
 log_every: int = 0  # steps between two lines of the memory log (the article: 10); 0: 3 at tiny, 2 at larger scales
 
 # %%
-from labutils.course import open_lab
+from labutils.course.lab import open_lab
 
 lab = open_lab("07", globals())
 
@@ -71,14 +71,17 @@ from functools import partial
 import matplotlib.pyplot as plt
 import torch
 
-from labutils import hardware, methods, plots
-from labutils.capture import compile_from_nothing
-from labutils.goals import GOAL_HEAD, goal_rows
-from labutils.lowbit import nf4
-from labutils.recipe import distinct_on
-from labutils.results import Run, Unavailable
-from labutils.titles import Reader
-from labutils.training.with_unsloth import train_with_unsloth
+from labutils.course import plots
+from labutils.course.goals import GOAL_HEAD, goal_rows
+from labutils.labs import lab07_qlora
+from labutils.labs.lab07_toy_lm import Reader
+from labutils.labs.ladders import distinct_on
+from labutils.layers.cuda_graph import compile_from_nothing
+from labutils.layers.quantization import nf4_math
+from labutils.profiling import hardware
+from labutils.recipe import Unavailable
+from labutils.results.records import Run
+from labutils.training.unsloth_run import train_with_unsloth
 
 plots.use_style()
 warnings.filterwarnings("ignore", module="torch")
@@ -91,7 +94,7 @@ if not on_gpu:
     torch.set_num_threads(max(1, hardware.usable_cores() // 2))
 torch.manual_seed(0)
 texts = {length: lab.workload(f"qwen3-lora-{length}") for length in ("short", "long")}
-ladder, recipes = methods.ladder_for(lab.device)
+ladder, recipes = lab07_qlora.ladder_for(lab.device)
 
 # %% [markdown]
 # ## 1 · Eight bits, and one number too many
@@ -103,7 +106,7 @@ ladder, recipes = methods.ladder_for(lab.device)
 
 # %%
 example = torch.tensor([2.50, -0.70, 0.12, 0.48])
-found = methods.absmax_example(example)
+found = lab07_qlora.absmax_example(example)
 lab.keep(Run("07", "absmax", metrics=found))
 lab.table(
     (f"times {found['constant']:.1f}, rounded", *(f"{x:.2f}" for x in example.tolist())),
@@ -124,7 +127,7 @@ lab.predict("codes that one outlier turns into 0", my_zeros, "%")
 
 # %%
 matrix = 0.02 * torch.randn(1024, 1024, generator=torch.Generator().manual_seed(0))
-spoiled = {name: methods.outlier_costs(matrix, block) for name, block in (("one constant", None), ("blocks", 64))}
+spoiled = {name: lab07_qlora.outlier_costs(matrix, block) for name, block in (("one constant", None), ("blocks", 64))}
 lab.keep({f"outlier, {name}": Run("07", "", metrics=metrics) for name, metrics in spoiled.items()})
 lab.table(
     ("INT8 with an outlier", "codes that are 0, %", "relative error of the others"),
@@ -143,7 +146,7 @@ lab.verdict("A3.int8.outlier", "A3.blocks.contain");
 #
 # NF4 puts them at *quantiles*: it cuts the normal distribution into 16 pieces of about equal probability and gives each
 # piece a level. One level is exactly zero, so there are 8 above it and 7 below. It takes a few lines of code
-# (`labutils.lowbit.nf4.nf4_levels`).
+# (`labutils.layers.quantization.nf4_math.nf4_levels`).
 #
 # **Your prediction:** by how many percent is NF4's error smaller than that of INT4's 15 evenly spaced levels, both in
 # blocks of 64?
@@ -154,7 +157,7 @@ my_gain: float | None = None  # for example 30
 lab.predict("NF4's error is smaller by", my_gain, "%")
 
 # %%
-levels = nf4.nf4_levels()
+levels = nf4_math.nf4_levels()
 fig, ax = plt.subplots(figsize=(7.2, 2.8))
 largest = (matrix.reshape(-1, 64) / matrix.reshape(-1, 64).abs().amax(1, keepdim=True)).flatten()
 ax.hist(largest.numpy(), bins=120, density=True, color=plots.MIST, label="weights over their block's largest")
@@ -167,9 +170,9 @@ ax.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=3)
 plt.show()
 
 # %%
-errors = nf4.rounding_errors(matrix)
-codes = nf4.quantise_to(levels, matrix, 64).codes
-share = nf4.entropy_bits(codes) / 4
+errors = nf4_math.rounding_errors(matrix)
+codes = nf4_math.quantise_to(levels, matrix, 64).codes
+share = nf4_math.entropy_bits(codes) / 4
 lab.keep(Run("07", "rounding int4", metrics={"error": errors["INT4, blocks of 64"]}))
 lab.keep(Run("07", "rounding nf4", metrics={"error": errors["NF4, blocks of 64"], "information_share": share}))
 print(f"Relative error: INT4 {errors['INT4, blocks of 64']:.2%}, NF4 {errors['NF4, blocks of 64']:.2%}.")
@@ -192,22 +195,22 @@ lab.verdict("A3.nf4.better", "A3.nf4.optimal");
 # library behind QLoRA, holds, and by arithmetic.
 
 # %%
-same = methods.same_as_bitsandbytes(matrix)
+same = lab07_qlora.same_as_bitsandbytes(matrix)
 print("Ours and bitsandbytes' are equal, bit for bit:", ", ".join(name for name, equal in same.items() if equal))
-held = methods.bits_held(torch.randn(4096, 1024).bfloat16())
+held = lab07_qlora.bits_held(torch.randn(4096, 1024).bfloat16())
 lab.keep([Run("07", "constants", metrics=held), Run("07", "weights", metrics={"linear_share": held["linear_share"]})])
-arithmetic = {"bits_float32": nf4.constant_bits(), "bits_doubled": nf4.doubled_constant_bits()}
+arithmetic = {"bits_float32": nf4_math.constant_bits(), "bits_doubled": nf4_math.doubled_constant_bits()}
 words = {"bits_float32": "constants in 32 bits", "bits_doubled": "constants doubly quantised"}
 rows = [(words[name], held[name], bits) for name, bits in arithmetic.items()]
 lab.table(("bits a weight", "in the bytes that bitsandbytes holds", "by arithmetic"), *rows)
 lab.verdict("A3.blocks.bits", "A3.double.bits", "A3.qlora.weights");
 # %%
 fig, ax = plt.subplots(figsize=(7.2, 3.4))
-formats = sorted(errors, key=lambda name: (methods.BITS[name], -errors[name]))
+formats = sorted(errors, key=lambda name: (lab07_qlora.BITS[name], -errors[name]))
 shown = ax.barh(
-    [f"{name} ({methods.BITS[name]:.3g} bits)" for name in formats],
+    [f"{name} ({lab07_qlora.BITS[name]:.3g} bits)" for name in formats],
     [100 * errors[name] for name in formats],
-    color=[plots.NAVY if methods.BITS[name] < 6 else plots.MIST for name in formats],
+    color=[plots.NAVY if lab07_qlora.BITS[name] < 6 else plots.MIST for name in formats],
 )
 ax.bar_label(shown, fmt="%.1f %%", padding=4)
 ax.set(xlim=(0, 22), xlabel="relative error of the weights, % (in brackets: bits a weight, constants included)")
@@ -229,7 +232,7 @@ plt.show()
 
 # %%
 linear = torch.nn.Linear(1024, 1024, bias=False, device=lab.device, dtype=torch.bfloat16).requires_grad_(False)
-layer = methods.multiplies_restored(linear, torch.randn(64, 1024, device=lab.device, dtype=torch.bfloat16))
+layer = lab07_qlora.multiplies_restored(linear, torch.randn(64, 1024, device=lab.device, dtype=torch.bfloat16))
 lab.keep(Run("07", "nf4 layer", metrics=layer))
 print(f"The layer's result is {layer['error_to_restored']:.2%} off the product with the restored weight,")
 print(f"and {layer['error_to_16_bits']:.1%} off the product with the 16-bit weight.")
@@ -258,16 +261,18 @@ my_order: float | None = None  # for example 10
 lab.predict("FLOPs, wide first against thin first", my_order, "x")
 
 # %%
-counts = methods.lora_counts()
+counts = lab07_qlora.lora_counts()
 lab.keep(Run("07", "lora-counts", workload="qwen3-lora-long", scale="full", metrics=counts))
 print(
     f"Qwen3-8B, r = 8: {counts['trained']:,} of {counts['in_all']:,} numbers are trained. Held in float32 beside 16-bit "
     f"weights, they are {counts['adapter_share']:.2%} of the bytes."
 )
-flops = {order: methods.chain_flops(order, tokens=4 * 861, rank=8) for order in ("thin first", "wide first")}
+flops = {order: lab07_qlora.chain_flops(order, tokens=4 * 861, rank=8) for order in ("thin first", "wide first")}
 lab.keep({f"chain: {order}": Run("07", "", metrics={"flops": n}) for order, n in flops.items()})
 ranks = [4, 8, *(4**power for power in range(2, 7))]
-ratios = [methods.chain_flops("wide first", 3444, r) / methods.chain_flops("thin first", 3444, r) for r in ranks]
+ratios = [
+    lab07_qlora.chain_flops("wide first", 3444, r) / lab07_qlora.chain_flops("thin first", 3444, r) for r in ranks
+]
 lab.table(("rank r", *ranks), ("wide first, times the FLOPs of thin first", *(f"{ratio:.3g}" for ratio in ratios)))
 lab.verdict("A3.lora.count", "A3.lora.small-file", "A3.unsloth.order");
 # %% [markdown]
@@ -309,8 +314,8 @@ runs: dict[str, Run] = {}
 
 def follow(name: str, count: int, against: str = "") -> None:
     """Measure and keep a method, unless an interrupted start left it behind; a failure says why in the table."""
-    measure = partial(methods.follow, texts, name, count, logs, log_every, runs.get(against))
-    runs[name] = lab.measured(name, methods.of_name(name).recipe, measure)
+    measure = partial(lab07_qlora.follow, texts, name, count, logs, log_every, runs.get(against))
+    runs[name] = lab.measured(name, lab07_qlora.of_name(name).recipe, measure)
 
 
 for length in texts:
@@ -322,17 +327,17 @@ follow("qlora short, batch 1", method_steps)
 with lab.attempt("unsloth in a process of its own", reference="unsloth long"):
     for workload in texts.values():
         workload.let_go()
-    jobs = methods.unsloth_jobs(texts, method_steps)
+    jobs = lab07_qlora.unsloth_jobs(texts, method_steps)
     asked = {name: job.recipe for name, job in jobs.items()}
     runs |= lab.measured_together(asked, lambda: train_with_unsloth(jobs, logs, log_every))
 
 # %%
-lab.table(methods.METHOD_HEAD, *methods.method_rows(runs))
-lab.on_reference(methods.METHOD_HEAD, methods.method_rows, *runs, "unsloth *")
+lab.table(lab07_qlora.METHOD_HEAD, *lab07_qlora.method_rows(runs))
+lab.on_reference(lab07_qlora.METHOD_HEAD, lab07_qlora.method_rows, *runs, "unsloth *")
 
 # %%
 fig, axes = plt.subplots(1, 2, figsize=(7.4, 3.2))
-seconds = {f"{length} texts": methods.over_examples(logs, length, "elapsed_time_sec") for length in texts}
+seconds = {f"{length} texts": lab07_qlora.over_examples(logs, length, "elapsed_time_sec") for length in texts}
 plots.panels(axes, seconds, "examples trained on", "s since the model was built")
 plt.show()
 
@@ -351,7 +356,7 @@ with lab.attempt("Memory over time", reference="qlora long"):
     if not on_gpu:
         raise Unavailable("there is no GPU, whose memory the log would hold")
     fig, axes = plt.subplots(1, 3, figsize=(7.4, 3.2))
-    over = {title: methods.over_examples(logs, "long", column) for column, title in columns.items()}
+    over = {title: lab07_qlora.over_examples(logs, "long", column) for column, title in columns.items()}
     plots.panels(axes, over, "examples", "GiB")
     plt.show()
 
@@ -366,7 +371,7 @@ lab.verdict(
     "A3.unsloth.vendor-memory",
 )
 if "unsloth long" in runs:
-    paid = methods.paid_after(runs["qlora long"], runs["unsloth long"])
+    paid = lab07_qlora.paid_after(runs["qlora long"], runs["unsloth long"])
     print("unsloth's slower start has paid after", "no number of steps" if paid is None else f"{paid:.0f} steps")
 
 # %% [markdown]
@@ -425,13 +430,15 @@ measured = ["lora long", "lora long, checkpointed", "lora long, checkpointed, fu
 for name in [*measured, "qlora long"]:
     with lab.attempt(f"memory of {name}"):
         tried = room if name in ("lora long", "qlora long") else None
-        measure = partial(methods.memory_line, texts, name, (1, 4) if on_gpu else (1, 2), tried)
-        memory[name] = lab.measured(f"memory of {name}", methods.of_name(name).recipe, measure)
+        measure = partial(lab07_qlora.memory_line, texts, name, (1, 4) if on_gpu else (1, 2), tried)
+        memory[name] = lab.measured(f"memory of {name}", lab07_qlora.of_name(name).recipe, measure)
 
 # %%
-lines = methods.lines_of(memory, runs)
-lab.table(methods.BUNDLE_HEAD, *methods.bundle_rows(dict.fromkeys([*bundle, *lines]), runs, memory))
-lab.on_reference(methods.BUNDLE_HEAD, methods.bundle_of, "lora long*", "qlora long*", "memory of *", "unsloth long*")
+lines = lab07_qlora.lines_of(memory, runs)
+lab.table(lab07_qlora.BUNDLE_HEAD, *lab07_qlora.bundle_rows(dict.fromkeys([*bundle, *lines]), runs, memory))
+lab.on_reference(
+    lab07_qlora.BUNDLE_HEAD, lab07_qlora.bundle_of, "lora long*", "qlora long*", "memory of *", "unsloth long*"
+)
 
 # %%
 lab.verdict("A3.qlora.cause", "A3.checkpointing.memory", "A3.checkpointing.slower")
@@ -468,9 +475,11 @@ lab.verdict("A3.offload.time", "A3.offload.memory");
 
 # %%
 sizes = (24, 48, 80, 96, 141) if on_gpu else (0.024, 0.048, 0.096)  # GB; a tiny model fits cards of some megabytes
-lab.table(methods.batches_head(sizes), *methods.batch_rows(lines, sizes))
+lab.table(lab07_qlora.batches_head(sizes), *lab07_qlora.batch_rows(lines, sizes))
 cards = (24, 48, 80, 96, 141)
-lab.on_reference(methods.batches_head(cards), partial(methods.largest_on, cards=cards), "memory of *", "unsloth long*")
+lab.on_reference(
+    lab07_qlora.batches_head(cards), partial(lab07_qlora.largest_on, cards=cards), "memory of *", "unsloth long*"
+)
 for name, run in memory.items():
     if "largest_batch" in run.metrics:
         outcome = "held" if run.metrics["fits"] and run.metrics["fails"] else "did not hold"
@@ -519,7 +528,7 @@ lab.predict("useful tokens a second, best BF16 rung against lora", my_best, "x")
 climbable = distinct_on(lab.device, recipes)
 lanes = {rung.name: rung.lane for rung in ladder}
 how = {"steps": 2, "rounds": 1, "warmup": 0} if tiny else {"steps": 6, "rounds": 2, "warmup": 2}
-climbed = lab.measured_together(climbable, lambda: methods.climbed_on(texts["long"], ladder, climbable, **how))
+climbed = lab.measured_together(climbable, lambda: lab07_qlora.climbed_on(texts["long"], ladder, climbable, **how))
 fig, ax = plt.subplots()
 groups = {name: "other weights" if recipes[name].base_linear != "published" else lanes[name] for name in climbed}
 shown = [replace(run, lane=groups[name]) for name, run in climbed.items() if run.ok]
@@ -529,14 +538,14 @@ plt.show()
 # %%
 changes = {rung.name: ", ".join(f"`{knob}={value!r}`" for knob, value in rung.changes.items()) for rung in ladder}
 lab.table(("rung", "lane", "changes"), *((name, groups[name], changes[name] or None) for name in climbed))
-lab.table(methods.RUNG_HEAD, *methods.rung_rows(climbed))
-lab.on_reference(methods.RUNG_HEAD, methods.rung_rows, *(rung.name for rung in ladder))
+lab.table(lab07_qlora.RUNG_HEAD, *lab07_qlora.rung_rows(climbed))
+lab.on_reference(lab07_qlora.RUNG_HEAD, lab07_qlora.rung_rows, *(rung.name for rung in ladder))
 
 # %%
-targets = methods.reached(climbed, runs)
+targets = lab07_qlora.reached(climbed, runs)
 aims = Run("07", "targets", lane="same mathematics", workload="qwen3-lora-long", scale=lab.scale, metrics=targets)
 lab.keep(aims)
-lab.table(("", *GOAL_HEAD), *goal_rows(methods.GOALS, aims, lab.reference("targets")))
+lab.table(("", *GOAL_HEAD), *goal_rows(lab07_qlora.GOALS, aims, lab.reference("targets")))
 
 # %% [markdown]
 # (The picture counts the padding of the batches that were timed, the tables that of an epoch. So their ratios differ a
@@ -574,10 +583,10 @@ lab.table(("", *GOAL_HEAD), *goal_rows(methods.GOALS, aims, lab.reference("targe
 with lab.attempt("A step by kind", reference="step by kind"):
     folder = lab.cache_dir / "traces" / "lab-07"
     traced = lab.measured(
-        "step by kind", None, lambda: methods.kinds_of(texts["long"], recipes["blocks compiled"], folder)
+        "step by kind", None, lambda: lab07_qlora.kinds_of(texts["long"], recipes["blocks compiled"], folder)
     )
-    lab.table(methods.KINDS_HEAD, *methods.kinds_rows({"step by kind": traced}))
-lab.on_reference(methods.KINDS_HEAD, methods.kinds_rows, "step by kind")
+    lab.table(lab07_qlora.KINDS_HEAD, *lab07_qlora.kinds_rows({"step by kind": traced}))
+lab.on_reference(lab07_qlora.KINDS_HEAD, lab07_qlora.kinds_rows, "step by kind")
 
 # %% [markdown]
 # Hold *GEMM* and *attention* together against the floor: nearly all of the floor's arithmetic is in these two, and they
@@ -671,7 +680,7 @@ lab.table(*rows)
 # as many rounds as it takes to decide.
 
 # %%
-from labutils.exercises import check, faster_than, solved
+from labutils.course.exercises import check, faster_than, solved
 
 # %% [markdown]
 # **1.** Quantise −1.3 by hand in absmax INT8, in a block whose largest magnitude is 5.2. Which code does it get?
@@ -772,8 +781,8 @@ solved(faster_than(4, at_every_position, at_answers_solution, a_chat, times=2, t
 # - The course's [glossary](../docs/glossary.md).
 
 # %%
-whole = methods.longer_by(runs["qlora long"], runs["lora long"])
-bits_alone = methods.longer_by(runs["lora long, 4 bits"], runs["lora long"])
+whole = lab07_qlora.longer_by(runs["qlora long"], runs["lora long"])
+bits_alone = lab07_qlora.longer_by(runs["lora long, 4 bits"], runs["lora long"])
 lab.done(
     {
         "codes that one outlier turns into 0": 100 * spoiled["one constant"]["zeros_share"],

@@ -64,7 +64,7 @@ hours_a_day: float = 8.0  # so long it works each day until then
 yen_per_kwh: float = 31.0  # price of electricity
 
 # %%
-from labutils.course import open_lab
+from labutils.course.lab import open_lab
 
 lab = open_lab("08", globals())
 
@@ -74,11 +74,14 @@ import warnings
 import matplotlib.pyplot as plt
 import torch
 
-from labutils import cards, hardware, launches, plots
-from labutils.doctor.facts import try_imports
-from labutils.parameters import whole_numbers
-from labutils.prediction import CARDS, Host, replayed_ms
-from labutils.results import Run, Unavailable
+from labutils.course import plots
+from labutils.course.parameters import whole_numbers
+from labutils.labs import lab08_large_models, lab08_launch_bound
+from labutils.profiling import hardware
+from labutils.profiling.step_model import CARDS, Host, replayed_ms
+from labutils.recipe import Unavailable
+from labutils.results.records import Run
+from labutils.tools.doctor.facts import try_imports
 from labutils.workloads import open_workload
 
 plots.use_style()
@@ -112,17 +115,17 @@ my_peak: float | None = None  # for example 1979
 lab.predict("dense BF16 peak of the H100 (data sheet)", my_peak, "TFLOP/s")
 
 # %%
-lab.table(cards.SPEC_HEAD, *cards.spec_rows())
+lab.table(lab08_large_models.SPEC_HEAD, *lab08_large_models.spec_rows())
 lab.table(
     ("", *CARDS),
-    ("dense BF16, TFLOP/s", *(cards.card(name).dense["bf16"] for name in CARDS)),
-    ("memory, GB/s", *(float(cards.card(name).bandwidth) for name in CARDS)),
-    ("FLOP per byte where they meet", *(cards.card(name).ridge("bf16") for name in CARDS)),
-    ("memory, GB as printed", *(cards.card(name).memory_gb for name in CARDS)),
-    ("memory that a program finds, 10⁹ bytes", *(cards.card(name).capacity_gb for name in CARDS)),
-    ("largest power, W", *(cards.card(name).tdp_w for name in CARDS)),
+    ("dense BF16, TFLOP/s", *(lab08_large_models.card(name).dense["bf16"] for name in CARDS)),
+    ("memory, GB/s", *(float(lab08_large_models.card(name).bandwidth) for name in CARDS)),
+    ("FLOP per byte where they meet", *(lab08_large_models.card(name).ridge("bf16") for name in CARDS)),
+    ("memory, GB as printed", *(lab08_large_models.card(name).memory_gb for name in CARDS)),
+    ("memory that a program finds, 10⁹ bytes", *(lab08_large_models.card(name).capacity_gb for name in CARDS)),
+    ("largest power, W", *(lab08_large_models.card(name).tdp_w for name in CARDS)),
 )
-lab.keep(Run("08", "specs", metrics=cards.spec_metrics()))
+lab.keep(Run("08", "specs", metrics=lab08_large_models.spec_metrics()))
 lab.verdict(
     "A3.specs.fp32", "A3.specs.bf16", "A3.specs.fp8", "A3.specs.fp4",
     "A3.specs.bandwidth", "A3.specs.memory", "A3.specs.power",
@@ -149,7 +152,7 @@ lab.verdict(
 # if neither has to wait for the other in between. This is the *short form*. Plain loops do wait. In gpt-oss a small
 # router chooses for each token which *experts* (parts of the layer) compute it, and the library's code takes one expert
 # after the other. This *expert loop* asks the GPU which experts were chosen, and can't go on without the answer. So
-# there is also the *replay*: the same numbers launch by launch, in order, with every wait (`labutils/prediction.py`,
+# there is also the *replay*: the same numbers launch by launch, in order, with every wait (`labutils/profiling/step_model.py`,
 # one page).
 #
 # **Where do the numbers come from?** A model that was fitted to what it predicts would prove nothing.
@@ -215,26 +218,28 @@ my_idle: float | None = None  # for example 10
 lab.predict("GPU idle in the expert loop", my_idle, "%")
 
 # %%
-studied: dict[str, launches.Studied] = {}
+studied: dict[str, lab08_launch_bound.Studied] = {}
 
 
 def study(family: str, way: str, delayed: bool = False) -> None:
     """Predict and measure one way to train a model; what fails says why, and the H200's run is shown."""
-    name = family if way in launches.LANES else f"{family}, {way}"
-    long = launches.named(name, "long")
-    with lab.attempt(f"{family}, {way}", long, lambda: lab.on_reference(launches.HEAD, launches.rows_of, long)):
+    name = family if way in lab08_launch_bound.LANES else f"{family}, {way}"
+    long = lab08_launch_bound.named(name, "long")
+    with lab.attempt(
+        f"{family}, {way}", long, lambda: lab.on_reference(lab08_launch_bound.HEAD, lab08_launch_bound.rows_of, long)
+    ):
         captured = way in ("captured", "compiled")
         if captured and not (on_gpu and launch_us):
             raise Unavailable("CUDA graphs need an NVIDIA GPU" if not on_gpu else "no call could be timed (see above)")
         host = Host(launch_us / 1e3) if captured else None
-        recipe, hosts = launches.ways(family)[way], slower if delayed else ()
-        like = studied.get(launches.ONE_BY_ONE[family]) if way == "captured" else None
-        found = launches.Studied()
+        recipe, hosts = lab08_launch_bound.ways(family)[way], slower if delayed else ()
+        like = studied.get(lab08_launch_bound.ONE_BY_ONE[family]) if way == "captured" else None
+        found = lab08_launch_bound.Studied()
         try:
-            launches.study(texts[family], recipe, name, steps, host, hosts, like, found)
+            lab08_launch_bound.study(texts[family], recipe, name, steps, host, hosts, like, found)
         finally:  # what was measured before a failure counts
             runs = [seen.run for seen in found.seen.values()]
-            lab.keep([*runs, *found.slowed.values()], lane=launches.LANES.get(way, "same work"))
+            lab.keep([*runs, *found.slowed.values()], lane=lab08_launch_bound.LANES.get(way, "same work"))
             if found.seen:
                 studied[name] = found
 
@@ -255,24 +260,24 @@ for workload in texts["moe"].values():
 
 # %%
 told_runs = [seen.run for found in studied.values() for seen in found.seen.values()]
-lab.table(launches.GIVEN_HEAD, *launches.given_rows(told_runs))
+lab.table(lab08_launch_bound.GIVEN_HEAD, *lab08_launch_bound.given_rows(told_runs))
 lab.show("What the predictions are made from stands above, what they say below.")
-lab.table(launches.HEAD, *launches.rows(told_runs))
-lab.table(launches.UNSEEN_HEAD, *launches.unseen_rows(told_runs))
+lab.table(lab08_launch_bound.HEAD, *lab08_launch_bound.rows(told_runs))
+lab.table(lab08_launch_bound.UNSEEN_HEAD, *lab08_launch_bound.unseen_rows(told_runs))
 
 # %%
-accuracy = launches.accuracy(told_runs)
+accuracy = lab08_launch_bound.accuracy(told_runs)
 if accuracy:
     lab.keep(Run("08", "foretold", metrics=accuracy))
-    lab.show(launches.told(accuracy))
-    lab.show(launches.steadiness(told_runs))
-lab.on_reference(launches.HEAD, launches.rows_of, "dense *", "moe *")
+    lab.show(lab08_launch_bound.told(accuracy))
+    lab.show(lab08_launch_bound.steadiness(told_runs))
+lab.on_reference(lab08_launch_bound.HEAD, lab08_launch_bound.rows_of, "dense *", "moe *")
 
 # %%
 fig, ax = plt.subplots()
 offs = {run.run: [100 * run.metrics["off"]] for run in told_runs}
 label = "the replay's prediction against the measurement, %"
-ranges = {"with either reading of the light step": launches.ranges(told_runs)}
+ranges = {"with either reading of the light step": lab08_launch_bound.ranges(told_runs)}
 plots.differences(ax, offs, (-20, 20), "within 20 %", label, ranges)
 plt.show()
 lab.verdict("A3.moe.launches", "A3.dense.busy");
@@ -293,9 +298,11 @@ lab.verdict("A3.moe.launches", "A3.dense.busy");
 
 # %%
 on_long = [run for run in told_runs if run.run.startswith("moe long")]
-lab.table(launches.SPEED_HEAD, *launches.speed_rows(on_long, base="moe long"))
+lab.table(lab08_launch_bound.SPEED_HEAD, *lab08_launch_bound.speed_rows(on_long, base="moe long"))
 of_moe = ["moe long", *(f"moe long, {way}" for way in ("grouped", "captured", "compiled"))]
-lab.on_reference(launches.SPEED_HEAD, lambda runs: launches.speed_rows(runs.values(), base="moe long"), *of_moe)
+lab.on_reference(
+    lab08_launch_bound.SPEED_HEAD, lambda runs: lab08_launch_bound.speed_rows(runs.values(), base="moe long"), *of_moe
+)
 
 # %% [markdown]
 # Read *launches* and *kernels* together. Where launches fall and the kernels' time hardly changes, what is gained was
@@ -312,7 +319,7 @@ lab.on_reference(launches.SPEED_HEAD, lambda runs: launches.speed_rows(runs.valu
 # where kernels decide, it must change nothing. Does it?
 #
 # PyTorch can hand every operation to a function of ours on its way to the kernel (a *dispatch mode*). Ours waits for some
-# microseconds and passes the operation on (`labutils/measure/delays.py`). The delay is known, and the delayed operations
+# microseconds and passes the operation on (`labutils/profiling/host_delay.py`). The delay is known, and the delayed operations
 # are counted. But even a delay of 0 makes the host slower, as each operation now goes through Python. This *detour* is
 # learnt from the light step beside the same slower host, and the rows with a delay of 0 show it by itself. A captured
 # step calls hardly any operation, so hardly anything of it can be delayed.
@@ -331,21 +338,26 @@ rivals, flips, most = {}, {}, 10.0
 with lab.attempt("A slower host", reference="flip"):
     shown = {name: found for name, found in studied.items() if found.slowed}
     names = {name: found.seen["long"].run.run for name, found in shown.items()}
-    measured = {names[name]: launches.by_delay(found) for name, found in shown.items()}
+    measured = {names[name]: lab08_launch_bound.by_delay(found) for name, found in shown.items()}
     most = 1.1 * max([most, *(us for points in measured.values() for us in points)])
-    foretold = {names[name]: launches.slowdown(found.seen["long"], most) for name, found in shown.items()}
-    lab.table(launches.DELAY_HEAD, *(row for found in shown.values() for row in launches.delay_rows(found)))
+    foretold = {names[name]: lab08_launch_bound.slowdown(found.seen["long"], most) for name, found in shown.items()}
+    lab.table(
+        lab08_launch_bound.DELAY_HEAD,
+        *(row for found in shown.values() for row in lab08_launch_bound.delay_rows(found)),
+    )
     for name in ("dense", "moe") if on_gpu and sheet else ():  # the loops: a captured step has no host to wait for
         if name in shown:
             seen = shown[name].seen["long"]
-            rival_ms = replayed_ms(seen.on(cards.card(cards.BLACKWELL), sheet, empty_ms), seen.host)
-            rivals[f"{names[name]}: {cards.BLACKWELL}, predicted"] = rival_ms
-            flips[f"{name}_us"] = launches.flip_us(seen, rival_ms)
+            rival_ms = replayed_ms(
+                seen.on(lab08_large_models.card(lab08_large_models.BLACKWELL), sheet, empty_ms), seen.host
+            )
+            rivals[f"{names[name]}: {lab08_large_models.BLACKWELL}, predicted"] = rival_ms
+            flips[f"{name}_us"] = lab08_launch_bound.flip_us(seen, rival_ms)
     fig, ax = plt.subplots(figsize=(7.2, 4.2))
     plots.slower_hosts(ax, foretold, measured, rivals)
     ax.set_xlabel("longer for a launch, on average (delay and detour), µs")
     plt.show()
-lab.on_reference(launches.DELAY_HEAD, launches.slowed_rows, "* us")
+lab.on_reference(lab08_launch_bound.DELAY_HEAD, lab08_launch_bound.slowed_rows, "* us")
 
 # %%
 with lab.attempt("When the Blackwell card wins", reference="flip"):
@@ -354,7 +366,9 @@ with lab.attempt("When the Blackwell card wins", reference="flip"):
     lab.keep(Run("08", "flip", metrics={name: us for name, us in flips.items() if us is not None}))
     for name, us in flips.items():
         when = "at no delay up to 1 ms" if us is None else f"when a launch takes {us:.1f} µs longer"
-        print(f"{name.removesuffix('_us')}: the {cards.BLACKWELL} (predicted, host as it is) draws level {when}.")
+        print(
+            f"{name.removesuffix('_us')}: the {lab08_large_models.BLACKWELL} (predicted, host as it is) draws level {when}."
+        )
 
 # %% [markdown]
 # Points are measured, with this card; the curves are predicted without them. (A launch gets longer by more than the delay, as
@@ -380,11 +394,13 @@ with lab.attempt("When the Blackwell card wins", reference="flip"):
 
 # %%
 cards_head = ("ms a step, predicted", *CARDS)
-with lab.attempt("Four cards", "four cards", lambda: lab.on_reference(cards_head, cards.recorded_rows, "four cards")):
+with lab.attempt(
+    "Four cards", "four cards", lambda: lab.on_reference(cards_head, lab08_large_models.recorded_rows, "four cards")
+):
     if not (on_gpu and sheet):
         raise Unavailable("kernels are scaled from one card to another, and this machine has no GPU with a data sheet")
     told = {found.seen["long"].run.run: found.seen["long"] for found in studied.values()}
-    ms = {run: cards.on_cards(seen, sheet, empty_ms) for run, seen in told.items()}
+    ms = {run: lab08_large_models.on_cards(seen, sheet, empty_ms) for run, seen in told.items()}
     rows = [(run, *by_card.values(), told[run].run.metric("step_ms")) for run, by_card in ms.items()]
     lab.table((*cards_head, f"measured here, {sheet.name}"), *rows)
     flat = {f"{run}: {name}, ms": float(f"{t:.4g}") for run, by_card in ms.items() for name, t in by_card.items()}
@@ -395,7 +411,7 @@ if on_gpu and sheet and "moe" in studied:  # the slower the host, the less the c
     with lab.attempt("Four cards beside slower hosts"):
         seen = studied["moe"].seen["long"]
         fig, ax = plt.subplots(figsize=(7.2, 3.8))
-        plots.slower_hosts(ax, cards.beside_slower_hosts(seen, sheet, empty_ms, most), {}, {})
+        plots.slower_hosts(ax, lab08_large_models.beside_slower_hosts(seen, sheet, empty_ms, most), {}, {})
         ax.set_title("The expert loop on long texts, beside ever slower hosts", pad=44)
         plt.show()
 
@@ -410,17 +426,22 @@ if on_gpu and sheet and "moe" in studied:  # the slower the host, the less the c
 # with the predicted ones, and one with the energy that the driver has counted.
 
 # %%
-paid = {cards.BLACKWELL: blackwell_yen, cards.H100: h100_yen, "H200 SXM": h200_yen, "B200": b200_yen}
+paid = {
+    lab08_large_models.BLACKWELL: blackwell_yen,
+    lab08_large_models.H100: h100_yen,
+    "H200 SXM": h200_yen,
+    "B200": b200_yen,
+}
 prices = hardware.Prices({name: yen for name, yen in paid.items() if yen}, yen_per_kwh, years, hours_a_day)
 lab.show(prices.told())
 bought = ("dense long", "moe long", "moe long, captured")
 if on_gpu and sheet:
     chosen = [told[run] for run in bought if run in told]
-    rows = [row for seen in chosen for row in cards.four_cards_rows(seen, sheet, empty_ms, prices)]
-    lab.table(cards.FOUR_HEAD, *rows)
+    rows = [row for seen in chosen for row in lab08_large_models.four_cards_rows(seen, sheet, empty_ms, prices)]
+    lab.table(lab08_large_models.FOUR_HEAD, *rows)
 else:  # with the prices above, from the steps that the H200's runs predict
-    worth = lambda runs: cards.recorded_worth(runs, bought, launches.TEXTS, prices)  # noqa: E731
-    lab.on_reference(cards.FOUR_HEAD, worth, "four cards")
+    worth = lambda runs: lab08_large_models.recorded_worth(runs, bought, lab08_launch_bound.TEXTS, prices)  # noqa: E731
+    lab.on_reference(lab08_large_models.FOUR_HEAD, worth, "four cards")
 
 # %% [markdown]
 # On paper these cards are two to five times apart. How far apart are they in the expert loop? The slower the host, the
@@ -450,25 +471,29 @@ else:  # with the prices above, from the steps that the H200's runs predict
 # - Blocks are computed twice, in the forward and again in the backward pass, as with unsloth's checkpointing.
 
 # %%
-bases: dict[str, cards.Basis] = {}
+bases: dict[str, lab08_large_models.Basis] = {}
 for family, name in models.items():
-    with lab.attempt(cards.LARGE[family].hub.rpartition("/")[2], reference="model of two cards"):
+    with lab.attempt(lab08_large_models.LARGE[family].hub.rpartition("/")[2], reference="model of two cards"):
         if family not in studied:
             raise Unavailable("the loop of its smaller sibling was not measured (see above)")
-        law = launches.launch_law(open_workload(f"{name}-long", "tiny", device=lab.device), family)
-        bases[family] = cards.Basis(**launches.known(studied[family], law, texts[family]["long"]))
+        law = lab08_launch_bound.launch_law(open_workload(f"{name}-long", "tiny", device=lab.device), family)
+        bases[family] = lab08_large_models.Basis(
+            **lab08_launch_bound.known(studied[family], law, texts[family]["long"])
+        )
         experts = f" + experts × {law.expert:.0f}" if law.expert else ""
         print(f"{family}: {law.constant:.0f} + layers × ({law.layer:.0f}{experts}) operations a step")
 if bases:
     with lab.attempt("The article's own models", reference="model of two cards"):
-        told = cards.two_cards(bases) | {f"{family}_host_us": 1e3 * basis.host_ms for family, basis in bases.items()}
+        told = lab08_large_models.two_cards(bases) | {
+            f"{family}_host_us": 1e3 * basis.host_ms for family, basis in bases.items()
+        }
         lab.keep(Run("08", "model of two cards", metrics=told))
-        lab.table(cards.TWO_CARDS_HEAD, *cards.two_cards_rows(bases))
+        lab.table(lab08_large_models.TWO_CARDS_HEAD, *lab08_large_models.two_cards_rows(bases))
 
 # %%
 if "moe" in bases:
     with lab.attempt("Who wins"):
-        lab.show("\n".join(f"- {sentence}" for sentence in cards.who_wins(bases)))
+        lab.show("\n".join(f"- {sentence}" for sentence in lab08_large_models.who_wins(bases)))
 
 # %%
 lab.verdict("A3.32b.h100-short", "A3.32b.h100-long", "A3.32b.factor", "A3.120b.h100-short", "A3.120b.h100-long")
@@ -508,14 +533,14 @@ my_gb: float | None = None  # for example 30
 lab.predict("gpt-oss-120b in 4 bits (arithmetic)", my_gb, "GB")
 
 # %%
-large = cards.GPT_OSS_120B
+large = lab08_large_models.GPT_OSS_120B
 parts = ("experts", "layers", "words", "rest")
-rows = [("parameters, billions", *(cards.parameters_of(large)[part] / 1e9 for part in parts), None)]
-for way, bits in cards.WAYS_TO_HOLD.items():
-    gb = cards.weight_gb(large, bits)
+rows = [("parameters, billions", *(lab08_large_models.parameters_of(large)[part] / 1e9 for part in parts), None)]
+for way, bits in lab08_large_models.WAYS_TO_HOLD.items():
+    gb = lab08_large_models.weight_gb(large, bits)
     rows.append((f"{way}, GB", *(gb[part] for part in parts), sum(gb.values())))
 lab.table(("gpt-oss-120b", "experts", "other matrices", "embedding, head", "rest", "in all"), *rows)
-four_bit = sum(cards.weight_gb(large, cards.WAYS_TO_HOLD["4 bits for everything"]).values())
+four_bit = sum(lab08_large_models.weight_gb(large, lab08_large_models.WAYS_TO_HOLD["4 bits for everything"]).values())
 lab.keep(Run("08", "moe weights", metrics={"four_bit_gb": four_bit}, workload="from shapes", scale="full"))
 lab.verdict("A3.120b.weights");
 
@@ -544,13 +569,15 @@ asked = (
 )
 with lab.attempt("What a step needs besides", reference="model of memory"):
     for method, batch in asked:
-        gb = cards.memory_gb(cards.QWEN3_32B, cards.METHODS[method], batch)
+        gb = lab08_large_models.memory_gb(lab08_large_models.QWEN3_32B, lab08_large_models.METHODS[method], batch)
         rows.append((f"Qwen3-32B, {method}, batch {batch}", *gb.values(), sum(gb.values())))
     for batch in (16, 32):
-        gb = cards.memory_gb(large, cards.METHODS["unsloth"], batch)
+        gb = lab08_large_models.memory_gb(large, lab08_large_models.METHODS["unsloth"], batch)
         rows.append((f"gpt-oss-120b, unsloth, batch {batch}", *gb.values(), sum(gb.values())))
     lab.table(("GB at the peak, predicted", "weights", "adapters", "activations", "logits", "in all"), *rows)
-    lab.keep(Run("08", "model of memory", metrics=cards.memory_metrics(), workload="from shapes", scale="full"))
+    lab.keep(
+        Run("08", "model of memory", metrics=lab08_large_models.memory_metrics(), workload="from shapes", scale="full")
+    )
 
 # %%
 lab.verdict("A3.32b.lora-batch", "A3.32b.qlora-batch", "A3.32b.unsloth-batch")
@@ -578,7 +605,7 @@ lab.verdict("A3.120b.too-large", "A3.120b.fits", "A3.120b.h100-batch");
 # imported, in a process of its own.
 
 # %%
-adapted = cards.attention_only()
+adapted = lab08_large_models.attention_only()
 print("LoRA was attached to:", ", ".join(adapted.pop("adapted")))
 lab.keep(Run("08", "moe adapters", metrics=adapted))
 with lab.attempt("Importing unsloth"):
@@ -607,7 +634,7 @@ lab.verdict("A3.120b.attention-only", "A3.blackwell.xformers");
 # as many rounds as it takes to decide.
 
 # %%
-from labutils.exercises import check, faster_than, solved
+from labutils.course.exercises import check, faster_than, solved
 
 # %% [markdown]
 # **1.** A step has 8,000 launches of 12 µs and kernels of 150 ms, and nothing waits. How many ms does it take? And how many
@@ -712,7 +739,7 @@ solved(faster_than(4, expert_by_expert, all_experts_solution, routed_tokens, tim
 expert_loop = studied["moe"].seen["long"].run if "moe" in studied else None
 lab.done(
     {
-        "dense BF16 peak of the H100 (data sheet)": cards.card(cards.H100).dense["bf16"],
+        "dense BF16 peak of the H100 (data sheet)": lab08_large_models.card(lab08_large_models.H100).dense["bf16"],
         "host's time for a launch in the experts' loop (on a thin model)": expert_loop.metric("host_us")
         if expert_loop
         else None,

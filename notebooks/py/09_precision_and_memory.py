@@ -54,7 +54,7 @@ rounds: int = 0  # times round all switches; 0: 1 at tiny, 2 at larger scales
 every_loop: bool = False  # section 9 also tests 3 more loops (its question is about SD1.5's): 3-4 minutes more at full
 
 # %%
-from labutils.course import open_lab
+from labutils.course.lab import open_lab
 
 lab = open_lab("09", globals())
 
@@ -68,17 +68,19 @@ import matplotlib.pyplot as plt
 import torch
 import torch.utils.checkpoint
 
-from labutils import articles, datapath, footprint, plots, switches
-from labutils.claims.effects import time_effect
-from labutils.data.formats import gpu_decoder, images_per_s
-from labutils.datapath import DECODING_HEAD, Pictures, decoding_rows
-from labutils.diagnosis import ablations
-from labutils.hardware import usable_cores
-from labutils.recipe import Recipe
-from labutils.results import Run, Unavailable
+from labutils.course import plots
+from labutils.labs import lab09_image_input, lab09_peak_memory, lab09_toggles
+from labutils.labs.lab09_image_formats import gpu_decoder, images_per_s
+from labutils.labs.lab09_image_input import DECODING_HEAD, Pictures, decoding_rows
+from labutils.profiling.hardware import usable_cores
+from labutils.recipe import Recipe, Unavailable
+from labutils.results import claims
+from labutils.results.judges.effects import time_effect
+from labutils.results.records import Run
+from labutils.tools.diagnose import ablations
 from labutils.training import Bench
-from labutils.training.following import make_room
-from labutils.workloads.diffusion import on_drawn_latents
+from labutils.training.memory_run import make_room
+from labutils.workloads.stable_diffusion import on_drawn_latents
 
 plots.use_style()
 warnings.filterwarnings("ignore", message="This DataLoader will create")  # more workers than cores: on purpose
@@ -125,19 +127,19 @@ my_precision: float | None = None  # for example 50
 lab.predict("mixed precision shortens the step by", my_precision, "%")
 
 # %%
-recipes = switches.switches_on(lab.device, lab.scale)
+recipes = lab09_toggles.switches_on(lab.device, lab.scale)
 
 
 def side_by_side() -> dict[str, Run]:
     with Bench(ready, warmup=1 if tiny else 2) as bench:
         found = bench.compare(recipes, steps, rounds)
-    return {name: footprint.with_peak(ready, run) for name, run in found.items()}
+    return {name: lab09_peak_memory.with_peak(ready, run) for name, run in found.items()}
 
 
 runs: dict[str, Run] = {}
 with lab.attempt("One switch at a time", reference="base"):
     runs = lab.measured_together(recipes, side_by_side)
-for name in switches.switches(lab.scale).keys() - recipes.keys():
+for name in lab09_toggles.switches(lab.scale).keys() - recipes.keys():
     lab.keep(Run("09", name, status="skipped: a CPU computes in float32, and has neither cuDNN nor pages to move"))
 
 # %%
@@ -145,8 +147,8 @@ fig, ax = plt.subplots()
 plots.steps(ax, runs)
 plt.show()
 print(f"A step of {recipes['base'].examples_per_step} examples:")
-lab.table(switches.SWITCH_HEAD, *switches.switch_rows(runs))
-lab.on_reference(switches.SWITCH_HEAD, switches.switch_rows, *switches.switches(lab.scale))
+lab.table(lab09_toggles.SWITCH_HEAD, *lab09_toggles.switch_rows(runs))
+lab.on_reference(lab09_toggles.SWITCH_HEAD, lab09_toggles.switch_rows, *lab09_toggles.switches(lab.scale))
 
 # %% [markdown]
 # **Does the GPU set the pace, or the host?** The row *accumulation* tells. It gives the GPU one example at a time,
@@ -154,11 +156,11 @@ lab.on_reference(switches.SWITCH_HEAD, switches.switch_rows, *switches.switches(
 # host launches the same number of kernels for either, and the GPU waits for it.
 
 # %%
-lab.table(switches.ONE_BY_ONE_HEAD, *switches.one_by_one_rows(runs))
-lab.on_reference(switches.ONE_BY_ONE_HEAD, switches.one_by_one_rows, "base", "accumulation")
+lab.table(lab09_toggles.ONE_BY_ONE_HEAD, *lab09_toggles.one_by_one_rows(runs))
+lab.on_reference(lab09_toggles.ONE_BY_ONE_HEAD, lab09_toggles.one_by_one_rows, "base", "accumulation")
 
 # %%
-counted = switches.paying(runs)
+counted = lab09_toggles.paying(runs)
 lab.keep(Run("09", "advice", workload=ready.name, scale=lab.scale, metrics=counted))
 print(f"Switches that shorten the step by 5 % or more, beyond the spread: {counted['helped']} of {counted['tried']}.")
 lab.verdict("A4.pytorch.mixed-precision", "A4.pytorch.cudnn-benchmark", "A4.pytorch.accumulation")
@@ -183,7 +185,7 @@ lab.verdict("A4.memory.mixed-precision", "A4.memory.checkpointing", "A4.method.m
 #
 # - *What the code does.* PyTorch asks a function in Python about each single operation of a block whether to keep its
 #   result: in the forward pass, and again when the block is computed once more (`keeping_products` in
-#   `labutils/checkpointing.py`). The GPU has less to do, and the host much more.
+#   `labutils/layers/activation_checkpoint.py`). The GPU has less to do, and the host much more.
 # - *So* it should cost time where the step waits for its host, and save time where kernels are long: with larger
 #   batches or images.
 # - *What to look at.* Trace both forms as in lab 02. If the hypothesis holds, the kernels of *selective* take less time
@@ -195,18 +197,19 @@ lab.verdict("A4.memory.mixed-precision", "A4.memory.checkpointing", "A4.method.m
 
 # %%
 texts, photographs = lab.workload("qwen3-lora-long"), lab.workload("llava-lora")
-full_size = on_drawn_latents(footprint.at_full(stable_diffusion))
+full_size = on_drawn_latents(lab09_peak_memory.at_full(stable_diffusion))
 batches = (8,) if tiny else (1, 8)
 plain = Recipe(driver="eager", logging="ring-buffer", cache="latents+text", accumulation=1)
 # Sections 4 to 6 predict memory from shapes. Where there are cores to spare, that begins here, in other processes:
 # until section 7 nothing is timed but on the GPU.
-footprint.predict_ahead(
-    (work, footprint.in_mode(work, m)) for work in (ready, texts, photographs) for m in footprint.MODES
+lab09_peak_memory.predict_ahead(
+    (work, lab09_peak_memory.in_mode(work, m)) for work in (ready, texts, photographs) for m in lab09_peak_memory.MODES
 )
-footprint.predict_ahead(
-    ((full_size, footprint.in_mode(full_size, m, b)) for m in footprint.MODES for b in batches), on="cuda"
+lab09_peak_memory.predict_ahead(
+    ((full_size, lab09_peak_memory.in_mode(full_size, m, b)) for m in lab09_peak_memory.MODES for b in batches),
+    on="cuda",
 )
-footprint.predict_ahead((ready, plain.but(micro_batch=count)) for count in (9, 1, 3))
+lab09_peak_memory.predict_ahead((ready, plain.but(micro_batch=count)) for count in (9, 1, 3))
 
 # %% [markdown]
 # ## 2 · What precision does to the numbers
@@ -235,12 +238,12 @@ lab.predict("gradient off in BF16 by", my_error, "%")
 # %%
 numbers: dict[str, Run] = {}
 with lab.attempt("One batch in each form", reference="numbers: bf16"):
-    numbers = measured("numbers: ", switches.FORMS, partial(switches.numerical_effects, ready))
+    numbers = measured("numbers: ", lab09_toggles.FORMS, partial(lab09_toggles.numerical_effects, ready))
     fig, ax = plt.subplots()
-    plots.errors(ax, switches.errors_of(numbers))
+    plots.errors(ax, lab09_toggles.errors_of(numbers))
     plt.show()
-    lab.table(switches.NUMBERS_HEAD, *switches.number_rows(numbers))
-lab.on_reference(switches.NUMBERS_HEAD, switches.number_rows, "numbers: *")
+    lab.table(lab09_toggles.NUMBERS_HEAD, *lab09_toggles.number_rows(numbers))
+lab.on_reference(lab09_toggles.NUMBERS_HEAD, lab09_toggles.number_rows, "numbers: *")
 lab.verdict("A4.pytorch.scaler", "A4.memory.sensitive-parts");
 
 # %% [markdown]
@@ -264,9 +267,11 @@ lab.verdict("A4.pytorch.scaler", "A4.memory.sensitive-parts");
 
 # %%
 with lab.attempt("The optimizer's forms", reference="optimizer: adamw-fused"):
-    optimizers = measured("optimizer: ", switches.KINDS, partial(switches.optimizer_costs, lab.scale, lab.device))
-    lab.table(switches.OPTIMIZER_HEAD, *switches.optimizer_rows(optimizers))
-lab.on_reference(switches.OPTIMIZER_HEAD, switches.optimizer_rows, "optimizer: *")
+    optimizers = measured(
+        "optimizer: ", lab09_toggles.KINDS, partial(lab09_toggles.optimizer_costs, lab.scale, lab.device)
+    )
+    lab.table(lab09_toggles.OPTIMIZER_HEAD, *lab09_toggles.optimizer_rows(optimizers))
+lab.on_reference(lab09_toggles.OPTIMIZER_HEAD, lab09_toggles.optimizer_rows, "optimizer: *")
 
 # %% [markdown]
 # An update is limited by memory bandwidth: every trained number is read and written together with its gradient and both
@@ -308,26 +313,26 @@ def foretell(work, mode: str) -> None:
     """Predict and record a workload's step in a mode."""
     name = f"{work.name}, {mode}"
     with lab.attempt(f"memory of {name}", reference=f"memory: {name}"):
-        recipe = footprint.in_mode(work, mode)
+        recipe = lab09_peak_memory.in_mode(work, mode)
         told[name] = lab.measured(
-            f"memory: {name}", recipe, lambda: footprint.foretold(work, recipe, f"memory: {name}")[0]
+            f"memory: {name}", recipe, lambda: lab09_peak_memory.foretold(work, recipe, f"memory: {name}")[0]
         )
 
 
 # %%
 make_room(ready)
-for mode in footprint.MODES:
+for mode in lab09_peak_memory.MODES:
     foretell(ready, mode)
 fig, axes = plt.subplots(2, 1, figsize=(7.4, 6.4), sharex=False)
 for ax, mode in zip(axes, ("all kept", "checkpointing"), strict=True):
     if f"sd15-lora, {mode}" in told:
-        plots.stacked_memory(ax, *footprint.pictured(told[f"sd15-lora, {mode}"]), plots.MEMORY_FILLS)
+        plots.stacked_memory(ax, *lab09_peak_memory.pictured(told[f"sd15-lora, {mode}"]), plots.MEMORY_FILLS)
         ax.set_title(f"Stable Diffusion, {mode}")
 plt.show()
 
 # %%
-lab.table(footprint.PEAK_HEAD, *footprint.peak_rows(told))
-lab.on_reference(footprint.PEAK_HEAD, footprint.peak_rows, "memory: sd15-lora, *")
+lab.table(lab09_peak_memory.PEAK_HEAD, *lab09_peak_memory.peak_rows(told))
+lab.on_reference(lab09_peak_memory.PEAK_HEAD, lab09_peak_memory.peak_rows, "memory: sd15-lora, *")
 
 # %% [markdown]
 # The last column of *all kept* answers the prediction. (The batch isn't section 1's, and so the peak isn't either:
@@ -345,18 +350,21 @@ lab.on_reference(footprint.PEAK_HEAD, footprint.peak_rows, "memory: sd15-lora, *
 
 # %%
 make_room(ready)
-for mode in footprint.MODES:
+for mode in lab09_peak_memory.MODES:
     foretell(texts, mode)
 fig, axes = plt.subplots(2, 1, figsize=(7.4, 6.4), sharex=False)
 for ax, mode in zip(axes, ("all kept", "checkpointing"), strict=True):
     if f"qwen3-lora-long, {mode}" in told:
-        plots.stacked_memory(ax, *footprint.pictured(told[f"qwen3-lora-long, {mode}"]), plots.MEMORY_FILLS)
+        plots.stacked_memory(ax, *lab09_peak_memory.pictured(told[f"qwen3-lora-long, {mode}"]), plots.MEMORY_FILLS)
         ax.set_title(f"Qwen3, two long texts, {mode}")
 plt.show()
 
 # %%
-lab.table(footprint.PEAK_HEAD, *footprint.peak_rows({name: run for name, run in told.items() if "qwen3" in name}))
-lab.on_reference(footprint.PEAK_HEAD, footprint.peak_rows, "memory: qwen3-lora-long, *")
+lab.table(
+    lab09_peak_memory.PEAK_HEAD,
+    *lab09_peak_memory.peak_rows({name: run for name, run in told.items() if "qwen3" in name}),
+)
+lab.on_reference(lab09_peak_memory.PEAK_HEAD, lab09_peak_memory.peak_rows, "memory: qwen3-lora-long, *")
 
 # %% [markdown]
 # The logits: one number for each token and each word of the vocabulary, and at the worst moment three float32 copies
@@ -392,7 +400,7 @@ lab.predict("the worst of nine predictions is off by", my_worst, "%")
 
 # %%
 make_room(texts)
-for mode in footprint.MODES:
+for mode in lab09_peak_memory.MODES:
     foretell(photographs, mode)
 make_room(photographs)
 if told:
@@ -401,8 +409,8 @@ if told:
     plt.show()
 
 # %%
-lab.table(footprint.TOLD_HEAD, *footprint.told_rows(told))
-lab.on_reference(footprint.TOLD_HEAD, footprint.told_rows, "memory: *")
+lab.table(lab09_peak_memory.TOLD_HEAD, *lab09_peak_memory.told_rows(told))
+lab.on_reference(lab09_peak_memory.TOLD_HEAD, lab09_peak_memory.told_rows, "memory: *")
 worst = max((abs(run.metric("off")) for run in told.values()), default=None)
 lab.keep(Run("09", "predictor", metrics={"worst_off": worst} if worst is not None else {}));
 
@@ -419,17 +427,19 @@ lab.keep(Run("09", "predictor", metrics={"worst_off": worst} if worst is not Non
 # %%
 def peaks_at_full_size() -> Run:
     peaks = {}
-    for mode in footprint.MODES:
+    for mode in lab09_peak_memory.MODES:
         for batch in batches:
-            recipe = footprint.in_mode(full_size, mode, batch)
-            peaks[f"{mode}, batch {batch}"] = footprint.predicted(full_size, recipe, on="cuda").peak / 1e9
+            recipe = lab09_peak_memory.in_mode(full_size, mode, batch)
+            peaks[f"{mode}, batch {batch}"] = lab09_peak_memory.predicted(full_size, recipe, on="cuda").peak / 1e9
     return Run("09", "", metrics=peaks)
 
 
 with lab.attempt("Peaks at full size"):
     peaks = lab.measured("peaks at full size", None, peaks_at_full_size).metrics
-    rows = [(batch, *(f"{peaks[f'{mode}, batch {batch}']:.1f} GB" for mode in footprint.MODES)) for batch in batches]
-    lab.table(("batch", *footprint.MODES), *rows)
+    rows = [
+        (batch, *(f"{peaks[f'{mode}, batch {batch}']:.1f} GB" for mode in lab09_peak_memory.MODES)) for batch in batches
+    ]
+    lab.table(("batch", *lab09_peak_memory.MODES), *rows)
 
 # %% [markdown]
 # **Takeaway.** Peak memory can be computed. Do it before you rent the card.
@@ -446,16 +456,16 @@ with lab.attempt("Peaks at full size"):
 
 # %%
 def run_out() -> Run:
-    room = footprint.predicted(ready, plain.but(micro_batch=9)).peak / 1e9
-    with footprint.Fed(ready, plain) as fed:
+    room = lab09_peak_memory.predicted(ready, plain.but(micro_batch=9)).peak / 1e9
+    with lab09_peak_memory.Fed(ready, plain) as fed:
         fed.limit(room)
-        return Run("09", "", metrics=footprint.run_out(fed, 40) | {"room_gb": room})
+        return Run("09", "", metrics=lab09_peak_memory.run_out(fed, 40) | {"room_gb": room})
 
 
 broken: dict = {}
 with lab.attempt("Running out of memory", reference="out of memory"):
     broken = lab.measured("out of memory", None, run_out).metrics
-    lab.table(("", "before", "in the except block", "after it", "cleaned up"), footprint.held_row(broken))
+    lab.table(("", "before", "in the except block", "after it", "cleaned up"), lab09_peak_memory.held_row(broken))
     print(broken["message"][:300])
 
 # %% [markdown]
@@ -496,13 +506,15 @@ lab.predict("tries of accelerate's search from 16 on", my_tries, "tries")
 
 # %%
 def searched() -> dict[str, Run]:
-    keep = broken["room_gb"] * (1 - footprint.HEADROOM)
-    foreseen = footprint.foreseen_largest(ready, plain, keep)
-    with footprint.Fed(ready, plain) as fed:
+    keep = broken["room_gb"] * (1 - lab09_peak_memory.HEADROOM)
+    foreseen = lab09_peak_memory.foreseen_largest(ready, plain, keep)
+    with lab09_peak_memory.Fed(ready, plain) as fed:
         fed.limit(keep)
         return {
-            "from the prediction": footprint.searched(fed, footprint.largest_batch, foreseen, foreseen),
-            "accelerate, from 16": footprint.searched(fed, footprint.largest_by_accelerate, 16, foreseen),
+            "from the prediction": lab09_peak_memory.searched(fed, lab09_peak_memory.largest_batch, foreseen, foreseen),
+            "accelerate, from 16": lab09_peak_memory.searched(
+                fed, lab09_peak_memory.largest_by_accelerate, 16, foreseen
+            ),
         }
 
 
@@ -512,7 +524,8 @@ with lab.attempt("Searching the largest batch", reference="largest batch, from t
         raise Unavailable("the limit is that of the cell before, which failed")
     searches = measured("largest batch, ", ("from the prediction", "accelerate, from 16"), searched)
     lab.table(
-        ("search", "predicted", "largest batch", "tries", "of them out of memory"), *footprint.search_rows(searches)
+        ("search", "predicted", "largest batch", "tries", "of them out of memory"),
+        *lab09_peak_memory.search_rows(searches),
     )
 
 # %% [markdown]
@@ -536,7 +549,7 @@ lab.predict("PNG against JPEG, one core", my_formats, "x")
 
 # %%
 make_room(ready)
-footprint.end_ahead()  # from here on the host's times are taken as well
+lab09_peak_memory.end_ahead()  # from here on the host's times are taken as well
 pictures = Pictures(stable_diffusion, 8 if tiny else 32)
 decoding: dict[str, Run] = {}
 with lab.attempt("Reading and decoding", reference="decode: PNG"):
@@ -594,16 +607,18 @@ trained: dict[str, Run] = {}
 with lab.attempt("Training on each form", reference="data: PNG"):
     trained = lab.measured_together(
         ways[0] | ways[several],
-        lambda: datapath.trained_from(stable_diffusion, pictures, ways[0] | ways[several], steps, rounds),
+        lambda: lab09_image_input.trained_from(stable_diffusion, pictures, ways[0] | ways[several], steps, rounds),
     )
 
 # %%
 threads = 1 if on_gpu else torch.get_num_threads()
 with lab.attempt("The model of the data path"):
-    base = datapath.pipeline_of(trained["data: resized in memory"], usable_cores(), threads)
+    base = lab09_image_input.pipeline_of(trained["data: resized in memory"], usable_cores(), threads)
     each = pictures.examples_ms(kept)
-    points = {workers: datapath.points_of(trained, names, each) for workers, names in ways.items()}
-    model = datapath.step_over_decoding(base, (0, 1, several), loop.micro_batch, up_to=1.15 * max(each.values()))
+    points = {workers: lab09_image_input.points_of(trained, names, each) for workers, names in ways.items()}
+    model = lab09_image_input.step_over_decoding(
+        base, (0, 1, several), loop.micro_batch, up_to=1.15 * max(each.values())
+    )
     fig, ax = plt.subplots(figsize=(7.4, 4.2))
     plots.over_decoding(ax, model, points, "ms that one core takes to make an example")
     plt.show()
@@ -662,12 +677,13 @@ with lab.attempt("CUDA's variables", reference="launches block"):
         for name in ("launches overlap", "visible devices"):
             lab.keep(Run("09", name, status="skipped: there is no GPU whose launches could overlap"))
         raise Unavailable("there is no GPU whose launches could overlap")
-    seen = dict(zip(("none", "one"), switches.visible_gpus("", "0"), strict=True))
+    seen = dict(zip(("none", "one"), lab09_toggles.visible_gpus("", "0"), strict=True))
     lab.keep(Run("09", "visible devices", metrics=seen | {"as_asked": int(seen == {"none": 0, "one": 1})}))
     environments = {f"launches {word}": {"CUDA_LAUNCH_BLOCKING": v} for word, v in (("overlap", "0"), ("block", "1"))}
-    alone = switches.IN_ITS_OWN_PROCESS
+    alone = lab09_toggles.IN_ITS_OWN_PROCESS
     lab.measured_together(
-        dict.fromkeys(environments, alone), partial(switches.trained_alone, stable_diffusion, alone, 6, environments)
+        dict.fromkeys(environments, alone),
+        partial(lab09_toggles.trained_alone, stable_diffusion, alone, 6, environments),
     )
 lab.verdict("A4.environment.launch-blocking", "A4.environment.visible-devices");
 
@@ -761,7 +777,7 @@ saved = ablations.savings(diagnosed["SD1.5"]) if "SD1.5" in diagnosed else []
 # Some advice can't be tested by any machine of this course; then the table says why.
 
 # %%
-lab.verdict(*articles.claims("A4"));
+lab.verdict(*claims.claims("A4"));
 
 # %% [markdown]
 # ## Exercises
@@ -771,7 +787,7 @@ lab.verdict(*articles.claims("A4"));
 # keeps for the backward pass.
 
 # %%
-from labutils.exercises import check, smaller_than, solved
+from labutils.course.exercises import check, smaller_than, solved
 
 # %% [markdown]
 # **1.** A model has 1 billion weights, all of them trained, in float32 with AdamW. How many GB do weights, gradients and
@@ -795,7 +811,7 @@ my_start = None  # a whole number
 print(check("09.2", my_start))
 
 # %% tags=["solution"]
-my_start = int((80 * (1 - footprint.HEADROOM) - 14) // 6)
+my_start = int((80 * (1 - lab09_peak_memory.HEADROOM) - 14) // 6)
 solved(check("09.2", my_start))
 
 # %% [markdown]

@@ -55,7 +55,7 @@ ranks: int = 0  # processes; 0: as many as GPUs, 2 on a CPU
 steps: int = 0  # timed steps of a run; 0: 4 at tiny, 10 at larger scales
 
 # %%
-from labutils.course import open_lab
+from labutils.course.lab import open_lab
 
 lab = open_lab("10", globals())
 
@@ -66,9 +66,11 @@ from functools import partial
 import matplotlib.pyplot as plt
 import torch
 
-from labutils import fleet, plots
-from labutils.results import Run, Unavailable
-from labutils.training.launching import gpu_count, rank_variables
+from labutils.course import plots
+from labutils.labs import lab10_distributed
+from labutils.recipe import Unavailable
+from labutils.results.records import Run
+from labutils.training.launcher import gpu_count, rank_variables
 
 plots.use_style()
 
@@ -76,7 +78,7 @@ plots.use_style()
 tiny = lab.scale == "tiny"
 count = ranks or max(2, gpu_count())
 timed = steps or (4 if tiny else 10)
-cases = fleet.cases(lab)
+cases = lab10_distributed.cases(lab)
 alone: dict[str, Run] = {}  # what one process does
 together: dict[str, Run] = {}  # what all ranks do
 foretold: dict = {}
@@ -114,22 +116,22 @@ lab.predict("bus bandwidth of a large all-reduce", my_bandwidth, "GB/s")
 
 # %%
 with lab.attempt("Several ranks on this machine", reference="all-reduce"):
-    device = fleet.device_for(lab)
-    tasks = fleet.tasks_alone(cases.values(), count, timed, tiny)
-    fleet.measured(lab, tasks, count, device, into=alone)
+    device = lab10_distributed.device_for(lab)
+    tasks = lab10_distributed.tasks_alone(cases.values(), count, timed, tiny)
+    lab10_distributed.measured(lab, tasks, count, device, into=alone)
     print(f"{count} ranks on {device}. Each of them was given:")
     print(*(f"{name}={value}" for name, value in rank_variables(count, device).items()))
 
 # %%
 with lab.attempt("The link's picture", reference="all-reduce"):
-    fleet.need(alone.get("all-reduce"))
-    there = fleet.through(cases.values(), alone)
+    lab10_distributed.need(alone.get("all-reduce"))
+    there = lab10_distributed.through(cases.values(), alone)
     marks = {case.title: 1e6 * alone[case.run("one process")].metrics["gradient_mb"] for case in there}
     fig, ax = plt.subplots()
     plots.link(ax, alone["all-reduce"].samples, marks)
     plt.show()
-    lab.table(fleet.LINK_HEAD, *fleet.link_rows({"all-reduce": alone["all-reduce"]}))
-lab.on_reference(fleet.LINK_HEAD, fleet.link_rows, "all-reduce")
+    lab.table(lab10_distributed.LINK_HEAD, *lab10_distributed.link_rows({"all-reduce": alone["all-reduce"]}))
+lab.on_reference(lab10_distributed.LINK_HEAD, lab10_distributed.link_rows, "all-reduce")
 
 # %% [markdown]
 # What can the link carry at best? `nvidia-smi topo -m`, which the article recommends, says what connects each pair of
@@ -138,16 +140,18 @@ lab.on_reference(fleet.LINK_HEAD, fleet.link_rows, "all-reduce")
 
 # %%
 with lab.attempt("What connects the GPUs"):
-    connected = lab.measured("topology", None, fleet.topology)
-    lab.table(fleet.TOPOLOGY_HEAD, *fleet.topology_rows({"topology": connected}))
-lab.on_reference(fleet.TOPOLOGY_HEAD, fleet.topology_rows, "topology")
+    connected = lab.measured("topology", None, lab10_distributed.topology)
+    lab.table(lab10_distributed.TOPOLOGY_HEAD, *lab10_distributed.topology_rows({"topology": connected}))
+lab.on_reference(lab10_distributed.TOPOLOGY_HEAD, lab10_distributed.topology_rows, "topology")
 lab.verdict("A4.diagnosis.topology");
 
 # %%
 with lab.attempt("What one process does", reference="one process"):
-    fleet.need(alone)
-    lab.table(fleet.ALONE_HEAD, *fleet.alone_rows(cases.values(), alone))
-lab.on_reference(fleet.ALONE_HEAD, lambda runs: fleet.alone_rows(cases.values(), runs), "*one process")
+    lab10_distributed.need(alone)
+    lab.table(lab10_distributed.ALONE_HEAD, *lab10_distributed.alone_rows(cases.values(), alone))
+lab.on_reference(
+    lab10_distributed.ALONE_HEAD, lambda runs: lab10_distributed.alone_rows(cases.values(), runs), "*one process"
+)
 
 # %% [markdown]
 # On the left of the picture the bandwidth rises with the message's size: there a message takes about the same time however
@@ -187,13 +191,13 @@ lab.predict("efficiency of DDP for LoRA", my_efficiency, "%")
 
 # %%
 with lab.attempt("The model's predictions", reference="foretold"):
-    fleet.need(alone.get("all-reduce"))
-    link = fleet.link_of(alone["all-reduce"])
-    for case in fleet.through(cases.values(), alone):
-        foretold |= fleet.foretold(case, alone, link)
+    lab10_distributed.need(alone.get("all-reduce"))
+    link = lab10_distributed.link_of(alone["all-reduce"])
+    for case in lab10_distributed.through(cases.values(), alone):
+        foretold |= lab10_distributed.foretold(case, alone, link)
     steps_foretold = {name: found.step_ms for name, found in foretold.items()}
     lab.keep(Run("10", "foretold", metrics=steps_foretold))
-    lab.table(fleet.FORETOLD_HEAD, *fleet.foretold_rows(foretold))
+    lab.table(lab10_distributed.FORETOLD_HEAD, *lab10_distributed.foretold_rows(foretold))
 
 # %% [markdown]
 # These predictions are on record now, with the time, before any of these runs was made: see `results.jsonl`.
@@ -217,22 +221,22 @@ with lab.attempt("The model's predictions", reference="foretold"):
 
 # %%
 with lab.attempt("Training on several ranks", reference=f"ddp {count}"):
-    device = fleet.device_for(lab)
-    fleet.need(alone)
-    judge = partial(fleet.judged, alone=alone, foretold=foretold)
-    tasks = fleet.tasks_of_all(cases.values(), count, timed, tiny)
-    fleet.measured(lab, tasks, count, device, into=together, judge=judge)
+    device = lab10_distributed.device_for(lab)
+    lab10_distributed.need(alone)
+    judge = partial(lab10_distributed.judged, alone=alone, foretold=foretold)
+    tasks = lab10_distributed.tasks_of_all(cases.values(), count, timed, tiny)
+    lab10_distributed.measured(lab, tasks, count, device, into=together, judge=judge)
 
 # %%
 with lab.attempt("The same losses", reference="losses"):
-    fleet.need(together)
+    lab10_distributed.need(together)
     one, many = (found.metrics["loss"] for found in (alone["one process, same batch"], together[f"ddp {count}"]))
-    off = fleet.largest_difference(many, one)
+    off = lab10_distributed.largest_difference(many, one)
     lab.keep(Run("10", "losses", metrics={"largest_difference": off}))
     in_full = [[f"{loss:.7f}" for loss in losses[:4]] for losses in (one, many)]
     lab.table(("loss in step", *range(1, 5)), ("one process", *in_full[0]), (f"DDP, {count} ranks", *in_full[1]))
     print(f"Largest difference: {off:.1e} of the loss." if off else "No difference in any digit.")
-lab.on_reference(fleet.LOSSES_HEAD, fleet.losses_rows, "losses")
+lab.on_reference(lab10_distributed.LOSSES_HEAD, lab10_distributed.losses_rows, "losses")
 
 # %% [markdown]
 # Equal in every digit is luck: a sum of two halves can round differently from a single sum. (On our H200s, in BF16, the
@@ -243,12 +247,14 @@ lab.on_reference(fleet.LOSSES_HEAD, fleet.losses_rows, "losses")
 
 # %%
 with lab.attempt("Predicted and measured", reference=f"ddp {count}"):
-    fleet.need(together)
-    lab.table(fleet.HEAD, *fleet.rows(together))
+    lab10_distributed.need(together)
+    lab.table(lab10_distributed.HEAD, *lab10_distributed.rows(together))
     fig, ax = plt.subplots()
-    plots.foretold(ax, fleet.with_prediction(together), fleet.steps_alone(cases.values(), alone, together))
+    plots.foretold(
+        ax, lab10_distributed.with_prediction(together), lab10_distributed.steps_alone(cases.values(), alone, together)
+    )
     plt.show()
-lab.on_reference(fleet.HEAD, fleet.rows, "*ddp *", "*fsdp *")
+lab.on_reference(lab10_distributed.HEAD, lab10_distributed.rows, "*ddp *", "*fsdp *")
 lab.verdict("A4.network.nccl", "A4.network.torchrun", "A4.memory.fsdp", "A4.memory.zero");
 
 # %% [markdown]
@@ -280,9 +286,9 @@ lab.verdict("A4.network.nccl", "A4.network.torchrun", "A4.memory.fsdp", "A4.memo
 
 # %%
 with lab.attempt("Side by side"):
-    fleet.need(together)
-    lab.table(fleet.APART_HEAD, *fleet.apart_of(alone | together))
-lab.on_reference(fleet.APART_HEAD, fleet.apart_of, "*one process", "*ddp *")
+    lab10_distributed.need(together)
+    lab.table(lab10_distributed.APART_HEAD, *lab10_distributed.apart_of(alone | together))
+lab.on_reference(lab10_distributed.APART_HEAD, lab10_distributed.apart_of, "*one process", "*ddp *")
 
 # %% [markdown]
 # On our two H200s the small Qwen3's unsent micro-batches take a third longer beside another rank, and those of Qwen3's LoRA
@@ -320,12 +326,12 @@ lab.predict("exposed communication, all weights", my_exposed, "%")
 
 # %%
 with lab.attempt("A step's picture", reference=f"full ddp {count}"):
-    fleet.need(together)
+    lab10_distributed.need(together)
     fig, ax = plt.subplots()
-    plots.beside(ax, fleet.bands(together, fleet.traced_names(count)))
+    plots.beside(ax, lab10_distributed.bands(together, lab10_distributed.traced_names(count)))
     plt.show()
-    lab.table(fleet.COMPARISON_HEAD, *fleet.comparisons(together, count))
-lab.on_reference(fleet.COMPARISON_HEAD, fleet.comparisons_of, "*ddp *", "*fsdp *")
+    lab.table(lab10_distributed.COMPARISON_HEAD, *lab10_distributed.comparisons(together, count))
+lab.on_reference(lab10_distributed.COMPARISON_HEAD, lab10_distributed.comparisons_of, "*ddp *", "*fsdp *")
 
 # %% [markdown]
 # - **`no_sync`.** A step of several micro-batches needs the sum of their gradients only once, at the end. By default DDP
@@ -358,15 +364,15 @@ lab.on_reference(fleet.COMPARISON_HEAD, fleet.comparisons_of, "*ddp *", "*fsdp *
 
 # %%
 with lab.attempt("Other networks", reference="networks"):
-    fleet.need(alone)
-    needed = fleet.needed_network(cases.values(), alone, count)
+    lab10_distributed.need(alone)
+    needed = lab10_distributed.needed_network(cases.values(), alone, count)
     fig, ax = plt.subplots(figsize=(7.2, 3.8))
     plots.curves(ax, needed, "GB/s in one direction", f"predicted efficiency of {count} ranks, %")
     ax.set_ylim(0, 105)
-    plots.named_ticks(ax, fleet.NETWORKS)
+    plots.named_ticks(ax, lab10_distributed.NETWORKS)
     plt.show()
-    lab.keep(Run("10", "networks", metrics=fleet.at_networks(needed)))
-lab.on_reference(fleet.NETWORK_HEAD, fleet.network_rows, "networks")
+    lab.keep(Run("10", "networks", metrics=lab10_distributed.at_networks(needed)))
+lab.on_reference(lab10_distributed.NETWORK_HEAD, lab10_distributed.network_rows, "networks")
 lab.verdict("A4.network.rdma", "A4.network.ethernet");
 
 # %% [markdown]
@@ -397,15 +403,15 @@ lab.predict("64 MiB without P2P, slower by", my_slower, "x")
 # %%
 trials: dict[str, Run] = {}
 with lab.attempt("NCCL's variables"):
-    if fleet.device_for(lab) != "cuda":
+    if lab10_distributed.device_for(lab) != "cuda":
         raise Unavailable("NCCL is for GPUs, and gloo, which stands in for it here, knows none of these variables")
-    names = [fleet.trial_name(settings) for settings in fleet.TRIALS]
-    trials = lab.measured_together(dict.fromkeys(names), partial(fleet.nccl_trials, count))
-    lab.table(fleet.NCCL_HEAD, *fleet.nccl_rows(trials))
-lab.on_reference(fleet.NCCL_HEAD, fleet.nccl_rows, "nccl *")
+    names = [lab10_distributed.trial_name(settings) for settings in lab10_distributed.TRIALS]
+    trials = lab.measured_together(dict.fromkeys(names), partial(lab10_distributed.nccl_trials, count))
+    lab.table(lab10_distributed.NCCL_HEAD, *lab10_distributed.nccl_rows(trials))
+lab.on_reference(lab10_distributed.NCCL_HEAD, lab10_distributed.nccl_rows, "nccl *")
 
 # %%
-lab.table(("variable", "for example", "what it is for"), *fleet.variable_rows())
+lab.table(("variable", "for example", "what it is for"), *lab10_distributed.variable_rows())
 lab.verdict("A4.network.debug", "A4.network.interface", "A4.network.no-infiniband");
 
 # %% [markdown]
@@ -421,7 +427,7 @@ lab.verdict("A4.network.debug", "A4.network.interface", "A4.network.no-infiniban
 # for, and what does this machine have without it?
 
 # %%
-lab.table(("flag", "what it sets", "here", "without it"), *fleet.docker_rows())
+lab.table(("flag", "what it sets", "here", "without it"), *lab10_distributed.docker_rows())
 lab.verdict("A4.network.shared-memory", "A4.network.ulimits");
 
 # %% [markdown]
@@ -457,9 +463,9 @@ lab.predict("steps that the checkpoint holds", my_step, "steps")
 # %%
 crashed: dict[str, Run] = {}
 with lab.attempt("A rank that is killed", reference="rank killed"):
-    device = fleet.device_for(lab)
-    recipes = dict(zip(fleet.CRASHES, (None, None, cases[""].for_ranks(count)), strict=True))
-    crashed = lab.measured_together(recipes, partial(fleet.crashes, cases[""], count, device))
+    device = lab10_distributed.device_for(lab)
+    recipes = dict(zip(lab10_distributed.CRASHES, (None, None, cases[""].for_ranks(count)), strict=True))
+    crashed = lab.measured_together(recipes, partial(lab10_distributed.crashes, cases[""], count, device))
     print(crashed["rank killed"].metrics["message"])
 
 # %% [markdown]
@@ -469,7 +475,7 @@ with lab.attempt("A rank that is killed", reference="rank killed"):
 
 # %%
 with lab.attempt("A rank that raises", reference="rank raises"):
-    fleet.need(crashed)
+    lab10_distributed.need(crashed)
     print(crashed["rank raises"].metrics["message"])
 
 # %% [markdown]
@@ -489,12 +495,12 @@ with lab.attempt("A rank that raises", reference="rank raises"):
 
 # %%
 with lab.attempt("Going on with fewer ranks", reference="resumed on fewer ranks"):
-    fleet.need(crashed)
-    resumed = fleet.well(crashed["resumed on fewer ranks"])
-    curves = fleet.loss_curves(alone.get("one process, same batch"), resumed)
+    lab10_distributed.need(crashed)
+    resumed = lab10_distributed.well(crashed["resumed on fewer ranks"])
+    curves = lab10_distributed.loss_curves(alone.get("one process, same batch"), resumed)
     fig, ax = plt.subplots()
     plots.curves(ax, curves, "optimizer step", "loss")
-    ax.set_ylim(*fleet.around(curves))
+    ax.set_ylim(*lab10_distributed.around(curves))
     plt.show()
 
 # %% [markdown]
@@ -514,7 +520,7 @@ with lab.attempt("Going on with fewer ranks", reference="resumed on fewer ranks"
 # as many rounds as it takes to decide.
 
 # %%
-from labutils.exercises import check, faster_than, solved
+from labutils.course.exercises import check, faster_than, solved
 
 # %% [markdown]
 # **1.** A model has 860 million parameters and gradients in float32. Each of 2 GPUs computes for 600 ms a step, 400 ms of
@@ -616,12 +622,12 @@ solved(faster_than(4, synchronised_each, synchronised_once_solution, two_ranks_g
 # %%
 lab.done(
     {
-        "bus bandwidth of a large all-reduce": fleet.metric_of(alone, "all-reduce", "bus_gb_per_s"),
-        "efficiency of DDP for LoRA": fleet.metric_of(together, f"ddp {count}", "efficiency", 100),
-        "exposed communication, all weights": fleet.metric_of(
+        "bus bandwidth of a large all-reduce": lab10_distributed.metric_of(alone, "all-reduce", "bus_gb_per_s"),
+        "efficiency of DDP for LoRA": lab10_distributed.metric_of(together, f"ddp {count}", "efficiency", 100),
+        "exposed communication, all weights": lab10_distributed.metric_of(
             together, f"full ddp {count}", "exposed_communication_share", 100
         ),
-        "64 MiB without P2P, slower by": fleet.slower(trials, "nccl NCCL_P2P_DISABLE=1"),
-        "steps that the checkpoint holds": fleet.metric_of(crashed, "rank killed", "checkpoint_step"),
+        "64 MiB without P2P, slower by": lab10_distributed.slower(trials, "nccl NCCL_P2P_DISABLE=1"),
+        "steps that the checkpoint holds": lab10_distributed.metric_of(crashed, "rank killed", "checkpoint_step"),
     }
 )

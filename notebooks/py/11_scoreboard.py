@@ -48,7 +48,7 @@ memory_gb: float = 0.0  # GPU memory to choose a method for; 0: this machine's G
 planned_steps: int = 1000  # optimizer steps to choose a method for
 
 # %%
-from labutils.course import open_lab
+from labutils.course.lab import open_lab
 
 lab = open_lab("11", globals())
 
@@ -57,13 +57,16 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 
-from labutils import articles, calibration, plots, report, runner, scoreboard
-from labutils.claims import CONFIRMED, as_markdown
-from labutils.results import REFERENCE, REPOSITORY, Run
+from labutils.course import plots, predictions
+from labutils.labs import lab11_scoreboard
+from labutils.results import claims, report
+from labutils.results.judges import CONFIRMED, as_markdown
+from labutils.results.records import REFERENCE, REPOSITORY, Run
+from labutils.tools import run
 
 plots.use_style()
-scoreboard.chosen([], article, lab_number, verdict)  # a word that chooses nothing is refused here
-titles = {one.number: one.title for one in runner.find() if one.number != lab.number}
+lab11_scoreboard.chosen([], article, lab_number, verdict)  # a word that chooses nothing is refused here
+titles = {one.number: one.title for one in run.find() if one.number != lab.number}
 
 # %% [markdown]
 # ## 1 · What is on record
@@ -78,7 +81,7 @@ titles = {one.number: one.title for one in runner.find() if one.number != lab.nu
 place = REPOSITORY / Path(read).expanduser()  # a relative name is one in the checkout
 files = report.result_files(place) if read else report.files_beside(lab.results_dir, lab.number)
 page = report.read_page(files, REFERENCE)
-rows = scoreboard.on_record(page.here, page.labs_done, titles)
+rows = lab11_scoreboard.on_record(page.here, page.labs_done, titles)
 lab.table(("lab", "here", "runs", "scale", "machine", "from"), *rows)
 print("Read:", ", ".join(f"{path.parent.name}/{path.name}" for path in page.files) or "nothing yet; try: labutils run")
 print("Our H200's record has runs of labs:", ", ".join(sorted({number for number, _ in page.reference})) or "none yet")
@@ -119,7 +122,7 @@ judged = {
         for j in page.judgements
         if j.claim.article == key
     }
-    for key in articles.articles()
+    for key in claims.articles()
 }
 fig, ax = plt.subplots()
 plots.verdicts(ax, judged, sides=("H200", "here"))
@@ -128,7 +131,7 @@ plt.show()
 # %%
 lab.table(
     ("claims of", "in all", *(f"{word}: H200 / here" for word in plots.VERDICT_MARKS)),
-    *scoreboard.tally(page.judgements),
+    *lab11_scoreboard.tally(page.judgements),
 )
 tested = [j for j in page.judgements if j.reference]
 confirmed = 100 * sum(j.reference_verdict == CONFIRMED for j in tested) / len(tested) if tested else None
@@ -150,14 +153,14 @@ confirmed = 100 * sum(j.reference_verdict == CONFIRMED for j in tested) / len(te
 # %%
 def show_claims(article: str, lab_number: str, verdict: str) -> None:
     """A table for each article of what is chosen."""
-    found = scoreboard.chosen(page.judgements, article, lab_number, verdict)
+    found = lab11_scoreboard.chosen(page.judgements, article, lab_number, verdict)
     lab.show(f"{len(found)} of {len(page.judgements)} claims")
-    for key, source in articles.articles().items():
+    for key, source in claims.articles().items():
         if mine := [j for j in found if j.claim.article == key]:
             lab.show(f"**{key}: {source.subject}** ({source.gpu})\n\n" + as_markdown(mine))
 
 
-choices = scoreboard.filters()
+choices = lab11_scoreboard.filters()
 if not lab.choose(
     show_claims, {"article": choices["article"], "lab_number": choices["lab"], "verdict": choices["verdict"]}
 ):
@@ -179,7 +182,7 @@ if not lab.choose(
 for where, whose, found in (("here", "this machine", "here"), ("reference", "the H200", "reference")):
     rows = [
         (j.claim.id, j.claim.statement, j.published, getattr(j, found), f"{factor:.2f}x" if factor else "no ratio")
-        for factor, j in scoreboard.surprises(page.judgements, where)[:10]
+        for factor, j in lab11_scoreboard.surprises(page.judgements, where)[:10]
     ]
     lab.show(f"**Refuted by {whose}**, the farthest off first (ten at most)")
     lab.table(("claim", "statement", "published", "found", "off by"), *rows, otherwise="No claim was refuted.")
@@ -194,7 +197,7 @@ for where, whose, found in (("here", "this machine", "here"), ("reference", "the
 # %%
 rows = [
     (j.claim.id, j.published, f"{j.reference} ({j.reference_verdict})", f"{j.here} ({j.verdict})")
-    for j in scoreboard.disagreements(page.judgements)
+    for j in lab11_scoreboard.disagreements(page.judgements)
 ]
 lab.table(("claim", "published", "H200", "here"), *rows, otherwise="On every claim that both could test, they agree.")
 
@@ -214,11 +217,11 @@ lab.table(("claim", "published", "H200", "here"), *rows, otherwise="On every cla
 # the median of predicted / measured, and says which way you tend to be off.
 
 # %%
-scores = calibration.scores_of(page.records)
+scores = predictions.scores_of(page.records)
 told = [score for score in scores if score.factor is not None]
 if told:
     fig, ax = plt.subplots()
-    plots.calibration(ax, told, calibration.NEAR)
+    plots.calibration(ax, told, predictions.NEAR)
     plt.show()
 waiting = sum(score.measured is None for score in scores)
 lab.show(
@@ -230,8 +233,8 @@ lab.show(
 # %%
 for by, name in (("kind", "of"), ("lab", "lab")):
     rows = [
-        (one.name, one.count, f"{one.off:.2f}x", calibration.lean_in_words(one.lean), f"{one.near} of {one.count}")
-        for one in calibration.summaries(told, by)
+        (one.name, one.count, f"{one.off:.2f}x", predictions.lean_in_words(one.lean), f"{one.near} of {one.count}")
+        for one in predictions.summaries(told, by)
     ]
     lab.table((name, "predictions", "median factor off", "leaning", "within a factor of 2"), *rows)
 
@@ -249,11 +252,11 @@ for by, name in (("kind", "of"), ("lab", "lab")):
 # named below.
 
 # %%
-whose, options = scoreboard.options_at_hand(page.here, page.reference)
-room = scoreboard.card_gb(lab.machine, memory_gb)
+whose, options = lab11_scoreboard.options_at_hand(page.here, page.reference)
+room = lab11_scoreboard.card_gb(lab.machine, memory_gb)
 lab.show(f"LLaVA-NeXT at batch 1, for **{room:g} GB** and **{planned_steps:,} steps**, by {whose}:")
 for tolerance, meaning in ((None, "Any loss will do"), (0.05, "The loss may be 5 % above BF16's")):
-    lab.show(f"*{meaning}:*\n\n" + scoreboard.advice(options, room, planned_steps, tolerance))
+    lab.show(f"*{meaning}:*\n\n" + lab11_scoreboard.advice(options, room, planned_steps, tolerance))
 
 # %% [markdown]
 # **Takeaway.** The advice changes with the plan. Ask again with `-p planned_steps 100`, or with the memory of a card that you
@@ -267,12 +270,13 @@ for tolerance, meaning in ((None, "Any loss will do"), (0.05, "The loss may be 5
 # %%
 lab.show(
     "\n".join(
-        f"{at}. {step}" for at, step in enumerate(scoreboard.next_steps(page.judgements, page.labs_done, titles), 1)
+        f"{at}. {step}"
+        for at, step in enumerate(lab11_scoreboard.next_steps(page.judgements, page.labs_done, titles), 1)
     )
 )
 rows = [
     (why, len(ids), ", ".join(ids[:6]) + (" ..." if len(ids) > 6 else ""))
-    for why, ids in scoreboard.needs(page.judgements)
+    for why, ids in lab11_scoreboard.needs(page.judgements)
 ]
 lab.table(("why claims are not testable here", "claims", "which"), *rows, otherwise="Every claim is tested here.")
 
@@ -281,7 +285,7 @@ lab.table(("why claims are not testable here", "claims", "which"), *rows, otherw
 
 # %%
 counts = {word.replace(" ", "_"): sum(j.verdict == word for j in page.judgements) for word in plots.VERDICT_MARKS}
-whole = calibration.summary("all", told) if told else None
+whole = predictions.summary("all", told) if told else None
 lab.keep(
     Run(
         "11",
@@ -302,10 +306,10 @@ lab.keep(
 import torch
 from torch.nn.functional import cross_entropy
 
-from labutils.articles import Claim
-from labutils.claims import assess
-from labutils.exercises import check, faster_than, solved
-from labutils.results import summarise
+from labutils.course.exercises import check, faster_than, solved
+from labutils.results.claims import Claim
+from labutils.results.judges import assess
+from labutils.results.records import summarise
 
 # %% [markdown]
 # **1.** An article claims that B is faster than A. You find 100 ms for A (p10-p90: 97 to 103) and 96 ms for B (92 to
@@ -333,7 +337,7 @@ solved(check("11.2", (2, 2)))
 # **3.** Write a claim as data: in lab 03, the run *pinned* takes less time than the run *workers=3*. The comment below
 # has the beginning. `"B1"` is an article that we invented, and `"2.1"` its section; leave them. `runs` is a tuple with
 # the names of the two runs. The judge is `faster`, and `how={'before': ..., 'after': ...}` names the two runs once
-# more, so that it knows which is which. For an example look at `A1.pin.speedup` in `labutils/articles/a1.py`; it has
+# more, so that it knows which is which. For an example look at `A1.pin.speedup` in `labutils/results/claims/a1.py`; it has
 # another judge, but the same form. The check shows your claim to three machines.
 
 # %%

@@ -13,8 +13,8 @@ import pytest
 from pictures import picture_of
 from playwright.sync_api import Page
 
-from labutils import handouts
-from labutils.results import REPOSITORY
+from labutils.results.records import REPOSITORY
+from labutils.tools import handouts
 
 REFERENCE = REPOSITORY / "reference" / "h200"
 EXECUTED = sorted(path.stem for path in REFERENCE.glob("[0-9][0-9]_*.ipynb"))

@@ -25,7 +25,7 @@ import pytest
 from pictures import picture_of
 from playwright.sync_api import Locator, Page, expect
 
-from labutils.results import REPOSITORY, read_records
+from labutils.results.records import REPOSITORY, read_records
 
 TOKEN = "for-this-test-only"
 PATIENCE_MS = 150_000  # for anything that JupyterLab does by itself; the cores are shared with other tests

@@ -16,13 +16,14 @@ from recipes_at_work import (
 )
 from torch import Tensor
 
-from labutils.adapters import adapter_state
-from labutils.capture import WARM_UP, Captured
-from labutils.recipe import A1_LADDER, Recipe, climb
+from labutils.labs.ladders import A1_LADDER, climb
+from labutils.layers.cuda_graph import WARM_UP, Captured
+from labutils.layers.lora import adapter_state
+from labutils.recipe import Recipe
 from labutils.training import Session
 from labutils.training.batches import Batches
-from labutils.training.drivers import DRIVERS, GraphStep
 from labutils.training.logs import RingLog
+from labutils.training.step import DRIVERS, GraphStep
 from labutils.workloads import open_workload
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

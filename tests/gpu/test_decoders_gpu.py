@@ -6,8 +6,8 @@ import pytest
 import torch
 from decoders_at_work import batch_of, losses_of
 
-from labutils.capture import compile_blocks
-from labutils.recipe import A2_BASE, A3_BASE
+from labutils.labs.ladders import A2_BASE, A3_BASE
+from labutils.layers.cuda_graph import compile_blocks
 from labutils.workloads import open_workload
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

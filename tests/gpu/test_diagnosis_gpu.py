@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from labutils.diagnosis import Diagnosis, diagnose
-from labutils.diagnosis.ablations import ablations
-from labutils.diagnosis.script import watch
-from labutils.recipe import A3_BASE, STOCK
+from labutils.labs.ladders import A3_BASE
+from labutils.recipe import STOCK
+from labutils.tools.diagnose import Diagnosis, diagnose
+from labutils.tools.diagnose.ablations import ablations
+from labutils.tools.diagnose.script import watch
 from labutils.workloads import open_workload
 
 pytestmark = [

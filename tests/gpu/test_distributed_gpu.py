@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from labutils import fleet, scaling
-from labutils.measure.collectives import SIZES
-from labutils.results import Unavailable
-from labutils.training.launching import Ended, gpu_count, launch
-from labutils.training.rank import Task
+from labutils.labs import lab10_distributed
+from labutils.profiling import ddp_model
+from labutils.profiling.collectives import SIZES
+from labutils.recipe import Unavailable
+from labutils.training.launch_worker import Task
+from labutils.training.launcher import Ended, gpu_count, launch
 from labutils.workloads import open_workload
 
 pytestmark = [
@@ -17,8 +18,8 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
     pytest.mark.timeout(600),
 ]
-SD = fleet.SD_RECIPE.but(accumulation=2, micro_batch=4)
-QWEN = fleet.QWEN_RECIPE.but(accumulation=2, micro_batch=1)
+SD = lab10_distributed.SD_RECIPE.but(accumulation=2, micro_batch=4)
+QWEN = lab10_distributed.QWEN_RECIPE.but(accumulation=2, micro_batch=1)
 
 
 def case(name: str, workload: str, recipe, **changes) -> Task:
@@ -31,7 +32,7 @@ def case(name: str, workload: str, recipe, **changes) -> Task:
 @pytest.fixture(scope="module")
 def measured() -> Ended:
     whole = {"adapter": "none"}
-    qwen_whole = fleet.QWEN_FULL_RECIPE.but(accumulation=2, micro_batch=1)
+    qwen_whole = lab10_distributed.QWEN_FULL_RECIPE.but(accumulation=2, micro_batch=1)
     tasks = [
         Task("all-reduce", "all-reduce", sizes=SIZES),
         case("share", "sd15-lora", SD, accumulation=1, alone=True),
@@ -95,18 +96,18 @@ def test_communication_is_seen_in_the_trace(name, measured):
 
 @pytest.mark.parametrize(("name", "share"), [("ddp", "share"), ("full ddp", "full share")])
 def test_a_step_is_foretold(name, share, measured):
-    link = fleet.link_of(measured.runs["all-reduce"])
-    found, predicted = measured.runs[name].metric("step_ms"), scaling.ddp(measured.runs[share], link).step_ms
+    link = lab10_distributed.link_of(measured.runs["all-reduce"])
+    found, predicted = measured.runs[name].metric("step_ms"), ddp_model.ddp(measured.runs[share], link).step_ms
     assert found == pytest.approx(predicted, rel=0.3)
 
 
 def test_nccl_s_variables_are_taken():
     settings = ({"NCCL_DEBUG": "INFO"}, {"NCCL_P2P_DISABLE": "1"})
-    trials = {fleet.trial_name(each): fleet.nccl_trial(2, each) for each in settings}
+    trials = {lab10_distributed.trial_name(each): lab10_distributed.nccl_trial(2, each) for each in settings}
     usual, other = (trials[name] for name in ("nccl NCCL_DEBUG=INFO", "nccl NCCL_P2P_DISABLE=1"))
     assert usual.ok and other.ok
     assert usual.metrics["transport"] != other.metrics["transport"]
-    assert fleet.slower(trials, "nccl NCCL_P2P_DISABLE=1") > 1
+    assert lab10_distributed.slower(trials, "nccl NCCL_P2P_DISABLE=1") > 1
 
 
 @pytest.mark.parametrize(("parallel", "fail"), [("ddp", "kill"), ("fsdp", "raise")])

@@ -13,10 +13,10 @@ from frozen_layers import passes
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from labutils.adapters import attach_lora, lora_layers
-from labutils.hardware import cuda
-from labutils.lowbit import frozen
-from labutils.lowbit.backends import (
+from labutils.labs import lab05_fp8_products
+from labutils.layers.lora import attach_lora, lora_layers
+from labutils.layers.quantization import fp8_linear
+from labutils.layers.quantization.convert import (
     MAKERS,
     convert_base,
     forget_scales,
@@ -24,10 +24,10 @@ from labutils.lowbit.backends import (
     frozen_linears,
     transformer_engine,
 )
-from labutils.lowbit.fp8 import FORMATS, DelayedScaling, encode, relative_error, saturating_cast
-from labutils.lowbit.frozen import INPUTS, PRODUCTS, FrozenFP8Linear, quantise_rows
-from labutils.measure import products
-from labutils.results import Unavailable
+from labutils.layers.quantization.fp8_linear import INPUTS, PRODUCTS, FrozenFP8Linear, quantise_rows
+from labutils.layers.quantization.fp8_math import FORMATS, DelayedScaling, encode, relative_error, saturating_cast
+from labutils.profiling.hardware import cuda
+from labutils.recipe import Unavailable
 
 pytestmark = [
     pytest.mark.gpu,
@@ -67,7 +67,7 @@ def test_the_gpus_cast_is_ours(fmt):
 @pytest.mark.parametrize("rows", [16, 577, 1024])
 def test_the_real_product_is_the_emulated_one(kind, rows):
     """Same FP8 inputs: only the order and width of the sums differ, and bfloat16's last bit."""
-    if kind == "rowwise" and frozen.product_kind(torch.device("cuda", 0)) != "rowwise":
+    if kind == "rowwise" and fp8_linear.product_kind(torch.device("cuda", 0)) != "rowwise":
         pytest.skip("this card has no row-wise FP8 product")
     rows = -(-rows // 16) * 16
     (x, sx), (w, sw) = quantise_rows(random(rows, 512)), quantise_rows(random(256, 512, seed=1))
@@ -83,7 +83,7 @@ def test_fast_accumulation_costs_little_against_the_rounding(monkeypatch):
     (qx, sx), (qw, sw) = quantise_rows(x), quantise_rows(w)
     exact = PRODUCTS["emulated"](qx, qw, sx, sw.t()).float()
     rounding = relative_error(exact, x.double() @ w.double().T)
-    product = PRODUCTS[frozen.product_kind(torch.device("cuda", 0))]
+    product = PRODUCTS[fp8_linear.product_kind(torch.device("cuda", 0))]
     fast = relative_error(product(qx, qw, sx, sw.t()), exact)
     print(f"fast accumulation {fast:.2e}, rounding to FP8 {rounding:.2e}")
     assert fast < rounding / 5
@@ -251,22 +251,22 @@ def test_layers_that_are_gone_leave_transformer_engine_no_scales_to_renew(te):
 def test_the_ways_to_multiply_agree():
     x, weight = random(256, 512).bfloat16(), random(128, 512, seed=1).bfloat16()
     exact = x.double() @ weight.double().T
-    for kind in products.PRODUCT_KINDS:
-        limit = 5e-3 if kind == products.BF16 else TOLERANCE
-        assert relative_error(products._call(kind, x, weight)(), exact) < limit, kind
+    for kind in lab05_fp8_products.PRODUCT_KINDS:
+        limit = 5e-3 if kind == lab05_fp8_products.BF16 else TOLERANCE
+        assert relative_error(lab05_fp8_products._call(kind, x, weight)(), exact) < limit, kind
 
 
 @fp8_only
 def test_a_sweep_has_times_of_every_kind_and_size():
-    found = products.sweep_products([256, 512])
-    assert tuple(found) == products.PRODUCT_KINDS
+    found = lab05_fp8_products.sweep_products([256, 512])
+    assert tuple(found) == lab05_fp8_products.PRODUCT_KINDS
     assert all(min(timing.alone_ms) > 0 for by_size in found.values() for timing in by_size.values())
 
 
 @pytest.mark.parametrize("kind", ["published", *MAKERS])
 def test_what_a_layer_holds_at_rest_and_running(kind):
     try:
-        found = products.layer_costs(kind, 256, 2048, 2048, "cuda", torch.bfloat16)
+        found = lab05_fp8_products.layer_costs(kind, 256, 2048, 2048, "cuda", torch.bfloat16)
     except Unavailable as error:
         pytest.skip(str(error))
     rest = {"published": 2, "fp8-frozen": 1, "fp8-te": 2, "fp8-torchao": 2}.get(kind, 0.52)
@@ -285,7 +285,7 @@ def test_what_transposing_on_the_fly_costs():
     compiled = torch.compile(transpose, fullgraph=True, dynamic=False)
     transposed = transpose()
     assert torch.equal(compiled().view(torch.uint8), transposed.view(torch.uint8))
-    product = PRODUCTS[frozen.product_kind(torch.device("cuda", 0))]
+    product = PRODUCTS[fp8_linear.product_kind(torch.device("cuda", 0))]
     times = {
         name: statistics.median(cuda.timed(call))
         for name, call in {

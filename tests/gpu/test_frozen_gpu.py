@@ -11,10 +11,10 @@ import torch
 from frozen_layers import passes
 from torch import nn
 
-from labutils.hardware import cuda
-from labutils.lowbit.fp8 import relative_error
-from labutils.lowbit.frozen import FrozenFP8Linear
-from labutils.lowbit.frozen4 import FrozenNF4FP8Linear, FrozenNF4Linear
+from labutils.layers.quantization.fp8_linear import FrozenFP8Linear
+from labutils.layers.quantization.fp8_math import relative_error
+from labutils.layers.quantization.nf4_linear import FrozenNF4FP8Linear, FrozenNF4Linear
+from labutils.profiling.hardware import cuda
 
 pytestmark = [
     pytest.mark.gpu,

@@ -10,15 +10,15 @@ from decoders_at_work import outcome
 from recipes_at_work import assert_same_gradients
 from torch import nn
 
-from labutils.adapters import count_parameters
-from labutils.attention import document_attention
-from labutils.checkpointing import Parking, offloading
-from labutils.experts import grouped_experts
-from labutils.measure.recompilation import Compilation
-from labutils.recipe import A3_BASE, A3_OWN
+from labutils.labs.ladders import A3_BASE, A3_OWN
+from labutils.layers.activation_checkpoint import Parking, offloading
+from labutils.layers.grouped_moe import grouped_experts
+from labutils.layers.lora import count_parameters
+from labutils.layers.packed_attention import document_attention
+from labutils.profiling.recompilation import Compilation
 from labutils.training import Session
 from labutils.workloads import open_workload
-from labutils.workloads.language import build_lm
+from labutils.workloads.causal_lm import build_lm
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -55,7 +55,7 @@ def test_flash_attention_with_sinks_is_the_masked_one(lengths, window, sinks):
 
 def test_the_operator_with_sinks_is_a_proper_one():
     """PyTorch's own checks: its shapes when traced, its gradient's registration."""
-    from labutils.attention import _with_sinks
+    from labutils.layers.packed_attention import _with_sinks
 
     given = [torch.randn(40, heads, 64, device="cuda", dtype=torch.bfloat16) for heads in (8, 2, 2)]
     marks = torch.tensor([0, 15, 40], dtype=torch.int32, device="cuda")

@@ -7,11 +7,12 @@ import time
 import pytest
 import torch
 
-from labutils import hardware, launches
-from labutils.launches import Light, OnOneBatch
-from labutils.measure.delays import SlowerHost
-from labutils.measure.energy import Energy
-from labutils.prediction import LIGHT, Host, Program, bound_ms, replayed_ms
+from labutils.labs import lab08_launch_bound
+from labutils.labs.lab08_launch_bound import Light, OnOneBatch
+from labutils.profiling import hardware
+from labutils.profiling.energy import Energy
+from labutils.profiling.host_delay import SlowerHost
+from labutils.profiling.step_model import LIGHT, Host, Program, bound_ms, replayed_ms
 from labutils.training import Session
 from labutils.workloads import open_workload
 
@@ -30,11 +31,14 @@ def moe():
 
 def on_typical_texts(session):
     workload = session.workload
-    return OnOneBatch(session, launches.batch_of(workload, session.recipe, launches.typical(workload, session.recipe)))
+    return OnOneBatch(
+        session,
+        lab08_launch_bound.batch_of(workload, session.recipe, lab08_launch_bound.typical(workload, session.recipe)),
+    )
 
 
 def test_the_queue_holds_every_kernel_of_the_trace(moe):
-    with Session(moe, launches.ways("moe")["expert loop"]) as session:
+    with Session(moe, lab08_launch_bound.ways("moe")["expert loop"]) as session:
         there = on_typical_texts(session)
         there.timed(0, warmup=2)
         trace = there.traced(2)
@@ -48,7 +52,7 @@ def test_the_queue_holds_every_kernel_of_the_trace(moe):
 def test_grouped_experts_launch_less_and_hardly_wait(moe):
     found = {}
     for way in ("expert loop", "grouped"):
-        with Session(moe, launches.ways("moe")[way]) as session:
+        with Session(moe, lab08_launch_bound.ways("moe")[way]) as session:
             there = on_typical_texts(session)
             there.timed(0, warmup=2)
             found[way] = Program.of(there.traced(2))
@@ -57,7 +61,7 @@ def test_grouped_experts_launch_less_and_hardly_wait(moe):
 
 
 def test_a_captured_step_is_a_handful_of_launches(dense):
-    with Session(dense, launches.ways("dense")["captured"]) as session:
+    with Session(dense, lab08_launch_bound.ways("dense")["captured"]) as session:
         there = on_typical_texts(session)
         there.timed(0, warmup=2)
         program = Program.of(there.traced(2))
@@ -69,7 +73,7 @@ def test_a_captured_step_is_a_handful_of_launches(dense):
 
 
 def test_a_light_step_is_the_hosts(dense):
-    with Session(launches.thin(dense), launches.ways("dense")["loop"]) as session:
+    with Session(lab08_launch_bound.thin(dense), lab08_launch_bound.ways("dense")["loop"]) as session:
         light = Light.of(session)
         reading = light.read()
     assert light.program.kernel_ms < LIGHT * reading.step_ms
@@ -80,7 +84,7 @@ def test_a_light_step_is_the_hosts(dense):
 @pytest.mark.parametrize(("family", "way"), [("dense", "loop"), ("dense", "rewritten"), ("moe", "grouped")])
 def test_steps_are_foretold(family, way, dense, moe):
     workload = {"dense": dense, "moe": moe}[family]
-    studied = launches.study({"long": workload}, launches.ways(family)[way], family, steps=8)
+    studied = lab08_launch_bound.study({"long": workload}, lab08_launch_bound.ways(family)[way], family, steps=8)
     run = studied.seen["long"].run
     assert abs(run.metrics["off"]) < 0.35
     assert run.metrics["predicted_ms"] >= 0.99 * max(run.metrics["kernels_ms"], 1e-3)
@@ -89,9 +93,9 @@ def test_steps_are_foretold(family, way, dense, moe):
 
 
 def test_a_slower_host_slows_a_step_that_it_decides(dense):
-    with Session(dense, launches.ways("dense")["loop"]) as session:
-        shortest = launches.shortest(dense, session.recipe)
-        there = OnOneBatch(session, launches.batch_of(dense, session.recipe, shortest))
+    with Session(dense, lab08_launch_bound.ways("dense")["loop"]) as session:
+        shortest = lab08_launch_bound.shortest(dense, session.recipe)
+        there = OnOneBatch(session, lab08_launch_bound.batch_of(dense, session.recipe, shortest))
         there.timed(0, warmup=2)
         with SlowerHost() as host:
             quick = min(there.timed(4))

@@ -7,11 +7,12 @@ import gc
 import pytest
 import torch
 
-from labutils import footprint, hardware
-from labutils.measure.ledger import AllocatorRecord, Sorting, rounded
+from labutils.labs import lab09_peak_memory
+from labutils.profiling import hardware
+from labutils.profiling.memory_timeline import AllocatorRecord, Sorting, rounded
 from labutils.recipe import Recipe
 from labutils.workloads import open_workload
-from labutils.workloads.diffusion import on_drawn_latents
+from labutils.workloads.stable_diffusion import on_drawn_latents
 
 pytestmark = [
     pytest.mark.gpu,
@@ -36,11 +37,11 @@ def work(room: str) -> object:
     return WORKLOADS[room]
 
 
-@pytest.mark.parametrize("mode", footprint.MODES)
-@pytest.mark.parametrize("room", footprint.GRID)
+@pytest.mark.parametrize("mode", lab09_peak_memory.MODES)
+@pytest.mark.parametrize("room", lab09_peak_memory.GRID)
 def test_the_peak_is_predicted_within_a_tenth(room, mode):
-    recipe = footprint.GRID[room].but(**footprint.MODES[mode])
-    run, memory = footprint.foretold(work(room), recipe, f"{room}, {mode}")
+    recipe = lab09_peak_memory.GRID[room].but(**lab09_peak_memory.MODES[mode])
+    run, memory = lab09_peak_memory.foretold(work(room), recipe, f"{room}, {mode}")
     told = {k: round(v, 2) if isinstance(v, float) else v for k, v in run.metrics.items()}
     print(run.run, told)
     assert abs(run.metric("off")) < 0.1, told
@@ -69,14 +70,16 @@ def test_the_history_is_read_as_the_allocator_writes_it():
 
 def test_a_limited_process_runs_out_and_comes_back():
     recipe = Recipe(driver="eager", logging="ring-buffer", cache="latents+text", accumulation=1)
-    with footprint.Fed(work("sd15-lora"), recipe) as fed:
-        room = footprint.predicted(work("sd15-lora"), recipe.but(micro_batch=4)).peak / 1e9
+    with lab09_peak_memory.Fed(work("sd15-lora"), recipe) as fed:
+        room = lab09_peak_memory.predicted(work("sd15-lora"), recipe.but(micro_batch=4)).peak / 1e9
         fed.limit(1.15 * room)
-        found = footprint.run_out(fed, 40)
+        found = lab09_peak_memory.run_out(fed, 40)
         assert "out of memory" in found["message"].lower()
         assert found["in_except_gb"] > 1.1 * found["before_gb"]
         assert found["cleaned_gb"] == pytest.approx(found["before_gb"], rel=0.05)
         assert found["runs_again"] == 1
-        largest = footprint.largest_batch(fed.fits, footprint.foreseen_largest(work("sd15-lora"), recipe, room))
+        largest = lab09_peak_memory.largest_batch(
+            fed.fits, lab09_peak_memory.foreseen_largest(work("sd15-lora"), recipe, room)
+        )
         assert 2 <= largest <= 8
         assert sum(not fits for fits in fed.tries.values()) <= 3

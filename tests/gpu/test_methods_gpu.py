@@ -7,11 +7,12 @@ import gc
 import pytest
 import torch
 
-from labutils import hardware, methods
-from labutils.results import Unavailable
-from labutils.titles import Reader
-from labutils.training.following import read_log
-from labutils.training.with_unsloth import check_unsloth, train_with_unsloth
+from labutils.labs import lab07_qlora
+from labutils.labs.lab07_toy_lm import Reader
+from labutils.profiling import hardware
+from labutils.recipe import Unavailable
+from labutils.training.memory_run import read_log
+from labutils.training.unsloth_run import check_unsloth, train_with_unsloth
 from labutils.workloads import open_workload
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -35,7 +36,7 @@ def texts():
 @pytest.mark.parametrize("name", EVERY)
 def test_every_method_trains_and_its_memory_is_on_record(texts, tmp_path, name):
     head, _, switch = name.partition(", ")
-    run = methods.follow(texts, ", ".join(filter(None, (f"{head} short", switch))), 4, tmp_path, every=2)
+    run = lab07_qlora.follow(texts, ", ".join(filter(None, (f"{head} short", switch))), 4, tmp_path, every=2)
     assert run.ok, run.status
     assert 0 < run.metrics["peak_allocated_gb"] <= run.metrics["peak_reserved_gb"]
     (log,) = tmp_path.glob("*.csv")
@@ -43,13 +44,15 @@ def test_every_method_trains_and_its_memory_is_on_record(texts, tmp_path, name):
 
 
 def test_checkpointing_makes_the_line_flatter(texts):
-    found = {name: methods.memory_line(texts, name, (8, 32), None) for name in ("lora long", "lora long, checkpointed")}
-    lines = methods.lines_of(found, {})
+    found = {
+        name: lab07_qlora.memory_line(texts, name, (8, 32), None) for name in ("lora long", "lora long, checkpointed")
+    }
+    lines = lab07_qlora.lines_of(found, {})
     assert 0 < lines["lora long, checkpointed"].each < 0.9 * lines["lora long"].each
 
 
 def test_memory_comes_back_after_a_batch_that_does_not_fit(texts):
-    with methods.Filled(texts["long"], "lora long") as filled:
+    with lab07_qlora.Filled(texts["long"], "lora long") as filled:
         filled.peak(1)
         gc.collect()
         hardware.cuda.empty_cache()
@@ -73,6 +76,6 @@ def test_unsloth_trains(texts, tmp_path):
     except Unavailable as reason:
         pytest.skip(str(reason))
     small = {length: open_workload(f"qwen3-lora-{length}", scale="small", device="cuda") for length in texts}
-    runs = train_with_unsloth(methods.unsloth_jobs(small, 4), tmp_path, every=2)
+    runs = train_with_unsloth(lab07_qlora.unsloth_jobs(small, 4), tmp_path, every=2)
     assert all(run.ok for run in runs.values()), [run.status for run in runs.values()]
-    assert set(methods.lines_of({}, runs)) == {"unsloth long"}
+    assert set(lab07_qlora.lines_of({}, runs)) == {"unsloth long"}

@@ -9,9 +9,9 @@ import torch
 from decoders_at_work import outcome
 from recipes_at_work import assert_same_gradients
 
-from labutils.adapters import count_parameters
-from labutils.measure.recompilation import Compilation
-from labutils.recipe import A2_BASE, A2_LADDER, Rung, climb
+from labutils.labs.ladders import A2_BASE, A2_LADDER, Rung, climb
+from labutils.layers.lora import count_parameters
+from labutils.profiling.recompilation import Compilation
 from labutils.training import Session, compare
 from labutils.workloads import open_workload
 

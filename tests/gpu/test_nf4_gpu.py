@@ -12,11 +12,11 @@ import torch
 from frozen_layers import passes
 from torch import nn
 
-from labutils.hardware import cuda
-from labutils.lowbit import nf4
-from labutils.lowbit.backends import convert_base
-from labutils.lowbit.fp8 import relative_error
-from labutils.lowbit.frozen4 import FrozenNF4FP8Linear, FrozenNF4Linear
+from labutils.layers.quantization import nf4_math
+from labutils.layers.quantization.convert import convert_base
+from labutils.layers.quantization.fp8_math import relative_error
+from labutils.layers.quantization.nf4_linear import FrozenNF4FP8Linear, FrozenNF4Linear
+from labutils.profiling.hardware import cuda
 
 pytestmark = [
     pytest.mark.gpu,
@@ -48,9 +48,9 @@ def layer_pair(kind, k: int, n: int, bias: bool = False) -> tuple[nn.Linear, Fro
 def test_bytes_and_constants_are_the_kernels_own(shape, dtype):
     x = random(*shape).to(dtype)
     packed, state = bnb.quantize_4bit(x, quant_type="nf4")
-    ours = nf4.quantise_nf4(x)
+    ours = nf4_math.quantise_nf4(x)
     assert torch.equal(ours.absmax, state.absmax)
-    mine, theirs = (nf4.unpack(bytes_)[: x.numel()].int() for bytes_ in (ours.packed, packed.flatten()))
+    mine, theirs = (nf4_math.unpack(bytes_)[: x.numel()].int() for bytes_ in (ours.packed, packed.flatten()))
     assert ((mine - theirs).abs() <= 1).all()
     assert (mine != theirs).float().mean() <= TIPPED
 
@@ -59,7 +59,7 @@ def test_bytes_and_constants_are_the_kernels_own(shape, dtype):
 @pytest.mark.parametrize("shape", [(4096, 1024), (96, 96), (7, 9), (1,), (65,), (3, 128, 32)])
 def test_restored_weights_are_the_kernels_own(shape, dtype):
     packed, state = bnb.quantize_4bit(random(*shape).to(dtype), quant_type="nf4")
-    ours = nf4.NF4(packed.flatten(), state.absmax, torch.Size(shape))
+    ours = nf4_math.NF4(packed.flatten(), state.absmax, torch.Size(shape))
     assert torch.equal(ours.restored(dtype), bnb.dequantize_4bit(packed, state).view(shape))
 
 
@@ -70,7 +70,7 @@ def test_zeros_and_an_outlier():
     packed, state = bnb.quantize_4bit(x, quant_type="nf4")
     theirs = bnb.dequantize_4bit(packed, state)
     assert torch.equal(theirs[3], torch.zeros(256, device="cuda"))
-    ours = nf4.quantise_nf4(x).restored()
+    ours = nf4_math.quantise_nf4(x).restored()
     assert torch.equal(ours[3:5], theirs[3:5])
     assert (ours != theirs).float().mean() <= TIPPED
 
@@ -79,10 +79,10 @@ def test_zeros_and_an_outlier():
 def test_8_bit_constants_are_the_kernels_own(n):
     absmax = random(n, 64).abs().amax(1)
     codes, state = bnb.quantize_blockwise(absmax - absmax.mean(), blocksize=256)
-    ours = nf4.double_quantise(absmax)
+    ours = nf4_math.double_quantise(absmax)
     assert torch.equal(ours.differences.levels, state.code)
     torch.testing.assert_close(ours.differences.absmax, state.absmax, rtol=1e-6, atol=0)
-    mine = nf4.joined(ours.differences.codes, absmax.shape)
+    mine = nf4_math.joined(ours.differences.codes, absmax.shape)
     nonzero = absmax != absmax.mean()
     assert ((mine.int() - codes.int()).abs() <= 1)[nonzero].all()
     assert ((mine != codes) & nonzero).float().mean() <= 20 * TIPPED  # one alone is its own mean

@@ -5,8 +5,8 @@ import time
 
 import pytest
 
-from labutils import hardware
-from labutils.hardware import cuda
+from labutils.profiling import hardware
+from labutils.profiling.hardware import cuda
 
 pytestmark = pytest.mark.gpu
 
@@ -101,7 +101,7 @@ def test_a_kernel_for_another_card_warns_and_fails():
 
 
 def test_the_doctor_finds_this_gpu():
-    from labutils import doctor
+    from labutils.tools import doctor
 
     findings = {finding.check: finding for finding in doctor.examine()}
     assert findings["PyTorch"].status == "ok" and findings["Architectures"].status == "ok", findings

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch.profiler import record_function
 
-from labutils.measure.intervals import total
-from labutils.measure.syncs import find_syncs, with_lines
-from labutils.measure.trace import profile
-from labutils.measure.utilization import Utilization
+from labutils.profiling.intervals import total
+from labutils.profiling.syncs import find_syncs, with_lines
+from labutils.profiling.trace import profile
+from labutils.profiling.utilization import Utilization
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

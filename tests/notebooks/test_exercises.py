@@ -11,9 +11,9 @@ import pytest
 from exercises_of import exercises_of, lacking, misjudged
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
-from labutils import runner
+from labutils.tools import run
 
-LABS = sorted(runner.NOTEBOOKS.glob("[0-9][0-9]_*.ipynb"))
+LABS = sorted(run.NOTEBOOKS.glob("[0-9][0-9]_*.ipynb"))
 
 
 @pytest.mark.parametrize("path", LABS, ids=lambda path: path.stem)

@@ -8,8 +8,8 @@ import nbformat
 import pytest
 from exercises_of import misjudged
 
-from labutils import runner
-from labutils.results import read_records, read_runs
+from labutils.results.records import read_records, read_runs
+from labutils.tools import run as runner
 
 LABS = sorted(runner.NOTEBOOKS.glob("[0-9][0-9]_*.ipynb"))
 LIMIT_S = 600  # a lab is made for 2 minutes on 2 idle cores; the rest is for a machine that has other things to do

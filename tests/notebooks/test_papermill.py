@@ -9,10 +9,10 @@ import sys
 import nbformat
 import pytest
 
-from labutils import runner
-from labutils.results import REPOSITORY, read_records
+from labutils.results.records import REPOSITORY, read_records
+from labutils.tools import run
 
-LAB = next(runner.NOTEBOOKS.glob("11_*.ipynb"))
+LAB = next(run.NOTEBOOKS.glob("11_*.ipynb"))
 
 
 @pytest.mark.notebook

@@ -3,8 +3,8 @@
 import json
 from pathlib import Path
 
-from labutils import claims
-from labutils.results import REFERENCE, read_runs
+from labutils.results import judges
+from labutils.results.records import REFERENCE, read_runs
 
 GOLDEN = json.loads(Path(__file__).with_name("golden_verdicts.json").read_text())
 
@@ -12,8 +12,8 @@ GOLDEN = json.loads(Path(__file__).with_name("golden_verdicts.json").read_text()
 def test_every_claim_gets_the_verdict_it_had():
     runs = read_runs(REFERENCE)
     today = {
-        j.claim.id: {"published": j.published, "here": j.here, "verdict": j.verdict, "why": j.why}
-        for j in claims.judge(None, runs, runs)
+        j.claim.id: {"published": j.published, "here": j.here or None, "verdict": j.verdict, "why": j.why}
+        for j in judges.judge(None, runs, runs)
     }
     assert today.keys() == GOLDEN.keys()
     changed = {id: (GOLDEN[id], today[id]) for id in GOLDEN if today[id] != GOLDEN[id]}

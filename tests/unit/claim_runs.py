@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from labutils.articles.a2 import BATCHES
-from labutils.results import Run, summarise
+from labutils.results.claims.a2 import BATCHES
+from labutils.results.records import Run, summarise
 
 BLACKWELL = {"gpu": "RTX PRO 6000 Blackwell", "compute_capability": "12.0"}
 CPU = {"cpu": "a laptop's", "cores": 2}

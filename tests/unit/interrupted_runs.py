@@ -17,10 +17,10 @@ from unittest import mock
 
 import torch
 
-from labutils.adapters import adapter_state
 from labutils.data.images import make_loader
+from labutils.layers.lora import adapter_state
 from labutils.recipe import STOCK, Recipe
-from labutils.training import Session, session
+from labutils.training import Session, trainer
 from labutils.workloads import open_workload
 
 STEPS = 6
@@ -51,7 +51,7 @@ def opened(case: Case, folder: Path, resume: bool = False) -> Session:
     """The case's session on one thread, with short epochs."""
     torch.set_num_threads(1)
     workload = open_workload("sd15-lora", scale="tiny", device="cpu")
-    with mock.patch.object(session, "make_loader", partial(make_loader, epoch_length=case.epoch)):
+    with mock.patch.object(trainer, "make_loader", partial(make_loader, epoch_length=case.epoch)):
         return Session(workload, case.recipe, folder, resume)
 
 

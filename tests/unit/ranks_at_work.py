@@ -18,11 +18,12 @@ import torch
 from recipes_at_work import PLAIN, perturb
 from torch import Tensor, nn
 
-from labutils.adapters import lora_layers
 from labutils.data.images import make_loader
-from labutils.recipe import A3_BASE, Recipe
-from labutils.training import Session, ranks, session
-from labutils.training.rank import remembering
+from labutils.labs.ladders import A3_BASE
+from labutils.layers.lora import lora_layers
+from labutils.recipe import Recipe
+from labutils.training import Session, distributed, trainer
+from labutils.training.launch_worker import remembering
 from labutils.workloads import open_workload
 
 STEPS = 2
@@ -89,7 +90,7 @@ def watched_clips(found: list[list[Tensor]]) -> Iterator[None]:
 
     def watching(parameters: list[nn.Parameter], *rest: object, **options: object) -> Tensor:
         parameters = list(parameters)
-        whole = ranks.whole_parameters([parameter.grad for parameter in parameters])
+        whole = distributed.whole_parameters([parameter.grad for parameter in parameters])
         found.append([gradient.clone() for gradient in whole])
         return clip(parameters, *rest, **options)
 
@@ -109,7 +110,7 @@ def train(workload: Any, recipe: Recipe, steps: int = STEPS, seen: list | None =
         return loss(model, batch, draws)
 
     with (
-        mock.patch.object(session, "make_loader", partial(make_loader, epoch_length=EPOCH)),
+        mock.patch.object(trainer, "make_loader", partial(make_loader, epoch_length=EPOCH)),
         mock.patch.object(workload, "loss", watching_loss),
         watched_clips(gradients),
         Session(workload, recipe) as running,
@@ -122,19 +123,19 @@ def train(workload: Any, recipe: Recipe, steps: int = STEPS, seen: list | None =
 
 
 def copied(parameters: list[nn.Parameter]) -> list[Tensor]:
-    return [tensor.clone() for tensor in ranks.whole_parameters(parameters)]
+    return [tensor.clone() for tensor in distributed.whole_parameters(parameters)]
 
 
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
-    me = ranks.here()
+    me = distributed.here()
     workloads: dict[str, Any] = {}
     for case, (name, recipe) in CASES.items():
         workload = workloads.setdefault(name, opened(name))
         found = train(workload, recipe)
         if me.rank == 0:
             torch.save(found, folder / f"{case}.pt")
-    ranks.leave()
+    distributed.leave()
 
 
 if __name__ == "__main__":

@@ -7,9 +7,11 @@ import statistics
 
 import pytest
 
-from labutils.diagnosis import Fix
-from labutils.diagnosis import ablations as ablating
-from labutils.diagnosis.ablations import (
+from labutils.recipe import STOCK
+from labutils.results.records import Run, step_by_step
+from labutils.tools.diagnose import Fix
+from labutils.tools.diagnose import ablations as ablating
+from labutils.tools.diagnose.ablations import (
     HEAD,
     LOOK_HEAD,
     STARTS,
@@ -22,9 +24,7 @@ from labutils.diagnosis.ablations import (
     savings,
     table_rows,
 )
-from labutils.recipe import STOCK
-from labutils.results import Run, step_by_step
-from labutils.training import Bench, Session, comparing
+from labutils.training import Bench, Session, benchmark
 from labutils.workloads import open_workload
 
 
@@ -120,7 +120,7 @@ def test_rounds_of_the_same_batches_have_as_many_steps_for_all(monkeypatch):
 def test_workers_that_made_batches_ready_shift_the_rounds_of_all(monkeypatch):
     """Two workers hold four batches: the first step and those that find them ready aren't timed, of neither recipe."""
     monkeypatch.setenv("TQDM_DISABLE", "1")
-    monkeypatch.setattr(comparing, "ROUND_MS", 1)
+    monkeypatch.setattr(benchmark, "ROUND_MS", 1)
     name, start = STARTS["Qwen3"]
     helped = start.but(num_workers=2, prefetch_factor=2, pin_memory=False)
     with Bench(open_workload(name, "tiny", device="cpu"), warmup=1, same_batches=True) as bench:

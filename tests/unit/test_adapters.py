@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from peft.utils import get_peft_model_state_dict, set_peft_model_state_dict
 from torch import Tensor, nn
 
-from labutils import adapters
-from labutils.adapters import (
+from labutils.layers import lora
+from labutils.layers.lora import (
     LoRALinear,
     adapter_state,
     attach_lora,
@@ -35,7 +35,7 @@ from labutils.adapters import (
     unmerge,
 )
 
-KINDS = tuple(adapters.KINDS)
+KINDS = tuple(lora.KINDS)
 TARGETS = ("to_q", "to_k", "to_v", "to_out.0")
 EPSILONS = {dtype: 4 * torch.finfo(dtype).eps for dtype in (torch.float32, torch.float16, torch.bfloat16)}
 
@@ -221,7 +221,7 @@ def test_an_untrained_adapter_changes_nothing(kind: str) -> None:
     assert torch.equal(sample(model), before)
 
 
-@pytest.mark.parametrize("init", adapters.INITS)
+@pytest.mark.parametrize("init", lora.INITS)
 def test_initial_weights_depend_on_seed_and_name_alone(init: str) -> None:
     """Whatever the kind, the targets' order, what else is adapted, the base's dtype, and what was drawn before."""
 
@@ -242,7 +242,7 @@ def test_initial_weights_depend_on_seed_and_name_alone(init: str) -> None:
     assert not torch.equal(both["up.lora_A.weight"].flatten(), both["down.lora_A.weight"].flatten()[:32])
 
 
-@pytest.mark.parametrize("init", adapters.INITS)
+@pytest.mark.parametrize("init", lora.INITS)
 def test_initial_weights_are_spread_as_pefts(init: str) -> None:
     """The same distribution as PEFT's own draw: zero mean, the same deviation, the same bound; B is zero."""
     model, reference = nn.Sequential(nn.Linear(4000, 8)), nn.Sequential(nn.Linear(4000, 8))
@@ -421,7 +421,7 @@ def test_peft_loads_what_we_save(kind: str, tmp_path: Path) -> None:
     model, x = adapted(kind, rank=2, alpha=5), torch.randn(3, 8)
     save_adapter(model, tmp_path, base_model="somewhere/base")
     torch.testing.assert_close(peft.PeftModel.from_pretrained(net(), tmp_path)(x), model(x))
-    assert {path.name for path in tmp_path.iterdir()} == {adapters.WEIGHTS_FILE, adapters.CONFIG_FILE}
+    assert {path.name for path in tmp_path.iterdir()} == {lora.WEIGHTS_FILE, lora.CONFIG_FILE}
     config = peft.LoraConfig.from_pretrained(tmp_path)
     assert (config.r, config.lora_alpha, config.base_model_name_or_path) == (2, 5, "somewhere/base")
     injected = peft.inject_adapter_in_model(config, net())
@@ -485,7 +485,7 @@ def test_a_compiled_model_saves_under_the_plain_names() -> None:
 
 
 @settings(max_examples=40, deadline=None)
-@given(share=st.floats(0, 0.999), file=st.sampled_from([adapters.WEIGHTS_FILE, adapters.CONFIG_FILE]))
+@given(share=st.floats(0, 0.999), file=st.sampled_from([lora.WEIGHTS_FILE, lora.CONFIG_FILE]))
 def test_a_file_that_was_cut_off_is_said_to_be(
     share: float, file: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -499,7 +499,7 @@ def test_a_file_that_was_cut_off_is_said_to_be(
     assert not lora_layers(model)
 
 
-@pytest.mark.parametrize("file", [adapters.WEIGHTS_FILE, adapters.CONFIG_FILE])
+@pytest.mark.parametrize("file", [lora.WEIGHTS_FILE, lora.CONFIG_FILE])
 def test_a_missing_file_is_named(file: str, tmp_path: Path) -> None:
     save_adapter(adapted("plain"), tmp_path)
     (tmp_path / file).unlink()
@@ -509,9 +509,9 @@ def test_a_missing_file_is_named(file: str, tmp_path: Path) -> None:
 
 def test_garbage_in_the_header_is_damage(tmp_path: Path) -> None:
     save_adapter(adapted("plain"), tmp_path)
-    content = bytearray((tmp_path / adapters.WEIGHTS_FILE).read_bytes())
+    content = bytearray((tmp_path / lora.WEIGHTS_FILE).read_bytes())
     content[4:20] = b"\xff" * 16
-    (tmp_path / adapters.WEIGHTS_FILE).write_bytes(content)
+    (tmp_path / lora.WEIGHTS_FILE).write_bytes(content)
     with pytest.raises(ValueError, match="damaged"):
         load_adapter(net(), tmp_path)
 
@@ -551,7 +551,7 @@ def test_two_halves_of_two_saves_are_refused(tmp_path: Path) -> None:
     """A save that dies between its files leaves new weights beside the old configuration, whose alpha isn't theirs."""
     save_adapter(adapted("plain", alpha=6), tmp_path / "old")
     save_adapter(adapted("plain", alpha=3), tmp_path / "new")
-    (tmp_path / "new" / adapters.CONFIG_FILE).write_text((tmp_path / "old" / adapters.CONFIG_FILE).read_text())
+    (tmp_path / "new" / lora.CONFIG_FILE).write_text((tmp_path / "old" / lora.CONFIG_FILE).read_text())
     with pytest.raises(ValueError, match="two different adapters"):
         load_adapter(net(), tmp_path / "new")
 
@@ -583,11 +583,11 @@ save_adapter(adapted("plain", rank=5), sys.argv[1])
 def test_a_killed_save_leaves_the_last_one(tmp_path: Path) -> None:
     model, x = adapted("plain", rank=3), torch.randn(3, 8)
     save_adapter(model, tmp_path)
-    before = (tmp_path / adapters.WEIGHTS_FILE).read_bytes()
+    before = (tmp_path / lora.WEIGHTS_FILE).read_bytes()
     root = Path(__file__).resolve().parents[2]
     done = subprocess.run([sys.executable, "-c", KILLED_WHILE_SAVING, str(tmp_path)], cwd=root, capture_output=True)
     assert done.returncode == -signal.SIGKILL, done.stderr.decode()
-    assert (tmp_path / adapters.WEIGHTS_FILE).read_bytes() == before
+    assert (tmp_path / lora.WEIGHTS_FILE).read_bytes() == before
     fresh = net()
     load_adapter(fresh, tmp_path, kind="plain")
     torch.testing.assert_close(fresh(x), model(x))
@@ -597,7 +597,7 @@ def test_a_save_that_fails_leaves_no_rubbish(tmp_path: Path, monkeypatch: pytest
     def full(handle: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(adapters.os, "fsync", full)
+    monkeypatch.setattr(lora.os, "fsync", full)
     with pytest.raises(OSError, match="No space left"):
         save_adapter(adapted("plain"), tmp_path)
     assert not list(tmp_path.iterdir())
@@ -605,6 +605,6 @@ def test_a_save_that_fails_leaves_no_rubbish(tmp_path: Path, monkeypatch: pytest
 
 def test_the_configuration_is_what_peft_needs_to_know(tmp_path: Path) -> None:
     save_adapter(adapted("plain", rank=3, alpha=1.5), tmp_path)
-    config = json.loads((tmp_path / adapters.CONFIG_FILE).read_text())
+    config = json.loads((tmp_path / lora.CONFIG_FILE).read_text())
     assert (config["peft_type"], config["r"], config["lora_alpha"]) == ("LORA", 3, 1.5)
     assert config["target_modules"] == ["down", "up"]

@@ -9,8 +9,8 @@ from claim_runs import timed, untimed
 from hypothesis import given
 from hypothesis import strategies as st
 
-from labutils.advisor import Option, advise, break_even, chart, envelope, guide, options_from, published
-from labutils.results import Run
+from labutils.labs.lab06_advisor import Option, advise, break_even, chart, envelope, guide, options_from, published
+from labutils.results.records import Run
 
 EAGER = Option("bf16", 1.0, 1.0, 20.0, 0.0)
 COMPILED = Option("compile", 101.0, 0.5, 22.0, 0.0)

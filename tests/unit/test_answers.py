@@ -15,9 +15,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from labutils import runner
-from labutils.answers import ANSWERS, Answer
-from labutils.exercises import check, solved
+from labutils.course.answers import ANSWERS, Answer
+from labutils.course.exercises import check, solved
+from labutils.tools import run
 
 HUGE = st.sampled_from([10**400, -(10**400), 2**63, 10**4000])
 ONE = st.none() | st.booleans() | st.integers() | HUGE | st.floats() | st.text(max_size=5)
@@ -111,7 +111,7 @@ def arrays_of_one(value: Any) -> list:
 
 def asked(tag: str) -> set[str]:
     """Exercises that cells of this tag put to `check`, in all labs."""
-    cells = [cell for path in runner.NOTEBOOKS.glob("[0-9]*.ipynb") for cell in jupytext.read(path).cells]
+    cells = [cell for path in run.NOTEBOOKS.glob("[0-9]*.ipynb") for cell in jupytext.read(path).cells]
     sources = "\n".join(cell.source for cell in cells if tag in cell.metadata.get("tags", []))
     return set(re.findall(r'\bcheck\("([^"]+)"', sources))
 

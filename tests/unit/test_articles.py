@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from labutils import articles, claims
-from labutils.articles import magnitude
+from labutils.results import claims as articles
+from labutils.results import judges
+from labutils.results.claims import magnitude
 
 DIGESTS = {key: (Path(__file__).parent / f"digest_{key.lower()}.md").read_text("utf-8") for key in articles.articles()}
 CLAIMS = articles.claims()
@@ -26,7 +27,7 @@ def numbers(text: str) -> set[float]:
 
 
 def test_the_key_is_the_ids_first_part_and_ids_are_unique():
-    from labutils.articles import a1, a2, a3, a4
+    from labutils.results.claims import a1, a2, a3, a4
 
     every = a1.CLAIMS + a2.CLAIMS + a3.CLAIMS + a4.CLAIMS
     assert len({claim.id for claim in every}) == len(every) == len(CLAIMS)
@@ -37,7 +38,7 @@ def test_the_key_is_the_ids_first_part_and_ids_are_unique():
 
 @each_claim
 def test_a_claim_can_be_judged(claim):
-    assert claim.judge in claims.JUDGES
+    assert claim.judge in judges.JUDGES
     assert re.fullmatch(r"\d\d", claim.lab)
     assert bool(claim.runs) is (claim.judge != "beyond")
     assert claim.runs or claim.note.endswith(".")
@@ -225,7 +226,7 @@ def test_magnitude(value, text):
 
 
 def test_the_data_needs_no_heavy_library():
-    code = "import sys, labutils.articles as a; a.claims(); print([m for m in ('torch', 'numpy') if m in sys.modules])"
+    code = "import sys, labutils.results.claims as a; a.claims(); print([m for m in ('torch', 'numpy') if m in sys.modules])"
     assert (
         subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
     )

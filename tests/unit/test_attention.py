@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from labutils.attention import document_attention
+from labutils.layers.packed_attention import document_attention
 
 
 def eager(query, key, value, sinks, window, scaling):

@@ -13,17 +13,16 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from labutils.adapters import attach_lora, count_trainable, lora_layers, merge
-from labutils.lowbit.backends import (
+from labutils.layers.lora import attach_lora, count_trainable, lora_layers, merge
+from labutils.layers.quantization.convert import (
     MAKERS,
     convert_base,
     forward_context,
     frozen_linears,
     transformer_engine,
 )
-from labutils.lowbit.frozen import FrozenFP8Linear
-from labutils.recipe import STOCK
-from labutils.results import Unavailable
+from labutils.layers.quantization.fp8_linear import FrozenFP8Linear
+from labutils.recipe import STOCK, Unavailable
 from labutils.training import Session, train
 from labutils.workloads import open_workload
 

@@ -14,16 +14,16 @@ from recipes_at_work import one_thread
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from labutils import runner
-from labutils.adapters import CONFIG_FILE, WEIGHTS_FILE, attach_lora, load_adapter, save_adapter
-from labutils.course import LabError, open_lab
+from labutils.course.lab import LabError, open_lab
+from labutils.course.parameters import check, read, whole_numbers
 from labutils.data import drawings
-from labutils.parameters import check, read, whole_numbers
+from labutils.layers.lora import CONFIG_FILE, WEIGHTS_FILE, attach_lora, load_adapter, save_adapter
 from labutils.recipe import STOCK
-from labutils.results import read_records
+from labutils.results.records import read_records
+from labutils.tools import run
 from labutils.training import Session
+from labutils.training.benchmark import Bench
 from labutils.training.checkpoint import FILE, load
-from labutils.training.comparing import Bench
 from labutils.workloads import open_workload
 
 NAN = float("nan")
@@ -120,13 +120,13 @@ def test_whole_numbers_of_a_text(text, numbers):
 
 def test_a_lab_is_not_started_with_what_it_does_not_take(tmp_path):
     for name, word in (("batches", "0 4"), ("compile_batches", "-1"), ("seeds", "-1"), ("steps", "-3")):
-        with pytest.raises(runner.UsageError, match=f"Lab 06: {name} is .* but it takes"):
-            runner.run(["06"], runner.Options(scale="tiny", results=tmp_path / "r", given={name: word}))
+        with pytest.raises(run.UsageError, match=f"Lab 06: {name} is .* but it takes"):
+            run.run(["06"], run.Options(scale="tiny", results=tmp_path / "r", given={name: word}))
     assert not (tmp_path / "r").exists()
 
 
 def test_no_lab_takes_a_number_below_0_and_each_takes_its_own_defaults():
-    for lab in runner.find():
+    for lab in run.find():
         for parameter in lab.parameters.values():
             assert check(parameter.name, parameter.default, parameter.kind) == parameter.default
             if parameter.kind in ("int", "float"):

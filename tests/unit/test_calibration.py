@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from labutils import calibration
-from labutils.calibration import Score, lean_in_words, scores_of, summaries, summary
-from labutils.course import open_lab
-from labutils.results import read_records
+from labutils.course import predictions
+from labutils.course.lab import open_lab
+from labutils.course.predictions import Score, lean_in_words, scores_of, summaries, summary
+from labutils.results.records import read_records
 
 
 def predicted(topic: str, value: object, unit: str = "x", lab: str = "03") -> dict:
@@ -104,5 +104,5 @@ def test_a_summary_lies_among_its_scores(pairs):
     assert min(s.off for s in scores) <= found.off <= max(s.off for s in scores)
     low, high = min(s.factor for s in scores), max(s.factor for s in scores)
     assert low * (1 - 1e-9) <= found.lean <= high * (1 + 1e-9)
-    assert found.near == sum(s.off <= calibration.NEAR for s in scores)
+    assert found.near == sum(s.off <= predictions.NEAR for s in scores)
     assert math.isfinite(found.lean)

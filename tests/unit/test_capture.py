@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.backends import cudnn
 
-from labutils import capture
-from labutils.capture import (
+from labutils.layers import cuda_graph
+from labutils.layers.cuda_graph import (
     CHANNELS_LAST_FORMS,
     Captured,
     attention_kernel,
@@ -26,7 +26,7 @@ from labutils.capture import (
     rewrite_layers,
     timed_convolutions,
 )
-from labutils.workloads.diffusion import SplitGEGLU
+from labutils.workloads.stable_diffusion import SplitGEGLU
 
 FORMS = CHANNELS_LAST_FORMS | {GEGLU: SplitGEGLU}
 
@@ -163,7 +163,7 @@ def test_compiled_the_forms_compute_the_same(monkeypatch):
     torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-4 * other.abs().max().item())
 
 
-@pytest.mark.parametrize("name", [*capture.KERNELS])
+@pytest.mark.parametrize("name", [*cuda_graph.KERNELS])
 def test_the_named_attention_kernel_alone_is_allowed(name):
     enabled = {
         "math": torch.backends.cuda.math_sdp_enabled,

@@ -14,8 +14,8 @@ from recipes_at_work import Products
 from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from labutils import checkpointing
-from labutils.checkpointing import Parking, offloading, recomputing_within
+from labutils.layers import activation_checkpoint
+from labutils.layers.activation_checkpoint import Parking, offloading, recomputing_within
 
 
 def blocks(count=3):
@@ -114,7 +114,7 @@ def test_the_second_pass_computes_in_the_first_ones_dtype():
 @pytest.mark.parametrize("name", ["sd15-lora", "qwen3-lora-short", "llava-lora"])
 def test_selective_checkpointing_trains_alike_and_hardly_multiplies_again(name, tmp_path):
     """Same losses as with everything kept; of the wide products that "blocks" computes again it spares nearly all."""
-    from labutils.checkpointing import THIN
+    from labutils.layers.activation_checkpoint import THIN
     from labutils.recipe import Recipe
     from labutils.training import Session
     from labutils.workloads import open_workload
@@ -143,11 +143,11 @@ def compiled_with_a_checkpoint(block):
     said = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())
-    checkpointing.WRAP.addHandler(handler)
+    activation_checkpoint.WRAP.addHandler(handler)
     try:
         torch.compile(block, backend="aot_eager")(torch.randn(2, 8, requires_grad=True)).sum().backward()
     finally:
-        checkpointing.WRAP.removeHandler(handler)
+        activation_checkpoint.WRAP.removeHandler(handler)
     return [message for message in said if "context_fn" in message]
 
 

@@ -10,10 +10,11 @@ from claim_runs import CPU, Runs, article_runs, spread_of, timed, untimed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from labutils import articles, claims
-from labutils.claims import CONFIRMED, INCONCLUSIVE, NOT_TESTABLE, REFUTED, Judgement
-from labutils.claims.words import figures, percents
-from labutils.results import REFERENCE, Run, read_runs, summarise
+from labutils.results import claims as articles
+from labutils.results import judges
+from labutils.results.judges import CONFIRMED, INCONCLUSIVE, NOT_TESTABLE, REFUTED, Judgement
+from labutils.results.judges.words import figures, percents
+from labutils.results.records import REFERENCE, Run, read_runs, summarise
 
 EVERY = articles.claims()
 CLAIMS = {id: claim for id, claim in EVERY.items() if claim.judge != "beyond"}
@@ -25,7 +26,7 @@ ANY_LENGTH = ("06", "same-tokens any length")
 
 
 def judgement(id: str, runs: Runs) -> Judgement:
-    (found,) = claims.judge(id, runs, {})
+    (found,) = judges.judge(id, runs, {})
     return found
 
 
@@ -139,7 +140,7 @@ def test_seconds_are_longer_and_small_shares_have_figures():
 
 
 def test_what_was_predicted_is_never_shown_as_measured():
-    every = claims.judge(None, article_runs(), {})
+    every = judges.judge(None, article_runs(), {})
     predicted = [j for j in every if j.claim.predicted]
     assert len(predicted) >= 14
     assert {j.claim.id for j in every if "lackwell" in j.claim.statement and j.here and "specs" not in j.claim.id} <= {
@@ -340,7 +341,7 @@ def test_verdict(id, verdict, runs):
     assert found.verdict == verdict, found.why
 
 
-@pytest.mark.parametrize("judge", sorted(claims.JUDGES.keys() - {"beyond"}))
+@pytest.mark.parametrize("judge", sorted(judges.JUDGES.keys() - {"beyond"}))
 def test_each_judge_has_a_case_of_each_verdict(judge):
     reached = {verdict for id, verdict, _ in CASES if CLAIMS[id].judge == judge}
     assert reached >= ({REFUTED} if judge in EXACT else {REFUTED, INCONCLUSIVE})
@@ -390,7 +391,7 @@ def test_what_no_run_can_test_says_why_with_runs_and_without(id):
     for runs in ({}, article_runs()):
         found = judgement(id, runs)
         assert (found.verdict, found.here, found.why) == (NOT_TESTABLE, "", EVERY[id].note)
-    row = claims.as_markdown(claims.judge(id, {}, {})).splitlines()[-1]
+    row = judges.as_markdown(judges.judge(id, {}, {})).splitlines()[-1]
     assert row.count(EVERY[id].note) == 1
 
 
@@ -420,7 +421,7 @@ def test_a_cpu_judges_what_it_can(id):
     found = judgement(id, on_a_laptop())
     if CLAIMS[id].needs == "any":
         assert found.verdict == CONFIRMED
-        assert ("tiny" in found.why) is (CLAIMS[id].judge not in claims.ANY_SCALE)
+        assert ("tiny" in found.why) is (CLAIMS[id].judge not in judges.ANY_SCALE)
     else:
         assert found.verdict == NOT_TESTABLE
         assert "GPU" in found.why
@@ -433,7 +434,7 @@ def test_beside_other_labs_only_what_is_counted_is_decided(id):
     for run in runs.values():
         run.beside = 2
     found = judgement(id, runs)
-    decided = CLAIMS[id].judge in claims.UNDISTURBED
+    decided = CLAIMS[id].judge in judges.UNDISTURBED
     assert found.verdict == (CONFIRMED if decided else INCONCLUSIVE)
     told = f"2 other labs ran beside it, which may have shifted it. Alone: labutils run {CLAIMS[id].lab} --force"
     assert (told in found.why) is not decided
@@ -447,7 +448,7 @@ def test_one_disturbed_run_of_several_is_enough():
     assert "But another lab ran beside it" in judgement("A1.compile.speedup", runs).why
     runs["04", "compile"].beside = "many"
     assert judgement("A1.compile.speedup", runs).verdict == CONFIRMED
-    assert claims.JUDGES.keys() >= claims.UNDISTURBED
+    assert judges.JUDGES.keys() >= judges.UNDISTURBED
 
 
 @pytest.mark.parametrize(
@@ -499,24 +500,24 @@ def test_speedups_are_shown_with_both_times():
 
 def test_both_machines_are_judged():
     slow = with_runs(timed("04", "compile", 4 * 140))
-    (found,) = claims.judge(["A1.compile.speedup"], slow, article_runs())
+    (found,) = judges.judge(["A1.compile.speedup"], slow, article_runs())
     assert (found.verdict, found.reference_verdict) == (REFUTED, CONFIRMED)
     assert (found.here, found.reference) == ("564 → 560 ms (1.01x)", "564 → 408 ms (1.38x)")
     assert found.published == "141 → 102 ms"
 
 
 def test_all_claims_are_judged_in_the_article_s_order():
-    assert [j.claim.id for j in claims.judge(None, {}, {})] == list(EVERY)
+    assert [j.claim.id for j in judges.judge(None, {}, {})] == list(EVERY)
 
 
 def test_an_unknown_claim_is_refused():
     with pytest.raises(ValueError, match="A1.workers.optimum"):
-        claims.judge(["A1.workers.optimal"], {}, {})
+        judges.judge(["A1.workers.optimal"], {}, {})
 
 
 def test_markdown_is_one_table():
     runs = with_metrics("04", "max-autotune", message="RuntimeError: a | b\nand more")
-    lines = claims.as_markdown(claims.judge(None, runs, runs)).partition("\n\n")[0].splitlines()
+    lines = judges.as_markdown(judges.judge(None, runs, runs)).partition("\n\n")[0].splitlines()
     assert len(lines) == 2 + len(EVERY)
     assert {len(re.findall(r"(?<!\\)\|", line)) for line in lines} == {6}
     (row,) = [line for line in lines if "A1.total.speedup" in line]
@@ -524,13 +525,13 @@ def test_markdown_is_one_table():
 
 
 def test_markdown_marks_what_is_absent():
-    (_, _, row) = claims.as_markdown(claims.judge("A1.total.speedup", {}, {})).splitlines()
+    (_, _, row) = judges.as_markdown(judges.judge("A1.total.speedup", {}, {})).splitlines()
     assert "| – | – | **not testable here**: No run on record. Type: labutils run 04 |" in row
 
 
 def test_markdown_says_once_why_several_claims_can_t_be_tested():
     ids = ["A2.compile.speed", "A2.fixed.speed", "A1.total.speedup"]
-    table, *below = claims.as_markdown(claims.judge(ids, {}, {})).split("\n\n")
+    table, *below = judges.as_markdown(judges.judge(ids, {}, {})).split("\n\n")
     first, second, other = table.splitlines()[2:]
     assert "**not testable here** (1)" in first and "**not testable here** (1)" in second
     assert "**not testable here**: No run on record. Type: labutils run 04" in other
@@ -539,10 +540,10 @@ def test_markdown_says_once_why_several_claims_can_t_be_tested():
 
 def test_a_lab_that_was_run_without_a_claims_runs_is_not_said_to_be_unrun():
     lacking = {("06", "other"): Run("06", "other", machine={"cpu": "a CPU"})}
-    assert claims.judge("A2.compile.fp8-speed", lacking, {})[0].why.startswith("It is a statement about a GPU")
+    assert judges.judge("A2.compile.fp8-speed", lacking, {})[0].why.startswith("It is a statement about a GPU")
     with_gpu = {("06", "other"): Run("06", "other", machine={"gpu": "a GPU"})}
-    told = claims.judge("A2.compile.fp8-speed", with_gpu, {})[0]
-    assert told.verdict == claims.NOT_TESTABLE
+    told = judges.judge("A2.compile.fp8-speed", with_gpu, {})[0]
+    assert told.verdict == judges.NOT_TESTABLE
     assert told.why.startswith("Lab 06 has made none of the runs that it takes (") and "parameters cell" in told.why
 
 
@@ -624,8 +625,8 @@ def test_no_judge_raises_on_partial_runs(data):
     claim = data.draw(st.sampled_from(list(CLAIMS.values())))
     names = data.draw(st.sets(st.sampled_from(claim.runs)))
     runs = {(claim.lab, name): data.draw(partial_runs) for name in names}
-    found = claims.assess(claim, runs)
-    assert found.verdict in claims.VERDICTS
+    found = judges.assess(claim, runs)
+    assert found.verdict in judges.VERDICTS
     assert found.why
     assert bool(found.shown) is (found.verdict != NOT_TESTABLE)
 
@@ -668,14 +669,14 @@ def test_the_reference_says_what_it_says_in_its_units():
     units = {"_ms": " ms", "_ratio": "x", "_gb": " GB"}
     told = 0
     for claim in CLAIMS.values():
-        found = claims.assess(claim, reference)
+        found = judges.assess(claim, reference)
         if claim.judge == "limit" and found.shown:
             metric = claim.how["metrics"][0]
             shown = found.shown.removesuffix(" predicted")
             assert shown.endswith(units.get("_" + metric.rpartition("_")[2], " %")), (claim.id, found.shown)
             told += 1
     assert told > 3
-    speed = claims.assess(CLAIMS["A2.fp8.speed"], reference)
-    ratio = claims.Evidence(CLAIMS["A2.fp8.speed"], reference).ratio("bf16 b1", "fp8-te b1")
+    speed = judges.assess(CLAIMS["A2.fp8.speed"], reference)
+    ratio = judges.Evidence(CLAIMS["A2.fp8.speed"], reference).ratio("bf16 b1", "fp8-te b1")
     assert ratio.paired
     assert f"b1: {100 * (ratio.middle - 1):+.0f} %" in speed.shown

@@ -12,8 +12,10 @@ from threading import TIMEOUT_MAX
 import pytest
 import troubled_notebooks
 
-from labutils import __version__, cli, doctor, report, runner
-from labutils.results import REFERENCE
+from labutils import __version__, cli
+from labutils.results import report
+from labutils.results.records import REFERENCE
+from labutils.tools import doctor, run
 
 
 def labutils(*words: str, **environment: str) -> subprocess.CompletedProcess:
@@ -79,7 +81,7 @@ def test_what_the_runner_refuses_is_one_message_and_2(tmp_path, capsys):
 def test_options_reach_the_runner(monkeypatch, tmp_path):
     called = {}
     monkeypatch.setattr(
-        runner, "run", lambda labs, options, say, make_pages: called.update(labs=labs, options=options) or 1
+        run, "run", lambda labs, options, say, make_pages: called.update(labs=labs, options=options) or 1
     )
     words = [
         "run",
@@ -98,7 +100,7 @@ def test_options_reach_the_runner(monkeypatch, tmp_path):
     more = ["--jobs", "2", "--cell-timeout", "3"]
     assert cli.main([*words, *more, "-p", "steps", "5", "-p", "loud", "false"]) == 1
     assert called["labs"] == ["03", "04"]
-    assert called["options"] == runner.Options(
+    assert called["options"] == run.Options(
         scale="small",
         data="hub",
         results=tmp_path,
@@ -109,7 +111,7 @@ def test_options_reach_the_runner(monkeypatch, tmp_path):
         cell_timeout=3.0,
     )
     cli.main(["run", "--only", "changed"])
-    assert called["options"] == runner.Options(only_changed=True)
+    assert called["options"] == run.Options(only_changed=True)
 
 
 @pytest.mark.parametrize("code", [0, 1])

@@ -9,10 +9,13 @@ import weakref
 
 import pytest
 
-from labutils import course, hardware, results, runner
-from labutils.course import LabError, open_lab
-from labutils.recipe import STOCK
-from labutils.results import Results, Run, Unavailable, read_records, read_runs
+from labutils.course import lab as course
+from labutils.course.lab import LabError, open_lab
+from labutils.profiling import hardware
+from labutils.recipe import STOCK, Unavailable
+from labutils.results import records as results
+from labutils.results.records import Results, Run, read_records, read_runs
+from labutils.tools import run as runner
 
 PARAMETERS = {"scale": "tiny", "weights": "random", "data": "generated", "results_dir": ""}
 
@@ -475,9 +478,9 @@ def test_labs_about_gpus_show_the_reference_beside_what_they_measure(number):
 
 
 def test_a_verdict_is_shown_and_returned(lab, capsys):
-    from labutils import articles
+    from labutils.results import claims
 
-    claim = next(claim for claim in articles.claims().values() if claim.lab == "03")
+    claim = next(claim for claim in claims.claims().values() if claim.lab == "03")
     (judgement,) = lab.verdict(claim.id)
     assert judgement.claim.id == claim.id
     assert judgement.verdict in capsys.readouterr().out

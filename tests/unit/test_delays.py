@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.profiler import record_function
 
-from labutils.measure.delays import SlowerHost
+from labutils.profiling.host_delay import SlowerHost
 
 
 def work(x):

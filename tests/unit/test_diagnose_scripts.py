@@ -15,9 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from labutils import cli, hardware
-from labutils.diagnosis import Diagnosis, diagnose
-from labutils.diagnosis.script import INSIDE, NoDiagnosis, Stages, _search_path, watch
+from labutils import cli
+from labutils.profiling import hardware
+from labutils.tools.diagnose import Diagnosis, diagnose
+from labutils.tools.diagnose.script import INSIDE, NoDiagnosis, Stages, _search_path, watch
 
 SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
 FEW = Stages(warmup=2, timed=6, profiled=2)
@@ -437,7 +438,7 @@ def test_wrong_usage_is_2_and_one_message(words, message, capsys):
 
 
 def test_a_named_run_is_diagnosed(capsys):
-    from labutils.results import REFERENCE
+    from labutils.results.records import REFERENCE
 
     assert cli.main(["diagnose", "--run", "04/workers", "--results", str(REFERENCE)]) == 0
     assert "capture" in capsys.readouterr().out

@@ -12,12 +12,14 @@ from gpu_steps import Steps
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from labutils.capture import float32_rounded
-from labutils.diagnosis import WORTH, budget, diagnose, fixes, sources, telling
-from labutils.diagnosis.evidence import Evidence, Loader, Optimizer
-from labutils.diagnosis.rates import Rates
-from labutils.diagnosis.recorded import Recorded, queue_of
-from labutils.diagnosis.replay import (
+from labutils.layers.cuda_graph import float32_rounded
+from labutils.recipe import STOCK
+from labutils.results.records import Run
+from labutils.tools.diagnose import WORTH, budget, diagnose, fixes, sources, telling
+from labutils.tools.diagnose.evidence import Evidence, Loader, Optimizer
+from labutils.tools.diagnose.rates import Rates
+from labutils.tools.diagnose.recorded import Recorded, queue_of
+from labutils.tools.diagnose.replay import (
     READ,
     SPREAD,
     TO_DEVICE,
@@ -29,8 +31,6 @@ from labutils.diagnosis.replay import (
     gain,
     without_waits,
 )
-from labutils.recipe import STOCK
-from labutils.results import Run
 
 CONFIG = {
     "threads": 1,

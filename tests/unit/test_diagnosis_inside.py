@@ -14,8 +14,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from labutils.capture import float32_rounded
-from labutils.diagnosis.script import INSIDE
+from labutils.layers.cuda_graph import float32_rounded
+from labutils.tools.diagnose.script import INSIDE
 
 sys.path.append(str(INSIDE))
 from labutils_inside import batches, calls, watch

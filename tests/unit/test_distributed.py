@@ -20,16 +20,16 @@ import torch
 from ranks_at_work import CASES, SD, opened
 from recipes_at_work import one_thread
 
-from labutils import fleet
-from labutils.course import open_lab
+from labutils.course.lab import open_lab
 from labutils.data.images import EpochOrder, EveryNth
-from labutils.recipe import STOCK
-from labutils.results import Run, Unavailable, read_runs, summarise
-from labutils.training import Session, launching, ranks
+from labutils.labs import lab10_distributed
+from labutils.recipe import STOCK, Unavailable
+from labutils.results.records import Run, read_runs, summarise
+from labutils.training import Session, distributed, launcher
 from labutils.training.batches import Batches
 from labutils.training.checkpoint import FILE
-from labutils.training.launching import launch
-from labutils.training.rank import Job, Task, Word, _turn, is_others_doing, said_of
+from labutils.training.launch_worker import Job, Task, Word, _turn, is_others_doing, said_of
+from labutils.training.launcher import launch
 from labutils.workloads import open_workload
 
 HERE = Path(__file__).parent
@@ -143,7 +143,7 @@ def checkpoints(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("checkpoints")
 
 
-def train_until(fail: str, step: int, folder: Path, resume: bool = False, **changes: object) -> launching.Ended:
+def train_until(fail: str, step: int, folder: Path, resume: bool = False, **changes: object) -> launcher.Ended:
     workload = open_workload("sd15-lora", "tiny", device="cpu").opened_as()
     recipe = DYING.but(**changes).as_dict()
     options = {"folder": str(folder), "checkpoint_every": 2, "resume": resume, "fail": fail, "fails": (1, step)}
@@ -151,12 +151,12 @@ def train_until(fail: str, step: int, folder: Path, resume: bool = False, **chan
 
 
 @pytest.fixture(scope="module")
-def killed(checkpoints) -> launching.Ended:
+def killed(checkpoints) -> launcher.Ended:
     return train_until("kill", 3, checkpoints, parallel="fsdp")
 
 
 @pytest.fixture(scope="module")
-def raised(checkpoints, killed) -> launching.Ended:
+def raised(checkpoints, killed) -> launcher.Ended:
     """On from the other's checkpoint, which FSDP wrote, with DDP, and down again."""
     return train_until("raise", 5, checkpoints, resume=True)
 
@@ -231,12 +231,12 @@ def test_one_process_goes_on_where_two_ranks_were_stopped(raised, checkpoints, u
 )
 def test_what_ranks_can_t_share_is_said(changes, count, examples, said):
     with pytest.raises(ValueError, match=said):
-        ranks.check(STOCK.but(**changes), count, examples)
-    ranks.check(STOCK.but(**changes), 1, 1)  # one process has nothing to share
+        distributed.check(STOCK.but(**changes), count, examples)
+    distributed.check(STOCK.but(**changes), 1, 1)  # one process has nothing to share
 
 
 def test_a_launch_is_refused_before_anything_starts(monkeypatch):
-    monkeypatch.setattr(launching, "_torchrun", lambda *_: pytest.fail("it was started"))
+    monkeypatch.setattr(launcher, "_torchrun", lambda *_: pytest.fail("it was started"))
     odd = Task("train", "x", {}, STOCK.but(accumulation=3).as_dict())
     with pytest.raises(ValueError, match="accumulation=3"):
         launch([odd], 2, "cpu")
@@ -259,7 +259,7 @@ def test_a_rank_without_a_gpu_says_what_to_type(monkeypatch):
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(Unavailable, match="rank 1 has no GPU: torchrun started 2 .*Use --nproc-per-node=1"):
-        ranks.join(device="cuda")
+        distributed.join(device="cuda")
 
 
 def test_what_is_trained_whole_has_no_adapter_to_save(tmp_path):
@@ -282,10 +282,10 @@ def test_all_weights_are_for_published_layers():
 def instead(monkeypatch, tmp_path):
     """Launches run this script in torchrun's place."""
 
-    def run(code: str, **options: object) -> launching.Ended:
+    def run(code: str, **options: object) -> launcher.Ended:
         script = tmp_path / "script.py"
         script.write_text(code)
-        monkeypatch.setattr(launching, "command", lambda ranks, job, *_: [sys.executable, str(script), str(job)])
+        monkeypatch.setattr(launcher, "command", lambda ranks, job, *_: [sys.executable, str(script), str(job)])
         return launch([], 2, "cpu", **options)
 
     return run
@@ -318,11 +318,11 @@ def test_orphans_are_found_and_ended(instead):
 
 
 def test_each_rank_gets_its_share_of_the_cores(monkeypatch):
-    monkeypatch.setattr(launching.hardware, "usable_cores", lambda: 8)
+    monkeypatch.setattr(launcher.hardware, "usable_cores", lambda: 8)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
-    found = launching.rank_variables(2, "cuda")
+    found = launcher.rank_variables(2, "cuda")
     assert (found["OMP_NUM_THREADS"], found["MKL_NUM_THREADS"], found["CUDA_VISIBLE_DEVICES"]) == ("4", "4", "4,5")
-    assert launching.rank_variables(16, "cpu")["OMP_NUM_THREADS"] == "1"
+    assert launcher.rank_variables(16, "cpu")["OMP_NUM_THREADS"] == "1"
 
 
 def test_a_job_is_read_as_it_was_written(tmp_path):
@@ -353,14 +353,14 @@ def test_a_last_word_is_a_sentence(tmp_path):
     assert said_of(word.said) == "Rank 3 failed in optimizer step 5 of *ddp 2*: ValueError: no"
     word.say(state="ended", message="torchrun ended it")
     assert said_of(word.said) == "Rank 3 was in optimizer step 5 of *ddp 2*; torchrun ended it."
-    assert launching._words(tmp_path)[0]["pid"] == os.getpid()
+    assert launcher._words(tmp_path)[0]["pid"] == os.getpid()
 
 
 def test_a_rank_that_sits_in_a_library_still_leaves_word(tmp_path):
     """SIGTERM reaches a thread of its own: the main one may wait inside C for good, as NCCL does."""
     code = (
         "import ctypes, pathlib, sys\n"
-        "from labutils.training.rank import when_terminated\n"
+        "from labutils.training.launch_worker import when_terminated\n"
         "when_terminated(lambda: pathlib.Path(sys.argv[1]).write_text('last word'))\n"
         "print('ready', flush=True)\n"
         "while True: ctypes.CDLL(None).sleep(30)"
@@ -382,25 +382,25 @@ def test_a_rank_that_sits_in_a_library_still_leaves_word(tmp_path):
     [("ddp 2", ""), ("one process", ""), ("full ddp 2 bucket 1MB", "full"), ("qwen full fsdp 8", "qwen full")],
 )
 def test_a_run_s_case_is_read_off_its_name(name, case):
-    assert fleet.case_of(name) == case
+    assert lab10_distributed.case_of(name) == case
 
 
 @pytest.mark.parametrize(("ranks_", "fewer"), [(2, 1), (3, 1), (4, 2), (6, 3), (8, 4), (5, 1)])
 def test_those_that_are_left_can_share_the_batch(ranks_, fewer):
-    assert fleet.fewer_than(ranks_) == fewer
+    assert lab10_distributed.fewer_than(ranks_) == fewer
 
 
-def at(scale: str) -> dict[str, fleet.Case]:
-    return fleet.cases(SimpleNamespace(scale=scale, weights="random", data="generated", cache_dir="cache"))
+def at(scale: str) -> dict[str, lab10_distributed.Case]:
+    return lab10_distributed.cases(SimpleNamespace(scale=scale, weights="random", data="generated", cache_dir="cache"))
 
 
 def test_what_fsdp_can_t_do_takes_nothing_along():
-    tasks = fleet.tasks_of_all(at("full").values(), 2, 10, tiny=False)
+    tasks = lab10_distributed.tasks_of_all(at("full").values(), 2, 10, tiny=False)
     kinds = [task.recipe["parallel"] for task in tasks]
     assert kinds == ["ddp"] * kinds.count("ddp") + ["fsdp"] * 4
     ddp = {task.name for task in tasks[: kinds.count("ddp")]}
     assert {"ddp 2", "full ddp 2", "full ddp 2 bucket view", "qwen ddp 2", "qwen full ddp 2"} <= ddp
-    little = fleet.tasks_of_all(at("tiny").values(), 2, 4, tiny=True)
+    little = lab10_distributed.tasks_of_all(at("tiny").values(), 2, 4, tiny=True)
     # What the article's claims are judged by, and the comparisons that the lab speaks about.
     assert {"ddp 2", "full ddp 2", "full fsdp 2", "full ddp 2 no_sync", "fsdp 2"} <= {task.name for task in little}
 
@@ -421,16 +421,16 @@ def test_what_was_through_before_a_rank_failed_is_kept(monkeypatch, tmp_path):
         runs = {}
         for task in asked:
             if task.name in failing:
-                return launching.Ended(runs, f"Rank 1 failed in {task.name}")
+                return launcher.Ended(runs, f"Rank 1 failed in {task.name}")
             runs[task.name] = Run("", task.name, workload="sd15-lora", recipe=SD.fitted_to("cpu").as_dict())
             each(runs[task.name])
-        return launching.Ended(runs)
+        return launcher.Ended(runs)
 
-    monkeypatch.setattr(fleet, "launch", launched)
+    monkeypatch.setattr(lab10_distributed, "launch", launched)
     opened = lambda: open_lab("10", {"__annotations__": {"results_dir": str}, "results_dir": str(tmp_path)})  # noqa: E731
     found = {}
     with pytest.raises(RuntimeError, match="Rank 1 failed in b"):
-        fleet.measured(opened(), tasks, 2, "cpu", found)
+        lab10_distributed.measured(opened(), tasks, 2, "cpu", found)
     assert launches == ["abcl", "cl"] and set(found) == {"a", "c", "link"} and found["a"].lane == "same work"
     assert {name: run.status for (_, name), run in read_runs(tmp_path).items()} == {
         "a": "ok",
@@ -441,17 +441,19 @@ def test_what_was_through_before_a_rank_failed_is_kept(monkeypatch, tmp_path):
     failing.clear()
     for _ in range(2):  # the second time from what the first one left
         found = {}
-        fleet.measured(opened(), tasks, 2, "cpu", found, judge=lambda name, run: run)
+        lab10_distributed.measured(opened(), tasks, 2, "cpu", found, judge=lambda name, run: run)
         assert set(found) == {"a", "b", "c", "link"} and launches == ["abcl", "cl", "b"]
 
 
 def test_a_machine_that_brings_nothing_is_given_up(monkeypatch, tmp_path):
     tasks = [at("tiny")[""].task(name, SD) for name in "abcd"]
     asked = []
-    monkeypatch.setattr(fleet, "launch", lambda left, *_, **__: asked.append(left) or launching.Ended({}, "no way"))
+    monkeypatch.setattr(
+        lab10_distributed, "launch", lambda left, *_, **__: asked.append(left) or launcher.Ended({}, "no way")
+    )
     lab = open_lab("10", {"__annotations__": {"results_dir": str}, "results_dir": str(tmp_path)})
     with pytest.raises(RuntimeError, match="no way"):
-        fleet.measured(lab, tasks, 2, "cpu", {})
+        lab10_distributed.measured(lab, tasks, 2, "cpu", {})
     assert [len(left) for left in asked] == [4, 3]
 
 
@@ -474,7 +476,7 @@ def test_launches_take_turns(tmp_path):
     path, order = str(tmp_path / "turn"), []
 
     def works(name: str) -> None:
-        with _turn(path, ranks.Ranks()):
+        with _turn(path, distributed.Ranks()):
             order.append(name)
             time.sleep(0.1)
             order.append(name)
@@ -492,34 +494,34 @@ def test_a_crash_is_told_by_its_runs(monkeypatch):
 
     def launched(tasks, ranks, *_, **__):
         (task,) = tasks
-        asked.append((task.fail, ranks, task.resume))
+        asked.append((task.fail, distributed, task.resume))
         if task.fail:
-            return launching.Ended({}, "The checkpoint of optimizer step 4 is whole: x.", (1, -9), left=["process 7"])
-        return launching.Ended({"crash": Run("", "crash", metrics={"resumed_at": 6, "loss": [1.0]})})
+            return launcher.Ended({}, "The checkpoint of optimizer step 4 is whole: x.", (1, -9), left=["process 7"])
+        return launcher.Ended({"crash": Run("", "crash", metrics={"resumed_at": 6, "loss": [1.0]})})
 
-    monkeypatch.setattr(fleet, "launch", launched)
-    runs = fleet.crashes(at("tiny")[""], 2, "cpu")
+    monkeypatch.setattr(lab10_distributed, "launch", launched)
+    runs = lab10_distributed.crashes(at("tiny")[""], 2, "cpu")
     assert asked == [("kill", 2, False), ("raise", 2, True), ("", 1, True)]
-    assert tuple(runs) == fleet.CRASHES
+    assert tuple(runs) == lab10_distributed.CRASHES
     killed = runs["rank killed"].metrics
     assert (killed["checkpoint_step"], killed["first_exit_code"], killed["left_behind"]) == (4, -9, 1)
-    assert fleet.well(runs["resumed on fewer ranks"]).metrics["resumed_at"] == 6
-    monkeypatch.setattr(fleet, "launch", lambda *_, **__: launching.Ended({}, "no such file"))
+    assert lab10_distributed.well(runs["resumed on fewer ranks"]).metrics["resumed_at"] == 6
+    monkeypatch.setattr(lab10_distributed, "launch", lambda *_, **__: launcher.Ended({}, "no such file"))
     with pytest.raises(Unavailable, match="no such file"):
-        fleet.well(fleet.crashes(at("tiny")[""], 2, "cpu")["resumed on fewer ranks"])
+        lab10_distributed.well(lab10_distributed.crashes(at("tiny")[""], 2, "cpu")["resumed on fewer ranks"])
 
 
 def test_on_gpus_nobody_waits_as_long_as_pytorch_would(monkeypatch, instead):
-    assert launching.PATIENCE_S["cuda"] <= 120 < launching.TIMEOUT_S < 600
+    assert launcher.PATIENCE_S["cuda"] <= 120 < launcher.TIMEOUT_S < 600
     seen = []
-    monkeypatch.setattr(launching, "Job", lambda *job: seen.append(job) or Job(*job))
+    monkeypatch.setattr(launcher, "Job", lambda *job: seen.append(job) or Job(*job))
     instead("import sys; sys.exit(1)", patience_s=7)
     instead("import sys; sys.exit(1)")
-    assert [job[3] for job in seen] == [7, launching.PATIENCE_S["cpu"]]
+    assert [job[3] for job in seen] == [7, launcher.PATIENCE_S["cpu"]]
 
 
 def test_the_docker_table_has_this_machine_s_values():
-    rows = {row[0]: row[2] for row in fleet.docker_rows()}
+    rows = {row[0]: row[2] for row in lab10_distributed.docker_rows()}
     assert len(rows) == 6
     assert all(rows.values())
 
@@ -540,53 +542,60 @@ def test_tables_of_runs_on_record_do_without_what_is_not_there():
         return Run("10", name, recipe=recipe, metrics=metrics, samples={"step_ms": times})
 
     there = {name: run(name, ms) for name, ms in (("ddp 4", 100.0), ("ddp 4 bucket 1MB", 110.0), ("one process", 90.0))}
-    assert fleet.comparisons_of(there) == [
+    assert lab10_distributed.comparisons_of(there) == [
         ("SD 1.5, LoRA: buckets of 25 MiB -> of 1", 100.0, 110.0, "+10 %", None, None)
     ]
     there["ddp 4 bucket 1MB"] = run("ddp 4 bucket 1MB", 101.0)
-    assert fleet.comparisons_of(there)[0][3] == "+1 %, within the spread"
+    assert lab10_distributed.comparisons_of(there)[0][3] == "+1 %, within the spread"
     # Four micro-batches on each of four ranks; the last is sent, and takes as long as a step of "ddp 4".
     there["ddp 4 no_sync"] = run("ddp 4 no_sync", 100.0 + 3 * 120.0, accumulation=16)
-    assert fleet.apart_of(there) == [("SD 1.5, LoRA", 90.0, pytest.approx(120.0), "+33 %")]
-    assert fleet.apart_of({name: one for name, one in there.items() if name != "one process"}) == []
+    assert lab10_distributed.apart_of(there) == [("SD 1.5, LoRA", 90.0, pytest.approx(120.0), "+33 %")]
+    assert lab10_distributed.apart_of({name: one for name, one in there.items() if name != "one process"}) == []
     losses = Run("", "", metrics={"largest_difference": 2.1e-5})
-    assert fleet.losses_rows({"losses": losses}) == [("one process and all ranks", "2.1e-05 of the loss")]
+    assert lab10_distributed.losses_rows({"losses": losses}) == [("one process and all ranks", "2.1e-05 of the loss")]
     samples = {"all_reduce_ms": [0.06, 0.02, 1.0], "bus_gb_per_s": [0.1, 8.0, 298.0]}
-    assert fleet.link_rows({"all-reduce": Run("", "", samples=samples)}) == [(20.0, 298.0)]
-    case = fleet.Case("", "SD, LoRA", {}, fleet.SD_RECIPE)
-    assert fleet.alone_rows([case], there) == [("SD, LoRA", 90.0, 1e3 / 90, 1.0, None, None)]
-    at = fleet.at_networks({"SD, LoRA": {0.125: 80.0, 450.0: 99.0}})
+    assert lab10_distributed.link_rows({"all-reduce": Run("", "", samples=samples)}) == [(20.0, 298.0)]
+    case = lab10_distributed.Case("", "SD, LoRA", {}, lab10_distributed.SD_RECIPE)
+    assert lab10_distributed.alone_rows([case], there) == [("SD, LoRA", 90.0, 1e3 / 90, 1.0, None, None)]
+    at = lab10_distributed.at_networks({"SD, LoRA": {0.125: 80.0, 450.0: 99.0}})
     networks = {"networks": Run("10", "networks", metrics=at)}
-    assert fleet.network_rows(networks) == [("SD, LoRA", 80.0, None, None, None, None, 99.0)]
+    assert lab10_distributed.network_rows(networks) == [("SD, LoRA", 80.0, None, None, None, None, 99.0)]
     networks["networks"].metrics["something else"] = 0.3
-    assert len(fleet.network_rows(networks)) == 1
-    tables_of = fleet.apart_of, fleet.link_rows, fleet.comparisons_of, fleet.network_rows
+    assert len(lab10_distributed.network_rows(networks)) == 1
+    tables_of = (
+        lab10_distributed.apart_of,
+        lab10_distributed.link_rows,
+        lab10_distributed.comparisons_of,
+        lab10_distributed.network_rows,
+    )
     assert [rows_of({}) for rows_of in tables_of] == [[]] * 4
-    assert fleet.alone_rows([case], {}) == []
+    assert lab10_distributed.alone_rows([case], {}) == []
 
 
 def test_what_connects_the_gpus_is_told_or_why_not(monkeypatch):
     """As two GPUs of one host show themselves; a machine without the command, and one with a single GPU, say so."""
     shown = "\tGPU0\tGPU1\tCPU Affinity\nGPU0\t X \tNV18\t0-31\nGPU1\tNV18\t X \t0-31\n"
-    monkeypatch.setattr(fleet, "gpu_count", lambda: 2)
-    monkeypatch.setattr(fleet.subprocess, "run", lambda *_, **__: SimpleNamespace(stdout=shown))
-    run = fleet.topology()
+    monkeypatch.setattr(lab10_distributed, "gpu_count", lambda: 2)
+    monkeypatch.setattr(lab10_distributed.subprocess, "run", lambda *_, **__: SimpleNamespace(stdout=shown))
+    run = lab10_distributed.topology()
     run.machine = {"compute_capability": "9.0"}
     assert run.metrics["connections"] == 1
-    assert fleet.topology_rows({"topology": run}) == [
+    assert lab10_distributed.topology_rows({"topology": run}) == [
         ("GPU 0 and GPU 1", "NV18", "18 NVLinks of 25 GB/s each: 450 GB/s in one direction")
     ]
     run.machine = {"compute_capability": "8.6"}  # another card's links carry something else
-    assert fleet.topology_rows({"topology": run})[0][2] == "18 NVLinks"
-    monkeypatch.setattr(fleet.subprocess, "run", lambda *_, **__: SimpleNamespace(stdout="nothing that we know"))
-    assert fleet.topology().metrics == {"connections": 0, "named": {}}
+    assert lab10_distributed.topology_rows({"topology": run})[0][2] == "18 NVLinks"
+    monkeypatch.setattr(
+        lab10_distributed.subprocess, "run", lambda *_, **__: SimpleNamespace(stdout="nothing that we know")
+    )
+    assert lab10_distributed.topology().metrics == {"connections": 0, "named": {}}
 
     def missing(*_, **__):
         raise FileNotFoundError("nvidia-smi")
 
-    monkeypatch.setattr(fleet.subprocess, "run", missing)
+    monkeypatch.setattr(lab10_distributed.subprocess, "run", missing)
     with pytest.raises(Unavailable, match="FileNotFoundError"):
-        fleet.topology()
-    monkeypatch.setattr(fleet, "gpu_count", lambda: 1)
+        lab10_distributed.topology()
+    monkeypatch.setattr(lab10_distributed, "gpu_count", lambda: 1)
     with pytest.raises(Unavailable, match="takes two GPUs"):
-        fleet.topology()
+        lab10_distributed.topology()

@@ -10,9 +10,9 @@ import time
 
 import pytest
 
-from labutils import doctor
-from labutils.doctor import FAIL, INFO, OK, WARN, Facts, checks, examine, facts, render
-from labutils.doctor.facts import CORE, Cache, Card, Compiler, Driver, Hub, Import, Torch
+from labutils.tools import doctor
+from labutils.tools.doctor import FAIL, INFO, OK, WARN, Facts, checks, examine, facts, render
+from labutils.tools.doctor.facts import CORE, Cache, Card, Compiler, Driver, Hub, Import, Torch
 
 H200 = Card("NVIDIA H200", 150.1, 0.5, (9, 0))
 BLACKWELL = Card("NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition", 102.0, 1.0, (12, 0))

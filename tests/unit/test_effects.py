@@ -7,8 +7,8 @@ from claim_runs import timed
 from hypothesis import given
 from hypothesis import strategies as st
 
-from labutils.claims.effects import in_words, time_effect
-from labutils.results import Run
+from labutils.results.judges.effects import in_words, time_effect
+from labutils.results.records import Run
 
 
 def test_effects_are_told_with_their_spread():

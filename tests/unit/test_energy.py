@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from labutils.hardware import PUBLISHED_YEN, Prices, worth
-from labutils.measure import energy
-from labutils.measure.energy import Energy, millijoules
+from labutils.profiling import energy
+from labutils.profiling.energy import Energy, millijoules
+from labutils.profiling.hardware import PUBLISHED_YEN, Prices, worth
 
 CARD = SimpleNamespace(uuid=lambda: "GPU-1")
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from labutils.experts import grouped_experts
+from labutils.layers.grouped_moe import grouped_experts
 
 
 def experts(dtype=torch.float32, count=6):

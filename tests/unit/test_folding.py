@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from recipes_at_work import adapter_gradients, perturb
 from torch import Tensor, nn
 
-from labutils.adapters import adapter_state, attach_lora, count_trainable, load_adapter, lora_layers, save_adapter
-from labutils.folding import ALIGNMENT, FoldedLinear, fold, form_weights
+from labutils.layers.lora import adapter_state, attach_lora, count_trainable, load_adapter, lora_layers, save_adapter
+from labutils.layers.lora_folded import ALIGNMENT, FoldedLinear, fold, form_weights
 
 
 class Net(nn.Module):

@@ -13,13 +13,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from labutils import footprint, results
 from labutils.data.images import make_loader
-from labutils.recipe import A2_BASE, A3_BASE, Recipe
-from labutils.results import Run
+from labutils.labs import lab09_peak_memory
+from labutils.labs.ladders import A2_BASE, A3_BASE
+from labutils.recipe import Recipe
+from labutils.results import records
+from labutils.results.records import Run
 from labutils.training.batches import Batches
 from labutils.workloads import open_workload
-from labutils.workloads.diffusion import on_drawn_latents
+from labutils.workloads.stable_diffusion import on_drawn_latents
 
 PLAIN = Recipe(driver="eager", logging="ring-buffer", cache="latents+text", accumulation=1)
 
@@ -39,19 +41,21 @@ def workload(name: str, scale: str, tmp_path_factory) -> object:
 # ---------------------------------------------------------------------------------------------------------- predicted
 
 
-@pytest.mark.parametrize("mode", footprint.MODES)
-@pytest.mark.parametrize("room", footprint.GRID)
+@pytest.mark.parametrize("mode", lab09_peak_memory.MODES)
+@pytest.mark.parametrize("room", lab09_peak_memory.GRID)
 def test_the_prediction_is_what_a_ledger_finds_in_the_step(room, mode, tmp_path_factory):
     """Within 1 % on a CPU, where both count the same things: shapes and lifetimes are what can be wrong."""
-    run, memory = footprint.foretold(
-        workload(room, "tiny", tmp_path_factory), footprint.GRID[room].but(**footprint.MODES[mode]), "it"
+    run, memory = lab09_peak_memory.foretold(
+        workload(room, "tiny", tmp_path_factory),
+        lab09_peak_memory.GRID[room].but(**lab09_peak_memory.MODES[mode]),
+        "it",
     )
     assert abs(run.metric("off")) < 0.01
     assert run.metric("peak_gb") == memory.peak / 1e9
     assert run.metric("weights_gb") > 0 and run.metric("activations_gb") > 0
     # What stays on record draws the same picture, its peak included.
     kept = Run(**json.loads(json.dumps(vars(run))))
-    series, phases = footprint.pictured(kept)
+    series, phases = lab09_peak_memory.pictured(kept)
     totals = [sum(levels) for levels in zip(*series.values(), strict=True)]
     assert len(totals) == memory.events and phases == list(memory.phases)
     assert max(totals) == pytest.approx(memory.peak, rel=0.01, abs=2e4)
@@ -70,14 +74,14 @@ def test_the_prediction_is_what_a_ledger_finds_in_the_step(room, mode, tmp_path_
     ],
 )
 def test_other_recipes_are_predicted_as_well(room, base, change, tmp_path_factory):
-    run, _ = footprint.foretold(workload(room, "tiny", tmp_path_factory), base.but(**change), "it")
+    run, _ = lab09_peak_memory.foretold(workload(room, "tiny", tmp_path_factory), base.but(**change), "it")
     assert abs(run.metric("off")) < 0.03
 
 
 def test_predictions_begun_ahead_are_those_made_here(little, monkeypatch):
     """Whatever the other process says comes back, and what it fails in is done here."""
-    asked = [(little, footprint.in_mode(little, mode)) for mode in footprint.MODES]
-    here = [footprint.predicted(*each) for each in asked]
+    asked = [(little, lab09_peak_memory.in_mode(little, mode)) for mode in lab09_peak_memory.MODES]
+    here = [lab09_peak_memory.predicted(*each) for each in asked]
     there = []
 
     class Beside(ThreadPoolExecutor):
@@ -86,28 +90,35 @@ def test_predictions_begun_ahead_are_those_made_here(little, monkeypatch):
             arguments = pickle.loads(pickle.dumps(arguments))
             return super().submit(lambda: pickle.loads(pickle.dumps(call(*arguments))))
 
-    monkeypatch.setattr(footprint, "_ahead", {})
-    monkeypatch.setattr(footprint, "_pools", [])
-    monkeypatch.setattr(footprint, "ProcessPoolExecutor", lambda processes, _: Beside(1))
-    monkeypatch.setattr(footprint.hardware, "usable_cores", lambda: 2)
-    footprint.predict_ahead(asked)
+    monkeypatch.setattr(lab09_peak_memory, "_ahead", {})
+    monkeypatch.setattr(lab09_peak_memory, "_pools", [])
+    monkeypatch.setattr(lab09_peak_memory, "ProcessPoolExecutor", lambda processes, _: Beside(1))
+    monkeypatch.setattr(lab09_peak_memory.hardware, "usable_cores", lambda: 2)
+    lab09_peak_memory.predict_ahead(asked)
     assert there == []  # too few cores to give any away
-    monkeypatch.setattr(footprint.hardware, "usable_cores", lambda: 16)
-    monkeypatch.setattr(footprint, "_predicted_there", lambda *_: footprint.StepMemory({"weights": 1}, (), (), 0))
-    footprint.predict_ahead(asked[:1])
-    assert footprint.predicted(*asked[0]).held == {"weights": 1} and footprint.predicted(*asked[1]) == here[1]
-    footprint.end_ahead()
-    assert footprint.predicted(*asked[0]) == here[0] and len(there) == 1 and not footprint._pools
+    monkeypatch.setattr(lab09_peak_memory.hardware, "usable_cores", lambda: 16)
+    monkeypatch.setattr(
+        lab09_peak_memory, "_predicted_there", lambda *_: lab09_peak_memory.StepMemory({"weights": 1}, (), (), 0)
+    )
+    lab09_peak_memory.predict_ahead(asked[:1])
+    assert (
+        lab09_peak_memory.predicted(*asked[0]).held == {"weights": 1}
+        and lab09_peak_memory.predicted(*asked[1]) == here[1]
+    )
+    lab09_peak_memory.end_ahead()
+    assert lab09_peak_memory.predicted(*asked[0]) == here[0] and len(there) == 1 and not lab09_peak_memory._pools
     monkeypatch.undo()
-    assert footprint._predicted_there(*footprint._asked(*asked[2], "cpu")) == here[2]
+    assert lab09_peak_memory._predicted_there(*lab09_peak_memory._asked(*asked[2], "cpu")) == here[2]
 
 
 def test_a_process_that_ends_early_costs_nothing_but_time(little, monkeypatch):
-    recipe = footprint.in_mode(little, "all kept", batch=2)
+    recipe = lab09_peak_memory.in_mode(little, "all kept", batch=2)
     broken = Future()
     broken.set_exception(BrokenProcessPool("killed"))
-    monkeypatch.setattr(footprint, "_ahead", {footprint._asked(little, recipe.fitted_to("cpu"), "cpu"): broken})
-    assert footprint.predicted(little, recipe).peak > 0
+    monkeypatch.setattr(
+        lab09_peak_memory, "_ahead", {lab09_peak_memory._asked(little, recipe.fitted_to("cpu"), "cpu"): broken}
+    )
+    assert lab09_peak_memory.predicted(little, recipe).peak > 0
 
 
 NOT_THE_GPUS = (
@@ -126,7 +137,7 @@ def reference_peaks(rooms: tuple[str, ...]) -> dict[str, tuple[str, Recipe, floa
     """The H200's peaks of recipes that nothing compiles, on these workloads: name -> workload, recipe, GB. Those of one
     process: DDP keeps buckets beside the gradients, and FSDP a share of everything, which no prediction knows of."""
     found: dict[str, tuple[str, Recipe, float]] = {}
-    for (lab, name), run in results.read_runs(results.REFERENCE).items():
+    for (lab, name), run in records.read_runs(records.REFERENCE).items():
         plain = run.recipe.get("compile") == "off" and run.recipe.get("driver") != "graph"
         plain = plain and run.metrics.get("ranks", 1) == 1
         peak = run.metric("peak_allocated_gb")
@@ -135,7 +146,7 @@ def reference_peaks(rooms: tuple[str, ...]) -> dict[str, tuple[str, Recipe, floa
     return found
 
 
-WORST_BATCH = footprint.worst_batch
+WORST_BATCH = lab09_peak_memory.worst_batch
 
 
 def pictures(workload: object, recipe: Recipe) -> dict[str, torch.Tensor]:
@@ -152,12 +163,12 @@ def test_the_reference_machine_s_peaks_were_predictable(tmp_path_factory):
     work = open_workload("sd15-lora", "full", device="cpu", cache_dir=tmp_path_factory.mktemp("cache"))
     work.dataset = None  # pictures would be drawn for it
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(footprint, "worst_batch", pictures)
+        patch.setattr(lab09_peak_memory, "worst_batch", pictures)
         foreseen = {}
         for name, (_, recipe, peak) in peaks.items():
             key = recipe.but(**{knob: getattr(Recipe, knob) for knob in NOT_THE_GPUS})
             if key not in foreseen:
-                foreseen[key] = footprint.predicted(work, recipe, on="cuda").peak / 1e9
+                foreseen[key] = lab09_peak_memory.predicted(work, recipe, on="cuda").peak / 1e9
             if name == "09 float32":  # presumably cuDNN's workspace: without TF32 it picks other convolutions
                 assert foreseen[key] == pytest.approx(peaks["09 tf32"][2], rel=0.05) and peak > 3 * foreseen[key]
             else:
@@ -182,8 +193,10 @@ def test_the_reference_machine_s_peaks_on_photographs_were_predictable(tmp_path_
     for name in ON_PHOTOGRAPHS:
         room, recipe, peak = peaks[name]
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(footprint, "worst_batch", lambda workload, recipe: largest_of(workload, recipe, 2))
-            assert footprint.predicted(works[room], recipe, on="cuda").peak / 1e9 == pytest.approx(peak, rel=0.06), name
+            patch.setattr(lab09_peak_memory, "worst_batch", lambda workload, recipe: largest_of(workload, recipe, 2))
+            assert lab09_peak_memory.predicted(works[room], recipe, on="cuda").peak / 1e9 == pytest.approx(
+                peak, rel=0.06
+            ), name
 
 
 def largest_of(workload: object, recipe: Recipe, count: int) -> dict[str, torch.Tensor]:
@@ -201,24 +214,24 @@ def test_the_first_reading_of_qwen3_8b_was_predictable(tmp_path_factory):
     ids = torch.zeros(4, 861, dtype=torch.long)
     given = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(footprint, "worst_batch", lambda workload, recipe: given)
-        memory = footprint.predicted(work, A3_BASE, on="cuda")
+        patch.setattr(lab09_peak_memory, "worst_batch", lambda workload, recipe: given)
+        memory = lab09_peak_memory.predicted(work, A3_BASE, on="cuda")
     assert memory.peak / 1e9 == pytest.approx(50.5, rel=0.1)
     assert memory.at_peak()["logits"] == pytest.approx(3 * 4 * 861 * 151936 * 4, rel=0.001)
     assert memory.held["weights"] == pytest.approx(2 * 8.19e9, rel=0.01)
 
 
 def test_a_gpu_takes_half_the_bytes_and_its_libraries_workspaces(little):
-    here, there = (footprint.predicted(little, PLAIN, on) for on in ("cpu", "cuda"))
+    here, there = (lab09_peak_memory.predicted(little, PLAIN, on) for on in ("cpu", "cuda"))
     assert there.held["weights"] < 0.55 * here.held["weights"]
-    assert there.held["temporaries"] == footprint.WORKSPACES and "temporaries" not in {
+    assert there.held["temporaries"] == lab09_peak_memory.WORKSPACES and "temporaries" not in {
         k for k, v in here.held.items() if v
     }
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "adamw-8bit"])
 def test_the_optimizer_s_state_is_as_large_as_the_real_one(optimizer):
-    from labutils.training.drivers import build_optimizer
+    from labutils.training.step import build_optimizer
 
     parameters = [torch.nn.Parameter(torch.randn(n)) for n in (100, 4096, 70_000)]
     real = build_optimizer(parameters, Recipe(optimizer=optimizer))
@@ -227,15 +240,15 @@ def test_the_optimizer_s_state_is_as_large_as_the_real_one(optimizer):
     real.step()
     kept = [v for entry in real.state.values() for k, v in entry.items() if isinstance(v, torch.Tensor) and v.dim()]
     once = {v.data_ptr(): v.nbytes for v in kept if v.shape != (256,)}  # the codes' table is one for all
-    foreseen = sum(m.nbytes for p in parameters for m in footprint.moments_of(p, optimizer))
+    foreseen = sum(m.nbytes for p in parameters for m in lab09_peak_memory.moments_of(p, optimizer))
     assert foreseen == sum(once.values())
 
 
 def test_a_prediction_that_failed_halfway_leaves_the_next_one_alone(little, monkeypatch):
     """The model is kept for the next: gradients left on it would be added to, and not be made when they are."""
     recipe = PLAIN.but(accumulation=2)
-    before = footprint.predicted(little, recipe)
-    tries, loss = iter(range(2)), footprint._loss
+    before = lab09_peak_memory.predicted(little, recipe)
+    tries, loss = iter(range(2)), lab09_peak_memory._loss
 
     def interrupted(*given):
         if next(tries):
@@ -243,9 +256,9 @@ def test_a_prediction_that_failed_halfway_leaves_the_next_one_alone(little, monk
         return loss(*given)
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(footprint, "_loss", interrupted)
-        footprint.predicted(little, recipe)
-    assert footprint.predicted(little, recipe) == before
+        patch.setattr(lab09_peak_memory, "_loss", interrupted)
+        lab09_peak_memory.predicted(little, recipe)
+    assert lab09_peak_memory.predicted(little, recipe) == before
 
 
 @pytest.mark.parametrize(
@@ -258,17 +271,17 @@ def test_a_prediction_that_failed_halfway_leaves_the_next_one_alone(little, monk
 )
 def test_what_is_not_known_is_refused(little, change, said):
     with pytest.raises(ValueError, match=said):
-        footprint.predicted(little, PLAIN.but(**change))
+        lab09_peak_memory.predicted(little, PLAIN.but(**change))
 
 
 # --------------------------------------------------------------------------------------------- running out of memory
 
 
 def test_memory_runs_out_and_comes_back(little):
-    with footprint.Fed(little, PLAIN) as fed:
-        limit = footprint.predicted(little, PLAIN.but(micro_batch=3)).peak / 1e9
+    with lab09_peak_memory.Fed(little, PLAIN) as fed:
+        limit = lab09_peak_memory.predicted(little, PLAIN.but(micro_batch=3)).peak / 1e9
         fed.limit(limit)
-        found = footprint.run_out(fed, 12)
+        found = lab09_peak_memory.run_out(fed, 12)
         assert "out of memory" in found["message"] and "artificial" in found["message"]
         assert found["in_except_gb"] > 1.2 * found["before_gb"]
         assert found["cleaned_gb"] <= found["after_except_gb"] < found["in_except_gb"] <= 1.05 * limit
@@ -281,33 +294,33 @@ def test_a_peak_is_told_by_what_it_consists_of_and_of_how_many_examples():
     metrics = {"peak_gb": 10.0, "weights_gb": 4.0, "gradients_gb": 0.0, "activations_gb": 6.0, "activations_share": 0.6}
     run = Run("09", "", recipe={"micro_batch": 3}, metrics=metrics | {"predicted_gb": 9.0, "off": -0.1})
     failed = Run("09", "", status="oom")
-    (row,) = footprint.peak_rows({"memory: sd15-lora, all kept": run, "memory: llava-lora, all kept": failed})
-    found = dict(zip(footprint.PEAK_HEAD, row, strict=True))
+    (row,) = lab09_peak_memory.peak_rows({"memory: sd15-lora, all kept": run, "memory: llava-lora, all kept": failed})
+    found = dict(zip(lab09_peak_memory.PEAK_HEAD, row, strict=True))
     assert found["step"] == "sd15-lora, all kept" and found["examples"] == 3 and found["peak"] == "10.0 GB"
     assert found["weights"] == "4.0 GB" and found["activations"] == "6.0 GB" and found["activations' share"] == "60%"
     assert found["gradients"] is None and found["logits"] is None
-    (row,) = footprint.told_rows({"memory: sd15-lora, all kept": run})
-    assert dict(zip(footprint.TOLD_HEAD, row, strict=True))["examples"] == 3
+    (row,) = lab09_peak_memory.told_rows({"memory: sd15-lora, all kept": run})
+    assert dict(zip(lab09_peak_memory.TOLD_HEAD, row, strict=True))["examples"] == 3
 
 
 def test_what_fits_is_not_told_as_running_out(little):
-    with footprint.Fed(little, PLAIN) as fed, pytest.raises(RuntimeError, match="nothing ran out"):
-        footprint.run_out(fed, 1)
+    with lab09_peak_memory.Fed(little, PLAIN) as fed, pytest.raises(RuntimeError, match="nothing ran out"):
+        lab09_peak_memory.run_out(fed, 1)
 
 
 def test_other_errors_are_not_taken_for_it(little, monkeypatch):
-    with footprint.Fed(little, PLAIN) as fed:
+    with lab09_peak_memory.Fed(little, PLAIN) as fed:
         monkeypatch.setattr(fed, "step", lambda examples: (_ for _ in ()).throw(KeyError("else")))
         with pytest.raises(KeyError, match="else"):
             fed.fits(2)
         with pytest.raises(KeyError, match="else"):
-            footprint.run_out(fed, 2)
+            lab09_peak_memory.run_out(fed, 2)
 
 
 def test_the_foreseen_batch_is_the_largest_one(little):
-    room = footprint.predicted(little, PLAIN.but(micro_batch=5)).peak / 1e9
-    assert footprint.foreseen_largest(little, PLAIN, 1.001 * room) == 5
-    assert footprint.foreseen_largest(little, PLAIN, 0.1 * room) == 0
+    room = lab09_peak_memory.predicted(little, PLAIN.but(micro_batch=5)).peak / 1e9
+    assert lab09_peak_memory.foreseen_largest(little, PLAIN, 1.001 * room) == 5
+    assert lab09_peak_memory.foreseen_largest(little, PLAIN, 0.1 * room) == 0
 
 
 @settings(deadline=None)
@@ -320,7 +333,7 @@ def test_the_search_finds_the_largest_from_anywhere(largest, start):
         tried.append(batch)
         return batch <= largest
 
-    assert footprint.largest_batch(fits, start) == largest
+    assert lab09_peak_memory.largest_batch(fits, start) == largest
     assert len(tried) == len(set(tried))
     assert len(tried) <= 2 + 2 * math.ceil(math.log2(2 + abs(max(1, start) - largest)))
     if start == largest > 0:
@@ -330,6 +343,6 @@ def test_the_search_finds_the_largest_from_anywhere(largest, start):
 @pytest.mark.parametrize(("largest", "start"), [(7, 16), (100, 128), (1, 5)])
 def test_accelerate_s_search_stops_at_or_below_it(largest, start):
     tried: list[int] = []
-    found = footprint.largest_by_accelerate(lambda batch: tried.append(batch) or batch <= largest, start)
+    found = lab09_peak_memory.largest_by_accelerate(lambda batch: tried.append(batch) or batch <= largest, start)
     assert 0.85 * largest <= found <= largest
     assert tried[0] == start and tried == sorted(tried, reverse=True)

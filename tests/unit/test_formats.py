@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from labutils.data import formats
 from labutils.data.images import Preprocess
-from labutils.data.throughput import Pipeline
-from labutils.datapath import _joined, form_of, pipeline_of, points_of, step_over_decoding
-from labutils.recipe import Recipe
-from labutils.results import Run, Unavailable, summarise
+from labutils.labs import lab09_image_formats
+from labutils.labs.lab09_image_input import _joined, form_of, pipeline_of, points_of, step_over_decoding
+from labutils.profiling.dataloader_model import Pipeline
+from labutils.recipe import Recipe, Unavailable
+from labutils.results.records import Run, summarise
 
 RESOLUTION = 64
 
@@ -33,28 +33,32 @@ def drawn(tmp_path_factory):
     return paths
 
 
-@pytest.mark.parametrize("name", list(formats.formats(RESOLUTION)))
+@pytest.mark.parametrize("name", list(lab09_image_formats.formats(RESOLUTION)))
 def test_the_same_picture_comes_back(name, drawn, tmp_path):
-    form = formats.formats(RESOLUTION)[name]
-    files = formats.kept_as(drawn, tmp_path, form)
+    form = lab09_image_formats.formats(RESOLUTION)[name]
+    files = lab09_image_formats.kept_as(drawn, tmp_path, form)
     for path, file in zip(drawn, files, strict=True):
         picture = Image.open(path).convert("RGB")
-        expected = np.asarray(formats.resize(picture, form.side) if form.side else picture).astype(int)
+        expected = np.asarray(lab09_image_formats.resize(picture, form.side) if form.side else picture).astype(int)
         found = form.decode(file.read_bytes()).astype(int)
         assert found.shape == expected.shape
         assert np.abs(found - expected).mean() <= (0 if form.exact else 4)
     assert len({path.read_bytes() for path in files}) == 3
     times = [file.stat().st_mtime_ns for file in files]
-    assert [file.stat().st_mtime_ns for file in formats.kept_as(drawn, tmp_path, form)] == times  # not written again
+    assert [
+        file.stat().st_mtime_ns for file in lab09_image_formats.kept_as(drawn, tmp_path, form)
+    ] == times  # not written again
 
 
 @pytest.mark.parametrize(
     ("name", "held"), [("PNG", "nothing"), ("PNG", "files"), ("PNG", "pixels"), ("resized", "nothing")]
 )
 def test_training_sees_what_the_script_makes(name, held, drawn, tmp_path):
-    form = formats.formats(RESOLUTION)[name]
+    form = lab09_image_formats.formats(RESOLUTION)[name]
     ids = torch.arange(6).view(2, 3)
-    dataset = formats.FormatDataset(formats.kept_as(drawn, tmp_path, form), form, RESOLUTION, ids, held)
+    dataset = lab09_image_formats.FormatDataset(
+        lab09_image_formats.kept_as(drawn, tmp_path, form), form, RESOLUTION, ids, held
+    )
     script = Preprocess(tokenizer=None, resolution=RESOLUTION)
     for place, path in enumerate(drawn):
         expected = script.pixels(Image.open(path).convert("RGB"))
@@ -63,7 +67,7 @@ def test_training_sees_what_the_script_makes(name, held, drawn, tmp_path):
 
 
 def test_times_are_parts_of_a_whole(drawn):
-    times = formats.read_ms(drawn, formats.formats(RESOLUTION)["PNG"], passes=2)
+    times = lab09_image_formats.read_ms(drawn, lab09_image_formats.formats(RESOLUTION)["PNG"], passes=2)
     assert {len(samples) for samples in times.values()} == {6}
     for read, decode, both in zip(*times.values(), strict=True):
         assert 0 < read < both and both == pytest.approx(read + decode)
@@ -74,25 +78,25 @@ def test_files_are_forgotten_and_found_again(tmp_path):
     file = tmp_path / "large"
     file.write_bytes(os.urandom(4 << 20))
     file.read_bytes()
-    assert formats.cached_share([file]) == 1
-    times, still = formats.cold_read_ms([file])
+    assert lab09_image_formats.cached_share([file]) == 1
+    times, still = lab09_image_formats.cold_read_ms([file])
     assert len(times) == 1 and 0 <= still <= 1  # some file systems keep all there is
-    assert formats.cached_share([file]) == 1
+    assert lab09_image_formats.cached_share([file]) == 1
 
 
 def test_a_machine_without_a_gpu_decodes_on_none(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(Unavailable, match="none here"):
-        formats.gpu_decoder()
+        lab09_image_formats.gpu_decoder()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setitem(__import__("sys").modules, "torchvision.io", None)
     with pytest.raises(Unavailable, match="torchvision"):
-        formats.gpu_decoder()
+        lab09_image_formats.gpu_decoder()
 
 
 def test_processes_take_the_threads_they_are_told(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
-    found = formats.images_per_s(2, {"one": 1, "as they come": None}, seconds=0.2)
+    found = lab09_image_formats.images_per_s(2, {"one": 1, "as they come": None}, seconds=0.2)
     assert found["one"]["threads"] == 1 and found["as they come"]["threads"] >= 1
     assert all(each["images_per_s"] > 0 for each in found.values())
 

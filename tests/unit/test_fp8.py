@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from labutils.lowbit import fp8
-from labutils.lowbit.fp8 import E4M3, E5M2, FORMATS, DelayedScaling, decode, encode, quantise
+from labutils.layers.quantization import fp8_math
+from labutils.layers.quantization.fp8_math import E4M3, E5M2, FORMATS, DelayedScaling, decode, encode, quantise
 
 ALL_CODES = torch.arange(256, dtype=torch.uint8)
 formats = pytest.mark.parametrize("fmt", FORMATS.values(), ids=list(FORMATS))
@@ -41,7 +41,7 @@ def test_every_number_has_its_code(fmt):
 
 @formats
 def test_ties_go_to_the_even_code(fmt):
-    numbers = fp8.numbers(fmt).double()
+    numbers = fp8_math.numbers(fmt).double()
     middles = (numbers[1:] + numbers[:-1]) / 2
     codes = encode(middles, fmt)
     assert (codes % 2 == 0).all()
@@ -66,7 +66,7 @@ def test_the_nearest_number_is_found_for_any_float(fmt, value):
     if math.isnan(value):
         assert math.isnan(found)
         return
-    numbers = fp8.numbers(fmt)
+    numbers = fp8_math.numbers(fmt)
     clipped = min(max(value, -fmt.largest), fmt.largest)
     assert abs(found - clipped) == (numbers - clipped).abs().min().item()
     assert math.copysign(1, found) == math.copysign(1, value)
@@ -85,9 +85,9 @@ def test_the_ends_of_the_ranges():
     for fmt in FORMATS.values():
         info = torch.finfo(fmt.dtype)
         assert (fmt.largest, fmt.smallest_normal) == (info.max, info.smallest_normal)
-        assert fp8.numbers(fmt)[-1] == fmt.largest
-    assert fp8.numbers(E4M3).numel() == 253  # 256 less two NaN and the second zero
-    assert fp8.numbers(E5M2).numel() == 247
+        assert fp8_math.numbers(fmt)[-1] == fmt.largest
+    assert fp8_math.numbers(E4M3).numel() == 253  # 256 less two NaN and the second zero
+    assert fp8_math.numbers(E5M2).numel() == 247
 
 
 def test_beyond_the_range():
@@ -99,9 +99,9 @@ def test_beyond_the_range():
 
 def test_bits_are_shown_field_by_field():
     code = encode(torch.tensor([448.0, -57344.0]))[0].item()
-    assert fp8.bits(code) == "0 1111 110"
-    assert fp8.bits(encode(torch.tensor(-57344.0), E5M2).item(), E5M2) == "1 11110 11"
-    sign, exponent, mantissa = fp8.fields(torch.tensor([code], dtype=torch.uint8))
+    assert fp8_math.bits(code) == "0 1111 110"
+    assert fp8_math.bits(encode(torch.tensor(-57344.0), E5M2).item(), E5M2) == "1 11110 11"
+    sign, exponent, mantissa = fp8_math.fields(torch.tensor([code], dtype=torch.uint8))
     assert (sign.item(), exponent.item(), mantissa.item()) == (0, 15, 6)
 
 
@@ -109,15 +109,15 @@ def test_bits_are_shown_field_by_field():
 
 
 def test_the_articles_casts():
-    cast = fp8.saturating_cast(torch.tensor([1e3, 1e6, 5e-5, -1e3]))
+    cast = fp8_math.saturating_cast(torch.tensor([1e3, 1e6, 5e-5, -1e3]))
     assert cast.float().tolist() == [448, 448, 0, -448]
-    assert fp8.saturating_cast(torch.tensor([math.nan])).float().isnan().all()
+    assert fp8_math.saturating_cast(torch.tensor([math.nan])).float().isnan().all()
 
 
 def test_what_pytorchs_own_cast_does_beyond_the_range():
     """It saturates, or gives NaN; which one is a fact about the version, and `plain_cast_saturates` knows it."""
     cast = torch.tensor([465.0, 1e3, 1e6]).to(torch.float8_e4m3fn).float()
-    if fp8.plain_cast_saturates():
+    if fp8_math.plain_cast_saturates():
         assert cast.tolist() == [448, 448, 448]
     else:
         assert cast.isnan().all()
@@ -129,13 +129,13 @@ def test_what_pytorchs_own_cast_does_beyond_the_range():
 
 def test_the_articles_scale():
     x = torch.tensor([-1000.0, 10000.0])
-    assert fp8.scale_for(fp8.amax(x)).item() == pytest.approx(0.0448)
-    assert (x * fp8.scale_for(fp8.amax(x))).tolist() == pytest.approx([-44.8, 448])
-    assert fp8.scale_for(fp8.amax(x), margin=2).item() == pytest.approx(0.0112)
+    assert fp8_math.scale_for(fp8_math.amax(x)).item() == pytest.approx(0.0448)
+    assert (x * fp8_math.scale_for(fp8_math.amax(x))).tolist() == pytest.approx([-44.8, 448])
+    assert fp8_math.scale_for(fp8_math.amax(x), margin=2).item() == pytest.approx(0.0112)
     assert quantise(x).restored().tolist() == pytest.approx([-1000, 10000], rel=2**-4)
 
 
-@pytest.mark.parametrize("granularity", fp8.SCALES)
+@pytest.mark.parametrize("granularity", fp8_math.SCALES)
 @formats
 @given(exponent=st.integers(-40, 60), seed=st.integers(0, 99))
 @settings(max_examples=30, deadline=None)
@@ -152,7 +152,7 @@ def test_each_group_fills_the_range_and_is_restored_to_within_its_rounding(fmt, 
     assert (error <= torch.maximum(half_step, subnormal) * 1.001).all()
 
 
-@pytest.mark.parametrize("granularity", fp8.SCALES)
+@pytest.mark.parametrize("granularity", fp8_math.SCALES)
 def test_zeros_stay_zero_and_their_scale_finite(granularity):
     q = quantise(torch.zeros(2, 32), granularity)
     assert torch.equal(q.restored(), torch.zeros(2, 32))
@@ -188,9 +188,9 @@ def test_unknown_granularities_and_odd_blocks_are_refused():
 
 def test_what_is_lost_is_counted():
     x = torch.tensor([0.0, 1e-7, 1.0, 448.0])
-    assert fp8.lost(x, quantise(x)) == {"flushed": 1 / 3, "saturated": 0}
+    assert fp8_math.lost(x, quantise(x)) == {"flushed": 1 / 3, "saturated": 0}
     delayed = DelayedScaling()
-    assert fp8.lost(torch.tensor([1.0, 1e4]), delayed(torch.tensor([1.0, 1e4])))["saturated"] == 0.5
+    assert fp8_math.lost(torch.tensor([1.0, 1e4]), delayed(torch.tensor([1.0, 1e4])))["saturated"] == 0.5
 
 
 # Delayed scaling
@@ -253,18 +253,18 @@ def test_odd_settings_are_refused():
 def test_the_error_of_a_product_grows_with_fewer_mantissa_bits():
     chance = torch.Generator().manual_seed(0)
     x, w = torch.randn(64, 512, generator=chance), torch.randn(128, 512, generator=chance)
-    e4m3, e5m2 = (fp8.product_error(x, w, "row", fmt) for fmt in (E4M3, E5M2))
+    e4m3, e5m2 = (fp8_math.product_error(x, w, "row", fmt) for fmt in (E4M3, E5M2))
     assert 0.03 < e4m3 < 0.04 < e5m2 < 0.07
 
 
-@pytest.mark.parametrize("granularity", fp8.SCALES)
+@pytest.mark.parametrize("granularity", fp8_math.SCALES)
 def test_of_no_numbers_comes_none(granularity):
     for shape in ((0, 32), (3, 0)):
         assert quantise(torch.zeros(shape), granularity).restored().shape == shape
-    assert not fp8.DelayedScaling()(torch.zeros(0)).values.numel()
+    assert not fp8_math.DelayedScaling()(torch.zeros(0)).values.numel()
 
 
-@pytest.mark.parametrize("granularity", fp8.SCALES)
+@pytest.mark.parametrize("granularity", fp8_math.SCALES)
 def test_infinity_does_not_come_out_as_a_number(granularity):
     x = torch.ones(2, 32)
     x[0, 3] = math.inf

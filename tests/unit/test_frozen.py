@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from labutils.lowbit.fp8 import quantise, relative_error
-from labutils.lowbit.frozen import INPUTS, MULTIPLE, FrozenFP8Linear, product_kind, quantise_rows
+from labutils.layers.quantization.fp8_linear import INPUTS, MULTIPLE, FrozenFP8Linear, product_kind, quantise_rows
+from labutils.layers.quantization.fp8_math import quantise, relative_error
 
 TOLERANCE = 4e-2
 """Two factors rounded to 3 mantissa bits: 2.6 % each, so 3.7 % of a product's norm."""

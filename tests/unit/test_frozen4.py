@@ -13,11 +13,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from labutils.lowbit import nf4
-from labutils.lowbit.backends import MAKERS, convert_base
-from labutils.lowbit.fp8 import quantise, relative_error
-from labutils.lowbit.frozen import INPUTS, MULTIPLE
-from labutils.lowbit.frozen4 import FrozenNF4FP8Linear, FrozenNF4Linear
+from labutils.layers.quantization import nf4_math
+from labutils.layers.quantization.convert import MAKERS, convert_base
+from labutils.layers.quantization.fp8_linear import INPUTS, MULTIPLE
+from labutils.layers.quantization.fp8_math import quantise, relative_error
+from labutils.layers.quantization.nf4_linear import FrozenNF4FP8Linear, FrozenNF4Linear
 
 KINDS = (FrozenNF4Linear, FrozenNF4FP8Linear)
 TOLERANCE = {FrozenNF4Linear: 0.1, FrozenNF4FP8Linear: 0.11}
@@ -54,8 +54,8 @@ def test_it_is_the_product_with_the_weight_that_the_mathematics_restores(rows, k
     """Independent of the layer: the room's own NF4, multiplied in float64. Rows need not be multiples of a block."""
     k, n = k * MULTIPLE, n * MULTIPLE
     linear, frozen = layer_pair(FrozenNF4Linear, k, n, bias=False, seed=seed)
-    w = nf4.quantise_nf4(linear.weight)
-    weight = nf4.NF4(w.packed, nf4.double_quantise(w.absmax).restored(), w.shape).restored()
+    w = nf4_math.quantise_nf4(linear.weight)
+    weight = nf4_math.NF4(w.packed, nf4_math.double_quantise(w.absmax).restored(), w.shape).restored()
     assert torch.equal(frozen.restored(), weight)
     x, dy = random(rows, k, seed=seed), random(rows, n, seed=seed + 1)
     y, dx = passes(frozen, x, dy)
@@ -102,7 +102,7 @@ def test_it_holds_what_bitsandbytes_would(kind):
     assert torch.equal(frozen.scales, state.state2.absmax)
     assert torch.equal(frozen.offset, state.offset)
     apart = frozen.constants.view(-1)[: state.absmax.numel()] != state.absmax
-    assert apart.float().mean() < 0.01  # see labutils.lowbit.nf4 on bitsandbytes' look-up on a CPU
+    assert apart.float().mean() < 0.01  # see labutils.layers.quantization.nf4_math on bitsandbytes' look-up on a CPU
 
 
 @each_kind
@@ -183,7 +183,7 @@ def test_half_a_byte_a_parameter(kind):
     _, frozen = layer_pair(kind, 1024, 512, bias=False)
     held = sum(t.nbytes for t in [*frozen.parameters(), *frozen.buffers()])
     rows = 4 * 512 if kind is FrozenNF4FP8Linear else 0
-    assert held == 1024 * 512 / 2 + 1024 * 512 * nf4.doubled_constant_bits() / 8 + 4 + rows
+    assert held == 1024 * 512 / 2 + 1024 * 512 * nf4_math.doubled_constant_bits() / 8 + 4 + rows
 
 
 @each_kind

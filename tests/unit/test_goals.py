@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from labutils.goals import GOAL_HEAD, Goal, goal_rows
-from labutils.results import Run
+from labutils.course.goals import GOAL_HEAD, Goal, goal_rows
+from labutils.results.records import Run
 
 RATES = {"median": 15_207.4, "p10": 14_579.0, "p90": 15_587.1, "n": 12}
 

@@ -21,12 +21,14 @@ from hypothesis import strategies as st
 from nbformat.v4 import new_code_cell, new_output
 from planted_lab import SECRET, STEM
 
-from labutils import cli, handouts, report
-from labutils.course import Lab
-from labutils.handouts import documents, editions
-from labutils.handouts.facts import Facts, facts_of, machine
-from labutils.results import REPOSITORY, Results, read_records, read_runs
-from labutils.tables import cell
+from labutils import cli
+from labutils.course.lab import Lab
+from labutils.course.tables import cell
+from labutils.results import report
+from labutils.results.records import REPOSITORY, Results, read_records, read_runs
+from labutils.tools import handouts
+from labutils.tools.handouts import documents, editions
+from labutils.tools.handouts.facts import Facts, facts_of, machine
 
 REFERENCE = REPOSITORY / "reference" / "h200"
 LABS = ("01_lora_math", "03_sweep_dataloader_workers")

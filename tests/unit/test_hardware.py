@@ -7,8 +7,19 @@ from types import SimpleNamespace
 
 import pytest
 
-from labutils import hardware
-from labutils.hardware import DTYPES, SPECS, Roofline, cuda, find_spec, host, meant_for, probing, runs_on, scale_for
+from labutils.profiling import hardware
+from labutils.profiling.hardware import (
+    DTYPES,
+    SPECS,
+    Roofline,
+    cuda,
+    find_spec,
+    host,
+    meant_for,
+    probing,
+    runs_on,
+    scale_for,
+)
 
 # data sheets
 
@@ -257,7 +268,7 @@ def test_no_driver_is_none(monkeypatch):
 
 
 def test_importing_hardware_imports_no_torch():
-    code = "import labutils.hardware, sys; sys.exit('torch' in sys.modules)"
+    code = "import labutils.profiling.hardware, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

@@ -21,7 +21,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
-from labutils import hardware
+from labutils.profiling import hardware
 
 HOUSE = Path(__file__).resolve().parents[2]
 NOTEBOOKS = HOUSE / "notebooks"
@@ -119,9 +119,9 @@ def test_no_import_goes_up_a_floor(path):
         ("recipe", "def f():\n    from labutils.training import train", "labutils", {"training"}),
         ("recipe", "import labutils.cli", "labutils", {"cli"}),
         ("report", "from labutils import __version__, plots, results", "labutils", {"plots"}),
-        ("measure", "from ..training import train", "labutils.measure", {"training"}),
-        ("measure", "from . import trace", "labutils.measure", set()),
-        ("training", "from labutils.measure.trace import x", "labutils.training", set()),
+        ("measure", "from ..training import train", "labutils.profiling", {"training"}),
+        ("measure", "from . import trace", "labutils.profiling", set()),
+        ("training", "from labutils.profiling.trace import x", "labutils.training", set()),
         ("cli", "from labutils import runner", "labutils", set()),
     ],
 )

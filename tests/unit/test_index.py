@@ -16,10 +16,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from nbformat.v4 import new_markdown_cell, new_notebook
 
-from labutils import pages
-from labutils.claims import VERDICTS
-from labutils.results import Results
-from labutils.runner import Lab, Outcome, index
+from labutils.results.judges import VERDICTS
+from labutils.results.records import Results
+from labutils.tools import pages
+from labutils.tools.run import Lab, Outcome, index
 
 
 class Read(HTMLParser):

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from labutils.measure.intervals import Lookup, difference, overlap, total, union
+from labutils.profiling.intervals import Lookup, difference, overlap, total, union
 
 ENDS = st.integers(0, 40)
 INTERVALS = st.lists(st.tuples(ENDS, ENDS), max_size=12)

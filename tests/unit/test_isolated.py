@@ -10,8 +10,8 @@ import sys
 import pytest
 
 from labutils.recipe import STOCK, Recipe
-from labutils.training import isolated
-from labutils.training.isolated import compile_ahead, try_isolated
+from labutils.training import subprocess_run
+from labutils.training.subprocess_run import compile_ahead, try_isolated
 from labutils.workloads import open_workload
 
 READ = "import json, os, sys, time; order = json.load(sys.stdin); "
@@ -25,14 +25,14 @@ def workload():
 @pytest.fixture
 def child(monkeypatch):
     """Children that run the code given to this instead of training, which takes 10 s to import what it needs."""
-    run = isolated.subprocess.run
+    run = subprocess_run.subprocess.run
 
     def instead(code: str) -> None:
         def short(command: list[str], **options: object) -> object:
-            assert command == [sys.executable, "-m", "labutils.training.isolated"]
+            assert command == [sys.executable, "-m", "labutils.training.subprocess_run"]
             return run([sys.executable, "-c", READ + code], **options)
 
-        monkeypatch.setattr(isolated.subprocess, "run", short)
+        monkeypatch.setattr(subprocess_run.subprocess, "run", short)
 
     return instead
 
@@ -82,7 +82,7 @@ def test_an_exception_is_the_childs_message(monkeypatch, capsys):
     """The child's own side, here: an order that can't be carried out."""
     order = {"name": "sd15-lora", "scale": "huge", "recipe": STOCK.as_dict(), "steps": 1}
     monkeypatch.setattr(sys, "stdin", io.StringIO(json.dumps(order)))
-    isolated._main()
+    subprocess_run._main()
     result = json.loads(capsys.readouterr().out)
     assert result["failed"] == 1
     assert result["message"].startswith("ValueError: scale='huge' is not known. Choose one of:")
@@ -92,7 +92,7 @@ def test_each_network_is_compiled_ahead_once(monkeypatch, workload):
     """Recipes that differ in nothing a compiled network depends on share one child; the uncompiled need none."""
     tried = []
     monkeypatch.setattr(
-        isolated, "try_isolated", lambda workload, recipe, steps: tried.append((recipe, steps)) or recipe
+        subprocess_run, "try_isolated", lambda workload, recipe, steps: tried.append((recipe, steps)) or recipe
     )
     compiled = STOCK.but(compile="default")
     alike = [compiled, compiled.but(num_workers=3), compiled.but(driver="eager", learning_rate=1e-3)]

@@ -18,17 +18,16 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.data import BatchSampler
 from torch.utils.flop_counter import FlopCounterMode
 
-from labutils.adapters import attach_lora, count_parameters, count_trainable, load_adapter
 from labutils.data.images import EPOCH, EpochOrder
 from labutils.data.packing import BUCKETS, IGNORED, Layout, PackedOrder, boundaries
-from labutils.measure.recompilation import Compilation
-from labutils.recipe import A3_BASE, A3_LADDER, A3_OWN, climb
-from labutils.results import Unavailable
-from labutils.training import MemoryLog, Session, compare, comparing
+from labutils.labs.ladders import A3_BASE, A3_LADDER, A3_OWN, climb
+from labutils.layers.lora import attach_lora, count_parameters, count_trainable, load_adapter
+from labutils.profiling.recompilation import Compilation
+from labutils.recipe import Unavailable
+from labutils.training import MemoryLog, Session, benchmark, compare
 from labutils.workloads import open_workload, workload_names
 from labutils.workloads.base import ROOMS
-from labutils.workloads.decoder import ATTENTION, FP8_ROWS, TARGETS, around_the_same, projections
-from labutils.workloads.language import (
+from labutils.workloads.causal_lm import (
     GPT_OSS,
     GPT_OSS_120B,
     QWEN3,
@@ -39,6 +38,7 @@ from labutils.workloads.language import (
     count_full_flops,
     decoder_shapes,
 )
+from labutils.workloads.decoder import ATTENTION, FP8_ROWS, TARGETS, around_the_same, projections
 
 BASE = A3_BASE.but(precision="fp32", adapter="plain", driver="eager", logging="ring-buffer")
 OURS = BASE.but(layers="rewritten")
@@ -460,9 +460,9 @@ def test_weights_are_read_in_the_form_that_they_are_held_in(qwen3):
 
 @pytest.mark.parametrize(("has", "expected"), [(400.0, "fp8_rowwise"), (None, "fp32")])
 def test_fp8_products_have_the_rate_of_fp8_where_there_is_one(monkeypatch, has, expected):
-    monkeypatch.setattr(comparing.hardware, "probe", lambda item: SimpleNamespace(rate=lambda dtype: has))
-    assert comparing._multiplied_as(BASE.but(base_linear="fp8-frozen")) == expected
-    assert comparing._multiplied_as(BASE.but(base_linear="nf4-frozen")) == "fp32"
+    monkeypatch.setattr(benchmark.hardware, "probe", lambda item: SimpleNamespace(rate=lambda dtype: has))
+    assert benchmark._multiplied_as(BASE.but(base_linear="fp8-frozen")) == expected
+    assert benchmark._multiplied_as(BASE.but(base_linear="nf4-frozen")) == "fp32"
 
 
 def test_what_work_counts(workload):
@@ -514,10 +514,10 @@ def test_a_ladder_ends_where_it_trains(workload):
 
 def test_rounds_of_the_same_batches(qwen3, monkeypatch):
     """Round after round and recipe after recipe, whatever either was shown before."""
-    monkeypatch.setattr(comparing, "ROUND_MS", 1)
+    monkeypatch.setattr(benchmark, "ROUND_MS", 1)
     met = []
     recipes = {"library": A3_BASE.but(precision="fp32"), "ours": OURS.but(micro_batch=4)}
-    with comparing.Bench(qwen3, warmup=1, same_batches=True, meet=met.append) as bench:
+    with benchmark.Bench(qwen3, warmup=1, same_batches=True, meet=met.append) as bench:
         runs = bench.compare(recipes, steps=3, rounds=2)
         assert met == [bench.contenders[name].session for name in recipes]
     taken = [run.samples["useful_tokens"] for run in runs.values()]

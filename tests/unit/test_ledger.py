@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.distributed._tools.mem_tracker import MemTracker
 
-from labutils.measure.ledger import (
+from labutils.profiling.memory_timeline import (
     BLOCK,
     KINDS,
     Allocation,

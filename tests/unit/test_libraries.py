@@ -1,4 +1,4 @@
-"""labutils.libraries: what is imported out of the garbage collector's sight, and what must stay in it."""
+"""labutils.workloads.lazy_imports: what is imported out of the garbage collector's sight, and what must stay in it."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from labutils.measure.live import LiveTensors
+from labutils.profiling.live_tensors import LiveTensors
 
 KB = 1024
 

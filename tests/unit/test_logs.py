@@ -16,8 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from labutils.runner import Kernel
-from labutils.training.logs import MemoryLog, NotFinite, RingLog, SynchronousLog, tensorboard
+from labutils.tools.run import Kernel
+from labutils.training.logs import NotFinite, RingLog, SynchronousLog, tensorboard
+from labutils.training.memory_run import MemoryLog
 
 CPU = torch.device("cpu")
 ACCUMULATION = 3
@@ -136,7 +137,7 @@ def test_a_silenced_bar_still_costs_what_it_does(tmp_path):
     with Kernel(tmp_path, tmp_path) as kernel:
         environment = os.environ | kernel.environment()
     code = (
-        "from labutils.training.comparing import _progress\n"
+        "from labutils.training.benchmark import _progress\n"
         "from labutils.training.logs import SynchronousLog\n"
         "assert list(_progress(range(3), 'measuring')) == [0, 1, 2]\n"
         "assert not SynchronousLog(print, 1).bar.disable"

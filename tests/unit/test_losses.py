@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._inductor.utils import run_and_get_code
 
-from labutils.losses import ChunkLoss, cross_entropy, linear_cross_entropy
+from labutils.layers.chunked_cross_entropy import ChunkLoss, cross_entropy, linear_cross_entropy
 
 
 def problem(tokens: int, width: int, words: int, dtype: torch.dtype, seed: int, ignored: float = 0.4):

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from labutils import exercises
-from labutils.exercises import difference, faster_than, kept_for_backward, range_of_median, smaller_than, solved
+from labutils.course import exercises
+from labutils.course.exercises import difference, faster_than, kept_for_backward, range_of_median, smaller_than, solved
 
 
 def numbers(seed: int) -> tuple:

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from labutils.adapters import LoRALinear, attach_lora
-from labutils.measure.memory import TrainingMemory, measured, planned, saved_for_backward
+from labutils.layers.lora import LoRALinear, attach_lora
+from labutils.profiling.training_memory import TrainingMemory, measured, planned, saved_for_backward
 
 sizes = st.integers(1, 30)
 

@@ -13,16 +13,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from recipes_at_work import one_thread
 
-from labutils import methods
-from labutils.articles import claims
-from labutils.lowbit import nf4
-from labutils.recipe import A3_BASE, A3_OWN, Recipe, distinct_on
-from labutils.results import REFERENCE, Run, read_runs
+from labutils.labs import lab07_qlora
+from labutils.labs.ladders import A3_BASE, A3_OWN, distinct_on
+from labutils.layers.quantization import nf4_math
+from labutils.recipe import Recipe
+from labutils.results.claims import claims
+from labutils.results.records import REFERENCE, Run, read_runs
 from labutils.training import Session
-from labutils.training.following import read_log
-from labutils.training.variants import cast_as_for_kbit, prepared_for_kbit
+from labutils.training.memory_run import read_log
+from labutils.training.model_edits import cast_as_for_kbit, prepared_for_kbit
 from labutils.workloads import open_workload
-from labutils.workloads.language import QWEN3, build_lm
+from labutils.workloads.causal_lm import QWEN3, build_lm
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -55,20 +56,20 @@ def texts():
     ],
 )
 def test_a_name_says_its_recipe(name, expected, change):
-    method = methods.of_name(name)
+    method = lab07_qlora.of_name(name)
     assert {knob: new for knob, (_, new) in method.recipe.changes_from(A3_BASE).items()} == expected
     assert method.change is change
     assert method.texts in name
 
 
 def test_qlora_is_the_recipes_own():
-    assert methods.of_name("qlora long").recipe == A3_OWN["qlora"]
+    assert lab07_qlora.of_name("qlora long").recipe == A3_OWN["qlora"]
 
 
 @pytest.mark.parametrize("name", ["", "lora", "lora middle", "qlora long, faster", "lora long,checkpointed"])
 def test_another_name_is_no_method(name):
     with pytest.raises(ValueError, match="is no method"):
-        methods.of_name(name)
+        lab07_qlora.of_name(name)
 
 
 def test_claims_that_compare_methods_compare_what_can_be_run():
@@ -77,15 +78,15 @@ def test_claims_that_compare_methods_compare_what_can_be_run():
     named |= {run for claim in claims("A3", "07").values() for run in claim.runs if "long, " in run or "short, " in run}
     assert len(named) >= 8
     for name in named:
-        methods.of_name(name)
+        lab07_qlora.of_name(name)
 
 
 # ---------------------------------------------------------------------------------------------------------- running
 
 
 def test_a_method_is_followed(texts, tmp_path):
-    lora = methods.follow(texts, "lora short", 4, tmp_path, every=2)
-    run = methods.follow(texts, "qlora short", 4, tmp_path, every=2, against=lora)
+    lora = lab07_qlora.follow(texts, "lora short", 4, tmp_path, every=2)
+    run = lab07_qlora.follow(texts, "qlora short", 4, tmp_path, every=2, against=lora)
     assert run.ok, run.status
     assert run.recipe["base_linear"] == "nf4"
     assert run.metrics["ms_per_1k_useful_tokens"]["n"] == len(run.samples["step_ms"])
@@ -95,17 +96,17 @@ def test_a_method_is_followed(texts, tmp_path):
     assert log[0]["elapsed_time_sec"] < log[1]["elapsed_time_sec"]
     common = min(len(lora.samples["useful_tokens"]), len(run.samples["useful_tokens"]))
     assert lora.samples["useful_tokens"][:common] == run.samples["useful_tokens"][:common]
-    curves = methods.over_examples(tmp_path, "short", "elapsed_time_sec")
+    curves = lab07_qlora.over_examples(tmp_path, "short", "elapsed_time_sec")
     assert list(curves["qlora"]) == [8, 16, 24, 28]
     assert curves["unsloth"] == {}
-    rows = methods.method_rows({"qlora short": run, "unsloth short": Run("07", "", status="oom")})
+    rows = lab07_qlora.method_rows({"qlora short": run, "unsloth short": Run("07", "", status="oom")})
     assert [row[0] for row in rows] == ["qlora short", "unsloth short: oom"]
-    assert {len(row) for row in rows} == {len(methods.METHOD_HEAD)}
+    assert {len(row) for row in rows} == {len(lab07_qlora.METHOD_HEAD)}
 
 
 def test_a_log_is_begun_anew(texts, tmp_path):
     for _ in range(2):
-        methods.follow(texts, "lora short", 2, tmp_path, every=2)
+        lab07_qlora.follow(texts, "lora short", 2, tmp_path, every=2)
     assert [line["step"] for line in read_log(tmp_path / "lora short.csv")] == [2, 4, 5]
 
 
@@ -132,8 +133,8 @@ def test_what_casts_replace_is_let_go(texts, monkeypatch, tmp_path):
     held = []
     real = Session.step
     monkeypatch.setattr(Session, "step", lambda self, *a: held.append(texts["short"]._held) or real(self, *a))
-    methods.follow(texts, "lora short, fp32 casts", 1, tmp_path)
-    with methods.Filled(texts["short"], "lora short, fp32 casts") as filled:
+    lab07_qlora.follow(texts, "lora short, fp32 casts", 1, tmp_path)
+    with lab07_qlora.Filled(texts["short"], "lora short, fp32 casts") as filled:
         filled.peak(1)
     assert len(held) > 2 and set(held) == {None}
 
@@ -141,15 +142,15 @@ def test_what_casts_replace_is_let_go(texts, monkeypatch, tmp_path):
 def test_what_building_reserved_is_given_back(texts, monkeypatch, tmp_path):
     """Else 4-bit weights would have the 16-bit ones, from which they were made, in the memory reserved."""
     events = []
-    step, empty_cache = Session.step, methods.hardware.cuda.empty_cache
+    step, empty_cache = Session.step, lab07_qlora.hardware.cuda.empty_cache
     monkeypatch.setattr(Session, "step", lambda self, *a: events.append("step") or step(self, *a))
-    monkeypatch.setattr(methods.hardware.cuda, "empty_cache", lambda: events.append("given back") or empty_cache())
+    monkeypatch.setattr(lab07_qlora.hardware.cuda, "empty_cache", lambda: events.append("given back") or empty_cache())
     monkeypatch.setattr(
         texts["short"],
         "build",
         lambda recipe: events.append("built") or type(texts["short"]).build(texts["short"], recipe),
     )
-    assert methods.follow(texts, "qlora short, no casts", 1, tmp_path).ok
+    assert lab07_qlora.follow(texts, "qlora short, no casts", 1, tmp_path).ok
     assert events[events.index("built") :][:3] == ["built", "given back", "step"]
 
 
@@ -158,24 +159,24 @@ def test_how_much_longer_steps_are():
         return Run("07", "", status=status, samples={"step_ms": times, "useful_tokens": tokens})
 
     base = run([10, 30, 20, 50], [1, 3, 2, 5])
-    assert methods.longer_by(run([12, 36, 26], [1, 3, 2]), base) == pytest.approx(20)
-    assert methods.longer_by(run([12, 36, 26], [3, 1, 1]), base) is None
-    assert methods.longer_by(run([], [], "oom"), base) is None
+    assert lab07_qlora.longer_by(run([12, 36, 26], [1, 3, 2]), base) == pytest.approx(20)
+    assert lab07_qlora.longer_by(run([12, 36, 26], [3, 1, 1]), base) is None
+    assert lab07_qlora.longer_by(run([], [], "oom"), base) is None
 
 
 def test_time_to_catch_up():
     slow = Run("07", "a", metrics={"first_step_s": 1.0, "step_ms": 500})
     quick = Run("07", "b", metrics={"first_step_s": 21.0, "step_ms": 300})
-    assert methods.paid_after(slow, quick) == pytest.approx(100)
-    assert methods.paid_after(quick, slow) is None
-    assert methods.paid_after(slow, Run("07", "c", status="oom")) is None
+    assert lab07_qlora.paid_after(slow, quick) == pytest.approx(100)
+    assert lab07_qlora.paid_after(quick, slow) is None
+    assert lab07_qlora.paid_after(slow, Run("07", "c", status="oom")) is None
 
 
 # ------------------------------------------------------------------------------------------------------- arithmetic
 
 
 def test_the_articles_four_numbers():
-    found = methods.absmax_example(torch.tensor([2.50, -0.70, 0.12, 0.48]))
+    found = lab07_qlora.absmax_example(torch.tensor([2.50, -0.70, 0.12, 0.48]))
     assert [found[f"code_{i}"] for i in range(4)] == [127, -36, 6, 24]
     assert [round(found[f"restored_{i}"], 4) for i in range(4)] == [2.5, -0.7087, 0.1181, 0.4724]
     assert found["constant"] == pytest.approx(50.8)
@@ -183,29 +184,29 @@ def test_the_articles_four_numbers():
 
 def test_an_outlier_spoils_its_block_alone():
     weight = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
-    whole, blocks = methods.outlier_costs(weight, None), methods.outlier_costs(weight, 64)
+    whole, blocks = lab07_qlora.outlier_costs(weight, None), lab07_qlora.outlier_costs(weight, 64)
     assert whole["zeros_share"] > 0.99
     assert whole["others_error"] == pytest.approx(1, abs=0.01)
     assert blocks["others_error"] < math.sqrt(63 / 4095) + 0.02
 
 
 def test_bytes_held_are_the_arithmetic():
-    found = methods.bits_held(torch.randn(1024, 1024))
+    found = lab07_qlora.bits_held(torch.randn(1024, 1024))
     assert found["bits_codes"] == 4
-    assert found["bits_float32"] == nf4.constant_bits()
-    assert found["bits_doubled"] == nf4.doubled_constant_bits()
+    assert found["bits_float32"] == nf4_math.constant_bits()
+    assert found["bits_doubled"] == nf4_math.doubled_constant_bits()
     assert found["linear_share"] == pytest.approx(4.126953125 / 16)
-    assert all(methods.same_as_bitsandbytes(torch.randn(64, 64)).values())
+    assert all(lab07_qlora.same_as_bitsandbytes(torch.randn(64, 64)).values())
 
 
 def test_every_format_has_its_bits():
-    assert methods.BITS.keys() == nf4.ROUNDINGS.keys()
+    assert lab07_qlora.BITS.keys() == nf4_math.ROUNDINGS.keys()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_4_bit_layer_multiplies_the_restored_weight(dtype):
     linear = torch.nn.Linear(128, 64, bias=False, dtype=dtype).requires_grad_(False)
-    found = methods.multiplies_restored(linear, torch.randn(8, 128, dtype=dtype))
+    found = lab07_qlora.multiplies_restored(linear, torch.randn(8, 128, dtype=dtype))
     assert found["multiplies_restored_weights"] == 1
     assert found["error_to_16_bits"] > 10 * found["error_to_restored"]
 
@@ -216,17 +217,17 @@ def test_both_orders_of_the_chain_give_autograds_gradients(order):
     slope = torch.randn(5, 7, dtype=torch.float64)
     y = x @ A.t() @ B.t()
     expected = (y, *torch.autograd.grad(y, (x, A, B), slope))
-    for found, wanted in zip(methods.chain(order, x, A, B, slope), expected, strict=True):
+    for found, wanted in zip(lab07_qlora.chain(order, x, A, B, slope), expected, strict=True):
         torch.testing.assert_close(found, wanted)
 
 
 def test_flops_of_the_chain():
     """By hand: six thin products of n tokens; or two thin and three wide ones, and forming the wide matrix."""
-    shapes = methods.decoder_shapes(methods.QWEN3["full"]).adapted.values()
+    shapes = lab07_qlora.decoder_shapes(lab07_qlora.QWEN3["full"]).adapted.values()
     n, r = 10, 4
-    assert methods.chain_flops("thin first", n, r) == sum(6 * n * r * (i + o) for i, o in shapes)
+    assert lab07_qlora.chain_flops("thin first", n, r) == sum(6 * n * r * (i + o) for i, o in shapes)
     wide = sum(4 * n * r * (i + o) + 2 * r * i * o + 4 * n * i * o for i, o in shapes)
-    assert methods.chain_flops("wide first", n, r) == wide
+    assert lab07_qlora.chain_flops("wide first", n, r) == wide
 
 
 # ------------------------------------------------------------------------------------------------- memory and batch
@@ -234,22 +235,24 @@ def test_flops_of_the_chain():
 
 @given(st.floats(0.1, 100), st.floats(0.01, 10), st.lists(st.integers(1, 64), min_size=2, unique=True))
 def test_a_line_is_found_again(base, each, batches):
-    line = methods.line_through({batch: base + each * batch for batch in batches})
+    line = lab07_qlora.line_through({batch: base + each * batch for batch in batches})
     assert line.each == pytest.approx(each, rel=1e-4)
     assert line.base == pytest.approx(base, rel=1e-3, abs=1e-2)
 
 
 def test_the_largest_batch():
-    line = methods.line_through({2: 30.0, 5: 45.0})
+    line = lab07_qlora.line_through({2: 30.0, 5: 45.0})
     assert (line.largest(78), line.largest(24.9), line.largest(10)) == (11, 0, 0)
     with pytest.raises(ValueError, match="two batch sizes"):
-        methods.line_through({4: 3.0})
+        lab07_qlora.line_through({4: 3.0})
 
 
 def test_memory_is_a_line_and_checkpointing_makes_it_flatter(texts):
-    found = {name: methods.memory_line(texts, name, (1, 3), None) for name in ("lora long", "lora long, checkpointed")}
-    lines = methods.lines_of(found, {})
-    with methods.Filled(texts["long"], "lora long") as filled:
+    found = {
+        name: lab07_qlora.memory_line(texts, name, (1, 3), None) for name in ("lora long", "lora long, checkpointed")
+    }
+    lines = lab07_qlora.lines_of(found, {})
+    with lab07_qlora.Filled(texts["long"], "lora long") as filled:
         assert filled.peak(2) == pytest.approx(lines["lora long"].base + 2 * lines["lora long"].each, rel=0.02)
     assert lines["lora long, checkpointed"].each < 0.7 * lines["lora long"].each
     assert "largest_batch" not in found["lora long"].metrics
@@ -257,36 +260,36 @@ def test_memory_is_a_line_and_checkpointing_makes_it_flatter(texts):
 
 def test_a_line_leaves_no_model_behind(texts, monkeypatch):
     """Else each method's line would begin where the weights of those before it end, and the last would find no room."""
-    built, make = [], methods.Session
+    built, make = [], lab07_qlora.Session
     monkeypatch.setattr(
-        methods, "Session", lambda *a: built.append(weakref.ref((session := make(*a)).model)) or session
+        lab07_qlora, "Session", lambda *a: built.append(weakref.ref((session := make(*a)).model)) or session
     )
-    methods.memory_line(texts, "lora long", (1, 2), None)
-    methods.make_room(*texts.values())
+    lab07_qlora.memory_line(texts, "lora long", (1, 2), None)
+    lab07_qlora.make_room(*texts.values())
     gc.collect()
     assert len(built) == 1 and built[0]() is None
 
 
 def test_a_prediction_is_tried(texts, monkeypatch):
     """On a card that has room for exactly five."""
-    real = methods.Filled.peak
+    real = lab07_qlora.Filled.peak
 
     def peak(self, batch):
         if batch > 5:
             raise torch.OutOfMemoryError("CUDA out of memory.")
         return real(self, batch)
 
-    line = methods.lines_of({"": methods.memory_line(texts, "lora short", (1, 2), None)}, {})[""]
-    monkeypatch.setattr(methods.Filled, "peak", peak)
-    run = methods.memory_line(texts, "lora short", (1, 2), line.base + 5.5 * line.each)
+    line = lab07_qlora.lines_of({"": lab07_qlora.memory_line(texts, "lora short", (1, 2), None)}, {})[""]
+    monkeypatch.setattr(lab07_qlora.Filled, "peak", peak)
+    run = lab07_qlora.memory_line(texts, "lora short", (1, 2), line.base + 5.5 * line.each)
     assert (run.metrics["largest_batch"], run.metrics["fits"], run.metrics["fails"]) == (5, 1, 1)
 
 
 def test_unsloths_line_is_that_of_its_padded_runs():
     peaks = {"unsloth long, padded, batch 2": 7.0, "unsloth long, padded": 9.0}
     runs = {name: Run("07", name, metrics={"peak_allocated_gb": peak}) for name, peak in peaks.items()}
-    assert methods.lines_of({}, runs) == {"unsloth long": methods.Line(5.0, 1.0)}
-    assert methods.lines_of({}, {}) == {}
+    assert lab07_qlora.lines_of({}, runs) == {"unsloth long": lab07_qlora.Line(5.0, 1.0)}
+    assert lab07_qlora.lines_of({}, {}) == {}
 
 
 # ------------------------------------------------------------------------------------------------------- the ladder
@@ -302,18 +305,18 @@ def test_tables_of_a_results_file_are_those_of_the_lab():
         "memory of lora long": run("memory of lora long", base_gb=10.0, each_gb=5.0),
         "memory of qlora long": run("memory of qlora long", base_gb=4.0, each_gb=8.0),
     }
-    assert methods.bundle_of(there) == [
+    assert lab07_qlora.bundle_of(there) == [
         ("lora long", 4.0, "+0", 10.0, 5.0),
         ("lora long, 4 bits", 5.0, "+0", None, None),
         ("qlora long", None, None, 4.0, 8.0),
     ]
-    assert methods.largest_on(there, (24, 80)) == [("lora long", 2, 14), ("qlora long", 2, 9)]
-    assert methods.batches_head((24, 0.048))[1:] == ("24 GB", "48 MB")
-    assert methods.bundle_of({}) == methods.largest_on({}, (24,)) == methods.rung_rows({}) == []
+    assert lab07_qlora.largest_on(there, (24, 80)) == [("lora long", 2, 14), ("qlora long", 2, 9)]
+    assert lab07_qlora.batches_head((24, 0.048))[1:] == ("24 GB", "48 MB")
+    assert lab07_qlora.bundle_of({}) == lab07_qlora.largest_on({}, (24,)) == lab07_qlora.rung_rows({}) == []
 
 
 def test_the_ladder_on_a_cpu_compiles_nothing():
-    ladder, recipes = methods.ladder_for("cpu")
+    ladder, recipes = lab07_qlora.ladder_for("cpu")
     assert {recipe.compile for recipe in recipes.values()} == {"off"}
     assert list(recipes) == [rung.name for rung in ladder]
     assert "blocks compiled" not in distinct_on("cpu", recipes)
@@ -324,7 +327,7 @@ def test_what_is_on_record_of_a_rung_is_of_its_recipe():
     runs = {place: run for place, run in read_runs(REFERENCE).items() if run.recipe}
     recipes = {place: Recipe(**run.recipe) for place, run in runs.items()}
     assert len(recipes) > 50
-    _, rungs = methods.ladder_for("cuda")
+    _, rungs = lab07_qlora.ladder_for("cuda")
     there = [name for name in rungs if ("07", name) in recipes]
     assert len(there) >= 5
     for name in there:
@@ -332,9 +335,9 @@ def test_what_is_on_record_of_a_rung_is_of_its_recipe():
 
 
 def test_rungs_are_timed_on_the_same_batches_and_rated_by_the_epoch(texts):
-    ladder, recipes = methods.ladder_for("cpu")
+    ladder, recipes = lab07_qlora.ladder_for("cpu")
     chosen = {name: recipes[name] for name in ("lora", "rewritten", "packed", "4-bit weights")}
-    runs = methods.climbed_on(texts["long"], ladder, chosen, steps=2, rounds=2, warmup=0)
+    runs = lab07_qlora.climbed_on(texts["long"], ladder, chosen, steps=2, rounds=2, warmup=0)
     assert list(runs) == list(chosen) and all(run.ok for run in runs.values())
     assert [run.lane for run in runs.values()] == ["article", "same work", "same mathematics", "same mathematics"]
     assert runs["lora"].samples["tokens"][:2] == runs["rewritten"].samples["tokens"][:2]
@@ -344,21 +347,21 @@ def test_rungs_are_timed_on_the_same_batches_and_rated_by_the_epoch(texts):
     tokens, times = runs["lora"].samples["tokens"], runs["lora"].samples["step_ms"]
     rates = sorted(1e3 * n / ms * work.useful_tokens / work.tokens for n, ms in zip(tokens, times, strict=True))
     assert rates[0] <= runs["lora"].metrics["useful_tokens_per_s"]["median"] <= rates[-1]
-    assert methods.floor_columns(runs["lora"])[1] == pytest.approx(
+    assert lab07_qlora.floor_columns(runs["lora"])[1] == pytest.approx(
         100 * runs["lora"].metrics["floor_ms"] * len(times) / sum(times)
     )
-    assert methods.floor_columns(Run("07", "", status="oom")) == (None, None)
+    assert lab07_qlora.floor_columns(Run("07", "", status="oom")) == (None, None)
 
 
 def test_a_step_by_kind(texts, tmp_path):
     """The step's attention and products are in it; rows are those that take a hundredth or more."""
-    run = methods.kinds_of(texts["long"], methods.ladder_for("cpu")[1]["packed"], tmp_path, steps=1)
+    run = lab07_qlora.kinds_of(texts["long"], lab07_qlora.ladder_for("cpu")[1]["packed"], tmp_path, steps=1)
     kinds = run.metrics["kernel_categories"]
     assert {"attention", "GEMM", "elementwise"} <= kinds.keys()
-    rows = methods.kinds_rows({"step by kind": run})
+    rows = lab07_qlora.kinds_rows({"step by kind": run})
     assert all(share >= 1 and ms == kinds[name]["ms"] for name, ms, share, _ in rows)
     assert 90 < sum(share for *_, share, _ in rows) <= 100.001
-    assert methods.kinds_rows({}) == methods.kinds_rows({"step by kind": Run("07", "", status="oom")}) == []
+    assert lab07_qlora.kinds_rows({}) == lab07_qlora.kinds_rows({"step by kind": Run("07", "", status="oom")}) == []
 
 
 def test_what_the_ladder_reaches():
@@ -370,13 +373,14 @@ def test_what_the_ladder_reaches():
         return {metric: value["median"] if isinstance(value, dict) else value for metric, value in found.items()}
 
     climbed = {
-        r.run: r for r in (rung("lora", 9e3, 50.0), rung("packed", 18e3, 35.0), rung(methods.LEAST_MEMORY, 13e3, 9.0))
+        r.run: r
+        for r in (rung("lora", 9e3, 50.0), rung("packed", 18e3, 35.0), rung(lab07_qlora.LEAST_MEMORY, 13e3, 9.0))
     }
     padded, packed = rung("unsloth long", 6.5e3, 5.0), rung("unsloth long, packed", 10e3, 7.5)
     expected = {"useful_tokens_per_s": 18e3, "useful_speedup": 2, "small_over_unsloth_padded": 2}
-    assert medians(methods.reached(climbed, {padded.run: padded})) == pytest.approx(expected)
-    found = methods.reached(climbed, {padded.run: padded, packed.run: packed})
+    assert medians(lab07_qlora.reached(climbed, {padded.run: padded})) == pytest.approx(expected)
+    found = lab07_qlora.reached(climbed, {padded.run: padded, packed.run: packed})
     assert medians(found) == pytest.approx(expected | {"small_over_unsloth": 1.3, "small_memory_over_unsloth": 1.2})
     assert found["useful_speedup"] == pytest.approx({"median": 2, "p10": 1.5, "p90": 8 / 3, "n": 6})
-    assert methods.reached({}, {}) == {}
-    assert found.keys() == methods.GOALS.keys() - {"fp8_useful_tokens_per_s"}
+    assert lab07_qlora.reached({}, {}) == {}
+    assert found.keys() == lab07_qlora.GOALS.keys() - {"fp8_useful_tokens_per_s"}

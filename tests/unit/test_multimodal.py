@@ -18,17 +18,17 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.data import BatchSampler
 from torch.utils.flop_counter import FlopCounterMode
 
-from labutils.adapters import attach_lora, count_parameters, count_trainable, load_adapter
-from labutils.attention import document_attention, varlen_options
 from labutils.data.images import EPOCH, EpochOrder
 from labutils.data.packing import BUCKETS, IGNORED, Layout, PackedOrder, fullest
-from labutils.measure.recompilation import Compilation
-from labutils.recipe import A2_BASE, A2_LADDER, climb
+from labutils.labs.ladders import A2_BASE, A2_LADDER, climb
+from labutils.layers.lora import attach_lora, count_parameters, count_trainable, load_adapter
+from labutils.layers.packed_attention import document_attention, varlen_options
+from labutils.profiling.recompilation import Compilation
 from labutils.training import Session, compare
 from labutils.workloads import open_workload
 from labutils.workloads.base import Work
 from labutils.workloads.decoder import TARGETS
-from labutils.workloads.multimodal import FP8_ROWS, SCALES_OF_LLAVA, build_llava, count_flops
+from labutils.workloads.llava import FP8_ROWS, SCALES_OF_LLAVA, build_llava, count_flops
 
 BASE = A2_BASE.but(precision="fp32", adapter="plain", logging="ring-buffer")
 OURS = BASE.but(layers="rewritten")

@@ -10,9 +10,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from labutils.lowbit import nf4
-from labutils.lowbit.fp8 import relative_error
-from labutils.lowbit.nf4 import BLOCK, GROUP, NF4, double_quantise, quantise_int, quantise_nf4, quantise_to
+from labutils.layers.quantization import nf4_math
+from labutils.layers.quantization.fp8_math import relative_error
+from labutils.layers.quantization.nf4_math import (
+    BLOCK,
+    GROUP,
+    NF4,
+    double_quantise,
+    quantise_int,
+    quantise_nf4,
+    quantise_to,
+)
 
 EDGE = 2.0**-22
 """How near to the edge between two levels a number must lie for a rounding of its scaling to tip it over."""
@@ -47,14 +55,14 @@ def restored_by_bitsandbytes(packed: torch.Tensor, state: bnb.QuantState) -> tor
     return bnb.dequantize_4bit(packed, state).view(shape)
 
 
-def near_an_edge(x: torch.Tensor, coded: nf4.Coded, margin: float) -> torch.Tensor:
+def near_an_edge(x: torch.Tensor, coded: nf4_math.Coded, margin: float) -> torch.Tensor:
     """Which numbers of x, scaled, lie within `margin` of the middle between two neighbouring levels."""
-    scaled = nf4.blocks_of(x, coded.codes.shape[1]).double() / coded.absmax.double().clamp(min=1e-300)[:, None]
+    scaled = nf4_math.blocks_of(x, coded.codes.shape[1]).double() / coded.absmax.double().clamp(min=1e-300)[:, None]
     middles = ((coded.levels[1:] + coded.levels[:-1]) / 2).double()
     nearest = middles[torch.bucketize(scaled, middles).clamp(max=len(middles) - 1)]
     before = middles[(torch.bucketize(scaled, middles) - 1).clamp(min=0)]
     distance = torch.minimum((scaled - nearest).abs(), (scaled - before).abs())
-    return nf4.joined(distance <= margin, x.shape)
+    return nf4_math.joined(distance <= margin, x.shape)
 
 
 # Integers: article A3's appendix
@@ -84,7 +92,7 @@ def test_no_number_is_farther_off_than_half_a_step(n, seed, zeros, outlier, expo
     x = with_traits(n, seed, zeros, outlier, exponent)
     q = quantise_int(x, bits, block)
     assert q.codes.abs().max() <= 2 ** (bits - 1) - 1
-    half_step = nf4.joined((0.5 / q.constant).expand(q.codes.shape), x.shape)
+    half_step = nf4_math.joined((0.5 / q.constant).expand(q.codes.shape), x.shape)
     assert ((q.restored() - x).abs() <= half_step * 1.0001).all()
     assert (q.restored()[x == 0] == 0).all()
 
@@ -109,31 +117,31 @@ def test_codes_that_int8_does_not_hold_are_refused(bits):
 
 
 def test_the_levels_are_bitsandbytes_own():
-    assert torch.equal(nf4.nf4_levels(), bnb.get_4bit_type("nf4", device="cpu"))
-    assert torch.equal(nf4.dynamic_levels(), bnb.create_dynamic_map())
+    assert torch.equal(nf4_math.nf4_levels(), bnb.get_4bit_type("nf4", device="cpu"))
+    assert torch.equal(nf4_math.dynamic_levels(), bnb.create_dynamic_map())
 
 
 def test_the_papers_construction():
     """Zero exact, one level more above than below, each side a normal distribution's quantiles evenly spaced in
     probability: the steps from level to level all hold the same share of it."""
-    levels = nf4.nf4_levels().double()
-    assert (levels[0], levels[nf4.ZERO], levels[-1]) == (-1, 0, 1)
+    levels = nf4_math.nf4_levels().double()
+    assert (levels[0], levels[nf4_math.ZERO], levels[-1]) == (-1, 0, 1)
     assert ((levels < 0).sum(), (levels > 0).sum()) == (7, 8)
     covered = (1 - 1 / 32 + 1 - 1 / 30) / 2
-    assert round(covered, 7) == nf4.COVERED
+    assert round(covered, 7) == nf4_math.COVERED
     probability = torch.special.ndtr(levels * torch.special.ndtri(torch.tensor(covered, dtype=torch.float64)))
-    for side in (probability[: nf4.ZERO + 1], probability[nf4.ZERO :]):
+    for side in (probability[: nf4_math.ZERO + 1], probability[nf4_math.ZERO :]):
         torch.testing.assert_close(side.diff(), side.diff().mean().expand(len(side) - 1), rtol=1e-5, atol=0)
 
 
 def test_fp4s_levels_are_the_formats_numbers():
     codes = range(8)
     magnitudes = [(1 + m / 2) * 2 ** (e - 1) if e else m / 2 for e, m in ((code >> 1, code & 1) for code in codes)]
-    assert (nf4.fp4_levels() * 6).tolist() == pytest.approx(sorted({s * m for m in magnitudes for s in (-1, 1)}))
+    assert (nf4_math.fp4_levels() * 6).tolist() == pytest.approx(sorted({s * m for m in magnitudes for s in (-1, 1)}))
 
 
 def test_levels_made_on_another_default_device_lie_on_the_cpu():
-    for levels in (nf4.nf4_levels, nf4.dynamic_levels, nf4.fp4_levels):
+    for levels in (nf4_math.nf4_levels, nf4_math.dynamic_levels, nf4_math.fp4_levels):
         with torch.device("meta"):
             assert levels.__wrapped__().device.type == "cpu"
 
@@ -142,8 +150,8 @@ def test_levels_made_on_another_default_device_lie_on_the_cpu():
 @settings(max_examples=100, deadline=None)
 def test_the_nearest_level_is_found(n, seed, zeros, outlier, exponent, block):
     x = with_traits(n, seed, zeros, outlier, exponent)
-    coded = quantise_to(nf4.nf4_levels(), x, block)
-    scaled = nf4.blocks_of(x, block) / coded.absmax.clamp(min=1e-30)[:, None]
+    coded = quantise_to(nf4_math.nf4_levels(), x, block)
+    scaled = nf4_math.blocks_of(x, block) / coded.absmax.clamp(min=1e-30)[:, None]
     best = (scaled[..., None] - coded.levels).abs().min(dim=-1).values
     found = (scaled - coded.levels[coded.codes.int()]).abs()
     torch.testing.assert_close(found, best, rtol=0, atol=1e-6)
@@ -165,7 +173,7 @@ def test_bytes_and_constants_are_bitsandbytes_own(n, seed, zeros, outlier, expon
     apart = ours.packed != packed.flatten()
     full = n // block * block // 2
     assert not apart[:full].any()
-    edges = near_an_edge(x, quantise_to(nf4.nf4_levels(), x, block), EDGE)
+    edges = near_an_edge(x, quantise_to(nf4_math.nf4_levels(), x, block), EDGE)
     assert apart.sum() <= edges.sum()  # the last block, divided instead of multiplied
 
 
@@ -205,7 +213,7 @@ def test_zeros_are_exact():
     x[128] = 3.0
     w = quantise_nf4(x)
     assert torch.equal(w.restored(), x)
-    assert torch.equal(nf4.unpack(w.packed)[:128], torch.full((128,), nf4.ZERO, dtype=torch.uint8))
+    assert torch.equal(nf4_math.unpack(w.packed)[:128], torch.full((128,), nf4_math.ZERO, dtype=torch.uint8))
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
@@ -224,13 +232,13 @@ def test_what_is_not_finite_does_not_come_out_as_a_number(bad):
 @settings(deadline=None)
 def test_packing_and_back(codes):
     codes = torch.tensor(codes, dtype=torch.uint8)
-    packed = nf4.pack(codes)
+    packed = nf4_math.pack(codes)
     assert packed.numel() == math.ceil(codes.numel() / 2)
-    assert torch.equal(nf4.unpack(packed)[: codes.numel()], codes)
+    assert torch.equal(nf4_math.unpack(packed)[: codes.numel()], codes)
 
 
 def test_the_first_code_is_in_the_upper_half():
-    assert nf4.pack(torch.tensor([1, 15, 2], dtype=torch.uint8)).tolist() == [0x1F, 0x27]
+    assert nf4_math.pack(torch.tensor([1, 15, 2], dtype=torch.uint8)).tolist() == [0x1F, 0x27]
 
 
 # Double quantisation
@@ -250,7 +258,7 @@ def test_constants_are_quantised_as_bitsandbytes_does(n, seed):
     ours = double_quantise(absmax)
     assert ours.offset == absmax.mean()
     assert torch.equal(ours.differences.absmax, state.absmax)
-    apart = nf4.joined(ours.differences.codes, absmax.shape) != codes
+    apart = nf4_math.joined(ours.differences.codes, absmax.shape) != codes
     seldom_used = differences.abs() < 2e-6 * state.absmax.repeat_interleave(GROUP)[:n]
     allowed = near_an_edge(differences, ours.differences, GRID) | seldom_used
     assert not (apart & ~allowed).any()
@@ -264,7 +272,7 @@ def test_bitsandbytes_on_a_cpu_looks_8_bit_codes_up_in_a_table():
     codes, state = bnb.quantize_blockwise(x, blocksize=GROUP)
     scaled = x / state.absmax[:, None]
     on_the_grid = torch.round((scaled.double() + 1) * 32767.5) / 32767.5 - 1
-    levels = nf4.dynamic_levels()
+    levels = nf4_math.dynamic_levels()
     table = torch.bucketize(on_the_grid, ((levels[1:] + levels[:-1]) / 2).double())
     direct = quantise_to(levels, x, GROUP).codes
     assert (direct != codes).float().mean() < 0.003
@@ -277,57 +285,57 @@ def test_a_doubly_quantised_weight_is_restored_as_bitsandbytes_does(n, seed):
     """From bitsandbytes' own bytes, constants and offset."""
     x = random(n * 32, seed=seed)
     packed, state = bnb.quantize_4bit(x, quant_type="nf4", compress_statistics=True)
-    differences = nf4.Coded(
-        nf4.blocks_of(state.absmax, GROUP).int(), state.state2.absmax, state.state2.code, state.absmax.shape
+    differences = nf4_math.Coded(
+        nf4_math.blocks_of(state.absmax, GROUP).int(), state.state2.absmax, state.state2.code, state.absmax.shape
     )
-    absmax = nf4.DoublyQuantised(differences, state.offset).restored()
+    absmax = nf4_math.DoublyQuantised(differences, state.offset).restored()
     ours = NF4(packed.flatten(), absmax, x.shape)
     assert torch.equal(ours.restored(), restored_by_bitsandbytes(packed, state))
 
 
 def test_double_quantisation_costs_little_accuracy():
     x = random(4096, 64)
-    errors = nf4.rounding_errors(x)
+    errors = nf4_math.rounding_errors(x)
     assert errors["NF4, doubly quantised"] == pytest.approx(errors["NF4, blocks of 64"], rel=0.01)
     absmax = constants(4096, 0)
     assert relative_error(double_quantise(absmax).restored(), absmax) < 0.01
 
 
 def test_bits_a_parameter():
-    assert nf4.constant_bits() == 0.5
-    assert round(nf4.doubled_constant_bits(), 3) == 0.127
+    assert nf4_math.constant_bits() == 0.5
+    assert round(nf4_math.doubled_constant_bits(), 3) == 0.127
     x = random(GROUP * BLOCK * 4)
     w = quantise_nf4(x)
     doubled = double_quantise(w.absmax)
     bits = lambda *tensors: 8 * sum(t.nbytes for t in tensors) / x.numel()  # noqa: E731
     assert bits(w.packed) == 4
-    assert bits(w.absmax) == nf4.constant_bits()
-    assert bits(doubled.differences.codes, doubled.differences.absmax) == nf4.doubled_constant_bits()
+    assert bits(w.absmax) == nf4_math.constant_bits()
+    assert bits(doubled.differences.codes, doubled.differences.absmax) == nf4_math.doubled_constant_bits()
 
 
 # Errors
 
 
 def test_on_a_normal_distribution_nf4_is_the_best_of_the_4_bit_formats():
-    errors = nf4.rounding_errors(random(1000, 64))
+    errors = nf4_math.rounding_errors(random(1000, 64))
     assert errors["NF4, blocks of 64"] < 0.9 * errors["FP4 E2M1, blocks of 64"]
     assert errors["NF4, blocks of 64"] < 0.9 * errors["INT4, blocks of 64"]
     assert errors["INT8, blocks of 64"] < errors["INT8, one constant"] < errors["NF4, blocks of 64"]
-    assert list(errors) == list(nf4.ROUNDINGS)
+    assert list(errors) == list(nf4_math.ROUNDINGS)
 
 
 def test_on_even_numbers_nf4_is_not():
-    errors = nf4.rounding_errors(torch.rand(1000, 64, generator=torch.Generator().manual_seed(0)) * 2 - 1)
+    errors = nf4_math.rounding_errors(torch.rand(1000, 64, generator=torch.Generator().manual_seed(0)) * 2 - 1)
     assert errors["INT4, blocks of 64"] < errors["NF4, blocks of 64"]
 
 
 def test_blocks_contain_an_outlier_where_one_constant_does_not():
     x = random(1000, 64)
-    calm = nf4.rounding_errors(x)
+    calm = nf4_math.rounding_errors(x)
     x[3, 5] = 1e4
     mask = torch.ones_like(x, dtype=torch.bool)
     mask[3] = False
-    spoilt = {name: relative_error(rounded(x)[mask], x[mask]) for name, rounded in nf4.ROUNDINGS.items()}
+    spoilt = {name: relative_error(rounded(x)[mask], x[mask]) for name, rounded in nf4_math.ROUNDINGS.items()}
     for name, error in spoilt.items():
         if name == "NF4, doubly quantised":  # the group's other constants share the outlier's own scale
             assert calm[name] < error < 1
@@ -339,8 +347,8 @@ def test_blocks_contain_an_outlier_where_one_constant_does_not():
 
 def test_nf4s_codes_carry_more_information_than_int4s():
     x = random(1000, 64)
-    coded = nf4.unpack(quantise_nf4(x).packed)
+    coded = nf4_math.unpack(quantise_nf4(x).packed)
     even = quantise_int(x, bits=4, block=BLOCK).codes + 7
-    assert nf4.entropy_bits(even) < 3.6 < 3.8 < nf4.entropy_bits(coded) < 4
-    assert nf4.entropy_bits(torch.arange(16)) == 4
-    assert nf4.entropy_bits(torch.zeros(5, dtype=torch.uint8)) == 0
+    assert nf4_math.entropy_bits(even) < 3.6 < 3.8 < nf4_math.entropy_bits(coded) < 4
+    assert nf4_math.entropy_bits(torch.arange(16)) == 4
+    assert nf4_math.entropy_bits(torch.zeros(5, dtype=torch.uint8)) == 0

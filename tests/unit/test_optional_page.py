@@ -11,8 +11,9 @@ import nbformat
 import papermill
 import pytest
 
-from labutils import runner, tensorflow_page
-from labutils.results import Unavailable
+from labutils.labs import optional_tensorflow
+from labutils.recipe import Unavailable
+from labutils.tools import run as runner
 
 PAGE = Path(__file__).resolve().parents[2] / "notebooks" / "optional" / "tensorflow_equivalents.ipynb"
 
@@ -37,7 +38,7 @@ def test_without_tensorflow_it_says_so_and_goes_on(tmp_path):
     said = "".join(str(output.get("data", "")) for cell in done.cells for output in cell.get("outputs", []))
     assert said.count("TensorFlow can't be imported here") >= 3 and "pip install tensorflow" in said
     with pytest.raises(Unavailable, match="environment of its own"):
-        tensorflow_page.tensorflow()
+        optional_tensorflow.tensorflow()
 
 
 def test_epochs_are_timed_from_the_second_on():
@@ -48,7 +49,7 @@ def test_epochs_are_timed_from_the_second_on():
             taken.append(1)
             return iter(range(4))
 
-    run = tensorflow_page._epochs(Pipeline(), epochs=2)
+    run = optional_tensorflow._epochs(Pipeline(), epochs=2)
     assert len(taken) == 3 and len(run.samples["step_ms"]) == 8 and run.metrics["step_ms"]["n"] == 8
 
 
@@ -59,5 +60,5 @@ def test_the_policy_is_put_back_after_a_failure():
         layers=types.SimpleNamespace(Dense=lambda *args, **kwargs: (_ for _ in ()).throw(MemoryError("no"))),
     )
     with pytest.raises(MemoryError):
-        tensorflow_page.precision_runs(types.SimpleNamespace(keras=keras), 8, 2, 1)
+        optional_tensorflow.precision_runs(types.SimpleNamespace(keras=keras), 8, 2, 1)
     assert policies == ["float32", "float32"]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from labutils import pinning
-from labutils.pinning import WAYS, two_by_two
+from labutils.labs import lab03_pinned_memory
+from labutils.labs.lab03_pinned_memory import WAYS, two_by_two
 from labutils.recipe import STOCK
-from labutils.training import comparing
+from labutils.training import benchmark
 from labutils.workloads import open_workload
 
 AHEAD = STOCK.but(driver="eager", optimizer="adamw-fused", logging="ring-buffer", accumulation=1)
@@ -20,14 +20,14 @@ def workload():
 
 @pytest.mark.parametrize("base", [STOCK, AHEAD], ids=lambda recipe: recipe.driver)
 def test_the_copies_of_a_step_are_found(workload, base):
-    samples = pinning._host_copy_ms(workload, base, 2)
+    samples = lab03_pinned_memory._host_copy_ms(workload, base, 2)
     assert len(samples) == 2
     assert min(samples) > 0
 
 
 def test_each_way_has_its_step_and_its_copies(workload, monkeypatch):
-    monkeypatch.setattr(comparing, "ROUND_MS", 1)
-    monkeypatch.setattr(comparing, "SETTLE_MS", 1)
+    monkeypatch.setattr(benchmark, "ROUND_MS", 1)
+    monkeypatch.setattr(benchmark, "SETTLE_MS", 1)
     found = two_by_two(workload, AHEAD, 2, 1, prefix="x: ")
     assert list(found) == [f"x: {way}" for way in WAYS]
     for run in found.values():

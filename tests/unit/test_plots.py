@@ -12,14 +12,15 @@ from claim_runs import timed
 from hypothesis import given
 from hypothesis import strategies as st
 
-from labutils import plots
-from labutils.advisor import chart, published
-from labutils.calibration import Score
-from labutils.claims import VERDICTS
-from labutils.hardware import Roofline
-from labutils.measure.trace import PHASES
-from labutils.plots import layout, scores, traces
-from labutils.results import Run
+from labutils.course import plots
+from labutils.course.plots import layout, scores, traces
+from labutils.course.predictions import Score
+from labutils.labs import lab06_advisor
+from labutils.labs.lab06_advisor import chart, published
+from labutils.profiling.hardware import Roofline
+from labutils.profiling.trace import PHASES
+from labutils.results.judges import VERDICTS
+from labutils.results.records import Run
 
 matplotlib.use("Agg")
 
@@ -209,7 +210,7 @@ def test_slower_hosts_show_curves_points_and_rivals(ax):
 
 
 def test_choices_fill_every_band_up_to_its_edges(ax):
-    plots.choices(ax, chart(published()), most_steps=10_000, most_gb=30)
+    lab06_advisor.choices(ax, chart(published()), most_steps=10_000, most_gb=30)
     assert ax.get_xlim() == (1, 10_000) and ax.get_ylim() == (0, 30)
     legend = [text.get_text() for text in ax.get_legend().get_texts()]
     assert legend[0] == "qlora" and {"fp8-te", "fixed", "fixed-fp8-te"} <= set(legend)
@@ -221,7 +222,7 @@ def test_choices_fill_every_band_up_to_its_edges(ax):
 
 def test_choices_without_a_band_are_an_error(ax):
     with pytest.raises(ValueError, match="nothing to draw"):
-        plots.choices(ax, [])
+        lab06_advisor.choices(ax, [])
 
 
 def test_timeline_gives_lanes_of_other_categories_their_own_legend(ax):
@@ -402,7 +403,7 @@ def test_a_figure_of_several_axes_keeps_its_height():
 
 
 def test_importing_the_module_leaves_matplotlib_alone():
-    code = "import sys, labutils.plots; print('matplotlib' in sys.modules, 'torch' in sys.modules)"
+    code = "import sys, labutils.course.plots; print('matplotlib' in sys.modules, 'torch' in sys.modules)"
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert said.split() == ["False", "False"]
 
@@ -444,7 +445,7 @@ def test_what_hides_communication_is_above_it(ax):
 
 
 def test_networks_are_named(ax):
-    from labutils.fleet import NETWORKS
+    from labutils.labs.lab10_distributed import NETWORKS
 
     ax.figure.set_size_inches(7.2, 3.8)
     plots.curves(ax, {"LoRA": dict.fromkeys(NETWORKS.values(), 99.0)}, "GB/s", "efficiency, %")

@@ -7,9 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from traces import RUNS_AHEAD, TWO_STEPS, call, copy, kernel, mark, op, work
 
-from labutils.hardware import find_spec
-from labutils.measure.trace import Given, Trace
-from labutils.prediction import (
+from labutils.profiling.hardware import find_spec
+from labutils.profiling.step_model import (
     CARDS,
     QUEUE,
     Bulk,
@@ -25,6 +24,7 @@ from labutils.prediction import (
     replayed_ms,
     scale,
 )
+from labutils.profiling.trace import Given, Trace
 
 H200, BLACKWELL, H100 = (find_spec(name) for name in ("H200 SXM", "RTX PRO 6000 Blackwell Max-Q", "H100 SXM5"))
 

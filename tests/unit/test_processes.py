@@ -1,4 +1,4 @@
-"""labutils.processes: children that wait for their turn, and what is said of those that fail."""
+"""labutils.training.processes: children that wait for their turn, and what is said of those that fail."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from labutils.processes import Child
+from labutils.training.processes import Child
 
 WAITS = "import sys; print('warm'); print('ready', flush=True); print(sys.stdin.readline().strip() * 2)"
 

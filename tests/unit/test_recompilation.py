@@ -7,8 +7,8 @@ from unittest import mock
 import pytest
 import torch
 
-from labutils.capture import VARIANTS, variants_allowed
-from labutils.measure.recompilation import Compilation
+from labutils.layers.cuda_graph import VARIANTS, variants_allowed
+from labutils.profiling.recompilation import Compilation
 
 pytestmark = pytest.mark.usefixtures("nothing_compiled")
 
@@ -68,7 +68,7 @@ def test_a_function_that_is_given_up_is_named():
 
 
 def test_elsewhere_too_many_versions_are_an_error(monkeypatch):
-    monkeypatch.setattr("labutils.capture.VARIANTS", 2)
+    monkeypatch.setattr("labutils.layers.cuda_graph.VARIANTS", 2)
     with variants_allowed("default", "static"), pytest.raises(Exception, match="recompile"):
         run(False, (3, 4, 5, 6))
 

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from claim_runs import article_runs, timed, untimed
 
-from labutils import articles, report
-from labutils.claims import CONFIRMED, NOT_TESTABLE
-from labutils.results import Results, Run
+from labutils.results import claims, report
+from labutils.results.judges import CONFIRMED, NOT_TESTABLE
+from labutils.results.records import Results, Run
 
-CLAIMS = articles.claims()
+CLAIMS = claims.claims()
 TESTABLE = sum(bool(claim.runs) for claim in CLAIMS.values())
 ALL_CONFIRMED = {CONFIRMED: TESTABLE, NOT_TESTABLE: len(CLAIMS) - TESTABLE}
 """The verdicts where every claim that a run can test is confirmed."""

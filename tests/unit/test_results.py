@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from labutils import results
-from labutils.results import Results, Run, named, read_records, read_runs, runs_of, summarise, versions
+from labutils.results import records
+from labutils.results.records import Results, Run, named, read_records, read_runs, runs_of, summarise, versions
 
 numbers = st.floats(allow_nan=False, allow_infinity=False)
 words = st.text(st.characters(codec="utf-8"), max_size=20)
@@ -65,7 +65,7 @@ def test_several_processes_append_to_one_file_at_once(tmp_path):
     """Long lines, so that a write has time to be cut by another; and one that was killed left half a line."""
     (tmp_path / "results.jsonl").write_bytes(b'{"lab": "00", "run": "cut o')
     program = (
-        "import sys; from labutils.results import Results, Run; kept = Results(sys.argv[1])\n"
+        "import sys; from labutils.results.records import Results, Run; kept = Results(sys.argv[1])\n"
         "for place in range(40): kept.append(Run(sys.argv[2], str(place), samples={'ms': [place + 0.5] * 20_000}))"
     )
     writers = [subprocess.Popen([sys.executable, "-c", program, tmp_path, f"{n:02}"]) for n in range(4)]
@@ -83,10 +83,10 @@ def test_several_processes_append_to_one_file_at_once(tmp_path):
     ("word", "told"), [(None, None), ("2", 2), ('{"notebook": "a"}', {"notebook": "a"}), ("two", None)]
 )
 def test_what_the_runner_told_is_read(monkeypatch, word, told):
-    monkeypatch.delenv(results.BESIDE, raising=False)
+    monkeypatch.delenv(records.BESIDE, raising=False)
     if word is not None:
-        monkeypatch.setenv(results.BESIDE, word)
-    assert results.told(results.BESIDE) == told
+        monkeypatch.setenv(records.BESIDE, word)
+    assert records.told(records.BESIDE) == told
 
 
 def test_a_run_alone_says_nothing_of_others():
@@ -121,7 +121,7 @@ def test_a_record_of_another_schema_is_passed_over_and_its_run_is_measured_again
     folder = folder_with([Run("00", "machine")])
     with (folder / "results.jsonl").open("a") as file:
         file.write('{"schema": 99, "lab": "00", "run": "machine", "status": "oom"}\n{"schema": 99, "status": "done"}\n')
-    assert [record["schema"] for record in read_records(folder)] == [results.SCHEMA]
+    assert [record["schema"] for record in read_records(folder)] == [records.SCHEMA]
     assert read_runs(folder)["00", "machine"].ok
 
 

@@ -15,14 +15,14 @@ from interrupted_runs import CASES, EAGER, STEPS, WHILE_SAVING, Case, final, ope
 from recipes_at_work import one_thread, perturb
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from labutils.adapters import adapter_state
-from labutils.folding import form_weights
-from labutils.recipe import A2_BASE
+from labutils.labs.ladders import A2_BASE
+from labutils.layers.lora import adapter_state
+from labutils.layers.lora_folded import form_weights
 from labutils.training import Session
 from labutils.training.checkpoint import FILE
 from labutils.training.logs import NotFinite
-from labutils.workloads import diffusion, open_workload
-from labutils.workloads.multimodal import build_llava
+from labutils.workloads import open_workload, stable_diffusion
+from labutils.workloads.llava import build_llava
 
 QUICK = EAGER.but(cache="latents+text")
 
@@ -160,7 +160,9 @@ def test_another_workloads_checkpoint_is_refused(folder):
     other = open_workload("sd15-lora", scale="tiny", device="cpu")
     other.scale = "small"
     other.build, other.dataset = (
-        lambda recipe: diffusion.DiffusionLora.build(open_workload("sd15-lora", scale="tiny", device="cpu"), recipe),
+        lambda recipe: stable_diffusion.DiffusionLora.build(
+            open_workload("sd15-lora", scale="tiny", device="cpu"), recipe
+        ),
         lambda model, recipe: range(16),
     )
     with pytest.raises(ValueError, match="was written with workload=.*'tiny'.*; this run has .*'small'"):

@@ -25,9 +25,12 @@ from hypothesis import strategies as st
 from papermill.clientwrap import PapermillNotebookClient
 from rich.console import Console
 
-from labutils import hardware, parameters, results, runner
-from labutils.results import Results, read_records, read_runs
-from labutils.runner import Options, UsageError, asking, batch, planning, running, telling
+from labutils.course import parameters
+from labutils.profiling import hardware
+from labutils.results import records as results
+from labutils.results.records import Results, read_records, read_runs
+from labutils.tools import run as runner
+from labutils.tools.run import Options, UsageError, asking, batch, planning, running, telling
 
 
 @pytest.fixture
@@ -512,7 +515,7 @@ def test_jobs_get_their_share_and_gpus_of_their_own(beside, gpus, cores):
 
 @pytest.mark.parametrize(("shown", "found"), [("", ["0", "1"]), ("5,2", ["5", "2"]), ("5,2,9", ["5", "2"])])
 def test_gpus_are_called_as_this_process_was_told(monkeypatch, shown, found):
-    monkeypatch.setattr("labutils.training.launching.gpu_count", lambda: 2)
+    monkeypatch.setattr("labutils.training.launcher.gpu_count", lambda: 2)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", shown)
     assert planning.visible_gpus() == found
 

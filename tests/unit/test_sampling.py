@@ -4,10 +4,9 @@ import time
 
 import pytest
 
-from labutils import hardware
-from labutils.measure import utilization
-from labutils.measure.sampling import Sampler
-from labutils.measure.utilization import Utilization
+from labutils.profiling import hardware, utilization
+from labutils.profiling.sampling import Sampler
+from labutils.profiling.utilization import Utilization
 
 
 def burn(seconds):

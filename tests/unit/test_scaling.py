@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from traces import kernel, mark, op
 
-from labutils import scaling
-from labutils.measure.collectives import Link, bus_factor, communication, read_nccl_log, read_topology
-from labutils.measure.trace import Trace
-from labutils.results import Run
+from labutils.profiling import ddp_model
+from labutils.profiling.collectives import Link, bus_factor, communication, read_nccl_log, read_topology
+from labutils.profiling.trace import Trace
+from labutils.results.records import Run
 
 MIB = 2**20
 LINK = Link(2, (1024.0, 2.0**20, 2.0**28), (0.02, 0.05, 2.0))
@@ -43,7 +43,7 @@ def test_more_bytes_take_no_less_time(a, b):
 
 @given(st.lists(st.integers(1, 40 * MIB), min_size=1, max_size=60), st.sampled_from([0, 1, 5, 25]))
 def test_every_gradient_is_in_one_bucket_and_a_bucket_ends_when_it_is_full(sizes, cap):
-    found = scaling.buckets(sizes, cap)
+    found = ddp_model.buckets(sizes, cap)
     assert [place for bucket in found for place in bucket] == list(range(len(sizes)))
     for number, bucket in enumerate(found):
         limit = (1 if number == 0 else 25) * MIB if cap == 0 else cap * MIB
@@ -54,7 +54,7 @@ def test_every_gradient_is_in_one_bucket_and_a_bucket_ends_when_it_is_full(sizes
 
 def simulated(lead, sizes, link, cap):
     """Time in small steps: a bucket that is complete is sent as soon as the link is free."""
-    waiting = [(-lead[b[-1]], link.all_reduce_ms(sum(sizes[i] for i in b))) for b in scaling.buckets(sizes, cap)]
+    waiting = [(-lead[b[-1]], link.all_reduce_ms(sum(sizes[i] for i in b))) for b in ddp_model.buckets(sizes, cap)]
     now, dt, left = -lead[0], 0.005, 0.0
     while waiting or left > 0:
         if left <= 0 and waiting and waiting[0][0] <= now:
@@ -75,7 +75,7 @@ def simulated(lead, sizes, link, cap):
     ],
 )
 def test_what_is_exposed_is_what_a_simulation_finds(lead, sizes, cap):
-    found = scaling.ddp(alone([float(ms) for ms in lead], sizes), LINK, cap)
+    found = ddp_model.ddp(alone([float(ms) for ms in lead], sizes), LINK, cap)
     assert found.exposed_ms == pytest.approx(simulated(lead, sizes, LINK, cap), abs=0.05)
     assert found.step_ms == 100 + found.exposed_ms
     assert found.efficiency == pytest.approx(100 / found.step_ms)
@@ -83,21 +83,21 @@ def test_what_is_exposed_is_what_a_simulation_finds(lead, sizes, cap):
 
 def test_averaging_after_each_micro_batch_pays_each_time():
     one = alone([10.0, 0.0], [MIB, 50 * MIB])
-    assert scaling.ddp(one, LINK, each=4).exposed_ms == pytest.approx(4 * scaling.ddp(one, LINK).exposed_ms)
+    assert ddp_model.ddp(one, LINK, each=4).exposed_ms == pytest.approx(4 * ddp_model.ddp(one, LINK).exposed_ms)
 
 
 def test_fsdp_hides_what_fits_beside_the_computation():
-    few = scaling.fsdp(alone([0.0], [1], gathered_mb=100.0, gradient_mb=1.0, units=10), LINK)
-    many = scaling.fsdp(alone([0.0], [1], gathered_mb=40_000.0, gradient_mb=1.0, units=10), LINK)
+    few = ddp_model.fsdp(alone([0.0], [1], gathered_mb=100.0, gradient_mb=1.0, units=10), LINK)
+    many = ddp_model.fsdp(alone([0.0], [1], gathered_mb=40_000.0, gradient_mb=1.0, units=10), LINK)
     assert few.exposed_ms == pytest.approx(LINK.gather_ms(10e6))  # nothing but the first unit
     assert many.exposed_ms > many.communication_ms - 100
 
 
 def test_a_faster_link_is_never_slower():
     one = alone([30.0, 20.0, 0.0], [30 * MIB, 200 * MIB, 90 * MIB])
-    shares = [scaling.ddp(one, scaling.flat_link(2, rate)).efficiency for rate in (0.1, 1, 10, 100)]
+    shares = [ddp_model.ddp(one, ddp_model.flat_link(2, rate)).efficiency for rate in (0.1, 1, 10, 100)]
     assert shares == sorted(shares)
-    more = scaling.between_more(LINK, 8)
+    more = ddp_model.between_more(LINK, 8)
     assert more.all_reduce_ms(2**28) == pytest.approx(1.75 * LINK.all_reduce_ms(2**28))
 
 
@@ -106,8 +106,8 @@ def test_efficiency_is_examples_a_second_over_so_many_times_one_s():
         Run("", "a", metrics={"examples_per_s": 10.0}),
         Run("", "b", metrics={"examples_per_s": 18.0, "ranks": 2}),
     )
-    assert scaling.efficiency(one, two) == 0.9
-    assert scaling.efficiency(one, Run("", "c")) is None
+    assert ddp_model.efficiency(one, two) == 0.9
+    assert ddp_model.efficiency(one, Run("", "c")) is None
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -8,12 +8,13 @@ from dataclasses import replace
 import pytest
 from claim_runs import article_runs, timed
 
-from labutils import articles, report, scoreboard
-from labutils.advisor import published
-from labutils.claims import CONFIRMED, INCONCLUSIVE, NOT_TESTABLE, REFUTED, VERDICTS, judge
-from labutils.results import REFERENCE, Results, Run, read_runs
+from labutils.labs import lab11_scoreboard
+from labutils.labs.lab06_advisor import published
+from labutils.results import claims, report
+from labutils.results.judges import CONFIRMED, INCONCLUSIVE, NOT_TESTABLE, REFUTED, VERDICTS, judge
+from labutils.results.records import REFERENCE, Results, Run, read_runs
 
-CLAIMS = articles.claims()
+CLAIMS = claims.claims()
 TITLES = {"03": "03 sweep", "04": "04 compile", "06": "06 anyres"}
 RATIOS = {"speedup", "multiple", "changes"}
 
@@ -33,37 +34,37 @@ def of(id: str, verdict: str, here: str = "", why: str = "because", **claim):
 
 
 def test_without_a_choice_everything_is_chosen(theirs):
-    assert scoreboard.chosen(theirs) == theirs
+    assert lab11_scoreboard.chosen(theirs) == theirs
 
 
 def test_each_filter_parts_the_claims(theirs):
-    for name, values in scoreboard.filters().items():
-        parts = [scoreboard.chosen(theirs, **{name: value}) for value in values[1:]]
+    for name, values in lab11_scoreboard.filters().items():
+        parts = [lab11_scoreboard.chosen(theirs, **{name: value}) for value in values[1:]]
         assert sum(map(len, parts)) == len(theirs)
         assert values[0] == "all" and len(set(values)) == len(values)
 
 
 def test_filters_go_together(theirs):
-    found = scoreboard.chosen(theirs, "A2", "05", CONFIRMED)
+    found = lab11_scoreboard.chosen(theirs, "A2", "05", CONFIRMED)
     assert found and {(j.claim.article, j.claim.lab, j.verdict) for j in found} == {("A2", "05", CONFIRMED)}
-    assert scoreboard.chosen(theirs, "A1", "07") == []
+    assert lab11_scoreboard.chosen(theirs, "A1", "07") == []
 
 
 def test_every_article_and_lab_with_a_claim_can_be_chosen():
-    assert set(scoreboard.filters()["article"]) == {"all", *articles.articles()}
-    assert set(scoreboard.filters()["lab"]) == {"all", *(claim.lab for claim in CLAIMS.values())}
+    assert set(lab11_scoreboard.filters()["article"]) == {"all", *claims.articles()}
+    assert set(lab11_scoreboard.filters()["lab"]) == {"all", *(claim.lab for claim in CLAIMS.values())}
 
 
 @pytest.mark.parametrize("choice", [{"article": "A9"}, {"lab": "3"}, {"verdict": "Confirmed"}])
 def test_a_choice_that_there_is_not_is_said_with_those_there_are(theirs, choice):
     ((name, word),) = choice.items()
     with pytest.raises(ValueError, match=f"There is no {name} '{word}' to choose by. Choose one of: all, "):
-        scoreboard.chosen(theirs, **choice)
+        lab11_scoreboard.chosen(theirs, **choice)
 
 
 def test_the_tally_counts_every_claim(theirs):
-    rows = scoreboard.tally(theirs)
-    assert [row[0] for row in rows] == list(articles.articles())
+    rows = lab11_scoreboard.tally(theirs)
+    assert [row[0] for row in rows] == list(claims.articles())
     assert sum(row[1] for row in rows) == len(CLAIMS)
     for row in rows:
         sides = [tuple(map(int, cell.split(" / "))) for cell in row[2:]]
@@ -78,7 +79,7 @@ def test_what_is_on_record_says_what_kind_of_run_it_was():
     runs = {("03", "a"): timed("03", "a", 5), ("03", "b"): Run("03", "b", scale="tiny", machine={"cpu": "a laptop's"})}
     runs["03", "b"].at = "2026-05-06T07:08:09+00:00"
     runs["04", "c"] = Run("04", "c", scale="", machine={})
-    rows = scoreboard.on_record(runs, ["03"], TITLES)
+    rows = lab11_scoreboard.on_record(runs, ["03"], TITLES)
     assert rows == [
         ("03 sweep", "run to its end", 2, "full, tiny", "RTX PRO 6000 Blackwell, a laptop's", "2026-05-06"),
         ("04 compile", "begun", 1, None, "unknown", None),
@@ -90,7 +91,7 @@ def test_what_is_on_record_says_what_kind_of_run_it_was():
 
 
 def test_the_articles_own_numbers_are_not_off(theirs):
-    told = [(scoreboard.off_by(j), j) for j in theirs]
+    told = [(lab11_scoreboard.off_by(j), j) for j in theirs]
     for factor, j in told:
         assert factor is None or factor < 1.1, (j.claim.id, j.published, j.here, factor)
     known = {j.claim.judge for factor, j in told if factor}
@@ -101,7 +102,7 @@ def test_a_ratio_is_told_wherever_there_are_two(theirs):
     """Of these judges each claim with two numbers above 0 has a ratio, and no other judge's text is misread as one."""
     for j in theirs:
         if j.claim.judge in ("speedup", "multiple"):
-            assert scoreboard.off_by(j), (j.claim.id, j.here)
+            assert lab11_scoreboard.off_by(j), (j.claim.id, j.here)
 
 
 @pytest.mark.parametrize(
@@ -119,7 +120,7 @@ def test_a_ratio_is_told_wherever_there_are_two(theirs):
     ],
 )
 def test_how_far_off_a_finding_is(id, here, factor):
-    assert scoreboard.off_by(of(id, REFUTED, here)) == (factor and pytest.approx(factor, rel=0.01))
+    assert lab11_scoreboard.off_by(of(id, REFUTED, here)) == (factor and pytest.approx(factor, rel=0.01))
 
 
 def test_surprises_begin_with_the_largest_and_end_with_those_without_a_number():
@@ -129,13 +130,13 @@ def test_surprises_begin_with_the_largest_and_end_with_those_without_a_number():
         of("A1.workers.one", CONFIRMED, "290 → 156 ms (1.86x)"),
         of("A1.workers.three", REFUTED, "959 → 959 ms (0.50x)"),
     ]
-    found = scoreboard.surprises(judgements)
+    found = lab11_scoreboard.surprises(judgements)
     assert [j.claim.id for _, j in found] == ["A1.workers.three", "A1.total.speedup", "A1.compile.reduce-overhead"]
-    assert scoreboard.surprises(judgements, "reference") == []
+    assert lab11_scoreboard.surprises(judgements, "reference") == []
 
 
 def test_the_reference_can_be_asked_too():
-    found = scoreboard.surprises(judge(None, {}, read_runs(REFERENCE)), "reference")
+    found = lab11_scoreboard.surprises(judge(None, {}, read_runs(REFERENCE)), "reference")
     assert found and all(j.reference_verdict == REFUTED for _, j in found)
     factors = [factor or 0 for factor, _ in found]
     assert factors == sorted(factors, reverse=True) and factors[0] > 1
@@ -147,7 +148,7 @@ def test_two_machines_disagree_only_about_what_both_could_test():
     judgements = [
         replace(of(id, here), reference_verdict=there) for id, (there, here) in zip(ids, verdicts, strict=True)
     ]
-    assert [j.claim.id for j in scoreboard.disagreements(judgements)] == ["A1.workers.one"]
+    assert [j.claim.id for j in lab11_scoreboard.disagreements(judgements)] == ["A1.workers.one"]
 
 
 # Next
@@ -155,7 +156,7 @@ def test_two_machines_disagree_only_about_what_both_could_test():
 
 def test_without_results_the_labs_are_what_comes_next():
     judgements = judge(None, {}, {})
-    first, *others = scoreboard.next_steps(judgements, [], TITLES | {"11": "11 scoreboard"})
+    first, *others = lab11_scoreboard.next_steps(judgements, [], TITLES | {"11": "11 scoreboard"})
     assert "`labutils run 03 04 06`" in first and f"of the {len(CLAIMS)} claims" in first
     assert not others
 
@@ -164,7 +165,7 @@ def test_what_would_settle_most_comes_first():
     judgements = [of("A1.workers.one", NOT_TESTABLE, why="x")] + [
         of(id, NOT_TESTABLE, why="y") for id in ("A1.workers.three", "A1.pin.speedup")
     ]
-    assert scoreboard.needs(judgements) == [
+    assert lab11_scoreboard.needs(judgements) == [
         ("y", ["A1.workers.three", "A1.pin.speedup"]),
         ("x", ["A1.workers.one"]),
     ]
@@ -178,11 +179,11 @@ def test_noise_gpus_and_surprises_are_followed_up():
         ),
         of("A1.total.speedup", REFUTED, "812 → 537 ms (1.48x)"),
     ]
-    said = scoreboard.next_steps(judgements, list(TITLES), TITLES)
+    said = lab11_scoreboard.next_steps(judgements, list(TITLES), TITLES)
     assert "1 claim is inconclusive" in said[0] and "`labutils run 03 --force`" in said[0]
     assert said[1].startswith("1 claim is about a GPU")
     assert "*A1.total.speedup* is 2 times off here" in said[2]
-    assert scoreboard.next_steps([of("A1.workers.one", CONFIRMED)], list(TITLES), TITLES) == [
+    assert lab11_scoreboard.next_steps([of("A1.workers.one", CONFIRMED)], list(TITLES), TITLES) == [
         "Everything is tested here. Change a recipe, and predict what it does."
     ]
 
@@ -196,17 +197,17 @@ def test_advice_is_by_the_nearest_machine_s_numbers():
             "06", "bf16 b1", metrics={"first_step_s": 2.0, "step_ms": 500.0, "peak_allocated_gb": 9.0}
         )
     }
-    whose, options = scoreboard.options_at_hand(mine, read_runs(REFERENCE))
+    whose, options = lab11_scoreboard.options_at_hand(mine, read_runs(REFERENCE))
     assert whose == "the runs of section 1 (unknown, scale tiny)" and [option.memory_gb for option in options] == [9.0]
-    whose, options = scoreboard.options_at_hand({}, read_runs(REFERENCE))
+    whose, options = lab11_scoreboard.options_at_hand({}, read_runs(REFERENCE))
     assert whose.startswith("our reference's runs (NVIDIA H200, scale full") and len(options) > 3
-    assert scoreboard.options_at_hand({}, {}) == ("the article's numbers, at batch 1", published())
+    assert lab11_scoreboard.options_at_hand({}, {}) == ("the article's numbers, at batch 1", published())
 
 
 def test_advice_that_cannot_be_given_says_why():
-    assert "None of the" in scoreboard.advice(published(), 1.0, 100, None)
-    assert "both must be numbers above 0" in scoreboard.advice(published(), 24.0, -1, None)
-    assert "| **" in scoreboard.advice(published(), 24.0, 1000, None)
+    assert "None of the" in lab11_scoreboard.advice(published(), 1.0, 100, None)
+    assert "both must be numbers above 0" in lab11_scoreboard.advice(published(), 24.0, -1, None)
+    assert "| **" in lab11_scoreboard.advice(published(), 24.0, 1000, None)
 
 
 @pytest.mark.parametrize(
@@ -219,7 +220,7 @@ def test_advice_that_cannot_be_given_says_why():
     ],
 )
 def test_the_memory_is_what_was_asked_for_or_is_there(machine, asked, gb):
-    assert scoreboard.card_gb(machine, asked) == gb
+    assert lab11_scoreboard.card_gb(machine, asked) == gb
 
 
 # What it reads

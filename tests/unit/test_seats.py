@@ -7,9 +7,10 @@ import json
 
 import pytest
 
-from labutils import cli, doctor
-from labutils.doctor.checks import FAIL, INFO, OK, WARN, Finding
-from labutils.doctor.seats import all_ready, read_seats, render_seats
+from labutils import cli
+from labutils.tools import doctor
+from labutils.tools.doctor.checks import FAIL, INFO, OK, WARN, Finding
+from labutils.tools.doctor.seats import all_ready, read_seats, render_seats
 
 GPU = Finding("GPU", OK, "an H100 of 80 GB")
 SHM = Finding("Shared memory", FAIL, "64 MB", "too small", "docker run --shm-size=8g")

@@ -7,16 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from labutils.data import sharedmemory
 from labutils.data.images import captioned_images
-from labutils.data.sharedmemory import batch_bytes, most_workers, needed_bytes, try_workers
+from labutils.labs import lab03_shared_memory
+from labutils.labs.lab03_shared_memory import batch_bytes, most_workers, needed_bytes, try_workers
 from labutils.recipe import STOCK
 
 MIB = 2**20
 
 
 def _can_mount() -> bool:
-    return sharedmemory._in_own_shm(16 * MIB, 10**15) not in (None, [])
+    return lab03_shared_memory._in_own_shm(16 * MIB, 10**15) not in (None, [])
 
 
 needs_mounts = pytest.mark.skipif(not _can_mount(), reason="this process may not mount a /dev/shm for a child")
@@ -40,7 +40,7 @@ def test_twelve_workers_do_not_fit_a_containers_default() -> None:
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("cache")
-    captioned_images(folder, sharedmemory.FILES)
+    captioned_images(folder, lab03_shared_memory.FILES)
     return folder
 
 
@@ -66,14 +66,14 @@ def test_enough_shared_memory_is_what_the_arithmetic_says(cache: Path) -> None:
 
 
 def test_where_nothing_may_be_mounted_it_says_so(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sharedmemory, "NEW_MOUNTS", (["false"],))
+    monkeypatch.setattr(lab03_shared_memory, "NEW_MOUNTS", (["false"],))
     trial = try_workers(cache, workers=12, shm_bytes=MIB)
     assert trial.outcome == "not possible" and trial.metrics() == {}
     assert "--shm-size=64m" in trial.message
 
 
 def test_without_dev_shm_it_says_so(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sharedmemory, "SHM", tmp_path / "none")
+    monkeypatch.setattr(lab03_shared_memory, "SHM", tmp_path / "none")
     trial = try_workers(cache, workers=12, shm_bytes=MIB)
     assert trial.outcome == "not possible" and "only Linux" in trial.message
 
@@ -94,12 +94,12 @@ def test_a_child_that_dies_is_reported(tmp_path: Path) -> None:
 
 def test_only_workers_that_fit_side_by_side_are_chosen() -> None:
     recipes = {f"workers={n}": STOCK.but(num_workers=n) for n in (0, 1, 2, 3, 4, 8, 12)}
-    assert list(sharedmemory.those_that_fit(recipes, free=10**9)) == list(recipes)
-    assert list(sharedmemory.those_that_fit(recipes, free=64 * MIB)) == [
+    assert list(lab03_shared_memory.those_that_fit(recipes, free=10**9)) == list(recipes)
+    assert list(lab03_shared_memory.those_that_fit(recipes, free=64 * MIB)) == [
         "workers=0",
         "workers=1",
         "workers=2",
         "workers=3",
     ]
-    assert list(sharedmemory.those_that_fit(recipes, free=0)) == ["workers=0"]
-    assert list(sharedmemory.those_that_fit(recipes, resolution=64, free=64 * MIB)) == list(recipes)
+    assert list(lab03_shared_memory.those_that_fit(recipes, free=0)) == ["workers=0"]
+    assert list(lab03_shared_memory.those_that_fit(recipes, resolution=64, free=64 * MIB)) == list(recipes)

@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from labutils.measure import steps
-from labutils.measure.steps import StepClock, StepTimes
+from labutils.profiling import step_timer
+from labutils.profiling.step_timer import StepClock, StepTimes
 
 
 @pytest.fixture
 def now(monkeypatch):
     """A host clock that moves when told to, in seconds."""
     clock = {"now": 100.0}
-    monkeypatch.setattr(steps.time, "perf_counter", lambda: clock["now"])
+    monkeypatch.setattr(step_timer.time, "perf_counter", lambda: clock["now"])
 
     def pass_(seconds: float) -> None:
         clock["now"] += seconds

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from labutils.hardware import Timing
-from labutils.lowbit.fp8 import relative_error
-from labutils.lowbit.survey import OUTLIERS, Seen, language_model, layer_errors, plant_outliers, watch_linears
-from labutils.measure import products
-from labutils.results import Unavailable
+from labutils.labs import lab05_fp8_products
+from labutils.labs.lab05_layer_errors import OUTLIERS, Seen, language_model, layer_errors, plant_outliers, watch_linears
+from labutils.layers.quantization.fp8_math import relative_error
+from labutils.profiling.hardware import Timing
+from labutils.recipe import Unavailable
 
 
 def two_layers() -> nn.Module:
@@ -93,33 +93,33 @@ def test_int8_suffers_from_outliers_where_fp8_does_not():
     [("published", 4), ("fp8-frozen", 1 + 4 / 128), ("nf4", 0.53), ("nf4-frozen", 0.52)],
 )
 def test_bytes_a_parameter(kind, expected):
-    found = products.layer_costs(kind, 4, 128, 256, "cpu", torch.float32)
+    found = lab05_fp8_products.layer_costs(kind, 4, 128, 256, "cpu", torch.float32)
     assert found == {"bytes_a_parameter": pytest.approx(expected, rel=0.05)}
 
 
 def test_products_are_counted_by_hand():
-    by_name = {operation.name: operation for operation in products.products(32, 64, 16)}
-    assert tuple(by_name) == products.PRODUCT_KINDS
+    by_name = {operation.name: operation for operation in lab05_fp8_products.products(32, 64, 16)}
+    assert tuple(by_name) == lab05_fp8_products.PRODUCT_KINDS
     assert {operation.flops for operation in by_name.values()} == {2 * 32 * 64 * 16}
-    assert by_name[products.BF16].bytes == 2 * (32 * 64 + 16 * 64 + 32 * 16)
-    assert by_name[products.ROWWISE].bytes == 32 * 64 + 16 * 64 + 2 * 32 * 16
-    assert by_name[products.FUSED].bytes == 2 * 32 * 64 + 16 * 64 + 2 * 32 * 16
+    assert by_name[lab05_fp8_products.BF16].bytes == 2 * (32 * 64 + 16 * 64 + 32 * 16)
+    assert by_name[lab05_fp8_products.ROWWISE].bytes == 32 * 64 + 16 * 64 + 2 * 32 * 16
+    assert by_name[lab05_fp8_products.FUSED].bytes == 2 * 32 * 64 + 16 * 64 + 2 * 32 * 16
 
 
 def test_where_a_challenger_wins_for_good():
     timings = lambda *ms: {n: Timing([t], [t]) for n, t in zip((1, 2, 4, 8), ms, strict=True)}  # noqa: E731
     bf16 = timings(1, 1, 1, 1)
-    assert products.wins_from(timings(2, 2, 0.5, 0.5), bf16) == 4
-    assert products.wins_from(timings(0.5, 2, 0.5, 0.5), bf16) == 4
-    assert products.wins_from(timings(0.5, 0.5, 0.5, 0.5), bf16) == 1
-    assert products.wins_from(timings(0.5, 0.5, 0.5, 2), bf16) is None
+    assert lab05_fp8_products.wins_from(timings(2, 2, 0.5, 0.5), bf16) == 4
+    assert lab05_fp8_products.wins_from(timings(0.5, 2, 0.5, 0.5), bf16) == 4
+    assert lab05_fp8_products.wins_from(timings(0.5, 0.5, 0.5, 0.5), bf16) == 1
+    assert lab05_fp8_products.wins_from(timings(0.5, 0.5, 0.5, 2), bf16) is None
 
 
 def test_without_fp8_there_is_nothing_to_time():
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
     with pytest.raises(Unavailable, match=r"compute capability 8\.9"):
-        products.sweep_products([512])
+        lab05_fp8_products.sweep_products([512])
 
 
 def test_the_errors_are_relative_to_the_norm():

@@ -6,13 +6,13 @@ import pytest
 import torch
 from claim_runs import timed
 
-from labutils import switches
-from labutils.capture import float32_rounded
+from labutils.labs import lab09_toggles
+from labutils.layers.cuda_graph import float32_rounded
 from labutils.recipe import Recipe
-from labutils.results import Run
-from labutils.training.drivers import build_optimizer
+from labutils.results.records import Run
+from labutils.training.step import build_optimizer
 from labutils.workloads import open_workload
-from labutils.workloads.diffusion import on_drawn_latents
+from labutils.workloads.stable_diffusion import on_drawn_latents
 
 
 @pytest.fixture(scope="module")
@@ -27,8 +27,8 @@ def little(tmp_path_factory):
 
 @pytest.mark.parametrize("scale", ["tiny", "small", "full"])
 def test_a_switch_changes_one_knob(scale):
-    recipes = switches.switches(scale)
-    for name, switch in switches.SWITCHES.items():
+    recipes = lab09_toggles.switches(scale)
+    for name, switch in lab09_toggles.SWITCHES.items():
         changes = recipes[name].changes_from(recipes[switch.base])
         assert len(changes) == (2 if name in ("accumulation", "cudnn.benchmark") else 1), name
         assert recipes[name].examples_per_step == recipes[switch.base].examples_per_step
@@ -37,7 +37,7 @@ def test_a_switch_changes_one_knob(scale):
 def test_timed_algorithms_are_not_those_that_the_base_was_given():
     """PyTorch's cache of cuDNN's algorithms tells shapes, layouts, formats and the permission to use TF32 apart, not
     whether they were timed: beside a loop with the same key the switch would change nothing."""
-    recipes = switches.switches("full")
+    recipes = lab09_toggles.switches("full")
     timed_ones = recipes["cudnn.benchmark"]
     others = [recipe for name, recipe in recipes.items() if name != "cudnn.benchmark"]
     key = lambda recipe: (recipe.precision, recipe.memory_format, recipe.tf32 != "nothing")  # noqa: E731
@@ -46,11 +46,11 @@ def test_timed_algorithms_are_not_those_that_the_base_was_given():
 
 
 def test_a_cpu_is_given_what_it_can_tell_apart():
-    found = switches.switches_on("cpu", "tiny")
+    found = lab09_toggles.switches_on("cpu", "tiny")
     assert list(found)[0] == "base" and {"float32", "bf16", "tf32", "cudnn.benchmark"}.isdisjoint(found)
     assert {"checkpointing", "selective checkpointing", "accumulation", "8-bit optimizer"} <= found.keys()
     assert "paged optimizer" not in found
-    assert list(switches.switches_on("cuda", "full")) == list(switches.switches("full"))
+    assert list(lab09_toggles.switches_on("cuda", "full")) == list(lab09_toggles.switches("full"))
 
 
 def test_what_pays_is_counted():
@@ -64,11 +64,11 @@ def test_what_pays_is_counted():
         "fused optimizer": timed("09", "f", 94),
         "checkpointing": timed("09", "k", 140),
     }
-    assert switches.paying(runs) == {"tried": 4, "helped": 2, "left_alone": 2}
+    assert lab09_toggles.paying(runs) == {"tried": 4, "helped": 2, "left_alone": 2}
 
 
 def test_rows_say_what_was_changed_and_what_failed():
-    recipes = switches.switches("full")
+    recipes = lab09_toggles.switches("full")
     runs = {name: timed("09", name, ms) for name, ms in (("base", 100), ("float32", 200), ("checkpointing", 140))}
     for name, run in runs.items():
         run.recipe, run.metrics["peak_gb"] = (
@@ -76,7 +76,7 @@ def test_rows_say_what_was_changed_and_what_failed():
             {"base": 10.0, "float32": 18.0, "checkpointing": 5.0}[name],
         )
     runs["tf32"] = Run("09", "tf32", status="oom")
-    rows = {row[0]: row for row in switches.switch_rows(runs)}
+    rows = {row[0]: row for row in lab09_toggles.switch_rows(runs)}
     assert rows["checkpointing"][1:6] == ("`checkpointing='blocks'`", 140, "+40 %", 5.0, "-50")
     assert rows["base"][1:6] == ("`precision='fp16'`", 100, "-50 %", 10.0, "-44")
     assert rows["**float32**"][3] is None and "tf32: oom" in rows
@@ -84,21 +84,21 @@ def test_rows_say_what_was_changed_and_what_failed():
 
 def test_what_an_example_takes_alone_stands_beside_what_all_take_together():
     """Eight micro-batches take eight times as long: to a batch, its number of examples makes no difference."""
-    recipes = switches.switches("full")
+    recipes = lab09_toggles.switches("full")
     runs = {name: timed("09", name, ms) for name, ms in (("base", 100), ("accumulation", 800))}
     for name, run in runs.items():
         run.recipe = recipes[name].as_dict()
-    assert switches.one_by_one_rows(runs) == [("8", 100, pytest.approx(100))]
-    assert len(switches.ONE_BY_ONE_HEAD) == 3
-    assert switches.one_by_one_rows(runs | {"accumulation": Run("09", "accumulation", status="oom")}) == []
-    assert switches.one_by_one_rows({"base": runs["base"]}) == []
+    assert lab09_toggles.one_by_one_rows(runs) == [("8", 100, pytest.approx(100))]
+    assert len(lab09_toggles.ONE_BY_ONE_HEAD) == 3
+    assert lab09_toggles.one_by_one_rows(runs | {"accumulation": Run("09", "accumulation", status="oom")}) == []
+    assert lab09_toggles.one_by_one_rows({"base": runs["base"]}) == []
 
 
 # ------------------------------------------------------------------------------------------------------------- numbers
 
 
 def test_fewer_bits_are_farther_off(little):
-    found = switches.numerical_effects(little)
+    found = lab09_toggles.numerical_effects(little)
     assert found["tf32"].status.startswith("skipped")
     error = {name: run.metrics["gradient_error"] for name, run in found.items() if run.ok}
     assert error["fp32"] == 0 < error["fp16, scaled loss"] < error["bf16"] < 0.1
@@ -120,7 +120,7 @@ def test_the_backward_pass_is_rounded_as_the_forward_pass_is(little, monkeypatch
 
     monkeypatch.setattr(little, "loss", watched)
     for name in ("fp32", "bf16"):
-        switches._gradient(little, switches.FORMS[name])
+        lab09_toggles._gradient(little, lab09_toggles.FORMS[name])
     assert seen == ["ieee", "ieee"]
 
 
@@ -157,12 +157,12 @@ def test_every_form_of_adamw_is_adamw(kind):
 
 
 def test_eight_bits_are_a_quarter_of_the_state():
-    found = switches.optimizer_costs("tiny", "cpu")
+    found = lab09_toggles.optimizer_costs("tiny", "cpu")
     assert found["adamw-fused"].metrics["state_bytes"] == 8
     assert 2 < found["adamw-8bit"].metrics["state_bytes"] < 2.3
     assert found["adamw-loop"].metrics["update_error"] == 0 < found["adamw-8bit"].metrics["update_error"] < 0.1
     assert found["adamw-paged"].status.startswith("skipped")
-    assert len(switches.optimizer_rows(found)) == len(found)
+    assert len(lab09_toggles.optimizer_rows(found)) == len(found)
 
 
 def test_paged_moments_stay_where_they_are_on_a_cpu():
@@ -180,14 +180,14 @@ BROKEN = {"LABUTILS_CACHE": "x", "PYTHONPATH": "/nowhere", "PYTHONHOME": "/no"}
 def test_a_process_of_its_own_reports_its_run(little):
     recipe = Recipe(driver="eager", logging="ring-buffer", cache="latents+text", accumulation=1)
     work = open_workload("sd15-lora", "tiny", device="cpu", cache_dir=little.cache_dir)
-    runs = switches.trained_alone(work, recipe, 3, {"alone": {"OMP_NUM_THREADS": "1"}, "broken": BROKEN})
+    runs = lab09_toggles.trained_alone(work, recipe, 3, {"alone": {"OMP_NUM_THREADS": "1"}, "broken": BROKEN})
     assert list(runs) == ["alone", "broken"]
     run = runs["alone"]
     assert run.ok and run.run == "alone" and run.metric("step_ms") > 0 and len(run.samples["step_ms"]) >= 3
     assert runs["broken"].status.startswith("error: the process ended with code")
-    refused = switches.trained_alone(work, recipe.but(base_linear="fp8-te"), 3, {"refused": {}})["refused"]
+    refused = lab09_toggles.trained_alone(work, recipe.but(base_linear="fp8-te"), 3, {"refused": {}})["refused"]
     assert refused.status.startswith(("error: ValueError", "skipped: "))
 
 
 def test_an_empty_list_shows_no_gpu():
-    assert switches.visible_gpus("", "") == [0, 0]
+    assert lab09_toggles.visible_gpus("", "") == [0, 0]

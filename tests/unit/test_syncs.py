@@ -5,8 +5,8 @@ import warnings
 import pytest
 import torch
 
-from labutils.measure.stacks import Frame
-from labutils.measure.syncs import SyncSite, find_syncs, sites_of, watch_syncs, with_lines
+from labutils.profiling.call_stacks import Frame
+from labutils.profiling.syncs import SyncSite, find_syncs, sites_of, watch_syncs, with_lines
 
 
 @pytest.fixture

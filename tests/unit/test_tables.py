@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from labutils.tables import WAITS, as_table, cell, wait_rows
+from labutils.course.tables import WAITS, as_table, cell, wait_rows
 
 VALUES = st.one_of(st.none(), st.text(max_size=8), st.integers(), st.floats(allow_nan=False, allow_infinity=False))
 

@@ -12,11 +12,13 @@ import pytest
 from claim_runs import article_runs
 from exercises_of import lacking, misjudged
 
-from labutils import articles, cli, runner
-from labutils.articles import Claim
-from labutils.claims import CONFIRMED, JUDGES, assess
-from labutils.hardware import specs
-from labutils.results import Run, read_records, read_runs
+from labutils import cli
+from labutils.profiling.hardware import specs
+from labutils.results import claims
+from labutils.results.claims import Claim
+from labutils.results.judges import CONFIRMED, JUDGES, assess
+from labutils.results.records import Run, read_records, read_runs
+from labutils.tools import run
 
 HOUSE = Path(__file__).resolve().parents[2]
 GUIDE = (HOUSE / "TEACHING.md").read_text(encoding="utf-8")
@@ -111,8 +113,8 @@ def test_the_lab_runs_and_its_exercise_fails_as_given_and_passes_solved(tmp_path
     path = tmp_path / "12_sums.ipynb"
     nbformat.write(jupytext.reads(recipe("lab"), fmt="py:percent"), path)
     said: list[str] = []
-    options = runner.Options(scale="tiny", results=tmp_path / "results", timeout=120)
-    assert runner.run([str(path)], options, said.append) == runner.ALL_RAN, "\n".join(said)
+    options = run.Options(scale="tiny", results=tmp_path / "results", timeout=120)
+    assert run.run([str(path)], options, said.append) == run.ALL_RAN, "\n".join(said)
     assert read_records(tmp_path / "results")[-1]["status"] == "done"
     runs = read_runs(tmp_path / "results", "12")
     assert runs["12", "loop"].metric("step_ms") > runs["12", "one call"].metric("step_ms")
@@ -123,7 +125,7 @@ def test_the_lab_runs_and_its_exercise_fails_as_given_and_passes_solved(tmp_path
 
 def test_the_claim_is_judged():
     claim = eval(recipe("claim"), {"Claim": Claim})
-    assert claim.judge in JUDGES and claim.id not in articles.claims()
+    assert claim.judge in JUDGES and claim.id not in claims.claims()
     assert set(claim.runs) == set(claim.how.values())
     assert assess(claim, article_runs()).verdict == CONFIRMED
     nothing: dict[tuple[str, str], Run] = {}

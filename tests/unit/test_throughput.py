@@ -9,8 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from labutils.data.throughput import Pipeline, epoch_start_ms, hand_over_ms, off_the_model
-from labutils.measure.calls import CallTimer
+from labutils.labs.lab03_dataloader import epoch_start_ms, hand_over_ms
+from labutils.profiling.call_timer import CallTimer
+from labutils.profiling.dataloader_model import Pipeline, off_the_model
 from labutils.recipe import STOCK
 
 COUNTS = (0, 1, 2, 3, 4, 8, 12)

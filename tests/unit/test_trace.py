@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from torch.profiler import record_function
 from traces import AUTOGRAD, RUNS_AHEAD, TWO_STEPS, call, copy, kernel, mark, op, python
 
-from labutils.measure.chrome import read_events
-from labutils.measure.intervals import difference, overlap, total
-from labutils.measure.kinds import CATEGORIES, category_of, is_thin
-from labutils.measure.stacks import Frame, Slice, enclosing, own_time
-from labutils.measure.trace import SHARES, Trace, profile
+from labutils.profiling.call_stacks import Frame, Slice, enclosing, own_time
+from labutils.profiling.chrome_trace import read_events
+from labutils.profiling.intervals import difference, overlap, total
+from labutils.profiling.kernel_categories import CATEGORIES, category_of, is_thin
+from labutils.profiling.trace import SHARES, Trace, profile
 
 
 @pytest.fixture(scope="module")
@@ -323,7 +323,7 @@ def test_events_are_whole_whatever_the_size_of_a_read(size):
     events = [{"ph": "X", "name": 'quo"te]},', "ts": number, "args": {"list": [1, [2]]}} for number in range(5)]
     text = json.dumps({"a": 1, "traceEvents": events, "z": 1})
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("labutils.measure.chrome._PIECE", size)
+        patch.setattr("labutils.profiling.chrome_trace._PIECE", size)
         assert list(_events_of(text)) == events
 
 

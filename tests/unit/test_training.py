@@ -30,17 +30,20 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.data import Dataset
 
-from labutils import capture, hardware, training
-from labutils.adapters import adapter_state, lora_layers
-from labutils.capture import attention_kernel
+from labutils import training
 from labutils.data.images import EpochOrder
-from labutils.measure.steps import StepTimes
-from labutils.recipe import A1_LADDER, STOCK, Recipe, climb
-from labutils.results import Results
-from labutils.training import Session, compare, comparing, train
-from labutils.training.drivers import GraphStep, compile_as_asked
-from labutils.workloads import diffusion, open_workload
-from labutils.workloads.diffusion import SIZES
+from labutils.labs.ladders import A1_LADDER, climb
+from labutils.layers import cuda_graph
+from labutils.layers.cuda_graph import attention_kernel
+from labutils.layers.lora import adapter_state, lora_layers
+from labutils.profiling import hardware
+from labutils.profiling.step_timer import StepTimes
+from labutils.recipe import STOCK, Recipe
+from labutils.results.records import Results
+from labutils.training import Session, benchmark, compare, train
+from labutils.training.step import GraphStep, compile_as_asked
+from labutils.workloads import open_workload, stable_diffusion
+from labutils.workloads.stable_diffusion import SIZES
 
 STEPS = 2
 CLIPPED = PLAIN.but(max_grad_norm=0.07)
@@ -163,7 +166,7 @@ COMPILED = CLIPPED.but(
 @pytest.fixture
 def few_blocks(monkeypatch):
     """A workload of its own, as one keeps its networks, and a compiler that begins anew."""
-    monkeypatch.setitem(diffusion.SIZES, "tiny", FEW_BLOCKS)
+    monkeypatch.setitem(stable_diffusion.SIZES, "tiny", FEW_BLOCKS)
     torch.compiler.reset()
     yield open_workload("sd15-lora", scale="tiny", device="cpu")
     torch.compiler.reset()
@@ -202,8 +205,8 @@ def test_what_needs_too_many_variants_fails_and_does_not_run_uncompiled(monkeypa
     model = nn.ModuleDict({"net": nn.Linear(2, 2)})
     workload = SimpleNamespace(trained=lambda model: ("net", model["net"]))
     compile_as_asked(workload, model, STOCK.but(compile="default"))
-    monkeypatch.setattr(capture, "VARIANTS", 2)
-    few = capture.variants_allowed("default", "static")
+    monkeypatch.setattr(cuda_graph, "VARIANTS", 2)
+    few = cuda_graph.variants_allowed("default", "static")
     with few, pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
         for examples in (2, 3, 4):
             model.net(torch.ones(examples, 2))
@@ -227,7 +230,7 @@ def test_the_gradient_is_that_of_the_written_out_loss(workload):
 
 def gradient_by_hand(state: dict[str, Tensor], watched: Watched) -> tuple[dict[str, Tensor], float]:
     """DDPM's loss, mean over the micro-batches, of a UNet whose weights are W + BA; its gradient by A and B."""
-    networks = diffusion._networks(SIZES["tiny"], torch.device("cpu")).double()
+    networks = stable_diffusion._networks(SIZES["tiny"], torch.device("cpu")).double()
     base = {name.replace(".base_layer", ""): t.double() for name, t in state.items() if "lora_" not in name}
     networks.load_state_dict(base)
     matrices = {name: tensor.double().requires_grad_() for name, tensor in watched.before.items()}
@@ -377,10 +380,10 @@ def no_probe(monkeypatch, workload, encoded):
     """Rates of some machine: measuring this one's takes seconds and is tested elsewhere."""
     monkeypatch.setattr(workload, "dataset", lambda model, recipe: encoded)
     roofline = hardware.Roofline(rate=1.0, bandwidth=100.0)
-    monkeypatch.setattr(comparing.hardware, "probe", lambda *items: None)
-    monkeypatch.setattr(comparing.hardware, "measured_roofline", lambda dtype: roofline)
-    monkeypatch.setattr(comparing, "ROUND_MS", 1)
-    monkeypatch.setattr(comparing, "SETTLE_MS", 1)
+    monkeypatch.setattr(benchmark.hardware, "probe", lambda *items: None)
+    monkeypatch.setattr(benchmark.hardware, "measured_roofline", lambda dtype: roofline)
+    monkeypatch.setattr(benchmark, "ROUND_MS", 1)
+    monkeypatch.setattr(benchmark, "SETTLE_MS", 1)
 
 
 def test_a_run_tells_what_was_measured(workload, no_probe, encoded, tmp_path):
@@ -410,18 +413,20 @@ def test_a_step_is_all_its_micro_steps(workload, no_probe, monkeypatch):
 
 
 def test_waiting_for_data_is_the_hosts_wait(workload, no_probe, monkeypatch):
-    index = diffusion.EncodedExamples.__getitems__
-    monkeypatch.setattr(diffusion.EncodedExamples, "__getitems__", lambda *args: time.sleep(0.02) or index(*args))
+    index = stable_diffusion.EncodedExamples.__getitems__
+    monkeypatch.setattr(
+        stable_diffusion.EncodedExamples, "__getitems__", lambda *args: time.sleep(0.02) or index(*args)
+    )
     run = train(workload, QUICK, steps=2, warmup=0)
     for waited, step in zip(run.samples["data_ms"], run.samples["step_ms"], strict=True):
         assert 4 * 20 <= waited < step
 
 
 def test_a_round_is_long_enough_to_tell_noise_from_drift(workload, no_probe, monkeypatch):
-    with comparing.Bench(workload) as bench:
+    with benchmark.Bench(workload) as bench:
         bench.prepare({"mine": QUICK})
         bench.contenders["mine"].step_ms = 30  # by its warm-up; what its steps really last is the machine's business
-        monkeypatch.setattr(comparing, "ROUND_MS", 100)
+        monkeypatch.setattr(benchmark, "ROUND_MS", 100)
         run = bench.compare({"mine": QUICK}, steps=1, rounds=1)["mine"]
     assert run.metrics["step_ms"]["n"] == 4
 
@@ -432,9 +437,9 @@ def test_what_is_not_cached_has_no_price_of_caching(workload):
 
 
 def test_recipes_take_turns(workload, no_probe, monkeypatch):
-    turns, measure = [], comparing.Contender.measure
+    turns, measure = [], benchmark.Contender.measure
     monkeypatch.setattr(
-        comparing.Contender, "measure", lambda c, *steps: turns.append(c.session.recipe.rank) or measure(c, *steps)
+        benchmark.Contender, "measure", lambda c, *steps: turns.append(c.session.recipe.rank) or measure(c, *steps)
     )
     recipes = {f"rank {rank}": QUICK.but(rank=rank) for rank in (2, 3, 4)}
     runs = compare(workload, recipes, steps=2, rounds=3, warmup=0)
@@ -446,7 +451,7 @@ def test_recipes_take_turns(workload, no_probe, monkeypatch):
 
 def test_a_profile_begins_when_the_ready_batches_are_used_up(workload, no_probe, tmp_path):
     """Six batches are ready: one step and then two of four micro-batches are passed over, and one warms up."""
-    with comparing.Bench(workload, warmup=0) as bench:
+    with benchmark.Bench(workload, warmup=0) as bench:
         bench.prepare({"ahead": QUICK.but(num_workers=3)})
         before = bench.contenders["ahead"].session.step_count
         assert bench.profile("ahead", tmp_path, steps=2).steps == 2
@@ -509,7 +514,7 @@ def test_one_that_fails_gives_its_memory_back(step, change, workload, no_probe, 
         return model
 
     monkeypatch.setattr(workload, "build", watched)
-    with comparing.Bench(workload, warmup=1) as bench:
+    with benchmark.Bench(workload, warmup=1) as bench:
         runs = bench.compare({"stays": QUICK, "fails": QUICK.but(rank=3, **change)}, steps=2, rounds=1)
         assert [run.status for run in runs.values()] == ["ok", "error: RuntimeError: the reason"]
         assert (models[QUICK.rank]() is None, models[3]() is None) == (False, True)
@@ -558,16 +563,16 @@ def test_draws_are_the_same_however_examples_are_grouped(workload):
         assert torch.equal(torch.cat([draws[name] for draws in apart]), together[name])
 
 
-@pytest.mark.parametrize(("graphs", "rounds"), [([4, 4], 1), ([4, 5, 5, 5], 2), (list(range(6)), comparing.TRIES)])
+@pytest.mark.parametrize(("graphs", "rounds"), [([4, 4], 1), ([4, 5, 5, 5], 2), (list(range(6)), benchmark.TRIES)])
 def test_a_round_in_which_something_was_compiled_is_taken_again(workload, monkeypatch, graphs, rounds):
     taken = []
-    with comparing.Bench(workload, warmup=0) as bench:
+    with benchmark.Bench(workload, warmup=0) as bench:
         bench.prepare({"plain": PLAIN})
         contender = bench.contenders["plain"]
         contender.settle = lambda: None
         monkeypatch.setattr(contender, "_graphs", iter(graphs).__next__)
         monkeypatch.setattr(
-            comparing,
+            benchmark,
             "measure",
             lambda session, steps, after_step: taken.append(len(taken)) or StepTimes([float(len(taken))]),
         )
@@ -581,7 +586,7 @@ def test_a_round_in_which_something_was_compiled_is_taken_again(workload, monkey
 )
 def test_long_steps_settle_by_themselves(workload, step_ms, recipe, steps):
     """Batches that a worker has made ready are used up first, however long a step is."""
-    contender = object.__new__(comparing.Contender)
+    contender = object.__new__(benchmark.Contender)
     alone = SimpleNamespace(count=1)
     contender.session = SimpleNamespace(recipe=recipe.but(prefetch_factor=2, accumulation=1), ranks=alone)
     contender.step_ms = step_ms
@@ -590,7 +595,7 @@ def test_long_steps_settle_by_themselves(workload, step_ms, recipe, steps):
 
 def test_what_a_library_compiles_is_noticed(workload, monkeypatch):
     """The recipe compiles nothing."""
-    with comparing.Bench(workload, warmup=0) as bench:
+    with benchmark.Bench(workload, warmup=0) as bench:
         bench.prepare({"plain": PLAIN})
         before = bench.contenders["plain"]._graphs()
         torch.compile(lambda x: x + 1, backend="eager")(torch.zeros(3))
@@ -609,13 +614,13 @@ def test_what_a_library_compiles_is_noticed(workload, monkeypatch):
     ],
 )
 def test_a_session_s_own_peak_counts_what_it_shares_once(before, built, held, peak, own):
-    assert comparing.own_peak(peak, before, built, held) == pytest.approx(own)
+    assert benchmark.own_peak(peak, before, built, held) == pytest.approx(own)
 
 
 def test_after_step_follows_every_step_of_a_training_run(workload):
     """The first step, those to settle, and the timed ones."""
     counts = []
-    run = comparing.train(
+    run = benchmark.train(
         workload, PLAIN, steps=2, warmup=1, after_step=lambda session: counts.append(session.step_count)
     )
     assert run.ok, run.status
@@ -625,5 +630,5 @@ def test_after_step_follows_every_step_of_a_training_run(workload):
 
 def test_steps_that_find_batches_ready_are_those_of_one_rank():
     recipe = STOCK.but(num_workers=2, prefetch_factor=2, accumulation=8)
-    assert [comparing.steps_to_drain(recipe, ranks) for ranks in (1, 2, 8)] == [2, 2, 5]
-    assert comparing.steps_to_drain(recipe.but(num_workers=0)) == 1
+    assert [benchmark.steps_to_drain(recipe, ranks) for ranks in (1, 2, 8)] == [2, 2, 5]
+    assert benchmark.steps_to_drain(recipe.but(num_workers=0)) == 1

@@ -10,11 +10,11 @@ import subprocess
 import pytest
 
 from labutils.data.texts import LONGEST
-from labutils.methods import SWITCHES
-from labutils.recipe import A3_BASE
-from labutils.results import Unavailable
-from labutils.training import with_unsloth
-from labutils.training.with_unsloth import Job, check_unsloth, train_with_unsloth
+from labutils.labs.lab07_qlora import SWITCHES
+from labutils.labs.ladders import A3_BASE
+from labutils.recipe import Unavailable
+from labutils.training import unsloth_run
+from labutils.training.unsloth_run import Job, check_unsloth, train_with_unsloth
 from labutils.workloads import open_workload
 
 STAND_IN = f"""
@@ -54,9 +54,9 @@ def workload():
 @pytest.fixture
 def stand_in(tmp_path, monkeypatch):
     (tmp_path / "unsloth.py").write_text(STAND_IN)
-    path = os.pathsep.join([str(tmp_path), str(with_unsloth.REPOSITORY)])
-    monkeypatch.setattr(with_unsloth, "QUIET", with_unsloth.QUIET | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"})
-    monkeypatch.setattr(with_unsloth, "check_unsloth", lambda device: None)
+    path = os.pathsep.join([str(tmp_path), str(unsloth_run.REPOSITORY)])
+    monkeypatch.setattr(unsloth_run, "QUIET", unsloth_run.QUIET | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"})
+    monkeypatch.setattr(unsloth_run, "check_unsloth", lambda device: None)
 
 
 def test_jobs_are_done_by_one_process_with_the_same_weights(workload, stand_in, tmp_path):
@@ -79,15 +79,15 @@ def test_what_was_done_before_the_end_is_kept(workload, stand_in, tmp_path, monk
     assert [run.ok for run in runs.values()] == [True, False]
     assert runs["b"].status == "error: unsloth's process ended with code 1: out of patience"
     assert runs["b"].workload == workload.name and runs["b"].recipe["seed"] == 1
-    monkeypatch.setattr(with_unsloth.subprocess, "run", too_late(runs["a"]))
+    monkeypatch.setattr(unsloth_run.subprocess, "run", too_late(runs["a"]))
     runs = train_with_unsloth(jobs, tmp_path, timeout_s=7)
     assert [run.status for run in runs.values()] == ["ok", "error: unsloth's process did not end within 7 s."]
-    assert "still compiling" in (tmp_path / with_unsloth.PRINTED).read_text()
+    assert "still compiling" in (tmp_path / unsloth_run.PRINTED).read_text()
 
 
 def too_late(run):
     def late(command, timeout, **_):
-        line = f"chatter\n{with_unsloth.DONE}{json.dumps(dataclasses.asdict(run))}\n{with_unsloth.DONE}{{"
+        line = f"chatter\n{unsloth_run.DONE}{json.dumps(dataclasses.asdict(run))}\n{unsloth_run.DONE}{{"
         raise subprocess.TimeoutExpired(command, timeout, output=line.encode(), stderr=b"still compiling \xff")
 
     return late
@@ -97,18 +97,18 @@ def too_late(run):
 def test_batches_of_other_lengths(workload, micro_batch):
     recipe = A3_BASE.but(micro_batch=micro_batch)
     lengths = sorted(len(row["input_ids"]) for row in workload.dataset(None, recipe))
-    longest, odd, short = (batch["input_ids"].shape for batch in with_unsloth._of_other_lengths(workload, recipe))
+    longest, odd, short = (batch["input_ids"].shape for batch in unsloth_run._of_other_lengths(workload, recipe))
     assert longest == (micro_batch, lengths[-1])
     assert odd[1] % 2 == 1 and short[1] < odd[1] < longest[1]
     assert short == (micro_batch, lengths[micro_batch - 1])
-    assert with_unsloth._of_other_lengths(workload, recipe.but(shapes="padded")) == []
+    assert unsloth_run._of_other_lengths(workload, recipe.but(shapes="padded")) == []
 
 
 def test_a_dead_process_is_said(workload, tmp_path, monkeypatch):
     (tmp_path / "unsloth.py").write_text("raise SystemExit('no kernel for this GPU')")
-    path = os.pathsep.join([str(tmp_path), str(with_unsloth.REPOSITORY)])
-    monkeypatch.setattr(with_unsloth, "QUIET", with_unsloth.QUIET | {"PYTHONPATH": path})
-    monkeypatch.setattr(with_unsloth, "check_unsloth", lambda device: None)
+    path = os.pathsep.join([str(tmp_path), str(unsloth_run.REPOSITORY)])
+    monkeypatch.setattr(unsloth_run, "QUIET", unsloth_run.QUIET | {"PYTHONPATH": path})
+    monkeypatch.setattr(unsloth_run, "check_unsloth", lambda device: None)
     with pytest.raises(RuntimeError, match="ended with code 1: no kernel for this GPU"):
         train_with_unsloth({"a": Job(workload, A3_BASE, 2)}, tmp_path)
 
@@ -117,7 +117,7 @@ def test_a_job_that_fails_leaves_its_traceback(workload, stand_in, tmp_path):
     (tmp_path / "unsloth.py").write_text((tmp_path / "unsloth.py").read_text().replace("lm.train()", "1 / 0"))
     runs = train_with_unsloth({"a": Job(workload, A3_BASE.but(base_linear="nf4"), 2)}, tmp_path)
     assert runs["a"].status == "error: ZeroDivisionError: division by zero"
-    printed = (tmp_path / with_unsloth.PRINTED).read_text()
+    printed = (tmp_path / unsloth_run.PRINTED).read_text()
     assert '"a" failed' in printed and "Traceback" in printed and "in for_training" in printed
 
 
@@ -128,13 +128,13 @@ def test_a_model_that_cant_be_loaded_is_tried_once(workload, stand_in, tmp_path)
     jobs = {name: Job(workload, A3_BASE.but(base_linear="nf4"), 2) for name in "ab"}
     with pytest.raises(RuntimeError, match="ended with code 1: OSError: no such layer"):
         train_with_unsloth(jobs, tmp_path)
-    printed = (tmp_path / with_unsloth.PRINTED).read_text()
+    printed = (tmp_path / unsloth_run.PRINTED).read_text()
     assert printed.count("no such layer") == 2 and "Traceback" in printed  # once as the line of code
 
 
 def test_it_is_not_asked_where_it_cant_run(workload, tmp_path, monkeypatch):
     with pytest.raises(Unavailable, match="kernels are written for GPUs"):
         train_with_unsloth({"a": Job(workload, A3_BASE, 2)}, tmp_path)
-    monkeypatch.setattr(with_unsloth.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(unsloth_run.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(Unavailable, match="make unsloth"):
         check_unsloth("cuda")

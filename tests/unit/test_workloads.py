@@ -14,12 +14,12 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from labutils.adapters import attach_lora, count_parameters, count_trainable, lora_layers
+from labutils.layers.lora import attach_lora, count_parameters, count_trainable, lora_layers
 from labutils.recipe import STOCK
 from labutils.training import Session
-from labutils.workloads import SCALES, diffusion, open_workload, workload_names
-from labutils.workloads.counting import FlopCount, weight_bytes
-from labutils.workloads.diffusion import SIZES, TARGETS, EncodedExamples, _networks
+from labutils.workloads import SCALES, open_workload, stable_diffusion, workload_names
+from labutils.workloads.flop_count import FlopCount, weight_bytes
+from labutils.workloads.stable_diffusion import SIZES, TARGETS, EncodedExamples, _networks
 
 META = torch.device("meta")
 
@@ -146,7 +146,7 @@ def test_weights_are_read_once_a_pass():
 @pytest.mark.parametrize("cache", ["latents", "latents+text"])
 def test_what_is_cropped_at_random_is_not_encoded_once(cache, monkeypatch, workload):
     oblong = datasets.Dataset.from_dict({"image": [Image.new("RGB", (96, 80))], "text": ["x"]})
-    monkeypatch.setattr(diffusion, "captioned_images", lambda *args: oblong)
+    monkeypatch.setattr(stable_diffusion, "captioned_images", lambda *args: oblong)
     assert len(workload.dataset(None, STOCK)) == 1
     with pytest.raises(ValueError, match="1 of the 1 images aren't square"):
         workload.dataset(None, STOCK.but(cache=cache))
@@ -222,7 +222,7 @@ def test_every_workload_opens():
 @pytest.mark.parametrize(("memory_gb", "scale"), [(None, "tiny"), (16.0, "small"), (80.0, "full")])
 def test_auto_is_the_largest_scale_that_fits(memory_gb, scale, monkeypatch):
     machine = {"gpu": "some", "gpu_memory_gb": memory_gb} if memory_gb else {}
-    monkeypatch.setattr("labutils.hardware.machine", lambda: machine)
+    monkeypatch.setattr("labutils.profiling.hardware.machine", lambda: machine)
     assert open_workload("sd15-lora", device="cpu").scale == scale
 
 

@@ -42,16 +42,16 @@ data: str = "generated"  # generated files like the real ones
 results_dir: str = ""  # folder of results.jsonl; empty: a new one under results/
 
 # %%
-from labutils.course import open_lab
+from labutils.course.lab import open_lab
 
 lab = open_lab("09", globals())
 
 # %%
 import matplotlib.pyplot as plt
 
-from labutils import plots
+from labutils.course import plots
 from labutils.data import drawings
-from labutils.tensorflow_page import TIMES_HEAD, growth_run, input_runs, precision_runs, tensorflow, time_rows
+from labutils.labs.optional_tensorflow import TIMES_HEAD, growth_run, input_runs, precision_runs, tensorflow, time_rows
 
 plots.use_style()
 tiny = lab.scale == "tiny"

@@ -1,0 +1,78 @@
+"""The course's pictures: static, with units on the axes, the spread shown, and readable in a grey print.
+
+Every function draws on a given matplotlib `Axes` and returns it; one that needs room for many rows makes the figure
+taller. Colours are never the only carrier of meaning: lanes and categories differ in lightness and hatch as well.
+matplotlib is imported where it is used, so that importing this package stays cheap.
+"""
+
+from labutils.course.plots.layout import named_ticks, use_style
+from labutils.course.plots.machines import foretold, link, peaks, roofline, slower_hosts
+from labutils.course.plots.memory import predicted_peaks, stacked_memory
+from labutils.course.plots.palette import (
+    AMBER,
+    FILLS,
+    GREY,
+    INK,
+    KIND_FILLS,
+    LANE_FILLS,
+    MEMORY_FILLS,
+    MIST,
+    NAVY,
+    PHASE_FILLS,
+    PURPLE,
+    ROSE,
+    RUST,
+    TEAL,
+    VERDICT_MARKS,
+)
+from labutils.course.plots.runs import differences, loss, steps, sweep, utilisation, waterfall
+from labutils.course.plots.scores import MOST_OFF, calibration, verdicts
+from labutils.course.plots.series import counts, curves, errors, grouped, magnitudes, over_decoding, panels
+from labutils.course.plots.traces import beside, breakdown, launch_cost, timeline
+
+__all__ = [
+    "AMBER",
+    "FILLS",
+    "GREY",
+    "INK",
+    "KIND_FILLS",
+    "LANE_FILLS",
+    "MEMORY_FILLS",
+    "MIST",
+    "MOST_OFF",
+    "NAVY",
+    "PHASE_FILLS",
+    "PURPLE",
+    "ROSE",
+    "RUST",
+    "TEAL",
+    "VERDICT_MARKS",
+    "beside",
+    "breakdown",
+    "calibration",
+    "counts",
+    "curves",
+    "differences",
+    "errors",
+    "foretold",
+    "grouped",
+    "launch_cost",
+    "link",
+    "loss",
+    "magnitudes",
+    "named_ticks",
+    "over_decoding",
+    "panels",
+    "peaks",
+    "predicted_peaks",
+    "roofline",
+    "slower_hosts",
+    "stacked_memory",
+    "steps",
+    "sweep",
+    "timeline",
+    "use_style",
+    "utilisation",
+    "verdicts",
+    "waterfall",
+]

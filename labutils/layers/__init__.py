@@ -1,0 +1,4 @@
+"""The techniques, one a file: what a model is built of or changed by.
+
+It may import profiling and recipe.
+"""

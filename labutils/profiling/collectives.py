@@ -1,0 +1,233 @@
+"""What GPUs tell each other: how fast a sum over all of them is, what part of a step it takes, by which way it goes.
+
+Bandwidths are those of NVIDIA's nccl-tests (doc/PERFORMANCE.md). *Algorithm bandwidth* is the message's size over the
+time. *Bus bandwidth* is what each link carries: an all-reduce of n ranks sends and receives 2 (n - 1) / n of the
+message at each of them, an all-gather or reduce-scatter (n - 1) / n. So it is the bus bandwidth that is compared with a
+link's data sheet, and that carries over from one number of ranks, and from one collective, to another.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from labutils.profiling.intervals import Interval, difference, overlap, total, union
+from labutils.profiling.kernel_categories import category_of
+from labutils.profiling.trace import Trace
+from labutils.results.records import summarise
+
+SIZES = tuple(2**10 * 4**k for k in range(10))
+"""Bytes of the messages that are timed: 1 KiB to 256 MiB."""
+REPEATS = 20
+WARM_UP = 2
+SLOW_MS = 100
+"""A message that takes longer than this is sent three times only."""
+SHARES = {"all-reduce": 2.0, "all-gather": 1.0, "reduce-scatter": 1.0}
+"""Collective -> how often (n - 1) / n of the message passes each link."""
+
+
+def bus_factor(ranks: int, collective: str = "all-reduce") -> float:
+    """Bus bandwidth over algorithm bandwidth."""
+    return SHARES[collective] * (ranks - 1) / ranks
+
+
+def time_all_reduce(sizes: Sequence[int], device: str, ranks: int) -> dict[str, Any]:
+    """Milliseconds of summing float32 messages of `sizes` bytes over all ranks, as `metrics` and `samples` of a run.
+
+    Every rank calls it with the same sizes. Samples: `bytes` and, beside each, the medians `all_reduce_ms`,
+    `algorithm_gb_per_s` and `bus_gb_per_s`. Metrics: `latency_us` (of the quickest size), `bus_gb_per_s` and, with its
+    spread, `largest_ms` (of the largest), `ranks`.
+    """
+    for size in sizes:  # what a connection does once, when the first messages go, is nobody's time
+        _times_ms(size, device, repeats=WARM_UP)
+    times = [_times_ms(size, device) for size in sizes]
+    medians = [summarise(found)["median"] for found in times]
+    algorithm = [size / ms / 1e6 for size, ms in zip(sizes, medians, strict=True)]
+    bus = [rate * bus_factor(ranks) for rate in algorithm]
+    metrics = {"latency_us": min(medians) * 1e3, "bus_gb_per_s": bus[-1], "ranks": ranks}
+    metrics["largest_ms"] = summarise(times[-1])
+    samples = {
+        "bytes": [float(size) for size in sizes],
+        "all_reduce_ms": [round(ms, 5) for ms in medians],
+        "algorithm_gb_per_s": [round(rate, 5) for rate in algorithm],
+        "bus_gb_per_s": [round(rate, 5) for rate in bus],
+    }
+    return {"metrics": metrics, "samples": samples}
+
+
+def _times_ms(size: int, device: str, repeats: int = REPEATS) -> list[float]:
+    import torch
+    import torch.distributed as dist
+
+    from labutils.profiling.step_timer import StepClock
+
+    message = torch.zeros(max(1, size // 4), device=device)
+    clock = StepClock(message.device)
+
+    def timed(times: int) -> list[float]:
+        clock.start()
+        for _ in range(times):
+            dist.all_reduce(message)
+            clock.mark(0.0)
+        return clock.stop().step_ms
+
+    timed(2)
+    found = torch.tensor(min(timed(1)))  # on the host, where all agree how often it is sent
+    dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    return timed(min(3, repeats) if found.item() > SLOW_MS else repeats)
+
+
+CONNECTIONS = r"NV[0-9]{1,3}|PIX|PXB|PHB|NODE|SYS"
+"""What `nvidia-smi topo -m` calls the ways from one GPU to another."""
+
+
+def read_topology(text: str) -> dict[tuple[int, int], str]:
+    """(GPU, GPU) -> what connects them by `nvidia-smi topo -m`: "NV18" (so many NVLinks), "PIX", "PHB", "NODE", "SYS";
+    each pair once. {} where it shows no two GPUs, or no table."""
+    plain = re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", text)  # it underlines its head
+    lines = [[cell.strip() for cell in line.split("\t")] for line in plain.splitlines()]
+    head = next((line for line in lines if not line[0] and "GPU0" in line), [])
+    columns = {name: place for place, name in enumerate(head) if re.fullmatch(r"GPU[0-9]{1,3}", name)}
+    rows = {line[0]: line for line in lines if line[0] in columns and len(line) > max(columns.values())}
+    return {
+        (int(one[3:]), int(other[3:])): rows[one][columns[other]]
+        for one in rows
+        for other in columns
+        if int(one[3:]) < int(other[3:]) and re.fullmatch(CONNECTIONS, rows[one][columns[other]])
+    }
+
+
+@dataclass(frozen=True)
+class Link:
+    """How long an all-reduce takes between `ranks` ranks, by its bytes: measured points, and straight lines in between
+    on logarithmic axes. Below the smallest it takes as long as that, above the largest it has that one's bandwidth."""
+
+    ranks: int
+    bytes: tuple[float, ...]
+    ms: tuple[float, ...]
+
+    @classmethod
+    def of(cls, samples: Mapping[str, Sequence[float]], ranks: int) -> Link:
+        """Of an all-reduce run's samples. A message that took longer than a larger one was disturbed, and is taken to
+        last as long as that."""
+        slowest = list(itertools.accumulate(reversed(samples["all_reduce_ms"]), min))
+        return cls(ranks, tuple(samples["bytes"]), tuple(reversed(slowest)))
+
+    def all_reduce_ms(self, size: float) -> float:
+        if size <= self.bytes[0]:
+            return self.ms[0]
+        if size >= self.bytes[-1]:
+            return self.ms[-1] * size / self.bytes[-1]
+        at = bisect_left(self.bytes, size)
+        low, high = math.log(self.bytes[at - 1]), math.log(self.bytes[at])
+        part = (math.log(size) - low) / (high - low)
+        return math.exp((1 - part) * math.log(self.ms[at - 1]) + part * math.log(self.ms[at]))
+
+    def gather_ms(self, size: float) -> float:
+        """An all-gather or reduce-scatter of `size` bytes in all: it passes the links half as often."""
+        return self.all_reduce_ms(size) * SHARES["all-gather"] / SHARES["all-reduce"]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A trace
+
+
+def communication(trace: Trace) -> tuple[dict[str, float], list[float], list[float]]:
+    """What part of the steps' time communication takes, and what part of it nothing hides; and the times of the step
+    that comes nearest to that part.
+
+    On GPUs: NCCL's kernels, against all others. A kernel of NCCL also runs while it waits for the other ranks' data, so
+    that ranks out of step show as communication. On a CPU: from where gloo is given a message to where it is through,
+    against operators that compute. Metrics: `communication_share`, `exposed_communication_share` (of wall time), and
+    `communication_ms`, `exposed_communication_ms` a step. The lists hold start and end, start and end, ... of computing
+    and of communicating, in ms from that step's beginning.
+    """
+    talking, computing = _times(trace)
+    exposed = difference(talking, computing)
+    wall = trace.wall_ms
+    metrics = {
+        "communication_share": total(talking) / wall,
+        "exposed_communication_share": total(exposed) / wall,
+        "communication_ms": total(talking) / trace.steps,
+        "exposed_communication_ms": total(exposed) / trace.steps,
+    }
+    window = min(trace.step_windows, key=lambda step: abs(_share(exposed, step) - total(exposed) / wall))
+    return metrics, _drawable(computing, window), _drawable(talking, window)
+
+
+def _share(times: list[Interval], window: Interval) -> float:
+    return total(overlap(times, [window])) / (window[1] - window[0])
+
+
+def _times(trace: Trace) -> tuple[list[Interval], list[Interval]]:
+    if trace.on_gpu:
+        by_kind: dict[bool, list[Interval]] = {True: [], False: []}
+        for kernel in trace.kernels:
+            by_kind[category_of(kernel.name) == "communication"].append((kernel.start, kernel.end))
+        talking, computing = by_kind[True], by_kind[False]
+    else:
+        talking = [(mark.start, mark.end) for mark in trace.annotations if mark.name.startswith("gloo:")]
+        computing = [
+            (operator.start, operator.end)
+            for operators in trace.ops.values()
+            for operator in operators
+            if category_of(operator.name) not in ("other", "views and allocation", "communication")
+        ]
+    return overlap(union(talking), [trace.wall]), overlap(union(computing), [trace.wall])
+
+
+def _drawable(times: list[Interval], window: Interval, grains: int = 500) -> list[float]:
+    """A picture's worth of intervals: those less than a grain of the window apart are one."""
+    grain = (window[1] - window[0]) / grains
+    joined = union((start, end + grain) for start, end in overlap(times, [window]))
+    return [round(at - window[0], 4) for start, end in joined for at in (start, end - grain)]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What NCCL says
+
+
+_TRANSPORT = re.compile(r"Channel \d+(?:/\d+)? ?: \d+\[\w+\] -> \d+\[\w+\](?: \[\w+\])? via ([\w/-]+)")
+_CHANNELS = re.compile(r"(\d+) coll channels")
+_VERSION = re.compile(r"NCCL version ([\d.]+)")
+_NETWORK = re.compile(r"Using network (\w+)")
+_SET = re.compile(r"(NCCL_\w+) set by environment to ([^\s.]+)")
+_CHOSEN = re.compile(r"AllReduce: (\d+) Bytes -> Algo (\w+) proto (\w+)")
+ALGORITHMS = ("Tree", "Ring", "CollnetDirect", "CollnetChain", "NVLS", "NVLSTree", "PAT")
+PROTOCOLS = ("LL", "LL128", "Simple")
+"""What NCCL's numbers mean, in versions that print numbers (nccl_common.h)."""
+SAY_ALL = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,ENV,NET,P2P,SHM,TUNING"}
+"""What has NCCL say what `read_nccl_log` looks for."""
+
+
+def read_nccl_log(text: str) -> dict[str, Any]:
+    """What NCCL tells (`SAY_ALL`) of the ways that it takes: `version`, `channels`, `network`, `transports`
+    (connections by each, such as "P2P/CUMEM", "SHM/direct", "NET/Socket/0"), `chosen` (an all-reduce's bytes -> "Ring,
+    Simple") and the `settings` that it took from the environment.
+
+    What a version does not say is absent. Its wording is no interface: see the log itself where a number matters.
+    """
+    found: dict[str, Any] = {}
+    for name, pattern in (("version", _VERSION), ("channels", _CHANNELS), ("network", _NETWORK)):
+        if match := pattern.search(text):
+            found[name] = int(match[1]) if name == "channels" else match[1]
+    found["transports"] = dict(Counter(match[1] for match in _TRANSPORT.finditer(text)))
+    found["chosen"] = {
+        int(size): f"{_named(algorithm, ALGORITHMS)}, {_named(protocol, PROTOCOLS)}"
+        for size, algorithm, protocol in _CHOSEN.findall(text)
+    }
+    found["settings"] = dict(_SET.findall(text))
+    return {name: value for name, value in found.items() if value}
+
+
+def _named(word: str, names: Sequence[str]) -> str:
+    """A number's name; a word in the spelling of `names`."""
+    if word.isdigit():
+        return names[int(word)] if int(word) < len(names) else word
+    return next((name for name in names if name.upper() == word.upper()), word)

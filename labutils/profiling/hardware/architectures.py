@@ -1,0 +1,112 @@
+"""Which machine code runs on which card, and what happens where none does.
+
+The rules are those of NVIDIA's CUDA C++ Programming Guide, "Binary Compatibility" and "PTX Compatibility".
+"""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+import tempfile
+import warnings
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from labutils.profiling.hardware import cuda
+
+STABLE_BEFORE_BLACKWELL = ("sm_50", "sm_60", "sm_70", "sm_80", "sm_90")
+"""What article A1's PyTorch 2.3 was compiled for, in its warning's words."""
+
+_PTX = ".version 7.8\n.target sm_{number}\n.address_size 64\n.visible .entry nothing() {{ ret; }}\n"
+
+
+def runs_on(architectures: Iterable[str], capability: tuple[int, int]) -> str:
+    """How code compiled for `architectures` runs on a card of `capability` (major, minor): "native", "ptx" or "no".
+
+    Machine code (sm_XY) runs on cards of the same major version and the same or a higher minor one; with the suffix "a"
+    on exactly that capability, with "f" within its family. PTX (compute_XY) the driver compiles for any later card.
+    """
+    how = "no"
+    for architecture in architectures:
+        kind, _, number = architecture.partition("_")
+        digits = number.rstrip("af")
+        if not digits.isdigit() or len(digits) < 2:
+            continue
+        built = (int(digits[:-1]), int(digits[-1]))
+        same_family = built[0] == capability[0] and built[1] <= capability[1]
+        fits = built == capability if number.endswith("a") else same_family
+        if kind == "sm" and fits:
+            return "native"
+        if kind == "compute" and (fits if number != digits else built <= capability):
+            how = "ptx"
+    return how
+
+
+def try_unlisted_architecture() -> dict[str, Any]:
+    """What a PyTorch that lacks this card's architecture would do here: {warned, failed (0 or 1), message}.
+
+    PyTorch's own check is given a list without this card (does it warn?), then the driver a kernel that was compiled
+    for another card only (does it load?). Nothing is left changed. Raises `RuntimeError` without a GPU or an assembler.
+    """
+    capability = cuda.capability()
+    if capability is None:
+        raise RuntimeError("there is no GPU whose architecture could be missing")
+    said = _warning_without(capability)
+    refusal = _refusal_of_foreign_code(capability)
+    return {"warned": int(bool(said)), "failed": int(bool(refusal)), "message": refusal or said}
+
+
+def _warning_without(capability: tuple[int, int]) -> str:
+    """What PyTorch's check warns of when its list has none of the card's major version; "" for nothing."""
+    import torch
+
+    others = [name for name in STABLE_BEFORE_BLACKWELL if runs_on([name], capability) == "no"]
+    real = torch.cuda.get_arch_list
+    try:
+        torch.cuda.get_arch_list = lambda: others
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            torch.cuda._check_capability()
+    finally:
+        torch.cuda.get_arch_list = real
+    return " ".join(str(caught[0].message).split()) if caught else ""
+
+
+def _refusal_of_foreign_code(capability: tuple[int, int]) -> str:
+    """The driver's words when it is to load machine code of another major version; "" where it loads it."""
+    import torch
+
+    code = _assemble(90 if capability[0] == 8 else 80)
+    torch.zeros(1, device="cuda")  # makes the context that the driver's calls work in
+    driver, module, words = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p(), ctypes.c_char_p()
+    status = driver.cuModuleLoadData(ctypes.byref(module), code)
+    if status == 0:
+        driver.cuModuleUnload(module)
+        return ""
+    driver.cuGetErrorString(status, ctypes.byref(words))
+    return f"CUDA error {status}: {(words.value or b'unknown').decode()}"
+
+
+def _assemble(number: int) -> bytes:
+    """An empty kernel as machine code of sm_`number`, made with Triton's assembler or the CUDA toolkit's."""
+    assembler = _assembler()
+    with tempfile.TemporaryDirectory() as folder:
+        source, target = Path(folder) / "nothing.ptx", Path(folder) / "nothing.cubin"
+        source.write_text(_PTX.format(number=number))
+        subprocess.run([assembler, f"-arch=sm_{number}", source, "-o", target], check=True, capture_output=True)
+        return target.read_bytes()
+
+
+def _assembler() -> str:
+    try:
+        import triton
+
+        bundled = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
+    except ImportError:
+        bundled = Path("/usr/local/cuda/bin/ptxas")
+    found = str(bundled) if bundled.exists() else shutil.which("ptxas")
+    if found is None:
+        raise RuntimeError("there is no ptxas to make a kernel with (Triton and the CUDA toolkit bring one)")
+    return found

@@ -1,0 +1,222 @@
+"""The operations that the course's training runs consist of, with their work counted by hand, to be put on a roofline.
+
+Counts are of the least that any implementation must do: a multiplication and an addition are two FLOPs, each input is
+read once and each output written once. What an operation really moves can only be more.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from labutils.profiling.hardware import cuda
+
+COLD_BYTES = {"cuda": 256 * 2**20, "cpu": 128 * 2**20}
+"""Inputs are rotated through this much memory, so that no operation finds its data in a cache from the last time."""
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One operation: `flops` and `bytes` of one execution, and `make()`, which builds inputs and returns the call.
+
+    `dtype` names the matrix units it can use ("fp32" for those that use none).
+    """
+
+    name: str
+    shape: str
+    dtype: str
+    flops: float
+    bytes: float
+    make: Callable[[], Callable[[], Any]]
+
+    @property
+    def intensity(self) -> float:
+        """FLOP per byte of memory traffic."""
+        return self.flops / self.bytes
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Milliseconds of one execution: `alone_ms` without the host (replayed from a CUDA graph; on a CPU, simply called),
+    `called_ms` as a Python loop gets it that calls it again and again and waits at the end."""
+
+    alone_ms: list[float]
+    called_ms: list[float]
+
+
+def _timing(alone_ms: list[float], called_ms: list[float]) -> Timing:
+    """A `Timing` of at most 60 samples each, in five figures: more would only make records longer."""
+    return Timing(*([float(f"{ms:.5g}") for ms in samples[:60]] for samples in (alone_ms, called_ms)))
+
+
+def course_operations(scale: str, device: str, dtype: str) -> list[Operation]:
+    """Six operations of the course's workloads, at SD1.5's and a 4096-wide language model's sizes; smaller at "tiny".
+
+    `dtype` is that of activations and weights: "fp32", "fp16" or "bf16". The optimizer's state is always fp32.
+    """
+    tiny = scale == "tiny"
+    return [
+        _convolution(device, dtype, batch=1 if tiny else 4, channels=128 if tiny else 320, side=64),
+        _attention(device, dtype, batch=1 if tiny else 4, heads=8, tokens=1024 if tiny else 4096, width=40),
+        _linear(device, dtype, tokens=512 if tiny else 4096, width=1024 if tiny else 4096),
+        _thin_products(device, dtype, tokens=2048 if tiny else 16384, width=1024 if tiny else 4096, rank=8),
+        _adamw(device, parameters=2**21 if tiny else 2**24),
+        _silu(device, dtype, elements=2**22 if tiny else 2**26),
+    ]
+
+
+def measure_operation(operation: Operation, budget_s: float = 0.1) -> Timing:
+    """Time `operation` on data that is not in the caches, briefly enough for the clock to stay up; see `Timing`."""
+    import torch
+
+    cold_bytes = COLD_BYTES["cuda" if cuda.available() else "cpu"]
+    calls = [operation.make() for _ in range(max(1, min(24, math.ceil(cold_bytes / operation.bytes))))]
+    with torch.no_grad():
+        called = _per_call(calls, budget_s)
+        replay = cuda.graph_of(lambda calls=calls: [call() for call in calls])
+        alone = [ms / len(calls) for ms in cuda.timed_in_bursts(replay, burst_s=budget_s / 10)] if replay else called
+    del calls, replay
+    cuda.empty_cache()
+    return _timing(alone, called)
+
+
+def sweep_sizes(device: str, exponents: Sequence[int] = range(0, 25, 2)) -> dict[int, Timing]:
+    """Count of numbers -> times of negating that many in place: few show what a call costs, many what the work does."""
+    import torch
+
+    found = {}
+    for exponent in exponents:
+        x = torch.rand(2**exponent, device=device)
+        calls = [x.neg_] * max(8, min(200, 2**24 // x.numel()))
+        called = _per_call(calls, budget_s=0.1)
+        replay = cuda.graph_of(lambda calls=calls: [call() for call in calls])
+        alone = [ms / len(calls) for ms in cuda.timed(replay, budget_s=0.05)] if replay else called
+        found[x.numel()] = _timing(alone, called)
+        del x, calls, replay
+    cuda.empty_cache()
+    return found
+
+
+def _per_call(calls: list[Callable[[], Any]], budget_s: float) -> list[float]:
+    """Milliseconds a call: of rounds through `calls` that wait for a GPU only at their end, or of each call on a CPU.
+
+    A call on a CPU is done when it returns; in rounds, one call that another program held up would spoil them all.
+    """
+    if not cuda.available() and len(calls) < 100:
+        turns = itertools.cycle(calls)
+        return cuda.timed(lambda: next(turns)(), budget_s, warmup=len(calls), at_least=7)
+    samples: list[float] = []
+    started = time.perf_counter()
+    while len(samples) < 7 or (time.perf_counter() - started < budget_s and len(samples) < 200):
+        start = time.perf_counter()
+        for call in calls:
+            call()
+        cuda.synchronize()
+        samples.append((time.perf_counter() - start) / len(calls) * 1e3)
+    return samples[2:]
+
+
+def _torch_dtype(dtype: str) -> Any:
+    import torch
+
+    return {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[dtype]
+
+
+def _random(shape: tuple[int, ...], device: str, dtype: str) -> Any:
+    import torch
+
+    return torch.randn(shape, device=device).to(_torch_dtype(dtype))
+
+
+def _convolution(device: str, dtype: str, batch: int, channels: int, side: int) -> Operation:
+    """A 3x3 convolution of SD1.5's UNet at its highest resolution (512 px images are 64x64 there), channels last."""
+    import torch
+
+    def make() -> Callable[[], Any]:
+        image = _random((batch, channels, side, side), device, dtype).to(memory_format=torch.channels_last)
+        weight = _random((channels, channels, 3, 3), device, dtype).to(memory_format=torch.channels_last)
+        return lambda: torch.nn.functional.conv2d(image, weight, padding=1)
+
+    pixels, size = batch * side * side, _torch_dtype(dtype).itemsize
+    flops = 2 * pixels * channels * channels * 9
+    moved = (2 * pixels * channels + 9 * channels * channels) * size
+    return Operation("UNet convolution", f"{batch}x{channels}x{side}x{side}, 3x3", dtype, flops, moved, make)
+
+
+def _attention(device: str, dtype: str, batch: int, heads: int, tokens: int, width: int) -> Operation:
+    """Self-attention; its score matrix need never reach memory, so it does not count as traffic."""
+    import torch
+
+    def make() -> Callable[[], Any]:
+        q, k, v = (_random((batch, heads, tokens, width), device, dtype) for _ in range(3))
+        return lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v)
+
+    flops = 4 * batch * heads * tokens * tokens * width
+    moved = 4 * batch * heads * tokens * width * _torch_dtype(dtype).itemsize
+    return Operation("Self-attention", f"{batch}x{heads} heads, {tokens}x{width}", dtype, flops, moved, make)
+
+
+def _linear(device: str, dtype: str, tokens: int, width: int) -> Operation:
+    """A frozen projection of a language model."""
+    import torch
+
+    def make() -> Callable[[], Any]:
+        x, weight = _random((tokens, width), device, dtype), _random((width, width), device, dtype)
+        return lambda: torch.nn.functional.linear(x, weight)
+
+    moved = (2 * tokens * width + width * width) * _torch_dtype(dtype).itemsize
+    return Operation(
+        "Frozen projection", f"{tokens}x{width} by {width}x{width}", dtype, 2 * tokens * width * width, moved, make
+    )
+
+
+def _thin_products(device: str, dtype: str, tokens: int, width: int, rank: int) -> Operation:
+    """What LoRA adds to a projection: (x A^T) B^T with matrices of `rank` rows and columns."""
+    import torch
+
+    def make() -> Callable[[], Any]:
+        x = _random((tokens, width), device, dtype)
+        a, b = _random((rank, width), device, dtype), _random((width, rank), device, dtype)
+        return lambda: torch.nn.functional.linear(torch.nn.functional.linear(x, a), b)
+
+    moved = (2 * tokens * width + 2 * tokens * rank + 2 * rank * width) * _torch_dtype(dtype).itemsize
+    return Operation("LoRA's products", f"{tokens}x{width}, r={rank}", dtype, 4 * tokens * width * rank, moved, make)
+
+
+def _adamw(device: str, parameters: int) -> Operation:
+    """One AdamW update in fp32, fused: reads weight, gradient and two moments, writes all but the gradient.
+
+    About 14 FLOPs a parameter: 3 for each moment's average and the square, 2 for the weight decay, 5 for the division.
+    """
+    import torch
+
+    def make() -> Callable[[], Any]:
+        weight = torch.nn.Parameter(torch.randn(parameters, device=device))
+        weight.grad = torch.randn_like(weight)
+        return torch.optim.AdamW([weight], fused=True, capturable=device == "cuda").step
+
+    return Operation(
+        "AdamW update", f"{parameters / 1e6:.1f} M parameters", "fp32", 14 * parameters, 28 * parameters, make
+    )
+
+
+def _silu(device: str, dtype: str, elements: int) -> Operation:
+    """An activation function by itself: exponential, addition, division, product."""
+    import torch
+
+    def make() -> Callable[[], Any]:
+        x = _random((elements,), device, dtype)
+        return lambda: torch.nn.functional.silu(x)
+
+    return Operation(
+        "SiLU",
+        f"{elements / 1e6:.1f} M elements",
+        dtype,
+        4 * elements,
+        2 * elements * _torch_dtype(dtype).itemsize,
+        make,
+    )

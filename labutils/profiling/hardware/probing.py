@@ -1,0 +1,302 @@
+"""What this machine really reaches: its matrix rates, its copy bandwidth, and what a kernel launch costs the host.
+
+Every item is measured on random data (products of zeros draw less power, so the clock stays higher than in training),
+after a warm-up, several times, and once in a process. An item that this machine can't do is skipped, with the reason.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from labutils.profiling.hardware import cuda
+from labutils.profiling.hardware.roofline import Roofline
+
+RATES = {
+    "tflops_fp32": "fp32 products, TFLOP/s",
+    "tflops_tf32": "tf32 products, TFLOP/s",
+    "tflops_fp16": "fp16 products, TFLOP/s",
+    "tflops_bf16": "bf16 products, TFLOP/s",
+    "tflops_fp8": "fp8 products, one scale a matrix, TFLOP/s",
+    "tflops_fp8_rowwise": "fp8 products, one scale a row, TFLOP/s",
+}
+ITEMS = RATES | {
+    "copy_gb_per_s": "memory, read and written, GB/s",
+    "launch_us": "one call of a tiny operation, µs",
+    "graph_node_us": "the same inside a CUDA graph, µs",
+    "h2d_pinned_gb_per_s": "copy to the GPU from pinned memory, GB/s",
+    "h2d_pageable_gb_per_s": "copy to the GPU from ordinary memory, GB/s",
+}
+"""What can be probed, and how to call it in a table."""
+
+MIB = 2**20
+
+
+class Unsupported(Exception):
+    """This machine can't do what was to be measured; the message says why."""
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What was measured: item -> raw samples, and item -> why it was skipped.
+
+    Units are in the names: matrix rates in TFLOP/s; copies in GB/s (10^9 bytes; `copy_gb_per_s` counts bytes read plus
+    bytes written on one device, `h2d_*` the bytes that went from host to device); `launch_us` is the host's time for
+    one call of a tiny operation that nothing waits for (on a CPU, that call does the work too), `graph_node_us` the
+    time of the same operation inside a replayed CUDA graph.
+    """
+
+    device: str
+    samples: dict[str, list[float]]
+    skipped: dict[str, str]
+
+    def median(self, item: str) -> float | None:
+        """The item's median, or None where it was skipped."""
+        return statistics.median(self.samples[item]) if item in self.samples else None
+
+    def rate(self, dtype: str) -> float | None:
+        """Measured matrix rate in TFLOP/s, or None where this machine lacks the format."""
+        return self.median(f"tflops_{dtype}")
+
+    def roofline(self, dtype: str) -> Roofline:
+        """The measured roofline for `dtype`. Raises `ValueError`, saying why, where one of its limits is missing."""
+        needed = (f"tflops_{dtype}", "copy_gb_per_s")
+        for item in needed:
+            if item not in self.samples:
+                raise ValueError(
+                    f"No {dtype} roofline of this machine: {item} {self.skipped.get(item, 'was not asked for')}."
+                )
+        return Roofline(*(self.median(item) for item in needed))
+
+
+def probe(*items: str) -> Probe:
+    """Measure `items` (all of them by default); what this process already measured is not measured again.
+
+    Takes at most 15 s on a GPU and 6 s on two CPU cores. Raises `ValueError` for an item that does not exist.
+    """
+    for item in items:
+        if item not in ITEMS:
+            raise ValueError(f"{item!r} can't be probed. Choose from: {', '.join(ITEMS)}.")
+    device = "cuda" if cuda.available() else "cpu"
+    samples, skipped = {}, {}
+    for item in items or ITEMS:
+        found = _measured(item, device)
+        if isinstance(found, str):
+            skipped[item] = found
+        else:
+            samples[item] = list(found)
+    return Probe(device, samples, skipped)
+
+
+def measured_roofline(dtype: str) -> Roofline:
+    """This machine's roofline for `dtype`; a second or two, the first time. Raises `ValueError` where it has none."""
+    return probe(f"tflops_{dtype}", "copy_gb_per_s").roofline(dtype)
+
+
+@functools.cache
+def _measured(item: str, device: str) -> tuple[float, ...] | str:
+    """The item's samples, or why there are none."""
+    try:
+        return tuple(float(f"{sample:.5g}") for sample in _MEASURERS[item](device))
+    except Unsupported as error:
+        return str(error)
+    except (
+        Exception
+    ) as error:  # an operation that this card or this PyTorch lacks fails in many ways; none may end a lab
+        return f"failed with {type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    finally:
+        cuda.empty_cache()
+
+
+def _matrix_rate(dtype: str, device: str) -> list[float]:
+    """TFLOP/s of square matrix products, of a size that keeps the processor busy long enough to time it well.
+
+    On a GPU in bursts of about 10 ms with rests between them: held up for longer, they meet the card's power limit, and
+    its clock falls (`rate_over_time` shows it). In a training step products come in bursts, too.
+    """
+    with _fp32_products_as("high" if dtype == "tf32" else "highest"):
+        call, size = _timeable_product(dtype, device)
+        times = cuda.timed_in_bursts(call) if device == "cuda" else cuda.timed(call, budget_s=0.4)
+    return [2 * size**3 / (ms * 1e9) for ms in times]
+
+
+def _timeable_product(dtype: str, device: str) -> tuple[Callable[[], Any], int]:
+    """(product, its matrices' size): one that takes about 8 ms on a GPU or 25 on a CPU. Raises `Unsupported`."""
+    _require(dtype, device)
+    first, largest, target_s = (2048, 8192, 8e-3) if device == "cuda" else (256, 2048, 25e-3)
+    times = cuda.timed(_product(dtype, first, device), budget_s=0.02, at_least=3, at_most=20)
+    seconds = statistics.median(times) / 1e3
+    fitting = first * (target_s / seconds) ** (1 / 3)
+    size = int(min(largest, _largest_in_memory(), max(first, fitting // 256 * 256)))
+    return _product(dtype, size, device), size
+
+
+def rate_over_time(dtype: str, seconds: float = 2.0, points: int = 60) -> list[tuple[float, float]]:
+    """(second, TFLOP/s) of matrix products that never pause: how the rate falls where power or heat is the limit.
+
+    Raises `ValueError` where this machine can't multiply `dtype`.
+    """
+    device = "cuda" if cuda.available() else "cpu"
+    try:
+        with _fp32_products_as("high" if dtype == "tf32" else "highest"):
+            call, size = _timeable_product(dtype, device)
+            one = statistics.median(cuda.timed(call, budget_s=0, at_least=3)) / 1e3
+            time.sleep(0.2)
+            count = max(points, int(seconds / one))
+            times = cuda.timed(call, budget_s=0, warmup=0, at_least=count, at_most=count)
+    except Unsupported as error:
+        raise ValueError(f"{dtype} {error}.") from None
+    groups = [times[len(times) * k // points : len(times) * (k + 1) // points] for k in range(points)]
+    ends = itertools.accumulate(sum(group) / 1e3 for group in groups)
+    return [(end, 2 * size**3 * len(group) / (sum(group) * 1e9)) for end, group in zip(ends, groups, strict=True)]
+
+
+def _largest_in_memory() -> int:
+    """The largest multiple of 256 of which three square fp32 matrices fit in a quarter of the GPU's free memory."""
+    free_gb = cuda.free_memory()
+    return 2**20 if free_gb is None else max(256, int((free_gb * 1e9 / 4 / 12) ** 0.5) // 256 * 256)
+
+
+def _require(dtype: str, device: str) -> None:
+    """Raise `Unsupported` where the device has no units for `dtype`."""
+    if device == "cpu":
+        if dtype not in ("fp32", "bf16"):
+            raise Unsupported("is not for a CPU: the course trains in fp32 there")
+        return
+    needed = {"fp32": (3, 5), "fp16": (5, 3), "tf32": (8, 0), "bf16": (8, 0), "fp8": (8, 9), "fp8_rowwise": (8, 9)}[
+        dtype
+    ]
+    has = cuda.capability()
+    if has < needed:
+        raise Unsupported(f"needs compute capability {needed[0]}.{needed[1]}, and this GPU has {has[0]}.{has[1]}")
+
+
+@contextmanager
+def _fp32_products_as(precision: str) -> Iterator[None]:
+    """How PyTorch multiplies fp32 matrices for a while ("highest": as fp32, "high": TF32 may be used).
+
+    Beside this setting PyTorch keeps one for each backend, which setting it changes from "none" to a value for good.
+    Compiled code is cached under those values: left changed, they would hide what other processes compiled.
+    """
+    import torch
+
+    before = torch.get_float32_matmul_precision()
+    backends = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
+    theirs = [backend.fp32_precision for backend in backends]
+    torch.set_float32_matmul_precision(precision)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+        for backend, value in zip(backends, theirs, strict=True):
+            backend.fp32_precision = value
+
+
+def _product(dtype: str, size: int, device: str) -> Callable[[], Any]:
+    """A product of two random `size` x `size` matrices, ready to be called."""
+    import torch
+
+    kinds = {"fp32": torch.float32, "tf32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+    a, b = (torch.randn(size, size, device=device) for _ in range(2))
+    if dtype not in kinds:
+        return _fp8_product(a, b, rowwise=dtype == "fp8_rowwise")
+    a, b = a.to(kinds[dtype]), b.to(kinds[dtype])
+    out = torch.empty_like(a)
+    return lambda: torch.mm(a, b, out=out)
+
+
+def _fp8_product(a: Any, b: Any, rowwise: bool) -> Callable[[], Any]:
+    """An FP8 (E4M3) product with one scale a matrix, or one a row of the first and a column of the second."""
+    import torch
+
+    def scaled(matrix: Any) -> tuple[Any, Any]:
+        largest = matrix.abs().amax(dim=1, keepdim=True) if rowwise else matrix.abs().amax()
+        scale = largest.float() / torch.finfo(torch.float8_e4m3fn).max
+        return (matrix / scale).to(torch.float8_e4m3fn), scale
+
+    (a8, scale_a), (b8, scale_b) = scaled(a), scaled(b)
+    scale_b = scale_b.t() if rowwise else scale_b
+    return lambda: torch._scaled_mm(
+        a8, b8.t(), scale_a=scale_a, scale_b=scale_b, out_dtype=torch.bfloat16, use_fast_accum=True
+    )
+
+
+def random_bytes(count: int, device: str, pinned: bool = False) -> Any:
+    """`count` bytes of random content: one random megabyte, repeated, as drawing more takes longer than the test."""
+    import torch
+
+    block = torch.randint(0, 256, (MIB,), dtype=torch.uint8)
+    out = torch.empty(count, dtype=torch.uint8, device=device, pin_memory=pinned)
+    out.view(-1, MIB).copy_(block.to(device).expand(count // MIB, MIB))
+    return out
+
+
+def _copy_bandwidth(device: str) -> list[float]:
+    """GB/s read plus written while a buffer far larger than any cache is copied within the device's memory.
+
+    On a CPU the buffer is copied onto itself (every number negated in place): a CPU reads a cache line before it writes
+    to it, so a copy to elsewhere moves half as much again as it says, and would understate the memory.
+    """
+    import torch
+
+    count = 256 * MIB if device == "cpu" else int(min(1024 * MIB, cuda.free_memory() * 1e9 / 4)) // MIB * MIB
+    source = random_bytes(count, device)
+    copy = source.view(torch.float32).neg_ if device == "cpu" else functools.partial(source.clone().copy_, source)
+    return [2 * count / (ms * 1e6) for ms in cuda.timed(copy, budget_s=0.5)]
+
+
+def _launch(device: str) -> list[float]:
+    """Host microseconds a call of a one-element operation takes, in bursts short enough not to fill the GPU's queue."""
+    import torch
+
+    x, burst, samples = torch.rand(1, device=device), 200, []
+    for _ in range(55):
+        cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(burst):
+            x.neg_()
+        samples.append((time.perf_counter() - start) / burst * 1e6)
+    return samples[5:]
+
+
+def _graph_node(device: str) -> list[float]:
+    """GPU microseconds a one-element operation takes as one of 1,000 in a replayed CUDA graph."""
+    import torch
+
+    if device == "cpu":
+        raise Unsupported("is not for a CPU: there are no CUDA graphs")
+    x, nodes = torch.rand(1, device=device), 1000
+
+    def work() -> None:
+        for _ in range(nodes):
+            x.neg_()
+
+    return [ms * 1e3 / nodes for ms in cuda.timed(cuda.graph_of(work), budget_s=0.2, at_least=20)]
+
+
+def _host_to_device(pinned: bool) -> Callable[[str], list[float]]:
+    def measure(device: str) -> list[float]:
+        if device == "cpu":
+            raise Unsupported("is not for a CPU: there is no second memory to copy to")
+        count = 256 * MIB
+        source, target = random_bytes(count, "cpu", pinned), random_bytes(count, device)
+        times = cuda.timed(lambda: target.copy_(source, non_blocking=pinned), budget_s=0.5, at_most=30)
+        return [count / (ms * 1e6) for ms in times]
+
+    return measure
+
+
+_MEASURERS: dict[str, Callable[[str], list[float]]] = {
+    **{item: functools.partial(_matrix_rate, item.removeprefix("tflops_")) for item in RATES},
+    "copy_gb_per_s": _copy_bandwidth,
+    "launch_us": _launch,
+    "graph_node_us": _graph_node,
+    "h2d_pinned_gb_per_s": _host_to_device(pinned=True),
+    "h2d_pageable_gb_per_s": _host_to_device(pinned=False),
+}

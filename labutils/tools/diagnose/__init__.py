@@ -1,0 +1,53 @@
+"""Where a training step's time goes, and which fixes pay: for a script, a trace, a run on record, or a recipe.
+
+    diagnosis = diagnose(sources.of_trace("x.pt.trace.json"))
+    diagnosis.budget                      share of time -> milliseconds; they add up to the step
+    diagnosis.fixes[0].name, .gain        ranked, each with its predicted gain by itself
+
+`script` runs a script with hooks and clocks in its process (`inside`), `sources` makes evidence of that, of traces and
+of runs, `budget` shares the step's time out, `fixes` are the rules, by replaying the step's `replay.Queue` with one
+thing changed, `telling` prints it, and `ablations` measures what was predicted on the course's own loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from labutils.tools.diagnose.evidence import Evidence
+from labutils.tools.diagnose.fixes import RULES, Fix
+
+WORTH = 0.03
+"""A fix that saves less than this part of a step is named, and not proposed."""
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """`fixes`: all that a rule spoke of, by their gain; `budget`: share -> milliseconds of `evidence.step_ms`."""
+
+    evidence: Evidence
+    fixes: tuple[Fix, ...]
+
+    @property
+    def budget(self) -> Mapping[str, float]:
+        return self.evidence.budget
+
+    @property
+    def worth_it(self) -> tuple[Fix, ...]:
+        return tuple(fix for fix in self.fixes if fix.gain >= WORTH)
+
+    @property
+    def not_worth_it(self) -> tuple[Fix, ...]:
+        return tuple(fix for fix in self.fixes if fix.gain < WORTH)
+
+    def fix(self, name: str) -> Fix | None:
+        return next((fix for fix in self.fixes if fix.name == name), None)
+
+
+def diagnose(evidence: Evidence) -> Diagnosis:
+    """Every rule's fix, the one that saves most first."""
+    found = [fix for rule in RULES if (fix := rule(evidence)) is not None]
+    return Diagnosis(evidence, tuple(sorted(found, key=lambda fix: -fix.gain)))
+
+
+__all__ = ["WORTH", "Diagnosis", "Evidence", "Fix", "diagnose"]

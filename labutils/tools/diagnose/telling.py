@@ -1,0 +1,103 @@
+"""A diagnosis in words: where the step's time goes, what to change first and why, what was found and isn't worth it."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator
+from typing import Any
+
+from labutils.tools.diagnose import WORTH, Diagnosis, Fix
+from labutils.tools.diagnose.budget import HOW_READ
+
+WIDTH = 110
+BAR = 24
+SMALL = 0.005
+"""Shares of the step below this are gathered in one row."""
+
+
+def text(diagnosis: Diagnosis) -> str:
+    """What `labutils diagnose` prints."""
+    return "\n".join([*_head(diagnosis), "", *_budget(diagnosis), "", *_fixes(diagnosis), *_notes(diagnosis)])
+
+
+def _head(diagnosis: Diagnosis) -> Iterator[str]:
+    e = diagnosis.evidence
+    passes = f", {e.accumulation:.3g} backward passes in it" if e.accumulation >= 1.5 else ""
+    on = "a GPU" if e.on_gpu else f"a CPU, {e.threads} thread{'s' if e.threads != 1 else ''}"
+    yield f"{e.source[0].upper()}{e.source[1:]}: {e.step_ms:.2f} ms an optimizer step{passes}, on {on}."
+
+
+def _budget(diagnosis: Diagnosis) -> Iterator[str]:
+    step_ms = diagnosis.evidence.step_ms
+    yield "Where it goes"
+    rest = 0.0
+    for name, ms in diagnosis.budget.items():
+        if ms < SMALL * step_ms:
+            rest += ms
+            continue
+        share = ms / step_ms
+        told = f"  ({HOW_READ[name]})" if name in HOW_READ else ""
+        yield f"  {name:<30} {ms:9.2f} ms {share:5.0%}  {'#' * round(BAR * share):<{BAR}}{told}".rstrip()
+    if rest:
+        yield f"  {'smaller ones':<30} {rest:9.2f} ms {rest / step_ms:5.0%}"
+
+
+def _fixes(diagnosis: Diagnosis) -> Iterator[str]:
+    if not diagnosis.worth_it:
+        yield f"No fix is predicted to save {WORTH:.0%} or more of the step."
+    else:
+        yield "What to change first (each gain by itself; they don't add up)"
+    for place, fix in enumerate(diagnosis.worth_it, 1):
+        yield f"  {place}. {fix.name}: saves {fix.gain:.0%} of the time {_one(fix.per)} takes, as predicted"
+        yield from _wrapped(fix.reason)
+        yield from _wrapped(f"-> {fix.do}") if fix.do else ()
+        yield from _wrapped(f"at {', '.join(fix.sources)}") if fix.sources else ()
+    if diagnosis.not_worth_it:
+        yield ""
+        yield f"Looked at, and predicted to save less than {WORTH:.0%}"
+        for fix in diagnosis.not_worth_it:
+            yield from _wrapped(f"{fix.name} ({fix.gain:.1%}): {fix.reason}{_at(fix)}", "  ", "    ")
+
+
+def _one(unit: str) -> str:
+    return f"an {unit}" if unit[0] in "aeio" else f"a {unit}"
+
+
+def _at(fix: Fix) -> str:
+    return f" ({', '.join(fix.sources)})" if fix.sources else ""
+
+
+def _notes(diagnosis: Diagnosis) -> Iterator[str]:
+    for note in diagnosis.evidence.notes:
+        yield ""
+        yield from _wrapped(f"Note: {note}", "", "  ")
+
+
+def _wrapped(words: str, first: str = "     ", others: str = "     ") -> list[str]:
+    return textwrap.wrap(words, WIDTH, initial_indent=first, subsequent_indent=others, break_long_words=False)
+
+
+def record(diagnosis: Diagnosis, exit_code: int | None = None) -> dict[str, Any]:
+    """The diagnosis for machines."""
+    e = diagnosis.evidence
+    found = {
+        "source": e.source,
+        "device": e.device,
+        "step_ms": e.step_ms,
+        "accumulation": e.accumulation,
+        "budget_ms": dict(diagnosis.budget),
+        "fixes": [
+            {
+                "name": fix.name,
+                "gain": fix.gain,
+                "per": fix.per,
+                "reason": fix.reason,
+                "do": fix.do,
+                "sources": list(fix.sources),
+                "changes": fix.changes,
+            }
+            for fix in diagnosis.fixes
+        ],
+        "notes": list(e.notes),
+    }
+    return found if exit_code is None else found | {"exit_code": exit_code}

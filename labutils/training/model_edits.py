@@ -1,0 +1,87 @@
+"""Workloads whose models are changed once they are built, and what a run of uneven steps costs a token.
+
+run = train(altered(workload, prepared_for_kbit), recipe)
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from labutils.recipe import Recipe
+from labutils.results.records import Run, summarise
+from labutils.workloads.base import Workload
+
+
+def altered(workload: Workload, change: Callable[[nn.Module], None]) -> Workload:
+    """The same workload, whose models go through `change` once they are built. Frozen weights stay shared."""
+    other = copy.copy(workload)  # weights are held by the original alone, which can let go of them
+    other._remembered = workload._remembered  # of texts and shapes, which stay
+
+    def build(recipe: Recipe) -> nn.Module:
+        model = workload.build(recipe)
+        change(model)
+        return model
+
+    other.build = build
+    return other
+
+
+def prepared_for_kbit(model: nn.Module) -> None:
+    """What PEFT's `prepare_model_for_kbit_training` does to precision: every frozen 16-bit parameter becomes float32.
+
+    In a model whose large matrices are quantised these are its embeddings, norms, head and vision tower: the stream
+    between the blocks is float32 from then on. Parameters are replaced, not converted in place, as other models may
+    share them. (It also turns gradient checkpointing on: that is the recipe's `checkpointing`.)
+    """
+    widened: Widened = {}
+    for module in model.modules():
+        _widen(module, widened)
+
+
+def cast_as_for_kbit(model: nn.Module) -> None:
+    """The same casts in a model whose adapted matrices aren't quantised: these stay as they are."""
+    widened: Widened = {}
+    adapted = {id(layer.base_layer) for layer in model.modules() if hasattr(layer, "base_layer")}
+    for module in model.modules():
+        if id(module) not in adapted:
+            _widen(module, widened)
+
+
+Widened = dict[nn.Parameter, nn.Parameter]
+"""Parameter -> what takes its place, also where a second module has the same one: tied weights stay tied."""
+
+
+def _widen(module: nn.Module, widened: Widened) -> None:
+    for name, parameter in list(module.named_parameters(recurse=False)):
+        if parameter.dtype in (torch.float16, torch.bfloat16) and not parameter.requires_grad:
+            if parameter not in widened:
+                widened[parameter] = nn.Parameter(parameter.detach().float(), requires_grad=False)
+            setattr(module, name, widened[parameter])
+
+
+def with_epoch_rate(run: Run, workload: Workload) -> Run:
+    """The run with `useful_tokens_per_s` as of a whole epoch, with its spread; unchanged where it failed.
+
+    How much of a few batches is padding varies more than how fast they are computed. So tokens a second are timed, step
+    by step, and multiplied with the share of all tokens of an epoch that aren't padding, which is known exactly.
+    """
+    steps = zip(run.samples.get("step_ms", []), run.samples.get("tokens", []), strict=False)
+    if rates := [1e3 * tokens / ms for ms, tokens in steps]:
+        epoch = workload.work(Recipe(**run.recipe))
+        useful = epoch.useful_tokens / epoch.tokens
+        run.metrics["useful_tokens"] = useful
+        run.metrics["useful_tokens_per_s"] = summarise([useful * rate for rate in rates])
+    return run
+
+
+def with_costs(run: Run) -> Run:
+    """The run with `ms_per_1k_useful_tokens`, step by step and summed up; unchanged where it failed."""
+    steps = zip(run.samples.get("step_ms", []), run.samples.get("useful_tokens", []), strict=False)
+    if costs := [1e3 * ms / tokens for ms, tokens in steps]:
+        run.samples["ms_per_1k_useful_tokens"] = costs
+        run.metrics["ms_per_1k_useful_tokens"] = summarise(costs)
+    return run

@@ -1,0 +1,120 @@
+"""A recipe tried in a process of its own: what it does to that process, a crash included, the caller only reads about.
+
+run = try_isolated(workload, STOCK.but(compile="reduce-overhead"), steps=3)
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from labutils.recipe import Recipe
+from labutils.results.records import REPOSITORY, Run
+from labutils.workloads.base import Workload, open_workload
+
+TIMEOUT_S = 240
+
+
+COMPILED_BY = (
+    "compile",
+    "dynamic",
+    "precision",
+    "adapter",
+    "base_linear",
+    "rank",
+    "memory_format",
+    "layers",
+    "micro_batch",
+    "shapes",
+    "token_budget",
+    "checkpointing",
+    "loss",
+)
+"""Knobs that a compiled network depends on: recipes that agree in them share its compiled code."""
+
+
+AT_ONCE = 6
+"""Processes that compile beforehand side by side."""
+
+
+def compile_ahead(workload: Workload, recipes: Iterable[Recipe]) -> list[Run]:
+    """Compile what `recipes` need in processes side by side, one step each; PyTorch's cache on the disk keeps it.
+
+    A process compiles one network after the other, mostly on one core. Variants that are compiled beforehand, all at
+    the same time, are then read back from the cache in seconds. Of recipes that share their compiled code the one that
+    compiles most is tried.
+    """
+    widest: dict[tuple[Any, ...], Recipe] = {}
+    for recipe in recipes:
+        # Scope "everything" compiles what "model" does, and the encoders; "blocks" compiles other pieces.
+        key = (recipe.compile_scope == "blocks", *(getattr(recipe, knob) for knob in COMPILED_BY))
+        if recipe.compile != "off" and (key not in widest or recipe.compile_scope == "everything"):
+            widest[key] = recipe
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        return list(pool.map(lambda recipe: try_isolated(workload, recipe, steps=1), widest.values()))
+
+
+def try_isolated(
+    workload: Workload,
+    recipe: Recipe,
+    steps: int = 3,
+    scale: str = "",
+    timeout_s: float = TIMEOUT_S,
+    environment: Mapping[str, str] | None = None,
+) -> Run:
+    """The run of `steps` optimizer steps in a child process, at `scale` (the workload's own by default).
+
+    `environment` holds variables that the child has beside this process's own.
+
+    Its metrics hold `failed` (0 or 1), `message` (the exception, or how the process ended; "" where it went well) and,
+    where it went well, `loss`. The run's status is "ok" either way: what was tried is what was to be found out.
+    """
+    order = workload.opened_as() | {"device": workload.device.type, "recipe": recipe.as_dict(), "steps": steps}
+    if scale:
+        order |= {"scale": scale, "weights": "random"}  # the hub has one size only
+    run = Run(lab="", run="", workload=workload.name, scale=order["scale"], recipe=recipe.as_dict())
+    command = [sys.executable, "-m", "labutils.training.subprocess_run"]
+    try:
+        child = subprocess.run(
+            command,
+            input=json.dumps(order),
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            cwd=REPOSITORY,
+            env=os.environ | (environment or {}),
+        )
+    except subprocess.TimeoutExpired:
+        run.metrics = {"failed": 1, "message": f"did not end within {timeout_s:.0f} s"}
+        return run
+    try:
+        run.metrics = json.loads(child.stdout.splitlines()[-1])
+    except (IndexError, json.JSONDecodeError):
+        last = (child.stderr.strip().splitlines() or ["nothing was printed"])[-1]
+        run.metrics = {"failed": 1, "message": f"the process ended with code {child.returncode}: {last}"}
+    return run
+
+
+def _main() -> None:
+    """The child's side: an order on standard input, the result as the last line of standard output."""
+    from labutils.training.trainer import Session
+
+    order = json.load(sys.stdin)
+    recipe, steps = Recipe(**order.pop("recipe")), order.pop("steps")
+    try:
+        with Session(open_workload(**order), recipe) as session:
+            session.run(steps)
+        result = {"failed": 0, "message": "", "loss": session.losses}
+    except Exception as error:
+        reason = " ".join(str(error).split()).partition(" Stack trace:")[0]
+        result = {"failed": 1, "message": f"{type(error).__name__}: {reason}"[:600]}
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    _main()

@@ -1,0 +1,241 @@
+"""unsloth in a process of its own: importing it patches transformers, PEFT and TRL for whatever runs beside it.
+
+    runs = train_with_unsloth({"unsloth long": Job(workload, recipe, steps=40)}, logs)
+
+The child loads the same weights from a folder, lets unsloth put in its kernels, adapters and checkpointing, and then
+goes through the course's own loop: the same batches, the same clock. All jobs are done by one process, in order, and
+each is on record as soon as it is done. The process keeps its compiled code in a folder that goes with it, so that its
+first step is one; all that it prints is kept beside the logs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib.util
+import json
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from labutils.data.texts import LONGEST
+from labutils.recipe import Recipe, Unavailable
+from labutils.results.records import REPOSITORY, Run
+from labutils.training import benchmark
+from labutils.training.memory_run import followed, make_room
+from labutils.training.trainer import Session
+from labutils.workloads.base import Batch, open_workload
+from labutils.workloads.causal_lm import LanguageLora, Published
+from labutils.workloads.decoder import TARGETS
+
+TIMEOUT_S = 240
+Runs = dict[str, Run]
+QUIET = {
+    "HF_HUB_OFFLINE": "1",
+    "UNSLOTH_DISABLE_STATISTICS": "1",
+    "TQDM_DISABLE": "1",
+    "UNSLOTH_MEGA_CACHE": "0",
+}
+"""The child's environment: it asks nothing of a network, and brings no compiled code of an earlier day along."""
+CACHES = {
+    "TRITON_CACHE_DIR": "triton",
+    "TORCHINDUCTOR_CACHE_DIR": "inductor",
+    "UNSLOTH_COMPILE_LOCATION": "unsloth_compiled_cache",
+    "TMPDIR": "temporary",
+}
+"""Variable -> folder of the child's own. (unsloth unsets the second one; PyTorch then takes a folder in the last.)"""
+DONE = "done: "
+"""How a line begins that tells the parent of a finished job."""
+PRINTED = "unsloth.txt"
+"""The file beside the logs that has all that the child printed."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run: a language workload of the jobs' common model, with how its base weights are held (4 bits, or as they
+    come) in `recipe.base_linear`, and at least `steps` timed optimizer steps."""
+
+    workload: LanguageLora
+    recipe: Recipe
+    steps: int
+
+
+def check_unsloth(device: str) -> None:
+    """Raise `Unavailable` where unsloth can't run, with the reason."""
+    if device != "cuda":
+        raise Unavailable("unsloth's kernels are written for GPUs, and there is none here")
+    if importlib.util.find_spec("unsloth") is None:
+        raise Unavailable("unsloth is not installed: make unsloth")
+
+
+def train_with_unsloth(jobs: Mapping[str, Job], logs: Path, every: int = 10, timeout_s: float = TIMEOUT_S) -> Runs:
+    """Name -> run of each job, its memory in `logs`/name.csv as `following.followed` writes it.
+
+    `first_step_s` is the first job's alone: its kernels are compiled then. A job that fails has its reason as status,
+    and so have those that a process that dies or takes too long didn't get to.
+    Raises `Unavailable` where unsloth can't run, `RuntimeError` where the process dies with nothing done.
+    """
+    first = next(iter(jobs.values())).workload
+    check_unsloth(first.device.type)
+    with tempfile.TemporaryDirectory(prefix="labutils-unsloth-", ignore_cleanup_errors=True) as place:
+        folder = Path(place)
+        if first.weights == "random":
+            first.publish(folder / "model")
+            make_room(first)  # for the child: memory that this process only keeps is not free for another
+        order = {
+            "model": str(folder / "model") if first.weights == "random" else first.size.hub,
+            "logs": str(logs.resolve()),
+            "every": every,
+            "jobs": {name: _order_of(job) for name, job in jobs.items()},
+        }
+        found, failure = _ask(order, timeout_s, folder)
+    if failure and not found:
+        raise RuntimeError(failure)
+    missing = {name: _undone(name, job, failure) for name, job in jobs.items() if name not in found}
+    return {name: Run(**found[name]) if name in found else missing[name] for name in jobs}
+
+
+def _undone(name: str, job: Job, failure: str) -> Run:
+    at, recipe = job.workload, job.recipe.as_dict()
+    where = {"workload": at.name, "scale": at.scale, "weights": at.weights, "data": at.data}
+    return Run(lab="", run=name, status=f"error: {failure}", recipe=recipe, **where)
+
+
+def _order_of(job: Job) -> dict[str, Any]:
+    workload = job.workload
+    where = workload.opened_as() | {"device": workload.device.type}
+    return {"workload": where, "recipe": job.recipe.as_dict(), "steps": job.steps}
+
+
+def _ask(order: dict[str, Any], timeout_s: float, folder: Path) -> tuple[dict[str, Any], str]:
+    """The records of the jobs that the child finished, by name, and why it ended early; "" where it didn't."""
+    command = [sys.executable, "-m", "labutils.training.unsloth_run"]
+    try:
+        child = subprocess.run(
+            command,
+            input=json.dumps(order),
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=timeout_s,
+            env=_environment(folder),  # makes the folders
+            cwd=folder / CACHES["TMPDIR"],
+        )
+    except subprocess.TimeoutExpired as late:
+        said = _kept(Path(order["logs"]), late.stdout, late.stderr)
+        return _finished(said), f"unsloth's process did not end within {timeout_s:.0f} s."
+    found = _finished(_kept(Path(order["logs"]), child.stdout, child.stderr))
+    if child.returncode == 0 and len(found) == len(order["jobs"]):
+        return found, ""
+    last = (child.stderr.strip().splitlines() or ["nothing was printed"])[-1]
+    return found, f"unsloth's process ended with code {child.returncode}: {last}"
+
+
+def _kept(logs: Path, *printed: str | bytes | None) -> str:
+    """The first of `printed` as text. All of it is kept in `logs`: why a library failed is rarely said in one line."""
+    texts = [text if isinstance(text, str) else (text or b"").decode(errors="replace") for text in printed]
+    logs.mkdir(parents=True, exist_ok=True)
+    (logs / PRINTED).write_text("\n".join(texts), encoding="utf-8", errors="replace")
+    return texts[0]
+
+
+def _environment(folder: Path) -> dict[str, str]:
+    """The child's: folders of its own, made here, for whatever libraries write, and the way to this checkout."""
+    for name in CACHES.values():
+        (folder / name).mkdir()
+    path = os.pathsep.join(filter(None, (str(REPOSITORY), os.environ.get("PYTHONPATH"))))
+    own = {variable: str(folder / name) for variable, name in CACHES.items()}
+    return os.environ | {"PYTHONPATH": path} | own | QUIET
+
+
+def _finished(printed: str) -> dict[str, Any]:
+    """Name -> record of each job that the child told of, in whole lines."""
+    lines = [line.removeprefix(DONE) for line in printed.split("\n")[:-1] if line.startswith(DONE)]
+    return {record["run"]: record for record in map(json.loads, lines)}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The child's side
+
+
+def _main() -> None:
+    """An order on standard input; each run's record a line of standard output, as soon as there is one."""
+    import unsloth  # before transformers, which nothing has imported so far
+
+    order = json.load(sys.stdin)
+    benchmark.LOG.addHandler(logging.StreamHandler())
+    benchmark.LOG.setLevel(logging.INFO)
+    library = unsloth.FastLanguageModel
+    load = functools.cache(functools.partial(_load, library, order["model"]))  # once for all jobs
+    for place, (name, job) in enumerate(order["jobs"].items()):
+        workload, recipe = open_workload(**job["workload"]), Recipe(**job["recipe"])
+        load(*_held_as(recipe))  # a model that can't be loaded ends the process: the other jobs would try it once more
+        workload.build = functools.partial(_build, library, load)
+        log = Path(order["logs"]) / f"{name}.csv"
+        meet = functools.partial(_meet_other_lengths, workload)
+        run = followed(workload, recipe, job["steps"], name, log, order["every"], meet=meet)
+        if place > 0:
+            run.metrics.pop("first_step_s", None)  # what had to be compiled is compiled
+        print(f"\n{DONE}{json.dumps(dataclasses.asdict(run))}", flush=True)
+
+
+def _meet_other_lengths(workload: LanguageLora, session: Session) -> None:
+    """A step each on batches of other lengths, where lengths differ: unsloth compiles every block, for one length, for
+    any, and for what doesn't divide evenly, and would do it in a step that is timed."""
+    for batch in _of_other_lengths(workload, session.recipe):
+        session.driver.step(iter([{name: tensor.to(workload.device) for name, tensor in batch.items()}]))
+
+
+def _of_other_lengths(workload: LanguageLora, recipe: Recipe) -> list[Batch]:
+    """The longest batch, a shorter one of an odd length, and the shortest; none where all have one length."""
+    if recipe.shapes != "as-they-come":
+        return []
+    rows, collate = workload.dataset(None, recipe), workload.collate(recipe)
+    ascending = sorted(rows, key=lambda row: len(row["input_ids"]))
+    half, last = len(ascending) // 2, len(ascending) - 1
+    odd = next((place for place in range(half, last) if len(ascending[place]["input_ids"]) % 2), half)
+    ends = (last, max(odd, recipe.micro_batch - 1), recipe.micro_batch - 1)
+    return [collate(ascending[end + 1 - recipe.micro_batch : end + 1]) for end in ends]
+
+
+def _held_as(recipe: Recipe) -> tuple[bool, int, int]:
+    """What of a recipe the model depends on that is loaded: whether in 4 bits, the adapters' rank and seed."""
+    return recipe.base_linear == "nf4", recipe.rank, recipe.seed
+
+
+def _load(library: Any, model: str, four_bits: bool, rank: int, seed: int) -> nn.Module:
+    lm, _ = library.from_pretrained(
+        model, max_seq_length=LONGEST, load_in_4bit=four_bits, fix_tokenizer=False, use_exact_model_name=True
+    )
+    return library.get_peft_model(
+        lm,
+        r=rank,
+        lora_alpha=2 * rank,
+        target_modules=list(TARGETS),
+        lora_dropout=0,
+        bias="none",
+        use_gradient_checkpointing="unsloth",
+        random_state=seed,
+        max_seq_length=LONGEST,
+    )
+
+
+def _build(library: Any, load: Callable[[bool, int, int], nn.Module], recipe: Recipe) -> Published:
+    """What `LanguageLora.build` gives, by unsloth; without what accelerate put around it in the job before."""
+    from accelerate.utils import extract_model_from_parallel
+
+    lm = load(*_held_as(recipe))
+    library.for_training(lm)
+    return Published(extract_model_from_parallel(lm, keep_fp32_wrapper=False))
+
+
+if __name__ == "__main__":
+    _main()
