@@ -1,7 +1,9 @@
-"""JupyterLab as the course opens it: `make lab` names this folder in JUPYTER_CONFIG_PATH. More in README.md beside it.
+"""JupyterLab as the course opens it: `make lab` names this folder in JUPYTER_CONFIG_PATH. More in
+README.md beside it.
 
-Options on the command line go before what is set here (`make lab ARGS="--port 9000"`), and what a learner chooses in
-JupyterLab's menus goes before labconfig/. That and the layout are kept apart from ~/.jupyter, which stays as it is.
+Options on the command line go before what is set here (`make lab ARGS="--port 9000"`), and what a
+learner chooses in JupyterLab's menus goes before labconfig/. That and the layout are kept apart
+from ~/.jupyter, which stays as it is.
 """
 
 import os
@@ -18,27 +20,41 @@ KEPT = Path(os.environ.get("LABUTILS_CACHE") or "~/.cache/labutils").expanduser(
 
 
 def lay_out() -> None:
-    """Put the course's layout where JupyterLab keeps them, unless the learner has one: theirs outlives a restart.
+    """Put the course's layout where JupyterLab keeps them, unless the learner has one: theirs
+    outlives a restart.
 
-    Only warns where the folder can't be written to, or the layout there can't be read: Jupyter would drop all of this
-    file.
+    Only warns where the folder can't be written to, or the layout there can't be read: Jupyter
+    would drop all of this file.
     """
     layouts = WorkspacesManager(KEPT / "workspaces")
     try:
         if not layouts.load(WORKSPACE)["data"]:
-            layouts.save(WORKSPACE, (HERE / f"{WORKSPACE}.jupyterlab-workspace").read_text(encoding="utf-8"))
-    except (OSError, ValueError, LookupError, TypeError) as error:  # the last three: no layout is in the file
-        warnings.warn(f"the course's layout is not in {layouts.workspaces_dir}: {error!r}", stacklevel=2)
+            layouts.save(
+                WORKSPACE, (HERE / f"{WORKSPACE}.jupyterlab-workspace").read_text(encoding="utf-8")
+            )
+    except (
+        OSError,
+        ValueError,
+        LookupError,
+        TypeError,
+    ) as error:  # the last three: no layout is in the file
+        warnings.warn(
+            f"the course's layout is not in {layouts.workspaces_dir}: {error!r}", stacklevel=2
+        )
 
 
 def leave_no_trace_of_opening(model: dict, **_: object) -> None:
-    """Take out of a notebook what the kernel's Python is: else one that was merely opened would count as changed."""
+    """Take out of a notebook what the kernel's Python is: else one that was merely opened would
+    count as changed.
+    """
     if model["type"] == "notebook":
         model["content"]["metadata"].pop("language_info", None)
 
 
 def gpus() -> int:
-    """How many GPUs the GPU display can show; 0 where its package, the driver or the card is not there."""
+    """How many GPUs the GPU display can show; 0 where its package, the driver or the card is not
+    there.
+    """
     try:
         from jupyterlab_nvdashboard.apps import gpu
     except Exception:  # pynvml has two dozen ways to say no, and the display catches one of them
@@ -54,21 +70,30 @@ def without_gpu_display(handler: object, page: dict) -> dict:
 
 c = get_config()  # noqa: F821, Jupyter hands it to this file
 
-# The repository is the root, in whatever folder JupyterLab was started: results/ and TEACHING.md are within reach.
+# The repository is the root, in whatever folder JupyterLab was started: results/ and TEACHING.md
+# are within reach.
 c.ServerApp.root_dir = str(HERE.parent)
 c.LabApp.workspaces_dir = str(KEPT / "workspaces")
-c.LabApp.user_settings_dir = str(KEPT / "settings")  # jupyterlab-execute-time sets one of its own accord at each start
+c.LabApp.user_settings_dir = str(
+    KEPT / "settings"
+)  # jupyterlab-execute-time sets one of its own accord at each start
 c.LabApp.default_url = f"/lab/workspaces/{WORKSPACE}"
 c.FileContentsManager.pre_save_hook = leave_no_trace_of_opening
-warnings.filterwarnings("ignore", message="Overriding existing pre_save_hook")  # with itself: it is set once a class
+warnings.filterwarnings(
+    "ignore", message="Overriding existing pre_save_hook"
+)  # with itself: it is set once a class
 
-# The status bar: CPU and memory of the server and its kernels, out of the memory of this machine or container.
+# The status bar: CPU and memory of the server and its kernels, out of the memory of this machine or
+# container.
 c.ResourceUseDisplay.track_cpu_percent = True
 c.ResourceUseDisplay.mem_limit = int((host.ram_gb() or 0) * 1e9)
-# Its figures for Prometheus would stop the server for 50 ms a process each second, DataLoader workers included.
+# Its figures for Prometheus would stop the server for 50 ms a process each second, DataLoader
+# workers included.
 c.ResourceUseDisplay.enable_prometheus_metrics = False
 
-if not gpus():  # beside what the learner's own files say in these, which an assignment would replace
+if (
+    not gpus()
+):  # beside what the learner's own files say in these, which an assignment would replace
     c.ServerApp.jpserver_extensions.update({"jupyterlab_nvdashboard": False})
     c.ServerApp.tornado_settings.update({"page_config_hook": without_gpu_display})
 

@@ -1,4 +1,6 @@
-"""What every test gets: a cache of its own session, a results folder of its own, and no GPU tests without a GPU."""
+"""What every test gets: a cache of its own session, a results folder of its own, and no GPU tests
+without a GPU.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-# Set before anything imports labutils, and inherited by kernels and subprocesses: generated images are made once.
+# Set before anything imports labutils, and inherited by kernels and subprocesses: generated images
+# are made once.
 CACHE = Path(tempfile.mkdtemp(prefix="labutils-cache-"))
 os.environ["LABUTILS_CACHE"] = str(CACHE)
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test needs a network, so none may wait for one
@@ -51,7 +54,9 @@ def nothing_compiled() -> Iterator[None]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """What is imported and collected stays to the end: the garbage collector needn't look through it, now or later."""
+    """What is imported and collected stays to the end: the garbage collector needn't look through
+    it, now or later.
+    """
     from labutils.workloads.lazy_imports import unseen
 
     with unseen():

@@ -1,4 +1,6 @@
-"""Language and multimodal models at work: one micro-batch's loss and gradients, and runs that stop and go on."""
+"""Language and multimodal models at work: one micro-batch's loss and gradients, and runs that stop
+and go on.
+"""
 
 from __future__ import annotations
 
@@ -23,12 +25,16 @@ def batch_of(workload: DecoderLora, recipe: Recipe, chosen: Iterable[int]) -> Ba
     return {name: tensor.to(workload.device) for name, tensor in batch.items()}
 
 
-def outcome(workload: DecoderLora, recipe: Recipe, chosen: Iterable[int]) -> tuple[Tensor, dict[str, Tensor]]:
+def outcome(
+    workload: DecoderLora, recipe: Recipe, chosen: Iterable[int]
+) -> tuple[Tensor, dict[str, Tensor]]:
     """`outcome_of` the micro-batch of the examples with the numbers `chosen`."""
     return outcome_of(workload, recipe, batch_of(workload, recipe, chosen))
 
 
-def outcome_of(workload: DecoderLora, recipe: Recipe, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+def outcome_of(
+    workload: DecoderLora, recipe: Recipe, batch: Batch
+) -> tuple[Tensor, dict[str, Tensor]]:
     """Loss and the LoRA matrices' gradients of one micro-batch, with matrices B that aren't zero."""
     model = workload.build(recipe)
     network: nn.Module = getattr(model, "llava", None) or model.lm

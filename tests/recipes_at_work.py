@@ -22,7 +22,9 @@ PLAIN = STOCK.but(precision="fp32", driver="eager", adapter="plain")
 
 
 class SameDraws:
-    """In the place of `workload.draw`: a run's k-th example gets the numbers of seed k, in whatever micro-batches."""
+    """In the place of `workload.draw`: a run's k-th example gets the numbers of seed k, in whatever
+    micro-batches.
+    """
 
     def __init__(self, workload: Workload) -> None:
         self.workload = workload
@@ -34,7 +36,10 @@ class SameDraws:
         self.taken += count
         like = torch.empty((), device=self.workload.device, dtype=model.vae.dtype)
         drawn = {name: torch.stack([example[name] for example in each]) for name in each[0]}
-        return {name: t.to(like) if t.is_floating_point() else t.to(like.device) for name, t in drawn.items()}
+        return {
+            name: t.to(like) if t.is_floating_point() else t.to(like.device)
+            for name, t in drawn.items()
+        }
 
     def example(self, index: int) -> dict[str, Tensor]:
         chance = torch.Generator().manual_seed(1000 + index)
@@ -48,9 +53,9 @@ class SameDraws:
 
 @dataclass
 class Watched:
-    """What a run did. `gradients` has one dictionary an optimizer step, taken before clipping, and `seen` the
-    micro-batches and their random numbers; the adapter's keys are "<layer>.lora_A.weight" and "<layer>.lora_B.weight",
-    whatever the kind."""
+    """What a run did. `gradients` has one dictionary an optimizer step, taken before clipping, and
+    `seen` the micro-batches and their random numbers; the adapter's keys are
+    "<layer>.lora_A.weight" and "<layer>.lora_B.weight", whatever the kind."""
 
     before: dict[str, Tensor]
     gradients: list[dict[str, Tensor]] = field(default_factory=list)
@@ -60,7 +65,9 @@ class Watched:
 
 
 def watch(workload: Workload, recipe: Recipe, steps: int = 1, size: float = 0.05) -> Watched:
-    """`steps` optimizer steps of `recipe`, from an adapter whose B isn't zero: where it is, A has no gradient."""
+    """`steps` optimizer steps of `recipe`, from an adapter whose B isn't zero: where it is, A has
+    no gradient.
+    """
     with Session(workload, recipe) as session:
         return watch_session(session, steps, size)
 
@@ -75,7 +82,9 @@ def watch_session(session: Session, steps: int, size: float = 0.05) -> Watched:
         watched.gradients.append(adapter_gradients(unet))
         return clip(parameters, *rest, **options)
 
-    def watching_loss(model: nn.Module, batch: dict[str, Tensor], draws: dict[str, Tensor]) -> Tensor:
+    def watching_loss(
+        model: nn.Module, batch: dict[str, Tensor], draws: dict[str, Tensor]
+    ) -> Tensor:
         watched.seen.append((batch, draws))
         return loss(model, batch, draws)
 
@@ -104,7 +113,9 @@ def perturb(unet: nn.Module, size: float = 0.05) -> None:
 def adapter_gradients(unet: nn.Module) -> dict[str, Tensor]:
     """The gradients, one a layer and matrix; those of folded layers cut out of their stacks'."""
     stacks = unet.folds.stacks if hasattr(unet, "folds") else []
-    places = {id(layer): (stack, index) for stack in stacks for index, layer in enumerate(stack.folded)}
+    places = {
+        id(layer): (stack, index) for stack in stacks for index, layer in enumerate(stack.folded)
+    }
     found = {}
     for name, layer in lora_layers(unet).items():
         if id(layer) in places:
@@ -121,7 +132,9 @@ def copied(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
 
 
-def assert_same_gradients(found: dict[str, Tensor], expected: dict[str, Tensor], rtol: float = 1e-4) -> None:
+def assert_same_gradients(
+    found: dict[str, Tensor], expected: dict[str, Tensor], rtol: float = 1e-4
+) -> None:
     """Every matrix's largest deviation is within `rtol` of its largest element, and none is zero."""
     assert found.keys() == expected.keys()
     errors = {}
@@ -134,10 +147,12 @@ def assert_same_gradients(found: dict[str, Tensor], expected: dict[str, Tensor],
 
 
 def assert_same_path(found: Watched, expected: Watched, rtol: float = 5e-3) -> None:
-    """All steps together moved every matrix alike: the difference's norm is within `rtol` of the way's.
+    """All steps together moved every matrix alike: the difference's norm is within `rtol` of the
+    way's.
 
-    AdamW's step is about the sign of a gradient; where one is nearly zero its rounding shows in full, and rounding is
-    the CPU's: on one model of processor the ways agree to 1e-3, on another to 3e-3. A wrong recipe is off by 3e-2.
+    AdamW's step is about the sign of a gradient; where one is nearly zero its rounding shows in
+    full, and rounding is the CPU's: on one model of processor the ways agree to 1e-3, on another to
+    3e-3. A wrong recipe is off by 3e-2.
     """
     assert found.after.keys() == expected.after.keys()
     for name, start in expected.before.items():
@@ -157,10 +172,11 @@ def one_thread() -> Iterator[None]:
 
 
 class Products(TorchDispatchMode):
-    """Counts matrix products whose second factor has no side of `wider_than` or less, and how often is `attended`.
+    """Counts matrix products whose second factor has no side of `wider_than` or less, and how often
+    is `attended`.
 
-    (On a CPU attention counts as an operation that draws: computed again by compiled code, it is called through
-    another.)
+    (On a CPU attention counts as an operation that draws: computed again by compiled code, it is
+    called through another.)
     """
 
     supports_higher_order_operators = True
@@ -172,6 +188,8 @@ class Products(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
             self.count += min(args[-1].shape) > self.wider_than
-        called = " ".join(map(str, (func, *(arg for arg in args if not isinstance(arg, torch.Tensor)))))
+        called = " ".join(
+            map(str, (func, *(arg for arg in args if not isinstance(arg, torch.Tensor))))
+        )
         self.attended += "attention" in called and "backward" not in called
         return func(*args, **(kwargs or {}))

@@ -1,7 +1,8 @@
-"""Answers to the exercises that are answered with numbers or words: here, so that no notebook's check shows its own.
+"""Answers to the exercises that are answered with numbers or words: here, so that no notebook's
+check shows its own.
 
-An answer is numbers, names or letters, the sentence that explains it, and what to say to those who are not there yet.
-`labutils.course.exercises.check` compares.
+An answer is numbers, names or letters, the sentence that explains it, and what to say to those who
+are not there yet. `labutils.course.exercises.check` compares.
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ from typing import Any
 class Answer:
     """What is right, why, and what helps.
 
-    right: a number, a word, a set of words or numbers, or a tuple of numbers, which are asked for in that form. Case
-    doesn't matter in words, nor whose numbers they are, PyTorch's or NumPy's.
-    within: how far a number may be off, as a share of it. hint: for any other answer. slips: wrong answers that are
-    often given -> what to say to them; of a set, those that have that word in them.
+    right: a number, a word, a set of words or numbers, or a tuple of numbers, which are asked for
+    in that form. Case doesn't matter in words, nor whose numbers they are, PyTorch's or NumPy's.
+    within: how far a number may be off, as a share of it. hint: for any other answer. slips: wrong
+    answers that are often given -> what to say to them; of a set, those that have that word in
+    them.
     """
 
     right: float | str | frozenset | tuple
@@ -36,7 +38,9 @@ ANSWERS: dict[str, Answer] = {
         "Divide dense FLOPs a second by bytes a second; mind the units.",
         "100",
         within=0.01,
-        slips={877.9e12 / 1792e9: "That is the ridge of the sparse peak; the dense one is half of it."},
+        slips={
+            877.9e12 / 1792e9: "That is the ridge of the sparse peak; the dense one is half of it."
+        },
     ),
     "04.1": Answer(
         800 * 0.34 - (95 + 799 * 0.25),
@@ -52,14 +56,20 @@ ANSWERS: dict[str, Answer] = {
         "It is numbers per image × images × bytes per number / 10⁶.",
         "50",
         within=0.02,
-        slips={1221 * (2 * 4 * 64 * 64 + 77 * 768) / 1e6: "That is half of it. How many bytes has a float16?"},
+        slips={
+            1221
+            * (2 * 4 * 64 * 64 + 77 * 768)
+            / 1e6: "That is half of it. How many bytes has a float16?"
+        },
     ),
     "04.3": Answer(
         frozenset({"BatchNorm"}),
         "Dropout draws other random numbers, but from the same distribution.",
         "Which of them computes a mean over the examples of a batch?",
         '{"LayerNorm", "Dropout"}',
-        slips=dict.fromkeys(("GroupNorm", "LayerNorm"), "GroupNorm and LayerNorm average within one example."),
+        slips=dict.fromkeys(
+            ("GroupNorm", "LayerNorm"), "GroupNorm and LayerNorm average within one example."
+        ),
     ),
     "06.1": Answer(
         145,
@@ -71,7 +81,8 @@ ANSWERS: dict[str, Answer] = {
     "06.2": Answer(
         576 + 24 * (72 + 1),
         "576 for the whole image, and 24 rows of 72 tokens and a newline.",
-        "The whole image is 24 × 24 tokens. How many rows has the enlarged one, and how many tokens has each of them?",
+        "The whole image is 24 × 24 tokens. How many rows has the enlarged one, and how many "
+        "tokens has each of them?",
         "24 * 24 + 1",
         within=0,
         slips={4 * 576: "Nearly. Where are the newlines?"},
@@ -94,7 +105,8 @@ ANSWERS: dict[str, Answer] = {
     "07.2": Answer(
         8 / 32 + 32 / (32 * 128),
         "0.258 bits: blocks of half the size need twice as many constants.",
-        "The 8 bits are shared by one block's weights, the 32 bits by the weights of all blocks in a group.",
+        "The 8 bits are shared by one block's weights, the 32 bits by the weights of all blocks in "
+        "a group.",
         "8 / 64 + 32 / (64 * 256)",
         slips={8 / 32 + 32 / 128: "Nearly. How many weights share one of the float32 constants?"},
     ),
@@ -117,12 +129,16 @@ ANSWERS: dict[str, Answer] = {
         "A step takes as long on either card, and A's holds twice as many examples.",
         "If the host decides, how long is a step on either card?",
         "1.5",
-        slips={1: "How many examples are in a step on either card?", 4.5: "Do the kernels matter here?"},
+        slips={
+            1: "How many examples are in a step on either card?",
+            4.5: "Do the kernels matter here?",
+        },
     ),
     "08.3": Answer(
         19.11 * (4 + 8 / 32) / 8 + 1.80 * 2,
         "13.75 GB: 10.15 for the experts and 3.60 for the rest.",
-        "An expert's number has 4 bits and a 32nd of an 8-bit scale; each of the others has 16 bits.",
+        "An expert's number has 4 bits and a 32nd of an 8-bit scale; each of the others has 16 "
+        "bits.",
         "20.5",
         within=0.008,
         slips={19.11 / 2 + 3.6: "Nearly. In MXFP4, 32 numbers share a scale of 8 bits."},
@@ -130,9 +146,13 @@ ANSWERS: dict[str, Answer] = {
     "09.1": Answer(
         (16, 10),
         "4 bytes each for weight and gradient, and two moments of 4 bytes or of 1.",
-        "How many bytes has a number in float32, and how many moments does AdamW keep for each weight?",
+        "How many bytes has a number in float32, and how many moments does AdamW keep for each "
+        "weight?",
         "(8, 5)",
-        slips={(12, 9): "Nearly. AdamW keeps two moments.", (16, 6): "Nearly. Is the gradient in 8 bits, too?"},
+        slips={
+            (12, 9): "Nearly. AdamW keeps two moments.",
+            (16, 6): "Nearly. Is the gradient in 8 bits, too?",
+        },
     ),
     "09.2": Answer(
         9,
@@ -140,7 +160,10 @@ ANSWERS: dict[str, Answer] = {
         "What does one example add, what is there without any, and how much room is left?",
         "5",
         within=0,
-        slips={11: "Nearly. Keep a tenth of the card free.", 12: "Nearly. What is there without any example?"},
+        slips={
+            11: "Nearly. Keep a tenth of the card free.",
+            12: "Nearly. What is there without any example?",
+        },
     ),
     "09.3": Answer(
         0,
@@ -151,7 +174,8 @@ ANSWERS: dict[str, Answer] = {
     ),
     "10.1": Answer(
         860e6 * 4 / 12.5e9 * 1e3,
-        "275 ms, which is less than the backward pass: a perfect overlap would hide all but the end.",
+        "275 ms, which is less than the backward pass: a perfect overlap would hide all but the "
+        "end.",
         "Take the bytes of all gradients times 2 (N − 1) / N, and divide by the bus bandwidth.",
         "120",
         within=0.02,
@@ -159,16 +183,21 @@ ANSWERS: dict[str, Answer] = {
     ),
     "10.2": Answer(
         (5, 50),
-        "Each bucket is sent before the next is full; only the last has no backward pass left to hide behind.",
+        "Each bucket is sent before the next is full; only the last has no backward pass left to "
+        "hide behind.",
         "When is the last gradient ready, and what is still to be sent then?",
         "(1, 2)",
     ),
     "10.3": Answer(
         frozenset({1, 2, 4}),
-        "8 micro-batches can be shared by 4, 2 or 1 ranks. Six or three would not get equal shares.",
+        "8 micro-batches can be shared by 4, 2 or 1 ranks. Six or three would not get equal "
+        "shares.",
         "Each rank takes as many of the 8 micro-batches as every other.",
         "{6, 3}",
-        slips={6: "Can six ranks take 8 micro-batches in equal shares?", 8: "Only six GPUs are left."},
+        slips={
+            6: "Can six ranks take 8 micro-batches in equal shares?",
+            8: "Only six GPUs are left.",
+        },
     ),
     "11.1": Answer(
         "inconclusive",
@@ -179,8 +208,10 @@ ANSWERS: dict[str, Answer] = {
     ),
     "11.2": Answer(
         (2, 2),
-        "The factors off are 2, 2 and 3, and the ratios 2, 0.5 and 3: on the whole the predictions are too high.",
-        "Half as much and twice as much are both off by a factor of 2. The median is the middle one of the three.",
+        "The factors off are 2, 2 and 3, and the ratios 2, 0.5 and 3: on the whole the predictions "
+        "are too high.",
+        "Half as much and twice as much are both off by a factor of 2. The median is the middle "
+        "one of the three.",
         "(1.5, 0.7)",
         slips={(2, 3): "Nearly. Put the three ratios in order: which is in the middle?"},
     ),

@@ -1,11 +1,13 @@
-"""Checks of exercises: of an answer, and of code that is to give the same results faster or in less memory.
+"""Checks of exercises: of an answer, and of code that is to give the same results faster or in less
+memory.
 
     print(check("07.1", my_code))                                  as it stands in an exercise's cell
     print(faster_than(4, baseline, attempt, inputs, times=3))      the same for one that is measured
     solved(faster_than(4, baseline, solution, inputs, times=3))    in its solution's: printed, or an AssertionError
 
-A check is a message that says what is wrong. Those of the notebooks' own begin as these do: "Exercise 4: right", "not
-yet", and where the noise is larger than what is to be decided, "inconclusive".
+A check is a message that says what is wrong. Those of the notebooks' own begin as these do:
+"Exercise 4: right", "not yet", and where the noise is larger than what is to be decided,
+"inconclusive".
 """
 
 from __future__ import annotations
@@ -32,17 +34,21 @@ Inputs = Callable[[int], tuple]
 
 
 def solved(message: str) -> None:
-    """Print what a check says of a solution. Raises `AssertionError` where it says that it is wrong: that noise hides
-    how fast it is may happen to anybody, and ends no lab."""
+    """Print what a check says of a solution. Raises `AssertionError` where it says that it is
+    wrong: that noise hides how fast it is may happen to anybody, and ends no lab."""
     assert message.partition(": ")[2].startswith(("right", "inconclusive")), message
     print(message)
 
 
 def check(exercise: str, answer: Any) -> str:
-    """What is to be said of an answer to `exercise` ("07.1"): "Exercise 1: right", or what helps; None: no answer."""
+    """What is to be said of an answer to `exercise` ("07.1"): "Exercise 1: right", or what helps;
+    None: no answer.
+    """
     known, number = ANSWERS[exercise], int(exercise.partition(".")[2])
     if answer is None:
-        return f"Exercise {number}: no answer yet. Put one in the cell, for example {known.example}."
+        return (
+            f"Exercise {number}: no answer yet. Put one in the cell, for example {known.example}."
+        )
     given = _plain(answer)
     if not _has_form_of(known.right, given):
         return f"Exercise {number}: not yet. {_form(known.right)} is asked for, for example {known.example}."
@@ -59,12 +65,14 @@ def faster_than(
     times: float,
     tolerance: float = 1e-4,
 ) -> str:
-    """Whether `attempt` gives what `baseline` gives, at `times` its speed: "Exercise `number`: right", or what lacks.
+    """Whether `attempt` gives what `baseline` gives, at `times` its speed: "Exercise `number`:
+    right", or what lacks.
 
-    `inputs(round)` makes the arguments of both; each call gets arguments of its own. Results are tensors, numbers, or
-    tuples, lists and mappings of them, and are compared in every round, before any time counts: none may be off by more
-    than `tolerance` of the largest number that is expected. The two take turns, and each round gives one ratio of
-    their times; rounds are added until the range of the ratios' median is on one side of `times`.
+    `inputs(round)` makes the arguments of both; each call gets arguments of its own. Results are
+    tensors, numbers, or tuples, lists and mappings of them, and are compared in every round, before
+    any time counts: none may be off by more than `tolerance` of the largest number that is
+    expected. The two take turns, and each round gives one ratio of their times; rounds are added
+    until the range of the ratios' median is on one side of `times`.
     """
     wrong = _wrong(baseline, attempt, inputs, tolerance)
     if wrong:
@@ -84,11 +92,14 @@ def faster_than(
             break
     found = f"{median(ratios):.2f} times as fast ({low:.2f} to {high:.2f}, {len(ratios)} rounds)"
     if low > times:
-        return f"Exercise {number}: right. The same results, {found}; {times:g} times was asked for."
+        return (
+            f"Exercise {number}: right. The same results, {found}; {times:g} times was asked for."
+        )
     if high < times:
         return f"Exercise {number}: not yet. The results are the same, but {found}; {times:g} times is asked for."
     return (
-        f"Exercise {number}: inconclusive. The results are the same, and {found}: {times:g} lies between. "
+        f"Exercise {number}: inconclusive. The results are the same, and {found}: {times:g} lies "
+        "between. "
         "Close what else runs here and try again, or make it faster still."
     )
 
@@ -102,16 +113,19 @@ def smaller_than(
     module: Any,
     tolerance: float = 1e-4,
 ) -> str:
-    """Whether `attempt` computes what `baseline` does, its gradients too, and keeps at most `share` of its bytes.
+    """Whether `attempt` computes what `baseline` does, its gradients too, and keeps at most `share`
+    of its bytes.
 
-    Counted is what the forward pass keeps for the backward pass, `module`'s own tensors aside. Both return one tensor.
-    Gradients are those of the arguments that require them, for the same random gradient of the result. Bytes are
-    exact: they need no second look.
+    Counted is what the forward pass keeps for the backward pass, `module`'s own tensors aside. Both
+    return one tensor. Gradients are those of the arguments that require them, for the same random
+    gradient of the result. Bytes are exact: they need no second look.
     """
     wrong = _wrong(_with_gradients(baseline), _with_gradients(attempt), inputs, tolerance)
     if wrong:
         return f"Exercise {number}: {wrong}"
-    before, after = (kept_for_backward(module, function, inputs(0)) for function in (baseline, attempt))
+    before, after = (
+        kept_for_backward(module, function, inputs(0)) for function in (baseline, attempt)
+    )
     found = f"{after / 1e6:.3g} MB instead of {before / 1e6:.3g} are kept for the backward pass"
     if after <= share * before:
         return f"Exercise {number}: right. The same result and gradients, and {found}."
@@ -122,9 +136,11 @@ def smaller_than(
 
 
 def range_of_median(values: list[float]) -> tuple[float, float]:
-    """Where the median of what `values` were drawn from lies, but for `DOUBT`; whatever their distribution.
+    """Where the median of what `values` were drawn from lies, but for `DOUBT`; whatever their
+    distribution.
 
-    The sign test's range: of n values the k-th smallest to the k-th largest, with the largest k that is sure enough.
+    The sign test's range: of n values the k-th smallest to the k-th largest, with the largest k
+    that is sure enough.
     """
     ordered, n = sorted(values), len(values)
     beyond, k = 0.0, 0
@@ -135,7 +151,9 @@ def range_of_median(values: list[float]) -> tuple[float, float]:
 
 
 def difference(expected: Any, found: Any, tolerance: float, place: str = "the result") -> str:
-    """What differs between two results, in words; "" where nothing does by more than `tolerance` of the largest."""
+    """What differs between two results, in words; "" where nothing does by more than `tolerance` of
+    the largest.
+    """
     import torch
 
     if isinstance(expected, Mapping):
@@ -145,7 +163,10 @@ def difference(expected: Any, found: Any, tolerance: float, place: str = "the re
     elif isinstance(expected, tuple | list):
         if not isinstance(found, tuple | list) or len(found) != len(expected):
             return f"{place} should be {len(expected)} values."
-        pairs = [(*pair, f"value {at} of {place}") for at, pair in enumerate(zip(expected, found, strict=True), 1)]
+        pairs = [
+            (*pair, f"value {at} of {place}")
+            for at, pair in enumerate(zip(expected, found, strict=True), 1)
+        ]
     else:
         if isinstance(expected, torch.Tensor) != isinstance(found, torch.Tensor):
             return f"{place} is a {type(found).__name__}, where a {type(expected).__name__} is expected."
@@ -154,7 +175,9 @@ def difference(expected: Any, found: Any, tolerance: float, place: str = "the re
 
 
 def kept_for_backward(module: Any, function: Callable[..., Any], arguments: tuple) -> int:
-    """Bytes that `function(*arguments)` keeps for its backward pass, by whatever means, without `module`'s own."""
+    """Bytes that `function(*arguments)` keeps for its backward pass, by whatever means, without
+    `module`'s own.
+    """
     from labutils.profiling.training_memory import saved_for_backward
 
     results: list[Any] = []
@@ -164,18 +187,26 @@ def kept_for_backward(module: Any, function: Callable[..., Any], arguments: tupl
     return saved + sum(tensor.numel() * tensor.element_size() for tensor in hung.values())
 
 
-# ------------------------------------------------------------------------------------------------------------- helpers
+# ----------------------------------------------------------------------------------------- helpers
 
 
 def _form(right: Any) -> str:
     """The form in which an answer is asked for, in words."""
     if isinstance(right, tuple):
         return f"A tuple of {len(right)} numbers"
-    return "A set" if isinstance(right, frozenset) else "A word" if isinstance(right, str) else "A number"
+    return (
+        "A set"
+        if isinstance(right, frozenset)
+        else "A word"
+        if isinstance(right, str)
+        else "A number"
+    )
 
 
 def _plain(answer: Any) -> Any:
-    """An answer as Python's own numbers and words in lower case, or a tuple or a frozenset of those."""
+    """An answer as Python's own numbers and words in lower case, or a tuple or a frozenset of
+    those.
+    """
     if isinstance(answer, set | frozenset):
         return frozenset(map(_plain_one, answer))
     one = _plain_one(answer)
@@ -195,7 +226,9 @@ def _has_form_of(right: Any, given: Any) -> bool:
     if isinstance(right, tuple):
         return isinstance(given, tuple) and len(given) == len(right) and all(map(_is_number, given))
     if isinstance(right, frozenset):
-        return isinstance(given, frozenset | tuple) and all(isinstance(x, str) or _is_number(x) for x in given)
+        return isinstance(given, frozenset | tuple) and all(
+            isinstance(x, str) or _is_number(x) for x in given
+        )
     return isinstance(given, str) if isinstance(right, str) else _is_number(given)
 
 
@@ -216,7 +249,11 @@ def _alike(one: Any, given: Any, within: float) -> bool:
 def _help(known: Answer, given: Any) -> str:
     """What helps who gave this wrong answer on."""
     for slip, said in known.slips.items():
-        if _plain(slip) in given if isinstance(known.right, frozenset) else _alike(slip, given, known.within):
+        if (
+            _plain(slip) in given
+            if isinstance(known.right, frozenset)
+            else _alike(slip, given, known.within)
+        ):
             return said
     return known.hint
 
@@ -230,10 +267,14 @@ def _wrong(baseline: Callable, attempt: Callable, inputs: Inputs, tolerance: flo
     return f"not yet. It has to give the same first, and {off}" if off else ""
 
 
-def _round(baseline: Callable, attempt: Callable, inputs: Inputs, at: int, tolerance: float) -> tuple[float, str]:
+def _round(
+    baseline: Callable, attempt: Callable, inputs: Inputs, at: int, tolerance: float
+) -> tuple[float, str]:
     """(times as fast, what differs) of one turn each, in alternating order."""
     turns = (("baseline", baseline), ("attempt", attempt))
-    timed = {name: _timed(function, inputs(at)) for name, function in (turns if at % 2 else turns[::-1])}
+    timed = {
+        name: _timed(function, inputs(at)) for name, function in (turns if at % 2 else turns[::-1])
+    }
     (before, expected), (after, found) = timed["baseline"], timed["attempt"]
     return before / after, difference(expected, found, tolerance)
 
@@ -249,7 +290,9 @@ def _timed(function: Callable, arguments: tuple) -> tuple[float, Any]:
 
 def _numbers_differ(expected: Any, found: Any, tolerance: float, place: str) -> str:
     if expected.shape != found.shape:
-        return f"{place} has the shape {list(found.shape)}, where {list(expected.shape)} is expected."
+        return (
+            f"{place} has the shape {list(found.shape)}, where {list(expected.shape)} is expected."
+        )
     if expected.dtype != found.dtype:
         return f"{place} is {found.dtype}, where {expected.dtype} is expected."
     if expected.device != found.device:
@@ -260,7 +303,11 @@ def _numbers_differ(expected: Any, found: Any, tolerance: float, place: str) -> 
     if not wide.numel():
         return ""
     off, largest = (wide - narrow).abs().max().item(), wide.abs().max().item()
-    return "" if off <= tolerance * largest else f"{place} is off by {off:.3g}, where numbers go up to {largest:.3g}."
+    return (
+        ""
+        if off <= tolerance * largest
+        else f"{place} is off by {off:.3g}, where numbers go up to {largest:.3g}."
+    )
 
 
 def _with_gradients(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -275,19 +322,25 @@ def _with_gradients(function: Callable[..., Any]) -> Callable[..., Any]:
         torch.manual_seed(0)
         gradients: Iterable[Any] = [None] * len(asked)
         if result.requires_grad:
-            gradients = torch.autograd.grad(result, asked, torch.randn_like(result), allow_unused=True)
+            gradients = torch.autograd.grad(
+                result, asked, torch.randn_like(result), allow_unused=True
+            )
         given = [
             torch.zeros_like(of) if gradient is None else gradient
             for gradient, of in zip(gradients, asked, strict=True)
         ]
-        return {"the result": result.detach()} | {f"gradient {at}": one for at, one in enumerate(given, 1)}
+        return {"the result": result.detach()} | {
+            f"gradient {at}": one for at, one in enumerate(given, 1)
+        }
 
     both.__name__ = getattr(function, "__name__", "the function")
     return both
 
 
 def _hung_on(result: Any) -> Iterator[Any]:
-    """Tensors that an autograd.Function hung on its `ctx`, in the graph behind `result`: no hook sees those."""
+    """Tensors that an autograd.Function hung on its `ctx`, in the graph behind `result`: no hook
+    sees those.
+    """
     import torch
 
     waiting, seen = [result.grad_fn], set()

@@ -15,7 +15,9 @@ from labutils.results.records import Run
 
 @dataclass(frozen=True)
 class Goal:
-    """What a metric is, and the least or the most it is meant to be; neither: it is shown, and nothing is meant."""
+    """What a metric is, and the least or the most it is meant to be; neither: it is shown, and
+    nothing is meant.
+    """
 
     what: str
     least: float | None = None
@@ -32,11 +34,13 @@ class Goal:
 
     def met(self, value: float) -> bool:
         """Whether `value` gets there."""
-        return (self.least is None or value >= self.least) and (self.most is None or value <= self.most)
+        return (self.least is None or value >= self.least) and (
+            self.most is None or value <= self.most
+        )
 
     def outcome(self, value: float, low: float, high: float) -> str:
-        """Whether `value` gets there, as words to put behind it, and whether its range from `low` to `high` leaves that
-        open; "" where nothing is meant."""
+        """Whether `value` gets there, as words to put behind it, and whether its range from `low`
+        to `high` leaves that open; "" where nothing is meant."""
         if self.text is None:
             return ""
         open_ = "" if self.met(low) == self.met(high) else ", within the spread"
@@ -48,9 +52,11 @@ GOAL_HEAD = ("the goal", "here", "H200")
 
 
 def goal_rows(goals: Mapping[str, Goal], mine: Run, theirs: Run | None) -> list[tuple[Any, ...]]:
-    """Rows (what, goal, value of `mine`, value of `theirs`) for each of `goals`, which are named as the metrics are.
+    """Rows (what, goal, value of `mine`, value of `theirs`) for each of `goals`, which are named as
+    the metrics are.
 
-    The goals are meant for scale "full" on the reference's card: what is `mine` is held against them only there.
+    The goals are meant for scale "full" on the reference's card: what is `mine` is held against
+    them only there.
     """
     alike = theirs is None or mine.machine.get("gpu") == theirs.machine.get("gpu")
     return [
@@ -71,4 +77,10 @@ def _told(goal: Goal, run: Run | None, metric: str, judged: bool) -> str | None:
 
 
 def _number(value: float) -> str:
-    return f"{value:,d}" if isinstance(value, int) else f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+    return (
+        f"{value:,d}"
+        if isinstance(value, int)
+        else f"{value:,.0f}"
+        if abs(value) >= 100
+        else f"{value:.3g}"
+    )

@@ -1,10 +1,12 @@
-"""What a notebook calls: `open_lab` checks the parameters and gives the `Lab` that keeps what is learnt.
+"""What a notebook calls: `open_lab` checks the parameters and gives the `Lab` that keeps what is
+learnt.
 
     from labutils.course import open_lab
     lab = open_lab("03", globals())
 
-Everything a lab learns goes through it to results.jsonl at once, so that a lab that stops halfway loses nothing. What
-fails on this machine is caught by `lab.attempt`, explained, and shown from the reference runs instead.
+Everything a lab learns goes through it to results.jsonl at once, so that a lab that stops halfway
+loses nothing. What fails on this machine is caught by `lab.attempt`, explained, and shown from the
+reference runs instead.
 """
 
 from __future__ import annotations
@@ -36,11 +38,15 @@ from labutils.workloads.lazy_imports import import_unseen
 _YES_OR_NO = ("failed", "warned")
 """Metrics of what was provoked: 1 where it happened, else 0."""
 _FOR_MACHINES = ("wall_ms", "build_s", "flops_per_step", "examples_per_s", "tflops")
-"""Metrics from which others are computed; in a table that stands in for a measurement they only get in the way."""
+"""Metrics from which others are computed; in a table that stands in for a measurement they only get
+in the way.
+"""
 
 
 class LabError(Exception):
-    """A mistake in how a lab was called; its message, shown without a traceback, says what to write."""
+    """A mistake in how a lab was called; its message, shown without a traceback, says what to
+    write.
+    """
 
     def _render_traceback_(self) -> list[str]:
         """What IPython prints instead of a traceback."""
@@ -49,26 +55,35 @@ class LabError(Exception):
 
 def _hush() -> None:
     """Silence what libraries say into every notebook and nobody who reads one can act on."""
-    warnings.filterwarnings("ignore", message="IProgress not found")  # plain progress bars survive batch runs
-    warnings.filterwarnings("ignore", message="Detected a Jax installation")  # Transformer Engine, of no use here
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # an optional CPU kernel that it would fetch
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler's two lines each time that it starts and stops
+    warnings.filterwarnings(
+        "ignore", message="IProgress not found"
+    )  # plain progress bars survive batch runs
+    warnings.filterwarnings(
+        "ignore", message="Detected a Jax installation"
+    )  # Transformer Engine, of no use here
+    logging.getLogger("bitsandbytes").setLevel(
+        logging.ERROR
+    )  # an optional CPU kernel that it would fetch
+    os.environ.setdefault(
+        "KINETO_LOG_LEVEL", "6"
+    )  # the profiler's two lines each time that it starts and stops
 
 
 def open_lab(number: str, namespace: dict[str, Any]) -> Lab:
     """Check the notebook's parameters and open lab `number` ("03") with them.
 
-    `namespace` is the notebook's `globals()`: its parameters are the annotated names of the parameters cell. A cell
-    that opens the lab once more, with the same parameters, gets the same `lab`: its results and predictions go on.
-    Raises `LabError` where a parameter has the wrong type, an unknown choice or a name that the parameters cell does
-    not declare.
+    `namespace` is the notebook's `globals()`: its parameters are the annotated names of the
+    parameters cell. A cell that opens the lab once more, with the same parameters, gets the same
+    `lab`: its results and predictions go on. Raises `LabError` where a parameter has the wrong
+    type, an unknown choice or a name that the parameters cell does not declare.
     """
     _hush()
     import_unseen("torch")
     number = str(number).zfill(2)
     if not isinstance(namespace, Mapping):
         raise LabError(
-            f"The second argument of open_lab is a {type(namespace).__name__}, where the notebook's own names belong. "
+            f"The second argument of open_lab is a {type(namespace).__name__}, where the "
+            "notebook's own names belong. "
             f'Write: lab = open_lab("{number}", globals())'
         )
     try:
@@ -79,7 +94,11 @@ def open_lab(number: str, namespace: dict[str, Any]) -> Lab:
         ) from None
     asked = values.pop("results_dir", "") or os.environ.get("LABUTILS_RESULTS", "")
     before = namespace.get("lab")
-    if isinstance(before, Lab) and before.opened_with == (number, values, asked) and before.results_dir.is_dir():
+    if (
+        isinstance(before, Lab)
+        and before.opened_with == (number, values, asked)
+        and before.results_dir.is_dir()
+    ):
         before.show(before.banner())
         return before
     folder = asked or _new_results_folder()
@@ -87,7 +106,8 @@ def open_lab(number: str, namespace: dict[str, Any]) -> Lab:
         kept = records.Results(Path(folder).expanduser())
     except (OSError, RuntimeError, ValueError) as error:  # nobody's home, a null byte
         raise LabError(
-            f"Results can't be kept in {folder!r}: {error}. Set results_dir to a folder you may write to."
+            f"Results can't be kept in {folder!r}: {error}. Set results_dir to a folder you may "
+            "write to."
         ) from None
     lab = Lab(number, values, kept, in_batch=bool(_injected(namespace)))
     lab.opened_with = (number, values, asked)
@@ -98,16 +118,20 @@ def open_lab(number: str, namespace: dict[str, Any]) -> Lab:
 def _parameters(namespace: Mapping[str, Any]) -> dict[str, Any]:
     """Name -> value of the annotated names in `namespace`, each checked against its annotation.
 
-    What is annotated as anything but a parameter's kind belongs to a later cell, which ran before this one ran again.
+    What is annotated as anything but a parameter's kind belongs to a later cell, which ran before
+    this one ran again.
     """
     kinds = {name: _kind(note) for name, note in namespace.get("__annotations__", {}).items()}
     declared = {name: kind for name, kind in kinds.items() if kind in parameters.KINDS}
     unknown = _injected(namespace) - set(declared)
     if unknown:
         raise ValueError(
-            f"This lab has no parameter {', '.join(sorted(unknown))}. Its parameters: {', '.join(declared)}."
+            f"This lab has no parameter {', '.join(sorted(unknown))}. Its parameters: "
+            f"{', '.join(declared)}."
         )
-    return {name: parameters.check(name, namespace.get(name), kind) for name, kind in declared.items()}
+    return {
+        name: parameters.check(name, namespace.get(name), kind) for name, kind in declared.items()
+    }
 
 
 def _kind(annotation: Any) -> str:
@@ -118,7 +142,8 @@ def _kind(annotation: Any) -> str:
 
 
 def _injected(namespace: Mapping[str, Any]) -> set[str]:
-    """Names that papermill assigned: it puts them in a cell of its own, and only warns where nothing declares them.
+    """Names that papermill assigned: it puts them in a cell of its own, and only warns where
+    nothing declares them.
 
     Of a cell that was changed and run again, what was run last counts.
     """
@@ -143,11 +168,14 @@ def _new_results_folder() -> Path:
 class Lab:
     """One lab on this machine: its parameters, and where everything it learns is kept.
 
-    `number` ("03"), `scale` ("tiny", "small", "full"; "auto" is resolved), `weights`, `data`, `parameters` (all,
-    the lab's own included), `device` ("cuda" or "cpu"), `machine` (facts), `results_dir`, `cache_dir`.
+    `number` ("03"), `scale` ("tiny", "small", "full"; "auto" is resolved), `weights`, `data`,
+    `parameters` (all, the lab's own included), `device` ("cuda" or "cpu"), `machine` (facts),
+    `results_dir`, `cache_dir`.
     """
 
-    def __init__(self, number: str, values: dict[str, Any], kept: records.Results, in_batch: bool = False) -> None:
+    def __init__(
+        self, number: str, values: dict[str, Any], kept: records.Results, in_batch: bool = False
+    ) -> None:
         self.number = number
         self._in_batch = in_batch
         self.opened_with: tuple[str, dict[str, Any], Any] | None = None
@@ -171,17 +199,25 @@ class Lab:
     def banner(self) -> str:
         """One paragraph: the lab, the scale, the machine, and where results go."""
         name = self.machine.get("gpu") or self.machine.get("cpu") or "this machine"
-        lines = [f"**Lab {self.number}** at scale **{self.scale}** on {name}. Results: `{_short(self.results_dir)}`."]
+        lines = [
+            f"**Lab {self.number}** at scale **{self.scale}** on {name}. Results: "
+            f"`{_short(self.results_dir)}`."
+        ]
         if self.weights == "random":
-            lines.append("Weights are random: speed and memory are those of the real model, loss values are not.")
+            lines.append(
+                "Weights are random: speed and memory are those of the real model, loss values are "
+                "not."
+            )
         if parameters.SCALES.index(self.scale) > parameters.SCALES.index(self.fitting_scale):
             lines.append(
-                f"The scale {self.scale} is meant for {hardware.meant_for(self.scale, self.number)}; "
+                f"The scale {self.scale} is meant for "
+                f"{hardware.meant_for(self.scale, self.number)}; "
                 f"{self.fitting_scale} fits this machine, so expect long waits or failures."
             )
         if beside := records.told(records.BESIDE):
             lines.append(
-                f"Up to {beside} other lab{'s' * (beside != 1)} may run on this machine meanwhile: times are "
+                f"Up to {beside} other lab{'s' * (beside != 1)} may run on this machine meanwhile: "
+                "times are "
                 "disturbed, and verdicts about them come out as inconclusive."
             )
         return " ".join(lines)
@@ -190,13 +226,16 @@ class Lab:
         """The workload `name` at this lab's scale, weights and data, on this machine's device."""
         from labutils.workloads import open_workload
 
-        return open_workload(name, scale=self.scale, weights=self.weights, data=self.data, device=self.device)
+        return open_workload(
+            name, scale=self.scale, weights=self.weights, data=self.data, device=self.device
+        )
 
     def keep(self, runs: Run | Mapping[str, Run] | Iterable[Run], lane: str | None = None) -> Any:
-        """Stamp `runs` with lab, machine, versions, commit and time, append them to results.jsonl, and return them.
+        """Stamp `runs` with lab, machine, versions, commit and time, append them to results.jsonl,
+        and return them.
 
-        A mapping's key names a run that has no name of its own. `lane` overrides the runs' lane; raises `LabError`
-        where there is no such lane.
+        A mapping's key names a run that has no name of its own. `lane` overrides the runs' lane;
+        raises `LabError` where there is no such lane.
         """
         if lane is not None and lane not in records.LANES:
             raise LabError(f"There is no lane {lane!r}. The lanes: {', '.join(records.LANES)}.")
@@ -226,18 +265,20 @@ class Lab:
             self._measured.add(run.run)
 
     def measured(self, name: str, recipe: Recipe | None, measure: Callable[[], Run]) -> Run:
-        """The run `name` of `recipe` (None: of none, or whichever `measure` takes), as an interrupted lab left it in
-        the results folder, or measured now and kept.
+        """The run `name` of `recipe` (None: of none, or whichever `measure` takes), as an
+        interrupted lab left it in the results folder, or measured now and kept.
 
-        What was left is taken only if it was made of the same (code, parameters, recipe, machine, versions), and once:
-        a cell that is run again measures again.
+        What was left is taken only if it was made of the same (code, parameters, recipe, machine,
+        versions), and once: a cell that is run again measures again.
         """
         return self.measured_together({name: recipe}, lambda: {name: measure()})[name]
 
     def measured_together(
         self, recipes: Mapping[str, Recipe | None], measure: Callable[[], Mapping[str, Run]]
     ) -> dict[str, Run]:
-        """Name -> run, as `measured`, of recipes that are measured in one go: all are as they were left, or none."""
+        """Name -> run, as `measured`, of recipes that are measured in one go: all are as they were
+        left, or none.
+        """
         left = self._left(recipes)
         if left.keys() == recipes.keys():
             self._measured.update(left)
@@ -249,13 +290,17 @@ class Lab:
         return runs
 
     def take_left(self, recipes: Mapping[str, Recipe | None]) -> dict[str, Run]:
-        """Name -> run, as `measured`, of those of `recipes` that an interrupted lab left; the others are left out."""
+        """Name -> run, as `measured`, of those of `recipes` that an interrupted lab left; the
+        others are left out.
+        """
         left = self._left(recipes)
         self._measured.update(left)
         return left
 
     def _left(self, recipes: Mapping[str, Recipe | None]) -> dict[str, Run]:
-        """Name -> run, of those of `recipes` that `measured` would take as an interrupted lab left them."""
+        """Name -> run, of those of `recipes` that `measured` would take as an interrupted lab left
+        them.
+        """
         there = self._left_behind()
         return {
             name: there[name]
@@ -264,9 +309,11 @@ class Lab:
         }
 
     def _left_behind(self) -> dict[str, Run]:
-        """Name -> run that this lab's last start left here, if it did not get to its end and all else is alike.
+        """Name -> run that this lab's last start left here, if it did not get to its end and all
+        else is alike.
 
-        Running out of memory is what was found out of a recipe; of anything else it is a failure, and tried again.
+        Running out of memory is what was found out of a recipe; of anything else it is a failure,
+        and tried again.
         """
         mine = [r for r in records.read_records(self._results.path) if r.get("lab") == self.number]
         ends = [place for place, record in enumerate(mine) if record.get("status") == "done"]
@@ -277,23 +324,30 @@ class Lab:
             for (_, name), run in records.runs_of(unfinished).items()
             if (run.ok or (run.status == "oom" and run.recipe))
             and (_lasting(run.machine), run.versions, run.made_of) == here
-            and (not run.beside or records.told(records.BESIDE))  # what others disturbed is measured again without them
+            and (
+                not run.beside or records.told(records.BESIDE)
+            )  # what others disturbed is measured again without them
         }
 
     def predict(self, topic: str, value: float | None, unit: str = "") -> None:
-        """Keep the learner's prediction for `done` to score; None: not answered. Raises `LabError` for other types."""
+        """Keep the learner's prediction for `done` to score; None: not answered. Raises `LabError`
+        for other types.
+        """
         if value is None:
             self.show(
-                f"No prediction of *{topic}* yet. Put a number in place of `None` and run the cell again, or go on."
+                f"No prediction of *{topic}* yet. Put a number in place of `None` and run the cell "
+                "again, or go on."
             )
             return
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise LabError(
-                f"The prediction of {topic} is {value!r}; it takes a number{f' of {unit}' if unit else ''}, or None."
+                f"The prediction of {topic} is {value!r}; it takes a "
+                f"number{f' of {unit}' if unit else ''}, or None."
             )
         if not is_finite(value):
             raise LabError(
-                f"The prediction of {topic} is {value!r}, which can't be compared with a measurement. Write a finite "
+                f"The prediction of {topic} is {value!r}, which can't be compared with a "
+                "measurement. Write a finite "
                 "number, or None for no prediction."
             )
         self._predictions[topic] = (float(value), unit)
@@ -305,12 +359,21 @@ class Lab:
         return records.read_runs(records.REFERENCE, self.number).get((self.number, run))
 
     def references(self, *patterns: str) -> dict[str, Run]:
-        """Name -> our H200's run, of this lab's runs whose name fits one of `patterns` ("bf16 b*", "targets")."""
+        """Name -> our H200's run, of this lab's runs whose name fits one of `patterns` ("bf16 b*",
+        "targets").
+        """
         found = records.read_runs(records.REFERENCE, self.number)
-        return {name: run for (_, name), run in found.items() if any(fnmatchcase(name, each) for each in patterns)}
+        return {
+            name: run
+            for (_, name), run in found.items()
+            if any(fnmatchcase(name, each) for each in patterns)
+        }
 
-    def on_reference(self, head: Sequence[str], rows_of: Callable[[dict[str, Run]], Iterable], *patterns: str) -> None:
-        """Show the table that `rows_of` makes of our H200's runs (`references`), or say that there is none yet.
+    def on_reference(
+        self, head: Sequence[str], rows_of: Callable[[dict[str, Run]], Iterable], *patterns: str
+    ) -> None:
+        """Show the table that `rows_of` makes of our H200's runs (`references`), or say that there
+        is none yet.
 
         Nothing is shown where the results kept here are themselves the reference.
         """
@@ -319,15 +382,23 @@ class Lab:
         runs = self.references(*patterns)
         if text := tables.as_table(head, *rows_of(runs)):
             some = next(iter(runs.values()))
-            self.show(f"**The same on our {_card(some)}**, scale {some.scale}, {_days(runs.values())}:\n\n{text}")
+            self.show(
+                f"**The same on our {_card(some)}**, scale {some.scale}, "
+                f"{_days(runs.values())}:\n\n{text}"
+            )
         else:
-            self.show("*Nothing of this is on record from our H200 yet, so there is no table of it to compare with.*")
+            self.show(
+                "*Nothing of this is on record from our H200 yet, so there is no table of it to "
+                "compare with.*"
+            )
 
     def verdict(self, *claims: str) -> list[Any]:
         """Show published | H200 | here | verdict for the claim ids, and return the judgements."""
         from labutils.results.judges import as_markdown, judge
 
-        judgements = judge(claims, records.read_runs(self.results_dir), records.read_runs(records.REFERENCE))
+        judgements = judge(
+            claims, records.read_runs(self.results_dir), records.read_runs(records.REFERENCE)
+        )
         self.show(as_markdown(judgements))
         return judgements
 
@@ -335,12 +406,13 @@ class Lab:
     def attempt(
         self, what: str, reference: str | None = None, instead: Callable[[], Any] | None = None
     ) -> Iterator[None]:
-        """Try what may not work on this machine: a failure is explained, kept as a run, and the lab goes on. What the
-        machine lacks is raised inside as `Unavailable`.
+        """Try what may not work on this machine: a failure is explained, kept as a run, and the lab
+        goes on. What the machine lacks is raised inside as `Unavailable`.
 
-        `what` says it in a few words. `reference` is the run's name: our H200's run of that name is shown instead, and
-        the failure kept under it (under `what` where there is none). `instead()` shows what the H200 found in a better
-        way than as that run's numbers. Ctrl-C is no failure and passes through.
+        `what` says it in a few words. `reference` is the run's name: our H200's run of that name is
+        shown instead, and the failure kept under it (under `what` where there is none). `instead()`
+        shows what the H200 found in a better way than as that run's numbers. Ctrl-C is no failure
+        and passes through.
         """
         failure: Exception | None = None
         try:
@@ -353,7 +425,9 @@ class Lab:
         status = records.status_of(failure)
         failure = None
         gc.collect()
-        with contextlib.suppress(RuntimeError):  # a GPU that broke fails at this, too, and not all of a lab needs it
+        with contextlib.suppress(
+            RuntimeError
+        ):  # a GPU that broke fails at this, too, and not all of a lab needs it
             hardware.cuda.empty_cache()
         self._keep_failure(reference or what, status)
         self.show(f"**{what}: not on this machine.** {explain(status)}")
@@ -368,9 +442,11 @@ class Lab:
             self._keep(Run(self.number, name, status=status), name, None)
 
     def explore(self, draw: Callable[[float], Any], values: Sequence[float], label: str) -> None:
-        """A slider over `values` that redraws `draw(value)`, where somebody is there to move it; else nothing.
+        """A slider over `values` that redraws `draw(value)`, where somebody is there to move it;
+        else nothing.
 
-        It needs ipywidgets. A batch run has nobody, so what the slider would show must be told by a figure as well.
+        It needs ipywidgets. A batch run has nobody, so what the slider would show must be told by a
+        figure as well.
         """
         if not self._somebody_is_there("A slider"):
             return
@@ -378,13 +454,17 @@ class Lab:
 
         middle = values[len(values) // 2]
         wide = {"width": "32em"}  # of 23 values on the usual 300 pixels, a hand can't choose one
-        slider = SelectionSlider(options=values, value=middle, description=label, continuous_update=False, layout=wide)
+        slider = SelectionSlider(
+            options=values, value=middle, description=label, continuous_update=False, layout=wide
+        )
         interact(lambda value: draw(value), value=slider)  # it matches its arguments by name
 
     def choose(self, draw: Callable[..., Any], choices: Mapping[str, Sequence[str]]) -> bool:
-        """A drop-down list a name, and `draw(name=what is chosen, ...)` at every choice; the first value at first.
+        """A drop-down list a name, and `draw(name=what is chosen, ...)` at every choice; the first
+        value at first.
 
-        False, and nothing is drawn, where nobody is there to choose: in a batch run, as with `explore`.
+        False, and nothing is drawn, where nobody is there to choose: in a batch run, as with
+        `explore`.
         """
         if not self._somebody_is_there("Drop-down lists"):
             return False
@@ -393,7 +473,12 @@ class Lab:
         def redraw(**chosen: str) -> None:  # whatever `draw` returns is not displayed once more
             draw(**chosen)
 
-        interact(redraw, **{name: Dropdown(options=values, description=name) for name, values in choices.items()})
+        interact(
+            redraw,
+            **{
+                name: Dropdown(options=values, description=name) for name, values in choices.items()
+            },
+        )
         return True
 
     def _somebody_is_there(self, what: str) -> bool:
@@ -403,18 +488,25 @@ class Lab:
         try:
             import ipywidgets  # noqa: F401
         except ImportError:
-            self.show(f"{what} would be here: install it with `pip install -c constraints.txt ipywidgets`.")
+            self.show(
+                f"{what} would be here: install it with `pip install -c constraints.txt "
+                "ipywidgets`."
+            )
             return False
         return True
 
     def done(self, truths: Mapping[str, float | None] | None = None) -> None:
-        """Score the predictions against `truths` (topic -> measured value), and mark the lab as run to its end."""
+        """Score the predictions against `truths` (topic -> measured value), and mark the lab as run
+        to its end.
+        """
         scored = [
             (topic, truth)
             for topic, truth in (truths or {}).items()
             if truth is not None and is_finite(truth) and topic in self._predictions
         ]
-        self.table(("prediction", "you", "measured", "off by"), *(self._score(*pair) for pair in scored))
+        self.table(
+            ("prediction", "you", "measured", "off by"), *(self._score(*pair) for pair in scored)
+        )
         seconds = round(time.perf_counter() - self._opened, 1)
         made_of = {"beside": records.told(records.BESIDE), "sources": records.told(records.SOURCES)}
         known = {name: value for name, value in made_of.items() if value is not None}
@@ -433,10 +525,11 @@ class Lab:
         self._results.append({"lab": self.number} | fields | {"at": records.now()})
 
     def table(self, *rows: Sequence[Any], otherwise: str = "") -> None:
-        """Show `rows` of words and numbers as a table, the first as its head; `otherwise` where none says anything.
+        """Show `rows` of words and numbers as a table, the first as its head; `otherwise` where
+        none says anything.
 
-        A row's first cell names it. `None` means that a value does not apply here; rows and columns of nothing else are
-        left out.
+        A row's first cell names it. `None` means that a value does not apply here; rows and columns
+        of nothing else are left out.
         """
         if text := tables.as_table(*rows) or otherwise:
             self.show(text)
@@ -453,7 +546,9 @@ class Lab:
 
 
 def _let_go(error: BaseException) -> None:
-    """Clear the local variables of the calls that `error` came out of: they hold the tensors that filled the memory."""
+    """Clear the local variables of the calls that `error` came out of: they hold the tensors that
+    filled the memory.
+    """
     chain: BaseException | None = error
     while chain is not None:
         traceback.clear_frames(chain.__traceback__)
@@ -476,7 +571,9 @@ def explain(status: str) -> str:
 
 
 def _off_by(guess: float, truth: float) -> str:
-    """How far a prediction is from the measurement: a factor where both are positive, else a difference."""
+    """How far a prediction is from the measurement: a factor where both are positive, else a
+    difference.
+    """
     if guess > 0 and truth > 0:
         return f"{max(guess, truth) / min(guess, truth):.2f}x"
     return f"{abs(guess - truth):.3g}"
@@ -488,13 +585,21 @@ def _as_markdown(run: Run | None, name: str) -> str:
         return f"There is no reference run *{name}* to show instead."
     if not run.ok:
         return f"Our reference machine has no numbers for *{name}* either ({run.status})."
-    found = [(metric, run.metric(metric)) for metric in run.metrics if metric not in (*_FOR_MACHINES, "message")]
+    found = [
+        (metric, run.metric(metric))
+        for metric in run.metrics
+        if metric not in (*_FOR_MACHINES, "message")
+    ]
     rows = [(metric, value) for metric, value in found if isinstance(value, int | float | str)]
-    rows = [(metric, ("no", "yes")[value] if metric in _YES_OR_NO else value) for metric, value in rows]
+    rows = [
+        (metric, ("no", "yes")[value] if metric in _YES_OR_NO else value) for metric, value in rows
+    ]
     message = run.metrics.get("message")
     rows += [("message", f"`{message}`")] if message else []
     machine = run.machine.get("gpu", "the reference machine")
-    return f"On {machine}, *{name}* (scale {run.scale}) gave:\n\n" + tables.as_table(("metric", "value"), *rows)
+    return f"On {machine}, *{name}* (scale {run.scale}) gave:\n\n" + tables.as_table(
+        ("metric", "value"), *rows
+    )
 
 
 def _card(run: Run) -> str:
@@ -509,25 +614,29 @@ def _days(runs: Iterable[Run]) -> str:
 
 
 def _made_of(values: Mapping[str, Any]) -> str:
-    """Digest of what decides a lab's results beside the machine: its code, of the notebook as far as `labutils run`
-    tells it, and its parameters."""
+    """Digest of what decides a lab's results beside the machine: its code, of the notebook as far
+    as `labutils run` tells it, and its parameters."""
     sources = records.told(records.SOURCES) or {"labutils": records.code()}
     return records.digest(json.dumps(part, sort_keys=True).encode() for part in (sources, values))
 
 
 def _lasting(machine: Mapping[str, Any]) -> dict[str, Any]:
-    """What of a machine's facts is the same each time one looks: some virtual machines are given their memory only as
-    it is used."""
+    """What of a machine's facts is the same each time one looks: some virtual machines are given
+    their memory only as it is used."""
     return {name: value for name, value in machine.items() if name != "ram_gb"}
 
 
 def _is_of(run: Run, recipe: Recipe | None) -> bool:
     """Whether a run was made of `recipe`, as fitted to a GPU or to a CPU; of None any run is."""
-    return recipe is None or run.recipe in [recipe.fitted_to(device).as_dict() for device in ("cuda", "cpu")]
+    return recipe is None or run.recipe in [
+        recipe.fitted_to(device).as_dict() for device in ("cuda", "cpu")
+    ]
 
 
 def _short(path: Path) -> str:
-    """A path as a person would type it from the checkout; in full where it, or where we are, is outside of that."""
+    """A path as a person would type it from the checkout; in full where it, or where we are, is
+    outside of that.
+    """
     try:
         inside = all(one.is_relative_to(records.REPOSITORY) for one in (path, Path.cwd()))
     except FileNotFoundError:  # the current folder was deleted

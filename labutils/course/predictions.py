@@ -3,9 +3,9 @@
     scores = scores_of(read_records("results/mine"))
     summaries(scores, by="kind")
 
-A lab records a prediction when it is made and a score when it ends. What is asked has many units, so that being off is
-told as a factor, predicted / measured: 2 is twice too high, 0.5 half of it. A factor takes two numbers above 0; of
-others only the difference is known.
+A lab records a prediction when it is made and a score when it ends. What is asked has many units,
+so that being off is told as a factor, predicted / measured: 2 is twice too high, 0.5 half of it. A
+factor takes two numbers above 0; of others only the difference is known.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ KINDS = {"x": "factors", "%": "shares and changes", "ms": "times", "us": "times"
 
 @dataclass(frozen=True)
 class Score:
-    """One prediction and what was measured, in `unit`; `measured` is None where the lab has not ended, or couldn't."""
+    """One prediction and what was measured, in `unit`; `measured` is None where the lab has not
+    ended, or couldn't.
+    """
 
     lab: str
     topic: str
@@ -54,8 +56,8 @@ class Score:
 
 @dataclass(frozen=True)
 class Summary:
-    """Predictions of one lab or kind: `count` scored by a factor, the median factor `off`, the `lean` (the median of
-    predicted / measured: above 1 too high), and how many were `near`."""
+    """Predictions of one lab or kind: `count` scored by a factor, the median factor `off`, the
+    `lean` (the median of predicted / measured: above 1 too high), and how many were `near`."""
 
     name: str
     count: int
@@ -65,24 +67,31 @@ class Summary:
 
 
 def scores_of(records: Iterable[Mapping[str, Any]]) -> list[Score]:
-    """One score for each topic of each lab: of the last prediction, with what was measured after it.
+    """One score for each topic of each lab: of the last prediction, with what was measured after
+    it.
 
     Records that hold no numbers are passed over: files are edited by hand, too.
     """
     found: dict[tuple[str, str], Score] = {}
     for record in records:
         lab, topic, unit = (record.get(name) for name in ("lab", "topic", "unit"))
-        sound = all(isinstance(word, str) for word in (lab, topic, unit)) and is_number(record.get("value"))
+        sound = all(isinstance(word, str) for word in (lab, topic, unit)) and is_number(
+            record.get("value")
+        )
         if sound and record.get("status") == "prediction":
             found.pop((lab, topic), None)  # so that it takes its place at the end
             found[lab, topic] = Score(lab, topic, unit, float(record["value"]), None)
         elif sound and record.get("status") == "score" and is_number(record.get("measured")):
-            found[lab, topic] = Score(lab, topic, unit, float(record["value"]), float(record["measured"]))
+            found[lab, topic] = Score(
+                lab, topic, unit, float(record["value"]), float(record["measured"])
+            )
     return sorted(found.values(), key=lambda score: score.lab)
 
 
 def summaries(scores: Sequence[Score], by: str) -> list[Summary]:
-    """A summary for each `lab` or `kind`, the one that is farthest off first; those without a factor are left out."""
+    """A summary for each `lab` or `kind`, the one that is farthest off first; those without a
+    factor are left out.
+    """
     groups: dict[str, list[Score]] = {}
     for score in scores:
         if score.factor is not None:

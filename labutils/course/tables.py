@@ -1,7 +1,7 @@
 """The course's tables: rows of words and numbers as Markdown.
 
-What does not apply to a machine is `None` in a row, and a row or a column of nothing else is left out: the same cell of
-a notebook makes a table for a GPU and one for a CPU, without branches.
+What does not apply to a machine is `None` in a row, and a row or a column of nothing else is left
+out: the same cell of a notebook makes a table for a GPU and one for a CPU, without branches.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from typing import Any
 def as_table(head: Sequence[str], *rows: Sequence[Any]) -> str:
     """A Markdown table; a row's first cell names it. `None`: does not apply.
 
-    Rows and columns that say nothing about anything, names aside, are left out; "" where no row remains.
+    Rows and columns that say nothing about anything, names aside, are left out; "" where no row
+    remains.
     """
     kept = [row for row in rows if any(value is not None for value in row[1:])]
     if not kept:
@@ -25,7 +26,9 @@ def as_table(head: Sequence[str], *rows: Sequence[Any]) -> str:
 
 
 def cell(value: Any) -> str:
-    """Three figures of a number, all of a count, words that can't break out of their cell, a dash for None."""
+    """Three figures of a number, all of a count, words that can't break out of their cell, a dash
+    for None.
+    """
     if value is None:
         return "–"
     if isinstance(value, float):

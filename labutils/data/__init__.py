@@ -1,1 +1,3 @@
-"""What training reads: captioned images, the tokenizer, the DataLoader, and the shared memory its workers need."""
+"""What training reads: captioned images, the tokenizer, the DataLoader, and the shared memory its
+workers need.
+"""

@@ -1,20 +1,22 @@
 """Images of any resolution as tokens, and ways to make batches of examples whose lengths differ.
 
-AnyRes (Liu et al. 2024, LLaVA-NeXT) sees an image once as a whole and once cut into tiles: the grid of tiles that
-wastes least of the image is chosen, the image scaled into it, each tile encoded, and what lies in the padding left out
-again, with a newline token after each row of patches. So the number of tiles and of tokens follows the image's shape.
+AnyRes (Liu et al. 2024, LLaVA-NeXT) sees an image once as a whole and once cut into tiles: the grid
+of tiles that wastes least of the image is chosen, the image scaled into it, each tile encoded, and
+what lies in the padding left out again, with a newline token after each row of patches. So the
+number of tiles and of tokens follows the image's shape.
 
-`Geometry` says how many there are, and for every image token which patch of which tile it is: computed here, on the
-CPU beside the training, so that no step has to ask the device for a length. `Examples` turns photographs into token
-ids and tiles with the real processor. `Collate` makes a batch of one of these forms (the recipe's `shapes`):
+`Geometry` says how many there are, and for every image token which patch of which tile it is:
+computed here, on the CPU beside the training, so that no step has to ask the device for a length.
+`Examples` turns photographs into token ids and tiles with the real processor. `Collate` makes a
+batch of one of these forms (the recipe's `shapes`):
 
 as-they-come   one example a row, as long as the longest one in the batch
 fixed, padded  one example a row, always `budget` tokens long
 buckets        one example a row, as long as the next of a few lengths
 packed         as many examples as fit into a row of `budget` tokens; `packing.PackedOrder` chooses them
 
-Padding comes after the text: under causal attention no token sees what comes after it, so one example a row needs no
-mask at all.
+Padding comes after the text: under causal attention no token sees what comes after it, so one
+example a row needs no mask at all.
 """
 
 from __future__ import annotations
@@ -39,8 +41,8 @@ Size = tuple[int, int]
 
 @dataclass(frozen=True)
 class Geometry:
-    """A tile has `tile` x `tile` pixels and patches of `patch` x `patch`; `pinpoints` are the grids' (height, width) in
-    pixels. Sizes of images are (height, width) throughout."""
+    """A tile has `tile` x `tile` pixels and patches of `patch` x `patch`; `pinpoints` are the
+    grids' (height, width) in pixels. Sizes of images are (height, width) throughout."""
 
     tile: int
     patch: int
@@ -74,28 +76,34 @@ class Geometry:
 
     @functools.lru_cache(maxsize=1024)  # noqa: B019  a frozen value with few sizes
     def sources(self, size: Size) -> Tensor:
-        """Where each image token comes from, int64 [tokens]: 0 is the newline, 1 + k the k-th patch of the tiles."""
+        """Where each image token comes from, int64 [tokens]: 0 is the newline, 1 + k the k-th patch
+        of the tiles.
+        """
         from transformers.models.llava_next.modeling_llava_next import unpad_image
 
         rows, columns = self.grid(size)
         side = self.side
         patches = 1 + torch.arange((1 + rows * columns) * side * side)
         whole, tiles = patches.split([side * side, rows * columns * side * side])
-        picture = tiles.view(rows, columns, side, side).transpose(1, 2).reshape(1, rows * side, columns * side)
+        picture = (
+            tiles.view(rows, columns, side, side)
+            .transpose(1, 2)
+            .reshape(1, rows * side, columns * side)
+        )
         picture = unpad_image(picture, size)[0]
         return torch.cat([whole, F.pad(picture, (0, 1), value=0).flatten()])
 
 
-# ---------------------------------------------------------------------------------------------- one example
+# -------------------------------------------------------------------------- one example
 
 
 class Examples:
-    """What a row of photographs becomes when it is read, for `datasets`' with_transform: {"image": [PIL], "labels":
-    [int]} to lists of "input_ids" and "labels" (int64 [tokens]), "pixel_values" (float32 [tiles, 3, tile, tile]) and
-    "image_sizes" ((height, width)).
+    """What a row of photographs becomes when it is read, for `datasets`' with_transform: {"image":
+    [PIL], "labels": [int]} to lists of "input_ids" and "labels" (int64 [tokens]), "pixel_values"
+    (float32 [tiles, 3, tile, tile]) and "image_sizes" ((height, width)).
 
-    processor: a LlavaNextProcessor. square: force images to that many pixels a side first (0: leave them), as article
-    A2's fixed shapes do.
+    processor: a LlavaNextProcessor. square: force images to that many pixels a side first (0: leave
+    them), as article A2's fixed shapes do.
     """
 
     def __init__(self, processor: Callable[..., Any], square: int = 0) -> None:
@@ -104,7 +112,8 @@ class Examples:
         tokenizer = processor.tokenizer
         texts = [name.replace("_", " ") for name in CLASSES]
         self.answers = [
-            [*tokenizer(text, add_special_tokens=False).input_ids, tokenizer.eos_token_id] for text in texts
+            [*tokenizer(text, add_special_tokens=False).input_ids, tokenizer.eos_token_id]
+            for text in texts
         ]
 
     def __call__(self, rows: dict[str, list]) -> dict[str, list]:
@@ -133,22 +142,26 @@ class Examples:
         return len(prompt) - 1 + len(answer), len(answer)
 
 
-# ---------------------------------------------------------------------------------------------- batches
+# -------------------------------------------------------------------------- batches
 
 
 class Collate:
-    """Makes a batch of examples in the form of `layout`; picklable. image, pad: ids of these tokens.
+    """Makes a batch of examples in the form of `layout`; picklable. image, pad: ids of these
+    tokens.
 
-    For the model as published ("attention_mask" is there): what its processor gives for a batch padded on the right.
-    For ours, with r rows of n tokens and t tiles: "input_ids", "positions" (from 0 in each example), "targets" (the
-    next token where it is to be predicted, -100 elsewhere) and "sources" (see `Geometry.sources`; -1 where a token is
-    text), all int64 [r, n]; "pixel_values" float32 [t, 3, tile, tile], or "features" of the tiles; "answers" and
-    "answer_targets" int64 [a], the places in the flattened batch that have a target, and the targets. Packed batches
-    have "boundaries" as well: int32 [s + 1], where each example of the flattened batch starts and ends, what is left of
-    a row being one more.
+    For the model as published ("attention_mask" is there): what its processor gives for a batch
+    padded on the right. For ours, with r rows of n tokens and t tiles: "input_ids", "positions"
+    (from 0 in each example), "targets" (the next token where it is to be predicted, -100 elsewhere)
+    and "sources" (see `Geometry.sources`; -1 where a token is text), all int64 [r, n];
+    "pixel_values" float32 [t, 3, tile, tile], or "features" of the tiles; "answers" and
+    "answer_targets" int64 [a], the places in the flattened batch that have a target, and the
+    targets. Packed batches have "boundaries" as well: int32 [s + 1], where each example of the
+    flattened batch starts and ends, what is left of a row being one more.
     """
 
-    def __init__(self, geometry: Geometry, layout: Layout, image: int, pad: int, published: bool) -> None:
+    def __init__(
+        self, geometry: Geometry, layout: Layout, image: int, pad: int, published: bool
+    ) -> None:
         self.geometry, self.layout, self.published = geometry, layout, published
         self.image, self.pad = image, pad
 
@@ -157,13 +170,17 @@ class Collate:
         if self.published:
             return self._published(examples, self.layout.row_tokens(lengths))
         rows = self.layout.rows(lengths, [len(_tiles(example)) for example in examples])
-        return self._ours([[examples[i] for i in row] for row in rows], self.layout.row_tokens(lengths))
+        return self._ours(
+            [[examples[i] for i in row] for row in rows], self.layout.row_tokens(lengths)
+        )
 
     def _published(self, examples: list[dict[str, Any]], length: int) -> dict[str, Tensor]:
         tiles = max(len(example["pixel_values"]) for example in examples)
         return {
             "input_ids": torch.stack([fill_up(e["input_ids"], length, self.pad) for e in examples]),
-            "attention_mask": torch.stack([fill_up(torch.ones_like(e["input_ids"]), length, 0) for e in examples]),
+            "attention_mask": torch.stack(
+                [fill_up(torch.ones_like(e["input_ids"]), length, 0) for e in examples]
+            ),
             "labels": torch.stack([fill_up(e["labels"], length, IGNORED) for e in examples]),
             "pixel_values": torch.stack([fill_up(e["pixel_values"], tiles, 0.0) for e in examples]),
             "image_sizes": torch.tensor([e["image_sizes"] for e in examples]),
@@ -176,7 +193,9 @@ class Collate:
         parts = [[self._parts(example, next(firsts)) for example in row] for row in rows]
         fills = {"input_ids": self.pad, "positions": 0, "targets": IGNORED, "sources": -1}
         batch = {
-            name: torch.stack([fill_up(torch.cat([part[name] for part in row]), length, fill) for row in parts])
+            name: torch.stack(
+                [fill_up(torch.cat([part[name] for part in row]), length, fill) for row in parts]
+            )
             for name, fill in fills.items()
         }
         kind = "features" if "features" in examples[0] else "pixel_values"

@@ -1,4 +1,6 @@
-"""Files of a cache that several processes write at once, and that no crash or full disk leaves half-written."""
+"""Files of a cache that several processes write at once, and that no crash or full disk leaves
+half-written.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ ABANDONED_S = 3600
 
 @contextlib.contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
-    """A place to write what `path` is to hold: it appears there when the block ends well, and leaves nothing else."""
+    """A place to write what `path` is to hold: it appears there when the block ends well, and
+    leaves nothing else.
+    """
     part = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.part")
     try:
         yield part
@@ -34,15 +38,16 @@ def write_whole(path: Path, content: bytes) -> None:
 
 @contextlib.contextmanager
 def cache_folder(folder: Path, what: str) -> Iterator[None]:
-    """Make `folder` and clear it of what died half-written. Raises `OSError` that says what to type where `what` can't
-    be kept there: no permission, no room, a file in the way."""
+    """Make `folder` and clear it of what died half-written. Raises `OSError` that says what to type
+    where `what` can't be kept there: no permission, no room, a file in the way."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         _sweep(folder)
         yield
     except OSError as error:
         raise OSError(
-            f"{what} can't be kept in {folder} ({error.strerror or error}). Make room or put right what is in the way "
+            f"{what} can't be kept in {folder} ({error.strerror or error}). Make room or put right "
+            "what is in the way "
             "there, or choose a folder that you may write to: export LABUTILS_CACHE=FOLDER"
         ) from error
 

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 def hub_dataset(name: str, count: int, cache_dir: Path) -> datasets.Dataset:
     """The first `count` rows of the training split of `name`.
 
-    Raises `ConnectionError` where it is neither within reach nor in the cache, `ValueError` where it has fewer rows.
+    Raises `ConnectionError` where it is neither within reach nor in the cache, `ValueError` where
+    it has fewer rows.
     """
     import datasets
 
@@ -30,9 +31,13 @@ def reaching(name: str) -> Iterator[None]:
     """A context that reads the dataset `name`. Raises `ConnectionError` for whatever fails in it."""
     try:
         yield
-    except Exception as error:  # offline, a proxy, a moved dataset: the libraries raise some ten different types
+    except (
+        Exception
+    ) as error:  # offline, a proxy, a moved dataset: the libraries raise some ten different types
         raise ConnectionError(
-            f"{name} could not be loaded ({type(error).__name__}: {error}). The real dataset needs the network "
+            f"{name} could not be loaded ({type(error).__name__}: {error}). The real dataset needs "
+            "the network "
             'once. Use data="generated" (-p data generated), or download it on a connected machine with '
-            f"`hf download --repo-type dataset {name}` and copy its cache folder here (HF_HOME names it)."
+            f"`hf download --repo-type dataset {name}` and copy its cache folder here (HF_HOME "
+            "names it)."
         ) from error

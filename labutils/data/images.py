@@ -1,13 +1,14 @@
-"""Captioned images on their way into training, with the operations and at the cost of the public diffusers script.
+"""Captioned images on their way into training, with the operations and at the cost of the public
+diffusers script.
 
-That script builds its transforms from torchvision, which has no wheel that fits a CPU build of torch. Here the same
-operations are written with Pillow and torch, in the same order: convert to RGB, resize the shorter side (Lanczos),
-crop, uint8 tensor, channels first, / 255 in float32, subtract and divide. Nothing is fused or skipped: most of a stock
-step's wait for data is spent in these lines, and the labs measure it. Where torchvision is installed, a test compares
-bit by bit.
+That script builds its transforms from torchvision, which has no wheel that fits a CPU build of
+torch. Here the same operations are written with Pillow and torch, in the same order: convert to
+RGB, resize the shorter side (Lanczos), crop, uint8 tensor, channels first, / 255 in float32,
+subtract and divide. Nothing is fused or skipped: most of a stock step's wait for data is spent in
+these lines, and the labs measure it. Where torchvision is installed, a test compares bit by bit.
 
-Everything a DataLoader worker needs is a class or function of this module: workers that are started afresh import it,
-and they could not import what a notebook's cell defines.
+Everything a DataLoader worker needs is a class or function of this module: workers that are started
+afresh import it, and they could not import what a notebook's cell defines.
 """
 
 from __future__ import annotations
@@ -37,15 +38,17 @@ EPOCH = 1221
 RESOLUTION = 512
 
 
-# ---------------------------------------------------------------------------------------------- the dataset
+# -------------------------------------------------------------------------- the dataset
 
 
-def captioned_images(cache_dir: str | Path, count: int, data: str = "generated", seed: int = 0) -> datasets.Dataset:
+def captioned_images(
+    cache_dir: str | Path, count: int, data: str = "generated", seed: int = 0
+) -> datasets.Dataset:
     """`count` images with captions: columns `image` (decoded when read) and `text`.
 
-    `data="generated"` draws PNG files like the real ones once into `cache_dir`; `data="hub"` loads the first `count` of
-    `lambdalabs/naruto-blip-captions`. Raises `ConnectionError` where the hub's dataset can't be had, `ValueError` for a
-    source it does not know.
+    `data="generated"` draws PNG files like the real ones once into `cache_dir`; `data="hub"` loads
+    the first `count` of `lambdalabs/naruto-blip-captions`. Raises `ConnectionError` where the hub's
+    dataset can't be had, `ValueError` for a source it does not know.
     """
     if count < 1:
         raise ValueError(f"count={count}: a dataset needs at least 1 image.")
@@ -53,7 +56,9 @@ def captioned_images(cache_dir: str | Path, count: int, data: str = "generated",
         return _generated(Path(cache_dir), count, seed)
     if data == "hub":
         return hub_dataset(HUB_DATASET, count, Path(cache_dir))
-    raise ValueError(f"data={data!r} is not known. Choose 'generated' (drawn here) or 'hub' (the real dataset).")
+    raise ValueError(
+        f"data={data!r} is not known. Choose 'generated' (drawn here) or 'hub' (the real dataset)."
+    )
 
 
 def _generated(cache_dir: Path, count: int, seed: int) -> datasets.Dataset:
@@ -63,17 +68,23 @@ def _generated(cache_dir: Path, count: int, seed: int) -> datasets.Dataset:
 
     folder = cache_dir / "images" / f"drawn-v{drawings.VERSION}-seed{seed}"
     paths = drawings.draw_images(folder, count, seed)
-    columns = {"image": [str(path) for path in paths], "text": [drawings.caption(i, seed) for i in range(count)]}
+    columns = {
+        "image": [str(path) for path in paths],
+        "text": [drawings.caption(i, seed) for i in range(count)],
+    }
     return datasets.Dataset.from_dict(
-        columns, features=datasets.Features({"image": datasets.Image(), "text": datasets.Value("string")})
+        columns,
+        features=datasets.Features({"image": datasets.Image(), "text": datasets.Value("string")}),
     )
 
 
-# ---------------------------------------------------------------------------------------------- the transforms
+# -------------------------------------------------------------------------- the transforms
 
 
 def resize(image: Image.Image, resolution: int) -> Image.Image:
-    """Scale so that the shorter side has `resolution` pixels (Lanczos); the longer side is rounded down."""
+    """Scale so that the shorter side has `resolution` pixels (Lanczos); the longer side is rounded
+    down.
+    """
     size = _resized(image.size, resolution)
     return image if image.size == size else image.resize(size, Image.Resampling.LANCZOS)
 
@@ -86,7 +97,9 @@ def _resized(size: tuple[int, int], resolution: int) -> tuple[int, int]:
 
 
 def random_crop(image: Image.Image, resolution: int) -> Image.Image:
-    """A `resolution` x `resolution` window at a random place. Draws no random number where the image is that size."""
+    """A `resolution` x `resolution` window at a random place. Draws no random number where the
+    image is that size.
+    """
     width, height = image.size
     top = left = 0
     if (width, height) != (resolution, resolution):
@@ -103,7 +116,9 @@ def to_tensor(image: Image.Image) -> torch.Tensor:
 
 
 def normalize(pixels: torch.Tensor) -> torch.Tensor:
-    """From 0..1 to -1..1: the mean 0.5 subtracted, then divided by the deviation 0.5, channel by channel."""
+    """From 0..1 to -1..1: the mean 0.5 subtracted, then divided by the deviation 0.5, channel by
+    channel.
+    """
     pixels = pixels.clone()
     mean = torch.as_tensor([0.5, 0.5, 0.5], dtype=pixels.dtype).view(-1, 1, 1)
     deviation = torch.as_tensor([0.5, 0.5, 0.5], dtype=pixels.dtype).view(-1, 1, 1)
@@ -111,10 +126,11 @@ def normalize(pixels: torch.Tensor) -> torch.Tensor:
 
 
 class Preprocess:
-    """What the script does to a batch of rows when it is read: images to tensors, captions to token ids.
+    """What the script does to a batch of rows when it is read: images to tensors, captions to token
+    ids.
 
-    Called by `datasets` with {"image": [PIL], "text": [str]}; adds "pixel_values" (float32 [3, resolution, resolution]
-    in -1..1, one each) and "input_ids" (int64 [n, tokens]).
+    Called by `datasets` with {"image": [PIL], "text": [str]}; adds "pixel_values" (float32 [3,
+    resolution, resolution] in -1..1, one each) and "input_ids" (int64 [n, tokens]).
     """
 
     def __init__(self, tokenizer: Callable[..., Any], resolution: int = RESOLUTION) -> None:
@@ -132,7 +148,9 @@ class Preprocess:
         return normalize(to_tensor(random_crop(resize(image, self.resolution), self.resolution)))
 
     def token_ids(self, captions: list[str]) -> torch.Tensor:
-        """int64 [captions, model_max_length], padded and cut to the length that the text encoder takes."""
+        """int64 [captions, model_max_length], padded and cut to the length that the text encoder
+        takes.
+        """
         length = self.tokenizer.model_max_length
         return self.tokenizer(
             captions, max_length=length, padding="max_length", truncation=True, return_tensors="pt"
@@ -147,7 +165,8 @@ def image_text_dataset(
 
 
 def check_one_crop(images: datasets.Dataset, resolution: int) -> None:
-    """Raise `ValueError` where an image of `images` (columns image, text) is cropped at random, naming its size.
+    """Raise `ValueError` where an image of `images` (columns image, text) is cropped at random,
+    naming its size.
 
     Encoded once, it would stay cropped as it happened to be that time.
     """
@@ -159,9 +178,12 @@ def check_one_crop(images: datasets.Dataset, resolution: int) -> None:
     if several:
         width, height = several[0]
         raise ValueError(
-            f"{len(several)} of the {len(images)} images aren't square (one has {width}x{height} pixels). "
-            "The script crops those anew at random whenever it reads them; encoded once, each would keep one crop, "
-            "which is other training. Use cache='nothing' for them, or crop them to squares beforehand."
+            f"{len(several)} of the {len(images)} images aren't square (one has {width}x{height} "
+            "pixels). "
+            "The script crops those anew at random whenever it reads them; encoded once, each "
+            "would keep one crop, "
+            "which is other training. Use cache='nothing' for them, or crop them to squares "
+            "beforehand."
         )
 
 
@@ -179,16 +201,18 @@ def collate(examples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
     return {"pixel_values": pixel_values, "input_ids": input_ids}
 
 
-# ---------------------------------------------------------------------------------------------- the loader
+# -------------------------------------------------------------------------- the loader
 
 
 class EpochOrder(Sampler[int]):
-    """A random order of `length` examples out of `rows`, one epoch, that depends on (`seed`, epoch) alone.
+    """A random order of `length` examples out of `rows`, one epoch, that depends on (`seed`, epoch)
+    alone.
 
-    So a run can resume anywhere: `go_to(epoch, start)` chooses an epoch's order, the first `start` examples left out
-    (they were trained on before the interruption). Where the epoch is longer than the data, it goes through all rows
-    in one order, then in another, and so on. Iterating does not go on to the next epoch by itself. (The method is not
-    called set_epoch: the accelerate library calls that by itself, with a count of its own and without the start.)
+    So a run can resume anywhere: `go_to(epoch, start)` chooses an epoch's order, the first `start`
+    examples left out (they were trained on before the interruption). Where the epoch is longer than
+    the data, it goes through all rows in one order, then in another, and so on. Iterating does not
+    go on to the next epoch by itself. (The method is not called set_epoch: the accelerate library
+    calls that by itself, with a count of its own and without the start.)
     """
 
     def __init__(self, rows: int, length: int | None = None, seed: int = 0) -> None:
@@ -198,9 +222,14 @@ class EpochOrder(Sampler[int]):
         self.go_to(0)
 
     def go_to(self, epoch: int, start: int = 0) -> None:
-        """Choose the epoch and how many of its examples to leave out. Raises `ValueError` where none would be left."""
+        """Choose the epoch and how many of its examples to leave out. Raises `ValueError` where
+        none would be left.
+        """
         if not 0 <= start < self.length:
-            raise ValueError(f"start={start}: an epoch of {self.length} examples can start at 0 to {self.length - 1}.")
+            raise ValueError(
+                f"start={start}: an epoch of {self.length} examples can start at 0 to "
+                f"{self.length - 1}."
+            )
         self.epoch = epoch
         self.start = start
 
@@ -215,9 +244,11 @@ class EpochOrder(Sampler[int]):
 
 
 class EveryNth(Sampler[list[int]]):
-    """One rank's share of the micro-batches that `batches` chooses: the first, and every `ranks`-th from there.
+    """One rank's share of the micro-batches that `batches` chooses: the first, and every `ranks`-th
+    from there.
 
-    `order` is what `go_to` and `length` are asked of; `go_to` chooses this rank's first micro-batch.
+    `order` is what `go_to` and `length` are asked of; `go_to` chooses this rank's first
+    micro-batch.
     """
 
     def __init__(self, batches: Sampler[list[int]], order: Any, ranks: int) -> None:
@@ -243,23 +274,29 @@ def make_loader(
     order: Sampler[list[int]] | None = None,
     ranks: int = 1,
 ) -> DataLoader:
-    """The script's DataLoader with the recipe's knobs: shuffled micro-batches, workers started in the usual way.
+    """The script's DataLoader with the recipe's knobs: shuffled micro-batches, workers started in
+    the usual way.
 
-    The order depends on (`recipe.seed`, epoch) alone: `loader.sampler.go_to(epoch, start)` chooses the next one. A last
-    micro-batch that would be short is dropped, as every optimizer step is to have the same work. An epoch has at least
-    `epoch_length` examples, by default as many as the real dataset: workers start anew each epoch, and a stand-in of a
-    few files must not make them do so every few steps. The loader draws its workers' seeds from a generator of its own,
-    so that the noise drawn in training does not depend on the number of workers.
+    The order depends on (`recipe.seed`, epoch) alone: `loader.sampler.go_to(epoch, start)` chooses
+    the next one. A last micro-batch that would be short is dropped, as every optimizer step is to
+    have the same work. An epoch has at least `epoch_length` examples, by default as many as the
+    real dataset: workers start anew each epoch, and a stand-in of a few files must not make them do
+    so every few steps. The loader draws its workers' seeds from a generator of its own, so that the
+    noise drawn in training does not depend on the number of workers.
 
-    `order` chooses the examples of each micro-batch instead, where their number varies; it is `loader.batch_sampler`.
-    With several `ranks` the loader hands out every so manieth micro-batch, and `loader.batch_sampler` has `go_to`.
+    `order` chooses the examples of each micro-batch instead, where their number varies; it is
+    `loader.batch_sampler`. With several `ranks` the loader hands out every so manieth micro-batch,
+    and `loader.batch_sampler` has `go_to`.
     """
     workers: dict[str, Any] = {}
     if recipe.num_workers:
-        # Each worker is forked, and the tokenizers library warns at every fork after it has used its threads once;
-        # one caption at a time leaves them nothing to do.
+        # Each worker is forked, and the tokenizers library warns at every fork after it has used
+        # its threads once; one caption at a time leaves them nothing to do.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-        workers = {"persistent_workers": recipe.persistent_workers, "prefetch_factor": recipe.prefetch_factor}
+        workers = {
+            "persistent_workers": recipe.persistent_workers,
+            "prefetch_factor": recipe.prefetch_factor,
+        }
     rows = len(dataset)
     if order is not None:
         chosen: dict[str, Any] = {"batch_sampler": order}
@@ -280,7 +317,7 @@ def make_loader(
     )
 
 
-# ---------------------------------------------------------------------------------------------- what a row costs
+# -------------------------------------------------------------------------- what a row costs
 
 
 PARTS = ("decode", "convert", "resize", "tensor", "tokenise")
@@ -288,10 +325,12 @@ PARTS = ("decode", "convert", "resize", "tensor", "tokenise")
 
 
 def decode_ms(dataset: datasets.Dataset, n: int = 16) -> dict[str, list[float]]:
-    """Milliseconds of one thread for each of `n` rows of `dataset` (made by `image_text_dataset`), part by part.
+    """Milliseconds of one thread for each of `n` rows of `dataset` (made by `image_text_dataset`),
+    part by part.
 
-    "decode" (open the file, inflate, unfilter), "convert" (to RGB), "resize" (Lanczos, and the crop), "tensor" (to
-    float32 in -1..1), "tokenise", and "all". Files that were just drawn come from the page cache, not the disk.
+    "decode" (open the file, inflate, unfilter), "convert" (to RGB), "resize" (Lanczos, and the
+    crop), "tensor" (to float32 in -1..1), "tokenise", and "all". Files that were just drawn come
+    from the page cache, not the disk.
     """
     preprocess = dataset.format["format_kwargs"]["transform"]
     rows = dataset.with_format(None)

@@ -1,12 +1,15 @@
-"""Leaf photographs that cost as much to read as those of the `beans` dataset, and the same in varied sizes.
+"""Leaf photographs that cost as much to read as those of the `beans` dataset, and the same in
+varied sizes.
 
-`beans` (Makerere AI Lab, 2020) holds 1034 training photographs of bean leaves taken with smartphones: JPEG, all of
-500 x 500 pixels, 139 kB on average, in three classes. What the labs need of them is their size in pixels, which decides
-how many image tokens a model sees, and their cost. So each file here is a blurred background, some leaves with veins
-and spots, and a sensor's grain, whose strength sets the file's size.
+`beans` (Makerere AI Lab, 2020) holds 1034 training photographs of bean leaves taken with
+smartphones: JPEG, all of 500 x 500 pixels, 139 kB on average, in three classes. What the labs need
+of them is their size in pixels, which decides how many image tokens a model sees, and their cost.
+So each file here is a blurred background, some leaves with veins and spots, and a sensor's grain,
+whose strength sets the file's size.
 
-`BEANS` files are all 500 x 500, as the dataset's are. `VARIED` ones have a spread of aspect ratios and sizes, as images
-have that weren't cut to one size: from them AnyRes makes varying numbers of tiles and tokens.
+`BEANS` files are all 500 x 500, as the dataset's are. `VARIED` ones have a spread of aspect ratios
+and sizes, as images have that weren't cut to one size: from them AnyRes makes varying numbers of
+tiles and tokens.
 
 Drawing is a function of (sizes, seed, index, tile) alone.
 """
@@ -40,9 +43,13 @@ MEAN_BYTES = 139_000
 """Size of a `beans` file on average: 171.69 MiB of 1295 files (TensorFlow Datasets' catalogue)."""
 BEANS, VARIED = "beans", "varied"
 VERSION = 1
-"""Changes when the same (sizes, seed, index) gives another picture, so that a cache never mixes the two."""
+"""Changes when the same (sizes, seed, index) gives another picture, so that a cache never mixes the
+two.
+"""
 GRAIN = 13.5
-"""Mean standard deviation of the grain, in levels of 256: chosen so that files have `MEAN_BYTES` on average."""
+"""Mean standard deviation of the grain, in levels of 256: chosen so that files have `MEAN_BYTES` on
+average.
+"""
 QUALITY = 94
 MANIFEST = "manifest.json"
 
@@ -50,49 +57,66 @@ MANIFEST = "manifest.json"
 def leaf_images(
     cache_dir: str | Path, count: int, data: str = "generated", sizes: str = BEANS, tile: int = TILE
 ) -> datasets.Dataset:
-    """`count` photographs with their class: columns `image` (decoded when read) and `labels` (an index of `CLASSES`).
+    """`count` photographs with their class: columns `image` (decoded when read) and `labels` (an
+    index of `CLASSES`).
 
-    `data="generated"` draws JPEG files of the given `sizes` once into `cache_dir`, varied ones for a model with tiles
-    of so many pixels a side; `data="hub"` loads the first `count`
-    of `beans`. Raises `ConnectionError` where the hub's dataset can't be had, `ValueError` for what it does not know.
+    `data="generated"` draws JPEG files of the given `sizes` once into `cache_dir`, varied ones for
+    a model with tiles of so many pixels a side; `data="hub"` loads the first `count` of `beans`.
+    Raises `ConnectionError` where the hub's dataset can't be had, `ValueError` for what it does not
+    know.
     """
     if count < 1:
         raise ValueError(f"count={count}: a dataset needs at least 1 image.")
     if sizes not in (BEANS, VARIED):
-        raise ValueError(f"sizes={sizes!r} is not known. Choose {BEANS!r} (all 500 x 500) or {VARIED!r}.")
+        raise ValueError(
+            f"sizes={sizes!r} is not known. Choose {BEANS!r} (all 500 x 500) or {VARIED!r}."
+        )
     if data == "hub" and sizes != BEANS:
-        raise ValueError(f"{HUB_DATASET} has images of one size only. Use data='generated' for sizes={sizes!r}.")
+        raise ValueError(
+            f"{HUB_DATASET} has images of one size only. Use data='generated' for sizes={sizes!r}."
+        )
     if data == "hub":
         return hub_dataset(HUB_DATASET, count, Path(cache_dir))
     if data == "generated":
         return _generated(Path(cache_dir), count, sizes, tile)
-    raise ValueError(f"data={data!r} is not known. Choose 'generated' (drawn here) or 'hub' (the real dataset).")
+    raise ValueError(
+        f"data={data!r} is not known. Choose 'generated' (drawn here) or 'hub' (the real dataset)."
+    )
 
 
-def _generated(cache_dir: Path, count: int, sizes: str, tile: int, seed: int = 0) -> datasets.Dataset:
+def _generated(
+    cache_dir: Path, count: int, sizes: str, tile: int, seed: int = 0
+) -> datasets.Dataset:
     import datasets
 
     kind = sizes if sizes == BEANS else f"{sizes}{tile}"
     folder = cache_dir / "leaves" / f"{kind}-v{VERSION}-seed{seed}"
     paths = draw_leaves(folder, count, sizes, seed, tile)
-    columns = {"image": [str(path) for path in paths], "labels": [leaf_class(i, seed) for i in range(count)]}
+    columns = {
+        "image": [str(path) for path in paths],
+        "labels": [leaf_class(i, seed) for i in range(count)],
+    }
     features = {"image": datasets.Image(), "labels": datasets.ClassLabel(names=list(CLASSES))}
     return datasets.Dataset.from_dict(columns, features=datasets.Features(features))
 
 
 def image_sizes(images: datasets.Dataset) -> list[tuple[int, int]]:
-    """(height, width) of every image of the column `image`, read from the files' heads; nothing is decoded."""
+    """(height, width) of every image of the column `image`, read from the files' heads; nothing is
+    decoded.
+    """
     import datasets
 
     found = []
     for row in images.select_columns("image").cast_column("image", datasets.Image(decode=False)):
         stored = row["image"]
-        with Image.open(io.BytesIO(stored["bytes"]) if stored["bytes"] else stored["path"]) as image:
+        with Image.open(
+            io.BytesIO(stored["bytes"]) if stored["bytes"] else stored["path"]
+        ) as image:
             found.append((image.height, image.width))
     return found
 
 
-# ---------------------------------------------------------------------------------------------- one photograph
+# -------------------------------------------------------------------------- one photograph
 
 
 def leaf_class(index: int, seed: int = 0) -> int:
@@ -101,7 +125,9 @@ def leaf_class(index: int, seed: int = 0) -> int:
 
 
 def leaf_size(index: int, sizes: str, seed: int = 0, tile: int = TILE) -> tuple[int, int]:
-    """(width, height) of photograph `index`: 500 x 500, or from 1:3 to 3:1 and from 0.9 to 5.3 tiles' pixels."""
+    """(width, height) of photograph `index`: 500 x 500, or from 1:3 to 3:1 and from 0.9 to 5.3
+    tiles' pixels.
+    """
     if sizes == BEANS:
         return SIDE, SIDE
     rng = np.random.default_rng([seed, index, 2])
@@ -153,15 +179,19 @@ def _spots(draw: ImageDraw.ImageDraw, rng: np.random.Generator, size: tuple[int,
         draw.ellipse((x - radius, y - radius, x + radius, y + radius), fill=(95, 65, 35))
 
 
-# ---------------------------------------------------------------------------------------------- the files
+# -------------------------------------------------------------------------- the files
 
 
-def draw_leaves(folder: Path, count: int, sizes: str, seed: int = 0, tile: int = TILE) -> list[Path]:
-    """Files 0 .. `count` - 1 under `folder`, drawn where they are missing or damaged; their paths in order.
+def draw_leaves(
+    folder: Path, count: int, sizes: str, seed: int = 0, tile: int = TILE
+) -> list[Path]:
+    """Files 0 .. `count` - 1 under `folder`, drawn where they are missing or damaged; their paths
+    in order.
 
-    Safe to interrupt and safe to run twice at once: a file appears under its name only when it is whole, and every
-    process would write the same bytes. JPEG carries no checksums, so the manifest, which is written last, does: a file
-    that it doesn't vouch for is drawn again. Raises `OSError` that says what to type where the folder can't be written.
+    Safe to interrupt and safe to run twice at once: a file appears under its name only when it is
+    whole, and every process would write the same bytes. JPEG carries no checksums, so the manifest,
+    which is written last, does: a file that it doesn't vouch for is drawn again. Raises `OSError`
+    that says what to type where the folder can't be written.
     """
     with cache_folder(folder, "Drawn photographs"):
         return _drawn(folder, count, sizes, seed, tile)
@@ -173,14 +203,20 @@ def _drawn(folder: Path, count: int, sizes: str, seed: int, tile: int) -> list[P
 
     def ensure(index: int) -> int:
         path = paths[index]
-        if path.name in manifest and path.is_file() and zlib.crc32(path.read_bytes()) == manifest[path.name]:
+        if (
+            path.name in manifest
+            and path.is_file()
+            and zlib.crc32(path.read_bytes()) == manifest[path.name]
+        ):
             return manifest[path.name]
         content = _encoded(leaf(index, sizes, seed, tile))
         write_whole(path, content)
         return zlib.crc32(content)
 
     with ThreadPoolExecutor(max_workers=usable_cores()) as pool:
-        found = dict(zip((path.name for path in paths), pool.map(ensure, range(count)), strict=True))
+        found = dict(
+            zip((path.name for path in paths), pool.map(ensure, range(count)), strict=True)
+        )
     if not found.items() <= manifest.items():
         write_whole(folder / MANIFEST, json.dumps(manifest | found, indent=0).encode())
     return paths

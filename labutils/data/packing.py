@@ -1,4 +1,6 @@
-"""Batches of examples whose lengths differ: rows padded to one of a few lengths, or rows that several examples fill."""
+"""Batches of examples whose lengths differ: rows padded to one of a few lengths, or rows that
+several examples fill.
+"""
 
 from __future__ import annotations
 
@@ -15,16 +17,19 @@ from torch.utils.data import Sampler
 IGNORED = -100
 BUCKETS = 4
 ANSWERS = 64
-"""Places for positions that have an answer to predict come in powers of two from here, so that shapes seldom change."""
+"""Places for positions that have an answer to predict come in powers of two from here, so that
+shapes seldom change.
+"""
 
 
 @dataclass(frozen=True)
 class Layout:
     """The static part of a batch's form: what `shapes` asks for at one scale with one dataset.
 
-    budget: tokens of a row that has a fixed length. tiles: tiles that a row of that length may bring. segments:
-    examples that it holds at most. multiple: what all rows' lengths are a multiple of. longest: tokens of the longest
-    example, where attention may count on it; 0: only a row's length is known.
+    budget: tokens of a row that has a fixed length. tiles: tiles that a row of that length may
+    bring. segments: examples that it holds at most. multiple: what all rows' lengths are a multiple
+    of. longest: tokens of the longest example, where attention may count on it; 0: only a row's
+    length is known.
     """
 
     shapes: str
@@ -39,25 +44,36 @@ class Layout:
         return self.shapes == "packed"
 
     def row_tokens(self, lengths: Sequence[int]) -> int:
-        """How long the rows of a batch are. Raises `ValueError` where the longest example doesn't fit."""
+        """How long the rows of a batch are. Raises `ValueError` where the longest example doesn't
+        fit.
+        """
         longest = max(lengths)
         if self.shapes == "as-they-come":
             return self._rounded(longest)
         if longest > self.budget:
             raise ValueError(
-                f"An example has {longest} tokens, and shapes={self.shapes!r} has room for {self.budget} (token_budget "
+                f"An example has {longest} tokens, and shapes={self.shapes!r} has room for "
+                f"{self.budget} (token_budget "
                 "as it is at this scale). Use a larger token_budget, or shapes='as-they-come'."
             )
-        return self._rounded(_next_bucket(longest, self.budget) if self.shapes == "buckets" else self.budget)
+        return self._rounded(
+            _next_bucket(longest, self.budget) if self.shapes == "buckets" else self.budget
+        )
 
     def _rounded(self, length: int) -> int:
         return -(-length // self.multiple) * self.multiple
 
     def batch_tiles(self, tiles: int, rows: int) -> int:
-        """How many tiles a batch of `rows` rows is given, when it has `tiles`; the others are empty."""
+        """How many tiles a batch of `rows` rows is given, when it has `tiles`; the others are
+        empty.
+        """
         if self.shapes in ("as-they-come", "fixed"):
             return tiles
-        return _next_bucket(tiles, rows * self.tiles) if self.shapes == "buckets" else rows * self.tiles
+        return (
+            _next_bucket(tiles, rows * self.tiles)
+            if self.shapes == "buckets"
+            else rows * self.tiles
+        )
 
     def rows(self, lengths: Sequence[int], tiles: Sequence[int]) -> list[list[int]]:
         """The examples of each row, in order: one each, or as many as fit into it and may be in it."""
@@ -76,21 +92,31 @@ class Layout:
 
 def _next_bucket(wanted: int, most: int) -> int:
     """The least of `BUCKETS` evenly spaced sizes up to `most` that is not less than `wanted`."""
-    return next(size for k in range(1, BUCKETS + 1) if (size := math.ceil(most * k / BUCKETS)) >= wanted)
+    return next(
+        size for k in range(1, BUCKETS + 1) if (size := math.ceil(most * k / BUCKETS)) >= wanted
+    )
 
 
 class PackedOrder(Sampler[list[int]]):
-    """Fills rows with examples: each entry is the list of those that `rows` rows of one micro-batch hold.
+    """Fills rows with examples: each entry is the list of those that `rows` rows of one micro-batch
+    hold.
 
-    The order depends on (`seed`, epoch) alone, as `images.EpochOrder`'s does. Examples are drawn in a random order; a
-    row starts with the one that waits longest and then takes those of the next `LOOK_AHEAD` that leave least of it
-    empty. An epoch has `length` rows, as many as hold `epoch_length` examples on average.
+    The order depends on (`seed`, epoch) alone, as `images.EpochOrder`'s does. Examples are drawn in
+    a random order; a row starts with the one that waits longest and then takes those of the next
+    `LOOK_AHEAD` that leave least of it empty. An epoch has `length` rows, as many as hold
+    `epoch_length` examples on average.
     """
 
     LOOK_AHEAD = 32
 
     def __init__(
-        self, lengths: Sequence[int], tiles: Sequence[int], layout: Layout, rows: int, epoch_length: int, seed: int
+        self,
+        lengths: Sequence[int],
+        tiles: Sequence[int],
+        layout: Layout,
+        rows: int,
+        epoch_length: int,
+        seed: int,
     ) -> None:
         self.lengths, self.tiles, self.layout = lengths, tiles, layout
         self.rows, self.seed = rows, seed
@@ -100,9 +126,14 @@ class PackedOrder(Sampler[list[int]]):
         self.go_to(0)
 
     def go_to(self, epoch: int, start: int = 0) -> None:
-        """Choose the epoch and how many of its rows to leave out. Raises `ValueError` where none would be left."""
+        """Choose the epoch and how many of its rows to leave out. Raises `ValueError` where none
+        would be left.
+        """
         if not 0 <= start < self.length:
-            raise ValueError(f"start={start}: an epoch of {self.length} rows can start at 0 to {self.length - 1}.")
+            raise ValueError(
+                f"start={start}: an epoch of {self.length} rows can start at 0 to "
+                f"{self.length - 1}."
+            )
         self.epoch, self.start = epoch, start
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -134,16 +165,20 @@ class PackedOrder(Sampler[list[int]]):
             row += taken
             room -= sum(self.lengths[example] for example in taken)
             tiles -= sum(self.tiles[example] for example in taken)
-            places = fullest([self.lengths[e] for e in waiting], [self.tiles[e] for e in waiting], room, tiles)
+            places = fullest(
+                [self.lengths[e] for e in waiting], [self.tiles[e] for e in waiting], room, tiles
+            )
             places = places[: self.layout.segments - len(row)]
         return row
 
 
 def fullest(lengths: Sequence[int], tiles: Sequence[int], room: int, most_tiles: int) -> list[int]:
-    """Which of these examples fill `room` tokens best with at most `most_tiles` tiles; earlier ones where that is open.
+    """Which of these examples fill `room` tokens best with at most `most_tiles` tiles; earlier ones
+    where that is open.
 
-    After them no other one of the examples fits any more. The subset-sum problem, its reachable sums as an integer's
-    bits; of the many subsets with one sum only the one of the earliest examples is tried.
+    After them no other one of the examples fits any more. The subset-sum problem, its reachable
+    sums as an integer's bits; of the many subsets with one sum only the one of the earliest
+    examples is tried.
     """
     reachable = [1]
     for length in lengths:
@@ -172,17 +207,23 @@ def _summands(lengths: Sequence[int], reachable: Sequence[int], total: int) -> l
 
 
 def left_over(left: int, longest: int) -> list[int]:
-    """What is left of a row, as documents that aren't longer than the `longest` example (0: as one)."""
+    """What is left of a row, as documents that aren't longer than the `longest` example (0: as
+    one).
+    """
     whole = left if longest == 0 else longest
     return [min(whole, left - start) for start in range(0, left, whole)] if left else [0]
 
 
-def boundaries(rows: Sequence[Sequence[int]], length: int, segments: int, longest: int = 0) -> Tensor:
-    """Where each document of a batch of flattened rows starts and ends, int32 [rows * (segments + rest) + 1].
+def boundaries(
+    rows: Sequence[Sequence[int]], length: int, segments: int, longest: int = 0
+) -> Tensor:
+    """Where each document of a batch of flattened rows starts and ends, int32 [rows * (segments +
+    rest) + 1].
 
-    rows: the lengths of each row's documents, at most `segments`; what is left of a row of `length` tokens makes more,
-    at most `rest` of them, as none may be longer than the `longest` (0: whatever is left is one). Empty ones at the end
-    make up for those that aren't there, so that the shape stays the same.
+    rows: the lengths of each row's documents, at most `segments`; what is left of a row of `length`
+    tokens makes more, at most `rest` of them, as none may be longer than the `longest` (0: whatever
+    is left is one). Empty ones at the end make up for those that aren't there, so that the shape
+    stays the same.
     """
     documents = [[*row, *left_over(length - sum(row), longest)] for row in rows]
     marks = list(itertools.accumulate(itertools.chain(*documents), initial=0))
@@ -200,10 +241,17 @@ def answer_places(targets: Tensor) -> dict[str, Tensor]:
     flat = targets.flatten()
     (places,) = (flat != IGNORED).nonzero(as_tuple=True)
     room = answer_room(len(places))
-    return {"answers": fill_up(places, room, 0), "answer_targets": fill_up(flat[places], room, IGNORED)}
+    return {
+        "answers": fill_up(places, room, 0),
+        "answer_targets": fill_up(flat[places], room, IGNORED),
+    }
 
 
 def fill_up(tensor: Tensor, length: int, value: float) -> Tensor:
     """`tensor` made `length` long in its first dimension with `value`."""
     missing = length - len(tensor)
-    return torch.cat([tensor, tensor.new_full((missing, *tensor.shape[1:]), value)]) if missing else tensor
+    return (
+        torch.cat([tensor, tensor.new_full((missing, *tensor.shape[1:]), value)])
+        if missing
+        else tensor
+    )

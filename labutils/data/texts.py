@@ -1,13 +1,13 @@
 """Japanese and English texts with the token lengths of the datasets that article A3 trains on.
 
-`japanese_alpaca_data` holds instructions with their answers; articles of Japanese Wikipedia become examples by taking
-the body as the prompt and the title as the answer. The article prints one number for each, the mean length in tokens:
-117 and 861, where nothing is longer than 2048. The generated texts have these means; that lengths are spread as a
-lognormal distribution (clipped) is ours. Texts are sentences of a small grammar: what they cost is like the real
-ones', what they say is not.
+`japanese_alpaca_data` holds instructions with their answers; articles of Japanese Wikipedia become
+examples by taking the body as the prompt and the title as the answer. The article prints one number
+for each, the mean length in tokens: 117 and 861, where nothing is longer than 2048. The generated
+texts have these means; that lengths are spread as a lognormal distribution (clipped) is ours. Texts
+are sentences of a small grammar: what they cost is like the real ones', what they say is not.
 
-A text is a function of (kind, seed, index) alone. `Chat` turns texts into token ids, `Conversations` holds them, and
-`Collate` makes batches of them in the forms of `data.packing`.
+A text is a function of (kind, seed, index) alone. `Chat` turns texts into token ids,
+`Conversations` holds them, and `Collate` makes batches of them in the forms of `data.packing`.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ from labutils.data.packing import IGNORED, Layout, answer_places, boundaries, fi
 
 @dataclass(frozen=True)
 class Kind:
-    """One dataset. Lengths in tokens, chat form included: their `mean`, and the deviation `spread` of their logarithm
-    before they are clipped. `stretched` names the part of an example that the length decides, "prompt" or "answer"."""
+    """One dataset. Lengths in tokens, chat form included: their `mean`, and the deviation `spread`
+    of their logarithm before they are clipped. `stretched` names the part of an example that the
+    length decides, "prompt" or "answer"."""
 
     name: str
     hub: str
@@ -61,9 +62,11 @@ class Text:
 
 
 def token_lengths(kind: Kind, count: int, shorter: int = 1) -> list[int]:
-    """Lengths of `count` examples in tokens, evenly spread over the distribution; `shorter` divides all of them.
+    """Lengths of `count` examples in tokens, evenly spread over the distribution; `shorter` divides
+    all of them.
 
-    The mean is `kind.mean` / `shorter` within rounding, whatever the count: the distribution's location is solved for.
+    The mean is `kind.mean` / `shorter` within rounding, whatever the count: the distribution's
+    location is solved for.
     """
     normal = statistics.NormalDist()
     levels = np.array([normal.inv_cdf(((index + 0.5) * GOLDEN) % 1) for index in range(count)])
@@ -80,11 +83,15 @@ def token_lengths(kind: Kind, count: int, shorter: int = 1) -> list[int]:
 def expected_longest(kind: Kind, texts: int) -> int:
     """Tokens of the longest of so many texts, on average: to which a batch of them is padded."""
     lengths = sorted(token_lengths(kind, 1000))
-    below = [(place / len(lengths)) ** texts for place in range(len(lengths) + 1)]  # chance that all are among these
-    return round(sum(length * (b - a) for length, a, b in zip(lengths, below, below[1:], strict=False)))
+    below = [
+        (place / len(lengths)) ** texts for place in range(len(lengths) + 1)
+    ]  # chance that all are among these
+    return round(
+        sum(length * (b - a) for length, a, b in zip(lengths, below, below[1:], strict=False))
+    )
 
 
-# ---------------------------------------------------------------------------------------------- generated texts
+# -------------------------------------------------------------------------- generated texts
 
 PLACES = (
     "青川",
@@ -128,7 +135,20 @@ THINGS = (
     "動物園",
     "運河",
 )
-PEOPLE = ("佐藤", "鈴木", "高橋", "田中", "伊藤", "渡辺", "山本", "中村", "小林", "加藤", "吉田", "山田")
+PEOPLE = (
+    "佐藤",
+    "鈴木",
+    "高橋",
+    "田中",
+    "伊藤",
+    "渡辺",
+    "山本",
+    "中村",
+    "小林",
+    "加藤",
+    "吉田",
+    "山田",
+)
 QUALITIES = ("古い", "静かな", "大規模な", "有名な", "珍しい", "重要な", "近代的な", "小さな")
 JAPANESE = (
     "{place}{thing}は、{year}年に完成した{quality}施設である。",
@@ -144,8 +164,27 @@ JAPANESE = (
     "なお、同じ名前の{thing}が{place}にもあるが、関係はない。",
     "第{number}回の調査では、{quality}資料が多数見つかっている。",
 )
-ENGLISH_PLACES = ("Northfield", "Harbour Bay", "Stonebridge", "Eastwick", "Lake Arlen", "Redhill", "Marston", "Oakley")
-ENGLISH_THINGS = ("bridge", "station", "library", "harbour", "festival", "museum", "canal", "lighthouse", "school")
+ENGLISH_PLACES = (
+    "Northfield",
+    "Harbour Bay",
+    "Stonebridge",
+    "Eastwick",
+    "Lake Arlen",
+    "Redhill",
+    "Marston",
+    "Oakley",
+)
+ENGLISH_THINGS = (
+    "bridge",
+    "station",
+    "library",
+    "harbour",
+    "festival",
+    "museum",
+    "canal",
+    "lighthouse",
+    "school",
+)
 ENGLISH = (
     "The {place} {thing} was opened in {year} and rebuilt twice since then.",
     "About {number} visitors come each year, most of them in early autumn.",
@@ -205,17 +244,23 @@ def _numbers(rng: np.random.Generator) -> dict[str, int]:
     return {"year": int(rng.integers(1600, 2025)), "number": int(rng.integers(2, 9000))}
 
 
-# ---------------------------------------------------------------------------------------------- real texts
+# -------------------------------------------------------------------------- real texts
 
 
 def from_hub(kind: Kind, count: int, cache_dir: Path) -> list[Text]:
-    """The first `count` examples of the real dataset, shuffled as in article A3. `ConnectionError` where it isn't."""
+    """The first `count` examples of the real dataset, shuffled as in article A3. `ConnectionError`
+    where it isn't.
+    """
     import datasets
 
     with reaching(kind.hub):
         # Wikipedia is read as far as it is needed: whole it has gigabytes.
         rows = datasets.load_dataset(
-            kind.hub, kind.subset, split="train", streaming=kind is LONG, cache_dir=str(cache_dir / "hub")
+            kind.hub,
+            kind.subset,
+            split="train",
+            streaming=kind is LONG,
+            cache_dir=str(cache_dir / "hub"),
         )
         chosen = rows.shuffle(seed=SHUFFLE).take(count)
         return [_article(row) if kind is LONG else _instruction(row) for row in chosen]
@@ -232,26 +277,32 @@ def _instruction(row: dict[str, Any]) -> Text:
     return Text(prompt, row["output"])
 
 
-# ---------------------------------------------------------------------------------------------- token ids
+# -------------------------------------------------------------------------- token ids
 
 Conversation = tuple[Tensor, int]
 """Token ids, int64 [tokens], and how many of them come before the answer."""
 
 
 class Chat:
-    """A tokenizer's chat form, taken apart: what stands before the prompt, between prompt and answer, and after it.
+    """A tokenizer's chat form, taken apart: what stands before the prompt, between prompt and
+    answer, and after it.
 
-    So an example of a given length is cut inside its prompt or answer and keeps its form; article A3 cuts off the end
-    of what is too long, and with it the answer.
+    So an example of a given length is cut inside its prompt or answer and keeps its form; article
+    A3 cuts off the end of what is too long, and with it the answer.
     """
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
-        asked, answered = {"role": "user", "content": "PROMPT"}, {"role": "assistant", "content": "ANSWER"}
+        asked, answered = (
+            {"role": "user", "content": "PROMPT"},
+            {"role": "assistant", "content": "ANSWER"},
+        )
         whole = tokenizer.apply_chat_template([asked, answered], tokenize=False)
         before, _, rest = whole.partition("PROMPT")
         between, _, after = rest.partition("ANSWER")
-        self.before, self.between, self.after = (self._ids(text) for text in (before, between, after))
+        self.before, self.between, self.after = (
+            self._ids(text) for text in (before, between, after)
+        )
 
     @property
     def form(self) -> int:
@@ -259,8 +310,8 @@ class Chat:
         return len(self.before) + len(self.between) + len(self.after)
 
     def conversation(self, text: Text, length: int, stretched: str = "prompt") -> Conversation:
-        """`text` in at most `length` tokens: the `stretched` part is cut to what the other part leaves, and that one to
-        half of the room."""
+        """`text` in at most `length` tokens: the `stretched` part is cut to what the other part
+        leaves, and that one to half of the room."""
         room = length - self.form
         prompt, answer = self._ids(text.prompt), self._ids(text.answer)
         if stretched == "prompt":
@@ -272,17 +323,22 @@ class Chat:
         ids = [*self.before, *prompt, *self.between, *answer, *self.after]
         return torch.tensor(ids), len(self.before) + len(prompt) + len(self.between)
 
-    def generated(self, kind: Kind, count: int, shorter: int = 1, seed: int = 0) -> list[Conversation]:
+    def generated(
+        self, kind: Kind, count: int, shorter: int = 1, seed: int = 0
+    ) -> list[Conversation]:
         """`count` generated examples with the lengths of the kind."""
         return [
-            self._written(kind, index, length, seed) for index, length in enumerate(token_lengths(kind, count, shorter))
+            self._written(kind, index, length, seed)
+            for index, length in enumerate(token_lengths(kind, count, shorter))
         ]
 
     def _written(self, kind: Kind, index: int, length: int, seed: int) -> Conversation:
         """Example `index`, of exactly `length` tokens."""
         letters = 3 * length
         while True:
-            conversation = self.conversation(written(kind, index, letters, seed), length, kind.stretched)
+            conversation = self.conversation(
+                written(kind, index, letters, seed), length, kind.stretched
+            )
             if len(conversation[0]) == length:
                 return conversation
             letters *= 2
@@ -292,8 +348,8 @@ class Chat:
 
 
 class Conversations(Dataset):
-    """Examples in memory: "input_ids" and "labels", int64 [tokens] each. The labels are the answer's tokens and what
-    closes it, or with `everything` all tokens; -100 elsewhere."""
+    """Examples in memory: "input_ids" and "labels", int64 [tokens] each. The labels are the
+    answer's tokens and what closes it, or with `everything` all tokens; -100 elsewhere."""
 
     def __init__(self, conversations: Sequence[Conversation], everything: bool) -> None:
         self.conversations, self.everything = conversations, everything
@@ -315,14 +371,16 @@ class Conversations(Dataset):
 
 
 class Collate:
-    """Makes a batch of examples in the form of `layout`; picklable. pad: id of the token that fills rows up.
+    """Makes a batch of examples in the form of `layout`; picklable. pad: id of the token that fills
+    rows up.
 
-    For the model as published: "input_ids", "attention_mask" and "labels", padded on the right; or packed, as libraries
-    take batches without padding: no mask but "position_ids" that start anew at 0 in each example, whose first label is
-    -100, and all rows behind one another in a single one (what fills a row up is one more example). For ours, rows of n
-    tokens: "input_ids", "positions" (from 0 in each example) and "targets" (the next token where it is to be predicted,
-    -100 elsewhere), all int64 [rows, n]; "answers" and "answer_targets" as in `packing.answer_places`; packed batches
-    have "boundaries" as well.
+    For the model as published: "input_ids", "attention_mask" and "labels", padded on the right; or
+    packed, as libraries take batches without padding: no mask but "position_ids" that start anew at
+    0 in each example, whose first label is -100, and all rows behind one another in a single one
+    (what fills a row up is one more example). For ours, rows of n tokens: "input_ids", "positions"
+    (from 0 in each example) and "targets" (the next token where it is to be predicted, -100
+    elsewhere), all int64 [rows, n]; "answers" and "answer_targets" as in `packing.answer_places`;
+    packed batches have "boundaries" as well.
     """
 
     def __init__(self, layout: Layout, pad: int, published: bool) -> None:
@@ -334,18 +392,27 @@ class Collate:
         if self.published and self.layout.packs:
             return self._in_one_row(examples, lengths, length)
         if self.published:
-            parts = [[example | {"attention_mask": torch.ones_like(example["input_ids"])}] for example in examples]
-            return _filled(parts, length, {"input_ids": self.pad, "attention_mask": 0, "labels": IGNORED})
+            parts = [
+                [example | {"attention_mask": torch.ones_like(example["input_ids"])}]
+                for example in examples
+            ]
+            return _filled(
+                parts, length, {"input_ids": self.pad, "attention_mask": 0, "labels": IGNORED}
+            )
         rows = self.layout.rows(lengths, [0] * len(examples))
         parts = [[_with_targets(examples[index]) for index in row] for row in rows]
         batch = _filled(parts, length, {"input_ids": self.pad, "positions": 0, "targets": IGNORED})
         batch |= answer_places(batch["targets"])
         if self.layout.packs:
             documents = [[lengths[index] for index in row] for row in rows]
-            batch["boundaries"] = boundaries(documents, length, self.layout.segments, self.layout.longest)
+            batch["boundaries"] = boundaries(
+                documents, length, self.layout.segments, self.layout.longest
+            )
         return batch
 
-    def _in_one_row(self, examples: list[dict[str, Tensor]], lengths: list[int], length: int) -> dict[str, Tensor]:
+    def _in_one_row(
+        self, examples: list[dict[str, Tensor]], lengths: list[int], length: int
+    ) -> dict[str, Tensor]:
         parts = []
         for row in self.layout.rows(lengths, [0] * len(examples)):
             left = length - sum(lengths[index] for index in row)
@@ -354,14 +421,21 @@ class Collate:
         return {name: torch.cat([part[name] for part in parts])[None] for name in parts[0]}
 
     def _filling(self, length: int) -> dict[str, Tensor]:
-        return {"input_ids": torch.full((length,), self.pad), "labels": torch.full((length,), IGNORED)}
+        return {
+            "input_ids": torch.full((length,), self.pad),
+            "labels": torch.full((length,), IGNORED),
+        }
 
 
 def _apart(example: dict[str, Tensor]) -> dict[str, Tensor]:
     """An example whose first token is not to be predicted from what stands before it."""
     labels = example["labels"].clone()
     labels[:1] = IGNORED
-    return {"input_ids": example["input_ids"], "position_ids": torch.arange(len(labels)), "labels": labels}
+    return {
+        "input_ids": example["input_ids"],
+        "position_ids": torch.arange(len(labels)),
+        "labels": labels,
+    }
 
 
 def _with_targets(example: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -370,9 +444,13 @@ def _with_targets(example: dict[str, Tensor]) -> dict[str, Tensor]:
     return {"input_ids": ids, "positions": torch.arange(len(ids)), "targets": targets}
 
 
-def _filled(rows: list[list[dict[str, Tensor]]], length: int, fills: dict[str, int]) -> dict[str, Tensor]:
+def _filled(
+    rows: list[list[dict[str, Tensor]]], length: int, fills: dict[str, int]
+) -> dict[str, Tensor]:
     """Each row's parts one behind the other, filled up."""
     return {
-        name: torch.stack([fill_up(torch.cat([part[name] for part in row]), length, value) for row in rows])
+        name: torch.stack(
+            [fill_up(torch.cat([part[name] for part in row]), length, value) for row in rows]
+        )
         for name, value in fills.items()
     }

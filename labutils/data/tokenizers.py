@@ -22,15 +22,18 @@ MAX_LENGTH = 77
 def clip_tokenizer(weights: str = "random", cache_dir: str | Path | None = None) -> CLIPTokenizer:
     """The tokenizer of Stable Diffusion 1.5's text encoder.
 
-    `weights="hub"` loads it; `weights="random"` makes one from the words of the generated captions: the same class,
-    algorithm, special ids (49406, 49407), length (77 tokens) and vocabulary size, hence the same cost, but other ids.
-    Raises `ConnectionError` where the hub's can't be had, `ValueError` for weights it does not know.
+    `weights="hub"` loads it; `weights="random"` makes one from the words of the generated captions:
+    the same class, algorithm, special ids (49406, 49407), length (77 tokens) and vocabulary size,
+    hence the same cost, but other ids. Raises `ConnectionError` where the hub's can't be had,
+    `ValueError` for weights it does not know.
     """
     if weights == "random":
         return _local()
     if weights == "hub":
         return _from_hub(cache_dir)
-    raise ValueError(f"weights={weights!r} is not known. Choose 'random' (no download) or 'hub' (the real ones).")
+    raise ValueError(
+        f"weights={weights!r} is not known. Choose 'random' (no download) or 'hub' (the real ones)."
+    )
 
 
 def _from_hub(cache_dir: str | Path | None) -> CLIPTokenizer:
@@ -40,7 +43,8 @@ def _from_hub(cache_dir: str | Path | None) -> CLIPTokenizer:
         return CLIPTokenizer.from_pretrained(HUB_MODEL, subfolder="tokenizer", cache_dir=cache_dir)
     except Exception as error:  # offline, a proxy, a gated model: the libraries raise several types
         raise ConnectionError(
-            f"The tokenizer of {HUB_MODEL} could not be loaded ({type(error).__name__}: {error}). It needs the network "
+            f"The tokenizer of {HUB_MODEL} could not be loaded ({type(error).__name__}: {error}). "
+            "It needs the network "
             'once. Use weights="random" (-p weights random), or fetch the model on a connected machine with '
             f"`hf download {HUB_MODEL}` and copy its cache folder here (HF_HOME names it)."
         ) from error
@@ -58,7 +62,9 @@ def _local() -> CLIPTokenizer:
 
 
 def _learned() -> tuple[dict[str, int], list[tuple[str, str]]]:
-    """Byte-pair merges learned from generated captions: token -> id (0, 1, 2 ...) and the merges in their order."""
+    """Byte-pair merges learned from generated captions: token -> id (0, 1, 2 ...) and the merges in
+    their order.
+    """
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
     from transformers import CLIPTokenizer
 
@@ -75,10 +81,12 @@ def _learned() -> tuple[dict[str, int], list[tuple[str, str]]]:
     model = json.loads(tokenizer.to_str())["model"]
     final = [letter + "</w>" for letter in letters]  # any byte may end a word
     tokens = dict.fromkeys([*letters, *final, *sorted(model["vocab"], key=model["vocab"].get)])
-    return {token: index for index, token in enumerate(tokens)}, [tuple(pair) for pair in model["merges"]]
+    return {token: index for index, token in enumerate(tokens)}, [
+        tuple(pair) for pair in model["merges"]
+    ]
 
 
-# ---------------------------------------------------------------------------------------------- LLaVA-NeXT's
+# -------------------------------------------------------------------------- LLaVA-NeXT's
 
 LLAVA_VOCABULARY = 32000
 IMAGE, PAD = "<image>", "<pad>"
@@ -86,10 +94,12 @@ IMAGE, PAD = "<image>", "<pad>"
 
 @functools.cache
 def llava_tokenizer(words: int = LLAVA_VOCABULARY) -> PreTrainedTokenizerFast:
-    """A byte-pair tokenizer with the special tokens of llava-v1.6-mistral: `words` ids, then <image> and <pad>.
+    """A byte-pair tokenizer with the special tokens of llava-v1.6-mistral: `words` ids, then
+    <image> and <pad>.
 
-    <unk>, <s> and </s> are 0, 1 and 2 as in Mistral's. Its merges are learned from the prompts and answers of the leaf
-    data, so these take about as many tokens as with the real one; ids are other ones.
+    <unk>, <s> and </s> are 0, 1 and 2 as in Mistral's. Its merges are learned from the prompts and
+    answers of the leaf data, so these take about as many tokens as with the real one; ids are other
+    ones.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
@@ -106,7 +116,9 @@ def llava_tokenizer(words: int = LLAVA_VOCABULARY) -> PreTrainedTokenizerFast:
     tokenizer.train_from_iterator(LLAVA_TEXTS, trainer)
     tokenizer.add_tokens([f"unused{index}" for index in range(tokenizer.get_vocab_size(), words)])
     tokenizer.add_special_tokens([IMAGE, PAD])
-    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 1)]
+    )
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         unk_token="<unk>",
@@ -125,12 +137,15 @@ LLAVA_TEXTS = (
 
 
 def llava_processor(
-    geometry: Geometry, words: int = LLAVA_VOCABULARY, hub: str = "", cache_dir: str | Path | None = None
+    geometry: Geometry,
+    words: int = LLAVA_VOCABULARY,
+    hub: str = "",
+    cache_dir: str | Path | None = None,
 ) -> LlavaNextProcessor:
     """The real processor class with the image processor that needs no torchvision.
 
-    geometry: the tiles, and `words` of the tokenizer made here; with `hub`, the tokenizer of that model instead. Raises
-    `ConnectionError` where that can't be had.
+    geometry: the tiles, and `words` of the tokenizer made here; with `hub`, the tokenizer of that
+    model instead. Raises `ConnectionError` where that can't be had.
     """
     from transformers import LlavaNextImageProcessorPil, LlavaNextProcessor
 
@@ -156,18 +171,19 @@ def hub_tokenizer(model: str, cache_dir: str | Path | None = None) -> PreTrained
         return AutoTokenizer.from_pretrained(model, cache_dir=cache_dir, padding_side="right")
     except Exception as error:  # offline, a proxy, a moved model: the libraries raise several types
         raise ConnectionError(
-            f"The tokenizer of {model} could not be loaded ({type(error).__name__}: {error}). It needs the network "
+            f"The tokenizer of {model} could not be loaded ({type(error).__name__}: {error}). It "
+            "needs the network "
             f'once. Use weights="random", or fetch it on a connected machine with `hf download {model}`.'
         ) from error
 
 
-# ---------------------------------------------------------------------------------------------- chat models'
+# -------------------------------------------------------------------------- chat models'
 
 
 @dataclass(frozen=True)
 class ChatForm:
-    """How a family of models writes a conversation. `special`: its marks, the first one fills rows up; `end`: what
-    closes an answer; `template`: a chat template (Jinja)."""
+    """How a family of models writes a conversation. `special`: its marks, the first one fills rows
+    up; `end`: what closes an answer; `template`: a chat template (Jinja)."""
 
     special: tuple[str, ...]
     end: str
@@ -193,7 +209,8 @@ CHAT_WORDS = 4096
 
 @functools.cache
 def chat_tokenizer(family: str, words: int = CHAT_WORDS) -> PreTrainedTokenizerFast:
-    """A byte-pair tokenizer with the marks and the chat form of a `family` of models, learned from generated texts.
+    """A byte-pair tokenizer with the marks and the chat form of a `family` of models, learned from
+    generated texts.
 
     It has at most `words` ids, all of them below the models' vocabulary sizes.
     """
@@ -211,10 +228,13 @@ def chat_tokenizer(family: str, words: int = CHAT_WORDS) -> PreTrainedTokenizerF
         special_tokens=list(form.special),
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
-        max_token_length=12,  # bytes: a real vocabulary's Japanese words have some four letters at most
+        # bytes: a real vocabulary's Japanese words have some four letters at most
+        max_token_length=12,
     )
     texts = (written(kind, index, 400) for kind in (SHORT, LONG) for index in range(150))
-    parts = (part for text in texts for part in (text.prompt, text.answer, "user\nassistant\nfinal"))
+    parts = (
+        part for text in texts for part in (text.prompt, text.answer, "user\nassistant\nfinal")
+    )
     tokenizer.train_from_iterator(parts, trainer)
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,

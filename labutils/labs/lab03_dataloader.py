@@ -9,9 +9,11 @@ from labutils.recipe import Recipe
 
 
 def hand_over_ms(dataset: Any, recipe: Recipe, read_ms: float, batches: int = 8) -> list[float]:
-    """Milliseconds that taking a batch costs training when a worker has it ready: `batches` - 1 samples.
+    """Milliseconds that taking a batch costs training when a worker has it ready: `batches` - 1
+    samples.
 
-    dataset: made by `image_text_dataset`. read_ms: what making one batch takes, to know when all are ready.
+    dataset: made by `image_text_dataset`. read_ms: what making one batch takes, to know when all
+    are ready.
     """
     from labutils.data.images import make_loader
 
@@ -30,13 +32,16 @@ def hand_over_ms(dataset: Any, recipe: Recipe, read_ms: float, batches: int = 8)
 def epoch_start_ms(dataset: Any, recipe: Recipe, epochs: int = 4) -> list[float]:
     """Milliseconds from the start of an epoch to its first batch, for each epoch but the first.
 
-    Workers that do not persist are started anew each time, and then read the first batch while training waits.
+    Workers that do not persist are started anew each time, and then read the first batch while
+    training waits.
     """
     from torch.utils.data import Subset
 
     from labutils.data.images import make_loader
 
-    rows = max(1, recipe.num_workers) * recipe.micro_batch  # a micro-batch for each worker, and none after the start
+    rows = (
+        max(1, recipe.num_workers) * recipe.micro_batch
+    )  # a micro-batch for each worker, and none after the start
     loader = make_loader(Subset(dataset, range(rows)), recipe, epoch_length=rows)
     samples = []
     for _ in range(epochs):

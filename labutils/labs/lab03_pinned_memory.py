@@ -1,8 +1,10 @@
-"""Pinned memory and copies that don't wait, two by two: what each does for a step, and for how long the host is held.
+"""Pinned memory and copies that don't wait, two by two: what each does for a step, and for how long
+the host is held.
 
-A GPU fetches from host memory by itself only where the pages are pinned; from pageable memory the driver copies into a
-pinned buffer of its own first, while the host waits. A copy from pinned memory waits too, unless it is asked not to
-(`non_blocking`). So there are four ways, and article A1 changes both knobs at once.
+A GPU fetches from host memory by itself only where the pages are pinned; from pageable memory the
+driver copies into a pinned buffer of its own first, while the host waits. A copy from pinned memory
+waits too, unless it is asked not to (`non_blocking`). So there are four ways, and article A1
+changes both knobs at once.
 """
 
 from __future__ import annotations
@@ -27,14 +29,20 @@ COPIES = {
 """Driver -> (module, function) that brings a batch to the device."""
 
 
-def two_by_two(workload: Workload, base: Recipe, steps: int, rounds: int, prefix: str = "") -> dict[str, Run]:
-    """`base` in the four ways: `prefix` + way -> its run, with `host_copy_ms` beside the usual metrics.
+def two_by_two(
+    workload: Workload, base: Recipe, steps: int, rounds: int, prefix: str = ""
+) -> dict[str, Run]:
+    """`base` in the four ways: `prefix` + way -> its run, with `host_copy_ms` beside the usual
+    metrics.
 
-    `host_copy_ms` is how long the host is inside the function that copies, over an optimizer step. `base` copies
-    pageable memory and waits for it; its driver is one of `COPIES` (`KeyError` otherwise).
+    `host_copy_ms` is how long the host is inside the function that copies, over an optimizer step.
+    `base` copies pageable memory and waits for it; its driver is one of `COPIES` (`KeyError`
+    otherwise).
     """
     recipes = {way: base.but(**knobs) for way, knobs in WAYS.items()}
-    found = compare(workload, {prefix + way: recipe for way, recipe in recipes.items()}, steps, rounds)
+    found = compare(
+        workload, {prefix + way: recipe for way, recipe in recipes.items()}, steps, rounds
+    )
     for way, recipe in recipes.items():
         samples = _host_copy_ms(workload, recipe, steps)
         run = found[prefix + way]

@@ -1,12 +1,14 @@
 """How DataLoader workers run out of shared memory, tried for real where it can do no harm.
 
-A worker hands a batch over through a file in /dev/shm, which lives in memory. Up to `num_workers * prefetch_factor`
-batches wait there, and the training loop holds one more. A container's /dev/shm has 64 MB unless told otherwise: with
-batches of 3.1 MB it is full at 21 of them, and 12 workers with a prefetch factor of 2 want 25.
+A worker hands a batch over through a file in /dev/shm, which lives in memory. Up to `num_workers *
+prefetch_factor` batches wait there, and the training loop holds one more. A container's /dev/shm
+has 64 MB unless told otherwise: with batches of 3.1 MB it is full at 21 of them, and 12 workers
+with a prefetch factor of 2 want 25.
 
-`try_workers` runs a real DataLoader in a process of its own that sees a /dev/shm of the given size, watches it, and
-ends it if it hangs: recent PyTorch doesn't crash here. The worker that can't get memory reports it from a background
-thread and drops the batch, and the training loop waits for that batch forever.
+`try_workers` runs a real DataLoader in a process of its own that sees a /dev/shm of the given size,
+watches it, and ends it if it hangs: recent PyTorch doesn't crash here. The worker that can't get
+memory reports it from a background thread and drops the batch, and the training loop waits for that
+batch forever.
 """
 
 from __future__ import annotations
@@ -32,21 +34,29 @@ CONTAINER_DEFAULT = 64 * 2**20
 
 PAGE = 4096
 HELD_BY_TRAINING = 1
-"""Batches that the training loop holds: the one in use. (accelerate fetches the next one early, and so holds two.)"""
+"""Batches that the training loop holds: the one in use. (accelerate fetches the next one early, and
+so holds two.)
+"""
 
 SEMAPHORES, SEMAPHORES_EACH = 8, 3
-"""Pages of /dev/shm that multiprocessing's locks take: those of the loader, and those of each worker's queue."""
+"""Pages of /dev/shm that multiprocessing's locks take: those of the loader, and those of each
+worker's queue.
+"""
 
 FILES = 8
 """Distinct images that the child loads, over and over."""
 
 SHM = Path("/dev/shm")
 NEW_MOUNTS = (["unshare", "--mount"], ["unshare", "--map-root-user", "--mount"])
-"""Ways to a process with mounts of its own: as the administrator, or as the root of a user namespace."""
+"""Ways to a process with mounts of its own: as the administrator, or as the root of a user
+namespace.
+"""
 
 
 def batch_bytes(micro_batch: int = 1, resolution: int = 512, tokens: int = 77) -> int:
-    """Bytes of shared memory that one batch takes: float32 pixels and int64 ids, each rounded up to whole pages."""
+    """Bytes of shared memory that one batch takes: float32 pixels and int64 ids, each rounded up to
+    whole pages.
+    """
     tensors = (micro_batch * 3 * resolution * resolution * 4, micro_batch * tokens * 8)
     return sum(-(-size // PAGE) * PAGE for size in tensors)
 
@@ -68,8 +78,11 @@ def most_workers(shm_bytes: int, recipe: Recipe, resolution: int = 512) -> int:
     return workers
 
 
-def those_that_fit(recipes: Mapping[str, Recipe], resolution: int = 512, free: int | None = None) -> dict[str, Recipe]:
-    """The recipes whose workers can live side by side in the `free` bytes, in order. None: what /dev/shm has free now.
+def those_that_fit(
+    recipes: Mapping[str, Recipe], resolution: int = 512, free: int | None = None
+) -> dict[str, Recipe]:
+    """The recipes whose workers can live side by side in the `free` bytes, in order. None: what
+    /dev/shm has free now.
 
     One that would not fit beside those before it is left out: it would not fail, it would hang.
     """
@@ -88,9 +101,10 @@ def those_that_fit(recipes: Mapping[str, Recipe], resolution: int = 512, free: i
 class Trial:
     """What became of a DataLoader with `workers` workers and a /dev/shm of `shm_bytes`.
 
-    `outcome`: "ok", "hung" (the loop waited for a batch that never came), "crashed", or "not possible" (this machine
-    doesn't let us give a process a /dev/shm of its own); `message` says why in what PyTorch or the system printed.
-    `batches` of `wanted` arrived; `peak_bytes` of /dev/shm were in use at most, as the training loop saw it.
+    `outcome`: "ok", "hung" (the loop waited for a batch that never came), "crashed", or "not
+    possible" (this machine doesn't let us give a process a /dev/shm of its own); `message` says why
+    in what PyTorch or the system printed. `batches` of `wanted` arrived; `peak_bytes` of /dev/shm
+    were in use at most, as the training loop saw it.
     """
 
     workers: int
@@ -103,11 +117,16 @@ class Trial:
     seconds: float = 0.0
 
     def metrics(self) -> dict[str, Any]:
-        """The numbers of a Run: `failed` is 1 if the loop got stuck or died. Empty where nothing could be tried."""
+        """The numbers of a Run: `failed` is 1 if the loop got stuck or died. Empty where nothing
+        could be tried.
+        """
         if self.outcome == "not possible":
             return {}
         facts = asdict(self)
-        facts["shm_gb"], facts["peak_gb"] = facts.pop("shm_bytes") / 1e9, facts.pop("peak_bytes") / 1e9
+        facts["shm_gb"], facts["peak_gb"] = (
+            facts.pop("shm_bytes") / 1e9,
+            facts.pop("peak_bytes") / 1e9,
+        )
         return {"failed": int(self.outcome != "ok")} | facts
 
 
@@ -130,11 +149,13 @@ def try_workers(
     patience_s: float = 2.0,
     limit_s: float = 60.0,
 ) -> Trial:
-    """Load batches of the generated images with `workers` workers in a child process whose /dev/shm has `shm_bytes`.
+    """Load batches of the generated images with `workers` workers in a child process whose /dev/shm
+    has `shm_bytes`.
 
-    The child takes one batch, waits (as in a first training step) until nothing has come for `head_start_s`, and
-    then takes the others. It counts as hung when a worker reported a failure and nothing came for `patience_s`, or
-    after `limit_s`. This process, its /dev/shm and the machine's are not touched, whatever happens.
+    The child takes one batch, waits (as in a first training step) until nothing has come for
+    `head_start_s`, and then takes the others. It counts as hung when a worker reported a failure
+    and nothing came for `patience_s`, or after `limit_s`. This process, its /dev/shm and the
+    machine's are not touched, whatever happens.
     """
     command = _in_own_shm(shm_bytes, needed_bytes(STOCK.but(num_workers=workers), resolution))
     if command is None:
@@ -145,7 +166,8 @@ def try_workers(
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         start_new_session=True,
-        env=os.environ | {"PYTHONUNBUFFERED": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+        env=os.environ
+        | {"PYTHONUNBUFFERED": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
         cwd=Path(__file__).resolve().parents[2],
     )
     try:
@@ -154,13 +176,14 @@ def try_workers(
         _end(child)
 
 
-# ------------------------------------------------------------------------------------------------------- the parent
+# ----------------------------------------------------------------------------------- the parent
 
 
 def _in_own_shm(shm_bytes: int, needed: int) -> list[str] | None:
     """The command prefix that gives a process a /dev/shm of `shm_bytes`, None where nothing can.
 
-    [] (none needed) where this machine's own has that size, or where both are larger than what is `needed`.
+    [] (none needed) where this machine's own has that size, or where both are larger than what is
+    `needed`.
     """
     if not SHM.is_dir():
         return None
@@ -185,8 +208,10 @@ def _why_not() -> str:
         return f"{SHM} does not exist on this system: only Linux hands batches over that way."
     size = shutil.disk_usage(SHM).total / 2**20
     return (
-        f"This process may not mount a small {SHM} for a child (`unshare --mount` is refused, as in most containers), "
-        f"and its own has {size:,.0f} MiB. To see the failure, start the container with --shm-size=64m."
+        f"This process may not mount a small {SHM} for a child (`unshare --mount` is refused, as "
+        "in most containers), "
+        f"and its own has {size:,.0f} MiB. To see the failure, start the container with "
+        "--shm-size=64m."
     )
 
 
@@ -216,7 +241,11 @@ def _watch(child: subprocess.Popen, task: Task, patience_s: float, limit_s: floa
                 outcome = "hung"
     if not outcome:
         outcome = "ok" if child.wait() == 0 else "crashed"
-    message = "" if outcome == "ok" else _essence(complaints.decode(errors="replace"), child.returncode, limit_s)
+    message = (
+        ""
+        if outcome == "ok"
+        else _essence(complaints.decode(errors="replace"), child.returncode, limit_s)
+    )
     seconds = round(time.monotonic() - started, 1)
     return Trial(task.workers, task.shm_bytes, outcome, message, seconds=seconds, **progress)
 
@@ -250,11 +279,13 @@ def _end(child: subprocess.Popen) -> None:
     child.stderr.close()
 
 
-# -------------------------------------------------------------------------------------------------------- the child
+# ------------------------------------------------------------------------------------ the child
 
 
 def _let_workers_run_ahead(quiet_s: float) -> None:
-    """Wait until /dev/shm hasn't grown for `quiet_s`, as it does while workers on slow or busy cores still read."""
+    """Wait until /dev/shm hasn't grown for `quiet_s`, as it does while workers on slow or busy
+    cores still read.
+    """
     used, grew, end = 0, time.monotonic(), time.monotonic() + 10 * quiet_s
     while time.monotonic() < min(grew + quiet_s, end):
         time.sleep(0.1)
@@ -269,7 +300,9 @@ def _load(task: Task) -> None:
     from labutils.data.images import captioned_images, image_text_dataset, make_loader
     from labutils.data.tokenizers import clip_tokenizer
 
-    warnings.filterwarnings("ignore", message="This DataLoader will create")  # more workers than cores: on purpose
+    warnings.filterwarnings(
+        "ignore", message="This DataLoader will create"
+    )  # more workers than cores: on purpose
     recipe = STOCK.but(num_workers=task.workers)
     wanted = task.workers * recipe.prefetch_factor + task.workers
     images = captioned_images(task.cache_dir, FILES)

@@ -1,7 +1,8 @@
-"""What low-bit layers cost: products in BF16 and FP8 over sizes, and the bytes and time of each kind of frozen layer.
+"""What low-bit layers cost: products in BF16 and FP8 over sizes, and the bytes and time of each
+kind of frozen layer.
 
-The products are put through `labutils.profiling.hardware.measure_operation`: inputs that no cache holds, the GPU's time alone
-(replayed from a CUDA graph) beside the time as called from Python.
+The products are put through `labutils.profiling.hardware.measure_operation`: inputs that no cache
+holds, the GPU's time alone (replayed from a CUDA graph) beside the time as called from Python.
 """
 
 from __future__ import annotations
@@ -16,7 +17,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from labutils.layers.quantization.convert import convert_base, forward_context
-from labutils.layers.quantization.fp8_linear import FAST_ACCUM, PRODUCTS, product_kind, quantise_rows
+from labutils.layers.quantization.fp8_linear import (
+    FAST_ACCUM,
+    PRODUCTS,
+    product_kind,
+    quantise_rows,
+)
 from labutils.layers.quantization.fp8_math import E4M3, amax, scale_for
 from labutils.profiling.hardware import Operation, Timing, cuda, measure_operation
 from labutils.recipe import Unavailable
@@ -28,18 +34,26 @@ DELAYED = "FP8, one scale, known before"
 ON_THE_WAY = "FP8, a scale a row, quantised on the way"
 FUSED = "FP8, a scale a row, quantised on the way, compiled"
 PRODUCT_KINDS = (BF16, ONE_SCALE, ROWWISE, DELAYED, ON_THE_WAY, FUSED)
-"""What is timed: x W^T with x [n, n] and W [n, n]. The first three find both matrices in their format; the last three
-begin with x in BF16, as a layer does, and W quantised before."""
+"""What is timed: x W^T with x [n, n] and W [n, n]. The first three find both matrices in their
+format; the last three begin with x in BF16, as a layer does, and W quantised before."""
 
 
 def require_fp8() -> None:
     """Raise `Unavailable` on a machine without an FP8 product that is worth timing."""
-    if not cuda.available() or product_kind(torch.device("cuda", torch.cuda.current_device())) == "emulated":
-        raise Unavailable("FP8 products need an NVIDIA GPU of compute capability 8.9 or more (Ada, Hopper, Blackwell)")
+    if (
+        not cuda.available()
+        or product_kind(torch.device("cuda", torch.cuda.current_device())) == "emulated"
+    ):
+        raise Unavailable(
+            "FP8 products need an NVIDIA GPU of compute capability 8.9 or more (Ada, Hopper, "
+            "Blackwell)"
+        )
 
 
 def products(rows: int, width: int, out: int) -> list[Operation]:
-    """The kinds of `PRODUCT_KINDS` for x [rows, width] and W [out, width] on the GPU, FLOPs and least bytes counted."""
+    """The kinds of `PRODUCT_KINDS` for x [rows, width] and W [out, width] on the GPU, FLOPs and
+    least bytes counted.
+    """
     flops = 2 * rows * width * out
     half, eighth = 2 * (rows * width + out * width), rows * width + out * width
     read = {BF16: half, ONE_SCALE: eighth, ROWWISE: eighth}
@@ -99,15 +113,26 @@ def _compiled(function: Callable) -> Callable:
     return torch.compile(function, fullgraph=True, dynamic=False)
 
 
-def one_scale_product(x: Tensor, weight: Tensor, x_inverse: Tensor, weight_inverse: Tensor) -> Tensor:
-    """x [m, k] W^T in BF16 for x and W [n, k] in FP8 with one scale each, as A2's per-tensor scaling multiplies."""
+def one_scale_product(
+    x: Tensor, weight: Tensor, x_inverse: Tensor, weight_inverse: Tensor
+) -> Tensor:
+    """x [m, k] W^T in BF16 for x and W [n, k] in FP8 with one scale each, as A2's per-tensor
+    scaling multiplies.
+    """
     return torch._scaled_mm(
-        x, weight.t(), scale_a=x_inverse, scale_b=weight_inverse, out_dtype=torch.bfloat16, use_fast_accum=FAST_ACCUM
+        x,
+        weight.t(),
+        scale_a=x_inverse,
+        scale_b=weight_inverse,
+        out_dtype=torch.bfloat16,
+        use_fast_accum=FAST_ACCUM,
     )
 
 
 def sweep_products(sizes: Sequence[int]) -> dict[str, dict[int, Timing]]:
-    """Kind -> n -> times of the product of two n x n matrices. Raises `Unavailable` without FP8 tensor cores."""
+    """Kind -> n -> times of the product of two n x n matrices. Raises `Unavailable` without FP8
+    tensor cores.
+    """
     require_fp8()
     found: dict[str, dict[int, Timing]] = {kind: {} for kind in PRODUCT_KINDS}
     for n in sizes:
@@ -117,7 +142,9 @@ def sweep_products(sizes: Sequence[int]) -> dict[str, dict[int, Timing]]:
 
 
 def wins_from(challenger: dict[int, Timing], other: dict[int, Timing]) -> int | None:
-    """The smallest size from which on the challenger takes less of the GPU's time at every larger size as well."""
+    """The smallest size from which on the challenger takes less of the GPU's time at every larger
+    size as well.
+    """
     wins = {n: _median(challenger[n]) < _median(other[n]) for n in sorted(challenger)}
     return next((n for n in wins if all(won for m, won in wins.items() if m >= n)), None)
 
@@ -126,24 +153,35 @@ def _median(timing: Timing) -> float:
     return statistics.median(timing.alone_ms)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # Whole layers
 
 
 def layer_costs(
-    kind: str, rows: int, width: int, out: int, device: str, dtype: torch.dtype, compiled: bool = False
+    kind: str,
+    rows: int,
+    width: int,
+    out: int,
+    device: str,
+    dtype: torch.dtype,
+    compiled: bool = False,
 ) -> dict[str, Any]:
     """What one frozen layer width -> out of a kind of `labutils.layers.quantization.convert` costs.
 
-    `bytes_a_parameter` that it holds at rest. On a GPU also `bytes_a_parameter_running`, with what it keeps of the
-    weight between forward and backward, and `step_ms`: samples of a forward pass and the gradient of its input, as
-    called from Python. Raises `Unavailable` where the kind is.
+    `bytes_a_parameter` that it holds at rest. On a GPU also `bytes_a_parameter_running`, with what
+    it keeps of the weight between forward and backward, and `step_ms`: samples of a forward pass
+    and the gradient of its input, as called from Python. Raises `Unavailable` where the kind is.
     """
     before = _allocated(device)
-    layer = nn.Sequential(nn.Linear(width, out, bias=False, device=device, dtype=dtype)).requires_grad_(False)
+    layer = nn.Sequential(
+        nn.Linear(width, out, bias=False, device=device, dtype=dtype)
+    ).requires_grad_(False)
     convert_base(layer, ["0"], kind, dtype)
     if device == "cpu":
-        held = sum(t.nbytes for t in [*layer.parameters(), *layer.buffers(), *_quantisation_state(layer[0])])
+        held = sum(
+            t.nbytes
+            for t in [*layer.parameters(), *layer.buffers(), *_quantisation_state(layer[0])]
+        )
         return {"bytes_a_parameter": held / (width * out)}
     held = _allocated(device) - before
     run = torch.compile(layer, dynamic=False) if compiled else layer
@@ -168,9 +206,13 @@ def layer_costs(
 
 
 def _quantisation_state(layer: nn.Module) -> list[Tensor]:
-    """What bitsandbytes keeps beside a 4-bit weight, outside the module's parameters: block scales and their scales."""
+    """What bitsandbytes keeps beside a 4-bit weight, outside the module's parameters: block scales
+    and their scales.
+    """
     state = getattr(layer.weight, "quant_state", None)
-    return [value for value in state.as_dict().values() if isinstance(value, Tensor)] if state else []
+    return (
+        [value for value in state.as_dict().values() if isinstance(value, Tensor)] if state else []
+    )
 
 
 def _allocated(device: str) -> int:

@@ -1,15 +1,17 @@
-"""Which method for my card and my plans? Article A2's decision chart, computed from runs instead of drawn.
+"""Which method for my card and my plans? Article A2's decision chart, computed from runs instead of
+drawn.
 
-Every method that was measured at a batch size is an `Option`: the time of its first step (compilation included) and of
-a later one, the memory at its peak, and how far its loss lies from BF16's. Of those that fit the memory and the
-tolerance, the one that ends first wins: total time = first step + steps x step time. Over the planned steps these are
-straight lines, so the winners form an envelope, and a break-even count is where two neighbours of it cross.
+Every method that was measured at a batch size is an `Option`: the time of its first step
+(compilation included) and of a later one, the memory at its peak, and how far its loss lies from
+BF16's. Of those that fit the memory and the tolerance, the one that ends first wins: total time =
+first step + steps x step time. Over the planned steps these are straight lines, so the winners form
+an envelope, and a break-even count is where two neighbours of it cross.
 
     options = options_from(read_runs("results/mine"), batch=4)
     print(advise(options, vram_gb=24, steps=2000, tolerance=0.05).as_markdown())
 
-What this leaves out: memory is what the allocator held at its peak, and CUDA's own few hundred MB come on top; a loss
-after a few steps says little about a model trained to its end.
+What this leaves out: memory is what the allocator held at its peak, and CUDA's own few hundred MB
+come on top; a loss after a few steps says little about a model trained to its end.
 """
 
 from __future__ import annotations
@@ -42,8 +44,9 @@ if TYPE_CHECKING:
 class Option:
     """One method at one batch size; times in seconds, memory in 10^9 bytes.
 
-    `loss_change` is its loss against the baseline's (0.14: 14 % higher), None where it is unknown. Raises `ValueError`
-    for numbers that no measurement gives: they would win every comparison, or none.
+    `loss_change` is its loss against the baseline's (0.14: 14 % higher), None where it is unknown.
+    Raises `ValueError` for numbers that no measurement gives: they would win every comparison, or
+    none.
     """
 
     method: str
@@ -57,7 +60,8 @@ class Option:
         known = self.loss_change is None or is_number(self.loss_change)
         if not (known and all(is_number(number) and number >= 0 for number in measured)):
             raise ValueError(
-                f"{self} can't have been measured: times and memory are 0 or more, and an unknown change of "
+                f"{self} can't have been measured: times and memory are 0 or more, and an unknown "
+                "change of "
                 "loss is None."
             )
 
@@ -68,7 +72,9 @@ class Option:
 
 @dataclass(frozen=True)
 class Reach:
-    """A stretch of planned steps and the option that ends first there; `until` is infinity for the last one."""
+    """A stretch of planned steps and the option that ends first there; `until` is infinity for the
+    last one.
+    """
 
     start: float
     until: float
@@ -77,8 +83,8 @@ class Reach:
 
 @dataclass(frozen=True)
 class Advice:
-    """The answer for one card and one plan. `ranking` holds what fits, the quickest first; `excluded` the rest, with
-    why; `reaches` who would win at other numbers of steps."""
+    """The answer for one card and one plan. `ranking` holds what fits, the quickest first;
+    `excluded` the rest, with why; `reaches` who would win at other numbers of steps."""
 
     steps: int
     ranking: tuple[Option, ...]
@@ -91,34 +97,54 @@ class Advice:
 
     def as_markdown(self) -> str:
         """The ranking, what was left out and why, and the break-even counts, as tables."""
-        rows = ["| method | first step, s | step, s | memory, GB | loss | in all |", "|---|--:|--:|--:|--:|--:|"]
+        rows = [
+            "| method | first step, s | step, s | memory, GB | loss | in all |",
+            "|---|--:|--:|--:|--:|--:|",
+        ]
         for option in self.ranking:
             name = f"**{option.method}**" if option == self.winner else option.method
             rows.append(f"| {name} | {_cells(option)} | {_clock(option.total_s(self.steps))} |")
-        rows += [f"| {option.method} | {_cells(option)} | – ({why}) |" for option, why in self.excluded]
+        rows += [
+            f"| {option.method} | {_cells(option)} | – ({why}) |" for option, why in self.excluded
+        ]
         shown = ", then ".join(_stretch(reach) for reach in self.reaches)
         return "\n".join([*rows, "", f"Over the planned steps: {shown}."])
 
 
 def options_from(runs: Runs, batch: int, methods: Iterable[str] | None = None) -> list[Option]:
-    """The options that lab 06 measured at this batch size, all or those of `methods`; failed runs are passed over.
+    """The options that lab 06 measured at this batch size, all or those of `methods`; failed runs
+    are passed over.
 
-    Raises `ValueError` where there is none, naming the batch sizes that there are, and for what is no batch size.
+    Raises `ValueError` where there is none, naming the batch sizes that there are, and for what is
+    no batch size.
     """
     if not is_number(batch) or batch < 1 or batch != int(batch):
         raise ValueError(f"batch={batch!r} is no batch size. Write a whole number, for example 1.")
-    named = {found[1]: run for (lab, name), run in runs.items() if lab == LAB and (found := _cell(name, batch))}
+    named = {
+        found[1]: run
+        for (lab, name), run in runs.items()
+        if lab == LAB and (found := _cell(name, batch))
+    }
     wanted = None if methods is None else set(methods)
-    options = [_option(method, run, runs) for method, run in named.items() if wanted is None or method in wanted]
+    options = [
+        _option(method, run, runs)
+        for method, run in named.items()
+        if wanted is None or method in wanted
+    ]
     found = [option for option in options if option is not None]
     if not found:
         cells = {key: cell for key in runs if key[0] == LAB and (cell := _cell(key[1]))}
-        known = sorted({int(cell[2]) for key, cell in cells.items() if _option(cell[1], runs[key], runs)})
+        known = sorted(
+            {int(cell[2]) for key, cell in cells.items() if _option(cell[1], runs[key], runs)}
+        )
         there = (
-            f"There are runs of batch sizes {', '.join(map(str, known))}: choose one of those, or m" if known else "M"
+            f"There are runs of batch sizes {', '.join(map(str, known))}: choose one of those, or m"
+            if known
+            else "M"
         )
         raise ValueError(
-            f"No method has time and memory on record at batch size {batch}, so there is nothing to choose from. "
+            f"No method has time and memory on record at batch size {batch}, so there is nothing "
+            "to choose from. "
             f"{there}easure it on a GPU: labutils run {LAB}"
         )
     return found
@@ -133,20 +159,30 @@ def published() -> list[Option]:
     ]
 
 
-def advise(options: Iterable[Option], vram_gb: float, steps: int, tolerance: float | None = None) -> Advice:
-    """The option that ends first among those that fit into `vram_gb` and whose loss is at most `tolerance` higher.
+def advise(
+    options: Iterable[Option], vram_gb: float, steps: int, tolerance: float | None = None
+) -> Advice:
+    """The option that ends first among those that fit into `vram_gb` and whose loss is at most
+    `tolerance` higher.
 
-    tolerance: a share (0.05), or None where any loss will do; with one, options whose loss is unknown are left out.
-    Raises `ValueError` where `vram_gb` or `steps` can't be, and where nothing is left, saying what would be.
+    tolerance: a share (0.05), or None where any loss will do; with one, options whose loss is
+    unknown are left out. Raises `ValueError` where `vram_gb` or `steps` can't be, and where nothing
+    is left, saying what would be.
     """
     options = list(options)
     if not all(is_number(given) and given > 0 for given in (vram_gb, steps)):
         raise ValueError(
-            f"vram_gb={vram_gb!r} and steps={steps!r}: both must be numbers above 0. For example: 24 and 1000."
+            f"vram_gb={vram_gb!r} and steps={steps!r}: both must be numbers above 0. For example: "
+            "24 and 1000."
         )
     if tolerance is not None and not is_number(tolerance):
-        raise ValueError(f"tolerance={tolerance!r} is no share. Write 0.05 for 5 %, or None where any loss will do.")
-    excluded = [(option, why) for option in options if (why := _obstacle(option, vram_gb, tolerance))]
+        raise ValueError(
+            f"tolerance={tolerance!r} is no share. Write 0.05 for 5 %, or None where any loss will "
+            "do."
+        )
+    excluded = [
+        (option, why) for option in options if (why := _obstacle(option, vram_gb, tolerance))
+    ]
     fitting = [option for option in options if option not in [left_out for left_out, _ in excluded]]
     if not fitting:
         raise ValueError(_nothing_fits(options, vram_gb, tolerance))
@@ -157,10 +193,10 @@ def advise(options: Iterable[Option], vram_gb: float, steps: int, tolerance: flo
 def guide(options: Iterable[Option]) -> dict[str, str]:
     """Whom the article's decision chart names, asked of `options` of its methods: winners by name.
 
-    "short_of_memory": with as much memory as the leanest needs; "few_steps": 100; "many_steps": 10 000; "between":
-    halfway between the steps after which fixed shapes with FP8 and those without have caught up with BF16, or where one
-    of them never has, between the article's own counts. What can't be asked, as the method that the article names was
-    not measured, is absent.
+    "short_of_memory": with as much memory as the leanest needs; "few_steps": 100; "many_steps": 10
+    000; "between": halfway between the steps after which fixed shapes with FP8 and those without
+    have caught up with BF16, or where one of them never has, between the article's own counts. What
+    can't be asked, as the method that the article names was not measured, is absent.
     """
     known = {option.method: option for option in options if option.method in a2.PUBLISHED}
     found = {}
@@ -173,12 +209,15 @@ def guide(options: Iterable[Option]) -> dict[str, str]:
     if {BASELINE, "fixed", "fixed-fp8-te"} <= known.keys():
         evens = [break_even(known[BASELINE], known[name]) for name in ("fixed-fp8-te", "fixed")]
         pay = all(even is not None and even > 0 for even in evens)
-        found["between"] = advise(known.values(), 1e6, sum(evens if pay else a2.BREAK_EVENS) / 2).winner.method
+        found["between"] = advise(
+            known.values(), 1e6, sum(evens if pay else a2.BREAK_EVENS) / 2
+        ).winner.method
     return found
 
 
 def envelope(options: Iterable[Option]) -> list[Reach]:
-    """Who ends first from no step to infinitely many: the lower envelope of the lines of total time.
+    """Who ends first from no step to infinitely many: the lower envelope of the lines of total
+    time.
 
     Of options that are alike in both times the first one stands for all. [] where there are none.
     """
@@ -197,15 +236,21 @@ def envelope(options: Iterable[Option]) -> list[Reach]:
 
 
 def break_even(quick_start: Option, quick_step: Option) -> float | None:
-    """Steps after which `quick_step` has caught up; None where its steps are no shorter, so that it never does."""
+    """Steps after which `quick_step` has caught up; None where its steps are no shorter, so that it
+    never does.
+    """
     saved_s = quick_start.step_s - quick_step.step_s
     return (quick_step.first_step_s - quick_start.first_step_s) / saved_s if saved_s > 0 else None
 
 
-def chart(options: Iterable[Option], tolerance: float | None = None) -> list[tuple[float, float, list[Reach]]]:
-    """Who wins over memory and steps: bands of memory (from, to, in GB) and in each the winners over the steps.
+def chart(
+    options: Iterable[Option], tolerance: float | None = None
+) -> list[tuple[float, float, list[Reach]]]:
+    """Who wins over memory and steps: bands of memory (from, to, in GB) and in each the winners
+    over the steps.
 
-    A band begins where one more option fits; the last one has no end. [] where nothing is within the tolerance.
+    A band begins where one more option fits; the last one has no end. [] where nothing is within
+    the tolerance.
     """
     able = [option for option in options if not _obstacle(option, math.inf, tolerance)]
     needs = sorted({option.memory_gb for option in able})
@@ -218,7 +263,7 @@ def chart(options: Iterable[Option], tolerance: float | None = None) -> list[tup
     return bands
 
 
-# ------------------------------------------------------------------------------------------------------------ helpers
+# ---------------------------------------------------------------------------------------- helpers
 
 
 def _cell(name: str, batch: int | None = None) -> re.Match[str] | None:
@@ -237,8 +282,8 @@ def _option(method: str, run: Run, runs: Runs) -> Option | None:
 
 
 def _loss_change(method: str, runs: Runs) -> float | None:
-    """The method's loss against the baseline's, seed by seed where seeds are on record. Compiling changes no
-    arithmetic, so it inherits the loss."""
+    """The method's loss against the baseline's, seed by seed where seeds are on record. Compiling
+    changes no arithmetic, so it inherits the loss."""
     same = method.replace("-whole", "")
     same = BASELINE if same == "compile" else same.removeprefix("compile-")
     trained = [run for name in (same, BASELINE) if (run := runs.get((LAB, f"loss {name}")))]
@@ -269,19 +314,24 @@ def _nothing_fits(options: list[Option], vram_gb: float, tolerance: float | None
     leanest = min(options, key=lambda option: option.memory_gb)
     if leanest.memory_gb > vram_gb:
         return (
-            f"None of the {len(options)} measured methods fits into {vram_gb:g} GB: even {leanest.method} needs "
-            f"{leanest.memory_gb:.3g} GB. Choose a smaller batch size, fewer tokens an image or a smaller model."
+            f"None of the {len(options)} measured methods fits into {vram_gb:g} GB: even "
+            f"{leanest.method} needs "
+            f"{leanest.memory_gb:.3g} GB. Choose a smaller batch size, fewer tokens an image or a "
+            "smaller model."
         )
     within = [option for option in options if not _obstacle(option, math.inf, tolerance)]
     if not within:
         return (
-            f"No measured method keeps its loss within {100 * tolerance:g} % of {BASELINE}'s. Allow more, or measure "
+            f"No measured method keeps its loss within {100 * tolerance:g} % of {BASELINE}'s. "
+            "Allow more, or measure "
             "the losses of those whose loss is unknown: labutils run 06"
         )
     least = min(within, key=lambda option: option.memory_gb)
     return (
-        f"Within {100 * tolerance:g} % of {BASELINE}'s loss nothing fits into {vram_gb:g} GB: {least.method} comes "
-        f"nearest and needs {least.memory_gb:.3g} GB. Allow a larger loss, or choose a smaller batch size."
+        f"Within {100 * tolerance:g} % of {BASELINE}'s loss nothing fits into {vram_gb:g} GB: "
+        f"{least.method} comes "
+        f"nearest and needs {least.memory_gb:.3g} GB. Allow a larger loss, or choose a smaller "
+        "batch size."
     )
 
 
@@ -307,13 +357,18 @@ def choices(
     most_steps: float = 1e5,
     most_gb: float | None = None,
 ) -> Axes:
-    """Who ends first, over planned steps (logarithmic) and memory: the `bands` of `advisor.chart` as fields.
+    """Who ends first, over planned steps (logarithmic) and memory: the `bands` of `advisor.chart`
+    as fields.
 
     Below the first band nothing fits. Raises `ValueError` where there is no band.
     """
     if not bands:
-        raise ValueError("There is no band of memory in which anything fits: there is nothing to draw.")
-    methods = list(dict.fromkeys(reach.option.method for _, _, reaches in bands for reach in reaches))
+        raise ValueError(
+            "There is no band of memory in which anything fits: there is nothing to draw."
+        )
+    methods = list(
+        dict.fromkeys(reach.option.method for _, _, reaches in bands for reach in reaches)
+    )
     fills = dict(zip(methods, islice(cycle(FILLS), len(methods)), strict=True))
     top = most_gb or 1.35 * bands[-1][0]
     for low, high, reaches in bands:
@@ -322,7 +377,9 @@ def choices(
             if until > start:
                 height, look = min(high, top) - low, layout.look(fills[reach.option.method])
                 ax.barh(low, until - start, left=start, height=height, align="edge", lw=0.7, **look)
-    ax.text(1.3, bands[0][0] / 2, "nothing fits", va="center", fontsize=9, color=GREY, style="italic")
+    ax.text(
+        1.3, bands[0][0] / 2, "nothing fits", va="center", fontsize=9, color=GREY, style="italic"
+    )
     ax.set_xscale("log")
     ax.set_xlim(1, most_steps)
     ax.set_ylim(0, top)

@@ -1,5 +1,5 @@
-"""What lab 06 tries beyond recipes: a model altered after it was built, the same batches again, the same training on
-several seeds, and what the compiler makes of images whose token counts vary.
+"""What lab 06 tries beyond recipes: a model altered after it was built, the same batches again, the
+same training on several seeds, and what the compiler makes of images whose token counts vary.
 
     run = cell(workload, "fixed-fp8-te", batch=4)                    one cell of article A2's table
     runs = losses_over_seeds(workload, {"bf16": a, "fp8": b}, seeds=4, steps=16)
@@ -30,7 +30,12 @@ from labutils.labs.lab06_advisor import Option, break_even
 from labutils.labs.ladders import A2_BASE, A2_LADDER, Rung, climb, in_lanes
 from labutils.layers.cuda_graph import compile_blocks, variants_allowed
 from labutils.layers.lora import redraw_lora
-from labutils.layers.quantization.convert import convert_base, forget_scales, forward_context, frozen_linears
+from labutils.layers.quantization.convert import (
+    convert_base,
+    forget_scales,
+    forward_context,
+    frozen_linears,
+)
 from labutils.profiling import hardware
 from labutils.profiling.recompilation import Compilation
 from labutils.recipe import Recipe, Unavailable
@@ -43,7 +48,9 @@ from labutils.workloads import Workload, open_workload
 from labutils.workloads.llava import SCALES_OF_LLAVA, count_flops
 
 BESIDE_WHOLE = "bf16 b1, again"
-"""The baseline of models compiled whole. That takes minutes, so "bf16" is timed once more beside them."""
+"""The baseline of models compiled whole. That takes minutes, so "bf16" is timed once more beside
+them.
+"""
 LOW_BITS = {"fp8-te": "fp8-te", "fp8-frozen": "fp8-frozen", "qlora": "nf4", "nf4": "nf4"}
 """What a method's name ends with -> how it holds the base weights."""
 HELD_OUT = 4
@@ -52,32 +59,39 @@ WARM_UP = 4
 """Steps over which a training's learning rate rises to what its recipe says."""
 
 
-# ----------------------------------------------------------------------------------------------- article A2's table
+# --------------------------------------------------------------------------- article A2's table
 
 
 def method(name: str, batch: int = 1) -> Recipe:
-    """The recipe of a cell of the article's table: a method as its claims name it ("fixed-fp8-te") at a batch size.
+    """The recipe of a cell of the article's table: a method as its claims name it ("fixed-fp8-te")
+    at a batch size.
 
-    "compile" compiles, "fixed" forces images to one square and compiles: the blocks one by one, or with "-whole" after
-    it the model as one, as the article does, which gives almost the same code after many times as long. What the name
-    ends with says how the base weights are held. Blocks are computed again in the backward pass: without that the
-    article's 16 GB at batch 1 would not hold, nor its batch 24 fit its card.
+    "compile" compiles, "fixed" forces images to one square and compiles: the blocks one by one, or
+    with "-whole" after it the model as one, as the article does, which gives almost the same code
+    after many times as long. What the name ends with says how the base weights are held. Blocks are
+    computed again in the backward pass: without that the article's 16 GB at batch 1 would not hold,
+    nor its batch 24 fit its card.
     """
     base = next((kind for ending, kind in LOW_BITS.items() if name.endswith(ending)), "published")
     recipe = A2_BASE.but(micro_batch=batch, checkpointing="blocks", base_linear=base)
     if name.startswith("fixed"):
         recipe = recipe.but(shapes="fixed")
     if name.startswith(("fixed", "compile")):
-        recipe = recipe.but(compile="default", compile_scope="model" if "-whole" in name else "blocks")
+        recipe = recipe.but(
+            compile="default", compile_scope="model" if "-whole" in name else "blocks"
+        )
     return recipe
 
 
 def cell(workload: Workload, name: str, batch: int, steps: int = 3) -> Run:
-    """The run of one cell: first step, `steps` timed ones, memory, what the weights take, what the compiler did.
+    """The run of one cell: first step, `steps` timed ones, memory, what the weights take, what the
+    compiler did.
 
-    With `steps=0` the first step is all, and all that is known of the time: enough for the memory of a large batch.
+    With `steps=0` the first step is all, and all that is known of the time: enough for the memory
+    of a large batch.
 
-    "qlora" goes through `prepared_for_kbit` as well; "nf4" is the same without. A failure is the run's status.
+    "qlora" goes through `prepared_for_kbit` as well; "nf4" is the same without. A failure is the
+    run's status.
     """
     recipe, held = method(name, batch), {}
     load_libraries(workload.device.type)
@@ -94,7 +108,11 @@ def cell(workload: Workload, name: str, batch: int, steps: int = 3) -> Run:
 
     with _cold_cache(recipe), Compilation() as compiled:
         own, label = altered(workload, change), f"{name} b{batch}"
-        run = train(own, recipe, steps, warmup=0, name=label) if steps else _first_step_of(own, recipe, label)
+        run = (
+            train(own, recipe, steps, warmup=0, name=label)
+            if steps
+            else _first_step_of(own, recipe, label)
+        )
     if run.ok:
         run.metrics |= held | (compiled.metrics() if run.recipe["compile"] != "off" else {})
     if run.ok and name == "bf16":
@@ -134,9 +152,9 @@ def _cold_cache(recipe: Recipe) -> contextlib.AbstractContextManager:
 
 @functools.cache
 def load_libraries(device: str) -> None:
-    """Train a tiny model for a few steps, once a process, on a GPU compiled as well: what kernels, libraries and the
-    compiler take to load would else be in the first step of whatever comes first, which may be anything after an
-    interrupted start."""
+    """Train a tiny model for a few steps, once a process, on a GPU compiled as well: what kernels,
+    libraries and the compiler take to load would else be in the first step of whatever comes first,
+    which may be anything after an interrupted start."""
     workload = open_workload("llava-lora", "tiny", device=device)
     train(workload, A2_BASE, steps=1, warmup=0)
     if device == "cuda":
@@ -158,14 +176,16 @@ HEAD = (
 
 
 def cell_rows(cells: Mapping[str, Run]) -> list[tuple[Any, ...]]:
-    """Rows for `HEAD`: changes and break-even counts are against "bf16" at the same batch size, or beside it
-    (`BESIDE_WHOLE`). Failures are left out: `not_measured` names them."""
+    """Rows for `HEAD`: changes and break-even counts are against "bf16" at the same batch size, or
+    beside it (`BESIDE_WHOLE`). Failures are left out: `not_measured` names them."""
     rows: list[tuple[Any, ...]] = []
     for name, run in cells.items():
         label, _, batch = name.rpartition(" b")
         base = cells.get(_baseline(name))
         if run.ok:
-            rows.append((f"{label}, batch {batch}", *_numbers(run, base if base and base.ok else None)))
+            rows.append(
+                (f"{label}, batch {batch}", *_numbers(run, base if base and base.ok else None))
+            )
     return rows
 
 
@@ -175,24 +195,32 @@ def not_measured(cells: Mapping[str, Run]) -> str:
     for name, run in cells.items():
         if not run.ok:
             failed.setdefault(run.status, []).append(name)
-    return "".join(f"*Not measured: {', '.join(names)}* ({status}).\n\n" for status, names in failed.items())
+    return "".join(
+        f"*Not measured: {', '.join(names)}* ({status}).\n\n" for status, names in failed.items()
+    )
 
 
 def compiler_rows(cells: Mapping[str, Run]) -> list[tuple[Any, ...]]:
-    """(cell, seconds of compiling, graphs, graph breaks, recompilations, functions given up) of each compiled cell."""
+    """(cell, seconds of compiling, graphs, graph breaks, recompilations, functions given up) of
+    each compiled cell.
+    """
     counted = ("compile_s", "graphs", "graph_breaks", "recompilations", "given_up")
     compiled = {name: run for name, run in cells.items() if "graphs" in run.metrics}
     return [(name, *(run.metrics[metric] for metric in counted)) for name, run in compiled.items()]
 
 
 def longer_by(cells: Mapping[str, Run], name: str) -> float | None:
-    """How many percent longer a cell's step is than "bf16"'s at its batch size; None where either is missing."""
+    """How many percent longer a cell's step is than "bf16"'s at its batch size; None where either
+    is missing.
+    """
     pair = _with_base(cells, name)
     return 100 * (pair[1].metric("step_ms") / pair[0].metric("step_ms") - 1) if pair else None
 
 
 def paid_after(cells: Mapping[str, Run], name: str) -> float | None:
-    """Steps after which a cell has caught up with "bf16" at its batch size; None where it never does or is missing."""
+    """Steps after which a cell has caught up with "bf16" at its batch size; None where it never
+    does or is missing.
+    """
     pair = _with_base(cells, name)
     return _break_even(*pair) if pair else None
 
@@ -204,12 +232,18 @@ def _with_base(cells: Mapping[str, Run], name: str) -> tuple[Run, Run] | None:
 
 
 def _baseline(name: str) -> str:
-    """What a cell is compared with: "bf16" at its batch size, or for a model compiled whole the one beside it."""
+    """What a cell is compared with: "bf16" at its batch size, or for a model compiled whole the one
+    beside it.
+    """
     return BESIDE_WHOLE if "-whole" in name else f"bf16 b{name.rpartition(' b')[2]}"
 
 
-def by_batch(cells: Mapping[str, Run], metric: str, methods: Iterable[str]) -> dict[str, dict[float, float]]:
-    """Method -> batch size -> the metric, where it was measured; a second time ("bf16 b1, again") isn't counted."""
+def by_batch(
+    cells: Mapping[str, Run], metric: str, methods: Iterable[str]
+) -> dict[str, dict[float, float]]:
+    """Method -> batch size -> the metric, where it was measured; a second time ("bf16 b1, again")
+    isn't counted.
+    """
     found: dict[str, dict[float, float]] = {name: {} for name in methods}
     for name, run in cells.items():
         label, _, batch = name.rpartition(" b")
@@ -240,14 +274,18 @@ def _overlap(base: Run, run: Run) -> bool:
 
 
 def _break_even(base: Run, run: Run) -> float | None:
-    return break_even(*(Option("", r.metric("first_step_s"), r.metric("step_ms") / 1e3, 0) for r in (base, run)))
+    return break_even(
+        *(Option("", r.metric("first_step_s"), r.metric("step_ms") / 1e3, 0) for r in (base, run))
+    )
 
 
-# ------------------------------------------------------------------------------------------------------ other models
+# ---------------------------------------------------------------------------------- other models
 
 
 def fp8_but(*kept: str) -> Callable[[nn.Module], None]:
-    """A change that puts FP8 layers under the adapters, except where a part of the layer's name is in `kept`."""
+    """A change that puts FP8 layers under the adapters, except where a part of the layer's name is
+    in `kept`.
+    """
 
     def change(model: nn.Module) -> None:
         convert_base(model, frozen_linears(model, ("lm_head", "vision_tower", *kept)), "fp8-frozen")
@@ -256,28 +294,49 @@ def fp8_but(*kept: str) -> Callable[[nn.Module], None]:
 
 
 def refusal_of_te(rows: torch.Tensor) -> str:
-    """What Transformer Engine's FP8 layer says to `rows` (..., features) in training; "" where it takes them.
+    """What Transformer Engine's FP8 layer says to `rows` (..., features) in training; "" where it
+    takes them.
 
     Raises `Unavailable` where it can't be used at all.
     """
     width = rows.shape[-1]
-    layer = nn.Sequential(nn.Linear(width, width, device=rows.device, dtype=rows.dtype).requires_grad_(False))
+    layer = nn.Sequential(
+        nn.Linear(width, width, device=rows.device, dtype=rows.dtype).requires_grad_(False)
+    )
     convert_base(layer, ["0"], "fp8-te")
     try:
         with forward_context("fp8-te"):
             layer(rows.requires_grad_()).sum().backward()
-    except (AssertionError, ValueError, RuntimeError) as error:  # which of them differs between its versions
+    except (
+        AssertionError,
+        ValueError,
+        RuntimeError,
+    ) as error:  # which of them differs between its versions
         return f"{type(error).__name__}: {error}"
     return ""
 
 
 def weights_held(model: nn.Module) -> dict[str, float]:
-    """Frozen weights of the language model and the projector: `weights_gb` as they are held, and `bf16_weights_held`,
-    1 if most of the blocks' matrices are still held in two bytes or more a number."""
-    parts = [model.llava.model.language_model, model.llava.model.multi_modal_projector, model.llava.lm_head]
-    frozen = {id(t): t for part in parts for t in [*part.parameters(), *part.buffers()] if not t.requires_grad}
+    """Frozen weights of the language model and the projector: `weights_gb` as they are held, and
+    `bf16_weights_held`, 1 if most of the blocks' matrices are still held in two bytes or more a
+    number."""
+    parts = [
+        model.llava.model.language_model,
+        model.llava.model.multi_modal_projector,
+        model.llava.lm_head,
+    ]
+    frozen = {
+        id(t): t
+        for part in parts
+        for t in [*part.parameters(), *part.buffers()]
+        if not t.requires_grad
+    }
     held = sum(tensor.nbytes for tensor in frozen.values())
-    matrices = [p for p in model.llava.model.language_model.layers.parameters() if not p.requires_grad and p.dim() > 1]
+    matrices = [
+        p
+        for p in model.llava.model.language_model.layers.parameters()
+        if not p.requires_grad and p.dim() > 1
+    ]
     wide = sum(p.nbytes for p in matrices if p.itemsize > 1)
     return {
         "weights_gb": held / 1e9,
@@ -291,12 +350,13 @@ def vision_share(workload: Workload, recipe: Recipe) -> float:
     return count_flops(workload.size, recipe.rank, 0, 0, tiles, 0, 0) / workload.work(recipe).flops
 
 
-# ------------------------------------------------------------------------------------------------------- other batches
+# ----------------------------------------------------------------------------------- other batches
 
 
 def token_counts() -> dict[str, float]:
-    """What AnyRes, as published, makes of image sizes: tiles of small images, and tokens by shape at one area; and
-    `vision_share` of the article's step. Arithmetic on the article's own model, whatever the scale."""
+    """What AnyRes, as published, makes of image sizes: tiles of small images, and tokens by shape
+    at one area; and `vision_share` of the article's step. Arithmetic on the article's own model,
+    whatever the scale."""
     geometry = SCALES_OF_LLAVA["full"].geometry
     own = open_workload("llava-lora", scale="full", device="cpu")
     square, wide = geometry.tokens((500, 500)), geometry.tokens((354, 707))
@@ -330,14 +390,17 @@ def of_median_length(batches: Iterable[Batch]) -> Batch:
 
 
 def replays(workload: Workload, recipe: Recipe, count: int) -> dict[str, Run]:
-    """Name -> run of what separates constant shapes from fewer tokens, on `count` examples of varied lengths.
+    """Name -> run of what separates constant shapes from fewer tokens, on `count` examples of
+    varied lengths.
 
-    "same-tokens varying": one length after the other, compiled as by default; "same-tokens any length": the same with
-    code for any length; "same-tokens static": the one of median length, as many times; "static fewer-tokens": the
-    shortest one. A micro-batch is `recipe.micro_batch` copies of one example, so that nothing is padded.
+    "same-tokens varying": one length after the other, compiled as by default; "same-tokens any
+    length": the same with code for any length; "same-tokens static": the one of median length, as
+    many times; "static fewer-tokens": the shortest one. A micro-batch is `recipe.micro_batch`
+    copies of one example, so that nothing is padded.
 
-    All four share one model. What is compiled are the decoder's blocks but the first, whose input has no gradient and
-    would take code of its own; the images' features are at hand (`cache="features"`), so that no tower is compiled.
+    All four share one model. What is compiled are the decoder's blocks but the first, whose input
+    has no gradient and would take code of its own; the images' features are at hand
+    (`cache="features"`), so that no tower is compiled.
     """
     load_libraries(workload.device.type)
     torch._dynamo.reset()
@@ -352,7 +415,11 @@ def replays(workload: Workload, recipe: Recipe, count: int) -> dict[str, Run]:
             fitted = its.fitted_to(workload.device.type)
             torch._dynamo.reset()
             if fitted.compile != "off":
-                compile_blocks(session.model.llava.model.language_model.layers[1:], fitted.compile, fitted.dynamic)
+                compile_blocks(
+                    session.model.llava.model.language_model.layers[1:],
+                    fitted.compile,
+                    fitted.dynamic,
+                )
             with variants_allowed(fitted.compile, fitted.dynamic):
                 runs[name] = replay(session, passes[name])
             runs[name].recipe = fitted.as_dict()
@@ -361,12 +428,20 @@ def replays(workload: Workload, recipe: Recipe, count: int) -> dict[str, Run]:
 
 @torch.no_grad()
 def _of_varied_lengths(session: Session, count: int) -> list[Batch]:
-    """A micro-batch of each of the session's first `count` examples: copies of it, with the features of its tiles."""
+    """A micro-batch of each of the session's first `count` examples: copies of it, with the
+    features of its tiles.
+    """
     workload, recipe = session.workload, session.recipe
-    dataset, collate, batches = workload.dataset(session.model, recipe), workload.collate(recipe), []
+    dataset, collate, batches = (
+        workload.dataset(session.model, recipe),
+        workload.collate(recipe),
+        [],
+    )
     for place in itertools.islice(session.sampler, count):
         example = dict(dataset[place])
-        example["features"] = session.model.vision(example.pop("pixel_values").to(workload.device)).cpu()
+        example["features"] = session.model.vision(
+            example.pop("pixel_values").to(workload.device)
+        ).cpu()
         batches.append(collate([example] * recipe.micro_batch))
     return batches
 
@@ -392,7 +467,9 @@ def replay_rows(runs: Mapping[str, Run]) -> list[tuple[Any, ...]]:
     for name, run in runs.items():
         tokens, cost = run.metric("tokens"), run.metric("ms_per_1k_tokens")
         if tokens and cost:
-            rows.append((name, round(tokens), cost * tokens / 1e3, cost, run.metric("peak_allocated_gb")))
+            rows.append(
+                (name, round(tokens), cost * tokens / 1e3, cost, run.metric("peak_allocated_gb"))
+            )
     return rows
 
 
@@ -412,10 +489,12 @@ def form_rows(runs: Mapping[str, Run]) -> list[tuple[Any, ...]]:
 
 
 def replay(session: Session, batches: Sequence[Batch], passes: int = 3) -> Run:
-    """Train on these same batches over and over: each twice to warm up, then `passes` timed passes over all.
+    """Train on these same batches over and over: each twice to warm up, then `passes` timed passes
+    over all.
 
-    Metrics: `ms_per_1k_tokens` over the passes, `tokens`, the mean of a step, `peak_allocated_gb` on a GPU (frozen
-    weights included, other sessions' tensors not), and what was compiled in the timed passes.
+    Metrics: `ms_per_1k_tokens` over the passes, `tokens`, the mean of a step, `peak_allocated_gb`
+    on a GPU (frozen weights included, other sessions' tensors not), and what was compiled in the
+    timed passes.
     """
     steps = -(-len(batches) // session.recipe.accumulation)
     tokens = sum(map(tokens_of, batches)) / len(batches) * session.recipe.accumulation
@@ -434,7 +513,13 @@ def replay(session: Session, batches: Sequence[Batch], passes: int = 3) -> Run:
     hardware.cuda.reset_peak_memory()
     with Compilation() as late:
         samples = [one_pass(batches, steps) for _ in range(passes)]
-    run = Run("", "", workload=session.workload.name, scale=session.workload.scale, recipe=session.recipe.as_dict())
+    run = Run(
+        "",
+        "",
+        workload=session.workload.name,
+        scale=session.workload.scale,
+        recipe=session.recipe.as_dict(),
+    )
     run.samples["ms_per_1k_tokens"] = samples
     run.metrics = {"ms_per_1k_tokens": summarise(samples), "tokens": tokens}
     run.metrics |= {"recompilations": late.recompilations, "given_up": len(late.given_up)}
@@ -443,15 +528,16 @@ def replay(session: Session, batches: Sequence[Batch], passes: int = 3) -> Run:
     return run
 
 
-# --------------------------------------------------------------------------------------------------------- the compiler
+# ------------------------------------------------------------------------------------- the compiler
 
 
 @dataclass
 class Recompiled:
-    """What the compiler did step by step: recompilations in each step, graphs in all, and the guards that failed.
+    """What the compiler did step by step: recompilations in each step, graphs in all, and the
+    guards that failed.
 
-    `given_up` names functions that needed too many versions and are left uncompiled, `image_tokens` are the different
-    counts of image tokens that an example had.
+    `given_up` names functions that needed too many versions and are left uncompiled, `image_tokens`
+    are the different counts of image tokens that an example had.
     """
 
     by_step: list[int] = field(default_factory=list)
@@ -470,11 +556,14 @@ class Recompiled:
         }
 
 
-def recompilations(workload: Workload, recipe: Recipe, batches: int, dynamic: bool | None = None) -> Recompiled:
+def recompilations(
+    workload: Workload, recipe: Recipe, batches: int, dynamic: bool | None = None
+) -> Recompiled:
     """Train for `batches` steps on new micro-batches and count what has to be compiled anew.
 
-    Only Dynamo is at work, which traces, guards and decides; its graphs then run as they are (backend "eager"), so
-    that counting takes seconds. dynamic is torch.compile's: None is its default. `recipe.compile_scope` is observed.
+    Only Dynamo is at work, which traces, guards and decides; its graphs then run as they are
+    (backend "eager"), so that counting takes seconds. dynamic is torch.compile's: None is its
+    default. `recipe.compile_scope` is observed.
     """
     torch._dynamo.reset()
     found = Recompiled()
@@ -504,25 +593,37 @@ KINDS_OF_GUARDS = {
 
 
 def reason_rows(counted: Mapping[str, Recompiled]) -> list[tuple[Any, ...]]:
-    """Rows (what guards were about, an example, then for each of `counted` how many failed), without empty kinds."""
+    """Rows (what guards were about, an example, then for each of `counted` how many failed),
+    without empty kinds.
+    """
     sorted_out = {name: {kind: Counter() for kind in KINDS_OF_GUARDS} for name in counted}
     for name, found in counted.items():
         for reason, times in found.reasons.items():
-            kind = next(kind for kind, pattern in KINDS_OF_GUARDS.items() if re.search(pattern, reason))
+            kind = next(
+                kind for kind, pattern in KINDS_OF_GUARDS.items() if re.search(pattern, reason)
+            )
             sorted_out[name][kind][reason] += times
     rows = []
     for kind in KINDS_OF_GUARDS:
         every = sum((kinds[kind] for kinds in sorted_out.values()), Counter())
         if every:
             example = every.most_common(1)[0][0]
-            rows.append((kind, f"`{example}`", *(kinds[kind].total() for kinds in sorted_out.values())))
+            rows.append(
+                (kind, f"`{example}`", *(kinds[kind].total() for kinds in sorted_out.values()))
+            )
     return rows
 
 
 @contextlib.contextmanager
 def _dynamo_quiet() -> Iterator[None]:
-    """Keep Dynamo's warnings, of what is being counted anyway, off the page; those who listen still hear them."""
-    handlers = [handler for name in ("torch", "torch._dynamo") for handler in logging.getLogger(name).handlers]
+    """Keep Dynamo's warnings, of what is being counted anyway, off the page; those who listen still
+    hear them.
+    """
+    handlers = [
+        handler
+        for name in ("torch", "torch._dynamo")
+        for handler in logging.getLogger(name).handlers
+    ]
     levels = [handler.level for handler in handlers]
     for handler in handlers:
         handler.setLevel(logging.ERROR)
@@ -534,8 +635,8 @@ def _dynamo_quiet() -> Iterator[None]:
 
 
 def steady(workload: Workload, recipe: Recipe, warmup: int, steps: int) -> dict[str, float]:
-    """Graphs that a recipe compiles in `warmup` steps and the `steps` after them, its graph breaks, and what it still
-    compiles in the latter alone, as metrics."""
+    """Graphs that a recipe compiles in `warmup` steps and the `steps` after them, its graph breaks,
+    and what it still compiles in the latter alone, as metrics."""
     torch._dynamo.reset()
     with Session(workload, recipe) as session:
         with Compilation() as early:
@@ -549,31 +650,44 @@ def steady(workload: Workload, recipe: Recipe, warmup: int, steps: int) -> dict[
     }
 
 
-# --------------------------------------------------------------------------------------------------------- the ladder
+# ------------------------------------------------------------------------------------- the ladder
 
 
 LOW_BIT_RUNG = Rung(
-    "FP8 weights", "same mathematics", {"base_linear": "fp8-frozen"}, "held once, products on FP8 tensor cores"
+    "FP8 weights",
+    "same mathematics",
+    {"base_linear": "fp8-frozen"},
+    "held once, products on FP8 tensor cores",
 )
 
 
 def ladder_for(device: str) -> tuple[tuple[Rung, ...], dict[str, Recipe]]:
     """Article A2's ladder and its recipes as a `device` climbs it.
 
-    On a GPU frozen FP8 weights come on top. On a CPU nothing is compiled, which takes a minute on two cores, and there
-    are no workers, which would only get in the way.
+    On a GPU frozen FP8 weights come on top. On a CPU nothing is compiled, which takes a minute on
+    two cores, and there are no workers, which would only get in the way.
     """
     if device == "cuda":
         ladder = (*A2_LADDER, LOW_BIT_RUNG)
         return ladder, climb(ladder, A2_BASE)
-    plain = {"num_workers": 0, "persistent_workers": False, "compile": "off", "compile_scope": "model"}
+    plain = {
+        "num_workers": 0,
+        "persistent_workers": False,
+        "compile": "off",
+        "compile_scope": "model",
+    }
     return A2_LADDER, {
-        name: recipe.but(**plain, dynamic="automatic") for name, recipe in climb(A2_LADDER, A2_BASE).items()
+        name: recipe.but(**plain, dynamic="automatic")
+        for name, recipe in climb(A2_LADDER, A2_BASE).items()
     }
 
 
-def climbed(workload: Workload, ladder: Iterable[Rung], recipes: Mapping[str, Recipe], steps: int) -> dict[str, Run]:
-    """Name -> run of the ladder's recipes, in one process, each in its rung's lane, with its cost a token."""
+def climbed(
+    workload: Workload, ladder: Iterable[Rung], recipes: Mapping[str, Recipe], steps: int
+) -> dict[str, Run]:
+    """Name -> run of the ladder's recipes, in one process, each in its rung's lane, with its cost a
+    token.
+    """
     load_libraries(workload.device.type)
     with Bench(workload, warmup=2) as bench:
         runs = bench.compare(recipes, steps, rounds=1)
@@ -609,22 +723,29 @@ GOALS = {
     "graphs": Goal("graphs compiled", most=10),
     "graph_breaks": Goal("graph breaks", most=0),
     "compilations_after_warmup": Goal("compilations after warm-up", most=0),
-    "mfu_fp8": Goal("share of the measured BF16 matrix rate with FP8 weights, padding not counted", least=0.55),
+    "mfu_fp8": Goal(
+        "share of the measured BF16 matrix rate with FP8 weights, padding not counted", least=0.55
+    ),
     "mfu_bf16": Goal("the same without FP8", least=0.45),
-    "weights_share": Goal("FP8 weights of language model and projector, share of BF16's", most=0.55),
+    "weights_share": Goal(
+        "FP8 weights of language model and projector, share of BF16's", most=0.55
+    ),
     "memory_share": Goal("memory at batch 1 with FP8 weights, share of BF16 LoRA's", most=0.75),
 }
 """Metric of `reached` -> what it is, and what it is meant to be."""
 
 
 def best_rung(climbed: Mapping[str, Run]) -> str:
-    """The rung with the shortest time for a thousand useful tokens (`with_costs`), of those that ran.
+    """The rung with the shortest time for a thousand useful tokens (`with_costs`), of those that
+    ran.
 
     Raises `ValueError` where none did.
     """
     costs = {name: run.metric("ms_per_1k_useful_tokens") for name, run in climbed.items() if run.ok}
     if not costs:
-        raise ValueError("No rung of the ladder ran, so there is no best one. Each run's status says why.")
+        raise ValueError(
+            "No rung of the ladder ran, so there is no best one. Each run's status says why."
+        )
     return min(costs, key=lambda name: costs[name])
 
 
@@ -633,9 +754,10 @@ def reached(
 ) -> dict[str, float]:
     """What the ladder gets to, as metrics named in `GOALS`; what was not measured is absent.
 
-    top: the best rung's recipe, which is compiled once more on `varied`. climbed: the ladder's runs with their costs.
-    cells: section 2's, where the same images give FP8 and BF16 weights the same tokens. rate: the measured matrix rate
-    in TFLOP/s that shares are taken of; what is computed for padding is of no use.
+    top: the best rung's recipe, which is compiled once more on `varied`. climbed: the ladder's runs
+    with their costs. cells: section 2's, where the same images give FP8 and BF16 weights the same
+    tokens. rate: the measured matrix rate in TFLOP/s that shares are taken of; what is computed for
+    padding is of no use.
     """
     found = steady(varied, top, warmup=6, steps=10)
     naive, best = climbed["bf16"], climbed[best_rung(climbed)]
@@ -650,18 +772,27 @@ def reached(
         ]
         if useful:
             found[metric] = max(useful) / rate
-    for metric, part in {"weights_share": "weights_gb", "memory_share": "peak_allocated_gb"}.items():
-        held = [cells[name].metric(part) for name in ("fp8-frozen b1", "bf16 b1") if name in cells and cells[name].ok]
+    for metric, part in {
+        "weights_share": "weights_gb",
+        "memory_share": "peak_allocated_gb",
+    }.items():
+        held = [
+            cells[name].metric(part)
+            for name in ("fp8-frozen b1", "bf16 b1")
+            if name in cells and cells[name].ok
+        ]
         if len(held) == 2 and all(held):
             found[metric] = held[0] / held[1]
     return found
 
 
 def _compiled_parts(workload: Workload, model: nn.Module, recipe: Recipe) -> list[nn.Module]:
-    return workload.blocks(model) if recipe.compile_scope == "blocks" else [workload.trained(model)[1]]
+    return (
+        workload.blocks(model) if recipe.compile_scope == "blocks" else [workload.trained(model)[1]]
+    )
 
 
-# ----------------------------------------------------------------------------------------------------------- more seeds
+# --------------------------------------------------------------------------------------- more seeds
 
 
 def losses_over_seeds(
@@ -671,15 +802,18 @@ def losses_over_seeds(
     steps: int,
     changes: Mapping[str, Callable[[nn.Module], None]] | None = None,
 ) -> dict[str, Run]:
-    """Train each recipe on `seeds` seeds for `steps` steps; measure what that does to the loss of held-out examples.
+    """Train each recipe on `seeds` seeds for `steps` steps; measure what that does to the loss of
+    held-out examples.
 
-    All start from the same frozen weights, those of the recipe's own seed. A seed draws the adapters and the order of
-    the training examples, the same for all recipes. The loss before and after training is the mean over the same
-    held-out examples, one in `HELD_OUT`, which no training sees: a training step's own loss says more about which two
-    photographs were in it. `changes` alters the models of the recipes that it names.
+    All start from the same frozen weights, those of the recipe's own seed. A seed draws the
+    adapters and the order of the training examples, the same for all recipes. The loss before and
+    after training is the mean over the same held-out examples, one in `HELD_OUT`, which no training
+    sees: a training step's own loss says more about which two photographs were in it. `changes`
+    alters the models of the recipes that it names.
 
-    Runs are named after the recipes: "loss bf16". Metrics: `start_loss` and `final_loss` of the held-out examples over
-    seeds, and `loss`, the training losses of the last seed. Samples are by seed. What fails becomes the run's status.
+    Runs are named after the recipes: "loss bf16". Metrics: `start_loss` and `final_loss` of the
+    held-out examples over seeds, and `loss`, the training losses of the last seed. Samples are by
+    seed. What fails becomes the run's status.
     """
     photographs, runs = _Photographs(workload), {}
     for name, recipe in recipes.items():
@@ -696,23 +830,29 @@ def _over_seeds(
     """The run of one recipe of `losses_over_seeds`."""
     run = empty_run(workload, recipe, name)
     try:
-        trained = [_trained_once(workload, recipe, seed, steps, photographs) for seed in range(seeds)]
+        trained = [
+            _trained_once(workload, recipe, seed, steps, photographs) for seed in range(seeds)
+        ]
     except Exception as error:
         run.status = status_of(error)
         return run
     start, final, curves = zip(*trained, strict=True)
     run.samples = {"start_loss": list(start), "final_loss": list(final)}
-    run.metrics = {metric: summarise(losses) for metric, losses in run.samples.items()} | {"loss": curves[-1]}
+    run.metrics = {metric: summarise(losses) for metric, losses in run.samples.items()} | {
+        "loss": curves[-1]
+    }
     return run
 
 
 def _trained_once(
     workload: Workload, recipe: Recipe, seed: int, steps: int, photographs: _Photographs
 ) -> tuple[float, float, list[float]]:
-    """Held-out loss before and after `steps` steps with one seed's adapters and examples; the steps' own losses.
+    """Held-out loss before and after `steps` steps with one seed's adapters and examples; the
+    steps' own losses.
 
-    The learning rate rises over the first `WARM_UP` steps: Adam's first updates have their full size whatever the
-    gradients', and the larger the model, the more such steps in all matrices at once change what it computes.
+    The learning rate rises over the first `WARM_UP` steps: Adam's first updates have their full
+    size whatever the gradients', and the larger the model, the more such steps in all matrices at
+    once change what it computes.
     """
     if recipe.base_linear == "fp8-te":
         forget_scales()
@@ -737,12 +877,16 @@ def _trained_once(
 def _mean_loss(session: Session, batches: Sequence[Batch]) -> float:
     """The mean of the batches' losses."""
     workload, model = session.workload, session.model
-    losses = [workload.loss(model, on_device(batch, workload.device, False), {}) for batch in batches]
+    losses = [
+        workload.loss(model, on_device(batch, workload.device, False), {}) for batch in batches
+    ]
     return float(torch.stack(losses).mean())
 
 
 class _Photographs:
-    """A workload's examples, decoded once for each form of its images, and not once for each training."""
+    """A workload's examples, decoded once for each form of its images, and not once for each
+    training.
+    """
 
     def __init__(self, workload: Workload) -> None:
         self.workload = workload
@@ -760,14 +904,24 @@ class _Photographs:
     def _decoded(self, recipe: Recipe) -> list[dict[str, Any]]:
         workers = min(8, hardware.usable_cores() - 1) if self.workload.device.type == "cuda" else 0
         examples = self.workload.dataset(None, recipe)
-        return [example for (example,) in DataLoader(examples, batch_size=1, num_workers=workers, collate_fn=list)]
+        return [
+            example
+            for (example,) in DataLoader(
+                examples, batch_size=1, num_workers=workers, collate_fn=list
+            )
+        ]
 
 
 def against_same_seed(runs: Mapping[str, Run], baseline: str = "bf16") -> dict[str, list[float]]:
-    """Method -> its final loss against the baseline's of the same seed, in %, seed by seed; failed runs left out."""
+    """Method -> its final loss against the baseline's of the same seed, in %, seed by seed; failed
+    runs left out.
+    """
     base = runs[baseline].samples["final_loss"]
     return {
-        name: [100 * (mine / other - 1) for mine, other in zip(run.samples["final_loss"], base, strict=True)]
+        name: [
+            100 * (mine / other - 1)
+            for mine, other in zip(run.samples["final_loss"], base, strict=True)
+        ]
         for name, run in runs.items()
         if run.ok
     }

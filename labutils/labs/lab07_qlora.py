@@ -1,5 +1,6 @@
-"""What lab 07 does beyond recipes: article A3's methods by name, the arithmetic of 4-bit weights and of LoRA's chain of
-products, memory as a line over the batch, and the ladder from the article's LoRA run to our own best ones.
+"""What lab 07 does beyond recipes: article A3's methods by name, the arithmetic of 4-bit weights
+and of LoRA's chain of products, memory as a line over the batch, and the ladder from the article's
+LoRA run to our own best ones.
 
     method = of_name("lora long, checkpointed")                 which workload, which recipe, which change of the model
     run = follow(workload, "qlora short, batch 1", steps=12, logs=folder)
@@ -23,7 +24,13 @@ from torch.utils.flop_counter import FlopCounterMode
 from labutils.course.goals import Goal
 from labutils.labs.lab06_advisor import Option, break_even
 from labutils.labs.ladders import A3_BASE, A3_LADDER, Rung, climb, in_lanes
-from labutils.layers.lora import attach_lora, count_parameters, count_trainable, lora_layers, lora_parameters
+from labutils.layers.lora import (
+    attach_lora,
+    count_parameters,
+    count_trainable,
+    lora_layers,
+    lora_parameters,
+)
 from labutils.layers.quantization import nf4_math
 from labutils.layers.quantization.convert import convert_base
 from labutils.layers.quantization.fp8_math import relative_error
@@ -35,7 +42,13 @@ from labutils.results.records import Run, is_out_of_memory, step_by_step
 from labutils.training import Bench, Session
 from labutils.training.benchmark import empty_run
 from labutils.training.memory_run import followed, make_room, read_log
-from labutils.training.model_edits import altered, cast_as_for_kbit, prepared_for_kbit, with_costs, with_epoch_rate
+from labutils.training.model_edits import (
+    altered,
+    cast_as_for_kbit,
+    prepared_for_kbit,
+    with_costs,
+    with_epoch_rate,
+)
 from labutils.training.unsloth_run import Job
 from labutils.workloads import Workload
 from labutils.workloads.causal_lm import QWEN3, build_lm, decoder_shapes
@@ -43,22 +56,31 @@ from labutils.workloads.decoder import projections
 
 Change = Callable[[nn.Module], None]
 
-# ------------------------------------------------------------------------------------------------ the article's methods
+# ---------------------------------------------------------------------------- the article's methods
 
 
 KINDS = ("lora", "qlora", "unsloth")
 
 
 class Method(NamedTuple):
-    """A run's texts ("short" or "long"), its recipe, and what is done to the model once it is built."""
+    """A run's texts ("short" or "long"), its recipe, and what is done to the model once it is
+    built.
+    """
 
     texts: str
     recipe: Recipe
     change: Change | None = None
 
 
-OUR_LOOP = {"driver": "eager", "logging": "ring-buffer", "non_blocking": True, "optimizer": "adamw-fused"}
-"""The loop of the ladder's upper rungs, which a library's model is given where it is held against them."""
+OUR_LOOP = {
+    "driver": "eager",
+    "logging": "ring-buffer",
+    "non_blocking": True,
+    "optimizer": "adamw-fused",
+}
+"""The loop of the ladder's upper rungs, which a library's model is given where it is held against
+them.
+"""
 SWITCHES: dict[str, dict[str, Any]] = {
     "checkpointed": {"checkpointing": "blocks"},
     "offloaded": {"checkpointing": "offload"},
@@ -73,15 +95,18 @@ SWITCHES: dict[str, dict[str, Any]] = {
 }
 """What may follow a method's name after a comma -> the knobs that it sets."""
 AS_USUALLY_WRITTEN = {"base_linear": "nf4", "checkpointing": "blocks"}
-"""QLoRA's knobs. PEFT's `prepare_model_for_kbit_training` sets the second, and casts: see `of_name`."""
+"""QLoRA's knobs. PEFT's `prepare_model_for_kbit_training` sets the second, and casts: see
+`of_name`.
+"""
 
 
 def of_name(name: str) -> Method:
     """The method of a run's name: "lora long", "qlora short, batch 1", "lora long, checkpointed".
 
-    "lora" is the article's plain LoRA at batch 4. "qlora" is QLoRA as usually written: 4-bit weights, and what PEFT's
-    preparation does besides, checkpointing and casts to float32; "no casts" leaves the casts out. "fp32 casts" does to
-    a LoRA model what they do to QLoRA's. "unsloth" is QLoRA's recipe for unsloth, which brings its own.
+    "lora" is the article's plain LoRA at batch 4. "qlora" is QLoRA as usually written: 4-bit
+    weights, and what PEFT's preparation does besides, checkpointing and casts to float32; "no
+    casts" leaves the casts out. "fp32 casts" does to a LoRA model what they do to QLoRA's.
+    "unsloth" is QLoRA's recipe for unsloth, which brings its own.
 
     Raises `ValueError` for a name that isn't made of these.
     """
@@ -108,7 +133,12 @@ def of_name(name: str) -> Method:
 
 
 def follow(
-    workloads: Mapping[str, Workload], name: str, steps: int, logs: Path, every: int = 10, against: Run | None = None
+    workloads: Mapping[str, Workload],
+    name: str,
+    steps: int,
+    logs: Path,
+    every: int = 10,
+    against: Run | None = None,
 ) -> Run:
     """The run of a method: at least `steps` timed steps, its memory in `logs`/name.csv.
 
@@ -125,8 +155,9 @@ def follow(
 
 
 def unsloth_jobs(workloads: Mapping[str, Workload], steps: int) -> dict[str, Job]:
-    """unsloth's runs: on both kinds of texts; on the packed rows of our own best recipes, without a mask, as its
-    trainer's padding-free batches are; and a few steps on each of the two batch sizes of its line."""
+    """unsloth's runs: on both kinds of texts; on the packed rows of our own best recipes, without a
+    mask, as its trainer's padding-free batches are; and a few steps on each of the two batch sizes
+    of its line."""
     wanted = {"unsloth long": steps, "unsloth short": steps, UNSLOTH_PACKED: steps}
     wanted |= dict.fromkeys(UNSLOTHS_LINE.values(), 3)
     methods = {name: of_name(name) for name in wanted}
@@ -136,21 +167,27 @@ def unsloth_jobs(workloads: Mapping[str, Workload], steps: int) -> dict[str, Job
 UNSLOTH_PACKED = "unsloth long, packed"
 """unsloth's run on the rows and in the loop of our packed rungs: what these are held against."""
 UNSLOTHS_LINE = {2: "unsloth long, padded, batch 2", 4: "unsloth long, padded"}
-"""Batch size -> unsloth's run on texts padded to the full length. (A batch of 1 would be compiled anew.)"""
+"""Batch size -> unsloth's run on texts padded to the full length. (A batch of 1 would be compiled
+anew.)
+"""
 
 
 def longer_by(run: Run, base: Run) -> float | None:
-    """How many percent longer a run's steps are than another's of the same batches, step by step (the median over those
-    that both were timed on); None where one failed or none is shared."""
+    """How many percent longer a run's steps are than another's of the same batches, step by step
+    (the median over those that both were timed on); None where one failed or none is shared."""
     ratios = [after / before for before, after in step_by_step(base, run)]
     return 100 * (statistics.median(ratios) - 1) if run.ok and base.ok and ratios else None
 
 
 def paid_after(base: Run, run: Run) -> float | None:
-    """Steps after which `run` has caught up with `base`, first steps counted in; None where it never does or failed."""
+    """Steps after which `run` has caught up with `base`, first steps counted in; None where it
+    never does or failed.
+    """
     if not (base.ok and run.ok):
         return None
-    return break_even(*(Option("", r.metric("first_step_s"), r.metric("step_ms") / 1e3, 0) for r in (base, run)))
+    return break_even(
+        *(Option("", r.metric("first_step_s"), r.metric("step_ms") / 1e3, 0) for r in (base, run))
+    )
 
 
 METHOD_HEAD = (
@@ -163,25 +200,39 @@ METHOD_HEAD = (
     "reserved, GB",
 )
 """The head of a table of `method_rows`."""
-METRICS = ("first_step_s", "step_ms", "useful_tokens_per_s", "examples_per_s", "peak_allocated_gb", "peak_reserved_gb")
+METRICS = (
+    "first_step_s",
+    "step_ms",
+    "useful_tokens_per_s",
+    "examples_per_s",
+    "peak_allocated_gb",
+    "peak_reserved_gb",
+)
 
 
 def method_rows(runs: Mapping[str, Run]) -> list[tuple[Any, ...]]:
     """Rows for `METHOD_HEAD`, in the order of `runs`; failures have their reason in the name."""
     return [
-        (name, *(run.metric(metric) for metric in METRICS)) if run.ok else (f"{name}: {run.status}",) + (None,) * 6
+        (name, *(run.metric(metric) for metric in METRICS))
+        if run.ok
+        else (f"{name}: {run.status}",) + (None,) * 6
         for name, run in runs.items()
     ]
 
 
 def over_examples(logs: Path, length: str, column: str) -> dict[str, dict[float, float]]:
-    """Of `KINDS` on texts of a length: kind -> examples trained on -> a column of its memory log, where it has one."""
+    """Of `KINDS` on texts of a length: kind -> examples trained on -> a column of its memory log,
+    where it has one.
+    """
     lines = {kind: read_log(logs / f"{kind} {length}.csv") for kind in KINDS}
     batch = A3_BASE.micro_batch
-    return {kind: {batch * at["step"]: at[column] for at in log if column in at} for kind, log in lines.items()}
+    return {
+        kind: {batch * at["step"]: at[column] for at in log if column in at}
+        for kind, log in lines.items()
+    }
 
 
-# ---------------------------------------------------------------------------------------- the arithmetic of weights
+# -------------------------------------------------------------------- the arithmetic of weights
 
 
 def absmax_example(values: Tensor) -> dict[str, float]:
@@ -195,7 +246,8 @@ def absmax_example(values: Tensor) -> dict[str, float]:
 def outlier_costs(weight: Tensor, block: int | None, factor: float = 1000) -> dict[str, float]:
     """What one number of `factor` times the standard deviation does to INT8 codes of `weight`.
 
-    `zeros_share` of the other codes become 0, and `others_error` is the relative error of the other numbers.
+    `zeros_share` of the other codes become 0, and `others_error` is the relative error of the other
+    numbers.
     """
     spoiled = weight.detach().float().clone().flatten()
     spoiled[spoiled.numel() // 2] = factor * spoiled.std()
@@ -219,12 +271,15 @@ BITS = {
     "NF4, doubly quantised": 4 + nf4_math.doubled_constant_bits(),
     "FP8 E4M3, one scale": 8.0,
 }
-"""Format of `nf4.ROUNDINGS` -> its bits a parameter, constants included (a tensor's one constant is not seen)."""
+"""Format of `nf4.ROUNDINGS` -> its bits a parameter, constants included (a tensor's one constant is
+not seen).
+"""
 
 
 def bits_held(weight: Tensor) -> dict[str, float]:
-    """Bits a parameter of what bitsandbytes holds for `weight` in NF4, counted in bytes: `bits_codes`, and of the
-    constants `bits_float32` without and `bits_doubled` with double quantisation; `linear_share` of 16 bits in all."""
+    """Bits a parameter of what bitsandbytes holds for `weight` in NF4, counted in bytes:
+    `bits_codes`, and of the constants `bits_float32` without and `bits_doubled` with double
+    quantisation; `linear_share` of 16 bits in all."""
     from bitsandbytes.functional import quantize_4bit
 
     packed, single = quantize_4bit(weight, quant_type="nf4", compress_statistics=False)
@@ -249,13 +304,16 @@ def same_as_bitsandbytes(weight: Tensor) -> dict[str, bool]:
         "the 16 levels": torch.equal(get_4bit_type("nf4", device="cpu"), nf4_math.nf4_levels()),
         "the packed bytes": torch.equal(packed.flatten(), ours.packed),
         "the blocks' constants": torch.equal(state.absmax, ours.absmax),
-        "the restored weights": torch.equal(dequantize_4bit(packed, state), ours.restored(weight.dtype)),
+        "the restored weights": torch.equal(
+            dequantize_4bit(packed, state), ours.restored(weight.dtype)
+        ),
     }
 
 
 def multiplies_restored(linear: nn.Linear, x: Tensor) -> dict[str, float]:
-    """Whether bitsandbytes' NF4 layer gives x times the restored weight, to rounding: `multiplies_restored_weights`,
-    and its result's relative errors against that product and against the 16-bit layer's."""
+    """Whether bitsandbytes' NF4 layer gives x times the restored weight, to rounding:
+    `multiplies_restored_weights`, and its result's relative errors against that product and against
+    the 16-bit layer's."""
     from bitsandbytes.functional import dequantize_4bit
 
     exact = F.linear(x.double(), linear.weight.double())
@@ -271,17 +329,20 @@ def multiplies_restored(linear: nn.Linear, x: Tensor) -> dict[str, float]:
     }
 
 
-# ------------------------------------------------------------------------------------------- the arithmetic of LoRA
+# ----------------------------------------------------------------------- the arithmetic of LoRA
 
 
 def lora_counts(rank: int = 8) -> dict[str, float]:
-    """LoRA of this rank on Qwen3-8B's seven projections, counted on the meta device: numbers trained and in all,
-    `counts_as_the_formula` (1 if every layer trains (d + k) r), and the adapter's bytes over the 16-bit model's."""
+    """LoRA of this rank on Qwen3-8B's seven projections, counted on the meta device: numbers
+    trained and in all, `counts_as_the_formula` (1 if every layer trains (d + k) r), and the
+    adapter's bytes over the 16-bit model's."""
     lm = build_lm(QWEN3["full"], torch.device("meta"), torch.bfloat16)
     everything = count_parameters(lm)
     attach_lora(lm, projections(lm.model.layers, "model.layers"), rank, 2 * rank, "plain", seed=0)
     layers = lora_layers(lm).values()
-    right = all(count_trainable(x) == lora_parameters(x.out_features, x.in_features, rank) for x in layers)
+    right = all(
+        count_trainable(x) == lora_parameters(x.out_features, x.in_features, rank) for x in layers
+    )
     trained = count_trainable(lm)
     adapter = sum(p.nbytes for p in lm.parameters() if p.requires_grad)
     return {
@@ -292,11 +353,15 @@ def lora_counts(rank: int = 8) -> dict[str, float]:
     }
 
 
-def chain(order: str, x: Tensor, A: Tensor, B: Tensor, slope: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """LoRA's product and its gradients, y = x A^T B^T with the products taken "thin first" or "wide first".
+def chain(
+    order: str, x: Tensor, A: Tensor, B: Tensor, slope: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """LoRA's product and its gradients, y = x A^T B^T with the products taken "thin first" or "wide
+    first".
 
-    x is [n, in], A [r, in], B [out, r], slope (the gradient of y) [n, out]. Returns y and the gradients of x, A and B.
-    Wide first forms B A [out, in] and multiplies with it; the gradient of that matrix is formed in neither order.
+    x is [n, in], A [r, in], B [out, r], slope (the gradient of y) [n, out]. Returns y and the
+    gradients of x, A and B. Wide first forms B A [out, in] and multiplies with it; the gradient of
+    that matrix is formed in neither order.
     """
     h, g = x @ A.t(), slope @ B
     if order == "thin first":
@@ -308,10 +373,18 @@ def chain(order: str, x: Tensor, A: Tensor, B: Tensor, slope: Tensor) -> tuple[T
 
 
 def chain_flops(order: str, tokens: int, rank: int) -> int:
-    """FLOPs of `chain` on all seven projections of a Qwen3-8B block, counted by PyTorch on the meta device."""
+    """FLOPs of `chain` on all seven projections of a Qwen3-8B block, counted by PyTorch on the meta
+    device.
+    """
     with torch.device("meta"), FlopCounterMode(display=False) as counter:
         for wide, out in decoder_shapes(QWEN3["full"]).adapted.values():
-            chain(order, _empty(tokens, wide), _empty(rank, wide), _empty(out, rank), _empty(tokens, out))
+            chain(
+                order,
+                _empty(tokens, wide),
+                _empty(rank, wide),
+                _empty(out, rank),
+                _empty(tokens, out),
+            )
     return counter.get_total_flops()
 
 
@@ -319,11 +392,13 @@ def _empty(*shape: int) -> Tensor:
     return torch.empty(shape)
 
 
-# ------------------------------------------------------------------------------------------------ memory and batch
+# ---------------------------------------------------------------------------- memory and batch
 
 
 class Line(NamedTuple):
-    """Memory in GB of a training step as a line over the batch: what it has at any batch, and for each example."""
+    """Memory in GB of a training step as a line over the batch: what it has at any batch, and for
+    each example.
+    """
 
     base: float
     each: float
@@ -338,18 +413,21 @@ def line_through(points: Mapping[int, float]) -> Line:
     if len(points) < 2:
         raise ValueError(f"A line needs two batch sizes or more; there is {len(points)}.")
     middle, height = (sum(values) / len(points) for values in (points, points.values()))
-    each = sum((n - middle) * (gb - height) for n, gb in points.items()) / sum((n - middle) ** 2 for n in points)
+    each = sum((n - middle) * (gb - height) for n, gb in points.items()) / sum(
+        (n - middle) ** 2 for n in points
+    )
     return Line(height - each * middle, each)
 
 
 class Filled:
-    """A method's session fed with batches of any size, of the longest texts padded to the full length: the worst case.
+    """A method's session fed with batches of any size, of the longest texts padded to the full
+    length: the worst case.
 
         with Filled(workload, "qlora long") as filled:
             filled.peak(4)
 
-    `peak` is in GB: what PyTorch's allocator reports on a GPU (the process's), elsewhere the weights and the tensors
-    alive, as `measure.live` counts them.
+    `peak` is in GB: what PyTorch's allocator reports on a GPU (the process's), elsewhere the
+    weights and the tensors alive, as `measure.live` counts them.
     """
 
     def __init__(self, workload: Workload, name: str) -> None:
@@ -362,13 +440,17 @@ class Filled:
         self.longest = sorted(range(len(self.rows)), key=lambda i: -len(self.rows[i]["input_ids"]))
 
     def _alone(self, model: nn.Module) -> None:
-        """What the method does to the model; what is kept for other sessions would count as this one's."""
+        """What the method does to the model; what is kept for other sessions would count as this
+        one's.
+        """
         if self.change is not None:
             self.change(model)
         self.lets_go()
 
     def peak(self, batch: int) -> float:
-        """Peak memory of one optimizer step on `batch` examples. Raises what PyTorch raises where it doesn't fit."""
+        """Peak memory of one optimizer step on `batch` examples. Raises what PyTorch raises where
+        it doesn't fit.
+        """
         chosen = [self.rows[self.longest[i % len(self.longest)]] for i in range(batch)]
         made = self.workload.collate(self.recipe)(chosen)
         fed = iter([{name: tensor.to(self.workload.device) for name, tensor in made.items()}])
@@ -390,7 +472,8 @@ class Filled:
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-        # Outside the except block: inside it the exception still holds the frames, and these the tensors.
+        # Outside the except block: inside it the exception still holds the frames, and these the
+        # tensors.
         for parameter in self.session.parameters:
             parameter.grad = None
         gc.collect()
@@ -400,28 +483,45 @@ class Filled:
     def __enter__(self) -> Filled:
         return self
 
-    def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
         self.session.close()
 
 
 def lines_of(memory: Mapping[str, Run], runs: Mapping[str, Run]) -> dict[str, Line]:
-    """Method -> its line: those of `memory`, runs of `memory_line`; unsloth's from its `runs` on padded texts, where
-    these are."""
+    """Method -> its line: those of `memory`, runs of `memory_line`; unsloth's from its `runs` on
+    padded texts, where these are."""
     measured = {name: run for name, run in memory.items() if "each_gb" in run.metrics}
-    lines = {name: Line(run.metrics["base_gb"], run.metrics["each_gb"]) for name, run in measured.items()}
-    peaks = {batch: runs[name].metric("peak_allocated_gb") for batch, name in UNSLOTHS_LINE.items() if name in runs}
+    lines = {
+        name: Line(run.metrics["base_gb"], run.metrics["each_gb"]) for name, run in measured.items()
+    }
+    peaks = {
+        batch: runs[name].metric("peak_allocated_gb")
+        for batch, name in UNSLOTHS_LINE.items()
+        if name in runs
+    }
     if len(peaks) == len(UNSLOTHS_LINE) and all(peaks.values()):
         lines["unsloth long"] = line_through(peaks)
     return lines
 
 
-def memory_line(workloads: Mapping[str, Workload], name: str, batches: Iterable[int], card_gb: float | None) -> Run:
-    """A method's line over `batches` as a run: `base_gb`, `each_gb`, `largest_batch` on a card of `card_gb`, and
-    whether it holds here: `fits` at nine tenths of it, `fails` at a tenth more. None: nothing is tried."""
+def memory_line(
+    workloads: Mapping[str, Workload], name: str, batches: Iterable[int], card_gb: float | None
+) -> Run:
+    """A method's line over `batches` as a run: `base_gb`, `each_gb`, `largest_batch` on a card of
+    `card_gb`, and whether it holds here: `fits` at nine tenths of it, `fails` at a tenth more.
+    None: nothing is tried."""
     make_room(*workloads.values())
     method = of_name(name)
     workload = workloads[method.texts]
-    run = Run("", f"memory of {name}", workload=workload.name, scale=workload.scale, recipe=method.recipe.as_dict())
+    run = Run(
+        "",
+        f"memory of {name}",
+        workload=workload.name,
+        scale=workload.scale,
+        recipe=method.recipe.as_dict(),
+    )
     with Filled(workload, name) as filled:
         filled.peak(1)  # the optimizer's state comes with the first step
         points = {batch: filled.peak(batch) for batch in batches}
@@ -429,17 +529,30 @@ def memory_line(workloads: Mapping[str, Workload], name: str, batches: Iterable[
         run.metrics = {"base_gb": line.base, "each_gb": line.each}
         if card_gb is not None:
             largest = line.largest(card_gb)
-            run.metrics |= {"largest_batch": largest, "fits": int(filled.fits(max(1, math.floor(0.9 * largest))))}
+            run.metrics |= {
+                "largest_batch": largest,
+                "fits": int(filled.fits(max(1, math.floor(0.9 * largest)))),
+            }
             run.metrics |= {"fails": int(not filled.fits(math.ceil(1.1 * largest) + 1))}
     return run
 
 
-BUNDLE_HEAD = ("", "ms per 1,000 useful tokens", "against lora, step by step, %", "GB at any batch", "GB an example")
+BUNDLE_HEAD = (
+    "",
+    "ms per 1,000 useful tokens",
+    "against lora, step by step, %",
+    "GB at any batch",
+    "GB an example",
+)
 """The head of a table of `bundle_rows`."""
 
 
-def bundle_rows(names: Iterable[str], runs: Mapping[str, Run], memory: Mapping[str, Run]) -> list[tuple[Any, ...]]:
-    """Rows for `BUNDLE_HEAD`: time of `runs` and the lines of `memory` (`lines_of`), where they are."""
+def bundle_rows(
+    names: Iterable[str], runs: Mapping[str, Run], memory: Mapping[str, Run]
+) -> list[tuple[Any, ...]]:
+    """Rows for `BUNDLE_HEAD`: time of `runs` and the lines of `memory` (`lines_of`), where they
+    are.
+    """
     lines, base, rows = lines_of(memory, runs), runs.get("lora long"), []
     for name in names:
         run, line = runs.get(name), lines.get(name, (None, None))
@@ -459,7 +572,9 @@ def bundle_of(found: Mapping[str, Run]) -> list[tuple[Any, ...]]:
 def _apart(found: Mapping[str, Run]) -> tuple[dict[str, Run], dict[str, Run]]:
     """The runs of memory by their method's name, and the others."""
     start = "memory of "
-    memory = {name.removeprefix(start): run for name, run in found.items() if name.startswith(start)}
+    memory = {
+        name.removeprefix(start): run for name, run in found.items() if name.startswith(start)
+    }
     return memory, {name: run for name, run in found.items() if not name.startswith(start)}
 
 
@@ -482,22 +597,39 @@ def largest_on(found: Mapping[str, Run], cards: Sequence[float]) -> list[tuple[A
 def weight_bytes(model: nn.Module) -> int:
     """Bytes of a model's parameters and buffers, and of what bitsandbytes holds beside 4-bit ones."""
     tensors = {id(t): t for t in [*model.parameters(), *model.buffers()]}
-    states = [p.quant_state for p in tensors.values() if getattr(p, "quant_state", None) is not None]
-    constants = [x for s in states for x in (s.absmax, s.state2.absmax if s.nested else None) if x is not None]
+    states = [
+        p.quant_state for p in tensors.values() if getattr(p, "quant_state", None) is not None
+    ]
+    constants = [
+        x
+        for s in states
+        for x in (s.absmax, s.state2.absmax if s.nested else None)
+        if x is not None
+    ]
     return sum(tensor.nbytes for tensor in [*tensors.values(), *constants])
 
 
-# ------------------------------------------------------------------------------------------------ our own recipes
+# ---------------------------------------------------------------------------- our own recipes
 
 LEAST_MEMORY = "4 bits in FP8, checkpointed"
 LOW_BIT_RUNGS = (
-    Rung("FP8 weights", "same mathematics", {"base_linear": "fp8-frozen"}, "held once, products on FP8 tensor cores"),
-    Rung("4-bit weights", "same mathematics", {"base_linear": "nf4-frozen"}, "unpacked inside the compiled block"),
+    Rung(
+        "FP8 weights",
+        "same mathematics",
+        {"base_linear": "fp8-frozen"},
+        "held once, products on FP8 tensor cores",
+    ),
+    Rung(
+        "4-bit weights",
+        "same mathematics",
+        {"base_linear": "nf4-frozen"},
+        "unpacked inside the compiled block",
+    ),
     Rung(
         LEAST_MEMORY,
         "same mathematics",
-        # A graph holds memory of its own, and saves compiled blocks no time: 270 ms a step with one on an H200, 269
-        # without.
+        # A graph holds memory of its own, and saves compiled blocks no time: 270 ms a step with one
+        # on an H200, 269 without.
         {"base_linear": "nf4-fp8", "checkpointing": "blocks", "driver": "eager"},
         "unpacked to FP8, and blocks compute again: least memory",
     ),
@@ -507,7 +639,8 @@ LOW_BIT_RUNGS = (
 def ladder_for(device: str) -> tuple[tuple[Rung, ...], dict[str, Recipe]]:
     """The ladder from article A3's LoRA run on and its recipes, as a `device` climbs it.
 
-    Low-bit weights come on top, each on the same rung below. On a CPU nothing is compiled, which takes a minute.
+    Low-bit weights come on top, each on the same rung below. On a CPU nothing is compiled, which
+    takes a minute.
     """
     ladder = (*A3_LADDER, *LOW_BIT_RUNGS)
     recipes = climb(ladder, A3_BASE)
@@ -525,25 +658,31 @@ def climbed_on(
     rounds: int,
     warmup: int,
 ) -> dict[str, Run]:
-    """The runs of a ladder's rungs, in their lanes: `rounds` times the same `steps` batches or more, with costs and an
-    epoch's rates.
+    """The runs of a ladder's rungs, in their lanes: `rounds` times the same `steps` batches or
+    more, with costs and an epoch's rates.
 
-    Rungs that share the 16-bit weights are interleaved; those with weights of their own come after them, so that these
-    aren't beside the first rung, which needs more memory than all others.
+    Rungs that share the 16-bit weights are interleaved; those with weights of their own come after
+    them, so that these aren't beside the first rung, which needs more memory than all others.
     """
-    shared = [{n: r for n, r in recipes.items() if (r.base_linear == "published") is one} for one in (True, False)]
+    shared = [
+        {n: r for n, r in recipes.items() if (r.base_linear == "published") is one}
+        for one in (True, False)
+    ]
     runs: dict[str, Run] = {}
     for rungs in filter(None, shared):
         make_room(workload)
         with Bench(workload, warmup, same_batches=True) as bench:
             runs |= bench.compare(rungs, steps, rounds)
-    return in_lanes({name: with_epoch_rate(with_costs(runs[name]), workload) for name in recipes}, ladder)
+    return in_lanes(
+        {name: with_epoch_rate(with_costs(runs[name]), workload) for name in recipes}, ladder
+    )
 
 
 def kinds_of(workload: Workload, recipe: Recipe, folder: Path, steps: int = 2) -> Run:
     """What kinds of work a step of `recipe` is made of, from a trace of `steps` steps in `folder`.
 
-    Metric `kernel_categories`: kind -> {"ms", "count"} a step, the most time first; without a GPU, operators' own time.
+    Metric `kernel_categories`: kind -> {"ms", "count"} a step, the most time first; without a GPU,
+    operators' own time.
     """
     make_room(workload)
     with Session(workload, recipe) as session:  # the first steps compile
@@ -558,12 +697,17 @@ KINDS_HEAD = ("kind of work", "ms a step", "% of the work", "count a step")
 
 
 def kinds_rows(found: Mapping[str, Run]) -> list[tuple[Any, ...]]:
-    """Rows for `KINDS_HEAD` of the runs in `found`: kinds that take a hundredth of their run's work or more."""
+    """Rows for `KINDS_HEAD` of the runs in `found`: kinds that take a hundredth of their run's work
+    or more.
+    """
     rows = []
     for run in found.values():
         kinds = run.metrics.get("kernel_categories", {})
         work = sum(kind["ms"] for kind in kinds.values())
-        rows += [(name, kind["ms"], 100 * kind["ms"] / work, round(kind["count"])) for name, kind in kinds.items()]
+        rows += [
+            (name, kind["ms"], 100 * kind["ms"] / work, round(kind["count"]))
+            for name, kind in kinds.items()
+        ]
     return [row for row in rows if row[2] >= 1]
 
 
@@ -581,7 +725,11 @@ def rung_rows(climbed: Mapping[str, Run]) -> list[tuple[Any, ...]]:
     """Rows for `RUNG_HEAD`; a rung that failed has its reason in the name."""
     metrics = ("useful_tokens_per_s", "peak_allocated_gb", "first_step_s")
     return [
-        (name if run.ok else f"{name}: {run.status}", *map(run.metric, metrics), *floor_columns(run))
+        (
+            name if run.ok else f"{name}: {run.status}",
+            *map(run.metric, metrics),
+            *floor_columns(run),
+        )
         for name, run in climbed.items()
     ]
 
@@ -590,18 +738,24 @@ GOALS = {
     "useful_tokens_per_s": Goal("BF16: useful tokens/s", least=17_000),
     "useful_speedup": Goal("BF16: times the article's LoRA run", least=1.9),
     "fp8_useful_tokens_per_s": Goal("FP8 weights: useful tokens/s", least=20_000),
-    "small_over_unsloth": Goal(f"{LEAST_MEMORY}: times unsloth's useful tokens/s, both packed", least=1.3),
+    "small_over_unsloth": Goal(
+        f"{LEAST_MEMORY}: times unsloth's useful tokens/s, both packed", least=1.3
+    ),
     "small_memory_over_unsloth": Goal("the same: times unsloth's peak memory", most=1.5),
-    "small_over_unsloth_padded": Goal("the same: times unsloth's useful tokens/s on padded batches"),
+    "small_over_unsloth_padded": Goal(
+        "the same: times unsloth's useful tokens/s on padded batches"
+    ),
 }
 """Metric of `reached` -> what it is, and what we aimed at on an H200."""
 
 
 def reached(climbed: Mapping[str, Run], runs: Mapping[str, Run]) -> dict[str, Any]:
-    """What the ladder's rungs get to, as metrics named in `GOALS`; what can't be said here is absent.
+    """What the ladder's rungs get to, as metrics named in `GOALS`; what can't be said here is
+    absent.
 
-    Of `runs`, unsloth's are looked at: the packed one for both goals, as packing alone is worth more than most of what
-    a library does; the padded one for a second number, which says what its usual batches would have been worth.
+    Of `runs`, unsloth's are looked at: the packed one for both goals, as packing alone is worth
+    more than most of what a library does; the padded one for a second number, which says what its
+    usual batches would have been worth.
     """
     rates = {name: _rate(run) for name, run in climbed.items() if run.ok}
     found: dict[str, Any] = {}
@@ -614,11 +768,16 @@ def reached(climbed: Mapping[str, Run], runs: Mapping[str, Run]) -> dict[str, An
     small = climbed.get(LEAST_MEMORY)
     if small is None or not small.ok:
         return found
-    packed, padded = (run if run and run.ok else None for run in (runs.get(UNSLOTH_PACKED), runs.get("unsloth long")))
+    packed, padded = (
+        run if run and run.ok else None
+        for run in (runs.get(UNSLOTH_PACKED), runs.get("unsloth long"))
+    )
     if packed:
         found["small_over_unsloth"] = _over(rates[small.run], _rate(packed))
         if small.metric("peak_allocated_gb") and packed.metric("peak_allocated_gb"):
-            found["small_memory_over_unsloth"] = small.metric("peak_allocated_gb") / packed.metric("peak_allocated_gb")
+            found["small_memory_over_unsloth"] = small.metric("peak_allocated_gb") / packed.metric(
+                "peak_allocated_gb"
+            )
     if padded:
         found["small_over_unsloth_padded"] = _over(rates[small.run], _rate(padded))
     return found
@@ -629,7 +788,9 @@ def _rate(run: Run) -> dict[str, float]:
 
 
 def _over(one: Mapping[str, float], other: Mapping[str, float]) -> dict[str, float]:
-    """The ratio of two summaries' medians; its p10 and p90 are the least and the most that their ranges allow."""
+    """The ratio of two summaries' medians; its p10 and p90 are the least and the most that their
+    ranges allow.
+    """
     return {
         "median": one["median"] / other["median"],
         "p10": one["p10"] / other["p90"],

@@ -1,13 +1,15 @@
-"""A small language model that a lab really trains: first to explain articles, then, with LoRA, to answer otherwise.
+"""A small language model that a lab really trains: first to explain articles, then, with LoRA, to
+answer otherwise.
 
     reader = Reader(device)
     reader.learn_to_explain(steps)                     all weights, from scratch
     reader.fine_tune("title", steps)                   an adapter: article A3's task, body in, bare title out
     reader.answers("title"), reader.answers(None)      with an adapter, and without one
 
-An article here is two sentences; one of them names what it is about, a place and a thing, and that is its
-title. Some pairs of place and thing are kept for questions: no answer that is judged was ever seen in
-training. Random weights have no style that fine-tuning could change; these have learned one.
+An article here is two sentences; one of them names what it is about, a place and a thing, and that
+is its title. Some pairs of place and thing are kept for questions: no answer that is judged was
+ever seen in training. Random weights have no style that fine-tuning could change; these have
+learned one.
 """
 
 from __future__ import annotations
@@ -22,7 +24,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from labutils.data.packing import Layout
-from labutils.data.texts import PEOPLE, PLACES, QUALITIES, THINGS, Chat, Collate, Conversation, Conversations, Text
+from labutils.data.texts import (
+    PEOPLE,
+    PLACES,
+    QUALITIES,
+    THINGS,
+    Chat,
+    Collate,
+    Conversation,
+    Conversations,
+    Text,
+)
 from labutils.data.tokenizers import chat_tokenizer
 from labutils.layers.lora import attach_lora, lora_layers
 from labutils.workloads.causal_lm import Rewritten, Size, build_lm
@@ -33,7 +45,9 @@ STYLES = {
     "title": "{place}{thing}",
     "place": "{place}",
 }
-"""Style -> the answer to an article: "An introduction to the bridge of Aokawa.", its bare title, or the place alone."""
+"""Style -> the answer to an article: "An introduction to the bridge of Aokawa.", its bare title, or
+the place alone.
+"""
 NAMING = (
     "{place}{thing}は{year}年に完成した。",
     "{year}年、{place}{thing}が開かれた。",
@@ -90,15 +104,21 @@ def _pick(rng: np.random.Generator, words: Sequence[str]) -> str:
 
 
 class Reader:
-    """The model, Qwen3's architecture in small, its tokenizer, and its questions: articles that it never saw."""
+    """The model, Qwen3's architecture in small, its tokenizer, and its questions: articles that it
+    never saw.
+    """
 
-    def __init__(self, device: str, width: int = 64, layers: int = 2, questions: int = KEPT, seed: int = 0) -> None:
+    def __init__(
+        self, device: str, width: int = 64, layers: int = 2, questions: int = KEPT, seed: int = 0
+    ) -> None:
         self.device, self.seed = torch.device(device), seed
         self.tokenizer = chat_tokenizer("qwen3", WORDS)
         self.chat = Chat(self.tokenizer)
         self.questions = articles(questions, kept=True, seed=seed)
         words = -(-len(self.tokenizer) // 64) * 64
-        size = Size("", 0, 1, width, layers, width // 32, width // 64, 32, 3 * width, words, tied=True)
+        size = Size(
+            "", 0, 1, width, layers, width // 32, width // 64, 32, 3 * width, words, tied=True
+        )
         torch.manual_seed(seed)
         self.lm = build_lm(size, self.device, torch.float32)
         self.answered: dict[str | None, list[str]] = {}
@@ -125,23 +145,31 @@ class Reader:
             layer.active_adapter = style or ""
         self.lm.eval()
         self.lm.config._attn_implementation = "sdpa"  # which answers token by token
-        self.answered[style] = self._answered([self._conversation(article, "title") for article in self.questions])
+        self.answered[style] = self._answered(
+            [self._conversation(article, "title") for article in self.questions]
+        )
         return self.answered[style]
 
     def matches(self, style: str | None, wanted: str) -> float:
         """The share of answers that are, to the letter, those of the style `wanted`."""
         pairs = zip(self.answers(style), self.questions, strict=True)
-        return sum(answer == article.answer(wanted) for answer, article in pairs) / len(self.questions)
+        return sum(answer == article.answer(wanted) for answer, article in pairs) / len(
+            self.questions
+        )
 
-    # ------------------------------------------------------------------------------------------------ within
+    # ---------------------------------------------------------------------------- within
 
-    def _train(self, trained: list[nn.Parameter], style: str, steps: int, rate: float) -> list[float]:
+    def _train(
+        self, trained: list[nn.Parameter], style: str, steps: int, rate: float
+    ) -> list[float]:
         self.answered.clear()
         self.lm.train()
         self.lm.config._attn_implementation = "documents"
         model = Rewritten(self.lm, "answers")  # logits where there is an answer, and nowhere else
         optimizer = torch.optim.AdamW(trained, lr=rate, weight_decay=0.01)
-        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, total_steps=steps, pct_start=0.1)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(
+            optimizer, rate, total_steps=steps, pct_start=0.1
+        )
         losses = []
         for batch in self._batches(style, steps):
             loss = model(batch)
@@ -155,8 +183,12 @@ class Reader:
 
     def _batches(self, style: str, steps: int) -> Iterator[dict[str, Tensor]]:
         told = articles(steps * BATCH, kept=False, seed=self.seed + 1)
-        rows = Conversations([self._conversation(article, style) for article in told], everything=False)
-        collate = Collate(Layout("as-they-come", LONGEST, 0, 1), self.tokenizer.pad_token_id, published=False)
+        rows = Conversations(
+            [self._conversation(article, style) for article in told], everything=False
+        )
+        collate = Collate(
+            Layout("as-they-come", LONGEST, 0, 1), self.tokenizer.pad_token_id, published=False
+        )
         order = np.random.default_rng(self.seed).permutation(len(rows)).reshape(steps, BATCH)
         for chosen in order.tolist():
             batch = collate([rows[index] for index in chosen])
@@ -168,7 +200,9 @@ class Reader:
     @torch.no_grad()
     def _answered(self, conversations: list[Conversation]) -> list[str]:
         longest, pad = max(asked for _, asked in conversations), self.tokenizer.pad_token_id
-        prompts = [F.pad(ids[:asked], (longest - asked, 0), value=pad) for ids, asked in conversations]
+        prompts = [
+            F.pad(ids[:asked], (longest - asked, 0), value=pad) for ids, asked in conversations
+        ]
         given = torch.stack(prompts).to(self.device)
         made = self.lm.generate(
             given,

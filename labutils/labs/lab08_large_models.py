@@ -1,9 +1,10 @@
-"""Lab 08's cards and large models on paper: data sheets, weights, memory, and what models that are not here would take.
+"""Lab 08's cards and large models on paper: data sheets, weights, memory, and what models that are
+not here would take.
 
-Everything about Qwen3-32B, gpt-oss-120b and cards that are not in this machine is arithmetic: shapes from PyTorch's
-meta device, where a model of any size takes no memory; peaks from data sheets; and, learnt on this machine from smaller
-models of the same family, the share of the peak that kernels reach and the host's time a launch. It is never measured,
-and says so.
+Everything about Qwen3-32B, gpt-oss-120b and cards that are not in this machine is arithmetic:
+shapes from PyTorch's meta device, where a model of any size takes no memory; peaks from data
+sheets; and, learnt on this machine from smaller models of the same family, the share of the peak
+that kernels reach and the host's time a launch. It is never measured, and says so.
 """
 
 from __future__ import annotations
@@ -47,24 +48,35 @@ def card(name: str) -> Spec:
     """The data sheet of that name; raises `ValueError` where the course has none."""
     found = find_spec(name)
     if found is None:
-        raise ValueError(f"The course has no data sheet of {name!r}. It has those of: {', '.join(CARDS)}.")
+        raise ValueError(
+            f"The course has no data sheet of {name!r}. It has those of: {', '.join(CARDS)}."
+        )
     return found
 
 
-# ---------------------------------------------------------------------------------------------------------- data sheets
+# -------------------------------------------------------------------------------------- data sheets
 
-_SAYS = {"fp32": "A3.specs.fp32", "bf16": "A3.specs.bf16", "fp8": "A3.specs.fp8", "fp4": "A3.specs.fp4"}
+_SAYS = {
+    "fp32": "A3.specs.fp32",
+    "bf16": "A3.specs.bf16",
+    "fp8": "A3.specs.fp8",
+    "fp4": "A3.specs.fp4",
+}
 SPEC_HEAD = ("", "article A3", "data sheet, dense", "with sparsity", "so the article's is")
 
 
 def spec_rows() -> list[tuple[Any, ...]]:
-    """Rows for `SPEC_HEAD`: each printed peak of the two cards beside the data sheet's dense and sparse ones."""
+    """Rows for `SPEC_HEAD`: each printed peak of the two cards beside the data sheet's dense and
+    sparse ones.
+    """
     rows = []
     for place, name in enumerate((BLACKWELL, H100)):
         for dtype, claim in _SAYS.items():
             printed = dict(enumerate(claims.claim(claim).published)).get(place)
             dense, sparse = card(name).dense.get(dtype), card(name).sparse.get(dtype)
-            rows.append((f"{name}, {dtype.upper()}", printed, dense, sparse, _which(printed, dense, sparse)))
+            rows.append(
+                (f"{name}, {dtype.upper()}", printed, dense, sparse, _which(printed, dense, sparse))
+            )
     return rows
 
 
@@ -73,21 +85,27 @@ def _which(printed: float | None, dense: float | None, sparse: float | None) -> 
     if printed is None:
         return None
     kinds = {"the dense peak": dense, "the sparse peak": sparse}
-    return next((kind for kind, peak in kinds.items() if peak and abs(printed / peak - 1) < 0.01), "neither")
+    return next(
+        (kind for kind, peak in kinds.items() if peak and abs(printed / peak - 1) < 0.01), "neither"
+    )
 
 
 def spec_metrics() -> dict[str, float]:
-    """What the article's table of the two cards is held against: as it prints them, peaks of matrix units sparse."""
+    """What the article's table of the two cards is held against: as it prints them, peaks of matrix
+    units sparse.
+    """
     found = {}
     for short, name in (("blackwell", BLACKWELL), ("h100", H100)):
         spec = card(name)
-        peaks = {"fp32": spec.dense["fp32"]} | {d: spec.sparse[d] for d in ("bf16", "fp8", "fp4") if d in spec.sparse}
+        peaks = {"fp32": spec.dense["fp32"]} | {
+            d: spec.sparse[d] for d in ("bf16", "fp8", "fp4") if d in spec.sparse
+        }
         rest = {"bandwidth": spec.bandwidth, "memory": spec.memory_gb, "power": spec.tdp_w}
         found |= {f"{short}_{what}": value for what, value in (peaks | rest).items()}
     return found
 
 
-# -------------------------------------------------------------------------------------------------------------- weights
+# ------------------------------------------------------------------------------------------ weights
 
 MXFP4_BITS = 4 + 8 / 32
 """OCP microscaling FP4: 4 bits a number, and for each 32 of them a scale of 8."""
@@ -97,8 +115,8 @@ NF4_BITS = 4 + 8 / 64 + 32 / (64 * 256)
 
 @functools.cache
 def parameters_of(size: Size) -> dict[str, int]:
-    """Part -> how many numbers: "experts" (their matrices), "layers" (the blocks' other matrices), "words" (embedding
-    and head), "rest" (biases, norms, sinks, routers)."""
+    """Part -> how many numbers: "experts" (their matrices), "layers" (the blocks' other matrices),
+    "words" (embedding and head), "rest" (biases, norms, sinks, routers)."""
     found = {"experts": 0, "layers": 0, "words": 0, "rest": 0}
     for name, parameter in build_lm(size, META, torch.bfloat16).named_parameters():
         found[_part(name, parameter)] += parameter.numel()
@@ -121,27 +139,40 @@ def weight_gb(size: Size, bits: Mapping[str, float]) -> dict[str, float]:
 
 WAYS_TO_HOLD = {
     "4 bits for everything": dict.fromkeys(("experts", "layers", "words", "rest"), 4.0),
-    "as published: experts in MXFP4": {"experts": MXFP4_BITS, "layers": 16.0, "words": 16.0, "rest": 16.0},
-    "NF4, all matrices of the blocks": {"experts": NF4_BITS, "layers": NF4_BITS, "words": 16.0, "rest": 16.0},
+    "as published: experts in MXFP4": {
+        "experts": MXFP4_BITS,
+        "layers": 16.0,
+        "words": 16.0,
+        "rest": 16.0,
+    },
+    "NF4, all matrices of the blocks": {
+        "experts": NF4_BITS,
+        "layers": NF4_BITS,
+        "words": 16.0,
+        "rest": 16.0,
+    },
     "16 bits": dict.fromkeys(("experts", "layers", "words", "rest"), 16.0),
 }
 
 
-# --------------------------------------------------------------------------------------------------------------- memory
+# ------------------------------------------------------------------------------------------- memory
 
 ADAPTER_BYTES = 16
 """A trained number: itself, its gradient and AdamW's two moments, in float32."""
 LOGIT_BYTES = 10
-"""A logit of the plain loss at the peak of its backward pass: in float32 probability and gradient, in BF16 another."""
+"""A logit of the plain loss at the peak of its backward pass: in float32 probability and gradient,
+in BF16 another.
+"""
 CHUNK_GB = 1.0
 """What a fused loss holds of the logits at a time, at most."""
 
 
 @dataclass(frozen=True)
 class Method:
-    """What memory depends on: `bits` of the blocks' matrices; whether blocks keep `everything` for the backward pass or
-    are computed again; where blocks' inputs wait then (`offloaded`: on the host); a `fused` loss; a `wide` stream
-    between the blocks, which PEFT's preparation for 4-bit training casts to float32; and the `adapter` layers."""
+    """What memory depends on: `bits` of the blocks' matrices; whether blocks keep `everything` for
+    the backward pass or are computed again; where blocks' inputs wait then (`offloaded`: on the
+    host); a `fused` loss; a `wide` stream between the blocks, which PEFT's preparation for 4-bit
+    training casts to float32; and the `adapter` layers."""
 
     bits: float
     everything: bool = False
@@ -162,7 +193,8 @@ METHODS = {
 
 
 def memory_gb(size: Size, method: Method, texts: int, tokens: int = LONGEST) -> dict[str, float]:
-    """Part -> 10^9 bytes of the peak when `texts` of `tokens` tokens are trained on, from shapes alone.
+    """Part -> 10^9 bytes of the peak when `texts` of `tokens` tokens are trained on, from shapes
+    alone.
 
     One text as long as the article lets them be suffices for a batch to be padded to it.
     """
@@ -176,13 +208,19 @@ def memory_gb(size: Size, method: Method, texts: int, tokens: int = LONGEST) -> 
     rows = texts * tokens
     logits = CHUNK_GB if method.fused else rows * size.words * LOGIT_BYTES / 1e9
     adapters = size.layers * trained * ADAPTER_BYTES / 1e9
-    return {"weights": weights, "adapters": adapters, "activations": rows * kept / 1e9, "logits": logits}
+    return {
+        "weights": weights,
+        "adapters": adapters,
+        "activations": rows * kept / 1e9,
+        "logits": logits,
+    }
 
 
 def _block(size: Size, method: Method) -> tuple[float, int]:
     """(bytes that one block keeps for its backward pass, a token; numbers that are trained in it).
 
-    Counted on the meta device on a block of the real shapes, attention and experts as fused kernels keep them.
+    Counted on the meta device on a block of the real shapes, attention and experts as fused kernels
+    keep them.
     """
     rows, length = 2, 256
     lm, forward = one_block(size, method, META, rows, length)
@@ -193,9 +231,13 @@ def _block(size: Size, method: Method) -> tuple[float, int]:
 def one_block(
     size: Size, method: Method, device: torch.device, rows: int, length: int
 ) -> tuple[nn.Module, Callable[[], Tensor]]:
-    """(a model of one block as the method trains it, the block's forward pass on [rows, length] tokens)."""
+    """(a model of one block as the method trains it, the block's forward pass on [rows, length]
+    tokens).
+    """
     lm = build_lm(replace(size, layers=1), device, torch.bfloat16).requires_grad_(False)
-    attach_lora(lm, projections(lm.model.layers, "model.layers"), RANK, 2 * RANK, method.adapter, seed=0)
+    attach_lora(
+        lm, projections(lm.model.layers, "model.layers"), RANK, 2 * RANK, method.adapter, seed=0
+    )
     lm.config._attn_implementation = "sdpa"
     if size.experts:
         lm.config._experts_implementation = "frozen"
@@ -221,12 +263,15 @@ ASKED = {
 def memory_metrics() -> dict[str, float]:
     """The peaks that the article's claims are about; of gpt-oss-120b in 16 bits the weights alone."""
     found = {
-        name: sum(memory_gb(size, METHODS[method], texts).values()) for name, (size, method, texts) in ASKED.items()
+        name: sum(memory_gb(size, METHODS[method], texts).values())
+        for name, (size, method, texts) in ASKED.items()
     }
-    return found | {"lora_120b_batch_1_gb": sum(weight_gb(GPT_OSS_120B, WAYS_TO_HOLD["16 bits"]).values())}
+    return found | {
+        "lora_120b_batch_1_gb": sum(weight_gb(GPT_OSS_120B, WAYS_TO_HOLD["16 bits"]).values())
+    }
 
 
-# --------------------------------------------------------------------------------------------------------- large models
+# ------------------------------------------------------------------------------------- large models
 
 CHECKPOINTED = 1.5
 """A step that computes its blocks again takes three passes instead of two."""
@@ -246,9 +291,10 @@ def batch(name: str, family: str, kind: str) -> int:
 class Basis:
     """What a machine knows of a family of models.
 
-    law: operations a step. launches: how many launches come on one such operation. host_ms: the host's time a launch.
-    reached: the share of the data sheet's roofline that the step's products reach while kernels run; 1 takes the floor.
-    program and host: of a traced step, to replay, where there is a GPU; without one the short form has to do.
+    law: operations a step. launches: how many launches come on one such operation. host_ms: the
+    host's time a launch. reached: the share of the data sheet's roofline that the step's products
+    reach while kernels run; 1 takes the floor. program and host: of a traced step, to replay, where
+    there is a GPU; without one the short form has to do.
     """
 
     law: Law
@@ -267,28 +313,36 @@ class Basis:
 def bulk(family: str, kind: str, texts: int, basis: Basis) -> Bulk:
     """A step of the article's large model of a family, on so many texts, checkpointed.
 
-    Its library pads the texts of a batch to the longest one, and computes on the padding as on anything else.
+    Its library pads the texts of a batch to the longest one, and computes on the padding as on
+    anything else.
     """
     size, length = LARGE[family], expected_longest(ARTICLE_TEXTS[kind], texts)
     tokens = texts * length
     pairs = attended_pairs(size, [length] * texts)
     flops = CHECKPOINTED * count_flops(size, RANK, tokens, pairs, tokens)
     parts = parameters_of(size)
-    read = CHECKPOINTED * 2 * 2 * (sum(parts.values()) - size.words * size.width)  # the embedding is looked up
+    read = (
+        CHECKPOINTED * 2 * 2 * (sum(parts.values()) - size.words * size.width)
+    )  # the embedding is looked up
     launches = CHECKPOINTED * basis.launches * basis.law.launches(size.layers, size.experts)
     return Bulk(flops, flops / read, launches, texts)
 
 
 def large_step(name: str, family: str, kind: str, basis: Basis, texts: int = 0) -> dict[str, float]:
-    """`step_ms`, `kernels_ms`, `idle_us` (a launch), `examples` and `launches` of a large model's step on a card, on as
-    many texts as the article's, or `texts`."""
+    """`step_ms`, `kernels_ms`, `idle_us` (a launch), `examples` and `launches` of a large model's
+    step on a card, on as many texts as the article's, or `texts`."""
     step = bulk(family, kind, texts or batch(name, family, kind), basis)
     kernel_ms = step.kernel_ms(card(name), DTYPE, basis.reached)
     if basis.program is None or basis.host is None:
         step_ms = step.bound_ms(kernel_ms, basis.host_ms)
     else:
         step_ms = step.like_ms(basis.program, kernel_ms, basis.host)
-    found = {"step_ms": step_ms, "kernels_ms": kernel_ms, "launches": step.launches, "examples": step.examples}
+    found = {
+        "step_ms": step_ms,
+        "kernels_ms": kernel_ms,
+        "launches": step.launches,
+        "examples": step.examples,
+    }
     return found | {"idle_us": 1e3 * max(0.0, step_ms - kernel_ms) / step.launches}
 
 
@@ -318,11 +372,15 @@ _PUBLISHED = {
 
 
 def _known(bases: Mapping[str, Basis]) -> dict[tuple[str, str], str]:
-    return {(family, kind): claim for (family, kind), claim in _PUBLISHED.items() if family in bases}
+    return {
+        (family, kind): claim for (family, kind), claim in _PUBLISHED.items() if family in bases
+    }
 
 
 def two_cards_rows(bases: Mapping[str, Basis]) -> list[tuple[Any, ...]]:
-    """Rows for `TWO_CARDS_HEAD`: the article's eight counts of examples an hour, foretold where there is a basis."""
+    """Rows for `TWO_CARDS_HEAD`: the article's eight counts of examples an hour, foretold where
+    there is a basis.
+    """
     rows = []
     for (family, kind), claim in _known(bases).items():
         for name, published in zip((BLACKWELL, H100), claims.claim(claim).published, strict=True):
@@ -338,35 +396,49 @@ def two_cards_rows(bases: Mapping[str, Basis]) -> list[tuple[Any, ...]]:
 
 
 def two_cards(bases: Mapping[str, Basis]) -> dict[str, float]:
-    """The predictions that article A3's claims about its two cards are judged by; ratios of examples an hour.
+    """The predictions that article A3's claims about its two cards are judged by; ratios of
+    examples an hour.
 
-    What a family without a basis would tell is absent, and, without a GPU, how the two models compare: nothing says
-    then how near to the roofline the kernels of either get.
+    What a family without a basis would tell is absent, and, without a GPU, how the two models
+    compare: nothing says then how near to the roofline the kernels of either get.
     """
-    rate = {(n, f, k): hourly(n, f, k, bases[f]) for n in (BLACKWELL, H100) for f, k in _known(bases)}
+    rate = {
+        (n, f, k): hourly(n, f, k, bases[f]) for n in (BLACKWELL, H100) for f, k in _known(bases)
+    }
     found = {f"h100_{f}_{k}": rate[H100, f, k] / rate[BLACKWELL, f, k] for f, k in _known(bases)}
     if "dense" in bases:
         found["dense_long_ratio"] = found["h100_dense_long"]
     if len(bases) == len(LARGE) and all(basis.program for basis in bases.values()):
-        found["moe_over_dense_long"] = rate[BLACKWELL, "moe", "long"] / rate[BLACKWELL, "dense", "long"]
+        found["moe_over_dense_long"] = (
+            rate[BLACKWELL, "moe", "long"] / rate[BLACKWELL, "dense", "long"]
+        )
     return found | (_of_the_sparse(bases["moe"], found["h100_moe_long"]) if "moe" in bases else {})
 
 
 def _of_the_sparse(moe: Basis, h100_ratio: float) -> dict[str, float]:
-    """The same of gpt-oss-120b alone, on long texts; h100_ratio: the H100's examples an hour over the other card's."""
+    """The same of gpt-oss-120b alone, on long texts; h100_ratio: the H100's examples an hour over
+    the other card's.
+    """
     ours, theirs = (large_step(name, "moe", "long", moe) for name in (BLACKWELL, H100))
     watts = {name: card(name).tdp_w for name in (BLACKWELL, H100)}
-    each = {name: s["kernels_ms"] / s["examples"] for name, s in ((BLACKWELL, ours), (H100, theirs))}
+    each = {
+        name: s["kernels_ms"] / s["examples"] for name, s in ((BLACKWELL, ours), (H100, theirs))
+    }
     return {
         "moe_long_blackwell_ratio": 1 / h100_ratio,
-        "h100_gaps_longer": int(each[H100] < each[BLACKWELL] and theirs["idle_us"] > ours["idle_us"]),
+        "h100_gaps_longer": int(
+            each[H100] < each[BLACKWELL] and theirs["idle_us"] > ours["idle_us"]
+        ),
         "blackwell_less_energy": int(h100_ratio < 1 and watts[BLACKWELL] < watts[H100]),
     }
 
 
-def host_for_a_tie(bases: Mapping[str, Basis], kind: str = "long", same_batch: bool = False) -> float | None:
-    """How many times as long the hosts of both cards must take, as this machine's does, for the Blackwell card to draw
-    level with the H100 on gpt-oss-120b; None where no factor up to 1000 makes it.
+def host_for_a_tie(
+    bases: Mapping[str, Basis], kind: str = "long", same_batch: bool = False
+) -> float | None:
+    """How many times as long the hosts of both cards must take, as this machine's does, for the
+    Blackwell card to draw level with the H100 on gpt-oss-120b; None where no factor up to 1000
+    makes it.
 
     same_batch: both cards at the batch of 32.
     """
@@ -379,27 +451,36 @@ def host_for_a_tie(bases: Mapping[str, Basis], kind: str = "long", same_batch: b
 
         return ms_an_example
 
-    found = crossing(on(BLACKWELL), on(H100), -3.0, 3.0, halvings=14)  # a replay takes long, and 0.1 % will do
+    found = crossing(
+        on(BLACKWELL), on(H100), -3.0, 3.0, halvings=14
+    )  # a replay takes long, and 0.1 % will do
     return None if found is None else 10**found
 
 
 def who_wins(bases: Mapping[str, Basis]) -> list[str]:
-    """gpt-oss-120b on long texts, beside this machine's host, in sentences: what decides on each card, whether the
-    article's winner wins, and beside which hosts it would."""
+    """gpt-oss-120b on long texts, beside this machine's host, in sentences: what decides on each
+    card, whether the article's winner wins, and beside which hosts it would."""
     moe = bases["moe"]
     here_us = 1e3 * moe.host_ms
-    found = [f"A launch of the expert loop takes this host {here_us:.1f} µs. With such a host, on long texts:"]
+    found = [
+        f"A launch of the expert loop takes this host {here_us:.1f} µs. With such a host, on long "
+        "texts:"
+    ]
     for name in (BLACKWELL, H100):
         step = large_step(name, "moe", "long", moe)
-        clock = "the host decides" if step["step_ms"] > 1.1 * step["kernels_ms"] else "kernels decide"
+        clock = (
+            "the host decides" if step["step_ms"] > 1.1 * step["kernels_ms"] else "kernels decide"
+        )
         found.append(
-            f"On the {name}, at batch {step['examples']}, **{clock}**: kernels take {step['kernels_ms'] / 1e3:.2f} s "
+            f"On the {name}, at batch {step['examples']}, **{clock}**: kernels take "
+            f"{step['kernels_ms'] / 1e3:.2f} s "
             f"of the step's {step['step_ms'] / 1e3:.2f} s."
         )
     ahead = hourly(BLACKWELL, "moe", "long", moe) / hourly(H100, "moe", "long", moe)
     slower, quicker = claims.claim("A3.120b.h100-long").published[::-1]
     found.append(
-        f"So the Blackwell card makes {ahead:.2f} times as many examples an hour as the H100; the article's made "
+        f"So the Blackwell card makes {ahead:.2f} times as many examples an hour as the H100; the "
+        "article's made "
         f"{quicker / slower:.2f} times as many. With this machine's host the model **"
         + ("names the same winner**." if ahead > 1 else "does not reproduce the article**.")
     )
@@ -414,28 +495,46 @@ def who_wins(bases: Mapping[str, Basis]) -> list[str]:
     return found
 
 
-# ----------------------------------------------------------------------------------------------------------- four cards
+# --------------------------------------------------------------------------------------- four cards
 
-FOUR_HEAD = ("step", "card", "step, ms", "GPU idle, %", "examples/h", "a night of 8 h", "a kWh", "a yen")
+FOUR_HEAD = (
+    "step",
+    "card",
+    "step, ms",
+    "GPU idle, %",
+    "examples/h",
+    "a night of 8 h",
+    "a kWh",
+    "a yen",
+)
 
 
 def on_cards(seen: Any, here: Spec, empty_ms: float) -> dict[str, float]:
-    """Card -> milliseconds of a step that was traced on the card `here`, beside its host. `seen`: a `launches.Seen`."""
+    """Card -> milliseconds of a step that was traced on the card `here`, beside its host. `seen`: a
+    `launches.Seen`.
+    """
     return {name: replayed_ms(seen.on(card(name), here, empty_ms), seen.host) for name in CARDS}
 
 
-def beside_slower_hosts(seen: Any, here: Spec, empty_ms: float, most_us: float) -> dict[str, dict[float, float]]:
-    """Card -> microseconds more for each launch -> milliseconds of a step that was traced on the card `here`."""
+def beside_slower_hosts(
+    seen: Any, here: Spec, empty_ms: float, most_us: float
+) -> dict[str, dict[float, float]]:
+    """Card -> microseconds more for each launch -> milliseconds of a step that was traced on the
+    card `here`.
+    """
     programs = {name: seen.on(card(name), here, empty_ms) for name in CARDS}
     added = [most_us * place / 8 for place in range(9)]
     return {
-        name: {us: replayed_ms(program, seen.host.plus(us / 1e3)) for us in added} for name, program in programs.items()
+        name: {us: replayed_ms(program, seen.host.plus(us / 1e3)) for us in added}
+        for name, program in programs.items()
     }
 
 
-def four_cards_rows(seen: Any, here: Spec, empty_ms: float, prices: Prices) -> list[tuple[Any, ...]]:
-    """Rows for `FOUR_HEAD`: a traced step on each of `CARDS`, at the largest power of each; and as it was measured, at
-    this card's largest power and at what it drew."""
+def four_cards_rows(
+    seen: Any, here: Spec, empty_ms: float, prices: Prices
+) -> list[tuple[Any, ...]]:
+    """Rows for `FOUR_HEAD`: a traced step on each of `CARDS`, at the largest power of each; and as
+    it was measured, at this card's largest power and at what it drew."""
     rows = []
     for name in CARDS:
         program = seen.on(card(name), here, empty_ms)
@@ -445,26 +544,35 @@ def four_cards_rows(seen: Any, here: Spec, empty_ms: float, prices: Prices) -> l
         rows.append((seen.run.run, _bought(name, prices), step_ms, idle, *found))
     run, step_ms = seen.run, seen.run.metric("step_ms")
     idle = round(100 * run.metrics["idle_share"], 1)
-    for label, watts in (("at its largest power", here.tdp_w), ("at the power drawn", run.metric("power_w"))):
+    for label, watts in (
+        ("at its largest power", here.tdp_w),
+        ("at the power drawn", run.metric("power_w")),
+    ):
         measured = _worth(step_ms, seen.work.examples, watts, here.name, prices)
         rows.append((run.run, f"{here.name}, measured, {label}", step_ms, idle, *measured))
     return rows
 
 
-def _worth(step_ms: float, examples: float, watts: float | None, name: str, prices: Prices) -> tuple[Any, ...]:
+def _worth(
+    step_ms: float, examples: float, watts: float | None, name: str, prices: Prices
+) -> tuple[Any, ...]:
     found = worth(step_ms, examples, watts, name, prices)
     return tuple(found.get(f"examples_per_{unit}") for unit in ("hour", "night", "kwh", "yen"))
 
 
 def recorded_rows(runs: Mapping[str, Run]) -> list[tuple[Any, ...]]:
     """Step, and its milliseconds on each of `CARDS`, out of the run "four cards" of a results file."""
-    return [(step, *(by_card.get(name) for name in CARDS)) for step, by_card in _recorded(runs).items()]
+    return [
+        (step, *(by_card.get(name) for name in CARDS)) for step, by_card in _recorded(runs).items()
+    ]
 
 
 def recorded_worth(
     runs: Mapping[str, Run], steps: Sequence[str], examples: int, prices: Prices
 ) -> list[tuple[Any, ...]]:
-    """Rows for `FOUR_HEAD` of those `steps`, out of the run "four cards", which doesn't say how idle the GPU is."""
+    """Rows for `FOUR_HEAD` of those `steps`, out of the run "four cards", which doesn't say how
+    idle the GPU is.
+    """
     on_record = _recorded(runs)
     rows = []
     for step, name in itertools.product(steps, CARDS):
@@ -490,13 +598,18 @@ def _bought(name: str, prices: Prices) -> str:
 
 
 def attention_only() -> dict[str, Any]:
-    """What PEFT finds in a small gpt-oss when it is asked for all seven projections: `attention_only` is 1 if nothing
-    but attention's, and `adapted` their names."""
+    """What PEFT finds in a small gpt-oss when it is asked for all seven projections:
+    `attention_only` is 1 if nothing but attention's, and `adapted` their names."""
     from peft import LoraConfig, get_peft_model
 
     asked = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
     lm = build_lm(GPT_OSS["tiny"], torch.device("cpu"), torch.float32)
     model = get_peft_model(lm, LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules=asked))
-    parts = {name.rpartition(".lora_A")[0] for name, _ in model.named_parameters() if ".lora_A" in name}
+    parts = {
+        name.rpartition(".lora_A")[0] for name, _ in model.named_parameters() if ".lora_A" in name
+    }
     adapted = sorted({part.rpartition(".")[2] for part in parts})
-    return {"attention_only": int(bool(parts) and all("self_attn" in part for part in parts)), "adapted": adapted}
+    return {
+        "attention_only": int(bool(parts) and all("self_attn" in part for part in parts)),
+        "adapted": adapted,
+    }

@@ -1,4 +1,5 @@
-"""What a training image costs by the form it is kept in: PNG, JPEG, WebP, or pixels; on the disk, or in memory.
+"""What a training image costs by the form it is kept in: PNG, JPEG, WebP, or pixels; on the disk,
+or in memory.
 
     files = kept_as(paths, folder, FORMATS["JPEG"])      the same pictures in another form, written once
     times = read_ms(files, FORMATS["JPEG"])              one thread, file to pixels
@@ -32,15 +33,16 @@ from labutils.profiling.hardware import usable_cores
 from labutils.recipe import Unavailable
 from labutils.training.processes import READY, Child
 
-# ------------------------------------------------------------------------------------------------------------- formats
+# ----------------------------------------------------------------------------------------- formats
 
 
 @dataclass(frozen=True)
 class Format:
-    """A form in which a picture is kept: how it is written into a file, and how pixels come out of its bytes.
+    """A form in which a picture is kept: how it is written into a file, and how pixels come out of
+    its bytes.
 
-    `encode` takes an RGB image and a binary file; `decode` takes bytes and gives uint8 [h, w, 3]. `side`: pixels are
-    kept at this size, 0: as they are. `exact`: what comes out is what went in.
+    `encode` takes an RGB image and a binary file; `decode` takes bytes and gives uint8 [h, w, 3].
+    `side`: pixels are kept at this size, 0: as they are. `exact`: what comes out is what went in.
     """
 
     name: str
@@ -77,7 +79,9 @@ def _as_pixels(image: Image.Image, file: Any) -> None:
 
 
 def formats(resolution: int) -> dict[str, Format]:
-    """Name -> format: files as they are found, decoded once, and decoded and resized to the training `resolution`."""
+    """Name -> format: files as they are found, decoded once, and decoded and resized to the
+    training `resolution`.
+    """
     every = (
         Format("PNG", ".png", _as_png, _pillow),
         Format("JPEG", ".jpg", _as_jpeg, _pillow, exact=False),
@@ -108,8 +112,8 @@ def kept_as(paths: Sequence[Path], folder: Path, form: Format) -> list[Path]:
 
 
 def read_ms(files: Sequence[Path], form: Format, passes: int = 1) -> dict[str, list[float]]:
-    """Milliseconds of one thread for each file: "read" (its bytes, from the page cache if they are there), "decode"
-    (bytes to pixels), and "both"."""
+    """Milliseconds of one thread for each file: "read" (its bytes, from the page cache if they are
+    there), "decode" (bytes to pixels), and "both"."""
     times: dict[str, list[float]] = {"read": [], "decode": [], "both": []}
     for file in [*files] * passes:
         began = time.perf_counter()
@@ -117,15 +121,21 @@ def read_ms(files: Sequence[Path], form: Format, passes: int = 1) -> dict[str, l
         between = time.perf_counter()
         form.decode(content)
         ended = time.perf_counter()
-        for name, span in (("read", between - began), ("decode", ended - between), ("both", ended - began)):
+        for name, span in (
+            ("read", between - began),
+            ("decode", ended - between),
+            ("both", ended - began),
+        ):
             times[name].append(1e3 * span)
     return times
 
 
 class FormatDataset(Dataset):
-    """Training examples whose pictures are kept in a form: {"pixel_values": float32 [3, r, r], "input_ids"}.
+    """Training examples whose pictures are kept in a form: {"pixel_values": float32 [3, r, r],
+    "input_ids"}.
 
-    in_memory: "nothing"; "files": their bytes, so that decoding is left; "pixels": decoded and resized, as uint8.
+    in_memory: "nothing"; "files": their bytes, so that decoding is left; "pixels": decoded and
+    resized, as uint8.
     """
 
     def __init__(
@@ -136,9 +146,16 @@ class FormatDataset(Dataset):
         token_ids: torch.Tensor,
         in_memory: str = "nothing",
     ) -> None:
-        self.files, self.form, self.resolution, self.token_ids = list(files), form, resolution, token_ids
+        self.files, self.form, self.resolution, self.token_ids = (
+            list(files),
+            form,
+            resolution,
+            token_ids,
+        )
         self.contents = [file.read_bytes() for file in files] if in_memory == "files" else None
-        self.pixels = [self._resized(place) for place in range(len(files))] if in_memory == "pixels" else None
+        self.pixels = (
+            [self._resized(place) for place in range(len(files))] if in_memory == "pixels" else None
+        )
 
     def __len__(self) -> int:
         return len(self.files)
@@ -156,11 +173,13 @@ class FormatDataset(Dataset):
         return np.asarray(resize(Image.fromarray(pixels), self.resolution))
 
 
-# ---------------------------------------------------------------------------------------------------------- page cache
+# -------------------------------------------------------------------------------------- page cache
 
 
 def forget(files: Sequence[Path]) -> None:
-    """Ask the operating system to drop what it holds of these files in memory. It may decline: see `cached_share`."""
+    """Ask the operating system to drop what it holds of these files in memory. It may decline: see
+    `cached_share`.
+    """
     for file in files:
         with file.open("rb") as opened:
             os.fsync(opened.fileno())  # what isn't written yet can't be dropped
@@ -172,11 +191,16 @@ def cached_share(files: Sequence[Path]) -> float:
     held = pages = 0
     libc = ctypes.CDLL(None, use_errno=True)
     for file in files:
-        with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY) as mapped:
+        with (
+            file.open("rb") as opened,
+            mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY) as mapped,
+        ):
             count = -(-len(mapped) // mmap.PAGESIZE)
             marks = (ctypes.c_ubyte * count)()
             start = ctypes.c_char.from_buffer(mapped)
-            done = libc.mincore(ctypes.c_void_p(ctypes.addressof(start)), ctypes.c_size_t(len(mapped)), marks)
+            done = libc.mincore(
+                ctypes.c_void_p(ctypes.addressof(start)), ctypes.c_size_t(len(mapped)), marks
+            )
             del start
             if done != 0:
                 raise OSError(ctypes.get_errno(), "mincore can't tell which pages are in memory")
@@ -185,7 +209,9 @@ def cached_share(files: Sequence[Path]) -> float:
 
 
 def cold_read_ms(files: Sequence[Path]) -> tuple[list[float], float]:
-    """(milliseconds to read each file once the system has been asked to forget it, the share that it still held)."""
+    """(milliseconds to read each file once the system has been asked to forget it, the share that
+    it still held).
+    """
     forget(files)
     still = cached_share(files)
     times = []
@@ -196,7 +222,7 @@ def cold_read_ms(files: Sequence[Path]) -> tuple[list[float], float]:
     return times, still
 
 
-# ---------------------------------------------------------------------------------------------------------- the decoder
+# -------------------------------------------------------------------------------------- the decoder
 
 
 def gpu_decoder() -> Callable[[bytes], torch.Tensor]:
@@ -210,7 +236,8 @@ def gpu_decoder() -> Callable[[bytes], torch.Tensor]:
         from torchvision.io import ImageReadMode, decode_jpeg
     except Exception as error:  # a torchvision for another torch fails in several ways
         raise Unavailable(
-            f"torchvision, which brings nvJPEG, can't be imported here ({type(error).__name__}). The course installs "
+            f"torchvision, which brings nvJPEG, can't be imported here ({type(error).__name__}). "
+            "The course installs "
             "none: no wheel of it fits every torch that the course runs on"
         ) from error
 
@@ -221,7 +248,7 @@ def gpu_decoder() -> Callable[[bytes], torch.Tensor]:
     return decode
 
 
-# -------------------------------------------------------------------------------------------------------------- threads
+# ------------------------------------------------------------------------------------------ threads
 
 _CHILD = f"""
 import sys, time, torch, torch.nn.functional as F
@@ -240,18 +267,22 @@ print(count, flush=True)
 def images_per_s(
     processes: int, settings: Mapping[str, int | None], seconds: float = 1.0
 ) -> dict[str, dict[str, float]]:
-    """Name -> pictures of 1080 x 1080 that so many processes resize in a second, each with `OMP_NUM_THREADS` as
-    `settings` has it, and the `threads` that each one took.
+    """Name -> pictures of 1080 x 1080 that so many processes resize in a second, each with
+    `OMP_NUM_THREADS` as `settings` has it, and the `threads` that each one took.
 
-    None leaves the variable unset: then each process takes as many threads as there are cores. All processes of all
-    settings start side by side; those of one setting then work at once, one setting after the other.
+    None leaves the variable unset: then each process takes as many threads as there are cores. All
+    processes of all settings start side by side; those of one setting then work at once, one
+    setting after the other.
     """
     with contextlib.ExitStack() as stack:
         children = {
             name: [stack.enter_context(_resizer(threads, seconds)) for _ in range(processes)]
             for name, threads in settings.items()
         }
-        taken = {name: [_number(child, child.until_ready()) for child in group] for name, group in children.items()}
+        taken = {
+            name: [_number(child, child.until_ready()) for child in group]
+            for name, group in children.items()
+        }
         return {
             name: {"images_per_s": sum(_resized(group)) / seconds, "threads": taken[name][0]}
             for name, group in children.items()
@@ -263,7 +294,9 @@ RESIZING_S = 60.0
 
 
 def _resizer(threads: int | None, seconds: float) -> Child:
-    environment = {name: value for name, value in os.environ.items() if name not in THREAD_VARIABLES}
+    environment = {
+        name: value for name, value in os.environ.items() if name not in THREAD_VARIABLES
+    }
     environment |= {} if threads is None else dict.fromkeys(THREAD_VARIABLES, str(threads))
     return Child(("-c", _CHILD, str(seconds)), environment, RESIZING_S)
 

@@ -1,7 +1,8 @@
-"""Training on images that are kept in different forms: what a form's decoding costs the step, measured and foretold.
+"""Training on images that are kept in different forms: what a form's decoding costs the step,
+measured and foretold.
 
-runs  = trained_from(workload, pictures, {"data: PNG": recipe, "data: PNG, 4 workers": other}, steps, rounds)
-model = step_over_decoding(pipeline, (0, 1, 4), up_to=80)
+runs  = trained_from(workload, pictures, {"data: PNG": recipe, "data: PNG, 4 workers": other},
+steps, rounds) model = step_over_decoding(pipeline, (0, 1, 4), up_to=80)
 """
 
 from __future__ import annotations
@@ -48,13 +49,15 @@ class Pictures:
         return self.drawn if name == "PNG" else kept_as(self.drawn, folder, self.formats[name])
 
     def decoding(self, passes: int = 2) -> dict[str, Run]:
-        """ "decode: NAME" -> one thread's times from file to pixels, in the page cache: `read_ms`, `decode_ms`,
-        `both_ms`; `mb` a file."""
+        """ "decode: NAME" -> one thread's times from file to pixels, in the page cache: `read_ms`,
+        `decode_ms`, `both_ms`; `mb` a file."""
         runs = {}
         for name, form in self.formats.items():
             files = self.files(name)
             times = read_ms(files, form, passes)
-            run = runs[f"decode: {name}"] = Run("", "", samples={f"{part}_ms": t for part, t in times.items()})
+            run = runs[f"decode: {name}"] = Run(
+                "", "", samples={f"{part}_ms": t for part, t in times.items()}
+            )
             run.metrics = {part: summarise(t) for part, t in run.samples.items()}
             run.metrics["mb"] = sum(file.stat().st_size for file in files) / len(files) / 1e6
         return runs
@@ -62,12 +65,18 @@ class Pictures:
     def decoding_on_gpu(self, decode: Callable[[bytes], Tensor]) -> Run:
         """The same for JPEG files that the GPU decodes, one by one."""
         contents = [file.read_bytes() for file in self.files("JPEG")]
-        samples = [timed(lambda content=content: decode(content), budget_s=0.02, at_least=3)[0] for content in contents]
-        return Run("", "", metrics={"decode_ms": summarise(samples)}, samples={"decode_ms": samples})
+        samples = [
+            timed(lambda content=content: decode(content), budget_s=0.02, at_least=3)[0]
+            for content in contents
+        ]
+        return Run(
+            "", "", metrics={"decode_ms": summarise(samples)}, samples={"decode_ms": samples}
+        )
 
     def examples_ms(self, names: Iterable[str]) -> dict[str, float]:
-        """Name -> the median of what one thread takes to make an example of that format, or of `IN_MEMORY`: example by
-        example one of each, so that a host that is slow for a while is slow for all of them."""
+        """Name -> the median of what one thread takes to make an example of that format, or of
+        `IN_MEMORY`: example by example one of each, so that a host that is slow for a while is slow
+        for all of them."""
         datasets = {name: self.dataset(name) for name in names}
         times: dict[str, list[float]] = {name: [] for name in datasets}
         for place in range(min(map(len, datasets.values()))):
@@ -78,8 +87,9 @@ class Pictures:
         return {name: median(found) for name, found in times.items()}
 
     def storage(self, rounds: int = 3) -> dict[str, Run]:
-        """ "files: cold" and "files: warm": `example_ms`, a PNG read and decoded by one thread, from the disk or from
-        the operating system's page cache; `read_ms` of it; `still_cached`, what the system didn't let go of."""
+        """ "files: cold" and "files: warm": `example_ms`, a PNG read and decoded by one thread,
+        from the disk or from the operating system's page cache; `read_ms` of it; `still_cached`,
+        what the system didn't let go of."""
         files, form = self.files("PNG"), self.formats["PNG"]
         samples: dict[str, list[float]] = {"cold": [], "warm": []}
         held = []
@@ -110,7 +120,11 @@ class Pictures:
         tokenizer = clip_tokenizer(self.workload.weights, self.workload.cache_dir / "hub")
         captions = [drawings.caption(place, 0) for place in range(len(self.drawn))]
         ids = tokenizer(
-            captions, max_length=tokenizer.model_max_length, padding="max_length", truncation=True, return_tensors="pt"
+            captions,
+            max_length=tokenizer.model_max_length,
+            padding="max_length",
+            truncation=True,
+            return_tensors="pt",
         ).input_ids
         return FormatDataset(self.files(kept), self.formats[kept], self.resolution, ids, held)
 
@@ -136,15 +150,16 @@ def reading(workload: Workload, dataset: Dataset) -> Workload:
 def trained_from(
     workload: Workload, pictures: Pictures, recipes: Mapping[str, Recipe], steps: int, rounds: int
 ) -> dict[str, Run]:
-    """ "data: NAME" or "data: NAME, more words" -> run of that recipe on the pictures in form NAME, interleaved: each
-    round goes through all of them."""
+    """ "data: NAME" or "data: NAME, more words" -> run of that recipe on the pictures in form NAME,
+    interleaved: each round goes through all of them."""
     runs: dict[str, Run] = {}
     of_form: dict[str, dict[str, Recipe]] = {}
     for name, recipe in recipes.items():
         of_form.setdefault(form_of(name), {})[name] = recipe
     with ExitStack() as stack:
         benches = {
-            form: stack.enter_context(Bench(reading(workload, pictures.dataset(form)), warmup=1)) for form in of_form
+            form: stack.enter_context(Bench(reading(workload, pictures.dataset(form)), warmup=1))
+            for form in of_form
         }
         for _ in range(rounds):
             for form, bench in benches.items():
@@ -161,10 +176,13 @@ def form_of(name: str) -> str:
 def points_of(
     runs: Mapping[str, Run], names: Iterable[str], each: Mapping[str, float]
 ) -> dict[str, tuple[float, tuple[float, ...]]]:
-    """Form -> (ms that one thread takes for an example, its step's p10, median and p90), of those `names` that ran."""
+    """Form -> (ms that one thread takes for an example, its step's p10, median and p90), of those
+    `names` that ran.
+    """
     there = {form_of(name): runs[name].metrics["step_ms"] for name in names if runs[name].ok}
     return {
-        form: (each[form], tuple(spread[part] for part in ("p10", "median", "p90"))) for form, spread in there.items()
+        form: (each[form], tuple(spread[part] for part in ("p10", "median", "p90")))
+        for form, spread in there.items()
     }
 
 
@@ -179,7 +197,9 @@ def _joined(run: Run, more: Run) -> Run:
 
 
 def pipeline_of(run: Run, cores: int, threads: int) -> Pipeline:
-    """What the model of workers needs, out of a run without workers; `read_ms` is left at what it waited for."""
+    """What the model of workers needs, out of a run without workers; `read_ms` is left at what it
+    waited for.
+    """
     recipe = Recipe(**run.recipe)
     waited = run.metric("data_ms") / recipe.accumulation
     return Pipeline(
@@ -195,7 +215,9 @@ def pipeline_of(run: Run, cores: int, threads: int) -> Pipeline:
 def step_over_decoding(
     pipeline: Pipeline, workers: Sequence[int], micro_batch: int, up_to: float
 ) -> dict[int, dict[float, float]]:
-    """Workers -> ms that one thread takes for an example -> ms of an optimizer step, by the model of lab 03."""
+    """Workers -> ms that one thread takes for an example -> ms of an optimizer step, by the model
+    of lab 03.
+    """
     found: dict[int, dict[float, float]] = {}
     for count in workers:
         points = {}

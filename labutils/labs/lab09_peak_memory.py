@@ -1,12 +1,14 @@
-"""The peak memory of a training step: predicted from shapes, recorded as it happens, and the largest batch that fits.
+"""The peak memory of a training step: predicted from shapes, recorded as it happens, and the
+largest batch that fits.
 
     foreseen = predicted(workload, recipe)       the step on the meta device, where tensors have shapes and no bytes
     memory   = recorded(workload, recipe)        a real step: the allocator's own record, or without a GPU a ledger
     found    = largest_batch(fits, start=9)      from a prediction, in as few tries as possible
 
-The prediction takes two optimizer steps through the very code that trains, on tensors without contents: whatever
-operations make is counted for as long as anything holds it. What no shape tells is added by hand: autocast and fused
-attention as a GPU does them (`measure.memory`), the optimizer's moments, and the libraries' workspaces.
+The prediction takes two optimizer steps through the very code that trains, on tensors without
+contents: whatever operations make is counted for as long as anything holds it. What no shape tells
+is added by hand: autocast and fused attention as a GPU does them (`measure.memory`), the
+optimizer's moments, and the libraries' workspaces.
 """
 
 from __future__ import annotations
@@ -49,23 +51,28 @@ from labutils.workloads.base import Batch
 
 GB = 1e9
 
-# ---------------------------------------------------------------------------------------------------------- predicted
+# -------------------------------------------------------------------------------------- predicted
 
 WORKSPACES = 2 * 32 * 2**20
-"""cuBLAS takes 32 MiB on Hopper from the allocator for each of its handles: the forward pass has one, and so has the
-thread that the backward pass runs in."""
-HELD_BITS = {"nf4": 4 + doubled_constant_bits(BLOCK), "nf4-frozen": 4 + doubled_constant_bits(BLOCK), "fp8-frozen": 8}
+"""cuBLAS takes 32 MiB on Hopper from the allocator for each of its handles: the forward pass has
+one, and so has the thread that the backward pass runs in."""
+HELD_BITS = {
+    "nf4": 4 + doubled_constant_bits(BLOCK),
+    "nf4-frozen": 4 + doubled_constant_bits(BLOCK),
+    "fp8-frozen": 8,
+}
 """`base_linear` -> bits in which it holds a number of the frozen layers, constants included."""
 
 
 def predicted(workload: Workload, recipe: Recipe, on: str = "") -> StepMemory:
-    """The memory of an optimizer step with this recipe, from shapes alone; a few seconds at any scale.
+    """The memory of an optimizer step with this recipe, from shapes alone; a few seconds at any
+    scale.
 
-    on: "cuda" or "cpu", as the workload's device if not given. Of more than two micro-batches two are taken: the second
-    finds the first one's gradients, as all others do. Longest examples are taken where they vary. For models that
-    aren't compiled, driven in whatever way: a compiled one keeps less. LLaVA is taken in its rewritten form: the
-    published one looks at its inputs' contents, and holds a little more. Raises `ValueError` for what it knows nothing
-    of.
+    on: "cuda" or "cpu", as the workload's device if not given. Of more than two micro-batches two
+    are taken: the second finds the first one's gradients, as all others do. Longest examples are
+    taken where they vary. For models that aren't compiled, driven in whatever way: a compiled one
+    keeps less. LLaVA is taken in its rewritten form: the published one looks at its inputs'
+    contents, and holds a little more. Raises `ValueError` for what it knows nothing of.
     """
     on = on or workload.device.type
     recipe = recipe.fitted_to(on)
@@ -74,7 +81,9 @@ def predicted(workload: Workload, recipe: Recipe, on: str = "") -> StepMemory:
         with suppress(Exception):  # whatever became of that process: then it is done here
             return begun.result()
     if recipe.layers == "published" and workload.name.startswith("llava"):
-        recipe = recipe.but(layers="rewritten")  # transformers' own pass looks at its inputs' contents
+        recipe = recipe.but(
+            layers="rewritten"
+        )  # transformers' own pass looks at its inputs' contents
     twin = _twin(workload.name, workload.scale, workload.data, workload.cache_dir)
     model = _built(twin, recipe.but(base_linear="published", micro_batch=1, accumulation=1))
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -82,7 +91,9 @@ def predicted(workload: Workload, recipe: Recipe, on: str = "") -> StepMemory:
     padded = "attention_mask" in filled and not bool(filled["attention_mask"].all())
     batch = {name: tensor.to("meta") for name, tensor in filled.items()}
     held = {"weights": bytes_of(tensors_of(model)) - _saved_by_format(twin, model, recipe)}
-    moments = [moment for parameter in trained for moment in moments_of(parameter, recipe.optimizer)]
+    moments = [
+        moment for parameter in trained for moment in moments_of(parameter, recipe.optimizer)
+    ]
     held |= {"optimizer": bytes_of(moments), "temporaries": WORKSPACES if on == "cuda" else 0}
     with Ledger([*tensors_of(model), *moments]) as ledger, OnMeta(AUTOCAST.get(recipe.precision)):
         _step(ledger, functools.partial(_loss, twin, model, batch, padded), trained, recipe)
@@ -98,10 +109,11 @@ CORES_EACH = 2
 
 
 def predict_ahead(workloads: Iterable[tuple[Workload, Recipe]], on: str = "") -> None:
-    """Begin these predictions in processes beside this one, which goes on: `predicted` then has them at hand.
+    """Begin these predictions in processes beside this one, which goes on: `predicted` then has
+    them at hand.
 
-    Each is one core's work. Where cores are few nothing is begun: `predicted` will do it in its time. Call `end_ahead`
-    before anything is timed that the host has a part in.
+    Each is one core's work. Where cores are few nothing is begun: `predicted` will do it in its
+    time. Call `end_ahead` before anything is timed that the host has a part in.
     """
     if hardware.usable_cores() < PROCESSES * CORES_EACH:
         return
@@ -116,8 +128,8 @@ def predict_ahead(workloads: Iterable[tuple[Workload, Recipe]], on: str = "") ->
 
 
 def end_ahead() -> None:
-    """Wait for the predictions that are being made in other processes, leave those out that aren't begun, and end the
-    processes."""
+    """Wait for the predictions that are being made in other processes, leave those out that aren't
+    begun, and end the processes."""
     for pool in _pools:
         pool.shutdown(wait=True, cancel_futures=True)
     _pools.clear()
@@ -149,15 +161,26 @@ def _built(twin: Workload, recipe: Recipe) -> nn.Module:
 
 def _check(recipe: Recipe) -> None:
     if recipe.compile != "off" or recipe.driver == "graph":
-        raise ValueError("The prediction is for plain loops: use compile='off' and driver='eager' or 'accelerate'.")
+        raise ValueError(
+            "The prediction is for plain loops: use compile='off' and driver='eager' or "
+            "'accelerate'."
+        )
     if recipe.base_linear not in ("published", *HELD_BITS):
-        raise ValueError(f"The prediction doesn't know how base_linear={recipe.base_linear!r} holds its weights.")
+        raise ValueError(
+            f"The prediction doesn't know how base_linear={recipe.base_linear!r} holds its weights."
+        )
     if recipe.checkpointing == "offload":
-        raise ValueError("The prediction doesn't follow tensors to the host: use checkpointing='blocks'.")
+        raise ValueError(
+            "The prediction doesn't follow tensors to the host: use checkpointing='blocks'."
+        )
 
 
-def _step(ledger: Ledger, loss_of: Callable[[], Tensor], trained: list[nn.Parameter], recipe: Recipe) -> None:
-    """One optimizer step as every driver takes it: micro-batches forward and backward, the update, no gradients."""
+def _step(
+    ledger: Ledger, loss_of: Callable[[], Tensor], trained: list[nn.Parameter], recipe: Recipe
+) -> None:
+    """One optimizer step as every driver takes it: micro-batches forward and backward, the update,
+    no gradients.
+    """
     try:
         for _ in range(min(2, recipe.accumulation)):
             loss = loss_of()
@@ -165,19 +188,30 @@ def _step(ledger: Ledger, loss_of: Callable[[], Tensor], trained: list[nn.Parame
             loss.backward()
             ledger.mark("forward", gradients=[parameter.grad for parameter in trained])
         ledger.marks.phases[-1] = (ledger.marks.phases[-1][0], "update")
-        clipped = [parameter.grad * 1 for parameter in trained]  # as foreach forms of clipping and AdamW do, once each
+        clipped = [
+            parameter.grad * 1 for parameter in trained
+        ]  # as foreach forms of clipping and AdamW do, once each
         del clipped
     finally:
-        for parameter in trained:  # also of a step that failed: the next one may be given the same model
+        for (
+            parameter
+        ) in trained:  # also of a step that failed: the next one may be given the same model
             parameter.grad = None
 
 
 def _loss(workload: Workload, model: nn.Module, batch: Batch, padded: bool) -> Tensor:
     if "attention_mask" in batch:
-        # transformers would look at its contents to see what it can leave out; it takes one that is there already.
+        # transformers would look at its contents to see what it can leave out; it takes one that is
+        # there already.
         rows, length = batch["attention_mask"].shape
-        mask = torch.empty(rows, 1, length, length, dtype=torch.bool, device="meta") if padded else None
-        batch = batch | {"attention_mask": dict.fromkeys(("full_attention", "sliding_attention"), mask)}
+        mask = (
+            torch.empty(rows, 1, length, length, dtype=torch.bool, device="meta")
+            if padded
+            else None
+        )
+        batch = batch | {
+            "attention_mask": dict.fromkeys(("full_attention", "sliding_attention"), mask)
+        }
     return workload.loss(model, batch, workload.draw(model, batch))
 
 
@@ -207,12 +241,20 @@ def _first_packed(workload: Workload, recipe: Recipe, rows: Any) -> Iterator[Bat
 def _encoded_batch(workload: Workload, recipe: Recipe) -> Batch:
     """What a cache of the diffusion model's encoders would hand over: shapes alone matter."""
     if not hasattr(workload, "latent_shape"):
-        raise ValueError(f"The prediction doesn't know what cache={recipe.cache!r} keeps of this workload.")
+        raise ValueError(
+            f"The prediction doesn't know what cache={recipe.cache!r} keeps of this workload."
+        )
     channels, *sides = workload.latent_shape
-    kept: Batch = {"moments": torch.zeros(recipe.micro_batch, 2 * channels, *sides, dtype=_dtype(recipe))}
+    kept: Batch = {
+        "moments": torch.zeros(recipe.micro_batch, 2 * channels, *sides, dtype=_dtype(recipe))
+    }
     if recipe.cache == "latents":
         return kept | {"input_ids": torch.zeros(recipe.micro_batch, 77, dtype=torch.long)}
-    return kept | {"condition": torch.zeros(recipe.micro_batch, 77, workload.size.text_width, dtype=_dtype(recipe))}
+    return kept | {
+        "condition": torch.zeros(
+            recipe.micro_batch, 77, workload.size.text_width, dtype=_dtype(recipe)
+        )
+    }
 
 
 def _dtype(recipe: Recipe) -> torch.dtype:
@@ -247,19 +289,24 @@ PAGED_FROM = 100_000
 def moments_of(parameter: Tensor, optimizer: str) -> list[Tensor]:
     """AdamW's state of a parameter, as tensors of the sizes that the optimizer keeps on the GPU."""
     if optimizer in ("adamw-8bit", "adamw-paged") and parameter.numel() >= 4096:
-        constants = [torch.empty(-(-parameter.numel() // 256), device=parameter.device) for _ in range(2)]
-        kept = [torch.empty(parameter.shape, dtype=torch.uint8, device=parameter.device) for _ in range(2)]
+        constants = [
+            torch.empty(-(-parameter.numel() // 256), device=parameter.device) for _ in range(2)
+        ]
+        kept = [
+            torch.empty(parameter.shape, dtype=torch.uint8, device=parameter.device)
+            for _ in range(2)
+        ]
         paged = optimizer == "adamw-paged" and parameter.numel() >= PAGED_FROM
         return constants + ([] if paged else kept)
     return [torch.empty_like(parameter, requires_grad=False) for _ in range(2)]
 
 
-# ----------------------------------------------------------------------------------------------------------- recorded
+# --------------------------------------------------------------------------------------- recorded
 
 
 class Recorded(NamedTuple):
-    """A step's memory, and the allocator's own counters of it: GB `allocated` to tensors at the peak, and GB that it
-    `reserved` from the GPU to do so, None without one."""
+    """A step's memory, and the allocator's own counters of it: GB `allocated` to tensors at the
+    peak, and GB that it `reserved` from the GPU to do so, None without one."""
 
     memory: StepMemory
     allocated: float
@@ -269,22 +316,27 @@ class Recorded(NamedTuple):
 def recorded(workload: Workload, recipe: Recipe, settle: int = 2) -> Recorded:
     """The memory of a real optimizer step, after `settle` others.
 
-    Without a GPU a ledger stands in for the allocator's record, and its peak for the counter. The recipe's driver is
-    replaced by the plain loop, whose phases can be told apart.
+    Without a GPU a ledger stands in for the allocator's record, and its peak for the counter. The
+    recipe's driver is replaced by the plain loop, whose phases can be told apart.
     """
     recipe = recipe.but(driver="eager", logging="ring-buffer")
-    gc.collect()  # what an earlier session left in circles of references would be taken for what others hold
+    # what an earlier session left in circles of references would be taken for what others hold
+    gc.collect()
     before = hardware.cuda.allocated_memory()
     with Session(workload, recipe) as session:
         built = hardware.cuda.allocated_memory()
         session.run(settle)  # the moments are there from the first step on, workspaces soon after
         batches = iter(
-            [_on(worst_batch(workload, session.recipe), workload.device) for _ in range(recipe.accumulation)]
+            [
+                _on(worst_batch(workload, session.recipe), workload.device)
+                for _ in range(recipe.accumulation)
+            ]
         )
         if workload.device.type != "cuda":
             memory = _recorded_step(session, batches, Ledger(_standing(session)))
             return Recorded(memory, memory.peak / GB, None)
-        # What others hold: all that was there before, but for frozen weights that this model shares with them.
+        # What others hold: all that was there before, but for frozen weights that this model shares
+        # with them.
         held = bytes_of(tensors_of(session.model)) / GB
         foreign = before - max(0.0, held - (built - before))
         hardware.cuda.empty_cache()
@@ -308,9 +360,14 @@ def _moments(session: Session) -> list[Tensor]:
 
 
 def _recorded_step(
-    session: Session, batches: Iterator[Batch], recorder: Ledger | AllocatorRecord, foreign_gb: float = 0.0
+    session: Session,
+    batches: Iterator[Batch],
+    recorder: Ledger | AllocatorRecord,
+    foreign_gb: float = 0.0,
 ) -> StepMemory:
-    """One step of the session, its phases marked where the driver goes on to the next, without what is foreign."""
+    """One step of the session, its phases marked where the driver goes on to the next, without what
+    is foreign.
+    """
     driver, trained = session.driver, session.parameters
     loss, update = driver.loss, driver.update
 
@@ -333,32 +390,45 @@ def _recorded_step(
     weights, moments = bytes_of(tensors_of(session.model)), bytes_of(_moments(session))
     held = {"weights": weights, "optimizer": moments}
     if isinstance(recorder, AllocatorRecord):
-        held["temporaries"] = max(0, recorder.allocated_before - round(foreign_gb * GB) - weights - moments)
+        held["temporaries"] = max(
+            0, recorder.allocated_before - round(foreign_gb * GB) - weights - moments
+        )
     batch_shapes = worst_batch(session.workload, session.recipe)
     return recorder.step(Sorting(held, _logits(session.workload, batch_shapes)))
 
 
 def with_peak(workload: Workload, run: Run) -> Run:
-    """The run with `peak_gb`: the allocator's peak of a step, or without a GPU, where the comparison knows none, that
-    of tensors, which a ledger counts in a step of its own."""
+    """The run with `peak_gb`: the allocator's peak of a step, or without a GPU, where the
+    comparison knows none, that of tensors, which a ledger counts in a step of its own."""
     if run.ok:
         recipe = Recipe(**run.recipe)
-        run.metrics["peak_gb"] = run.metric("peak_allocated_gb") or recorded(workload, recipe).allocated
+        run.metrics["peak_gb"] = (
+            run.metric("peak_allocated_gb") or recorded(workload, recipe).allocated
+        )
     return run
 
 
 def foretold(workload: Workload, recipe: Recipe, name: str) -> tuple[Run, StepMemory]:
-    """A recipe's run with what its step takes, predicted before it is recorded: `predicted_gb`, `peak_gb` (what
-    tensors take), on a GPU `peak_reserved_gb` as well, `off`, the prediction's error as a share, and the kinds at the
-    peak; and the record."""
+    """A recipe's run with what its step takes, predicted before it is recorded: `predicted_gb`,
+    `peak_gb` (what tensors take), on a GPU `peak_reserved_gb` as well, `off`, the prediction's
+    error as a share, and the kinds at the peak; and the record."""
     foreseen, found = predicted(workload, recipe), recorded(workload, recipe)
-    run = Run("", name, workload=workload.name, scale=workload.scale, weights=workload.weights, data=workload.data)
+    run = Run(
+        "",
+        name,
+        workload=workload.name,
+        scale=workload.scale,
+        weights=workload.weights,
+        data=workload.data,
+    )
     run.recipe = recipe.fitted_to(workload.device.type).as_dict()
     run.metrics = {"predicted_gb": foreseen.peak / GB, "peak_gb": found.allocated}
     run.metrics["off"] = run.metrics["predicted_gb"] / found.allocated - 1
     run.metrics |= {} if found.reserved is None else {"peak_reserved_gb": found.reserved}
     run.metrics |= {f"{kind}_gb": size / GB for kind, size in found.memory.at_peak().items()}
-    run.metrics["activations_share"] = found.memory.at_peak().get("activations", 0) / found.memory.peak
+    run.metrics["activations_share"] = (
+        found.memory.at_peak().get("activations", 0) / found.memory.peak
+    )
     run.metrics["events"] = found.memory.events
     run.metrics["phases"] = [[at, name] for at, name in found.memory.phases]
     run.samples = _picture(found.memory)
@@ -370,23 +440,32 @@ PICTURED = 600
 
 
 def _picture(memory: StepMemory) -> dict[str, list[float]]:
-    """ "at" and, kind by kind, MB held: at that event of each of `PICTURED` equal stretches at which most is held."""
+    """ "at" and, kind by kind, MB held: at that event of each of `PICTURED` equal stretches at
+    which most is held.
+    """
     series, totals = memory.series(), memory.totals()
     width = max(1, -(-len(totals) // PICTURED))
     chosen = [
-        max(range(at, min(at + width, len(totals))), key=totals.__getitem__) for at in range(0, len(totals), width)
+        max(range(at, min(at + width, len(totals))), key=totals.__getitem__)
+        for at in range(0, len(totals), width)
     ]
     kept = {kind: [round(levels[at] / 1e6, 2) for at in chosen] for kind, levels in series.items()}
     return {"at": [float(at) for at in chosen], **kept}
 
 
 def pictured(run: Run) -> tuple[dict[str, list[float]], list[tuple[int, str]]]:
-    """Kind -> bytes held after each event, and (event, name) of the phases, of a run that `foretold` made: between
-    two moments on record as at the former."""
+    """Kind -> bytes held after each event, and (event, name) of the phases, of a run that
+    `foretold` made: between two moments on record as at the former."""
     events, at = run.metrics["events"], [int(place) for place in run.samples["at"]]
-    lengths = [after - before for before, after in zip([0, *at[1:]], [*at[1:], events], strict=True)]
+    lengths = [
+        after - before for before, after in zip([0, *at[1:]], [*at[1:], events], strict=True)
+    ]
     series = {
-        kind: [1e6 * level for level, length in zip(levels, lengths, strict=True) for _ in range(length)]
+        kind: [
+            1e6 * level
+            for level, length in zip(levels, lengths, strict=True)
+            for _ in range(length)
+        ]
         for kind, levels in run.samples.items()
         if kind in KINDS
     }
@@ -394,7 +473,9 @@ def pictured(run: Run) -> tuple[dict[str, list[float]], list[tuple[int, str]]]:
 
 
 GRID: dict[str, Recipe] = {
-    "sd15-lora": Recipe(driver="eager", logging="ring-buffer", cache="latents+text", micro_batch=4, accumulation=1),
+    "sd15-lora": Recipe(
+        driver="eager", logging="ring-buffer", cache="latents+text", micro_batch=4, accumulation=1
+    ),
     "llava-lora": A2_BASE.but(layers="rewritten"),
     "qwen3-lora-long": A3_BASE.but(driver="eager", micro_batch=2),
 }
@@ -407,7 +488,9 @@ MODES: dict[str, dict[str, Any]] = {
 
 
 def in_mode(workload: Workload, mode: str, batch: int = 0) -> Recipe:
-    """A workload's recipe of `GRID`, in one of `MODES`, with micro-batches of `batch` examples (0: the grid's own)."""
+    """A workload's recipe of `GRID`, in one of `MODES`, with micro-batches of `batch` examples (0:
+    the grid's own).
+    """
     recipe = GRID[workload.name].but(**MODES[mode])
     return recipe.but(micro_batch=batch) if batch else recipe
 
@@ -417,8 +500,8 @@ PEAK_HEAD = ("step", "examples", "peak", *KINDS, "activations' share")
 
 
 def peak_rows(runs: Mapping[str, Run]) -> list[tuple[Any, ...]]:
-    """Rows for `PEAK_HEAD` of runs that `foretold` made: what the peak consists of. Kinds that hold nothing then are
-    left empty."""
+    """Rows for `PEAK_HEAD` of runs that `foretold` made: what the peak consists of. Kinds that hold
+    nothing then are left empty."""
     return [
         (
             name.removeprefix("memory: "),
@@ -462,12 +545,13 @@ def at_full(workload: Workload) -> Workload:
     return _twin(workload.name, "full", workload.data, workload.cache_dir)
 
 
-# --------------------------------------------------------------------------------------------- running out of memory
+# ------------------------------------------------------------------------- running out of memory
 
 
 class Limited(Ledger):
-    """A ledger that refuses what goes beyond `limit` bytes in all, `held` of which were there before: out of memory
-    where there is no GPU to run out. The limit is artificial, and its message says so."""
+    """A ledger that refuses what goes beyond `limit` bytes in all, `held` of which were there
+    before: out of memory where there is no GPU to run out. The limit is artificial, and its message
+    says so."""
 
     def __init__(self, known: list[Tensor], held: int, limit: float) -> None:
         super().__init__(known)
@@ -483,8 +567,10 @@ class Limited(Ledger):
         weakref.finalize(storage, self._give_back, size).atexit = False
         if self.held + self.now > self.limit:
             raise torch.OutOfMemoryError(
-                f"An artificial limit: out of memory. Tried to allocate {size / 1e6:.2f} MB; the limit is "
-                f"{self.limit / 1e6:.1f} MB, of which {(self.held + self.now - size) / 1e6:.1f} MB are in use."
+                f"An artificial limit: out of memory. Tried to allocate {size / 1e6:.2f} MB; the "
+                "limit is "
+                f"{self.limit / 1e6:.1f} MB, of which {(self.held + self.now - size) / 1e6:.1f} MB "
+                "are in use."
             )
 
     def _give_back(self, size: int) -> None:
@@ -499,13 +585,15 @@ class Fed:
             fed.step(8)                 raises what PyTorch raises where it doesn't fit
             fed.held_gb()               what the process holds now
 
-    On a GPU the limit is PyTorch's own (`set_per_process_memory_fraction`), which its allocator keeps by itself;
-    without one it is counted, and artificial.
+    On a GPU the limit is PyTorch's own (`set_per_process_memory_fraction`), which its allocator
+    keeps by itself; without one it is counted, and artificial.
     """
 
     def __init__(self, workload: Workload, recipe: Recipe) -> None:
         self.workload = workload
-        self.recipe = recipe.but(driver="eager", logging="ring-buffer", accumulation=1, micro_batch=1)
+        self.recipe = recipe.but(
+            driver="eager", logging="ring-buffer", accumulation=1, micro_batch=1
+        )
         self.on_gpu = workload.device.type == "cuda"
         self.session = Session(workload, self.recipe)
         self.recipe = self.session.recipe  # as it fits this device
@@ -524,7 +612,9 @@ class Fed:
 
     def step(self, examples: int) -> float:
         """One optimizer step on so many examples; GB at its peak."""
-        batch = _on(worst_batch(self.workload, self.recipe.but(micro_batch=examples)), self.workload.device)
+        batch = _on(
+            worst_batch(self.workload, self.recipe.but(micro_batch=examples)), self.workload.device
+        )
         if self.on_gpu:
             hardware.cuda.reset_peak_memory()
             self.session.step(iter([batch]))
@@ -538,7 +628,9 @@ class Fed:
         return self.ledger.step(Sorting({"weights": bytes_of(known)})).peak / GB
 
     def fits(self, examples: int) -> bool:
-        """Whether a step on so many examples runs; what it leaves behind where it doesn't is cleaned up."""
+        """Whether a step on so many examples runs; what it leaves behind where it doesn't is
+        cleaned up.
+        """
         try:
             self.step(examples)
             fitting = True
@@ -546,14 +638,17 @@ class Fed:
             if not is_out_of_memory(error):
                 raise
             fitting = False
-        # Outside the except block: inside it the exception still holds the frames, and these the tensors.
+        # Outside the except block: inside it the exception still holds the frames, and these the
+        # tensors.
         self.tries[examples] = fitting
         if not fitting:
             self.clean_up()
         return fitting
 
     def clean_up(self) -> None:
-        """What a failed step leaves: half of the gradients, and memory that the allocator keeps in its cache."""
+        """What a failed step leaves: half of the gradients, and memory that the allocator keeps in
+        its cache.
+        """
         for parameter in self.session.parameters:
             parameter.grad = None
         gc.collect()
@@ -573,13 +668,15 @@ class Fed:
     def __enter__(self) -> Fed:
         return self
 
-    def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
         self.close()
 
 
 def run_out(fed: Fed, examples: int) -> dict[str, Any]:
-    """Have a step on so many examples fail for want of memory, and look at what is held: before it, in the except
-    block, after it, and once it is cleaned up, as metrics in GB; and the `message`.
+    """Have a step on so many examples fail for want of memory, and look at what is held: before it,
+    in the except block, after it, and once it is cleaned up, as metrics in GB; and the `message`.
 
     Raises `RuntimeError` where the step fits.
     """
@@ -604,21 +701,28 @@ def held_row(found: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 HEADROOM = 0.1
-"""The share of a card that a training run should leave free: examples differ, and allocators keep pieces unused."""
+"""The share of a card that a training run should leave free: examples differ, and allocators keep
+pieces unused.
+"""
 
 
 def foreseen_largest(workload: Workload, recipe: Recipe, room_gb: float, on: str = "") -> int:
-    """The largest batch whose predicted peak stays within `room_gb`; memory is a straight line over the batch."""
-    one, three = (predicted(workload, recipe.but(micro_batch=n, accumulation=1), on).peak / GB for n in (1, 3))
+    """The largest batch whose predicted peak stays within `room_gb`; memory is a straight line over
+    the batch.
+    """
+    one, three = (
+        predicted(workload, recipe.but(micro_batch=n, accumulation=1), on).peak / GB for n in (1, 3)
+    )
     each = (three - one) / 2
     return max(0, math.floor((room_gb - (one - each)) / each))
 
 
 def largest_batch(fits: Callable[[int], bool], start: int) -> int:
-    """The largest batch for which `fits` says True, searched from a `start` near it; 0: not even one fits.
+    """The largest batch for which `fits` says True, searched from a `start` near it; 0: not even
+    one fits.
 
-    It walks away from the start, in steps that double, until it has one that fits and one that doesn't, and then halves
-    what is between. A good start costs two tries, one of which fails.
+    It walks away from the start, in steps that double, until it has one that fits and one that
+    doesn't, and then halves what is between. A good start costs two tries, one of which fails.
     """
     low, high = 0, 0  # the largest known to fit, the smallest known not to
     at, stride = max(1, start), 1
@@ -640,13 +744,20 @@ def largest_batch(fits: Callable[[int], bool], start: int) -> int:
     return low
 
 
-def searched(fed: Fed, search: Callable[[Callable[[int], bool], int], int], start: int, foreseen: int) -> Run:
-    """What a search from `start` on found: `largest`, in how many `tries`, of which so many were `failures`; and what
-    was `predicted`."""
+def searched(
+    fed: Fed, search: Callable[[Callable[[int], bool], int], int], start: int, foreseen: int
+) -> Run:
+    """What a search from `start` on found: `largest`, in how many `tries`, of which so many were
+    `failures`; and what was `predicted`."""
     fed.tries.clear()
     largest = search(fed.fits, start)
     failures = sum(not fits for fits in fed.tries.values())
-    metrics = {"largest": largest, "tries": len(fed.tries), "failures": failures, "predicted": foreseen}
+    metrics = {
+        "largest": largest,
+        "tries": len(fed.tries),
+        "failures": failures,
+        "predicted": foreseen,
+    }
     return Run("", "", metrics=metrics)
 
 
@@ -657,7 +768,9 @@ def search_rows(searches: Mapping[str, Run]) -> list[tuple[Any, ...]]:
 
 
 def largest_by_accelerate(fits: Callable[[int], bool], start: int) -> int:
-    """The batch that accelerate's `find_executable_batch_size` stops at: from `start` down, a tenth less each time."""
+    """The batch that accelerate's `find_executable_batch_size` stops at: from `start` down, a tenth
+    less each time.
+    """
     from accelerate.utils import find_executable_batch_size
 
     @find_executable_batch_size(starting_batch_size=start)

@@ -1,4 +1,5 @@
-"""Article A4's advice as switches: each changes one knob of a recipe, and has its effect on time, memory and numbers.
+"""Article A4's advice as switches: each changes one knob of a recipe, and has its effect on time,
+memory and numbers.
 
 recipes = switches("full")                            name -> recipe; each differs from its base in one thing
 runs    = bench.compare(recipes, steps, rounds)
@@ -36,10 +37,12 @@ from labutils.training.step import AUTOCAST, build_optimizer
 from labutils.workloads import Workload, open_workload
 from labutils.workloads.base import Batch
 
-# ------------------------------------------------------------------------------------------------------------ switches
+# ---------------------------------------------------------------------------------------- switches
 
 BATCH = {"tiny": 2, "small": 4, "full": 8}
-"""Examples of a step by scale. With few, the host's launches take longer than the GPU's work in any precision."""
+"""Examples of a step by scale. With few, the host's launches take longer than the GPU's work in any
+precision.
+"""
 
 
 class Switch(NamedTuple):
@@ -51,33 +54,58 @@ class Switch(NamedTuple):
 
 
 SWITCHES: dict[str, Switch] = {
-    "base": Switch("float32", {"precision": "fp16"}, "half the bytes, tensor cores; a loss scaled against underflow"),
-    "bf16": Switch("float32", {"precision": "bf16"}, "the same with float32's range: nothing to scale"),
-    "tf32": Switch("float32", {"tf32": "everything"}, "tensor cores take float32 inputs, rounded to 10 bits"),
-    "tf32 convolutions": Switch("float32", {"tf32": "convolutions"}, "what PyTorch does if nobody says anything"),
-    "channels last": Switch("base", {"memory_format": "channels_last"}, "the layout that tensor cores convolve in"),
-    "cudnn.benchmark": Switch(
-        "base", {"cudnn_benchmark": True, "tf32": "convolutions"}, "time each shape's algorithms, keep the fastest"
+    "base": Switch(
+        "float32",
+        {"precision": "fp16"},
+        "half the bytes, tensor cores; a loss scaled against underflow",
     ),
-    "optimizer loop": Switch("base", {"optimizer": "adamw-loop"}, "a dozen kernels a tensor, as it was long ago"),
-    "foreach optimizer": Switch("base", {"optimizer": "adamw-foreach"}, "all tensors in a dozen kernels"),
+    "bf16": Switch(
+        "float32", {"precision": "bf16"}, "the same with float32's range: nothing to scale"
+    ),
+    "tf32": Switch(
+        "float32", {"tf32": "everything"}, "tensor cores take float32 inputs, rounded to 10 bits"
+    ),
+    "tf32 convolutions": Switch(
+        "float32", {"tf32": "convolutions"}, "what PyTorch does if nobody says anything"
+    ),
+    "channels last": Switch(
+        "base", {"memory_format": "channels_last"}, "the layout that tensor cores convolve in"
+    ),
+    "cudnn.benchmark": Switch(
+        "base",
+        {"cudnn_benchmark": True, "tf32": "convolutions"},
+        "time each shape's algorithms, keep the fastest",
+    ),
+    "optimizer loop": Switch(
+        "base", {"optimizer": "adamw-loop"}, "a dozen kernels a tensor, as it was long ago"
+    ),
+    "foreach optimizer": Switch(
+        "base", {"optimizer": "adamw-foreach"}, "all tensors in a dozen kernels"
+    ),
     "fused optimizer": Switch("base", {"optimizer": "adamw-fused"}, "all of AdamW in one kernel"),
     "8-bit optimizer": Switch("base", {"optimizer": "adamw-8bit"}, "moments in a byte each"),
-    "paged optimizer": Switch("base", {"optimizer": "adamw-paged"}, "those in pages that can move to the host"),
-    "checkpointing": Switch("base", {"checkpointing": "blocks"}, "keep blocks' inputs, compute blocks again"),
-    "selective checkpointing": Switch("base", {"checkpointing": "selective"}, "keep products' results as well"),
+    "paged optimizer": Switch(
+        "base", {"optimizer": "adamw-paged"}, "those in pages that can move to the host"
+    ),
+    "checkpointing": Switch(
+        "base", {"checkpointing": "blocks"}, "keep blocks' inputs, compute blocks again"
+    ),
+    "selective checkpointing": Switch(
+        "base", {"checkpointing": "selective"}, "keep products' results as well"
+    ),
     "accumulation": Switch("base", {}, "the same examples one after the other, gradients added up"),
 }
-"""Name -> switch. "base" is the article's mixed precision, itself a switch from "float32". "accumulation" trades one
-knob for another: as many micro-batches of 1 as the batch had examples. "cudnn.benchmark" turns a second one, which
-nothing computes with in FP16: PyTorch remembers one algorithm for each shape, layout, format and permission to use
-TF32, whether it was timed or guessed, for as long as the process lives. Under the same permission this switch would be
-given what "base" was."""
+"""Name -> switch. "base" is the article's mixed precision, itself a switch from "float32".
+"accumulation" trades one knob for another: as many micro-batches of 1 as the batch had examples.
+"cudnn.benchmark" turns a second one, which nothing computes with in FP16: PyTorch remembers one
+algorithm for each shape, layout, format and permission to use TF32, whether it was timed or
+guessed, for as long as the process lives. Under the same permission this switch would be given what
+"base" was."""
 
 
 def switches(scale: str) -> dict[str, Recipe]:
-    """Name -> recipe of "float32" and every switch: plain loops on latents and text embeddings that are there already,
-    so that no data path is in the times; no TF32."""
+    """Name -> recipe of "float32" and every switch: plain loops on latents and text embeddings that
+    are there already, so that no data path is in the times; no TF32."""
     base = Recipe(
         driver="eager",
         logging="ring-buffer",
@@ -89,7 +117,11 @@ def switches(scale: str) -> dict[str, Recipe]:
     )
     found = {"base": base, "float32": base.but(precision="fp32")}
     for name, switch in SWITCHES.items():
-        changes = {"micro_batch": 1, "accumulation": base.micro_batch} if name == "accumulation" else switch.changes
+        changes = (
+            {"micro_batch": 1, "accumulation": base.micro_batch}
+            if name == "accumulation"
+            else switch.changes
+        )
         found[name] = found[switch.base].but(**changes)
     return found
 
@@ -99,7 +131,15 @@ def switches_on(device: str, scale: str) -> dict[str, Recipe]:
     return distinct_on(device, switches(scale))
 
 
-SWITCH_HEAD = ("switch", "changes", "step, ms", "against its base", "peak memory, GB", "against its base, %", "why")
+SWITCH_HEAD = (
+    "switch",
+    "changes",
+    "step, ms",
+    "against its base",
+    "peak memory, GB",
+    "against its base, %",
+    "why",
+)
 
 
 def switch_rows(runs: Mapping[str, Run]) -> list[tuple[Any, ...]]:
@@ -112,13 +152,31 @@ def switch_rows(runs: Mapping[str, Run]) -> list[tuple[Any, ...]]:
         base = runs.get(SWITCHES[name].base) if name in SWITCHES else None
         if base is None or not base.ok:
             rows.append(
-                (f"**{name}**", None, run.metric("step_ms"), None, run.metric("peak_gb"), None, "where it starts")
+                (
+                    f"**{name}**",
+                    None,
+                    run.metric("step_ms"),
+                    None,
+                    run.metric("peak_gb"),
+                    None,
+                    "where it starts",
+                )
             )
             continue
         peak, held = run.metric("peak_gb"), base.metric("peak_gb")
         memory = f"{100 * (peak / held - 1):+.0f}".replace("-0", "+0") if peak and held else None
         effect = in_words(time_effect(base, run))
-        rows.append((name, changed(run, base), run.metric("step_ms"), effect, peak, memory, SWITCHES[name].why))
+        rows.append(
+            (
+                name,
+                changed(run, base),
+                run.metric("step_ms"),
+                effect,
+                peak,
+                memory,
+                SWITCHES[name].why,
+            )
+        )
     return rows
 
 
@@ -133,7 +191,9 @@ ONE_BY_ONE_HEAD = ("examples a step", "ms, all in one batch", "ms of each, one a
 
 
 def one_by_one_rows(runs: Mapping[str, Run]) -> list[tuple[Any, ...]]:
-    """A row for `ONE_BY_ONE_HEAD`: the step of "base", and what "accumulation" takes for each of its examples."""
+    """A row for `ONE_BY_ONE_HEAD`: the step of "base", and what "accumulation" takes for each of
+    its examples.
+    """
     pair = [runs.get(name) for name in ("base", "accumulation")]
     if not all(run and run.ok for run in pair):
         return []
@@ -143,21 +203,25 @@ def one_by_one_rows(runs: Mapping[str, Run]) -> list[tuple[Any, ...]]:
 
 
 def paying(runs: Mapping[str, Run], at_least: float = 5.0) -> dict[str, float]:
-    """How many switches were `tried`, and how many of them shorten the step by `at_least` percent, surely (`helped`),
-    or do not (`left_alone`)."""
-    pairs = [(runs[s.base], runs[name]) for name, s in SWITCHES.items() if name in runs and s.base in runs]
+    """How many switches were `tried`, and how many of them shorten the step by `at_least` percent,
+    surely (`helped`), or do not (`left_alone`)."""
+    pairs = [
+        (runs[s.base], runs[name])
+        for name, s in SWITCHES.items()
+        if name in runs and s.base in runs
+    ]
     effects = [time_effect(base, run) for base, run in pairs if base.ok and run.ok]
     known = [effect for effect in effects if effect is not None]
     helped = sum(effect.sure and effect.middle <= -at_least for effect in known)
     return {"tried": len(known), "helped": helped, "left_alone": len(known) - helped}
 
 
-# ------------------------------------------------------------------------------------------------------------- numbers
+# ----------------------------------------------------------------------------------------- numbers
 
 
 class Form(NamedTuple):
-    """How a forward and backward pass is computed: the frozen weights' precision, under autocast or not, the factor of
-    the loss, and what float32 rounds to TF32."""
+    """How a forward and backward pass is computed: the frozen weights' precision, under autocast or
+    not, the factor of the loss, and what float32 rounds to TF32."""
 
     precision: str
     autocast: bool = True
@@ -174,21 +238,27 @@ FORMS = {
     "bf16": Form("bf16"),
     "bf16 throughout": Form("bf16", autocast=False),
 }
-"""Name -> form. "throughout": no autocast, so that norms, their sums and the adapters are in 16 bits as well."""
+"""Name -> form. "throughout": no autocast, so that norms, their sums and the adapters are in 16
+bits as well.
+"""
 
 
 def numerical_effects(workload: Workload, forms: Mapping[str, Form] = FORMS) -> dict[str, Run]:
-    """Loss and gradients of one batch in each form, against those in float32, as runs with `loss_error` and
-    `gradient_error` (relative), and `lost_share`, the share of gradients that became 0 and are not.
+    """Loss and gradients of one batch in each form, against those in float32, as runs with
+    `loss_error` and `gradient_error` (relative), and `lost_share`, the share of gradients that
+    became 0 and are not.
 
-    The same weights, batch and noise for all; the adapters' B, which would be 0, is drawn as well, so that every
-    gradient is one. On a CPU the 16-bit formats are computed by the CPU's own kernels.
+    The same weights, batch and noise for all; the adapters' B, which would be 0, is drawn as well,
+    so that every gradient is one. On a CPU the 16-bit formats are computed by the CPU's own
+    kernels.
     """
     exact: tuple[float, Tensor] | None = None
     runs = {}
     for name, form in forms.items():
         if form.tf32 != "nothing" and workload.device.type != "cuda":
-            runs[name] = Run("", f"numbers: {name}", status="skipped: TF32 is a format of NVIDIA's tensor cores")
+            runs[name] = Run(
+                "", f"numbers: {name}", status="skipped: TF32 is a format of NVIDIA's tensor cores"
+            )
             continue
         loss, gradient = _gradient(workload, form)
         exact = exact or (loss, gradient)
@@ -198,7 +268,9 @@ def numerical_effects(workload: Workload, forms: Mapping[str, Form] = FORMS) -> 
             "gradient_error": relative_error(gradient, exact[1]),
             "lost_share": lost,
         }
-        run = runs[name] = Run("", f"numbers: {name}", workload=workload.name, scale=workload.scale, metrics=metrics)
+        run = runs[name] = Run(
+            "", f"numbers: {name}", workload=workload.name, scale=workload.scale, metrics=metrics
+        )
         run.weights, run.data = workload.weights, workload.data
     return runs
 
@@ -206,7 +278,9 @@ def numerical_effects(workload: Workload, forms: Mapping[str, Form] = FORMS) -> 
 def _gradient(workload: Workload, form: Form) -> tuple[float, Tensor]:
     """The loss, and all adapters' gradients in a row, in float64 on the host."""
     kind, dtype = workload.device.type, AUTOCAST.get(form.precision, torch.float32)
-    recipe = switches(workload.scale)["float32"].but(precision=form.precision, adapter="plain", micro_batch=2)
+    recipe = switches(workload.scale)["float32"].but(
+        precision=form.precision, adapter="plain", micro_batch=2
+    )
     model = workload.build(recipe)
     trained = _drawn(model)
     if not form.autocast:
@@ -214,7 +288,9 @@ def _gradient(workload: Workload, form: Form) -> tuple[float, Tensor]:
             parameter.data = parameter.data.to(dtype)
     batch, draws = _same_inputs(workload, model, dtype)
     cast = torch.autocast(kind, dtype) if form.autocast else nullcontext()
-    with float32_rounded(form.tf32):  # around the backward pass as well: PyTorch's own setting is TF32 for convolutions
+    with float32_rounded(
+        form.tf32
+    ):  # around the backward pass as well: PyTorch's own setting is TF32 for convolutions
         with cast:
             loss = workload.loss(model, batch, draws)
         (loss * form.loss_scale).backward()
@@ -235,14 +311,19 @@ def _drawn(model: nn.Module) -> list[nn.Parameter]:
 
 
 def _same_inputs(workload: Workload, model: nn.Module, dtype: torch.dtype) -> tuple[Batch, Batch]:
-    """A batch of latents and text embeddings, and the noise of one step, drawn in float32 and rounded to `dtype`."""
+    """A batch of latents and text embeddings, and the noise of one step, drawn in float32 and
+    rounded to `dtype`.
+    """
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(2, *shape, generator=generator).to(workload.device, dtype)
 
     channels, *sides = workload.latent_shape
-    batch = {"moments": normal(2 * channels, *sides), "condition": normal(77, workload.size.text_width)}
+    batch = {
+        "moments": normal(2 * channels, *sides),
+        "condition": normal(77, workload.size.text_width),
+    }
     noise = {"posterior": normal(channels, *sides), "noise": normal(channels, *sides)}
     return batch, noise | {"timesteps": torch.tensor([100, 700], device=workload.device)}
 
@@ -256,7 +337,11 @@ def number_rows(runs: Mapping[str, Run]) -> list[tuple[Any, ...]]:
     rows: list[tuple[Any, ...]] = []
     for name, run in runs.items():
         found = run.metrics
-        shares = (f"{found[m]:.2g}" for m in ("loss_error", "gradient_error", "lost_share")) if run.ok else (None,) * 3
+        shares = (
+            (f"{found[m]:.2g}" for m in ("loss_error", "gradient_error", "lost_share"))
+            if run.ok
+            else (None,) * 3
+        )
         form = name.removeprefix("numbers: ")
         rows.append((form if run.ok else f"{form}: {run.status}", *shares))
     return rows
@@ -272,7 +357,7 @@ def errors_of(runs: Mapping[str, Run]) -> dict[str, dict[str, float]]:
     }
 
 
-# ---------------------------------------------------------------------------------------------------------- optimizers
+# -------------------------------------------------------------------------------------- optimizers
 
 KINDS = ("adamw-loop", "adamw-foreach", "adamw-fused", "adamw-8bit", "adamw-paged")
 WIDE = {"tiny": 128, "small": 1024, "full": 4096}
@@ -280,7 +365,9 @@ WIDE = {"tiny": 128, "small": 1024, "full": 4096}
 
 
 def block_weights(scale: str, device: str) -> list[nn.Parameter]:
-    """The matrices and norms of one decoder's block, to be trained in float32, each with a gradient."""
+    """The matrices and norms of one decoder's block, to be trained in float32, each with a
+    gradient.
+    """
     width = WIDE[scale]
     shapes = [(width, width), (width // 4, width), (width // 4, width), (width, width)]
     shapes += [(3 * width, width), (3 * width, width), (width, 3 * width), (width,), (width,)]
@@ -294,13 +381,16 @@ def block_weights(scale: str, device: str) -> list[nn.Parameter]:
 
 
 def optimizer_costs(scale: str, device: str, kinds: Sequence[str] = KINDS) -> dict[str, Run]:
-    """One decoder's block trained in full by each form of AdamW, as runs with `step_ms` of the update alone,
-    `state_bytes` for each trained number, and `update_error` of ten updates against the loop's.
+    """One decoder's block trained in full by each form of AdamW, as runs with `step_ms` of the
+    update alone, `state_bytes` for each trained number, and `update_error` of ten updates against
+    the loop's.
     """
     runs, exact = {}, None
     for kind in kinds:
         recipe = Recipe(optimizer=kind)
-        run = runs[kind] = Run("", f"optimizer: {kind}", scale=scale, recipe=recipe.fitted_to(device).as_dict())
+        run = runs[kind] = Run(
+            "", f"optimizer: {kind}", scale=scale, recipe=recipe.fitted_to(device).as_dict()
+        )
         if device == "cpu" and kind == "adamw-paged":
             run.status = "skipped: pages that move between the GPU and the host need a GPU"
             continue
@@ -309,11 +399,15 @@ def optimizer_costs(scale: str, device: str, kinds: Sequence[str] = KINDS) -> di
         optimizer = build_optimizer(parameters, recipe)
         for _ in range(10):
             optimizer.step()
-        moved = torch.cat([(p.detach() - s).flatten() for p, s in zip(parameters, start, strict=True)])
+        moved = torch.cat(
+            [(p.detach() - s).flatten() for p, s in zip(parameters, start, strict=True)]
+        )
         exact = moved if exact is None else exact
         run.samples["step_ms"] = hardware.cuda.timed(optimizer.step, budget_s=0.3)
         state = (value for entry in optimizer.state.values() for value in entry.values())
-        held = sum(value.nbytes for value in state if isinstance(value, Tensor) and value.numel() > 1)
+        held = sum(
+            value.nbytes for value in state if isinstance(value, Tensor) and value.numel() > 1
+        )
         run.metrics = {
             "step_ms": summarise(run.samples["step_ms"]),
             "state_bytes": held / moved.numel(),
@@ -324,7 +418,13 @@ def optimizer_costs(scale: str, device: str, kinds: Sequence[str] = KINDS) -> di
     return runs
 
 
-OPTIMIZER_HEAD = ("AdamW", "ms an update", "p10 to p90", "bytes of state a number", "ten updates off by")
+OPTIMIZER_HEAD = (
+    "AdamW",
+    "ms an update",
+    "p10 to p90",
+    "bytes of state a number",
+    "ten updates off by",
+)
 """The head of a table of `optimizer_rows`."""
 
 
@@ -338,14 +438,20 @@ def optimizer_rows(runs: Mapping[str, Run]) -> list[tuple[Any, ...]]:
             continue
         ms, error = run.metrics["step_ms"], run.metrics["update_error"]
         between = f"{ms['p10']:.3g} to {ms['p90']:.3g}"
-        rows.append((form, ms["median"], between, f"{run.metrics['state_bytes']:.2f}", f"{error:.1g}"))
+        rows.append(
+            (form, ms["median"], between, f"{run.metrics['state_bytes']:.2f}", f"{error:.1g}")
+        )
     return rows
 
 
-# ------------------------------------------------------------------------------------------- the environment's switches
+# ----------------------------------------------------------------------- the environment's switches
 
-IN_ITS_OWN_PROCESS = Recipe(driver="eager", logging="ring-buffer", num_workers=4, persistent_workers=True)
-"""A loop in which host and GPU could work side by side: nothing is read while training, images come from workers."""
+IN_ITS_OWN_PROCESS = Recipe(
+    driver="eager", logging="ring-buffer", num_workers=4, persistent_workers=True
+)
+"""A loop in which host and GPU could work side by side: nothing is read while training, images come
+from workers.
+"""
 
 
 ALONE_S = 300.0
@@ -356,13 +462,20 @@ _CHILD = ("-W", "ignore", "-m", "labutils.labs.lab09_toggles")
 def trained_alone(
     workload: Workload, recipe: Recipe, steps: int, environments: Mapping[str, Mapping[str, str]]
 ) -> dict[str, Run]:
-    """Name -> a recipe's run in a process of its own, with that name's environment variables: what they switch is read
-    once, when PyTorch starts. The processes get ready side by side, and are timed one after the other."""
-    order = workload.opened_as() | {"device": workload.device.type, "recipe": recipe.as_dict(), "steps": steps}
+    """Name -> a recipe's run in a process of its own, with that name's environment variables: what
+    they switch is read once, when PyTorch starts. The processes get ready side by side, and are
+    timed one after the other."""
+    order = workload.opened_as() | {
+        "device": workload.device.type,
+        "recipe": recipe.as_dict(),
+        "steps": steps,
+    }
     with contextlib.ExitStack() as stack:
         children = {
             name: stack.enter_context(
-                Child(_CHILD, os.environ | {"TQDM_DISABLE": "1"} | dict(settings), ALONE_S, REPOSITORY)
+                Child(
+                    _CHILD, os.environ | {"TQDM_DISABLE": "1"} | dict(settings), ALONE_S, REPOSITORY
+                )
             )
             for name, settings in environments.items()
         }
@@ -400,16 +513,19 @@ def visible_gpus(*variables: str) -> list[int]:
 
 
 def _main() -> None:
-    """The child's side: an order on standard input, word that all is ready on standard output, and, once it is told to
-    go, the run as the last line."""
+    """The child's side: an order on standard input, word that all is ready on standard output, and,
+    once it is told to go, the run as the last line."""
     order = json.loads(sys.stdin.readline())
     recipe, steps = Recipe(**order.pop("recipe")), order.pop("steps")
     workload = open_workload(**order)
     run = empty_run(workload, recipe, "alone")
-    # Not `train`, which measures what the machine reaches first: that takes longer than all steps do.
+    # Not `train`, which measures what the machine reaches first: that takes longer than all steps
+    # do.
     try:
         with contextlib.closing(Contender(workload, recipe, warmup=1)) as contender:
-            time.sleep(REFILL_S)  # its workers have read ahead by then, and leave the other process alone
+            time.sleep(
+                REFILL_S
+            )  # its workers have read ahead by then, and leave the other process alone
             print(READY, flush=True)
             sys.stdin.readline()
             contender.measure(steps)

@@ -1,8 +1,9 @@
 """What lab 10 tries on several GPUs: which runs, started how, and what to make of them.
 
-A case is one kind of training ("": Stable Diffusion's LoRA, "full": all of its UNet, "qwen": an 8 B model's LoRA, "qwen
-full": a small one whole). Its runs are called "one process", "ddp 2", "fsdp 2", "ddp 2 no_sync", and so on, behind the
-case's name. One process does what each rank does: so N of them should take N times the examples in the same time.
+A case is one kind of training ("": Stable Diffusion's LoRA, "full": all of its UNet, "qwen": an 8 B
+model's LoRA, "qwen full": a small one whole). Its runs are called "one process", "ddp 2", "fsdp 2",
+"ddp 2 no_sync", and so on, behind the case's name. One process does what each rank does: so N of
+them should take N times the examples in the same time.
 """
 
 from __future__ import annotations
@@ -36,14 +37,14 @@ SD_RECIPE = STOCK.but(
     optimizer="adamw-fused",
     accumulation=1,
 )
-"""Lab 04's loop, eager, in BF16, from encoded examples: nothing but the UNet, and no file to wait for. (Channels last
-would be faster, and `fully_shard` takes no such weights.)"""
+"""Lab 04's loop, eager, in BF16, from encoded examples: nothing but the UNet, and no file to wait
+for. (Channels last would be faster, and `fully_shard` takes no such weights.)"""
 SD_BATCH = {"tiny": 2, "small": 4, "full": 16}
-"""Its examples in a micro-batch. With few, a step lasts as long as the host takes to launch it, and on a host that
-several ranks share that is another time each day."""
+"""Its examples in a micro-batch. With few, a step lasts as long as the host takes to launch it, and
+on a host that several ranks share that is another time each day."""
 WHOLE_BATCH = SD_BATCH | {"full": 8}
-"""The same where all weights are trained, which is more work for the GPU. With many, what is sharded would be lost
-among activations."""
+"""The same where all weights are trained, which is more work for the GPU. With many, what is
+sharded would be lost among activations."""
 QWEN_RECIPE = A3_BASE.but(
     driver="eager",
     adapter="plain",
@@ -56,7 +57,9 @@ QWEN_RECIPE = A3_BASE.but(
     micro_batch=2,
     accumulation=1,
 )
-"""Lab 07's plain loop on rows of one length: with rows of several, ranks would wait for whichever has the longest."""
+"""Lab 07's plain loop on rows of one length: with rows of several, ranks would wait for whichever
+has the longest.
+"""
 QWEN_FULL_RECIPE = QWEN_RECIPE.but(adapter="none", layers="published", loss="logits")
 ACCUMULATED = 4
 """Micro-batches that a rank accumulates in the runs about `no_sync`."""
@@ -76,7 +79,9 @@ TITLES = {
 
 @dataclass(frozen=True)
 class Case:
-    """One kind of training: its name in runs ("" for none), what it runs on, the recipe of one rank's share."""
+    """One kind of training: its name in runs ("" for none), what it runs on, the recipe of one
+    rank's share.
+    """
 
     name: str
     title: str
@@ -116,13 +121,13 @@ def cases(lab: Any) -> dict[str, Case]:
     return {name: Case(name, TITLES[name], *found) for name, found in what.items()}
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # What is launched
 
 
 def tasks_alone(chosen: Iterable[Case], ranks: int, steps: int, tiny: bool) -> list[Task]:
-    """The link, and each case on one process: rank 0 by itself, while the others wait; behind the first case its whole
-    global batch, of which the losses are wanted."""
+    """The link, and each case on one process: rank 0 by itself, while the others wait; behind the
+    first case its whole global batch, of which the losses are wanted."""
     link = Task("all-reduce", "all-reduce", sizes=TINY_SIZES if tiny else SIZES)
     timed = {"steps": steps, "warmup": 1 if tiny else 2}
     first, *others = chosen
@@ -138,8 +143,8 @@ TRACED = 2
 
 
 def tasks_together(case: Case, ranks: int, steps: int, tiny: bool) -> list[Task]:
-    """A case on all ranks: DDP, what can be turned at it, and FSDP. At tiny, where starting takes longer than all
-    steps, it is the larger gradients that are turned at."""
+    """A case on all ranks: DDP, what can be turned at it, and FSDP. At tiny, where starting takes
+    longer than all steps, it is the larger gradients that are turned at."""
     shared, timed = case.for_ranks(ranks), {"steps": steps, "warmup": 1 if tiny else 2}
     traced = timed | {"traced": TRACED}
     found = [case.task(f"ddp {ranks}", shared, **traced)]
@@ -150,9 +155,13 @@ def tasks_together(case: Case, ranks: int, steps: int, tiny: bool) -> list[Task]
         found.append(case.task(f"ddp {ranks} no_sync", several, **fewer))
         found.append(case.task(f"ddp {ranks} sync each", several.but(synchronise="each"), **fewer))
     if case.name == "full" and not tiny:
-        found.append(case.task(f"ddp {ranks} bucket view", shared.but(gradient_as_bucket_view=True), **timed))
+        found.append(
+            case.task(f"ddp {ranks} bucket view", shared.but(gradient_as_bucket_view=True), **timed)
+        )
     if case.name == "qwen" and not tiny:
-        found.append(case.task(f"ddp {ranks} as they come", shared.but(shapes="as-they-come"), **traced))
+        found.append(
+            case.task(f"ddp {ranks} as they come", shared.but(shapes="as-they-come"), **traced)
+        )
     if not tiny or case.name in TURNED:
         found.append(case.task(f"fsdp {ranks}", shared.but(parallel="fsdp"), **traced))
     return found
@@ -161,13 +170,17 @@ def tasks_together(case: Case, ranks: int, steps: int, tiny: bool) -> list[Task]
 def tasks_of_all(cases: Iterable[Case], ranks: int, steps: int, tiny: bool) -> list[Task]:
     """What all ranks do: DDP of all cases, then FSDP."""
     tasks = [task for case in cases for task in tasks_together(case, ranks, steps, tiny)]
-    return sorted(tasks, key=lambda task: task.recipe["parallel"])  # stable: cases stay in their order
+    return sorted(
+        tasks, key=lambda task: task.recipe["parallel"]
+    )  # stable: cases stay in their order
 
 
 TASK_S = 40.0
 """How long one of many tasks may take on average."""
 DOWNLOADING = {"timeout_s": 7200.0, "patience_s": 3600.0}
-"""How long a launch may take, and ranks wait for the first, where that one may have checkpoints to download."""
+"""How long a launch may take, and ranks wait for the first, where that one may have checkpoints to
+download.
+"""
 
 
 def measured(
@@ -178,16 +191,20 @@ def measured(
     into: dict[str, Run],
     judge: Callable[[str, Run], Run] = lambda name, run: run,
 ) -> None:
-    """Put the runs of `tasks`, each as `judge` has it, into `into`: as an interrupted lab left them, or launched now,
-    each kept as soon as it is there.
+    """Put the runs of `tasks`, each as `judge` has it, into `into`: as an interrupted lab left
+    them, or launched now, each kept as soon as it is there.
 
-    A task that a rank fails in is on record with what was said of it, and another launch does those behind it. Raises
-    for the first one once all is done, or two launches in a row brought nothing.
+    A task that a rank fails in is on record with what was said of it, and another launch does those
+    behind it. Raises for the first one once all is done, or two launches in a row brought nothing.
     """
     recipes = {task.name: Recipe(**task.recipe) if task.recipe else None for task in tasks}
     taken = lab.take_left(recipes)
     into |= taken
-    options = DOWNLOADING if "hub" in (lab.weights, lab.data) else {"timeout_s": max(TIMEOUT_S, TASK_S * len(tasks))}
+    options = (
+        DOWNLOADING
+        if "hub" in (lab.weights, lab.data)
+        else {"timeout_s": max(TIMEOUT_S, TASK_S * len(tasks))}
+    )
 
     def keep(run: Run) -> None:
         into[run.run] = judge(run.run, run)
@@ -217,16 +234,30 @@ CRASH_STEPS = 8
 
 
 def task_same_batch(case: Case, ranks: int) -> Task:
-    """One process with the whole global batch: the losses that the ranks' must equal, whatever happens to them."""
+    """One process with the whole global batch: the losses that the ranks' must equal, whatever
+    happens to them.
+    """
     recipe = case.for_ranks(ranks)
-    return Task("run", case.run("one process, same batch"), case.workload, recipe.as_dict(), CRASH_STEPS, alone=True)
+    return Task(
+        "run",
+        case.run("one process, same batch"),
+        case.workload,
+        recipe.as_dict(),
+        CRASH_STEPS,
+        alone=True,
+    )
 
 
-def crash(case: Case, batch_of: int, ranks: int, folder: Path, device: str, **options: Any) -> Ended:
-    """Train `case` with a checkpoint every second step; `options` (of `Task`) say who fails, when and how, or to go on
-    from the folder's checkpoint. The global batch is that of `batch_of` ranks, however many train."""
+def crash(
+    case: Case, batch_of: int, ranks: int, folder: Path, device: str, **options: Any
+) -> Ended:
+    """Train `case` with a checkpoint every second step; `options` (of `Task`) say who fails, when
+    and how, or to go on from the folder's checkpoint. The global batch is that of `batch_of` ranks,
+    however many train."""
     options |= {"steps": CRASH_STEPS, "folder": str(folder), "checkpoint_every": 2}
-    task = Task("run", case.run("crash"), case.workload, case.for_ranks(batch_of).as_dict(), **options)
+    task = Task(
+        "run", case.run("crash"), case.workload, case.for_ranks(batch_of).as_dict(), **options
+    )
     return launch([task], ranks, device, timeout_s=240, patience_s=60)
 
 
@@ -234,8 +265,9 @@ CRASHES = ("rank killed", "rank raises", "resumed on fewer ranks")
 
 
 def crashes(case: Case, ranks: int, device: str) -> dict[str, Run]:
-    """What `CRASHES` name, one after the other from the same checkpoints: rank 1 is killed after five steps; all go on,
-    and it raises after seven; as many as can share the batch without it go on to the end."""
+    """What `CRASHES` name, one after the other from the same checkpoints: rank 1 is killed after
+    five steps; all go on, and it raises after seven; as many as can share the batch without it go
+    on to the end."""
     folder = Path(tempfile.mkdtemp(prefix="checkpoints-"))
     try:
         killed = crash(case, ranks, ranks, folder, device, fail="kill", fails=(1, 5))
@@ -260,7 +292,8 @@ def fewer_than(ranks: int) -> int:
 
 
 def device_for(lab: Any) -> str:
-    """Where the ranks compute: on GPUs, one each, or at `tiny`, where there are fewer than two, on the CPU's cores.
+    """Where the ranks compute: on GPUs, one each, or at `tiny`, where there are fewer than two, on
+    the CPU's cores.
 
     Raises `Unavailable` where neither is meant.
     """
@@ -270,12 +303,13 @@ def device_for(lab: Any) -> str:
     if lab.scale == "tiny":
         return "cpu"
     raise Unavailable(
-        f"several GPUs are needed at scale {lab.scale}, and this machine shows {gpus}; --scale tiny runs two "
+        f"several GPUs are needed at scale {lab.scale}, and this machine shows {gpus}; --scale "
+        "tiny runs two "
         "processes on the CPU"
     )
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # What it comes to
 
 
@@ -284,7 +318,9 @@ def link_of(run: Run) -> Link:
 
 
 def through(cases: Iterable[Case], alone: Mapping[str, Run]) -> list[Case]:
-    """The cases of which one process's run is there: a launch that failed leaves those that were through."""
+    """The cases of which one process's run is there: a launch that failed leaves those that were
+    through.
+    """
     return [case for case in cases if (name := case.run("one process")) in alone and alone[name].ok]
 
 
@@ -298,14 +334,21 @@ def foretold(case: Case, alone: Mapping[str, Run], link: Link) -> dict[str, ddp_
     return {case.run(what): prediction for what, prediction in found.items()}
 
 
-def judged(name: str, run: Run, alone: Mapping[str, Run], foretold: Mapping[str, ddp_model.Foretold]) -> Run:
-    """The run with `efficiency`, `predicted_step_ms` and `predicted_efficiency` among its metrics, where they apply."""
+def judged(
+    name: str, run: Run, alone: Mapping[str, Run], foretold: Mapping[str, ddp_model.Foretold]
+) -> Run:
+    """The run with `efficiency`, `predicted_step_ms` and `predicted_efficiency` among its metrics,
+    where they apply.
+    """
     one = alone.get(f"{case_of(name)} one process".strip())
     if not run.ok or one is None or not one.ok:
         return run
     run.metrics["efficiency"] = ddp_model.efficiency(one, run)
     if prediction := foretold.get(name):
-        run.metrics |= {"predicted_step_ms": prediction.step_ms, "predicted_efficiency": prediction.efficiency}
+        run.metrics |= {
+            "predicted_step_ms": prediction.step_ms,
+            "predicted_efficiency": prediction.efficiency,
+        }
         run.metrics["predicted_exposed_ms"] = prediction.exposed_ms
     return run
 
@@ -316,9 +359,13 @@ def case_of(name: str) -> str:
 
 
 def need(found: Any) -> None:
-    """Raises `Unavailable` where an earlier section has measured nothing that this one could speak about."""
+    """Raises `Unavailable` where an earlier section has measured nothing that this one could speak
+    about.
+    """
     if not found:
-        raise Unavailable("it speaks about what an earlier section would have measured, and could not")
+        raise Unavailable(
+            "it speaks about what an earlier section would have measured, and could not"
+        )
 
 
 HEAD = (
@@ -364,7 +411,14 @@ def link_rows(runs: Mapping[str, Run]) -> list[tuple[float, float]]:
     ]
 
 
-ALONE_HEAD = ("one process", "step, ms", "examples/s", "gradients, MB", "a pass's weights, MB", "peak memory, GB")
+ALONE_HEAD = (
+    "one process",
+    "step, ms",
+    "examples/s",
+    "gradients, MB",
+    "a pass's weights, MB",
+    "peak memory, GB",
+)
 
 
 def alone_rows(cases: Iterable[Case], alone: Mapping[str, Run]) -> list[tuple[Any, ...]]:
@@ -374,13 +428,29 @@ def alone_rows(cases: Iterable[Case], alone: Mapping[str, Run]) -> list[tuple[An
     return [(title, *(run.metric(name) for name in metrics)) for title, run in runs.items()]
 
 
-FORETOLD_HEAD = ("run", "computing, ms", "messages", "sent for, ms", "exposed, ms", "step, ms", "efficiency, %")
+FORETOLD_HEAD = (
+    "run",
+    "computing, ms",
+    "messages",
+    "sent for, ms",
+    "exposed, ms",
+    "step, ms",
+    "efficiency, %",
+)
 
 
 def foretold_rows(foretold: Mapping[str, ddp_model.Foretold]) -> list[tuple[Any, ...]]:
     """A row for `FORETOLD_HEAD` of each prediction."""
     return [
-        (name, f.compute_ms, f.messages, f.communication_ms, f.exposed_ms, f.step_ms, 100 * f.efficiency)
+        (
+            name,
+            f.compute_ms,
+            f.messages,
+            f.communication_ms,
+            f.exposed_ms,
+            f.step_ms,
+            100 * f.efficiency,
+        )
         for name, f in foretold.items()
     ]
 
@@ -389,9 +459,14 @@ def with_prediction(runs: Mapping[str, Run]) -> dict[str, Run]:
     return {name: run for name, run in runs.items() if run.ok and run.metric("predicted_step_ms")}
 
 
-def steps_alone(cases: Iterable[Case], alone: Mapping[str, Run], runs: Iterable[str]) -> dict[str, float]:
+def steps_alone(
+    cases: Iterable[Case], alone: Mapping[str, Run], runs: Iterable[str]
+) -> dict[str, float]:
     """Run's name -> the step of one process that does what each of its ranks does."""
-    steps = {case.name: alone[case.run("one process")].metric("step_ms") for case in through(cases, alone)}
+    steps = {
+        case.name: alone[case.run("one process")].metric("step_ms")
+        for case in through(cases, alone)
+    }
     return {name: steps[case_of(name)] for name in runs if steps.get(case_of(name))}
 
 
@@ -400,10 +475,19 @@ def traced_names(ranks: int) -> tuple[str, ...]:
     return tuple(f"{case} {kind} {ranks}".strip() for kind in ("ddp", "fsdp") for case in TURNED)
 
 
-def bands(runs: Mapping[str, Run], names: Iterable[str]) -> dict[str, tuple[list[float], list[float]]]:
+def bands(
+    runs: Mapping[str, Run], names: Iterable[str]
+) -> dict[str, tuple[list[float], list[float]]]:
     """Run's name -> when its traced step computed, and when it communicated."""
-    traced = {name: runs[name].samples for name in names if name in runs and runs[name].samples.get("computing_ms")}
-    return {name: (samples["computing_ms"], samples["communicating_ms"]) for name, samples in traced.items()}
+    traced = {
+        name: runs[name].samples
+        for name in names
+        if name in runs and runs[name].samples.get("computing_ms")
+    }
+    return {
+        name: (samples["computing_ms"], samples["communicating_ms"])
+        for name, samples in traced.items()
+    }
 
 
 COMPARISON_HEAD = ("one change", "from, ms", "to, ms", "step, %", "memory, from GB", "to GB")
@@ -429,24 +513,36 @@ def comparisons(runs: Mapping[str, Run], ranks: int) -> list[tuple[Any, ...]]:
         (f"{TITLES.get(case, case)}: {title}", *_changed(*found))
         for title, *names in pairs
         for case in cases
-        if len(found := [runs[key] for n in names if (key := f"{case} {n}".strip()) in runs and runs[key].ok]) == 2
+        if len(
+            found := [
+                runs[key] for n in names if (key := f"{case} {n}".strip()) in runs and runs[key].ok
+            ]
+        )
+        == 2
     ]
 
 
 def _changed(before: Run, after: Run) -> tuple[Any, ...]:
     times = before.metric("step_ms"), after.metric("step_ms")
     memory = before.metric("peak_allocated_gb"), after.metric("peak_allocated_gb")
-    alike = (_of_times(run, run.samples["step_ms"]) for run in (before, after))  # as the medians beside it: all steps
+    alike = (
+        _of_times(run, run.samples["step_ms"]) for run in (before, after)
+    )  # as the medians beside it: all steps
     return *times, in_words(time_effect(*alike)), *memory
 
 
-APART_HEAD = ("case", "one process alone, ms a micro-batch", "beside others, sending nothing, ms", "longer by")
+APART_HEAD = (
+    "case",
+    "one process alone, ms a micro-batch",
+    "beside others, sending nothing, ms",
+    "longer by",
+)
 
 
 def apart_of(runs: Mapping[str, Run]) -> list[tuple[Any, ...]]:
-    """A row for `APART_HEAD` of each case with a `no_sync` run: what a micro-batch takes a single process, and what it
-    takes ranks side by side that send nothing after it: a `no_sync` step less a step of one micro-batch, which stands
-    for the last one, that does send."""
+    """A row for `APART_HEAD` of each case with a `no_sync` run: what a micro-batch takes a single
+    process, and what it takes ranks side by side that send nothing after it: a `no_sync` step less
+    a step of one micro-batch, which stands for the last one, that does send."""
     found = []
     for name in runs:
         names = f"{case_of(name)} one process".strip(), name.removesuffix(" no_sync"), name
@@ -454,9 +550,18 @@ def apart_of(runs: Mapping[str, Run]) -> list[tuple[Any, ...]]:
             continue
         alone, one, several = (runs[each] for each in names)
         unsent = several.recipe["accumulation"] / several.metrics["ranks"] - 1
-        beside = _of_times(several, [(ms - one.metric("step_ms")) / unsent for ms in several.samples["step_ms"]])
+        beside = _of_times(
+            several, [(ms - one.metric("step_ms")) / unsent for ms in several.samples["step_ms"]]
+        )
         title = TITLES.get(case_of(name), case_of(name))
-        found.append((title, alone.metric("step_ms"), beside.metric("step_ms"), in_words(time_effect(alone, beside))))
+        found.append(
+            (
+                title,
+                alone.metric("step_ms"),
+                beside.metric("step_ms"),
+                in_words(time_effect(alone, beside)),
+            )
+        )
     return found
 
 
@@ -476,8 +581,16 @@ def _percent(share: float | None) -> float | None:
 
 def off_by(runs: Mapping[str, Run]) -> dict[str, float]:
     """Run's name -> by how many percent its step was longer than predicted (negative: shorter)."""
-    pairs = {name: (run.metric("step_ms"), run.metric("predicted_step_ms")) for name, run in runs.items() if run.ok}
-    return {name: 100 * (found / predicted - 1) for name, (found, predicted) in pairs.items() if found and predicted}
+    pairs = {
+        name: (run.metric("step_ms"), run.metric("predicted_step_ms"))
+        for name, run in runs.items()
+        if run.ok
+    }
+    return {
+        name: 100 * (found / predicted - 1)
+        for name, (found, predicted) in pairs.items()
+        if found and predicted
+    }
 
 
 def largest_difference(some: Sequence[float], others: Sequence[float]) -> float:
@@ -505,18 +618,19 @@ NETWORKS = {
     "400G InfiniBand": 50.0,
     "NVLink": 450.0,
 }
-"""Name -> GB/s in one direction, as their names say (NVLink: an H100's or H200's): upper limits of the bus
-bandwidth."""
+"""Name -> GB/s in one direction, as their names say (NVLink: an H100's or H200's): upper limits of
+the bus bandwidth."""
 
 
 NVLINK_GB_PER_S = {"8.0": 25.0, "9.0": 25.0, "10.0": 50.0}
-"""Compute capability of a data-centre card -> what one of its NVLinks carries in one direction, by its data sheet: an
-A100's 12 make 300, an H100's or H200's 18 make 450, a B200's 18 make 900."""
+"""Compute capability of a data-centre card -> what one of its NVLinks carries in one direction, by
+its data sheet: an A100's 12 make 300, an H100's or H200's 18 make 450, a B200's 18 make 900."""
 
 
 def topology() -> Run:
-    """What connects the GPUs by `nvidia-smi topo -m`: `connections`, how many pairs it names one for, and `named`, what
-    each is called. Raises `Unavailable` without the command, or with fewer than two GPUs."""
+    """What connects the GPUs by `nvidia-smi topo -m`: `connections`, how many pairs it names one
+    for, and `named`, what each is called. Raises `Unavailable` without the command, or with fewer
+    than two GPUs."""
     if gpu_count() < 2:
         raise Unavailable("a connection takes two GPUs, and this machine shows fewer")
     try:
@@ -530,7 +644,8 @@ def topology() -> Run:
         )
     except (OSError, subprocess.SubprocessError) as error:
         raise Unavailable(
-            f"nvidia-smi topo -m, which comes with NVIDIA's driver, can't be had here ({type(error).__name__})"
+            "nvidia-smi topo -m, which comes with NVIDIA's driver, can't be had here "
+            f"({type(error).__name__})"
         ) from error
     found = read_topology(shown.stdout)
     named = {f"GPU {one} and GPU {other}": link for (one, other), link in found.items()}
@@ -563,7 +678,9 @@ def _meaning(link: str, capability: str) -> str:
     }.get(link, "see the legend that nvidia-smi prints below its table")
 
 
-def needed_network(cases: Iterable[Case], alone: Mapping[str, Run], ranks: int) -> dict[str, dict[float, float]]:
+def needed_network(
+    cases: Iterable[Case], alone: Mapping[str, Run], ranks: int
+) -> dict[str, dict[float, float]]:
     """Case's title -> GB/s of a link -> the efficiency of DDP that the model foretells, in percent."""
     links = {rate: ddp_model.flat_link(ranks, rate) for rate in NETWORKS.values()}
     runs = {case.title: alone[case.run("one process")] for case in through(cases, alone)}
@@ -576,7 +693,11 @@ def needed_network(cases: Iterable[Case], alone: Mapping[str, Run], ranks: int) 
 def at_networks(needed: Mapping[str, Mapping[float, float]]) -> dict[str, float]:
     """ "<title> at <network>" -> efficiency in percent."""
     names = {rate: name for name, rate in NETWORKS.items()}
-    return {f"{title} at {names[rate]}": share for title, at in needed.items() for rate, share in at.items()}
+    return {
+        f"{title} at {names[rate]}": share
+        for title, at in needed.items()
+        for rate, share in at.items()
+    }
 
 
 NETWORK_HEAD = ("efficiency at most, %", *NETWORKS)
@@ -594,14 +715,19 @@ def network_rows(runs: Mapping[str, Run]) -> list[tuple[Any, ...]]:
     return [(title, *(at.get(network) for network in NETWORKS)) for title, at in found.items()]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # A rank dies
 
 
 def as_run(name: str, ended: Ended) -> Run:
-    """What became of a launch that was to fail: `failed`, `first_rank`, `first_exit_code`, `left_behind` (processes and
-    files that had to be cleared away), `checkpoint_step`, `seconds`, and `message`."""
-    metrics: dict[str, Any] = {"failed": int(not ended.ok), "seconds": ended.seconds, "left_behind": len(ended.left)}
+    """What became of a launch that was to fail: `failed`, `first_rank`, `first_exit_code`,
+    `left_behind` (processes and files that had to be cleared away), `checkpoint_step`, `seconds`,
+    and `message`."""
+    metrics: dict[str, Any] = {
+        "failed": int(not ended.ok),
+        "seconds": ended.seconds,
+        "left_behind": len(ended.left),
+    }
     if ended.first:
         metrics |= dict(zip(("first_rank", "first_exit_code"), ended.first, strict=True))
     if found := re.search(r"checkpoint of optimizer step (\d+) is whole", ended.message):
@@ -617,7 +743,9 @@ def well(run: Run) -> Run:
 
 
 def loss_curves(unbroken: Run | None, resumed: Run) -> dict[str, dict[float, float]]:
-    """Name -> optimizer step -> loss: the run that nothing happened to, and the one that was taken up."""
+    """Name -> optimizer step -> loss: the run that nothing happened to, and the one that was taken
+    up.
+    """
     first = resumed.metrics["resumed_at"]
     found = {"resumed on fewer ranks": dict(enumerate(resumed.metrics["loss"], first + 1))}
     if unbroken is None:
@@ -639,13 +767,16 @@ def metric_of(runs: Mapping[str, Run], name: str, metric: str, times: float = 1.
     return None if value is None else times * value
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # NCCL's variables
 
 
 VARIABLES = {
     "NCCL_DEBUG": ("INFO", "says which way each channel goes"),
-    "NCCL_P2P_DISABLE": ("1", "no GPU writes to another's memory: by shared memory of the host instead"),
+    "NCCL_P2P_DISABLE": (
+        "1",
+        "no GPU writes to another's memory: by shared memory of the host instead",
+    ),
     "NCCL_SHM_DISABLE": ("1", "no shared memory of the host: matters where there is no P2P"),
     "NCCL_ALGO": ("Tree", "the only algorithm that it may choose"),
     "NCCL_PROTO": ("LL", "the only protocol: LL is for small messages, Simple for large"),
@@ -670,16 +801,16 @@ def trial_name(settings: Mapping[str, str]) -> str:
 
 
 def nccl_trials(ranks: int) -> dict[str, Run]:
-    """Name -> run of each of `TRIALS`. Their launches, which take longest to start, start side by side, and one at a
-    time is at work."""
+    """Name -> run of each of `TRIALS`. Their launches, which take longest to start, start side by
+    side, and one at a time is at work."""
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(len(TRIALS)) as pool:
         runs = pool.map(lambda settings: nccl_trial(ranks, settings, f"{folder}/turn"), TRIALS)
         return {trial_name(settings): run for settings, run in zip(TRIALS, runs, strict=True)}
 
 
 def nccl_trial(ranks: int, settings: Mapping[str, str], turn: str = "") -> Run:
-    """The all-reduce's times with these variables, in a launch of its own: NCCL reads them once. `metrics` holds what
-    it says of its ways (`transport`, `channels`) as well. turn: see `Task`."""
+    """The all-reduce's times with these variables, in a launch of its own: NCCL reads them once.
+    `metrics` holds what it says of its ways (`transport`, `channels`) as well. turn: see `Task`."""
     task = Task("all-reduce", "all-reduce", sizes=TRIED_SIZES, turn=turn)
     ended = launch([task], ranks, "cuda", 150, 90, SAY_ALL | dict(settings))
     run = ended.runs.get("all-reduce") or Run("", "", status=_error(ended))
@@ -694,11 +825,21 @@ def nccl_trial(ranks: int, settings: Mapping[str, str], turn: str = "") -> Run:
 
 LONGEST_CELL = 200
 """Letters of what became of a trial that a table has room for."""
-NCCL_HEAD = ("setting", "way", "channels", "64 MiB goes by", "1 KiB, µs", "1 MiB, ms", "64 MiB, GB/s")
+NCCL_HEAD = (
+    "setting",
+    "way",
+    "channels",
+    "64 MiB goes by",
+    "1 KiB, µs",
+    "1 MiB, ms",
+    "64 MiB, GB/s",
+)
 
 
 def nccl_rows(runs: Mapping[str, Run]) -> list[tuple[Any, ...]]:
-    """(setting, way, channels, algorithm and protocol of 64 MiB, µs of 1 KiB, ms of 1 MiB, GB/s of 64 MiB) of each."""
+    """(setting, way, channels, algorithm and protocol of 64 MiB, µs of 1 KiB, ms of 1 MiB, GB/s of
+    64 MiB) of each.
+    """
     found = []
     for name, run in runs.items():
         if run.ok:
@@ -729,7 +870,7 @@ def slower(trials: Mapping[str, Run], name: str) -> float | None:
     return other.samples["all_reduce_ms"][-1] / usual.samples["all_reduce_ms"][-1]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # The article's Docker command
 
 
@@ -746,19 +887,22 @@ def docker_rows() -> list[tuple[str, str, str, str]]:
             "--shm-size=1g",
             "the size of /dev/shm, 64 MB unless said",
             _shared_memory(),
-            "DataLoader workers hang or die with a bus error (lab 03), and NCCL can't use shared memory",
+            "DataLoader workers hang or die with a bus error (lab 03), and NCCL can't use shared "
+            "memory",
         ),
         (
             "--ulimit memlock=-1",
             "how much memory may be page-locked",
             _limit("RLIMIT_MEMLOCK"),
-            "InfiniBand can't register its buffers (ibv_reg_mr fails); CUDA's own pinned memory isn't counted",
+            "InfiniBand can't register its buffers (ibv_reg_mr fails); CUDA's own pinned memory "
+            "isn't counted",
         ),
         (
             "--ulimit stack=67108864",
             "a thread's stack, 64 MiB",
             _limit("RLIMIT_STACK"),
-            "seldom anything: deep recursion in C++ (compilers, parsers) crashes at the usual 8 MiB",
+            "seldom anything: deep recursion in C++ (compilers, parsers) crashes at the usual 8 "
+            "MiB",
         ),
         (
             "(not in it) --ulimit nofile=...",

@@ -1,4 +1,5 @@
-"""What lab 11 asks of all results together: which claims, how far off, what would be needed, what to do next.
+"""What lab 11 asks of all results together: which claims, how far off, what would be needed, what
+to do next.
 
 It works with whatever there is: no run at all, runs of several machines, files edited by hand.
 """
@@ -23,12 +24,19 @@ Runs = Mapping[tuple[str, str], Run]
 
 
 def chosen(
-    judgements: Iterable[Judgement], article: str = EVERYTHING, lab: str = EVERYTHING, verdict: str = EVERYTHING
+    judgements: Iterable[Judgement],
+    article: str = EVERYTHING,
+    lab: str = EVERYTHING,
+    verdict: str = EVERYTHING,
 ) -> list[Judgement]:
-    """The judgements of one `article` ("A2"), `lab` ("05") and `verdict` (here). Raises `ValueError` for others."""
+    """The judgements of one `article` ("A2"), `lab` ("05") and `verdict` (here). Raises
+    `ValueError` for others.
+    """
     for word, (name, known) in zip((article, lab, verdict), filters().items(), strict=True):
         if word not in known:
-            raise ValueError(f"There is no {name} {word!r} to choose by. Choose one of: {', '.join(known)}.")
+            raise ValueError(
+                f"There is no {name} {word!r} to choose by. Choose one of: {', '.join(known)}."
+            )
     return [
         j
         for j in judgements
@@ -49,12 +57,15 @@ def filters() -> dict[str, list[str]]:
 
 
 def tally(judgements: Sequence[Judgement]) -> list[tuple[Any, ...]]:
-    """Rows for a table: an article, its claims, and how many of them have each verdict, on the H200 and here."""
+    """Rows for a table: an article, its claims, and how many of them have each verdict, on the H200
+    and here.
+    """
     rows = []
     for key in dict.fromkeys(j.claim.article for j in judgements):
         mine = [j for j in judgements if j.claim.article == key]
         counts = [
-            f"{sum(j.reference_verdict == verdict for j in mine)} / {sum(j.verdict == verdict for j in mine)}"
+            f"{sum(j.reference_verdict == verdict for j in mine)} / "
+            f"{sum(j.verdict == verdict for j in mine)}"
             for verdict in VERDICTS
         ]
         rows.append((key, len(mine), *counts))
@@ -62,12 +73,16 @@ def tally(judgements: Sequence[Judgement]) -> list[tuple[Any, ...]]:
 
 
 def on_record(runs: Runs, done: Sequence[str], titles: Mapping[str, str]) -> list[tuple[Any, ...]]:
-    """Rows for a table: each lab of the course (`titles`: number -> title), what there is of it, and from where."""
+    """Rows for a table: each lab of the course (`titles`: number -> title), what there is of it,
+    and from where.
+    """
     rows = []
     for number, title in titles.items():
         mine = [run for (lab, _), run in runs.items() if lab == number]
         state = "run to its end" if number in done else "begun" if mine else "not run"
-        machines = {str(run.machine.get("gpu") or run.machine.get("cpu") or "unknown") for run in mine}
+        machines = {
+            str(run.machine.get("gpu") or run.machine.get("cpu") or "unknown") for run in mine
+        }
         scales = {run.scale for run in mine if run.scale}
         latest = max((str(run.at) for run in mine), default="")[:10]
         where = (", ".join(sorted(found)) or None for found in (scales, machines))
@@ -75,14 +90,15 @@ def on_record(runs: Runs, done: Sequence[str], titles: Mapping[str, str]) -> lis
     return rows
 
 
-# ----------------------------------------------------------------------------------------------------------- how far
+# --------------------------------------------------------------------------------------- how far
 
 
 def off_by(judgement: Judgement, where: str = "here") -> float | None:
-    """The factor between the published effect and the measured one (`where`: "here" or "reference"), 1 or more.
+    """The factor between the published effect and the measured one (`where`: "here" or
+    "reference"), 1 or more.
 
-    From a published range it is counted from the nearer end. None where there is no number on both sides, or where the
-    two are no quantities of one kind: a message, an order.
+    From a published range it is counted from the nearer end. None where there is no number on both
+    sides, or where the two are no quantities of one kind: a message, an order.
     """
     published = _published_effects(judgement.claim)
     found = _measured_effects(judgement.claim, getattr(judgement, where))
@@ -92,7 +108,9 @@ def off_by(judgement: Judgement, where: str = "here") -> float | None:
     return max(max(low / one, one / high, 1.0) for one in found)
 
 
-def surprises(judgements: Iterable[Judgement], where: str = "here") -> list[tuple[float | None, Judgement]]:
+def surprises(
+    judgements: Iterable[Judgement], where: str = "here"
+) -> list[tuple[float | None, Judgement]]:
     """(factor, judgement) of what is refuted here (or by the "reference"), the farthest off first."""
     verdict = "verdict" if where == "here" else "reference_verdict"
     refuted = [(off_by(j, where), j) for j in judgements if getattr(j, verdict) == REFUTED]
@@ -100,7 +118,9 @@ def surprises(judgements: Iterable[Judgement], where: str = "here") -> list[tupl
 
 
 def disagreements(judgements: Iterable[Judgement]) -> list[Judgement]:
-    """The claims that the H200 and this machine both could test, and of which they say different things."""
+    """The claims that the H200 and this machine both could test, and of which they say different
+    things.
+    """
     return [
         j
         for j in judgements
@@ -109,8 +129,8 @@ def disagreements(judgements: Iterable[Judgement]) -> list[Judgement]:
 
 
 def _published_effects(claim: articles.Claim) -> list[float]:
-    """A published effect as a ratio, or the number itself; what takes 20 % longer is 1.2. Two are the ends of a range;
-    [] where there is none, or none above 0."""
+    """A published effect as a ratio, or the number itself; what takes 20 % longer is 1.2. Two are
+    the ends of a range; [] where there is none, or none above 0."""
     values = claim.published
     found: list[float] = []
     if claim.judge in ("speedup", "multiple") and len(values) == 2 and min(values) > 0:
@@ -128,17 +148,23 @@ def _measured_effects(claim: articles.Claim, shown: str) -> list[float]:
     if claim.judge in ("speedup", "multiple"):
         found = re.findall(r"\(([\d.]+)x\)", shown)
     elif claim.judge == "changes":
-        return [1 + float(percent) / 100 for percent in re.findall(r"([+-]\d+) %", shown) if float(percent) > -100]
+        return [
+            1 + float(percent) / 100
+            for percent in re.findall(r"([+-]\d+) %", shown)
+            if float(percent) > -100
+        ]
     else:
         found = [number.replace(",", "") for number in re.findall(r"^[\d,]+(?:\.\d+)?", shown)]
     return [float(number) for number in found if float(number) > 0]
 
 
-# -------------------------------------------------------------------------------------------------------------- next
+# ------------------------------------------------------------------------------------------ next
 
 
 def needs(judgements: Iterable[Judgement]) -> list[tuple[str, list[str]]]:
-    """(what is needed, ids of the claims) of what is not testable here, what would settle most of them first."""
+    """(what is needed, ids of the claims) of what is not testable here, what would settle most of
+    them first.
+    """
     reasons: dict[str, list[str]] = {}
     for j in judgements:
         if j.verdict == NOT_TESTABLE:
@@ -146,20 +172,26 @@ def needs(judgements: Iterable[Judgement]) -> list[tuple[str, list[str]]]:
     return sorted(reasons.items(), key=lambda pair: -len(pair[1]))
 
 
-def next_steps(judgements: Sequence[Judgement], done: Sequence[str], titles: Mapping[str, str]) -> list[str]:
-    """What to do next, in sentences with commands: labs to run, noise to get rid of, the largest surprise to study."""
+def next_steps(
+    judgements: Sequence[Judgement], done: Sequence[str], titles: Mapping[str, str]
+) -> list[str]:
+    """What to do next, in sentences with commands: labs to run, noise to get rid of, the largest
+    surprise to study.
+    """
     steps = []
     if missing := [number for number in titles if number not in done and number != LAB]:
         claims = sum(j.claim.lab in missing and bool(j.claim.runs) for j in judgements)
         steps.append(
-            f"Run the labs that have not ended here: `labutils run {' '.join(missing)}`. They test up to {claims} of "
+            f"Run the labs that have not ended here: `labutils run {' '.join(missing)}`. They test "
+            f"up to {claims} of "
             f"the {len(judgements)} claims."
         )
     if noisy := sorted({j.claim.lab for j in judgements if j.verdict == INCONCLUSIVE}):
         count = sum(j.verdict == INCONCLUSIVE for j in judgements)
         many = "1 claim is" if count == 1 else f"{count} claims are"
         steps.append(
-            f"{many} inconclusive: run again with nothing else on the machine: `labutils run {' '.join(noisy)} --force`"
+            f"{many} inconclusive: run again with nothing else on the machine: `labutils run "
+            f"{' '.join(noisy)} --force`"
         )
     if gpu := [j for j in judgements if j.verdict == NOT_TESTABLE and "about a GPU" in j.why]:
         many = "1 claim is" if len(gpu) == 1 else f"{len(gpu)} claims are"
@@ -167,17 +199,20 @@ def next_steps(judgements: Sequence[Judgement], done: Sequence[str], titles: Map
     if found := [pair for pair in surprises(judgements) if pair[0]]:
         factor, j = found[0]
         steps.append(
-            f"Find out why *{j.claim.id}* is {factor:.3g} times off here (published {j.published}, found {j.here}): "
+            f"Find out why *{j.claim.id}* is {factor:.3g} times off here (published {j.published}, "
+            f"found {j.here}): "
             f"lab {j.claim.lab}, section *{j.claim.section}* of the article."
         )
     return steps or ["Everything is tested here. Change a recipe, and predict what it does."]
 
 
-# ------------------------------------------------------------------------------------------------------------- advice
+# ----------------------------------------------------------------------------------------- advice
 
 
 def options_at_hand(here: Runs, reference: Runs, batch: int = 1) -> tuple[str, list[Option]]:
-    """(whose numbers, methods to choose from): those on record here, else the H200's, else the article's own."""
+    """(whose numbers, methods to choose from): those on record here, else the H200's, else the
+    article's own.
+    """
     for whose, runs in (("the runs of section 1", here), ("our reference's runs", reference)):
         try:
             return f"{whose} ({_machine(runs)})", lab06_advisor.options_from(runs, batch)
@@ -190,7 +225,12 @@ def _machine(runs: Runs) -> str:
     """The machines and scales of lab 06's runs."""
     mine = [run for (lab, _), run in runs.items() if lab == lab06_advisor.LAB]
     machines = {str(run.machine.get("gpu") or run.machine.get("cpu") or "unknown") for run in mine}
-    return ", ".join([*sorted(machines), *(f"scale {scale}" for scale in sorted({run.scale for run in mine} - {""}))])
+    return ", ".join(
+        [
+            *sorted(machines),
+            *(f"scale {scale}" for scale in sorted({run.scale for run in mine} - {""})),
+        ]
+    )
 
 
 def advice(options: Sequence[Option], memory_gb: float, steps: int, tolerance: float | None) -> str:
@@ -202,6 +242,8 @@ def advice(options: Sequence[Option], memory_gb: float, steps: int, tolerance: f
 
 
 def card_gb(machine: Mapping[str, Any], asked: float, otherwise: float = 24.0) -> float:
-    """The memory to advise for, in GB: what was `asked` for, else this machine's GPU's, else that of a common card."""
+    """The memory to advise for, in GB: what was `asked` for, else this machine's GPU's, else that
+    of a common card.
+    """
     found = asked or machine.get("gpu_memory_gb")
     return float(found) if is_number(found) and found > 0 else otherwise

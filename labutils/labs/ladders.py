@@ -23,23 +23,58 @@ class Rung:
 A1_LADDER = (
     Rung("stock", "article", {}, "the public script as downloaded"),
     Rung("workers", "article", {"num_workers": 3}, "decode images beside the training, not in it"),
-    Rung("compile", "article", {"compile": "default"}, "fewer kernels, and less Python between them"),
-    Rung("pinned", "article", {"pin_memory": True, "non_blocking": True}, "copy batches while the host goes on"),
-    Rung("plain loop", "same work", {"driver": "eager"}, "the same calls without the library around them"),
-    Rung("device log", "same work", {"logging": "ring-buffer"}, "no loss is read while training"),
-    Rung("fused optimizer", "same work", {"optimizer": "adamw-fused"}, "one kernel, and it doesn't ask the host"),
     Rung(
-        "more workers", "same work", {"num_workers": 8, "persistent_workers": True}, "a faster step eats images faster"
+        "compile", "article", {"compile": "default"}, "fewer kernels, and less Python between them"
     ),
-    Rung("whole-step graph", "same work", {"driver": "graph"}, "the GPU replays the step; the host launches once"),
+    Rung(
+        "pinned",
+        "article",
+        {"pin_memory": True, "non_blocking": True},
+        "copy batches while the host goes on",
+    ),
+    Rung(
+        "plain loop",
+        "same work",
+        {"driver": "eager"},
+        "the same calls without the library around them",
+    ),
+    Rung("device log", "same work", {"logging": "ring-buffer"}, "no loss is read while training"),
+    Rung(
+        "fused optimizer",
+        "same work",
+        {"optimizer": "adamw-fused"},
+        "one kernel, and it doesn't ask the host",
+    ),
+    Rung(
+        "more workers",
+        "same work",
+        {"num_workers": 8, "persistent_workers": True},
+        "a faster step eats images faster",
+    ),
+    Rung(
+        "whole-step graph",
+        "same work",
+        {"driver": "graph"},
+        "the GPU replays the step; the host launches once",
+    ),
     Rung(
         "channels last",
         "same work",
         {"memory_format": "channels_last", "layers": "rewritten", "cudnn_benchmark": True},
         "convolutions in the tensor cores' layout, and no layer that leaves it",
     ),
-    Rung("encoders compiled", "same work", {"compile_scope": "everything"}, "the frozen networks launch kernels too"),
-    Rung("side by side", "same work", {"streams": 4}, "one image's kernels don't fill the GPU; four images' do"),
+    Rung(
+        "encoders compiled",
+        "same work",
+        {"compile_scope": "everything"},
+        "the frozen networks launch kernels too",
+    ),
+    Rung(
+        "side by side",
+        "same work",
+        {"streams": 4},
+        "one image's kernels don't fill the GPU; four images' do",
+    ),
     Rung(
         "cached latents",
         "same mathematics",
@@ -47,7 +82,10 @@ A1_LADDER = (
         "the VAE is frozen: ask it once, re-sample its answer each step",
     ),
     Rung(
-        "cached text", "same mathematics", {"cache": "latents+text", "compile_scope": "model"}, "so is the text encoder"
+        "cached text",
+        "same mathematics",
+        {"cache": "latents+text", "compile_scope": "model"},
+        "so is the text encoder",
     ),
     Rung(
         "merged batch",
@@ -55,9 +93,16 @@ A1_LADDER = (
         {"micro_batch": 4, "accumulation": 1, "streams": 1},
         "the mean of four losses has the mean of their gradients",
     ),
-    Rung("folded LoRA", "same mathematics", {"adapter": "folded"}, "form W + BA once, project one gradient"),
+    Rung(
+        "folded LoRA",
+        "same mathematics",
+        {"adapter": "folded"},
+        "form W + BA once, project one gradient",
+    ),
 )
-"""From article A1's starting point to as far as we get; each rung keeps the changes of those below it."""
+"""From article A1's starting point to as far as we get; each rung keeps the changes of those below
+it.
+"""
 
 
 A2_BASE = Recipe(
@@ -67,7 +112,9 @@ A2_BASE = Recipe(
     driver="eager",
     dynamic="automatic",
 )
-"""Article A2's starting point: a plain BF16 loop over images as they come, no workers, micro-batch 1."""
+"""Article A2's starting point: a plain BF16 loop over images as they come, no workers, micro-batch
+1.
+"""
 
 
 A2_LADDER = (
@@ -82,9 +129,12 @@ A2_LADDER = (
         "no host waits",
         "same work",
         {"layers": "rewritten", "logging": "ring-buffer"},
-        "places of image tokens are computed before, on the CPU, and no loss is read while training",
+        "places of image tokens are computed before, on the CPU, and no loss is read while "
+        "training",
     ),
-    Rung("fused optimizer", "same work", {"optimizer": "adamw-fused"}, "one kernel for all adapters"),
+    Rung(
+        "fused optimizer", "same work", {"optimizer": "adamw-fused"}, "one kernel for all adapters"
+    ),
     Rung(
         "blocks compiled",
         "same work",
@@ -97,7 +147,12 @@ A2_LADDER = (
         {"shapes": "packed", "token_budget": 8192, "dynamic": "static", "loss": "fused"},
         "no padding, one shape, enough tokens for the GPU, and never all of their logits at once",
     ),
-    Rung("answers only", "same mathematics", {"loss": "answers"}, "most tokens have nothing to predict"),
+    Rung(
+        "answers only",
+        "same mathematics",
+        {"loss": "answers"},
+        "most tokens have nothing to predict",
+    ),
     Rung(
         "cached features",
         "same mathematics",
@@ -105,7 +160,9 @@ A2_LADDER = (
         "the vision tower is frozen: ask it once",
     ),
 )
-"""From article A2's starting point on, AnyRes and BF16 kept; each rung keeps the changes of those below it."""
+"""From article A2's starting point on, AnyRes and BF16 kept; each rung keeps the changes of those
+below it.
+"""
 
 
 A3_BASE = Recipe(
@@ -121,10 +178,11 @@ A3_BASE = Recipe(
     pin_memory=True,
     predict="everything",
 )
-"""Article A3's starting point, its plain LoRA run of Qwen3-8B with a batch of 4: accelerate's loop as the trainers have
-it, on whole conversations, with the fused AdamW that transformers takes from PyTorch 2.8 on. It names rank 8, alpha 16,
-all seven projections and these rates. (TRL's configurations turn gradient checkpointing on by default as well; here it
-is a method of its own, as it is one of the things that QLoRA brings along.)"""
+"""Article A3's starting point, its plain LoRA run of Qwen3-8B with a batch of 4: accelerate's loop
+as the trainers have it, on whole conversations, with the fused AdamW that transformers takes from
+PyTorch 2.8 on. It names rank 8, alpha 16, all seven projections and these rates. (TRL's
+configurations turn gradient checkpointing on by default as well; here it is a method of its own, as
+it is one of the things that QLoRA brings along.)"""
 
 
 A3_OWN = {
@@ -132,18 +190,25 @@ A3_OWN = {
     "qlora": A3_BASE.but(base_linear="nf4", checkpointing="blocks"),
     "qlora + offload": A3_BASE.but(base_linear="nf4", checkpointing="offload"),
 }
-"""Article A3's methods by name, in the lane "article". QLoRA's preparation turns checkpointing on; the last one sends
-what is kept to the host, as unsloth's checkpointing does, with the library's layers otherwise."""
+"""Article A3's methods by name, in the lane "article". QLoRA's preparation turns checkpointing on;
+the last one sends what is kept to the host, as unsloth's checkpointing does, with the library's
+layers otherwise."""
 
 
 A3_LADDER = (
     Rung("lora", "article", {}, "accelerate's loop, as the article starts"),
-    Rung("plain loop", "same work", {"driver": "eager"}, "the same calls without the library around them"),
+    Rung(
+        "plain loop",
+        "same work",
+        {"driver": "eager"},
+        "the same calls without the library around them",
+    ),
     Rung(
         "plain adapters, device log",
         "same work",
         {"adapter": "plain", "logging": "ring-buffer", "non_blocking": True},
-        "two thin products and nothing around them, and a host that waits for neither a loss nor a batch",
+        "two thin products and nothing around them, and a host that waits for neither a loss nor a "
+        "batch",
     ),
     Rung(
         "rewritten",
@@ -151,7 +216,12 @@ A3_LADDER = (
         {"layers": "rewritten"},
         "no mask, so the fastest attention kernel; experts in grouped products",
     ),
-    Rung("fused loss", "same work", {"loss": "fused"}, "logits of 152 thousand words are never all there"),
+    Rung(
+        "fused loss",
+        "same work",
+        {"loss": "fused"},
+        "logits of 152 thousand words are never all there",
+    ),
     Rung(
         "packed",
         "same mathematics",
@@ -162,9 +232,15 @@ A3_LADDER = (
         "blocks compiled",
         "same mathematics",
         {"compile": "default", "compile_scope": "blocks", "dynamic": "static"},
-        "one block's code for all of them, for that shape, and one for the loss of a chunk of tokens",
+        "one block's code for all of them, for that shape, and one for the loss of a chunk of "
+        "tokens",
     ),
-    Rung("whole-step graph", "same mathematics", {"driver": "graph"}, "one shape can be replayed: a launch a step"),
+    Rung(
+        "whole-step graph",
+        "same mathematics",
+        {"driver": "graph"},
+        "one shape can be replayed: a launch a step",
+    ),
 )
 """From article A3's LoRA run on; each rung keeps the changes of those below it."""
 

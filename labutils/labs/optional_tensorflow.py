@@ -1,6 +1,8 @@
-"""What the optional page on TensorFlow measures: article A4's advice for a library that is none of the course's.
+"""What the optional page on TensorFlow measures: article A4's advice for a library that is none of
+the course's.
 
-Every function takes the imported module as its first argument, so that the page can say why where there is none.
+Every function takes the imported module as its first argument, so that the page can say why where
+there is none.
 """
 
 from __future__ import annotations
@@ -24,14 +26,16 @@ def tensorflow() -> ModuleType:
         import tensorflow
     except Exception as error:  # a library that doesn't fit fails in several ways
         raise Unavailable(
-            f"TensorFlow can't be imported here ({type(error).__name__}: {error}). It is not among the course's "
+            f"TensorFlow can't be imported here ({type(error).__name__}: {error}). It is not among "
+            "the course's "
             "libraries; `pip install tensorflow` in an environment of its own brings it"
         ) from error
     return tensorflow
 
 
 def precision_runs(tf: ModuleType, width: int, batch: int, steps: int) -> dict[str, Run]:
-    """ "tensorflow: float32" and "tensorflow: mixed_float16": `step_ms` of training three layers of `width`.
+    """ "tensorflow: float32" and "tensorflow: mixed_float16": `step_ms` of training three layers of
+    `width`.
 
     The first two steps, in which the graph is traced, aren't timed.
     """
@@ -40,20 +44,28 @@ def precision_runs(tf: ModuleType, width: int, batch: int, steps: int) -> dict[s
         tf.keras.mixed_precision.set_global_policy(policy)
         try:
             layers = [tf.keras.layers.Dense(width, activation="relu") for _ in range(3)]
-            # The policy's last advice: what comes out is float32, so that the loss is computed in it.
-            model = tf.keras.Sequential([tf.keras.Input((width,)), *layers, tf.keras.layers.Dense(1, dtype="float32")])
+            # The policy's last advice: what comes out is float32, so that the loss is computed in
+            # it.
+            model = tf.keras.Sequential(
+                [tf.keras.Input((width,)), *layers, tf.keras.layers.Dense(1, dtype="float32")]
+            )
             model.compile(optimizer="adam", loss="mse")
             x, y = tf.random.normal((batch, width)), tf.random.normal((batch, 1))
             for _ in range(2):
                 model.train_on_batch(x, y)
-            runs[f"tensorflow: {policy}"] = _timed(lambda model=model, x=x, y=y: model.train_on_batch(x, y), steps)
+            runs[f"tensorflow: {policy}"] = _timed(
+                lambda model=model, x=x, y=y: model.train_on_batch(x, y), steps
+            )
         finally:
             tf.keras.mixed_precision.set_global_policy("float32")
     return runs
 
 
-def input_runs(tf: ModuleType, files: Sequence[Path], resolution: int, batch: int, epochs: int = 2) -> dict[str, Run]:
-    """ "tensorflow: plain input", "... parallel, prefetched" and "... cached": `step_ms` of taking a batch of pictures.
+def input_runs(
+    tf: ModuleType, files: Sequence[Path], resolution: int, batch: int, epochs: int = 2
+) -> dict[str, Run]:
+    """ "tensorflow: plain input", "... parallel, prefetched" and "... cached": `step_ms` of taking
+    a batch of pictures.
 
     The first epoch isn't timed: it fills the cache.
     """
@@ -69,7 +81,9 @@ def input_runs(tf: ModuleType, files: Sequence[Path], resolution: int, batch: in
         "parallel, prefetched": parallel.batch(batch).prefetch(tf.data.AUTOTUNE),
         "cached": parallel.cache().batch(batch).prefetch(tf.data.AUTOTUNE),
     }
-    return {f"tensorflow: {name}": _epochs(pipeline, epochs) for name, pipeline in pipelines.items()}
+    return {
+        f"tensorflow: {name}": _epochs(pipeline, epochs) for name, pipeline in pipelines.items()
+    }
 
 
 TIMES_HEAD = ("run", "ms, median", "p10 to p90")
@@ -78,8 +92,14 @@ TIMES_HEAD = ("run", "ms, median", "p10 to p90")
 
 def time_rows(runs: Mapping[str, Run]) -> list[tuple[Any, ...]]:
     """Rows for `TIMES_HEAD` out of runs of this page."""
-    times = {name.removeprefix("tensorflow: "): run.metrics["step_ms"] for name, run in runs.items() if run.ok}
-    return [(name, ms["median"], f"{ms['p10']:.3g} to {ms['p90']:.3g}") for name, ms in times.items()]
+    times = {
+        name.removeprefix("tensorflow: "): run.metrics["step_ms"]
+        for name, run in runs.items()
+        if run.ok
+    }
+    return [
+        (name, ms["median"], f"{ms['p10']:.3g} to {ms['p90']:.3g}") for name, ms in times.items()
+    ]
 
 
 def _epochs(pipeline: Any, epochs: int) -> Run:
@@ -116,15 +136,19 @@ sys.stdin.readline()
 
 
 def growth_run() -> Run:
-    """What a process that adds up a million numbers takes of the GPU, `plain_gb`, and `growing_gb` with memory growth;
-    `takes_less`: 1 if that is less. Raises `Unavailable` without a GPU that both libraries see."""
+    """What a process that adds up a million numbers takes of the GPU, `plain_gb`, and `growing_gb`
+    with memory growth; `takes_less`: 1 if that is less. Raises `Unavailable` without a GPU that
+    both libraries see."""
     if not hardware.cuda.available():
         raise Unavailable("memory growth is about a GPU's memory, and there is no GPU here")
     taken = {}
     for name, flag in (("plain_gb", "0"), ("growing_gb", "1")):
         before = hardware.cuda.free_memory()
         child = subprocess.Popen(
-            [sys.executable, "-c", _CHILD, flag], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [sys.executable, "-c", _CHILD, flag],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
         )
         try:
             line = child.stdout.readline().split()

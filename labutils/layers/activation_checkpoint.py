@@ -1,14 +1,15 @@
-"""Activation checkpointing: a block's input is kept, and the block computed again in the backward pass. Three forms
-beside PyTorch's own:
+"""Activation checkpointing: a block's input is kept, and the block computed again in the backward
+pass. Three forms beside PyTorch's own:
 
     keeping_products(block, x)              what its products gave is kept as well, and only the rest computed again
     forward = recomputing_within(block)     to be compiled: what the backward pass doesn't need isn't computed again
     parking = Parking()
-    layer_forward = offloading(layer, parking)      # (run, x) -> run(x), for every layer of one model
+    # (run, x) -> run(x), for every layer of one model
+    layer_forward = offloading(layer, parking)
 
-In the last, what is kept, one tensor as large as the hidden states for each block, leaves the GPU as soon as the block
-has run. It comes back while the block behind it is computed again, on a stream of its own both times. (unsloth's
-"gradient checkpointing" does this; article A3, appendix.)
+In the last, what is kept, one tensor as large as the hidden states for each block, leaves the GPU
+as soon as the block has run. It comes back while the block behind it is computed again, on a stream
+of its own both times. (unsloth's "gradient checkpointing" does this; article A3, appendix.)
 """
 
 from __future__ import annotations
@@ -21,7 +22,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 Run = Callable[[Tensor], Tensor]
 
@@ -38,36 +43,46 @@ DEAR = {
 }
 """What takes nearly all of a block's time: its products. Their results are worth keeping."""
 THIN = 32
-"""Products over fewer numbers are a low-rank adapter's: as large a result as a wide one's, for next to no time."""
+"""Products over fewer numbers are a low-rank adapter's: as large a result as a wide one's, for next
+to no time.
+"""
 
 
 def keeping_products(block: Callable[..., Any], *inputs: Any) -> Any:
-    """`block` on `inputs`, checkpointed selectively: its input and the results of `DEAR` operations are kept, and all
-    the rest, elementwise operations and norms, is computed again in the backward pass."""
+    """`block` on `inputs`, checkpointed selectively: its input and the results of `DEAR` operations
+    are kept, and all the rest, elementwise operations and norms, is computed again in the backward
+    pass."""
     kept = functools.partial(create_selective_checkpoint_contexts, _worth_keeping)
     return checkpoint(block, *inputs, use_reentrant=False, context_fn=kept)
 
 
 def _worth_keeping(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     thin = operation in (aten.mm.default, aten.addmm.default) and args[-1].shape[0] < THIN
-    return CheckpointPolicy.MUST_SAVE if operation in DEAR and not thin else CheckpointPolicy.PREFER_RECOMPUTE
+    return (
+        CheckpointPolicy.MUST_SAVE
+        if operation in DEAR and not thin
+        else CheckpointPolicy.PREFER_RECOMPUTE
+    )
 
 
 def recomputing_within(block: Callable[..., Any]) -> Callable[..., Any]:
-    """`block` checkpointed, as a function that is to be compiled: what computes it again is then part of its backward
-    pass's code.
+    """`block` checkpointed, as a function that is to be compiled: what computes it again is then
+    part of its backward pass's code.
 
-    A checkpoint around a compiled block runs all of that block's code once more. Within, the compiler sees what the
-    backward pass needs, and leaves out the rest: a decoder's block ends with the product of its MLP, a quarter of its
-    arithmetic, whose result nothing but the next block reads. What attention gives is kept too: at 8 billion parameters
-    it is as large as the block's input. (Where PyTorch computes attention by plain products, on a CPU with a mask for
-    example, no operator attends by name, and nothing of it is kept.) The block must draw no random numbers.
+    A checkpoint around a compiled block runs all of that block's code once more. Within, the
+    compiler sees what the backward pass needs, and leaves out the rest: a decoder's block ends with
+    the product of its MLP, a quarter of its arithmetic, whose result nothing but the next block
+    reads. What attention gives is kept too: at 8 billion parameters it is as large as the block's
+    input. (Where PyTorch computes attention by plain products, on a CPU with a mask for example, no
+    operator attends by name, and nothing of it is kept.) The block must draw no random numbers.
     """
     kept = functools.partial(create_selective_checkpoint_contexts, _attends)
     WRAP.addFilter(_unwarned)
 
     def forward(*inputs: Any, **named: Any) -> Any:
-        return checkpoint(block, *inputs, use_reentrant=False, preserve_rng_state=False, context_fn=kept, **named)
+        return checkpoint(
+            block, *inputs, use_reentrant=False, preserve_rng_state=False, context_fn=kept, **named
+        )
 
     return forward
 
@@ -76,8 +91,9 @@ WRAP = logging.getLogger("torch._higher_order_ops.wrap")
 
 
 def _unwarned(told: logging.LogRecord) -> bool:
-    """Drops one warning and steps aside. PyTorch warns whoever compiles a checkpoint with a `context_fn` of operations
-    in place, once a process. Blocks have none; what others compile later they shall be warned of, if PyTorch does."""
+    """Drops one warning and steps aside. PyTorch warns whoever compiles a checkpoint with a
+    `context_fn` of operations in place, once a process. Blocks have none; what others compile later
+    they shall be warned of, if PyTorch does."""
     if "context_fn" not in told.getMessage():
         return True
     WRAP.removeFilter(_unwarned)
@@ -85,13 +101,17 @@ def _unwarned(told: logging.LogRecord) -> bool:
 
 
 def _attends(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Known by its name: which of PyTorch's operators attends, or of ours, depends on the device and on the version."""
+    """Known by its name: which of PyTorch's operators attends, or of ours, depends on the device
+    and on the version.
+    """
     attention = any(sign in str(operation) for sign in ("attention", "attn"))
     return CheckpointPolicy.MUST_SAVE if attention else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 class Parked:
-    """A tensor that waits on the host. `before` is the one parked before it, which is wanted after it."""
+    """A tensor that waits on the host. `before` is the one parked before it, which is wanted after
+    it.
+    """
 
     def __init__(self, lot: Parking, tensor: Tensor) -> None:
         self.lot, self.device = lot, tensor.device
@@ -137,9 +157,10 @@ class Parked:
 class Parking:
     """Page-locked host memory that one model's kept inputs share, pass after pass.
 
-    Rooms are plain bytes, at least `room_bytes` each: page-locking takes longer than a block does, so that a room for
-    the largest tensor that is expected serves all others as well. All copies of a device run on one stream in the order
-    in which they were asked for, so that memory can be taken again while its last copy is still under way.
+    Rooms are plain bytes, at least `room_bytes` each: page-locking takes longer than a block does,
+    so that a room for the largest tensor that is expected serves all others as well. All copies of
+    a device run on one stream in the order in which they were asked for, so that memory can be
+    taken again while its last copy is still under way.
     """
 
     def __init__(self, room_bytes: int = 0) -> None:
@@ -176,22 +197,28 @@ class Parking:
 
 
 def offloading(block: nn.Module, parking: Parking) -> Callable[[Run, Tensor], Tensor]:
-    """What runs `block` on a tensor now and once more in the backward pass, and parks the tensor in between.
+    """What runs `block` on a tensor now and once more in the backward pass, and parks the tensor in
+    between.
 
-    Returns a function of (run, x), `run` being the block with everything but its first input filled in. Gradients
-    reach `x` and those of the block's parameters that are trained. The block must draw no random numbers.
+    Returns a function of (run, x), `run` being the block with everything but its first input filled
+    in. Gradients reach `x` and those of the block's parameters that are trained. The block must
+    draw no random numbers.
     """
 
     def forward(run: Run, x: Tensor) -> Tensor:
         if not torch.is_grad_enabled():
             return run(x)
-        return _Offloaded.apply(run, parking, x, *(p for p in block.parameters() if p.requires_grad))
+        return _Offloaded.apply(
+            run, parking, x, *(p for p in block.parameters() if p.requires_grad)
+        )
 
     return forward
 
 
 class _Offloaded(torch.autograd.Function):
-    """Trained parameters are inputs of the function, so that the result needs a gradient even where `x` does not."""
+    """Trained parameters are inputs of the function, so that the result needs a gradient even where
+    `x` does not.
+    """
 
     @staticmethod
     def forward(ctx: Any, run: Run, parking: Parking, x: Tensor, *trained: Tensor) -> Tensor:

@@ -1,8 +1,9 @@
 """Taking the host out of the step: compiled regions and captured CUDA graphs.
 
-A compiled region is a part of the model that TorchInductor turned into fewer, larger kernels; the host still launches
-them one by one. A CUDA graph is a recording of launches that the GPU replays without the host. They combine: compile
-for fewer kernels, capture so that launching them costs nothing.
+A compiled region is a part of the model that TorchInductor turned into fewer, larger kernels; the
+host still launches them one by one. A CUDA graph is a recording of launches that the GPU replays
+without the host. They combine: compile for fewer kernels, capture so that launching them costs
+nothing.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ KERNELS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
 }
 WARM_UP = 3
-"""Steps before a capture: they compile, choose algorithms and create library handles, none of which can be recorded."""
+"""Steps before a capture: they compile, choose algorithms and create library handles, none of which
+can be recorded.
+"""
 
 
 def ask_cpp_compiler() -> None:
@@ -45,14 +48,18 @@ def ask_cpp_compiler() -> None:
 
 
 def compile_from_nothing() -> None:
-    """Give torch.compile an empty cache on the disk until this process ends: a first step compiles all that it uses."""
+    """Give torch.compile an empty cache on the disk until this process ends: a first step compiles
+    all that it uses.
+    """
     folder = tempfile.mkdtemp(prefix="inductor-")
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
 
 
 def attention_kernel(name: str) -> Any:
-    """A context in which scaled_dot_product_attention uses the named kernel; "auto" leaves the choice to PyTorch."""
+    """A context in which scaled_dot_product_attention uses the named kernel; "auto" leaves the
+    choice to PyTorch.
+    """
     return nullcontext() if name == "auto" else sdpa_kernel(KERNELS[name])
 
 
@@ -62,9 +69,11 @@ DYNAMIC = {"static": False, "automatic": None, "any": True}
 
 @contextmanager
 def timed_convolutions(wanted: bool) -> Iterator[None]:
-    """A context in which cuDNN times its algorithms for each shape once and keeps the fastest, where `wanted`.
+    """A context in which cuDNN times its algorithms for each shape once and keeps the fastest,
+    where `wanted`.
 
-    `torch.backends.cudnn.flags` would also put TF32 and determinism back to PyTorch's defaults, whatever was asked for.
+    `torch.backends.cudnn.flags` would also put TF32 and determinism back to PyTorch's defaults,
+    whatever was asked for.
     """
     before, cudnn.benchmark = cudnn.benchmark, wanted
     try:
@@ -94,15 +103,18 @@ def float32_rounded(what: str) -> Iterator[None]:
 
 
 VARIANTS = 64
-"""Compiled variants that one function may have. Blocks of all kinds share the function that calls a module, and so do
-sessions side by side: PyTorch's 8 are soon used up by what is no fault of any of them."""
+"""Compiled variants that one function may have. Blocks of all kinds share the function that calls a
+module, and so do sessions side by side: PyTorch's 8 are soon used up by what is no fault of any of
+them."""
 
 
 def variants_allowed(compile: str, dynamic: str) -> AbstractContextManager:
-    """What torch.compile does where a function needs too many variants, as a context for one step of a recipe.
+    """What torch.compile does where a function needs too many variants, as a context for one step
+    of a recipe.
 
-    With dynamic="automatic" what is tried out is PyTorch's default: after 8 it goes on uncompiled. Else it would be on
-    record as compiled, so there it raises `FailOnRecompileLimitHit`, after `VARIANTS`.
+    With dynamic="automatic" what is tried out is PyTorch's default: after 8 it goes on uncompiled.
+    Else it would be on record as compiled, so there it raises `FailOnRecompileLimitHit`, after
+    `VARIANTS`.
     """
     if compile == "off" or dynamic == "automatic":
         return nullcontext()
@@ -110,28 +122,31 @@ def variants_allowed(compile: str, dynamic: str) -> AbstractContextManager:
 
 
 def compile_model(module: nn.Module, mode: str, dynamic: str = "static") -> nn.Module:
-    """`module` compiled as one region, with torch.compile's `mode`, as a rule for the shapes it is given.
+    """`module` compiled as one region, with torch.compile's `mode`, as a rule for the shapes it is
+    given.
 
-    Left to itself ("automatic") the compiler answers a second size in one process with code for any, which is slower
-    code but the last that it compiles. "any" has it write that code from the start.
+    Left to itself ("automatic") the compiler answers a second size in one process with code for
+    any, which is slower code but the last that it compiles. "any" has it write that code from the
+    start.
     """
     return torch.compile(module, mode=mode, dynamic=DYNAMIC[dynamic])
 
 
 def compile_blocks(blocks: Iterable[nn.Module], mode: str, dynamic: str = "static") -> None:
-    """Compile each block in place. Blocks of one class and shape share code, so this compiles far less than the
-    whole."""
+    """Compile each block in place. Blocks of one class and shape share code, so this compiles far
+    less than the whole."""
     for block in blocks:
         block.compile(mode=mode, dynamic=DYNAMIC[dynamic])
 
 
 class ChannelsLastGroupNorm(nn.GroupNorm):
-    """GroupNorm whose compiled form keeps images [n, c, h, w] in channels-last memory, forward and backward.
+    """GroupNorm whose compiled form keeps images [n, c, h, w] in channels-last memory, forward and
+    backward.
 
-    The compiler takes GroupNorm apart into reductions over [n, groups, c / groups * h * w], an order that channels-last
-    memory isn't in: results come out channels-first, and every convolution after one first copies its input. Written
-    over [n, h, w, groups, c / groups] the same sums run through memory as it lies. Outside a compiled region it is
-    GroupNorm.
+    The compiler takes GroupNorm apart into reductions over [n, groups, c / groups * h * w], an
+    order that channels-last memory isn't in: results come out channels-first, and every convolution
+    after one first copies its input. Written over [n, h, w, groups, c / groups] the same sums run
+    through memory as it lies. Outside a compiled region it is GroupNorm.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -145,28 +160,31 @@ class ChannelsLastGroupNorm(nn.GroupNorm):
 
 
 class ChannelsLastPointwise(nn.Conv2d):
-    """A 1x1 convolution that is computed, when compiled, as what it is: one matrix product over the pixels.
+    """A 1x1 convolution that is computed, when compiled, as what it is: one matrix product over the
+    pixels.
 
-    A weight of 1x1 is channels-first and channels-last at once, so the convolution library is left to guess, and where
-    it guesses the other way it copies the whole image, forward and backward. A product over [n, h, w, c] leaves no
-    choice.
+    A weight of 1x1 is channels-first and channels-last at once, so the convolution library is left
+    to guess, and where it guesses the other way it copies the whole image, forward and backward. A
+    product over [n, h, w, c] leaves no choice.
     """
 
     def forward(self, x: Tensor) -> Tensor:
         if not torch.compiler.is_compiling():
             return super().forward(x)
         images, _, height, width = x.shape
-        # In 4 dimensions this would compile to a product for each row of the image, too thin to be fast.
+        # In 4 dimensions this would compile to a product for each row of the image, too thin to be
+        # fast.
         pixels = x.permute(0, 2, 3, 1).reshape(images * height * width, -1)
         projected = F.linear(pixels, self.weight.flatten(1), self.bias)
         return projected.view(images, height, width, -1).permute(0, 3, 1, 2)
 
 
 def rewrite_layers(module: nn.Module, forms: dict[type[nn.Module], type[nn.Module]]) -> None:
-    """Give every layer of `module` whose class is in `forms` that form instead; weights and names stay as they are.
+    """Give every layer of `module` whose class is in `forms` that form instead; weights and names
+    stay as they are.
 
-    `ChannelsLastPointwise` stands for plain 1x1 convolutions alone, `ChannelsLastGroupNorm` for norms with a weight:
-    other layers of these classes stay what they are.
+    `ChannelsLastPointwise` stands for plain 1x1 convolutions alone, `ChannelsLastGroupNorm` for
+    norms with a weight: other layers of these classes stay what they are.
     """
     for layer in module.modules():
         form = forms.get(type(layer))
@@ -180,7 +198,11 @@ def rewrite_layers(module: nn.Module, forms: dict[type[nn.Module], type[nn.Modul
 
 def _is_pointwise(layer: nn.Conv2d) -> bool:
     """Whether it computes each pixel from that pixel alone, all channels by one matrix."""
-    return layer.kernel_size == layer.stride == (1, 1) and layer.padding == (0, 0) and layer.groups == 1
+    return (
+        layer.kernel_size == layer.stride == (1, 1)
+        and layer.padding == (0, 0)
+        and layer.groups == 1
+    )
 
 
 CHANNELS_LAST_FORMS: dict[type[nn.Module], type[nn.Module]] = {
@@ -193,12 +215,14 @@ CHANNELS_LAST_FORMS: dict[type[nn.Module], type[nn.Module]] = {
 def _after_a_failed_recording(stream: torch.cuda.Stream) -> None:
     """Leave PyTorch as it was before, with `stream` the current one.
 
-    A recording that can't be ended leaves its own stream behind as the current one and the generator of random numbers
-    in the recording's state: whatever draws some later, the next model's weights say, would fail. The end of a
-    recording that succeeds puts the generator right.
+    A recording that can't be ended leaves its own stream behind as the current one and the
+    generator of random numbers in the recording's state: whatever draws some later, the next
+    model's weights say, would fail. The end of a recording that succeeds puts the generator right.
     """
     torch.cuda.set_stream(stream)
-    with suppress(RuntimeError):  # of a GPU that fails at everything from here on, the first failure tells more
+    with suppress(
+        RuntimeError
+    ):  # of a GPU that fails at everything from here on, the first failure tells more
         torch.cuda.synchronize()
         number = torch.zeros(1, device="cuda")
         with torch.cuda.graph(torch.cuda.CUDAGraph()):
@@ -206,12 +230,14 @@ def _after_a_failed_recording(stream: torch.cuda.Stream) -> None:
 
 
 class Captured:
-    """A function recorded as one CUDA graph; calling it replays the recording on whatever its inputs hold now.
+    """A function recorded as one CUDA graph; calling it replays the recording on whatever its
+    inputs hold now.
 
-    `function` takes no arguments, reads tensors whose addresses don't change and may change tensors in place. It is run
-    `WARM_UP` times first. Those runs are real, so everything in `state` is put back afterwards, and PyTorch's random
-    numbers too: the first replay is the first step. Raises RuntimeError where the function does what can't be recorded
-    (reads a value on the host, allocates page-locked memory, ...).
+    `function` takes no arguments, reads tensors whose addresses don't change and may change tensors
+    in place. It is run `WARM_UP` times first. Those runs are real, so everything in `state` is put
+    back afterwards, and PyTorch's random numbers too: the first replay is the first step. Raises
+    RuntimeError where the function does what can't be recorded (reads a value on the host,
+    allocates page-locked memory, ...).
     """
 
     def __init__(self, function: Callable[[], Any], state: Callable[[], list[Tensor]]) -> None:
@@ -220,7 +246,9 @@ class Captured:
         self._record(function)
 
     def _record(self, function: Callable[[], Any]) -> None:
-        """A failure is `function`'s own: ending a recording that broke off fails too, and says less."""
+        """A failure is `function`'s own: ending a recording that broke off fails too, and says
+        less.
+        """
         here, first = torch.cuda.current_stream(), None
         try:
             with torch.cuda.graph(self.graph):
@@ -233,7 +261,9 @@ class Captured:
             _after_a_failed_recording(here)
             raise (first or error) from None
         finally:
-            del first  # it would hold this frame, which holds it, and so the tensors of all that it came through
+            # it would hold this frame, which holds it, and so the tensors of all that it came
+            # through
+            del first
 
     def _warm_up(self, function: Callable[[], Any], state: Callable[[], list[Tensor]]) -> None:
         before = {id(tensor): tensor.detach().clone() for tensor in state()}
@@ -246,7 +276,9 @@ class Captured:
         torch.cuda.current_stream().wait_stream(side)
         torch.cuda.synchronize()
         with torch.no_grad():
-            for tensor in state():  # what did not exist before (an optimizer's moments) started from zero
+            for (
+                tensor
+            ) in state():  # what did not exist before (an optimizer's moments) started from zero
                 tensor.copy_(before[id(tensor)]) if id(tensor) in before else tensor.zero_()
         torch.cuda.set_rng_state(random)
 

@@ -1,10 +1,11 @@
 """A mixture of experts as two grouped products, for gpt-oss layers whose experts are frozen.
 
-transformers' plain loop asks the device which experts were chosen and multiplies for one after the other: a wait and
-some ten launches each. Sorted by expert, all tokens' rows lie in one matrix whose stretches belong to one expert each;
-one grouped product multiplies every stretch with its own weights, and nothing has to be known on the host. (As
-transformers' own "grouped_mm" does; here moving rows there and back is a gather both forward and backward, where the
-gradient of an index would sort again or add row by row.)
+transformers' plain loop asks the device which experts were chosen and multiplies for one after the
+other: a wait and some ten launches each. Sorted by expert, all tokens' rows lie in one matrix whose
+stretches belong to one expert each; one grouped product multiplies every stretch with its own
+weights, and nothing has to be known on the host. (As transformers' own "grouped_mm" does; here
+moving rows there and back is a gather both forward and backward, where the gradient of an index
+would sort again or add row by row.)
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from torch import Tensor, nn
 
 
 def grouped_experts(experts: nn.Module, x: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
-    """transformers' GptOssExperts: x [tokens, width], chosen experts and their shares [tokens, k] to [tokens, width].
+    """transformers' GptOssExperts: x [tokens, width], chosen experts and their shares [tokens, k]
+    to [tokens, width].
 
     Gradients reach `x` and `shares`; the experts' weights get none.
     """
@@ -27,7 +29,9 @@ def grouped_experts(experts: nn.Module, x: Tensor, chosen: Tensor, shares: Tenso
     every = torch.arange(len(experts.gate_up_proj), device=expert.device, dtype=expert.dtype)
     ends = torch.searchsorted(expert, every, right=True, out_int32=True)
     rows = _Spread.apply(x.to(experts.gate_up_proj.dtype), order, back)
-    both = _GroupedProduct.apply(rows, experts.gate_up_proj, ends) + experts.gate_up_proj_bias[expert]
+    both = (
+        _GroupedProduct.apply(rows, experts.gate_up_proj, ends) + experts.gate_up_proj_bias[expert]
+    )
     hidden = experts._apply_gate(both)
     out = _GroupedProduct.apply(hidden, experts.down_proj, ends) + experts.down_proj_bias[expert]
     weighed = out * _Sorted.apply(shares.flatten(), order, back).unsqueeze(-1)
@@ -35,7 +39,9 @@ def grouped_experts(experts: nn.Module, x: Tensor, chosen: Tensor, shares: Tenso
 
 
 class _GroupedProduct(torch.autograd.Function):
-    """rows [n, a], sorted by expert, times each one's own weight [experts, a, b]; `ends`: where each one's rows end."""
+    """rows [n, a], sorted by expert, times each one's own weight [experts, a, b]; `ends`: where
+    each one's rows end.
+    """
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
@@ -45,12 +51,20 @@ class _GroupedProduct(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *slopes: Tensor) -> tuple[Tensor, None, None]:
         weight, ends = ctx.saved_tensors
-        return _product(slopes[0].to(weight.dtype).contiguous(), weight.transpose(1, 2), ends), None, None
+        return (
+            _product(slopes[0].to(weight.dtype).contiguous(), weight.transpose(1, 2), ends),
+            None,
+            None,
+        )
 
 
 def _product(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """torch.nn.functional.grouped_mm, which the compiler knows for bfloat16 alone."""
-    return F.grouped_mm(rows, weight, offs=ends) if rows.dtype == torch.bfloat16 else _one_by_one(rows, weight, ends)
+    return (
+        F.grouped_mm(rows, weight, offs=ends)
+        if rows.dtype == torch.bfloat16
+        else _one_by_one(rows, weight, ends)
+    )
 
 
 @torch.library.custom_op("labutils::products_one_by_one", mutates_args=())

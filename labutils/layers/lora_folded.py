@@ -1,13 +1,15 @@
 """LoRA without LoRA's layers: W' = W + BA is formed once a pass, and the network runs on W' alone.
 
-A LoRA layer computes x W^T + (x A^T) B^T: three products forward and five backward for every adapted projection, most
-of them so thin (r columns) that a GPU spends more time launching them than computing. Yet dL/dA = B^T dL/dW' and dL/dB
-= dL/dW' A^T exactly. So form W', run plain linear layers, take the ordinary gradient dL/dW' of each, and project it.
-That costs one more full product a layer (dL/dW'), which a tensor core does in less time than the thin ones take, and as
-layers of one shape are stacked, forming all W' and projecting all gradients takes a handful of batched products.
+A LoRA layer computes x W^T + (x A^T) B^T: three products forward and five backward for every
+adapted projection, most of them so thin (r columns) that a GPU spends more time launching them than
+computing. Yet dL/dA = B^T dL/dW' and dL/dB = dL/dW' A^T exactly. So form W', run plain linear
+layers, take the ordinary gradient dL/dW' of each, and project it. That costs one more full product
+a layer (dL/dW'), which a tensor core does in less time than the thin ones take, and as layers of
+one shape are stacked, forming all W' and projecting all gradients takes a handful of batched
+products.
 
-The price: W' is rounded to the frozen weights' dtype, as in every merged adapter, and dL/dW' is held in memory. In fp32
-the gradients equal the plain layers' (tests/unit/test_folding.py).
+The price: W' is rounded to the frozen weights' dtype, as in every merged adapter, and dL/dW' is
+held in memory. In fp32 the gradients equal the plain layers' (tests/unit/test_folding.py).
 """
 
 from __future__ import annotations
@@ -23,17 +25,21 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 ALIGNMENT = 8
-"""Tensor cores want inner dimensions that are multiples of 8: ranks are padded with zeros, whose gradients are zero."""
+"""Tensor cores want inner dimensions that are multiples of 8: ranks are padded with zeros, whose
+gradients are zero.
+"""
 
 
 class FoldedLinear(nn.Module):
-    """A linear layer whose weight is handed to it, W' = W + alpha/r BA [out, in], by `Folds.form` before each pass.
+    """A linear layer whose weight is handed to it, W' = W + alpha/r BA [out, in], by `Folds.form`
+    before each pass.
 
-    The first of several layers that were folded jointly gets the weights of all, [n out, in], and gives all their
-    results side by side [..., n out]; the others aren't called.
+    The first of several layers that were folded jointly gets the weights of all, [n out, in], and
+    gives all their results side by side [..., n out]; the others aren't called.
 
-    It has the anatomy of a LoRA layer (`labutils.layers.lora`): lora_A["default"].weight and lora_B["default"].weight are
-    views of the stacked matrices that are trained, so saving, loading and counting work on it as on any other.
+    It has the anatomy of a LoRA layer (`labutils.layers.lora`): lora_A["default"].weight and
+    lora_B["default"].weight are views of the stacked matrices that are trained, so saving, loading
+    and counting work on it as on any other.
     """
 
     active_adapter = "default"
@@ -46,7 +52,9 @@ class FoldedLinear(nn.Module):
         self.lora_A: dict[str, Any] = {}
         self.lora_B: dict[str, Any] = {}
         self.in_features, self.out_features = base.in_features, base.out_features
-        self.weight = base.weight.detach()  # a plain tensor, no parameter: autograd is to see where each W' comes from
+        self.weight = (
+            base.weight.detach()
+        )  # a plain tensor, no parameter: autograd is to see where each W' comes from
         self.bias = None if base.bias is None else base.bias.detach()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -54,7 +62,9 @@ class FoldedLinear(nn.Module):
 
 
 class Stack(nn.Module):
-    """All adapted layers of one shape: W [n, out, in] frozen, A [n, r', in] and B [n, out, r'] trained in float32."""
+    """All adapted layers of one shape: W [n, out, in] frozen, A [n, r', in] and B [n, out, r']
+    trained in float32.
+    """
 
     def __init__(self, layers: list[nn.Module], pieces: list[int]) -> None:
         super().__init__()
@@ -65,15 +75,21 @@ class Stack(nn.Module):
         self.A = nn.Parameter(F.pad(a, (0, 0, 0, padding)))
         self.B = nn.Parameter(F.pad(b, (0, padding)))
         self.scaling = layers[0].scaling["default"]
-        self.pieces = pieces  # how many neighbours in the stack are one product, one number a product
-        self.register_buffer("W", torch.stack([layer.base_layer.weight.detach() for layer in layers]))
+        self.pieces = (
+            pieces  # how many neighbours in the stack are one product, one number a product
+        )
+        self.register_buffer(
+            "W", torch.stack([layer.base_layer.weight.detach() for layer in layers])
+        )
         self.folded = [FoldedLinear(layer.base_layer, self.scaling) for layer in layers]
         for index, layer in enumerate(self.folded):
             layer.lora_A["default"] = SimpleNamespace(weight=self.A.data[index, :rank])
             layer.lora_B["default"] = SimpleNamespace(weight=self.B.data[index, :, :rank])
         for first, count in zip(itertools.accumulate([0, *pieces]), pieces, strict=False):
             if count > 1 and self.folded[first].bias is not None:
-                self.folded[first].bias = torch.cat([layer.bias for layer in self.folded[first : first + count]])
+                self.folded[first].bias = torch.cat(
+                    [layer.bias for layer in self.folded[first : first + count]]
+                )
 
     def form(self) -> None:
         """Hand each product its W', one batched product for all."""
@@ -93,22 +109,30 @@ class Folds(nn.Module):
         self.stacks = nn.ModuleList(stacks)
 
     def form(self) -> None:
-        """Form every W' from A and B as they are now. Call it before each forward pass, in autograd's sight."""
+        """Form every W' from A and B as they are now. Call it before each forward pass, in
+        autograd's sight.
+        """
         with torch.autocast(self.stacks[0].W.device.type, enabled=False):
             for stack in self.stacks:
                 stack.form()
 
 
-def fold(module: nn.Module, layers: dict[str, nn.Module], joint: Sequence[tuple[str, ...]] = ()) -> None:
+def fold(
+    module: nn.Module, layers: dict[str, nn.Module], joint: Sequence[tuple[str, ...]] = ()
+) -> None:
     """Put folded layers in the place of the LoRA `layers` (name -> layer) of `module`, in place.
 
-    The model then has one A and one B for each shape of layer as its trainable parameters, and a submodule `folds`.
-    Each tuple of `joint` names layers of one shape that are given the same input: the first then computes them all.
+    The model then has one A and one B for each shape of layer as its trainable parameters, and a
+    submodule `folds`. Each tuple of `joint` names layers of one shape that are given the same
+    input: the first then computes them all.
     """
     first = {name: names[0] for names in joint for name in names}
     stacks = []
     for names in _by_shape(layers).values():
-        groups = [list(group) for _, group in itertools.groupby(names, key=lambda name: first.get(name, name))]
+        groups = [
+            list(group)
+            for _, group in itertools.groupby(names, key=lambda name: first.get(name, name))
+        ]
         stack = Stack([layers[name] for name in names], [len(group) for group in groups])
         for name, folded in zip(names, stack.folded, strict=True):
             module.set_submodule(name, folded)

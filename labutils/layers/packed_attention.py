@@ -1,10 +1,11 @@
 """Causal attention over rows that hold several documents, for transformers' decoder layers.
 
-Two things can be added to it. A sliding window: a token sees only the last few. A sink (gpt-oss): a trained number for
-each head that takes part in the softmax and has no value, so that a head can attend to nothing. A fused kernel knows
-nothing of sinks, but it returns each row's log-sum-exp L, and with the sink s the sum grows to L' = log(e^L + e^s):
-every probability, and with it the result, shrinks by e^(L - L'). The backward kernel computes probabilities from the
-log-sum-exp that it is given, and the sink's own value is zero; given L' and the shrunken result, it is exact.
+Two things can be added to it. A sliding window: a token sees only the last few. A sink (gpt-oss): a
+trained number for each head that takes part in the softmax and has no value, so that a head can
+attend to nothing. A fused kernel knows nothing of sinks, but it returns each row's log-sum-exp L,
+and with the sink s the sum grows to L' = log(e^L + e^s): every probability, and with it the result,
+shrinks by e^(L - L'). The backward kernel computes probabilities from the log-sum-exp that it is
+given, and the sink's own value is zero; given L' and the shrunken result, it is exact.
 """
 
 from __future__ import annotations
@@ -33,21 +34,27 @@ def document_attention(
     s_aux: Tensor | None = None,
     **unused: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention of a transformers' layer; with `boundaries`, within each document of the flattened rows.
+    """Causal attention of a transformers' layer; with `boundaries`, within each document of the
+    flattened rows.
 
-    query is [rows, heads, n, d], key and value [rows, kv_heads, n, d], boundaries int32 [documents + 1]; returns
-    [rows, n, heads, d]. longest: tokens that no document exceeds, the row's length if not given: kernels start blocks
-    for so many of each document, and most find nothing to do where it is too large. sliding_window: tokens that a token
-    sees, itself included. s_aux: the sinks [heads], which get no gradient. No mask is formed on a GPU in half
-    precision, so flash attention is taken; elsewhere documents are kept apart by a dense mask.
+    query is [rows, heads, n, d], key and value [rows, kv_heads, n, d], boundaries int32 [documents
+    + 1]; returns [rows, n, heads, d]. longest: tokens that no document exceeds, the row's length if
+    not given: kernels start blocks for so many of each document, and most find nothing to do where
+    it is too large. sliding_window: tokens that a token sees, itself included. s_aux: the sinks
+    [heads], which get no gradient. No mask is formed on a GPU in half precision, so flash attention
+    is taken; elsewhere documents are kept apart by a dense mask.
     """
     plain = sliding_window is None and s_aux is None
     if boundaries is None and plain:
-        out = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=True)
+        out = F.scaled_dot_product_attention(
+            query, key, value, is_causal=True, scale=scaling, enable_gqa=True
+        )
         return out.transpose(1, 2), None
     rows, heads, length, width = query.shape
     if boundaries is None:
-        boundaries = torch.arange(0, (rows + 1) * length, length, dtype=torch.int32, device=query.device)
+        boundaries = torch.arange(
+            0, (rows + 1) * length, length, dtype=torch.int32, device=query.device
+        )
         longest = None
     flat = [x.transpose(1, 2).reshape(rows * length, -1, width) for x in (query, key, value)]
     if not (query.is_cuda and query.dtype in (torch.float16, torch.bfloat16)):
@@ -55,21 +62,33 @@ def document_attention(
     elif plain:
         out = _varlen(*flat, boundaries, longest or length, scaling)
     else:
-        sinks = torch.full((heads,), -torch.inf, device=query.device) if s_aux is None else s_aux.detach().float()
-        out = _with_sinks(*flat, sinks, boundaries, longest or length, scaling, sliding_window or 0)[0]
+        sinks = (
+            torch.full((heads,), -torch.inf, device=query.device)
+            if s_aux is None
+            else s_aux.detach().float()
+        )
+        out = _with_sinks(
+            *flat, sinks, boundaries, longest or length, scaling, sliding_window or 0
+        )[0]
     return out.view(rows, length, heads, width), None
 
 
-def _varlen(query: Tensor, key: Tensor, value: Tensor, boundaries: Tensor, longest: int, scaling: float) -> Tensor:
+def _varlen(
+    query: Tensor, key: Tensor, value: Tensor, boundaries: Tensor, longest: int, scaling: float
+) -> Tensor:
     """Flash attention over documents of varying length; all [tokens, heads, d]."""
     if "enable_gqa" not in VARLEN_OPTIONS:
-        key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
-    return varlen_attn(query, key, value, boundaries, boundaries, longest, longest, scale=scaling, **VARLEN_OPTIONS)
+        key, value = (
+            x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value)
+        )
+    return varlen_attn(
+        query, key, value, boundaries, boundaries, longest, longest, scale=scaling, **VARLEN_OPTIONS
+    )
 
 
 def varlen_options(known: Container[str]) -> dict[str, Any]:
-    """How a PyTorch whose `varlen_attn` has these parameters is told "causal", and that keys have fewer heads than
-    queries; without "enable_gqa" it can't be told that."""
+    """How a PyTorch whose `varlen_attn` has these parameters is told "causal", and that keys have
+    fewer heads than queries; without "enable_gqa" it can't be told that."""
     causal = {"window_size": (-1, 0)} if "window_size" in known else {"is_causal": True}
     return causal | ({"enable_gqa": True} if "enable_gqa" in known else {})
 
@@ -87,7 +106,9 @@ def _masked(
     window: int | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """The same with a mask of [tokens, tokens]; a sink is one key more, whose products are the sinks themselves."""
+    """The same with a mask of [tokens, tokens]; a sink is one key more, whose products are the
+    sinks themselves.
+    """
     tokens = torch.arange(len(query), device=query.device, dtype=boundaries.dtype)
     document = torch.bucketize(tokens, boundaries[1:], right=True)
     mask = (document[:, None] == document) & (tokens[:, None] >= tokens)
@@ -99,11 +120,13 @@ def _masked(
         column = sinks.detach().to(query.dtype)[:, None, None].expand(-1, len(query), 1)
         mask = torch.cat([hidden, column], dim=-1)
     heads_first = [x.transpose(0, 1)[None] for x in (query, key, value)]
-    out = F.scaled_dot_product_attention(*heads_first, attn_mask=mask, scale=scaling, enable_gqa=True)
+    out = F.scaled_dot_product_attention(
+        *heads_first, attn_mask=mask, scale=scaling, enable_gqa=True
+    )
     return out[0].transpose(0, 1)
 
 
-# ---------------------------------------------------------------------------------------------- flash with sinks
+# -------------------------------------------------------------------------- flash with sinks
 
 
 @torch.library.custom_op("labutils::attention_with_sinks", mutates_args=())
@@ -117,12 +140,23 @@ def _with_sinks(
     scaling: float,
     window: int,
 ) -> tuple[Tensor, Tensor]:
-    """Flash attention over documents; all [tokens, heads, d], sinks float32 [heads] (-inf: none), `window` 0: all.
+    """Flash attention over documents; all [tokens, heads, d], sinks float32 [heads] (-inf: none),
+    `window` 0: all.
 
     Returns the result and the log-sum-exp [heads, tokens] with the sink in it.
     """
     out, log_sum, _, _, _ = torch.ops.aten._flash_attention_forward(
-        query, key, value, boundaries, boundaries, longest, longest, 0.0, window == 0, False, **_seen(window, scaling)
+        query,
+        key,
+        value,
+        boundaries,
+        boundaries,
+        longest,
+        longest,
+        0.0,
+        window == 0,
+        False,
+        **_seen(window, scaling),
     )
     grown = torch.logaddexp(log_sum, sinks[:, None])
     shrink = (log_sum - grown).exp().t().unsqueeze(-1)
@@ -140,7 +174,9 @@ def _(
     scaling: float,
     window: int,
 ) -> tuple[Tensor, Tensor]:
-    return query.new_empty(query.shape), query.new_empty((query.shape[1], query.shape[0]), dtype=torch.float32)
+    return query.new_empty(query.shape), query.new_empty(
+        (query.shape[1], query.shape[0]), dtype=torch.float32
+    )
 
 
 @torch.library.custom_op("labutils::attention_with_sinks_backward", mutates_args=())
@@ -196,9 +232,13 @@ def _(
 
 
 def _seen(window: int, scaling: float) -> dict[str, Any]:
-    """How far the kernel looks back and ahead; a window counts the token itself. (With one, is_causal is false: the
-    window's right end excludes what lies ahead.)"""
-    return {"scale": scaling, "window_size_left": window - 1 if window else -1, "window_size_right": 0}
+    """How far the kernel looks back and ahead; a window counts the token itself. (With one,
+    is_causal is false: the window's right end excludes what lies ahead.)"""
+    return {
+        "scale": scaling,
+        "window_size_left": window - 1 if window else -1,
+        "window_size_right": 0,
+    }
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

@@ -1,7 +1,8 @@
 """Who called whom at a moment: slices of time on one thread nest like the calls they stand for.
 
-The profiler records Python functions and PyTorch operators as slices (start, end, name). The slices of one thread that
-hold a moment, from the longest to the shortest, are the call stack of that moment.
+The profiler records Python functions and PyTorch operators as slices (start, end, name). The slices
+of one thread that hold a moment, from the longest to the shortest, are the call stack of that
+moment.
 """
 
 from __future__ import annotations
@@ -12,9 +13,38 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 _LIBRARIES = {
-    *("torch", "torchvision", "accelerate", "diffusers", "transformers", "peft", "datasets", "bitsandbytes", "trl"),
-    *("transformer_engine", "unsloth", "unsloth_zoo", "triton", "safetensors", "huggingface_hub", "numpy", "PIL"),
-    *("tensorboard", "tqdm", "nvitop", "ipykernel", "IPython", "papermill", "pytest", "_pytest", "pluggy"),
+    *(
+        "torch",
+        "torchvision",
+        "accelerate",
+        "diffusers",
+        "transformers",
+        "peft",
+        "datasets",
+        "bitsandbytes",
+        "trl",
+    ),
+    *(
+        "transformer_engine",
+        "unsloth",
+        "unsloth_zoo",
+        "triton",
+        "safetensors",
+        "huggingface_hub",
+        "numpy",
+        "PIL",
+    ),
+    *(
+        "tensorboard",
+        "tqdm",
+        "nvitop",
+        "ipykernel",
+        "IPython",
+        "papermill",
+        "pytest",
+        "_pytest",
+        "pluggy",
+    ),
 }
 _NOTEBOOK = re.compile(r"ipykernel_\d+|<ipython-input")
 _PACKAGES_FOLDER = re.compile(r"^.*?(site-packages|dist-packages|lib/python\d[\d.]*)/")
@@ -23,7 +53,9 @@ _BUILTIN = re.compile(r"<built-in \w+ (?P<name>\S+?)(?: of (?P<owner>\S+) object
 
 
 class Slice(NamedTuple):
-    """Something that took time on a host thread. `dims` are an operator's input shapes, where they were recorded."""
+    """Something that took time on a host thread. `dims` are an operator's input shapes, where they
+    were recorded.
+    """
 
     start: float
     end: float
@@ -32,7 +64,9 @@ class Slice(NamedTuple):
 
 
 class Frame(NamedTuple):
-    """A Python function on a stack: `line` is where it begins in a trace, and the very line in a live stack."""
+    """A Python function on a stack: `line` is where it begins in a trace, and the very line in a
+    live stack.
+    """
 
     file: str
     line: int
@@ -44,7 +78,9 @@ class Frame(NamedTuple):
         parts = self.file.split("/")
         if _NOTEBOOK.search(self.file) or "labutils" in parts:
             return True
-        if _PACKAGES_FOLDER.match(self.file) or self.file.startswith(("<frozen ", "<string>", "<eval")):
+        if _PACKAGES_FOLDER.match(self.file) or self.file.startswith(
+            ("<frozen ", "<string>", "<eval")
+        ):
             return False
         top = parts[0].removesuffix(".py")
         return not (_LIBRARIES.intersection(parts) or top in sys.stdlib_module_names)
@@ -56,7 +92,9 @@ class Frame(NamedTuple):
             return "this notebook"
         file = _PACKAGES_FOLDER.sub("", self.file)
         parts = file.split("/")
-        package = next((i for i, part in enumerate(parts) if part == "labutils" or part in _LIBRARIES), None)
+        package = next(
+            (i for i, part in enumerate(parts) if part == "labutils" or part in _LIBRARIES), None
+        )
         if package is not None:
             return "/".join(parts[package:])
         return parts[-1] if file.startswith("/") else file
@@ -88,7 +126,9 @@ def enclosing(slices: Sequence[Slice], moments: Sequence[float]) -> list[tuple[S
 
 
 def own_time(slices: Sequence[Slice]) -> Iterator[tuple[Slice, float]]:
-    """(slice, its duration less that of the slices directly inside it); `slices` as for `enclosing`."""
+    """(slice, its duration less that of the slices directly inside it); `slices` as for
+    `enclosing`.
+    """
     stack: list[tuple[Slice, list[float]]] = []
     for item in slices:
         while stack and stack[-1][0].end <= item.start:
@@ -107,8 +147,8 @@ def _closed(item: Slice, inside: list[float]) -> tuple[Slice, float]:
 def blamed_operator(ops: Sequence[Slice]) -> str:
     """The operator to blame for what happens inside `ops` (outermost first); "" outside any.
 
-    That is the outermost of the aten operators that end the stack: "aten::item", not the "aten::_local_scalar_dense"
-    that it calls.
+    That is the outermost of the aten operators that end the stack: "aten::item", not the
+    "aten::_local_scalar_dense" that it calls.
     """
     blamed = ""
     for op in reversed(ops):
@@ -119,7 +159,9 @@ def blamed_operator(ops: Sequence[Slice]) -> str:
 
 
 def python_stack(slices: Sequence[Slice]) -> tuple[tuple[Frame, ...], str]:
-    """(Python frames from the outermost in, the C function called last such as "Tensor.item") of recorded functions."""
+    """(Python frames from the outermost in, the C function called last such as "Tensor.item") of
+    recorded functions.
+    """
     frames: list[Frame] = []
     builtin = ""
     for entry in slices:
@@ -127,5 +169,9 @@ def python_stack(slices: Sequence[Slice]) -> tuple[tuple[Frame, ...], str]:
             frames.append(Frame(parts["file"], int(parts["line"]), parts["function"]))
             builtin = ""
         elif parts := _BUILTIN.match(entry.name):
-            builtin = f"{parts['owner'].split('.')[-1]}.{parts['name']}" if parts["owner"] else parts["name"]
+            builtin = (
+                f"{parts['owner'].split('.')[-1]}.{parts['name']}"
+                if parts["owner"]
+                else parts["name"]
+            )
     return tuple(frames), builtin

@@ -16,8 +16,9 @@ class CallTimer:
             measure(session, 5)
         calls.per(4)  # milliseconds a step of 4 calls
 
-    Works for a function that its callers look up in `module` when they call it. The clock is the host's: what the call
-    leaves to the GPU isn't counted, what it waits for is. Raises `AttributeError` where there is no such function.
+    Works for a function that its callers look up in `module` when they call it. The clock is the
+    host's: what the call leaves to the GPU isn't counted, what it waits for is. Raises
+    `AttributeError` where there is no such function.
     """
 
     def __init__(self, module: str, name: str) -> None:
@@ -43,5 +44,7 @@ class CallTimer:
         setattr(self.owner, self.name, timed)
         return self
 
-    def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
         setattr(self.owner, self.name, self.original)

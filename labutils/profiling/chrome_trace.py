@@ -1,7 +1,7 @@
 """Reads the Chrome trace files that `torch.profiler` writes, event by event.
 
-A profile of a few training steps with Python stacks easily holds a million events. The file is read in pieces and never
-held whole, so memory is only what the reader of the events keeps.
+A profile of a few training steps with Python stacks easily holds a million events. The file is read
+in pieces and never held whole, so memory is only what the reader of the events keeps.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ _LIST_KEY = re.compile(r'"traceEvents"\s*:\s*\[')
 
 
 def read_events(path: str | Path) -> Iterator[dict[str, Any]]:
-    """The events of a trace one by one: of an object with "traceEvents", or a bare list; .gz is unpacked on the way.
+    """The events of a trace one by one: of an object with "traceEvents", or a bare list; .gz is
+    unpacked on the way.
 
-    A file that breaks off (a run was killed while writing) ends with its last whole event. Raises `FileNotFoundError`,
-    or `ValueError` where the file is no trace.
+    A file that breaks off (a run was killed while writing) ends with its last whole event. Raises
+    `FileNotFoundError`, or `ValueError` where the file is no trace.
     """
     pieces, text = _pieces(Path(path)), ""
     while (at := _list_start(text)) is None:
@@ -53,7 +54,9 @@ def _list_start(text: str) -> int | None:
 
 
 def _objects(text: str, at: int, pieces: Iterator[str]) -> Iterator[dict[str, Any]]:
-    """The JSON objects from `text[at:]` and on through `pieces`, to the end of the list or of the file."""
+    """The JSON objects from `text[at:]` and on through `pieces`, to the end of the list or of the
+    file.
+    """
     decoder = json.JSONDecoder(strict=False)
     while True:
         at = _BETWEEN.match(text, at).end()  # type: ignore[union-attr]

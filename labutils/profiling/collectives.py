@@ -1,9 +1,11 @@
-"""What GPUs tell each other: how fast a sum over all of them is, what part of a step it takes, by which way it goes.
+"""What GPUs tell each other: how fast a sum over all of them is, what part of a step it takes, by
+which way it goes.
 
-Bandwidths are those of NVIDIA's nccl-tests (doc/PERFORMANCE.md). *Algorithm bandwidth* is the message's size over the
-time. *Bus bandwidth* is what each link carries: an all-reduce of n ranks sends and receives 2 (n - 1) / n of the
-message at each of them, an all-gather or reduce-scatter (n - 1) / n. So it is the bus bandwidth that is compared with a
-link's data sheet, and that carries over from one number of ranks, and from one collective, to another.
+Bandwidths are those of NVIDIA's nccl-tests (doc/PERFORMANCE.md). *Algorithm bandwidth* is the
+message's size over the time. *Bus bandwidth* is what each link carries: an all-reduce of n ranks
+sends and receives 2 (n - 1) / n of the message at each of them, an all-gather or reduce-scatter (n
+- 1) / n. So it is the bus bandwidth that is compared with a link's data sheet, and that carries
+over from one number of ranks, and from one collective, to another.
 """
 
 from __future__ import annotations
@@ -38,11 +40,12 @@ def bus_factor(ranks: int, collective: str = "all-reduce") -> float:
 
 
 def time_all_reduce(sizes: Sequence[int], device: str, ranks: int) -> dict[str, Any]:
-    """Milliseconds of summing float32 messages of `sizes` bytes over all ranks, as `metrics` and `samples` of a run.
+    """Milliseconds of summing float32 messages of `sizes` bytes over all ranks, as `metrics` and
+    `samples` of a run.
 
-    Every rank calls it with the same sizes. Samples: `bytes` and, beside each, the medians `all_reduce_ms`,
-    `algorithm_gb_per_s` and `bus_gb_per_s`. Metrics: `latency_us` (of the quickest size), `bus_gb_per_s` and, with its
-    spread, `largest_ms` (of the largest), `ranks`.
+    Every rank calls it with the same sizes. Samples: `bytes` and, beside each, the medians
+    `all_reduce_ms`, `algorithm_gb_per_s` and `bus_gb_per_s`. Metrics: `latency_us` (of the quickest
+    size), `bus_gb_per_s` and, with its spread, `largest_ms` (of the largest), `ranks`.
     """
     for size in sizes:  # what a connection does once, when the first messages go, is nobody's time
         _times_ms(size, device, repeats=WARM_UP)
@@ -88,13 +91,17 @@ CONNECTIONS = r"NV[0-9]{1,3}|PIX|PXB|PHB|NODE|SYS"
 
 
 def read_topology(text: str) -> dict[tuple[int, int], str]:
-    """(GPU, GPU) -> what connects them by `nvidia-smi topo -m`: "NV18" (so many NVLinks), "PIX", "PHB", "NODE", "SYS";
-    each pair once. {} where it shows no two GPUs, or no table."""
+    """(GPU, GPU) -> what connects them by `nvidia-smi topo -m`: "NV18" (so many NVLinks), "PIX",
+    "PHB", "NODE", "SYS"; each pair once. {} where it shows no two GPUs, or no table."""
     plain = re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", text)  # it underlines its head
     lines = [[cell.strip() for cell in line.split("\t")] for line in plain.splitlines()]
     head = next((line for line in lines if not line[0] and "GPU0" in line), [])
-    columns = {name: place for place, name in enumerate(head) if re.fullmatch(r"GPU[0-9]{1,3}", name)}
-    rows = {line[0]: line for line in lines if line[0] in columns and len(line) > max(columns.values())}
+    columns = {
+        name: place for place, name in enumerate(head) if re.fullmatch(r"GPU[0-9]{1,3}", name)
+    }
+    rows = {
+        line[0]: line for line in lines if line[0] in columns and len(line) > max(columns.values())
+    }
     return {
         (int(one[3:]), int(other[3:])): rows[one][columns[other]]
         for one in rows
@@ -105,8 +112,9 @@ def read_topology(text: str) -> dict[tuple[int, int], str]:
 
 @dataclass(frozen=True)
 class Link:
-    """How long an all-reduce takes between `ranks` ranks, by its bytes: measured points, and straight lines in between
-    on logarithmic axes. Below the smallest it takes as long as that, above the largest it has that one's bandwidth."""
+    """How long an all-reduce takes between `ranks` ranks, by its bytes: measured points, and
+    straight lines in between on logarithmic axes. Below the smallest it takes as long as that,
+    above the largest it has that one's bandwidth."""
 
     ranks: int
     bytes: tuple[float, ...]
@@ -114,8 +122,8 @@ class Link:
 
     @classmethod
     def of(cls, samples: Mapping[str, Sequence[float]], ranks: int) -> Link:
-        """Of an all-reduce run's samples. A message that took longer than a larger one was disturbed, and is taken to
-        last as long as that."""
+        """Of an all-reduce run's samples. A message that took longer than a larger one was
+        disturbed, and is taken to last as long as that."""
         slowest = list(itertools.accumulate(reversed(samples["all_reduce_ms"]), min))
         return cls(ranks, tuple(samples["bytes"]), tuple(reversed(slowest)))
 
@@ -130,22 +138,25 @@ class Link:
         return math.exp((1 - part) * math.log(self.ms[at - 1]) + part * math.log(self.ms[at]))
 
     def gather_ms(self, size: float) -> float:
-        """An all-gather or reduce-scatter of `size` bytes in all: it passes the links half as often."""
+        """An all-gather or reduce-scatter of `size` bytes in all: it passes the links half as
+        often.
+        """
         return self.all_reduce_ms(size) * SHARES["all-gather"] / SHARES["all-reduce"]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # A trace
 
 
 def communication(trace: Trace) -> tuple[dict[str, float], list[float], list[float]]:
-    """What part of the steps' time communication takes, and what part of it nothing hides; and the times of the step
-    that comes nearest to that part.
+    """What part of the steps' time communication takes, and what part of it nothing hides; and the
+    times of the step that comes nearest to that part.
 
-    On GPUs: NCCL's kernels, against all others. A kernel of NCCL also runs while it waits for the other ranks' data, so
-    that ranks out of step show as communication. On a CPU: from where gloo is given a message to where it is through,
-    against operators that compute. Metrics: `communication_share`, `exposed_communication_share` (of wall time), and
-    `communication_ms`, `exposed_communication_ms` a step. The lists hold start and end, start and end, ... of computing
+    On GPUs: NCCL's kernels, against all others. A kernel of NCCL also runs while it waits for the
+    other ranks' data, so that ranks out of step show as communication. On a CPU: from where gloo is
+    given a message to where it is through, against operators that compute. Metrics:
+    `communication_share`, `exposed_communication_share` (of wall time), and `communication_ms`,
+    `exposed_communication_ms` a step. The lists hold start and end, start and end, ... of computing
     and of communicating, in ms from that step's beginning.
     """
     talking, computing = _times(trace)
@@ -157,7 +168,9 @@ def communication(trace: Trace) -> tuple[dict[str, float], list[float], list[flo
         "communication_ms": total(talking) / trace.steps,
         "exposed_communication_ms": total(exposed) / trace.steps,
     }
-    window = min(trace.step_windows, key=lambda step: abs(_share(exposed, step) - total(exposed) / wall))
+    window = min(
+        trace.step_windows, key=lambda step: abs(_share(exposed, step) - total(exposed) / wall)
+    )
     return metrics, _drawable(computing, window), _drawable(talking, window)
 
 
@@ -172,7 +185,9 @@ def _times(trace: Trace) -> tuple[list[Interval], list[Interval]]:
             by_kind[category_of(kernel.name) == "communication"].append((kernel.start, kernel.end))
         talking, computing = by_kind[True], by_kind[False]
     else:
-        talking = [(mark.start, mark.end) for mark in trace.annotations if mark.name.startswith("gloo:")]
+        talking = [
+            (mark.start, mark.end) for mark in trace.annotations if mark.name.startswith("gloo:")
+        ]
         computing = [
             (operator.start, operator.end)
             for operators in trace.ops.values()
@@ -189,11 +204,13 @@ def _drawable(times: list[Interval], window: Interval, grains: int = 500) -> lis
     return [round(at - window[0], 4) for start, end in joined for at in (start, end - grain)]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # What NCCL says
 
 
-_TRANSPORT = re.compile(r"Channel \d+(?:/\d+)? ?: \d+\[\w+\] -> \d+\[\w+\](?: \[\w+\])? via ([\w/-]+)")
+_TRANSPORT = re.compile(
+    r"Channel \d+(?:/\d+)? ?: \d+\[\w+\] -> \d+\[\w+\](?: \[\w+\])? via ([\w/-]+)"
+)
 _CHANNELS = re.compile(r"(\d+) coll channels")
 _VERSION = re.compile(r"NCCL version ([\d.]+)")
 _NETWORK = re.compile(r"Using network (\w+)")
@@ -207,11 +224,12 @@ SAY_ALL = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,ENV,NET,P2P,SHM,TUNI
 
 
 def read_nccl_log(text: str) -> dict[str, Any]:
-    """What NCCL tells (`SAY_ALL`) of the ways that it takes: `version`, `channels`, `network`, `transports`
-    (connections by each, such as "P2P/CUMEM", "SHM/direct", "NET/Socket/0"), `chosen` (an all-reduce's bytes -> "Ring,
-    Simple") and the `settings` that it took from the environment.
+    """What NCCL tells (`SAY_ALL`) of the ways that it takes: `version`, `channels`, `network`,
+    `transports` (connections by each, such as "P2P/CUMEM", "SHM/direct", "NET/Socket/0"), `chosen`
+    (an all-reduce's bytes -> "Ring, Simple") and the `settings` that it took from the environment.
 
-    What a version does not say is absent. Its wording is no interface: see the log itself where a number matters.
+    What a version does not say is absent. Its wording is no interface: see the log itself where a
+    number matters.
     """
     found: dict[str, Any] = {}
     for name, pattern in (("version", _VERSION), ("channels", _CHANNELS), ("network", _NETWORK)):

@@ -1,12 +1,14 @@
-"""How long a training step takes with so many DataLoader workers, predicted from what can be measured without them.
+"""How long a training step takes with so many DataLoader workers, predicted from what can be
+measured without them.
 
-With no worker, reading a micro-batch and computing on it follow one another: read + compute. With `w` workers they
-overlap, and the slower one sets the pace: max(compute, read / w). So workers beyond read / compute bring nothing. Where
-cores are few, workers and training take time from each other as well: no step can be shorter than all the processor
-time in it, shared out among the cores.
+With no worker, reading a micro-batch and computing on it follow one another: read + compute. With
+`w` workers they overlap, and the slower one sets the pace: max(compute, read / w). So workers
+beyond read / compute bring nothing. Where cores are few, workers and training take time from each
+other as well: no step can be shorter than all the processor time in it, shared out among the cores.
 
-`Pipeline.step_ms` is this law. `Pipeline.simulated_ms` plays the queue out, with batches prefetched and handed over in
-order and every running thread getting its share of the cores; it shows what the law leaves out, near the bend.
+`Pipeline.step_ms` is this law. `Pipeline.simulated_ms` plays the queue out, with batches prefetched
+and handed over in order and every running thread getting its share of the cores; it shows what the
+law leaves out, near the bend.
 """
 
 from __future__ import annotations
@@ -21,9 +23,10 @@ from dataclasses import dataclass
 class Pipeline:
     """What the prediction needs; times are of one micro-batch, in ms.
 
-    read_ms: one thread's time to make it (decode, resize, tokenise ...). compute_ms: what training does with it once it
-    has it. hand_over_ms: what it costs training to take it from a worker. cores: threads that can run at once.
-    threads: how many of them training keeps busy while it computes: one that launches work on a GPU, all on a CPU.
+    read_ms: one thread's time to make it (decode, resize, tokenise ...). compute_ms: what training
+    does with it once it has it. hand_over_ms: what it costs training to take it from a worker.
+    cores: threads that can run at once. threads: how many of them training keeps busy while it
+    computes: one that launches work on a GPU, all on a CPU.
     """
 
     read_ms: float
@@ -75,7 +78,9 @@ class _Queue:
             self._give()
 
     def take_times(self, batches: int) -> list[float]:
-        """When training took each of the first `batches` batches. They are taken in order, as DataLoader does."""
+        """When training took each of the first `batches` batches. They are taken in order, as
+        DataLoader does.
+        """
         times: list[float] = []
         while len(times) < batches:
             if self.training <= 0 and len(times) in self.ready:
@@ -109,8 +114,11 @@ class _Queue:
                 self.left[worker] = self.pipeline.read_ms
 
 
-def off_the_model(measured: Mapping[int, Mapping[str, float]], model: Mapping[int, float]) -> dict[str, list[int]]:
-    """The workers whose step lies off the model by more than its spread: {"above": slower, "below": faster}.
+def off_the_model(
+    measured: Mapping[int, Mapping[str, float]], model: Mapping[int, float]
+) -> dict[str, list[int]]:
+    """The workers whose step lies off the model by more than its spread: {"above": slower, "below":
+    faster}.
 
     measured: workers -> {"p10", "p90", ..} in ms. model: workers -> ms.
     """

@@ -1,15 +1,16 @@
-"""How long an optimizer step takes on several GPUs, worked out from one GPU and the link between them.
+"""How long an optimizer step takes on several GPUs, worked out from one GPU and the link between
+them.
 
 step(N) = what one process computes for its share + the part of communication that nothing hides.
 
-DistributedDataParallel sends gradients in buckets, each as soon as it is full, while the backward pass goes on
-computing earlier layers' gradients. One bucket goes after the other. What is still on its way after the last gradient
-is *exposed*. When each gradient is there is measured on one process (`training.arrivals`), how long a bucket takes is
-measured between GPUs that have nothing else to do (`measure.collectives`): nothing of the step to be foretold goes into
-it.
+DistributedDataParallel sends gradients in buckets, each as soon as it is full, while the backward
+pass goes on computing earlier layers' gradients. One bucket goes after the other. What is still on
+its way after the last gradient is *exposed*. When each gradient is there is measured on one process
+(`training.arrivals`), how long a bucket takes is measured between GPUs that have nothing else to do
+(`measure.collectives`): nothing of the step to be foretold goes into it.
 
-Left out: that sending takes part of the GPU from computing, and that ranks wait for the slowest. Where a prediction is
-too short, look there.
+Left out: that sending takes part of the GPU from computing, and that ranks wait for the slowest.
+Where a prediction is too short, look there.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ DEFAULT_FIRST_MB = 1
 
 @dataclass(frozen=True)
 class Foretold:
-    """A step's parts in ms: `compute_ms` of one rank's share, `communication_ms` in all, `exposed_ms` of it."""
+    """A step's parts in ms: `compute_ms` of one rank's share, `communication_ms` in all,
+    `exposed_ms` of it.
+    """
 
     compute_ms: float
     communication_ms: float
@@ -40,13 +43,15 @@ class Foretold:
 
     @property
     def efficiency(self) -> float:
-        """Examples a second of N ranks over N times those of one, where each rank does what the one did."""
+        """Examples a second of N ranks over N times those of one, where each rank does what the one
+        did.
+        """
         return self.compute_ms / self.step_ms
 
 
 def buckets(lead_bytes: Sequence[float], cap_mb: int = 0) -> list[list[int]]:
-    """Which gradients (by place, in order of arrival) DDP sends together: a bucket is closed by the gradient that fills
-    it. 0 is PyTorch's default, 25 MiB after a first one of 1."""
+    """Which gradients (by place, in order of arrival) DDP sends together: a bucket is closed by the
+    gradient that fills it. 0 is PyTorch's default, 25 MiB after a first one of 1."""
     caps = [DEFAULT_FIRST_MB * MIB, DEFAULT_CAP_MB * MIB] if cap_mb == 0 else [cap_mb * MIB]
     found: list[list[int]] = [[]]
     held = 0.0
@@ -60,8 +65,9 @@ def buckets(lead_bytes: Sequence[float], cap_mb: int = 0) -> list[list[int]]:
 
 
 def ddp(alone: Run, link: Link, cap_mb: int = 0, each: int = 1) -> Foretold:
-    """DDP's step, of `alone`: one process's run of one rank's share, with its gradients' arrivals. each: how many times
-    a step gradients are sent: 1, or the rank's micro-batches where it synchronises after each of them."""
+    """DDP's step, of `alone`: one process's run of one rank's share, with its gradients' arrivals.
+    each: how many times a step gradients are sent: 1, or the rank's micro-batches where it
+    synchronises after each of them."""
     lead, size = alone.samples["lead_ms"], alone.samples["lead_bytes"]
     done, sent = -lead[0], 0.0
     groups = buckets(size, cap_mb)
@@ -73,18 +79,23 @@ def ddp(alone: Run, link: Link, cap_mb: int = 0, each: int = 1) -> Foretold:
 
 
 def fsdp(alone: Run, link: Link, micro_steps: int = 1) -> Foretold:
-    """FSDP2's step, roughly: weights are gathered twice a micro-step, unit by unit, one unit ahead of the computation,
-    and gradients are scattered once a step. Hidden is what fits beside computing; the first unit's gather never is."""
+    """FSDP2's step, roughly: weights are gathered twice a micro-step, unit by unit, one unit ahead
+    of the computation, and gradients are scattered once a step. Hidden is what fits beside
+    computing; the first unit's gather never is."""
     gathered, gradients = alone.metrics["gathered_mb"] * 1e6, alone.metrics["gradient_mb"] * 1e6
     units = alone.metrics["units"]
     unit_ms = link.gather_ms(gathered / units)
     sent = 2 * micro_steps * units * unit_ms + units * link.gather_ms(gradients / units)
     compute = alone.metric("step_ms")
-    return Foretold(compute, sent, max(0.0, sent - compute) + unit_ms, (2 * micro_steps + 1) * units)
+    return Foretold(
+        compute, sent, max(0.0, sent - compute) + unit_ms, (2 * micro_steps + 1) * units
+    )
 
 
 def flat_link(ranks: int, gb_per_s: float, latency_us: float = 20.0) -> Link:
-    """A link of that bus bandwidth at every size, after a latency: a data sheet's, not a measured one."""
+    """A link of that bus bandwidth at every size, after a latency: a data sheet's, not a measured
+    one.
+    """
     sizes = tuple(float(2**power) for power in range(10, 33))
     ms = tuple(latency_us / 1e3 + size * bus_factor(ranks) / gb_per_s / 1e6 for size in sizes)
     return Link(ranks, sizes, ms)

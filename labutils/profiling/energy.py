@@ -1,8 +1,9 @@
 """What a stretch of training drew from the wall, as the GPU's own meter has it.
 
-NVIDIA's driver (NVML) counts the energy that a card has used since the driver was loaded, in millijoules; Volta cards
-and later have the counter. It is the card's: the host's processor and memory come on top, and a machine without such a
-card gives nothing. The counter moves in steps of some tens of milliseconds, so watch for a second or more.
+NVIDIA's driver (NVML) counts the energy that a card has used since the driver was loaded, in
+millijoules; Volta cards and later have the counter. It is the card's: the host's processor and
+memory come on top, and a machine without such a card gives nothing. The counter moves in steps of
+some tens of milliseconds, so watch for a second or more.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from labutils.profiling.utilization import gpu_device
 class Energy:
     """`with Energy() as energy: ...` then `energy.joules`, `energy.seconds` and `energy.watts`.
 
-    `joules` and `watts` are None where the driver doesn't say. Wait for the GPU before the block ends.
+    `joules` and `watts` are None where the driver doesn't say. Wait for the GPU before the block
+    ends.
     """
 
     def __init__(self) -> None:
@@ -41,7 +43,9 @@ class Energy:
 
 
 def millijoules(device: Any) -> int | None:
-    """What nvitop's `device` has used since its driver was loaded; None where there is none or it doesn't say."""
+    """What nvitop's `device` has used since its driver was loaded; None where there is none or it
+    doesn't say.
+    """
     if device is None:
         return None
     try:

@@ -4,12 +4,13 @@
         session.step()
     host.delayed, host.calls          # operations that were delayed, and all that were seen
 
-PyTorch hands every operation, forward and backward, to a dispatch mode on its way to the kernel; this one looks at the
-clock until the delay is over, as a host does that is busy with something else, and then passes it on. Views and
-allocations launch nothing and are not delayed. Going through Python costs every operation a few microseconds even
-without a delay: measure with a delay of 0 as well, so that what a step was slowed down by is known and not guessed. The
-replay of a CUDA graph calls no operation and is not delayed, which is what a graph is for. Not for compiled code: what
-a compiler has fused is no operation any more.
+PyTorch hands every operation, forward and backward, to a dispatch mode on its way to the kernel;
+this one looks at the clock until the delay is over, as a host does that is busy with something
+else, and then passes it on. Views and allocations launch nothing and are not delayed. Going through
+Python costs every operation a few microseconds even without a delay: measure with a delay of 0 as
+well, so that what a step was slowed down by is known and not guessed. The replay of a CUDA graph
+calls no operation and is not delayed, which is what a graph is for. Not for compiled code: what a
+compiler has fused is no operation any more.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ _NO_WORK = ("aten::empty", "aten::new_empty", "aten::detach", "aten::_unsafe_vie
 class SlowerHost(TorchDispatchMode):
     """A context in which each operation that computes begins `delay_us` microseconds later.
 
-    `calls` counts all operations, `delayed` those that were held up, and `waited_ms` is for how long in all. Raises
-    `ValueError` for a negative delay.
+    `calls` counts all operations, `delayed` those that were held up, and `waited_ms` is for how
+    long in all. Raises `ValueError` for a negative delay.
     """
 
     def __init__(self, delay_us: float = 0.0) -> None:
@@ -38,7 +39,9 @@ class SlowerHost(TorchDispatchMode):
         self.waited_ms = 0.0
         self._launches: dict[Any, bool] = {}
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
         self.calls += 1
         launches = self._launches.get(func)
         if launches is None:

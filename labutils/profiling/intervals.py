@@ -1,8 +1,10 @@
-"""Arithmetic on sets of time: the union, overlap and difference of intervals, and gaps between them.
+"""Arithmetic on sets of time: the union, overlap and difference of intervals, and gaps between
+them.
 
-An interval is a pair (start, end) in any one unit; a set of time is a list of them. `union` brings any list into
-normal form (sorted, disjoint, no empty interval); the other functions take and return normal form. Every statement of
-the course about a busy or idle GPU is one of these sums, so they stand alone and are tested against brute force.
+An interval is a pair (start, end) in any one unit; a set of time is a list of them. `union` brings
+any list into normal form (sorted, disjoint, no empty interval); the other functions take and return
+normal form. Every statement of the course about a busy or idle GPU is one of these sums, so they
+stand alone and are tested against brute force.
 """
 
 from __future__ import annotations
@@ -14,7 +16,9 @@ Interval = tuple[float, float]
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """The time that at least one of `intervals` covers, in normal form; touching intervals become one."""
+    """The time that at least one of `intervals` covers, in normal form; touching intervals become
+    one.
+    """
     merged: list[Interval] = []
     for start, end in sorted(intervals):
         if end <= start:
@@ -66,7 +70,9 @@ def difference(whole: Sequence[Interval], taken: Sequence[Interval]) -> list[Int
 
 
 class Lookup:
-    """Answers about single moments and short stretches of a large set in normal form, in logarithmic time."""
+    """Answers about single moments and short stretches of a large set in normal form, in
+    logarithmic time.
+    """
 
     def __init__(self, intervals: Sequence[Interval]) -> None:
         self._intervals = intervals

@@ -1,9 +1,10 @@
 """What kind of work a kernel or an operator does, read off its name.
 
-A trace names kernels as their libraries do ("sm90_xmma_fprop_implicit_gemm_...", "nvjet_hsh_128x256_..."); learners ask
-how much time convolutions or casts take. The table below is ordered: the first pattern found in the lower-case name
-decides. "foreach" are PyTorch's kernels over many small tensors at once: unscaling, clipping and the optimizer. Names
-change with library versions, so whatever no pattern knows is shown as "other" and never dropped.
+A trace names kernels as their libraries do ("sm90_xmma_fprop_implicit_gemm_...",
+"nvjet_hsh_128x256_..."); learners ask how much time convolutions or casts take. The table below is
+ordered: the first pattern found in the lower-case name decides. "foreach" are PyTorch's kernels
+over many small tensors at once: unscaling, clipping and the optimizer. Names change with library
+versions, so whatever no pattern knows is shown as "other" and never dropped.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ CATEGORIES = (*_PATTERNS, "thin GEMM", "other")
 """All categories that a trace's time is sorted into."""
 
 _TABLE = tuple((category, re.compile(pattern)) for category, pattern in _PATTERNS.items())
-_THIN = range(2, 65)  # the smallest dimension of a product that a LoRA rank makes thin; 1 is a vector
+_THIN = range(
+    2, 65
+)  # the smallest dimension of a product that a LoRA rank makes thin; 1 is a vector
 
 
 @functools.cache  # a trace holds some hundred names, each of them thousands of times
@@ -46,14 +49,18 @@ def category_of(name: str) -> str:
 
 
 def is_thin(name: str, dims: Any) -> bool:
-    """Whether a product's input shapes make the smallest of its three dimensions one of LoRA's ranks (2 to 64).
+    """Whether a product's input shapes make the smallest of its three dimensions one of LoRA's
+    ranks (2 to 64).
 
-    `dims` are the "Input Dims" of the operator `name`, an mm or bmm, or one of those that add (addmm, baddbmm) and take
-    a third matrix before the factors. Where a result is given to write to, as compiled code does, its shape comes last.
+    `dims` are the "Input Dims" of the operator `name`, an mm or bmm, or one of those that add
+    (addmm, baddbmm) and take a third matrix before the factors. Where a result is given to write
+    to, as compiled code does, its shape comes last.
     """
     first = 1 if "add" in name else 0
     factors = list(dims or ())[first : first + 2]
-    if len(factors) < 2 or not all(len(d) in (2, 3) and all(isinstance(size, int) for size in d) for d in factors):
+    if len(factors) < 2 or not all(
+        len(d) in (2, 3) and all(isinstance(size, int) for size in d) for d in factors
+    ):
         return False
     (m, k), (_, n) = (factor[-2:] for factor in factors)
     return min(m, n, k) in _THIN

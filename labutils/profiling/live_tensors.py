@@ -6,8 +6,9 @@
         loss.backward()
     live.peak                            the most there was at one time
 
-It counts what operations return, for as long as anything holds it. What an operation takes for itself while it runs is
-not seen, nor what an allocator keeps in reserve: on a GPU the peak that PyTorch reports is the one to go by.
+It counts what operations return, for as long as anything holds it. What an operation takes for
+itself while it runs is not seen, nor what an allocator keeps in reserve: on a GPU the peak that
+PyTorch reports is the one to go by.
 """
 
 from __future__ import annotations
@@ -26,7 +27,11 @@ class Storages(TorchDispatchMode):
     """Shows `_count` the storage of every tensor that an operation returns while it is entered."""
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         out = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(out):
@@ -39,8 +44,8 @@ class Storages(TorchDispatchMode):
 
 
 class LiveTensors(Storages):
-    """`now` and `peak` in bytes of the tensors made since it was entered; those of `known` are left out, and so are
-    views of them. Tensors that share their memory count once."""
+    """`now` and `peak` in bytes of the tensors made since it was entered; those of `known` are left
+    out, and so are views of them. Tensors that share their memory count once."""
 
     def __init__(self, known: Iterable[Tensor] = ()) -> None:
         super().__init__()

@@ -1,10 +1,13 @@
-"""What the memory of one training step consists of, allocation by allocation, and when each comes and goes.
+"""What the memory of one training step consists of, allocation by allocation, and when each comes
+and goes.
 
 Two recorders write the same kind of record, `StepMemory`:
 
-- `AllocatorRecord`, on a GPU: the caching allocator's own history. Everything is in it, the kernels' workspaces too.
-- `Ledger`, anywhere: the storages that operations return, for as long as anything holds them. What an operation takes
-  for itself while it runs isn't seen. It needs no memory: on the meta device tensors have shapes alone.
+- `AllocatorRecord`, on a GPU: the caching allocator's own history. Everything is in it, the
+  kernels' workspaces too.
+- `Ledger`, anywhere: the storages that operations return, for as long as anything holds them. What
+  an operation takes for itself while it runs isn't seen. It needs no memory: on the meta device
+  tensors have shapes alone.
 
     with Ledger(model) as recorder:
         loss = forward();   recorder.mark("backward")
@@ -26,8 +29,9 @@ from torch import Tensor, nn
 from labutils.profiling.live_tensors import Storages
 
 KINDS = ("weights", "optimizer", "gradients", "activations", "logits", "temporaries")
-"""What memory is for. weights: frozen and trained; activations: what waits for the backward pass; logits: a language
-model's, with their gradient; temporaries: gradients of activations, blocks computed again, workspaces, inputs."""
+"""What memory is for. weights: frozen and trained; activations: what waits for the backward pass;
+logits: a language model's, with their gradient; temporaries: gradients of activations, blocks
+computed again, workspaces, inputs."""
 BLOCK = 512
 """The caching allocator gives memory in multiples of so many bytes."""
 
@@ -44,7 +48,8 @@ class Allocation:
 
 @dataclass(frozen=True)
 class StepMemory:
-    """The memory of one step. `held`: kind -> bytes that were there all the time. `phases`: (event, name), in order.
+    """The memory of one step. `held`: kind -> bytes that were there all the time. `phases`: (event,
+    name), in order.
 
     Time is counted in events: allocations and frees.
     """
@@ -98,7 +103,9 @@ class StepMemory:
 
 @dataclass
 class Sorting:
-    """By what allocations are told apart: bytes of tensors that are as large as logits; what was `held` before."""
+    """By what allocations are told apart: bytes of tensors that are as large as logits; what was
+    `held` before.
+    """
 
     held: Mapping[str, int]
     logit_bytes: frozenset[int] = frozenset()
@@ -125,7 +132,9 @@ class _Raw:
 
 @dataclass
 class _Marks:
-    """What a recorder was told on the way: where phases begin, and which allocations are gradients or moments."""
+    """What a recorder was told on the way: where phases begin, and which allocations are gradients
+    or moments.
+    """
 
     phases: list[tuple[int, str]] = field(default_factory=list)
     gradients: set[int] = field(default_factory=set)
@@ -133,7 +142,9 @@ class _Marks:
 
 
 def sort_out(raw: list[_Raw], marks: _Marks, events: int, by: Sorting) -> StepMemory:
-    """A record's allocations by kind. What is alive when a backward pass begins waits for it: an activation."""
+    """A record's allocations by kind. What is alive when a backward pass begins waits for it: an
+    activation.
+    """
     starts = [start for start, name in marks.phases if name == "backward"]
 
     def kind(place: int, one: _Raw) -> str:
@@ -154,7 +165,8 @@ def sort_out(raw: list[_Raw], marks: _Marks, events: int, by: Sorting) -> StepMe
 
 
 class Ledger(Storages):
-    """Records the storages that operations make while it is entered; those of `known` are left out, and so are views.
+    """Records the storages that operations make while it is entered; those of `known` are left out,
+    and so are views.
 
     Sizes are rounded up as the GPU's allocator would.
     """
@@ -184,8 +196,12 @@ class Ledger(Storages):
         self.events += 1
         return self.events - 1
 
-    def mark(self, phase: str, gradients: Iterable[Tensor] = (), optimizer: Iterable[Tensor] = ()) -> None:
-        """From here on it is `phase` ("forward", "backward", "update"); these tensors are gradients, or moments."""
+    def mark(
+        self, phase: str, gradients: Iterable[Tensor] = (), optimizer: Iterable[Tensor] = ()
+    ) -> None:
+        """From here on it is `phase` ("forward", "backward", "update"); these tensors are
+        gradients, or moments.
+        """
         self.marks.phases.append((self.events, phase))
         self.marks.gradients |= self._places_of(gradients)
         self.marks.optimizer |= self._places_of(optimizer)
@@ -214,7 +230,9 @@ class AllocatorRecord:
     def __enter__(self) -> AllocatorRecord:
         torch.cuda.synchronize()
         self.allocated_before = torch.cuda.memory_allocated(self.device)
-        torch.cuda.memory._record_memory_history(enabled=None)  # forgets what an earlier record left
+        torch.cuda.memory._record_memory_history(
+            enabled=None
+        )  # forgets what an earlier record left
         torch.cuda.memory._record_memory_history("all", context=None, max_entries=1_000_000)
         self.mark("forward")
         return self
@@ -226,9 +244,13 @@ class AllocatorRecord:
     def _history(self) -> list[Mapping[str, Any]]:
         return torch.cuda.memory._snapshot(self.device)["device_traces"][self.device]
 
-    def mark(self, phase: str, gradients: Iterable[Tensor] = (), optimizer: Iterable[Tensor] = ()) -> None:
+    def mark(
+        self, phase: str, gradients: Iterable[Tensor] = (), optimizer: Iterable[Tensor] = ()
+    ) -> None:
         """As `Ledger.mark`. The history's length says where in it this is."""
-        addresses = [[t.untyped_storage().data_ptr() for t in tensors] for tensors in (gradients, optimizer)]
+        addresses = [
+            [t.untyped_storage().data_ptr() for t in tensors] for tensors in (gradients, optimizer)
+        ]
         self.seen.append((phase, len(self._history()), *addresses))
 
     def step(self, by: Sorting) -> StepMemory:
@@ -237,12 +259,15 @@ class AllocatorRecord:
 
 
 def from_trace(
-    trace: Iterable[Mapping[str, Any]], seen: Iterable[tuple[str, int, list[int], list[int]]], by: Sorting
+    trace: Iterable[Mapping[str, Any]],
+    seen: Iterable[tuple[str, int, list[int], list[int]]],
+    by: Sorting,
 ) -> StepMemory:
-    """A record out of the allocator's history: entries with "action", "addr" and "size", which is what was asked for.
+    """A record out of the allocator's history: entries with "action", "addr" and "size", which is
+    what was asked for.
 
-    seen: (phase, entries before it, addresses of gradients, addresses of moments). What is freed without having been
-    allocated was there before: it is taken out of what was held as temporaries.
+    seen: (phase, entries before it, addresses of gradients, addresses of moments). What is freed
+    without having been allocated was there before: it is taken out of what was held as temporaries.
     """
     raw: list[_Raw] = []
     open_at: dict[int, int] = {}
@@ -278,7 +303,12 @@ def tensors_of(module: nn.Module) -> list[Tensor]:
     """Parameters and buffers, and what bitsandbytes holds beside 4-bit parameters."""
     own = [*module.parameters(), *module.buffers()]
     states = [p.quant_state for p in own if getattr(p, "quant_state", None) is not None]
-    return own + [x for s in states for x in (s.absmax, s.state2.absmax if s.nested else None) if x is not None]
+    return own + [
+        x
+        for s in states
+        for x in (s.absmax, s.state2.absmax if s.nested else None)
+        if x is not None
+    ]
 
 
 def bytes_of(tensors: Iterable[Tensor]) -> int:

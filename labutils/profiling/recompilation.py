@@ -1,10 +1,12 @@
-"""What torch.compile did: graphs compiled, graph breaks and recompilations, each with the reason it gave.
+"""What torch.compile did: graphs compiled, graph breaks and recompilations, each with the reason it
+gave.
 
     with Compilation() as compiled:
         session.run(10)
     print(compiled.graphs, compiled.breaks, compiled.recompilations)
 
-A recompilation compiles code that was compiled before, because a guard of it failed: a size changed, say.
+A recompilation compiles code that was compiled before, because a guard of it failed: a size
+changed, say.
 """
 
 from __future__ import annotations
@@ -23,13 +25,14 @@ LOGGER = logging.getLogger("torch._dynamo.convert_frame")
 
 
 class Compilation:
-    """Counts while it is open; what was compiled before isn't counted, but compiling it again is a recompilation.
+    """Counts while it is open; what was compiled before isn't counted, but compiling it again is a
+    recompilation.
 
-    graphs: how many graphs the compiler took. compilations: how often it set to work on a piece of code.
-    recompilations: how often on one that it had compiled before, and `reasons` (reason -> how often) the guards that
-    failed; one recompilation names one for each version there was. breaks: reason -> graph breaks. given_up: functions
-    that needed so many versions that the compiler left them uncompiled. seconds: wall-clock time spent compiling, the
-    backward pass's included.
+    graphs: how many graphs the compiler took. compilations: how often it set to work on a piece of
+    code. recompilations: how often on one that it had compiled before, and `reasons` (reason -> how
+    often) the guards that failed; one recompilation names one for each version there was. breaks:
+    reason -> graph breaks. given_up: functions that needed so many versions that the compiler left
+    them uncompiled. seconds: wall-clock time spent compiling, the backward pass's included.
     """
 
     def __init__(self) -> None:
@@ -60,12 +63,16 @@ class Compilation:
         callback_handler.register_end_callback(self._end)
         return self
 
-    def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
         LOGGER.removeHandler(self._listener)
         callback_handler.remove_start_callback(self._start)
         callback_handler.remove_end_callback(self._end)
         self.graphs = graphs_compiled() - self._graphs
-        self.breaks.update(_first_line(found.reason) for found in graph_break_reasons[self._breaks :])
+        self.breaks.update(
+            _first_line(found.reason) for found in graph_break_reasons[self._breaks :]
+        )
         for code, reasons in guard_failures.items():
             self.reasons.update(_guard(reason) for reason in reasons[self._failures.get(code, 0) :])
 

@@ -1,4 +1,6 @@
-"""The time of each optimizer step, on the clock that sees it: CUDA events on a GPU, the host's clock without one."""
+"""The time of each optimizer step, on the clock that sees it: CUDA events on a GPU, the host's
+clock without one.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +13,9 @@ import torch
 
 @dataclass
 class StepTimes:
-    """Milliseconds a step: `step_ms` from the end of one to the end of the next, `data_ms` the host's wait for data in
-    it, `wall_ms` the block's wall-clock time over its steps (one number a block), `work` what each step took in, where
-    the loop says so."""
+    """Milliseconds a step: `step_ms` from the end of one to the end of the next, `data_ms` the
+    host's wait for data in it, `wall_ms` the block's wall-clock time over its steps (one number a
+    block), `work` what each step took in, where the loop says so."""
 
     step_ms: list[float] = field(default_factory=list)
     data_ms: list[float] = field(default_factory=list)
@@ -28,10 +30,11 @@ class StepTimes:
 
 
 class StepClock:
-    """Times a block of steps without making the host wait inside it: a loop that runs ahead of the GPU may go on to.
+    """Times a block of steps without making the host wait inside it: a loop that runs ahead of the
+    GPU may go on to.
 
-    `start()`, then `mark(data_ms, work)` after each step, then `stop()`, which synchronises. On a GPU a step's time is
-    what passed on the GPU between two marks, idle time included.
+    `start()`, then `mark(data_ms, work)` after each step, then `stop()`, which synchronises. On a
+    GPU a step's time is what passed on the GPU between two marks, idle time included.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -1,9 +1,10 @@
 """The lines that make the host wait for the GPU, found without a profiler.
 
-`torch.cuda.set_sync_debug_mode("warn")` makes PyTorch warn whenever one of its operators synchronises. Each warning is
-raised on the very line at fault, so the Python stack of that moment is the answer: a second witness beside the trace,
-which knows how long each wait took but only the function that it happened in. PyTorch's mode does not see
-synchronisations made outside its operators, `torch.cuda.synchronize()` among them.
+`torch.cuda.set_sync_debug_mode("warn")` makes PyTorch warn whenever one of its operators
+synchronises. Each warning is raised on the very line at fault, so the Python stack of that moment
+is the answer: a second witness beside the trace, which knows how long each wait took but only the
+function that it happened in. PyTorch's mode does not see synchronisations made outside its
+operators, `torch.cuda.synchronize()` among them.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ _SIGN = "synchronizing CUDA operation"
 class SyncSite:
     """A line that synchronised.
 
-    `frame` is the innermost of one's own code, `library` the library line that did it (None where it was one's own),
-    `source` the text of `frame`'s line, `count` how often.
+    `frame` is the innermost of one's own code, `library` the library line that did it (None where
+    it was one's own), `source` the text of `frame`'s line, `count` how often.
     """
 
     frame: Frame
@@ -42,7 +43,8 @@ class SyncSite:
 
 @contextlib.contextmanager
 def watch_syncs() -> Iterator[list[tuple[Frame, ...]]]:
-    """Inside the block, every synchronisation of a PyTorch operator adds its stack (outermost first) to the list.
+    """Inside the block, every synchronisation of a PyTorch operator adds its stack (outermost
+    first) to the list.
 
     Does nothing, and yields a list that stays empty, without a GPU.
     """
@@ -53,7 +55,9 @@ def watch_syncs() -> Iterator[list[tuple[Frame, ...]]]:
         yield seen
         return
 
-    def note(message: Any, category: Any, filename: str, lineno: int, file: Any = None, line: Any = None) -> None:
+    def note(
+        message: Any, category: Any, filename: str, lineno: int, file: Any = None, line: Any = None
+    ) -> None:
         if _SIGN in str(message):
             seen.append(live_stack())
         else:
@@ -72,14 +76,17 @@ def watch_syncs() -> Iterator[list[tuple[Frame, ...]]]:
 
 
 def live_stack() -> tuple[Frame, ...]:
-    """The Python stack of the caller's caller, outermost first, without the frames of the `warnings` module."""
+    """The Python stack of the caller's caller, outermost first, without the frames of the
+    `warnings` module.
+    """
     stack = traceback.extract_stack()[:-2]
     frames = (Frame(entry.filename, entry.lineno or 0, entry.name) for entry in stack)
     return tuple(frame for frame in frames if not frame.file.endswith("/warnings.py"))
 
 
 def find_syncs(session: Any, steps: int = 1) -> list[SyncSite]:
-    """Run `steps` steps of `session`: the lines that synchronised, with counts per step, the most often first.
+    """Run `steps` steps of `session`: the lines that synchronised, with counts per step, the most
+    often first.
 
     [] without a GPU.
     """
@@ -91,7 +98,9 @@ def find_syncs(session: Any, steps: int = 1) -> list[SyncSite]:
 
 def sites_of(stacks: Sequence[Sequence[Frame]]) -> list[SyncSite]:
     """The lines in `stacks` that are to blame, each once with its count, the most often first."""
-    counts = Counter((innermost_own(stack), None if stack[-1].own else stack[-1]) for stack in stacks if stack)
+    counts = Counter(
+        (innermost_own(stack), None if stack[-1].own else stack[-1]) for stack in stacks if stack
+    )
     return [
         SyncSite(frame, library, linecache.getline(frame.file, frame.line).strip(), count)
         for (frame, library), count in counts.most_common()
@@ -100,10 +109,12 @@ def sites_of(stacks: Sequence[Sequence[Frame]]) -> list[SyncSite]:
 
 
 def with_lines(rows: Sequence[dict[str, Any]], sites: Sequence[SyncSite]) -> list[dict[str, Any]]:
-    """The rows of a trace's `sync_table`, each with the exact `line` and its `source` where a site tells it.
+    """The rows of a trace's `sync_table`, each with the exact `line` and its `source` where a site
+    tells it.
 
-    A trace names the functions, a site the lines: they are matched by own function and library function. Where several
-    lines of one function synchronise, a row's `line` is the list of them. Rows without a site are returned unchanged.
+    A trace names the functions, a site the lines: they are matched by own function and library
+    function. Where several lines of one function synchronise, a row's `line` is the list of them.
+    Rows without a site are returned unchanged.
     """
     found = []
     for row in rows:
@@ -112,7 +123,10 @@ def with_lines(rows: Sequence[dict[str, Any]], sites: Sequence[SyncSite]) -> lis
         if len(lines) == 1:
             row = row | {"line": lines[0][0], "source": lines[0][1]}
         elif lines:
-            row = row | {"line": [line for line, _ in lines], "source": " | ".join(source for _, source in lines)}
+            row = row | {
+                "line": [line for line, _ in lines],
+                "source": " | ".join(source for _, source in lines),
+            }
         found.append(row)
     return found
 

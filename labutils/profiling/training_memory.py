@@ -1,10 +1,12 @@
-"""What training memory is made of: weights, gradients, optimizer state, and what forward passes keep for backward ones.
+"""What training memory is made of: weights, gradients, optimizer state, and what forward passes
+keep for backward ones.
 
-`planned` counts the first three from shapes alone and `saved_for_backward` the fourth, both on the meta device too,
-where a model of any size has shapes and takes no memory. `measured` takes a real step and reads all four off it.
+`planned` counts the first three from shapes alone and `saved_for_backward` the fourth, both on the
+meta device too, where a model of any size has shapes and takes no memory. `measured` takes a real
+step and reads all four off it.
 
-Not counted: what lives only inside one pass (the gradients of activations, workspaces of the kernels), so that the
-allocator's peak lies above the total.
+Not counted: what lives only inside one pass (the gradients of activations, workspaces of the
+kernels), so that the allocator's peak lies above the total.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ PARTS = ("weights", "gradients", "optimizer", "activations")
 
 @dataclass(frozen=True)
 class TrainingMemory:
-    """Bytes of each part: `weights` (buffers included), `gradients`, `optimizer` state, and saved `activations`."""
+    """Bytes of each part: `weights` (buffers included), `gradients`, `optimizer` state, and saved
+    `activations`.
+    """
 
     weights: int
     gradients: int
@@ -44,7 +48,8 @@ class TrainingMemory:
 
 
 def planned(module: nn.Module, activations: int = 0, moments: int = 2) -> TrainingMemory:
-    """What training `module` as it is (dtypes, frozen parameters) needs with an optimizer of so many `moments`.
+    """What training `module` as it is (dtypes, frozen parameters) needs with an optimizer of so
+    many `moments`.
 
     AdamW has two, and keeps them in the dtype of the parameter.
     """
@@ -57,11 +62,14 @@ def planned(module: nn.Module, activations: int = 0, moments: int = 2) -> Traini
     )
 
 
-def measured(module: nn.Module, loss: Callable[[], Tensor], optimizer: torch.optim.Optimizer) -> TrainingMemory:
+def measured(
+    module: nn.Module, loss: Callable[[], Tensor], optimizer: torch.optim.Optimizer
+) -> TrainingMemory:
     """Take the first step of `optimizer` on `loss()` and read what it left in memory.
 
-    On a GPU the activations are the growth of the allocator over a forward pass; on a CPU, whose allocator tells
-    nothing, what autograd was seen to keep. The rest is the size of the tensors that model and optimizer hold.
+    On a GPU the activations are the growth of the allocator over a forward pass; on a CPU, whose
+    allocator tells nothing, what autograd was seen to keep. The rest is the size of the tensors
+    that model and optimizer hold.
     """
     loss().backward()  # the libraries allocate their workspaces in the first pass
     optimizer.zero_grad(set_to_none=True)
@@ -84,13 +92,17 @@ def _growth(forward: Callable[[], Tensor]) -> int:
     return torch.cuda.memory_allocated() - before - loss.element_size()
 
 
-def saved_for_backward(module: nn.Module, forward: Callable[[], Any], autocast: torch.dtype | None = None) -> int:
-    """Bytes that `forward()` makes autograd keep for the backward pass, without `module`'s own weights.
+def saved_for_backward(
+    module: nn.Module, forward: Callable[[], Any], autocast: torch.dtype | None = None
+) -> int:
+    """Bytes that `forward()` makes autograd keep for the backward pass, without `module`'s own
+    weights.
 
-    `forward` should return the loss, so that nothing of the graph is dropped. What several operations share is counted
-    once. On the meta device attention is counted as a fused kernel keeps it: queries, keys, values, result and one
-    number a row, not the matrix of tokens by tokens. autocast: to which type the meta device casts what goes into
-    products, where `torch.autocast`, which knows no such device, does nothing.
+    `forward` should return the loss, so that nothing of the graph is dropped. What several
+    operations share is counted once. On the meta device attention is counted as a fused kernel
+    keeps it: queries, keys, values, result and one number a row, not the matrix of tokens by
+    tokens. autocast: to which type the meta device casts what goes into products, where
+    `torch.autocast`, which knows no such device, does nothing.
     """
     own = {_storage(t)._cdata for t in (*module.parameters(), *module.buffers())}
     kept: dict[int, torch.UntypedStorage] = {}
@@ -99,7 +111,9 @@ def saved_for_backward(module: nn.Module, forward: Callable[[], Any], autocast: 
         storage = _storage(tensor)
         if storage._cdata not in own:
             kept[storage._cdata] = storage  # held, so that its address isn't used again
-        return tensor.detach()  # an output that its own node holds would be a cycle, and the graph would never be freed
+        return (
+            tensor.detach()
+        )  # an output that its own node holds would be a cycle, and the graph would never be freed
 
     with saved_tensors_hooks(keep, lambda tensor: tensor), OnMeta(autocast):
         forward()
@@ -122,34 +136,50 @@ _EXACT = (F.group_norm, F.layer_norm, F.softmax, F.mse_loss, F.cross_entropy, to
 
 
 class OnMeta(TorchFunctionMode):
-    """The meta device as a GPU: with a fused kernel for attention, which PyTorch computes step by step there, and with
-    autocast, if it is given a type."""
+    """The meta device as a GPU: with a fused kernel for attention, which PyTorch computes step by
+    step there, and with autocast, if it is given a type."""
 
     def __init__(self, autocast: torch.dtype | None) -> None:
         super().__init__()
         self._autocast = autocast
 
-    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
         kwargs = kwargs or {}
         if func is Tensor.backward:
-            with self:  # what is computed again there is computed as before; so the engine itself is called
+            with (
+                self
+            ):  # what is computed again there is computed as before; so the engine itself is called
                 ones = (torch.ones_like(args[0]),)
-                Variable._execution_engine.run_backward(args[:1], ones, False, False, (), True, True)
+                Variable._execution_engine.run_backward(
+                    args[:1], ones, False, False, (), True, True
+                )
             return None
         if self._autocast and func in (*_PRODUCTS, *_EXACT):
-            wanted = (torch.float32, self._autocast) if func in _PRODUCTS else (self._autocast, torch.float32)
+            wanted = (
+                (torch.float32, self._autocast)
+                if func in _PRODUCTS
+                else (self._autocast, torch.float32)
+            )
             args = tuple(_cast(value, *wanted) for value in args)
             kwargs = {name: _cast(value, *wanted) for name, value in kwargs.items()}
         if func is F.scaled_dot_product_attention:
             query, key, value = (*args, *kwargs.values())[:3]
             if query.is_meta:  # the shapes that a fused kernel returns and saves
-                return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value)[0]
+                return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                    query, key, value
+                )[0]
         return func(*args, **kwargs)
 
 
 def _cast(value: Any, old: torch.dtype, new: torch.dtype) -> Any:
     """A meta tensor of type `old` as one of type `new`; all else as it is."""
-    return value.to(new) if isinstance(value, Tensor) and value.is_meta and value.dtype == old else value
+    return (
+        value.to(new)
+        if isinstance(value, Tensor) and value.is_meta and value.dtype == old
+        else value
+    )
 
 
 def _storage(tensor: Tensor) -> torch.UntypedStorage:

@@ -1,11 +1,14 @@
-"""GPU utilisation over time, as nvitop and `nvidia-smi` show it; on a machine without a GPU, the CPU's.
+"""GPU utilisation over time, as nvitop and `nvidia-smi` show it; on a machine without a GPU, the
+CPU's.
 
-What the driver calls utilisation is the share of its last sampling period (between 1/6 and 1 s, by the card) in which
-any kernel at all was running. Two things follow. It says nothing about how much of the GPU that kernel used. And asking
-more often than the counter is renewed returns the same number again: the driver's own buffer of samples
-(`driver_samples`, nvmlDeviceGetSamples) holds each of them once, with its time.
+What the driver calls utilisation is the share of its last sampling period (between 1/6 and 1 s, by
+the card) in which any kernel at all was running. Two things follow. It says nothing about how much
+of the GPU that kernel used. And asking more often than the counter is renewed returns the same
+number again: the driver's own buffer of samples (`driver_samples`, nvmlDeviceGetSamples) holds each
+of them once, with its time.
 
-For what kernels really took of the time, see `trace`: GPU-busy is exact, for the few steps that it covers.
+For what kernels really took of the time, see `trace`: GPU-busy is exact, for the few steps that it
+covers.
 """
 
 from __future__ import annotations
@@ -20,11 +23,13 @@ GB = 10**9
 
 
 class Utilization(Sampler):
-    """`with Utilization() as u: ...` samples this process's first GPU, or, without one, this process and the machine.
+    """`with Utilization() as u: ...` samples this process's first GPU, or, without one, this
+    process and the machine.
 
-    On a GPU a reading has `gpu` (utilisation, 0..1), `memory_gb` (of all processes), `power_w` and `sm_clock_mhz`,
-    each absent where the driver doesn't say. Without a GPU it has `cpu` (this process and its children, as a share of
-    the cores it may use), `machine_cpu` (everybody's, of all cores) and `memory_gb` (resident, children included).
+    On a GPU a reading has `gpu` (utilisation, 0..1), `memory_gb` (of all processes), `power_w` and
+    `sm_clock_mhz`, each absent where the driver doesn't say. Without a GPU it has `cpu` (this
+    process and its children, as a share of the cores it may use), `machine_cpu` (everybody's, of
+    all cores) and `memory_gb` (resident, children included).
     """
 
     def __init__(self, interval_s: float = 0.1) -> None:
@@ -40,12 +45,16 @@ class Utilization(Sampler):
 
     @property
     def share(self) -> float | None:
-        """Mean utilisation over the block, 0..1: of the GPU, or of the CPU cores where there is none."""
+        """Mean utilisation over the block, 0..1: of the GPU, or of the CPU cores where there is
+        none.
+        """
         return self.mean(self.what)
 
     @property
     def driver_samples(self) -> list[tuple[float, float]]:
-        """(seconds since the block began, utilisation in 0..1) from the driver's own buffer; [] where it has none."""
+        """(seconds since the block began, utilisation in 0..1) from the driver's own buffer; []
+        where it has none.
+        """
         return self._driver
 
     def metrics(self) -> dict[str, float]:
@@ -70,11 +79,17 @@ class Utilization(Sampler):
             "sm_clock_mhz": (device.sm_clock(), 1),
         }
         # nvitop says "N/A", a string, for what a driver does not support
-        return {name: value * unit for name, (value, unit) in raw.items() if isinstance(value, int | float)}
+        return {
+            name: value * unit
+            for name, (value, unit) in raw.items()
+            if isinstance(value, int | float)
+        }
 
 
 class _CpuReader:
-    """Reads what this process, its children and the whole machine did with the CPU since the reading before."""
+    """Reads what this process, its children and the whole machine did with the CPU since the
+    reading before.
+    """
 
     def __init__(self) -> None:
         import psutil
@@ -106,7 +121,8 @@ class _CpuReader:
 def gpu_device() -> Any:
     """nvitop's device behind PyTorch's first GPU, or None.
 
-    nvitop is not even asked where PyTorch sees no GPU: without a driver it prints several lines of advice.
+    nvitop is not even asked where PyTorch sees no GPU: without a driver it prints several lines of
+    advice.
     """
     if hardware.device() != "cuda":
         return None
@@ -120,13 +136,19 @@ def gpu_device() -> Any:
 
 
 def _driver_buffer(device: Any, since_us: int) -> list[tuple[int, float]]:
-    """(microseconds on the driver's clock, utilisation in 0..1) of the driver's samples; [] where it has none."""
+    """(microseconds on the driver's clock, utilisation in 0..1) of the driver's samples; [] where
+    it has none.
+    """
     try:
         import pynvml
 
         handle = pynvml.nvmlDeviceGetHandleByUUID(device.uuid())
-        _, samples = pynvml.nvmlDeviceGetSamples(handle, pynvml.NVML_GPU_UTILIZATION_SAMPLES, since_us)
-        return sorted((s.timeStamp, s.sampleValue.uiVal / 100) for s in samples if s.timeStamp > since_us)
+        _, samples = pynvml.nvmlDeviceGetSamples(
+            handle, pynvml.NVML_GPU_UTILIZATION_SAMPLES, since_us
+        )
+        return sorted(
+            (s.timeStamp, s.sampleValue.uiVal / 100) for s in samples if s.timeStamp > since_us
+        )
     except Exception:  # not supported by this card or driver
         return []
 

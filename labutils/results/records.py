@@ -1,6 +1,8 @@
-"""Runs on record: one JSON object a line, appended and flushed one by one, so that nothing measured is ever lost.
+"""Runs on record: one JSON object a line, appended and flushed one by one, so that nothing measured
+is ever lost.
 
-What does not apply to a run is absent from its record, never 0. Raw samples stand beside their summary.
+What does not apply to a run is absent from its record, never 0. Raw samples stand beside their
+summary.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ PACKAGES = ("torch", "transformers", "diffusers", "peft", "accelerate", "dataset
 
 
 BESIDE, SOURCES = "LABUTILS_BESIDE", "LABUTILS_SOURCES"
-"""What `labutils run` tells a lab's kernel: how many other labs may run at once, and digests of what it is made of."""
+"""What `labutils run` tells a lab's kernel: how many other labs may run at once, and digests of
+what it is made of.
+"""
 
 OUT_OF_MEMORY = (
     "out of memory",
@@ -37,8 +41,9 @@ OUT_OF_MEMORY = (
     "cudnn_status_alloc_failed",
     "unable to find an engine",
 )
-"""What PyTorch's messages say, in small letters, where memory ran out: of the GPU, of the host, of a library's own. (A
-convolution passes over every algorithm whose workspace finds no room, and then says that it found none.)"""
+"""What PyTorch's messages say, in small letters, where memory ran out: of the GPU, of the host, of
+a library's own. (A convolution passes over every algorithm whose workspace finds no room, and then
+says that it found none.)"""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -50,8 +55,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def status_of(error: BaseException) -> str:
-    """What a run's `status` says about `error`, in one line as it may stand in a table: "oom", "skipped: why" (not on
-    this machine) or "error: what"."""
+    """What a run's `status` says about `error`, in one line as it may stand in a table: "oom",
+    "skipped: why" (not on this machine) or "error: what"."""
     said = " ".join(str(error).split())
     if isinstance(error, Unavailable):
         return f"skipped: {said}"
@@ -67,11 +72,12 @@ def status_of(error: BaseException) -> str:
 class Run:
     """What one recipe did on one workload at one scale on one machine.
 
-    `metrics` holds summaries ({"median", "p10", "p90", "n"}) and single numbers, `samples` the raw series behind them.
-    Units are in the names: `_ms`, `_s`, `_gb` (10^9 bytes), `_per_s`; ratios (`gpu_busy`, `mfu`) lie in 0..1.
-    `status` is "ok", "oom", "skipped: why" or "error: what". `beside`: how many other labs may have run on this machine
-    at the same time, as far as `labutils run` knows. `made_of`: a digest of the code and the parameters behind it; of
-    equal ones an interrupted lab's runs are taken over.
+    `metrics` holds summaries ({"median", "p10", "p90", "n"}) and single numbers, `samples` the raw
+    series behind them. Units are in the names: `_ms`, `_s`, `_gb` (10^9 bytes), `_per_s`; ratios
+    (`gpu_busy`, `mfu`) lie in 0..1. `status` is "ok", "oom", "skipped: why" or "error: what".
+    `beside`: how many other labs may have run on this machine at the same time, as far as `labutils
+    run` knows. `made_of`: a digest of the code and the parameters behind it; of equal ones an
+    interrupted lab's runs are taken over.
     """
 
     lab: str
@@ -97,7 +103,8 @@ class Run:
         return self.status == "ok"
 
     def metric(self, name: str) -> float | None:
-        """The metric's number (the median where it is a summary), or None where it does not apply."""
+        """The metric's number (the median where it is a summary), or None where it does not apply.
+        """
         value = self.metrics.get(name)
         return value.get("median") if isinstance(value, dict) else value
 
@@ -107,7 +114,9 @@ class Run:
 
 
 def summarise(samples: Sequence[float]) -> dict[str, float]:
-    """Median, 10th and 90th percentile and count of `samples`. Raises `ValueError` where there is none."""
+    """Median, 10th and 90th percentile and count of `samples`. Raises `ValueError` where there is
+    none.
+    """
     if not samples:
         raise ValueError("No samples to summarise: the run measured nothing.")
     ordered = sorted(samples)
@@ -120,8 +129,9 @@ def summarise(samples: Sequence[float]) -> dict[str, float]:
 
 
 def step_by_step(one: Run, other: Run) -> list[tuple[float, float]]:
-    """The milliseconds of both runs' steps, of those that both took on the same tokens; [] where they share none, or
-    steps don't differ in what they take in. (Times of one `Bench` that has `same_batches` stand in the same order.)"""
+    """The milliseconds of both runs' steps, of those that both took on the same tokens; [] where
+    they share none, or steps don't differ in what they take in. (Times of one `Bench` that has
+    `same_batches` stand in the same order.)"""
     times, taken = ([run.samples.get(key, []) for run in (one, other)] for key in ("step_ms", "useful_tokens"))
     pairs = zip(*times, *taken, strict=False)
     return [(mine, its) for mine, its, tokens, others in pairs if tokens == others]
@@ -136,8 +146,8 @@ def _quantile(ordered: Sequence[float], q: float) -> float:
 
 
 class Results:
-    """A results.jsonl that is only ever appended to. Raises `PermissionError` or `NotADirectoryError` at once if it
-    can't be."""
+    """A results.jsonl that is only ever appended to. Raises `PermissionError` or
+    `NotADirectoryError` at once if it can't be."""
 
     def __init__(self, folder: str | Path) -> None:
         self.path = Path(folder) / "results.jsonl"
@@ -146,7 +156,9 @@ class Results:
             pass
 
     def append(self, run: Run | dict[str, Any]) -> None:
-        """Write one record and flush it to the disk. Raises `ValueError` for NaN or infinity, which JSON lacks."""
+        """Write one record and flush it to the disk. Raises `ValueError` for NaN or infinity, which
+        JSON lacks.
+        """
         record = run.record() if isinstance(run, Run) else {"schema": SCHEMA} | run
         line = json.dumps(record, allow_nan=False, ensure_ascii=False).encode()
         with self.path.open("ab+") as file, _alone_with(file):
@@ -182,7 +194,9 @@ def _is_torn(file: IO[bytes]) -> bool:
 
 @dataclass(frozen=True)
 class Reading:
-    """What was read of a results.jsonl: its sound `records`; (line, what is wrong with it) of all others."""
+    """What was read of a results.jsonl: its sound `records`; (line, what is wrong with it) of all
+    others.
+    """
 
     path: Path
     records: list[dict[str, Any]]
@@ -196,18 +210,23 @@ class Reading:
         rest = f"; and {len(self.passed_over) - 3} more" if len(self.passed_over) > 3 else ""
         count, of = len(self.passed_over), len(self.passed_over) + len(self.records)
         return (
-            f"{self.path}: {count} of {of} lines can't be used ({shown}{rest}). If what they held is missed, "
-            f"measure it again: labutils run LAB --force --results {shlex.quote(str(self.path.parent))}"
+            f"{self.path}: {count} of {of} lines can't be used ({shown}{rest}). If what they held "
+            "is missed, "
+            "measure it again: labutils run LAB --force --results "
+            f"{shlex.quote(str(self.path.parent))}"
         )
 
 
 def read_file(path: Path) -> Reading:
-    """Read a results.jsonl that a person asks for. Raises `ValueError`, with what to type, where it can't be read."""
+    """Read a results.jsonl that a person asks for. Raises `ValueError`, with what to type, where it
+    can't be read.
+    """
     try:
         lines = list(_lines(path))
     except OSError as error:
         raise ValueError(
-            f"{path} can't be read: {(error.strerror or str(error)).lower()}. Name results that you may read, as in: "
+            f"{path} can't be read: {(error.strerror or str(error)).lower()}. Name results that "
+            "you may read, as in: "
             "--results results/NAME"
         ) from None
     judged = [(line, found, found if isinstance(found, str) else why_unsound(found)) for line, found in lines]
@@ -240,7 +259,8 @@ def files_below(folder: Path) -> list[Path]:
 
 
 def check_no_folder(path: Path) -> None:
-    """Raise `ValueError`, with what to type, where a folder stands in the place of a results.jsonl."""
+    """Raise `ValueError`, with what to type, where a folder stands in the place of a results.jsonl.
+    """
     if os.path.isdir(path):
         place, inner = shlex.quote(str(path)), path / "results.jsonl"
         other = f"Name it: --results {place}" if os.path.isfile(inner) else f"Move it away: mv {place} {place}.folder"
@@ -250,8 +270,9 @@ def check_no_folder(path: Path) -> None:
 def read_records(path: str | Path) -> list[dict[str, Any]]:
     """All records of a results.jsonl or of the folder that holds it.
 
-    A line that is torn (a run was killed while writing), is no object, is beyond Python's limits or has another schema
-    is passed over without a word: what was whole stays usable. Returns [] where there is no such file.
+    A line that is torn (a run was killed while writing), is no object, is beyond Python's limits or
+    has another schema is passed over without a word: what was whole stays usable. Returns [] where
+    there is no such file.
     """
     path = Path(path)
     path = path / "results.jsonl" if os.path.isdir(path) else path
@@ -261,7 +282,9 @@ def read_records(path: str | Path) -> list[dict[str, Any]]:
 
 
 def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any] | str]]:
-    """(number, the record) of each line that isn't blank; where it holds none, what is wrong with it."""
+    """(number, the record) of each line that isn't blank; where it holds none, what is wrong with
+    it.
+    """
     for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").split("\n"), 1):
         if line.strip():
             yield number, _record_of(line)
@@ -310,7 +333,8 @@ def is_sound(record: Mapping[str, Any]) -> bool:
 
 
 def why_unsound(record: Mapping[str, Any]) -> str:
-    """What is wrong with a record's parts, empty where nothing is: files are edited by hand, too."""
+    """What is wrong with a record's parts, empty where nothing is: files are edited by hand, too.
+    """
     if not isinstance(record.get("lab"), str):
         return "names no lab"
     for key in ("run", "lane", "status", "scale"):
@@ -323,7 +347,9 @@ def why_unsound(record: Mapping[str, Any]) -> str:
 
 
 def named(name: str | Path) -> Path:
-    """The path that a person named, `~` resolved. Raises `ValueError`, with what to type, where it leads nowhere."""
+    """The path that a person named, `~` resolved. Raises `ValueError`, with what to type, where it
+    leads nowhere.
+    """
     try:
         path = Path(name).expanduser()
     except RuntimeError:
@@ -335,13 +361,16 @@ def named(name: str | Path) -> Path:
         os.path.abspath(path)
     except FileNotFoundError:
         raise ValueError(
-            f"The current folder was deleted, so {name} leads nowhere. Go to a folder that exists: cd {REPOSITORY}"
+            f"The current folder was deleted, so {name} leads nowhere. Go to a folder that exists: "
+            f"cd {REPOSITORY}"
         ) from None
     return path
 
 
 def told(name: str) -> Any:
-    """What `labutils run` told this process under that name (`BESIDE`, `SOURCES`); None where it did not start it."""
+    """What `labutils run` told this process under that name (`BESIDE`, `SOURCES`); None where it
+    did not start it.
+    """
     try:
         return json.loads(os.environ.get(name, "null"))
     except ValueError:  # somebody set it by hand
@@ -387,7 +416,9 @@ def versions() -> dict[str, str]:
 
 @functools.cache
 def commit() -> str:
-    """The commit of this checkout ("+" after it: with local changes), LABUTILS_COMMIT where there is no checkout."""
+    """The commit of this checkout ("+" after it: with local changes), LABUTILS_COMMIT where there
+    is no checkout.
+    """
     if given := os.environ.get("LABUTILS_COMMIT"):
         return given
     git = ["git", "-C", str(REPOSITORY)]

@@ -1,6 +1,8 @@
-"""`labutils report`: every claim with published | reference | here | verdict, and the ladder of lab 04.
+"""`labutils report`: every claim with published | reference | here | verdict, and the ladder of lab
+04.
 
-It works with whatever results there are: none, a run killed while writing, the records of labs it doesn't know.
+It works with whatever results there are: none, a run killed while writing, the records of labs it
+doesn't know.
 """
 
 from __future__ import annotations
@@ -29,8 +31,9 @@ Runs = Mapping[tuple[str, str], Run]
 
 @dataclass(frozen=True)
 class Page:
-    """What a report says: the judgements, the ladders, and where the numbers come from; all `records` as they are.
-    `passed_over`: a sentence for each file that has lines which can't be used."""
+    """What a report says: the judgements, the ladders, and where the numbers come from; all
+    `records` as they are. `passed_over`: a sentence for each file that has lines which can't be
+    used."""
 
     judgements: list[Judgement]
     here: Runs
@@ -43,7 +46,9 @@ class Page:
 
 @dataclass(frozen=True)
 class Rung:
-    """One rung of the ladder; what a run didn't record is None. `speedup` is over the rung "stock" of the same set."""
+    """One rung of the ladder; what a run didn't record is None. `speedup` is over the rung "stock"
+    of the same set.
+    """
 
     rung: str
     lane: str
@@ -56,7 +61,8 @@ class Rung:
 
 
 def main(results: Path | None, as_json: bool) -> int:
-    """Print the report of `results` (a folder or a results.jsonl; None: each lab's newest). The exit code: 0, or 2.
+    """Print the report of `results` (a folder or a results.jsonl; None: each lab's newest). The
+    exit code: 0, or 2.
 
     2 means that `results` was named and holds no results that can be read.
     """
@@ -75,10 +81,12 @@ def main(results: Path | None, as_json: bool) -> int:
 
 
 def result_files(results: Path | None) -> list[Path]:
-    """The results.jsonl files meant, the oldest first. Raises `ValueError`, with what to type, where there is none.
+    """The results.jsonl files meant, the oldest first. Raises `ValueError`, with what to type,
+    where there is none.
 
-    A folder may hold one results.jsonl or several folders that each do. Without a name it is LABUTILS_RESULTS, else
-    results/ of this checkout, where having none is no error: then there is only the reference.
+    A folder may hold one results.jsonl or several folders that each do. Without a name it is
+    LABUTILS_RESULTS, else results/ of this checkout, where having none is no error: then there is
+    only the reference.
     """
     place = named(results or os.environ.get("LABUTILS_RESULTS") or REPOSITORY / "results")
     if os.path.isfile(place):  # Path.is_file raises OSError for a name that is too long
@@ -92,14 +100,16 @@ def result_files(results: Path | None) -> list[Path]:
         if os.path.islink(place) and not os.path.exists(place):
             problem = "is a link that leads nowhere"
         raise ValueError(
-            f"{place} {problem}, so there is nothing to report. Name the folder that a lab wrote to, "
+            f"{place} {problem}, so there is nothing to report. Name the folder that a lab wrote "
+            "to, "
             "as in: labutils report --results results/NAME. To make one: labutils run"
         )
     return found
 
 
 def files_beside(folder: Path, lab: str) -> list[Path]:
-    """What `lab`, kept in `folder`, reads to sum up the others: its own folder where these were kept there, too.
+    """What `lab`, kept in `folder`, reads to sum up the others: its own folder where these were
+    kept there, too.
 
     Where it stands alone, each lab's newest under results/ of this checkout.
     """
@@ -110,7 +120,9 @@ def files_beside(folder: Path, lab: str) -> list[Path]:
 
 
 def read_page(files: Iterable[Path], reference: Path) -> Page:
-    """Judge every claim by the newest of `files` for each lab: runs of one lab are never mixed from two files."""
+    """Judge every claim by the newest of `files` for each lab: runs of one lab are never mixed from
+    two files.
+    """
     return page_of([read_file(path) for path in files], reference)
 
 
@@ -140,7 +152,8 @@ def page_of(readings: Sequence[Reading], reference: Path) -> Page:
 def ladder(runs: Runs) -> list[Rung]:
     """The rungs that lab 04 climbed, lane by lane in the order in which they were run.
 
-    Failed runs are left out, and those whose optimizer step takes another number of examples than the stock one's.
+    Failed runs are left out, and those whose optimizer step takes another number of examples than
+    the stock one's.
     """
     climbed = [run for (lab, _), run in runs.items() if lab == LADDER_LAB and _is_rung(run)]
     stock = next((run for run in climbed if run.run == "stock"), None)
@@ -180,7 +193,7 @@ def _rung(run: Run, stock: float | None) -> Rung:
     )
 
 
-# ---------------------------------------------------------------------------------------------------------- machines
+# -------------------------------------------------------------------------------------- machines
 
 
 def as_data(page: Page) -> dict[str, Any]:
@@ -218,11 +231,13 @@ def _claim_data(j: Judgement) -> dict[str, Any]:
     }
 
 
-# ------------------------------------------------------------------------------------------------------------ people
+# ---------------------------------------------------------------------------------------- people
 
 
 def show(page: Page) -> None:
-    """Print the report for people, as wide as the terminal, at `WIDTH` columns where the output goes elsewhere."""
+    """Print the report for people, as wide as the terminal, at `WIDTH` columns where the output
+    goes elsewhere.
+    """
     from rich.console import Console
 
     console = Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)
@@ -284,7 +299,9 @@ _STYLES = {
 
 
 def _show_reasons(console: Any, judgements: list[Judgement], of_reference: bool) -> None:
-    """Why each verdict, gathered: claims with the same reason share a line. The reference's, if no other."""
+    """Why each verdict, gathered: claims with the same reason share a line. The reference's, if no
+    other.
+    """
     from rich.padding import Padding
     from rich.text import Text
 

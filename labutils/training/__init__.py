@@ -4,10 +4,11 @@
     runs = compare(workload, {"stock": STOCK, "fast": fast}, ...)   several, interleaved in one process
     with Session(workload, recipe) as session: session.step()       step by step, to profile or to resume
 
-`session` puts the pieces together, `batches` brings the data, `drivers` has the three ways to drive an optimizer step,
-`logs` says where the losses go and writes down memory, `checkpoint` stops and resumes, `comparing` measures, and
-`isolated` tries what may fail. Started by torchrun, the same loop shares its steps with other processes: `ranks` says
-how, `launching` starts them from a notebook, and `rank` is what each of them does.
+`session` puts the pieces together, `batches` brings the data, `drivers` has the three ways to drive
+an optimizer step, `logs` says where the losses go and writes down memory, `checkpoint` stops and
+resumes, `comparing` measures, and `isolated` tries what may fail. Started by torchrun, the same
+loop shares its steps with other processes: `ranks` says how, `launching` starts them from a
+notebook, and `rank` is what each of them does.
 """
 
 from labutils.training.benchmark import Bench, compare, measure, train
@@ -15,4 +16,13 @@ from labutils.training.memory_run import MemoryLog
 from labutils.training.subprocess_run import compile_ahead, try_isolated
 from labutils.training.trainer import Session
 
-__all__ = ["Bench", "MemoryLog", "Session", "compare", "compile_ahead", "measure", "train", "try_isolated"]
+__all__ = [
+    "Bench",
+    "MemoryLog",
+    "Session",
+    "compare",
+    "compile_ahead",
+    "measure",
+    "train",
+    "try_isolated",
+]

@@ -1,4 +1,6 @@
-"""Micro-batches without end, in an order that depends on the seed alone, so that a run can be taken up anywhere."""
+"""Micro-batches without end, in an order that depends on the seed alone, so that a run can be taken
+up anywhere.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +21,15 @@ def _alike(batch: Batch) -> None:
 
 
 class Batches:
-    """Epoch after epoch of `loader`, in the order of its `sampler`, which offers `go_to(epoch, start)`.
+    """Epoch after epoch of `loader`, in the order of its `sampler`, which offers `go_to(epoch,
+    start)`.
 
-    `taken` counts the micro-batches handed out, by all ranks together, which with the seed is all there is to the
-    data's state; of `ranks` ranks this one gets those that one process would take `rank`-th, and every so manieth from
-    there. So an optimizer step has the same micro-batches, whoever computes them. `reset_wait()` gives the host's wait
-    for them since it was last asked, `reset_work()` what they took by `weigh`'s account, or None where all take the
-    same. The loader drops a last micro-batch that would be short, as every optimizer step is to have the same work.
+    `taken` counts the micro-batches handed out, by all ranks together, which with the seed is all
+    there is to the data's state; of `ranks` ranks this one gets those that one process would take
+    `rank`-th, and every so manieth from there. So an optimizer step has the same micro-batches,
+    whoever computes them. `reset_wait()` gives the host's wait for them since it was last asked,
+    `reset_work()` what they took by `weigh`'s account, or None where all take the same. The loader
+    drops a last micro-batch that would be short, as every optimizer step is to have the same work.
     """
 
     def __init__(
@@ -48,7 +52,10 @@ class Batches:
         self.taken = taken
         self.wait_ms = 0.0
         if self.per_epoch < 1:
-            raise ValueError(f"The dataset has {sampler.length} examples: too few for micro-batches of {micro_batch}.")
+            raise ValueError(
+                f"The dataset has {sampler.length} examples: too few for micro-batches of "
+                f"{micro_batch}."
+            )
         self.iterator = self._endless()
 
     def __next__(self) -> Batch:
@@ -75,9 +82,12 @@ class Batches:
         return took
 
     def close(self) -> None:
-        """End the workers now. Left to the garbage collector, each of them would hold it up for five seconds."""
+        """End the workers now. Left to the garbage collector, each of them would hold it up for
+        five seconds.
+        """
         self.iterator.close()
-        # A loader with persistent workers keeps them in this field; accelerate's loader keeps PyTorch's inside.
+        # A loader with persistent workers keeps them in this field; accelerate's loader keeps
+        # PyTorch's inside.
         getattr(self.loader, "base_dataloader", self.loader)._iterator = None
 
     def _endless(self) -> Iterator[Batch]:
@@ -90,4 +100,6 @@ class Batches:
 def on_device(batch: Batch, device: torch.device, non_blocking: bool) -> Batch:
     """The micro-batch on the device."""
     with record_function("to_device"):
-        return {name: tensor.to(device, non_blocking=non_blocking) for name, tensor in batch.items()}
+        return {
+            name: tensor.to(device, non_blocking=non_blocking) for name, tensor in batch.items()
+        }

@@ -1,4 +1,6 @@
-"""Measuring recipes: one alone, or several interleaved in one process, so that what drifts drifts for all of them."""
+"""Measuring recipes: one alone, or several interleaved in one process, so that what drifts drifts
+for all of them.
+"""
 
 from __future__ import annotations
 
@@ -30,12 +32,15 @@ from labutils.training.trainer import Session
 from labutils.workloads.base import Work, Workload
 
 LOG = logging.getLogger(__name__)
-"""Tells of failures with their tracebacks, to those who listen at the level INFO: a run's status has one line."""
+"""Tells of failures with their tracebacks, to those who listen at the level INFO: a run's status
+has one line.
+"""
 AfterStep = Callable[[Session], None]
 Meet = Callable[[Session], None]
 ROUNDS = 3
 ROUND_MS = 400
-"""A round lasts at least this long: a handful of 25 ms steps is too short to tell noise from drift."""
+"""A round lasts at least this long: a handful of 25 ms steps is too short to tell noise from drift.
+"""
 
 
 def train(
@@ -48,19 +53,27 @@ def train(
     same_batches: bool = False,
     meet: Meet | None = None,
 ) -> Run:
-    """One recipe on one workload: build, first step, `warmup` more, then at least `steps` timed optimizer steps.
+    """One recipe on one workload: build, first step, `warmup` more, then at least `steps` timed
+    optimizer steps.
 
-    `after_step` is called with the session after every step (`logs.MemoryLog`), timed or not. Running out of memory or
-    any other failure becomes the run's status; nothing is raised but Ctrl-C. `same_batches`, `meet`: see `Bench`.
+    `after_step` is called with the session after every step (`logs.MemoryLog`), timed or not.
+    Running out of memory or any other failure becomes the run's status; nothing is raised but
+    Ctrl-C. `same_batches`, `meet`: see `Bench`.
     """
     with Bench(workload, warmup, after_step, same_batches, meet) as bench:
         return bench.compare({name: recipe}, steps, rounds=1)[name]
 
 
 def compare(
-    workload: Workload, recipes: Mapping[str, Recipe], steps: int = 5, rounds: int = ROUNDS, warmup: int = 2
+    workload: Workload,
+    recipes: Mapping[str, Recipe],
+    steps: int = 5,
+    rounds: int = ROUNDS,
+    warmup: int = 2,
 ) -> dict[str, Run]:
-    """Every recipe's run, interleaved: see `Bench.compare`, whose sessions end here with the comparison."""
+    """Every recipe's run, interleaved: see `Bench.compare`, whose sessions end here with the
+    comparison.
+    """
     with Bench(workload, warmup) as bench:
         return bench.compare(recipes, steps, rounds)
 
@@ -72,15 +85,18 @@ LONG_MS = 50 * SETTLE_MS
 WATCH_MS = 2000
 """Utilisation is watched at least this long: the driver renews it a few times a second only."""
 TRIES = 3
-"""Rounds that are thrown away at most because the compiler was at work in them; a recipe that never stops compiling
-shows that in its times, and says so by its metric `unsettled_rounds`."""
+"""Rounds that are thrown away at most because the compiler was at work in them; a recipe that never
+stops compiling shows that in its times, and says so by its metric `unsettled_rounds`."""
 REFILL_S = 0.3
-"""Pause after a recipe with workers: they go on reading ahead, and would do it during the next recipe's steps."""
+"""Pause after a recipe with workers: they go on reading ahead, and would do it during the next
+recipe's steps.
+"""
 
 
 def steps_to_drain(recipe: Recipe, ranks: int = 1) -> int:
-    """Steps that aren't timed after a pause, or after the data was taken back: in the first one the loader starts, and
-    those behind it find batches that its workers made ready meanwhile. Of `ranks` each takes its share of a step."""
+    """Steps that aren't timed after a pause, or after the data was taken back: in the first one the
+    loader starts, and those behind it find batches that its workers made ready meanwhile. Of
+    `ranks` each takes its share of a step."""
     taken = max(1, recipe.accumulation // distributed)
     return 1 + math.ceil(recipe.num_workers * recipe.prefetch_factor / taken)
 
@@ -88,13 +104,13 @@ def steps_to_drain(recipe: Recipe, ranks: int = 1) -> int:
 class Bench:
     """Sessions side by side in one process, built once each and compared as often as one likes.
 
-    The frozen weights are held once. A recipe that fails drops out with its reason as the run's status, its session is
-    ended and its memory given back; the others go on.
+    The frozen weights are held once. A recipe that fails drops out with its reason as the run's
+    status, its session is ended and its memory given back; the others go on.
 
-    same_batches: every round times the same batches, so that recipes whose steps differ in length can be compared step
-    by step (`claims` does), within one comparison, and across several with as many `warmup` steps and no workers. meet:
-    called with each session once, after its first step, to show it what would be compiled later: neither timed nor in
-    the peak memory.
+    same_batches: every round times the same batches, so that recipes whose steps differ in length
+    can be compared step by step (`claims` does), within one comparison, and across several with as
+    many `warmup` steps and no workers. meet: called with each session once, after its first step,
+    to show it what would be compiled later: neither timed nor in the peak memory.
     """
 
     def __init__(
@@ -116,18 +132,24 @@ class Bench:
         self.stack = ExitStack()
         hardware.probe()  # now, while nothing else is on the device
 
-    def compare(self, recipes: Mapping[str, Recipe], steps: int = 5, rounds: int = ROUNDS) -> dict[str, Run]:
-        """Name -> run: `rounds` times through all of `recipes`, there and back, at least `steps` timed optimizer steps
-        of each a time.
+    def compare(
+        self, recipes: Mapping[str, Recipe], steps: int = 5, rounds: int = ROUNDS
+    ) -> dict[str, Run]:
+        """Name -> run: `rounds` times through all of `recipes`, there and back, at least `steps`
+        timed optimizer steps of each a time.
 
         Recipes whose name is new are prepared first; a name that is known keeps its session.
         """
         self.prepare(recipes)
         for name in self._able(recipes):
             self.contenders[name].times = StepTimes()
-        lead_in = max((self.contenders[name].steps_to_drain for name in self._able(recipes)), default=0)
+        lead_in = max(
+            (self.contenders[name].steps_to_drain for name in self._able(recipes)), default=0
+        )
         for turn in _progress(range(rounds), "measuring"):
-            order = self._able(recipes)[:: -1 if turn % 2 else 1]  # there and back: a drift in a round favours nobody
+            order = self._able(recipes)[
+                :: -1 if turn % 2 else 1
+            ]  # there and back: a drift in a round favours nobody
             count = {name: self.contenders[name].round_of(steps) for name in order}
             if self.same_batches:  # the same ones in each round
                 count = dict.fromkeys(count, max(count.values(), default=steps))
@@ -138,7 +160,8 @@ class Bench:
     def prepare(self, recipes: Mapping[str, Recipe]) -> None:
         """Build and warm up those of `recipes` whose name is new; what fails is noted for its run.
 
-        Raises `ValueError`, before anything is built, where a name that is known comes with another recipe.
+        Raises `ValueError`, before anything is built, where a name that is known comes with another
+        recipe.
         """
         for name, recipe in recipes.items():
             fitted = recipe.fitted_to(self.workload.device.type)
@@ -153,7 +176,9 @@ class Bench:
         gc.collect()  # so that the collector hardly comes by itself while steps are timed
 
     def watch(self, name: str, steps: int = 5) -> dict[str, float]:
-        """Utilisation by the driver's account while `steps` more optimizer steps run, as metrics of a run."""
+        """Utilisation by the driver's account while `steps` more optimizer steps run, as metrics of
+        a run.
+        """
         session, contender = self._session(name), self.contenders[name]
         contender.settle()
         with Utilization() as utilization:
@@ -161,19 +186,33 @@ class Bench:
         return utilization.metrics()
 
     def profile(self, name: str, folder: Path, steps: int = 3) -> Trace:
-        """A trace of `steps` more optimizer steps, without Python stacks: see `labutils.profiling.trace`.
+        """A trace of `steps` more optimizer steps, without Python stacks: see
+        `labutils.profiling.trace`.
 
-        It settles inside the profiler, which takes a while to start: workers would make batches ready meanwhile.
+        It settles inside the profiler, which takes a while to start: workers would make batches
+        ready meanwhile.
         """
-        return profile(self._session(name), steps, folder, with_stack=False, wait=self.contenders[name].steps_to_settle)
+        return profile(
+            self._session(name),
+            steps,
+            folder,
+            with_stack=False,
+            wait=self.contenders[name].steps_to_settle,
+        )
 
     def _session(self, name: str) -> Session:
-        """The session of a recipe that works; raises `RuntimeError` with the reason where it failed."""
+        """The session of a recipe that works; raises `RuntimeError` with the reason where it
+        failed.
+        """
         if name in self.failed:
-            raise RuntimeError(f'"{name}" failed ({self.failed[name]}), so there is nothing of it to watch.')
+            raise RuntimeError(
+                f'"{name}" failed ({self.failed[name]}), so there is nothing of it to watch.'
+            )
         if name not in self.contenders:
             known = ", ".join(self.contenders) or "none"
-            raise RuntimeError(f'"{name}" is not in this bench, which has: {known}. Prepare it with compare() first.')
+            raise RuntimeError(
+                f'"{name}" is not in this bench, which has: {known}. Prepare it with compare() first.'
+            )
         return self.contenders[name].session
 
     def _enter(self, name: str, recipe: Recipe) -> None:
@@ -186,7 +225,9 @@ class Bench:
         return [name for name in recipes if name in self.contenders]
 
     def _measure(self, name: str, steps: int, lead_in: int) -> None:
-        """A round of a contender, which is looked up when it runs: what fails is held by nothing then."""
+        """A round of a contender, which is looked up when it runs: what fails is held by nothing
+        then.
+        """
         self.contenders[name].measure(steps, lead_in)
 
     def _report(self, name: str, recipe: Recipe) -> Run:
@@ -206,13 +247,16 @@ class Bench:
                 raise  # the others are in the midst of the same step, and wait for this rank
             self.failed[name] = status_of(error)
             LOG.info('"%s" failed', name, exc_info=True)
-        # Outside the except block: inside it the exception still holds the frames, and these the tensors.
+        # Outside the except block: inside it the exception still holds the frames, and these the
+        # tensors.
         self._end(name)
         gc.collect()  # a session's modules and hooks refer to each other
         hardware.cuda.empty_cache()
 
     def _end(self, name: str) -> None:
-        """End a recipe's session and forget it. What goes wrong in that is no news: its runs have their status."""
+        """End a recipe's session and forget it. What goes wrong in that is no news: its runs have
+        their status.
+        """
         if contender := self.contenders.pop(name, None):
             with suppress(Exception):
                 contender.close()
@@ -224,12 +268,16 @@ class Bench:
     def __enter__(self) -> Bench:
         return self
 
-    def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
         self.close()
 
 
 def measure(session: Session, steps: int, after_step: AfterStep | None = None) -> StepTimes:
-    """Time `steps` optimizer steps of a session, one after the other without a pause; `after_step` follows each."""
+    """Time `steps` optimizer steps of a session, one after the other without a pause; `after_step`
+    follows each.
+    """
     clock = StepClock(session.workload.device)
     session.batches.reset_wait()
     session.batches.reset_work()
@@ -273,7 +321,8 @@ class Contender:
         except BaseException:
             self.session.close()
             raise
-        # Without a warm-up the first step has to do for an estimate, unless the compiler was at work in it.
+        # Without a warm-up the first step has to do for an estimate, unless the compiler was at
+        # work in it.
         first = 1e3 * self.first_step_s if recipe.compile == "off" else ROUND_MS
         estimate = min(warm.step_ms, default=max(ROUND_MS, first))
         self.step_ms = self.session.ranks.most(estimate)  # one number of steps for all
@@ -290,8 +339,8 @@ class Contender:
         return seconds
 
     def _peak_memory(self, before: float | None, built: float | None) -> dict[str, float]:
-        """This session's own peak, in GB: what others held `before` is taken off, the weights it shares with them
-        aren't."""
+        """This session's own peak, in GB: what others held `before` is taken off, the weights it
+        shares with them aren't."""
         peak = hardware.cuda.peak_memory()
         if peak is None or before is None or built is None:
             return {}
@@ -302,7 +351,8 @@ class Contender:
 
     @property
     def steps_to_settle(self) -> int:
-        """Steps until the batches that workers made ready are used up and the GPU's clock has risen again.
+        """Steps until the batches that workers made ready are used up and the GPU's clock has risen
+        again.
 
         None where nothing is ready and a step is so long that the clock's rise is lost in it.
         """
@@ -324,14 +374,15 @@ class Contender:
         return self.session.recipe.num_workers * self.session.recipe.prefetch_factor
 
     def round_of(self, steps: int) -> int:
-        """How many optimizer steps a round has: `steps`, or more where they are short (with workers the warm-up's may
-        be shorter than those to come, as batches were ready: then a round is longer than need be)."""
+        """How many optimizer steps a round has: `steps`, or more where they are short (with workers
+        the warm-up's may be shorter than those to come, as batches were ready: then a round is
+        longer than need be)."""
         return max(steps, math.ceil(ROUND_MS / self.step_ms))
 
     def measure(self, steps: int, lead_in: int = 1) -> None:
-        """One round of so many timed steps, settled before, or with the same batches each time rewound to `lead_in`
-        steps before them. Once more where something was compiled in it: the second of two sizes may first come up here,
-        and would be on record as a step of a minute."""
+        """One round of so many timed steps, settled before, or with the same batches each time
+        rewound to `lead_in` steps before them. Once more where something was compiled in it: the
+        second of two sizes may first come up here, and would be on record as a step of a minute."""
         if not self.same_batches:
             self.settle()
         for _ in range(TRIES):
@@ -347,8 +398,9 @@ class Contender:
         time.sleep(REFILL_S if self.ready_batches else 0)
 
     def rewind(self, lead_in: int) -> None:
-        """Take the data back to where the first round began, and `lead_in` steps on from there: as many as the
-        `steps_to_drain` of whichever recipe takes most, so that all are timed on the same batches.
+        """Take the data back to where the first round began, and `lead_in` steps on from there: as
+        many as the `steps_to_drain` of whichever recipe takes most, so that all are timed on the
+        same batches.
 
         Raises `ValueError` where they are too few for this recipe's workers.
         """
@@ -356,18 +408,24 @@ class Contender:
         if lead_in < least:
             raise ValueError(
                 f"{lead_in} untimed step(s) after the data was taken back: this recipe's workers "
-                f"(num_workers={self.session.recipe.num_workers}) make batches for {least} ready meanwhile, and steps "
-                f"that find them would be timed as if data cost nothing. Call rewind with at least {least}."
+                f"(num_workers={self.session.recipe.num_workers}) make batches for {least} ready "
+                "meanwhile, and steps "
+                "that find them would be timed as if data cost nothing. Call rewind with at least "
+                f"{least}."
             )
         self.session.batches.close()
         self.session.resume_data(self.timed_from)
         measure(self.session, lead_in, self.after_step)
 
     def _graphs(self) -> int:
-        """Graphs compiled in this process so far, whoever asked for them: a library compiles without the recipe."""
+        """Graphs compiled in this process so far, whoever asked for them: a library compiles
+        without the recipe.
+        """
         if "torch._dynamo" not in sys.modules:
             return 0
-        from labutils.profiling.recompilation import graphs_compiled  # the compiler takes a second to import
+        from labutils.profiling.recompilation import (
+            graphs_compiled,
+        )  # the compiler takes a second to import
 
         return graphs_compiled()
 
@@ -380,14 +438,20 @@ class Contender:
             run.metrics |= _of_varying_steps(session.workload, recipe, self.times)
         else:
             work = session.workload.work(recipe) * share
-            run.metrics |= _against_the_hardware(session.workload, recipe, work, run.metric("step_ms"))
+            run.metrics |= _against_the_hardware(
+                session.workload, recipe, work, run.metric("step_ms")
+            )
 
     def report_times(self, run: Run) -> None:
-        """Fill in what was measured; of several ranks, of this one, and of all together where it says per second."""
+        """Fill in what was measured; of several ranks, of this one, and of all together where it
+        says per second.
+        """
         session, recipe = self.session, self.session.recipe
         session.driver.log.flush()
         step_ms = summarise(self.times.step_ms)
-        run.samples = {name: _rounded(getattr(self.times, name)) for name in ("step_ms", "data_ms", "wall_ms")}
+        run.samples = {
+            name: _rounded(getattr(self.times, name)) for name in ("step_ms", "data_ms", "wall_ms")
+        }
         run.metrics = {
             "step_ms": step_ms,
             "wall_ms": summarise(self.times.wall_ms),
@@ -406,12 +470,14 @@ class Contender:
             run.metrics |= self._rates()
 
     def _rates(self) -> dict[str, float]:
-        """Rates of steps that differ in what they take in: all of it, on all ranks, over all their time, which a median
-        would misjudge."""
+        """Rates of steps that differ in what they take in: all of it, on all ranks, over all their
+        time, which a median would misjudge."""
         whole = functools.reduce(operator.add, self.times.work)
         whole = functools.reduce(operator.add, self.session.ranks.all(whole))
         per_s = 1e3 / sum(self.times.step_ms)
-        rates = {name: getattr(whole, name) * per_s for name in ("examples", "tokens", "useful_tokens")}
+        rates = {
+            name: getattr(whole, name) * per_s for name in ("examples", "tokens", "useful_tokens")
+        }
         return {f"{name}_per_s": rate for name, rate in rates.items()} | {
             "useful_tokens": whole.useful_tokens / whole.tokens
         }
@@ -421,41 +487,62 @@ class Contender:
 
 
 def own_peak(peak: float, before: float, built: float, held: float) -> float:
-    """A session's own part of a `peak`: `before` it was built so much was allocated, `built` after it, and its model's
-    tensors take `held`. What of `held` is not new was there before: weights that it shares with other sessions."""
+    """A session's own part of a `peak`: `before` it was built so much was allocated, `built` after
+    it, and its model's tensors take `held`. What of `held` is not new was there before: weights
+    that it shares with other sessions."""
     return peak - before + max(0.0, held - (built - before))
 
 
-def _against_the_hardware(workload: Workload, recipe: Recipe, work: Work, step_ms: float) -> dict[str, float]:
-    """The floor that this machine's measured rates set, the rate reached, its share of the data sheet's dense peak.
+def _against_the_hardware(
+    workload: Workload, recipe: Recipe, work: Work, step_ms: float
+) -> dict[str, float]:
+    """The floor that this machine's measured rates set, the rate reached, its share of the data
+    sheet's dense peak.
 
-    Both are those of the frozen layers' products, which are nearly all there is: where these are FP8 the rest, the
-    adapters, attention and head, is taken to be as fast, so that no step can be below the floor.
+    Both are those of the frozen layers' products, which are nearly all there is: where these are
+    FP8 the rest, the adapters, attention and head, is taken to be as fast, so that no step can be
+    below the floor.
     """
     tflops = work.flops / step_ms / 1e9
     multiplied = _multiplied_as(recipe)
     roofline = hardware.measured_roofline(multiplied)
-    found = {"tflops": tflops, "floor_ms": roofline.floor_ms(work.flops, work.bytes), "flops_per_step": work.flops}
+    found = {
+        "tflops": tflops,
+        "floor_ms": roofline.floor_ms(work.flops, work.bytes),
+        "flops_per_step": work.flops,
+    }
     spec = hardware.spec_of(hardware.machine())
-    if workload.device.type == "cuda" and spec and (peak := spec.dense.get(multiplied.removesuffix("_rowwise"))):
+    if (
+        workload.device.type == "cuda"
+        and spec
+        and (peak := spec.dense.get(multiplied.removesuffix("_rowwise")))
+    ):
         found["mfu"] = tflops / peak
     return found
 
 
 def _multiplied_as(recipe: Recipe) -> str:
-    """The format of the frozen layers' products on this machine, which emulates FP8 where it has none."""
+    """The format of the frozen layers' products on this machine, which emulates FP8 where it has
+    none.
+    """
     found = PRODUCTS.get(recipe.base_linear)
     return found if found and hardware.probe(f"tflops_{found}").rate(found) else recipe.precision
 
 
 def _of_varying_steps(workload: Workload, recipe: Recipe, times: StepTimes) -> dict[str, float]:
     """Steps that differ in what they take in, against the hardware: the mean one."""
-    whole, whole_ms, steps = functools.reduce(operator.add, times.work), sum(times.step_ms), len(times.work)
+    whole, whole_ms, steps = (
+        functools.reduce(operator.add, times.work),
+        sum(times.step_ms),
+        len(times.work),
+    )
     return _against_the_hardware(workload, recipe, whole * (1 / steps), whole_ms / steps)
 
 
 def _progress(items: Sequence[Any], what: str) -> Iterable[Any]:
-    """`items` behind a progress bar where there are several. TQDM_DISABLE=1 in the environment silences it."""
+    """`items` behind a progress bar where there are several. TQDM_DISABLE=1 in the environment
+    silences it.
+    """
     return tqdm(items, desc=what, mininterval=10) if len(items) > 1 else items
 
 

@@ -1,13 +1,13 @@
 """Stopping and resuming: everything a run's future depends on, in one file that is always whole.
 
-That is the trained weights, the optimizer's moments, the loss scale, the random generators and how many micro-batches
-were taken. The frozen weights come from the seed or the hub again, and the data's order from the seed. Of several ranks
-the first writes the file, weights that are cut among them gathered: it is the same file, whoever wrote it, and fewer
-ranks or one can go on from it.
+That is the trained weights, the optimizer's moments, the loss scale, the random generators and how
+many micro-batches were taken. The frozen weights come from the seed or the hub again, and the
+data's order from the seed. Of several ranks the first writes the file, weights that are cut among
+them gathered: it is the same file, whoever wrote it, and fewer ranks or one can go on from it.
 
-A resumed run does what the uninterrupted one would have done, with one exception. Images that aren't square are cropped
-at random by whoever reads them: workers begin their random numbers anew, and accelerate reads a batch ahead, so that
-with either the crops are other ones.
+A resumed run does what the uninterrupted one would have done, with one exception. Images that
+aren't square are cropped at random by whoever reads them: workers begin their random numbers anew,
+and accelerate reads a batch ahead, so that with either the crops are other ones.
 """
 
 from __future__ import annotations
@@ -41,13 +41,16 @@ MUST_AGREE = (
     "learning_rate",
     "max_grad_norm",
 )
-"""Knobs that a resumed run must share with the one it goes on from; the others only change its speed."""
+"""Knobs that a resumed run must share with the one it goes on from; the others only change its
+speed.
+"""
 
 
 def save(session: Session) -> Path:
     """Write the session's state next to the old file, then put it in its place in one rename.
 
-    Raises `NotFinite` where the loss became NaN or infinite: the last good file is not replaced by a bad one.
+    Raises `NotFinite` where the loss became NaN or infinite: the last good file is not replaced by
+    a bad one.
     """
     session.driver.log.flush()
     sharded = distributed.is_sharded(session.parameters)
@@ -55,9 +58,16 @@ def save(session: Session) -> Path:
         "step": session.step_count,
         "taken": session.batches.taken,
         "recipe": session.recipe.as_dict(),
-        "workload": [session.workload.name, session.workload.scale, session.workload.weights, session.workload.data],
+        "workload": [
+            session.workload.name,
+            session.workload.scale,
+            session.workload.weights,
+            session.workload.data,
+        ],
         "parameters": distributed.whole_parameters(session.parameters),
-        "optimizer": distributed.whole_optimizer(*_trained(session)) if sharded else session.optimizer.state_dict(),
+        "optimizer": distributed.whole_optimizer(*_trained(session))
+        if sharded
+        else session.optimizer.state_dict(),
         "scaler": session.driver.scaler.state_dict() if session.driver.scaler else {},
         "random": _random_state(),
     }
@@ -82,7 +92,9 @@ def load(session: Session) -> None:
     """Put the session where its folder's checkpoint was written."""
     path = session.folder / FILE
     if not path.exists():
-        raise FileNotFoundError(f"There is no {FILE} in {session.folder} to resume from. Start without resume=True.")
+        raise FileNotFoundError(
+            f"There is no {FILE} in {session.folder} to resume from. Start without resume=True."
+        )
     state = _read(path)
     _check(state, session, path)
     distributed.take_parameters(session.parameters, state["parameters"])
@@ -99,7 +111,9 @@ def load(session: Session) -> None:
 
 
 def step_of(folder: Path) -> int | None:
-    """The optimizer step after which the folder's checkpoint was written; None where there is none that is whole."""
+    """The optimizer step after which the folder's checkpoint was written; None where there is none
+    that is whole.
+    """
     try:
         return _read(folder / FILE)["step"]
     except ValueError:
@@ -116,7 +130,9 @@ def _trained(session: Session) -> tuple[torch.nn.Module, torch.optim.Optimizer, 
 def _read(path: Path) -> dict[str, Any]:
     """The checkpoint's content. Raises `ValueError` where it is damaged."""
     try:
-        with zipfile.ZipFile(path) as file:  # torch.load doesn't compare the check sums that torch.save wrote
+        with zipfile.ZipFile(
+            path
+        ) as file:  # torch.load doesn't compare the check sums that torch.save wrote
             if damaged := file.testzip():
                 raise ValueError(f"the check sum of {damaged} is wrong")
         state = torch.load(path, map_location="cpu", weights_only=True)
@@ -124,29 +140,39 @@ def _read(path: Path) -> dict[str, Any]:
             raise ValueError(f"it has no {', '.join(sorted(missing))}")
     except Exception as error:  # a damaged file raises some five types of exception
         raise ValueError(
-            f"{path} can't be read ({type(error).__name__}: {error}): it is damaged. Delete it and start again, or put "
+            f"{path} can't be read ({type(error).__name__}: {error}): it is damaged. Delete it and "
+            "start again, or put "
             "a copy back."
         ) from error
     return state
 
 
 def _check(state: dict[str, Any], session: Session, path: Path) -> None:
-    """Raise `ValueError` where the checkpoint is another run's, or holds what this one can't go on from."""
+    """Raise `ValueError` where the checkpoint is another run's, or holds what this one can't go on
+    from.
+    """
     if wrong := _wrong_kinds(state):
         raise _unfit(path, f"its {wrong} is not what it should be")
     workload = session.workload
-    mine = session.recipe.as_dict() | {"workload": [workload.name, workload.scale, workload.weights, workload.data]}
+    mine = session.recipe.as_dict() | {
+        "workload": [workload.name, workload.scale, workload.weights, workload.data]
+    }
     saved = state["recipe"] | {"workload": state["workload"]}
     for knob in ("workload", *MUST_AGREE):
         there = saved.get(knob, "nothing")
         if there != mine[knob]:
             raise ValueError(
-                f"{path} was written with {knob}={there!r}; this run has {mine[knob]!r}. Resume with the same "
+                f"{path} was written with {knob}={there!r}; this run has {mine[knob]!r}. Resume "
+                "with the same "
                 "settings, or start in another folder."
             )
-    there, here = ([tuple(p.shape) for p in found] for found in (state["parameters"], session.parameters))
+    there, here = (
+        [tuple(p.shape) for p in found] for found in (state["parameters"], session.parameters)
+    )
     if there != here:
-        at = next((i for i, pair in enumerate(zip(there, here, strict=False)) if pair[0] != pair[1]), None)
+        at = next(
+            (i for i, pair in enumerate(zip(there, here, strict=False)) if pair[0] != pair[1]), None
+        )
         raise _unfit(
             path,
             f"it has {len(there)} trained matrices, the model {len(here)}"
@@ -164,17 +190,24 @@ def _check(state: dict[str, Any], session: Session, path: Path) -> None:
 
 def _unfit(path: Path, why: str) -> ValueError:
     return ValueError(
-        f"{path} does not fit this run ({why}): another version wrote it, or it was changed. Start in another folder."
+        f"{path} does not fit this run ({why}): another version wrote it, or it was changed. Start "
+        "in another folder."
     )
 
 
 def _wrong_kinds(state: dict[str, Any]) -> str:
     """The first of the checkpoint's fields whose kind is wrong; "" where all are right."""
     counts = {name: type(state[name]) is int and state[name] >= 0 for name in ("step", "taken")}
-    tables = {name: isinstance(state[name], dict) for name in ("recipe", "optimizer", "scaler", "random")}
+    tables = {
+        name: isinstance(state[name], dict) for name in ("recipe", "optimizer", "scaler", "random")
+    }
     right = counts | tables | {"workload": isinstance(state["workload"], list)}
-    right["parameters"] = isinstance(state["parameters"], list) and all(map(torch.is_tensor, state["parameters"]))
-    right["optimizer"] = right["optimizer"] and isinstance(state["optimizer"].get("param_groups"), list)
+    right["parameters"] = isinstance(state["parameters"], list) and all(
+        map(torch.is_tensor, state["parameters"])
+    )
+    right["optimizer"] = right["optimizer"] and isinstance(
+        state["optimizer"].get("param_groups"), list
+    )
     right["optimizer"] = right["optimizer"] and isinstance(state["optimizer"].get("state"), dict)
     right["random"] = right["random"] and _is_generator(state["random"].get("cpu"))
     right["random"] = right["random"] and (
@@ -194,7 +227,9 @@ def _wrong_optimizer(saved: dict[str, Any], session: Session) -> str:
     except (KeyError, TypeError):
         return "its optimizer is not what it should be"
     here = [len(group["params"]) for group in session.optimizer.param_groups]
-    return "" if there == here else f"its optimizer has {sum(there)} matrices, the model's {sum(here)}"
+    return (
+        "" if there == here else f"its optimizer has {sum(there)} matrices, the model's {sum(here)}"
+    )
 
 
 def _random_state() -> dict[str, Any]:

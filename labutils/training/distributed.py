@@ -1,12 +1,15 @@
-"""The processes that train together: who this one is, and how it shares an optimizer step with the others.
+"""The processes that train together: who this one is, and how it shares an optimizer step with the
+others.
 
-torchrun starts the processes, the *ranks*, and tells each its number; `torch.distributed` carries tensors between them
-(NCCL between GPUs, gloo between processes on a CPU); DistributedDataParallel and `fully_shard` decide when. What is
-left to say is here: which micro-batches are whose, whose random numbers, and what the losses' mean is.
+torchrun starts the processes, the *ranks*, and tells each its number; `torch.distributed` carries
+tensors between them (NCCL between GPUs, gloo between processes on a CPU); DistributedDataParallel
+and `fully_shard` decide when. What is left to say is here: which micro-batches are whose, whose
+random numbers, and what the losses' mean is.
 
-The step is the recipe's, whoever computes it: of its `accumulation` micro-batches each of N ranks takes every N-th,
-with the random numbers that one process would draw for it. So losses and gradients are those of one process, a
-checkpoint knows nothing of ranks, and a run can go on with fewer of them.
+The step is the recipe's, whoever computes it: of its `accumulation` micro-batches each of N ranks
+takes every N-th, with the random numbers that one process would draw for it. So losses and
+gradients are those of one process, a checkpoint knows nothing of ranks, and a run can go on with
+fewer of them.
 """
 
 from __future__ import annotations
@@ -30,8 +33,8 @@ from labutils.workloads.base import Batch, Workload
 warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated")
 
 PATIENCE_S = 120.0
-"""How long a rank waits for the others before it gives up. It must exceed what they may lag behind: building,
-compiling, writing a checkpoint."""
+"""How long a rank waits for the others before it gives up. It must exceed what they may lag behind:
+building, compiling, writing a checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +58,9 @@ class Ranks:
         return found
 
     def most(self, value: float) -> float:
-        """The largest of the ranks' numbers, on all of them: for decisions that all must make alike."""
+        """The largest of the ranks' numbers, on all of them: for decisions that all must make
+        alike.
+        """
         return max(self.all(value))
 
     def all(self, value: Any) -> list[Any]:
@@ -91,22 +96,28 @@ def by_itself() -> Iterator[None]:
 
 
 def join(patience_s: float = PATIENCE_S, device: str | None = None) -> None:
-    """Meet the other ranks that torchrun started: NCCL where there are GPUs, one for each rank, gloo on a CPU.
+    """Meet the other ranks that torchrun started: NCCL where there are GPUs, one for each rank,
+    gloo on a CPU.
 
-    Raises `Unavailable` where this rank would have no GPU of its own. The process group for CPU tensors exists in any
-    case: what the ranks tell each other beside gradients must not keep a GPU waiting.
+    Raises `Unavailable` where this rank would have no GPU of its own. The process group for CPU
+    tensors exists in any case: what the ranks tell each other beside gradients must not keep a GPU
+    waiting.
     """
     on_gpu = torch.cuda.is_available() if device is None else device == "cuda"
     if on_gpu:
         local, gpus = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
         if local >= gpus:
             raise Unavailable(
-                f"rank {os.environ['RANK']} has no GPU: torchrun started {os.environ['LOCAL_WORLD_SIZE']} processes "
-                f"here, and this machine shows {gpus} GPUs. Use --nproc-per-node={gpus}, or let CUDA_VISIBLE_DEVICES "
+                f"rank {os.environ['RANK']} has no GPU: torchrun started "
+                f"{os.environ['LOCAL_WORLD_SIZE']} processes "
+                f"here, and this machine shows {gpus} GPUs. Use --nproc-per-node={gpus}, or let "
+                "CUDA_VISIBLE_DEVICES "
                 "show more"
             )
         torch.cuda.set_device(local)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", timeout=timedelta(seconds=patience_s))
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if on_gpu else "gloo", timeout=timedelta(seconds=patience_s)
+    )
 
 
 def leave() -> None:
@@ -115,19 +126,21 @@ def leave() -> None:
         dist.destroy_process_group()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # The recipe's step, shared
 
 
 def share_of(recipe: Recipe, ranks: int) -> int:
-    """Micro-batches of an optimizer step that each of `ranks` ranks takes. Raises `ValueError` where they can't be
-    shared evenly."""
+    """Micro-batches of an optimizer step that each of `ranks` ranks takes. Raises `ValueError`
+    where they can't be shared evenly."""
     if recipe.accumulation % ranks:
         lower = recipe.accumulation - recipe.accumulation % ranks
         fitting = " or ".join(str(count) for count in (lower, lower + ranks) if count)
         raise ValueError(
-            f"{ranks} ranks share the micro-batches of an optimizer step, and accumulation={recipe.accumulation} can't "
-            f"be shared evenly. Use accumulation={fitting}, or as many ranks as divide {recipe.accumulation}."
+            f"{ranks} ranks share the micro-batches of an optimizer step, and "
+            f"accumulation={recipe.accumulation} can't "
+            f"be shared evenly. Use accumulation={fitting}, or as many ranks as divide "
+            f"{recipe.accumulation}."
         )
     return recipe.accumulation // ranks
 
@@ -139,42 +152,60 @@ def check(recipe: Recipe, ranks: int, examples: int) -> None:
     share_of(recipe, ranks)
     if ranks * recipe.micro_batch > examples:
         raise ValueError(
-            f"{ranks} ranks with micro-batches of {recipe.micro_batch} take {ranks * recipe.micro_batch} examples at "
-            f"a time, and the dataset has {examples}: some would be trained on twice in a step. Use fewer ranks, or a "
+            f"{ranks} ranks with micro-batches of {recipe.micro_batch} take "
+            f"{ranks * recipe.micro_batch} examples at "
+            f"a time, and the dataset has {examples}: some would be trained on twice in a step. "
+            "Use fewer ranks, or a "
             "smaller micro_batch."
         )
     if recipe.driver == "graph":
-        raise ValueError("driver='graph' records the work of one process. Use driver='eager' with several ranks.")
+        raise ValueError(
+            "driver='graph' records the work of one process. Use driver='eager' with several ranks."
+        )
     if recipe.parallel == "fsdp":
         _check_fsdp(recipe)
 
 
 def _check_fsdp(recipe: Recipe) -> None:
     if recipe.driver != "eager":
-        raise ValueError("parallel='fsdp' is built for driver='eager', where nothing wraps the model a second time.")
+        raise ValueError(
+            "parallel='fsdp' is built for driver='eager', where nothing wraps the model a second "
+            "time."
+        )
     if recipe.precision == "fp16":
         raise ValueError(
-            "parallel='fsdp' needs precision='bf16' or 'fp32': fp16's loss scale follows the gradients' overflows, and "
+            "parallel='fsdp' needs precision='bf16' or 'fp32': fp16's loss scale follows the "
+            "gradients' overflows, and "
             "each rank sees those of its own shard alone."
         )
     if recipe.base_linear != "published":
         raise ValueError(
-            f"parallel='fsdp' cuts plain weights, and base_linear={recipe.base_linear!r} packs them. Use 'published'."
+            f"parallel='fsdp' cuts plain weights, and base_linear={recipe.base_linear!r} packs "
+            "them. Use 'published'."
         )
     if recipe.adapter == "folded":
         raise ValueError(
-            "adapter='folded' reads weights before their layer is called, when fsdp has not gathered them."
+            "adapter='folded' reads weights before their layer is called, when fsdp has not "
+            "gathered them."
         )
     if recipe.memory_format != "contiguous":
-        raise ValueError("parallel='fsdp' cuts contiguous weights alone. Use memory_format='contiguous' with it.")
+        raise ValueError(
+            "parallel='fsdp' cuts contiguous weights alone. Use memory_format='contiguous' with it."
+        )
     if recipe.compile != "off" and recipe.compile_scope != "blocks":
-        raise ValueError("parallel='fsdp' gathers weights between blocks. Use compile_scope='blocks' with it.")
+        raise ValueError(
+            "parallel='fsdp' gathers weights between blocks. Use compile_scope='blocks' with it."
+        )
 
 
-def distribute(workload: Workload, model: nn.Module, recipe: Recipe, ranks: Ranks) -> nn.Module | None:
-    """Have the trained part of `model` share its work with the other ranks, in place; what then synchronises gradients.
+def distribute(
+    workload: Workload, model: nn.Module, recipe: Recipe, ranks: Ranks
+) -> nn.Module | None:
+    """Have the trained part of `model` share its work with the other ranks, in place; what then
+    synchronises gradients.
 
-    None where nothing was done: alone, or by accelerate, which wraps the model itself, in the same classes.
+    None where nothing was done: alone, or by accelerate, which wraps the model itself, in the same
+    classes.
     """
     if ranks.alone or recipe.driver == "accelerate":
         return None
@@ -182,13 +213,17 @@ def distribute(workload: Workload, model: nn.Module, recipe: Recipe, ranks: Rank
         return _shard(workload, model, recipe, ranks)
     name, trained = workload.trained(model)
     devices = [ranks.local] if workload.device.type == "cuda" else None
-    wrapped = nn.parallel.DistributedDataParallel(trained, device_ids=devices, **ddp_options(recipe))
+    wrapped = nn.parallel.DistributedDataParallel(
+        trained, device_ids=devices, **ddp_options(recipe)
+    )
     setattr(model, name, wrapped)
     return wrapped
 
 
 def ddp_options(recipe: Recipe) -> dict[str, Any]:
-    """What the recipe says to DistributedDataParallel. No buffer is trained, so none is sent every step."""
+    """What the recipe says to DistributedDataParallel. No buffer is trained, so none is sent every
+    step.
+    """
     return {
         "broadcast_buffers": False,
         "bucket_cap_mb": recipe.bucket_cap_mb or None,
@@ -203,19 +238,24 @@ def _shard(workload: Workload, model: nn.Module, recipe: Recipe, ranks: Ranks) -
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     mesh = init_device_mesh(workload.device.type, (ranks.count,))
-    # Weights that are trained are float32; they are gathered in the precision that they are multiplied in.
+    # Weights that are trained are float32; they are gathered in the precision that they are
+    # multiplied in.
     lower = recipe.adapter == "none" and recipe.precision == "bf16"
-    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if lower else MixedPrecisionPolicy()
+    policy = (
+        MixedPrecisionPolicy(torch.bfloat16, torch.float32) if lower else MixedPrecisionPolicy()
+    )
     for unit in workload.units(model):
         fully_shard(unit, mesh=mesh, mp_policy=policy)
     root = fully_shard(workload.called(model), mesh=mesh, mp_policy=policy)
-    workload.let_go()  # the whole weights, held for sessions to come, would fill what sharding saved
+    # the whole weights, held for sessions to come, would fill what sharding saved
+    workload.let_go()
     return root
 
 
 @contextmanager
 def synchronising(shared: nn.Module | None, recipe: Recipe, last: bool) -> Iterator[None]:
-    """A context for one micro-step: unless it is the step's last, or the recipe says after each, nothing is sent.
+    """A context for one micro-step: unless it is the step's last, or the recipe says after each,
+    nothing is sent.
 
     shared: what `distribute` gave.
     """
@@ -224,7 +264,9 @@ def synchronising(shared: nn.Module | None, recipe: Recipe, last: bool) -> Itera
         with shared.no_sync():
             yield
         return
-    if hasattr(shared, "set_requires_gradient_sync"):  # fully_shard's: gradients stay whole, and add up, until the last
+    if hasattr(
+        shared, "set_requires_gradient_sync"
+    ):  # fully_shard's: gradients stay whole, and add up, until the last
         shared.set_requires_gradient_sync(not wait)
     yield
 
@@ -232,19 +274,22 @@ def synchronising(shared: nn.Module | None, recipe: Recipe, last: bool) -> Itera
 def drawn(workload: Workload, model: nn.Module, batch: Batch, ranks: Ranks) -> Batch:
     """The random numbers of this rank's micro-batch.
 
-    Every rank draws all ranks' and keeps its own. So a micro-batch has the numbers that one process would give it, all
-    generators stay alike, and one of them in a checkpoint stands for all. It costs a few small kernels a rank.
+    Every rank draws all ranks' and keeps its own. So a micro-batch has the numbers that one process
+    would give it, all generators stay alike, and one of them in a checkpoint stands for all. It
+    costs a few small kernels a rank.
     """
     draws = [workload.draw(model, batch) for _ in range(ranks.count)]
     return draws[ranks.rank]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # State, whole again
 
 
 def whole_parameters(parameters: list[nn.Parameter]) -> list[Tensor]:
-    """The parameters' values on the host; those that are cut among the ranks are gathered, by all ranks together."""
+    """The parameters' values on the host; those that are cut among the ranks are gathered, by all
+    ranks together.
+    """
     return [_whole(parameter.detach()).cpu() for parameter in parameters]
 
 
@@ -273,12 +318,16 @@ def _cut_like(parameter: Any, value: Tensor) -> Tensor:
 
     if not hasattr(parameter, "full_tensor"):
         return value
-    return distribute_tensor(value.to(parameter.device), parameter.device_mesh, parameter.placements)
+    return distribute_tensor(
+        value.to(parameter.device), parameter.device_mesh, parameter.placements
+    )
 
 
-def whole_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, names: list[str]) -> dict[str, Any]:
-    """`optimizer.state_dict()` as one process has it, on rank 0, and {} on the others, which all take part. `names`: of
-    the optimizer's parameters in `model`, in order."""
+def whole_optimizer(
+    model: nn.Module, optimizer: torch.optim.Optimizer, names: list[str]
+) -> dict[str, Any]:
+    """`optimizer.state_dict()` as one process has it, on rank 0, and {} on the others, which all
+    take part. `names`: of the optimizer's parameters in `model`, in order."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -286,14 +335,30 @@ def whole_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, names: l
     if not found:
         return {}
     place = {name: index for index, name in enumerate(names)}
-    groups = [group | {"params": [place[name] for name in group["params"]]} for group in found["param_groups"]]
-    return {"state": {place[name]: state for name, state in found["state"].items()}, "param_groups": groups}
+    groups = [
+        group | {"params": [place[name] for name in group["params"]]}
+        for group in found["param_groups"]
+    ]
+    return {
+        "state": {place[name]: state for name, state in found["state"].items()},
+        "param_groups": groups,
+    }
 
 
-def take_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, names: list[str], state: dict[str, Any]) -> None:
+def take_optimizer(
+    model: nn.Module, optimizer: torch.optim.Optimizer, names: list[str], state: dict[str, Any]
+) -> None:
     """Load what `whole_optimizer` made, or one process's own."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_optimizer_state_dict
 
-    groups = [group | {"params": [names[index] for index in group["params"]]} for group in state["param_groups"]]
-    named = {"state": {names[index]: values for index, values in state["state"].items()}, "param_groups": groups}
-    set_optimizer_state_dict(model, optimizer, named, options=StateDictOptions(full_state_dict=True))
+    groups = [
+        group | {"params": [names[index] for index in group["params"]]}
+        for group in state["param_groups"]
+    ]
+    named = {
+        "state": {names[index]: values for index, values in state["state"].items()},
+        "param_groups": groups,
+    }
+    set_optimizer_state_dict(
+        model, optimizer, named, options=StateDictOptions(full_state_dict=True)
+    )

@@ -1,4 +1,6 @@
-"""When each gradient of a backward pass is there: what can be sent to other GPUs while the rest is computed."""
+"""When each gradient of a backward pass is there: what can be sent to other GPUs while the rest is
+computed.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +15,11 @@ if TYPE_CHECKING:
 
 
 def gradient_arrivals(session: Session) -> dict[str, list[float]]:
-    """{"lead_ms", "lead_bytes"}: how long before the last gradient each one is there, in order of time, and its bytes.
+    """{"lead_ms", "lead_bytes"}: how long before the last gradient each one is there, in order of
+    time, and its bytes.
 
-    Measured on one more optimizer step, on its last backward pass: on a GPU by events in the stream, so that it is the
-    GPU's time and not the host's.
+    Measured on one more optimizer step, on its last backward pass: on a GPU by events in the
+    stream, so that it is the GPU's time and not the host's.
     """
     marks: dict[int, tuple[torch.cuda.Event | float, int]] = {}
     on_gpu = session.workload.device.type == "cuda"
@@ -34,10 +37,14 @@ def gradient_arrivals(session: Session) -> dict[str, list[float]]:
         torch.cuda.synchronize()
     first = next(iter(marks.values()))[0]
     found = sorted(
-        (first.elapsed_time(mark) if on_gpu else (mark - first) * 1e3, size) for mark, size in marks.values()
+        (first.elapsed_time(mark) if on_gpu else (mark - first) * 1e3, size)
+        for mark, size in marks.values()
     )
     last = found[-1][0]
-    return {"lead_ms": [round(last - at, 4) for at, _ in found], "lead_bytes": [size for _, size in found]}
+    return {
+        "lead_ms": [round(last - at, 4) for at, _ in found],
+        "lead_bytes": [size for _, size in found],
+    }
 
 
 def _mark(on_gpu: bool) -> torch.cuda.Event | float:

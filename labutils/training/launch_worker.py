@@ -1,11 +1,11 @@
-"""What every rank runs when `launching.launch` (or a person, with torchrun) starts a job: its tasks, one after the
-other.
+"""What every rank runs when `launching.launch` (or a person, with torchrun) starts a job: its
+tasks, one after the other.
 
     torchrun --standalone --nproc-per-node=2 -m labutils.training.launch_worker FOLDER/job.json [--resume]
 
-Every rank does the same tasks. What is measured rank 0 writes to runs.jsonl, task by task. Each rank leaves word of
-where it is in rank<r>.json, so that of one that is killed at least this is known: the last word of a rank that died is
-how far it had come.
+Every rank does the same tasks. What is measured rank 0 writes to runs.jsonl, task by task. Each
+rank leaves word of where it is in rank<r>.json, so that of one that is killed at least this is
+known: the last word of a rank that died is how far it had come.
 """
 
 from __future__ import annotations
@@ -25,7 +25,15 @@ from pathlib import Path
 from typing import Any
 
 JOB, RUNS = "job.json", "runs.jsonl"
-GONE = ("connection closed by peer", "connection reset", "timed out", "timeout", "broken pipe", "nccl", "socket")
+GONE = (
+    "connection closed by peer",
+    "connection reset",
+    "timed out",
+    "timeout",
+    "broken pipe",
+    "nccl",
+    "socket",
+)
 """What gloo and NCCL say, in small letters, on a rank whose partner is gone."""
 _PLACE = re.compile(r"\[/\S+\] ")  # where in their source
 
@@ -34,10 +42,11 @@ _PLACE = re.compile(r"\[/\S+\] ")  # where in their source
 class Task:
     """One thing that the ranks do. Plain data.
 
-    kind: "train" (a recipe is timed), "run" (it trains `steps` steps, with checkpoints), "all-reduce" (of `sizes`
-    bytes, timed). alone: rank 0 does it by itself and the others wait. traced: optimizer steps recorded by the profiler
-    after the timing. arrivals: when each gradient is there is measured, too. fail: "raise" or "kill" of `fails` (rank,
-    step). turn: a file; of launches side by side that name the same one, one at a time does its "all-reduce".
+    kind: "train" (a recipe is timed), "run" (it trains `steps` steps, with checkpoints),
+    "all-reduce" (of `sizes` bytes, timed). alone: rank 0 does it by itself and the others wait.
+    traced: optimizer steps recorded by the profiler after the timing. arrivals: when each gradient
+    is there is measured, too. fail: "raise" or "kill" of `fails` (rank, step). turn: a file; of
+    launches side by side that name the same one, one at a time does its "all-reduce".
     """
 
     kind: str
@@ -61,8 +70,8 @@ class Task:
 
 @dataclass(frozen=True)
 class Job:
-    """What is launched: tasks, the device ("cuda" or "cpu"), how long ranks wait for each other, and what beside of the
-    environment they are given."""
+    """What is launched: tasks, the device ("cuda" or "cpu"), how long ranks wait for each other,
+    and what beside of the environment they are given."""
 
     tasks: tuple[Task, ...]
     folder: str
@@ -74,15 +83,19 @@ class Job:
         """Raises `ValueError` where the file holds no job."""
         try:
             found = json.loads(Path(path).read_text(encoding="utf-8"))
-            tasks = tuple(Task(**(t | {k: tuple(t[k]) for k in ("sizes", "fails")})) for t in found.pop("tasks"))
+            tasks = tuple(
+                Task(**(t | {k: tuple(t[k]) for k in ("sizes", "fails")}))
+                for t in found.pop("tasks")
+            )
             return cls(tasks, **found)
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             raise ValueError(f"{path} holds no job ({type(error).__name__}: {error}).") from None
 
 
 class Word:
-    """A rank's last word: a small file, replaced whole. `state` is "starting", "training", "failed", "lost" (its error
-    was another's doing), "ended" (by torchrun) or "done"; `doing` and `step` say where."""
+    """A rank's last word: a small file, replaced whole. `state` is "starting", "training",
+    "failed", "lost" (its error was another's doing), "ended" (by torchrun) or "done"; `doing` and
+    `step` say where."""
 
     def __init__(self, folder: str | Path, rank: int) -> None:
         self.path = Path(folder) / f"rank{rank}.json"
@@ -103,7 +116,9 @@ def main(arguments: list[str]) -> None:
     job = Job.read(arguments[0])
     resume = "--resume" in arguments[1:]
     word = Word(job.folder, int(os.environ["RANK"]))
-    when_terminated(lambda: word.say(state="ended", message="torchrun ended it, as another rank had failed"))
+    when_terminated(
+        lambda: word.say(state="ended", message="torchrun ended it, as another rank had failed")
+    )
     handler = get_error_handler()
     handler.initialize()
     try:
@@ -127,7 +142,11 @@ def is_others_doing(error: BaseException) -> bool:
 
 def said_of(said: dict[str, Any]) -> str:
     """A rank's last word as a sentence."""
-    where = f"in optimizer step {said['step'] + 1} of *{said['doing']}*" if said["doing"] else "before its first task"
+    where = (
+        f"in optimizer step {said['step'] + 1} of *{said['doing']}*"
+        if said["doing"]
+        else "before its first task"
+    )
     if said["state"] == "failed":
         return f"Rank {said['rank']} failed {where}: {said['message']}"
     if said["state"] == "lost":
@@ -140,8 +159,8 @@ def said_of(said: dict[str, Any]) -> str:
 def when_terminated(act: Callable[[], None]) -> None:
     """Do this on SIGTERM, which torchrun sends to those that are left, and end.
 
-    A rank that waits for a dead one sits inside a library, where Python's handlers don't run. The system's own handler
-    writes to a pipe in any case, and a thread that reads it needs nobody.
+    A rank that waits for a dead one sits inside a library, where Python's handlers don't run. The
+    system's own handler writes to a pipe in any case, and a thread that reads it needs nobody.
     """
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
@@ -183,7 +202,7 @@ def do(job: Job, word: Word, resume: bool = False) -> None:
     distributed.leave()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # Tasks
 
 
@@ -191,7 +210,9 @@ _workloads: dict[str, Any] = {}
 
 
 def _workload(job: Job, task: Task) -> Any:
-    """One a kind, so that sessions share its frozen weights, texts and encoded examples; only one kind has weights."""
+    """One a kind, so that sessions share its frozen weights, texts and encoded examples; only one
+    kind has weights.
+    """
     from labutils.workloads import open_workload
 
     key = json.dumps(task.workload, sort_keys=True)
@@ -238,15 +259,21 @@ def _train(job: Job, task: Task, word: Word) -> Any:
         for _ in range(task.rounds):
             contender.measure(task.steps)
         contender.report_times(run)
-        run.metrics["gradient_mb"] = sum(p.numel() * p.element_size() for p in session.parameters) / 1e6
+        run.metrics["gradient_mb"] = (
+            sum(p.numel() * p.element_size() for p in session.parameters) / 1e6
+        )
         run.metrics["ranks"] = session.ranks.count
         if task.arrivals:
             run.samples |= gradient_arrivals(session)
             run.metrics |= _to_gather(session)
         if task.traced:
             folder = Path(job.folder) / f"traces-{session.ranks.rank}"
-            trace = profile(session, task.traced, folder, with_stack=False, wait=contender.steps_to_settle)
-            metrics, run.samples["computing_ms"], run.samples["communicating_ms"] = communication(trace)
+            trace = profile(
+                session, task.traced, folder, with_stack=False, wait=contender.steps_to_settle
+            )
+            metrics, run.samples["computing_ms"], run.samples["communicating_ms"] = communication(
+                trace
+            )
             run.metrics |= metrics
         peaks = session.ranks.all(contender.memory)
         run.metrics |= {name: max(peak[name] for peak in peaks) for name in contender.memory}
@@ -306,12 +333,16 @@ def _all_reduce(job: Job, task: Task, word: Word) -> Any:
     from labutils.training import distributed
 
     with _turn(task.turn, distributed.here()):
-        return Run("", task.name, **time_all_reduce(task.sizes, job.device, distributed.here().count))
+        return Run(
+            "", task.name, **time_all_reduce(task.sizes, job.device, distributed.here().count)
+        )
 
 
 @contextmanager
 def _turn(path: str, me: Any) -> Iterator[None]:
-    """A context in which no other launch is that names this file; all ranks of one enter and leave it together."""
+    """A context in which no other launch is that names this file; all ranks of one enter and leave
+    it together.
+    """
     if not path:
         yield
         return
@@ -325,7 +356,11 @@ def _turn(path: str, me: Any) -> Iterator[None]:
         me.all(None)
 
 
-TASKS: dict[str, Callable[[Job, Task, Word], Any]] = {"train": _train, "run": _run, "all-reduce": _all_reduce}
+TASKS: dict[str, Callable[[Job, Task, Word], Any]] = {
+    "train": _train,
+    "run": _run,
+    "all-reduce": _all_reduce,
+}
 
 if __name__ == "__main__":
     main(sys.argv[1:])

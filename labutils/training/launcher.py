@@ -1,10 +1,11 @@
 """Starting ranks with torchrun from a notebook, and saying plainly what became of them.
 
-    ended = launch([Task("train", "ddp 2", workload=order(workload), recipe=recipe.as_dict())], ranks=2, device="cuda")
-    ended.runs["ddp 2"]; ended.message
+    ended = launch([Task("train", "ddp 2", workload=order(workload), recipe=recipe.as_dict())],
+    ranks=2, device="cuda") ended.runs["ddp 2"]; ended.message
 
-The notebook's own process never joins a process group, and whatever becomes of the ranks, it goes on: they are
-processes of their own, with time limits, and what a rank that was killed leaves behind is cleared away.
+The notebook's own process never joins a process group, and whatever becomes of the ranks, it goes
+on: they are processes of their own, with time limits, and what a rank that was killed leaves behind
+is cleared away.
 """
 
 from __future__ import annotations
@@ -33,22 +34,25 @@ from labutils.training.processes import end_marked
 
 TIMEOUT_S = 420.0
 PATIENCE_S = {"cuda": 120.0, "cpu": 300.0}
-"""How long ranks of a launch wait for each other, if nothing else is said: longer than one of them builds and times a
-model by itself. On GPUs that is much less than PyTorch's ten minutes, which a rank that hangs would cost all others; a
-CPU may be busy with other things."""
+"""How long ranks of a launch wait for each other, if nothing else is said: longer than one of them
+builds and times a model by itself. On GPUs that is much less than PyTorch's ten minutes, which a
+rank that hangs would cost all others; a CPU may be busy with other things."""
 MARK = "LABUTILS_LAUNCH"
 SHM = Path("/dev/shm")
-_FIRST = re.compile(r"first observed failure\):\s*\[\d+\]:.*?rank\s*: (\d+).*?exitcode\s*: (-?\d+)", re.DOTALL)
+_FIRST = re.compile(
+    r"first observed failure\):\s*\[\d+\]:.*?rank\s*: (\d+).*?exitcode\s*: (-?\d+)", re.DOTALL
+)
 
 
 @dataclass(frozen=True)
 class Ended:
-    """What became of a launch: the runs that were finished, and, where it failed, who failed first and where each rank
-    was.
+    """What became of a launch: the runs that were finished, and, where it failed, who failed first
+    and where each rank was.
 
-    message: "" where all went well, else what happened, rank by rank, in words. first: (rank, exit code) by torchrun's
-    account, a negative code being a signal. words: the ranks' own last ones. log: what they printed. left: processes
-    and files that had to be cleared away. seconds: from start to end.
+    message: "" where all went well, else what happened, rank by rank, in words. first: (rank, exit
+    code) by torchrun's account, a negative code being a signal. words: the ranks' own last ones.
+    log: what they printed. left: processes and files that had to be cleared away. seconds: from
+    start to end.
     """
 
     runs: dict[str, Run]
@@ -64,7 +68,9 @@ class Ended:
         return not self.message
 
     def or_raise(self) -> Ended:
-        """Itself, or a `RuntimeError` (`Unavailable` where a rank said that it lacks something) with the message."""
+        """Itself, or a `RuntimeError` (`Unavailable` where a rank said that it lacks something)
+        with the message.
+        """
         if not self.ok:
             lacking = any("Unavailable" in word.get("message", "") for word in self.words)
             raise (Unavailable if lacking else RuntimeError)(self.message)
@@ -81,19 +87,25 @@ def launch(
     port: int | None = None,
     each: Callable[[Run], None] = lambda run: None,
 ) -> Ended:
-    """Do `tasks` on that many ranks, one a GPU or, on a CPU, sharing its cores; return when all have ended.
+    """Do `tasks` on that many ranks, one a GPU or, on a CPU, sharing its cores; return when all
+    have ended.
 
-    each: called with each run soon after it is there, so that a launch that is cut off loses no more than one.
-    patience_s: how long a rank waits for the others (None: `PATIENCE_S`); timeout_s: how long all may take. port: where
-    ranks meet; None: one that is free. Raises `Unavailable` where there are fewer GPUs than ranks, `ValueError` for
-    what can't be asked.
+    each: called with each run soon after it is there, so that a launch that is cut off loses no
+    more than one. patience_s: how long a rank waits for the others (None: `PATIENCE_S`); timeout_s:
+    how long all may take. port: where ranks meet; None: one that is free. Raises `Unavailable`
+    where there are fewer GPUs than ranks, `ValueError` for what can't be asked.
     """
     _check(tasks, ranks, device, port)
     with tempfile.TemporaryDirectory(prefix="labutils-ranks-", ignore_cleanup_errors=True) as name:
         folder, mark, began = Path(name), uuid.uuid4().hex, time.perf_counter()
         job = Job(tuple(tasks), name, device, patience_s or PATIENCE_S[device])
         (folder / JOB).write_text(json.dumps(asdict(job)), encoding="utf-8")
-        variables = os.environ | rank_variables(ranks, device) | {MARK: mark, "TMPDIR": name} | (environment or {})
+        variables = (
+            os.environ
+            | rank_variables(ranks, device)
+            | {MARK: mark, "TMPDIR": name}
+            | (environment or {})
+        )
         left: list[str] = []
         runs: dict[str, Run] = {}
 
@@ -116,21 +128,37 @@ def launch(
 
 def command(ranks: int, job: str | Path, port: int | None = None, *more: str) -> list[str]:
     """What starts the ranks, here or in a terminal."""
-    meet = ["--standalone"] if port is None else ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}"]
-    start = ["-m", "torch.distributed.run", *meet, "--local-addr=127.0.0.1", f"--nproc-per-node={ranks}"]
+    meet = (
+        ["--standalone"]
+        if port is None
+        else ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}"]
+    )
+    start = [
+        "-m",
+        "torch.distributed.run",
+        *meet,
+        "--local-addr=127.0.0.1",
+        f"--nproc-per-node={ranks}",
+    ]
     return [sys.executable, *start, *more, "-m", "labutils.training.launch_worker", str(job)]
 
 
 def rank_variables(ranks: int, device: str) -> dict[str, str]:
-    """What each rank finds in its environment: the GPUs of the launch, of which it takes the one of its local rank, and
-    its share of the cores.
+    """What each rank finds in its environment: the GPUs of the launch, of which it takes the one of
+    its local rank, and its share of the cores.
 
-    Left alone, every rank would start a thread a core for each operation. (torchrun sets 1 where nothing is set.)
+    Left alone, every rank would start a thread a core for each operation. (torchrun sets 1 where
+    nothing is set.)
     """
     threads = str(max(1, hardware.usable_cores() // ranks))
     shown = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(ranks)))
     gpus = ",".join(shown.split(",")[:ranks]) if device == "cuda" else ""
-    return {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "CUDA_VISIBLE_DEVICES": gpus, "TQDM_DISABLE": "1"}
+    return {
+        "OMP_NUM_THREADS": threads,
+        "MKL_NUM_THREADS": threads,
+        "CUDA_VISIBLE_DEVICES": gpus,
+        "TQDM_DISABLE": "1",
+    }
 
 
 def gpu_count() -> int:
@@ -145,7 +173,9 @@ def _check(tasks: Sequence[Task], ranks: int, device: str, port: int | None) -> 
     if ranks < 1:
         raise ValueError(f"ranks={ranks}: it takes 1 or more.")
     if device == "cuda" and ranks > gpu_count():
-        raise Unavailable(f"{ranks} ranks need {ranks} GPUs, one each, and this machine shows {gpu_count()}")
+        raise Unavailable(
+            f"{ranks} ranks need {ranks} GPUs, one each, and this machine shows {gpu_count()}"
+        )
     for task in tasks:
         if task.recipe and not task.alone:
             share_of(Recipe(**task.recipe), ranks)
@@ -160,7 +190,8 @@ def _check_port(port: int) -> None:
             probe.bind(("127.0.0.1", port))
         except (OSError, OverflowError) as error:
             raise ValueError(
-                f"port={port} can't be used ({error}): another torchrun may be meeting there. Choose another one, or "
+                f"port={port} can't be used ({error}): another torchrun may be meeting there. "
+                "Choose another one, or "
                 "leave it out: a free one is found."
             ) from None
 
@@ -177,12 +208,16 @@ def _torchrun(
     timeout_s: float,
     look: Callable[[], None],
 ) -> tuple[int | None, str]:
-    """torchrun's exit code (None: it took too long and was ended) and what it printed itself; meanwhile, and once
-    after, it will `look`."""
+    """torchrun's exit code (None: it took too long and was ended) and what it printed itself;
+    meanwhile, and once after, it will `look`."""
     logs = [f"--log-dir={folder / 'logs'}", "--redirects=3"]
     with (folder / "torchrun.log").open("w+", encoding="utf-8", errors="replace") as output:
         agent = subprocess.Popen(
-            command(ranks, folder / JOB, port, *logs), stdout=output, stderr=output, cwd=REPOSITORY, env=dict(variables)
+            command(ranks, folder / JOB, port, *logs),
+            stdout=output,
+            stderr=output,
+            cwd=REPOSITORY,
+            env=dict(variables),
         )
         code, until = None, time.monotonic() + timeout_s
         try:
@@ -203,10 +238,12 @@ def _torchrun(
 
 
 def clear_away(mark: str) -> list[str]:
-    """End every process of a launch that is still there, and delete what it left in shared memory; what that was.
+    """End every process of a launch that is still there, and delete what it left in shared memory;
+    what that was.
 
-    A rank that is killed ends none of its DataLoader workers, and they outlive it for some seconds. All processes of a
-    launch carry its mark in their environment, wherever the system has hung them.
+    A rank that is killed ends none of its DataLoader workers, and they outlive it for some seconds.
+    All processes of a launch carry its mark in their environment, wherever the system has hung
+    them.
     """
     pids = end_marked(MARK, mark)
     left = [f"process {pid}" for pid in pids]
@@ -218,7 +255,9 @@ def clear_away(mark: str) -> list[str]:
 
 
 def _shared_files(pids: Iterable[int]) -> list[Path]:
-    """Files in /dev/shm that carry the number of one of these processes, as PyTorch's do ("torch_123_...")."""
+    """Files in /dev/shm that carry the number of one of these processes, as PyTorch's do
+    ("torch_123_...").
+    """
     if not SHM.is_dir():
         return []
     return [path for pid in pids for path in SHM.glob(f"torch_{pid}_*")]
@@ -231,7 +270,9 @@ def _records(path: Path) -> list[dict[str, Any]]:
 
 
 def _words(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("rank*.json"))]
+    return [
+        json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("rank*.json"))
+    ]
 
 
 def _printed(folder: Path) -> str:
@@ -260,9 +301,14 @@ def _message(
     """What happened, who began it, where each rank was, what is left, and what to type."""
     if not words:
         last = (output.strip().splitlines() or ["nothing was printed"])[-1]
-        how = f"had not ended after {timeout_s:.0f} s" if ended is None else f"ended with code {ended}"
+        how = (
+            f"had not ended after {timeout_s:.0f} s"
+            if ended is None
+            else f"ended with code {ended}"
+        )
         return f"torchrun {how} before any rank began: {last}"
-    # Of a rank that failed and one that lost it, torchrun may see either end first: the ranks' words decide.
+    # Of a rank that failed and one that lost it, torchrun may see either end first: the ranks'
+    # words decide.
     own = next((word for word in words if word["state"] == "failed"), None)
     if own is not None:
         lines = [said_of(own)]
@@ -303,7 +349,8 @@ def _left_over(tasks: Sequence[Task], words: list[dict[str, Any]]) -> list[str]:
             shared = task.recipe["accumulation"]
             fitting = ", ".join(str(ranks) for ranks in range(1, shared + 1) if shared % ranks == 0)
             lines.append(
-                f"The checkpoint of optimizer step {step} is whole: {task.folder}. Go on from it with resume=True, on "
+                f"The checkpoint of optimizer step {step} is whole: {task.folder}. Go on from it "
+                "with resume=True, on "
                 f"any number of ranks that shares {shared} micro-batches evenly: {fitting}."
             )
     return lines

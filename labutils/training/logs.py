@@ -1,4 +1,6 @@
-"""Where the losses go: read at once and written at once, or kept on the device and written in passing."""
+"""Where the losses go: read at once and written at once, or kept on the device and written in
+passing.
+"""
 
 from __future__ import annotations
 
@@ -26,11 +28,15 @@ def own(values: Tensor) -> Tensor:
 
 
 class Log(Protocol):
-    """What a driver tells: each micro-batch's loss, the end of each micro-step and of each optimizer step."""
+    """What a driver tells: each micro-batch's loss, the end of each micro-step and of each
+    optimizer step.
+    """
 
     losses: list[float]
     across: Across
-    """What makes this process's losses those of all ranks: their mean. Every rank calls it, or none."""
+    """What makes this process's losses those of all ranks: their mean. Every rank calls it, or
+    none.
+    """
 
     def micro_step(self, loss: Tensor) -> None: ...
 
@@ -52,14 +58,16 @@ class NotFinite(ArithmeticError):
 
     def __init__(self, loss: float, step: int) -> None:
         super().__init__(
-            f"The loss is {loss} at optimizer step {step}: training stopped there. Lower learning_rate, or use "
+            f"The loss is {loss} at optimizer step {step}: training stopped there. Lower "
+            "learning_rate, or use "
             "precision='fp32' or 'bf16' to see whether it is half precision's range."
         )
 
 
 class SynchronousLog:
-    """As the public script does: the loss is read on the host twice a micro-step (before the backward pass for the
-    average, at its end for the progress bar), and each step's average is written and flushed to the disk."""
+    """As the public script does: the loss is read on the host twice a micro-step (before the
+    backward pass for the average, at its end for the progress bar), and each step's average is
+    written and flushed to the disk."""
 
     def __init__(self, write: Write, accumulation: int, across: Across = own) -> None:
         self.write = write
@@ -69,7 +77,9 @@ class SynchronousLog:
         self.losses: list[float] = []
         self.total = 0.0
         self.sink = open(os.devnull, "w")  # noqa: SIM115  closed in close(); a bar's cost without its picture
-        self.bar = tqdm(desc="Steps", file=self.sink, disable=False)  # even where TQDM_DISABLE silences the others
+        self.bar = tqdm(
+            desc="Steps", file=self.sink, disable=False
+        )  # even where TQDM_DISABLE silences the others
 
     def micro_step(self, loss: Tensor) -> None:
         with record_function("log"):
@@ -101,13 +111,18 @@ class SynchronousLog:
 
 
 class RingLog:
-    """Losses stay on the device in a ring of two halves. While steps fill one half, the other travels to the host
-    behind the GPU's back and is written when the next half is full; the host never waits for a loss, and NaN is noticed
-    up to `2 * half` steps late. Everything in `micro_step` and `end_step`'s device part can be captured in a CUDA
-    graph."""
+    """Losses stay on the device in a ring of two halves. While steps fill one half, the other
+    travels to the host behind the GPU's back and is written when the next half is full; the host
+    never waits for a loss, and NaN is noticed up to `2 * half` steps late. Everything in
+    `micro_step` and `end_step`'s device part can be captured in a CUDA graph."""
 
     def __init__(
-        self, write: Write, accumulation: int, device: torch.device, half: int = 16, across: Across = own
+        self,
+        write: Write,
+        accumulation: int,
+        device: torch.device,
+        half: int = 16,
+        across: Across = own,
     ) -> None:
         self.write = write
         self.accumulation = accumulation
@@ -188,13 +203,19 @@ class RingLog:
             self.losses.append(loss)
             self.write({"train_loss": loss}, self.written)
             if not math.isfinite(loss):
-                found, self.written, self.travelling = self.written, self.step, 0  # what follows is no better
+                found, self.written, self.travelling = (
+                    self.written,
+                    self.step,
+                    0,
+                )  # what follows is no better
                 raise NotFinite(loss, found)
         self.travelling = 0
 
 
 def tensorboard(folder: Path, flush: bool) -> tuple[Write, Callable[[], None]]:
-    """A TensorBoard writer's write and close; `flush` has each value on the disk before the call returns."""
+    """A TensorBoard writer's write and close; `flush` has each value on the disk before the call
+    returns.
+    """
     from torch.utils.tensorboard import SummaryWriter
 
     writer = SummaryWriter(str(folder))

@@ -25,7 +25,9 @@ from labutils.training.trainer import Session
 from labutils.workloads.base import Workload
 
 WARM_UP = 3
-"""Steps between the first one and those timed: a library compiles for a second length, and for any, in them."""
+"""Steps between the first one and those timed: a library compiles for a second length, and for any,
+in them.
+"""
 
 
 def followed(
@@ -38,13 +40,15 @@ def followed(
     change: Callable[[nn.Module], None] | None = None,
     meet: Meet | None = None,
 ) -> Run:
-    """Train at least `steps` timed optimizer steps, of the same batches in each run of a workload; every so many a line
-    of `log`, whose clock starts once the model is built. What the file held before is lost.
+    """Train at least `steps` timed optimizer steps, of the same batches in each run of a workload;
+    every so many a line of `log`, whose clock starts once the model is built. What the file held
+    before is lost.
 
-    `change` alters the model once it is built. Memory is that of the whole process, in the log as in the metrics
-    `peak_allocated_gb` and `peak_reserved_gb`, over all steps: let go of what else is on the GPU before. Weights that
-    the workload shares between sessions are let go here. A failure is the run's status. `meet`: see `comparing.Bench`;
-    its time is in the log. `useful_tokens_per_s` is a whole epoch's: see `variants.with_epoch_rate`.
+    `change` alters the model once it is built. Memory is that of the whole process, in the log as
+    in the metrics `peak_allocated_gb` and `peak_reserved_gb`, over all steps: let go of what else
+    is on the GPU before. Weights that the workload shares between sessions are let go here. A
+    failure is the run's status. `meet`: see `comparing.Bench`; its time is in the log.
+    `useful_tokens_per_s` is a whole epoch's: see `variants.with_epoch_rate`.
     """
     log.unlink(missing_ok=True)
     workload.collate(recipe)  # so that texts are made before the clock starts
@@ -56,15 +60,19 @@ def followed(
     def begin(model: nn.Module) -> None:
         if change is not None:
             change(model)
-            workload.let_go()  # what was replaced is kept for sessions to come, and would count as this one's
-        hardware.cuda.empty_cache()  # so would, as reserved, the 16-bit weights that low-bit ones were made from
+            # what was replaced is kept for sessions to come, and would count as this one's
+            workload.let_go()
+        # so would, as reserved, the 16-bit weights that low-bit ones were made from
+        hardware.cuda.empty_cache()
         logs.append(MemoryLog(log, logged, every))
 
     def write(session: Session) -> None:
         if session.step_count <= logged:
             logs[-1](session)
 
-    run = train(altered(workload, begin), recipe, steps, warm_up, name, write, same_batches=True, meet=meet)
+    run = train(
+        altered(workload, begin), recipe, steps, warm_up, name, write, same_batches=True, meet=meet
+    )
     if run.ok and (peak := hardware.cuda.peak_memory()):
         run.metrics |= {"peak_allocated_gb": peak[0], "peak_reserved_gb": peak[1]}
     make_room(workload)
@@ -72,30 +80,38 @@ def followed(
 
 
 def make_room(*workloads: Workload) -> None:
-    """Let go of what `workloads` share and of what sessions that have ended left on the GPU: circles of references hold
-    a model until they are collected, and its memory would be read as the next one's."""
+    """Let go of what `workloads` share and of what sessions that have ended left on the GPU:
+    circles of references hold a model until they are collected, and its memory would be read as the
+    next one's."""
     for workload in workloads:
         workload.let_go()
     hardware.cuda.empty_cache()
 
 
 def read_log(path: Path) -> list[dict[str, float]]:
-    """The lines of a `MemoryLog`'s file, column -> number; what is empty there is left out. [] without a file."""
+    """The lines of a `MemoryLog`'s file, column -> number; what is empty there is left out. []
+    without a file.
+    """
     if not path.exists():
         return []
     with path.open(encoding="utf-8", newline="") as file:
-        return [{name: float(text) for name, text in line.items() if text} for line in csv.DictReader(file)]
+        return [
+            {name: float(text) for name, text in line.items() if text}
+            for line in csv.DictReader(file)
+        ]
 
 
 class MemoryLog:
-    """A CSV file of GPU memory, one line every so many optimizer steps and one at the last: article A3's callback.
+    """A CSV file of GPU memory, one line every so many optimizer steps and one at the last: article
+    A3's callback.
 
         session.run(250, after_step=MemoryLog("memory.csv", steps=250))
 
-    Columns and units are the article's: `step`, `epoch` (with its fraction), `elapsed_time_sec` since the log was made,
-    `progress_ratio`, and memory in 1024^3 bytes: what tensors hold (`memory_allocated_gb`), what PyTorch holds for them
-    (`memory_reserved_gb`), the most that tensors held so far (`peak_memory_gb`). Without a GPU these three are empty.
-    Lines are flushed as they are written, behind those of a run that went before.
+    Columns and units are the article's: `step`, `epoch` (with its fraction), `elapsed_time_sec`
+    since the log was made, `progress_ratio`, and memory in 1024^3 bytes: what tensors hold
+    (`memory_allocated_gb`), what PyTorch holds for them (`memory_reserved_gb`), the most that
+    tensors held so far (`peak_memory_gb`). Without a GPU these three are empty. Lines are flushed
+    as they are written, behind those of a run that went before.
     """
 
     COLUMNS = (
@@ -122,7 +138,9 @@ class MemoryLog:
             return
         epoch = session.batches.taken / session.batches.per_epoch
         elapsed = time.perf_counter() - self.began
-        self._write([step, f"{epoch:.4f}", f"{elapsed:.3f}", f"{step / self.steps:.4f}", *_memory_gib()])
+        self._write(
+            [step, f"{epoch:.4f}", f"{elapsed:.3f}", f"{step / self.steps:.4f}", *_memory_gib()]
+        )
 
     def _write(self, values: Iterable[Any]) -> None:
         with self.path.open("a", encoding="utf-8", newline="") as file:
@@ -133,5 +151,9 @@ def _memory_gib() -> list[str]:
     """Allocated, reserved and peak memory in 1024^3 bytes; empty texts without a GPU."""
     if not cuda.available():
         return [""] * 3
-    found = (torch.cuda.memory_allocated(), torch.cuda.memory_reserved(), torch.cuda.max_memory_allocated())
+    found = (
+        torch.cuda.memory_allocated(),
+        torch.cuda.memory_reserved(),
+        torch.cuda.max_memory_allocated(),
+    )
     return [f"{size / 1024**3:.4f}" for size in found]

@@ -1,4 +1,5 @@
-"""Workloads whose models are changed once they are built, and what a run of uneven steps costs a token.
+"""Workloads whose models are changed once they are built, and what a run of uneven steps costs a
+token.
 
 run = train(altered(workload, prepared_for_kbit), recipe)
 """
@@ -17,7 +18,9 @@ from labutils.workloads.base import Workload
 
 
 def altered(workload: Workload, change: Callable[[nn.Module], None]) -> Workload:
-    """The same workload, whose models go through `change` once they are built. Frozen weights stay shared."""
+    """The same workload, whose models go through `change` once they are built. Frozen weights stay
+    shared.
+    """
     other = copy.copy(workload)  # weights are held by the original alone, which can let go of them
     other._remembered = workload._remembered  # of texts and shapes, which stay
 
@@ -31,11 +34,13 @@ def altered(workload: Workload, change: Callable[[nn.Module], None]) -> Workload
 
 
 def prepared_for_kbit(model: nn.Module) -> None:
-    """What PEFT's `prepare_model_for_kbit_training` does to precision: every frozen 16-bit parameter becomes float32.
+    """What PEFT's `prepare_model_for_kbit_training` does to precision: every frozen 16-bit
+    parameter becomes float32.
 
-    In a model whose large matrices are quantised these are its embeddings, norms, head and vision tower: the stream
-    between the blocks is float32 from then on. Parameters are replaced, not converted in place, as other models may
-    share them. (It also turns gradient checkpointing on: that is the recipe's `checkpointing`.)
+    In a model whose large matrices are quantised these are its embeddings, norms, head and vision
+    tower: the stream between the blocks is float32 from then on. Parameters are replaced, not
+    converted in place, as other models may share them. (It also turns gradient checkpointing on:
+    that is the recipe's `checkpointing`.)
     """
     widened: Widened = {}
     for module in model.modules():
@@ -52,7 +57,9 @@ def cast_as_for_kbit(model: nn.Module) -> None:
 
 
 Widened = dict[nn.Parameter, nn.Parameter]
-"""Parameter -> what takes its place, also where a second module has the same one: tied weights stay tied."""
+"""Parameter -> what takes its place, also where a second module has the same one: tied weights stay
+tied.
+"""
 
 
 def _widen(module: nn.Module, widened: Widened) -> None:
@@ -64,10 +71,12 @@ def _widen(module: nn.Module, widened: Widened) -> None:
 
 
 def with_epoch_rate(run: Run, workload: Workload) -> Run:
-    """The run with `useful_tokens_per_s` as of a whole epoch, with its spread; unchanged where it failed.
+    """The run with `useful_tokens_per_s` as of a whole epoch, with its spread; unchanged where it
+    failed.
 
-    How much of a few batches is padding varies more than how fast they are computed. So tokens a second are timed, step
-    by step, and multiplied with the share of all tokens of an epoch that aren't padding, which is known exactly.
+    How much of a few batches is padding varies more than how fast they are computed. So tokens a
+    second are timed, step by step, and multiplied with the share of all tokens of an epoch that
+    aren't padding, which is known exactly.
     """
     steps = zip(run.samples.get("step_ms", []), run.samples.get("tokens", []), strict=False)
     if rates := [1e3 * tokens / ms for ms, tokens in steps]:
@@ -79,7 +88,9 @@ def with_epoch_rate(run: Run, workload: Workload) -> Run:
 
 
 def with_costs(run: Run) -> Run:
-    """The run with `ms_per_1k_useful_tokens`, step by step and summed up; unchanged where it failed."""
+    """The run with `ms_per_1k_useful_tokens`, step by step and summed up; unchanged where it
+    failed.
+    """
     steps = zip(run.samples.get("step_ms", []), run.samples.get("useful_tokens", []), strict=False)
     if costs := [1e3 * ms / tokens for ms, tokens in steps]:
         run.samples["ms_per_1k_useful_tokens"] = costs

@@ -1,8 +1,9 @@
-"""Processes that get ready side by side and work in turns; and those that outlive who started them, and are to end.
+"""Processes that get ready side by side and work in turns; and those that outlive who started them,
+and are to end.
 
 with contextlib.ExitStack() as stack:
-    children = [stack.enter_context(Child(["-m", "some.module"], os.environ, limit_s=60)) for _ in range(2)]
-    for child in children:
+    children = [stack.enter_context(Child(["-m", "some.module"], os.environ, limit_s=60)) for _ in
+    range(2)] for child in children:
         child.until_ready()
     for child in children:
         child.go()
@@ -30,11 +31,11 @@ READY, GO = "ready", "go"
 
 
 class Child:
-    """A Python process that prints `READY` in a line of its own once it is, reads the line `GO`, and says what it found
-    in its last line.
+    """A Python process that prints `READY` in a line of its own once it is, reads the line `GO`,
+    and says what it found in its last line.
 
-    arguments: Python's. environment: all of it. limit_s: after which it is ended, whatever it does; with the `with`
-    block it ends as well. folder: where it runs (None: here).
+    arguments: Python's. environment: all of it. limit_s: after which it is ended, whatever it does;
+    with the `with` block it ends as well. folder: where it runs (None: here).
     """
 
     def __init__(
@@ -94,7 +95,9 @@ class Child:
         return self._said
 
     def failure(self) -> str:
-        """How a process that didn't say what was asked of it has ended, with the last line of its standard error."""
+        """How a process that didn't say what was asked of it has ended, with the last line of its
+        standard error.
+        """
         code = self._process.wait()
         self._errors.seek(0)
         last = (self._errors.read().strip().splitlines() or ["nothing was printed"])[-1]
@@ -106,8 +109,8 @@ GONE_WITHIN_S = 5.0
 
 
 def end_group(process: subprocess.Popen) -> None:
-    """End a process that was started in a session of its own, with all that it has started there, and return when all
-    are gone. (Where there are no groups of processes, itself alone.)"""
+    """End a process that was started in a session of its own, with all that it has started there,
+    and return when all are gone. (Where there are no groups of processes, itself alone.)"""
     if not hasattr(os, "killpg"):
         process.kill()
         process.wait()
@@ -123,18 +126,20 @@ def end_group(process: subprocess.Popen) -> None:
 
 
 def end_marked(variable: str, mark: str) -> list[int]:
-    """End every other process that has `mark` in its environment under this name, and return when all are gone, with
-    the memory and the GPU they held; their numbers.
+    """End every other process that has `mark` in its environment under this name, and return when
+    all are gone, with the memory and the GPU they held; their numbers.
 
-    A process whose parent died has none that leads to it any more, and may be in a session of its own where torchrun
-    started it, but what it found in its environment it keeps.
+    A process whose parent died has none that leads to it any more, and may be in a session of its
+    own where torchrun started it, but what it found in its environment it keeps.
     """
     import psutil
 
     found: dict[int, psutil.Process] = {}
     end = time.monotonic() + GONE_WITHIN_S
     while time.monotonic() < end:
-        new = [p for p in psutil.process_iter() if p.pid not in found and _carries(p, variable, mark)]
+        new = [
+            p for p in psutil.process_iter() if p.pid not in found and _carries(p, variable, mark)
+        ]
         for process in new:
             with contextlib.suppress(psutil.Error):
                 process.kill()

@@ -48,14 +48,22 @@ class Parts:
 
 
 def build_optimizer(parameters: list[nn.Parameter], recipe: Recipe) -> torch.optim.Optimizer:
-    """AdamW with the script's settings. Its fused form updates all parameters in one kernel, unscales nothing twice and
-    never asks the host, which is what a capture needs. bitsandbytes keeps moments of 4096 numbers or more in 8 bits, a
-    scale for each 256 of them; smaller ones stay in float32."""
-    settings = {"lr": recipe.learning_rate, "betas": (0.9, 0.999), "weight_decay": 1e-2, "eps": 1e-8}
+    """AdamW with the script's settings. Its fused form updates all parameters in one kernel,
+    unscales nothing twice and never asks the host, which is what a capture needs. bitsandbytes
+    keeps moments of 4096 numbers or more in 8 bits, a scale for each 256 of them; smaller ones stay
+    in float32."""
+    settings = {
+        "lr": recipe.learning_rate,
+        "betas": (0.9, 0.999),
+        "weight_decay": 1e-2,
+        "eps": 1e-8,
+    }
     if recipe.optimizer in ("adamw-8bit", "adamw-paged"):
         from bitsandbytes import optim
 
-        return (optim.AdamW8bit if recipe.optimizer == "adamw-8bit" else optim.PagedAdamW8bit)(parameters, **settings)
+        return (optim.AdamW8bit if recipe.optimizer == "adamw-8bit" else optim.PagedAdamW8bit)(
+            parameters, **settings
+        )
     on_gpu = parameters[0].device.type == "cuda"
     forms = {
         "adamw": {},
@@ -80,10 +88,11 @@ def compile_as_asked(workload: Workload, model: nn.Module, recipe: Recipe) -> No
 
 
 class AccelerateStep:
-    """The public script's loop body: `accumulate`, `backward`, `clip_grad_norm_`, `step` through accelerate.
+    """The public script's loop body: `accumulate`, `backward`, `clip_grad_norm_`, `step` through
+    accelerate.
 
-    accelerate's loader moves each batch to the device itself, one batch ahead. So `non_blocking` is set where the copy
-    is made, in accelerate's own configuration.
+    accelerate's loader moves each batch to the device itself, one batch ahead. So `non_blocking` is
+    set where the copy is made, in accelerate's own configuration.
     """
 
     def __init__(self, parts: Parts) -> None:
@@ -106,7 +115,8 @@ class AccelerateStep:
             log_with="tensorboard",
             project_config=ProjectConfiguration(project_dir=str(parts.folder)),
             dataloader_config=DataLoaderConfiguration(non_blocking=recipe.non_blocking),
-            # The script lets an epoch's end cut a step short; here every optimizer step has the same work.
+            # The script lets an epoch's end cut a step short; here every optimizer step has the
+            # same work.
             gradient_accumulation_plugin=GradientAccumulationPlugin(
                 num_steps=parts.micro_steps,
                 sync_with_dataloader=False,
@@ -118,9 +128,16 @@ class AccelerateStep:
         scheduler = get_scheduler("constant", optimizer=parts.optimizer)
         name, trained = parts.workload.trained(parts.model)
         loader = parts.loader
-        if not parts.ranks.alone:  # it hands out this rank's share already: accelerate is told of one process
+        if (
+            not parts.ranks.alone
+        ):  # it hands out this rank's share already: accelerate is told of one process
             loader = prepare_data_loader(
-                loader, self.accelerator.device, 1, 0, put_on_device=True, non_blocking=recipe.non_blocking
+                loader,
+                self.accelerator.device,
+                1,
+                0,
+                put_on_device=True,
+                non_blocking=recipe.non_blocking,
             )
             loader._is_accelerate_prepared = True
         trained, self.optimizer, self.loader, self.scheduler = self.accelerator.prepare(
@@ -129,7 +146,9 @@ class AccelerateStep:
         setattr(parts.model, name, trained)
         self.log: Log = SynchronousLog(self._write, parts.micro_steps)
         if recipe.logging == "ring-buffer":
-            self.log = RingLog(self._write, parts.micro_steps, parts.workload.device, across=parts.ranks.mean)
+            self.log = RingLog(
+                self._write, parts.micro_steps, parts.workload.device, across=parts.ranks.mean
+            )
 
     @property
     def scaler(self) -> torch.amp.GradScaler | None:
@@ -137,7 +156,8 @@ class AccelerateStep:
 
     def step(self, batches: Batches) -> None:
         """One optimizer step of `recipe.accumulation` micro-steps."""
-        # Sessions side by side share accelerate's state; each says anew how many micro-steps it accumulates.
+        # Sessions side by side share accelerate's state; each says anew how many micro-steps it
+        # accumulates.
         self.accelerator.gradient_accumulation_steps = self.parts.micro_steps
         for _ in range(self.parts.micro_steps):
             self._micro_step(next(batches))
@@ -175,8 +195,8 @@ class AccelerateStep:
 
 
 def _forget_other_precision(precision: str) -> None:
-    """accelerate holds one precision a process, and refuses a second; sessions of another precision have ended by
-    now."""
+    """accelerate holds one precision a process, and refuses a second; sessions of another precision
+    have ended by now."""
     from accelerate.state import AcceleratorState
 
     if AcceleratorState._shared_state and AcceleratorState().mixed_precision != precision:
@@ -184,10 +204,11 @@ def _forget_other_precision(precision: str) -> None:
 
 
 def _autocast(module: nn.Module, device: str, dtype: torch.dtype) -> None:
-    """Run `module`, and nothing around it, under autocast, as accelerate does with what it prepares.
+    """Run `module`, and nothing around it, under autocast, as accelerate does with what it
+    prepares.
 
-    What surrounds the trained network stays in its own precision: autocast would compute the noise schedule's powers in
-    float32, and hand the network inputs of another type than the script does.
+    What surrounds the trained network stays in its own precision: autocast would compute the noise
+    schedule's powers in float32, and hand the network inputs of another type than the script does.
     """
     module.forward = torch.autocast(device, dtype)(module.forward)
 
@@ -201,7 +222,9 @@ class EagerStep:
         device = parts.workload.device
         self.scaler = torch.amp.GradScaler(device.type, enabled=recipe.precision == "fp16")
         if self.scaler.is_enabled():
-            self.scaler.scale(torch.zeros((), device=device))  # creates the scale now: a capture must find it there
+            self.scaler.scale(
+                torch.zeros((), device=device)
+            )  # creates the scale now: a capture must find it there
         if dtype := AUTOCAST.get(recipe.precision):
             _autocast(parts.workload.trained(parts.model)[1], device.type, dtype)
         write, self._close_writer = tensorboard(parts.folder, flush=recipe.logging == "synchronous")
@@ -218,13 +241,17 @@ class EagerStep:
         parts, micro_steps = self.parts, self.parts.micro_steps
         for number in range(1, micro_steps + 1):
             with synchronising(parts.shared, parts.recipe, last=number == micro_steps):
-                self.micro_step(on_device(next(batches), parts.workload.device, parts.recipe.non_blocking))
+                self.micro_step(
+                    on_device(next(batches), parts.workload.device, parts.recipe.non_blocking)
+                )
         self.update()
         self.parts.optimizer.zero_grad()
         self.log.end_step()
 
     def micro_step(self, batch: Batch) -> None:
-        """Forward and backward of one micro-batch; gradients add up in `.grad`, multiplied by the loss scale."""
+        """Forward and backward of one micro-batch; gradients add up in `.grad`, multiplied by the
+        loss scale.
+        """
         loss = self.loss(batch)
         self.log.micro_step(loss)
         with record_function("backward"):
@@ -256,23 +283,27 @@ class EagerStep:
 class GraphStep(EagerStep):
     """The eager step, all micro-steps and the optimizer's update, recorded as one CUDA graph.
 
-    A recording reads and writes fixed addresses, so batches are copied into tensors of its own, and gradients are
-    allocated beforehand and zeroed inside the graph: gradients that a capture allocates itself are replaced, not added
-    to, by the next micro-step's, and training goes wrong without a word.
+    A recording reads and writes fixed addresses, so batches are copied into tensors of its own, and
+    gradients are allocated beforehand and zeroed inside the graph: gradients that a capture
+    allocates itself are replaced, not added to, by the next micro-step's, and training goes wrong
+    without a word.
     """
 
     def __init__(self, parts: Parts) -> None:
         super().__init__(parts)
         if parts.recipe.optimizer != "adamw-fused":
             raise ValueError(
-                "driver='graph' needs optimizer='adamw-fused': the other form asks the host whether to step."
+                "driver='graph' needs optimizer='adamw-fused': the other form asks the host "
+                "whether to step."
             )
         self.inputs: list[Batch] = []
         self.streams = [torch.cuda.Stream() for _ in range(parts.recipe.streams)]
         self.captured: Callable[[], None] | None = None
 
     def step(self, batches: Batches) -> None:
-        """One optimizer step: copy its micro-batches in, replay. The first call warms up and captures."""
+        """One optimizer step: copy its micro-batches in, replay. The first call warms up and
+        captures.
+        """
         self._take([next(batches) for _ in range(self.parts.recipe.accumulation)])
         if self.captured is None:
             for parameter in self.parts.parameters:
@@ -301,8 +332,9 @@ class GraphStep(EagerStep):
         self.log.put()
 
     def _side_by_side(self) -> None:
-        """All micro-batches, each on the next of `recipe.streams` streams. What they share is touched after they have
-        met again: two streams that add to one `.grad` would lose a gradient now and then."""
+        """All micro-batches, each on the next of `recipe.streams` streams. What they share is
+        touched after they have met again: two streams that add to one `.grad` would lose a gradient
+        now and then."""
         here = torch.cuda.current_stream()
         results = []
         for stream in self.streams:
@@ -320,8 +352,15 @@ class GraphStep(EagerStep):
 
     def _state(self) -> list[Tensor]:
         """Everything the step changes in place."""
-        moments = [t for state in self.parts.optimizer.state.values() for t in state.values() if torch.is_tensor(t)]
-        scale = [self.scaler._scale, self.scaler._growth_tracker] if self.scaler.is_enabled() else []
+        moments = [
+            t
+            for state in self.parts.optimizer.state.values()
+            for t in state.values()
+            if torch.is_tensor(t)
+        ]
+        scale = (
+            [self.scaler._scale, self.scaler._growth_tracker] if self.scaler.is_enabled() else []
+        )
         return [*self.parts.parameters, *moments, *scale, *self.log.tensors]
 
 

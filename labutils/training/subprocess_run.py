@@ -1,4 +1,5 @@
-"""A recipe tried in a process of its own: what it does to that process, a crash included, the caller only reads about.
+"""A recipe tried in a process of its own: what it does to that process, a crash included, the
+caller only reads about.
 
 run = try_isolated(workload, STOCK.but(compile="reduce-overhead"), steps=3)
 """
@@ -43,20 +44,24 @@ AT_ONCE = 6
 
 
 def compile_ahead(workload: Workload, recipes: Iterable[Recipe]) -> list[Run]:
-    """Compile what `recipes` need in processes side by side, one step each; PyTorch's cache on the disk keeps it.
+    """Compile what `recipes` need in processes side by side, one step each; PyTorch's cache on the
+    disk keeps it.
 
-    A process compiles one network after the other, mostly on one core. Variants that are compiled beforehand, all at
-    the same time, are then read back from the cache in seconds. Of recipes that share their compiled code the one that
-    compiles most is tried.
+    A process compiles one network after the other, mostly on one core. Variants that are compiled
+    beforehand, all at the same time, are then read back from the cache in seconds. Of recipes that
+    share their compiled code the one that compiles most is tried.
     """
     widest: dict[tuple[Any, ...], Recipe] = {}
     for recipe in recipes:
-        # Scope "everything" compiles what "model" does, and the encoders; "blocks" compiles other pieces.
+        # Scope "everything" compiles what "model" does, and the encoders; "blocks" compiles other
+        # pieces.
         key = (recipe.compile_scope == "blocks", *(getattr(recipe, knob) for knob in COMPILED_BY))
         if recipe.compile != "off" and (key not in widest or recipe.compile_scope == "everything"):
             widest[key] = recipe
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        return list(pool.map(lambda recipe: try_isolated(workload, recipe, steps=1), widest.values()))
+        return list(
+            pool.map(lambda recipe: try_isolated(workload, recipe, steps=1), widest.values())
+        )
 
 
 def try_isolated(
@@ -67,14 +72,20 @@ def try_isolated(
     timeout_s: float = TIMEOUT_S,
     environment: Mapping[str, str] | None = None,
 ) -> Run:
-    """The run of `steps` optimizer steps in a child process, at `scale` (the workload's own by default).
+    """The run of `steps` optimizer steps in a child process, at `scale` (the workload's own by
+    default).
 
     `environment` holds variables that the child has beside this process's own.
 
-    Its metrics hold `failed` (0 or 1), `message` (the exception, or how the process ended; "" where it went well) and,
-    where it went well, `loss`. The run's status is "ok" either way: what was tried is what was to be found out.
+    Its metrics hold `failed` (0 or 1), `message` (the exception, or how the process ended; "" where
+    it went well) and, where it went well, `loss`. The run's status is "ok" either way: what was
+    tried is what was to be found out.
     """
-    order = workload.opened_as() | {"device": workload.device.type, "recipe": recipe.as_dict(), "steps": steps}
+    order = workload.opened_as() | {
+        "device": workload.device.type,
+        "recipe": recipe.as_dict(),
+        "steps": steps,
+    }
     if scale:
         order |= {"scale": scale, "weights": "random"}  # the hub has one size only
     run = Run(lab="", run="", workload=workload.name, scale=order["scale"], recipe=recipe.as_dict())
@@ -96,7 +107,10 @@ def try_isolated(
         run.metrics = json.loads(child.stdout.splitlines()[-1])
     except (IndexError, json.JSONDecodeError):
         last = (child.stderr.strip().splitlines() or ["nothing was printed"])[-1]
-        run.metrics = {"failed": 1, "message": f"the process ended with code {child.returncode}: {last}"}
+        run.metrics = {
+            "failed": 1,
+            "message": f"the process ended with code {child.returncode}: {last}",
+        }
     return run
 
 

@@ -12,7 +12,12 @@ from types import TracebackType
 import torch
 
 from labutils.data.images import make_loader
-from labutils.layers.cuda_graph import attention_kernel, float32_rounded, timed_convolutions, variants_allowed
+from labutils.layers.cuda_graph import (
+    attention_kernel,
+    float32_rounded,
+    timed_convolutions,
+    variants_allowed,
+)
 from labutils.recipe import Recipe
 from labutils.training import checkpoint, distributed
 from labutils.training.batches import Batches
@@ -27,22 +32,31 @@ class Session:
         with Session(workload, recipe, folder="runs/mine") as session:
             session.run(100, checkpoint_every=50)
 
-    folder: where logs and checkpoints go; None: a temporary one that goes with the session. resume: go on from the
-    folder's checkpoint; raises `FileNotFoundError` where there is none, `ValueError` where it belongs to another
-    recipe. `step_count` counts optimizer steps since the run's beginning, `recipe` is the recipe as it fits this
-    device. Building took `build_s` seconds, `encode_s` of them for encoding every example once where the recipe caches
-    them, else None. Started by torchrun it shares the recipe's optimizer step with the other ranks (`training.ranks`):
-    every process makes the same calls.
+    folder: where logs and checkpoints go; None: a temporary one that goes with the session. resume:
+    go on from the folder's checkpoint; raises `FileNotFoundError` where there is none, `ValueError`
+    where it belongs to another recipe. `step_count` counts optimizer steps since the run's
+    beginning, `recipe` is the recipe as it fits this device. Building took `build_s` seconds,
+    `encode_s` of them for encoding every example once where the recipe caches them, else None.
+    Started by torchrun it shares the recipe's optimizer step with the other ranks
+    (`training.ranks`): every process makes the same calls.
     """
 
     def __init__(
-        self, workload: Workload, recipe: Recipe, folder: str | Path | None = None, resume: bool = False
+        self,
+        workload: Workload,
+        recipe: Recipe,
+        folder: str | Path | None = None,
+        resume: bool = False,
     ) -> None:
         self.ranks = distributed.here()
         self.workload = workload
         self.recipe = recipe.fitted_to(workload.device.type)
         # Goes with the session, and with one that could not be built.
-        self.temporary = None if folder else tempfile.TemporaryDirectory(prefix="labutils-", ignore_cleanup_errors=True)
+        self.temporary = (
+            None
+            if folder
+            else tempfile.TemporaryDirectory(prefix="labutils-", ignore_cleanup_errors=True)
+        )
         self.folder = Path(folder or self.temporary.name)
         self.step_count = 0
         torch.manual_seed(self.recipe.seed)
@@ -53,14 +67,26 @@ class Session:
         self.encode_s: float | None = getattr(dataset, "encode_s", None)
         order = workload.order(dataset, self.recipe)
         loader = make_loader(
-            dataset, self.recipe, collate_fn=workload.collate(self.recipe), order=order, ranks=self.ranks.count
+            dataset,
+            self.recipe,
+            collate_fn=workload.collate(self.recipe),
+            order=order,
+            ranks=self.ranks.count,
         )
         compile_as_asked(workload, self.model, self.recipe)
         shared = distributed.distribute(workload, self.model, self.recipe, self.ranks)
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         optimizer = build_optimizer(self.parameters, self.recipe)
         parts = Parts(
-            workload, self.recipe, self.model, self.parameters, optimizer, loader, self.folder, self.ranks, shared
+            workload,
+            self.recipe,
+            self.model,
+            self.parameters,
+            optimizer,
+            loader,
+            self.folder,
+            self.ranks,
+            shared,
         )
         self.optimizer = optimizer
         self.driver = DRIVERS[self.recipe.driver](parts)
@@ -72,8 +98,8 @@ class Session:
             checkpoint.load(self)
 
     def step(self, batches: Iterator[Batch] | None = None) -> None:
-        """One optimizer step, accumulation included, on the next of `batches`, or else of the session's own data. On a
-        GPU it may still be running when this returns."""
+        """One optimizer step, accumulation included, on the next of `batches`, or else of the
+        session's own data. On a GPU it may still be running when this returns."""
         with (
             attention_kernel(self.recipe.attention),
             timed_convolutions(self.recipe.cudnn_benchmark),
@@ -83,8 +109,14 @@ class Session:
             self.driver.step(batches or self.batches)
         self.step_count += 1
 
-    def run(self, steps: int, checkpoint_every: int = 0, after_step: Callable[[Session], None] | None = None) -> None:
-        """Step until `steps` optimizer steps of the run are done, saving a checkpoint after every so many (0: none).
+    def run(
+        self,
+        steps: int,
+        checkpoint_every: int = 0,
+        after_step: Callable[[Session], None] | None = None,
+    ) -> None:
+        """Step until `steps` optimizer steps of the run are done, saving a checkpoint after every
+        so many (0: none).
 
         `after_step` is called with the session after every step (`logs.MemoryLog`).
         """
@@ -96,20 +128,27 @@ class Session:
                 self.save()
 
     def save(self) -> Path:
-        """Write a checkpoint to resume from, atomically; the one before is replaced only when this one is whole."""
+        """Write a checkpoint to resume from, atomically; the one before is replaced only when this
+        one is whole.
+        """
         return checkpoint.save(self)
 
     def save_adapter(self, folder: str | Path) -> None:
-        """Write the LoRA weights as safetensors in PEFT's format and, for diffusion models, in diffusers' own.
+        """Write the LoRA weights as safetensors in PEFT's format and, for diffusion models, in
+        diffusers' own.
 
-        Of several ranks the first one writes. Raises `ValueError` where there are none, or where they are cut among the
-        ranks.
+        Of several ranks the first one writes. Raises `ValueError` where there are none, or where
+        they are cut among the ranks.
         """
         if self.recipe.adapter == "none":
-            raise ValueError("adapter='none' trains the model's own weights: there is no adapter to save. Use save().")
+            raise ValueError(
+                "adapter='none' trains the model's own weights: there is no adapter to save. Use "
+                "save()."
+            )
         if distributed.is_sharded(self.parameters):
             raise ValueError(
-                "parallel='fsdp' holds a part of the adapter on each rank. Use save(), which gathers it; one process "
+                "parallel='fsdp' holds a part of the adapter on each rank. Use save(), which "
+                "gathers it; one process "
                 "can take that up (resume=True) and save the adapter."
             )
         if self.ranks.rank == 0:
@@ -145,7 +184,11 @@ class Session:
     def __enter__(self) -> Session:
         return self
 
-    def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
         if kind is not None:
-            self.driver.log.across = own  # the other ranks may be gone: nothing more is asked of them
+            self.driver.log.across = (
+                own  # the other ranks may be gone: nothing more is asked of them
+            )
         self.close()

@@ -1,11 +1,13 @@
-"""unsloth in a process of its own: importing it patches transformers, PEFT and TRL for whatever runs beside it.
+"""unsloth in a process of its own: importing it patches transformers, PEFT and TRL for whatever
+runs beside it.
 
     runs = train_with_unsloth({"unsloth long": Job(workload, recipe, steps=40)}, logs)
 
-The child loads the same weights from a folder, lets unsloth put in its kernels, adapters and checkpointing, and then
-goes through the course's own loop: the same batches, the same clock. All jobs are done by one process, in order, and
-each is on record as soon as it is done. The process keeps its compiled code in a folder that goes with it, so that its
-first step is one; all that it prints is kept beside the logs.
+The child loads the same weights from a folder, lets unsloth put in its kernels, adapters and
+checkpointing, and then goes through the course's own loop: the same batches, the same clock. All
+jobs are done by one process, in order, and each is on record as soon as it is done. The process
+keeps its compiled code in a folder that goes with it, so that its first step is one; all that it
+prints is kept beside the logs.
 """
 
 from __future__ import annotations
@@ -44,14 +46,18 @@ QUIET = {
     "TQDM_DISABLE": "1",
     "UNSLOTH_MEGA_CACHE": "0",
 }
-"""The child's environment: it asks nothing of a network, and brings no compiled code of an earlier day along."""
+"""The child's environment: it asks nothing of a network, and brings no compiled code of an earlier
+day along.
+"""
 CACHES = {
     "TRITON_CACHE_DIR": "triton",
     "TORCHINDUCTOR_CACHE_DIR": "inductor",
     "UNSLOTH_COMPILE_LOCATION": "unsloth_compiled_cache",
     "TMPDIR": "temporary",
 }
-"""Variable -> folder of the child's own. (unsloth unsets the second one; PyTorch then takes a folder in the last.)"""
+"""Variable -> folder of the child's own. (unsloth unsets the second one; PyTorch then takes a
+folder in the last.)
+"""
 DONE = "done: "
 """How a line begins that tells the parent of a finished job."""
 PRINTED = "unsloth.txt"
@@ -60,8 +66,8 @@ PRINTED = "unsloth.txt"
 
 @dataclass(frozen=True)
 class Job:
-    """One run: a language workload of the jobs' common model, with how its base weights are held (4 bits, or as they
-    come) in `recipe.base_linear`, and at least `steps` timed optimizer steps."""
+    """One run: a language workload of the jobs' common model, with how its base weights are held (4
+    bits, or as they come) in `recipe.base_linear`, and at least `steps` timed optimizer steps."""
 
     workload: LanguageLora
     recipe: Recipe
@@ -76,20 +82,27 @@ def check_unsloth(device: str) -> None:
         raise Unavailable("unsloth is not installed: make unsloth")
 
 
-def train_with_unsloth(jobs: Mapping[str, Job], logs: Path, every: int = 10, timeout_s: float = TIMEOUT_S) -> Runs:
+def train_with_unsloth(
+    jobs: Mapping[str, Job], logs: Path, every: int = 10, timeout_s: float = TIMEOUT_S
+) -> Runs:
     """Name -> run of each job, its memory in `logs`/name.csv as `following.followed` writes it.
 
-    `first_step_s` is the first job's alone: its kernels are compiled then. A job that fails has its reason as status,
-    and so have those that a process that dies or takes too long didn't get to.
-    Raises `Unavailable` where unsloth can't run, `RuntimeError` where the process dies with nothing done.
+    `first_step_s` is the first job's alone: its kernels are compiled then. A job that fails has its
+    reason as status, and so have those that a process that dies or takes too long didn't get to.
+    Raises `Unavailable` where unsloth can't run, `RuntimeError` where the process dies with nothing
+    done.
     """
     first = next(iter(jobs.values())).workload
     check_unsloth(first.device.type)
-    with tempfile.TemporaryDirectory(prefix="labutils-unsloth-", ignore_cleanup_errors=True) as place:
+    with tempfile.TemporaryDirectory(
+        prefix="labutils-unsloth-", ignore_cleanup_errors=True
+    ) as place:
         folder = Path(place)
         if first.weights == "random":
             first.publish(folder / "model")
-            make_room(first)  # for the child: memory that this process only keeps is not free for another
+            make_room(
+                first
+            )  # for the child: memory that this process only keeps is not free for another
         order = {
             "model": str(folder / "model") if first.weights == "random" else first.size.hub,
             "logs": str(logs.resolve()),
@@ -116,7 +129,9 @@ def _order_of(job: Job) -> dict[str, Any]:
 
 
 def _ask(order: dict[str, Any], timeout_s: float, folder: Path) -> tuple[dict[str, Any], str]:
-    """The records of the jobs that the child finished, by name, and why it ended early; "" where it didn't."""
+    """The records of the jobs that the child finished, by name, and why it ended early; "" where it
+    didn't.
+    """
     command = [sys.executable, "-m", "labutils.training.unsloth_run"]
     try:
         child = subprocess.run(
@@ -140,15 +155,22 @@ def _ask(order: dict[str, Any], timeout_s: float, folder: Path) -> tuple[dict[st
 
 
 def _kept(logs: Path, *printed: str | bytes | None) -> str:
-    """The first of `printed` as text. All of it is kept in `logs`: why a library failed is rarely said in one line."""
-    texts = [text if isinstance(text, str) else (text or b"").decode(errors="replace") for text in printed]
+    """The first of `printed` as text. All of it is kept in `logs`: why a library failed is rarely
+    said in one line.
+    """
+    texts = [
+        text if isinstance(text, str) else (text or b"").decode(errors="replace")
+        for text in printed
+    ]
     logs.mkdir(parents=True, exist_ok=True)
     (logs / PRINTED).write_text("\n".join(texts), encoding="utf-8", errors="replace")
     return texts[0]
 
 
 def _environment(folder: Path) -> dict[str, str]:
-    """The child's: folders of its own, made here, for whatever libraries write, and the way to this checkout."""
+    """The child's: folders of its own, made here, for whatever libraries write, and the way to this
+    checkout.
+    """
     for name in CACHES.values():
         (folder / name).mkdir()
     path = os.pathsep.join(filter(None, (str(REPOSITORY), os.environ.get("PYTHONPATH"))))
@@ -162,12 +184,14 @@ def _finished(printed: str) -> dict[str, Any]:
     return {record["run"]: record for record in map(json.loads, lines)}
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # The child's side
 
 
 def _main() -> None:
-    """An order on standard input; each run's record a line of standard output, as soon as there is one."""
+    """An order on standard input; each run's record a line of standard output, as soon as there is
+    one.
+    """
     import unsloth  # before transformers, which nothing has imported so far
 
     order = json.load(sys.stdin)
@@ -177,7 +201,9 @@ def _main() -> None:
     load = functools.cache(functools.partial(_load, library, order["model"]))  # once for all jobs
     for place, (name, job) in enumerate(order["jobs"].items()):
         workload, recipe = open_workload(**job["workload"]), Recipe(**job["recipe"])
-        load(*_held_as(recipe))  # a model that can't be loaded ends the process: the other jobs would try it once more
+        load(
+            *_held_as(recipe)
+        )  # a model that can't be loaded ends the process: the other jobs would try it once more
         workload.build = functools.partial(_build, library, load)
         log = Path(order["logs"]) / f"{name}.csv"
         meet = functools.partial(_meet_other_lengths, workload)
@@ -188,32 +214,45 @@ def _main() -> None:
 
 
 def _meet_other_lengths(workload: LanguageLora, session: Session) -> None:
-    """A step each on batches of other lengths, where lengths differ: unsloth compiles every block, for one length, for
-    any, and for what doesn't divide evenly, and would do it in a step that is timed."""
+    """A step each on batches of other lengths, where lengths differ: unsloth compiles every block,
+    for one length, for any, and for what doesn't divide evenly, and would do it in a step that is
+    timed."""
     for batch in _of_other_lengths(workload, session.recipe):
-        session.driver.step(iter([{name: tensor.to(workload.device) for name, tensor in batch.items()}]))
+        session.driver.step(
+            iter([{name: tensor.to(workload.device) for name, tensor in batch.items()}])
+        )
 
 
 def _of_other_lengths(workload: LanguageLora, recipe: Recipe) -> list[Batch]:
-    """The longest batch, a shorter one of an odd length, and the shortest; none where all have one length."""
+    """The longest batch, a shorter one of an odd length, and the shortest; none where all have one
+    length.
+    """
     if recipe.shapes != "as-they-come":
         return []
     rows, collate = workload.dataset(None, recipe), workload.collate(recipe)
     ascending = sorted(rows, key=lambda row: len(row["input_ids"]))
     half, last = len(ascending) // 2, len(ascending) - 1
-    odd = next((place for place in range(half, last) if len(ascending[place]["input_ids"]) % 2), half)
+    odd = next(
+        (place for place in range(half, last) if len(ascending[place]["input_ids"]) % 2), half
+    )
     ends = (last, max(odd, recipe.micro_batch - 1), recipe.micro_batch - 1)
     return [collate(ascending[end + 1 - recipe.micro_batch : end + 1]) for end in ends]
 
 
 def _held_as(recipe: Recipe) -> tuple[bool, int, int]:
-    """What of a recipe the model depends on that is loaded: whether in 4 bits, the adapters' rank and seed."""
+    """What of a recipe the model depends on that is loaded: whether in 4 bits, the adapters' rank
+    and seed.
+    """
     return recipe.base_linear == "nf4", recipe.rank, recipe.seed
 
 
 def _load(library: Any, model: str, four_bits: bool, rank: int, seed: int) -> nn.Module:
     lm, _ = library.from_pretrained(
-        model, max_seq_length=LONGEST, load_in_4bit=four_bits, fix_tokenizer=False, use_exact_model_name=True
+        model,
+        max_seq_length=LONGEST,
+        load_in_4bit=four_bits,
+        fix_tokenizer=False,
+        use_exact_model_name=True,
     )
     return library.get_peft_model(
         lm,
@@ -229,7 +268,9 @@ def _load(library: Any, model: str, four_bits: bool, rank: int, seed: int) -> nn
 
 
 def _build(library: Any, load: Callable[[bool, int, int], nn.Module], recipe: Recipe) -> Published:
-    """What `LanguageLora.build` gives, by unsloth; without what accelerate put around it in the job before."""
+    """What `LanguageLora.build` gives, by unsloth; without what accelerate put around it in the job
+    before.
+    """
     from accelerate.utils import extract_model_from_parallel
 
     lm = load(*_held_as(recipe))

@@ -1,4 +1,5 @@
-"""Workloads: what is trained. A recipe runs on any of them; the training loop knows only what `Workload` says.
+"""Workloads: what is trained. A recipe runs on any of them; the training loop knows only what
+`Workload` says.
 
 workload = open_workload("sd15-lora", scale="tiny")
 """

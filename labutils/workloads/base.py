@@ -46,8 +46,8 @@ Found = TypeVar("Found")
 def remembered(method: Callable[..., Found]) -> Callable[..., Found]:
     """A method of a workload that works each thing out once; the workload holds what was found.
 
-    `functools.cache` would hold the workload itself as long as the process runs, and so an altered copy with all that
-    its changes hold on to: a model on the GPU.
+    `functools.cache` would hold the workload itself as long as the process runs, and so an altered
+    copy with all that its changes hold on to: a model on the GPU.
     """
 
     @functools.wraps(method)
@@ -62,11 +62,13 @@ def remembered(method: Callable[..., Found]) -> Callable[..., Found]:
 
 @dataclass(frozen=True)
 class Work:
-    """What one optimizer step (or one micro-batch) takes in, and the arithmetic and traffic it can't do without.
+    """What one optimizer step (or one micro-batch) takes in, and the arithmetic and traffic it
+    can't do without.
 
-    `flops` counts multiplications and additions of matrix products, convolutions and attention, forward and backward;
-    `bytes` what must cross the device's memory bus at least: the weights, once a pass. `tokens` are those that are
-    computed on, `useful_tokens` those of them that aren't padding; 0 where a workload has no tokens.
+    `flops` counts multiplications and additions of matrix products, convolutions and attention,
+    forward and backward; `bytes` what must cross the device's memory bus at least: the weights,
+    once a pass. `tokens` are those that are computed on, `useful_tokens` those of them that aren't
+    padding; 0 where a workload has no tokens.
     """
 
     flops: float
@@ -76,7 +78,9 @@ class Work:
     useful_tokens: float = 0
 
     def __add__(self, other: Work) -> Work:
-        return Work(*(mine + theirs for mine, theirs in zip(astuple(self), astuple(other), strict=True)))
+        return Work(
+            *(mine + theirs for mine, theirs in zip(astuple(self), astuple(other), strict=True))
+        )
 
     def __mul__(self, times: float) -> Work:
         return Work(*(times * mine for mine in astuple(self)))
@@ -86,8 +90,9 @@ class Workload(ABC):
     """What is trained, at one scale on one device.
 
     scale: "tiny" (CPU and CI), "small" (a GPU of 8 GB), "full" (the article's own architecture).
-    weights: "random" (the exact architecture with random weights: speed and memory are the real model's, losses are
-    not) or "hub". data: "generated" (files like the real ones) or "hub". Raises `ValueError` for anything else.
+    weights: "random" (the exact architecture with random weights: speed and memory are the real
+    model's, losses are not) or "hub". data: "generated" (files like the real ones) or "hub". Raises
+    `ValueError` for anything else.
     """
 
     name: ClassVar[str]
@@ -114,8 +119,8 @@ class Workload(ABC):
         return other
 
     def opened_as(self) -> dict[str, Any]:
-        """What `open_workload` is told in another process to have the same workload there, as plain data; the device is
-        that process's own."""
+        """What `open_workload` is told in another process to have the same workload there, as plain
+        data; the device is that process's own."""
         return {
             "name": self.name,
             "scale": self.scale,
@@ -126,12 +131,14 @@ class Workload(ABC):
 
     @abstractmethod
     def build(self, recipe: Recipe) -> nn.Module:
-        """A fresh model on the device with the recipe's precision, layout and adapters; the frozen weights are
-        shared."""
+        """A fresh model on the device with the recipe's precision, layout and adapters; the frozen
+        weights are shared."""
 
     @abstractmethod
     def trained(self, model: nn.Module) -> tuple[str, nn.Module]:
-        """The part of `model` that is trained, and the attribute that holds it: what is compiled, wrapped and saved."""
+        """The part of `model` that is trained, and the attribute that holds it: what is compiled,
+        wrapped and saved.
+        """
 
     @abstractmethod
     def frozen(self, model: nn.Module) -> list[nn.Module]:
@@ -139,18 +146,26 @@ class Workload(ABC):
 
     @abstractmethod
     def blocks(self, model: nn.Module) -> list[nn.Module]:
-        """What the trained part repeats, blocks above all: what regional compilation compiles, one by one."""
+        """What the trained part repeats, blocks above all: what regional compilation compiles, one
+        by one.
+        """
 
     @abstractmethod
     def converted(self, model: nn.Module, recipe: Recipe) -> list[str]:
-        """Names in `model` of the frozen linear layers that `recipe.base_linear` holds in a format of its own."""
+        """Names in `model` of the frozen linear layers that `recipe.base_linear` holds in a format
+        of its own.
+        """
 
     def units(self, model: nn.Module) -> list[nn.Module]:
-        """The parts of the trained part whose weights are gathered together where they are cut among GPUs (FSDP)."""
+        """The parts of the trained part whose weights are gathered together where they are cut
+        among GPUs (FSDP).
+        """
         return self.blocks(model)
 
     def called(self, model: nn.Module) -> nn.Module:
-        """The module whose call uses every weight of the trained part, and around which FSDP gathers them."""
+        """The module whose call uses every weight of the trained part, and around which FSDP
+        gathers them.
+        """
         return self.trained(model)[1]
 
     @abstractmethod
@@ -158,9 +173,11 @@ class Workload(ABC):
         """Examples by index; those that `recipe.cache` asks for are encoded by `model` once, here."""
 
     def order(self, dataset: Dataset, recipe: Recipe) -> Sampler[list[int]] | None:
-        """What chooses each micro-batch's examples where their number varies; None: `recipe.micro_batch` at random.
+        """What chooses each micro-batch's examples where their number varies; None:
+        `recipe.micro_batch` at random.
 
-        It offers `length` (rows an epoch) and `go_to(epoch, start)`, as `data.images.EpochOrder` does.
+        It offers `length` (rows an epoch) and `go_to(epoch, start)`, as `data.images.EpochOrder`
+        does.
         """
         return None
 
@@ -174,24 +191,28 @@ class Workload(ABC):
 
     @abstractmethod
     def loss(self, model: nn.Module, batch: Batch, draws: Batch) -> Tensor:
-        """The mean loss of a micro-batch on the device (a scalar in float32) for given random numbers."""
+        """The mean loss of a micro-batch on the device (a scalar in float32) for given random
+        numbers.
+        """
 
     @abstractmethod
     def work(self, recipe: Recipe) -> Work:
         """What one optimizer step takes, from the shapes alone; on average where they vary."""
 
     def work_of(self, recipe: Recipe, batch: Batch) -> Work | None:
-        """What this micro-batch takes; None where all take the same (`steps_vary` is False), and `work` says what.
+        """What this micro-batch takes; None where all take the same (`steps_vary` is False), and
+        `work` says what.
 
         Read on the host: a batch that is on a GPU already has it wait.
         """
         return None
 
     def let_go(self) -> None:
-        """Forget the weights that sessions share; they stay with sessions that run. The next that shares them makes
-        them anew, and one that has its own has the room for itself."""
+        """Forget the weights that sessions share; they stay with sessions that run. The next that
+        shares them makes them anew, and one that has its own has the room for itself."""
         held, self._held = self._held is not None, None
-        # On a GPU in any case: a session that ended before holds memory until its circles of references are found.
+        # On a GPU in any case: a session that ended before holds memory until its circles of
+        # references are found.
         if held or self.device.type == "cuda":
             gc.collect()
 
@@ -217,7 +238,9 @@ def open_workload(
     check_choice("workload", name, workload_names())
     module, kind = ROOMS[name]
     scale = hardware.scale_for(hardware.machine()) if scale == "auto" else scale
-    folder = Path(cache_dir or os.environ.get("LABUTILS_CACHE") or Path.home() / ".cache" / "labutils")
+    folder = Path(
+        cache_dir or os.environ.get("LABUTILS_CACHE") or Path.home() / ".cache" / "labutils"
+    )
     workload = getattr(importlib.import_module(module), kind)
     import_unseen(*COMMON, *workload.libraries)
     return workload(scale, weights, data, device or hardware.device(), folder)

@@ -1,18 +1,21 @@
 """Qwen3 and gpt-oss with LoRA on texts: article A3's workload.
 
-One example is a conversation of a prompt and an answer: an instruction and its response (names ending in "-short",
-117 tokens on average), or an article's body and its title ("-long", 861; see `data.texts`). Qwen3 is dense, gpt-oss a
-mixture of experts with attention sinks and, in every other layer, a window of 128 tokens.
+One example is a conversation of a prompt and an answer: an instruction and its response (names
+ending in "-short", 117 tokens on average), or an article's body and its title ("-long", 861; see
+`data.texts`). Qwen3 is dense, gpt-oss a mixture of experts with attention sinks and, in every other
+layer, a window of 128 tokens.
 
-LoRA adapts all seven projections of Qwen3's blocks with alpha = 2 r, as the article does. It asks for the same of
-gpt-oss and, as it found out, gets attention alone: the experts' weights are no linear layers. The router stays frozen.
+LoRA adapts all seven projections of Qwen3's blocks with alpha = 2 r, as the article does. It asks
+for the same of gpt-oss and, as it found out, gets attention alone: the experts' weights are no
+linear layers. The router stays frozen.
 
-At `full` the architectures are Qwen3-8B's and gpt-oss-20b's to the parameter, or with "32b" and "120b" in the name
-those of Qwen3-32B and gpt-oss-120b (which in 16 bits is larger than any GPU: its shapes are for device="meta").
-`small` is Qwen3-0.6B and a gpt-oss of 0.8 billion parameters. `tiny` ones have two thin blocks and texts a quarter as
-long. `layers="published"` runs transformers' own forward pass, gpt-oss's with eager attention and its loop over
-experts; `layers="rewritten"` the same modules without masks, attention in one kernel and experts in grouped products:
-nothing is asked of the device, so that blocks have static shapes and can be compiled or captured.
+At `full` the architectures are Qwen3-8B's and gpt-oss-20b's to the parameter, or with "32b" and
+"120b" in the name those of Qwen3-32B and gpt-oss-120b (which in 16 bits is larger than any GPU: its
+shapes are for device="meta"). `small` is Qwen3-0.6B and a gpt-oss of 0.8 billion parameters. `tiny`
+ones have two thin blocks and texts a quarter as long. `layers="published"` runs transformers' own
+forward pass, gpt-oss's with eager attention and its loop over experts; `layers="rewritten"` the
+same modules without masks, attention in one kernel and experts in grouped products: nothing is
+asked of the device, so that blocks have static shapes and can be compiled or captured.
 """
 
 from __future__ import annotations
@@ -31,7 +34,17 @@ from torch.utils.data import Dataset, Sampler
 
 from labutils.data.images import EPOCH
 from labutils.data.packing import Layout, PackedOrder, answer_room, left_over
-from labutils.data.texts import LONG, LONGEST, SHORT, Chat, Collate, Conversation, Conversations, Kind, from_hub
+from labutils.data.texts import (
+    LONG,
+    LONGEST,
+    SHORT,
+    Chat,
+    Collate,
+    Conversation,
+    Conversations,
+    Kind,
+    from_hub,
+)
 from labutils.data.tokenizers import chat_tokenizer, hub_tokenizer
 from labutils.layers.grouped_moe import register_experts
 from labutils.layers.lora import attach_lora
@@ -57,9 +70,9 @@ from labutils.workloads.decoder import (
 
 @dataclass(frozen=True)
 class Size:
-    """What differs between models of a family. `hub` names the published one, if it is one; `texts` are the examples
-    and `shorter` what their lengths are divided by; a mixture has `experts`, `chosen` of which a token takes, and a
-    `window`."""
+    """What differs between models of a family. `hub` names the published one, if it is one; `texts`
+    are the examples and `shorter` what their lengths are divided by; a mixture has `experts`,
+    `chosen` of which a token takes, and a `window`."""
 
     hub: str
     texts: int
@@ -94,8 +107,9 @@ GPT_OSS_120B = Size("openai/gpt-oss-120b", 1000, 1, 2880, 36, 64, 8, 64, 2880, 2
 LEFT_OUT = ("lm_head",)
 """What of the frozen linear layers is never converted, as transformers does."""
 CROWDED = 3
-"""Packed rows hold up to so many times as many texts as fit on average. Room for as many as there could be of the
-shortest would be empty nearly always, and attention kernels pass through all of it."""
+"""Packed rows hold up to so many times as many texts as fit on average. Room for as many as there
+could be of the shortest would be empty nearly always, and attention kernels pass through all of it.
+"""
 
 
 @dataclass(frozen=True)
@@ -106,7 +120,7 @@ class Measure:
     answers: int
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # The model
 
 
@@ -134,12 +148,16 @@ class Rewritten(nn.Module):
         self.decoder = Decoder(lm.model, lm.lm_head, loss, longest)
 
     def forward(self, batch: Batch) -> Tensor:
-        given = {k: batch[k] for k in ("positions", "targets", "answers", "answer_targets", "boundaries") if k in batch}
+        given = {
+            k: batch[k]
+            for k in ("positions", "targets", "answers", "answer_targets", "boundaries")
+            if k in batch
+        }
         with record_function("forward"):
             return self.decoder(self.lm.model.embed_tokens(batch["input_ids"]), **given)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # The workload
 
 
@@ -154,7 +172,7 @@ class LanguageLora(DecoderLora):
     def size(self) -> Size:
         return self.sizes[self.scale]
 
-    # ------------------------------------------------------------------------------------------------ the model
+    # ---------------------------------------------------------------------------- the model
 
     def build(self, recipe: Recipe) -> Published | Rewritten:
         _check(recipe)
@@ -168,7 +186,9 @@ class LanguageLora(DecoderLora):
         else:  # its own copy, so that converting a layer lets go of what it was
             lm = self._made(dtype, recipe.seed)
         names = projections(lm.model.layers, "model.layers")
-        if recipe.base_linear == "nf4":  # as it is loaded: PEFT then takes the layers that it has for 4 bits
+        if (
+            recipe.base_linear == "nf4"
+        ):  # as it is loaded: PEFT then takes the layers that it has for 4 bits
             convert_base(lm, frozen_linears(lm, LEFT_OUT), "nf4", dtype)
             lm.is_loaded_in_4bit = True
         attach_lora(lm, names, recipe.rank, 2 * recipe.rank, recipe.adapter, seed=recipe.seed)
@@ -182,7 +202,9 @@ class LanguageLora(DecoderLora):
             lm.config._attn_implementation = "documents"
             if self.size.experts:
                 lm.config._experts_implementation = "frozen"
-            model = Rewritten(lm, recipe.loss, self._longest(recipe) if recipe.shapes == "packed" else None)
+            model = Rewritten(
+                lm, recipe.loss, self._longest(recipe) if recipe.shapes == "packed" else None
+            )
         model.base_linear = recipe.base_linear
         return model
 
@@ -205,24 +227,35 @@ class LanguageLora(DecoderLora):
         return model
 
     def _made(self, dtype: torch.dtype, seed: int) -> nn.Module:
-        """transformers' model without adapters, every weight frozen, built in `dtype` on the device itself."""
+        """transformers' model without adapters, every weight frozen, built in `dtype` on the device
+        itself.
+        """
         with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
             torch.manual_seed(seed)
-            lm = self._from_hub(dtype) if self.weights == "hub" else build_lm(self.size, self.device, dtype)
+            lm = (
+                self._from_hub(dtype)
+                if self.weights == "hub"
+                else build_lm(self.size, self.device, dtype)
+            )
         return lm.requires_grad_(False)
 
     def _from_hub(self, dtype: torch.dtype) -> nn.Module:
         from transformers import AutoModelForCausalLM, Mxfp4Config
 
         # gpt-oss is published with 4-bit experts; they are unpacked, as random weights come.
-        unpacked = {"quantization_config": Mxfp4Config(dequantize=True)} if self.size.experts else {}
+        unpacked = (
+            {"quantization_config": Mxfp4Config(dequantize=True)} if self.size.experts else {}
+        )
         register_attention()
         register_experts()
         try:
-            lm = AutoModelForCausalLM.from_pretrained(self._hub_name(), dtype=dtype, **_ways(self.size), **unpacked)
+            lm = AutoModelForCausalLM.from_pretrained(
+                self._hub_name(), dtype=dtype, **_ways(self.size), **unpacked
+            )
         except OSError as error:
             raise ConnectionError(
-                f"The weights of {self.size.hub} could not be loaded ({error}). They need the network once. Use "
+                f"The weights of {self.size.hub} could not be loaded ({error}). They need the "
+                "network once. Use "
                 f'weights="random", or fetch them on a connected machine with `hf download {self.size.hub}`.'
             ) from error
         return lm.to(self.device)
@@ -239,14 +272,18 @@ class LanguageLora(DecoderLora):
         """Write the adapter under the names that PEFT gives it in transformers' model."""
         from labutils.layers.lora import save_adapter
 
-        save_adapter(getattr(model.lm, "_orig_mod", model.lm), folder, base_model=self.size.hub or None)
+        save_adapter(
+            getattr(model.lm, "_orig_mod", model.lm), folder, base_model=self.size.hub or None
+        )
 
     def publish(self, folder: Path, seed: int = 0) -> None:
-        """Write the frozen model and its tokenizer as `from_pretrained` of transformers reads them, in 16 bits."""
+        """Write the frozen model and its tokenizer as `from_pretrained` of transformers reads them,
+        in 16 bits.
+        """
         self._made(torch.bfloat16, seed).save_pretrained(folder)
         self._tokenizer().save_pretrained(folder)
 
-    # ------------------------------------------------------------------------------------------------ the data
+    # ---------------------------------------------------------------------------- the data
 
     def dataset(self, model: nn.Module | None, recipe: Recipe) -> Conversations:
         return Conversations(self._conversations(), recipe.predict == "everything")
@@ -256,19 +293,33 @@ class LanguageLora(DecoderLora):
             return None
         lengths = [measure.tokens for measure in self._measures(recipe)]
         epoch = max(len(lengths), EPOCH)
-        return PackedOrder(lengths, [0] * len(lengths), self.layout(recipe), recipe.micro_batch, epoch, recipe.seed)
+        return PackedOrder(
+            lengths, [0] * len(lengths), self.layout(recipe), recipe.micro_batch, epoch, recipe.seed
+        )
 
     def collate(self, recipe: Recipe) -> Callable[[list], Batch]:
         layout = self.layout(recipe)
-        layout.row_tokens([measure.tokens for measure in self._measures(recipe)])  # does all of it fit?
+        layout.row_tokens(
+            [measure.tokens for measure in self._measures(recipe)]
+        )  # does all of it fit?
         return Collate(layout, self._tokenizer().pad_token_id, recipe.layers == "published")
 
     def layout(self, recipe: Recipe) -> Layout:
         """The form of this recipe's batches."""
-        budget, lengths = self.token_budget(recipe), [measure.tokens for measure in self._measures(recipe)]
+        budget, lengths = (
+            self.token_budget(recipe),
+            [measure.tokens for measure in self._measures(recipe)],
+        )
         multiple = FP8_ROWS if "fp8" in recipe.base_linear else 1
         usual = math.ceil(CROWDED * budget * len(lengths) / sum(lengths))
-        return Layout(recipe.shapes, budget, 0, min(budget // min(lengths), usual), multiple, self._longest(recipe))
+        return Layout(
+            recipe.shapes,
+            budget,
+            0,
+            min(budget // min(lengths), usual),
+            multiple,
+            self._longest(recipe),
+        )
 
     def _longest(self, recipe: Recipe) -> int:
         return max(measure.tokens for measure in self._measures(recipe))
@@ -283,7 +334,9 @@ class LanguageLora(DecoderLora):
         if self.data == "generated":
             return chat.generated(self.kind, size.texts, size.shorter)
         texts = from_hub(self.kind, size.texts, self.cache_dir)
-        return [chat.conversation(text, LONGEST // size.shorter, self.kind.stretched) for text in texts]
+        return [
+            chat.conversation(text, LONGEST // size.shorter, self.kind.stretched) for text in texts
+        ]
 
     @remembered
     def _tokenizer(self) -> Any:
@@ -294,9 +347,12 @@ class LanguageLora(DecoderLora):
     @remembered
     def _measures(self, recipe: Recipe) -> list[Measure]:
         examples = self.dataset(None, recipe)
-        return [Measure(len(ids), examples.predicted(i)) for i, (ids, _) in enumerate(examples.conversations)]
+        return [
+            Measure(len(ids), examples.predicted(i))
+            for i, (ids, _) in enumerate(examples.conversations)
+        ]
 
-    # ------------------------------------------------------------------------------------------------ counting
+    # ---------------------------------------------------------------------------- counting
 
     def _planned(self, recipe: Recipe, measures: Sequence[Measure]) -> Work:
         """What a micro-batch of such examples takes."""
@@ -304,7 +360,11 @@ class LanguageLora(DecoderLora):
         rows, length = layout.rows(lengths, [0] * len(lengths)), layout.row_tokens(lengths)
         left = [left_over(length - sum(lengths[i] for i in row), layout.longest) for row in rows]
         documents = [*lengths, *itertools.chain(*left)] if layout.packs else [length] * len(rows)
-        predicting = answer_room(sum(m.answers for m in measures)) if recipe.loss == "answers" else sum(documents)
+        predicting = (
+            answer_room(sum(m.answers for m in measures))
+            if recipe.loss == "answers"
+            else sum(documents)
+        )
         return self._work(recipe, len(lengths), documents, sum(lengths), predicting)
 
     def work_of(self, recipe: Recipe, batch: Batch) -> Work:
@@ -318,8 +378,12 @@ class LanguageLora(DecoderLora):
         predicting = len(batch["answers"]) if recipe.loss == "answers" else ids.numel()
         return self._work(recipe, examples, documents, int(shown.sum()), predicting)
 
-    def _work(self, recipe: Recipe, examples: int, documents: Sequence[int], useful: int, predicting: int) -> Work:
-        """documents: lengths, padding included, of what attends to itself. predicting: tokens that have logits."""
+    def _work(
+        self, recipe: Recipe, examples: int, documents: Sequence[int], useful: int, predicting: int
+    ) -> Work:
+        """documents: lengths, padding included, of what attends to itself. predicting: tokens that
+        have logits.
+        """
         tokens = sum(documents)
         pairs = attended_pairs(self.size, documents)
         if recipe.adapter == "none":
@@ -331,7 +395,9 @@ class LanguageLora(DecoderLora):
 
 
 def _starts(batch: Batch) -> Tensor | None:
-    """Where examples of a batch start, by their positions, bool [rows, n]; None where it holds none: then each row."""
+    """Where examples of a batch start, by their positions, bool [rows, n]; None where it holds
+    none: then each row.
+    """
     positions = batch.get("positions", batch.get("position_ids"))
     return None if positions is None else positions == 0
 
@@ -381,39 +447,57 @@ class GptOssLargeLong(GptOssLargeShort):
 def _check(recipe: Recipe) -> None:
     """Raise `ValueError` for what this workload can't do of a recipe."""
     if recipe.adapter == "none" and recipe.layers == "rewritten":
-        raise ValueError("adapter='none' trains the library's own model here. Use layers='published' with it.")
+        raise ValueError(
+            "adapter='none' trains the library's own model here. Use layers='published' with it."
+        )
     if recipe.adapter == "folded":
-        raise ValueError("adapter='folded' is not built for this workload. Use adapter='peft' or 'plain'.")
+        raise ValueError(
+            "adapter='folded' is not built for this workload. Use adapter='peft' or 'plain'."
+        )
     if recipe.cache != "nothing":
-        raise ValueError(f"cache={recipe.cache!r} needs a frozen encoder, and a language model has none.")
+        raise ValueError(
+            f"cache={recipe.cache!r} needs a frozen encoder, and a language model has none."
+        )
     if recipe.memory_format != "contiguous":
-        raise ValueError("memory_format='channels_last' is for convolutions. Use 'contiguous' with this workload.")
+        raise ValueError(
+            "memory_format='channels_last' is for convolutions. Use 'contiguous' with this "
+            "workload."
+        )
     if recipe.shapes == "fixed":
-        raise ValueError("shapes='fixed' is about images. Use shapes='padded' for texts of one length.")
+        raise ValueError(
+            "shapes='fixed' is about images. Use shapes='padded' for texts of one length."
+        )
     if recipe.layers == "published" and (recipe.shapes == "packed" or recipe.loss != "logits"):
         raise ValueError(
-            f"shapes={recipe.shapes!r} with loss={recipe.loss!r} needs layers='rewritten': transformers' own forward "
+            f"shapes={recipe.shapes!r} with loss={recipe.loss!r} needs layers='rewritten': "
+            "transformers' own forward "
             "pass keeps no examples of a row apart here and always forms whole logits."
         )
     if recipe.loss == "answers" and recipe.predict == "everything":
         raise ValueError(
-            "loss='answers' leaves out the logits of what isn't predicted, and predict='everything' predicts all of "
+            "loss='answers' leaves out the logits of what isn't predicted, and "
+            "predict='everything' predicts all of "
             "it. Use loss='fused', or predict='answers'."
         )
-    if recipe.driver == "graph" and (recipe.layers == "published" or recipe.shapes in ("as-they-come", "buckets")):
+    if recipe.driver == "graph" and (
+        recipe.layers == "published" or recipe.shapes in ("as-they-come", "buckets")
+    ):
         raise ValueError(
-            "driver='graph' records one step of fixed shapes that never asks the host. Use layers='rewritten' and "
+            "driver='graph' records one step of fixed shapes that never asks the host. Use "
+            "layers='rewritten' and "
             "shapes='padded' or 'packed' with it."
         )
     check_checkpointing(recipe)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # The architectures
 
 
 def build_lm(size: Size, device: torch.device, dtype: torch.dtype) -> nn.Module:
-    """transformers' Qwen3ForCausalLM or GptOssForCausalLM with random weights, built in `dtype` on `device`."""
+    """transformers' Qwen3ForCausalLM or GptOssForCausalLM with random weights, built in `dtype` on
+    `device`.
+    """
     from transformers import GptOssForCausalLM, Qwen3ForCausalLM
 
     register_attention()
@@ -423,8 +507,8 @@ def build_lm(size: Size, device: torch.device, dtype: torch.dtype) -> nn.Module:
 
 
 def _ways(size: Size) -> dict[str, str]:
-    """How transformers computes what it leaves open: Qwen3's attention as it does by default; gpt-oss's, which has only
-    the plain form in PyTorch, and its experts one after the other."""
+    """How transformers computes what it leaves open: Qwen3's attention as it does by default;
+    gpt-oss's, which has only the plain form in PyTorch, and its experts one after the other."""
     eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
     return eager if size.experts else {"attn_implementation": "sdpa"}
 
@@ -468,29 +552,37 @@ def _common(size: Size) -> dict[str, Any]:
     return sizes | _ways(size)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # Arithmetic
 
 
 def count_flops(size: Size, rank: int, tokens: int, pairs: int, predicting: int) -> int:
-    """FLOPs of a forward and backward pass that trains the LoRA matrices alone: `decoder_flops` and the head's.
+    """FLOPs of a forward and backward pass that trains the LoRA matrices alone: `decoder_flops` and
+    the head's.
 
-    pairs: of a token and one that it sees, summed over the layers. predicting: tokens that have logits.
+    pairs: of a token and one that it sees, summed over the layers. predicting: tokens that have
+    logits.
     """
-    return decoder_flops(decoder_shapes(size), rank, tokens, pairs) + head_flops(size.width, size.words, predicting)
+    return decoder_flops(decoder_shapes(size), rank, tokens, pairs) + head_flops(
+        size.width, size.words, predicting
+    )
 
 
 def count_full_flops(size: Size, tokens: int, pairs: int, predicting: int) -> int:
-    """FLOPs of a forward and backward pass that trains every weight: each product has two more in its backward pass,
-    attention's two have four."""
+    """FLOPs of a forward and backward pass that trains every weight: each product has two more in
+    its backward pass, attention's two have four."""
     shapes = decoder_shapes(size)
     weights = size.layers * (sum(a * b for a, b in shapes.adapted.values()) + shapes.frozen)
-    return 6 * tokens * weights + 12 * pairs * shapes.attended + 6 * predicting * size.width * size.words
+    return (
+        6 * tokens * weights
+        + 12 * pairs * shapes.attended
+        + 6 * predicting * size.width * size.words
+    )
 
 
 def attended_pairs(size: Size, documents: Sequence[int]) -> int:
-    """Pairs of a token and one that it sees, itself included, over all layers; every other layer, from the first one
-    on, has gpt-oss's window."""
+    """Pairs of a token and one that it sees, itself included, over all layers; every other layer,
+    from the first one on, has gpt-oss's window."""
     whole = sum(n * (n + 1) // 2 for n in documents)
     if not size.experts:
         return size.layers * whole
@@ -524,9 +616,11 @@ def decoder_shapes(size: Size) -> Shapes:
 
 
 def _bytes_read(size: Size, recipe: Recipe) -> float:
-    """Bytes of weights that a pass forward and one backward read: all, twice, the converted ones in their own form.
-    Between them, a batch's tokens take every expert."""
+    """Bytes of weights that a pass forward and one backward read: all, twice, the converted ones in
+    their own form. Between them, a batch's tokens take every expert."""
     itemsize = DTYPES[recipe.precision].itemsize
     converted = size.layers * sum(a * b for a, b in decoder_shapes(size).adapted.values())
-    others = size.layers * size.width * size.experts * (1 + 3 * size.inner) + size.width * size.words
+    others = (
+        size.layers * size.width * size.experts * (1 + 3 * size.inner) + size.width * size.words
+    )
     return 2 * (converted * BYTES_READ.get(recipe.base_linear, itemsize) + others * itemsize)

@@ -1,7 +1,9 @@
-"""Floating-point operations counted from shapes: one pass of the real code on the meta device, nothing computed.
+"""Floating-point operations counted from shapes: one pass of the real code on the meta device,
+nothing computed.
 
-PyTorch's FlopCounterMode counts what it sees dispatched, and so counts 0 for fused attention on a CPU and for 4-bit
-layers. This counts a step earlier, at the functions that models call, by the textbook formula for each.
+PyTorch's FlopCounterMode counts what it sees dispatched, and so counts 0 for fused attention on a
+CPU and for 4-bit layers. This counts a step earlier, at the functions that models call, by the
+textbook formula for each.
 """
 
 from __future__ import annotations
@@ -19,9 +21,10 @@ from torch.overrides import TorchFunctionMode
 class FlopCount(TorchFunctionMode):
     """Counts forward FLOPs by function, and what the backward pass of the same calls will need.
 
-    A product's backward is one product of the same size for each factor that needs a gradient; attention's is two for
-    each of its two products (what a fused kernel recomputes isn't useful work and isn't counted). `with FlopCount() as
-    count: loss = model(x)`; then `count.forward`, `count.backward`.
+    A product's backward is one product of the same size for each factor that needs a gradient;
+    attention's is two for each of its two products (what a fused kernel recomputes isn't useful
+    work and isn't counted). `with FlopCount() as count: loss = model(x)`; then `count.forward`,
+    `count.backward`.
     """
 
     def __init__(self) -> None:
@@ -30,12 +33,15 @@ class FlopCount(TorchFunctionMode):
         self.forward = 0
         self.backward = 0
 
-    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_function__(
+        self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
         out = func(*args, **(kwargs or {}))
         formula = FORMULAS.get(func)
         if formula and torch.is_tensor(out):
             flops = formula(out, *args)
-            # Attention's gradient takes two products for each of the forward pass's two, whichever factor needs it.
+            # Attention's gradient takes two products for each of the forward pass's two, whichever
+            # factor needs it.
             needed = 2 if func in ATTENTION else _needing_gradient(args[:2])
             self.by_function[func.__name__] += flops
             self.forward += flops

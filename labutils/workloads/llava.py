@@ -1,16 +1,19 @@
 """LLaVA-NeXT with LoRA on its language model: article A2's workload.
 
-One example is a photograph of a leaf, the prompt "Describe" and the leaf's class as the answer. AnyRes cuts the image
-into tiles (`data.anyres`); the vision tower (CLIP ViT-L/336, its last layer but one) and a projector of two layers turn
-each tile into tokens; a Mistral decoder reads them with the text and is trained to predict the answer's tokens.
+One example is a photograph of a leaf, the prompt "Describe" and the leaf's class as the answer.
+AnyRes cuts the image into tiles (`data.anyres`); the vision tower (CLIP ViT-L/336, its last layer
+but one) and a projector of two layers turn each tile into tokens; a Mistral decoder reads them with
+the text and is trained to predict the answer's tokens.
 
-The article doesn't say which layers it adapts, nor rank or alpha: here it is all seven projections of the decoder's
-blocks with alpha = 2 r, as the same authors do in article A3. Nothing before the decoder is trained.
+The article doesn't say which layers it adapts, nor rank or alpha: here it is all seven projections
+of the decoder's blocks with alpha = 2 r, as the same authors do in article A3. Nothing before the
+decoder is trained.
 
-At `full` the architecture is llava-v1.6-mistral-7b's to the parameter. `small` has a decoder of 0.8 billion parameters,
-`tiny` one of two thin blocks and small tiles. `layers="published"` runs transformers' own forward pass.
-`layers="rewritten"` runs the same modules from tensors that were made on the CPU: nothing is counted, compared or
-looked up on the device, so that every part has static shapes and can be compiled or captured.
+At `full` the architecture is llava-v1.6-mistral-7b's to the parameter. `small` has a decoder of 0.8
+billion parameters, `tiny` one of two thin blocks and small tiles. `layers="published"` runs
+transformers' own forward pass. `layers="rewritten"` runs the same modules from tensors that were
+made on the CPU: nothing is counted, compared or looked up on the device, so that every part has
+static shapes and can be compiled or captured.
 """
 
 from __future__ import annotations
@@ -61,10 +64,13 @@ LEFT_OUT: dict[str, tuple[str, ...]] = {
     "nf4-frozen": ("lm_head",),
     "nf4-fp8": ("lm_head", "vision_tower"),
 }
-"""`base_linear` -> what isn't converted. FP8 takes the decoder's and the projector's layers as article A2 does, whose
-vision tower can't be: it has 577 tokens a tile. QLoRA leaves out the head alone, as transformers does."""
+"""`base_linear` -> what isn't converted. FP8 takes the decoder's and the projector's layers as
+article A2 does, whose vision tower can't be: it has 577 tokens a tile. QLoRA leaves out the head
+alone, as transformers does."""
 EXTRA_WORDS = 64
-"""Rows of the embedding beyond the tokenizer's words: <image>, <pad>, and what fills it up to a multiple of 64."""
+"""Rows of the embedding beyond the tokenizer's words: <image>, <pad>, and what fills it up to a
+multiple of 64.
+"""
 TEXT_ROOM = 64
 """Tokens of a row that text may take: they are as many at every scale, the image's aren't."""
 
@@ -89,7 +95,9 @@ class Scale:
     def geometry(self) -> Geometry:
         """Grids of 1x2, 2x1, 2x2, 3x1 and 1x3 tiles, as published."""
         grids = ((1, 2), (2, 1), (2, 2), (3, 1), (1, 3))
-        return Geometry(self.tile, 14, tuple((rows * self.tile, columns * self.tile) for rows, columns in grids))
+        return Geometry(
+            self.tile, 14, tuple((rows * self.tile, columns * self.tile) for rows, columns in grids)
+        )
 
 
 SCALES_OF_LLAVA = {
@@ -108,18 +116,22 @@ class Measure:
     answers: int
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # The model
 
 
 class Vision(nn.Module):
-    """Tiles [t, 3, tile, tile] to features [t, patches, width]: the tower without the layer that nobody reads."""
+    """Tiles [t, 3, tile, tile] to features [t, patches, width]: the tower without the layer that
+    nobody reads.
+    """
 
     def __init__(self, llava: nn.Module) -> None:
         super().__init__()
         tower = llava.model.vision_tower
         self.embeddings, self.norm = tower.embeddings, tower.pre_layrnorm
-        self.layers = tower.encoder.layers[: llava.config.vision_feature_layer + 1]  # -2: all but the last
+        self.layers = tower.encoder.layers[
+            : llava.config.vision_feature_layer + 1
+        ]  # -2: all but the last
 
     def forward(self, tiles: Tensor) -> Tensor:
         x = self.norm(self.embeddings(tiles.to(self.embeddings.class_embedding.dtype)))
@@ -149,12 +161,19 @@ class Rewritten(nn.Module):
     def __init__(self, llava: nn.Module, loss: str) -> None:
         super().__init__()
         self.llava = llava
-        self.vision, self.decoder = Vision(llava), Decoder(llava.model.language_model, llava.lm_head, loss)
+        self.vision, self.decoder = (
+            Vision(llava),
+            Decoder(llava.model.language_model, llava.lm_head, loss),
+        )
 
     def forward(self, batch: Batch) -> Tensor:
         with record_function("encode"):
             x = self.embedded(batch)
-        given = {k: batch[k] for k in ("positions", "targets", "answers", "answer_targets", "boundaries") if k in batch}
+        given = {
+            k: batch[k]
+            for k in ("positions", "targets", "answers", "answer_targets", "boundaries")
+            if k in batch
+        }
         with record_function("forward"):
             return self.decoder(x, **given)
 
@@ -163,17 +182,21 @@ class Rewritten(nn.Module):
         """Text and image tokens in their places, [r, n, width]."""
         model = self.llava.model
         features = batch["features"] if "features" in batch else self.vision(batch["pixel_values"])
-        image = torch.cat([model.image_newline[None], model.multi_modal_projector(features).flatten(0, 1)])
+        image = torch.cat(
+            [model.image_newline[None], model.multi_modal_projector(features).flatten(0, 1)]
+        )
         text, sources = model.language_model.embed_tokens(batch["input_ids"]), batch["sources"]
         return torch.where((sources >= 0).unsqueeze(-1), image[sources.clamp(min=0)], text)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # The workload
 
 
 class MultimodalLora(DecoderLora):
-    """See the module's docstring; for what batches hold, `data.anyres.Collate`. Photographs are all of 500 x 500."""
+    """See the module's docstring; for what batches hold, `data.anyres.Collate`. Photographs are all
+    of 500 x 500.
+    """
 
     name: ClassVar[str] = "llava-lora"
     libraries: ClassVar[tuple[str, ...]] = (
@@ -189,7 +212,7 @@ class MultimodalLora(DecoderLora):
     def size(self) -> Scale:
         return SCALES_OF_LLAVA[self.scale]
 
-    # ------------------------------------------------------------------------------------------------ the model
+    # ---------------------------------------------------------------------------- the model
 
     def build(self, recipe: Recipe) -> Published | Rewritten:
         _check(recipe)
@@ -228,22 +251,31 @@ class MultimodalLora(DecoderLora):
         return [f"llava.{name}" for name in _converted(model.llava, recipe)]
 
     def _made(self, dtype: torch.dtype, seed: int) -> nn.Module:
-        """transformers' model without adapters, every weight frozen, built in `dtype` on the device itself."""
+        """transformers' model without adapters, every weight frozen, built in `dtype` on the device
+        itself.
+        """
         with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
             torch.manual_seed(seed)
-            llava = self._from_hub(dtype) if self.weights == "hub" else build_llava(self.size, self.device, dtype)
+            llava = (
+                self._from_hub(dtype)
+                if self.weights == "hub"
+                else build_llava(self.size, self.device, dtype)
+            )
         return llava.requires_grad_(False)
 
     def _from_hub(self, dtype: torch.dtype) -> nn.Module:
         from transformers import LlavaNextForConditionalGeneration
 
         if self.scale != "full":
-            raise ValueError(f'weights="hub" has the sizes of scale="full"; {self.scale!r} has other ones.')
+            raise ValueError(
+                f'weights="hub" has the sizes of scale="full"; {self.scale!r} has other ones.'
+            )
         try:
             llava = LlavaNextForConditionalGeneration.from_pretrained(HUB_MODEL, dtype=dtype)
         except OSError as error:
             raise ConnectionError(
-                f"The weights of {HUB_MODEL} could not be loaded ({error}). They need the network once. Use "
+                f"The weights of {HUB_MODEL} could not be loaded ({error}). They need the network "
+                "once. Use "
                 f'weights="random", or fetch them on a connected machine with `hf download {HUB_MODEL}`.'
             ) from error
         return llava.to(self.device)
@@ -254,7 +286,7 @@ class MultimodalLora(DecoderLora):
 
         save_adapter(getattr(model.llava, "_orig_mod", model.llava), folder, base_model=HUB_MODEL)
 
-    # ------------------------------------------------------------------------------------------------ the data
+    # ---------------------------------------------------------------------------- the data
 
     def dataset(self, model: nn.Module | None, recipe: Recipe) -> Dataset:
         examples = self._images().with_transform(self._examples(recipe))
@@ -262,8 +294,8 @@ class MultimodalLora(DecoderLora):
 
     @torch.no_grad()
     def _encoded(self, model: Rewritten, examples: Dataset) -> EncodedTiles:
-        """Every example with its tiles' features in the place of their pixels, in memory. The vision tower is frozen
-        and the pixels are the same each epoch, so features are too."""
+        """Every example with its tiles' features in the place of their pixels, in memory. The
+        vision tower is frozen and the pixels are the same each epoch, so features are too."""
         began = time.perf_counter()
         workers = min(8, usable_cores() - 1) if self.device.type == "cuda" else 0
         kept = []
@@ -278,14 +310,23 @@ class MultimodalLora(DecoderLora):
         measures = self._measures(recipe)
         lengths, tiles = [m.tokens for m in measures], [m.tiles for m in measures]
         return PackedOrder(
-            lengths, tiles, self.layout(recipe), recipe.micro_batch, max(len(lengths), EPOCH), recipe.seed
+            lengths,
+            tiles,
+            self.layout(recipe),
+            recipe.micro_batch,
+            max(len(lengths), EPOCH),
+            recipe.seed,
         )
 
     def collate(self, recipe: Recipe) -> Callable[[list], Batch]:
-        self.layout(recipe).row_tokens([measure.tokens for measure in self._measures(recipe)])  # does all of it fit?
+        self.layout(recipe).row_tokens(
+            [measure.tokens for measure in self._measures(recipe)]
+        )  # does all of it fit?
         processor = self._processor()
         image, pad = processor.image_token_id, processor.tokenizer.pad_token_id
-        return Collate(self.size.geometry, self.layout(recipe), image, pad, recipe.layers == "published")
+        return Collate(
+            self.size.geometry, self.layout(recipe), image, pad, recipe.layers == "published"
+        )
 
     def layout(self, recipe: Recipe) -> Layout:
         """The form of this recipe's batches."""
@@ -293,9 +334,16 @@ class MultimodalLora(DecoderLora):
         budget, most = self.token_budget(recipe), max(m.tiles for m in measures)
         if recipe.shapes == "packed":
             # A tenth more tiles than a row of average images has.
-            most = max(most, round(1.1 * budget * sum(m.tiles for m in measures) / sum(m.tokens for m in measures)))
+            most = max(
+                most,
+                round(
+                    1.1 * budget * sum(m.tiles for m in measures) / sum(m.tokens for m in measures)
+                ),
+            )
         multiple = FP8_ROWS if recipe.base_linear.startswith("fp8") else 1
-        return Layout(recipe.shapes, budget, most, budget // min(m.tokens for m in measures), multiple)
+        return Layout(
+            recipe.shapes, budget, most, budget // min(m.tokens for m in measures), multiple
+        )
 
     def token_budget(self, recipe: Recipe) -> int:
         """The recipe's `token_budget` at this scale, where a tile may have fewer tokens."""
@@ -308,7 +356,9 @@ class MultimodalLora(DecoderLora):
 
     @remembered
     def _processor(self) -> Any:
-        hub = {"hub": HUB_MODEL, "cache_dir": self.cache_dir / "hub"} if self.weights == "hub" else {}
+        hub = (
+            {"hub": HUB_MODEL, "cache_dir": self.cache_dir / "hub"} if self.weights == "hub" else {}
+        )
         return llava_processor(self.size.geometry, self.size.words, **hub)
 
     def _examples(self, recipe: Recipe) -> Examples:
@@ -326,16 +376,28 @@ class MultimodalLora(DecoderLora):
             found.append(Measure(geometry.tokens(size) + text, geometry.tiles(size), answer))
         return found
 
-    # ------------------------------------------------------------------------------------------------ counting
+    # ---------------------------------------------------------------------------- counting
 
     def _planned(self, recipe: Recipe, measures: Sequence[Measure]) -> Work:
         """What a micro-batch of such examples takes."""
-        layout, lengths, tiles = self.layout(recipe), [m.tokens for m in measures], [m.tiles for m in measures]
+        layout, lengths, tiles = (
+            self.layout(recipe),
+            [m.tokens for m in measures],
+            [m.tiles for m in measures],
+        )
         rows, length = layout.rows(lengths, tiles), layout.row_tokens(lengths)
         left = [length - sum(lengths[i] for i in row) for row in rows]
         documents = [*lengths, *left] if layout.packs else [length] * len(rows)
-        shown = sum(tiles) if recipe.layers == "published" else layout.batch_tiles(sum(tiles), len(rows))
-        predicting = answer_room(sum(m.answers for m in measures)) if recipe.loss == "answers" else sum(documents)
+        shown = (
+            sum(tiles)
+            if recipe.layers == "published"
+            else layout.batch_tiles(sum(tiles), len(rows))
+        )
+        predicting = (
+            answer_room(sum(m.answers for m in measures))
+            if recipe.loss == "answers"
+            else sum(documents)
+        )
         return self._work(recipe, len(lengths), documents, sum(lengths), shown, predicting)
 
     def work_of(self, recipe: Recipe, batch: Batch) -> Work:
@@ -343,7 +405,9 @@ class MultimodalLora(DecoderLora):
         pad = self._processor().tokenizer.pad_token_id
         useful = int((ids != pad).sum())
         if recipe.layers == "published":
-            tiles = sum(self.size.geometry.tiles(tuple(size)) for size in batch["image_sizes"].tolist())
+            tiles = sum(
+                self.size.geometry.tiles(tuple(size)) for size in batch["image_sizes"].tolist()
+            )
             examples = len(ids)
         else:
             tiles = len(batch["features" if recipe.cache == "features" else "pixel_values"])
@@ -354,9 +418,17 @@ class MultimodalLora(DecoderLora):
         return self._work(recipe, examples, documents, useful, tiles, predicting)
 
     def _work(
-        self, recipe: Recipe, examples: int, documents: Sequence[int], useful: int, tiles: int, predicting: int
+        self,
+        recipe: Recipe,
+        examples: int,
+        documents: Sequence[int],
+        useful: int,
+        tiles: int,
+        predicting: int,
     ) -> Work:
-        """documents: lengths, padding included, of what attends to itself. predicting: tokens that have logits."""
+        """documents: lengths, padding included, of what attends to itself. predicting: tokens that
+        have logits.
+        """
         tokens = sum(documents)
         pairs = sum(n * (n + 1) // 2 for n in documents)
         seen = 0 if recipe.cache == "features" else tiles
@@ -380,7 +452,9 @@ class EncodedTiles(Dataset):
 
 
 class VariedMultimodalLora(MultimodalLora):
-    """The same on photographs of varied sizes, so that AnyRes makes varying numbers of tiles and tokens."""
+    """The same on photographs of varied sizes, so that AnyRes makes varying numbers of tiles and
+    tokens.
+    """
 
     name: ClassVar[str] = "llava-lora-varied"
     sizes: ClassVar[str] = VARIED
@@ -391,35 +465,57 @@ def _converted(llava: nn.Module, recipe: Recipe) -> list[str]:
 
 
 def _check(recipe: Recipe) -> None:
-    """Raise `ValueError` for what this workload can't do of a recipe, `Unavailable` for what a library can't."""
+    """Raise `ValueError` for what this workload can't do of a recipe, `Unavailable` for what a
+    library can't.
+    """
     if recipe.adapter == "none":
-        raise ValueError("adapter='none' is not built for this workload: 7 billion trained weights fill no one GPU.")
+        raise ValueError(
+            "adapter='none' is not built for this workload: 7 billion trained weights fill no one "
+            "GPU."
+        )
     if recipe.adapter == "folded":
-        raise ValueError("adapter='folded' is not built for this workload. Use adapter='peft' or 'plain'.")
+        raise ValueError(
+            "adapter='folded' is not built for this workload. Use adapter='peft' or 'plain'."
+        )
     if recipe.cache not in ("nothing", "features"):
-        raise ValueError(f"cache={recipe.cache!r} is for diffusion models. Use cache='features' with this workload.")
+        raise ValueError(
+            f"cache={recipe.cache!r} is for diffusion models. Use cache='features' with this "
+            "workload."
+        )
     if recipe.memory_format != "contiguous":
-        raise ValueError("memory_format='channels_last' is for convolutions. Use 'contiguous' with this workload.")
+        raise ValueError(
+            "memory_format='channels_last' is for convolutions. Use 'contiguous' with this "
+            "workload."
+        )
     if recipe.layers == "published" and recipe.cache == "features":
-        raise ValueError("cache='features' needs layers='rewritten': transformers' own forward pass takes pixels.")
+        raise ValueError(
+            "cache='features' needs layers='rewritten': transformers' own forward pass takes "
+            "pixels."
+        )
     if recipe.layers == "published" and (recipe.shapes == "packed" or recipe.loss != "logits"):
         raise ValueError(
-            f"shapes={recipe.shapes!r} with loss={recipe.loss!r} needs layers='rewritten': transformers' own forward "
+            f"shapes={recipe.shapes!r} with loss={recipe.loss!r} needs layers='rewritten': "
+            "transformers' own forward "
             "pass keeps no examples of a row apart and always forms whole logits."
         )
     if recipe.predict != "answers":
-        raise ValueError(f"predict={recipe.predict!r} is for texts alone: most of a prompt here is an image.")
-    check_checkpointing(recipe)
-    if recipe.driver == "graph" and (recipe.layers == "published" or recipe.shapes in ("as-they-come", "buckets")):
         raise ValueError(
-            "driver='graph' records one step of fixed shapes that never asks the host. Use layers='rewritten' and "
+            f"predict={recipe.predict!r} is for texts alone: most of a prompt here is an image."
+        )
+    check_checkpointing(recipe)
+    if recipe.driver == "graph" and (
+        recipe.layers == "published" or recipe.shapes in ("as-they-come", "buckets")
+    ):
+        raise ValueError(
+            "driver='graph' records one step of fixed shapes that never asks the host. Use "
+            "layers='rewritten' and "
             "shapes='fixed', 'padded' or 'packed' with it."
         )
 
 
 def build_llava(size: Scale, device: torch.device, dtype: torch.dtype) -> nn.Module:
-    """LlavaNextForConditionalGeneration with random weights, built in `dtype` on `device`: no copy in another dtype or
-    place ever exists."""
+    """LlavaNextForConditionalGeneration with random weights, built in `dtype` on `device`: no copy
+    in another dtype or place ever exists."""
     from transformers import LlavaNextForConditionalGeneration
 
     register_attention()
@@ -462,17 +558,20 @@ def llava_config(size: Scale) -> Any:
     )
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # Arithmetic
 
 
-def count_flops(size: Scale, rank: int, tokens: int, pairs: int, seen: int, tiles: int, predicting: int) -> int:
+def count_flops(
+    size: Scale, rank: int, tokens: int, pairs: int, seen: int, tiles: int, predicting: int
+) -> int:
     """FLOPs of a forward and backward pass that trains the LoRA matrices alone.
 
-    tokens: what the decoder computes on. pairs: of a token and one that it sees, itself included. seen: tiles that the
-    vision tower encodes, tiles: those whose features are projected. predicting: tokens that have logits. A frozen
-    product's backward pass is one product, the gradient of its input; before the first trained layer there is none; a
-    trained product's has a second, its own gradient. What checkpointing computes again isn't counted.
+    tokens: what the decoder computes on. pairs: of a token and one that it sees, itself included.
+    seen: tiles that the vision tower encodes, tiles: those whose features are projected.
+    predicting: tokens that have logits. A frozen product's backward pass is one product, the
+    gradient of its input; before the first trained layer there is none; a trained product's has a
+    second, its own gradient. What checkpointing computes again isn't counted.
     """
     vision = _tower_flops(size) * seen + _projector_flops(size) * tiles
     return vision + _decoder_flops(size, rank, tokens, pairs) + _head_flops(size, predicting)
@@ -492,7 +591,9 @@ def _projector_flops(size: Scale) -> int:
 
 
 def _decoder_flops(size: Scale, rank: int, tokens: int, pairs: int) -> int:
-    return decoder_flops(Shapes(size.layers, _projections(size), size.width), rank, tokens, size.layers * pairs)
+    return decoder_flops(
+        Shapes(size.layers, _projections(size), size.width), rank, tokens, size.layers * pairs
+    )
 
 
 def _head_flops(size: Scale, predicting: int) -> int:
@@ -502,7 +603,12 @@ def _head_flops(size: Scale, predicting: int) -> int:
 def _projections(size: Scale) -> dict[str, tuple[int, int]]:
     """Input and output width of a decoder block's projections."""
     width, keys = size.width, size.width // size.heads * size.kv_heads
-    attention = {"q_proj": (width, width), "k_proj": (width, keys), "v_proj": (width, keys), "o_proj": (width, width)}
+    attention = {
+        "q_proj": (width, width),
+        "k_proj": (width, keys),
+        "v_proj": (width, keys),
+        "o_proj": (width, width),
+    }
     return attention | {
         "gate_proj": (width, size.inner),
         "up_proj": (width, size.inner),
@@ -511,7 +617,11 @@ def _projections(size: Scale) -> dict[str, tuple[int, int]]:
 
 
 def _weights_read(size: Scale, tower: bool) -> int:
-    """Weights that one pass forward and one backward read: the decoder's twice, the projector's and tower's once."""
-    decoder = size.layers * sum(a * b for a, b in _projections(size).values()) + size.width * (size.words + EXTRA_WORDS)
+    """Weights that one pass forward and one backward read: the decoder's twice, the projector's and
+    tower's once.
+    """
+    decoder = size.layers * sum(a * b for a, b in _projections(size).values()) + size.width * (
+        size.words + EXTRA_WORDS
+    )
     layers = (size.vision_layers - 1) * 12 * size.vision_width**2 if tower else 0
     return 2 * decoder + layers + (size.vision_width + size.width) * size.width

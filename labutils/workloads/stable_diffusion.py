@@ -1,11 +1,12 @@
 """Stable Diffusion 1.5 with LoRA on the UNet's attention: article A1's workload.
 
-One example goes: image -> VAE encoder -> latents sampled from its posterior -> noise added at a random timestep ->
-UNet, which is told the caption's text embedding -> mean squared error against the noise (DDPM; Ho et al. 2020,
-eq. 14). Only the LoRA matrices on the UNet's q, k, v and output projections are trained.
+One example goes: image -> VAE encoder -> latents sampled from its posterior -> noise added at a
+random timestep -> UNet, which is told the caption's text embedding -> mean squared error against
+the noise (DDPM; Ho et al. 2020, eq. 14). Only the LoRA matrices on the UNet's q, k, v and output
+projections are trained.
 
-At `full` the three networks are those of stable-diffusion-v1-5 to the parameter. `small` halves the widths and the
-resolution, `tiny` keeps every kind of block but few and thin ones.
+At `full` the three networks are those of stable-diffusion-v1-5 to the parameter. `small` halves the
+widths and the resolution, `tiny` keeps every kind of block but few and thin ones.
 """
 
 from __future__ import annotations
@@ -67,11 +68,15 @@ SIZES = {
 
 
 class Networks(nn.Module):
-    """The three networks, the noise schedule, and the kind of the frozen linear layers under the UNet's adapters."""
+    """The three networks, the noise schedule, and the kind of the frozen linear layers under the
+    UNet's adapters.
+    """
 
     base_linear = "published"
 
-    def __init__(self, unet: nn.Module, vae: nn.Module, text_encoder: nn.Module, scheduler: Any) -> None:
+    def __init__(
+        self, unet: nn.Module, vae: nn.Module, text_encoder: nn.Module, scheduler: Any
+    ) -> None:
         super().__init__()
         self.unet = unet
         self.vae = vae
@@ -80,8 +85,9 @@ class Networks(nn.Module):
 
 
 class DiffusionLora(Workload):
-    """See the module's docstring. Batches hold pixel_values [b, 3, h, w] float32 and input_ids [b, 77] int64, or, where
-    the recipe caches them, moments [b, 8, h/8, w/8] and condition [b, 77, width] in the frozen networks' dtype."""
+    """See the module's docstring. Batches hold pixel_values [b, 3, h, w] float32 and input_ids [b,
+    77] int64, or, where the recipe caches them, moments [b, 8, h/8, w/8] and condition [b, 77,
+    width] in the frozen networks' dtype."""
 
     name: ClassVar[str] = "sd15-lora"
     libraries: ClassVar[tuple[str, ...]] = (
@@ -103,12 +109,15 @@ class DiffusionLora(Workload):
         side = self.size.resolution // VAE_FACTOR
         return LATENT_CHANNELS, side, side
 
-    # ------------------------------------------------------------------------------------------------ the model
+    # ---------------------------------------------------------------------------- the model
 
     def build(self, recipe: Recipe) -> Networks:
         _check(recipe)
-        frozen = self._frozen(DTYPES[recipe.precision], LAYOUTS[recipe.memory_format], recipe.layers, recipe.seed)
-        # A copy of the modules around the same tensors: sessions side by side hold the frozen weights once.
+        frozen = self._frozen(
+            DTYPES[recipe.precision], LAYOUTS[recipe.memory_format], recipe.layers, recipe.seed
+        )
+        # A copy of the modules around the same tensors: sessions side by side hold the frozen
+        # weights once.
         shared = {id(tensor): tensor for tensor in [*frozen.parameters(), *frozen.buffers()]}
         model = copy.deepcopy(frozen, memo=shared)
         if recipe.adapter == "none":
@@ -119,10 +128,16 @@ class DiffusionLora(Workload):
         if recipe.adapter == "folded":
             _fold(model.unet)
         model.base_linear = recipe.base_linear
-        convert_base(model, self.converted(model, recipe), recipe.base_linear, DTYPES[recipe.precision])
+        convert_base(
+            model, self.converted(model, recipe), recipe.base_linear, DTYPES[recipe.precision]
+        )
         model.unet.train()
         if recipe.checkpointing != "off":
-            kept = keeping_products if recipe.checkpointing == "selective" else recomputing(recipe.base_linear)
+            kept = (
+                keeping_products
+                if recipe.checkpointing == "selective"
+                else recomputing(recipe.base_linear)
+            )
             model.unet.enable_gradient_checkpointing(kept)
         return model
 
@@ -147,11 +162,15 @@ class DiffusionLora(Workload):
         return [*model.unet.down_blocks, model.unet.mid_block, *model.unet.up_blocks]
 
     @functools.lru_cache(maxsize=4)  # noqa: B019  the workload lives as long as its sessions do
-    def _frozen(self, dtype: torch.dtype, layout: torch.memory_format, layers: str, seed: int) -> Networks:
+    def _frozen(
+        self, dtype: torch.dtype, layout: torch.memory_format, layers: str, seed: int
+    ) -> Networks:
         """The three networks without adapters, every weight frozen."""
         with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
             torch.manual_seed(seed)
-            networks = self._from_hub() if self.weights == "hub" else _networks(self.size, self.device)
+            networks = (
+                self._from_hub() if self.weights == "hub" else _networks(self.size, self.device)
+            )
         networks = networks.to(self.device, dtype, memory_format=layout).requires_grad_(False)
         if layers == "rewritten":
             rewrite_layers(networks, CHANNELS_LAST_FORMS | {GEGLU: SplitGEGLU})
@@ -165,7 +184,9 @@ class DiffusionLora(Workload):
         from transformers import CLIPTextModel
 
         if self.scale != "full":
-            raise ValueError(f'weights="hub" has the sizes of scale="full"; {self.scale!r} has other ones.')
+            raise ValueError(
+                f'weights="hub" has the sizes of scale="full"; {self.scale!r} has other ones.'
+            )
         try:
             return Networks(
                 UNet2DConditionModel.from_pretrained(HUB_MODEL, subfolder="unet"),
@@ -175,11 +196,12 @@ class DiffusionLora(Workload):
             )
         except OSError as error:
             raise ConnectionError(
-                f"The weights of {HUB_MODEL} could not be loaded ({error}). They need the network once. Use "
+                f"The weights of {HUB_MODEL} could not be loaded ({error}). They need the network "
+                "once. Use "
                 f'weights="random", or fetch them on a connected machine with `hf download {HUB_MODEL}`.'
             ) from error
 
-    # ------------------------------------------------------------------------------------------------ the data
+    # ---------------------------------------------------------------------------- the data
 
     def dataset(self, model: Networks, recipe: Recipe) -> Dataset:
         images = captioned_images(self.cache_dir, self.size.images, self.data)
@@ -195,13 +217,18 @@ class DiffusionLora(Workload):
 
     @torch.no_grad()
     def _encoded(self, model: Networks, examples: Dataset, recipe: Recipe) -> EncodedExamples:
-        """Every example through the frozen encoders once. What is kept is the posterior, from which each step samples
-        anew: keeping one sample of it would train on fewer distinct latents than the plain loop does."""
+        """Every example through the frozen encoders once. What is kept is the posterior, from which
+        each step samples anew: keeping one sample of it would train on fewer distinct latents than
+        the plain loop does."""
         started = time.perf_counter()
         workers = min(8, usable_cores() - 1) if self.device.type == "cuda" else 0
         parts = []
-        own = torch.Generator()  # so that the noise of training is the same whether or not anything was encoded before
-        for batch in DataLoader(examples, batch_size=8, num_workers=workers, collate_fn=collate, generator=own):
+        own = (
+            torch.Generator()
+        )  # so that the noise of training is the same whether or not anything was encoded before
+        for batch in DataLoader(
+            examples, batch_size=8, num_workers=workers, collate_fn=collate, generator=own
+        ):
             batch = {name: tensor.to(self.device) for name, tensor in batch.items()}
             kept = {"moments": self._moments(model, batch["pixel_values"])}
             if recipe.cache == "latents+text":
@@ -212,7 +239,7 @@ class DiffusionLora(Workload):
         whole = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
         return EncodedExamples(whole, time.perf_counter() - started)
 
-    # ------------------------------------------------------------------------------------------------ the loss
+    # ---------------------------------------------------------------------------- the loss
 
     def draw(self, model: Networks, batch: Batch) -> Batch:
         examples = next(iter(batch.values())).shape[0]
@@ -238,10 +265,13 @@ class DiffusionLora(Workload):
         """Latents [b, 4, h/8, w/8] sampled from the VAE's posterior with the given normal numbers."""
         from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 
-        moments = batch["moments"] if "moments" in batch else self._moments(model, batch["pixel_values"])
+        moments = (
+            batch["moments"] if "moments" in batch else self._moments(model, batch["pixel_values"])
+        )
         distribution = DiagonalGaussianDistribution(moments)
         latents = distribution.mean + distribution.std * posterior
-        # In one layout, wherever they come from: a compiled network is compiled anew for every other one.
+        # In one layout, wherever they come from: a compiled network is compiled anew for every
+        # other one.
         return (latents * model.vae.config.scaling_factor).contiguous()
 
     def _moments(self, model: Networks, pixel_values: Tensor) -> Tensor:
@@ -255,12 +285,12 @@ class DiffusionLora(Workload):
             return batch["condition"]
         return model.text_encoder(batch["input_ids"], return_dict=False)[0]
 
-    # ------------------------------------------------------------------------------------------------ counting
+    # ---------------------------------------------------------------------------- counting
 
     @remembered
     def work(self, recipe: Recipe) -> Work:
-        """See `Workload.work`. Low-rank products are counted as the plain adapter computes them, whatever the recipe's
-        adapter does: what a faster one saves must show as time."""
+        """See `Workload.work`. Low-rank products are counted as the plain adapter computes them,
+        whatever the recipe's adapter does: what a faster one saves must show as time."""
         with torch.device("meta"):
             networks = _networks(self.size, torch.device("meta")).requires_grad_(False)
         if recipe.adapter == "none":
@@ -279,13 +309,25 @@ class DiffusionLora(Workload):
             if recipe.cache != "latents+text":
                 networks.text_encoder(tokens)
         read = 2 * weight_bytes(networks.unet, itemsize=itemsize)  # once forward, once backward
-        read += weight_bytes(networks.vae.encoder, itemsize=itemsize) if recipe.cache == "nothing" else 0
-        read += weight_bytes(networks.text_encoder, itemsize=itemsize) if recipe.cache != "latents+text" else 0
-        return Work(recipe.accumulation * (count.forward + count.backward), recipe.accumulation * read)
+        read += (
+            weight_bytes(networks.vae.encoder, itemsize=itemsize)
+            if recipe.cache == "nothing"
+            else 0
+        )
+        read += (
+            weight_bytes(networks.text_encoder, itemsize=itemsize)
+            if recipe.cache != "latents+text"
+            else 0
+        )
+        return Work(
+            recipe.accumulation * (count.forward + count.backward), recipe.accumulation * read
+        )
 
 
 class EncodedExamples(Dataset):
-    """Examples that were encoded once, in `encode_s` seconds, and are held in memory; reading a batch is one gather."""
+    """Examples that were encoded once, in `encode_s` seconds, and are held in memory; reading a
+    batch is one gather.
+    """
 
     def __init__(self, tensors: dict[str, Tensor], encode_s: float) -> None:
         self.tensors = tensors
@@ -303,16 +345,22 @@ class EncodedExamples(Dataset):
 
 
 def on_drawn_latents(workload: DiffusionLora, rows: int = 64) -> DiffusionLora:
-    """The same workload on latents and text embeddings that are drawn, and encoded from nothing: to compare recipes
-    that need them by time and memory, with cache="latents+text" and no pass of all images through the encoders."""
+    """The same workload on latents and text embeddings that are drawn, and encoded from nothing: to
+    compare recipes that need them by time and memory, with cache="latents+text" and no pass of all
+    images through the encoders."""
     other = copy.copy(workload)
 
     def dataset(model: Networks, recipe: Recipe) -> EncodedExamples:
         channels, *sides = workload.latent_shape
         generator = torch.Generator().manual_seed(recipe.seed)
-        shapes = {"moments": (rows, 2 * channels, *sides), "condition": (rows, MAX_LENGTH, workload.size.text_width)}
+        shapes = {
+            "moments": (rows, 2 * channels, *sides),
+            "condition": (rows, MAX_LENGTH, workload.size.text_width),
+        }
         drawn = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
-        return EncodedExamples({name: tensor.to(DTYPES[recipe.precision]) for name, tensor in drawn.items()}, 0.0)
+        return EncodedExamples(
+            {name: tensor.to(DTYPES[recipe.precision]) for name, tensor in drawn.items()}, 0.0
+        )
 
     other.dataset = dataset
     other.build = workload.build  # the frozen weights are the other's own
@@ -320,24 +368,33 @@ def on_drawn_latents(workload: DiffusionLora, rows: int = 64) -> DiffusionLora:
 
 
 FOR_LANGUAGE = ("shapes", "loss")
-"""Knobs of models that read text, which do nothing here: a run on record must not claim that they did."""
+"""Knobs of models that read text, which do nothing here: a run on record must not claim that they
+did.
+"""
 
 
 def _check(recipe: Recipe) -> None:
     """Raise `ValueError` for what this workload can't do of a recipe."""
     if recipe.cache == "features":
-        raise ValueError("cache='features' is for models that see images. Use cache='latents' or 'latents+text'.")
+        raise ValueError(
+            "cache='features' is for models that see images. Use cache='latents' or 'latents+text'."
+        )
     if recipe.checkpointing == "offload":
-        raise ValueError("checkpointing='offload' is for a decoder's blocks. Use 'blocks' or 'selective' here.")
+        raise ValueError(
+            "checkpointing='offload' is for a decoder's blocks. Use 'blocks' or 'selective' here."
+        )
     if recipe.checkpointing != "off" and (recipe.adapter == "folded" or recipe.compile != "off"):
         raise ValueError(
-            f"checkpointing={recipe.checkpointing!r} computes a UNet's blocks again as diffusers does it, which goes "
+            f"checkpointing={recipe.checkpointing!r} computes a UNet's blocks again as diffusers "
+            "does it, which goes "
             "with neither adapter='folded' nor compile. Use checkpointing='off' with these."
         )
     for knob in FOR_LANGUAGE:
         value, usual = getattr(recipe, knob), getattr(STOCK, knob)
         if value != usual:
-            raise ValueError(f"{knob}={value!r} is for language models. Use {knob}={usual!r} with this workload.")
+            raise ValueError(
+                f"{knob}={value!r} is for language models. Use {knob}={usual!r} with this workload."
+            )
 
 
 def _fold(unet: nn.Module) -> None:
@@ -345,42 +402,58 @@ def _fold(unet: nn.Module) -> None:
     joint = []
     for name in unet.attn_processors:
         layer = name.removesuffix(".processor")
-        shared = ("to_k", "to_v") if unet.get_submodule(layer).is_cross_attention else ("to_q", "to_k", "to_v")
+        shared = (
+            ("to_k", "to_v")
+            if unet.get_submodule(layer).is_cross_attention
+            else ("to_q", "to_k", "to_v")
+        )
         joint.append(tuple(f"{layer}.{projection}" for projection in shared))
     fold(unet, lora_layers(unet), joint)
     unet.set_attn_processor(JointAttention())
 
 
 class JointAttention:
-    """Attention as diffusers computes it, but with one product for the projections that share an input: q, k and v of
-    self attention, k and v of cross attention. hidden_states is [b, n, channels], encoder_hidden_states [b, 77,
-    width]."""
+    """Attention as diffusers computes it, but with one product for the projections that share an
+    input: q, k and v of self attention, k and v of cross attention. hidden_states is [b, n,
+    channels], encoder_hidden_states [b, 77, width]."""
 
     def __call__(
-        self, attn: nn.Module, hidden_states: Tensor, encoder_hidden_states: Tensor | None = None, **unused: Any
+        self,
+        attn: nn.Module,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        **unused: Any,
     ) -> Tensor:
         if encoder_hidden_states is None:
             projections = attn.to_q(hidden_states).chunk(3, dim=-1)
         else:
-            projections = attn.to_q(hidden_states), *attn.to_k(encoder_hidden_states).chunk(2, dim=-1)
+            projections = (
+                attn.to_q(hidden_states),
+                *attn.to_k(encoder_hidden_states).chunk(2, dim=-1),
+            )
         query, key, value = (x.unflatten(-1, (attn.heads, -1)).transpose(1, 2) for x in projections)
-        attended = F.scaled_dot_product_attention(query, key, value)  # [b, heads, n, channels / heads]
+        attended = F.scaled_dot_product_attention(
+            query, key, value
+        )  # [b, heads, n, channels / heads]
         return attn.to_out[0](attended.transpose(1, 2).flatten(-2))
 
 
 class SplitGEGLU(GEGLU):
     """GEGLU (Shazeer 2020), its two halves projected by two products when compiled.
 
-    With one product the gradient is a concatenation, which the compiler writes as one kernel that computes both halves
-    for every element and picks one: two needless erf an element, and a kernel bound by arithmetic that should be bound
-    by memory. With two products there is nothing to concatenate.
+    With one product the gradient is a concatenation, which the compiler writes as one kernel that
+    computes both halves for every element and picks one: two needless erf an element, and a kernel
+    bound by arithmetic that should be bound by memory. With two products there is nothing to
+    concatenate.
     """
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if not torch.compiler.is_compiling():
             return super().forward(hidden_states, *args, **kwargs)
         (value, gate), (value_bias, gate_bias) = self.proj.weight.chunk(2), self.proj.bias.chunk(2)
-        return F.linear(hidden_states, value, value_bias) * F.gelu(F.linear(hidden_states, gate, gate_bias))
+        return F.linear(hidden_states, value, value_bias) * F.gelu(
+            F.linear(hidden_states, gate, gate_bias)
+        )
 
 
 def _as_it_is(batch: Batch) -> Batch:
@@ -427,6 +500,9 @@ def _networks(size: Size, device: torch.device) -> Networks:
             )
         )
     scheduler = DDPMScheduler(
-        beta_schedule="scaled_linear", beta_start=0.00085, beta_end=0.012, num_train_timesteps=TIMESTEPS
+        beta_schedule="scaled_linear",
+        beta_start=0.00085,
+        beta_end=0.012,
+        num_train_timesteps=TIMESTEPS,
     )
     return Networks(unet, vae, text_encoder, scheduler)

@@ -119,10 +119,16 @@ lab.keep(machine);
 def show_peaks(probe: hardware.Probe, machine: dict, whose: str) -> None:
     """Measured matrix rates beside the machine's data sheet."""
     spec = hardware.spec_of(machine)
-    rates = {dtype: probe.samples[f"tflops_{dtype}"] for dtype in hardware.DTYPES if probe.rate(dtype)}
+    rates = {
+        dtype: probe.samples[f"tflops_{dtype}"] for dtype in hardware.DTYPES if probe.rate(dtype)
+    }
     fig, ax = plt.subplots()
     plots.peaks(ax, rates, spec and spec.dense, spec and spec.sparse)
-    ax.set_title(f"{whose}, and the data sheet of {spec.name}" if spec else f"{whose} (no data sheet is on file)")
+    ax.set_title(
+        f"{whose}, and the data sheet of {spec.name}"
+        if spec
+        else f"{whose} (no data sheet is on file)"
+    )
     plt.show()
 
 
@@ -141,11 +147,19 @@ if h200 and not on_gpu:
 
 # %%
 seconds, held = zip(*hardware.rate_over_time(main_dtype), strict=True)
-lab.keep(Run("00", "held", metrics={"tflops": summarise(held[len(held) // 2 :]), "dtype": main_dtype}))
+lab.keep(
+    Run("00", "held", metrics={"tflops": summarise(held[len(held) // 2 :]), "dtype": main_dtype})
+)
 fig, ax = plt.subplots(figsize=(7.2, 2.8))
 ax.plot(seconds, held, marker=".", label="without a pause")
-ax.axhline(measured.rate(main_dtype), color="black", linestyle=":", label="the probe's median, in bursts")
-ax.set(xlabel="seconds", ylabel=f"{main_dtype} TFLOP/s", ylim=(0, 1.1 * max(*held, measured.rate(main_dtype))))
+ax.axhline(
+    measured.rate(main_dtype), color="black", linestyle=":", label="the probe's median, in bursts"
+)
+ax.set(
+    xlabel="seconds",
+    ylabel=f"{main_dtype} TFLOP/s",
+    ylim=(0, 1.1 * max(*held, measured.rate(main_dtype))),
+)
 ax.set_title("Matrix products without a pause: does the rate last?")
 ax.legend(loc="lower right")
 plt.show()
@@ -154,9 +168,19 @@ plt.show()
 theirs = lab.reference("held")
 rows = [("here", main_dtype, measured.rate(main_dtype), median(held[len(held) // 2 :]))]
 if h200 and theirs:
-    rows.append(("H200 (ours)", theirs.metrics["dtype"], h200.rate(theirs.metrics["dtype"]), theirs.metric("tflops")))
+    rows.append(
+        (
+            "H200 (ours)",
+            theirs.metrics["dtype"],
+            h200.rate(theirs.metrics["dtype"]),
+            theirs.metric("tflops"),
+        )
+    )
 rows = [(*row, f"{row[3] / row[2]:.0%}") for row in rows]
-lab.table(("matrix products", "dtype", "in bursts, TFLOP/s", "without a pause, TFLOP/s", "what lasts"), *rows)
+lab.table(
+    ("matrix products", "dtype", "in bursts, TFLOP/s", "without a pause, TFLOP/s", "what lasts"),
+    *rows,
+)
 
 # %% [markdown]
 # If the rate of a GPU falls within the first tenths of a second, as the H200's did, the card has reached its power limit
@@ -213,14 +237,23 @@ operations = hardware.course_operations(lab.scale, lab.device, main_dtype)
 timings = {operation.name: hardware.measure_operation(operation) for operation in operations}
 for op in operations:
     samples = {"alone_ms": timings[op.name].alone_ms, "called_ms": timings[op.name].called_ms}
-    metrics = {name: summarise(values) for name, values in samples.items()} | {"flops": op.flops, "bytes": op.bytes}
+    metrics = {name: summarise(values) for name, values in samples.items()} | {
+        "flops": op.flops,
+        "bytes": op.bytes,
+    }
     lab.keep(Run("00", f"operation: {op.name}", metrics=metrics, samples=samples))
 
 # %%
-def show_operations(roofs: dict, found: dict[str, tuple[str, float, float, float]], where: str) -> None:
+def show_operations(
+    roofs: dict, found: dict[str, tuple[str, float, float, float]], where: str
+) -> None:
     """A roofline with its operations, name -> (dtype, FLOPs, bytes, ms), and the same as a table."""
     fig, ax = plt.subplots(figsize=(8.2, 3.8))
-    plots.roofline(ax, roofs, {name: (flops / size, flops / ms / 1e9) for name, (_, flops, size, ms) in found.items()})
+    plots.roofline(
+        ax,
+        roofs,
+        {name: (flops / size, flops / ms / 1e9) for name, (_, flops, size, ms) in found.items()},
+    )
     ax.set_title(f"The roofline of {where}, and where a training step's operations lie")
     plt.show()
     rows = []
@@ -235,7 +268,9 @@ def show_operations(roofs: dict, found: dict[str, tuple[str, float, float, float
 
 # %%
 roofs = {"fp32": measured.roofline("fp32"), main_dtype: measured.roofline(main_dtype)}
-found = {op.name: (op.dtype, op.flops, op.bytes, median(timings[op.name].alone_ms)) for op in operations}
+found = {
+    op.name: (op.dtype, op.flops, op.bytes, median(timings[op.name].alone_ms)) for op in operations
+}
 show_operations(roofs, found, "this machine")
 memory_bound = sum(op.intensity < roofs[op.dtype].ridge for op in operations)
 
@@ -246,7 +281,10 @@ memory_bound = sum(op.intensity < roofs[op.dtype].ridge for op in operations)
 if h200:
     dtypes = {op.name: op.dtype for op in hardware.course_operations("full", lab.device, "bf16")}
     kept = {name: lab.reference(f"operation: {name}") for name in dtypes}
-    theirs = {name: (dtypes[name], *map(run.metric, ("flops", "bytes", "alone_ms"))) for name, run in kept.items()}
+    theirs = {
+        name: (dtypes[name], *map(run.metric, ("flops", "bytes", "alone_ms")))
+        for name, run in kept.items()
+    }
     show_operations({dtype: h200.roofline(dtype) for dtype in ("fp32", "bf16")}, theirs, "our H200")
 
 # %% [markdown]
@@ -287,14 +325,20 @@ CALLED, REPLAYED = "called from Python", "replayed from a CUDA graph"
 times = {CALLED: {count: timing.called_ms for count, timing in sweep.items()}}
 if on_gpu:
     times[REPLAYED] = {count: timing.alone_ms for count, timing in sweep.items()}
-sizes = {f"{way}, {count}": summarise(ms) for way, curve in times.items() for count, ms in curve.items()}
+sizes = {
+    f"{way}, {count}": summarise(ms) for way, curve in times.items() for count, ms in curve.items()
+}
 lab.keep(Run("00", "size sweep", metrics=sizes));
 
 # %%
 theirs = lab.reference("size sweep")
 if theirs and not on_gpu:
     for way in (CALLED, REPLAYED):
-        curve = {name.rpartition(", ")[2]: ms for name, ms in theirs.metrics.items() if name.startswith(way)}
+        curve = {
+            name.rpartition(", ")[2]: ms
+            for name, ms in theirs.metrics.items()
+            if name.startswith(way)
+        }
         times[f"H200: {way}"] = {int(count): ms for count, ms in curve.items()}
 fig, ax = plt.subplots(figsize=(7.2, 4.2))
 plots.launch_cost(ax, times, measured.median("launch_us"))
@@ -352,7 +396,9 @@ with lab.attempt("A kernel for another card", reference="unlisted architecture")
 xformers = doctor.this_machine().imports.get("xformers")
 with lab.attempt("xformers' attention on this card", reference="xformers"):
     if not on_gpu or xformers is None or xformers.status == "missing":
-        raise Unavailable(f"{'xformers is not installed' if on_gpu else 'there is no GPU'}; no lab needs it")
+        raise Unavailable(
+            f"{'xformers is not installed' if on_gpu else 'there is no GPU'}; no lab needs it"
+        )
     failed = int(xformers.status != "ok")
     lab.keep(Run("00", "xformers", metrics={"failed": failed, "message": xformers.message}))
 
@@ -404,16 +450,20 @@ def check_gpu_busy(function) -> str:
     if (busy := function(1000, 100.0, 5.0)) != 1:
         return f"Exercise 2: not yet. Not {busy:g}: 1000 launches take 5 ms, and the kernels 100. The GPU never waits."
     if abs(function(20_000, 50.0, 5.0) - 0.5) > 1e-9:
-        return "Exercise 2: not yet. 20,000 launches take 100 ms, twice as long as kernels of 50 ms."
-    return (
-        "Exercise 2: right. In the second case a GPU twice as fast would be busy half as much, and finish no earlier."
-    )
+        return (
+            "Exercise 2: not yet. 20,000 launches take 100 ms, twice as long as kernels of 50 ms."
+        )
+    return "Exercise 2: right. In the second case a GPU twice as fast would be busy half as much, and finish no earlier."
 
 
 print(check_gpu_busy(gpu_busy))
 
 # %% tags=["solution"]
-solved(check_gpu_busy(lambda kernels, gpu_ms, launch_us: gpu_ms / max(gpu_ms, kernels * launch_us / 1e3)))
+solved(
+    check_gpu_busy(
+        lambda kernels, gpu_ms, launch_us: gpu_ms / max(gpu_ms, kernels * launch_us / 1e3)
+    )
+)
 
 # %% [markdown]
 # **3. The intensity of LoRA.** An adapter of rank r adds the products (x Aᵀ) Bᵀ to a layer, where x has the shape tokens ×
@@ -429,7 +479,11 @@ def lora_intensity(tokens: int, width: int, rank: int) -> float | None:
 def check_lora_intensity(function) -> str:
     if function(1, 1, 1) is None:
         return "Exercise 3: fill in lora_intensity first."
-    adapter = next(op for op in hardware.course_operations("full", lab.device, "bf16") if op.name == "LoRA's products")
+    adapter = next(
+        op
+        for op in hardware.course_operations("full", lab.device, "bf16")
+        if op.name == "LoRA's products"
+    )
     ours, yours = adapter.intensity, function(16384, 4096, 8)
     if abs(yours / ours - 1) > 0.01:
         return f"Exercise 3: not yet. At 16384 tokens, width 4096, rank 8 it is {ours:.3f}, not {yours:.3f}."
@@ -470,7 +524,9 @@ def together(rows, adapters):
 
 def rows_and_adapters(seed: int) -> tuple:
     torch.manual_seed(seed)
-    return torch.randn(ADAPTERS, 8, 64, device=lab.device), torch.randn(ADAPTERS, 64, 4, device=lab.device)
+    return torch.randn(ADAPTERS, 8, 64, device=lab.device), torch.randn(
+        ADAPTERS, 64, 4, device=lab.device
+    )
 
 
 print(faster_than(4, one_by_one, together, rows_and_adapters, times=4))

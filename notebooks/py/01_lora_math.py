@@ -71,7 +71,9 @@ from labutils.results.records import Run, summarise
 plots.use_style()
 torch.manual_seed(0)
 tiny = lab.scale == "tiny"
-d, rows = (256, 256) if tiny else (4096, 4096)  # width of the layers that we compute with, and rows of their input
+d, rows = (
+    (256, 256) if tiny else (4096, 4096)
+)  # width of the layers that we compute with, and rows of their input
 if lab.device == "cpu":
     torch.set_num_threads(1)  # matrices this small gain nothing from more, and times are steadier
 
@@ -142,9 +144,13 @@ for _ in range(20):
     optimizer.step()
     losses.append(loss.item())
 change = max((p - frozen[name]).abs().max().item() for name, p in ours.base.state_dict().items())
-metrics = {f"peft_{name.split()[-1]}_difference": value.item() for name, value in differences.items()}
+metrics = {
+    f"peft_{name.split()[-1]}_difference": value.item() for name, value in differences.items()
+}
 lab.keep(Run("01", "equivalence", metrics=metrics | {"base_change": change, "loss": losses}))
-print(f"20 steps took the loss from {losses[0]:.3g} to {losses[-1]:.3g}; largest change of a frozen number: {change:g}")
+print(
+    f"20 steps took the loss from {losses[0]:.3g} to {losses[-1]:.3g}; largest change of a frozen number: {change:g}"
+)
 lab.verdict("A1.lora.base-untouched");
 
 # %% [markdown]
@@ -168,7 +174,10 @@ full, low_rank = 4096 * 4096, lora_parameters(4096, 4096, r=8)
 with torch.device("meta"):  # shapes without memory
     layer = nn.Sequential(nn.Linear(4096, 4096, bias=False))
 attach_lora(layer, ("0",), rank=8, alpha=8, kind="plain")
-assert (count_parameters(layer) - count_trainable(layer), count_trainable(layer)) == (full, low_rank)
+assert (count_parameters(layer) - count_trainable(layer), count_trainable(layer)) == (
+    full,
+    low_rank,
+)
 print(f"full {full:,}, LoRA {low_rank:,}: {full / low_rank:.0f} times fewer")
 
 # %% [markdown]
@@ -180,24 +189,46 @@ print(f"full {full:,}, LoRA {low_rank:,}: {full / low_rank:.0f} times fewer")
 
 # %%
 from diffusers import UNet2DConditionModel
-from transformers import LlavaNextConfig, LlavaNextForConditionalGeneration, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    LlavaNextConfig,
+    LlavaNextForConditionalGeneration,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 
 def sd15_unet() -> nn.Module:
-    return UNet2DConditionModel(sample_size=64, cross_attention_dim=768)  # diffusers' other defaults are SD1.5's
+    return UNet2DConditionModel(
+        sample_size=64, cross_attention_dim=768
+    )  # diffusers' other defaults are SD1.5's
 
 
 def qwen3_8b() -> nn.Module:
     heads = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
-    sizes = {"hidden_size": 4096, "num_hidden_layers": 36, "intermediate_size": 12288, "vocab_size": 151936}
+    sizes = {
+        "hidden_size": 4096,
+        "num_hidden_layers": 36,
+        "intermediate_size": 12288,
+        "vocab_size": 151936,
+    }
     return Qwen3ForCausalLM(Qwen3Config(**sizes, **heads, tie_word_embeddings=False))
 
 
 # %%
 def llava_next_7b() -> nn.Module:
     heads = {"num_attention_heads": 32, "num_key_value_heads": 8}
-    mistral = {"hidden_size": 4096, "num_hidden_layers": 32, "intermediate_size": 14336, "vocab_size": 32064} | heads
-    eye = {"image_size": 336, "patch_size": 14, "hidden_size": 1024, "num_hidden_layers": 24}  # CLIP ViT-L/336
+    mistral = {
+        "hidden_size": 4096,
+        "num_hidden_layers": 32,
+        "intermediate_size": 14336,
+        "vocab_size": 32064,
+    } | heads
+    eye = {
+        "image_size": 336,
+        "patch_size": 14,
+        "hidden_size": 1024,
+        "num_hidden_layers": 24,
+    }  # CLIP ViT-L/336
     eye |= {"num_attention_heads": 16, "intermediate_size": 4096, "projection_dim": 768}
     text = mistral | {"model_type": "mistral", "sliding_window": None}
     return LlavaNextForConditionalGeneration(
@@ -206,7 +237,10 @@ def llava_next_7b() -> nn.Module:
 
 
 # %%
-attention, everything = ("to_q", "to_k", "to_v", "to_out.0"), ("q_proj", "k_proj", "v_proj", "o_proj")
+attention, everything = (
+    ("to_q", "to_k", "to_v", "to_out.0"),
+    ("q_proj", "k_proj", "v_proj", "o_proj"),
+)
 everything += ("gate_proj", "up_proj", "down_proj")
 MODELS = {  # name -> how it is built, what is adapted and at which rank
     "sd15": (sd15_unet, attention, 4),
@@ -224,7 +258,13 @@ def on_meta(name: str, lora: bool, dtype: torch.dtype = torch.float32) -> nn.Mod
         model = nn.Module.to(build(), dtype)
     if lora:
         model.requires_grad_(False)
-        attach_lora(model.model.language_model if name == "llava_7b" else model, targets, rank, 2 * rank, "plain")
+        attach_lora(
+            model.model.language_model if name == "llava_7b" else model,
+            targets,
+            rank,
+            2 * rank,
+            "plain",
+        )
     return model
 
 
@@ -243,7 +283,10 @@ for name, (_, _, rank) in MODELS.items():
 figure, ax = plt.subplots()
 plots.magnitudes(ax, pairs, "parameters")
 plt.show()
-shares = [(name, *both.values(), f"{both['LoRA'] / both['all weights']:.3%}") for name, both in pairs.items()]
+shares = [
+    (name, *both.values(), f"{both['LoRA'] / both['all weights']:.3%}")
+    for name, both in pairs.items()
+]
 lab.table(("what is trained", "parameters", "LoRA trains", "share"), *shares)
 lab.verdict("A1.lora.count");
 
@@ -292,7 +335,9 @@ def recover(target: torch.Tensor, rank: int, seed: int) -> float:
     """Train LoRA from its usual start towards `target`; the relative error that remains."""
     layer = nn.Sequential(nn.Linear(width, width, bias=False, device=lab.device))
     A, B = attach_lora(layer, ("0",), rank, rank, "plain", seed=seed)
-    x = torch.linalg.qr(torch.randn(width, width, device=lab.device))[0]  # white: the covariance is the identity
+    x = torch.linalg.qr(torch.randn(width, width, device=lab.device))[
+        0
+    ]  # white: the covariance is the identity
     y = x @ (layer[0].weight + target).T
     optimizer = torch.optim.Adam([A, B], lr=0.05)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
@@ -319,11 +364,24 @@ lab.keep(sweep);
 # %%
 figure, axes = plt.subplots(1, 2, sharey=True, figsize=(7.2, 3.4))
 for ax, name in zip(axes, targets, strict=True):
-    ax.plot(ranks, [100 * best[name, r] for r in ranks], color=plots.GREY, label="best of its rank (SVD)")
+    ax.plot(
+        ranks,
+        [100 * best[name, r] for r in ranks],
+        color=plots.GREY,
+        label="best of its rank (SVD)",
+    )
     for seed in range(3):
         errors = [100 * found[name, r][seed] for r in ranks]
         label = "LoRA, trained (3 starts)" if seed == 0 else None
-        ax.plot(ranks, errors, "o", color=plots.RUST, markerfacecolor="none", markersize=5 + 2 * seed, label=label)
+        ax.plot(
+            ranks,
+            errors,
+            "o",
+            color=plots.RUST,
+            markerfacecolor="none",
+            markersize=5 + 2 * seed,
+            label=label,
+        )
     ax.set(title=name, xlabel="rank r", xticks=ranks, ylim=(-4, 104))
 axes[0].set_ylabel("error, % of the correction")
 axes[1].legend()
@@ -404,33 +462,52 @@ for size, (n, width) in sizes.items():
     both = [(way["forward"](), *way["backward"]()) for way in (ways["thin"], ways["dense"])]
     for one, other in zip(*both, strict=True):  # the two orders give the same, up to rounding
         assert (one - other).norm() < 0.02 * other.norm()
-    times[size] = {name: {d: cuda.timed(call, budget_s=0.3) for d, call in way.items()} for name, way in ways.items()}
+    times[size] = {
+        name: {d: cuda.timed(call, budget_s=0.3) for d, call in way.items()}
+        for name, way in ways.items()
+    }
 
 # %%
 figure, axes = plt.subplots(1, 2, figsize=(7.2, 3.4))
 for ax, (size, (n, width)) in zip(axes, sizes.items(), strict=True):
     plots.grouped(ax, times[size], ((plots.MIST, ""), (plots.NAVY, ""), (plots.AMBER, "///")))
     ax.set_title(f"{size}\n{n} rows, width {width}")
-figure.legend(*axes[0].get_legend_handles_labels(), title=f"r = {r}", loc="outside lower center", ncols=3)
+figure.legend(
+    *axes[0].get_legend_handles_labels(), title=f"r = {r}", loc="outside lower center", ncols=3
+)
 plt.show()
 
 # %%
 short, samples, metrics, lines = dict(zip(sizes, ("sd15", "llm"), strict=True)), {}, {}, []
 theirs = run.metric if (run := lab.reference("order")) else {}.get
 for size, (n, k) in sizes.items():
-    ms = {name: {way: median(t) for way, t in by_pass.items()} for name, by_pass in times[size].items()}
+    ms = {
+        name: {way: median(t) for way, t in by_pass.items()}
+        for name, by_pass in times[size].items()
+    }
     for name, by_pass in times[size].items():
-        samples |= {f"{short[size]}_{name}_{way}_ms".replace(" ", "_"): t for way, t in by_pass.items()}
+        samples |= {
+            f"{short[size]}_{name}_{way}_ms".replace(" ", "_"): t for way, t in by_pass.items()
+        }
     fewer = {  # dense over thin, from the table above
         "forward": (2 * n * k**2 + 2 * r * k**2) / (4 * n * r * k),
         "backward": (4 * n * k**2 + 6 * r * k**2) / (8 * n * r * k),
     }
     for way, ratio in fewer.items():
         faster = ms["dense"][way] / ms["thin"][way]
-        metrics |= {f"{short[size]}_{way}_flops_ratio": ratio, f"{short[size]}_{way}_speedup": faster}
+        metrics |= {
+            f"{short[size]}_{way}_flops_ratio": ratio,
+            f"{short[size]}_{way}_speedup": faster,
+        }
         h200 = theirs(f"{short[size]}_{way}_flops_ratio"), theirs(f"{short[size]}_{way}_speedup")
         lines.append((f"{size}, {way}", *(f and f"{f:.3g}x" for f in (ratio, faster, *h200))))
-head = ("thin against dense", "fewer operations", "faster", "H200: fewer operations", "H200: faster")
+head = (
+    "thin against dense",
+    "fewer operations",
+    "faster",
+    "H200: fewer operations",
+    "H200: faster",
+)
 lab.table(head, *lines)
 metrics |= {name: summarise(t) for name, t in samples.items()}
 order_run = lab.keep(Run("01", "order", metrics=metrics, samples=samples))
@@ -499,7 +576,14 @@ for dtype in (torch.float32, torch.float16, torch.bfloat16):
     lost, back = merged_and_back(dtype)
     metrics |= {f"{name}_lost": lost, f"{name}_off_after_unmerge": back}
     lines.append((name, f"{lost:.2%}", f"{back:.1e}"))
-lab.table(("weights in", "of the correction, lost by merging", "weights off by, after ten merges and unmerges"), *lines)
+lab.table(
+    (
+        "weights in",
+        "of the correction, lost by merging",
+        "weights off by, after ten merges and unmerges",
+    ),
+    *lines,
+)
 
 # %% [markdown]
 # Rounding acts on the *sum*. Its steps are as coarse as the weight's size demands, and the correction is a hundred times
@@ -526,7 +610,9 @@ for seed, name in enumerate(("portrait", "landscape")):
 lines = []
 for used in tasks:
     adapters.switch(model, used)
-    lines.append((f"adapter {used!r}", *((model(x) - y).square().mean().item() for y in tasks.values())))
+    lines.append(
+        (f"adapter {used!r}", *((model(x) - y).square().mean().item() for y in tasks.values()))
+    )
 lab.table(("error of", *(f"on task {name!r}" for name in tasks)), *lines)
 
 # %% [markdown]
@@ -552,7 +638,14 @@ adapters.merge(model)
 beside["merged"] = cuda.timed(lambda: model(x), budget_s=0.2)
 adapters.unmerge(model)
 samples = {f"{name.replace(' ', '_')}_ms": t for name, t in beside.items()}
-lab.keep(Run("01", "merge", metrics=metrics | {k: summarise(t) for k, t in samples.items()}, samples=samples));
+lab.keep(
+    Run(
+        "01",
+        "merge",
+        metrics=metrics | {k: summarise(t) for k, t in samples.items()},
+        samples=samples,
+    )
+);
 
 # %%
 theirs = lab.reference("merge")
@@ -560,7 +653,9 @@ lines = []
 for name, spread in {name: summarise(t) for name, t in beside.items()}.items():
     h200 = theirs.metric(f"{name.replace(' ', '_')}_ms") if theirs else None
     lines.append((name, spread["median"], f"{spread['p10']:.3g} to {spread['p90']:.3g}", h200))
-lab.table(("forward pass of the layer", "median, ms", "p10 to p90, ms", "H200, wider layer, ms"), *lines)
+lab.table(
+    ("forward pass of the layer", "median, ms", "p10 to p90, ms", "H200, wider layer, ms"), *lines
+)
 
 # %% [markdown]
 # (If your p10-p90 ranges overlap, then your machine can't tell these three apart; the H200's can.)
@@ -582,7 +677,9 @@ lab.table(("forward pass of the layer", "median, ms", "p10 to p90, ms", "H200, w
 # **Your prediction:** how many times less memory does Qwen3-8B take with LoRA than with the careful way?
 
 # %%
-times_less_memory = None  # Qwen3-8B, 4 texts of 861 tokens: all weights in float32, against LoRA in bfloat16
+times_less_memory = (
+    None  # Qwen3-8B, 4 texts of 861 tokens: all weights in float32, against LoRA in bfloat16
+)
 lab.predict("less memory for Qwen3-8B with LoRA", times_less_memory, "x")
 
 
@@ -591,7 +688,11 @@ def loss_on_meta(name: str, model: nn.Module):
     """A training loss on inputs without memory, of the shapes that the articles train on."""
     make = {"device": "meta", "dtype": torch.half}
     if name == "sd15":  # four images of 512 pixels, as latents
-        inputs = torch.empty(4, 4, 64, 64, **make), torch.empty((), device="meta"), torch.empty(4, 77, 768, **make)
+        inputs = (
+            torch.empty(4, 4, 64, 64, **make),
+            torch.empty((), device="meta"),
+            torch.empty(4, 77, 768, **make),
+        )
         return lambda: model(*inputs).sample.float().square().mean()
     if name == "qwen3_8b":  # four texts of 861 tokens
         ids, mask = torch.empty(4, 861, dtype=torch.long, device="meta"), {"full_attention": None}
@@ -605,11 +706,17 @@ def loss_on_meta(name: str, model: nn.Module):
 memory = {}
 for name in MODELS:
     half = torch.float16 if name == "sd15" else torch.bfloat16
-    ways = (("all, float32", False, torch.float32), ("all, half", False, half), ("LoRA, half", True, half))
+    ways = (
+        ("all, float32", False, torch.float32),
+        ("all, half", False, half),
+        ("LoRA, half", True, half),
+    )
     for way, lora, dtype in ways:
         model = on_meta(name, lora, half)
         kept = saved_for_backward(model, loss_on_meta(name, model))
-        memory[name, way] = planned(nn.Module.to(model, dtype) if not lora else model, activations=kept)
+        memory[name, way] = planned(
+            nn.Module.to(model, dtype) if not lora else model, activations=kept
+        )
 
 # %%
 figure, axes = plt.subplots(3, 1, figsize=(7.2, 6))
@@ -625,7 +732,11 @@ plt.show()
 less = memory["qwen3_8b", "all, float32"].total / memory["qwen3_8b", "LoRA, half"].total
 fewer = counts["qwen3_8b_total"] / counts["qwen3_8b_lora_r8"]
 print(f"Qwen3-8B: {less:.1f} times less memory, for {fewer:.0f} times fewer trained parameters")
-gb = {f"{n}_{way.replace(', ', '_')}_{part}_gb": v for (n, way), m in memory.items() for part, v in m.in_gb().items()}
+gb = {
+    f"{n}_{way.replace(', ', '_')}_{part}_gb": v
+    for (n, way), m in memory.items()
+    for part, v in m.in_gb().items()
+}
 lab.keep(Run("01", "memory", metrics=gb));
 
 # %% [markdown]
@@ -643,7 +754,11 @@ channels = {"block_out_channels": (32, 64, 64, 64), "norm_num_groups": 8, "layer
 def unet_and_loss(lora: bool) -> tuple:
     """SD1.5's UNet at the scale full, a far narrower one at the others, and a loss on one random image."""
     full = lab.scale == "full"
-    size = {"sample_size": 64, "cross_attention_dim": 768} if full else channels | {"cross_attention_dim": 64}
+    size = (
+        {"sample_size": 64, "cross_attention_dim": 768}
+        if full
+        else channels | {"cross_attention_dim": 64}
+    )
     unet = UNet2DConditionModel(**size).to(lab.device)
     if lora:
         attach_lora(unet, attention, rank=4, alpha=4, kind="plain", seed=0)
@@ -661,7 +776,9 @@ with lab.attempt("Training a UNet to see its memory", reference="memory-measured
         unet, loss = unet_and_loss(way == "LoRA")
         plan = planned(unet, activations=saved_for_backward(unet, loss))
         cuda.reset_peak_memory()
-        real = measured(unet, loss, torch.optim.AdamW([p for p in unet.parameters() if p.requires_grad]))
+        real = measured(
+            unet, loss, torch.optim.AdamW([p for p in unet.parameters() if p.requires_grad])
+        )
         for part, counted in plan.in_gb().items():
             h200 = theirs[way](f"{way}_{part}_gb") if theirs else None
             lines.append((f"{way}: {part}", counted * 1e3, real.in_gb()[part] * 1e3, h200))
@@ -670,7 +787,12 @@ with lab.attempt("Training a UNet to see its memory", reference="memory-measured
         if peak := cuda.peak_memory():
             lines.append((f"{way}: the allocator's peak", None, peak[0] * 1e3, None))
             metrics[f"{way}_peak_allocated_gb"] = peak[0]
-    head = ("UNet, one image, float32: what is trained", "counted, MB", "after a real step, MB", "H200, whole UNet, GB")
+    head = (
+        "UNet, one image, float32: what is trained",
+        "counted, MB",
+        "after a real step, MB",
+        "H200, whole UNet, GB",
+    )
     lab.table(head, *lines)
     lab.keep(Run("01", "memory-measured", metrics=metrics))
 
@@ -729,7 +851,9 @@ def least_rank(target: torch.Tensor, tolerance: float) -> int | None:
 
 
 def check_least_rank(answer) -> str:
-    known = torch.diag(torch.tensor([3.0, 2.0, 2.0, 1.0, 0.0, 0.0]))  # squares: 9, 4, 4, 1; together 18
+    known = torch.diag(
+        torch.tensor([3.0, 2.0, 2.0, 1.0, 0.0, 0.0])
+    )  # squares: 9, 4, 4, 1; together 18
     if answer(known, 0.5) is None:
         return "Exercise 2: fill in least_rank first."
     for tolerance, rank in ((1.0, 0), (0.71, 1), (0.53, 2), (0.52, 3), (0.23, 4), (0.0, 4)):
@@ -802,7 +926,8 @@ def backward(x, dy, A, B):
 def a_batch(seed: int) -> tuple:
     torch.manual_seed(seed)
     return tuple(
-        torch.randn(shape, device=lab.device) for shape in ((rows, width), (rows, width), (8, width), (width, 8))
+        torch.randn(shape, device=lab.device)
+        for shape in ((rows, width), (rows, width), (8, width), (width, 8))
     )
 
 
@@ -845,8 +970,11 @@ solved(faster_than(4, by_the_book, thin_backward, a_batch, times=2, tolerance=1e
 lab.done(
     {
         "times fewer parameters at d = 4096, r = 8": full / low_rank,
-        "error of rank 4 on a correction of rank 8": 100 * summarise(found["eight equal singular values", 4])["median"],
-        "thin products are faster than dense ones, forward": order_run.metrics["llm_forward_speedup"],
+        "error of rank 4 on a correction of rank 8": 100
+        * summarise(found["eight equal singular values", 4])["median"],
+        "thin products are faster than dense ones, forward": order_run.metrics[
+            "llm_forward_speedup"
+        ],
         "part of the correction lost by merging into bf16": 100 * lost,
         "less memory for Qwen3-8B with LoRA": less,
     }

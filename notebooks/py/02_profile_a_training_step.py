@@ -122,9 +122,15 @@ pixels, unet = batch["pixel_values"], session.model.unet
 trained = count_trainable(unet)
 lab.table(
     ("this lab", f"scale {lab.scale}"),
-    ("pixels of a micro-batch", f"{list(pixels.shape)}, {pixels.dtype}, {pixels.nbytes / 1e6:.2g} MB"),
+    (
+        "pixels of a micro-batch",
+        f"{list(pixels.shape)}, {pixels.dtype}, {pixels.nbytes / 1e6:.2g} MB",
+    ),
     ("tokens of a micro-batch", f"{list(batch['input_ids'].shape)}, {batch['input_ids'].dtype}"),
-    ("UNet", f"{(count_parameters(unet) - trained) / 1e6:.1f} M parameters frozen, {trained / 1e6:.2f} M trained"),
+    (
+        "UNet",
+        f"{(count_parameters(unet) - trained) / 1e6:.1f} M parameters frozen, {trained / 1e6:.2f} M trained",
+    ),
     ("precision", session.recipe.precision),  # a CPU has no fp16 matrix units; there it is fp32
     ("arithmetic of an optimizer step", f"{workload.work(session.recipe).flops / 1e9:,.4g} GFLOP"),
 )
@@ -150,7 +156,11 @@ lab.predict("time of an optimizer step", my_step_ms, "ms")
 stock = train(workload, STOCK, steps=steps, name="stock")
 lab.keep(stock)
 fig, ax = plt.subplots()
-plots.steps(ax, {f"stock, here ({lab.scale})": stock} | ({"stock, H200 (full)": reference} if reference else {}))
+plots.steps(
+    ax,
+    {f"stock, here ({lab.scale})": stock}
+    | ({"stock, H200 (full)": reference} if reference else {}),
+)
 plt.show()
 lab.verdict("A1.stock.step-ms");
 
@@ -192,7 +202,9 @@ plt.show()
 changes = sum(before != after for before, after in zip(values, values[1:], strict=False))
 said = f"{len(values)} readings in {when[-1]:.1f} s, of which {changes} brought a new number."
 buffer = f" The driver's own buffer of samples (dots) has {len(watched.driver_samples)} for the same time."
-lab.show(said + (buffer if on_gpu else " They are of the CPU: without a GPU there is no driver to ask."))
+lab.show(
+    said + (buffer if on_gpu else " They are of the CPU: without a GPU there is no driver to ask.")
+)
 lab.verdict("A1.stock.utilization");
 
 # %% [markdown]
@@ -225,8 +237,12 @@ lab.show(
 )
 
 # %%
-lanes = {name: blocks for name, blocks in trace.timeline().items() if name in ("host", "host waits")}
-fig, axes = plt.subplots(1 + trace.on_gpu, sharex=True, squeeze=False, figsize=(7.2, 3 + 1.5 * trace.on_gpu))
+lanes = {
+    name: blocks for name, blocks in trace.timeline().items() if name in ("host", "host waits")
+}
+fig, axes = plt.subplots(
+    1 + trace.on_gpu, sharex=True, squeeze=False, figsize=(7.2, 3 + 1.5 * trace.on_gpu)
+)
 plots.timeline(axes[0, 0], lanes, most=7)
 axes[0, 0].set_title("One optimizer step")
 if trace.on_gpu:
@@ -302,7 +318,10 @@ parts = {
     "as profiled": trace.partition(),
     "not profiled": trace.partition(stock.metric("step_ms"), stock.metric("data_ms")),
 }
-shares = {bar: {name: 100 * part.get(name, 0) / sum(part.values()) for name in SHARES} for bar, part in parts.items()}
+shares = {
+    bar: {name: 100 * part.get(name, 0) / sum(part.values()) for name in SHARES}
+    for bar, part in parts.items()
+}
 if theirs:
     shares["H200 (full), not profiled"] = {name: 100 * theirs[f"{name}_share"] for name in SHARES}
 fig, ax = plt.subplots()
@@ -318,7 +337,14 @@ for name, row in phases.items():
     h200 = theirs.get("phases_ms", {}).get(name), theirs.get(f"{name}_idle_ms")
     rows.append((name, row["count"] or None, row["ms"], row.get("idle_ms"), *h200))
 lab.table(
-    ("phase", "times a step", "host, ms a step", "GPU idle meanwhile, ms", "H200: host, ms", "H200: GPU idle, ms"),
+    (
+        "phase",
+        "times a step",
+        "host, ms a step",
+        "GPU idle meanwhile, ms",
+        "H200: host, ms",
+        "H200: GPU idle, ms",
+    ),
     *rows,
 )
 lab.verdict("A1.overheads.four", "A1.overheads.host", "A1.stock.data", "A1.stock.launches");
@@ -337,7 +363,9 @@ by_cause = {}
 for cause in ("data", "host", "launch", "sync"):
     mine = [gap for gap in gaps if gap.cause == cause]
     drained = [gap for gap in mine if gap.after_sync]
-    by_cause[cause] = [n / trace.steps for n in (len(mine), sum(g.ms for g in mine), sum(g.ms for g in drained))]
+    by_cause[cause] = [
+        n / trace.steps for n in (len(mine), sum(g.ms for g in mine), sum(g.ms for g in drained))
+    ]
 if gaps:
     stock.metrics |= {"gaps": by_cause}
 rows = by_cause if gaps else theirs.get("gaps", {})
@@ -363,7 +391,9 @@ stacked = profile(session, steps=1, folder=traces, with_stack=True)
 kinds = stacked.categories()
 stock.metrics |= {"categories_ms": {name: row["ms"] for name, row in kinds.items()}}
 what = "kernels here" if stacked.on_gpu else "operators here, own time"
-rows = [(name, row["count"], row["ms"], 1e3 * row["ms"] / row["count"]) for name, row in kinds.items()]
+rows = [
+    (name, row["count"], row["ms"], 1e3 * row["ms"] / row["count"]) for name, row in kinds.items()
+]
 lab.table((what, "count a step", "ms a step", "µs each"), *rows)
 lab.table(("kernels on the H200 (full)", "ms a step"), *theirs.get("categories_ms", {}).items())
 
@@ -424,7 +454,9 @@ if stacked.on_gpu:
     warned = sum(site.count for site in sites)
     flush = stacked.idle_ms_in(stacked.python_time("writer.py", "flush"))
     stock.metrics |= {"syncs": rows, "syncs_warned_of": warned, "flush_idle_ms": flush}
-    lab.show(f"The trace counts {len(waits) / stacked.steps:g} waits a step, PyTorch's warnings {warned:g}.")
+    lab.show(
+        f"The trace counts {len(waits) / stacked.steps:g} waits a step, PyTorch's warnings {warned:g}."
+    )
 lab.keep(stock);
 
 # %% [markdown]
@@ -467,7 +499,9 @@ def reads(call) -> float:
         scaler.scale(layer(torch.ones(8, 64, device=lab.device)).sum()).backward()
         call()
 
-    return len(profile(SimpleNamespace(step=step), steps=1, folder=traces, with_stack=False).host_reads())
+    return len(
+        profile(SimpleNamespace(step=step), steps=1, folder=traces, with_stack=False).host_reads()
+    )
 
 
 # %%
@@ -475,8 +509,13 @@ CLIP, SCALER = "`clip_grad_norm_(parameters, 1.0)`", "`scaler.step`, `scaler.upd
 suspects = {
     "nothing after the backward pass": lambda: None,
     CLIP: lambda: clip_to_norm(layer.parameters(), 1.0),
-    "the same with `error_if_nonfinite=True`": lambda: clip_to_norm(layer.parameters(), 1.0, error_if_nonfinite=True),
-    "`scaler.unscale_`, which accelerate calls before it clips": lambda: (scaler.unscale_(sgd), scaler.update()),
+    "the same with `error_if_nonfinite=True`": lambda: clip_to_norm(
+        layer.parameters(), 1.0, error_if_nonfinite=True
+    ),
+    "`scaler.unscale_`, which accelerate calls before it clips": lambda: (
+        scaler.unscale_(sgd),
+        scaler.update(),
+    ),
     SCALER: lambda: (scaler.step(sgd), scaler.update()),
 }
 counted = {name: reads(call) for name, call in suspects.items()}
@@ -484,7 +523,11 @@ lab.table(("call", "values read"), *counted.items())
 
 # %%
 loss_reads = sum(read.phase == "log" for read in stacked.host_reads()) / stacked.steps
-answer = "Yes: the host waits for the norm" if counted[CLIP] else "No: the norm is computed and used on the device"
+answer = (
+    "Yes: the host waits for the norm"
+    if counted[CLIP]
+    else "No: the norm is computed and used on the device"
+)
 lab.show(
     f"**Is it `clip_grad_norm_`? {answer}.** In PyTorch {torch.__version__} it reads **{counted[CLIP]}** values. Others do, "
     f"in each optimizer step of four micro-steps: `GradScaler` **{counted[SCALER]}** (`found_inf`; with fp16, which takes "
@@ -501,16 +544,31 @@ lab.verdict("A1.left.clip-gap", "A1.left.clip-sync");
 # stood in a wait. (Without a GPU, only the first column is yours.)
 
 # %%
-stuck = {phase: sum(wait.ms for wait in trace.waits if wait.phase == phase) / trace.steps for phase in phases}
+stuck = {
+    phase: sum(wait.ms for wait in trace.waits if wait.phase == phase) / trace.steps
+    for phase in phases
+}
 if trace.on_gpu:
     stock.metrics |= {f"{phase}_wait_ms": stuck[phase] for phase in ("log", "clip", "optimizer")}
     lab.keep(stock)
 rows = []
 for phase in ("log", "clip", "optimizer"):
-    h200 = theirs.get("phases_ms", {}).get(phase), theirs.get(f"{phase}_idle_ms"), theirs.get(f"{phase}_wait_ms")
+    h200 = (
+        theirs.get("phases_ms", {}).get(phase),
+        theirs.get(f"{phase}_idle_ms"),
+        theirs.get(f"{phase}_wait_ms"),
+    )
     wait_ms = stuck[phase] if trace.on_gpu else None
     rows.append((phase, phases[phase]["ms"], phases[phase].get("idle_ms"), wait_ms, *h200))
-head = ("ms a step", "host", "GPU idle", "host in a wait", "H200: host", "H200: GPU idle", "H200: host in a wait")
+head = (
+    "ms a step",
+    "host",
+    "GPU idle",
+    "host in a wait",
+    "H200: host",
+    "H200: GPU idle",
+    "H200: host in a wait",
+)
 lab.table(head, *rows)
 
 # %% [markdown]
@@ -531,7 +589,11 @@ optimizer = torch.optim.AdamW(trained)  # goes through the filter once, to its e
 (1e3 * toy(torch.ones(1, 8))).sum().backward()
 through_filter = torch.nn.utils.clip_grad_norm_(trained, 1.0).item()
 through_list = torch.nn.utils.clip_grad_norm_(list(toy.parameters()), 1.0).item()
-lab.table(("parameters given as", "norm found"), ("the used-up filter", through_filter), ("a list", through_list))
+lab.table(
+    ("parameters given as", "norm found"),
+    ("the used-up filter", through_filter),
+    ("a list", through_list),
+)
 
 # %% [markdown]
 # A `filter` object can be gone through only once. The optimizer has done so, and nothing is left for the clipping: it finds
@@ -580,7 +642,10 @@ times = {
 }
 h200 = [theirs.get(name) for name in ("step_ms", "traced_step_ms", "stacked_step_ms")]
 h200[0] = reference.metric("step_ms") if reference else None
-rows = [(*row, f"{row[1] / beside['median']:.2f}x", ms) for row, ms in zip(times.items(), h200, strict=True)]
+rows = [
+    (*row, f"{row[1] / beside['median']:.2f}x", ms)
+    for row, ms in zip(times.items(), h200, strict=True)
+]
 lab.table(("an optimizer step", "here, ms", "times the first", "H200, ms"), *rows)
 if times["profiled"] <= beside["p90"]:
     lab.show(
@@ -624,7 +689,9 @@ def check_busy(answer) -> str:
         return "Exercise 1: set my_busy first."
     if not 0 <= answer <= 1:
         return f"Exercise 1: not yet. {answer:g} is not a share; a share lies between 0 and 1."
-    cells = {n for start, end in kernels for n in range(round(start * 10), round(end * 10))} & set(range(100))
+    cells = {n for start, end in kernels for n in range(round(start * 10), round(end * 10))} & set(
+        range(100)
+    )
     if abs(answer - sum(end - start for start, end in kernels) / 10) < 1e-6:
         return "Exercise 1: not yet. That counts overlaps twice."
     if abs(answer - len(cells) / 100) > 1e-6:
@@ -719,7 +786,9 @@ POSITIONS = 48
 
 def hurried_step(x):
     """x [8, 48, 64] -> the loss, and the gradient of `layer`'s weight"""
-    table = [[math.sin(at / 10_000 ** (column / 64)) for column in range(64)] for at in range(POSITIONS)]
+    table = [
+        [math.sin(at / 10_000 ** (column / 64)) for column in range(64)] for at in range(POSITIONS)
+    ]
     hidden = layer(x + torch.tensor(table, device=x.device))
     norms = [row.norm().item() for row in hidden.flatten(0, 1)]
     assert all(math.isfinite(norm) for norm in norms), "NaN or Inf"
@@ -739,7 +808,9 @@ def hidden_states(seed: int) -> tuple:
 print(faster_than(4, hurried_step, calm_step, hidden_states, times=3))
 
 # %% tags=["solution"]
-TABLE = [[math.sin(at / 10_000 ** (column / 64)) for column in range(64)] for at in range(POSITIONS)]
+TABLE = [
+    [math.sin(at / 10_000 ** (column / 64)) for column in range(64)] for at in range(POSITIONS)
+]
 TABLE = torch.tensor(TABLE, device=lab.device)
 
 
@@ -782,6 +853,8 @@ measured = {
     "time of an optimizer step": stock.metric("step_ms"),
     "utilisation": 100 * watched.share if watched.share is not None else None,
     "share of the step lost to data": 100 * stock.metrics["data_share"],
-    "synchronisations in an optimizer step": stock.metrics.get("syncs_per_step", theirs.get("syncs_per_step")),
+    "synchronisations in an optimizer step": stock.metrics.get(
+        "syncs_per_step", theirs.get("syncs_per_step")
+    ),
 }
 lab.done(measured)

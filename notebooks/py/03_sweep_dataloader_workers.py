@@ -67,7 +67,13 @@ from labutils.course import plots
 from labutils.data.images import EPOCH, PARTS, decode_ms
 from labutils.labs.lab03_dataloader import epoch_start_ms, hand_over_ms
 from labutils.labs.lab03_pinned_memory import two_by_two
-from labutils.labs.lab03_shared_memory import batch_bytes, most_workers, needed_bytes, those_that_fit, try_workers
+from labutils.labs.lab03_shared_memory import (
+    batch_bytes,
+    most_workers,
+    needed_bytes,
+    those_that_fit,
+    try_workers,
+)
 from labutils.profiling.dataloader_model import Pipeline, off_the_model
 from labutils.profiling.hardware import usable_cores
 from labutils.recipe import STOCK, Unavailable
@@ -76,12 +82,21 @@ from labutils.training import compare, train
 
 # %%
 plots.use_style()
-warnings.filterwarnings("ignore", message="This DataLoader will create")  # more workers than cores: on purpose
-warnings.filterwarnings("ignore", message="IProgress not found")  # plain progress bars survive batch runs
-steps, rounds = steps or (2 if lab.scale == "tiny" else 3), rounds or (1 if lab.scale == "tiny" else 2)
+warnings.filterwarnings(
+    "ignore", message="This DataLoader will create"
+)  # more workers than cores: on purpose
+warnings.filterwarnings(
+    "ignore", message="IProgress not found"
+)  # plain progress bars survive batch runs
+steps, rounds = (
+    steps or (2 if lab.scale == "tiny" else 3),
+    rounds or (1 if lab.scale == "tiny" else 2),
+)
 MIB = 2**20
 if lab.device == "cpu":
-    torch.set_num_threads(max(1, usable_cores() // 2))  # one half trains, the other is left to the workers
+    torch.set_num_threads(
+        max(1, usable_cores() // 2)
+    )  # one half trains, the other is left to the workers
 
 # %% [markdown]
 # ## 1 · What reading one example costs
@@ -105,7 +120,9 @@ workload = lab.workload("sd15-lora")
 examples = workload.dataset(None, STOCK)
 reading = decode_ms(examples, 16)
 read_ms = median(reading["all"])
-reading_run = Run("03", "reading", metrics={f"{part}_ms": summarise(reading[part]) for part in reading})
+reading_run = Run(
+    "03", "reading", metrics={f"{part}_ms": summarise(reading[part]) for part in reading}
+)
 lab.keep(reading_run);
 
 # %%
@@ -265,7 +282,9 @@ lab.table(
 # %%
 fastest = min(known.values(), key=lambda spread: spread["median"])
 best = min(n for n, spread in known.items() if spread["p10"] <= fastest["p90"])
-lab.show(f"The smallest number of workers that can't be told from the fastest (p10-p90 ranges overlap): **{best}**.")
+lab.show(
+    f"The smallest number of workers that can't be told from the fastest (p10-p90 ranges overlap): **{best}**."
+)
 if best == 0:
     lab.show(
         "So no number of workers shortens the step by more than it varies anyway. Either other programs were using the "
@@ -294,7 +313,9 @@ for workers in (1, 3):
         starts[workers, kept] = epoch_start_ms(examples, recipe, epochs=6)
 restart = Run("03", "persistent", recipe=STOCK.but(num_workers=3).as_dict())
 restart.samples = {"epoch_start_ms": starts[3, False], "epoch_start_persistent_ms": starts[3, True]}
-restart.metrics = {name: summarise(samples) for name, samples in restart.samples.items()} | {"epoch_steps": EPOCH // 4}
+restart.metrics = {name: summarise(samples) for name, samples in restart.samples.items()} | {
+    "epoch_steps": EPOCH // 4
+}
 lab.keep(restart);
 
 # %%
@@ -305,8 +326,18 @@ for workers in (1, 3):
     rows.append((f"{workers}, here", anew, kept, f"{(anew - kept) / epoch_ms:.2%}"))
 if (h200 := lab.reference("persistent")) and theirs[3]:
     anew, kept = h200.metric("epoch_start_ms"), h200.metric("epoch_start_persistent_ms")
-    rows.append(("3, H200", anew, kept, f"{(anew - kept) / (EPOCH // 4 * theirs[3].metric('step_ms')):.2%}"))
-lab.table(("workers", "first batch of an epoch, ms", "with persistent workers, ms", "saved, share of an epoch"), *rows)
+    rows.append(
+        ("3, H200", anew, kept, f"{(anew - kept) / (EPOCH // 4 * theirs[3].metric('step_ms')):.2%}")
+    )
+lab.table(
+    (
+        "workers",
+        "first batch of an epoch, ms",
+        "with persistent workers, ms",
+        "saved, share of an epoch",
+    ),
+    *rows,
+)
 
 # %% [markdown]
 # Workers that persist needn't be started, but an epoch's first batch still has to be made: the buffers are empty at its
@@ -317,7 +348,9 @@ lab.table(("workers", "first batch of an epoch, ms", "with persistent workers, m
 
 # %%
 prefetches = {f"prefetch={n}": STOCK.but(num_workers=3, prefetch_factor=n) for n in (1, 2, 4)}
-buffered = compare(workload, those_that_fit(prefetches, resolution), steps=steps, rounds=rounds, warmup=1)
+buffered = compare(
+    workload, those_that_fit(prefetches, resolution), steps=steps, rounds=rounds, warmup=1
+)
 lab.keep(buffered)
 fig, ax = plt.subplots()
 plots.steps(ax, buffered)
@@ -346,7 +379,10 @@ my_fit: float | None = None  # a whole number
 lab.predict("workers that fit in 64 MB", my_fit, "workers")
 
 # %%
-small, enough = 64 * MIB, 1024 * MIB  # what a container's "64 MB" and "1 GB" mean: 67 and 1,074 million bytes
+small, enough = (
+    64 * MIB,
+    1024 * MIB,
+)  # what a container's "64 MB" and "1 GB" mean: 67 and 1,074 million bytes
 needed = [needed_bytes(STOCK.but(num_workers=n)) for n in WORKERS]
 lab.table(
     ("workers", *map(str, WORKERS)),
@@ -363,7 +399,13 @@ lab.show(f"{fit} workers fit, with batches of {batch_bytes() / MIB:.3g} MiB; {fi
 # %%
 sizes = {"shm=tiny": small, "shm=enough": enough}
 with ThreadPoolExecutor() as pool:
-    trials = dict(zip(sizes, pool.map(lambda size: try_workers(lab.cache_dir, 12, size), sizes.values()), strict=True))
+    trials = dict(
+        zip(
+            sizes,
+            pool.map(lambda size: try_workers(lab.cache_dir, 12, size), sizes.values()),
+            strict=True,
+        )
+    )
 for name, trial in trials.items():
     status = f"skipped: {trial.message}" if trial.outcome == "not possible" else "ok"
     lab.keep(Run("03", name, status=status, metrics=trial.metrics()))
@@ -371,8 +413,18 @@ for name, trial in trials.items():
 # %%
 rows = []
 for t in trials.values():
-    rows.append((f"{t.shm_bytes // MIB:,} MiB", t.outcome, f"{t.batches} of {t.wanted}", t.peak_bytes / MIB))
-lab.table(("12 workers and a /dev/shm of", "what happened", "batches that arrived", "most of it in use, MiB"), *rows)
+    rows.append(
+        (f"{t.shm_bytes // MIB:,} MiB", t.outcome, f"{t.batches} of {t.wanted}", t.peak_bytes / MIB)
+    )
+lab.table(
+    (
+        "12 workers and a /dev/shm of",
+        "what happened",
+        "batches that arrived",
+        "most of it in use, MiB",
+    ),
+    *rows,
+)
 lab.show(f"What the first one said:\n```\n{trials['shm=tiny'].message or 'nothing'}\n```")
 lab.verdict("A1.workers.shm", "A1.workers.shm-cure");
 
@@ -422,7 +474,11 @@ def show_two_by_two(found: dict[str, Run]) -> None:
 
 def show_reference(prefix: str) -> None:
     """The four recipes as our H200 ran them."""
-    names = [f"{prefix}{memory}+{how}" for memory in ("pageable", "pinned") for how in ("blocking", "async")]
+    names = [
+        f"{prefix}{memory}+{how}"
+        for memory in ("pageable", "pinned")
+        for how in ("blocking", "async")
+    ]
     theirs = {f"H200, {name}": run for name in names if (run := lab.reference(name))}
     if theirs:
         show_two_by_two(theirs)
@@ -431,7 +487,9 @@ def show_reference(prefix: str) -> None:
 # %%
 three = STOCK.but(num_workers=3)
 no_copy = "a CPU trains on the memory that the data is in, so there is no copy; our H200's four runs follow"
-with lab.attempt("Pinned memory in the stock loop", "pinned+async", instead=lambda: show_reference("")):
+with lab.attempt(
+    "Pinned memory in the stock loop", "pinned+async", instead=lambda: show_reference("")
+):
     if lab.device == "cpu":
         raise Unavailable(no_copy)
     stock_loop = two_by_two(workload, three, steps, rounds)
@@ -449,7 +507,11 @@ lab.verdict("A1.pin.needs-both", "A1.pin.step-needs-both");
 
 # %%
 ahead = three.but(driver="eager", optimizer="adamw-fused", logging="ring-buffer")
-with lab.attempt("Pinned memory in a loop that runs ahead", "ahead: pinned+async", lambda: show_reference("ahead: ")):
+with lab.attempt(
+    "Pinned memory in a loop that runs ahead",
+    "ahead: pinned+async",
+    lambda: show_reference("ahead: "),
+):
     if lab.device == "cpu":
         raise Unavailable(no_copy)
     free_loop = two_by_two(workload, ahead, steps, rounds, prefix="ahead: ")
@@ -487,9 +549,7 @@ def check_memory(megabytes, workers) -> str:
     recipe = STOCK.but(micro_batch=4, num_workers=6, prefetch_factor=4)
     right = needed_bytes(recipe) / 1e6
     if abs(megabytes - right) > 0.03 * right:
-        return (
-            f"Exercise 1: not yet. {megabytes} MB? 6 × 4 batches wait, and training holds one. How large is one batch?"
-        )
+        return f"Exercise 1: not yet. {megabytes} MB? 6 × 4 batches wait, and training holds one. How large is one batch?"
     if workers != most_workers(256 * MIB, recipe):
         return f"Exercise 1: not yet. The megabytes are right. Do {workers} workers fit, and would one more not?"
     return f"Exercise 1: right. {right:.0f} MB for 6 workers, and {workers} fit in 256 MiB."
@@ -516,7 +576,11 @@ def check_starved(workers, starved_ms) -> str:
         return "Exercise 2: set my_enough and my_starved_ms first."
     faster = Pipeline(read_ms=80, compute_ms=23, cores=16)
     if workers != faster.enough_workers:
-        found = f"{workers} workers make a batch every {80 / workers:.3g} ms" if workers > 0 else "Somebody must read"
+        found = (
+            f"{workers} workers make a batch every {80 / workers:.3g} ms"
+            if workers > 0
+            else "Somebody must read"
+        )
         return f"Exercise 2: not yet. {found}. Is that in time, and with as few as can be?"
     if abs(starved_ms - faster.step_ms(3)) > 1:
         return f"Exercise 2: not yet. {starved_ms} ms? How many batches do three workers make in that time?"
@@ -549,7 +613,9 @@ def check_smaller(answer) -> str:
     share = (512 / 1080) ** 2
     right = share * (parts["decode"] + parts["convert"]) + parts["tensor"] + parts["tokenise"]
     if abs(result.read_ms - right) > 1e-6 * right:
-        return f"Exercise 3: not yet. {result.read_ms:.3g} ms: which parts remain, and which shrink?"
+        return (
+            f"Exercise 3: not yet. {result.read_ms:.3g} ms: which parts remain, and which shrink?"
+        )
     if result.compute_ms != pipeline.compute_ms:
         return "Exercise 3: not yet. Computing takes as long as before."
     return (
@@ -597,7 +663,9 @@ print(faster_than(4, transformed, reordered, an_image, times=2))
 
 
 # %% tags=["solution"]
-def reordered_solution(image):  # first the pixels that remain, in one byte a number; the floats last
+def reordered_solution(
+    image,
+):  # first the pixels that remain, in one byte a number; the floats last
     middle = image[284:796, 284:796].flip(1).permute(2, 0, 1)
     return middle.float().contiguous() / 127.5 - 1
 

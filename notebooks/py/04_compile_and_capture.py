@@ -72,13 +72,20 @@ from labutils.training import Bench, compile_ahead, try_isolated
 plots.use_style()
 on_gpu = lab.device == "cuda"
 if not on_gpu:
-    torch.set_num_threads(max(1, usable_cores() // 2))  # one half trains, the other is left to the workers
+    torch.set_num_threads(
+        max(1, usable_cores() // 2)
+    )  # one half trains, the other is left to the workers
     ask_cpp_compiler()
 compile_from_nothing()  # so that a first step is one
-steps, rounds = steps or (2 if lab.scale == "tiny" else 3), rounds or (1 if lab.scale == "tiny" else 2)
+steps, rounds = (
+    steps or (2 if lab.scale == "tiny" else 3),
+    rounds or (1 if lab.scale == "tiny" else 2),
+)
 workload = lab.workload("sd15-lora")
 bench = Bench(workload)
-h200 = {name: run for (_, name), run in read_runs(REFERENCE, "04").items() if run.ok}  # our H200's run of this lab
+h200 = {
+    name: run for (_, name), run in read_runs(REFERENCE, "04").items() if run.ok
+}  # our H200's run of this lab
 
 # %% [markdown]
 # ## The ladder
@@ -125,7 +132,14 @@ def keep(runs: dict[str, Run]) -> None:
 
 
 for name in recipes.keys() - climbable.keys():
-    lab.keep(Run("04", name, lane=lanes[name], status="skipped: on a CPU this rung is no different from one below it"))
+    lab.keep(
+        Run(
+            "04",
+            name,
+            lane=lanes[name],
+            status="skipped: on a CPU this rung is no different from one below it",
+        )
+    )
 
 # %% [markdown]
 # ## 1 · The article's rungs
@@ -155,22 +169,30 @@ lab.predict("speed-up by torch.compile", my_compile_gain, "x")
 # So the first step measured here is a little longer than it would be on a machine that does nothing else.
 
 # %%
-LIBRARY_KERNELS = {f"TORCHINDUCTOR_MAX_AUTOTUNE_{kind}_BACKENDS": "ATEN" for kind in ("GEMM", "CONV")}
+LIBRARY_KERNELS = {
+    f"TORCHINDUCTOR_MAX_AUTOTUNE_{kind}_BACKENDS": "ATEN" for kind in ("GEMM", "CONV")
+}
 graph_modes = {
     "reduce-overhead": STOCK.but(compile="reduce-overhead"),
     "max-autotune": STOCK.but(compile="max-autotune"),
     "reduce-overhead, accumulation=1": STOCK.but(compile="reduce-overhead", accumulation=1),
 }
 article = of_lane("article")
-bench.prepare({"stock": climbable["stock"]})  # the images are drawn before several processes want them
+bench.prepare(
+    {"stock": climbable["stock"]}
+)  # the images are drawn before several processes want them
 with ThreadPoolExecutor() as pool:
     tries = {}
     if on_gpu:
         tries = {
-            name: pool.submit(try_isolated, workload, recipe, 6, "tiny", environment=LIBRARY_KERNELS)
+            name: pool.submit(
+                try_isolated, workload, recipe, 6, "tiny", environment=LIBRARY_KERNELS
+            )
             for name, recipe in graph_modes.items()
         }
-        pool.submit(compile_ahead, workload, [r for r in climbable.values() if r.layers == "rewritten"])
+        pool.submit(
+            compile_ahead, workload, [r for r in climbable.values() if r.layers == "rewritten"]
+        )
     bench.prepare(article)
 tried = {name: future.result() for name, future in tries.items()}
 
@@ -206,20 +228,39 @@ lab.verdict("A1.workers.utilization", "A1.total.utilization");
 def break_even(plain: Run, compiled: Run) -> float:
     """Optimizer steps after which the compiled run has caught up; infinity where its steps are no shorter."""
     saved_s = (plain.metric("step_ms") - compiled.metric("step_ms")) / 1e3
-    return (compiled.metric("first_step_s") - plain.metric("first_step_s")) / saved_s if saved_s > 0 else float("inf")
+    return (
+        (compiled.metric("first_step_s") - plain.metric("first_step_s")) / saved_s
+        if saved_s > 0
+        else float("inf")
+    )
 
 
 regional = {}
 if on_gpu:
-    regional = bench.compare({"regional": recipes["compile"].but(compile_scope="blocks")}, steps, rounds=2)
+    regional = bench.compare(
+        {"regional": recipes["compile"].but(compile_scope="blocks")}, steps, rounds=2
+    )
     keep(regional)
 rows = [("", "first step, s", "later steps, ms", "has paid after, steps")]
 for place, found in (("here", runs | regional), ("H200", h200)):
     for name in ("workers", "compile", "regional"):
         if name in found and found[name].ok:
             steps_needed = break_even(found["workers"], found[name])
-            paid = None if name == "workers" else "never" if steps_needed == float("inf") else round(steps_needed)
-            rows.append((f"{name}, {place}", found[name].metric("first_step_s"), found[name].metric("step_ms"), paid))
+            paid = (
+                None
+                if name == "workers"
+                else "never"
+                if steps_needed == float("inf")
+                else round(steps_needed)
+            )
+            rows.append(
+                (
+                    f"{name}, {place}",
+                    found[name].metric("first_step_s"),
+                    found[name].metric("step_ms"),
+                    paid,
+                )
+            )
 lab.table(*rows)
 
 # %% [markdown]
@@ -252,7 +293,9 @@ def show_reference() -> None:
 
 
 # %%
-with lab.attempt("CUDA graphs inside torch.compile", reference="reduce-overhead", instead=show_reference):
+with lab.attempt(
+    "CUDA graphs inside torch.compile", reference="reduce-overhead", instead=show_reference
+):
     if not on_gpu:
         for name in graph_modes:
             lab.keep(Run("04", name, status="skipped: CUDA graphs need an NVIDIA GPU"))
@@ -366,7 +409,14 @@ def show_price(found: dict[str, Run], encodes: str, whose: str) -> None:
     for name, run in found.items():
         if run.ok and found[encodes].ok and (price := run.metric("encode_s")):
             saved_s = (found[encodes].metric("step_ms") - run.metric("step_ms")) / 1e3
-            rows.append((name, price, run.metric("step_ms"), round(price / saved_s) if saved_s > 0 else "never"))
+            rows.append(
+                (
+                    name,
+                    price,
+                    run.metric("step_ms"),
+                    round(price / saved_s) if saved_s > 0 else "never",
+                )
+            )
     lab.table((whose, "encoding all images once, s", "ms a step", "has paid after, steps"), *rows)
 
 
@@ -391,7 +441,9 @@ if h200:
 whole = bench.compare(climbable, steps, rounds)
 last = list(climbable)[-1]
 for name, run in runs.items():
-    whole[name].metrics |= {metric: value for metric, value in run.metrics.items() if metric == "gpu_utilization"}
+    whole[name].metrics |= {
+        metric: value for metric, value in run.metrics.items() if metric == "gpu_utilization"
+    }
 keep(whole)
 
 # %%
@@ -401,27 +453,59 @@ published = {"stock": 4 * 290, "workers": 4 * 141, "compile": 4 * 102, "pinned":
 def show_climb(found: dict[str, Run], top: str, title: str) -> None:
     fig, ax = plt.subplots()
     label = "article, 4 micro-steps"
-    plots.waterfall(ax, found.values(), found[top].metric("floor_ms"), published=published, published_label=label)
+    plots.waterfall(
+        ax,
+        found.values(),
+        found[top].metric("floor_ms"),
+        published=published,
+        published_label=label,
+    )
     ax.set_title(title, pad=24)
     plt.show()
 
 
-show_climb({name: run for name, run in whole.items() if run.ok}, last, f"The climb on this machine, scale {lab.scale}")
+show_climb(
+    {name: run for name, run in whole.items() if run.ok},
+    last,
+    f"The climb on this machine, scale {lab.scale}",
+)
 if h200 and not on_gpu:
     show_climb(
-        {name: h200[name] for name in recipes if name in h200}, "folded LoRA", "The climb on our H200, scale full"
+        {name: h200[name] for name in recipes if name in h200},
+        "folded LoRA",
+        "The climb on our H200, scale full",
     )
 
 # %%
-anchor_ms, theirs_ms = (found["stock"].metric("step_ms") if found else None for found in (whole, h200))
+anchor_ms, theirs_ms = (
+    found["stock"].metric("step_ms") if found else None for found in (whole, h200)
+)
 rows = []
 for name in recipes:
-    ms, h200_ms = (found[name].metric("step_ms") if name in found else None for found in (whole, h200))
-    times = [f"{anchor / ms:.2f}x" if ms else None for anchor, ms in ((anchor_ms, ms), (theirs_ms, h200_ms))]
+    ms, h200_ms = (
+        found[name].metric("step_ms") if name in found else None for found in (whole, h200)
+    )
+    times = [
+        f"{anchor / ms:.2f}x" if ms else None
+        for anchor, ms in ((anchor_ms, ms), (theirs_ms, h200_ms))
+    ]
     floor_ms = whole[name].metric("floor_ms") if name in whole else None
     rows.append((name, lanes[name], ms, times[0], floor_ms, h200_ms, times[1]))
-lab.table(("rung", "lane", "ms a step", "faster than stock", "floor, ms", "H200, ms", "H200: faster than stock"), *rows)
-print(f"The stock loop alone, at the start: {runs['stock'].metric('step_ms'):.0f} ms; here: {anchor_ms:.0f} ms.")
+lab.table(
+    (
+        "rung",
+        "lane",
+        "ms a step",
+        "faster than stock",
+        "floor, ms",
+        "H200, ms",
+        "H200: faster than stock",
+    ),
+    *rows,
+)
+print(
+    f"The stock loop alone, at the start: {runs['stock'].metric('step_ms'):.0f} ms; here: {anchor_ms:.0f} ms."
+)
 lab.verdict("A1.total.speedup", "A1.compile.speedup", "A1.pin.speedup");
 
 # %% [markdown]
@@ -441,14 +525,18 @@ lab.verdict("A1.total.speedup", "A1.compile.speedup", "A1.pin.speedup");
 # lengthen any of the steps above.)
 
 # %%
-traced = ["compile"] if not on_gpu else ["workers", "compile", "whole-step graph", "side by side", last]
+traced = (
+    ["compile"] if not on_gpu else ["workers", "compile", "whole-step graph", "side by side", last]
+)
 traces = {}
 for name in traced:
     if whole[name].ok:
         trace = traces[name] = bench.profile(
             name, lab.cache_dir / "traces" / "lab-04" / name.replace(" ", "-"), steps=2
         )
-        whole[name].metrics |= trace.metrics(whole[name].metric("step_ms"), whole[name].metric("data_ms"))
+        whole[name].metrics |= trace.metrics(
+            whole[name].metric("step_ms"), whole[name].metric("data_ms")
+        )
 if on_gpu and "compile" in traces:
     whole["compile"].metrics["compiled_regions"] = (
         traces["compile"].calls_of("Torch-Compiled Region") / STOCK.accumulation
@@ -467,7 +555,10 @@ KERNEL_COLUMNS = {
     "gpu_busy": "GPU-busy",
 }
 rows = [(name, *(whole[name].metrics.get(metric) for metric in KERNEL_COLUMNS)) for name in traces]
-rows += [(f"{name}, H200", *(run.metrics.get(metric) for metric in KERNEL_COLUMNS)) for name, run in h200.items()]
+rows += [
+    (f"{name}, H200", *(run.metrics.get(metric) for metric in KERNEL_COLUMNS))
+    for name, run in h200.items()
+]
 lab.table(("rung", *KERNEL_COLUMNS.values()), *rows)
 lab.verdict("A1.compile.one-region", "A1.compile.fewer-kernels");
 
@@ -534,7 +625,9 @@ solved(check("04.2", cache_mb))
 # their names: GroupNorm, LayerNorm, BatchNorm, Dropout, attention over tokens.
 
 # %% tags=["exercise"]
-breaks_it = None  # a set out of {"GroupNorm", "LayerNorm", "BatchNorm", "Dropout", "attention over tokens"}
+breaks_it = (
+    None  # a set out of {"GroupNorm", "LayerNorm", "BatchNorm", "Dropout", "attention over tokens"}
+)
 print(check("04.3", breaks_it))
 
 # %% tags=["solution"]
@@ -547,9 +640,13 @@ solved(check("04.3", breaks_it))
 
 # %% tags=["exercise"]
 torch.manual_seed(0)
-encoder = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64)).to(lab.device)
+encoder = torch.nn.Sequential(
+    torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64)
+).to(lab.device)
 encoder.requires_grad_(False)
-head = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GroupNorm(8, 64), torch.nn.Linear(64, 64)).to(lab.device)
+head = torch.nn.Sequential(
+    torch.nn.Linear(64, 64), torch.nn.GroupNorm(8, 64), torch.nn.Linear(64, 64)
+).to(lab.device)
 
 
 def by_micro_steps(images, targets):
@@ -619,7 +716,8 @@ def gain_of(name: str) -> float | None:
 same_work_rungs = list(of_lane("same work"))
 lab.done(
     {
-        "speed-up by torch.compile": runs["workers"].metric("step_ms") / runs["compile"].metric("step_ms")
+        "speed-up by torch.compile": runs["workers"].metric("step_ms")
+        / runs["compile"].metric("step_ms")
         if runs["compile"].ok
         else None,
         "speed-up with the same work": gain_of(same_work_rungs[-1]),

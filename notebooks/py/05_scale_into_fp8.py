@@ -43,7 +43,9 @@
 
 # %% tags=["parameters"]
 scale: str = "auto"  # tiny (any CPU), small (a GPU of 8 GB), full (the article's own), auto: the largest that fits
-weights: str = "random"  # random: exact architecture, random weights; hub: a small language model's real ones
+weights: str = (
+    "random"  # random: exact architecture, random weights; hub: a small language model's real ones
+)
 data: str = "generated"  # random token ids; this lab needs no dataset
 results_dir: str = ""  # folder of results.jsonl; empty: a new one under results/
 
@@ -62,12 +64,24 @@ from transformers import AutoModelForCausalLM
 
 from labutils.course import plots
 from labutils.labs import lab05_fp8_products
-from labutils.labs.lab05_layer_errors import language_model, layer_errors, plant_outliers, watch_linears
+from labutils.labs.lab05_layer_errors import (
+    language_model,
+    layer_errors,
+    plant_outliers,
+    watch_linears,
+)
 from labutils.layers.lora import attach_lora
 from labutils.layers.quantization import fp8_math
 from labutils.layers.quantization.convert import MAKERS, transformer_engine
 from labutils.layers.quantization.fp8_linear import FrozenFP8Linear
-from labutils.layers.quantization.fp8_math import E4M3, E5M2, DelayedScaling, encode, quantise, relative_error
+from labutils.layers.quantization.fp8_math import (
+    E4M3,
+    E5M2,
+    DelayedScaling,
+    encode,
+    quantise,
+    relative_error,
+)
 from labutils.results.records import REFERENCE, Run, read_runs, summarise, versions
 
 plots.use_style()
@@ -94,11 +108,22 @@ if not on_gpu:
 
 # %%
 rows = [("number", "E4M3: sign, exponent, mantissa", "stands for", "E5M2", "stands for")]
-for value, said in {1: "1", 0.1: "0.1", -3.3: "-3.3", 448: "448", 0.002: "0.002", 2**-9: "2⁻⁹", 1e-4: "0.0001"}.items():
+for value, said in {
+    1: "1",
+    0.1: "0.1",
+    -3.3: "-3.3",
+    448: "448",
+    0.002: "0.002",
+    2**-9: "2⁻⁹",
+    1e-4: "0.0001",
+}.items():
     cells = [said]
     for fmt in (E4M3, E5M2):
         code = encode(torch.tensor([float(value)]), fmt)
-        cells += [f"`{fp8_math.bits(code.item(), fmt)}`", f"{fp8_math.decode(code, fmt).item():.4g}"]
+        cells += [
+            f"`{fp8_math.bits(code.item(), fmt)}`",
+            f"{fp8_math.decode(code, fmt).item():.4g}",
+        ]
     rows.append(tuple(cells))
 lab.table(*rows)
 
@@ -109,9 +134,20 @@ for fmt, row, color in ((E4M3, 1, plots.NAVY), (E5M2, 0, plots.RUST)):
     numbers = numbers[numbers > 0]
     ax.vlines(numbers, row - 0.13, row + 0.13, color=color, linewidth=1)
     ends = f"{len(numbers)} numbers above zero, {fmt.smallest:.2g} to {fmt.largest:,g}"
-    ax.annotate(f"{fmt.name}: {ends}", (fmt.smallest_normal, row), (6, 18), textcoords="offset points", fontsize=9)
+    ax.annotate(
+        f"{fmt.name}: {ends}",
+        (fmt.smallest_normal, row),
+        (6, 18),
+        textcoords="offset points",
+        fontsize=9,
+    )
     ax.vlines(fmt.smallest_normal, row - 0.25, row + 0.4, color=plots.INK, linestyle=":")
-ax.set(xscale="log", ylim=(-0.5, 1.6), xlabel="value, logarithmic (left of the dotted line: subnormal)", yticks=[])
+ax.set(
+    xscale="log",
+    ylim=(-0.5, 1.6),
+    xlabel="value, logarithmic (left of the dotted line: subnormal)",
+    yticks=[],
+)
 ax.grid(axis="y", visible=False)
 ax.set_title("The same 256 codes, spent on precision (E4M3) or on range (E5M2)")
 plt.show()
@@ -140,9 +176,13 @@ lab.predict("1000 cast to E4M3", my_cast)
 
 # %%
 x = torch.tensor([1e3, 1e6, 5e-5], device=lab.device)
-cast = dict(zip(("cast_1000", "cast_1000000", "cast_tiny"), x.to(torch.float8_e4m3fn).tolist(), strict=True))
+cast = dict(
+    zip(("cast_1000", "cast_1000000", "cast_tiny"), x.to(torch.float8_e4m3fn).tolist(), strict=True)
+)
 saturates = fp8_math.plain_cast_saturates(lab.device)
-metrics = {name: value for name, value in cast.items() if math.isfinite(value)} | {"saturates": int(saturates)}
+metrics = {name: value for name, value in cast.items() if math.isfinite(value)} | {
+    "saturates": int(saturates)
+}
 lab.keep(Run("05", "fp8-cast", metrics=metrics))
 lab.table(
     ("cast from float32", "1,000", "1,000,000", "0.00005"),
@@ -180,7 +220,9 @@ S = fp8_math.scale_for(fp8_math.amax(x)).item()
 metrics = {"scale": S, "scaled_min": (x * S).min().item(), "scaled_max": (x * S).max().item()}
 metrics["relative_error"] = relative_error(quantise(x).restored(), x)
 lab.keep(Run("05", "fp8-scaling", metrics=metrics))
-print(f"S = {S:.4f} takes the values to {metrics['scaled_min']:.1f} .. {metrics['scaled_max']:.1f}.")
+print(
+    f"S = {S:.4f} takes the values to {metrics['scaled_min']:.1f} .. {metrics['scaled_max']:.1f}."
+)
 print(f"Cast and scaled back they are {metrics['relative_error']:.1%} off.")
 lab.verdict("A2.fp8.scale");
 
@@ -212,13 +254,19 @@ print(f"With the scale that fits, normally distributed numbers come back {error_
 
 # %%
 figure, ax = plt.subplots(figsize=(7.2, 3.2))
-for (name, found), color, line in zip(errors.items(), (plots.NAVY, plots.RUST), ("-", "--"), strict=True):
+for (name, found), color, line in zip(
+    errors.items(), (plots.NAVY, plots.RUST), ("-", "--"), strict=True
+):
     ax.plot(powers, found, color=color, linestyle=line, label=name)
 ax.axvline(0, color=plots.GREY, linestyle=":")
 ax.annotate("S = 448 / AMAX", (0, 0.6), (-6, 0), textcoords="offset points", fontsize=9, ha="right")
 ax.annotate("small ones\nbecome 0", (-20, 0.1), fontsize=9, color=plots.NAVY)
 ax.annotate("large ones\nare cut off", (3.4, 0.2), fontsize=9, color=plots.NAVY)
-ax.set(yscale="log", ylim=(0.015, 1.5), xlabel="scale S: powers of two away from the one that fits E4M3")
+ax.set(
+    yscale="log",
+    ylim=(0.015, 1.5),
+    xlabel="scale S: powers of two away from the one that fits E4M3",
+)
 ax.set_ylabel("relative error")
 ax.legend(loc="lower right")
 ax.set_title("A scale may be far too small, but hardly too large")
@@ -234,7 +282,12 @@ plt.show()
 def draw(power: int) -> None:
     """The scaled numbers against E4M3's range."""
     figure, ax = plt.subplots(figsize=(7.2, 2.8))
-    ax.hist((sample * right * 2.0**power).abs().log2().clamp(-16, 12), bins=80, range=(-16, 12), color=plots.NAVY)
+    ax.hist(
+        (sample * right * 2.0**power).abs().log2().clamp(-16, 12),
+        bins=80,
+        range=(-16, 12),
+        color=plots.NAVY,
+    )
     ax.axvspan(-16, -10, color=plots.MIST, label="become 0")
     ax.axvspan(math.log2(448), 12, color=plots.ROSE, label="become 448")
     ax.set(xlabel="log₂ of the scaled magnitude", ylabel="numbers", xlim=(-16, 12))
@@ -289,17 +342,26 @@ followed = {}
 for name, factors in sizes.items():
     for label, make in scalings.items():
         scaling = make()
-        followed[name, label] = [relative_error(scaling(sample * f).restored(), sample * f) for f in factors]
+        followed[name, label] = [
+            relative_error(scaling(sample * f).restored(), sample * f) for f in factors
+        ]
 metrics = {f"{name}, {label}": summarise(found[1:]) for (name, label), found in followed.items()}
 spike_error = max(followed["spikes", "delayed, of 16 steps"][1:])
 lab.keep(Run("05", "fp8-delayed", metrics=metrics | {"spike_error": spike_error}));
 
 # %%
 figure, axes = plt.subplots(1, 4, sharey=True, figsize=(7.4, 3.4))
-looks = (("-", plots.MIST, 5), ("--", plots.RUST, 1.8), (":", plots.NAVY, 2.4), ("-.", plots.TEAL, 1.6))
+looks = (
+    ("-", plots.MIST, 5),
+    ("--", plots.RUST, 1.8),
+    (":", plots.NAVY, 2.4),
+    ("-.", plots.TEAL, 1.6),
+)
 for ax, name in zip(axes, sizes, strict=True):
     for label, (line, color, width) in zip(scalings, looks, strict=True):
-        ax.plot(followed[name, label][1:], linestyle=line, color=color, linewidth=width, label=label)
+        ax.plot(
+            followed[name, label][1:], linestyle=line, color=color, linewidth=width, label=label
+        )
     ax.set(title=name, xlabel="step", yscale="log")
 axes[0].set_ylabel("relative error")
 figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncol=2)
@@ -347,10 +409,15 @@ with lab.attempt("Products in FP8", reference="gemm"):
     series.metrics = {name: summarise(ms) for name, ms in series.samples.items()}
     lab.keep(series)
     bf16, one_scale = (
-        series.samples[f"{kind} {sizes_n[-1]}"] for kind in (lab05_fp8_products.BF16, lab05_fp8_products.ONE_SCALE)
+        series.samples[f"{kind} {sizes_n[-1]}"]
+        for kind in (lab05_fp8_products.BF16, lab05_fp8_products.ONE_SCALE)
     )
-    gemm.metrics["fp8_over_bf16"] = summarise([a / b for a, b in zip(bf16, one_scale, strict=False)])
-    if wins := lab05_fp8_products.wins_from(times[lab05_fp8_products.FUSED], times[lab05_fp8_products.BF16]):
+    gemm.metrics["fp8_over_bf16"] = summarise(
+        [a / b for a, b in zip(bf16, one_scale, strict=False)]
+    )
+    if wins := lab05_fp8_products.wins_from(
+        times[lab05_fp8_products.FUSED], times[lab05_fp8_products.BF16]
+    ):
         gemm.metrics["fp8_wins_from_n"] = wins
     lab.keep(gemm)
 
@@ -363,8 +430,15 @@ if shown and shown.ok:
     for kind, (marker, line, color) in zip(lab05_fp8_products.PRODUCT_KINDS, looks, strict=True):
         ms = {n: shown.metric(f"{kind} {n}") for n in (512, 1024, 2048, 4096, 8192)}
         rate = {n: 2 * n**3 / one / 1e9 for n, one in ms.items() if one}
-        ax.plot(list(rate), list(rate.values()), marker=marker, linestyle=line, color=color, label=kind)
-    ax.set(xscale="log", xlabel="side n of the square matrices", ylabel="TFLOP/s, the GPU's time alone", ylim=(0, None))
+        ax.plot(
+            list(rate), list(rate.values()), marker=marker, linestyle=line, color=color, label=kind
+        )
+    ax.set(
+        xscale="log",
+        xlabel="side n of the square matrices",
+        ylabel="TFLOP/s, the GPU's time alone",
+        ylim=(0, None),
+    )
     ax.set_xticks(list(rate), [str(n) for n in rate], minor=False)
     ax.minorticks_off()
     ax.set_title(f"Square products, measured on {'this machine' if series else 'our H200'}")
@@ -385,7 +459,11 @@ lab.verdict("A2.fp8.rate");
 # %%
 peaks = read_runs(REFERENCE, "00")["00", "machine"]
 bf16 = peaks.metric("tflops_bf16")
-kinds = {"BF16": "tflops_bf16", "FP8, one scale": "tflops_fp8", "FP8, one scale per row": "tflops_fp8_rowwise"}
+kinds = {
+    "BF16": "tflops_bf16",
+    "FP8, one scale": "tflops_fp8",
+    "FP8, one scale per row": "tflops_fp8_rowwise",
+}
 rows = [(kind, peaks.metric(metric), peaks.metric(metric) / bf16) for kind, metric in kinds.items()]
 lab.table(("large products on the H200", "TFLOP/s", "times BF16's"), *rows)
 
@@ -429,14 +507,22 @@ lab.predict("error of the frozen FP8 layer", my_error, "%")
 k, n = (256, 512) if tiny else (4096, 14336)
 linear = nn.Linear(k, n, device=lab.device).requires_grad_(False)
 layer = FrozenFP8Linear.from_linear(linear)
-x = torch.randn(577, k, device=lab.device).requires_grad_()  # 577: what the article's vision encoder gives an image
+x = torch.randn(
+    577, k, device=lab.device
+).requires_grad_()  # 577: what the article's vision encoder gives an image
 dy = torch.randn(577, n, device=lab.device)
 y, exact = layer(x), linear(x)
 (dx,), (exact_dx,) = (torch.autograd.grad(out, x, dy) for out in (y, exact))
-metrics = {"forward_error": relative_error(y, exact), "gradient_error": relative_error(dx, exact_dx)}
+metrics = {
+    "forward_error": relative_error(y, exact),
+    "gradient_error": relative_error(dx, exact_dx),
+}
 lab.keep(Run("05", "frozen-accuracy", metrics=metrics))
 print(layer)
-rows = [("output y", 100 * metrics["forward_error"]), ("input gradient dX", 100 * metrics["gradient_error"])]
+rows = [
+    ("output y", 100 * metrics["forward_error"]),
+    ("input gradient dX", 100 * metrics["gradient_error"]),
+]
 lab.table(("frozen FP8 layer against float32", "error, %"), *rows)
 
 # %% [markdown]
@@ -459,7 +545,9 @@ COSTS = ("bytes_a_parameter", "bytes_a_parameter_running", "step_ms")
 listed = {}
 for name, compiled in kinds.items():
     run = Run("05", "te-linear" if name == "fp8-te" else f"layer {name}")
-    with lab.attempt(f"base_linear={name!r}", reference=run.run, instead=lambda: None):  # the table below has it
+    with lab.attempt(
+        f"base_linear={name!r}", reference=run.run, instead=lambda: None
+    ):  # the table below has it
         run.metrics = lab05_fp8_products.layer_costs(
             name.removesuffix(", compiled"), rows, k, n, lab.device, dtype, compiled
         )
@@ -472,10 +560,16 @@ for name, compiled in kinds.items():
 rows = []
 for name in (
     *kinds,
-    *(f"{name}, compiled" for name in ("published", "fp8-frozen") if f"{name}, compiled" not in kinds),
+    *(
+        f"{name}, compiled"
+        for name in ("published", "fp8-frozen")
+        if f"{name}, compiled" not in kinds
+    ),
 ):
     theirs = lab.reference("te-linear" if name == "fp8-te" else f"layer {name}")
-    rows.append((name, *listed.get(name, [None] * 3), *(theirs and theirs.metric(cost) for cost in COSTS)))
+    rows.append(
+        (name, *listed.get(name, [None] * 3), *(theirs and theirs.metric(cost) for cost in COSTS))
+    )
 what = ("bytes a parameter", "while running", "both passes, ms")
 lab.table(("base_linear", *what, *(f"H200: {one}" for one in what)), *rows)
 
@@ -511,7 +605,12 @@ except ValueError as error:
 swapped = nn.Sequential(nn.Linear(64, 64))
 attach_lora(swapped, ("0",), 8, 8, "peft")
 swapped[0].base_layer = FrozenFP8Linear.from_linear(swapped[0].base_layer)
-print("Swapped afterwards it works:", tuple(swapped(torch.randn(3, 64)).shape), "out of", swapped[0].base_layer)
+print(
+    "Swapped afterwards it works:",
+    tuple(swapped(torch.randn(3, 64)).shape),
+    "out of",
+    swapped[0].base_layer,
+)
 
 # %% [markdown]
 # And Transformer Engine's?
@@ -521,11 +620,20 @@ with lab.attempt("PEFT around te.Linear", reference="te-peft"):
     te = transformer_engine()
     message = ""
     try:
-        attach_lora(nn.Sequential(te.Linear(64, 64, params_dtype=torch.bfloat16, device="cuda")), ("0",), 8, 8, "peft")
+        attach_lora(
+            nn.Sequential(te.Linear(64, 64, params_dtype=torch.bfloat16, device="cuda")),
+            ("0",),
+            8,
+            8,
+            "peft",
+        )
     except ValueError as error:
         message = f"ValueError: {error}"
     lab.keep(Run("05", "te-peft", metrics={"failed": int(bool(message)), "message": message}))
-    print(f"PEFT {versions()['peft']}:", message or "wraps te.Linear in a layer of its own (lora.TeLinear)")
+    print(
+        f"PEFT {versions()['peft']}:",
+        message or "wraps te.Linear in a layer of its own (lora.TeLinear)",
+    )
 lab.verdict("A2.te.peft-refuses");
 
 # %% [markdown]
@@ -557,7 +665,9 @@ models = {
     "with planted outliers": lambda: plant_outliers(language_model(width, depth)),
 }
 if lab.weights == "hub":
-    models["SmolLM2-135M"] = lambda: AutoModelForCausalLM.from_pretrained("HuggingFaceTB/SmolLM2-135M")
+    models["SmolLM2-135M"] = lambda: AutoModelForCausalLM.from_pretrained(
+        "HuggingFaceTB/SmolLM2-135M"
+    )
 
 # %%
 surveys = {}
@@ -569,12 +679,24 @@ for name, build in models.items():
         surveys[name] = {layer: layer_errors(one) for layer, one in seen.items()}
         every = next(iter(surveys[name].values()))
         samples = {kind: [errors[kind] for errors in surveys[name].values()] for kind in every}
-        lab.keep(Run("05", f"survey {name}", metrics={k: summarise(v) for k, v in samples.items()}, samples=samples))
+        lab.keep(
+            Run(
+                "05",
+                f"survey {name}",
+                metrics={k: summarise(v) for k, v in samples.items()},
+                samples=samples,
+            )
+        )
         del model, seen
 
 # %%
 figure, axes = plt.subplots(1, len(surveys), sharey=True, squeeze=False, figsize=(7.4, 3.6))
-looks = {"tensor": ("o", plots.NAVY), "row": ("^", plots.TEAL), "block": ("s", plots.AMBER), "int8": ("x", plots.RUST)}
+looks = {
+    "tensor": ("o", plots.NAVY),
+    "row": ("^", plots.TEAL),
+    "block": ("s", plots.AMBER),
+    "int8": ("x", plots.RUST),
+}
 for ax, (name, layers) in zip(axes[0], surveys.items(), strict=True):
     for kind, (marker, color) in looks.items():
         found = [100 * errors[f"forward {kind}"] for errors in layers.values()]
@@ -595,7 +717,9 @@ for name, layers in surveys.items():
     rows = [(f"*{name}*: gradients dY in", *head)]
     for kind in ("E4M3 tensor", "E4M3 row", "E4M3 block", "E5M2 tensor", "E5M2 row"):
         flushed = [100 * errors[f"flushed {kind}"] for errors in layers.values()]
-        error = summarise([100 * errors[f"gradient {kind}"] for errors in layers.values()])["median"]
+        error = summarise([100 * errors[f"gradient {kind}"] for errors in layers.values()])[
+            "median"
+        ]
         rows.append((kind, error, summarise(flushed)["median"], max(flushed)))
     lab.table(*rows)
 
@@ -664,14 +788,16 @@ def input_gradient(dY, W8, s):
 
 
 def check_gradient(function) -> str:
-    dY, W8, s = 1e-30 * torch.randn(5, 6), 3e38 * torch.randn(6, 4).sign(), torch.rand(6, 1) + 1.5  # s * W8 overflows
+    dY, W8, s = (
+        1e-30 * torch.randn(5, 6),
+        3e38 * torch.randn(6, 4).sign(),
+        torch.rand(6, 1) + 1.5,
+    )  # s * W8 overflows
     found, formed = function(dY, W8, s), (dY.double() @ (s.double() * W8.double())).float()
     if found is None:
         return "Exercise 2: fill in input_gradient first."
     if found.shape == formed.shape and torch.allclose(found, formed, rtol=1e-4, atol=1e4):
-        return (
-            "Exercise 2: right. The scales belong to the dimension that is summed over, so either factor can take them."
-        )
+        return "Exercise 2: right. The scales belong to the dimension that is summed over, so either factor can take them."
     if not found.isfinite().all():
         return "Exercise 2: nearly. You formed s * W8, which is too large for float32 here. Where else can s go?"
     return "Exercise 2: not yet. Which dimension of dY does s belong to?"

@@ -58,8 +58,12 @@ weights: str = "random"  # random: exact architecture, random weights; hub: the 
 data: str = "generated"  # generated files like the real ones; hub: the real dataset
 results_dir: str = ""  # folder of results.jsonl; empty: a new one under results/
 batches: str = ""  # batch sizes of the table beside 1, as "2 4 8 16 24", the article's; empty: 4 at tiny, else 4 24
-compile_batches: str = ""  # batch sizes of the compiled methods; empty: none at tiny, 1 at larger scales
-whole_model: bool = False  # on a GPU also compile the model whole, as the article did: twice 1-2 minutes
+compile_batches: str = (
+    ""  # batch sizes of the compiled methods; empty: none at tiny, 1 at larger scales
+)
+whole_model: bool = (
+    False  # on a GPU also compile the model whole, as the article did: twice 1-2 minutes
+)
 steps: int = 0  # timed steps of a cell; 0: 2 at tiny, else 5 at batch 1, 3 up to 4, and above the first step alone
 seeds: int = 0  # seeds of section 5; 0: 3, the fewest that show a spread
 
@@ -179,7 +183,10 @@ lab.predict("QLoRA's step at batch 1, longer by", my_qlora, "%")
 def cell(method: str, batch: int) -> Run:
     """A cell measured now; what fails says why in the table."""
     return lab06_anyres.cell(
-        uniform, method, batch, steps or (2 if tiny else 5 if batch == 1 else 3 if batch <= 4 else 0)
+        uniform,
+        method,
+        batch,
+        steps or (2 if tiny else 5 if batch == 1 else 3 if batch <= 4 else 0),
     )
 
 
@@ -188,26 +195,42 @@ def measure_cells(methods: dict[str, list[int]]) -> None:
     for method, batches_of_it in methods.items():
         for batch in batches_of_it:
             label = f"{method} b{batch}"
-            cells[label] = lab.measured(label, lab06_anyres.method(method, batch), partial(cell, method, batch))
+            cells[label] = lab.measured(
+                label, lab06_anyres.method(method, batch), partial(cell, method, batch)
+            )
 
 
 pair = sorted({1, max(size for size in sizes if size <= 4)})
 fp8_te = pair if on_gpu else [1]
-measure_cells({"bf16": sizes, "fp8-te": fp8_te, "fp8-frozen": [1], "qlora": sorted({*pair, sizes[-1]}), "nf4": [1]})
+measure_cells(
+    {
+        "bf16": sizes,
+        "fp8-te": fp8_te,
+        "fp8-frozen": [1],
+        "qlora": sorted({*pair, sizes[-1]}),
+        "nf4": [1],
+    }
+)
 lab.table(lab06_anyres.HEAD, *lab06_anyres.cell_rows(cells))
 lab.show(lab06_anyres.not_measured(cells) or "Every row could be measured.")
 
 # %%
 uncompiled = ("bf16", "qlora", "fp8-te", "fp8-frozen", "nf4")
 lab.on_reference(
-    lab06_anyres.HEAD, lab06_anyres.cell_rows, *(f"{method} b{batch}" for method in uncompiled for batch in BATCHES)
+    lab06_anyres.HEAD,
+    lab06_anyres.cell_rows,
+    *(f"{method} b{batch}" for method in uncompiled for batch in BATCHES),
 )
 
 # %% [markdown]
 # How does the memory grow with the batch?
 
 # %%
-whose, shown = ("this GPU", cells) if on_gpu else ("our H200 (a CPU has no GPU memory)", lab.references("* b*"))
+whose, shown = (
+    ("this GPU", cells)
+    if on_gpu
+    else ("our H200 (a CPU has no GPU memory)", lab.references("* b*"))
+)
 fig, ax = plt.subplots(figsize=(7.2, 3.6))
 found = lab06_anyres.by_batch(shown, "peak_allocated_gb", uncompiled)
 plots.curves(ax, found, "batch size", "memory at the peak, GB")
@@ -215,7 +238,9 @@ ax.set_title(f"Memory at the peak on {whose}", pad=42)
 plt.show()
 
 # %%
-lab.verdict("A2.fp8.speed", "A2.fp8.batch", "A2.fp8.first-step", "A2.fp8.memory", "A2.fp8.held-twice");
+lab.verdict(
+    "A2.fp8.speed", "A2.fp8.batch", "A2.fp8.first-step", "A2.fp8.memory", "A2.fp8.held-twice"
+);
 
 # %%
 lab.verdict(
@@ -255,7 +280,10 @@ lab.verdict(
 # %%
 rows_577 = torch.randn(5, 577, 1024, device=lab.device, dtype=torch.bfloat16)
 linear = torch.nn.Linear(1024, 1024, device=lab.device, dtype=torch.bfloat16).requires_grad_(False)
-print("The course's frozen FP8 layer takes them:", tuple(FrozenFP8Linear.from_linear(linear)(rows_577).shape))
+print(
+    "The course's frozen FP8 layer takes them:",
+    tuple(FrozenFP8Linear.from_linear(linear)(rows_577).shape),
+)
 print(f"The tower's share of the arithmetic of the article's step: {counts['vision_share']:.1%}")
 with lab.attempt("577 rows through te.Linear", reference="fp8-te vision"):
     message = lab06_anyres.refusal_of_te(rows_577)
@@ -297,20 +325,36 @@ lab.predict("break-even of torch.compile at batch 1", my_even, "steps")
 methods = {"compile": compiled_sizes}
 if on_gpu and compiled_sizes:
     others = ("compile-qlora", "fixed-qlora", "compile-fp8-te", "fixed-fp8-te")
-    methods |= dict.fromkeys(("fixed", "fixed-fp8-frozen"), [*compiled_sizes, 4]) | dict.fromkeys(others, [1])
+    methods |= dict.fromkeys(("fixed", "fixed-fp8-frozen"), [*compiled_sizes, 4]) | dict.fromkeys(
+        others, [1]
+    )
 measure_cells(methods)
 if on_gpu and whole_model:  # in one go: a baseline of another hour would be none
-    whole = {lab06_anyres.BESIDE_WHOLE: "bf16", "compile-whole b1": "compile-whole", "fixed-whole b1": "fixed-whole"}
+    whole = {
+        lab06_anyres.BESIDE_WHOLE: "bf16",
+        "compile-whole b1": "compile-whole",
+        "fixed-whole b1": "fixed-whole",
+    }
     asked = {label: lab06_anyres.method(method) for label, method in whole.items()}
-    cells |= lab.measured_together(asked, lambda: {label: cell(method, 1) for label, method in whole.items()})
-compared = {name: run for name, run in cells.items() if name.startswith(("bf16", "compile", "fixed"))}
+    cells |= lab.measured_together(
+        asked, lambda: {label: cell(method, 1) for label, method in whole.items()}
+    )
+compared = {
+    name: run for name, run in cells.items() if name.startswith(("bf16", "compile", "fixed"))
+}
 if len(compared) > len(sizes):
     lab.table(lab06_anyres.HEAD, *lab06_anyres.cell_rows(compared))
     lab.show(lab06_anyres.not_measured(compared) or "Every row could be measured.")
 else:
     lab.show("*Nothing was compiled here; `-p compile_batches 1` does it.*")
 lab.on_reference(
-    lab06_anyres.HEAD, lab06_anyres.cell_rows, "bf16 b1", "bf16 b4", lab06_anyres.BESIDE_WHOLE, "compile*", "fixed*"
+    lab06_anyres.HEAD,
+    lab06_anyres.cell_rows,
+    "bf16 b1",
+    "bf16 b4",
+    lab06_anyres.BESIDE_WHOLE,
+    "compile*",
+    "fixed*",
 )
 
 # %% [markdown]
@@ -404,10 +448,14 @@ lab.verdict(
 # nothing has to be counted or looked up on the GPU. Section (c) shows what that is good for.)
 
 # %%
-alone = A2_BASE.but(layers="rewritten", cache="features", micro_batch=2 if lab.scale == "full" else 1)
+alone = A2_BASE.but(
+    layers="rewritten", cache="features", micro_batch=2 if lab.scale == "full" else 1
+)
 alone = alone.but(compile="default" if on_gpu else "off", compile_scope="blocks")
 uniform.let_go()  # its weights are not needed any more, and would count as memory of what follows
-replayed = lab.measured_together(lab06_anyres.replay_recipes(alone), partial(lab06_anyres.replays, varied, alone, 5))
+replayed = lab.measured_together(
+    lab06_anyres.replay_recipes(alone), partial(lab06_anyres.replays, varied, alone, 5)
+)
 lab.table(lab06_anyres.REPLAY_HEAD, *lab06_anyres.replay_rows(replayed))
 lab.on_reference(lab06_anyres.REPLAY_HEAD, lab06_anyres.replay_rows, "same-tokens *", "static *")
 lab.verdict("A2.fixed.cause", "A2.fixed.memory-cause");
@@ -452,10 +500,17 @@ counted = {
     "uniform": lab06_anyres.recompilations(small_uniform, A2_BASE, count),
     "varied": lab06_anyres.recompilations(small_varied, A2_BASE, count),
     "varied, blocks": lab06_anyres.recompilations(small_varied, blocks, count),
-    "varied, blocks, any length": lab06_anyres.recompilations(small_varied, blocks, count, dynamic=True),
+    "varied, blocks, any length": lab06_anyres.recompilations(
+        small_varied, blocks, count, dynamic=True
+    ),
 }
 for name, found in counted.items():
-    run = Run("06", f"recompiles {name}", metrics=found.metrics(), samples={"recompilations": found.by_step})
+    run = Run(
+        "06",
+        f"recompiles {name}",
+        metrics=found.metrics(),
+        samples={"recompilations": found.by_step},
+    )
     run.workload, run.scale = "llava-lora, counted", "tiny"
     lab.keep(run)
 
@@ -466,7 +521,9 @@ ax.set_title("Code compiled anew, step by step", pad=42)
 plt.show()
 lab.table(("guards that failed", "for example", *counted), *lab06_anyres.reason_rows(counted))
 given_up = dict.fromkeys(f"`{name}`" for found in counted.values() for name in found.given_up)
-print("Left uncompiled, after too many versions:", ", ".join(given_up) or "nothing within these steps")
+print(
+    "Left uncompiled, after too many versions:", ", ".join(given_up) or "nothing within these steps"
+)
 lab.verdict("A2.anyres.recompiles", "A2.anyres.cause");
 
 # %% [markdown]
@@ -502,7 +559,9 @@ forms = {
     "packed, to 8192": plain.but(shapes="packed", token_budget=8192),
 }
 in_form = {
-    f"form: {name}": lab.measured(f"form: {name}", recipe, partial(train, varied, recipe, steps or 3, warmup=1))
+    f"form: {name}": lab.measured(
+        f"form: {name}", recipe, partial(train, varied, recipe, steps or 3, warmup=1)
+    )
     for name, recipe in forms.items()
 }
 lab.table(lab06_anyres.FORM_HEAD, *lab06_anyres.form_rows(in_form))
@@ -540,27 +599,45 @@ lab.predict("spread of the loss over seeds", my_spread, "%")
 
 # %%
 small = open_workload("llava-lora", "small" if on_gpu else "tiny", device=lab.device)
-start = A2_BASE.but(layers="rewritten", loss="answers", micro_batch=2, learning_rate=6e-5 if on_gpu else 2e-3)
+start = A2_BASE.but(
+    layers="rewritten", loss="answers", micro_batch=2, learning_rate=6e-5 if on_gpu else 2e-3
+)
 fixed = start.but(shapes="fixed")
 recipes = {"bf16": start, "qlora": start.but(base_linear="nf4"), "fixed": fixed, "fp8-mixed": start}
 recipes |= {kind: start.but(base_linear=kind) for kind in ("fp8-frozen", "fp8-te")}
 recipes |= {"fixed-fp8-te": fixed.but(base_linear="fp8-te")}
-changes = {"qlora": lab06_anyres.prepared_for_kbit, "fp8-mixed": lab06_anyres.fp8_but("o_proj", "down_proj")}
+changes = {
+    "qlora": lab06_anyres.prepared_for_kbit,
+    "fp8-mixed": lab06_anyres.fp8_but("o_proj", "down_proj"),
+}
 kept = lab.measured_together(
     {f"loss {name}": recipe for name, recipe in recipes.items()},
     lambda: lab06_anyres.losses_over_seeds(small, recipes, seeds or 3, 6 if tiny else 12, changes),
 )
 losses = {name.removeprefix("loss "): run for name, run in kept.items()}
-curve, (before, after) = losses["bf16"].metrics["loss"], map(losses["bf16"].metric, ("start_loss", "final_loss"))
-print(f"BF16, held-out photographs: the loss goes from {before:.2f} to {after:.2f} in {len(curve)} steps.")
+curve, (before, after) = (
+    losses["bf16"].metrics["loss"],
+    map(losses["bf16"].metric, ("start_loss", "final_loss")),
+)
+print(
+    f"BF16, held-out photographs: the loss goes from {before:.2f} to {after:.2f} in {len(curve)} steps."
+)
 print("The steps' own losses, last seed:", ", ".join(f"{loss:.1f}" for loss in curve))
 
 # %%
 band = lab06_anyres.seed_band(losses["bf16"])
-against = {name: changes for name, changes in lab06_anyres.against_same_seed(losses).items() if name != "bf16"}
+against = {
+    name: changes
+    for name, changes in lab06_anyres.against_same_seed(losses).items()
+    if name != "bf16"
+}
 fig, ax = plt.subplots()
 plots.differences(
-    ax, against, band, "how far BF16's own seeds lie from their median", "final loss against BF16's of the same seed, %"
+    ax,
+    against,
+    band,
+    "how far BF16's own seeds lie from their median",
+    "final loss against BF16's of the same seed, %",
 )
 plt.show()
 lab.on_reference(lab06_anyres.LOSS_HEAD, lab06_anyres.loss_rows, "loss *")
@@ -608,13 +685,17 @@ lab.table(("rung", "lane", "changes", "why", "here"), *lab06_anyres.rung_rows(la
 
 # %%
 torch._dynamo.reset()
-climbed = lab.measured_together(climbable, partial(lab06_anyres.climbed, varied, ladder, climbable, 4 if tiny else 6))
+climbed = lab.measured_together(
+    climbable, partial(lab06_anyres.climbed, varied, ladder, climbable, 4 if tiny else 6)
+)
 measured = [run for run in climbed.values() if run.ok]
 fig, ax = plt.subplots()
 plots.waterfall(ax, measured, None, log=False, metric="ms_per_1k_useful_tokens")
 plt.show()
 lab.on_reference(
-    lab06_anyres.CLIMBED_HEAD, lab06_anyres.climbed_rows, *(rung.name for rung in lab06_anyres.ladder_for("cuda")[0])
+    lab06_anyres.CLIMBED_HEAD,
+    lab06_anyres.climbed_rows,
+    *(rung.name for rung in lab06_anyres.ladder_for("cuda")[0]),
 )
 
 # %% [markdown]
@@ -643,8 +724,12 @@ lab.verdict("A2.left.dynamic", "A2.left.fp8-once");
 top = lab06_anyres.best_rung(climbed)
 rate = measured_roofline(climbable[top].fitted_to(lab.device).precision).rate
 targets = lab06_anyres.reached(varied, climbable[top], climbed, cells if on_gpu else {}, rate)
-aims = lab.keep(Run("06", "targets", lane="same mathematics", recipe=climbable[top].as_dict(), metrics=targets))
-lab.table((f"rung *{top}*", *GOAL_HEAD), *goal_rows(lab06_anyres.GOALS, aims, lab.reference("targets")))
+aims = lab.keep(
+    Run("06", "targets", lane="same mathematics", recipe=climbable[top].as_dict(), metrics=targets)
+)
+lab.table(
+    (f"rung *{top}*", *GOAL_HEAD), *goal_rows(lab06_anyres.GOALS, aims, lab.reference("targets"))
+)
 
 # %% [markdown]
 # Of the three wishes, code for any length comes true above. FP8 inside the graph did in section 3, and in the rung *FP8
@@ -698,10 +783,19 @@ my_vram_gb, my_batch, my_steps, my_tolerance = 24, 1, 2000, 0.05
 with lab.attempt("Advice from measured runs"):
     source = read_runs(lab.results_dir if on_gpu else REFERENCE, "06")
     options = lab06_advisor.options_from(source, my_batch) if source else theirs
-    print("Asked of:", "this machine's runs" if on_gpu else "the H200's runs" if source else "the article's numbers")
+    print(
+        "Asked of:",
+        "this machine's runs"
+        if on_gpu
+        else "the H200's runs"
+        if source
+        else "the article's numbers",
+    )
     lab.show(lab06_advisor.advise(options, my_vram_gb, my_steps, my_tolerance).as_markdown())
     if on_gpu:
-        lab.keep(Run("06", "guide", metrics=lab06_advisor.guide(lab06_advisor.options_from(source, 1))))
+        lab.keep(
+            Run("06", "guide", metrics=lab06_advisor.guide(lab06_advisor.options_from(source, 1)))
+        )
     if source:
         fig, ax = plt.subplots()
         lab06_advisor.choices(ax, lab06_advisor.chart(options))
@@ -781,7 +875,9 @@ per_token = torch.nn.Sequential(
 def padded(images):
     """images: 16 tensors [its tokens, width] -> [16, width]"""
     longest = max(len(tokens) for tokens in images)
-    batch = torch.stack([torch.nn.functional.pad(tokens, (0, 0, 0, longest - len(tokens))) for tokens in images])
+    batch = torch.stack(
+        [torch.nn.functional.pad(tokens, (0, 0, 0, longest - len(tokens))) for tokens in images]
+    )
     seen = per_token(batch)
     return torch.stack([seen[at, : len(tokens)].mean(0) for at, tokens in enumerate(images)])
 
@@ -792,7 +888,9 @@ def unpadded(images):
 
 def sixteen_images(seed: int) -> tuple:
     torch.manual_seed(seed)
-    return ([torch.randn(more * tokens, width, device=lab.device) for tokens in (1024, *[16] * 15)],)
+    return (
+        [torch.randn(more * tokens, width, device=lab.device) for tokens in (1024, *[16] * 15)],
+    )
 
 
 print(faster_than(4, padded, unpadded, sixteen_images, times=2))
@@ -801,7 +899,9 @@ print(faster_than(4, padded, unpadded, sixteen_images, times=2))
 # %% tags=["solution"]
 def unpadded_solution(images):
     seen = per_token(torch.cat(images))
-    return torch.stack([tokens.mean(0) for tokens in seen.split([len(tokens) for tokens in images])])
+    return torch.stack(
+        [tokens.mean(0) for tokens in seen.split([len(tokens) for tokens in images])]
+    )
 
 
 solved(faster_than(4, padded, unpadded_solution, sixteen_images, times=2))

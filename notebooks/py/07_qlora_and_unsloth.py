@@ -127,11 +127,17 @@ lab.predict("codes that one outlier turns into 0", my_zeros, "%")
 
 # %%
 matrix = 0.02 * torch.randn(1024, 1024, generator=torch.Generator().manual_seed(0))
-spoiled = {name: lab07_qlora.outlier_costs(matrix, block) for name, block in (("one constant", None), ("blocks", 64))}
+spoiled = {
+    name: lab07_qlora.outlier_costs(matrix, block)
+    for name, block in (("one constant", None), ("blocks", 64))
+}
 lab.keep({f"outlier, {name}": Run("07", "", metrics=metrics) for name, metrics in spoiled.items()})
 lab.table(
     ("INT8 with an outlier", "codes that are 0, %", "relative error of the others"),
-    *((name, f"{100 * m['zeros_share']:.1f}", f"{m['others_error']:.2%}") for name, m in spoiled.items()),
+    *(
+        (name, f"{100 * m['zeros_share']:.1f}", f"{m['others_error']:.2%}")
+        for name, m in spoiled.items()
+    ),
 )
 lab.verdict("A3.int8.outlier", "A3.blocks.contain");
 # %% [markdown]
@@ -160,10 +166,22 @@ lab.predict("NF4's error is smaller by", my_gain, "%")
 levels = nf4_math.nf4_levels()
 fig, ax = plt.subplots(figsize=(7.2, 2.8))
 largest = (matrix.reshape(-1, 64) / matrix.reshape(-1, 64).abs().amax(1, keepdim=True)).flatten()
-ax.hist(largest.numpy(), bins=120, density=True, color=plots.MIST, label="weights over their block's largest")
+ax.hist(
+    largest.numpy(),
+    bins=120,
+    density=True,
+    color=plots.MIST,
+    label="weights over their block's largest",
+)
 ax.vlines(levels, 0, 0.9, color=plots.NAVY, linewidth=2, linestyle="-", label="NF4")
 ax.vlines(
-    torch.arange(-7, 8) / 7, 0.95, 1.15, color=plots.RUST, linewidth=2, linestyle="-", label="INT4, evenly spaced"
+    torch.arange(-7, 8) / 7,
+    0.95,
+    1.15,
+    color=plots.RUST,
+    linewidth=2,
+    linestyle="-",
+    label="INT4, evenly spaced",
 )
 ax.set(xlabel="value over the block's largest magnitude", ylabel="density", yticks=[])
 ax.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=3)
@@ -174,8 +192,16 @@ errors = nf4_math.rounding_errors(matrix)
 codes = nf4_math.quantise_to(levels, matrix, 64).codes
 share = nf4_math.entropy_bits(codes) / 4
 lab.keep(Run("07", "rounding int4", metrics={"error": errors["INT4, blocks of 64"]}))
-lab.keep(Run("07", "rounding nf4", metrics={"error": errors["NF4, blocks of 64"], "information_share": share}))
-print(f"Relative error: INT4 {errors['INT4, blocks of 64']:.2%}, NF4 {errors['NF4, blocks of 64']:.2%}.")
+lab.keep(
+    Run(
+        "07",
+        "rounding nf4",
+        metrics={"error": errors["NF4, blocks of 64"], "information_share": share},
+    )
+)
+print(
+    f"Relative error: INT4 {errors['INT4, blocks of 64']:.2%}, NF4 {errors['NF4, blocks of 64']:.2%}."
+)
 print(f"An NF4 code carries {4 * share:.2f} of its 4 bits.")
 lab.verdict("A3.nf4.better", "A3.nf4.optimal");
 # %% [markdown]
@@ -196,10 +222,21 @@ lab.verdict("A3.nf4.better", "A3.nf4.optimal");
 
 # %%
 same = lab07_qlora.same_as_bitsandbytes(matrix)
-print("Ours and bitsandbytes' are equal, bit for bit:", ", ".join(name for name, equal in same.items() if equal))
+print(
+    "Ours and bitsandbytes' are equal, bit for bit:",
+    ", ".join(name for name, equal in same.items() if equal),
+)
 held = lab07_qlora.bits_held(torch.randn(4096, 1024).bfloat16())
-lab.keep([Run("07", "constants", metrics=held), Run("07", "weights", metrics={"linear_share": held["linear_share"]})])
-arithmetic = {"bits_float32": nf4_math.constant_bits(), "bits_doubled": nf4_math.doubled_constant_bits()}
+lab.keep(
+    [
+        Run("07", "constants", metrics=held),
+        Run("07", "weights", metrics={"linear_share": held["linear_share"]}),
+    ]
+)
+arithmetic = {
+    "bits_float32": nf4_math.constant_bits(),
+    "bits_doubled": nf4_math.doubled_constant_bits(),
+}
 words = {"bits_float32": "constants in 32 bits", "bits_doubled": "constants doubly quantised"}
 rows = [(words[name], held[name], bits) for name, bits in arithmetic.items()]
 lab.table(("bits a weight", "in the bytes that bitsandbytes holds", "by arithmetic"), *rows)
@@ -213,7 +250,10 @@ shown = ax.barh(
     color=[plots.NAVY if lab07_qlora.BITS[name] < 6 else plots.MIST for name in formats],
 )
 ax.bar_label(shown, fmt="%.1f %%", padding=4)
-ax.set(xlim=(0, 22), xlabel="relative error of the weights, % (in brackets: bits a weight, constants included)")
+ax.set(
+    xlim=(0, 22),
+    xlabel="relative error of the weights, % (in brackets: bits a weight, constants included)",
+)
 ax.grid(axis="y", visible=False)
 ax.invert_yaxis()
 plt.show()
@@ -231,10 +271,16 @@ plt.show()
 # all it does, its result equals the product with the restored weight.
 
 # %%
-linear = torch.nn.Linear(1024, 1024, bias=False, device=lab.device, dtype=torch.bfloat16).requires_grad_(False)
-layer = lab07_qlora.multiplies_restored(linear, torch.randn(64, 1024, device=lab.device, dtype=torch.bfloat16))
+linear = torch.nn.Linear(
+    1024, 1024, bias=False, device=lab.device, dtype=torch.bfloat16
+).requires_grad_(False)
+layer = lab07_qlora.multiplies_restored(
+    linear, torch.randn(64, 1024, device=lab.device, dtype=torch.bfloat16)
+)
 lab.keep(Run("07", "nf4 layer", metrics=layer))
-print(f"The layer's result is {layer['error_to_restored']:.2%} off the product with the restored weight,")
+print(
+    f"The layer's result is {layer['error_to_restored']:.2%} off the product with the restored weight,"
+)
 print(f"and {layer['error_to_16_bits']:.1%} off the product with the 16-bit weight.")
 lab.verdict("A3.qlora.dequantised");
 # %% [markdown]
@@ -267,13 +313,20 @@ print(
     f"Qwen3-8B, r = 8: {counts['trained']:,} of {counts['in_all']:,} numbers are trained. Held in float32 beside 16-bit "
     f"weights, they are {counts['adapter_share']:.2%} of the bytes."
 )
-flops = {order: lab07_qlora.chain_flops(order, tokens=4 * 861, rank=8) for order in ("thin first", "wide first")}
+flops = {
+    order: lab07_qlora.chain_flops(order, tokens=4 * 861, rank=8)
+    for order in ("thin first", "wide first")
+}
 lab.keep({f"chain: {order}": Run("07", "", metrics={"flops": n}) for order, n in flops.items()})
 ranks = [4, 8, *(4**power for power in range(2, 7))]
 ratios = [
-    lab07_qlora.chain_flops("wide first", 3444, r) / lab07_qlora.chain_flops("thin first", 3444, r) for r in ranks
+    lab07_qlora.chain_flops("wide first", 3444, r) / lab07_qlora.chain_flops("thin first", 3444, r)
+    for r in ranks
 ]
-lab.table(("rank r", *ranks), ("wide first, times the FLOPs of thin first", *(f"{ratio:.3g}" for ratio in ratios)))
+lab.table(
+    ("rank r", *ranks),
+    ("wide first, times the FLOPs of thin first", *(f"{ratio:.3g}" for ratio in ratios)),
+)
 lab.verdict("A3.lora.count", "A3.lora.small-file", "A3.unsloth.order");
 # %% [markdown]
 # PyTorch multiplies in the order in which the code is written. PEFT writes the thin product first, so unsloth isn't
@@ -337,7 +390,10 @@ lab.on_reference(lab07_qlora.METHOD_HEAD, lab07_qlora.method_rows, *runs, "unslo
 
 # %%
 fig, axes = plt.subplots(1, 2, figsize=(7.4, 3.2))
-seconds = {f"{length} texts": lab07_qlora.over_examples(logs, length, "elapsed_time_sec") for length in texts}
+seconds = {
+    f"{length} texts": lab07_qlora.over_examples(logs, length, "elapsed_time_sec")
+    for length in texts
+}
 plots.panels(axes, seconds, "examples trained on", "s since the model was built")
 plt.show()
 
@@ -351,12 +407,18 @@ plt.show()
 # tables of this lab count in GB of 10⁹ bytes, and so show 7 % more for the same memory.
 
 # %%
-columns = {"memory_allocated_gb": "allocated", "memory_reserved_gb": "reserved", "peak_memory_gb": "peak so far"}
+columns = {
+    "memory_allocated_gb": "allocated",
+    "memory_reserved_gb": "reserved",
+    "peak_memory_gb": "peak so far",
+}
 with lab.attempt("Memory over time", reference="qlora long"):
     if not on_gpu:
         raise Unavailable("there is no GPU, whose memory the log would hold")
     fig, axes = plt.subplots(1, 3, figsize=(7.4, 3.2))
-    over = {title: lab07_qlora.over_examples(logs, "long", column) for column, title in columns.items()}
+    over = {
+        title: lab07_qlora.over_examples(logs, "long", column) for column, title in columns.items()
+    }
     plots.panels(axes, over, "examples", "GiB")
     plt.show()
 
@@ -372,7 +434,10 @@ lab.verdict(
 )
 if "unsloth long" in runs:
     paid = lab07_qlora.paid_after(runs["qlora long"], runs["unsloth long"])
-    print("unsloth's slower start has paid after", "no number of steps" if paid is None else f"{paid:.0f} steps")
+    print(
+        "unsloth's slower start has paid after",
+        "no number of steps" if paid is None else f"{paid:.0f} steps",
+    )
 
 # %% [markdown]
 # Between steps mostly weights are allocated. There QLoRA takes a good half of *lora*'s memory, and not a quarter, as its
@@ -426,7 +491,12 @@ plt.show()
 # %%
 room = hardware.cuda.free_memory()
 memory: dict[str, Run] = {}
-measured = ["lora long", "lora long, checkpointed", "lora long, checkpointed, fused loss", "lora long, 4 bits"]
+measured = [
+    "lora long",
+    "lora long, checkpointed",
+    "lora long, checkpointed, fused loss",
+    "lora long, 4 bits",
+]
 for name in [*measured, "qlora long"]:
     with lab.attempt(f"memory of {name}"):
         tried = room if name in ("lora long", "qlora long") else None
@@ -435,9 +505,17 @@ for name in [*measured, "qlora long"]:
 
 # %%
 lines = lab07_qlora.lines_of(memory, runs)
-lab.table(lab07_qlora.BUNDLE_HEAD, *lab07_qlora.bundle_rows(dict.fromkeys([*bundle, *lines]), runs, memory))
+lab.table(
+    lab07_qlora.BUNDLE_HEAD,
+    *lab07_qlora.bundle_rows(dict.fromkeys([*bundle, *lines]), runs, memory),
+)
 lab.on_reference(
-    lab07_qlora.BUNDLE_HEAD, lab07_qlora.bundle_of, "lora long*", "qlora long*", "memory of *", "unsloth long*"
+    lab07_qlora.BUNDLE_HEAD,
+    lab07_qlora.bundle_of,
+    "lora long*",
+    "qlora long*",
+    "memory of *",
+    "unsloth long*",
 )
 
 # %%
@@ -474,16 +552,23 @@ lab.verdict("A3.offload.time", "A3.offload.memory");
 # fail. Without a GPU there is no such test, and the line stays an assumption.
 
 # %%
-sizes = (24, 48, 80, 96, 141) if on_gpu else (0.024, 0.048, 0.096)  # GB; a tiny model fits cards of some megabytes
+sizes = (
+    (24, 48, 80, 96, 141) if on_gpu else (0.024, 0.048, 0.096)
+)  # GB; a tiny model fits cards of some megabytes
 lab.table(lab07_qlora.batches_head(sizes), *lab07_qlora.batch_rows(lines, sizes))
 cards = (24, 48, 80, 96, 141)
 lab.on_reference(
-    lab07_qlora.batches_head(cards), partial(lab07_qlora.largest_on, cards=cards), "memory of *", "unsloth long*"
+    lab07_qlora.batches_head(cards),
+    partial(lab07_qlora.largest_on, cards=cards),
+    "memory of *",
+    "unsloth long*",
 )
 for name, run in memory.items():
     if "largest_batch" in run.metrics:
         outcome = "held" if run.metrics["fits"] and run.metrics["fails"] else "did not hold"
-        print(f"{name}: the line says {run.metrics['largest_batch']} on this card ({room:.0f} GB free). It {outcome}.")
+        print(
+            f"{name}: the line says {run.metrics['largest_batch']} on this card ({room:.0f} GB free). It {outcome}."
+        )
 
 # %% [markdown]
 # **Takeaway.** Where memory is a straight line over the batch, two points are enough to plan with. A try near the
@@ -528,22 +613,39 @@ lab.predict("useful tokens a second, best BF16 rung against lora", my_best, "x")
 climbable = distinct_on(lab.device, recipes)
 lanes = {rung.name: rung.lane for rung in ladder}
 how = {"steps": 2, "rounds": 1, "warmup": 0} if tiny else {"steps": 6, "rounds": 2, "warmup": 2}
-climbed = lab.measured_together(climbable, lambda: lab07_qlora.climbed_on(texts["long"], ladder, climbable, **how))
+climbed = lab.measured_together(
+    climbable, lambda: lab07_qlora.climbed_on(texts["long"], ladder, climbable, **how)
+)
 fig, ax = plt.subplots()
-groups = {name: "other weights" if recipes[name].base_linear != "published" else lanes[name] for name in climbed}
+groups = {
+    name: "other weights" if recipes[name].base_linear != "published" else lanes[name]
+    for name in climbed
+}
 shown = [replace(run, lane=groups[name]) for name, run in climbed.items() if run.ok]
 plots.waterfall(ax, shown, None, log=False, metric="ms_per_1k_useful_tokens")
 plt.show()
 
 # %%
-changes = {rung.name: ", ".join(f"`{knob}={value!r}`" for knob, value in rung.changes.items()) for rung in ladder}
-lab.table(("rung", "lane", "changes"), *((name, groups[name], changes[name] or None) for name in climbed))
+changes = {
+    rung.name: ", ".join(f"`{knob}={value!r}`" for knob, value in rung.changes.items())
+    for rung in ladder
+}
+lab.table(
+    ("rung", "lane", "changes"), *((name, groups[name], changes[name] or None) for name in climbed)
+)
 lab.table(lab07_qlora.RUNG_HEAD, *lab07_qlora.rung_rows(climbed))
 lab.on_reference(lab07_qlora.RUNG_HEAD, lab07_qlora.rung_rows, *(rung.name for rung in ladder))
 
 # %%
 targets = lab07_qlora.reached(climbed, runs)
-aims = Run("07", "targets", lane="same mathematics", workload="qwen3-lora-long", scale=lab.scale, metrics=targets)
+aims = Run(
+    "07",
+    "targets",
+    lane="same mathematics",
+    workload="qwen3-lora-long",
+    scale=lab.scale,
+    metrics=targets,
+)
 lab.keep(aims)
 lab.table(("", *GOAL_HEAD), *goal_rows(lab07_qlora.GOALS, aims, lab.reference("targets")))
 
@@ -583,7 +685,9 @@ lab.table(("", *GOAL_HEAD), *goal_rows(lab07_qlora.GOALS, aims, lab.reference("t
 with lab.attempt("A step by kind", reference="step by kind"):
     folder = lab.cache_dir / "traces" / "lab-07"
     traced = lab.measured(
-        "step by kind", None, lambda: lab07_qlora.kinds_of(texts["long"], recipes["blocks compiled"], folder)
+        "step by kind",
+        None,
+        lambda: lab07_qlora.kinds_of(texts["long"], recipes["blocks compiled"], folder),
     )
     lab.table(lab07_qlora.KINDS_HEAD, *lab07_qlora.kinds_rows({"step by kind": traced}))
 lab.on_reference(lab07_qlora.KINDS_HEAD, lab07_qlora.kinds_rows, "step by kind")
@@ -629,7 +733,11 @@ curves = {"explain, all weights": reader.learn_to_explain(200)}
 before = {"explains": reader.matches(None, "explain"), "title": reader.matches(None, "title")}
 curves["title, adapter"] = reader.fine_tune("title", 100)
 after = reader.matches("title", "title")
-style = {"exact_before": before["title"], "explained_before": before["explains"], "exact_after": after}
+style = {
+    "exact_before": before["title"],
+    "explained_before": before["explains"],
+    "exact_after": after,
+}
 style["answers_with_title"] = int(after > 0.5 > before["title"] and before["explains"] > 0.5)
 lab.keep(Run("07", "style", metrics=style));
 
@@ -786,11 +894,14 @@ bits_alone = lab07_qlora.longer_by(runs["lora long, 4 bits"], runs["lora long"])
 lab.done(
     {
         "codes that one outlier turns into 0": 100 * spoiled["one constant"]["zeros_share"],
-        "NF4's error is smaller by": 100 * (1 - errors["NF4, blocks of 64"] / errors["INT4, blocks of 64"]),
+        "NF4's error is smaller by": 100
+        * (1 - errors["NF4, blocks of 64"] / errors["INT4, blocks of 64"]),
         "FLOPs, wide first against thin first": flops["wide first"] / flops["thin first"],
         "QLoRA's step on long texts, longer by": whole,
         "step with 4-bit weights alone, longer by": bits_alone,
-        "useful tokens a second, best BF16 rung against lora": targets.get("useful_speedup", {}).get("median"),
+        "useful tokens a second, best BF16 rung against lora": targets.get(
+            "useful_speedup", {}
+        ).get("median"),
         "exact titles after fine-tuning": 100 * after,
     }
 )

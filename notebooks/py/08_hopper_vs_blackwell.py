@@ -94,7 +94,8 @@ if not on_gpu:
     torch.set_num_threads(1)
 models = {"dense": "qwen3-lora", "moe": "gpt-oss-lora"}
 texts = {
-    family: {kind: lab.workload(f"{name}-{kind}") for kind in ("long", "short")} for family, name in models.items()
+    family: {kind: lab.workload(f"{name}-{kind}") for kind in ("long", "short")}
+    for family, name in models.items()
 }
 lab.keep(Run("08", "machine"));
 
@@ -120,9 +121,15 @@ lab.table(
     ("", *CARDS),
     ("dense BF16, TFLOP/s", *(lab08_large_models.card(name).dense["bf16"] for name in CARDS)),
     ("memory, GB/s", *(float(lab08_large_models.card(name).bandwidth) for name in CARDS)),
-    ("FLOP per byte where they meet", *(lab08_large_models.card(name).ridge("bf16") for name in CARDS)),
+    (
+        "FLOP per byte where they meet",
+        *(lab08_large_models.card(name).ridge("bf16") for name in CARDS),
+    ),
     ("memory, GB as printed", *(lab08_large_models.card(name).memory_gb for name in CARDS)),
-    ("memory that a program finds, 10⁹ bytes", *(lab08_large_models.card(name).capacity_gb for name in CARDS)),
+    (
+        "memory that a program finds, 10⁹ bytes",
+        *(lab08_large_models.card(name).capacity_gb for name in CARDS),
+    ),
     ("largest power, W", *(lab08_large_models.card(name).tdp_w for name in CARDS)),
 )
 lab.keep(Run("08", "specs", metrics=lab08_large_models.spec_metrics()))
@@ -226,11 +233,17 @@ def study(family: str, way: str, delayed: bool = False) -> None:
     name = family if way in lab08_launch_bound.LANES else f"{family}, {way}"
     long = lab08_launch_bound.named(name, "long")
     with lab.attempt(
-        f"{family}, {way}", long, lambda: lab.on_reference(lab08_launch_bound.HEAD, lab08_launch_bound.rows_of, long)
+        f"{family}, {way}",
+        long,
+        lambda: lab.on_reference(lab08_launch_bound.HEAD, lab08_launch_bound.rows_of, long),
     ):
         captured = way in ("captured", "compiled")
         if captured and not (on_gpu and launch_us):
-            raise Unavailable("CUDA graphs need an NVIDIA GPU" if not on_gpu else "no call could be timed (see above)")
+            raise Unavailable(
+                "CUDA graphs need an NVIDIA GPU"
+                if not on_gpu
+                else "no call could be timed (see above)"
+            )
         host = Host(launch_us / 1e3) if captured else None
         recipe, hosts = lab08_launch_bound.ways(family)[way], slower if delayed else ()
         like = studied.get(lab08_launch_bound.ONE_BY_ONE[family]) if way == "captured" else None
@@ -239,7 +252,9 @@ def study(family: str, way: str, delayed: bool = False) -> None:
             lab08_launch_bound.study(texts[family], recipe, name, steps, host, hosts, like, found)
         finally:  # what was measured before a failure counts
             runs = [seen.run for seen in found.seen.values()]
-            lab.keep([*runs, *found.slowed.values()], lane=lab08_launch_bound.LANES.get(way, "same work"))
+            lab.keep(
+                [*runs, *found.slowed.values()], lane=lab08_launch_bound.LANES.get(way, "same work")
+            )
             if found.seen:
                 studied[name] = found
 
@@ -301,7 +316,9 @@ on_long = [run for run in told_runs if run.run.startswith("moe long")]
 lab.table(lab08_launch_bound.SPEED_HEAD, *lab08_launch_bound.speed_rows(on_long, base="moe long"))
 of_moe = ["moe long", *(f"moe long, {way}" for way in ("grouped", "captured", "compiled"))]
 lab.on_reference(
-    lab08_launch_bound.SPEED_HEAD, lambda runs: lab08_launch_bound.speed_rows(runs.values(), base="moe long"), *of_moe
+    lab08_launch_bound.SPEED_HEAD,
+    lambda runs: lab08_launch_bound.speed_rows(runs.values(), base="moe long"),
+    *of_moe,
 )
 
 # %% [markdown]
@@ -340,16 +357,22 @@ with lab.attempt("A slower host", reference="flip"):
     names = {name: found.seen["long"].run.run for name, found in shown.items()}
     measured = {names[name]: lab08_launch_bound.by_delay(found) for name, found in shown.items()}
     most = 1.1 * max([most, *(us for points in measured.values() for us in points)])
-    foretold = {names[name]: lab08_launch_bound.slowdown(found.seen["long"], most) for name, found in shown.items()}
+    foretold = {
+        names[name]: lab08_launch_bound.slowdown(found.seen["long"], most)
+        for name, found in shown.items()
+    }
     lab.table(
         lab08_launch_bound.DELAY_HEAD,
         *(row for found in shown.values() for row in lab08_launch_bound.delay_rows(found)),
     )
-    for name in ("dense", "moe") if on_gpu and sheet else ():  # the loops: a captured step has no host to wait for
+    for name in (
+        ("dense", "moe") if on_gpu and sheet else ()
+    ):  # the loops: a captured step has no host to wait for
         if name in shown:
             seen = shown[name].seen["long"]
             rival_ms = replayed_ms(
-                seen.on(lab08_large_models.card(lab08_large_models.BLACKWELL), sheet, empty_ms), seen.host
+                seen.on(lab08_large_models.card(lab08_large_models.BLACKWELL), sheet, empty_ms),
+                seen.host,
             )
             rivals[f"{names[name]}: {lab08_large_models.BLACKWELL}, predicted"] = rival_ms
             flips[f"{name}_us"] = lab08_launch_bound.flip_us(seen, rival_ms)
@@ -362,7 +385,9 @@ lab.on_reference(lab08_launch_bound.DELAY_HEAD, lab08_launch_bound.slowed_rows, 
 # %%
 with lab.attempt("When the Blackwell card wins", reference="flip"):
     if not rivals:
-        raise Unavailable("a rival is predicted from a loop that was measured here, on a GPU with a data sheet")
+        raise Unavailable(
+            "a rival is predicted from a loop that was measured here, on a GPU with a data sheet"
+        )
     lab.keep(Run("08", "flip", metrics={name: us for name, us in flips.items() if us is not None}))
     for name, us in flips.items():
         when = "at no delay up to 1 ms" if us is None else f"when a launch takes {us:.1f} µs longer"
@@ -395,15 +420,25 @@ with lab.attempt("When the Blackwell card wins", reference="flip"):
 # %%
 cards_head = ("ms a step, predicted", *CARDS)
 with lab.attempt(
-    "Four cards", "four cards", lambda: lab.on_reference(cards_head, lab08_large_models.recorded_rows, "four cards")
+    "Four cards",
+    "four cards",
+    lambda: lab.on_reference(cards_head, lab08_large_models.recorded_rows, "four cards"),
 ):
     if not (on_gpu and sheet):
-        raise Unavailable("kernels are scaled from one card to another, and this machine has no GPU with a data sheet")
+        raise Unavailable(
+            "kernels are scaled from one card to another, and this machine has no GPU with a data sheet"
+        )
     told = {found.seen["long"].run.run: found.seen["long"] for found in studied.values()}
     ms = {run: lab08_large_models.on_cards(seen, sheet, empty_ms) for run, seen in told.items()}
-    rows = [(run, *by_card.values(), told[run].run.metric("step_ms")) for run, by_card in ms.items()]
+    rows = [
+        (run, *by_card.values(), told[run].run.metric("step_ms")) for run, by_card in ms.items()
+    ]
     lab.table((*cards_head, f"measured here, {sheet.name}"), *rows)
-    flat = {f"{run}: {name}, ms": float(f"{t:.4g}") for run, by_card in ms.items() for name, t in by_card.items()}
+    flat = {
+        f"{run}: {name}, ms": float(f"{t:.4g}")
+        for run, by_card in ms.items()
+        for name, t in by_card.items()
+    }
     lab.keep(Run("08", "four cards", metrics=flat))
 
 # %%
@@ -411,7 +446,9 @@ if on_gpu and sheet and "moe" in studied:  # the slower the host, the less the c
     with lab.attempt("Four cards beside slower hosts"):
         seen = studied["moe"].seen["long"]
         fig, ax = plt.subplots(figsize=(7.2, 3.8))
-        plots.slower_hosts(ax, lab08_large_models.beside_slower_hosts(seen, sheet, empty_ms, most), {}, {})
+        plots.slower_hosts(
+            ax, lab08_large_models.beside_slower_hosts(seen, sheet, empty_ms, most), {}, {}
+        )
         ax.set_title("The expert loop on long texts, beside ever slower hosts", pad=44)
         plt.show()
 
@@ -432,15 +469,23 @@ paid = {
     "H200 SXM": h200_yen,
     "B200": b200_yen,
 }
-prices = hardware.Prices({name: yen for name, yen in paid.items() if yen}, yen_per_kwh, years, hours_a_day)
+prices = hardware.Prices(
+    {name: yen for name, yen in paid.items() if yen}, yen_per_kwh, years, hours_a_day
+)
 lab.show(prices.told())
 bought = ("dense long", "moe long", "moe long, captured")
 if on_gpu and sheet:
     chosen = [told[run] for run in bought if run in told]
-    rows = [row for seen in chosen for row in lab08_large_models.four_cards_rows(seen, sheet, empty_ms, prices)]
+    rows = [
+        row
+        for seen in chosen
+        for row in lab08_large_models.four_cards_rows(seen, sheet, empty_ms, prices)
+    ]
     lab.table(lab08_large_models.FOUR_HEAD, *rows)
 else:  # with the prices above, from the steps that the H200's runs predict
-    worth = lambda runs: lab08_large_models.recorded_worth(runs, bought, lab08_launch_bound.TEXTS, prices)  # noqa: E731
+    worth = lambda runs: lab08_large_models.recorded_worth(
+        runs, bought, lab08_launch_bound.TEXTS, prices
+    )
     lab.on_reference(lab08_large_models.FOUR_HEAD, worth, "four cards")
 
 # %% [markdown]
@@ -473,15 +518,21 @@ else:  # with the prices above, from the steps that the H200's runs predict
 # %%
 bases: dict[str, lab08_large_models.Basis] = {}
 for family, name in models.items():
-    with lab.attempt(lab08_large_models.LARGE[family].hub.rpartition("/")[2], reference="model of two cards"):
+    with lab.attempt(
+        lab08_large_models.LARGE[family].hub.rpartition("/")[2], reference="model of two cards"
+    ):
         if family not in studied:
             raise Unavailable("the loop of its smaller sibling was not measured (see above)")
-        law = lab08_launch_bound.launch_law(open_workload(f"{name}-long", "tiny", device=lab.device), family)
+        law = lab08_launch_bound.launch_law(
+            open_workload(f"{name}-long", "tiny", device=lab.device), family
+        )
         bases[family] = lab08_large_models.Basis(
             **lab08_launch_bound.known(studied[family], law, texts[family]["long"])
         )
         experts = f" + experts × {law.expert:.0f}" if law.expert else ""
-        print(f"{family}: {law.constant:.0f} + layers × ({law.layer:.0f}{experts}) operations a step")
+        print(
+            f"{family}: {law.constant:.0f} + layers × ({law.layer:.0f}{experts}) operations a step"
+        )
 if bases:
     with lab.attempt("The article's own models", reference="model of two cards"):
         told = lab08_large_models.two_cards(bases) | {
@@ -496,7 +547,13 @@ if "moe" in bases:
         lab.show("\n".join(f"- {sentence}" for sentence in lab08_large_models.who_wins(bases)))
 
 # %%
-lab.verdict("A3.32b.h100-short", "A3.32b.h100-long", "A3.32b.factor", "A3.120b.h100-short", "A3.120b.h100-long")
+lab.verdict(
+    "A3.32b.h100-short",
+    "A3.32b.h100-long",
+    "A3.32b.factor",
+    "A3.120b.h100-short",
+    "A3.120b.h100-long",
+)
 lab.verdict("A3.120b.factor", "A3.120b.faster", "A3.moe.gaps-longer", "A3.120b.energy");
 
 # %% [markdown]
@@ -535,13 +592,27 @@ lab.predict("gpt-oss-120b in 4 bits (arithmetic)", my_gb, "GB")
 # %%
 large = lab08_large_models.GPT_OSS_120B
 parts = ("experts", "layers", "words", "rest")
-rows = [("parameters, billions", *(lab08_large_models.parameters_of(large)[part] / 1e9 for part in parts), None)]
+rows = [
+    (
+        "parameters, billions",
+        *(lab08_large_models.parameters_of(large)[part] / 1e9 for part in parts),
+        None,
+    )
+]
 for way, bits in lab08_large_models.WAYS_TO_HOLD.items():
     gb = lab08_large_models.weight_gb(large, bits)
     rows.append((f"{way}, GB", *(gb[part] for part in parts), sum(gb.values())))
 lab.table(("gpt-oss-120b", "experts", "other matrices", "embedding, head", "rest", "in all"), *rows)
-four_bit = sum(lab08_large_models.weight_gb(large, lab08_large_models.WAYS_TO_HOLD["4 bits for everything"]).values())
-lab.keep(Run("08", "moe weights", metrics={"four_bit_gb": four_bit}, workload="from shapes", scale="full"))
+four_bit = sum(
+    lab08_large_models.weight_gb(
+        large, lab08_large_models.WAYS_TO_HOLD["4 bits for everything"]
+    ).values()
+)
+lab.keep(
+    Run(
+        "08", "moe weights", metrics={"four_bit_gb": four_bit}, workload="from shapes", scale="full"
+    )
+)
 lab.verdict("A3.120b.weights");
 
 # %% [markdown]
@@ -569,14 +640,25 @@ asked = (
 )
 with lab.attempt("What a step needs besides", reference="model of memory"):
     for method, batch in asked:
-        gb = lab08_large_models.memory_gb(lab08_large_models.QWEN3_32B, lab08_large_models.METHODS[method], batch)
+        gb = lab08_large_models.memory_gb(
+            lab08_large_models.QWEN3_32B, lab08_large_models.METHODS[method], batch
+        )
         rows.append((f"Qwen3-32B, {method}, batch {batch}", *gb.values(), sum(gb.values())))
     for batch in (16, 32):
         gb = lab08_large_models.memory_gb(large, lab08_large_models.METHODS["unsloth"], batch)
         rows.append((f"gpt-oss-120b, unsloth, batch {batch}", *gb.values(), sum(gb.values())))
-    lab.table(("GB at the peak, predicted", "weights", "adapters", "activations", "logits", "in all"), *rows)
+    lab.table(
+        ("GB at the peak, predicted", "weights", "adapters", "activations", "logits", "in all"),
+        *rows,
+    )
     lab.keep(
-        Run("08", "model of memory", metrics=lab08_large_models.memory_metrics(), workload="from shapes", scale="full")
+        Run(
+            "08",
+            "model of memory",
+            metrics=lab08_large_models.memory_metrics(),
+            workload="from shapes",
+            scale="full",
+        )
     )
 
 # %%
@@ -610,11 +692,19 @@ print("LoRA was attached to:", ", ".join(adapted.pop("adapted")))
 lab.keep(Run("08", "moe adapters", metrics=adapted))
 with lab.attempt("Importing unsloth"):
     if lab.machine.get("compute_capability") != "12.0":
-        raise Unavailable("it takes a Blackwell card of compute capability 12.0 to see what unsloth says on one")
+        raise Unavailable(
+            "it takes a Blackwell card of compute capability 12.0 to see what unsloth says on one"
+        )
     tried = try_imports(("unsloth",), timeout_s=90)[0]["unsloth"]
     if tried.status == "missing":
         raise Unavailable("unsloth is not installed; `make unsloth` does it")
-    lab.keep(Run("08", "unsloth import", metrics={"failed": int(tried.status != "ok"), "message": tried.message}))
+    lab.keep(
+        Run(
+            "08",
+            "unsloth import",
+            metrics={"failed": int(tried.status != "ok"), "message": tried.message},
+        )
+    )
 lab.verdict("A3.120b.attention-only", "A3.blackwell.xformers");
 
 # %% [markdown]
@@ -700,18 +790,24 @@ def all_experts(tokens, chosen):
 
 def routed_tokens(seed: int) -> tuple:
     torch.manual_seed(seed)
-    return torch.randn(256, 32, device=lab.device), torch.randint(len(experts), (256,), device=lab.device)
+    return torch.randn(256, 32, device=lab.device), torch.randint(
+        len(experts), (256,), device=lab.device
+    )
 
 
 print(faster_than(4, expert_by_expert, all_experts, routed_tokens, times=2, tolerance=1e-3))
 
 
 # %% tags=["solution"]
-def all_experts_solution(tokens, chosen):  # copies 256 small matrices; for large ones: sort, and a grouped GEMM
+def all_experts_solution(
+    tokens, chosen
+):  # copies 256 small matrices; for large ones: sort, and a grouped GEMM
     return torch.bmm(tokens[:, None], experts[chosen])[:, 0]
 
 
-solved(faster_than(4, expert_by_expert, all_experts_solution, routed_tokens, times=2, tolerance=1e-3))
+solved(
+    faster_than(4, expert_by_expert, all_experts_solution, routed_tokens, times=2, tolerance=1e-3)
+)
 
 # %% [markdown]
 # ## What you did
@@ -739,11 +835,17 @@ solved(faster_than(4, expert_by_expert, all_experts_solution, routed_tokens, tim
 expert_loop = studied["moe"].seen["long"].run if "moe" in studied else None
 lab.done(
     {
-        "dense BF16 peak of the H100 (data sheet)": lab08_large_models.card(lab08_large_models.H100).dense["bf16"],
-        "host's time for a launch in the experts' loop (on a thin model)": expert_loop.metric("host_us")
+        "dense BF16 peak of the H100 (data sheet)": lab08_large_models.card(
+            lab08_large_models.H100
+        ).dense["bf16"],
+        "host's time for a launch in the experts' loop (on a thin model)": expert_loop.metric(
+            "host_us"
+        )
         if expert_loop
         else None,
-        "GPU idle in the expert loop": 100 * expert_loop.metrics["idle_share"] if expert_loop and on_gpu else None,
+        "GPU idle in the expert loop": 100 * expert_loop.metrics["idle_share"]
+        if expert_loop and on_gpu
+        else None,
         "slower launches until the Blackwell card wins (predicted)": flips.get("moe_us"),
         "gpt-oss-120b in 4 bits (arithmetic)": four_bit,
     }

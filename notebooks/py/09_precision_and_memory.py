@@ -83,7 +83,9 @@ from labutils.training.memory_run import make_room
 from labutils.workloads.stable_diffusion import on_drawn_latents
 
 plots.use_style()
-warnings.filterwarnings("ignore", message="This DataLoader will create")  # more workers than cores: on purpose
+warnings.filterwarnings(
+    "ignore", message="This DataLoader will create"
+)  # more workers than cores: on purpose
 
 # %%
 on_gpu, tiny = lab.device == "cuda", lab.scale == "tiny"
@@ -91,10 +93,14 @@ steps, rounds = steps or 3, rounds or (1 if tiny else 2)
 if not on_gpu:
     torch.set_num_threads(max(1, usable_cores() // 2))
 stable_diffusion = lab.workload("sd15-lora")
-ready = on_drawn_latents(stable_diffusion)  # latents and texts that are there already: no data path in the times
+ready = on_drawn_latents(
+    stable_diffusion
+)  # latents and texts that are there already: no data path in the times
 
 
-def measured(prefix: str, names: Iterable[str], measure: Callable[[], dict[str, Run]]) -> dict[str, Run]:
+def measured(
+    prefix: str, names: Iterable[str], measure: Callable[[], dict[str, Run]]
+) -> dict[str, Run]:
     """Name -> run, as an interrupted lab left them under `prefix` + name, or measured now."""
     keys = {f"{prefix}{name}": name for name in names}
     found = lab.measured_together(
@@ -140,7 +146,13 @@ runs: dict[str, Run] = {}
 with lab.attempt("One switch at a time", reference="base"):
     runs = lab.measured_together(recipes, side_by_side)
 for name in lab09_toggles.switches(lab.scale).keys() - recipes.keys():
-    lab.keep(Run("09", name, status="skipped: a CPU computes in float32, and has neither cuDNN nor pages to move"))
+    lab.keep(
+        Run(
+            "09",
+            name,
+            status="skipped: a CPU computes in float32, and has neither cuDNN nor pages to move",
+        )
+    )
 
 # %%
 fig, ax = plt.subplots()
@@ -148,7 +160,9 @@ plots.steps(ax, runs)
 plt.show()
 print(f"A step of {recipes['base'].examples_per_step} examples:")
 lab.table(lab09_toggles.SWITCH_HEAD, *lab09_toggles.switch_rows(runs))
-lab.on_reference(lab09_toggles.SWITCH_HEAD, lab09_toggles.switch_rows, *lab09_toggles.switches(lab.scale))
+lab.on_reference(
+    lab09_toggles.SWITCH_HEAD, lab09_toggles.switch_rows, *lab09_toggles.switches(lab.scale)
+)
 
 # %% [markdown]
 # **Does the GPU set the pace, or the host?** The row *accumulation* tells. It gives the GPU one example at a time,
@@ -157,12 +171,16 @@ lab.on_reference(lab09_toggles.SWITCH_HEAD, lab09_toggles.switch_rows, *lab09_to
 
 # %%
 lab.table(lab09_toggles.ONE_BY_ONE_HEAD, *lab09_toggles.one_by_one_rows(runs))
-lab.on_reference(lab09_toggles.ONE_BY_ONE_HEAD, lab09_toggles.one_by_one_rows, "base", "accumulation")
+lab.on_reference(
+    lab09_toggles.ONE_BY_ONE_HEAD, lab09_toggles.one_by_one_rows, "base", "accumulation"
+)
 
 # %%
 counted = lab09_toggles.paying(runs)
 lab.keep(Run("09", "advice", workload=ready.name, scale=lab.scale, metrics=counted))
-print(f"Switches that shorten the step by 5 % or more, beyond the spread: {counted['helped']} of {counted['tried']}.")
+print(
+    f"Switches that shorten the step by 5 % or more, beyond the spread: {counted['helped']} of {counted['tried']}."
+)
 lab.verdict("A4.pytorch.mixed-precision", "A4.pytorch.cudnn-benchmark", "A4.pytorch.accumulation")
 lab.verdict("A4.memory.mixed-precision", "A4.memory.checkpointing", "A4.method.measure");
 
@@ -203,10 +221,16 @@ plain = Recipe(driver="eager", logging="ring-buffer", cache="latents+text", accu
 # Sections 4 to 6 predict memory from shapes. Where there are cores to spare, that begins here, in other processes:
 # until section 7 nothing is timed but on the GPU.
 lab09_peak_memory.predict_ahead(
-    (work, lab09_peak_memory.in_mode(work, m)) for work in (ready, texts, photographs) for m in lab09_peak_memory.MODES
+    (work, lab09_peak_memory.in_mode(work, m))
+    for work in (ready, texts, photographs)
+    for m in lab09_peak_memory.MODES
 )
 lab09_peak_memory.predict_ahead(
-    ((full_size, lab09_peak_memory.in_mode(full_size, m, b)) for m in lab09_peak_memory.MODES for b in batches),
+    (
+        (full_size, lab09_peak_memory.in_mode(full_size, m, b))
+        for m in lab09_peak_memory.MODES
+        for b in batches
+    ),
     on="cuda",
 )
 lab09_peak_memory.predict_ahead((ready, plain.but(micro_batch=count)) for count in (9, 1, 3))
@@ -238,7 +262,9 @@ lab.predict("gradient off in BF16 by", my_error, "%")
 # %%
 numbers: dict[str, Run] = {}
 with lab.attempt("One batch in each form", reference="numbers: bf16"):
-    numbers = measured("numbers: ", lab09_toggles.FORMS, partial(lab09_toggles.numerical_effects, ready))
+    numbers = measured(
+        "numbers: ", lab09_toggles.FORMS, partial(lab09_toggles.numerical_effects, ready)
+    )
     fig, ax = plt.subplots()
     plots.errors(ax, lab09_toggles.errors_of(numbers))
     plt.show()
@@ -268,7 +294,9 @@ lab.verdict("A4.pytorch.scaler", "A4.memory.sensitive-parts");
 # %%
 with lab.attempt("The optimizer's forms", reference="optimizer: adamw-fused"):
     optimizers = measured(
-        "optimizer: ", lab09_toggles.KINDS, partial(lab09_toggles.optimizer_costs, lab.scale, lab.device)
+        "optimizer: ",
+        lab09_toggles.KINDS,
+        partial(lab09_toggles.optimizer_costs, lab.scale, lab.device),
     )
     lab.table(lab09_toggles.OPTIMIZER_HEAD, *lab09_toggles.optimizer_rows(optimizers))
 lab.on_reference(lab09_toggles.OPTIMIZER_HEAD, lab09_toggles.optimizer_rows, "optimizer: *")
@@ -315,7 +343,9 @@ def foretell(work, mode: str) -> None:
     with lab.attempt(f"memory of {name}", reference=f"memory: {name}"):
         recipe = lab09_peak_memory.in_mode(work, mode)
         told[name] = lab.measured(
-            f"memory: {name}", recipe, lambda: lab09_peak_memory.foretold(work, recipe, f"memory: {name}")[0]
+            f"memory: {name}",
+            recipe,
+            lambda: lab09_peak_memory.foretold(work, recipe, f"memory: {name}")[0],
         )
 
 
@@ -326,7 +356,9 @@ for mode in lab09_peak_memory.MODES:
 fig, axes = plt.subplots(2, 1, figsize=(7.4, 6.4), sharex=False)
 for ax, mode in zip(axes, ("all kept", "checkpointing"), strict=True):
     if f"sd15-lora, {mode}" in told:
-        plots.stacked_memory(ax, *lab09_peak_memory.pictured(told[f"sd15-lora, {mode}"]), plots.MEMORY_FILLS)
+        plots.stacked_memory(
+            ax, *lab09_peak_memory.pictured(told[f"sd15-lora, {mode}"]), plots.MEMORY_FILLS
+        )
         ax.set_title(f"Stable Diffusion, {mode}")
 plt.show()
 
@@ -355,7 +387,9 @@ for mode in lab09_peak_memory.MODES:
 fig, axes = plt.subplots(2, 1, figsize=(7.4, 6.4), sharex=False)
 for ax, mode in zip(axes, ("all kept", "checkpointing"), strict=True):
     if f"qwen3-lora-long, {mode}" in told:
-        plots.stacked_memory(ax, *lab09_peak_memory.pictured(told[f"qwen3-lora-long, {mode}"]), plots.MEMORY_FILLS)
+        plots.stacked_memory(
+            ax, *lab09_peak_memory.pictured(told[f"qwen3-lora-long, {mode}"]), plots.MEMORY_FILLS
+        )
         ax.set_title(f"Qwen3, two long texts, {mode}")
 plt.show()
 
@@ -364,7 +398,9 @@ lab.table(
     lab09_peak_memory.PEAK_HEAD,
     *lab09_peak_memory.peak_rows({name: run for name, run in told.items() if "qwen3" in name}),
 )
-lab.on_reference(lab09_peak_memory.PEAK_HEAD, lab09_peak_memory.peak_rows, "memory: qwen3-lora-long, *")
+lab.on_reference(
+    lab09_peak_memory.PEAK_HEAD, lab09_peak_memory.peak_rows, "memory: qwen3-lora-long, *"
+)
 
 # %% [markdown]
 # The logits: one number for each token and each word of the vocabulary, and at the worst moment three float32 copies
@@ -405,7 +441,10 @@ for mode in lab09_peak_memory.MODES:
 make_room(photographs)
 if told:
     fig, ax = plt.subplots()
-    plots.predicted_peaks(ax, {name: (run.metric("predicted_gb"), run.metric("peak_gb")) for name, run in told.items()})
+    plots.predicted_peaks(
+        ax,
+        {name: (run.metric("predicted_gb"), run.metric("peak_gb")) for name, run in told.items()},
+    )
     plt.show()
 
 # %%
@@ -430,14 +469,17 @@ def peaks_at_full_size() -> Run:
     for mode in lab09_peak_memory.MODES:
         for batch in batches:
             recipe = lab09_peak_memory.in_mode(full_size, mode, batch)
-            peaks[f"{mode}, batch {batch}"] = lab09_peak_memory.predicted(full_size, recipe, on="cuda").peak / 1e9
+            peaks[f"{mode}, batch {batch}"] = (
+                lab09_peak_memory.predicted(full_size, recipe, on="cuda").peak / 1e9
+            )
     return Run("09", "", metrics=peaks)
 
 
 with lab.attempt("Peaks at full size"):
     peaks = lab.measured("peaks at full size", None, peaks_at_full_size).metrics
     rows = [
-        (batch, *(f"{peaks[f'{mode}, batch {batch}']:.1f} GB" for mode in lab09_peak_memory.MODES)) for batch in batches
+        (batch, *(f"{peaks[f'{mode}, batch {batch}']:.1f} GB" for mode in lab09_peak_memory.MODES))
+        for batch in batches
     ]
     lab.table(("batch", *lab09_peak_memory.MODES), *rows)
 
@@ -465,7 +507,10 @@ def run_out() -> Run:
 broken: dict = {}
 with lab.attempt("Running out of memory", reference="out of memory"):
     broken = lab.measured("out of memory", None, run_out).metrics
-    lab.table(("", "before", "in the except block", "after it", "cleaned up"), lab09_peak_memory.held_row(broken))
+    lab.table(
+        ("", "before", "in the except block", "after it", "cleaned up"),
+        lab09_peak_memory.held_row(broken),
+    )
     print(broken["message"][:300])
 
 # %% [markdown]
@@ -511,7 +556,9 @@ def searched() -> dict[str, Run]:
     with lab09_peak_memory.Fed(ready, plain) as fed:
         fed.limit(keep)
         return {
-            "from the prediction": lab09_peak_memory.searched(fed, lab09_peak_memory.largest_batch, foreseen, foreseen),
+            "from the prediction": lab09_peak_memory.searched(
+                fed, lab09_peak_memory.largest_batch, foreseen, foreseen
+            ),
             "accelerate, from 16": lab09_peak_memory.searched(
                 fed, lab09_peak_memory.largest_by_accelerate, 16, foreseen
             ),
@@ -553,16 +600,24 @@ lab09_peak_memory.end_ahead()  # from here on the host's times are taken as well
 pictures = Pictures(stable_diffusion, 8 if tiny else 32)
 decoding: dict[str, Run] = {}
 with lab.attempt("Reading and decoding", reference="decode: PNG"):
-    decoding = lab.measured_together({f"decode: {name}": None for name in pictures.formats}, pictures.decoding)
+    decoding = lab.measured_together(
+        {f"decode: {name}": None for name in pictures.formats}, pictures.decoding
+    )
     fig, ax = plt.subplots()
     bars = {name.removeprefix("decode: "): run for name, run in decoding.items()}
     plots.breakdown(
-        ax, {name: {"read": run.metric("read_ms"), "decode": run.metric("decode_ms")} for name, run in bars.items()}
+        ax,
+        {
+            name: {"read": run.metric("read_ms"), "decode": run.metric("decode_ms")}
+            for name, run in bars.items()
+        },
     )
     plt.show()
 on_the_gpu = "decode: JPEG, GPU"
 with lab.attempt("JPEG decoded on the GPU", reference=on_the_gpu):
-    decoding[on_the_gpu] = lab.measured(on_the_gpu, None, lambda: pictures.decoding_on_gpu(gpu_decoder()))
+    decoding[on_the_gpu] = lab.measured(
+        on_the_gpu, None, lambda: pictures.decoding_on_gpu(gpu_decoder())
+    )
 lab.table(DECODING_HEAD, *decoding_rows(decoding))
 lab.on_reference(DECODING_HEAD, decoding_rows, "decode: *")
 
@@ -582,7 +637,14 @@ with lab.attempt("The page cache", reference="files: cold"):
     storage = lab.measured_together(dict.fromkeys(("files: cold", "files: warm")), pictures.storage)
     rows = [("page cache", "ms to read a file", "ms to read and decode it", "still cached")]
     for name, run in storage.items():
-        rows.append((name, run.metric("read_ms"), run.metric("example_ms"), f"{run.metrics['still_cached']:.0%}"))
+        rows.append(
+            (
+                name,
+                run.metric("read_ms"),
+                run.metric("example_ms"),
+                f"{run.metrics['still_cached']:.0%}",
+            )
+        )
     lab.table(*rows)
 lab.verdict("A4.data.storage", "A4.data.gpu-decoding");
 
@@ -598,7 +660,12 @@ lab.verdict("A4.data.storage", "A4.data.gpu-decoding");
 
 # %%
 several = min(4, max(2, usable_cores() // 2))
-loop = Recipe(driver="eager", logging="ring-buffer", micro_batch=1 if tiny else 4, accumulation=2 if tiny else 1)
+loop = Recipe(
+    driver="eager",
+    logging="ring-buffer",
+    micro_batch=1 if tiny else 4,
+    accumulation=2 if tiny else 1,
+)
 kept = ("PNG", "JPEG", "resized", "resized in memory") + (() if tiny else ("WebP", "PNG in memory"))
 ways = {0: {f"data: {name}": loop for name in kept}}
 beside = loop.but(num_workers=several, persistent_workers=True)
@@ -607,15 +674,22 @@ trained: dict[str, Run] = {}
 with lab.attempt("Training on each form", reference="data: PNG"):
     trained = lab.measured_together(
         ways[0] | ways[several],
-        lambda: lab09_image_input.trained_from(stable_diffusion, pictures, ways[0] | ways[several], steps, rounds),
+        lambda: lab09_image_input.trained_from(
+            stable_diffusion, pictures, ways[0] | ways[several], steps, rounds
+        ),
     )
 
 # %%
 threads = 1 if on_gpu else torch.get_num_threads()
 with lab.attempt("The model of the data path"):
-    base = lab09_image_input.pipeline_of(trained["data: resized in memory"], usable_cores(), threads)
+    base = lab09_image_input.pipeline_of(
+        trained["data: resized in memory"], usable_cores(), threads
+    )
     each = pictures.examples_ms(kept)
-    points = {workers: lab09_image_input.points_of(trained, names, each) for workers, names in ways.items()}
+    points = {
+        workers: lab09_image_input.points_of(trained, names, each)
+        for workers, names in ways.items()
+    }
     model = lab09_image_input.step_over_decoding(
         base, (0, 1, several), loop.micro_batch, up_to=1.15 * max(each.values())
     )
@@ -652,14 +726,22 @@ seconds = 0.5 if tiny else 1.0
 
 
 def resizing() -> dict[str, Run]:
-    return {name: Run("09", "", metrics=found) for name, found in images_per_s(processes, tried, seconds).items()}
+    return {
+        name: Run("09", "", metrics=found)
+        for name, found in images_per_s(processes, tried, seconds).items()
+    }
 
 
 with lab.attempt("Threads and processes", reference="threads: as they come"):
     resized = lab.measured_together(dict.fromkeys(tried), resizing)
     counts = (usable_cores(), processes)
-    rows = [(name, *counts, int(run.metric("threads")), run.metric("images_per_s")) for name, run in resized.items()]
-    lab.table(("", "cores", "processes", "threads of each", "images resized a second, in all"), *rows)
+    rows = [
+        (name, *counts, int(run.metric("threads")), run.metric("images_per_s"))
+        for name, run in resized.items()
+    ]
+    lab.table(
+        ("", "cores", "processes", "threads of each", "images resized a second, in all"), *rows
+    )
 lab.verdict("A4.environment.threads");
 
 # %% [markdown]
@@ -675,11 +757,20 @@ lab.verdict("A4.environment.threads");
 with lab.attempt("CUDA's variables", reference="launches block"):
     if not on_gpu:
         for name in ("launches overlap", "visible devices"):
-            lab.keep(Run("09", name, status="skipped: there is no GPU whose launches could overlap"))
+            lab.keep(
+                Run("09", name, status="skipped: there is no GPU whose launches could overlap")
+            )
         raise Unavailable("there is no GPU whose launches could overlap")
     seen = dict(zip(("none", "one"), lab09_toggles.visible_gpus("", "0"), strict=True))
-    lab.keep(Run("09", "visible devices", metrics=seen | {"as_asked": int(seen == {"none": 0, "one": 1})}))
-    environments = {f"launches {word}": {"CUDA_LAUNCH_BLOCKING": v} for word, v in (("overlap", "0"), ("block", "1"))}
+    lab.keep(
+        Run(
+            "09", "visible devices", metrics=seen | {"as_asked": int(seen == {"none": 0, "one": 1})}
+        )
+    )
+    environments = {
+        f"launches {word}": {"CUDA_LAUNCH_BLOCKING": v}
+        for word, v in (("overlap", "0"), ("block", "1"))
+    }
     alone = lab09_toggles.IN_ITS_OWN_PROCESS
     lab.measured_together(
         dict.fromkeys(environments, alone),
@@ -729,7 +820,13 @@ diagnosed: dict[str, Run] = {}
 for name in loops:
     with lab.attempt(f"A diagnosis of the loop {name}", reference=f"diagnosis: {name}"):
         tested = partial(
-            ablations.of_start, name, lab.scale, steps, rounds=1 if tiny else 3, data=lab.data, weights=lab.weights
+            ablations.of_start,
+            name,
+            lab.scale,
+            steps,
+            rounds=1 if tiny else 3,
+            data=lab.data,
+            weights=lab.weights,
         )
         diagnosed[name] = lab.measured(f"diagnosis: {name}", None, tested)
 print(next((run.metrics["told"] for run in diagnosed.values()), ""))
@@ -738,7 +835,10 @@ print(next((run.metrics["told"] for run in diagnosed.values()), ""))
 lab.table(ablations.HEAD, *ablations.table_rows(diagnosed))
 looks = ablations.look_rows(diagnosed)
 lab.table(ablations.LOOK_HEAD, *looks)
-count = {name: sum(run.metrics[name] for run in diagnosed.values()) for name in ("fixes_telling", "fixes_close")}
+count = {
+    name: sum(run.metrics[name] for run in diagnosed.values())
+    for name in ("fixes_telling", "fixes_close")
+}
 print(
     f"Loops on which the fix ranked first was the best: {sum(row[1] == row[3] for row in looks)} of {len(looks)}. Of "
     f"{count['fixes_telling']} fixes with something to gain, {count['fixes_close']} were predicted within 20 % of the step."
@@ -834,7 +934,8 @@ solved(check("09.3", my_saving))
 # %% tags=["exercise"]
 torch.manual_seed(0)
 six_blocks = torch.nn.ModuleList(
-    torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64)) for _ in range(6)
+    torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64))
+    for _ in range(6)
 ).to(lab.device)
 
 
@@ -889,7 +990,9 @@ solved(smaller_than(4, all_kept, less_kept_solution, some_rows, share=1 / 3, mod
 # - The course's [glossary](../docs/glossary.md).
 
 # %%
-shortened = time_effect(runs["float32"], runs["base"]) if {"float32", "base"} <= runs.keys() else None
+shortened = (
+    time_effect(runs["float32"], runs["base"]) if {"float32", "base"} <= runs.keys() else None
+)
 
 
 def percent_of(found: dict[str, Run], name: str, metric: str) -> float | None:
@@ -901,7 +1004,9 @@ lab.done(
     {
         "mixed precision shortens the step by": -shortened.middle if shortened else None,
         "gradient off in BF16 by": percent_of(numbers, "bf16", "gradient_error"),
-        "activations' share of the peak": percent_of(told, "sd15-lora, all kept", "activations_share"),
+        "activations' share of the peak": percent_of(
+            told, "sd15-lora, all kept", "activations_share"
+        ),
         "the worst of nine predictions is off by": 100 * worst if worst is not None else None,
         "tries of accelerate's search from 16 on": searches["accelerate, from 16"].metric("tries")
         if searches

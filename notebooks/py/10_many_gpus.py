@@ -126,11 +126,16 @@ with lab.attempt("Several ranks on this machine", reference="all-reduce"):
 with lab.attempt("The link's picture", reference="all-reduce"):
     lab10_distributed.need(alone.get("all-reduce"))
     there = lab10_distributed.through(cases.values(), alone)
-    marks = {case.title: 1e6 * alone[case.run("one process")].metrics["gradient_mb"] for case in there}
+    marks = {
+        case.title: 1e6 * alone[case.run("one process")].metrics["gradient_mb"] for case in there
+    }
     fig, ax = plt.subplots()
     plots.link(ax, alone["all-reduce"].samples, marks)
     plt.show()
-    lab.table(lab10_distributed.LINK_HEAD, *lab10_distributed.link_rows({"all-reduce": alone["all-reduce"]}))
+    lab.table(
+        lab10_distributed.LINK_HEAD,
+        *lab10_distributed.link_rows({"all-reduce": alone["all-reduce"]}),
+    )
 lab.on_reference(lab10_distributed.LINK_HEAD, lab10_distributed.link_rows, "all-reduce")
 
 # %% [markdown]
@@ -141,7 +146,9 @@ lab.on_reference(lab10_distributed.LINK_HEAD, lab10_distributed.link_rows, "all-
 # %%
 with lab.attempt("What connects the GPUs"):
     connected = lab.measured("topology", None, lab10_distributed.topology)
-    lab.table(lab10_distributed.TOPOLOGY_HEAD, *lab10_distributed.topology_rows({"topology": connected}))
+    lab.table(
+        lab10_distributed.TOPOLOGY_HEAD, *lab10_distributed.topology_rows({"topology": connected})
+    )
 lab.on_reference(lab10_distributed.TOPOLOGY_HEAD, lab10_distributed.topology_rows, "topology")
 lab.verdict("A4.diagnosis.topology");
 
@@ -150,7 +157,9 @@ with lab.attempt("What one process does", reference="one process"):
     lab10_distributed.need(alone)
     lab.table(lab10_distributed.ALONE_HEAD, *lab10_distributed.alone_rows(cases.values(), alone))
 lab.on_reference(
-    lab10_distributed.ALONE_HEAD, lambda runs: lab10_distributed.alone_rows(cases.values(), runs), "*one process"
+    lab10_distributed.ALONE_HEAD,
+    lambda runs: lab10_distributed.alone_rows(cases.values(), runs),
+    "*one process",
 )
 
 # %% [markdown]
@@ -230,11 +239,18 @@ with lab.attempt("Training on several ranks", reference=f"ddp {count}"):
 # %%
 with lab.attempt("The same losses", reference="losses"):
     lab10_distributed.need(together)
-    one, many = (found.metrics["loss"] for found in (alone["one process, same batch"], together[f"ddp {count}"]))
+    one, many = (
+        found.metrics["loss"]
+        for found in (alone["one process, same batch"], together[f"ddp {count}"])
+    )
     off = lab10_distributed.largest_difference(many, one)
     lab.keep(Run("10", "losses", metrics={"largest_difference": off}))
     in_full = [[f"{loss:.7f}" for loss in losses[:4]] for losses in (one, many)]
-    lab.table(("loss in step", *range(1, 5)), ("one process", *in_full[0]), (f"DDP, {count} ranks", *in_full[1]))
+    lab.table(
+        ("loss in step", *range(1, 5)),
+        ("one process", *in_full[0]),
+        (f"DDP, {count} ranks", *in_full[1]),
+    )
     print(f"Largest difference: {off:.1e} of the loss." if off else "No difference in any digit.")
 lab.on_reference(lab10_distributed.LOSSES_HEAD, lab10_distributed.losses_rows, "losses")
 
@@ -251,7 +267,9 @@ with lab.attempt("Predicted and measured", reference=f"ddp {count}"):
     lab.table(lab10_distributed.HEAD, *lab10_distributed.rows(together))
     fig, ax = plt.subplots()
     plots.foretold(
-        ax, lab10_distributed.with_prediction(together), lab10_distributed.steps_alone(cases.values(), alone, together)
+        ax,
+        lab10_distributed.with_prediction(together),
+        lab10_distributed.steps_alone(cases.values(), alone, together),
     )
     plt.show()
 lab.on_reference(lab10_distributed.HEAD, lab10_distributed.rows, "*ddp *", "*fsdp *")
@@ -331,7 +349,9 @@ with lab.attempt("A step's picture", reference=f"full ddp {count}"):
     plots.beside(ax, lab10_distributed.bands(together, lab10_distributed.traced_names(count)))
     plt.show()
     lab.table(lab10_distributed.COMPARISON_HEAD, *lab10_distributed.comparisons(together, count))
-lab.on_reference(lab10_distributed.COMPARISON_HEAD, lab10_distributed.comparisons_of, "*ddp *", "*fsdp *")
+lab.on_reference(
+    lab10_distributed.COMPARISON_HEAD, lab10_distributed.comparisons_of, "*ddp *", "*fsdp *"
+)
 
 # %% [markdown]
 # - **`no_sync`.** A step of several micro-batches needs the sum of their gradients only once, at the end. By default DDP
@@ -404,9 +424,13 @@ lab.predict("64 MiB without P2P, slower by", my_slower, "x")
 trials: dict[str, Run] = {}
 with lab.attempt("NCCL's variables"):
     if lab10_distributed.device_for(lab) != "cuda":
-        raise Unavailable("NCCL is for GPUs, and gloo, which stands in for it here, knows none of these variables")
+        raise Unavailable(
+            "NCCL is for GPUs, and gloo, which stands in for it here, knows none of these variables"
+        )
     names = [lab10_distributed.trial_name(settings) for settings in lab10_distributed.TRIALS]
-    trials = lab.measured_together(dict.fromkeys(names), partial(lab10_distributed.nccl_trials, count))
+    trials = lab.measured_together(
+        dict.fromkeys(names), partial(lab10_distributed.nccl_trials, count)
+    )
     lab.table(lab10_distributed.NCCL_HEAD, *lab10_distributed.nccl_rows(trials))
 lab.on_reference(lab10_distributed.NCCL_HEAD, lab10_distributed.nccl_rows, "nccl *")
 
@@ -464,8 +488,12 @@ lab.predict("steps that the checkpoint holds", my_step, "steps")
 crashed: dict[str, Run] = {}
 with lab.attempt("A rank that is killed", reference="rank killed"):
     device = lab10_distributed.device_for(lab)
-    recipes = dict(zip(lab10_distributed.CRASHES, (None, None, cases[""].for_ranks(count)), strict=True))
-    crashed = lab.measured_together(recipes, partial(lab10_distributed.crashes, cases[""], count, device))
+    recipes = dict(
+        zip(lab10_distributed.CRASHES, (None, None, cases[""].for_ranks(count)), strict=True)
+    )
+    crashed = lab.measured_together(
+        recipes, partial(lab10_distributed.crashes, cases[""], count, device)
+    )
     print(crashed["rank killed"].metrics["message"])
 
 # %% [markdown]
@@ -622,12 +650,20 @@ solved(faster_than(4, synchronised_each, synchronised_once_solution, two_ranks_g
 # %%
 lab.done(
     {
-        "bus bandwidth of a large all-reduce": lab10_distributed.metric_of(alone, "all-reduce", "bus_gb_per_s"),
-        "efficiency of DDP for LoRA": lab10_distributed.metric_of(together, f"ddp {count}", "efficiency", 100),
+        "bus bandwidth of a large all-reduce": lab10_distributed.metric_of(
+            alone, "all-reduce", "bus_gb_per_s"
+        ),
+        "efficiency of DDP for LoRA": lab10_distributed.metric_of(
+            together, f"ddp {count}", "efficiency", 100
+        ),
         "exposed communication, all weights": lab10_distributed.metric_of(
             together, f"full ddp {count}", "exposed_communication_share", 100
         ),
-        "64 MiB without P2P, slower by": lab10_distributed.slower(trials, "nccl NCCL_P2P_DISABLE=1"),
-        "steps that the checkpoint holds": lab10_distributed.metric_of(crashed, "rank killed", "checkpoint_step"),
+        "64 MiB without P2P, slower by": lab10_distributed.slower(
+            trials, "nccl NCCL_P2P_DISABLE=1"
+        ),
+        "steps that the checkpoint holds": lab10_distributed.metric_of(
+            crashed, "rank killed", "checkpoint_step"
+        ),
     }
 )

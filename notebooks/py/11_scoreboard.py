@@ -38,12 +38,12 @@ scale: str = "auto"  # tiny (any CPU), small (a GPU of 8 GB), full (the article'
 weights: str = "random"  # random: exact architecture, random weights; hub: the real ones
 data: str = "generated"  # generated files like the real ones; hub: the real dataset
 results_dir: str = ""  # folder of results.jsonl; empty: a new one under results/
-read: str = (
-    ""  # results to read: a folder or a results.jsonl; empty: results_dir's, else each lab's newest under results/
-)
+read: str = ""  # results to read: a folder or a results.jsonl; empty: results_dir's, else each lab's newest under results/
 article: str = "all"  # only the claims of one article: A1, A2, ...
 lab_number: str = "all"  # only the claims that one lab tests: 00, 01, ...
-verdict: str = "all"  # only claims with this verdict here: confirmed, refuted, inconclusive, not testable here
+verdict: str = (
+    "all"  # only claims with this verdict here: confirmed, refuted, inconclusive, not testable here
+)
 memory_gb: float = 0.0  # GPU memory to choose a method for; 0: this machine's GPU, 24 without one
 planned_steps: int = 1000  # optimizer steps to choose a method for
 
@@ -65,7 +65,9 @@ from labutils.results.records import REFERENCE, REPOSITORY, Run
 from labutils.tools import run
 
 plots.use_style()
-lab11_scoreboard.chosen([], article, lab_number, verdict)  # a word that chooses nothing is refused here
+lab11_scoreboard.chosen(
+    [], article, lab_number, verdict
+)  # a word that chooses nothing is refused here
 titles = {one.number: one.title for one in run.find() if one.number != lab.number}
 
 # %% [markdown]
@@ -83,8 +85,15 @@ files = report.result_files(place) if read else report.files_beside(lab.results_
 page = report.read_page(files, REFERENCE)
 rows = lab11_scoreboard.on_record(page.here, page.labs_done, titles)
 lab.table(("lab", "here", "runs", "scale", "machine", "from"), *rows)
-print("Read:", ", ".join(f"{path.parent.name}/{path.name}" for path in page.files) or "nothing yet; try: labutils run")
-print("Our H200's record has runs of labs:", ", ".join(sorted({number for number, _ in page.reference})) or "none yet")
+print(
+    "Read:",
+    ", ".join(f"{path.parent.name}/{path.name}" for path in page.files)
+    or "nothing yet; try: labutils run",
+)
+print(
+    "Our H200's record has runs of labs:",
+    ", ".join(sorted({number for number, _ in page.reference})) or "none yet",
+)
 
 # %% [markdown]
 # **Takeaway.** A verdict holds for one machine, one scale and one day. Read these columns before the verdicts.
@@ -134,7 +143,9 @@ lab.table(
     *lab11_scoreboard.tally(page.judgements),
 )
 tested = [j for j in page.judgements if j.reference]
-confirmed = 100 * sum(j.reference_verdict == CONFIRMED for j in tested) / len(tested) if tested else None
+confirmed = (
+    100 * sum(j.reference_verdict == CONFIRMED for j in tested) / len(tested) if tested else None
+)
 
 # %% [markdown]
 # **Takeaway.** Take a published number as a hypothesis to measure. The articles' authors measured, too, on another
@@ -162,7 +173,8 @@ def show_claims(article: str, lab_number: str, verdict: str) -> None:
 
 choices = lab11_scoreboard.filters()
 if not lab.choose(
-    show_claims, {"article": choices["article"], "lab_number": choices["lab"], "verdict": choices["verdict"]}
+    show_claims,
+    {"article": choices["article"], "lab_number": choices["lab"], "verdict": choices["verdict"]},
 ):
     show_claims(article, lab_number, verdict)
 
@@ -179,13 +191,26 @@ if not lab.choose(
 # example about a cause or an error message, have no ratio; they are at the end of the table.
 
 # %%
-for where, whose, found in (("here", "this machine", "here"), ("reference", "the H200", "reference")):
+for where, whose, found in (
+    ("here", "this machine", "here"),
+    ("reference", "the H200", "reference"),
+):
     rows = [
-        (j.claim.id, j.claim.statement, j.published, getattr(j, found), f"{factor:.2f}x" if factor else "no ratio")
+        (
+            j.claim.id,
+            j.claim.statement,
+            j.published,
+            getattr(j, found),
+            f"{factor:.2f}x" if factor else "no ratio",
+        )
         for factor, j in lab11_scoreboard.surprises(page.judgements, where)[:10]
     ]
     lab.show(f"**Refuted by {whose}**, the farthest off first (ten at most)")
-    lab.table(("claim", "statement", "published", "found", "off by"), *rows, otherwise="No claim was refuted.")
+    lab.table(
+        ("claim", "statement", "published", "found", "off by"),
+        *rows,
+        otherwise="No claim was refuted.",
+    )
 
 # %% [markdown]
 # ### True there, but not here
@@ -199,7 +224,11 @@ rows = [
     (j.claim.id, j.published, f"{j.reference} ({j.reference_verdict})", f"{j.here} ({j.verdict})")
     for j in lab11_scoreboard.disagreements(page.judgements)
 ]
-lab.table(("claim", "published", "H200", "here"), *rows, otherwise="On every claim that both could test, they agree.")
+lab.table(
+    ("claim", "published", "H200", "here"),
+    *rows,
+    otherwise="On every claim that both could test, they agree.",
+)
 
 # %% [markdown]
 # **Takeaway.** When a number is far off, look for the cause: another host, another version, two changes that were taken
@@ -233,7 +262,13 @@ lab.show(
 # %%
 for by, name in (("kind", "of"), ("lab", "lab")):
     rows = [
-        (one.name, one.count, f"{one.off:.2f}x", predictions.lean_in_words(one.lean), f"{one.near} of {one.count}")
+        (
+            one.name,
+            one.count,
+            f"{one.off:.2f}x",
+            predictions.lean_in_words(one.lean),
+            f"{one.near} of {one.count}",
+        )
         for one in predictions.summaries(told, by)
     ]
     lab.table((name, "predictions", "median factor off", "leaning", "within a factor of 2"), *rows)
@@ -271,27 +306,40 @@ for tolerance, meaning in ((None, "Any loss will do"), (0.05, "The loss may be 5
 lab.show(
     "\n".join(
         f"{at}. {step}"
-        for at, step in enumerate(lab11_scoreboard.next_steps(page.judgements, page.labs_done, titles), 1)
+        for at, step in enumerate(
+            lab11_scoreboard.next_steps(page.judgements, page.labs_done, titles), 1
+        )
     )
 )
 rows = [
     (why, len(ids), ", ".join(ids[:6]) + (" ..." if len(ids) > 6 else ""))
     for why, ids in lab11_scoreboard.needs(page.judgements)
 ]
-lab.table(("why claims are not testable here", "claims", "which"), *rows, otherwise="Every claim is tested here.")
+lab.table(
+    ("why claims are not testable here", "claims", "which"),
+    *rows,
+    otherwise="Every claim is tested here.",
+)
 
 # %% [markdown]
 # **Takeaway.** Each untested claim costs some minutes or another machine. Begin with what settles most for its price.
 
 # %%
-counts = {word.replace(" ", "_"): sum(j.verdict == word for j in page.judgements) for word in plots.VERDICT_MARKS}
+counts = {
+    word.replace(" ", "_"): sum(j.verdict == word for j in page.judgements)
+    for word in plots.VERDICT_MARKS
+}
 whole = predictions.summary("all", told) if told else None
 lab.keep(
     Run(
         "11",
         "scoreboard",
         metrics=counts
-        | ({"predictions": whole.count, "median_factor_off": whole.off, "lean": whole.lean} if whole else {}),
+        | (
+            {"predictions": whole.count, "median_factor_off": whole.off, "lean": whole.lean}
+            if whole
+            else {}
+        ),
     )
 );
 
@@ -360,7 +408,11 @@ def check_claim(claim) -> str:
         return "Exercise 3: no answer yet. Fill in the dots of the Claim in the comment: lab and judge are words, runs a tuple."
     if not isinstance(claim, Claim):
         return f"Exercise 3: not yet. A {type(claim).__name__} is no Claim."
-    for before, after, right in ((100, 80, "confirmed"), (100, 120, "refuted"), (100, 99, "inconclusive")):
+    for before, after, right in (
+        (100, 80, "confirmed"),
+        (100, 120, "refuted"),
+        (100, 99, "inconclusive"),
+    ):
         found = assess(claim, a_machine(before, after))
         if found.verdict != right:
             return f"Exercise 3: not yet. From {before} to {after} ms it is {found.verdict}, not {right}. {found.why}"
@@ -373,7 +425,16 @@ print(check_claim(my_claim))
 how = {"before": "workers=3", "after": "pinned"}
 solved(
     check_claim(
-        Claim("B1.pin", "B1", "2.1", "Pinned memory shortens the step.", "03", tuple(how.values()), "faster", how=how)
+        Claim(
+            "B1.pin",
+            "B1",
+            "2.1",
+            "Pinned memory shortens the step.",
+            "03",
+            tuple(how.values()),
+            "faster",
+            how=how,
+        )
     )
 )
 
@@ -385,7 +446,9 @@ solved(
 # %%
 torch.manual_seed(0)
 WIDTH, WORDS = 128, 4096
-encoder = torch.nn.Sequential(torch.nn.Linear(WIDTH, 512), torch.nn.GELU(), torch.nn.Linear(512, WIDTH)).to(lab.device)
+encoder = torch.nn.Sequential(
+    torch.nn.Linear(WIDTH, 512), torch.nn.GELU(), torch.nn.Linear(512, WIDTH)
+).to(lab.device)
 encoder.requires_grad_(False)
 W, words = (torch.randn(rows, WIDTH, device=lab.device) / WIDTH**0.5 for rows in (WIDTH, WORDS))
 A, B = (torch.randn(shape, device=lab.device) / WIDTH**0.5 for shape in ((8, WIDTH), (WIDTH, 8)))
@@ -402,7 +465,11 @@ def stock_step(inputs, labels):
         loss = cross_entropy(hidden @ merged.T @ words.T, wanted, ignore_index=-100)
         (loss / len(inputs)).backward()
         seen += loss.item()
-    return {"loss": seen / len(inputs), "A's gradient": A.grad.clone(), "B's gradient": B.grad.clone()}
+    return {
+        "loss": seen / len(inputs),
+        "A's gradient": A.grad.clone(),
+        "B's gradient": B.grad.clone(),
+    }
 
 
 # %% tags=["exercise"]
@@ -422,12 +489,16 @@ print(faster_than(4, stock_step, my_step, micro_batches, times=4, tolerance=1e-3
 
 # %% tags=["solution"]
 def best_step(inputs, labels):
-    asked = labels != -100  # each position by itself, and as many to learn in each micro-batch: one batch of these
+    asked = (
+        labels != -100
+    )  # each position by itself, and as many to learn in each micro-batch: one batch of these
     hidden = encoder(inputs[asked])
     adapted = hidden @ W.T + hidden @ A.T @ B.T
     loss = cross_entropy(adapted @ words.T, labels[asked])
     gradients = torch.autograd.grad(loss, adapter)
-    return {"loss": loss.item()} | dict(zip(("A's gradient", "B's gradient"), gradients, strict=True))
+    return {"loss": loss.item()} | dict(
+        zip(("A's gradient", "B's gradient"), gradients, strict=True)
+    )
 
 
 solved(faster_than(4, stock_step, best_step, micro_batches, times=4, tolerance=1e-3))

@@ -9,12 +9,16 @@ from collections.abc import Iterator
 import pytest
 from playwright.sync_api import Browser, sync_playwright
 
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+CHROMIUM = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def browser() -> Iterator[Browser]:
-    """One Chromium a module. Without any, the module is skipped before its other fixtures do their work."""
+    """One Chromium a module. Without any, the module is skipped before its other fixtures do their
+    work.
+    """
     if CHROMIUM is None:
         pytest.skip("there is no Chromium; on Debian and Ubuntu: sudo apt-get install chromium")
     with sync_playwright() as playwright:

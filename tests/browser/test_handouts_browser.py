@@ -1,4 +1,6 @@
-"""The handouts' pages in real Chromium with the network off: nothing is asked for, and what is to be seen is seen."""
+"""The handouts' pages in real Chromium with the network off: nothing is asked for, and what is to
+be seen is seen.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ PAGES = [*STEMS, "index"]
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory) -> Path:
     """The student's pages of all labs of the reference and of the planted one."""
-    folder = planted_lab.results_with_it(tmp_path_factory.mktemp("run") / "found", REFERENCE, *EXECUTED)
+    folder = planted_lab.results_with_it(
+        tmp_path_factory.mktemp("run") / "found", REFERENCE, *EXECUTED
+    )
     out = tmp_path_factory.mktemp("handouts")
     assert handouts.main(folder, out, [stem[:2] for stem in STEMS]) == handouts.MADE
     return out / "student"
@@ -33,7 +37,9 @@ def pages(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def page(browser) -> Iterator[Page]:
-    """A page without a network; `page.asked` are the addresses it asked for, `page.complaints` its console."""
+    """A page without a network; `page.asked` are the addresses it asked for, `page.complaints` its
+    console.
+    """
     context = browser.new_context(viewport={"width": 1280, "height": 900}, offline=True)
     page = context.new_page()
     page.asked, page.complaints, page.refused = [], [], {}
@@ -71,7 +77,9 @@ def test_a_page_forbids_what_would_be_loaded(page, pages, tmp_path):
     """Should something slip through after all, the page's own policy stops it."""
     file = tmp_path / "page.html"
     text = (pages / f"{planted_lab.STEM}.html").read_text(encoding="utf-8")
-    file.write_text(text.replace("</main>", '<img src="https://example.org/x.png"></main>'), encoding="utf-8")
+    file.write_text(
+        text.replace("</main>", '<img src="https://example.org/x.png"></main>'), encoding="utf-8"
+    )
     open_page(page, file)
     assert page.refused == {"https://example.org/x.png": "csp"}
 
@@ -80,7 +88,9 @@ def test_a_page_forbids_what_would_be_loaded(page, pages, tmp_path):
 def test_a_page_is_not_wider_than_its_window(page, pages, stem):
     open_page(page, pages / f"{stem}.html")
     scrolled = "[...document.querySelectorAll('pre, .output')].filter(part => part.scrollWidth > part.clientWidth + 1)"
-    assert page.evaluate(f"{scrolled}.map(part => part.innerText.slice(0, 80))") == []  # on a desk: nor are its parts
+    assert (
+        page.evaluate(f"{scrolled}.map(part => part.innerText.slice(0, 80))") == []
+    )  # on a desk: nor are its parts
     for width in (1280, 900, 400):
         page.set_viewport_size({"width": width, "height": 900})
         assert page.evaluate("document.documentElement.scrollWidth") <= width
@@ -91,7 +101,9 @@ def test_the_notebook_s_figures_are_seen_on_the_page(page, pages, stem):
     """Each figure's place on the screenshot looks like the figure that the notebook holds."""
     open_page(page, pages / f"{stem}.html")
     notebook = nbformat.read(pages / f"{stem}.ipynb", as_version=4)
-    outputs = [output.get("data", {}) for cell in notebook.cells for output in cell.get("outputs", [])]
+    outputs = [
+        output.get("data", {}) for cell in notebook.cells for output in cell.get("outputs", [])
+    ]
     drawn = [data["image/png"] for data in outputs if "image/png" in data]
     places = page.locator(".figure img")
     assert places.count() == len(drawn) > 0
@@ -108,10 +120,20 @@ def test_the_notebook_s_figures_are_seen_on_the_page(page, pages, stem):
 def test_words_code_tables_and_formulas_are_seen(page, pages, stem):
     open_page(page, pages / f"{stem}.html")
     assert page.locator("h1").count() == 1
-    for part in ("h1", ".facts td", "main p", ".input pre", ".exercise-input pre", "table", "nav a"):
+    for part in (
+        "h1",
+        ".facts td",
+        "main p",
+        ".input pre",
+        ".exercise-input pre",
+        "table",
+        "nav a",
+    ):
         first = page.locator(part).first
         assert first.is_visible(), part
-        assert (picture_of(first.screenshot()) < 128).any(axis=2).mean() > 0.002, f"no ink in {part}"
+        assert (picture_of(first.screenshot()) < 128).any(axis=2).mean() > 0.002, (
+            f"no ink in {part}"
+        )
     for formula in page.locator("math").all():
         box = formula.bounding_box()
         assert box["width"] > 3 and box["height"] > 5, formula.inner_text()
@@ -123,7 +145,10 @@ def test_a_formula_is_drawn_and_not_spelled(page, pages):
     block = page.locator("math[display=block]")
     fraction = page.locator("math[display=block] mfrac").bounding_box()
     assert block.count() == 1
-    assert fraction["height"] > 1.5 * page.locator("math[display=block] mfrac mi").first.bounding_box()["height"]
+    assert (
+        fraction["height"]
+        > 1.5 * page.locator("math[display=block] mfrac mi").first.bounding_box()["height"]
+    )
     assert "\\frac" not in page.locator("main").inner_text()
 
 

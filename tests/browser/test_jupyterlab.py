@@ -1,6 +1,8 @@
-"""JupyterLab as `make lab` opens it, in real Chromium: the first screen, whole labs run by its menus, lab 05's slider.
+"""JupyterLab as `make lab` opens it, in real Chromium: the first screen, whole labs run by its
+menus, lab 05's slider.
 
-The server runs on a copy of the notebooks, in a home of its own, and is started in a folder that isn't the course's.
+The server runs on a copy of the notebooks, in a home of its own, and is started in a folder that
+isn't the course's.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ from playwright.sync_api import Locator, Page, expect
 from labutils.results.records import REPOSITORY, read_records
 
 TOKEN = "for-this-test-only"
-PATIENCE_MS = 150_000  # for anything that JupyterLab does by itself; the cores are shared with other tests
+PATIENCE_MS = (
+    150_000  # for anything that JupyterLab does by itself; the cores are shared with other tests
+)
 expect.set_options(timeout=PATIENCE_MS)
 LAB_S = 400  # a whole lab
 TRANSIENT = re.compile(
@@ -44,7 +48,9 @@ pytestmark = [
 
 @dataclass
 class Desk:
-    """A running JupyterLab: its address, the copied course it opens, and where layouts and results go."""
+    """A running JupyterLab: its address, the copied course it opens, and where layouts and results
+    go.
+    """
 
     address: str
     course: Path
@@ -64,12 +70,20 @@ def command_of_make_lab(arguments: str) -> str:
 
 
 def copied_course(folder: Path) -> Path:
-    """The notebooks, both halves of each, at the scale tiny; and what tells jupytext that they are pairs."""
-    shutil.copytree(REPOSITORY / "notebooks", folder / "notebooks", ignore=shutil.ignore_patterns(".*", "results"))
+    """The notebooks, both halves of each, at the scale tiny; and what tells jupytext that they are
+    pairs.
+    """
+    shutil.copytree(
+        REPOSITORY / "notebooks",
+        folder / "notebooks",
+        ignore=shutil.ignore_patterns(".*", "results"),
+    )
     shutil.copy(REPOSITORY / "pyproject.toml", folder)
     for file in [*folder.glob("notebooks/py/*.py"), *folder.glob("notebooks/*.ipynb")]:
         text = file.read_text(encoding="utf-8")
-        file.write_text(re.sub(r'scale: str = (\\?")auto', r"scale: str = \1tiny", text), encoding="utf-8")
+        file.write_text(
+            re.sub(r'scale: str = (\\?")auto', r"scale: str = \1tiny", text), encoding="utf-8"
+        )
     return folder
 
 
@@ -84,12 +98,26 @@ def desk(browser, tmp_path_factory) -> Iterator[Desk]:
         f"--no-browser --ip=127.0.0.1 --port=0 --IdentityProvider.token={TOKEN} "
         f"--ServerApp.root_dir={desk.course}" + (" --allow-root" if os.geteuid() == 0 else "")
     )
-    own = {"HOME": str(home), "LABUTILS_CACHE": str(desk.cache), "LABUTILS_RESULTS": str(desk.results)}
+    own = {
+        "HOME": str(home),
+        "LABUTILS_CACHE": str(desk.cache),
+        "LABUTILS_RESULTS": str(desk.results),
+    }
     own["JUPYTER_RUNTIME_DIR"] = str(runtime)
-    inherited = {key: value for key, value in os.environ.items() if not key.startswith(("JUPYTER", "XDG_", "MAKE"))}
+    inherited = {
+        key: value
+        for key, value in os.environ.items()
+        if not key.startswith(("JUPYTER", "XDG_", "MAKE"))
+    }
     with (folder / "server.log").open("w") as log:
         server = subprocess.Popen(
-            line, shell=True, cwd=elsewhere, env=inherited | own, stdout=log, stderr=log, start_new_session=True
+            line,
+            shell=True,
+            cwd=elsewhere,
+            env=inherited | own,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
         )
         try:
             desk.address = address_of(server, runtime, folder / "server.log")
@@ -100,12 +128,14 @@ def desk(browser, tmp_path_factory) -> Iterator[Desk]:
                 server.wait(timeout=60)
             except subprocess.TimeoutExpired:
                 os.killpg(server.pid, signal.SIGKILL)
-    assert not list(home.glob(".jupyter/*")), "something was written into the learner's own configuration"
+    assert not list(home.glob(".jupyter/*")), (
+        "something was written into the learner's own configuration"
+    )
 
 
 def address_of(server: subprocess.Popen, runtime: Path, log: Path) -> str:
-    """Where the server answers, on the port that it found free and wrote down. Fails with its log when it ends, or
-    takes minutes."""
+    """Where the server answers, on the port that it found free and wrote down. Fails with its log
+    when it ends, or takes minutes."""
     until = time.monotonic() + PATIENCE_MS / 1000
     while time.monotonic() < until and server.poll() is None:
         try:
@@ -120,15 +150,23 @@ def address_of(server: subprocess.Popen, runtime: Path, log: Path) -> str:
 
 @pytest.fixture
 def page(browser, desk) -> Iterator[Page]:
-    """JupyterLab as it opens; `page.asked` are the addresses it asked for, `page.troubles` errors and refusals."""
+    """JupyterLab as it opens; `page.asked` are the addresses it asked for, `page.troubles` errors
+    and refusals.
+    """
     context = browser.new_context(viewport={"width": 1440, "height": 900})
     context.set_default_timeout(PATIENCE_MS)
     page = context.new_page()
     page.asked, page.troubles = [], []
     page.on("request", lambda request: page.asked.append(request.url))
-    page.on("console", lambda message: page.troubles.append(message.text) if message.type == "error" else None)
+    page.on(
+        "console",
+        lambda message: page.troubles.append(message.text) if message.type == "error" else None,
+    )
     page.on("pageerror", lambda error: page.troubles.append(str(error)))
-    page.on("response", lambda answer: answer.status < 400 or page.troubles.append(f"{answer.status} {answer.url}"))
+    page.on(
+        "response",
+        lambda answer: answer.status < 400 or page.troubles.append(f"{answer.status} {answer.url}"),
+    )
     page.goto(f"{desk.address}/?token={TOKEN}")
     page.locator("#jupyterlab-splash").wait_for(state="detached")
     yield page
@@ -148,7 +186,9 @@ def opened(page: Page, stem: str) -> Locator:
 
 
 def current(page: Page, stem: str) -> Locator:
-    page.locator("#jp-main-dock-panel .jp-mod-current .lm-TabBar-tabLabel", has_text=stem).wait_for()
+    page.locator(
+        "#jp-main-dock-panel .jp-mod-current .lm-TabBar-tabLabel", has_text=stem
+    ).wait_for()
     return page.locator(".jp-NotebookPanel:visible .jp-Notebook")
 
 
@@ -168,7 +208,9 @@ def count_of(desk: Desk, stem: str, pattern: str = "") -> int:
 
 
 def wait_for_all_cells(page: Page, cells: int) -> None:
-    """Return when all code cells were run, in order, none of them before; fails at the first error or warning."""
+    """Return when all code cells were run, in order, none of them before; fails at the first error
+    or warning.
+    """
     look = """() => {
         const notebook = [...document.querySelectorAll('.jp-NotebookPanel')].find(panel => panel.checkVisibility());
         const error = notebook.querySelector("[data-mime-type='application/vnd.jupyter.stderr']");  // tracebacks, too
@@ -187,7 +229,9 @@ def wait_for_all_cells(page: Page, cells: int) -> None:
 
 
 def shows_ink(page: Page, figure: Locator) -> bool:
-    """Whether something dark is on the figure, within the seconds that a busy browser may take to paint it."""
+    """Whether something dark is on the figure, within the seconds that a busy browser may take to
+    paint it.
+    """
     for _ in range(20):
         if (picture_of(figure.screenshot()) < 160).any(axis=2).mean() > 0.005:
             return True
@@ -196,8 +240,13 @@ def shows_ink(page: Page, figure: Locator) -> bool:
 
 
 def assert_it_ran_well(page: Page, desk: Desk, notebook: Locator, stem: str) -> None:
-    """No error, no warning, every figure there and with something on it, and the lab on record to its end."""
-    assert notebook.locator("[data-mime-type='application/vnd.jupyter.stderr']").all_text_contents() == []
+    """No error, no warning, every figure there and with something on it, and the lab on record to
+    its end.
+    """
+    assert (
+        notebook.locator("[data-mime-type='application/vnd.jupyter.stderr']").all_text_contents()
+        == []
+    )
     assert page.locator(".jp-Dialog").count() == 0
     assert troubles(page) == []
     figures = notebook.locator(".jp-OutputArea-output img")
@@ -208,7 +257,8 @@ def assert_it_ran_well(page: Page, desk: Desk, notebook: Locator, stem: str) -> 
         assert box["width"] > 300 and box["height"] > 100
         assert shows_ink(page, figure), "a figure without ink"
         assert figure.evaluate(
-            "e => e.getBoundingClientRect().right <= e.closest('.jp-Cell').getBoundingClientRect().right"
+            "e => e.getBoundingClientRect().right <= "
+            "e.closest('.jp-Cell').getBoundingClientRect().right"
         )
     done = [record for record in read_records(desk.results) if record.get("status") == "done"]
     assert stem[:2] in {record["lab"] for record in done}
@@ -221,7 +271,11 @@ def test_the_first_screen(page, desk):
     ready(page)
     listed = page.locator(".jp-DirListing-itemName").all_text_contents()
     assert [name for name in listed if name.endswith(".ipynb")] == labs
-    lines = [line for cell in desk.notebook(Path(labs[0]).stem).cells for line in cell.source.splitlines()]
+    lines = [
+        line
+        for cell in desk.notebook(Path(labs[0]).stem).cells
+        for line in cell.source.splitlines()
+    ]
     sections = [line.removeprefix("## ") for line in lines if line.startswith("## ")]
     contents = page.locator(".jp-TableOfContents:visible .jp-tocItem-content")
     expect(contents.last).to_have_text(sections[-1])
@@ -239,11 +293,16 @@ def test_the_first_screen(page, desk):
 def test_what_was_merely_opened_and_saved_is_not_changed(page, desk):
     """`git status` of a learner who looked around: JupyterLab saves by itself, every two minutes."""
     stem = "02_profile_a_training_step"
-    halves = [desk.course / "notebooks" / f"{stem}.ipynb", desk.course / "notebooks" / "py" / f"{stem}.py"]
+    halves = [
+        desk.course / "notebooks" / f"{stem}.ipynb",
+        desk.course / "notebooks" / "py" / f"{stem}.py",
+    ]
     before = [half.read_text(encoding="utf-8") for half in halves]
     stamp = halves[0].stat().st_mtime_ns
     opened(page, stem)
-    with page.expect_response(lambda answer: answer.request.method == "PUT" and stem in answer.url) as saved:
+    with page.expect_response(
+        lambda answer: answer.request.method == "PUT" and stem in answer.url
+    ) as saved:
         page.keyboard.press("Control+s")
     assert saved.value.ok
     assert halves[0].stat().st_mtime_ns > stamp
@@ -255,19 +314,31 @@ def test_lab_01_runs_from_the_menu(page, desk):
     choose(page, "Run", "Run All Cells")
     wait_for_all_cells(page, count_of(desk, "01_lora_math"))
     assert_it_ran_well(page, desk, notebook, "01_lora_math")
-    assert re.search(r"executed in [\d.]+s", " ".join(notebook.locator(".execute-time").all_text_contents()))
+    assert re.search(
+        r"executed in [\d.]+s", " ".join(notebook.locator(".execute-time").all_text_contents())
+    )
     layouts = [
-        json.loads(file.read_text(encoding="utf-8")) for file in (desk.cache / "jupyterlab" / "workspaces").iterdir()
+        json.loads(file.read_text(encoding="utf-8"))
+        for file in (desk.cache / "jupyterlab" / "workspaces").iterdir()
     ]
     assert [layout["metadata"]["id"] for layout in layouts] == ["course"]
-    assert "notebook:notebooks/01_lora_math.ipynb" in layouts[0]["data"], "the learner's own layout is not kept"
+    assert "notebook:notebooks/01_lora_math.ipynb" in layouts[0]["data"], (
+        "the learner's own layout is not kept"
+    )
 
 
 def test_an_error_in_a_cell_would_be_seen(page, desk):
     cells = [nbformat.v4.new_code_cell(source) for source in ("x = 0", "1 / x", "x")]
-    metadata = {"kernelspec": {"name": "python3", "display_name": "Python 3 (ipykernel)", "language": "python"}}
+    metadata = {
+        "kernelspec": {
+            "name": "python3",
+            "display_name": "Python 3 (ipykernel)",
+            "language": "python",
+        }
+    }
     nbformat.write(
-        nbformat.v4.new_notebook(cells=cells, metadata=metadata), desk.course / "notebooks" / "planted.ipynb"
+        nbformat.v4.new_notebook(cells=cells, metadata=metadata),
+        desk.course / "notebooks" / "planted.ipynb",
     )
     page.locator("[data-command='filebrowser:refresh']").click()
     opened(page, "planted")
@@ -281,7 +352,9 @@ def test_a_lab_restarts_and_runs_from_the_menu(page, desk, stem):
     notebook = opened(page, stem)
     notebook.locator(".jp-CodeCell").first.click()
     page.keyboard.press("Shift+Enter")
-    expect(notebook.locator(".jp-CodeCell .jp-InputPrompt").first).to_have_text("[1]:")  # no restart: then [2] on
+    expect(notebook.locator(".jp-CodeCell .jp-InputPrompt").first).to_have_text(
+        "[1]:"
+    )  # no restart: then [2] on
     choose(page, "Kernel", "Restart Kernel and Run All Cells…")
     page.locator(".jp-Dialog .jp-mod-accept").click()
     wait_for_all_cells(page, count_of(desk, stem))
@@ -293,7 +366,11 @@ def test_a_lab_restarts_and_runs_from_the_menu(page, desk, stem):
 def assert_the_slider_moves_its_figure(notebook: Locator) -> None:
     """Another place of the slider, another picture; and back at the first place, the first picture."""
     widget = notebook.locator(".widget-interact")
-    handle, readout, figure = widget.get_by_role("slider"), widget.locator(".widget-readout"), widget.locator("img")
+    handle, readout, figure = (
+        widget.get_by_role("slider"),
+        widget.locator(".widget-readout"),
+        widget.locator("img"),
+    )
 
     def drawn(key: str, value: str) -> np.ndarray:
         before = figure.get_attribute("src")

@@ -1,4 +1,6 @@
-"""The whole optimizer step in one CUDA graph: the same training as the eager loop's, from the first replay on."""
+"""The whole optimizer step in one CUDA graph: the same training as the eager loop's, from the first
+replay on.
+"""
 
 from __future__ import annotations
 
@@ -26,11 +28,16 @@ from labutils.training.logs import RingLog
 from labutils.training.step import DRIVERS, GraphStep
 from labutils.workloads import open_workload
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 
 STEPS = 3
 EAGER = PLAIN.but(logging="ring-buffer", optimizer="adamw-fused", max_grad_norm=1e9)
-"""Gradients are clipped to a norm that they never have: what is left in a graph's `.grad` is then the gradient."""
+"""Gradients are clipped to a norm that they never have: what is left in a graph's `.grad` is then
+the gradient.
+"""
 GRAPH = EAGER.but(driver="graph")
 MERGED = {"micro_batch": 4, "accumulation": 1}
 
@@ -75,7 +82,13 @@ def outcome(workload, recipe: Recipe, steps: int, prepare=lambda session: None) 
         running.driver.log.flush()
         if recipe.driver == "graph":
             gradients.append(adapter_gradients(unet))
-        return Outcome(before, copied(adapter_state(unet)), gradients[-1], list(running.losses), state_of(running))
+        return Outcome(
+            before,
+            copied(adapter_state(unet)),
+            gradients[-1],
+            list(running.losses),
+            state_of(running),
+        )
 
 
 def keep_gradients(running: Session, gradients: list[dict[str, Tensor]]) -> None:
@@ -85,9 +98,13 @@ def keep_gradients(running: Session, gradients: list[dict[str, Tensor]]) -> None
 
 
 def state_of(running: Session) -> dict[str, Tensor]:
-    """What else a step changes: moments, the optimizer's count, the loss scale, the place in the ring, chance."""
+    """What else a step changes: moments, the optimizer's count, the loss scale, the place in the
+    ring, chance.
+    """
     scaler, log = running.driver.scaler, running.driver.log
-    found = {"chance": torch.cuda.get_rng_state()} | ({"place": log.place} if isinstance(log, RingLog) else {})
+    found = {"chance": torch.cuda.get_rng_state()} | (
+        {"place": log.place} if isinstance(log, RingLog) else {}
+    )
     for index, state in enumerate(running.optimizer.state.values()):
         found |= {f"{name} {index}": tensor for name, tensor in state.items()}
     if scaler.is_enabled():
@@ -115,10 +132,20 @@ CHANGES = {
     "merged, folded": MERGED | {"adapter": "folded"},
     "cached latents": {"cache": "latents"},
     "cached text": {"cache": "latents+text"},
-    "pinned": {"pin_memory": True, "non_blocking": True, "num_workers": 2, "persistent_workers": True},
+    "pinned": {
+        "pin_memory": True,
+        "non_blocking": True,
+        "num_workers": 2,
+        "persistent_workers": True,
+    },
     "channels last": {"memory_format": "channels_last", "layers": "rewritten"},
     "last rung, not compiled": MERGED
-    | {"adapter": "folded", "cache": "latents+text", "memory_format": "channels_last", "layers": "rewritten"},
+    | {
+        "adapter": "folded",
+        "cache": "latents+text",
+        "memory_format": "channels_last",
+        "layers": "rewritten",
+    },
 }
 
 
@@ -140,7 +167,9 @@ def test_the_graph_clips_as_the_eager_loop_does(change, workload):
 
 
 def test_warming_up_leaves_no_trace(workload):
-    """After one replay the moments, counts and random numbers are those of one eager step, and the log has one loss."""
+    """After one replay the moments, counts and random numbers are those of one eager step, and the
+    log has one loss.
+    """
     found, expected = (outcome(workload, recipe, 1) for recipe in (GRAPH, EAGER))
     assert torch.equal(found.state["chance"], expected.state["chance"])
     assert found.state["place"].item() == expected.state["place"].item() == 1
@@ -150,7 +179,9 @@ def test_warming_up_leaves_no_trace(workload):
             assert found.state[name].item() == tensor.item() == 1
         elif name.startswith("exp_avg"):
             assert tensor.abs().max() > 0
-            torch.testing.assert_close(found.state[name], tensor, rtol=1e-3, atol=1e-4 * tensor.abs().max().item())
+            torch.testing.assert_close(
+                found.state[name], tensor, rtol=1e-3, atol=1e-4 * tensor.abs().max().item()
+            )
 
 
 @pytest.mark.parametrize("change", ["4 micro-batches", "4 streams", "merged, folded"])
@@ -175,11 +206,15 @@ def test_a_step_that_overflows_is_skipped_and_the_scale_halved(recipe, workload)
     assert found.state["scale"].item() == too_much / 4
     assert found.state["growth"].item() == 0
     assert all(torch.equal(found.after[name], found.before[name]) for name in found.before)
-    assert all(tensor.item() == 0 for name, tensor in found.state.items() if name.startswith("step"))
+    assert all(
+        tensor.item() == 0 for name, tensor in found.state.items() if name.startswith("step")
+    )
 
 
 class Careless(GraphStep):
-    """One micro-step recorded, with gradients that the recording allocates: each replay replaces the one before."""
+    """One micro-step recorded, with gradients that the recording allocates: each replay replaces
+    the one before.
+    """
 
     def step(self, batches: Batches) -> None:
         for parameter in self.parts.parameters:
@@ -201,7 +236,9 @@ class Careless(GraphStep):
 
 @pytest.mark.parametrize("accumulation", [1, 4])
 def test_gradients_that_a_recording_allocates_are_noticed(accumulation, workload, monkeypatch):
-    """The checks above can fail: they do where micro-batches' gradients replace each other, and only there."""
+    """The checks above can fail: they do where micro-batches' gradients replace each other, and
+    only there.
+    """
     expected = outcome(workload, EAGER.but(accumulation=accumulation), 2)
     monkeypatch.setitem(DRIVERS, "graph", Careless)
     found = outcome(workload, GRAPH.but(accumulation=accumulation), 2)
@@ -232,14 +269,21 @@ def test_a_recording_that_breaks_off_says_why_and_leaves_nothing_behind():
 def test_the_ring_goes_round_without_a_loss_lost(workload):
     recipe = {"cache": "latents+text", "accumulation": 1}
     steps = 75  # more than two turns of 32, and not a whole half
-    found, expected = (outcome(workload, r.but(**recipe), steps) for r in (GRAPH, EAGER.but(logging="synchronous")))
+    found, expected = (
+        outcome(workload, r.but(**recipe), steps) for r in (GRAPH, EAGER.but(logging="synchronous"))
+    )
     assert len(found.losses) == steps
     assert found.losses == pytest.approx(expected.losses, rel=1e-3)
 
 
 def test_a_graph_resumes(workload, tmp_path):
-    """Moments, loss scale and random numbers are loaded before the capture, and survive its warm-up."""
-    for recipe in (GRAPH.but(cache="latents+text", precision="fp16"), GRAPH.but(adapter="folded", num_workers=1)):
+    """Moments, loss scale and random numbers are loaded before the capture, and survive its
+    warm-up.
+    """
+    for recipe in (
+        GRAPH.but(cache="latents+text", precision="fp16"),
+        GRAPH.but(adapter="folded", num_workers=1),
+    ):
         folder = tmp_path / recipe.precision
         with Session(workload, recipe) as unbroken:
             unbroken.run(5)
@@ -261,7 +305,12 @@ def test_a_graph_resumes(workload, tmp_path):
 def test_compiled_and_captured_it_is_still_the_same(scope, workload):
     torch.compiler.reset()
     cache = "latents+text" if scope == "model" else "nothing"
-    change = MERGED | {"adapter": "folded", "cache": cache, "memory_format": "channels_last", "layers": "rewritten"}
+    change = MERGED | {
+        "adapter": "folded",
+        "cache": cache,
+        "memory_format": "channels_last",
+        "layers": "rewritten",
+    }
     compiled = {"compile": "default", "compile_scope": scope}
     found = outcome(workload, GRAPH.but(**change, **compiled), STEPS)
     assert_same_training(found, outcome(workload, EAGER.but(**change), STEPS))
@@ -270,13 +319,21 @@ def test_compiled_and_captured_it_is_still_the_same(scope, workload):
 @pytest.mark.parametrize("merged", [{}, MERGED])
 def test_merged_cached_and_folded_are_the_plain_loop_on_a_gpu_too(merged, workload):
     plain = watch(workload, PLAIN)
-    found = watch(workload, EAGER.but(**merged, adapter="folded", cache="latents+text", memory_format="channels_last"))
+    found = watch(
+        workload,
+        EAGER.but(**merged, adapter="folded", cache="latents+text", memory_format="channels_last"),
+    )
     assert_same_gradients(found.gradients[0], plain.gradients[0])
 
 
 @pytest.mark.parametrize(
     ("kernel", "precision", "rtol"),
-    [("math", "fp32", 1e-4), ("efficient", "fp32", 1e-4), ("flash", "fp16", 0.05), ("efficient", "fp16", 0.05)],
+    [
+        ("math", "fp32", 1e-4),
+        ("efficient", "fp32", 1e-4),
+        ("flash", "fp16", 0.05),
+        ("efficient", "fp16", 0.05),
+    ],
 )
 def test_attention_kernels_compute_the_same(kernel, precision, rtol, workload):
     expected = watch(workload, PLAIN.but(precision=precision))
@@ -287,7 +344,10 @@ def test_attention_kernels_compute_the_same(kernel, precision, rtol, workload):
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
 def test_accelerate_and_the_plain_loop_agree_in_half_precision(precision, workload):
     """Autocast reaches exactly as far in both, and the loss scale is the same."""
-    plain, stock = (watch(workload, PLAIN.but(precision=precision, driver=d), 2) for d in ("eager", "accelerate"))
+    plain, stock = (
+        watch(workload, PLAIN.but(precision=precision, driver=d), 2)
+        for d in ("eager", "accelerate")
+    )
     for mine, expected in zip(stock.gradients, plain.gradients, strict=True):
         assert_same_gradients(mine, expected, rtol=0.02)
     assert stock.losses == pytest.approx(plain.losses, rel=1e-3)

@@ -1,4 +1,6 @@
-"""What LLaVA-NeXT, Qwen3 and gpt-oss have in common on a GPU: no host waits, one CUDA graph, copies on the way."""
+"""What LLaVA-NeXT, Qwen3 and gpt-oss have in common on a GPU: no host waits, one CUDA graph, copies
+on the way.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,10 @@ from labutils.labs.ladders import A2_BASE, A3_BASE
 from labutils.layers.cuda_graph import compile_blocks
 from labutils.workloads import open_workload
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 
 BASES = {"llava-lora-varied": A2_BASE, "qwen3-lora-long": A3_BASE, "gpt-oss-lora-long": A3_BASE}
 WAITING = ["llava-lora-varied", "gpt-oss-lora-long"]
@@ -25,7 +30,11 @@ def workload(request):
 @pytest.fixture
 def ours(workload):
     return BASES[workload.name].but(
-        adapter="plain", driver="eager", layers="rewritten", logging="ring-buffer", optimizer="adamw-fused"
+        adapter="plain",
+        driver="eager",
+        layers="rewritten",
+        logging="ring-buffer",
+        optimizer="adamw-fused",
     )
 
 
@@ -67,27 +76,43 @@ def test_the_published_forward_pass_does_wait(name, waiting_is_an_error):
         workload.loss(model, batch, {})
 
 
-@pytest.mark.parametrize("change", [{}, {"compile": "default", "compile_scope": "blocks"}, {"loss": "fused"}])
+@pytest.mark.parametrize(
+    "change", [{}, {"compile": "default", "compile_scope": "blocks"}, {"loss": "fused"}]
+)
 def test_one_cuda_graph_trains_as_the_loop_does(workload, packed, change, nothing_compiled):
-    losses = [losses_of(workload, packed.but(driver=driver, **change), 6) for driver in ("eager", "graph")]
+    losses = [
+        losses_of(workload, packed.but(driver=driver, **change), 6) for driver in ("eager", "graph")
+    ]
     assert losses[1] == pytest.approx(losses[0], rel=5e-3)
 
 
 @pytest.mark.parametrize("base", ["published", "fp8-frozen", "nf4-frozen", "nf4-fp8"])
-def test_compiled_checkpoints_train_as_kept_activations_do(workload, packed, base, nothing_compiled):
+def test_compiled_checkpoints_train_as_kept_activations_do(
+    workload, packed, base, nothing_compiled
+):
     compiled = packed.but(base_linear=base, compile="default", compile_scope="blocks", loss="fused")
-    kept, again = (losses_of(workload, compiled.but(checkpointing=mode), 6) for mode in ("off", "blocks"))
+    kept, again = (
+        losses_of(workload, compiled.but(checkpointing=mode), 6) for mode in ("off", "blocks")
+    )
     assert again == pytest.approx(kept, rel=5e-3)
 
 
 @pytest.mark.parametrize("base", ["published", "fp8-frozen", "nf4-frozen", "nf4-fp8"])
 def test_compiled_checkpoints_keep_far_less_than_the_mlp_gives(base, nothing_compiled):
-    """A product that the compiler doesn't know for one of the checkpoint's is kept: PyTorch 2.11 does so with 4 bits
-    where the front end takes the function apart, and 2.13, with which the tests on a CPU run, doesn't."""
+    """A product that the compiler doesn't know for one of the checkpoint's is kept: PyTorch 2.11
+    does so with 4 bits where the front end takes the function apart, and 2.13, with which the tests
+    on a CPU run, doesn't."""
     workload = open_workload("qwen3-lora-long", scale="small", device="cuda")
     row = {"shapes": "packed", "token_budget": 4096, "micro_batch": 1}
-    compiled = {"compile": "default", "compile_scope": "blocks", "dynamic": "static", "checkpointing": "blocks"}
-    recipe = A3_BASE.but(layers="rewritten", adapter="plain", loss="fused", base_linear=base, **row, **compiled)
+    compiled = {
+        "compile": "default",
+        "compile_scope": "blocks",
+        "dynamic": "static",
+        "checkpointing": "blocks",
+    }
+    recipe = A3_BASE.but(
+        layers="rewritten", adapter="plain", loss="fused", base_linear=base, **row, **compiled
+    )
     model = workload.build(recipe)
     compile_blocks(workload.blocks(model), recipe.compile, recipe.dynamic)
     batch = batch_of(workload, recipe, [0, 1, 2])
@@ -96,7 +121,9 @@ def test_compiled_checkpoints_keep_far_less_than_the_mlp_gives(base, nothing_com
     loss = workload.loss(model, batch, {})
     kept = torch.cuda.memory_allocated() - before
     language = model.decoder.language
-    width = language.config.hidden_size + language.config.num_attention_heads * language.config.head_dim
+    width = (
+        language.config.hidden_size + language.config.num_attention_heads * language.config.head_dim
+    )
     assert kept < 1.5 * len(language.layers) * 4096 * width * 2
     loss.backward()
 
@@ -104,6 +131,8 @@ def test_compiled_checkpoints_keep_far_less_than_the_mlp_gives(base, nothing_com
 def test_one_cuda_graph_takes_compiled_checkpoints(workload, packed, nothing_compiled):
     if workload.name.startswith("gpt-oss"):
         pytest.skip("a mixture's checkpoints are not compiled with their blocks")
-    recipe = packed.but(checkpointing="blocks", compile="default", compile_scope="blocks", loss="fused")
+    recipe = packed.but(
+        checkpointing="blocks", compile="default", compile_scope="blocks", loss="fused"
+    )
     losses = [losses_of(workload, recipe.but(driver=driver), 6) for driver in ("eager", "graph")]
     assert losses[1] == pytest.approx(losses[0], rel=5e-3)

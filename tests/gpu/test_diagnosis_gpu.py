@@ -1,4 +1,6 @@
-"""`labutils diagnose` on a GPU: each of eight planted bottlenecks, a tuned loop, and predictions against ablations."""
+"""`labutils diagnose` on a GPU: each of eight planted bottlenecks, a tuned loop, and predictions
+against ablations.
+"""
 
 from __future__ import annotations
 
@@ -51,10 +53,23 @@ def test_no_workers_and_slow_reading():
 
 
 def test_a_value_read_of_each_parameter():
-    found = plain("--item-each-parameter", "--hidden", "2048", "--depth", "12", "--keep-batches", "--batch", "256")
+    found = plain(
+        "--item-each-parameter",
+        "--hidden",
+        "2048",
+        "--depth",
+        "12",
+        "--keep-batches",
+        "--batch",
+        "256",
+    )
     assert "syncs" in names(found, 3)  # that the host is slow is inherent in many small reads
     (line, *_) = found.fix("syncs").sources
-    source = (SCRIPTS / "plain_loop.py").read_text("utf-8").splitlines()[int(line.rpartition(":")[2]) - 1]
+    source = (
+        (SCRIPTS / "plain_loop.py")
+        .read_text("utf-8")
+        .splitlines()[int(line.rpartition(":")[2]) - 1]
+    )
     assert "item()" in source
 
 
@@ -65,7 +80,17 @@ def test_tiny_kernels():
 
 
 def test_no_pinning():
-    loop = ("--keep-batches", "--batch", "512", "--width", "32768", "--hidden", "512", "--precision", "bf16")
+    loop = (
+        "--keep-batches",
+        "--batch",
+        "512",
+        "--width",
+        "32768",
+        "--hidden",
+        "512",
+        "--precision",
+        "bf16",
+    )
     found = plain(*loop)
     assert "pinning" in names(found, 2)
     assert any("plain_loop.py" in place for place in found.fix("pinning").sources)
@@ -88,12 +113,35 @@ def test_writing_each_step():
 
 
 def test_padding():
-    trainer = ("--pad", "max_length", "--width", "1024", "--layers", "6", "--batch", "128", "--length", "256", "--bf16")
+    trainer = (
+        "--pad",
+        "max_length",
+        "--width",
+        "1024",
+        "--layers",
+        "6",
+        "--batch",
+        "128",
+        "--length",
+        "256",
+        "--bf16",
+    )
     assert "padding" in names(diagnosed("trainer_script.py", *trainer), 2)
 
 
 def test_a_tuned_loop_raises_no_alarm():
-    large = ("--hidden", "8192", "--depth", "6", "--batch", "1024", "--keep-batches", "--pin", "--precision", "bf16")
+    large = (
+        "--hidden",
+        "8192",
+        "--depth",
+        "6",
+        "--batch",
+        "1024",
+        "--keep-batches",
+        "--pin",
+        "--precision",
+        "bf16",
+    )
     found = plain(*large)
     assert [(fix.name, fix.gain) for fix in found.fixes if fix.gain > 0.15] == []
 
@@ -102,7 +150,11 @@ def test_a_tuned_loop_raises_no_alarm():
     ("name", "start", "only"),
     [
         ("sd15-lora", STOCK, ("workers", "batch size", "capture", "caching")),
-        ("qwen3-lora-long", A3_BASE.but(checkpointing="blocks"), ("checkpointing", "logging", "optimizer")),
+        (
+            "qwen3-lora-long",
+            A3_BASE.but(checkpointing="blocks"),
+            ("checkpointing", "logging", "optimizer"),
+        ),
     ],
 )
 def test_predictions_come_near_what_is_measured(name, start, only):

@@ -1,4 +1,6 @@
-"""Several GPUs: NCCL between them, the training of one, less memory where weights are cut, and a rank that dies."""
+"""Several GPUs: NCCL between them, the training of one, less memory where weights are cut, and a
+rank that dies.
+"""
 
 from __future__ import annotations
 
@@ -79,12 +81,16 @@ def test_the_link_is_one(measured):
 
 @pytest.mark.parametrize("name", ["full", "qwen", "qwen full"])
 def test_cut_weights_take_less_memory(name, measured):
-    one, two = (measured.runs[f"{name} {kind}"].metrics["peak_allocated_gb"] for kind in ("alone", "fsdp"))
+    one, two = (
+        measured.runs[f"{name} {kind}"].metrics["peak_allocated_gb"] for kind in ("alone", "fsdp")
+    )
     assert two < one
 
 
 def test_gradients_in_the_buckets_are_held_once(measured):
-    beside, inside = (measured.runs[name].metrics["peak_allocated_gb"] for name in ("full ddp", "full view"))
+    beside, inside = (
+        measured.runs[name].metrics["peak_allocated_gb"] for name in ("full ddp", "full view")
+    )
     assert inside <= beside
 
 
@@ -97,13 +103,19 @@ def test_communication_is_seen_in_the_trace(name, measured):
 @pytest.mark.parametrize(("name", "share"), [("ddp", "share"), ("full ddp", "full share")])
 def test_a_step_is_foretold(name, share, measured):
     link = lab10_distributed.link_of(measured.runs["all-reduce"])
-    found, predicted = measured.runs[name].metric("step_ms"), ddp_model.ddp(measured.runs[share], link).step_ms
+    found, predicted = (
+        measured.runs[name].metric("step_ms"),
+        ddp_model.ddp(measured.runs[share], link).step_ms,
+    )
     assert found == pytest.approx(predicted, rel=0.3)
 
 
 def test_nccl_s_variables_are_taken():
     settings = ({"NCCL_DEBUG": "INFO"}, {"NCCL_P2P_DISABLE": "1"})
-    trials = {lab10_distributed.trial_name(each): lab10_distributed.nccl_trial(2, each) for each in settings}
+    trials = {
+        lab10_distributed.trial_name(each): lab10_distributed.nccl_trial(2, each)
+        for each in settings
+    }
     usual, other = (trials[name] for name in ("nccl NCCL_DEBUG=INFO", "nccl NCCL_P2P_DISABLE=1"))
     assert usual.ok and other.ok
     assert usual.metrics["transport"] != other.metrics["transport"]
@@ -115,11 +127,19 @@ def test_a_rank_dies_and_the_other_s_word_is_kept(parallel, fail, tmp_path):
     told = open_workload("sd15-lora", "small", device="cuda").opened_as()
     recipe = SD.but(parallel=parallel).as_dict()
     options = {"folder": str(tmp_path), "checkpoint_every": 2}
-    ended = launch([Task("run", "train", told, recipe, 6, fail=fail, fails=(1, 3), **options)], 2, "cuda", 200, 60)
+    ended = launch(
+        [Task("run", "train", told, recipe, 6, fail=fail, fails=(1, 3), **options)],
+        2,
+        "cuda",
+        200,
+        60,
+    )
     assert ended.message.startswith("Rank 1")
     assert "Rank 0" in ended.message
     assert "The checkpoint of optimizer step 2 is whole" in ended.message
-    resumed = launch([Task("run", "train", told, recipe, 6, resume=True, **options)], 1, "cuda", 200, 60).or_raise()
+    resumed = launch(
+        [Task("run", "train", told, recipe, 6, resume=True, **options)], 1, "cuda", 200, 60
+    ).or_raise()
     assert resumed.runs["train"].metrics["resumed_at"] == 2
     assert len(resumed.runs["train"].metrics["loss"]) == 4
 

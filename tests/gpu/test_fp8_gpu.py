@@ -1,5 +1,5 @@
-"""FP8 on the hardware: the real products against the emulated ones, compiled, measured in bytes, and other libraries'
-layers behind the same knob."""
+"""FP8 on the hardware: the real products against the emulated ones, compiled, measured in bytes,
+and other libraries' layers behind the same knob."""
 
 from __future__ import annotations
 
@@ -25,7 +25,13 @@ from labutils.layers.quantization.convert import (
     transformer_engine,
 )
 from labutils.layers.quantization.fp8_linear import INPUTS, PRODUCTS, FrozenFP8Linear, quantise_rows
-from labutils.layers.quantization.fp8_math import FORMATS, DelayedScaling, encode, relative_error, saturating_cast
+from labutils.layers.quantization.fp8_math import (
+    FORMATS,
+    DelayedScaling,
+    encode,
+    relative_error,
+    saturating_cast,
+)
 from labutils.profiling.hardware import cuda
 from labutils.recipe import Unavailable
 
@@ -59,7 +65,12 @@ def test_the_gpus_cast_is_ours(fmt):
     x = random(1 << 16) * torch.exp2(torch.randint(-18, 7, (1 << 16,)).cuda())
     x = x.clamp(-fmt.largest, fmt.largest)
     assert torch.equal(encode(x, fmt), x.to(fmt.dtype).view(torch.uint8))
-    assert saturating_cast(torch.tensor([1e3, -1e6, 5e-5, 1e9]).cuda()).float().tolist() == [448, -448, 0, 448]
+    assert saturating_cast(torch.tensor([1e3, -1e6, 5e-5, 1e9]).cuda()).float().tolist() == [
+        448,
+        -448,
+        0,
+        448,
+    ]
 
 
 @fp8_only
@@ -121,7 +132,10 @@ def test_the_gpu_computes_what_the_cpu_emulates(rows):
 def test_inputs_and_gradients_that_are_not_contiguous():
     _, layer = layer_pair(256, 128, bias=False)
     x, dy = random(256, 48), random(128, 48, seed=1)
-    found, expected = passes(layer, x.t(), dy.t()), passes(layer, x.t().contiguous(), dy.t().contiguous())
+    found, expected = (
+        passes(layer, x.t(), dy.t()),
+        passes(layer, x.t().contiguous(), dy.t().contiguous()),
+    )
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
@@ -155,7 +169,12 @@ def test_one_compiled_graph_serves_any_count_of_rows():
 
 def language_model(adapter: str) -> nn.Module:
     torch.manual_seed(0)
-    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "vocab_size": 512}
+    sizes = {
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 2,
+        "vocab_size": 512,
+    }
     model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4)).to("cuda", torch.bfloat16)
     attach_lora(model, ("q_proj", "v_proj", "down_proj"), 4, 8, adapter, seed=0)
     for layer in lora_layers(model).values():
@@ -208,7 +227,9 @@ def test_our_delayed_scaling_has_transformer_engines_numbers(algorithm, margin, 
     from transformer_engine.common.recipe import DelayedScaling as TheirRecipe
     from transformer_engine.common.recipe import Format
 
-    recipe = TheirRecipe(fp8_format=Format.HYBRID, amax_history_len=4, amax_compute_algo=algorithm, margin=margin)
+    recipe = TheirRecipe(
+        fp8_format=Format.HYBRID, amax_history_len=4, amax_compute_algo=algorithm, margin=margin
+    )
     layer = te.Linear(64, 64, bias=False, params_dtype=torch.bfloat16, device="cuda")
     ours = DelayedScaling(4, algorithm, margin)
     autocast = (
@@ -221,7 +242,9 @@ def test_our_delayed_scaling_has_transformer_engines_numbers(algorithm, margin, 
         with autocast():
             layer(x)
         ours.record(x.abs().max().float().cpu())
-        assert layer.fp8_meta["scaling_fwd"].scale[0].item() == pytest.approx(ours.scale.item(), rel=1e-6), step
+        assert layer.fp8_meta["scaling_fwd"].scale[0].item() == pytest.approx(
+            ours.scale.item(), rel=1e-6
+        ), step
 
 
 def test_peft_wraps_transformer_engines_linear(te):
@@ -260,7 +283,9 @@ def test_the_ways_to_multiply_agree():
 def test_a_sweep_has_times_of_every_kind_and_size():
     found = lab05_fp8_products.sweep_products([256, 512])
     assert tuple(found) == lab05_fp8_products.PRODUCT_KINDS
-    assert all(min(timing.alone_ms) > 0 for by_size in found.values() for timing in by_size.values())
+    assert all(
+        min(timing.alone_ms) > 0 for by_size in found.values() for timing in by_size.values()
+    )
 
 
 @pytest.mark.parametrize("kind", ["published", *MAKERS])
@@ -272,14 +297,22 @@ def test_what_a_layer_holds_at_rest_and_running(kind):
     rest = {"published": 2, "fp8-frozen": 1, "fp8-te": 2, "fp8-torchao": 2}.get(kind, 0.52)
     assert found["bytes_a_parameter"] == pytest.approx(rest, rel=0.05)
     extra = found["bytes_a_parameter_running"] - found["bytes_a_parameter"]
-    print(f"{kind}: {found['bytes_a_parameter']:.2f} bytes a parameter at rest, {extra:.2f} more while running")
+    print(
+        f"{kind}: {found['bytes_a_parameter']:.2f} bytes a parameter at rest, {extra:.2f} more "
+        "while running"
+    )
     assert extra < 0.3 or kind in ("fp8-te", "fp8-torchao")
 
 
 @fp8_only
 def test_what_transposing_on_the_fly_costs():
-    """Beside the product that it is for: 4096 rows back through 4096 -> 14336. Compiled, it must not cost as much."""
-    (weight, _), (dy, inverse) = quantise_rows(random(14336, 4096)), quantise_rows(random(4096, 14336))
+    """Beside the product that it is for: 4096 rows back through 4096 -> 14336. Compiled, it must
+    not cost as much.
+    """
+    (weight, _), (dy, inverse) = (
+        quantise_rows(random(14336, 4096)),
+        quantise_rows(random(4096, 14336)),
+    )
     ones = torch.ones(1, 4096, device="cuda")
     transpose = lambda: weight.t().contiguous()  # noqa: E731
     compiled = torch.compile(transpose, fullgraph=True, dynamic=False)

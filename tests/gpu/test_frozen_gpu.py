@@ -1,4 +1,6 @@
-"""All frozen low-bit layers on the hardware alike: one compiled graph, captured, and nothing kept but the output."""
+"""All frozen low-bit layers on the hardware alike: one compiled graph, captured, and nothing kept
+but the output.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ random = functools.partial(frozen_layers.random, device="cuda")
 
 def layer_of(kind, k: int, n: int) -> nn.Module:
     torch.manual_seed(0)
-    return kind.from_linear(nn.Linear(k, n, bias=False, device="cuda", dtype=torch.bfloat16).requires_grad_(False))
+    return kind.from_linear(
+        nn.Linear(k, n, bias=False, device="cuda", dtype=torch.bfloat16).requires_grad_(False)
+    )
 
 
 class Block(nn.Module):
@@ -81,7 +85,9 @@ def allocated() -> int:
 
 
 def test_at_rest_it_takes_its_own_bits_and_no_more(kind):
-    kind.from_linear(nn.Linear(64, 64, bias=False, device="cuda").requires_grad_(False))  # tables that all layers share
+    kind.from_linear(
+        nn.Linear(64, 64, bias=False, device="cuda").requires_grad_(False)
+    )  # tables that all layers share
     before = allocated()
     layer = layer_of(kind, 4096, 4096)
     parameters, held = 4096 * 4096, allocated() - before

@@ -1,4 +1,6 @@
-"""Qwen3 and gpt-oss on a GPU: sinks in flash attention, grouped experts, offloaded inputs, and the full size."""
+"""Qwen3 and gpt-oss on a GPU: sinks in flash attention, grouped experts, offloaded inputs, and the
+full size.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,10 @@ from labutils.training import Session
 from labutils.workloads import open_workload
 from labutils.workloads.causal_lm import build_lm
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 
 BASE = A3_BASE.but(adapter="plain", driver="eager", logging="ring-buffer", optimizer="adamw-fused")
 OURS = BASE.but(layers="rewritten")
@@ -39,10 +44,17 @@ def workload(request):
 def test_flash_attention_with_sinks_is_the_masked_one(lengths, window, sinks):
     torch.manual_seed(0)
     n = sum(lengths)
-    given = [torch.randn(1, heads, n, 64, device="cuda", dtype=torch.bfloat16) for heads in (8, 2, 2)]
-    marks = torch.tensor([0, *torch.tensor(lengths).cumsum(0), n, n], dtype=torch.int32, device="cuda")
+    given = [
+        torch.randn(1, heads, n, 64, device="cuda", dtype=torch.bfloat16) for heads in (8, 2, 2)
+    ]
+    marks = torch.tensor(
+        [0, *torch.tensor(lengths).cumsum(0), n, n], dtype=torch.int32, device="cuda"
+    )
     slope = torch.randn(1, n, 8, 64, device="cuda")
-    extra = {"sliding_window": window, "s_aux": 2 * torch.randn(8, device="cuda") if sinks else None}
+    extra = {
+        "sliding_window": window,
+        "s_aux": 2 * torch.randn(8, device="cuda") if sinks else None,
+    }
     results = []
     for dtype in (torch.bfloat16, torch.float32):  # the second one by a mask
         inputs = [x.to(dtype).requires_grad_() for x in given]
@@ -80,7 +92,10 @@ def test_grouped_experts_are_the_loop(count):
     chosen = torch.rand(300, count, device="cuda").topk(3).indices
     shares, slope = torch.rand(300, 3, device="cuda"), torch.randn(300, 64, device="cuda")
     results = []
-    for dtype, forward in ((torch.float32, layer), (torch.bfloat16, lambda *given: grouped_experts(layer, *given))):
+    for dtype, forward in (
+        (torch.float32, layer),
+        (torch.bfloat16, lambda *given: grouped_experts(layer, *given)),
+    ):
         layer.to(dtype)
         given = [x.to(dtype).requires_grad_(), shares.to(dtype).requires_grad_()]
         out = forward(given[0], chosen, given[1])
@@ -91,7 +106,9 @@ def test_grouped_experts_are_the_loop(count):
 
 @pytest.mark.parametrize("recipe", [OURS, PACKED], ids=["as-they-come", "packed"])
 def test_bfloat16_is_near_transformers_float32(workload, recipe):
-    """gpt-oss's tiny router may choose other experts in half precision, which moves single gradients further."""
+    """gpt-oss's tiny router may choose other experts in half precision, which moves single
+    gradients further.
+    """
     chosen = [3, 5]
     expected, gradients = outcome(workload, BASE.but(precision="fp32"), chosen)
     loss, found = outcome(workload, recipe, chosen)
@@ -99,7 +116,9 @@ def test_bfloat16_is_near_transformers_float32(workload, recipe):
     if workload.family == "qwen3":
         assert_same_gradients(found, gradients, rtol=0.1)
     for name, gradient in gradients.items():
-        assert nn.functional.cosine_similarity(found[name].flatten(), gradient.flatten(), dim=0) > 0.9, name
+        assert (
+            nn.functional.cosine_similarity(found[name].flatten(), gradient.flatten(), dim=0) > 0.9
+        ), name
 
 
 @pytest.mark.parametrize("checkpointing", ["blocks", "offload"])
@@ -108,11 +127,15 @@ def test_checkpointing_changes_no_gradient(workload, recipe, checkpointing):
     expected, gradients = outcome(workload, recipe, [3, 5, 7])
     loss, found = outcome(workload, recipe.but(checkpointing=checkpointing), [3, 5, 7])
     torch.testing.assert_close(loss, expected)
-    assert_same_gradients(found, gradients, rtol=2e-2)  # atomic additions come in another order each time
+    assert_same_gradients(
+        found, gradients, rtol=2e-2
+    )  # atomic additions come in another order each time
 
 
 def test_packed_blocks_compile_without_breaks(workload, nothing_compiled):
-    """The first block, whose input needs no gradient, and the others; gpt-oss's have a window each other time."""
+    """The first block, whose input needs no gradient, and the others; gpt-oss's have a window each
+    other time.
+    """
     recipe = PACKED.but(compile="default", compile_scope="blocks")
     with Compilation() as compiled, Session(workload, recipe) as session:
         session.run(5)
@@ -139,16 +162,23 @@ def test_article_methods_train(workload, method):
 
 
 def test_parked_inputs_leave_the_gpu():
-    """Twelve inputs of 64 MB each: the GPU never holds more than a few of them, and gradients are the same."""
+    """Twelve inputs of 64 MB each: the GPU never holds more than a few of them, and gradients are
+    the same.
+    """
     torch.manual_seed(0)
     size = (4096, 4096)
-    layers = nn.ModuleList(nn.Linear(4096, 4096, device="cuda", dtype=torch.float32) for _ in range(12))
+    layers = nn.ModuleList(
+        nn.Linear(4096, 4096, device="cuda", dtype=torch.float32) for _ in range(12)
+    )
     x = torch.randn(size, device="cuda")
 
     def peak(parking):
         layers.zero_grad()
         for layer in layers:  # gradients allocated, so that only activations differ
-            layer.weight.grad, layer.bias.grad = torch.zeros_like(layer.weight), torch.zeros_like(layer.bias)
+            layer.weight.grad, layer.bias.grad = (
+                torch.zeros_like(layer.weight),
+                torch.zeros_like(layer.bias),
+            )
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before, h = torch.cuda.memory_allocated(), x
@@ -170,7 +200,9 @@ def test_parked_inputs_leave_the_gpu():
     assert kept - offloaded > 5 * one
 
 
-@pytest.mark.parametrize(("name", "gigabytes"), [("qwen3-lora-long", 16.4), ("gpt-oss-lora-long", 41.9)])
+@pytest.mark.parametrize(
+    ("name", "gigabytes"), [("qwen3-lora-long", 16.4), ("gpt-oss-lora-long", 41.9)]
+)
 def test_the_full_size_is_built_at_once_and_held_once(name, gigabytes):
     if torch.cuda.get_device_properties(0).total_memory < 60e9:
         pytest.skip("the full size needs a GPU of 60 GB")

@@ -1,4 +1,6 @@
-"""The launch model on a GPU: what a trace's queue holds, what a light step tells, slower hosts, the energy meter."""
+"""The launch model on a GPU: what a trace's queue holds, what a light step tells, slower hosts, the
+energy meter.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,10 @@ from labutils.profiling.step_model import LIGHT, Host, Program, bound_ms, replay
 from labutils.training import Session
 from labutils.workloads import open_workload
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +38,9 @@ def on_typical_texts(session):
     workload = session.workload
     return OnOneBatch(
         session,
-        lab08_launch_bound.batch_of(workload, session.recipe, lab08_launch_bound.typical(workload, session.recipe)),
+        lab08_launch_bound.batch_of(
+            workload, session.recipe, lab08_launch_bound.typical(workload, session.recipe)
+        ),
     )
 
 
@@ -43,8 +50,12 @@ def test_the_queue_holds_every_kernel_of_the_trace(moe):
         there.timed(0, warmup=2)
         trace = there.traced(2)
     program, counted = Program.of(trace), trace.launches()
-    kernels = sum(count for piece in program.given for kind, _, count in piece.work if kind != "copy")
-    assert kernels / program.steps == pytest.approx(counted["kernels"], rel=0.1)  # fills count as kernels
+    kernels = sum(
+        count for piece in program.given for kind, _, count in piece.work if kind != "copy"
+    )
+    assert kernels / program.steps == pytest.approx(
+        counted["kernels"], rel=0.1
+    )  # fills count as kernels
     assert program.launches == pytest.approx(counted["launches"] + counted["copy_calls"], rel=0.1)
     assert program.waits > 10  # the loop asks which experts were chosen
 
@@ -69,11 +80,15 @@ def test_a_captured_step_is_a_handful_of_launches(dense):
         plain = min(there.timed(5))
         with SlowerHost(100):
             assert min(there.timed(5)) < plain + 0.2 * program.launches + 1
-    assert replayed_ms(program, Host(0.005)) == pytest.approx(plain, rel=0.5)  # small kernels: gaps between them count
+    assert replayed_ms(program, Host(0.005)) == pytest.approx(
+        plain, rel=0.5
+    )  # small kernels: gaps between them count
 
 
 def test_a_light_step_is_the_hosts(dense):
-    with Session(lab08_launch_bound.thin(dense), lab08_launch_bound.ways("dense")["loop"]) as session:
+    with Session(
+        lab08_launch_bound.thin(dense), lab08_launch_bound.ways("dense")["loop"]
+    ) as session:
         light = Light.of(session)
         reading = light.read()
     assert light.program.kernel_ms < LIGHT * reading.step_ms
@@ -81,10 +96,14 @@ def test_a_light_step_is_the_hosts(dense):
     assert replayed_ms(light.program, reading.host) == pytest.approx(reading.step_ms, rel=1e-3)
 
 
-@pytest.mark.parametrize(("family", "way"), [("dense", "loop"), ("dense", "rewritten"), ("moe", "grouped")])
+@pytest.mark.parametrize(
+    ("family", "way"), [("dense", "loop"), ("dense", "rewritten"), ("moe", "grouped")]
+)
 def test_steps_are_foretold(family, way, dense, moe):
     workload = {"dense": dense, "moe": moe}[family]
-    studied = lab08_launch_bound.study({"long": workload}, lab08_launch_bound.ways(family)[way], family, steps=8)
+    studied = lab08_launch_bound.study(
+        {"long": workload}, lab08_launch_bound.ways(family)[way], family, steps=8
+    )
     run = studied.seen["long"].run
     assert abs(run.metrics["off"]) < 0.35
     assert run.metrics["predicted_ms"] >= 0.99 * max(run.metrics["kernels_ms"], 1e-3)

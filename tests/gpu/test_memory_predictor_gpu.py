@@ -1,4 +1,6 @@
-"""The predicted peak against the allocator's on a GPU: three workloads, three recipes each, within 10 %."""
+"""The predicted peak against the allocator's on a GPU: three workloads, three recipes each, within
+10 %.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Lab 07's methods on a GPU: memory is logged, its line holds, and unsloth answers where it is installed."""
+"""Lab 07's methods on a GPU: memory is logged, its line holds, and unsloth answers where it is
+installed.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,10 @@ from labutils.training.memory_run import read_log
 from labutils.training.unsloth_run import check_unsloth, train_with_unsloth
 from labutils.workloads import open_workload
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 
 EVERY = (
     "lora",
@@ -30,13 +35,18 @@ EVERY = (
 
 @pytest.fixture(scope="module")
 def texts():
-    return {length: open_workload(f"qwen3-lora-{length}", scale="tiny", device="cuda") for length in ("short", "long")}
+    return {
+        length: open_workload(f"qwen3-lora-{length}", scale="tiny", device="cuda")
+        for length in ("short", "long")
+    }
 
 
 @pytest.mark.parametrize("name", EVERY)
 def test_every_method_trains_and_its_memory_is_on_record(texts, tmp_path, name):
     head, _, switch = name.partition(", ")
-    run = lab07_qlora.follow(texts, ", ".join(filter(None, (f"{head} short", switch))), 4, tmp_path, every=2)
+    run = lab07_qlora.follow(
+        texts, ", ".join(filter(None, (f"{head} short", switch))), 4, tmp_path, every=2
+    )
     assert run.ok, run.status
     assert 0 < run.metrics["peak_allocated_gb"] <= run.metrics["peak_reserved_gb"]
     (log,) = tmp_path.glob("*.csv")
@@ -45,7 +55,8 @@ def test_every_method_trains_and_its_memory_is_on_record(texts, tmp_path, name):
 
 def test_checkpointing_makes_the_line_flatter(texts):
     found = {
-        name: lab07_qlora.memory_line(texts, name, (8, 32), None) for name in ("lora long", "lora long, checkpointed")
+        name: lab07_qlora.memory_line(texts, name, (8, 32), None)
+        for name in ("lora long", "lora long, checkpointed")
     }
     lines = lab07_qlora.lines_of(found, {})
     assert 0 < lines["lora long, checkpointed"].each < 0.9 * lines["lora long"].each
@@ -75,7 +86,10 @@ def test_unsloth_trains(texts, tmp_path):
         check_unsloth("cuda")
     except Unavailable as reason:
         pytest.skip(str(reason))
-    small = {length: open_workload(f"qwen3-lora-{length}", scale="small", device="cuda") for length in texts}
+    small = {
+        length: open_workload(f"qwen3-lora-{length}", scale="small", device="cuda")
+        for length in texts
+    }
     runs = train_with_unsloth(lab07_qlora.unsloth_jobs(small, 4), tmp_path, every=2)
     assert all(run.ok for run in runs.values()), [run.status for run in runs.values()]
     assert set(lab07_qlora.lines_of({}, runs)) == {"unsloth long"}

@@ -1,4 +1,6 @@
-"""LLaVA-NeXT on a GPU: half precision, compiled blocks, the ladder in one process, and the full size at once."""
+"""LLaVA-NeXT on a GPU: half precision, compiled blocks, the ladder in one process, and the full
+size at once.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +17,14 @@ from labutils.profiling.recompilation import Compilation
 from labutils.training import Session, compare
 from labutils.workloads import open_workload
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 
-OURS = A2_BASE.but(layers="rewritten", adapter="plain", logging="ring-buffer", optimizer="adamw-fused")
+OURS = A2_BASE.but(
+    layers="rewritten", adapter="plain", logging="ring-buffer", optimizer="adamw-fused"
+)
 PACKED = OURS.but(shapes="packed", token_budget=8192, dynamic="static")
 
 
@@ -36,7 +43,9 @@ def test_bfloat16_is_as_near_to_float32_as_transformers_own_is(workload, recipe)
 
 
 def test_packed_blocks_compile_to_three_graphs(workload, nothing_compiled):
-    """The vision tower's block, the decoder's first, whose input needs no gradient, and the decoder's others."""
+    """The vision tower's block, the decoder's first, whose input needs no gradient, and the
+    decoder's others.
+    """
     recipe = PACKED.but(compile="default", compile_scope="blocks")
     with Compilation() as compiled, Session(workload, recipe) as session:
         session.run(5)
@@ -46,7 +55,9 @@ def test_packed_blocks_compile_to_three_graphs(workload, nothing_compiled):
 
 def test_fp8_blocks_of_any_length_compile_once(workload, nothing_compiled):
     """The decoder's first block, its others, and the vision tower's; lengths are multiples of 16."""
-    recipe = OURS.but(base_linear="fp8-frozen", compile="default", compile_scope="blocks", dynamic="any")
+    recipe = OURS.but(
+        base_linear="fp8-frozen", compile="default", compile_scope="blocks", dynamic="any"
+    )
     with Compilation() as compiled, Session(workload, recipe) as session:
         session.run(8)
     assert compiled.graphs == 3

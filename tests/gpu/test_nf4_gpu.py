@@ -1,4 +1,6 @@
-"""NF4 on the hardware: our mathematics against bitsandbytes' CUDA kernels; the frozen layers, compiled and measured."""
+"""NF4 on the hardware: our mathematics against bitsandbytes' CUDA kernels; the frozen layers,
+compiled and measured.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ KINDS = (FrozenNF4Linear, FrozenNF4FP8Linear)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 each_kind = pytest.mark.parametrize("kind", KINDS)
 TIPPED = 1e-4
-"""Share of codes that may differ: numbers on the edge between two levels, where a scaling's last bit decides."""
+"""Share of codes that may differ: numbers on the edge between two levels, where a scaling's last
+bit decides.
+"""
 
 
 random = functools.partial(frozen_layers.random, device="cuda")
@@ -50,7 +54,9 @@ def test_bytes_and_constants_are_the_kernels_own(shape, dtype):
     packed, state = bnb.quantize_4bit(x, quant_type="nf4")
     ours = nf4_math.quantise_nf4(x)
     assert torch.equal(ours.absmax, state.absmax)
-    mine, theirs = (nf4_math.unpack(bytes_)[: x.numel()].int() for bytes_ in (ours.packed, packed.flatten()))
+    mine, theirs = (
+        nf4_math.unpack(bytes_)[: x.numel()].int() for bytes_ in (ours.packed, packed.flatten())
+    )
     assert ((mine - theirs).abs() <= 1).all()
     assert (mine != theirs).float().mean() <= TIPPED
 
@@ -123,14 +129,20 @@ def test_the_gpu_computes_what_the_cpu_does(kind, rows):
 
 
 def test_what_unpacking_costs():
-    """4096 -> 14336 with 4096 rows, forward and back: compiled, our layer must not be slower than bitsandbytes'."""
+    """4096 -> 14336 with 4096 rows, forward and back: compiled, our layer must not be slower than
+    bitsandbytes'.
+    """
     torch.compiler.reset()
-    linear = nn.Linear(4096, 14336, bias=False, device="cuda", dtype=torch.bfloat16).requires_grad_(False)
+    linear = nn.Linear(4096, 14336, bias=False, device="cuda", dtype=torch.bfloat16).requires_grad_(
+        False
+    )
     model = nn.Sequential(copy_of(linear))
     convert_base(model, ["0"], "nf4", torch.bfloat16)
     layers = {"published": linear, "Linear4bit": model[0]}
     for kind in KINDS:
-        layers[kind.__name__] = torch.compile(kind.from_linear(linear), fullgraph=True, dynamic=False)
+        layers[kind.__name__] = torch.compile(
+            kind.from_linear(linear), fullgraph=True, dynamic=False
+        )
     x = random(4096, 4096).bfloat16().requires_grad_()
     dy = random(4096, 14336, seed=1).bfloat16()
 
@@ -147,7 +159,13 @@ def test_what_unpacking_costs():
 
 
 def copy_of(linear: nn.Linear) -> nn.Linear:
-    twin = nn.Linear(linear.in_features, linear.out_features, bias=False, device="cuda", dtype=linear.weight.dtype)
+    twin = nn.Linear(
+        linear.in_features,
+        linear.out_features,
+        bias=False,
+        device="cuda",
+        dtype=linear.weight.dtype,
+    )
     with torch.no_grad():
         twin.weight.copy_(linear.weight)
     return twin.requires_grad_(False)

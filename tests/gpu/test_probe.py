@@ -25,7 +25,9 @@ def test_the_probe_takes_at_most_15_seconds(probed):
 def test_what_the_card_can_do_was_measured(probed):
     found, _ = probed
     capability = cuda.capability()
-    assert {"tflops_fp32", "tflops_fp16", "copy_gb_per_s", "launch_us", "graph_node_us"} <= set(found.samples)
+    assert {"tflops_fp32", "tflops_fp16", "copy_gb_per_s", "launch_us", "graph_node_us"} <= set(
+        found.samples
+    )
     assert {"h2d_pinned_gb_per_s", "h2d_pageable_gb_per_s"} <= set(found.samples)
     assert (found.rate("bf16") is not None) == (capability >= (8, 0))
     assert (found.rate("fp8") is not None) == (capability >= (8, 9)), found.skipped
@@ -66,7 +68,9 @@ def test_fp8_products_are_right():
     for rowwise in (False, True):
         product = hardware.probing._fp8_product(a, b, rowwise)().float()
         error = (product - a @ b.t()).norm() / (a @ b.t()).norm()
-        assert error < 0.06, rowwise  # E4M3 rounds each number by up to 6 %, and errors cancel in the sum
+        assert error < 0.06, (
+            rowwise
+        )  # E4M3 rounds each number by up to 6 %, and errors cancel in the sum
 
 
 def test_operations_run_no_faster_than_their_floor():

@@ -11,11 +11,16 @@ from labutils.profiling.syncs import find_syncs, with_lines
 from labutils.profiling.trace import profile
 from labutils.profiling.utilization import Utilization
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 
 
 class Training:
-    """Work with three waits a step: a copy from pageable memory, and two reads of the loss. Clipping is none."""
+    """Work with three waits a step: a copy from pageable memory, and two reads of the loss.
+    Clipping is none.
+    """
 
     def __init__(self):
         self.layer = torch.nn.Linear(1024, 1024, device="cuda")
@@ -57,14 +62,18 @@ def test_pytorchs_warnings_count_the_same_and_know_the_lines(recorded):
     sites = find_syncs(Training(), steps=2)
     assert sum(site.count for site in sites) == len(trace.waits) / trace.steps
     sources = [row["source"] for row in with_lines(trace.sync_table(), sites)]
-    assert any("self.first = loss.item()" in source and "self.second" in source for source in sources)
+    assert any(
+        "self.first = loss.item()" in source and "self.second" in source for source in sources
+    )
 
 
 def test_hta_measures_the_same_busy_time(recorded):
     from hta.trace_analysis import TraceAnalysis
 
     trace, folder = recorded
-    analysis = TraceAnalysis(trace_files={0: str(trace.path)}, trace_dir=str(folder), include_last_profiler_step=True)
+    analysis = TraceAnalysis(
+        trace_files={0: str(trace.path)}, trace_dir=str(folder), include_last_profiler_step=True
+    )
     row = analysis.get_temporal_breakdown(visualize=False).iloc[0]
     lost_ms = total(trace.kernel_time) - row["compute_time(us)"] / 1000
     # It cuts each kernel's start and duration down to whole microseconds.

@@ -1,8 +1,10 @@
-"""The stock recipe is honest: as fast and as slow as the public script, which is written out here a second time.
+"""The stock recipe is honest: as fast and as slow as the public script, which is written out here a
+second time.
 
-The loop below follows the description of the public diffusers text-to-image LoRA script (lab 02, section 1) and calls
-what that script calls: torchvision's transforms, `datasets`, PEFT's adapter through `add_adapter`, accelerate for
-everything else. It shares the files on the disk with the stock recipe, and no code of labutils.training.
+The loop below follows the description of the public diffusers text-to-image LoRA script (lab 02,
+section 1) and calls what that script calls: torchvision's transforms, `datasets`, PEFT's adapter
+through `add_adapter`, accelerate for everything else. It shares the files on the disk with the
+stock recipe, and no code of labutils.training.
 """
 
 from __future__ import annotations
@@ -38,11 +40,18 @@ TOLERANCE = 0.15
 
 
 def networks() -> tuple:
-    """Stable Diffusion 1.5's UNet, VAE, text encoder and noise schedule from their published configurations."""
+    """Stable Diffusion 1.5's UNet, VAE, text encoder and noise schedule from their published
+    configurations.
+    """
     from diffusers import AutoencoderKL, DDPMScheduler, UNet2DConditionModel
     from transformers import CLIPTextConfig, CLIPTextModel
 
-    widths = {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12}
+    widths = {
+        "hidden_size": 768,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 12,
+    }
     with torch.device("cuda"):
         unet = UNet2DConditionModel(sample_size=64, cross_attention_dim=768, attention_head_dim=8)
         vae = AutoencoderKL(
@@ -52,7 +61,9 @@ def networks() -> tuple:
             layers_per_block=2,
             sample_size=512,
         )
-        text_encoder = CLIPTextModel(CLIPTextConfig(vocab_size=49408, hidden_act="quick_gelu", **widths))
+        text_encoder = CLIPTextModel(
+            CLIPTextConfig(vocab_size=49408, hidden_act="quick_gelu", **widths)
+        )
     assert sum(p.numel() for p in unet.parameters()) == 859_520_964
     schedule = DDPMScheduler(beta_schedule="scaled_linear", beta_start=0.00085, beta_end=0.012)
     return unet, vae, text_encoder, schedule
@@ -60,7 +71,9 @@ def networks() -> tuple:
 
 def examples(cache_dir: Path, tokenizer: Callable) -> torch.utils.data.Dataset:
     """The rows, decoded and transformed whenever one is read."""
-    transforms = pytest.importorskip("torchvision.transforms", reason="the script's transforms are torchvision's")
+    transforms = pytest.importorskip(
+        "torchvision.transforms", reason="the script's transforms are torchvision's"
+    )
     prepare = transforms.Compose(
         [
             transforms.Resize(512, interpolation=transforms.InterpolationMode.LANCZOS),
@@ -73,7 +86,13 @@ def examples(cache_dir: Path, tokenizer: Callable) -> torch.utils.data.Dataset:
 
     def transformed(rows: dict) -> dict:
         rows["pixel_values"] = [prepare(image.convert("RGB")) for image in rows["image"]]
-        words = tokenizer(list(rows["text"]), max_length=77, padding="max_length", truncation=True, return_tensors="pt")
+        words = tokenizer(
+            list(rows["text"]),
+            max_length=77,
+            padding="max_length",
+            truncation=True,
+            return_tensors="pt",
+        )
         rows["input_ids"] = words.input_ids
         return rows
 
@@ -81,7 +100,11 @@ def examples(cache_dir: Path, tokenizer: Callable) -> torch.utils.data.Dataset:
 
 
 def stacked(rows: list[dict]) -> dict:
-    pixels = torch.stack([row["pixel_values"] for row in rows]).to(memory_format=torch.contiguous_format).float()
+    pixels = (
+        torch.stack([row["pixel_values"] for row in rows])
+        .to(memory_format=torch.contiguous_format)
+        .float()
+    )
     return {"pixel_values": pixels, "input_ids": torch.stack([row["input_ids"] for row in rows])}
 
 
@@ -100,18 +123,27 @@ class Script:
             gradient_accumulation_steps=ACCUMULATION,
             mixed_precision="fp16",
             log_with="tensorboard",
-            project_config=ProjectConfiguration(project_dir=str(folder), logging_dir=str(folder / "logs")),
+            project_config=ProjectConfiguration(
+                project_dir=str(folder), logging_dir=str(folder / "logs")
+            ),
         )
         self.unet, self.vae, self.text_encoder, self.schedule = networks()
         for network in (self.unet, self.vae, self.text_encoder):
             network.requires_grad_(False)
             network.to(self.accelerator.device, dtype=torch.float16)
         targets = ["to_k", "to_q", "to_v", "to_out.0"]
-        self.unet.add_adapter(LoraConfig(r=RANK, lora_alpha=RANK, init_lora_weights="gaussian", target_modules=targets))
+        self.unet.add_adapter(
+            LoraConfig(
+                r=RANK, lora_alpha=RANK, init_lora_weights="gaussian", target_modules=targets
+            )
+        )
         cast_training_params(self.unet, dtype=torch.float32)
-        # An iterator, which the optimizer exhausts: what is clipped later is nothing, as in the script.
+        # An iterator, which the optimizer exhausts: what is clipped later is nothing, as in the
+        # script.
         self.trained = filter(lambda parameter: parameter.requires_grad, self.unet.parameters())
-        optimizer = torch.optim.AdamW(self.trained, lr=1e-4, betas=(0.9, 0.999), weight_decay=1e-2, eps=1e-8)
+        optimizer = torch.optim.AdamW(
+            self.trained, lr=1e-4, betas=(0.9, 0.999), weight_decay=1e-2, eps=1e-8
+        )
         loader = torch.utils.data.DataLoader(
             examples(cache_dir, clip_tokenizer()),
             shuffle=True,
@@ -119,7 +151,9 @@ class Script:
             batch_size=1,
             num_workers=workers,
         )
-        schedule = get_scheduler("constant", optimizer=optimizer, num_warmup_steps=0, num_training_steps=10_000)
+        schedule = get_scheduler(
+            "constant", optimizer=optimizer, num_warmup_steps=0, num_training_steps=10_000
+        )
         self.unet, self.optimizer, self.loader, self.rates = self.accelerator.prepare(
             self.unet, optimizer, loader, schedule
         )
@@ -127,7 +161,9 @@ class Script:
         self.bar = tqdm(desc="Steps", disable=False)
         self.count, self.total = 0, 0.0
         self.unet.train()
-        self.batches: Iterator[dict] = itertools.chain.from_iterable(iter(self.loader) for _ in itertools.count())
+        self.batches: Iterator[dict] = itertools.chain.from_iterable(
+            iter(self.loader) for _ in itertools.count()
+        )
 
     def step(self) -> None:
         """Micro-steps until the optimizer has stepped."""
@@ -141,7 +177,9 @@ class Script:
             latents = vae.encode(batch["pixel_values"].to(dtype=torch.float16)).latent_dist.sample()
             latents = latents * vae.config.scaling_factor
             noise = torch.randn_like(latents)
-            timesteps = torch.randint(0, self.schedule.config.num_train_timesteps, (1,), device=latents.device).long()
+            timesteps = torch.randint(
+                0, self.schedule.config.num_train_timesteps, (1,), device=latents.device
+            ).long()
             noisy = self.schedule.add_noise(latents, noise, timesteps)
             states = self.text_encoder(batch["input_ids"], return_dict=False)[0]
             predicted = self.unet(noisy, timesteps, states, return_dict=False)[0]

@@ -32,15 +32,25 @@ def test_no_exercise_needs_what_only_a_solution_makes(path: Path):
         name
         for cell in code
         if "solution" in cell.metadata.get("tags", [])
-        for name in _bound(cell.source) - {name for other in code if other is not cell for name in _bound(other.source)}
+        for name in _bound(cell.source)
+        - {name for other in code if other is not cell for name in _bound(other.source)}
     }
-    used = {name for cell in code if "solution" not in cell.metadata.get("tags", []) for name in _read(cell.source)}
+    used = {
+        name
+        for cell in code
+        if "solution" not in cell.metadata.get("tags", [])
+        for name in _read(cell.source)
+    }
     assert not made & used
 
 
 def _bound(source: str) -> set[str]:
     """Names that a cell makes at its top level."""
-    return {i.argval for i in dis.get_instructions(_code(source)) if i.opname in ("STORE_NAME", "STORE_GLOBAL")}
+    return {
+        i.argval
+        for i in dis.get_instructions(_code(source))
+        if i.opname in ("STORE_NAME", "STORE_GLOBAL")
+    }
 
 
 def _read(source: str) -> set[str]:
@@ -48,7 +58,9 @@ def _read(source: str) -> set[str]:
     found, waiting = set(), [_code(source)]
     while waiting:
         code = waiting.pop()
-        found |= {i.argval for i in dis.get_instructions(code) if i.opname in ("LOAD_NAME", "LOAD_GLOBAL")}
+        found |= {
+            i.argval for i in dis.get_instructions(code) if i.opname in ("LOAD_NAME", "LOAD_GLOBAL")
+        }
         waiting += [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
     return found - _bound(source)
 
@@ -71,7 +83,11 @@ def notebook(
         cells.append(_cell(f"print({call})", "exercise", given))
         cells.append(_cell(f"solved({call})", "solution", solved))
     return new_notebook(
-        cells=[*cells, new_markdown_cell("## What you did\n\n**9.** Nothing."), new_code_cell("done()")]
+        cells=[
+            *cells,
+            new_markdown_cell("## What you did\n\n**9.** Nothing."),
+            new_code_cell("done()"),
+        ]
     )
 
 
@@ -100,7 +116,10 @@ def test_exercises_that_fail_as_given_and_pass_solved_are_well():
         (("", "Exercise 3: right\n"), "3, as given: []"),
         (("Exercise 3: set it\n", ""), "3, solved: []"),
         (("Exercise 3: set it\n", "Exercise 2: right\n"), "3, solved: ['as exercise 2: right']"),
-        (("Exercise 3: set it\nExercise 3: right\n", "Exercise 3: right\n"), "3, as given: ['set it', 'right']"),
+        (
+            ("Exercise 3: set it\nExercise 3: right\n", "Exercise 3: right\n"),
+            "3, as given: ['set it', 'right']",
+        ),
     ],
 )
 def test_an_exercise_that_tells_nothing_is_found(third, fault):
@@ -113,4 +132,7 @@ def test_what_a_stored_notebook_lacks_is_found():
     assert lacking(notebook(*GOOD[:2], numbers=(1, 2))) == ["2 exercises are too few"]
     unsolved = notebook(*GOOD)
     unsolved.cells = [cell for cell in unsolved.cells if "solved(faster_than(2" not in cell.source]
-    assert lacking(unsolved) == ["2 has no solution cell", "2 has a solution that isn't checked by solved()"]
+    assert lacking(unsolved) == [
+        "2 has no solution cell",
+        "2 has a solution that isn't checked by solved()",
+    ]

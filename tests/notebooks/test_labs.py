@@ -12,7 +12,8 @@ from labutils.results.records import read_records, read_runs
 from labutils.tools import run as runner
 
 LABS = sorted(runner.NOTEBOOKS.glob("[0-9][0-9]_*.ipynb"))
-LIMIT_S = 600  # a lab is made for 2 minutes on 2 idle cores; the rest is for a machine that has other things to do
+# a lab is made for 2 minutes on 2 idle cores; the rest is for a machine that has other things to do
+LIMIT_S = 600
 
 
 @pytest.fixture(scope="session")
@@ -40,7 +41,9 @@ def test_a_lab_runs_to_its_end(path: Path, course_results: Path):
     runs = read_runs(course_results, number)
     assert any(run.ok for run in runs.values())
     failed = {
-        name: run.status for (_, name), run in runs.items() if not run.ok and not run.status.startswith("skipped: ")
+        name: run.status
+        for (_, name), run in runs.items()
+        if not run.ok and not run.status.startswith("skipped: ")
     }
     assert not failed
 

@@ -19,12 +19,17 @@ LAB = next(run.NOTEBOOKS.glob("11_*.ipynb"))
 def test_a_lab_runs_from_another_folder_with_a_file_of_parameters_and_more(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("LABUTILS_RESULTS")
-    (tmp_path / "some.yaml").write_text("scale: tiny\nresults_dir: mine\nplanned_steps: 500\narticle: A2\n")
+    (tmp_path / "some.yaml").write_text(
+        "scale: tiny\nresults_dir: mine\nplanned_steps: 500\narticle: A2\n"
+    )
     said = papermill("-f", "some.yaml", "-p", "article", "A1")
     assert said.returncode == 0, said.stderr
     done = read_records(tmp_path / "mine")[-1]
     own = {name: done["parameters"][name] for name in ("scale", "planned_steps", "article")}
-    assert (done["status"], own) == ("done", {"scale": "tiny", "planned_steps": 500, "article": "A1"})
+    assert (done["status"], own) == (
+        "done",
+        {"scale": "tiny", "planned_steps": 500, "article": "A1"},
+    )
     executed = nbformat.read(tmp_path / "out.ipynb", as_version=4)
     told = [
         output.data["text/markdown"]
@@ -37,6 +42,16 @@ def test_a_lab_runs_from_another_folder_with_a_file_of_parameters_and_more(tmp_p
 
 
 def papermill(*words: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "papermill", "--no-progress-bar", str(LAB), "out.ipynb", *words]
+    command = [
+        sys.executable,
+        "-m",
+        "papermill",
+        "--no-progress-bar",
+        str(LAB),
+        "out.ipynb",
+        *words,
+    ]
     environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
-    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=240, check=False)
+    return subprocess.run(
+        command, capture_output=True, text=True, env=environment, timeout=240, check=False
+    )

@@ -1,4 +1,6 @@
-"""Notebooks that misbehave, for the runner's tests: each a parameters cell, a first record, and then the trouble."""
+"""Notebooks that misbehave, for the runner's tests: each a parameters cell, a first record, and
+then the trouble.
+"""
 
 from __future__ import annotations
 
@@ -48,13 +50,19 @@ LAST = "kept.done('{name}', sources=told(SOURCES))"
 
 
 def write(folder: Path, name: str, trouble: str | None = None) -> Path:
-    """Write the notebook `name`, which has the trouble of that name unless another is given; returns its path."""
+    """Write the notebook `name`, which has the trouble of that name unless another is given;
+    returns its path.
+    """
     cells = [nbformat.v4.new_code_cell(PARAMETERS, metadata={"tags": ["parameters"]})]
     cells += [nbformat.v4.new_markdown_cell("## 1 · What happens")]
     sources = [part.format(name=name) for part in (FIRST, TROUBLE[trouble or name], LAST)]
     cells += [nbformat.v4.new_code_cell(source) for source in sources if source]
     notebook = nbformat.v4.new_notebook(cells=cells)
-    notebook.metadata["kernelspec"] = {"name": "python3", "display_name": "Python 3 (ipykernel)", "language": "python"}
+    notebook.metadata["kernelspec"] = {
+        "name": "python3",
+        "display_name": "Python 3 (ipykernel)",
+        "language": "python",
+    }
     path = folder / f"{name}.ipynb"
     nbformat.write(notebook, path)
     return path

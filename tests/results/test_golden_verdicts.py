@@ -1,4 +1,6 @@
-"""What the H200's records say of every claim, kept word for word: a change of the code is not a change of a verdict."""
+"""What the H200's records say of every claim, kept word for word: a change of the code is not a
+change of a verdict.
+"""
 
 import json
 from pathlib import Path

@@ -20,7 +20,9 @@ class Pictures(Dataset):
         self.files = []
         for _ in range(32):
             file = io.BytesIO()
-            Image.fromarray(generator.integers(0, 255, (side, side, 3), dtype=numpy.uint8)).save(file, "PNG")
+            Image.fromarray(generator.integers(0, 255, (side, side, 3), dtype=numpy.uint8)).save(
+                file, "PNG"
+            )
             self.files.append(file.getvalue())
         self.rows, self.shown = rows, shown
 
@@ -57,7 +59,9 @@ def main():
         nn.Linear(options.channels, 10),
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    loader = DataLoader(Pictures(4096, options.side, options.shown), options.batch, num_workers=options.workers)
+    loader = DataLoader(
+        Pictures(4096, options.side, options.shown), options.batch, num_workers=options.workers
+    )
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     done = 0
     for batch in loader:

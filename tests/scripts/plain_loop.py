@@ -1,4 +1,5 @@
-"""A plain PyTorch loop over images, as one finds them: a dataset, a DataLoader, a network, an optimizer.
+"""A plain PyTorch loop over images, as one finds them: a dataset, a DataLoader, a network, an
+optimizer.
 
 python plain_loop.py --steps 100 --workers 4 --device cpu
 """
@@ -15,7 +16,9 @@ from torch.utils.data import DataLoader, Dataset
 
 
 class Pictures(Dataset):
-    """Random pictures with a label each; reading one takes `decode_ms`, and keeps the processor at it with `work`."""
+    """Random pictures with a label each; reading one takes `decode_ms`, and keeps the processor at
+    it with `work`.
+    """
 
     def __init__(self, rows, width, decode_ms, work=False):
         self.rows, self.width, self.decode_ms, self.work = rows, width, decode_ms, work
@@ -119,7 +122,9 @@ def main():
         for pictures, labels in loader:
             pictures = pictures.to(options.device, non_blocking=options.pin)
             labels = labels.to(options.device, non_blocking=options.pin)
-            with torch.autocast(options.device, torch.bfloat16, enabled=options.precision == "bf16"):
+            with torch.autocast(
+                options.device, torch.bfloat16, enabled=options.precision == "bf16"
+            ):
                 loss = nn.functional.cross_entropy(model(pictures), labels)
             (loss / options.accumulation).backward()
             micro_step += 1

@@ -33,12 +33,18 @@ class Collator:
         self.pad, self.longest = pad, longest
 
     def __call__(self, rows):
-        length = self.longest if self.pad == "max_length" else max(len(row["input_ids"]) for row in rows)
+        length = (
+            self.longest if self.pad == "max_length" else max(len(row["input_ids"]) for row in rows)
+        )
         ids = torch.full((len(rows), length), PAD)
         for place, row in enumerate(rows):
             ids[place, : len(row["input_ids"])] = row["input_ids"]
         mask = (ids != PAD).long()
-        return {"input_ids": ids, "attention_mask": mask, "labels": torch.where(mask == 1, ids, -100)}
+        return {
+            "input_ids": ids,
+            "attention_mask": mask,
+            "labels": torch.where(mask == 1, ids, -100),
+        }
 
 
 def main():
@@ -89,8 +95,15 @@ def main():
         texts = Texts(2048, words)
         if options.length_column:  # batches of like length
             texts.texts.sort(key=len)
-            Trainer._get_train_sampler = lambda self, dataset=None: torch.utils.data.SequentialSampler(texts)
-        Trainer(model, arguments, train_dataset=texts, data_collator=Collator(options.pad, options.length)).train()
+            Trainer._get_train_sampler = lambda self, dataset=None: (
+                torch.utils.data.SequentialSampler(texts)
+            )
+        Trainer(
+            model,
+            arguments,
+            train_dataset=texts,
+            data_collator=Collator(options.pad, options.length),
+        ).train()
     print("the trainer is done")
 
 

@@ -1,4 +1,6 @@
-"""Runs as the article's own machine would have recorded them: the ground on which the claims' tests stand."""
+"""Runs as the article's own machine would have recorded them: the ground on which the claims' tests
+stand.
+"""
 
 from __future__ import annotations
 
@@ -42,9 +44,17 @@ def article_runs() -> Runs:
 
 
 def a1_runs() -> Runs:
-    """Every run that A1's claims need, with the article's numbers (an optimizer step being four of its steps)."""
+    """Every run that A1's claims need, with the article's numbers (an optimizer step being four of
+    its steps).
+    """
     sweep = {0: 290, 1: 156, 2: 144, 3: 141, 4: 148, 8: 178}
-    shares = {"data_share": 0.45, "launch_share": 0.05, "host_share": 0.1, "copies_share": 0.01, "sync_share": 0.02}
+    shares = {
+        "data_share": 0.45,
+        "launch_share": 0.05,
+        "host_share": 0.1,
+        "copies_share": 0.01,
+        "sync_share": 0.02,
+    }
     stock = {
         "gpu_utilization": 0.44,
         "kernels_share": 0.37,
@@ -56,15 +66,29 @@ def a1_runs() -> Runs:
     }
     runs = [
         untimed("00", "machine", torch_architectures=["sm_75", "sm_90", "sm_120"]),
-        untimed("00", "unlisted architecture", warned=1, failed=1, message="no kernel image is available"),
+        untimed(
+            "00",
+            "unlisted architecture",
+            warned=1,
+            failed=1,
+            message="no kernel image is available",
+        ),
         untimed("00", "xformers", failed=1, message="NotImplementedError: No operator found"),
         untimed("01", "lora-counts", full_d4096=4096**2, lora_d4096_r8=2 * 4096 * 8),
         untimed("01", "equivalence", base_change=0.0),
         timed("02", "stock", 4 * 290, **shares, **stock),
         timed("02", "logging=synchronous", 400),
         timed("02", "logging=ring-buffer", 360),
-        *(timed("03", f"workers={n}", 4 * ms, data_ms=spread_of(40 if n else 620)) for n, ms in sweep.items()),
-        untimed("03", "shm=tiny", failed=1, message="RuntimeError: worker is killed by signal: Bus error"),
+        *(
+            timed("03", f"workers={n}", 4 * ms, data_ms=spread_of(40 if n else 620))
+            for n, ms in sweep.items()
+        ),
+        untimed(
+            "03",
+            "shm=tiny",
+            failed=1,
+            message="RuntimeError: worker is killed by signal: Bus error",
+        ),
         untimed("03", "shm=enough", failed=0),
         *(
             timed("03", name, ms, host_copy_ms=spread_of(copy))
@@ -79,8 +103,18 @@ def a1_runs() -> Runs:
         timed("04", "workers", 4 * 141, gpu_utilization=0.65, kernels_per_step=16000),
         timed("04", "compile", 4 * 102, kernels_per_step=9000, compiled_regions=1),
         timed("04", "pinned", 4 * 98, gpu_utilization=0.85),
-        untimed("04", "reduce-overhead", failed=1, message="RuntimeError: accessing tensor output of CUDAGraphs"),
-        untimed("04", "max-autotune", failed=1, message="RuntimeError: accessing tensor output of CUDAGraphs"),
+        untimed(
+            "04",
+            "reduce-overhead",
+            failed=1,
+            message="RuntimeError: accessing tensor output of CUDAGraphs",
+        ),
+        untimed(
+            "04",
+            "max-autotune",
+            failed=1,
+            message="RuntimeError: accessing tensor output of CUDAGraphs",
+        ),
         untimed("04", "reduce-overhead, accumulation=1", failed=0),
     ]
     for run in runs:
@@ -89,7 +123,9 @@ def a1_runs() -> Runs:
 
 
 A2_STEP_MS, A2_MEMORY_GB = 990, 16.04
-"""The baseline at batch 1: the one step time with which both of A2's break-even counts agree, and 7.54 GB / 47 %."""
+"""The baseline at batch 1: the one step time with which both of A2's break-even counts agree, and
+7.54 GB / 47 %.
+"""
 A2_METHODS = {
     "bf16": (1.48, (0, 0), (0, 0)),
     "fp8-te": (1.41, (4, 7), (0, 0)),
@@ -108,7 +144,9 @@ A2_METHODS = {
     "fp8-frozen": (1.5, (10, 20), (45, 20)),
     "fixed-fp8-frozen": (50, (60, 65), (45, 20)),
 }
-"""Method -> first step in s, and by how many % it shortens the step and saves memory, at batch 1 and at batch 24."""
+"""Method -> first step in s, and by how many % it shortens the step and saves memory, at batch 1
+and at batch 24.
+"""
 
 
 def a2_runs() -> Runs:
@@ -122,21 +160,47 @@ def a2_runs() -> Runs:
     tracked["fp8-te b1"].metrics["bf16_weights_held"] = 1
     for name, breaks in (("compile", 0), ("compile-fp8-te", 65), ("compile-qlora", 64)):
         tracked[f"{name} b1"].metrics["graph_breaks"] = breaks
-    losses = {"bf16": 9.05, "fp8-te": 10.36, "fixed": 9.23, "fixed-fp8-te": 10.51, "qlora": 8.88, "fp8-frozen": 10.0}
+    losses = {
+        "bf16": 9.05,
+        "fp8-te": 10.36,
+        "fixed": 9.23,
+        "fixed-fp8-te": 10.51,
+        "qlora": 8.88,
+        "fp8-frozen": 10.0,
+    }
     runs += [
         untimed("05", "fp8-cast", cast_1000=448.0, cast_1000000=448.0, cast_tiny=0.0),
         untimed("05", "fp8-scaling", scale=0.0448, scaled_min=-44.0, scaled_max=448.0),
         untimed("05", "gemm", fp8_over_bf16=2.0),
-        untimed("05", "te-peft", failed=1, message="ValueError: Target module Linear() is not supported."),
-        untimed("06", "fp8-te vision", failed=1, message="AssertionError: FP8 execution requires .. divisible by 8"),
         untimed(
-            "06", "token-counts", aspect_token_ratio=2.4, tiles_low_resolution=1, tiles_336x336=1, vision_share=0.2
+            "05",
+            "te-peft",
+            failed=1,
+            message="ValueError: Target module Linear() is not supported.",
+        ),
+        untimed(
+            "06",
+            "fp8-te vision",
+            failed=1,
+            message="AssertionError: FP8 execution requires .. divisible by 8",
+        ),
+        untimed(
+            "06",
+            "token-counts",
+            aspect_token_ratio=2.4,
+            tiles_low_resolution=1,
+            tiles_336x336=1,
+            vision_share=0.2,
         ),
         untimed("06", "recompiles uniform", recompilations=1, further_image_token_counts=3),
         untimed("06", "recompiles varied", recompilations=9),
-        untimed("06", "same-tokens varying", ms_per_1k_tokens=spread_of(100), peak_allocated_gb=16.0),
+        untimed(
+            "06", "same-tokens varying", ms_per_1k_tokens=spread_of(100), peak_allocated_gb=16.0
+        ),
         untimed("06", "same-tokens static", ms_per_1k_tokens=spread_of(50), peak_allocated_gb=16.0),
-        untimed("06", "static fewer-tokens", ms_per_1k_tokens=spread_of(51), peak_allocated_gb=14.0),
+        untimed(
+            "06", "static fewer-tokens", ms_per_1k_tokens=spread_of(51), peak_allocated_gb=14.0
+        ),
         untimed("06", "same-tokens any length", ms_per_1k_tokens=spread_of(52)),
         untimed(
             "06",
@@ -146,7 +210,10 @@ def a2_runs() -> Runs:
             between="fixed-fp8-te",
             many_steps="fixed",
         ),
-        *(untimed("06", f"loss {method}", final_loss=spread_of(loss, 0.001)) for method, loss in losses.items()),
+        *(
+            untimed("06", f"loss {method}", final_loss=spread_of(loss, 0.001))
+            for method, loss in losses.items()
+        ),
         untimed("06", "loss fp8-mixed", final_loss=spread_of(9.05, 0.001)),
     ]
     for run in runs:
@@ -172,7 +239,12 @@ def a2_run(method: str, place: int) -> Run:
 def a3_runs() -> Runs:
     """Every run that A3's claims need, with the article's numbers where it gives any."""
     absmax = {"constant": 50.8, "code_0": 127, "code_1": -36, "code_2": 6, "code_3": 24}
-    absmax |= {"restored_0": 2.5, "restored_1": -0.70866, "restored_2": 0.11811, "restored_3": 0.47244}
+    absmax |= {
+        "restored_0": 2.5,
+        "restored_1": -0.70866,
+        "restored_2": 0.11811,
+        "restored_3": 0.47244,
+    }
     blackwell = {
         "fp32": 109.7,
         "bf16": 877.9,
@@ -182,7 +254,14 @@ def a3_runs() -> Runs:
         "power": 300,
         "fp4": 3511.4,
     }
-    h100 = {"fp32": 66.9, "bf16": 1978.9, "fp8": 3957.8, "bandwidth": 3352, "memory": 80, "power": 700}
+    h100 = {
+        "fp32": 66.9,
+        "bf16": 1978.9,
+        "fp8": 3957.8,
+        "bandwidth": 3352,
+        "memory": 80,
+        "power": 700,
+    }
     training = [
         timed("07", "lora short", 150),
         timed("07", "qlora short", 190, ms_per_1k_useful_tokens=400.0),
@@ -212,7 +291,12 @@ def a3_runs() -> Runs:
         untimed("07", "chain: wide first", flops=5e11),
         untimed("07", "style", answers_with_title=1),
         untimed("08", "machine"),
-        untimed("08", "unsloth import", failed=1, message="Unsloth: Xformers does not work in RTX 50X, Blackwell GPUs"),
+        untimed(
+            "08",
+            "unsloth import",
+            failed=1,
+            message="Unsloth: Xformers does not work in RTX 50X, Blackwell GPUs",
+        ),
         untimed("08", "specs", **_of("blackwell", blackwell), **_of("h100", h100)),
         untimed("08", "moe adapters", attention_only=1),
         untimed("08", "moe weights", four_bit_gb=30.0),
@@ -245,7 +329,9 @@ def a3_runs() -> Runs:
 
 
 def a4_runs() -> Runs:
-    """Every run that A4's claims need beside those of the others, as if all advice paid: it gives no numbers."""
+    """Every run that A4's claims need beside those of the others, as if all advice paid: it gives
+    no numbers.
+    """
     switches = {"float32": (260, 18.0), "base": (140, 10.0), "cudnn.benchmark": (120, 10.0)}
     switches |= {"accumulation": (500, 4.0), "checkpointing": (190, 5.0)}
     runs = [
@@ -279,7 +365,12 @@ def a4_runs() -> Runs:
         untimed("10", "networks", **{"small Qwen3, whole at 100 GbE": 95.0}),
         timed("03", "prefetch=1", 640),
         timed("03", "prefetch=2", 560),
-        untimed("03", "persistent", epoch_start_ms=spread_of(170), epoch_start_persistent_ms=spread_of(60)),
+        untimed(
+            "03",
+            "persistent",
+            epoch_start_ms=spread_of(170),
+            epoch_start_persistent_ms=spread_of(60),
+        ),
         timed("07", "lora long, 4 bits", 500, peak_allocated_gb=38.0),
     ]
     for run in runs:
@@ -287,7 +378,13 @@ def a4_runs() -> Runs:
     return {(run.lab, run.run): run for run in runs}
 
 
-TENSORFLOW = {"float32": 100, "mixed_float16": 50, "plain input": 100, "parallel, prefetched": 50, "cached": 30}
+TENSORFLOW = {
+    "float32": 100,
+    "mixed_float16": 50,
+    "plain input": 100,
+    "parallel, prefetched": 50,
+    "cached": 30,
+}
 
 
 def _of(card: str, facts: dict[str, float]) -> dict[str, float]:

@@ -1,6 +1,8 @@
-"""Traces of a GPU's training steps, made up: a host and a device with a clock each, and what PyTorch would record.
+"""Traces of a GPU's training steps, made up: a host and a device with a clock each, and what
+PyTorch would record.
 
-Times are microseconds. The host launches, copies, reads and waits as told; kernels run one after the other.
+Times are microseconds. The host launches, copies, reads and waits as told; kernels run one after
+the other.
 """
 
 from __future__ import annotations
@@ -21,7 +23,14 @@ class Steps:
         self.marks.append(self.now)
 
     def launch(
-        self, name="vectorized_elementwise_kernel", gpu=5.0, host=8.0, op="", dims=None, types=None, blocks=None
+        self,
+        name="vectorized_elementwise_kernel",
+        gpu=5.0,
+        host=8.0,
+        op="",
+        dims=None,
+        types=None,
+        blocks=None,
     ):
         """One kernel, from inside the operator `op` where one is named."""
         began, self.now = self.now, self.now + host
@@ -29,7 +38,9 @@ class Steps:
             shape = {"Input Dims": dims, "Input type": types} if dims else {}
             self.events.append(traces.op(op, began, self.now, **shape))
         self.correlation += 1
-        self.events.append(traces.call("cudaLaunchKernel", self.now - 3, self.now - 1, self.correlation))
+        self.events.append(
+            traces.call("cudaLaunchKernel", self.now - 3, self.now - 1, self.correlation)
+        )
         start = max(self.now, self.done)
         self.done = start + gpu
         kernel = traces.kernel(name, start, self.done, self.correlation)
@@ -37,13 +48,17 @@ class Steps:
         self.events.append(kernel)
 
     def copy_in(self, gpu=100.0, pageable=True):
-        """A batch to the device: from pageable memory the host waits, until everything before it is done, too."""
+        """A batch to the device: from pageable memory the host waits, until everything before it is
+        done, too.
+        """
         began = self.now
         self.correlation += 1
         start = max(self.now + 5, self.done)
         self.done = start + gpu
         kind = "Pageable" if pageable else "Pinned"
-        self.events.append(traces.copy(f"Memcpy HtoD ({kind} -> Device)", start, self.done, self.correlation))
+        self.events.append(
+            traces.copy(f"Memcpy HtoD ({kind} -> Device)", start, self.done, self.correlation)
+        )
         self.events.append(traces.call("cudaMemcpyAsync", began + 2, began + 4, self.correlation))
         if pageable:
             self.events.append(traces.call("cudaStreamSynchronize", began + 4, self.done + 1, 0))
@@ -57,7 +72,9 @@ class Steps:
         self.correlation += 1
         start = max(self.now + 4, self.done)
         self.done = start + 2
-        self.events.append(traces.copy("Memcpy DtoH (Device -> Pageable)", start, self.done, self.correlation))
+        self.events.append(
+            traces.copy("Memcpy DtoH (Device -> Pageable)", start, self.done, self.correlation)
+        )
         self.events.append(traces.call("cudaMemcpyAsync", began + 1, began + 3, self.correlation))
         self.events.append(traces.call("cudaStreamSynchronize", began + 3, self.done + 1, 0))
         self.now = self.done + 3

@@ -1,4 +1,5 @@
-"""The other side of test_resume.py: training that is killed, and resumed by a process that knows only the folder.
+"""The other side of test_resume.py: training that is killed, and resumed by a process that knows
+only the folder.
 
 python interrupted_runs.py kill FOLDER      every case runs in a process of its own and kills it in the midst of a step,
                                             and one more (WHILE_SAVING) while its second checkpoint is written
@@ -29,7 +30,9 @@ EAGER = STOCK.but(driver="eager", adapter="plain")
 
 @dataclass(frozen=True)
 class Case:
-    """`saved`: the step after which the checkpoint is written; `epoch`: its examples, of which a step takes 4."""
+    """`saved`: the step after which the checkpoint is written; `epoch`: its examples, of which a
+    step takes 4.
+    """
 
     recipe: Recipe
     saved: int = 3
@@ -39,9 +42,13 @@ class Case:
 CASES = {
     "stock": Case(STOCK),
     "stock, workers": Case(STOCK.but(num_workers=2)),
-    "eager, kept workers": Case(EAGER.but(num_workers=2, persistent_workers=True, logging="ring-buffer")),
+    "eager, kept workers": Case(
+        EAGER.but(num_workers=2, persistent_workers=True, logging="ring-buffer")
+    ),
     "eager, at the epoch's end": Case(EAGER, saved=4, epoch=16),
-    "folded, cached, fused": Case(EAGER.but(adapter="folded", cache="latents+text", optimizer="adamw-fused")),
+    "folded, cached, fused": Case(
+        EAGER.but(adapter="folded", cache="latents+text", optimizer="adamw-fused")
+    ),
 }
 """Resumed runs cross the epoch's end, or begin at it."""
 WHILE_SAVING = "while saving"
@@ -59,9 +66,15 @@ def final(case: Case, folder: Path, resume: bool) -> dict:
     """Run to the end: weights, moments, losses."""
     with opened(case, folder, resume) as running:
         running.run(STEPS)
-    moments = [state[name] for state in running.optimizer.state.values() for name in ("exp_avg", "exp_avg_sq", "step")]
+    moments = [
+        state[name]
+        for state in running.optimizer.state.values()
+        for name in ("exp_avg", "exp_avg_sq", "step")
+    ]
     return {
-        "weights": {name: tensor.clone() for name, tensor in adapter_state(running.model.unet).items()},
+        "weights": {
+            name: tensor.clone() for name, tensor in adapter_state(running.model.unet).items()
+        },
         "moments": [torch.as_tensor(moment) for moment in moments],
         "losses": running.losses,
         "step": running.step_count,
@@ -103,7 +116,9 @@ def main(mode: str, folder: Path) -> None:
         for name, case in CASES.items():
             torch.save(final(case, folder / name, resume=True), folder / name / "final.pt")
         return
-    opened(CASES["stock"], folder / "imports").close()  # what every forked process would else import for itself
+    opened(
+        CASES["stock"], folder / "imports"
+    ).close()  # what every forked process would else import for itself
     for name, case in CASES.items():
         print(ended_by(partial(kill_in_the_midst, case, folder / name)))
     print(ended_by(partial(kill_while_saving, Case(EAGER), folder / WHILE_SAVING)))

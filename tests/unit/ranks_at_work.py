@@ -1,4 +1,5 @@
-"""The other side of test_distributed.py: what each rank does, and what one process does that is held against it.
+"""The other side of test_distributed.py: what each rank does, and what one process does that is
+held against it.
 
 python -m torch.distributed.run --standalone --nproc-per-node=2 ranks_at_work.py FOLDER
     every case of CASES on 2 ranks; rank 0 leaves what it saw in FOLDER/<case>.pt
@@ -62,10 +63,15 @@ CASES: dict[str, tuple[str, Recipe]] = {
     "qwen, fsdp": ("qwen3-lora-short", QWEN.but(**FSDP)),
     "qwen, packed": ("qwen3-lora-short", QWEN.but(shapes="packed", micro_batch=1)),
     "qwen, whole": ("qwen3-lora-short", QWEN.but(layers="published", loss="logits", **WHOLE)),
-    "qwen, whole, fsdp": ("qwen3-lora-short", QWEN.but(layers="published", loss="logits", **WHOLE, **FSDP)),
+    "qwen, whole, fsdp": (
+        "qwen3-lora-short",
+        QWEN.but(layers="published", loss="logits", **WHOLE, **FSDP),
+    ),
 }
 EPOCH = 10
-"""Examples of an epoch: five micro-batches of two, so that ranks and steps cross its end in the midst."""
+"""Examples of an epoch: five micro-batches of two, so that ranks and steps cross its end in the
+midst.
+"""
 
 
 def opened(name: str) -> Any:
@@ -98,9 +104,11 @@ def watched_clips(found: list[list[Tensor]]) -> Iterator[None]:
         yield
 
 
-def train(workload: Any, recipe: Recipe, steps: int = STEPS, seen: list | None = None) -> dict[str, Any]:
-    """What came of `steps` optimizer steps: gradients of each, losses, weights before and after. seen: is filled with
-    the micro-batches and their random numbers."""
+def train(
+    workload: Any, recipe: Recipe, steps: int = STEPS, seen: list | None = None
+) -> dict[str, Any]:
+    """What came of `steps` optimizer steps: gradients of each, losses, weights before and after.
+    seen: is filled with the micro-batches and their random numbers."""
     gradients: list[list[Tensor]] = []
     loss = workload.loss
 
@@ -119,7 +127,12 @@ def train(workload: Any, recipe: Recipe, steps: int = STEPS, seen: list | None =
         running.run(steps)
         running.driver.log.flush()
         after = copied(running.parameters)
-        return {"gradients": gradients, "losses": list(running.losses), "before": before, "after": after}
+        return {
+            "gradients": gradients,
+            "losses": list(running.losses),
+            "before": before,
+            "after": after,
+        }
 
 
 def copied(parameters: list[nn.Parameter]) -> list[Tensor]:

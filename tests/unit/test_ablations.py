@@ -1,4 +1,6 @@
-"""Predicted gains beside measured ones: which recipes are made of fixes, how rows are judged, and a start at tiny."""
+"""Predicted gains beside measured ones: which recipes are made of fixes, how rows are judged, and a
+start at tiny.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,13 @@ def test_a_fix_that_is_refused_or_changes_nothing_says_so():
     [
         (0.5, 0.5, 0.0, True, True),
         (0.5, 0.6, 0.25, False, True),  # half of the step was foretold, and it took 40 %
-        (0.0, 0.01, 0.0101, True, False),  # nothing foretold and nothing there: no test of a prediction
+        (
+            0.0,
+            0.01,
+            0.0101,
+            True,
+            False,
+        ),  # nothing foretold and nothing there: no test of a prediction
         (0.3, -0.1, -0.3636, False, True),
     ],
 )
@@ -57,7 +65,9 @@ def test_a_prediction_is_judged_by_the_step_it_foretold(predicted, measured, off
 
 
 def test_a_gain_is_the_middle_of_the_rounds():
-    """The machine gets slower from round to round, and in the second the fix meets something for the first time."""
+    """The machine gets slower from round to round, and in the second the fix meets something for
+    the first time.
+    """
     row = Ablation("x", Fix("f", 0.5, ""), before=(100.0, 120.0, 140.0), after=(52.0, 240.0, 70.0))
     assert row.rounds == pytest.approx([0.48, -1.0, 0.5])
     assert row.measured == pytest.approx(0.48)
@@ -71,7 +81,9 @@ def test_gains_are_of_what_the_fix_is_about():
     assert round_costs(run, "example") == [10.0, 15.0]
     texts = {"wall_ms": [80.0, 120.0], "tokens": [100, 300, 400, 800]}
     of_texts = Run("", "", metrics={"useful_tokens": 0.5}, recipe=recipe, samples=texts)
-    assert round_costs(of_texts, "useful token") == pytest.approx([80 / 100, 120 / 300])  # half of 200, half of 600
+    assert round_costs(of_texts, "useful token") == pytest.approx(
+        [80 / 100, 120 / 300]
+    )  # half of 200, half of 600
 
 
 def test_a_loop_of_texts_is_looked_at_on_the_batches_that_are_timed(monkeypatch):
@@ -97,9 +109,13 @@ def test_a_loop_of_texts_is_looked_at_on_the_batches_that_are_timed(monkeypatch)
     monkeypatch.setattr(ablating, "profile", traced)
     ablated = ablations(workload, start, steps=3, only=())
     before = ablated.runs["start"]
-    first = begun["timed"][4 : 4 + len(before.samples["step_ms"])]  # behind the first, two to warm up, one rewound
+    first = begun["timed"][
+        4 : 4 + len(before.samples["step_ms"])
+    ]  # behind the first, two to warm up, one rewound
     assert begun["traced"][1:] == first[1:3]  # behind one that warms the profiler up
-    assert ablated.diagnosis.evidence.step_ms == pytest.approx(statistics.fmean(before.samples["step_ms"][1:3]))
+    assert ablated.diagnosis.evidence.step_ms == pytest.approx(
+        statistics.fmean(before.samples["step_ms"][1:3])
+    )
     assert ablated.diagnosis.evidence.padding == pytest.approx(1 - before.metrics["useful_tokens"])
     epoch = workload.work(start)
     assert before.metrics["useful_tokens"] == pytest.approx(epoch.useful_tokens / epoch.tokens)
@@ -109,7 +125,9 @@ def test_rounds_of_the_same_batches_have_as_many_steps_for_all(monkeypatch):
     monkeypatch.setenv("TQDM_DISABLE", "1")
     name, start = STARTS["Qwen3"]
     with Bench(open_workload(name, "tiny", device="cpu"), same_batches=True) as bench:
-        runs = bench.compare({"slow": start, "fast": start.but(checkpointing="off")}, steps=2, rounds=2)
+        runs = bench.compare(
+            {"slow": start, "fast": start.but(checkpointing="off")}, steps=2, rounds=2
+        )
     taken = [run.samples["useful_tokens"] for run in runs.values()]
     assert taken[0] == taken[1]
     half = len(taken[0]) // 2
@@ -118,7 +136,9 @@ def test_rounds_of_the_same_batches_have_as_many_steps_for_all(monkeypatch):
 
 
 def test_workers_that_made_batches_ready_shift_the_rounds_of_all(monkeypatch):
-    """Two workers hold four batches: the first step and those that find them ready aren't timed, of neither recipe."""
+    """Two workers hold four batches: the first step and those that find them ready aren't timed, of
+    neither recipe.
+    """
     monkeypatch.setenv("TQDM_DISABLE", "1")
     monkeypatch.setattr(benchmark, "ROUND_MS", 1)
     name, start = STARTS["Qwen3"]
@@ -163,7 +183,14 @@ def test_what_a_look_was_worth_is_told_by_loop():
     assert len(LOOK_HEAD) == 6
     rows = table_rows(runs)
     assert [row[0] for row in rows] == ["SD1.5"] * 5 + ["LLaVA"]
-    assert [row[4] for row in rows] == ["55% (52 to 60)", "72%", "-10%", "20%", "refused", "refused"]
+    assert [row[4] for row in rows] == [
+        "55% (52 to 60)",
+        "72%",
+        "-10%",
+        "20%",
+        "refused",
+        "refused",
+    ]
 
 
 def test_every_start_is_a_workload_and_a_recipe():
@@ -175,13 +202,19 @@ def test_every_start_is_a_workload_and_a_recipe():
 def test_a_start_is_diagnosed_and_its_fixes_are_measured(monkeypatch):
     monkeypatch.setenv("TQDM_DISABLE", "1")
     only = ("batch size", "optimizer", "compile that is not there")
-    ablated = ablations(open_workload("sd15-lora", "tiny", device="cpu"), STOCK, steps=1, rounds=1, only=only)
-    assert [row.fix.name for row in ablated.rows] == [f.name for f in ablated.diagnosis.fixes if f.name in only]
+    ablated = ablations(
+        open_workload("sd15-lora", "tiny", device="cpu"), STOCK, steps=1, rounds=1, only=only
+    )
+    assert [row.fix.name for row in ablated.rows] == [
+        f.name for f in ablated.diagnosis.fixes if f.name in only
+    ]
     merged = next(row for row in ablated.rows if row.fix.name == "batch size")
     assert merged.fix.changes == {"micro_batch": 4, "accumulation": 1}
     assert 0 < merged.predicted < 1
     assert -1 < merged.measured < 1
-    assert sum(ablated.diagnosis.budget.values()) == pytest.approx(ablated.diagnosis.evidence.step_ms)
+    assert sum(ablated.diagnosis.budget.values()) == pytest.approx(
+        ablated.diagnosis.evidence.step_ms
+    )
     assert set(ablated.runs) == {"start", "batch size", "optimizer"}
     assert ablated.metrics()["fixes"] == 2
     kept = Run(**json.loads(json.dumps(vars(on_record(ablated)))))

@@ -1,4 +1,6 @@
-"""Adapters: our LoRA against PEFT's and against W + BA written densely, and the files against PEFT and diffusers."""
+"""Adapters: our LoRA against PEFT's and against W + BA written densely, and the files against PEFT
+and diffusers.
+"""
 
 from __future__ import annotations
 
@@ -37,11 +39,15 @@ from labutils.layers.lora import (
 
 KINDS = tuple(lora.KINDS)
 TARGETS = ("to_q", "to_k", "to_v", "to_out.0")
-EPSILONS = {dtype: 4 * torch.finfo(dtype).eps for dtype in (torch.float32, torch.float16, torch.bfloat16)}
+EPSILONS = {
+    dtype: 4 * torch.finfo(dtype).eps for dtype in (torch.float32, torch.float16, torch.bfloat16)
+}
 
 
 class Net(nn.Module):
-    """Two linear layers with something in between, the smallest model that has a target and a bystander."""
+    """Two linear layers with something in between, the smallest model that has a target and a
+    bystander.
+    """
 
     def __init__(self, inner: int = 12, outer: int = 8) -> None:
         super().__init__()
@@ -82,7 +88,9 @@ def trained(module: nn.Module, name: str = "default", size: float = 0.1) -> nn.M
     return module
 
 
-def adapted(kind: str, rank: int = 3, alpha: float = 6, model: nn.Module | None = None, **options) -> nn.Module:
+def adapted(
+    kind: str, rank: int = 3, alpha: float = 6, model: nn.Module | None = None, **options
+) -> nn.Module:
     model = net() if model is None else model
     attach_lora(model, ("up", "down"), rank, alpha, kind, seed=5, **options)
     return trained(model)
@@ -90,12 +98,16 @@ def adapted(kind: str, rank: int = 3, alpha: float = 6, model: nn.Module | None 
 
 def sample(model: UNet2DConditionModel) -> Tensor:
     generator = torch.Generator().manual_seed(4)
-    x, text = torch.randn(2, 4, 8, 8, generator=generator), torch.randn(2, 5, 8, generator=generator)
+    x, text = (
+        torch.randn(2, 4, 8, 8, generator=generator),
+        torch.randn(2, 5, 8, generator=generator),
+    )
     with torch.no_grad():
         return model(x, torch.tensor([1, 500]), text).sample
 
 
-# --- against PEFT and against the dense formula -----------------------------------------------------------------------
+# --- against PEFT and against the dense formula
+# -----------------------------------------------------------------------
 
 sizes = st.integers(1, 40)
 
@@ -109,14 +121,21 @@ sizes = st.integers(1, 40)
     dtype=st.sampled_from(list(EPSILONS)),
     autocast=st.booleans(),
 )
-def test_every_kind_is_peft(d: int, k: int, rank: int, alpha: float, dtype: torch.dtype, autocast: bool) -> None:
-    """Outputs and gradients of the kinds agree on any shape, with and without autocast; gradients are float32.
+def test_every_kind_is_peft(
+    d: int, k: int, rank: int, alpha: float, dtype: torch.dtype, autocast: bool
+) -> None:
+    """Outputs and gradients of the kinds agree on any shape, with and without autocast; gradients
+    are float32.
 
-    How far rounding can drive them apart is what the same products of absolute values say, times a few epsilons.
+    How far rounding can drive them apart is what the same products of absolute values say, times a
+    few epsilons.
     """
     computed = torch.bfloat16 if autocast and dtype == torch.float32 else dtype
     generator = torch.Generator().manual_seed(d * 100 + k)
-    x, upstream = torch.randn(2, 3, k, generator=generator), torch.randn(2, 3, d, generator=generator)
+    x, upstream = (
+        torch.randn(2, 3, k, generator=generator),
+        torch.randn(2, 3, d, generator=generator),
+    )
     outputs, gradients = {}, {}
     for kind in KINDS:
         torch.manual_seed(1)
@@ -125,13 +144,17 @@ def test_every_kind_is_peft(d: int, k: int, rank: int, alpha: float, dtype: torc
         trained(layer)
         with torch.autocast("cpu", computed, enabled=autocast):
             outputs[kind] = layer(x if autocast else x.to(dtype))
-        gradients[kind] = torch.autograd.grad(outputs[kind], (a, b), upstream.to(outputs[kind].dtype))
+        gradients[kind] = torch.autograd.grad(
+            outputs[kind], (a, b), upstream.to(outputs[kind].dtype)
+        )
     x, upstream, a, b = (t.detach().abs().flatten(0, -2) for t in (x, upstream, a, b))
     scale = alpha / rank
     spread = [(upstream @ b).T @ x * scale, upstream.T @ (x @ a.T) * scale]
-    reach = (x @ layer[0].weight.detach().float().abs().T + layer[0].bias.detach().abs() + x @ a.T @ b.T * scale).view(
-        2, 3, d
-    )
+    reach = (
+        x @ layer[0].weight.detach().float().abs().T
+        + layer[0].bias.detach().abs()
+        + x @ a.T @ b.T * scale
+    ).view(2, 3, d)
     for kind in set(KINDS) - {"peft"}:
         assert outputs[kind].dtype == outputs["peft"].dtype == computed
         assert ((outputs[kind] - outputs["peft"]).abs() <= EPSILONS[computed] * reach).all()
@@ -143,7 +166,9 @@ def test_every_kind_is_peft(d: int, k: int, rank: int, alpha: float, dtype: torc
 @settings(max_examples=30, deadline=None)
 @given(d=sizes, k=sizes, rank=st.integers(1, 9), alpha=st.sampled_from([0.5, 3, 16]))
 def test_the_layer_computes_w_plus_ba(d: int, k: int, rank: int, alpha: float) -> None:
-    """y = x (W + alpha/r B A)^T + b, and the gradients of A and B are those of the dense matrix, in float64."""
+    """y = x (W + alpha/r B A)^T + b, and the gradients of A and B are those of the dense matrix, in
+    float64.
+    """
     generator = torch.Generator().manual_seed(d * 100 + k)
     layer = LoRALinear(nn.Linear(k, d).double(), rank, alpha)
     a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
@@ -164,7 +189,9 @@ def test_the_layer_computes_w_plus_ba(d: int, k: int, rank: int, alpha: float) -
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_fp16_layer_takes_float32_under_autocast(kind: str) -> None:
-    """A GPU's LayerNorm hands on float32 under autocast; the adapted fp16 layer takes it as its base would."""
+    """A GPU's LayerNorm hands on float32 under autocast; the adapted fp16 layer takes it as its
+    base would.
+    """
     model = nn.Sequential(nn.Linear(8, 12).half())
     attach_lora(model, ("0",), 2, 2, kind, seed=0)
     with torch.autocast("cpu", torch.float16):
@@ -194,23 +221,32 @@ def test_training_moves_the_adapter_only(kind: str) -> None:
     assert all(torch.equal(after[n], p) for n, p in before.items())
 
 
-# --- attaching --------------------------------------------------------------------------------------------------------
+# --- attaching
+# --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_parameters_are_those_of_add_adapter(kind: str) -> None:
     reference, model = unet(), unet()
     reference.add_adapter(
-        peft.LoraConfig(r=4, lora_alpha=4, target_modules=list(TARGETS), init_lora_weights="gaussian")
+        peft.LoraConfig(
+            r=4, lora_alpha=4, target_modules=list(TARGETS), init_lora_weights="gaussian"
+        )
     )
     parameters = attach_lora(model, TARGETS, 4, 4, kind, seed=0)
     assert [n for n, _ in model.named_parameters()] == [n for n, _ in reference.named_parameters()]
     assert all(
-        p.requires_grad == q.requires_grad for p, q in zip(model.parameters(), reference.parameters(), strict=True)
+        p.requires_grad == q.requires_grad
+        for p, q in zip(model.parameters(), reference.parameters(), strict=True)
     )
-    assert sum(p.numel() for p in parameters) == count_trainable(reference) == count_trainable(model)
+    assert (
+        sum(p.numel() for p in parameters) == count_trainable(reference) == count_trainable(model)
+    )
     assert adapter_state(model).keys() == get_peft_model_state_dict(reference).keys()
-    assert "down_blocks.0.attentions.0.transformer_blocks.0.attn1.to_out.0.lora_A.weight" in adapter_state(model)
+    assert (
+        "down_blocks.0.attentions.0.transformer_blocks.0.attn1.to_out.0.lora_A.weight"
+        in adapter_state(model)
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -223,9 +259,13 @@ def test_an_untrained_adapter_changes_nothing(kind: str) -> None:
 
 @pytest.mark.parametrize("init", lora.INITS)
 def test_initial_weights_depend_on_seed_and_name_alone(init: str) -> None:
-    """Whatever the kind, the targets' order, what else is adapted, the base's dtype, and what was drawn before."""
+    """Whatever the kind, the targets' order, what else is adapted, the base's dtype, and what was
+    drawn before.
+    """
 
-    def initial(model: nn.Module, targets: tuple[str, ...], kind: str, seed: int = 7) -> dict[str, Tensor]:
+    def initial(
+        model: nn.Module, targets: tuple[str, ...], kind: str, seed: int = 7
+    ) -> dict[str, Tensor]:
         attach_lora(model, targets, 4, 4, kind, init=init, seed=seed)
         return adapter_state(model)
 
@@ -239,20 +279,31 @@ def test_initial_weights_depend_on_seed_and_name_alone(init: str) -> None:
         assert all(torch.equal(state[key], both[key]) for key in state)
     other = initial(net(), ("up", "down"), "plain", seed=8)
     assert not torch.equal(other["up.lora_A.weight"], both["up.lora_A.weight"])
-    assert not torch.equal(both["up.lora_A.weight"].flatten(), both["down.lora_A.weight"].flatten()[:32])
+    assert not torch.equal(
+        both["up.lora_A.weight"].flatten(), both["down.lora_A.weight"].flatten()[:32]
+    )
 
 
 @pytest.mark.parametrize("init", lora.INITS)
 def test_initial_weights_are_spread_as_pefts(init: str) -> None:
-    """The same distribution as PEFT's own draw: zero mean, the same deviation, the same bound; B is zero."""
+    """The same distribution as PEFT's own draw: zero mean, the same deviation, the same bound; B is
+    zero.
+    """
     model, reference = nn.Sequential(nn.Linear(4000, 8)), nn.Sequential(nn.Linear(4000, 8))
     attach_lora(model, ("0",), 8, 8, "plain", init=init, seed=0)
-    config = peft.LoraConfig(r=8, target_modules=["0"], init_lora_weights="gaussian" if init == "gaussian" else True)
+    config = peft.LoraConfig(
+        r=8, target_modules=["0"], init_lora_weights="gaussian" if init == "gaussian" else True
+    )
     peft.inject_adapter_in_model(config, reference)
-    ours, theirs = adapter_state(model)["0.lora_A.weight"], reference[0].lora_A["default"].weight.detach()
+    ours, theirs = (
+        adapter_state(model)["0.lora_A.weight"],
+        reference[0].lora_A["default"].weight.detach(),
+    )
     assert abs(ours.mean()) < 0.03 * theirs.std()
     assert ours.std().item() == pytest.approx(theirs.std().item(), rel=0.02)
-    assert ours.abs().max().item() == pytest.approx(theirs.abs().max().item(), rel=0.5 if init == "gaussian" else 0.01)
+    assert ours.abs().max().item() == pytest.approx(
+        theirs.abs().max().item(), rel=0.5 if init == "gaussian" else 0.01
+    )
     assert not adapter_state(model)["0.lora_B.weight"].any()
 
 
@@ -282,7 +333,11 @@ def test_targets_match_as_in_peft(targets: tuple[str, ...], matched: list[str]) 
     model = nn.ModuleDict(
         {
             "attn": nn.ModuleDict(
-                {"q": nn.Linear(2, 2), "xq": nn.Linear(2, 2), "to_out": nn.ModuleList([nn.Linear(2, 2)])}
+                {
+                    "q": nn.Linear(2, 2),
+                    "xq": nn.Linear(2, 2),
+                    "to_out": nn.ModuleList([nn.Linear(2, 2)]),
+                }
             ),
             "q": nn.Linear(2, 2),
         }
@@ -306,7 +361,9 @@ def test_targets_match_as_in_peft(targets: tuple[str, ...], matched: list[str]) 
 def test_what_cant_be_attached_is_said(change: dict, message: str) -> None:
     model = net()
     with pytest.raises(ValueError, match=message):
-        attach_lora(model, **({"targets": ("up",), "rank": 2, "alpha": 2, "kind": "plain"} | change))
+        attach_lora(
+            model, **({"targets": ("up",), "rank": 2, "alpha": 2, "kind": "plain"} | change)
+        )
     assert not lora_layers(model)
 
 
@@ -317,7 +374,8 @@ def test_an_adapters_name_is_used_once(kind: str) -> None:
         attach_lora(model, ("up",), 2, 2, kind)
 
 
-# --- merging and switching --------------------------------------------------------------------------------------------
+# --- merging and switching
+# --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -337,7 +395,11 @@ def test_merge_and_unmerge(kind: str) -> None:
 
 
 @settings(max_examples=25, deadline=None)
-@given(dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16]), rank=st.integers(1, 8), inner=sizes)
+@given(
+    dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16]),
+    rank=st.integers(1, 8),
+    inner=sizes,
+)
 def test_merged_weights_are_pefts(dtype: torch.dtype, rank: int, inner: int) -> None:
     """The same merged matrix, and unmerged, off by the rounding of that sum at most."""
     models = {kind: adapted(kind, rank, 4, net(inner, dtype=dtype)) for kind in KINDS}
@@ -346,7 +408,9 @@ def test_merged_weights_are_pefts(dtype: torch.dtype, rank: int, inner: int) -> 
         merge(model)
     merged = models["plain"].up.weight
     assert merged.dtype == dtype
-    torch.testing.assert_close(merged, models["peft"].up.weight, rtol=2 * torch.finfo(dtype).eps, atol=1e-7)
+    torch.testing.assert_close(
+        merged, models["peft"].up.weight, rtol=2 * torch.finfo(dtype).eps, atol=1e-7
+    )
     rounding = torch.finfo(dtype).eps * torch.maximum(merged.abs(), base.abs()).float() + 1e-7
     unmerge(models["plain"])
     assert ((models["plain"].up.weight.float() - base.float()).abs() <= rounding).all()
@@ -354,7 +418,9 @@ def test_merged_weights_are_pefts(dtype: torch.dtype, rank: int, inner: int) -> 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_two_adapters_on_one_base(kind: str) -> None:
-    """Each adapter computes what it does alone, before and after switching; only the one in use is trained."""
+    """Each adapter computes what it does alone, before and after switching; only the one in use is
+    trained.
+    """
     x = torch.randn(4, 8)
     alone = {"default": adapted(kind, rank=3, alpha=6)(x)}
     model = adapted(kind, rank=3, alpha=6)
@@ -366,7 +432,9 @@ def test_two_adapters_on_one_base(kind: str) -> None:
     assert count_trainable(model) == 2 * lora_parameters(12, 8, 3)
     switch(model, "other")
     assert not torch.allclose(model(x), alone["default"])
-    torch.testing.assert_close(model.down(x @ torch.ones(8, 12)), model.down.base_layer(x @ torch.ones(8, 12)))
+    torch.testing.assert_close(
+        model.down(x @ torch.ones(8, 12)), model.down.base_layer(x @ torch.ones(8, 12))
+    )
     assert count_trainable(model) == lora_parameters(12, 8, 2)
     with pytest.raises(ValueError, match="It has: default, other"):
         switch(model, "third")
@@ -377,13 +445,16 @@ def test_two_adapters_on_one_base(kind: str) -> None:
 
 def test_quantised_weights_are_not_merged_into() -> None:
     model = adapted("plain")
-    model.up.base_layer.weight = nn.Parameter(torch.zeros(12, 8, dtype=torch.uint8), requires_grad=False)
+    model.up.base_layer.weight = nn.Parameter(
+        torch.zeros(12, 8, dtype=torch.uint8), requires_grad=False
+    )
     with pytest.raises(ValueError, match=r"'up' are torch.uint8"):
         merge(model)
     assert not model.down.merged
 
 
-# --- counting ---------------------------------------------------------------------------------------------------------
+# --- counting
+# ---------------------------------------------------------------------------------------------------------
 
 
 @settings(max_examples=30, deadline=None)
@@ -397,7 +468,8 @@ def test_counts_on_the_meta_device(d: int, k: int, rank: int, kind: str) -> None
     assert {p.device.type for p in model.parameters()} == {"meta"}
 
 
-# --- files ------------------------------------------------------------------------------------------------------------
+# --- files
+# ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("written", KINDS)
@@ -454,7 +526,9 @@ def test_diffusers_loads_what_we_save(kind: str, tmp_path: Path) -> None:
     ]
     loaded, piped = unet(), unet()
     untrained = sample(loaded)
-    loaded.load_lora_adapter(tmp_path, prefix="unet", weight_name="pytorch_lora_weights.safetensors")
+    loaded.load_lora_adapter(
+        tmp_path, prefix="unet", weight_name="pytorch_lora_weights.safetensors"
+    )
     torch.testing.assert_close(sample(loaded), sample(model))
     assert not torch.allclose(sample(loaded), untrained, atol=1e-3)
     state, alphas, metadata = StableDiffusionPipeline.lora_state_dict(
@@ -465,7 +539,9 @@ def test_diffusers_loads_what_we_save(kind: str, tmp_path: Path) -> None:
 
 
 def test_the_diffusers_file_has_the_pipelines_names(tmp_path: Path) -> None:
-    """Key for key what `StableDiffusionPipeline.save_lora_weights` writes, for the tools that read those files."""
+    """Key for key what `StableDiffusionPipeline.save_lora_weights` writes, for the tools that read
+    those files.
+    """
     from diffusers.utils import convert_state_dict_to_diffusers
     from safetensors.torch import load_file
 
@@ -474,7 +550,9 @@ def test_the_diffusers_file_has_the_pipelines_names(tmp_path: Path) -> None:
     save_adapter(model, tmp_path / "ours")
     layers = convert_state_dict_to_diffusers(get_peft_model_state_dict(model))
     StableDiffusionPipeline.save_lora_weights(tmp_path / "theirs", unet_lora_layers=layers)
-    ours, theirs = (load_file(tmp_path / who / "pytorch_lora_weights.safetensors") for who in ("ours", "theirs"))
+    ours, theirs = (
+        load_file(tmp_path / who / "pytorch_lora_weights.safetensors") for who in ("ours", "theirs")
+    )
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[key], theirs[key]) for key in ours)
 
@@ -522,10 +600,15 @@ def test_garbage_in_the_header_is_damage(tmp_path: Path) -> None:
     [
         ({"rank": 4, "alpha": 6}, "has rank 3, the model's adapter 'default' has 4"),
         ({"rank": 3, "alpha": 3}, "has alpha 6, the model's adapter 'default' has 3"),
-        ({"rank": 3, "alpha": 6, "targets": ("up",)}, "on other layers than the model's adapter 'default': 2 matrices"),
+        (
+            {"rank": 3, "alpha": 6, "targets": ("up",)},
+            "on other layers than the model's adapter 'default': 2 matrices",
+        ),
     ],
 )
-def test_an_adapter_of_another_make_is_refused(kind: str, attached: dict, message: str, tmp_path: Path) -> None:
+def test_an_adapter_of_another_make_is_refused(
+    kind: str, attached: dict, message: str, tmp_path: Path
+) -> None:
     save_adapter(adapted("plain", rank=3, alpha=6), tmp_path)
     model = net()
     attach_lora(model, **({"targets": ("up", "down"), "kind": kind, "seed": 9} | attached))
@@ -537,27 +620,36 @@ def test_an_adapter_of_another_make_is_refused(kind: str, attached: dict, messag
 
 def test_an_adapter_of_another_model_is_refused(tmp_path: Path) -> None:
     save_adapter(adapted("plain"), tmp_path)
-    with pytest.raises(ValueError, match=r"another model: this Sequential has no layer '(up|down)'"):
+    with pytest.raises(
+        ValueError, match=r"another model: this Sequential has no layer '(up|down)'"
+    ):
         load_adapter(nn.Sequential(nn.Linear(8, 12)), tmp_path)
     wider = net(inner=13)
     with pytest.raises(
-        ValueError, match=r"down.lora_A.weight is \(3, 12\); rank 3 on this layer of 13 -> 8 needs \(3, 13\)"
+        ValueError,
+        match=r"down.lora_A.weight is \(3, 12\); rank 3 on this layer of 13 -> 8 needs \(3, 13\)",
     ):
         load_adapter(wider, tmp_path)
     assert not lora_layers(wider)
 
 
 def test_two_halves_of_two_saves_are_refused(tmp_path: Path) -> None:
-    """A save that dies between its files leaves new weights beside the old configuration, whose alpha isn't theirs."""
+    """A save that dies between its files leaves new weights beside the old configuration, whose
+    alpha isn't theirs.
+    """
     save_adapter(adapted("plain", alpha=6), tmp_path / "old")
     save_adapter(adapted("plain", alpha=3), tmp_path / "new")
-    (tmp_path / "new" / lora.CONFIG_FILE).write_text((tmp_path / "old" / lora.CONFIG_FILE).read_text())
+    (tmp_path / "new" / lora.CONFIG_FILE).write_text(
+        (tmp_path / "old" / lora.CONFIG_FILE).read_text()
+    )
     with pytest.raises(ValueError, match="two different adapters"):
         load_adapter(net(), tmp_path / "new")
 
 
 def test_more_than_lora_is_refused(tmp_path: Path) -> None:
-    theirs = peft.get_peft_model(net(), peft.LoraConfig(r=3, target_modules=["up"], use_rslora=True))
+    theirs = peft.get_peft_model(
+        net(), peft.LoraConfig(r=3, target_modules=["up"], use_rslora=True)
+    )
     theirs.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="use_rslora=True"):
         load_adapter(net(), tmp_path)
@@ -575,7 +667,8 @@ KILLED_WHILE_SAVING = """
 import os, signal, sys
 from tests.unit.test_adapters import adapted
 from labutils.adapters import save_adapter
-os.fsync = lambda handle: os.kill(os.getpid(), signal.SIGKILL)  # the new file is written, and not in its place yet
+# the new file is written, and not in its place yet
+os.fsync = lambda handle: os.kill(os.getpid(), signal.SIGKILL)
 save_adapter(adapted("plain", rank=5), sys.argv[1])
 """
 
@@ -585,7 +678,9 @@ def test_a_killed_save_leaves_the_last_one(tmp_path: Path) -> None:
     save_adapter(model, tmp_path)
     before = (tmp_path / lora.WEIGHTS_FILE).read_bytes()
     root = Path(__file__).resolve().parents[2]
-    done = subprocess.run([sys.executable, "-c", KILLED_WHILE_SAVING, str(tmp_path)], cwd=root, capture_output=True)
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED_WHILE_SAVING, str(tmp_path)], cwd=root, capture_output=True
+    )
     assert done.returncode == -signal.SIGKILL, done.stderr.decode()
     assert (tmp_path / lora.WEIGHTS_FILE).read_bytes() == before
     fresh = net()
@@ -593,7 +688,9 @@ def test_a_killed_save_leaves_the_last_one(tmp_path: Path) -> None:
     torch.testing.assert_close(fresh(x), model(x))
 
 
-def test_a_save_that_fails_leaves_no_rubbish(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_save_that_fails_leaves_no_rubbish(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(handle: int) -> None:
         raise OSError(28, "No space left on device")
 

@@ -1,4 +1,6 @@
-"""The advisor: the winner is who ends first, whatever the numbers; and article A2's guide against its own table."""
+"""The advisor: the winner is who ends first, whatever the numbers; and article A2's guide against
+its own table.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,16 @@ from claim_runs import timed, untimed
 from hypothesis import given
 from hypothesis import strategies as st
 
-from labutils.labs.lab06_advisor import Option, advise, break_even, chart, envelope, guide, options_from, published
+from labutils.labs.lab06_advisor import (
+    Option,
+    advise,
+    break_even,
+    chart,
+    envelope,
+    guide,
+    options_from,
+    published,
+)
 from labutils.results.records import Run
 
 EAGER = Option("bf16", 1.0, 1.0, 20.0, 0.0)
@@ -40,7 +51,10 @@ def runs() -> dict[tuple[str, str], Run]:
             cell("compile b1", 0.5, first_step_s=101, peak_allocated_gb=22.0),
             cell("fp8-te b1", 0.9, first_step_s=1.2, peak_allocated_gb=20.0),
             cell("bf16 b4", 4.0, first_step_s=5.0, peak_allocated_gb=60.0),
-            (("06", "loss bf16"), untimed("06", "loss bf16", final_loss={"median": 2.0, "p10": 2, "p90": 2, "n": 3})),
+            (
+                ("06", "loss bf16"),
+                untimed("06", "loss bf16", final_loss={"median": 2.0, "p10": 2, "p90": 2, "n": 3}),
+            ),
             (("06", "loss fp8-te"), untimed("06", "loss fp8-te", final_loss=2.2)),
             (("06", "compile b4"), Run("06", "compile b4", status="oom")),
             (("04", "stock b1"), timed("04", "stock b1", 1.0, first_step_s=1, peak_allocated_gb=1)),
@@ -48,7 +62,7 @@ def runs() -> dict[tuple[str, str], Run]:
     )
 
 
-# ------------------------------------------------------------------------------------------------------------- choosing
+# ----------------------------------------------------------------------------------------- choosing
 
 
 @pytest.mark.parametrize(
@@ -101,12 +115,17 @@ def test_the_envelope_names_who_ends_first(options, steps):
 
 
 @given(several, st.floats(1, 120), st.integers(1, 10**6), st.none() | st.floats(0, 0.3))
-def test_the_advice_is_the_best_of_what_is_allowed_or_says_what_would_be(options, vram_gb, steps, tolerance):
+def test_the_advice_is_the_best_of_what_is_allowed_or_says_what_would_be(
+    options, vram_gb, steps, tolerance
+):
     allowed = [
         option
         for option in options
         if option.memory_gb <= vram_gb
-        and (tolerance is None or (option.loss_change is not None and option.loss_change <= tolerance))
+        and (
+            tolerance is None
+            or (option.loss_change is not None and option.loss_change <= tolerance)
+        )
     ]
     if not allowed:
         with pytest.raises(ValueError, match=r"(Choose|Allow)"):
@@ -126,7 +145,9 @@ def test_the_chart_agrees_with_the_advice(options, vram_gb, steps):
         assert vram_gb < bands[0][0]
         return
     (reach,) = [reach for reach in fields[0] if reach.start <= steps < reach.until]
-    assert reach.option.total_s(steps) == pytest.approx(advise(options, vram_gb, steps).winner.total_s(steps))
+    assert reach.option.total_s(steps) == pytest.approx(
+        advise(options, vram_gb, steps).winner.total_s(steps)
+    )
 
 
 @pytest.mark.parametrize(
@@ -147,7 +168,10 @@ def test_where_nothing_fits_it_says_what_would(vram_gb, tolerance, said):
 
 
 def test_memory_and_tolerance_together_can_leave_nothing():
-    with pytest.raises(ValueError, match=r"Within 5 % .* nothing fits into 10 GB: bf16 comes nearest and needs 20 GB"):
+    with pytest.raises(
+        ValueError,
+        match=r"Within 5 % .* nothing fits into 10 GB: bf16 comes nearest and needs 20 GB",
+    ):
         advise([EAGER, Option("qlora", 1, 1, 8, 0.2)], 10, 10, 0.05)
 
 
@@ -156,7 +180,7 @@ def test_no_options_at_all():
         advise([], 24, 100)
 
 
-# ------------------------------------------------------------------------------------------------------- from the runs
+# ----------------------------------------------------------------------------------- from the runs
 
 
 def test_options_come_from_the_table_s_cells():
@@ -190,7 +214,7 @@ def test_a_loss_that_was_not_measured_is_unknown_and_compiling_changes_none():
     assert found["fixed"] is None
 
 
-# ------------------------------------------------------------------------------ does A2's guide follow from A2's table?
+# ---------------------------------------------------------- does A2's guide follow from A2's table?
 
 
 @pytest.mark.parametrize(
@@ -215,13 +239,15 @@ def test_the_guide_asked_of_the_table_answers_as_published():
     }
     assert guide(published()) == expected
     assert guide([EAGER, Option("new", 0.1, 0.1, 1)]) == {}
-    assert guide([option for option in published() if option.method != "fp8-te"]).keys() == expected.keys() - {
-        "few_steps"
-    }
+    assert guide(
+        [option for option in published() if option.method != "fp8-te"]
+    ).keys() == expected.keys() - {"few_steps"}
 
 
 def test_between_is_asked_where_a_method_never_pays():
-    """FP8 with fixed shapes has longer steps than BF16 here: then it is the article's own 135 to 220 steps."""
+    """FP8 with fixed shapes has longer steps than BF16 here: then it is the article's own 135 to
+    220 steps.
+    """
     known = {option.method: option for option in published()}
     known["fixed-fp8-te"] = Option("fixed-fp8-te", 57, 2.0, 16.0)
     assert break_even(known["bf16"], known["fixed-fp8-te"]) is None
@@ -234,13 +260,17 @@ def test_a_change_of_loss_is_that_of_the_same_seeds():
     found = runs()
     for name, losses in (("bf16", [1.0, 2.0, 4.0]), ("fp8-te", [1.1, 2.2, 2.0])):
         metrics = {"final_loss": {"median": 2.0}}
-        found["06", f"loss {name}"] = Run("06", f"loss {name}", metrics=metrics, samples={"final_loss": losses})
+        found["06", f"loss {name}"] = Run(
+            "06", f"loss {name}", metrics=metrics, samples={"final_loss": losses}
+        )
     changes = {option.method: option.loss_change for option in options_from(found, 1)}
     assert changes["fp8-te"] == pytest.approx(0.1), "the medians alone would be alike"
 
 
 def test_the_guide_s_bounds_do_not_follow_from_the_table():
-    """135 and 220 are each method's break-even with the baseline; what counts is where neighbours cross."""
+    """135 and 220 are each method's break-even with the baseline; what counts is where neighbours
+    cross.
+    """
     reaches = envelope(published())
     assert [reach.option.method for reach in reaches] == ["fp8-te", "fixed-fp8-te", "fixed"]
     assert reaches[0].until == pytest.approx(149, abs=1)
@@ -259,7 +289,7 @@ def test_the_table_agrees_with_the_counts_that_it_was_derived_from():
         assert low - 1 < 100 * (1 - table[method].step_s / table["bf16"].step_s) < high + 1
 
 
-# ------------------------------------------------------------------------------------------------------- what can't be
+# ----------------------------------------------------------------------------------- what can't be
 
 NAN = math.nan
 NO_NUMBERS = [NAN, math.inf, "24", None, True, 10**400, [1]]
@@ -288,7 +318,9 @@ def test_an_option_that_nobody_measured_is_none(given):
 
 
 @pytest.mark.parametrize("metric", ["first_step_s", "step_ms", "peak_allocated_gb"])
-@pytest.mark.parametrize("value", [-1.0, 0, {"median": "x"}, *NO_NUMBERS], ids=lambda value: str(value)[:9])
+@pytest.mark.parametrize(
+    "value", [-1.0, 0, {"median": "x"}, *NO_NUMBERS], ids=lambda value: str(value)[:9]
+)
 def test_records_that_hold_no_measurement_are_passed_over(metric, value):
     measured = runs()
     measured["06", "bf16 b1"].metrics[metric] = value
@@ -302,11 +334,20 @@ def test_a_batch_size_is_a_whole_number(batch):
 
 
 def test_a_batch_size_that_only_failed_is_not_offered():
-    with pytest.raises(ValueError, match="batch sizes 1: choose one of those, or measure it on a GPU: labutils run 06"):
+    with pytest.raises(
+        ValueError,
+        match="batch sizes 1: choose one of those, or measure it on a GPU: labutils run 06",
+    ):
         options_from({key: run for key, run in runs().items() if key[1] != "bf16 b4"}, 4)
-    with pytest.raises(ValueError, match="nothing to choose from. Measure it on a GPU: labutils run 06"):
+    with pytest.raises(
+        ValueError, match="nothing to choose from. Measure it on a GPU: labutils run 06"
+    ):
         options_from(
-            {("06", "bf16 b1"): Run("06", "bf16 b1", status="oom"), ("06", "x b" + "9" * 5000): Run("", "")}, 1
+            {
+                ("06", "bf16 b1"): Run("06", "bf16 b1", status="oom"),
+                ("06", "x b" + "9" * 5000): Run("", ""),
+            },
+            1,
         )
 
 

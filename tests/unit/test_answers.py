@@ -1,4 +1,6 @@
-"""Exercises that are answered: what is right is told so, what isn't is helped, and no notebook shows its answers."""
+"""Exercises that are answered: what is right is told so, what isn't is helped, and no notebook
+shows its answers.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,17 @@ ANSWER = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.tuples(inner, inner) | st.sets(ONE, max_size=4),
     max_leaves=5,
 )
-ODD = [np.array([]), np.eye(2), torch.eye(2), torch.empty(2, device="meta"), np.ndarray, 2j, b"b", {1: 2}, [[1], {2}]]
+ODD = [
+    np.array([]),
+    np.eye(2),
+    torch.eye(2),
+    torch.empty(2, device="meta"),
+    np.ndarray,
+    2j,
+    b"b",
+    {1: 2},
+    [[1], {2}],
+]
 
 
 SHARES = (-3, -1.02, -0.98, 0, 0.98, 1.02, 3)
@@ -37,15 +49,32 @@ def nearby(known: Answer) -> list:
     """Answers as Python itself would have them, right ones, nearly right ones and wrong ones."""
     if isinstance(known.right, frozenset):
         among = sorted(known.right | set(known.slips), key=str)
-        subsets = [set(chosen) for count in range(len(among) + 1) for chosen in combinations(among, count)]
-        return [*subsets, {True if each == 1 else each for each in known.right}, {10**400, *known.right}]
+        subsets = [
+            set(chosen) for count in range(len(among) + 1) for chosen in combinations(among, count)
+        ]
+        return [
+            *subsets,
+            {True if each == 1 else each for each in known.right},
+            {10**400, *known.right},
+        ]
     if isinstance(known.right, tuple):
         return [*product(*(near(each, known.within) for each in known.right)), *known.slips]
-    return [known.right, *known.slips, *([] if isinstance(known.right, str) else near(known.right, known.within))]
+    return [
+        known.right,
+        *known.slips,
+        *([] if isinstance(known.right, str) else near(known.right, known.within)),
+    ]
 
 
 def near(right: float, within: float) -> list[float]:
-    return [*(right * (1 + share * within) for share in SHARES), right + 1, right - 1, -right, bool(right), 10**400]
+    return [
+        *(right * (1 + share * within) for share in SHARES),
+        right + 1,
+        right - 1,
+        -right,
+        bool(right),
+        10**400,
+    ]
 
 
 def is_right(known: Answer, answer: Any) -> bool:
@@ -55,18 +84,24 @@ def is_right(known: Answer, answer: Any) -> bool:
         return type(value) is int or (type(value) is float and math.isfinite(value))
 
     def close(right: float, value: Any) -> bool:
-        return is_number(value) and abs(Fraction(value) - Fraction(right)) <= Fraction(known.within) * abs(
-            Fraction(right)
-        )
+        return is_number(value) and abs(Fraction(value) - Fraction(right)) <= Fraction(
+            known.within
+        ) * abs(Fraction(right))
 
     if isinstance(known.right, tuple):
         same = isinstance(answer, tuple | list) and len(answer) == len(known.right)
         return same and all(map(close, known.right, answer))
     if isinstance(known.right, frozenset):
-        if not isinstance(answer, set | tuple | list) or not all(is_number(x) or isinstance(x, str) for x in answer):
+        if not isinstance(answer, set | tuple | list) or not all(
+            is_number(x) or isinstance(x, str) for x in answer
+        ):
             return False
         return {folded(x) for x in answer} == {folded(x) for x in known.right}
-    return folded(answer) == known.right if isinstance(known.right, str) else close(known.right, answer)
+    return (
+        folded(answer) == known.right
+        if isinstance(known.right, str)
+        else close(known.right, answer)
+    )
 
 
 def folded(word: Any) -> Any:
@@ -79,7 +114,10 @@ def forms(answer: Any) -> list:
         return [{turn(scalars(each), k) for each in answer} for k in range(5)]
     if not isinstance(answer, tuple | list):
         return scalars(answer) + arrays_of_one(answer)
-    found = [type(answer)(turn(scalars(each) + arrays_of_one(each), k) for each in answer) for k in range(6)]
+    found = [
+        type(answer)(turn(scalars(each) + arrays_of_one(each), k) for each in answer)
+        for k in range(6)
+    ]
     if len(answer) > 1 and all(type(each) is float for each in answer):
         found += [np.array(answer), torch.tensor(answer, dtype=torch.float64)]
     return found
@@ -96,7 +134,9 @@ def scalars(value: Any) -> list:
     if type(value) is bool:
         return [value, np.bool_(value), torch.tensor(value)]
     if type(value) is int:
-        forms = [value, np.int64(value), torch.tensor(value)] if -(2**63) <= value < 2**63 else [value]
+        forms = (
+            [value, np.int64(value), torch.tensor(value)] if -(2**63) <= value < 2**63 else [value]
+        )
         return forms + ([float(value)] if abs(value) < 2**53 else [])
     if type(value) is float:
         forms = [value, np.float64(value), torch.tensor(value, dtype=torch.float64)]
@@ -106,12 +146,18 @@ def scalars(value: Any) -> list:
 
 
 def arrays_of_one(value: Any) -> list:
-    return [np.array([value]), torch.tensor([[value]], dtype=torch.float64)] if type(value) is float else []
+    return (
+        [np.array([value]), torch.tensor([[value]], dtype=torch.float64)]
+        if type(value) is float
+        else []
+    )
 
 
 def asked(tag: str) -> set[str]:
     """Exercises that cells of this tag put to `check`, in all labs."""
-    cells = [cell for path in run.NOTEBOOKS.glob("[0-9]*.ipynb") for cell in jupytext.read(path).cells]
+    cells = [
+        cell for path in run.NOTEBOOKS.glob("[0-9]*.ipynb") for cell in jupytext.read(path).cells
+    ]
     sources = "\n".join(cell.source for cell in cells if tag in cell.metadata.get("tags", []))
     return set(re.findall(r'\bcheck\("([^"]+)"', sources))
 
@@ -151,7 +197,13 @@ def test_what_is_right_is_told_so_and_what_is_nearly_right_is_not(exercise):
 @settings(deadline=None)
 @given(st.sampled_from(sorted(ANSWERS)), ANSWER, st.data())
 def test_whatever_is_answered_is_told_what_it_is(exercise, answer, data):
-    told = "no answer yet" if answer is None else "right" if is_right(ANSWERS[exercise], answer) else "not yet"
+    told = (
+        "no answer yet"
+        if answer is None
+        else "right"
+        if is_right(ANSWERS[exercise], answer)
+        else "not yet"
+    )
     form = data.draw(st.sampled_from(forms(answer)))
     assert check(exercise, form).startswith(f"Exercise {exercise[3:]}: {told}. ")
 

@@ -14,7 +14,10 @@ from labutils.results import claims as articles
 from labutils.results import judges
 from labutils.results.claims import magnitude
 
-DIGESTS = {key: (Path(__file__).parent / f"digest_{key.lower()}.md").read_text("utf-8") for key in articles.articles()}
+DIGESTS = {
+    key: (Path(__file__).parent / f"digest_{key.lower()}.md").read_text("utf-8")
+    for key in articles.articles()
+}
 CLAIMS = articles.claims()
 each_claim = pytest.mark.parametrize("claim", CLAIMS.values(), ids=lambda claim: claim.id)
 SCALES = {"M": 1e6, "k": 1e3}
@@ -80,7 +83,9 @@ NOT_RUNS = {
 
 @each_claim
 def test_every_number_is_in_the_digest(claim):
-    stated = {abs(n) for n in claim.published} | numbers(claim.published_text) | numbers(claim.statement)
+    stated = (
+        {abs(n) for n in claim.published} | numbers(claim.published_text) | numbers(claim.statement)
+    )
     assert stated <= numbers(DIGESTS[claim.article])
 
 
@@ -173,7 +178,9 @@ FACTS = {
 }
 
 
-@pytest.mark.parametrize(("article", "fact"), [(key, fact) for key, facts in FACTS.items() for fact in facts])
+@pytest.mark.parametrize(
+    ("article", "fact"), [(key, fact) for key, facts in FACTS.items() for fact in facts]
+)
 def test_every_published_number_has_a_claim(article, fact):
     assert fact in {claim.published for claim in articles.claims(article).values()}
 
@@ -219,7 +226,8 @@ def test_an_unknown_id_is_told_with_its_neighbours():
 
 
 @pytest.mark.parametrize(
-    ("value", "text"), [(16.7e6, "16.7 M"), (65e3, "65 k"), (4096, "4096"), (2.96, "2.96"), (0, "0")]
+    ("value", "text"),
+    [(16.7e6, "16.7 M"), (65e3, "65 k"), (4096, "4096"), (2.96, "2.96"), (0, "0")],
 )
 def test_magnitude(value, text):
     assert magnitude(value) == text
@@ -228,5 +236,8 @@ def test_magnitude(value, text):
 def test_the_data_needs_no_heavy_library():
     code = "import sys, labutils.results.claims as a; a.claims(); print([m for m in ('torch', 'numpy') if m in sys.modules])"
     assert (
-        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        ).stdout.strip()
+        == "[]"
     )

@@ -1,4 +1,6 @@
-"""Attention with sinks and windows against transformers' own, and the mathematics of the fused form."""
+"""Attention with sinks and windows against transformers' own, and the mathematics of the fused
+form.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ def eager(query, key, value, sinks, window, scaling):
     tokens = torch.arange(query.shape[2])
     seen = (tokens[:, None] >= tokens) & (tokens[:, None] - tokens < window)
     mask = torch.where(seen, 0.0, torch.finfo(torch.float32).min)
-    module = SimpleNamespace(num_key_value_groups=query.shape[1] // key.shape[1], sinks=sinks, training=False)
+    module = SimpleNamespace(
+        num_key_value_groups=query.shape[1] // key.shape[1], sinks=sinks, training=False
+    )
     return eager_attention_forward(module, query, key, value, mask, scaling)[0]
 
 
@@ -32,14 +36,19 @@ def test_sinks_and_windows_are_transformers(lengths, window, rows):
     sinks, slope = torch.randn(4), torch.randn(rows, n, 4, 8)
     marks = [0, *torch.tensor(lengths * rows).cumsum(0).tolist()]
     boundaries = torch.tensor([*marks, marks[-1]], dtype=torch.int32)
-    found, _ = document_attention(None, *given, None, 0.3, boundaries=boundaries, sliding_window=window, s_aux=sinks)
+    found, _ = document_attention(
+        None, *given, None, 0.3, boundaries=boundaries, sliding_window=window, s_aux=sinks
+    )
     starts = [sum(lengths[:i]) for i in range(len(lengths))]
     parts = [
-        eager(*(x[:, :, a : a + k] for x in given), sinks, window, 0.3) for a, k in zip(starts, lengths, strict=True)
+        eager(*(x[:, :, a : a + k] for x in given), sinks, window, 0.3)
+        for a, k in zip(starts, lengths, strict=True)
     ]
     expected = torch.cat(parts, dim=1)
     torch.testing.assert_close(found, expected)
-    for mine, theirs in zip(*(torch.autograd.grad(out, given, slope) for out in (found, expected)), strict=True):
+    for mine, theirs in zip(
+        *(torch.autograd.grad(out, given, slope) for out in (found, expected)), strict=True
+    ):
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
 
 
@@ -53,8 +62,8 @@ def test_without_boundaries_a_row_is_one_document(rows):
 
 
 def test_a_fused_kernel_given_the_sinks_sum_has_their_gradients():
-    """What the GPU's operator relies on, with the CPU's fused kernel: its backward pass, told the larger log-sum-exp
-    and the shrunken result, gives the gradients of attention with sinks."""
+    """What the GPU's operator relies on, with the CPU's fused kernel: its backward pass, told the
+    larger log-sum-exp and the shrunken result, gives the gradients of attention with sinks."""
     torch.manual_seed(0)
     given = [torch.randn(1, 4, 30, 8, requires_grad=True) for _ in range(3)]
     sinks, slope = torch.randn(4), torch.randn(1, 30, 4, 8)

@@ -1,4 +1,6 @@
-"""The kinds of frozen layer behind one knob: swapped under adapters, trained with, refused in words."""
+"""The kinds of frozen layer behind one knob: swapped under adapters, trained with, refused in
+words.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ from labutils.workloads import open_workload
 
 TARGETS = ("q_proj", "v_proj", "down_proj")
 ON_CPU = {"fp8-frozen": 0.06, "nf4": 0.3, "nf4-frozen": 0.3, "nf4-fp8": 0.3}
-"""Kind that runs on a CPU -> how far its logits may be from the published weights', relative to their norm."""
+"""Kind that runs on a CPU -> how far its logits may be from the published weights', relative to
+their norm.
+"""
 LAYERS = {
     "fp8-frozen": "FrozenFP8Linear",
     "nf4": "Linear4bit",
@@ -43,7 +47,9 @@ def language_model(adapter: str = "plain", seed: int = 0) -> nn.Module:
     torch.manual_seed(seed)
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
     model = LlamaForCausalLM(
-        LlamaConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=2, vocab_size=120, **heads)
+        LlamaConfig(
+            hidden_size=64, intermediate_size=128, num_hidden_layers=2, vocab_size=120, **heads
+        )
     )
     attach_lora(model, TARGETS, 4, 8, adapter, seed=0)
     for layer in lora_layers(model).values():
@@ -104,7 +110,9 @@ def test_adapted_layers_may_be_called_by_their_own_name():
     assert isinstance(model.model.layers[0].self_attn.q_proj.base_layer, FrozenFP8Linear)
 
 
-@pytest.mark.parametrize(("kind", "bytes_a_parameter"), [("fp8-frozen", 1.07), ("nf4", 0.6), ("nf4-frozen", 0.6)])
+@pytest.mark.parametrize(
+    ("kind", "bytes_a_parameter"), [("fp8-frozen", 1.07), ("nf4", 0.6), ("nf4-frozen", 0.6)]
+)
 def test_the_old_weights_are_let_go(kind, bytes_a_parameter):
     model = language_model()
     names = frozen_linears(model, skip=("lm_head",))
@@ -152,7 +160,9 @@ def test_what_this_machine_lacks_is_said_before_anything_changes(kind):
         pytest.skip("there is a GPU")
     model = language_model()
     before = dict(model.named_modules())
-    with pytest.raises(Unavailable, match="needs an NVIDIA GPU with FP8 tensor cores, and there is no GPU here"):
+    with pytest.raises(
+        Unavailable, match="needs an NVIDIA GPU with FP8 tensor cores, and there is no GPU here"
+    ):
         convert_base(model, frozen_linears(model), kind)
     assert dict(model.named_modules()) == before
 
@@ -172,7 +182,9 @@ def test_layers_that_do_not_go_are_refused():
     assert dict(model.named_modules()) == before
 
 
-@pytest.mark.parametrize("error", [RuntimeError("no torch extension\nmore"), OSError("libcudart.so.13")])
+@pytest.mark.parametrize(
+    "error", [RuntimeError("no torch extension\nmore"), OSError("libcudart.so.13")]
+)
 def test_a_broken_transformer_engine_is_unavailable_in_words(error, monkeypatch):
     class Broken(types.ModuleType):
         def __getattr__(self, name):
@@ -182,14 +194,18 @@ def test_a_broken_transformer_engine_is_unavailable_in_words(error, monkeypatch)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setitem(sys.modules, "transformer_engine", Broken("transformer_engine"))
     monkeypatch.delitem(sys.modules, "transformer_engine.pytorch", raising=False)
-    with pytest.raises(Unavailable, match=f"Transformer Engine can't be imported .*{type(error).__name__}.*make te"):
+    with pytest.raises(
+        Unavailable, match=f"Transformer Engine can't be imported .*{type(error).__name__}.*make te"
+    ):
         transformer_engine()
 
 
 def test_an_older_gpu_is_unavailable_in_words(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
-    with pytest.raises(Unavailable, match=r"needs compute capability 8\.9 or more, and this GPU has 8\.0"):
+    with pytest.raises(
+        Unavailable, match=r"needs compute capability 8\.9 or more, and this GPU has 8\.0"
+    ):
         transformer_engine()
 
 
@@ -223,7 +239,9 @@ def test_a_workload_trains_on_the_kind_it_is_asked_for(kind, workload):
     with Session(workload, recipe) as session:
         session.run(2)
         assert all(torch.isfinite(torch.tensor(session.losses)))
-        bases = {type(layer.base_layer).__name__ for layer in lora_layers(session.model.unet).values()}
+        bases = {
+            type(layer.base_layer).__name__ for layer in lora_layers(session.model.unet).values()
+        }
     assert bases == {LAYERS[kind]}
 
 
@@ -246,7 +264,10 @@ def two_layers() -> nn.Module:
 @pytest.mark.parametrize(
     ("spoil", "told"),
     [
-        (lambda layer: layer.weight.fill_(math.nan), "'1' can't be converted. This weight holds NaN"),
+        (
+            lambda layer: layer.weight.fill_(math.nan),
+            "'1' can't be converted. This weight holds NaN",
+        ),
         (lambda layer: layer.bias.requires_grad_(), "'1' is trained"),
         (lambda layer: layer.bias.resize_(3), "'1' can't be converted. A bias of shape"),
     ],

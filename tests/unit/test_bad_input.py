@@ -1,4 +1,6 @@
-"""What people and other programs hand over that is not what it should be: refused in words, with nothing changed."""
+"""What people and other programs hand over that is not what it should be: refused in words, with
+nothing changed.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,10 @@ NAN = float("nan")
         ({"learning_rate": NAN}, "learning_rate=nan is not a finite number"),
         ({"learning_rate": 10**400}, "is not a finite number"),
         ({"max_grad_norm": float("inf")}, "max_grad_norm=inf is not a finite number"),
-        ({"token_budget": 2**17 + 1}, "token_budget=131073 is too large: it must be 131072 or less"),
+        (
+            {"token_budget": 2**17 + 1},
+            "token_budget=131073 is too large: it must be 131072 or less",
+        ),
         ({"max_grad_norm": 0.0}, "max_grad_norm=0.0 is too small: it must be above 0"),
     ],
 )
@@ -77,7 +82,9 @@ def test_a_results_folder_that_is_no_path_is_refused(folder):
     "kinds", [{"my_guess": float | None, "xs": list[int]}, {"my_guess": "float | None", "xs": dict}]
 )
 def test_names_that_later_cells_annotate_are_no_parameters(kinds):
-    lab = open_lab("03", {"steps": 3, "my_guess": None, "xs": [], "__annotations__": {"steps": int} | kinds})
+    lab = open_lab(
+        "03", {"steps": 3, "my_guess": None, "xs": [], "__annotations__": {"steps": int} | kinds}
+    )
     assert lab.parameters["steps"] == 3
     assert not lab.parameters.keys() & {"my_guess", "xs"}
 
@@ -88,7 +95,11 @@ def test_names_that_later_cells_annotate_are_no_parameters(kinds):
         ("steps", -1, "steps is -1, but it takes 0 or more. Change it in the parameters cell"),
         ("rounds", -1, "rounds is -1, but it takes 0 or more"),
         ("seeds", -1, "seeds is -1, but it takes 0 or more"),
-        ("batches", "0 4", "batches is '0 4', but it takes whole numbers above 0, for example 1 4 24"),
+        (
+            "batches",
+            "0 4",
+            "batches is '0 4', but it takes whole numbers above 0, for example 1 4 24",
+        ),
         ("batches", "x", "takes whole numbers above 0"),
         ("batches", "1.5", "takes whole numbers above 0"),
         ("batches", "²", "takes whole numbers above 0"),
@@ -113,13 +124,20 @@ def test_a_labs_parameter_has_its_limits(name, value, told):
         open_lab("06", {name: value, "__annotations__": {name: type(value)}})
 
 
-@pytest.mark.parametrize(("text", "numbers"), [("", []), (" ", []), ("4", [4]), ("24 1,4  4", [1, 4, 24])])
+@pytest.mark.parametrize(
+    ("text", "numbers"), [("", []), (" ", []), ("4", [4]), ("24 1,4  4", [1, 4, 24])]
+)
 def test_whole_numbers_of_a_text(text, numbers):
     assert whole_numbers("batches", text) == numbers
 
 
 def test_a_lab_is_not_started_with_what_it_does_not_take(tmp_path):
-    for name, word in (("batches", "0 4"), ("compile_batches", "-1"), ("seeds", "-1"), ("steps", "-3")):
+    for name, word in (
+        ("batches", "0 4"),
+        ("compile_batches", "-1"),
+        ("seeds", "-1"),
+        ("steps", "-3"),
+    ):
         with pytest.raises(run.UsageError, match=f"Lab 06: {name} is .* but it takes"):
             run.run(["06"], run.Options(scale="tiny", results=tmp_path / "r", given={name: word}))
     assert not (tmp_path / "r").exists()
@@ -167,9 +185,12 @@ def test_a_knob_that_would_do_nothing_is_refused(knob, workload):
     told = f"{name}='{value}' is for language models. Use {name}='{getattr(STOCK, name)}' with this workload"
     with pytest.raises(ValueError, match=told):
         Session(workload, QUICK.but(**knob))
-    with pytest.raises(ValueError, match="memory_format='channels_last' is for convolutions. Use 'contiguous'"):
+    with pytest.raises(
+        ValueError, match="memory_format='channels_last' is for convolutions. Use 'contiguous'"
+    ):
         Session(
-            open_workload("llava-lora", "tiny", device="cpu"), QUICK.but(cache="nothing", memory_format="channels_last")
+            open_workload("llava-lora", "tiny", device="cpu"),
+            QUICK.but(cache="nothing", memory_format="channels_last"),
         )
 
 
@@ -209,7 +230,9 @@ def test_a_name_in_a_bench_is_one_recipe(workload):
     with Bench(workload, warmup=1) as bench:
         bench.prepare({"a": QUICK})
         bench.prepare({"a": QUICK.but(precision="bf16")})  # on a CPU it is the same
-        with pytest.raises(ValueError, match='"a" is already another recipe in this bench. Give the new one a name'):
+        with pytest.raises(
+            ValueError, match='"a" is already another recipe in this bench. Give the new one a name'
+        ):
             bench.compare({"b": QUICK, "a": QUICK.but(rank=3)})
         assert set(bench.contenders) == {"a"}
 
@@ -257,12 +280,17 @@ def checkpoint(session):
     ],
     ids=str,
 )
-def test_a_checkpoint_that_does_not_fit_is_refused_before_anything_changes(change, checkpoint, session):
+def test_a_checkpoint_that_does_not_fit_is_refused_before_anything_changes(
+    change, checkpoint, session
+):
     changed = [p + 1 if p.is_floating_point() else p for p in checkpoint["parameters"]]
     torch.save(checkpoint | {"parameters": changed} | change, session.folder / FILE)
     with pytest.raises(ValueError, match="does not fit this run .*Start in another folder"):
         load(session)
-    assert all(torch.equal(p, old) for p, old in zip(session.parameters, checkpoint["parameters"], strict=True))
+    assert all(
+        torch.equal(p, old)
+        for p, old in zip(session.parameters, checkpoint["parameters"], strict=True)
+    )
 
 
 def test_a_checkpoint_without_a_knob_is_another_recipes(checkpoint, workload, tmp_path):
@@ -282,7 +310,10 @@ def test_other_files_among_the_drawn_ones_are_passed_over(tmp_path):
     metadata = tmp_path / "metadata.jsonl"
     before = metadata.stat().st_ino, metadata.read_bytes()
     drawings.draw_images(tmp_path, 1)
-    assert (metadata.stat().st_ino, metadata.read_bytes()) == before  # not written again: the cache may be read-only
+    assert (
+        metadata.stat().st_ino,
+        metadata.read_bytes(),
+    ) == before  # not written again: the cache may be read-only
 
 
 def test_an_image_too_large_to_open_is_not_whole(tmp_path, monkeypatch):
@@ -323,15 +354,23 @@ UP = "base_model.model.up.lora_A.weight"
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        ({"base_model.model.up.bias": torch.zeros(6)}, "'up.bias' is neither a lora_A.weight nor a lora_B.weight"),
+        (
+            {"base_model.model.up.bias": torch.zeros(6)},
+            "'up.bias' is neither a lora_A.weight nor a lora_B.weight",
+        ),
         ({UP: None}, "'up.lora_B.weight' is there without 'up.lora_A.weight'"),
         ({UP: torch.full((2, 4), NAN)}, "'up.lora_A.weight' holds NaN or infinity"),
-        ({UP: torch.zeros(2, 4, dtype=torch.int32)}, "is torch.int32, where floating-point numbers belong"),
+        (
+            {UP: torch.zeros(2, 4, dtype=torch.int32)},
+            "is torch.int32, where floating-point numbers belong",
+        ),
     ],
 )
 def test_tensors_that_are_no_adapter_are_refused(change, told, saved):
     tensors = load_file(saved / WEIGHTS_FILE) | change
-    save_file({key: tensor for key, tensor in tensors.items() if tensor is not None}, saved / WEIGHTS_FILE)
+    save_file(
+        {key: tensor for key, tensor in tensors.items() if tensor is not None}, saved / WEIGHTS_FILE
+    )
     refused(saved, told)
 
 
@@ -354,7 +393,8 @@ def test_a_configuration_that_is_none_is_refused(change, told, saved):
 
 
 @pytest.mark.parametrize(
-    ("header", "told"), [("[1]", "the header of"), ("3", "the header of"), ("{", "damaged"), ('{"r": 2}', "different")]
+    ("header", "told"),
+    [("[1]", "the header of"), ("3", "the header of"), ("{", "damaged"), ('{"r": 2}', "different")],
 )
 def test_an_odd_header_is_refused(header, told, saved):
     save_file(load_file(saved / WEIGHTS_FILE), saved / WEIGHTS_FILE, {"lora": header})

@@ -19,10 +19,19 @@ def predicted(topic: str, value: object, unit: str = "x", lab: str = "03") -> di
 
 
 def scored(topic: str, value: object, measured: object, unit: str = "x", lab: str = "03") -> dict:
-    return {"lab": lab, "status": "score", "topic": topic, "value": value, "measured": measured, "unit": unit}
+    return {
+        "lab": lab,
+        "status": "score",
+        "topic": topic,
+        "value": value,
+        "measured": measured,
+        "unit": unit,
+    }
 
 
-def score(predicted: float, measured: float | None, unit: str = "x", lab: str = "03", topic: str = "t") -> Score:
+def score(
+    predicted: float, measured: float | None, unit: str = "x", lab: str = "03", topic: str = "t"
+) -> Score:
     return Score(lab, topic, unit, predicted, measured)
 
 
@@ -35,7 +44,10 @@ def test_what_a_lab_keeps_is_what_is_read(results_folder, capsys):
     lab.done({"time to read one image": 24.0, "fewest workers": None})
     found = scores_of(read_records(results_folder))
     kept = {one.topic: (one.predicted, one.measured, one.unit) for one in found}
-    assert kept == {"fewest workers": (4, None, "workers"), "time to read one image": (12, 24, "ms")}
+    assert kept == {
+        "fewest workers": (4, None, "workers"),
+        "time to read one image": (12, 24, "ms"),
+    }
     assert [one.off for one in found if one.measured] == [2]
 
 
@@ -80,18 +92,27 @@ def test_a_summary_knows_how_far_which_way_and_how_many_were_near():
 
 
 def test_summaries_begin_with_what_is_misjudged_most():
-    scores = [score(1, 1, "ms"), score(2, 1, "us"), score(9, 1, "%"), score(1, 1, ""), score(1, None, "x")]
+    scores = [
+        score(1, 1, "ms"),
+        score(2, 1, "us"),
+        score(9, 1, "%"),
+        score(1, 1, ""),
+        score(1, None, "x"),
+    ]
     found = summaries(scores, "kind")
     assert [(one.name, one.count) for one in found] == [
         ("shares and changes", 1),
         ("times", 2),
         ("counts and sizes", 1),
     ]
-    assert [one.name for one in summaries([score(1, 2, lab="01"), score(1, 3, lab="02")], "lab")] == ["02", "01"]
+    assert [
+        one.name for one in summaries([score(1, 2, lab="01"), score(1, 3, lab="02")], "lab")
+    ] == ["02", "01"]
 
 
 @pytest.mark.parametrize(
-    ("lean", "said"), [(1.0, "neither way"), (0.95, "neither way"), (1.5, "1.5x too high"), (0.5, "2x too low")]
+    ("lean", "said"),
+    [(1.0, "neither way"), (0.95, "neither way"), (1.5, "1.5x too high"), (0.5, "2x too low")],
 )
 def test_a_lean_is_told_in_words(lean, said):
     assert lean_in_words(lean) == said

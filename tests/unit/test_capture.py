@@ -1,4 +1,6 @@
-"""Layers in forms for the compiler: the same functions, in the same memory, and nothing else touched."""
+"""Layers in forms for the compiler: the same functions, in the same memory, and nothing else
+touched.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ def rewritten(layer: nn.Module) -> nn.Module:
 
 
 def same_function(layer: nn.Module, x: Tensor) -> Tensor:
-    """Output and gradients, of the input and of every parameter, before and after rewriting; returns the output."""
+    """Output and gradients, of the input and of every parameter, before and after rewriting;
+    returns the output.
+    """
     weights = torch.randn(1000, generator=torch.Generator().manual_seed(7))
     results = []
     for rewrite in (False, True):
@@ -59,7 +63,9 @@ def same_function(layer: nn.Module, x: Tensor) -> Tensor:
         results.append([y, mine.grad, *(p.grad.clone() for p in layer.parameters())])
     for found, expected in zip(*reversed(results), strict=True):
         assert found.dtype == expected.dtype
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4 * expected.abs().max().item())
+        torch.testing.assert_close(
+            found, expected, rtol=1e-4, atol=1e-4 * expected.abs().max().item()
+        )
     return results[1][0]
 
 
@@ -72,7 +78,12 @@ sizes = {"n": st.integers(1, 3), "side": st.integers(1, 6)}
 
 
 @settings(deadline=None, max_examples=30)
-@given(groups=st.integers(1, 4), each=st.integers(2, 5), eps=st.sampled_from([1e-5, 1e-6, 1e-2]), **sizes)
+@given(
+    groups=st.integers(1, 4),
+    each=st.integers(2, 5),
+    eps=st.sampled_from([1e-5, 1e-6, 1e-2]),
+    **sizes,
+)
 def test_group_norm(groups, each, eps, n, side):
     layer = nn.GroupNorm(groups, groups * each, eps=eps)
     for parameter in layer.parameters():
@@ -145,13 +156,17 @@ def test_outside_a_compiled_region_nothing_changes(layer, monkeypatch):
 
 
 def test_compiled_the_forms_compute_the_same(monkeypatch):
-    """All of them, through the compiler's code generator, forward and backward to the input: their weights are frozen.
+    """All of them, through the compiler's code generator, forward and backward to the input: their
+    weights are frozen.
 
-    (To those of a channels-last GroupNorm, rewritten or not, torch 2.13's generated CPU code crashes.)
+    (To those of a channels-last GroupNorm, rewritten or not, torch 2.13's generated CPU code
+    crashes.)
     """
     monkeypatch.undo()
     torch.manual_seed(0)
-    whole = nn.Sequential(nn.GroupNorm(2, 8), nn.SiLU(), nn.Conv2d(8, 6, 1), nn.Flatten(2), GEGLU(20, 4))
+    whole = nn.Sequential(
+        nn.GroupNorm(2, 8), nn.SiLU(), nn.Conv2d(8, 6, 1), nn.Flatten(2), GEGLU(20, 4)
+    )
     whole.requires_grad_(False)
     x = image(2, 8, 4).requires_grad_()
     expected = whole(x)
@@ -202,7 +217,9 @@ def test_what_is_to_be_compiled_is_and_with_the_mode_asked_for(monkeypatch):
 
 
 class Recording:
-    """Stands for torch.cuda.graph: one that was broken off can't be ended, and leaves its stream behind."""
+    """Stands for torch.cuda.graph: one that was broken off can't be ended, and leaves its stream
+    behind.
+    """
 
     current, begun, ended = "main", 0, 0
 
@@ -223,7 +240,10 @@ class Recording:
 def test_a_recording_that_breaks_off_says_why_and_leaves_nothing_behind(monkeypatch):
     recording = type("Recording", (Recording,), {})
     stands = {"graph": recording, "CUDAGraph": object, "current_stream": lambda: recording.current}
-    stands |= {"set_stream": lambda stream: setattr(recording, "current", stream), "synchronize": lambda: None}
+    stands |= {
+        "set_stream": lambda stream: setattr(recording, "current", stream),
+        "synchronize": lambda: None,
+    }
     for name, stand in stands.items():
         monkeypatch.setattr(torch.cuda, name, stand)
     zeros = torch.zeros
@@ -256,14 +276,16 @@ print(cold, before, len(list(cold.iterdir())), own != cold)
 
 @pytest.mark.parametrize("compiler", [True, False])
 def test_a_cold_cache_is_empty_and_goes_with_the_process(tmp_path, compiler):
-    """What Inductor asks the C++ compiler was answered before, in the machine's own cache; where there is no compiler
-    that is the business of the step that wants one."""
+    """What Inductor asks the C++ compiler was answered before, in the machine's own cache; where
+    there is no compiler that is the business of the step that wants one."""
     if compiler and not shutil.which("g++"):
         pytest.skip("there is no g++ here to ask")
     here = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""}
     if not compiler:
         here |= {"PATH": str(tmp_path), "CXX": str(tmp_path / "g++")}
-    ran = subprocess.run([sys.executable, "-c", COLD], env=here, capture_output=True, text=True, check=True)
+    ran = subprocess.run(
+        [sys.executable, "-c", COLD], env=here, capture_output=True, text=True, check=True
+    )
     cold, asked, entries, another = ran.stdout.split()
     assert (int(asked), entries, another) == (compiler, "0", "True")
     assert not Path(cold).exists()

@@ -20,7 +20,9 @@ from labutils.layers.activation_checkpoint import Parking, offloading, recomputi
 
 def blocks(count=3):
     torch.manual_seed(0)
-    made = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)) for _ in range(count))
+    made = nn.ModuleList(
+        nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)) for _ in range(count)
+    )
     for block in made:
         block[0].requires_grad_(False)  # as under an adapter
     return made
@@ -28,7 +30,9 @@ def blocks(count=3):
 
 def run(layers, x, parking=None):
     for layer in layers:
-        x = x + (layer(x) if parking is None else offloading(layer, parking)(functools.partial(layer), x))
+        x = x + (
+            layer(x) if parking is None else offloading(layer, parking)(functools.partial(layer), x)
+        )
     return x.square().sum()
 
 
@@ -39,7 +43,9 @@ def test_gradients_are_those_without_it(wanted):
     expected = torch.autograd.grad(run(layers, x), trained)
     parking = Parking()
     for _ in range(2):  # the second pass takes the rooms of the first
-        for found, theirs in zip(torch.autograd.grad(run(layers, x, parking), trained), expected, strict=True):
+        for found, theirs in zip(
+            torch.autograd.grad(run(layers, x, parking), trained), expected, strict=True
+        ):
             torch.testing.assert_close(found, theirs)
 
 
@@ -66,7 +72,13 @@ def test_rooms_are_used_again_and_not_before():
 
 
 @settings(max_examples=8, deadline=None)  # a collection of garbage takes its time
-@given(st.lists(st.tuples(st.integers(1, 9), st.sampled_from([torch.float32, torch.float64])), min_size=1, max_size=6))
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 9), st.sampled_from([torch.float32, torch.float64])),
+        min_size=1,
+        max_size=6,
+    )
+)
 def test_one_set_of_rooms_serves_all_lengths(passes):
     """Up to the length that is expected, nothing is allocated after the first pass."""
     layers, parking = blocks(), Parking(room_bytes=9 * 8 * 8)
@@ -113,7 +125,9 @@ def test_the_second_pass_computes_in_the_first_ones_dtype():
 
 @pytest.mark.parametrize("name", ["sd15-lora", "qwen3-lora-short", "llava-lora"])
 def test_selective_checkpointing_trains_alike_and_hardly_multiplies_again(name, tmp_path):
-    """Same losses as with everything kept; of the wide products that "blocks" computes again it spares nearly all."""
+    """Same losses as with everything kept; of the wide products that "blocks" computes again it
+    spares nearly all.
+    """
     from labutils.layers.activation_checkpoint import THIN
     from labutils.recipe import Recipe
     from labutils.training import Session
@@ -135,7 +149,9 @@ def test_selective_checkpointing_trains_alike_and_hardly_multiplies_again(name, 
 
 
 def compiled_with_a_checkpoint(block):
-    """What PyTorch's logger said while this was compiled, as if nothing had been before in this process."""
+    """What PyTorch's logger said while this was compiled, as if nothing had been before in this
+    process.
+    """
     from torch._logging._internal import warning_once
 
     warning_once.cache_clear()
@@ -145,7 +161,9 @@ def compiled_with_a_checkpoint(block):
     handler.emit = lambda record: said.append(record.getMessage())
     activation_checkpoint.WRAP.addHandler(handler)
     try:
-        torch.compile(block, backend="aot_eager")(torch.randn(2, 8, requires_grad=True)).sum().backward()
+        torch.compile(block, backend="aot_eager")(
+            torch.randn(2, 8, requires_grad=True)
+        ).sum().backward()
     finally:
         activation_checkpoint.WRAP.removeHandler(handler)
     return [message for message in said if "context_fn" in message]
@@ -158,6 +176,8 @@ def theirs(x):
 
 
 def test_pytorchs_warning_is_dropped_for_our_checkpoints_alone():
-    assert len(compiled_with_a_checkpoint(theirs)) == 1  # that this module was imported changes nothing
+    assert (
+        len(compiled_with_a_checkpoint(theirs)) == 1
+    )  # that this module was imported changes nothing
     assert compiled_with_a_checkpoint(recomputing_within(blocks(1)[0])) == []
     assert len(compiled_with_a_checkpoint(theirs)) == 1

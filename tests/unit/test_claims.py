@@ -18,7 +18,17 @@ from labutils.results.records import REFERENCE, Run, read_runs, summarise
 
 EVERY = articles.claims()
 CLAIMS = {id: claim for id, claim in EVERY.items() if claim.judge != "beyond"}
-EXACT = {"all_present", "becomes", "count", "lists", "more_with", "names", "occurs", "unchanged", "within"}
+EXACT = {
+    "all_present",
+    "becomes",
+    "count",
+    "lists",
+    "more_with",
+    "names",
+    "occurs",
+    "unchanged",
+    "within",
+}
 """Judges of what has no noise: they never withhold a verdict."""
 SWEEPS = {"changes", "grows"}
 """Judges of pairs of runs: those that were not measured are left out."""
@@ -43,7 +53,9 @@ def with_metrics(lab: str, name: str, **metrics: object) -> Runs:
 
 
 def pins(*copies: float) -> Runs:
-    """The four runs of the 2x2 with these medians of host_copy_ms: neither, async alone, pinned alone, both."""
+    """The four runs of the 2x2 with these medians of host_copy_ms: neither, async alone, pinned
+    alone, both.
+    """
     runs = article_runs()
     names = ("pageable+blocking", "pageable+async", "pinned+blocking", "pinned+async")
     for name, ms in zip(names, copies, strict=True):
@@ -53,7 +65,9 @@ def pins(*copies: float) -> Runs:
 
 def reduced(failing: int, control: int) -> Runs:
     runs = with_metrics("04", "reduce-overhead", failed=failing)
-    runs["04", "reduce-overhead, accumulation=1"].metrics.update(failed=control, message="RuntimeError: too")
+    runs["04", "reduce-overhead, accumulation=1"].metrics.update(
+        failed=control, message="RuntimeError: too"
+    )
     return runs
 
 
@@ -143,9 +157,11 @@ def test_what_was_predicted_is_never_shown_as_measured():
     every = judges.judge(None, article_runs(), {})
     predicted = [j for j in every if j.claim.predicted]
     assert len(predicted) >= 14
-    assert {j.claim.id for j in every if "lackwell" in j.claim.statement and j.here and "specs" not in j.claim.id} <= {
-        j.claim.id for j in predicted
-    } | {"A1.blackwell.xformers", "A3.blackwell.xformers"}
+    assert {
+        j.claim.id
+        for j in every
+        if "lackwell" in j.claim.statement and j.here and "specs" not in j.claim.id
+    } <= {j.claim.id for j in predicted} | {"A1.blackwell.xformers", "A3.blackwell.xformers"}
     for j in predicted:
         assert j.here.endswith(" predicted") or j.verdict == NOT_TESTABLE, j.claim.id
         assert "was found" not in j.why and "Checked here" not in j.why, j.claim.id
@@ -154,7 +170,9 @@ def test_what_was_predicted_is_never_shown_as_measured():
 def only_batch(batch: int) -> Runs:
     """The article's runs without those of lab 06 at other batch sizes."""
     wanted = re.compile(rf" b{batch}$")
-    return {key: run for key, run in article_runs().items() if key[0] != "06" or wanted.search(key[1])}
+    return {
+        key: run for key, run in article_runs().items() if key[0] != "06" or wanted.search(key[1])
+    }
 
 
 def with_losses(method: str, loss: float, spread: float) -> Runs:
@@ -172,9 +190,17 @@ def trained_on(bf16: list[float], fp8: list[float], start: float) -> Runs:
             workload="llava-lora",
             scale="small",
             samples={"final_loss": losses, "start_loss": [start] * len(losses)},
-            metrics={"final_loss": summarise(losses), "start_loss": summarise([start] * len(losses))},
+            metrics={
+                "final_loss": summarise(losses),
+                "start_loss": summarise([start] * len(losses)),
+            },
         )
-        for method, losses in (("bf16", bf16), ("fp8-te", fp8), ("fp8-frozen", fp8), ("fp8-mixed", bf16))
+        for method, losses in (
+            ("bf16", bf16),
+            ("fp8-te", fp8),
+            ("fp8-frozen", fp8),
+            ("fp8-mixed", bf16),
+        )
     ]
     return with_runs(*runs)
 
@@ -191,16 +217,32 @@ def pretrained(runs: Runs) -> Runs:
 
 
 CASES = [
-    ("A3.32b.factor", INCONCLUSIVE, with_metrics("08", "model of two cards", dense_long_ratio=2.25)),
+    (
+        "A3.32b.factor",
+        INCONCLUSIVE,
+        with_metrics("08", "model of two cards", dense_long_ratio=2.25),
+    ),
     ("A3.32b.factor", REFUTED, with_metrics("08", "model of two cards", dense_long_ratio=1.95)),
-    ("A3.120b.factor", REFUTED, with_metrics("08", "model of two cards", moe_long_blackwell_ratio=0.75)),
+    (
+        "A3.120b.factor",
+        REFUTED,
+        with_metrics("08", "model of two cards", moe_long_blackwell_ratio=0.75),
+    ),
     ("A1.lora.count", REFUTED, with_metrics("01", "lora-counts", lora_d4096_r8=4096 * 8)),
     ("A1.lora.base-untouched", REFUTED, with_metrics("01", "equivalence", base_change=1e-7)),
     ("A1.stock.utilization", REFUTED, with_metrics("02", "stock", gpu_utilization=0.8)),
     ("A1.stock.utilization", INCONCLUSIVE, with_metrics("02", "stock", gpu_utilization=0.52)),
     ("A1.stock.data", REFUTED, with_metrics("02", "stock", data_share=0.1)),
-    ("A1.stock.launches", INCONCLUSIVE, with_metrics("02", "stock", launch_share=0.02, host_share=0.07)),
-    ("A1.left.clip-gap", REFUTED, with_metrics("02", "stock", clip_idle_ms=0.0, optimizer_idle_ms=0.01)),
+    (
+        "A1.stock.launches",
+        INCONCLUSIVE,
+        with_metrics("02", "stock", launch_share=0.02, host_share=0.07),
+    ),
+    (
+        "A1.left.clip-gap",
+        REFUTED,
+        with_metrics("02", "stock", clip_idle_ms=0.0, optimizer_idle_ms=0.01),
+    ),
     ("A1.stock.step-ms", REFUTED, with_runs(timed("02", "stock", 290 * 50))),
     ("A1.stock.step-ms", INCONCLUSIVE, with_runs(timed("02", "stock", 290 * 4 * 4))),
     ("A1.overheads.four", REFUTED, with_metrics("02", "stock", copies_share=0.0)),
@@ -218,11 +260,19 @@ CASES = [
     ("A1.workers.more-is-worse", REFUTED, with_runs(timed("03", "workers=8", 4 * 100))),
     ("A1.workers.more-is-worse", INCONCLUSIVE, with_runs(timed("03", "workers=8", 4 * 141.5))),
     ("A1.workers.data-time", REFUTED, with_metrics("03", "workers=3", data_ms=spread_of(300))),
-    ("A1.workers.data-time", INCONCLUSIVE, with_metrics("03", "workers=3", data_ms=spread_of(300, 1.2))),
+    (
+        "A1.workers.data-time",
+        INCONCLUSIVE,
+        with_metrics("03", "workers=3", data_ms=spread_of(300, 1.2)),
+    ),
     ("A1.compile.fewer-kernels", REFUTED, with_metrics("04", "compile", kernels_per_step=15900)),
     ("A1.compile.fewer-kernels", REFUTED, with_metrics("04", "compile", kernels_per_step=17000)),
     ("A1.workers.shm", REFUTED, with_metrics("03", "shm=tiny", failed=0)),
-    ("A1.workers.shm", INCONCLUSIVE, with_metrics("03", "shm=tiny", message="ValueError: something else")),
+    (
+        "A1.workers.shm",
+        INCONCLUSIVE,
+        with_metrics("03", "shm=tiny", message="ValueError: something else"),
+    ),
     ("A1.workers.shm-cure", REFUTED, with_metrics("03", "shm=enough", failed=1)),
     ("A1.workers.shm-cure", INCONCLUSIVE, with_metrics("03", "shm=tiny", failed=0)),
     ("A1.compile.max-autotune", REFUTED, with_metrics("04", "max-autotune", failed=0)),
@@ -240,12 +290,32 @@ CASES = [
     ("A1.left.clip-sync", INCONCLUSIVE, with_metrics("02", "stock", clip_sync=0.4)),
     ("A1.left.log-less", REFUTED, with_runs(timed("02", "logging=ring-buffer", 420))),
     ("A1.left.log-less", INCONCLUSIVE, with_runs(timed("02", "logging=ring-buffer", 399))),
-    ("A1.blackwell.unlisted-fails", REFUTED, with_metrics("00", "unlisted architecture", warned=0, failed=0)),
-    ("A1.blackwell.unlisted-fails", INCONCLUSIVE, with_metrics("00", "unlisted architecture", failed=0)),
-    ("A1.blackwell.newer-build", REFUTED, with_metrics("00", "machine", torch_architectures=["sm_80", "sm_90"])),
-    ("A1.blackwell.newer-build", NOT_TESTABLE, with_metrics("00", "machine", torch_architectures=[])),
+    (
+        "A1.blackwell.unlisted-fails",
+        REFUTED,
+        with_metrics("00", "unlisted architecture", warned=0, failed=0),
+    ),
+    (
+        "A1.blackwell.unlisted-fails",
+        INCONCLUSIVE,
+        with_metrics("00", "unlisted architecture", failed=0),
+    ),
+    (
+        "A1.blackwell.newer-build",
+        REFUTED,
+        with_metrics("00", "machine", torch_architectures=["sm_80", "sm_90"]),
+    ),
+    (
+        "A1.blackwell.newer-build",
+        NOT_TESTABLE,
+        with_metrics("00", "machine", torch_architectures=[]),
+    ),
     ("A1.blackwell.xformers", REFUTED, with_metrics("00", "xformers", failed=0)),
-    ("A1.blackwell.xformers", INCONCLUSIVE, with_metrics("00", "xformers", message="ImportError: no xformers")),
+    (
+        "A1.blackwell.xformers",
+        INCONCLUSIVE,
+        with_metrics("00", "xformers", message="ImportError: no xformers"),
+    ),
     ("A2.lmm.vision-cost", REFUTED, with_metrics("06", "token-counts", vision_share=0.03)),
     ("A2.fp8.cast-saturates", REFUTED, with_metrics("05", "fp8-cast", cast_1000000=float("nan"))),
     ("A2.fp8.range", REFUTED, with_metrics("05", "fp8-cast", cast_1000000=57344.0)),
@@ -282,14 +352,34 @@ CASES = [
     ("A2.compile.break-even", REFUTED, with_metrics("06", "compile-whole b1", first_step_s=30)),
     ("A2.compile.break-even", REFUTED, with_runs(a2("compile-whole b1", 1100, first_step_s=105))),
     ("A2.compile.break-even", REFUTED, with_runs(a2("bf16 b1, again", 920, first_step_s=1))),
-    ("A2.compile.break-even", INCONCLUSIVE, with_runs(a2("bf16 b1, again", 885, 0.02, first_step_s=1))),
-    ("A2.compile.break-even", CONFIRMED, with_runs(a2("bf16 b1", 890, first_step_s=1))),  # of another hour
-    ("A2.compile.break-even", INCONCLUSIVE, with_runs(a2("compile-whole b1", 985, 0.02, first_step_s=105))),
+    (
+        "A2.compile.break-even",
+        INCONCLUSIVE,
+        with_runs(a2("bf16 b1, again", 885, 0.02, first_step_s=1)),
+    ),
+    (
+        "A2.compile.break-even",
+        CONFIRMED,
+        with_runs(a2("bf16 b1", 890, first_step_s=1)),
+    ),  # of another hour
+    (
+        "A2.compile.break-even",
+        INCONCLUSIVE,
+        with_runs(a2("compile-whole b1", 985, 0.02, first_step_s=105)),
+    ),
     ("A2.compile.fp8-gains-less", REFUTED, with_runs(a2("compile-fp8-te b1", 500))),
     ("A2.compile.fp8-gains-less", INCONCLUSIVE, with_runs(a2("compile-fp8-te b1", 850, 0.02))),
     ("A2.te.breaks-graph", REFUTED, with_metrics("06", "compile-fp8-te b1", graph_breaks=0)),
-    ("A2.anyres.cause", REFUTED, with_metrics("06", "recompiles uniform", further_image_token_counts=0)),
-    ("A2.fixed.cause", REFUTED, with_metrics("06", "same-tokens static", ms_per_1k_tokens=spread_of(98))),
+    (
+        "A2.anyres.cause",
+        REFUTED,
+        with_metrics("06", "recompiles uniform", further_image_token_counts=0),
+    ),
+    (
+        "A2.fixed.cause",
+        REFUTED,
+        with_metrics("06", "same-tokens static", ms_per_1k_tokens=spread_of(98)),
+    ),
     ("A2.anyres.recompiles", REFUTED, with_metrics("06", "recompiles varied", recompilations=1)),
     ("A2.guide.between", REFUTED, with_metrics("06", "guide", between="compile")),
     ("A2.guide.between", NOT_TESTABLE, with_metrics("06", "guide", between=3)),
@@ -308,8 +398,16 @@ CASES = [
     ("A2.left.fp8-once", INCONCLUSIVE, with_metrics("06", "fp8-frozen b1", peak_allocated_gb=10)),
     ("A2.left.fp8-once", CONFIRMED, with_metrics("06", "fp8-frozen b1", peak_allocated_gb=5)),
     ("A3.120b.h100-long", REFUTED, with_metrics("08", "model of two cards", h100_moe_long=2.4)),
-    ("A3.120b.h100-long", INCONCLUSIVE, with_metrics("08", "model of two cards", h100_moe_long=1.0)),
-    ("A3.120b.h100-long", NOT_TESTABLE, with_metrics("08", "model of two cards", h100_moe_long=0.0)),
+    (
+        "A3.120b.h100-long",
+        INCONCLUSIVE,
+        with_metrics("08", "model of two cards", h100_moe_long=1.0),
+    ),
+    (
+        "A3.120b.h100-long",
+        NOT_TESTABLE,
+        with_metrics("08", "model of two cards", h100_moe_long=0.0),
+    ),
     ("A3.120b.weights", REFUTED, with_metrics("08", "moe weights", four_bit_gb=61.5)),
     ("A4.memory.checkpointing", REFUTED, with_metrics("09", "checkpointing", peak_gb=9.5)),
     ("A4.memory.checkpointing", REFUTED, with_metrics("09", "checkpointing", peak_gb=11.0)),
@@ -317,13 +415,29 @@ CASES = [
     ("A4.pytorch.cudnn-benchmark", INCONCLUSIVE, with_runs(a4("cudnn.benchmark", 130, 0.15))),
     ("A4.pytorch.cudnn-benchmark", REFUTED, with_runs(a4("cudnn.benchmark", 140))),
     ("A4.pytorch.mixed-precision", INCONCLUSIVE, with_runs(a4("base", 220, 0.2))),
-    ("A4.pytorch.persistent", REFUTED, with_metrics("03", "persistent", epoch_start_persistent_ms=spread_of(170))),
+    (
+        "A4.pytorch.persistent",
+        REFUTED,
+        with_metrics("03", "persistent", epoch_start_persistent_ms=spread_of(170)),
+    ),
     ("A4.environment.threads", REFUTED, with_metrics("09", "threads: one each", images_per_s=90.0)),
-    ("A4.network.ethernet", REFUTED, with_metrics("10", "networks", **{"small Qwen3, whole at 100 GbE": 53.0})),
-    ("A4.network.ethernet", INCONCLUSIVE, with_metrics("10", "networks", **{"small Qwen3, whole at 100 GbE": 81.0})),
+    (
+        "A4.network.ethernet",
+        REFUTED,
+        with_metrics("10", "networks", **{"small Qwen3, whole at 100 GbE": 53.0}),
+    ),
+    (
+        "A4.network.ethernet",
+        INCONCLUSIVE,
+        with_metrics("10", "networks", **{"small Qwen3, whole at 100 GbE": 81.0}),
+    ),
     ("A3.nf4.optimal", REFUTED, with_metrics("07", "rounding nf4", information_share=0.971)),
     ("A3.int8.codes", REFUTED, with_metrics("07", "absmax", code_1=-35)),
-    ("A3.32b.unsloth-batch", REFUTED, with_metrics("08", "model of memory", unsloth_32b_batch_32_gb=120.0)),
+    (
+        "A3.32b.unsloth-batch",
+        REFUTED,
+        with_metrics("08", "model of memory", unsloth_32b_batch_32_gb=120.0),
+    ),
 ]
 
 
@@ -335,7 +449,9 @@ def test_the_article_s_own_numbers_confirm_its_claims(id):
     assert found.why
 
 
-@pytest.mark.parametrize(("id", "verdict", "runs"), CASES, ids=lambda case: case if isinstance(case, str) else "")
+@pytest.mark.parametrize(
+    ("id", "verdict", "runs"), CASES, ids=lambda case: case if isinstance(case, str) else ""
+)
 def test_verdict(id, verdict, runs):
     found = judgement(id, runs)
     assert found.verdict == verdict, found.why
@@ -356,7 +472,9 @@ def test_without_runs_it_says_what_to_run(id):
     assert found.here == ""
 
 
-@pytest.mark.parametrize(("id", "name"), [(id, name) for id, claim in CLAIMS.items() for name in claim.runs])
+@pytest.mark.parametrize(
+    ("id", "name"), [(id, name) for id, claim in CLAIMS.items() for name in claim.runs]
+)
 def test_without_one_of_its_runs_it_says_which(id, name):
     runs = article_runs()
     del runs[CLAIMS[id].lab, name]
@@ -372,7 +490,10 @@ def test_without_one_of_its_runs_it_says_which(id, name):
 
 @pytest.mark.parametrize("id", CLAIMS)
 def test_runs_that_recorded_nothing_say_nothing(id):
-    runs = {key: Run(*key, scale="full", status="oom", machine=run.machine) for key, run in article_runs().items()}
+    runs = {
+        key: Run(*key, scale="full", status="oom", machine=run.machine)
+        for key, run in article_runs().items()
+    }
     found = judgement(id, runs)
     if CLAIMS[id].judge not in (
         "fails",
@@ -396,7 +517,15 @@ def test_what_no_run_can_test_says_why_with_runs_and_without(id):
 
 
 def test_a_skipped_run_is_no_success():
-    runs = with_runs(Run("04", "max-autotune", scale="full", status="skipped: no compiler", machine={"gpu": "any"}))
+    runs = with_runs(
+        Run(
+            "04",
+            "max-autotune",
+            scale="full",
+            status="skipped: no compiler",
+            machine={"gpu": "any"},
+        )
+    )
     found = judgement("A1.compile.max-autotune", runs)
     assert found.verdict == NOT_TESTABLE
     assert "no compiler" in found.why
@@ -452,7 +581,8 @@ def test_one_disturbed_run_of_several_is_enough():
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("scale", "small"), ("workload", "another"), ("machine", {"gpu": "another"}), ("data", "hub")]
+    ("field", "value"),
+    [("scale", "small"), ("workload", "another"), ("machine", {"gpu": "another"}), ("data", "hub")],
 )
 def test_runs_that_differ_are_not_compared(field, value):
     runs = article_runs()
@@ -521,7 +651,10 @@ def test_markdown_is_one_table():
     assert len(lines) == 2 + len(EVERY)
     assert {len(re.findall(r"(?<!\\)\|", line)) for line in lines} == {6}
     (row,) = [line for line in lines if "A1.total.speedup" in line]
-    assert "290 → 98 ms | 1160 → 392 ms (2.96x) (confirmed) | 1160 → 392 ms (2.96x) | **confirmed**" in row
+    assert (
+        "290 → 98 ms | 1160 → 392 ms (2.96x) (confirmed) | 1160 → 392 ms (2.96x) | **confirmed**"
+        in row
+    )
 
 
 def test_markdown_marks_what_is_absent():
@@ -540,17 +673,26 @@ def test_markdown_says_once_why_several_claims_can_t_be_tested():
 
 def test_a_lab_that_was_run_without_a_claims_runs_is_not_said_to_be_unrun():
     lacking = {("06", "other"): Run("06", "other", machine={"cpu": "a CPU"})}
-    assert judges.judge("A2.compile.fp8-speed", lacking, {})[0].why.startswith("It is a statement about a GPU")
+    assert judges.judge("A2.compile.fp8-speed", lacking, {})[0].why.startswith(
+        "It is a statement about a GPU"
+    )
     with_gpu = {("06", "other"): Run("06", "other", machine={"gpu": "a GPU"})}
     told = judges.judge("A2.compile.fp8-speed", with_gpu, {})[0]
     assert told.verdict == judges.NOT_TESTABLE
-    assert told.why.startswith("Lab 06 has made none of the runs that it takes (") and "parameters cell" in told.why
+    assert (
+        told.why.startswith("Lab 06 has made none of the runs that it takes (")
+        and "parameters cell" in told.why
+    )
 
 
 @pytest.mark.parametrize(
     ("factor", "told"),
     [
-        (1.3, "The opposite of what was published at b4, by more than the spread: -10 to -1 % is meant"),
+        (
+            1.3,
+            "The opposite of what was published at b4, by more than the spread: -10 to -1 % is "
+            "meant",
+        ),
         (0.7, "Larger than published at b4, by more than the spread"),
         (0.995, "Smaller than published at b4, by more than the spread"),
     ],
@@ -564,47 +706,63 @@ def test_a_miss_says_which_way_it_misses(factor, told):
 def test_several_misses_are_told_apart():
     runs = with_runs(a2("fp8-te b4", 4 * 990 * 1.3), a2("fp8-te b8", 8 * 990 * 0.7))
     found = judgement("A2.fp8.speed", runs)
-    assert found.why.startswith("The opposite of what was published at b4, larger than published at b8, by more")
+    assert found.why.startswith(
+        "The opposite of what was published at b4, larger than published at b8, by more"
+    )
 
 
 def test_a_change_where_none_was_published_is_called_one():
     """Whichever way: of nothing there is no larger and no smaller, and no opposite."""
     for peak in (0.5, 100.0):
         found = judgement("A2.fp8.memory", with_metrics("06", "fp8-te b8", peak_allocated_gb=peak))
-        assert found.why.startswith("Changed, where no change was published at b8, by more than the spread: ")
+        assert found.why.startswith(
+            "Changed, where no change was published at b8, by more than the spread: "
+        )
 
 
 def test_a_miss_within_the_spread_says_which_way_too():
     found = judgement("A2.fp8.speed", with_runs(a2("fp8-te b4", 4 * 990 * 0.88, spread=0.05)))
-    assert found.verdict == INCONCLUSIVE and found.why.startswith("Larger than published at b4, but within the spread")
+    assert found.verdict == INCONCLUSIVE and found.why.startswith(
+        "Larger than published at b4, but within the spread"
+    )
 
 
 def test_whatever_is_more_is_told_of_both_runs():
     """Of a count as of a share, and of what isn't more."""
     share = judgement("A4.pytorch.scaler", article_runs())
     assert share.why == (
-        "Lost share: a higher number in 'numbers: fp16, loss not scaled' than in 'numbers: fp16, scaled loss'."
+        "Lost share: a higher number in 'numbers: fp16, loss not scaled' than in 'numbers: fp16, "
+        "scaled loss'."
     )
     none = judgement("A2.te.breaks-graph", with_metrics("06", "compile-fp8-te b1", graph_breaks=0))
     assert none.why == "Graph breaks: no higher number in 'compile-fp8-te b1' than in 'compile b1'."
 
 
 def test_found_numbers_have_no_senseless_digits():
-    assert [figures(value) for value in (2.66935e12, 1234.0, 58.41459, -0.708661, 1755.71, 3.0)] == [
+    assert [
+        figures(value) for value in (2.66935e12, 1234.0, 58.41459, -0.708661, 1755.71, 3.0)
+    ] == [
         *("2.67e+12", "1,234", "58.41", "-0.7087", "1,755.7", "3"),
     ]
 
 
-# ------------------------------------------------------------------------------------------------ for whatever runs
+# ---------------------------------------------------------------------------- for whatever runs
 
 
 anything = (
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.lists(st.integers(), max_size=2)
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=5)
+    | st.lists(st.integers(), max_size=2)
 )
 summaries = st.dictionaries(st.sampled_from(["median", "p10", "p90", "n"]), anything)
 METRIC_KEYS = ("metric", "metrics", "heavier", "lighter", "share")
 named = [claim.how[key] for claim in CLAIMS.values() for key in METRIC_KEYS if key in claim.how]
-metric_names = sorted({"step_ms", "failed", "message"}.union(*([n] if isinstance(n, str) else n for n in named)))
+metric_names = sorted(
+    {"step_ms", "failed", "message"}.union(*([n] if isinstance(n, str) else n for n in named))
+)
 metrics_of = st.dictionaries(st.sampled_from(metric_names), anything | summaries)
 partial_runs = st.builds(
     Run,
@@ -613,7 +771,9 @@ partial_runs = st.builds(
     scale=st.sampled_from(["tiny", "full"]),
     status=st.sampled_from(["ok", "oom", "skipped: why", "error: RuntimeError"]),
     metrics=metrics_of | st.none(),
-    samples=st.dictionaries(st.sampled_from(["step_ms", "data_ms"]), st.lists(anything, max_size=4)),
+    samples=st.dictionaries(
+        st.sampled_from(["step_ms", "data_ms"]), st.lists(anything, max_size=4)
+    ),
     machine=st.sampled_from([{}, {"gpu": "any", "compute_capability": "12.0"}]),
     recipe=st.dictionaries(st.just("accumulation"), anything),
 )
@@ -634,13 +794,17 @@ def test_no_judge_raises_on_partial_runs(data):
 @settings(deadline=None)
 @given(
     st.floats(0.01, 100),
-    st.sampled_from(["A1.workers.three", "A1.workers.shape", "A1.workers.optimum", "A1.total.speedup"]),
+    st.sampled_from(
+        ["A1.workers.three", "A1.workers.shape", "A1.workers.optimum", "A1.total.speedup"]
+    ),
 )
 def test_a_faster_machine_changes_no_verdict_on_ratios(factor, id):
     runs = copy.deepcopy(article_runs())
     for run in runs.values():
         if "step_ms" in run.metrics:
-            run.metrics["step_ms"] = {k: v if k == "n" else v * factor for k, v in run.metrics["step_ms"].items()}
+            run.metrics["step_ms"] = {
+                k: v if k == "n" else v * factor for k, v in run.metrics["step_ms"].items()
+            }
     assert judgement(id, runs).verdict == CONFIRMED
 
 
@@ -655,7 +819,9 @@ def test_overlapping_spreads_never_confirm_a_speedup(ratio, spread):
 
 
 def test_a_cpu_is_named_as_the_reason_though_a_rung_was_left_out_there():
-    """A rung that a CPU can't tell apart is kept without a workload, which is not why the claim can't be tested."""
+    """A rung that a CPU can't tell apart is kept without a workload, which is not why the claim
+    can't be tested.
+    """
     runs = with_runs(Run("04", "pinned", status="skipped: on a CPU this rung is no different"))
     for run in runs.values():
         run.machine = CPU
@@ -664,7 +830,9 @@ def test_a_cpu_is_named_as_the_reason_though_a_rung_was_left_out_there():
 
 
 def test_the_reference_says_what_it_says_in_its_units():
-    """Limits of times are told in milliseconds, and changes of times are step by step where steps can be paired."""
+    """Limits of times are told in milliseconds, and changes of times are step by step where steps
+    can be paired.
+    """
     reference = read_runs(REFERENCE)
     units = {"_ms": " ms", "_ratio": "x", "_gb": " GB"}
     told = 0
@@ -673,7 +841,10 @@ def test_the_reference_says_what_it_says_in_its_units():
         if claim.judge == "limit" and found.shown:
             metric = claim.how["metrics"][0]
             shown = found.shown.removesuffix(" predicted")
-            assert shown.endswith(units.get("_" + metric.rpartition("_")[2], " %")), (claim.id, found.shown)
+            assert shown.endswith(units.get("_" + metric.rpartition("_")[2], " %")), (
+                claim.id,
+                found.shown,
+            )
             told += 1
     assert told > 3
     speed = judges.assess(CLAIMS["A2.fp8.speed"], reference)

@@ -1,4 +1,6 @@
-"""The command line: exit codes, one clear message on stderr, and nothing heavy loaded before it is needed."""
+"""The command line: exit codes, one clear message on stderr, and nothing heavy loaded before it is
+needed.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ from labutils.tools import doctor, run
 
 def labutils(*words: str, **environment: str) -> subprocess.CompletedProcess:
     command = [sys.executable, "-m", "labutils.cli", *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=os.environ | environment)
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=120, env=os.environ | environment
+    )
 
 
 @pytest.mark.parametrize(
@@ -73,7 +77,8 @@ def test_what_the_runner_refuses_is_one_message_and_2(tmp_path, capsys):
     assert cli.main(["run", path, "--scale", "huge"]) == 2
     said = capsys.readouterr()
     assert said.err == (
-        "labutils run: scale is 'huge', but it takes one of: auto, tiny, small, full. Type --scale with one of them.\n"
+        "labutils run: scale is 'huge', but it takes one of: auto, tiny, small, full. Type --scale "
+        "with one of them.\n"
     )
     assert said.out == ""
 
@@ -81,7 +86,9 @@ def test_what_the_runner_refuses_is_one_message_and_2(tmp_path, capsys):
 def test_options_reach_the_runner(monkeypatch, tmp_path):
     called = {}
     monkeypatch.setattr(
-        run, "run", lambda labs, options, say, make_pages: called.update(labs=labs, options=options) or 1
+        run,
+        "run",
+        lambda labs, options, say, make_pages: called.update(labs=labs, options=options) or 1,
     )
     words = [
         "run",
@@ -117,7 +124,11 @@ def test_options_reach_the_runner(monkeypatch, tmp_path):
 @pytest.mark.parametrize("code", [0, 1])
 def test_doctor_and_report_say_how_they_end(monkeypatch, tmp_path, code):
     monkeypatch.setattr(doctor, "main", lambda json: code if json else 5)
-    monkeypatch.setattr(report, "main", lambda results, as_json: code if (results, as_json) == (tmp_path, True) else 5)
+    monkeypatch.setattr(
+        report,
+        "main",
+        lambda results, as_json: code if (results, as_json) == (tmp_path, True) else 5,
+    )
     assert cli.main(["doctor", "--json"]) == code
     assert cli.main(["report", "--json", "--results", str(tmp_path)]) == code
 
@@ -133,9 +144,14 @@ def test_ctrl_c_is_130_without_a_traceback(monkeypatch, capsys):
 
 def test_a_reader_that_goes_away_is_no_traceback():
     talk = "doctor.main = lambda json: [print('x' * 100) for _ in range(10**5)] and 0"
-    program = f"import sys; from labutils import cli, doctor; {talk}; sys.exit(cli.main(['doctor']))"
+    program = (
+        f"import sys; from labutils import cli, doctor; {talk}; sys.exit(cli.main(['doctor']))"
+    )
     done = subprocess.run(
-        ["bash", "-c", f'"{sys.executable}" -c "{program}" | head -n 1'], capture_output=True, text=True, timeout=60
+        ["bash", "-c", f'"{sys.executable}" -c "{program}" | head -n 1'],
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     assert (done.stdout, done.stderr) == ("x" * 100 + "\n", "")
 
@@ -153,7 +169,10 @@ def test_a_lab_that_fails_is_1_and_its_message_is_on_the_page(tmp_path):
     assert "To read in a browser:" in done.stdout
     index = (tmp_path / "results" / "index.html").read_text()
     assert 'href="notebooks/raises.html"' in index and "no such shape: 3 x 4" in index
-    assert "ValueError: no such shape: 3 x 4" in (tmp_path / "results" / "notebooks" / "raises.html").read_text()
+    assert (
+        "ValueError: no such shape: 3 x 4"
+        in (tmp_path / "results" / "notebooks" / "raises.html").read_text()
+    )
 
 
 @pytest.mark.parametrize("command", ["run", "report"])
@@ -180,7 +199,11 @@ def test_the_ladder_is_drawn_from_the_reference_runs(tmp_path, capsys):
 
 @pytest.mark.parametrize(
     ("file", "results", "says"),
-    [("gone/ladder.png", None, "folder"), ("ladder.xyz", None, ".png"), ("ladder.png", "empty", "labutils run 04")],
+    [
+        ("gone/ladder.png", None, "folder"),
+        ("ladder.xyz", None, ".png"),
+        ("ladder.png", "empty", "labutils run 04"),
+    ],
 )
 def test_a_picture_that_can_not_be_drawn_says_why(tmp_path, capsys, file, results, says):
     (tmp_path / "empty").mkdir()
@@ -192,9 +215,14 @@ def test_a_picture_that_can_not_be_drawn_says_why(tmp_path, capsys, file, result
 def test_a_picture_says_which_records_it_had_to_pass_over(tmp_path, capsys):
     file = tmp_path / "results.jsonl"
     file.write_text(REFERENCE.read_text("utf-8") + "nothing\n")
-    assert cli.main(["report", "--picture", str(tmp_path / "ladder.png"), "--results", str(tmp_path)]) == 0
+    assert (
+        cli.main(["report", "--picture", str(tmp_path / "ladder.png"), "--results", str(tmp_path)])
+        == 0
+    )
     said = capsys.readouterr()
     assert "Passed over: " in said.err and "is not JSON" in said.err
     file.write_text('{"schema": 99, "lab": "04", "run": "stock"}\n')
-    assert cli.main(["report", "--picture", str(tmp_path / "none.png"), "--results", str(file)]) == 2
+    assert (
+        cli.main(["report", "--picture", str(tmp_path / "none.png"), "--results", str(file)]) == 2
+    )
     assert "No picture: There is no record that this version can use" in capsys.readouterr().err

@@ -1,4 +1,6 @@
-"""What a notebook calls: parameters checked, results kept at once, failures survived, predictions scored."""
+"""What a notebook calls: parameters checked, results kept at once, failures survived, predictions
+scored.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ PARAMETERS = {"scale": "tiny", "weights": "random", "data": "generated", "result
 
 
 def notebook(own: dict | None = None, cells: tuple[str, ...] = (), **values) -> dict:
-    """The globals of a notebook whose parameters cell declares the usual four and `own` (name -> type)."""
+    """The globals of a notebook whose parameters cell declares the usual four and `own` (name ->
+    type).
+    """
     kinds = dict.fromkeys(PARAMETERS, str) | (own or {})
     return PARAMETERS | values | {"__annotations__": kinds, "In": ["", *cells]}
 
@@ -36,7 +40,13 @@ def reference(tmp_path, monkeypatch):
     """A reference of one good run and one that ran out of memory."""
     kept = Results(tmp_path / "reference")
     kept.append(
-        Run("03", "workers=3", scale="full", metrics={"step_ms": {"median": 625.0}, "note": "x"}, machine={"gpu": "H"})
+        Run(
+            "03",
+            "workers=3",
+            scale="full",
+            metrics={"step_ms": {"median": 625.0}, "note": "x"},
+            machine={"gpu": "H"},
+        )
     )
     kept.append(Run("03", "too big", status="oom"))
     monkeypatch.setattr(results, "REFERENCE", kept.path)
@@ -50,11 +60,20 @@ def reference(tmp_path, monkeypatch):
     [
         (notebook(scale="huge"), "scale is 'huge', but it takes one of: auto, tiny, small, full"),
         (notebook(weights=True), "weights is True, a bool, but it takes words"),
-        (notebook(own={"loud": bool}, loud="false"), "loud is 'false', a text, but it takes true or false"),
-        (notebook(own={"steps": int}, steps=True), "steps is True, a bool, but it takes a whole number"),
+        (
+            notebook(own={"loud": bool}, loud="false"),
+            "loud is 'false', a text, but it takes true or false",
+        ),
+        (
+            notebook(own={"steps": int}, steps=True),
+            "steps is True, a bool, but it takes a whole number",
+        ),
         (notebook(own={"steps": int}, steps="3"), "steps is '3', a text"),
         (notebook(own={"rate": float}, rate=float("nan")), "rate is nan"),
-        (notebook(cells=("# Parameters\nstepz = 5\n",)), "no parameter stepz. Its parameters: scale, weights, data"),
+        (
+            notebook(cells=("# Parameters\nstepz = 5\n",)),
+            "no parameter stepz. Its parameters: scale, weights, data",
+        ),
     ],
 )
 def test_a_parameter_that_is_not_what_it_should_be_is_refused(namespace, message, results_folder):
@@ -64,8 +83,17 @@ def test_a_parameter_that_is_not_what_it_should_be_is_refused(namespace, message
 
 
 def test_parameters_reach_the_lab(capsys):
-    lab = open_lab("03", notebook({"steps": int, "rate": "float"}, ("# Parameters\nsteps = 5\n",), steps=5, rate=2))
-    assert lab.parameters == {"scale": "tiny", "weights": "random", "data": "generated", "steps": 5, "rate": 2.0}
+    lab = open_lab(
+        "03",
+        notebook({"steps": int, "rate": "float"}, ("# Parameters\nsteps = 5\n",), steps=5, rate=2),
+    )
+    assert lab.parameters == {
+        "scale": "tiny",
+        "weights": "random",
+        "data": "generated",
+        "steps": 5,
+        "rate": 2.0,
+    }
     assert (lab.number, lab.scale, lab.weights, lab.data) == ("03", "tiny", "random", "generated")
     assert "Lab 03" in capsys.readouterr().out
 
@@ -81,7 +109,9 @@ def test_auto_is_the_scale_that_fits_and_a_larger_one_is_warned_of(monkeypatch, 
 def test_a_parameter_that_was_corrected_is_forgotten():
     """A cell of papermill's that was changed and run again; one that is no Python assigned nothing."""
     for last in ("# Parameters\nscale = 'tiny'\n", "# Parameters\nscale = \n"):
-        assert open_lab("03", notebook(cells=("# Parameters\nstepz = 5\n", "", last))).scale == "tiny"
+        assert (
+            open_lab("03", notebook(cells=("# Parameters\nstepz = 5\n", "", last))).scale == "tiny"
+        )
 
 
 def test_opening_a_lab_again_goes_on_with_it(tmp_path, monkeypatch):
@@ -92,14 +122,21 @@ def test_opening_a_lab_again_goes_on_with_it(tmp_path, monkeypatch):
     lab = space["lab"] = open_lab("03", space)
     lab.predict("steps", 4.0)
     assert open_lab("03", space) is lab
-    for other in (("04", space), ("03", space | {"steps": 5}), ("03", space | {"results_dir": str(tmp_path / "own")})):
+    for other in (
+        ("04", space),
+        ("03", space | {"steps": 5}),
+        ("03", space | {"results_dir": str(tmp_path / "own")}),
+    ):
         assert open_lab(*other) is not lab
     monkeypatch.setenv("LABUTILS_RESULTS", str(tmp_path / "elsewhere"))
     assert open_lab("03", space).results_dir == tmp_path / "elsewhere"
 
 
 def test_where_results_go(tmp_path, monkeypatch, results_folder):
-    assert open_lab("03", notebook(results_dir=str(tmp_path / "asked"))).results_dir == tmp_path / "asked"
+    assert (
+        open_lab("03", notebook(results_dir=str(tmp_path / "asked"))).results_dir
+        == tmp_path / "asked"
+    )
     assert open_lab("03", notebook()).results_dir == results_folder
     monkeypatch.delenv("LABUTILS_RESULTS")
     monkeypatch.setattr(results, "REPOSITORY", tmp_path)
@@ -150,7 +187,13 @@ def measure():
 
     def call() -> Run:
         call.times += 1
-        return Run("", "", workload="sd15-lora", recipe=STOCK.fitted_to("cpu").as_dict(), metrics={"n": call.times})
+        return Run(
+            "",
+            "",
+            workload="sd15-lora",
+            recipe=STOCK.fitted_to("cpu").as_dict(),
+            metrics={"n": call.times},
+        )
 
     call.times = 0
     return call
@@ -174,7 +217,9 @@ def test_what_is_measured_together_is_taken_together(measure, tmp_path):
     left = again.measured_together(pair, lambda: {name: measure() for name in pair})
     assert [left[name].metrics["n"] for name in pair] == [1, 2]
     third = open_lab("03", notebook(results_dir=str(tmp_path)))
-    three = third.measured_together(pair | {"c": STOCK}, lambda: {name: measure() for name in "abc"})
+    three = third.measured_together(
+        pair | {"c": STOCK}, lambda: {name: measure() for name in "abc"}
+    )
     assert [three[name].metrics["n"] for name in "abc"] == [3, 4, 5]
 
 
@@ -207,12 +252,16 @@ def test_a_machine_that_was_given_more_memory_is_the_same(measure, tmp_path, mon
 
 @pytest.fixture
 def interrupted(tmp_path):
-    """`interrupted(run, **parameters)`: the run as a lab left it that had those parameters and was then interrupted."""
+    """`interrupted(run, **parameters)`: the run as a lab left it that had those parameters and was
+    then interrupted.
+    """
 
     def leave(run, **own):
         first = open_lab("03", notebook(dict.fromkeys(own, int), results_dir=str(tmp_path), **own))
         first.keep(run)
-        return lambda **again: open_lab("03", notebook(dict.fromkeys(again, int), results_dir=str(tmp_path), **again))
+        return lambda **again: open_lab(
+            "03", notebook(dict.fromkeys(again, int), results_dir=str(tmp_path), **again)
+        )
 
     return leave
 
@@ -236,12 +285,16 @@ def test_batches_tell_their_notebooks_code_as_well(interrupted, measure, monkeyp
 def test_out_of_memory_is_a_result_of_a_recipe_only(interrupted, measure):
     of_a_recipe = Run("03", "a", status="oom", recipe=STOCK.fitted_to("cpu").as_dict())
     assert interrupted(of_a_recipe)().measured("a", STOCK, measure).status == "oom"
-    assert interrupted(Run("03", "b", status="oom"))().measured("b", None, measure).metrics == {"n": 1}
+    assert interrupted(Run("03", "b", status="oom"))().measured("b", None, measure).metrics == {
+        "n": 1
+    }
 
 
 def test_what_ranks_on_a_cpu_left_is_taken_where_there_is_a_gpu(interrupted, measure, monkeypatch):
     """Also what was measured at another scale than the lab's."""
-    left = Run("03", "a", workload="sd15-lora", scale="small", recipe=STOCK.fitted_to("cpu").as_dict())
+    left = Run(
+        "03", "a", workload="sd15-lora", scale="small", recipe=STOCK.fitted_to("cpu").as_dict()
+    )
     monkeypatch.setattr(hardware, "device", lambda: "cuda")
     assert interrupted(left)().measured("a", STOCK, measure).scale == "small"
 
@@ -283,7 +336,10 @@ def test_what_the_runner_told_stands_in_every_record(monkeypatch, results_folder
     monkeypatch.setenv(results.BESIDE, "2")
     monkeypatch.setenv(results.SOURCES, '{"notebook": "a", "labutils": "b"}')
     lab = open_lab("03", notebook())
-    assert "Up to 2 other labs may run on this machine meanwhile: times are disturbed" in capsys.readouterr().out
+    assert (
+        "Up to 2 other labs may run on this machine meanwhile: times are disturbed"
+        in capsys.readouterr().out
+    )
     lab.keep(Run("", "one"))
     lab.done()
     run, done = read_records(results_folder)
@@ -294,12 +350,16 @@ def test_what_the_runner_told_stands_in_every_record(monkeypatch, results_folder
 def test_what_others_disturbed_is_measured_again_alone(measure, tmp_path, monkeypatch):
     monkeypatch.setenv(results.BESIDE, "1")
     for times in (1, 1):  # interrupted and gone on with, still beside others
-        assert open_lab("03", notebook(results_dir=str(tmp_path))).measured("a", STOCK, measure).metrics == {"n": times}
+        assert open_lab("03", notebook(results_dir=str(tmp_path))).measured(
+            "a", STOCK, measure
+        ).metrics == {"n": times}
     monkeypatch.delenv(results.BESIDE)
     alone = open_lab("03", notebook(results_dir=str(tmp_path))).measured("a", STOCK, measure)
     assert (alone.metrics, alone.beside) == ({"n": 2}, None)
     monkeypatch.setenv(results.BESIDE, "1")  # what was measured alone is good enough
-    assert open_lab("03", notebook(results_dir=str(tmp_path))).measured("a", STOCK, measure).metrics == {"n": 2}
+    assert open_lab("03", notebook(results_dir=str(tmp_path))).measured(
+        "a", STOCK, measure
+    ).metrics == {"n": 2}
 
 
 # What fails here
@@ -309,8 +369,16 @@ def test_what_others_disturbed_is_measured_again_alone(measure, tmp_path, monkey
     ("error", "status", "told"),
     [
         (MemoryError(), "oom", "Out of memory"),
-        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9"), "oom", "Out of memory"),
-        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling"), "oom", "Out of memory"),
+        (
+            RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9"),
+            "oom",
+            "Out of memory",
+        ),
+        (
+            RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling"),
+            "oom",
+            "Out of memory",
+        ),
         (RuntimeError("CUDA out of memory. Tried to allocate 2 GiB"), "oom", "Out of memory"),
         (
             Unavailable("needs a GPU of compute capability 8.9"),
@@ -322,7 +390,11 @@ def test_what_others_disturbed_is_measured_again_alone(measure, tmp_path, monkey
             "skipped: ImportError: No module named 'unsloth'",
             "labutils doctor",
         ),
-        (ValueError("bad\nsecond line"), "error: ValueError: bad second line", "It failed with ValueError: bad"),
+        (
+            ValueError("bad\nsecond line"),
+            "error: ValueError: bad second line",
+            "It failed with ValueError: bad",
+        ),
     ],
 )
 def test_a_failure_is_kept_told_and_survived(lab, reference, capsys, error, status, told):
@@ -346,7 +418,9 @@ def test_a_reference_is_told_in_words(lab, reference, capsys):
 
 
 def test_something_better_than_the_references_numbers_can_be_shown(lab, reference, capsys):
-    with lab.attempt("3 workers", reference="workers=3", instead=lambda: print("four runs, as a picture")):
+    with lab.attempt(
+        "3 workers", reference="workers=3", instead=lambda: print("four runs, as a picture")
+    ):
         raise Unavailable("a GPU is needed")
     assert read_runs(lab.results_dir)["03", "workers=3"].status == "skipped: a GPU is needed"
     said = capsys.readouterr().out
@@ -356,7 +430,10 @@ def test_something_better_than_the_references_numbers_can_be_shown(lab, referenc
 
 @pytest.mark.parametrize(
     ("name", "told"),
-    [("too big", "has no numbers for *too big* either (oom)"), ("never run", "There is no reference run *never run*")],
+    [
+        ("too big", "has no numbers for *too big* either (oom)"),
+        ("never run", "There is no reference run *never run*"),
+    ],
 )
 def test_a_reference_that_can_not_help_says_so(lab, reference, capsys, name, told):
     with lab.attempt("it", reference=name):
@@ -416,7 +493,10 @@ def test_a_mistake_of_the_caller_is_shown_in_one_line():
 
 def test_only_a_missing_package_is_the_doctors():
     assert "labutils doctor" in course.explain("skipped: ImportError: No module named 'unsloth'")
-    assert course.explain("skipped: a CPU has no such copy") == "It was left out: a CPU has no such copy."
+    assert (
+        course.explain("skipped: a CPU has no such copy")
+        == "It was left out: a CPU has no such copy."
+    )
 
 
 # What it shows
@@ -450,7 +530,9 @@ def test_tables_of_the_reference_stand_beside_ours(lab, reference, capsys):
 @pytest.mark.parametrize("patterns", [("never run",), ("too big",), ()])
 def test_that_there_is_no_reference_yet_is_said(lab, reference, capsys, patterns):
     lab.on_reference(
-        ("run", "ms"), lambda runs: [(name, run.metric("step_ms")) for name, run in runs.items()], *patterns
+        ("run", "ms"),
+        lambda runs: [(name, run.metric("step_ms")) for name, run in runs.items()],
+        *patterns,
     )
     assert capsys.readouterr().out.startswith("*Nothing of this is on record from our H200 yet")
 
@@ -459,14 +541,28 @@ def test_what_becomes_the_reference_is_not_shown_beside_itself(lab, reference, c
     """The notebooks on record would else show the tables of the records that they replace."""
     monkeypatch.setattr(results, "REFERENCE", lab.results_dir / "results.jsonl")
     lab.keep(Run("03", "workers=3", metrics={"step_ms": {"median": 1.0}}))
-    lab.on_reference(("run", "ms"), lambda runs: [(run.run, 1) for run in runs.values()], "workers=*", "never run")
+    lab.on_reference(
+        ("run", "ms"),
+        lambda runs: [(run.run, 1) for run in runs.values()],
+        "workers=*",
+        "never run",
+    )
     assert capsys.readouterr().out == ""
 
 
 def test_a_table_of_several_days_says_so(lab, reference, capsys):
     kept = Results(results.REFERENCE.parent)
     for day, name in (("2026-01-03", "a1"), ("2026-01-02", "a2")):
-        kept.append(Run("03", name, scale="full", metrics={"x": 1}, machine={"gpu": "H"}, at=f"{day}T10:00:00"))
+        kept.append(
+            Run(
+                "03",
+                name,
+                scale="full",
+                metrics={"x": 1},
+                machine={"gpu": "H"},
+                at=f"{day}T10:00:00",
+            )
+        )
     lab.on_reference(("run", "x"), lambda runs: [(run.run, 1) for run in runs.values()], "a?")
     assert "scale full, 2026-01-02 to 2026-01-03:" in capsys.readouterr().out
 
@@ -490,7 +586,11 @@ def test_a_workload_has_the_labs_scale_and_device(lab, monkeypatch):
     import labutils.workloads
 
     asked = {}
-    monkeypatch.setattr(labutils.workloads, "open_workload", lambda name, **how: asked.update(how, name=name) or "it")
+    monkeypatch.setattr(
+        labutils.workloads,
+        "open_workload",
+        lambda name, **how: asked.update(how, name=name) or "it",
+    )
     assert lab.workload("sd15-lora") == "it"
     assert asked == {
         "name": "sd15-lora",
@@ -522,7 +622,9 @@ def drawn(monkeypatch):
     drawn = []
     widgets = types.ModuleType("ipywidgets")
     widgets.SelectionSlider = lambda options, **_: options
-    widgets.interact = lambda draw, **sliders: drawn.append(draw(**{name: all[-1] for name, all in sliders.items()}))
+    widgets.interact = lambda draw, **sliders: drawn.append(
+        draw(**{name: all[-1] for name, all in sliders.items()})
+    )
     monkeypatch.setitem(sys.modules, "ipywidgets", widgets)
     return drawn
 
@@ -538,7 +640,9 @@ def test_a_batch_run_and_a_script_have_no_slider(drawn, monkeypatch):
     open_lab("05", notebook()).explore(lambda value: value, [1.0], "x")
     monkeypatch.setattr(course, "_in_kernel", lambda: True)
     monkeypatch.setattr(course.Lab, "show", lambda *_: None)
-    open_lab("05", notebook(cells=("# Parameters\nscale = 'tiny'\n",))).explore(lambda value: value, [1.0], "x")
+    open_lab("05", notebook(cells=("# Parameters\nscale = 'tiny'\n",))).explore(
+        lambda value: value, [1.0], "x"
+    )
     assert drawn == []
 
 
@@ -561,7 +665,9 @@ def test_lists_are_shown_where_somebody_can_choose(monkeypatch, capsys):
     drawn = []
     monkeypatch.setattr(course, "_in_kernel", lambda: True)
     monkeypatch.setattr(course.Lab, "show", lambda *_: None)
-    assert open_lab("11", notebook()).choose(lambda article, verdict: drawn.append((article, verdict)), CHOICES)
+    assert open_lab("11", notebook()).choose(
+        lambda article, verdict: drawn.append((article, verdict)), CHOICES
+    )
     assert drawn == [("all", "all")]
 
 

@@ -16,7 +16,14 @@ from PIL import Image
 from torch.utils.data import DataLoader
 
 from labutils.data import drawings, images
-from labutils.data.images import EpochOrder, captioned_images, collate, decode_ms, image_text_dataset, make_loader
+from labutils.data.images import (
+    EpochOrder,
+    captioned_images,
+    collate,
+    decode_ms,
+    image_text_dataset,
+    make_loader,
+)
 from labutils.data.tokenizers import clip_tokenizer
 from labutils.recipe import STOCK
 
@@ -40,7 +47,7 @@ def examples(cache: Path):
     return image_text_dataset(captioned_images(cache, FILES), clip_tokenizer(), resolution=64)
 
 
-# ------------------------------------------------------------------------------------------------- the drawn files
+# ----------------------------------------------------------------------------- the drawn files
 
 
 def test_files_have_the_size_of_the_real_ones(folder: Path) -> None:
@@ -57,7 +64,9 @@ def test_a_drawing_depends_on_seed_and_index_alone(folder: Path) -> None:
     with Image.open(folder / "00003.png") as stored:
         assert np.array_equal(np.asarray(stored), np.asarray(drawings.drawing(3)))
     assert not np.array_equal(np.asarray(drawings.drawing(3)), np.asarray(drawings.drawing(4)))
-    assert not np.array_equal(np.asarray(drawings.drawing(3)), np.asarray(drawings.drawing(3, seed=1)))
+    assert not np.array_equal(
+        np.asarray(drawings.drawing(3)), np.asarray(drawings.drawing(3, seed=1))
+    )
 
 
 def test_captions_have_the_length_of_real_ones() -> None:
@@ -76,7 +85,9 @@ def test_columns_and_lazy_decoding(cache: Path) -> None:
 
 def test_the_folder_is_one_that_datasets_knows(folder: Path) -> None:
     lines = [json.loads(line) for line in (folder / "metadata.jsonl").read_text().splitlines()]
-    assert [line["file_name"] for line in lines] == sorted(path.name for path in folder.glob("*.png"))
+    assert [line["file_name"] for line in lines] == sorted(
+        path.name for path in folder.glob("*.png")
+    )
     assert lines[5]["text"] == drawings.caption(5)
 
 
@@ -96,7 +107,8 @@ def test_what_exists_is_not_drawn_again(cache: Path, monkeypatch: pytest.MonkeyP
         pytest.param(lambda content: content[:-40_000], id="cut short"),
         pytest.param(lambda content: b"", id="empty"),
         pytest.param(
-            lambda content: content[:5000] + bytes([content[5000] ^ 1]) + content[5001:], id="one bit flipped"
+            lambda content: content[:5000] + bytes([content[5000] ^ 1]) + content[5001:],
+            id="one bit flipped",
         ),
         pytest.param(lambda content: b"not an image" * 1000, id="something else"),
     ],
@@ -127,7 +139,9 @@ def test_an_interrupted_generation_goes_on(tmp_path: Path, monkeypatch: pytest.M
     kept = {path.name for path in tmp_path.glob("*.png")}
     assert kept == {f"{index:05d}.png" for index in drawn} and kept
 
-    monkeypatch.setattr(drawings, "drawing", lambda index, seed=0: drawn.append(index) or draw(index, seed))
+    monkeypatch.setattr(
+        drawings, "drawing", lambda index, seed=0: drawn.append(index) or draw(index, seed)
+    )
     paths = drawings.draw_images(tmp_path, 3)
     assert sorted(drawn) == [0, 1, 2]
     assert all(drawings.is_whole(path) for path in paths)
@@ -156,7 +170,10 @@ def test_two_processes_may_draw_at_once(tmp_path: Path) -> None:
     for process in both:
         process.join(120)
     assert [process.exitcode for process in both] == [0, 0]
-    assert sorted(path.name for path in tmp_path.iterdir()) == [*(f"{i:05d}.png" for i in range(4)), "metadata.jsonl"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        *(f"{i:05d}.png" for i in range(4)),
+        "metadata.jsonl",
+    ]
     with Image.open(tmp_path / "00003.png") as stored:
         assert np.array_equal(np.asarray(stored), np.asarray(drawings.drawing(3)))
 
@@ -170,7 +187,9 @@ def test_what_is_asked_wrongly_is_said(tmp_path: Path) -> None:
         clip_tokenizer("local")
 
 
-def test_the_hub_out_of_reach_is_said_with_a_cure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_hub_out_of_reach_is_said_with_a_cure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import datasets
     import transformers
 
@@ -185,7 +204,7 @@ def test_the_hub_out_of_reach_is_said_with_a_cure(tmp_path: Path, monkeypatch: p
         clip_tokenizer("hub", tmp_path)
 
 
-# ------------------------------------------------------------------------------------------------- the transforms
+# ----------------------------------------------------------------------------- the transforms
 
 
 def _noise(width: int, height: int, mode: str = "RGB") -> Image.Image:
@@ -203,7 +222,8 @@ def test_transforms_against_numpy() -> None:
 
 
 @pytest.mark.parametrize(
-    ("size", "expected"), [((90, 60), (72, 48)), ((60, 90), (48, 72)), ((48, 100), (48, 100)), ((91, 60), (72, 48))]
+    ("size", "expected"),
+    [((90, 60), (72, 48)), ((60, 90), (48, 72)), ((48, 100), (48, 100)), ((91, 60), (72, 48))],
 )
 def test_resize_keeps_the_shape(size: tuple[int, int], expected: tuple[int, int]) -> None:
     assert images.resize(_noise(*size), 48).size == expected
@@ -216,16 +236,27 @@ def test_cropping_a_square_draws_no_random_number() -> None:
 
 
 @pytest.mark.parametrize("stored", ["paths", "bytes"])
-def test_images_with_several_crops_are_found_by_their_files_first_bytes(stored: str, tmp_path: Path) -> None:
+def test_images_with_several_crops_are_found_by_their_files_first_bytes(
+    stored: str, tmp_path: Path
+) -> None:
     """At resolution 64, 1080x1085 pixels become 64x64: only what is cropped at random counts."""
     paths = []
     for index, (width, height) in enumerate([(80, 80), (1080, 1085), (64, 64), (80, 96), (90, 64)]):
         paths.append(tmp_path / f"{index}.png")
         Image.new("RGB", (width, height)).save(paths[-1])
-    values = [str(path) for path in paths] if stored == "paths" else [{"bytes": p.read_bytes()} for p in paths]
-    whole = datasets.Dataset.from_dict({"image": values, "text": ["x"] * 5}).cast_column("image", datasets.Image())
+    values = (
+        [str(path) for path in paths]
+        if stored == "paths"
+        else [{"bytes": p.read_bytes()} for p in paths]
+    )
+    whole = datasets.Dataset.from_dict({"image": values, "text": ["x"] * 5}).cast_column(
+        "image", datasets.Image()
+    )
     images.check_one_crop(whole.select(range(3)), 64)
-    with pytest.raises(ValueError, match=r"2 of the 5 images aren't square \(one has 80x96 pixels\).*cache='nothing'"):
+    with pytest.raises(
+        ValueError,
+        match=r"2 of the 5 images aren't square \(one has 80x96 pixels\).*cache='nothing'",
+    ):
         images.check_one_crop(whole, 64)
 
 
@@ -236,7 +267,9 @@ def test_cropping_takes_every_window() -> None:
     lefts = set()
     for _ in range(40):
         window = np.asarray(images.random_crop(image, 48))
-        lefts.update(left for left in range(3) if np.array_equal(window, whole[:, left : left + 48]))
+        lefts.update(
+            left for left in range(3) if np.array_equal(window, whole[:, left : left + 48])
+        )
     assert lefts == {0, 1, 2}
 
 
@@ -278,7 +311,7 @@ def test_what_workers_need_can_be_pickled(examples) -> None:
     assert torch.equal(copy[1]["input_ids"], examples[1]["input_ids"])
 
 
-# ------------------------------------------------------------------------------------------------- the tokenizer
+# ----------------------------------------------------------------------------- the tokenizer
 
 
 def test_tokenizer_has_clips_class_size_and_special_ids() -> None:
@@ -287,13 +320,23 @@ def test_tokenizer_has_clips_class_size_and_special_ids() -> None:
     tokenizer = clip_tokenizer()
     assert isinstance(tokenizer, CLIPTokenizer)
     assert len(tokenizer) == 49408
-    assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == (49406, 49407, 49407)
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == (
+        49406,
+        49407,
+        49407,
+    )
     assert tokenizer.model_max_length == 77
 
 
 def test_tokenizer_knows_its_words_and_spells_the_others() -> None:
     tokenizer = clip_tokenizer()
-    assert tokenizer.tokenize("A man with red hair") == ["a</w>", "man</w>", "with</w>", "red</w>", "hair</w>"]
+    assert tokenizer.tokenize("A man with red hair") == [
+        "a</w>",
+        "man</w>",
+        "with</w>",
+        "red</w>",
+        "hair</w>",
+    ]
     for text in ("zebras graze", "una niña", "忍者 🦊!", "x" * 50):
         ids = tokenizer(text).input_ids
         assert ids[0] == 49406 and ids[-1] == 49407
@@ -305,11 +348,13 @@ def test_captions_are_padded_and_cut_to_77() -> None:
     preprocess = images.Preprocess(clip_tokenizer(), 64)
     ids = preprocess.token_ids(["a man", "a man with red hair " * 40])
     assert ids.shape == (2, 77)
-    assert ids[0, :4].tolist() == [49406, *ids[0, 1:3].tolist(), 49407] and (ids[0, 4:] == 49407).all()
+    assert (
+        ids[0, :4].tolist() == [49406, *ids[0, 1:3].tolist(), 49407] and (ids[0, 4:] == 49407).all()
+    )
     assert ids[1, 76] == 49407 and (ids[1, 1:76] != 49407).all()
 
 
-# ------------------------------------------------------------------------------------------------- the loader
+# ----------------------------------------------------------------------------- the loader
 
 
 def test_order_depends_on_seed_and_epoch_alone() -> None:
@@ -337,7 +382,9 @@ def test_order_cannot_start_behind_its_end() -> None:
 
 
 def test_loader_takes_the_recipes_knobs(examples) -> None:
-    recipe = STOCK.but(num_workers=3, persistent_workers=True, prefetch_factor=4, micro_batch=2, pin_memory=True)
+    recipe = STOCK.but(
+        num_workers=3, persistent_workers=True, prefetch_factor=4, micro_batch=2, pin_memory=True
+    )
     loader = make_loader(examples, recipe)
     assert isinstance(loader, DataLoader)
     assert (loader.num_workers, loader.persistent_workers, loader.prefetch_factor) == (3, True, 4)
@@ -370,5 +417,7 @@ def test_the_parts_of_a_row_add_up(examples) -> None:
     assert set(parts) == {*images.PARTS, "all"}
     assert all(len(samples) == 3 and min(samples) > 0 for samples in parts.values())
     for index in range(3):
-        assert sum(parts[name][index] for name in images.PARTS) == pytest.approx(parts["all"][index])
+        assert sum(parts[name][index] for name in images.PARTS) == pytest.approx(
+            parts["all"][index]
+        )
     assert statistics.median(parts["decode"]) > statistics.median(parts["tokenise"])

@@ -24,7 +24,9 @@ def test_operations_are_delayed_forward_and_backward_and_views_are_not():
         loss.backward()
     assert forward[0] == 3
     assert forward[1] > 3
-    assert host.delayed >= forward[0] + 5  # the sum's gradient is a view; four products and an addition
+    assert (
+        host.delayed >= forward[0] + 5
+    )  # the sum's gradient is a view; four products and an addition
 
 
 @pytest.mark.parametrize("delay_us", [200, 1000])
@@ -49,7 +51,9 @@ def test_results_are_the_same():
 
 
 def test_a_view_that_is_not_called_one_is_not_delayed():
-    """A product with a batch is folded into one of matrices and unfolded by `_unsafe_view`, which launches nothing."""
+    """A product with a batch is folded into one of matrices and unfolded by `_unsafe_view`, which
+    launches nothing.
+    """
     with SlowerHost() as host:
         torch.rand(2, 3, 4) @ torch.rand(4, 5)
     assert host.delayed == 3  # two draws and one product

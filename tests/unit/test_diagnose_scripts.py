@@ -1,7 +1,8 @@
-"""`labutils diagnose` on real scripts that know nothing of it: planted bottlenecks are found, and every end explained.
+"""`labutils diagnose` on real scripts that know nothing of it: planted bottlenecks are found, and
+every end explained.
 
-The scripts of tests/scripts run as a user would run them, each in its own process; what a CPU can't show is planted in
-test_diagnosis.py's made-up steps of a GPU, and on a real one in tests/gpu.
+The scripts of tests/scripts run as a user would run them, each in its own process; what a CPU can't
+show is planted in test_diagnosis.py's made-up steps of a GPU, and on a real one in tests/gpu.
 """
 
 from __future__ import annotations
@@ -41,14 +42,16 @@ def plain(*options: str) -> Diagnosis:
     return diagnosed("plain_loop.py", "--device", "cpu", *options)
 
 
-# -------------------------------------------------------------------------------- three scripts that know nothing of it
+# ------------------------------------------------------------ three scripts that know nothing of it
 
 
 def test_a_plain_loop_that_reads_slowly_without_workers():
     found = plain("--decode-ms", "1")
     assert found.worth_it[0].name == "workers"
     assert found.worth_it[0].gain > 0.5
-    assert found.worth_it[0].changes["num_workers"] > 1  # reading only waits, so that cores are no limit
+    assert (
+        found.worth_it[0].changes["num_workers"] > 1
+    )  # reading only waits, so that cores are no limit
     assert found.evidence.accumulation == 1
 
 
@@ -69,12 +72,14 @@ def test_a_trainer_script_that_pads_to_the_longest_there_can_be():
 def test_the_hooks_travel_through_a_launcher():
     launcher = Path(sys.executable).with_name("accelerate")
     script = str(SCRIPTS / "accelerate_script.py")
-    watched = watch([str(launcher), "launch", "--cpu", "--num_processes", "1", script, "--cpu"], FEW)
+    watched = watch(
+        [str(launcher), "launch", "--cpu", "--num_processes", "1", script, "--cpu"], FEW
+    )
     assert watched.exit_code == 0
     assert diagnose(watched.evidence).worth_it[0].name == "workers"
 
 
-# ------------------------------------------------------------------------------------------------------- other plants
+# ----------------------------------------------------------------------------------- other plants
 
 
 def test_tiny_kernels():
@@ -123,10 +128,23 @@ def test_an_optimizer_in_a_loop():
 
 
 def test_a_tuned_script_raises_no_alarm():
-    """Large products in the processor's best format, pictures in memory, the fused optimizer, nothing written. Some
-    steps more, as other tests share the cores: of two profiled ones either may be disturbed."""
-    tuned = ("--hidden", "1024", "--depth", "3", "--batch", "128", "--in-memory", "--precision", "bf16")
-    found = diagnosed("plain_loop.py", "--device", "cpu", *tuned, stages=Stages(warmup=2, timed=12, profiled=6))
+    """Large products in the processor's best format, pictures in memory, the fused optimizer,
+    nothing written. Some steps more, as other tests share the cores: of two profiled ones either
+    may be disturbed."""
+    tuned = (
+        "--hidden",
+        "1024",
+        "--depth",
+        "3",
+        "--batch",
+        "128",
+        "--in-memory",
+        "--precision",
+        "bf16",
+    )
+    found = diagnosed(
+        "plain_loop.py", "--device", "cpu", *tuned, stages=Stages(warmup=2, timed=12, profiled=6)
+    )
     assert [(fix.name, fix.gain) for fix in found.fixes if fix.gain > 0.2] == []
 
 
@@ -138,7 +156,7 @@ def test_two_processes_end_at_the_same_step():
     assert any("One of 2 processes" in note for note in watched.evidence.notes)
 
 
-# --------------------------------------------------------------------------------------------------------------- ends
+# ------------------------------------------------------------------------------------------- ends
 
 
 def script(tmp_path: Path, text: str) -> list[str]:
@@ -177,15 +195,29 @@ for x in loader:
         (LOOP.format(steps=5, then="pass"), "after 5 optimizer steps, and"),
         (
             LOOP.format(steps=50, then="if step == 4: raise KeyError('gone')"),
-            "it ended with exit code 1 before its steps were profiled. Its last error: KeyError: 'gone' (",
+            "it ended with exit code 1 before its steps were profiled. Its last error: KeyError: "
+            "'gone' (",
         ),
-        (LOOP.format(steps=50, then="if step == 4: import os; os.kill(os.getpid(), 9)"), "killed (signal 9)"),
-        ("import no_such_module", "Its last error: ModuleNotFoundError: No module named 'no_such_module' ("),
+        (
+            LOOP.format(steps=50, then="if step == 4: import os; os.kill(os.getpid(), 9)"),
+            "killed (signal 9)",
+        ),
+        (
+            "import no_such_module",
+            "Its last error: ModuleNotFoundError: No module named 'no_such_module' (",
+        ),
         ("import json\njson.loads('{')", "its own.py:2). Cure that first, by running it alone: "),
         ("an error (", "Its last error: SyntaxError: '(' was never closed. Cure"),
-        ("raise SystemExit('no data')", "exit code 1 before its steps were profiled. What it said of itself is above"),
+        (
+            "raise SystemExit('no data')",
+            "exit code 1 before its steps were profiled. What it said of itself is above",
+        ),
         (EMPTY, "A DataLoader gave no batch, at "),
-        (EMPTY, "its own.py:5: its TensorDataset has 3 examples, batch_size=8, drop_last=True. Give it data"),
+        (
+            EMPTY,
+            "its own.py:5: its TensorDataset has 3 examples, batch_size=8, drop_last=True. Give it "
+            "data",
+        ),
         (EMPTY + "print(x)", "Its last error: NameError: name 'x' is not defined ("),
         (EMPTY + "print(x)", "A DataLoader gave no batch"),
     ],
@@ -200,7 +232,9 @@ def test_what_can_not_be_diagnosed_is_explained(text, said, tmp_path):
 def test_what_is_no_python_is_explained():
     with pytest.raises(NoDiagnosis, match="no Python process was seen"):
         watch(["true"])
-    with pytest.raises(NoDiagnosis, match="failed: it ended with exit code 1 before a Python process was seen"):
+    with pytest.raises(
+        NoDiagnosis, match="failed: it ended with exit code 1 before a Python process was seen"
+    ):
         watch(["false"])
 
 
@@ -208,7 +242,10 @@ def test_the_options_that_a_short_script_is_told_work_for_it(tmp_path, capsys):
     command = script(tmp_path, LOOP.format(steps=8, then="pass"))
     with pytest.raises(NoDiagnosis) as refusal:
         watch(command)
-    assert "after 8 optimizer steps, and 20 are needed: 4 to warm up, 10 to time, 6 to watch" in str(refusal.value)
+    assert (
+        "after 8 optimizer steps, and 20 are needed: 4 to warm up, 10 to time, 6 to watch"
+        in str(refusal.value)
+    )
     options = str(refusal.value).rpartition("or give ")[2].rstrip(".").split()
     assert options == ["--warmup", "1", "--timed", "3", "--steps", "1"]
     assert cli.main(["diagnose", *options, "--", *command]) == 0
@@ -281,12 +318,12 @@ def test_a_closure_s_calls_are_no_micro_batches(kind, more, micro_batches, argum
 
 def test_micro_batches_before_a_closure_are_counted_with_its_own(tmp_path):
     """Five passes, and one that the closure makes again at each of its calls."""
-    before = (
-        "for _ in range(5):\n        layer(torch.rand(64, 4)).square().mean().backward()\n    optimizer.step(closure)"
-    )
+    before = "for _ in range(5):\n        layer(torch.rand(64, 4)).square().mean().backward()\n    optimizer.step(closure)"
     more = ", max_iter=4, tolerance_change=0, tolerance_grad=0"
     text = CLOSURE.format(kind="LBFGS", more=more, micro_batches=1, argument="closure")
-    evidence = watch(script(tmp_path, text.replace("optimizer.step(closure)", before)), FEW).evidence
+    evidence = watch(
+        script(tmp_path, text.replace("optimizer.step(closure)", before)), FEW
+    ).evidence
     assert evidence.accumulation == 6
 
 
@@ -359,7 +396,9 @@ def test_a_script_without_python_before_it_is_explained(tmp_path):
 
 
 def test_the_script_ends_after_its_profiled_steps_and_is_left_alone_otherwise(tmp_path):
-    text = "import sys\ntry:\n" + LOOP.format(steps=1000, then="last = step").replace("\n", "\n    ")
+    text = "import sys\ntry:\n" + LOOP.format(steps=1000, then="last = step").replace(
+        "\n", "\n    "
+    )
     text += "\nfinally:\n    open('ended', 'w').write(str(last)); print(sys.path, sys.argv)"
     (tmp_path / "sitecustomize.py").write_text("open('site was here', 'w')")
     environment = os.environ | {"PYTHONPATH": str(tmp_path)}
@@ -390,7 +429,9 @@ def test_the_script_ends_after_its_profiled_steps_and_is_left_alone_otherwise(tm
 
 def test_a_script_may_go_on_to_its_own_end(tmp_path):
     text = LOOP.format(steps=60, then="open('steps', 'w').write(str(step))")
-    watched = watch(script(tmp_path, f"import os; os.chdir({str(tmp_path)!r})\n" + text), FEW, keep_going=True)
+    watched = watch(
+        script(tmp_path, f"import os; os.chdir({str(tmp_path)!r})\n" + text), FEW, keep_going=True
+    )
     assert (tmp_path / "steps").read_text() == "59"
     assert watched.exit_code == 0
     assert watched.evidence.step_ms > 0
@@ -398,12 +439,13 @@ def test_a_script_may_go_on_to_its_own_end(tmp_path):
 
 def test_a_step_caught_by_a_script_ends_it_at_the_next(tmp_path):
     text = LOOP.format(steps=60, then="pass").replace(
-        "    optimizer.step()", "    try:\n        optimizer.step()\n    except SystemExit:\n        print('caught')"
+        "    optimizer.step()",
+        "    try:\n        optimizer.step()\n    except SystemExit:\n        print('caught')",
     )
     assert watch(script(tmp_path, text), FEW).evidence is not None
 
 
-# --------------------------------------------------------------------------------------------------------- the command
+# ------------------------------------------------------------------------------------- the command
 
 
 def test_the_command_prints_and_keeps_what_was_recorded(tmp_path, capsys):
@@ -424,7 +466,10 @@ def test_the_command_prints_and_keeps_what_was_recorded(tmp_path, capsys):
     [
         ([], "give one of: a script after two dashes"),
         (["--trace", "x.json", "--", "python", "y.py"], "give one of"),
-        (["--trace", "there-is-none.json"], "there-is-none.json can't be read: no such file or directory"),
+        (
+            ["--trace", "there-is-none.json"],
+            "there-is-none.json can't be read: no such file or directory",
+        ),
         (["--run", "stock", "--results", "there-is-none"], "does not exist"),
         (["--results", "x", "--", "python", "y.py"], "name the run with --run NAME"),
         (["--", "there-is-no-such-command"], "There is no command 'there-is-no-such-command'"),
@@ -457,7 +502,7 @@ def test_a_failing_script_is_1(tmp_path, capsys):
     assert "exit code 3" in capsys.readouterr().err
 
 
-# ------------------------------------------------------------------------------------ scripts that nobody planned for
+# ---------------------------------------------------------------- scripts that nobody planned for
 
 STEPS = """
 import queue, sys, threading, torch

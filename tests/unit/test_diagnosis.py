@@ -1,4 +1,6 @@
-"""The diagnosis: queues replayed, rules on made-up steps of a GPU, budgets and gains that hold for any queue."""
+"""The diagnosis: queues replayed, rules on made-up steps of a GPU, budgets and gains that hold for
+any queue.
+"""
 
 from __future__ import annotations
 
@@ -83,12 +85,18 @@ def of_steps(steps: Steps, slowed=1.0, **changes) -> Evidence:
     return replace(evidence, rates=Rates("cuda", here=False))
 
 
-def products(steps, count=20, gpu=500.0, name="sm80_xmma_gemm_bf16bf16_bf16f32_f32", types=("c10::BFloat16",) * 2):
+def products(
+    steps,
+    count=20,
+    gpu=500.0,
+    name="sm80_xmma_gemm_bf16bf16_bf16f32_f32",
+    types=("c10::BFloat16",) * 2,
+):
     for _ in range(count):
         steps.launch(name, gpu, 20, "aten::mm", [[4096, 4096], [4096, 4096]], list(types), blocks=8)
 
 
-# ---------------------------------------------------------------------------------------------------- planted, on a GPU
+# -------------------------------------------------------------------------------- planted, on a GPU
 
 
 def tuned():
@@ -141,10 +149,18 @@ def lasts(steps):
 
 
 def test_values_read_in_every_step():
-    read = {"kind": "read", "place": "/x/train.py:41", "what": ".item()", "per_step": 20.0, "ms": 1.0}
+    read = {
+        "kind": "read",
+        "place": "/x/train.py:41",
+        "what": ".item()",
+        "per_step": 20.0,
+        "ms": 1.0,
+    }
     found = diagnose(of_steps(reading(20), calls=[read]))
     fix = found.fix("syncs")
-    assert fix.gain == pytest.approx(1 - lasts(reading(20, reads=False)) / lasts(reading(20)), abs=0.02)
+    assert fix.gain == pytest.approx(
+        1 - lasts(reading(20, reads=False)) / lasts(reading(20)), abs=0.02
+    )
     assert "20 times a step" in fix.reason
     assert fix.sources == ("/x/train.py:41",)
     assert found.worth_it[0].name == "syncs"
@@ -184,7 +200,9 @@ def test_float32_products():
     assert found.worth_it[0].name == "precision"
     assert found.fix("precision").gain == pytest.approx(1 - 1 / 12, abs=0.08)
     halves = diagnose(of_steps(steps, config={"matmul_tf32": True}))
-    assert "fp32" in {p.dtype for p in halves.evidence.queue.pieces}  # what the kernel's name says goes first
+    assert "fp32" in {
+        p.dtype for p in halves.evidence.queue.pieces
+    }  # what the kernel's name says goes first
 
 
 def test_products_in_tf32_gain_less():
@@ -210,7 +228,9 @@ def test_batches_of_one_that_fill_a_part_of_the_gpu():
     assert found.worth_it[0].name == "batch size"
     assert found.worth_it[0].per == "example"
     assert found.worth_it[0].gain == pytest.approx(1 - 1 / 8, abs=0.05)
-    assert diagnose(of_steps(small_kernels(8), batches=one)).fix("batch size").gain < 0.1  # full already
+    assert (
+        diagnose(of_steps(small_kernels(8), batches=one)).fix("batch size").gain < 0.1
+    )  # full already
     assert diagnose(of_steps(small_kernels(0.1))).fix("batch size") is None  # 32 examples
 
 
@@ -224,7 +244,9 @@ class AtMost(Rates):
 @pytest.mark.parametrize(("ms", "shorter"), [(1.0, 0.6), (10.0, 10.0)])
 def test_a_product_near_the_machines_rate_shrinks_with_its_rows_in_however_few_blocks(ms, shorter):
     evidence = replace(of_steps(tuned()), rates=AtMost("cuda"))
-    large = Piece("GEMM", ms, product=Product(8192, 4096, 4096, 1, "bf16"), fill=1.0)  # 0.69 ms at that rate
+    large = Piece(
+        "GEMM", ms, product=Product(8192, 4096, 4096, 1, "bf16"), fill=1.0
+    )  # 0.69 ms at that rate
     assert fixes.grown_ms(evidence, large, 0.6) == pytest.approx(shorter)
 
 
@@ -235,7 +257,10 @@ def test_a_product_timed_a_little_faster_is_never_predicted_to_jump(fill):
     product = Product(8192, 4096, 4096, 1, "bf16")
     fastest = evidence.rates.flops_ms(product.flops, "bf16")
     timed = [fastest * 1.01**n for n in range(250)]
-    left = [fixes.grown_ms(evidence, Piece("GEMM", ms, product=product, fill=fill), 0.6) / ms for ms in timed]
+    left = [
+        fixes.grown_ms(evidence, Piece("GEMM", ms, product=product, fill=fill), 0.6) / ms
+        for ms in timed
+    ]
     assert left[0] == pytest.approx(0.6)
     assert left[-1] == pytest.approx(max(1, 0.6 * fill) / max(1, fill))
     assert all(-1e-9 < after - before < 0.02 for before, after in zip(left, left[1:], strict=False))
@@ -245,7 +270,12 @@ def test_a_larger_batch_has_to_fit():
     one = [batch(examples=1, batch_size=1)]
     fits = diagnose(of_steps(small_kernels(0.1), batches=one, config={"peak_gb": 30.0}))
     assert "batch_size=2" in fits.fix("batch size").do
-    assert diagnose(of_steps(small_kernels(0.1), batches=one, config={"peak_gb": 70.0})).fix("batch size") is None
+    assert (
+        diagnose(of_steps(small_kernels(0.1), batches=one, config={"peak_gb": 70.0})).fix(
+            "batch size"
+        )
+        is None
+    )
 
 
 def test_synchronous_logging():
@@ -255,7 +285,9 @@ def test_synchronous_logging():
         products(steps, 4)
         steps.item()
         steps.host(4000)
-    calls = [{"kind": "write", "place": "/x/train.py:7", "what": "fsync()", "per_step": 1.0, "ms": 4.0}]
+    calls = [
+        {"kind": "write", "place": "/x/train.py:7", "what": "fsync()", "per_step": 1.0, "ms": 4.0}
+    ]
     found = diagnose(of_steps(steps, calls=calls))
     assert found.worth_it[0].name == "logging"
     assert found.worth_it[0].gain == pytest.approx(0.65, abs=0.1)
@@ -273,14 +305,18 @@ def waiting(data):
 
 
 def test_no_workers():
-    found = diagnose(of_steps(waiting(5000), data_ms=5.0, batches=[batch(num_workers=0)], fetch_cpu_ms=0.5))
+    found = diagnose(
+        of_steps(waiting(5000), data_ms=5.0, batches=[batch(num_workers=0)], fetch_cpu_ms=0.5)
+    )
     assert found.worth_it[0].name == "workers"
     assert found.worth_it[0].gain > 0.5
     assert found.budget[budget.DATA] == pytest.approx(5.0, rel=0.1)
 
 
 def test_workers_are_no_use_where_cores_are_short():
-    evidence = of_steps(waiting(5000), data_ms=5.0, batches=[batch(num_workers=0)], fetch_cpu_ms=5.0)
+    evidence = of_steps(
+        waiting(5000), data_ms=5.0, batches=[batch(num_workers=0)], fetch_cpu_ms=5.0
+    )
     assert fixes.workers(replace(evidence, cores=1)).gain < 0.2
     assert fixes.workers(replace(evidence, cores=8)).gain > 0.5
 
@@ -311,7 +347,14 @@ def test_a_loop_optimizer():
         for _ in range(300):
             steps.launch(gpu=2, host=10)
         steps.marked("optimizer", began)
-    facts = {"name": "AdamW", "tensors": 25, "bytes": 1e6, "fused": None, "foreach": False, "takes_fused": True}
+    facts = {
+        "name": "AdamW",
+        "tensors": 25,
+        "bytes": 1e6,
+        "fused": None,
+        "foreach": False,
+        "takes_fused": True,
+    }
     found = diagnose(of_steps(steps, optimizer=facts))
     assert found.fix("optimizer").gain > 0.3
     assert found.budget[budget.OPTIMIZER] > 0
@@ -329,11 +372,15 @@ def test_what_is_computed_again():
             steps.launch("gemm_bf16", 100, 10, "aten::linear")
             for _ in range(2):
                 steps.launch("gemm_bf16", 100, 10, "aten::mm")
-            steps.events.append(traces.op("autograd::engine::evaluate_function: MmBackward0", node, steps.now))
+            steps.events.append(
+                traces.op("autograd::engine::evaluate_function: MmBackward0", node, steps.now)
+            )
         steps.marked("backward", began)
     found = diagnose(of_steps(steps))
     assert found.fix("checkpointing").gain == pytest.approx(0.25, abs=0.03)
-    assert diagnose(of_steps(steps, config={"peak_gb": 70.0})).fix("checkpointing") is None  # there is no room
+    assert (
+        diagnose(of_steps(steps, config={"peak_gb": 70.0})).fix("checkpointing") is None
+    )  # there is no room
 
 
 @pytest.mark.parametrize(
@@ -354,7 +401,7 @@ def test_the_format_of_a_product_is_its_kernels_or_else_its_inputs(kernel, types
     assert {fixes.format_of(evidence, p) for p in evidence.queue.pieces if p.ms} == {found}
 
 
-# ---------------------------------------------------------------------------------------------------------- the replay
+# -------------------------------------------------------------------------------------- the replay
 
 
 def test_the_replay_is_the_launch_models():
@@ -377,7 +424,9 @@ def test_a_traced_queue_has_the_traces_waits_and_reasons():
     steps.item()
     queue = queue_of(Recorded(steps.trace_events()))
     assert [piece.waits for piece in queue.pieces if piece.waits] == [TO_DEVICE, READ]
-    assert [p.product for p in queue.pieces if p.product] == [Product(4096, 4096, 4096, 1, "bf16")] * 2
+    assert [p.product for p in queue.pieces if p.product] == [
+        Product(4096, 4096, 4096, 1, "bf16")
+    ] * 2
 
 
 def test_the_host_is_fitted_to_a_step_that_it_decides():
@@ -399,7 +448,9 @@ def test_where_kernels_decide_the_idle_start_tells_the_hosts_time():
 def test_a_host_that_waits_within_the_step_is_told_by_neither_time(data_ms, step, from_idle):
     """For data, and at the end for the device: it would take as long however fast it was."""
     kernels = [Piece("GEMM", 0.1, 0.03) for _ in range(1000)]
-    traced = Queue((replace(kernels[0], data_ms=data_ms), *kernels[1:-1], replace(kernels[-1], waits=READ)))
+    traced = Queue(
+        (replace(kernels[0], data_ms=data_ms), *kernels[1:-1], replace(kernels[-1], waits=READ))
+    )
     lasts = traced.lasts_ms(TRACED_HOST)
     found = fitted(traced, step * lasts, from_idle * lasts)
     assert found.total("host_ms") == pytest.approx(TRACED_HOST * 30, rel=0.01)
@@ -409,7 +460,9 @@ def test_a_host_that_waits_within_the_step_is_told_by_neither_time(data_ms, step
 
 pieces = st.builds(
     Piece,
-    kind=st.sampled_from(["GEMM", "elementwise", "reduction", "copy", "attention", "casts and layout", "convolution"]),
+    kind=st.sampled_from(
+        ["GEMM", "elementwise", "reduction", "copy", "attention", "casts and layout", "convolution"]
+    ),
     ms=st.floats(0, 5),
     host_ms=st.floats(0.001, 1),
     phase=st.sampled_from(["", "backward", "optimizer", "clip", "encode"]),
@@ -446,7 +499,11 @@ def evidences(draw):
         cores=draw(st.integers(1, 16)),
         accumulation=draw(st.integers(1, 4)),
         examples=draw(st.sampled_from([None, 1, 32])),
-        loader=draw(st.sampled_from([None, Loader(workers, 1.0), Loader(workers, 2.0, True, fetch_cpu_ms=0.1)])),
+        loader=draw(
+            st.sampled_from(
+                [None, Loader(workers, 1.0), Loader(workers, 2.0, True, fetch_cpu_ms=0.1)]
+            )
+        ),
         optimizer=draw(st.sampled_from([None, Optimizer("AdamW", "loop", 10, 1e6)])),
         padding=draw(st.one_of(st.none(), st.floats(0, 1))),
         recomputed=draw(st.floats(0, 1)),
@@ -501,12 +558,14 @@ def test_merging_loses_no_product_and_capturing_no_work(queue):
 def test_a_captured_step_runs_while_the_host_makes_the_next_batch():
     kernels = [Piece("GEMM", 0.01, 0.02) for _ in range(4000)]
     made = 60.0
-    queue = Queue(tuple(replace(p, data_ms=made if i % 4000 == 0 else 0.0) for i, p in enumerate(4 * kernels)))
+    queue = Queue(
+        tuple(replace(p, data_ms=made if i % 4000 == 0 else 0.0) for i, p in enumerate(4 * kernels))
+    )
     assert queue.step_ms == pytest.approx(4 * (made + 80), rel=0.01)
     assert queue.changed(fixes.captured).step_ms == pytest.approx(4 * made, rel=0.01)
 
 
-# -------------------------------------------------------------------------------------------------- traces and runs
+# ------------------------------------------------------------------------------ traces and runs
 
 
 def test_a_budget_of_a_gpus_trace_adds_up():
@@ -517,12 +576,25 @@ def test_a_budget_of_a_gpus_trace_adds_up():
 
 def run(**metrics):
     recipe = STOCK.but(accumulation=1).as_dict()
-    return Run("04", "stock", workload="sd15-lora", recipe=recipe, metrics={"step_ms": 100.0} | metrics)
+    return Run(
+        "04", "stock", workload="sd15-lora", recipe=recipe, metrics={"step_ms": 100.0} | metrics
+    )
 
 
 def test_a_run_that_was_profiled():
-    metrics = {"data_ms": 40.0, "kernels_ms": 20.0, "launches_per_step": 2000.0, "syncs_per_step": 3.0}
-    shares = {"kernels_share": 0.2, "data_share": 0.4, "launch_share": 0.1, "host_share": 0.25, "sync_share": 0.05}
+    metrics = {
+        "data_ms": 40.0,
+        "kernels_ms": 20.0,
+        "launches_per_step": 2000.0,
+        "syncs_per_step": 3.0,
+    }
+    shares = {
+        "kernels_share": 0.2,
+        "data_share": 0.4,
+        "launch_share": 0.1,
+        "host_share": 0.25,
+        "sync_share": 0.05,
+    }
     found = diagnose(sources.of_run(run(**metrics, **shares)))
     assert {fix.name for fix in found.worth_it[:2]} == {"workers", "capture"}
     assert found.budget["waiting for data"] == pytest.approx(40.0)
@@ -547,7 +619,9 @@ def test_the_worth_of_a_fix_is_a_number_that_can_be_told_from_nothing():
 
 
 def test_settings_are_read_whichever_way_they_were_set():
-    """PyTorch has two ways to allow TF32, and reading the older one raises where the newer was used."""
+    """PyTorch has two ways to allow TF32, and reading the older one raises where the newer was
+    used.
+    """
     before = sources._settings()
     with float32_rounded("everything"):
         found = sources._settings()

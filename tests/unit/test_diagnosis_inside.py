@@ -1,4 +1,6 @@
-"""What is brought into a script's process: batches looked into, calls seen with their lines, PyTorch waited for."""
+"""What is brought into a script's process: batches looked into, calls seen with their lines,
+PyTorch waited for.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,11 @@ def padded(*lengths, width=8, filler=0):
 
 
 def test_a_mask_tells_the_padding_whatever_the_numbers_are():
-    batch = {"labels": padded(8, 8), "input_ids": padded(2, 6), "attention_mask": (padded(2, 6) != 0).long()}
+    batch = {
+        "labels": padded(8, 8),
+        "input_ids": padded(2, 6),
+        "attention_mask": (padded(2, 6) != 0).long(),
+    }
     found = batches.facts(batch)
     assert (found["tokens"], found["useful"]) == (16, 8)
     assert found["examples"] == 2
@@ -58,7 +64,12 @@ def test_pictures_have_no_tokens():
     assert found["examples"] == 4
     assert "tokens" not in found
     assert batches.facts(["a", 3]) == {}
-    assert batches.facts({"pixels": torch.rand(2, 3), "attention_mask": torch.rand(2, 4)}).get("tokens") is None
+    assert (
+        batches.facts({"pixels": torch.rand(2, 3), "attention_mask": torch.rand(2, 4)}).get(
+            "tokens"
+        )
+        is None
+    )
 
 
 def seen(action):
@@ -92,7 +103,9 @@ def test_calls_that_write_or_read_are_found_with_their_lines(tmp_path):
 
 
 def test_a_call_ends_where_its_method_is_bound_anew():
-    """As from Python 3.12 on: the events of a call's beginning and end bring two objects, equal but not the same."""
+    """As from Python 3.12 on: the events of a call's beginning and end bring two objects, equal but
+    not the same.
+    """
     value = torch.ones(())
     begun, ended = value.item, value.item
     assert begun is not ended
@@ -131,7 +144,13 @@ def test_telling_of_a_call_costs_next_to_nothing_and_something():
 
 
 def test_the_hook_waits_for_torch_and_leaves_other_imports_alone(tmp_path):
-    settings = {"folder": str(tmp_path), "keep_going": False, "warmup": 1, "timed": 1, "profiled": 1}
+    settings = {
+        "folder": str(tmp_path),
+        "keep_going": False,
+        "warmup": 1,
+        "timed": 1,
+        "profiled": 1,
+    }
     program = f"""
 import sys
 sys.path.insert(0, {str(INSIDE)!r})
@@ -148,7 +167,9 @@ assert torch.autograd.backward.__wrapped__
 
 
 def test_a_script_s_settings_are_read_whichever_way_it_set_them():
-    """PyTorch has two ways to allow TF32, and reading the older one raises where a script used the newer."""
+    """PyTorch has two ways to allow TF32, and reading the older one raises where a script used the
+    newer.
+    """
     process = SimpleNamespace(on_gpu=False)
     assert not watch.Watch._config(process, torch)["matmul_tf32"]
     with float32_rounded("everything"):

@@ -46,10 +46,14 @@ def test_a_sound_machine_has_nothing_but_ok():
 
 
 def test_a_laptop_without_a_gpu_is_ready():
-    findings = examine(Facts(imports=dict.fromkeys((*CORE, "bitsandbytes", "nvitop"), Import("ok", "1.0"))))
+    findings = examine(
+        Facts(imports=dict.fromkeys((*CORE, "bitsandbytes", "nvitop"), Import("ok", "1.0")))
+    )
     assert {finding.status for finding in findings} == {OK, INFO}
     assert "scale tiny" in named(findings, "GPU").why
-    assert not any(finding.check in ("Driver", "Architectures", "Number formats") for finding in findings)
+    assert not any(
+        finding.check in ("Driver", "Architectures", "Number formats") for finding in findings
+    )
     packages = named(findings, "GPU packages")
     assert packages.status == INFO and "unsloth missing" in packages.found and not packages.do
 
@@ -59,7 +63,13 @@ def test_a_laptop_without_a_gpu_is_ready():
 
 def test_sm_120_with_torch_2_3_fails_before_a_lab_does():
     old = ("sm_50", "sm_60", "sm_70", "sm_75", "sm_80", "sm_86", "sm_90")
-    torch = Torch((12, 1), old, True, BLACKWELL, trial="RuntimeError: CUDA error: no kernel image is available")
+    torch = Torch(
+        (12, 1),
+        old,
+        True,
+        BLACKWELL,
+        trial="RuntimeError: CUDA error: no kernel image is available",
+    )
     machine = sound(driver=Driver("ok", "570.86", (12, 8), (BLACKWELL,)), torch=torch)
     finding = named(examine(machine), "Architectures")
     assert finding.status == FAIL
@@ -72,7 +82,10 @@ def test_sm_120_with_torch_2_3_fails_before_a_lab_does():
 
 def test_ptx_alone_works_slowly():
     torch = Torch((12, 4), ("sm_90", "compute_90"), True, BLACKWELL)
-    finding = named(examine(sound(driver=Driver("ok", "580", (13, 0), (BLACKWELL,)), torch=torch)), "Architectures")
+    finding = named(
+        examine(sound(driver=Driver("ok", "580", (13, 0), (BLACKWELL,)), torch=torch)),
+        "Architectures",
+    )
     assert finding.status == WARN and "PTX" in finding.found
 
 
@@ -87,7 +100,10 @@ def test_a_card_before_turing_gets_an_older_build():
     torch = Torch((13, 0), CU130, True, card)
     assert (
         "whl/cu126"
-        in named(examine(sound(driver=Driver("ok", "580", (13, 0), (card,)), torch=torch)), "Architectures").do
+        in named(
+            examine(sound(driver=Driver("ok", "580", (13, 0), (card,)), torch=torch)),
+            "Architectures",
+        ).do
     )
 
 
@@ -104,7 +120,9 @@ def test_a_card_before_turing_gets_an_older_build():
 )
 def test_number_formats_by_capability(capability, status, has, lacks):
     card = Card("card", 80.0, 0.0, capability)
-    machine = sound(driver=Driver("ok", "580", (13, 0), (card,)), torch=Torch((13, 0), CU130, True, card))
+    machine = sound(
+        driver=Driver("ok", "580", (13, 0), (card,)), torch=Torch((13, 0), CU130, True, card)
+    )
     finding = named(examine(machine), "Number formats")
     assert finding.status == status and has in finding.found
     assert (f"No matrix units for {lacks}" in finding.why) == bool(lacks)
@@ -119,7 +137,10 @@ def test_a_cpu_build_beside_a_gpu():
 
 
 def test_a_driver_too_old_for_the_build():
-    machine = sound(driver=Driver("ok", "535.1", (12, 2), (H200,)), torch=Torch((13, 0), warning="driver is too old"))
+    machine = sound(
+        driver=Driver("ok", "535.1", (12, 2), (H200,)),
+        torch=Torch((13, 0), warning="driver is too old"),
+    )
     finding = named(examine(machine), "PyTorch")
     assert finding.status == FAIL and "12.2" in finding.why and "whl/cu126" in finding.do
 
@@ -156,16 +177,25 @@ def test_no_torch_fails():
 
 def test_broken_transformer_engine_warns():
     message = "RuntimeError: Found empty `transformer-engine` meta package installed."
-    findings = examine(sound(imports=EVERYTHING | {"transformer_engine.pytorch": Import("broken", message=message)}))
+    findings = examine(
+        sound(
+            imports=EVERYTHING | {"transformer_engine.pytorch": Import("broken", message=message)}
+        )
+    )
     finding = named(findings, "transformer_engine.pytorch")
     assert finding.status == WARN and message in finding.found and "make te" in finding.do
     assert not any(finding.status == FAIL for finding in findings)
 
 
 def test_missing_extras_are_information_and_missing_parts_of_the_course_are_not():
-    without = EVERYTHING | {name: Import("missing") for name in ("unsloth", "xformers", "bitsandbytes", "peft")}
+    without = EVERYTHING | {
+        name: Import("missing") for name in ("unsloth", "xformers", "bitsandbytes", "peft")
+    }
     findings = examine(sound(imports=without))
-    assert named(findings, "unsloth").status == INFO and "make unsloth" in named(findings, "unsloth").do
+    assert (
+        named(findings, "unsloth").status == INFO
+        and "make unsloth" in named(findings, "unsloth").do
+    )
     assert named(findings, "xformers").status == INFO and not named(findings, "xformers").do
     assert named(findings, "bitsandbytes").status == WARN
     assert named(findings, "peft").status == FAIL
@@ -174,9 +204,15 @@ def test_missing_extras_are_information_and_missing_parts_of_the_course_are_not(
 
 def test_a_crash_and_a_slow_import():
     crashed = Import("crashed", message="the process ended with SIGSEGV")
-    imports = EVERYTHING | {"bitsandbytes": crashed, "unsloth": Import("slow", message="not done after 18 s")}
+    imports = EVERYTHING | {
+        "bitsandbytes": crashed,
+        "unsloth": Import("slow", message="not done after 18 s"),
+    }
     findings = examine(sound(imports=imports))
-    assert named(findings, "bitsandbytes").status == WARN and "SIGSEGV" in named(findings, "bitsandbytes").found
+    assert (
+        named(findings, "bitsandbytes").status == WARN
+        and "SIGSEGV" in named(findings, "bitsandbytes").found
+    )
     assert "again" in named(findings, "unsloth").do
 
 
@@ -201,30 +237,49 @@ def test_shared_memory_counts_what_is_free():
 
 def test_compiler_and_headers():
     assert named(examine(sound(compiler=Compiler("missing"))), "C++ compiler").status == WARN
-    broken = named(examine(sound(compiler=Compiler("broken", "/usr/bin/g++", "no omp.h"))), "C++ compiler")
+    broken = named(
+        examine(sound(compiler=Compiler("broken", "/usr/bin/g++", "no omp.h"))), "C++ compiler"
+    )
     assert broken.status == WARN and "no omp.h" in broken.found
-    assert "xcode-select" in named(examine(sound(os="macOS 15", compiler=Compiler("missing"))), "C++ compiler").do
-    headers = named(examine(sound(compiler=Compiler("ok", "/usr/bin/g++", python_headers=False))), "Python headers")
+    assert (
+        "xcode-select"
+        in named(examine(sound(os="macOS 15", compiler=Compiler("missing"))), "C++ compiler").do
+    )
+    headers = named(
+        examine(sound(compiler=Compiler("ok", "/usr/bin/g++", python_headers=False))),
+        "Python headers",
+    )
     assert headers.status == WARN and "python3.11-dev" in headers.do
 
 
 def test_cache_cores_ram_python():
     assert (
-        named(examine(sound(cache=Cache("~/x", writable=False, message="Permission denied"))), "Cache").status == FAIL
+        named(
+            examine(sound(cache=Cache("~/x", writable=False, message="Permission denied"))), "Cache"
+        ).status
+        == FAIL
     )
     assert named(examine(sound(cache=Cache("~/x", free_gb=4.0))), "Cache").status == WARN
     assert named(examine(sound(cache=Cache("~/x", free_gb=0.4))), "Cache").status == FAIL
     cores = named(examine(sound(cores=2, machine_cores=64)), "CPU cores")
-    assert cores.status == INFO and "2 usable of the machine's 64" in cores.found and "--cpus" in cores.do
+    assert (
+        cores.status == INFO
+        and "2 usable of the machine's 64" in cores.found
+        and "--cpus" in cores.do
+    )
     assert named(examine(sound(ram_gb=4.0)), "RAM").status == WARN
     assert named(examine(sound(python=(3, 13))), "Python").status == WARN
     assert named(examine(sound(python=(3, 10))), "Python").status == FAIL
 
 
-@pytest.mark.parametrize("hub", [Hub("unreachable", message="timed out"), Hub("offline", message="HF_HUB_OFFLINE=1")])
+@pytest.mark.parametrize(
+    "hub", [Hub("unreachable", message="timed out"), Hub("offline", message="HF_HUB_OFFLINE=1")]
+)
 def test_no_hub_is_no_fault(hub):
     finding = named(examine(sound(hub=hub)), "Model hub")
-    assert finding.status == INFO and "No lab needs it" in finding.why and hub.message in finding.found
+    assert (
+        finding.status == INFO and "No lab needs it" in finding.why and hub.message in finding.found
+    )
 
 
 # never a traceback
@@ -256,14 +311,21 @@ def test_collecting_survives_whatever_fails(monkeypatch):
     collected = facts.collect()
     assert set(collected.problems) == {"imports", "driver", "compiler", "hub", "cache", "cores"}
     findings = examine(collected)
-    assert {finding.check for finding in findings} >= {"PyTorch", "Cache", "Python", "Shared memory"}
+    assert {finding.check for finding in findings} >= {
+        "PyTorch",
+        "Cache",
+        "Python",
+        "Shared memory",
+    }
     assert "broken on purpose" in render(findings)
 
 
 # main
 
 
-@pytest.mark.parametrize(("machine", "code"), [(sound(), 0), (sound(shm_free_gb=0.02), 0), (sound(torch=Torch()), 1)])
+@pytest.mark.parametrize(
+    ("machine", "code"), [(sound(), 0), (sound(shm_free_gb=0.02), 0), (sound(torch=Torch()), 1)]
+)
 def test_exit_code_and_json(monkeypatch, capsys, machine, code):
     monkeypatch.setattr(doctor, "this_machine", lambda: machine)
     assert doctor.main(json=True) == code
@@ -276,7 +338,13 @@ def test_exit_code_and_json(monkeypatch, capsys, machine, code):
 
 def test_every_complaint_says_why_and_what_to_type():
     machines = [
-        sound(torch=Torch(), compiler=Compiler("missing"), shm_free_gb=0.02, python=(3, 13), ram_gb=3.0),
+        sound(
+            torch=Torch(),
+            compiler=Compiler("missing"),
+            shm_free_gb=0.02,
+            python=(3, 13),
+            ram_gb=3.0,
+        ),
         sound(
             cache=Cache("~/x", free_gb=2.0),
             imports=dict.fromkeys((*CORE, *facts.OPTIONAL), Import("broken", message="no")),
@@ -315,7 +383,10 @@ def test_imports_are_tried_where_they_can_do_no_harm(packages):
     packages("fine", "__version__ = '1.2'")
     packages("raises", "raise RuntimeError('Found empty meta package\\ninstalled.')")
     packages("leaves", "import sys; sys.exit(0)")
-    packages("crashes", "import os, signal; print('last words', flush=True); os.kill(os.getpid(), signal.SIGSEGV)")
+    packages(
+        "crashes",
+        "import os, signal; print('last words', flush=True); os.kill(os.getpid(), signal.SIGSEGV)",
+    )
     packages("needs", "import what_is_not_there")
     names = ("raises", "leaves", "crashes", "needs", "absent", "fine")
     found, torch = facts.try_imports(names)
@@ -340,7 +411,9 @@ def test_transformer_engine_without_its_extension_is_broken(packages, tmp_path):
         "raise FileNotFoundError('transformer_engine_torch.so')"
     )
     found, _ = facts.try_imports(("transformer_engine", "transformer_engine.pytorch"))
-    assert found["transformer_engine"].status == "ok"  # which is why the doctor does not ask for that
+    assert (
+        found["transformer_engine"].status == "ok"
+    )  # which is why the doctor does not ask for that
     assert found["transformer_engine.pytorch"].status == "broken"
 
 
@@ -382,11 +455,14 @@ def test_nvidia_smi_is_read(tmp_path):
         'case "$1" in\n'
         "  --query*) echo '580.95.05, NVIDIA H200, 143771, 600, 9.0'\n"
         "            echo '580.95.05, NVIDIA H200, 143771, [N/A], 9.0';;\n"
-        "  *) echo '| NVIDIA-SMI 580.95.05   Driver Version: 580.95.05   CUDA Version: 13.0 |';;\nesac",
+        "  *) echo '| NVIDIA-SMI 580.95.05   Driver Version: 580.95.05   CUDA Version: 13.0 "
+        "|';;\nesac",
     )
     found = facts.driver(smi)
     assert (found.status, found.version, found.cuda) == ("ok", "580.95.05", (13, 0))
-    assert found.cards[0] == Card("NVIDIA H200", 150.8, 0.6, (9, 0)) and found.cards[1].used_gb is None
+    assert (
+        found.cards[0] == Card("NVIDIA H200", 150.8, 0.6, (9, 0)) and found.cards[1].used_gb is None
+    )
 
 
 def test_nvidia_smi_of_an_old_driver_knows_no_capability(tmp_path):
@@ -400,7 +476,10 @@ def test_nvidia_smi_of_an_old_driver_knows_no_capability(tmp_path):
 
 
 def test_nvidia_smi_that_fails_or_is_missing(tmp_path):
-    smi = executable(tmp_path / "nvidia-smi", "echo 'NVIDIA-SMI has failed because it could not communicate'; exit 9")
+    smi = executable(
+        tmp_path / "nvidia-smi",
+        "echo 'NVIDIA-SMI has failed because it could not communicate'; exit 9",
+    )
     found = facts.driver(smi)
     assert found.status == "failed" and "could not communicate" in found.message
     assert facts.driver(str(tmp_path / "absent")).status == "missing"

@@ -9,12 +9,21 @@ from hypothesis import strategies as st
 from recipes_at_work import adapter_gradients, perturb
 from torch import Tensor, nn
 
-from labutils.layers.lora import adapter_state, attach_lora, count_trainable, load_adapter, lora_layers, save_adapter
+from labutils.layers.lora import (
+    adapter_state,
+    attach_lora,
+    count_trainable,
+    load_adapter,
+    lora_layers,
+    save_adapter,
+)
 from labutils.layers.lora_folded import ALIGNMENT, FoldedLinear, fold, form_weights
 
 
 class Net(nn.Module):
-    """Two layers of one input, `q` and `k`, one of another shape, and one of the same shape elsewhere."""
+    """Two layers of one input, `q` and `k`, one of another shape, and one of the same shape
+    elsewhere.
+    """
 
     def __init__(self, inner: int = 6, outer: int = 10, bias: bool = True) -> None:
         super().__init__()
@@ -28,7 +37,10 @@ class Net(nn.Module):
         return self.later(torch.tanh(self.o(q * torch.tanh(k))))
 
     def projections(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        if isinstance(self.q, FoldedLinear) and self.q.weight.shape[0] == 2 * self.k.base_layer.out_features:
+        if (
+            isinstance(self.q, FoldedLinear)
+            and self.q.weight.shape[0] == 2 * self.k.base_layer.out_features
+        ):
             return self.q(x).chunk(2, dim=-1)
         return self.q(x), self.k(x)
 
@@ -44,7 +56,13 @@ def adapted(rank: int, alpha: float, bias: bool = True, dtype: torch.dtype = tor
     return net
 
 
-def folded(rank: int, alpha: float, joint: tuple = (), bias: bool = True, dtype: torch.dtype = torch.float32) -> Net:
+def folded(
+    rank: int,
+    alpha: float,
+    joint: tuple = (),
+    bias: bool = True,
+    dtype: torch.dtype = torch.float32,
+) -> Net:
     net = adapted(rank, alpha, bias, dtype)
     fold(net, lora_layers(net), joint)
     return net
@@ -56,12 +74,16 @@ def folded(rank: int, alpha: float, joint: tuple = (), bias: bool = True, dtype:
     batch=st.integers(1, 5),
 )  # fmt: skip
 def test_folded_is_plain(rank, alpha, joint, bias, batch):
-    """In float64, where nothing hides behind rounding: outputs, and gradients by A, by B and by the input."""
+    """In float64, where nothing hides behind rounding: outputs, and gradients by A, by B and by the
+    input.
+    """
     plain = adapted(rank, alpha, bias, torch.float64)
     other = folded(rank, alpha, (("q", "k"),) if joint else (), bias, torch.float64)
     results = []
     for net in (plain, other):
-        x = torch.randn(batch, 3, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(2)).requires_grad_()
+        x = torch.randn(
+            batch, 3, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(2)
+        ).requires_grad_()
         form_weights(net)
         y = net(x)
         y.square().sum().backward()
@@ -126,12 +148,17 @@ def test_half_precision_weights_take_the_sum_and_adapters_stay_float32():
     form_weights(net)
     for name in NAMES:
         layer = plain.get_submodule(name)
-        exact = layer.base_layer.weight.float() + layer.lora_B["default"].weight @ layer.lora_A["default"].weight
+        exact = (
+            layer.base_layer.weight.float()
+            + layer.lora_B["default"].weight @ layer.lora_A["default"].weight
+        )
         found = net.get_submodule(name).weight
         assert found.dtype == torch.bfloat16
         torch.testing.assert_close(found.float(), exact, rtol=2**-7, atol=2**-7)
     net(torch.randn(3, 6, dtype=torch.bfloat16)).sum().backward()
-    assert all(p.dtype == p.grad.dtype == torch.float32 for p in net.parameters() if p.requires_grad)
+    assert all(
+        p.dtype == p.grad.dtype == torch.float32 for p in net.parameters() if p.requires_grad
+    )
 
 
 def test_files_pass_between_the_kinds(tmp_path):

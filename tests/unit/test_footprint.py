@@ -1,4 +1,6 @@
-"""The predicted peak against steps that ran, here and on the reference machine; running out of memory, and back."""
+"""The predicted peak against steps that ran, here and on the reference machine; running out of
+memory, and back.
+"""
 
 from __future__ import annotations
 
@@ -38,13 +40,15 @@ def workload(name: str, scale: str, tmp_path_factory) -> object:
     return on_drawn_latents(found) if name == "sd15-lora" else found
 
 
-# ---------------------------------------------------------------------------------------------------------- predicted
+# -------------------------------------------------------------------------------------- predicted
 
 
 @pytest.mark.parametrize("mode", lab09_peak_memory.MODES)
 @pytest.mark.parametrize("room", lab09_peak_memory.GRID)
 def test_the_prediction_is_what_a_ledger_finds_in_the_step(room, mode, tmp_path_factory):
-    """Within 1 % on a CPU, where both count the same things: shapes and lifetimes are what can be wrong."""
+    """Within 1 % on a CPU, where both count the same things: shapes and lifetimes are what can be
+    wrong.
+    """
     run, memory = lab09_peak_memory.foretold(
         workload(room, "tiny", tmp_path_factory),
         lab09_peak_memory.GRID[room].but(**lab09_peak_memory.MODES[mode]),
@@ -69,12 +73,18 @@ def test_the_prediction_is_what_a_ledger_finds_in_the_step(room, mode, tmp_path_
         ("sd15-lora", PLAIN, {"accumulation": 3}),
         ("sd15-lora", PLAIN, {"adapter": "plain", "memory_format": "channels_last"}),
         ("qwen3-lora-short", A3_BASE, {"layers": "rewritten", "loss": "fused"}),
-        ("qwen3-lora-short", A3_BASE, {"layers": "rewritten", "adapter": "plain", "micro_batch": 3}),
+        (
+            "qwen3-lora-short",
+            A3_BASE,
+            {"layers": "rewritten", "adapter": "plain", "micro_batch": 3},
+        ),
         ("llava-lora", A2_BASE, {"layers": "rewritten", "shapes": "fixed", "micro_batch": 2}),
     ],
 )
 def test_other_recipes_are_predicted_as_well(room, base, change, tmp_path_factory):
-    run, _ = lab09_peak_memory.foretold(workload(room, "tiny", tmp_path_factory), base.but(**change), "it")
+    run, _ = lab09_peak_memory.foretold(
+        workload(room, "tiny", tmp_path_factory), base.but(**change), "it"
+    )
     assert abs(run.metric("off")) < 0.03
 
 
@@ -98,7 +108,9 @@ def test_predictions_begun_ahead_are_those_made_here(little, monkeypatch):
     assert there == []  # too few cores to give any away
     monkeypatch.setattr(lab09_peak_memory.hardware, "usable_cores", lambda: 16)
     monkeypatch.setattr(
-        lab09_peak_memory, "_predicted_there", lambda *_: lab09_peak_memory.StepMemory({"weights": 1}, (), (), 0)
+        lab09_peak_memory,
+        "_predicted_there",
+        lambda *_: lab09_peak_memory.StepMemory({"weights": 1}, (), (), 0),
     )
     lab09_peak_memory.predict_ahead(asked[:1])
     assert (
@@ -106,9 +118,15 @@ def test_predictions_begun_ahead_are_those_made_here(little, monkeypatch):
         and lab09_peak_memory.predicted(*asked[1]) == here[1]
     )
     lab09_peak_memory.end_ahead()
-    assert lab09_peak_memory.predicted(*asked[0]) == here[0] and len(there) == 1 and not lab09_peak_memory._pools
+    assert (
+        lab09_peak_memory.predicted(*asked[0]) == here[0]
+        and len(there) == 1
+        and not lab09_peak_memory._pools
+    )
     monkeypatch.undo()
-    assert lab09_peak_memory._predicted_there(*lab09_peak_memory._asked(*asked[2], "cpu")) == here[2]
+    assert (
+        lab09_peak_memory._predicted_there(*lab09_peak_memory._asked(*asked[2], "cpu")) == here[2]
+    )
 
 
 def test_a_process_that_ends_early_costs_nothing_but_time(little, monkeypatch):
@@ -116,7 +134,9 @@ def test_a_process_that_ends_early_costs_nothing_but_time(little, monkeypatch):
     broken = Future()
     broken.set_exception(BrokenProcessPool("killed"))
     monkeypatch.setattr(
-        lab09_peak_memory, "_ahead", {lab09_peak_memory._asked(little, recipe.fitted_to("cpu"), "cpu"): broken}
+        lab09_peak_memory,
+        "_ahead",
+        {lab09_peak_memory._asked(little, recipe.fitted_to("cpu"), "cpu"): broken},
     )
     assert lab09_peak_memory.predicted(little, recipe).peak > 0
 
@@ -134,8 +154,9 @@ NOT_THE_GPUS = (
 
 
 def reference_peaks(rooms: tuple[str, ...]) -> dict[str, tuple[str, Recipe, float]]:
-    """The H200's peaks of recipes that nothing compiles, on these workloads: name -> workload, recipe, GB. Those of one
-    process: DDP keeps buckets beside the gradients, and FSDP a share of everything, which no prediction knows of."""
+    """The H200's peaks of recipes that nothing compiles, on these workloads: name -> workload,
+    recipe, GB. Those of one process: DDP keeps buckets beside the gradients, and FSDP a share of
+    everything, which no prediction knows of."""
     found: dict[str, tuple[str, Recipe, float]] = {}
     for (lab, name), run in records.read_runs(records.REFERENCE).items():
         plain = run.recipe.get("compile") == "off" and run.recipe.get("driver") != "graph"
@@ -150,17 +171,24 @@ WORST_BATCH = lab09_peak_memory.worst_batch
 
 
 def pictures(workload: object, recipe: Recipe) -> dict[str, torch.Tensor]:
-    """A micro-batch as the recipe gets it, of pictures that need not be drawn: their shape is known."""
+    """A micro-batch as the recipe gets it, of pictures that need not be drawn: their shape is
+    known.
+    """
     if recipe.cache != "nothing":
         return WORST_BATCH(workload, recipe)  # made of shapes as well
     count = recipe.micro_batch
-    return {"pixel_values": torch.zeros(count, 3, 512, 512), "input_ids": torch.zeros(count, 77, dtype=torch.long)}
+    return {
+        "pixel_values": torch.zeros(count, 3, 512, 512),
+        "input_ids": torch.zeros(count, 77, dtype=torch.long),
+    }
 
 
 def test_the_reference_machine_s_peaks_were_predictable(tmp_path_factory):
     peaks = reference_peaks(("sd15-lora",))
     assert len(peaks) > 10
-    work = open_workload("sd15-lora", "full", device="cpu", cache_dir=tmp_path_factory.mktemp("cache"))
+    work = open_workload(
+        "sd15-lora", "full", device="cpu", cache_dir=tmp_path_factory.mktemp("cache")
+    )
     work.dataset = None  # pictures would be drawn for it
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(lab09_peak_memory, "worst_batch", pictures)
@@ -169,8 +197,13 @@ def test_the_reference_machine_s_peaks_were_predictable(tmp_path_factory):
             key = recipe.but(**{knob: getattr(Recipe, knob) for knob in NOT_THE_GPUS})
             if key not in foreseen:
                 foreseen[key] = lab09_peak_memory.predicted(work, recipe, on="cuda").peak / 1e9
-            if name == "09 float32":  # presumably cuDNN's workspace: without TF32 it picks other convolutions
-                assert foreseen[key] == pytest.approx(peaks["09 tf32"][2], rel=0.05) and peak > 3 * foreseen[key]
+            if (
+                name == "09 float32"
+            ):  # presumably cuDNN's workspace: without TF32 it picks other convolutions
+                assert (
+                    foreseen[key] == pytest.approx(peaks["09 tf32"][2], rel=0.05)
+                    and peak > 3 * foreseen[key]
+                )
             else:
                 assert foreseen[key] == pytest.approx(peak, rel=0.05), name
 
@@ -181,36 +214,55 @@ ON_PHOTOGRAPHS = (
     "06 form: as they come",
     "06 form: packed, to 8192",
 )
-"""Runs of LLaVA-NeXT 7B: what checkpoints keep, weights in half a byte, no checkpoints, and the longest rows. The
-others on record lie between or beside: batches of 1 to 24 are foreseen to 2 %, weights in one byte to 3 %. (QLoRA's
-preparation widens parameters, and Transformer Engine keeps its own copies: no recipe says either.)"""
+"""Runs of LLaVA-NeXT 7B: what checkpoints keep, weights in half a byte, no checkpoints, and the
+longest rows. The others on record lie between or beside: batches of 1 to 24 are foreseen to 2 %,
+weights in one byte to 3 %. (QLoRA's preparation widens parameters, and Transformer Engine keeps its
+own copies: no recipe says either.)"""
 
 
 def test_the_reference_machine_s_peaks_on_photographs_were_predictable(tmp_path_factory):
-    """Predicted for the largest micro-batch of the two in which the peak was read: a first step, and one to warm up."""
-    peaks, cache = reference_peaks(("llava-lora", "llava-lora-varied")), tmp_path_factory.mktemp("cache")
-    works = {room: open_workload(room, "full", device="cpu", cache_dir=cache) for room, *_ in peaks.values()}
+    """Predicted for the largest micro-batch of the two in which the peak was read: a first step,
+    and one to warm up.
+    """
+    peaks, cache = (
+        reference_peaks(("llava-lora", "llava-lora-varied")),
+        tmp_path_factory.mktemp("cache"),
+    )
+    works = {
+        room: open_workload(room, "full", device="cpu", cache_dir=cache)
+        for room, *_ in peaks.values()
+    }
     for name in ON_PHOTOGRAPHS:
         room, recipe, peak = peaks[name]
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(lab09_peak_memory, "worst_batch", lambda workload, recipe: largest_of(workload, recipe, 2))
-            assert lab09_peak_memory.predicted(works[room], recipe, on="cuda").peak / 1e9 == pytest.approx(
-                peak, rel=0.06
-            ), name
+            patch.setattr(
+                lab09_peak_memory,
+                "worst_batch",
+                lambda workload, recipe: largest_of(workload, recipe, 2),
+            )
+            assert lab09_peak_memory.predicted(
+                works[room], recipe, on="cuda"
+            ).peak / 1e9 == pytest.approx(peak, rel=0.06), name
 
 
 def largest_of(workload: object, recipe: Recipe, count: int) -> dict[str, torch.Tensor]:
     """That of a run's `count` first micro-batches that has most tokens."""
     dataset = workload.dataset(None, recipe)
     order = workload.order(dataset, recipe)
-    loader = make_loader(dataset, recipe.but(num_workers=0), collate_fn=workload.collate(recipe), order=order)
+    loader = make_loader(
+        dataset, recipe.but(num_workers=0), collate_fn=workload.collate(recipe), order=order
+    )
     batches = Batches(loader, recipe.micro_batch, order or loader.sampler)
     return max((next(batches) for _ in range(count)), key=lambda batch: batch["input_ids"].numel())
 
 
 def test_the_first_reading_of_qwen3_8b_was_predictable(tmp_path_factory):
-    """Four texts of 861 tokens through PEFT's LoRA in BF16 took 50.5 GB on an H200 (a script of its own)."""
-    work = open_workload("qwen3-lora-long", "full", device="cpu", cache_dir=tmp_path_factory.mktemp("cache"))
+    """Four texts of 861 tokens through PEFT's LoRA in BF16 took 50.5 GB on an H200 (a script of its
+    own).
+    """
+    work = open_workload(
+        "qwen3-lora-long", "full", device="cpu", cache_dir=tmp_path_factory.mktemp("cache")
+    )
     ids = torch.zeros(4, 861, dtype=torch.long)
     given = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
     with pytest.MonkeyPatch.context() as patch:
@@ -238,14 +290,23 @@ def test_the_optimizer_s_state_is_as_large_as_the_real_one(optimizer):
     for parameter in parameters:
         parameter.grad = torch.randn_like(parameter)
     real.step()
-    kept = [v for entry in real.state.values() for k, v in entry.items() if isinstance(v, torch.Tensor) and v.dim()]
-    once = {v.data_ptr(): v.nbytes for v in kept if v.shape != (256,)}  # the codes' table is one for all
+    kept = [
+        v
+        for entry in real.state.values()
+        for k, v in entry.items()
+        if isinstance(v, torch.Tensor) and v.dim()
+    ]
+    once = {
+        v.data_ptr(): v.nbytes for v in kept if v.shape != (256,)
+    }  # the codes' table is one for all
     foreseen = sum(m.nbytes for p in parameters for m in lab09_peak_memory.moments_of(p, optimizer))
     assert foreseen == sum(once.values())
 
 
 def test_a_prediction_that_failed_halfway_leaves_the_next_one_alone(little, monkeypatch):
-    """The model is kept for the next: gradients left on it would be added to, and not be made when they are."""
+    """The model is kept for the next: gradients left on it would be added to, and not be made when
+    they are.
+    """
     recipe = PLAIN.but(accumulation=2)
     before = lab09_peak_memory.predicted(little, recipe)
     tries, loss = iter(range(2)), lab09_peak_memory._loss
@@ -274,7 +335,7 @@ def test_what_is_not_known_is_refused(little, change, said):
         lab09_peak_memory.predicted(little, PLAIN.but(**change))
 
 
-# --------------------------------------------------------------------------------------------- running out of memory
+# ------------------------------------------------------------------------- running out of memory
 
 
 def test_memory_runs_out_and_comes_back(little):
@@ -284,27 +345,50 @@ def test_memory_runs_out_and_comes_back(little):
         found = lab09_peak_memory.run_out(fed, 12)
         assert "out of memory" in found["message"] and "artificial" in found["message"]
         assert found["in_except_gb"] > 1.2 * found["before_gb"]
-        assert found["cleaned_gb"] <= found["after_except_gb"] < found["in_except_gb"] <= 1.05 * limit
+        assert (
+            found["cleaned_gb"] <= found["after_except_gb"] < found["in_except_gb"] <= 1.05 * limit
+        )
         assert found["cleaned_gb"] == pytest.approx(found["before_gb"], rel=0.05)
         assert found["runs_again"] == 1
         assert fed.fits(3) and not fed.fits(4)
 
 
 def test_a_peak_is_told_by_what_it_consists_of_and_of_how_many_examples():
-    metrics = {"peak_gb": 10.0, "weights_gb": 4.0, "gradients_gb": 0.0, "activations_gb": 6.0, "activations_share": 0.6}
-    run = Run("09", "", recipe={"micro_batch": 3}, metrics=metrics | {"predicted_gb": 9.0, "off": -0.1})
+    metrics = {
+        "peak_gb": 10.0,
+        "weights_gb": 4.0,
+        "gradients_gb": 0.0,
+        "activations_gb": 6.0,
+        "activations_share": 0.6,
+    }
+    run = Run(
+        "09", "", recipe={"micro_batch": 3}, metrics=metrics | {"predicted_gb": 9.0, "off": -0.1}
+    )
     failed = Run("09", "", status="oom")
-    (row,) = lab09_peak_memory.peak_rows({"memory: sd15-lora, all kept": run, "memory: llava-lora, all kept": failed})
+    (row,) = lab09_peak_memory.peak_rows(
+        {"memory: sd15-lora, all kept": run, "memory: llava-lora, all kept": failed}
+    )
     found = dict(zip(lab09_peak_memory.PEAK_HEAD, row, strict=True))
-    assert found["step"] == "sd15-lora, all kept" and found["examples"] == 3 and found["peak"] == "10.0 GB"
-    assert found["weights"] == "4.0 GB" and found["activations"] == "6.0 GB" and found["activations' share"] == "60%"
+    assert (
+        found["step"] == "sd15-lora, all kept"
+        and found["examples"] == 3
+        and found["peak"] == "10.0 GB"
+    )
+    assert (
+        found["weights"] == "4.0 GB"
+        and found["activations"] == "6.0 GB"
+        and found["activations' share"] == "60%"
+    )
     assert found["gradients"] is None and found["logits"] is None
     (row,) = lab09_peak_memory.told_rows({"memory: sd15-lora, all kept": run})
     assert dict(zip(lab09_peak_memory.TOLD_HEAD, row, strict=True))["examples"] == 3
 
 
 def test_what_fits_is_not_told_as_running_out(little):
-    with lab09_peak_memory.Fed(little, PLAIN) as fed, pytest.raises(RuntimeError, match="nothing ran out"):
+    with (
+        lab09_peak_memory.Fed(little, PLAIN) as fed,
+        pytest.raises(RuntimeError, match="nothing ran out"),
+    ):
         lab09_peak_memory.run_out(fed, 1)
 
 
@@ -343,6 +427,8 @@ def test_the_search_finds_the_largest_from_anywhere(largest, start):
 @pytest.mark.parametrize(("largest", "start"), [(7, 16), (100, 128), (1, 5)])
 def test_accelerate_s_search_stops_at_or_below_it(largest, start):
     tried: list[int] = []
-    found = lab09_peak_memory.largest_by_accelerate(lambda batch: tried.append(batch) or batch <= largest, start)
+    found = lab09_peak_memory.largest_by_accelerate(
+        lambda batch: tried.append(batch) or batch <= largest, start
+    )
     assert 0.85 * largest <= found <= largest
     assert tried[0] == start and tried == sorted(tried, reverse=True)

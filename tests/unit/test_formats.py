@@ -1,4 +1,6 @@
-"""Pictures in several forms: the same picture comes back, files are forgotten when asked, and costs are a model's."""
+"""Pictures in several forms: the same picture comes back, files are forgotten when asked, and costs
+are a model's.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,13 @@ from PIL import Image
 
 from labutils.data.images import Preprocess
 from labutils.labs import lab09_image_formats
-from labutils.labs.lab09_image_input import _joined, form_of, pipeline_of, points_of, step_over_decoding
+from labutils.labs.lab09_image_input import (
+    _joined,
+    form_of,
+    pipeline_of,
+    points_of,
+    step_over_decoding,
+)
 from labutils.profiling.dataloader_model import Pipeline
 from labutils.recipe import Recipe, Unavailable
 from labutils.results.records import Run, summarise
@@ -39,7 +47,9 @@ def test_the_same_picture_comes_back(name, drawn, tmp_path):
     files = lab09_image_formats.kept_as(drawn, tmp_path, form)
     for path, file in zip(drawn, files, strict=True):
         picture = Image.open(path).convert("RGB")
-        expected = np.asarray(lab09_image_formats.resize(picture, form.side) if form.side else picture).astype(int)
+        expected = np.asarray(
+            lab09_image_formats.resize(picture, form.side) if form.side else picture
+        ).astype(int)
         found = form.decode(file.read_bytes()).astype(int)
         assert found.shape == expected.shape
         assert np.abs(found - expected).mean() <= (0 if form.exact else 4)
@@ -51,7 +61,8 @@ def test_the_same_picture_comes_back(name, drawn, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "held"), [("PNG", "nothing"), ("PNG", "files"), ("PNG", "pixels"), ("resized", "nothing")]
+    ("name", "held"),
+    [("PNG", "nothing"), ("PNG", "files"), ("PNG", "pixels"), ("resized", "nothing")],
 )
 def test_training_sees_what_the_script_makes(name, held, drawn, tmp_path):
     form = lab09_image_formats.formats(RESOLUTION)[name]
@@ -67,7 +78,9 @@ def test_training_sees_what_the_script_makes(name, held, drawn, tmp_path):
 
 
 def test_times_are_parts_of_a_whole(drawn):
-    times = lab09_image_formats.read_ms(drawn, lab09_image_formats.formats(RESOLUTION)["PNG"], passes=2)
+    times = lab09_image_formats.read_ms(
+        drawn, lab09_image_formats.formats(RESOLUTION)["PNG"], passes=2
+    )
     assert {len(samples) for samples in times.values()} == {6}
     for read, decode, both in zip(*times.values(), strict=True):
         assert 0 < read < both and both == pytest.approx(read + decode)
@@ -101,7 +114,7 @@ def test_processes_take_the_threads_they_are_told(monkeypatch):
     assert all(each["images_per_s"] > 0 for each in found.values())
 
 
-# ------------------------------------------------------------------------------------------------- cost of the decoder
+# ----------------------------------------------------------------------------- cost of the decoder
 
 
 @given(st.floats(0, 200), st.floats(1, 200), st.integers(1, 16), st.integers(1, 4))
@@ -111,7 +124,11 @@ def test_the_lines_are_the_model_of_workers(up_to, compute, cores, micro_batch):
     for workers, points in lines.items():
         for each, step in points.items():
             read = each * micro_batch
-            busy = compute + read if workers == 0 else max(compute, read / workers, (read + compute) / cores)
+            busy = (
+                compute + read
+                if workers == 0
+                else max(compute, read / workers, (read + compute) / cores)
+            )
             assert step == pytest.approx(2 * busy)
 
 
@@ -124,14 +141,20 @@ def test_a_pipeline_is_read_off_a_run():
 
 def test_runs_are_put_at_what_their_form_takes():
     spread = {"p10": 1.0, "median": 2.0, "p90": 3.0}
-    runs = {name: Run("09", name, metrics={"step_ms": spread}) for name in ("data: PNG", "data: PNG, 4 workers")}
+    runs = {
+        name: Run("09", name, metrics={"step_ms": spread})
+        for name in ("data: PNG", "data: PNG, 4 workers")
+    }
     runs["data: pixels"] = Run("09", "data: pixels", status="oom")
     assert [form_of(name) for name in runs] == ["PNG", "PNG", "pixels"]
     assert points_of(runs, runs, {"PNG": 40.0, "pixels": 1.0}) == {"PNG": (40.0, (1.0, 2.0, 3.0))}
 
 
 def test_rounds_are_joined():
-    rounds = [Run("09", "x", samples={"step_ms": ms}, metrics={"step_ms": summarise(ms)}) for ms in ([1.0, 2.0], [3.0])]
+    rounds = [
+        Run("09", "x", samples={"step_ms": ms}, metrics={"step_ms": summarise(ms)})
+        for ms in ([1.0, 2.0], [3.0])
+    ]
     found = _joined(*rounds)
     assert found.samples["step_ms"] == [1, 2, 3] and found.metrics["step_ms"]["median"] == 2
     assert _joined(found, Run("09", "x", status="oom")).status == "oom"

@@ -1,4 +1,6 @@
-"""FP8 by hand: every code, every rounding and every scale against PyTorch's own casts and against plain arithmetic."""
+"""FP8 by hand: every code, every rounding and every scale against PyTorch's own casts and against
+plain arithmetic.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from labutils.layers.quantization import fp8_math
-from labutils.layers.quantization.fp8_math import E4M3, E5M2, FORMATS, DelayedScaling, decode, encode, quantise
+from labutils.layers.quantization.fp8_math import (
+    E4M3,
+    E5M2,
+    FORMATS,
+    DelayedScaling,
+    decode,
+    encode,
+    quantise,
+)
 
 ALL_CODES = torch.arange(256, dtype=torch.uint8)
 formats = pytest.mark.parametrize("fmt", FORMATS.values(), ids=list(FORMATS))
@@ -52,7 +62,9 @@ def test_ties_go_to_the_even_code(fmt):
 @given(data=st.data())
 @settings(max_examples=300, deadline=None)
 def test_any_float_in_range_is_rounded_as_pytorch_does(fmt, data):
-    values = data.draw(st.lists(st.floats(-fmt.largest, fmt.largest, width=32), min_size=1, max_size=20))
+    values = data.draw(
+        st.lists(st.floats(-fmt.largest, fmt.largest, width=32), min_size=1, max_size=20)
+    )
     x = torch.tensor(values, dtype=torch.float32)
     assert torch.equal(encode(x, fmt), bits_of(x.to(fmt.dtype)))
 
@@ -94,7 +106,12 @@ def test_beyond_the_range():
     x = torch.tensor([1e3, -1e6, math.inf, -math.inf])
     assert decode(encode(x)).tolist() == [448, -448, 448, -448]
     assert decode(encode(x, saturate=False)).isnan().all()
-    assert decode(encode(x * 100, E5M2, saturate=False), E5M2).tolist() == [math.inf, -math.inf, math.inf, -math.inf]
+    assert decode(encode(x * 100, E5M2, saturate=False), E5M2).tolist() == [
+        math.inf,
+        -math.inf,
+        math.inf,
+        -math.inf,
+    ]
 
 
 def test_bits_are_shown_field_by_field():
@@ -115,7 +132,9 @@ def test_the_articles_casts():
 
 
 def test_what_pytorchs_own_cast_does_beyond_the_range():
-    """It saturates, or gives NaN; which one is a fact about the version, and `plain_cast_saturates` knows it."""
+    """It saturates, or gives NaN; which one is a fact about the version, and `plain_cast_saturates`
+    knows it.
+    """
     cast = torch.tensor([465.0, 1e3, 1e6]).to(torch.float8_e4m3fn).float()
     if fp8_math.plain_cast_saturates():
         assert cast.tolist() == [448, 448, 448]
@@ -139,11 +158,17 @@ def test_the_articles_scale():
 @formats
 @given(exponent=st.integers(-40, 60), seed=st.integers(0, 99))
 @settings(max_examples=30, deadline=None)
-def test_each_group_fills_the_range_and_is_restored_to_within_its_rounding(fmt, granularity, exponent, seed):
+def test_each_group_fills_the_range_and_is_restored_to_within_its_rounding(
+    fmt, granularity, exponent, seed
+):
     x = torch.randn(6, 64, generator=torch.Generator().manual_seed(seed)) * 2.0**exponent
     q = quantise(x, granularity, fmt)
     assert q.values.dtype == fmt.dtype
-    largest = q.values.float().abs().amax(-1) if granularity != "tensor" else q.values.float().abs().amax()
+    largest = (
+        q.values.float().abs().amax(-1)
+        if granularity != "tensor"
+        else q.values.float().abs().amax()
+    )
     reached = fmt.largest if granularity != "block" else fmt.largest / 2
     assert ((largest >= reached * 0.99) & (largest <= fmt.largest)).all()
     error = (q.restored() - x).abs()
@@ -171,7 +196,10 @@ def test_a_rows_outlier_is_its_own_rows_trouble():
 
 
 def test_block_scales_are_powers_of_two_that_e8m0_holds():
-    x = torch.randn(8, 128, generator=torch.Generator().manual_seed(1)) * torch.logspace(-8, 8, 8)[:, None]
+    x = (
+        torch.randn(8, 128, generator=torch.Generator().manual_seed(1))
+        * torch.logspace(-8, 8, 8)[:, None]
+    )
     q = quantise(x, "block")
     assert q.values.shape == (8, 4, 32)
     assert q.inverse.shape == (8, 4, 1)
@@ -190,7 +218,10 @@ def test_what_is_lost_is_counted():
     x = torch.tensor([0.0, 1e-7, 1.0, 448.0])
     assert fp8_math.lost(x, quantise(x)) == {"flushed": 1 / 3, "saturated": 0}
     delayed = DelayedScaling()
-    assert fp8_math.lost(torch.tensor([1.0, 1e4]), delayed(torch.tensor([1.0, 1e4])))["saturated"] == 0.5
+    assert (
+        fp8_math.lost(torch.tensor([1.0, 1e4]), delayed(torch.tensor([1.0, 1e4])))["saturated"]
+        == 0.5
+    )
 
 
 # Delayed scaling

@@ -1,4 +1,6 @@
-"""The frozen FP8 layer against float32, on the CPU: its rounding is the hardware's, its product float32's."""
+"""The frozen FP8 layer against float32, on the CPU: its rounding is the hardware's, its product
+float32's.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +14,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from labutils.layers.quantization.fp8_linear import INPUTS, MULTIPLE, FrozenFP8Linear, product_kind, quantise_rows
+from labutils.layers.quantization.fp8_linear import (
+    INPUTS,
+    MULTIPLE,
+    FrozenFP8Linear,
+    product_kind,
+    quantise_rows,
+)
 from labutils.layers.quantization.fp8_math import quantise, relative_error
 
 TOLERANCE = 4e-2
 """Two factors rounded to 3 mantissa bits: 2.6 % each, so 3.7 % of a product's norm."""
 
 
-def layer_pair(k: int = 256, n: int = 128, bias: bool = True, seed: int = 0) -> tuple[nn.Linear, FrozenFP8Linear]:
+def layer_pair(
+    k: int = 256, n: int = 128, bias: bool = True, seed: int = 0
+) -> tuple[nn.Linear, FrozenFP8Linear]:
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         linear = nn.Linear(k, n, bias=bias).requires_grad_(False)
@@ -101,7 +111,10 @@ def test_zeros_give_the_bias_exactly():
 def test_inputs_and_gradients_that_are_not_contiguous():
     _, frozen = layer_pair(bias=False)
     x, dy = random(256, 20), random(128, 20, seed=1)
-    found, expected = passes(frozen, x.t(), dy.t()), passes(frozen, x.t().contiguous(), dy.t().contiguous())
+    found, expected = (
+        passes(frozen, x.t(), dy.t()),
+        passes(frozen, x.t().contiguous(), dy.t().contiguous()),
+    )
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     x = random(4, 256).requires_grad_()
     frozen(x).sum().backward()  # its gradient is one number, expanded
@@ -109,7 +122,9 @@ def test_inputs_and_gradients_that_are_not_contiguous():
 
 
 def test_a_row_does_not_depend_on_its_neighbours():
-    """Scales are a row's own, so a batch's rows come out as they would alone, outliers beside them or not."""
+    """Scales are a row's own, so a batch's rows come out as they would alone, outliers beside them
+    or not.
+    """
     _, frozen = layer_pair()
     x = random(5, 256)
     x[3] *= 1e6
@@ -139,7 +154,9 @@ def test_the_hardwares_products_are_the_emulated_one(kind, limit, compiled):
     expected = passes(frozen, x, dy)
     frozen.product = kind
     try:
-        found = passes(torch.compile(frozen, fullgraph=True, dynamic=False) if compiled else frozen, x, dy)
+        found = passes(
+            torch.compile(frozen, fullgraph=True, dynamic=False) if compiled else frozen, x, dy
+        )
     except (RuntimeError, NotImplementedError) as error:
         if "_scaled_mm" not in str(error):
             raise
@@ -159,7 +176,9 @@ def test_one_byte_a_parameter():
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_nothing_is_kept_for_backward_but_the_weight(compiled):
-    """Neither the input nor a transposed or widened weight, whoever divides the work into forward and backward."""
+    """Neither the input nor a transposed or widened weight, whoever divides the work into forward
+    and backward.
+    """
     torch.compiler.reset()
     _, frozen = layer_pair(bias=False)
     run = torch.compile(frozen, fullgraph=True, dynamic=False) if compiled else frozen
@@ -247,7 +266,11 @@ def test_one_compiled_graph_serves_any_count_of_rows():
     torch._dynamo.utils.counters.clear()
     _, frozen = layer_pair(64, 32)
     compiled = torch.compile(frozen, fullgraph=True, dynamic=True)
-    for rows in (32, 64, 592):  # multiples of 16, which layouts for FP8 see to: others take a second graph
+    for rows in (
+        32,
+        64,
+        592,
+    ):  # multiples of 16, which layouts for FP8 see to: others take a second graph
         x = random(rows, 64)
         assert relative_error(compiled(x), frozen(x)) < 5e-3
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
@@ -296,7 +319,9 @@ def test_a_cpu_emulates():
 
 def test_a_float64_weight_is_held_as_its_float32_is():
     weight = random(32, 48).double()
-    assert torch.equal(FrozenFP8Linear(weight).restored(), FrozenFP8Linear(weight.float()).restored())
+    assert torch.equal(
+        FrozenFP8Linear(weight).restored(), FrozenFP8Linear(weight.float()).restored()
+    )
     with pytest.raises(ValueError, match="infinity .as float32."):
         FrozenFP8Linear(torch.full((16, 16), 1e300, dtype=torch.float64))
 
@@ -305,7 +330,9 @@ def test_a_transposed_weight_is_held_row_after_row():
     """The FP8 product takes no other order of its second factor."""
     frozen = FrozenFP8Linear(random(48, 32).t())
     assert frozen.weight.is_contiguous()
-    assert torch.equal(frozen.restored(), FrozenFP8Linear(random(48, 32).t().contiguous()).restored())
+    assert torch.equal(
+        frozen.restored(), FrozenFP8Linear(random(48, 32).t().contiguous()).restored()
+    )
 
 
 @pytest.mark.parametrize("shape", [(1,), (3,), (16, 1)])
@@ -317,7 +344,10 @@ def test_a_bias_has_one_number_an_output(shape):
 @pytest.mark.parametrize("dtype", [torch.int64, torch.float64, torch.bool])
 def test_autocast_makes_no_input_right(dtype):
     _, frozen = layer_pair()
-    with torch.autocast("cpu", torch.bfloat16), pytest.raises(ValueError, match="takes float16, bfloat16 or float32"):
+    with (
+        torch.autocast("cpu", torch.bfloat16),
+        pytest.raises(ValueError, match="takes float16, bfloat16 or float32"),
+    ):
         frozen(torch.ones(2, 256).to(dtype))
 
 
@@ -328,7 +358,8 @@ def test_an_ordinary_weight_is_not_loaded_without_a_scale(strict):
     model = nn.Sequential(frozen)
     state = {f"0.{name}": tensor + 1 for name, tensor in linear.state_dict().items()}
     with pytest.raises(
-        RuntimeError, match="0.weight is torch.float32.*Load the state into the model before convert_base"
+        RuntimeError,
+        match="0.weight is torch.float32.*Load the state into the model before convert_base",
     ):
         model.load_state_dict(state, strict=strict)
     assert torch.equal(frozen.restored(), before)

@@ -1,4 +1,6 @@
-"""The frozen NF4 layers: bitsandbytes' bytes, float32's products of them, and nothing else kept; compiled or not."""
+"""The frozen NF4 layers: bitsandbytes' bytes, float32's products of them, and nothing else kept;
+compiled or not.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ TOLERANCE = {FrozenNF4Linear: 0.1, FrozenNF4FP8Linear: 0.11}
 each_kind = pytest.mark.parametrize("kind", KINDS)
 
 
-def layer_pair(kind, k: int = 256, n: int = 128, bias: bool = True, seed: int = 0) -> tuple[nn.Linear, FrozenNF4Linear]:
+def layer_pair(
+    kind, k: int = 256, n: int = 128, bias: bool = True, seed: int = 0
+) -> tuple[nn.Linear, FrozenNF4Linear]:
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         linear = nn.Linear(k, n, bias=bias).requires_grad_(False)
@@ -51,11 +55,15 @@ def test_forward_and_gradient_are_float32s_to_within_the_rounding(kind, shape, b
 @given(rows=st.integers(0, 40), k=st.integers(1, 9), n=st.integers(1, 9), seed=st.integers(0, 9))
 @settings(max_examples=60, deadline=None)
 def test_it_is_the_product_with_the_weight_that_the_mathematics_restores(rows, k, n, seed):
-    """Independent of the layer: the room's own NF4, multiplied in float64. Rows need not be multiples of a block."""
+    """Independent of the layer: the room's own NF4, multiplied in float64. Rows need not be
+    multiples of a block.
+    """
     k, n = k * MULTIPLE, n * MULTIPLE
     linear, frozen = layer_pair(FrozenNF4Linear, k, n, bias=False, seed=seed)
     w = nf4_math.quantise_nf4(linear.weight)
-    weight = nf4_math.NF4(w.packed, nf4_math.double_quantise(w.absmax).restored(), w.shape).restored()
+    weight = nf4_math.NF4(
+        w.packed, nf4_math.double_quantise(w.absmax).restored(), w.shape
+    ).restored()
     assert torch.equal(frozen.restored(), weight)
     x, dy = random(rows, k, seed=seed), random(rows, n, seed=seed + 1)
     y, dx = passes(frozen, x, dy)
@@ -75,7 +83,8 @@ def test_in_fp8_it_is_the_product_of_the_restored_weight_rounded_once_more(rows,
     expected = quantise(x, "row").restored().double() @ w.restored().double().T
     torch.testing.assert_close(y.double(), expected, rtol=2**-7, atol=2e-2)
     expected_dx = quantise(dy * w.inverse.t(), "row").restored().double() @ w.values.double()
-    # A scaled dy that lies on the border between two codes may get the other one: an eighth of one of n >= 16 numbers.
+    # A scaled dy that lies on the border between two codes may get the other one: an eighth of one
+    # of n >= 16 numbers.
     assert (dx.double() - expected_dx).norm() <= 0.04 * expected_dx.norm()
 
 
@@ -102,7 +111,9 @@ def test_it_holds_what_bitsandbytes_would(kind):
     assert torch.equal(frozen.scales, state.state2.absmax)
     assert torch.equal(frozen.offset, state.offset)
     apart = frozen.constants.view(-1)[: state.absmax.numel()] != state.absmax
-    assert apart.float().mean() < 0.01  # see labutils.layers.quantization.nf4_math on bitsandbytes' look-up on a CPU
+    assert (
+        apart.float().mean() < 0.01
+    )  # see labutils.layers.quantization.nf4_math on bitsandbytes' look-up on a CPU
 
 
 @each_kind
@@ -159,7 +170,10 @@ def test_a_weight_of_zeros(kind):
 def test_inputs_and_gradients_that_are_not_contiguous(kind):
     _, frozen = layer_pair(kind, bias=False)
     x, dy = random(256, 20), random(128, 20, seed=1)
-    found, expected = passes(frozen, x.t(), dy.t()), passes(frozen, x.t().contiguous(), dy.t().contiguous())
+    found, expected = (
+        passes(frozen, x.t(), dy.t()),
+        passes(frozen, x.t().contiguous(), dy.t().contiguous()),
+    )
     for mine, other in zip(found, expected, strict=True):
         torch.testing.assert_close(mine, other)
 
@@ -276,7 +290,11 @@ class Block(nn.Module):
 @each_kind
 def test_compiled_it_is_one_graph_with_the_same_numbers(kind):
     torch.compiler.reset()
-    block, x, dy = Block(lambda k, n: layer_pair(kind, k, n)[1]), random(33, 64), random(33, 64, seed=1)
+    block, x, dy = (
+        Block(lambda k, n: layer_pair(kind, k, n)[1]),
+        random(33, 64),
+        random(33, 64, seed=1),
+    )
     expected = passes(block, x, dy)
     assert torch._dynamo.explain(block)(x.requires_grad_()).graph_break_count == 0
     torch.compiler.reset()
@@ -303,9 +321,13 @@ def test_one_compiled_graph_serves_any_count_of_rows(kind):
 
 @each_kind
 def test_what_it_refuses(kind):
-    with pytest.raises(ValueError, match="24 -> 32 features can't be converted to NF4.*multiples of 16"):
+    with pytest.raises(
+        ValueError, match="24 -> 32 features can't be converted to NF4.*multiples of 16"
+    ):
         kind(torch.zeros(32, 24))
-    with pytest.raises(ValueError, match="a frozen NF4 layer has no gradient for them. Freeze them first"):
+    with pytest.raises(
+        ValueError, match="a frozen NF4 layer has no gradient for them. Freeze them first"
+    ):
         kind.from_linear(nn.Linear(32, 32))
     with pytest.raises(ValueError, match="held in NF4: it takes a matrix of floating-point"):
         kind(torch.zeros(32, 32, dtype=torch.int8))

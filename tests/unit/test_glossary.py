@@ -1,4 +1,6 @@
-"""The glossary: in order, complete as far as the house's own words go, about what the labs say, and found from them."""
+"""The glossary: in order, complete as far as the house's own words go, about what the labs say, and
+found from them.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +11,21 @@ import pytest
 
 HOUSE = Path(__file__).resolve().parents[2]
 GLOSSARY = HOUSE / "docs" / "glossary.md"
-LABS = {path.name[:2]: path for path in sorted((HOUSE / "notebooks" / "py").glob("[0-9][0-9]_*.py"))}
+LABS = {
+    path.name[:2]: path for path in sorted((HOUSE / "notebooks" / "py").glob("[0-9][0-9]_*.py"))
+}
 ENTRY = re.compile(r"^\*\*(.+?)\*\* \((.+?)\)\. \S", re.MULTILINE)
-HOUSE_WORDS = {"recipe", "workload", "run", "claim", "lane", "optimizer step", "GPU-busy", "graph break", "MFU"}
+HOUSE_WORDS = {
+    "recipe",
+    "workload",
+    "run",
+    "claim",
+    "lane",
+    "optimizer step",
+    "GPU-busy",
+    "graph break",
+    "MFU",
+}
 LINK = re.compile(r"\]\((?!https?:)([^)#]+)\)")
 
 
@@ -39,7 +53,9 @@ def test_a_word_is_used_in_the_lab_that_is_said_to_explain_it(words: str, where:
     first = words.split(", ")[0].lower()
     for number in where.split(", "):
         said = re.sub(r"\n# ?", " ", LABS[number].read_text("utf-8")).replace("*", "").lower()
-        assert first.removesuffix("s").split(" memory")[0] in said, f"lab {number} doesn't say {first!r}"
+        assert first.removesuffix("s").split(" memory")[0] in said, (
+            f"lab {number} doesn't say {first!r}"
+        )
 
 
 @pytest.mark.parametrize("number", LABS)
@@ -52,5 +68,7 @@ def test_a_lab_links_to_the_glossary_and_says_where_it_comes_from(number: str):
 @pytest.mark.parametrize("path", LABS.values(), ids=LABS)
 def test_links_into_the_repository_lead_somewhere(path: Path):
     text = "".join(line for line in path.read_text("utf-8").splitlines() if line.startswith("#"))
-    missing = [target for target in LINK.findall(text) if not (HOUSE / "notebooks" / target).exists()]
+    missing = [
+        target for target in LINK.findall(text) if not (HOUSE / "notebooks" / target).exists()
+    ]
     assert not missing

@@ -27,7 +27,8 @@ def test_whether_a_value_gets_there(goal, value, text, outcome):
 
 
 @pytest.mark.parametrize(
-    ("value", "outcome"), [(19_741, ", missed, within the spread"), (20_053, ", reached, within the spread")]
+    ("value", "outcome"),
+    [(19_741, ", missed, within the spread"), (20_053, ", reached, within the spread")],
 )
 def test_a_range_around_the_goal_leaves_it_open(value, outcome):
     assert Goal("a", least=20_000).outcome(value, 0.96 * value, 1.04 * value) == outcome
@@ -38,7 +39,10 @@ def test_another_card_is_not_held_against_the_goals():
     theirs = Run("07", "", scale="full", metrics={"x": 2.0}, machine={"gpu": "H200"})
     for card, said in (("H200", "1.00, missed"), ("H100", "1.00")):
         mine = Run("07", "", scale="full", metrics={"x": 1.0}, machine={"gpu": card})
-        assert goal_rows({"x": Goal("x", least=1.5)}, mine, theirs)[0][2:] == (said.replace("1.00", "1"), "2, reached")
+        assert goal_rows({"x": Goal("x", least=1.5)}, mine, theirs)[0][2:] == (
+            said.replace("1.00", "1"),
+            "2, reached",
+        )
 
 
 def test_rows_have_ranges_and_say_at_full_what_was_missed():
@@ -61,5 +65,7 @@ def test_rows_have_ranges_and_say_at_full_what_was_missed():
 
 def test_a_ratio_s_range_has_its_digits():
     times = {"median": 2.0, "p10": 1.5, "p90": 8 / 3, "n": 6}
-    (row,) = goal_rows({"x": Goal("times", least=1.9)}, Run("07", "", scale="full", metrics={"x": times}), None)
+    (row,) = goal_rows(
+        {"x": Goal("times", least=1.9)}, Run("07", "", scale="full", metrics={"x": times}), None
+    )
     assert row[2] == "2 (1.5 to 2.67), reached, within the spread"

@@ -1,4 +1,6 @@
-"""`labutils handouts`: no solution for students, no trace of the machine, numbers on record, pages that hold all."""
+"""`labutils handouts`: no solution for students, no trace of the machine, numbers on record, pages
+that hold all.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ CPU_SECONDS_A_LAB = 6.0
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory) -> Path:
-    """The handouts of two labs of the reference and of the planted one, with the course's PDF; and what they took."""
+    """The handouts of two labs of the reference and of the planted one, with the course's PDF; and
+    what they took.
+    """
     folder = planted_lab.results_with_it(tmp_path_factory.mktemp("run") / "found", REFERENCE, *LABS)
     out = tmp_path_factory.mktemp("handouts")
     before = cpu_seconds()
@@ -82,7 +86,10 @@ def files(folder: Path) -> list[Path]:
 
 @pytest.mark.parametrize("edition", editions.EDITIONS)
 def test_each_lab_gets_a_notebook_a_page_and_a_pdf_and_all_of_them_one_pdf(made, edition):
-    wanted = {stem + kind for stem in (*LABS, STEM) for kind in KINDS} | {"course.pdf", "index.html"}
+    wanted = {stem + kind for stem in (*LABS, STEM) for kind in KINDS} | {
+        "course.pdf",
+        "index.html",
+    }
     assert {path.name for path in files(made / edition)} == wanted
     for path in (made / edition).glob("*.ipynb"):
         nbformat.validate(nbformat.read(path, as_version=4))
@@ -95,7 +102,9 @@ def test_it_takes_few_seconds_a_lab(made):
 # Solutions
 
 
-def test_the_planted_solution_is_in_every_file_of_the_instructor_s_and_in_none_of_the_student_s(made):
+def test_the_planted_solution_is_in_every_file_of_the_instructor_s_and_in_none_of_the_student_s(
+    made,
+):
     for name in (*(STEM + kind for kind in KINDS), "course.pdf"):
         assert flat(SECRET) in flat(said(made / "instructor" / name)), name
         assert flat(SECRET) not in flat(said(made / "student" / name)), name
@@ -110,7 +119,9 @@ def test_no_line_of_a_lab_s_solutions_is_in_the_student_s_files(made, stem):
     for one in executed.cells:
         printed = [output.get("text", "") for output in one.get("outputs", [])]
         texts = "\n".join([one.source, *printed]).splitlines()
-        lines["solution" in one.metadata.tags] |= {flat(line) for line in texts if len(flat(line)) > 7}
+        lines["solution" in one.metadata.tags] |= {
+            flat(line) for line in texts if len(flat(line)) > 7
+        }
     secret = lines[True] - lines[False]
     assert len(secret) > 5
     for kind in KINDS:
@@ -122,11 +133,15 @@ def test_no_line_of_a_lab_s_solutions_is_in_the_student_s_files(made, stem):
         assert [line for line in secret if line.replace("\\", "") in instructor], kind
     student = nbformat.read(made / "student" / f"{stem}.ipynb", as_version=4)
     tags = [tag for one in student.cells for tag in one.metadata.get("tags", [])]
-    assert tags.count("exercise") == sum("exercise" in one.metadata.tags for one in executed.cells) > 0
+    assert (
+        tags.count("exercise") == sum("exercise" in one.metadata.tags for one in executed.cells) > 0
+    )
     assert "solution" not in tags
 
 
-@pytest.mark.parametrize("path", sorted((REPOSITORY / "notebooks").glob("*.ipynb")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", sorted((REPOSITORY / "notebooks").glob("*.ipynb")), ids=lambda path: path.stem
+)
 def test_a_student_s_notebook_runs_without_the_solutions(path):
     """No cell reads a name that solutions alone set."""
     told, solved = set(), set()
@@ -140,8 +155,12 @@ def test_a_student_s_notebook_runs_without_the_solutions(path):
 
 
 def output_of(source: str, before: str = "") -> list:
-    """What the student sees of a cell of that source, after a solution that set `answer` and the loop variable `x`."""
-    solution = new_code_cell("answer = [x for x in range(9)]\nx = 1", metadata={"tags": ["solution"]})
+    """What the student sees of a cell of that source, after a solution that set `answer` and the
+    loop variable `x`.
+    """
+    solution = new_code_cell(
+        "answer = [x for x in range(9)]\nx = 1", metadata={"tags": ["solution"]}
+    )
     later = new_code_cell(source, outputs=[planted_lab.printed("told\n")])
     cells = [solution, *([new_code_cell(before)] if before else []), later]
     return editions.edition_of(planted_lab.new_notebook(cells=cells), "student").cells[-1].outputs
@@ -189,7 +208,9 @@ def test_nothing_tells_of_the_machine_or_of_how_it_was_run(made):
     for edition in editions.EDITIONS:
         for file in files(made / edition):
             text = said(file)
-            assert not [word for word in planted_lab.TRACES if word in text and word != "widget"], file
+            assert not [word for word in planted_lab.TRACES if word in text and word != "widget"], (
+                file
+            )
             assert 'execution_count": 7' not in text
 
 
@@ -200,7 +221,10 @@ def test_notebooks_have_tags_and_a_kernel_s_name_and_nothing_else(made):
         assert set(notebook.metadata) == {"kernelspec", "language_info"}
         for one in notebook.cells:
             assert set(one.metadata) <= {"tags"}
-            assert {output.output_type for output in one.get("outputs", [])} <= {"stream", "display_data"}
+            assert {output.output_type for output in one.get("outputs", [])} <= {
+                "stream",
+                "display_data",
+            }
             assert {output.get("name", "stdout") for output in one.get("outputs", [])} <= {"stdout"}
 
 
@@ -215,10 +239,16 @@ def test_a_value_that_a_cell_happens_to_end_with_is_shown_only_where_nothing_els
     assert [output.data["text/plain"] for output in both[1].outputs] == ["[Judgement(claim=...)]"]
 
 
-NAMES = st.text("abcdefghijklmnopqrstuvwxyz0123456789_-.+@", min_size=1, max_size=12).filter(lambda n: n.strip("."))
+NAMES = st.text("abcdefghijklmnopqrstuvwxyz0123456789_-.+@", min_size=1, max_size=12).filter(
+    lambda n: n.strip(".")
+)
 
 
-@given(st.lists(NAMES, min_size=2, max_size=6), st.sampled_from(["/", "~/"]), st.sampled_from(["{}", "`{}`", "({}) x"]))
+@given(
+    st.lists(NAMES, min_size=2, max_size=6),
+    st.sampled_from(["/", "~/"]),
+    st.sampled_from(["{}", "`{}`", "({}) x"]),
+)
 def test_of_a_path_only_the_last_name_stays(names, root, around):
     if root == "/" and names[0] in ("dev", "proc", "sys"):
         return
@@ -251,7 +281,13 @@ def test_first_pages_say_what_is_on_record(made, edition):
         facts = stamp(stem)
         first = pages_of(made / edition / f"{stem}.pdf")[0]
         page = Page(made / edition / f"{stem}.html").words
-        for words in (facts["commit"], facts["at"][:10], facts["at"][11:16], facts["machine"], facts["torch"]):
+        for words in (
+            facts["commit"],
+            facts["at"][:10],
+            facts["at"][11:16],
+            facts["machine"],
+            facts["torch"],
+        ):
             assert flat(words) in flat(first), (stem, words)
             assert flat(words) in flat(page), (stem, words)
     cover = flat(pages_of(made / edition / "course.pdf")[0])
@@ -268,7 +304,9 @@ def stamp(stem: str) -> dict[str, str]:
         return known | {"machine": "Intel Xeon Processor, 2 cores, 25 GB, Debian 12, no GPU"}
     mine = [record for record in read_records(REFERENCE) if record["lab"] == stem[:2]]
     (done,) = [record for record in mine if record["status"] == "done"][-1:]
-    run = [record for record in mine if record.get("commit") == done["commit"] and "machine" in record][-1]
+    run = [
+        record for record in mine if record.get("commit") == done["commit"] and "machine" in record
+    ][-1]
     return {
         "commit": done["commit"],
         "at": done["at"],
@@ -279,7 +317,13 @@ def stamp(stem: str) -> dict[str, str]:
 
 def test_a_run_of_another_commit_is_not_this_one_s():
     records = [record for record in read_records(REFERENCE) if record["lab"] == "01"]
-    stale = {"lab": "01", "run": "x", "machine": {"cpu": "Another"}, "commit": "another", "versions": {"torch": "0"}}
+    stale = {
+        "lab": "01",
+        "run": "x",
+        "machine": {"cpu": "Another"},
+        "commit": "another",
+        "versions": {"torch": "0"},
+    }
     notebook = nbformat.read(REFERENCE / "01_lora_math.ipynb", as_version=4)
     assert facts_of("01", notebook, [stale, *records]) == facts_of("01", notebook, records)
 
@@ -301,7 +345,11 @@ def test_a_notebook_of_another_run_than_the_records_is_left_out(tmp_path, capsys
     code, told, _ = run(capsys, "--results", folder, "--out", tmp_path / "out")
     assert code == handouts.A_LAB_LEFT_OUT
     assert "lab 42" in told and "12 s" in told and "99 s" in told and "--force" in told
-    assert {path.stem for path in files(tmp_path / "out" / "student")} == {"01_lora_math", "course", "index"}
+    assert {path.stem for path in files(tmp_path / "out" / "student")} == {
+        "01_lora_math",
+        "course",
+        "index",
+    }
 
 
 def test_a_lab_that_was_not_run_to_its_end_is_left_out(tmp_path, capsys):
@@ -315,7 +363,9 @@ def test_a_lab_that_was_not_run_to_its_end_is_left_out(tmp_path, capsys):
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"cells": 1}', "\x00", '{"nbformat": 4, "nbformat_minor": 5}'])
+@pytest.mark.parametrize(
+    "text", ["", "[]", '{"cells": 1}', "\x00", '{"nbformat": 4, "nbformat_minor": 5}']
+)
 def test_what_is_no_notebook_is_left_out(tmp_path, capsys, text):
     folder = planted_lab.results_with_it(tmp_path / "found", REFERENCE)
     (folder / "notebooks" / "01_lora_math.ipynb").write_text(text)
@@ -324,11 +374,19 @@ def test_what_is_no_notebook_is_left_out(tmp_path, capsys, text):
     assert "Left out, lab 01" in told
 
 
-@pytest.mark.parametrize("odd", ["x", [1], True, None, {}, -1, float("nan"), 10**400], ids=lambda odd: str(odd)[:9])
+@pytest.mark.parametrize(
+    "odd", ["x", [1], True, None, {}, -1, float("nan"), 10**400], ids=lambda odd: str(odd)[:9]
+)
 def test_odd_records_do_no_harm(odd):
     machines = [{"cpu": odd, "ram_gb": odd, "cores": odd, "gpu": odd, "gpu_memory_gb": odd}]
-    runs = [{"lab": "42", "run": "r", "machine": found, "versions": {"torch": odd}} for found in machines]
-    ends = [{"lab": "42", "status": "done", "seconds": odd, "at": odd}, {"lab": "42", "status": "done"}]
+    runs = [
+        {"lab": "42", "run": "r", "machine": found, "versions": {"torch": odd}}
+        for found in machines
+    ]
+    ends = [
+        {"lab": "42", "status": "done", "seconds": odd, "at": odd},
+        {"lab": "42", "status": "done"},
+    ]
     good = {"lab": "42", "status": "done", "seconds": 12, "at": "2026-11-20T10:20:30"}
     facts = facts_of("42", planted_lab.planted(), [*ends, *runs, good])
     assert facts.date == "2026-11-20 10:20 UTC" and facts.rows()
@@ -338,7 +396,10 @@ def test_odd_records_do_no_harm(odd):
     ("words", "told"),
     [
         (["--results", "nowhere"], "has no results.jsonl"),
-        (["99", "--results", REFERENCE], "There is no executed notebook of lab '99'. There are: 00_check_your_machine"),
+        (
+            ["99", "--results", REFERENCE],
+            "There is no executed notebook of lab '99'. There are: 00_check_your_machine",
+        ),
         (["--results", "~nobody-of-that-name/x"], "home folder"),
     ],
 )
@@ -356,12 +417,19 @@ def test_lines_that_can_not_be_used_are_told_as_the_report_tells_them(tmp_path, 
     code, said, _ = run(capsys, "42", "--results", str(file), "--out", str(tmp_path / "out"))
     assert code == handouts.MADE and "6 files of 1 labs" in said
     (told,) = [line for line in said.splitlines() if line.startswith("Passed over: ")]
-    assert told in [f"Passed over: {sentence}" for sentence in report.read_page([file], tmp_path).passed_over]
+    assert told in [
+        f"Passed over: {sentence}" for sentence in report.read_page([file], tmp_path).passed_over
+    ]
     file.write_text("hello\n")
     for place in (folder, file):
-        code, said, error = run(capsys, "42", "--results", str(place), "--out", str(tmp_path / "out"))
+        code, said, error = run(
+            capsys, "42", "--results", str(place), "--out", str(tmp_path / "out")
+        )
         assert code == handouts.WRONG_USAGE and said == ""
-        assert "no record that this version can use" in error and "1 of 1 lines can't be used (line 1 is not" in error
+        assert (
+            "no record that this version can use" in error
+            and "1 of 1 lines can't be used (line 1 is not" in error
+        )
 
 
 def test_without_a_name_it_takes_the_newest_results(tmp_path, monkeypatch, capsys):
@@ -381,7 +449,9 @@ def test_without_a_name_it_takes_the_newest_results(tmp_path, monkeypatch, capsy
 
 
 class Page(HTMLParser):
-    """An HTML file: its words, its tables as rows of words, its tags with their attributes, its style sheets."""
+    """An HTML file: its words, its tables as rows of words, its tags with their attributes, its
+    style sheets.
+    """
 
     def __init__(self, file: Path) -> None:
         super().__init__()
@@ -421,7 +491,9 @@ def test_the_numbers_of_lab_03_are_those_on_record(made, edition):
     runs = read_runs(REFERENCE, "03")
     page = Page(made / edition / f"{LABS[1]}.html")
     counts = [0, 1, 2, 3, 4, 8, 12]
-    sweep = next(rows for rows in page.tables if rows[1:] and "measured here, ms" in [row[0] for row in rows])
+    sweep = next(
+        rows for rows in page.tables if rows[1:] and "measured here, ms" in [row[0] for row in rows]
+    )
     measured = {row[0]: row[1:] for row in sweep[1:]}
     steps = [runs["03", f"workers={count}"] for count in counts]
     assert measured["measured here, ms"] == [cell(step.metric("step_ms")) for step in steps]
@@ -454,16 +526,29 @@ def test_the_numbers_of_lab_01_are_those_on_record(made, edition):
 def test_nothing_in_a_page_is_loaded_from_anywhere(made):
     for file in (made / "student").glob("*.html"):
         page = Page(file)
-        assert not {"script", "iframe", "object", "embed", "video", "audio"} & {tag for tag, _ in page.tags}
+        assert not {"script", "iframe", "object", "embed", "video", "audio"} & {
+            tag for tag, _ in page.tags
+        }
         assert "url(" not in page.style and "@import" not in page.style
         loading = ("src", "srcset", "data", "poster", "background")
-        assert all(value.startswith("data:") for _, a in page.tags for name, value in a.items() if name in loading)
+        assert all(
+            value.startswith("data:")
+            for _, a in page.tags
+            for name, value in a.items()
+            if name in loading
+        )
         assert [a["href"] for tag, a in page.tags if tag == "link"] == ["data:,"]
-        (policy,) = [a["content"] for tag, a in page.tags if a.get("http-equiv") == "Content-Security-Policy"]
+        (policy,) = [
+            a["content"] for tag, a in page.tags if a.get("http-equiv") == "Content-Security-Policy"
+        ]
         assert policy == "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
         links = [a["href"] for tag, a in page.tags if tag == "a"]
-        outside = set(re.findall(r"https?://[^\s\"'<>)`]+", file.read_text(encoding="utf-8"))) - set(links)
-        assert all(address.rstrip(".,") in page.words for address in outside), "an address that is not prose"
+        outside = set(
+            re.findall(r"https?://[^\s\"'<>)`]+", file.read_text(encoding="utf-8"))
+        ) - set(links)
+        assert all(address.rstrip(".,") in page.words for address in outside), (
+            "an address that is not prose"
+        )
 
 
 def test_links_lead_somewhere(made):
@@ -474,7 +559,11 @@ def test_links_lead_somewhere(made):
             near = link.startswith("#") and html.unescape(link[1:]) in names
             assert near or link.startswith("https://") or (file.parent / link).exists(), link
     mine = links(made / "student" / f"{STEM}.html")
-    assert "https://example.org/paper" in mine and f"{STEM}.html" in mine and "43_other.ipynb" not in mine
+    assert (
+        "https://example.org/paper" in mine
+        and f"{STEM}.html" in mine
+        and "43_other.ipynb" not in mine
+    )
 
 
 def links(file: Path) -> list[str]:
@@ -482,8 +571,14 @@ def links(file: Path) -> list[str]:
 
 
 def test_one_page_leads_to_everything(made):
-    given = {str(path.relative_to(made)) for edition in editions.EDITIONS for path in files(made / edition)}
-    assert set(links(made / "index.html")) == {name for name in given if not name.endswith("index.html")}
+    given = {
+        str(path.relative_to(made))
+        for edition in editions.EDITIONS
+        for path in files(made / edition)
+    }
+    assert set(links(made / "index.html")) == {
+        name for name in given if not name.endswith("index.html")
+    }
     assert "Lab 01 · The mathematics of LoRA" in Page(made / "index.html").words
     for edition in editions.EDITIONS:  # each can be given out alone
         mine = {path.name for path in files(made / edition)} - {"index.html"}
@@ -493,8 +588,14 @@ def test_one_page_leads_to_everything(made):
 def test_what_was_made_earlier_is_still_led_to(tmp_path, capsys):
     folder = planted_lab.results_with_it(tmp_path / "found", REFERENCE, "01_lora_math")
     for number in ("42", "01"):
-        assert run(capsys, number, "--results", folder, "--out", tmp_path / "out")[0] == handouts.MADE
-    labs = [link for link in links(tmp_path / "out" / "student" / "index.html") if link.endswith(".html")]
+        assert (
+            run(capsys, number, "--results", folder, "--out", tmp_path / "out")[0] == handouts.MADE
+        )
+    labs = [
+        link
+        for link in links(tmp_path / "out" / "student" / "index.html")
+        if link.endswith(".html")
+    ]
     assert labs == ["01_lora_math.html", f"{STEM}.html"] * 2
     assert "course.pdf" not in (tmp_path / "out" / "index.html").read_text()
 
@@ -510,15 +611,21 @@ def test_an_executed_notebook_gets_a_page_beside_it_whatever_became_of_it(tmp_pa
     assert not (folder / "notebooks" / "44_torn.html").exists()
     whole, page = (Page(folder / "notebooks" / f"{stem}.html").words for stem in (STEM, "43_died"))
     assert SECRET in whole and "c0ffee123456" in whole and "As it was executed" in whole
-    assert SECRET in page and "its notebook was not run to its end. To run it: labutils run 43" in page
-    assert "1970" not in page and "executed" not in page.partition("Glyphs")[0].replace("As it was executed", "")
+    assert (
+        SECRET in page and "its notebook was not run to its end. To run it: labutils run 43" in page
+    )
+    assert "1970" not in page and "executed" not in page.partition("Glyphs")[0].replace(
+        "As it was executed", ""
+    )
 
 
 def test_a_first_page_says_that_others_disturbed_the_run():
     records = [record for record in read_records(REFERENCE) if record["lab"] == "01"]
     records[-1]["beside"] = 2
     notebook = nbformat.read(REFERENCE / "01_lora_math.ipynb", as_version=4)
-    assert ("beside", "up to 2 other labs at once: times are disturbed") in facts_of("01", notebook, records).rows()
+    assert ("beside", "up to 2 other labs at once: times are disturbed") in facts_of(
+        "01", notebook, records
+    ).rows()
 
 
 @pytest.mark.parametrize(
@@ -532,7 +639,9 @@ def test_a_first_page_says_that_others_disturbed_the_run():
 )
 def test_a_lab_as_another_machine_ran_it_is_not_that_labs_page(target, found):
     words = [{"t": "Str", "c": "there"}]
-    made = documents._link({"t": "Link", "c": [["", [], []], words, [target, ""]]}, {"02_profile.ipynb"})
+    made = documents._link(
+        {"t": "Link", "c": [["", [], []], words, [target, ""]]}, {"02_profile.ipynb"}
+    )
     assert made == ([{"t": "Link", "c": [["", [], []], words, [found, ""]]}] if found else words)
 
 
@@ -541,12 +650,22 @@ def test_pictures_and_formulas_are_in_the_page(made):
     pictures = [a["src"] for tag, a in page.tags if tag == "img"]
     assert pictures == [f"data:image/png;base64,{planted_lab.picture()}"]
     assert [tag for tag, _ in page.tags].count("math") == 2
-    assert "It costs $5 or" in page.words and "<module>" in page.words and "kept elsewhere" in page.words
+    assert (
+        "It costs $5 or" in page.words
+        and "<module>" in page.words
+        and "kept elsewhere" in page.words
+    )
     for name in LABS:
         executed = nbformat.read(REFERENCE / f"{name}.ipynb", as_version=4)
-        outputs = [output.get("data", {}) for one in executed.cells for output in one.get("outputs", [])]
+        outputs = [
+            output.get("data", {}) for one in executed.cells for output in one.get("outputs", [])
+        ]
         drawn = [data["image/png"] for data in outputs if "image/png" in data]
-        there = [a["src"].partition(",")[2] for tag, a in Page(made / "student" / f"{name}.html").tags if tag == "img"]
+        there = [
+            a["src"].partition(",")[2]
+            for tag, a in Page(made / "student" / f"{name}.html").tags
+            if tag == "img"
+        ]
         assert there == ["".join(data.split()) for data in drawn]
 
 
@@ -557,11 +676,15 @@ def test_an_unanswered_prediction_becomes_a_line_to_write_on(made, tmp_path, cap
 
 
 def missing_glyphs(file: Path) -> int:
-    """Glyphs number 0, the box that stands for what a font lacks. Typst's fonts have two bytes a glyph."""
+    """Glyphs number 0, the box that stands for what a font lacks. Typst's fonts have two bytes a
+    glyph.
+    """
     reader = pypdf.PdfReader(file)
     count = 0
     for page in reader.pages:
-        for operands, operator in pypdf.generic.ContentStream(page.get_contents(), reader).operations:
+        for operands, operator in pypdf.generic.ContentStream(
+            page.get_contents(), reader
+        ).operations:
             words = operands[0] if operator == b"TJ" else operands if operator == b"Tj" else ()
             for codes in (word.original_bytes for word in words if hasattr(word, "original_bytes")):
                 count += sum(codes[at : at + 2] == b"\0\0" for at in range(0, len(codes), 2))
@@ -572,7 +695,9 @@ def typeset(tmp_path: Path, text: str) -> Path:
     """A PDF of a notebook of one Markdown cell."""
     scratch = documents.workshop(tmp_path / "scratch")
     notebook = planted_lab.new_notebook(cells=[planted_lab.new_markdown_cell(text)])
-    return documents.pdf(documents.chapter(notebook, "text", FACTS, "student", scratch), scratch, tmp_path)
+    return documents.pdf(
+        documents.chapter(notebook, "text", FACTS, "student", scratch), scratch, tmp_path
+    )
 
 
 def test_no_glyph_is_missing_and_every_font_is_embedded(made):
@@ -591,13 +716,18 @@ def test_a_missing_glyph_would_be_seen(tmp_path):
 
 
 def ink_in_the_margins(file: Path) -> list[int]:
-    """Pages with anything outside the text block of page.typ: 18 mm left and right, or at the very top or bottom."""
+    """Pages with anything outside the text block of page.typ: 18 mm left and right, or at the very
+    top or bottom.
+    """
     found = []
     for number, page in enumerate(pypdfium2.PdfDocument(file), start=1):
         grey = np.asarray(page.render(scale=1, grayscale=True).to_numpy()).squeeze()
         mm = grey.shape[1] / 210
         side, edge = int(17.2 * mm), int(7 * mm)
-        if min(grey[:, :side].min(), grey[:, -side:].min(), grey[:edge].min(), grey[-edge:].min()) < 250:
+        if (
+            min(grey[:, :side].min(), grey[:, -side:].min(), grey[:edge].min(), grey[-edge:].min())
+            < 250
+        ):
             found.append(number)
     return found
 
@@ -612,7 +742,11 @@ def test_what_runs_over_the_edge_would_be_seen(tmp_path):
 
 
 def test_long_code_inside_a_sentence_flows_with_it(tmp_path):
-    code = "python -m torch.distributed.run " + " ".join(f"--argument_{place}={place}" for place in range(8)) + " it.py"
+    code = (
+        "python -m torch.distributed.run "
+        + " ".join(f"--argument_{place}={place}" for place in range(8))
+        + " it.py"
+    )
     (page,) = pages_of(typeset(tmp_path, f"# A\n\nType `{code}`: then wait."))
     assert "it.py:thenwait." in flat(page)
 
@@ -628,14 +762,20 @@ def test_the_contents_have_every_section_and_its_page(made):
     file = made / "student" / "course.pdf"
     reader = pypdf.PdfReader(file)
     sections = list(outlined(reader, reader.outline))
-    assert [title[:6] for title, level, _ in sections if level == 1] == ["Lab 01", "Lab 03", "Lab 42"]
+    assert [title[:6] for title, level, _ in sections if level == 1] == [
+        "Lab 01",
+        "Lab 03",
+        "Lab 42",
+    ]
     assert len(sections) > 15
     for title, level, page in sections:
         printed = flat(pages_of(file)[page - 1])
         assert f"{page}/{len(reader.pages)}" in printed
         if level <= 2 and "(" not in title:  # formulas are spelled in letters of their own
             assert flat(title) in printed
-            assert re.search(re.escape(flat(title)) + r"\.+" + str(page), flat(pages_of(file)[1])), title
+            assert re.search(
+                re.escape(flat(title)) + r"\.+" + str(page), flat(pages_of(file)[1])
+            ), title
 
 
 def outlined(reader: pypdf.PdfReader, items: list, level: int = 1):
@@ -665,7 +805,9 @@ def test_fences_in_code_and_in_outputs_stay_in_them(tmp_path):
     told = ["```\n::: x\n````", "~~~~\n# no heading"]
     cells = [new_code_cell(told[0], outputs=[planted_lab.printed(told[1])])]
     scratch = documents.workshop(tmp_path / "scratch")
-    chapter = documents.chapter(planted_lab.new_notebook(cells=cells), "x", FACTS, "student", scratch)
+    chapter = documents.chapter(
+        planted_lab.new_notebook(cells=cells), "x", FACTS, "student", scratch
+    )
     page = Page(documents.page(chapter, tmp_path))
     assert [words in page.words for words in told] == [True, True]
     assert "h1" not in {tag for tag, _ in page.tags}

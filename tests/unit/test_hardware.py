@@ -33,11 +33,15 @@ def test_specs_are_whole_and_consistent(spec):
     assert ("fp8" in spec.dense) == (float(spec.compute_capability) >= 8.9)
     assert ("fp4" in spec.dense) == (float(spec.compute_capability) >= 10)
     assert ("bf16" in spec.dense) == ("tf32" in spec.dense) == (float(spec.compute_capability) >= 8)
-    assert spec.dense.get("fp8", 2 * spec.dense["fp16"]) == pytest.approx(2 * spec.dense["fp16"], rel=3e-3)
+    assert spec.dense.get("fp8", 2 * spec.dense["fp16"]) == pytest.approx(
+        2 * spec.dense["fp16"], rel=3e-3
+    )
 
 
 def test_fp32_peak_agrees_with_cores_and_clock():
-    """FP32 peak = SMs x FP32 lanes x 2 x clock: an independent check of SM count against the rate (clock in GHz)."""
+    """FP32 peak = SMs x FP32 lanes x 2 x clock: an independent check of SM count against the rate
+    (clock in GHz).
+    """
     lanes = {"8.0": 64, "7.5": 64}
     for spec in SPECS:
         clock = spec.dense["fp32"] * 1e3 / (spec.sms * lanes.get(spec.compute_capability, 128) * 2)
@@ -62,8 +66,16 @@ def test_published_peaks_of_the_course():
         ("NVIDIA H100 PCIe", 85.0, "H100 PCIe"),
         ("NVIDIA H200", 150.1, "H200 SXM"),
         ("NVIDIA B200", 191.5, "B200"),
-        ("NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition", 102.0, "RTX PRO 6000 Blackwell Max-Q"),
-        ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", 102.0, "RTX PRO 6000 Blackwell Workstation"),
+        (
+            "NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition",
+            102.0,
+            "RTX PRO 6000 Blackwell Max-Q",
+        ),
+        (
+            "NVIDIA RTX PRO 6000 Blackwell Workstation Edition",
+            102.0,
+            "RTX PRO 6000 Blackwell Workstation",
+        ),
         ("NVIDIA A100-SXM4-80GB", 85.1, "A100 80GB SXM"),
         ("NVIDIA GeForce RTX 4090", 25.3, "RTX 4090"),
         ("NVIDIA GeForce RTX 3080", 10.5, "RTX 3080"),
@@ -110,7 +122,9 @@ def test_spec_of_a_machine():
 def test_roofline_floor_and_ridge():
     roof = Roofline(rate=100.0, bandwidth=1000.0)  # 100 TFLOP/s, 1 TB/s
     assert roof.ridge == 100
-    assert roof.attainable(10) == 10 and roof.attainable(100) == 100 and roof.attainable(1000) == 100
+    assert (
+        roof.attainable(10) == 10 and roof.attainable(100) == 100 and roof.attainable(1000) == 100
+    )
     assert roof.floor_ms(flops=1e12, bytes=1e9) == pytest.approx(10)  # arithmetic
     assert roof.floor_ms(flops=1e9, bytes=1e10) == pytest.approx(10)  # memory
     assert roof.floor_ms(flops=0, bytes=0) == 0
@@ -165,7 +179,12 @@ def test_scale_for():
 
 @pytest.mark.parametrize(
     ("gigabytes", "small"),
-    [(47.8, ["06", "07", "08", "09"]), (85.0, ["06", "07", "08"]), (102.0, ["06", "07"]), (150.1, [])],
+    [
+        (47.8, ["06", "07", "08", "09"]),
+        (85.0, ["06", "07", "08"]),
+        (102.0, ["06", "07"]),
+        (150.1, []),
+    ],
 )
 def test_each_lab_asks_for_the_memory_that_it_needs(gigabytes, small):
     """On cards of 48, 80, 96 and 141 GB by their names, one each."""
@@ -181,7 +200,10 @@ def test_several_gpus_are_asked_for_where_a_lab_takes_them(monkeypatch):
     monkeypatch.setattr(cuda, "count", lambda: 2)
     assert scale_for({"gpu": "H200", "gpu_memory_gb": 150.1}, "10") == "full"
     assert scale_for({"gpu": "A40", "gpu_memory_gb": 47.8}, "10") == "small"
-    assert [meant_for(scale, "10") for scale in ("tiny", "full")] == ["any CPU", "two GPUs of 80 GB"]
+    assert [meant_for(scale, "10") for scale in ("tiny", "full")] == [
+        "any CPU",
+        "two GPUs of 80 GB",
+    ]
     assert meant_for("full", "06") == "a GPU of 141 GB"
 
 
@@ -242,7 +264,13 @@ def test_cores_within_a_container_limit(tmp_path, eight_cores, files, cores):
 def test_ram_is_the_containers_limit(tmp_path):
     write(tmp_path, **{"proc/meminfo": "MemTotal:       32000000 kB\nMemFree: 1 kB\n"})
     assert host.ram_gb(tmp_path) == 32.8
-    write(tmp_path, **{"sys/fs/cgroup/cgroup.controllers": "memory", "sys/fs/cgroup/memory.max": "8000000000\n"})
+    write(
+        tmp_path,
+        **{
+            "sys/fs/cgroup/cgroup.controllers": "memory",
+            "sys/fs/cgroup/memory.max": "8000000000\n",
+        },
+    )
     assert host.ram_gb(tmp_path) == 8.0
     write(tmp_path, **{"sys/fs/cgroup/memory.max": "max\n"})
     assert host.ram_gb(tmp_path) == 32.8
@@ -263,7 +291,9 @@ def test_names_of_cpu_and_system(tmp_path):
 
 
 def test_no_driver_is_none(monkeypatch):
-    monkeypatch.setattr(host.subprocess, "run", lambda *a, **k: (_ for _ in ()).throw(FileNotFoundError()))
+    monkeypatch.setattr(
+        host.subprocess, "run", lambda *a, **k: (_ for _ in ()).throw(FileNotFoundError())
+    )
     assert host.driver() is None
 
 
@@ -278,7 +308,11 @@ def test_importing_hardware_imports_no_torch():
 def test_facade_without_a_gpu(monkeypatch):
     monkeypatch.setattr(cuda, "available", lambda: False)
     assert cuda.card() == {} and cuda.capability() is None and cuda.architectures() == []
-    assert cuda.peak_memory() is None and cuda.free_memory() is None and cuda.allocated_memory() is None
+    assert (
+        cuda.peak_memory() is None
+        and cuda.free_memory() is None
+        and cuda.allocated_memory() is None
+    )
     assert cuda.graph_of(lambda: None) is None
     for harmless in (cuda.synchronize, cuda.empty_cache, cuda.reset_peak_memory):
         harmless()
@@ -318,7 +352,9 @@ def on_cpu(monkeypatch):
 def briefly(monkeypatch):
     """Timing without spending the time."""
     real = cuda.timed
-    monkeypatch.setattr(cuda, "timed", lambda call, **_: real(call, budget_s=0, warmup=1, at_least=3, at_most=3))
+    monkeypatch.setattr(
+        cuda, "timed", lambda call, **_: real(call, budget_s=0, warmup=1, at_least=3, at_most=3)
+    )
 
 
 def test_probe_of_a_cpu(on_cpu, briefly):
@@ -335,7 +371,9 @@ def test_probe_of_a_cpu(on_cpu, briefly):
 
 def test_probe_measures_an_item_once(on_cpu, briefly, monkeypatch):
     count = []
-    monkeypatch.setitem(probing._MEASURERS, "launch_us", lambda device: count.append(device) or [1.0, 2.0, 3.0])
+    monkeypatch.setitem(
+        probing._MEASURERS, "launch_us", lambda device: count.append(device) or [1.0, 2.0, 3.0]
+    )
     assert hardware.probe("launch_us").median("launch_us") == 2.0
     assert hardware.probe("launch_us").samples == {"launch_us": [1.0, 2.0, 3.0]}
     assert count == ["cpu"]
@@ -359,7 +397,8 @@ def test_probe_refuses_an_unknown_item():
 
 
 @pytest.mark.parametrize(
-    ("capability", "missing"), [((7, 5), {"tf32", "bf16", "fp8"}), ((8, 6), {"fp8"}), ((9, 0), set())]
+    ("capability", "missing"),
+    [((7, 5), {"tf32", "bf16", "fp8"}), ((8, 6), {"fp8"}), ((9, 0), set())],
 )
 def test_formats_a_card_lacks_are_skipped(monkeypatch, capability, missing):
     monkeypatch.setattr(cuda, "capability", lambda: capability)
@@ -401,12 +440,17 @@ def test_matrix_precision_is_set_back():
     import torch
 
     backends = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
-    settings = lambda: [torch.get_float32_matmul_precision(), *(backend.fp32_precision for backend in backends)]  # noqa: E731
+    settings = lambda: [
+        torch.get_float32_matmul_precision(),
+        *(backend.fp32_precision for backend in backends),
+    ]
     before = settings()
     with pytest.raises(ArithmeticError), probing._fp32_products_as("high"):
         assert torch.get_float32_matmul_precision() == "high"
         raise ArithmeticError
-    assert settings() == before  # else what other processes compiled is not found in the compiler's cache
+    assert (
+        settings() == before
+    )  # else what other processes compiled is not found in the compiler's cache
 
 
 # operations
@@ -427,8 +471,12 @@ def test_operations_count_their_work():
 
 
 def test_intensities_are_those_of_the_textbook():
-    found = {operation.name: operation for operation in hardware.course_operations("full", "cpu", "bf16")}
-    assert found["LoRA's products"].intensity == pytest.approx(8, rel=0.01)  # the rank, at two bytes a number
+    found = {
+        operation.name: operation for operation in hardware.course_operations("full", "cpu", "bf16")
+    }
+    assert found["LoRA's products"].intensity == pytest.approx(
+        8, rel=0.01
+    )  # the rank, at two bytes a number
     assert found["AdamW update"].intensity == 0.5
     assert found["SiLU"].intensity == 1
     assert found["Self-attention"].intensity == 2048  # tokens / 2
@@ -443,7 +491,9 @@ def test_measured_operation_rotates_cold_inputs(on_cpu):
         made.append(0)
         return lambda: None
 
-    operation = hardware.Operation("nothing", "", "fp32", 1, hardware.operations.COLD_BYTES["cpu"] / 3, make)
+    operation = hardware.Operation(
+        "nothing", "", "fp32", 1, hardware.operations.COLD_BYTES["cpu"] / 3, make
+    )
     timing = hardware.measure_operation(operation, budget_s=0)
     assert len(made) == 3
     assert timing.alone_ms == timing.called_ms and len(timing.called_ms) >= 5
@@ -461,5 +511,9 @@ def test_card_facts_come_from_torch(monkeypatch):
     monkeypatch.setattr(cuda, "available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
     facts = cuda.card()
-    assert facts["gpu"] == "NVIDIA H200" and facts["gpu_memory_gb"] == 150.1 and facts["compute_capability"] == "9.0"
+    assert (
+        facts["gpu"] == "NVIDIA H200"
+        and facts["gpu_memory_gb"] == 150.1
+        and facts["compute_capability"] == "9.0"
+    )
     assert cuda.capability() == (9, 0)

@@ -1,4 +1,6 @@
-"""The house keeps its own rules: floors, start-up time, one way to install, notebooks clean and paired."""
+"""The house keeps its own rules: floors, start-up time, one way to install, notebooks clean and
+paired.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,17 @@ FLOORS = {
         "processes",
         "libraries",
     },
-    1: {"data", "adapters", "attention", "checkpointing", "experts", "folding", "lowbit", "capture", "losses"},
+    1: {
+        "data",
+        "adapters",
+        "attention",
+        "checkpointing",
+        "experts",
+        "folding",
+        "lowbit",
+        "capture",
+        "losses",
+    },
     2: {"workloads", "measure"},
     3: {"training", "claims", "advisor", "prediction", "scaling", "calibration", "goals"},
     4: {
@@ -76,13 +88,17 @@ def text(name: str) -> str:
 
 
 def rooms_imported(source: str, package: str) -> set[str]:
-    """Rooms of labutils that a module imports, inside functions too; `package` resolves relative imports."""
+    """Rooms of labutils that a module imports, inside functions too; `package` resolves relative
+    imports.
+    """
     found = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            base = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            base = (
+                package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            )
             origin = ".".join([*base, *([node.module] if node.module else [])])
             names = [f"{origin}.{alias.name}" for alias in node.names]
         else:
@@ -93,7 +109,11 @@ def rooms_imported(source: str, package: str) -> set[str]:
 
 def climbs(room: str, source: str, package: str = "labutils") -> set[str]:
     """Rooms that `room` may not import but does: those of its own floor or higher, itself aside."""
-    return {other for other in rooms_imported(source, package) - {room} if FLOOR_OF.get(other, 99) >= FLOOR_OF[room]}
+    return {
+        other
+        for other in rooms_imported(source, package) - {room}
+        if FLOOR_OF.get(other, 99) >= FLOOR_OF[room]
+    }
 
 
 def modules() -> list[Path]:
@@ -134,10 +154,13 @@ def test_starting_takes_less_than_a_second(module):
     timed = f"t = time.perf_counter(); import {module}; t = time.perf_counter() - t"
     program = f"import sys, time; {timed}; print(t, *sys.modules)"
     runs = [
-        subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True) for _ in range(3)
+        subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+        for _ in range(3)
     ]
     assert min(float(run.stdout.split()[0]) for run in runs) < 1
-    assert not {"torch", "transformers", "diffusers", "matplotlib", "papermill"} & set(runs[0].stdout.split())
+    assert not {"torch", "transformers", "diffusers", "matplotlib", "papermill"} & set(
+        runs[0].stdout.split()
+    )
 
 
 @pytest.mark.parametrize("given", [None, "/mine"])
@@ -146,7 +169,9 @@ def test_transformer_engine_is_told_of_pytorchs_cudnn(given, tmp_path):
     environment = {key: value for key, value in os.environ.items() if key != "CUDNN_HOME"}
     environment |= {"PYTHONPATH": f"{tmp_path}:{HOUSE}"} | ({"CUDNN_HOME": given} if given else {})
     program = "import os, labutils; print(os.environ['CUDNN_HOME'])"
-    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, env=environment)
+    run = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, env=environment
+    )
     assert run.stdout.strip() == (given or str(tmp_path / "nvidia" / "cudnn"))
 
 
@@ -154,7 +179,9 @@ def test_transformer_engine_is_told_of_pytorchs_cudnn(given, tmp_path):
 
 
 def pins() -> dict[str, Version]:
-    lines = [line for line in text("constraints.txt").splitlines() if line and not line.startswith("#")]
+    lines = [
+        line for line in text("constraints.txt").splitlines() if line and not line.startswith("#")
+    ]
     assert all(re.fullmatch(r"[a-z0-9-]+==[0-9][0-9a-z.]*", line) for line in lines), (
         "a line that pins no exact version"
     )
@@ -177,19 +204,26 @@ def test_every_requirement_is_pinned_to_a_version_that_meets_it(requirement):
 def test_what_is_tested_is_what_is_pinned():
     if Path(sys.prefix) != HOUSE / ".venv":
         pytest.skip("not running in the .venv that make installed")
-    # Only what lies in .venv: importing setuptools puts the old copies that it carries on the path as well.
-    there = metadata.distributions(path=[sysconfig.get_path("purelib"), sysconfig.get_path("platlib")])
+    # Only what lies in .venv: importing setuptools puts the old copies that it carries on the path
+    # as well.
+    there = metadata.distributions(
+        path=[sysconfig.get_path("purelib"), sysconfig.get_path("platlib")]
+    )
     installed = {canonicalize_name(d.metadata["Name"]): Version(d.version) for d in there}
     pinned = {name: version for name, version in pins().items() if name in installed}
     other = {
-        name: str(installed[name]) for name, version in pinned.items() if Version(installed[name].public) != version
+        name: str(installed[name])
+        for name, version in pinned.items()
+        if Version(installed[name].public) != version
     }
     assert not other
     assert len(pinned) > 100
 
 
 def test_nothing_needs_torchvision():
-    assert "torchvision" not in {canonicalize_name(requirement.name) for requirement in requirements()}
+    assert "torchvision" not in {
+        canonicalize_name(requirement.name) for requirement in requirements()
+    }
 
 
 def test_the_three_ways_install_the_same():
@@ -205,7 +239,9 @@ def test_the_three_ways_install_the_same():
         text("Makefile"),
         re.M,
     )
-    assert [line for line in text("Dockerfile").splitlines() if re.search(r"\bpip3? install\b", line)] == []
+    assert [
+        line for line in text("Dockerfile").splitlines() if re.search(r"\bpip3? install\b", line)
+    ] == []
     assert re.search(r"^RUN .*make install$", text("Dockerfile"), re.M)
 
 
@@ -214,7 +250,9 @@ def conda() -> dict:
 
 
 def test_the_pythons_agree():
-    wanted = Requirement("python" + tomllib.loads(text("pyproject.toml"))["project"]["requires-python"]).specifier
+    wanted = Requirement(
+        "python" + tomllib.loads(text("pyproject.toml"))["project"]["requires-python"]
+    ).specifier
     (python,) = [step for step in conda()["dependencies"] if str(step).startswith("python=")]
     image = re.search(r"^FROM python:(\d+\.\d+\.\d+)-slim-\w+$", text("Dockerfile"), re.M)
     assert python.removeprefix("python=") + ".0" in wanted
@@ -243,13 +281,19 @@ def test_hadolint_finds_nothing_in_the_dockerfile():
     hadolint = Path(sys.executable).with_name("hadolint")
     if not hadolint.exists():
         pytest.skip("hadolint has no wheel for this system")
-    found = subprocess.run([hadolint, "--no-color", HOUSE / "Dockerfile"], capture_output=True, text=True, check=False)
+    found = subprocess.run(
+        [hadolint, "--no-color", HOUSE / "Dockerfile"], capture_output=True, text=True, check=False
+    )
     assert (found.returncode, found.stdout) == (0, "")
 
 
 def make(*words: str) -> subprocess.CompletedProcess:
     return subprocess.run(
-        ["make", "-C", HOUSE, *words], capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL
+        ["make", "-C", HOUSE, *words],
+        capture_output=True,
+        text=True,
+        check=False,
+        stdin=subprocess.DEVNULL,
     )
 
 
@@ -275,7 +319,9 @@ def test_a_python_that_is_too_old_or_missing_is_said_plainly(tmp_path, old_pytho
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="there is no make")
-@pytest.mark.parametrize("target", ["course", "test", "lab", "lint", "format", "notebooks", "unsloth", "te", "torchao"])
+@pytest.mark.parametrize(
+    "target", ["course", "test", "lab", "lint", "format", "notebooks", "unsloth", "te", "torchao"]
+)
 def test_every_target_installs_first_where_nothing_is(tmp_path, target):
     plan = make("--dry-run", target, f"VENV={tmp_path / 'venv'}").stdout
     assert plan.index("-m venv") < plan.index("-r requirements.txt")
@@ -294,7 +340,9 @@ def test_the_gate_runs_what_the_readme_says():
 
 def labs() -> list[str]:
     """Names of the notebooks of which one half or the other exists."""
-    return sorted({path.stem for path in [*NOTEBOOKS.glob("*.ipynb"), *(NOTEBOOKS / "py").glob("*.py")]})
+    return sorted(
+        {path.stem for path in [*NOTEBOOKS.glob("*.ipynb"), *(NOTEBOOKS / "py").glob("*.py")]}
+    )
 
 
 def essence(notebook: nbformat.NotebookNode) -> list[tuple[str, str, list[str]]]:
@@ -314,7 +362,11 @@ def test_both_halves_of_a_notebook_say_the_same(name):
 def test_texts_name_no_lab_that_is_not_there():
     """What the package and the README say to people."""
     sources = [HOUSE / "README.md", *(HOUSE / "labutils").rglob("*.py")]
-    named = {number for path in sources for number in re.findall(r"\b[Ll]abs? (\d\d)\b", path.read_text("utf-8"))}
+    named = {
+        number
+        for path in sources
+        for number in re.findall(r"\b[Ll]abs? (\d\d)\b", path.read_text("utf-8"))
+    }
     assert named and named <= {name[:2] for name in labs()}
 
 
@@ -338,7 +390,11 @@ def test_a_notebook_has_the_parts_of_a_lab(name):
     assert re.fullmatch(r"\d\d_[a-z0-9_]+", name)
     assert cells[0].cell_type == "markdown"
     assert tags[0] == ["parameters"]
-    declared = [line.partition(":")[0] for line in code[0].source.splitlines() if ":" in line.partition("#")[0]]
+    declared = [
+        line.partition(":")[0]
+        for line in code[0].source.splitlines()
+        if ":" in line.partition("#")[0]
+    ]
     assert declared[:4] == ["scale", "weights", "data", "results_dir"]
     assert f'open_lab("{name[:2]}", globals())' in code[1].source
     assert "lab.done(" in code[-1].source
@@ -348,9 +404,21 @@ def test_a_notebook_has_the_parts_of_a_lab(name):
 
 @pytest.mark.parametrize("name", labs())
 def test_cells_are_short_enough_to_be_read(name):
-    cells = [cell for cell in jupytext.read(NOTEBOOKS / f"{name}.ipynb").cells if cell.cell_type == "code"]
-    told = [cell.source for cell in cells if not {"exercise", "solution"} & set(cell.metadata.get("tags", []))]
-    too_long = {source.splitlines()[0]: source.count("\n") + 1 for source in told if source.count("\n") >= 25}
+    cells = [
+        cell
+        for cell in jupytext.read(NOTEBOOKS / f"{name}.ipynb").cells
+        if cell.cell_type == "code"
+    ]
+    told = [
+        cell.source
+        for cell in cells
+        if not {"exercise", "solution"} & set(cell.metadata.get("tags", []))
+    ]
+    too_long = {
+        source.splitlines()[0]: source.count("\n") + 1
+        for source in told
+        if source.count("\n") >= 25
+    }
     assert not too_long, "helpers belong in labutils"
 
 
@@ -366,5 +434,8 @@ def test_what_is_on_record_names_no_path_of_the_machine_that_measured_it():
     """A library's warning, with the file that gave it, once stood in two pages."""
     pages = sorted((HOUSE / "reference" / "h200").iterdir())
     assert len(pages) > 10
-    named = {page.name: re.findall(r"/(?:tmp|opt|root|home)/[\w./-]+", page.read_text("utf-8")) for page in pages}
+    named = {
+        page.name: re.findall(r"/(?:tmp|opt|root|home)/[\w./-]+", page.read_text("utf-8"))
+        for page in pages
+    }
     assert not {name: paths for name, paths in named.items() if paths}

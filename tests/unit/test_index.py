@@ -1,4 +1,6 @@
-"""The page of a results folder: all that was executed is reached, nothing is fetched, and odd files do no harm."""
+"""The page of a results folder: all that was executed is reached, nothing is fetched, and odd files
+do no harm.
+"""
 
 from __future__ import annotations
 
@@ -99,7 +101,11 @@ def test_pages_are_made_where_they_are_missing_or_old_and_linked(tmp_path):
         first.with_suffix(".html").write_text("page")
 
     page = page_of(tmp_path, make_pages=make_pages)
-    assert {"notebooks/03_sweep.html", "notebooks/03_sweep.ipynb", "notebooks/04_compile.ipynb"} < set(page.links)
+    assert {
+        "notebooks/03_sweep.html",
+        "notebooks/03_sweep.ipynb",
+        "notebooks/04_compile.ipynb",
+    } < set(page.links)
     assert all((tmp_path / link).exists() for link in page.links if link != "results.jsonl")
     page_of(tmp_path, make_pages=make_pages)
     executed(tmp_path, "03_sweep", "done")
@@ -108,14 +114,18 @@ def test_pages_are_made_where_they_are_missing_or_old_and_linked(tmp_path):
     assert asked[:2] == [["03_sweep", "04_compile"], ["04_compile"]]
 
 
-@pytest.mark.parametrize("error", [OSError("pandoc could not"), ImportError("no pypandoc"), KeyError("cells")])
+@pytest.mark.parametrize(
+    "error", [OSError("pandoc could not"), ImportError("no pypandoc"), KeyError("cells")]
+)
 def test_without_pages_the_notebooks_are_linked_and_it_is_said(tmp_path, error):
     def make_pages(*_: object) -> None:
         raise error
 
     executed(tmp_path, "03_sweep", "done")
     page = page_of(tmp_path, make_pages=make_pages)
-    assert page.said == [f"No HTML pages of the executed notebooks: {type(error).__name__}: {error}"]
+    assert page.said == [
+        f"No HTML pages of the executed notebooks: {type(error).__name__}: {error}"
+    ]
     assert "notebooks/03_sweep.ipynb" in page.links
 
 
@@ -151,16 +161,29 @@ def test_what_went_wrong_is_told_and_so_is_company(tmp_path):
 
 @given(st.text(), st.text(st.characters(codec="utf-8")))
 def test_words_and_paths_of_any_kind_are_shown_and_not_obeyed(words, path):
-    text = pages.filled("A title", words, [(words, path)], pages.table([html.escape(words)], [["1"]]))
+    text = pages.filled(
+        "A title", words, [(words, path)], pages.table([html.escape(words)], [["1"]])
+    )
     page = Read(text)
     assert [unquote(link) for link in page.links] == [path]
-    assert page.tags == Read(pages.filled("A title", "", [("", "")], pages.table([""], [["1"]]))).tags
-    assert not re.search(r"\$(title|course|edition|toc|body)\$", text.replace(html.escape(words), ""))
+    assert (
+        page.tags == Read(pages.filled("A title", "", [("", "")], pages.table([""], [["1"]]))).tags
+    )
+    assert not re.search(
+        r"\$(title|course|edition|toc|body)\$", text.replace(html.escape(words), "")
+    )
 
 
 @pytest.mark.parametrize(
     "text",
-    ["", "[1]", '{"cells": [', '{"metadata": {"labutils": "x"}}', '{"metadata": 3, "cells": 4}', '{"cells": [5]}'],
+    [
+        "",
+        "[1]",
+        '{"cells": [',
+        '{"metadata": {"labutils": "x"}}',
+        '{"metadata": 3, "cells": 4}',
+        '{"cells": [5]}',
+    ],
 )
 def test_a_notebook_that_is_none_is_still_listed(tmp_path, text):
     executed(tmp_path, "03_sweep", "done")

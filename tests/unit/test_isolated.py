@@ -1,4 +1,6 @@
-"""A recipe tried in a child process: whatever becomes of the child, the caller gets a run that says so."""
+"""A recipe tried in a child process: whatever becomes of the child, the caller gets a run that says
+so.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ def workload():
 
 @pytest.fixture
 def child(monkeypatch):
-    """Children that run the code given to this instead of training, which takes 10 s to import what it needs."""
+    """Children that run the code given to this instead of training, which takes 10 s to import what
+    it needs.
+    """
     run = subprocess_run.subprocess.run
 
     def instead(code: str) -> None:
@@ -40,7 +44,9 @@ def child(monkeypatch):
 def test_what_trains_in_a_child_tells_its_losses(workload):
     """A real child: one that trains, at another scale than the workload's."""
     recipe = STOCK.but(driver="eager", adapter="plain", cache="latents+text", logging="ring-buffer")
-    run = try_isolated(open_workload("sd15-lora", scale="small", device="cpu"), recipe, steps=2, scale="tiny")
+    run = try_isolated(
+        open_workload("sd15-lora", scale="small", device="cpu"), recipe, steps=2, scale="tiny"
+    )
     assert (run.status, run.scale, run.recipe) == ("ok", "tiny", recipe.as_dict())
     assert (run.metrics["failed"], run.metrics["message"], len(run.metrics["loss"])) == (0, "", 2)
 
@@ -49,7 +55,11 @@ def test_what_trains_in_a_child_tells_its_losses(workload):
     ("code", "failed", "message"),
     [
         ("print('noise'); print(json.dumps({'failed': 0, 'message': '', 'loss': [1.5]}))", 0, ""),
-        ("print('half a line', flush=True); os._exit(3)", 1, "the process ended with code 3: nothing was printed"),
+        (
+            "print('half a line', flush=True); os._exit(3)",
+            1,
+            "the process ended with code 3: nothing was printed",
+        ),
         ("os.abort()", 1, "the process ended with code -6: "),
         ("raise MemoryError('no room')", 1, "the process ended with code 1: MemoryError: no room"),
         ("time.sleep(60)", 1, "did not end within 1 s"),
@@ -68,7 +78,13 @@ def test_the_child_gets_the_whole_order(child, workload):
     order = try_isolated(workload, STOCK.but(rank=3), steps=5).metrics
     assert Recipe(**order.pop("recipe")) == STOCK.but(rank=3)
     cache = str(workload.cache_dir)
-    expected = {"name": "sd15-lora", "scale": "tiny", "weights": "random", "data": "generated", "cache_dir": cache}
+    expected = {
+        "name": "sd15-lora",
+        "scale": "tiny",
+        "weights": "random",
+        "data": "generated",
+        "cache_dir": cache,
+    }
     assert order == expected | {"device": "cpu", "steps": 5}
 
 
@@ -89,19 +105,36 @@ def test_an_exception_is_the_childs_message(monkeypatch, capsys):
 
 
 def test_each_network_is_compiled_ahead_once(monkeypatch, workload):
-    """Recipes that differ in nothing a compiled network depends on share one child; the uncompiled need none."""
+    """Recipes that differ in nothing a compiled network depends on share one child; the uncompiled
+    need none.
+    """
     tried = []
     monkeypatch.setattr(
-        subprocess_run, "try_isolated", lambda workload, recipe, steps: tried.append((recipe, steps)) or recipe
+        subprocess_run,
+        "try_isolated",
+        lambda workload, recipe, steps: tried.append((recipe, steps)) or recipe,
     )
     compiled = STOCK.but(compile="default")
-    alike = [compiled, compiled.but(num_workers=3), compiled.but(driver="eager", learning_rate=1e-3)]
+    alike = [
+        compiled,
+        compiled.but(num_workers=3),
+        compiled.but(driver="eager", learning_rate=1e-3),
+    ]
     wider = compiled.but(rank=8, compile_scope="everything")
     others = [compiled.but(compile_scope="blocks"), wider, compiled.but(micro_batch=2)]
     covered = [compiled.but(rank=8), wider.but(num_workers=3, compile_scope="model")]
-    assert len(compile_ahead(workload, [STOCK, *alike, covered[0], *others, covered[1], STOCK.but(rank=8)])) == 4
+    assert (
+        len(
+            compile_ahead(
+                workload, [STOCK, *alike, covered[0], *others, covered[1], STOCK.but(rank=8)]
+            )
+        )
+        == 4
+    )
     assert {steps for _, steps in tried} == {1}
-    assert {recipe.but(num_workers=0, driver="accelerate", learning_rate=1e-4) for recipe, _ in tried} == {
+    assert {
+        recipe.but(num_workers=0, driver="accelerate", learning_rate=1e-4) for recipe, _ in tried
+    } == {
         compiled,
         *others,
     }

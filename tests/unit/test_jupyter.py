@@ -1,5 +1,5 @@
-"""How the course opens JupyterLab: a layout that stays the learner's, settings that exist, a GPU display where there is
-a GPU. tests/browser/test_jupyterlab.py looks at what comes of it."""
+"""How the course opens JupyterLab: a layout that stays the learner's, settings that exist, a GPU
+display where there is a GPU. tests/browser/test_jupyterlab.py looks at what comes of it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ from traitlets.config import Config, PyFileConfigLoader
 
 HOUSE = Path(__file__).resolve().parents[2]
 JUPYTER = HOUSE / "jupyter"
-OVERRIDES = json.loads((JUPYTER / "labconfig" / "default_setting_overrides.json").read_text(encoding="utf-8"))
+OVERRIDES = json.loads(
+    (JUPYTER / "labconfig" / "default_setting_overrides.json").read_text(encoding="utf-8")
+)
 WORKSPACE = json.loads((JUPYTER / "course.jupyterlab-workspace").read_text(encoding="utf-8"))
 
 
@@ -51,15 +53,21 @@ def cache(tmp_path, monkeypatch) -> Path:
 
 @pytest.fixture
 def gpu_display(monkeypatch):
-    """Put a GPU display in the place of jupyterlab_nvdashboard's: one that sees so many GPUs, or that fails."""
+    """Put a GPU display in the place of jupyterlab_nvdashboard's: one that sees so many GPUs, or
+    that fails.
+    """
 
     def install(gpus: int | None) -> None:
         apps = ModuleType("jupyterlab_nvdashboard.apps")
         apps.gpu = ModuleType("jupyterlab_nvdashboard.apps.gpu")
         if gpus is not None:
             apps.gpu.ngpus = gpus
-        monkeypatch.setitem(sys.modules, "jupyterlab_nvdashboard", ModuleType("jupyterlab_nvdashboard"))
-        monkeypatch.setitem(sys.modules, "jupyterlab_nvdashboard.apps", apps if gpus is not None else None)
+        monkeypatch.setitem(
+            sys.modules, "jupyterlab_nvdashboard", ModuleType("jupyterlab_nvdashboard")
+        )
+        monkeypatch.setitem(
+            sys.modules, "jupyterlab_nvdashboard.apps", apps if gpus is not None else None
+        )
 
     return install
 
@@ -152,7 +160,10 @@ def test_a_save_drops_what_opening_put_in_and_nothing_else():
     learnt = {"kernelspec": {"name": "python3"}, "language_info": {"version": "3.12.12"}}
     notebook = {"type": "notebook", "content": {"metadata": learnt, "cells": ["mine"]}}
     hook(model=notebook, path="notebooks/00.ipynb", contents_manager=None)
-    assert notebook["content"] == {"metadata": {"kernelspec": {"name": "python3"}}, "cells": ["mine"]}
+    assert notebook["content"] == {
+        "metadata": {"kernelspec": {"name": "python3"}},
+        "cells": ["mine"],
+    }
     text = {"type": "file", "content": "language_info"}
     hook(model=text, path="README.md", contents_manager=None)
     assert text["content"] == "language_info"
@@ -160,7 +171,9 @@ def test_a_save_drops_what_opening_put_in_and_nothing_else():
 
 @pytest.mark.parametrize("plugin", OVERRIDES)
 def test_every_setting_exists_and_takes_its_value(plugin):
-    """In the versions installed: a setting that JupyterLab or an extension renamed would be dropped without a word."""
+    """In the versions installed: a setting that JupyterLab or an extension renamed would be dropped
+    without a word.
+    """
     package, name = plugin.split(":")
     shared = Path(sys.prefix) / "share" / "jupyter"
     places = [shared / "lab" / "schemas", *(shared / "labextensions").glob("**/schemas")]
@@ -177,11 +190,17 @@ def test_each_setting_is_explained():
 
 
 def test_the_container_and_make_open_the_same_jupyterlab():
-    dockerfile, makefile = ((HOUSE / name).read_text(encoding="utf-8") for name in ("Dockerfile", "Makefile"))
+    dockerfile, makefile = (
+        (HOUSE / name).read_text(encoding="utf-8") for name in ("Dockerfile", "Makefile")
+    )
     folder = re.search(r"^WORKDIR (\S+)$", dockerfile, re.MULTILINE)[1]
     assert f"JUPYTER_CONFIG_PATH={folder}/jupyter " in dockerfile
     assert re.search(r'^CMD \["jupyter", "lab"', dockerfile, re.MULTILINE)
-    assert re.search(r'^\tJUPYTER_CONFIG_PATH="\$\(CURDIR\)/jupyter\S*" .* -m jupyter lab ', makefile, re.MULTILINE)
+    assert re.search(
+        r'^\tJUPYTER_CONFIG_PATH="\$\(CURDIR\)/jupyter\S*" .* -m jupyter lab ',
+        makefile,
+        re.MULTILINE,
+    )
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="there is no make")
@@ -193,9 +212,21 @@ def test_make_notebooks_takes_out_what_a_run_in_jupyterlab_left(tmp_path):
         cell.execution_count, cell.outputs = number, [nbformat.v4.new_output("stream", text="said")]
         cell.metadata.execution = {"iopub.status.busy": "2026-01-01T00:00:00Z"}
     nbformat.write(run, tmp_path / "left.ipynb")
-    words = ["make", "--dry-run", "--no-print-directory", "-C", HOUSE, "notebooks", f"VENV={sys.prefix}"]
-    plan = subprocess.run(words, capture_output=True, text=True, check=True).stdout.replace("\\\n", " ")
+    words = [
+        "make",
+        "--dry-run",
+        "--no-print-directory",
+        "-C",
+        HOUSE,
+        "notebooks",
+        f"VENV={sys.prefix}",
+    ]
+    plan = subprocess.run(words, capture_output=True, text=True, check=True).stdout.replace(
+        "\\\n", " "
+    )
     (line,) = [line for line in plan.splitlines() if "nbconvert" in line]
     command = line.partition(" notebooks/")[0]
     subprocess.run(f"{command} left.ipynb", shell=True, cwd=tmp_path, check=True)
-    assert (tmp_path / "left.ipynb").read_text(encoding="utf-8") == stored.read_text(encoding="utf-8")
+    assert (tmp_path / "left.ipynb").read_text(encoding="utf-8") == stored.read_text(
+        encoding="utf-8"
+    )

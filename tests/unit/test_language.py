@@ -1,4 +1,6 @@
-"""Qwen3 and gpt-oss: the published architectures, our forward pass against transformers' own, and batches of texts."""
+"""Qwen3 and gpt-oss: the published architectures, our forward pass against transformers' own, and
+batches of texts.
+"""
 
 from __future__ import annotations
 
@@ -94,7 +96,7 @@ def assert_is_reference(workload, recipe, chosen):
     assert_same_gradients(found, gradients, rtol=1e-4)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # The architectures
 
 
@@ -110,7 +112,9 @@ def assert_is_reference(workload, recipe, chosen):
     ids=lambda value: getattr(value, "hub", ""),
 )
 def test_the_architectures_are_the_published_ones_to_the_parameter(size, parameters, trained):
-    """The hub's totals of Qwen3-0.6B, 8B, 32B, gpt-oss-20b and 120b; unsloth prints the LoRA's when it trains them."""
+    """The hub's totals of Qwen3-0.6B, 8B, 32B, gpt-oss-20b and 120b; unsloth prints the LoRA's when
+    it trains them.
+    """
     lm = build_lm(size, META, torch.bfloat16)
     assert count_parameters(lm) == parameters
     assert {p.dtype for p in lm.parameters()} == {torch.bfloat16}
@@ -134,7 +138,11 @@ def test_every_workload_has_the_name_that_it_is_opened_by():
 def test_configurations_are_the_published_ones():
     """What the shapes don't show."""
     qwen = build_lm(QWEN3["full"], META, torch.bfloat16).config
-    assert (qwen.rope_parameters["rope_theta"], qwen.rms_norm_eps, qwen.sliding_window) == (1e6, 1e-6, None)
+    assert (qwen.rope_parameters["rope_theta"], qwen.rms_norm_eps, qwen.sliding_window) == (
+        1e6,
+        1e-6,
+        None,
+    )
     oss = build_lm(GPT_OSS["full"], META, torch.bfloat16).config
     assert (oss.rope_parameters["rope_theta"], oss.rope_parameters["rope_type"]) == (150000, "yarn")
     assert (oss.num_experts_per_tok, oss.sliding_window, oss.rms_norm_eps) == (4, 128, 1e-5)
@@ -171,13 +179,18 @@ def test_shared_weights_that_are_let_go_stay_with_those_who_use_them(qwen3):
 
 
 def test_positions_stay_exact_in_half_precision(workload):
-    """Built in bfloat16, the rotary embedding's frequencies are those of a model that is built in float32."""
-    exact, half = (build_lm(workload.size, torch.device("cpu"), dtype) for dtype in (torch.float32, torch.bfloat16))
+    """Built in bfloat16, the rotary embedding's frequencies are those of a model that is built in
+    float32.
+    """
+    exact, half = (
+        build_lm(workload.size, torch.device("cpu"), dtype)
+        for dtype in (torch.float32, torch.bfloat16)
+    )
     assert half.model.rotary_emb.inv_freq.dtype == torch.float32
     torch.testing.assert_close(half.model.rotary_emb.inv_freq, exact.model.rotary_emb.inv_freq)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # Our forward pass against transformers'
 
 
@@ -240,7 +253,9 @@ def test_the_loss_is_that_of_the_tokens_to_be_predicted(workload, predict):
         loss = workload.loss(model, workload.collate(recipe)([example]), {})
     wanted = example["labels"][1:] != IGNORED
     assert wanted.all() == (predict == "everything")
-    torch.testing.assert_close(loss, F.cross_entropy(logits[:-1][wanted], example["labels"][1:][wanted]))
+    torch.testing.assert_close(
+        loss, F.cross_entropy(logits[:-1][wanted], example["labels"][1:][wanted])
+    )
 
 
 @pytest.mark.parametrize("kind", ["fp8-frozen", "nf4", "nf4-frozen", "nf4-fp8"])
@@ -277,7 +292,7 @@ def test_peft_adapts_4_bits_with_its_own_layer(qwen3):
     assert_same_gradients(losses["peft"][1], losses["plain"][1], rtol=1e-4)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # Batches
 
 
@@ -285,10 +300,15 @@ def test_forms_of_batches(workload):
     chosen = CHOSEN["five"]
     lengths = [workload._measures(BASE)[i].tokens for i in chosen]
     budget = workload.token_budget(BASE)
-    batches = {name: batch_of(workload, recipe.but(layers="rewritten"), chosen) for name, recipe in SHAPES.items()}
+    batches = {
+        name: batch_of(workload, recipe.but(layers="rewritten"), chosen)
+        for name, recipe in SHAPES.items()
+    }
     assert batches["as-they-come"]["input_ids"].shape == (5, max(lengths))
     assert batches["padded"]["input_ids"].shape == (5, budget)
-    assert batches["buckets"]["input_ids"].shape[1] in {-(-budget * k // BUCKETS) for k in range(1, BUCKETS + 1)}
+    assert batches["buckets"]["input_ids"].shape[1] in {
+        -(-budget * k // BUCKETS) for k in range(1, BUCKETS + 1)
+    }
     rows = batches["packed"]["input_ids"]
     assert rows.shape[0] < 5
     assert rows.shape[1] == workload.token_budget(PACKED) == 1024
@@ -308,7 +328,9 @@ def test_what_a_packed_batch_holds(workload):
     assert (positions[starts] == 0).all()
     layout = workload.layout(PACKED)
     assert layout.longest == max(len(row["input_ids"]) for row in rows)
-    assert len(marks) == 1 + len(batch["input_ids"]) * (layout.segments + 2)  # a row is two longest documents long
+    assert len(marks) == 1 + len(batch["input_ids"]) * (
+        layout.segments + 2
+    )  # a row is two longest documents long
     assert max(b - a for a, b in zip(marks, marks[1:], strict=False)) <= layout.longest
 
 
@@ -324,7 +346,12 @@ def test_attention_knows_the_longest_document_of_packed_rows(workload, shapes):
     assert told == [workload.layout(recipe).longest if shapes == "packed" else None] * 2
 
 
-@given(st.lists(st.integers(5, 40), min_size=2, max_size=40), st.integers(1, 6), st.integers(1, 3), st.integers(0, 9))
+@given(
+    st.lists(st.integers(5, 40), min_size=2, max_size=40),
+    st.integers(1, 6),
+    st.integers(1, 3),
+    st.integers(0, 9),
+)
 def test_crowded_rows_hold_no_more_than_they_may(lengths, segments, rows, seed):
     layout = Layout("packed", 60, 0, segments, longest=max(lengths))
     order = PackedOrder(lengths, [0] * len(lengths), layout, rows, 20, seed)
@@ -334,11 +361,17 @@ def test_crowded_rows_hold_no_more_than_they_may(lengths, segments, rows, seed):
         assert len(documents) == rows and max(map(len, documents)) <= segments
         marks = boundaries(documents, 60, segments, layout.longest)
         assert len(marks) == 1 + rows * (segments + math.ceil(60 / layout.longest))
-        assert marks[-1] == 60 * rows and marks.diff().min() >= 0 and marks.diff().max() <= layout.longest
+        assert (
+            marks[-1] == 60 * rows
+            and marks.diff().min() >= 0
+            and marks.diff().max() <= layout.longest
+        )
 
 
 def test_rows_without_padding_are_our_packed_ones(qwen3):
-    """What a library is given to pack: transformers' own forward pass tells the texts apart by their positions."""
+    """What a library is given to pack: transformers' own forward pass tells the texts apart by
+    their positions.
+    """
     batch = batch_of(qwen3, PACKED.but(layers="published"), CHOSEN["five"])
     assert set(batch) == {"input_ids", "position_ids", "labels"} and len(batch["input_ids"]) == 1
     model = qwen3.build(BASE)
@@ -349,7 +382,9 @@ def test_rows_without_padding_are_our_packed_ones(qwen3):
     torch.testing.assert_close(loss.detach(), expected, rtol=1e-5, atol=1e-6)
     assert_same_gradients(adapter_gradients(model.lm), gradients, rtol=1e-4)
     both = (PACKED, PACKED.but(layers="published"))
-    ours, theirs = (qwen3.work_of(recipe, batch_of(qwen3, recipe, CHOSEN["five"])) for recipe in both)
+    ours, theirs = (
+        qwen3.work_of(recipe, batch_of(qwen3, recipe, CHOSEN["five"])) for recipe in both
+    )
     assert ours == theirs
 
 
@@ -373,17 +408,18 @@ def test_a_text_that_does_not_fit_is_said(workload):
         workload.collate(BASE.but(shapes="padded", token_budget=1024))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # Arithmetic
 
 
 @pytest.mark.parametrize("loss", ["logits", "answers"])
 @pytest.mark.parametrize("shapes", ["as-they-come", "padded"])
 def test_flops_are_those_that_pytorch_counts(workload, shapes, loss):
-    """Of a real forward and backward pass, to the last operation. Its attention by products computes all pairs of the
-    batch, gpt-oss's with the sink as one more; we count as such here what otherwise is only what a causal model needs.
-    The angles of the rotary embedding, which the library computes as a product of width 1, are no work of ours. PyTorch
-    doesn't count grouped products, so the experts are transformers' loop here."""
+    """Of a real forward and backward pass, to the last operation. Its attention by products
+    computes all pairs of the batch, gpt-oss's with the sink as one more; we count as such here what
+    otherwise is only what a causal model needs. The angles of the rotary embedding, which the
+    library computes as a product of width 1, are no work of ours. PyTorch doesn't count grouped
+    products, so the experts are transformers' loop here."""
     recipe = SHAPES[shapes].but(layers="rewritten", loss=loss, predict="answers")
     model, size = workload.build(recipe), workload.size
     model.lm.config._experts_implementation = "eager"
@@ -443,14 +479,21 @@ def test_work_planned_is_the_work_of_the_batches(workload, shapes, layers, loss)
     if layers == "published" and loss == "answers":
         pytest.skip("transformers' own forward pass can't")
     recipe = SHAPES[shapes].but(layers=layers, loss=loss, micro_batch=2, predict="answers")
-    order = workload.order(None, recipe) or BatchSampler(EpochOrder(32, EPOCH, recipe.seed), 2, drop_last=True)
+    order = workload.order(None, recipe) or BatchSampler(
+        EpochOrder(32, EPOCH, recipe.seed), 2, drop_last=True
+    )
     for _, chosen in zip(range(3), order, strict=False):
         measures = [workload._measures(recipe)[index] for index in chosen]
-        assert workload._planned(recipe, measures) == workload.work_of(recipe, batch_of(workload, recipe, chosen))
+        assert workload._planned(recipe, measures) == workload.work_of(
+            recipe, batch_of(workload, recipe, chosen)
+        )
 
 
 def test_weights_are_read_in_the_form_that_they_are_held_in(qwen3):
-    size, work = qwen3.size, {base: qwen3.work(BASE.but(base_linear=base)) for base in ("published", "nf4", "fp8-te")}
+    size, work = (
+        qwen3.size,
+        {base: qwen3.work(BASE.but(base_linear=base)) for base in ("published", "nf4", "fp8-te")},
+    )
     blocks = size.layers * sum(a * b for a, b in decoder_shapes(size).adapted.values())
     head = 2 * 4 * size.width * size.words
     assert work["published"].bytes == pytest.approx(2 * 4 * blocks + head)
@@ -460,7 +503,9 @@ def test_weights_are_read_in_the_form_that_they_are_held_in(qwen3):
 
 @pytest.mark.parametrize(("has", "expected"), [(400.0, "fp8_rowwise"), (None, "fp32")])
 def test_fp8_products_have_the_rate_of_fp8_where_there_is_one(monkeypatch, has, expected):
-    monkeypatch.setattr(benchmark.hardware, "probe", lambda item: SimpleNamespace(rate=lambda dtype: has))
+    monkeypatch.setattr(
+        benchmark.hardware, "probe", lambda item: SimpleNamespace(rate=lambda dtype: has)
+    )
     assert benchmark._multiplied_as(BASE.but(base_linear="fp8-frozen")) == expected
     assert benchmark._multiplied_as(BASE.but(base_linear="nf4-frozen")) == "fp32"
 
@@ -474,7 +519,7 @@ def test_what_work_counts(workload):
     assert workload.work(OURS.but(checkpointing="offload")).flops == workload.work(OURS).flops
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # Training
 
 
@@ -483,7 +528,9 @@ def test_article_methods_train(workload, method):
     with Session(workload, A3_OWN[method]) as session:
         session.run(3)
     assert len(session.losses) == 3
-    assert session.losses[0] == pytest.approx(6.93, abs=0.3)  # log of the vocabulary: nothing is known yet
+    assert session.losses[0] == pytest.approx(
+        6.93, abs=0.3
+    )  # log of the vocabulary: nothing is known yet
 
 
 def test_a_run_logs_its_memory(qwen3, tmp_path):
@@ -496,7 +543,13 @@ def test_a_run_logs_its_memory(qwen3, tmp_path):
 
 def test_titles_are_learned(qwen3):
     """The loss of a few texts falls, trained on their titles."""
-    recipe = PACKED.but(micro_batch=1, predict="answers", loss="answers", learning_rate=2e-2, optimizer="adamw-fused")
+    recipe = PACKED.but(
+        micro_batch=1,
+        predict="answers",
+        loss="answers",
+        learning_rate=2e-2,
+        optimizer="adamw-fused",
+    )
     with Session(qwen3, recipe) as session:
         session.run(12)
         session.driver.log.flush()
@@ -529,7 +582,9 @@ def test_rates_are_of_what_was_really_run(workload):
     run = compare(workload, {"ours": OURS.but(micro_batch=2)}, steps=4, rounds=2)["ours"]
     assert run.ok, run.status
     metrics = run.metrics
-    assert metrics["useful_tokens"] == pytest.approx(metrics["useful_tokens_per_s"] / metrics["tokens_per_s"])
+    assert metrics["useful_tokens"] == pytest.approx(
+        metrics["useful_tokens_per_s"] / metrics["tokens_per_s"]
+    )
     assert 0.3 < metrics["useful_tokens"] < 1
     assert metrics["floor_ms"] > 0
 
@@ -555,7 +610,9 @@ def test_a_saved_adapter_has_pefts_names(workload, tmp_path):
 
 
 def test_one_blocks_code_serves_all_blocks_and_all_lengths(qwen3, nothing_compiled):
-    """Blocks compiled for any size: two graphs, since the first block has an input that needs no gradient."""
+    """Blocks compiled for any size: two graphs, since the first block has an input that needs no
+    gradient.
+    """
     model = qwen3.build(OURS)
     for block in qwen3.blocks(model):
         block.compile(backend="aot_eager", dynamic=True)
@@ -576,8 +633,8 @@ def test_the_loss_of_a_chunk_is_compiled_as_a_block_is(workload):
 
 @pytest.mark.parametrize("checkpointing", ["blocks", "offload"])
 def test_blocks_that_run_twice_have_one_code(qwen3, nothing_compiled, checkpointing):
-    """One graph for both passes and all blocks: under checkpointing, transformers has the first input need a gradient
-    as well."""
+    """One graph for both passes and all blocks: under checkpointing, transformers has the first
+    input need a gradient as well."""
     recipe = PACKED.but(checkpointing=checkpointing)
     model = qwen3.build(recipe)
     for block in qwen3.blocks(model):
@@ -592,8 +649,8 @@ WITHIN = {"checkpointing": "blocks", "compile": "default", "compile_scope": "blo
 
 @pytest.mark.parametrize("base", ["published", "fp8-frozen", "nf4-frozen", "nf4-fp8"])
 def test_a_compiled_checkpoint_computes_again_what_is_needed(qwen3, nothing_compiled, base):
-    """The same gradients; of the 21 products of a block's forward pass, all but the last layer's own and its adapter's
-    second are there once more in a backward pass, and attention isn't."""
+    """The same gradients; of the 21 products of a block's forward pass, all but the last layer's
+    own and its adapter's second are there once more in a backward pass, and attention isn't."""
     recipe = PACKED.but(base_linear=base)
     compiled = recipe.but(**WITHIN)
     models = [qwen3.build(recipe), qwen3.build(compiled)]
@@ -619,7 +676,11 @@ def test_a_compiled_checkpoint_computes_again_what_is_needed(qwen3, nothing_comp
     [
         ("qwen3-lora-long", {}, True),
         ("qwen3-lora-long", {"compile": "off"}, False),
-        ("qwen3-lora-long", {"compile_scope": "model"}, False),  # the compiler sees the library's checkpoint there
+        (
+            "qwen3-lora-long",
+            {"compile_scope": "model"},
+            False,
+        ),  # the compiler sees the library's checkpoint there
         ("qwen3-lora-long", {"layers": "published", "loss": "logits"}, False),
         ("gpt-oss-lora-long", {}, False),
     ],
@@ -641,7 +702,7 @@ def test_packed_rows_compile_once(workload, nothing_compiled):
     assert (compiled.graphs, compiled.recompilations) == (1, 0)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # Errors
 
 
@@ -659,7 +720,12 @@ def test_packed_rows_compile_once(workload, nothing_compiled):
         ({"checkpointing": "offload", "compile": "default"}, "works between compiled blocks"),
         ({"checkpointing": "offload", "base_linear": "fp8-te"}, "Transformer Engine's scales"),
         (
-            {"checkpointing": "offload", "driver": "graph", "layers": "rewritten", "shapes": "packed"},
+            {
+                "checkpointing": "offload",
+                "driver": "graph",
+                "layers": "rewritten",
+                "shapes": "packed",
+            },
             "can't record",
         ),
     ],
@@ -671,7 +737,9 @@ def test_what_it_cant_do_is_said(qwen3, change, message):
 
 @pytest.mark.parametrize("name", ["qwen3-lora-long", "llava-lora"])
 def test_blocks_that_the_compiler_would_leave_out_are_said(name):
-    recipe = OURS.but(base_linear="fp8-te", checkpointing="blocks", compile="default", predict="answers")
+    recipe = OURS.but(
+        base_linear="fp8-te", checkpointing="blocks", compile="default", predict="answers"
+    )
     with pytest.raises(Unavailable, match="compile_scope='blocks'"):
         opened(name).build(recipe)
 

@@ -1,4 +1,6 @@
-"""Steps foretold and measured: the batches, what a run records, slower hosts, the law of launches; on tiny models."""
+"""Steps foretold and measured: the batches, what a run records, slower hosts, the law of launches;
+on tiny models.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,10 @@ def single_thread():
 
 @functools.cache
 def texts(family: str) -> Mapping[str, object]:
-    return {kind: open_workload(f"{FAMILIES[family]}-{kind}", "tiny", device="cpu") for kind in ("long", "short")}
+    return {
+        kind: open_workload(f"{FAMILIES[family]}-{kind}", "tiny", device="cpu")
+        for kind in ("long", "short")
+    }
 
 
 def lengths(workload, recipe):
@@ -58,7 +63,10 @@ def test_a_packed_row_holds_all_texts_and_nothing_else(family, kind):
     workload, recipe = texts(family)[kind], lab08_launch_bound.ways(family)["captured"]
     chosen = lab08_launch_bound.typical(workload, recipe)
     batch = lab08_launch_bound.batch_of(workload, recipe, chosen)
-    assert batch["input_ids"].shape == (1, sum(lengths(workload, recipe)[index] for index in chosen))
+    assert batch["input_ids"].shape == (
+        1,
+        sum(lengths(workload, recipe)[index] for index in chosen),
+    )
     assert workload.work_of(recipe, batch).examples == len(chosen)
 
 
@@ -66,10 +74,14 @@ def test_the_library_and_the_packed_row_see_the_same_tokens():
     workload, ways = texts("dense")["long"], lab08_launch_bound.ways("dense")
     work = {}
     for way in ("loop", "rewritten"):
-        batch = lab08_launch_bound.batch_of(workload, ways[way], lab08_launch_bound.typical(workload, ways[way]))
+        batch = lab08_launch_bound.batch_of(
+            workload, ways[way], lab08_launch_bound.typical(workload, ways[way])
+        )
         work[way] = workload.work_of(ways[way], batch)
     assert work["loop"].useful_tokens == work["rewritten"].useful_tokens
-    assert work["loop"].tokens == pytest.approx(work["rewritten"].tokens, rel=0.2)  # texts side by side are padded
+    assert work["loop"].tokens == pytest.approx(
+        work["rewritten"].tokens, rel=0.2
+    )  # texts side by side are padded
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -77,10 +89,15 @@ def test_a_thin_model_launches_what_the_model_launches_and_computes_next_to_noth
     tiny, recipe = texts(family)["long"], next(iter(lab08_launch_bound.ways(family).values()))
     workload = lab08_launch_bound.resized(tiny, replace(tiny.size, width=512, inner=512))
     narrow = lab08_launch_bound.thin(workload)
-    assert (narrow.size.layers, narrow.size.experts) == (workload.size.layers, workload.size.experts)
+    assert (narrow.size.layers, narrow.size.experts) == (
+        workload.size.layers,
+        workload.size.experts,
+    )
     assert (narrow.weights, narrow.data) == ("random", "generated")
     assert (narrow.size.width, workload.size.width) == (64, 512)
-    counted = [lab08_launch_bound._operations(other, recipe, other.size) for other in (workload, narrow)]
+    counted = [
+        lab08_launch_bound._operations(other, recipe, other.size) for other in (workload, narrow)
+    ]
     assert counted[0] == pytest.approx(counted[1], rel=0.02)
     assert lab08_launch_bound.thin(tiny).size.width == tiny.size.width
 
@@ -103,7 +120,9 @@ def test_the_shortest_text_is_light():
 
 
 def test_a_light_step_that_was_interrupted_is_looked_at_again(monkeypatch):
-    """As when other programs want the cores: the first traces count their time as the operators' own."""
+    """As when other programs want the cores: the first traces count their time as the operators'
+    own.
+    """
     workload, recipe = texts("dense")["long"], lab08_launch_bound.ways("dense")["rewritten"]
     disturbed = iter([60_000, 60_000])  # milliseconds
     whole = Program.of
@@ -148,7 +167,9 @@ def test_a_failure_leaves_what_was_measured_before_it(monkeypatch):
     monkeypatch.setattr(lab08_launch_bound, "slowed", fails)
     found, ways = Studied(), lab08_launch_bound.ways("dense")
     with pytest.raises(RuntimeError, match="no slower host"):
-        lab08_launch_bound.study(texts("dense"), ways["loop"], "dense", steps=2, delays=(0, 100), found=found)
+        lab08_launch_bound.study(
+            texts("dense"), ways["loop"], "dense", steps=2, delays=(0, 100), found=found
+        )
     assert {kind: seen.run.ok for kind, seen in found.seen.items()} == {"long": True, "short": True}
     assert not found.slowed
 
@@ -161,7 +182,9 @@ def test_every_step_is_foretold_and_measured(studied):
         assert run.run.endswith(f" {kind}")
         assert run.metrics["step_ms"]["n"] >= 2
         assert run.metrics["predicted_ms"] == pytest.approx(replayed_ms(seen.program, seen.host))
-        assert run.metrics["off"] == pytest.approx(run.metrics["predicted_ms"] / run.metric("step_ms") - 1)
+        assert run.metrics["off"] == pytest.approx(
+            run.metrics["predicted_ms"] / run.metric("step_ms") - 1
+        )
         assert run.metrics["examples"] == lab08_launch_bound.TEXTS
         assert run.metrics["waits"] == run.metrics["launches"] > 100  # a CPU waits for itself
 
@@ -183,14 +206,20 @@ def test_a_slower_host_slows_the_step_by_its_delays(studied):
     assert longer > 0.5 * slow.metrics["delayed"] * 0.1
     assert slow.metrics["predicted_ms"] > quick.metrics["predicted_ms"]
     assert slow.run.endswith("long, delay 100 us")
-    assert quick.metrics["calls"] > quick.metrics["delayed"]  # views take the detour, too, and are not delayed
+    assert (
+        quick.metrics["calls"] > quick.metrics["delayed"]
+    )  # views take the detour, too, and are not delayed
 
 
 class Lit:
     """A light step beside a host of our own: readings in turn, and operations that it counts."""
 
     def __init__(self, readings: list[float], calls: int = 0, waited_ms: float = 0.0) -> None:
-        self.program, self.repeats, self.fresh_ms = Program((Given("", (("GEMM", 0.1, 1),), False),) * 10, 1), 3, 1.0
+        self.program, self.repeats, self.fresh_ms = (
+            Program((Given("", (("GEMM", 0.1, 1),), False),) * 10, 1),
+            3,
+            1.0,
+        )
         self.readings, self.calls, self.waited_ms = iter(readings), calls, waited_ms
 
     def time(self) -> float:
@@ -219,28 +248,35 @@ def test_a_step_is_warmed_by_itself_and_not_by_what_compiles_it():
 
 
 def test_the_light_step_is_read_before_and_after_and_the_prediction_takes_the_middle(monkeypatch):
-    """The host slows down while the step is measured: neither the reading before nor the one after tells it all."""
+    """The host slows down while the step is measured: neither the reading before nor the one after
+    tells it all.
+    """
     monkeypatch.setattr(lab08_launch_bound, "Light", Lit)
     workload, recipe = texts("dense")["long"], lab08_launch_bound.ways("dense")["rewritten"]
     with lab08_launch_bound.Session(workload, recipe) as session:
         chosen = lab08_launch_bound.typical(workload, session.recipe)
-        there = lab08_launch_bound.OnOneBatch(session, lab08_launch_bound.batch_of(workload, session.recipe, chosen))
+        there = lab08_launch_bound.OnOneBatch(
+            session, lab08_launch_bound.batch_of(workload, session.recipe, chosen)
+        )
         gc.unfreeze()  # the libraries
-        seen = lab08_launch_bound.foretell_and_measure("dense long", there, Lit([200.0, 400.0]), 2, 1)
+        seen = lab08_launch_bound.foretell_and_measure(
+            "dense long", there, Lit([200.0, 400.0]), 2, 1
+        )
     assert not gc.get_freeze_count()  # what is frozen would never be collected
     m = seen.run.metrics
     assert seen.host.other == pytest.approx(30)
     assert (m["light_before_ms"], m["light_step_ms"], m["light_after_ms"]) == (200, 300, 400)
     assert m["predicted_low_ms"] < m["predicted_ms"] < m["predicted_high_ms"]
     assert m["predicted_ms"] == pytest.approx((m["predicted_low_ms"] + m["predicted_high_ms"]) / 2)
-    assert "1 of 1 steps" in lab08_launch_bound.steadiness([seen.run]) and "400 after" in lab08_launch_bound.steadiness(
+    assert "1 of 1 steps" in lab08_launch_bound.steadiness(
         [seen.run]
-    )
+    ) and "400 after" in lab08_launch_bound.steadiness([seen.run])
 
 
 def test_a_delay_is_known_and_only_the_detour_is_learnt_from_the_light_step(monkeypatch):
-    """A light step of 100 ms has 1000 operations, 500 of them delayed by 20 us: 10 ms. Beside the slower host it takes
-    130, then 150 ms: a detour of 30 us each. The step itself has other operations."""
+    """A light step of 100 ms has 1000 operations, 500 of them delayed by 20 us: 10 ms. Beside the
+    slower host it takes 130, then 150 ms: a detour of 30 us each. The step itself has other
+    operations."""
 
     class Slower:
         def __init__(self, delay_us: float) -> None:
@@ -266,7 +302,9 @@ def test_a_delay_is_known_and_only_the_detour_is_learnt_from_the_light_step(monk
     assert m["detour_us"] == pytest.approx(30)
     assert (m["calls"], m["delayed"]) == (600, 400)
     assert m["added_us"] == pytest.approx((600 * 30 + 400 * 20) / 100)  # of 100 launches
-    assert lab08_launch_bound.slowed(There(), seen, None, 20.0, 3).metrics["added_us"] == pytest.approx(400 * 20 / 100)
+    assert lab08_launch_bound.slowed(There(), seen, None, 20.0, 3).metrics[
+        "added_us"
+    ] == pytest.approx(400 * 20 / 100)
 
 
 def test_a_host_that_changed_its_speed_is_told():
@@ -275,23 +313,32 @@ def test_a_host_that_changed_its_speed_is_told():
     old = Run("", "dense long, captured", metrics={"off": 0.1})
     assert lab08_launch_bound.steadiness([steady, old]).startswith("The host was steady")
     assert "1 of 2 steps" in lab08_launch_bound.steadiness([steady, moved, old])
-    assert "*dense short* (242.6 ms before, 466.5 after)" in lab08_launch_bound.steadiness([steady, moved, old])
+    assert "*dense short* (242.6 ms before, 466.5 after)" in lab08_launch_bound.steadiness(
+        [steady, moved, old]
+    )
     assert lab08_launch_bound.steadiness([old]) == ""
 
 
 def test_tables_have_a_value_for_every_column(studied):
     runs = [seen.run for seen in studied.seen.values()]
-    assert all(len(row) == len(lab08_launch_bound.HEAD) and None not in row for row in lab08_launch_bound.rows(runs))
+    assert all(
+        len(row) == len(lab08_launch_bound.HEAD) and None not in row
+        for row in lab08_launch_bound.rows(runs)
+    )
     assert all(
         len(row) == len(lab08_launch_bound.GIVEN_HEAD) and None not in row
         for row in lab08_launch_bound.given_rows(runs)
     )
     assert all(
-        len(row) == len(lab08_launch_bound.SPEED_HEAD) for row in lab08_launch_bound.speed_rows(runs, "moe long")
+        len(row) == len(lab08_launch_bound.SPEED_HEAD)
+        for row in lab08_launch_bound.speed_rows(runs, "moe long")
     )
     assert lab08_launch_bound.speed_rows(runs[::-1], "moe long")[-1][-1] == 1
     assert lab08_launch_bound.speed_rows(runs, "a loop that did not fit")[0][-1] is None
-    assert all(len(row) == len(lab08_launch_bound.DELAY_HEAD) for row in lab08_launch_bound.delay_rows(studied))
+    assert all(
+        len(row) == len(lab08_launch_bound.DELAY_HEAD)
+        for row in lab08_launch_bound.delay_rows(studied)
+    )
     assert len(lab08_launch_bound.by_delay(studied)) == 3
     kept = {run.run: run for run in [*runs, *studied.slowed.values()]}
     assert [row[1:] for row in lab08_launch_bound.slowed_rows(kept)] == [
@@ -311,21 +358,30 @@ def test_a_study_tells_about_larger_models(studied):
 
 def gpu_seen(off: float = 0.1) -> Seen:
     program = Program(tuple(Given("", (("GEMM", 1.0, 1),), False) for _ in range(100)), 1)
-    run = Run("", "moe long", recipe={"precision": "bf16"}, metrics={"step_ms": 100.0, "off": off, "reached": 0.5})
+    run = Run(
+        "",
+        "moe long",
+        recipe={"precision": "bf16"},
+        metrics={"step_ms": 100.0, "off": off, "reached": 0.5},
+    )
     return Seen(run, program, Host(0.2), Work(flops=1e12, bytes=1e9, examples=4))
 
 
 def test_what_a_gpu_tells_about_larger_models():
     workload, law = texts("moe")["long"], Law(0, 5, 5)
     found = lab08_launch_bound.known(Studied({"long": gpu_seen()}), law, workload)
-    assert found["launches"] == pytest.approx(100 / law.launches(workload.size.layers, workload.size.experts))
+    assert found["launches"] == pytest.approx(
+        100 / law.launches(workload.size.layers, workload.size.experts)
+    )
     assert (found["reached"], found["host_ms"]) == (0.5, pytest.approx(0.2))
 
 
 def test_the_winner_changes_where_the_curve_meets_the_rival():
     seen = gpu_seen()
     rival_ms = 225.0  # a card of 2.25 times the kernels' time
-    assert lab08_launch_bound.flip_us(seen, rival_ms, most_us=5000) == pytest.approx((2.25 - 0.2) * 1e3, rel=1e-3)
+    assert lab08_launch_bound.flip_us(seen, rival_ms, most_us=5000) == pytest.approx(
+        (2.25 - 0.2) * 1e3, rel=1e-3
+    )
     assert lab08_launch_bound.flip_us(seen, 1e9) is None
     curve = lab08_launch_bound.slowdown(seen, 5000)
     assert curve[0.0] == pytest.approx(100)
@@ -351,7 +407,12 @@ def test_accuracy_counts_sizes_whatever_their_sign_and_each_clock_apart():
         Run("", "failed", status="oom"),
     ]
     found = lab08_launch_bound.accuracy(runs)
-    assert (found["steps"], found["within_20"], found["median_off"], found["worst_off"]) == (5, 4, 0.15, 0.3)
+    assert (found["steps"], found["within_20"], found["median_off"], found["worst_off"]) == (
+        5,
+        4,
+        0.15,
+        0.3,
+    )
     assert (found["host_steps"], found["host_within_20"]) == (3, 2)
     assert (found["kernels_steps"], found["kernels_within_20"]) == (2, 2)
     assert (found["recipes"], found["recipes_within_20"]) == (3, 2)  # the loop's long step is off
@@ -361,24 +422,38 @@ def test_accuracy_counts_sizes_whatever_their_sign_and_each_clock_apart():
 
 
 def test_a_captured_step_is_foretold_before_it_is_traced(studied):
-    """Two steps stand for the grouped one and the captured one; any program may be the other's likeness."""
-    with lab08_launch_bound.Session(texts("moe")["long"], lab08_launch_bound.ways("moe")["grouped"]) as session:
+    """Two steps stand for the grouped one and the captured one; any program may be the other's
+    likeness.
+    """
+    with lab08_launch_bound.Session(
+        texts("moe")["long"], lab08_launch_bound.ways("moe")["grouped"]
+    ) as session:
         workload = session.workload
         there = lab08_launch_bound.OnOneBatch(
             session,
-            lab08_launch_bound.batch_of(workload, session.recipe, lab08_launch_bound.typical(workload, session.recipe)),
+            lab08_launch_bound.batch_of(
+                workload, session.recipe, lab08_launch_bound.typical(workload, session.recipe)
+            ),
         )
         like = Program(tuple(Given("", (("GEMM", 2.0, 1),), True) for _ in range(8)), 2)
-        run = lab08_launch_bound.foretell_and_measure("moe long, captured", there, Host(3.0), 2, 1, like).run
-    assert run.metrics["unseen_ms"] == pytest.approx(8)  # four kernels a step, in one launch that 3 ms hide
+        run = lab08_launch_bound.foretell_and_measure(
+            "moe long, captured", there, Host(3.0), 2, 1, like
+        ).run
+    assert run.metrics["unseen_ms"] == pytest.approx(
+        8
+    )  # four kernels a step, in one launch that 3 ms hide
     assert run.metrics["launches"] == int(run.metrics["launches"])  # of one traced step
     assert run.metrics["unseen_off"] == pytest.approx(8 / run.metric("step_ms") - 1)
-    assert lab08_launch_bound.unseen_rows([run])[0][:2] == ("moe long, captured", run.metrics["unseen_ms"])
+    assert lab08_launch_bound.unseen_rows([run])[0][:2] == (
+        "moe long, captured",
+        run.metrics["unseen_ms"],
+    )
     assert lab08_launch_bound.unseen_rows([seen.run for seen in studied.seen.values()]) == []
 
 
 @pytest.mark.parametrize(
-    ("name", "kind", "expected"), [("moe", "long", "moe long"), ("moe, grouped", "short", "moe short, grouped")]
+    ("name", "kind", "expected"),
+    [("moe", "long", "moe long"), ("moe, grouped", "short", "moe short, grouped")],
 )
 def test_runs_are_named_as_the_claims_expect(name, kind, expected):
     assert lab08_launch_bound.named(name, kind) == expected
@@ -392,5 +467,7 @@ def test_the_law_foretells_a_model_that_it_was_not_counted_on(family):
     workload = texts(family)["long"]
     law, size = lab08_launch_bound.launch_law(workload, family), workload.size
     larger = replace(size, layers=size.layers + 2, experts=size.experts and size.experts + 4)
-    counted = lab08_launch_bound._operations(workload, next(iter(lab08_launch_bound.ways(family).values())), larger)
+    counted = lab08_launch_bound._operations(
+        workload, next(iter(lab08_launch_bound.ways(family).values())), larger
+    )
     assert law.launches(larger.layers, larger.experts) == pytest.approx(counted, rel=0.02)

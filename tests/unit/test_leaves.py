@@ -55,7 +55,9 @@ def test_files_are_like_those_of_beans(cache):
 
 def test_colours_are_those_of_beans():
     """Mean and deviation of the channels, as AgML publishes them for the dataset."""
-    pixels = np.concatenate([np.asarray(leaf(index)).reshape(-1, 3) / 255 for index in range(FILES)])
+    pixels = np.concatenate(
+        [np.asarray(leaf(index)).reshape(-1, 3) / 255 for index in range(FILES)]
+    )
     assert np.allclose(pixels.mean(0), [0.485, 0.519, 0.311], atol=0.06)
     assert np.allclose(pixels.std(0), [0.182, 0.199, 0.169], atol=0.08)
 
@@ -109,7 +111,10 @@ def test_what_exists_is_not_drawn_again(cache, monkeypatch):
     [
         pytest.param(lambda content: content[:-1000], id="cut short"),
         pytest.param(lambda content: b"", id="empty"),
-        pytest.param(lambda content: content[:9000] + bytes([content[9000] ^ 1]) + content[9001:], id="one bit"),
+        pytest.param(
+            lambda content: content[:9000] + bytes([content[9000] ^ 1]) + content[9001:],
+            id="one bit",
+        ),
     ],
 )
 def test_damaged_files_are_drawn_again(tmp_path, damage):
@@ -166,7 +171,8 @@ def test_a_dataset_that_cant_be_had_says_what_to_type(tmp_path, monkeypatch):
 
     monkeypatch.setattr(datasets, "load_dataset", unreachable)
     with pytest.raises(
-        ConnectionError, match=r'data="generated".*hf download --repo-type dataset AI-Lab-Makerere/beans'
+        ConnectionError,
+        match=r'data="generated".*hf download --repo-type dataset AI-Lab-Makerere/beans',
     ):
         leaf_images(tmp_path, 1, data="hub")
 
@@ -198,7 +204,9 @@ def test_a_full_disk_says_what_to_type_and_leaves_no_part(kind, tmp_path, monkey
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patched:
-        patched.setattr(Path, "write_bytes", lambda path, content: (room(path, content[:9]), full()))
+        patched.setattr(
+            Path, "write_bytes", lambda path, content: (room(path, content[:9]), full())
+        )
         patched.setattr(Image.Image, "save", save if kind == "photographs" else full)
         with pytest.raises(OSError, match=TOLD.format(kind, "v1-seed0", "No space left on device")):
             draw(kind, tmp_path)
@@ -220,7 +228,10 @@ def test_a_cache_that_may_only_be_read_serves_what_it_has(cache, monkeypatch):
 def test_threads_of_one_process_may_draw_at_once(tmp_path):
     with ThreadPoolExecutor(4) as pool:
         drawn = list(pool.map(lambda _: draw_leaves(tmp_path, 4, BEANS), range(4)))
-    assert sorted(path.name for path in tmp_path.iterdir()) == [*(p.name for p in drawn[0]), leaves.MANIFEST]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        *(p.name for p in drawn[0]),
+        leaves.MANIFEST,
+    ]
 
 
 def test_what_died_long_ago_is_cleared_away(tmp_path):

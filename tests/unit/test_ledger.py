@@ -1,4 +1,6 @@
-"""A step's memory as a record: nothing counted twice, nothing left out, and each byte under the right heading."""
+"""A step's memory as a record: nothing counted twice, nothing left out, and each byte under the
+right heading.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ from labutils.profiling.memory_timeline import (
 
 def little_model() -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(128, 256), nn.GELU(), nn.Linear(256, 128), nn.GELU(), nn.Linear(128, 1))
+    return nn.Sequential(
+        nn.Linear(128, 256), nn.GELU(), nn.Linear(256, 128), nn.GELU(), nn.Linear(128, 1)
+    )
 
 
 def recorded_step(model: nn.Module, x: torch.Tensor) -> StepMemory:
@@ -43,7 +47,9 @@ def recorded_step(model: nn.Module, x: torch.Tensor) -> StepMemory:
 
 
 def test_the_peak_is_what_pytorchs_own_tracker_finds():
-    """`MemTracker` counts storages by weak references and by module: another author's account of the same step."""
+    """`MemTracker` counts storages by weak references and by module: another author's account of
+    the same step.
+    """
     model, x = little_model(), torch.randn(512, 128)
     mine = recorded_step(model, x)
     tracker = MemTracker()
@@ -77,7 +83,10 @@ def test_views_and_what_was_known_are_not_counted():
         fresh = view * 2
         again = fresh.t().reshape(-1)[:5].view(5)
         del view, again
-    assert [one.bytes for one in ledger.raw] == [rounded(fresh.nbytes), *(one.bytes for one in ledger.raw[1:])]
+    assert [one.bytes for one in ledger.raw] == [
+        rounded(fresh.nbytes),
+        *(one.bytes for one in ledger.raw[1:]),
+    ]
     assert len(ledger.raw) <= 2  # a reshape of a transposed tensor copies
 
 
@@ -101,9 +110,11 @@ def test_the_meta_device_has_the_same_record():
     assert real.phases == imagined.phases
 
 
-# ------------------------------------------------------------------------------------------ for whatever comes and goes
+# ---------------------------------------------------------------------- for whatever comes and goes
 
-actions = st.lists(st.tuples(st.booleans(), st.integers(0, 5), st.integers(1, 20).map(BLOCK.__mul__)), max_size=60)
+actions = st.lists(
+    st.tuples(st.booleans(), st.integers(0, 5), st.integers(1, 20).map(BLOCK.__mul__)), max_size=60
+)
 
 
 @settings(deadline=None)
@@ -144,10 +155,21 @@ def test_a_history_is_sorted_by_its_marks():
         line("free_requested", 1, 4096),
         line("alloc", 5, 2048),  # a moment
     ]
-    seen = [("forward", 0, [], []), ("backward", 5, [], []), ("update", 7, [4], []), ("end", 8, [], [5])]
+    seen = [
+        ("forward", 0, [], []),
+        ("backward", 5, [], []),
+        ("update", 7, [4], []),
+        ("end", 8, [], [5]),
+    ]
     memory = from_trace(trace, seen, Sorting({"weights": 10_000}, logit_bytes((7,), 100)))
     kinds = {one.bytes: one.kind for one in memory.allocations}
-    assert kinds == {4096: "activations", 512: "temporaries", 3072: "logits", 1024: "gradients", 2048: "optimizer"}
+    assert kinds == {
+        4096: "activations",
+        512: "temporaries",
+        3072: "logits",
+        1024: "gradients",
+        2048: "optimizer",
+    }
     assert memory.phases == ((0, "forward"), (4, "backward"), (6, "update"), (7, "end"))
     expected = {"weights": 10_000, "activations": 4096, "logits": 3072, "gradients": 1024}
     assert memory.at_peak() == expected | {"optimizer": 0, "temporaries": 0}
@@ -156,11 +178,19 @@ def test_a_history_is_sorted_by_its_marks():
 
 def test_logits_have_four_sizes():
     assert logit_bytes((4, 3), 1000) == {rounded(n) for n in (8000, 16000, 6000, 12000)}
-    assert rounded(1) == rounded(BLOCK) == BLOCK and rounded(BLOCK + 1) == 2 * BLOCK and rounded(0) == 0
+    assert (
+        rounded(1) == rounded(BLOCK) == BLOCK
+        and rounded(BLOCK + 1) == 2 * BLOCK
+        and rounded(0) == 0
+    )
 
 
 def test_kinds_without_bytes_are_left_out():
     memory = StepMemory({"weights": 5}, (Allocation(0, 2, 3),), ((0, "forward"),), 3)
     assert memory.series() == {"weights": [5, 5, 5], "temporaries": [3, 3, 0]}
     assert set(memory.series()) <= set(KINDS)
-    assert (memory.peak, memory.peak_event, memory.at_peak()) == (8, 0, {"weights": 5, "temporaries": 3})
+    assert (memory.peak, memory.peak_event, memory.at_peak()) == (
+        8,
+        0,
+        {"weights": 5, "temporaries": 3},
+    )

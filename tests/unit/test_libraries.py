@@ -1,4 +1,6 @@
-"""labutils.workloads.lazy_imports: what is imported out of the garbage collector's sight, and what must stay in it."""
+"""labutils.workloads.lazy_imports: what is imported out of the garbage collector's sight, and what
+must stay in it.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ import pytest
 
 def told(program: str) -> dict:
     """What a program of its own prints last, as JSON."""
-    ran = subprocess.run([sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, check=True)
+    ran = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, check=True
+    )
     return json.loads(ran.stdout.splitlines()[-1])
 
 
@@ -50,9 +54,13 @@ except KeyboardInterrupt:
     assert found == {"collecting": True}
 
 
-@pytest.mark.parametrize("name", ["sd15-lora", "llava-lora", "qwen3-lora-short", "gpt-oss-lora-short"])
+@pytest.mark.parametrize(
+    "name", ["sd15-lora", "llava-lora", "qwen3-lora-short", "gpt-oss-lora-short"]
+)
 def test_opening_a_workload_hides_its_libraries_and_not_its_model(name):
-    """A workload that came to import another library later would have the collector look through it each time."""
+    """A workload that came to import another library later would have the collector look through it
+    each time.
+    """
     found = told(f"""
 import gc, json, sys
 from labutils.recipe import Recipe

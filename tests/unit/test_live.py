@@ -41,7 +41,9 @@ def test_what_waits_for_the_backward_pass_is_seen_and_gone_after_it():
     x = torch.randn(KB, requires_grad=True)
     with LiveTensors([x]) as live:
         y = x.exp().sin().sum()
-        assert live.now == 4 * KB + 4  # exp's result, which sin takes its cosine of as well; and the sum
+        assert (
+            live.now == 4 * KB + 4
+        )  # exp's result, which sin takes its cosine of as well; and the sum
         y.backward()
         del y
         assert live.now == 4 * KB  # the gradient

@@ -1,4 +1,6 @@
-"""Losses on their way to the host: none lost, none changed, and NaN stops the run with the step named."""
+"""Losses on their way to the host: none lost, none changed, and NaN stops the run with the step
+named.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ class Written(list):
         self.append((step, values["train_loss"]))
 
 
-def feed(log: SynchronousLog | RingLog, losses: list[float], accumulation: int = ACCUMULATION) -> None:
+def feed(
+    log: SynchronousLog | RingLog, losses: list[float], accumulation: int = ACCUMULATION
+) -> None:
     """Optimizer steps of these mean losses; the micro-batches' own lie around the mean."""
     for mean in losses:
         for index in range(accumulation):
@@ -105,7 +109,9 @@ def test_the_synchronous_log_reads_twice_a_micro_step(monkeypatch):
 def test_the_run_stops_with_the_step_named(bad, at):
     losses = [1.0] * 20
     losses[at - 1] = bad
-    message = rf"The loss is {bad} at optimizer step {at}: training stopped there\. Lower learning_rate"
+    message = (
+        rf"The loss is {bad} at optimizer step {at}: training stopped there\. Lower learning_rate"
+    )
     for log, late in ((SynchronousLog(Written(), 1), 0), (RingLog(Written(), 1, CPU, half=4), 8)):
         with pytest.raises(NotFinite, match=message):
             feed(log, losses, accumulation=1)
@@ -133,7 +139,9 @@ def test_a_resumed_run_names_its_own_step():
 
 
 def test_a_silenced_bar_still_costs_what_it_does(tmp_path):
-    """Kernels that `labutils run` starts show no progress; the script's own bar is part of what is measured."""
+    """Kernels that `labutils run` starts show no progress; the script's own bar is part of what is
+    measured.
+    """
     with Kernel(tmp_path, tmp_path) as kernel:
         environment = os.environ | kernel.environment()
     code = (
@@ -142,7 +150,9 @@ def test_a_silenced_bar_still_costs_what_it_does(tmp_path):
         "assert list(_progress(range(3), 'measuring')) == [0, 1, 2]\n"
         "assert not SynchronousLog(print, 1).bar.disable"
     )
-    child = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    child = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False
+    )
     assert (child.returncode, child.stdout, child.stderr) == (0, "", "")
 
 
@@ -158,7 +168,9 @@ def test_losses_of_a_batch_are_averaged():
 def values_in(folder: Path) -> dict[int, float]:
     events = {}
     for file in folder.glob("events.out.tfevents.*"):
-        events |= {e.step: e.value for e in EventAccumulator(str(file)).Reload().Scalars("train_loss")}
+        events |= {
+            e.step: e.value for e in EventAccumulator(str(file)).Reload().Scalars("train_loss")
+        }
     return events
 
 
@@ -196,7 +208,11 @@ def lines_of(path):
 
 def test_memory_is_logged_every_so_many_steps_and_at_the_last(tmp_path, monkeypatch):
     monkeypatch.setattr("labutils.training.logs.cuda.available", lambda: True)
-    for name, size in {"memory_allocated": 3, "memory_reserved": 5, "max_memory_allocated": 4}.items():
+    for name, size in {
+        "memory_allocated": 3,
+        "memory_reserved": 5,
+        "max_memory_allocated": 4,
+    }.items():
         monkeypatch.setattr(torch.cuda, name, lambda size=size: size * 1024**3)
     session, log = FakeSession(), MemoryLog(tmp_path / "new" / "memory.csv", steps=25)
     for _ in range(25):

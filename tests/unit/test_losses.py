@@ -14,7 +14,9 @@ from torch._inductor.utils import run_and_get_code
 from labutils.layers.chunked_cross_entropy import ChunkLoss, cross_entropy, linear_cross_entropy
 
 
-def problem(tokens: int, width: int, words: int, dtype: torch.dtype, seed: int, ignored: float = 0.4):
+def problem(
+    tokens: int, width: int, words: int, dtype: torch.dtype, seed: int, ignored: float = 0.4
+):
     chance = torch.Generator().manual_seed(seed)
     hidden = torch.randn(tokens, width, generator=chance, dtype=torch.float64)
     weight = torch.randn(words, width, generator=chance, dtype=torch.float64)
@@ -25,7 +27,13 @@ def problem(tokens: int, width: int, words: int, dtype: torch.dtype, seed: int, 
 
 
 @settings(deadline=None)
-@given(st.integers(1, 40), st.integers(1, 9), st.integers(2, 30), st.integers(1, 50), st.integers(0, 1000))
+@given(
+    st.integers(1, 40),
+    st.integers(1, 9),
+    st.integers(2, 30),
+    st.integers(1, 50),
+    st.integers(0, 1000),
+)
 def test_loss_and_gradient_are_pytorchs(tokens, width, words, chunk, seed):
     hidden, weight, targets = problem(tokens, width, words, torch.float64, seed)
     expected = F.cross_entropy(F.linear(hidden, weight), targets)
@@ -38,7 +46,9 @@ def test_loss_and_gradient_are_pytorchs(tokens, width, words, chunk, seed):
 
 def test_the_gradient_is_the_differences():
     hidden, weight, targets = problem(6, 4, 7, torch.float64, seed=1)
-    assert torch.autograd.gradcheck(lambda h: linear_cross_entropy(h, weight, targets, 4), (hidden,))
+    assert torch.autograd.gradcheck(
+        lambda h: linear_cross_entropy(h, weight, targets, 4), (hidden,)
+    )
 
 
 @pytest.mark.parametrize("loss", [linear_cross_entropy, cross_entropy])
@@ -59,11 +69,15 @@ def test_bfloat16_is_as_near_as_bfloat16_products_allow(loss, autocast):
 
 @pytest.mark.parametrize("scale", [1.0, 65536.0])
 def test_float16_keeps_small_slopes_and_takes_a_scaled_loss(scale):
-    """A target's share of the mean is 1 in 1024 here, and 65536 is more than float16 holds: a scaler starts there."""
+    """A target's share of the mean is 1 in 1024 here, and 65536 is more than float16 holds: a
+    scaler starts there.
+    """
     hidden, weight, targets = problem(1024, 32, 1024, torch.float16, seed=7, ignored=0)
     weight = weight / 32
     exact = hidden.detach().double().requires_grad_()
-    (slope,) = torch.autograd.grad(scale * F.cross_entropy(F.linear(exact, weight.double()), targets), exact)
+    (slope,) = torch.autograd.grad(
+        scale * F.cross_entropy(F.linear(exact, weight.double()), targets), exact
+    )
     (found,) = torch.autograd.grad(scale * linear_cross_entropy(hidden, weight, targets), hidden)
     assert found.isfinite().all()
     assert (found.double() - slope).norm() < (2e-3 if scale > 1 else 2e-2) * slope.norm()

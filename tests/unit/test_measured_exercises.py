@@ -11,7 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from labutils.course import exercises
-from labutils.course.exercises import difference, faster_than, kept_for_backward, range_of_median, smaller_than, solved
+from labutils.course.exercises import (
+    difference,
+    faster_than,
+    kept_for_backward,
+    range_of_median,
+    smaller_than,
+    solved,
+)
 
 
 def numbers(seed: int) -> tuple:
@@ -44,7 +51,8 @@ def test_what_is_faster_by_enough_is_right(clock):
     clock |= {"double": 8.0, "quick": 2.0}
     said = faster_than(4, double, quick, numbers, times=3)
     assert said == (
-        "Exercise 4: right. The same results, 4.00 times as fast (4.00 to 4.00, 9 rounds); 3 times was asked for."
+        "Exercise 4: right. The same results, 4.00 times as fast (4.00 to 4.00, 9 rounds); 3 times "
+        "was asked for."
     )
 
 
@@ -69,9 +77,12 @@ def test_the_time_of_something_wrong_is_not_taken(clock):
     def quick(values):
         return [2.0 * value + (value == 4) for value in values]
 
-    said = faster_than(4, double, quick, numbers, times=3)  # the clock knows neither: it would raise
+    said = faster_than(
+        4, double, quick, numbers, times=3
+    )  # the clock knows neither: it would raise
     assert said == (
-        "Exercise 4: not yet. It has to give the same first, and value 5 of the result is off by 1, "
+        "Exercise 4: not yet. It has to give the same first, and value 5 of the result is off by "
+        "1, "
         "where numbers go up to 8."
     )
 
@@ -83,7 +94,9 @@ def test_what_is_right_once_only_is_found(clock):
     def quick(values):
         return remembered
 
-    assert "not yet. On other inputs value 1 of the result is off by 2" in faster_than(4, double, quick, numbers, 3)
+    assert "not yet. On other inputs value 1 of the result is off by 2" in faster_than(
+        4, double, quick, numbers, 3
+    )
 
 
 def test_what_changes_its_arguments_gets_its_own(clock):
@@ -100,8 +113,13 @@ def test_an_empty_answer_is_no_answer():
     def unfinished(values):
         return None
 
-    assert faster_than(2, double, unfinished, numbers, 3) == "Exercise 2: fill in unfinished first; it returns None."
-    assert "fill in unfinished first" in smaller_than(2, double, unfinished, numbers, 0.5, torch.nn.Identity())
+    assert (
+        faster_than(2, double, unfinished, numbers, 3)
+        == "Exercise 2: fill in unfinished first; it returns None."
+    )
+    assert "fill in unfinished first" in smaller_than(
+        2, double, unfinished, numbers, 0.5, torch.nn.Identity()
+    )
 
 
 def test_the_same_function_is_not_faster_than_itself():
@@ -116,7 +134,9 @@ def test_a_real_difference_is_measured():
     def slow(x):
         return sum((x[k : k + 1] for k in range(1, len(x))), x[:1])
 
-    said = faster_than(1, slow, lambda x: x.sum(0, keepdim=True), lambda seed: (torch.ones(2000, 2),), times=2)
+    said = faster_than(
+        1, slow, lambda x: x.sum(0, keepdim=True), lambda seed: (torch.ones(2000, 2),), times=2
+    )
     assert said.startswith("Exercise 1: right.")
 
 
@@ -232,7 +252,9 @@ def test_smaller_is_right_only_with_the_same_gradients(layer):
     assert ask(lambda x: Saved.apply(x, layer.W)).startswith(
         "Exercise 4: right. The same result and gradients, and 0 MB"
     )
-    assert ask(lambda x: Hung.apply(x, layer.W)).startswith("Exercise 4: not yet. Result and gradients are the same")
+    assert ask(lambda x: Hung.apply(x, layer.W)).startswith(
+        "Exercise 4: not yet. Result and gradients are the same"
+    )
     assert "gradient 1 is off by" in ask(lambda x: restoring(layer)(x).detach())
     assert "the result is off by" in ask(lambda x: 2 * restoring(layer)(x))
 

@@ -1,4 +1,6 @@
-"""Training memory: counts from shapes against what a trained model holds, and against layers counted by hand."""
+"""Training memory: counts from shapes against what a trained model holds, and against layers
+counted by hand.
+"""
 
 from __future__ import annotations
 
@@ -39,13 +41,25 @@ def unet_loss(device: str, lora: bool) -> tuple[nn.Module, Callable[[], Tensor]]
 
 
 def language_loss(device: str, lora: bool) -> tuple[nn.Module, Callable[[], Tensor]]:
-    sizes = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    sizes = {
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+    }
     with torch.device(device):
-        model = Qwen3ForCausalLM(Qwen3Config(vocab_size=300, hidden_size=64, intermediate_size=96, **sizes))
+        model = Qwen3ForCausalLM(
+            Qwen3Config(vocab_size=300, hidden_size=64, intermediate_size=96, **sizes)
+        )
         ids = torch.ones(2, 30, dtype=torch.long)
     if lora:
         attach_lora(model, ("q_proj", "v_proj", "down_proj"), 4, 4, "plain")
-    return model, lambda: model(ids, labels=ids, use_cache=False, attention_mask={"full_attention": None}).loss
+    return (
+        model,
+        lambda: (
+            model(ids, labels=ids, use_cache=False, attention_mask={"full_attention": None}).loss
+        ),
+    )
 
 
 @pytest.mark.parametrize("lora", [False, True])
@@ -59,7 +73,9 @@ def test_the_meta_device_keeps_what_a_real_one_keeps(build: Callable, lora: bool
 @settings(max_examples=20, deadline=None)
 @given(n=sizes, d=sizes, k=sizes, r=st.integers(1, 5))
 def test_linear_layers_by_hand(n: int, d: int, k: int, r: int) -> None:
-    """A trained layer keeps its input, a frozen one nothing but its weight, LoRA the input and its thin product."""
+    """A trained layer keeps its input, a frozen one nothing but its weight, LoRA the input and its
+    thin product.
+    """
     base, x = nn.Linear(k, d), torch.randn(n, k)
     assert saved_for_backward(base, lambda: base(x).sum()) == 4 * n * k
     frozen = nn.Linear(k, d).requires_grad_(False)
@@ -75,7 +91,11 @@ def test_what_is_shared_counts_once() -> None:
 
 
 @settings(max_examples=15, deadline=None)
-@given(frozen=st.booleans(), dtype=st.sampled_from([torch.float32, torch.bfloat16]), moments=st.sampled_from([0, 1, 2]))
+@given(
+    frozen=st.booleans(),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    moments=st.sampled_from([0, 1, 2]),
+)
 def test_plans_are_what_a_step_holds(frozen: bool, dtype: torch.dtype, moments: int) -> None:
     model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 4)).to(dtype)
     model[0].requires_grad_(not frozen)
@@ -99,21 +119,32 @@ def test_plans_are_what_a_step_holds(frozen: bool, dtype: torch.dtype, moments: 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("lora", [False, True])
 def test_a_gpus_allocator_grows_by_what_was_counted(lora: bool) -> None:
-    """Within the allocator's rounding to 512 bytes a tensor, and the seeds that attention kernels keep."""
+    """Within the allocator's rounding to 512 bytes a tensor, and the seeds that attention kernels
+    keep.
+    """
     model, loss = unet_loss("cuda", lora)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
-    assert measured(model, loss, optimizer).activations == pytest.approx(saved_for_backward(model, loss), rel=0.1)
+    assert measured(model, loss, optimizer).activations == pytest.approx(
+        saved_for_backward(model, loss), rel=0.1
+    )
 
 
 def test_totals_and_units() -> None:
     memory = TrainingMemory(weights=4_000_000_000, gradients=2, optimizer=3, activations=5)
     assert memory.total == 4_000_000_010
-    assert memory.in_gb() == {"weights": 4.0, "gradients": 2e-9, "optimizer": 3e-9, "activations": 5e-9}
+    assert memory.in_gb() == {
+        "weights": 4.0,
+        "gradients": 2e-9,
+        "optimizer": 3e-9,
+        "activations": 5e-9,
+    }
 
 
 @pytest.mark.parametrize("layer", [nn.ReLU(), nn.Sigmoid(), nn.Softmax(-1), nn.GroupNorm(2, 8)])
 def test_looking_at_what_is_kept_keeps_nothing(layer: nn.Module) -> None:
-    """Some layers keep their own output: a hook that hands it back as it is would tie the graph to itself."""
+    """Some layers keep their own output: a hook that hands it back as it is would tie the graph to
+    itself.
+    """
 
     def look() -> weakref.ref:
         model, x = nn.Sequential(nn.Linear(8, 8), layer, nn.Linear(8, 8)), torch.randn(4, 8)

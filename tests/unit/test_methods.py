@@ -1,4 +1,6 @@
-"""Lab 07's methods on tiny models: names mean what they say, arithmetic is PyTorch's and bitsandbytes' own."""
+"""Lab 07's methods on tiny models: names mean what they say, arithmetic is PyTorch's and
+bitsandbytes' own.
+"""
 
 from __future__ import annotations
 
@@ -34,10 +36,13 @@ def single_thread():
 
 @pytest.fixture(scope="module")
 def texts():
-    return {length: open_workload(f"qwen3-lora-{length}", scale="tiny", device="cpu") for length in ("short", "long")}
+    return {
+        length: open_workload(f"qwen3-lora-{length}", scale="tiny", device="cpu")
+        for length in ("short", "long")
+    }
 
 
-# ----------------------------------------------------------------------------------------------------------- names
+# --------------------------------------------------------------------------------------- names
 
 
 @pytest.mark.parametrize(
@@ -66,7 +71,9 @@ def test_qlora_is_the_recipes_own():
     assert lab07_qlora.of_name("qlora long").recipe == A3_OWN["qlora"]
 
 
-@pytest.mark.parametrize("name", ["", "lora", "lora middle", "qlora long, faster", "lora long,checkpointed"])
+@pytest.mark.parametrize(
+    "name", ["", "lora", "lora middle", "qlora long, faster", "lora long,checkpointed"]
+)
 def test_another_name_is_no_method(name):
     with pytest.raises(ValueError, match="is no method"):
         lab07_qlora.of_name(name)
@@ -74,14 +81,24 @@ def test_another_name_is_no_method(name):
 
 def test_claims_that_compare_methods_compare_what_can_be_run():
     """Every run of lab 07's claims about training is one that a name makes."""
-    named = {run for claim in claims("A3", "07").values() for run in claim.runs if run.endswith(("short", "long"))}
-    named |= {run for claim in claims("A3", "07").values() for run in claim.runs if "long, " in run or "short, " in run}
+    named = {
+        run
+        for claim in claims("A3", "07").values()
+        for run in claim.runs
+        if run.endswith(("short", "long"))
+    }
+    named |= {
+        run
+        for claim in claims("A3", "07").values()
+        for run in claim.runs
+        if "long, " in run or "short, " in run
+    }
     assert len(named) >= 8
     for name in named:
         lab07_qlora.of_name(name)
 
 
-# ---------------------------------------------------------------------------------------------------------- running
+# -------------------------------------------------------------------------------------- running
 
 
 def test_a_method_is_followed(texts, tmp_path):
@@ -92,14 +109,21 @@ def test_a_method_is_followed(texts, tmp_path):
     assert run.metrics["ms_per_1k_useful_tokens"]["n"] == len(run.samples["step_ms"])
     assert "memory_share" not in run.metrics  # nothing is known of memory here
     log = read_log(tmp_path / "qlora short.csv")
-    assert [line["step"] for line in log] == [2, 4, 6, 7]  # one, one to warm up, one to rewind, four timed
+    assert [line["step"] for line in log] == [
+        2,
+        4,
+        6,
+        7,
+    ]  # one, one to warm up, one to rewind, four timed
     assert log[0]["elapsed_time_sec"] < log[1]["elapsed_time_sec"]
     common = min(len(lora.samples["useful_tokens"]), len(run.samples["useful_tokens"]))
     assert lora.samples["useful_tokens"][:common] == run.samples["useful_tokens"][:common]
     curves = lab07_qlora.over_examples(tmp_path, "short", "elapsed_time_sec")
     assert list(curves["qlora"]) == [8, 16, 24, 28]
     assert curves["unsloth"] == {}
-    rows = lab07_qlora.method_rows({"qlora short": run, "unsloth short": Run("07", "", status="oom")})
+    rows = lab07_qlora.method_rows(
+        {"qlora short": run, "unsloth short": Run("07", "", status="oom")}
+    )
     assert [row[0] for row in rows] == ["qlora short", "unsloth short: oom"]
     assert {len(row) for row in rows} == {len(lab07_qlora.METHOD_HEAD)}
 
@@ -121,7 +145,9 @@ def test_casts_alone_leave_the_adapted_matrices(texts):
 
 @pytest.mark.parametrize("cast", [cast_as_for_kbit, prepared_for_kbit])
 def test_tied_weights_stay_tied_when_they_are_cast(cast):
-    lm = build_lm(replace(QWEN3["tiny"], tied=True), torch.device("cpu"), torch.bfloat16).requires_grad_(False)
+    lm = build_lm(
+        replace(QWEN3["tiny"], tied=True), torch.device("cpu"), torch.bfloat16
+    ).requires_grad_(False)
     assert lm.lm_head.weight is lm.model.embed_tokens.weight
     cast(lm)
     assert lm.lm_head.weight is lm.model.embed_tokens.weight
@@ -132,7 +158,9 @@ def test_what_casts_replace_is_let_go(texts, monkeypatch, tmp_path):
     """Else embedding and head would be there twice, for a session that never comes."""
     held = []
     real = Session.step
-    monkeypatch.setattr(Session, "step", lambda self, *a: held.append(texts["short"]._held) or real(self, *a))
+    monkeypatch.setattr(
+        Session, "step", lambda self, *a: held.append(texts["short"]._held) or real(self, *a)
+    )
     lab07_qlora.follow(texts, "lora short, fp32 casts", 1, tmp_path)
     with lab07_qlora.Filled(texts["short"], "lora short, fp32 casts") as filled:
         filled.peak(1)
@@ -140,11 +168,17 @@ def test_what_casts_replace_is_let_go(texts, monkeypatch, tmp_path):
 
 
 def test_what_building_reserved_is_given_back(texts, monkeypatch, tmp_path):
-    """Else 4-bit weights would have the 16-bit ones, from which they were made, in the memory reserved."""
+    """Else 4-bit weights would have the 16-bit ones, from which they were made, in the memory
+    reserved.
+    """
     events = []
     step, empty_cache = Session.step, lab07_qlora.hardware.cuda.empty_cache
     monkeypatch.setattr(Session, "step", lambda self, *a: events.append("step") or step(self, *a))
-    monkeypatch.setattr(lab07_qlora.hardware.cuda, "empty_cache", lambda: events.append("given back") or empty_cache())
+    monkeypatch.setattr(
+        lab07_qlora.hardware.cuda,
+        "empty_cache",
+        lambda: events.append("given back") or empty_cache(),
+    )
     monkeypatch.setattr(
         texts["short"],
         "build",
@@ -172,7 +206,7 @@ def test_time_to_catch_up():
     assert lab07_qlora.paid_after(slow, Run("07", "c", status="oom")) is None
 
 
-# ------------------------------------------------------------------------------------------------------- arithmetic
+# ----------------------------------------------------------------------------------- arithmetic
 
 
 def test_the_articles_four_numbers():
@@ -213,7 +247,10 @@ def test_a_4_bit_layer_multiplies_the_restored_weight(dtype):
 
 @pytest.mark.parametrize("order", ["thin first", "wide first"])
 def test_both_orders_of_the_chain_give_autograds_gradients(order):
-    x, A, B = (torch.randn(*shape, dtype=torch.float64, requires_grad=True) for shape in ((5, 12), (3, 12), (7, 3)))
+    x, A, B = (
+        torch.randn(*shape, dtype=torch.float64, requires_grad=True)
+        for shape in ((5, 12), (3, 12), (7, 3))
+    )
     slope = torch.randn(5, 7, dtype=torch.float64)
     y = x @ A.t() @ B.t()
     expected = (y, *torch.autograd.grad(y, (x, A, B), slope))
@@ -222,18 +259,24 @@ def test_both_orders_of_the_chain_give_autograds_gradients(order):
 
 
 def test_flops_of_the_chain():
-    """By hand: six thin products of n tokens; or two thin and three wide ones, and forming the wide matrix."""
+    """By hand: six thin products of n tokens; or two thin and three wide ones, and forming the wide
+    matrix.
+    """
     shapes = lab07_qlora.decoder_shapes(lab07_qlora.QWEN3["full"]).adapted.values()
     n, r = 10, 4
-    assert lab07_qlora.chain_flops("thin first", n, r) == sum(6 * n * r * (i + o) for i, o in shapes)
+    assert lab07_qlora.chain_flops("thin first", n, r) == sum(
+        6 * n * r * (i + o) for i, o in shapes
+    )
     wide = sum(4 * n * r * (i + o) + 2 * r * i * o + 4 * n * i * o for i, o in shapes)
     assert lab07_qlora.chain_flops("wide first", n, r) == wide
 
 
-# ------------------------------------------------------------------------------------------------- memory and batch
+# ----------------------------------------------------------------------------- memory and batch
 
 
-@given(st.floats(0.1, 100), st.floats(0.01, 10), st.lists(st.integers(1, 64), min_size=2, unique=True))
+@given(
+    st.floats(0.1, 100), st.floats(0.01, 10), st.lists(st.integers(1, 64), min_size=2, unique=True)
+)
 def test_a_line_is_found_again(base, each, batches):
     line = lab07_qlora.line_through({batch: base + each * batch for batch in batches})
     assert line.each == pytest.approx(each, rel=1e-4)
@@ -249,20 +292,27 @@ def test_the_largest_batch():
 
 def test_memory_is_a_line_and_checkpointing_makes_it_flatter(texts):
     found = {
-        name: lab07_qlora.memory_line(texts, name, (1, 3), None) for name in ("lora long", "lora long, checkpointed")
+        name: lab07_qlora.memory_line(texts, name, (1, 3), None)
+        for name in ("lora long", "lora long, checkpointed")
     }
     lines = lab07_qlora.lines_of(found, {})
     with lab07_qlora.Filled(texts["long"], "lora long") as filled:
-        assert filled.peak(2) == pytest.approx(lines["lora long"].base + 2 * lines["lora long"].each, rel=0.02)
+        assert filled.peak(2) == pytest.approx(
+            lines["lora long"].base + 2 * lines["lora long"].each, rel=0.02
+        )
     assert lines["lora long, checkpointed"].each < 0.7 * lines["lora long"].each
     assert "largest_batch" not in found["lora long"].metrics
 
 
 def test_a_line_leaves_no_model_behind(texts, monkeypatch):
-    """Else each method's line would begin where the weights of those before it end, and the last would find no room."""
+    """Else each method's line would begin where the weights of those before it end, and the last
+    would find no room.
+    """
     built, make = [], lab07_qlora.Session
     monkeypatch.setattr(
-        lab07_qlora, "Session", lambda *a: built.append(weakref.ref((session := make(*a)).model)) or session
+        lab07_qlora,
+        "Session",
+        lambda *a: built.append(weakref.ref((session := make(*a)).model)) or session,
     )
     lab07_qlora.memory_line(texts, "lora long", (1, 2), None)
     lab07_qlora.make_room(*texts.values())
@@ -279,7 +329,9 @@ def test_a_prediction_is_tried(texts, monkeypatch):
             raise torch.OutOfMemoryError("CUDA out of memory.")
         return real(self, batch)
 
-    line = lab07_qlora.lines_of({"": lab07_qlora.memory_line(texts, "lora short", (1, 2), None)}, {})[""]
+    line = lab07_qlora.lines_of(
+        {"": lab07_qlora.memory_line(texts, "lora short", (1, 2), None)}, {}
+    )[""]
     monkeypatch.setattr(lab07_qlora.Filled, "peak", peak)
     run = lab07_qlora.memory_line(texts, "lora short", (1, 2), line.base + 5.5 * line.each)
     assert (run.metrics["largest_batch"], run.metrics["fits"], run.metrics["fails"]) == (5, 1, 1)
@@ -287,17 +339,21 @@ def test_a_prediction_is_tried(texts, monkeypatch):
 
 def test_unsloths_line_is_that_of_its_padded_runs():
     peaks = {"unsloth long, padded, batch 2": 7.0, "unsloth long, padded": 9.0}
-    runs = {name: Run("07", name, metrics={"peak_allocated_gb": peak}) for name, peak in peaks.items()}
+    runs = {
+        name: Run("07", name, metrics={"peak_allocated_gb": peak}) for name, peak in peaks.items()
+    }
     assert lab07_qlora.lines_of({}, runs) == {"unsloth long": lab07_qlora.Line(5.0, 1.0)}
     assert lab07_qlora.lines_of({}, {}) == {}
 
 
-# ------------------------------------------------------------------------------------------------------- the ladder
+# ----------------------------------------------------------------------------------- the ladder
 
 
 def test_tables_of_a_results_file_are_those_of_the_lab():
     def run(name, **metrics):
-        return Run("07", name, metrics=metrics, samples={"step_ms": [1.0, 2.0], "useful_tokens": [5, 6]})
+        return Run(
+            "07", name, metrics=metrics, samples={"step_ms": [1.0, 2.0], "useful_tokens": [5, 6]}
+        )
 
     there = {
         "lora long": run("lora long", ms_per_1k_useful_tokens=4.0),
@@ -312,7 +368,12 @@ def test_tables_of_a_results_file_are_those_of_the_lab():
     ]
     assert lab07_qlora.largest_on(there, (24, 80)) == [("lora long", 2, 14), ("qlora long", 2, 9)]
     assert lab07_qlora.batches_head((24, 0.048))[1:] == ("24 GB", "48 MB")
-    assert lab07_qlora.bundle_of({}) == lab07_qlora.largest_on({}, (24,)) == lab07_qlora.rung_rows({}) == []
+    assert (
+        lab07_qlora.bundle_of({})
+        == lab07_qlora.largest_on({}, (24,))
+        == lab07_qlora.rung_rows({})
+        == []
+    )
 
 
 def test_the_ladder_on_a_cpu_compiles_nothing():
@@ -323,7 +384,9 @@ def test_the_ladder_on_a_cpu_compiles_nothing():
 
 
 def test_what_is_on_record_of_a_rung_is_of_its_recipe():
-    """Every recipe on record is one that can be asked for, and under a rung's name there is no other one's run."""
+    """Every recipe on record is one that can be asked for, and under a rung's name there is no
+    other one's run.
+    """
     runs = {place: run for place, run in read_runs(REFERENCE).items() if run.recipe}
     recipes = {place: Recipe(**run.recipe) for place, run in runs.items()}
     assert len(recipes) > 50
@@ -339,13 +402,20 @@ def test_rungs_are_timed_on_the_same_batches_and_rated_by_the_epoch(texts):
     chosen = {name: recipes[name] for name in ("lora", "rewritten", "packed", "4-bit weights")}
     runs = lab07_qlora.climbed_on(texts["long"], ladder, chosen, steps=2, rounds=2, warmup=0)
     assert list(runs) == list(chosen) and all(run.ok for run in runs.values())
-    assert [run.lane for run in runs.values()] == ["article", "same work", "same mathematics", "same mathematics"]
+    assert [run.lane for run in runs.values()] == [
+        "article",
+        "same work",
+        "same mathematics",
+        "same mathematics",
+    ]
     assert runs["lora"].samples["tokens"][:2] == runs["rewritten"].samples["tokens"][:2]
     assert runs["packed"].samples["tokens"] == runs["4-bit weights"].samples["tokens"][:4]
     work = texts["long"].work(recipes["lora"].fitted_to("cpu"))
     assert runs["lora"].metrics["useful_tokens"] == work.useful_tokens / work.tokens
     tokens, times = runs["lora"].samples["tokens"], runs["lora"].samples["step_ms"]
-    rates = sorted(1e3 * n / ms * work.useful_tokens / work.tokens for n, ms in zip(tokens, times, strict=True))
+    rates = sorted(
+        1e3 * n / ms * work.useful_tokens / work.tokens for n, ms in zip(tokens, times, strict=True)
+    )
     assert rates[0] <= runs["lora"].metrics["useful_tokens_per_s"]["median"] <= rates[-1]
     assert lab07_qlora.floor_columns(runs["lora"])[1] == pytest.approx(
         100 * runs["lora"].metrics["floor_ms"] * len(times) / sum(times)
@@ -355,13 +425,19 @@ def test_rungs_are_timed_on_the_same_batches_and_rated_by_the_epoch(texts):
 
 def test_a_step_by_kind(texts, tmp_path):
     """The step's attention and products are in it; rows are those that take a hundredth or more."""
-    run = lab07_qlora.kinds_of(texts["long"], lab07_qlora.ladder_for("cpu")[1]["packed"], tmp_path, steps=1)
+    run = lab07_qlora.kinds_of(
+        texts["long"], lab07_qlora.ladder_for("cpu")[1]["packed"], tmp_path, steps=1
+    )
     kinds = run.metrics["kernel_categories"]
     assert {"attention", "GEMM", "elementwise"} <= kinds.keys()
     rows = lab07_qlora.kinds_rows({"step by kind": run})
     assert all(share >= 1 and ms == kinds[name]["ms"] for name, ms, share, _ in rows)
     assert 90 < sum(share for *_, share, _ in rows) <= 100.001
-    assert lab07_qlora.kinds_rows({}) == lab07_qlora.kinds_rows({"step by kind": Run("07", "", status="oom")}) == []
+    assert (
+        lab07_qlora.kinds_rows({})
+        == lab07_qlora.kinds_rows({"step by kind": Run("07", "", status="oom")})
+        == []
+    )
 
 
 def test_what_the_ladder_reaches():
@@ -370,17 +446,26 @@ def test_what_the_ladder_reaches():
         return Run("07", name, metrics={"useful_tokens_per_s": rates, "peak_allocated_gb": peak})
 
     def medians(found):
-        return {metric: value["median"] if isinstance(value, dict) else value for metric, value in found.items()}
+        return {
+            metric: value["median"] if isinstance(value, dict) else value
+            for metric, value in found.items()
+        }
 
     climbed = {
         r.run: r
-        for r in (rung("lora", 9e3, 50.0), rung("packed", 18e3, 35.0), rung(lab07_qlora.LEAST_MEMORY, 13e3, 9.0))
+        for r in (
+            rung("lora", 9e3, 50.0),
+            rung("packed", 18e3, 35.0),
+            rung(lab07_qlora.LEAST_MEMORY, 13e3, 9.0),
+        )
     }
     padded, packed = rung("unsloth long", 6.5e3, 5.0), rung("unsloth long, packed", 10e3, 7.5)
     expected = {"useful_tokens_per_s": 18e3, "useful_speedup": 2, "small_over_unsloth_padded": 2}
     assert medians(lab07_qlora.reached(climbed, {padded.run: padded})) == pytest.approx(expected)
     found = lab07_qlora.reached(climbed, {padded.run: padded, packed.run: packed})
-    assert medians(found) == pytest.approx(expected | {"small_over_unsloth": 1.3, "small_memory_over_unsloth": 1.2})
+    assert medians(found) == pytest.approx(
+        expected | {"small_over_unsloth": 1.3, "small_memory_over_unsloth": 1.2}
+    )
     assert found["useful_speedup"] == pytest.approx({"median": 2, "p10": 1.5, "p90": 8 / 3, "n": 6})
     assert lab07_qlora.reached({}, {}) == {}
     assert found.keys() == lab07_qlora.GOALS.keys() - {"fp8_useful_tokens_per_s"}

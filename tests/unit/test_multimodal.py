@@ -1,4 +1,6 @@
-"""LLaVA-NeXT: the published architecture, our forward pass against transformers' own, and batches of every form."""
+"""LLaVA-NeXT: the published architecture, our forward pass against transformers' own, and batches
+of every form.
+"""
 
 from __future__ import annotations
 
@@ -64,22 +66,39 @@ def reference(workload, chosen: tuple[int, ...]):
     return outcome(workload, BASE, chosen)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # The architecture
 
 
 def test_the_architecture_is_the_published_one_to_the_parameter():
-    """7,566,747,648 parameters in llava-v1.6-mistral-7b-hf; rank 8 on seven projections of 32 blocks."""
+    """7,566,747,648 parameters in llava-v1.6-mistral-7b-hf; rank 8 on seven projections of 32
+    blocks.
+    """
     llava = build_llava(SCALES_OF_LLAVA["full"], torch.device("meta"), torch.bfloat16)
     assert count_parameters(llava) == 7_566_747_648
     assert {p.dtype for p in llava.parameters()} == {torch.bfloat16}
-    names = tuple(f"model.language_model.layers.{i}.{part}.{t}" for i in range(32) for part, t in PARTS)
+    names = tuple(
+        f"model.language_model.layers.{i}.{part}.{t}" for i in range(32) for part, t in PARTS
+    )
     attach_lora(llava, names, 8, 16, "plain", seed=0)
     assert count_trainable(llava) == 20_971_520
     config = llava.config
-    assert (config.text_config.rope_parameters["rope_theta"], config.text_config.sliding_window) == (1e6, None)
-    assert config.image_grid_pinpoints == [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]]
-    assert (config.image_token_index, config.text_config.vocab_size, config.vision_feature_layer) == (32000, 32064, -2)
+    assert (
+        config.text_config.rope_parameters["rope_theta"],
+        config.text_config.sliding_window,
+    ) == (1e6, None)
+    assert config.image_grid_pinpoints == [
+        [336, 672],
+        [672, 336],
+        [672, 672],
+        [1008, 336],
+        [336, 1008],
+    ]
+    assert (
+        config.image_token_index,
+        config.text_config.vocab_size,
+        config.vision_feature_layer,
+    ) == (32000, 32064, -2)
 
 
 PARTS = [("self_attn", name) for name in TARGETS[:4]] + [("mlp", name) for name in TARGETS[4:]]
@@ -87,7 +106,10 @@ PARTS = [("self_attn", name) for name in TARGETS[:4]] + [("mlp", name) for name 
 
 @pytest.mark.parametrize("scale", SCALES_OF_LLAVA)
 def test_every_scale_has_every_kind_of_layer(scale):
-    full, other = (build_llava(SCALES_OF_LLAVA[s], torch.device("meta"), torch.float32) for s in ("full", scale))
+    full, other = (
+        build_llava(SCALES_OF_LLAVA[s], torch.device("meta"), torch.float32)
+        for s in ("full", scale)
+    )
     assert {type(m).__name__ for m in other.modules()} == {type(m).__name__ for m in full.modules()}
 
 
@@ -97,13 +119,17 @@ def test_only_the_decoders_projections_are_trained(workload, layers, adapter):
     model = workload.build(BASE.but(layers=layers, adapter=adapter))
     trained = [name for name, p in model.llava.named_parameters() if p.requires_grad]
     assert len(trained) == 2 * 2 * len(TARGETS)
-    assert all(name.startswith("model.language_model.layers.") and "lora_" in name for name in trained)
+    assert all(
+        name.startswith("model.language_model.layers.") and "lora_" in name for name in trained
+    )
     assert {p.dtype for p in model.llava.parameters() if p.requires_grad} == {torch.float32}
 
 
 def test_sessions_share_the_frozen_weights(workload):
     first, second = workload.build(BASE), workload.build(OURS)
-    embeddings = [m.llava.model.language_model.embed_tokens.weight.data_ptr() for m in (first, second)]
+    embeddings = [
+        m.llava.model.language_model.embed_tokens.weight.data_ptr() for m in (first, second)
+    ]
     assert embeddings[0] == embeddings[1]
     config = [m.llava.model.language_model.config._attn_implementation for m in (first, second)]
     assert config == ["sdpa", "documents"]
@@ -117,7 +143,7 @@ def test_another_precision_takes_the_place_of_the_one_before():
     assert workload.build(BASE).llava.lm_head.weight.dtype == torch.float32
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # Our forward pass against transformers'
 
 
@@ -142,12 +168,17 @@ def test_padding_changes_nothing_in_transformers_own(workload, shapes):
 
 @pytest.mark.parametrize("layers", ["published", "rewritten"])
 def test_fixed_is_the_same_as_images_that_were_square_before(workload, layers):
-    """Article A2's fixed shapes: images resized beforehand, the text padded; against squares as they come."""
+    """Article A2's fixed shapes: images resized beforehand, the text padded; against squares as
+    they come.
+    """
     recipe = BASE.but(shapes="fixed", layers=layers)
     side = workload.size.tile
     rows = workload.dataset(None, BASE).with_format(None)
     transform = workload._examples(BASE)
-    squares = [transform.example(rows[i]["image"].resize((side, side), 2), rows[i]["labels"]) for i in (0, 5)]
+    squares = [
+        transform.example(rows[i]["image"].resize((side, side), 2), rows[i]["labels"])
+        for i in (0, 5)
+    ]
     expected, gradients = outcome_of(workload, BASE, workload.collate(BASE)(squares))
     batch = batch_of(workload, recipe, [0, 5])
     assert batch["input_ids"].shape == (2, workload.token_budget(recipe))
@@ -226,13 +257,17 @@ def test_documents_dont_see_each_other(lengths, rows):
     for row in range(rows):
         for start, end in zip(marks[: len(lengths)], marks[1:], strict=False):
             part = [x[row : row + 1, :, start:end] for x in (query, key, value)]
-            expected = F.scaled_dot_product_attention(*part, is_causal=True, scale=0.3, enable_gqa=True)
+            expected = F.scaled_dot_product_attention(
+                *part, is_causal=True, scale=0.3, enable_gqa=True
+            )
             torch.testing.assert_close(found[row : row + 1, start:end], expected.transpose(1, 2))
 
 
 @pytest.mark.parametrize("kind", ["fp8-frozen", "nf4"])
 def test_converted_bases_train_and_keep_near(workload, kind):
-    """Within what the format's rounding allows; the head, and for FP8 the vision tower, stay as published."""
+    """Within what the format's rounding allows; the head, and for FP8 the vision tower, stay as
+    published.
+    """
     recipe = OURS.but(base_linear=kind)
     expected, gradients = reference(workload, (0, 5))
     model = workload.build(recipe)
@@ -240,7 +275,9 @@ def test_converted_bases_train_and_keep_near(workload, kind):
     assert kinds["lm_head"] == "Linear"
     assert kinds["model.language_model.layers.1.mlp.up_proj.base_layer"] != "Linear"
     assert kinds["model.multi_modal_projector.linear_1"] != "Linear"
-    assert (kinds["model.vision_tower.encoder.layers.0.mlp.fc1"] == "Linear") == (kind == "fp8-frozen")
+    assert (kinds["model.vision_tower.encoder.layers.0.mlp.fc1"] == "Linear") == (
+        kind == "fp8-frozen"
+    )
     batch = batch_of(workload, recipe, CHOSEN["two"])
     assert batch["input_ids"].shape[1] % (8 if kind == "fp8-frozen" else 1) == 0
     loss, found = outcome_of(workload, recipe, batch)
@@ -249,18 +286,23 @@ def test_converted_bases_train_and_keep_near(workload, kind):
         assert F.cosine_similarity(found[name].flatten(), gradient.flatten(), dim=0) > 0.8, name
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # AnyRes
 
 
-sizes = st.tuples(st.integers(20, 2000), st.integers(20, 2000)).filter(lambda s: 1 / 8 < s[0] / s[1] < 8)
+sizes = st.tuples(st.integers(20, 2000), st.integers(20, 2000)).filter(
+    lambda s: 1 / 8 < s[0] / s[1] < 8
+)
 
 
 @settings(deadline=None, max_examples=60)
 @given(sizes)
 def test_places_are_where_transformers_puts_them(size):
     """Features that are their own number, packed by transformers' model, against our places."""
-    from transformers.models.llava_next.modeling_llava_next import LlavaNextModel, image_size_to_num_patches
+    from transformers.models.llava_next.modeling_llava_next import (
+        LlavaNextModel,
+        image_size_to_num_patches,
+    )
 
     geometry = SCALES_OF_LLAVA["full"].geometry
     pinpoints = [list(point) for point in geometry.pinpoints]
@@ -268,7 +310,11 @@ def test_places_are_where_transformers_puts_them(size):
     assert tiles == geometry.tiles(size) <= geometry.most_tiles
     features = torch.arange(1.0, 1 + tiles * 576).view(1, tiles, 576, 1)
     packed, (count,) = LlavaNextModel.pack_image_features(
-        FakeModel(pinpoints), list(features), torch.tensor([size]), "default", image_newline=torch.zeros(1)
+        FakeModel(pinpoints),
+        list(features),
+        torch.tensor([size]),
+        "default",
+        image_newline=torch.zeros(1),
     )
     assert packed[0].flatten().long().tolist() == geometry.sources(size).tolist()
     assert count == geometry.tokens(size)
@@ -279,10 +325,14 @@ class FakeModel:
 
     def __init__(self, pinpoints):
         vision = type("Vision", (), {"image_size": 336, "patch_size": 14})
-        self.config = type("Config", (), {"vision_config": vision, "image_grid_pinpoints": pinpoints})
+        self.config = type(
+            "Config", (), {"vision_config": vision, "image_grid_pinpoints": pinpoints}
+        )
 
 
-@pytest.mark.parametrize(("size", "tokens", "tiles"), [((500, 500), 2928, 5), ((336, 336), 1176, 3)])
+@pytest.mark.parametrize(
+    ("size", "tokens", "tiles"), [((500, 500), 2928, 5), ((336, 336), 1176, 3)]
+)
 def test_token_counts_are_the_published_models(size, tokens, tiles):
     geometry = SCALES_OF_LLAVA["full"].geometry
     assert (geometry.tokens(size), geometry.tiles(size)) == (tokens, tiles)
@@ -292,7 +342,10 @@ def test_the_processor_makes_as_many_tokens(workload):
     rows = workload.dataset(None, BASE)
     for index, measure in enumerate(workload._measures(BASE)):
         example = rows[index]
-        assert (len(example["input_ids"]), len(example["pixel_values"])) == (measure.tokens, measure.tiles)
+        assert (len(example["input_ids"]), len(example["pixel_values"])) == (
+            measure.tokens,
+            measure.tiles,
+        )
         assert (example["labels"] != IGNORED).sum() == measure.answers
 
 
@@ -302,7 +355,7 @@ def test_varied_images_make_varied_lengths_and_beans_one(workload, beans):
     assert len({m.tokens - m.answers for m in beans._measures(BASE)}) == 1
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # Batches
 
 
@@ -340,7 +393,9 @@ def test_a_packed_batch_says_where_examples_are(workload):
 @pytest.mark.parametrize("shapes", ["padded", "buckets", "packed"])
 def test_an_example_that_doesnt_fit_is_refused_with_what_to_type(workload, shapes):
     recipe = OURS.but(shapes=shapes, token_budget=1024)
-    with pytest.raises(ValueError, match=r"has room for \d+ .*Use a larger token_budget, or shapes='as-they-come'"):
+    with pytest.raises(
+        ValueError, match=r"has room for \d+ .*Use a larger token_budget, or shapes='as-they-come'"
+    ):
         Session(workload, recipe)
 
 
@@ -354,7 +409,11 @@ def test_what_workers_need_can_be_pickled(workload):
         assert all(torch.equal(batch[name], expected[name]) for name in batch)
 
 
-@given(st.lists(st.tuples(st.integers(1, 40), st.integers(1, 5)), max_size=8), st.integers(0, 120), st.integers(0, 30))
+@given(
+    st.lists(st.tuples(st.integers(1, 40), st.integers(1, 5)), max_size=8),
+    st.integers(0, 120),
+    st.integers(0, 30),
+)
 def test_rows_are_filled_as_well_as_can_be(examples, room, most_tiles):
     lengths, tiles = [n for n, _ in examples], [t for _, t in examples]
     places = fullest(lengths, tiles, room, most_tiles)
@@ -362,19 +421,29 @@ def test_rows_are_filled_as_well_as_can_be(examples, room, most_tiles):
     assert len(set(places)) == len(places) and used <= room and used_tiles <= most_tiles
     left = [place for place in range(len(lengths)) if place not in places]
     assert not any(used + lengths[p] <= room and used_tiles + tiles[p] <= most_tiles for p in left)
-    subsets = itertools.chain.from_iterable(itertools.combinations(lengths, n) for n in range(len(lengths) + 1))
+    subsets = itertools.chain.from_iterable(
+        itertools.combinations(lengths, n) for n in range(len(lengths) + 1)
+    )
     if sum(tiles) <= most_tiles:
         assert used == max(total for total in map(sum, subsets) if total <= room)
 
 
 layouts = st.builds(
-    lambda budget, tiles: Layout("packed", budget, tiles, budget), st.integers(50, 400), st.integers(5, 20)
+    lambda budget, tiles: Layout("packed", budget, tiles, budget),
+    st.integers(50, 400),
+    st.integers(5, 20),
 )
 
 
-@given(layouts, st.lists(st.tuples(st.integers(5, 50), st.integers(1, 5)), min_size=1, max_size=40), st.integers(1, 3))
+@given(
+    layouts,
+    st.lists(st.tuples(st.integers(5, 50), st.integers(1, 5)), min_size=1, max_size=40),
+    st.integers(1, 3),
+)
 def test_packed_rows(layout, examples, rows):
-    """Rows fit, collating finds them again, an example waits no longer than the look-ahead, an epoch can resume."""
+    """Rows fit, collating finds them again, an example waits no longer than the look-ahead, an
+    epoch can resume.
+    """
     lengths, tiles = (list(part) for part in zip(*examples, strict=True))
     order = PackedOrder(lengths, tiles, layout, rows, 60, seed=1)
     batches = list(order)
@@ -402,12 +471,14 @@ def test_packing_leaves_little_empty(workload):
 
 def test_every_example_comes_as_often_when_packed(workload):
     order = workload.order(None, PACKED)
-    counts = torch.bincount(torch.tensor([index for batch in order for index in batch]), minlength=16)
+    counts = torch.bincount(
+        torch.tensor([index for batch in order for index in batch]), minlength=16
+    )
     assert counts.max() - counts.min() <= 6 + 1
     assert counts.sum() == pytest.approx(EPOCH, rel=0.1)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # Arithmetic
 
 
@@ -415,9 +486,10 @@ def test_every_example_comes_as_often_when_packed(workload):
 @pytest.mark.parametrize("cache", ["nothing", "features"])
 @pytest.mark.parametrize("shapes", ["as-they-come", "padded"])
 def test_flops_are_those_that_pytorch_counts(workload, shapes, cache, loss):
-    """Of a real forward and backward pass, to the last operation. Its attention by products computes all pairs, which
-    we count as such here: otherwise only those that a causal model needs. The angles of the rotary embedding, which the
-    library computes as a product of width 1, are no work of ours."""
+    """Of a real forward and backward pass, to the last operation. Its attention by products
+    computes all pairs, which we count as such here: otherwise only those that a causal model needs.
+    The angles of the rotary embedding, which the library computes as a product of width 1, are no
+    work of ours."""
     recipe = SHAPES[shapes].but(layers="rewritten", cache=cache, loss=loss)
     model = workload.build(recipe)
     examples = workload.dataset(model, recipe)
@@ -428,7 +500,9 @@ def test_flops_are_those_that_pytorch_counts(workload, shapes, cache, loss):
     tiles = len(batch["features" if cache == "features" else "pixel_values"])
     predicting = 64 if loss == "answers" else rows * length
     seen = 0 if cache == "features" else tiles
-    ours = count_flops(workload.size, recipe.rank, rows * length, rows * length**2, seen, tiles, predicting)
+    ours = count_flops(
+        workload.size, recipe.rank, rows * length, rows * length**2, seen, tiles, predicting
+    )
     angles = 2 * rows * length * (workload.size.width // workload.size.heads // 2)
     assert ours + angles == counter.get_total_flops()
 
@@ -440,10 +514,14 @@ def test_work_planned_is_the_work_of_the_batches(workload, shapes, layers, loss)
     if layers == "published" and (shapes == "packed" or loss == "answers"):
         pytest.skip("transformers' own forward pass can't")
     recipe = SHAPES[shapes].but(layers=layers, loss=loss, micro_batch=2)
-    order = workload.order(None, recipe) or BatchSampler(EpochOrder(16, EPOCH, recipe.seed), 2, drop_last=True)
+    order = workload.order(None, recipe) or BatchSampler(
+        EpochOrder(16, EPOCH, recipe.seed), 2, drop_last=True
+    )
     for _, chosen in zip(range(3), order, strict=False):
         measures = [workload._measures(recipe)[index] for index in chosen]
-        assert workload._planned(recipe, measures) == workload.work_of(recipe, batch_of(workload, recipe, chosen))
+        assert workload._planned(recipe, measures) == workload.work_of(
+            recipe, batch_of(workload, recipe, chosen)
+        )
 
 
 def test_what_work_counts(workload):
@@ -470,16 +548,20 @@ def test_works_add_up():
     assert Work(1, 2) * 3 == Work(3, 6)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # Training
 
 
-@pytest.mark.parametrize("changes", [{}, {"shapes": "fixed"}, {"base_linear": "nf4", "checkpointing": "blocks"}])
+@pytest.mark.parametrize(
+    "changes", [{}, {"shapes": "fixed"}, {"base_linear": "nf4", "checkpointing": "blocks"}]
+)
 def test_article_variants_train(beans, changes):
     with Session(beans, A2_BASE.but(**changes)) as session:
         session.run(3)
     assert len(session.losses) == 3
-    assert session.losses[0] == pytest.approx(6.93, abs=0.3)  # log of the vocabulary: nothing is known yet
+    assert session.losses[0] == pytest.approx(
+        6.93, abs=0.3
+    )  # log of the vocabulary: nothing is known yet
 
 
 def test_a_ladder_ends_where_it_trains(workload):
@@ -498,9 +580,13 @@ def test_rates_are_of_what_was_really_run(workload):
     seconds, metrics = sum(run.samples["step_ms"]) / 1e3, run.metrics
     steps = len(run.samples["step_ms"])
     assert metrics["examples_per_s"] == pytest.approx(4 * steps / seconds, rel=1e-3)
-    assert metrics["useful_tokens"] == pytest.approx(metrics["useful_tokens_per_s"] / metrics["tokens_per_s"])
+    assert metrics["useful_tokens"] == pytest.approx(
+        metrics["useful_tokens_per_s"] / metrics["tokens_per_s"]
+    )
     assert 0.7 < metrics["useful_tokens"] < 1
-    assert metrics["tflops"] == pytest.approx(metrics["flops_per_step"] * steps / seconds / 1e12, rel=1e-3)
+    assert metrics["tflops"] == pytest.approx(
+        metrics["flops_per_step"] * steps / seconds / 1e12, rel=1e-3
+    )
     assert metrics["flops_per_step"] == pytest.approx(workload.work(recipe).flops, rel=0.3)
     assert metrics["floor_ms"] > 0
 
@@ -528,8 +614,8 @@ def test_a_saved_adapter_has_pefts_names(workload, tmp_path):
 
 
 def test_one_blocks_code_serves_all_blocks_and_all_lengths(workload, nothing_compiled):
-    """Blocks compiled for any size: one graph for the vision tower's, and two for the decoder's, whose first block has
-    an input that needs no gradient."""
+    """Blocks compiled for any size: one graph for the vision tower's, and two for the decoder's,
+    whose first block has an input that needs no gradient."""
     model = workload.build(OURS)
     for block in workload.blocks(model):
         block.compile(backend="aot_eager", dynamic=True)
@@ -541,7 +627,9 @@ def test_one_blocks_code_serves_all_blocks_and_all_lengths(workload, nothing_com
 
 
 def test_one_graph_serves_any_length_in_fp8_too(workload, nothing_compiled):
-    """The frozen FP8 layer fills rows up to a multiple of 16, which would be a graph of its own: lengths are ones."""
+    """The frozen FP8 layer fills rows up to a multiple of 16, which would be a graph of its own:
+    lengths are ones.
+    """
     recipe = OURS.but(base_linear="fp8-frozen")
     model = workload.build(recipe)
     for block in model.llava.model.language_model.layers:
@@ -586,7 +674,7 @@ def test_packed_rows_compile_once_without_marks(workload, nothing_compiled):
     assert (compiled.graphs, compiled.recompilations) == (1, 0)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # Errors
 
 

@@ -1,4 +1,6 @@
-"""Integer and 4-bit weights by hand: levels, codes, bytes and constants against bitsandbytes; the article's example."""
+"""Integer and 4-bit weights by hand: levels, codes, bytes and constants against bitsandbytes; the
+article's example.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +25,13 @@ from labutils.layers.quantization.nf4_math import (
 )
 
 EDGE = 2.0**-22
-"""How near to the edge between two levels a number must lie for a rounding of its scaling to tip it over."""
+"""How near to the edge between two levels a number must lie for a rounding of its scaling to tip it
+over.
+"""
 GRID = 2.0**-16
-"""The same for bitsandbytes' 8-bit codes on a CPU, which it looks up in a table of 2^16 evenly spaced numbers."""
+"""The same for bitsandbytes' 8-bit codes on a CPU, which it looks up in a table of 2^16 evenly
+spaced numbers.
+"""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 sizes = st.integers(1, 700)
@@ -46,7 +52,13 @@ def with_traits(n: int, seed: int, zeros: bool, outlier: bool, exponent: int) ->
     return x * 2.0**exponent
 
 
-traits = {"n": sizes, "seed": seeds, "zeros": st.booleans(), "outlier": st.booleans(), "exponent": st.integers(-60, 60)}
+traits = {
+    "n": sizes,
+    "seed": seeds,
+    "zeros": st.booleans(),
+    "outlier": st.booleans(),
+    "exponent": st.integers(-60, 60),
+}
 
 
 def restored_by_bitsandbytes(packed: torch.Tensor, state: bnb.QuantState) -> torch.Tensor:
@@ -56,8 +68,13 @@ def restored_by_bitsandbytes(packed: torch.Tensor, state: bnb.QuantState) -> tor
 
 
 def near_an_edge(x: torch.Tensor, coded: nf4_math.Coded, margin: float) -> torch.Tensor:
-    """Which numbers of x, scaled, lie within `margin` of the middle between two neighbouring levels."""
-    scaled = nf4_math.blocks_of(x, coded.codes.shape[1]).double() / coded.absmax.double().clamp(min=1e-300)[:, None]
+    """Which numbers of x, scaled, lie within `margin` of the middle between two neighbouring
+    levels.
+    """
+    scaled = (
+        nf4_math.blocks_of(x, coded.codes.shape[1]).double()
+        / coded.absmax.double().clamp(min=1e-300)[:, None]
+    )
     middles = ((coded.levels[1:] + coded.levels[:-1]) / 2).double()
     nearest = middles[torch.bucketize(scaled, middles).clamp(max=len(middles) - 1)]
     before = middles[(torch.bucketize(scaled, middles) - 1).clamp(min=0)]
@@ -72,7 +89,12 @@ def test_the_articles_example_to_the_digit():
     q = quantise_int(torch.tensor([2.50, -0.70, 0.12, 0.48]))
     assert q.codes.flatten().tolist() == [127, -36, 6, 24]
     assert q.constant.item() == pytest.approx(50.8)
-    assert [f"{value:.4f}" for value in q.restored().tolist()] == ["2.5000", "-0.7087", "0.1181", "0.4724"]
+    assert [f"{value:.4f}" for value in q.restored().tolist()] == [
+        "2.5000",
+        "-0.7087",
+        "0.1181",
+        "0.4724",
+    ]
 
 
 def test_rows_are_quantised_as_bitsandbytes_int8_does():
@@ -122,22 +144,31 @@ def test_the_levels_are_bitsandbytes_own():
 
 
 def test_the_papers_construction():
-    """Zero exact, one level more above than below, each side a normal distribution's quantiles evenly spaced in
-    probability: the steps from level to level all hold the same share of it."""
+    """Zero exact, one level more above than below, each side a normal distribution's quantiles
+    evenly spaced in probability: the steps from level to level all hold the same share of it."""
     levels = nf4_math.nf4_levels().double()
     assert (levels[0], levels[nf4_math.ZERO], levels[-1]) == (-1, 0, 1)
     assert ((levels < 0).sum(), (levels > 0).sum()) == (7, 8)
     covered = (1 - 1 / 32 + 1 - 1 / 30) / 2
     assert round(covered, 7) == nf4_math.COVERED
-    probability = torch.special.ndtr(levels * torch.special.ndtri(torch.tensor(covered, dtype=torch.float64)))
+    probability = torch.special.ndtr(
+        levels * torch.special.ndtri(torch.tensor(covered, dtype=torch.float64))
+    )
     for side in (probability[: nf4_math.ZERO + 1], probability[nf4_math.ZERO :]):
-        torch.testing.assert_close(side.diff(), side.diff().mean().expand(len(side) - 1), rtol=1e-5, atol=0)
+        torch.testing.assert_close(
+            side.diff(), side.diff().mean().expand(len(side) - 1), rtol=1e-5, atol=0
+        )
 
 
 def test_fp4s_levels_are_the_formats_numbers():
     codes = range(8)
-    magnitudes = [(1 + m / 2) * 2 ** (e - 1) if e else m / 2 for e, m in ((code >> 1, code & 1) for code in codes)]
-    assert (nf4_math.fp4_levels() * 6).tolist() == pytest.approx(sorted({s * m for m in magnitudes for s in (-1, 1)}))
+    magnitudes = [
+        (1 + m / 2) * 2 ** (e - 1) if e else m / 2
+        for e, m in ((code >> 1, code & 1) for code in codes)
+    ]
+    assert (nf4_math.fp4_levels() * 6).tolist() == pytest.approx(
+        sorted({s * m for m in magnitudes for s in (-1, 1)})
+    )
 
 
 def test_levels_made_on_another_default_device_lie_on_the_cpu():
@@ -163,13 +194,17 @@ def test_the_nearest_level_is_found(n, seed, zeros, outlier, exponent, block):
 @given(**traits, block=st.sampled_from([32, 64, 128]), dtype=st.sampled_from(DTYPES))
 @settings(max_examples=150, deadline=None)
 def test_bytes_and_constants_are_bitsandbytes_own(n, seed, zeros, outlier, exponent, block, dtype):
-    x = with_traits(n, seed, zeros, outlier, exponent // 8 if dtype == torch.float16 else exponent).to(dtype)
+    x = with_traits(
+        n, seed, zeros, outlier, exponent // 8 if dtype == torch.float16 else exponent
+    ).to(dtype)
     if dtype == torch.float16:
         x = x.clamp(-6e4, 6e4)
     packed, state = bnb.quantize_4bit(x, blocksize=block, quant_type="nf4")
     ours = quantise_nf4(x, block)
     assert ours.packed.dtype == packed.dtype == torch.uint8
-    torch.testing.assert_close(ours.absmax, state.absmax, rtol=0, atol=1.1e-38)  # theirs is never below 1e-38
+    torch.testing.assert_close(
+        ours.absmax, state.absmax, rtol=0, atol=1.1e-38
+    )  # theirs is never below 1e-38
     apart = ours.packed != packed.flatten()
     full = n // block * block // 2
     assert not apart[:full].any()
@@ -213,7 +248,9 @@ def test_zeros_are_exact():
     x[128] = 3.0
     w = quantise_nf4(x)
     assert torch.equal(w.restored(), x)
-    assert torch.equal(nf4_math.unpack(w.packed)[:128], torch.full((128,), nf4_math.ZERO, dtype=torch.uint8))
+    assert torch.equal(
+        nf4_math.unpack(w.packed)[:128], torch.full((128,), nf4_math.ZERO, dtype=torch.uint8)
+    )
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
@@ -267,7 +304,9 @@ def test_constants_are_quantised_as_bitsandbytes_does(n, seed):
 
 
 def test_bitsandbytes_on_a_cpu_looks_8_bit_codes_up_in_a_table():
-    """What the module says of it: rounded to a grid of 2^16 numbers first, the codes are the same throughout."""
+    """What the module says of it: rounded to a grid of 2^16 numbers first, the codes are the same
+    throughout.
+    """
     x = random(100, GROUP)
     codes, state = bnb.quantize_blockwise(x, blocksize=GROUP)
     scaled = x / state.absmax[:, None]
@@ -286,7 +325,10 @@ def test_a_doubly_quantised_weight_is_restored_as_bitsandbytes_does(n, seed):
     x = random(n * 32, seed=seed)
     packed, state = bnb.quantize_4bit(x, quant_type="nf4", compress_statistics=True)
     differences = nf4_math.Coded(
-        nf4_math.blocks_of(state.absmax, GROUP).int(), state.state2.absmax, state.state2.code, state.absmax.shape
+        nf4_math.blocks_of(state.absmax, GROUP).int(),
+        state.state2.absmax,
+        state.state2.code,
+        state.absmax.shape,
     )
     absmax = nf4_math.DoublyQuantised(differences, state.offset).restored()
     ours = NF4(packed.flatten(), absmax, x.shape)
@@ -310,7 +352,10 @@ def test_bits_a_parameter():
     bits = lambda *tensors: 8 * sum(t.nbytes for t in tensors) / x.numel()  # noqa: E731
     assert bits(w.packed) == 4
     assert bits(w.absmax) == nf4_math.constant_bits()
-    assert bits(doubled.differences.codes, doubled.differences.absmax) == nf4_math.doubled_constant_bits()
+    assert (
+        bits(doubled.differences.codes, doubled.differences.absmax)
+        == nf4_math.doubled_constant_bits()
+    )
 
 
 # Errors
@@ -325,7 +370,9 @@ def test_on_a_normal_distribution_nf4_is_the_best_of_the_4_bit_formats():
 
 
 def test_on_even_numbers_nf4_is_not():
-    errors = nf4_math.rounding_errors(torch.rand(1000, 64, generator=torch.Generator().manual_seed(0)) * 2 - 1)
+    errors = nf4_math.rounding_errors(
+        torch.rand(1000, 64, generator=torch.Generator().manual_seed(0)) * 2 - 1
+    )
     assert errors["INT4, blocks of 64"] < errors["NF4, blocks of 64"]
 
 
@@ -335,9 +382,14 @@ def test_blocks_contain_an_outlier_where_one_constant_does_not():
     x[3, 5] = 1e4
     mask = torch.ones_like(x, dtype=torch.bool)
     mask[3] = False
-    spoilt = {name: relative_error(rounded(x)[mask], x[mask]) for name, rounded in nf4_math.ROUNDINGS.items()}
+    spoilt = {
+        name: relative_error(rounded(x)[mask], x[mask])
+        for name, rounded in nf4_math.ROUNDINGS.items()
+    }
     for name, error in spoilt.items():
-        if name == "NF4, doubly quantised":  # the group's other constants share the outlier's own scale
+        if (
+            name == "NF4, doubly quantised"
+        ):  # the group's other constants share the outlier's own scale
             assert calm[name] < error < 1
         elif "blocks" in name:
             assert error == pytest.approx(calm[name], rel=0.02)

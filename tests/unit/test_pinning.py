@@ -1,4 +1,6 @@
-"""The two by two of pinned memory and non-blocking copies: four runs, each with the host's time in its copies."""
+"""The two by two of pinned memory and non-blocking copies: four runs, each with the host's time in
+its copies.
+"""
 
 from __future__ import annotations
 
@@ -36,5 +38,7 @@ def test_each_way_has_its_step_and_its_copies(workload, monkeypatch):
 
 
 def test_the_ways_change_both_knobs_in_every_combination():
-    recipes = {(r.pin_memory, r.non_blocking) for r in (STOCK.but(**knobs) for knobs in WAYS.values())}
+    recipes = {
+        (r.pin_memory, r.non_blocking) for r in (STOCK.but(**knobs) for knobs in WAYS.values())
+    }
     assert len(recipes) == len(WAYS) == 4

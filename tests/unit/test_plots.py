@@ -1,4 +1,6 @@
-"""Pictures: they show what they are given, cut nothing off, cover nothing up, and survive a grey print."""
+"""Pictures: they show what they are given, cut nothing off, cover nothing up, and survive a grey
+print.
+"""
 
 from __future__ import annotations
 
@@ -70,14 +72,22 @@ def assert_tidy(ax) -> None:
     tight = figure.get_tightbbox().transformed(figure.dpi_scale_trans)
     assert tight.x0 >= -1 and tight.y0 >= -1
     assert tight.x1 <= figure.bbox.x1 + 1 and tight.y1 <= figure.bbox.y1 + 1
-    shown = [t for t in ax.texts if t.get_text()] + [t for t in ax.get_yticklabels() if t.get_text()]
+    shown = [t for t in ax.texts if t.get_text()] + [
+        t for t in ax.get_yticklabels() if t.get_text()
+    ]
     boxes = [(t.get_text(), t.get_window_extent().shrunk(0.98, 0.8)) for t in shown]
-    covered = [(a, b) for (a, one), (b, other) in itertools.combinations(boxes, 2) if one.overlaps(other)]
+    covered = [
+        (a, b) for (a, one), (b, other) in itertools.combinations(boxes, 2) if one.overlaps(other)
+    ]
     assert covered == []
 
 
 def test_steps_show_medians_samples_and_failures(ax):
-    runs = {"workers=0": timed("03", "a", 950, 0.1), "workers=3": timed("03", "b", 625), "workers=12": FAILED}
+    runs = {
+        "workers=0": timed("03", "a", 950, 0.1),
+        "workers=3": timed("03", "b", 625),
+        "workers=12": FAILED,
+    }
     plots.steps(ax, runs)
     assert {"950 ms", "625 ms", "error: shared memory ran out"} <= set(texts(ax))
     assert [label.get_text() for label in ax.get_yticklabels()] == list(runs)
@@ -93,10 +103,27 @@ def test_steps_take_a_list_and_no_measurement_at_all(ax):
 
 def test_sweep_draws_measured_published_model_and_failures(ax):
     x = [0, 1, 3, 8, 12]
-    runs = [*(timed("03", str(n), ms) for n, ms in zip(x, (950, 700, 625, 640), strict=False)), FAILED]
-    plots.sweep(ax, x, runs, published={0: 1160, 3: 564, 8: 712, 12: None}, model={0: 930, 12: 600}, xlabel="workers")
+    runs = [
+        *(timed("03", str(n), ms) for n, ms in zip(x, (950, 700, 625, 640), strict=False)),
+        FAILED,
+    ]
+    plots.sweep(
+        ax,
+        x,
+        runs,
+        published={0: 1160, 3: 564, 8: 712, 12: None},
+        model={0: 930, 12: 600},
+        xlabel="workers",
+    )
     said = texts(ax)
-    assert {"failed (here)", "failed (article)", "article", "model", "workers", "ms an optimizer step"} <= set(said)
+    assert {
+        "failed (here)",
+        "failed (article)",
+        "article",
+        "model",
+        "workers",
+        "ms an optimizer step",
+    } <= set(said)
     measured = next(line for line in ax.lines if line.get_label().startswith("measured"))
     assert list(measured.get_xdata()) == [0, 1, 3, 8]
     assert list(measured.get_ydata()) == [950, 700, 625, 640]
@@ -116,16 +143,27 @@ def test_waterfall_of_eighteen_rungs(ax, log):
     said = texts(ax)
     rungs = [label.get_text() for label in ax.get_yticklabels()]
     assert rungs[:4] == list(published)
-    assert [name.split(",")[0] for name in rungs[4:]] == ["article"] * 4 + ["same work"] * 9 + ["same mathematics"] * 5
-    assert {"lane: article", "lane: same work", "lane: same mathematics", "floor 14.4 ms"} <= set(said)
+    assert [name.split(",")[0] for name in rungs[4:]] == ["article"] * 4 + ["same work"] * 9 + [
+        "same mathematics"
+    ] * 5
+    assert {"lane: article", "lane: same work", "lane: same mathematics", "floor 14.4 ms"} <= set(
+        said
+    )
     assert any(text.endswith("2.96x") for text in said)
-    assert any(text.endswith("32.76x") for text in said)  # 950 / 29: over the stock loop here, not the article's
+    assert any(
+        text.endswith("32.76x") for text in said
+    )  # 950 / 29: over the stock loop here, not the article's
     assert ax.get_xscale() == ("log" if log else "linear")
     assert_tidy(ax)
 
 
 def test_a_rungs_range_and_its_number_stay_inside_the_waterfall(ax):
-    slow = Run("04", "noisy", lane="same work", metrics={"step_ms": {"p10": 50.0, "median": 60.0, "p90": 900.0}})
+    slow = Run(
+        "04",
+        "noisy",
+        lane="same work",
+        metrics={"step_ms": {"p10": 50.0, "median": 60.0, "p90": 900.0}},
+    )
     plots.waterfall(ax, [timed("04", "stock", 100), slow], None, log=False)
     assert ax.get_xlim()[1] > 1.2 * 900
 
@@ -153,7 +191,9 @@ def test_waterfall_of_another_time(ax):
 
 
 def test_curves_leave_out_what_has_no_point(ax):
-    plots.curves(ax, {"bf16": {1: 30.0, 24: 90.0}, "fp8-te": {}, "qlora": {1: 12.0}}, "batch size", "GB")
+    plots.curves(
+        ax, {"bf16": {1: 30.0, 24: 90.0}, "fp8-te": {}, "qlora": {1: 12.0}}, "batch size", "GB"
+    )
     assert [text.get_text() for text in ax.get_legend().get_texts()] == ["bf16", "qlora"]
     assert list(ax.get_xticks()) == [1, 24]
     assert ax.get_ylim()[0] == 0
@@ -162,7 +202,10 @@ def test_curves_leave_out_what_has_no_point(ax):
 
 def test_panels_have_one_axis_and_one_legend():
     fig, axes = plt.subplots(1, 2)
-    lines = {"short": {"lora": {4: 2.0}, "unsloth": {}}, "long": {"lora": {4: 9.0}, "unsloth": {4: 30.0}}}
+    lines = {
+        "short": {"lora": {4: 2.0}, "unsloth": {}},
+        "long": {"lora": {4: 9.0}, "unsloth": {4: 30.0}},
+    }
     plots.panels(axes, lines, "examples", "s")
     assert {ax.get_ylim() for ax in axes} == {(0, 1.08 * 30)}
     assert [text.get_text() for text in fig.legends[0].get_texts()] == ["lora", "unsloth"]
@@ -190,7 +233,13 @@ def test_a_range_goes_through_the_dots_of_its_row(ax):
 
 
 def test_differences_are_drawn_over_their_band(ax):
-    plots.differences(ax, {"fp8": [0.1, 0.2], "qlora": [-0.3]}, (-1.1, 0.9), "BF16 over all seeds", "difference, %")
+    plots.differences(
+        ax,
+        {"fp8": [0.1, 0.2], "qlora": [-0.3]},
+        (-1.1, 0.9),
+        "BF16 over all seeds",
+        "difference, %",
+    )
     assert sum(len(dots.get_offsets()) for dots in ax.collections) == 3
     assert [label.get_text() for label in ax.get_yticklabels()] == ["fp8", "qlora"]
     assert ax.get_xlim()[0] <= -1.1 and ax.get_xlim()[1] >= 0.9
@@ -202,7 +251,12 @@ def test_slower_hosts_show_curves_points_and_rivals(ax):
     curves = {"moe": {0.0: 700.0, 20.0: 1200.0}, "dense": {0.0: 370.0, 20.0: 400.0}}
     points = {"moe": {0.0: 711.0, 10.0: 950.0}, "dense": {0.0: 373.0}}
     plots.slower_hosts(ax, curves, points, {"the other card, predicted": 1100.0})
-    assert {"moe, predicted", "moe, measured", "dense, predicted", "the other card, predicted"} <= set(texts(ax))
+    assert {
+        "moe, predicted",
+        "moe, measured",
+        "dense, predicted",
+        "the other card, predicted",
+    } <= set(texts(ax))
     lines = {line.get_label(): line for line in ax.get_lines()}
     assert lines["moe, predicted"].get_color() == lines["moe, measured"].get_color()
     assert list(lines["moe, measured"].get_ydata()) == [711.0, 950.0]
@@ -237,16 +291,25 @@ def test_timeline_gives_lanes_of_other_categories_their_own_legend(ax):
 
 
 def test_timeline_shares_a_legend_where_lanes_share_categories(ax):
-    plots.timeline(ax, {"stock": [(0, 4, "data"), (4, 4, "forward")], "compiled": [(0, 4, "data"), (4, 1, "forward")]})
+    plots.timeline(
+        ax,
+        {
+            "stock": [(0, 4, "data"), (4, 4, "forward")],
+            "compiled": [(0, 4, "data"), (4, 1, "forward")],
+        },
+    )
     assert texts(ax).count("data") == 1
     assert_tidy(ax)
 
 
 def test_a_phase_looks_the_same_in_every_timeline(ax):
     plots.timeline(ax, {"host": [(0, 4, "data"), (4, 4, "forward")], "GPU": [(4, 2, "GEMM")]})
-    other = plots.timeline(plt.subplots()[1], {"host": [(0, 4, "forward")], "GPU": [(1, 2, "GEMM")]})
+    other = plots.timeline(
+        plt.subplots()[1], {"host": [(0, 4, "forward")], "GPU": [(1, 2, "GEMM")]}
+    )
     colors = [
-        {tuple(color) for blocks in axes.collections for color in blocks.get_facecolor()} & {(*to_rgb(plots.TEAL), 1.0)}
+        {tuple(color) for blocks in axes.collections for color in blocks.get_facecolor()}
+        & {(*to_rgb(plots.TEAL), 1.0)}
         for axes in (ax, other)
     ]
     assert colors[0] == colors[1] == {(*to_rgb(plots.TEAL), 1.0)}
@@ -299,10 +362,21 @@ def test_utilisation_with_the_drivers_own_samples(ax):
 
 
 def test_magnitudes_are_said_in_words(ax):
-    rows = {"a layer": {"all": 16_777_216, "LoRA": 65_536}, "a model": {"all": 8_190_735_360, "LoRA": 21_823_488}}
+    rows = {
+        "a layer": {"all": 16_777_216, "LoRA": 65_536},
+        "a model": {"all": 8_190_735_360, "LoRA": 21_823_488},
+    }
     plots.magnitudes(ax, rows, "parameters")
     said = texts(ax)
-    assert {"16.8 million", "65.5 thousand", "8.19 billion", "21.8 million", "all", "LoRA", "a layer"} <= set(said)
+    assert {
+        "16.8 million",
+        "65.5 thousand",
+        "8.19 billion",
+        "21.8 million",
+        "all",
+        "LoRA",
+        "a layer",
+    } <= set(said)
     assert [bar.get_width() for bars in ax.containers for bar in bars] == [
         16_777_216,
         65_536,
@@ -314,8 +388,16 @@ def test_magnitudes_are_said_in_words(ax):
 
 
 def test_grouped_bars_are_medians_with_their_spread(ax):
-    plots.grouped(ax, {"thin": {"forward": [1, 2, 3], "backward": [4]}, "dense": {"forward": [5], "backward": [9]}})
-    heights = [bar.get_height() for bars in ax.containers if hasattr(bars, "patches") for bar in bars]
+    plots.grouped(
+        ax,
+        {
+            "thin": {"forward": [1, 2, 3], "backward": [4]},
+            "dense": {"forward": [5], "backward": [9]},
+        },
+    )
+    heights = [
+        bar.get_height() for bars in ax.containers if hasattr(bars, "patches") for bar in bars
+    ]
     assert heights == [2, 4, 5, 9]
     assert {"forward", "backward"} <= set(texts(ax))
     assert_tidy(ax)
@@ -328,7 +410,13 @@ def test_a_timeline_begins_at_its_windows_beginning(ax):
 
 def test_a_legend_that_fits_one_row_is_one(ax):
     parts = ("inflate the PNG", "to RGB", "scale", "to float32", "tokenise")
-    plots.breakdown(ax, {"this machine": dict.fromkeys(parts, 3.0), "H200's host (full)": dict.fromkeys(parts, 2.0)})
+    plots.breakdown(
+        ax,
+        {
+            "this machine": dict.fromkeys(parts, 3.0),
+            "H200's host (full)": dict.fromkeys(parts, 2.0),
+        },
+    )
     ax.figure.draw_without_rendering()
     names = ax.get_legend().get_texts()
     assert len({round(name.get_window_extent().y0) for name in names}) == 1
@@ -343,10 +431,23 @@ def test_loss_says_that_weights_are_random(ax):
 
 
 def test_roofline_numbers_points_apart(ax):
-    points = {"convolution": (900, 520), "LoRA down": (7.9, 18), "LoRA up": (8.2, 17), "norm": (1.2, 3)}
+    points = {
+        "convolution": (900, 520),
+        "LoRA down": (7.9, 18),
+        "LoRA up": (8.2, 17),
+        "norm": (1.2, 3),
+    }
     plots.roofline(ax, {"bf16": Roofline(780, 4200), "fp32": Roofline(50, 4200)}, points)
     said = texts(ax)
-    assert {"1", "2", "3", "4", "1  convolution", "FLOP per byte of memory traffic", "TFLOP/s"} <= set(said)
+    assert {
+        "1",
+        "2",
+        "3",
+        "4",
+        "1  convolution",
+        "FLOP per byte of memory traffic",
+        "TFLOP/s",
+    } <= set(said)
     bf16 = ax.lines[0]
     assert list(bf16.get_ydata())[-2:] == [780, 780]
     assert_tidy(ax)
@@ -360,7 +461,9 @@ def test_one_roofline_needs_no_name_and_no_points(ax):
 def test_peaks_show_the_share_of_the_dense_peak(ax):
     rates = {"fp32": [48, 50, 51], "bf16": [740, 760, 780], "fp8": [1200, 1300, 1350]}
     plots.peaks(ax, rates, {"bf16": 989, "fp8": 1979}, {"bf16": 1979, "fp8": 3958})
-    assert {"50.0", "760, 77 % of 989", "data sheet, dense", "data sheet, with sparsity"} <= set(texts(ax))
+    assert {"50.0", "760, 77 % of 989", "data sheet, dense", "data sheet, with sparsity"} <= set(
+        texts(ax)
+    )
     assert_tidy(ax)
 
 
@@ -385,7 +488,9 @@ def lightness(color: str) -> float:
     return 116 * y ** (1 / 3) - 16
 
 
-@pytest.mark.parametrize("fills", [plots.FILLS, tuple(plots.LANE_FILLS.values())], ids=["categories", "lanes"])
+@pytest.mark.parametrize(
+    "fills", [plots.FILLS, tuple(plots.LANE_FILLS.values())], ids=["categories", "lanes"]
+)
 def test_fills_differ_in_grey(fills):
     for (one, hatch), (other, other_hatch) in itertools.combinations(fills, 2):
         assert hatch != other_hatch or abs(lightness(one) - lightness(other)) >= 12
@@ -404,12 +509,15 @@ def test_a_figure_of_several_axes_keeps_its_height():
 
 def test_importing_the_module_leaves_matplotlib_alone():
     code = "import sys, labutils.course.plots; print('matplotlib' in sys.modules, 'torch' in sys.modules)"
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    said = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout
     assert said.split() == ["False", "False"]
 
 
 @pytest.mark.parametrize(
-    ("value", "text"), [(1029.6, "1,030"), (14.44, "14.4"), (3.44, "3.4"), (0.031, "0.031"), (0, "0")]
+    ("value", "text"),
+    [(1029.6, "1,030"), (14.44, "14.4"), (3.44, "3.4"), (0.031, "0.031"), (0, "0")],
 )
 def test_figures(value, text):
     assert layout.figure(value) == text
@@ -421,14 +529,22 @@ def test_figures(value, text):
 def test_a_link_shows_where_messages_lie(ax):
     sizes = [2.0**power for power in range(10, 29, 3)]
     rates = [min(300.0, size / 1e5) for size in sizes]
-    marks = {"SD 1.5, LoRA": 3.2e6, "SD 1.5, whole UNet": 3.4e9, "Qwen3, LoRA": 87e6, "small Qwen3, whole": 2.4e9}
+    marks = {
+        "SD 1.5, LoRA": 3.2e6,
+        "SD 1.5, whole UNet": 3.4e9,
+        "Qwen3, LoRA": 87e6,
+        "small Qwen3, whole": 2.4e9,
+    }
     plots.link(ax, {"bytes": sizes, "bus_gb_per_s": rates}, marks)
     assert {"1 KiB", "4 MiB", "1 GiB"} <= set(texts(ax))
     assert_tidy(ax)
 
 
 def test_a_step_stands_beside_what_was_foretold(ax):
-    runs = {f"{case}ddp 2": timed("10", f"{case}ddp 2", 110, spread=0.05) for case in ("", "full ", "qwen ")}
+    runs = {
+        f"{case}ddp 2": timed("10", f"{case}ddp 2", 110, spread=0.05)
+        for case in ("", "full ", "qwen ")
+    }
     for run in runs.values():
         run.metrics["predicted_step_ms"] = 104.0
     plots.foretold(ax, runs | {"fsdp 2": FAILED}, dict.fromkeys(runs, 100.0))
@@ -438,7 +554,13 @@ def test_a_step_stands_beside_what_was_foretold(ax):
 
 
 def test_what_hides_communication_is_above_it(ax):
-    plots.beside(ax, {"ddp 2": ([0.0, 5.0, 6.0, 9.0], [4.0, 7.0]), "fsdp 2": ([0.0, 20.0], [1.0, 2.0, 19.0, 21.0])})
+    plots.beside(
+        ax,
+        {
+            "ddp 2": ([0.0, 5.0, 6.0, 9.0], [4.0, 7.0]),
+            "fsdp 2": ([0.0, 20.0], [1.0, 2.0, 19.0, 21.0]),
+        },
+    )
     assert [label.get_text() for label in ax.get_yticklabels()] == ["ddp 2", "fsdp 2"]
     assert ax.get_xlim()[0] == 0
     assert_tidy(ax)
@@ -460,7 +582,9 @@ def test_a_picture_of_memory_keeps_the_peak_however_many_events():
     series = {"weights": [10**9] * 5000, "activations": levels}
     fig, ax = plt.subplots()
     plots.stacked_memory(ax, series, [(0, "forward"), (4000, "backward")], plots.MEMORY_FILLS)
-    assert max(path.vertices[:, 1].max() for area in ax.collections for path in area.get_paths()) == 8
+    assert (
+        max(path.vertices[:, 1].max() for area in ax.collections for path in area.get_paths()) == 8
+    )
     assert any("peak 8 GB" in text.get_text() for text in ax.texts)
     assert {"forward", "backward"} <= {text.get_text() for text in ax.texts}
 
@@ -471,16 +595,24 @@ def test_predictions_and_errors_are_drawn_where_they_belong():
     (line,) = [line for line in ax.lines if line.get_marker() == "o"]
     assert [round(x, 6) for x in line.get_xdata()] == [10, -10]
     fig, ax = plt.subplots()
-    plots.errors(ax, {"fp16": {"gradient": 3e-3, "loss": 1e-5}, "bf16": {"gradient": 3e-2, "loss": 0.0}})
+    plots.errors(
+        ax, {"fp16": {"gradient": 3e-3, "loss": 1e-5}, "bf16": {"gradient": 3e-2, "loss": 0.0}}
+    )
     assert ax.get_xscale() == "log" and [len(line.get_xdata()) for line in ax.lines] == [2, 1]
     fig, ax = plt.subplots()
     model = {0: {0.0: 10.0, 5.0: 15.0}, 2: {0.0: 10.0, 5.0: 10.0}}
-    plots.over_decoding(ax, model, {0: {"PNG": (5.0, (14, 15, 16))}, 2: {"PNG": (5.0, (9, 10, 11))}}, "ms")
+    plots.over_decoding(
+        ax, model, {0: {"PNG": (5.0, (14, 15, 16))}, 2: {"PNG": (5.0, (9, 10, 11))}}, "ms"
+    )
     assert "PNG" in {text.get_text() for text in ax.texts}
 
 
 def test_names_of_points_that_are_near_each_other_lie_apart(ax):
-    points = {"resized": (1.7, (130, 138, 150)), "in memory": (1.2, (150, 168, 260)), "PNG": (60.0, (370, 412, 520))}
+    points = {
+        "resized": (1.7, (130, 138, 150)),
+        "in memory": (1.2, (150, 168, 260)),
+        "PNG": (60.0, (370, 412, 520)),
+    }
     plots.over_decoding(ax, {0: {0.0: 160.0, 70.0: 440.0}}, {0: points}, "ms")
     ax.figure.canvas.draw()
     boxes = [text.get_window_extent() for text in ax.texts]
@@ -514,7 +646,9 @@ def test_verdicts_show_every_claim_on_one_page(ax, claims):
 
 
 def test_a_verdict_s_mark_differs_in_more_than_colour():
-    assert len({mark["marker"] for mark in plots.VERDICT_MARKS.values()}) == len(plots.VERDICT_MARKS)
+    assert len({mark["marker"] for mark in plots.VERDICT_MARKS.values()}) == len(
+        plots.VERDICT_MARKS
+    )
     assert list(plots.VERDICT_MARKS) == list(VERDICTS)
 
 
@@ -549,8 +683,14 @@ def test_launch_cost_takes_summaries_from_the_record(ax):
 
 
 def test_a_kind_of_kernel_looks_the_same_in_every_timeline(ax):
-    pictures = (["normalisation", "GEMM", "reduction"], ["convolution", "reduction", "GEMM", "normalisation"])
-    looks = [traces._category_fills([(n, 1.0, kind) for n, kind in enumerate(kinds)], 9) for kinds in pictures]
+    pictures = (
+        ["normalisation", "GEMM", "reduction"],
+        ["convolution", "reduction", "GEMM", "normalisation"],
+    )
+    looks = [
+        traces._category_fills([(n, 1.0, kind) for n, kind in enumerate(kinds)], 9)
+        for kinds in pictures
+    ]
     assert {looks[0][kind] == looks[1][kind] for kind in ("GEMM", "normalisation")} == {True}
     assert [len(set(fills.values())) for fills in looks] == [3, 4]
     assert len(set(plots.KIND_FILLS.values())) == len(plots.KIND_FILLS)

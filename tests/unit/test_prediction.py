@@ -1,4 +1,6 @@
-"""The launch model against queues that can be gone through by hand, and against itself where two ways must agree."""
+"""The launch model against queues that can be gone through by hand, and against itself where two
+ways must agree.
+"""
 
 from __future__ import annotations
 
@@ -26,12 +28,18 @@ from labutils.profiling.step_model import (
 )
 from labutils.profiling.trace import Given, Trace
 
-H200, BLACKWELL, H100 = (find_spec(name) for name in ("H200 SXM", "RTX PRO 6000 Blackwell Max-Q", "H100 SXM5"))
+H200, BLACKWELL, H100 = (
+    find_spec(name) for name in ("H200 SXM", "RTX PRO 6000 Blackwell Max-Q", "H100 SXM5")
+)
 
 
-def program(*works: float, waits: tuple[int, ...] = (), steps: int = 1, kind: str = "GEMM", phase: str = "") -> Program:
+def program(
+    *works: float, waits: tuple[int, ...] = (), steps: int = 1, kind: str = "GEMM", phase: str = ""
+) -> Program:
     """One kernel a launch, of so many ms; the host waits after those in `waits`."""
-    return Program(tuple(Given(phase, ((kind, ms, 1),), at in waits) for at, ms in enumerate(works)), steps)
+    return Program(
+        tuple(Given(phase, ((kind, ms, 1),), at in waits) for at, ms in enumerate(works)), steps
+    )
 
 
 # The queue of a trace
@@ -63,11 +71,20 @@ def test_a_graphs_launch_holds_all_of_its_kernels():
 
 
 def test_only_what_crosses_a_link_is_a_copy():
-    """A fill and a copy within the GPU's memory run in the stream as kernels do, and hide as they do."""
-    names = ("Memcpy HtoD (Pinned -> Device)", "Memcpy DtoD (Device -> Device)", "Memcpy PtoP (Device -> Device)")
+    """A fill and a copy within the GPU's memory run in the stream as kernels do, and hide as they
+    do.
+    """
+    names = (
+        "Memcpy HtoD (Pinned -> Device)",
+        "Memcpy DtoD (Device -> Device)",
+        "Memcpy PtoP (Device -> Device)",
+    )
     events = [mark("ProfilerStep#1", 0, 100)]
     for place, name in enumerate(names):
-        events += [call("cudaMemcpyAsync", 10 * place, 10 * place + 1, place), copy(name, 40, 50, place)]
+        events += [
+            call("cudaMemcpyAsync", 10 * place, 10 * place + 1, place),
+            copy(name, 40, 50, place),
+        ]
     events += [call("cudaMemsetAsync", 30, 31, 9), work("gpu_memset", "Memset (Device)", 40, 43, 9)]
     found = Program.of(Trace(events))
     kinds = {"copy": 0.02, "casts and layout": 0.01, "elementwise": 0.003}
@@ -84,13 +101,22 @@ def test_thin_products_move_to_another_card_with_its_bandwidth():
 
 
 def test_a_call_that_is_recorded_twice_is_one_launch():
-    events = [call("cudaLaunchKernel", 0, 9, 1), call("cuLaunchKernel", 2, 8, 1), kernel("nvjet_x", 10, 30, 1)]
+    events = [
+        call("cudaLaunchKernel", 0, 9, 1),
+        call("cuLaunchKernel", 2, 8, 1),
+        kernel("nvjet_x", 10, 30, 1),
+    ]
     assert len(Trace(events).queue()) == 1
 
 
 def test_without_a_gpu_every_operator_that_computes_waits():
-    queue = Trace([op("aten::mm", 0, 50), op("aten::view", 50, 51), op("aten::mul", 60, 70)]).queue()
-    assert [(given.work[0][0], given.waits) for given in queue] == [("GEMM", True), ("elementwise", True)]
+    queue = Trace(
+        [op("aten::mm", 0, 50), op("aten::view", 50, 51), op("aten::mul", 60, 70)]
+    ).queue()
+    assert [(given.work[0][0], given.waits) for given in queue] == [
+        ("GEMM", True),
+        ("elementwise", True),
+    ]
 
 
 # What a step takes
@@ -115,14 +141,22 @@ def test_a_phase_of_short_kernels_is_not_hidden_behind_one_of_long_kernels_that_
 
 
 def test_the_host_runs_ahead_by_the_queue_at_most():
-    """Behind one kernel of 10 s lie many empty ones: those beyond the queue are given after it is done."""
+    """Behind one kernel of 10 s lie many empty ones: those beyond the queue are given after it is
+    done.
+    """
     long_queue = program(10_000.0, *[0.0] * (2 * QUEUE), waits=(2 * QUEUE,))
     host = Host(1.0)
     assert replayed_ms(long_queue, host) == pytest.approx(10_001 + QUEUE, abs=3)
 
 
 def test_phases_have_their_own_cost():
-    both = Program((Given("forward", (("GEMM", 0.0, 1),), False), Given("backward", (("GEMM", 0.0, 1),), False)), 1)
+    both = Program(
+        (
+            Given("forward", (("GEMM", 0.0, 1),), False),
+            Given("backward", (("GEMM", 0.0, 1),), False),
+        ),
+        1,
+    )
     host = Host(7.0, {"forward": 3.0, "backward": 1.0})
     assert replayed_ms(both, host) == pytest.approx(4)
     assert host.mean_ms(both) == 2
@@ -169,7 +203,9 @@ def test_a_cpu_takes_the_sum(works, host_ms):
 
 
 def test_copies_are_exposed():
-    copied = Program((Given("", (("copy", 2.0, 1),), True), Given("", (("GEMM", 5.0, 1),), False)), 1)
+    copied = Program(
+        (Given("", (("copy", 2.0, 1),), True), Given("", (("GEMM", 5.0, 1),), False)), 1
+    )
     assert (copied.kernel_ms, copied.copy_ms, copied.launches, copied.waits) == (5, 2, 2, 1)
     assert bound_ms(copied, Host(1.0)) == 7
 
@@ -185,7 +221,10 @@ def learnt(events, step_ms: float) -> Host:
 def test_the_hosts_time_is_learnt_from_a_step_whose_kernels_are_short():
     events = [mark("ProfilerStep#1", 0, 1000), mark("backward", 600, 1000)]
     for place, start in enumerate((0, 200, 400, 600, 800)):
-        events += [call("cudaLaunchKernel", start, start + 5, place), kernel("nvjet_x", start + 6, start + 8, place)]
+        events += [
+            call("cudaLaunchKernel", start, start + 5, place),
+            kernel("nvjet_x", start + 6, start + 8, place),
+        ]
     host = learnt(events, step_ms=0.5)  # half of what the profiler made of it
     assert host.of("") == pytest.approx(0.1, rel=0.02)
     assert host.of("backward") == pytest.approx(0.1, rel=0.02)
@@ -203,12 +242,18 @@ def test_where_host_and_device_take_turns_any_share_tells():
     """Three milliseconds of four are the operators' own: the fourth is the host's."""
     events = [op("aten::mm", 0, 1500), op("aten::mul", 1500, 3000)]
     assert learnt(events, 4.0).of("") == pytest.approx(0.5, rel=1e-3)
-    with pytest.raises(ValueError, match="3.0 ms together, a whole step without the profiler 2.5 ms: other programs"):
+    with pytest.raises(
+        ValueError,
+        match="3.0 ms together, a whole step without the profiler 2.5 ms: other programs",
+    ):
         learnt(events, 2.5)
 
 
 def test_a_light_step_without_launches_is_refused():
-    events = [mark("ProfilerStep#1", 0, 1000), copy("Memcpy HtoD", 10, 20, 5)]  # copied by a call before the record
+    events = [
+        mark("ProfilerStep#1", 0, 1000),
+        copy("Memcpy HtoD", 10, 20, 5),
+    ]  # copied by a call before the record
     with pytest.raises(ValueError, match="no launch"):
         learnt(events, step_ms=1.0)
 
@@ -218,7 +263,12 @@ def test_a_light_step_without_launches_is_refused():
 
 @pytest.mark.parametrize(
     ("kind", "expected"),
-    [("GEMM", 989.4 / 438.9), ("attention", 989.4 / 438.9), ("elementwise", 3352 / 1792), ("copy", 1.0)],
+    [
+        ("GEMM", 989.4 / 438.9),
+        ("attention", 989.4 / 438.9),
+        ("elementwise", 3352 / 1792),
+        ("copy", 1.0),
+    ],
 )
 def test_a_kind_scales_with_what_bounds_it(kind, expected):
     assert scale(kind, H100, BLACKWELL, "bf16") == pytest.approx(expected)
@@ -227,7 +277,9 @@ def test_a_kind_scales_with_what_bounds_it(kind, expected):
 
 def test_products_of_few_flops_a_byte_scale_with_the_bandwidth():
     assert scale("GEMM", H100, BLACKWELL, "bf16", intensity=50) == pytest.approx(3352 / 1792)
-    between = scale("GEMM", H100, BLACKWELL, "bf16", intensity=270)  # memory bounds the H100, arithmetic the other
+    between = scale(
+        "GEMM", H100, BLACKWELL, "bf16", intensity=270
+    )  # memory bounds the H100, arithmetic the other
     assert between == pytest.approx(270 * 3352 / 1e3 / 438.9)
     assert attainable(H100, "bf16", 100) == pytest.approx(335.2)
 
@@ -248,7 +300,10 @@ def test_there_and_back_changes_nothing(works):
 def test_no_kernel_is_shorter_than_an_empty_one():
     one = program(0.002, 1.002, kind="elementwise")
     faster = one.on(find_spec("B200"), H200, "bf16", empty_ms=0.002)
-    assert [piece.work[0][1] for piece in faster.given] == [pytest.approx(0.002), pytest.approx(0.002 + 4.8 / 8)]
+    assert [piece.work[0][1] for piece in faster.given] == [
+        pytest.approx(0.002),
+        pytest.approx(0.002 + 4.8 / 8),
+    ]
 
 
 def test_all_cards_of_the_course_have_data_sheets():
@@ -266,9 +321,13 @@ def test_curves_cross_where_they_change_places():
 
 
 def test_the_slower_card_wins_once_the_other_ones_host_is_slow_enough():
-    """100 launches; kernels of 50 ms here and 100 ms on the rival, whose host takes 0.1 ms: equal at 1 ms a launch."""
+    """100 launches; kernels of 50 ms here and 100 ms on the rival, whose host takes 0.1 ms: equal
+    at 1 ms a launch.
+    """
     here, rival = program(*[0.5] * 100), replayed_ms(program(*[1.0] * 100), Host(0.1))
-    assert crossing(lambda ms: replayed_ms(here, Host(ms)), lambda ms: rival, 0.1, 10) == pytest.approx(1, rel=1e-3)
+    assert crossing(
+        lambda ms: replayed_ms(here, Host(ms)), lambda ms: rival, 0.1, 10
+    ) == pytest.approx(1, rel=1e-3)
 
 
 # Larger models
@@ -284,7 +343,9 @@ def test_a_step_in_bulk():
 def test_a_larger_step_is_the_traced_one_many_times_over():
     traced, host = program(*[1.0] * 10, waits=(4, 9)), Host(0.5)
     step = Bulk(flops=1.0, intensity=1.0, launches=70, examples=1)
-    assert step.like_ms(traced, kernel_ms=70, host=host) == pytest.approx(7 * replayed_ms(traced, host))
+    assert step.like_ms(traced, kernel_ms=70, host=host) == pytest.approx(
+        7 * replayed_ms(traced, host)
+    )
     assert step.like_ms(traced, kernel_ms=7e6, host=host) == pytest.approx(7e6, rel=1e-4)
     assert step.like_ms(traced, kernel_ms=0.0, host=host) == pytest.approx(35)
 

@@ -1,4 +1,6 @@
-"""labutils.training.processes: children that wait for their turn, and what is said of those that fail."""
+"""labutils.training.processes: children that wait for their turn, and what is said of those that
+fail.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,9 @@ import pytest
 
 from labutils.training.processes import Child
 
-WAITS = "import sys; print('warm'); print('ready', flush=True); print(sys.stdin.readline().strip() * 2)"
+WAITS = (
+    "import sys; print('warm'); print('ready', flush=True); print(sys.stdin.readline().strip() * 2)"
+)
 
 
 def child(program: str, limit_s: float = 60, **variables: str) -> Child:
@@ -37,7 +41,10 @@ def test_children_get_ready_side_by_side():
     ("program", "last"),
     [
         ("raise SystemExit('no room')", "no room"),
-        ("import sys; print('no room', file=sys.stderr); 1 / 0", "ZeroDivisionError: division by zero"),
+        (
+            "import sys; print('no room', file=sys.stderr); 1 / 0",
+            "ZeroDivisionError: division by zero",
+        ),
     ],
 )
 def test_one_that_fails_before_it_is_ready_says_why(program, last):
@@ -57,7 +64,9 @@ def test_what_it_said_before_it_failed_is_not_lost():
 
 
 def test_what_it_said_before_it_was_ready_is_no_answer():
-    with child("import sys; print(2); print('ready', flush=True); sys.stdin.readline(); sys.exit('broke')") as failed:
+    with child(
+        "import sys; print(2); print('ready', flush=True); sys.stdin.readline(); sys.exit('broke')"
+    ) as failed:
         assert failed.until_ready() == "2\n"
         failed.go()
         assert failed.until_end() == ""

@@ -19,7 +19,9 @@ def values_for(name: str) -> st.SearchStrategy:
     spec = KNOBS[name]
     if choices := spec.metadata["choices"]:
         return st.sampled_from(choices)
-    return {bool: st.booleans(), int: st.integers(-3, 64), float: st.floats(), str: st.text()}[type(spec.default)]
+    return {bool: st.booleans(), int: st.integers(-3, 64), float: st.floats(), str: st.text()}[
+        type(spec.default)
+    ]
 
 
 changes = st.sets(st.sampled_from(sorted(KNOBS)), max_size=6).flatmap(
@@ -41,7 +43,9 @@ def test_a_change_is_taken_or_refused_by_name(change):
     recipe = made(change)
     if recipe is not None:
         assert recipe.changes_from(STOCK) == {
-            name: (getattr(STOCK, name), value) for name, value in change.items() if value != getattr(STOCK, name)
+            name: (getattr(STOCK, name), value)
+            for name, value in change.items()
+            if value != getattr(STOCK, name)
         }
 
 
@@ -102,5 +106,15 @@ def test_knobs_that_contradict_each_other_are_refused(change):
 
 def test_every_knob_is_documented_and_its_default_is_the_articles():
     assert all(spec.metadata["help"] for spec in KNOBS.values())
-    assert (STOCK.micro_batch, STOCK.accumulation, STOCK.rank, STOCK.learning_rate) == (1, 4, 4, 1e-4)
-    assert (STOCK.num_workers, STOCK.precision, STOCK.compile, STOCK.driver) == (0, "fp16", "off", "accelerate")
+    assert (STOCK.micro_batch, STOCK.accumulation, STOCK.rank, STOCK.learning_rate) == (
+        1,
+        4,
+        4,
+        1e-4,
+    )
+    assert (STOCK.num_workers, STOCK.precision, STOCK.compile, STOCK.driver) == (
+        0,
+        "fp16",
+        "off",
+        "accelerate",
+    )

@@ -32,7 +32,11 @@ def run(dynamic: bool | None, sizes: tuple[int, ...]) -> Compilation:
 )
 def test_three_sizes(dynamic, graphs, recompilations):
     found = run(dynamic, (3, 4, 5, 3))
-    assert (found.graphs, found.compilations, found.recompilations) == (graphs, graphs, recompilations)
+    assert (found.graphs, found.compilations, found.recompilations) == (
+        graphs,
+        graphs,
+        recompilations,
+    )
     assert found.breaks.total() == 0
     assert found.seconds > 0
     assert found.metrics() == {
@@ -62,7 +66,10 @@ def test_a_graph_break_is_counted_with_its_reason():
 
 
 def test_a_function_that_is_given_up_is_named():
-    with mock.patch.object(torch._dynamo.config, "recompile_limit", 2), variants_allowed("default", "automatic"):
+    with (
+        mock.patch.object(torch._dynamo.config, "recompile_limit", 2),
+        variants_allowed("default", "automatic"),
+    ):
         found = run(False, (3, 4, 5, 6))
     assert (found.graphs, found.given_up) == (2, ["doubled"])
 
@@ -74,7 +81,9 @@ def test_elsewhere_too_many_versions_are_an_error(monkeypatch):
 
 
 def test_other_sessions_variants_do_not_count_against_a_recipe():
-    """PyTorch's own 8 are passed, and what was allowed is forgotten afterwards: others still get the default."""
+    """PyTorch's own 8 are passed, and what was allowed is forgotten afterwards: others still get
+    the default.
+    """
     config = torch._dynamo.config
     before = config.recompile_limit, config.fail_on_recompile_limit_hit
     with variants_allowed("default", "any"):

@@ -1,4 +1,6 @@
-"""`labutils report`: whatever results there are, it reads them, says where they come from, and fits the page."""
+"""`labutils report`: whatever results there are, it reads them, says where they come from, and fits
+the page.
+"""
 
 from __future__ import annotations
 
@@ -58,9 +60,13 @@ def test_the_article_s_numbers_confirm_everything(tmp_path, capsys):
 
 
 def test_a_torn_line_and_unknown_records_do_no_harm(tmp_path, capsys):
-    folder = write(tmp_path / "here", *article_runs().values(), untimed("11", "scoreboard"), Run("77", "x"))
+    folder = write(
+        tmp_path / "here", *article_runs().values(), untimed("11", "scoreboard"), Run("77", "x")
+    )
     with (folder / "results.jsonl").open("a") as file:
-        file.write('\n[1, 2]\n{"lab": "04", "status": "prediction", "topic": "t"}\n{"lab": "04", "run": "sto')
+        file.write(
+            '\n[1, 2]\n{"lab": "04", "status": "prediction", "topic": "t"}\n{"lab": "04", "run": "sto'
+        )
     assert as_json(capsys, folder)["verdicts"] == ALL_CONFIRMED
     assert report.main(folder, as_json=False) == 0
 
@@ -94,9 +100,7 @@ def test_lines_that_can_not_be_used_are_counted_and_explained(tmp_path, capsys):
     page = as_json(capsys, folder)
     assert [rung["step_ms"] for rung in page["ladder"]] == [1160]
     (told,) = page["passed_over"]
-    reasons = (
-        "line 4 is not JSON; line 5 has schema 99, and this version reads 1; line 7 has metrics that are no object"
-    )
+    reasons = "line 4 is not JSON; line 5 has schema 99, and this version reads 1; line 7 has metrics that are no object"
     assert f"{folder / 'results.jsonl'}: 6 of 8 lines can't be used ({reasons}; and 3 more)" in told
     assert f"labutils run LAB --force --results {folder}" in told
     assert report.main(folder, as_json=False) == 0
@@ -131,7 +135,10 @@ def test_a_folder_in_the_place_of_a_results_file_is_named(tmp_path, capsys):
     place = tmp_path / "results.jsonl"
     place.mkdir()
     assert report.main(tmp_path, as_json=True) == 2
-    assert f"{place} is a folder, where the file of that name belongs. Move it away: mv " in capsys.readouterr().err
+    assert (
+        f"{place} is a folder, where the file of that name belongs. Move it away: mv "
+        in capsys.readouterr().err
+    )
     write(place, timed("04", "stock", 1160))
     assert report.main(tmp_path, as_json=True) == 2
     assert f"Name it: --results {place}" in capsys.readouterr().err
@@ -150,15 +157,23 @@ def test_odd_numbers_do_no_harm(tmp_path, capsys, odd):
         {"run": "recipe", "metrics": {"step_ms": summary}, "recipe": {"micro_batch": odd}},
         {"run": "plain"},
     ]
-    (tmp_path / "results.jsonl").write_text("".join(json.dumps({"lab": "04"} | r) + "\n" for r in records))
+    (tmp_path / "results.jsonl").write_text(
+        "".join(json.dumps({"lab": "04"} | r) + "\n" for r in records)
+    )
     beyond_every_float = odd == 10**400  # a record with such a number is passed over whole
-    assert ("even" in [rung["rung"] for rung in as_json(capsys, tmp_path)["ladder"]]) != beyond_every_float
+    assert (
+        "even" in [rung["rung"] for rung in as_json(capsys, tmp_path)["ladder"]]
+    ) != beyond_every_float
     assert report.main(tmp_path, as_json=False) == 0
 
 
 @pytest.mark.parametrize(
     ("place", "problem"),
-    [("~nosuchuser/x", "doesn't know"), ("x" * 300, "does not exist"), ("loop", "is a link that leads nowhere")],
+    [
+        ("~nosuchuser/x", "doesn't know"),
+        ("x" * 300, "does not exist"),
+        ("loop", "is a link that leads nowhere"),
+    ],
 )
 def test_an_odd_folder_is_one_message(tmp_path, monkeypatch, capsys, place, problem):
     monkeypatch.chdir(tmp_path)
@@ -199,7 +214,9 @@ def test_the_environment_names_the_results(tmp_path, capsys, monkeypatch):
 
 def test_of_each_lab_the_newest_file_counts_and_none_is_mixed(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(report, "REPOSITORY", tmp_path)
-    old = write(tmp_path / "results" / "old", timed("03", "workers=0", 1160), timed("04", "stock", 1160))
+    old = write(
+        tmp_path / "results" / "old", timed("03", "workers=0", 1160), timed("04", "stock", 1160)
+    )
     new = write(tmp_path / "results" / "new", timed("03", "workers=3", 564))
     import os
 
@@ -225,7 +242,13 @@ def test_the_ladder_goes_lane_by_lane_with_speedups_over_stock():
     merged = in_lane(timed("04", "merged", 40), "same mathematics")
     merged.recipe = {"micro_batch": 4, "accumulation": 1}
     graph = in_lane(timed("04", "graph", 100, gpu_busy=0.97, floor_ms=15), "same work")
-    rungs = ladder_of(merged, timed("04", "stock", 1000), graph, timed("04", "workers", 500), timed("03", "stock", 1))
+    rungs = ladder_of(
+        merged,
+        timed("04", "stock", 1000),
+        graph,
+        timed("04", "workers", 500),
+        timed("03", "stock", 1),
+    )
     assert [(r.rung, r.lane) for r in rungs] == [
         ("stock", "article"),
         ("workers", "article"),
@@ -242,7 +265,9 @@ def test_the_ladder_leaves_out_failures_and_other_amounts_of_work():
     control.recipe = {"micro_batch": 1, "accumulation": 1}
     failed = timed("04", "max-autotune", 1)
     failed.status = "error: RuntimeError"
-    rungs = ladder_of(timed("04", "stock", 1000), control, failed, untimed("04", "reduce-overhead", failed=1))
+    rungs = ladder_of(
+        timed("04", "stock", 1000), control, failed, untimed("04", "reduce-overhead", failed=1)
+    )
     assert [r.rung for r in rungs] == ["stock"]
 
 
@@ -278,7 +303,9 @@ def test_a_ladder_is_shown_once_where_the_report_is_of_the_reference_itself(ms, 
     assert said.count("The ladder here") == (ours != theirs)
 
 
-@pytest.mark.parametrize(("gpus", "header"), [(["NVIDIA H200"], "H200"), (["NVIDIA H200", "B200"], "reference")])
+@pytest.mark.parametrize(
+    ("gpus", "header"), [(["NVIDIA H200"], "H200"), (["NVIDIA H200", "B200"], "reference")]
+)
 def test_the_reference_is_called_by_its_machine_where_it_is_one(gpus, header, tmp_path, capsys):
     runs = list(article_runs().values())
     for number, run in enumerate(runs):
@@ -293,7 +320,11 @@ def test_words_are_not_broken_in_cells(tmp_path, capsys):
     """The article's own words, and the verdict that is longest in one word."""
     runs = article_runs() | {("04", "pinned"): timed("04", "pinned", 4 * 101, spread=0.02)}
     assert report.main(write(tmp_path / "here", *runs.values()), as_json=False) == 0
-    cells = [cell.split() for line in capsys.readouterr().out.splitlines() for cell in line.split("│")[1:]]
+    cells = [
+        cell.split()
+        for line in capsys.readouterr().out.splitlines()
+        for cell in line.split("│")[1:]
+    ]
     said = {word for cell in cells for word in cell}
     assert {"inconclusive", "synchronisation", "utilisation"} <= said
 

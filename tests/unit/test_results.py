@@ -14,7 +14,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from labutils.results import records
-from labutils.results.records import Results, Run, named, read_records, read_runs, runs_of, summarise, versions
+from labutils.results.records import (
+    Results,
+    Run,
+    named,
+    read_records,
+    read_runs,
+    runs_of,
+    summarise,
+    versions,
+)
 
 numbers = st.floats(allow_nan=False, allow_infinity=False)
 words = st.text(st.characters(codec="utf-8"), max_size=20)
@@ -62,13 +71,19 @@ def test_a_line_separator_inside_a_text_does_not_end_its_record(separator):
 
 
 def test_several_processes_append_to_one_file_at_once(tmp_path):
-    """Long lines, so that a write has time to be cut by another; and one that was killed left half a line."""
+    """Long lines, so that a write has time to be cut by another; and one that was killed left half
+    a line.
+    """
     (tmp_path / "results.jsonl").write_bytes(b'{"lab": "00", "run": "cut o')
     program = (
-        "import sys; from labutils.results.records import Results, Run; kept = Results(sys.argv[1])\n"
-        "for place in range(40): kept.append(Run(sys.argv[2], str(place), samples={'ms': [place + 0.5] * 20_000}))"
+        "import sys; from labutils.results.records import Results, Run; kept = "
+        "Results(sys.argv[1])\n"
+        "for place in range(40): kept.append(Run(sys.argv[2], str(place), "
+        "samples={'ms': [place + 0.5] * 20_000}))"
     )
-    writers = [subprocess.Popen([sys.executable, "-c", program, tmp_path, f"{n:02}"]) for n in range(4)]
+    writers = [
+        subprocess.Popen([sys.executable, "-c", program, tmp_path, f"{n:02}"]) for n in range(4)
+    ]
     assert [writer.wait(60) for writer in writers] == [0] * 4
     lines = (tmp_path / "results.jsonl").read_text().split("\n")
     assert len(lines) == 1 + 4 * 40 + 1  # what was cut off, and nothing after the last
@@ -80,7 +95,8 @@ def test_several_processes_append_to_one_file_at_once(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("word", "told"), [(None, None), ("2", 2), ('{"notebook": "a"}', {"notebook": "a"}), ("two", None)]
+    ("word", "told"),
+    [(None, None), ("2", 2), ('{"notebook": "a"}', {"notebook": "a"}), ("two", None)],
 )
 def test_what_the_runner_told_is_read(monkeypatch, word, told):
     monkeypatch.delenv(records.BESIDE, raising=False)
@@ -94,7 +110,13 @@ def test_a_run_alone_says_nothing_of_others():
     assert Run("03", "workers=0", beside=2).record()["beside"] == 2
 
 
-@given(st.lists(st.one_of(st.binary(max_size=30), st.sampled_from([b"[1]", b"null", b'"x"', b"{}", b'{"lab": 3']))))
+@given(
+    st.lists(
+        st.one_of(
+            st.binary(max_size=30), st.sampled_from([b"[1]", b"null", b'"x"', b"{}", b'{"lab": 3'])
+        )
+    )
+)
 def test_foreign_lines_are_passed_over(lines):
     folder = folder_with([Run("00", "machine")])
     with (folder / "results.jsonl").open("ab") as file:
@@ -120,21 +142,30 @@ def test_a_line_beyond_python_s_limits_is_passed_over(line):
 def test_a_record_of_another_schema_is_passed_over_and_its_run_is_measured_again():
     folder = folder_with([Run("00", "machine")])
     with (folder / "results.jsonl").open("a") as file:
-        file.write('{"schema": 99, "lab": "00", "run": "machine", "status": "oom"}\n{"schema": 99, "status": "done"}\n')
+        file.write(
+            '{"schema": 99, "lab": "00", "run": "machine", "status": "oom"}\n{"schema": 99, "status": "done"}\n'
+        )
     assert [record["schema"] for record in read_records(folder)] == [records.SCHEMA]
     assert read_runs(folder)["00", "machine"].ok
 
 
 @pytest.mark.parametrize(
     "record",
-    [{"run": "x"}, {"lab": 3, "run": "x"}, {"lab": "03", "run": ["x"]}, {"lab": "03", "run": "x", "metrics": 1}],
+    [
+        {"run": "x"},
+        {"lab": 3, "run": "x"},
+        {"lab": "03", "run": ["x"]},
+        {"lab": "03", "run": "x", "metrics": 1},
+    ],
 )
 def test_an_unsound_record_is_no_run(record):
     assert runs_of([record]) == {}
 
 
 def test_a_path_that_can_not_be_followed_says_what_to_type(tmp_path, monkeypatch):
-    with pytest.raises(ValueError, match=r"~nosuchuser/x lies in the home .*--results results/NAME"):
+    with pytest.raises(
+        ValueError, match=r"~nosuchuser/x lies in the home .*--results results/NAME"
+    ):
         named("~nosuchuser/x")
     (tmp_path / "gone").mkdir()
     monkeypatch.chdir(tmp_path / "gone")
@@ -179,7 +210,9 @@ def test_summaries_are_the_usual_percentiles(samples):
     summary = summarise(samples)
     assert summary["n"] == len(samples)
     for name, percent in {"median": 50, "p10": 10, "p90": 90}.items():
-        np.testing.assert_allclose(summary[name], np.percentile(samples, percent), rtol=1e-9, atol=1e-6)
+        np.testing.assert_allclose(
+            summary[name], np.percentile(samples, percent), rtol=1e-9, atol=1e-6
+        )
 
 
 def test_nothing_measured_has_no_summary():

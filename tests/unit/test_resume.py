@@ -1,4 +1,6 @@
-"""Killed and resumed, a run ends where an unbroken one does; what it saves is whole, checked, and loads elsewhere."""
+"""Killed and resumed, a run ends where an unbroken one does; what it saves is whole, checked, and
+loads elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ def single_thread():
 def elsewhere(mode: str, folder: Path) -> list[str]:
     """What the other process printed."""
     script = Path(__file__).parent / "interrupted_runs.py"
-    done = subprocess.run([sys.executable, script, mode, folder], capture_output=True, text=True, timeout=200)
+    done = subprocess.run(
+        [sys.executable, script, mode, folder], capture_output=True, text=True, timeout=200
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout.split()
 
@@ -55,8 +59,13 @@ def test_a_killed_run_ends_where_an_unbroken_one_does(name, resumed, tmp_path):
     found = torch.load(resumed / name / "final.pt")
     assert found["step"] == unbroken["step"] == STEPS
     assert found["weights"].keys() == unbroken["weights"].keys()
-    assert all(torch.equal(found["weights"][key], unbroken["weights"][key]) for key in found["weights"])
-    assert all(torch.equal(mine, other) for mine, other in zip(found["moments"], unbroken["moments"], strict=True))
+    assert all(
+        torch.equal(found["weights"][key], unbroken["weights"][key]) for key in found["weights"]
+    )
+    assert all(
+        torch.equal(mine, other)
+        for mine, other in zip(found["moments"], unbroken["moments"], strict=True)
+    )
     assert found["losses"] == unbroken["losses"][CASES[name].saved :]
     assert len(set(unbroken["losses"])) == STEPS
 
@@ -78,7 +87,7 @@ def test_a_save_that_is_killed_leaves_the_last_one(resumed):
         assert session.step_count == Case(EAGER).saved
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # What is refused
 
 
@@ -152,7 +161,9 @@ def test_another_programs_file_is_refused(content, workload, folder):
 def test_another_recipes_checkpoint_is_refused_by_the_knobs_name(change, workload, folder):
     ((knob, value),) = change.items()
     had = getattr(QUICK, knob)
-    with pytest.raises(ValueError, match=f"was written with {knob}={had!r}; this run has {value!r}"):
+    with pytest.raises(
+        ValueError, match=f"was written with {knob}={had!r}; this run has {value!r}"
+    ):
         Session(workload, QUICK.but(**change), folder, resume=True)
 
 
@@ -165,13 +176,20 @@ def test_another_workloads_checkpoint_is_refused(folder):
         ),
         lambda model, recipe: range(16),
     )
-    with pytest.raises(ValueError, match="was written with workload=.*'tiny'.*; this run has .*'small'"):
+    with pytest.raises(
+        ValueError, match="was written with workload=.*'tiny'.*; this run has .*'small'"
+    ):
         Session(other, QUICK, folder, resume=True)
 
 
 @pytest.mark.parametrize(
     "change",
-    [{"driver": "accelerate"}, {"logging": "ring-buffer"}, {"num_workers": 1}, {"memory_format": "channels_last"}],
+    [
+        {"driver": "accelerate"},
+        {"logging": "ring-buffer"},
+        {"num_workers": 1},
+        {"memory_format": "channels_last"},
+    ],
 )
 def test_knobs_of_speed_may_change(change, workload, folder):
     """Whoever drives, it is the same training: the resumed steps have the same losses."""
@@ -214,7 +232,7 @@ def test_a_disk_that_is_full_leaves_the_last_checkpoint(workload, folder, monkey
     assert [path.name for path in folder.glob(f"{FILE}*")] == [FILE]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # The adapter elsewhere
 
 
@@ -235,11 +253,13 @@ def test_a_trained_adapter_loads_with_peft_and_with_diffusers(kind, workload, tm
     untrained = bare(*inputs).sample
     assert (expected - untrained).abs().max() > 1e-3
     torch.testing.assert_close(PeftModel.from_pretrained(bare, tmp_path)(*inputs).sample, expected)
-    others.load_lora_adapter(tmp_path, prefix="unet", weight_name="pytorch_lora_weights.safetensors")
+    others.load_lora_adapter(
+        tmp_path, prefix="unet", weight_name="pytorch_lora_weights.safetensors"
+    )
     torch.testing.assert_close(others(*inputs).sample, expected)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # A model that reads images and text
 
 
@@ -247,8 +267,19 @@ def test_a_trained_adapter_loads_with_peft_and_with_diffusers(kind, workload, tm
     "knobs",
     [
         {},
-        {"layers": "rewritten", "shapes": "packed", "token_budget": 8192, "micro_batch": 1, "loss": "answers"},
-        {"layers": "rewritten", "shapes": "buckets", "token_budget": 3500, "base_linear": "fp8-frozen"},
+        {
+            "layers": "rewritten",
+            "shapes": "packed",
+            "token_budget": 8192,
+            "micro_batch": 1,
+            "loss": "answers",
+        },
+        {
+            "layers": "rewritten",
+            "shapes": "buckets",
+            "token_budget": 3500,
+            "base_linear": "fp8-frozen",
+        },
     ],
     ids=["as they come", "packed", "buckets"],
 )
@@ -269,7 +300,9 @@ def test_a_resumed_llava_run_ends_where_an_unbroken_one_does(knobs, tmp_path):
         Session(varied, recipe.but(token_budget=9000), tmp_path, resume=True)
 
 
-@pytest.mark.parametrize("knobs", [{}, {"layers": "rewritten", "adapter": "plain"}, {"base_linear": "nf4"}])
+@pytest.mark.parametrize(
+    "knobs", [{}, {"layers": "rewritten", "adapter": "plain"}, {"base_linear": "nf4"}]
+)
 def test_a_saved_llava_adapter_loads_in_peft(knobs, tmp_path):
     from peft import PeftModel
 
@@ -281,7 +314,10 @@ def test_a_saved_llava_adapter_loads_in_peft(knobs, tmp_path):
         torch.manual_seed(0)  # the frozen weights that the session has
         base = build_llava(workload.size, torch.device("cpu"), torch.float32)
         loaded = PeftModel.from_pretrained(base, str(tmp_path))
-        found = {name.removeprefix("base_model.model."): matrix for name, matrix in adapter_state(loaded).items()}
+        found = {
+            name.removeprefix("base_model.model."): matrix
+            for name, matrix in adapter_state(loaded).items()
+        }
         assert found.keys() == saved.keys()
         assert all(torch.equal(found[name], matrix) for name, matrix in saved.items())
         if not knobs:

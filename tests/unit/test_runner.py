@@ -1,4 +1,6 @@
-"""The runner: usage checked before anything runs, every kind of failure told apart, and nothing measured lost."""
+"""The runner: usage checked before anything runs, every kind of failure told apart, and nothing
+measured lost.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,9 @@ def run(results_folder):
 
     def call(*labs: str, **options) -> tuple[int, str]:
         said: list[str] = []
-        code = runner.run(labs, Options(**{"scale": "tiny", "results": results_folder, **options}), said.append)
+        code = runner.run(
+            labs, Options(**{"scale": "tiny", "results": results_folder, **options}), said.append
+        )
         return code, "\n".join(said)
 
     return call
@@ -72,15 +76,21 @@ def run(results_folder):
         ({"weights": "mine"}, "weights is 'mine', but it takes one of: random, hub"),
     ],
 )
-def test_wrong_usage_is_refused_and_leaves_nothing_behind(notebooks, run, results_folder, options, message):
+def test_wrong_usage_is_refused_and_leaves_nothing_behind(
+    notebooks, run, results_folder, options, message
+):
     with pytest.raises(UsageError, match=message):
         run(notebooks("fine"), **options)
     assert not results_folder.exists()
 
 
 def test_every_lab_must_know_a_parameter_that_is_given(notebooks, run, tmp_path, results_folder):
-    nbformat.write(nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("1")]), tmp_path / "bare.ipynb")
-    with pytest.raises(UsageError, match="Lab bare has no parameter 'steps'. It has none of its own"):
+    nbformat.write(
+        nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("1")]), tmp_path / "bare.ipynb"
+    )
+    with pytest.raises(
+        UsageError, match="Lab bare has no parameter 'steps'. It has none of its own"
+    ):
         run(notebooks("fine"), str(tmp_path / "bare.ipynb"), given={"steps": "3"})
     assert not results_folder.exists()
 
@@ -119,7 +129,9 @@ def test_a_file_that_is_no_notebook_is_refused(tmp_path):
         ("taken/results.jsonl", "taken/results.jsonl/results.jsonl is a folder, not a file"),
     ],
 )
-def test_results_that_can_not_be_kept_are_refused_even_for_root(notebooks, run, tmp_path, place, message):
+def test_results_that_can_not_be_kept_are_refused_even_for_root(
+    notebooks, run, tmp_path, place, message
+):
     (tmp_path / "a-file").write_text("")
     (tmp_path / "taken" / "results.jsonl" / "results.jsonl").mkdir(parents=True)
     with pytest.raises(UsageError, match=f"{message}. Nothing was run. .*--results DIR"):
@@ -129,7 +141,10 @@ def test_results_that_can_not_be_kept_are_refused_even_for_root(notebooks, run, 
 @pytest.mark.parametrize(
     ("place", "message"),
     [
-        ("~nosuchuser/x", "~nosuchuser/x lies in the home folder of a user .*--results results/NAME"),
+        (
+            "~nosuchuser/x",
+            "~nosuchuser/x lies in the home folder of a user .*--results results/NAME",
+        ),
         ("x" * 300, "file name too long. Nothing was run"),
         ("loop", "loop is a link that leads nowhere. Nothing was run"),
         ("loop/x", "loop is a link that leads nowhere. Nothing was run"),
@@ -176,7 +191,9 @@ def test_a_link_to_the_lab_is_not_written_through(notebooks, run, results_folder
 def test_two_labs_of_one_number_are_refused(notebooks, run, tmp_path, results_folder):
     (tmp_path / "copies").mkdir()
     copy = troubled_notebooks.write(tmp_path / "copies", "fine")
-    with pytest.raises(UsageError, match="are both lab fine: .* Nothing was run.*a --results of its own"):
+    with pytest.raises(
+        UsageError, match="are both lab fine: .* Nothing was run.*a --results of its own"
+    ):
         run(notebooks("fine"), str(copy), jobs=2)
     assert not results_folder.exists()
 
@@ -212,7 +229,9 @@ def test_a_lab_whose_output_can_not_be_written_fails_alone(notebooks, run, resul
 
 
 def test_odd_parameters_on_record_are_not_done():
-    assert not planning.is_done([{"parameters": [1]}, {"parameters": None}, {"parameters": {"steps": 4}}], {"steps": 3})
+    assert not planning.is_done(
+        [{"parameters": [1]}, {"parameters": None}, {"parameters": {"steps": 4}}], {"steps": 3}
+    )
 
 
 def test_the_last_lines_can_be_typed_as_they_are(notebooks, tmp_path):
@@ -239,7 +258,11 @@ def test_a_word_becomes_a_value_of_the_declared_type_or_is_refused(word, kind):
         assert type(value) is parameters.KINDS[kind]
 
 
-@given(st.one_of(st.integers(), st.booleans(), st.floats(allow_nan=False, allow_infinity=False), st.text()))
+@given(
+    st.one_of(
+        st.integers(), st.booleans(), st.floats(allow_nan=False, allow_infinity=False), st.text()
+    )
+)
 def test_values_survive_the_command_line(value):
     assert parameters.read("knob", str(value), type(value).__name__) == value
 
@@ -248,20 +271,39 @@ def test_values_survive_the_command_line(value):
 
 
 def test_a_lab_gets_its_parameters_and_this_interpreter(notebooks, run, results_folder):
-    code, said = run(notebooks("fine"), given={"steps": "5", "loud": "true", "rate": "2", "word": "false"})
+    code, said = run(
+        notebooks("fine"), given={"steps": "5", "loud": "true", "rate": "2", "word": "false"}
+    )
     assert code == 0, said
     metrics = read_runs(results_folder)["fine", "first"].metrics
-    assert metrics == {"steps": 5, "loud": True, "rate": 2.0, "word": "false", "python": sys.executable}
+    assert metrics == {
+        "steps": 5,
+        "loud": True,
+        "rate": 2.0,
+        "word": "false",
+        "python": sys.executable,
+    }
     executed = nbformat.read(results_folder / "notebooks" / "fine.ipynb", as_version=4)
-    assert [cell.execution_count for cell in executed.cells if cell.cell_type == "code"] == [1, 2, 3, 4]
+    assert [cell.execution_count for cell in executed.cells if cell.cell_type == "code"] == [
+        1,
+        2,
+        3,
+        4,
+    ]
     assert executed.metadata.labutils["status"] == "done"
     assert str(results_folder.parent) not in executed.metadata.papermill.__repr__()
 
 
-def test_a_kernel_of_that_name_installed_elsewhere_is_not_taken(notebooks, run, tmp_path, monkeypatch, results_folder):
+def test_a_kernel_of_that_name_installed_elsewhere_is_not_taken(
+    notebooks, run, tmp_path, monkeypatch, results_folder
+):
     wrong = tmp_path / "jupyter" / "kernels" / "python3"
     wrong.mkdir(parents=True)
-    spec = {"argv": ["/bin/false", "{connection_file}"], "display_name": "wrong", "language": "python"}
+    spec = {
+        "argv": ["/bin/false", "{connection_file}"],
+        "display_name": "wrong",
+        "language": "python",
+    }
     (wrong / "kernel.json").write_text(json.dumps(spec))
     monkeypatch.setenv("JUPYTER_PATH", str(tmp_path / "jupyter"))
     code, said = run(notebooks("fine"))
@@ -275,7 +317,8 @@ def test_failures_are_told_apart_and_the_other_labs_still_run(notebooks, run, re
     for sentence in [
         "Lab raises failed in cell [4] of",
         "ValueError: no such shape: 3 x 4",
-        "Lab exits died in the cell that begins with `os._exit(3)` (section 1 · What happens): its kernel",
+        "Lab exits died in the cell that begins with `os._exit(3)` (section 1 · What happens): its "
+        "kernel",
         "ended by itself with exit code 3",
         "Lab killed died in",
         "(SIGKILL). Most often that is the system running out of memory",
@@ -290,7 +333,9 @@ def test_failures_are_told_apart_and_the_other_labs_still_run(notebooks, run, re
     assert {path.stem for path in (results_folder / "notebooks").iterdir()} == set(names)
 
 
-def test_a_lab_that_is_done_is_not_run_again_unless_asked_or_asked_differently(notebooks, run, results_folder):
+def test_a_lab_that_is_done_is_not_run_again_unless_asked_or_asked_differently(
+    notebooks, run, results_folder
+):
     path = notebooks("fine")
     assert run(path)[0] == 0
     code, said = run(path)
@@ -323,20 +368,36 @@ runs_on_record = st.lists(st.sampled_from(["run", "done", "prediction"]))
 
 @given(runs_on_record)
 def test_a_lab_is_done_where_it_kept_no_run_since(kinds):
-    kept = {"run": {"run": "x", "status": "ok"}, "done": {"status": "done"}, "prediction": {"prediction": "y"}}
+    kept = {
+        "run": {"run": "x", "status": "ok"},
+        "done": {"status": "done"},
+        "prediction": {"prediction": "y"},
+    }
     records = [{"lab": lab, **kept[kind]} for kind in kinds for lab in ("03", "04")]
     since = kinds[len(kinds) - kinds[::-1].index("run") :] if "run" in kinds else kinds
-    assert len(planning.done_records(records, runner.Lab("03", Path("03"), {}))) == since.count("done")
+    assert len(planning.done_records(records, runner.Lab("03", Path("03"), {}))) == since.count(
+        "done"
+    )
 
 
 def test_what_is_left_of_a_forced_batch_is_forced_again(tmp_path):
-    labs = [runner.Lab(number, runner.NOTEBOOKS / f"{number}_x.ipynb", {}) for number in ("03", "04", "05")]
-    ended = [runner.Outcome(lab, status) for lab, status in zip(labs, ("done", "stopped", "not run"), strict=True)]
+    labs = [
+        runner.Lab(number, runner.NOTEBOOKS / f"{number}_x.ipynb", {})
+        for number in ("03", "04", "05")
+    ]
+    ended = [
+        runner.Outcome(lab, status)
+        for lab, status in zip(labs, ("done", "stopped", "not run"), strict=True)
+    ]
     asked = Options(scale="tiny", force=True)
-    assert telling.same_again([], asked, tmp_path, ended).startswith("labutils run 04 05 --scale tiny")
+    assert telling.same_again([], asked, tmp_path, ended).startswith(
+        "labutils run 04 05 --scale tiny"
+    )
     assert telling.same_again([], asked, tmp_path, ended).endswith(" --force")
     assert "--force" not in telling.same_again(["03"], asked, tmp_path, ended[:1])
-    assert "--force" not in telling.same_again(["03", "04"], Options(scale="tiny"), tmp_path, ended[:2])
+    assert "--force" not in telling.same_again(
+        ["03", "04"], Options(scale="tiny"), tmp_path, ended[:2]
+    )
 
 
 def test_a_lab_that_sums_up_is_done_until_another_keeps_more(notebooks, run, monkeypatch):
@@ -361,12 +422,17 @@ def test_done_with_other_parameters_is_not_done():
 
 @pytest.mark.parametrize(
     ("limit", "whose", "option"),
-    [("timeout", "its limit", "--timeout 1"), ("cell_timeout", "the limit of a cell", "--cell-timeout 1")],
+    [
+        ("timeout", "its limit", "--timeout 1"),
+        ("cell_timeout", "the limit of a cell", "--cell-timeout 1"),
+    ],
 )
 def test_a_lab_or_a_cell_that_takes_too_long_is_ended(
     notebooks, run, results_folder, monkeypatch, limit, whose, option
 ):
-    """However long a busy machine takes to get there: the clocks stand still until the cell has said that it sleeps."""
+    """However long a busy machine takes to get there: the clocks stand still until the cell has
+    said that it sleeps.
+    """
     asleep, timer = threading.Event(), threading.Timer
     receive = PapermillNotebookClient.process_message
 
@@ -433,8 +499,12 @@ def test_quick_cells_of_a_slow_lab_are_within_the_limit_of_a_cell(monkeypatch):
     assert kernel.kill.call_count == 1
 
 
-def test_what_a_kernel_started_ends_with_it_even_where_it_died_by_itself(notebooks, run, results_folder):
-    """As torchrun's ranks, in sessions of their own, which would hold the GPU that the next lab measures."""
+def test_what_a_kernel_started_ends_with_it_even_where_it_died_by_itself(
+    notebooks, run, results_folder
+):
+    """As torchrun's ranks, in sessions of their own, which would hold the GPU that the next lab
+    measures.
+    """
     assert "ended by itself with exit code 3" in run(notebooks("deserts"))[1]
     pids = read_runs(results_folder)["deserts", "ranks"].samples["pids"]
     assert len(pids) == 2
@@ -452,25 +522,33 @@ def test_a_limit_that_strikes_before_there_is_a_process_counts(notebooks, run, r
 # Side by side
 
 
-def test_labs_run_at_once_say_so_and_what_sums_up_comes_last(notebooks, run, results_folder, monkeypatch):
+def test_labs_run_at_once_say_so_and_what_sums_up_comes_last(
+    notebooks, run, results_folder, monkeypatch
+):
     monkeypatch.setattr(planning, "SUMMING_UP", ("sums",))
     monkeypatch.setattr(planning, "visible_gpus", lambda: ["3", "7"])
     monkeypatch.setattr(hardware, "usable_cores", lambda: 8)
     folder = Path(notebooks("meets")).parent
     others = [
-        str(troubled_notebooks.write(folder, name, trouble)) for name, trouble in (("sums", "fine"), ("also", "meets"))
+        str(troubled_notebooks.write(folder, name, trouble))
+        for name, trouble in (("sums", "fine"), ("also", "meets"))
     ]
     code, said = run(*others, notebooks("meets"), notebooks("raises"), jobs=2)
     assert code == 1
     assert "Up to 2 labs run at once, each on a GPU of its own" in said
     assert "verdicts on time and memory come out as inconclusive" in said
     assert "Lab raises failed in cell [4]" in said
-    ends = [line.split()[1] for line in said.splitlines() if line.startswith(("[", "Lab raises failed"))]
+    ends = [
+        line.split()[1] for line in said.splitlines() if line.startswith(("[", "Lab raises failed"))
+    ]
     assert ends[-2:] == ["sums:", "sums:"] and "sums:" not in ends[:-2]
     met = {lab: run for (lab, name), run in read_runs(results_folder).items() if name == "met"}
     assert {run.beside for run in met.values()} == {1}
     assert {run.metrics["CUDA_VISIBLE_DEVICES"] for run in met.values()} == {"3", "7"}
-    assert {run.metrics["OMP_NUM_THREADS"] for run in met.values()} <= {"4", os.environ.get("OMP_NUM_THREADS")}
+    assert {run.metrics["OMP_NUM_THREADS"] for run in met.values()} <= {
+        "4",
+        os.environ.get("OMP_NUM_THREADS"),
+    }
     assert read_records(results_folder)[-1]["lab"] == "sums"
 
 
@@ -490,16 +568,22 @@ def test_every_lab_runs_once_and_lab_11_after_all_others_ended(labs, jobs, gpus)
     if jobs > 1 and gpus > 1 and "10" in order:
         assert ["10"] in [[lab.number for lab in wave] for wave in waves]
     if jobs == 1:
-        assert [number for number in order if number != "11"] == [lab.number for lab in labs if lab.number != "11"]
+        assert [number for number in order if number != "11"] == [
+            lab.number for lab in labs if lab.number != "11"
+        ]
 
 
-@given(st.integers(0, 9), st.lists(st.text("0123456789", min_size=1), unique=True), st.integers(1, 64))
+@given(
+    st.integers(0, 9), st.lists(st.text("0123456789", min_size=1), unique=True), st.integers(1, 64)
+)
 def test_jobs_get_their_share_and_gpus_of_their_own(beside, gpus, cores):
     lab = runner.Lab("03", Path("03"), {})
     with patch.dict(os.environ):
         os.environ.pop("OMP_NUM_THREADS", None)
         given = [planning.variables(job, beside, gpus, cores, lab) for job in range(beside + 1)]
-        assert "CUDA_VISIBLE_DEVICES" not in planning.variables(0, beside, gpus, cores, runner.Lab("10", Path(), {}))
+        assert "CUDA_VISIBLE_DEVICES" not in planning.variables(
+            0, beside, gpus, cores, runner.Lab("10", Path(), {})
+        )
         os.environ["OMP_NUM_THREADS"] = "5"
         assert "OMP_NUM_THREADS" not in planning.variables(0, beside, gpus, cores, lab)
     if not beside:
@@ -513,7 +597,9 @@ def test_jobs_get_their_share_and_gpus_of_their_own(beside, gpus, cores):
         assert len(set(shown)) == len(shown)
 
 
-@pytest.mark.parametrize(("shown", "found"), [("", ["0", "1"]), ("5,2", ["5", "2"]), ("5,2,9", ["5", "2"])])
+@pytest.mark.parametrize(
+    ("shown", "found"), [("", ["0", "1"]), ("5,2", ["5", "2"]), ("5,2,9", ["5", "2"])]
+)
 def test_gpus_are_called_as_this_process_was_told(monkeypatch, shown, found):
     monkeypatch.setattr("labutils.training.launcher.gpu_count", lambda: 2)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", shown)
@@ -537,7 +623,10 @@ def test_what_has_changed_runs_again_and_prose_is_no_change(notebooks, run):
     assert "fine: running (changed: notebook)" in edited("code", "  # mind this")
     assert "unchanged since it ran" in edited("code", "")
     path.write_text(path.read_text().replace("mind this", "mind that"))
-    assert "done before" in (said := run(str(path))[1]) and "since then changed: notebook (--only changed)" in said
+    assert (
+        "done before" in (said := run(str(path))[1])
+        and "since then changed: notebook (--only changed)" in said
+    )
 
 
 @pytest.mark.parametrize(
@@ -545,7 +634,10 @@ def test_what_has_changed_runs_again_and_prose_is_no_change(notebooks, run):
     [
         ({"sources": {"notebook": "a", "labutils": "b"}, "parameters": {"steps": 3}}, []),
         ({"sources": {"notebook": "a", "labutils": "x"}, "parameters": {"steps": 3}}, ["labutils"]),
-        ({"sources": {"notebook": "a", "labutils": "b"}, "parameters": {"steps": 4}}, ["parameters"]),
+        (
+            {"sources": {"notebook": "a", "labutils": "b"}, "parameters": {"steps": 4}},
+            ["parameters"],
+        ),
         ({"sources": {}, "parameters": {"steps": 4}}, ["notebook", "labutils", "parameters"]),
         ({"sources": "a", "parameters": {"steps": 3}}, ["unknown"]),
         ({"parameters": {"steps": 3}}, ["unknown"]),
@@ -578,7 +670,12 @@ def test_every_source_of_the_package_counts(monkeypatch, tmp_path):
 
 def test_how_long_it_took_is_looked_up_at_the_same_scale(tmp_path):
     lab = runner.Lab("03", Path("03"), {})
-    for name, scale, seconds in (("a", "full", 400.0), ("b", "tiny", 60.0), ("b", "tiny", 50.0), ("c", "tiny", 70.0)):
+    for name, scale, seconds in (
+        ("a", "full", 400.0),
+        ("b", "tiny", 60.0),
+        ("b", "tiny", 50.0),
+        ("c", "tiny", 70.0),
+    ):
         Results(tmp_path / name).done("03", parameters={"scale": scale}, seconds=seconds)
     (tmp_path / "odd" / "results.jsonl").mkdir(parents=True)
     folders = [tmp_path / name for name in ("none", "odd", "a", "b", "c")]
@@ -613,7 +710,10 @@ def test_lines_of_running_labs_make_room_for_what_is_said(notebooks, monkeypatch
         voice.ended("[1/1]", runner.Outcome(lab, "done", 3.2))
     shown = file.getvalue()
     assert re.search(r"fine +cell 2 of 3 +1 · What happens .*0:00:00.* +last time 0:01:35", shown)
-    for said in ("a line of its own", r"\[1/1\] fine: done in 3 s"):  # after what was on the line is wiped off
+    for said in (
+        "a line of its own",
+        r"\[1/1\] fine: done in 3 s",
+    ):  # after what was on the line is wiped off
         assert re.search(rf"\x1b\[2K(\x1b\[\?25h)?\r?{said}\n", shown)
     assert "\x1b[?25h" in shown.rpartition("\x1b[?25l")[2]  # and the cursor is back
 
@@ -628,7 +728,8 @@ def test_where_nobody_watches_there_are_plain_lines_only(notebooks, capsys):
 
 
 @pytest.mark.parametrize(
-    ("asked", "said"), [("auto", "the largest that fits"), ("tiny", "Scale tiny."), ("full", "fits tiny")]
+    ("asked", "said"),
+    [("auto", "the largest that fits"), ("tiny", "Scale tiny."), ("full", "fits tiny")],
 )
 def test_the_scale_is_explained(notebooks, run, monkeypatch, asked, said):
     monkeypatch.setattr(hardware, "machine", dict)
@@ -636,14 +737,41 @@ def test_the_scale_is_explained(notebooks, run, monkeypatch, asked, said):
 
 
 @pytest.mark.parametrize(
-    ("number", "times", "jobs"), [(signal.SIGINT, 1, 2), (signal.SIGTERM, 1, 1), (signal.SIGINT, 2, 2)]
+    ("number", "times", "jobs"),
+    [(signal.SIGINT, 1, 2), (signal.SIGTERM, 1, 1), (signal.SIGINT, 2, 2)],
 )
-def test_a_stop_ends_the_kernels_keeps_results_and_says_how_to_go_on(notebooks, results_folder, number, times, jobs):
-    other = troubled_notebooks.write(Path(notebooks("fine")).parent, "other", "sleeps" if jobs > 1 else "fine")
-    command = [sys.executable, "-m", "labutils.cli", "run", str(other), notebooks("sleeps"), notebooks("raises")]
-    command += ["--scale", "tiny", "--results", str(results_folder), "-p", "steps", "5", "--jobs", str(jobs)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
-        wait_for(lambda: {("sleeps", "first"), ("other", "first")} <= set(read_runs(results_folder)))
+def test_a_stop_ends_the_kernels_keeps_results_and_says_how_to_go_on(
+    notebooks, results_folder, number, times, jobs
+):
+    other = troubled_notebooks.write(
+        Path(notebooks("fine")).parent, "other", "sleeps" if jobs > 1 else "fine"
+    )
+    command = [
+        sys.executable,
+        "-m",
+        "labutils.cli",
+        "run",
+        str(other),
+        notebooks("sleeps"),
+        notebooks("raises"),
+    ]
+    command += [
+        "--scale",
+        "tiny",
+        "--results",
+        str(results_folder),
+        "-p",
+        "steps",
+        "5",
+        "--jobs",
+        str(jobs),
+    ]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
+        wait_for(
+            lambda: {("sleeps", "first"), ("other", "first")} <= set(read_runs(results_folder))
+        )
         kernels = psutil.Process(process.pid).children(recursive=True)
         for _ in range(times):
             process.send_signal(number)

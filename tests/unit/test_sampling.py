@@ -59,7 +59,12 @@ def test_no_interval_is_refused():
 
 def test_the_mean_is_over_time_and_not_over_readings():
     sampler = Sampler(dict)
-    sampler.samples = [{"t": 0.0, "x": 0.0}, {"t": 1.0, "x": 1.0}, {"t": 1.5, "x": 0.0}, {"t": 4.0, "x": 0.5}]
+    sampler.samples = [
+        {"t": 0.0, "x": 0.0},
+        {"t": 1.0, "x": 1.0},
+        {"t": 1.5, "x": 0.0},
+        {"t": 4.0, "x": 0.5},
+    ]
     assert sampler.mean("x") == pytest.approx((1 * 1.0 + 0.5 * 0.0 + 2.5 * 0.5) / 4)
 
 

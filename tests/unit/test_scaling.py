@@ -1,4 +1,6 @@
-"""A step on several GPUs foretold, against a simulation; all-reduces, traces and NCCL's log as numbers."""
+"""A step on several GPUs foretold, against a simulation; all-reduces, traces and NCCL's log as
+numbers.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,13 @@ from hypothesis import strategies as st
 from traces import kernel, mark, op
 
 from labutils.profiling import ddp_model
-from labutils.profiling.collectives import Link, bus_factor, communication, read_nccl_log, read_topology
+from labutils.profiling.collectives import (
+    Link,
+    bus_factor,
+    communication,
+    read_nccl_log,
+    read_topology,
+)
 from labutils.profiling.trace import Trace
 from labutils.results.records import Run
 
@@ -18,7 +26,10 @@ LINK = Link(2, (1024.0, 2.0**20, 2.0**28), (0.02, 0.05, 2.0))
 
 def alone(lead, sizes, step_ms=100.0, **metrics):
     return Run(
-        "", "one process", metrics={"step_ms": step_ms} | metrics, samples={"lead_ms": lead, "lead_bytes": sizes}
+        "",
+        "one process",
+        metrics={"step_ms": step_ms} | metrics,
+        samples={"lead_ms": lead, "lead_bytes": sizes},
     )
 
 
@@ -54,7 +65,10 @@ def test_every_gradient_is_in_one_bucket_and_a_bucket_ends_when_it_is_full(sizes
 
 def simulated(lead, sizes, link, cap):
     """Time in small steps: a bucket that is complete is sent as soon as the link is free."""
-    waiting = [(-lead[b[-1]], link.all_reduce_ms(sum(sizes[i] for i in b))) for b in ddp_model.buckets(sizes, cap)]
+    waiting = [
+        (-lead[b[-1]], link.all_reduce_ms(sum(sizes[i] for i in b)))
+        for b in ddp_model.buckets(sizes, cap)
+    ]
     now, dt, left = -lead[0], 0.005, 0.0
     while waiting or left > 0:
         if left <= 0 and waiting and waiting[0][0] <= now:
@@ -83,7 +97,9 @@ def test_what_is_exposed_is_what_a_simulation_finds(lead, sizes, cap):
 
 def test_averaging_after_each_micro_batch_pays_each_time():
     one = alone([10.0, 0.0], [MIB, 50 * MIB])
-    assert ddp_model.ddp(one, LINK, each=4).exposed_ms == pytest.approx(4 * ddp_model.ddp(one, LINK).exposed_ms)
+    assert ddp_model.ddp(one, LINK, each=4).exposed_ms == pytest.approx(
+        4 * ddp_model.ddp(one, LINK).exposed_ms
+    )
 
 
 def test_fsdp_hides_what_fits_beside_the_computation():
@@ -95,7 +111,9 @@ def test_fsdp_hides_what_fits_beside_the_computation():
 
 def test_a_faster_link_is_never_slower():
     one = alone([30.0, 20.0, 0.0], [30 * MIB, 200 * MIB, 90 * MIB])
-    shares = [ddp_model.ddp(one, ddp_model.flat_link(2, rate)).efficiency for rate in (0.1, 1, 10, 100)]
+    shares = [
+        ddp_model.ddp(one, ddp_model.flat_link(2, rate)).efficiency for rate in (0.1, 1, 10, 100)
+    ]
     assert shares == sorted(shares)
     more = ddp_model.between_more(LINK, 8)
     assert more.all_reduce_ms(2**28) == pytest.approx(1.75 * LINK.all_reduce_ms(2**28))
@@ -110,7 +128,7 @@ def test_efficiency_is_examples_a_second_over_so_many_times_one_s():
     assert ddp_model.efficiency(one, Run("", "c")) is None
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # Traces
 
 ALL_REDUCE = "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
@@ -149,7 +167,7 @@ def test_a_process_alone_communicates_nothing():
     assert communication(Trace(ON_CPU[:2]))[0]["communication_share"] == 0
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # NCCL's log
 
 LOG = """
@@ -204,7 +222,10 @@ def test_what_connects_gpus_is_read_by_pairs():
 @pytest.mark.parametrize(
     ("text", "found"),
     [
-        ("\tNIC0\tGPU0\tGPU1\nNIC0\t X \tPIX\tSYS\nGPU0\tPIX\t X \tNV18\nGPU1\tSYS\tNV18\t X \n", {(0, 1): "NV18"}),
+        (
+            "\tNIC0\tGPU0\tGPU1\nNIC0\t X \tPIX\tSYS\nGPU0\tPIX\t X \tNV18\nGPU1\tSYS\tNV18\t X \n",
+            {(0, 1): "NV18"},
+        ),
         (
             "\tGPU0\tGPU1\tGPU2\nGPU1\tNV1\t X \tNV2\nGPU0\t X \tNV1\tNV4\n",
             {(0, 1): "NV1", (0, 2): "NV4", (1, 2): "NV2"},

@@ -1,4 +1,6 @@
-"""The scoreboard: whatever results there are, it says what they hold, how far off they are, and what to do next."""
+"""The scoreboard: whatever results there are, it says what they hold, how far off they are, and
+what to do next.
+"""
 
 from __future__ import annotations
 
@@ -46,19 +48,26 @@ def test_each_filter_parts_the_claims(theirs):
 
 def test_filters_go_together(theirs):
     found = lab11_scoreboard.chosen(theirs, "A2", "05", CONFIRMED)
-    assert found and {(j.claim.article, j.claim.lab, j.verdict) for j in found} == {("A2", "05", CONFIRMED)}
+    assert found and {(j.claim.article, j.claim.lab, j.verdict) for j in found} == {
+        ("A2", "05", CONFIRMED)
+    }
     assert lab11_scoreboard.chosen(theirs, "A1", "07") == []
 
 
 def test_every_article_and_lab_with_a_claim_can_be_chosen():
     assert set(lab11_scoreboard.filters()["article"]) == {"all", *claims.articles()}
-    assert set(lab11_scoreboard.filters()["lab"]) == {"all", *(claim.lab for claim in CLAIMS.values())}
+    assert set(lab11_scoreboard.filters()["lab"]) == {
+        "all",
+        *(claim.lab for claim in CLAIMS.values()),
+    }
 
 
 @pytest.mark.parametrize("choice", [{"article": "A9"}, {"lab": "3"}, {"verdict": "Confirmed"}])
 def test_a_choice_that_there_is_not_is_said_with_those_there_are(theirs, choice):
     ((name, word),) = choice.items()
-    with pytest.raises(ValueError, match=f"There is no {name} '{word}' to choose by. Choose one of: all, "):
+    with pytest.raises(
+        ValueError, match=f"There is no {name} '{word}' to choose by. Choose one of: all, "
+    ):
         lab11_scoreboard.chosen(theirs, **choice)
 
 
@@ -76,12 +85,22 @@ def test_the_tally_counts_every_claim(theirs):
 
 
 def test_what_is_on_record_says_what_kind_of_run_it_was():
-    runs = {("03", "a"): timed("03", "a", 5), ("03", "b"): Run("03", "b", scale="tiny", machine={"cpu": "a laptop's"})}
+    runs = {
+        ("03", "a"): timed("03", "a", 5),
+        ("03", "b"): Run("03", "b", scale="tiny", machine={"cpu": "a laptop's"}),
+    }
     runs["03", "b"].at = "2026-05-06T07:08:09+00:00"
     runs["04", "c"] = Run("04", "c", scale="", machine={})
     rows = lab11_scoreboard.on_record(runs, ["03"], TITLES)
     assert rows == [
-        ("03 sweep", "run to its end", 2, "full, tiny", "RTX PRO 6000 Blackwell, a laptop's", "2026-05-06"),
+        (
+            "03 sweep",
+            "run to its end",
+            2,
+            "full, tiny",
+            "RTX PRO 6000 Blackwell, a laptop's",
+            "2026-05-06",
+        ),
         ("04 compile", "begun", 1, None, "unknown", None),
         ("06 anyres", "not run", None, None, None, None),
     ]
@@ -99,7 +118,9 @@ def test_the_articles_own_numbers_are_not_off(theirs):
 
 
 def test_a_ratio_is_told_wherever_there_are_two(theirs):
-    """Of these judges each claim with two numbers above 0 has a ratio, and no other judge's text is misread as one."""
+    """Of these judges each claim with two numbers above 0 has a ratio, and no other judge's text is
+    misread as one.
+    """
     for j in theirs:
         if j.claim.judge in ("speedup", "multiple"):
             assert lab11_scoreboard.off_by(j), (j.claim.id, j.here)
@@ -120,7 +141,9 @@ def test_a_ratio_is_told_wherever_there_are_two(theirs):
     ],
 )
 def test_how_far_off_a_finding_is(id, here, factor):
-    assert lab11_scoreboard.off_by(of(id, REFUTED, here)) == (factor and pytest.approx(factor, rel=0.01))
+    assert lab11_scoreboard.off_by(of(id, REFUTED, here)) == (
+        factor and pytest.approx(factor, rel=0.01)
+    )
 
 
 def test_surprises_begin_with_the_largest_and_end_with_those_without_a_number():
@@ -131,7 +154,11 @@ def test_surprises_begin_with_the_largest_and_end_with_those_without_a_number():
         of("A1.workers.three", REFUTED, "959 → 959 ms (0.50x)"),
     ]
     found = lab11_scoreboard.surprises(judgements)
-    assert [j.claim.id for _, j in found] == ["A1.workers.three", "A1.total.speedup", "A1.compile.reduce-overhead"]
+    assert [j.claim.id for _, j in found] == [
+        "A1.workers.three",
+        "A1.total.speedup",
+        "A1.compile.reduce-overhead",
+    ]
     assert lab11_scoreboard.surprises(judgements, "reference") == []
 
 
@@ -143,10 +170,16 @@ def test_the_reference_can_be_asked_too():
 
 
 def test_two_machines_disagree_only_about_what_both_could_test():
-    verdicts = [(CONFIRMED, REFUTED), (CONFIRMED, CONFIRMED), (NOT_TESTABLE, REFUTED), (REFUTED, NOT_TESTABLE)]
+    verdicts = [
+        (CONFIRMED, REFUTED),
+        (CONFIRMED, CONFIRMED),
+        (NOT_TESTABLE, REFUTED),
+        (REFUTED, NOT_TESTABLE),
+    ]
     ids = ["A1.workers.one", "A1.workers.three", "A1.pin.speedup", "A1.total.speedup"]
     judgements = [
-        replace(of(id, here), reference_verdict=there) for id, (there, here) in zip(ids, verdicts, strict=True)
+        replace(of(id, here), reference_verdict=there)
+        for id, (there, here) in zip(ids, verdicts, strict=True)
     ]
     assert [j.claim.id for j in lab11_scoreboard.disagreements(judgements)] == ["A1.workers.one"]
 
@@ -175,7 +208,9 @@ def test_noise_gpus_and_surprises_are_followed_up():
     judgements = [
         of("A1.workers.one", INCONCLUSIVE, "1 → 1 ms (1.00x)"),
         of(
-            "A1.workers.three", NOT_TESTABLE, why="It is a statement about a GPU, and these runs were made without one."
+            "A1.workers.three",
+            NOT_TESTABLE,
+            why="It is a statement about a GPU, and these runs were made without one.",
         ),
         of("A1.total.speedup", REFUTED, "812 → 537 ms (1.48x)"),
     ]
@@ -194,14 +229,21 @@ def test_noise_gpus_and_surprises_are_followed_up():
 def test_advice_is_by_the_nearest_machine_s_numbers():
     mine = {
         ("06", "bf16 b1"): Run(
-            "06", "bf16 b1", metrics={"first_step_s": 2.0, "step_ms": 500.0, "peak_allocated_gb": 9.0}
+            "06",
+            "bf16 b1",
+            metrics={"first_step_s": 2.0, "step_ms": 500.0, "peak_allocated_gb": 9.0},
         )
     }
     whose, options = lab11_scoreboard.options_at_hand(mine, read_runs(REFERENCE))
-    assert whose == "the runs of section 1 (unknown, scale tiny)" and [option.memory_gb for option in options] == [9.0]
+    assert whose == "the runs of section 1 (unknown, scale tiny)" and [
+        option.memory_gb for option in options
+    ] == [9.0]
     whose, options = lab11_scoreboard.options_at_hand({}, read_runs(REFERENCE))
     assert whose.startswith("our reference's runs (NVIDIA H200, scale full") and len(options) > 3
-    assert lab11_scoreboard.options_at_hand({}, {}) == ("the article's numbers, at batch 1", published())
+    assert lab11_scoreboard.options_at_hand({}, {}) == (
+        "the article's numbers, at batch 1",
+        published(),
+    )
 
 
 def test_advice_that_cannot_be_given_says_why():
@@ -259,6 +301,8 @@ def test_with_nothing_at_all_it_reads_nothing(checkout):
 
 def test_a_page_keeps_predictions(checkout):
     results = Results(checkout / "results" / "a")
-    results.append({"lab": "03", "status": "score", "topic": "t", "value": 1, "measured": 2, "unit": "x"})
+    results.append(
+        {"lab": "03", "status": "score", "topic": "t", "value": 1, "measured": 2, "unit": "x"}
+    )
     page = report.read_page([results.path], checkout / "none")
     assert [record["status"] for record in page.records] == ["score"]

@@ -23,7 +23,11 @@ def room(tmp_path):
 
     def write(**seats):
         for name, said in seats.items():
-            text = said if isinstance(said, str) else json.dumps([dataclasses.asdict(one) for one in said])
+            text = (
+                said
+                if isinstance(said, str)
+                else json.dumps([dataclasses.asdict(one) for one in said])
+            )
             (tmp_path / f"{name}.json").write_text(text, encoding="utf-8")
         return tmp_path
 
@@ -39,7 +43,11 @@ def test_what_the_doctor_says_as_json_is_what_is_read(tmp_path, capsys, monkeypa
 
 def test_each_seat_has_a_line_and_each_trouble_its_seats_and_cure(room, capsys):
     folder = room(
-        a=[GPU], b=[GPU, COMPILER], c=[GPU, SHM, COMPILER], d=[Finding("GPU", INFO, "none"), SHM], e='[{"check": "GP'
+        a=[GPU],
+        b=[GPU, COMPILER],
+        c=[GPU, SHM, COMPILER],
+        d=[Finding("GPU", INFO, "none"), SHM],
+        e='[{"check": "GP',
     )
     assert cli.main(["doctor", "--seats", str(folder)]) == 1
     said = capsys.readouterr().out

@@ -19,7 +19,9 @@ def _can_mount() -> bool:
     return lab03_shared_memory._in_own_shm(16 * MIB, 10**15) not in (None, [])
 
 
-needs_mounts = pytest.mark.skipif(not _can_mount(), reason="this process may not mount a /dev/shm for a child")
+needs_mounts = pytest.mark.skipif(
+    not _can_mount(), reason="this process may not mount a /dev/shm for a child"
+)
 
 
 def test_a_batch_takes_its_tensors_in_whole_pages() -> None:
@@ -29,7 +31,10 @@ def test_a_batch_takes_its_tensors_in_whole_pages() -> None:
 
 
 def test_twelve_workers_do_not_fit_a_containers_default() -> None:
-    fits = {workers: needed_bytes(STOCK.but(num_workers=workers)) <= 64 * MIB for workers in (0, 1, 3, 8, 10, 11, 12)}
+    fits = {
+        workers: needed_bytes(STOCK.but(num_workers=workers)) <= 64 * MIB
+        for workers in (0, 1, 3, 8, 10, 11, 12)
+    }
     assert fits == {0: True, 1: True, 3: True, 8: True, 10: True, 11: False, 12: False}
     assert most_workers(64 * MIB, STOCK) == 10
     assert most_workers(64 * MIB, STOCK.but(micro_batch=4)) == 2
@@ -65,14 +70,18 @@ def test_enough_shared_memory_is_what_the_arithmetic_says(cache: Path) -> None:
     assert needed - 2 * batch_bytes() <= trial.peak_bytes <= needed
 
 
-def test_where_nothing_may_be_mounted_it_says_so(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_nothing_may_be_mounted_it_says_so(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(lab03_shared_memory, "NEW_MOUNTS", (["false"],))
     trial = try_workers(cache, workers=12, shm_bytes=MIB)
     assert trial.outcome == "not possible" and trial.metrics() == {}
     assert "--shm-size=64m" in trial.message
 
 
-def test_without_dev_shm_it_says_so(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_dev_shm_it_says_so(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(lab03_shared_memory, "SHM", tmp_path / "none")
     trial = try_workers(cache, workers=12, shm_bytes=MIB)
     assert trial.outcome == "not possible" and "only Linux" in trial.message
@@ -102,4 +111,6 @@ def test_only_workers_that_fit_side_by_side_are_chosen() -> None:
         "workers=3",
     ]
     assert list(lab03_shared_memory.those_that_fit(recipes, free=0)) == ["workers=0"]
-    assert list(lab03_shared_memory.those_that_fit(recipes, resolution=64, free=64 * MIB)) == list(recipes)
+    assert list(lab03_shared_memory.those_that_fit(recipes, resolution=64, free=64 * MIB)) == list(
+        recipes
+    )

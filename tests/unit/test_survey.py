@@ -7,7 +7,14 @@ import torch
 from torch import nn
 
 from labutils.labs import lab05_fp8_products
-from labutils.labs.lab05_layer_errors import OUTLIERS, Seen, language_model, layer_errors, plant_outliers, watch_linears
+from labutils.labs.lab05_layer_errors import (
+    OUTLIERS,
+    Seen,
+    language_model,
+    layer_errors,
+    plant_outliers,
+    watch_linears,
+)
 from labutils.layers.quantization.fp8_math import relative_error
 from labutils.profiling.hardware import Timing
 from labutils.recipe import Unavailable
@@ -43,7 +50,9 @@ def test_watching_leaves_no_trace_and_takes_no_more_rows_than_asked():
 def test_planted_outliers_are_in_their_channels_alone():
     ids = torch.arange(32)[None]
     plain, planted = (
-        watch_linears(model, lambda model=model: model(ids, labels=ids).loss)["model.layers.0.self_attn.q_proj"].x
+        watch_linears(model, lambda model=model: model(ids, labels=ids).loss)[
+            "model.layers.0.self_attn.q_proj"
+        ].x
         for model in (language_model(256, 1), plant_outliers(language_model(256, 1), factor=60))
     )
     ratio = planted / plain
@@ -60,7 +69,9 @@ def test_a_layer_that_is_used_twice_is_seen_twice():
 
 def test_errors_of_even_tensors_are_those_of_the_mantissa():
     chance = torch.Generator().manual_seed(0)
-    x, w, dy = (torch.randn(*shape, generator=chance) for shape in ((128, 256), (192, 256), (128, 192)))
+    x, w, dy = (
+        torch.randn(*shape, generator=chance) for shape in ((128, 256), (192, 256), (128, 192))
+    )
     errors = layer_errors(Seen(w, [x], [dy]))
     for kind in ("tensor", "row", "block"):
         assert errors[f"forward {kind}"] == pytest.approx(0.037, abs=0.003)

@@ -1,4 +1,6 @@
-"""Advice as switches: one knob each, effects with their spread, numbers against float32, and processes of their own."""
+"""Advice as switches: one knob each, effects with their spread, numbers against float32, and
+processes of their own.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ def little(tmp_path_factory):
     )
 
 
-# ------------------------------------------------------------------------------------------------------------ switches
+# ---------------------------------------------------------------------------------------- switches
 
 
 @pytest.mark.parametrize("scale", ["tiny", "small", "full"])
@@ -35,8 +37,9 @@ def test_a_switch_changes_one_knob(scale):
 
 
 def test_timed_algorithms_are_not_those_that_the_base_was_given():
-    """PyTorch's cache of cuDNN's algorithms tells shapes, layouts, formats and the permission to use TF32 apart, not
-    whether they were timed: beside a loop with the same key the switch would change nothing."""
+    """PyTorch's cache of cuDNN's algorithms tells shapes, layouts, formats and the permission to
+    use TF32 apart, not whether they were timed: beside a loop with the same key the switch would
+    change nothing."""
     recipes = lab09_toggles.switches("full")
     timed_ones = recipes["cudnn.benchmark"]
     others = [recipe for name, recipe in recipes.items() if name != "cudnn.benchmark"]
@@ -47,8 +50,15 @@ def test_timed_algorithms_are_not_those_that_the_base_was_given():
 
 def test_a_cpu_is_given_what_it_can_tell_apart():
     found = lab09_toggles.switches_on("cpu", "tiny")
-    assert list(found)[0] == "base" and {"float32", "bf16", "tf32", "cudnn.benchmark"}.isdisjoint(found)
-    assert {"checkpointing", "selective checkpointing", "accumulation", "8-bit optimizer"} <= found.keys()
+    assert list(found)[0] == "base" and {"float32", "bf16", "tf32", "cudnn.benchmark"}.isdisjoint(
+        found
+    )
+    assert {
+        "checkpointing",
+        "selective checkpointing",
+        "accumulation",
+        "8-bit optimizer",
+    } <= found.keys()
     assert "paged optimizer" not in found
     assert list(lab09_toggles.switches_on("cuda", "full")) == list(lab09_toggles.switches("full"))
 
@@ -69,7 +79,10 @@ def test_what_pays_is_counted():
 
 def test_rows_say_what_was_changed_and_what_failed():
     recipes = lab09_toggles.switches("full")
-    runs = {name: timed("09", name, ms) for name, ms in (("base", 100), ("float32", 200), ("checkpointing", 140))}
+    runs = {
+        name: timed("09", name, ms)
+        for name, ms in (("base", 100), ("float32", 200), ("checkpointing", 140))
+    }
     for name, run in runs.items():
         run.recipe, run.metrics["peak_gb"] = (
             recipes[name].as_dict(),
@@ -83,18 +96,25 @@ def test_rows_say_what_was_changed_and_what_failed():
 
 
 def test_what_an_example_takes_alone_stands_beside_what_all_take_together():
-    """Eight micro-batches take eight times as long: to a batch, its number of examples makes no difference."""
+    """Eight micro-batches take eight times as long: to a batch, its number of examples makes no
+    difference.
+    """
     recipes = lab09_toggles.switches("full")
     runs = {name: timed("09", name, ms) for name, ms in (("base", 100), ("accumulation", 800))}
     for name, run in runs.items():
         run.recipe = recipes[name].as_dict()
     assert lab09_toggles.one_by_one_rows(runs) == [("8", 100, pytest.approx(100))]
     assert len(lab09_toggles.ONE_BY_ONE_HEAD) == 3
-    assert lab09_toggles.one_by_one_rows(runs | {"accumulation": Run("09", "accumulation", status="oom")}) == []
+    assert (
+        lab09_toggles.one_by_one_rows(
+            runs | {"accumulation": Run("09", "accumulation", status="oom")}
+        )
+        == []
+    )
     assert lab09_toggles.one_by_one_rows({"base": runs["base"]}) == []
 
 
-# ------------------------------------------------------------------------------------------------------------- numbers
+# ----------------------------------------------------------------------------------------- numbers
 
 
 def test_fewer_bits_are_farther_off(little):
@@ -128,17 +148,29 @@ def test_tf32_is_put_back():
     before = (torch.backends.cuda.matmul.fp32_precision, torch.backends.cudnn.conv.fp32_precision)
     for what, expected in (("everything", "tf32"), ("nothing", "ieee")):
         with pytest.raises(KeyError), float32_rounded(what):
-            assert torch.backends.cuda.matmul.fp32_precision == torch.backends.cudnn.conv.fp32_precision == expected
+            assert (
+                torch.backends.cuda.matmul.fp32_precision
+                == torch.backends.cudnn.conv.fp32_precision
+                == expected
+            )
             raise KeyError
-        assert (torch.backends.cuda.matmul.fp32_precision, torch.backends.cudnn.conv.fp32_precision) == before
+        assert (
+            torch.backends.cuda.matmul.fp32_precision,
+            torch.backends.cudnn.conv.fp32_precision,
+        ) == before
     with float32_rounded("convolutions"):
-        assert (torch.backends.cuda.matmul.fp32_precision, torch.backends.cudnn.conv.fp32_precision) == before
+        assert (
+            torch.backends.cuda.matmul.fp32_precision,
+            torch.backends.cudnn.conv.fp32_precision,
+        ) == before
 
 
-# ---------------------------------------------------------------------------------------------------------- optimizers
+# -------------------------------------------------------------------------------------- optimizers
 
 
-@pytest.mark.parametrize("kind", ["adamw", "adamw-loop", "adamw-foreach", "adamw-fused", "adamw-8bit"])
+@pytest.mark.parametrize(
+    "kind", ["adamw", "adamw-loop", "adamw-foreach", "adamw-fused", "adamw-8bit"]
+)
 def test_every_form_of_adamw_is_adamw(kind):
     """Against the update written out (Loshchilov and Hutter 2019), three steps of it."""
     torch.manual_seed(0)
@@ -151,7 +183,9 @@ def test_every_form_of_adamw_is_adamw(kind):
         optimizer.step()
         slope = gradient.double() * step
         m, v = 0.9 * m + 0.1 * slope, 0.999 * v + 0.001 * slope**2
-        expected = expected * (1 - 1e-2 * 1e-2) - 1e-2 * (m / (1 - 0.9**step)) / ((v / (1 - 0.999**step)).sqrt() + 1e-8)
+        expected = expected * (1 - 1e-2 * 1e-2) - 1e-2 * (m / (1 - 0.9**step)) / (
+            (v / (1 - 0.999**step)).sqrt() + 1e-8
+        )
     moved, meant = parameter.detach().double() - start, expected - start
     assert (moved - meant).norm() / meant.norm() < (0.06 if kind == "adamw-8bit" else 1e-4)
 
@@ -160,7 +194,12 @@ def test_eight_bits_are_a_quarter_of_the_state():
     found = lab09_toggles.optimizer_costs("tiny", "cpu")
     assert found["adamw-fused"].metrics["state_bytes"] == 8
     assert 2 < found["adamw-8bit"].metrics["state_bytes"] < 2.3
-    assert found["adamw-loop"].metrics["update_error"] == 0 < found["adamw-8bit"].metrics["update_error"] < 0.1
+    assert (
+        found["adamw-loop"].metrics["update_error"]
+        == 0
+        < found["adamw-8bit"].metrics["update_error"]
+        < 0.1
+    )
     assert found["adamw-paged"].status.startswith("skipped")
     assert len(lab09_toggles.optimizer_rows(found)) == len(found)
 
@@ -171,7 +210,7 @@ def test_paged_moments_stay_where_they_are_on_a_cpu():
         Recipe(driver="graph", logging="ring-buffer", optimizer="adamw-8bit")
 
 
-# ------------------------------------------------------------------------------------------- the environment's switches
+# ----------------------------------------------------------------------- the environment's switches
 
 
 BROKEN = {"LABUTILS_CACHE": "x", "PYTHONPATH": "/nowhere", "PYTHONHOME": "/no"}
@@ -180,12 +219,21 @@ BROKEN = {"LABUTILS_CACHE": "x", "PYTHONPATH": "/nowhere", "PYTHONHOME": "/no"}
 def test_a_process_of_its_own_reports_its_run(little):
     recipe = Recipe(driver="eager", logging="ring-buffer", cache="latents+text", accumulation=1)
     work = open_workload("sd15-lora", "tiny", device="cpu", cache_dir=little.cache_dir)
-    runs = lab09_toggles.trained_alone(work, recipe, 3, {"alone": {"OMP_NUM_THREADS": "1"}, "broken": BROKEN})
+    runs = lab09_toggles.trained_alone(
+        work, recipe, 3, {"alone": {"OMP_NUM_THREADS": "1"}, "broken": BROKEN}
+    )
     assert list(runs) == ["alone", "broken"]
     run = runs["alone"]
-    assert run.ok and run.run == "alone" and run.metric("step_ms") > 0 and len(run.samples["step_ms"]) >= 3
+    assert (
+        run.ok
+        and run.run == "alone"
+        and run.metric("step_ms") > 0
+        and len(run.samples["step_ms"]) >= 3
+    )
     assert runs["broken"].status.startswith("error: the process ended with code")
-    refused = lab09_toggles.trained_alone(work, recipe.but(base_linear="fp8-te"), 3, {"refused": {}})["refused"]
+    refused = lab09_toggles.trained_alone(
+        work, recipe.but(base_linear="fp8-te"), 3, {"refused": {}}
+    )["refused"]
     assert refused.status.startswith(("error: ValueError", "skipped: "))
 
 

@@ -20,7 +20,11 @@ def fake_gpu(monkeypatch):
 
 
 def read_value():
-    warnings.warn("called a synchronizing CUDA operation (Triggered internally at ...)", UserWarning, stacklevel=1)
+    warnings.warn(
+        "called a synchronizing CUDA operation (Triggered internally at ...)",
+        UserWarning,
+        stacklevel=1,
+    )
 
 
 class Training:
@@ -67,11 +71,17 @@ def test_library_lines_are_shown_beside_ones_own():
 
 def test_a_traces_rows_get_the_exact_line():
     rows = [
-        {"where": "labutils/training.py: step", "line": 60, "library": "torch/amp/grad_scaler.py: <genexpr>"},
+        {
+            "where": "labutils/training.py: step",
+            "line": 60,
+            "library": "torch/amp/grad_scaler.py: <genexpr>",
+        },
         {"where": "labutils/training.py: log", "line": 90},
         {"where": "labutils/training.py: other", "line": 99},
     ]
-    logs = [SyncSite(Frame("labutils/training.py", n, "log"), None, f"line {n}", 1) for n in (95, 93)]
+    logs = [
+        SyncSite(Frame("labutils/training.py", n, "log"), None, f"line {n}", 1) for n in (95, 93)
+    ]
     found = with_lines(rows, [SyncSite(OWN, SCALER, "scaler.step(optimizer)", 1), *logs])
     assert found == [
         rows[0] | {"line": 77, "source": "scaler.step(optimizer)"},

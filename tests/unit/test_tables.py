@@ -8,7 +8,9 @@ from hypothesis import strategies as st
 
 from labutils.course.tables import WAITS, as_table, cell, wait_rows
 
-VALUES = st.one_of(st.none(), st.text(max_size=8), st.integers(), st.floats(allow_nan=False, allow_infinity=False))
+VALUES = st.one_of(
+    st.none(), st.text(max_size=8), st.integers(), st.floats(allow_nan=False, allow_infinity=False)
+)
 
 
 @pytest.mark.parametrize(
@@ -53,7 +55,13 @@ def test_every_line_has_the_heads_columns(rows):
 
 
 def test_a_wait_as_a_row():
-    known = {"where": "a.py: f", "line": 3, "cause": "aten::item", "call": "cudaStreamSynchronize", "phase": "log"}
+    known = {
+        "where": "a.py: f",
+        "line": 3,
+        "cause": "aten::item",
+        "call": "cudaStreamSynchronize",
+        "phase": "log",
+    }
     unknown = {"where": "no Python stack was recorded", "call": "cudaMemcpyAsync"}
     times = {"per_step": 4.0, "ms_per_step": 0.2, "idle_ms_per_step": 0.0}
     rows = wait_rows([known | times, unknown | times])

@@ -1,4 +1,6 @@
-"""The instructor's guide is true: its times add up, its commands and files exist, its recipes work as they stand."""
+"""The instructor's guide is true: its times add up, its commands and files exist, its recipes work
+as they stand.
+"""
 
 from __future__ import annotations
 
@@ -33,16 +35,23 @@ def recipe(name: str) -> str:
 def tables() -> list[list[list[str]]]:
     """Each table as rows of cells, its head first."""
     blocks = re.findall(r"(?:^\|.*\|\n)+", GUIDE, re.MULTILINE)
-    split = [[[cell.strip() for cell in line.strip("|").split("|")] for line in block.splitlines()] for block in blocks]
+    split = [
+        [[cell.strip() for cell in line.strip("|").split("|")] for line in block.splitlines()]
+        for block in blocks
+    ]
     return [[rows[0], *rows[2:]] for rows in split]
 
 
 def timetables() -> dict[int, list[tuple[str, int]]]:
     """The minutes that each promises -> its rows."""
     found = [rows[1:] for rows in tables() if rows[0] == ["what", "minutes"]]
-    promised = [int(minutes) for minutes in re.findall(r"^\*\*[^*]*, (\d+) minutes\*\*", GUIDE, re.MULTILINE)]
+    promised = [
+        int(minutes)
+        for minutes in re.findall(r"^\*\*[^*]*, (\d+) minutes\*\*", GUIDE, re.MULTILINE)
+    ]
     return {
-        total: [(what, int(minutes)) for what, minutes in rows] for total, rows in zip(promised, found, strict=True)
+        total: [(what, int(minutes)) for what, minutes in rows]
+        for total, rows in zip(promised, found, strict=True)
     }
 
 
@@ -55,7 +64,9 @@ def test_there_are_three_timetables_and_each_adds_up():
 def lab_times() -> dict[str, tuple[int, int]]:
     """Lab -> minutes in the room, and more for its exercises."""
     (table,) = [rows for rows in tables() if rows[0][0] == "lab"]
-    return {row[0][:2]: (int(row[3].split()[0]), int(row[4].strip("+").split()[0])) for row in table[1:]}
+    return {
+        row[0][:2]: (int(row[3].split()[0]), int(row[4].strip("+").split()[0])) for row in table[1:]
+    }
 
 
 def test_every_lab_has_its_time():
@@ -71,7 +82,10 @@ def test_a_lab_with_exercises_gets_the_time_for_both():
 
 def test_two_days_hold_every_lab():
     two_days = timetables()[840]
-    assert sorted({number for what, _ in two_days for number in re.findall(r"\blab (\d\d)", what)}) == NUMBERS
+    assert (
+        sorted({number for what, _ in two_days for number in re.findall(r"\blab (\d\d)", what)})
+        == NUMBERS
+    )
 
 
 @pytest.mark.parametrize("line", re.findall(r"^\$ (.+)$", GUIDE, re.MULTILINE))
@@ -81,7 +95,9 @@ def test_a_command_is_one(line):
     if words[0] == "labutils":
         cli._parser().parse_args(words[1:])  # which exits where it is wrong usage
     elif words[0] == "make":
-        assert re.search(rf"^[a-z ]*\b{words[1]}\b[a-z ]*:", (HOUSE / "Makefile").read_text(), re.MULTILINE)
+        assert re.search(
+            rf"^[a-z ]*\b{words[1]}\b[a-z ]*:", (HOUSE / "Makefile").read_text(), re.MULTILINE
+        )
     else:
         assert words[0] == "mkdir"
 

@@ -42,14 +42,21 @@ def test_lengths_have_the_articles_mean(kind, mean, count, shorter):
 @settings(deadline=None, max_examples=20)
 @given(st.sampled_from([SHORT, LONG]), st.integers(1, 64))
 def test_the_longest_of_more_texts_is_longer_and_never_beyond_the_limit(kind, texts):
-    assert kind.mean - 1 <= expected_longest(kind, texts) <= expected_longest(kind, texts + 1) <= LONGEST
+    assert (
+        kind.mean - 1
+        <= expected_longest(kind, texts)
+        <= expected_longest(kind, texts + 1)
+        <= LONGEST
+    )
 
 
 def test_a_batch_is_padded_to_what_drawn_batches_are():
     assert expected_longest(SHORT, 1) == pytest.approx(117, abs=1)
     lengths = torch.tensor(token_lengths(LONG, 1000))
     drawn = lengths[torch.randint(1000, (20_000, 4), generator=torch.Generator().manual_seed(0))]
-    assert expected_longest(LONG, 4) == pytest.approx(drawn.max(1).values.float().mean().item(), rel=0.01)
+    assert expected_longest(LONG, 4) == pytest.approx(
+        drawn.max(1).values.float().mean().item(), rel=0.01
+    )
 
 
 @pytest.mark.parametrize("kind", [SHORT, LONG], ids=["short", "long"])
@@ -74,7 +81,10 @@ def test_a_whole_conversation_is_the_templates(tokenizer):
     """Put together from parts, the ids are those of the whole text."""
     text = Text("浅間駅について説明してください。", "It was opened in 1923.")
     ids, asked = Chat(tokenizer).conversation(text, 200)
-    turns = [{"role": "user", "content": text.prompt}, {"role": "assistant", "content": text.answer}]
+    turns = [
+        {"role": "user", "content": text.prompt},
+        {"role": "assistant", "content": text.answer},
+    ]
     assert ids.tolist() == tokenizer.apply_chat_template(turns, return_dict=False)
     assert tokenizer.decode(ids[asked:]).startswith(text.answer)
 
@@ -113,7 +123,9 @@ def test_a_dataset_that_cannot_be_had_is_said(tmp_path, monkeypatch):
         raise OSError("no route to host")
 
     monkeypatch.setattr(datasets, "load_dataset", unreachable)
-    with pytest.raises(ConnectionError, match=r'fujiki/japanese_alpaca_data .* Use data="generated"'):
+    with pytest.raises(
+        ConnectionError, match=r'fujiki/japanese_alpaca_data .* Use data="generated"'
+    ):
         from_hub(SHORT, 4, tmp_path)
 
 
@@ -123,8 +135,14 @@ def test_real_rows_become_texts(tmp_path, monkeypatch):
 
     rows = {
         "fujiki/japanese_alpaca_data": {"instruction": "訳せ", "input": "station", "output": "駅"},
-        "wikimedia/wikipedia": {"title": "駅", "text": "駅とは場所である。列車が止まる。", "url": ""},
+        "wikimedia/wikipedia": {
+            "title": "駅",
+            "text": "駅とは場所である。列車が止まる。",
+            "url": "",
+        },
     }
-    monkeypatch.setattr(datasets, "load_dataset", lambda name, *_, **__: datasets.Dataset.from_list([rows[name]]))
+    monkeypatch.setattr(
+        datasets, "load_dataset", lambda name, *_, **__: datasets.Dataset.from_list([rows[name]])
+    )
     assert from_hub(SHORT, 1, tmp_path) == [Text("訳せ\nstation", "駅")]
     assert from_hub(LONG, 1, tmp_path) == [Text("列車が止まる。", "駅")]

@@ -33,7 +33,9 @@ def test_workers_are_needed_until_they_keep_up() -> None:
     pipeline = Pipeline(read_ms=80, compute_ms=20, cores=16, accumulation=1)
     assert pipeline.enough_workers == 4
     assert [pipeline.step_ms(n) for n in COUNTS] == [100, 80, 40, pytest.approx(80 / 3), 20, 20, 20]
-    assert [pipeline.simulated_ms(n) for n in COUNTS] == pytest.approx([100, 80, 40, 80 / 3, 20, 20, 20], rel=0.03)
+    assert [pipeline.simulated_ms(n) for n in COUNTS] == pytest.approx(
+        [100, 80, 40, 80 / 3, 20, 20, 20], rel=0.03
+    )
 
 
 def test_few_cores_share_out_all_processor_time() -> None:
@@ -66,7 +68,9 @@ def test_the_simulated_queue_obeys_the_law(
     pipeline = Pipeline(read, compute, cores, prefetch_factor=prefetch)
     law, simulated = pipeline.step_ms(workers), pipeline.simulated_ms(workers)
     assert simulated >= law * (1 - 1e-6)  # no queue beats it
-    assert simulated <= pipeline.step_ms(0) * max(1.0, 2 / cores) * 1.05  # and none is worse than taking turns
+    assert (
+        simulated <= pipeline.step_ms(0) * max(1.0, 2 / cores) * 1.05
+    )  # and none is worse than taking turns
     if cores > workers:
         assert simulated == pytest.approx(law, rel=0.1)
 
@@ -84,7 +88,10 @@ class SlowRows(torch.utils.data.Dataset):
 
     def __getitem__(self, index: int) -> dict:
         time.sleep(0.02)
-        return {"pixel_values": torch.zeros(3, 8, 8), "input_ids": torch.zeros(77, dtype=torch.int64)}
+        return {
+            "pixel_values": torch.zeros(3, 8, 8),
+            "input_ids": torch.zeros(77, dtype=torch.int64),
+        }
 
 
 def test_a_ready_batch_is_taken_in_no_time(slow_rows: SlowRows) -> None:

@@ -1,4 +1,6 @@
-"""The trace analysis on traces whose truth can be computed by hand, and on one that PyTorch has just written."""
+"""The trace analysis on traces whose truth can be computed by hand, and on one that PyTorch has
+just written.
+"""
 
 import gzip
 import json
@@ -22,7 +24,9 @@ from labutils.profiling.trace import SHARES, Trace, profile
 @pytest.fixture(scope="module")
 def trace():
     first, *others = TWO_STEPS
-    random.Random(0).shuffle(others)  # a trace file is in no order, but its first event is the origin of time
+    random.Random(0).shuffle(
+        others
+    )  # a trace file is in no order, but its first event is the origin of time
     return Trace([first, *others])
 
 
@@ -49,7 +53,9 @@ def test_every_moment_belongs_to_exactly_one_share(trace):
 
 
 def test_a_step_timed_without_the_profiler_keeps_the_gpus_time_and_the_measured_wait(trace):
-    """Of 0.5 ms, GPU work takes 0.199 and data 0.051 as measured; the rest is shared as it was while profiling."""
+    """Of 0.5 ms, GPU work takes 0.199 and data 0.051 as measured; the rest is shared as it was
+    while profiling.
+    """
     shares = trace.partition(step_ms=0.5, data_ms=0.051)
     assert shares["kernels"] + shares["copies"] == us(199)
     assert shares["data"] == us(51)
@@ -57,7 +63,12 @@ def test_a_step_timed_without_the_profiler_keeps_the_gpus_time_and_the_measured_
     assert {k: shares[k] for k in rest} == {k: us(250 * v / 1502) for k, v in rest.items()}
     assert sum(shares.values()) == pytest.approx(0.5)
     metrics = trace.metrics(step_ms=0.5, data_ms=0.051)
-    assert metrics["gpu_busy"] == metrics["untraced_gpu_busy"] == metrics["kernels_share"] == pytest.approx(0.19 / 0.5)
+    assert (
+        metrics["gpu_busy"]
+        == metrics["untraced_gpu_busy"]
+        == metrics["kernels_share"]
+        == pytest.approx(0.19 / 0.5)
+    )
     assert metrics["traced_gpu_busy"] == pytest.approx(380 / 2100)
     assert metrics["data_share"] == pytest.approx(0.051 / 0.5)
     assert metrics["traced_step_ms"] == us(1050)
@@ -66,7 +77,9 @@ def test_a_step_timed_without_the_profiler_keeps_the_gpus_time_and_the_measured_
 def test_a_wait_for_data_while_a_kernel_runs_costs_nothing():
     trace = Trace(RUNS_AHEAD)
     assert trace.partition()["data"] == us(100)
-    shares = trace.partition(step_ms=0.95, data_ms=0.45)  # timed without the profiler, the wait is 450 us of 950
+    shares = trace.partition(
+        step_ms=0.95, data_ms=0.45
+    )  # timed without the profiler, the wait is 450 us of 950
     assert (shares["kernels"], shares["data"]) == (us(800), us(450 * 100 / 500))
     assert sum(shares.values()) == us(950)
 
@@ -141,7 +154,9 @@ def test_idle_time_inside_a_python_function(trace):
     flush = trace.python_time("training.py", "log_loss")
     assert flush == trace.python_time("labutils/training.py", "log_loss") == [(us(500), us(600))]
     assert trace.idle_ms_in(flush) == us((100 - 5) / 2)
-    assert trace.python_time("raining.py", "log_loss") == trace.python_time("training.py", "log") == []
+    assert (
+        trace.python_time("raining.py", "log_loss") == trace.python_time("training.py", "log") == []
+    )
 
 
 def test_kernels_belong_to_the_phase_that_launched_them(trace):
@@ -166,10 +181,18 @@ def test_kernels_are_sorted_by_kind_of_work(trace):
 def test_timeline_shows_one_window_cut_to_its_edges(trace):
     lanes = trace.timeline((trace.wall[0] + 0.1, trace.wall[0] + 0.43))
     assert lanes == {
-        "host": [(us(0), us(100), "data"), (us(100), us(60), "to_device"), (us(160), us(170), "forward")],
+        "host": [
+            (us(0), us(100), "data"),
+            (us(100), us(60), "to_device"),
+            (us(160), us(170), "forward"),
+        ],
         "host waits": [(us(110), us(40), "synchronisation")],
         "launches": [(us(200), us(10), "launch call"), (us(230), us(10), "launch call")],
-        "GPU": [(us(220), us(100), "thin GEMM"), (us(300), us(30), "GEMM"), (us(132), us(13), "copy")],
+        "GPU": [
+            (us(220), us(100), "thin GEMM"),
+            (us(300), us(30), "GEMM"),
+            (us(132), us(13), "copy"),
+        ],
     }
     assert max(start + length for start, length, _ in trace.timeline()["GPU"]) <= 1.0
 
@@ -177,21 +200,30 @@ def test_timeline_shows_one_window_cut_to_its_edges(trace):
 def test_busy_over_time_divides_the_first_step(trace):
     when, busy = trace.busy_over_time(bins=4)
     assert when == [us(0), us(250), us(500), us(750)]
-    assert busy == [0.0, pytest.approx(130 / 250), pytest.approx(10 / 250), pytest.approx(150 / 250)]
+    assert busy == [
+        0.0,
+        pytest.approx(130 / 250),
+        pytest.approx(10 / 250),
+        pytest.approx(150 / 250),
+    ]
 
 
 @pytest.mark.filterwarnings("ignore:The inplace keyword")
 def test_hta_counts_the_same(trace, tmp_path):
-    """Meta's HolisticTraceAnalysis, an independent reading of the same file. It leaves the last step out, and its idle
-    time counts from the first GPU work to the last."""
+    """Meta's HolisticTraceAnalysis, an independent reading of the same file. It leaves the last
+    step out, and its idle time counts from the first GPU work to the last."""
     from hta.trace_analysis import TraceAnalysis
 
     text = json.dumps({"distributedInfo": {"rank": 0, "world_size": 1}, "traceEvents": TWO_STEPS})
     (tmp_path / "rank0.json").write_text(text)
     row = TraceAnalysis(trace_dir=str(tmp_path)).get_temporal_breakdown(visualize=False).iloc[0]
     first_step = [(trace.wall[0], trace.wall[0] + 1.0)]
-    assert row["compute_time(us)"] / 1000 == pytest.approx(total(overlap(trace.kernel_time, first_step)))
-    assert row["non_compute_time(us)"] / 1000 == pytest.approx(total(difference(trace.copy_time, trace.kernel_time)))
+    assert row["compute_time(us)"] / 1000 == pytest.approx(
+        total(overlap(trace.kernel_time, first_step))
+    )
+    assert row["non_compute_time(us)"] / 1000 == pytest.approx(
+        total(difference(trace.copy_time, trace.kernel_time))
+    )
     between = [(trace.copy_time[0][0], trace.wall[0] + 0.9)]
     assert row["idle_time(us)"] / 1000 == pytest.approx(total(overlap(trace.idle_time, between)))
 
@@ -229,7 +261,9 @@ def test_pageable_copy_to_the_host_waits_even_alone_but_one_to_the_gpu_does_not(
         call("cudaMemcpyAsync", 112, 115, 3),
         copy("Memcpy DtoH (Device -> Pinned)", 120, 130, 3),
     ]
-    assert [(w.call, w.start, w.ms) for w in Trace(events).waits] == [("cudaMemcpyAsync", us(65), us(30))]
+    assert [(w.call, w.start, w.ms) for w in Trace(events).waits] == [
+        ("cudaMemcpyAsync", us(65), us(30))
+    ]
 
 
 def test_synchronisation_on_the_autograd_thread_has_that_threads_stack():
@@ -246,7 +280,9 @@ def test_synchronisation_on_the_autograd_thread_has_that_threads_stack():
 
 
 def test_without_a_gpu_what_does_not_apply_is_absent():
-    host_only = [e for e in TWO_STEPS if e.get("cat") not in ("kernel", "gpu_memcpy", "cuda_runtime")]
+    host_only = [
+        e for e in TWO_STEPS if e.get("cat") not in ("kernel", "gpu_memcpy", "cuda_runtime")
+    ]
     trace = Trace(host_only)
     assert not trace.on_gpu
     assert trace.gpu_busy is None
@@ -261,7 +297,9 @@ def test_without_a_gpu_what_does_not_apply_is_absent():
 
 
 def test_operators_own_time_excludes_what_they_call():
-    trace = Trace([op("aten::linear", 0, 100), op("aten::addmm", 10, 70), op("aten::copy_", 20, 30)])
+    trace = Trace(
+        [op("aten::linear", 0, 100), op("aten::addmm", 10, 70), op("aten::copy_", 20, 30)]
+    )
     assert trace.categories() == {
         "GEMM": {"ms": us(90), "count": 2.0},
         "casts and layout": {"ms": us(10), "count": 1.0},
@@ -276,7 +314,9 @@ def test_without_a_gpu_the_timeline_shows_what_operators_compute():
         op("aten::copy_", 10, 20),
         op("aten::add_", 52, 58),
     ]
-    assert Trace(events).timeline() == {"operators": [(us(5), us(45), "GEMM"), (us(52), us(6), "elementwise")]}
+    assert Trace(events).timeline() == {
+        "operators": [(us(5), us(45), "GEMM"), (us(52), us(6), "elementwise")]
+    }
 
 
 def test_data_is_recognised_by_pytorchs_own_mark_too():
@@ -298,7 +338,13 @@ def test_nothing_recorded_is_said():
 def written(path, events):
     """A file as the profiler writes it: metadata first, then the events."""
     text = json.dumps(
-        {"schemaVersion": 1, "deviceProperties": [{"id": 0}], "traceEvents": events, "traceName": "x"}, indent=2
+        {
+            "schemaVersion": 1,
+            "deviceProperties": [{"id": 0}],
+            "traceEvents": events,
+            "traceName": "x",
+        },
+        indent=2,
     )
     with (gzip.open if path.suffix == ".gz" else open)(path, "wt") as file:
         file.write(text)
@@ -320,7 +366,10 @@ def test_a_bare_list_is_a_trace_too(tmp_path):
 
 @given(size=st.integers(1, 400))
 def test_events_are_whole_whatever_the_size_of_a_read(size):
-    events = [{"ph": "X", "name": 'quo"te]},', "ts": number, "args": {"list": [1, [2]]}} for number in range(5)]
+    events = [
+        {"ph": "X", "name": 'quo"te]},', "ts": number, "args": {"list": [1, [2]]}}
+        for number in range(5)
+    ]
     text = json.dumps({"a": 1, "traceEvents": events, "z": 1})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("labutils.profiling.chrome_trace._PIECE", size)
@@ -359,24 +408,51 @@ def test_a_file_that_is_no_trace_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("name", "category"),
     [
-        ("sm90_xmma_fprop_implicit_gemm_f16f16_f16f32_f32_nhwckrsc_nhwc_tilesize128x128x64", "convolution"),
+        (
+            "sm90_xmma_fprop_implicit_gemm_f16f16_f16f32_f32_nhwckrsc_nhwc_tilesize128x128x64",
+            "convolution",
+        ),
         ("void cutlass::Kernel2<cutlass_80_wmma_tensorop_f16_s161616gemm_f16>", "GEMM"),
         ("nvjet_hsh_192x192_64x4_2x1_v_bz_coopA_NNT", "GEMM"),
         ("void cublasLt::splitKreduce_kernel<32, 16, int, float>", "GEMM"),
         ("void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<64>>", "attention"),
-        ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_3_64x128x64", "attention"),
-        ("void at::native::(anonymous namespace)::RowwiseMomentsCUDAKernel<c10::Half>", "normalisation"),
-        ("void at::native::(anonymous namespace)::vectorized_layer_norm_kernel<float>", "normalisation"),
+        (
+            "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_3_64x128x64",
+            "attention",
+        ),
+        (
+            "void at::native::(anonymous namespace)::RowwiseMomentsCUDAKernel<c10::Half>",
+            "normalisation",
+        ),
+        (
+            "void at::native::(anonymous namespace)::vectorized_layer_norm_kernel<float>",
+            "normalisation",
+        ),
         ("void at::native::multi_tensor_apply_kernel<FusedAdamMathFunctor>", "foreach"),
-        ("void at::native::unrolled_elementwise_kernel<at::native::direct_copy_kernel_cuda>", "casts and layout"),
+        (
+            "void at::native::unrolled_elementwise_kernel<at::native::direct_copy_kernel_cuda>",
+            "casts and layout",
+        ),
         ("void cudnn::ops::nchwToNhwcKernel<__half, __half, float>", "casts and layout"),
         ("void convertTensor_kernel<float, __half, float>", "casts and layout"),
-        ("void at::native::vectorized_elementwise_kernel<4, at::native::launch_clamp_scalar>", "elementwise"),
-        ("void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float, MeanOps>>", "reduction"),
-        ("void at::native::(anonymous namespace)::ComputeInternalGradientsCUDAKernel<float>", "normalisation"),
+        (
+            "void at::native::vectorized_elementwise_kernel<4, at::native::launch_clamp_scalar>",
+            "elementwise",
+        ),
+        (
+            "void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float, MeanOps>>",
+            "reduction",
+        ),
+        (
+            "void at::native::(anonymous namespace)::ComputeInternalGradientsCUDAKernel<float>",
+            "normalisation",
+        ),
         ("void cudnn::fusion::compute_dot_do_o<false>", "attention"),
         ("void cudnn::fusion::convert_dq_to_16bits<false>", "casts and layout"),
-        ("void tensorTransformGeneric<__half, __half, float, true, false, false>", "casts and layout"),
+        (
+            "void tensorTransformGeneric<__half, __half, float, true, false, false>",
+            "casts and layout",
+        ),
         ("triton_per_fused_native_group_norm_3", "compiled"),
         ("ncclDevKernel_AllReduce_Sum_f32_RING_LL", "communication"),
         ("autograd::engine::evaluate_function: ConvolutionBackward0", "other"),
@@ -396,7 +472,11 @@ def test_names_tell_the_kind_of_work(name, category):
     [
         ("mm", [[4096, 320], [320, 4]], True),
         ("mm", [[4, 4096], [4096, 320]], True),  # the gradient of A
-        ("mm", [[8, 4096], [4096, 320], [8, 320]], True),  # the same as compiled code calls it: it says where to write
+        (
+            "mm",
+            [[8, 4096], [4096, 320], [8, 320]],
+            True,
+        ),  # the same as compiled code calls it: it says where to write
         ("mm", [[4096, 320], [320, 4], [4096, 4]], True),
         ("mm", [[4096, 320], [320, 640], [4096, 640]], False),
         ("addmm", [[320], [4096, 4], [4, 320], [], []], True),  # the bias comes first
@@ -426,7 +506,11 @@ def test_products_that_a_rank_makes_thin(name, dims, thin):
         ("/home/me/my_script.py", True, "my_script.py"),
         ("torch/optim/adamw.py", False, "torch/optim/adamw.py"),
         ("/opt/site/accelerate/accelerator.py", False, "accelerate/accelerator.py"),
-        ("/v/lib/python3.12/site-packages/torch/amp/grad_scaler.py", False, "torch/amp/grad_scaler.py"),
+        (
+            "/v/lib/python3.12/site-packages/torch/amp/grad_scaler.py",
+            False,
+            "torch/amp/grad_scaler.py",
+        ),
         ("/usr/lib/python3.12/contextlib.py", False, "contextlib.py"),
         ("contextlib.py", False, "contextlib.py"),
         ("<frozen os>", False, "<frozen os>"),
@@ -438,14 +522,18 @@ def test_whose_code_a_file_is(file, own, short):
 
 
 @given(
-    st.lists(st.tuples(st.integers(0, 30), st.integers(1, 10)), max_size=8), st.lists(st.integers(0, 40), max_size=8)
+    st.lists(st.tuples(st.integers(0, 30), st.integers(1, 10)), max_size=8),
+    st.lists(st.integers(0, 40), max_size=8),
 )
 def test_stacks_against_looking_at_every_slice(pieces, moments):
     """Nested slices: each piece is put, with a margin, around the pieces before it that it meets."""
     slices = []
     for start, length in pieces:
         met = [s for s in slices if s.start < start + length and start < s.end]
-        low, high = min([start, *(s.start for s in met)]), max([start + length, *(s.end for s in met)])
+        low, high = (
+            min([start, *(s.start for s in met)]),
+            max([start + length, *(s.end for s in met)]),
+        )
         slices.append(Slice(low, high, str(len(slices))))
     slices.sort(key=lambda s: (s.start, -s.end))
     moments.sort()
@@ -507,7 +595,9 @@ def test_shapes_are_recorded_without_stacks(tmp_path, shapes):
     def step():
         torch.rand(8, 8) @ torch.rand(8, 8)
 
-    found = profile(SimpleNamespace(step=step), steps=1, folder=tmp_path, with_stack=False, with_shapes=shapes)
+    found = profile(
+        SimpleNamespace(step=step), steps=1, folder=tmp_path, with_stack=False, with_shapes=shapes
+    )
     products = [op for slices in found.ops.values() for op in slices if op.name == "aten::mm"]
     assert products
     assert all(bool(op.dims) == bool(shapes) for op in products)
@@ -532,10 +622,24 @@ def test_a_real_trace_knows_its_phases_and_who_read_a_value(real):
 
 
 def test_a_captured_step_is_never_busier_than_its_trace():
-    """40 kernels of 20 us with gaps of 5 us from one launch: 80 % busy, even beside an untraced step of 0.9 ms, which
-    bounds it from above."""
-    launch = {"ph": "X", "cat": "cuda_runtime", "name": "cudaGraphLaunch", "ts": 0, "dur": 5, "tid": 1}
-    mark = {"ph": "X", "cat": "user_annotation", "name": "ProfilerStep#2", "ts": 0, "dur": 1000, "tid": 1}
+    """40 kernels of 20 us with gaps of 5 us from one launch: 80 % busy, even beside an untraced
+    step of 0.9 ms, which bounds it from above."""
+    launch = {
+        "ph": "X",
+        "cat": "cuda_runtime",
+        "name": "cudaGraphLaunch",
+        "ts": 0,
+        "dur": 5,
+        "tid": 1,
+    }
+    mark = {
+        "ph": "X",
+        "cat": "user_annotation",
+        "name": "ProfilerStep#2",
+        "ts": 0,
+        "dur": 1000,
+        "tid": 1,
+    }
     kernel = {"ph": "X", "cat": "kernel", "name": "kernel", "dur": 20, "tid": 7}
     kernels = [kernel | {"ts": 25 * i, "args": {"correlation": 1, "stream": 7}} for i in range(40)]
     captured = Trace([mark, launch | {"args": {"correlation": 1}}, *kernels])

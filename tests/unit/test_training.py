@@ -1,4 +1,6 @@
-"""One loop, many recipes: each computes what the plain loop computes, and that is what mathematics says it is."""
+"""One loop, many recipes: each computes what the plain loop computes, and that is what mathematics
+says it is.
+"""
 
 from __future__ import annotations
 
@@ -76,7 +78,9 @@ class Remembered(Dataset):
 def workload():
     workload = open_workload("sd15-lora", scale="tiny", device="cpu")
     decoded, dataset = Remembered(workload.dataset(None, PLAIN)), workload.dataset
-    workload.dataset = lambda model, recipe: decoded if recipe.cache == "nothing" else dataset(model, recipe)
+    workload.dataset = lambda model, recipe: (
+        decoded if recipe.cache == "nothing" else dataset(model, recipe)
+    )
     return workload
 
 
@@ -85,7 +89,7 @@ def plain(workload) -> Watched:
     return watch(workload, CLIPPED, STEPS)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # Gradients and steps of every recipe
 
 MERGED = {"micro_batch": 4, "accumulation": 1}
@@ -109,7 +113,9 @@ CHANGES = {
     "half merged": {"micro_batch": 2, "accumulation": 2},
     "merged, cached": MERGED | {"cache": "latents"},
 }
-LAST_RUNG = list(climb(A1_LADDER).values())[-1].but(compile="off", max_grad_norm=0.07).fitted_to("cpu")
+LAST_RUNG = (
+    list(climb(A1_LADDER).values())[-1].but(compile="off", max_grad_norm=0.07).fitted_to("cpu")
+)
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -123,7 +129,9 @@ def test_a_recipe_computes_what_the_plain_loop_does(change, workload, plain):
 
 def test_the_last_rung_computes_what_the_first_does(workload, plain):
     """All changes at once, as far as a CPU can make them and but for the compiler."""
-    assert {"folded", "channels_last", "rewritten", "latents+text"} <= set(LAST_RUNG.as_dict().values())
+    assert {"folded", "channels_last", "rewritten", "latents+text"} <= set(
+        LAST_RUNG.as_dict().values()
+    )
     found = watch(workload, LAST_RUNG, STEPS)
     for mine, expected in zip(found.gradients, plain.gradients, strict=True):
         assert_same_gradients(mine, expected)
@@ -149,17 +157,23 @@ def test_attention_kernels_compute_the_same(kernel, workload, plain):
 def test_the_rank_may_be_any(workload):
     """Folded layers pad their rank to a multiple of 8, and keep the scaling of the unpadded one."""
     for rank in (3, 8, 11):
-        plain, folded = (watch(workload, PLAIN.but(rank=rank, adapter=kind)) for kind in ("plain", "folded"))
+        plain, folded = (
+            watch(workload, PLAIN.but(rank=rank, adapter=kind)) for kind in ("plain", "folded")
+        )
         assert_same_gradients(folded.gradients[0], plain.gradients[0])
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # Compiled
 
 FEW_BLOCKS = dataclasses.replace(SIZES["tiny"], unet_channels=(32,))
 """Every kind of layer still, but few enough to compile."""
 COMPILED = CLIPPED.but(
-    compile="default", adapter="folded", memory_format="channels_last", layers="rewritten", cache="latents"
+    compile="default",
+    adapter="folded",
+    memory_format="channels_last",
+    layers="rewritten",
+    cache="latents",
 )
 
 
@@ -178,7 +192,9 @@ def test_what_is_traced_computes_the_same(scope, few_blocks, monkeypatch):
     original, compiled = torch.compile, []
 
     def traced(target: object, **options: object) -> object:
-        if isinstance(getattr(target, "__self__", target), nn.Module):  # and not what libraries compile as they load
+        if isinstance(
+            getattr(target, "__self__", target), nn.Module
+        ):  # and not what libraries compile as they load
             compiled.append(target)
         return original(target, backend="aot_eager")
 
@@ -192,8 +208,13 @@ def test_what_is_traced_computes_the_same(scope, few_blocks, monkeypatch):
 
 
 def test_what_is_compiled_computes_the_same(few_blocks):
-    """By the code generator too, on the blocks alone; whole networks take it a minute (see tests/gpu)."""
-    plain, found = watch(few_blocks, CLIPPED, STEPS), watch(few_blocks, COMPILED.but(compile_scope="blocks"), STEPS)
+    """By the code generator too, on the blocks alone; whole networks take it a minute (see
+    tests/gpu).
+    """
+    plain, found = (
+        watch(few_blocks, CLIPPED, STEPS),
+        watch(few_blocks, COMPILED.but(compile_scope="blocks"), STEPS),
+    )
     for mine, expected in zip(found.gradients, plain.gradients, strict=True):
         assert_same_gradients(mine, expected)
     assert_same_path(found, plain)
@@ -201,7 +222,9 @@ def test_what_is_compiled_computes_the_same(few_blocks):
 
 def test_what_needs_too_many_variants_fails_and_does_not_run_uncompiled(monkeypatch):
     original = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda target, **options: original(target, backend="eager", dynamic=False))
+    monkeypatch.setattr(
+        torch, "compile", lambda target, **options: original(target, backend="eager", dynamic=False)
+    )
     model = nn.ModuleDict({"net": nn.Linear(2, 2)})
     workload = SimpleNamespace(trained=lambda model: ("net", model["net"]))
     compile_as_asked(workload, model, STOCK.but(compile="default"))
@@ -213,14 +236,17 @@ def test_what_needs_too_many_variants_fails_and_does_not_run_uncompiled(monkeypa
     torch.compiler.reset()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # The plain loop against mathematics, in float64
 
 
 def test_the_gradient_is_that_of_the_written_out_loss(workload):
     with Session(workload, PLAIN.but(rank=3)) as session:
         state = {name: tensor.clone() for name, tensor in session.model.state_dict().items()}
-        scaling = {name: layer.scaling["default"] for name, layer in lora_layers(session.model.unet).items()}
+        scaling = {
+            name: layer.scaling["default"]
+            for name, layer in lora_layers(session.model.unet).items()
+        }
         watched = watch_session(session, 1)
     assert set(scaling.values()) == {1.0}
     expected, loss = gradient_by_hand(state, watched)
@@ -229,9 +255,15 @@ def test_the_gradient_is_that_of_the_written_out_loss(workload):
 
 
 def gradient_by_hand(state: dict[str, Tensor], watched: Watched) -> tuple[dict[str, Tensor], float]:
-    """DDPM's loss, mean over the micro-batches, of a UNet whose weights are W + BA; its gradient by A and B."""
+    """DDPM's loss, mean over the micro-batches, of a UNet whose weights are W + BA; its gradient by
+    A and B.
+    """
     networks = stable_diffusion._networks(SIZES["tiny"], torch.device("cpu")).double()
-    base = {name.replace(".base_layer", ""): t.double() for name, t in state.items() if "lora_" not in name}
+    base = {
+        name.replace(".base_layer", ""): t.double()
+        for name, t in state.items()
+        if "lora_" not in name
+    }
     networks.load_state_dict(base)
     matrices = {name: tensor.double().requires_grad_() for name, tensor in watched.before.items()}
     weights = {f"unet.{name}": parameter for name, parameter in networks.unet.named_parameters()}
@@ -239,16 +271,22 @@ def gradient_by_hand(state: dict[str, Tensor], watched: Watched) -> tuple[dict[s
         a, b = matrices[f"{layer}.lora_A.weight"], matrices[f"{layer}.lora_B.weight"]
         weights[f"unet.{layer}.weight"] = weights[f"unet.{layer}.weight"] + b @ a
     unet_weights = {name.removeprefix("unet."): weight for name, weight in weights.items()}
-    kept = torch.cumprod(1 - torch.linspace(0.00085**0.5, 0.012**0.5, 1000, dtype=torch.float64) ** 2, 0)
+    kept = torch.cumprod(
+        1 - torch.linspace(0.00085**0.5, 0.012**0.5, 1000, dtype=torch.float64) ** 2, 0
+    )
     losses = []
     for batch, draws in watched.seen:
         encoded = networks.vae.quant_conv(networks.vae.encoder(batch["pixel_values"].double()))
         mean, log_variance = encoded[:, :4], encoded[:, 4:]
-        latents = 0.18215 * (mean + torch.exp(log_variance.clamp(-30, 20) / 2) * draws["posterior"].double())
+        latents = 0.18215 * (
+            mean + torch.exp(log_variance.clamp(-30, 20) / 2) * draws["posterior"].double()
+        )
         share = kept[draws["timesteps"]].view(-1, 1, 1, 1)
         noisy = share.sqrt() * latents + (1 - share).sqrt() * draws["noise"].double()
         condition = networks.text_encoder(batch["input_ids"]).last_hidden_state
-        predicted = functional_call(networks.unet, unet_weights, (noisy, draws["timesteps"], condition)).sample
+        predicted = functional_call(
+            networks.unet, unet_weights, (noisy, draws["timesteps"], condition)
+        ).sample
         losses.append((predicted - draws["noise"].double()).square().mean())
     loss = torch.stack(losses).mean()
     gradients = torch.autograd.grad(loss, list(matrices.values()))
@@ -305,7 +343,9 @@ def test_another_seed_is_another_run(workload):
 
 
 def test_sessions_side_by_side_do_not_disturb_each_other(workload):
-    """accelerate's state is the process's, the frozen weights are shared, and random numbers are given here."""
+    """accelerate's state is the process's, the frozen weights are shared, and random numbers are
+    given here.
+    """
     recipes = [STOCK, STOCK.but(accumulation=2), PLAIN]
     alone = [watch(workload, recipe, 2) for recipe in recipes]
     sessions = [Session(workload, recipe) for recipe in recipes]
@@ -326,7 +366,7 @@ def parts_of(workload) -> training.drivers.Parts:
         return session.driver.parts
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # Batches
 
 
@@ -338,8 +378,16 @@ def test_batches_go_through_epoch_after_epoch_in_the_seeds_order(recipe, workloa
         known = session.driver.parts.loader.dataset.tensors["moments"]
         taken = [next(session.batches) for _ in range(9)]
         assert session.batches.taken == 9
-    orders = [list(EpochOrder(16, 18, 5)), list(epoch(EpochOrder(16, 18, 5), 1)), list(epoch(EpochOrder(16, 18, 5), 2))]
-    rows = [*orders[0][:16], *orders[1][:16], *orders[2][:4]]  # the last two of each epoch would be a short batch
+    orders = [
+        list(EpochOrder(16, 18, 5)),
+        list(epoch(EpochOrder(16, 18, 5), 1)),
+        list(epoch(EpochOrder(16, 18, 5), 2)),
+    ]
+    rows = [
+        *orders[0][:16],
+        *orders[1][:16],
+        *orders[2][:4],
+    ]  # the last two of each epoch would be a short batch
     assert torch.equal(torch.cat([batch["moments"] for batch in taken]), known[rows])
 
 
@@ -352,7 +400,9 @@ def short_epochs(monkeypatch, length: int) -> None:
     from labutils.data.images import make_loader
 
     monkeypatch.setattr(
-        training.session, "make_loader", lambda *args, **options: make_loader(*args, epoch_length=length, **options)
+        training.session,
+        "make_loader",
+        lambda *args, **options: make_loader(*args, epoch_length=length, **options),
     )
 
 
@@ -362,7 +412,7 @@ def test_too_few_examples_are_said_to_be(workload, monkeypatch):
         Session(workload, PLAIN.but(micro_batch=17, cache="latents+text"))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # Measuring
 
 QUICK = PLAIN.but(cache="latents+text", logging="ring-buffer")
@@ -391,15 +441,29 @@ def test_a_run_tells_what_was_measured(workload, no_probe, encoded, tmp_path):
     run = train(workload, recipe, steps=4, warmup=1, name="mine")
     assert run.ok and (run.run, run.workload, run.scale) == ("mine", "sd15-lora", "tiny")
     assert run.recipe == recipe.fitted_to("cpu").as_dict() != recipe.as_dict()
-    assert run.metrics["step_ms"]["n"] == len(run.samples["step_ms"]) == len(run.samples["data_ms"]) == 4
+    assert (
+        run.metrics["step_ms"]["n"]
+        == len(run.samples["step_ms"])
+        == len(run.samples["data_ms"])
+        == 4
+    )
     assert run.metrics["examples_per_s"] == pytest.approx(4e3 / run.metrics["step_ms"]["median"])
     work = workload.work(recipe.fitted_to("cpu"))
-    assert run.metrics["tflops"] == pytest.approx(work.flops / run.metrics["step_ms"]["median"] / 1e9)
-    assert run.metrics["floor_ms"] == pytest.approx(max(work.flops / 1e12, work.bytes / 100e9) * 1e3)
-    # The first step, one of warming up, two to use up what the worker held ready (a round begins so), and four timed.
+    assert run.metrics["tflops"] == pytest.approx(
+        work.flops / run.metrics["step_ms"]["median"] / 1e9
+    )
+    assert run.metrics["floor_ms"] == pytest.approx(
+        max(work.flops / 1e12, work.bytes / 100e9) * 1e3
+    )
+    # The first step, one of warming up, two to use up what the worker held ready (a round begins
+    # so), and four timed.
     assert len(run.metrics["loss"]) == 1 + 1 + 2 + 4
-    assert run.metrics["encode_s"] == encoded.encode_s > 0  # the price of a cached recipe's shorter steps
-    assert "mfu" not in run.metrics and "peak_allocated_gb" not in run.metrics  # no GPU, nothing to say
+    assert (
+        run.metrics["encode_s"] == encoded.encode_s > 0
+    )  # the price of a cached recipe's shorter steps
+    assert (
+        "mfu" not in run.metrics and "peak_allocated_gb" not in run.metrics
+    )  # no GPU, nothing to say
     Results(tmp_path).append(run)  # refuses NaN
     assert all(math.isfinite(loss) for loss in run.metrics["loss"])
 
@@ -409,13 +473,17 @@ def test_a_step_is_all_its_micro_steps(workload, no_probe, monkeypatch):
     monkeypatch.setattr(workload, "draw", lambda *args: time.sleep(0.02) or draw(*args))
     run = train(workload, QUICK, steps=2, warmup=0)
     assert min(run.samples["step_ms"]) >= 4 * 20
-    assert run.metrics["wall_ms"]["median"] == pytest.approx(sum(run.samples["step_ms"]) / 2, rel=0.05)
+    assert run.metrics["wall_ms"]["median"] == pytest.approx(
+        sum(run.samples["step_ms"]) / 2, rel=0.05
+    )
 
 
 def test_waiting_for_data_is_the_hosts_wait(workload, no_probe, monkeypatch):
     index = stable_diffusion.EncodedExamples.__getitems__
     monkeypatch.setattr(
-        stable_diffusion.EncodedExamples, "__getitems__", lambda *args: time.sleep(0.02) or index(*args)
+        stable_diffusion.EncodedExamples,
+        "__getitems__",
+        lambda *args: time.sleep(0.02) or index(*args),
     )
     run = train(workload, QUICK, steps=2, warmup=0)
     for waited, step in zip(run.samples["data_ms"], run.samples["step_ms"], strict=True):
@@ -425,7 +493,9 @@ def test_waiting_for_data_is_the_hosts_wait(workload, no_probe, monkeypatch):
 def test_a_round_is_long_enough_to_tell_noise_from_drift(workload, no_probe, monkeypatch):
     with benchmark.Bench(workload) as bench:
         bench.prepare({"mine": QUICK})
-        bench.contenders["mine"].step_ms = 30  # by its warm-up; what its steps really last is the machine's business
+        bench.contenders[
+            "mine"
+        ].step_ms = 30  # by its warm-up; what its steps really last is the machine's business
         monkeypatch.setattr(benchmark, "ROUND_MS", 100)
         run = bench.compare({"mine": QUICK}, steps=1, rounds=1)["mine"]
     assert run.metrics["step_ms"]["n"] == 4
@@ -439,7 +509,9 @@ def test_what_is_not_cached_has_no_price_of_caching(workload):
 def test_recipes_take_turns(workload, no_probe, monkeypatch):
     turns, measure = [], benchmark.Contender.measure
     monkeypatch.setattr(
-        benchmark.Contender, "measure", lambda c, *steps: turns.append(c.session.recipe.rank) or measure(c, *steps)
+        benchmark.Contender,
+        "measure",
+        lambda c, *steps: turns.append(c.session.recipe.rank) or measure(c, *steps),
     )
     recipes = {f"rank {rank}": QUICK.but(rank=rank) for rank in (2, 3, 4)}
     runs = compare(workload, recipes, steps=2, rounds=3, warmup=0)
@@ -450,7 +522,9 @@ def test_recipes_take_turns(workload, no_probe, monkeypatch):
 
 
 def test_a_profile_begins_when_the_ready_batches_are_used_up(workload, no_probe, tmp_path):
-    """Six batches are ready: one step and then two of four micro-batches are passed over, and one warms up."""
+    """Six batches are ready: one step and then two of four micro-batches are passed over, and one
+    warms up.
+    """
     with benchmark.Bench(workload, warmup=0) as bench:
         bench.prepare({"ahead": QUICK.but(num_workers=3)})
         before = bench.contenders["ahead"].session.step_count
@@ -458,9 +532,11 @@ def test_a_profile_begins_when_the_ready_batches_are_used_up(workload, no_probe,
         assert bench.contenders["ahead"].session.step_count - before == 3 + 1 + 2
 
 
-def failing_at(monkeypatch, workload, rank: int, step: int, error: type[BaseException], message: str) -> None:
-    """Sessions of that rank fail at that optimizer step; 0: when they are built. The error is a new one each time, as
-    one that is kept would keep the frames it passed through."""
+def failing_at(
+    monkeypatch, workload, rank: int, step: int, error: type[BaseException], message: str
+) -> None:
+    """Sessions of that rank fail at that optimizer step; 0: when they are built. The error is a new
+    one each time, as one that is kept would keep the frames it passed through."""
     build, drive, calls = workload.build, Session.step, itertools.count(1)
 
     def building(recipe: Recipe) -> nn.Module:
@@ -486,7 +562,9 @@ def failing_at(monkeypatch, workload, rank: int, step: int, error: type[BaseExce
         (RuntimeError, "error: RuntimeError: the reason", 1),
     ],
 )
-def test_one_that_fails_does_not_stop_the_others(error, status, step, workload, no_probe, monkeypatch, tmp_path):
+def test_one_that_fails_does_not_stop_the_others(
+    error, status, step, workload, no_probe, monkeypatch, tmp_path
+):
     """When it is built, at its first step, and in the midst of measuring."""
     monkeypatch.setattr(training.session.tempfile, "tempdir", str(tmp_path))
     failing_at(monkeypatch, workload, rank=3, step=step, error=error, message="the reason")
@@ -499,11 +577,20 @@ def test_one_that_fails_does_not_stop_the_others(error, status, step, workload, 
 
 
 @pytest.mark.parametrize(
-    "change", [{}, {"driver": "accelerate", "adapter": "peft"}, {"num_workers": 1, "persistent_workers": True}]
+    "change",
+    [
+        {},
+        {"driver": "accelerate", "adapter": "peft"},
+        {"num_workers": 1, "persistent_workers": True},
+    ],
 )
 @pytest.mark.parametrize("step", [1, 4])
-def test_one_that_fails_gives_its_memory_back(step, change, workload, no_probe, monkeypatch, tmp_path):
-    """At once, while the others go on: at its first step (where a compiler fails), and in the midst of measuring."""
+def test_one_that_fails_gives_its_memory_back(
+    step, change, workload, no_probe, monkeypatch, tmp_path
+):
+    """At once, while the others go on: at its first step (where a compiler fails), and in the midst
+    of measuring.
+    """
     monkeypatch.setattr(training.session.tempfile, "tempdir", str(tmp_path))
     failing_at(monkeypatch, workload, rank=3, step=step, error=RuntimeError, message="the reason")
     build, models = workload.build, {}
@@ -515,7 +602,9 @@ def test_one_that_fails_gives_its_memory_back(step, change, workload, no_probe, 
 
     monkeypatch.setattr(workload, "build", watched)
     with benchmark.Bench(workload, warmup=1) as bench:
-        runs = bench.compare({"stays": QUICK, "fails": QUICK.but(rank=3, **change)}, steps=2, rounds=1)
+        runs = bench.compare(
+            {"stays": QUICK, "fails": QUICK.but(rank=3, **change)}, steps=2, rounds=1
+        )
         assert [run.status for run in runs.values()] == ["ok", "error: RuntimeError: the reason"]
         assert (models[QUICK.rank]() is None, models[3]() is None) == (False, True)
         assert len(list(tmp_path.iterdir())) == 1  # the session that stays has its folder
@@ -537,10 +626,18 @@ def test_ctrl_c_is_not_a_status(workload, no_probe, monkeypatch):
 
 
 def test_frozen_weights_are_held_once(workload):
-    with Session(workload, PLAIN) as first, Session(workload, PLAIN.but(adapter="folded")) as second:
-        mine, theirs = ({p.data_ptr() for p in s.model.parameters() if not p.requires_grad} for s in (first, second))
+    with (
+        Session(workload, PLAIN) as first,
+        Session(workload, PLAIN.but(adapter="folded")) as second,
+    ):
+        mine, theirs = (
+            {p.data_ptr() for p in s.model.parameters() if not p.requires_grad}
+            for s in (first, second)
+        )
         assert mine == theirs
-        assert not {p.data_ptr() for p in first.parameters} & {p.data_ptr() for p in second.parameters}
+        assert not {p.data_ptr() for p in first.parameters} & {
+            p.data_ptr() for p in second.parameters
+        }
 
 
 def test_training_leaves_the_frozen_weights_alone(workload):
@@ -550,7 +647,9 @@ def test_training_leaves_the_frozen_weights_alone(workload):
         session.run(2)
         assert all(torch.equal(now, then) for now, then in frozen)
         after = adapter_state(session.model.unet)
-        assert not any(torch.equal(after[name], before[name]) for name in before if "lora_B" in name)
+        assert not any(
+            torch.equal(after[name], before[name]) for name in before if "lora_B" in name
+        )
 
 
 def test_draws_are_the_same_however_examples_are_grouped(workload):
@@ -563,8 +662,12 @@ def test_draws_are_the_same_however_examples_are_grouped(workload):
         assert torch.equal(torch.cat([draws[name] for draws in apart]), together[name])
 
 
-@pytest.mark.parametrize(("graphs", "rounds"), [([4, 4], 1), ([4, 5, 5, 5], 2), (list(range(6)), benchmark.TRIES)])
-def test_a_round_in_which_something_was_compiled_is_taken_again(workload, monkeypatch, graphs, rounds):
+@pytest.mark.parametrize(
+    ("graphs", "rounds"), [([4, 4], 1), ([4, 5, 5, 5], 2), (list(range(6)), benchmark.TRIES)]
+)
+def test_a_round_in_which_something_was_compiled_is_taken_again(
+    workload, monkeypatch, graphs, rounds
+):
     taken = []
     with benchmark.Bench(workload, warmup=0) as bench:
         bench.prepare({"plain": PLAIN})
@@ -574,7 +677,9 @@ def test_a_round_in_which_something_was_compiled_is_taken_again(workload, monkey
         monkeypatch.setattr(
             benchmark,
             "measure",
-            lambda session, steps, after_step: taken.append(len(taken)) or StepTimes([float(len(taken))]),
+            lambda session, steps, after_step: (
+                taken.append(len(taken)) or StepTimes([float(len(taken))])
+            ),
         )
         contender.measure(1)
     assert len(taken) == rounds
@@ -582,13 +687,16 @@ def test_a_round_in_which_something_was_compiled_is_taken_again(workload, monkey
 
 
 @pytest.mark.parametrize(
-    ("step_ms", "recipe", "steps"), [(6000, PLAIN, 0), (6000, PLAIN.but(num_workers=1), 3), (40, PLAIN, 3)]
+    ("step_ms", "recipe", "steps"),
+    [(6000, PLAIN, 0), (6000, PLAIN.but(num_workers=1), 3), (40, PLAIN, 3)],
 )
 def test_long_steps_settle_by_themselves(workload, step_ms, recipe, steps):
     """Batches that a worker has made ready are used up first, however long a step is."""
     contender = object.__new__(benchmark.Contender)
     alone = SimpleNamespace(count=1)
-    contender.session = SimpleNamespace(recipe=recipe.but(prefetch_factor=2, accumulation=1), ranks=alone)
+    contender.session = SimpleNamespace(
+        recipe=recipe.but(prefetch_factor=2, accumulation=1), ranks=alone
+    )
     contender.step_ms = step_ms
     assert contender.steps_to_settle == steps
 
@@ -621,7 +729,11 @@ def test_after_step_follows_every_step_of_a_training_run(workload):
     """The first step, those to settle, and the timed ones."""
     counts = []
     run = benchmark.train(
-        workload, PLAIN, steps=2, warmup=1, after_step=lambda session: counts.append(session.step_count)
+        workload,
+        PLAIN,
+        steps=2,
+        warmup=1,
+        after_step=lambda session: counts.append(session.step_count),
     )
     assert run.ok, run.status
     assert counts == list(range(1, len(counts) + 1))

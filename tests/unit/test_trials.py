@@ -1,4 +1,6 @@
-"""Lab 06's trials on tiny models: each changes what it says and nothing else, and counts what there is to count."""
+"""Lab 06's trials on tiny models: each changes what it says and nothing else, and counts what there
+is to count.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,7 @@ def varied():
     return open_workload("llava-lora-varied", scale="tiny", device="cpu")
 
 
-# -------------------------------------------------------------------------------------------------------- methods
+# ------------------------------------------------------------------------------------ methods
 
 
 @pytest.mark.parametrize(
@@ -45,15 +47,28 @@ def varied():
         ("bf16", {}),
         ("fp8-te", {"base_linear": "fp8-te"}),
         ("compile", {"compile": "default", "compile_scope": "blocks"}),
-        ("compile-fp8-te", {"compile": "default", "compile_scope": "blocks", "base_linear": "fp8-te"}),
+        (
+            "compile-fp8-te",
+            {"compile": "default", "compile_scope": "blocks", "base_linear": "fp8-te"},
+        ),
         ("compile-whole", {"compile": "default"}),
         ("fixed-whole-fp8-te", {"compile": "default", "shapes": "fixed", "base_linear": "fp8-te"}),
-        ("fixed-qlora", {"compile": "default", "compile_scope": "blocks", "shapes": "fixed", "base_linear": "nf4"}),
+        (
+            "fixed-qlora",
+            {
+                "compile": "default",
+                "compile_scope": "blocks",
+                "shapes": "fixed",
+                "base_linear": "nf4",
+            },
+        ),
     ],
 )
 def test_a_method_s_name_says_its_recipe(name, expected):
     base = A2_BASE.but(checkpointing="blocks", micro_batch=4)
-    assert {knob: new for knob, (_, new) in lab06_anyres.method(name, 4).changes_from(base).items()} == expected
+    assert {
+        knob: new for knob, (_, new) in lab06_anyres.method(name, 4).changes_from(base).items()
+    } == expected
 
 
 def test_every_method_of_the_article_s_table_is_a_recipe():
@@ -68,7 +83,10 @@ def test_transformer_engine_s_checkpointing_is_not_compiled_whole(uniform):
 
 
 def test_cells_and_their_table(uniform):
-    cells = {f"{name} b1": lab06_anyres.cell(uniform, name, 1) for name in ("bf16", "qlora", "fp8-frozen")}
+    cells = {
+        f"{name} b1": lab06_anyres.cell(uniform, name, 1)
+        for name in ("bf16", "qlora", "fp8-frozen")
+    }
     assert all(run.ok for run in cells.values())
     assert [run.metrics["bf16_weights_held"] for run in cells.values()] == [1, 0, 0]
     cells["bf16 b24"] = Run("06", "bf16 b24", status="oom")
@@ -82,7 +100,11 @@ def test_cells_and_their_table(uniform):
 
 def test_break_even_counts_are_against_the_same_batch():
     cells = {}
-    for name, first, ms in (("bf16 b4", 1.0, 1000.0), ("compile b4", 51.0, 500.0), ("qlora b4", 1.0, 1200.0)):
+    for name, first, ms in (
+        ("bf16 b4", 1.0, 1000.0),
+        ("compile b4", 51.0, 500.0),
+        ("qlora b4", 1.0, 1200.0),
+    ):
         metrics = {"first_step_s": first, "step_ms": {"median": ms}, "useful_tokens_per_s": 10}
         cells[name] = Run("06", name, metrics=metrics)
     bf16, compiled, qlora = lab06_anyres.cell_rows(cells)
@@ -93,11 +115,17 @@ def test_break_even_counts_are_against_the_same_batch():
     assert lab06_anyres.paid_after(cells, "qlora b4") is None
     assert lab06_anyres.longer_by(cells, "qlora b4") == pytest.approx(20)
     cells["qlora b4"].status = "oom"
-    assert lab06_anyres.longer_by(cells, "qlora b4") is None is lab06_anyres.paid_after(cells, "qlora b4")
+    assert (
+        lab06_anyres.longer_by(cells, "qlora b4")
+        is None
+        is lab06_anyres.paid_after(cells, "qlora b4")
+    )
 
 
 def test_a_model_compiled_whole_is_held_against_the_baseline_beside_it():
-    """It takes minutes: another hour's baseline turned a break-even of 19,000 steps into one of 4,900."""
+    """It takes minutes: another hour's baseline turned a break-even of 19,000 steps into one of
+    4,900.
+    """
     cells = {}
     for name, first, ms in (
         ("bf16 b1", 1.0, 500.0),
@@ -121,7 +149,7 @@ def test_what_the_compiler_did_is_listed_where_it_was_at_work():
     assert lab06_anyres.compiler_rows(cells) == [("compile b1", 2.5, 3, 1, 0, 4)]
 
 
-# --------------------------------------------------------------------------------------------------- altered models
+# ------------------------------------------------------------------------------- altered models
 
 
 def test_preparing_for_kbit_widens_its_own_copy_alone(uniform):
@@ -146,7 +174,9 @@ def test_an_altered_workload_shares_the_frozen_weights_and_leaves_the_first_alon
 
 
 def test_what_a_workload_works_out_is_worked_out_once_and_not_for_its_copies(uniform):
-    """An altered one has the same texts and shapes; a copy may be given others, and remembers nothing."""
+    """An altered one has the same texts and shapes; a copy may be given others, and remembers
+    nothing.
+    """
     measured = uniform._measures(QUICK)
     assert uniform._measures(QUICK) is measured
     assert lab06_anyres.altered(uniform, id)._measures(QUICK) is measured
@@ -155,7 +185,11 @@ def test_what_a_workload_works_out_is_worked_out_once_and_not_for_its_copies(uni
 
 def test_layers_that_are_kept_stay_as_they_were(uniform):
     model = lab06_anyres.altered(uniform, lab06_anyres.fp8_but("o_proj")).build(QUICK)
-    kinds = {name.rpartition(".")[2]: type(m.base_layer).__name__ for name, m in model.named_modules() if _adapted(m)}
+    kinds = {
+        name.rpartition(".")[2]: type(m.base_layer).__name__
+        for name, m in model.named_modules()
+        if _adapted(m)
+    }
     assert kinds.pop("o_proj") == "Linear"
     assert set(kinds.values()) == {"FrozenFP8Linear"}
 
@@ -166,7 +200,8 @@ def _adapted(module) -> bool:
 
 def test_weights_are_counted_as_they_are_held(uniform):
     plain, fp8 = (
-        lab06_anyres.weights_held(uniform.build(QUICK.but(base_linear=k))) for k in ("published", "fp8-frozen")
+        lab06_anyres.weights_held(uniform.build(QUICK.but(base_linear=k)))
+        for k in ("published", "fp8-frozen")
     )
     assert plain["bf16_weights_held"] == 1 and fp8["bf16_weights_held"] == 0
     assert fp8["weights_gb"] < plain["weights_gb"]
@@ -180,7 +215,7 @@ def test_the_vision_tower_s_share(uniform):
     assert 0.01 < lab06_anyres.vision_share(full, A2_BASE) < 0.1
 
 
-# ---------------------------------------------------------------------------------------------------- other batches
+# -------------------------------------------------------------------------------- other batches
 
 
 def test_token_counts_are_those_of_the_processor_s_formula():
@@ -188,7 +223,9 @@ def test_token_counts_are_those_of_the_processor_s_formula():
     assert counts["tokens_500x500"] == 24 * 24 + 48 * 49  # 2 x 2 tiles, a newline after each row
     assert counts["tokens_336x336"] == 24 * 24 + 24 * 25  # 1 x 2 tiles, half of them padding
     assert counts["tiles_336x336"] == counts["tiles_low_resolution"] == 3
-    assert counts["tiles_500x500"] == counts["tiles_354x707"] == 5  # 2 x 2, half of the latter's canvas padding
+    assert (
+        counts["tiles_500x500"] == counts["tiles_354x707"] == 5
+    )  # 2 x 2, half of the latter's canvas padding
     assert counts["tokens_354x707"] == 24 * 24 + 24 * 49
     assert counts["aspect_token_ratio"] == pytest.approx(1.67, abs=0.01)
     assert counts["vision_share"] == pytest.approx(0.02, abs=0.005)
@@ -200,7 +237,9 @@ def test_a_first_step_alone_says_nothing_of_later_ones(uniform):
     assert run.metric("step_ms") is None and run.metrics["weights_gb"] > 0
     cells = {"bf16 b2": run, "nf4 b2": run}
     assert [row[2:5] for row in lab06_anyres.cell_rows(cells)] == [(None, None, None)] * 2
-    assert lab06_anyres.longer_by(cells, "nf4 b2") is lab06_anyres.paid_after(cells, "nf4 b2") is None
+    assert (
+        lab06_anyres.longer_by(cells, "nf4 b2") is lab06_anyres.paid_after(cells, "nf4 b2") is None
+    )
     failed = lab06_anyres.cell(uniform, "fp8-te", 2, steps=0)
     assert failed.status.startswith("skipped")
 
@@ -225,7 +264,7 @@ def test_replaying_trains_on_the_same_batches(varied):
     assert min(run.samples["ms_per_1k_tokens"]) > 0
 
 
-# ----------------------------------------------------------------------------------------------------- the compiler
+# --------------------------------------------------------------------------------- the compiler
 
 
 def test_varied_images_recompile_and_uniform_ones_settle(uniform, varied):
@@ -241,16 +280,22 @@ def test_varied_images_recompile_and_uniform_ones_settle(uniform, varied):
 
 
 def test_more_versions_than_the_compiler_allows_are_noted_not_raised(varied):
-    """Whatever ran before: a compiled session is stricter than this count, and once made the whole process so."""
+    """Whatever ran before: a compiled session is stricter than this count, and once made the whole
+    process so.
+    """
     compiled = QUICK.but(compile="default", compile_scope="blocks", dynamic="any")
     with Session(varied, compiled), mock.patch.object(torch._dynamo.config, "recompile_limit", 2):
-        found = lab06_anyres.recompilations(varied, QUICK.but(micro_batch=1, compile_scope="blocks"), 5, dynamic=False)
+        found = lab06_anyres.recompilations(
+            varied, QUICK.but(micro_batch=1, compile_scope="blocks"), 5, dynamic=False
+        )
     assert found.given_up
 
 
 def test_reasons_are_sorted_by_what_a_guard_was_about():
     size = "tensor 'input_ids' size mismatch at index 1. expected 349, actual 350"
-    uniform = lab06_anyres.Recompiled(reasons=Counter({size: 4, "not args": 2, "len(args) == 1": 1}))
+    uniform = lab06_anyres.Recompiled(
+        reasons=Counter({size: 4, "not args": 2, "len(args) == 1": 1})
+    )
     varied = lab06_anyres.Recompiled(
         reasons=Counter({"tensor._base.stride()[0] == 64*tensor._base.size()[3]": 1, size: 2})
     )
@@ -283,7 +328,11 @@ def rung(name: str, cost: float, base_linear: str = "published") -> Run:
 
 
 def test_what_the_ladder_reaches(varied):
-    climbed = {"bf16": rung("bf16", 90), "top": rung("top", 30), "fp8": rung("fp8", 31, "fp8-frozen")}
+    climbed = {
+        "bf16": rung("bf16", 90),
+        "top": rung("top", 30),
+        "fp8": rung("fp8", 31, "fp8-frozen"),
+    }
     cells = {
         name: Run("06", name, metrics={"weights_gb": weights, "peak_allocated_gb": peak})
         for name, weights, peak in (("bf16 b1", 14, 20), ("fp8-frozen b1", 7, 13))
@@ -312,7 +361,7 @@ def test_steady_tells_warm_up_from_what_follows(uniform):
     assert found == {"graphs": 0, "graph_breaks": 0, "compilations_after_warmup": 0}
 
 
-# ----------------------------------------------------------------------------------------------------------- seeds
+# --------------------------------------------------------------------------------------- seeds
 
 
 def test_replays_are_those_of_their_recipes(varied):
@@ -331,18 +380,28 @@ def test_a_climb_keeps_each_rung_s_lane(varied):
     ladder, recipes = lab06_anyres.ladder_for("cpu")
     few = {name: recipes[name] for name in ("bf16", "answers only")}
     runs = lab06_anyres.climbed(varied, ladder, few, steps=1)
-    assert {name: run.lane for name, run in runs.items()} == {"bf16": "article", "answers only": "same mathematics"}
+    assert {name: run.lane for name, run in runs.items()} == {
+        "bf16": "article",
+        "answers only": "same mathematics",
+    }
     assert all(run.metrics["ms_per_1k_useful_tokens"]["median"] > 0 for run in runs.values())
 
 
 def test_losses_by_seed(uniform):
-    recipes = {"bf16": QUICK, "again": QUICK, "fp8-mixed": QUICK, "broken": QUICK.but(adapter="folded")}
+    recipes = {
+        "bf16": QUICK,
+        "again": QUICK,
+        "fp8-mixed": QUICK,
+        "broken": QUICK.but(adapter="folded"),
+    }
     runs = lab06_anyres.losses_over_seeds(
         uniform, recipes, seeds=2, steps=4, changes={"fp8-mixed": lab06_anyres.fp8_but("o_proj")}
     )
     base = runs["loss bf16"]
     assert base.samples["final_loss"] == runs["loss again"].samples["final_loss"]
-    assert len(set(base.samples["start_loss"])) == 1, "every seed starts from the same model, as adapters add nothing"
+    assert len(set(base.samples["start_loss"])) == 1, (
+        "every seed starts from the same model, as adapters add nothing"
+    )
     assert len(set(base.samples["final_loss"])) == 2, "and sees other examples, with other adapters"
     assert max(base.samples["final_loss"]) < min(base.samples["start_loss"])
     assert runs["loss fp8-mixed"].samples["final_loss"] != base.samples["final_loss"]
@@ -354,7 +413,9 @@ def test_losses_by_seed(uniform):
 
 
 def test_seeds_spread_the_held_out_loss_by_a_few_percent_only(uniform):
-    """Single steps' losses spread much wider: a comparison of methods by these would compare photographs."""
+    """Single steps' losses spread much wider: a comparison of methods by these would compare
+    photographs.
+    """
     (run,) = lab06_anyres.losses_over_seeds(uniform, {"bf16": QUICK}, seeds=3, steps=6).values()
     low, high = lab06_anyres.seed_band(run)
     assert high - low < 5
@@ -365,15 +426,22 @@ def test_held_out_photographs_are_in_no_training(uniform):
     learn, held_out = photographs.split(QUICK)
     seen = [example["pixel_values"] for example in learn]
     assert len(learn) == 3 * len(held_out)
-    assert not any(torch.equal(example["pixel_values"], other) for example in held_out for other in seen)
+    assert not any(
+        torch.equal(example["pixel_values"], other) for example in held_out for other in seen
+    )
     assert photographs.split(QUICK)[1][0] is held_out[0], "decoded once"
-    assert photographs.split(QUICK.but(shapes="fixed"))[1][0]["pixel_values"].shape != held_out[0]["pixel_values"].shape
+    assert (
+        photographs.split(QUICK.but(shapes="fixed"))[1][0]["pixel_values"].shape
+        != held_out[0]["pixel_values"].shape
+    )
 
 
 def test_losses_are_compared_seed_by_seed():
     runs = {}
     for name, losses in (("bf16", [2.0, 4.0, 3.0]), ("fp8", [2.2, 4.0, 2.7])):
-        runs[name] = Run("06", name, samples={"final_loss": losses}, metrics={"final_loss": {"median": 3.0}})
+        runs[name] = Run(
+            "06", name, samples={"final_loss": losses}, metrics={"final_loss": {"median": 3.0}}
+        )
     runs["fp8-te"] = Run("06", "fp8-te", status="skipped: not here")
     found = lab06_anyres.against_same_seed(runs)
     assert list(found) == ["bf16", "fp8"]
@@ -384,7 +452,9 @@ def test_losses_are_compared_seed_by_seed():
 
 def test_points_by_batch():
     cells = {"bf16 b1": 3.0, "bf16 b24": 9.0, "fixed-fp8-te b1": 1.0}
-    runs = {name: Run("06", name, metrics={"peak_allocated_gb": value}) for name, value in cells.items()}
+    runs = {
+        name: Run("06", name, metrics={"peak_allocated_gb": value}) for name, value in cells.items()
+    }
     runs["bf16 b8"] = Run("06", "bf16 b8", status="oom")
     runs["bf16 b1, again"] = Run("06", "bf16 b1, again", metrics={"peak_allocated_gb": 3.1})
     assert lab06_anyres.by_batch(runs, "peak_allocated_gb", ["bf16", "qlora"]) == {
@@ -394,7 +464,9 @@ def test_points_by_batch():
 
 
 def test_costs_are_counted_step_by_step():
-    run = lab06_anyres.with_costs(Run("06", "a", samples={"step_ms": [100, 300], "useful_tokens": [1000, 2000]}))
+    run = lab06_anyres.with_costs(
+        Run("06", "a", samples={"step_ms": [100, 300], "useful_tokens": [1000, 2000]})
+    )
     assert run.samples["ms_per_1k_useful_tokens"] == [100, 150]
     assert run.metric("ms_per_1k_useful_tokens") == 125
     assert lab06_anyres.with_costs(Run("06", "a", status="oom")).metrics == {}
@@ -408,24 +480,48 @@ def test_tables_of_the_reference_runs_are_made_of_their_metrics():
     assert lab06_anyres.replay_rows({"same-tokens static": replayed}) == [
         ("same-tokens static", 2000, 160.0, 80.0, None)
     ]
-    form = Run("06", "form: fixed", metrics={"tokens_per_s": 70.0, "useful_tokens_per_s": 40.0, "useful_tokens": 0.58})
+    form = Run(
+        "06",
+        "form: fixed",
+        metrics={"tokens_per_s": 70.0, "useful_tokens_per_s": 40.0, "useful_tokens": 0.58},
+    )
     assert lab06_anyres.form_rows({"form: fixed": form}) == [("fixed", 70.0, 40.0, "42")]
     rung = Run("06", "packed", lane="same mathematics", metrics={"ms_per_1k_useful_tokens": 50.0})
     failed = Run("06", "other", status="oom")
-    assert lab06_anyres.climbed_rows({"packed": rung, "other": failed}) == [("packed", "same mathematics", 50.0, None)]
+    assert lab06_anyres.climbed_rows({"packed": rung, "other": failed}) == [
+        ("packed", "same mathematics", 50.0, None)
+    ]
     base, fp8 = (
-        Run("06", f"loss {name}", metrics={"final_loss": {"median": loss}}, samples={"final_loss": [loss, 2 * loss]})
+        Run(
+            "06",
+            f"loss {name}",
+            metrics={"final_loss": {"median": loss}},
+            samples={"final_loss": [loss, 2 * loss]},
+        )
         for name, loss in (("bf16", 2.0), ("fp8", 2.2))
     )
-    assert lab06_anyres.loss_rows({"loss bf16": base, "loss fp8": fp8})[1] == ("fp8", 2.2, "+10.00, +10.00")
-    assert lab06_anyres.loss_rows({"loss fp8": fp8}) == lab06_anyres.replay_rows({"other": failed}) == []
+    assert lab06_anyres.loss_rows({"loss bf16": base, "loss fp8": fp8})[1] == (
+        "fp8",
+        2.2,
+        "+10.00, +10.00",
+    )
+    assert (
+        lab06_anyres.loss_rows({"loss fp8": fp8})
+        == lab06_anyres.replay_rows({"other": failed})
+        == []
+    )
 
 
 def test_libraries_are_loaded_before_whatever_is_measured_first(varied, monkeypatch):
-    """A lab that was interrupted goes on anywhere: a ladder's first step once held a minute of loading the compiler."""
+    """A lab that was interrupted goes on anywhere: a ladder's first step once held a minute of
+    loading the compiler.
+    """
     loaded = []
     monkeypatch.setattr(lab06_anyres, "load_libraries", loaded.append)
     lab06_anyres.climbed(varied, (), {}, 1)
-    with mock.patch.object(lab06_anyres, "Session", side_effect=InterruptedError), pytest.raises(InterruptedError):
+    with (
+        mock.patch.object(lab06_anyres, "Session", side_effect=InterruptedError),
+        pytest.raises(InterruptedError),
+    ):
         lab06_anyres.replays(varied, lab06_anyres.method("bf16"), 1)
     assert loaded == ["cpu", "cpu"]

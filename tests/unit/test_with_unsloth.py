@@ -1,4 +1,6 @@
-"""unsloth in its process: what it is asked and answers, and why it isn't asked. A stand-in takes its place."""
+"""unsloth in its process: what it is asked and answers, and why it isn't asked. A stand-in takes
+its place.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,9 @@ def workload():
 def stand_in(tmp_path, monkeypatch):
     (tmp_path / "unsloth.py").write_text(STAND_IN)
     path = os.pathsep.join([str(tmp_path), str(unsloth_run.REPOSITORY)])
-    monkeypatch.setattr(unsloth_run, "QUIET", unsloth_run.QUIET | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"})
+    monkeypatch.setattr(
+        unsloth_run, "QUIET", unsloth_run.QUIET | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    )
     monkeypatch.setattr(unsloth_run, "check_unsloth", lambda device: None)
 
 
@@ -63,7 +67,10 @@ def test_jobs_are_done_by_one_process_with_the_same_weights(workload, stand_in, 
     recipe = A3_BASE.but(base_linear="nf4")
     jobs = {"a": Job(workload, recipe, 2), "b": Job(workload, recipe.but(**SWITCHES["packed"]), 2)}
     runs = train_with_unsloth(jobs, tmp_path, every=2)
-    assert [(name, run.run, run.status) for name, run in runs.items()] == [("a", "a", "ok"), ("b", "b", "ok")]
+    assert [(name, run.run, run.status) for name, run in runs.items()] == [
+        ("a", "a", "ok"),
+        ("b", "b", "ok"),
+    ]
     assert "first_step_s" in runs["a"].metrics and "first_step_s" not in runs["b"].metrics
     assert runs["a"].metrics["loss"][0] == pytest.approx(6.93, abs=0.3)
     assert runs["a"].recipe["driver"] == "accelerate" and runs["b"].recipe["driver"] == "eager"
@@ -73,7 +80,10 @@ def test_jobs_are_done_by_one_process_with_the_same_weights(workload, stand_in, 
 
 def test_what_was_done_before_the_end_is_kept(workload, stand_in, tmp_path, monkeypatch):
     """The second job ends the process, or takes too long."""
-    jobs = {name: Job(workload, A3_BASE.but(base_linear="nf4", seed=seed), 2) for seed, name in enumerate("ab")}
+    jobs = {
+        name: Job(workload, A3_BASE.but(base_linear="nf4", seed=seed), 2)
+        for seed, name in enumerate("ab")
+    }
     monkeypatch.setenv("STAND_IN_ENDS", "1")
     runs = train_with_unsloth(jobs, tmp_path)
     assert [run.ok for run in runs.values()] == [True, False]
@@ -81,14 +91,19 @@ def test_what_was_done_before_the_end_is_kept(workload, stand_in, tmp_path, monk
     assert runs["b"].workload == workload.name and runs["b"].recipe["seed"] == 1
     monkeypatch.setattr(unsloth_run.subprocess, "run", too_late(runs["a"]))
     runs = train_with_unsloth(jobs, tmp_path, timeout_s=7)
-    assert [run.status for run in runs.values()] == ["ok", "error: unsloth's process did not end within 7 s."]
+    assert [run.status for run in runs.values()] == [
+        "ok",
+        "error: unsloth's process did not end within 7 s.",
+    ]
     assert "still compiling" in (tmp_path / unsloth_run.PRINTED).read_text()
 
 
 def too_late(run):
     def late(command, timeout, **_):
         line = f"chatter\n{unsloth_run.DONE}{json.dumps(dataclasses.asdict(run))}\n{unsloth_run.DONE}{{"
-        raise subprocess.TimeoutExpired(command, timeout, output=line.encode(), stderr=b"still compiling \xff")
+        raise subprocess.TimeoutExpired(
+            command, timeout, output=line.encode(), stderr=b"still compiling \xff"
+        )
 
     return late
 
@@ -97,7 +112,9 @@ def too_late(run):
 def test_batches_of_other_lengths(workload, micro_batch):
     recipe = A3_BASE.but(micro_batch=micro_batch)
     lengths = sorted(len(row["input_ids"]) for row in workload.dataset(None, recipe))
-    longest, odd, short = (batch["input_ids"].shape for batch in unsloth_run._of_other_lengths(workload, recipe))
+    longest, odd, short = (
+        batch["input_ids"].shape for batch in unsloth_run._of_other_lengths(workload, recipe)
+    )
     assert longest == (micro_batch, lengths[-1])
     assert odd[1] % 2 == 1 and short[1] < odd[1] < longest[1]
     assert short == (micro_batch, lengths[micro_batch - 1])
@@ -114,7 +131,9 @@ def test_a_dead_process_is_said(workload, tmp_path, monkeypatch):
 
 
 def test_a_job_that_fails_leaves_its_traceback(workload, stand_in, tmp_path):
-    (tmp_path / "unsloth.py").write_text((tmp_path / "unsloth.py").read_text().replace("lm.train()", "1 / 0"))
+    (tmp_path / "unsloth.py").write_text(
+        (tmp_path / "unsloth.py").read_text().replace("lm.train()", "1 / 0")
+    )
     runs = train_with_unsloth({"a": Job(workload, A3_BASE.but(base_linear="nf4"), 2)}, tmp_path)
     assert runs["a"].status == "error: ZeroDivisionError: division by zero"
     printed = (tmp_path / unsloth_run.PRINTED).read_text()
@@ -123,13 +142,21 @@ def test_a_job_that_fails_leaves_its_traceback(workload, stand_in, tmp_path):
 
 def test_a_model_that_cant_be_loaded_is_tried_once(workload, stand_in, tmp_path):
     """The whole traceback is kept, and the reason is in the message."""
-    broken = (tmp_path / "unsloth.py").read_text().replace("assert max_seq_length", 'raise OSError("no such layer") #')
-    (tmp_path / "unsloth.py").write_text(broken.replace("    def from", "    @staticmethod\n    def from", 1))
+    broken = (
+        (tmp_path / "unsloth.py")
+        .read_text()
+        .replace("assert max_seq_length", 'raise OSError("no such layer") #')
+    )
+    (tmp_path / "unsloth.py").write_text(
+        broken.replace("    def from", "    @staticmethod\n    def from", 1)
+    )
     jobs = {name: Job(workload, A3_BASE.but(base_linear="nf4"), 2) for name in "ab"}
     with pytest.raises(RuntimeError, match="ended with code 1: OSError: no such layer"):
         train_with_unsloth(jobs, tmp_path)
     printed = (tmp_path / unsloth_run.PRINTED).read_text()
-    assert printed.count("no such layer") == 2 and "Traceback" in printed  # once as the line of code
+    assert (
+        printed.count("no such layer") == 2 and "Traceback" in printed
+    )  # once as the line of code
 
 
 def test_it_is_not_asked_where_it_cant_run(workload, tmp_path, monkeypatch):

@@ -1,4 +1,6 @@
-"""What is trained: its networks to the parameter, its arithmetic to the operation, its errors to the word."""
+"""What is trained: its networks to the parameter, its arithmetic to the operation, its errors to
+the word.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,7 @@ def full():
     return _networks(SIZES["full"], META).requires_grad_(False)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # Networks
 
 
@@ -63,7 +65,9 @@ def test_the_unets_arithmetic_is_the_published_one(full):
     """About 0.40 tera multiply-accumulates a pass at 64x64 latents, hence 0.80 TFLOP."""
     with FlopCount() as count:
         full.unet(
-            torch.empty(1, 4, 64, 64, device=META), torch.zeros(1, device=META), torch.empty(1, 77, 768, device=META)
+            torch.empty(1, 4, 64, 64, device=META),
+            torch.zeros(1, device=META),
+            torch.empty(1, 77, 768, device=META),
         )
     assert count.forward == pytest.approx(0.80e12, rel=0.01)
     assert count.backward == 0  # nothing of it is trained
@@ -76,25 +80,35 @@ def test_every_scale_has_every_kind_of_layer(scale):
 
 
 def test_the_schedule_is_the_published_one():
-    """Scaled-linear from 0.00085 to 0.012 (Rombach et al. 2022, the repository's v1-inference.yaml)."""
+    """Scaled-linear from 0.00085 to 0.012 (Rombach et al. 2022, the repository's
+    v1-inference.yaml).
+    """
     scheduler = _networks(SIZES["tiny"], torch.device("cpu")).scheduler
     betas = torch.linspace(0.00085**0.5, 0.012**0.5, 1000, dtype=torch.float64) ** 2
-    torch.testing.assert_close(scheduler.alphas_cumprod.double(), torch.cumprod(1 - betas, 0), rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(
+        scheduler.alphas_cumprod.double(), torch.cumprod(1 - betas, 0), rtol=1e-4, atol=1e-6
+    )
     assert scheduler.config.prediction_type == "epsilon"
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # FLOPs
 
 
 @pytest.mark.parametrize(
-    ("cache", "micro_batch", "accumulation"), [("nothing", 1, 2), ("latents", 2, 1), ("latents+text", 3, 1)]
+    ("cache", "micro_batch", "accumulation"),
+    [("nothing", 1, 2), ("latents", 2, 1), ("latents+text", 3, 1)],
 )
 def test_flops_are_those_that_pytorch_counts(cache, micro_batch, accumulation, workload):
-    """Of a real optimizer step on a CPU, to the last operation: with attention by products, as PyTorch's counter takes
-    a CPU's fused attention for nothing. It sees no optimizer and no elementwise arithmetic, and neither do we."""
+    """Of a real optimizer step on a CPU, to the last operation: with attention by products, as
+    PyTorch's counter takes a CPU's fused attention for nothing. It sees no optimizer and no
+    elementwise arithmetic, and neither do we."""
     recipe = PLAIN.but(cache=cache, micro_batch=micro_batch, accumulation=accumulation)
-    with Session(workload, recipe) as session, sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+    with (
+        Session(workload, recipe) as session,
+        sdpa_kernel(SDPBackend.MATH),
+        FlopCounterMode(display=False) as counter,
+    ):
         session.step()
     assert workload.work(recipe).flops == counter.get_total_flops()
 
@@ -125,9 +139,13 @@ def test_what_a_backward_pass_needs(trained):
 
 def test_what_the_recipe_changes_about_the_work(workload):
     plain = workload.work(PLAIN)
-    assert workload.work(PLAIN.but(adapter="folded")) == plain  # what a faster form saves must show as time
+    assert (
+        workload.work(PLAIN.but(adapter="folded")) == plain
+    )  # what a faster form saves must show as time
     assert workload.work(PLAIN.but(micro_batch=4, accumulation=1)).flops == plain.flops
-    assert workload.work(PLAIN.but(micro_batch=4, accumulation=1)).bytes == plain.bytes / 4  # weights read once
+    assert (
+        workload.work(PLAIN.but(micro_batch=4, accumulation=1)).bytes == plain.bytes / 4
+    )  # weights read once
     assert workload.work(PLAIN.but(precision="fp16")).bytes < 0.51 * plain.bytes
     latents, text = (workload.work(PLAIN.but(cache=cache)) for cache in ("latents", "latents+text"))
     assert plain.flops > latents.flops > text.flops and plain.bytes > latents.bytes > text.bytes
@@ -139,7 +157,7 @@ def test_weights_are_read_once_a_pass():
     assert weight_bytes(net, itemsize=2) == 2 * (3 * 4 + 4 + 4 * 5)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # Examples
 
 
@@ -163,12 +181,16 @@ def test_encoded_examples_are_what_the_encoders_say(workload):
             row = images[index]
             posterior = model.vae.encode(row["pixel_values"][None]).latent_dist
             text = model.text_encoder(row["input_ids"][None]).last_hidden_state
-            torch.testing.assert_close(kept[index]["moments"][:, :4], posterior.mean, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(
+                kept[index]["moments"][:, :4], posterior.mean, rtol=1e-4, atol=1e-4
+            )
             torch.testing.assert_close(kept[index]["condition"], text, rtol=1e-4, atol=1e-4)
 
 
 def test_the_posterior_is_sampled_anew_each_time(workload):
-    """What is kept is a distribution: one image gives other latents each epoch, as in the plain loop."""
+    """What is kept is a distribution: one image gives other latents each epoch, as in the plain
+    loop.
+    """
     recipe = PLAIN.but(cache="latents+text")
     with Session(workload, recipe) as session:
         batch = session.driver.parts.loader.dataset[3]
@@ -176,7 +198,10 @@ def test_the_posterior_is_sampled_anew_each_time(workload):
         first, second = (workload._latents(session.model, batch, d["posterior"]) for d in draws)
     assert not torch.allclose(first, second)
     deviation = (0.5 * batch["moments"][:, 4:].clamp(-30, 20)).exp() * 0.18215
-    assert ((first - second).abs() <= deviation * (draws[0]["posterior"] - draws[1]["posterior"]).abs() + 1e-5).all()
+    assert (
+        (first - second).abs()
+        <= deviation * (draws[0]["posterior"] - draws[1]["posterior"]).abs() + 1e-5
+    ).all()
 
 
 def test_a_batch_of_encoded_examples_is_one_gather():
@@ -196,7 +221,7 @@ def test_draws_cover_all_timesteps_and_have_the_latents_shape(workload):
     assert not torch.equal(draws["noise"], draws["posterior"])
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # Errors
 
 
@@ -204,7 +229,10 @@ def test_draws_cover_all_timesteps_and_have_the_latents_shape(workload):
     ("asked", "message"),
     [
         ({"name": "sd3"}, r"workload='sd3' is not known\. Choose one of: 'sd15-lora'"),
-        ({"scale": "huge"}, r"scale='huge' is not known\. Choose one of: 'tiny', 'small', 'full'\."),
+        (
+            {"scale": "huge"},
+            r"scale='huge' is not known\. Choose one of: 'tiny', 'small', 'full'\.",
+        ),
         ({"weights": "real"}, r"weights='real' is not known\. Choose one of: 'random', 'hub'\."),
         ({"data": "mine"}, r"data='mine' is not known\. Choose one of: 'generated', 'hub'\."),
     ],
@@ -247,19 +275,24 @@ def nothing_cached(monkeypatch, tmp_path):
 def test_weights_that_cant_be_had_say_what_to_type(nothing_cached):
     workload = open_workload("sd15-lora", scale="full", weights="hub", device="cpu")
     with pytest.raises(
-        ConnectionError, match=r'weights="random", or fetch them .* `hf download stable-diffusion-v1-5/'
+        ConnectionError,
+        match=r'weights="random", or fetch them .* `hf download stable-diffusion-v1-5/',
     ):
         workload.build(STOCK)
 
 
 def test_data_that_cant_be_had_says_what_to_type(nothing_cached):
-    workload = open_workload("sd15-lora", scale="tiny", data="hub", device="cpu", cache_dir=nothing_cached)
+    workload = open_workload(
+        "sd15-lora", scale="tiny", data="hub", device="cpu", cache_dir=nothing_cached
+    )
     with pytest.raises(ConnectionError, match=r'data="generated"'):
         workload.dataset(None, dataclasses.replace(STOCK))
 
 
 def test_training_every_weight_adds_a_product_to_each_backward_pass():
-    """A frozen layer's backward pass is one product, its input's gradient; a trained one's has its own as well."""
+    """A frozen layer's backward pass is one product, its input's gradient; a trained one's has its
+    own as well.
+    """
     workload = open_workload("sd15-lora", scale="tiny", device="cpu")
     recipe = STOCK.but(cache="latents+text", adapter="plain", rank=1)
     lora, whole = workload.work(recipe), workload.work(recipe.but(adapter="none"))

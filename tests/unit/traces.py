@@ -1,6 +1,7 @@
 """Hand-written profiler traces, small enough to check with pencil and paper.
 
-Times in a Chrome trace are microseconds. `TWO_STEPS` is the one that most tests read; its comments hold the truth.
+Times in a Chrome trace are microseconds. `TWO_STEPS` is the one that most tests read; its comments
+hold the truth.
 """
 
 MAIN, AUTOGRAD = 1, 2
@@ -32,7 +33,15 @@ def python(name, start, end, thread=MAIN):
 
 
 def call(name, start, end, correlation, thread=MAIN):
-    return slice_("cuda_runtime", name, start, end, thread, correlation=correlation, **{"External id": correlation})
+    return slice_(
+        "cuda_runtime",
+        name,
+        start,
+        end,
+        thread,
+        correlation=correlation,
+        **{"External id": correlation},
+    )
 
 
 def work(kind, name, start, end, correlation, stream=7):
@@ -49,8 +58,8 @@ def copy(name, start, end, correlation, stream=7):
 
 
 RUNS_AHEAD = [
-    # the host has launched 800 us of work, and waits for the next batch while it runs: 500 us, the last 100 with an
-    # idle GPU
+    # the host has launched 800 us of work, and waits for the next batch while it runs: 500 us, the
+    # last 100 with an idle GPU
     mark("ProfilerStep#5", 0, 1000),
     call("cudaLaunchKernel", 0, 10, 1),
     kernel("nvjet_hsh_128x256_64x4_TNT", 0, 800, 1),
@@ -81,7 +90,8 @@ TWO_STEPS = [
     op("aten::mm", 325, 342, **{"Input Dims": [[4096, 320], [320, 320]]}),
     call("cuLaunchKernelEx", 330, 340, 3),
     kernel("nvjet_hsh_128x256_64x4_TNT", 400, 450, 3, stream=20),
-    # .item() inside a library that one's own line calls: 515 to 550, the copy and the wait being one
+    # .item() inside a library that one's own line calls: 515 to 550, the copy and the wait being
+    # one
     mark("log", 500, 600),
     python("labutils/training.py(40): log_loss", 500, 600),
     python("torch/amp/grad_scaler.py(300): <genexpr>", 505, 565),
@@ -91,7 +101,8 @@ TWO_STEPS = [
     call("cudaMemcpyAsync", 515, 520, 4),
     copy("Memcpy DtoH (Device -> Pageable)", 530, 535, 4),
     call("cudaStreamSynchronize", 525, 550, 0),
-    # a CUDA graph of three kernels, launched from the autograd thread inside "backward": together 740 to 900
+    # a CUDA graph of three kernels, launched from the autograd thread inside "backward": together
+    # 740 to 900
     mark("backward", 650, 950),
     call("cudaGraphLaunch", 700, 720, 5, thread=AUTOGRAD),
     kernel("triton_poi_fused_add_0", 740, 800, 5),

@@ -1,8 +1,10 @@
-"""The course's pictures: static, with units on the axes, the spread shown, and readable in a grey print.
+"""The course's pictures: static, with units on the axes, the spread shown, and readable in a grey
+print.
 
-Every function draws on a given matplotlib `Axes` and returns it; one that needs room for many rows makes the figure
-taller. Colours are never the only carrier of meaning: lanes and categories differ in lightness and hatch as well.
-matplotlib is imported where it is used, so that importing this package stays cheap.
+Every function draws on a given matplotlib `Axes` and returns it; one that needs room for many rows
+makes the figure taller. Colours are never the only carrier of meaning: lanes and categories differ
+in lightness and hatch as well. matplotlib is imported where it is used, so that importing this
+package stays cheap.
 """
 
 from labutils.course.plots.layout import named_ticks, use_style
@@ -27,7 +29,15 @@ from labutils.course.plots.palette import (
 )
 from labutils.course.plots.runs import differences, loss, steps, sweep, utilisation, waterfall
 from labutils.course.plots.scores import MOST_OFF, calibration, verdicts
-from labutils.course.plots.series import counts, curves, errors, grouped, magnitudes, over_decoding, panels
+from labutils.course.plots.series import (
+    counts,
+    curves,
+    errors,
+    grouped,
+    magnitudes,
+    over_decoding,
+    panels,
+)
 from labutils.course.plots.traces import beside, breakdown, launch_cost, timeline
 
 __all__ = [

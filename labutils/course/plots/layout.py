@@ -1,4 +1,6 @@
-"""What several pictures are made of: the style sheet, rows and their room, numbers, fills and legends."""
+"""What several pictures are made of: the style sheet, rows and their room, numbers, fills and
+legends.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ def named(runs: Mapping[str, Run] | Iterable[Run]) -> dict[str, Run]:
 
 
 def spread(run: Run, metric: str) -> Spread | None:
-    """(p10, median, p90) of a metric: from its summary, its samples or the bare number; None where there is none."""
+    """(p10, median, p90) of a metric: from its summary, its samples or the bare number; None where
+    there is none.
+    """
     summary = run.metrics.get(metric)
     if not isinstance(summary, Mapping):
         samples = run.samples.get(metric)
@@ -49,7 +53,13 @@ def status(run: Run) -> str:
 
 def figure(value: float) -> str:
     """Three figures, and never an exponent."""
-    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.1f}" if abs(value) >= 10 else f"{value:.2g}"
+    return (
+        f"{value:,.0f}"
+        if abs(value) >= 100
+        else f"{value:.1f}"
+        if abs(value) >= 10
+        else f"{value:.2g}"
+    )
 
 
 def three_figures(value: float) -> str:
@@ -85,7 +95,9 @@ def rows(ax: Axes, labels: Sequence[str]) -> None:
 
 
 def make_room(ax: Axes, rows: float, per_row: float) -> None:
-    """Set the figure's height to its rows', in inches, where the axes have the figure to themselves."""
+    """Set the figure's height to its rows', in inches, where the axes have the figure to
+    themselves.
+    """
     if len(ax.figure.axes) == 1:
         ax.figure.set_figheight(1.3 + per_row * rows)
 
@@ -93,7 +105,12 @@ def make_room(ax: Axes, rows: float, per_row: float) -> None:
 def look(fill: Fill) -> dict[str, str]:
     """A fill as matplotlib's keyword arguments; hatches are white on dark colours."""
     color, hatch = fill
-    return {"facecolor": color, "hatch": hatch, "edgecolor": INK, "hatchcolor": PAPER if color in DARK else INK}
+    return {
+        "facecolor": color,
+        "hatch": hatch,
+        "edgecolor": INK,
+        "hatchcolor": PAPER if color in DARK else INK,
+    }
 
 
 def fill_legend(ax: Axes, fills: Mapping[str, Fill], beside: float | None = None) -> None:
@@ -103,7 +120,9 @@ def fill_legend(ax: Axes, fills: Mapping[str, Fill], beside: float | None = None
 
     handles = [Patch(label=name, linewidth=0.7, **look(fill)) for name, fill in fills.items()]
     if beside is None:
-        one_row = sum(0.5 + 0.065 * len(name) for name in fills) < 0.8 * ax.figure.get_figwidth()  # inches, nearly
+        one_row = (
+            sum(0.5 + 0.065 * len(name) for name in fills) < 0.8 * ax.figure.get_figwidth()
+        )  # inches, nearly
         ncols = len(handles) if one_row else min(4, len(handles))
         ax.legend(handles=handles, loc="lower left", bbox_to_anchor=(0, 1.0), ncols=max(1, ncols))
         return
@@ -126,5 +145,7 @@ def named_ticks(ax: Axes, places: Mapping[str, float]) -> Axes:
 
     ax.set_xscale("log")
     ax.xaxis.set_minor_formatter(NullFormatter())
-    ax.set_xticks(list(places.values()), [f"{name}\n{value:g}" for name, value in places.items()], fontsize=8)
+    ax.set_xticks(
+        list(places.values()), [f"{name}\n{value:g}" for name, value in places.items()], fontsize=8
+    )
     return ax

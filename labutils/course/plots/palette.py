@@ -24,7 +24,9 @@ FILLS = (
     (PURPLE, "---"),
     (GREY, "xxx"),
 )
-"""Fills of categories in order: neighbours differ in lightness and hatch; none is white, which reads as nothing."""
+"""Fills of categories in order: neighbours differ in lightness and hatch; none is white, which
+reads as nothing.
+"""
 PHASES = ("data", "encode", "forward", "log", "backward", "optimizer", "clip", "to_device")
 PHASE_FILLS = dict(zip(PHASES, FILLS, strict=True))
 """Fills of the phases that the training loop marks, in every timeline the same."""
@@ -41,7 +43,9 @@ KIND_FILLS: dict[str, Fill] = {
     "copy": (GREY, ""),
     "other": (GREY, "xxx"),
 }
-"""Fills of kinds of kernels and operators (`measure.kinds`) that take long, likewise; rarer kinds get what is left."""
+"""Fills of kinds of kernels and operators (`measure.kinds`) that take long, likewise; rarer kinds
+get what is left.
+"""
 DARK = (NAVY, RUST, PURPLE)
 """Fills on which text and hatches are white."""
 VERDICT_MARKS: dict[str, dict[str, Any]] = {
@@ -59,4 +63,6 @@ MEMORY_FILLS: dict[str, Fill] = {
     "logits": (TEAL, "---"),
     "temporaries": (ROSE, ""),
 }
-"""Fills of what memory is for (`measure.ledger.KINDS`), in every picture the same; neighbours differ in lightness."""
+"""Fills of what memory is for (`measure.ledger.KINDS`), in every picture the same; neighbours
+differ in lightness.
+"""

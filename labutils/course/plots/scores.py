@@ -15,12 +15,17 @@ if TYPE_CHECKING:
 
 
 def verdicts(
-    ax: Axes, judged: Mapping[str, Mapping[str, tuple[str, str]]], sides: tuple[str, str], columns: int = 3
+    ax: Axes,
+    judged: Mapping[str, Mapping[str, tuple[str, str]]],
+    sides: tuple[str, str],
+    columns: int = 3,
 ) -> Axes:
-    """All verdicts on one page: a line a claim, with one mark a side, in `columns` from top to bottom.
+    """All verdicts on one page: a line a claim, with one mark a side, in `columns` from top to
+    bottom.
 
-    judged: group (an article) -> claim's name -> its verdict on each of the `sides` ("H200", "here"). A group that goes
-    on in the next column is named there again. The figure gets the size of a page.
+    judged: group (an article) -> claim's name -> its verdict on each of the `sides` ("H200",
+    "here"). A group that goes on in the next column is named there again. The figure gets the size
+    of a page.
     """
     lines = _in_columns(judged, columns)
     longest = max(len(column) for column in lines)
@@ -30,14 +35,32 @@ def verdicts(
                 ax.text(column, row, name, va="center", fontsize=8, weight="bold", color=INK)
                 continue
             for place, verdict in zip((0.03, 0.14), pair, strict=True):
-                ax.plot(column + place, row, linestyle="", markersize=5, clip_on=False, **VERDICT_MARKS[verdict])
+                ax.plot(
+                    column + place,
+                    row,
+                    linestyle="",
+                    markersize=5,
+                    clip_on=False,
+                    **VERDICT_MARKS[verdict],
+                )
             ax.text(column + 0.2, row, name, va="center", fontsize=6.5, color=INK)
     for column in range(len(lines)):
         for place, side in zip((0.03, 0.14), sides, strict=True):
-            ax.text(column + place, -1.3, side, rotation=60, ha="left", va="bottom", fontsize=7.5, color=INK)
+            ax.text(
+                column + place,
+                -1.3,
+                side,
+                rotation=60,
+                ha="left",
+                va="bottom",
+                fontsize=7.5,
+                color=INK,
+            )
     ax.set(xlim=(0, len(lines)), ylim=(longest - 0.5, -1.3))
     ax.set_axis_off()
-    ax.figure.set_size_inches(7.6, 1.1 + min(0.142 * longest, 10))  # one page of A4 or letter, if need be closer
+    ax.figure.set_size_inches(
+        7.6, 1.1 + min(0.142 * longest, 10)
+    )  # one page of A4 or letter, if need be closer
     _verdict_legend(ax, [pair for claims in judged.values() for pair in claims.values()], sides)
     return ax
 
@@ -45,7 +68,9 @@ def verdicts(
 def _in_columns(
     groups: Mapping[str, Mapping[str, tuple[str, str]]], columns: int
 ) -> list[list[tuple[str, tuple[str, str] | None]]]:
-    """Columns of lines (name, verdicts), as equal in length as can be; a line without verdicts is a group's name."""
+    """Columns of lines (name, verdicts), as equal in length as can be; a line without verdicts is a
+    group's name.
+    """
     total = sum(1 + len(claims) for claims in groups.values()) + columns - 1
     longest = max(2, -(-total // columns))
     found: list[list[tuple[str, tuple[str, str] | None]]] = [[]]
@@ -63,7 +88,9 @@ def _in_columns(
 def _verdict_legend(ax: Axes, pairs: Sequence[tuple[str, str]], sides: tuple[str, str]) -> None:
     """The marks with the number of their verdicts on each side, below the picture."""
     for verdict, mark in VERDICT_MARKS.items():
-        counts = ", ".join(f"{side} {sum(pair[at] == verdict for pair in pairs)}" for at, side in enumerate(sides))
+        counts = ", ".join(
+            f"{side} {sum(pair[at] == verdict for pair in pairs)}" for at, side in enumerate(sides)
+        )
         ax.plot([], [], linestyle="", markersize=6, label=f"{verdict}\n{counts}", **mark)
     ax.figure.legend(loc="outside lower center", ncols=len(VERDICT_MARKS), fontsize=8)
 
@@ -73,7 +100,8 @@ MOST_OFF = 30.0
 
 
 def calibration(ax: Axes, scores: Sequence[Score], near: float) -> Axes:
-    """Predicted over measured, one row a prediction, on a logarithmic axis; the band: within a factor of `near`.
+    """Predicted over measured, one row a prediction, on a logarithmic axis; the band: within a
+    factor of `near`.
 
     Scores without a factor are left out. Each row's numbers stand at its right.
     """
@@ -96,7 +124,9 @@ def calibration(ax: Axes, scores: Sequence[Score], near: float) -> Axes:
     ax.tick_params(axis="y", labelsize=8)
     ax.set_xscale("log")
     ax.set_xlim(1 / widest, widest)
-    ticks = [tick for tick in (0.05, 0.1, 0.25, 0.5, 1, 2, 4, 10, 20) if 1 / widest <= tick <= widest]
+    ticks = [
+        tick for tick in (0.05, 0.1, 0.25, 0.5, 1, 2, 4, 10, 20) if 1 / widest <= tick <= widest
+    ]
     ax.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
     ax.minorticks_off()
     ax.set_xlabel("predicted / measured (logarithmic)")

@@ -16,9 +16,13 @@ if TYPE_CHECKING:
 
 
 def curves(ax: Axes, series: Mapping[str, Mapping[float, float]], xlabel: str, ylabel: str) -> Axes:
-    """One line a name through its points (x -> y), with ticks at the points' x; names without points are left out."""
+    """One line a name through its points (x -> y), with ticks at the points' x; names without
+    points are left out.
+    """
     drawn = {name: points for name, points in series.items() if points}
-    for (name, points), marker, (color, _) in zip(drawn.items(), cycle("os^Dv*"), cycle(FILLS), strict=False):
+    for (name, points), marker, (color, _) in zip(
+        drawn.items(), cycle("os^Dv*"), cycle(FILLS), strict=False
+    ):
         ax.plot(*layout.columns(points), color=color, marker=marker, label=name)
     ax.set_ylim(bottom=0)
     ax.set_xticks(sorted({x for points in drawn.values() for x in points}))
@@ -26,15 +30,22 @@ def curves(ax: Axes, series: Mapping[str, Mapping[float, float]], xlabel: str, y
     ax.set_xlabel(xlabel)
     ax.set_ylabel(ylabel)
     if drawn:
-        wide = sum(map(len, list(drawn)[:4])) > 44  # characters of a row of four, beside their lines
+        wide = (
+            sum(map(len, list(drawn)[:4])) > 44
+        )  # characters of a row of four, beside their lines
         ax.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=2 if wide else 4)
     return ax
 
 
 def panels(
-    axes: Sequence[Axes], series: Mapping[str, Mapping[str, Mapping[float, float]]], xlabel: str, ylabel: str
+    axes: Sequence[Axes],
+    series: Mapping[str, Mapping[str, Mapping[float, float]]],
+    xlabel: str,
+    ylabel: str,
 ) -> Sequence[Axes]:
-    """`curves` side by side, panel -> name -> points: the same names in each, one y axis, one legend below all."""
+    """`curves` side by side, panel -> name -> points: the same names in each, one y axis, one
+    legend below all.
+    """
     for ax, (title, lines) in zip(axes, series.items(), strict=True):
         curves(ax, lines, xlabel, ylabel if ax is axes[0] else "")
         ax.set_title(title)
@@ -43,7 +54,9 @@ def panels(
     every = [y for lines in series.values() for points in lines.values() for y in points.values()]
     for ax in axes:
         ax.set_ylim(0, 1.08 * max(every, default=1.0))
-    handles, labels = max((ax.get_legend_handles_labels() for ax in axes), key=lambda found: len(found[1]))
+    handles, labels = max(
+        (ax.get_legend_handles_labels() for ax in axes), key=lambda found: len(found[1])
+    )
     axes[0].figure.legend(handles, labels, loc="outside lower center", ncols=max(1, len(labels)))
     return axes
 
@@ -53,7 +66,9 @@ def counts(ax: Axes, series: Mapping[str, Sequence[int]], xlabel: str, ylabel: s
     width = 0.8 / max(1, len(series))
     longest = max((len(values) for values in series.values()), default=0)
     for place, ((name, values), fill) in enumerate(zip(series.items(), cycle(FILLS), strict=False)):
-        at = [group + width * (place - (len(series) - 1) / 2) for group in range(1, len(values) + 1)]
+        at = [
+            group + width * (place - (len(series) - 1) / 2) for group in range(1, len(values) + 1)
+        ]
         ax.bar(at, values, width, linewidth=0.6, label=name, zorder=2, **layout.look(fill))
     ax.set_xticks(range(1, longest + 1))
     ax.grid(axis="x", visible=False)
@@ -65,7 +80,8 @@ def counts(ax: Axes, series: Mapping[str, Sequence[int]], xlabel: str, ylabel: s
 
 
 def magnitudes(ax: Axes, rows: Mapping[str, Mapping[str, float]], xlabel: str = "") -> Axes:
-    """Counts of very different size on a logarithmic axis: for each row, a bar for each of its names.
+    """Counts of very different size on a logarithmic axis: for each row, a bar for each of its
+    names.
 
     Every row has the same names. Read the numbers at the bars' ends: the lengths are logarithms.
     """
@@ -75,7 +91,14 @@ def magnitudes(ax: Axes, rows: Mapping[str, Mapping[str, float]], xlabel: str = 
     for row, counts in enumerate(rows.values()):
         for place, (name, count) in enumerate(counts.items()):
             at = row + (place - (len(names) - 1) / 2) * height
-            ax.barh(at, count, height=0.94 * height, linewidth=0.7, zorder=2, **layout.look(FILLS[names.index(name)]))
+            ax.barh(
+                at,
+                count,
+                height=0.94 * height,
+                linewidth=0.7,
+                zorder=2,
+                **layout.look(FILLS[names.index(name)]),
+            )
             text = {"textcoords": "offset points", "va": "center", "fontsize": 8}
             ax.annotate(_in_words(count), (count, at), (4, 0), **text)
     ax.set_xscale("log")
@@ -95,8 +118,11 @@ def _in_words(count: float) -> str:
     return f"{count:g}"
 
 
-def grouped(ax: Axes, times: Mapping[str, Mapping[str, Sequence[float]]], fills: Sequence[Fill] = FILLS) -> Axes:
-    """Upright bars in groups: `times` is name -> group -> samples in ms; the median with its p10-p90 range.
+def grouped(
+    ax: Axes, times: Mapping[str, Mapping[str, Sequence[float]]], fills: Sequence[Fill] = FILLS
+) -> Axes:
+    """Upright bars in groups: `times` is name -> group -> samples in ms; the median with its
+    p10-p90 range.
 
     A name has the same fill in every group. Every name has the same groups.
     """
@@ -106,7 +132,10 @@ def grouped(ax: Axes, times: Mapping[str, Mapping[str, Sequence[float]]], fills:
         spreads = [summarise(by_group[group]) for group in groups]
         at = [number + (place - (len(times) - 1) / 2) * width for number in range(len(groups))]
         medians = [spread["median"] for spread in spreads]
-        error = [[s["median"] - s["p10"] for s in spreads], [s["p90"] - s["median"] for s in spreads]]
+        error = [
+            [s["median"] - s["p10"] for s in spreads],
+            [s["p90"] - s["median"] for s in spreads],
+        ]
         look = layout.look(fills[place]) | {"linewidth": 0.7, "capsize": 3}
         ax.bar(at, medians, 0.92 * width, yerr=error, label=name, zorder=2, **look)
     ax.set_xticks(range(len(groups)), groups)
@@ -121,8 +150,8 @@ def over_decoding(
     measured: Mapping[int, Mapping[str, tuple[float, Spread]]],
     xlabel: str,
 ) -> Axes:
-    """Step time over the time to make one example: a line of the `model` for each number of workers, and `measured`
-    points: workers -> name -> (ms an example, p10-median-p90 of a step)."""
+    """Step time over the time to make one example: a line of the `model` for each number of
+    workers, and `measured` points: workers -> name -> (ms an example, p10-median-p90 of a step)."""
     lines, markers = cycle(("-", "--", "-.", ":")), cycle("os^Dv")
     looks = {
         workers: (color, next(lines), next(markers))
@@ -131,15 +160,31 @@ def over_decoding(
     for workers, points in model.items():
         color, line, _ = looks[workers]
         label = "no workers" if workers == 0 else f"{workers} worker{'s' if workers > 1 else ''}"
-        ax.plot(*layout.columns(points), color=color, linestyle=line, label=f"{label}, predicted", zorder=2)
+        ax.plot(
+            *layout.columns(points),
+            color=color,
+            linestyle=line,
+            label=f"{label}, predicted",
+            zorder=2,
+        )
     for workers, points in measured.items():
         color, _, marker = looks[workers]
         at = [x for x, _ in points.values()]
         spreads = [spread for _, spread in points.values()]
-        ax.vlines(at, [s[0] for s in spreads], [s[2] for s in spreads], color=color, linewidth=4, alpha=0.35, zorder=3)
+        ax.vlines(
+            at,
+            [s[0] for s in spreads],
+            [s[2] for s in spreads],
+            color=color,
+            linewidth=4,
+            alpha=0.35,
+            zorder=3,
+        )
         look = {"linestyle": "", "marker": marker, "markersize": 8, "markeredgecolor": PAPER}
         label = "no workers" if workers == 0 else f"{workers} workers"
-        ax.plot(at, [s[1] for s in spreads], color=color, label=f"{label}, measured", zorder=4, **look)
+        ax.plot(
+            at, [s[1] for s in spreads], color=color, label=f"{label}, measured", zorder=4, **look
+        )
     ax.margins(y=0.15)  # for the topmost name
     _name_points(ax, measured.get(0, {}))
     ax.set_xlim(left=0)

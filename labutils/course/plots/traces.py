@@ -7,18 +7,32 @@ from itertools import cycle, islice
 from typing import TYPE_CHECKING, Any
 
 from labutils.course.plots import layout
-from labutils.course.plots.palette import AMBER, FILLS, GREY, KIND_FILLS, NAVY, PAPER, PHASE_FILLS, RUST, TEAL, Fill
+from labutils.course.plots.palette import (
+    AMBER,
+    FILLS,
+    GREY,
+    KIND_FILLS,
+    NAVY,
+    PAPER,
+    PHASE_FILLS,
+    RUST,
+    TEAL,
+    Fill,
+)
 from labutils.results.records import summarise
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
-def timeline(ax: Axes, lanes: Mapping[str, Iterable[tuple[float, float, str]]], most: int = 6) -> Axes:
-    """A static trace: one row a lane ("host", "GPU"), its intervals (start_ms, duration_ms, category) as blocks.
+def timeline(
+    ax: Axes, lanes: Mapping[str, Iterable[tuple[float, float, str]]], most: int = 6
+) -> Axes:
+    """A static trace: one row a lane ("host", "GPU"), its intervals (start_ms, duration_ms,
+    category) as blocks.
 
-    In lanes that share categories, and so a legend, the `most` that take the longest get a fill of their own; the
-    others share one. The phases of a step have the same fill in every picture.
+    In lanes that share categories, and so a legend, the `most` that take the longest get a fill of
+    their own; the others share one. The phases of a step have the same fill in every picture.
     """
     rows = {lane: sorted(intervals) for lane, intervals in lanes.items()}
     every = [interval for intervals in rows.values() for interval in intervals]
@@ -27,7 +41,9 @@ def timeline(ax: Axes, lanes: Mapping[str, Iterable[tuple[float, float, str]]], 
     layout.make_room(ax, len(rows), per_row=1.1)
     start, end = min(0.0, *(s for s, _, _ in every)), max(s + d for s, d, _ in every)
     layout.rows(ax, list(rows))
-    groups = _lanes_that_share({lane: {c for _, _, c in intervals} for lane, intervals in rows.items()})
+    groups = _lanes_that_share(
+        {lane: {c for _, _, c in intervals} for lane, intervals in rows.items()}
+    )
     for group in groups:
         fills = _category_fills([interval for lane in group for interval in rows[lane]], most)
         for lane in group:
@@ -40,7 +56,11 @@ def timeline(ax: Axes, lanes: Mapping[str, Iterable[tuple[float, float, str]]], 
 
 
 def _lane(
-    ax: Axes, row: int, intervals: Sequence[tuple[float, float, str]], fills: Mapping[str, Fill], span: float
+    ax: Axes,
+    row: int,
+    intervals: Sequence[tuple[float, float, str]],
+    fills: Mapping[str, Fill],
+    span: float,
 ) -> None:
     """The blocks of one lane. Blocks too narrow for a hatch or an edge to be seen get neither."""
     for category, fill in fills.items():
@@ -58,12 +78,19 @@ def _lanes_that_share(categories: Mapping[str, set[str]]) -> list[list[str]]:
     for lane, mine in categories.items():
         joined = [group for group in groups if group[1] & mine]
         groups = [group for group in groups if not group[1] & mine]
-        groups.append(([*(name for names, _ in joined for name in names), lane], mine.union(*(c for _, c in joined))))
+        groups.append(
+            (
+                [*(name for names, _ in joined for name in names), lane],
+                mine.union(*(c for _, c in joined)),
+            )
+        )
     return [names for names, _ in groups]
 
 
 def _category_fills(intervals: Iterable[tuple[float, float, str]], most: int) -> dict[str, Fill]:
-    """Category -> fill for the `most` longest of them, in order of appearance; "other" for the rest."""
+    """Category -> fill for the `most` longest of them, in order of appearance; "other" for the
+    rest.
+    """
     totals: dict[str, float] = {}
     for _, duration, category in sorted(intervals):
         totals[category] = totals.get(category, 0.0) + duration
@@ -80,7 +107,9 @@ def _category_fills(intervals: Iterable[tuple[float, float, str]], most: int) ->
 
 
 def _merge(intervals: Sequence[tuple[float, float]], gap: float) -> list[tuple[float, float]]:
-    """Sorted (start, duration) pairs with those nearer than `gap` joined: less than a dot lies between them."""
+    """Sorted (start, duration) pairs with those nearer than `gap` joined: less than a dot lies
+    between them.
+    """
     merged: list[tuple[float, float]] = []
     for start, duration in intervals:
         if merged and start - sum(merged[-1]) < gap:
@@ -92,10 +121,11 @@ def _merge(intervals: Sequence[tuple[float, float]], gap: float) -> list[tuple[f
 
 
 def breakdown(ax: Axes, parts: Mapping[str, Any], unit: str = "ms") -> Axes:
-    """Where each ms (or GB, or another `unit`) goes: stacked bars, one for `parts` (name -> value) or several.
+    """Where each ms (or GB, or another `unit`) goes: stacked bars, one for `parts` (name -> value)
+    or several.
 
-    Several bars are given as bar -> (name -> value). A part keeps its fill in every bar, its number stands in it where
-    it fits, and the total at the end.
+    Several bars are given as bar -> (name -> value). A part keeps its fill in every bar, its number
+    stands in it where it fits, and the total at the end.
     """
     bars = parts if parts and all(isinstance(v, Mapping) for v in parts.values()) else {"": parts}
     layout.make_room(ax, len(bars), per_row=0.55)
@@ -105,11 +135,28 @@ def breakdown(ax: Axes, parts: Mapping[str, Any], unit: str = "ms") -> Axes:
     for row, bar in enumerate(bars.values()):
         left = 0.0
         for name, value in bar.items():
-            ax.barh(row, value, left=left, height=0.66, linewidth=0.7, zorder=2, **layout.look(fills[name]))
+            ax.barh(
+                row,
+                value,
+                left=left,
+                height=0.66,
+                linewidth=0.7,
+                zorder=2,
+                **layout.look(fills[name]),
+            )
             if value > 0.07 * longest:
                 box = {"facecolor": PAPER, "edgecolor": "none", "pad": 1.2}
                 number = layout.figure(value)
-                ax.text(left + value / 2, row, number, ha="center", va="center", fontsize=9, bbox=box, zorder=3)
+                ax.text(
+                    left + value / 2,
+                    row,
+                    number,
+                    ha="center",
+                    va="center",
+                    fontsize=9,
+                    bbox=box,
+                    zorder=3,
+                )
             left += value
         total = f"{layout.figure(left)} {unit}"
         ax.annotate(total, (left, row), (6, 0), textcoords="offset points", va="center", fontsize=9)
@@ -121,19 +168,29 @@ def breakdown(ax: Axes, parts: Mapping[str, Any], unit: str = "ms") -> Axes:
 
 
 def launch_cost(
-    ax: Axes, times: Mapping[str, Mapping[int, Sequence[float] | Mapping[str, float]]], launch_us: float
+    ax: Axes,
+    times: Mapping[str, Mapping[int, Sequence[float] | Mapping[str, float]]],
+    launch_us: float,
 ) -> Axes:
-    """Microseconds a call of one operation over the count of numbers it works on, a curve for each way to call it.
+    """Microseconds a call of one operation over the count of numbers it works on, a curve for each
+    way to call it.
 
-    `times`: way -> count -> samples in milliseconds, or their summary; bands are p10-p90. `launch_us`: what a call
-    alone costs the host.
+    `times`: way -> count -> samples in milliseconds, or their summary; bands are p10-p90.
+    `launch_us`: what a call alone costs the host.
     """
     styles = zip((NAVY, RUST, TEAL), ("o", "s", "^"), ("-", "--", "-."), strict=True)
     for (way, curve), (color, marker, line) in zip(times.items(), styles, strict=False):
-        spreads = {count: found if isinstance(found, Mapping) else summarise(found) for count, found in curve.items()}
-        low, median, high = ([spread[q] * 1e3 for spread in spreads.values()] for q in ("p10", "median", "p90"))
+        spreads = {
+            count: found if isinstance(found, Mapping) else summarise(found)
+            for count, found in curve.items()
+        }
+        low, median, high = (
+            [spread[q] * 1e3 for spread in spreads.values()] for q in ("p10", "median", "p90")
+        )
         ax.fill_between(list(curve), low, high, color=color, alpha=0.2, linewidth=0, zorder=2)
-        ax.plot(list(curve), median, color=color, marker=marker, linestyle=line, label=way, zorder=3)
+        ax.plot(
+            list(curve), median, color=color, marker=marker, linestyle=line, label=way, zorder=3
+        )
     label = f"one call from Python here: {layout.figure(launch_us)} µs"
     ax.axhline(launch_us, color=GREY, linestyle=":", label=label, zorder=1)
     ax.set_xscale("log", base=2)
@@ -146,7 +203,8 @@ def launch_cost(
 
 
 def beside(ax: Axes, steps: Mapping[str, tuple[Sequence[float], Sequence[float]]]) -> Axes:
-    """Two bands a step: when it computed and when it communicated; name -> (start, end, start, end, ... in ms) twice.
+    """Two bands a step: when it computed and when it communicated; name -> (start, end, start, end,
+    ... in ms) twice.
 
     What of the lower band has nothing above it is exposed.
     """
@@ -156,11 +214,17 @@ def beside(ax: Axes, steps: Mapping[str, tuple[Sequence[float], Sequence[float]]
     fills = {"computing": (NAVY, ""), "communicating": (AMBER, "///")}
     for row, bands in enumerate(steps.values()):
         for shift, times, fill in zip((-0.2, 0.2), bands, fills.values(), strict=True):
-            spans = [(start, end - start) for start, end in zip(times[::2], times[1::2], strict=True)]
-            ax.broken_barh(spans, (row + shift - 0.18, 0.36), linewidth=0.3, zorder=2, **layout.look(fill))
+            spans = [
+                (start, end - start) for start, end in zip(times[::2], times[1::2], strict=True)
+            ]
+            ax.broken_barh(
+                spans, (row + shift - 0.18, 0.36), linewidth=0.3, zorder=2, **layout.look(fill)
+            )
     layout.rows(ax, list(steps))
     ax.set_xlim(left=0)
     ax.set_xlabel("ms from the beginning of the step")
-    handles = [Patch(label=name, linewidth=0.7, **layout.look(fill)) for name, fill in fills.items()]
+    handles = [
+        Patch(label=name, linewidth=0.7, **layout.look(fill)) for name, fill in fills.items()
+    ]
     ax.legend(handles=handles, loc="lower left", bbox_to_anchor=(0, 1.0), ncols=2)
     return ax

@@ -1,4 +1,5 @@
-"""Weights in fewer bits: the mathematics, our frozen layers, and the layer kinds of other libraries behind one call.
+"""Weights in fewer bits: the mathematics, our frozen layers, and the layer kinds of other libraries
+behind one call.
 
 fp8        what an 8-bit floating-point number is, and the scales that bring tensors into its range
 nf4        whole numbers, blocks, NF4 and double quantisation: what QLoRA stores

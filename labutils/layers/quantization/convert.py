@@ -1,4 +1,5 @@
-"""The kinds of frozen linear layer behind the recipe's knob `base_linear`, and the swap that puts them into a model.
+"""The kinds of frozen linear layer behind the recipe's knob `base_linear`, and the swap that puts
+them into a model.
 
     attach_lora(model, targets, ...)                              first the adapters,
     convert_base(model, frozen_linears(model), "fp8-frozen")      then the layers under them
@@ -51,17 +52,28 @@ BYTES_READ = {
     "nf4-frozen": 0.516,
     "nf4-fp8": 0.516,
 }
-"""Kind -> bytes of a converted weight, constants included, that a pass must read; others have the model's own."""
+"""Kind -> bytes of a converted weight, constants included, that a pass must read; others have the
+model's own.
+"""
 
-PRODUCTS = {"fp8-frozen": "fp8_rowwise", "nf4-fp8": "fp8_rowwise", "fp8-torchao": "fp8_rowwise", "fp8-te": "fp8"}
-"""Kind -> what its products are multiplied as, where that isn't the recipe's precision (`hardware.probing.RATES`)."""
+PRODUCTS = {
+    "fp8-frozen": "fp8_rowwise",
+    "nf4-fp8": "fp8_rowwise",
+    "fp8-torchao": "fp8_rowwise",
+    "fp8-te": "fp8",
+}
+"""Kind -> what its products are multiplied as, where that isn't the recipe's precision
+(`hardware.probing.RATES`).
+"""
 
 
 def frozen_linears(model: nn.Module, skip: Iterable[str] = ()) -> list[str]:
-    """Names of the frozen nn.Linear layers that an 8-bit product takes (both widths multiples of 16), in order.
+    """Names of the frozen nn.Linear layers that an 8-bit product takes (both widths multiples of
+    16), in order.
 
-    Names are those of the layers themselves ("...q_proj.base_layer" under an adapter). What has one of `skip` among the
-    parts of its name ("lm_head", "vision_tower") is left out. Raises `ValueError` for one string in place of several.
+    Names are those of the layers themselves ("...q_proj.base_layer" under an adapter). What has one
+    of `skip` among the parts of its name ("lm_head", "vision_tower") is left out. Raises
+    `ValueError` for one string in place of several.
     """
     _check_several("skip", skip)
     skipped = {"lora_A", "lora_B", *skip}
@@ -78,20 +90,25 @@ def frozen_linears(model: nn.Module, skip: Iterable[str] = ()) -> list[str]:
 def convert_base(
     model: nn.Module, names: Iterable[str], kind: str, compute_dtype: torch.dtype = torch.bfloat16
 ) -> list[str]:
-    """Put layers of `kind` in the place of the frozen nn.Linear layers called `names`, in place; returns their names.
+    """Put layers of `kind` in the place of the frozen nn.Linear layers called `names`, in place;
+    returns their names.
 
-    A name may be an adapted layer's: its base is then meant. So adapters of kind "peft" and "plain" stay what they
-    are. `compute_dtype` is what "nf4" multiplies in and "fp8-te" keeps weights in. Layer after layer is converted and
-    its old weight let go, so that no more than one is held twice; what others hold (another model around the same
-    weights) stays in memory. "fp8-te" and "fp8-torchao" keep the old weights by design.
+    A name may be an adapted layer's: its base is then meant. So adapters of kind "peft" and "plain"
+    stay what they are. `compute_dtype` is what "nf4" multiplies in and "fp8-te" keeps weights in.
+    Layer after layer is converted and its old weight let go, so that no more than one is held
+    twice; what others hold (another model around the same weights) stays in memory. "fp8-te" and
+    "fp8-torchao" keep the old weights by design.
 
-    Raises `Unavailable` where a library or the GPU is missing, `ValueError` for a kind or layer that doesn't go;
-    nothing is changed then.
+    Raises `Unavailable` where a library or the GPU is missing, `ValueError` for a kind or layer
+    that doesn't go; nothing is changed then.
     """
     if kind == "published":
         return []
     if kind not in MAKERS:
-        raise ValueError(f"kind={kind!r} is not known. Choose one of: {', '.join(map(repr, ('published', *MAKERS)))}.")
+        raise ValueError(
+            f"kind={kind!r} is not known. Choose one of: "
+            f"{', '.join(map(repr, ('published', *MAKERS)))}."
+        )
     _check_several("names", names)
     places = list(dict.fromkeys(_place(model, name) for name in names))
     for place in places:
@@ -117,7 +134,8 @@ def _place(model: nn.Module, name: str) -> str:
         layer = model.get_submodule(name)
     except AttributeError:
         raise ValueError(
-            f"This {type(model).__name__} has no layer {name!r}. frozen_linears(model) lists those that go."
+            f"This {type(model).__name__} has no layer {name!r}. frozen_linears(model) lists those "
+            "that go."
         ) from None
     if layer is model:
         raise ValueError(
@@ -129,15 +147,19 @@ def _place(model: nn.Module, name: str) -> str:
 
 def _check_layer(layer: nn.Module, name: str) -> None:
     if type(layer) is not nn.Linear:
-        raise ValueError(f"{name!r} is a {type(layer).__name__}; only plain nn.Linear layers are converted.")
+        raise ValueError(
+            f"{name!r} is a {type(layer).__name__}; only plain nn.Linear layers are converted."
+        )
     if any(parameter.requires_grad for parameter in layer.parameters()):
         raise ValueError(
-            f"{name!r} is trained. Only frozen layers are converted: attach the adapters first, or freeze it with "
+            f"{name!r} is trained. Only frozen layers are converted: attach the adapters first, or "
+            "freeze it with "
             "requires_grad_(False)."
         )
     if layer.in_features % MULTIPLE or layer.out_features % MULTIPLE:
         raise ValueError(
-            f"{name!r} has {layer.in_features} -> {layer.out_features} features; low-bit products take multiples of "
+            f"{name!r} has {layer.in_features} -> {layer.out_features} features; low-bit products "
+            "take multiples of "
             f"{MULTIPLE}. Leave it out: frozen_linears(model) lists those that go."
         )
     try:
@@ -147,9 +169,11 @@ def _check_layer(layer: nn.Module, name: str) -> None:
 
 
 def forward_context(kind: str) -> AbstractContextManager:
-    """The context that a forward pass through layers of `kind` needs: Transformer Engine's autocast for "fp8-te".
+    """The context that a forward pass through layers of `kind` needs: Transformer Engine's autocast
+    for "fp8-te".
 
-    Outside it te.Linear multiplies in half precision without a word. Scales are renewed as the context is left.
+    Outside it te.Linear multiplies in half precision without a word. Scales are renewed as the
+    context is left.
     """
     if kind != "fp8-te":
         return nullcontext()
@@ -163,8 +187,8 @@ def forward_context(kind: str) -> AbstractContextManager:
 
 
 def forget_scales() -> None:
-    """Begin anew with what Transformer Engine knows of AMAX values: it keeps those of every layer that the process has
-    ever had, and renews the scales of all of them in each step."""
+    """Begin anew with what Transformer Engine knows of AMAX values: it keeps those of every layer
+    that the process has ever had, and renews the scales of all of them in each step."""
     transformer_engine()
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
@@ -172,16 +196,21 @@ def forget_scales() -> None:
 
 
 def recomputing(kind: str) -> Callable[..., Any]:
-    """What computes a block once more in the backward pass, as it did the first time: (block, *args) -> output.
+    """What computes a block once more in the backward pass, as it did the first time: (block,
+    *args) -> output.
 
-    Transformer Engine renews its scales between the two, so it brings a function of its own that keeps the old ones.
+    Transformer Engine renews its scales between the two, so it brings a function of its own that
+    keeps the old ones.
     """
-    checkpoint = transformer_engine().checkpoint if kind == "fp8-te" else torch.utils.checkpoint.checkpoint
+    checkpoint = (
+        transformer_engine().checkpoint if kind == "fp8-te" else torch.utils.checkpoint.checkpoint
+    )
     return functools.partial(checkpoint, use_reentrant=False)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The makers: each checks that its library is there, and gives what turns one nn.Linear into a layer of its kind
+# -------------------------------------------------------------------------------------------------
+# The makers: each checks that its library is there, and gives what turns one nn.Linear into a layer
+# of its kind
 
 Make = Callable[[nn.Linear], nn.Module]
 
@@ -224,7 +253,8 @@ def _torchao(compute_dtype: torch.dtype) -> Make:
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
     except Exception as error:  # built for another PyTorch, it fails with more than ImportError
         raise Unavailable(
-            f"torchao can't be imported ({type(error).__name__}: {error}). Install it with: make torchao"
+            f"torchao can't be imported ({type(error).__name__}: {error}). Install it with: make "
+            "torchao"
         ) from error
     config = Float8LinearConfig.from_recipe_name("rowwise")
     return lambda linear: convert_to_float8_training(linear, config=config)
@@ -233,9 +263,12 @@ def _torchao(compute_dtype: torch.dtype) -> Make:
 def _nf4(compute_dtype: torch.dtype) -> Make:
     try:
         from bitsandbytes.nn import Linear4bit, Params4bit
-    except Exception as error:  # a library that doesn't fit the driver raises OSError or RuntimeError
+    except (
+        Exception
+    ) as error:  # a library that doesn't fit the driver raises OSError or RuntimeError
         raise Unavailable(
-            f"bitsandbytes can't be imported ({type(error).__name__}: {error}). Install the course again: make install"
+            f"bitsandbytes can't be imported ({type(error).__name__}: {error}). Install the course "
+            "again: make install"
         ) from error
 
     def make(linear: nn.Linear) -> nn.Module:
@@ -249,7 +282,11 @@ def _nf4(compute_dtype: torch.dtype) -> Make:
                 quant_type="nf4",
             )
         weight = Params4bit(
-            linear.weight.detach(), requires_grad=False, compress_statistics=True, quant_type="nf4", module=layer
+            linear.weight.detach(),
+            requires_grad=False,
+            compress_statistics=True,
+            quant_type="nf4",
+            module=layer,
         )
         layer.weight = weight.to(linear.weight.device)
         layer.bias = linear.bias
@@ -270,14 +307,18 @@ MAKERS: dict[str, Callable[[torch.dtype], Make]] = {
 
 
 def transformer_engine() -> ModuleType:
-    """The module `transformer_engine.pytorch`. Raises `Unavailable` where it or an FP8 GPU is missing."""
+    """The module `transformer_engine.pytorch`. Raises `Unavailable` where it or an FP8 GPU is
+    missing.
+    """
     _require_fp8_gpu("Transformer Engine's FP8")
     try:
-        # The package itself can be imported without its PyTorch extension, and hides that this failed.
+        # The package itself can be imported without its PyTorch extension, and hides that this
+        # failed.
         import transformer_engine.pytorch as te
     except Exception as error:  # an empty package raises RuntimeError, a missing library OSError
         raise Unavailable(
-            f"Transformer Engine can't be imported ({type(error).__name__}: {_first_line(error)}). It is compiled when "
+            f"Transformer Engine can't be imported ({type(error).__name__}: {_first_line(error)}). "
+            "It is compiled when "
             "it is installed, with a CUDA toolkit: make te"
         ) from error
     return te
@@ -286,11 +327,14 @@ def transformer_engine() -> ModuleType:
 def _require_fp8_gpu(what: str) -> None:
     """Raise `Unavailable` unless the GPU has FP8 tensor cores."""
     if not torch.cuda.is_available():
-        raise Unavailable(f"{what} needs an NVIDIA GPU with FP8 tensor cores, and there is no GPU here")
+        raise Unavailable(
+            f"{what} needs an NVIDIA GPU with FP8 tensor cores, and there is no GPU here"
+        )
     has = torch.cuda.get_device_capability()
     if has < FP8_CAPABILITY:
         raise Unavailable(
-            f"{what} needs compute capability {FP8_CAPABILITY[0]}.{FP8_CAPABILITY[1]} or more, and this GPU has "
+            f"{what} needs compute capability {FP8_CAPABILITY[0]}.{FP8_CAPABILITY[1]} or more, and "
+            "this GPU has "
             f"{has[0]}.{has[1]}"
         )
 

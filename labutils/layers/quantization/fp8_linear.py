@@ -1,19 +1,23 @@
-"""A frozen linear layer whose weight is held once, in FP8: one byte a parameter, products on the FP8 tensor cores.
+"""A frozen linear layer whose weight is held once, in FP8: one byte a parameter, products on the
+FP8 tensor cores.
 
-LoRA's base layers compute y = x W^T forward and dX = dY W backward, and never a gradient of W. So W can be stored in
-E4M3 with one float32 scale a row and nothing else kept: no copy in half precision, no input saved for backward.
-Activations and gradients are quantised as they come, one scale a row (a token), computed from that row: no history, no
-state, nothing to synchronise, and nothing that the next token's outlier spoils.
+LoRA's base layers compute y = x W^T forward and dX = dY W backward, and never a gradient of W. So W
+can be stored in E4M3 with one float32 scale a row and nothing else kept: no copy in half precision,
+no input saved for backward. Activations and gradients are quantised as they come, one scale a row
+(a token), computed from that row: no history, no state, nothing to synchronise, and nothing that
+the next token's outlier spoils.
 
 Two things make the backward pass possible without a second copy of W:
-- W's row scales s lie along the dimension that dX sums over, where a product's epilogue can't apply them. They are
-  folded into the gradient before it is quantised: dX = (dY * s) Wq. That is exact, up to the rounding there is anyway.
-- Hopper and consumer Blackwell multiply FP8 matrices in one layout only (both with the summed dimension running
-  fastest), and dX needs the other one. Wq is transposed for each backward pass and let go: a byte a parameter read and
-  written, against 2 rows FLOP a parameter of the product.
+- W's row scales s lie along the dimension that dX sums over, where a product's epilogue can't apply
+  them. They are folded into the gradient before it is quantised: dX = (dY * s) Wq. That is exact,
+  up to the rounding there is anyway.
+- Hopper and consumer Blackwell multiply FP8 matrices in one layout only (both with the summed
+  dimension running fastest), and dX needs the other one. Wq is transposed for each backward pass
+  and let go: a byte a parameter read and written, against 2 rows FLOP a parameter of the product.
 
-Without FP8 tensor cores the same rounding is emulated: quantise, multiply in float32, round as the kernel's output is.
-Rounding both factors to 3 mantissa bits costs 3 to 4 % of a product's norm, whatever its size (tests/unit/test_frozen).
+Without FP8 tensor cores the same rounding is emulated: quantise, multiply in float32, round as the
+kernel's output is. Rounding both factors to 3 mantissa bits costs 3 to 4 % of a product's norm,
+whatever its size (tests/unit/test_frozen).
 """
 
 from __future__ import annotations
@@ -28,30 +32,37 @@ from torch import Tensor, nn
 from labutils.layers.quantization.fp8_math import E4M3, SMALLEST_AMAX
 
 MULTIPLE = 16
-"""The FP8 product takes inner and outer widths that are multiples of 16, as 16 bytes are what it loads at a time."""
+"""The FP8 product takes inner and outer widths that are multiples of 16, as 16 bytes are what it
+loads at a time.
+"""
 FAST_ACCUM = True
-"""Let the tensor cores add up products in their own, shorter registers (about 14 bits on Hopper) instead of moving
-partial sums to float32 every few terms. That error is far below the 3 bits' own (tests/gpu/test_fp8_gpu holds it to a
-tenth), and the row-wise kernel is markedly slower without."""
+"""Let the tensor cores add up products in their own, shorter registers (about 14 bits on Hopper)
+instead of moving partial sums to float32 every few terms. That error is far below the 3 bits' own
+(tests/gpu/test_fp8_gpu holds it to a tenth), and the row-wise kernel is markedly slower without."""
 INPUTS = (torch.float16, torch.bfloat16, torch.float32)
 
 
 class FrozenFP8Linear(nn.Module):
-    """y = x W^T + b with W [out, in] in E4M3 and `scale` [out, 1] in float32: W is about weight * scale.
+    """y = x W^T + b with W [out, in] in E4M3 and `scale` [out, 1] in float32: W is about weight *
+    scale.
 
-    x is (..., in) in float16, bfloat16 or float32 and y (..., out) in x's dtype, or autocast's where that is on. Any
-    number of rows, none included. Gradients flow to x alone. Raises `ValueError` for what it can't hold or multiply.
+    x is (..., in) in float16, bfloat16 or float32 and y (..., out) in x's dtype, or autocast's
+    where that is on. Any number of rows, none included. Gradients flow to x alone. Raises
+    `ValueError` for what it can't hold or multiply.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         super().__init__()
         check_weight(weight, bias, "FP8")
-        # As one row after the other: the forward product takes no other order, and a transposed weight would keep its.
+        # As one row after the other: the forward product takes no other order, and a transposed
+        # weight would keep its.
         values, inverse = quantise_rows(weight.detach().float().contiguous())
         self.out_features, self.in_features = weight.shape
         self.weight = nn.Parameter(values, requires_grad=False)
         self.register_buffer("scale", inverse)
-        self.bias = None if bias is None else nn.Parameter(bias.detach().clone(), requires_grad=False)
+        self.bias = (
+            None if bias is None else nn.Parameter(bias.detach().clone(), requires_grad=False)
+        )
         self.product = product_kind(weight.device)
 
     @classmethod
@@ -73,20 +84,27 @@ class FrozenFP8Linear(nn.Module):
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, product={self.product!r}"
 
-    def _load_from_state_dict(self, state_dict, prefix, metadata, strict, missing_keys, unexpected_keys, errors):
-        """Refuse an ordinary layer's weight, also where `strict=False` would take it: cast without a scale, it would be
-        another weight."""
+    def _load_from_state_dict(
+        self, state_dict, prefix, metadata, strict, missing_keys, unexpected_keys, errors
+    ):
+        """Refuse an ordinary layer's weight, also where `strict=False` would take it: cast without
+        a scale, it would be another weight."""
         there = state_dict.get(f"{prefix}weight")
         if there is not None and (there.dtype != E4M3.dtype or f"{prefix}scale" not in state_dict):
             errors.append(
-                f"{prefix}weight is {there.dtype}, and this frozen FP8 layer takes {E4M3.dtype} with a scale a row. "
+                f"{prefix}weight is {there.dtype}, and this frozen FP8 layer takes {E4M3.dtype} "
+                "with a scale a row. "
                 "Load the state into the model before convert_base."
             )
             return
-        super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing_keys, unexpected_keys, errors)
+        super()._load_from_state_dict(
+            state_dict, prefix, metadata, strict, missing_keys, unexpected_keys, errors
+        )
 
     def _apply(self, fn, recurse: bool = True):
-        """Go along to another device, and keep FP8 there: `model.to(torch.bfloat16)` is meant for the other layers."""
+        """Go along to another device, and keep FP8 there: `model.to(torch.bfloat16)` is meant for
+        the other layers.
+        """
         weight, scale = self.weight.detach(), self.scale
         super()._apply(fn, recurse)
         if self.weight.dtype != weight.dtype:
@@ -97,8 +115,8 @@ class FrozenFP8Linear(nn.Module):
 
 
 class _FrozenProduct(torch.autograd.Function):
-    """x W^T, and for the gradient of x alone; nothing is kept for it but W itself. Plain operations, which a compiler
-    sees through: it fuses the quantising with what comes before."""
+    """x W^T, and for the gradient of x alone; nothing is kept for it but W itself. Plain
+    operations, which a compiler sees through: it fuses the quantising with what comes before."""
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, scale: Tensor, product: str) -> Tensor:
@@ -119,19 +137,25 @@ class _FrozenProduct(torch.autograd.Function):
 
 @torch.compiler.allow_in_graph
 def _frozen_product(x: Tensor, weight: Tensor, scale: Tensor, product: str) -> Tensor:
-    """The function above, which the compiler's front end passes on as it is and only its back end takes apart: taken
-    apart by the front end, several such layers in one block of any length make it fail (PyTorch 2.13)."""
+    """The function above, which the compiler's front end passes on as it is and only its back end
+    takes apart: taken apart by the front end, several such layers in one block of any length make
+    it fail (PyTorch 2.13)."""
     return _FrozenProduct.apply(x, weight, scale, product)
 
 
-def scaled_product(x: Tensor, weight: Tensor, column_scale: Tensor, product: str, dtype: torch.dtype) -> Tensor:
-    """x [..., k] quantised row by row, times weight [n, k] in FP8 transposed, times column_scale [1, n]; in `dtype`."""
+def scaled_product(
+    x: Tensor, weight: Tensor, column_scale: Tensor, product: str, dtype: torch.dtype
+) -> Tensor:
+    """x [..., k] quantised row by row, times weight [n, k] in FP8 transposed, times column_scale
+    [1, n]; in `dtype`.
+    """
     rows = x.reshape(-1, x.shape[-1])
     count = rows.shape[0]
     padded = max(MULTIPLE, -(-count // MULTIPLE) * MULTIPLE)
     rows = rows if padded == count else F.pad(rows, (0, 0, 0, padded - count))
     values, inverse = quantise_rows(rows)
-    # Quantising keeps the order in memory of what it is given, and the product takes rows one after the other.
+    # Quantising keeps the order in memory of what it is given, and the product takes rows one after
+    # the other.
     y = PRODUCTS[product](values.contiguous(), weight, inverse, column_scale)
     return y[:count].to(dtype).reshape(*x.shape[:-1], weight.shape[0])
 
@@ -141,13 +165,16 @@ def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 
     A row with NaN or infinity in it becomes NaN: it must not come out as an ordinary number.
     """
-    largest = torch.linalg.vector_norm(x, math.inf, dim=-1, keepdim=True, dtype=torch.float32)  # one kernel
+    largest = torch.linalg.vector_norm(
+        x, math.inf, dim=-1, keepdim=True, dtype=torch.float32
+    )  # one kernel
     inverse = largest.clamp(min=SMALLEST_AMAX) / E4M3.largest
-    # Nothing is beyond the range but by a rounding, and what is within half a step of it rounds to it: no clamp.
+    # Nothing is beyond the range but by a rounding, and what is within half a step of it rounds to
+    # it: no clamp.
     return (x * inverse.reciprocal()).to(E4M3.dtype), inverse
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # The product, three ways
 
 
@@ -164,10 +191,17 @@ def _rowwise(values: Tensor, weight: Tensor, inverse: Tensor, column_scale: Tens
 
 
 def _separate(values: Tensor, weight: Tensor, inverse: Tensor, column_scale: Tensor) -> Tensor:
-    """The product without scales, then the scales: for cards whose FP8 product takes one scale a matrix only."""
+    """The product without scales, then the scales: for cards whose FP8 product takes one scale a
+    matrix only.
+    """
     one = torch.ones((), device=values.device)
     y = torch._scaled_mm(
-        values, weight.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=FAST_ACCUM
+        values,
+        weight.t(),
+        scale_a=one,
+        scale_b=one,
+        out_dtype=torch.bfloat16,
+        use_fast_accum=FAST_ACCUM,
     )
     return (y * (inverse * column_scale)).to(torch.bfloat16)
 
@@ -180,7 +214,9 @@ def _emulated(values: Tensor, weight: Tensor, inverse: Tensor, column_scale: Ten
 
 
 PRODUCTS = {"rowwise": _rowwise, "separate": _separate, "emulated": _emulated}
-"""Kind -> (values [m, k] in FP8, weight [n, k] in FP8, inverse [m, 1], column_scale [1, n]) -> [m, n] in bfloat16."""
+"""Kind -> (values [m, k] in FP8, weight [n, k] in FP8, inverse [m, 1], column_scale [1, n]) -> [m,
+n] in bfloat16.
+"""
 
 
 def product_kind(device: torch.device) -> str:
@@ -190,7 +226,9 @@ def product_kind(device: torch.device) -> str:
 
 @functools.cache
 def _cuda_product_kind(index: int) -> str:
-    """What works on this card with this PyTorch, found by trying: the row-wise kernel is not built for all of them."""
+    """What works on this card with this PyTorch, found by trying: the row-wise kernel is not built
+    for all of them.
+    """
     device = torch.device("cuda", index)
     if torch.cuda.get_device_capability(device) < (8, 9):
         return "emulated"
@@ -205,42 +243,51 @@ def _cuda_product_kind(index: int) -> str:
     return "emulated"
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # What it refuses
 
 
 def check_weight(weight: Tensor, bias: Tensor | None, form: str) -> None:
-    """Raise `ValueError` where a linear layer's weight [out, in] and bias [out] can't become a frozen layer of `form`
-    ("FP8", "NF4")."""
+    """Raise `ValueError` where a linear layer's weight [out, in] and bias [out] can't become a
+    frozen layer of `form` ("FP8", "NF4")."""
     if weight.dim() != 2 or weight.dtype not in (*INPUTS, torch.float64):
         raise ValueError(
-            f"A weight of shape {tuple(weight.shape)} and {weight.dtype} can't be held in {form}: it takes a matrix of "
+            f"A weight of shape {tuple(weight.shape)} and {weight.dtype} can't be held in {form}: "
+            "it takes a matrix of "
             "floating-point numbers."
         )
     if weight.requires_grad or (bias is not None and bias.requires_grad):
         raise ValueError(
-            f"This layer's weight or bias is trained, and a frozen {form} layer has no gradient for them. Freeze them "
+            f"This layer's weight or bias is trained, and a frozen {form} layer has no gradient "
+            "for them. Freeze them "
             "first: layer.requires_grad_(False)."
         )
     if weight.shape[0] % MULTIPLE or weight.shape[1] % MULTIPLE or 0 in weight.shape:
         raise ValueError(
-            f"A layer of {weight.shape[1]} -> {weight.shape[0]} features can't be converted to {form}: both numbers "
+            f"A layer of {weight.shape[1]} -> {weight.shape[0]} features can't be converted to "
+            f"{form}: both numbers "
             f"must be multiples of {MULTIPLE}. Leave it out of the conversion."
         )
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(
-            f"A bias of shape {tuple(bias.shape)} doesn't fit: a layer of {len(weight)} outputs has that many."
+            f"A bias of shape {tuple(bias.shape)} doesn't fit: a layer of {len(weight)} outputs "
+            "has that many."
         )
     held = weight.float() if weight.dtype == torch.float64 else weight
     if not held.is_meta and not held.isfinite().all():
         raise ValueError(
-            f"This weight holds NaN or infinity (as float32), for which {form} has no room. Check where it was loaded."
+            f"This weight holds NaN or infinity (as float32), for which {form} has no room. Check "
+            "where it was loaded."
         )
 
 
 def check_input(x: Tensor, in_features: int, form: str) -> None:
     """Raise `ValueError` for an input that a frozen layer of `form` doesn't take."""
     if x.dim() == 0 or x.shape[-1] != in_features:
-        raise ValueError(f"The input's shape is {tuple(x.shape)}; this layer takes (..., {in_features}).")
+        raise ValueError(
+            f"The input's shape is {tuple(x.shape)}; this layer takes (..., {in_features})."
+        )
     if x.dtype not in INPUTS:
-        raise ValueError(f"The input is {x.dtype}; a frozen {form} layer takes float16, bfloat16 or float32.")
+        raise ValueError(
+            f"The input is {x.dtype}; a frozen {form} layer takes float16, bfloat16 or float32."
+        )

@@ -1,14 +1,17 @@
-"""The mathematics of FP8: what the 8 bits of a number mean, and the scales that bring tensors into their range.
+"""The mathematics of FP8: what the 8 bits of a number mean, and the scales that bring tensors into
+their range.
 
-Written out for reading and checking, on any device. `labutils.layers.quantization.fp8_linear` is where it is made fast.
+Written out for reading and checking, on any device. `labutils.layers.quantization.fp8_linear` is
+where it is made fast.
 
     codes = encode(x, E4M3)                8 bits a number, as uint8; decode(codes, E4M3) gives the numbers back
     q = quantise(x, "row")                 q.values in FP8, q.inverse to undo the scale, q.restored()
     scaling = DelayedScaling(); scaling(x) the scale comes from the steps before
 
-Scales follow Transformer Engine and article A2: S multiplies a tensor before the cast, S = 448 / AMAX, so that its
-largest magnitude just fits; 1/S brings results back. Formats: Micikevicius et al. 2022, "FP8 formats for deep
-learning". E8M0 block scales: OCP Microscaling Formats (MX) specification 1.0.
+Scales follow Transformer Engine and article A2: S multiplies a tensor before the cast, S = 448 /
+AMAX, so that its largest magnitude just fits; 1/S brings results back. Formats: Micikevicius et al.
+2022, "FP8 formats for deep learning". E8M0 block scales: OCP Microscaling Formats (MX)
+specification 1.0.
 """
 
 from __future__ import annotations
@@ -27,14 +30,16 @@ NAN = 0b0111_1111
 BLOCK = 32
 """Neighbours in a row that share one scale in the MX formats."""
 SMALLEST_AMAX = 2.0**-100
-"""Tensors whose largest magnitude is below this count as zero: their scale would overflow float32."""
+"""Tensors whose largest magnitude is below this count as zero: their scale would overflow float32.
+"""
 
 
 @dataclass(frozen=True)
 class Format:
     """An 8-bit floating-point format: one sign bit, then the exponent's bits, then the mantissa's.
 
-    `infinity` is the code of +infinity, None where the format spends none on it; `largest` the largest finite number.
+    `infinity` is the code of +infinity, None where the format spends none on it; `largest` the
+    largest finite number.
     """
 
     name: str
@@ -60,29 +65,38 @@ class Format:
 
 
 E4M3 = Format("E4M3", 4, 3, 448.0, None, torch.float8_e4m3fn)
-"""Range 448, 3 mantissa bits. No infinity, and one NaN a sign: their codes hold numbers ("fn" in PyTorch's name)."""
+"""Range 448, 3 mantissa bits. No infinity, and one NaN a sign: their codes hold numbers ("fn" in
+PyTorch's name).
+"""
 E5M2 = Format("E5M2", 5, 2, 57344.0, 0b0_11111_00, torch.float8_e5m2)
 """Range 57344, 2 mantissa bits, infinity and NaN as in IEEE 754: the upper half of a float16."""
 FORMATS = {"E4M3": E4M3, "E5M2": E5M2}
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # Bits
 
 
 def encode(x: Tensor, fmt: Format = E4M3, saturate: bool = True) -> Tensor:
-    """The 8-bit codes (uint8, x's shape) of the numbers of `fmt` nearest to x; ties go to the even code.
+    """The 8-bit codes (uint8, x's shape) of the numbers of `fmt` nearest to x; ties go to the even
+    code.
 
-    Beyond the largest number: that number where `saturate`, else NaN (E4M3) or infinity (E5M2). NaN stays NaN.
+    Beyond the largest number: that number where `saturate`, else NaN (E4M3) or infinity (E5M2). NaN
+    stays NaN.
     """
     magnitude = x.abs().double()
     _, above = torch.frexp(magnitude)  # magnitude = f 2^above with f in [0.5, 1)
     exponent = torch.where(magnitude == 0, 1 - fmt.bias, above - 1)
-    exponent = exponent.clamp(min=1 - fmt.bias)  # numbers below the smallest normal one share its exponent
+    exponent = exponent.clamp(
+        min=1 - fmt.bias
+    )  # numbers below the smallest normal one share its exponent
     spacing = torch.exp2((exponent - fmt.mantissa_bits).double())
-    units = torch.round(magnitude / spacing)  # half to even; 2^m or more for normal numbers, less for subnormal ones
-    # A normal number has a 1 before its mantissa that isn't stored: it adds the 1 that the exponent field is short of
-    # here. A mantissa that rounded up to the next power of two carries into the exponent by itself.
+    units = torch.round(
+        magnitude / spacing
+    )  # half to even; 2^m or more for normal numbers, less for subnormal ones
+    # A normal number has a 1 before its mantissa that isn't stored: it adds the 1 that the exponent
+    # field is short of here. A mantissa that rounded up to the next power of two carries into the
+    # exponent by itself.
     code = (exponent + fmt.bias - 1) * 2**fmt.mantissa_bits + units
     largest = CODES / 2 - 1 - (1 if fmt.infinity is None else 2**fmt.mantissa_bits)
     beyond = largest if saturate else fmt.infinity or NAN
@@ -126,7 +140,7 @@ def numbers(fmt: Format = E4M3) -> Tensor:
     return found[found.isfinite()].unique()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # Casting
 
 
@@ -139,14 +153,15 @@ def saturating_cast(x: Tensor, fmt: Format = E4M3) -> Tensor:
 def plain_cast_saturates(device: str = "cpu") -> bool:
     """Whether this PyTorch's own cast to float8_e4m3fn saturates on `device` ("cpu", "cuda").
 
-    Through PyTorch 2.11 an eager cast of more than 464 gave NaN, as the format has no infinity, while compiled casts
-    saturated; 2.13 saturates, infinity included (pytorch/pytorch 178817, pytorch/ao 1912). Code that is to run on both
-    clamps first. E5M2 has an infinity, and its cast gives that in every version.
+    Through PyTorch 2.11 an eager cast of more than 464 gave NaN, as the format has no infinity,
+    while compiled casts saturated; 2.13 saturates, infinity included (pytorch/pytorch 178817,
+    pytorch/ao 1912). Code that is to run on both clamps first. E5M2 has an infinity, and its cast
+    gives that in every version.
     """
     return not torch.full((1,), 1e6, device=device).to(E4M3.dtype).float().isnan().item()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # Scaling
 
 
@@ -154,7 +169,8 @@ def plain_cast_saturates(device: str = "cpu") -> bool:
 class Quantised:
     """A tensor in FP8 and the factor that undoes its scale: x is about `values * inverse`.
 
-    `inverse` is float32 and broadcasts against `values`; with blocks the last dimension of both is split in two.
+    `inverse` is float32 and broadcasts against `values`; with blocks the last dimension of both is
+    split in two.
     """
 
     values: Tensor
@@ -167,12 +183,17 @@ class Quantised:
 
 
 def amax(x: Tensor, granularity: str = "tensor") -> Tensor:
-    """The largest magnitude (float32, dimensions kept): of the whole "tensor", each "row", or each "block" of 32
-    neighbours, for which the last dimension must be split beforehand. Of no numbers it is 0."""
+    """The largest magnitude (float32, dimensions kept): of the whole "tensor", each "row", or each
+    "block" of 32 neighbours, for which the last dimension must be split beforehand. Of no numbers
+    it is 0."""
     magnitude = x.float().abs()
     if granularity == "tensor":
         return magnitude.amax() if x.numel() else magnitude.new_zeros(())
-    return magnitude.amax(dim=-1, keepdim=True) if x.shape[-1] else magnitude.new_zeros(*x.shape[:-1], 1)
+    return (
+        magnitude.amax(dim=-1, keepdim=True)
+        if x.shape[-1]
+        else magnitude.new_zeros(*x.shape[:-1], 1)
+    )
 
 
 def scale_for(largest: Tensor, fmt: Format = E4M3, margin: int = 0) -> Tensor:
@@ -185,11 +206,12 @@ def scale_for(largest: Tensor, fmt: Format = E4M3, margin: int = 0) -> Tensor:
 
 
 def e8m0_scale_for(largest: Tensor, fmt: Format = E4M3) -> Tensor:
-    """The largest power of two that keeps every value within the format's range: 1/S has an exponent and no mantissa.
+    """The largest power of two that keeps every value within the format's range: 1/S has an
+    exponent and no mantissa.
 
-    Its inverse fits the 8 bits of float8_e8m0fnu. The MX specification rounds the other way, so that values in the
-    upper eighth of the range saturate; training recipes round as here. A block with infinity in it has the scale NaN,
-    which E8M0 has.
+    Its inverse fits the 8 bits of float8_e8m0fnu. The MX specification rounds the other way, so
+    that values in the upper eighth of the range saturate; training recipes round as here. A block
+    with infinity in it has the scale NaN, which E8M0 has.
     """
     scale = torch.exp2(torch.floor(torch.log2(scale_for(largest, fmt)))).clamp(2.0**-127, 2.0**127)
     return torch.where(largest.isinf(), torch.nan, scale)
@@ -198,15 +220,20 @@ def e8m0_scale_for(largest: Tensor, fmt: Format = E4M3) -> Tensor:
 def quantise(x: Tensor, granularity: str = "tensor", fmt: Format = E4M3) -> Quantised:
     """x in FP8 with scales from its own largest magnitudes ("current scaling"): one reads x twice.
 
-    granularity: "tensor" (one scale), "row" (one for each row along the last dimension), "block" (an E8M0 scale for
-    each 32 neighbours in a row, as in MXFP8). What shares a scale with NaN or infinity becomes NaN or zero. Raises
-    `ValueError` for another granularity, and for rows that blocks don't divide.
+    granularity: "tensor" (one scale), "row" (one for each row along the last dimension), "block"
+    (an E8M0 scale for each 32 neighbours in a row, as in MXFP8). What shares a scale with NaN or
+    infinity becomes NaN or zero. Raises `ValueError` for another granularity, and for rows that
+    blocks don't divide.
     """
     if granularity not in SCALES:
-        raise ValueError(f"granularity={granularity!r} is not known. Choose one of: {', '.join(map(repr, SCALES))}.")
+        raise ValueError(
+            f"granularity={granularity!r} is not known. Choose one of: "
+            f"{', '.join(map(repr, SCALES))}."
+        )
     if granularity == "block" and (x.dim() == 0 or x.shape[-1] % BLOCK):
         raise ValueError(
-            f"Rows of {x.shape[-1] if x.dim() else 1} numbers can't be cut into blocks of {BLOCK}: pad them with zeros."
+            f"Rows of {x.shape[-1] if x.dim() else 1} numbers can't be cut into blocks of {BLOCK}: "
+            "pad them with zeros."
         )
     parts = x.float().unflatten(-1, (-1, BLOCK)) if granularity == "block" else x.float()
     scale = SCALES[granularity](amax(parts, granularity), fmt)
@@ -221,37 +248,58 @@ SCALES: dict[str, Callable[[Tensor, Format], Tensor]] = {
 
 
 class DelayedScaling:
-    """Per-tensor scaling with the scale that the steps before suggest, so that a tensor is read once.
+    """Per-tensor scaling with the scale that the steps before suggest, so that a tensor is read
+    once.
 
-    As Transformer Engine's DelayedScaling recipe: S starts at 1; each call casts with the S that stands, records the
-    tensor's AMAX, and sets S = (largest / amax of the history) / 2^margin for the next call. `algorithm` takes the
-    history's "max", or its "most_recent" entry. An AMAX of zero, NaN or infinity leaves S as it is.
+    As Transformer Engine's DelayedScaling recipe: S starts at 1; each call casts with the S that
+    stands, records the tensor's AMAX, and sets S = (largest / amax of the history) / 2^margin for
+    the next call. `algorithm` takes the history's "max", or its "most_recent" entry. An AMAX of
+    zero, NaN or infinity leaves S as it is.
     """
 
-    def __init__(self, history_length: int = 1024, algorithm: str = "max", margin: int = 0, fmt: Format = E4M3) -> None:
+    def __init__(
+        self,
+        history_length: int = 1024,
+        algorithm: str = "max",
+        margin: int = 0,
+        fmt: Format = E4M3,
+    ) -> None:
         if algorithm not in ("max", "most_recent"):
-            raise ValueError(f"algorithm={algorithm!r} is not known. Choose 'max' or 'most_recent'.")
+            raise ValueError(
+                f"algorithm={algorithm!r} is not known. Choose 'max' or 'most_recent'."
+            )
         if history_length < 1:
-            raise ValueError(f"history_length={history_length}: the history needs room for 1 AMAX or more.")
-        self.history_length, self.algorithm, self.margin, self.fmt = history_length, algorithm, margin, fmt
+            raise ValueError(
+                f"history_length={history_length}: the history needs room for 1 AMAX or more."
+            )
+        self.history_length, self.algorithm, self.margin, self.fmt = (
+            history_length,
+            algorithm,
+            margin,
+            fmt,
+        )
         self.history: list[Tensor] = []  # oldest first
         self.scale = torch.tensor(1.0)
 
     def __call__(self, x: Tensor) -> Quantised:
-        found = Quantised(saturating_cast(x.float() * self.scale, self.fmt), 1 / self.scale, x.shape)
+        found = Quantised(
+            saturating_cast(x.float() * self.scale, self.fmt), 1 / self.scale, x.shape
+        )
         self.record(amax(x))
         return found
 
     def record(self, largest: Tensor) -> None:
         """Take up one step's AMAX, and renew the scale."""
         self.history = [*self.history, largest][-self.history_length :]
-        chosen = self.history[-1] if self.algorithm == "most_recent" else torch.stack(self.history).max()
+        chosen = (
+            self.history[-1] if self.algorithm == "most_recent" else torch.stack(self.history).max()
+        )
         if chosen.isfinite() and chosen > 0:
             scale = self.fmt.largest / 2**self.margin / chosen
             self.scale = scale.clamp(max=torch.finfo(torch.float32).max)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # Errors
 
 
@@ -262,15 +310,22 @@ def relative_error(found: Tensor, exact: Tensor) -> float:
 
 
 def lost(x: Tensor, quantised: Quantised, fmt: Format = E4M3) -> dict[str, float]:
-    """Shares of x's nonzero numbers that the cast flushed to zero ("flushed") or cut off at the range ("saturated")."""
+    """Shares of x's nonzero numbers that the cast flushed to zero ("flushed") or cut off at the
+    range ("saturated").
+    """
     restored, nonzero = quantised.restored(), x != 0
     limit = (quantised.inverse * fmt.largest).expand_as(quantised.values).reshape(x.shape)
     share = lambda where: (where & nonzero).sum().item() / max(1, nonzero.sum().item())  # noqa: E731
-    return {"flushed": share(restored == 0), "saturated": share(x.float().abs() > limit * (1 + 1e-6))}
+    return {
+        "flushed": share(restored == 0),
+        "saturated": share(x.float().abs() > limit * (1 + 1e-6)),
+    }
 
 
 def product_error(x: Tensor, weight: Tensor, granularity: str, fmt: Format = E4M3) -> float:
     """Relative error of x W^T when both are quantised along the dimension that is summed over."""
     exact = F.linear(x.double(), weight.double())
-    found = F.linear(quantise(x, granularity, fmt).restored(), quantise(weight, granularity).restored())
+    found = F.linear(
+        quantise(x, granularity, fmt).restored(), quantise(weight, granularity).restored()
+    )
     return relative_error(found, exact)

@@ -1,17 +1,20 @@
-"""Frozen linear layers whose weight is stored as QLoRA stores it, in operations that a compiler sees through.
+"""Frozen linear layers whose weight is stored as QLoRA stores it, in operations that a compiler
+sees through.
 
-The bytes are bitsandbytes' own: NF4 codes two a byte, a constant a block of 64 in 8 bits, a constant of those a group
-of 256, and their mean: 0.516 bytes a parameter. What differs from its Linear4bit is how they are used. There, unpacking
-is a kernel of the library, called with an object that holds the constants: nothing that torch.compile could look into.
-Here it is two table look-ups and two products written in PyTorch, which the compiler turns into one kernel.
+The bytes are bitsandbytes' own: NF4 codes two a byte, a constant a block of 64 in 8 bits, a
+constant of those a group of 256, and their mean: 0.516 bytes a parameter. What differs from its
+Linear4bit is how they are used. There, unpacking is a kernel of the library, called with an object
+that holds the constants: nothing that torch.compile could look into. Here it is two table look-ups
+and two products written in PyTorch, which the compiler turns into one kernel.
 
     y = x W^T        W is unpacked to x's dtype, multiplied with, and let go
     dX = dY W        W is unpacked once more: between the two nothing is kept but the packed bytes
 
-Each unpacking reads half a byte a parameter, writes two, and the product reads them again, against 2 rows FLOP a
-parameter. `FrozenNF4FP8Linear` unpacks to E4M3 with one scale a row and multiplies as `labutils.layers.quantization.fp8_linear` does:
-one byte is written instead of two, and the tensor cores run at twice the rate. NF4 costs 9 % of a product's norm, and
-rounding both factors to FP8 another 3.7 %, together 10 % (tests/unit/test_frozen4).
+Each unpacking reads half a byte a parameter, writes two, and the product reads them again, against
+2 rows FLOP a parameter. `FrozenNF4FP8Linear` unpacks to E4M3 with one scale a row and multiplies as
+`labutils.layers.quantization.fp8_linear` does: one byte is written instead of two, and the tensor
+cores run at twice the rate. NF4 costs 9 % of a product's norm, and rounding both factors to FP8
+another 3.7 %, together 10 % (tests/unit/test_frozen4).
 """
 
 from __future__ import annotations
@@ -43,7 +46,9 @@ from labutils.layers.quantization.nf4_math import (
 
 
 class Tables(NamedTuple):
-    """What codes stand for: `pairs` [256, 2], the two numbers packed in a byte; `constants` [256], those of 8 bits."""
+    """What codes stand for: `pairs` [256, 2], the two numbers packed in a byte; `constants` [256],
+    those of 8 bits.
+    """
 
     pairs: Tensor
     constants: Tensor
@@ -52,8 +57,9 @@ class Tables(NamedTuple):
 class Packed(NamedTuple):
     """A weight [out, in] as bitsandbytes holds it, and the tables to read it by.
 
-    `codes` uint8 [out, in / 2], or flattened; `constants` uint8 [groups, 256], the last group filled up; `scales`
-    float32 [groups] and `offset` float32, a scalar, are what the constants' codes are multiplied with and added to.
+    `codes` uint8 [out, in / 2], or flattened; `constants` uint8 [groups, 256], the last group
+    filled up; `scales` float32 [groups] and `offset` float32, a scalar, are what the constants'
+    codes are multiplied with and added to.
     """
 
     codes: Tensor
@@ -78,7 +84,12 @@ def _form(state: Any) -> dict[str, Any]:
     """The same of a weight's `quant_state`."""
     group = state.state2.blocksize if state.nested else None
     rearranged = getattr(state, "packing_format_for_cpu", False)
-    return {"type": state.quant_type, "block": state.blocksize, "group": group, "rearranged for a CPU": rearranged}
+    return {
+        "type": state.quant_type,
+        "block": state.blocksize,
+        "group": group,
+        "rearranged for a CPU": rearranged,
+    }
 
 
 def unpacked(w: Packed) -> Tensor:
@@ -91,8 +102,9 @@ def unpacked(w: Packed) -> Tensor:
 class FrozenNF4Linear(nn.Module):
     """y = x W^T + b with W [out, in] stored in NF4, doubly quantised, and multiplied in x's dtype.
 
-    x is (..., in) in float16, bfloat16 or float32 and y (..., out) in x's dtype, or autocast's where that is on. Any
-    number of rows, none included. Gradients flow to x alone. Raises `ValueError` for what it can't hold or multiply.
+    x is (..., in) in float16, bfloat16 or float32 and y (..., out) in x's dtype, or autocast's
+    where that is on. Any number of rows, none included. Gradients flow to x alone. Raises
+    `ValueError` for what it can't hold or multiply.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
@@ -105,7 +117,9 @@ class FrozenNF4Linear(nn.Module):
         self.register_buffer("constants", doubled.differences.codes)
         self.register_buffer("scales", doubled.differences.absmax)
         self.register_buffer("offset", doubled.offset)
-        self.bias = None if bias is None else nn.Parameter(bias.detach().clone(), requires_grad=False)
+        self.bias = (
+            None if bias is None else nn.Parameter(bias.detach().clone(), requires_grad=False)
+        )
         self.tables = tables_on(weight.device)
 
     @classmethod
@@ -117,11 +131,14 @@ class FrozenNF4Linear(nn.Module):
     def from_linear4bit(cls, layer: nn.Module) -> FrozenNF4Linear:
         """The same bytes as a Linear4bit of bitsandbytes holds, without rounding anew.
 
-        Raises `ValueError` unless they are in NF4, doubly quantised, in blocks of 64 and groups of 256.
+        Raises `ValueError` unless they are in NF4, doubly quantised, in blocks of 64 and groups of
+        256.
         """
         state = layer.weight.quant_state
         if (found := _form(state)) != TAKEN:
-            raise ValueError(f"This Linear4bit's weight is held as {found}; only {TAKEN} can be taken over.")
+            raise ValueError(
+                f"This Linear4bit's weight is held as {found}; only {TAKEN} can be taken over."
+            )
         made = cls(torch.zeros(state.shape, device=layer.weight.device), layer.bias)
         count = state.absmax.numel()
         made.weight.view(-1).copy_(layer.weight.detach().view(-1))
@@ -153,7 +170,9 @@ class FrozenNF4Linear(nn.Module):
         return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}"
 
     def _apply(self, fn, recurse: bool = True):
-        """Go along to another device, and keep float32: `model.to(torch.bfloat16)` is meant for the other layers."""
+        """Go along to another device, and keep float32: `model.to(torch.bfloat16)` is meant for the
+        other layers.
+        """
         kept = {name: getattr(self, name) for name in self._float32()}
         super()._apply(fn, recurse)
         for name, before in kept.items():
@@ -168,9 +187,11 @@ class FrozenNF4Linear(nn.Module):
 
 
 class FrozenNF4FP8Linear(FrozenNF4Linear):
-    """The same, multiplied in FP8: W unpacked to E4M3 with one scale a row, x's rows quantised as they come.
+    """The same, multiplied in FP8: W unpacked to E4M3 with one scale a row, x's rows quantised as
+    they come.
 
-    A row's largest magnitude is found once, when the layer is made: `row_scale` [out, 1] in float32.
+    A row's largest magnitude is found once, when the layer is made: `row_scale` [out, 1] in
+    float32.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
@@ -211,25 +232,29 @@ class _UnpackedProduct(torch.autograd.Function):
         if not ctx.needs_input_grad[0]:
             return (None,) * 6
         codes, *others = ctx.saved_tensors
-        # The same bytes in another shape: a compiler that saw the forward pass's expression once more would compute it
-        # once, and keep two bytes a parameter until here.
+        # The same bytes in another shape: a compiler that saw the forward pass's expression once
+        # more would compute it once, and keep two bytes a parameter until here.
         weight = unpacked(Packed(codes.view(-1), *others, ctx.tables)).view(dy.shape[-1], -1)
         return dy @ weight.to(dy.dtype), *(None,) * 5
 
 
 @torch.compiler.allow_in_graph
 def _unpacked_product(x: Tensor, *packed: Any) -> Tensor:
-    """The function above, passed on by the compiler's front end as it is and taken apart by its back end: taken apart
-    by the front end (PyTorch 2.11), its product would no longer be known as one that a checkpoint computes again, and
-    what it gives would be kept."""
+    """The function above, passed on by the compiler's front end as it is and taken apart by its
+    back end: taken apart by the front end (PyTorch 2.11), its product would no longer be known as
+    one that a checkpoint computes again, and what it gives would be kept."""
     return _UnpackedProduct.apply(x, *packed)
 
 
 class _UnpackedFP8Product(torch.autograd.Function):
-    """The same on FP8 tensor cores; the scales of W's rows go into dY before it is quantised, as in `frozen`."""
+    """The same on FP8 tensor cores; the scales of W's rows go into dY before it is quantised, as in
+    `frozen`.
+    """
 
     @staticmethod
-    def forward(ctx, x: Tensor, row_scale: Tensor, kind: str, codes: Tensor, *others: Any) -> Tensor:
+    def forward(
+        ctx, x: Tensor, row_scale: Tensor, kind: str, codes: Tensor, *others: Any
+    ) -> Tensor:
         *constants, ctx.tables = others
         ctx.save_for_backward(row_scale, codes, *constants)
         ctx.kind = kind
@@ -250,6 +275,7 @@ class _UnpackedFP8Product(torch.autograd.Function):
 
 @torch.compiler.allow_in_graph
 def _unpacked_fp8_product(x: Tensor, row_scale: Tensor, kind: str, *packed: Any) -> Tensor:
-    """The function above, passed on by the compiler's front end as it is and taken apart by its back end: the front end
-    (PyTorch 2.13) fails on several such layers in one block of any length."""
+    """The function above, passed on by the compiler's front end as it is and taken apart by its
+    back end: the front end (PyTorch 2.13) fails on several such layers in one block of any length.
+    """
     return _UnpackedFP8Product.apply(x, row_scale, kind, *packed)

@@ -1,24 +1,31 @@
-"""The mathematics of integer and 4-bit weights: absmax, blocks, NF4, packing, and double quantisation (QLoRA).
+"""The mathematics of integer and 4-bit weights: absmax, blocks, NF4, packing, and double
+quantisation (QLoRA).
 
-Written out for reading and checking, on any device. `labutils.layers.quantization.nf4_linear` is where it is made fast.
+Written out for reading and checking, on any device. `labutils.layers.quantization.nf4_linear` is
+where it is made fast.
 
     q = quantise_int(x); q.restored()      round(c x) with c = 127 / absmax, article A3's first step
     q = quantise_int(x, block=64)          a constant for each 64 neighbours: an outlier spoils its own block only
     w = quantise_nf4(x); w.restored()      16 levels where a normal distribution has its quantiles, two codes a byte
     double_quantise(w.absmax)              the blocks' constants in 8 bits: 0.127 bit a parameter instead of 0.5
 
-NF4: Dettmers et al. 2023, "QLoRA: Efficient Finetuning of Quantized LLMs". The 8-bit format of the constants:
-Dettmers et al. 2022, "8-bit Optimizers via Block-wise Quantization". Levels, packed bytes, constants and restored
-weights are bitsandbytes' own, bit for bit (tests/unit/test_nf4, tests/gpu/test_nf4_gpu), except that
+NF4: Dettmers et al. 2023, "QLoRA: Efficient Finetuning of Quantized LLMs". The 8-bit format of the
+constants: Dettmers et al. 2022, "8-bit Optimizers via Block-wise Quantization". Levels, packed
+bytes, constants and restored weights are bitsandbytes' own, bit for bit (tests/unit/test_nf4,
+tests/gpu/test_nf4_gpu), except that
 
-- bitsandbytes on a CPU looks 8-bit codes up in a table of 2^16 evenly spaced numbers: what lies within 2^-16 of the
-  middle between two levels may get the farther one (0.1 % of constants), and the seven levels nearest to zero are never
-  used. Here and in its CUDA kernels the nearest level is taken.
-- on a CPU it divides the last block by its absmax where that block is not full, and multiplies all others by
-  1 / absmax, as is done here throughout: a number on the very edge between two levels can fall to either side.
-- a block of zeros has the code of 0 here and on a CPU, that of -1 on CUDA: times an absmax of 0, both are 0.
-- on a CPU with AVX-512, bitsandbytes 0.50 restores a matrix with the wrong constants where its rows are no multiple of
-  the block (32 or 96 wide): it counts blocks from each row's start. Given the same bytes flattened, it doesn't.
+- bitsandbytes on a CPU looks 8-bit codes up in a table of 2^16 evenly spaced numbers: what lies
+  within 2^-16 of the middle between two levels may get the farther one (0.1 % of constants), and
+  the seven levels nearest to zero are never used. Here and in its CUDA kernels the nearest level is
+  taken.
+- on a CPU it divides the last block by its absmax where that block is not full, and multiplies all
+  others by 1 / absmax, as is done here throughout: a number on the very edge between two levels can
+  fall to either side.
+- a block of zeros has the code of 0 here and on a CPU, that of -1 on CUDA: times an absmax of 0,
+  both are 0.
+- on a CPU with AVX-512, bitsandbytes 0.50 restores a matrix with the wrong constants where its rows
+  are no multiple of the block (32 or 96 wide): it counts blocks from each row's start. Given the
+  same bytes flattened, it doesn't.
 """
 
 from __future__ import annotations
@@ -39,20 +46,22 @@ BLOCK = 64
 GROUP = 256
 """Constants that share one constant of their own in double quantisation."""
 COVERED = 0.9677083
-"""Probability up to which NF4's levels reach: halfway between 1 - 1/32 and 1 - 1/30, the middles of the outermost of 16
-equal shares and of 15. bitsandbytes' table was made with these seven digits."""
+"""Probability up to which NF4's levels reach: halfway between 1 - 1/32 and 1 - 1/30, the middles of
+the outermost of 16 equal shares and of 15. bitsandbytes' table was made with these seven digits."""
 ZERO = 7
 """NF4's code of 0."""
 SMALLEST_ABSMAX = 1e-38
 """Blocks below this are divided by it: the inverse of their absmax would overflow float32."""
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # Blocks
 
 
 def blocks_of(x: Tensor, block: int | None) -> Tensor:
-    """x flattened, in float32, as [blocks, block]; zeros fill up the last one. None makes one block of it all."""
+    """x flattened, in float32, as [blocks, block]; zeros fill up the last one. None makes one block
+    of it all.
+    """
     flat = x.detach().reshape(-1).float()
     size = max(1, flat.numel()) if block is None else block
     return F.pad(flat, (0, -flat.numel() % size)).view(-1, size)
@@ -63,7 +72,7 @@ def joined(blocks: Tensor, shape: torch.Size) -> Tensor:
     return blocks.reshape(-1)[: math.prod(shape)].view(shape)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # Integers
 
 
@@ -84,42 +93,53 @@ class Integers:
 
 
 def quantise_int(x: Tensor, bits: int = 8, block: int | None = None) -> Integers:
-    """x in whole numbers of 2 to 8 bits: round(c x), c = (2^(bits-1) - 1) / absmax of each block (of x: no `block`).
+    """x in whole numbers of 2 to 8 bits: round(c x), c = (2^(bits-1) - 1) / absmax of each block
+    (of x: no `block`).
 
-    Article A3's appendix. The most negative code is not used, so that zero is in the middle. Blocks of zeros have
-    c = 1. Raises `ValueError` for other numbers of bits.
+    Article A3's appendix. The most negative code is not used, so that zero is in the middle. Blocks
+    of zeros have c = 1. Raises `ValueError` for other numbers of bits.
     """
     if not 2 <= bits <= 8:
-        raise ValueError(f"bits={bits}: codes are kept in int8, which takes 2 to 8 bits with a sign.")
+        raise ValueError(
+            f"bits={bits}: codes are kept in int8, which takes 2 to 8 bits with a sign."
+        )
     parts = blocks_of(x, block)
     absmax = parts.abs().amax(dim=1, keepdim=True)
     largest = 2 ** (bits - 1) - 1
-    constant = torch.where(absmax == 0, torch.ones_like(absmax), largest / absmax.clamp(min=SMALLEST_ABSMAX))
+    constant = torch.where(
+        absmax == 0, torch.ones_like(absmax), largest / absmax.clamp(min=SMALLEST_ABSMAX)
+    )
     return Integers(torch.round(parts * constant).to(torch.int8), constant, x.shape)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # Levels of one's choice
 
 
 @functools.cache
 def nf4_levels() -> Tensor:
-    """The 16 numbers (float32, sorted, -1 to 1) that NF4 knows: quantiles of a normal distribution, and an exact zero.
+    """The 16 numbers (float32, sorted, -1 to 1) that NF4 knows: quantiles of a normal distribution,
+    and an exact zero.
 
-    Eight quantiles from one end to the middle and seven from the other, evenly spaced in probability, divided by the
-    largest; the middle itself is zero and shared. So there is one level more above zero than below.
+    Eight quantiles from one end to the middle and seven from the other, evenly spaced in
+    probability, divided by the largest; the middle itself is zero and shared. So there is one level
+    more above zero than below.
     """
-    above, below = (torch.linspace(COVERED, 0.5, count + 1, device="cpu")[:-1].double() for count in (8, 7))
+    above, below = (
+        torch.linspace(COVERED, 0.5, count + 1, device="cpu")[:-1].double() for count in (8, 7)
+    )
     quantiles = _around_zero(torch.special.ndtri(below), torch.special.ndtri(above).flip(0)).float()
     return quantiles / quantiles[-1]
 
 
 @functools.cache
 def dynamic_levels() -> Tensor:
-    """The 256 numbers (float32, sorted) of the 8-bit format in which double quantisation holds constants.
+    """The 256 numbers (float32, sorted) of the 8-bit format in which double quantisation holds
+    constants.
 
-    A decimal exponent from 1e-6 to 1 in unary, and what bits it leaves for a fraction: 2^i evenly spaced numbers
-    between 10^(i-7) and 10^(i-6), for i from 0 to 6, with both signs; then 0, and 1 without its negative.
+    A decimal exponent from 1e-6 to 1 in unary, and what bits it leaves for a fraction: 2^i evenly
+    spaced numbers between 10^(i-7) and 10^(i-6), for i from 0 to 6, with both signs; then 0, and 1
+    without its negative.
     """
     decades = []
     for i in range(7):
@@ -131,16 +151,20 @@ def dynamic_levels() -> Tensor:
 
 @functools.cache
 def fp4_levels() -> Tensor:
-    """The 15 numbers (float32, sorted, -1 to 1) of the floating-point format E2M1, which Blackwell's tensor cores take.
+    """The 15 numbers (float32, sorted, -1 to 1) of the floating-point format E2M1, which
+    Blackwell's tensor cores take.
 
-    One sign bit, two for the exponent, one for the mantissa: 0, 0.5, 1, 1.5, 2, 3, 4, 6, here divided by 6.
+    One sign bit, two for the exponent, one for the mantissa: 0, 0.5, 1, 1.5, 2, 3, 4, 6, here
+    divided by 6.
     """
     positive = torch.tensor([0.5, 1, 1.5, 2, 3, 4, 6], device="cpu") / 6
     return _around_zero(positive.flip(0), positive)
 
 
 def _around_zero(below: Tensor, above: Tensor) -> Tensor:
-    """Sorted levels from the magnitudes of those below zero, largest first, and of those above, smallest first."""
+    """Sorted levels from the magnitudes of those below zero, largest first, and of those above,
+    smallest first.
+    """
     return torch.cat([-below, torch.zeros_like(above[:1]), above])
 
 
@@ -162,25 +186,31 @@ class Coded:
 
 
 def quantise_to(levels: Tensor, x: Tensor, block: int | None) -> Coded:
-    """Each number of x, divided by its block's largest magnitude, as the place of the nearest of the sorted `levels`.
+    """Each number of x, divided by its block's largest magnitude, as the place of the nearest of
+    the sorted `levels`.
 
-    In the middle between two it is the lower. A block with NaN or infinity in it is restored as NaN (and infinity).
+    In the middle between two it is the lower. A block with NaN or infinity in it is restored as NaN
+    (and infinity).
     """
     levels = levels.to(x.device)
     parts = blocks_of(x, block)
     absmax = parts.abs().amax(dim=1)
     middles = (levels[1:] + levels[:-1]) / 2
-    codes = torch.bucketize(parts * absmax.clamp(min=SMALLEST_ABSMAX).reciprocal()[:, None], middles, out_int32=True)
+    codes = torch.bucketize(
+        parts * absmax.clamp(min=SMALLEST_ABSMAX).reciprocal()[:, None], middles, out_int32=True
+    )
     return Coded(codes.to(torch.uint8), absmax, levels, x.shape)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # NF4
 
 
 @dataclass(frozen=True)
 class NF4:
-    """A tensor in NF4: `packed` holds two codes a byte (uint8 [ceil(n / 2)]), `absmax` a constant a block (float32)."""
+    """A tensor in NF4: `packed` holds two codes a byte (uint8 [ceil(n / 2)]), `absmax` a constant a
+    block (float32).
+    """
 
     packed: Tensor
     absmax: Tensor
@@ -190,7 +220,9 @@ class NF4:
     def restored(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The tensor, multiplied out in float32 and rounded to `dtype` once."""
         codes = blocks_of(unpack(self.packed)[: math.prod(self.shape)], self.block)
-        return joined(nf4_levels().to(codes.device)[codes.int()] * self.absmax[:, None], self.shape).to(dtype)
+        return joined(
+            nf4_levels().to(codes.device)[codes.int()] * self.absmax[:, None], self.shape
+        ).to(dtype)
 
 
 def quantise_nf4(x: Tensor, block: int = BLOCK) -> NF4:
@@ -200,7 +232,9 @@ def quantise_nf4(x: Tensor, block: int = BLOCK) -> NF4:
 
 
 def pack(codes: Tensor) -> Tensor:
-    """Two 4-bit codes (uint8, below 16) a byte, the first in the upper half; an odd last one is followed by `ZERO`."""
+    """Two 4-bit codes (uint8, below 16) a byte, the first in the upper half; an odd last one is
+    followed by `ZERO`.
+    """
     flat = codes.reshape(-1)
     pairs = F.pad(flat, (0, flat.numel() % 2), value=ZERO).view(-1, 2)
     return pairs[:, 0] << 4 | pairs[:, 1]
@@ -218,13 +252,15 @@ def entropy_bits(codes: Tensor) -> float:
     return -(shares * shares.log2()).sum().item()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # Double quantisation
 
 
 @dataclass(frozen=True)
 class DoublyQuantised:
-    """The constants of blocks in 8 bits: their mean `offset` (float32, a scalar) and what they differ from it by."""
+    """The constants of blocks in 8 bits: their mean `offset` (float32, a scalar) and what they
+    differ from it by.
+    """
 
     differences: Coded
     offset: Tensor
@@ -235,7 +271,9 @@ class DoublyQuantised:
 
 
 def double_quantise(absmax: Tensor, group: int = GROUP) -> DoublyQuantised:
-    """Constants (float32 [blocks]) in the dynamic 8-bit format, less their mean: so its signs are made use of."""
+    """Constants (float32 [blocks]) in the dynamic 8-bit format, less their mean: so its signs are
+    made use of.
+    """
     offset = absmax.mean() if absmax.numel() else absmax.new_zeros(())
     return DoublyQuantised(quantise_to(dynamic_levels(), absmax - offset, group), offset)
 
@@ -250,7 +288,7 @@ def doubled_constant_bits(block: int = BLOCK, group: int = GROUP) -> float:
     return 8 / block + 32 / (block * group)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # Errors
 
 
@@ -274,5 +312,7 @@ ROUNDINGS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def rounding_errors(x: Tensor) -> dict[str, float]:
-    """Relative error (of the norm) of x in each format of `ROUNDINGS`. x must hold a number other than zero."""
+    """Relative error (of the norm) of x in each format of `ROUNDINGS`. x must hold a number other
+    than zero.
+    """
     return {name: fp8_math.relative_error(rounded(x), x) for name, rounded in ROUNDINGS.items()}

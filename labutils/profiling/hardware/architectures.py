@@ -1,6 +1,7 @@
 """Which machine code runs on which card, and what happens where none does.
 
-The rules are those of NVIDIA's CUDA C++ Programming Guide, "Binary Compatibility" and "PTX Compatibility".
+The rules are those of NVIDIA's CUDA C++ Programming Guide, "Binary Compatibility" and "PTX
+Compatibility".
 """
 
 from __future__ import annotations
@@ -23,10 +24,12 @@ _PTX = ".version 7.8\n.target sm_{number}\n.address_size 64\n.visible .entry not
 
 
 def runs_on(architectures: Iterable[str], capability: tuple[int, int]) -> str:
-    """How code compiled for `architectures` runs on a card of `capability` (major, minor): "native", "ptx" or "no".
+    """How code compiled for `architectures` runs on a card of `capability` (major, minor):
+    "native", "ptx" or "no".
 
-    Machine code (sm_XY) runs on cards of the same major version and the same or a higher minor one; with the suffix "a"
-    on exactly that capability, with "f" within its family. PTX (compute_XY) the driver compiles for any later card.
+    Machine code (sm_XY) runs on cards of the same major version and the same or a higher minor one;
+    with the suffix "a" on exactly that capability, with "f" within its family. PTX (compute_XY) the
+    driver compiles for any later card.
     """
     how = "no"
     for architecture in architectures:
@@ -45,10 +48,12 @@ def runs_on(architectures: Iterable[str], capability: tuple[int, int]) -> str:
 
 
 def try_unlisted_architecture() -> dict[str, Any]:
-    """What a PyTorch that lacks this card's architecture would do here: {warned, failed (0 or 1), message}.
+    """What a PyTorch that lacks this card's architecture would do here: {warned, failed (0 or 1),
+    message}.
 
-    PyTorch's own check is given a list without this card (does it warn?), then the driver a kernel that was compiled
-    for another card only (does it load?). Nothing is left changed. Raises `RuntimeError` without a GPU or an assembler.
+    PyTorch's own check is given a list without this card (does it warn?), then the driver a kernel
+    that was compiled for another card only (does it load?). Nothing is left changed. Raises
+    `RuntimeError` without a GPU or an assembler.
     """
     capability = cuda.capability()
     if capability is None:
@@ -59,7 +64,9 @@ def try_unlisted_architecture() -> dict[str, Any]:
 
 
 def _warning_without(capability: tuple[int, int]) -> str:
-    """What PyTorch's check warns of when its list has none of the card's major version; "" for nothing."""
+    """What PyTorch's check warns of when its list has none of the card's major version; "" for
+    nothing.
+    """
     import torch
 
     others = [name for name in STABLE_BEFORE_BLACKWELL if runs_on([name], capability) == "no"]
@@ -75,7 +82,9 @@ def _warning_without(capability: tuple[int, int]) -> str:
 
 
 def _refusal_of_foreign_code(capability: tuple[int, int]) -> str:
-    """The driver's words when it is to load machine code of another major version; "" where it loads it."""
+    """The driver's words when it is to load machine code of another major version; "" where it
+    loads it.
+    """
     import torch
 
     code = _assemble(90 if capability[0] == 8 else 80)
@@ -90,12 +99,16 @@ def _refusal_of_foreign_code(capability: tuple[int, int]) -> str:
 
 
 def _assemble(number: int) -> bytes:
-    """An empty kernel as machine code of sm_`number`, made with Triton's assembler or the CUDA toolkit's."""
+    """An empty kernel as machine code of sm_`number`, made with Triton's assembler or the CUDA
+    toolkit's.
+    """
     assembler = _assembler()
     with tempfile.TemporaryDirectory() as folder:
         source, target = Path(folder) / "nothing.ptx", Path(folder) / "nothing.cubin"
         source.write_text(_PTX.format(number=number))
-        subprocess.run([assembler, f"-arch=sm_{number}", source, "-o", target], check=True, capture_output=True)
+        subprocess.run(
+            [assembler, f"-arch=sm_{number}", source, "-o", target], check=True, capture_output=True
+        )
         return target.read_bytes()
 
 
@@ -108,5 +121,7 @@ def _assembler() -> str:
         bundled = Path("/usr/local/cuda/bin/ptxas")
     found = str(bundled) if bundled.exists() else shutil.which("ptxas")
     if found is None:
-        raise RuntimeError("there is no ptxas to make a kernel with (Triton and the CUDA toolkit bring one)")
+        raise RuntimeError(
+            "there is no ptxas to make a kernel with (Triton and the CUDA toolkit bring one)"
+        )
     return found

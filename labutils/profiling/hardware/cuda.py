@@ -1,4 +1,5 @@
-"""One facade for the `torch.cuda` calls that raise on a machine without a GPU or with a CPU build of PyTorch.
+"""One facade for the `torch.cuda` calls that raise on a machine without a GPU or with a CPU build
+of PyTorch.
 
 Here they do nothing, or say None, instead. Timing without a GPU falls back to the host's clock.
 """
@@ -20,7 +21,9 @@ def available() -> bool:
         import torch
 
         return torch.cuda.is_available()
-    except Exception:  # a broken CUDA library raises OSError, RuntimeError or ImportError, by what is broken
+    except (
+        Exception
+    ):  # a broken CUDA library raises OSError, RuntimeError or ImportError, by what is broken
         return False
 
 
@@ -30,7 +33,9 @@ def card() -> dict[str, Any]:
         return {}
     import torch
 
-    with warnings.catch_warnings():  # the doctor says what an unsupported card means, and what to type
+    with (
+        warnings.catch_warnings()
+    ):  # the doctor says what an unsupported card means, and what to type
         warnings.simplefilter("ignore")
         properties = torch.cuda.get_device_properties(0)
     return {
@@ -51,7 +56,9 @@ def count() -> int:
 
 
 def architectures() -> list[str]:
-    """What this PyTorch was compiled for ("sm_90" machine code, "compute_90" PTX); [] without a GPU."""
+    """What this PyTorch was compiled for ("sm_90" machine code, "compute_90" PTX); [] without a
+    GPU.
+    """
     if not available():
         return []
     import torch
@@ -90,7 +97,9 @@ def reset_peak_memory() -> None:
 
 
 def peak_memory() -> tuple[float, float] | None:
-    """(allocated, reserved) GPU memory at its highest since the last reset, in 10^9 bytes; None without a GPU."""
+    """(allocated, reserved) GPU memory at its highest since the last reset, in 10^9 bytes; None
+    without a GPU.
+    """
     if not available():
         return None
     import torch
@@ -117,12 +126,17 @@ def free_memory() -> float | None:
 
 
 def timed(
-    call: Callable[[], Any], budget_s: float = 0.5, warmup: int = 3, at_least: int = 5, at_most: int = 200
+    call: Callable[[], Any],
+    budget_s: float = 0.5,
+    warmup: int = 3,
+    at_least: int = 5,
+    at_most: int = 200,
 ) -> list[float]:
     """Milliseconds of each of several executions of `call`, after `warmup` untimed ones.
 
-    On a GPU these are the times between events in the stream, so `call` should keep it busy for longer than a launch
-    takes (some 10 us); elsewhere the host's clock. Repeats for about `budget_s`, within `at_least` .. `at_most`.
+    On a GPU these are the times between events in the stream, so `call` should keep it busy for
+    longer than a launch takes (some 10 us); elsewhere the host's clock. Repeats for about
+    `budget_s`, within `at_least` .. `at_most`.
     """
     for _ in range(warmup):
         call()
@@ -135,8 +149,11 @@ def timed(
     return _timed_by_events(call, repeats) if available() else _timed_by_clock(call, repeats)
 
 
-def timed_in_bursts(call: Callable[[], Any], bursts: int = 10, burst_s: float = 0.01) -> list[float]:
-    """`timed` with a rest before each short burst, so that a card that meets its power limit keeps its clock.
+def timed_in_bursts(
+    call: Callable[[], Any], bursts: int = 10, burst_s: float = 0.01
+) -> list[float]:
+    """`timed` with a rest before each short burst, so that a card that meets its power limit keeps
+    its clock.
 
     Without a GPU there is no rest, and about as much time is spent as with one.
     """
@@ -173,9 +190,11 @@ def _timed_by_clock(call: Callable[[], Any], repeats: int) -> list[float]:
 
 
 def graph_of(call: Callable[[], Any]) -> Callable[[], None] | None:
-    """`call`'s GPU work recorded once as a CUDA graph, to be replayed without the host; None without a GPU.
+    """`call`'s GPU work recorded once as a CUDA graph, to be replayed without the host; None
+    without a GPU.
 
-    `call` runs three times beforehand on a side stream, as capturing wants its libraries already initialised.
+    `call` runs three times beforehand on a side stream, as capturing wants its libraries already
+    initialised.
     """
     if not available():
         return None

@@ -1,7 +1,7 @@
 """What a card is worth: examples an hour, a night, a kilowatt hour and a yen.
 
-Article A3 compares its two cards by examples an hour and in eight hours of a night, and by the prices that it found.
-Prices change and differ by country: every one of them is an input.
+Article A3 compares its two cards by examples an hour and in eight hours of a night, and by the
+prices that it found. Prices change and differ by country: every one of them is an input.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ PUBLISHED_YEN = {"RTX PRO 6000 Blackwell Max-Q": 1_600_000, "H100 PCIe": 4_700_0
 
 @dataclass(frozen=True)
 class Prices:
-    """`card_yen`: card -> yen; `yen_per_kwh` of electricity; a card is written off in `years` of `hours_a_day` of work.
+    """`card_yen`: card -> yen; `yen_per_kwh` of electricity; a card is written off in `years` of
+    `hours_a_day` of work.
 
     Raises `ValueError` for what is not above 0.
     """
@@ -28,31 +29,46 @@ class Prices:
     hours_a_day: float = NIGHT_H
 
     def __post_init__(self) -> None:
-        given = {"yen_per_kwh": self.yen_per_kwh, "years": self.years, "hours_a_day": self.hours_a_day}
-        for name, value in (given | {f"the price of {card}": yen for card, yen in self.card_yen.items()}).items():
+        given = {
+            "yen_per_kwh": self.yen_per_kwh,
+            "years": self.years,
+            "hours_a_day": self.hours_a_day,
+        }
+        for name, value in (
+            given | {f"the price of {card}": yen for card, yen in self.card_yen.items()}
+        ).items():
             if not value > 0:
                 raise ValueError(f"{name} is {value!r}, and must be above 0.")
 
     def told(self) -> str:
         """What goes into a yen, in a sentence."""
         return (
-            f"A card is written off in {self.years:g} years of {self.hours_a_day:g} hours a day, and a kWh costs "
+            f"A card is written off in {self.years:g} years of {self.hours_a_day:g} hours a day, "
+            "and a kWh costs "
             f"{self.yen_per_kwh:g} yen; the machine around the card is not counted. Prices in yen: "
             + ", ".join(f"{card} {yen:,.0f}" for card, yen in self.card_yen.items())
             + "."
         )
 
     def yen_an_hour(self, card: str, watts: float) -> float | None:
-        """What an hour of work costs: the card's share of its price, and electricity. None without a price."""
+        """What an hour of work costs: the card's share of its price, and electricity. None without
+        a price.
+        """
         if card not in self.card_yen:
             return None
-        return self.card_yen[card] / (self.years * 365 * self.hours_a_day) + watts / 1e3 * self.yen_per_kwh
+        return (
+            self.card_yen[card] / (self.years * 365 * self.hours_a_day)
+            + watts / 1e3 * self.yen_per_kwh
+        )
 
 
-def worth(step_ms: float, examples: float, watts: float | None, card: str, prices: Prices) -> dict[str, float]:
+def worth(
+    step_ms: float, examples: float, watts: float | None, card: str, prices: Prices
+) -> dict[str, float]:
     """`examples` a step of `step_ms`, as examples an hour, a night of eight hours, a kWh and a yen.
 
-    What can't be said (no power, no price) is absent. Raises `ValueError` for a step that takes no time.
+    What can't be said (no power, no price) is absent. Raises `ValueError` for a step that takes no
+    time.
     """
     if not step_ms > 0:
         raise ValueError(f"step_ms={step_ms!r}: a step takes more than 0 ms.")

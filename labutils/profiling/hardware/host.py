@@ -25,8 +25,8 @@ def device() -> str:
 def machine() -> dict[str, Any]:
     """Facts about this machine; memory in 10^9 bytes. What does not apply here is absent.
 
-    Keys: gpu, gpu_memory_gb, compute_capability, driver, cuda (the version PyTorch was built with), cpu, cores (those
-    this process may use), ram_gb (those it may fill), shm_gb, os.
+    Keys: gpu, gpu_memory_gb, compute_capability, driver, cuda (the version PyTorch was built with),
+    cpu, cores (those this process may use), ram_gb (those it may fill), shm_gb, os.
     """
     return dict(_machine())
 
@@ -45,22 +45,30 @@ def _machine() -> dict[str, Any]:
 
 
 FULL_GB = {"06": 141, "07": 141, "08": 96, "09": 80, "10": 80}
-"""Lab -> GB of GPU memory that its models take at the scale "full"; `FULL_GB_ELSE` for all others."""
+"""Lab -> GB of GPU memory that its models take at the scale "full"; `FULL_GB_ELSE` for all others.
+"""
 FULL_GB_ELSE, SMALL_GB = 40, 8
 SEVERAL_GPUS = ("10",)
 """Labs that use all GPUs there are, and whose larger scales need two or more."""
 
 
 def scale_for(machine: dict[str, Any], lab: str = "") -> str:
-    """The largest scale that fits `machine`: "full", "small" from 8 GB of GPU memory, otherwise "tiny".
+    """The largest scale that fits `machine`: "full", "small" from 8 GB of GPU memory, otherwise
+    "tiny".
 
-    lab: number of the lab that is to fit; without one, what most labs need. Raises nothing: a lab that nobody knows
-    needs what most do.
+    lab: number of the lab that is to fit; without one, what most labs need. Raises nothing: a lab
+    that nobody knows needs what most do.
     """
     if lab in SEVERAL_GPUS and cuda.count() < 2:
         return "tiny"
     memory = machine.get("gpu_memory_gb", 0)
-    return "full" if memory >= FULL_GB.get(lab, FULL_GB_ELSE) else "small" if memory >= SMALL_GB else "tiny"
+    return (
+        "full"
+        if memory >= FULL_GB.get(lab, FULL_GB_ELSE)
+        else "small"
+        if memory >= SMALL_GB
+        else "tiny"
+    )
 
 
 def meant_for(scale: str, lab: str = "") -> str:
@@ -72,8 +80,12 @@ def meant_for(scale: str, lab: str = "") -> str:
 
 
 def usable_cores(root: Path = ROOT) -> int:
-    """CPU cores this process may use: fewer than the machine has under taskset, a batch system or a container limit."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """CPU cores this process may use: fewer than the machine has under taskset, a batch system or a
+    container limit.
+    """
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     for quota in _control_group_values(root, "cpu", "cpu.max", "cpu.cfs_quota_us"):
         allowed, period = (quota.split() + [_cfs_period(root)])[:2]
         if allowed not in ("max", "-1") and int(period) > 0:
@@ -87,7 +99,9 @@ def _cfs_period(root: Path) -> str:
 
 
 def ram_gb(root: Path = ROOT) -> float | None:
-    """Memory this process may fill, in 10^9 bytes: the machine's or a container's limit. None where unknown."""
+    """Memory this process may fill, in 10^9 bytes: the machine's or a container's limit. None where
+    unknown.
+    """
     found = re.search(r"^MemTotal:\s+(\d+) kB", _text(root / "proc/meminfo"), re.MULTILINE)
     sizes = [int(found[1]) * 1024] if found else []
     if not found and root == ROOT and "SC_PHYS_PAGES" in getattr(os, "sysconf_names", {}):
@@ -98,7 +112,9 @@ def ram_gb(root: Path = ROOT) -> float | None:
 
 
 def shm_gb(root: Path = ROOT) -> float | None:
-    """Size of /dev/shm, through which DataLoader workers hand over batches, in 10^9 bytes; None where there is none."""
+    """Size of /dev/shm, through which DataLoader workers hand over batches, in 10^9 bytes; None
+    where there is none.
+    """
     folder = root / "dev/shm"
     return round(shutil.disk_usage(folder).total / GB, 3) if folder.is_dir() else None
 
@@ -125,23 +141,33 @@ def driver() -> str | None:
     """Version of the NVIDIA driver, or None where nvidia-smi does not say."""
     try:
         asked = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-        found = subprocess.run(asked, capture_output=True, text=True, timeout=10, check=True).stdout.split()
+        found = subprocess.run(
+            asked, capture_output=True, text=True, timeout=10, check=True
+        ).stdout.split()
     except (OSError, subprocess.SubprocessError):
         return None
     return found[0] if found else None
 
 
 def _control_group_values(root: Path, controller: str, name_v2: str, name_v1: str) -> list[str]:
-    """A limit as each control group from this process's own up to the root sets it (version 2, else version 1)."""
+    """A limit as each control group from this process's own up to the root sets it (version 2, else
+    version 1).
+    """
     groups = dict(
-        line.split(":", 2)[1:] for line in _text(root / "proc/self/cgroup").splitlines() if line.count(":") >= 2
+        line.split(":", 2)[1:]
+        for line in _text(root / "proc/self/cgroup").splitlines()
+        if line.count(":") >= 2
     )
     mount, name, group = root / "sys/fs/cgroup", name_v2, groups.get("", "/")
     if not (mount / "cgroup.controllers").exists():
         mount, name = mount / controller, name_v1
-        group = next((path for names, path in groups.items() if controller in names.split(",")), "/")
+        group = next(
+            (path for names, path in groups.items() if controller in names.split(",")), "/"
+        )
     own = mount / group.lstrip("/")
-    folders = [folder for folder in (own, *own.parents) if folder == mount or mount in folder.parents]
+    folders = [
+        folder for folder in (own, *own.parents) if folder == mount or mount in folder.parents
+    ]
     return [text for folder in folders if (text := _text(folder / name).strip())]
 
 

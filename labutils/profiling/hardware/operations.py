@@ -1,7 +1,9 @@
-"""The operations that the course's training runs consist of, with their work counted by hand, to be put on a roofline.
+"""The operations that the course's training runs consist of, with their work counted by hand, to be
+put on a roofline.
 
-Counts are of the least that any implementation must do: a multiplication and an addition are two FLOPs, each input is
-read once and each output written once. What an operation really moves can only be more.
+Counts are of the least that any implementation must do: a multiplication and an addition are two
+FLOPs, each input is read once and each output written once. What an operation really moves can only
+be more.
 """
 
 from __future__ import annotations
@@ -16,12 +18,15 @@ from typing import Any
 from labutils.profiling.hardware import cuda
 
 COLD_BYTES = {"cuda": 256 * 2**20, "cpu": 128 * 2**20}
-"""Inputs are rotated through this much memory, so that no operation finds its data in a cache from the last time."""
+"""Inputs are rotated through this much memory, so that no operation finds its data in a cache from
+the last time.
+"""
 
 
 @dataclass(frozen=True)
 class Operation:
-    """One operation: `flops` and `bytes` of one execution, and `make()`, which builds inputs and returns the call.
+    """One operation: `flops` and `bytes` of one execution, and `make()`, which builds inputs and
+    returns the call.
 
     `dtype` names the matrix units it can use ("fp32" for those that use none).
     """
@@ -41,8 +46,9 @@ class Operation:
 
 @dataclass(frozen=True)
 class Timing:
-    """Milliseconds of one execution: `alone_ms` without the host (replayed from a CUDA graph; on a CPU, simply called),
-    `called_ms` as a Python loop gets it that calls it again and again and waits at the end."""
+    """Milliseconds of one execution: `alone_ms` without the host (replayed from a CUDA graph; on a
+    CPU, simply called), `called_ms` as a Python loop gets it that calls it again and again and
+    waits at the end."""
 
     alone_ms: list[float]
     called_ms: list[float]
@@ -50,42 +56,60 @@ class Timing:
 
 def _timing(alone_ms: list[float], called_ms: list[float]) -> Timing:
     """A `Timing` of at most 60 samples each, in five figures: more would only make records longer."""
-    return Timing(*([float(f"{ms:.5g}") for ms in samples[:60]] for samples in (alone_ms, called_ms)))
+    return Timing(
+        *([float(f"{ms:.5g}") for ms in samples[:60]] for samples in (alone_ms, called_ms))
+    )
 
 
 def course_operations(scale: str, device: str, dtype: str) -> list[Operation]:
-    """Six operations of the course's workloads, at SD1.5's and a 4096-wide language model's sizes; smaller at "tiny".
+    """Six operations of the course's workloads, at SD1.5's and a 4096-wide language model's sizes;
+    smaller at "tiny".
 
-    `dtype` is that of activations and weights: "fp32", "fp16" or "bf16". The optimizer's state is always fp32.
+    `dtype` is that of activations and weights: "fp32", "fp16" or "bf16". The optimizer's state is
+    always fp32.
     """
     tiny = scale == "tiny"
     return [
         _convolution(device, dtype, batch=1 if tiny else 4, channels=128 if tiny else 320, side=64),
-        _attention(device, dtype, batch=1 if tiny else 4, heads=8, tokens=1024 if tiny else 4096, width=40),
+        _attention(
+            device, dtype, batch=1 if tiny else 4, heads=8, tokens=1024 if tiny else 4096, width=40
+        ),
         _linear(device, dtype, tokens=512 if tiny else 4096, width=1024 if tiny else 4096),
-        _thin_products(device, dtype, tokens=2048 if tiny else 16384, width=1024 if tiny else 4096, rank=8),
+        _thin_products(
+            device, dtype, tokens=2048 if tiny else 16384, width=1024 if tiny else 4096, rank=8
+        ),
         _adamw(device, parameters=2**21 if tiny else 2**24),
         _silu(device, dtype, elements=2**22 if tiny else 2**26),
     ]
 
 
 def measure_operation(operation: Operation, budget_s: float = 0.1) -> Timing:
-    """Time `operation` on data that is not in the caches, briefly enough for the clock to stay up; see `Timing`."""
+    """Time `operation` on data that is not in the caches, briefly enough for the clock to stay up;
+    see `Timing`.
+    """
     import torch
 
     cold_bytes = COLD_BYTES["cuda" if cuda.available() else "cpu"]
-    calls = [operation.make() for _ in range(max(1, min(24, math.ceil(cold_bytes / operation.bytes))))]
+    calls = [
+        operation.make() for _ in range(max(1, min(24, math.ceil(cold_bytes / operation.bytes))))
+    ]
     with torch.no_grad():
         called = _per_call(calls, budget_s)
         replay = cuda.graph_of(lambda calls=calls: [call() for call in calls])
-        alone = [ms / len(calls) for ms in cuda.timed_in_bursts(replay, burst_s=budget_s / 10)] if replay else called
+        alone = (
+            [ms / len(calls) for ms in cuda.timed_in_bursts(replay, burst_s=budget_s / 10)]
+            if replay
+            else called
+        )
     del calls, replay
     cuda.empty_cache()
     return _timing(alone, called)
 
 
 def sweep_sizes(device: str, exponents: Sequence[int] = range(0, 25, 2)) -> dict[int, Timing]:
-    """Count of numbers -> times of negating that many in place: few show what a call costs, many what the work does."""
+    """Count of numbers -> times of negating that many in place: few show what a call costs, many
+    what the work does.
+    """
     import torch
 
     found = {}
@@ -102,9 +126,11 @@ def sweep_sizes(device: str, exponents: Sequence[int] = range(0, 25, 2)) -> dict
 
 
 def _per_call(calls: list[Callable[[], Any]], budget_s: float) -> list[float]:
-    """Milliseconds a call: of rounds through `calls` that wait for a GPU only at their end, or of each call on a CPU.
+    """Milliseconds a call: of rounds through `calls` that wait for a GPU only at their end, or of
+    each call on a CPU.
 
-    A call on a CPU is done when it returns; in rounds, one call that another program held up would spoil them all.
+    A call on a CPU is done when it returns; in rounds, one call that another program held up would
+    spoil them all.
     """
     if not cuda.available() and len(calls) < 100:
         turns = itertools.cycle(calls)
@@ -133,21 +159,31 @@ def _random(shape: tuple[int, ...], device: str, dtype: str) -> Any:
 
 
 def _convolution(device: str, dtype: str, batch: int, channels: int, side: int) -> Operation:
-    """A 3x3 convolution of SD1.5's UNet at its highest resolution (512 px images are 64x64 there), channels last."""
+    """A 3x3 convolution of SD1.5's UNet at its highest resolution (512 px images are 64x64 there),
+    channels last.
+    """
     import torch
 
     def make() -> Callable[[], Any]:
-        image = _random((batch, channels, side, side), device, dtype).to(memory_format=torch.channels_last)
-        weight = _random((channels, channels, 3, 3), device, dtype).to(memory_format=torch.channels_last)
+        image = _random((batch, channels, side, side), device, dtype).to(
+            memory_format=torch.channels_last
+        )
+        weight = _random((channels, channels, 3, 3), device, dtype).to(
+            memory_format=torch.channels_last
+        )
         return lambda: torch.nn.functional.conv2d(image, weight, padding=1)
 
     pixels, size = batch * side * side, _torch_dtype(dtype).itemsize
     flops = 2 * pixels * channels * channels * 9
     moved = (2 * pixels * channels + 9 * channels * channels) * size
-    return Operation("UNet convolution", f"{batch}x{channels}x{side}x{side}, 3x3", dtype, flops, moved, make)
+    return Operation(
+        "UNet convolution", f"{batch}x{channels}x{side}x{side}, 3x3", dtype, flops, moved, make
+    )
 
 
-def _attention(device: str, dtype: str, batch: int, heads: int, tokens: int, width: int) -> Operation:
+def _attention(
+    device: str, dtype: str, batch: int, heads: int, tokens: int, width: int
+) -> Operation:
     """Self-attention; its score matrix need never reach memory, so it does not count as traffic."""
     import torch
 
@@ -157,7 +193,9 @@ def _attention(device: str, dtype: str, batch: int, heads: int, tokens: int, wid
 
     flops = 4 * batch * heads * tokens * tokens * width
     moved = 4 * batch * heads * tokens * width * _torch_dtype(dtype).itemsize
-    return Operation("Self-attention", f"{batch}x{heads} heads, {tokens}x{width}", dtype, flops, moved, make)
+    return Operation(
+        "Self-attention", f"{batch}x{heads} heads, {tokens}x{width}", dtype, flops, moved, make
+    )
 
 
 def _linear(device: str, dtype: str, tokens: int, width: int) -> Operation:
@@ -170,7 +208,12 @@ def _linear(device: str, dtype: str, tokens: int, width: int) -> Operation:
 
     moved = (2 * tokens * width + width * width) * _torch_dtype(dtype).itemsize
     return Operation(
-        "Frozen projection", f"{tokens}x{width} by {width}x{width}", dtype, 2 * tokens * width * width, moved, make
+        "Frozen projection",
+        f"{tokens}x{width} by {width}x{width}",
+        dtype,
+        2 * tokens * width * width,
+        moved,
+        make,
     )
 
 
@@ -183,14 +226,25 @@ def _thin_products(device: str, dtype: str, tokens: int, width: int, rank: int) 
         a, b = _random((rank, width), device, dtype), _random((width, rank), device, dtype)
         return lambda: torch.nn.functional.linear(torch.nn.functional.linear(x, a), b)
 
-    moved = (2 * tokens * width + 2 * tokens * rank + 2 * rank * width) * _torch_dtype(dtype).itemsize
-    return Operation("LoRA's products", f"{tokens}x{width}, r={rank}", dtype, 4 * tokens * width * rank, moved, make)
+    moved = (2 * tokens * width + 2 * tokens * rank + 2 * rank * width) * _torch_dtype(
+        dtype
+    ).itemsize
+    return Operation(
+        "LoRA's products",
+        f"{tokens}x{width}, r={rank}",
+        dtype,
+        4 * tokens * width * rank,
+        moved,
+        make,
+    )
 
 
 def _adamw(device: str, parameters: int) -> Operation:
-    """One AdamW update in fp32, fused: reads weight, gradient and two moments, writes all but the gradient.
+    """One AdamW update in fp32, fused: reads weight, gradient and two moments, writes all but the
+    gradient.
 
-    About 14 FLOPs a parameter: 3 for each moment's average and the square, 2 for the weight decay, 5 for the division.
+    About 14 FLOPs a parameter: 3 for each moment's average and the square, 2 for the weight decay,
+    5 for the division.
     """
     import torch
 
@@ -200,7 +254,12 @@ def _adamw(device: str, parameters: int) -> Operation:
         return torch.optim.AdamW([weight], fused=True, capturable=device == "cuda").step
 
     return Operation(
-        "AdamW update", f"{parameters / 1e6:.1f} M parameters", "fp32", 14 * parameters, 28 * parameters, make
+        "AdamW update",
+        f"{parameters / 1e6:.1f} M parameters",
+        "fp32",
+        14 * parameters,
+        28 * parameters,
+        make,
     )
 
 

@@ -1,7 +1,9 @@
-"""What this machine really reaches: its matrix rates, its copy bandwidth, and what a kernel launch costs the host.
+"""What this machine really reaches: its matrix rates, its copy bandwidth, and what a kernel launch
+costs the host.
 
-Every item is measured on random data (products of zeros draw less power, so the clock stays higher than in training),
-after a warm-up, several times, and once in a process. An item that this machine can't do is skipped, with the reason.
+Every item is measured on random data (products of zeros draw less power, so the clock stays higher
+than in training), after a warm-up, several times, and once in a process. An item that this machine
+can't do is skipped, with the reason.
 """
 
 from __future__ import annotations
@@ -46,10 +48,11 @@ class Unsupported(Exception):
 class Probe:
     """What was measured: item -> raw samples, and item -> why it was skipped.
 
-    Units are in the names: matrix rates in TFLOP/s; copies in GB/s (10^9 bytes; `copy_gb_per_s` counts bytes read plus
-    bytes written on one device, `h2d_*` the bytes that went from host to device); `launch_us` is the host's time for
-    one call of a tiny operation that nothing waits for (on a CPU, that call does the work too), `graph_node_us` the
-    time of the same operation inside a replayed CUDA graph.
+    Units are in the names: matrix rates in TFLOP/s; copies in GB/s (10^9 bytes; `copy_gb_per_s`
+    counts bytes read plus bytes written on one device, `h2d_*` the bytes that went from host to
+    device); `launch_us` is the host's time for one call of a tiny operation that nothing waits for
+    (on a CPU, that call does the work too), `graph_node_us` the time of the same operation inside a
+    replayed CUDA graph.
     """
 
     device: str
@@ -65,20 +68,25 @@ class Probe:
         return self.median(f"tflops_{dtype}")
 
     def roofline(self, dtype: str) -> Roofline:
-        """The measured roofline for `dtype`. Raises `ValueError`, saying why, where one of its limits is missing."""
+        """The measured roofline for `dtype`. Raises `ValueError`, saying why, where one of its
+        limits is missing.
+        """
         needed = (f"tflops_{dtype}", "copy_gb_per_s")
         for item in needed:
             if item not in self.samples:
                 raise ValueError(
-                    f"No {dtype} roofline of this machine: {item} {self.skipped.get(item, 'was not asked for')}."
+                    f"No {dtype} roofline of this machine: {item} "
+                    f"{self.skipped.get(item, 'was not asked for')}."
                 )
         return Roofline(*(self.median(item) for item in needed))
 
 
 def probe(*items: str) -> Probe:
-    """Measure `items` (all of them by default); what this process already measured is not measured again.
+    """Measure `items` (all of them by default); what this process already measured is not measured
+    again.
 
-    Takes at most 15 s on a GPU and 6 s on two CPU cores. Raises `ValueError` for an item that does not exist.
+    Takes at most 15 s on a GPU and 6 s on two CPU cores. Raises `ValueError` for an item that does
+    not exist.
     """
     for item in items:
         if item not in ITEMS:
@@ -95,7 +103,9 @@ def probe(*items: str) -> Probe:
 
 
 def measured_roofline(dtype: str) -> Roofline:
-    """This machine's roofline for `dtype`; a second or two, the first time. Raises `ValueError` where it has none."""
+    """This machine's roofline for `dtype`; a second or two, the first time. Raises `ValueError`
+    where it has none.
+    """
     return probe(f"tflops_{dtype}", "copy_gb_per_s").roofline(dtype)
 
 
@@ -106,19 +116,20 @@ def _measured(item: str, device: str) -> tuple[float, ...] | str:
         return tuple(float(f"{sample:.5g}") for sample in _MEASURERS[item](device))
     except Unsupported as error:
         return str(error)
-    except (
-        Exception
-    ) as error:  # an operation that this card or this PyTorch lacks fails in many ways; none may end a lab
+    # an operation that this card or this PyTorch lacks fails in many ways; none may end a lab
+    except Exception as error:
         return f"failed with {type(error).__name__}: {' '.join(str(error).split())[:200]}"
     finally:
         cuda.empty_cache()
 
 
 def _matrix_rate(dtype: str, device: str) -> list[float]:
-    """TFLOP/s of square matrix products, of a size that keeps the processor busy long enough to time it well.
+    """TFLOP/s of square matrix products, of a size that keeps the processor busy long enough to
+    time it well.
 
-    On a GPU in bursts of about 10 ms with rests between them: held up for longer, they meet the card's power limit, and
-    its clock falls (`rate_over_time` shows it). In a training step products come in bursts, too.
+    On a GPU in bursts of about 10 ms with rests between them: held up for longer, they meet the
+    card's power limit, and its clock falls (`rate_over_time` shows it). In a training step products
+    come in bursts, too.
     """
     with _fp32_products_as("high" if dtype == "tf32" else "highest"):
         call, size = _timeable_product(dtype, device)
@@ -127,7 +138,9 @@ def _matrix_rate(dtype: str, device: str) -> list[float]:
 
 
 def _timeable_product(dtype: str, device: str) -> tuple[Callable[[], Any], int]:
-    """(product, its matrices' size): one that takes about 8 ms on a GPU or 25 on a CPU. Raises `Unsupported`."""
+    """(product, its matrices' size): one that takes about 8 ms on a GPU or 25 on a CPU. Raises
+    `Unsupported`.
+    """
     _require(dtype, device)
     first, largest, target_s = (2048, 8192, 8e-3) if device == "cuda" else (256, 2048, 25e-3)
     times = cuda.timed(_product(dtype, first, device), budget_s=0.02, at_least=3, at_most=20)
@@ -138,7 +151,8 @@ def _timeable_product(dtype: str, device: str) -> tuple[Callable[[], Any], int]:
 
 
 def rate_over_time(dtype: str, seconds: float = 2.0, points: int = 60) -> list[tuple[float, float]]:
-    """(second, TFLOP/s) of matrix products that never pause: how the rate falls where power or heat is the limit.
+    """(second, TFLOP/s) of matrix products that never pause: how the rate falls where power or heat
+    is the limit.
 
     Raises `ValueError` where this machine can't multiply `dtype`.
     """
@@ -152,13 +166,20 @@ def rate_over_time(dtype: str, seconds: float = 2.0, points: int = 60) -> list[t
             times = cuda.timed(call, budget_s=0, warmup=0, at_least=count, at_most=count)
     except Unsupported as error:
         raise ValueError(f"{dtype} {error}.") from None
-    groups = [times[len(times) * k // points : len(times) * (k + 1) // points] for k in range(points)]
+    groups = [
+        times[len(times) * k // points : len(times) * (k + 1) // points] for k in range(points)
+    ]
     ends = itertools.accumulate(sum(group) / 1e3 for group in groups)
-    return [(end, 2 * size**3 * len(group) / (sum(group) * 1e9)) for end, group in zip(ends, groups, strict=True)]
+    return [
+        (end, 2 * size**3 * len(group) / (sum(group) * 1e9))
+        for end, group in zip(ends, groups, strict=True)
+    ]
 
 
 def _largest_in_memory() -> int:
-    """The largest multiple of 256 of which three square fp32 matrices fit in a quarter of the GPU's free memory."""
+    """The largest multiple of 256 of which three square fp32 matrices fit in a quarter of the GPU's
+    free memory.
+    """
     free_gb = cuda.free_memory()
     return 2**20 if free_gb is None else max(256, int((free_gb * 1e9 / 4 / 12) ** 0.5) // 256 * 256)
 
@@ -169,20 +190,29 @@ def _require(dtype: str, device: str) -> None:
         if dtype not in ("fp32", "bf16"):
             raise Unsupported("is not for a CPU: the course trains in fp32 there")
         return
-    needed = {"fp32": (3, 5), "fp16": (5, 3), "tf32": (8, 0), "bf16": (8, 0), "fp8": (8, 9), "fp8_rowwise": (8, 9)}[
-        dtype
-    ]
+    needed = {
+        "fp32": (3, 5),
+        "fp16": (5, 3),
+        "tf32": (8, 0),
+        "bf16": (8, 0),
+        "fp8": (8, 9),
+        "fp8_rowwise": (8, 9),
+    }[dtype]
     has = cuda.capability()
     if has < needed:
-        raise Unsupported(f"needs compute capability {needed[0]}.{needed[1]}, and this GPU has {has[0]}.{has[1]}")
+        raise Unsupported(
+            f"needs compute capability {needed[0]}.{needed[1]}, and this GPU has {has[0]}.{has[1]}"
+        )
 
 
 @contextmanager
 def _fp32_products_as(precision: str) -> Iterator[None]:
-    """How PyTorch multiplies fp32 matrices for a while ("highest": as fp32, "high": TF32 may be used).
+    """How PyTorch multiplies fp32 matrices for a while ("highest": as fp32, "high": TF32 may be
+    used).
 
-    Beside this setting PyTorch keeps one for each backend, which setting it changes from "none" to a value for good.
-    Compiled code is cached under those values: left changed, they would hide what other processes compiled.
+    Beside this setting PyTorch keeps one for each backend, which setting it changes from "none" to
+    a value for good. Compiled code is cached under those values: left changed, they would hide what
+    other processes compiled.
     """
     import torch
 
@@ -202,7 +232,12 @@ def _product(dtype: str, size: int, device: str) -> Callable[[], Any]:
     """A product of two random `size` x `size` matrices, ready to be called."""
     import torch
 
-    kinds = {"fp32": torch.float32, "tf32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+    kinds = {
+        "fp32": torch.float32,
+        "tf32": torch.float32,
+        "fp16": torch.float16,
+        "bf16": torch.bfloat16,
+    }
     a, b = (torch.randn(size, size, device=device) for _ in range(2))
     if dtype not in kinds:
         return _fp8_product(a, b, rowwise=dtype == "fp8_rowwise")
@@ -212,7 +247,9 @@ def _product(dtype: str, size: int, device: str) -> Callable[[], Any]:
 
 
 def _fp8_product(a: Any, b: Any, rowwise: bool) -> Callable[[], Any]:
-    """An FP8 (E4M3) product with one scale a matrix, or one a row of the first and a column of the second."""
+    """An FP8 (E4M3) product with one scale a matrix, or one a row of the first and a column of the
+    second.
+    """
     import torch
 
     def scaled(matrix: Any) -> tuple[Any, Any]:
@@ -228,7 +265,9 @@ def _fp8_product(a: Any, b: Any, rowwise: bool) -> Callable[[], Any]:
 
 
 def random_bytes(count: int, device: str, pinned: bool = False) -> Any:
-    """`count` bytes of random content: one random megabyte, repeated, as drawing more takes longer than the test."""
+    """`count` bytes of random content: one random megabyte, repeated, as drawing more takes longer
+    than the test.
+    """
     import torch
 
     block = torch.randint(0, 256, (MIB,), dtype=torch.uint8)
@@ -238,21 +277,33 @@ def random_bytes(count: int, device: str, pinned: bool = False) -> Any:
 
 
 def _copy_bandwidth(device: str) -> list[float]:
-    """GB/s read plus written while a buffer far larger than any cache is copied within the device's memory.
+    """GB/s read plus written while a buffer far larger than any cache is copied within the device's
+    memory.
 
-    On a CPU the buffer is copied onto itself (every number negated in place): a CPU reads a cache line before it writes
-    to it, so a copy to elsewhere moves half as much again as it says, and would understate the memory.
+    On a CPU the buffer is copied onto itself (every number negated in place): a CPU reads a cache
+    line before it writes to it, so a copy to elsewhere moves half as much again as it says, and
+    would understate the memory.
     """
     import torch
 
-    count = 256 * MIB if device == "cpu" else int(min(1024 * MIB, cuda.free_memory() * 1e9 / 4)) // MIB * MIB
+    count = (
+        256 * MIB
+        if device == "cpu"
+        else int(min(1024 * MIB, cuda.free_memory() * 1e9 / 4)) // MIB * MIB
+    )
     source = random_bytes(count, device)
-    copy = source.view(torch.float32).neg_ if device == "cpu" else functools.partial(source.clone().copy_, source)
+    copy = (
+        source.view(torch.float32).neg_
+        if device == "cpu"
+        else functools.partial(source.clone().copy_, source)
+    )
     return [2 * count / (ms * 1e6) for ms in cuda.timed(copy, budget_s=0.5)]
 
 
 def _launch(device: str) -> list[float]:
-    """Host microseconds a call of a one-element operation takes, in bursts short enough not to fill the GPU's queue."""
+    """Host microseconds a call of a one-element operation takes, in bursts short enough not to fill
+    the GPU's queue.
+    """
     import torch
 
     x, burst, samples = torch.rand(1, device=device), 200, []
@@ -286,7 +337,9 @@ def _host_to_device(pinned: bool) -> Callable[[str], list[float]]:
             raise Unsupported("is not for a CPU: there is no second memory to copy to")
         count = 256 * MIB
         source, target = random_bytes(count, "cpu", pinned), random_bytes(count, device)
-        times = cuda.timed(lambda: target.copy_(source, non_blocking=pinned), budget_s=0.5, at_most=30)
+        times = cuda.timed(
+            lambda: target.copy_(source, non_blocking=pinned), budget_s=0.5, at_most=30
+        )
         return [count / (ms * 1e6) for ms in times]
 
     return measure

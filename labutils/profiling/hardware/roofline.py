@@ -1,7 +1,8 @@
-"""The roofline model: what a processor's arithmetic rate and memory bandwidth allow an operation at best.
+"""The roofline model: what a processor's arithmetic rate and memory bandwidth allow an operation at
+best.
 
-Williams, Waterman, Patterson: "Roofline: an insightful visual performance model for multicore architectures",
-Communications of the ACM, 2009.
+Williams, Waterman, Patterson: "Roofline: an insightful visual performance model for multicore
+architectures", Communications of the ACM, 2009.
 """
 
 from __future__ import annotations
@@ -19,12 +20,15 @@ class Roofline:
     def __post_init__(self) -> None:
         if not (self.rate > 0 and self.bandwidth > 0):
             raise ValueError(
-                f"A roofline's rate and bandwidth are above 0, not {self.rate!r} TFLOP/s and {self.bandwidth!r} GB/s."
+                f"A roofline's rate and bandwidth are above 0, not {self.rate!r} TFLOP/s and "
+                f"{self.bandwidth!r} GB/s."
             )
 
     @property
     def ridge(self) -> float:
-        """FLOP per byte at which the two limits meet: below it memory is the limit, above it arithmetic."""
+        """FLOP per byte at which the two limits meet: below it memory is the limit, above it
+        arithmetic.
+        """
         return self.rate * 1e3 / self.bandwidth
 
     def attainable(self, intensity: float) -> float:
@@ -32,5 +36,7 @@ class Roofline:
         return min(self.rate, intensity * self.bandwidth / 1e3)
 
     def floor_ms(self, flops: float, bytes: float) -> float:
-        """Milliseconds below which `flops` FLOPs on `bytes` of traffic can't be done: the larger of the two times."""
+        """Milliseconds below which `flops` FLOPs on `bytes` of traffic can't be done: the larger of
+        the two times.
+        """
         return max(flops / (self.rate * 1e9), bytes / (self.bandwidth * 1e6))

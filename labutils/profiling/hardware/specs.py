@@ -1,9 +1,11 @@
-"""Data-sheet facts of the GPUs that the course and its articles name, dense and sparse peaks kept apart.
+"""Data-sheet facts of the GPUs that the course and its articles name, dense and sparse peaks kept
+apart.
 
-A marketing figure "with sparsity" counts multiplications by zeros that were never done; training has no such zeros, so
-every ratio in the course (MFU, share of the peak) is against `dense`. Peaks of 16-bit and 8-bit floats are those with
-FP32 accumulation, which is what PyTorch's matrix products use: GeForce cards reach only half their FP16-accumulation
-figure there. "fp32" is the rate outside the tensor cores.
+A marketing figure "with sparsity" counts multiplications by zeros that were never done; training
+has no such zeros, so every ratio in the course (MFU, share of the peak) is against `dense`. Peaks
+of 16-bit and 8-bit floats are those with FP32 accumulation, which is what PyTorch's matrix products
+use: GeForce cards reach only half their FP16-accumulation figure there. "fp32" is the rate outside
+the tensor cores.
 """
 
 from __future__ import annotations
@@ -21,8 +23,9 @@ DTYPES = ("fp32", "tf32", "fp16", "bf16", "int8", "fp8", "fp4")
 class Spec:
     """One GPU as its data sheet describes it.
 
-    Units: `dense` and `sparse` in TFLOP/s (TOP/s for int8), `bandwidth` in GB/s, `memory_gb` as printed by the vendor,
-    `tdp_w` in watts. A format that the card's matrix units lack is absent. `note` says which numbers are derived.
+    Units: `dense` and `sparse` in TFLOP/s (TOP/s for int8), `bandwidth` in GB/s, `memory_gb` as
+    printed by the vendor, `tdp_w` in watts. A format that the card's matrix units lack is absent.
+    `note` says which numbers are derived.
     """
 
     name: str
@@ -41,13 +44,15 @@ class Spec:
     def capacity_gb(self) -> float:
         """10^9 bytes that a program finds on it, to about a hundredth.
 
-        What vendors print as GB are 2^30 bytes, of which the driver keeps about one in a hundred: an H100 of "80 GB"
-        has 85 x 10^9 bytes, an RTX PRO 6000 of "96 GB" 102.
+        What vendors print as GB are 2^30 bytes, of which the driver keeps about one in a hundred:
+        an H100 of "80 GB" has 85 x 10^9 bytes, an RTX PRO 6000 of "96 GB" 102.
         """
         return 0.99 * self.memory_gb * 2**30 / 1e9
 
     def ridge(self, dtype: str = "bf16") -> float | None:
-        """FLOP per byte above which the data sheet's dense peak, and not its bandwidth, is the limit."""
+        """FLOP per byte above which the data sheet's dense peak, and not its bandwidth, is the
+        limit.
+        """
         peak = self.dense.get(dtype)
         return None if peak is None else peak * 1e3 / self.bandwidth
 
@@ -64,12 +69,16 @@ def _peaks(
 ) -> dict[str, dict[str, float]]:
     """The `dense` and `sparse` fields of a Spec out of dense peaks.
 
-    2:4 sparsity doubles the tensor cores' figure on every card that has it (Ampere and later), and leaves the plain
-    fp32 units alone.
+    2:4 sparsity doubles the tensor cores' figure on every card that has it (Ampere and later), and
+    leaves the plain fp32 units alone.
     """
     given = dict(zip(DTYPES, (fp32, tf32, fp16, bf16, int8, fp8, fp4), strict=True))
     dense = {dtype: value for dtype, value in given.items() if value is not None}
-    sparse = {dtype: 2 * value for dtype, value in dense.items() if dtype != "fp32"} if with_sparsity else {}
+    sparse = (
+        {dtype: 2 * value for dtype, value in dense.items() if dtype != "fp32"}
+        if with_sparsity
+        else {}
+    )
     return {"dense": dense, "sparse": sparse}
 
 
@@ -98,7 +107,8 @@ SPECS: tuple[Spec, ...] = (
         bandwidth=2039,
         tdp_w=350,
         source="NVIDIA H100 Tensor Core GPU data sheet; H100 architecture white paper",
-        note=HALVED + " The data sheet rounds 2039 GB/s to 2 TB/s and gives the power as 300-350 W.",
+        note=HALVED
+        + " The data sheet rounds 2039 GB/s to 2 TB/s and gives the power as 300-350 W.",
         **_peaks(fp32=51.2, tf32=378, fp16=756.5, bf16=756.5, int8=1513, fp8=1513),
     ),
     Spec(
@@ -135,8 +145,11 @@ SPECS: tuple[Spec, ...] = (
         tdp_w=300,
         source="NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition data sheet; RTX Blackwell PRO white paper",
         note="The data sheet prints 110 TFLOPS FP32 and 3,511 AI TOPS (FP4 with sparsity). The others follow from FP4 "
-        "by the architecture's ratios: FP8 and INT8 half of it, FP16 and BF16 a quarter, TF32 an eighth.",
-        **_peaks(fp32=109.7, tf32=219.45, fp16=438.9, bf16=438.9, int8=877.85, fp8=877.85, fp4=1755.7),
+        "by the architecture's ratios: FP8 and INT8 half of it, FP16 and BF16 a quarter, TF32 an "
+        "eighth.",
+        **_peaks(
+            fp32=109.7, tf32=219.45, fp16=438.9, bf16=438.9, int8=877.85, fp8=877.85, fp4=1755.7
+        ),
     ),
     Spec(
         name="RTX PRO 6000 Blackwell Workstation",
@@ -148,7 +161,9 @@ SPECS: tuple[Spec, ...] = (
         tdp_w=600,
         source="NVIDIA RTX PRO 6000 Blackwell Workstation Edition data sheet; RTX Blackwell PRO white paper",
         note="With one decimal as the white paper has it; the data sheet rounds to 125 TFLOPS FP32 and 4,000 AI TOPS.",
-        **_peaks(fp32=125.95, tf32=251.9, fp16=503.8, bf16=503.8, int8=1007.6, fp8=1007.6, fp4=2015.2),
+        **_peaks(
+            fp32=125.95, tf32=251.9, fp16=503.8, bf16=503.8, int8=1007.6, fp8=1007.6, fp4=2015.2
+        ),
     ),
     Spec(
         name="A100 80GB SXM",
@@ -253,11 +268,12 @@ def spec_of(machine: Mapping[str, Any]) -> Spec | None:
 
 
 def find_spec(gpu_name: str, memory_gb: float | None = None) -> Spec | None:
-    """The data sheet of the card that the driver calls `gpu_name`, or None: a wrong data sheet is worse than none.
+    """The data sheet of the card that the driver calls `gpu_name`, or None: a wrong data sheet is
+    worse than none.
 
-    `memory_gb` (10^9 bytes, as the driver reports it) tells apart cards sold under one name, such as the RTX 3080 of 10
-    and 12 GB. A vendor's "80 GB" is up to 80 x 2^30 bytes, hence the tolerance. MIG slices and laptop versions have
-    longer names and match nothing.
+    `memory_gb` (10^9 bytes, as the driver reports it) tells apart cards sold under one name, such
+    as the RTX 3080 of 10 and 12 GB. A vendor's "80 GB" is up to 80 x 2^30 bytes, hence the
+    tolerance. MIG slices and laptop versions have longer names and match nothing.
     """
     bare = re.sub(r"^NVIDIA\s+", "", gpu_name.strip())
     for spec in SPECS:

@@ -1,7 +1,8 @@
-"""What the articles claim, as plain data: every published statement with its number, and how the course tests it.
+"""What the articles claim, as plain data: every published statement with its number, and how the
+course tests it.
 
-Floor 0: this package knows nothing of torch and nothing of how a verdict is reached. A claim names its judge; the
-judges themselves are in `labutils.results.judges`.
+Floor 0: this package knows nothing of torch and nothing of how a verdict is reached. A claim names
+its judge; the judges themselves are in `labutils.results.judges`.
 """
 
 from __future__ import annotations
@@ -31,11 +32,12 @@ class Article:
 class Claim:
     """One published statement and its test.
 
-    `published` holds the article's numbers in `unit`, in the order in which the statement names them; `says` replaces
-    their usual rendering where a word is what was published. `runs` are the names of the runs of `lab` that the judge
-    needs, `how` are the judge's named settings (metric, run names, limits), `tolerance` its slack, whose meaning the
-    judge documents. `needs` is "any" machine or one with a "gpu". `note` says what the test can't show. Without `runs`
-    nothing can test it, and the note says why.
+    `published` holds the article's numbers in `unit`, in the order in which the statement names
+    them; `says` replaces their usual rendering where a word is what was published. `runs` are the
+    names of the runs of `lab` that the judge needs, `how` are the judge's named settings (metric,
+    run names, limits), `tolerance` its slack, whose meaning the judge documents. `needs` is "any"
+    machine or one with a "gpu". `note` says what the test can't show. Without `runs` nothing can
+    test it, and the note says why.
     """
 
     id: str
@@ -55,7 +57,9 @@ class Claim:
 
     @property
     def predicted(self) -> bool:
-        """Whether it is judged by a prediction and not by a measurement: what is shown of it says so."""
+        """Whether it is judged by a prediction and not by a measurement: what is shown of it says
+        so.
+        """
         return self.note.startswith(PREDICTED)
 
     @property
@@ -84,7 +88,9 @@ def articles() -> dict[str, Article]:
 
 
 def claims(article: str | None = None, lab: str | None = None) -> dict[str, Claim]:
-    """Id -> claim in the order of the articles, all of them or those of one `article` ("A1") or one `lab` ("03")."""
+    """Id -> claim in the order of the articles, all of them or those of one `article` ("A1") or one
+    `lab` ("03").
+    """
     from labutils.results.claims import a1, a2, a3, a4
 
     every = a1.CLAIMS + a2.CLAIMS + a3.CLAIMS + a4.CLAIMS

@@ -1,14 +1,17 @@
-"""Article A1: LoRA training of Stable Diffusion v1.5, profiled and tuned on a Blackwell workstation card.
+"""Article A1: LoRA training of Stable Diffusion v1.5, profiled and tuned on a Blackwell workstation
+card.
 
-The statements are in our words, the numbers are the article's. Left out is what no measurement can test: how many LoRA
-models a web site listed in October 2025, and opinions on which tool is pleasant to use.
+The statements are in our words, the numbers are the article's. Left out is what no measurement can
+test: how many LoRA models a web site listed in October 2025, and opinions on which tool is pleasant
+to use.
 
 Two things to know when reading the verdicts:
 
-- The article says "a step" without saying whether it means a micro-step (one image) or an optimizer step (four
-  micro-steps, accumulated). The course's `step_ms` is always an optimizer step. Ratios don't care; the judge of the one
-  absolute time tries both readings and says which one fits.
-- Where the article names an effect and a cause, there are two claims: the one may hold without the other.
+- The article says "a step" without saying whether it means a micro-step (one image) or an optimizer
+  step (four micro-steps, accumulated). The course's `step_ms` is always an optimizer step. Ratios
+  don't care; the judge of the one absolute time tries both readings and says which one fits.
+- Where the article names an effect and a cause, there are two claims: the one may hold without the
+  other.
 """
 
 from __future__ import annotations

@@ -1,21 +1,27 @@
-"""Article A2: LoRA training of LLaVA-NeXT with FP8, torch.compile, fixed shapes and QLoRA on a Blackwell card.
+"""Article A2: LoRA training of LLaVA-NeXT with FP8, torch.compile, fixed shapes and QLoRA on a
+Blackwell card.
 
-The statements are in our words, the numbers are the article's. Left out is what no measurement can test: how known the
-subject is, which domains may do without high resolution, what libraries may bring one day.
+The statements are in our words, the numbers are the article's. Left out is what no measurement can
+test: how known the subject is, which domains may do without high resolution, what libraries may
+bring one day.
 
 Five things to know when reading the verdicts:
 
-- Published ranges ("47-53 %") run over the batch sizes 1 to 24. A claim about a range is judged on the batch sizes that
-  were measured here, each for itself; the article's own values by batch size stand in figures that can't be read off.
-- All of the article's percentages are changes against its BF16 baseline, those of FP8 with torch.compile included.
+- Published ranges ("47-53 %") run over the batch sizes 1 to 24. A claim about a range is judged on
+  the batch sizes that were measured here, each for itself; the article's own values by batch size
+  stand in figures that can't be read off.
+- All of the article's percentages are changes against its BF16 baseline, those of FP8 with
+  torch.compile included.
 - "fixed" stands for fixed shapes *and* torch.compile, as in the article.
-- "compile" and "fixed" are compiled block by block, as every method can be at every batch size. What is said of first
-  steps and break-even counts is judged on "compile-whole" and "fixed-whole", the model as one, as the article did it.
-- Losses: the article compares one run of ten steps with one other. Here several seeds of a model that is really trained
-  say first how far two runs of the same recipe lie apart.
+- "compile" and "fixed" are compiled block by block, as every method can be at every batch size.
+  What is said of first steps and break-even counts is judged on "compile-whole" and "fixed-whole",
+  the model as one, as the article did it.
+- Losses: the article compares one run of ten steps with one other. Here several seeds of a model
+  that is really trained say first how far two runs of the same recipe lie apart.
 
-Runs of lab 06: "<method> b<batch>" are the article's table, "loss <method>" the losses over seeds, "token-counts" what
-AnyRes makes of image sizes; "same-tokens ..." and "static ..." separate what fixed shapes change at once.
+Runs of lab 06: "<method> b<batch>" are the article's table, "loss <method>" the losses over seeds,
+"token-counts" what AnyRes makes of image sizes; "same-tokens ..." and "static ..." separate what
+fixed shapes change at once.
 """
 
 from __future__ import annotations
@@ -43,7 +49,9 @@ def table(*methods: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Row:
-    """One method at batch 1: seconds of the first and of a later step, GB at the peak, loss at step 10."""
+    """One method at batch 1: seconds of the first and of a later step, GB at the peak, loss at step
+    10.
+    """
 
     first_step_s: float
     step_s: float
@@ -52,8 +60,9 @@ class Row:
 
 
 _STEP_S = 0.99
-"""The baseline's step, which is in a figure only. Both break-even counts of BF16 give it: compiling saves
-(105 - 1.48) / 950 = 0.109 s, which is 11 %; fixed shapes save (106 - 1.48) / 220 = 0.475 s, which is within 47-53 %."""
+"""The baseline's step, which is in a figure only. Both break-even counts of BF16 give it: compiling
+saves (105 - 1.48) / 950 = 0.109 s, which is 11 %; fixed shapes save (106 - 1.48) / 220 = 0.475 s,
+which is within 47-53 %."""
 _MEMORY_GB = 7.54 / (1 - 0.53)
 """The baseline's memory, from QLoRA's 7.54 GB being 53 % less."""
 
@@ -66,17 +75,20 @@ PUBLISHED = {
     "fixed-fp8-te": Row(57, _STEP_S - (57 - 1.48) / 135, _MEMORY_GB * (1 - 0.04), 10.51),
     "qlora": Row(1.69, _STEP_S * (1 + 0.15), 7.54, 8.88),
 }
-"""The article's table at batch 1, as far as its text gives it: of ranges over batch sizes the end nearer to no change,
-which is where batch 1 lies by its account. Losses of compiled runs were not recorded; they are those of the same
-arithmetic."""
+"""The article's table at batch 1, as far as its text gives it: of ranges over batch sizes the end
+nearer to no change, which is where batch 1 lies by its account. Losses of compiled runs were not
+recorded; they are those of the same arithmetic."""
 
 TRAINED_HERE = (
-    "On a small model with random weights that is trained here: what rounding does to a training, not what it does to "
+    "On a small model with random weights that is trained here: what rounding does to a training, "
+    "not what it does to "
     "the outliers of a pretrained model."
 )
 """The note of a claim about what a format of numbers does to the loss."""
 BREAK_EVENS = (135, 220)
-"""Steps after which fixed shapes with FP8, and those without, have caught up with the baseline at batch 1."""
+"""Steps after which fixed shapes with FP8, and those without, have caught up with the baseline at
+batch 1.
+"""
 
 
 _BASICS = (
@@ -275,7 +287,8 @@ _FP8 = (
         },
         needs="any",
         note="There must be something to bring back: FP8's loss has to lie outside the spread of BF16's seeds first. "
-        "Layers are kept in BF16 in the course's FP8 model; whether Transformer Engine's loss would come back, this "
+        "Layers are kept in BF16 in the course's FP8 model; whether Transformer Engine's loss "
+        "would come back, this "
         "can't say.",
     ),
     Claim(
@@ -719,7 +732,8 @@ _QLORA = (
         how={"before": ("bf16 b1",), "after": ("nf4 b1",), "metric": "step_ms", "towards": "more"},
         tolerance=0.1,
         note="nf4 differs from bf16 in the format of the base weights alone, qlora also by PEFT's preparation. "
-        "At batch 1 it launches more kernels as well, which costs time of its own; A3.qlora.cause asks again where the "
+        "At batch 1 it launches more kernels as well, which costs time of its own; A3.qlora.cause "
+        "asks again where the "
         "GPU has more to do.",
     ),
     Claim(
@@ -932,7 +946,8 @@ _LEFT = (
         judge="faster",
         how={"before": "fixed b4", "after": "fixed-fp8-frozen b4"},
         note="With the course's FP8 layer for frozen weights, which the compiler can see through. Both compiled block "
-        "by block, at batch 4: at batch 1 a step is what the host takes to launch it, and FP8 has more to launch.",
+        "by block, at batch 4: at batch 1 a step is what the host takes to launch it, and FP8 has "
+        "more to launch.",
     ),
 )
 

@@ -1,24 +1,29 @@
-"""Article A3: LLM fine-tuning with LoRA, QLoRA and unsloth, on a Blackwell workstation card and an H100.
+"""Article A3: LLM fine-tuning with LoRA, QLoRA and unsloth, on a Blackwell workstation card and an
+H100.
 
-The statements are in our words, the numbers are the article's. Left out is what no measurement can test: prices, what
-fine-tuning is good for; the mean lengths of its data, which our generated texts are made to have; and that trained
-weights are normally distributed, which random ones are by construction.
+The statements are in our words, the numbers are the article's. Left out is what no measurement can
+test: prices, what fine-tuning is good for; the mean lengths of its data, which our generated texts
+are made to have; and that trained weights are normally distributed, which random ones are by
+construction.
 
 Four things to know when reading the verdicts:
 
-- The article's times and memory by method stand in figures that can't be read off: what its text concludes from them
-  ("far less", "slower", "wins on long sequences") is what is judged, each word's reading in the claim's note. Where it
-  says "slightly" slower, without any number that would tell how much that is, slower is what is judged, however much.
-- What it measured on a Blackwell card, or on both, nobody can measure with one card of another kind. Such claims are
-  judged by a prediction: the two data sheets, of whose peaks kernels reach the share that they reach on this machine
-  (without a GPU: all), and the host's time a launch from this machine. Their notes say "Predicted", and so does what
-  they show.
-- Its table of peaks is NVIDIA's with 2:4 sparsity, which training has no use for; dense peaks are half of it.
-- Its own numbers don't always agree: 27000 / 11000 is not "2.5 times or more", and 11000 of the dense model against
-  9400 of the sparse one, in texts of 117 tokens, is not "the sparse one is faster". Verdicts keep to the numbers.
+- The article's times and memory by method stand in figures that can't be read off: what its text
+  concludes from them ("far less", "slower", "wins on long sequences") is what is judged, each
+  word's reading in the claim's note. Where it says "slightly" slower, without any number that would
+  tell how much that is, slower is what is judged, however much.
+- What it measured on a Blackwell card, or on both, nobody can measure with one card of another
+  kind. Such claims are judged by a prediction: the two data sheets, of whose peaks kernels reach
+  the share that they reach on this machine (without a GPU: all), and the host's time a launch from
+  this machine. Their notes say "Predicted", and so does what they show.
+- Its table of peaks is NVIDIA's with 2:4 sparsity, which training has no use for; dense peaks are
+  half of it.
+- Its own numbers don't always agree: 27000 / 11000 is not "2.5 times or more", and 11000 of the
+  dense model against 9400 of the sparse one, in texts of 117 tokens, is not "the sparse one is
+  faster". Verdicts keep to the numbers.
 
-Runs named "<method> short" and "<method> long" train on texts of 117 and of 861 tokens at batch 4; those named "model
-of ..." are predictions.
+Runs named "<method> short" and "<method> long" train on texts of 117 and of 861 tokens at batch 4;
+those named "model of ..." are predictions.
 """
 
 from __future__ import annotations
@@ -35,13 +40,17 @@ ARTICLE = Article(
 )
 
 TWO_CARDS = "model of two cards"
-"""The run that holds the predictions: floors by data sheet, the host's time a launch as measured here."""
+"""The run that holds the predictions: floors by data sheet, the host's time a launch as measured
+here.
+"""
 MODEL_IS_OFF = 0.2
-"""Lab 08's predictions of steps that are measured are off by up to so much (`launches.NEAR`): one of a step that isn't
-can't refute what it misses by less."""
+"""Lab 08's predictions of steps that are measured are off by up to so much (`launches.NEAR`): one
+of a step that isn't can't refute what it misses by less."""
 NO_BOUND = "Judged is whether it is slower, not by how much: the article has no number for 'slightly'."
 FULL = {"96 GB": 102, "80 GB": 85}
-"""10^9 bytes that a card finds which is sold with so many GB (`Spec.capacity_gb`): what memory is judged against."""
+"""10^9 bytes that a card finds which is sold with so many GB (`Spec.capacity_gb`): what memory is
+judged against.
+"""
 
 _LORA = (
     Claim(
@@ -821,7 +830,8 @@ _CARDS = (
         tolerance=8,
         needs="any",
         note=f"{PREDICTED}: from shapes. 80 GB are 85 x 10^9 bytes. Left out is what the allocator can't use, the "
-        "workspaces of 4-bit layers and attention that is not one kernel: less than 8 GB away says nothing.",
+        "workspaces of 4-bit layers and attention that is not one kernel: less than 8 GB away says "
+        "nothing.",
     ),
     Claim(
         id="A3.120b.fits",

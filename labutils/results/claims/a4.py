@@ -1,21 +1,27 @@
-"""Article A4: a general guide to GPU performance in deep learning, which is advice without one number.
+"""Article A4: a general guide to GPU performance in deep learning, which is advice without one
+number.
 
-The statements are in our words. So that advice can be judged, each piece of it is read as "helps by at least so much on
-this workload": the threshold is ours (`how["at_least"]`, in percent), chosen so that less would not be worth a line of
-code, and the verdict shows how much it was. Advice that no run of this course can test is kept as well, with the reason
-as its verdict: other hardware, another machine's administrator, or a cluster.
+The statements are in our words. So that advice can be judged, each piece of it is read as "helps by
+at least so much on this workload": the threshold is ours (`how["at_least"]`, in percent), chosen so
+that less would not be worth a line of code, and the verdict shows how much it was. Advice that no
+run of this course can test is kept as well, with the reason as its verdict: other hardware, another
+machine's administrator, or a cluster.
 
 Four things to know when reading the verdicts:
 
-- A verdict is about one loop. `fp16` on a loop that waits for its host is no argument against `fp16`.
-- What is judged is the advice alone: each switch changes one knob of the same base (lab 09's "base", or "float32").
-  Two that can't be flipped alone change two knobs; `switches.SWITCHES` says which and why.
-- Where the article's words hold two statements ("saves memory and raises throughput") they are two claims.
-- Some runs were made before: labs 02, 03, 04 and 07 have what they measured for other articles judged once more.
+- A verdict is about one loop. `fp16` on a loop that waits for its host is no argument against
+  `fp16`.
+- What is judged is the advice alone: each switch changes one knob of the same base (lab 09's
+  "base", or "float32"). Two that can't be flipped alone change two knobs; `switches.SWITCHES` says
+  which and why.
+- Where the article's words hold two statements ("saves memory and raises throughput") they are two
+  claims.
+- Some runs were made before: labs 02, 03, 04 and 07 have what they measured for other articles
+  judged once more.
 
-Runs of lab 09: "base", mixed precision in FP16, "float32", the other switches by name; "numbers: ..." for what
-precision does to gradients; "files: ...", "decode: ..." and "data: ..." for the way of an image into training;
-"threads: ...", "launches ...".
+Runs of lab 09: "base", mixed precision in FP16, "float32", the other switches by name; "numbers:
+..." for what precision does to gradients; "files: ...", "decode: ..." and "data: ..." for the way
+of an image into training; "threads: ...", "launches ...".
 """
 
 from __future__ import annotations
@@ -118,14 +124,16 @@ _DIAGNOSIS = (
         "A4.diagnosis.nsight",
         "Finding the bottleneck",
         "Nsight Systems and Nsight Compute profile kernels and memory.",
-        "They are programs of the CUDA toolkit, which no Python package brings. Lab 02 reads the same activity records "
+        "They are programs of the CUDA toolkit, which no Python package brings. Lab 02 reads the "
+        "same activity records "
         "(CUPTI) through PyTorch's profiler.",
     ),
     _beyond(
         "A4.diagnosis.host-tools",
         "Finding the bottleneck",
         "perf, top and iostat check CPU and disk.",
-        "They observe and claim no gain, and perf needs rights that a container hasn't got. Labs 02 and 03 measure "
+        "They observe and claim no gain, and perf needs rights that a container hasn't got. Labs "
+        "02 and 03 measure "
         "host time and reading time in the training process itself.",
     ),
 )
@@ -135,21 +143,25 @@ _SYSTEM = (
         "A4.system.versions",
         "System and driver",
         "Versions of driver, CUDA and cuDNN have to fit each other.",
-        "A mismatch can't be made without another driver. `labutils doctor` says which of them don't fit here; what "
+        "A mismatch can't be made without another driver. `labutils doctor` says which of them "
+        "don't fit here; what "
         "one looks like is in article A1's claims on Blackwell.",
     ),
     _beyond(
         "A4.system.persistence",
         "System and driver",
         "Persistence mode and fixed application clocks prevent varying frequencies.",
-        "Both need the machine's administrator. All verdicts are by medians with p10-p90 instead, of runs that were "
+        "Both need the machine's administrator. All verdicts are by medians with p10-p90 instead, "
+        "of runs that were "
         "interleaved.",
     ),
     _beyond(
         "A4.system.container",
         "System and driver",
-        "Containers with the NVIDIA toolkit give access to chosen GPUs, with limits of memory and cores.",
-        "A lab can't start the container it runs in. The course's Dockerfile and the README say how it is started.",
+        "Containers with the NVIDIA toolkit give access to chosen GPUs, with limits of memory and "
+        "cores.",
+        "A lab can't start the container it runs in. The course's Dockerfile and the README say "
+        "how it is started.",
     ),
 )
 
@@ -417,7 +429,8 @@ _NETWORK = (
         judge="reaches",
         how={"run": "networks", "metric": "small Qwen3, whole at 100 GbE", "at_least": 100 - MUCH},
         note=f"{PREDICTED}: by lab 10's scaling model, the most that the efficiency of two GPUs can be at 100 GbE, the "
-        "fastest Ethernet named, where all weights are trained, in the better of two cases. 80 % would be enough.",
+        "fastest Ethernet named, where all weights are trained, in the better of two cases. 80 % "
+        "would be enough.",
     ),
     Claim(
         id="A4.network.shared-memory",
@@ -437,7 +450,8 @@ _NETWORK = (
         "A4.network.ulimits",
         "Network and distributed training",
         "Containers want unlimited locked memory and a stack of 67108864 bytes.",
-        "They are settings of the container, which a lab can't start. Locked memory is what RDMA registers.",
+        "They are settings of the container, which a lab can't start. Locked memory is what RDMA "
+        "registers.",
     ),
 )
 
@@ -477,7 +491,8 @@ _MEMORY = (
         "A4.memory.zero",
         "GPU memory",
         "DeepSpeed's ZeRO shards memory between GPUs.",
-        "DeepSpeed is not among the course's libraries. FSDP shards the same three things, and is judged in lab 10.",
+        "DeepSpeed is not among the course's libraries. FSDP shards the same three things, and is "
+        "judged in lab 10.",
     ),
     _helps(
         "A4.memory.lower-parts",
@@ -546,7 +561,8 @@ _OPERATIONS = (
     _beyond(
         "A4.operations.security",
         "Operations",
-        "Keys in place of passwords, closed ports, snapshots before updates, isolation, DDoS protection.",
+        "Keys in place of passwords, closed ports, snapshots before updates, isolation, DDoS "
+        "protection.",
         "They keep a server safe and make no step faster.",
     ),
     _beyond(
@@ -558,8 +574,10 @@ _OPERATIONS = (
     _beyond(
         "A4.hardware.by-task",
         "Recommended configurations",
-        "T4 or RTX 3080 to develop, 2 to 4 A100 or RTX 6000 to train, A10 or A30 to serve, NVLink to render.",
-        "It takes those cards. Labs 00 and 08 predict a step on any card of which the data sheet is known.",
+        "T4 or RTX 3080 to develop, 2 to 4 A100 or RTX 6000 to train, A10 or A30 to serve, NVLink "
+        "to render.",
+        "It takes those cards. Labs 00 and 08 predict a step on any card of which the data sheet "
+        "is known.",
     ),
     Claim(
         id="A4.method.measure",

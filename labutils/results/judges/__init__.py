@@ -1,18 +1,20 @@
 """Verdicts: what a machine's runs say about a published claim.
 
-A claim (`labutils.results.claims`) names its judge, one of the small functions of `counts`, `failures`, `shares` and `times`;
-each looks at the runs the claim needs (`evidence`) and returns a verdict, what was measured as text, and why. Four
-verdicts are possible:
+A claim (`labutils.results.claims`) names its judge, one of the small functions of `counts`,
+`failures`, `shares` and `times`; each looks at the runs the claim needs (`evidence`) and returns a
+verdict, what was measured as text, and why. Four verdicts are possible:
 
 - `confirmed`: the statement holds here, by more than the spread of the measurement;
 - `refuted`: it doesn't hold here;
 - `inconclusive`: the noise is larger than the effect;
-- `not testable here`: this machine, or the runs on record, can't answer; the reason says what would.
+- `not testable here`: this machine, or the runs on record, can't answer; the reason says what
+  would.
 
-Effects are ratios of medians with an interval: the best and the worst ratio that the p10-p90 ranges of the two runs
-allow. Where both runs took the same batches in the same order, whose lengths may differ by more than the effect, each
-step is compared with its counterpart, and the ratios have a median and a p10-p90 range of their own. Absolute times of
-another machine are printed beside ours and judged by order of magnitude only.
+Effects are ratios of medians with an interval: the best and the worst ratio that the p10-p90 ranges
+of the two runs allow. Where both runs took the same batches in the same order, whose lengths may
+differ by more than the effect, each step is compared with its counterpart, and the ratios have a
+median and a p10-p90 range of their own. Absolute times of another machine are printed beside ours
+and judged by order of magnitude only.
 """
 
 from __future__ import annotations
@@ -50,8 +52,8 @@ __all__ = [
 class Judgement:
     """One claim, its published value, and what the reference machine and this one say about it.
 
-    `reference` and `here` are measured values as text, "" where there is none; `why` explains the verdict here,
-    `reference_why` the reference's.
+    `reference` and `here` are measured values as text, "" where there is none; `why` explains the
+    verdict here, `reference_why` the reference's.
     """
 
     claim: Claim
@@ -65,10 +67,11 @@ class Judgement:
 
 
 def judge(ids: str | Iterable[str] | None, here: Runs, reference: Runs) -> list[Judgement]:
-    """Judge the claims of these `ids` (one, several, or None for all) by the runs of this machine and of the reference.
+    """Judge the claims of these `ids` (one, several, or None for all) by the runs of this machine
+    and of the reference.
 
-    Raises `ValueError` for an id that no article has. A missing or broken run never raises: it makes the claim
-    `not testable here`, with what to run.
+    Raises `ValueError` for an id that no article has. A missing or broken run never raises: it
+    makes the claim `not testable here`, with what to run.
     """
     chosen = [ids] if isinstance(ids, str) else claims.claims() if ids is None else ids
     return [_judgement(claims.claim(id), here, reference) for id in chosen]
@@ -115,11 +118,14 @@ UNDISTURBED = {
     *("all_present", "becomes", "brings_back", "count", "fails_on_capability", "lists", "loss_moves", "more_with"),
     *("occurs", "unchanged", "warns_then_fails", "within"),
 }
-"""Judges of what is counted or computed, and the same however busy the machine is; the rest is about time or memory."""
+"""Judges of what is counted or computed, and the same however busy the machine is; the rest is
+about time or memory.
+"""
 
 
 def as_markdown(judgements: Iterable[Judgement]) -> str:
-    """A table for a notebook: claim | published | H200 | here | verdict, each claim followed by why.
+    """A table for a notebook: claim | published | H200 | here | verdict, each claim followed by
+    why.
 
     Why several claims can't be tested here is said once, below the table.
     """

@@ -10,7 +10,9 @@ from labutils.results.judges.words import figures, rounded, unit_of
 
 
 def count(claim: Claim, evidence: Evidence) -> Finding:
-    """`how["metrics"]` of `how["run"]` equal the published numbers, within `tolerance` (relative). Exact: no spread."""
+    """`how["metrics"]` of `how["run"]` equal the published numbers, within `tolerance` (relative).
+    Exact: no spread.
+    """
     values = [evidence.number(claim.how["run"], metric) for metric in claim.how["metrics"]]
     pairs = list(zip(values, claim.published, strict=True))
     right = all(abs(value - published) <= claim.tolerance * abs(published) for value, published in pairs)
@@ -36,7 +38,9 @@ def occurs(claim: Claim, evidence: Evidence) -> Finding:
 
 
 def flag(claim: Claim, evidence: Evidence) -> Finding:
-    """`how["metric"]` is 1 (the statement holds), 0 (it doesn't), or in between where steps differ (inconclusive)."""
+    """`how["metric"]` is 1 (the statement holds), 0 (it doesn't), or in between where steps differ
+    (inconclusive).
+    """
     value = evidence.number(claim.how["run"], claim.how["metric"])
     verdict = {1.0: CONFIRMED, 0.0: REFUTED}.get(value, INCONCLUSIVE)
     checked = f"By the model of lab {claim.lab}" if claim.predicted else "Checked here, and"
@@ -46,7 +50,8 @@ def flag(claim: Claim, evidence: Evidence) -> Finding:
 
 
 def lists(claim: Claim, evidence: Evidence) -> Finding:
-    """`how["item"]` is in the list `how["metric"]`. An empty list says nothing. Exact: no spread."""
+    """`how["item"]` is in the list `how["metric"]`. An empty list says nothing. Exact: no spread.
+    """
     run, metric = claim.how["run"], claim.how["metric"]
     recorded = as_mapping(evidence.run(run).metrics).get(metric)
     if not isinstance(recorded, list | tuple):
@@ -83,7 +88,9 @@ def all_present(claim: Claim, evidence: Evidence) -> Finding:
 
 
 def becomes(claim: Claim, evidence: Evidence) -> Finding:
-    """`how["metrics"]` equal the published numbers exactly. What a run left out was not finite, and refutes."""
+    """`how["metrics"]` equal the published numbers exactly. What a run left out was not finite, and
+    refutes.
+    """
     values = _finite_or_none(claim, evidence)
     right = values == list(claim.published)
     published = ", ".join(f"{value:g}" for value in claim.published)
@@ -91,8 +98,8 @@ def becomes(claim: Claim, evidence: Evidence) -> Finding:
 
 
 def within(claim: Claim, evidence: Evidence) -> Finding:
-    """No number of `how["metrics"]` is beyond the published one, whichever its sign; those that aren't finite don't
-    count."""
+    """No number of `how["metrics"]` is beyond the published one, whichever its sign; those that
+    aren't finite don't count."""
     values = _finite_or_none(claim, evidence)
     bound = claim.published[0]
     inside = all(abs(value) <= bound for value in values if value is not None)
@@ -100,7 +107,9 @@ def within(claim: Claim, evidence: Evidence) -> Finding:
 
 
 def _finite_or_none(claim: Claim, evidence: Evidence) -> list[float | None]:
-    """Numbers of a run; None for one that a successful run left out: JSON has neither NaN nor infinity."""
+    """Numbers of a run; None for one that a successful run left out: JSON has neither NaN nor
+    infinity.
+    """
     run, metrics = claim.how["run"], claim.how["metrics"]
     recorded = evidence.run(run)
     if not recorded.ok or not as_mapping(recorded.metrics):
@@ -113,8 +122,8 @@ def _or_nan(values: Iterable[float | None]) -> str:
 
 
 def reaches(claim: Claim, evidence: Evidence) -> Finding:
-    """`how["metric"]` reaches `how["at_least"]`, or the published number less `tolerance` (a share of it), its whole
-    p10-p90 range.
+    """`how["metric"]` reaches `how["at_least"]`, or the published number less `tolerance` (a share
+    of it), its whole p10-p90 range.
 
     A number without a spread is taken to be sure to 3 %.
     """
@@ -126,8 +135,8 @@ def reaches(claim: Claim, evidence: Evidence) -> Finding:
 
 
 def more_with(claim: Claim, evidence: Evidence) -> Finding:
-    """The count or share `how["metric"]` (or the seconds) is larger in the run `with` what is blamed than in the one
-    `without`. Exact.
+    """The count or share `how["metric"]` (or the seconds) is larger in the run `with` what is
+    blamed than in the one `without`. Exact.
     """
     blamed, other = claim.how["with"], claim.how["without"]
     more, fewer = (evidence.number(name, claim.how["metric"]) for name in (blamed, other))
@@ -135,7 +144,8 @@ def more_with(claim: Claim, evidence: Evidence) -> Finding:
     held = more > fewer
     shown, why = (
         f"{figures(more)} against {figures(fewer)}",
-        f"{name.capitalize()}: {'a' if held else 'no'} higher number in {blamed!r} than in {other!r}.",
+        f"{name.capitalize()}: {'a' if held else 'no'} higher number in {blamed!r} than in "
+        f"{other!r}.",
     )
     if unit_of(claim.how["metric"]) == "_s":
         shown, why = f"{shown} s", f"The {name.removesuffix(' s')} takes {'longer' if held else 'no longer'} with it."
@@ -143,12 +153,13 @@ def more_with(claim: Claim, evidence: Evidence) -> Finding:
 
 
 def predicts(claim: Claim, evidence: Evidence) -> Finding:
-    """A model's prediction `how["metric"]`, a ratio, is the published one (second number over first) within a factor of
-    `tolerance`; within the square of that factor it is inconclusive."""
+    """A model's prediction `how["metric"]`, a ratio, is the published one (second number over
+    first) within a factor of `tolerance`; within the square of that factor it is inconclusive."""
     ratio = evidence.number(claim.how["run"], claim.how["metric"])
     if ratio <= 0:
         raise NotTestable(
-            f"The run {claim.how['run']!r} recorded {claim.how['metric']} = {ratio:g}, which is no ratio."
+            f"The run {claim.how['run']!r} recorded {claim.how['metric']} = {ratio:g}, which is no "
+            "ratio."
         )
     published = claim.published[1] / claim.published[0]
     off = max(ratio / published, published / ratio)
@@ -157,7 +168,8 @@ def predicts(claim: Claim, evidence: Evidence) -> Finding:
 
 
 def same_magnitude(claim: Claim, evidence: Evidence) -> Finding:
-    """The published time fits a micro-step or an optimizer step of this machine within a factor of `tolerance`.
+    """The published time fits a micro-step or an optimizer step of this machine within a factor of
+    `tolerance`.
 
     Ten times off in both readings is refuted: that would not be the same work.
     """
@@ -176,7 +188,8 @@ def same_magnitude(claim: Claim, evidence: Evidence) -> Finding:
     return Finding(
         verdict,
         shown,
-        f"{claim.published_text} is nearest to {nearest} here, off by a factor of {factors[nearest]:.1f}.",
+        f"{claim.published_text} is nearest to {nearest} here, off by a factor of "
+        f"{factors[nearest]:.1f}.",
     )
 
 

@@ -10,7 +10,9 @@ from labutils.results.records import Run
 
 
 class Effect(NamedTuple):
-    """A change in percent, negative where it is less: least, middle and most. `sure`: none of them is 0 or across."""
+    """A change in percent, negative where it is less: least, middle and most. `sure`: none of them
+    is 0 or across.
+    """
 
     low: float
     middle: float
@@ -22,8 +24,8 @@ class Effect(NamedTuple):
 
 
 def time_effect(base: Run, run: Run) -> Effect | None:
-    """By how many percent a run's step is longer than the base's, with the range that both spreads allow (as claims
-    judge it); None where either wasn't measured."""
+    """By how many percent a run's step is longer than the base's, with the range that both spreads
+    allow (as claims judge it); None where either wasn't measured."""
     claim = Claim("", "", "", "", run.lab, ("base", "run"), "", needs="any")
     try:
         ratio = Evidence(claim, {(run.lab, "base"): base, (run.lab, "run"): run}).ratio("base", "run")

@@ -1,4 +1,5 @@
-"""What judges go by: the runs that a claim needs, asked for by name, and numbers with their spread."""
+"""What judges go by: the runs that a claim needs, asked for by name, and numbers with their spread.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +39,9 @@ class NotTestable(Exception):
 
 
 class Spread(NamedTuple):
-    """A measured quantity: its 10th percentile, median and 90th percentile, and how many samples they come from."""
+    """A measured quantity: its 10th percentile, median and 90th percentile, and how many samples
+    they come from.
+    """
 
     low: float
     median: float
@@ -46,12 +49,16 @@ class Spread(NamedTuple):
     n: int
 
     def overlaps(self, other: Spread) -> bool:
-        """Whether the two p10-p90 ranges share a point: then the difference doesn't exceed the spread."""
+        """Whether the two p10-p90 ranges share a point: then the difference doesn't exceed the
+        spread.
+        """
         return self.low <= other.high and other.low <= self.high
 
 
 class Ratio(NamedTuple):
-    """How many times as large a quantity is: least, by the medians (or the median, step by step), most."""
+    """How many times as large a quantity is: least, by the medians (or the median, step by step),
+    most.
+    """
 
     low: float
     middle: float
@@ -71,10 +78,12 @@ class Ratio(NamedTuple):
 
 
 class Evidence:
-    """The runs that one claim needs, asked for by name. Raises `NotTestable` where a run or a metric isn't there.
+    """The runs that one claim needs, asked for by name. Raises `NotTestable` where a run or a
+    metric isn't there.
 
-    It also refuses what can't be compared: GPU claims on a CPU, and runs of different scales, machines or workloads.
-    Where a claim compares one change with another ("than_before" to "than_after"), each may be on its own workload.
+    It also refuses what can't be compared: GPU claims on a CPU, and runs of different scales,
+    machines or workloads. Where a claim compares one change with another ("than_before" to
+    "than_after"), each may be on its own workload.
     """
 
     def __init__(self, claim: Claim, runs: Runs) -> None:
@@ -92,12 +101,15 @@ class Evidence:
                 values = sorted({str(value_of(self.runs[name])) for name in compared if name in self.runs})
                 if len(values) > 1:
                     raise NotTestable(
-                        f"The runs on record differ in {what} ({', '.join(values)}) and can't be compared. "
+                        f"The runs on record differ in {what} ({', '.join(values)}) and can't be "
+                        "compared. "
                         f"Type: labutils run {self.lab}"
                     )
 
     def _changes(self) -> list[Iterable[str]]:
-        """The names of the runs that are compared with each other: all, or those of each of two changes."""
+        """The names of the runs that are compared with each other: all, or those of each of two
+        changes.
+        """
         if "than_before" not in self.how:
             return [self.runs]
         return [[self.how[end] for end in ends] for ends in (("before", "after"), ("than_before", "than_after"))]
@@ -114,7 +126,9 @@ class Evidence:
 
     @property
     def disturbance(self) -> str:
-        """What that means. The spread doesn't tell of it: a neighbour that begins or ends shifts all that follows."""
+        """What that means. The spread doesn't tell of it: a neighbour that begins or ends shifts
+        all that follows.
+        """
         labs = "another lab" if self.beside == 1 else f"{self.beside} other labs"
         return f"But {labs} ran beside it, which may have shifted it. Alone: labutils run {self.lab} --force"
 
@@ -140,7 +154,8 @@ class Evidence:
         return [s for s in map(as_number, as_list(as_mapping(self.run(name).samples).get(metric))) if s is not None]
 
     def spread(self, name: str, metric: str) -> Spread:
-        """A metric with its spread: from its summary, else from its samples, else the bare number."""
+        """A metric with its spread: from its summary, else from its samples, else the bare number.
+        """
         run = self.run(name)
         summary = as_mapping(run.metrics).get(metric)
         if not isinstance(summary, Mapping):
@@ -154,7 +169,9 @@ class Evidence:
         return Spread(value, value, value, 1)
 
     def _rate(self, run: Run, metric: str) -> dict[str, float] | None:
-        """The spread of the examples a second of steps that all take in as many: that of their times."""
+        """The spread of the examples a second of steps that all take in as many: that of their
+        times.
+        """
         step, value = as_mapping(as_mapping(run.metrics).get("step_ms")), as_mapping(run.metrics).get(metric)
         parts = [as_number(step.get(part)) for part in ("p10", "median", "p90", "n")]
         alike = "tokens" not in as_mapping(run.samples) and all(parts)
@@ -170,7 +187,8 @@ class Evidence:
             raise NotTestable(f"The run {name!r} recorded {metric} = {spread.low:g}, which is no duration.")
         if spread.n < FEWEST_SAMPLES:
             raise NotTestable(
-                f"The run {name!r} has {spread.n} sample(s) of {metric}; a spread takes at least {FEWEST_SAMPLES}. "
+                f"The run {name!r} has {spread.n} sample(s) of {metric}; a spread takes at least "
+                f"{FEWEST_SAMPLES}. "
                 f"Type: labutils run {self.lab} --force"
                 + (f" -p steps {FEWEST_SAMPLES}" if metric == "step_ms" else "")
             )
@@ -186,7 +204,9 @@ class Evidence:
         return Ratio(second.low / first.high, second.median / first.median, second.high / first.low, paired=False)
 
     def _pairs(self, before: str, after: str, metric: str) -> list[tuple[float, float]]:
-        """The times of two runs step by step; [] unless both took in the same, as far as the shorter one goes."""
+        """The times of two runs step by step; [] unless both took in the same, as far as the
+        shorter one goes.
+        """
         samples = [as_mapping(self.run(name).samples) for name in (before, after)]
         taken, times = ([as_list(of.get(key)) for of in samples] for key in ("useful_tokens", metric))
         steps = min(map(len, (*taken, *times)))
@@ -197,7 +217,8 @@ class Evidence:
     def failure(self, name: str) -> str | None:
         """What the run failed with, or None where it succeeded.
 
-        A lab that provokes a failure records the metrics `failed` (0 or 1) and `message`; else the status decides.
+        A lab that provokes a failure records the metrics `failed` (0 or 1) and `message`; else the
+        status decides.
         """
         run = self.run(name)
         failed = as_number(as_mapping(run.metrics).get("failed"))
@@ -229,7 +250,8 @@ def _nothing_on_record(claim: Claim, runs: Runs) -> str:
     if claim.needs == "gpu" and not any(as_mapping(run.machine).get("gpu") for run in others):
         return "It is a statement about a GPU, and these runs were made without one."
     return (
-        f"Lab {claim.lab} has made none of the runs that it takes ({', '.join(claim.runs)}): they need another "
+        f"Lab {claim.lab} has made none of the runs that it takes ({', '.join(claim.runs)}): they "
+        "need another "
         "machine, a larger scale or one of the lab's options, which its parameters cell lists."
     )
 

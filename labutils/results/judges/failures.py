@@ -8,7 +8,9 @@ from labutils.results.judges.words import first_line, rounded
 
 
 def fails(claim: Claim, evidence: Evidence) -> Finding:
-    """The run failed with one of `how["words"]` in its message. Another failure is inconclusive, success refutes."""
+    """The run failed with one of `how["words"]` in its message. Another failure is inconclusive,
+    success refutes.
+    """
     message = evidence.failure(claim.how["run"])
     if message is None:
         return Finding(REFUTED, "no failure", "It runs without failing.")
@@ -18,7 +20,9 @@ def fails(claim: Claim, evidence: Evidence) -> Finding:
 
 
 def cured(claim: Claim, evidence: Evidence) -> Finding:
-    """`how["failing"]` fails and `how["working"]` doesn't; where nothing fails there is nothing to cure."""
+    """`how["failing"]` fails and `how["working"]` doesn't; where nothing fails there is nothing to
+    cure.
+    """
     ill, well = evidence.failure(claim.how["failing"]), evidence.failure(claim.how["working"])
     if ill is None:
         return Finding(INCONCLUSIVE, "no failure", "Nothing failed that could be cured.")
@@ -28,7 +32,8 @@ def cured(claim: Claim, evidence: Evidence) -> Finding:
 
 
 def fails_only_with(claim: Claim, evidence: Evidence) -> Finding:
-    """`how["failing"]` fails and `how["control"]`, without the blamed cause, doesn't. If both fail, it isn't the cause.
+    """`how["failing"]` fails and `how["control"]`, without the blamed cause, doesn't. If both fail,
+    it isn't the cause.
 
     Refuted as well where nothing fails although the blamed cause is there.
     """
@@ -43,7 +48,8 @@ def fails_only_with(claim: Claim, evidence: Evidence) -> Finding:
 
 
 def needs_both(claim: Claim, evidence: Evidence) -> Finding:
-    """`how["metric"]` is lower with `both` than with `neither`, and with neither of `alone`, each beyond the spread.
+    """`how["metric"]` is lower with `both` than with `neither`, and with neither of `alone`, each
+    beyond the spread.
 
     Inconclusive where not even both together help by more than the spread.
     """
@@ -71,11 +77,14 @@ def warns_then_fails(claim: Claim, evidence: Evidence) -> Finding:
 
 
 def fails_on_capability(claim: Claim, evidence: Evidence) -> Finding:
-    """As `fails`; only a card of compute capability `how["capability"]` can tell (the run `how["machine"]` knows)."""
+    """As `fails`; only a card of compute capability `how["capability"]` can tell (the run
+    `how["machine"]` knows).
+    """
     capability = str(as_mapping(evidence.run(claim.how["machine"]).machine).get("compute_capability", "unknown"))
     if capability != claim.how["capability"]:
         raise NotTestable(
-            f"It takes a card of compute capability {claim.how['capability']}; this one has {capability}."
+            f"It takes a card of compute capability {claim.how['capability']}; this one has "
+            f"{capability}."
         )
     return fails(claim, evidence)
 

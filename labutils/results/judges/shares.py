@@ -1,4 +1,6 @@
-"""Judges of changes in percent: time, memory and loss saved or added, and what that makes of a plan."""
+"""Judges of changes in percent: time, memory and loss saved or added, and what that makes of a
+plan.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from labutils.results.judges.words import percents
 
 
 class Change(NamedTuple):
-    """How much less (or more) a metric is in one run than in another, in %: least, by the medians, most."""
+    """How much less (or more) a metric is in one run than in another, in %: least, by the medians,
+    most.
+    """
 
     low: float
     middle: float
@@ -35,7 +39,8 @@ def _in_percent(low: float, middle: float, high: float, towards: str) -> Change:
 
 
 def _changes(claim: Claim, evidence: Evidence) -> dict[str, Change]:
-    """For each pair of runs of which both recorded `how["metric"]`: the batch size (or the run's name), the change.
+    """For each pair of runs of which both recorded `how["metric"]`: the batch size (or the run's
+    name), the change.
 
     Raises `NotTestable` where there is no such pair.
     """
@@ -76,10 +81,12 @@ def _listed(changes: Mapping[str, Change], towards: str) -> str:
 
 
 def changes(claim: Claim, evidence: Evidence) -> Finding:
-    """`how["metric"]` is less (or more) by the published % in each measured pair, give or take `tolerance` (a share).
+    """`how["metric"]` is less (or more) by the published % in each measured pair, give or take
+    `tolerance` (a share).
 
-    Published is one number or a range; `towards` says which way. Runs are paired in the order of `before` and `after`;
-    pairs that were not measured (out of memory) are left out. One pair beyond it by more than its spread refutes.
+    Published is one number or a range; `towards` says which way. Runs are paired in the order of
+    `before` and `after`; pairs that were not measured (out of memory) are left out. One pair beyond
+    it by more than its spread refutes.
     """
     found = _changes(claim, evidence)
     low, high = claim.published[0] - 100 * claim.tolerance, claim.published[-1] + 100 * claim.tolerance
@@ -97,7 +104,9 @@ def changes(claim: Claim, evidence: Evidence) -> Finding:
 
 
 def _missed(claim: Claim, some: Mapping[str, Change], of: Mapping[str, Change]) -> str:
-    """How some of the pairs miss what was published: "Smaller than published at b1, larger than published at b4"."""
+    """How some of the pairs miss what was published: "Smaller than published at b1, larger than
+    published at b4".
+    """
     most = max(claim.published)
     ways: dict[str, dict[str, Change]] = {}
     for name, change in some.items():
@@ -118,8 +127,8 @@ def _where(some: Mapping[str, Change], of: Mapping[str, Change]) -> str:
 
 
 def grows(claim: Claim, evidence: Evidence) -> Finding:
-    """The change (see `changes`) is larger in the last measured pair than in the first, by more than `tolerance`
-    (a share) and than the spread. It takes two pairs."""
+    """The change (see `changes`) is larger in the last measured pair than in the first, by more
+    than `tolerance` (a share) and than the spread. It takes two pairs."""
     found = _changes(claim, evidence)
     if len(found) < 2:
         raise NotTestable(f"One batch size was measured; growth takes two. Type: labutils run {claim.lab}")
@@ -134,9 +143,11 @@ def grows(claim: Claim, evidence: Evidence) -> Finding:
 
 
 def multiple(claim: Claim, evidence: Evidence) -> Finding:
-    """`how["metric"]` of `after` over that of `before` is the published multiple within a factor of `tolerance`.
+    """`how["metric"]` of `after` over that of `before` is the published multiple within a factor of
+    `tolerance`.
 
-    Within the square of that factor it is inconclusive: one sample of a first step is not to be trusted further.
+    Within the square of that factor it is inconclusive: one sample of a first step is not to be
+    trusted further.
     """
     metric = claim.how["metric"]
     before, after = (positive(evidence, claim.how[end], metric).median for end in ("before", "after"))
@@ -152,10 +163,12 @@ def multiple(claim: Claim, evidence: Evidence) -> Finding:
 
 
 def breaks_even(claim: Claim, evidence: Evidence) -> Finding:
-    """`after` has caught up with `before` after the published number of steps, within a factor of `tolerance`.
+    """`after` has caught up with `before` after the published number of steps, within a factor of
+    `tolerance`.
 
-    That is the extra time of its first step over what each later one saves. Never, where its steps are no shorter. The
-    few percent that two runs differ by, one after the other, may be the machine's drift: they must lie apart as wholes.
+    That is the extra time of its first step over what each later one saves. Never, where its steps
+    are no shorter. The few percent that two runs differ by, one after the other, may be the
+    machine's drift: they must lie apart as wholes.
     """
     before, after = (evidence.duration(claim.how[end]) for end in ("before", "after"))
     ratio = evidence.ratio(claim.how["before"], claim.how["after"])
@@ -176,7 +189,9 @@ def breaks_even(claim: Claim, evidence: Evidence) -> Finding:
 
 
 def gains_less(claim: Claim, evidence: Evidence) -> Finding:
-    """From `before` to `after` the step shrinks by a smaller share than from `than_before` to `than_after`."""
+    """From `before` to `after` the step shrinks by a smaller share than from `than_before` to
+    `than_after`.
+    """
     asked = [claim.how[end] for end in ("before", "after", "than_before", "than_after")]
     mine, other = (_change_of_time(evidence, *pair, "less") for pair in (asked[:2], asked[2:]))
     shown = f"{-mine.middle:+.0f} % against {-other.middle:+.0f} %"
@@ -189,9 +204,11 @@ def gains_less(claim: Claim, evidence: Evidence) -> Finding:
 
 
 def helps(claim: Claim, evidence: Evidence) -> Finding:
-    """`how["metric"]` is `towards` less (or more) from `before` to `after`, by `at_least` so many percent and surely.
+    """`how["metric"]` is `towards` less (or more) from `before` to `after`, by `at_least` so many
+    percent and surely.
 
-    Or from the first to the second of the `metrics` of one `run`. Refuted if even the best of its range falls short.
+    Or from the first to the second of the `metrics` of one `run`. Refuted if even the best of its
+    range falls short.
     """
     how = claim.how
     if "run" in how:
@@ -222,15 +239,19 @@ def beyond(claim: Claim, evidence: Evidence) -> Finding:
 
 
 TRAINED = 0.85
-"""A model with random weights has been trained if its loss has come down to this share of what it was."""
+"""A model with random weights has been trained if its loss has come down to this share of what it
+was.
+"""
 
 
 def loss_moves(claim: Claim, evidence: Evidence) -> Finding:
-    """The loss moves from `before` to `after` as published less `tolerance` (a share), on every seed the same way.
+    """The loss moves from `before` to `after` as published less `tolerance` (a share), on every
+    seed the same way.
 
-    Seeds are the samples of `how["metric"]`, compared one by one where both runs have the same. An effect of the
-    published size that their spread could hide is inconclusive; one that would have shown and didn't is refuted, unless
-    the weights are random and were hardly trained: such a model has nothing to lose.
+    Seeds are the samples of `how["metric"]`, compared one by one where both runs have the same. An
+    effect of the published size that their spread could hide is inconclusive; one that would have
+    shown and didn't is refuted, unless the weights are random and were hardly trained: such a model
+    has nothing to lose.
     """
     before, after, moved, spread = _losses(claim, evidence, "after")
     published = 100 * (claim.published[1] / claim.published[0] - 1)
@@ -248,7 +269,9 @@ def loss_moves(claim: Claim, evidence: Evidence) -> Finding:
 
 
 def brings_back(claim: Claim, evidence: Evidence) -> Finding:
-    """The loss lies outside the seeds' spread in `after`, inside it again in `cured`. Never outside: inconclusive."""
+    """The loss lies outside the seeds' spread in `after`, inside it again in `cured`. Never
+    outside: inconclusive.
+    """
     _, _, ill, spread = _losses(claim, evidence, "after")
     _, _, well, _ = _losses(claim, evidence, "cured")
     shown = f"{ill.middle:+.{_places(ill)}f} % → {well.middle:+.{_places(well)}f} %"
@@ -259,14 +282,16 @@ def brings_back(claim: Claim, evidence: Evidence) -> Finding:
 
 
 def _losses(claim: Claim, evidence: Evidence, end: str) -> tuple[Spread, Spread, Change, float]:
-    """Losses over seeds of `before` and of `end`; their change in %, seed by seed where both have the same number of
-    seeds; and by how many % of the median the seeds of `before` alone spread the loss."""
+    """Losses over seeds of `before` and of `end`; their change in %, seed by seed where both have
+    the same number of seeds; and by how many % of the median the seeds of `before` alone spread the
+    loss."""
     metric, names = claim.how["metric"], (claim.how["before"], claim.how[end])
     before, after = (positive(evidence, name, metric) for name in names)
     for name, losses in zip(names, (before, after), strict=True):
         if losses.n < FEWEST_SAMPLES:
             raise NotTestable(
-                f"The run {name!r} has the losses of {losses.n} seed(s); a spread takes {FEWEST_SAMPLES}."
+                f"The run {name!r} has the losses of {losses.n} seed(s); a spread takes "
+                f"{FEWEST_SAMPLES}."
             )
     seeds = [evidence.samples(name, metric) for name in names]
     low, high = (min(seeds[0]), max(seeds[0])) if seeds[0] else (before.low, before.high)
@@ -292,14 +317,16 @@ def _told(change: Change, spread: float) -> str:
     """How far the change reaches over seeds, and by how many % they spread one method's loss."""
     reach = f"{change.low:+.{_places(change)}f} to {change.high:+.{_places(change)}f} %"
     return (
-        f"by seed the change is {reach}, and seeds alone spread the loss over {spread:.{1 if spread >= 1 else 2}f} %."
+        f"by seed the change is {reach}, and seeds alone spread the loss over "
+        f"{spread:.{1 if spread >= 1 else 2}f} %."
     )
 
 
 def keeps_up(claim: Claim, evidence: Evidence) -> Finding:
     """`how["metric"]`, a cost, is at most `tolerance` (a share) higher in `after` than in `before`.
 
-    Up to twice the tolerance it is inconclusive, and so it is where the spread reaches as far from the other side.
+    Up to twice the tolerance it is inconclusive, and so it is where the spread reaches as far from
+    the other side.
     """
     metric, most = claim.how["metric"], 100 * claim.tolerance
     before, after = (positive(evidence, claim.how[end], metric) for end in ("before", "after"))
@@ -318,8 +345,9 @@ def keeps_up(claim: Claim, evidence: Evidence) -> Finding:
 
 
 def amdahl(claim: Claim, evidence: Evidence) -> Finding:
-    """What is left untouched explains the gain: if a part `share` of the step keeps its time and the rest runs `rate`
-    times as fast, the step shrinks by as much as it does from `before` to `after`, give or take `tolerance` (a share).
+    """What is left untouched explains the gain: if a part `share` of the step keeps its time and
+    the rest runs `rate` times as fast, the step shrinks by as much as it does from `before` to
+    `after`, give or take `tolerance` (a share).
 
     A step that shrinks by less has been held up by something else.
     """

@@ -1,4 +1,5 @@
-"""Judges of times and rates: which is faster, by how much, how a curve runs, what a limit allows."""
+"""Judges of times and rates: which is faster, by how much, how a curve runs, what a limit allows.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +9,11 @@ from labutils.results.judges.words import percents, rounded, unit_of
 
 
 def speedup(claim: Claim, evidence: Evidence) -> Finding:
-    """Ratio of `step_ms`, `before` / `after`, is the published one less `tolerance` (a share of its gain).
+    """Ratio of `step_ms`, `before` / `after`, is the published one less `tolerance` (a share of its
+    gain).
 
-    A ratio that can't be told from 1 is never confirmed. Refuted if even the best one in its range falls short.
+    A ratio that can't be told from 1 is never confirmed. Refuted if even the best one in its range
+    falls short.
     """
     before, after = evidence.duration(claim.how["before"]), evidence.duration(claim.how["after"])
     published = claim.published[0] / claim.published[1]
@@ -44,7 +47,8 @@ def _ordered(evidence: Evidence, quick: str, slow: str, before: str, after: str)
     spreads = {name: evidence.duration(name) for name in (quick, slow)}
     ratio = evidence.ratio(before, after)
     shown = (
-        f"{rounded(spreads[before].median)} → {rounded(spreads[after].median)} ms ({100 * (ratio.middle - 1):+.0f} %)"
+        f"{rounded(spreads[before].median)} → {rounded(spreads[after].median)} ms "
+        f"({100 * (ratio.middle - 1):+.0f} %)"
     )
     if ratio.unsure:
         return Finding(INCONCLUSIVE, shown, ratio.why_unsure)
@@ -53,7 +57,9 @@ def _ordered(evidence: Evidence, quick: str, slow: str, before: str, after: str)
 
 
 def shape(claim: Claim, evidence: Evidence) -> Finding:
-    """Each run of `how["sweep"]` as a share of the first lies within `tolerance` (absolute) of the published share."""
+    """Each run of `how["sweep"]` as a share of the first lies within `tolerance` (absolute) of the
+    published share.
+    """
     spreads = [evidence.duration(name) for name in claim.how["sweep"]]
     first, published_first = spreads[0], claim.published[0]
     shown = ", ".join(rounded(s.median) for s in spreads) + " ms"
@@ -69,7 +75,8 @@ def shape(claim: Claim, evidence: Evidence) -> Finding:
 
 
 def optimum(claim: Claim, evidence: Evidence) -> Finding:
-    """`how["best"]` takes the least time of `how["sweep"]`, told apart from all others. Runs that failed don't compete.
+    """`how["best"]` takes the least time of `how["sweep"]`, told apart from all others. Runs that
+    failed don't compete.
 
     Inconclusive where it can't be told from the fastest, or the fastest (it) not from others.
     """
@@ -78,7 +85,8 @@ def optimum(claim: Claim, evidence: Evidence) -> Finding:
     wanted = claim.how["best"]
     if wanted not in spreads or len(spreads) < 3:
         raise NotTestable(
-            f"{wanted!r} and at least two other runs of the sweep are needed, and {len(spreads)} are usable. "
+            f"{wanted!r} and at least two other runs of the sweep are needed, and {len(spreads)} "
+            "are usable. "
             f"Type: labutils run {claim.lab}"
         )
     best = min(spreads, key=lambda name: spreads[name].median)
@@ -96,7 +104,8 @@ def optimum(claim: Claim, evidence: Evidence) -> Finding:
 
 
 def falls(claim: Claim, evidence: Evidence) -> Finding:
-    """`how["metric"]` falls from `before` to `after` by `how["at_least"]`, or the published % less `tolerance`.
+    """`how["metric"]` falls from `before` to `after` by `how["at_least"]`, or the published % less
+    `tolerance`.
 
     Overlapping p10-p90 ranges are inconclusive.
     """
@@ -112,12 +121,14 @@ def falls(claim: Claim, evidence: Evidence) -> Finding:
     return Finding(
         verdict,
         shown,
-        f"{metric} {'falls' if fall > 0 else 'rises'} by {abs(100 * fall):.0f} %; {100 * needed:.0f} % were needed.",
+        f"{metric} {'falls' if fall > 0 else 'rises'} by {abs(100 * fall):.0f} %; "
+        f"{100 * needed:.0f} % were needed.",
     )
 
 
 def rises(claim: Claim, evidence: Evidence) -> Finding:
-    """`how["metric"]` (0..1) rises from `before` to `after` by the published points less `tolerance` (a share of them).
+    """`how["metric"]` (0..1) rises from `before` to `after` by the published points less
+    `tolerance` (a share of them).
 
     Utilisation is sampled coarsely: within five points below what was needed it is inconclusive.
     """
@@ -131,7 +142,8 @@ def rises(claim: Claim, evidence: Evidence) -> Finding:
 
 
 def limit(claim: Claim, evidence: Evidence) -> Finding:
-    """The sum of `how["metrics"]` is `at_most` or `at_least` a limit; nearer to it than `tolerance` is inconclusive.
+    """The sum of `how["metrics"]` is `at_most` or `at_least` a limit; nearer to it than `tolerance`
+    is inconclusive.
 
     So is a prediction that misses it by less than the share of it by which it may be `off`.
     """
@@ -149,7 +161,9 @@ def limit(claim: Claim, evidence: Evidence) -> Finding:
 
 
 def outweighs(claim: Claim, evidence: Evidence) -> Finding:
-    """The sum of the shares `how["heavier"]` exceeds that of `how["lighter"]`. Within `tolerance`: inconclusive."""
+    """The sum of the shares `how["heavier"]` exceeds that of `how["lighter"]`. Within `tolerance`:
+    inconclusive.
+    """
     run = claim.how["run"]
     heavy, light = (sum(evidence.number(run, m) for m in claim.how[side]) for side in ("heavier", "lighter"))
     verdict = INCONCLUSIVE if abs(heavy - light) < claim.tolerance else CONFIRMED if heavy > light else REFUTED

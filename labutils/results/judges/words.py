@@ -16,7 +16,9 @@ def figures(value: float) -> str:
 
 
 def percents(share: float) -> str:
-    """A share of 0..1 as text, a small one to two figures: "1 % was found, where at most 1 % is meant" says nothing."""
+    """A share of 0..1 as text, a small one to two figures: "1 % was found, where at most 1 % is
+    meant" says nothing.
+    """
     return f"{100 * share:.2g} %" if abs(share) < 0.095 else f"{100 * share:.0f} %"
 
 

@@ -1,12 +1,14 @@
-"""Where a training step's time goes, and which fixes pay: for a script, a trace, a run on record, or a recipe.
+"""Where a training step's time goes, and which fixes pay: for a script, a trace, a run on record,
+or a recipe.
 
     diagnosis = diagnose(sources.of_trace("x.pt.trace.json"))
     diagnosis.budget                      share of time -> milliseconds; they add up to the step
     diagnosis.fixes[0].name, .gain        ranked, each with its predicted gain by itself
 
-`script` runs a script with hooks and clocks in its process (`inside`), `sources` makes evidence of that, of traces and
-of runs, `budget` shares the step's time out, `fixes` are the rules, by replaying the step's `replay.Queue` with one
-thing changed, `telling` prints it, and `ablations` measures what was predicted on the course's own loop.
+`script` runs a script with hooks and clocks in its process (`inside`), `sources` makes evidence of
+that, of traces and of runs, `budget` shares the step's time out, `fixes` are the rules, by
+replaying the step's `replay.Queue` with one thing changed, `telling` prints it, and `ablations`
+measures what was predicted on the course's own loop.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ WORTH = 0.03
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """`fixes`: all that a rule spoke of, by their gain; `budget`: share -> milliseconds of `evidence.step_ms`."""
+    """`fixes`: all that a rule spoke of, by their gain; `budget`: share -> milliseconds of
+    `evidence.step_ms`.
+    """
 
     evidence: Evidence
     fixes: tuple[Fix, ...]

@@ -8,7 +8,13 @@ from collections.abc import Mapping
 from labutils.profiling.trace import Trace
 from labutils.tools.diagnose.replay import Queue
 
-DATA, COPIES, SYNC, LAUNCH, LOG = "waiting for data", "copies alone", "waiting for the GPU", "launching", "logging"
+DATA, COPIES, SYNC, LAUNCH, LOG = (
+    "waiting for data",
+    "copies alone",
+    "waiting for the GPU",
+    "launching",
+    "logging",
+)
 OPTIMIZER, HOST, CALLING = "optimizer", "host, other", "calling operators, and Python"
 HOW_READ = {
     DATA: "no batch is ready",
@@ -22,9 +28,12 @@ HOW_READ = {
 }
 
 
-def of_gpu(trace: Trace, queue: Queue, step_ms: float, data_ms: float | None, log_ms: float) -> dict[str, float]:
-    """The shares of a trace with GPU work (`Trace.partition`): kernels by kind, those of the optimizer apart, and what
-    the host did while none ran. What it wrote meanwhile is taken off its own time."""
+def of_gpu(
+    trace: Trace, queue: Queue, step_ms: float, data_ms: float | None, log_ms: float
+) -> dict[str, float]:
+    """The shares of a trace with GPU work (`Trace.partition`): kernels by kind, those of the
+    optimizer apart, and what the host did while none ran. What it wrote meanwhile is taken off its
+    own time."""
     traced_data = 0.0 if data_ms is None else data_ms
     shares = trace.partition(step_ms, traced_data) if data_ms is not None else trace.partition()
     factor = step_ms / (sum(shares.values()) or 1.0)
@@ -47,16 +56,24 @@ def of_gpu(trace: Trace, queue: Queue, step_ms: float, data_ms: float | None, lo
 
 
 def of_cpu(queue: Queue, step_ms: float) -> dict[str, float]:
-    """The shares of a step on a CPU: operators by kind, the optimizer apart, and what goes with calling them."""
+    """The shares of a step on a CPU: operators by kind, the optimizer apart, and what goes with
+    calling them.
+    """
     update = sum(p.host_ms for p in queue.pieces if p.phase == "optimizer") / queue.steps
     found = kinds_of(queue)
     found[OPTIMIZER] = found.get(OPTIMIZER, 0.0) + update
-    rest = {DATA: queue.total("data_ms"), LOG: queue.total("log_ms"), CALLING: queue.total("host_ms") - update}
+    rest = {
+        DATA: queue.total("data_ms"),
+        LOG: queue.total("log_ms"),
+        CALLING: queue.total("host_ms") - update,
+    }
     return whole_of(found | rest, step_ms)
 
 
 def kinds_of(queue: Queue) -> dict[str, float]:
-    """Kind of work -> milliseconds a step on the device, without copies; the optimizer's is a kind of its own."""
+    """Kind of work -> milliseconds a step on the device, without copies; the optimizer's is a kind
+    of its own.
+    """
     found: dict[str, float] = defaultdict(float)
     for piece in queue.pieces:
         if piece.kind != "copy" and piece.ms:

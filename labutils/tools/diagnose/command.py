@@ -1,6 +1,7 @@
 """The command `labutils diagnose`: which evidence is asked for, and what is printed of it.
 
-Exit codes: 0 a diagnosis was made; 1 the script failed, or there was nothing to diagnose; 2 wrong usage.
+Exit codes: 0 a diagnosis was made; 1 the script failed, or there was nothing to diagnose; 2 wrong
+usage.
 """
 
 from __future__ import annotations
@@ -28,17 +29,22 @@ def main(
     folder: Path | None = None,
     as_json: bool = False,
 ) -> int:
-    """Diagnose one of a script, a trace and a run; returns the exit code. results: files that the run may lie in, the
-    newest last."""
+    """Diagnose one of a script, a trace and a run; returns the exit code. results: files that the
+    run may lie in, the newest last."""
     if sum((bool(command), trace is not None, run is not None)) != 1:
-        return _wrong("give one of: a script after two dashes (-- python train.py), --trace FILE, or --run NAME")
+        return _wrong(
+            "give one of: a script after two dashes (-- python train.py), --trace FILE, or --run "
+            "NAME"
+        )
     exit_code = None
     try:
         if command:
             watched = watch(command, stages, keep_going, folder)
             evidence, exit_code = watched.evidence, watched.exit_code
         else:
-            evidence = sources.of_trace(trace) if trace is not None else _of_named_run(run or "", results)
+            evidence = (
+                sources.of_trace(trace) if trace is not None else _of_named_run(run or "", results)
+            )
     except NoDiagnosis as error:
         print(f"labutils diagnose: {error}", file=sys.stderr)
         return WRONG_USAGE if error.usage else FAILED
@@ -60,14 +66,17 @@ def _after(exit_code: int | None) -> int:
     if not exit_code:
         return 0
     print(
-        f"labutils diagnose: the script ended with exit code {exit_code} after its steps were profiled.",
+        f"labutils diagnose: the script ended with exit code {exit_code} after its steps were "
+        "profiled.",
         file=sys.stderr,
     )
     return FAILED
 
 
 def _of_named_run(name: str, files: Sequence[Path]) -> Evidence:
-    """Evidence of the run of that name, "04/stock" or "stock". Raises `ValueError` where there is none, or several."""
+    """Evidence of the run of that name, "04/stock" or "stock". Raises `ValueError` where there is
+    none, or several.
+    """
     lab, _, own = name.rpartition("/")
     readings = [read_file(file) for file in files]
     check_usable(readings)
@@ -77,12 +86,19 @@ def _of_named_run(name: str, files: Sequence[Path]) -> Evidence:
         timed = [key for key, run in sorted(runs.items()) if run.metric("step_ms")]
         there = [f"{a}/{b}" for a, b in timed if lab in ("", a)] or [f"{a}/{b}" for a, b in timed]
         shown = ", ".join(there[:12]) + (" ..." if len(there) > 12 else "")
-        where = f"in {', '.join(map(str, files))}" if files else "as there are no results yet (labutils run makes some)"
+        where = (
+            f"in {', '.join(map(str, files))}"
+            if files
+            else "as there are no results yet (labutils run makes some)"
+        )
         raise ValueError(
-            f'there is no run "{name}" {where}.' + (f" Runs with a step time there: {shown}" if shown else "")
+            f'there is no run "{name}" {where}.'
+            + (f" Runs with a step time there: {shown}" if shown else "")
         )
     if len(found) > 1:
-        raise ValueError(f'several labs have a run "{name}". Name one: {", ".join(f"{a}/{b}" for a, b in found)}')
+        raise ValueError(
+            f'several labs have a run "{name}". Name one: {", ".join(f"{a}/{b}" for a, b in found)}'
+        )
     return sources.of_run(next(iter(found.values())))
 
 

@@ -1,5 +1,5 @@
-"""What a diagnosis goes by, whatever it was made from: a script that was watched, a trace, a run on record, or a recipe
-of the course at work.
+"""What a diagnosis goes by, whatever it was made from: a script that was watched, a trace, a run on
+record, or a recipe of the course at work.
 
 What is not known is None or empty, and a rule that needs it has nothing to say.
 """
@@ -17,8 +17,8 @@ from labutils.tools.diagnose.replay import Queue
 
 @dataclass(frozen=True)
 class Line:
-    """A source line, or where none is known a function: `place` "file:line", what it calls, how often and for how many
-    milliseconds a step."""
+    """A source line, or where none is known a function: `place` "file:line", what it calls, how
+    often and for how many milliseconds a step."""
 
     place: str
     what: str
@@ -32,8 +32,8 @@ class Line:
 
 @dataclass(frozen=True)
 class Loader:
-    """The DataLoader, as it was set. `fetch_cpu_ms`: processor time of making a step's batches, where the training
-    process makes them itself; `batches` it took a step; `bytes` of one."""
+    """The DataLoader, as it was set. `fetch_cpu_ms`: processor time of making a step's batches,
+    where the training process makes them itself; `batches` it took a step; `bytes` of one."""
 
     num_workers: int
     batches: float
@@ -46,8 +46,8 @@ class Loader:
 
 @dataclass(frozen=True)
 class Optimizer:
-    """The optimizer: its `name`, the form it takes (`fused`, `foreach`, `loop`, or "" where it has but one), how many
-    tensors it updates and how many bytes of them."""
+    """The optimizer: its `name`, the form it takes (`fused`, `foreach`, `loop`, or "" where it has
+    but one), how many tensors it updates and how many bytes of them."""
 
     name: str
     form: str
@@ -57,10 +57,12 @@ class Optimizer:
 
 @dataclass(frozen=True)
 class Evidence:
-    """A step's facts. Times are milliseconds an optimizer step, without the profiler where they could be timed without.
+    """A step's facts. Times are milliseconds an optimizer step, without the profiler where they
+    could be timed without.
 
-    queue: its pieces of work, the host's time already fitted to `step_ms`. budget: share of time -> milliseconds; they
-    add up to `step_ms`. padding, recomputed: parts of the tokens, and of the forward pass. memory_gb: (peak, all).
+    queue: its pieces of work, the host's time already fitted to `step_ms`. budget: share of time ->
+    milliseconds; they add up to `step_ms`. padding, recomputed: parts of the tokens, and of the
+    forward pass. memory_gb: (peak, all).
     """
 
     source: str

@@ -1,7 +1,8 @@
 """Rules, one a fix: what in the evidence calls for it, what the step would last with it, and why.
 
-Each gain is predicted by itself, by replaying the step's queue with one thing changed (`replay`); the gains of several
-don't add up, as what one has saved the next can't. A rule that has nothing to go by returns None.
+Each gain is predicted by itself, by replaying the step's queue with one thing changed (`replay`);
+the gains of several don't add up, as what one has saved the next can't. A rule that has nothing to
+go by returns None.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ from labutils.tools.diagnose.replay import (
 
 @dataclass(frozen=True)
 class Fix:
-    """`gain`: the predicted share of the step's time saved, 0 to 1; where `per` says so, of the time that an example or
-    a useful token takes. `do`: what to type. `sources`: "file:line" of what is to be changed. `changes`: the fields of
-    a `Recipe` that make it, {} where it is no knob."""
+    """`gain`: the predicted share of the step's time saved, 0 to 1; where `per` says so, of the
+    time that an example or a useful token takes. `do`: what to type. `sources`: "file:line" of what
+    is to be changed. `changes`: the fields of a `Recipe` that make it, {} where it is no knob."""
 
     name: str
     gain: float
@@ -48,10 +49,12 @@ class Fix:
 Rule = Callable[[Evidence], Fix | None]
 
 
-# ------------------------------------------------------------------------------------------------------------ the data
+# ---------------------------------------------------------------------------------------- the data
 
 HAND_OVER_MS = 0.3
-"""What a batch that a worker has ready costs the training process, and besides `HAND_OVER_GB_PER_S`."""
+"""What a batch that a worker has ready costs the training process, and besides
+`HAND_OVER_GB_PER_S`.
+"""
 HAND_OVER_GB_PER_S = 4.0
 MOST_WORKERS = 16
 NEARLY = 0.03
@@ -59,20 +62,27 @@ NEARLY = 0.03
 
 
 def workers(e: Evidence) -> Fix | None:
-    """More worker processes: the wait for data is replaced by what they leave of it. More than there are cores are
-    looked at only where making a batch is known to be mostly waiting, for a disk or a network.
+    """More worker processes: the wait for data is replaced by what they leave of it. More than
+    there are cores are looked at only where making a batch is known to be mostly waiting, for a
+    disk or a network.
 
-    step(N) = max(step without the wait, time to make a step's batches / N, all processor time / cores). A starved loop
-    takes as long as its workers make it wait, which tells how long they take.
+    step(N) = max(step without the wait, time to make a step's batches / N, all processor time /
+    cores). A starved loop takes as long as its workers make it wait, which tells how long they
+    take.
     """
     if e.loader is None or e.data_ms <= 0 or not e.loader.batches:
         return None
-    now, hand_over = e.loader.num_workers, e.loader.batches * (HAND_OVER_MS + e.loader.bytes / HAND_OVER_GB_PER_S / 1e6)
+    now, hand_over = (
+        e.loader.num_workers,
+        e.loader.batches * (HAND_OVER_MS + e.loader.bytes / HAND_OVER_GB_PER_S / 1e6),
+    )
     if e.data_ms <= 1.2 * hand_over and now:
         return None
     fetch = e.data_ms if now == 0 else now * e.step_ms
     fed = e.queue.changed(_data_of(e, min(hand_over, e.data_ms)))
-    busy = _processor_ms(e) + (e.loader.fetch_cpu_ms if e.loader.fetch_cpu_ms is not None else fetch)
+    busy = _processor_ms(e) + (
+        e.loader.fetch_cpu_ms if e.loader.fetch_cpu_ms is not None else fetch
+    )
     most = MOST_WORKERS if e.loader.fetch_cpu_ms is not None else min(MOST_WORKERS, max(1, e.cores))
     steps = {n: max(fed.step_ms, fetch / n, busy / e.cores) for n in range(now + 1, most + 1)}
     if not steps:
@@ -114,12 +124,14 @@ def _share(e: Evidence, step_ms: float) -> float:
 TO_LINES = (".to()", "to", "Tensor.to", "Tensor.cuda", "aten::to", "aten::copy_", "aten::_to_copy")
 """What lines call that copy to the GPU, by the hooks' account and by a trace's."""
 PINNED = 0.45
-"""How long a copy to the GPU takes from page-locked memory, of what it takes from ordinary memory: on an H200's host 55
-against 25 GB/s."""
+"""How long a copy to the GPU takes from page-locked memory, of what it takes from ordinary memory:
+on an H200's host 55 against 25 GB/s."""
 
 
 def pinning(e: Evidence) -> Fix | None:
-    """Page-locked batches and copies that don't wait: the host runs on, and the copies themselves get shorter."""
+    """Page-locked batches and copies that don't wait: the host runs on, and the copies themselves
+    get shorter.
+    """
     copies = [p for p in e.queue.pieces if p.kind == COPY and p.waits == TO_DEVICE]
     if not e.on_gpu or not copies:
         return None
@@ -142,12 +154,12 @@ def pinning(e: Evidence) -> Fix | None:
     )
 
 
-# --------------------------------------------------------------------------------------------------- waits and writing
+# ------------------------------------------------------------------------------- waits and writing
 
 
 def syncs(e: Evidence) -> Fix | None:
-    """Values that are read each step: without the waits the host runs ahead of the GPU. On a CPU there is no one to
-    wait for, and nothing is gained."""
+    """Values that are read each step: without the waits the host runs ahead of the GPU. On a CPU
+    there is no one to wait for, and nothing is gained."""
     lines = [line for line in e.reads if line.what not in TO_LINES]
     waits = sum(p.waits == READ for p in e.queue.pieces) / e.queue.steps if e.on_gpu else 0.0
     if not lines and not waits:
@@ -160,12 +172,17 @@ def syncs(e: Evidence) -> Fix | None:
     found = gain(e.queue, e.queue.changed(without_waits(READ))) if e.on_gpu else 0.0
     count = waits or sum(line.per_step for line in lines)
     why = (
-        f"The host waits for the GPU {count:.3g} times a step to read something; meanwhile it launches nothing."
+        f"The host waits for the GPU {count:.3g} times a step to read something; meanwhile it "
+        "launches nothing."
         if e.on_gpu
         else f"{count:.3g} values a step are read from tensors. On a CPU that costs nothing; on a GPU each would wait."
     )
     return Fix(
-        "syncs", found, why, "keep such values on the device, and read them every 50 steps or so", _places(lines)
+        "syncs",
+        found,
+        why,
+        "keep such values on the device, and read them every 50 steps or so",
+        _places(lines),
     )
 
 
@@ -174,9 +191,15 @@ TRIFLE = 0.002
 
 
 def logging(e: Evidence) -> Fix | None:
-    """Writing each step: its time goes, and with a recipe of this course the reads for it go as well."""
-    reads = e.recipe is not None and any(p.waits == READ and p.phase == "log" for p in e.queue.pieces)
-    if (e.log_ms < TRIFLE * e.step_ms and not reads) or (e.recipe and e.recipe.logging != "synchronous"):
+    """Writing each step: its time goes, and with a recipe of this course the reads for it go as
+    well.
+    """
+    reads = e.recipe is not None and any(
+        p.waits == READ and p.phase == "log" for p in e.queue.pieces
+    )
+    if (e.log_ms < TRIFLE * e.step_ms and not reads) or (
+        e.recipe and e.recipe.logging != "synchronous"
+    ):
         return None
     changes = [without("log_ms")]
     if e.recipe:
@@ -198,10 +221,12 @@ def _places(lines: Iterator[Line] | Sequence[Line]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(line.place for line in lines))[:5]
 
 
-# ----------------------------------------------------------------------------------------------------------- launching
+# --------------------------------------------------------------------------------------- launching
 
 GRAPH_GAP_MS = 0.00025
-"""Between two kernels of a CUDA graph: the graph of lab 04's step lasts 136.0 ms for 132.1 ms in 16,898 kernels."""
+"""Between two kernels of a CUDA graph: the graph of lab 04's step lasts 136.0 ms for 132.1 ms in
+16,898 kernels.
+"""
 GRAPH_LAUNCH_MS = 0.05
 HOST_DECIDES = 1.05
 OUTSIDE = ("data", "to_device", "log")
@@ -213,28 +238,42 @@ MOST_MERGED = 64
 
 
 def capture(e: Evidence) -> Fix | None:
-    """The whole step as one CUDA graph: what remains is the kernels, a gap after each, and waits for data."""
-    if not e.on_gpu or e.queue.step_ms < HOST_DECIDES * e.queue.device_ms or len(e.queue.pieces) < 20 * e.queue.steps:
+    """The whole step as one CUDA graph: what remains is the kernels, a gap after each, and waits
+    for data.
+    """
+    if (
+        not e.on_gpu
+        or e.queue.step_ms < HOST_DECIDES * e.queue.device_ms
+        or len(e.queue.pieces) < 20 * e.queue.steps
+    ):
         return None
     launches = len(e.queue.pieces) / e.queue.steps
     return Fix(
         "capture",
-        gain(e.queue, e.queue.changed(in_turn(without("log_ms"), captured) if e.recipe else captured)),
-        f"The GPU has work for {e.queue.device_ms:.1f} of {e.step_ms:.1f} ms: the host can't launch {launches:.0f} "
+        gain(
+            e.queue, e.queue.changed(in_turn(without("log_ms"), captured) if e.recipe else captured)
+        ),
+        f"The GPU has work for {e.queue.device_ms:.1f} of {e.step_ms:.1f} ms: the host can't "
+        f"launch {launches:.0f} "
         "pieces of work a step any faster.",
         'torch.compile(model, mode="reduce-overhead"), or torch.cuda.graph around the whole step; shapes must be fixed',
-        changes={"driver": "graph", "optimizer": "adamw-fused", "logging": "ring-buffer"} if _of_one_shape(e) else {},
+        changes={"driver": "graph", "optimizer": "adamw-fused", "logging": "ring-buffer"}
+        if _of_one_shape(e)
+        else {},
     )
 
 
 def _of_one_shape(e: Evidence) -> bool:
     """Whether a recipe's batches all have one shape, as a graph needs."""
-    return e.recipe is not None and (e.workload.startswith("sd15") or e.recipe.shapes in ("fixed", "padded", "packed"))
+    return e.recipe is not None and (
+        e.workload.startswith("sd15") or e.recipe.shapes in ("fixed", "padded", "packed")
+    )
 
 
 def captured(pieces: Pieces) -> list[Piece]:
-    """One piece for each stretch between two waits for data or writings: the host launches once, and nothing waits
-    inside. (Left apart, its kernels would fill the queue, and the host would wait for room in it.)"""
+    """One piece for each stretch between two waits for data or writings: the host launches once,
+    and nothing waits inside. (Left apart, its kernels would fill the queue, and the host would wait
+    for room in it.)"""
     stretches: list[list[Piece]] = []
     for piece in pieces:
         if piece.data_ms or piece.log_ms or not stretches:
@@ -270,7 +309,8 @@ def compiling(e: Evidence) -> Fix | None:
     return Fix(
         "compile",
         gain(e.queue, after),
-        f"{before - left:.0f} of {before:.0f} operations a step only pass over tensors next to others that do: merged "
+        f"{before - left:.0f} of {before:.0f} operations a step only pass over tensors next to "
+        "others that do: merged "
         "with them, they are neither called nor go through memory.",
         "torch.compile(model)",
         changes={"compile": "default"},
@@ -278,14 +318,24 @@ def compiling(e: Evidence) -> Fix | None:
 
 
 def merged(pieces: Pieces) -> list[Piece]:
-    """Each run of neighbours that a compiler merges becomes one piece, or as many as it has reductions, norms, and half
-    as many as casts and copies: those of weights are next to others by chance. It takes as long as the longest of them,
-    or as all of those together."""
+    """Each run of neighbours that a compiler merges becomes one piece, or as many as it has
+    reductions, norms, and half as many as casts and copies: those of weights are next to others by
+    chance. It takes as long as the longest of them, or as all of those together."""
     found: list[Piece] = []
     run: list[Piece] = []
     for piece in pieces:
-        mergeable = piece.kind in MERGED and piece.phase not in (*OUTSIDE, "encode", "optimizer", "clip")
-        goes_on = mergeable and run and piece.phase == run[0].phase and not (piece.data_ms or piece.log_ms)
+        mergeable = piece.kind in MERGED and piece.phase not in (
+            *OUTSIDE,
+            "encode",
+            "optimizer",
+            "clip",
+        )
+        goes_on = (
+            mergeable
+            and run
+            and piece.phase == run[0].phase
+            and not (piece.data_ms or piece.log_ms)
+        )
         if run and not (goes_on and len(run) < MOST_MERGED):
             found += _one_kernel(run)
             run = []
@@ -304,7 +354,10 @@ def _one_kernel(run: list[Piece]) -> list[Piece]:
         return run
     heavy = [piece for piece in run if piece.kind in HEAVY]
     count = min(len(run), max(1, len(heavy) + sum(piece.kind == CASTS for piece in run) // 2))
-    ms = max(max(piece.ms for piece in run), sum(piece.ms for piece in run if piece.kind in (*HEAVY, CASTS)))
+    ms = max(
+        max(piece.ms for piece in run),
+        sum(piece.ms for piece in run if piece.kind in (*HEAVY, CASTS)),
+    )
     host = sum(piece.host_ms for piece in run) / len(run)
     first = replace(run[0], ms=ms / count, host_ms=host)
     rest = [replace(first, data_ms=0.0, log_ms=0.0)] * (count - 1)
@@ -312,14 +365,14 @@ def _one_kernel(run: list[Piece]) -> list[Piece]:
     return [*found[:-1], replace(found[-1], waits=run[-1].waits)]
 
 
-# -------------------------------------------------------------------------------------------------------- computing
+# ------------------------------------------------------------------------------------ computing
 
 
 def precision(e: Evidence) -> Fix | None:
     """Products in another format: each of the step's own sizes takes as much less as was measured.
 
-    Autocast also casts what goes into them; a recipe of this course holds the frozen weights in it, so that whatever is
-    bound by memory moves half the bytes.
+    Autocast also casts what goes into them; a recipe of this course holds the frozen weights in it,
+    so that whatever is bound by memory moves half the bytes.
     """
     mine = [p for p in e.queue.pieces if format_of(e, p) in ("fp32", "tf32")]
     if not mine or (e.recipe and e.recipe.precision != "fp32"):
@@ -327,18 +380,23 @@ def precision(e: Evidence) -> Fix | None:
     found = {}
     for dtype in ("tf32", "bf16") if e.on_gpu else ("bf16",):
         ratios = _ratios(e, mine, dtype)
-        found[dtype] = gain(e.queue, e.queue.changed(each(lambda p, d=dtype, r=ratios: _in_format(e, p, d, r))))
+        found[dtype] = gain(
+            e.queue, e.queue.changed(each(lambda p, d=dtype, r=ratios: _in_format(e, p, d, r)))
+        )
     best = "bf16" if e.recipe else max(found, key=found.__getitem__)
     share = sum(p.ms for p in mine) / e.queue.steps / e.queue.step_ms
     told = {
         "tf32": 'torch.set_float32_matmul_precision("high")',
         "bf16": f'with torch.autocast("{e.device}", torch.bfloat16): around forward pass and loss',
     }
-    other = "".join(f" ({dtype} alone: {worth:.0%})" for dtype, worth in found.items() if dtype != best)
+    other = "".join(
+        f" ({dtype} alone: {worth:.0%})" for dtype, worth in found.items() if dtype != best
+    )
     return Fix(
         "precision",
         found[best],
-        f"Products in float32 take {share:.0%} of the step, and this machine does those sizes faster in {best}{other}."
+        f"Products in float32 take {share:.0%} of the step, and this machine does those sizes "
+        f"faster in {best}{other}."
         if found[best] > 0.005
         else f"Products in float32 take {share:.0%} of the step; no other format is faster for them here.",
         told[best],
@@ -347,7 +405,9 @@ def precision(e: Evidence) -> Fix | None:
 
 
 def format_of(e: Evidence, piece: Piece) -> str:
-    """What a product, convolution or attention computes in; "" for anything else, or where it isn't known."""
+    """What a product, convolution or attention computes in; "" for anything else, or where it isn't
+    known.
+    """
     if piece.kind not in ("GEMM", "thin GEMM", "convolution", "attention"):
         return ""
     if piece.dtype in ("bf16", "fp16", "tf32"):
@@ -358,8 +418,12 @@ def format_of(e: Evidence, piece: Piece) -> str:
     return "tf32" if e.on_gpu and e.config.get(key) else "fp32"
 
 
-def _ratios(e: Evidence, mine: Sequence[Piece], dtype: str) -> dict[tuple[Product | None, str], float]:
-    """(product, its format) -> how many times as long it takes in `dtype`; those first that take most."""
+def _ratios(
+    e: Evidence, mine: Sequence[Piece], dtype: str
+) -> dict[tuple[Product | None, str], float]:
+    """(product, its format) -> how many times as long it takes in `dtype`; those first that take
+    most.
+    """
     weight: dict[tuple[Product | None, str], float] = {}
     for piece in mine:
         key = piece.product, format_of(e, piece)
@@ -375,7 +439,9 @@ def _ratios(e: Evidence, mine: Sequence[Piece], dtype: str) -> dict[tuple[Produc
     return found
 
 
-def _in_format(e: Evidence, piece: Piece, dtype: str, ratios: dict[tuple[Product | None, str], float]) -> Piece:
+def _in_format(
+    e: Evidence, piece: Piece, dtype: str, ratios: dict[tuple[Product | None, str], float]
+) -> Piece:
     own = format_of(e, piece)
     if own in ("fp32", "tf32"):
         casts = 0.0
@@ -383,14 +449,17 @@ def _in_format(e: Evidence, piece: Piece, dtype: str, ratios: dict[tuple[Product
             casts = _casts_ms(e, piece, piece.product)
         return replace(piece, ms=piece.ms * ratios[piece.product, own] + casts)
     halved = (
-        e.recipe is not None and dtype == "bf16" and piece.kind != COPY and piece.phase not in ("optimizer", "clip")
+        e.recipe is not None
+        and dtype == "bf16"
+        and piece.kind != COPY
+        and piece.phase not in ("optimizer", "clip")
     )
     return replace(piece, ms=0.5 * piece.ms) if halved else piece
 
 
 def _casts_ms(e: Evidence, piece: Piece, product: Product) -> float:
-    """What autocast adds to a product: its weight cast in the forward pass, its weight's gradient cast back in the
-    backward pass, which has two products for that one."""
+    """What autocast adds to a product: its weight cast in the forward pass, its weight's gradient
+    cast back in the backward pass, which has two products for that one."""
     if piece.phase != "backward":
         return e.rates.cast_ms(product.k * product.n, written=2 * product.k * product.n)
     weight = product.n * max(product.m, product.k)
@@ -404,15 +473,18 @@ MEMORY = 0.9
 
 
 def batch(e: Evidence) -> Fix | None:
-    """A larger batch: whatever is done once a batch is done for more examples, and kernels that fill a part of the GPU
-    fill more of it. With accumulation, its micro-batches are merged, and the step stays what it was."""
+    """A larger batch: whatever is done once a batch is done for more examples, and kernels that
+    fill a part of the GPU fill more of it. With accumulation, its micro-batches are merged, and the
+    step stays what it was."""
     merging = e.accumulation >= 1.5
     if not merging and (e.examples is None or e.examples > FEW):
         return None
     factor = round(e.accumulation) if merging else LARGER
     if e.memory_gb:
         peak, whole = e.memory_gb
-        while factor > 1 and peak * factor > MEMORY * whole:  # more than it will take: weights don't grow
+        while (
+            factor > 1 and peak * factor > MEMORY * whole
+        ):  # more than it will take: weights don't grow
             factor //= 2
     if factor < 2:
         return None
@@ -425,7 +497,11 @@ def batch(e: Evidence) -> Fix | None:
             "micro_batch": e.recipe.micro_batch * factor,
             "accumulation": max(1, e.recipe.accumulation // factor),
         }
-    examples = f"{e.examples} example{'s' if e.examples != 1 else ''}" if e.examples else "its micro-batches"
+    examples = (
+        f"{e.examples} example{'s' if e.examples != 1 else ''}"
+        if e.examples
+        else "its micro-batches"
+    )
     return Fix(
         "batch size",
         gain(e.queue, larger),
@@ -435,7 +511,8 @@ def batch(e: Evidence) -> Fix | None:
             if merging
             else f"{factor} times as many take less each."
         ),
-        f"DataLoader(batch_size={(e.examples or 1) * factor})" + (", and less accumulation" if merging else ""),
+        f"DataLoader(batch_size={(e.examples or 1) * factor})"
+        + (", and less accumulation" if merging else ""),
         changes=changes,
         per="step" if merging else "example",
     )
@@ -445,26 +522,38 @@ def _in_a_batch(e: Evidence, piece: Piece, factor: int, merging: bool) -> Piece:
     """A piece's part for one of the former batches, when `factor` of them are one."""
     once = piece.phase in ("optimizer", "clip")
     if once:
-        return piece if merging else replace(piece, ms=piece.ms / factor, host_ms=piece.host_ms / factor)
+        return (
+            piece
+            if merging
+            else replace(piece, ms=piece.ms / factor, host_ms=piece.host_ms / factor)
+        )
     return replace(piece, ms=grown_ms(e, piece, factor) / factor, host_ms=piece.host_ms / factor)
 
 
 PARTLY, FULL = 1 / 3, 2 / 3
-"""A product that reaches the latter share of the GPU's rate fills it, in however few blocks: Hopper's kernels start one
-block on each multiprocessor, which goes from tile to tile. One below the former fills it as far as its blocks do.
-Between them neither is sure, and it is taken for a mixture of both, in proportion: a rate is measured to a few percent,
-and no prediction may jump because a product was timed a little faster. Both bounds are chosen, not measured."""
+"""A product that reaches the latter share of the GPU's rate fills it, in however few blocks:
+Hopper's kernels start one block on each multiprocessor, which goes from tile to tile. One below the
+former fills it as far as its blocks do. Between them neither is sure, and it is taken for a mixture
+of both, in proportion: a rate is measured to a few percent, and no prediction may jump because a
+product was timed a little faster. Both bounds are chosen, not measured."""
 
 
 def grown_ms(e: Evidence, piece: Piece, factor: float) -> float:
-    """Milliseconds of a piece on `factor` times as many examples: of a product at least what its FLOPs take, of any
-    other kernel so many times more as it fills the GPU more than once. On fewer examples a kernel takes less only as
-    far as it filled the GPU. On a CPU, so many times as long, or what a product's FLOPs take."""
+    """Milliseconds of a piece on `factor` times as many examples: of a product at least what its
+    FLOPs take, of any other kernel so many times more as it fills the GPU more than once. On fewer
+    examples a kernel takes less only as far as it filled the GPU. On a CPU, so many times as long,
+    or what a product's FLOPs take."""
     in_proportion = factor * piece.ms
-    by_blocks = piece.ms * max(1.0, factor * piece.fill) / max(1.0, piece.fill) if e.on_gpu else in_proportion
+    by_blocks = (
+        piece.ms * max(1.0, factor * piece.fill) / max(1.0, piece.fill)
+        if e.on_gpu
+        else in_proportion
+    )
     if piece.product is None or not piece.ms:
         return by_blocks
-    floor = e.rates.flops_ms(factor * piece.product.flops, format_of(e, piece) or piece.product.dtype)
+    floor = e.rates.flops_ms(
+        factor * piece.product.flops, format_of(e, piece) or piece.product.dtype
+    )
     if floor and factor > 1:
         return min(in_proportion, max(piece.ms, floor))
     reached = floor / in_proportion
@@ -495,7 +584,8 @@ def checkpointing(e: Evidence) -> Fix | None:
     return Fix(
         "checkpointing",
         gain(e.queue, e.queue.changed(each(shorter))),
-        f"The backward pass computes {e.recomputed:.0%} of the forward pass again to save memory.{room}",
+        f"The backward pass computes {e.recomputed:.0%} of the forward pass again to save "
+        f"memory.{room}",
         "turn activation checkpointing off, or keep it for some of the layers only",
         changes={"checkpointing": "off"},
     )
@@ -523,16 +613,24 @@ def padding(e: Evidence) -> Fix | None:
 
 
 def _packed(recipe: Recipe, workload: str) -> dict[str, Any]:
-    """The knobs that pack a recipe's texts; {} where its layers, as published, keep no examples apart in a row."""
+    """The knobs that pack a recipe's texts; {} where its layers, as published, keep no examples
+    apart in a row.
+    """
     if recipe.layers != "rewritten" or not workload.startswith(("qwen", "gpt", "llava")):
         return {}
-    return {"shapes": "packed", "micro_batch": 1, "token_budget": max(2048, 1024 * recipe.micro_batch)}
+    return {
+        "shapes": "packed",
+        "micro_batch": 1,
+        "token_budget": max(2048, 1024 * recipe.micro_batch),
+    }
 
 
-# ---------------------------------------------------------------------------------------------------------- the update
+# -------------------------------------------------------------------------------------- the update
 
 FUSED_TRAFFIC = 0.35
-"""AdamW tensor by tensor or list by list reads and writes 20 numbers a parameter, and in one kernel 7."""
+"""AdamW tensor by tensor or list by list reads and writes 20 numbers a parameter, and in one kernel
+7.
+"""
 FUSED_LAUNCHES = 1 / 12
 PER_TENSOR_MS = 0.003
 """What remains of Python for each tensor that is updated."""
@@ -557,7 +655,8 @@ def optimizer(e: Evidence) -> Fix | None:
     return Fix(
         "optimizer",
         gain(e.queue, e.queue.changed(each(fused))),
-        f"{e.optimizer.name} updates in {len(mine) / e.queue.steps:.0f} operations what one can do in one pass.",
+        f"{e.optimizer.name} updates in {len(mine) / e.queue.steps:.0f} operations what one can do "
+        "in one pass.",
         f"torch.optim.{e.optimizer.name}(..., fused=True)",
         changes={"optimizer": "adamw-fused"},
     )
@@ -568,14 +667,18 @@ CACHES = {"sd15": "latents+text", "llava": "features"}
 
 
 def caching(e: Evidence) -> Fix | None:
-    """Recipes of this course: what frozen encoders answer is kept, so that neither they nor the decoding take time."""
+    """Recipes of this course: what frozen encoders answer is kept, so that neither they nor the
+    decoding take time.
+    """
     cache = next((kind for name, kind in CACHES.items() if e.workload.startswith(name)), None)
     if e.recipe is None or cache is None or e.recipe.cache != "nothing":
         return None
     spent = e.queue.of_phase("encode")
     if not spent:
         return None
-    hand_over = min(e.data_ms, HAND_OVER_MS * e.accumulation) if cache.startswith("latents") else e.data_ms
+    hand_over = (
+        min(e.data_ms, HAND_OVER_MS * e.accumulation) if cache.startswith("latents") else e.data_ms
+    )
     changes: dict[str, Any] = {"cache": cache}
     if cache.startswith("latents"):
         changes |= {"num_workers": 0, "persistent_workers": False}

@@ -1,7 +1,8 @@
-"""What matrix products of a step's own sizes take in each format, measured here, or as data sheets have it.
+"""What matrix products of a step's own sizes take in each format, measured here, or as data sheets
+have it.
 
-A product's gain from a format depends on its size: a few rows against a large matrix are bound by memory in every
-format. So a step's own products are timed, those first that take most.
+A product's gain from a format depends on its size: a few rows against a large matrix are bound by
+memory in every format. So a step's own products are timed, those first that take most.
 """
 
 from __future__ import annotations
@@ -20,13 +21,16 @@ BUDGET_S = 4.0
 LARGEST = 4e9
 """Numbers of a product's matrices beyond which it isn't tried."""
 SHEET = {"fp32": 1.0, "tf32": 6.0, "bf16": 12.0, "fp16": 12.0}
-"""How many times as fast as fp32 large products are on a data-centre GPU, for traces of another machine: on an H200 the
-data sheet says 67, 495 and 989 TFLOP/s, of which 6 and 12 times were reached."""
+"""How many times as fast as fp32 large products are on a data-centre GPU, for traces of another
+machine: on an H200 the data sheet says 67, 495 and 989 TFLOP/s, of which 6 and 12 times were
+reached."""
 
 
 @dataclass
 class Rates:
-    """Milliseconds of products on `device`; `here`: whether this is the machine on which the step ran."""
+    """Milliseconds of products on `device`; `here`: whether this is the machine on which the step
+    ran.
+    """
 
     device: str
     here: bool = True
@@ -45,7 +49,9 @@ class Rates:
         return self.large(product.dtype, dtype)
 
     def large(self, one: str, other: str) -> float:
-        """The ratio of large products, as the machine's probe measured it; 1 where it lacks one of the formats."""
+        """The ratio of large products, as the machine's probe measured it; 1 where it lacks one of
+        the formats.
+        """
         if one not in SHEET or other not in SHEET:
             return 1.0
         if not self.here:
@@ -55,7 +61,9 @@ class Rates:
         return rates[0] / rates[1] if all(rates) else 1.0
 
     def flops_ms(self, flops: float, dtype: str) -> float:
-        """Milliseconds of so many FLOPs at the machine's own rate of large products; 0 where it is not known."""
+        """Milliseconds of so many FLOPs at the machine's own rate of large products; 0 where it is
+        not known.
+        """
         if not self.here:
             return 0.0
         rate = hardware.probe(f"tflops_{dtype}").rate(dtype) if dtype in SHEET else None
@@ -67,8 +75,8 @@ class Rates:
         return bytes / ((rate or (3000 if self.device == "cuda" else 10)) * 1e6)
 
     def cast_ms(self, numbers: float, written: float) -> float:
-        """Milliseconds of a cast that writes so many bytes. On a CPU large results are new memory each time, which the
-        system hands out page by page: that takes longer than the copying."""
+        """Milliseconds of a cast that writes so many bytes. On a CPU large results are new memory
+        each time, which the system hands out page by page: that takes longer than the copying."""
         if self.device == "cuda" or not self.here:
             return self.moved_ms(6 * numbers)
         return written / _fresh_bytes_per_ms() + self.moved_ms(4 * numbers)
@@ -80,7 +88,11 @@ class Rates:
 
     def _measured(self, product: Product) -> float | None:
         m, n, k, count = product.m, product.n, product.k, product.count
-        if self.spent_s > BUDGET_S or count * (m * k + k * n + m * n) > LARGEST or min(m, n, k, count) < 1:
+        if (
+            self.spent_s > BUDGET_S
+            or count * (m * k + k * n + m * n) > LARGEST
+            or min(m, n, k, count) < 1
+        ):
             return None
         began = time.perf_counter()
         try:
@@ -107,7 +119,10 @@ def _product(product: Product, device: str) -> Callable[[], None]:
     kinds = {"bf16": torch.bfloat16, "fp16": torch.float16}
     shape = {"device": device, "dtype": kinds.get(product.dtype, torch.float32)}
     lead = (product.count,) if product.count > 1 else ()
-    a, b = torch.randn(*lead, product.m, product.k, **shape), torch.randn(*lead, product.k, product.n, **shape)
+    a, b = (
+        torch.randn(*lead, product.m, product.k, **shape),
+        torch.randn(*lead, product.k, product.n, **shape),
+    )
     out = torch.empty(*lead, product.m, product.n, **shape)
     if device == "cpu" or product.dtype in kinds:
         return lambda: torch.matmul(a, b, out=out)
@@ -135,5 +150,7 @@ def _timed(call: Callable[[], None], device: str) -> float:
     call()
     if device == "cuda":
         burst_once = hardware.cuda.graph_of(burst) or burst
-        return statistics.median(hardware.cuda.timed(burst_once, budget_s=0.02, at_least=3)) / several
+        return (
+            statistics.median(hardware.cuda.timed(burst_once, budget_s=0.02, at_least=3)) / several
+        )
     return statistics.median(hardware.cuda.timed(call, budget_s=0.02, at_least=3))

@@ -1,12 +1,14 @@
-"""A training step as the queue that it is, and what it would last if something about it were different.
+"""A training step as the queue that it is, and what it would last if something about it were
+different.
 
-A step is a list of pieces: what the host gives the device, in order. The host takes a while to give each
-(`host_ms`), before some of them waits for data (`data_ms`) or writes a log (`log_ms`), and after some of them waits
-until the device has caught up (`waits`). `Queue.step_ms` goes through it as `labutils.profiling.step_model` does: a piece begins
-when it was given and the one before it is done. On a CPU the host does the work itself, so that everything adds up.
+A step is a list of pieces: what the host gives the device, in order. The host takes a while to give
+each (`host_ms`), before some of them waits for data (`data_ms`) or writes a log (`log_ms`), and
+after some of them waits until the device has caught up (`waits`). `Queue.step_ms` goes through it
+as `labutils.profiling.step_model` does: a piece begins when it was given and the one before it is
+done. On a CPU the host does the work itself, so that everything adds up.
 
-A fix is a function from pieces to pieces. Its predicted gain is 1 - (step after) / (step before), both replayed: what
-the replay leaves out, it leaves out of both.
+A fix is a function from pieces to pieces. Its predicted gain is 1 - (step after) / (step before),
+both replayed: what the replay leaves out, it leaves out of both.
 """
 
 from __future__ import annotations
@@ -18,14 +20,16 @@ from functools import cached_property
 from labutils.profiling.step_model import QUEUE
 
 READ, TO_DEVICE = "read", "to device"
-"""Why the host waits for the device: to read something (or for no reason but a call), or with a copy to the device that
-it can't leave alone."""
+"""Why the host waits for the device: to read something (or for no reason but a call), or with a
+copy to the device that it can't leave alone."""
 COPY = "copy"
 
 
 @dataclass(frozen=True)
 class Product:
-    """A matrix product [m, k] x [k, n], `count` of them side by side, in a format ("fp32", "tf32", "bf16", "fp16")."""
+    """A matrix product [m, k] x [k, n], `count` of them side by side, in a format ("fp32", "tf32",
+    "bf16", "fp16").
+    """
 
     m: int
     n: int
@@ -40,11 +44,11 @@ class Product:
 
 @dataclass(frozen=True)
 class Piece:
-    """One piece of work: `kind` as `measure.kinds` sorts it ("copy" for what crosses to the device), `ms` of the
-    device, and the host's part in it, in milliseconds.
+    """One piece of work: `kind` as `measure.kinds` sorts it ("copy" for what crosses to the
+    device), `ms` of the device, and the host's part in it, in milliseconds.
 
-    `product` where it is known to be one; `fill`: how much of the GPU it fills (1 and more: all of it); `dtype`: what
-    an attention or convolution computes in, where it is known.
+    `product` where it is known to be one; `fill`: how much of the GPU it fills (1 and more: all of
+    it); `dtype`: what an attention or convolution computes in, where it is known.
     """
 
     kind: str
@@ -80,10 +84,13 @@ class Queue:
         return self.lasts_ms()
 
     def lasts_ms(self, host: float = 1.0) -> float:
-        """Milliseconds an optimizer step where the host takes `host` times as long for what is its own; on a GPU from
-        the second round on, as the first starts empty."""
+        """Milliseconds an optimizer step where the host takes `host` times as long for what is its
+        own; on a GPU from the second round on, as the first starts empty."""
         if self.takes_turns:
-            return sum(lumps + host * giving + doing for lumps, giving, doing, _ in self._rows) / self.steps
+            return (
+                sum(lumps + host * giving + doing for lumps, giving, doing, _ in self._rows)
+                / self.steps
+            )
         (_, first), (_, second) = self._rounds(host)
         return (second - first) / self.steps
 
@@ -132,26 +139,32 @@ def gain(before: Queue, after: Queue) -> float:
     return min(1.0, max(0.0, 1.0 - after.step_ms / was)) if was > 0 else 0.0
 
 
-# --------------------------------------------------------------------------------------------- fitting the host's part
+# ------------------------------------------------------------------------- fitting the host's part
 
 TRACED_HOST = 0.62
-"""What a host takes untraced of what it takes under the profiler, at most: the stock loop of article A1 took 588 ms,
-and 993 traced (0.59), on one host, 533 and 861 (0.62) on another; both decided the step."""
+"""What a host takes untraced of what it takes under the profiler, at most: the stock loop of
+article A1 took 588 ms, and 993 traced (0.59), on one host, 533 and 861 (0.62) on another; both
+decided the step."""
 HOST_TELLS = 0.9
-"""A time tells of the host where a host that took none would need less than this part of it; the rest is waiting, for
-the device or for data."""
+"""A time tells of the host where a host that took none would need less than this part of it; the
+rest is waiting, for the device or for data."""
 SPREAD = 0.01
-"""By so much times differ from one to the next: the replay may last so much longer than was timed."""
+"""By so much times differ from one to the next: the replay may last so much longer than was timed.
+"""
 
 
-def fitted(queue: Queue, step_ms: float, from_idle_ms: float | None = None, untold: float = TRACED_HOST) -> Queue:
-    """The traced queue as it is without the profiler, which slows the host and leaves the device nearly as it is.
+def fitted(
+    queue: Queue, step_ms: float, from_idle_ms: float | None = None, untold: float = TRACED_HOST
+) -> Queue:
+    """The traced queue as it is without the profiler, which slows the host and leaves the device
+    nearly as it is.
 
-    All of the host's own time is scaled by one factor, so that the replay lasts as long as the step was timed, and, on
-    a GPU, so that the host has given a step's work after `from_idle_ms`. Where the device or the data decide a step,
-    its time says nothing about the host, and neither does the other where the host waits within the step: if neither
-    tells, the factor is `untold`, or less where the step would last longer with it. Device work is scaled down only
-    where it alone exceeds the step.
+    All of the host's own time is scaled by one factor, so that the replay lasts as long as the step
+    was timed, and, on a GPU, so that the host has given a step's work after `from_idle_ms`. Where
+    the device or the data decide a step, its time says nothing about the host, and neither does the
+    other where the host waits within the step: if neither tells, the factor is `untold`, or less
+    where the step would last longer with it. Device work is scaled down only where it alone exceeds
+    the step.
     """
     lumps = queue.total("data_ms") + queue.total("log_ms")
     most = max(1e-9, step_ms - (lumps if queue.takes_turns else 0.0))
@@ -162,10 +175,15 @@ def fitted(queue: Queue, step_ms: float, from_idle_ms: float | None = None, unto
         queue = _scaled(queue, "ms", most / queue.device_ms)
     if queue.takes_turns:
         return _scaled(queue, "host_ms", _factor(queue.lasts_ms, step_ms))
-    clocks = [(queue.lasts_ms, step_ms), *([(queue.from_idle_ms, from_idle_ms)] if from_idle_ms is not None else [])]
+    clocks = [
+        (queue.lasts_ms, step_ms),
+        *([(queue.from_idle_ms, from_idle_ms)] if from_idle_ms is not None else []),
+    ]
     told = [_factor(clock, wanted) for clock, wanted in clocks if clock(0.0) < HOST_TELLS * wanted]
     longest = max(step_ms, (1 + SPREAD) * queue.lasts_ms(0.0))
-    return _scaled(queue, "host_ms", min(*told, *([] if told else [untold]), _factor(queue.lasts_ms, longest)))
+    return _scaled(
+        queue, "host_ms", min(*told, *([] if told else [untold]), _factor(queue.lasts_ms, longest))
+    )
 
 
 def _factor(clock: Callable[[float], float], wanted: float) -> float:
@@ -179,10 +197,12 @@ def _factor(clock: Callable[[float], float], wanted: float) -> float:
 
 def _scaled(queue: Queue, part: str, factor: float, also: str = "") -> Queue:
     names = (part, also) if also else (part,)
-    return queue.changed(lambda pieces: [replace(p, **{n: factor * getattr(p, n) for n in names}) for p in pieces])
+    return queue.changed(
+        lambda pieces: [replace(p, **{n: factor * getattr(p, n) for n in names}) for p in pieces]
+    )
 
 
-# ----------------------------------------------------------------------------------------------------------- changes
+# --------------------------------------------------------------------------------------- changes
 
 
 def each(change: Callable[[Piece], Piece]) -> Change:
@@ -223,4 +243,6 @@ def without_phases(*phases: str) -> Change:
 def of_kinds(kinds: Iterable[str], factor: float) -> Change:
     """The device takes `factor` times as long for pieces of these kinds."""
     chosen = set(kinds)
-    return each(lambda piece: replace(piece, ms=factor * piece.ms) if piece.kind in chosen else piece)
+    return each(
+        lambda piece: replace(piece, ms=factor * piece.ms) if piece.kind in chosen else piece
+    )

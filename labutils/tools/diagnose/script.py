@@ -1,7 +1,9 @@
-"""Runs a training script as it is, with the hooks of `inside` in its Python processes, and reads what they found.
+"""Runs a training script as it is, with the hooks of `inside` in its Python processes, and reads
+what they found.
 
-The hooks travel by the environment: `inside` is put before PYTHONPATH, where Python finds `sitecustomize` at start. So
-they reach the script also through `torchrun`, `accelerate launch` or a shell script that starts Python in the end.
+The hooks travel by the environment: `inside` is put before PYTHONPATH, where Python finds
+`sitecustomize` at start. So they reach the script also through `torchrun`, `accelerate launch` or a
+shell script that starts Python in the end.
 """
 
 from __future__ import annotations
@@ -30,7 +32,9 @@ FEWEST_TIMED = 3
 
 
 class NoDiagnosis(RuntimeError):
-    """The script could not be diagnosed; the message says what it did and what to type. `usage`: nothing was run."""
+    """The script could not be diagnosed; the message says what it did and what to type. `usage`:
+    nothing was run.
+    """
 
     def __init__(self, message: str, usage: bool = False) -> None:
         super().__init__(message)
@@ -39,15 +43,17 @@ class NoDiagnosis(RuntimeError):
 
 @dataclass(frozen=True)
 class Stages:
-    """How many optimizer steps are passed over, timed, and profiled. Besides, a few are watched in between."""
+    """How many optimizer steps are passed over, timed, and profiled. Besides, a few are watched in
+    between.
+    """
 
     warmup: int = 4
     timed: int = 10
     profiled: int = 3
 
     def needed(self, on_gpu: bool) -> int:
-        """Optimizer steps that a script must take at least: besides, 2 are watched and 1 warms the profiler up, and on
-        a GPU 3 begin with an empty queue."""
+        """Optimizer steps that a script must take at least: besides, 2 are watched and 1 warms the
+        profiler up, and on a GPU 3 begin with an empty queue."""
         return self.warmup + self.timed + self.profiled + (6 if on_gpu else 3)
 
     def within(self, steps: int, on_gpu: bool) -> Stages | None:
@@ -58,7 +64,9 @@ class Stages:
 
 @dataclass
 class Watched:
-    """What became of a script: its `exit_code`, and what is known of its steps, None where it didn't take enough."""
+    """What became of a script: its `exit_code`, and what is known of its steps, None where it
+    didn't take enough.
+    """
 
     command: Sequence[str]
     exit_code: int
@@ -67,16 +75,23 @@ class Watched:
 
 
 def watch(
-    command: Sequence[str], stages: Stages | None = None, keep_going: bool = False, folder: Path | None = None
+    command: Sequence[str],
+    stages: Stages | None = None,
+    keep_going: bool = False,
+    folder: Path | None = None,
 ) -> Watched:
-    """Run `command` to the end of its profiled steps; its output passes through. `folder` keeps the trace.
+    """Run `command` to the end of its profiled steps; its output passes through. `folder` keeps the
+    trace.
 
-    Raises `NoDiagnosis` where it can't be started, or has left no record: then the message says why.
+    Raises `NoDiagnosis` where it can't be started, or has left no record: then the message says
+    why.
     """
     stages = stages or Stages()
     with _room(folder) as room:
         watched = Watched(command, _run(command, _environment(stages, keep_going, room)))
-        by_number = sorted(room.glob("process-*.json"), key=lambda path: (len(path.name), path.name))
+        by_number = sorted(
+            room.glob("process-*.json"), key=lambda path: (len(path.name), path.name)
+        )
         watched.processes = [_read(path) for path in by_number]
         records = sorted(room.glob("record-*.json"))
         if not records:
@@ -98,7 +113,9 @@ def _room(folder: Path | None) -> Iterator[Path]:
                 old.unlink()
         yield folder.resolve()
         return
-    with tempfile.TemporaryDirectory(prefix="labutils-diagnose-", ignore_cleanup_errors=True) as made:
+    with tempfile.TemporaryDirectory(
+        prefix="labutils-diagnose-", ignore_cleanup_errors=True
+    ) as made:
         yield Path(made)
 
 
@@ -111,7 +128,9 @@ def _environment(stages: Stages, keep_going: bool, room: Path) -> dict[str, str]
 
 
 def _search_path() -> str:
-    """Where commands are looked for: `python` is the one that runs labutils, unless another environment is active."""
+    """Where commands are looked for: `python` is the one that runs labutils, unless another
+    environment is active.
+    """
     others = os.environ.get("PATH", os.defpath)
     if os.environ.get("VIRTUAL_ENV") or os.environ.get("CONDA_PREFIX"):
         return others
@@ -123,7 +142,8 @@ def _run(command: Sequence[str], environment: Mapping[str, str]) -> int:
         return subprocess.run(command, env=environment, check=False).returncode
     except FileNotFoundError:
         raise NoDiagnosis(
-            f"There is no command {command[0]!r} here. Type the script as you would run it, after two dashes: "
+            f"There is no command {command[0]!r} here. Type the script as you would run it, after "
+            "two dashes: "
             "labutils diagnose -- python train.py",
             usage=True,
         ) from None
@@ -156,8 +176,10 @@ def _why(watched: Watched, stages: Stages) -> str:
         return _failure(watched, ended)
     if not watched.processes:
         return (
-            f"{said}, and no Python process was seen in it, or one that was told to ignore its environment "
-            "(python -I, -E or -S). Type the command that starts the training: labutils diagnose -- python train.py"
+            f"{said}, and no Python process was seen in it, or one that was told to ignore its "
+            "environment "
+            "(python -I, -E or -S). Type the command that starts the training: labutils diagnose "
+            "-- python train.py"
         )
     if not any(process.get("torch") for process in watched.processes):
         return f"{said}, and never imported PyTorch: there is nothing to diagnose in it."
@@ -176,10 +198,18 @@ def _failure(watched: Watched, ended: str) -> str:
     before = "its steps were profiled" if watched.processes else "a Python process was seen in it"
     told = "What it said of itself is above."
     if failed := [process for process in watched.processes if "failed" in process]:
-        error, place = failed[-1]["failed"], failed[-1]["failed_at"]  # the last to start: a launcher comes before
+        error, place = (
+            failed[-1]["failed"],
+            failed[-1]["failed_at"],
+        )  # the last to start: a launcher comes before
         told = f"Its last error: {error}{f' ({short(place)})' if place else ''}."
     cure = f"Cure that first, by running it alone: {shlex.join(watched.command)}"
-    return " ".join(filter(None, [f"The script failed: it {ended} before {before}.", told, _emptiness(watched), cure]))
+    return " ".join(
+        filter(
+            None,
+            [f"The script failed: it {ended} before {before}.", told, _emptiness(watched), cure],
+        )
+    )
 
 
 def _emptiness(watched: Watched) -> str:
@@ -190,18 +220,23 @@ def _emptiness(watched: Watched) -> str:
     rows = f"{empty['examples']} examples" if "examples" in empty else "a stream"
     dropping = ", drop_last=True" if empty["drop_last"] else ""
     return (
-        f"A DataLoader gave no batch, at {short(empty['place'])}: its {empty['dataset']} has {rows}, "
+        f"A DataLoader gave no batch, at {short(empty['place'])}: its {empty['dataset']} has "
+        f"{rows}, "
         f"batch_size={empty['batch_size']}{dropping}. Give it data, or a smaller batch."
     )
 
 
 def _too_few(steps: int, on_gpu: bool, stages: Stages) -> str:
-    """How many steps a script took and how many it must, with options that do with those it takes, if any can."""
+    """How many steps a script took and how many it must, with options that do with those it takes,
+    if any can.
+    """
     needed = stages.needed(on_gpu)
     fewer, least = stages.within(steps, on_gpu), Stages(1, FEWEST_TIMED, 1)
     told = (
-        f"{steps} optimizer step{'s' if steps != 1 else ''}, and {needed} are needed: {stages.warmup} to warm up, "
-        f"{stages.timed} to time, {needed - stages.warmup - stages.timed} to watch and profile. Let it take more"
+        f"{steps} optimizer step{'s' if steps != 1 else ''}, and {needed} are needed: "
+        f"{stages.warmup} to warm up, "
+        f"{stages.timed} to time, {needed - stages.warmup - stages.timed} to watch and profile. "
+        "Let it take more"
     )
     if fewer:
         return f"{told}, or give {_options(fewer)}."
@@ -213,5 +248,8 @@ def _options(stages: Stages) -> str:
 
 
 def _no_trace(watched: Watched) -> str:
-    error = next((process["error"] for process in watched.processes if "error" in process), "no trace was written")
+    error = next(
+        (process["error"] for process in watched.processes if "error" in process),
+        "no trace was written",
+    )
     return f"The script ran, and {error}. Turn that off for the diagnosis."

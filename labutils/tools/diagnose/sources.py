@@ -1,4 +1,6 @@
-"""Evidence from a trace, a watched script's record, a run on record, or a recipe of the course at work."""
+"""Evidence from a trace, a watched script's record, a run on record, or a recipe of the course at
+work.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +21,12 @@ from labutils.tools.diagnose.rates import Rates
 from labutils.tools.diagnose.recorded import Recorded, queue_of
 from labutils.tools.diagnose.replay import READ, Piece, Queue, fitted
 
-# -------------------------------------------------------------------------------------------------------------- a trace
+# ------------------------------------------------------------------------------------------ a trace
 
 
 def of_trace(path: str | Path) -> Evidence:
-    """Evidence of a trace file alone: times are as traced, and the profiler makes the host slower than it is.
+    """Evidence of a trace file alone: times are as traced, and the profiler makes the host slower
+    than it is.
 
     Raises `FileNotFoundError`, or `ValueError` where the file is no trace.
     """
@@ -39,7 +42,9 @@ def of_trace(path: str | Path) -> Evidence:
         step_ms=step_ms,
         queue=queue,
         budget=_budget(trace, queue, step_ms, None, log_ms),
-        rates=Rates("cuda" if trace.on_gpu else "cpu", here=not trace.on_gpu or hardware.device() == "cuda"),
+        rates=Rates(
+            "cuda" if trace.on_gpu else "cpu", here=not trace.on_gpu or hardware.device() == "cuda"
+        ),
         data_ms=total(trace.phase_time.get("data", [])) / trace.steps,
         log_ms=log_ms,
         cores=hardware.usable_cores(),
@@ -62,7 +67,9 @@ def _passes(trace: Trace) -> float:
 
 
 def _reads_of(trace: Trace) -> tuple[Line, ...]:
-    """The places that a trace knows of: functions, not lines. On a CPU reading a tensor waits for nothing."""
+    """The places that a trace knows of: functions, not lines. On a CPU reading a tensor waits for
+    nothing.
+    """
     rows = trace.sync_table() if trace.on_gpu else trace.sync_table(trace.host_reads())
     return tuple(
         Line(
@@ -75,22 +82,31 @@ def _reads_of(trace: Trace) -> tuple[Line, ...]:
     )
 
 
-def _budget(trace: Recorded, queue: Queue, step_ms: float, data_ms: float | None, log_ms: float) -> dict[str, float]:
+def _budget(
+    trace: Recorded, queue: Queue, step_ms: float, data_ms: float | None, log_ms: float
+) -> dict[str, float]:
     if trace.on_gpu:
         return budget.of_gpu(trace, queue, step_ms, data_ms, log_ms)
     return budget.of_cpu(queue, step_ms)
 
 
-# ------------------------------------------------------------------------------------------------------------- a script
+# ----------------------------------------------------------------------------------------- a script
 
 
 def of_record(record: Mapping[str, Any], trace: Recorded) -> Evidence:
-    """Evidence of a script that was watched: what the hooks wrote down, and the trace of its profiled steps."""
+    """Evidence of a script that was watched: what the hooks wrote down, and the trace of its
+    profiled steps.
+    """
     config, batches = record["config"], record["batches"]
     step_ms, data_ms = statistics.median(record["step_ms"]), statistics.median(record["data_ms"])
-    log_ms = min(sum(row["ms"] for row in record["calls"] if row["kind"] == "write"), max(0.0, step_ms - data_ms))
+    log_ms = min(
+        sum(row["ms"] for row in record["calls"] if row["kind"] == "write"),
+        max(0.0, step_ms - data_ms),
+    )
     from_idle = statistics.median(record["host_step_ms"]) if record["host_step_ms"] else None
-    if not trace.on_gpu:  # what the disk took in the steps that were watched, it need not have taken in those timed
+    if (
+        not trace.on_gpu
+    ):  # what the disk took in the steps that were watched, it need not have taken in those timed
         log_ms = min(log_ms, max(0.0, step_ms - data_ms - queue_of(trace, 0.0).device_ms))
     queue = fitted(queue_of(trace, data_ms, log_ms), step_ms, from_idle)
     workers = next((batch["num_workers"] for batch in batches if "num_workers" in batch), 0)
@@ -128,12 +144,16 @@ def _lines(record: Mapping[str, Any], kind: str) -> tuple[Line, ...]:
 
 
 def _reads(record: Mapping[str, Any]) -> tuple[Line, ...]:
-    """The lines that read tensors or wait; on a GPU PyTorch's own warnings know of more, copies to it among them."""
+    """The lines that read tensors or wait; on a GPU PyTorch's own warnings know of more, copies to
+    it among them.
+    """
     seen = _lines(record, "read")
     reading, copying = ({line.place for line in lines} for lines in (seen, _lines(record, "to")))
     warned = [(short(place), count) for place, count in record["sync_lines"].items()]
     return seen + tuple(
-        Line(place, ".to()" if place in copying else "", count) for place, count in warned if place not in reading
+        Line(place, ".to()" if place in copying else "", count)
+        for place, count in warned
+        if place not in reading
     )
 
 
@@ -151,7 +171,9 @@ def _examples(batches: Sequence[Mapping[str, Any]]) -> int | None:
     return round(statistics.median(counts)) if counts else None
 
 
-def _loader(batches: Sequence[Mapping[str, Any]], per_step: float, fetch_cpu_ms: float | None) -> Loader | None:
+def _loader(
+    batches: Sequence[Mapping[str, Any]], per_step: float, fetch_cpu_ms: float | None
+) -> Loader | None:
     set_ = next((batch for batch in batches if "num_workers" in batch), None)
     if set_ is None:
         return None
@@ -186,40 +208,57 @@ def _padding(batches: Sequence[Mapping[str, Any]]) -> float | None:
 def _notes(record: Mapping[str, Any]) -> tuple[str, ...]:
     config, found = record["config"], []
     if config["cuda_available"] and record["device"] == "cpu":
-        found.append("There is a GPU here, and the script trains on the CPU: move the model and the batches to it.")
+        found.append(
+            "There is a GPU here, and the script trains on the CPU: move the model and the batches "
+            "to it."
+        )
     if config["launch_blocking"]:
-        found.append("CUDA_LAUNCH_BLOCKING=1 is set: every launch waits for its kernel. Unset it outside of debugging.")
+        found.append(
+            "CUDA_LAUNCH_BLOCKING=1 is set: every launch waits for its kernel. Unset it outside of "
+            "debugging."
+        )
     if config["anomaly"]:
         found.append(
-            "Anomaly detection is on: it records a stack for every operator. Turn it off outside of debugging."
+            "Anomaly detection is on: it records a stack for every operator. Turn it off outside "
+            "of debugging."
         )
     if config["world_size"] > 1:
         found.append(f"One of {config['world_size']} processes was watched, the one of rank 0.")
     if record["closures"] >= 1.5:
         name, times = record["optimizer"]["name"], f"{record['closures']:.3g}"
-        found.append(f"{name} calls its closure {times} times a step: these passes are its own, and no micro-batches.")
+        found.append(
+            f"{name} calls its closure {times} times a step: these passes are its own, and no "
+            "micro-batches."
+        )
     if not record["batches"]:
         found.append("No DataLoader was seen: time that reading data takes counts as the host's.")
     return tuple(found)
 
 
-# ---------------------------------------------------------------------------------------------------------------- a run
+# -------------------------------------------------------------------------------------------- a run
 
 
 def of_run(run: Run) -> Evidence:
-    """Evidence of a run on record: its shares where it was profiled, or else its step and its wait for data.
+    """Evidence of a run on record: its shares where it was profiled, or else its step and its wait
+    for data.
 
     Raises `ValueError` for a run that has no step time.
     """
     step_ms = run.metric("step_ms")
     if not run.ok or not step_ms:
-        raise ValueError(f'The run "{run.run}" has no step time to explain: its status is "{run.status}".')
+        raise ValueError(
+            f'The run "{run.run}" has no step time to explain: its status is "{run.status}".'
+        )
     device = "cuda" if "gpu" in run.machine or run.metric("kernels_ms") else "cpu"
     recipe = _recipe_of(run)
     data_ms = min(run.metric("data_ms") or 0.0, step_ms)
     queue = fitted(_queue_of_run(run, data_ms, device), step_ms)
     profiled = run.metric("kernels_share") is not None or run.metric("host_share") is not None
-    notes = () if profiled else ("The run was not profiled: only its wait for data can be told from the rest.",)
+    notes = (
+        ()
+        if profiled
+        else ("The run was not profiled: only its wait for data can be told from the rest.",)
+    )
     return Evidence(
         source=f'the run "{run.run}" of lab {run.lab}',
         device=device,
@@ -254,23 +293,37 @@ def _queue_of_run(run: Run, data_ms: float, device: str) -> Queue:
     if kernels_ms is None:
         rest = (run.metric("step_ms") or 0.0) - data_ms
         return Queue((Piece("other", rest, data_ms=data_ms, phase="forward"),), 1, takes_turns=True)
-    count = max(1, round((run.metric("launches_per_step") or 0) + (run.metric("graph_launches_per_step") or 0)))
+    count = max(
+        1,
+        round(
+            (run.metric("launches_per_step") or 0) + (run.metric("graph_launches_per_step") or 0)
+        ),
+    )
     waits = round(run.metric("syncs_per_step") or 0)
     waiting = {round((place + 1) * count / waits) - 1 for place in range(waits)} if waits else set()
     left = max(1e-3, (run.metric("step_ms") or 0.0) - data_ms)
     pieces = [
-        Piece("other", kernels_ms / count, left / count, "forward", READ if place in waiting else "")
+        Piece(
+            "other", kernels_ms / count, left / count, "forward", READ if place in waiting else ""
+        )
         for place in range(count)
     ]
     return Queue((replace(pieces[0], data_ms=data_ms), *pieces[1:]))
 
 
 def _budget_of_run(run: Run, step_ms: float, data_ms: float) -> dict[str, float]:
-    names = {"data": budget.DATA, "copies": budget.COPIES, "sync": budget.SYNC, "launch": budget.LAUNCH}
+    names = {
+        "data": budget.DATA,
+        "copies": budget.COPIES,
+        "sync": budget.SYNC,
+        "launch": budget.LAUNCH,
+    }
     names |= {"kernels": "kernels", "host": budget.HOST}
     shares = {name: step_ms * (run.metric(f"{key}_share") or 0.0) for key, name in names.items()}
     if not any(shares.values()):
-        return budget.whole_of({budget.DATA: data_ms, "everything else": step_ms - data_ms}, step_ms)
+        return budget.whole_of(
+            {budget.DATA: data_ms, "everything else": step_ms - data_ms}, step_ms
+        )
     return budget.whole_of(shares, step_ms)
 
 
@@ -296,11 +349,12 @@ def _loader_of(recipe: Recipe, bytes: float = 0.0, fetch_cpu_ms: float | None = 
     )
 
 
-# ----------------------------------------------------------------------------------------------- a recipe of the course
+# --------------------------------------------------------------------------- a recipe of the course
 
 
 def of_recipe(run: Run, trace: Recorded, from_idle_ms: float | None = None) -> Evidence:
-    """Evidence of a recipe at work: its run, timed without the profiler, and a trace of a few steps of its session.
+    """Evidence of a recipe at work: its run, timed without the profiler, and a trace of a few steps
+    of its session.
 
     from_idle_ms: the host's time for a step that begins with an idle GPU.
     """
@@ -310,7 +364,9 @@ def of_recipe(run: Run, trace: Recorded, from_idle_ms: float | None = None) -> E
     step_ms, data_ms = run.metric("step_ms") or 0.0, run.metric("data_ms") or 0.0
     data_ms = min(data_ms, 0.999 * step_ms)
     slowed = max(1.0, trace.wall_ms / trace.steps / step_ms)  # by the profiler
-    log_ms = min(_log_ms(trace) / slowed, step_ms - data_ms) if recipe.logging == "synchronous" else 0.0
+    log_ms = (
+        min(_log_ms(trace) / slowed, step_ms - data_ms) if recipe.logging == "synchronous" else 0.0
+    )
     queue = fitted(queue_of(trace, data_ms, log_ms), step_ms, from_idle_ms)
     device = "cuda" if trace.on_gpu else "cpu"
     return Evidence(
@@ -328,7 +384,9 @@ def of_recipe(run: Run, trace: Recorded, from_idle_ms: float | None = None) -> E
         examples=recipe.micro_batch,
         reads=_reads_of(trace),
         loader=_loader_of(recipe),
-        optimizer=Optimizer("AdamW", "fused" if recipe.optimizer == "adamw-fused" else "foreach", 0, 0.0),
+        optimizer=Optimizer(
+            "AdamW", "fused" if recipe.optimizer == "adamw-fused" else "foreach", 0, 0.0
+        ),
         padding=_padding_of(run),
         recomputed=trace.recomputed() if recipe.checkpointing != "off" else 0.0,
         memory_gb=_memory_of(replace(run, machine=run.machine or hardware.machine())),

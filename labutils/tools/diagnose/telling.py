@@ -1,4 +1,6 @@
-"""A diagnosis in words: where the step's time goes, what to change first and why, what was found and isn't worth it."""
+"""A diagnosis in words: where the step's time goes, what to change first and why, what was found
+and isn't worth it.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ SMALL = 0.005
 
 def text(diagnosis: Diagnosis) -> str:
     """What `labutils diagnose` prints."""
-    return "\n".join([*_head(diagnosis), "", *_budget(diagnosis), "", *_fixes(diagnosis), *_notes(diagnosis)])
+    return "\n".join(
+        [*_head(diagnosis), "", *_budget(diagnosis), "", *_fixes(diagnosis), *_notes(diagnosis)]
+    )
 
 
 def _head(diagnosis: Diagnosis) -> Iterator[str]:
@@ -56,7 +60,9 @@ def _fixes(diagnosis: Diagnosis) -> Iterator[str]:
         yield ""
         yield f"Looked at, and predicted to save less than {WORTH:.0%}"
         for fix in diagnosis.not_worth_it:
-            yield from _wrapped(f"{fix.name} ({fix.gain:.1%}): {fix.reason}{_at(fix)}", "  ", "    ")
+            yield from _wrapped(
+                f"{fix.name} ({fix.gain:.1%}): {fix.reason}{_at(fix)}", "  ", "    "
+            )
 
 
 def _one(unit: str) -> str:
@@ -74,7 +80,9 @@ def _notes(diagnosis: Diagnosis) -> Iterator[str]:
 
 
 def _wrapped(words: str, first: str = "     ", others: str = "     ") -> list[str]:
-    return textwrap.wrap(words, WIDTH, initial_indent=first, subsequent_indent=others, break_long_words=False)
+    return textwrap.wrap(
+        words, WIDTH, initial_indent=first, subsequent_indent=others, break_long_words=False
+    )
 
 
 def record(diagnosis: Diagnosis, exit_code: int | None = None) -> dict[str, Any]:

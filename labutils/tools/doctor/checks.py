@@ -1,6 +1,8 @@
-"""What the facts mean: each check turns them into findings, each with what was found, why it matters and what to type.
+"""What the facts mean: each check turns them into findings, each with what was found, why it
+matters and what to type.
 
-A check is a plain function of `Facts`; nothing here looks at the machine itself. `CHECKS` is the order of the table.
+A check is a plain function of `Facts`; nothing here looks at the machine itself. `CHECKS` is the
+order of the table.
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ MOST_WORKERS = 12
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing the doctor noticed. `status`: ok, info (good to know), warn (a lab suffers), fail (labs won't run)."""
+    """One thing the doctor noticed. `status`: ok, info (good to know), warn (a lab suffers), fail
+    (labs won't run).
+    """
 
     check: str
     status: str
@@ -33,7 +37,9 @@ class Finding:
 
 def torch_from(wheels: str, version: str = "torch>=2.11,<2.14") -> str:
     """The command that installs a build of PyTorch for one CUDA version, such as "cu130"."""
-    return f"pip install --upgrade '{version}' --index-url https://download.pytorch.org/whl/{wheels}"
+    return (
+        f"pip install --upgrade '{version}' --index-url https://download.pytorch.org/whl/{wheels}"
+    )
 
 
 def cards(facts: Facts) -> tuple[Card, ...]:
@@ -59,7 +65,8 @@ def check_python(facts: Facts) -> Iterator[Finding]:
             "Python",
             FAIL if facts.python < (3, 11) else WARN,
             found,
-            "The course is tested on Python 3.11 and 3.12; its pinned packages may not install on others.",
+            "The course is tested on Python 3.11 and 3.12; its pinned packages may not install on "
+            "others.",
             "make clean && make PYTHON=python3.12 install",
         )
 
@@ -71,7 +78,8 @@ def check_gpu(facts: Facts) -> Iterator[Finding]:
             "GPU",
             INFO,
             "none",
-            "All labs run on the CPU at scale tiny; numbers that need a GPU are shown from the reference runs.",
+            "All labs run on the CPU at scale tiny; numbers that need a GPU are shown from the "
+            "reference runs.",
         )
     for card in found:
         memory = f", {card.memory_gb:.0f} GB" if card.memory_gb else ""
@@ -81,8 +89,10 @@ def check_gpu(facts: Facts) -> Iterator[Finding]:
                 "GPU",
                 WARN,
                 f"{card.name}{memory}, of which {card.used_gb:.0f} GB in use",
-                "Whatever holds that memory may also compute: timings will vary, and large models may not fit.",
-                "nvidia-smi    (lists the processes; end those you don't need, idle notebook kernels first)",
+                "Whatever holds that memory may also compute: timings will vary, and large models "
+                "may not fit.",
+                "nvidia-smi    (lists the processes; end those you don't need, idle notebook "
+                "kernels first)",
             )
         else:
             yield Finding("GPU", OK, f"{card.name}{memory}")
@@ -100,14 +110,19 @@ def check_driver(facts: Facts) -> Iterator[Finding]:
             "Driver",
             FAIL if unusable else WARN,
             f"nvidia-smi fails: {driver.message}",
-            ("The driver was updated while its old kernel module is still loaded. " if mismatch else "")
+            (
+                "The driver was updated while its old kernel module is still loaded. "
+                if mismatch
+                else ""
+            )
             + (
                 "No GPU can be used"
                 if unusable
                 else "PyTorch still sees the GPU, but its utilisation can't be read (lab 02)"
             )
             + ".",
-            "sudo reboot    (and if it persists: reinstall the driver; in a container, start it with --gpus all)",
+            "sudo reboot    (and if it persists: reinstall the driver; in a container, start it "
+            "with --gpus all)",
         )
     elif facts.torch.available:
         yield Finding(
@@ -124,7 +139,9 @@ def check_torch(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             "PyTorch",
             FAIL,
-            f"torch {imported.status}: {imported.message}" if imported.message else f"torch is {imported.status}",
+            f"torch {imported.status}: {imported.message}"
+            if imported.message
+            else f"torch is {imported.status}",
             "Every lab needs it.",
             "make install    (in a clean checkout; or: pip install -r requirements.txt)",
         )
@@ -143,18 +160,30 @@ def check_torch(facts: Facts) -> Iterator[Finding]:
         )
     elif torch.cuda is None:
         yield Finding(
-            "PyTorch", FAIL, f"{found}, though there is a GPU", "A CPU build can't use it.", _build_for(facts)
+            "PyTorch",
+            FAIL,
+            f"{found}, though there is a GPU",
+            "A CPU build can't use it.",
+            _build_for(facts),
         )
     else:
-        yield Finding("PyTorch", FAIL, f"{found}, but it can't use the GPU", _why_unavailable(facts), _build_for(facts))
+        yield Finding(
+            "PyTorch",
+            FAIL,
+            f"{found}, but it can't use the GPU",
+            _why_unavailable(facts),
+            _build_for(facts),
+        )
 
 
 def _why_unavailable(facts: Facts) -> str:
     built, serves = facts.torch.cuda, facts.driver.cuda
     if built and serves and built[0] > serves[0]:
         return (
-            f"The driver {facts.driver.version} serves CUDA up to {serves[0]}.{serves[1]}; this build needs one for "
-            f"CUDA {built[0]}.x. Update the driver, or install a build for the CUDA version that it serves."
+            f"The driver {facts.driver.version} serves CUDA up to {serves[0]}.{serves[1]}; this "
+            "build needs one for "
+            f"CUDA {built[0]}.x. Update the driver, or install a build for the CUDA version that "
+            "it serves."
         )
     return "PyTorch says: " + (facts.torch.warning or "nothing about the reason") + "."
 
@@ -167,7 +196,9 @@ def _build_for(facts: Facts) -> str:
     if serves >= (13, 0):
         return torch_from("cu130")
     if has and has >= (10, 0):  # Blackwell needs CUDA 12.8 at least
-        return torch_from("cu128", "torch==2.11.*") + "    (or a driver of 580 or newer, then cu130)"
+        return (
+            torch_from("cu128", "torch==2.11.*") + "    (or a driver of 580 or newer, then cu130)"
+        )
     return torch_from("cu126") + "    (or a driver of 580 or newer, then cu130)"
 
 
@@ -191,7 +222,8 @@ def check_architectures(facts: Facts) -> Iterator[Finding]:
             "Architectures",
             FAIL,
             f"a small matrix product on the GPU failed: {torch.trial}",
-            f"This PyTorch ({built}) is compiled for the card ({card}): the driver or a CUDA library is at fault.",
+            f"This PyTorch ({built}) is compiled for the card ({card}): the driver or a CUDA "
+            "library is at fault.",
             _build_for(facts),
         )
     elif how == "ptx":
@@ -199,28 +231,42 @@ def check_architectures(facts: Facts) -> Iterator[Finding]:
             "Architectures",
             WARN,
             f"the card is {card}; this PyTorch ({built}) has no machine code for it, only PTX",
-            "The driver compiles each kernel at its first use: starts are slow, and libraries without PTX may fail.",
+            "The driver compiles each kernel at its first use: starts are slow, and libraries "
+            "without PTX may fail.",
             _build_for(facts),
         )
     else:
-        yield Finding("Architectures", OK, f"compiled for this card ({card}); a small matrix product ran")
+        yield Finding(
+            "Architectures", OK, f"compiled for this card ({card}); a small matrix product ran"
+        )
 
 
 def check_formats(facts: Facts) -> Iterator[Finding]:
     has = capability(facts)
     if has is None:
         return
-    can = {"BF16": has >= (8, 0), "TF32": has >= (8, 0), "FP8": has >= (8, 9), "FP4": has >= (10, 0)}
+    can = {
+        "BF16": has >= (8, 0),
+        "TF32": has >= (8, 0),
+        "FP8": has >= (8, 9),
+        "FP4": has >= (10, 0),
+    }
     able, unable = ([name for name in can if can[name] is wanted] for wanted in (True, False))
     found = f"compute capability {has[0]}.{has[1]}: FP16" + "".join(f", {name}" for name in able)
     if "FP8" in able:
-        yield Finding("Number formats", OK, found, f"No matrix units for {', '.join(unable)}." if unable else "")
+        yield Finding(
+            "Number formats",
+            OK,
+            found,
+            f"No matrix units for {', '.join(unable)}." if unable else "",
+        )
     else:
         yield Finding(
             "Number formats",
             INFO,
             found,
-            f"No matrix units for {', '.join(unable)}: sections that need them show the reference results. FP8 starts "
+            f"No matrix units for {', '.join(unable)}: sections that need them show the reference "
+            "results. FP8 starts "
             "with Ada (8.9) and Hopper (9.0), FP4 with Blackwell (10.0), BF16 with Ampere (8.0).",
         )
 
@@ -239,7 +285,9 @@ def check_libraries(facts: Facts) -> Iterator[Finding]:
                 "The labs need it."
                 if imported.status != "slow"
                 else "A cold disk or a busy machine explains it, once; if it stays, something in the import hangs.",
-                "labutils doctor    (again)" if imported.status == "slow" else "pip install -r requirements.txt",
+                "labutils doctor    (again)"
+                if imported.status == "slow"
+                else "pip install -r requirements.txt",
             )
     if sound:
         yield Finding("Libraries", OK, ", ".join(sound))
@@ -247,7 +295,9 @@ def check_libraries(facts: Facts) -> Iterator[Finding]:
 
 @dataclass(frozen=True)
 class _Extra:
-    """A package that some labs use. `always`: `make install` brings it; `gpu`: it is of no use without one."""
+    """A package that some labs use. `always`: `make install` brings it; `gpu`: it is of no use
+    without one.
+    """
 
     name: str
     why: str
@@ -258,10 +308,16 @@ class _Extra:
 
 EXTRAS = (
     _Extra(
-        "bitsandbytes", "QLoRA's 4-bit weights come from it.", "pip install --force-reinstall bitsandbytes", always=True
+        "bitsandbytes",
+        "QLoRA's 4-bit weights come from it.",
+        "pip install --force-reinstall bitsandbytes",
+        always=True,
     ),
     _Extra(
-        "nvitop", "Lab 02 reads the GPU's utilisation through it.", "pip install --force-reinstall nvitop", always=True
+        "nvitop",
+        "Lab 02 reads the GPU's utilisation through it.",
+        "pip install --force-reinstall nvitop",
+        always=True,
     ),
     _Extra(
         "triton",
@@ -272,7 +328,8 @@ EXTRAS = (
     ),
     _Extra(
         "transformer_engine.pytorch",
-        "It has FP8 layers. The package without its torch extension can be imported and is of no use.",
+        "It has FP8 layers. The package without its torch extension can be imported and is of no "
+        "use.",
         "make te    (compiles for minutes; needs a CUDA toolkit)",
         gpu=True,
     ),
@@ -305,7 +362,9 @@ def check_extras(facts: Facts) -> Iterator[Finding]:
             do = again if imported.status == "slow" else extra.do
             yield Finding(extra.name, WARN, f"{imported.status}{said}", extra.why, do)
     if useless_here:
-        yield Finding("GPU packages", INFO, ", ".join(useless_here), "They are of no use without a GPU.")
+        yield Finding(
+            "GPU packages", INFO, ", ".join(useless_here), "They are of no use without a GPU."
+        )
 
 
 def check_compiler(facts: Facts) -> Iterator[Finding]:
@@ -319,22 +378,34 @@ def check_compiler(facts: Facts) -> Iterator[Finding]:
         yield Finding("C++ compiler", WARN, f"none found{named}", why, install)
     elif compiler.status == "broken":
         why = "torch.compile builds C++ with OpenMP; lab 04 would skip its compiled rungs."
-        yield Finding("C++ compiler", WARN, f"{compiler.path} can't build a program: {compiler.message}", why, install)
+        yield Finding(
+            "C++ compiler",
+            WARN,
+            f"{compiler.path} can't build a program: {compiler.message}",
+            why,
+            install,
+        )
     else:
-        yield Finding("C++ compiler", OK, f"{compiler.path.rpartition('/')[2]} builds programs with OpenMP")
+        yield Finding(
+            "C++ compiler", OK, f"{compiler.path.rpartition('/')[2]} builds programs with OpenMP"
+        )
     if compiler.status == "ok" and not compiler.python_headers:
         yield Finding(
             "Python headers",
             WARN,
             "Python.h is not there",
-            "What torch.compile and Triton build is loaded into Python, and compiling that needs the headers.",
-            f"sudo apt install python{facts.python[0]}.{facts.python[1]}-dev    (or conda's Python, which has them)",
+            "What torch.compile and Triton build is loaded into Python, and compiling that needs "
+            "the headers.",
+            f"sudo apt install python{facts.python[0]}.{facts.python[1]}-dev    (or conda's "
+            "Python, which has them)",
         )
 
 
 def check_cores(facts: Facts) -> Iterator[Finding]:
     limited = facts.cores < facts.machine_cores
-    found = f"{facts.cores} usable" + (f" of the machine's {facts.machine_cores}" if limited else "")
+    found = f"{facts.cores} usable" + (
+        f" of the machine's {facts.machine_cores}" if limited else ""
+    )
     if facts.cores >= 4:
         yield Finding("CPU cores", OK, found)
     else:
@@ -342,7 +413,8 @@ def check_cores(facts: Facts) -> Iterator[Finding]:
             "CPU cores",
             INFO,
             found,
-            "DataLoader workers share them with the training process: lab 03's best number of workers will be small.",
+            "DataLoader workers share them with the training process: lab 03's best number of "
+            "workers will be small.",
             "docker run --cpus=8 ...    (in a batch system: ask for more)" if limited else "",
         )
 
@@ -357,13 +429,18 @@ def check_ram(facts: Facts) -> Iterator[Finding]:
             "RAM",
             WARN,
             f"{facts.ram_gb:.1f} GB",
-            "Tests and labs with several workers need about 6 GB; where memory runs out, a notebook's kernel dies.",
+            "Tests and labs with several workers need about 6 GB; where memory runs out, a "
+            "notebook's kernel dies.",
             "docker run --memory=8g ...    (or close other programs)",
         )
 
 
-def workers_that_fit(free_gb: float, batch_bytes: int = BATCH_BYTES, prefetch: int = PREFETCH) -> int:
-    """How many DataLoader workers can have `prefetch` batches each under way in `free_gb` of shared memory."""
+def workers_that_fit(
+    free_gb: float, batch_bytes: int = BATCH_BYTES, prefetch: int = PREFETCH
+) -> int:
+    """How many DataLoader workers can have `prefetch` batches each under way in `free_gb` of shared
+    memory.
+    """
     return int(free_gb * 1e9 // (batch_bytes * prefetch))
 
 
@@ -388,8 +465,10 @@ def check_shared_memory(facts: Facts) -> Iterator[Finding]:
         "Shared memory",
         WARN if fit >= 1 else FAIL,
         f"/dev/shm has {size}{left}: enough for {fit} workers at batch 1, {fit // 4} at batch 4",
-        f"Each DataLoader worker keeps {PREFETCH} batches there ({one} an image of 512x512 in float32). More "
-        "workers die with a bus error: it is how article A1's 12 workers failed. Docker gives 64 MB unless told.",
+        f"Each DataLoader worker keeps {PREFETCH} batches there ({one} an image of 512x512 in "
+        "float32). More "
+        "workers die with a bus error: it is how article A1's 12 workers failed. Docker gives 64 "
+        "MB unless told.",
         "docker run --shm-size=8g ..."
         if facts.container or facts.shm_gb < 0.1
         else "sudo mount -o remount,size=8G /dev/shm",
@@ -424,7 +503,9 @@ def check_hub(facts: Facts) -> Iterator[Finding]:
         yield Finding("Model hub", OK, f"{hub.endpoint} answers")
         return
     found = (
-        f"switched off ({hub.message})" if hub.status == "offline" else f"{hub.endpoint} does not answer: {hub.message}"
+        f"switched off ({hub.message})"
+        if hub.status == "offline"
+        else f"{hub.endpoint} does not answer: {hub.message}"
     )
     yield Finding(
         "Model hub",

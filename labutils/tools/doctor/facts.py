@@ -1,7 +1,9 @@
-"""What the doctor looks at: plain data about a machine, and how it is collected without ever hurting the one who asks.
+"""What the doctor looks at: plain data about a machine, and how it is collected without ever
+hurting the one who asks.
 
-Everything that can hang, crash or patch other libraries (imports, drivers, compilers, the network) runs in a process of
-its own with a time limit. A collector that fails becomes a note in `Facts.problems`; it never raises.
+Everything that can hang, crash or patch other libraries (imports, drivers, compilers, the network)
+runs in a process of its own with a time limit. A collector that fails becomes a note in
+`Facts.problems`; it never raises.
 """
 
 from __future__ import annotations
@@ -36,12 +38,22 @@ from labutils.training.processes import end_group
 GB = 10**9
 IMPORT_TIMEOUT_S = 18
 CORE = ("torch", "transformers", "diffusers", "peft", "accelerate", "datasets")
-OPTIONAL = ("bitsandbytes", "nvitop", "triton", "transformer_engine.pytorch", "torchao.float8", "xformers", "unsloth")
+OPTIONAL = (
+    "bitsandbytes",
+    "nvitop",
+    "triton",
+    "transformer_engine.pytorch",
+    "torchao.float8",
+    "xformers",
+    "unsloth",
+)
 
 
 @dataclass(frozen=True)
 class Import:
-    """How importing a package went. `status`: ok, missing, broken (an exception), crashed or slow (given up)."""
+    """How importing a package went. `status`: ok, missing, broken (an exception), crashed or slow
+    (given up).
+    """
 
     status: str = "ok"
     version: str = ""
@@ -50,7 +62,9 @@ class Import:
 
 @dataclass(frozen=True)
 class Card:
-    """One GPU as the driver lists it; memory in 10^9 bytes, `capability` (major, minor), None where not told."""
+    """One GPU as the driver lists it; memory in 10^9 bytes, `capability` (major, minor), None where
+    not told.
+    """
 
     name: str
     memory_gb: float | None = None
@@ -60,7 +74,8 @@ class Card:
 
 @dataclass(frozen=True)
 class Driver:
-    """What nvidia-smi says. `status`: ok, missing (no such command) or failed (`message` has its words).
+    """What nvidia-smi says. `status`: ok, missing (no such command) or failed (`message` has its
+    words).
 
     `cuda` is the newest CUDA version that the driver serves.
     """
@@ -76,8 +91,9 @@ class Driver:
 class Torch:
     """What PyTorch says about itself.
 
-    `cuda`: what it was built with, None for a CPU build; `architectures`: what it was compiled for ("sm_90" machine
-    code, "compute_90" PTX); `available`: whether it can use a GPU; `trial`: how a small product there failed, if so.
+    `cuda`: what it was built with, None for a CPU build; `architectures`: what it was compiled for
+    ("sm_90" machine code, "compute_90" PTX); `available`: whether it can use a GPU; `trial`: how a
+    small product there failed, if so.
     """
 
     cuda: tuple[int, int] | None = None
@@ -110,7 +126,9 @@ class Cache:
 
 @dataclass(frozen=True)
 class Hub:
-    """Whether the model hub answers. `status`: reachable, unreachable, or offline (switched off on purpose)."""
+    """Whether the model hub answers. `status`: reachable, unreachable, or offline (switched off on
+    purpose).
+    """
 
     status: str = "reachable"
     endpoint: str = "https://huggingface.co"
@@ -119,9 +137,11 @@ class Hub:
 
 @dataclass(frozen=True)
 class Facts:
-    """A machine as the doctor sees it. The defaults describe a sound laptop without a GPU; tests change what they test.
+    """A machine as the doctor sees it. The defaults describe a sound laptop without a GPU; tests
+    change what they test.
 
-    `visible_devices` is CUDA_VISIBLE_DEVICES; `problems` names the fields that could not be collected, and why.
+    `visible_devices` is CUDA_VISIBLE_DEVICES; `problems` names the fields that could not be
+    collected, and why.
     """
 
     os: str = "Linux"
@@ -150,7 +170,11 @@ def collect() -> Facts:
         "compiler": lambda: {"compiler": compiler()},
         "hub": lambda: {"hub": hub()},
         "cache": lambda: {"cache": cache()},
-        "os": lambda: {"os": host.os_name(), "python": sys.version_info[:2], "container": in_container()},
+        "os": lambda: {
+            "os": host.os_name(),
+            "python": sys.version_info[:2],
+            "container": in_container(),
+        },
         "visible_devices": lambda: {"visible_devices": os.environ.get("CUDA_VISIBLE_DEVICES")},
         "cores": lambda: {
             "cores": hardware.usable_cores(),
@@ -165,7 +189,9 @@ def collect() -> Facts:
         for name, future in pending.items():
             try:
                 found |= future.result()
-            except Exception as error:  # whatever it is, the other findings must still reach the person
+            except (
+                Exception
+            ) as error:  # whatever it is, the other findings must still reach the person
                 problems[name] = f"{type(error).__name__}: {error}"
     return Facts(**found, problems=problems)
 
@@ -186,7 +212,9 @@ def _shm_free_gb() -> float | None:
 
 
 def _imports() -> dict[str, Any]:
-    """Import each package in a process of its own (CORE, which build on each other, in one), several at once."""
+    """Import each package in a process of its own (CORE, which build on each other, in one),
+    several at once.
+    """
     chains = [CORE] + [(name,) for name in OPTIONAL if _is_installed(name)]
     with ThreadPoolExecutor(max(2, min(4, hardware.usable_cores()))) as pool:
         answers = list(pool.map(try_imports, chains))
@@ -201,15 +229,21 @@ def _is_installed(name: str) -> bool:
     return importlib.util.find_spec(name.partition(".")[0]) is not None
 
 
-def try_imports(names: tuple[str, ...], timeout_s: float = IMPORT_TIMEOUT_S) -> tuple[dict[str, Import], Torch]:
-    """Import `names` one after the other in a new process. Where that dies, the rest is tried in another one."""
+def try_imports(
+    names: tuple[str, ...], timeout_s: float = IMPORT_TIMEOUT_S
+) -> tuple[dict[str, Import], Torch]:
+    """Import `names` one after the other in a new process. Where that dies, the rest is tried in
+    another one.
+    """
     quiet = {
         "HF_HUB_OFFLINE": "1",
         "UNSLOTH_DISABLE_STATISTICS": "1",
         "OMP_NUM_THREADS": "1",
         "PYTHONWARNINGS": "ignore",
     }
-    with tempfile.TemporaryDirectory() as folder:  # some packages write a cache where they are imported
+    with (
+        tempfile.TemporaryDirectory() as folder
+    ):  # some packages write a cache where they are imported
         command = [sys.executable, "-P", import_probe.__file__, *names]
         code, output, errors = run(command, timeout_s, cwd=folder, env=os.environ | quiet)
     said = [json.loads(line.partition(MARK)[2]) for line in output.split("\n") if MARK in line]
@@ -225,7 +259,9 @@ def try_imports(names: tuple[str, ...], timeout_s: float = IMPORT_TIMEOUT_S) -> 
         if code is not None and unfinished[1:]:
             imports |= try_imports(tuple(unfinished[1:]), timeout_s)[0]
         else:
-            imports |= dict.fromkeys(unfinished[1:], Import("slow", message=f"not reached within {timeout_s:g} s"))
+            imports |= dict.fromkeys(
+                unfinished[1:], Import("slow", message=f"not reached within {timeout_s:g} s")
+            )
     return imports, torch
 
 
@@ -235,13 +271,17 @@ def _death(code: int | None, errors: str, timeout_s: float) -> Import:
         return Import("slow", message=f"not done after {timeout_s:g} s")
     how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
     last = errors.strip().splitlines()[-1][:200] if errors.strip() else ""
-    return Import("crashed", message=f"the process ended with {how}" + (f": {last}" if last else ""))
+    return Import(
+        "crashed", message=f"the process ended with {how}" + (f": {last}" if last else "")
+    )
 
 
 def _torch_from(said: dict[str, Any]) -> Torch:
     card = None
     if said["available"]:
-        card = Card(said["name"], round(said["memory"] / GB, 1), capability=tuple(said["capability"]))
+        card = Card(
+            said["name"], round(said["memory"] / GB, 1), capability=tuple(said["capability"])
+        )
     return Torch(
         cuda=_version_pair(said["cuda"] or ""),
         architectures=tuple(said["architectures"]),
@@ -258,7 +298,9 @@ def _version_pair(text: str) -> tuple[int, int] | None:
 
 
 def run(command: list[str], timeout_s: float, **options: Any) -> tuple[int | None, str, str]:
-    """(exit code, output, errors) of `command`; the code is None where it had to be ended, with all it had started."""
+    """(exit code, output, errors) of `command`; the code is None where it had to be ended, with all
+    it had started.
+    """
     with subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
@@ -286,16 +328,25 @@ def driver(command: str = "nvidia-smi") -> Driver:
     if shutil.which(command) is None:
         return Driver("missing")
     fields = "driver_version,name,memory.total,memory.used,compute_cap"
-    for asked in (fields, fields.removesuffix(",compute_cap")):  # drivers before 2021 don't know the last field
-        code, output, errors = run([command, f"--query-gpu={asked}", "--format=csv,noheader,nounits"], 15)
+    for asked in (
+        fields,
+        fields.removesuffix(",compute_cap"),
+    ):  # drivers before 2021 don't know the last field
+        code, output, errors = run(
+            [command, f"--query-gpu={asked}", "--format=csv,noheader,nounits"], 15
+        )
         if code == 0:
             break
     if code != 0:
         words = " ".join((output + " " + errors).split())[:300]
         return Driver(
-            "failed", message=words or ("it did not answer within 15 s" if code is None else f"exit code {code}")
+            "failed",
+            message=words
+            or ("it did not answer within 15 s" if code is None else f"exit code {code}"),
         )
-    rows = [[cell.strip() for cell in line.split(",")] for line in output.splitlines() if line.strip()]
+    rows = [
+        [cell.strip() for cell in line.split(",")] for line in output.splitlines() if line.strip()
+    ]
     _, overview, _ = run([command], 15)
     served = re.search(r"CUDA[^\n:]*Version:\s*([\d.]+)", overview)
     return Driver(
@@ -308,7 +359,10 @@ def driver(command: str = "nvidia-smi") -> Driver:
 
 def _card(row: list[str]) -> Card:
     """A row of nvidia-smi's answer; what it can't tell ("[N/A]") is None. Its MiB are 2^20 bytes."""
-    total, used = (round(float(cell) * 2**20 / GB, 1) if re.fullmatch(r"[\d.]+", cell) else None for cell in row[2:4])
+    total, used = (
+        round(float(cell) * 2**20 / GB, 1) if re.fullmatch(r"[\d.]+", cell) else None
+        for cell in row[2:4]
+    )
     return Card(row[1], total, used, _version_pair(row[4]) if len(row) > 4 else None)
 
 
@@ -316,20 +370,27 @@ def _card(row: list[str]) -> Card:
 
 
 def compiler() -> Compiler:
-    """Compile a line of C++ with OpenMP, as torch.compile does on a CPU, with the compiler that it would take."""
+    """Compile a line of C++ with OpenMP, as torch.compile does on a CPU, with the compiler that it
+    would take.
+    """
     headers = (Path(sysconfig.get_paths()["include"]) / "Python.h").exists()
     named = os.environ.get("CXX")
     usual = ("clang++", "g++") if platform.system() == "Darwin" else ("g++", "clang++", "c++")
-    path = next((found for name in ([named] if named else usual) if (found := shutil.which(name))), None)
+    path = next(
+        (found for name in ([named] if named else usual) if (found := shutil.which(name))), None
+    )
     if path is None:
         return Compiler("missing", path=named or "", python_headers=headers)
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "trial.cpp"
         source.write_text(
-            "#include <cmath>\n#include <vector>\nint main() { return std::vector<int>(1).size() != 1; }\n"
+            "#include <cmath>\n#include <vector>\nint main() "
+            "{ return std::vector<int>(1).size() != 1; }\n"
         )
         openmp = [] if platform.system() == "Darwin" else ["-fopenmp"]
-        code, output, errors = run([path, *openmp, str(source), "-o", str(source.with_suffix(".out"))], 15)
+        code, output, errors = run(
+            [path, *openmp, str(source), "-o", str(source.with_suffix(".out"))], 15
+        )
     if code != 0:
         said = (errors or output).strip().splitlines()
         return Compiler("broken", path, said[0][:200] if said else f"exit code {code}", headers)
@@ -352,13 +413,17 @@ def cache() -> Cache:
 
 
 def hub(timeout_s: float = 4) -> Hub:
-    """Ask the model hub for its front page's header; any answer at all means that it can be reached."""
+    """Ask the model hub for its front page's header; any answer at all means that it can be
+    reached.
+    """
     endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
     for switch in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
         if os.environ.get(switch, "").upper() in ("1", "ON", "YES", "TRUE"):
             return Hub("offline", endpoint, f"{switch}={os.environ[switch]}")
     answer: list[str] = []
-    asking = threading.Thread(target=lambda: answer.append(_refusal(endpoint, timeout_s)), daemon=True)
+    asking = threading.Thread(
+        target=lambda: answer.append(_refusal(endpoint, timeout_s)), daemon=True
+    )
     asking.start()
     asking.join(timeout_s + 1)  # looking up a name has no time limit of its own
     refusal = answer[0] if answer else f"no answer within {timeout_s + 1:g} s"
@@ -368,7 +433,9 @@ def hub(timeout_s: float = 4) -> Hub:
 def _refusal(endpoint: str, timeout_s: float) -> str:
     """Why `endpoint` can't be reached, "" where it answers at all."""
     try:
-        urllib.request.urlopen(urllib.request.Request(endpoint, method="HEAD"), timeout=timeout_s).close()
+        urllib.request.urlopen(
+            urllib.request.Request(endpoint, method="HEAD"), timeout=timeout_s
+        ).close()
     except urllib.error.HTTPError:
         return ""
     except (OSError, ValueError) as error:

@@ -1,7 +1,8 @@
-"""A program of its own: import the packages named on the command line, and say in JSON lines how each went.
+"""A program of its own: import the packages named on the command line, and say in JSON lines how
+each went.
 
-The doctor runs it in a process that may crash, hang or be patched by what it imports. A package counts only after a use
-of it has worked, because several import well and fail at their first call.
+The doctor runs it in a process that may crash, hang or be patched by what it imports. A package
+counts only after a use of it has worked, because several import well and fail at their first call.
 """
 
 import gc
@@ -26,10 +27,19 @@ def torch_facts(torch):
     """See `labutils.tools.doctor.facts.Torch`."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        found = {"cuda": torch.version.cuda, "architectures": [], "available": torch.cuda.is_available(), "trial": ""}
+        found = {
+            "cuda": torch.version.cuda,
+            "architectures": [],
+            "available": torch.cuda.is_available(),
+            "trial": "",
+        }
         if found["available"]:
             card = torch.cuda.get_device_properties(0)
-            found |= {"architectures": torch.cuda.get_arch_list(), "name": card.name, "memory": card.total_memory}
+            found |= {
+                "architectures": torch.cuda.get_arch_list(),
+                "name": card.name,
+                "memory": card.total_memory,
+            }
             found |= {"capability": [card.major, card.minor]}
             try:
                 a = torch.rand(64, 64, device="cuda", dtype=torch.float16)
@@ -44,7 +54,9 @@ def use(name, module):
     if name == "torch":
         say(torch=torch_facts(module))
     elif name in ("transformers", "diffusers"):  # these import nothing until a name is asked for
-        getattr(module, {"transformers": "CLIPTextModel", "diffusers": "UNet2DConditionModel"}[name])
+        getattr(
+            module, {"transformers": "CLIPTextModel", "diffusers": "UNet2DConditionModel"}[name]
+        )
     elif name == "bitsandbytes":
         import torch
 
@@ -65,11 +77,14 @@ def main(names):
         try:
             use(name, importlib.import_module(name))
             say(name=name, status="ok", version=str(getattr(sys.modules[root], "__version__", "")))
-        except BaseException as error:  # sys.exit and pytest-like outcomes are failures to import, too
+        except (
+            BaseException
+        ) as error:  # sys.exit and pytest-like outcomes are failures to import, too
             absent = isinstance(error, ModuleNotFoundError) and error.name == root
             say(name=name, status="missing" if absent else "broken", message=first_words(error))
 
 
 if __name__ == "__main__":
-    gc.disable()  # looking through what is being imported takes a fifth of the time, and finds nothing to free
+    # looking through what is being imported takes a fifth of the time, and finds nothing to free
+    gc.disable()
     main(sys.argv[1:])

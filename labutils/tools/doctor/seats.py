@@ -18,11 +18,14 @@ Seats = Mapping[str, list[Finding] | str]
 
 
 def read_seats(folder: Path) -> dict[str, list[Finding] | str]:
-    """The findings in `folder`, named like their files. Raises `ValueError` where there is no file of findings."""
+    """The findings in `folder`, named like their files. Raises `ValueError` where there is no file
+    of findings.
+    """
     paths = sorted(folder.glob("*.json")) if folder.is_dir() else []
     if not paths:
         raise ValueError(
-            f"There is no .json file in {folder}. On each seat: labutils doctor --json > {folder}/$(hostname).json"
+            f"There is no .json file in {folder}. On each seat: labutils doctor --json > "
+            f"{folder}/$(hostname).json"
         )
     return {path.stem: _read(path) for path in paths}
 
@@ -36,9 +39,13 @@ def _read(path: Path) -> list[Finding] | str:
 
 
 def render_seats(seats: Seats, width: int = 110) -> str:
-    """A line a seat (ready or not, its GPU), what differs from seat to seat with its cure, and the count."""
+    """A line a seat (ready or not, its GPU), what differs from seat to seat with its cure, and the
+    count.
+    """
     column = max(len(name) for name in seats)
-    lines = [f"{name:<{column}}  {_state(found):<7}  {_gpu(found)}" for name, found in seats.items()]
+    lines = [
+        f"{name:<{column}}  {_state(found):<7}  {_gpu(found)}" for name, found in seats.items()
+    ]
     for (check, status, do), names in _troubles(seats).items():
         head = f"{status:<4}  {check}, {len(names)} of {len(seats)}: "
         lines += ["", *textwrap.wrap(head + ", ".join(names), width, subsequent_indent=" " * 6)]
@@ -67,7 +74,9 @@ def _gpu(found: list[Finding] | str) -> str:
 
 
 def _troubles(seats: Seats) -> dict[tuple[str, str, str], list[str]]:
-    """(check, status, what to type) -> the seats it is said on: what fails first, then what most seats share."""
+    """(check, status, what to type) -> the seats it is said on: what fails first, then what most
+    seats share.
+    """
     found: dict[tuple[str, str, str], list[str]] = {}
     for name, findings in seats.items():
         for finding in _bad(findings):

@@ -1,9 +1,10 @@
-"""A lab as an HTML page and as a PDF: the notebook as CommonMark, read by pandoc once, and written in both forms.
+"""A lab as an HTML page and as a PDF: the notebook as CommonMark, read by pandoc once, and written
+in both forms.
 
-Pandoc turns the formulas into MathML and into Typst's own. Between reading and writing, the tree is fitted to each
-form: figures are embedded, links that would lead nowhere become text. Nothing is fetched: pandoc runs in its sandbox,
-Typst with the fonts that come with it, matplotlib's and one for Japanese, and the page forbids its browser to load
-anything.
+Pandoc turns the formulas into MathML and into Typst's own. Between reading and writing, the tree is
+fitted to each form: figures are embedded, links that would lead nowhere become text. Nothing is
+fetched: pandoc runs in its sandbox, Typst with the fonts that come with it, matplotlib's and one
+for Japanese, and the page forbids its browser to load anything.
 """
 
 from __future__ import annotations
@@ -54,7 +55,8 @@ class ConversionError(OSError):
 
 @dataclass(frozen=True)
 class Chapter:
-    """One edition of one lab, read by pandoc: its tree, and the chapter in Typst's words, "" where no PDF is made.
+    """One edition of one lab, read by pandoc: its tree, and the chapter in Typst's words, "" where
+    no PDF is made.
 
     `stem`: the files' name; `pictures`: file name -> data URI of the figures in the tree.
     """
@@ -86,24 +88,43 @@ def read(notebook: NotebookNode, stem: str, facts: Facts, edition: str) -> Chapt
     return Chapter(stem, _title(tree) or stem, edition, facts, tree, pictures)
 
 
-def chapter(notebook: NotebookNode, stem: str, facts: Facts, edition: str, scratch: Path) -> Chapter:
-    """Read the notebook, and write its chapter in Typst and its pictures into `scratch`, where Typst finds them."""
+def chapter(
+    notebook: NotebookNode, stem: str, facts: Facts, edition: str, scratch: Path
+) -> Chapter:
+    """Read the notebook, and write its chapter in Typst and its pictures into `scratch`, where
+    Typst finds them.
+    """
     found = read(notebook, stem, facts, edition)
     for name, uri in found.pictures.items():
         (scratch / name).write_bytes(base64.b64decode(uri.partition(",")[2]))
     fitted = json.dumps(_walked(found.tree, lambda node: _for_typst(node, found.pictures)))
     typst = pandoc(fitted, "json", "typst", "--syntax-highlighting=idiomatic")
-    typst = typst.replace("align(center)[#table(", "align(left)[#table(")  # as pandoc sets every table
+    typst = typst.replace(
+        "align(center)[#table(", "align(left)[#table("
+    )  # as pandoc sets every table
     return replace(found, typst=typst)
 
 
 def page(chapter: Chapter, target: Path, pages: Collection[str] = ()) -> Path:
-    """The chapter as one HTML file that loads nothing. `pages`: the labs' notebooks that have a page beside it."""
+    """The chapter as one HTML file that loads nothing. `pages`: the labs' notebooks that have a
+    page beside it.
+    """
     pictures = chapter.pictures
     tree = json.dumps(_walked(chapter.tree, lambda node: _for_html(node, pictures, pages)))
-    words = {"title": f"{chapter.title} · {COURSE}", "edition": EDITION_TITLES[chapter.edition], "course": COURSE}
+    words = {
+        "title": f"{chapter.title} · {COURSE}",
+        "edition": EDITION_TITLES[chapter.edition],
+        "course": COURSE,
+    }
     given = [f"--variable={name}:{html.escape(word)}" for name, word in words.items()]
-    options = ["--standalone", f"--template={TEMPLATE}", "--mathml", "--toc", "--toc-depth=2", *given]
+    options = [
+        "--standalone",
+        f"--template={TEMPLATE}",
+        "--mathml",
+        "--toc",
+        "--toc-depth=2",
+        *given,
+    ]
     text = pandoc(tree, "json", "html5", *options)
     text = re.sub(r' xmlns="http://www\.w3\.org/[^"]*"', "", text)  # HTML5 needs no such addresses
     text = re.sub(r'(?<= src=")[^"]+', lambda name: pictures[name[0]], text)
@@ -120,18 +141,28 @@ def pdf(chapter: Chapter, scratch: Path, target: Path) -> Path:
 
 
 def course(chapters: Sequence[Chapter], edition: str, scratch: Path, target: Path) -> Path:
-    """All chapters as one PDF, behind a title page that tells of every lab's run, and a table of contents."""
+    """All chapters as one PDF, behind a title page that tells of every lab's run, and a table of
+    contents.
+    """
     facts = [chapter.facts for chapter in chapters]
     machines = list(dict.fromkeys(map(_measured_on, facts)))
     labs = [
-        _tuple(chapter.title, fact.date, fact.scale, str(1 + machines.index(_measured_on(fact))), fact.commit)
+        _tuple(
+            chapter.title,
+            fact.date,
+            fact.scale,
+            str(1 + machines.index(_measured_on(fact))),
+            fact.commit,
+        )
         for chapter, fact in zip(chapters, facts, strict=True)
     ]
     words = _words(title=COURSE, edition=EDITION_TITLES[edition])
     lists = f"labs: {_array(labs)}, machines: {_array(_tuple(*machine) for machine in machines)}"
     opening = f"#show: handout.with({words}, whole: true)\n#cover({words}, {lists})"
     newest = max(facts, key=lambda fact: fact.moment)
-    return _compiled("\n\n".join([opening, *(c.typst for c in chapters)]), scratch, target / "course.pdf", newest)
+    return _compiled(
+        "\n\n".join([opening, *(c.typst for c in chapters)]), scratch, target / "course.pdf", newest
+    )
 
 
 def _measured_on(facts: Facts) -> tuple[str, str]:
@@ -143,7 +174,9 @@ def _measured_on(facts: Facts) -> tuple[str, str]:
 
 
 def as_commonmark(notebook: NotebookNode, stem: str, facts: Facts) -> tuple[str, dict[str, str]]:
-    """(the notebook as text with fenced divisions for pandoc, file name -> data URI of its pictures)."""
+    """(the notebook as text with fenced divisions for pandoc, file name -> data URI of its
+    pictures).
+    """
     pictures: dict[str, str] = {}
     parts = []
     for cell in notebook.cells:
@@ -167,7 +200,9 @@ def _with_facts(opening: str, facts: Facts) -> str:
     if not title.startswith("# "):
         title, rest = "", opening
     rows = [f"| **{name}** | {_plain(words)} |" for name, words in facts.rows() if words]
-    return "\n\n".join([title, _division("facts", "\n".join(["|   |   |", "|---|---|", *rows])), rest])
+    return "\n\n".join(
+        [title, _division("facts", "\n".join(["|   |   |", "|---|---|", *rows])), rest]
+    )
 
 
 def _attached(cell: NotebookNode, stem: str, pictures: dict[str, str]) -> str:
@@ -196,7 +231,11 @@ def _output(output: NotebookNode, stem: str, pictures: dict[str, str]) -> str:
 def _picture(kind: str, told: str, stem: str, pictures: dict[str, str]) -> str:
     """Keep a picture; the name of its file."""
     name = f"{stem}-{len(pictures) + 1}{SUFFIX.get(kind, '.png')}"
-    encoded = base64.b64encode(told.encode()).decode() if kind == "image/svg+xml" else "".join(told.split())
+    encoded = (
+        base64.b64encode(told.encode()).decode()
+        if kind == "image/svg+xml"
+        else "".join(told.split())
+    )
     pictures[name] = f"data:{kind};base64,{encoded}"
     return name
 
@@ -220,7 +259,9 @@ def _plain(words: str) -> str:
 
 
 def _walked(node: Any, fit: Callable[[Node], list[Node] | None]) -> Any:
-    """The tree with each node replaced by what `fit` makes of it, from the leaves up; None: as it is."""
+    """The tree with each node replaced by what `fit` makes of it, from the leaves up; None: as it
+    is.
+    """
     if isinstance(node, list):
         fitted = []
         for item in node:
@@ -228,11 +269,17 @@ def _walked(node: Any, fit: Callable[[Node], list[Node] | None]) -> Any:
             other = fit(item) if isinstance(item, dict) and "t" in item else None
             fitted += [item] if other is None else other
         return fitted
-    return {key: _walked(value, fit) for key, value in node.items()} if isinstance(node, dict) else node
+    return (
+        {key: _walked(value, fit) for key, value in node.items()}
+        if isinstance(node, dict)
+        else node
+    )
 
 
 def _for_both(node: Node) -> list[Node] | None:
-    """HTML in Markdown is shown as it was typed: an error message names `<module>`, and no lab has any else."""
+    """HTML in Markdown is shown as it was typed: an error message names `<module>`, and no lab has
+    any else.
+    """
     if node["t"] == "RawInline":
         return [_text(node["c"][1])]
     if node["t"] == "RawBlock":
@@ -247,7 +294,9 @@ def _for_html(node: Node, pictures: dict[str, str], pages: Collection[str]) -> l
         return _link(node, pages)
     if node["t"] == "Image":
         _, alt, (target, _) = node["c"]
-        return [{"t": "Image", "c": [["", [], []], alt, [target, ""]]}] if target in pictures else alt
+        return (
+            [{"t": "Image", "c": [["", [], []], alt, [target, ""]]}] if target in pictures else alt
+        )
     return _for_both(node)
 
 
@@ -257,10 +306,16 @@ def _for_typst(node: Node, pictures: dict[str, str]) -> list[Node] | None:
         return _link(node, ())
     if kind == "Image":
         _, alt, (target, _) = node["c"]
-        return [_raw("RawInline", _typst_image(target, _said(alt), pictures[target]))] if target in pictures else alt
+        return (
+            [_raw("RawInline", _typst_image(target, _said(alt), pictures[target]))]
+            if target in pictures
+            else alt
+        )
     if kind == "Header":
         level, _, words = node["c"]
-        return [{"t": "Header", "c": [level, ["", [], []], words]}]  # labs have sections of the same name
+        return [
+            {"t": "Header", "c": [level, ["", [], []], words]}
+        ]  # labs have sections of the same name
     if kind == "Div":
         (_, classes, _), blocks = node["c"]
         return [_raw("RawBlock", f"#{classes[0]}-part["), *blocks, _raw("RawBlock", "]")]
@@ -283,26 +338,35 @@ def _width(uri: str) -> int:
 
 
 def _link(node: Node, pages: Collection[str]) -> list[Node] | None:
-    """Addresses stay links that are followed on a click; another lab's notebook is its page; the rest is text.
+    """Addresses stay links that are followed on a click; another lab's notebook is its page; the
+    rest is text.
 
     The rest includes a notebook under `reference/`, which is that lab as another machine ran it.
     """
     _, words, (target, _) = node["c"]
     file, _, _ = target.partition("#")
     if Path(file).name in pages and "reference" not in Path(file).parts:
-        return [{"t": "Link", "c": [["", [], []], words, [Path(file).with_suffix(".html").name, ""]]}]
+        return [
+            {"t": "Link", "c": [["", [], []], words, [Path(file).with_suffix(".html").name, ""]]}
+        ]
     return None if re.match(r"https?://", target) else words
 
 
 def _aligned(table: Node) -> Node:
-    """The table with its columns of numbers set to the right, and shares of the page for them where it fills one."""
+    """The table with its columns of numbers set to the right, and shares of the page for them where
+    it fills one.
+    """
     attributes, caption, columns, head, bodies, foot = table["c"]
     rows = _rows(table)
     words = [[row[place] for row in rows if place < len(row)] for place in range(len(columns))]
     shares = _shares(words)
     for place, column in enumerate(columns):
         told = words[place][len(head[1]) :]
-        numbers = place > 0 and any(map(_NUMBER.fullmatch, told)) and all(map(_NUMBER_OR_NONE.fullmatch, told))
+        numbers = (
+            place > 0
+            and any(map(_NUMBER.fullmatch, told))
+            and all(map(_NUMBER_OR_NONE.fullmatch, told))
+        )
         column[0] = {"t": "AlignRight" if numbers else "AlignLeft"}
         column[1] = {"t": "ColWidth", "c": shares[place]} if shares else column[1]
     return {"t": "Table", "c": [attributes, caption, columns, head, bodies, foot]}
@@ -311,21 +375,32 @@ def _aligned(table: Node) -> Node:
 def _rows(table: Node) -> list[list[str]]:
     """The words of a table's cells, its head first."""
     _, _, _, head, bodies, _ = table["c"]
-    return [[_said(cell[4]).strip() for cell in row[1]] for row in [*head[1], *(r for body in bodies for r in body[3])]]
+    return [
+        [_said(cell[4]).strip() for cell in row[1]]
+        for row in [*head[1], *(r for body in bodies for r in body[3])]
+    ]
 
 
 def _shares(columns: Sequence[Sequence[str]]) -> list[float]:
-    """Shares of the page's width for columns of words; [] where a row fits a line and the columns may find their own.
+    """Shares of the page's width for columns of words; [] where a row fits a line and the columns
+    may find their own.
 
-    Each gets its longest word, and of what is left the more, the more its cells say on average, up to its longest one.
+    Each gets its longest word, and of what is left the more, the more its cells say on average, up
+    to its longest one.
     """
     natural = [max(map(len, column)) + 2 for column in columns]
     if sum(natural) <= PAGE_LETTERS:
         return []
-    least = [1.15 * max(len(word) for cell in column for word in _BREAKS.split(cell)) + 2 for column in columns]
+    least = [
+        1.15 * max(len(word) for cell in column for word in _BREAKS.split(cell)) + 2
+        for column in columns
+    ]
     volume = [sum(map(len, column)) for column in columns]
     left = max(0.0, PAGE_LETTERS - sum(least)) / sum(volume)
-    widths = [min(max(long, low), low + left * much) for long, low, much in zip(natural, least, volume, strict=True)]
+    widths = [
+        min(max(long, low), low + left * much)
+        for long, low, much in zip(natural, least, volume, strict=True)
+    ]
     return [round(width / sum(widths), 4) for width in widths]
 
 
@@ -362,11 +437,22 @@ def _raw(kind: str, words: str) -> Node:
 
 
 def pandoc(text: str, source: str, target: str, *options: str) -> str:
-    """`text` from one of pandoc's forms to another. Raises `ConversionError`, for a warning too: nothing is lost."""
+    """`text` from one of pandoc's forms to another. Raises `ConversionError`, for a warning too:
+    nothing is lost.
+    """
     import pypandoc
 
-    command = [pypandoc.get_pandoc_path(), f"--from={source}", f"--to={target}", "--wrap=none", "--sandbox", *options]
-    done = subprocess.run(command, input=text, capture_output=True, text=True, encoding="utf-8", check=False)
+    command = [
+        pypandoc.get_pandoc_path(),
+        f"--from={source}",
+        f"--to={target}",
+        "--wrap=none",
+        "--sandbox",
+        *options,
+    ]
+    done = subprocess.run(
+        command, input=text, capture_output=True, text=True, encoding="utf-8", check=False
+    )
     if done.returncode or done.stderr.strip():
         raise ConversionError(f"pandoc could not make {target} of it: {done.stderr.strip()}")
     return done.stdout
@@ -377,13 +463,21 @@ def _fonts() -> list[Path]:
 
     Not all of matplotlib's: one of them has a box for whatever the others lack.
     """
-    sought = (("matplotlib", "mpl-data/fonts/ttf/DejaVuSans*.ttf"), ("matplotlib_fontja", "fonts/ipaexg.ttf"))
-    places = ((Path(importlib.util.find_spec(package).origin).parent, pattern) for package, pattern in sought)
+    sought = (
+        ("matplotlib", "mpl-data/fonts/ttf/DejaVuSans*.ttf"),
+        ("matplotlib_fontja", "fonts/ipaexg.ttf"),
+    )
+    places = (
+        (Path(importlib.util.find_spec(package).origin).parent, pattern)
+        for package, pattern in sought
+    )
     return [file for place, pattern in places for file in place.glob(pattern)]
 
 
 def _compiled(text: str, scratch: Path, file: Path, facts: Facts) -> Path:
-    """Typst's `text` as a PDF. Raises `ConversionError` for a warning too: one may be a font that is missing."""
+    """Typst's `text` as a PDF. Raises `ConversionError` for a warning too: one may be a font that
+    is missing.
+    """
     import typst
 
     source = scratch / f"{file.stem}.typ"
@@ -400,7 +494,9 @@ def _compiled(text: str, scratch: Path, file: Path, facts: Facts) -> Path:
     except typst.TypstError as error:
         raise ConversionError(f"Typst could not set {file.name}: {error}") from None
     if warnings:
-        raise ConversionError(f"Typst, setting {file.name}: {'; '.join(str(w.message) for w in warnings)}")
+        raise ConversionError(
+            f"Typst, setting {file.name}: {'; '.join(str(w.message) for w in warnings)}"
+        )
     file.write_bytes(data)
     return file
 

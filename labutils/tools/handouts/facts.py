@@ -1,4 +1,6 @@
-"""When, where and with what a notebook was executed: told by the records of its run, not by the notebook."""
+"""When, where and with what a notebook was executed: told by the records of its run, not by the
+notebook.
+"""
 
 from __future__ import annotations
 
@@ -20,16 +22,18 @@ EPOCH = "1970-01-01T00:00:00+00:00"
 
 
 class Mismatch(Exception):
-    """The notebook and the results beside it don't belong together; the message says what was found."""
+    """The notebook and the results beside it don't belong together; the message says what was
+    found.
+    """
 
 
 @dataclass(frozen=True)
 class Facts:
     """What a first page says about a run; all of it from results.jsonl.
 
-    `at`: its end, as ISO 8601; `seconds`: how long it took; `machines`: one, more where the records name several;
-    `versions`: package -> version; `beside`: how many other labs may have run at once;
-    `caution`: what a reader must mind.
+    `at`: its end, as ISO 8601; `seconds`: how long it took; `machines`: one, more where the records
+    name several; `versions`: package -> version; `beside`: how many other labs may have run at
+    once; `caution`: what a reader must mind.
     """
 
     number: str
@@ -58,7 +62,12 @@ class Facts:
             ("mind", self.caution),
             ("executed", "" if self.at == EPOCH else f"{self.date}, in {self.seconds:.0f} s"),
             ("machine", "; ".join(self.machines)),
-            ("beside", f"up to {self.beside} other labs at once: times are disturbed" if self.beside else ""),
+            (
+                "beside",
+                f"up to {self.beside} other labs at once: times are disturbed"
+                if self.beside
+                else "",
+            ),
             ("parameters", parameters),
             ("versions", self.versions_text),
             ("commit", self.commit),
@@ -76,8 +85,8 @@ class Facts:
 def facts_of(number: str, notebook: NotebookNode, records: Sequence[Mapping[str, Any]]) -> Facts:
     """The facts of the run that `notebook` shows.
 
-    Raises `Mismatch` where the notebook did not reach its end, and where `records` know of no run that ended after as
-    many seconds as the notebook says: its numbers would not be theirs.
+    Raises `Mismatch` where the notebook did not reach its end, and where `records` know of no run
+    that ended after as many seconds as the notebook says: its numbers would not be theirs.
     """
     seconds = finished_after(notebook, number)
     if seconds is None:
@@ -88,19 +97,30 @@ def facts_of(number: str, notebook: NotebookNode, records: Sequence[Mapping[str,
     if not fitting:
         known = ", ".join(f"{mine[place]['seconds']:.0f} s" for place in ends) or "none"
         raise Mismatch(
-            f"its notebook shows a run of {seconds} s, and results.jsonl has none such (it has: {known}), so the two "
-            f"are of different runs. To make them one: labutils run {number} --force with the same --results"
+            f"its notebook shows a run of {seconds} s, and results.jsonl has none such (it has: "
+            f"{known}), so the two "
+            f"are of different runs. To make them one: labutils run {number} --force with the same "
+            "--results"
         )
     end = fitting[-1]
     start = max((place + 1 for place in ends if place < end), default=0)
     done = mine[end]
-    # A lab that goes on where it stopped takes only what the same commit measured; other runs are of earlier attempts.
-    runs = [run for run in mine[start:end] if run.get("machine") and run.get("commit") == done.get("commit")]
+    # A lab that goes on where it stopped takes only what the same commit measured; other runs are
+    # of earlier attempts.
+    runs = [
+        run
+        for run in mine[start:end]
+        if run.get("machine") and run.get("commit") == done.get("commit")
+    ]
     return Facts(
         number=number,
         at=str(done["at"]),
         seconds=float(done["seconds"]),
-        parameters={name: value for name, value in done.get("parameters", {}).items() if name != "results_dir"},
+        parameters={
+            name: value
+            for name, value in done.get("parameters", {}).items()
+            if name != "results_dir"
+        },
         commit=str(done.get("commit", "")),
         machines=tuple(dict.fromkeys(machine(run["machine"]) for run in runs)),
         versions=runs[-1].get("versions", {}) if runs else {},
@@ -116,7 +136,9 @@ def facts_of_unfinished(number: str, notebook: NotebookNode, why: str) -> Facts:
 
 
 def _is_end(record: Mapping[str, Any]) -> bool:
-    """Whether a record says that its lab was done, when, and after how long: files are edited by hand, too."""
+    """Whether a record says that its lab was done, when, and after how long: files are edited by
+    hand, too.
+    """
     try:
         datetime.fromisoformat(record.get("at"))
     except (TypeError, ValueError):
@@ -125,22 +147,32 @@ def _is_end(record: Mapping[str, Any]) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+    return (
+        isinstance(value, int | float)
+        and not isinstance(value, bool)
+        and abs(value) <= sys.float_info.max
+    )
 
 
 def finished_after(notebook: NotebookNode, number: str) -> int | None:
     """Seconds after which the notebook says that its lab was done; None where it doesn't say so."""
     for cell in reversed(notebook.cells):
         for output in reversed(cell.get("outputs", [])):
-            said = FINISHED.search(str(output.get("data", {}).get("text/markdown", output.get("text", ""))))
+            said = FINISHED.search(
+                str(output.get("data", {}).get("text/markdown", output.get("text", "")))
+            )
             if said and said[1] == number:
                 return int(said[2])
     return None
 
 
 def machine(facts: Mapping[str, Any]) -> str:
-    """A machine in one line: "NVIDIA H200 (150 GB, driver 580.159.04, CUDA 13.0), Intel Xeon, 16 cores, 135 GB"."""
-    cpu = " ".join(str(facts.get("cpu", "unknown CPU")).replace("(R)", "").replace("(TM)", "").split())
+    """A machine in one line: "NVIDIA H200 (150 GB, driver 580.159.04, CUDA 13.0), Intel Xeon, 16
+    cores, 135 GB".
+    """
+    cpu = " ".join(
+        str(facts.get("cpu", "unknown CPU")).replace("(R)", "").replace("(TM)", "").split()
+    )
     host = [cpu]
     if "cores" in facts:
         host.append(f"{facts['cores']} cores")
@@ -151,5 +183,13 @@ def machine(facts: Mapping[str, Any]) -> str:
     if not facts.get("gpu"):
         return ", ".join(host) + ", no GPU"
     gpu = [f"{facts['gpu_memory_gb']:.0f} GB"] if _is_number(facts.get("gpu_memory_gb")) else []
-    gpu += [f"{word} {facts[key]}" for word, key in (("driver", "driver"), ("CUDA", "cuda")) if facts.get(key)]
-    return f"{facts['gpu']} ({', '.join(gpu)}); {', '.join(host)}" if gpu else f"{facts['gpu']}; {', '.join(host)}"
+    gpu += [
+        f"{word} {facts[key]}"
+        for word, key in (("driver", "driver"), ("CUDA", "cuda"))
+        if facts.get(key)
+    ]
+    return (
+        f"{facts['gpu']} ({', '.join(gpu)}); {', '.join(host)}"
+        if gpu
+        else f"{facts['gpu']}; {', '.join(host)}"
+    )

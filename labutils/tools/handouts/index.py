@@ -1,4 +1,6 @@
-"""The pages that lead to the handouts: one for both editions, and one inside each, which can be given out alone."""
+"""The pages that lead to the handouts: one for both editions, and one inside each, which can be
+given out alone.
+"""
 
 from __future__ import annotations
 
@@ -26,13 +28,22 @@ def write(target: Path) -> None:
 
 
 def _page(folder: Path, editions: dict[str, str]) -> str:
-    """The page in `folder`; `editions`: where each lies below it, with a "/" at its end -> its name."""
-    labs = sorted({path.stem for place in editions for path in (folder / place).glob("[0-9][0-9]_*.html")})
+    """The page in `folder`; `editions`: where each lies below it, with a "/" at its end -> its
+    name.
+    """
+    labs = sorted(
+        {path.stem for place in editions for path in (folder / place).glob("[0-9][0-9]_*.html")}
+    )
     titles = {lab: _title(folder, lab, editions) for lab in labs}
     several = len(editions) > 1
     head = ["lab", *(f"{edition}’s edition" if several else "" for edition in editions.values())]
-    rows = [[html.escape(titles[lab]), *(_links(folder, place, lab) for place in editions)] for lab in labs]
-    rows += [["<strong>all labs</strong>", *(_links(folder, place, "course") for place in editions)]]
+    rows = [
+        [html.escape(titles[lab]), *(_links(folder, place, lab) for place in editions)]
+        for lab in labs
+    ]
+    rows += [
+        ["<strong>all labs</strong>", *(_links(folder, place, "course") for place in editions)]
+    ]
     rows = [row for row in rows if any(row[1:])]
     first = next(iter(editions))
     contents = [(titles[lab], f"{first}{lab}.html") for lab in labs]
@@ -41,7 +52,8 @@ def _page(folder: Path, editions: dict[str, str]) -> str:
 
 
 _ABOUT = (
-    "Every lab to read here (HTML), to print (PDF), and as a notebook to run where the course is installed. Each first "
+    "Every lab to read here (HTML), to print (PDF), and as a notebook to run where the course is "
+    "installed. Each first "
     "page says when the lab was executed, on what and with which versions."
 )
 

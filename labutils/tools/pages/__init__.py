@@ -1,6 +1,8 @@
-"""The look of the course's HTML pages: one template, filled by pandoc with a lab, and here with a list of links.
+"""The look of the course's HTML pages: one template, filled by pandoc with a lab, and here with a
+list of links.
 
-A page loads nothing: style, icon and pictures are in it, and it forbids its browser to fetch anything else.
+A page loads nothing: style, icon and pictures are in it, and it forbids its browser to fetch
+anything else.
 """
 
 from __future__ import annotations
@@ -17,7 +19,9 @@ TEMPLATE = Path(__file__).parent / "page.html"
 
 
 def filled(title: str, kind: str, contents: Sequence[tuple[str, str]], body: str) -> str:
-    """The page `title` of that `kind`: `contents` are (words, path), `body` is HTML; the rest is plain text."""
+    """The page `title` of that `kind`: `contents` are (words, path), `body` is HTML; the rest is
+    plain text.
+    """
     items = "".join(f"<li>{link(words, path)}</li>" for words, path in contents)
     parts = {
         "title": html.escape(f"{title} · {COURSE}"),
@@ -39,7 +43,10 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequence[
 
     def row(cells: Sequence[str], tag: str) -> str:
         right = ' style="text-align: right"'
-        told = (f"<{tag}{right if place in numbers else ''}>{cell}</{tag}>" for place, cell in enumerate(cells))
+        told = (
+            f"<{tag}{right if place in numbers else ''}>{cell}</{tag}>"
+            for place, cell in enumerate(cells)
+        )
         return f"<tr>{''.join(told)}</tr>"
 
     body = "\n".join(row(cells, "td") for cells in rows)

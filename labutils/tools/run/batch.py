@@ -44,9 +44,10 @@ def run(
 ) -> int:
     """Run the labs called `names` (all of them where there is none) and say how it went.
 
-    `make_pages` writes an HTML page beside each of the executed notebooks that it is given. Returns 0 where all ran, 1
-    where a lab failed, 128 + the signal's number where it was stopped. Raises `UsageError` before anything has run
-    where the labs, parameters, scale or results folder are not usable.
+    `make_pages` writes an HTML page beside each of the executed notebooks that it is given. Returns
+    0 where all ran, 1 where a lab failed, 128 + the signal's number where it was stopped. Raises
+    `UsageError` before anything has run where the labs, parameters, scale or results folder are not
+    usable.
     """
     check_current_folder()
     labs = find(names)
@@ -67,9 +68,16 @@ def run(
     page = index.write(folder, outcomes, None if kernels.stopped_by else make_pages, say)
     say(summary(outcomes, folder, page))
     if kernels.stopped_by:
-        say(f"Stopped. What was measured is kept. To go on: {same_again(names, options, folder, outcomes)}")
+        say(
+            "Stopped. What was measured is kept. To go on: "
+            f"{same_again(names, options, folder, outcomes)}"
+        )
         return STOPPED + kernels.stopped_by
-    return ALL_RAN if all(outcome.status in ("done", "done before") for outcome in outcomes) else A_LAB_FAILED
+    return (
+        ALL_RAN
+        if all(outcome.status in ("done", "done before") for outcome in outcomes)
+        else A_LAB_FAILED
+    )
 
 
 @dataclass(frozen=True)
@@ -92,7 +100,13 @@ class _Batch:
         gpus: Sequence[str],
         order: Sequence[Lab],
     ) -> None:
-        self.values, self.folder, self.options, self.gpus, self.order = values, folder, options, gpus, order
+        self.values, self.folder, self.options, self.gpus, self.order = (
+            values,
+            folder,
+            options,
+            gpus,
+            order,
+        )
         self._begun: set[Path] = set()
         self._outcomes: dict[Path, Outcome] = {}
 
@@ -102,7 +116,9 @@ class _Batch:
         return self._outcomes.get(lab.path, Outcome(lab, status))
 
     def run(self, wave: Sequence[Lab], kernels: Kernels, telling: Telling) -> None:
-        """Run the labs of `wave` that are not done, as many at once as there are jobs; returns when all have ended."""
+        """Run the labs of `wave` that are not done, as many at once as there are jobs; returns when
+        all have ended.
+        """
         if kernels.stopped_by:
             return
         todo: SimpleQueue[_Job] = SimpleQueue()
@@ -112,7 +128,11 @@ class _Batch:
         count = min(self.options.jobs, todo.qsize())
         events: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         workers = [
-            threading.Thread(target=self._work, args=(number, count - 1, todo, kernels, telling, events), daemon=True)
+            threading.Thread(
+                target=self._work,
+                args=(number, count - 1, todo, kernels, telling, events),
+                daemon=True,
+            )
             for number in range(count)
         ]
         with _joined(workers):
@@ -129,7 +149,9 @@ class _Batch:
         values, why = self.values[lab.number], ""
         if done and not self.options.force:
             changed = planning.what_changed(done, values, planning.sources_of(lab))
-            again = bool(changed) if self.options.only_changed else not planning.is_done(done, values)
+            again = (
+                bool(changed) if self.options.only_changed else not planning.is_done(done, values)
+            )
             if not again:
                 said = "unchanged since it ran" if self.options.only_changed else "done before"
                 said += f" in {short(self.folder)} (--force runs it again)"
@@ -142,8 +164,13 @@ class _Batch:
                 self._outcomes[lab.path] = Outcome(lab, "done before")
                 return None
             why = f" (changed: {', '.join(changed)})" if self.options.only_changed else ""
-        known = [self.folder, *sorted((records.REPOSITORY / "results").glob("*/"), key=lambda path: path.name)[::-1]]
-        return _Job(lab, why, planning.seconds_before(lab, values, known) if telling.is_live else None)
+        known = [
+            self.folder,
+            *sorted((records.REPOSITORY / "results").glob("*/"), key=lambda path: path.name)[::-1],
+        ]
+        return _Job(
+            lab, why, planning.seconds_before(lab, values, known) if telling.is_live else None
+        )
 
     def _place(self, lab: Lab) -> str:
         return f"[{self.order.index(lab) + 1}/{len(self.order)}]"
@@ -157,7 +184,9 @@ class _Batch:
         telling: Telling,
         events: SimpleQueue[Callable[[], None] | None],
     ) -> None:
-        """Run labs until there is none left, in a thread of its own; what is to be said goes to `events`."""
+        """Run labs until there is none left, in a thread of its own; what is to be said goes to
+        `events`.
+        """
         try:
             while not kernels.stopped_by:
                 job = todo.get_nowait()
@@ -186,9 +215,13 @@ class _Batch:
         try:
             variables = planning.variables(number, beside, self.gpus, hardware.usable_cores(), lab)
             variables[records.SOURCES] = json.dumps(planning.sources_of(lab))
-            outcome = run_lab(lab, self.values[lab.number], self.folder, self.options, kernels, variables, told)
+            outcome = run_lab(
+                lab, self.values[lab.number], self.folder, self.options, kernels, variables, told
+            )
         except Exception as error:  # of the results folder, mostly: a disk that is full
-            outcome = Outcome(lab, "failed", message=f"Lab {lab.number} could not be run: {error!r}")
+            outcome = Outcome(
+                lab, "failed", message=f"Lab {lab.number} could not be run: {error!r}"
+            )
         self._outcomes[lab.path] = outcome
         events.put(lambda: telling.ended(place, outcome))
 

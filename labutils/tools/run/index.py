@@ -1,6 +1,8 @@
-"""The page that leads to everything in a results folder: each executed notebook, what became of it, and its verdicts.
+"""The page that leads to everything in a results folder: each executed notebook, what became of it,
+and its verdicts.
 
-It is made of what lies there: the notebooks, `results.jsonl`, and the HTML pages beside the notebooks.
+It is made of what lies there: the notebooks, `results.jsonl`, and the HTML pages beside the
+notebooks.
 """
 
 from __future__ import annotations
@@ -49,11 +51,16 @@ class Row:
 
 
 def write(
-    folder: Path, outcomes: Sequence[Outcome], make_pages: PageMaker | None, say: Callable[[str], None]
+    folder: Path,
+    outcomes: Sequence[Outcome],
+    make_pages: PageMaker | None,
+    say: Callable[[str], None],
 ) -> Path | None:
-    """Write index.html into `folder`, after the pages that are missing or older than their notebooks.
+    """Write index.html into `folder`, after the pages that are missing or older than their
+    notebooks.
 
-    A page that can't be written is no failure of the labs: it is said. None where there is nothing to lead to.
+    A page that can't be written is no failure of the labs: it is said. None where there is nothing
+    to lead to.
     """
     executed = sorted((folder / "notebooks").glob("*.ipynb"))
     if not executed:
@@ -61,8 +68,13 @@ def write(
     try:
         if make_pages and (old := [path for path in executed if _is_stale(path)]):
             make_pages(folder, old)
-    except Exception as error:  # the labs have run: whatever it is, how they went must still be said
-        say(f"No HTML pages of the executed notebooks: {type(error).__name__}: {one_line(str(error))}")
+    except (
+        Exception
+    ) as error:  # the labs have run: whatever it is, how they went must still be said
+        say(
+            f"No HTML pages of the executed notebooks: {type(error).__name__}: "
+            f"{one_line(str(error))}"
+        )
     file = folder / "index.html"
     try:
         file.write_text(as_html(folder, rows_of(folder, executed), outcomes), encoding="utf-8")
@@ -78,7 +90,9 @@ def _is_stale(notebook: Path) -> bool:
 
 
 def rows_of(folder: Path, executed: Sequence[Path]) -> list[Row]:
-    """What there is to say about each notebook; of one that papermill ran without `labutils run`, what is on record."""
+    """What there is to say about each notebook; of one that papermill ran without `labutils run`,
+    what is on record.
+    """
     records = [record for record in results.read_records(folder) if results.is_sound(record)]
     runs = results.runs_of(records)
     counts: dict[str, Counter[str]] = {}
@@ -87,18 +101,26 @@ def rows_of(folder: Path, executed: Sequence[Path]) -> list[Row]:
     return [_row(path, records, runs, counts) for path in executed]
 
 
-def _row(path: Path, records: Sequence[Mapping[str, Any]], runs: judges.Runs, counts: Mapping[str, Any]) -> Row:
+def _row(
+    path: Path, records: Sequence[Mapping[str, Any]], runs: judges.Runs, counts: Mapping[str, Any]
+) -> Row:
     number = path.stem[:2] if re.match(r"\d\d_", path.stem) else path.stem
     mine = [run for (lab, _), run in runs.items() if lab == number]
     last = mine[-1] if mine else results.Run(number, "", scale="")
     done = planning.ends_of(records, number)
     title, status, seconds = _read(path)
-    machine = ", ".join(str(last.machine[key]) for key in ("gpu", "cpu", "cores") if last.machine.get(key))
+    machine = ", ".join(
+        str(last.machine[key]) for key in ("gpu", "cpu", "cores") if last.machine.get(key)
+    )
     return Row(
         path=path,
         title=title or path.stem,
         status=status or ("done" if done else "not done"),
-        seconds=seconds if seconds is not None else _number(done[-1].get("seconds")) if done else None,
+        seconds=seconds
+        if seconds is not None
+        else _number(done[-1].get("seconds"))
+        if done
+        else None,
         scale=last.scale,
         machine=f"{machine} cores" if last.machine.get("cores") else machine,
         beside=max((run.beside for run in mine if isinstance(run.beside, int)), default=0),
@@ -107,13 +129,23 @@ def _row(path: Path, records: Sequence[Mapping[str, Any]], runs: judges.Runs, co
 
 
 def _read(path: Path) -> tuple[str, str, float | None]:
-    """(first heading, what became of the run, seconds), as the notebook says it; "" and None where it doesn't."""
+    """(first heading, what became of the run, seconds), as the notebook says it; "" and None where
+    it doesn't.
+    """
     try:
         notebook = json.loads(path.read_text(encoding="utf-8"))
-        texts = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "markdown"]
+        texts = [
+            "".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "markdown"
+        ]
         stamp = notebook["metadata"].get("labutils", {})
         status, seconds = str(stamp.get("status", "")), stamp.get("seconds")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # cut off, or no notebook at all
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+    ):  # cut off, or no notebook at all
         return "", "", None
     title = next(iter(re.findall(r"^# (.+?)\s*$", "\n".join(texts), re.M)), "")
     return title, status, _number(seconds)
@@ -132,16 +164,22 @@ def as_html(folder: Path, rows: Sequence[Row], outcomes: Sequence[Outcome]) -> s
     numbers = [place for place, name in enumerate(head) if name in ("seconds", *judges.VERDICTS)]
     parts = [
         *(f"<p>Measured on {html.escape(machine)}.</p>" for machine in machines if not several),
-        f"<p>Verdicts are counted by lab, and come with their reasons from <code>{_report(folder)}</code>. "
+        "<p>Verdicts are counted by lab, and come with their reasons from "
+        f"<code>{_report(folder)}</code>. "
         f"{link('results.jsonl', 'results.jsonl')} holds every run, one a line.</p>",
         f'<div class="output">{table(head, cells, numbers)}</div>',
     ]
     if beside := max((row.beside for row in rows), default=0):
         labs = "another lab" if beside == 1 else f"{beside} other labs"
-        parts.append(f"<p>Measured beside up to {labs}: times and memory are disturbed, and judged inconclusive.</p>")
+        parts.append(
+            f"<p>Measured beside up to {labs}: times and memory are disturbed, and judged "
+            "inconclusive.</p>"
+        )
     troubles = [outcome.message for outcome in outcomes if outcome.message]
     parts += ["<h2>What went wrong</h2>"] * bool(troubles)
-    parts += [f'<div class="output"><pre>{html.escape(message)}</pre></div>' for message in troubles]
+    parts += [
+        f'<div class="output"><pre>{html.escape(message)}</pre></div>' for message in troubles
+    ]
     contents = [(row.title, _address(row)) for row in rows]
     return filled(f"Results: {folder.name}", "Executed notebooks", contents, "\n".join(parts))
 

@@ -1,4 +1,6 @@
-"""The processes that labs run in: of this very interpreter, and ended, if they must be, with all that they started."""
+"""The processes that labs run in: of this very interpreter, and ended, if they must be, with all
+that they started.
+"""
 
 from __future__ import annotations
 
@@ -18,15 +20,17 @@ from labutils.results import records
 from labutils.training.processes import end_marked
 
 MARK = "LABUTILS_KERNEL"
-"""The name under which a kernel, and every process that comes of it, has the kernel's mark in its environment."""
+"""The name under which a kernel, and every process that comes of it, has the kernel's mark in its
+environment.
+"""
 
 
 class Kernels:
     """The kernels that run now.
 
-    As a context it takes SIGINT and SIGTERM: the first ends all kernels and lets none start any more, the second
-    interrupts whatever goes on. Either way the context ends in order, no kernel outlives it, and `stopped_by` is the
-    signal's number.
+    As a context it takes SIGINT and SIGTERM: the first ends all kernels and lets none start any
+    more, the second interrupts whatever goes on. Either way the context ends in order, no kernel
+    outlives it, and `stopped_by` is the signal's number.
     """
 
     def __init__(self) -> None:
@@ -36,7 +40,10 @@ class Kernels:
 
     def __enter__(self) -> Kernels:
         if threading.current_thread() is threading.main_thread():
-            self._handlers = {number: signal.signal(number, self._stop) for number in (signal.SIGINT, signal.SIGTERM)}
+            self._handlers = {
+                number: signal.signal(number, self._stop)
+                for number in (signal.SIGINT, signal.SIGTERM)
+            }
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> bool:
@@ -69,7 +76,8 @@ class Kernels:
 
 
 class Kernel:
-    """One lab's process: it keeps results in `folder`, starts in `cwd`, and finds `variables` in its environment.
+    """One lab's process: it keeps results in `folder`, starts in `cwd`, and finds `variables` in
+    its environment.
 
     `killed_because` is why it was ended, "" where nobody ended it.
     """
@@ -91,8 +99,9 @@ class Kernel:
         self._said.close()
 
     def kill(self, because: str) -> None:
-        """End the process, so that it starts nothing more, and then all that it started; where it ended by itself, what
-        it left behind. One that is about to start is told, and ends at once."""
+        """End the process, so that it starts nothing more, and then all that it started; where it
+        ended by itself, what it left behind. One that is about to start is told, and ends at once.
+        """
         if self.exit_code() is None:
             self.killed_because = self.killed_because or because
         if self._process is not None:  # asked after that was noted: it is told, or seen here
@@ -104,7 +113,8 @@ class Kernel:
         return None if self._process is None else self._process.poll()
 
     def manager_class(self, kernels: Kernels) -> type:
-        """A kernel manager that starts `sys.executable`, whatever kernels are installed, and tells its process.
+        """A kernel manager that starts `sys.executable`, whatever kernels are installed, and tells
+        its process.
 
         It starts none where `kernels` were stopped, or this one was.
         """
@@ -113,7 +123,9 @@ class Kernel:
         from jupyter_client.manager import AsyncKernelManager
 
         mine = self
-        spec = get_kernel_dict() | {"argv": [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]}
+        spec = get_kernel_dict() | {
+            "argv": [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
+        }
 
         class Manager(AsyncKernelManager):
             @property
@@ -125,7 +137,9 @@ class Kernel:
                     raise RuntimeError("Stopped before its kernel was started.")
                 launch["env"] = launch.get("env", dict(os.environ)) | mine.environment()
                 launch["stdout"] = launch["stderr"] = mine._said
-                launch["cwd"] = str(mine.cwd)  # papermill's own way would change this process's folder, under all labs
+                launch["cwd"] = str(
+                    mine.cwd
+                )  # papermill's own way would change this process's folder, under all labs
                 await super()._async_launch_kernel(kernel_cmd, **launch)
                 mine._process = self.provisioner.process
                 if kernels.stopped_by or mine.killed_because:  # meanwhile
@@ -137,12 +151,16 @@ class Kernel:
         """The last of what the process wrote outside of any cell: crashes of native code, mostly."""
         self._said.seek(0)
         text = self._said.read().decode(errors="replace")
-        return [line for line in text.splitlines() if line.strip() and "[IPKernelApp]" not in line][-lines:]
+        return [line for line in text.splitlines() if line.strip() and "[IPKernelApp]" not in line][
+            -lines:
+        ]
 
     def environment(self) -> dict[str, str]:
-        """What a lab's kernel is told: where results go, where this labutils is when it is not installed, and that
-        nobody watches progress bars."""
-        path = os.pathsep.join(filter(None, [str(records.REPOSITORY), os.environ.get("PYTHONPATH")]))
+        """What a lab's kernel is told: where results go, where this labutils is when it is not
+        installed, and that nobody watches progress bars."""
+        path = os.pathsep.join(
+            filter(None, [str(records.REPOSITORY), os.environ.get("PYTHONPATH")])
+        )
         quiet = {"TQDM_DISABLE": "1", "PYDEVD_DISABLE_FILE_VALIDATION": "1"}
         mine = {"LABUTILS_RESULTS": str(self.folder), "PYTHONPATH": path, MARK: self._mark}
         return mine | quiet | self.variables

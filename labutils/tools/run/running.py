@@ -24,7 +24,9 @@ HEADING = re.compile(r"^#{1,3} (.+?)\s*$", re.M)
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one lab: `status` "done", "done before", "failed", "died", "timed out", "stopped" or "not run"."""
+    """What became of one lab: `status` "done", "done before", "failed", "died", "timed out",
+    "stopped" or "not run".
+    """
 
     lab: Lab
     status: str
@@ -33,7 +35,9 @@ class Outcome:
 
 
 Told = Callable[[int, str], None]
-"""Called when a lab's cell begins: with the place among the lab's cells of code, from 1 on, and its section."""
+"""Called when a lab's cell begins: with the place among the lab's cells of code, from 1 on, and its
+section.
+"""
 
 
 def run_lab(
@@ -77,7 +81,9 @@ def _execute(
     """Run the notebook into `output`, written cell by cell. Raises what papermill raises."""
     import papermill
 
-    logging.getLogger("papermill").setLevel(logging.CRITICAL)  # what it would log, `_failure` says in full
+    logging.getLogger("papermill").setLevel(
+        logging.CRITICAL
+    )  # what it would log, `_failure` says in full
     with _Watch(kernel, options, told) as watch:
         papermill.execute_notebook(
             str(lab.path),
@@ -93,7 +99,9 @@ def _execute(
 
 
 class _Watch:
-    """Counts the cells as they begin, and ends the kernel where the lab or one of its cells takes too long."""
+    """Counts the cells as they begin, and ends the kernel where the lab or one of its cells takes
+    too long.
+    """
 
     def __init__(self, kernel: Kernel, options: Options, told: Told) -> None:
         self._kernel, self._told = kernel, told
@@ -112,7 +120,9 @@ class _Watch:
     def began(self, cell: Any, **_: object) -> None:
         if cell.cell_type == "markdown":
             self._section = _heading(cell.source) or self._section
-        elif cell.cell_type == "code" and "injected-parameters" not in cell.metadata.get("tags", []):
+        elif cell.cell_type == "code" and "injected-parameters" not in cell.metadata.get(
+            "tags", []
+        ):
             self._count += 1
             self._told(self._count, self._section)
             if self._cell_timeout:
@@ -149,8 +159,10 @@ def _failure(
         )
     if kernel.killed_because == "cell timed out":
         return "timed out", (
-            f"Lab {lab.number} was ended after {options.cell_timeout:g} s, the limit of a cell, in {cell}. "
-            f"A larger limit: --cell-timeout {2 * options.cell_timeout:g}; a quicker run: a smaller --scale."
+            f"Lab {lab.number} was ended after {options.cell_timeout:g} s, the limit of a cell, in "
+            f"{cell}. "
+            f"A larger limit: --cell-timeout {2 * options.cell_timeout:g}; a quicker run: a "
+            "smaller --scale."
         )
     died_with = kernel.exit_code()
     if died_with is not None and not hasattr(error, "ename"):
@@ -177,7 +189,9 @@ def _last_cell(output: Path) -> str:
 
 
 def _read_output(output: Path) -> Any:
-    """The executed notebook, or None where there is none that can be read: one cut off while it was written, mostly."""
+    """The executed notebook, or None where there is none that can be read: one cut off while it was
+    written, mostly.
+    """
     import nbformat
 
     try:
@@ -198,23 +212,27 @@ def _cause_of_death(code: int) -> str:
     """What the exit code of a dead kernel most likely means, and what to do."""
     if code == -signal.SIGKILL:
         return (
-            "was killed (SIGKILL). Most often that is the system running out of memory: close other programs, choose a "
+            "was killed (SIGKILL). Most often that is the system running out of memory: close "
+            "other programs, choose a "
             "smaller --scale, or give the container more memory. `dmesg` says if it was."
         )
     if code == -signal.SIGBUS:
         return (
-            "ended with a bus error (SIGBUS). Most often /dev/shm is too small for the DataLoader workers: start the "
+            "ended with a bus error (SIGBUS). Most often /dev/shm is too small for the DataLoader "
+            "workers: start the "
             "container with --shm-size=8g. `labutils doctor` says how much there is."
         )
     if code < 0:
         name = signal.Signals(-code).name
         return f"ended with {name}: native code crashed. `labutils doctor` checks that the libraries fit together."
-    return f"ended by itself with exit code {code}: something called os._exit, or a library gave up."
+    return (
+        f"ended by itself with exit code {code}: something called os._exit, or a library gave up."
+    )
 
 
 def _stamp(output: Path, status: str, seconds: float) -> None:
-    """Write into an executed notebook what became of its run, and take this machine's folders out of its metadata: it
-    is kept, shown and compared elsewhere."""
+    """Write into an executed notebook what became of its run, and take this machine's folders out
+    of its metadata: it is kept, shown and compared elsewhere."""
     import nbformat
 
     notebook = _read_output(output)

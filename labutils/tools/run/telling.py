@@ -1,4 +1,5 @@
-"""What a batch says: plain lines for everybody; on a terminal also a line a running lab, rewritten in place.
+"""What a batch says: plain lines for everybody; on a terminal also a line a running lab, rewritten
+in place.
 
 All of it comes from the main thread, so no line is cut by another.
 """
@@ -16,7 +17,9 @@ from labutils.tools.run.running import Outcome
 
 
 class Telling:
-    """Says how the labs go. As a context it keeps the lines of the running labs, and takes them away at its end."""
+    """Says how the labs go. As a context it keeps the lines of the running labs, and takes them
+    away at its end.
+    """
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
@@ -51,7 +54,9 @@ class Telling:
             before = f"last time {_clock(seconds_before)}" if seconds_before else ""
             name = one_line(lab.title)
             name = name if len(name) < 28 else f"{name[:26]}…"
-            self._lines[lab.path] = self._live.add_task(name, total=lab.cells, section="", before=before)
+            self._lines[lab.path] = self._live.add_task(
+                name, total=lab.cells, section="", before=before
+            )
 
     def cell(self, lab: Lab, count: int, section: str) -> None:
         """The lab's cell of code number `count` began, in that section."""
@@ -68,7 +73,9 @@ class Telling:
 
 
 def _live_lines(console: Any = None) -> Any:
-    """A line for each running lab: its name, its cell, the section, how long it has taken, and took last time."""
+    """A line for each running lab: its name, its cell, the section, how long it has taken, and took
+    last time.
+    """
     from rich.progress import Progress, TextColumn, TimeElapsedColumn
     from rich.table import Column
 
@@ -105,8 +112,10 @@ def about_company(jobs: int, gpus: int) -> str:
     """What several labs at once do to what they measure."""
     where = "each on a GPU of its own, on one host" if gpus >= jobs else "on one machine"
     return (
-        f"Up to {jobs} labs run at once, {where}: they disturb each other's times, and compete for memory. Each result "
-        "on record says so (beside), and verdicts on time and memory come out as inconclusive. For verdicts: --jobs 1."
+        f"Up to {jobs} labs run at once, {where}: they disturb each other's times, and compete for "
+        "memory. Each result "
+        "on record says so (beside), and verdicts on time and memory come out as inconclusive. For "
+        "verdicts: --jobs 1."
     )
 
 
@@ -127,10 +136,26 @@ def _called(lab: Lab) -> str:
     return lab.number if lab.path.parent == NOTEBOOKS else short(lab.path)
 
 
-def same_again(names: Sequence[str], options: Options, folder: Path, outcomes: Sequence[Outcome]) -> str:
-    """The command line that goes on where this run stopped: of what was forced, with the labs that are left."""
-    left = [_called(outcome.lab) for outcome in outcomes if outcome.status != "done"] if options.force else []
-    words = ["labutils", "run", *(left or names), "--scale", options.scale, "--results", short(folder)]
+def same_again(
+    names: Sequence[str], options: Options, folder: Path, outcomes: Sequence[Outcome]
+) -> str:
+    """The command line that goes on where this run stopped: of what was forced, with the labs that
+    are left.
+    """
+    left = (
+        [_called(outcome.lab) for outcome in outcomes if outcome.status != "done"]
+        if options.force
+        else []
+    )
+    words = [
+        "labutils",
+        "run",
+        *(left or names),
+        "--scale",
+        options.scale,
+        "--results",
+        short(folder),
+    ]
     words += ["--force"] * bool(left)
     words += ["--weights", options.weights] * (options.weights != "random")
     words += ["--data", options.data] * (options.data != "generated")

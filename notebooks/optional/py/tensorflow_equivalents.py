@@ -51,7 +51,14 @@ import matplotlib.pyplot as plt
 
 from labutils.course import plots
 from labutils.data import drawings
-from labutils.labs.optional_tensorflow import TIMES_HEAD, growth_run, input_runs, precision_runs, tensorflow, time_rows
+from labutils.labs.optional_tensorflow import (
+    TIMES_HEAD,
+    growth_run,
+    input_runs,
+    precision_runs,
+    tensorflow,
+    time_rows,
+)
 
 plots.use_style()
 tiny = lab.scale == "tiny"
@@ -64,7 +71,9 @@ tiny = lab.scale == "tiny"
 # %%
 with lab.attempt("TensorFlow's mixed precision"):
     tf = tensorflow()
-    runs = lab.keep(precision_runs(tf, width=256 if tiny else 4096, batch=64 if tiny else 2048, steps=10))
+    runs = lab.keep(
+        precision_runs(tf, width=256 if tiny else 4096, batch=64 if tiny else 2048, steps=10)
+    )
     fig, ax = plt.subplots()
     plots.steps(ax, runs)
     plt.show()
@@ -87,7 +96,9 @@ with lab.attempt("TensorFlow's input pipeline"):
     fig, ax = plt.subplots()
     plots.steps(ax, runs)
     plt.show()
-lab.on_reference(TIMES_HEAD, time_rows, "tensorflow: *input", "tensorflow: parallel*", "tensorflow: cached")
+lab.on_reference(
+    TIMES_HEAD, time_rows, "tensorflow: *input", "tensorflow: parallel*", "tensorflow: cached"
+)
 lab.verdict("A4.tensorflow.parallel-map", "A4.tensorflow.cache");
 # %% [markdown]
 # `AUTOTUNE` chooses the number of threads and the length of the queue while the pipeline runs.
@@ -104,7 +115,8 @@ with lab.attempt("TensorFlow's memory growth"):
     run = growth_run()
     lab.keep({"tensorflow: memory growth": run})
     lab.table(
-        ("GB taken", "by default", "with memory growth"), ("", run.metrics["plain_gb"], run.metrics["growing_gb"])
+        ("GB taken", "by default", "with memory growth"),
+        ("", run.metrics["plain_gb"], run.metrics["growing_gb"]),
     )
 lab.verdict("A4.tensorflow.growth");
 

@@ -1,7 +1,8 @@
-"""Python runs this when it starts, where this folder is on PYTHONPATH: `labutils diagnose` puts it there for a script.
+"""Python runs this when it starts, where this folder is on PYTHONPATH: `labutils diagnose` puts it
+there for a script.
 
-The folder leaves the path at once, so that the script sees its own modules only, and the site's own sitecustomize,
-which this one stands before, is run.
+The folder leaves the path at once, so that the script sees its own modules only, and the site's own
+sitecustomize, which this one stands before, is run.
 """
 
 import os

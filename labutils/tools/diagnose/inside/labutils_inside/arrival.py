@@ -1,4 +1,6 @@
-"""Waits until the script imports PyTorch, and leaves word of each Python process that the hook reached."""
+"""Waits until the script imports PyTorch, and leaves word of each Python process that the hook
+reached.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ class WhenImported(importlib.abc.MetaPathFinder):
 
 
 def prepare(settings: str) -> None:
-    """Leave word that a Python process is here, and hook PyTorch when it comes. settings: JSON, see `watch.Watch`."""
+    """Leave word that a Python process is here, and hook PyTorch when it comes. settings: JSON, see
+    `watch.Watch`.
+    """
     given = json.loads(settings)
     word = Word(given["folder"])
 
@@ -57,7 +61,9 @@ def prepare(settings: str) -> None:
 
 
 class Word:
-    """A small file of what this process has come to, for `labutils diagnose` to explain an end without a record."""
+    """A small file of what this process has come to, for `labutils diagnose` to explain an end
+    without a record.
+    """
 
     def __init__(self, folder: str) -> None:
         self.path = os.path.join(folder, f"process-{os.getpid()}.json")
@@ -67,13 +73,17 @@ class Word:
         atexit.register(self._say_how_it_ended)
 
     def _say_how_it_ended(self) -> None:
-        """With the error that ended the script, where one did, and the script's own line that it came by. Python keeps
-        it for us, whichever hook the script has set to show it."""
+        """With the error that ended the script, where one did, and the script's own line that it
+        came by. Python keeps it for us, whichever hook the script has set to show it."""
         error = getattr(sys, "last_value", None)
         if error is not None:
             lines = traceback.format_exception_only(type(error), error)
             words = lines[-1] if isinstance(error, SyntaxError) else lines[0]
-            frames = [frame for frame in traceback.extract_tb(error.__traceback__) if calls.is_own(frame.filename)]
+            frames = [
+                frame
+                for frame in traceback.extract_tb(error.__traceback__)
+                if calls.is_own(frame.filename)
+            ]
             place = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
             self.note(failed=" ".join(words.split())[:300], failed_at=place)
         self.say()

@@ -19,8 +19,8 @@ def tensors_in(batch: Any) -> Iterator[tuple[str, Any]]:
 
 
 def facts(batch: Any) -> dict[str, Any]:
-    """`examples` (rows of the first tensor), `bytes`, `pinned`, and `tokens` with `useful` of them where a mask tells,
-    or else a filler at the rows' ends."""
+    """`examples` (rows of the first tensor), `bytes`, `pinned`, and `tokens` with `useful` of them
+    where a mask tells, or else a filler at the rows' ends."""
     named = [(name, tensor) for name, tensor in tensors_in(batch) if tensor.dim()]
     if not named:
         return {}
@@ -34,12 +34,18 @@ def facts(batch: Any) -> dict[str, Any]:
 
 
 def tokens_of(named: list[tuple[str, Any]]) -> dict[str, int]:
-    """`tokens` and `useful` ones, from an attention mask of ones and zeros, or from integer rows that end alike."""
+    """`tokens` and `useful` ones, from an attention mask of ones and zeros, or from integer rows
+    that end alike.
+    """
     for name, tensor in named:
         if "mask" in name and tensor.dim() == 2 and _is_mask(tensor):
             return {"tokens": tensor.numel(), "useful": int((tensor != 0).sum())}
     for name, tensor in named:
-        if tensor.dim() == 2 and not tensor.is_floating_point() and name in ("", "input_ids", "ids", "tokens"):
+        if (
+            tensor.dim() == 2
+            and not tensor.is_floating_point()
+            and name in ("", "input_ids", "ids", "tokens")
+        ):
             return {"tokens": tensor.numel(), "useful": tensor.numel() - _filled(tensor)}
     return {}
 
@@ -49,8 +55,8 @@ def _is_mask(tensor: Any) -> bool:
 
 
 def _filled(ids: Any) -> int:
-    """How many numbers of integer rows [rows, length] are the filler at their ends: the number that most rows end with
-    more than once. One that ends a row once may be its end-of-text sign."""
+    """How many numbers of integer rows [rows, length] are the filler at their ends: the number that
+    most rows end with more than once. One that ends a row once may be its end-of-text sign."""
     if ids.shape[1] < 2 or ids.shape[0] < 2:
         return 0
     repeated = ids[ids[:, -1] == ids[:, -2], -1]

@@ -1,7 +1,9 @@
-"""What the lines of a training step call: writing, and reading of tensors, each with its source line and its time.
+"""What the lines of a training step call: writing, and reading of tensors, each with its source
+line and its time.
 
-For one or two steps Python tells of every call (`sys.setprofile`). That slows Python down by what each telling takes,
-so times are given back less that; what is inside one C call, such as a flush to the disk, isn't slowed at all.
+For one or two steps Python tells of every call (`sys.setprofile`). That slows Python down by what
+each telling takes, so times are given back less that; what is inside one C call, such as a flush to
+the disk, isn't slowed at all.
 """
 
 from __future__ import annotations
@@ -15,13 +17,42 @@ from types import FrameType
 from typing import Any
 
 WRITERS = (
-    *("torch/utils/tensorboard/", "/tensorboard/", "/tensorboardX/", "/wandb/", "/mlflow/", "/comet_ml/", "/neptune/"),
-    *("/tqdm/", "/torch/serialization.py", "/safetensors/", "/rich/", "/aim/", "/clearml/", "/csv.py"),
+    *(
+        "torch/utils/tensorboard/",
+        "/tensorboard/",
+        "/tensorboardX/",
+        "/wandb/",
+        "/mlflow/",
+        "/comet_ml/",
+        "/neptune/",
+    ),
+    *(
+        "/tqdm/",
+        "/torch/serialization.py",
+        "/safetensors/",
+        "/rich/",
+        "/aim/",
+        "/clearml/",
+        "/csv.py",
+    ),
 )
 """Files whose functions write: what is inside one, sleeps and locks included, is writing."""
 LOGGING, LOGGED = "/logging/__init__.py", "_log"
-"""Python's own logging: a message below the logger's level comes to an end before this function, and writes nothing."""
-WRITING = {"write", "writelines", "flush", "fsync", "fdatasync", "print", "writerow", "writerows", "dump", "save"}
+"""Python's own logging: a message below the logger's level comes to an end before this function,
+and writes nothing.
+"""
+WRITING = {
+    "write",
+    "writelines",
+    "flush",
+    "fsync",
+    "fdatasync",
+    "print",
+    "writerow",
+    "writerows",
+    "dump",
+    "save",
+}
 COPIES = {"to", "cuda"}
 """Methods that may copy a tensor to the GPU."""
 READS = {"item", "tolist", "numpy", "cpu"}
@@ -30,7 +61,8 @@ WAITS = {"synchronize", "_cuda_synchronize"}
 
 
 class Calls:
-    """Between `resume()` and `pause()`, gathers `found`: (kind, "file:line", what) -> [times, milliseconds].
+    """Between `resume()` and `pause()`, gathers `found`: (kind, "file:line", what) -> [times,
+    milliseconds].
 
     kind: "write", "read" or "to". The line is the innermost of the script's own code.
     """
@@ -55,7 +87,8 @@ class Calls:
         if event == "c_call":
             self._c_call(frame, argument)
         elif event in ("c_return", "c_exception"):
-            # Equal, not the same: from Python 3.12 on a method is bound anew for each of the two events.
+            # Equal, not the same: from Python 3.12 on a method is bound anew for each of the two
+            # events.
             if self.open and self.open[-1][0] == argument:
                 self._close()
         elif event == "call":
@@ -85,7 +118,9 @@ class Calls:
         if key[0] != "write":
             self.reading_ms += ms
         else:
-            ms -= self.reading_ms - read_ms  # a loss read in order to be written is a wait, and no writing
+            ms -= (
+                self.reading_ms - read_ms
+            )  # a loss read in order to be written is a wait, and no writing
         row = self.found.setdefault(key, [0, 0.0])
         row[0] += 1
         row[1] += max(0.0, ms)
@@ -122,14 +157,24 @@ def _is_writer(frame: FrameType) -> bool:
 
 
 def _writes(name: str, owner: Any) -> bool:
-    """Whether a C function of that name writes a file: those of files, `print`, and the operating system's own."""
+    """Whether a C function of that name writes a file: those of files, `print`, and the operating
+    system's own.
+    """
     if isinstance(owner, io.StringIO | io.BytesIO):
         return False
-    return isinstance(owner, io.IOBase) or name in ("print", "fsync", "fdatasync", "writerow", "writerows")
+    return isinstance(owner, io.IOBase) or name in (
+        "print",
+        "fsync",
+        "fdatasync",
+        "writerow",
+        "writerows",
+    )
 
 
 def place_of(frame: FrameType | None) -> str:
-    """ "file:line" of the innermost frame that is the script's own; of the innermost of all where none is."""
+    """ "file:line" of the innermost frame that is the script's own; of the innermost of all where
+    none is.
+    """
     at, first = frame, frame
     while at is not None and not is_own(at.f_code.co_filename):
         at = at.f_back

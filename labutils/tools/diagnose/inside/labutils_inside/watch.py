@@ -1,4 +1,5 @@
-"""Goes through a script's optimizer steps: passes some over, times, watches and profiles some, and writes it down.
+"""Goes through a script's optimizer steps: passes some over, times, watches and profiles some, and
+writes it down.
 
     passed over   what is compiled, tuned or allocated once happens here
     timed         nothing but clocks: a step's time and its waits for data are these
@@ -6,9 +7,9 @@
     watched       each call is seen: which lines write, and which read a tensor's value
     profiled      torch.profiler, without Python stacks
 
-A step is what lies between two calls of the leading optimizer's `step`, the first that was seen to step. Backward
-passes in between tell how many micro-batches it takes. Stages are counted in steps and not in time, so that all ranks
-of a run over several GPUs leave off at the same one.
+A step is what lies between two calls of the leading optimizer's `step`, the first that was seen to
+step. Backward passes in between tell how many micro-batches it takes. Stages are counted in steps
+and not in time, so that all ranks of a run over several GPUs leave off at the same one.
 """
 
 from __future__ import annotations
@@ -30,7 +31,13 @@ from typing import Any
 from labutils_inside import batches, calls
 from labutils_inside.arrival import Word
 
-PASSED_OVER, TIMED, FROM_IDLE, WATCHED, WARMING = "passed over", "timed", "from idle", "watched", "warming"
+PASSED_OVER, TIMED, FROM_IDLE, WATCHED, WARMING = (
+    "passed over",
+    "timed",
+    "from idle",
+    "watched",
+    "warming",
+)
 PROFILED, DONE = "profiled", "done"
 _SYNC = "synchronizing CUDA operation"
 COUNTED = "_labutils_counts_its_calls"
@@ -38,8 +45,8 @@ COUNTED = "_labutils_counts_its_calls"
 
 
 Finished = SystemExit
-"""Ends the script after the last profiled step, as `sys.exit()` would: `finally` blocks run, exit code 0. (A type of
-our own would end a thread with a traceback.)"""
+"""Ends the script after the last profiled step, as `sys.exit()` would: `finally` blocks run, exit
+code 0. (A type of our own would end a thread with a traceback.)"""
 CAUGHT = 3
 """A script that catches its end so often, and takes another step, would never end by it."""
 OWN_PROFILER = "it runs a profiler of its own"
@@ -50,7 +57,9 @@ SILENT = 20
 
 
 class Watch:
-    """One process's watch. given: `folder`, `keep_going`, and the steps of stages (`warmup`, `timed`, `profiled`)."""
+    """One process's watch. given: `folder`, `keep_going`, and the steps of stages (`warmup`,
+    `timed`, `profiled`).
+    """
 
     def __init__(self, given: dict[str, Any], word: Word) -> None:
         self.given, self.word, self.pid = given, word, os.getpid()
@@ -69,8 +78,20 @@ class Watch:
         self.silent = self.caught = 0
         self.on_gpu = False
         self.marks: list[Any] = []
-        self.clock: dict[str, list[float]] = {"step_ms": [], "data_ms": [], "optimizer_ms": [], "host_step_ms": []}
-        self.now = {"data_ms": 0.0, "optimizer_ms": 0.0, "fetch_cpu_ms": 0.0, "backwards": 0, "batches": 0, "epochs": 0}
+        self.clock: dict[str, list[float]] = {
+            "step_ms": [],
+            "data_ms": [],
+            "optimizer_ms": [],
+            "host_step_ms": [],
+        }
+        self.now = {
+            "data_ms": 0.0,
+            "optimizer_ms": 0.0,
+            "fetch_cpu_ms": 0.0,
+            "backwards": 0,
+            "batches": 0,
+            "epochs": 0,
+        }
         self.now |= {"closures": 0, "closure_backwards": 0}
         self.counts: list[dict[str, float]] = []
         self.batches: list[dict[str, Any]] = []
@@ -84,28 +105,35 @@ class Watch:
         self.inside_data = self.inside_backward = self.inside_closure = 0
         self.undo: list[Callable[[], None]] = []
 
-    # ------------------------------------------------------------------------------------------------------- hooks
+    # ----------------------------------------------------------------------------------- hooks
 
     def install(self) -> None:
-        """Hook the optimizers' steps, backward passes and DataLoaders of the PyTorch that was just imported."""
+        """Hook the optimizers' steps, backward passes and DataLoaders of the PyTorch that was just
+        imported.
+        """
         import torch
         import torch.utils.data.dataloader as dataloader
         from torch.optim import optimizer
 
-        # These two stay to the end: they can't be taken out of a list that PyTorch is going through.
+        # These two stay to the end: they can't be taken out of a list that PyTorch is going
+        # through.
         optimizer.register_optimizer_step_pre_hook(self._before_update)
         optimizer.register_optimizer_step_post_hook(self._after_update)
         atexit.register(self._let_go)
         os.register_at_fork(after_in_child=self._left_behind)
         self._around(torch.autograd, "backward", self._backward)
-        if hasattr(torch.autograd.profiler.profile, "_prepare_trace"):  # no part of PyTorch's interface
+        if hasattr(
+            torch.autograd.profiler.profile, "_prepare_trace"
+        ):  # no part of PyTorch's interface
             self._around(torch.autograd.profiler.profile, "_prepare_trace", self._profiler_begins)
             self._around(torch.autograd.profiler.profile, "__exit__", self._profiler_ends)
         self._around(dataloader._BaseDataLoaderIter, "__next__", self._next_batch)
         self._around(dataloader.DataLoader, "__iter__", self._new_epoch)
 
     def _let_go(self) -> None:
-        """Where the script ends in the midst: a profiler, or calls still told of, would break Python's own end."""
+        """Where the script ends in the midst: a profiler, or calls still told of, would break
+        Python's own end.
+        """
         if os.getpid() != self.pid:
             return
         if self.calls is not None:
@@ -194,13 +222,15 @@ class Watch:
         return batch
 
     def _note_if_empty(self, iterator: Any) -> None:
-        """Leave word of the first DataLoader that ended without having given a batch. The script's loop is just ending:
-        whatever its dataset answers, that goes on."""
+        """Leave word of the first DataLoader that ended without having given a batch. The script's
+        loop is just ending: whatever its dataset answers, that goes on."""
         loader = self.loaders.get(iterator)
         if loader is None or iterator._num_yielded or "empty" in self.word.said:
             return
         settings = {name: getattr(loader, name, None) for name in ("batch_size", "drop_last")}
-        with contextlib.suppress(Exception):  # a stream has no length, and other datasets may have worse
+        with contextlib.suppress(
+            Exception
+        ):  # a stream has no length, and other datasets may have worse
             settings["examples"] = len(loader.dataset)
         place = calls.place_of(sys._getframe())
         self.word.note(empty=settings | {"dataset": type(loader.dataset).__name__, "place": place})
@@ -210,7 +240,9 @@ class Watch:
         sys.setprofile(None)
         try:
             found = batches.facts(batch)
-        except Exception as error:  # a batch of an unheard-of kind tells nothing, and must not end the script
+        except (
+            Exception
+        ) as error:  # a batch of an unheard-of kind tells nothing, and must not end the script
             self.word.say(batch_error=repr(error))
         finally:
             sys.setprofile(telling)
@@ -228,8 +260,8 @@ class Watch:
         return None
 
     def _counted(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """The closure by which an optimizer computes the loss anew: its calls are counted, and are no update. They are
-        counted once where an optimizer hands it on to one that it wraps."""
+        """The closure by which an optimizer computes the loss anew: its calls are counted, and are
+        no update. They are counted once where an optimizer hands it on to one that it wraps."""
         if getattr(closure, COUNTED, False):
             return closure
 
@@ -275,8 +307,8 @@ class Watch:
             self.calls.resume()
 
     def _is_leader(self, optimizer: Any) -> bool:
-        """Whether its steps are those that count: those of the first that stepped, as long as there is one; before
-        anything is timed, those of another that steps while the first doesn't."""
+        """Whether its steps are those that count: those of the first that stepped, as long as there
+        is one; before anything is timed, those of another that steps while the first doesn't."""
         self.silent = 0 if optimizer is self.leader() else self.silent + 1
         if self.leader() is None or (self.silent > SILENT and self.stage == PASSED_OVER):
             self.silent = 0
@@ -291,7 +323,7 @@ class Watch:
         if not self.on_gpu:
             self.plan = [(stage, count) for stage, count in self.plan if stage != FROM_IDLE]
 
-    # ------------------------------------------------------------------------------------------------------ stages
+    # ---------------------------------------------------------------------------------- stages
 
     def _step_ends(self) -> None:
         self.steps += 1
@@ -340,7 +372,9 @@ class Watch:
             self._mark()
             self._synchronise()
             pairs = list(zip(self.marks, self.marks[1:], strict=False))
-            self.clock["step_ms"] = [a.elapsed_time(b) if self.on_gpu else 1e3 * (b - a) for a, b in pairs]
+            self.clock["step_ms"] = [
+                a.elapsed_time(b) if self.on_gpu else 1e3 * (b - a) for a, b in pairs
+            ]
         elif stage == WATCHED:
             self._unwatch_syncs()
 
@@ -373,12 +407,25 @@ class Watch:
             self.word.say(profiled_by_itself=True)
 
     def _watch_syncs(self) -> None:
-        """Have PyTorch warn at each operator that waits for the GPU: the warning's stack holds the line at fault."""
+        """Have PyTorch warn at each operator that waits for the GPU: the warning's stack holds the
+        line at fault.
+        """
         import torch
 
-        before, mode, filters = warnings.showwarning, torch.cuda.get_sync_debug_mode(), warnings.filters[:]
+        before, mode, filters = (
+            warnings.showwarning,
+            torch.cuda.get_sync_debug_mode(),
+            warnings.filters[:],
+        )
 
-        def note(message: Any, category: Any, filename: str, lineno: int, file: Any = None, line: Any = None) -> None:
+        def note(
+            message: Any,
+            category: Any,
+            filename: str,
+            lineno: int,
+            file: Any = None,
+            line: Any = None,
+        ) -> None:
             if _SYNC not in str(message):
                 before(message, category, filename, lineno, file, line)
                 return
@@ -412,7 +459,9 @@ class Watch:
             return self._give_way(OWN_PROFILER)
         self.profiler = torch.profiler.profile(
             activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.on_gpu else [])],
-            schedule=torch.profiler.schedule(wait=0, warmup=1, active=self.given["profiled"], repeat=1),
+            schedule=torch.profiler.schedule(
+                wait=0, warmup=1, active=self.given["profiled"], repeat=1
+            ),
             on_trace_ready=self._export,
             record_shapes=True,
         )
@@ -420,7 +469,9 @@ class Watch:
             with self._of_ours():
                 self.profiler.start()
         except (RuntimeError, AssertionError) as error:
-            self.word.say(error=f"no profiler could be started: {error}. The script runs one of its own, perhaps")
+            self.word.say(
+                error=f"no profiler could be started: {error}. The script runs one of its own, perhaps"
+            )
             self.profiler = None
 
     @contextlib.contextmanager
@@ -436,15 +487,18 @@ class Watch:
         if self.stage == WARMING:  # it has only just started
             return
         if self.profiler.step_num == 0:
-            self._synchronise()  # so that work launched while warming up does not run into the record
+            # so that work launched while warming up does not run into the record
+            self._synchronise()
         with self._of_ours():
             self.profiler.step()
 
     def _export(self, profiler: Any) -> None:
         if _is_first_rank():
-            profiler.export_chrome_trace(os.path.join(self.given["folder"], f"trace-{self.pid}.json"))
+            profiler.export_chrome_trace(
+                os.path.join(self.given["folder"], f"trace-{self.pid}.json")
+            )
 
-    # ------------------------------------------------------------------------------------------------------- record
+    # ----------------------------------------------------------------------------------- record
 
     def _finish(self) -> None:
         if self.profiler is not None:
@@ -458,12 +512,14 @@ class Watch:
                 json.dump(self.record(), file, default=str)
             os.replace(path + ".new", path)
         if not self.given["keep_going"]:
-            threading.Thread(target=self._see_to_the_end, args=[threading.current_thread()], daemon=True).start()
+            threading.Thread(
+                target=self._see_to_the_end, args=[threading.current_thread()], daemon=True
+            ).start()
             raise Finished(0)
 
     def _see_to_the_end(self, training: threading.Thread) -> None:
-        """The record is written: threads that wait for what no longer comes must not keep the process. The one that
-        trains has its `finally` blocks run to their end."""
+        """The record is written: threads that wait for what no longer comes must not keep the
+        process. The one that trains has its `finally` blocks run to their end."""
         training.join()
         until = time.monotonic() + OTHERS_S
         while time.monotonic() < until:
@@ -484,7 +540,9 @@ class Watch:
         for key in ("data_ms", "optimizer_ms"):
             self.clock[key] = [count[key] for count in self.counts]
         rows = (
-            [(kind, place, what, *row) for (kind, place, what), row in self.calls.found.items()] if self.calls else []
+            [(kind, place, what, *row) for (kind, place, what), row in self.calls.found.items()]
+            if self.calls
+            else []
         )
         watched = dict(self.plan)[WATCHED]
         return {
@@ -497,7 +555,13 @@ class Watch:
             "fetch_cpu_ms": _mean(self.counts, "fetch_cpu_ms"),
             "epochs": sum(count["epochs"] for count in self.counts),
             "calls": [
-                {"kind": kind, "place": place, "what": what, "per_step": times / watched, "ms": ms / watched}
+                {
+                    "kind": kind,
+                    "place": place,
+                    "what": what,
+                    "per_step": times / watched,
+                    "ms": ms / watched,
+                }
                 for kind, place, what, times, ms in rows
             ],
             "sync_lines": {place: count / watched for place, count in self.sync_lines.items()},
@@ -509,7 +573,9 @@ class Watch:
     def _micro_batches(self) -> float:
         """Backward passes a step; those of a closure count once, however often it was called."""
         calls = _mean(self.counts, "closures")
-        return _mean(self.counts, "backwards") + (_mean(self.counts, "closure_backwards") / calls if calls else 0.0)
+        return _mean(self.counts, "backwards") + (
+            _mean(self.counts, "closure_backwards") / calls if calls else 0.0
+        )
 
     def _config(self, torch: Any) -> dict[str, Any]:
         found = {
@@ -523,7 +589,9 @@ class Watch:
         try:
             found["matmul_tf32"] = torch.backends.cuda.matmul.allow_tf32
             found["cudnn_tf32"] = torch.backends.cudnn.allow_tf32
-        except RuntimeError:  # the script used the newer of two settings, that earlier versions don't have
+        except (
+            RuntimeError
+        ):  # the script used the newer of two settings, that earlier versions don't have
             found["matmul_tf32"] = torch.backends.cuda.matmul.fp32_precision == "tf32"
             found["cudnn_tf32"] = torch.backends.cudnn.conv.fp32_precision == "tf32"
         if self.on_gpu:
@@ -566,7 +634,10 @@ def _settings_of(loader: Any) -> dict[str, Any]:
 
 def _optimizer_facts(optimizer: Any) -> dict[str, Any]:
     parameters = [
-        p for group in optimizer.param_groups for p in group["params"] if p.grad is not None or p.requires_grad
+        p
+        for group in optimizer.param_groups
+        for p in group["params"]
+        if p.grad is not None or p.requires_grad
     ]
     first = optimizer.param_groups[0]
     return {
