@@ -1,4 +1,4 @@
-"""What every test gets: a cache of its own session, a results folder of its own, and no GPU tests
+"""What every test gets: a cache of its own trainer, a results folder of its own, and no GPU tests
 without a GPU.
 """
 

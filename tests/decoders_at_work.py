@@ -13,7 +13,7 @@ from recipes_at_work import adapter_gradients, perturb
 from torch import Tensor, nn
 
 from labutils.recipe import Recipe
-from labutils.training import Session
+from labutils.training import Trainer
 from labutils.workloads.base import Batch
 from labutils.workloads.decoder import DecoderLora
 
@@ -47,18 +47,18 @@ def outcome_of(
 
 def losses_of(workload: DecoderLora, recipe: Recipe, steps: int) -> list[float]:
     """The losses of the first `steps` optimizer steps."""
-    with Session(workload, recipe) as session:
-        session.run(steps)
-        session.driver.log.flush()
-        return list(session.losses)
+    with Trainer(workload, recipe) as trainer:
+        trainer.run(steps)
+        trainer.driver.log.flush()
+        return list(trainer.losses)
 
 
 def assert_resumes_where_it_stopped(workload: DecoderLora, recipe: Recipe, folder: Path) -> None:
-    """Two steps, a checkpoint, and two more in another session end as four in a row do."""
-    with Session(workload, recipe, folder=folder) as first:
+    """Two steps, a checkpoint, and two more in another trainer end as four in a row do."""
+    with Trainer(workload, recipe, folder=folder) as first:
         first.run(2)
         first.save()
-    with Session(workload, recipe, folder=folder, resume=True) as second:
+    with Trainer(workload, recipe, folder=folder, resume=True) as second:
         second.run(4)
         second.driver.log.flush()
     assert losses_of(workload, recipe, 4)[2:] == pytest.approx(second.losses, rel=1e-6)

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from labutils.layers.lora import adapter_state, lora_layers
 from labutils.recipe import STOCK, Recipe
-from labutils.training import Session
+from labutils.training import Trainer
 from labutils.workloads.base import Workload
 
 PLAIN = STOCK.but(precision="fp32", driver="eager", adapter="plain")
@@ -68,15 +68,15 @@ def watch(workload: Workload, recipe: Recipe, steps: int = 1, size: float = 0.05
     """`steps` optimizer steps of `recipe`, from an adapter whose B isn't zero: where it is, A has
     no gradient.
     """
-    with Session(workload, recipe) as session:
-        return watch_session(session, steps, size)
+    with Trainer(workload, recipe) as trainer:
+        return watch_session(trainer, steps, size)
 
 
-def watch_session(session: Session, steps: int, size: float = 0.05) -> Watched:
-    unet = session.model.unet
+def watch_session(trainer: Trainer, steps: int, size: float = 0.05) -> Watched:
+    unet = trainer.model.unet
     perturb(unet, size)
     watched = Watched(copied(adapter_state(unet)))
-    workload, clip, loss = session.workload, torch.nn.utils.clip_grad_norm_, session.workload.loss
+    workload, clip, loss = trainer.workload, torch.nn.utils.clip_grad_norm_, trainer.workload.loss
 
     def watching_clip(parameters: list[nn.Parameter], *rest: object, **options: object) -> Tensor:
         watched.gradients.append(adapter_gradients(unet))
@@ -94,10 +94,10 @@ def watch_session(session: Session, steps: int, size: float = 0.05) -> Watched:
         mock.patch.object(torch.nn.utils, "clip_grad_norm_", watching_clip),
     ):
         for _ in range(steps):
-            session.step()
-    session.driver.log.flush()
+            trainer.step()
+    trainer.driver.log.flush()
     watched.after = copied(adapter_state(unet))
-    watched.losses = list(session.losses)
+    watched.losses = list(trainer.losses)
     return watched
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from labutils.profiling.call_timer import CallTimer
 from labutils.recipe import Recipe
 from labutils.results.records import Run, summarise
-from labutils.training import Session, compare, measure
+from labutils.training import Trainer, compare, measure
 from labutils.workloads.base import Workload
 
 WAYS = {
@@ -51,8 +51,8 @@ def two_by_two(
 
 
 def _host_copy_ms(workload: Workload, recipe: Recipe, steps: int) -> list[float]:
-    with Session(workload, recipe) as session, CallTimer(*COPIES[recipe.driver]) as copies:
-        measure(session, 3)
+    with Trainer(workload, recipe) as trainer, CallTimer(*COPIES[recipe.driver]) as copies:
+        measure(trainer, 3)
         copies.ms.clear()
-        measure(session, steps)
+        measure(trainer, steps)
         return copies.per(recipe.accumulation)

@@ -40,9 +40,9 @@ from labutils.profiling import hardware
 from labutils.profiling.recompilation import Compilation
 from labutils.recipe import Recipe, Unavailable
 from labutils.results.records import Run, status_of, summarise
-from labutils.training import Bench, Session, train
+from labutils.training import Benchmark, Trainer, train
 from labutils.training.batches import Batch, on_device
-from labutils.training.benchmark import Contender, empty_run
+from labutils.training.benchmark import Candidate, empty_run
 from labutils.training.model_edits import altered, prepared_for_kbit, with_costs
 from labutils.workloads import Workload, open_workload
 from labutils.workloads.llava import SCALES_OF_LLAVA, count_flops
@@ -97,7 +97,7 @@ def cell(workload: Workload, name: str, batch: int, steps: int = 3) -> Run:
     load_libraries(workload.device.type)
     torch._dynamo.reset()  # first: compiled code keeps the models that it was made for
     if recipe.base_linear != "published":
-        workload.let_go()
+        workload.release_weights()
     with contextlib.suppress(Unavailable):
         forget_scales()
 
@@ -133,11 +133,11 @@ def _first_step_of(workload: Workload, recipe: Recipe, name: str) -> Run:
 
 
 def _first_step(workload: Workload, recipe: Recipe) -> dict[str, float]:
-    with contextlib.closing(Contender(workload, recipe, warmup=0)) as contender:
+    with contextlib.closing(Candidate(workload, recipe, warmup=0)) as candidate:
         return {
-            "first_step_s": contender.first_step_s,
-            "build_s": contender.session.build_s,
-            **contender.memory,
+            "first_step_s": candidate.first_step_s,
+            "build_s": candidate.trainer.build_s,
+            **candidate.memory,
         }
 
 
@@ -373,9 +373,9 @@ def token_counts() -> dict[str, float]:
     }
 
 
-def drawn(session: Session, count: int) -> list[Batch]:
+def drawn(trainer: Trainer, count: int) -> list[Batch]:
     """The next `count` micro-batches."""
-    return [next(session.batches) for _ in range(count)]
+    return [next(trainer.batches) for _ in range(count)]
 
 
 def tokens_of(batch: Batch) -> int:
@@ -406,8 +406,8 @@ def replays(workload: Workload, recipe: Recipe, count: int) -> dict[str, Run]:
     torch._dynamo.reset()
     gc.collect()
     asked, runs = replay_recipes(recipe), {}
-    with Session(workload, recipe.but(compile="off", cache="nothing")) as session:
-        examples = _of_varied_lengths(session, count)
+    with Trainer(workload, recipe.but(compile="off", cache="nothing")) as trainer:
+        examples = _of_varied_lengths(trainer, count)
         passes = dict.fromkeys(asked, examples)
         passes["same-tokens static"] = [of_median_length(examples)] * count
         passes["static fewer-tokens"] = [min(examples, key=tokens_of)] * count
@@ -416,30 +416,30 @@ def replays(workload: Workload, recipe: Recipe, count: int) -> dict[str, Run]:
             torch._dynamo.reset()
             if fitted.compile != "off":
                 compile_blocks(
-                    session.model.llava.model.language_model.layers[1:],
+                    trainer.model.llava.model.language_model.layers[1:],
                     fitted.compile,
                     fitted.dynamic,
                 )
             with variants_allowed(fitted.compile, fitted.dynamic):
-                runs[name] = replay(session, passes[name])
+                runs[name] = replay(trainer, passes[name])
             runs[name].recipe = fitted.as_dict()
     return runs
 
 
 @torch.no_grad()
-def _of_varied_lengths(session: Session, count: int) -> list[Batch]:
-    """A micro-batch of each of the session's first `count` examples: copies of it, with the
+def _of_varied_lengths(trainer: Trainer, count: int) -> list[Batch]:
+    """A micro-batch of each of the trainer's first `count` examples: copies of it, with the
     features of its tiles.
     """
-    workload, recipe = session.workload, session.recipe
+    workload, recipe = trainer.workload, trainer.recipe
     dataset, collate, batches = (
-        workload.dataset(session.model, recipe),
+        workload.dataset(trainer.model, recipe),
         workload.collate(recipe),
         [],
     )
-    for place in itertools.islice(session.sampler, count):
+    for place in itertools.islice(trainer.sampler, count):
         example = dict(dataset[place])
-        example["features"] = session.model.vision(
+        example["features"] = trainer.model.vision(
             example.pop("pixel_values").to(workload.device)
         ).cpu()
         batches.append(collate([example] * recipe.micro_batch))
@@ -488,23 +488,23 @@ def form_rows(runs: Mapping[str, Run]) -> list[tuple[Any, ...]]:
     return rows
 
 
-def replay(session: Session, batches: Sequence[Batch], passes: int = 3) -> Run:
+def replay(trainer: Trainer, batches: Sequence[Batch], passes: int = 3) -> Run:
     """Train on these same batches over and over: each twice to warm up, then `passes` timed passes
     over all.
 
     Metrics: `ms_per_1k_tokens` over the passes, `tokens`, the mean of a step, `peak_allocated_gb`
-    on a GPU (frozen weights included, other sessions' tensors not), and what was compiled in the
+    on a GPU (frozen weights included, other trainers' tensors not), and what was compiled in the
     timed passes.
     """
-    steps = -(-len(batches) // session.recipe.accumulation)
-    tokens = sum(map(tokens_of, batches)) / len(batches) * session.recipe.accumulation
+    steps = -(-len(batches) // trainer.recipe.accumulation)
+    tokens = sum(map(tokens_of, batches)) / len(batches) * trainer.recipe.accumulation
 
     def one_pass(over: Sequence[Batch], steps: int) -> float:
         feed = itertools.cycle(over)
         hardware.cuda.synchronize()
         began = time.perf_counter()
         for _ in range(steps):
-            session.step(feed)
+            trainer.step(feed)
         hardware.cuda.synchronize()
         return 1e6 * (time.perf_counter() - began) / (steps * tokens)
 
@@ -516,9 +516,9 @@ def replay(session: Session, batches: Sequence[Batch], passes: int = 3) -> Run:
     run = Run(
         "",
         "",
-        workload=session.workload.name,
-        scale=session.workload.scale,
-        recipe=session.recipe.as_dict(),
+        workload=trainer.workload.name,
+        scale=trainer.workload.scale,
+        recipe=trainer.recipe.as_dict(),
     )
     run.samples["ms_per_1k_tokens"] = samples
     run.metrics = {"ms_per_1k_tokens": summarise(samples), "tokens": tokens}
@@ -567,14 +567,14 @@ def recompilations(
     """
     torch._dynamo.reset()
     found = Recompiled()
-    with _dynamo_quiet(), Session(workload, recipe.but(compile="off")) as session:
-        for module in _compiled_parts(workload, session.model, recipe):
+    with _dynamo_quiet(), Trainer(workload, recipe.but(compile="off")) as trainer:
+        for module in _compiled_parts(workload, trainer.model, recipe):
             module.compile(backend="eager", dynamic=dynamic)
-        for batch in drawn(session, batches):
+        for batch in drawn(trainer, batches):
             ids = batch["input_ids"][0]
             found.image_tokens.add(int((ids == ids.mode().values).sum()))
             with Compilation() as compiled:
-                session.step(iter([batch]))
+                trainer.step(iter([batch]))
             found.by_step.append(compiled.recompilations)
             found.graphs += compiled.graphs
             found.reasons += compiled.reasons
@@ -638,11 +638,11 @@ def steady(workload: Workload, recipe: Recipe, warmup: int, steps: int) -> dict[
     """Graphs that a recipe compiles in `warmup` steps and the `steps` after them, its graph breaks,
     and what it still compiles in the latter alone, as metrics."""
     torch._dynamo.reset()
-    with Session(workload, recipe) as session:
+    with Trainer(workload, recipe) as trainer:
         with Compilation() as early:
-            session.run(warmup)
+            trainer.run(warmup)
         with Compilation() as late:
-            session.run(warmup + steps)
+            trainer.run(warmup + steps)
     return {
         "graphs": early.graphs + late.graphs,
         "graph_breaks": early.breaks.total() + late.breaks.total(),
@@ -689,7 +689,7 @@ def climbed(
     token.
     """
     load_libraries(workload.device.type)
-    with Bench(workload, warmup=2) as bench:
+    with Benchmark(workload, warmup=2) as bench:
         runs = bench.compare(recipes, steps, rounds=1)
     return in_lanes({name: with_costs(run) for name, run in runs.items()}, ladder)
 
@@ -819,7 +819,7 @@ def losses_over_seeds(
     for name, recipe in recipes.items():
         own = altered(workload, changes[name]) if name in (changes or {}) else workload
         runs[f"loss {name}"] = _over_seeds(own, recipe, name, seeds, steps, photographs)
-        gc.collect()  # a session's modules refer to each other
+        gc.collect()  # a trainer's modules refer to each other
         hardware.cuda.empty_cache()
     return runs
 
@@ -856,27 +856,27 @@ def _trained_once(
     """
     if recipe.base_linear == "fp8-te":
         forget_scales()
-    with Session(workload, recipe) as session:
-        redraw_lora(session.model, seed)
-        learn, held_out = photographs.split(session.recipe)
-        collate = workload.collate(session.recipe)
+    with Trainer(workload, recipe) as trainer:
+        redraw_lora(trainer.model, seed)
+        learn, held_out = photographs.split(trainer.recipe)
+        collate = workload.collate(trainer.recipe)
         order = EpochOrder(len(learn), steps * recipe.examples_per_step, seed)
         chosen = BatchSampler(order, recipe.micro_batch, drop_last=True)
         feed = (collate([learn[at] for at in places]) for places in chosen)
         asked = [collate(held_out[at : at + 2]) for at in range(0, len(held_out), 2)]
-        before = _mean_loss(session, asked)
+        before = _mean_loss(trainer, asked)
         for step in range(steps):
-            for group in session.optimizer.param_groups:
+            for group in trainer.optimizer.param_groups:
                 group["lr"] = recipe.learning_rate * min(1.0, (step + 1) / WARM_UP)
-            session.step(feed)
-        session.driver.log.flush()
-        return before, _mean_loss(session, asked), session.losses[:steps]
+            trainer.step(feed)
+        trainer.driver.log.flush()
+        return before, _mean_loss(trainer, asked), trainer.losses[:steps]
 
 
 @torch.no_grad()
-def _mean_loss(session: Session, batches: Sequence[Batch]) -> float:
+def _mean_loss(trainer: Trainer, batches: Sequence[Batch]) -> float:
     """The mean of the batches' losses."""
-    workload, model = session.workload, session.model
+    workload, model = trainer.workload, trainer.model
     losses = [
         workload.loss(model, on_device(batch, workload.device, False), {}) for batch in batches
     ]

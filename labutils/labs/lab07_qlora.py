@@ -39,7 +39,7 @@ from labutils.profiling.live_tensors import LiveTensors
 from labutils.profiling.trace import profile
 from labutils.recipe import Recipe
 from labutils.results.records import Run, is_out_of_memory, step_by_step
-from labutils.training import Bench, Session
+from labutils.training import Benchmark, Trainer
 from labutils.training.benchmark import empty_run
 from labutils.training.memory_run import followed, make_room, read_log
 from labutils.training.model_edits import (
@@ -420,7 +420,7 @@ def line_through(points: Mapping[int, float]) -> Line:
 
 
 class Filled:
-    """A method's session fed with batches of any size, of the longest texts padded to the full
+    """A method's trainer fed with batches of any size, of the longest texts padded to the full
     length: the worst case.
 
         with Filled(workload, "qlora long") as filled:
@@ -432,15 +432,15 @@ class Filled:
 
     def __init__(self, workload: Workload, name: str) -> None:
         method = of_name(name)
-        self.change, self.lets_go = method.change, workload.let_go
+        self.change, self.lets_go = method.change, workload.release_weights
         self.recipe = method.recipe.but(shapes="padded", micro_batch=1)
-        self.session = Session(altered(workload, self._alone), self.recipe)
+        self.trainer = Trainer(altered(workload, self._alone), self.recipe)
         self.workload = workload
         self.rows = workload.dataset(None, self.recipe)
         self.longest = sorted(range(len(self.rows)), key=lambda i: -len(self.rows[i]["input_ids"]))
 
     def _alone(self, model: nn.Module) -> None:
-        """What the method does to the model; what is kept for other sessions would count as this
+        """What the method does to the model; what is kept for other trainers would count as this
         one's.
         """
         if self.change is not None:
@@ -455,12 +455,12 @@ class Filled:
         made = self.workload.collate(self.recipe)(chosen)
         fed = iter([{name: tensor.to(self.workload.device) for name, tensor in made.items()}])
         if self.workload.device.type != "cuda":
-            model = self.session.model
+            model = self.trainer.model
             with LiveTensors([*model.parameters(), *model.buffers()]) as live:
-                self.session.step(fed)
+                self.trainer.step(fed)
             return (weight_bytes(model) + live.peak) / 1e9
         hardware.cuda.reset_peak_memory()
-        self.session.step(fed)
+        self.trainer.step(fed)
         hardware.cuda.synchronize()
         return hardware.cuda.peak_memory()[0]
 
@@ -474,7 +474,7 @@ class Filled:
                 raise
         # Outside the except block: inside it the exception still holds the frames, and these the
         # tensors.
-        for parameter in self.session.parameters:
+        for parameter in self.trainer.parameters:
             parameter.grad = None
         gc.collect()
         hardware.cuda.empty_cache()
@@ -486,7 +486,7 @@ class Filled:
     def __exit__(
         self, kind: type | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self.session.close()
+        self.trainer.close()
 
 
 def lines_of(memory: Mapping[str, Run], runs: Mapping[str, Run]) -> dict[str, Line]:
@@ -671,7 +671,7 @@ def climbed_on(
     runs: dict[str, Run] = {}
     for rungs in filter(None, shared):
         make_room(workload)
-        with Bench(workload, warmup, same_batches=True) as bench:
+        with Benchmark(workload, warmup, same_batches=True) as bench:
             runs |= bench.compare(rungs, steps, rounds)
     return in_lanes(
         {name: with_epoch_rate(with_costs(runs[name]), workload) for name in recipes}, ladder
@@ -685,8 +685,8 @@ def kinds_of(workload: Workload, recipe: Recipe, folder: Path, steps: int = 2) -
     operators' own time.
     """
     make_room(workload)
-    with Session(workload, recipe) as session:  # the first steps compile
-        trace = profile(session, steps, folder, with_stack=False, wait=2, with_shapes=True)
+    with Trainer(workload, recipe) as trainer:  # the first steps compile
+        trace = profile(trainer, steps, folder, with_stack=False, wait=2, with_shapes=True)
     run = empty_run(workload, recipe, "step by kind")
     run.metrics["kernel_categories"] = trace.categories()
     return run

@@ -4,7 +4,7 @@ slows the host.
     studied = study(long, short, ways("moe")["expert loop"], "moe", steps=8, delays=(0, 20))
     studied.seen["long"].run.metrics["predicted_ms"], studied.seen["long"].run.metric("step_ms")
 
-One session serves several batches: four texts of the dataset's mean length, and four short ones.
+One trainer serves several batches: four texts of the dataset's mean length, and four short ones.
 Batches are fixed, as a step's time is foretold from a trace of the same work. The host's time a
 launch is learnt on a light step: the same program on a thin model and one text of a few tokens. A
 host's speed changes: other programs, clocks, other machines on the same processor. So the light
@@ -52,7 +52,7 @@ from labutils.profiling.step_timer import StepClock
 from labutils.profiling.trace import Trace, profile
 from labutils.recipe import Recipe
 from labutils.results.records import Run, summarise
-from labutils.training import Session
+from labutils.training import Trainer
 from labutils.workloads.base import Batch, Work, Workload
 
 TEXTS = 4
@@ -196,19 +196,19 @@ def _lengths(workload: Workload, recipe: Recipe) -> list[int]:
 
 @dataclass(frozen=True)
 class OnOneBatch:
-    """A session that trains on one batch again and again."""
+    """A trainer that trains on one batch again and again."""
 
-    session: Session
+    trainer: Trainer
     batch: Batch
 
     def step(self) -> None:
-        self.session.step(itertools.repeat(self.batch))
+        self.trainer.step(itertools.repeat(self.batch))
 
     def timed(self, steps: int, warmup: int = 0) -> list[float]:
         """Milliseconds of each of `steps` optimizer steps, after `warmup` more."""
         for _ in range(warmup):
             self.step()
-        clock = StepClock(self.session.workload.device)
+        clock = StepClock(self.trainer.workload.device)
         clock.start()
         for _ in range(steps):
             self.step()
@@ -233,7 +233,7 @@ class OnOneBatch:
 
     @property
     def work(self) -> Work:
-        return self.session.workload.work_of(self.session.recipe, self.batch)
+        return self.trainer.workload.work_of(self.trainer.recipe, self.batch)
 
 
 # ----------------------------------------------------------------------- foretelling and measuring
@@ -277,13 +277,13 @@ class Light:
     phases: Mapping[str, Mapping[str, float]]
 
     @classmethod
-    def of(cls, session: Session) -> Light:
-        """That of a session on a `thin` workload. Raises `ValueError` where its kernels take too
+    def of(cls, trainer: Trainer) -> Light:
+        """That of a trainer on a `thin` workload. Raises `ValueError` where its kernels take too
         long for that.
         """
-        workload = session.workload
+        workload = trainer.workload
         there = OnOneBatch(
-            session, batch_of(workload, session.recipe, shortest(workload, session.recipe))
+            trainer, batch_of(workload, trainer.recipe, shortest(workload, trainer.recipe))
         )
         fresh_ms = summarise(there.timed(LIGHT_STEPS, warmup=2))["median"]
         light = cls(there, fresh_ms, Program((), 1), {})
@@ -344,7 +344,7 @@ def foretell_and_measure(
     one by one. From it the step is foretold without its own trace, as if they came in one launch
     (`unseen_ms`, and `unseen_off` by how much of the measurement that is off).
     """
-    session, on_gpu = there.session, hardware.device() == "cuda"
+    trainer, on_gpu = there.trainer, hardware.device() == "cuda"
     one = there.warmed(WARM_MS[hardware.device()])
     steps = max(steps, math.ceil(WATCH_MS[hardware.device()] / one))
     trace = there.traced(traced)
@@ -352,11 +352,11 @@ def foretell_and_measure(
     run = Run(
         "",
         name,
-        workload=session.workload.name,
-        scale=session.workload.scale,
-        recipe=session.recipe.as_dict(),
+        workload=trainer.workload.name,
+        scale=trainer.workload.scale,
+        recipe=trainer.recipe.as_dict(),
     )
-    run.weights, run.data = session.workload.weights, session.workload.data
+    run.weights, run.data = trainer.workload.weights, trainer.workload.data
     light = host if isinstance(host, Light) else None
     # a trace is a hundred thousand objects, which else the collector might look through meanwhile
     gc.collect()
@@ -395,7 +395,7 @@ def foretell_and_measure(
     if on_gpu:
         busy = trace.metrics(step_ms)["gpu_busy"]
         run.metrics |= {"gpu_busy_share": busy, "idle_share": 1 - busy} | _reached(
-            program, work, session.recipe
+            program, work, trainer.recipe
         )
     return Seen(run, program, host, work)
 
@@ -424,7 +424,7 @@ def _reached(program: Program, work: Work, recipe: Recipe) -> dict[str, float]:
 
 @dataclass
 class Studied:
-    """What a session showed: steps by batch ("long", "short") and, by delay in microseconds, steps
+    """What a trainer showed: steps by batch ("long", "short") and, by delay in microseconds, steps
     beside a slower host."""
 
     seen: dict[str, Seen] = field(default_factory=dict)
@@ -441,7 +441,7 @@ def study(
     like: Studied | None = None,
     found: Studied | None = None,
 ) -> Studied:
-    """Build one session and foretell and measure its steps on the typical texts of each of `texts`
+    """Build one trainer and foretell and measure its steps on the typical texts of each of `texts`
     ("long", ...).
 
     The first of `texts` builds the model; the others lend their texts, of the same tokenizer. host:
@@ -455,15 +455,15 @@ def study(
     found = Studied() if found is None else found
     with contextlib.ExitStack() as opened:
         light = (
-            Light.of(opened.enter_context(Session(thin(texts[first]), recipe)))
+            Light.of(opened.enter_context(Trainer(thin(texts[first]), recipe)))
             if host is None
             else None
         )
-        session = opened.enter_context(Session(texts[first], recipe))
+        trainer = opened.enter_context(Trainer(texts[first], recipe))
         there: dict[str, OnOneBatch] = {}
         for kind in [first] if host else texts:
-            chosen = typical(texts[kind], session.recipe)
-            there[kind] = OnOneBatch(session, batch_of(texts[kind], session.recipe, chosen))
+            chosen = typical(texts[kind], trainer.recipe)
+            there[kind] = OnOneBatch(trainer, batch_of(texts[kind], trainer.recipe, chosen))
             program = like.seen[kind].program if like else None
             traced = 1 if light and light.program.launches > MANY else 2
             found.seen[kind] = foretell_and_measure(
@@ -572,9 +572,9 @@ def known(studied: Studied, law: Law, workload: Workload) -> dict[str, Any]:
 
 def _operations(workload: Workload, recipe: Recipe, size: Any) -> int:
     """Operations that launch work in a step of the workload with a model of another size."""
-    with Session(resized(workload, size), recipe) as session:
-        other = session.workload
-        there = OnOneBatch(session, batch_of(other, session.recipe, typical(other, session.recipe)))
+    with Trainer(resized(workload, size), recipe) as trainer:
+        other = trainer.workload
+        there = OnOneBatch(trainer, batch_of(other, trainer.recipe, typical(other, trainer.recipe)))
         there.timed(0, warmup=1)  # the optimizer makes its moments
         with SlowerHost() as host:
             there.step()

@@ -26,7 +26,7 @@ from labutils.profiling.dataloader_model import Pipeline
 from labutils.profiling.hardware.cuda import timed
 from labutils.recipe import Recipe
 from labutils.results.records import Run, summarise
-from labutils.training import Bench
+from labutils.training import Benchmark
 from labutils.workloads import Workload
 
 IN_MEMORY = {"PNG in memory": ("PNG", "files"), "resized in memory": ("PNG", "pixels")}
@@ -158,7 +158,9 @@ def trained_from(
         of_form.setdefault(form_of(name), {})[name] = recipe
     with ExitStack() as stack:
         benches = {
-            form: stack.enter_context(Bench(reading(workload, pictures.dataset(form)), warmup=1))
+            form: stack.enter_context(
+                Benchmark(reading(workload, pictures.dataset(form)), warmup=1)
+            )
             for form in of_form
         }
         for _ in range(rounds):

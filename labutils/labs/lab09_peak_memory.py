@@ -44,7 +44,7 @@ from labutils.profiling.memory_timeline import (
 from labutils.profiling.training_memory import OnMeta
 from labutils.recipe import Recipe
 from labutils.results.records import Run, is_out_of_memory
-from labutils.training import Session
+from labutils.training import Trainer
 from labutils.training.step import AUTOCAST
 from labutils.workloads import Workload, open_workload
 from labutils.workloads.base import Batch
@@ -320,28 +320,28 @@ def recorded(workload: Workload, recipe: Recipe, settle: int = 2) -> Recorded:
     recipe's driver is replaced by the plain loop, whose phases can be told apart.
     """
     recipe = recipe.but(driver="eager", logging="ring-buffer")
-    # what an earlier session left in circles of references would be taken for what others hold
+    # what an earlier trainer left in circles of references would be taken for what others hold
     gc.collect()
     before = hardware.cuda.allocated_memory()
-    with Session(workload, recipe) as session:
+    with Trainer(workload, recipe) as trainer:
         built = hardware.cuda.allocated_memory()
-        session.run(settle)  # the moments are there from the first step on, workspaces soon after
+        trainer.run(settle)  # the moments are there from the first step on, workspaces soon after
         batches = iter(
             [
-                _on(worst_batch(workload, session.recipe), workload.device)
+                _on(worst_batch(workload, trainer.recipe), workload.device)
                 for _ in range(recipe.accumulation)
             ]
         )
         if workload.device.type != "cuda":
-            memory = _recorded_step(session, batches, Ledger(_standing(session)))
+            memory = _recorded_step(trainer, batches, Ledger(_standing(trainer)))
             return Recorded(memory, memory.peak / GB, None)
         # What others hold: all that was there before, but for frozen weights that this model shares
         # with them.
-        held = bytes_of(tensors_of(session.model)) / GB
+        held = bytes_of(tensors_of(trainer.model)) / GB
         foreign = before - max(0.0, held - (built - before))
         hardware.cuda.empty_cache()
         hardware.cuda.reset_peak_memory()
-        memory = _recorded_step(session, batches, AllocatorRecord(), foreign)
+        memory = _recorded_step(trainer, batches, AllocatorRecord(), foreign)
         return Recorded(memory, *(peak - foreign for peak in hardware.cuda.peak_memory()))
 
 
@@ -349,26 +349,26 @@ def _on(batch: Batch, device: torch.device) -> Batch:
     return {name: tensor.to(device) for name, tensor in batch.items()}
 
 
-def _standing(session: Session) -> list[Tensor]:
-    """What a session holds between two steps."""
-    return [*tensors_of(session.model), *_moments(session)]
+def _standing(trainer: Trainer) -> list[Tensor]:
+    """What a trainer holds between two steps."""
+    return [*tensors_of(trainer.model), *_moments(trainer)]
 
 
-def _moments(session: Session) -> list[Tensor]:
-    state = (value for entry in session.optimizer.state.values() for value in entry.values())
+def _moments(trainer: Trainer) -> list[Tensor]:
+    state = (value for entry in trainer.optimizer.state.values() for value in entry.values())
     return [value for value in state if isinstance(value, Tensor)]
 
 
 def _recorded_step(
-    session: Session,
+    trainer: Trainer,
     batches: Iterator[Batch],
     recorder: Ledger | AllocatorRecord,
     foreign_gb: float = 0.0,
 ) -> StepMemory:
-    """One step of the session, its phases marked where the driver goes on to the next, without what
+    """One step of the trainer, its phases marked where the driver goes on to the next, without what
     is foreign.
     """
-    driver, trained = session.driver, session.parameters
+    driver, trained = trainer.driver, trainer.parameters
     loss, update = driver.loss, driver.update
 
     def marked_loss(batch: Batch) -> Tensor:
@@ -384,17 +384,17 @@ def _recorded_step(
     driver.loss, driver.update = marked_loss, marked_update
     try:
         with recorder:
-            session.step(batches)
+            trainer.step(batches)
     finally:
         del driver.loss, driver.update
-    weights, moments = bytes_of(tensors_of(session.model)), bytes_of(_moments(session))
+    weights, moments = bytes_of(tensors_of(trainer.model)), bytes_of(_moments(trainer))
     held = {"weights": weights, "optimizer": moments}
     if isinstance(recorder, AllocatorRecord):
         held["temporaries"] = max(
             0, recorder.allocated_before - round(foreign_gb * GB) - weights - moments
         )
-    batch_shapes = worst_batch(session.workload, session.recipe)
-    return recorder.step(Sorting(held, _logits(session.workload, batch_shapes)))
+    batch_shapes = worst_batch(trainer.workload, trainer.recipe)
+    return recorder.step(Sorting(held, _logits(trainer.workload, batch_shapes)))
 
 
 def with_peak(workload: Workload, run: Run) -> Run:
@@ -578,7 +578,7 @@ class Limited(Ledger):
 
 
 class Fed:
-    """A session that is fed with batches of any size, under a limit of memory if one is set.
+    """A trainer that is fed with batches of any size, under a limit of memory if one is set.
 
         with Fed(workload, recipe) as fed:
             fed.limit(12.5)             GB in all
@@ -595,8 +595,8 @@ class Fed:
             driver="eager", logging="ring-buffer", accumulation=1, micro_batch=1
         )
         self.on_gpu = workload.device.type == "cuda"
-        self.session = Session(workload, self.recipe)
-        self.recipe = self.session.recipe  # as it fits this device
+        self.trainer = Trainer(workload, self.recipe)
+        self.recipe = self.trainer.recipe  # as it fits this device
         self.limit_gb: float | None = None
         self.tries: dict[int, bool] = {}
         self.ledger: Limited | None = None
@@ -617,14 +617,14 @@ class Fed:
         )
         if self.on_gpu:
             hardware.cuda.reset_peak_memory()
-            self.session.step(iter([batch]))
+            self.trainer.step(iter([batch]))
             hardware.cuda.synchronize()
             return hardware.cuda.peak_memory()[0]
-        known = _standing(self.session)
+        known = _standing(self.trainer)
         limit = float("inf") if self.limit_gb is None else self.limit_gb * GB
         self.ledger = Limited([*known, *batch.values()], bytes_of(known), limit)
         with self.ledger:
-            self.session.step(iter([batch]))
+            self.trainer.step(iter([batch]))
         return self.ledger.step(Sorting({"weights": bytes_of(known)})).peak / GB
 
     def fits(self, examples: int) -> bool:
@@ -649,7 +649,7 @@ class Fed:
         """What a failed step leaves: half of the gradients, and memory that the allocator keeps in
         its cache.
         """
-        for parameter in self.session.parameters:
+        for parameter in self.trainer.parameters:
             parameter.grad = None
         gc.collect()
         hardware.cuda.empty_cache()
@@ -658,12 +658,12 @@ class Fed:
         """GB that tensors hold now, the model's included."""
         if self.on_gpu:
             return hardware.cuda.allocated_memory()
-        return (bytes_of(_standing(self.session)) + (self.ledger.now if self.ledger else 0)) / GB
+        return (bytes_of(_standing(self.trainer)) + (self.ledger.now if self.ledger else 0)) / GB
 
     def close(self) -> None:
-        """Lift the limit and end the session."""
+        """Lift the limit and end the trainer."""
         self.limit(None)
-        self.session.close()
+        self.trainer.close()
 
     def __enter__(self) -> Fed:
         return self

@@ -31,7 +31,7 @@ from labutils.profiling import hardware
 from labutils.recipe import Recipe
 from labutils.results.judges.effects import in_words, time_effect
 from labutils.results.records import REPOSITORY, Run, status_of, summarise
-from labutils.training.benchmark import REFILL_S, Contender, empty_run
+from labutils.training.benchmark import REFILL_S, Candidate, empty_run
 from labutils.training.processes import READY, Child
 from labutils.training.step import AUTOCAST, build_optimizer
 from labutils.workloads import Workload, open_workload
@@ -522,14 +522,14 @@ def _main() -> None:
     # Not `train`, which measures what the machine reaches first: that takes longer than all steps
     # do.
     try:
-        with contextlib.closing(Contender(workload, recipe, warmup=1)) as contender:
+        with contextlib.closing(Candidate(workload, recipe, warmup=1)) as candidate:
             time.sleep(
                 REFILL_S
             )  # its workers have read ahead by then, and leave the other process alone
             print(READY, flush=True)
             sys.stdin.readline()
-            contender.measure(steps)
-            contender.report_times(run)
+            candidate.measure(steps)
+            candidate.report_times(run)
     except Exception as error:
         run.status = status_of(error)
     print(json.dumps({"status": run.status, "metrics": run.metrics, "samples": run.samples}))

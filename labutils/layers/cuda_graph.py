@@ -104,7 +104,7 @@ def float32_rounded(what: str) -> Iterator[None]:
 
 VARIANTS = 64
 """Compiled variants that one function may have. Blocks of all kinds share the function that calls a
-module, and so do sessions side by side: PyTorch's 8 are soon used up by what is no fault of any of
+module, and so do trainers side by side: PyTorch's 8 are soon used up by what is no fault of any of
 them."""
 
 

@@ -13,7 +13,7 @@ class CallTimer:
     """Times every call of `module.name` between `with` and its end, wherever the program makes it.
 
         with CallTimer("accelerate.data_loader", "send_to_device") as calls:
-            measure(session, 5)
+            measure(trainer, 5)
         calls.per(4)  # milliseconds a step of 4 calls
 
     Works for a function that its callers look up in `module` when they call it. The clock is the

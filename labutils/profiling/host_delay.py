@@ -1,7 +1,7 @@
 """A slower host on purpose: a known delay before each operation that launches work.
 
     with SlowerHost(20) as host:      # microseconds
-        session.step()
+        trainer.step()
     host.delayed, host.calls          # operations that were delayed, and all that were seen
 
 PyTorch hands every operation, forward and backward, to a dispatch mode on its way to the kernel;

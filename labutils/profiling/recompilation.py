@@ -2,7 +2,7 @@
 gave.
 
     with Compilation() as compiled:
-        session.run(10)
+        trainer.run(10)
     print(compiled.graphs, compiled.breaks, compiled.recompilations)
 
 A recompilation compiles code that was compiled before, because a guard of it failed: a size

@@ -84,15 +84,15 @@ def live_stack() -> tuple[Frame, ...]:
     return tuple(frame for frame in frames if not frame.file.endswith("/warnings.py"))
 
 
-def find_syncs(session: Any, steps: int = 1) -> list[SyncSite]:
-    """Run `steps` steps of `session`: the lines that synchronised, with counts per step, the most
+def find_syncs(trainer: Any, steps: int = 1) -> list[SyncSite]:
+    """Run `steps` steps of `trainer`: the lines that synchronised, with counts per step, the most
     often first.
 
     [] without a GPU.
     """
     with watch_syncs() as seen:
         for _ in range(steps):
-            session.step()
+            trainer.step()
     return [replace(site, count=site.count / steps) for site in sites_of(seen)]
 
 

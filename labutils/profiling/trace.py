@@ -3,7 +3,7 @@ wait for the GPU.
 
 `torch.profiler` writes a list of slices of time: on host threads (Python functions, PyTorch
 operators, CUDA calls) and on GPU streams (kernels, copies). A viewer such as Perfetto shows it;
-this module reads it. `profile(session, ...)` records one with the schedule of article A1,
+this module reads it. `profile(trainer, ...)` records one with the schedule of article A1,
 `Trace.read(path)` reads any.
 
 Three definitions carry everything. A GPU is *busy* while at least one kernel runs: the union of
@@ -848,7 +848,7 @@ def _clipped(
 
 
 def profile(
-    session: Any,
+    trainer: Any,
     steps: int = 5,
     folder: str | Path = "profile",
     with_stack: bool = True,
@@ -856,12 +856,12 @@ def profile(
     with_shapes: bool | None = None,
     kind: type[Trace] = Trace,
 ) -> Trace:
-    """Record `steps` steps of `session` as article A1 does, and read the trace back.
+    """Record `steps` steps of `trainer` as article A1 does, and read the trace back.
 
     The schedule is the article's: one step passed over, one to warm the profiler up, `steps`
     recorded, once. `wait` is how many to pass over: more where workers have made batches ready, as
-    steps that use them up wait for no data. `session` has `.step()`; each call is one recorded step
-    (for a training session an optimizer step, accumulation included). The file `*.pt.trace.json` in
+    steps that use them up wait for no data. `trainer` has `.step()`; each call is one recorded step
+    (for a training trainer an optimizer step, accumulation included). The file `*.pt.trace.json` in
     `folder` opens in Perfetto. `with_stack` records Python functions as well, `with_shapes` (None:
     with the stacks) the operators' input shapes; both slow the host down, so take times without
     them. It is read back as a trace of that `kind`.
@@ -880,7 +880,7 @@ def profile(
         with_stack=with_stack,
     ) as profiler:
         for number in range(wait + 1 + steps):
-            session.step()
+            trainer.step()
             if on_gpu and number == wait:
                 # so that work launched while warming up does not run into the record
                 torch.cuda.synchronize()

@@ -130,7 +130,7 @@ def summarise(samples: Sequence[float]) -> dict[str, float]:
 
 def step_by_step(one: Run, other: Run) -> list[tuple[float, float]]:
     """The milliseconds of both runs' steps, of those that both took on the same tokens; [] where
-    they share none, or steps don't differ in what they take in. (Times of one `Bench` that has
+    they share none, or steps don't differ in what they take in. (Times of one `Benchmark` that has
     `same_batches` stand in the same order.)"""
     times, taken = ([run.samples.get(key, []) for run in (one, other)] for key in ("step_ms", "useful_tokens"))
     pairs = zip(*times, *taken, strict=False)

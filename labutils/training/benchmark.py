@@ -28,15 +28,15 @@ from labutils.recipe import Recipe
 from labutils.results.records import Run, status_of, summarise
 from labutils.training import distributed
 from labutils.training.distributed import bytes_here
-from labutils.training.trainer import Session
+from labutils.training.trainer import Trainer
 from labutils.workloads.base import Work, Workload
 
 LOG = logging.getLogger(__name__)
 """Tells of failures with their tracebacks, to those who listen at the level INFO: a run's status
 has one line.
 """
-AfterStep = Callable[[Session], None]
-Meet = Callable[[Session], None]
+AfterStep = Callable[[Trainer], None]
+Meet = Callable[[Trainer], None]
 ROUNDS = 3
 ROUND_MS = 400
 """A round lasts at least this long: a handful of 25 ms steps is too short to tell noise from drift.
@@ -56,11 +56,11 @@ def train(
     """One recipe on one workload: build, first step, `warmup` more, then at least `steps` timed
     optimizer steps.
 
-    `after_step` is called with the session after every step (`logs.MemoryLog`), timed or not.
+    `after_step` is called with the trainer after every step (`logs.MemoryLog`), timed or not.
     Running out of memory or any other failure becomes the run's status; nothing is raised but
-    Ctrl-C. `same_batches`, `meet`: see `Bench`.
+    Ctrl-C. `same_batches`, `meet`: see `Benchmark`.
     """
-    with Bench(workload, warmup, after_step, same_batches, meet) as bench:
+    with Benchmark(workload, warmup, after_step, same_batches, meet) as bench:
         return bench.compare({name: recipe}, steps, rounds=1)[name]
 
 
@@ -71,10 +71,10 @@ def compare(
     rounds: int = ROUNDS,
     warmup: int = 2,
 ) -> dict[str, Run]:
-    """Every recipe's run, interleaved: see `Bench.compare`, whose sessions end here with the
+    """Every recipe's run, interleaved: see `Benchmark.compare`, whose trainers end here with the
     comparison.
     """
-    with Bench(workload, warmup) as bench:
+    with Benchmark(workload, warmup) as bench:
         return bench.compare(recipes, steps, rounds)
 
 
@@ -101,15 +101,15 @@ def steps_to_drain(recipe: Recipe, ranks: int = 1) -> int:
     return 1 + math.ceil(recipe.num_workers * recipe.prefetch_factor / taken)
 
 
-class Bench:
+class Benchmark:
     """Sessions side by side in one process, built once each and compared as often as one likes.
 
     The frozen weights are held once. A recipe that fails drops out with its reason as the run's
-    status, its session is ended and its memory given back; the others go on.
+    status, its trainer is ended and its memory given back; the others go on.
 
     same_batches: every round times the same batches, so that recipes whose steps differ in length
     can be compared step by step (`claims` does), within one comparison, and across several with as
-    many `warmup` steps and no workers. meet: called with each session once, after its first step,
+    many `warmup` steps and no workers. meet: called with each trainer once, after its first step,
     to show it what would be compiled later: neither timed nor in the peak memory.
     """
 
@@ -126,7 +126,7 @@ class Bench:
         self.after_step = after_step
         self.same_batches = same_batches
         self.meet = meet
-        self.contenders: dict[str, Contender] = {}
+        self.candidates: dict[str, Candidate] = {}
         self.failed: dict[str, str] = {}
         self.known: dict[str, Recipe] = {}
         self.stack = ExitStack()
@@ -138,19 +138,19 @@ class Bench:
         """Name -> run: `rounds` times through all of `recipes`, there and back, at least `steps`
         timed optimizer steps of each a time.
 
-        Recipes whose name is new are prepared first; a name that is known keeps its session.
+        Recipes whose name is new are prepared first; a name that is known keeps its trainer.
         """
         self.prepare(recipes)
         for name in self._able(recipes):
-            self.contenders[name].times = StepTimes()
+            self.candidates[name].times = StepTimes()
         lead_in = max(
-            (self.contenders[name].steps_to_drain for name in self._able(recipes)), default=0
+            (self.candidates[name].steps_to_drain for name in self._able(recipes)), default=0
         )
         for turn in _progress(range(rounds), "measuring"):
             order = self._able(recipes)[
                 :: -1 if turn % 2 else 1
             ]  # there and back: a drift in a round favours nobody
-            count = {name: self.contenders[name].round_of(steps) for name in order}
+            count = {name: self.candidates[name].round_of(steps) for name in order}
             if self.same_batches:  # the same ones in each round
                 count = dict.fromkeys(count, max(count.values(), default=steps))
             for name, timed in count.items():
@@ -165,11 +165,11 @@ class Bench:
         """
         for name, recipe in recipes.items():
             fitted = recipe.fitted_to(self.workload.device.type)
-            if (name in self.contenders or name in self.failed) and self.known[name] != fitted:
+            if (name in self.candidates or name in self.failed) and self.known[name] != fitted:
                 raise ValueError(
                     f'"{name}" is already another recipe in this bench. Give the new one a name of its own.'
                 )
-        new = [name for name in recipes if name not in self.contenders and name not in self.failed]
+        new = [name for name in recipes if name not in self.candidates and name not in self.failed]
         for name in _progress(new, "preparing"):
             self.known[name] = recipes[name].fitted_to(self.workload.device.type)
             self._attempt(name, lambda name=name: self._enter(name, recipes[name]))
@@ -179,10 +179,10 @@ class Bench:
         """Utilisation by the driver's account while `steps` more optimizer steps run, as metrics of
         a run.
         """
-        session, contender = self._session(name), self.contenders[name]
-        contender.settle()
+        trainer, candidate = self._trainer(name), self.candidates[name]
+        candidate.settle()
         with Utilization() as utilization:
-            measure(session, max(steps, math.ceil(WATCH_MS / contender.step_ms)))
+            measure(trainer, max(steps, math.ceil(WATCH_MS / candidate.step_ms)))
         return utilization.metrics()
 
     def profile(self, name: str, folder: Path, steps: int = 3) -> Trace:
@@ -193,47 +193,47 @@ class Bench:
         ready meanwhile.
         """
         return profile(
-            self._session(name),
+            self._trainer(name),
             steps,
             folder,
             with_stack=False,
-            wait=self.contenders[name].steps_to_settle,
+            wait=self.candidates[name].steps_to_settle,
         )
 
-    def _session(self, name: str) -> Session:
-        """The session of a recipe that works; raises `RuntimeError` with the reason where it
+    def _trainer(self, name: str) -> Trainer:
+        """The trainer of a recipe that works; raises `RuntimeError` with the reason where it
         failed.
         """
         if name in self.failed:
             raise RuntimeError(
                 f'"{name}" failed ({self.failed[name]}), so there is nothing of it to watch.'
             )
-        if name not in self.contenders:
-            known = ", ".join(self.contenders) or "none"
+        if name not in self.candidates:
+            known = ", ".join(self.candidates) or "none"
             raise RuntimeError(
                 f'"{name}" is not in this bench, which has: {known}. Prepare it with compare() first.'
             )
-        return self.contenders[name].session
+        return self.candidates[name].trainer
 
     def _enter(self, name: str, recipe: Recipe) -> None:
-        self.contenders[name] = Contender(
+        self.candidates[name] = Candidate(
             self.workload, recipe, self.warmup, self.after_step, self.same_batches, self.meet
         )
         self.stack.callback(self._end, name)
 
     def _able(self, recipes: Mapping[str, Recipe]) -> list[str]:
-        return [name for name in recipes if name in self.contenders]
+        return [name for name in recipes if name in self.candidates]
 
     def _measure(self, name: str, steps: int, lead_in: int) -> None:
-        """A round of a contender, which is looked up when it runs: what fails is held by nothing
+        """A round of a candidate, which is looked up when it runs: what fails is held by nothing
         then.
         """
-        self.contenders[name].measure(steps, lead_in)
+        self.candidates[name].measure(steps, lead_in)
 
     def _report(self, name: str, recipe: Recipe) -> Run:
         run = empty_run(self.workload, recipe, name)
         if name not in self.failed:
-            self._attempt(name, lambda: self.contenders[name].report(run))
+            self._attempt(name, lambda: self.candidates[name].report(run))
         run.status = self.failed.get(name, "ok")
         return run
 
@@ -250,22 +250,22 @@ class Bench:
         # Outside the except block: inside it the exception still holds the frames, and these the
         # tensors.
         self._end(name)
-        gc.collect()  # a session's modules and hooks refer to each other
+        gc.collect()  # a trainer's modules and hooks refer to each other
         hardware.cuda.empty_cache()
 
     def _end(self, name: str) -> None:
-        """End a recipe's session and forget it. What goes wrong in that is no news: its runs have
+        """End a recipe's trainer and forget it. What goes wrong in that is no news: its runs have
         their status.
         """
-        if contender := self.contenders.pop(name, None):
+        if candidate := self.candidates.pop(name, None):
             with suppress(Exception):
-                contender.close()
+                candidate.close()
 
     def close(self) -> None:
-        """End all sessions."""
+        """End all trainers."""
         self.stack.close()
 
-    def __enter__(self) -> Bench:
+    def __enter__(self) -> Benchmark:
         return self
 
     def __exit__(
@@ -274,24 +274,24 @@ class Bench:
         self.close()
 
 
-def measure(session: Session, steps: int, after_step: AfterStep | None = None) -> StepTimes:
-    """Time `steps` optimizer steps of a session, one after the other without a pause; `after_step`
+def measure(trainer: Trainer, steps: int, after_step: AfterStep | None = None) -> StepTimes:
+    """Time `steps` optimizer steps of a trainer, one after the other without a pause; `after_step`
     follows each.
     """
-    clock = StepClock(session.workload.device)
-    session.batches.reset_wait()
-    session.batches.reset_work()
+    clock = StepClock(trainer.workload.device)
+    trainer.batches.reset_wait()
+    trainer.batches.reset_work()
     clock.start()
     for _ in range(steps):
-        session.step()
-        clock.mark(session.batches.reset_wait(), session.batches.reset_work())
+        trainer.step()
+        clock.mark(trainer.batches.reset_wait(), trainer.batches.reset_work())
         if after_step is not None:
-            after_step(session)
+            after_step(trainer)
     return clock.stop()
 
 
-class Contender:
-    """A session, its first step apart, and the step times it gathers round by round."""
+class Candidate:
+    """A trainer, its first step apart, and the step times it gathers round by round."""
 
     def __init__(
         self,
@@ -306,45 +306,45 @@ class Contender:
         self.unsettled_rounds = 0
         self.after_step = after_step
         self.same_batches = same_batches
-        gc.collect()  # what earlier sessions left in cycles would be counted as held by others
+        gc.collect()  # what earlier trainers left in cycles would be counted as held by others
         before = hardware.cuda.allocated_memory()
-        self.session = Session(workload, recipe)
+        self.trainer = Trainer(workload, recipe)
         built = hardware.cuda.allocated_memory()
         hardware.cuda.reset_peak_memory()  # from here on it is training's, and not building's
         try:
             self.first_step_s = self._first_step()
             if meet is not None:
-                meet(self.session)
+                meet(self.trainer)
                 hardware.cuda.empty_cache()
                 hardware.cuda.reset_peak_memory()
-            warm = measure(self.session, warmup, after_step)
+            warm = measure(self.trainer, warmup, after_step)
         except BaseException:
-            self.session.close()
+            self.trainer.close()
             raise
         # Without a warm-up the first step has to do for an estimate, unless the compiler was at
         # work in it.
         first = 1e3 * self.first_step_s if recipe.compile == "off" else ROUND_MS
         estimate = min(warm.step_ms, default=max(ROUND_MS, first))
-        self.step_ms = self.session.ranks.most(estimate)  # one number of steps for all
+        self.step_ms = self.trainer.ranks.most(estimate)  # one number of steps for all
         self.memory = self._peak_memory(before, built)
-        self.timed_from = self.session.batches.taken
+        self.timed_from = self.trainer.batches.taken
 
     def _first_step(self) -> float:
         began = time.perf_counter()
-        self.session.step()
+        self.trainer.step()
         hardware.cuda.synchronize()
         seconds = time.perf_counter() - began
         if self.after_step is not None:
-            self.after_step(self.session)
+            self.after_step(self.trainer)
         return seconds
 
     def _peak_memory(self, before: float | None, built: float | None) -> dict[str, float]:
-        """This session's own peak, in GB: what others held `before` is taken off, the weights it
+        """This trainer's own peak, in GB: what others held `before` is taken off, the weights it
         shares with them aren't."""
         peak = hardware.cuda.peak_memory()
         if peak is None or before is None or built is None:
             return {}
-        model = self.session.model
+        model = self.trainer.model
         held = sum(map(bytes_here, [*model.parameters(), *model.buffers()])) / 1e9
         found = {"peak_allocated_gb": own_peak(peak[0], before, built, held)}
         return found | ({"peak_reserved_gb": peak[1]} if before == 0 else {})
@@ -361,17 +361,17 @@ class Contender:
         return max(self.steps_to_drain, math.ceil(SETTLE_MS / self.step_ms))
 
     def settle(self) -> None:
-        measure(self.session, self.steps_to_settle, self.after_step)
+        measure(self.trainer, self.steps_to_settle, self.after_step)
 
     @property
     def steps_to_drain(self) -> int:
         """See the function of that name."""
-        return steps_to_drain(self.session.recipe, self.session.ranks.count)
+        return steps_to_drain(self.trainer.recipe, self.trainer.ranks.count)
 
     @property
     def ready_batches(self) -> int:
         """Batches that the workers hold ready while nobody takes any."""
-        return self.session.recipe.num_workers * self.session.recipe.prefetch_factor
+        return self.trainer.recipe.num_workers * self.trainer.recipe.prefetch_factor
 
     def round_of(self, steps: int) -> int:
         """How many optimizer steps a round has: `steps`, or more where they are short (with workers
@@ -389,8 +389,8 @@ class Contender:
             if self.same_batches:
                 self.rewind(lead_in)
             before = self._graphs()
-            found = measure(self.session, steps, self.after_step)
-            if not self.session.ranks.most(self._graphs() - before):
+            found = measure(self.trainer, steps, self.after_step)
+            if not self.trainer.ranks.most(self._graphs() - before):
                 break
         else:
             self.unsettled_rounds += 1
@@ -408,14 +408,14 @@ class Contender:
         if lead_in < least:
             raise ValueError(
                 f"{lead_in} untimed step(s) after the data was taken back: this recipe's workers "
-                f"(num_workers={self.session.recipe.num_workers}) make batches for {least} ready "
+                f"(num_workers={self.trainer.recipe.num_workers}) make batches for {least} ready "
                 "meanwhile, and steps "
                 "that find them would be timed as if data cost nothing. Call rewind with at least "
                 f"{least}."
             )
-        self.session.batches.close()
-        self.session.resume_data(self.timed_from)
-        measure(self.session, lead_in, self.after_step)
+        self.trainer.batches.close()
+        self.trainer.resume_data(self.timed_from)
+        measure(self.trainer, lead_in, self.after_step)
 
     def _graphs(self) -> int:
         """Graphs compiled in this process so far, whoever asked for them: a library compiles
@@ -432,22 +432,22 @@ class Contender:
     def report(self, run: Run) -> None:
         """Fill in the run's metrics and samples, those against the hardware included."""
         self.report_times(run)
-        session, recipe = self.session, self.session.recipe
-        share = 1 / session.ranks.count
+        trainer, recipe = self.trainer, self.trainer.recipe
+        share = 1 / trainer.ranks.count
         if self.times.work:
-            run.metrics |= _of_varying_steps(session.workload, recipe, self.times)
+            run.metrics |= _of_varying_steps(trainer.workload, recipe, self.times)
         else:
-            work = session.workload.work(recipe) * share
+            work = trainer.workload.work(recipe) * share
             run.metrics |= _against_the_hardware(
-                session.workload, recipe, work, run.metric("step_ms")
+                trainer.workload, recipe, work, run.metric("step_ms")
             )
 
     def report_times(self, run: Run) -> None:
         """Fill in what was measured; of several ranks, of this one, and of all together where it
         says per second.
         """
-        session, recipe = self.session, self.session.recipe
-        session.driver.log.flush()
+        trainer, recipe = self.trainer, self.trainer.recipe
+        trainer.driver.log.flush()
         step_ms = summarise(self.times.step_ms)
         run.samples = {
             name: _rounded(getattr(self.times, name)) for name in ("step_ms", "data_ms", "wall_ms")
@@ -457,13 +457,13 @@ class Contender:
             "wall_ms": summarise(self.times.wall_ms),
             "data_ms": summarise(self.times.data_ms),
             "first_step_s": self.first_step_s,
-            "build_s": session.build_s,
+            "build_s": trainer.build_s,
             "examples_per_s": recipe.examples_per_step / step_ms["median"] * 1e3,
-            "loss": session.losses,
+            "loss": trainer.losses,
         }
-        run.metrics |= {} if session.encode_s is None else {"encode_s": session.encode_s}
+        run.metrics |= {} if trainer.encode_s is None else {"encode_s": trainer.encode_s}
         run.metrics |= {"unsettled_rounds": self.unsettled_rounds} if self.unsettled_rounds else {}
-        run.metrics |= self.memory | ({} if session.ranks.alone else {"ranks": session.ranks.count})
+        run.metrics |= self.memory | ({} if trainer.ranks.alone else {"ranks": trainer.ranks.count})
         if self.times.work:
             run.samples["tokens"] = [work.tokens for work in self.times.work]
             run.samples["useful_tokens"] = [work.useful_tokens for work in self.times.work]
@@ -473,7 +473,7 @@ class Contender:
         """Rates of steps that differ in what they take in: all of it, on all ranks, over all their
         time, which a median would misjudge."""
         whole = functools.reduce(operator.add, self.times.work)
-        whole = functools.reduce(operator.add, self.session.ranks.all(whole))
+        whole = functools.reduce(operator.add, self.trainer.ranks.all(whole))
         per_s = 1e3 / sum(self.times.step_ms)
         rates = {
             name: getattr(whole, name) * per_s for name in ("examples", "tokens", "useful_tokens")
@@ -483,13 +483,13 @@ class Contender:
         }
 
     def close(self) -> None:
-        self.session.close()
+        self.trainer.close()
 
 
 def own_peak(peak: float, before: float, built: float, held: float) -> float:
-    """A session's own part of a `peak`: `before` it was built so much was allocated, `built` after
+    """A trainer's own part of a `peak`: `before` it was built so much was allocated, `built` after
     it, and its model's tensors take `held`. What of `held` is not new was there before: weights
-    that it shares with other sessions."""
+    that it shares with other trainers."""
     return peak - before + max(0.0, held - (built - before))
 
 

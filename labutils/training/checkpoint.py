@@ -23,7 +23,7 @@ import torch
 from labutils.training import distributed
 
 if TYPE_CHECKING:
-    from labutils.training.trainer import Session
+    from labutils.training.trainer import Trainer
 
 FILE = "checkpoint.pt"
 CONTENT = {"step", "taken", "recipe", "workload", "parameters", "optimizer", "scaler", "random"}
@@ -46,36 +46,36 @@ speed.
 """
 
 
-def save(session: Session) -> Path:
-    """Write the session's state next to the old file, then put it in its place in one rename.
+def save(trainer: Trainer) -> Path:
+    """Write the trainer's state next to the old file, then put it in its place in one rename.
 
     Raises `NotFinite` where the loss became NaN or infinite: the last good file is not replaced by
     a bad one.
     """
-    session.driver.log.flush()
-    sharded = distributed.is_sharded(session.parameters)
+    trainer.driver.log.flush()
+    sharded = distributed.is_sharded(trainer.parameters)
     state = {
-        "step": session.step_count,
-        "taken": session.batches.taken,
-        "recipe": session.recipe.as_dict(),
+        "step": trainer.step_count,
+        "taken": trainer.batches.taken,
+        "recipe": trainer.recipe.as_dict(),
         "workload": [
-            session.workload.name,
-            session.workload.scale,
-            session.workload.weights,
-            session.workload.data,
+            trainer.workload.name,
+            trainer.workload.scale,
+            trainer.workload.weights,
+            trainer.workload.data,
         ],
-        "parameters": distributed.whole_parameters(session.parameters),
-        "optimizer": distributed.whole_optimizer(*_trained(session))
+        "parameters": distributed.whole_parameters(trainer.parameters),
+        "optimizer": distributed.whole_optimizer(*_trained(trainer))
         if sharded
-        else session.optimizer.state_dict(),
-        "scaler": session.driver.scaler.state_dict() if session.driver.scaler else {},
+        else trainer.optimizer.state_dict(),
+        "scaler": trainer.driver.scaler.state_dict() if trainer.driver.scaler else {},
         "random": _random_state(),
     }
-    target = session.folder / FILE
-    if session.ranks.rank:  # what all have gathered, the first one writes
+    target = trainer.folder / FILE
+    if trainer.ranks.rank:  # what all have gathered, the first one writes
         return target
-    session.folder.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=session.folder, prefix=FILE)
+    trainer.folder.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=trainer.folder, prefix=FILE)
     try:
         with os.fdopen(handle, "wb") as file:
             torch.save(state, file)
@@ -88,25 +88,25 @@ def save(session: Session) -> Path:
     return target
 
 
-def load(session: Session) -> None:
-    """Put the session where its folder's checkpoint was written."""
-    path = session.folder / FILE
+def load(trainer: Trainer) -> None:
+    """Put the trainer where its folder's checkpoint was written."""
+    path = trainer.folder / FILE
     if not path.exists():
         raise FileNotFoundError(
-            f"There is no {FILE} in {session.folder} to resume from. Start without resume=True."
+            f"There is no {FILE} in {trainer.folder} to resume from. Start without resume=True."
         )
     state = _read(path)
-    _check(state, session, path)
-    distributed.take_parameters(session.parameters, state["parameters"])
-    if distributed.is_sharded(session.parameters):
-        distributed.take_optimizer(*_trained(session), state["optimizer"])
+    _check(state, trainer, path)
+    distributed.take_parameters(trainer.parameters, state["parameters"])
+    if distributed.is_sharded(trainer.parameters):
+        distributed.take_optimizer(*_trained(trainer), state["optimizer"])
     else:
-        session.optimizer.load_state_dict(state["optimizer"])
+        trainer.optimizer.load_state_dict(state["optimizer"])
     if state["scaler"]:
-        session.driver.scaler.load_state_dict(state["scaler"])
-    session.step_count = state["step"]
-    session.driver.log.start_at(state["step"])
-    session.resume_data(state["taken"])
+        trainer.driver.scaler.load_state_dict(state["scaler"])
+    trainer.step_count = state["step"]
+    trainer.driver.log.start_at(state["step"])
+    trainer.resume_data(state["taken"])
     _set_random_state(state["random"])
 
 
@@ -120,11 +120,11 @@ def step_of(folder: Path) -> int | None:
         return None
 
 
-def _trained(session: Session) -> tuple[torch.nn.Module, torch.optim.Optimizer, list[str]]:
+def _trained(trainer: Trainer) -> tuple[torch.nn.Module, torch.optim.Optimizer, list[str]]:
     """The trained part, its optimizer and the names of what that trains, in its order."""
-    part = session.workload.trained(session.model)[1]
+    part = trainer.workload.trained(trainer.model)[1]
     names = {id(parameter): name for name, parameter in part.named_parameters()}
-    return part, session.optimizer, [names[id(parameter)] for parameter in session.parameters]
+    return part, trainer.optimizer, [names[id(parameter)] for parameter in trainer.parameters]
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -147,14 +147,14 @@ def _read(path: Path) -> dict[str, Any]:
     return state
 
 
-def _check(state: dict[str, Any], session: Session, path: Path) -> None:
+def _check(state: dict[str, Any], trainer: Trainer, path: Path) -> None:
     """Raise `ValueError` where the checkpoint is another run's, or holds what this one can't go on
     from.
     """
     if wrong := _wrong_kinds(state):
         raise _unfit(path, f"its {wrong} is not what it should be")
-    workload = session.workload
-    mine = session.recipe.as_dict() | {
+    workload = trainer.workload
+    mine = trainer.recipe.as_dict() | {
         "workload": [workload.name, workload.scale, workload.weights, workload.data]
     }
     saved = state["recipe"] | {"workload": state["workload"]}
@@ -167,7 +167,7 @@ def _check(state: dict[str, Any], session: Session, path: Path) -> None:
                 "settings, or start in another folder."
             )
     there, here = (
-        [tuple(p.shape) for p in found] for found in (state["parameters"], session.parameters)
+        [tuple(p.shape) for p in found] for found in (state["parameters"], trainer.parameters)
     )
     if there != here:
         at = next(
@@ -179,9 +179,9 @@ def _check(state: dict[str, Any], session: Session, path: Path) -> None:
             if at is None
             else f"its matrix {at} is {there[at]}, the model's {here[at]}",
         )
-    if wrong := _wrong_optimizer(state["optimizer"], session):
+    if wrong := _wrong_optimizer(state["optimizer"], trainer):
         raise _unfit(path, wrong)
-    scaler = session.driver.scaler
+    scaler = trainer.driver.scaler
     if state["scaler"] and (
         not scaler or not scaler.is_enabled() or scaler.state_dict().keys() - state["scaler"].keys()
     ):
@@ -220,13 +220,13 @@ def _is_generator(state: Any) -> bool:
     return torch.is_tensor(state) and state.dtype == torch.uint8 and state.dim() == 1
 
 
-def _wrong_optimizer(saved: dict[str, Any], session: Session) -> str:
-    """Why the saved optimizer isn't one of the session's parameters; "" where it is."""
+def _wrong_optimizer(saved: dict[str, Any], trainer: Trainer) -> str:
+    """Why the saved optimizer isn't one of the trainer's parameters; "" where it is."""
     try:
         there = [len(group["params"]) for group in saved["param_groups"]]
     except (KeyError, TypeError):
         return "its optimizer is not what it should be"
-    here = [len(group["params"]) for group in session.optimizer.param_groups]
+    here = [len(group["params"]) for group in trainer.optimizer.param_groups]
     return (
         "" if there == here else f"its optimizer has {sum(there)} matrices, the model's {sum(here)}"
     )

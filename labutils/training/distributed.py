@@ -247,8 +247,8 @@ def _shard(workload: Workload, model: nn.Module, recipe: Recipe, ranks: Ranks) -
     for unit in workload.units(model):
         fully_shard(unit, mesh=mesh, mp_policy=policy)
     root = fully_shard(workload.called(model), mesh=mesh, mp_policy=policy)
-    # the whole weights, held for sessions to come, would fill what sharding saved
-    workload.let_go()
+    # the whole weights, held for trainers to come, would fill what sharding saved
+    workload.release_weights()
     return root
 
 

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from labutils.training.trainer import Session
+    from labutils.training.trainer import Trainer
 
 
-def gradient_arrivals(session: Session) -> dict[str, list[float]]:
+def gradient_arrivals(trainer: Trainer) -> dict[str, list[float]]:
     """{"lead_ms", "lead_bytes"}: how long before the last gradient each one is there, in order of
     time, and its bytes.
 
@@ -22,14 +22,14 @@ def gradient_arrivals(session: Session) -> dict[str, list[float]]:
     stream, so that it is the GPU's time and not the host's.
     """
     marks: dict[int, tuple[torch.cuda.Event | float, int]] = {}
-    on_gpu = session.workload.device.type == "cuda"
+    on_gpu = trainer.workload.device.type == "cuda"
 
     def arrived(parameter: Tensor) -> None:
         marks[id(parameter)] = (_mark(on_gpu), parameter.grad.nbytes)
 
-    hooks = [p.register_post_accumulate_grad_hook(arrived) for p in session.parameters]
+    hooks = [p.register_post_accumulate_grad_hook(arrived) for p in trainer.parameters]
     try:
-        session.step()
+        trainer.step()
     finally:
         for hook in hooks:
             hook.remove()

@@ -92,7 +92,7 @@ class Job:
             raise ValueError(f"{path} holds no job ({type(error).__name__}: {error}).") from None
 
 
-class Word:
+class RankStatus:
     """A rank's last word: a small file, replaced whole. `state` is "starting", "training",
     "failed", "lost" (its error was another's doing), "ended" (by torchrun) or "done"; `doing` and
     `step` say where."""
@@ -115,7 +115,7 @@ def main(arguments: list[str]) -> None:
 
     job = Job.read(arguments[0])
     resume = "--resume" in arguments[1:]
-    word = Word(job.folder, int(os.environ["RANK"]))
+    word = RankStatus(job.folder, int(os.environ["RANK"]))
     when_terminated(
         lambda: word.say(state="ended", message="torchrun ended it, as another rank had failed")
     )
@@ -176,7 +176,7 @@ def when_terminated(act: Callable[[], None]) -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def do(job: Job, word: Word, resume: bool = False) -> None:
+def do(job: Job, word: RankStatus, resume: bool = False) -> None:
     """Meet the others, do all tasks, leave."""
     from labutils.profiling import hardware
     from labutils.training import distributed
@@ -187,7 +187,7 @@ def do(job: Job, word: Word, resume: bool = False) -> None:
     for task in job.tasks:
         word.say(state="training", doing=task.name, step=0)
         task = replace(task, resume=task.resume or resume)
-        gc.collect()  # a session that has ended goes at once, not somewhere in the next one's steps
+        gc.collect()  # a trainer that has ended goes at once, not somewhere in the next one's steps
         hardware.cuda.empty_cache()
         if task.alone:
             if me.rank == 0:
@@ -210,7 +210,7 @@ _workloads: dict[str, Any] = {}
 
 
 def _workload(job: Job, task: Task) -> Any:
-    """One a kind, so that sessions share its frozen weights, texts and encoded examples; only one
+    """One a kind, so that trainers share its frozen weights, texts and encoded examples; only one
     kind has weights.
     """
     from labutils.workloads import open_workload
@@ -218,7 +218,7 @@ def _workload(job: Job, task: Task) -> Any:
     key = json.dumps(task.workload, sort_keys=True)
     for other, workload in _workloads.items():
         if other != key:
-            workload.let_go()
+            workload.release_weights()
     if key not in _workloads:
         _workloads[key] = remembering(open_workload(**task.workload, device=job.device))
     return _workloads[key]
@@ -243,79 +243,79 @@ def remembering(workload: Any) -> Any:
     return workload
 
 
-def _train(job: Job, task: Task, word: Word) -> Any:
+def _train(job: Job, task: Task, word: RankStatus) -> Any:
     """Time a recipe: first step, warm-up, rounds of steps; then a trace, where one is asked for."""
     from labutils.profiling.collectives import communication
     from labutils.profiling.trace import profile
     from labutils.recipe import Recipe
-    from labutils.training.benchmark import Contender, empty_run
+    from labutils.training.benchmark import Candidate, empty_run
     from labutils.training.gradient_timing import gradient_arrivals
 
     workload, recipe = _workload(job, task), Recipe(**task.recipe)
     run = empty_run(workload, recipe, task.name)
-    contender = Contender(workload, recipe, task.warmup)
+    candidate = Candidate(workload, recipe, task.warmup)
     try:
-        session = contender.session
+        trainer = candidate.trainer
         for _ in range(task.rounds):
-            contender.measure(task.steps)
-        contender.report_times(run)
+            candidate.measure(task.steps)
+        candidate.report_times(run)
         run.metrics["gradient_mb"] = (
-            sum(p.numel() * p.element_size() for p in session.parameters) / 1e6
+            sum(p.numel() * p.element_size() for p in trainer.parameters) / 1e6
         )
-        run.metrics["ranks"] = session.ranks.count
+        run.metrics["ranks"] = trainer.ranks.count
         if task.arrivals:
-            run.samples |= gradient_arrivals(session)
-            run.metrics |= _to_gather(session)
+            run.samples |= gradient_arrivals(trainer)
+            run.metrics |= _to_gather(trainer)
         if task.traced:
-            folder = Path(job.folder) / f"traces-{session.ranks.rank}"
+            folder = Path(job.folder) / f"traces-{trainer.ranks.rank}"
             trace = profile(
-                session, task.traced, folder, with_stack=False, wait=contender.steps_to_settle
+                trainer, task.traced, folder, with_stack=False, wait=candidate.steps_to_settle
             )
             metrics, run.samples["computing_ms"], run.samples["communicating_ms"] = communication(
                 trace
             )
             run.metrics |= metrics
-        peaks = session.ranks.all(contender.memory)
-        run.metrics |= {name: max(peak[name] for peak in peaks) for name in contender.memory}
+        peaks = trainer.ranks.all(candidate.memory)
+        run.metrics |= {name: max(peak[name] for peak in peaks) for name in candidate.memory}
     finally:
-        contender.close()
+        candidate.close()
     return run
 
 
-def _to_gather(session: Any) -> dict[str, float]:
+def _to_gather(trainer: Any) -> dict[str, float]:
     """What FSDP would have to gather for one pass: `gathered_mb`, in so many `units`."""
-    workload, recipe = session.workload, session.recipe
-    trained = workload.trained(session.model)[1]
+    workload, recipe = trainer.workload, trainer.recipe
+    trained = workload.trained(trainer.model)[1]
     lower = 0.5 if recipe.adapter == "none" and recipe.precision == "bf16" else 1.0
     return {
         "gathered_mb": lower * sum(p.nbytes for p in trained.parameters()) / 1e6,
-        "units": len(workload.units(session.model)) + 1,
+        "units": len(workload.units(trainer.model)) + 1,
     }
 
 
-def _run(job: Job, task: Task, word: Word) -> Any:
+def _run(job: Job, task: Task, word: RankStatus) -> Any:
     """Train with checkpoints, and fail where the task says so."""
     from labutils.recipe import Recipe
-    from labutils.training import Session
+    from labutils.training import Trainer
     from labutils.training.benchmark import empty_run
 
     workload, recipe = _workload(job, task), Recipe(**task.recipe)
     run = empty_run(workload, recipe, task.name)
 
-    def after_step(session: Session) -> None:
-        word.say(step=session.step_count)
-        if task.fail and (session.ranks.rank, session.step_count) == task.fails:
+    def after_step(trainer: Trainer) -> None:
+        word.say(step=trainer.step_count)
+        if task.fail and (trainer.ranks.rank, trainer.step_count) == task.fails:
             _fail(task.fail)
 
-    with Session(workload, recipe, task.folder, task.resume) as session:
-        begun_at = session.step_count
+    with Trainer(workload, recipe, task.folder, task.resume) as trainer:
+        begun_at = trainer.step_count
         began = time.perf_counter()
-        session.run(task.steps, task.checkpoint_every, after_step)
-        session.driver.log.flush()
+        trainer.run(task.steps, task.checkpoint_every, after_step)
+        trainer.driver.log.flush()
         run.metrics = {
-            "loss": session.losses,
+            "loss": trainer.losses,
             "resumed_at": begun_at,
-            "ranks": session.ranks.count,
+            "ranks": trainer.ranks.count,
             "seconds": time.perf_counter() - began,
         }
     return run
@@ -327,7 +327,7 @@ def _fail(how: str) -> None:
     raise RuntimeError("provoked: this rank was asked to fail here")
 
 
-def _all_reduce(job: Job, task: Task, word: Word) -> Any:
+def _all_reduce(job: Job, task: Task, word: RankStatus) -> Any:
     from labutils.profiling.collectives import time_all_reduce
     from labutils.results.records import Run
     from labutils.training import distributed
@@ -356,7 +356,7 @@ def _turn(path: str, me: Any) -> Iterator[None]:
         me.all(None)
 
 
-TASKS: dict[str, Callable[[Job, Task, Word], Any]] = {
+TASKS: dict[str, Callable[[Job, Task, RankStatus], Any]] = {
     "train": _train,
     "run": _run,
     "all-reduce": _all_reduce,

@@ -21,7 +21,7 @@ from labutils.recipe import Recipe
 from labutils.results.records import Run
 from labutils.training.benchmark import Meet, steps_to_drain, train
 from labutils.training.model_edits import altered, with_costs, with_epoch_rate
-from labutils.training.trainer import Session
+from labutils.training.trainer import Trainer
 from labutils.workloads.base import Workload
 
 WARM_UP = 3
@@ -46,8 +46,8 @@ def followed(
 
     `change` alters the model once it is built. Memory is that of the whole process, in the log as
     in the metrics `peak_allocated_gb` and `peak_reserved_gb`, over all steps: let go of what else
-    is on the GPU before. Weights that the workload shares between sessions are let go here. A
-    failure is the run's status. `meet`: see `comparing.Bench`; its time is in the log.
+    is on the GPU before. Weights that the workload shares between trainers are let go here. A
+    failure is the run's status. `meet`: see `comparing.Benchmark`; its time is in the log.
     `useful_tokens_per_s` is a whole epoch's: see `variants.with_epoch_rate`.
     """
     log.unlink(missing_ok=True)
@@ -60,15 +60,15 @@ def followed(
     def begin(model: nn.Module) -> None:
         if change is not None:
             change(model)
-            # what was replaced is kept for sessions to come, and would count as this one's
-            workload.let_go()
+            # what was replaced is kept for trainers to come, and would count as this one's
+            workload.release_weights()
         # so would, as reserved, the 16-bit weights that low-bit ones were made from
         hardware.cuda.empty_cache()
         logs.append(MemoryLog(log, logged, every))
 
-    def write(session: Session) -> None:
-        if session.step_count <= logged:
-            logs[-1](session)
+    def write(trainer: Trainer) -> None:
+        if trainer.step_count <= logged:
+            logs[-1](trainer)
 
     run = train(
         altered(workload, begin), recipe, steps, warm_up, name, write, same_batches=True, meet=meet
@@ -80,11 +80,11 @@ def followed(
 
 
 def make_room(*workloads: Workload) -> None:
-    """Let go of what `workloads` share and of what sessions that have ended left on the GPU:
+    """Let go of what `workloads` share and of what trainers that have ended left on the GPU:
     circles of references hold a model until they are collected, and its memory would be read as the
     next one's."""
     for workload in workloads:
-        workload.let_go()
+        workload.release_weights()
     hardware.cuda.empty_cache()
 
 
@@ -105,7 +105,7 @@ class MemoryLog:
     """A CSV file of GPU memory, one line every so many optimizer steps and one at the last: article
     A3's callback.
 
-        session.run(250, after_step=MemoryLog("memory.csv", steps=250))
+        trainer.run(250, after_step=MemoryLog("memory.csv", steps=250))
 
     Columns and units are the article's: `step`, `epoch` (with its fraction), `elapsed_time_sec`
     since the log was made, `progress_ratio`, and memory in 1024^3 bytes: what tensors hold
@@ -131,12 +131,12 @@ class MemoryLog:
         if not self.path.exists():
             self._write(self.COLUMNS)
 
-    def __call__(self, session: Session) -> None:
+    def __call__(self, trainer: Trainer) -> None:
         """Write a line where one is due."""
-        step = session.step_count
+        step = trainer.step_count
         if step % self.every and step != self.steps:
             return
-        epoch = session.batches.taken / session.batches.per_epoch
+        epoch = trainer.batches.taken / trainer.batches.per_epoch
         elapsed = time.perf_counter() - self.began
         self._write(
             [step, f"{epoch:.4f}", f"{elapsed:.3f}", f"{step / self.steps:.4f}", *_memory_gib()]

@@ -109,7 +109,7 @@ GONE_WITHIN_S = 5.0
 
 
 def end_group(process: subprocess.Popen) -> None:
-    """End a process that was started in a session of its own, with all that it has started there,
+    """End a process that was started in a trainer of its own, with all that it has started there,
     and return when all are gone. (Where there are no groups of processes, itself alone.)"""
     if not hasattr(os, "killpg"):
         process.kill()
@@ -129,7 +129,7 @@ def end_marked(variable: str, mark: str) -> list[int]:
     """End every other process that has `mark` in its environment under this name, and return when
     all are gone, with the memory and the GPU they held; their numbers.
 
-    A process whose parent died has none that leads to it any more, and may be in a session of its
+    A process whose parent died has none that leads to it any more, and may be in a trainer of its
     own where torchrun started it, but what it found in its environment it keeps.
     """
     import psutil

@@ -28,7 +28,7 @@ AUTOCAST = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 @dataclass
-class Parts:
+class TrainContext:
     """What every driver works with."""
 
     workload: Workload
@@ -95,7 +95,7 @@ class AccelerateStep:
     set where the copy is made, in accelerate's own configuration.
     """
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: TrainContext) -> None:
         from accelerate import Accelerator
         from accelerate.data_loader import prepare_data_loader
         from accelerate.utils import (
@@ -186,7 +186,7 @@ class AccelerateStep:
         finally:
             if self.parts.ranks.alone:
                 self.accelerator.end_training()
-            else:  # which would also end the process group, and other sessions train in it
+            else:  # which would also end the process group, and other trainers train in it
                 for tracker in self.accelerator.trackers:
                     tracker.finish()
 
@@ -195,7 +195,7 @@ class AccelerateStep:
 
 
 def _forget_other_precision(precision: str) -> None:
-    """accelerate holds one precision a process, and refuses a second; sessions of another precision
+    """accelerate holds one precision a process, and refuses a second; trainers of another precision
     have ended by now."""
     from accelerate.state import AcceleratorState
 
@@ -216,7 +216,7 @@ def _autocast(module: nn.Module, device: str, dtype: torch.dtype) -> None:
 class EagerStep:
     """Plain PyTorch: the operations of the script's loop body and nothing around them."""
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: TrainContext) -> None:
         self.parts, recipe = parts, parts.recipe
         self.loader = parts.loader
         device = parts.workload.device
@@ -289,7 +289,7 @@ class GraphStep(EagerStep):
     without a word.
     """
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: TrainContext) -> None:
         super().__init__(parts)
         if parts.recipe.optimizer != "adamw-fused":
             raise ValueError(

@@ -116,14 +116,14 @@ def try_isolated(
 
 def _main() -> None:
     """The child's side: an order on standard input, the result as the last line of standard output."""
-    from labutils.training.trainer import Session
+    from labutils.training.trainer import Trainer
 
     order = json.load(sys.stdin)
     recipe, steps = Recipe(**order.pop("recipe")), order.pop("steps")
     try:
-        with Session(open_workload(**order), recipe) as session:
-            session.run(steps)
-        result = {"failed": 0, "message": "", "loss": session.losses}
+        with Trainer(open_workload(**order), recipe) as trainer:
+            trainer.run(steps)
+        result = {"failed": 0, "message": "", "loss": trainer.losses}
     except Exception as error:
         reason = " ".join(str(error).split()).partition(" Stack trace:")[0]
         result = {"failed": 1, "message": f"{type(error).__name__}: {reason}"[:600]}

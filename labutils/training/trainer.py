@@ -22,17 +22,17 @@ from labutils.recipe import Recipe
 from labutils.training import checkpoint, distributed
 from labutils.training.batches import Batches
 from labutils.training.logs import own
-from labutils.training.step import DRIVERS, Parts, build_optimizer, compile_as_asked
+from labutils.training.step import DRIVERS, TrainContext, build_optimizer, compile_as_asked
 from labutils.workloads.base import Batch, Workload
 
 
-class Session:
+class Trainer:
     """Model, data, optimizer and driver of one recipe, and the loop over its optimizer steps.
 
-        with Session(workload, recipe, folder="runs/mine") as session:
-            session.run(100, checkpoint_every=50)
+        with Trainer(workload, recipe, folder="runs/mine") as trainer:
+            trainer.run(100, checkpoint_every=50)
 
-    folder: where logs and checkpoints go; None: a temporary one that goes with the session. resume:
+    folder: where logs and checkpoints go; None: a temporary one that goes with the trainer. resume:
     go on from the folder's checkpoint; raises `FileNotFoundError` where there is none, `ValueError`
     where it belongs to another recipe. `step_count` counts optimizer steps since the run's
     beginning, `recipe` is the recipe as it fits this device. Building took `build_s` seconds,
@@ -51,7 +51,7 @@ class Session:
         self.ranks = distributed.here()
         self.workload = workload
         self.recipe = recipe.fitted_to(workload.device.type)
-        # Goes with the session, and with one that could not be built.
+        # Goes with the trainer, and with one that could not be built.
         self.temporary = (
             None
             if folder
@@ -77,7 +77,7 @@ class Session:
         shared = distributed.distribute(workload, self.model, self.recipe, self.ranks)
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         optimizer = build_optimizer(self.parameters, self.recipe)
-        parts = Parts(
+        parts = TrainContext(
             workload,
             self.recipe,
             self.model,
@@ -99,7 +99,7 @@ class Session:
 
     def step(self, batches: Iterator[Batch] | None = None) -> None:
         """One optimizer step, accumulation included, on the next of `batches`, or else of the
-        session's own data. On a GPU it may still be running when this returns."""
+        trainer's own data. On a GPU it may still be running when this returns."""
         with (
             attention_kernel(self.recipe.attention),
             timed_convolutions(self.recipe.cudnn_benchmark),
@@ -113,12 +113,12 @@ class Session:
         self,
         steps: int,
         checkpoint_every: int = 0,
-        after_step: Callable[[Session], None] | None = None,
+        after_step: Callable[[Trainer], None] | None = None,
     ) -> None:
         """Step until `steps` optimizer steps of the run are done, saving a checkpoint after every
         so many (0: none).
 
-        `after_step` is called with the session after every step (`logs.MemoryLog`).
+        `after_step` is called with the trainer after every step (`logs.MemoryLog`).
         """
         while self.step_count < steps:
             self.step()
@@ -169,7 +169,7 @@ class Session:
 
     @property
     def losses(self) -> list[float]:
-        """The losses known on the host so far, one an optimizer step of this session."""
+        """The losses known on the host so far, one an optimizer step of this trainer."""
         return self.driver.log.losses
 
     def close(self) -> None:
@@ -181,7 +181,7 @@ class Session:
             if self.temporary:
                 self.temporary.cleanup()
 
-    def __enter__(self) -> Session:
+    def __enter__(self) -> Trainer:
         return self
 
     def __exit__(

@@ -33,7 +33,7 @@ from labutils.recipe import Recipe, Unavailable
 from labutils.results.records import REPOSITORY, Run
 from labutils.training import benchmark
 from labutils.training.memory_run import followed, make_room
-from labutils.training.trainer import Session
+from labutils.training.trainer import Trainer
 from labutils.workloads.base import Batch, open_workload
 from labutils.workloads.causal_lm import LanguageLora, Published
 from labutils.workloads.decoder import TARGETS
@@ -213,12 +213,12 @@ def _main() -> None:
         print(f"\n{DONE}{json.dumps(dataclasses.asdict(run))}", flush=True)
 
 
-def _meet_other_lengths(workload: LanguageLora, session: Session) -> None:
+def _meet_other_lengths(workload: LanguageLora, trainer: Trainer) -> None:
     """A step each on batches of other lengths, where lengths differ: unsloth compiles every block,
     for one length, for any, and for what doesn't divide evenly, and would do it in a step that is
     timed."""
-    for batch in _of_other_lengths(workload, session.recipe):
-        session.driver.step(
+    for batch in _of_other_lengths(workload, trainer.recipe):
+        trainer.driver.step(
             iter([{name: tensor.to(workload.device) for name, tensor in batch.items()}])
         )
 

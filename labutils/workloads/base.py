@@ -101,7 +101,7 @@ class Workload(ABC):
     steps_vary: ClassVar[bool] = False
     """Whether batches differ in what they take in: see `work_of`."""
     _held: tuple[Any, Any] | None = None
-    """What sessions share, behind what it depends on."""
+    """What trainers share, behind what it depends on."""
 
     def __init__(self, scale: str, weights: str, data: str, device: str, cache_dir: Path) -> None:
         check_choice("scale", scale, SCALES)
@@ -207,11 +207,11 @@ class Workload(ABC):
         """
         return None
 
-    def let_go(self) -> None:
-        """Forget the weights that sessions share; they stay with sessions that run. The next that
+    def release_weights(self) -> None:
+        """Forget the weights that trainers share; they stay with trainers that run. The next that
         shares them makes them anew, and one that has its own has the room for itself."""
         held, self._held = self._held is not None, None
-        # On a GPU in any case: a session that ended before holds memory until its circles of
+        # On a GPU in any case: a trainer that ended before holds memory until its circles of
         # references are found.
         if held or self.device.type == "cuda":
             gc.collect()

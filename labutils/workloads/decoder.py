@@ -87,7 +87,7 @@ def projections(layers: nn.ModuleList, prefix: str) -> tuple[str, ...]:
 
 
 def around_the_same(frozen: nn.Module) -> nn.Module:
-    """A copy of the modules around the same tensors: sessions side by side hold the frozen weights
+    """A copy of the modules around the same tensors: trainers side by side hold the frozen weights
     once.
     """
     shared = {id(tensor): tensor for tensor in [*frozen.parameters(), *frozen.buffers()]}

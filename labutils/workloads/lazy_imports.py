@@ -2,7 +2,7 @@
 
 They are a million objects that live as long as the process does. The collector would look through
 them time and again while they are imported, a fifth of that time, and for a third of a second
-whenever an ended session's cycles of references are to be found.
+whenever an ended trainer's cycles of references are to be found.
 """
 
 from __future__ import annotations

@@ -116,7 +116,7 @@ class DiffusionLora(Workload):
         frozen = self._frozen(
             DTYPES[recipe.precision], LAYOUTS[recipe.memory_format], recipe.layers, recipe.seed
         )
-        # A copy of the modules around the same tensors: sessions side by side hold the frozen
+        # A copy of the modules around the same tensors: trainers side by side hold the frozen
         # weights once.
         shared = {id(tensor): tensor for tensor in [*frozen.parameters(), *frozen.buffers()]}
         model = copy.deepcopy(frozen, memo=shared)
@@ -141,9 +141,9 @@ class DiffusionLora(Workload):
             model.unet.enable_gradient_checkpointing(kept)
         return model
 
-    def let_go(self) -> None:
+    def release_weights(self) -> None:
         type(self)._frozen.cache_clear()
-        super().let_go()
+        super().release_weights()
 
     def trained(self, model: Networks) -> tuple[str, nn.Module]:
         return "unet", model.unet
@@ -161,7 +161,7 @@ class DiffusionLora(Workload):
         """The UNet's levels: most weights are in convolutions between the repeated blocks."""
         return [*model.unet.down_blocks, model.unet.mid_block, *model.unet.up_blocks]
 
-    @functools.lru_cache(maxsize=4)  # noqa: B019  the workload lives as long as its sessions do
+    @functools.lru_cache(maxsize=4)  # noqa: B019  the workload lives as long as its trainers do
     def _frozen(
         self, dtype: torch.dtype, layout: torch.memory_format, layers: str, seed: int
     ) -> Networks:

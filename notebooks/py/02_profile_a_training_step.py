@@ -69,7 +69,7 @@ from labutils.profiling.trace import SHARES, profile
 from labutils.profiling.utilization import Utilization
 from labutils.recipe import STOCK
 from labutils.results.records import summarise
-from labutils.training import Session, compare, measure, train
+from labutils.training import Trainer, compare, measure, train
 
 # %%
 plots.use_style()
@@ -116,9 +116,9 @@ if on_gpu:
 
 # %%
 workload = lab.workload("sd15-lora")
-session = Session(workload, STOCK)
-batch = next(session.batches)
-pixels, unet = batch["pixel_values"], session.model.unet
+trainer = Trainer(workload, STOCK)
+batch = next(trainer.batches)
+pixels, unet = batch["pixel_values"], trainer.model.unet
 trained = count_trainable(unet)
 lab.table(
     ("this lab", f"scale {lab.scale}"),
@@ -131,8 +131,8 @@ lab.table(
         "UNet",
         f"{(count_parameters(unet) - trained) / 1e6:.1f} M parameters frozen, {trained / 1e6:.2f} M trained",
     ),
-    ("precision", session.recipe.precision),  # a CPU has no fp16 matrix units; there it is fp32
-    ("arithmetic of an optimizer step", f"{workload.work(session.recipe).flops / 1e9:,.4g} GFLOP"),
+    ("precision", trainer.recipe.precision),  # a CPU has no fp16 matrix units; there it is fp32
+    ("arithmetic of an optimizer step", f"{workload.work(trainer.recipe).flops / 1e9:,.4g} GFLOP"),
 )
 
 # %% [markdown]
@@ -185,9 +185,9 @@ my_utilization: float | None = None  # 0 to 100
 lab.predict("utilisation", my_utilization, "%")
 
 # %%
-measure(session, 2)  # warm up
+measure(trainer, 2)  # warm up
 with Utilization(interval_s=0.05) as watched:
-    measure(session, steps)
+    measure(trainer, steps)
 stock.metrics |= watched.metrics()
 stock.samples["utilization"] = [round(value, 3) for value in watched.series(watched.what)[1]]
 lab.keep(stock);
@@ -223,8 +223,8 @@ lab.verdict("A1.stock.utilization");
 # the next. We call it after each optimizer step, so that every recorded step is complete.
 
 # %%
-beside = summarise(measure(session, steps).step_ms)  # unprofiled, just before: section 9 compares
-trace = profile(session, steps=5, folder=traces, with_stack=False)
+beside = summarise(measure(trainer, steps).step_ms)  # unprofiled, just before: section 9 compares
+trace = profile(trainer, steps=5, folder=traces, with_stack=False)
 stock.metrics |= trace.metrics(stock.metric("step_ms"), stock.metric("data_ms"))
 lab.keep(stock)
 if on_gpu and not trace.on_gpu:
@@ -387,7 +387,7 @@ lab.table((head, "gaps a step", "ms a step", "of these after a wait, ms"), *rows
 # have, how long is one, and what are they for?
 
 # %%
-stacked = profile(session, steps=1, folder=traces, with_stack=True)
+stacked = profile(trainer, steps=1, folder=traces, with_stack=True)
 kinds = stacked.categories()
 stock.metrics |= {"categories_ms": {name: row["ms"] for name, row in kinds.items()}}
 what = "kernels here" if stacked.on_gpu else "operators here, own time"
@@ -443,7 +443,7 @@ lab.predict("synchronisations in an optimizer step", my_syncs, "")
 # `torch.cuda.set_sync_debug_mode`, knows the exact line, but not how long the wait took. Together they say:
 
 # %%
-sites = find_syncs(session)  # PyTorch's warnings; [] without a GPU
+sites = find_syncs(trainer)  # PyTorch's warnings; [] without a GPU
 waits = stacked.waits if stacked.on_gpu else stacked.host_reads()
 rows = with_lines(stacked.sync_table(waits), sites)
 
@@ -615,7 +615,7 @@ lab.table(
 
 # %%
 recipes = {"logging=synchronous": STOCK, "logging=ring-buffer": STOCK.but(logging="ring-buffer")}
-session.close()
+trainer.close()
 logging = lab.keep(compare(workload, recipes, steps=max(3, steps // 2), rounds=2))
 fig, ax = plt.subplots()
 plots.steps(ax, logging)

@@ -67,7 +67,7 @@ from labutils.layers.cuda_graph import ask_cpp_compiler, compile_from_nothing
 from labutils.profiling.hardware import usable_cores
 from labutils.recipe import STOCK, Unavailable
 from labutils.results.records import REFERENCE, Run, read_runs
-from labutils.training import Bench, compile_ahead, try_isolated
+from labutils.training import Benchmark, compile_ahead, try_isolated
 
 plots.use_style()
 on_gpu = lab.device == "cuda"
@@ -82,7 +82,7 @@ steps, rounds = (
     rounds or (1 if lab.scale == "tiny" else 2),
 )
 workload = lab.workload("sd15-lora")
-bench = Bench(workload)
+bench = Benchmark(workload)
 h200 = {
     name: run for (_, name), run in read_runs(REFERENCE, "04").items() if run.ok
 }  # our H200's run of this lab

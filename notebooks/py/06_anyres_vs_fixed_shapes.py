@@ -452,7 +452,7 @@ alone = A2_BASE.but(
     layers="rewritten", cache="features", micro_batch=2 if lab.scale == "full" else 1
 )
 alone = alone.but(compile="default" if on_gpu else "off", compile_scope="blocks")
-uniform.let_go()  # its weights are not needed any more, and would count as memory of what follows
+uniform.release_weights()  # its weights are not needed any more, and would count as memory of what follows
 replayed = lab.measured_together(
     lab06_anyres.replay_recipes(alone), partial(lab06_anyres.replays, varied, alone, 5)
 )

@@ -379,7 +379,7 @@ follow("qlora short, batch 1", method_steps)
 # %%
 with lab.attempt("unsloth in a process of its own", reference="unsloth long"):
     for workload in texts.values():
-        workload.let_go()
+        workload.release_weights()
     jobs = lab07_qlora.unsloth_jobs(texts, method_steps)
     asked = {name: job.recipe for name, job in jobs.items()}
     runs |= lab.measured_together(asked, lambda: train_with_unsloth(jobs, logs, log_every))

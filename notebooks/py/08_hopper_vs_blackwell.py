@@ -263,7 +263,7 @@ study("dense", "loop", delayed=True)
 study("dense", "rewritten")
 study("dense", "captured")
 for workload in texts["dense"].values():
-    workload.let_go()
+    workload.release_weights()
 
 # %%
 study("moe", "expert loop", delayed=True)
@@ -271,7 +271,7 @@ study("moe", "grouped")
 study("moe", "captured", delayed=True)
 study("moe", "compiled")
 for workload in texts["moe"].values():
-    workload.let_go()
+    workload.release_weights()
 
 # %%
 told_runs = [seen.run for found in studied.values() for seen in found.seen.values()]

@@ -78,7 +78,7 @@ from labutils.results import claims
 from labutils.results.judges.effects import time_effect
 from labutils.results.records import Run
 from labutils.tools.diagnose import ablations
-from labutils.training import Bench
+from labutils.training import Benchmark
 from labutils.training.memory_run import make_room
 from labutils.workloads.stable_diffusion import on_drawn_latents
 
@@ -137,7 +137,7 @@ recipes = lab09_toggles.switches_on(lab.device, lab.scale)
 
 
 def side_by_side() -> dict[str, Run]:
-    with Bench(ready, warmup=1 if tiny else 2) as bench:
+    with Benchmark(ready, warmup=1 if tiny else 2) as bench:
         found = bench.compare(recipes, steps, rounds)
     return {name: lab09_peak_memory.with_peak(ready, run) for name, run in found.items()}
 

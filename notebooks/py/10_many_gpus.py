@@ -220,7 +220,7 @@ with lab.attempt("The model's predictions", reference="foretold"):
 # (the size of DDP's buckets) or `synchronise` (whether gradients are averaged after each micro-batch, or once a step;
 # section 4 looks at these two). With N ranks, rank 0 takes micro-batches 0, N, 2N ..., rank 1 takes 1, N + 1 ..., and
 # so on. Each micro-batch is computed with the same random numbers as in a single process. A script of yours that calls
-# `Session(workload, recipe).run(100)` does the same when you start it with
+# `Trainer(workload, recipe).run(100)` does the same when you start it with
 # `torchrun --standalone --nproc-per-node=2 script.py`.
 #
 # What the runs' names say: *bucket 1MB* sends buckets of 1 MiB; *bucket view* has gradients lie in the buckets, where DDP

@@ -22,7 +22,7 @@ from labutils.labs.ladders import A1_LADDER, climb
 from labutils.layers.cuda_graph import WARM_UP, Captured
 from labutils.layers.lora import adapter_state
 from labutils.recipe import Recipe
-from labutils.training import Session
+from labutils.training import Trainer
 from labutils.training.batches import Batches
 from labutils.training.logs import RingLog
 from labutils.training.step import DRIVERS, GraphStep
@@ -67,9 +67,9 @@ class Outcome:
     state: dict[str, Tensor]
 
 
-def outcome(workload, recipe: Recipe, steps: int, prepare=lambda session: None) -> Outcome:
+def outcome(workload, recipe: Recipe, steps: int, prepare=lambda trainer: None) -> Outcome:
     gradients: list[dict[str, Tensor]] = []
-    with Session(workload, recipe) as running:
+    with Trainer(workload, recipe) as running:
         unet = running.model.unet
         perturb(unet)
         prepare(running)
@@ -91,13 +91,13 @@ def outcome(workload, recipe: Recipe, steps: int, prepare=lambda session: None) 
         )
 
 
-def keep_gradients(running: Session, gradients: list[dict[str, Tensor]]) -> None:
+def keep_gradients(running: Trainer, gradients: list[dict[str, Tensor]]) -> None:
     """The gradients as they are before the optimizer takes and drops them."""
     hook = lambda *args: gradients.append(adapter_gradients(running.model.unet))  # noqa: E731
     running.optimizer.register_step_pre_hook(hook)
 
 
-def state_of(running: Session) -> dict[str, Tensor]:
+def state_of(running: Trainer) -> dict[str, Tensor]:
     """What else a step changes: moments, the optimizer's count, the loss scale, the place in the
     ring, chance.
     """
@@ -199,7 +199,7 @@ def test_half_precision_with_its_loss_scale(change, workload):
 def test_a_step_that_overflows_is_skipped_and_the_scale_halved(recipe, workload):
     too_much = 2.0**60
 
-    def prepare(running: Session) -> None:
+    def prepare(running: Trainer) -> None:
         running.driver.scaler._scale.fill_(too_much)
 
     found = outcome(workload, recipe.but(precision="fp16"), 2, prepare)
@@ -285,13 +285,13 @@ def test_a_graph_resumes(workload, tmp_path):
         GRAPH.but(adapter="folded", num_workers=1),
     ):
         folder = tmp_path / recipe.precision
-        with Session(workload, recipe) as unbroken:
+        with Trainer(workload, recipe) as unbroken:
             unbroken.run(5)
             unbroken.driver.log.flush()
             expected, losses = copied(adapter_state(unbroken.model.unet)), list(unbroken.losses)
-        with Session(workload, recipe, folder) as first:
+        with Trainer(workload, recipe, folder) as first:
             first.run(3, checkpoint_every=3)
-        with Session(workload, recipe, folder, resume=True) as second:
+        with Trainer(workload, recipe, folder, resume=True) as second:
             second.run(5)
             second.driver.log.flush()
             found = copied(adapter_state(second.model.unet))
@@ -356,7 +356,7 @@ def test_accelerate_and_the_plain_loop_agree_in_half_precision(precision, worklo
 def test_every_rung_of_the_ladder_trains(workload):
     """At tiny, uncompiled: each recipe runs, and its loss stays one."""
     for name, recipe in climb(A1_LADDER).items():
-        with Session(workload, recipe.but(compile="off")) as running:
+        with Trainer(workload, recipe.but(compile="off")) as running:
             running.run(3)
             running.driver.log.flush()
             assert len(running.losses) == 3, name

@@ -18,7 +18,7 @@ from labutils.layers.grouped_moe import grouped_experts
 from labutils.layers.lora import count_parameters
 from labutils.layers.packed_attention import document_attention
 from labutils.profiling.recompilation import Compilation
-from labutils.training import Session
+from labutils.training import Trainer
 from labutils.workloads import open_workload
 from labutils.workloads.causal_lm import build_lm
 
@@ -137,8 +137,8 @@ def test_packed_blocks_compile_without_breaks(workload, nothing_compiled):
     other time.
     """
     recipe = PACKED.but(compile="default", compile_scope="blocks")
-    with Compilation() as compiled, Session(workload, recipe) as session:
-        session.run(5)
+    with Compilation() as compiled, Trainer(workload, recipe) as trainer:
+        trainer.run(5)
     assert compiled.graphs == 2
     assert compiled.breaks.total() == 0
 
@@ -146,19 +146,19 @@ def test_packed_blocks_compile_without_breaks(workload, nothing_compiled):
 @pytest.mark.parametrize("checkpointing", ["blocks", "offload"])
 def test_compiled_blocks_can_be_checkpointed(workload, checkpointing, nothing_compiled):
     recipe = PACKED.but(compile="default", compile_scope="blocks", checkpointing=checkpointing)
-    with Session(workload, recipe) as session, Session(workload, PACKED) as plain:
-        session.run(3)
+    with Trainer(workload, recipe) as trainer, Trainer(workload, PACKED) as plain:
+        trainer.run(3)
         plain.run(3)
-        session.driver.log.flush()
+        trainer.driver.log.flush()
         plain.driver.log.flush()
-    assert session.losses == pytest.approx(plain.losses, rel=5e-3)
+    assert trainer.losses == pytest.approx(plain.losses, rel=5e-3)
 
 
 @pytest.mark.parametrize("method", A3_OWN)
 def test_article_methods_train(workload, method):
-    with Session(workload, A3_OWN[method]) as session:
-        session.run(3)
-    assert session.losses[0] == pytest.approx(6.93, abs=0.3)
+    with Trainer(workload, A3_OWN[method]) as trainer:
+        trainer.run(3)
+    assert trainer.losses[0] == pytest.approx(6.93, abs=0.3)
 
 
 def test_parked_inputs_leave_the_gpu():

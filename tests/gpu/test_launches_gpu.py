@@ -15,7 +15,7 @@ from labutils.profiling import hardware
 from labutils.profiling.energy import Energy
 from labutils.profiling.host_delay import SlowerHost
 from labutils.profiling.step_model import LIGHT, Host, Program, bound_ms, replayed_ms
-from labutils.training import Session
+from labutils.training import Trainer
 from labutils.workloads import open_workload
 
 pytestmark = [
@@ -34,19 +34,19 @@ def moe():
     return open_workload("gpt-oss-lora-long", scale="small", device="cuda")
 
 
-def on_typical_texts(session):
-    workload = session.workload
+def on_typical_texts(trainer):
+    workload = trainer.workload
     return OnOneBatch(
-        session,
+        trainer,
         lab08_launch_bound.batch_of(
-            workload, session.recipe, lab08_launch_bound.typical(workload, session.recipe)
+            workload, trainer.recipe, lab08_launch_bound.typical(workload, trainer.recipe)
         ),
     )
 
 
 def test_the_queue_holds_every_kernel_of_the_trace(moe):
-    with Session(moe, lab08_launch_bound.ways("moe")["expert loop"]) as session:
-        there = on_typical_texts(session)
+    with Trainer(moe, lab08_launch_bound.ways("moe")["expert loop"]) as trainer:
+        there = on_typical_texts(trainer)
         there.timed(0, warmup=2)
         trace = there.traced(2)
     program, counted = Program.of(trace), trace.launches()
@@ -63,8 +63,8 @@ def test_the_queue_holds_every_kernel_of_the_trace(moe):
 def test_grouped_experts_launch_less_and_hardly_wait(moe):
     found = {}
     for way in ("expert loop", "grouped"):
-        with Session(moe, lab08_launch_bound.ways("moe")[way]) as session:
-            there = on_typical_texts(session)
+        with Trainer(moe, lab08_launch_bound.ways("moe")[way]) as trainer:
+            there = on_typical_texts(trainer)
             there.timed(0, warmup=2)
             found[way] = Program.of(there.traced(2))
     assert found["grouped"].launches < 0.7 * found["expert loop"].launches
@@ -72,8 +72,8 @@ def test_grouped_experts_launch_less_and_hardly_wait(moe):
 
 
 def test_a_captured_step_is_a_handful_of_launches(dense):
-    with Session(dense, lab08_launch_bound.ways("dense")["captured"]) as session:
-        there = on_typical_texts(session)
+    with Trainer(dense, lab08_launch_bound.ways("dense")["captured"]) as trainer:
+        there = on_typical_texts(trainer)
         there.timed(0, warmup=2)
         program = Program.of(there.traced(2))
         assert program.launches < 30
@@ -86,10 +86,10 @@ def test_a_captured_step_is_a_handful_of_launches(dense):
 
 
 def test_a_light_step_is_the_hosts(dense):
-    with Session(
+    with Trainer(
         lab08_launch_bound.thin(dense), lab08_launch_bound.ways("dense")["loop"]
-    ) as session:
-        light = Light.of(session)
+    ) as trainer:
+        light = Light.of(trainer)
         reading = light.read()
     assert light.program.kernel_ms < LIGHT * reading.step_ms
     assert 1e-3 < reading.host.mean_ms(light.program) < 0.2
@@ -112,9 +112,9 @@ def test_steps_are_foretold(family, way, dense, moe):
 
 
 def test_a_slower_host_slows_a_step_that_it_decides(dense):
-    with Session(dense, lab08_launch_bound.ways("dense")["loop"]) as session:
-        shortest = lab08_launch_bound.shortest(dense, session.recipe)
-        there = OnOneBatch(session, lab08_launch_bound.batch_of(dense, session.recipe, shortest))
+    with Trainer(dense, lab08_launch_bound.ways("dense")["loop"]) as trainer:
+        shortest = lab08_launch_bound.shortest(dense, trainer.recipe)
+        there = OnOneBatch(trainer, lab08_launch_bound.batch_of(dense, trainer.recipe, shortest))
         there.timed(0, warmup=2)
         with SlowerHost() as host:
             quick = min(there.timed(4))

@@ -30,7 +30,7 @@ def work(room: str) -> object:
     """The workload, one at a time: two of 8 billion parameters would fill the card."""
     if room not in WORKLOADS:
         for other in WORKLOADS.values():
-            other.let_go()
+            other.release_weights()
         WORKLOADS.clear()
         gc.collect()
         hardware.cuda.empty_cache()

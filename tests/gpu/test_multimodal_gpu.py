@@ -14,7 +14,7 @@ from recipes_at_work import assert_same_gradients
 from labutils.labs.ladders import A2_BASE, A2_LADDER, Rung, climb
 from labutils.layers.lora import count_parameters
 from labutils.profiling.recompilation import Compilation
-from labutils.training import Session, compare
+from labutils.training import Trainer, compare
 from labutils.workloads import open_workload
 
 pytestmark = [
@@ -47,8 +47,8 @@ def test_packed_blocks_compile_to_three_graphs(workload, nothing_compiled):
     decoder's others.
     """
     recipe = PACKED.but(compile="default", compile_scope="blocks")
-    with Compilation() as compiled, Session(workload, recipe) as session:
-        session.run(5)
+    with Compilation() as compiled, Trainer(workload, recipe) as trainer:
+        trainer.run(5)
     assert compiled.graphs == 3
     assert compiled.breaks.total() == 0
 
@@ -58,8 +58,8 @@ def test_fp8_blocks_of_any_length_compile_once(workload, nothing_compiled):
     recipe = OURS.but(
         base_linear="fp8-frozen", compile="default", compile_scope="blocks", dynamic="any"
     )
-    with Compilation() as compiled, Session(workload, recipe) as session:
-        session.run(8)
+    with Compilation() as compiled, Trainer(workload, recipe) as trainer:
+        trainer.run(8)
     assert compiled.graphs == 3
     assert compiled.breaks.total() == 0
 
@@ -74,12 +74,12 @@ def test_every_rung_of_the_ladder_runs_beside_the_others(workload, nothing_compi
 def test_a_packed_batch_is_copied_without_waiting(workload):
     """Page-locked by the loader, the next batch travels while the GPU still computes."""
     recipe = PACKED.but(loss="answers", pin_memory=True, non_blocking=True)
-    with Session(workload, recipe) as session:
-        session.run(2)
+    with Trainer(workload, recipe) as trainer:
+        trainer.run(2)
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error")
         try:
-            session.run(4)
+            trainer.run(4)
         finally:
             torch.cuda.set_sync_debug_mode("default")
 

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from labutils.data.images import captioned_images
 from labutils.data.tokenizers import clip_tokenizer
 from labutils.recipe import STOCK
-from labutils.training import Session
+from labutils.training import Trainer
 from labutils.workloads import open_workload
 
 pytestmark = [
@@ -224,13 +224,13 @@ def test_the_stock_recipe_takes_as_long_as_the_script(workers, tmp_path):
     workload = open_workload("sd15-lora", scale="full", device="cuda")
     script = Script(workload.cache_dir, tmp_path, workers)
     times: dict[str, list[float]] = {"script": [], "stock": []}
-    with Session(workload, STOCK.but(num_workers=workers)) as session:
-        for contender in (script, session):
-            contender.step()  # libraries load and kernels are chosen
+    with Trainer(workload, STOCK.but(num_workers=workers)) as trainer:
+        for candidate in (script, trainer):
+            candidate.step()  # libraries load and kernels are chosen
         for _ in range(ROUNDS):
             times["script"] += timed(script.step, workers)
-            times["stock"] += timed(session.step, workers)
-        trained = sum(p.numel() for p in session.parameters)
+            times["stock"] += timed(trainer.step, workers)
+        trained = sum(p.numel() for p in trainer.parameters)
     script.close()
     assert trained == sum(p.numel() for p in script.unet.parameters() if p.requires_grad) == 797_184
     medians = {name: statistics.median(ms) for name, ms in times.items()}

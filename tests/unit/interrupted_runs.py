@@ -21,7 +21,7 @@ import torch
 from labutils.data.images import make_loader
 from labutils.layers.lora import adapter_state
 from labutils.recipe import STOCK, Recipe
-from labutils.training import Session, trainer
+from labutils.training import Trainer, trainer
 from labutils.workloads import open_workload
 
 STEPS = 6
@@ -54,12 +54,12 @@ CASES = {
 WHILE_SAVING = "while saving"
 
 
-def opened(case: Case, folder: Path, resume: bool = False) -> Session:
-    """The case's session on one thread, with short epochs."""
+def opened(case: Case, folder: Path, resume: bool = False) -> Trainer:
+    """The case's trainer on one thread, with short epochs."""
     torch.set_num_threads(1)
     workload = open_workload("sd15-lora", scale="tiny", device="cpu")
     with mock.patch.object(trainer, "make_loader", partial(make_loader, epoch_length=case.epoch)):
-        return Session(workload, case.recipe, folder, resume)
+        return Trainer(workload, case.recipe, folder, resume)
 
 
 def final(case: Case, folder: Path, resume: bool) -> dict:

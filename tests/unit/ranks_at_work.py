@@ -23,7 +23,7 @@ from labutils.data.images import make_loader
 from labutils.labs.ladders import A3_BASE
 from labutils.layers.lora import lora_layers
 from labutils.recipe import Recipe
-from labutils.training import Session, distributed, trainer
+from labutils.training import Trainer, distributed, trainer
 from labutils.training.launch_worker import remembering
 from labutils.workloads import open_workload
 
@@ -121,7 +121,7 @@ def train(
         mock.patch.object(trainer, "make_loader", partial(make_loader, epoch_length=EPOCH)),
         mock.patch.object(workload, "loss", watching_loss),
         watched_clips(gradients),
-        Session(workload, recipe) as running,
+        Trainer(workload, recipe) as running,
     ):
         before = copied(running.parameters)
         running.run(steps)

@@ -26,7 +26,7 @@ from labutils.tools.diagnose.ablations import (
     savings,
     table_rows,
 )
-from labutils.training import Bench, Session, benchmark
+from labutils.training import Benchmark, Trainer, benchmark
 from labutils.workloads import open_workload
 
 
@@ -92,11 +92,11 @@ def test_a_loop_of_texts_is_looked_at_on_the_batches_that_are_timed(monkeypatch)
     workload = open_workload(name, "tiny", device="cpu")
     begun: dict[str, list[int]] = {"timed": [], "traced": [], "behind": []}
     part = ["timed"]
-    step, trace = Session.step, ablating.profile
+    step, trace = Trainer.step, ablating.profile
 
-    def noted(session, *args, **kwargs):
-        begun[part[0]].append(session.batches.taken)
-        step(session, *args, **kwargs)
+    def noted(trainer, *args, **kwargs):
+        begun[part[0]].append(trainer.batches.taken)
+        step(trainer, *args, **kwargs)
 
     def traced(*args, **kwargs):
         part[0] = "traced"
@@ -105,7 +105,7 @@ def test_a_loop_of_texts_is_looked_at_on_the_batches_that_are_timed(monkeypatch)
         finally:
             part[0] = "behind"
 
-    monkeypatch.setattr(Session, "step", noted)
+    monkeypatch.setattr(Trainer, "step", noted)
     monkeypatch.setattr(ablating, "profile", traced)
     ablated = ablations(workload, start, steps=3, only=())
     before = ablated.runs["start"]
@@ -124,7 +124,7 @@ def test_a_loop_of_texts_is_looked_at_on_the_batches_that_are_timed(monkeypatch)
 def test_rounds_of_the_same_batches_have_as_many_steps_for_all(monkeypatch):
     monkeypatch.setenv("TQDM_DISABLE", "1")
     name, start = STARTS["Qwen3"]
-    with Bench(open_workload(name, "tiny", device="cpu"), same_batches=True) as bench:
+    with Benchmark(open_workload(name, "tiny", device="cpu"), same_batches=True) as bench:
         runs = bench.compare(
             {"slow": start, "fast": start.but(checkpointing="off")}, steps=2, rounds=2
         )
@@ -143,11 +143,11 @@ def test_workers_that_made_batches_ready_shift_the_rounds_of_all(monkeypatch):
     monkeypatch.setattr(benchmark, "ROUND_MS", 1)
     name, start = STARTS["Qwen3"]
     helped = start.but(num_workers=2, prefetch_factor=2, pin_memory=False)
-    with Bench(open_workload(name, "tiny", device="cpu"), warmup=1, same_batches=True) as bench:
+    with Benchmark(open_workload(name, "tiny", device="cpu"), warmup=1, same_batches=True) as bench:
         alone = bench.compare({"alone": start}, steps=8, rounds=1)["alone"]
         both = bench.compare({"beside": start, "workers": helped}, steps=3, rounds=2)
         with pytest.raises(ValueError, match="at least 5"):
-            bench.contenders["workers"].rewind(1)
+            bench.candidates["workers"].rewind(1)
     expected = alone.samples["useful_tokens"][4:7]
     assert len(set(expected)) > 1
     assert [run.samples["useful_tokens"] for run in both.values()] == [2 * expected] * 2

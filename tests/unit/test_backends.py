@@ -25,7 +25,7 @@ from labutils.layers.quantization.convert import (
 )
 from labutils.layers.quantization.fp8_linear import FrozenFP8Linear
 from labutils.recipe import STOCK, Unavailable
-from labutils.training import Session, train
+from labutils.training import Trainer, train
 from labutils.workloads import open_workload
 
 TARGETS = ("q_proj", "v_proj", "down_proj")
@@ -236,11 +236,11 @@ def workload():
 @pytest.mark.parametrize("kind", ON_CPU)
 def test_a_workload_trains_on_the_kind_it_is_asked_for(kind, workload):
     recipe = STOCK.but(driver="eager", accumulation=1, cache="latents+text", base_linear=kind)
-    with Session(workload, recipe) as session:
-        session.run(2)
-        assert all(torch.isfinite(torch.tensor(session.losses)))
+    with Trainer(workload, recipe) as trainer:
+        trainer.run(2)
+        assert all(torch.isfinite(torch.tensor(trainer.losses)))
         bases = {
-            type(layer.base_layer).__name__ for layer in lora_layers(session.model.unet).values()
+            type(layer.base_layer).__name__ for layer in lora_layers(trainer.model.unet).values()
         }
     assert bases == {LAYERS[kind]}
 

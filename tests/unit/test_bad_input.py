@@ -23,8 +23,8 @@ from labutils.layers.lora import CONFIG_FILE, WEIGHTS_FILE, attach_lora, load_ad
 from labutils.recipe import STOCK
 from labutils.results.records import read_records
 from labutils.tools import run
-from labutils.training import Session
-from labutils.training.benchmark import Bench
+from labutils.training import Trainer
+from labutils.training.benchmark import Benchmark
 from labutils.training.checkpoint import FILE, load
 from labutils.workloads import open_workload
 
@@ -184,11 +184,11 @@ def test_a_knob_that_would_do_nothing_is_refused(knob, workload):
     ((name, value),) = knob.items()
     told = f"{name}='{value}' is for language models. Use {name}='{getattr(STOCK, name)}' with this workload"
     with pytest.raises(ValueError, match=told):
-        Session(workload, QUICK.but(**knob))
+        Trainer(workload, QUICK.but(**knob))
     with pytest.raises(
         ValueError, match="memory_format='channels_last' is for convolutions. Use 'contiguous'"
     ):
-        Session(
+        Trainer(
             open_workload("llava-lora", "tiny", device="cpu"),
             QUICK.but(cache="nothing", memory_format="channels_last"),
         )
@@ -200,7 +200,7 @@ def test_a_cpu_out_of_memory_is_no_other_error(workload):
 
     full = copy.copy(workload)
     full.build = build
-    with Bench(full) as bench:
+    with Benchmark(full) as bench:
         assert bench.compare({"a": QUICK})["a"].status == "oom"
 
 
@@ -220,25 +220,25 @@ def test_why_a_recipe_failed_is_one_line(message, status, workload):
 
     broken = copy.copy(workload)
     broken.build = build
-    with Bench(broken) as bench:
+    with Benchmark(broken) as bench:
         found = bench.compare({"a": QUICK})["a"].status
         assert found.startswith(status)
         assert "\n" not in found
 
 
 def test_a_name_in_a_bench_is_one_recipe(workload):
-    with Bench(workload, warmup=1) as bench:
+    with Benchmark(workload, warmup=1) as bench:
         bench.prepare({"a": QUICK})
         bench.prepare({"a": QUICK.but(precision="bf16")})  # on a CPU it is the same
         with pytest.raises(
             ValueError, match='"a" is already another recipe in this bench. Give the new one a name'
         ):
             bench.compare({"b": QUICK, "a": QUICK.but(rank=3)})
-        assert set(bench.contenders) == {"a"}
+        assert set(bench.candidates) == {"a"}
 
 
 def test_what_failed_in_a_bench_is_not_watched(workload, tmp_path):
-    with Bench(workload) as bench:
+    with Benchmark(workload) as bench:
         bench.failed["a"] = "oom"
         for look in (lambda: bench.watch("a"), lambda: bench.profile("a", tmp_path)):
             with pytest.raises(RuntimeError, match=r'"a" failed \(oom\)'):
@@ -248,15 +248,15 @@ def test_what_failed_in_a_bench_is_not_watched(workload, tmp_path):
 
 
 @pytest.fixture(scope="module")
-def session(workload, tmp_path_factory):
-    with Session(workload, QUICK, tmp_path_factory.mktemp("run")) as session:
-        session.run(1)
-        yield session
+def trainer(workload, tmp_path_factory):
+    with Trainer(workload, QUICK, tmp_path_factory.mktemp("run")) as trainer:
+        trainer.run(1)
+        yield trainer
 
 
 @pytest.fixture(scope="module")
-def checkpoint(session):
-    return torch.load(session.save())
+def checkpoint(trainer):
+    return torch.load(trainer.save())
 
 
 @pytest.mark.parametrize(
@@ -281,15 +281,15 @@ def checkpoint(session):
     ids=str,
 )
 def test_a_checkpoint_that_does_not_fit_is_refused_before_anything_changes(
-    change, checkpoint, session
+    change, checkpoint, trainer
 ):
     changed = [p + 1 if p.is_floating_point() else p for p in checkpoint["parameters"]]
-    torch.save(checkpoint | {"parameters": changed} | change, session.folder / FILE)
+    torch.save(checkpoint | {"parameters": changed} | change, trainer.folder / FILE)
     with pytest.raises(ValueError, match="does not fit this run .*Start in another folder"):
-        load(session)
+        load(trainer)
     assert all(
         torch.equal(p, old)
-        for p, old in zip(session.parameters, checkpoint["parameters"], strict=True)
+        for p, old in zip(trainer.parameters, checkpoint["parameters"], strict=True)
     )
 
 
@@ -297,7 +297,7 @@ def test_a_checkpoint_without_a_knob_is_another_recipes(checkpoint, workload, tm
     recipe = {knob: value for knob, value in checkpoint["recipe"].items() if knob != "rank"}
     torch.save(checkpoint | {"recipe": recipe}, tmp_path / FILE)
     with pytest.raises(ValueError, match="was written with rank='nothing'; this run has 4"):
-        Session(workload, QUICK, tmp_path, resume=True)
+        Trainer(workload, QUICK, tmp_path, resume=True)
 
 
 # Drawn images

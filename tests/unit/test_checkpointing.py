@@ -130,19 +130,19 @@ def test_selective_checkpointing_trains_alike_and_hardly_multiplies_again(name, 
     """
     from labutils.layers.activation_checkpoint import THIN
     from labutils.recipe import Recipe
-    from labutils.training import Session
+    from labutils.training import Trainer
     from labutils.workloads import open_workload
 
     work = open_workload(name, "tiny", device="cpu", cache_dir=tmp_path)
     found = {}
     for kind in ("off", "selective", "blocks"):
         recipe = Recipe(driver="eager", logging="ring-buffer", accumulation=1, checkpointing=kind)
-        with Session(work, recipe) as session:
-            session.run(1)
+        with Trainer(work, recipe) as trainer:
+            trainer.run(1)
             with Products(wider_than=THIN) as wide:
-                session.run(2)
-            session.driver.log.flush()
-            found[kind] = (session.losses, wide.count)
+                trainer.run(2)
+            trainer.driver.log.flush()
+            found[kind] = (trainer.losses, wide.count)
     assert found["selective"][0] == found["off"][0] == found["blocks"][0]
     again = {kind: found[kind][1] - found["off"][1] for kind in ("selective", "blocks")}
     assert 0 <= again["selective"] <= 0.3 * again["blocks"]

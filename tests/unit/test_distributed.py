@@ -27,10 +27,10 @@ from labutils.data.images import EpochOrder, EveryNth
 from labutils.labs import lab10_distributed
 from labutils.recipe import STOCK, Unavailable
 from labutils.results.records import Run, read_runs, summarise
-from labutils.training import Session, distributed, launcher
+from labutils.training import Trainer, distributed, launcher
 from labutils.training.batches import Batches
 from labutils.training.checkpoint import FILE
-from labutils.training.launch_worker import Job, Task, Word, _turn, is_others_doing, said_of
+from labutils.training.launch_worker import Job, RankStatus, Task, _turn, is_others_doing, said_of
 from labutils.training.launcher import launch
 from labutils.workloads import open_workload
 
@@ -158,10 +158,10 @@ STEPS = 6
 @pytest.fixture(scope="module")
 def undisturbed() -> list[float]:
     """The losses of one process that nothing happens to."""
-    with Session(open_workload("sd15-lora", "tiny", device="cpu"), DYING) as session:
-        session.run(STEPS)
-        session.driver.log.flush()
-        return list(session.losses)
+    with Trainer(open_workload("sd15-lora", "tiny", device="cpu"), DYING) as trainer:
+        trainer.run(STEPS)
+        trainer.driver.log.flush()
+        return list(trainer.losses)
 
 
 @pytest.fixture(scope="module")
@@ -242,13 +242,13 @@ def test_one_process_goes_on_where_two_ranks_were_stopped(raised, checkpoints, u
     to.
     """
     assert [path.name for path in checkpoints.glob(f"{FILE}*")] == [FILE]
-    with Session(
+    with Trainer(
         open_workload("sd15-lora", "tiny", device="cpu"), DYING, checkpoints, resume=True
-    ) as session:
-        assert session.step_count == 4
-        session.run(STEPS)
-        session.driver.log.flush()
-        assert session.losses == pytest.approx(undisturbed[4:], rel=1e-4)
+    ) as trainer:
+        assert trainer.step_count == 4
+        trainer.run(STEPS)
+        trainer.driver.log.flush()
+        assert trainer.losses == pytest.approx(undisturbed[4:], rel=1e-4)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -347,10 +347,10 @@ def test_a_rank_without_a_gpu_says_what_to_type(monkeypatch):
 
 def test_what_is_trained_whole_has_no_adapter_to_save(tmp_path):
     with (
-        Session(opened("sd15-lora"), SD.but(adapter="none")) as session,
+        Trainer(opened("sd15-lora"), SD.but(adapter="none")) as trainer,
         pytest.raises(ValueError, match="Use save()"),
     ):
-        session.save_adapter(tmp_path)
+        trainer.save_adapter(tmp_path)
 
 
 def test_all_weights_are_for_published_layers():
@@ -440,7 +440,7 @@ def test_whose_fault_an_error_is(error, others):
 
 
 def test_a_last_word_is_a_sentence(tmp_path):
-    word = Word(tmp_path, 3)
+    word = RankStatus(tmp_path, 3)
     assert said_of(word.said) == "Rank 3 was before its first task and left no other word."
     word.say(state="failed", doing="ddp 2", step=4, message="ValueError: no")
     assert said_of(word.said) == "Rank 3 failed in optimizer step 5 of *ddp 2*: ValueError: no"

@@ -26,7 +26,7 @@ from labutils.labs.ladders import A3_BASE, A3_LADDER, A3_OWN, climb
 from labutils.layers.lora import attach_lora, count_parameters, count_trainable, load_adapter
 from labutils.profiling.recompilation import Compilation
 from labutils.recipe import Unavailable
-from labutils.training import MemoryLog, Session, benchmark, compare
+from labutils.training import MemoryLog, Trainer, benchmark, compare
 from labutils.workloads import open_workload, workload_names
 from labutils.workloads.base import ROOMS
 from labutils.workloads.causal_lm import (
@@ -171,7 +171,7 @@ def test_sessions_share_the_frozen_weights(workload):
 
 def test_shared_weights_that_are_let_go_stay_with_those_who_use_them(qwen3):
     held = qwen3.build(OURS)
-    qwen3.let_go()
+    qwen3.release_weights()
     other = qwen3.build(OURS)
     pairs = list(zip(held.lm.parameters(), other.lm.parameters(), strict=True))
     assert all(torch.equal(a, b) for a, b in pairs)
@@ -525,17 +525,17 @@ def test_what_work_counts(workload):
 
 @pytest.mark.parametrize("method", A3_OWN)
 def test_article_methods_train(workload, method):
-    with Session(workload, A3_OWN[method]) as session:
-        session.run(3)
-    assert len(session.losses) == 3
-    assert session.losses[0] == pytest.approx(
+    with Trainer(workload, A3_OWN[method]) as trainer:
+        trainer.run(3)
+    assert len(trainer.losses) == 3
+    assert trainer.losses[0] == pytest.approx(
         6.93, abs=0.3
     )  # log of the vocabulary: nothing is known yet
 
 
 def test_a_run_logs_its_memory(qwen3, tmp_path):
-    with Session(qwen3, BASE.but(micro_batch=1)) as session:
-        session.run(4, after_step=MemoryLog(tmp_path / "memory.csv", steps=4, every=2))
+    with Trainer(qwen3, BASE.but(micro_batch=1)) as trainer:
+        trainer.run(4, after_step=MemoryLog(tmp_path / "memory.csv", steps=4, every=2))
     lines = (tmp_path / "memory.csv").read_text("utf-8").splitlines()
     assert [line.split(",")[0] for line in lines] == ["step", "2", "4"]
     assert float(lines[2].split(",")[1]) == pytest.approx(4 / EPOCH, abs=1e-4)
@@ -550,19 +550,19 @@ def test_titles_are_learned(qwen3):
         learning_rate=2e-2,
         optimizer="adamw-fused",
     )
-    with Session(qwen3, recipe) as session:
-        session.run(12)
-        session.driver.log.flush()
-    assert max(session.losses[-3:]) < session.losses[0] - 0.3
+    with Trainer(qwen3, recipe) as trainer:
+        trainer.run(12)
+        trainer.driver.log.flush()
+    assert max(trainer.losses[-3:]) < trainer.losses[0] - 0.3
 
 
 def test_a_ladder_ends_where_it_trains(workload):
     recipes = climb(A3_LADDER, A3_BASE)
     last = recipes[A3_LADDER[-1].name].but(compile="off")
-    with Session(workload, last) as session:
-        session.run(2)
+    with Trainer(workload, last) as trainer:
+        trainer.run(2)
     assert len(recipes) == len(A3_LADDER)
-    assert session.recipe.precision == "fp32"
+    assert trainer.recipe.precision == "fp32"
 
 
 def test_rounds_of_the_same_batches(qwen3, monkeypatch):
@@ -570,9 +570,9 @@ def test_rounds_of_the_same_batches(qwen3, monkeypatch):
     monkeypatch.setattr(benchmark, "ROUND_MS", 1)
     met = []
     recipes = {"library": A3_BASE.but(precision="fp32"), "ours": OURS.but(micro_batch=4)}
-    with benchmark.Bench(qwen3, warmup=1, same_batches=True, meet=met.append) as bench:
+    with benchmark.Benchmark(qwen3, warmup=1, same_batches=True, meet=met.append) as bench:
         runs = bench.compare(recipes, steps=3, rounds=2)
-        assert met == [bench.contenders[name].session for name in recipes]
+        assert met == [bench.candidates[name].trainer for name in recipes]
     taken = [run.samples["useful_tokens"] for run in runs.values()]
     assert taken[0] == taken[1] == 2 * taken[0][:3]
     assert len(set(taken[0][:3])) == 3

@@ -133,13 +133,13 @@ def test_a_light_step_that_was_interrupted_is_looked_at_again(monkeypatch):
         return replace(program, given=(first, *program.given[1:]))
 
     monkeypatch.setattr(lab08_launch_bound.Program, "of", of)
-    with lab08_launch_bound.Session(lab08_launch_bound.thin(workload), recipe) as session:
-        light = lab08_launch_bound.Light.of(session)
+    with lab08_launch_bound.Trainer(lab08_launch_bound.thin(workload), recipe) as trainer:
+        light = lab08_launch_bound.Light.of(trainer)
         assert light.program.kernel_ms < light.read().step_ms
         assert next(disturbed, "used up") == "used up"
         disturbed = iter([60_000] * (1 + lab08_launch_bound.TRIES))
         with pytest.raises(ValueError, match="other programs took the CPU"):
-            lab08_launch_bound.Light.of(session)
+            lab08_launch_bound.Light.of(trainer)
 
 
 def test_ways_differ_by_what_they_are_named_for():
@@ -253,10 +253,10 @@ def test_the_light_step_is_read_before_and_after_and_the_prediction_takes_the_mi
     """
     monkeypatch.setattr(lab08_launch_bound, "Light", Lit)
     workload, recipe = texts("dense")["long"], lab08_launch_bound.ways("dense")["rewritten"]
-    with lab08_launch_bound.Session(workload, recipe) as session:
-        chosen = lab08_launch_bound.typical(workload, session.recipe)
+    with lab08_launch_bound.Trainer(workload, recipe) as trainer:
+        chosen = lab08_launch_bound.typical(workload, trainer.recipe)
         there = lab08_launch_bound.OnOneBatch(
-            session, lab08_launch_bound.batch_of(workload, session.recipe, chosen)
+            trainer, lab08_launch_bound.batch_of(workload, trainer.recipe, chosen)
         )
         gc.unfreeze()  # the libraries
         seen = lab08_launch_bound.foretell_and_measure(
@@ -425,14 +425,14 @@ def test_a_captured_step_is_foretold_before_it_is_traced(studied):
     """Two steps stand for the grouped one and the captured one; any program may be the other's
     likeness.
     """
-    with lab08_launch_bound.Session(
+    with lab08_launch_bound.Trainer(
         texts("moe")["long"], lab08_launch_bound.ways("moe")["grouped"]
-    ) as session:
-        workload = session.workload
+    ) as trainer:
+        workload = trainer.workload
         there = lab08_launch_bound.OnOneBatch(
-            session,
+            trainer,
             lab08_launch_bound.batch_of(
-                workload, session.recipe, lab08_launch_bound.typical(workload, session.recipe)
+                workload, trainer.recipe, lab08_launch_bound.typical(workload, trainer.recipe)
             ),
         )
         like = Program(tuple(Given("", (("GEMM", 2.0, 1),), True) for _ in range(8)), 2)

@@ -64,15 +64,15 @@ def test_opening_a_workload_hides_its_libraries_and_not_its_model(name):
     found = told(f"""
 import gc, json, sys
 from labutils.recipe import Recipe
-from labutils.training import Session
+from labutils.training import Trainer
 from labutils.workloads import open_workload
 workload = open_workload("{name}", "tiny", device="cpu")
 frozen, there = gc.get_freeze_count(), set(sys.modules)
-with Session(workload, Recipe(driver="eager", logging="ring-buffer", num_workers=0)) as session:
-    session.run(1, 0, lambda session: None)
+with Trainer(workload, Recipe(driver="eager", logging="ring-buffer", num_workers=0)) as trainer:
+    trainer.run(1, 0, lambda trainer: None)
     seen = {{id(one) for one in gc.get_objects()}}
     late = sorted({{module.partition(".")[0] for module in sys.modules.keys() - there}})
-    modules = list(session.model.modules())
+    modules = list(trainer.model.modules())
     print(json.dumps(dict(
         frozen=frozen, thawed=frozen - gc.get_freeze_count(), seen=len(seen), late=late,
         unseen=sum(id(module) not in seen for module in modules),

@@ -190,7 +190,7 @@ def test_tensorboards_file_holds_the_values(kind, tmp_path):
 
 
 class FakeSession:
-    """As much of a session as the log reads: 4 micro-batches an epoch, 2 a step."""
+    """As much of a trainer as the log reads: 4 micro-batches an epoch, 2 a step."""
 
     def __init__(self):
         self.step_count = 0
@@ -214,10 +214,10 @@ def test_memory_is_logged_every_so_many_steps_and_at_the_last(tmp_path, monkeypa
         "max_memory_allocated": 4,
     }.items():
         monkeypatch.setattr(torch.cuda, name, lambda size=size: size * 1024**3)
-    session, log = FakeSession(), MemoryLog(tmp_path / "new" / "memory.csv", steps=25)
+    trainer, log = FakeSession(), MemoryLog(tmp_path / "new" / "memory.csv", steps=25)
     for _ in range(25):
-        session.step()
-        log(session)
+        trainer.step()
+        log(trainer)
     lines = lines_of(log.path)
     assert tuple(lines[0]) == MemoryLog.COLUMNS  # the article's, in its order
     assert [line["step"] for line in lines] == ["10", "20", "25"]
@@ -230,16 +230,16 @@ def test_memory_is_logged_every_so_many_steps_and_at_the_last(tmp_path, monkeypa
 
 def test_without_a_gpu_there_is_no_memory_to_log(tmp_path, monkeypatch):
     monkeypatch.setattr("labutils.training.logs.cuda.available", lambda: False)
-    session = FakeSession()
-    session.step()
-    MemoryLog(tmp_path / "memory.csv", steps=1)(session)
+    trainer = FakeSession()
+    trainer.step()
+    MemoryLog(tmp_path / "memory.csv", steps=1)(trainer)
     (line,) = lines_of(tmp_path / "memory.csv")
     assert {line[name] for name in MemoryLog.COLUMNS[4:]} == {""}
 
 
 def test_a_second_run_writes_behind_the_first(tmp_path):
     for _ in range(2):
-        session = FakeSession()
-        session.step()
-        MemoryLog(tmp_path / "memory.csv", steps=1)(session)
+        trainer = FakeSession()
+        trainer.step()
+        MemoryLog(tmp_path / "memory.csv", steps=1)(trainer)
     assert [line["step"] for line in lines_of(tmp_path / "memory.csv")] == ["1", "1"]

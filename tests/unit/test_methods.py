@@ -21,7 +21,7 @@ from labutils.layers.quantization import nf4_math
 from labutils.recipe import Recipe
 from labutils.results.claims import claims
 from labutils.results.records import REFERENCE, Run, read_runs
-from labutils.training import Session
+from labutils.training import Trainer
 from labutils.training.memory_run import read_log
 from labutils.training.model_edits import cast_as_for_kbit, prepared_for_kbit
 from labutils.workloads import open_workload
@@ -155,11 +155,11 @@ def test_tied_weights_stay_tied_when_they_are_cast(cast):
 
 
 def test_what_casts_replace_is_let_go(texts, monkeypatch, tmp_path):
-    """Else embedding and head would be there twice, for a session that never comes."""
+    """Else embedding and head would be there twice, for a trainer that never comes."""
     held = []
-    real = Session.step
+    real = Trainer.step
     monkeypatch.setattr(
-        Session, "step", lambda self, *a: held.append(texts["short"]._held) or real(self, *a)
+        Trainer, "step", lambda self, *a: held.append(texts["short"]._held) or real(self, *a)
     )
     lab07_qlora.follow(texts, "lora short, fp32 casts", 1, tmp_path)
     with lab07_qlora.Filled(texts["short"], "lora short, fp32 casts") as filled:
@@ -172,8 +172,8 @@ def test_what_building_reserved_is_given_back(texts, monkeypatch, tmp_path):
     reserved.
     """
     events = []
-    step, empty_cache = Session.step, lab07_qlora.hardware.cuda.empty_cache
-    monkeypatch.setattr(Session, "step", lambda self, *a: events.append("step") or step(self, *a))
+    step, empty_cache = Trainer.step, lab07_qlora.hardware.cuda.empty_cache
+    monkeypatch.setattr(Trainer, "step", lambda self, *a: events.append("step") or step(self, *a))
     monkeypatch.setattr(
         lab07_qlora.hardware.cuda,
         "empty_cache",
@@ -308,11 +308,11 @@ def test_a_line_leaves_no_model_behind(texts, monkeypatch):
     """Else each method's line would begin where the weights of those before it end, and the last
     would find no room.
     """
-    built, make = [], lab07_qlora.Session
+    built, make = [], lab07_qlora.Trainer
     monkeypatch.setattr(
         lab07_qlora,
-        "Session",
-        lambda *a: built.append(weakref.ref((session := make(*a)).model)) or session,
+        "Trainer",
+        lambda *a: built.append(weakref.ref((trainer := make(*a)).model)) or trainer,
     )
     lab07_qlora.memory_line(texts, "lora long", (1, 2), None)
     lab07_qlora.make_room(*texts.values())

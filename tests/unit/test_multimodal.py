@@ -26,7 +26,7 @@ from labutils.labs.ladders import A2_BASE, A2_LADDER, climb
 from labutils.layers.lora import attach_lora, count_parameters, count_trainable, load_adapter
 from labutils.layers.packed_attention import document_attention, varlen_options
 from labutils.profiling.recompilation import Compilation
-from labutils.training import Session, compare
+from labutils.training import Trainer, compare
 from labutils.workloads import open_workload
 from labutils.workloads.base import Work
 from labutils.workloads.decoder import TARGETS
@@ -396,7 +396,7 @@ def test_an_example_that_doesnt_fit_is_refused_with_what_to_type(workload, shape
     with pytest.raises(
         ValueError, match=r"has room for \d+ .*Use a larger token_budget, or shapes='as-they-come'"
     ):
-        Session(workload, recipe)
+        Trainer(workload, recipe)
 
 
 def test_what_workers_need_can_be_pickled(workload):
@@ -556,10 +556,10 @@ def test_works_add_up():
     "changes", [{}, {"shapes": "fixed"}, {"base_linear": "nf4", "checkpointing": "blocks"}]
 )
 def test_article_variants_train(beans, changes):
-    with Session(beans, A2_BASE.but(**changes)) as session:
-        session.run(3)
-    assert len(session.losses) == 3
-    assert session.losses[0] == pytest.approx(
+    with Trainer(beans, A2_BASE.but(**changes)) as trainer:
+        trainer.run(3)
+    assert len(trainer.losses) == 3
+    assert trainer.losses[0] == pytest.approx(
         6.93, abs=0.3
     )  # log of the vocabulary: nothing is known yet
 
@@ -567,10 +567,10 @@ def test_article_variants_train(beans, changes):
 def test_a_ladder_ends_where_it_trains(workload):
     recipes = climb(A2_LADDER, A2_BASE)
     last = recipes[A2_LADDER[-1].name].but(compile="off")
-    with Session(workload, last) as session:
-        session.run(2)
+    with Trainer(workload, last) as trainer:
+        trainer.run(2)
     assert len(recipes) == len(A2_LADDER)
-    assert session.recipe.precision == "fp32"
+    assert trainer.recipe.precision == "fp32"
 
 
 def test_rates_are_of_what_was_really_run(workload):
@@ -656,7 +656,7 @@ def test_every_pytorch_is_told_causal_in_its_words(known, options):
 
 def test_shared_weights_that_are_let_go_stay_with_those_who_use_them(workload):
     held = workload.build(OURS)
-    workload.let_go()
+    workload.release_weights()
     other = workload.build(OURS)
     pairs = list(zip(held.llava.parameters(), other.llava.parameters(), strict=True))
     assert all(torch.equal(a, b) for a, b in pairs)

@@ -20,7 +20,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from labutils.labs.ladders import A2_BASE
 from labutils.layers.lora import adapter_state
 from labutils.layers.lora_folded import form_weights
-from labutils.training import Session
+from labutils.training import Trainer
 from labutils.training.checkpoint import FILE
 from labutils.training.logs import NotFinite
 from labutils.workloads import open_workload, stable_diffusion
@@ -83,8 +83,8 @@ def test_the_log_of_a_resumed_run_goes_on_counting(name, resumed):
 def test_a_save_that_is_killed_leaves_the_last_one(resumed):
     folder = resumed / WHILE_SAVING
     assert len(list(folder.glob(f"{FILE}*"))) == 2  # the good one, and what was being written
-    with opened(Case(EAGER), folder, resume=True) as session:
-        assert session.step_count == Case(EAGER).saved
+    with opened(Case(EAGER), folder, resume=True) as trainer:
+        assert trainer.step_count == Case(EAGER).saved
 
 
 # -------------------------------------------------------------------------------------------------
@@ -94,8 +94,8 @@ def test_a_save_that_is_killed_leaves_the_last_one(resumed):
 @pytest.fixture(scope="module")
 def workload():
     workload = open_workload("sd15-lora", scale="tiny", device="cpu")
-    with Session(workload, QUICK) as session:  # encode the examples once for all tests
-        examples = session.driver.parts.loader.dataset
+    with Trainer(workload, QUICK) as trainer:  # encode the examples once for all tests
+        examples = trainer.driver.parts.loader.dataset
     workload.dataset = lambda model, recipe: examples
     return workload
 
@@ -103,9 +103,9 @@ def workload():
 @pytest.fixture(scope="module")
 def saved(workload, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("saved")
-    with Session(workload, QUICK, folder) as session:
-        session.run(1)
-        session.save()
+    with Trainer(workload, QUICK, folder) as trainer:
+        trainer.run(1)
+        trainer.save()
     return folder
 
 
@@ -116,9 +116,9 @@ def folder(saved, tmp_path) -> Path:
 
 
 def test_what_is_saved_can_be_resumed(workload, folder):
-    with Session(workload, QUICK, folder, resume=True) as session:
-        assert session.step_count == 1
-        assert session.batches.taken == 4
+    with Trainer(workload, QUICK, folder, resume=True) as trainer:
+        assert trainer.step_count == 1
+        assert trainer.batches.taken == 4
 
 
 @pytest.mark.parametrize("kept", [0, 10, 0.5, 0.99])
@@ -126,7 +126,7 @@ def test_a_checkpoint_that_was_cut_off_is_said_to_be(kept, workload, folder):
     whole = (folder / FILE).read_bytes()
     (folder / FILE).write_bytes(whole[: kept if isinstance(kept, int) else int(kept * len(whole))])
     with pytest.raises(ValueError, match=r"checkpoint\.pt can't be read .*damaged\. Delete it"):
-        Session(workload, QUICK, folder, resume=True)
+        Trainer(workload, QUICK, folder, resume=True)
 
 
 def test_a_bit_that_flipped_is_noticed(workload, folder):
@@ -135,14 +135,14 @@ def test_a_bit_that_flipped_is_noticed(workload, folder):
     content[content.index(weights)] ^= 1
     (folder / FILE).write_bytes(content)
     with pytest.raises(ValueError, match="the check sum of .* is wrong"):
-        Session(workload, QUICK, folder, resume=True)
+        Trainer(workload, QUICK, folder, resume=True)
 
 
 @pytest.mark.parametrize("content", [{"step": 3}, [1, 2], "text"])
 def test_another_programs_file_is_refused(content, workload, folder):
     torch.save(content, folder / FILE)
     with pytest.raises(ValueError, match=r"checkpoint\.pt can't be read"):
-        Session(workload, QUICK, folder, resume=True)
+        Trainer(workload, QUICK, folder, resume=True)
 
 
 @pytest.mark.parametrize(
@@ -164,7 +164,7 @@ def test_another_recipes_checkpoint_is_refused_by_the_knobs_name(change, workloa
     with pytest.raises(
         ValueError, match=f"was written with {knob}={had!r}; this run has {value!r}"
     ):
-        Session(workload, QUICK.but(**change), folder, resume=True)
+        Trainer(workload, QUICK.but(**change), folder, resume=True)
 
 
 def test_another_workloads_checkpoint_is_refused(folder):
@@ -179,7 +179,7 @@ def test_another_workloads_checkpoint_is_refused(folder):
     with pytest.raises(
         ValueError, match="was written with workload=.*'tiny'.*; this run has .*'small'"
     ):
-        Session(other, QUICK, folder, resume=True)
+        Trainer(other, QUICK, folder, resume=True)
 
 
 @pytest.mark.parametrize(
@@ -193,16 +193,16 @@ def test_another_workloads_checkpoint_is_refused(folder):
 )
 def test_knobs_of_speed_may_change(change, workload, folder):
     """Whoever drives, it is the same training: the resumed steps have the same losses."""
-    with Session(workload, QUICK, folder, resume=True) as session:
-        session.run(3)
-    with Session(workload, QUICK.but(**change), folder, resume=True) as other:
+    with Trainer(workload, QUICK, folder, resume=True) as trainer:
+        trainer.run(3)
+    with Trainer(workload, QUICK.but(**change), folder, resume=True) as other:
         other.run(3)
-    assert other.losses == pytest.approx(session.losses, rel=1e-4)
+    assert other.losses == pytest.approx(trainer.losses, rel=1e-4)
 
 
 def test_there_is_nothing_to_resume_in_an_empty_folder(workload, tmp_path):
     with pytest.raises(FileNotFoundError, match="Start without resume=True"):
-        Session(workload, QUICK, tmp_path, resume=True)
+        Trainer(workload, QUICK, tmp_path, resume=True)
 
 
 @pytest.mark.parametrize("logging", ["synchronous", "ring-buffer"])
@@ -210,10 +210,10 @@ def test_weights_that_went_wrong_do_not_replace_good_ones(logging, workload, fol
     good = (folder / FILE).read_bytes()
     with (
         pytest.raises(NotFinite, match="at optimizer step 2: training stopped"),
-        Session(workload, QUICK.but(logging=logging), folder, resume=True) as session,
+        Trainer(workload, QUICK.but(logging=logging), folder, resume=True) as trainer,
     ):
-        next(iter(adapter_state(session.model.unet).values()))[0, 0] = float("nan")
-        session.run(4, checkpoint_every=1)
+        next(iter(adapter_state(trainer.model.unet).values()))[0, 0] = float("nan")
+        trainer.run(4, checkpoint_every=1)
     assert (folder / FILE).read_bytes() == good
 
 
@@ -223,11 +223,11 @@ def test_a_disk_that_is_full_leaves_the_last_checkpoint(workload, folder, monkey
     def full(handle: int) -> None:
         raise OSError(28, "No space left on device")
 
-    with Session(workload, QUICK, folder, resume=True) as session:
-        session.run(2)
+    with Trainer(workload, QUICK, folder, resume=True) as trainer:
+        trainer.run(2)
         monkeypatch.setattr("os.fsync", full)
         with pytest.raises(OSError, match="No space left"):
-            session.save()
+            trainer.save()
     assert (folder / FILE).read_bytes() == good
     assert [path.name for path in folder.glob(f"{FILE}*")] == [FILE]
 
@@ -240,11 +240,11 @@ def test_a_disk_that_is_full_leaves_the_last_checkpoint(workload, folder, monkey
 def test_a_trained_adapter_loads_with_peft_and_with_diffusers(kind, workload, tmp_path):
     from peft import PeftModel
 
-    with Session(workload, QUICK.but(adapter=kind, rank=3)) as session:
-        perturb(session.model.unet)
-        session.run(1)
-        session.save_adapter(tmp_path)
-        unet = session.model.unet.eval()
+    with Trainer(workload, QUICK.but(adapter=kind, rank=3)) as trainer:
+        perturb(trainer.model.unet)
+        trainer.run(1)
+        trainer.save_adapter(tmp_path)
+        unet = trainer.model.unet.eval()
         form_weights(unet)
         inputs = (torch.randn(1, 4, 8, 8), torch.tensor([500]), torch.randn(1, 77, 32))
         expected = unet(*inputs).sample
@@ -286,18 +286,18 @@ def test_a_trained_adapter_loads_with_peft_and_with_diffusers(kind, workload, tm
 def test_a_resumed_llava_run_ends_where_an_unbroken_one_does(knobs, tmp_path):
     varied = open_workload("llava-lora-varied", scale="tiny", device="cpu")
     recipe = A2_BASE.but(**{"learning_rate": 1e-2, "micro_batch": 2, "num_workers": 1} | knobs)
-    with Session(varied, recipe, tmp_path) as session:
-        session.run(2)
-        session.save()
-        session.run(4)
-        whole, losses = copy.deepcopy(adapter_state(session.model.llava)), session.losses
-    with Session(varied, recipe, tmp_path, resume=True) as session:
-        session.run(4)
-        resumed = adapter_state(session.model.llava)
-        assert session.losses == losses[2:]
+    with Trainer(varied, recipe, tmp_path) as trainer:
+        trainer.run(2)
+        trainer.save()
+        trainer.run(4)
+        whole, losses = copy.deepcopy(adapter_state(trainer.model.llava)), trainer.losses
+    with Trainer(varied, recipe, tmp_path, resume=True) as trainer:
+        trainer.run(4)
+        resumed = adapter_state(trainer.model.llava)
+        assert trainer.losses == losses[2:]
     assert all(torch.equal(resumed[name], matrix) for name, matrix in whole.items())
     with pytest.raises(ValueError, match="token_budget=.*Resume with the same settings"):
-        Session(varied, recipe.but(token_budget=9000), tmp_path, resume=True)
+        Trainer(varied, recipe.but(token_budget=9000), tmp_path, resume=True)
 
 
 @pytest.mark.parametrize(
@@ -307,11 +307,11 @@ def test_a_saved_llava_adapter_loads_in_peft(knobs, tmp_path):
     from peft import PeftModel
 
     workload = open_workload("llava-lora", scale="tiny", device="cpu")
-    with Session(workload, A2_BASE.but(learning_rate=1e-2, **knobs)) as session:
-        session.run(2)
-        session.save_adapter(tmp_path)
-        saved = adapter_state(session.model.llava)
-        torch.manual_seed(0)  # the frozen weights that the session has
+    with Trainer(workload, A2_BASE.but(learning_rate=1e-2, **knobs)) as trainer:
+        trainer.run(2)
+        trainer.save_adapter(tmp_path)
+        saved = adapter_state(trainer.model.llava)
+        torch.manual_seed(0)  # the frozen weights that the trainer has
         base = build_llava(workload.size, torch.device("cpu"), torch.float32)
         loaded = PeftModel.from_pretrained(base, str(tmp_path))
         found = {
@@ -321,6 +321,6 @@ def test_a_saved_llava_adapter_loads_in_peft(knobs, tmp_path):
         assert found.keys() == saved.keys()
         assert all(torch.equal(found[name], matrix) for name, matrix in saved.items())
         if not knobs:
-            batch = next(session.batches)
+            batch = next(trainer.batches)
             with torch.no_grad():
-                assert loaded(**batch).loss.item() == session.driver.loss(batch).item()
+                assert loaded(**batch).loss.item() == trainer.driver.loss(batch).item()

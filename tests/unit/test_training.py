@@ -42,7 +42,7 @@ from labutils.profiling import hardware
 from labutils.profiling.step_timer import StepTimes
 from labutils.recipe import STOCK, Recipe
 from labutils.results.records import Results
-from labutils.training import Session, benchmark, compare, train
+from labutils.training import Trainer, benchmark, compare, train
 from labutils.training.step import GraphStep, compile_as_asked
 from labutils.workloads import open_workload, stable_diffusion
 from labutils.workloads.stable_diffusion import SIZES
@@ -241,13 +241,13 @@ def test_what_needs_too_many_variants_fails_and_does_not_run_uncompiled(monkeypa
 
 
 def test_the_gradient_is_that_of_the_written_out_loss(workload):
-    with Session(workload, PLAIN.but(rank=3)) as session:
-        state = {name: tensor.clone() for name, tensor in session.model.state_dict().items()}
+    with Trainer(workload, PLAIN.but(rank=3)) as trainer:
+        state = {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
         scaling = {
             name: layer.scaling["default"]
-            for name, layer in lora_layers(session.model.unet).items()
+            for name, layer in lora_layers(trainer.model.unet).items()
         }
-        watched = watch_session(session, 1)
+        watched = watch_session(trainer, 1)
     assert set(scaling.values()) == {1.0}
     expected, loss = gradient_by_hand(state, watched)
     assert_same_gradients(watched.gradients[0], expected)
@@ -295,13 +295,13 @@ def gradient_by_hand(state: dict[str, Tensor], watched: Watched) -> tuple[dict[s
 
 def test_accumulation_adds_the_micro_batches_gradients(workload, plain):
     """Each micro-batch alone, its gradient divided by four, summed by hand."""
-    with Session(workload, PLAIN) as session:
-        perturb(session.model.unet)
+    with Trainer(workload, PLAIN) as trainer:
+        perturb(trainer.model.unet)
         total: dict[str, Tensor] = {}
         for batch, draws in plain.seen[:4]:
-            session.optimizer.zero_grad()
-            workload.loss(session.model, batch, draws).backward()
-            for name, gradient in adapter_gradients(session.model.unet).items():
+            trainer.optimizer.zero_grad()
+            workload.loss(trainer.model, batch, draws).backward()
+            for name, gradient in adapter_gradients(trainer.model.unet).items():
                 total[name] = total.get(name, 0) + gradient / 4
     assert_same_gradients(plain.gradients[0], total, rtol=1e-5)
 
@@ -327,9 +327,9 @@ def test_a_run_repeats_itself(workload):
 
 def weights_after(workload, recipe: Recipe, steps: int = 2) -> dict[str, Tensor]:
     """With the workload's own random numbers."""
-    with Session(workload, recipe) as session:
-        session.run(steps)
-        return copied(adapter_state(session.model.unet))
+    with Trainer(workload, recipe) as trainer:
+        trainer.run(steps)
+        return copied(adapter_state(trainer.model.unet))
 
 
 def test_noise_does_not_depend_on_who_loads_the_data(workload):
@@ -348,11 +348,11 @@ def test_sessions_side_by_side_do_not_disturb_each_other(workload):
     """
     recipes = [STOCK, STOCK.but(accumulation=2), PLAIN]
     alone = [watch(workload, recipe, 2) for recipe in recipes]
-    sessions = [Session(workload, recipe) for recipe in recipes]
-    together = [watch_session(session, 1) for session in sessions]
-    for session, found, expected in zip(sessions, together, alone, strict=True):
+    trainers = [Trainer(workload, recipe) for recipe in recipes]
+    together = [watch_session(trainer, 1) for trainer in trainers]
+    for trainer, found, expected in zip(trainers, together, alone, strict=True):
         assert_same_gradients(found.gradients[0], expected.gradients[0], rtol=1e-6)
-        session.close()
+        trainer.close()
 
 
 def test_the_graph_driver_needs_the_fused_optimizer(workload):
@@ -361,9 +361,9 @@ def test_the_graph_driver_needs_the_fused_optimizer(workload):
         GraphStep(dataclasses.replace(parts_of(workload), recipe=recipe))
 
 
-def parts_of(workload) -> training.drivers.Parts:
-    with Session(workload, PLAIN) as session:
-        return session.driver.parts
+def parts_of(workload) -> training.drivers.TrainContext:
+    with Trainer(workload, PLAIN) as trainer:
+        return trainer.driver.parts
 
 
 # -------------------------------------------------------------------------------------------------
@@ -374,10 +374,10 @@ def parts_of(workload) -> training.drivers.Parts:
 def test_batches_go_through_epoch_after_epoch_in_the_seeds_order(recipe, workload, monkeypatch):
     short_epochs(monkeypatch, 18)
     recipe = recipe.but(micro_batch=4, cache="latents", seed=5)
-    with Session(workload, recipe) as session:
-        known = session.driver.parts.loader.dataset.tensors["moments"]
-        taken = [next(session.batches) for _ in range(9)]
-        assert session.batches.taken == 9
+    with Trainer(workload, recipe) as trainer:
+        known = trainer.driver.parts.loader.dataset.tensors["moments"]
+        taken = [next(trainer.batches) for _ in range(9)]
+        assert trainer.batches.taken == 9
     orders = [
         list(EpochOrder(16, 18, 5)),
         list(epoch(EpochOrder(16, 18, 5), 1)),
@@ -400,7 +400,7 @@ def short_epochs(monkeypatch, length: int) -> None:
     from labutils.data.images import make_loader
 
     monkeypatch.setattr(
-        training.session,
+        training.trainer,
         "make_loader",
         lambda *args, **options: make_loader(*args, epoch_length=length, **options),
     )
@@ -409,7 +409,7 @@ def short_epochs(monkeypatch, length: int) -> None:
 def test_too_few_examples_are_said_to_be(workload, monkeypatch):
     short_epochs(monkeypatch, 1)
     with pytest.raises(ValueError, match="16 examples: too few for micro-batches of 17"):
-        Session(workload, PLAIN.but(micro_batch=17, cache="latents+text"))
+        Trainer(workload, PLAIN.but(micro_batch=17, cache="latents+text"))
 
 
 # -------------------------------------------------------------------------------------------------
@@ -421,8 +421,8 @@ QUICK = PLAIN.but(cache="latents+text", logging="ring-buffer")
 @pytest.fixture(scope="module")
 def encoded(workload):
     """The examples, encoded once for all tests of measuring."""
-    with Session(workload, QUICK) as session:
-        return session.driver.parts.loader.dataset
+    with Trainer(workload, QUICK) as trainer:
+        return trainer.driver.parts.loader.dataset
 
 
 @pytest.fixture
@@ -491,9 +491,9 @@ def test_waiting_for_data_is_the_hosts_wait(workload, no_probe, monkeypatch):
 
 
 def test_a_round_is_long_enough_to_tell_noise_from_drift(workload, no_probe, monkeypatch):
-    with benchmark.Bench(workload) as bench:
+    with benchmark.Benchmark(workload) as bench:
         bench.prepare({"mine": QUICK})
-        bench.contenders[
+        bench.candidates[
             "mine"
         ].step_ms = 30  # by its warm-up; what its steps really last is the machine's business
         monkeypatch.setattr(benchmark, "ROUND_MS", 100)
@@ -502,16 +502,16 @@ def test_a_round_is_long_enough_to_tell_noise_from_drift(workload, no_probe, mon
 
 
 def test_what_is_not_cached_has_no_price_of_caching(workload):
-    with Session(workload, PLAIN) as session:
-        assert session.encode_s is None
+    with Trainer(workload, PLAIN) as trainer:
+        assert trainer.encode_s is None
 
 
 def test_recipes_take_turns(workload, no_probe, monkeypatch):
-    turns, measure = [], benchmark.Contender.measure
+    turns, measure = [], benchmark.Candidate.measure
     monkeypatch.setattr(
-        benchmark.Contender,
+        benchmark.Candidate,
         "measure",
-        lambda c, *steps: turns.append(c.session.recipe.rank) or measure(c, *steps),
+        lambda c, *steps: turns.append(c.trainer.recipe.rank) or measure(c, *steps),
     )
     recipes = {f"rank {rank}": QUICK.but(rank=rank) for rank in (2, 3, 4)}
     runs = compare(workload, recipes, steps=2, rounds=3, warmup=0)
@@ -525,11 +525,11 @@ def test_a_profile_begins_when_the_ready_batches_are_used_up(workload, no_probe,
     """Six batches are ready: one step and then two of four micro-batches are passed over, and one
     warms up.
     """
-    with benchmark.Bench(workload, warmup=0) as bench:
+    with benchmark.Benchmark(workload, warmup=0) as bench:
         bench.prepare({"ahead": QUICK.but(num_workers=3)})
-        before = bench.contenders["ahead"].session.step_count
+        before = bench.candidates["ahead"].trainer.step_count
         assert bench.profile("ahead", tmp_path, steps=2).steps == 2
-        assert bench.contenders["ahead"].session.step_count - before == 3 + 1 + 2
+        assert bench.candidates["ahead"].trainer.step_count - before == 3 + 1 + 2
 
 
 def failing_at(
@@ -537,20 +537,20 @@ def failing_at(
 ) -> None:
     """Sessions of that rank fail at that optimizer step; 0: when they are built. The error is a new
     one each time, as one that is kept would keep the frames it passed through."""
-    build, drive, calls = workload.build, Session.step, itertools.count(1)
+    build, drive, calls = workload.build, Trainer.step, itertools.count(1)
 
     def building(recipe: Recipe) -> nn.Module:
         if recipe.rank == rank and step == 0:
             raise error(message)
         return build(recipe)
 
-    def driving(session: Session) -> None:
-        if session.recipe.rank == rank and next(calls) == step:
+    def driving(trainer: Trainer) -> None:
+        if trainer.recipe.rank == rank and next(calls) == step:
             raise error(message)
-        drive(session)
+        drive(trainer)
 
     monkeypatch.setattr(workload, "build", building)
-    monkeypatch.setattr(Session, "step", driving)
+    monkeypatch.setattr(Trainer, "step", driving)
 
 
 @pytest.mark.parametrize(
@@ -566,14 +566,14 @@ def test_one_that_fails_does_not_stop_the_others(
     error, status, step, workload, no_probe, monkeypatch, tmp_path
 ):
     """When it is built, at its first step, and in the midst of measuring."""
-    monkeypatch.setattr(training.session.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(training.trainer.tempfile, "tempdir", str(tmp_path))
     failing_at(monkeypatch, workload, rank=3, step=step, error=error, message="the reason")
     recipes = {"before": QUICK, "fails": QUICK.but(rank=3), "after": QUICK.but(rank=2)}
     runs = compare(workload, recipes, steps=1, rounds=2, warmup=1)
     assert [run.status for run in runs.values()] == ["ok", status, "ok"]
     assert (runs["fails"].metrics, runs["fails"].samples) == ({}, {})
     assert runs["fails"].recipe["rank"] == 3
-    assert list(tmp_path.iterdir()) == []  # no session leaves its folder behind
+    assert list(tmp_path.iterdir()) == []  # no trainer leaves its folder behind
 
 
 @pytest.mark.parametrize(
@@ -591,7 +591,7 @@ def test_one_that_fails_gives_its_memory_back(
     """At once, while the others go on: at its first step (where a compiler fails), and in the midst
     of measuring.
     """
-    monkeypatch.setattr(training.session.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(training.trainer.tempfile, "tempdir", str(tmp_path))
     failing_at(monkeypatch, workload, rank=3, step=step, error=RuntimeError, message="the reason")
     build, models = workload.build, {}
 
@@ -601,13 +601,13 @@ def test_one_that_fails_gives_its_memory_back(
         return model
 
     monkeypatch.setattr(workload, "build", watched)
-    with benchmark.Bench(workload, warmup=1) as bench:
+    with benchmark.Benchmark(workload, warmup=1) as bench:
         runs = bench.compare(
             {"stays": QUICK, "fails": QUICK.but(rank=3, **change)}, steps=2, rounds=1
         )
         assert [run.status for run in runs.values()] == ["ok", "error: RuntimeError: the reason"]
         assert (models[QUICK.rank]() is None, models[3]() is None) == (False, True)
-        assert len(list(tmp_path.iterdir())) == 1  # the session that stays has its folder
+        assert len(list(tmp_path.iterdir())) == 1  # the trainer that stays has its folder
 
 
 @pytest.mark.parametrize("logging", ["synchronous", "ring-buffer"])
@@ -627,8 +627,8 @@ def test_ctrl_c_is_not_a_status(workload, no_probe, monkeypatch):
 
 def test_frozen_weights_are_held_once(workload):
     with (
-        Session(workload, PLAIN) as first,
-        Session(workload, PLAIN.but(adapter="folded")) as second,
+        Trainer(workload, PLAIN) as first,
+        Trainer(workload, PLAIN.but(adapter="folded")) as second,
     ):
         mine, theirs = (
             {p.data_ptr() for p in s.model.parameters() if not p.requires_grad}
@@ -641,12 +641,12 @@ def test_frozen_weights_are_held_once(workload):
 
 
 def test_training_leaves_the_frozen_weights_alone(workload):
-    with Session(workload, PLAIN) as session:
-        frozen = [(p, p.clone()) for p in session.model.parameters() if not p.requires_grad]
-        before = copy.deepcopy(copied(adapter_state(session.model.unet)))
-        session.run(2)
+    with Trainer(workload, PLAIN) as trainer:
+        frozen = [(p, p.clone()) for p in trainer.model.parameters() if not p.requires_grad]
+        before = copy.deepcopy(copied(adapter_state(trainer.model.unet)))
+        trainer.run(2)
         assert all(torch.equal(now, then) for now, then in frozen)
-        after = adapter_state(session.model.unet)
+        after = adapter_state(trainer.model.unet)
         assert not any(
             torch.equal(after[name], before[name]) for name in before if "lora_B" in name
         )
@@ -655,9 +655,9 @@ def test_training_leaves_the_frozen_weights_alone(workload):
 def test_draws_are_the_same_however_examples_are_grouped(workload):
     """The oracle's own ground: what the gradient tests take for granted."""
     one, four = SameDraws(workload), SameDraws(workload)
-    with Session(workload, PLAIN) as session:
-        apart = [one(session.model, {"x": torch.zeros(1)}) for _ in range(4)]
-        together = four(session.model, {"x": torch.zeros(4)})
+    with Trainer(workload, PLAIN) as trainer:
+        apart = [one(trainer.model, {"x": torch.zeros(1)}) for _ in range(4)]
+        together = four(trainer.model, {"x": torch.zeros(4)})
     for name in together:
         assert torch.equal(torch.cat([draws[name] for draws in apart]), together[name])
 
@@ -669,21 +669,21 @@ def test_a_round_in_which_something_was_compiled_is_taken_again(
     workload, monkeypatch, graphs, rounds
 ):
     taken = []
-    with benchmark.Bench(workload, warmup=0) as bench:
+    with benchmark.Benchmark(workload, warmup=0) as bench:
         bench.prepare({"plain": PLAIN})
-        contender = bench.contenders["plain"]
-        contender.settle = lambda: None
-        monkeypatch.setattr(contender, "_graphs", iter(graphs).__next__)
+        candidate = bench.candidates["plain"]
+        candidate.settle = lambda: None
+        monkeypatch.setattr(candidate, "_graphs", iter(graphs).__next__)
         monkeypatch.setattr(
             benchmark,
             "measure",
-            lambda session, steps, after_step: (
+            lambda trainer, steps, after_step: (
                 taken.append(len(taken)) or StepTimes([float(len(taken))])
             ),
         )
-        contender.measure(1)
+        candidate.measure(1)
     assert len(taken) == rounds
-    assert contender.times.step_ms == [rounds]
+    assert candidate.times.step_ms == [rounds]
 
 
 @pytest.mark.parametrize(
@@ -692,24 +692,24 @@ def test_a_round_in_which_something_was_compiled_is_taken_again(
 )
 def test_long_steps_settle_by_themselves(workload, step_ms, recipe, steps):
     """Batches that a worker has made ready are used up first, however long a step is."""
-    contender = object.__new__(benchmark.Contender)
+    candidate = object.__new__(benchmark.Candidate)
     alone = SimpleNamespace(count=1)
-    contender.session = SimpleNamespace(
+    candidate.trainer = SimpleNamespace(
         recipe=recipe.but(prefetch_factor=2, accumulation=1), ranks=alone
     )
-    contender.step_ms = step_ms
-    assert contender.steps_to_settle == steps
+    candidate.step_ms = step_ms
+    assert candidate.steps_to_settle == steps
 
 
 def test_what_a_library_compiles_is_noticed(workload, monkeypatch):
     """The recipe compiles nothing."""
-    with benchmark.Bench(workload, warmup=0) as bench:
+    with benchmark.Benchmark(workload, warmup=0) as bench:
         bench.prepare({"plain": PLAIN})
-        before = bench.contenders["plain"]._graphs()
+        before = bench.candidates["plain"]._graphs()
         torch.compile(lambda x: x + 1, backend="eager")(torch.zeros(3))
-        assert bench.contenders["plain"]._graphs() == before + 1
+        assert bench.candidates["plain"]._graphs() == before + 1
         monkeypatch.delitem(sys.modules, "torch._dynamo")
-        assert bench.contenders["plain"]._graphs() == 0
+        assert bench.candidates["plain"]._graphs() == 0
 
 
 @pytest.mark.parametrize(
@@ -733,7 +733,7 @@ def test_after_step_follows_every_step_of_a_training_run(workload):
         PLAIN,
         steps=2,
         warmup=1,
-        after_step=lambda session: counts.append(session.step_count),
+        after_step=lambda trainer: counts.append(trainer.step_count),
     )
     assert run.ok, run.status
     assert counts == list(range(1, len(counts) + 1))

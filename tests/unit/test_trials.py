@@ -16,7 +16,7 @@ from labutils.labs import lab06_anyres
 from labutils.labs.ladders import A2_BASE, distinct_on
 from labutils.results.claims import a2
 from labutils.results.records import Run
-from labutils.training import Session
+from labutils.training import Trainer
 from labutils.workloads import open_workload
 
 QUICK = A2_BASE.but(layers="rewritten", learning_rate=3e-3, micro_batch=2)
@@ -154,8 +154,8 @@ def test_what_the_compiler_did_is_listed_where_it_was_at_work():
 
 def test_preparing_for_kbit_widens_its_own_copy_alone(uniform):
     recipe = A2_BASE.but(precision="bf16")
-    with Session(lab06_anyres.altered(uniform, lab06_anyres.prepared_for_kbit), recipe) as session:
-        assert {p.dtype for p in session.model.parameters()} == {torch.float32}
+    with Trainer(lab06_anyres.altered(uniform, lab06_anyres.prepared_for_kbit), recipe) as trainer:
+        assert {p.dtype for p in trainer.model.parameters()} == {torch.float32}
     model = torch.nn.Linear(4, 4, bias=False).to(torch.bfloat16).requires_grad_(False)
     shared = torch.nn.Sequential(model, torch.nn.Linear(4, 4))
     weight = model.weight
@@ -246,19 +246,19 @@ def test_a_first_step_alone_says_nothing_of_later_ones(uniform):
 
 def test_copies_of_one_example_need_no_padding(varied):
     recipe = QUICK.but(cache="features", micro_batch=2)
-    with Session(varied, recipe.but(cache="nothing")) as session:
-        batches = lab06_anyres._of_varied_lengths(session, 3)
+    with Trainer(varied, recipe.but(cache="nothing")) as trainer:
+        batches = lab06_anyres._of_varied_lengths(trainer, 3)
     assert all(torch.equal(*batch["input_ids"]) for batch in batches)
     assert len({lab06_anyres.tokens_of(batch) for batch in batches}) > 1
 
 
 def test_replaying_trains_on_the_same_batches(varied):
-    with Session(varied, QUICK) as session:
-        batches = lab06_anyres.drawn(session, 5)
+    with Trainer(varied, QUICK) as trainer:
+        batches = lab06_anyres.drawn(trainer, 5)
         middle = lab06_anyres.of_median_length(batches)
         lengths = sorted(lab06_anyres.tokens_of(batch) for batch in batches)
         assert lab06_anyres.tokens_of(middle) == lengths[2]
-        run = lab06_anyres.replay(session, [middle] * 2)
+        run = lab06_anyres.replay(trainer, [middle] * 2)
     assert run.metrics["tokens"] == lengths[2]
     assert len(run.samples["ms_per_1k_tokens"]) == 3
     assert min(run.samples["ms_per_1k_tokens"]) > 0
@@ -280,11 +280,11 @@ def test_varied_images_recompile_and_uniform_ones_settle(uniform, varied):
 
 
 def test_more_versions_than_the_compiler_allows_are_noted_not_raised(varied):
-    """Whatever ran before: a compiled session is stricter than this count, and once made the whole
+    """Whatever ran before: a compiled trainer is stricter than this count, and once made the whole
     process so.
     """
     compiled = QUICK.but(compile="default", compile_scope="blocks", dynamic="any")
-    with Session(varied, compiled), mock.patch.object(torch._dynamo.config, "recompile_limit", 2):
+    with Trainer(varied, compiled), mock.patch.object(torch._dynamo.config, "recompile_limit", 2):
         found = lab06_anyres.recompilations(
             varied, QUICK.but(micro_batch=1, compile_scope="blocks"), 5, dynamic=False
         )
@@ -520,7 +520,7 @@ def test_libraries_are_loaded_before_whatever_is_measured_first(varied, monkeypa
     monkeypatch.setattr(lab06_anyres, "load_libraries", loaded.append)
     lab06_anyres.climbed(varied, (), {}, 1)
     with (
-        mock.patch.object(lab06_anyres, "Session", side_effect=InterruptedError),
+        mock.patch.object(lab06_anyres, "Trainer", side_effect=InterruptedError),
         pytest.raises(InterruptedError),
     ):
         lab06_anyres.replays(varied, lab06_anyres.method("bf16"), 1)

@@ -18,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from labutils.layers.lora import attach_lora, count_parameters, count_trainable, lora_layers
 from labutils.recipe import STOCK
-from labutils.training import Session
+from labutils.training import Trainer
 from labutils.workloads import SCALES, open_workload, stable_diffusion, workload_names
 from labutils.workloads.flop_count import FlopCount, weight_bytes
 from labutils.workloads.stable_diffusion import SIZES, TARGETS, EncodedExamples, _networks
@@ -105,11 +105,11 @@ def test_flops_are_those_that_pytorch_counts(cache, micro_batch, accumulation, w
     elementwise arithmetic, and neither do we."""
     recipe = PLAIN.but(cache=cache, micro_batch=micro_batch, accumulation=accumulation)
     with (
-        Session(workload, recipe) as session,
+        Trainer(workload, recipe) as trainer,
         sdpa_kernel(SDPBackend.MATH),
         FlopCounterMode(display=False) as counter,
     ):
-        session.step()
+        trainer.step()
     assert workload.work(recipe).flops == counter.get_total_flops()
 
 
@@ -172,7 +172,7 @@ def test_what_is_cropped_at_random_is_not_encoded_once(cache, monkeypatch, workl
 
 def test_encoded_examples_are_what_the_encoders_say(workload):
     recipe = PLAIN.but(cache="latents+text", layers="rewritten")
-    with Session(workload, PLAIN) as plain, Session(workload, recipe) as cached:
+    with Trainer(workload, PLAIN) as plain, Trainer(workload, recipe) as cached:
         model, images = plain.model, plain.driver.parts.loader.dataset
         kept = cached.driver.parts.loader.dataset
         assert len(kept) == len(images) == SIZES["tiny"].images
@@ -192,10 +192,10 @@ def test_the_posterior_is_sampled_anew_each_time(workload):
     loop.
     """
     recipe = PLAIN.but(cache="latents+text")
-    with Session(workload, recipe) as session:
-        batch = session.driver.parts.loader.dataset[3]
-        draws = [workload.draw(session.model, batch) for _ in range(2)]
-        first, second = (workload._latents(session.model, batch, d["posterior"]) for d in draws)
+    with Trainer(workload, recipe) as trainer:
+        batch = trainer.driver.parts.loader.dataset[3]
+        draws = [workload.draw(trainer.model, batch) for _ in range(2)]
+        first, second = (workload._latents(trainer.model, batch, d["posterior"]) for d in draws)
     assert not torch.allclose(first, second)
     deviation = (0.5 * batch["moments"][:, 4:].clamp(-30, 20)).exp() * 0.18215
     assert (
@@ -213,8 +213,8 @@ def test_a_batch_of_encoded_examples_is_one_gather():
 
 
 def test_draws_cover_all_timesteps_and_have_the_latents_shape(workload):
-    with Session(workload, PLAIN.but(micro_batch=4)) as session:
-        draws = workload.draw(session.model, {"pixel_values": torch.zeros(4000, 1)})
+    with Trainer(workload, PLAIN.but(micro_batch=4)) as trainer:
+        draws = workload.draw(trainer.model, {"pixel_values": torch.zeros(4000, 1)})
     assert draws["noise"].shape == draws["posterior"].shape == (4000, 4, 8, 8)
     assert draws["timesteps"].min() == 0 and draws["timesteps"].max() == 999
     assert abs(draws["timesteps"].float().mean() - 499.5) < 5 * 1000 / 12**0.5 / 4000**0.5

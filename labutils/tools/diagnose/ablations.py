@@ -14,7 +14,7 @@ without such first times.)
 
 Where batches differ in length, recipes are timed and traced on the same few batches: one step of
 texts may take twice as long as the next. (Where a recipe has workers, all are timed on batches some
-steps later than those that were traced: see `Contender.steps_to_drain`.) How much of the tokens is
+steps later than those that were traced: see `Candidate.steps_to_drain`.) How much of the tokens is
 padding is an epoch's, for a few batches may have twice as much.
 """
 
@@ -36,7 +36,7 @@ from labutils.results.records import Run
 from labutils.tools.diagnose import Diagnosis, Fix, diagnose, telling
 from labutils.tools.diagnose.recorded import Recorded
 from labutils.tools.diagnose.sources import of_recipe
-from labutils.training import Bench, Session
+from labutils.training import Benchmark, Trainer
 from labutils.training.benchmark import ROUNDS
 from labutils.training.memory_run import make_room
 from labutils.training.model_edits import with_epoch_rate
@@ -161,7 +161,7 @@ def ablations(
     name = name or workload.name
     chosen = None if only is None else set(only)
     vary = workload.steps_vary
-    with Bench(workload, same_batches=vary) as bench:
+    with Benchmark(workload, same_batches=vary) as bench:
         runs = {START: _start(bench, start, max(steps, traced + 1))}
         diagnosis = diagnose(_evidence(bench, runs[START], traced, folder))
         fixes = [
@@ -171,7 +171,7 @@ def ablations(
         groups = list(_in_groups(recipes, AT_ONCE))
         measured = _measure(bench, start, groups[0], steps, rounds) if groups else {}
     for group in groups[1:]:
-        with Bench(workload, same_batches=vary) as bench:
+        with Benchmark(workload, same_batches=vary) as bench:
             measured |= _measure(bench, start, group, steps, rounds)
     rows = [_row(name, fix, measured.get(fix.name), refused.get(fix.name, "")) for fix in fixes]
     return Ablated(
@@ -179,7 +179,7 @@ def ablations(
     )
 
 
-def _start(bench: Bench, start: Recipe, steps: int) -> Run:
+def _start(bench: Benchmark, start: Recipe, steps: int) -> Run:
     run = bench.compare({START: start}, steps, rounds=1)[START]
     if not run.ok:
         raise RuntimeError(
@@ -188,23 +188,23 @@ def _start(bench: Bench, start: Recipe, steps: int) -> Run:
     return with_epoch_rate(run, bench.workload)
 
 
-def _evidence(bench: Bench, run: Run, traced: int, folder: Path | None) -> Any:
-    contender = bench.contenders[START]
-    wait, starts = contender.steps_to_settle, 3
+def _evidence(bench: Benchmark, run: Run, traced: int, folder: Path | None) -> Any:
+    candidate = bench.candidates[START]
+    wait, starts = candidate.steps_to_settle, 3
     if bench.same_batches:
         wait, starts, run = (
             0,
             traced,
             _of_steps(run, slice(1, 1 + traced)),
         )  # the first of them warms the profiler up
-        contender.rewind(contender.steps_to_drain)
-        contender.session.step()
-    from_idle = host_ms(contender.session, starts) if hardware.device() == "cuda" else None
+        candidate.rewind(candidate.steps_to_drain)
+        candidate.trainer.step()
+    from_idle = host_ms(candidate.trainer, starts) if hardware.device() == "cuda" else None
     if bench.same_batches:
-        contender.rewind(contender.steps_to_drain)
+        candidate.rewind(candidate.steps_to_drain)
     with tempfile.TemporaryDirectory(prefix="labutils-") as temporary:
         trace = profile(
-            contender.session,
+            candidate.trainer,
             traced,
             folder or temporary,
             with_stack=False,
@@ -225,13 +225,13 @@ def _of_steps(run: Run, steps: slice) -> Run:
     return replace(run, metrics=run.metrics | found, samples=samples)
 
 
-def host_ms(session: Session, steps: int) -> float:
+def host_ms(trainer: Trainer, steps: int) -> float:
     """Milliseconds until the host has given a step's work to an idle GPU: the mean of `steps`."""
     times = []
     for _ in range(steps):
         hardware.cuda.synchronize()
         began = time.perf_counter()
-        session.step()
+        trainer.step()
         times.append(1e3 * (time.perf_counter() - began))
     hardware.cuda.synchronize()
     return statistics.fmean(times)
@@ -265,7 +265,7 @@ def _in_groups(recipes: Mapping[str, Recipe], size: int) -> Iterator[dict[str, R
 
 
 def _measure(
-    bench: Bench, start: Recipe, recipes: Mapping[str, Recipe], steps: int, rounds: int
+    bench: Benchmark, start: Recipe, recipes: Mapping[str, Recipe], steps: int, rounds: int
 ) -> dict[str, tuple[Run, Run]]:
     """Fix -> (the start's run in the same rounds, its own)."""
     runs = bench.compare({START: start, **recipes}, steps, rounds)

@@ -354,7 +354,7 @@ def _loader_of(recipe: Recipe, bytes: float = 0.0, fetch_cpu_ms: float | None = 
 
 def of_recipe(run: Run, trace: Recorded, from_idle_ms: float | None = None) -> Evidence:
     """Evidence of a recipe at work: its run, timed without the profiler, and a trace of a few steps
-    of its session.
+    of its trainer.
 
     from_idle_ms: the host's time for a step that begins with an idle GPU.
     """
