@@ -11,7 +11,7 @@ import torch
 
 from labutils.labs import lab08_launch_bound
 from labutils.labs.lab08_launch_bound import Light, OnOneBatch
-from labutils.profiling import hardware
+from labutils.profiling import cuda
 from labutils.profiling.energy import Energy
 from labutils.profiling.host_delay import SlowerHost
 from labutils.profiling.step_model import LIGHT, Host, Program, bound_ms, replayed_ms
@@ -51,7 +51,7 @@ def test_the_queue_holds_every_kernel_of_the_trace(moe):
         trace = there.traced(2)
     program, counted = Program.of(trace), trace.launches()
     kernels = sum(
-        count for piece in program.given for kind, _, count in piece.work if kind != "copy"
+        count for piece in program.queue for kind, _, count in piece.work if kind != "copy"
     )
     assert kernels / program.steps == pytest.approx(
         counted["kernels"], rel=0.1
@@ -131,7 +131,7 @@ def test_the_meter_counts():
         while time.perf_counter() - began < 1.5:
             for _ in range(20):
                 x = (x @ x).clamp(-1, 1)
-            hardware.cuda.synchronize()
+            cuda.synchronize()
     if energy.joules is None:
         pytest.skip("this driver doesn't say")
     assert 20 < energy.watts < 2000

@@ -29,7 +29,8 @@ from pathlib import Path
 from typing import Any
 
 from labutils.labs.ladders import A2_BASE, A3_BASE
-from labutils.profiling import hardware
+from labutils.profiling import cuda
+from labutils.profiling.machine import default_device
 from labutils.profiling.trace import profile
 from labutils.recipe import STOCK, Recipe
 from labutils.results.records import Run
@@ -199,7 +200,7 @@ def _evidence(bench: Benchmark, run: Run, traced: int, folder: Path | None) -> A
         )  # the first of them warms the profiler up
         candidate.rewind(candidate.steps_to_drain)
         candidate.trainer.step()
-    from_idle = host_ms(candidate.trainer, starts) if hardware.device() == "cuda" else None
+    from_idle = host_ms(candidate.trainer, starts) if default_device() == "cuda" else None
     if bench.same_batches:
         candidate.rewind(candidate.steps_to_drain)
     with tempfile.TemporaryDirectory(prefix="labutils-") as temporary:
@@ -229,11 +230,11 @@ def host_ms(trainer: Trainer, steps: int) -> float:
     """Milliseconds until the host has given a step's work to an idle GPU: the mean of `steps`."""
     times = []
     for _ in range(steps):
-        hardware.cuda.synchronize()
+        cuda.synchronize()
         began = time.perf_counter()
         trainer.step()
         times.append(1e3 * (time.perf_counter() - began))
-    hardware.cuda.synchronize()
+    cuda.synchronize()
     return statistics.fmean(times)
 
 

@@ -10,8 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from labutils.profiling import hardware
 from labutils.profiling.intervals import difference, total, union
+from labutils.profiling.machine import default_device, machine_facts, usable_cores
 from labutils.profiling.trace import Trace
 from labutils.recipe import Recipe
 from labutils.results.records import Run
@@ -43,11 +43,11 @@ def of_trace(path: str | Path) -> Evidence:
         queue=queue,
         budget=_budget(trace, queue, step_ms, None, log_ms),
         rates=Rates(
-            "cuda" if trace.on_gpu else "cpu", here=not trace.on_gpu or hardware.device() == "cuda"
+            "cuda" if trace.on_gpu else "cpu", here=not trace.on_gpu or default_device() == "cuda"
         ),
         data_ms=total(trace.phase_time.get("data", [])) / trace.steps,
         log_ms=log_ms,
-        cores=hardware.usable_cores(),
+        cores=usable_cores(),
         accumulation=_passes(trace),
         reads=_reads_of(trace),
         recomputed=trace.recomputed(),
@@ -120,7 +120,7 @@ def of_record(record: Mapping[str, Any], trace: Recorded) -> Evidence:
         rates=Rates(record["device"]),
         data_ms=data_ms,
         log_ms=log_ms,
-        cores=hardware.usable_cores(),
+        cores=usable_cores(),
         threads=config["threads"],
         accumulation=max(1.0, record["backwards"]),
         examples=_examples(batches),
@@ -267,7 +267,7 @@ def of_run(run: Run) -> Evidence:
         budget=_budget_of_run(run, step_ms, data_ms),
         rates=Rates(device, here=False),
         data_ms=data_ms,
-        cores=run.machine.get("cores", hardware.usable_cores()),
+        cores=run.machine.get("cores", usable_cores()),
         accumulation=recipe.accumulation if recipe else 1,
         examples=recipe.micro_batch if recipe else None,
         loader=_loader_of(recipe) if recipe else None,
@@ -378,7 +378,7 @@ def of_recipe(run: Run, trace: Recorded, from_idle_ms: float | None = None) -> E
         rates=Rates(device),
         data_ms=data_ms,
         log_ms=log_ms,
-        cores=hardware.usable_cores(),
+        cores=usable_cores(),
         threads=_settings()["threads"],
         accumulation=recipe.accumulation,
         examples=recipe.micro_batch,
@@ -389,7 +389,7 @@ def of_recipe(run: Run, trace: Recorded, from_idle_ms: float | None = None) -> E
         ),
         padding=_padding_of(run),
         recomputed=trace.recomputed() if recipe.checkpointing != "off" else 0.0,
-        memory_gb=_memory_of(replace(run, machine=run.machine or hardware.machine())),
+        memory_gb=_memory_of(replace(run, machine=run.machine or machine_facts())),
         steps=len(run.samples.get("step_ms", ())),
         recipe=recipe,
         workload=run.workload,
