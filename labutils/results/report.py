@@ -16,9 +16,23 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from labutils.results import claims as articles, judges
+from labutils.results import claims as articles
+from labutils.results import judges
 from labutils.results.judges import Judgement
-from labutils.results.records import LANES, REFERENCE, REPOSITORY, Reading, Run, check_no_folder, check_usable, files_below, named, read_file, read_records, runs_of
+from labutils.results.records import (
+    LANES,
+    REFERENCE,
+    REPOSITORY,
+    Reading,
+    Run,
+    check_no_folder,
+    check_usable,
+    files_below,
+    named,
+    read_file,
+    read_records,
+    runs_of,
+)
 
 LADDER_LAB = "04"
 WIDTH = 100
@@ -139,7 +153,7 @@ def page_of(readings: Sequence[Reading], reference: Path) -> Page:
     records = [record for _, of_lab in by_lab.values() for record in of_lab]
     here, theirs = runs_of(records), runs_of(read_records(reference))
     return Page(
-        judgements=judges.judge(None, here, theirs),
+        judgements=judges.judge_all(None, here, theirs),
         here=here,
         reference=theirs,
         files=list(dict.fromkeys(path for path, _ in by_lab.values())),
@@ -168,7 +182,9 @@ def _is_rung(run: Run) -> bool:
 
 def _examples(run: Run) -> float | None:
     """Examples in one optimizer step; None where the recipe doesn't say it in numbers."""
-    micro_batch, accumulation = (_number(run.recipe.get(name, 1)) for name in ("micro_batch", "accumulation"))
+    micro_batch, accumulation = (
+        _number(run.recipe.get(name, 1)) for name in ("micro_batch", "accumulation")
+    )
     return None if micro_batch is None or accumulation is None else micro_batch * accumulation
 
 
@@ -268,7 +284,7 @@ def _show_article(console: Any, title: str, judgements: list[Judgement], referen
             Text(j.published),
             Text(f"{j.reference}\n{j.reference_verdict}" if j.reference else "–"),
             Text(j.here or "–"),
-            Text(j.verdict, style=_STYLES[j.verdict]),
+            Text(j.verdict, style=_STYLES.get(j.verdict, "")),
         )
         for j in judgements
     ]
@@ -276,7 +292,11 @@ def _show_article(console: Any, title: str, judgements: list[Judgement], referen
     table.add_column("claim", ratio=1, overflow="fold")
     shares = (("published", 0.14), (reference, 0.14), ("here", 0.14), ("verdict here", 0.1))
     for place, (name, share) in enumerate(shares, start=1):
-        longest = max(len(word) for text in (name, *(str(row[place]) for row in rows)) for word in text.split())
+        longest = max(
+            len(word)
+            for text in (name, *(str(row[place]) for row in rows))
+            for word in text.split()
+        )
         width = max(int(share * console.width), min(longest, LONGEST_WORD))
         table.add_column(name, width=width, overflow="fold")
     for row in rows:
@@ -309,7 +329,9 @@ def _show_reasons(console: Any, judgements: list[Judgement], of_reference: bool)
     for j in judgements:
         reason = (j.reference_verdict, j.reference_why) if of_reference else (j.verdict, j.why)
         reasons.setdefault(reason, []).append(j.claim.id)
-    console.print(Text(f"Why, {'on the reference machine' if of_reference else 'here'}", style="bold"))
+    console.print(
+        Text(f"Why, {'on the reference machine' if of_reference else 'here'}", style="bold")
+    )
     for (verdict, why), ids in reasons.items():
         line = Text.assemble((", ".join(ids), "bold"), f": {verdict}. {why}")
         console.print(Padding(line, (0, 0, 0, 2)))
@@ -320,7 +342,9 @@ def _show_ladder(console: Any, title: str, rungs: list[Rung], machine: str) -> N
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(title=f"{title} ({machine}): one optimizer step", title_justify="left", pad_edge=False)
+    table = Table(
+        title=f"{title} ({machine}): one optimizer step", title_justify="left", pad_edge=False
+    )
     table.add_column("rung", overflow="fold")
     table.add_column("lane", overflow="fold")
     for name in ("median ms", "p10-p90", "over stock", "GPU busy", "floor ms"):
@@ -330,7 +354,9 @@ def _show_ladder(console: Any, title: str, rungs: list[Rung], machine: str) -> N
             table.add_section()
         table.add_row(Text(rung.rung), rung.lane, *_figures(rung))
     console.print(table)
-    console.print("Compare within a lane: 'same mathematics' computes less, for gradients of the same distribution.\n")
+    console.print(
+        "Compare within a lane: 'same mathematics' computes less, for gradients of the same distribution.\n"
+    )
 
 
 def _figures(rung: Rung) -> tuple[str, ...]:
@@ -349,7 +375,9 @@ def _show_sources(console: Any, page: Page) -> None:
     tally = Counter(j.verdict for j in page.judgements)
     theirs = Counter(j.reference_verdict for j in page.judgements)
     for name, counts in (("Here", tally), ("Reference", theirs)):
-        said = ", ".join(f"{counts[verdict]} {verdict}" for verdict in judges.VERDICTS if counts[verdict])
+        said = ", ".join(
+            f"{counts[verdict]} {verdict}" for verdict in judges.VERDICTS if counts[verdict]
+        )
         console.print(Text.assemble((f"{name}: ", "bold"), said))
     if page.files:
         console.print(Text("Read: " + ", ".join(map(str, page.files)), overflow="fold"))

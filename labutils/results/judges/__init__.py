@@ -11,8 +11,9 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
-from labutils.results.claims import Claim, claim as claim_of, load_claims
-from labutils.results.judges.effects import Effect, NotTestable, effect
+from labutils.results.claims import Claim, load_claims
+from labutils.results.claims import claim as claim_of
+from labutils.results.judges.effects import Effect, NotTestable, effect, time_effect
 from labutils.results.judges.rules import (
     CONFIRMED,
     DIFFERS,
@@ -23,7 +24,7 @@ from labutils.results.judges.rules import (
     TOLD,
     VERDICTS,
     Finding,
-    published_band,
+    published_ratios,
 )
 from labutils.results.records import Run, Runs
 
@@ -42,17 +43,17 @@ __all__ = [
     "effect",
     "judge",
     "judge_all",
-    "published_band",
+    "published_ratios",
+    "time_effect",
 ]
 
 
 @dataclass(frozen=True)
 class Judgement:
-    """A claim and what the runs of this machine say about it; `reference` is what the reference's
-    runs say.
+    """A claim and what runs say about it: those of this machine, and those of the reference.
 
     `here` is what was measured, as text, "" where nothing was; `effects` are the numbers behind it,
-    by label.
+    by label; `why` is the reason in a sentence. `theirs` is the reference's judgement.
     """
 
     claim: Claim
@@ -60,12 +61,28 @@ class Judgement:
     here: str
     why: str
     effects: Mapping[str, Effect] = field(default_factory=dict)
-    reference: Judgement | None = None
+    theirs: Judgement | None = None
 
     @property
     def effect(self) -> Effect | None:
         """The first of the effects."""
         return next(iter(self.effects.values()), None)
+
+    @property
+    def published(self) -> str:
+        return self.claim.published_text
+
+    @property
+    def reference(self) -> str:
+        return self.theirs.here if self.theirs else ""
+
+    @property
+    def reference_verdict(self) -> str:
+        return self.theirs.verdict if self.theirs else NOT_TESTABLE
+
+    @property
+    def reference_why(self) -> str:
+        return self.theirs.why if self.theirs else ""
 
 
 def judge(claim: Claim, runs: Runs, reference: Runs | None = None) -> Judgement:
@@ -74,9 +91,9 @@ def judge(claim: Claim, runs: Runs, reference: Runs | None = None) -> Judgement:
     """
     theirs = None if reference is None else judge(claim, reference)
     if claim.kind == "setting":
-        return Judgement(claim, TOLD, "", claim.note, reference=theirs)
+        return Judgement(claim, TOLD, "", claim.note, theirs=theirs)
     if claim.reason:
-        return Judgement(claim, NOT_TESTABLE, "", claim.reason, reference=theirs)
+        return Judgement(claim, NOT_TESTABLE, "", claim.reason, theirs=theirs)
     hosts: dict[tuple[str, ...], list[Run]] = {}
     for run in runs:
         if run.lab == claim.lab:
@@ -95,7 +112,11 @@ def judge(claim: Claim, runs: Runs, reference: Runs | None = None) -> Judgement:
 
 def _on_host(claim: Claim, runs: Runs) -> Finding:
     """What the runs of one host say."""
-    named = [tags for role in claim.runs.values() for tags in (role if isinstance(role, list) else [role])]
+    named = [
+        tags
+        for role in claim.runs.values()
+        for tags in (role if isinstance(role, list) else [role])
+    ]
     own = [run for tags in named for run in runs.select(claim.lab, **tags)]
     try:
         if claim.needs == "gpu" and not any(run.machine.get("gpu") for run in own or runs):
@@ -138,12 +159,11 @@ def as_markdown(judgements: Iterable[Judgement]) -> str:
     }
     rows = ["| claim | published | H200 | here | verdict |", "|:--|:--|:--|:--|:--|"]
     for j in judgements:
-        theirs = j.reference
-        h200 = f"{theirs.here} ({theirs.verdict})" if theirs and theirs.here else "–"
+        h200 = f"{j.reference} ({j.reference_verdict})" if j.reference else "–"
         why = f" {marks[j.why]}" if j.why in marks else f": {j.why}" if j.why else ""
         note = f" *{j.claim.note}*" if j.claim.note and j.claim.judge else ""
         cells = (
-            *(f"**{j.claim.id}** {j.claim.statement}", j.claim.published_text, h200),
+            *(f"**{j.claim.id}** {j.claim.statement}", j.published, h200),
             *(j.here or "–", f"**{j.verdict}**{why}{note}"),
         )
         cells = (cell.replace("|", "\\|").replace("\n", " ") for cell in cells)

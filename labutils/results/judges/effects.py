@@ -51,37 +51,30 @@ class Effect:
     def unsteady(self) -> bool:
         """Whether the machine was too unsteady to say anything about time."""
         low, high = self.noise or (1.0, 1.0)
-        return self.again and not (1 - STEADY <= low and high <= 1 + STEADY)
+        return self.again and not (low >= 1 - STEADY and high <= 1 + STEADY)
 
     @property
     def exact(self) -> bool:
         """Whether the two values were counted and not timed."""
         return self.low == self.high
 
-    def percent(self) -> str:
-        """The change with its interval: "-43 % (-45 to -40)"."""
+    def sentence(self) -> str:
+        """The change with its interval, and whether the noise hides it."""
+        return self.text() + ("" if self.direction else ", within the noise")
+
+    def text(self) -> str:
+        """The change with its interval: "-43 % (-45 to -40)", or "212x (206 to 218)"."""
         if self.value == math.inf:
             return "from nothing"
-        low, value, high = (100 * (x - 1) for x in (self.low, self.value, self.high))
-        places = decimals(high - low, value)
-        if self.exact:
-            return f"{value:+.{places}f} %"
-        return f"{value:+.{places}f} % ({low:+.{places}f} to {high:+.{places}f})"
-
-    def times(self) -> str:
-        """The ratio with its interval: "1.38x (1.31 to 1.44)"."""
-        if self.exact:
-            return f"{self.value:.3g}x"
-        places = decimals(self.high - self.low, self.value, most=2)
-        low, high = f"{self.low:.{places}f}", f"{self.high:.{places}f}"
-        return f"{self.value:.{places}f}x ({low} to {high})"
-
-
-def decimals(width: float, value: float, most: int = 1) -> int:
-    """Decimals that an interval so wide allows, one at least for a value that rounds to 0."""
-    if not width > 0:
-        return most
-    return min(most, max(0, math.ceil(-math.log10(width)), int(abs(value) < 1)))
+        if self.value >= 3:
+            low, value, high = self.low, self.value, self.high
+        else:
+            low, value, high = (100 * (x - 1) for x in (self.low, self.value, self.high))
+        width = high - low
+        places = 0 if width >= 1 or abs(value) >= 100 else 1
+        unit, sign = ("x", "") if self.value >= 3 else (" %", "+")
+        told = f"{value:{sign}.{places}f}{unit}"
+        return told if self.exact else f"{told} ({low:{sign}.{places}f} to {high:{sign}.{places}f})"
 
 
 def number(value: Any) -> float | None:
@@ -131,6 +124,14 @@ def effect(base: Run, changed: Run, again: Run | None = None, metric: str = "ste
         return Effect(value, low, high, None, *values)
     spread = np.quantile(samples, (0.1, 0.9)) / np.median(samples)
     return Effect(value, low, high, (float(spread[0]), float(spread[1])), *values)
+
+
+def time_effect(base: Run, changed: Run, again: Run | None = None) -> Effect | None:
+    """The effect on the time of a step; None where either wasn't timed often enough."""
+    try:
+        return effect(base, changed, again)
+    except NotTestable:
+        return None
 
 
 def interval_of(run: Run, metric: str) -> tuple[float, float, float]:

@@ -120,7 +120,7 @@ def conclude(claim: Claim, verdict: str, effects: Mapping[str, Effect], why: str
     shown = []
     for label, one in effects.items():
         unit = unit_of(claim.how.get("metric", "step_ms"))
-        text = f"{figures(one.base)} → {figures(one.changed)}{unit}, {one.percent()}"
+        text = f"{figures(one.base)} → {figures(one.changed)}{unit}, {one.text()}"
         shown.append(f"{label}: {text}" if label else text)
     if noises := [one.noise for one in effects.values() if one.noise]:
         low, high = min(low for low, _ in noises), max(high for _, high in noises)
@@ -227,6 +227,18 @@ def published_band(claim: Claim) -> tuple[float, float]:
     return max(0.0, 1 - high / 100), 1 - low / 100
 
 
+def published_ratios(claim: Claim) -> tuple[float, float] | None:
+    """The least and the most ratio, changed over base, that the article gives; None for none."""
+    form, numbers = claim.how.get("form"), claim.published
+    if claim.judge != "ratio" or form in ("steps", "shares"):
+        return None
+    if form in ("gain", "times"):
+        return numbers[1] / numbers[0], numbers[1] / numbers[0]
+    sign = 1 if claim.how["direction"] == "more" else -1
+    low, high = sorted(1 + sign * percent / 100 for percent in numbers)
+    return low, high
+
+
 def ratio(claim: Claim, runs: Runs) -> Finding:
     """The change from `base` to `changed` is the published one; see `published_band` for `form`.
 
@@ -247,7 +259,9 @@ def ratio(claim: Claim, runs: Runs) -> Finding:
     least, most = published_band(claim)
     held = [_published(one, least, most, claim.published == (0,)) for one in effects.values()]
     if form == "times":
-        wide = [inside(e.low, e.high, least / tolerance, most * tolerance) for e in effects.values()]
+        wide = [
+            inside(e.low, e.high, least / tolerance, most * tolerance) for e in effects.values()
+        ]
         held = [h if h or w is False else None for h, w in zip(held, wide, strict=True)]
     band = f"{least:.2f} to {most:.2f}" if most < math.inf else f"{least:.2f} or more"
     return conclude(claim, settle(held), effects, f"A ratio of {band} agrees with the article.")
@@ -300,7 +314,7 @@ def in_range(claim: Claim, runs: Runs) -> Finding:
 
 
 def unit_of(metric: str) -> str:
-    """" ms", " s" or " GB" where a metric's name ends so, "" for another."""
+    """ " ms", " s" or " GB" where a metric's name ends so, "" for another."""
     if metric.endswith("_per_s"):
         return ""
     return {"ms": " ms", "s": " s", "gb": " GB"}.get(metric.rpartition("_")[2], "")
@@ -362,7 +376,9 @@ def fails(claim: Claim, runs: Runs) -> Finding:
         return Finding(INCONCLUSIVE, "fails without a warning", first)
     if "control" in claim.runs and failure(run_of(claim, runs, "control")) is not None:
         return Finding(REFUTED, "fails without the cause too", first)
-    return Finding(CONFIRMED, "fails" if "control" not in claim.runs else "fails only with it", first)
+    return Finding(
+        CONFIRMED, "fails" if "control" not in claim.runs else "fails only with it", first
+    )
 
 
 def failure(run: Run) -> str | None:
@@ -403,8 +419,12 @@ def predicts(claim: Claim, runs: Runs) -> Finding:
     values = {name: number(run.metrics.get(metric)) for name, metric in how["readings"].items()}
     known = {name: value for name, value in values.items() if value is not None}
     if not known:
-        raise NotTestable(f"The run {run.run!r} recorded none of {', '.join(how['readings'].values())}.")
-    shown = ", ".join(f"{name}: {figures(v)}" if len(known) > 1 else figures(v) for name, v in known.items())
+        raise NotTestable(
+            f"The run {run.run!r} recorded none of {', '.join(how['readings'].values())}."
+        )
+    shown = ", ".join(
+        f"{name}: {figures(v)}" if len(known) > 1 else figures(v) for name, v in known.items()
+    )
     assumption = how.get("assumption", "")
     pairs = zip(claim.published, how.get("fastest", ()), strict=False)
     if beaten := [f"{a:g} against {b:g}" for a, b in pairs if a > b]:
@@ -415,7 +435,9 @@ def predicts(claim: Claim, runs: Runs) -> Finding:
         ordered = list(known.values())
         held = [ordered == sorted(ordered)]
     if len(known) < len(values) or len(set(held)) > 1:
-        return Finding(INCONCLUSIVE, f"{shown} predicted", f"It hangs on one assumption: {assumption}.")
+        return Finding(
+            INCONCLUSIVE, f"{shown} predicted", f"It hangs on one assumption: {assumption}."
+        )
     verdict = {True: AGREES, False: DISAGREES, None: INCONCLUSIVE}[held[0]]
     return Finding(verdict, f"{shown} predicted", f"Published: {claim.published_text}.")
 

@@ -96,13 +96,13 @@ def rows_of(folder: Path, executed: Sequence[Path]) -> list[Row]:
     records = [record for record in results.read_records(folder) if not results.why_unsound(record)]
     runs = results.runs_of(records)
     counts: dict[str, Counter[str]] = {}
-    for judgement in judges.judge(None, runs, {}):
+    for judgement in judges.judge_all(None, runs):
         counts.setdefault(judgement.claim.lab, Counter())[judgement.verdict] += 1
     return [_row(path, records, runs, counts) for path in executed]
 
 
 def _row(
-    path: Path, records: Sequence[Mapping[str, Any]], runs: judges.Runs, counts: Mapping[str, Any]
+    path: Path, records: Sequence[Mapping[str, Any]], runs: results.Runs, counts: Mapping[str, Any]
 ) -> Row:
     number = path.stem[:2] if re.match(r"\d\d_", path.stem) else path.stem
     mine = [run for (lab, _), run in runs.items() if lab == number]
