@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from labutils.results.claims import Claim, load_claims
 from labutils.results.claims import claim as claim_of
@@ -94,11 +95,10 @@ def judge(claim: Claim, runs: Runs, reference: Runs | None = None) -> Judgement:
         return Judgement(claim, TOLD, "", claim.note, theirs=theirs)
     if claim.reason:
         return Judgement(claim, NOT_TESTABLE, "", claim.reason, theirs=theirs)
-    hosts: dict[tuple[str, ...], list[Run]] = {}
+    hosts: dict[Any, list[Run]] = {}
     for run in runs:
         if run.lab == claim.lab:
-            parts = (run.machine.get(part) for part in ("gpu", "cpu", "cores"))
-            hosts.setdefault(tuple(map(str, parts)), []).append(run)
+            hosts.setdefault(run.host, []).append(run)
     found = [_on_host(claim, Runs(own)) for own in hosts.values()]
     answers = [one for one in found if one.verdict != NOT_TESTABLE] or found
     if not answers:

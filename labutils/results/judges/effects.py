@@ -86,12 +86,17 @@ def number(value: Any) -> float | None:
     return float(value) if math.isfinite(value) else None
 
 
+def named(tags: Mapping[str, Any]) -> str:
+    """Tags as a person reads them. A run's name may be anything."""
+    return ", ".join(f"{name} {value}" for name, value in tags.items())
+
+
 def metric_of(run: Run, metric: str) -> float:
     """One number of a run. Raises `NotTestable` where it recorded none."""
     value = number(run.metrics.get(metric))
     if value is None:
         status = "" if run.ok else f" ({run.status})"
-        raise NotTestable(f"The run {run.run!r} recorded no usable {metric}{status}.")
+        raise NotTestable(f"The run with {named(run.tags)} recorded no usable {metric}{status}.")
     return value
 
 
@@ -160,7 +165,7 @@ def _ratio(base: Run, changed: Run, metric: str) -> tuple[float, float, float]:
     for run, those in zip((base, changed), samples, strict=True):
         if len(those) < FEWEST_SAMPLES:
             raise NotTestable(
-                f"The run {run.run!r} has {len(those)} sample(s) of {metric}; an interval takes "
+                f"The run with {named(run.tags)} has {len(those)} sample(s) of {metric}; an interval takes "
                 f"{FEWEST_SAMPLES}. Type: labutils run {run.lab} --force"
             )
     if pairs := _pairs((base, changed), metric):

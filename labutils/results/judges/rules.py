@@ -14,6 +14,7 @@ from labutils.results.judges.effects import (
     effect,
     interval_of,
     metric_of,
+    named,
     number,
 )
 from labutils.results.records import Run, Runs
@@ -56,8 +57,7 @@ def run_of(claim: Claim, runs: Runs, role: str = "run") -> Run:
 def _one(claim: Claim, runs: Runs, tags: Mapping[str, Any]) -> Run:
     found = runs.one(claim.lab, **tags)
     if found is None:
-        named = ", ".join(f"{name} {value}" for name, value in tags.items())
-        raise NotTestable(f"There is no run with {named}. Type: labutils run {claim.lab}")
+        raise NotTestable(f"There is no run with {named(tags)}. Type: labutils run {claim.lab}")
     return found
 
 
@@ -76,7 +76,7 @@ def effects_of(claim: Claim, runs: Runs, ends: tuple[str, str] = ("base", "chang
     elif isinstance(changed, list):
         for tags in changed:
             own = {name: value for name, value in tags.items() if base.get(name) != value}
-            pairs[", ".join(f"{name} {value}" for name, value in own.items())] = (base, tags)
+            pairs[named(own)] = (base, tags)
     else:
         pairs[""] = (base, changed)
     found, refused = {}, []
@@ -386,7 +386,7 @@ def failure(run: Run) -> str | None:
     failed = number(run.metrics.get("failed"))
     if failed is None:
         if run.status.startswith("skipped"):
-            raise NotTestable(f"The run {run.run!r} was not made: {run.status}.")
+            raise NotTestable(f"The run with {named(run.tags)} was not made: {run.status}.")
         failed = 0 if run.ok else 1
     return str(run.metrics.get("message") or run.status) if failed else None
 
@@ -397,7 +397,7 @@ def contains(claim: Claim, runs: Runs) -> Finding:
     value = run.metrics.get(metric)
     found = list(map(str, value)) if isinstance(value, list | tuple) else [value] if value else []
     if not found:
-        raise NotTestable(f"The run {run.run!r} recorded no {metric}.")
+        raise NotTestable(f"The run with {named(run.tags)} recorded no {metric}.")
     items = claim.how["items"]
     shown = f"{found[0]} .. {found[-1]}" if len(found) > 1 else str(found[0])
     has = any(item in found for item in items)
@@ -420,7 +420,7 @@ def predicts(claim: Claim, runs: Runs) -> Finding:
     known = {name: value for name, value in values.items() if value is not None}
     if not known:
         raise NotTestable(
-            f"The run {run.run!r} recorded none of {', '.join(how['readings'].values())}."
+            f"The run with {named(run.tags)} recorded none of {', '.join(how['readings'].values())}."
         )
     shown = ", ".join(
         f"{name}: {figures(v)}" if len(known) > 1 else figures(v) for name, v in known.items()
