@@ -102,14 +102,19 @@ def metric_of(run: Run, metric: str) -> float:
 
 def samples_of(run: Run, metric: str) -> list[float]:
     """The samples behind a metric; of a rate those of its steps. [] where it was not sampled."""
-    samples = run.samples.get(metric)
     if not isinstance(run.metrics.get(metric), Mapping) and not metric.endswith(TIMES):
         return []  # a count, whatever its parts
-    if samples is None and metric == "examples_per_s" and "tokens" not in run.samples:
+    if metric == "examples_per_s" and metric not in run.samples and "tokens" not in run.samples:
         rate, step = number(run.metrics.get(metric)), number(run.metrics.get("step_ms"))
-        steps = run.samples.get("step_ms") or []
-        samples = [rate * step / ms for ms in steps if number(ms)] if rate and step else []
-    return [] if any(number(sample) is None for sample in samples or []) else list(samples or [])
+        return [rate * step / ms for ms in _numbers(run, "step_ms")] if rate and step else []
+    return _numbers(run, metric)
+
+
+def _numbers(run: Run, name: str) -> list[float]:
+    """A run's samples of that name; [] where one of them is no number."""
+    samples = run.samples.get(name)
+    values = [number(one) for one in samples] if isinstance(samples, list | tuple) else []
+    return [] if None in values else values
 
 
 def effect(base: Run, changed: Run, again: Run | None = None, metric: str = "step_ms") -> Effect:
@@ -123,7 +128,7 @@ def effect(base: Run, changed: Run, again: Run | None = None, metric: str = "ste
     value, low, high = _ratio(base, changed, metric)
     values = metric_of(base, metric), metric_of(changed, metric)
     samples = samples_of(base, metric)
-    if again is not None and "round" in base.samples and "round" in again.samples:
+    if again is not None and _numbers(base, "round") and _numbers(again, "round"):
         return Effect(value, low, high, _ratio(base, again, metric)[1:], *values, again=True)
     if len(samples) < FEWEST_SAMPLES or _pairs((base, changed), metric):
         return Effect(value, low, high, None, *values)
@@ -181,8 +186,8 @@ def _pairs(runs: Sequence[Run], metric: str) -> list[tuple[float, float]]:
     in their tokens. [] where too few do.
     """
     samples = [samples_of(run, metric) for run in runs]
-    rounds = [run.samples.get("round") or [] for run in runs]
-    taken = [run.samples.get("useful_tokens") or [] for run in runs]
+    rounds = [_numbers(run, "round") for run in runs]
+    taken = [_numbers(run, "useful_tokens") for run in runs]
     pairs = []
     if all(len(of) == len(those) > 0 for of, those in zip(rounds, samples, strict=True)):
         first, second = (_by_round(those, of) for those, of in zip(samples, rounds, strict=True))

@@ -235,8 +235,8 @@ def published_ratios(claim: Claim) -> tuple[float, float] | None:
     if form in ("gain", "times"):
         return numbers[1] / numbers[0], numbers[1] / numbers[0]
     sign = 1 if claim.how["direction"] == "more" else -1
-    low, high = sorted(1 + sign * percent / 100 for percent in numbers)
-    return low, high
+    ratios = [1 + sign * percent / 100 for percent in numbers]
+    return min(ratios), max(ratios)
 
 
 def ratio(claim: Claim, runs: Runs) -> Finding:
