@@ -208,9 +208,9 @@ def _add_handouts(commands: argparse._SubParsersAction) -> None:
 def _add_diagnose(commands: argparse._SubParsersAction) -> None:
     diagnose = commands.add_parser(
         "diagnose",
-        help="where a training step's time goes, and which fixes pay: of any PyTorch script, a trace or a run",
+        help="where a training step's time goes, and which fixes pay: of any PyTorch script, or a trace",
         usage="labutils diagnose [options] -- python train.py ...\n"
-        "       labutils diagnose [options] --trace FILE | --run NAME [--results DIR]",
+        "       labutils diagnose [options] --trace FILE",
         description="Run a training script as it is for a few optimizer steps, and rank what would make it faster, "
         "each fix with the gain that is predicted for it and why. It ends after those steps unless "
         "it is to go on.",
@@ -219,12 +219,6 @@ def _add_diagnose(commands: argparse._SubParsersAction) -> None:
     diagnose.add_argument("command", nargs="*", help=argparse.SUPPRESS)
     diagnose.add_argument(
         "--trace", type=Path, metavar="FILE", help="a torch.profiler trace (*.json, *.json.gz)"
-    )
-    diagnose.add_argument(
-        "--run", metavar="NAME", help='a run on record: "04/stock", or "stock" where one lab has it'
-    )
-    diagnose.add_argument(
-        "--results", type=_folder, metavar="DIR", help="another set of results than the newest"
     )
     diagnose.add_argument(
         "--warmup",
@@ -342,26 +336,12 @@ def _handouts(options: argparse.Namespace) -> int:
 
 
 def _diagnose(options: argparse.Namespace) -> int:
-    from labutils.results import report
     from labutils.tools.diagnose import command
     from labutils.tools.diagnose.script import Stages
 
-    if options.results is not None and options.run is None:
-        print(
-            "labutils diagnose: --results is where a run lies; name the run with --run NAME",
-            file=sys.stderr,
-        )
-        return WRONG_USAGE
-    try:
-        files = report.result_files(options.results) if options.run is not None else []
-    except (ValueError, OSError) as error:
-        print(f"labutils diagnose: {error}", file=sys.stderr)
-        return WRONG_USAGE
     return command.main(
         options.command,
         options.trace,
-        options.run,
-        files,
         Stages(options.warmup, options.timed, options.steps),
         options.keep_going,
         options.folder,

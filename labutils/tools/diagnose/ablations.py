@@ -33,9 +33,9 @@ from labutils.profiling import hardware
 from labutils.profiling.trace import profile
 from labutils.recipe import STOCK, Recipe
 from labutils.results.records import Run
-from labutils.tools.diagnose import Diagnosis, Fix, diagnose, telling
-from labutils.tools.diagnose.recorded import Recorded
+from labutils.tools.diagnose import Diagnosis, Fix, diagnose, report
 from labutils.tools.diagnose.sources import of_recipe
+from labutils.tools.diagnose.trace_pieces import PieceTrace
 from labutils.training import Benchmark, Trainer
 from labutils.training.benchmark import ROUNDS
 from labutils.training.memory_run import make_room
@@ -210,9 +210,9 @@ def _evidence(bench: Benchmark, run: Run, traced: int, folder: Path | None) -> A
             with_stack=False,
             wait=wait,
             with_shapes=True,
-            kind=Recorded,
+            kind=PieceTrace,
         )
-    assert isinstance(trace, Recorded)
+    assert isinstance(trace, PieceTrace)
     return of_recipe(run, trace, from_idle)
 
 
@@ -339,7 +339,7 @@ def on_record(ablated: Ablated) -> Run:
         for row in ablated.rows
     }
     return Run(
-        "", "", metrics=ablated.metrics() | {"told": telling.text(ablated.diagnosis), "each": each}
+        "", "", metrics=ablated.metrics() | {"told": report.text(ablated.diagnosis), "each": each}
     )
 
 

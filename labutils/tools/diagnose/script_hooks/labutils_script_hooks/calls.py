@@ -8,11 +8,12 @@ the disk, isn't slowed at all.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
@@ -61,14 +62,13 @@ WAITS = {"synchronize", "_cuda_synchronize"}
 
 
 class Calls:
-    """Between `resume()` and `pause()`, gathers `found`: (kind, "file:line", what) -> [times,
-    milliseconds].
+    """Between `resume()` and `pause()`, gathers `totals`: (kind, "file:line", what) -> [times, ms].
 
     kind: "write", "read" or "to". The line is the innermost of the script's own code.
     """
 
     def __init__(self) -> None:
-        self.found: dict[tuple[str, str, str], list[float]] = {}
+        self.totals: dict[tuple[str, str, str], list[float]] = {}
         self.told = 0
         self.open: list[tuple[Any, tuple[str, str, str], float, int, float]] = []
         self.reading_ms = 0.0
@@ -81,6 +81,26 @@ class Calls:
         if sys.getprofile() == self._told:
             sys.setprofile(None)
         self.open.clear()
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """No call is watched meanwhile. Another profiler, such as cProfile, is left alone."""
+        watching = sys.getprofile() == self._told
+        if watching:
+            sys.setprofile(None)
+        try:
+            yield
+        finally:
+            if watching:
+                sys.setprofile(self._told)
+
+    def rows(self, steps: int) -> list[dict[str, Any]]:
+        """The totals as rows: `kind`, `place`, `what`, times `per_step` and `ms` a step."""
+        names = ("kind", "place", "what", "per_step", "ms")
+        return [
+            dict(zip(names, (*key, times / steps, ms / steps), strict=True))
+            for key, (times, ms) in self.totals.items()
+        ]
 
     def _told(self, frame: FrameType, event: str, argument: Any) -> None:
         self.told += 1
@@ -121,7 +141,7 @@ class Calls:
             ms -= (
                 self.reading_ms - read_ms
             )  # a loss read in order to be written is a wait, and no writing
-        row = self.found.setdefault(key, [0, 0.0])
+        row = self.totals.setdefault(key, [0, 0.0])
         row[0] += 1
         row[1] += max(0.0, ms)
 
@@ -188,7 +208,7 @@ def is_own(file: str) -> bool:
         "site-packages" in file
         or "dist-packages" in file
         or file.startswith(("<", os.path.dirname(os.__file__)))
-        or "/labutils_inside/" in file
+        or "/labutils_script_hooks/" in file
     )
 
 

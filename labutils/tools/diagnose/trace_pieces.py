@@ -44,7 +44,7 @@ _UPDATE = "Optimizer.step#"
 _NODE = "autograd::engine::evaluate_function"
 
 
-class Recorded(Trace):
+class PieceTrace(Trace):
     """A trace that also keeps what a diagnosis needs: products' types, kernels' grids, the GPU's
     name.
     """
@@ -248,7 +248,7 @@ def _product_of(operator: Slice, types: Any) -> tuple[Product | None, str]:
     ), dtype
 
 
-def queue_of(trace: Recorded, data_ms: float | None = None, log_ms: float = 0.0) -> Queue:
+def queue_of(trace: PieceTrace, data_ms: float | None = None, log_ms: float = 0.0) -> Queue:
     """The traced steps as a queue, the host's time as traced.
 
     data_ms, log_ms: what a step waits for data and takes to write logs, timed without the profiler;

@@ -7,7 +7,7 @@ from typing import Any
 
 
 def tensors_in(batch: Any) -> Iterator[tuple[str, Any]]:
-    """(name, tensor) of a batch in any of the usual nestings; the name is "" where there is none."""
+    """(name, tensor) of a batch in any of the usual nestings; "" where there is no name."""
     if isinstance(batch, Mapping):
         for name, value in batch.items():
             yield from ((inner or str(name), tensor) for inner, tensor in tensors_in(value))
