@@ -12,7 +12,7 @@ from pathlib import Path
 
 from jupyterlab_server.workspaces_handler import WorkspacesManager
 
-from labutils.profiling.hardware import host
+from labutils.profiling import machine
 
 HERE = Path(__file__).resolve().parent
 WORKSPACE = "course"
@@ -86,7 +86,7 @@ warnings.filterwarnings(
 # The status bar: CPU and memory of the server and its kernels, out of the memory of this machine or
 # container.
 c.ResourceUseDisplay.track_cpu_percent = True
-c.ResourceUseDisplay.mem_limit = int((host.ram_gb() or 0) * 1e9)
+c.ResourceUseDisplay.mem_limit = int((machine.ram_gb() or 0) * 1e9)
 # Its figures for Prometheus would stop the server for 50 ms a process each second, DataLoader
 # workers included.
 c.ResourceUseDisplay.enable_prometheus_metrics = False

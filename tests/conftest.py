@@ -68,7 +68,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return
-    from labutils.profiling.hardware import cuda
+    from labutils.profiling import cuda
 
     if not cuda.available():
         for item in marked:

@@ -26,7 +26,9 @@ def modules() -> dict[str, Path]:
     """Dotted name -> file of every module, without what runs inside strangers' scripts."""
     files = (path for path in HOUSE.rglob("*.py") if "script_hooks" not in path.parts)
     return {
-        ".".join(path.relative_to(HOUSE.parent).with_suffix("").parts).removesuffix(".__init__"): path
+        ".".join(path.relative_to(HOUSE.parent).with_suffix("").parts).removesuffix(
+            ".__init__"
+        ): path
         for path in files
     }
 
@@ -45,7 +47,11 @@ def imports(path: Path, known: dict[str, Path]) -> set[str]:
 
 def test_the_package_has_twelve_entries():
     there = subprocess.run(
-        ["git", "ls-files", "labutils"], cwd=HOUSE.parent, capture_output=True, text=True, check=True
+        ["git", "ls-files", "labutils"],
+        cwd=HOUSE.parent,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     entries = {line.split("/")[1] for line in there.stdout.splitlines()}
     assert entries == FLOOR.keys() - {"cli", "recipe"} | {"__init__.py", "cli.py", "recipe.py"}
@@ -76,4 +82,6 @@ def test_no_module_imports_itself_in_a_circle():
 def test_every_room_says_what_it_is_for():
     for room in FLOOR.keys() - {"cli", "recipe"}:
         text = ast.get_docstring(ast.parse((HOUSE / room / "__init__.py").read_text("utf-8")))
-        assert text and "import" in text, f"labutils/{room} doesn't say what it is for and may import"
+        assert text and "import" in text, (
+            f"labutils/{room} doesn't say what it is for and may import"
+        )

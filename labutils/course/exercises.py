@@ -21,7 +21,7 @@ from statistics import median
 from typing import Any
 
 from labutils.course.answers import ANSWERS, Answer
-from labutils.profiling.hardware import cuda
+from labutils.profiling import cuda
 
 LOOKS = (9, 15, 25, 41)
 """Rounds after which a timing is looked at: it ends when it is decided."""

@@ -29,7 +29,8 @@ from pathlib import Path
 from typing import Any
 
 from labutils.course import parameters, tables
-from labutils.profiling import hardware
+from labutils.profiling import cuda
+from labutils.profiling.machine import default_device, machine_facts, meant_for, scale_for
 from labutils.recipe import Recipe, is_finite
 from labutils.results import records
 from labutils.results.records import Run
@@ -179,9 +180,9 @@ class Lab:
         self.number = number
         self._in_batch = in_batch
         self.opened_with: tuple[str, dict[str, Any], Any] | None = None
-        self.machine = hardware.machine()
-        self.device = hardware.device()
-        self.fitting_scale = hardware.scale_for(self.machine, number)
+        self.machine = machine_facts()
+        self.device = default_device()
+        self.fitting_scale = scale_for(self.machine, number)
         if values.get("scale", "auto") == "auto":
             values = values | {"scale": self.fitting_scale}
         self.parameters = values
@@ -211,7 +212,7 @@ class Lab:
         if parameters.SCALES.index(self.scale) > parameters.SCALES.index(self.fitting_scale):
             lines.append(
                 f"The scale {self.scale} is meant for "
-                f"{hardware.meant_for(self.scale, self.number)}; "
+                f"{meant_for(self.scale, self.number)}; "
                 f"{self.fitting_scale} fits this machine, so expect long waits or failures."
             )
         if beside := records.told(records.BESIDE):
@@ -428,7 +429,7 @@ class Lab:
         with contextlib.suppress(
             RuntimeError
         ):  # a GPU that broke fails at this, too, and not all of a lab needs it
-            hardware.cuda.empty_cache()
+            cuda.empty_cache()
         self._keep_failure(reference or what, status)
         self.show(f"**{what}: not on this machine.** {explain(status)}")
         if instead:

@@ -1,3 +1,4 @@
-"""What training reads: captioned images, the tokenizer, the DataLoader, and the shared memory its
-workers need.
+"""What training reads: images, texts, tokenizers, packed rows, and the loader that hands them over.
+
+It may import profiling, and none of layers, workloads or what stands above them.
 """

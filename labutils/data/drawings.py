@@ -23,7 +23,7 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageFilter
 
 from labutils.data.files import cache_folder, whole_file, write_whole
-from labutils.profiling.hardware import usable_cores
+from labutils.profiling.machine import usable_cores
 
 SIDE = 1080
 """Pixels along each side of a drawn image."""

@@ -28,7 +28,7 @@ from PIL import Image, ImageDraw, ImageFilter
 
 from labutils.data.files import cache_folder, write_whole
 from labutils.data.hub import hub_dataset
-from labutils.profiling.hardware import usable_cores
+from labutils.profiling.machine import usable_cores
 
 if TYPE_CHECKING:
     import datasets

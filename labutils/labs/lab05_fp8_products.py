@@ -1,7 +1,7 @@
 """What low-bit layers cost: products in BF16 and FP8 over sizes, and the bytes and time of each
 kind of frozen layer.
 
-The products are put through `labutils.profiling.hardware.measure_operation`: inputs that no cache
+The products are put through `labutils.profiling.operations.measure_operation`: inputs that no cache
 holds, the GPU's time alone (replayed from a CUDA graph) beside the time as called from Python.
 """
 
@@ -24,7 +24,8 @@ from labutils.layers.quantization.fp8_linear import (
     quantise_rows,
 )
 from labutils.layers.quantization.fp8_math import E4M3, amax, scale_for
-from labutils.profiling.hardware import Operation, Timing, cuda, measure_operation
+from labutils.profiling import cuda
+from labutils.profiling.operations import Operation, Timing, measure_operation
 from labutils.recipe import Unavailable
 
 BF16 = "BF16"

@@ -36,7 +36,8 @@ from labutils.layers.quantization.convert import (
     forward_context,
     frozen_linears,
 )
-from labutils.profiling import hardware
+from labutils.profiling import cuda
+from labutils.profiling.machine import usable_cores
 from labutils.profiling.recompilation import Compilation
 from labutils.recipe import Recipe, Unavailable
 from labutils.results.records import Run, status_of, summarise
@@ -128,7 +129,7 @@ def _first_step_of(workload: Workload, recipe: Recipe, name: str) -> Run:
     except Exception as error:
         run.status = status_of(error)
     gc.collect()  # outside the except block, which holds the frames, and these the tensors
-    hardware.cuda.empty_cache()
+    cuda.empty_cache()
     return run
 
 
@@ -159,7 +160,7 @@ def load_libraries(device: str) -> None:
     train(workload, A2_BASE, steps=1, warmup=0)
     if device == "cuda":
         train(workload, A2_BASE.but(compile="default", compile_scope="blocks"), steps=1, warmup=0)
-        hardware.cuda.empty_cache()
+        cuda.empty_cache()
 
 
 HEAD = (
@@ -501,16 +502,16 @@ def replay(trainer: Trainer, batches: Sequence[Batch], passes: int = 3) -> Run:
 
     def one_pass(over: Sequence[Batch], steps: int) -> float:
         feed = itertools.cycle(over)
-        hardware.cuda.synchronize()
+        cuda.synchronize()
         began = time.perf_counter()
         for _ in range(steps):
             trainer.step(feed)
-        hardware.cuda.synchronize()
+        cuda.synchronize()
         return 1e6 * (time.perf_counter() - began) / (steps * tokens)
 
     distinct = list({id(batch): batch for batch in batches}.values())
     one_pass(distinct, 2 * len(distinct))  # the second length has the compiler write code for any
-    hardware.cuda.reset_peak_memory()
+    cuda.reset_peak_memory()
     with Compilation() as late:
         samples = [one_pass(batches, steps) for _ in range(passes)]
     run = Run(
@@ -523,7 +524,7 @@ def replay(trainer: Trainer, batches: Sequence[Batch], passes: int = 3) -> Run:
     run.samples["ms_per_1k_tokens"] = samples
     run.metrics = {"ms_per_1k_tokens": summarise(samples), "tokens": tokens}
     run.metrics |= {"recompilations": late.recompilations, "given_up": len(late.given_up)}
-    if peak := hardware.cuda.peak_memory():
+    if peak := cuda.peak_memory():
         run.metrics["peak_allocated_gb"] = peak[0]
     return run
 
@@ -820,7 +821,7 @@ def losses_over_seeds(
         own = altered(workload, changes[name]) if name in (changes or {}) else workload
         runs[f"loss {name}"] = _over_seeds(own, recipe, name, seeds, steps, photographs)
         gc.collect()  # a trainer's modules refer to each other
-        hardware.cuda.empty_cache()
+        cuda.empty_cache()
     return runs
 
 
@@ -902,7 +903,7 @@ class _Photographs:
         return [example for at, example in enumerate(every) if at % HELD_OUT], held_out
 
     def _decoded(self, recipe: Recipe) -> list[dict[str, Any]]:
-        workers = min(8, hardware.usable_cores() - 1) if self.workload.device.type == "cuda" else 0
+        workers = min(8, usable_cores() - 1) if self.workload.device.type == "cuda" else 0
         examples = self.workload.dataset(None, recipe)
         return [
             example

@@ -34,7 +34,7 @@ from labutils.layers.lora import (
 from labutils.layers.quantization import nf4_math
 from labutils.layers.quantization.convert import convert_base
 from labutils.layers.quantization.fp8_math import relative_error
-from labutils.profiling import hardware
+from labutils.profiling import cuda
 from labutils.profiling.live_tensors import LiveTensors
 from labutils.profiling.trace import profile
 from labutils.recipe import Recipe
@@ -459,10 +459,10 @@ class Filled:
             with LiveTensors([*model.parameters(), *model.buffers()]) as live:
                 self.trainer.step(fed)
             return (weight_bytes(model) + live.peak) / 1e9
-        hardware.cuda.reset_peak_memory()
+        cuda.reset_peak_memory()
         self.trainer.step(fed)
-        hardware.cuda.synchronize()
-        return hardware.cuda.peak_memory()[0]
+        cuda.synchronize()
+        return cuda.peak_memory()[0]
 
     def fits(self, batch: int) -> bool:
         """Whether one optimizer step on `batch` examples runs."""
@@ -477,7 +477,7 @@ class Filled:
         for parameter in self.trainer.parameters:
             parameter.grad = None
         gc.collect()
-        hardware.cuda.empty_cache()
+        cuda.empty_cache()
         return False
 
     def __enter__(self) -> Filled:

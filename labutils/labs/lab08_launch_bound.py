@@ -31,10 +31,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from labutils.labs.ladders import A3_BASE
-from labutils.profiling import hardware
 from labutils.profiling.energy import Energy
-from labutils.profiling.hardware import Spec
+from labutils.profiling.gpu_specs import Spec, spec_of
 from labutils.profiling.host_delay import SlowerHost
+from labutils.profiling.machine import default_device, machine_facts
 from labutils.profiling.step_model import (
     Host,
     Law,
@@ -228,7 +228,7 @@ class OnOneBatch:
         """
         with tempfile.TemporaryDirectory(prefix="labutils-") as folder:
             return profile(
-                self, steps, folder, with_stack=False, with_shapes=hardware.device() == "cuda"
+                self, steps, folder, with_stack=False, with_shapes=default_device() == "cuda"
             )
 
     @property
@@ -344,9 +344,9 @@ def foretell_and_measure(
     one by one. From it the step is foretold without its own trace, as if they came in one launch
     (`unseen_ms`, and `unseen_off` by how much of the measurement that is off).
     """
-    trainer, on_gpu = there.trainer, hardware.device() == "cuda"
-    one = there.warmed(WARM_MS[hardware.device()])
-    steps = max(steps, math.ceil(WATCH_MS[hardware.device()] / one))
+    trainer, on_gpu = there.trainer, default_device() == "cuda"
+    one = there.warmed(WARM_MS[default_device()])
+    steps = max(steps, math.ceil(WATCH_MS[default_device()] / one))
     trace = there.traced(traced)
     program, work = Program.of(trace), there.work
     run = Run(
@@ -415,7 +415,7 @@ def _counted(program: Program, host: Host, work: Work) -> dict[str, float]:
 
 def _reached(program: Program, work: Work, recipe: Recipe) -> dict[str, float]:
     """The share of the data sheet's roofline that the step's FLOPs reach while kernels run."""
-    card = hardware.spec_of(hardware.machine())
+    card = spec_of(machine_facts())
     if card is None or recipe.precision not in card.dense:
         return {}
     rate = attainable(card, recipe.precision, work.flops / work.bytes)

@@ -29,7 +29,7 @@ from torch.utils.data import Dataset
 
 from labutils.data.files import whole_file
 from labutils.data.images import normalize, random_crop, resize, to_tensor
-from labutils.profiling.hardware import usable_cores
+from labutils.profiling.machine import usable_cores
 from labutils.recipe import Unavailable
 from labutils.training.processes import READY, Child
 

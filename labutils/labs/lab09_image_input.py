@@ -22,8 +22,8 @@ from torch.utils.data import Dataset
 from labutils.data import drawings
 from labutils.data.tokenizers import clip_tokenizer
 from labutils.labs.lab09_image_formats import FormatDataset, cold_read_ms, formats, kept_as, read_ms
+from labutils.profiling.cuda import timed
 from labutils.profiling.dataloader_model import Pipeline
-from labutils.profiling.hardware.cuda import timed
 from labutils.recipe import Recipe
 from labutils.results.records import Run, summarise
 from labutils.training import Benchmark

@@ -30,7 +30,8 @@ from torch import Tensor, nn
 
 from labutils.labs.ladders import A2_BASE, A3_BASE
 from labutils.layers.quantization.nf4_math import BLOCK, doubled_constant_bits
-from labutils.profiling import hardware
+from labutils.profiling import cuda
+from labutils.profiling.machine import usable_cores
 from labutils.profiling.memory_timeline import (
     KINDS,
     AllocatorRecord,
@@ -115,7 +116,7 @@ def predict_ahead(workloads: Iterable[tuple[Workload, Recipe]], on: str = "") ->
     Each is one core's work. Where cores are few nothing is begun: `predicted` will do it in its
     time. Call `end_ahead` before anything is timed that the host has a part in.
     """
-    if hardware.usable_cores() < PROCESSES * CORES_EACH:
+    if usable_cores() < PROCESSES * CORES_EACH:
         return
     pool = _pools[0] if _pools else ProcessPoolExecutor(PROCESSES, get_context("spawn"))
     _pools[:] = [pool]
@@ -322,9 +323,9 @@ def recorded(workload: Workload, recipe: Recipe, settle: int = 2) -> Recorded:
     recipe = recipe.but(driver="eager", logging="ring-buffer")
     # what an earlier trainer left in circles of references would be taken for what others hold
     gc.collect()
-    before = hardware.cuda.allocated_memory()
+    before = cuda.allocated_memory()
     with Trainer(workload, recipe) as trainer:
-        built = hardware.cuda.allocated_memory()
+        built = cuda.allocated_memory()
         trainer.run(settle)  # the moments are there from the first step on, workspaces soon after
         batches = iter(
             [
@@ -339,10 +340,10 @@ def recorded(workload: Workload, recipe: Recipe, settle: int = 2) -> Recorded:
         # with them.
         held = bytes_of(tensors_of(trainer.model)) / GB
         foreign = before - max(0.0, held - (built - before))
-        hardware.cuda.empty_cache()
-        hardware.cuda.reset_peak_memory()
+        cuda.empty_cache()
+        cuda.reset_peak_memory()
         memory = _recorded_step(trainer, batches, AllocatorRecord(), foreign)
-        return Recorded(memory, *(peak - foreign for peak in hardware.cuda.peak_memory()))
+        return Recorded(memory, *(peak - foreign for peak in cuda.peak_memory()))
 
 
 def _on(batch: Batch, device: torch.device) -> Batch:
@@ -606,7 +607,7 @@ class Fed:
         """Give this process so many GB, everything that it holds included; None: all there is."""
         self.limit_gb = gb
         if self.on_gpu:
-            hardware.cuda.empty_cache()
+            cuda.empty_cache()
             total = torch.cuda.get_device_properties(0).total_memory / GB
             torch.cuda.set_per_process_memory_fraction(min(1.0, gb / total) if gb else 1.0)
 
@@ -616,10 +617,10 @@ class Fed:
             worst_batch(self.workload, self.recipe.but(micro_batch=examples)), self.workload.device
         )
         if self.on_gpu:
-            hardware.cuda.reset_peak_memory()
+            cuda.reset_peak_memory()
             self.trainer.step(iter([batch]))
-            hardware.cuda.synchronize()
-            return hardware.cuda.peak_memory()[0]
+            cuda.synchronize()
+            return cuda.peak_memory()[0]
         known = _standing(self.trainer)
         limit = float("inf") if self.limit_gb is None else self.limit_gb * GB
         self.ledger = Limited([*known, *batch.values()], bytes_of(known), limit)
@@ -652,12 +653,12 @@ class Fed:
         for parameter in self.trainer.parameters:
             parameter.grad = None
         gc.collect()
-        hardware.cuda.empty_cache()
+        cuda.empty_cache()
 
     def held_gb(self) -> float:
         """GB that tensors hold now, the model's included."""
         if self.on_gpu:
-            return hardware.cuda.allocated_memory()
+            return cuda.allocated_memory()
         return (bytes_of(_standing(self.trainer)) + (self.ledger.now if self.ledger else 0)) / GB
 
     def close(self) -> None:

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from labutils.labs.ladders import distinct_on
 from labutils.layers.cuda_graph import float32_rounded
 from labutils.layers.quantization.fp8_math import relative_error
-from labutils.profiling import hardware
+from labutils.profiling import cuda
 from labutils.recipe import Recipe
 from labutils.results.judges.effects import in_words, time_effect
 from labutils.results.records import REPOSITORY, Run, status_of, summarise
@@ -403,7 +403,7 @@ def optimizer_costs(scale: str, device: str, kinds: Sequence[str] = KINDS) -> di
             [(p.detach() - s).flatten() for p, s in zip(parameters, start, strict=True)]
         )
         exact = moved if exact is None else exact
-        run.samples["step_ms"] = hardware.cuda.timed(optimizer.step, budget_s=0.3)
+        run.samples["step_ms"] = cuda.timed(optimizer.step, budget_s=0.3)
         state = (value for entry in optimizer.state.values() for value in entry.values())
         held = sum(
             value.nbytes for value in state if isinstance(value, Tensor) and value.numel() > 1

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from labutils.profiling import hardware
+from labutils.profiling import cuda
 from labutils.recipe import Unavailable
 from labutils.results.records import Run, summarise
 
@@ -139,11 +139,11 @@ def growth_run() -> Run:
     """What a process that adds up a million numbers takes of the GPU, `plain_gb`, and `growing_gb`
     with memory growth; `takes_less`: 1 if that is less. Raises `Unavailable` without a GPU that
     both libraries see."""
-    if not hardware.cuda.available():
+    if not cuda.available():
         raise Unavailable("memory growth is about a GPU's memory, and there is no GPU here")
     taken = {}
     for name, flag in (("plain_gb", "0"), ("growing_gb", "1")):
-        before = hardware.cuda.free_memory()
+        before = cuda.free_memory()
         child = subprocess.Popen(
             [sys.executable, "-c", _CHILD, flag],
             stdin=subprocess.PIPE,
@@ -154,7 +154,7 @@ def growth_run() -> Run:
             line = child.stdout.readline().split()
             if not line or line[0] == "0":
                 raise Unavailable("this TensorFlow sees no GPU: it needs a build with CUDA")
-            taken[name] = before - hardware.cuda.free_memory()
+            taken[name] = before - cuda.free_memory()
         finally:
             child.stdin.close()
             child.stdout.close()

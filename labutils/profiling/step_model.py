@@ -32,7 +32,8 @@ import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from labutils.profiling.hardware import Roofline, Spec
+from labutils.profiling.gpu_specs import Spec
+from labutils.profiling.roofline import Roofline
 from labutils.profiling.trace import Given, Trace
 
 QUEUE = 1024

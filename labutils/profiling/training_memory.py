@@ -22,7 +22,7 @@ from torch.autograd import Variable
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
-from labutils.profiling.hardware import cuda
+from labutils.profiling import cuda
 
 PARTS = ("weights", "gradients", "optimizer", "activations")
 

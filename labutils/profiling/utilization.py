@@ -16,7 +16,7 @@ from __future__ import annotations
 import os
 from typing import Any, Self
 
-from labutils.profiling import hardware
+from labutils.profiling.machine import default_device, usable_cores
 from labutils.profiling.sampling import Reading, Sampler
 
 GB = 10**9
@@ -94,7 +94,7 @@ class _CpuReader:
     def __init__(self) -> None:
         import psutil
 
-        self._cores = hardware.usable_cores()
+        self._cores = usable_cores()
         self._processes = {os.getpid(): psutil.Process()}
         self.read()  # psutil counts from the first call on, which itself returns 0
 
@@ -124,7 +124,7 @@ def gpu_device() -> Any:
     nvitop is not even asked where PyTorch sees no GPU: without a driver it prints several lines of
     advice.
     """
-    if hardware.device() != "cuda":
+    if default_device() != "cuda":
         return None
     try:
         import nvitop

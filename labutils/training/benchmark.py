@@ -20,7 +20,10 @@ from typing import Any
 from tqdm import tqdm
 
 from labutils.layers.quantization.convert import PRODUCTS
-from labutils.profiling import hardware
+from labutils.profiling import cuda
+from labutils.profiling.gpu_specs import spec_of
+from labutils.profiling.machine import machine_facts
+from labutils.profiling.probe import measured_roofline, probe_machine
 from labutils.profiling.step_timer import StepClock, StepTimes
 from labutils.profiling.trace import Trace, profile
 from labutils.profiling.utilization import Utilization
@@ -130,7 +133,7 @@ class Benchmark:
         self.failed: dict[str, str] = {}
         self.known: dict[str, Recipe] = {}
         self.stack = ExitStack()
-        hardware.probe()  # now, while nothing else is on the device
+        probe_machine()  # now, while nothing else is on the device
 
     def compare(
         self, recipes: Mapping[str, Recipe], steps: int = 5, rounds: int = ROUNDS
@@ -251,7 +254,7 @@ class Benchmark:
         # tensors.
         self._end(name)
         gc.collect()  # a trainer's modules and hooks refer to each other
-        hardware.cuda.empty_cache()
+        cuda.empty_cache()
 
     def _end(self, name: str) -> None:
         """End a recipe's trainer and forget it. What goes wrong in that is no news: its runs have
@@ -307,16 +310,16 @@ class Candidate:
         self.after_step = after_step
         self.same_batches = same_batches
         gc.collect()  # what earlier trainers left in cycles would be counted as held by others
-        before = hardware.cuda.allocated_memory()
+        before = cuda.allocated_memory()
         self.trainer = Trainer(workload, recipe)
-        built = hardware.cuda.allocated_memory()
-        hardware.cuda.reset_peak_memory()  # from here on it is training's, and not building's
+        built = cuda.allocated_memory()
+        cuda.reset_peak_memory()  # from here on it is training's, and not building's
         try:
             self.first_step_s = self._first_step()
             if meet is not None:
                 meet(self.trainer)
-                hardware.cuda.empty_cache()
-                hardware.cuda.reset_peak_memory()
+                cuda.empty_cache()
+                cuda.reset_peak_memory()
             warm = measure(self.trainer, warmup, after_step)
         except BaseException:
             self.trainer.close()
@@ -332,7 +335,7 @@ class Candidate:
     def _first_step(self) -> float:
         began = time.perf_counter()
         self.trainer.step()
-        hardware.cuda.synchronize()
+        cuda.synchronize()
         seconds = time.perf_counter() - began
         if self.after_step is not None:
             self.after_step(self.trainer)
@@ -341,7 +344,7 @@ class Candidate:
     def _peak_memory(self, before: float | None, built: float | None) -> dict[str, float]:
         """This trainer's own peak, in GB: what others held `before` is taken off, the weights it
         shares with them aren't."""
-        peak = hardware.cuda.peak_memory()
+        peak = cuda.peak_memory()
         if peak is None or before is None or built is None:
             return {}
         model = self.trainer.model
@@ -505,13 +508,13 @@ def _against_the_hardware(
     """
     tflops = work.flops / step_ms / 1e9
     multiplied = _multiplied_as(recipe)
-    roofline = hardware.measured_roofline(multiplied)
+    roofline = measured_roofline(multiplied)
     found = {
         "tflops": tflops,
         "floor_ms": roofline.floor_ms(work.flops, work.bytes),
         "flops_per_step": work.flops,
     }
-    spec = hardware.spec_of(hardware.machine())
+    spec = spec_of(machine_facts())
     if (
         workload.device.type == "cuda"
         and spec
@@ -526,7 +529,7 @@ def _multiplied_as(recipe: Recipe) -> str:
     none.
     """
     found = PRODUCTS.get(recipe.base_linear)
-    return found if found and hardware.probe(f"tflops_{found}").rate(found) else recipe.precision
+    return found if found and probe_machine(f"tflops_{found}").rate(found) else recipe.precision
 
 
 def _of_varying_steps(workload: Workload, recipe: Recipe, times: StepTimes) -> dict[str, float]:

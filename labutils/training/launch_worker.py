@@ -178,7 +178,7 @@ def when_terminated(act: Callable[[], None]) -> None:
 
 def do(job: Job, word: RankStatus, resume: bool = False) -> None:
     """Meet the others, do all tasks, leave."""
-    from labutils.profiling import hardware
+    from labutils.profiling import cuda
     from labutils.training import distributed
 
     if int(os.environ["WORLD_SIZE"]) > 1:
@@ -188,7 +188,7 @@ def do(job: Job, word: RankStatus, resume: bool = False) -> None:
         word.say(state="training", doing=task.name, step=0)
         task = replace(task, resume=task.resume or resume)
         gc.collect()  # a trainer that has ended goes at once, not somewhere in the next one's steps
-        hardware.cuda.empty_cache()
+        cuda.empty_cache()
         if task.alone:
             if me.rank == 0:
                 with distributed.by_itself():

@@ -26,7 +26,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from labutils.profiling import hardware
+from labutils.profiling import cuda
+from labutils.profiling.machine import usable_cores
 from labutils.recipe import Unavailable
 from labutils.results.records import REPOSITORY, Run, runs_of
 from labutils.training.launch_worker import JOB, RUNS, Job, Task, said_of
@@ -150,7 +151,7 @@ def rank_variables(ranks: int, device: str) -> dict[str, str]:
     Left alone, every rank would start a thread a core for each operation. (torchrun sets 1 where
     nothing is set.)
     """
-    threads = str(max(1, hardware.usable_cores() // ranks))
+    threads = str(max(1, usable_cores() // ranks))
     shown = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(ranks)))
     gpus = ",".join(shown.split(",")[:ranks]) if device == "cuda" else ""
     return {
@@ -163,7 +164,7 @@ def rank_variables(ranks: int, device: str) -> dict[str, str]:
 
 def gpu_count() -> int:
     """GPUs that a launch may use."""
-    return hardware.cuda.count()
+    return cuda.count()
 
 
 def _check(tasks: Sequence[Task], ranks: int, device: str, port: int | None) -> None:

@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from labutils.profiling import hardware
-from labutils.profiling.hardware import cuda
+from labutils.profiling import cuda
 from labutils.recipe import Recipe
 from labutils.results.records import Run
 from labutils.training.benchmark import Meet, steps_to_drain, train
@@ -54,7 +53,7 @@ def followed(
     workload.collate(recipe)  # so that texts are made before the clock starts
     make_room(workload)
     logs: list[MemoryLog] = []
-    warm_up = WARM_UP if hardware.cuda.available() else 1  # without a GPU nothing is compiled here
+    warm_up = WARM_UP if cuda.available() else 1  # without a GPU nothing is compiled here
     logged = 1 + warm_up + steps_to_drain(recipe) + steps
 
     def begin(model: nn.Module) -> None:
@@ -63,7 +62,7 @@ def followed(
             # what was replaced is kept for trainers to come, and would count as this one's
             workload.release_weights()
         # so would, as reserved, the 16-bit weights that low-bit ones were made from
-        hardware.cuda.empty_cache()
+        cuda.empty_cache()
         logs.append(MemoryLog(log, logged, every))
 
     def write(trainer: Trainer) -> None:
@@ -73,7 +72,7 @@ def followed(
     run = train(
         altered(workload, begin), recipe, steps, warm_up, name, write, same_batches=True, meet=meet
     )
-    if run.ok and (peak := hardware.cuda.peak_memory()):
+    if run.ok and (peak := cuda.peak_memory()):
         run.metrics |= {"peak_allocated_gb": peak[0], "peak_reserved_gb": peak[1]}
     make_room(workload)
     return with_epoch_rate(with_costs(run), workload)
@@ -85,7 +84,7 @@ def make_room(*workloads: Workload) -> None:
     next one's."""
     for workload in workloads:
         workload.release_weights()
-    hardware.cuda.empty_cache()
+    cuda.empty_cache()
 
 
 def read_log(path: Path) -> list[dict[str, float]]:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, Sampler
 
-from labutils.profiling import hardware
+from labutils.profiling.machine import default_device, machine_facts, scale_for
 from labutils.recipe import SCALES, Recipe, check_choice
 from labutils.workloads.lazy_imports import import_unseen
 
@@ -237,13 +237,13 @@ def open_workload(
     """
     check_choice("workload", name, workload_names())
     module, kind = ROOMS[name]
-    scale = hardware.scale_for(hardware.machine()) if scale == "auto" else scale
+    scale = scale_for(machine_facts()) if scale == "auto" else scale
     folder = Path(
         cache_dir or os.environ.get("LABUTILS_CACHE") or Path.home() / ".cache" / "labutils"
     )
     workload = getattr(importlib.import_module(module), kind)
     import_unseen(*COMMON, *workload.libraries)
-    return workload(scale, weights, data, device or hardware.device(), folder)
+    return workload(scale, weights, data, device or default_device(), folder)
 
 
 def workload_names() -> tuple[str, ...]:

@@ -36,7 +36,7 @@ from labutils.data.tokenizers import llava_processor
 from labutils.layers.lora import attach_lora
 from labutils.layers.packed_attention import register_attention
 from labutils.layers.quantization.convert import convert_base, frozen_linears
-from labutils.profiling.hardware import usable_cores
+from labutils.profiling.machine import usable_cores
 from labutils.recipe import Recipe
 from labutils.workloads.base import Batch, Work, remembered
 from labutils.workloads.decoder import (

@@ -32,7 +32,7 @@ from labutils.layers.cuda_graph import CHANNELS_LAST_FORMS, rewrite_layers
 from labutils.layers.lora import attach_lora, lora_layers
 from labutils.layers.lora_folded import fold, form_weights
 from labutils.layers.quantization.convert import convert_base, forward_context, recomputing
-from labutils.profiling.hardware import usable_cores
+from labutils.profiling.machine import usable_cores
 from labutils.recipe import STOCK, Recipe
 from labutils.workloads.base import Batch, Work, Workload, remembered
 from labutils.workloads.flop_count import FlopCount, weight_bytes

@@ -58,8 +58,11 @@ from statistics import median
 import matplotlib.pyplot as plt
 
 from labutils.course import plots
-from labutils.profiling import hardware
-from labutils.profiling.hardware import cuda
+from labutils.profiling import cuda
+from labutils.profiling.cuda_architectures import try_unlisted_architecture
+from labutils.profiling.gpu_specs import DTYPES, spec_of
+from labutils.profiling.operations import course_operations, measure_operation, sweep_sizes
+from labutils.profiling.probe import ITEMS, Probe, probe_machine, rate_over_time
 from labutils.recipe import Unavailable
 from labutils.results.records import Run, summarise
 from labutils.tools import doctor
@@ -67,7 +70,7 @@ from labutils.tools import doctor
 plots.use_style()
 on_gpu = lab.device == "cuda"
 reference = lab.reference("machine")  # what this lab found on our H200
-h200 = hardware.Probe("cuda", reference.samples, {}) if reference else None
+h200 = Probe("cuda", reference.samples, {}) if reference else None
 
 # %% [markdown]
 # ## 1 · Is this machine ready?
@@ -107,7 +110,7 @@ lab.predict("matrix products", predicted_tflops, "TFLOP/s")
 # lowest and the highest tenth: it says how far a result can be trusted.
 
 # %%
-measured = hardware.probe()
+measured = probe_machine()
 main_dtype = "fp32" if not on_gpu else "bf16" if measured.rate("bf16") else "fp16"
 machine = Run("00", "machine", samples=measured.samples)
 machine.metrics = {item: summarise(samples) for item, samples in measured.samples.items()}
@@ -116,12 +119,10 @@ if architectures := cuda.architectures():
 lab.keep(machine);
 
 # %%
-def show_peaks(probe: hardware.Probe, machine: dict, whose: str) -> None:
+def show_peaks(probe: Probe, machine: dict, whose: str) -> None:
     """Measured matrix rates beside the machine's data sheet."""
-    spec = hardware.spec_of(machine)
-    rates = {
-        dtype: probe.samples[f"tflops_{dtype}"] for dtype in hardware.DTYPES if probe.rate(dtype)
-    }
+    spec = spec_of(machine)
+    rates = {dtype: probe.samples[f"tflops_{dtype}"] for dtype in DTYPES if probe.rate(dtype)}
     fig, ax = plt.subplots()
     plots.peaks(ax, rates, spec and spec.dense, spec and spec.sparse)
     ax.set_title(
@@ -146,7 +147,7 @@ if h200 and not on_gpu:
 # 10 ms, which is how products come in a training step. What happens if the products never pause?
 
 # %%
-seconds, held = zip(*hardware.rate_over_time(main_dtype), strict=True)
+seconds, held = zip(*rate_over_time(main_dtype), strict=True)
 lab.keep(
     Run("00", "held", metrics={"tflops": summarise(held[len(held) // 2 :]), "dtype": main_dtype})
 )
@@ -191,7 +192,7 @@ lab.table(
 
 # %%
 theirs = reference.metric if reference else {}.get
-rows = [(what, machine.metric(item), theirs(item)) for item, what in hardware.ITEMS.items()]
+rows = [(what, machine.metric(item), theirs(item)) for item, what in ITEMS.items()]
 lab.table(("median of", "here", "H200 (ours)"), *rows)
 
 # %% [markdown]
@@ -228,13 +229,13 @@ predicted_memory_bound = None  # how many of the six
 lab.predict("operations limited by memory", predicted_memory_bound, "of 6")
 
 # %% [markdown]
-# FLOPs and bytes are counted by hand (`labutils/profiling/hardware/operations.py`): each input is read once, each output written
+# FLOPs and bytes are counted by hand (`labutils/profiling/operations.py`): each input is read once, each output written
 # once. To keep caches from helping, the timed calls take turns on inputs that together are far larger than a cache. On a
 # GPU the calls are replayed from a CUDA graph (lab 04 explains it), so that no time is spent waiting for the host.
 
 # %%
-operations = hardware.course_operations(lab.scale, lab.device, main_dtype)
-timings = {operation.name: hardware.measure_operation(operation) for operation in operations}
+operations = course_operations(lab.scale, lab.device, main_dtype)
+timings = {operation.name: measure_operation(operation) for operation in operations}
 for op in operations:
     samples = {"alone_ms": timings[op.name].alone_ms, "called_ms": timings[op.name].called_ms}
     metrics = {name: summarise(values) for name, values in samples.items()} | {
@@ -279,7 +280,7 @@ memory_bound = sum(op.intensity < roofs[op.dtype].ridge for op in operations)
 
 # %%
 if h200:
-    dtypes = {op.name: op.dtype for op in hardware.course_operations("full", lab.device, "bf16")}
+    dtypes = {op.name: op.dtype for op in course_operations("full", lab.device, "bf16")}
     kept = {name: lab.reference(f"operation: {name}") for name in dtypes}
     theirs = {
         name: (dtypes[name], *map(run.metric, ("flops", "bytes", "alone_ms")))
@@ -320,7 +321,7 @@ predicted_calls_per_ms = None  # calls a millisecond
 lab.predict("tiny calls", predicted_calls_per_ms, "a ms")
 
 # %%
-sweep = hardware.sweep_sizes(lab.device, range(0, 25 if lab.device == "cpu" else 27, 2))
+sweep = sweep_sizes(lab.device, range(0, 25 if lab.device == "cpu" else 27, 2))
 CALLED, REPLAYED = "called from Python", "replayed from a CUDA graph"
 times = {CALLED: {count: timing.called_ms for count, timing in sweep.items()}}
 if on_gpu:
@@ -386,7 +387,7 @@ lab.table(("kernels in a step", "this host needs at least", "our H200's host"), 
 with lab.attempt("A kernel for another card", reference="unlisted architecture"):
     if not on_gpu:
         raise Unavailable("only an NVIDIA GPU can refuse a kernel")
-    lab.keep(Run("00", "unlisted architecture", metrics=hardware.try_unlisted_architecture()))
+    lab.keep(Run("00", "unlisted architecture", metrics=try_unlisted_architecture()))
 
 # %% [markdown]
 # The article also reports that attention from xformers, a library of fast kernels, refused the card as "too new". If
@@ -480,9 +481,7 @@ def check_lora_intensity(function) -> str:
     if function(1, 1, 1) is None:
         return "Exercise 3: fill in lora_intensity first."
     adapter = next(
-        op
-        for op in hardware.course_operations("full", lab.device, "bf16")
-        if op.name == "LoRA's products"
+        op for op in course_operations("full", lab.device, "bf16") if op.name == "LoRA's products"
     )
     ours, yours = adapter.intensity, function(16384, 4096, 8)
     if abs(yours / ours - 1) > 0.01:

@@ -78,6 +78,7 @@ from functools import partial
 
 import matplotlib.pyplot as plt
 import torch
+from labutils.profiling.hardware import measured_roofline, usable_cores
 
 from labutils.course import plots
 from labutils.course.goals import GOAL_HEAD, goal_rows
@@ -86,7 +87,6 @@ from labutils.labs import lab06_advisor, lab06_anyres
 from labutils.labs.ladders import A2_BASE, distinct_on
 from labutils.layers.cuda_graph import compile_from_nothing
 from labutils.layers.quantization.fp8_linear import FrozenFP8Linear
-from labutils.profiling.hardware import measured_roofline, usable_cores
 from labutils.results.claims.a2 import BATCHES
 from labutils.results.records import REFERENCE, Run, read_runs
 from labutils.training import train

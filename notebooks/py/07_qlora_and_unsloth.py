@@ -78,7 +78,8 @@ from labutils.labs.lab07_toy_lm import Reader
 from labutils.labs.ladders import distinct_on
 from labutils.layers.cuda_graph import compile_from_nothing
 from labutils.layers.quantization import nf4_math
-from labutils.profiling import hardware
+from labutils.profiling import cuda
+from labutils.profiling.machine import usable_cores
 from labutils.recipe import Unavailable
 from labutils.results.records import Run
 from labutils.training.unsloth_run import train_with_unsloth
@@ -91,7 +92,7 @@ method_steps, log_every = method_steps or (4 if tiny else 6), log_every or (3 if
 
 # %%
 if not on_gpu:
-    torch.set_num_threads(max(1, hardware.usable_cores() // 2))
+    torch.set_num_threads(max(1, usable_cores() // 2))
 torch.manual_seed(0)
 texts = {length: lab.workload(f"qwen3-lora-{length}") for length in ("short", "long")}
 ladder, recipes = lab07_qlora.ladder_for(lab.device)
@@ -489,7 +490,7 @@ plt.show()
 # at once.
 
 # %%
-room = hardware.cuda.free_memory()
+room = cuda.free_memory()
 memory: dict[str, Run] = {}
 measured = [
     "lora long",

@@ -77,7 +77,9 @@ import torch
 from labutils.course import plots
 from labutils.course.parameters import whole_numbers
 from labutils.labs import lab08_large_models, lab08_launch_bound
-from labutils.profiling import hardware
+from labutils.labs.lab08_large_models import Prices
+from labutils.profiling.gpu_specs import spec_of
+from labutils.profiling.probe import probe_machine
 from labutils.profiling.step_model import CARDS, Host, replayed_ms
 from labutils.recipe import Unavailable
 from labutils.results.records import Run
@@ -88,7 +90,7 @@ plots.use_style()
 warnings.filterwarnings("ignore", module="torch|transformers|peft")
 
 # %%
-on_gpu, sheet = lab.device == "cuda", hardware.spec_of(lab.machine)
+on_gpu, sheet = lab.device == "cuda", spec_of(lab.machine)
 steps, slower = steps or (4 if lab.scale == "tiny" else 8), [0, *whole_numbers("delays", delays)]
 if not on_gpu:
     torch.set_num_threads(1)
@@ -180,7 +182,7 @@ lab.verdict(
 # A CPU is host and device in one and can't run ahead of itself. There the two times add up.
 
 # %%
-probed = hardware.probe("launch_us", "graph_node_us")
+probed = probe_machine("launch_us", "graph_node_us")
 launch_us, empty_ms = probed.median("launch_us"), (probed.median("graph_node_us") or 0.0) / 1e3
 with lab.attempt("Timing the shortest call"):
     if launch_us is None:
@@ -469,9 +471,7 @@ paid = {
     "H200 SXM": h200_yen,
     "B200": b200_yen,
 }
-prices = hardware.Prices(
-    {name: yen for name, yen in paid.items() if yen}, yen_per_kwh, years, hours_a_day
-)
+prices = Prices({name: yen for name, yen in paid.items() if yen}, yen_per_kwh, years, hours_a_day)
 lab.show(prices.told())
 bought = ("dense long", "moe long", "moe long, captured")
 if on_gpu and sheet:

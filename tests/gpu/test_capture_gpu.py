@@ -93,7 +93,7 @@ def outcome(workload, recipe: Recipe, steps: int, prepare=lambda trainer: None) 
 
 def keep_gradients(running: Trainer, gradients: list[dict[str, Tensor]]) -> None:
     """The gradients as they are before the optimizer takes and drops them."""
-    hook = lambda *args: gradients.append(adapter_gradients(running.model.unet))  # noqa: E731
+    hook = lambda *args: gradients.append(adapter_gradients(running.model.unet))
     running.optimizer.register_step_pre_hook(hook)
 
 

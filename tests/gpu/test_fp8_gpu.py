@@ -32,7 +32,7 @@ from labutils.layers.quantization.fp8_math import (
     relative_error,
     saturating_cast,
 )
-from labutils.profiling.hardware import cuda
+from labutils.profiling import cuda
 from labutils.recipe import Unavailable
 
 pytestmark = [
@@ -314,7 +314,7 @@ def test_what_transposing_on_the_fly_costs():
         quantise_rows(random(4096, 14336)),
     )
     ones = torch.ones(1, 4096, device="cuda")
-    transpose = lambda: weight.t().contiguous()  # noqa: E731
+    transpose = lambda: weight.t().contiguous()
     compiled = torch.compile(transpose, fullgraph=True, dynamic=False)
     transposed = transpose()
     assert torch.equal(compiled().view(torch.uint8), transposed.view(torch.uint8))

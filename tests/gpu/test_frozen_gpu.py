@@ -16,7 +16,7 @@ from torch import nn
 from labutils.layers.quantization.fp8_linear import FrozenFP8Linear
 from labutils.layers.quantization.fp8_math import relative_error
 from labutils.layers.quantization.nf4_linear import FrozenNF4FP8Linear, FrozenNF4Linear
-from labutils.profiling.hardware import cuda
+from labutils.profiling import cuda
 
 pytestmark = [
     pytest.mark.gpu,

@@ -11,7 +11,7 @@ import torch
 
 from labutils.labs import lab08_launch_bound
 from labutils.labs.lab08_launch_bound import Light, OnOneBatch
-from labutils.profiling import hardware
+from labutils.profiling import cuda
 from labutils.profiling.energy import Energy
 from labutils.profiling.host_delay import SlowerHost
 from labutils.profiling.step_model import LIGHT, Host, Program, bound_ms, replayed_ms
@@ -131,7 +131,7 @@ def test_the_meter_counts():
         while time.perf_counter() - began < 1.5:
             for _ in range(20):
                 x = (x @ x).clamp(-1, 1)
-            hardware.cuda.synchronize()
+            cuda.synchronize()
     if energy.joules is None:
         pytest.skip("this driver doesn't say")
     assert 20 < energy.watts < 2000

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from labutils.labs import lab09_peak_memory
-from labutils.profiling import hardware
+from labutils.profiling import cuda
+from labutils.profiling.machine import machine_facts, scale_for
 from labutils.profiling.memory_timeline import AllocatorRecord, Sorting, rounded
 from labutils.recipe import Recipe
 from labutils.workloads import open_workload
@@ -18,11 +19,11 @@ from labutils.workloads.stable_diffusion import on_drawn_latents
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not hardware.cuda.available(), reason="needs a CUDA device"),
+    pytest.mark.skipif(not cuda.available(), reason="needs a CUDA device"),
     pytest.mark.timeout(120),
 ]
 
-SCALE = hardware.scale_for(hardware.machine())
+SCALE = scale_for(machine_facts())
 WORKLOADS: dict[str, object] = {}
 
 
@@ -33,7 +34,7 @@ def work(room: str) -> object:
             other.release_weights()
         WORKLOADS.clear()
         gc.collect()
-        hardware.cuda.empty_cache()
+        cuda.empty_cache()
         found = open_workload(room, SCALE)
         WORKLOADS[room] = on_drawn_latents(found) if room == "sd15-lora" else found
     return WORKLOADS[room]

@@ -11,7 +11,7 @@ import torch
 
 from labutils.labs import lab07_qlora
 from labutils.labs.lab07_toy_lm import Reader
-from labutils.profiling import hardware
+from labutils.profiling import cuda
 from labutils.recipe import Unavailable
 from labutils.training.memory_run import read_log
 from labutils.training.unsloth_run import check_unsloth, train_with_unsloth
@@ -66,10 +66,10 @@ def test_memory_comes_back_after_a_batch_that_does_not_fit(texts):
     with lab07_qlora.Filled(texts["long"], "lora long") as filled:
         filled.peak(1)
         gc.collect()
-        hardware.cuda.empty_cache()
-        before = hardware.cuda.allocated_memory()
+        cuda.empty_cache()
+        before = cuda.allocated_memory()
         assert not filled.fits(10**5)
-        assert hardware.cuda.allocated_memory() < before + 0.5
+        assert cuda.allocated_memory() < before + 0.5
         assert filled.fits(2)
 
 

@@ -18,7 +18,7 @@ from labutils.layers.quantization import nf4_math
 from labutils.layers.quantization.convert import convert_base
 from labutils.layers.quantization.fp8_math import relative_error
 from labutils.layers.quantization.nf4_linear import FrozenNF4FP8Linear, FrozenNF4Linear
-from labutils.profiling.hardware import cuda
+from labutils.profiling import cuda
 
 pytestmark = [
     pytest.mark.gpu,

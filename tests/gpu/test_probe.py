@@ -5,8 +5,12 @@ import time
 
 import pytest
 
-from labutils.profiling import hardware
-from labutils.profiling.hardware import cuda
+from labutils.profiling import cuda, probe
+from labutils.profiling.cuda_architectures import try_unlisted_architecture
+from labutils.profiling.gpu_specs import spec_of
+from labutils.profiling.machine import machine_facts
+from labutils.profiling.operations import course_operations, measure_operation
+from labutils.profiling.probe import measured_roofline, probe_machine, rate_over_time
 
 pytestmark = pytest.mark.gpu
 
@@ -14,7 +18,7 @@ pytestmark = pytest.mark.gpu
 @pytest.fixture(scope="module")
 def probed():
     start = time.perf_counter()
-    found = hardware.probe()
+    found = probe_machine()
     return found, time.perf_counter() - start
 
 
@@ -34,7 +38,7 @@ def test_what_the_card_can_do_was_measured(probed):
 
 
 def test_rates_lie_below_the_data_sheet_and_not_far(probed):
-    spec = hardware.spec_of(hardware.machine())
+    spec = spec_of(machine_facts())
     if spec is None:
         pytest.skip("no data sheet of this card")
     for dtype, peak in spec.dense.items():
@@ -54,7 +58,7 @@ def test_the_order_of_things(probed):
 
 def test_held_up_the_rate_does_not_rise_above_a_bursts(probed):
     dtype = "bf16" if cuda.capability() >= (8, 0) else "fp16"
-    held = [rate for _, rate in hardware.rate_over_time(dtype, seconds=1.0)]
+    held = [rate for _, rate in rate_over_time(dtype, seconds=1.0)]
     assert statistics.median(held[30:]) < 1.05 * probed[0].rate(dtype)
 
 
@@ -66,7 +70,7 @@ def test_fp8_products_are_right():
     torch.manual_seed(0)
     a, b = torch.randn(256, 256, device="cuda"), torch.randn(256, 256, device="cuda")
     for rowwise in (False, True):
-        product = hardware.probing._fp8_product(a, b, rowwise)().float()
+        product = probe._fp8_product(a, b, rowwise)().float()
         error = (product - a @ b.t()).norm() / (a @ b.t()).norm()
         assert error < 0.06, (
             rowwise
@@ -75,9 +79,9 @@ def test_fp8_products_are_right():
 
 def test_operations_run_no_faster_than_their_floor():
     dtype = "bf16" if cuda.capability() >= (8, 0) else "fp16"
-    roofs = {name: hardware.measured_roofline(name) for name in ("fp32", dtype)}
-    for operation in hardware.course_operations("small", "cuda", dtype):
-        timing = hardware.measure_operation(operation)
+    roofs = {name: measured_roofline(name) for name in ("fp32", dtype)}
+    for operation in course_operations("small", "cuda", dtype):
+        timing = measure_operation(operation)
         measured, called = statistics.median(timing.alone_ms), statistics.median(timing.called_ms)
         floor = roofs[operation.dtype].floor_ms(operation.flops, operation.bytes)
         assert measured > 0.85 * floor, operation.name  # the probe's own spread
@@ -96,7 +100,7 @@ def test_a_graph_repeats_the_work():
 
 
 def test_a_kernel_for_another_card_warns_and_fails():
-    found = hardware.try_unlisted_architecture()
+    found = try_unlisted_architecture()
     assert (found["warned"], found["failed"]) == (1, 1)
     assert "no kernel image" in found["message"]
     import torch
@@ -109,4 +113,4 @@ def test_the_doctor_finds_this_gpu():
 
     findings = {finding.check: finding for finding in doctor.examine()}
     assert findings["PyTorch"].status == "ok" and findings["Architectures"].status == "ok", findings
-    assert hardware.machine()["gpu"] in findings["GPU"].found
+    assert machine_facts()["gpu"] in findings["GPU"].found

@@ -10,10 +10,17 @@ import pytest
 import torch
 
 from labutils.labs import lab08_large_models
-from labutils.labs.lab08_large_models import BLACKWELL, H100, METHODS, WAYS_TO_HOLD, Basis, Method
+from labutils.labs.lab08_large_models import (
+    BLACKWELL,
+    H100,
+    METHODS,
+    WAYS_TO_HOLD,
+    Basis,
+    Method,
+    Prices,
+)
 from labutils.labs.lab08_launch_bound import Seen
 from labutils.layers.lora import count_parameters
-from labutils.profiling.hardware import Prices
 from labutils.profiling.step_model import Host, Law, Program
 from labutils.profiling.trace import Given
 from labutils.profiling.training_memory import saved_for_backward

@@ -13,7 +13,8 @@ import pytest
 
 from labutils.course import lab as course
 from labutils.course.lab import LabError, open_lab
-from labutils.profiling import hardware
+from labutils.profiling import cuda
+from labutils.profiling.machine import default_device, machine_facts
 from labutils.recipe import STOCK, Unavailable
 from labutils.results import records as results
 from labutils.results.records import Results, Run, read_records, read_runs
@@ -99,7 +100,9 @@ def test_parameters_reach_the_lab(capsys):
 
 
 def test_auto_is_the_scale_that_fits_and_a_larger_one_is_warned_of(monkeypatch, capsys):
-    monkeypatch.setattr(hardware, "machine", lambda: {"gpu": "Small", "gpu_memory_gb": 12.0})
+    monkeypatch.setattr(
+        "labutils.course.lab.machine_facts", lambda: {"gpu": "Small", "gpu_memory_gb": 12.0}
+    )
     assert open_lab("03", notebook(scale="auto")).scale == "small"
     assert "expect long waits" not in capsys.readouterr().out
     open_lab("03", notebook(scale="full"))
@@ -153,7 +156,7 @@ def test_a_kept_run_is_stamped_and_on_disk_at_once(lab):
     assert lab.keep(run) is run
     kept = read_runs(lab.results_dir)["03", "workers=3"]
     assert (kept.lab, kept.scale, kept.lane) == ("03", "small", "same work")
-    assert kept.machine == hardware.machine()
+    assert kept.machine == machine_facts()
     assert kept.versions["torch"]
     assert kept.commit
     assert kept.at
@@ -175,7 +178,7 @@ def test_several_runs_can_be_kept_at_once(lab):
 
 
 def test_what_is_no_training_run_has_the_labs_scale(monkeypatch):
-    monkeypatch.setattr(hardware, "scale_for", lambda machine, lab: "full")
+    monkeypatch.setattr("labutils.course.lab.scale_for", lambda machine, lab: "full")
     lab = open_lab("00", notebook(scale="full", weights="hub"))
     kept = lab.keep(Run("", "machine"))
     assert (kept.scale, kept.weights) == ("full", "hub")
@@ -235,7 +238,7 @@ def test_what_was_left_is_taken_only_if_nothing_changed(change, measure, tmp_pat
     elif change == "code":
         monkeypatch.setattr(results, "code", lambda: "another")
     elif change == "machine":
-        monkeypatch.setattr(hardware, "machine", lambda: {"cpu": "another"})
+        monkeypatch.setattr("labutils.course.lab.machine_facts", lambda: {"cpu": "another"})
     scale, number = "small" if change == "scale" else "tiny", "04" if change == "lab" else "03"
     again = open_lab(number, notebook(results_dir=str(tmp_path), scale=scale))
     recipe = STOCK.but(rank=8) if change == "recipe" else STOCK
@@ -243,9 +246,11 @@ def test_what_was_left_is_taken_only_if_nothing_changed(change, measure, tmp_pat
 
 
 def test_a_machine_that_was_given_more_memory_is_the_same(measure, tmp_path, monkeypatch):
-    facts = hardware.machine()
+    facts = machine_facts()
     for more in (31.0, 255.0):
-        monkeypatch.setattr(hardware, "machine", lambda more=more: facts | {"ram_gb": more})
+        monkeypatch.setattr(
+            "labutils.course.lab.machine_facts", lambda more=more: facts | {"ram_gb": more}
+        )
         lab = open_lab("03", notebook(results_dir=str(tmp_path)))
         assert lab.measured("a", STOCK, measure).metrics == {"n": 1}
 
@@ -295,7 +300,7 @@ def test_what_ranks_on_a_cpu_left_is_taken_where_there_is_a_gpu(interrupted, mea
     left = Run(
         "03", "a", workload="sd15-lora", scale="small", recipe=STOCK.fitted_to("cpu").as_dict()
     )
-    monkeypatch.setattr(hardware, "device", lambda: "cuda")
+    monkeypatch.setattr("labutils.course.lab.default_device", lambda: "cuda")
     assert interrupted(left)().measured("a", STOCK, measure).scale == "small"
 
 
@@ -455,7 +460,7 @@ def test_a_gpu_that_broke_for_good_ends_no_lab(lab, monkeypatch):
     def broken():
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    monkeypatch.setattr(hardware.cuda, "empty_cache", broken)
+    monkeypatch.setattr(cuda, "empty_cache", broken)
     with lab.attempt("capture"):
         broken()
     assert "illegal memory access" in read_runs(lab.results_dir)["03", "capture"].status
@@ -597,7 +602,7 @@ def test_a_workload_has_the_labs_scale_and_device(lab, monkeypatch):
         "scale": "tiny",
         "weights": "random",
         "data": "generated",
-        "device": hardware.device(),
+        "device": default_device(),
     }
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from labutils import cli
-from labutils.profiling import hardware
+from labutils.profiling.probe import probe_machine
 from labutils.tools.diagnose import Diagnosis, diagnose
 from labutils.tools.diagnose.script import INSIDE, NoDiagnosis, Stages, _search_path, watch
 
@@ -111,8 +111,8 @@ def test_batches_of_one():
 
 
 def test_products_in_float32():
-    probe = hardware.probe("tflops_fp32", "tflops_bf16")
-    if probe.rate("bf16") < 1.5 * probe.rate("fp32"):
+    probed = probe_machine("tflops_fp32", "tflops_bf16")
+    if probed.rate("bf16") < 1.5 * probed.rate("fp32"):
         pytest.skip("this processor multiplies no faster in bf16")
     found = plain("--hidden", "1024", "--depth", "3", "--batch", "256", "--in-memory")
     assert "precision" in [fix.name for fix in found.worth_it[:2]]

@@ -407,7 +407,7 @@ def test_orphans_are_found_and_ended(instead):
 
 
 def test_each_rank_gets_its_share_of_the_cores(monkeypatch):
-    monkeypatch.setattr(launcher.hardware, "usable_cores", lambda: 8)
+    monkeypatch.setattr(launcher, "usable_cores", lambda: 8)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
     found = launcher.rank_variables(2, "cuda")
     assert (found["OMP_NUM_THREADS"], found["MKL_NUM_THREADS"], found["CUDA_VISIBLE_DEVICES"]) == (

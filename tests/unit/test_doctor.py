@@ -307,7 +307,7 @@ def test_collecting_survives_whatever_fails(monkeypatch):
 
     for name in ("_imports", "driver", "compiler", "hub", "cache"):
         monkeypatch.setattr(facts, name, breaks)
-    monkeypatch.setattr(facts.hardware, "usable_cores", breaks)
+    monkeypatch.setattr(facts, "usable_cores", breaks)
     collected = facts.collect()
     assert set(collected.problems) == {"imports", "driver", "compiler", "hub", "cache", "cores"}
     findings = examine(collected)

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from labutils.labs.lab08_large_models import PUBLISHED_YEN, Prices, worth
 from labutils.profiling import energy
 from labutils.profiling.energy import Energy, millijoules
-from labutils.profiling.hardware import PUBLISHED_YEN, Prices, worth
 
 CARD = SimpleNamespace(uuid=lambda: "GPU-1")
 

@@ -103,10 +103,10 @@ def test_predictions_begun_ahead_are_those_made_here(little, monkeypatch):
     monkeypatch.setattr(lab09_peak_memory, "_ahead", {})
     monkeypatch.setattr(lab09_peak_memory, "_pools", [])
     monkeypatch.setattr(lab09_peak_memory, "ProcessPoolExecutor", lambda processes, _: Beside(1))
-    monkeypatch.setattr(lab09_peak_memory.hardware, "usable_cores", lambda: 2)
+    monkeypatch.setattr(lab09_peak_memory, "usable_cores", lambda: 2)
     lab09_peak_memory.predict_ahead(asked)
     assert there == []  # too few cores to give any away
-    monkeypatch.setattr(lab09_peak_memory.hardware, "usable_cores", lambda: 16)
+    monkeypatch.setattr(lab09_peak_memory, "usable_cores", lambda: 16)
     monkeypatch.setattr(
         lab09_peak_memory,
         "_predicted_there",

@@ -7,19 +7,18 @@ from types import SimpleNamespace
 
 import pytest
 
-from labutils.profiling import hardware
-from labutils.profiling.hardware import (
-    DTYPES,
-    SPECS,
-    Roofline,
-    cuda,
-    find_spec,
-    host,
-    meant_for,
-    probing,
-    runs_on,
-    scale_for,
+from labutils.profiling import cuda, machine, operations, probe
+from labutils.profiling.cuda_architectures import runs_on, try_unlisted_architecture
+from labutils.profiling.gpu_specs import DTYPES, SPECS, find_spec, spec_of
+from labutils.profiling.machine import default_device, machine_facts, meant_for, scale_for
+from labutils.profiling.operations import (
+    Operation,
+    course_operations,
+    measure_operation,
+    sweep_sizes,
 )
+from labutils.profiling.probe import probe_machine, rate_over_time
+from labutils.profiling.roofline import Roofline
 
 # data sheets
 
@@ -111,9 +110,9 @@ def test_a_similar_card_has_no_spec_rather_than_a_wrong_one(driver_name, memory_
 
 
 def test_spec_of_a_machine():
-    assert hardware.spec_of({}) is None
-    assert hardware.spec_of({"gpu": "NVIDIA H200", "gpu_memory_gb": 150.1}).name == "H200 SXM"
-    assert hardware.spec_of({"gpu": "NVIDIA GeForce RTX 3080", "gpu_memory_gb": 12.9}) is None
+    assert spec_of({}) is None
+    assert spec_of({"gpu": "NVIDIA H200", "gpu_memory_gb": 150.1}).name == "H200 SXM"
+    assert spec_of({"gpu": "NVIDIA GeForce RTX 3080", "gpu_memory_gb": 12.9}) is None
 
 
 # roofline
@@ -164,7 +163,7 @@ def test_runs_on(architectures, capability, how):
 def test_the_unlisted_architecture_needs_a_gpu(monkeypatch):
     monkeypatch.setattr(cuda, "available", lambda: False)
     with pytest.raises(RuntimeError, match="no GPU"):
-        hardware.try_unlisted_architecture()
+        try_unlisted_architecture()
 
 
 # the machine
@@ -208,12 +207,12 @@ def test_several_gpus_are_asked_for_where_a_lab_takes_them(monkeypatch):
 
 
 def test_machine_leaves_out_what_does_not_apply():
-    facts = hardware.machine()
+    facts = machine_facts()
     assert facts["cores"] >= 1 and facts["ram_gb"] > 0 and facts["os"] and facts["cpu"]
     assert None not in facts.values()
-    assert ("gpu" in facts) == (hardware.device() == "cuda")
+    assert ("gpu" in facts) == (default_device() == "cuda")
     facts["cores"] = -1
-    assert hardware.machine()["cores"] >= 1  # a caller's change stays the caller's
+    assert machine_facts()["cores"] >= 1  # a caller's change stays the caller's
 
 
 def write(root, **files):
@@ -225,7 +224,7 @@ def write(root, **files):
 
 @pytest.fixture
 def eight_cores(monkeypatch):
-    monkeypatch.setattr(host.os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
+    monkeypatch.setattr(machine.os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
 
 
 @pytest.mark.parametrize(
@@ -258,12 +257,12 @@ def eight_cores(monkeypatch):
 )
 def test_cores_within_a_container_limit(tmp_path, eight_cores, files, cores):
     write(tmp_path, **files)
-    assert host.usable_cores(tmp_path) == cores
+    assert machine.usable_cores(tmp_path) == cores
 
 
 def test_ram_is_the_containers_limit(tmp_path):
     write(tmp_path, **{"proc/meminfo": "MemTotal:       32000000 kB\nMemFree: 1 kB\n"})
-    assert host.ram_gb(tmp_path) == 32.8
+    assert machine.ram_gb(tmp_path) == 32.8
     write(
         tmp_path,
         **{
@@ -271,10 +270,10 @@ def test_ram_is_the_containers_limit(tmp_path):
             "sys/fs/cgroup/memory.max": "8000000000\n",
         },
     )
-    assert host.ram_gb(tmp_path) == 8.0
+    assert machine.ram_gb(tmp_path) == 8.0
     write(tmp_path, **{"sys/fs/cgroup/memory.max": "max\n"})
-    assert host.ram_gb(tmp_path) == 32.8
-    assert host.ram_gb(tmp_path / "nowhere") is None
+    assert machine.ram_gb(tmp_path) == 32.8
+    assert machine.ram_gb(tmp_path / "nowhere") is None
 
 
 def test_names_of_cpu_and_system(tmp_path):
@@ -285,20 +284,20 @@ def test_names_of_cpu_and_system(tmp_path):
             "etc/os-release": 'PRETTY_NAME="A System 12"\n',
         },
     )
-    assert host.cpu_name(tmp_path) == "A Processor"
-    assert host.os_name(tmp_path) == "A System 12"
-    assert host.shm_gb(tmp_path) is None
+    assert machine.cpu_name(tmp_path) == "A Processor"
+    assert machine.os_name(tmp_path) == "A System 12"
+    assert machine.shm_gb(tmp_path) is None
 
 
 def test_no_driver_is_none(monkeypatch):
     monkeypatch.setattr(
-        host.subprocess, "run", lambda *a, **k: (_ for _ in ()).throw(FileNotFoundError())
+        machine.subprocess, "run", lambda *a, **k: (_ for _ in ()).throw(FileNotFoundError())
     )
-    assert host.driver() is None
+    assert machine.driver() is None
 
 
 def test_importing_hardware_imports_no_torch():
-    code = "import labutils.profiling.hardware, sys; sys.exit('torch' in sys.modules)"
+    code = "import labutils.profiling.machine, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
@@ -343,9 +342,9 @@ def test_bursts_without_a_gpu_are_plain_repeats(monkeypatch):
 @pytest.fixture
 def on_cpu(monkeypatch):
     monkeypatch.setattr(cuda, "available", lambda: False)
-    probing._measured.cache_clear()
+    probe._measured.cache_clear()
     yield
-    probing._measured.cache_clear()
+    probe._measured.cache_clear()
 
 
 @pytest.fixture
@@ -358,9 +357,9 @@ def briefly(monkeypatch):
 
 
 def test_probe_of_a_cpu(on_cpu, briefly):
-    found = hardware.probe()
+    found = probe_machine()
     assert set(found.samples) == {"tflops_fp32", "tflops_bf16", "copy_gb_per_s", "launch_us"}
-    assert set(found.samples) | set(found.skipped) == set(probing.ITEMS)
+    assert set(found.samples) | set(found.skipped) == set(probe.ITEMS)
     assert all(len(samples) >= 3 and min(samples) > 0 for samples in found.samples.values())
     assert found.rate("fp8") is None and "CPU" in found.skipped["tflops_fp8"]
     roof = found.roofline("fp32")
@@ -372,28 +371,28 @@ def test_probe_of_a_cpu(on_cpu, briefly):
 def test_probe_measures_an_item_once(on_cpu, briefly, monkeypatch):
     count = []
     monkeypatch.setitem(
-        probing._MEASURERS, "launch_us", lambda device: count.append(device) or [1.0, 2.0, 3.0]
+        probe._MEASURERS, "launch_us", lambda device: count.append(device) or [1.0, 2.0, 3.0]
     )
-    assert hardware.probe("launch_us").median("launch_us") == 2.0
-    assert hardware.probe("launch_us").samples == {"launch_us": [1.0, 2.0, 3.0]}
+    assert probe_machine("launch_us").median("launch_us") == 2.0
+    assert probe_machine("launch_us").samples == {"launch_us": [1.0, 2.0, 3.0]}
     assert count == ["cpu"]
     with pytest.raises(ValueError, match="copy_gb_per_s was not asked for"):
-        probing.Probe("cpu", {"tflops_fp32": [1.0]}, {}).roofline("fp32")
+        probe.Probe("cpu", {"tflops_fp32": [1.0]}, {}).roofline("fp32")
 
 
 def test_probe_goes_on_when_an_item_fails(on_cpu, briefly, monkeypatch):
     def breaks(device):
         raise RuntimeError("no such\nkernel")
 
-    monkeypatch.setitem(probing._MEASURERS, "copy_gb_per_s", breaks)
-    found = hardware.probe("copy_gb_per_s", "launch_us")
+    monkeypatch.setitem(probe._MEASURERS, "copy_gb_per_s", breaks)
+    found = probe_machine("copy_gb_per_s", "launch_us")
     assert found.skipped == {"copy_gb_per_s": "failed with RuntimeError: no such kernel"}
     assert "launch_us" in found.samples
 
 
 def test_probe_refuses_an_unknown_item():
     with pytest.raises(ValueError, match="'tflops_fp5' can't be probed"):
-        hardware.probe("tflops_fp5")
+        probe_machine("tflops_fp5")
 
 
 @pytest.mark.parametrize(
@@ -405,8 +404,8 @@ def test_formats_a_card_lacks_are_skipped(monkeypatch, capability, missing):
     refused = set()
     for dtype in ("fp32", "tf32", "fp16", "bf16", "fp8"):
         try:
-            probing._require(dtype, "cuda")
-        except probing.Unsupported as error:
+            probe._require(dtype, "cuda")
+        except probe.Unsupported as error:
             assert f"{capability[0]}.{capability[1]}" in str(error)
             refused.add(dtype)
     assert refused == missing
@@ -414,26 +413,26 @@ def test_formats_a_card_lacks_are_skipped(monkeypatch, capability, missing):
 
 def test_matrices_fit_beside_what_is_on_the_gpu(monkeypatch):
     monkeypatch.setattr(cuda, "free_memory", lambda: 1.0)
-    size = probing._largest_in_memory()
+    size = probe._largest_in_memory()
     assert size % 256 == 0 and 4000 < size < 5000
     monkeypatch.setattr(cuda, "free_memory", lambda: None)
-    assert probing._largest_in_memory() > 8192  # a CPU's memory is no limit here
+    assert probe._largest_in_memory() > 8192  # a CPU's memory is no limit here
 
 
 def test_probed_data_is_random():
-    data = probing.random_bytes(4 * probing.MIB, "cpu")
-    assert data.numel() == 4 * probing.MIB
+    data = probe.random_bytes(4 * probe.MIB, "cpu")
+    assert data.numel() == 4 * probe.MIB
     assert len(data.unique()) == 256
-    a = probing._product("fp32", 16, "cpu")()
+    a = probe._product("fp32", 16, "cpu")()
     assert a.abs().min() > 0
 
 
 def test_rate_over_time(on_cpu):
-    found = hardware.rate_over_time("fp32", seconds=0.2, points=5)
+    found = rate_over_time("fp32", seconds=0.2, points=5)
     seconds, rates = zip(*found, strict=True)
     assert len(found) == 5 and list(seconds) == sorted(seconds) and min(rates) > 0
     with pytest.raises(ValueError, match="fp8 is not for a CPU"):
-        hardware.rate_over_time("fp8")
+        rate_over_time("fp8")
 
 
 def test_matrix_precision_is_set_back():
@@ -445,7 +444,7 @@ def test_matrix_precision_is_set_back():
         *(backend.fp32_precision for backend in backends),
     ]
     before = settings()
-    with pytest.raises(ArithmeticError), probing._fp32_products_as("high"):
+    with pytest.raises(ArithmeticError), probe._fp32_products_as("high"):
         assert torch.get_float32_matmul_precision() == "high"
         raise ArithmeticError
     assert (
@@ -460,7 +459,7 @@ def test_operations_count_their_work():
     import torch
     from torch.utils.flop_counter import FlopCounterMode
 
-    for operation in hardware.course_operations("tiny", "cpu", "fp32"):
+    for operation in course_operations("tiny", "cpu", "fp32"):
         call = operation.make()
         with torch.no_grad(), FlopCounterMode(display=False) as counter:
             call()
@@ -471,9 +470,7 @@ def test_operations_count_their_work():
 
 
 def test_intensities_are_those_of_the_textbook():
-    found = {
-        operation.name: operation for operation in hardware.course_operations("full", "cpu", "bf16")
-    }
+    found = {operation.name: operation for operation in course_operations("full", "cpu", "bf16")}
     assert found["LoRA's products"].intensity == pytest.approx(
         8, rel=0.01
     )  # the rank, at two bytes a number
@@ -491,16 +488,14 @@ def test_measured_operation_rotates_cold_inputs(on_cpu):
         made.append(0)
         return lambda: None
 
-    operation = hardware.Operation(
-        "nothing", "", "fp32", 1, hardware.operations.COLD_BYTES["cpu"] / 3, make
-    )
-    timing = hardware.measure_operation(operation, budget_s=0)
+    operation = Operation("nothing", "", "fp32", 1, operations.COLD_BYTES["cpu"] / 3, make)
+    timing = measure_operation(operation, budget_s=0)
     assert len(made) == 3
     assert timing.alone_ms == timing.called_ms and len(timing.called_ms) >= 5
 
 
 def test_sweep_of_sizes(on_cpu):
-    found = hardware.sweep_sizes("cpu", exponents=(0, 18))
+    found = sweep_sizes("cpu", exponents=(0, 18))
     assert list(found) == [1, 2**18]
     assert statistics.median(found[1].called_ms) < statistics.median(found[2**18].called_ms)
 

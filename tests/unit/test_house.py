@@ -23,7 +23,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
-from labutils.profiling import hardware
+from labutils.profiling.machine import meant_for
 
 HOUSE = Path(__file__).resolve().parents[2]
 NOTEBOOKS = HOUSE / "notebooks"
@@ -425,7 +425,7 @@ def test_cells_are_short_enough_to_be_read(name):
 def test_the_labs_headers_name_the_memory_that_auto_goes_by():
     for path in sorted((NOTEBOOKS / "py").glob("[0-9][0-9]_*.py")):
         rows = re.findall(r"^# \| `full` \| ([^|]*)\|", path.read_text("utf-8"), re.MULTILINE)
-        needed = hardware.meant_for("full", path.stem[:2]).rpartition(" of ")[2]
+        needed = meant_for("full", path.stem[:2]).rpartition(" of ")[2]
         assert all(needed in row for row in rows), (path.name, rows, needed)
         assert rows or path.stem[:2] == "11"
 

@@ -504,7 +504,7 @@ def test_weights_are_read_in_the_form_that_they_are_held_in(qwen3):
 @pytest.mark.parametrize(("has", "expected"), [(400.0, "fp8_rowwise"), (None, "fp32")])
 def test_fp8_products_have_the_rate_of_fp8_where_there_is_one(monkeypatch, has, expected):
     monkeypatch.setattr(
-        benchmark.hardware, "probe", lambda item: SimpleNamespace(rate=lambda dtype: has)
+        benchmark, "probe_machine", lambda item: SimpleNamespace(rate=lambda dtype: has)
     )
     assert benchmark._multiplied_as(BASE.but(base_linear="fp8-frozen")) == expected
     assert benchmark._multiplied_as(BASE.but(base_linear="nf4-frozen")) == "fp32"

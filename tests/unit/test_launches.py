@@ -14,7 +14,7 @@ from recipes_at_work import one_thread
 
 from labutils.labs import lab08_launch_bound
 from labutils.labs.lab08_launch_bound import Seen, Studied
-from labutils.profiling.hardware import find_spec
+from labutils.profiling.gpu_specs import find_spec
 from labutils.profiling.step_model import Host, Law, Program, replayed_ms
 from labutils.profiling.trace import Given
 from labutils.results.records import Run

@@ -172,10 +172,10 @@ def test_what_building_reserved_is_given_back(texts, monkeypatch, tmp_path):
     reserved.
     """
     events = []
-    step, empty_cache = Trainer.step, lab07_qlora.hardware.cuda.empty_cache
+    step, empty_cache = Trainer.step, lab07_qlora.cuda.empty_cache
     monkeypatch.setattr(Trainer, "step", lambda self, *a: events.append("step") or step(self, *a))
     monkeypatch.setattr(
-        lab07_qlora.hardware.cuda,
+        lab07_qlora.cuda,
         "empty_cache",
         lambda: events.append("given back") or empty_cache(),
     )

@@ -349,7 +349,7 @@ def test_bits_a_parameter():
     x = random(GROUP * BLOCK * 4)
     w = quantise_nf4(x)
     doubled = double_quantise(w.absmax)
-    bits = lambda *tensors: 8 * sum(t.nbytes for t in tensors) / x.numel()  # noqa: E731
+    bits = lambda *tensors: 8 * sum(t.nbytes for t in tensors) / x.numel()
     assert bits(w.packed) == 4
     assert bits(w.absmax) == nf4_math.constant_bits()
     assert (

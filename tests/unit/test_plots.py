@@ -19,7 +19,7 @@ from labutils.course.plots import layout, scores, traces
 from labutils.course.predictions import Score
 from labutils.labs import lab06_advisor
 from labutils.labs.lab06_advisor import chart, published
-from labutils.profiling.hardware import Roofline
+from labutils.profiling.roofline import Roofline
 from labutils.profiling.trace import PHASES
 from labutils.results.judges import VERDICTS
 from labutils.results.records import Run

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from traces import RUNS_AHEAD, TWO_STEPS, call, copy, kernel, mark, op, work
 
-from labutils.profiling.hardware import find_spec
+from labutils.profiling.gpu_specs import find_spec
 from labutils.profiling.step_model import (
     CARDS,
     QUEUE,

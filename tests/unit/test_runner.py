@@ -28,7 +28,6 @@ from papermill.clientwrap import PapermillNotebookClient
 from rich.console import Console
 
 from labutils.course import parameters
-from labutils.profiling import hardware
 from labutils.results import records as results
 from labutils.results.records import Results, read_records, read_runs
 from labutils.tools import run as runner
@@ -527,7 +526,7 @@ def test_labs_run_at_once_say_so_and_what_sums_up_comes_last(
 ):
     monkeypatch.setattr(planning, "SUMMING_UP", ("sums",))
     monkeypatch.setattr(planning, "visible_gpus", lambda: ["3", "7"])
-    monkeypatch.setattr(hardware, "usable_cores", lambda: 8)
+    monkeypatch.setattr("labutils.tools.run.batch.usable_cores", lambda: 8)
     folder = Path(notebooks("meets")).parent
     others = [
         str(troubled_notebooks.write(folder, name, trouble))
@@ -732,7 +731,7 @@ def test_where_nobody_watches_there_are_plain_lines_only(notebooks, capsys):
     [("auto", "the largest that fits"), ("tiny", "Scale tiny."), ("full", "fits tiny")],
 )
 def test_the_scale_is_explained(notebooks, run, monkeypatch, asked, said):
-    monkeypatch.setattr(hardware, "machine", dict)
+    monkeypatch.setattr("labutils.tools.run.asking.machine_facts", dict)
     assert said in run(notebooks("fine"), scale=asked)[1].splitlines()[0]
 
 
@@ -821,7 +820,10 @@ def test_messages_name_paths_as_typed_here(tmp_path, monkeypatch):
 
 
 def test_each_lab_runs_at_the_scale_that_fits_it(monkeypatch):
-    monkeypatch.setattr(hardware, "machine", lambda: {"gpu": "RTX 6000 Ada", "gpu_memory_gb": 51.0})
+    monkeypatch.setattr(
+        "labutils.tools.run.asking.machine_facts",
+        lambda: {"gpu": "RTX 6000 Ada", "gpu_memory_gb": 51.0},
+    )
     labs = runner.find(["03", "06", "07", "10"])
     scales, said = asking.scales_of("auto", labs)
     assert scales == {"03": "full", "06": "small", "07": "small", "10": "tiny"}

@@ -4,7 +4,8 @@ import time
 
 import pytest
 
-from labutils.profiling import hardware, utilization
+from labutils.profiling import utilization
+from labutils.profiling.machine import default_device
 from labutils.profiling.sampling import Sampler
 from labutils.profiling.utilization import Utilization
 
@@ -68,7 +69,7 @@ def test_the_mean_is_over_time_and_not_over_readings():
     assert sampler.mean("x") == pytest.approx((1 * 1.0 + 0.5 * 0.0 + 2.5 * 0.5) / 4)
 
 
-@pytest.mark.skipif(hardware.device() == "cuda", reason="what is read without a GPU")
+@pytest.mark.skipif(default_device() == "cuda", reason="what is read without a GPU")
 def test_without_a_gpu_the_cpu_is_watched():
     with Utilization(interval_s=0.05) as busy:
         burn(0.4)

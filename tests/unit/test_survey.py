@@ -16,7 +16,7 @@ from labutils.labs.lab05_layer_errors import (
     watch_linears,
 )
 from labutils.layers.quantization.fp8_math import relative_error
-from labutils.profiling.hardware import Timing
+from labutils.profiling.operations import Timing
 from labutils.recipe import Unavailable
 
 
@@ -118,7 +118,7 @@ def test_products_are_counted_by_hand():
 
 
 def test_where_a_challenger_wins_for_good():
-    timings = lambda *ms: {n: Timing([t], [t]) for n, t in zip((1, 2, 4, 8), ms, strict=True)}  # noqa: E731
+    timings = lambda *ms: {n: Timing([t], [t]) for n, t in zip((1, 2, 4, 8), ms, strict=True)}
     bf16 = timings(1, 1, 1, 1)
     assert lab05_fp8_products.wins_from(timings(2, 2, 0.5, 0.5), bf16) == 4
     assert lab05_fp8_products.wins_from(timings(0.5, 2, 0.5, 0.5), bf16) == 4

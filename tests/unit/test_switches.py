@@ -43,7 +43,7 @@ def test_timed_algorithms_are_not_those_that_the_base_was_given():
     recipes = lab09_toggles.switches("full")
     timed_ones = recipes["cudnn.benchmark"]
     others = [recipe for name, recipe in recipes.items() if name != "cudnn.benchmark"]
-    key = lambda recipe: (recipe.precision, recipe.memory_format, recipe.tf32 != "nothing")  # noqa: E731
+    key = lambda recipe: (recipe.precision, recipe.memory_format, recipe.tf32 != "nothing")
     assert timed_ones.cudnn_benchmark and key(timed_ones) not in map(key, others)
     assert timed_ones.precision == "fp16"  # in which TF32 has no say
 

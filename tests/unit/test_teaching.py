@@ -15,7 +15,7 @@ from claim_runs import article_runs
 from exercises_of import lacking, misjudged
 
 from labutils import cli
-from labutils.profiling.hardware import specs
+from labutils.profiling import gpu_specs
 from labutils.results import claims
 from labutils.results.claims import Claim
 from labutils.results.judges import CONFIRMED, JUDGES, assess
@@ -149,10 +149,10 @@ def test_the_claim_is_judged():
 
 
 def test_the_gpu_has_a_whole_data_sheet(monkeypatch):
-    spec = eval(recipe("gpu"), vars(specs))
-    assert spec.name not in {known.name for known in specs.SPECS}
-    monkeypatch.setattr(specs, "SPECS", (*specs.SPECS, spec))
-    assert specs.find_spec("NVIDIA RTX A6000", 51.0) is spec
+    spec = eval(recipe("gpu"), vars(gpu_specs))
+    assert spec.name not in {known.name for known in gpu_specs.SPECS}
+    monkeypatch.setattr(gpu_specs, "SPECS", (*gpu_specs.SPECS, spec))
+    assert gpu_specs.find_spec("NVIDIA RTX A6000", 51.0) is spec
     assert spec.sparse["bf16"] == 2 * spec.dense["bf16"]
     clock = spec.dense["fp32"] * 1e3 / (spec.sms * 128 * 2)
     assert 1.4 < clock < 2.7

@@ -38,7 +38,7 @@ from labutils.labs.ladders import A1_LADDER, climb
 from labutils.layers import cuda_graph
 from labutils.layers.cuda_graph import attention_kernel
 from labutils.layers.lora import adapter_state, lora_layers
-from labutils.profiling import hardware
+from labutils.profiling.roofline import Roofline
 from labutils.profiling.step_timer import StepTimes
 from labutils.recipe import STOCK, Recipe
 from labutils.results.records import Results
@@ -429,9 +429,9 @@ def encoded(workload):
 def no_probe(monkeypatch, workload, encoded):
     """Rates of some machine: measuring this one's takes seconds and is tested elsewhere."""
     monkeypatch.setattr(workload, "dataset", lambda model, recipe: encoded)
-    roofline = hardware.Roofline(rate=1.0, bandwidth=100.0)
-    monkeypatch.setattr(benchmark.hardware, "probe", lambda *items: None)
-    monkeypatch.setattr(benchmark.hardware, "measured_roofline", lambda dtype: roofline)
+    roofline = Roofline(rate=1.0, bandwidth=100.0)
+    monkeypatch.setattr(benchmark, "probe_machine", lambda *items: None)
+    monkeypatch.setattr(benchmark, "measured_roofline", lambda dtype: roofline)
     monkeypatch.setattr(benchmark, "ROUND_MS", 1)
     monkeypatch.setattr(benchmark, "SETTLE_MS", 1)
 

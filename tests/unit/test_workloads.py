@@ -250,7 +250,7 @@ def test_every_workload_opens():
 @pytest.mark.parametrize(("memory_gb", "scale"), [(None, "tiny"), (16.0, "small"), (80.0, "full")])
 def test_auto_is_the_largest_scale_that_fits(memory_gb, scale, monkeypatch):
     machine = {"gpu": "some", "gpu_memory_gb": memory_gb} if memory_gb else {}
-    monkeypatch.setattr("labutils.profiling.hardware.machine", lambda: machine)
+    monkeypatch.setattr("labutils.workloads.base.machine_facts", lambda: machine)
     assert open_workload("sd15-lora", device="cpu").scale == scale
 
 

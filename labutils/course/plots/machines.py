@@ -16,7 +16,7 @@ from labutils.results.records import Run, summarise
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from labutils.profiling.hardware import Roofline
+    from labutils.profiling.roofline import Roofline
 
 
 def peaks(

@@ -63,7 +63,7 @@ PRODUCTS = {
     "fp8-te": "fp8",
 }
 """Kind -> what its products are multiplied as, where that isn't the recipe's precision
-(`hardware.probing.RATES`).
+(`profiling.probe.RATES`).
 """
 
 

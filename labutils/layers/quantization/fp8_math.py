@@ -315,7 +315,7 @@ def lost(x: Tensor, quantised: Quantised, fmt: Format = E4M3) -> dict[str, float
     """
     restored, nonzero = quantised.restored(), x != 0
     limit = (quantised.inverse * fmt.largest).expand_as(quantised.values).reshape(x.shape)
-    share = lambda where: (where & nonzero).sum().item() / max(1, nonzero.sum().item())  # noqa: E731
+    share = lambda where: (where & nonzero).sum().item() / max(1, nonzero.sum().item())
     return {
         "flushed": share(restored == 0),
         "saturated": share(x.float().abs() > limit * (1 + 1e-6)),

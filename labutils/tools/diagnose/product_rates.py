@@ -13,7 +13,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from labutils.profiling import hardware
+from labutils.profiling import cuda
+from labutils.profiling.probe import probe_machine
 from labutils.tools.diagnose.replay import Product
 
 BUDGET_S = 4.0
@@ -56,8 +57,8 @@ class Rates:
             return 1.0
         if not self.here:
             return SHEET[one] / SHEET[other]
-        probe = hardware.probe(f"tflops_{one}", f"tflops_{other}")
-        rates = probe.rate(one), probe.rate(other)
+        probed = probe_machine(f"tflops_{one}", f"tflops_{other}")
+        rates = probed.rate(one), probed.rate(other)
         return rates[0] / rates[1] if all(rates) else 1.0
 
     def flops_ms(self, flops: float, dtype: str) -> float:
@@ -66,12 +67,12 @@ class Rates:
         """
         if not self.here:
             return 0.0
-        rate = hardware.probe(f"tflops_{dtype}").rate(dtype) if dtype in SHEET else None
+        rate = probe_machine(f"tflops_{dtype}").rate(dtype) if dtype in SHEET else None
         return flops / (rate * 1e9) if rate else 0.0
 
     def moved_ms(self, bytes: float) -> float:
         """Milliseconds of so many bytes at the memory's measured rate."""
-        rate = hardware.probe("copy_gb_per_s").median("copy_gb_per_s") if self.here else None
+        rate = probe_machine("copy_gb_per_s").median("copy_gb_per_s") if self.here else None
         return bytes / ((rate or (3000 if self.device == "cuda" else 10)) * 1e6)
 
     def cast_ms(self, numbers: float, written: float) -> float:
@@ -109,7 +110,7 @@ def _fresh_bytes_per_ms() -> float:
     import torch
 
     numbers = 1 << 23
-    times = hardware.cuda.timed(lambda: torch.empty(numbers).fill_(1.0), budget_s=0.1, at_least=3)
+    times = cuda.timed(lambda: torch.empty(numbers).fill_(1.0), budget_s=0.1, at_least=3)
     return 4 * numbers / statistics.median(times)
 
 
@@ -149,8 +150,6 @@ def _timed(call: Callable[[], None], device: str) -> float:
 
     call()
     if device == "cuda":
-        burst_once = hardware.cuda.graph_of(burst) or burst
-        return (
-            statistics.median(hardware.cuda.timed(burst_once, budget_s=0.02, at_least=3)) / several
-        )
-    return statistics.median(hardware.cuda.timed(call, budget_s=0.02, at_least=3))
+        burst_once = cuda.graph_of(burst) or burst
+        return statistics.median(cuda.timed(burst_once, budget_s=0.02, at_least=3)) / several
+    return statistics.median(cuda.timed(call, budget_s=0.02, at_least=3))

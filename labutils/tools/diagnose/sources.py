@@ -8,8 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from labutils.profiling import hardware
 from labutils.profiling.intervals import difference, total, union
+from labutils.profiling.machine import default_device, machine_facts, usable_cores
 from labutils.profiling.trace import Trace
 from labutils.recipe import Recipe
 from labutils.results.records import Run
@@ -32,7 +32,7 @@ def of_trace(path: str | Path) -> Evidence:
     note = "Times are the trace's own: the profiler makes the host slower than it is."
     return replace(
         evidence,
-        rates=Rates(evidence.device, here=not trace.on_gpu or hardware.device() == "cuda"),
+        rates=Rates(evidence.device, here=not trace.on_gpu or default_device() == "cuda"),
         data_ms=total(trace.phase_time.get("data", [])) / trace.steps,
         accumulation=max(1.0, trace.calls_of("backward")),
         recomputed=trace.recomputed(),
@@ -75,7 +75,7 @@ def of_recipe(run: Run, trace: PieceTrace, from_idle_ms: float | None = None) ->
 
     from_idle_ms: the host's time for a step that begins with an idle GPU.
     """
-    recipe, machine = Recipe(**run.recipe), run.machine or hardware.machine()
+    recipe, machine = Recipe(**run.recipe), run.machine or machine_facts()
     step_ms = run.metric("step_ms") or 0.0
     data_ms = min(run.metric("data_ms") or 0.0, 0.999 * step_ms)
     log_ms = 0.0
@@ -140,7 +140,7 @@ def _of(
         rates=Rates(device),
         data_ms=data_ms or 0.0,
         log_ms=log_ms,
-        cores=hardware.usable_cores(),
+        cores=usable_cores(),
         reads=reads,
     )
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from labutils.profiling.hardware import runs_on
+from labutils.profiling.cuda_architectures import runs_on
 from labutils.tools.doctor.facts import CORE, Card, Facts, Import
 
 OK, INFO, WARN, FAIL = "ok", "info", "warn", "fail"

@@ -29,8 +29,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from labutils.profiling import hardware
-from labutils.profiling.hardware import host
+from labutils.profiling import machine
+from labutils.profiling.machine import usable_cores
 from labutils.tools.doctor import import_probe
 from labutils.tools.doctor.import_probe import MARK
 from labutils.training.processes import end_group
@@ -171,17 +171,17 @@ def collect() -> Facts:
         "hub": lambda: {"hub": hub()},
         "cache": lambda: {"cache": cache()},
         "os": lambda: {
-            "os": host.os_name(),
+            "os": machine.os_name(),
             "python": sys.version_info[:2],
             "container": in_container(),
         },
         "visible_devices": lambda: {"visible_devices": os.environ.get("CUDA_VISIBLE_DEVICES")},
         "cores": lambda: {
-            "cores": hardware.usable_cores(),
+            "cores": usable_cores(),
             "machine_cores": os.cpu_count() or 1,
-            "ram_gb": host.ram_gb(),
+            "ram_gb": machine.ram_gb(),
         },
-        "shm_gb": lambda: {"shm_gb": host.shm_gb(), "shm_free_gb": _shm_free_gb()},
+        "shm_gb": lambda: {"shm_gb": machine.shm_gb(), "shm_free_gb": _shm_free_gb()},
     }
     found, problems = {}, {}
     with ThreadPoolExecutor(len(collectors)) as pool:
@@ -216,7 +216,7 @@ def _imports() -> dict[str, Any]:
     several at once.
     """
     chains = [CORE] + [(name,) for name in OPTIONAL if _is_installed(name)]
-    with ThreadPoolExecutor(max(2, min(4, hardware.usable_cores()))) as pool:
+    with ThreadPoolExecutor(max(2, min(4, usable_cores()))) as pool:
         answers = list(pool.map(try_imports, chains))
     imports = {name: Import(status="missing") for name in OPTIONAL} | {
         k: v for found, _ in answers for k, v in found.items()

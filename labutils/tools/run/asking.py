@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from labutils.course import parameters
-from labutils.profiling import hardware
+from labutils.profiling.machine import machine_facts, scale_for
 from labutils.results import records
 
 NOTEBOOKS = records.REPOSITORY / "notebooks"
@@ -182,8 +182,8 @@ def scales_of(asked: str, labs: Sequence[Lab]) -> tuple[dict[str, str], str]:
         parameters.check("scale", asked, "str")
     except ValueError as error:
         raise UsageError(f"{error} Type --scale with one of them.") from None
-    machine = hardware.machine()
-    fitting = {lab.number: hardware.scale_for(machine, lab.number) for lab in labs}
+    machine = machine_facts()
+    fitting = {lab.number: scale_for(machine, lab.number) for lab in labs}
     if asked == "auto":
         return fitting, f"{_by_scale(fitting)} (the largest that fits this machine)"
     smaller = parameters.SCALES[: parameters.SCALES.index(asked)]

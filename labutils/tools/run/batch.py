@@ -13,7 +13,7 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from labutils.profiling import hardware
+from labutils.profiling.machine import usable_cores
 from labutils.results import records
 from labutils.tools.run import index, planning
 from labutils.tools.run.asking import (
@@ -213,7 +213,7 @@ class _Batch:
             events.put(lambda: telling.cell(lab, count, section))
 
         try:
-            variables = planning.variables(number, beside, self.gpus, hardware.usable_cores(), lab)
+            variables = planning.variables(number, beside, self.gpus, usable_cores(), lab)
             variables[records.SOURCES] = json.dumps(planning.sources_of(lab))
             outcome = run_lab(
                 lab, self.values[lab.number], self.folder, self.options, kernels, variables, told

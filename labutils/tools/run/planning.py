@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from labutils.profiling import hardware
+from labutils.profiling.machine import SEVERAL_GPUS
 from labutils.results import records as results
 from labutils.tools.run.asking import Lab
 
@@ -135,11 +135,7 @@ def waves(labs: Sequence[Lab], jobs: int, gpus: int) -> list[list[Lab]]:
     others were given.
     """
     last = [lab for lab in labs if lab.number in SUMMING_UP]
-    greedy = (
-        [lab for lab in labs if lab.number in hardware.SEVERAL_GPUS]
-        if jobs > 1 and gpus > 1
-        else []
-    )
+    greedy = [lab for lab in labs if lab.number in SEVERAL_GPUS] if jobs > 1 and gpus > 1 else []
     first = [lab for lab in labs if lab not in last and lab not in greedy]
     return [group for group in (first, *([lab] for lab in [*greedy, *last])) if group]
 
@@ -154,7 +150,7 @@ def variables(job: int, beside: int, gpus: Sequence[str], cores: int, lab: Lab) 
     """
     if not beside:
         return {}
-    shared = len(gpus) < 2 or lab.number in hardware.SEVERAL_GPUS
+    shared = len(gpus) < 2 or lab.number in SEVERAL_GPUS
     own = {} if shared else {"CUDA_VISIBLE_DEVICES": gpus[job % len(gpus)]}
     threads = (
         {}

@@ -11,18 +11,18 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from labutils.profiling.hardware import cuda
+from labutils.profiling import cuda
 
 GB = 10**9
 ROOT = Path("/")
 
 
-def device() -> str:
+def default_device() -> str:
     """Where the course computes: "cuda" where PyTorch can use a GPU, "cpu" otherwise."""
     return "cuda" if cuda.available() else "cpu"
 
 
-def machine() -> dict[str, Any]:
+def machine_facts() -> dict[str, Any]:
     """Facts about this machine; memory in 10^9 bytes. What does not apply here is absent.
 
     Keys: gpu, gpu_memory_gb, compute_capability, driver, cuda (the version PyTorch was built with),

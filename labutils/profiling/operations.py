@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from labutils.profiling.hardware import cuda
+from labutils.profiling import cuda
 
 COLD_BYTES = {"cuda": 256 * 2**20, "cpu": 128 * 2**20}
 """Inputs are rotated through this much memory, so that no operation finds its data in a cache from

@@ -263,7 +263,7 @@ SPECS: tuple[Spec, ...] = (
 
 
 def spec_of(machine: Mapping[str, Any]) -> Spec | None:
-    """The data sheet of the GPU in `machine` (facts as `hardware.machine()` gives them), or None."""
+    """The data sheet of the GPU in `machine` (facts as `machine_facts()` gives them), or None."""
     return find_spec(machine.get("gpu", ""), machine.get("gpu_memory_gb"))
 
 

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from labutils.profiling.hardware import cuda
+from labutils.profiling import cuda
 
 STABLE_BEFORE_BLACKWELL = ("sm_50", "sm_60", "sm_70", "sm_80", "sm_90")
 """What article A1's PyTorch 2.3 was compiled for, in its warning's words."""

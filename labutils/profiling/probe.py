@@ -17,8 +17,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from labutils.profiling.hardware import cuda
-from labutils.profiling.hardware.roofline import Roofline
+from labutils.profiling import cuda
+from labutils.profiling.roofline import Roofline
 
 RATES = {
     "tflops_fp32": "fp32 products, TFLOP/s",
@@ -81,7 +81,7 @@ class Probe:
         return Roofline(*(self.median(item) for item in needed))
 
 
-def probe(*items: str) -> Probe:
+def probe_machine(*items: str) -> Probe:
     """Measure `items` (all of them by default); what this process already measured is not measured
     again.
 
@@ -106,7 +106,7 @@ def measured_roofline(dtype: str) -> Roofline:
     """This machine's roofline for `dtype`; a second or two, the first time. Raises `ValueError`
     where it has none.
     """
-    return probe(f"tflops_{dtype}", "copy_gb_per_s").roofline(dtype)
+    return probe_machine(f"tflops_{dtype}", "copy_gb_per_s").roofline(dtype)
 
 
 @functools.cache
