@@ -7,15 +7,21 @@ out: the same cell of a notebook makes a table for a GPU and one for a CPU, with
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 
-def as_table(head: Sequence[str], *rows: Sequence[Any]) -> str:
-    """A Markdown table; a row's first cell names it. `None`: does not apply.
+def as_table(head: Sequence[str] | pd.DataFrame, *rows: Sequence[Any]) -> str:
+    """A Markdown table, of a DataFrame or of a head and rows; a row's first cell names it.
 
-    Rows and columns that say nothing about anything, names aside, are left out; "" where no row
-    remains.
+    `None` and NaN: does not apply. Rows and columns that say nothing about anything, names aside,
+    are left out; "" where no row remains.
     """
+    if not isinstance(head, Sequence):
+        frame = head.astype(object).where(head.notna(), None)
+        head, rows = list(frame.columns), tuple(frame.itertuples(index=False, name=None))
     kept = [row for row in rows if any(value is not None for value in row[1:])]
     if not kept:
         return ""
