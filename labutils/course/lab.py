@@ -34,6 +34,7 @@ from labutils.profiling.machine import default_device, machine_facts, meant_for,
 from labutils.recipe import Recipe, is_finite
 from labutils.results import records
 from labutils.results.records import Run
+from labutils.results.schema1 import Tag, tags_of
 from labutils.workloads.lazy_imports import import_unseen
 
 _YES_OR_NO = ("failed", "warned")
@@ -187,6 +188,7 @@ class Lab:
             values = values | {"scale": self.fitting_scale}
         self.parameters = values
         self._made_of = _made_of(values)
+        self._notebook = _notebook(number)
         self.scale: str = values["scale"]
         self.weights: str = values.get("weights", "random")
         self.data: str = values.get("data", "generated")
@@ -252,6 +254,7 @@ class Lab:
 
     def _keep(self, run: Run, name: str, lane: str | None) -> None:
         run.lab, run.run, run.lane = self.number, run.run or name, lane or run.lane
+        run.tags = run.tags or tags_of(run.lab, run.run)  # a bridge, until every lab writes tags
         if not run.workload:  # not a training run, which knows what it ran on
             run.scale, run.weights, run.data = self.scale, self.weights, self.data
         run.machine, run.versions, run.commit, run.at = (
@@ -261,6 +264,7 @@ class Lab:
             records.now(),
         )
         run.beside, run.made_of = records.told(records.BESIDE), self._made_of
+        run.notebook = self._notebook
         self._results.append(run)
         if run.ok:
             self._measured.add(run.run)
@@ -355,20 +359,19 @@ class Lab:
         self._record(status="prediction", topic=topic, value=value, unit=unit)
         self.show(f"Kept: you predict {value:g} {unit} for *{topic}*.")
 
-    def reference(self, run: str) -> Run | None:
-        """Our H200's run of that name in this lab, or None where there is none."""
-        return records.read_runs(records.REFERENCE, self.number).get((self.number, run))
+    def reference(self, run: str = "", **tags: Tag) -> Run | None:
+        """Our H200's run of these tags in this lab, or None where there is none. A name stands for
+        the tags that it has in schema 1."""
+        runs = records.read_runs(records.REFERENCE, self.number)
+        return runs.one(self.number, **(tags or tags_of(self.number, run)))
 
-    def references(self, *patterns: str) -> dict[str, Run]:
-        """Name -> our H200's run, of this lab's runs whose name fits one of `patterns` ("bf16 b*",
-        "targets").
-        """
-        found = records.read_runs(records.REFERENCE, self.number)
-        return {
-            name: run
-            for (_, name), run in found.items()
-            if any(fnmatchcase(name, each) for each in patterns)
-        }
+    def references(self, *patterns: str, **tags: Tag) -> Any:
+        """Our H200's runs of this lab that have these tags, as `Runs`. With patterns of names, a
+        bridge, those that fit one, by name."""
+        runs = records.read_runs(records.REFERENCE, self.number)
+        if tags:
+            return runs.select(**tags)
+        return {r.run: r for r in runs if any(fnmatchcase(r.run, each) for each in patterns)}
 
     def on_reference(
         self, head: Sequence[str], rows_of: Callable[[dict[str, Run]], Iterable], *patterns: str
@@ -612,6 +615,14 @@ def _days(runs: Iterable[Run]) -> str:
     """The day on which runs were made, or the first and the last of several."""
     days = sorted({run.at.partition("T")[0] for run in runs})
     return days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
+
+
+def _notebook(number: str) -> str:
+    """The notebook that is at work: as Jupyter names it, else the lab's own; "" where none is."""
+    if path := os.environ.get("JPY_SESSION_NAME"):
+        return Path(path).name
+    files = sorted((records.REPOSITORY / "notebooks").glob(f"{number}_*.ipynb"))
+    return files[0].name if files else ""
 
 
 def _made_of(values: Mapping[str, Any]) -> str:

@@ -133,7 +133,7 @@ def options_from(runs: Runs, batch: int, methods: Iterable[str] | None = None) -
     ]
     found = [option for option in options if option is not None]
     if not found:
-        cells = {key: cell for key in runs if key[0] == LAB and (cell := _cell(key[1]))}
+        cells = {key: cell for key, _ in runs.items() if key[0] == LAB and (cell := _cell(key[1]))}
         known = sorted(
             {int(cell[2]) for key, cell in cells.items() if _option(cell[1], runs[key], runs)}
         )

@@ -1,15 +1,13 @@
-"""Activation checkpointing: a block's input is kept, and the block computed again in the backward
-pass. Three forms beside PyTorch's own:
+"""Activation checkpointing: a block's input is kept, and the block is computed again in the
+backward pass. Three forms beside PyTorch's own:
 
-    keeping_products(block, x)              what its products gave is kept as well, and only the rest computed again
-    forward = recomputing_within(block)     to be compiled: what the backward pass doesn't need isn't computed again
-    parking = Parking()
-    # (run, x) -> run(x), for every layer of one model
-    layer_forward = offloading(layer, parking)
+    keeping_products(block, x)           keeps the results of products, computes the rest again
+    forward = recomputing_within(block)  is compiled, and skips what the backward pass won't need
+    run = offloading(layer, Parking())   keeps the block's input on the host
 
-In the last, what is kept, one tensor as large as the hidden states for each block, leaves the GPU
-as soon as the block has run. It comes back while the block behind it is computed again, on a stream
-of its own both times. (unsloth's "gradient checkpointing" does this; article A3, appendix.)
+Offloading: what is kept is one tensor as large as the hidden states for each block. It leaves the
+GPU as soon as the block has run. It comes back while the block behind it is computed again, on a
+stream of its own both times. (unsloth's "gradient checkpointing" does this; article A3, appendix.)
 """
 
 from __future__ import annotations
@@ -31,53 +29,39 @@ from torch.utils.checkpoint import (
 Run = Callable[[Tensor], Tensor]
 
 aten = torch.ops.aten
-DEAR = {
+PRODUCTS = (
     aten.mm.default,
     aten.bmm.default,
     aten.addmm.default,
     aten.convolution.default,
-    aten._scaled_dot_product_flash_attention.default,
-    aten._scaled_dot_product_efficient_attention.default,
-    aten._scaled_dot_product_cudnn_attention.default,
-    aten._scaled_dot_product_flash_attention_for_cpu.default,
-}
-"""What takes nearly all of a block's time: its products. Their results are worth keeping."""
+)
+"""Beside attention, what takes nearly all of a block's time. Their results are worth keeping."""
 THIN = 32
-"""Products over fewer numbers are a low-rank adapter's: as large a result as a wide one's, for next
-to no time.
+"""Products over fewer numbers are a low-rank adapter's: the result is as large as a wide one's, and
+takes next to no time.
 """
 
 
 def keeping_products(block: Callable[..., Any], *inputs: Any) -> Any:
-    """`block` on `inputs`, checkpointed selectively: its input and the results of `DEAR` operations
-    are kept, and all the rest, elementwise operations and norms, is computed again in the backward
-    pass."""
-    kept = functools.partial(create_selective_checkpoint_contexts, _worth_keeping)
+    """`block` on `inputs`, checkpointed selectively: its input and the results of `PRODUCTS` and
+    attention are kept. Elementwise operations and norms are computed again in the backward pass."""
+    kept = functools.partial(create_selective_checkpoint_contexts, _products_and_attention)
     return checkpoint(block, *inputs, use_reentrant=False, context_fn=kept)
 
 
-def _worth_keeping(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    thin = operation in (aten.mm.default, aten.addmm.default) and args[-1].shape[0] < THIN
-    return (
-        CheckpointPolicy.MUST_SAVE
-        if operation in DEAR and not thin
-        else CheckpointPolicy.PREFER_RECOMPUTE
-    )
-
-
 def recomputing_within(block: Callable[..., Any]) -> Callable[..., Any]:
-    """`block` checkpointed, as a function that is to be compiled: what computes it again is then
-    part of its backward pass's code.
+    """`block` checkpointed, as a function that is to be compiled: the second computation is then
+    part of the code of its backward pass.
 
     A checkpoint around a compiled block runs all of that block's code once more. Within, the
     compiler sees what the backward pass needs, and leaves out the rest: a decoder's block ends with
     the product of its MLP, a quarter of its arithmetic, whose result nothing but the next block
     reads. What attention gives is kept too: at 8 billion parameters it is as large as the block's
-    input. (Where PyTorch computes attention by plain products, on a CPU with a mask for example, no
-    operator attends by name, and nothing of it is kept.) The block must draw no random numbers.
+    input. The block must draw no random numbers.
     """
-    kept = functools.partial(create_selective_checkpoint_contexts, _attends)
-    WRAP.addFilter(_unwarned)
+    kept = functools.partial(create_selective_checkpoint_contexts, _attention)
+    # PyTorch warns whoever compiles a `context_fn` of operations in place. These blocks have none.
+    logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
 
     def forward(*inputs: Any, **named: Any) -> Any:
         return checkpoint(
@@ -87,25 +71,25 @@ def recomputing_within(block: Callable[..., Any]) -> Callable[..., Any]:
     return forward
 
 
-WRAP = logging.getLogger("torch._higher_order_ops.wrap")
+def _attends(operation: Any) -> bool:
+    """Operators that attend are known by their names: which one it is depends on the device and the
+    PyTorch version. Attention of packed rows (`torch_attn::_varlen_attn`) and attention with sinks
+    (`labutils::attention_with_sinks`) are operators of their own. On a CPU with a mask, PyTorch
+    computes attention by plain products, and no operator has the name."""
+    return "attention" in str(operation) or "attn" in str(operation)
 
 
-def _unwarned(told: logging.LogRecord) -> bool:
-    """Drops one warning and steps aside. PyTorch warns whoever compiles a checkpoint with a
-    `context_fn` of operations in place, once a process. Blocks have none; what others compile later
-    they shall be warned of, if PyTorch does."""
-    if "context_fn" not in told.getMessage():
-        return True
-    WRAP.removeFilter(_unwarned)
-    return False
+def _attention(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    kept = _attends(operation)
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def _attends(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Known by its name: which of PyTorch's operators attends, or of ours, depends on the device
-    and on the version.
-    """
-    attention = any(sign in str(operation) for sign in ("attention", "attn"))
-    return CheckpointPolicy.MUST_SAVE if attention else CheckpointPolicy.PREFER_RECOMPUTE
+def _products_and_attention(
+    context: Any, operation: Any, *args: Any, **kwargs: Any
+) -> CheckpointPolicy:
+    thin = operation in (aten.mm.default, aten.addmm.default) and args[-1].shape[0] < THIN
+    kept = _attends(operation) or (operation in PRODUCTS and not thin)
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 class Parked:
@@ -235,6 +219,7 @@ class _Offloaded(torch.autograd.Function):
         x = ctx.parked.back().requires_grad_(ctx.wanted)
         with torch.enable_grad(), torch.autocast(kind, dtype, enabled=enabled):
             out = ctx.run(x)
-        found = torch.autograd.grad(out, ([x] if ctx.wanted else []) + list(ctx.trained), slopes)
+        inputs = ([x] if ctx.wanted else []) + list(ctx.trained)
+        gradients = torch.autograd.grad(out, inputs, slopes)
         ctx.parked = None
-        return (None, None, *(found if ctx.wanted else (None, *found)))
+        return (None, None, *(gradients if ctx.wanted else (None, *gradients)))

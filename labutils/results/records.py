@@ -1,8 +1,11 @@
-"""Runs on record: one JSON object a line, appended and flushed one by one, so that nothing measured
-is ever lost.
+"""Runs on record: one JSON object a line of results.jsonl, appended and flushed one by one.
 
-What does not apply to a run is absent from its record, never 0. Raw samples stand beside their
-summary.
+A run is identified by its lab and its `tags`; its name is for people. What does not apply to a run
+is absent from its record, never 0. Raw samples stand beside their summary.
+
+    runs = read_runs("results/mine")
+    run = runs.one(lab="03", experiment="workers", workers=3)
+    frame = to_frame(runs.select(lab="03", experiment="workers"))
 """
 
 from __future__ import annotations
@@ -11,7 +14,6 @@ import contextlib
 import functools
 import hashlib
 import json
-import math
 import os
 import shlex
 import subprocess
@@ -20,14 +22,25 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
-SCHEMA = 1
+import numpy as np
+
+from labutils.recipe import Unavailable
+from labutils.results.schema1 import Tag, tags_of
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+SCHEMA = 2
 REPOSITORY = Path(__file__).resolve().parents[2]
 REFERENCE = REPOSITORY / "reference" / "h200" / "results.jsonl"
 LANES = ("article", "same work", "same mathematics")
-PACKAGES = ("torch", "transformers", "diffusers", "peft", "accelerate", "datasets", "bitsandbytes", "triton", "numpy")
-
+PACKAGES = (
+    *("torch", "transformers", "diffusers", "peft", "accelerate", "datasets", "bitsandbytes"),
+    *("triton", "numpy", "transformer_engine", "unsloth", "torchao", "trl"),
+)
+"""The packages whose versions stand in every record, as far as they are installed."""
 
 BESIDE, SOURCES = "LABUTILS_BESIDE", "LABUTILS_SOURCES"
 """What `labutils run` tells a lab's kernel: how many other labs may run at once, and digests of
@@ -42,8 +55,8 @@ OUT_OF_MEMORY = (
     "unable to find an engine",
 )
 """What PyTorch's messages say, in small letters, where memory ran out: of the GPU, of the host, of
-a library's own. (A convolution passes over every algorithm whose workspace finds no room, and then
-says that it found none.)"""
+a library's own. A convolution for whose workspaces there is no room says that it finds no engine.
+"""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -52,18 +65,19 @@ def is_out_of_memory(error: BaseException) -> bool:
     return named or any(words in str(error).lower() for words in OUT_OF_MEMORY)
 
 
-
-
 def status_of(error: BaseException) -> str:
-    """What a run's `status` says about `error`, in one line as it may stand in a table: "oom",
-    "skipped: why" (not on this machine) or "error: what"."""
+    """A run's `status` after `error`, in one line: "oom", "skipped: why" (not on this machine) or
+    "error: what"."""
     said = " ".join(str(error).split())
     if isinstance(error, Unavailable):
         return f"skipped: {said}"
     if is_out_of_memory(error):
         return "oom"
     if "InvalidCxxCompiler" in said:
-        return "skipped: torch.compile builds C++ here, and no compiler for it works; sudo apt install g++ brings one"
+        return (
+            "skipped: torch.compile builds C++ here, and no compiler for it works; "
+            "sudo apt install g++ brings one"
+        )
     kind = "skipped" if isinstance(error, ImportError) else "error"
     return f"{kind}: {type(error).__name__}: {said}"
 
@@ -72,12 +86,13 @@ def status_of(error: BaseException) -> str:
 class Run:
     """What one recipe did on one workload at one scale on one machine.
 
-    `metrics` holds summaries ({"median", "p10", "p90", "n"}) and single numbers, `samples` the raw
-    series behind them. Units are in the names: `_ms`, `_s`, `_gb` (10^9 bytes), `_per_s`; ratios
-    (`gpu_busy`, `mfu`) lie in 0..1. `status` is "ok", "oom", "skipped: why" or "error: what".
-    `beside`: how many other labs may have run on this machine at the same time, as far as `labutils
-    run` knows. `made_of`: a digest of the code and the parameters behind it; of equal ones an
-    interrupted lab's runs are taken over.
+    `tags` say what the run is: its `experiment`, and one tag for everything varied in it. A tag
+    that is False is left out. `metrics` holds summaries ({"median", "p10", "p90", "n"}) and single
+    numbers, `samples` the raw series behind them. Units are in the names: `_ms`, `_s`, `_gb` (10^9
+    bytes), `_per_s`; ratios (`gpu_busy`, `mfu`) lie in 0..1. `status` is "ok", "oom", "skipped:
+    why" or "error: what". `beside`: how many other labs may have run on this machine at the same
+    time. `made_of`: a digest of the code and the parameters behind it. `notebook`: the file that
+    it came from.
     """
 
     lab: str
@@ -97,52 +112,119 @@ class Run:
     at: str = ""
     beside: int | None = None
     made_of: str = ""
+    notebook: str = ""
+    tags: dict[str, Tag] = field(default_factory=dict)
 
     @property
     def ok(self) -> bool:
         return self.status == "ok"
 
+    @property
+    def identity(self) -> tuple[str, frozenset[tuple[str, Any]]]:
+        """Lab and tags; of a run without tags its name instead."""
+        tags = self.tags or {"": self.run}
+        return self.lab, frozenset((key, *_typed(value)) for key, value in tags.items())
+
+    def has(self, **tags: Tag) -> bool:
+        """Whether the run has these tags; one that is False, it must not have as True."""
+        return all(_typed(self.tags.get(key, False)) == _typed(tag) for key, tag in tags.items())
+
     def metric(self, name: str) -> float | None:
-        """The metric's number (the median where it is a summary), or None where it does not apply.
-        """
+        """The metric's number, the median of a summary; None where it does not apply."""
         value = self.metrics.get(name)
         return value.get("median") if isinstance(value, dict) else value
 
     def record(self) -> dict[str, Any]:
         """The JSON object of results.jsonl; empty fields are left out."""
-        return {"schema": SCHEMA} | {k: v for k, v in vars(self).items() if v not in ("", {}, [], None)}
+        head = {"schema": SCHEMA, "lab": self.lab, "run": self.run, "tags": self.tags}
+        return {k: v for k, v in (head | vars(self)).items() if v not in ("", {}, [], None)}
+
+
+def _typed(tag: Tag) -> tuple[bool, Tag]:
+    """A tag that True and 1, or False and 0, don't share."""
+    return isinstance(tag, bool), tag
+
+
+class Runs(Sequence[Run]):
+    """Runs of any labs, the newest of each (lab, tags)."""
+
+    def __init__(self, runs: Iterable[Run] = ()) -> None:
+        self._runs = list({run.identity: run for run in runs}.values())
+
+    def __getitem__(self, place: Any) -> Any:
+        return self.by_name()[place] if isinstance(place, tuple) else self._runs[place]
+
+    def __len__(self) -> int:
+        return len(self._runs)
+
+    def select(self, lab: str | None = None, **tags: Tag) -> Runs:
+        """The runs that have these tags, whichever others they have. A tag asked for as False is
+        one that they don't have."""
+        return Runs(run for run in self if lab in (None, run.lab) and run.has(**tags))
+
+    def one(self, lab: str | None = None, **tags: Tag) -> Run | None:
+        """The run of exactly these tags, else the only one that has them at all, else None."""
+        those = self.select(lab, **tags)
+        count = sum(tag is not False for tag in tags.values())
+        exact = [run for run in those if len(run.tags) == count]
+        return next((found[0] for found in (exact, those) if len(found) == 1), None)
+
+    def by_name(self) -> dict[tuple[str, str], Run]:
+        """(lab, name) -> run. With what follows a bridge, until all labs select by tags."""
+        return {(run.lab, run.run): run for run in self}
+
+    def __contains__(self, key: object) -> bool:
+        return key in self.by_name() if isinstance(key, tuple) else key in self._runs
+
+    def items(self) -> Iterable[tuple[tuple[str, str], Run]]:
+        return self.by_name().items()
+
+    def keys(self) -> Iterable[tuple[str, str]]:
+        return self.by_name().keys()
+
+    def values(self) -> Iterable[Run]:
+        return self._runs
+
+    def get(self, key: tuple[str, str]) -> Run | None:
+        return self.by_name().get(key)
+
+
+def to_frame(runs: Iterable[Run]) -> pd.DataFrame:
+    """One row a run: what identifies it, a column for each tag, one for each metric (its median).
+
+    A tag or metric that a run doesn't have is missing (NaN) in its row."""
+    import pandas as pd
+
+    fields = ("lab", "run", "lane", "workload", "scale", "status")
+    return pd.DataFrame(
+        {name: getattr(run, name) for name in fields}
+        | run.tags
+        | {name: run.metric(name) for name in run.metrics}
+        for run in runs
+    )
 
 
 def summarise(samples: Sequence[float]) -> dict[str, float]:
     """Median, 10th and 90th percentile and count of `samples`. Raises `ValueError` where there is
     none.
     """
-    if not samples:
+    if not len(samples):
         raise ValueError("No samples to summarise: the run measured nothing.")
-    ordered = sorted(samples)
-    return {
-        "median": _quantile(ordered, 0.5),
-        "p10": _quantile(ordered, 0.1),
-        "p90": _quantile(ordered, 0.9),
-        "n": len(ordered),
-    }
+    median, p10, p90 = map(float, np.quantile(samples, (0.5, 0.1, 0.9)))
+    return {"median": median, "p10": p10, "p90": p90, "n": len(samples)}
 
 
 def step_by_step(one: Run, other: Run) -> list[tuple[float, float]]:
     """The milliseconds of both runs' steps, of those that both took on the same tokens; [] where
-    they share none, or steps don't differ in what they take in. (Times of one `Benchmark` that has
-    `same_batches` stand in the same order.)"""
-    times, taken = ([run.samples.get(key, []) for run in (one, other)] for key in ("step_ms", "useful_tokens"))
+    they share none, or steps don't differ in what they take in. Times of one `Benchmark` that has
+    `same_batches` stand in the same order."""
+    series = ("step_ms", "useful_tokens")
+    times, taken = ([run.samples.get(key, []) for run in (one, other)] for key in series)
     pairs = zip(*times, *taken, strict=False)
     return [(mine, its) for mine, its, tokens, others in pairs if tokens == others]
 
 
-def _quantile(ordered: Sequence[float], q: float) -> float:
-    """Linear interpolation between the closest ranks, as numpy's default."""
-    place = q * (len(ordered) - 1)
-    low = math.floor(place)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (place - low) * (ordered[high] - ordered[low])
+# ---------------------------------------------------------------------------------------- writing
 
 
 class Results:
@@ -161,8 +243,9 @@ class Results:
         """
         record = run.record() if isinstance(run, Run) else {"schema": SCHEMA} | run
         line = json.dumps(record, allow_nan=False, ensure_ascii=False).encode()
-        with self.path.open("ab+") as file, _alone_with(file):
-            file.write((b"\n" if _is_torn(file) else b"") + line + b"\n")
+        with self.path.open("ab+") as file:
+            _lock(file)  # labs side by side keep their results in one file
+            file.write((b"\n" if _is_cut_off(file) else b"") + line + b"\n")
             file.flush()
             os.fsync(file.fileno())
 
@@ -171,20 +254,15 @@ class Results:
         self.append({"lab": lab, "status": "done", "at": now()} | stamp)
 
 
-@contextlib.contextmanager
-def _alone_with(file: IO[bytes]) -> Iterator[None]:
-    """No other process appends to `file` meanwhile: labs side by side keep their results in one."""
-    try:
+def _lock(file: IO[bytes]) -> None:
+    """No other process appends to `file` until it is closed."""
+    with contextlib.suppress(ImportError, OSError):  # Windows; a file system without locks
         import fcntl
-    except ImportError:  # Windows; one lab at a time is safe there
-        yield
-        return
-    with contextlib.suppress(OSError):  # a file system without locks
+
         fcntl.flock(file, fcntl.LOCK_EX)
-    yield  # closing the file lets go of it
 
 
-def _is_torn(file: IO[bytes]) -> bool:
+def _is_cut_off(file: IO[bytes]) -> bool:
     """Whether the last line lacks its end: its writer was killed."""
     if file.seek(0, os.SEEK_END) == 0:
         return False
@@ -192,10 +270,13 @@ def _is_torn(file: IO[bytes]) -> bool:
     return file.read(1) != b"\n"
 
 
+# ---------------------------------------------------------------------------------------- reading
+
+
 @dataclass(frozen=True)
 class Reading:
-    """What was read of a results.jsonl: its sound `records`; (line, what is wrong with it) of all
-    others.
+    """What was read of a results.jsonl: its sound `records`, and (line, what is wrong with it) of
+    all others. The file itself is left as it is.
     """
 
     path: Path
@@ -203,16 +284,15 @@ class Reading:
     passed_over: list[tuple[int, str]]
 
     def told(self) -> str:
-        """How many lines were passed over and why, and what to type; empty where none was."""
+        """Which lines were passed over and why, and what to type; empty where none was."""
         if not self.passed_over:
             return ""
-        shown = "; ".join(f"line {line} {why}" for line, why in self.passed_over[:3])
-        rest = f"; and {len(self.passed_over) - 3} more" if len(self.passed_over) > 3 else ""
         count, of = len(self.passed_over), len(self.passed_over) + len(self.records)
+        shown = "; ".join(f"line {line} {why}" for line, why in self.passed_over[:3])
+        rest = f"; and {count - 3} more" if count > 3 else ""
         return (
-            f"{self.path}: {count} of {of} lines can't be used ({shown}{rest}). If what they held "
-            "is missed, "
-            "measure it again: labutils run LAB --force --results "
+            f"{self.path}: {count} of {of} lines can't be used ({shown}{rest}). The file was left "
+            "as it is. To measure them again: labutils run LAB --force --results "
             f"{shlex.quote(str(self.path.parent))}"
         )
 
@@ -222,18 +302,17 @@ def read_file(path: Path) -> Reading:
     can't be read.
     """
     try:
-        lines = list(_lines(path))
+        lines = [(number, _record_of(line)) for number, line in _lines(path)]
     except OSError as error:
         raise ValueError(
             f"{path} can't be read: {(error.strerror or str(error)).lower()}. Name results that "
-            "you may read, as in: "
-            "--results results/NAME"
+            "you may read, as in: --results results/NAME"
         ) from None
-    judged = [(line, found, found if isinstance(found, str) else why_unsound(found)) for line, found in lines]
+    judged = [(n, read, read if isinstance(read, str) else why_unsound(read)) for n, read in lines]
     return Reading(
         path,
-        records=[found for _, found, why in judged if isinstance(found, dict) and not why],
-        passed_over=[(line, why) for line, _, why in judged if why],
+        records=[read for _, read, why in judged if isinstance(read, dict) and not why],
+        passed_over=[(number, why) for number, _, why in judged if why],
     )
 
 
@@ -241,68 +320,62 @@ def check_usable(readings: Sequence[Reading]) -> None:
     """Raise `ValueError`, with what to type, where lines were passed over and no record is left."""
     told = [reading.told() for reading in readings if reading.passed_over]
     if told and not any(reading.records for reading in readings):
-        raise ValueError(
-            "\n".join(
-                [
-                    "There is no record that this version can use:",
-                    *told,
-                    "Or name other results: --results results/NAME",
-                ]
-            )
-        )
-
-
-def files_below(folder: Path) -> list[Path]:
-    """The results.jsonl of each folder in `folder`, the oldest first."""
-    found = [path for path in folder.glob("*/results.jsonl") if os.path.isfile(path)]
-    return sorted(found, key=lambda path: (path.stat().st_mtime, str(path)))
-
-
-def check_no_folder(path: Path) -> None:
-    """Raise `ValueError`, with what to type, where a folder stands in the place of a results.jsonl.
-    """
-    if os.path.isdir(path):
-        place, inner = shlex.quote(str(path)), path / "results.jsonl"
-        other = f"Name it: --results {place}" if os.path.isfile(inner) else f"Move it away: mv {place} {place}.folder"
-        raise ValueError(f"{path} is a folder, where the file of that name belongs. {other}")
+        head = "There is no record that this version can use:"
+        raise ValueError("\n".join([head, *told, "Or name other results: --results results/NAME"]))
 
 
 def read_records(path: str | Path) -> list[dict[str, Any]]:
-    """All records of a results.jsonl or of the folder that holds it.
+    """All records of a results.jsonl or of the folder that holds it, migrated to today's schema.
 
-    A line that is torn (a run was killed while writing), is no object, is beyond Python's limits or
-    has another schema is passed over without a word: what was whole stays usable. Returns [] where
-    there is no such file.
+    A line that can't be used is passed over without a word. Returns [] where there is no such file.
     """
     path = Path(path)
     path = path / "results.jsonl" if os.path.isdir(path) else path
     if not os.path.exists(path):  # Path.exists raises OSError for a name that is too long
         return []
-    return [found for _, found in _lines(path) if isinstance(found, dict)]
+    return [read for _, line in _lines(path) if isinstance(read := _record_of(line), dict)]
 
 
-def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any] | str]]:
-    """(number, the record) of each line that isn't blank; where it holds none, what is wrong with
-    it.
-    """
-    for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").split("\n"), 1):
+def read_runs(path: str | Path, lab: str | None = None) -> Runs:
+    """The runs of a results.jsonl or of the folder that holds it; of equal tags the newest wins."""
+    return runs_of(read_records(path), lab)
+
+
+def runs_of(records: Iterable[dict[str, Any]], lab: str | None = None) -> Runs:
+    """The runs among `records`; predictions, "done" and unsound records are left out."""
+    known = set(Run.__dataclass_fields__)
+    return Runs(
+        Run(**{key: value for key, value in record.items() if key in known})
+        for record in records
+        if isinstance(record.get("run"), str) and not why_unsound(record)
+        if lab in (None, record["lab"])
+    )
+
+
+def _lines(path: Path) -> Iterator[tuple[int, str]]:
+    """(number, text) of each line that isn't blank."""
+    for number, line in enumerate(path.read_text("utf-8", errors="replace").split("\n"), 1):
         if line.strip():
-            yield number, _record_of(line)
+            yield number, line
 
 
 def _record_of(line: str) -> dict[str, Any] | str:
+    """The record that a line holds, in today's schema, or what is wrong with the line."""
     try:
         record = json.loads(line, parse_int=_whole_number)
     except json.JSONDecodeError:
-        cut = line.startswith("{") and not line.rstrip().endswith("}")
-        return "is cut off, as by a run that was stopped" if cut else "is not JSON"
+        cut_off = line.startswith("{") and not line.rstrip().endswith("}")
+        return "is cut off, as by a run that was stopped" if cut_off else "is not JSON"
     except (ValueError, RecursionError):  # a number beyond every float; lists nested without end
         return "is beyond Python's limits"
     if not isinstance(record, dict):
         return "is no JSON object"
-    if record.get("schema", SCHEMA) != SCHEMA:
-        return f"has schema {record['schema']!r:.40}, and this version reads {SCHEMA}"
-    return record
+    if record.get("schema", SCHEMA) not in (1, SCHEMA):
+        return f"has schema {record['schema']!r:.40}, and this version reads 1 and {SCHEMA}"
+    lab, run = record.get("lab"), record.get("run")
+    if "tags" not in record and isinstance(lab, str) and isinstance(run, str) and lab:
+        record["tags"] = tags_of(lab, run)
+    return record | {"schema": SCHEMA}
 
 
 def _whole_number(word: str) -> int:
@@ -312,38 +385,37 @@ def _whole_number(word: str) -> int:
     return int(word)
 
 
-def read_runs(path: str | Path, lab: str | None = None) -> dict[tuple[str, str], Run]:
-    """(lab, run) -> the last Run recorded under that name; the newest record wins."""
-    return runs_of(read_records(path), lab)
-
-
-def runs_of(records: Iterable[dict[str, Any]], lab: str | None = None) -> dict[tuple[str, str], Run]:
-    """(lab, run) -> Run out of `records`; predictions, "done" and unsound records are left out."""
-    known = set(Run.__dataclass_fields__)
-    runs = {}
-    for record in records:
-        if isinstance(record.get("run"), str) and is_sound(record) and lab in (None, record["lab"]):
-            runs[record["lab"], record["run"]] = Run(**{k: v for k, v in record.items() if k in known})
-    return runs
-
-
-def is_sound(record: Mapping[str, Any]) -> bool:
-    """Whether a record's parts have the kinds that they should."""
-    return not why_unsound(record)
-
-
 def why_unsound(record: Mapping[str, Any]) -> str:
-    """What is wrong with a record's parts, empty where nothing is: files are edited by hand, too.
-    """
+    """What is wrong with a record's parts, empty where nothing is: hands edit files, too."""
     if not isinstance(record.get("lab"), str):
         return "names no lab"
     for key in ("run", "lane", "status", "scale"):
         if not isinstance(record.get(key, ""), str):
             return f"has a {key} that is no text"
-    for key in ("recipe", "metrics", "samples", "machine"):
+    for key in ("recipe", "metrics", "samples", "machine", "tags"):
         if not isinstance(record.get(key, {}), dict):
             return f"has {key} that {'is' if key in ('recipe', 'machine') else 'are'} no object"
+    if not all(isinstance(tag, str | int | float) for tag in record.get("tags", {}).values()):
+        return "has a tag that is neither text nor number"
     return ""
+
+
+# ---------------------------------------------------------------------------------------- folders
+
+
+def files_below(folder: Path) -> list[Path]:
+    """The results.jsonl of each folder in `folder`, the oldest first."""
+    files = [path for path in folder.glob("*/results.jsonl") if os.path.isfile(path)]
+    return sorted(files, key=lambda path: (path.stat().st_mtime, str(path)))
+
+
+def check_no_folder(path: Path) -> None:
+    """Raise `ValueError`, with what to type, where a folder stands in a results.jsonl's place."""
+    if os.path.isdir(path):
+        place = shlex.quote(str(path))
+        move = f"Move it away: mv {place} {place}.folder"
+        other = f"Name it: --results {place}" if (path / "results.jsonl").is_file() else move
+        raise ValueError(f"{path} is a folder, where the file of that name belongs. {other}")
 
 
 def named(name: str | Path) -> Path:
@@ -352,19 +424,16 @@ def named(name: str | Path) -> Path:
     """
     try:
         path = Path(name).expanduser()
-    except RuntimeError:
-        raise ValueError(
-            f"{name} lies in the home folder of a user that this machine doesn't know. "
-            "Write the folder's path out, as in: --results results/NAME"
-        ) from None
-    try:
         os.path.abspath(path)
-    except FileNotFoundError:
+    except (RuntimeError, FileNotFoundError):  # nobody's home; the current folder was deleted
         raise ValueError(
-            f"The current folder was deleted, so {name} leads nowhere. Go to a folder that exists: "
-            f"cd {REPOSITORY}"
+            f"{name} leads nowhere. Go to a folder that exists, cd {REPOSITORY}, and write the "
+            "path out, as in: --results results/NAME"
         ) from None
     return path
+
+
+# ------------------------------------------------------------------------------------- provenance
 
 
 def told(name: str) -> Any:
@@ -379,14 +448,17 @@ def told(name: str) -> Any:
 
 def code() -> str:
     """Digest of every file of labutils that can change what a lab does, by name and content."""
-    files = (path for path in (REPOSITORY / "labutils").rglob("*") if path.suffix in (".py", ".mplstyle"))
-    return _digest_of(tuple(sorted((str(path), path.stat().st_mtime_ns) for path in files if path.is_file())))
+    kinds = (".py", ".yaml", ".mplstyle")
+    files = (path for path in (REPOSITORY / "labutils").rglob("*") if path.suffix in kinds)
+    stamped = sorted((str(path), path.stat().st_mtime_ns) for path in files if path.is_file())
+    return _digest_of(tuple(stamped))
 
 
 @functools.lru_cache(1)
 def _digest_of(files: tuple[tuple[str, int], ...]) -> str:
-    root = REPOSITORY / "labutils"
-    return digest(part for path, _ in files for part in (os.path.relpath(path, root).encode(), Path(path).read_bytes()))
+    names = (os.path.relpath(path, REPOSITORY / "labutils").encode() for path, _ in files)
+    contents = (Path(path).read_bytes() for path, _ in files)
+    return digest(part for pair in zip(names, contents, strict=True) for part in pair)
 
 
 def digest(parts: Iterable[bytes]) -> str:
@@ -405,13 +477,11 @@ def now() -> str:
 @functools.cache
 def versions() -> dict[str, str]:
     """Versions of the packages that results depend on, without importing them."""
-    found = {}
+    installed = {}
     for name in PACKAGES:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            installed[name] = metadata.version(name)
+    return installed
 
 
 @functools.cache
@@ -419,13 +489,15 @@ def commit() -> str:
     """The commit of this checkout ("+" after it: with local changes), LABUTILS_COMMIT where there
     is no checkout.
     """
+
+    def git(*words: str) -> subprocess.CompletedProcess[str]:
+        command = ["git", "-C", str(REPOSITORY), *words]
+        return subprocess.run(command, capture_output=True, text=True, check=False)
+
     if given := os.environ.get("LABUTILS_COMMIT"):
         return given
-    git = ["git", "-C", str(REPOSITORY)]
-    head = subprocess.run([*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=False)
+    head = git("rev-parse", "--short=12", "HEAD")
     if head.returncode != 0:
         return "unknown"
-    dirty = subprocess.run(
-        [*git, "status", "--porcelain", "-uno"], capture_output=True, text=True, check=False
-    ).stdout.strip()
-    return head.stdout.strip() + ("+" if dirty else "")
+    changed = git("status", "--porcelain", "-uno").stdout.strip()
+    return head.stdout.strip() + ("+" if changed else "")

@@ -93,7 +93,7 @@ def rows_of(folder: Path, executed: Sequence[Path]) -> list[Row]:
     """What there is to say about each notebook; of one that papermill ran without `labutils run`,
     what is on record.
     """
-    records = [record for record in results.read_records(folder) if results.is_sound(record)]
+    records = [record for record in results.read_records(folder) if not results.why_unsound(record)]
     runs = results.runs_of(records)
     counts: dict[str, Counter[str]] = {}
     for judgement in judges.judge(None, runs, {}):
