@@ -6,8 +6,10 @@ out: the same cell of a notebook makes a table for a GPU and one for a CPU, with
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
+
+from labutils.results.records import Run, to_frame
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -29,6 +31,19 @@ def as_table(head: Sequence[str] | pd.DataFrame, *rows: Sequence[Any]) -> str:
     lines = [[cell(row[at]) for at in columns] for row in (head, *kept)]
     lines.insert(1, ["---"] * len(columns))
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def columns_of(
+    runs: Iterable[Run], columns: Mapping[str, str] | Callable[[list[Run]], pd.DataFrame]
+) -> pd.DataFrame:
+    """A DataFrame of those of `runs` that went well, or an empty one where none did.
+
+    columns: metric or tag -> its heading; or what makes the DataFrame of the runs.
+    """
+    runs = [run for run in runs if run.ok]
+    if callable(columns):
+        return columns(runs)
+    return to_frame(runs).reindex(columns=list(columns)).rename(columns=dict(columns))
 
 
 def cell(value: Any) -> str:
