@@ -524,9 +524,7 @@ def host_for_a_tie(
 
         return ms_an_example
 
-    found = crossing(
-        on(BLACKWELL), on(H100), -3.0, 3.0, halvings=14
-    )  # a replay takes long, and 0.1 % will do
+    found = crossing(on(BLACKWELL), on(H100), -3.0, 3.0)
     return None if found is None else 10**found
 
 

@@ -452,7 +452,7 @@ lab.table(WAITS, *wait_rows(rows))
 # %%
 if stacked.on_gpu:
     warned = sum(site.count for site in sites)
-    flush = stacked.idle_ms_in(stacked.python_time("writer.py", "flush"))
+    flush = stacked.idle_ms_in_function("writer.py", "flush")
     stock.metrics |= {"syncs": rows, "syncs_warned_of": warned, "flush_idle_ms": flush}
     lab.show(
         f"The trace counts {len(waits) / stacked.steps:g} waits a step, PyTorch's warnings {warned:g}."

@@ -67,7 +67,7 @@ from statistics import median
 import matplotlib.pyplot as plt
 import torch
 import torch.utils.checkpoint
-from labutils.profiling.hardware import usable_cores
+from labutils.profiling.machine import usable_cores
 
 from labutils.course import plots
 from labutils.labs import lab09_image_input, lab09_peak_memory, lab09_toggles

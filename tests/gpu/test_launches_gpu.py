@@ -51,7 +51,7 @@ def test_the_queue_holds_every_kernel_of_the_trace(moe):
         trace = there.traced(2)
     program, counted = Program.of(trace), trace.launches()
     kernels = sum(
-        count for piece in program.given for kind, _, count in piece.work if kind != "copy"
+        count for piece in program.queue for kind, _, count in piece.work if kind != "copy"
     )
     assert kernels / program.steps == pytest.approx(
         counted["kernels"], rel=0.1

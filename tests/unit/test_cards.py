@@ -22,7 +22,7 @@ from labutils.labs.lab08_large_models import (
 from labutils.labs.lab08_launch_bound import Seen
 from labutils.layers.lora import count_parameters
 from labutils.profiling.step_model import Host, Law, Program
-from labutils.profiling.trace import Given
+from labutils.profiling.trace import Launch
 from labutils.profiling.training_memory import saved_for_backward
 from labutils.results.claims import a3
 from labutils.results.records import Run
@@ -164,7 +164,7 @@ def test_dense_models_are_the_peaks_ratio_apart_and_waiting_ones_the_batches():
 
 
 def test_two_models_are_compared_where_their_kernels_were_measured():
-    program = Program(tuple(Given("", (("GEMM", 1.0, 1),), False) for _ in range(100)), 1)
+    program = Program(tuple(Launch("", (("GEMM", 1.0, 1),), False) for _ in range(100)), 1)
     traced = {
         family: replace(basis, program=program, host=Host(1e-6)) for family, basis in BASES.items()
     }
@@ -232,7 +232,7 @@ def test_the_conclusion_is_the_numbers_own():
 
 def test_a_traced_step_is_replayed_at_the_large_models_size():
     """Long enough kernels hide every launch; then the step takes what they take."""
-    program = Program(tuple(Given("", (("GEMM", 1.0, 1),), False) for _ in range(100)), 1)
+    program = Program(tuple(Launch("", (("GEMM", 1.0, 1),), False) for _ in range(100)), 1)
     slow = Basis(LAW, 1e-6, reached=0.5, launches=2.0, program=program, host=Host(1e-6))
     step = lab08_large_models.large_step(H100, "moe", "long", slow)
     assert step["step_ms"] == pytest.approx(step["kernels_ms"], rel=1e-3)
@@ -268,7 +268,7 @@ def seen_on_an_h200():
     """A step that was traced on an H200: 100 products of 1 ms, and a host that takes 0.2 ms for
     each.
     """
-    program = Program(tuple(Given("", (("GEMM", 1.0, 1),), False) for _ in range(100)), 1)
+    program = Program(tuple(Launch("", (("GEMM", 1.0, 1),), False) for _ in range(100)), 1)
     metrics = {"step_ms": 104.0, "idle_share": 0.04, "power_w": 500.0}
     run = Run("", "moe long", recipe={"precision": "bf16"}, metrics=metrics)
     return Seen(run, program, Host(0.2), Work(flops=1e15, bytes=1e9, examples=4))

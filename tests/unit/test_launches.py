@@ -16,7 +16,7 @@ from labutils.labs import lab08_launch_bound
 from labutils.labs.lab08_launch_bound import Seen, Studied
 from labutils.profiling.gpu_specs import find_spec
 from labutils.profiling.step_model import Host, Law, Program, replayed_ms
-from labutils.profiling.trace import Given
+from labutils.profiling.trace import Launch
 from labutils.results.records import Run
 from labutils.workloads import open_workload
 from labutils.workloads.base import Work
@@ -129,8 +129,8 @@ def test_a_light_step_that_was_interrupted_is_looked_at_again(monkeypatch):
 
     def of(trace):
         program = whole(trace)
-        first = program.given[0]._replace(work=(("other", next(disturbed, 0), 1),))
-        return replace(program, given=(first, *program.given[1:]))
+        first = program.queue[0]._replace(work=(("other", next(disturbed, 0), 1),))
+        return replace(program, queue=(first, *program.queue[1:]))
 
     monkeypatch.setattr(lab08_launch_bound.Program, "of", of)
     with lab08_launch_bound.Trainer(lab08_launch_bound.thin(workload), recipe) as trainer:
@@ -216,7 +216,7 @@ class Lit:
 
     def __init__(self, readings: list[float], calls: int = 0, waited_ms: float = 0.0) -> None:
         self.program, self.repeats, self.fresh_ms = (
-            Program((Given("", (("GEMM", 0.1, 1),), False),) * 10, 1),
+            Program((Launch("", (("GEMM", 0.1, 1),), False),) * 10, 1),
             3,
             1.0,
         )
@@ -357,7 +357,7 @@ def test_a_study_tells_about_larger_models(studied):
 
 
 def gpu_seen(off: float = 0.1) -> Seen:
-    program = Program(tuple(Given("", (("GEMM", 1.0, 1),), False) for _ in range(100)), 1)
+    program = Program(tuple(Launch("", (("GEMM", 1.0, 1),), False) for _ in range(100)), 1)
     run = Run(
         "",
         "moe long",
@@ -435,7 +435,7 @@ def test_a_captured_step_is_foretold_before_it_is_traced(studied):
                 workload, trainer.recipe, lab08_launch_bound.typical(workload, trainer.recipe)
             ),
         )
-        like = Program(tuple(Given("", (("GEMM", 2.0, 1),), True) for _ in range(8)), 2)
+        like = Program(tuple(Launch("", (("GEMM", 2.0, 1),), True) for _ in range(8)), 2)
         run = lab08_launch_bound.foretell_and_measure(
             "moe long, captured", there, Host(3.0), 2, 1, like
         ).run

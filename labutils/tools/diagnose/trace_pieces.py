@@ -14,8 +14,8 @@ from typing import Any
 from labutils.profiling.call_stacks import Slice, enclosing, own_time
 from labutils.profiling.intervals import Lookup, difference, total, union
 from labutils.profiling.kernel_categories import category_of
-from labutils.profiling.trace import Trace, Wait
-from labutils.tools.diagnose.replay import COPY, READ, TO_DEVICE, Piece, Product, Queue
+from labutils.profiling.trace import COMPUTES_NOTHING, Trace, Wait, category_of_copy
+from labutils.tools.diagnose.replay import READ, TO_DEVICE, Piece, Product, Queue
 
 CALLING_MS = 0.002
 """What of an operator's time on a CPU is the calling of it: an addition of one number takes 0.6 us
@@ -29,7 +29,6 @@ BLOCKS_AT_ONCE = {"GEMM": 1, "thin GEMM": 1, "attention": 1, "convolution": 1}
 memory.
 """
 OTHER_BLOCKS = 8
-_NO_WORK = ("views and allocation", "other")
 _TYPED = re.compile(
     r"^aten::(mm|addmm|bmm|baddbmm|_?convolution\w*|cudnn_convolution\w*|mkldnn_convolution\w*|"
     r"_scaled_dot_product\w+)$"
@@ -111,14 +110,7 @@ class PieceTrace(Trace):
                 (kind, kernel.name, ms, filled / BLOCKS_AT_ONCE.get(kind, OTHER_BLOCKS))
             )
         for copy in self._inside(self.copies):
-            crosses = any(sign in copy.name for sign in ("HtoD", "DtoH", "HtoH", "PtoP"))
-            kind = (
-                COPY
-                if crosses
-                else "elementwise"
-                if copy.name.startswith("Memset")
-                else "casts and layout"
-            )
+            kind = category_of_copy(copy.name)
             works[copy.correlation].append((kind, copy.name, copy.end - copy.start, 1.0))
         once = {
             call.correlation: call
@@ -194,7 +186,7 @@ class PieceTrace(Trace):
             own = [
                 (op, ms)
                 for op, ms in own_time(self._inside(slices))
-                if category_of(op.name) not in _NO_WORK
+                if category_of(op.name) not in COMPUTES_NOTHING
             ]
             own.sort(key=lambda pair: pair[0].start)
             products = self.product_at(thread, [op.start for op, _ in own])
