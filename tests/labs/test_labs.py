@@ -16,7 +16,7 @@ LABS = sorted(runner.NOTEBOOKS.glob("[0-9][0-9]_*.ipynb"))
 LIMIT_S = 600
 
 
-@pytest.fixture(scope="trainer")
+@pytest.fixture(scope="session")
 def course_results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One folder for the whole course, as a person would have it."""
     return tmp_path_factory.mktemp("course")
