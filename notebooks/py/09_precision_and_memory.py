@@ -67,12 +67,12 @@ from statistics import median
 import matplotlib.pyplot as plt
 import torch
 import torch.utils.checkpoint
-from labutils.profiling.machine import usable_cores
 
 from labutils.course import plots
 from labutils.labs import lab09_image_input, lab09_peak_memory, lab09_toggles
 from labutils.labs.lab09_image_formats import gpu_decoder, images_per_s
 from labutils.labs.lab09_image_input import DECODING_HEAD, Pictures, decoding_rows
+from labutils.profiling.machine import usable_cores
 from labutils.recipe import Recipe, Unavailable
 from labutils.results import claims
 from labutils.results.judges.effects import time_effect
