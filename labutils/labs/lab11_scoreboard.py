@@ -175,9 +175,6 @@ def next_steps(
             f"{many} inconclusive: run again with nothing else on the machine: `labutils run "
             f"{' '.join(noisy)} --force`"
         )
-    if gpu := [j for j in judgements if j.verdict == NOT_TESTABLE and "about a GPU" in j.why]:
-        many = "1 claim is" if len(gpu) == 1 else f"{len(gpu)} claims are"
-        steps.append(f"{many} about a GPU: on a machine with one, `make course` tests them.")
     if found := [pair for pair in surprises(judgements) if pair[0]]:
         factor, j = found[0]
         steps.append(

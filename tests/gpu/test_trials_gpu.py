@@ -7,8 +7,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from labutils.labs import lab06_anyres
-from labutils.labs import lab06_advisor
+from labutils.labs import lab06_advisor, lab06_anyres
 from labutils.workloads import open_workload
 
 pytestmark = [
