@@ -397,6 +397,26 @@ class Lab:
                 "compare with.*"
             )
 
+    def runs_table(
+        self,
+        runs: Iterable[Run],
+        columns: Mapping[str, str] | Callable[[list[Run]], Any],
+        **tags: Tag,
+    ) -> None:
+        """Show `runs` as a table, and below it the same of our H200's runs that have these `tags`.
+
+        columns: metric or tag -> its heading; or what makes a DataFrame of runs that went well.
+        """
+        self.show(tables.as_table(tables.columns_of(runs, columns)))
+        if not tags or self._results.path.resolve() == Path(records.REFERENCE).resolve():
+            return
+        those = list(self.references(**tags))
+        if text := tables.as_table(tables.columns_of(those, columns)):
+            some = those[0]
+            self.show(
+                f"**The same on our {_card(some)}**, scale {some.scale}, {_days(those)}:\n\n{text}"
+            )
+
     def verdict(self, *claims: str) -> list[Any]:
         """Show published | H200 | here | verdict for the claim ids, and return the judgements."""
         from labutils.results.judges import as_markdown, judge

@@ -14,7 +14,12 @@ GOLDEN = json.loads(Path(__file__).with_name("golden_verdicts.json").read_text()
 def test_every_claim_gets_the_verdict_it_had():
     runs = read_runs(REFERENCE)
     today = {
-        j.claim.id: {"published": j.published, "here": j.here or None, "verdict": j.verdict, "why": j.why}
+        j.claim.id: {
+            "published": j.published,
+            "here": j.here or None,
+            "verdict": j.verdict,
+            "why": j.why,
+        }
         for j in judges.judge(None, runs, runs)
     }
     assert today.keys() == GOLDEN.keys()
