@@ -28,6 +28,7 @@ from labutils.labs.ladders import A2_BASE, A3_BASE, distinct_on
 from labutils.layers.cuda_graph import float32_rounded
 from labutils.layers.quantization.fp8_math import relative_error
 from labutils.profiling import cuda
+from labutils.profiling.step_timer import StepTimes
 from labutils.recipe import STOCK, Recipe
 from labutils.results.judges import time_effect
 from labutils.results.records import REPOSITORY, Run, status_of, summarise
@@ -561,8 +562,9 @@ def _main() -> None:
             )  # its workers have read ahead by then, and leave the other process alone
             print(READY, flush=True)
             sys.stdin.readline()
-            candidate.measure(steps)
-            candidate.report_times(run)
+            times = StepTimes()
+            times.extend(candidate.measure(steps))
+            candidate.report_times(run, times)
     except Exception as error:
         run.status = status_of(error)
     print(json.dumps({"status": run.status, "metrics": run.metrics, "samples": run.samples}))
