@@ -14,14 +14,12 @@ import sys
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from unittest import mock
 
 import torch
 
-from labutils.data.images import make_loader
 from labutils.layers.lora import adapter_state
 from labutils.recipe import STOCK, Recipe
-from labutils.training import Trainer, trainer
+from labutils.training import Trainer
 from labutils.workloads import open_workload
 
 STEPS = 6
@@ -58,8 +56,8 @@ def opened(case: Case, folder: Path, resume: bool = False) -> Trainer:
     """The case's trainer on one thread, with short epochs."""
     torch.set_num_threads(1)
     workload = open_workload("sd15-lora", scale="tiny", device="cpu")
-    with mock.patch.object(trainer, "make_loader", partial(make_loader, epoch_length=case.epoch)):
-        return Trainer(workload, case.recipe, folder, resume)
+    workload.epoch_length = case.epoch
+    return Trainer(workload, case.recipe, folder, resume)
 
 
 def final(case: Case, folder: Path, resume: bool) -> dict:

@@ -19,7 +19,7 @@ import psutil
 import pytest
 import ranks_at_work
 import torch
-from ranks_at_work import CASES, SD, opened
+from ranks_at_work import CASES, SD, opened, perturbed
 from recipes_at_work import one_thread
 
 from labutils.course.lab import open_lab
@@ -111,6 +111,7 @@ def test_gradients_are_those_of_one_large_batch(case, on_two_ranks, workloads):
         for parts in zip(*seen, strict=True)
     )
     model = workload.build(recipe)
+    perturbed(model)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     expected = torch.autograd.grad(workload.loss(model, batch, draws), trained)
     found = torch.load(on_two_ranks / f"{case}.pt")["gradients"][0]

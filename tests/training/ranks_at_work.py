@@ -10,7 +10,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -19,12 +18,11 @@ import torch
 from recipes_at_work import PLAIN, perturb
 from torch import Tensor, nn
 
-from labutils.data.images import make_loader
 from labutils.labs.ladders import A3_BASE
 from labutils.layers.lora import lora_layers
 from labutils.recipe import Recipe
-from labutils.training import Trainer, distributed, trainer
-from labutils.training.launch_worker import remembering
+from labutils.training import Trainer, distributed
+from labutils.training.launch_worker import encoded_once
 from labutils.workloads import open_workload
 
 STEPS = 2
@@ -75,18 +73,16 @@ midst.
 
 
 def opened(name: str) -> Any:
-    """The workload at tiny, with adapters that aren't zero: where B is, A has no gradient."""
-    workload = remembering(open_workload(name, scale="tiny", device="cpu"))
-    build = workload.build
-
-    def perturbed(recipe: Recipe) -> nn.Module:
-        model = build(recipe)
-        if lora_layers(model):
-            perturb(model)
-        return model
-
-    workload.build = perturbed
+    """The workload at tiny, with short epochs."""
+    workload = open_workload(name, scale="tiny", device="cpu")
+    workload.epoch_length = EPOCH
     return workload
+
+
+def perturbed(model: nn.Module) -> None:
+    """Adapters that aren't zero: where B is, A has no gradient."""
+    if lora_layers(model):
+        perturb(model)
 
 
 @contextmanager
@@ -118,10 +114,9 @@ def train(
         return loss(model, batch, draws)
 
     with (
-        mock.patch.object(trainer, "make_loader", partial(make_loader, epoch_length=EPOCH)),
         mock.patch.object(workload, "loss", watching_loss),
         watched_clips(gradients),
-        Trainer(workload, recipe) as running,
+        Trainer(workload, recipe, on_model=perturbed, dataset=encoded_once(workload)) as running,
     ):
         before = copied(running.parameters)
         running.run(steps)
