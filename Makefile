@@ -69,7 +69,7 @@ lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	@if [ -x $(BIN)/hadolint ]; then echo $(BIN)/hadolint Dockerfile; $(BIN)/hadolint Dockerfile; fi
-	$(BIN)/python -m pytest -q tests/unit/test_house.py
+	$(BIN)/python -m pytest -q tests/test_style.py tests/test_architecture.py
 
 # The newer half of each notebook's pair overwrites the older one; then both are formatted, what a run left in them is
 # taken out, and both halves agree again.

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from labutils.data.texts import LONG, LONGEST, SHORT, expected_longest
 from labutils.layers.lora import attach_lora
 from labutils.profiling.gpu_specs import Spec, find_spec
+from labutils.profiling.memory_model import saved_for_backward
 from labutils.profiling.step_model import CARDS, Bulk, Host, Law, Program, crossing, replayed_ms
-from labutils.profiling.training_memory import saved_for_backward
 from labutils.results import claims
 from labutils.results.records import Run
 from labutils.workloads.causal_lm import (

@@ -65,7 +65,8 @@ from torch import nn
 from labutils.course import plots
 from labutils.layers import lora as adapters
 from labutils.layers.lora import attach_lora, count_parameters, count_trainable, lora_parameters
-from labutils.profiling.training_memory import measured, planned, saved_for_backward
+from labutils.profiling.memory import measured
+from labutils.profiling.memory_model import planned, saved_for_backward
 from labutils.results.records import Run, summarise
 
 plots.use_style()

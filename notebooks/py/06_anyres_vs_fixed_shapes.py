@@ -688,6 +688,7 @@ torch._dynamo.reset()
 climbed = lab.measured_together(
     climbable, partial(lab06_anyres.climbed, varied, ladder, climbable, 4 if tiny else 6)
 )
+climbed = {name: climbed[name] for name in climbable}
 measured = [run for run in climbed.values() if run.ok]
 fig, ax = plt.subplots()
 plots.waterfall(ax, measured, None, log=False, metric="ms_per_1k_useful_tokens")

@@ -21,9 +21,9 @@ from labutils.labs.lab08_large_models import (
 )
 from labutils.labs.lab08_launch_bound import Seen
 from labutils.layers.lora import count_parameters
+from labutils.profiling.memory_model import saved_for_backward
 from labutils.profiling.step_model import Host, Law, Program
 from labutils.profiling.trace import Launch
-from labutils.profiling.training_memory import saved_for_backward
 from labutils.results.claims import a3
 from labutils.results.records import Run
 from labutils.workloads.base import Work
