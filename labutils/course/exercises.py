@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from math import comb
 from numbers import Real
 from pathlib import Path
@@ -63,7 +64,7 @@ def check(exercise: str, answer: Any) -> str:
     within = known.get("within", 0.005)
     right = _plain(set(known["set"]) if "set" in known else known["right"])
     given = _plain(answer)
-    if isinstance(right, frozenset) and isinstance(given, tuple):
+    if isinstance(right, frozenset) and isinstance(given, tuple) and all(map(_is_plain, given)):
         given = frozenset(given)
     if _form(given) != _form(right):
         return f"{start} not yet. {_form(right)} is asked for, for example {example}."
@@ -78,10 +79,9 @@ def check(exercise: str, answer: Any) -> str:
 
 def _plain(answer: Any) -> Any:
     """An answer in Python's own numbers, words in lower case, or a tuple or frozenset of them."""
-    if hasattr(answer, "tolist"):  # an array, a tensor or a scalar of theirs
+    with suppress(AttributeError, TypeError, RuntimeError):  # an array, a tensor or a scalar
         answer = answer.tolist()
-        if isinstance(answer, list) and len(answer) == 1:
-            answer = answer[0]
+        answer = answer[0] if isinstance(answer, list) and len(answer) == 1 else answer
     if isinstance(answer, set | frozenset):
         return frozenset(map(_plain, answer))
     if isinstance(answer, tuple | list):
@@ -92,13 +92,16 @@ def _plain(answer: Any) -> Any:
 def _form(answer: Any) -> str:
     """The form of a plain answer, in words."""
     if isinstance(answer, frozenset):
-        is_plain = all(isinstance(x, str) or _is_number(x) for x in answer)
-        return "A set" if is_plain else "A set of other things"
+        return "A set" if all(map(_is_plain, answer)) else "A set of other things"
     if isinstance(answer, tuple):
         return f"A tuple of {len(answer)} {'numbers' if all(map(_is_number, answer)) else 'things'}"
     if isinstance(answer, str):
         return "A word"
     return "A number" if _is_number(answer) else "Something else"
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, str) or _is_number(value)
 
 
 def _is_number(value: Any) -> bool:

@@ -92,7 +92,7 @@ print(
 )
 print(
     "Our H200's record has runs of labs:",
-    ", ".join(sorted({number for number, _ in page.reference})) or "none yet",
+    ", ".join(sorted({one.lab for one in page.reference})) or "none yet",
 )
 
 # %% [markdown]
