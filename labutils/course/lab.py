@@ -379,9 +379,9 @@ class Lab:
 
     def verdict(self, *claims: str) -> list[Any]:
         """Show published | H200 | here | verdict for the claim ids, and return the judgements."""
-        from labutils.results.judges import as_markdown, judge
+        from labutils.results.judges import as_markdown, judge_all
 
-        judgements = judge(
+        judgements = judge_all(
             claims, records.read_runs(self.results_dir), records.read_runs(records.REFERENCE)
         )
         self.show(as_markdown(judgements))
