@@ -39,7 +39,7 @@ from labutils.layers import cuda_graph
 from labutils.layers.cuda_graph import attention_kernel
 from labutils.layers.lora import adapter_state, lora_layers
 from labutils.profiling.roofline import Roofline
-from labutils.profiling.step_timer import StepTimes
+from labutils.profiling.timing import StepTimes
 from labutils.recipe import STOCK, Recipe
 from labutils.results.records import Results
 from labutils.training import Trainer, benchmark, compare, train
