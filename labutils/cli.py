@@ -139,7 +139,7 @@ def _add_diagnose(commands: argparse._SubParsersAction) -> None:
         "diagnose",
         help="where a training step's time goes, and which fixes pay",
         usage="labutils diagnose [options] -- python train.py ...\n"
-        "       labutils diagnose [options] --trace FILE | --run NAME [--results DIR]",
+        "       labutils diagnose [options] --trace FILE",
         description="Run a training script as it is for a few optimizer steps, and rank what would "
         "make it faster, each fix with its predicted gain.",
         epilog="Exit codes: 0 a diagnosis was made; 1 the script failed, or nothing could be "
@@ -149,8 +149,6 @@ def _add_diagnose(commands: argparse._SubParsersAction) -> None:
     diagnose.add_argument(
         "--trace", type=Path, metavar="FILE", help="a torch.profiler trace (*.json, *.json.gz)"
     )
-    diagnose.add_argument("--run", metavar="NAME", help='a run on record: "04/stock" or "stock"')
-    _add_results(diagnose)
     for name, default, what in (
         ("warmup", 4, "optimizer steps passed over first"),
         ("timed", 10, "steps timed without the profiler"),
@@ -230,22 +228,12 @@ def _handouts(options: argparse.Namespace) -> int:
 
 
 def _diagnose(options: argparse.Namespace) -> int:
-    from labutils.results import report
     from labutils.tools.diagnose import command
     from labutils.tools.diagnose.script import Stages
 
-    try:
-        if options.results is not None and options.run is None:
-            raise ValueError("--results is where a run lies; name the run with --run NAME")
-        files = report.result_files(options.results) if options.run is not None else []
-    except (ValueError, OSError) as error:
-        print(f"labutils diagnose: {error}", file=sys.stderr)
-        return WRONG_USAGE
     return command.main(
         options.command,
         options.trace,
-        options.run,
-        files,
         Stages(options.warmup, options.timed, options.steps),
         options.keep_going,
         options.folder,

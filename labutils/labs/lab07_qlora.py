@@ -44,7 +44,6 @@ from labutils.training import Benchmark, Trainer
 from labutils.training.benchmark import empty_run
 from labutils.training.memory_run import followed, make_room, read_log
 from labutils.training.model_edits import (
-    altered,
     cast_as_for_kbit,
     prepared_for_kbit,
     with_costs,
@@ -411,7 +410,7 @@ class Filled:
         method = of_name(name)
         self.change, self.lets_go = method.change, workload.release_weights
         self.recipe = method.recipe.but(shapes="padded", micro_batch=1)
-        self.trainer = Trainer(altered(workload, self._alone), self.recipe)
+        self.trainer = Trainer(workload, self.recipe, on_model=self._alone)
         self.workload = workload
         self.rows = workload.dataset(None, self.recipe)
         self.longest = sorted(range(len(self.rows)), key=lambda i: -len(self.rows[i]["input_ids"]))
@@ -652,7 +651,7 @@ def climbed_on(
         with Benchmark(workload, warmup, same_batches=True) as bench:
             runs |= bench.compare(rungs, steps, rounds)
     return in_lanes(
-        {name: with_epoch_rate(with_costs(runs[name]), workload) for name in recipes}, ladder
+        {name: with_epoch_rate(with_costs(run), workload) for name, run in runs.items()}, ladder
     )
 
 

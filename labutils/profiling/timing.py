@@ -18,16 +18,28 @@ import torch
 class StepTimes:
     """Milliseconds a step: `step_ms` from the end of one to the end of the next, `data_ms` the
     host's wait for data in it, `wall_ms` the block's wall-clock time over its steps (one number a
-    block), `work` what each step took in, where the loop says so."""
+    block), `work` what each step took in, where the loop says so, `round`
+    the index of the round that each step was timed in."""
 
     step_ms: list[float] = field(default_factory=list)
     data_ms: list[float] = field(default_factory=list)
     wall_ms: list[float] = field(default_factory=list)
     work: list[Any] = field(default_factory=list)
+    round: list[int] = field(default_factory=list)
 
+<<<<<<< HEAD:labutils/profiling/timing.py
     def extend(self, other: StepTimes) -> None:
         for part in fields(self):
             getattr(self, part.name).extend(getattr(other, part.name))
+=======
+    def extend(self, other: StepTimes, turn: int = 0) -> None:
+        """Add another block's times, as those of round `turn`."""
+        self.step_ms += other.step_ms
+        self.data_ms += other.data_ms
+        self.wall_ms += other.wall_ms
+        self.work += other.work
+        self.round += [turn] * len(other.step_ms)
+>>>>>>> main:labutils/profiling/step_timer.py
 
 
 class StepClock:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, Sampler
 
+from labutils.data.images import EPOCH
 from labutils.profiling.machine import default_device, machine_facts, scale_for
 from labutils.recipe import SCALES, Recipe, check_choice
 from labutils.workloads.lazy_imports import import_unseen
@@ -98,6 +99,8 @@ class Workload(ABC):
     name: ClassVar[str]
     libraries: ClassVar[tuple[str, ...]]
     """Modules that building it imports: see `import_unseen`."""
+    epoch_length: int = EPOCH
+    """Examples of an epoch at least, where there are fewer: see `data.images.make_loader`."""
     steps_vary: ClassVar[bool] = False
     """Whether batches differ in what they take in: see `work_of`."""
     _held: tuple[Any, Any] | None = None

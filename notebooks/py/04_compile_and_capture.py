@@ -465,7 +465,7 @@ def show_climb(found: dict[str, Run], top: str, title: str) -> None:
 
 
 show_climb(
-    {name: run for name, run in whole.items() if run.ok},
+    {name: run for name, run in whole.items() if run.ok and name in climbable},
     last,
     f"The climb on this machine, scale {lab.scale}",
 )

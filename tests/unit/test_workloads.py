@@ -173,8 +173,8 @@ def test_what_is_cropped_at_random_is_not_encoded_once(cache, monkeypatch, workl
 def test_encoded_examples_are_what_the_encoders_say(workload):
     recipe = PLAIN.but(cache="latents+text", layers="rewritten")
     with Trainer(workload, PLAIN) as plain, Trainer(workload, recipe) as cached:
-        model, images = plain.model, plain.driver.parts.loader.dataset
-        kept = cached.driver.parts.loader.dataset
+        model, images = plain.model, plain.dataset
+        kept = cached.dataset
         assert len(kept) == len(images) == SIZES["tiny"].images
         assert kept.encode_s > 0
         for index in (0, 7, 15):  # two of the first batch that is encoded, one of the last
@@ -193,7 +193,7 @@ def test_the_posterior_is_sampled_anew_each_time(workload):
     """
     recipe = PLAIN.but(cache="latents+text")
     with Trainer(workload, recipe) as trainer:
-        batch = trainer.driver.parts.loader.dataset[3]
+        batch = trainer.dataset[3]
         draws = [workload.draw(trainer.model, batch) for _ in range(2)]
         first, second = (workload._latents(trainer.model, batch, d["posterior"]) for d in draws)
     assert not torch.allclose(first, second)

@@ -52,6 +52,13 @@ VERDICT_MARKS: dict[str, dict[str, Any]] = {
     "confirmed": {"marker": "o", "color": NAVY},
     "refuted": {"marker": "X", "color": RUST},
     "inconclusive": {"marker": "D", "color": AMBER, "markeredgecolor": INK, "markeredgewidth": 0.9},
+    "pays here": {"marker": "^", "color": NAVY},
+    "makes no difference here": {"marker": "s", "color": GREY},
+    "costs here": {"marker": "v", "color": RUST},
+    "the model agrees": {"marker": "P", "color": NAVY},
+    "the model disagrees": {"marker": "x", "color": RUST},
+    "differs between hosts": {"marker": "h", "color": AMBER},
+    "told": {"marker": ".", "color": GREY},
     "not testable here": {"marker": "_", "color": GREY},
 }
 """A shape for each verdict: colour only repeats what the shape says."""

@@ -87,12 +87,15 @@ def _in_columns(
 
 def _verdict_legend(ax: Axes, pairs: Sequence[tuple[str, str]], sides: tuple[str, str]) -> None:
     """The marks with the number of their verdicts on each side, below the picture."""
+    given = {verdict for pair in pairs for verdict in pair}
     for verdict, mark in VERDICT_MARKS.items():
+        if verdict not in given:
+            continue
         counts = ", ".join(
             f"{side} {sum(pair[at] == verdict for pair in pairs)}" for at, side in enumerate(sides)
         )
         ax.plot([], [], linestyle="", markersize=6, label=f"{verdict}\n{counts}", **mark)
-    ax.figure.legend(loc="outside lower center", ncols=len(VERDICT_MARKS), fontsize=8)
+    ax.figure.legend(loc="outside lower center", ncols=4, fontsize=8)
 
 
 MOST_OFF = 30.0
