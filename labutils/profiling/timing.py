@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import importlib
 import time
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 import torch
@@ -27,11 +27,6 @@ class StepTimes:
     work: list[Any] = field(default_factory=list)
     round: list[int] = field(default_factory=list)
 
-<<<<<<< HEAD:labutils/profiling/timing.py
-    def extend(self, other: StepTimes) -> None:
-        for part in fields(self):
-            getattr(self, part.name).extend(getattr(other, part.name))
-=======
     def extend(self, other: StepTimes, turn: int = 0) -> None:
         """Add another block's times, as those of round `turn`."""
         self.step_ms += other.step_ms
@@ -39,7 +34,6 @@ class StepTimes:
         self.wall_ms += other.wall_ms
         self.work += other.work
         self.round += [turn] * len(other.step_ms)
->>>>>>> main:labutils/profiling/step_timer.py
 
 
 class StepClock:

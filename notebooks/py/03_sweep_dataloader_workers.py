@@ -62,7 +62,6 @@ from statistics import median
 
 import matplotlib.pyplot as plt
 import torch
-from labutils.profiling.hardware import usable_cores
 
 from labutils.course import plots
 from labutils.data.images import EPOCH, PARTS, decode_ms
@@ -76,6 +75,7 @@ from labutils.labs.lab03_shared_memory import (
     try_workers,
 )
 from labutils.profiling.dataloader_model import Pipeline, off_the_model
+from labutils.profiling.machine import usable_cores
 from labutils.recipe import STOCK, Unavailable
 from labutils.results.records import Run, summarise
 from labutils.training import compare, train
