@@ -90,10 +90,8 @@ def test_parameters_reach_the_lab(capsys):
     own = {"steps": int, "rate": "float", "my_guess": float | None, "xs": list[int]}
     cells = ("# Parameters\nsteps = 5\n",)
     lab = open_lab(3, notebook(own, cells, steps=5, rate=2, my_guess=None, xs=[]))
-    assert lab.parameters == {
-        **{"scale": "tiny", "weights": "random", "data": "generated"},
-        **{"steps": 5, "rate": 2.0},
-    }
+    common = {"scale": "tiny", "weights": "random", "data": "generated"}
+    assert lab.parameters == common | {"steps": 5, "rate": 2.0}
     assert (lab.number, lab.scale) == ("03", "tiny")
     assert "Lab 03" in capsys.readouterr().out
 
