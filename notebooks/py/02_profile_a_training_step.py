@@ -445,7 +445,6 @@ waits = stacked.waits if stacked.on_gpu else stacked.host_reads()
 rows = with_lines(stacked.sync_table(waits), sites)
 
 
-
 def table_of_waits(rows: list[dict]) -> pd.DataFrame:
     """Each place that waits: where, called by what, how often and how long a step."""
     names = {"library": "in", "per_step": "a step", "ms_per_step": "ms a step"}
