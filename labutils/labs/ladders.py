@@ -266,6 +266,20 @@ def distinct_on(device: str, recipes: Mapping[str, Recipe]) -> dict[str, Recipe]
     return found
 
 
+def rung_rows(ladder: Iterable[Rung], climbable: Mapping[str, Recipe]) -> list[tuple[Any, ...]]:
+    """Rows (rung, lane, what it changes, why, what is to be said about it here) of a ladder."""
+    return [
+        (
+            rung.name,
+            rung.lane,
+            ", ".join(f"`{knob}={value!r}`" for knob, value in rung.changes.items()) or None,
+            rung.why,
+            None if rung.name in climbable else "no different on a CPU",
+        )
+        for rung in ladder
+    ]
+
+
 def in_lanes(runs: Mapping[str, Run], ladder: Iterable[Rung]) -> dict[str, Run]:
     """Name -> run of a ladder's rungs, each put into its rung's lane."""
     for rung in ladder:
