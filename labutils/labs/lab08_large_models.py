@@ -31,11 +31,9 @@ from labutils.workloads.causal_lm import (
     QWEN3,
     QWEN3_32B,
     Size,
-    attended_pairs,
     build_lm,
-    count_flops,
 )
-from labutils.workloads.decoder import projections
+from labutils.workloads.decoder import attended_pairs, count_flops, projections
 
 BLACKWELL, H100 = "RTX PRO 6000 Blackwell Max-Q", "H100 SXM5"
 DTYPE = "bf16"
@@ -308,9 +306,7 @@ def one_block(
     tokens).
     """
     lm = build_lm(replace(size, layers=1), device, torch.bfloat16).requires_grad_(False)
-    attach_lora(
-        lm, projections(lm.model.layers, "model.layers"), RANK, 2 * RANK, method.adapter, seed=0
-    )
+    attach_lora(lm, projections(lm), RANK, 2 * RANK, method.adapter, seed=0)
     lm.config._attn_implementation = "sdpa"
     if size.experts:
         lm.config._experts_implementation = "frozen"

@@ -169,7 +169,7 @@ def test_an_altered_workload_shares_the_frozen_weights_and_leaves_the_first_alon
     other = lab06_anyres.altered(uniform, changed.append)
     mine, theirs = uniform.build(QUICK), other.build(QUICK)
     assert changed == [theirs]
-    pairs = zip(mine.llava.parameters(), theirs.llava.parameters(), strict=True)
+    pairs = zip(mine.network.parameters(), theirs.network.parameters(), strict=True)
     assert all(a is b for a, b in pairs if not a.requires_grad)
 
 
@@ -177,10 +177,10 @@ def test_what_a_workload_works_out_is_worked_out_once_and_not_for_its_copies(uni
     """An altered one has the same texts and shapes; a copy may be given others, and remembers
     nothing.
     """
-    measured = uniform._measures(QUICK)
-    assert uniform._measures(QUICK) is measured
-    assert lab06_anyres.altered(uniform, id)._measures(QUICK) is measured
-    assert copy.copy(uniform)._measures(QUICK) is not measured
+    measured = uniform.example_sizes(QUICK)
+    assert uniform.example_sizes(QUICK) is measured
+    assert lab06_anyres.altered(uniform, id).example_sizes(QUICK) is measured
+    assert copy.copy(uniform).example_sizes(QUICK) is not measured
 
 
 def test_layers_that_are_kept_stay_as_they_were(uniform):
