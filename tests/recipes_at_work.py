@@ -11,14 +11,50 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import Dataset
 
 from labutils.layers.lora import adapter_state, lora_layers
 from labutils.recipe import STOCK, Recipe
 from labutils.training import Trainer
-from labutils.workloads.base import Workload
+from labutils.workloads import Workload, open_workload
+from labutils.workloads.stable_diffusion import DiffusionLora
 
 PLAIN = STOCK.but(precision="fp32", driver="eager", adapter="plain")
 """The plain loop: what every other recipe's gradients are held against."""
+
+
+class Remembered(Dataset):
+    """Rows that are decoded once for all tests."""
+
+    def __init__(self, rows: Dataset) -> None:
+        self.rows = rows
+        self.known: dict[int, dict] = {}
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict:
+        if index not in self.known:
+            self.known[index] = self.rows[index]
+        return self.known[index]
+
+
+class DecodedOnce(DiffusionLora):
+    """Stable Diffusion whose images are decoded once for all trainers."""
+
+    decoded: Remembered | None = None
+
+    def dataset(self, model: nn.Module | None, recipe: Recipe) -> Dataset:
+        if recipe.cache != "nothing":
+            return super().dataset(model, recipe)
+        self.decoded = self.decoded or Remembered(super().dataset(model, recipe))
+        return self.decoded
+
+
+def sd_workload() -> DecodedOnce:
+    opened = open_workload("sd15-lora", scale="tiny", device="cpu")
+    opened.__class__ = DecodedOnce
+    return opened
 
 
 class SameDraws:
@@ -69,10 +105,10 @@ def watch(workload: Workload, recipe: Recipe, steps: int = 1, size: float = 0.05
     no gradient.
     """
     with Trainer(workload, recipe) as trainer:
-        return watch_session(trainer, steps, size)
+        return watch_trainer(trainer, steps, size)
 
 
-def watch_session(trainer: Trainer, steps: int, size: float = 0.05) -> Watched:
+def watch_trainer(trainer: Trainer, steps: int, size: float = 0.05) -> Watched:
     unet = trainer.model.unet
     perturb(unet, size)
     watched = Watched(copied(adapter_state(unet)))

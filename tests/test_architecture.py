@@ -24,7 +24,7 @@ STRANGERS = {("layers", "results"), ("data", "results")}
 
 def modules() -> dict[str, Path]:
     """Dotted name -> file of every module, without what runs inside strangers' scripts."""
-    files = (path for path in HOUSE.rglob("*.py") if "inside" not in path.parts)
+    files = (path for path in HOUSE.rglob("*.py") if "script_hooks" not in path.parts)
     return {
         ".".join(path.relative_to(HOUSE.parent).with_suffix("").parts).removesuffix(
             ".__init__"

@@ -178,7 +178,7 @@ def kept_for_backward(module: Any, function: Callable[..., Any], arguments: tupl
     """Bytes that `function(*arguments)` keeps for its backward pass, by whatever means, without
     `module`'s own.
     """
-    from labutils.profiling.training_memory import saved_for_backward
+    from labutils.profiling.memory_model import saved_for_backward
 
     results: list[Any] = []
     saved = saved_for_backward(module, lambda: results.append(function(*arguments)))

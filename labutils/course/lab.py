@@ -254,7 +254,8 @@ class Lab:
 
     def _keep(self, run: Run, name: str, lane: str | None) -> None:
         run.lab, run.run, run.lane = self.number, run.run or name, lane or run.lane
-        run.tags = run.tags or tags_of(run.lab, run.run)  # a bridge, until every lab writes tags
+        if not run.tags.keys() - {"again"}:  # a bridge, until every lab writes tags
+            run.tags = tags_of(run.lab, run.run.removesuffix(" again")) | run.tags
         if not run.workload:  # not a training run, which knows what it ran on
             run.scale, run.weights, run.data = self.scale, self.weights, self.data
         run.machine, run.versions, run.commit, run.at = (
@@ -396,11 +397,31 @@ class Lab:
                 "compare with.*"
             )
 
+    def runs_table(
+        self,
+        runs: Iterable[Run],
+        columns: Mapping[str, str] | Callable[[list[Run]], Any],
+        **tags: Tag,
+    ) -> None:
+        """Show `runs` as a table, and below it the same of our H200's runs that have these `tags`.
+
+        columns: metric or tag -> its heading; or what makes a DataFrame of runs that went well.
+        """
+        self.show(tables.as_table(tables.columns_of(runs, columns)))
+        if not tags or self._results.path.resolve() == Path(records.REFERENCE).resolve():
+            return
+        those = list(self.references(**tags))
+        if text := tables.as_table(tables.columns_of(those, columns)):
+            some = those[0]
+            self.show(
+                f"**The same on our {_card(some)}**, scale {some.scale}, {_days(those)}:\n\n{text}"
+            )
+
     def verdict(self, *claims: str) -> list[Any]:
         """Show published | H200 | here | verdict for the claim ids, and return the judgements."""
-        from labutils.results.judges import as_markdown, judge
+        from labutils.results.judges import as_markdown, judge_all
 
-        judgements = judge(
+        judgements = judge_all(
             claims, records.read_runs(self.results_dir), records.read_runs(records.REFERENCE)
         )
         self.show(as_markdown(judgements))

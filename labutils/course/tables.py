@@ -6,16 +6,24 @@ out: the same cell of a notebook makes a table for a GPU and one for a CPU, with
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from labutils.results.records import Run, to_frame
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 
-def as_table(head: Sequence[str], *rows: Sequence[Any]) -> str:
-    """A Markdown table; a row's first cell names it. `None`: does not apply.
+def as_table(head: Sequence[str] | pd.DataFrame, *rows: Sequence[Any]) -> str:
+    """A Markdown table, of a DataFrame or of a head and rows; a row's first cell names it.
 
-    Rows and columns that say nothing about anything, names aside, are left out; "" where no row
-    remains.
+    `None` and NaN: does not apply. Rows and columns that say nothing about anything, names aside,
+    are left out; "" where no row remains.
     """
+    if not isinstance(head, Sequence):
+        frame = head.astype(object).where(head.notna(), None)
+        head, rows = list(frame.columns), tuple(frame.itertuples(index=False, name=None))
     kept = [row for row in rows if any(value is not None for value in row[1:])]
     if not kept:
         return ""
@@ -23,6 +31,19 @@ def as_table(head: Sequence[str], *rows: Sequence[Any]) -> str:
     lines = [[cell(row[at]) for at in columns] for row in (head, *kept)]
     lines.insert(1, ["---"] * len(columns))
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def columns_of(
+    runs: Iterable[Run], columns: Mapping[str, str] | Callable[[list[Run]], pd.DataFrame]
+) -> pd.DataFrame:
+    """A DataFrame of those of `runs` that went well, or an empty one where none did.
+
+    columns: metric or tag -> its heading; or what makes the DataFrame of the runs.
+    """
+    runs = [run for run in runs if run.ok]
+    if callable(columns):
+        return columns(runs)
+    return to_frame(runs).reindex(columns=list(columns)).rename(columns=dict(columns))
 
 
 def cell(value: Any) -> str:

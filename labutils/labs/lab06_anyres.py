@@ -44,7 +44,7 @@ from labutils.results.records import Run, status_of, summarise
 from labutils.training import Benchmark, Trainer, train
 from labutils.training.batches import Batch, on_device
 from labutils.training.benchmark import Candidate, empty_run
-from labutils.training.model_edits import altered, prepared_for_kbit, with_costs
+from labutils.training.model_edits import prepared_for_kbit, with_costs
 from labutils.workloads import Workload, open_workload
 from labutils.workloads.llava import SIZES, tower_flops
 
@@ -108,11 +108,11 @@ def cell(workload: Workload, name: str, batch: int, steps: int = 3) -> Run:
         held.update(weights_held(model))
 
     with _cold_cache(recipe), Compilation() as compiled:
-        own, label = altered(workload, change), f"{name} b{batch}"
+        label = f"{name} b{batch}"
         run = (
-            train(own, recipe, steps, warmup=0, name=label)
+            train(workload, recipe, steps, warmup=0, name=label, on_model=change)
             if steps
-            else _first_step_of(own, recipe, label)
+            else _first_step_of(workload, recipe, label, change)
         )
     if run.ok:
         run.metrics |= held | (compiled.metrics() if run.recipe["compile"] != "off" else {})
@@ -121,11 +121,13 @@ def cell(workload: Workload, name: str, batch: int, steps: int = 3) -> Run:
     return with_costs(run)
 
 
-def _first_step_of(workload: Workload, recipe: Recipe, name: str) -> Run:
+def _first_step_of(
+    workload: Workload, recipe: Recipe, name: str, on_model: Callable[[nn.Module], None]
+) -> Run:
     """The run of a first step alone: what it took, and its memory."""
     run = empty_run(workload, recipe, name)
     try:
-        run.metrics = _first_step(workload, recipe)
+        run.metrics = _first_step(workload, recipe, on_model)
     except Exception as error:
         run.status = status_of(error)
     gc.collect()  # outside the except block, which holds the frames, and these the tensors
@@ -133,8 +135,11 @@ def _first_step_of(workload: Workload, recipe: Recipe, name: str) -> Run:
     return run
 
 
-def _first_step(workload: Workload, recipe: Recipe) -> dict[str, float]:
-    with contextlib.closing(Candidate(workload, recipe, warmup=0)) as candidate:
+def _first_step(
+    workload: Workload, recipe: Recipe, on_model: Callable[[nn.Module], None]
+) -> dict[str, float]:
+    opened = Candidate(workload, recipe, warmup=0, on_model=on_model)
+    with contextlib.closing(opened) as candidate:
         return {
             "first_step_s": candidate.first_step_s,
             "build_s": candidate.trainer.build_s,
@@ -818,21 +823,28 @@ def losses_over_seeds(
     """
     photographs, runs = _Photographs(workload), {}
     for name, recipe in recipes.items():
-        own = altered(workload, changes[name]) if name in (changes or {}) else workload
-        runs[f"loss {name}"] = _over_seeds(own, recipe, name, seeds, steps, photographs)
+        hooks = {"on_model": changes[name]} if name in (changes or {}) else {}
+        runs[f"loss {name}"] = _over_seeds(workload, recipe, name, seeds, steps, photographs, hooks)
         gc.collect()  # a trainer's modules refer to each other
         cuda.empty_cache()
     return runs
 
 
 def _over_seeds(
-    workload: Workload, recipe: Recipe, name: str, seeds: int, steps: int, photographs: _Photographs
+    workload: Workload,
+    recipe: Recipe,
+    name: str,
+    seeds: int,
+    steps: int,
+    photographs: _Photographs,
+    hooks: Mapping[str, Any],
 ) -> Run:
     """The run of one recipe of `losses_over_seeds`."""
     run = empty_run(workload, recipe, name)
     try:
         trained = [
-            _trained_once(workload, recipe, seed, steps, photographs) for seed in range(seeds)
+            _trained_once(workload, recipe, seed, steps, photographs, hooks)
+            for seed in range(seeds)
         ]
     except Exception as error:
         run.status = status_of(error)
@@ -846,7 +858,12 @@ def _over_seeds(
 
 
 def _trained_once(
-    workload: Workload, recipe: Recipe, seed: int, steps: int, photographs: _Photographs
+    workload: Workload,
+    recipe: Recipe,
+    seed: int,
+    steps: int,
+    photographs: _Photographs,
+    hooks: Mapping[str, Any],
 ) -> tuple[float, float, list[float]]:
     """Held-out loss before and after `steps` steps with one seed's adapters and examples; the
     steps' own losses.
@@ -857,7 +874,7 @@ def _trained_once(
     """
     if recipe.base_linear == "fp8-te":
         forget_scales()
-    with Trainer(workload, recipe) as trainer:
+    with Trainer(workload, recipe, **hooks) as trainer:
         redraw_lora(trainer.model, seed)
         learn, held_out = photographs.split(trainer.recipe)
         collate = workload.collate(trainer.recipe)

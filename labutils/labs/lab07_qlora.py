@@ -35,7 +35,8 @@ from labutils.layers.quantization import nf4_math
 from labutils.layers.quantization.convert import convert_base
 from labutils.layers.quantization.fp8_math import relative_error
 from labutils.profiling import cuda
-from labutils.profiling.live_tensors import LiveTensors
+from labutils.profiling.memory import TensorRecord
+from labutils.profiling.memory_model import BatchLine
 from labutils.profiling.trace import profile
 from labutils.recipe import Recipe
 from labutils.results.records import Run, is_out_of_memory, step_by_step
@@ -43,7 +44,6 @@ from labutils.training import Benchmark, Trainer
 from labutils.training.benchmark import empty_run
 from labutils.training.memory_run import followed, make_room, read_log
 from labutils.training.model_edits import (
-    altered,
     cast_as_for_kbit,
     prepared_for_kbit,
     with_costs,
@@ -395,30 +395,6 @@ def _empty(*shape: int) -> Tensor:
 # ---------------------------------------------------------------------------- memory and batch
 
 
-class Line(NamedTuple):
-    """Memory in GB of a training step as a line over the batch: what it has at any batch, and for
-    each example.
-    """
-
-    base: float
-    each: float
-
-    def largest(self, room: float) -> int:
-        """The largest batch that fits into `room` GB; 0: not even one."""
-        return max(0, math.floor((room - self.base) / self.each))
-
-
-def line_through(points: Mapping[int, float]) -> Line:
-    """The line of least squares through batch -> GB. Raises `ValueError` for less than two batches."""
-    if len(points) < 2:
-        raise ValueError(f"A line needs two batch sizes or more; there is {len(points)}.")
-    middle, height = (sum(values) / len(points) for values in (points, points.values()))
-    each = sum((n - middle) * (gb - height) for n, gb in points.items()) / sum(
-        (n - middle) ** 2 for n in points
-    )
-    return Line(height - each * middle, each)
-
-
 class Filled:
     """A method's trainer fed with batches of any size, of the longest texts padded to the full
     length: the worst case.
@@ -427,14 +403,14 @@ class Filled:
             filled.peak(4)
 
     `peak` is in GB: what PyTorch's allocator reports on a GPU (the process's), elsewhere the
-    weights and the tensors alive, as `measure.live` counts them.
+    weights and the tensors alive, as `profiling.memory` counts them.
     """
 
     def __init__(self, workload: Workload, name: str) -> None:
         method = of_name(name)
         self.change, self.lets_go = method.change, workload.release_weights
         self.recipe = method.recipe.but(shapes="padded", micro_batch=1)
-        self.trainer = Trainer(altered(workload, self._alone), self.recipe)
+        self.trainer = Trainer(workload, self.recipe, on_model=self._alone)
         self.workload = workload
         self.rows = workload.dataset(None, self.recipe)
         self.longest = sorted(range(len(self.rows)), key=lambda i: -len(self.rows[i]["input_ids"]))
@@ -456,7 +432,7 @@ class Filled:
         fed = iter([{name: tensor.to(self.workload.device) for name, tensor in made.items()}])
         if self.workload.device.type != "cuda":
             model = self.trainer.model
-            with LiveTensors([*model.parameters(), *model.buffers()]) as live:
+            with TensorRecord([*model.parameters(), *model.buffers()]) as live:
                 self.trainer.step(fed)
             return (weight_bytes(model) + live.peak) / 1e9
         cuda.reset_peak_memory()
@@ -489,12 +465,13 @@ class Filled:
         self.trainer.close()
 
 
-def lines_of(memory: Mapping[str, Run], runs: Mapping[str, Run]) -> dict[str, Line]:
+def lines_of(memory: Mapping[str, Run], runs: Mapping[str, Run]) -> dict[str, BatchLine]:
     """Method -> its line: those of `memory`, runs of `memory_line`; unsloth's from its `runs` on
     padded texts, where these are."""
     measured = {name: run for name, run in memory.items() if "each_gb" in run.metrics}
     lines = {
-        name: Line(run.metrics["base_gb"], run.metrics["each_gb"]) for name, run in measured.items()
+        name: BatchLine(run.metrics["base_gb"], run.metrics["each_gb"])
+        for name, run in measured.items()
     }
     peaks = {
         batch: runs[name].metric("peak_allocated_gb")
@@ -502,7 +479,7 @@ def lines_of(memory: Mapping[str, Run], runs: Mapping[str, Run]) -> dict[str, Li
         if name in runs
     }
     if len(peaks) == len(UNSLOTHS_LINE) and all(peaks.values()):
-        lines["unsloth long"] = line_through(peaks)
+        lines["unsloth long"] = BatchLine.through(peaks)
     return lines
 
 
@@ -525,7 +502,7 @@ def memory_line(
     with Filled(workload, name) as filled:
         filled.peak(1)  # the optimizer's state comes with the first step
         points = {batch: filled.peak(batch) for batch in batches}
-        line = line_through(points)
+        line = BatchLine.through(points)
         run.metrics = {"base_gb": line.base, "each_gb": line.each}
         if card_gb is not None:
             largest = line.largest(card_gb)
@@ -584,7 +561,7 @@ def batches_head(cards: Iterable[float]) -> tuple[str, ...]:
     return ("largest batch of texts of full length, on a card of", *sizes)
 
 
-def batch_rows(lines: Mapping[str, Line], cards: Sequence[float]) -> list[tuple[Any, ...]]:
+def batch_rows(lines: Mapping[str, BatchLine], cards: Sequence[float]) -> list[tuple[Any, ...]]:
     """A row a method: the largest batch that its line fits into each card."""
     return [(name, *(line.largest(card) for card in cards)) for name, line in lines.items()]
 
@@ -674,7 +651,7 @@ def climbed_on(
         with Benchmark(workload, warmup, same_batches=True) as bench:
             runs |= bench.compare(rungs, steps, rounds)
     return in_lanes(
-        {name: with_epoch_rate(with_costs(runs[name]), workload) for name in recipes}, ladder
+        {name: with_epoch_rate(with_costs(run), workload) for name, run in runs.items()}, ladder
     )
 
 

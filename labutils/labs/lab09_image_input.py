@@ -7,7 +7,6 @@ steps, rounds) model = step_over_decoding(pipeline, (0, 1, 4), up_to=80)
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -139,12 +138,9 @@ def decoding_rows(runs: Mapping[str, Run]) -> list[tuple[Any, ...]]:
     return [(name, *map(run.metric, ("mb", "read_ms", "decode_ms"))) for name, run in found.items()]
 
 
-def reading(workload: Workload, dataset: Dataset) -> Workload:
-    """The same workload on other examples."""
-    other = copy.copy(workload)
-    other.dataset = lambda model, recipe: dataset
-    other.build = workload.build  # one copy of the frozen weights serves them all
-    return other
+def _always(dataset: Dataset) -> Callable[..., Dataset]:
+    """A trainer's `dataset` hook: these examples whatever the model and the recipe."""
+    return lambda model, recipe: dataset
 
 
 def trained_from(
@@ -159,13 +155,14 @@ def trained_from(
     with ExitStack() as stack:
         benches = {
             form: stack.enter_context(
-                Benchmark(reading(workload, pictures.dataset(form)), warmup=1)
+                Benchmark(workload, warmup=1, dataset=_always(pictures.dataset(form)))
             )
             for form in of_form
         }
-        for _ in range(rounds):
+        for turn in range(rounds):
             for form, bench in benches.items():
                 for name, run in bench.compare(of_form[form], steps, rounds=1).items():
+                    run.samples["round"] = [turn] * len(run.samples.get("step_ms", []))
                     runs[name] = _joined(runs[name], run) if name in runs else run
     return runs
 
@@ -194,7 +191,8 @@ def _joined(run: Run, more: Run) -> Run:
         return run if not run.ok else more
     for name, samples in more.samples.items():
         run.samples[name] = run.samples[name] + samples
-        run.metrics[name] = summarise(run.samples[name])
+        if name in run.metrics:
+            run.metrics[name] = summarise(run.samples[name])
     return run
 
 

@@ -15,8 +15,6 @@ from __future__ import annotations
 
 import functools
 import gc
-import math
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import BrokenExecutor, Future, ProcessPoolExecutor
 from contextlib import suppress
@@ -32,17 +30,14 @@ from labutils.labs.ladders import A2_BASE, A3_BASE
 from labutils.layers.quantization.nf4_math import BLOCK, doubled_constant_bits
 from labutils.profiling import cuda
 from labutils.profiling.machine import usable_cores
-from labutils.profiling.memory_timeline import (
+from labutils.profiling.memory import (
     KINDS,
     AllocatorRecord,
-    Ledger,
-    Sorting,
     StepMemory,
-    bytes_of,
+    TensorRecord,
     logit_bytes,
-    tensors_of,
 )
-from labutils.profiling.training_memory import OnMeta
+from labutils.profiling.memory_model import BatchLine, OnMeta, bytes_of, tensors_of
 from labutils.recipe import Recipe
 from labutils.results.records import Run, is_out_of_memory
 from labutils.training import Trainer
@@ -96,9 +91,12 @@ def predicted(workload: Workload, recipe: Recipe, on: str = "") -> StepMemory:
         moment for parameter in trained for moment in moments_of(parameter, recipe.optimizer)
     ]
     held |= {"optimizer": bytes_of(moments), "temporaries": WORKSPACES if on == "cuda" else 0}
-    with Ledger([*tensors_of(model), *moments]) as ledger, OnMeta(AUTOCAST.get(recipe.precision)):
+    with (
+        TensorRecord([*tensors_of(model), *moments]) as ledger,
+        OnMeta(AUTOCAST.get(recipe.precision)),
+    ):
         _step(ledger, functools.partial(_loss, twin, model, batch, padded), trained, recipe)
-    return ledger.step(Sorting(held, _logits(workload, batch)))
+    return ledger.step(held, _logits(workload, batch))
 
 
 _ahead: dict[tuple[Any, ...], Future[StepMemory]] = {}
@@ -177,18 +175,19 @@ def _check(recipe: Recipe) -> None:
 
 
 def _step(
-    ledger: Ledger, loss_of: Callable[[], Tensor], trained: list[nn.Parameter], recipe: Recipe
+    ledger: TensorRecord, loss_of: Callable[[], Tensor], trained: list[nn.Parameter], recipe: Recipe
 ) -> None:
     """One optimizer step as every driver takes it: micro-batches forward and backward, the update,
     no gradients.
     """
     try:
-        for _ in range(min(2, recipe.accumulation)):
+        passes = min(2, recipe.accumulation)
+        for done in range(1, passes + 1):
             loss = loss_of()
             ledger.mark("backward")
             loss.backward()
-            ledger.mark("forward", gradients=[parameter.grad for parameter in trained])
-        ledger.marks.phases[-1] = (ledger.marks.phases[-1][0], "update")
+            gradients = [parameter.grad for parameter in trained]
+            ledger.mark("forward" if done < passes else "update", gradients=gradients)
         clipped = [
             parameter.grad * 1 for parameter in trained
         ]  # as foreach forms of clipping and AdamW do, once each
@@ -330,7 +329,7 @@ def recorded(workload: Workload, recipe: Recipe, settle: int = 2) -> Recorded:
             ]
         )
         if workload.device.type != "cuda":
-            memory = _recorded_step(trainer, batches, Ledger(_standing(trainer)))
+            memory = _recorded_step(trainer, batches, TensorRecord(_standing(trainer)))
             return Recorded(memory, memory.peak / GB, None)
         # What others hold: all that was there before, but for frozen weights that this model shares
         # with them.
@@ -359,7 +358,7 @@ def _moments(trainer: Trainer) -> list[Tensor]:
 def _recorded_step(
     trainer: Trainer,
     batches: Iterator[Batch],
-    recorder: Ledger | AllocatorRecord,
+    recorder: TensorRecord | AllocatorRecord,
     foreign_gb: float = 0.0,
 ) -> StepMemory:
     """One step of the trainer, its phases marked where the driver goes on to the next, without what
@@ -391,7 +390,7 @@ def _recorded_step(
             0, recorder.allocated_before - round(foreign_gb * GB) - weights - moments
         )
     batch_shapes = worst_batch(trainer.workload, trainer.recipe)
-    return recorder.step(Sorting(held, _logits(trainer.workload, batch_shapes)))
+    return recorder.step(held, _logits(trainer.workload, batch_shapes))
 
 
 def with_peak(workload: Workload, run: Run) -> Run:
@@ -545,33 +544,24 @@ def at_full(workload: Workload) -> Workload:
 # ------------------------------------------------------------------------- running out of memory
 
 
-class Limited(Ledger):
+class Limited(TensorRecord):
     """A ledger that refuses what goes beyond `limit` bytes in all, `held` of which were there
     before: out of memory where there is no GPU to run out. The limit is artificial, and its message
     says so."""
 
     def __init__(self, known: list[Tensor], held: int, limit: float) -> None:
         super().__init__(known)
-        self.held, self.limit, self.now = held, limit, 0
+        self.held, self.limit = held, limit
 
     def _count(self, storage: torch.UntypedStorage) -> None:
-        before = len(self.raw)
+        before = self.now
         super()._count(storage)
-        if len(self.raw) == before:
-            return
-        size = self.raw[-1].bytes
-        self.now += size
-        weakref.finalize(storage, self._give_back, size).atexit = False
-        if self.held + self.now > self.limit:
+        if self.now > before and self.held + self.now > self.limit:
             raise torch.OutOfMemoryError(
-                f"An artificial limit: out of memory. Tried to allocate {size / 1e6:.2f} MB; the "
-                "limit is "
-                f"{self.limit / 1e6:.1f} MB, of which {(self.held + self.now - size) / 1e6:.1f} MB "
-                "are in use."
+                "An artificial limit: out of memory. Tried to allocate "
+                f"{(self.now - before) / 1e6:.2f} MB; the limit is {self.limit / 1e6:.1f} MB, of "
+                f"which {(self.held + before) / 1e6:.1f} MB are in use."
             )
-
-    def _give_back(self, size: int) -> None:
-        self.now -= size
 
 
 class Fed:
@@ -622,7 +612,7 @@ class Fed:
         self.ledger = Limited([*known, *batch.values()], bytes_of(known), limit)
         with self.ledger:
             self.trainer.step(iter([batch]))
-        return self.ledger.step(Sorting({"weights": bytes_of(known)})).peak / GB
+        return self.ledger.step({"weights": bytes_of(known)}).peak / GB
 
     def fits(self, examples: int) -> bool:
         """Whether a step on so many examples runs; what it leaves behind where it doesn't is
@@ -707,11 +697,11 @@ def foreseen_largest(workload: Workload, recipe: Recipe, room_gb: float, on: str
     """The largest batch whose predicted peak stays within `room_gb`; memory is a straight line over
     the batch.
     """
-    one, three = (
-        predicted(workload, recipe.but(micro_batch=n, accumulation=1), on).peak / GB for n in (1, 3)
-    )
-    each = (three - one) / 2
-    return max(0, math.floor((room_gb - (one - each)) / each))
+    points = {
+        n: predicted(workload, recipe.but(micro_batch=n, accumulation=1), on).peak / GB
+        for n in (1, 3)
+    }
+    return BatchLine.through(points).largest(room_gb)
 
 
 def largest_batch(fits: Callable[[int], bool], start: int) -> int:

@@ -12,40 +12,11 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-_LIBRARIES = {
-    *(
-        "torch",
-        "torchvision",
-        "accelerate",
-        "diffusers",
-        "transformers",
-        "peft",
-        "datasets",
-        "bitsandbytes",
-        "trl",
-    ),
-    *(
-        "transformer_engine",
-        "unsloth",
-        "unsloth_zoo",
-        "triton",
-        "safetensors",
-        "huggingface_hub",
-        "numpy",
-        "PIL",
-    ),
-    *(
-        "tensorboard",
-        "tqdm",
-        "nvitop",
-        "ipykernel",
-        "IPython",
-        "papermill",
-        "pytest",
-        "_pytest",
-        "pluggy",
-    ),
-}
+_LIBRARY = re.compile(
+    r"torch|torchvision|accelerate|diffusers|transformers|peft|datasets|bitsandbytes|trl|"
+    r"transformer_engine|unsloth|unsloth_zoo|triton|safetensors|huggingface_hub|numpy|PIL|"
+    r"tensorboard|tqdm|nvitop|ipykernel|IPython|papermill|pytest|_pytest|pluggy"
+)
 _NOTEBOOK = re.compile(r"ipykernel_\d+|<ipython-input")
 _PACKAGES_FOLDER = re.compile(r"^.*?(site-packages|dist-packages|lib/python\d[\d.]*)/")
 _FUNCTION = re.compile(r"^(?P<file>.+)\((?P<line>\d+)\): (?P<function>.+)$")
@@ -74,7 +45,7 @@ class Frame(NamedTuple):
 
     @property
     def own(self) -> bool:
-        """Whether it is the learner's or the course's code, rather than a library's or Python's."""
+        """Whether it is the learner's or the course's code, not a library's or Python's."""
         parts = self.file.split("/")
         if _NOTEBOOK.search(self.file) or "labutils" in parts:
             return True
@@ -83,7 +54,7 @@ class Frame(NamedTuple):
         ):
             return False
         top = parts[0].removesuffix(".py")
-        return not (_LIBRARIES.intersection(parts) or top in sys.stdlib_module_names)
+        return not any(map(_LIBRARY.fullmatch, parts)) and top not in sys.stdlib_module_names
 
     @property
     def short_file(self) -> str:
@@ -92,11 +63,9 @@ class Frame(NamedTuple):
             return "this notebook"
         file = _PACKAGES_FOLDER.sub("", self.file)
         parts = file.split("/")
-        package = next(
-            (i for i, part in enumerate(parts) if part == "labutils" or part in _LIBRARIES), None
-        )
-        if package is not None:
-            return "/".join(parts[package:])
+        for place, part in enumerate(parts):
+            if part == "labutils" or _LIBRARY.fullmatch(part):
+                return "/".join(parts[place:])
         return parts[-1] if file.startswith("/") else file
 
     def __str__(self) -> str:
@@ -126,22 +95,18 @@ def enclosing(slices: Sequence[Slice], moments: Sequence[float]) -> list[tuple[S
 
 
 def own_time(slices: Sequence[Slice]) -> Iterator[tuple[Slice, float]]:
-    """(slice, its duration less that of the slices directly inside it); `slices` as for
-    `enclosing`.
+    """(slice, its duration less that of the slices directly inside it), the innermost first;
+    `slices` as for `enclosing`.
     """
     stack: list[tuple[Slice, list[float]]] = []
-    for item in slices:
+    ends = float("inf")
+    for item in [*slices, Slice(ends, ends, "")]:
         while stack and stack[-1][0].end <= item.start:
-            yield _closed(*stack.pop())
+            done, inside = stack.pop()
+            yield done, done.end - done.start - sum(inside)
         if stack:
             stack[-1][1].append(item.end - item.start)
         stack.append((item, []))
-    while stack:
-        yield _closed(*stack.pop())
-
-
-def _closed(item: Slice, inside: list[float]) -> tuple[Slice, float]:
-    return item, item.end - item.start - sum(inside)
 
 
 def blamed_operator(ops: Sequence[Slice]) -> str:
@@ -169,9 +134,6 @@ def python_stack(slices: Sequence[Slice]) -> tuple[tuple[Frame, ...], str]:
             frames.append(Frame(parts["file"], int(parts["line"]), parts["function"]))
             builtin = ""
         elif parts := _BUILTIN.match(entry.name):
-            builtin = (
-                f"{parts['owner'].split('.')[-1]}.{parts['name']}"
-                if parts["owner"]
-                else parts["name"]
-            )
+            owner = (parts["owner"] or "").split(".")[-1]
+            builtin = f"{owner}.{parts['name']}" if owner else parts["name"]
     return tuple(frames), builtin

@@ -1,25 +1,23 @@
-"""How long a training step takes, foretold: by this host or another, on this card or another.
+"""How long a training step takes, predicted: by this host or another, on this card or another.
 
-The host gives the GPU one piece of work after the other (`Trace.queue`). Each takes the host a
-while to give, and the GPU a while to do. The two work side by side, so in short
+The host gives the GPU one piece of work after the other (`Trace.queue`). Each launch takes the host
+a while, and its work the GPU a while. The two run side by side, so in short
 
     step = max(kernel time, launches x the host's time a launch) + exposed copies              `bound_ms`
 
-which is exact where nothing makes one wait for the other in between and all launches are alike.
-`replayed_ms` drops both conditions: it goes through the queue in order. A piece begins when it was
-given and the one before is done; where the host waits for the GPU it goes on when all is done; and
-it runs ahead by `QUEUE` pieces at most.
+which is exact where neither waits for the other in between and all launches are alike.
+`replayed_ms` drops both conditions: it goes through the queue in order (`launch_queue.replay`).
 
-What goes in is learnt without timing the step that is foretold. Kernel times are a trace's: the
-profiler slows the host down and leaves them nearly as they are (a graph's may come out a little
-longer). So where kernels decide, the prediction is hardly more than their sum. The host's time a
-launch is solved for from *another* step, of a thin model of the same layers on so few tokens that
-the GPU has next to nothing to do (`host_of`): what that step lasts is the host's doing.
+The predicted step itself is never timed. Kernel times come from a trace: the profiler slows the
+host down and leaves them nearly as they are (a graph's may come out a little longer). So where
+kernels decide, the prediction is hardly more than their sum. The host's time a launch is solved for
+from *another* step, of a thin model of the same layers on so few tokens that the GPU has next to
+nothing to do (`host_of`): that step lasts as long as its host takes.
 
-For another card each kind of kernel scales with what bounds it (`scale`): matrix products and
+For another card each category of kernels scales with what bounds it (`scale`): matrix products and
 attention with the dense peak, as far as the step's FLOPs a byte suffice, everything else with the
-memory's bandwidth, and no kernel falls below what an empty one takes. Products that LoRA's rank
-makes thin go by bandwidth; a graph's kernels, which no operator calls, can't be told to be any.
+memory's bandwidth. No kernel falls below what an empty one takes. Products that LoRA's rank makes
+thin go by bandwidth. A graph's kernels, which no operator calls, can't be told to be thin.
 Left out: that other cards reach another share of their peaks, caches, and gaps of about a
 microsecond between kernels that wait in the queue.
 """
@@ -29,15 +27,15 @@ from __future__ import annotations
 import functools
 import math
 import statistics
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from labutils.profiling.gpu_specs import Spec
+from labutils.profiling.launch_queue import Queued, root, steady_ms
 from labutils.profiling.roofline import Roofline
-from labutils.profiling.trace import Given, Trace
+from labutils.profiling.trace import Launch, Trace
 
-QUEUE = 1024
-"""Pieces of work that CUDA holds ready for a GPU; a host that is farther ahead waits."""
 BY_ARITHMETIC = ("GEMM", "attention", "convolution")
 """Kinds of kernels that matrix units bound. Of all others memory does."""
 ELSEWHERE = ("copy", "communication")
@@ -46,14 +44,14 @@ LIGHT = 0.5
 """A light step's kernels take less than this share of it. Where they take more, it would last
 nearly as long beside other hosts, so that it tells little about this one."""
 CARDS = ("H100 SXM5", "H200 SXM", "RTX PRO 6000 Blackwell Max-Q", "B200")
-"""For which cards the course foretells."""
+"""The cards for which the course predicts."""
 
 
 @dataclass(frozen=True)
 class Program:
     """What the host gives the GPU in `steps` optimizer steps, in order."""
 
-    given: tuple[Given, ...]
+    queue: tuple[Launch, ...]
     steps: int
 
     @classmethod
@@ -62,48 +60,43 @@ class Program:
 
     @functools.cached_property
     def pieces(self) -> tuple[tuple[str, float, float, bool], ...]:
-        """Of each piece: its phase, milliseconds of kernels, milliseconds that go by a link
+        """Of each launch: its phase, milliseconds of kernels, milliseconds that go by a link
         (`ELSEWHERE`), and whether the host waits for it."""
-        found = []
-        for piece in self.given:
-            elsewhere = sum(ms for kind, ms, _ in piece.work if kind in ELSEWHERE)
-            found.append(
-                (
-                    piece.phase,
-                    sum(ms for _, ms, _ in piece.work) - elsewhere,
-                    elsewhere,
-                    piece.waits,
-                )
-            )
-        return tuple(found)
-
-    @functools.cached_property
-    def phases(self) -> frozenset[str]:
-        """The marked phases in which the host gives something."""
-        return frozenset(piece.phase for piece in self.given)
+        pieces = []
+        for launch in self.queue:
+            here = sum(ms for kind, ms, _ in launch.work if kind not in ELSEWHERE)
+            elsewhere = sum(ms for kind, ms, _ in launch.work if kind in ELSEWHERE)
+            pieces.append((launch.phase, here, elsewhere, launch.waits))
+        return tuple(pieces)
 
     @property
     def launches(self) -> float:
-        """Pieces of work a step, copies included."""
-        return len(self.given) / self.steps
+        """Launches a step, copies included."""
+        return len(self.queue) / self.steps
 
     @property
     def waits(self) -> float:
         """How often a step the host waits for the GPU."""
-        return sum(piece.waits for piece in self.given) / self.steps
+        return sum(launch.waits for launch in self.queue) / self.steps
+
+    @functools.cached_property
+    def work(self) -> dict[str, tuple[float, int]]:
+        """Category of work -> (milliseconds, count) of all steps."""
+        ms, counts = Counter(), Counter()
+        for kind, lasts, count in (part for launch in self.queue for part in launch.work):
+            ms[kind] += lasts
+            counts[kind] += count
+        return {kind: (ms[kind], counts[kind]) for kind in ms}
 
     def gpu_ms(self) -> dict[str, float]:
-        """Kind of work -> milliseconds a step, the most first."""
-        found: dict[str, float] = {}
-        for piece in self.given:
-            for kind, ms, _ in piece.work:
-                found[kind] = found.get(kind, 0.0) + ms / self.steps
-        return dict(sorted(found.items(), key=lambda row: -row[1]))
+        """Category of work -> milliseconds a step, the most first."""
+        rows = sorted(self.work.items(), key=lambda row: -row[1][0])
+        return {kind: ms / self.steps for kind, (ms, _) in rows}
 
     @property
     def takes_turns(self) -> bool:
         """Whether the host waits for every piece, as a CPU does, which is host and device at once."""
-        return bool(self.given) and all(piece.waits for piece in self.given)
+        return bool(self.queue) and all(launch.waits for launch in self.queue)
 
     @property
     def kernel_ms(self) -> float:
@@ -117,31 +110,27 @@ class Program:
 
     def captured(self) -> Program:
         """The same work in one launch a step, as a CUDA graph would give it."""
-        work: dict[str, tuple[float, int]] = {}
-        for piece in self.given:
-            for kind, ms, count in piece.work:
-                before = work.get(kind, (0.0, 0.0))
-                work[kind] = before[0] + ms / self.steps, before[1] + count
-        whole = tuple((kind, ms, round(count / self.steps)) for kind, (ms, count) in work.items())
-        return Program((Given("", whole, False),), 1)
+        each = tuple(
+            (kind, ms / self.steps, round(count / self.steps))
+            for kind, (ms, count) in self.work.items()
+        )
+        return Program((Launch("", each, False),), 1)
 
     def scaled(self, ratio: Callable[[str], float], empty_ms: float = 0.0) -> Program:
-        """The same program where a kind of work takes `ratio(kind)` times as long beyond
-        `empty_ms`, a kernel's least.
-
-        Copies and communication have no least.
+        """The same program where a category of work takes `ratio(category)` times as long beyond
+        `empty_ms`, a kernel's least. Copies and communication have no least.
         """
-
-        ratios = {kind: ratio(kind) for kind in self.gpu_ms()}
+        ratios = {kind: ratio(kind) for kind in self.work}
 
         def longer(kind: str, ms: float, count: int) -> tuple[str, float, int]:
             least = 0.0 if kind in ELSEWHERE else min(ms, count * empty_ms)
             return kind, least + (ms - least) * ratios[kind], count
 
-        given = (
-            piece._replace(work=tuple(longer(*part) for part in piece.work)) for piece in self.given
+        queue = (
+            launch._replace(work=tuple(longer(*part) for part in launch.work))
+            for launch in self.queue
         )
-        return Program(tuple(given), self.steps)
+        return Program(tuple(queue), self.steps)
 
     def on(
         self,
@@ -192,11 +181,9 @@ class Host:
 
     def mean_ms(self, program: Program) -> float:
         """Milliseconds a piece of `program`, on average."""
-        return (
-            statistics.fmean(self.of(piece.phase) for piece in program.given)
-            if program.given
-            else self.other
-        )
+        if not program.queue:
+            return self.other
+        return statistics.fmean(self.of(launch.phase) for launch in program.queue)
 
 
 def bound_ms(program: Program, host: Host) -> float:
@@ -212,13 +199,16 @@ def bound_ms(program: Program, host: Host) -> float:
 
 
 def replayed_ms(program: Program, host: Host, stretch: float = 1.0) -> float:
-    """Milliseconds a step when the queue is gone through in order, from the second round on: the
-    first starts empty.
+    """Milliseconds a step when the queue is gone through in order, once it is filled.
 
     stretch: kernels take so many times as long, copies what they took.
     """
-    ends = _ends(program, host, stretch, rounds=2)
-    return (ends[1] - ends[0]) / program.steps
+    host_ms = {launch.phase: host.of(launch.phase) for launch in program.queue}
+    queue = [
+        Queued(host_ms[phase], stretch * here + elsewhere, waits)
+        for phase, here, elsewhere, waits in program.pieces
+    ]
+    return steady_ms(queue) / program.steps
 
 
 def idle_ms(program: Program, host: Host) -> float:
@@ -232,29 +222,6 @@ def decided_by(program: Program, host: Host) -> str:
     if program.takes_turns:
         return "both"
     return "host" if replayed_ms(program, host) > 1.1 * program.kernel_ms else "kernels"
-
-
-def _ends(program: Program, host: Host, stretch: float, rounds: int) -> list[float]:
-    """When the GPU has done each of several rounds of the program, in milliseconds.
-
-    Tens of thousands of pieces are gone through for each point of a curve: hence the plain loop.
-    """
-    giving = {phase: host.of(phase) for phase in program.phases}
-    now = done = 0.0
-    begun: list[float] = []
-    ends = []
-    for _ in range(rounds):
-        for phase, here, elsewhere, waits in program.pieces:
-            now += giving[phase]
-            if len(begun) >= QUEUE and begun[-QUEUE] > now:
-                now = begun[-QUEUE]
-            start = now if now > done else done
-            begun.append(start)
-            done = start + stretch * here + elsewhere
-            if waits and done > now:
-                now = done
-        ends.append(done)
-    return ends
 
 
 def interrupted(program: Program, step_ms: float) -> bool:
@@ -275,59 +242,37 @@ def host_of(program: Program, phases: Mapping[str, Mapping[str, float]], step_ms
     time that is not the one's is the other's, whatever the share, unless the traced step was
     `interrupted`.)
     """
-    counts: dict[str, int] = {}
-    for piece in program.given:
-        counts[piece.phase] = counts.get(piece.phase, 0) + 1
+    counts = Counter(launch.phase for launch in program.queue)
     if not counts:
-        raise ValueError(
-            "The trace of the light step holds no launch, so that nothing says what one takes the "
-            "host."
-        )
+        raise ValueError("The trace of the light step holds no launch: nothing tells its cost.")
     busy_ms = program.kernel_ms + program.copy_ms
     if interrupted(program, step_ms):
         raise ValueError(
             f"The operators of a traced light step take {busy_ms:.1f} ms together, a whole step "
-            "without the profiler "
-            f"{step_ms:.1f} ms: other programs took the CPU while it was traced. Run this again "
-            "when they are done."
+            f"without the profiler {step_ms:.1f} ms: other programs took the CPU while it was "
+            "traced. Run this again when they are done."
         )
     if not program.takes_turns and busy_ms >= LIGHT * step_ms:
         raise ValueError(
             f"The GPU takes {busy_ms:.1f} ms of a light step's {step_ms:.1f} ms, so that this step "
-            "doesn't "
-            "tell what the host takes. Use fewer tokens, or a thinner model."
+            "doesn't tell what the host takes. Use fewer tokens, or a thinner model."
         )
-    spent = {
-        "" if phase == "unmarked" else phase: row["ms"] * program.steps
-        for phase, row in phases.items()
-    }
-    idle = sum(ms for phase, ms in spent.items() if phase not in counts) / len(
-        program.given
-    )  # shared by all launches
+    spent = {phase: row["ms"] * program.steps for phase, row in phases.items()}
+    spent[""] = spent.pop("unmarked", 0.0)
+    idle = sum(ms for phase, ms in spent.items() if phase not in counts)
+    shared = idle / len(program.queue)  # phases without launches are shared by all launches
     shape = Host(
-        idle, {phase: idle + spent.get(phase, 0.0) / count for phase, count in counts.items()}
+        shared, {phase: shared + spent.get(phase, 0.0) / count for phase, count in counts.items()}
     )
-    return shape.times(_factor(lambda factor: replayed_ms(program, shape.times(factor)), step_ms))
-
-
-def _factor(step_ms: Callable[[float], float], wanted: float) -> float:
-    """The factor at which a growing function that begins below `wanted` reaches it."""
     high = 1.0
-    while step_ms(high) < wanted:
+    while replayed_ms(program, shape.times(high)) < step_ms:
         high *= 2
-    return _bisected(lambda factor: step_ms(factor) - wanted, 0.0, high)
-
-
-HALVINGS = 28
-"""How often an interval is halved to find a place in it: to a part in 10^8."""
+    factor = root(lambda factor: replayed_ms(program, shape.times(factor)) - step_ms, 0.0, high)
+    return shape.times(factor)
 
 
 def crossing(
-    one: Callable[[float], float],
-    other: Callable[[float], float],
-    low: float,
-    high: float,
-    halvings: int = HALVINGS,
+    one: Callable[[float], float], other: Callable[[float], float], low: float, high: float
 ) -> float | None:
     """Where two curves change places between `low` and `high`; None where one is below the other at
     both ends.
@@ -335,19 +280,8 @@ def crossing(
     ahead = [one(at) - other(at) for at in (low, high)]
     if (ahead[0] < 0) == (ahead[1] < 0):
         return None
-    return _bisected(
-        lambda at: (one(at) - other(at)) * (1 if ahead[0] < 0 else -1), low, high, halvings
-    )
-
-
-def _bisected(
-    rising: Callable[[float], float], low: float, high: float, halvings: int = HALVINGS
-) -> float:
-    """Where a function that is below 0 at `low` and not at `high` reaches it."""
-    for _ in range(halvings):
-        middle = (low + high) / 2
-        low, high = (middle, high) if rising(middle) < 0 else (low, middle)
-    return (low + high) / 2
+    sign = 1 if ahead[0] < 0 else -1
+    return root(lambda at: sign * (one(at) - other(at)), low, high)
 
 
 def scale(kind: str, there: Spec, here: Spec, dtype: str, intensity: float = math.inf) -> float:

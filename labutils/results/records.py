@@ -115,6 +115,9 @@ class Run:
     notebook: str = ""
     tags: dict[str, Tag] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        self.tags = {key: tag for key, tag in self.tags.items() if tag is not False}
+
     @property
     def ok(self) -> bool:
         return self.status == "ok"
@@ -123,7 +126,12 @@ class Run:
     def identity(self) -> tuple[str, frozenset[tuple[str, Any]]]:
         """Lab and tags; of a run without tags its name instead."""
         tags = self.tags or {"": self.run}
-        return self.lab, frozenset((key, *_typed(value)) for key, value in tags.items())
+        return self.lab, frozenset((key, _typed(value)) for key, value in tags.items())
+
+    @property
+    def host(self) -> tuple[str, ...]:
+        """GPU, CPU and cores of the machine, which times depend on."""
+        return tuple(str(self.machine.get(name)) for name in ("gpu", "cpu", "cores"))
 
     def has(self, **tags: Tag) -> bool:
         """Whether the run has these tags; one that is False, it must not have as True."""
@@ -135,9 +143,10 @@ class Run:
         return value.get("median") if isinstance(value, dict) else value
 
     def record(self) -> dict[str, Any]:
-        """The JSON object of results.jsonl; empty fields are left out."""
+        """The JSON object of results.jsonl; empty fields are left out, but not an empty name."""
         head = {"schema": SCHEMA, "lab": self.lab, "run": self.run, "tags": self.tags}
-        return {k: v for k, v in (head | vars(self)).items() if v not in ("", {}, [], None)}
+        everything = (head | vars(self)).items()
+        return {k: v for k, v in everything if k == "run" or v not in ("", {}, [], None)}
 
 
 def _typed(tag: Tag) -> tuple[bool, Tag]:
@@ -146,10 +155,10 @@ def _typed(tag: Tag) -> tuple[bool, Tag]:
 
 
 class Runs(Sequence[Run]):
-    """Runs of any labs, the newest of each (lab, tags)."""
+    """Runs of any labs: the newest of each (lab, tags) on each host."""
 
     def __init__(self, runs: Iterable[Run] = ()) -> None:
-        self._runs = list({run.identity: run for run in runs}.values())
+        self._runs = list({(run.identity, run.host): run for run in runs}.values())
 
     def __getitem__(self, place: Any) -> Any:
         return self.by_name()[place] if isinstance(place, tuple) else self._runs[place]
@@ -162,16 +171,28 @@ class Runs(Sequence[Run]):
         one that they don't have."""
         return Runs(run for run in self if lab in (None, run.lab) and run.has(**tags))
 
+    def newest(self) -> Runs:
+        """The newest of each (lab, tags), of whichever host it is."""
+        latest: dict[Any, Run] = {}
+        for run in self:
+            if run.identity not in latest or run.at >= latest[run.identity].at:
+                latest[run.identity] = run
+        return Runs(latest.values())
+
     def one(self, lab: str | None = None, **tags: Tag) -> Run | None:
-        """The run of exactly these tags, else the only one that has them at all, else None."""
-        those = self.select(lab, **tags)
+        """The newest run of exactly these tags, else the only one that has them at all, else None."""
+        those = self.select(lab, **tags).newest()
         count = sum(tag is not False for tag in tags.values())
         exact = [run for run in those if len(run.tags) == count]
         return next((found[0] for found in (exact, those) if len(found) == 1), None)
 
+    @functools.cached_property
+    def _named(self) -> dict[tuple[str, str], Run]:
+        return {(run.lab, run.run): run for run in self.newest()}
+
     def by_name(self) -> dict[tuple[str, str], Run]:
         """(lab, name) -> run. With what follows a bridge, until all labs select by tags."""
-        return {(run.lab, run.run): run for run in self}
+        return self._named
 
     def __contains__(self, key: object) -> bool:
         return key in self.by_name() if isinstance(key, tuple) else key in self._runs
@@ -362,11 +383,11 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
 def _record_of(line: str) -> dict[str, Any] | str:
     """The record that a line holds, in today's schema, or what is wrong with the line."""
     try:
-        record = json.loads(line, parse_int=_whole_number)
+        record = json.loads(line)
     except json.JSONDecodeError:
         cut_off = line.startswith("{") and not line.rstrip().endswith("}")
         return "is cut off, as by a run that was stopped" if cut_off else "is not JSON"
-    except (ValueError, RecursionError):  # a number beyond every float; lists nested without end
+    except (ValueError, RecursionError):  # a number of too many digits; lists nested without end
         return "is beyond Python's limits"
     if not isinstance(record, dict):
         return "is no JSON object"
@@ -376,13 +397,6 @@ def _record_of(line: str) -> dict[str, Any] | str:
     if "tags" not in record and isinstance(lab, str) and isinstance(run, str) and lab:
         record["tags"] = tags_of(lab, run)
     return record | {"schema": SCHEMA}
-
-
-def _whole_number(word: str) -> int:
-    """Raises `ValueError` for one beyond every float, which nothing can compute with."""
-    if len(word) > 300:
-        raise ValueError(f"A number of {len(word)} digits measures nothing.")
-    return int(word)
 
 
 def why_unsound(record: Mapping[str, Any]) -> str:
@@ -407,15 +421,6 @@ def files_below(folder: Path) -> list[Path]:
     """The results.jsonl of each folder in `folder`, the oldest first."""
     files = [path for path in folder.glob("*/results.jsonl") if os.path.isfile(path)]
     return sorted(files, key=lambda path: (path.stat().st_mtime, str(path)))
-
-
-def check_no_folder(path: Path) -> None:
-    """Raise `ValueError`, with what to type, where a folder stands in a results.jsonl's place."""
-    if os.path.isdir(path):
-        place = shlex.quote(str(path))
-        move = f"Move it away: mv {place} {place}.folder"
-        other = f"Name it: --results {place}" if (path / "results.jsonl").is_file() else move
-        raise ValueError(f"{path} is a folder, where the file of that name belongs. {other}")
 
 
 def named(name: str | Path) -> Path:
@@ -448,17 +453,10 @@ def told(name: str) -> Any:
 
 def code() -> str:
     """Digest of every file of labutils that can change what a lab does, by name and content."""
-    kinds = (".py", ".yaml", ".mplstyle")
-    files = (path for path in (REPOSITORY / "labutils").rglob("*") if path.suffix in kinds)
-    stamped = sorted((str(path), path.stat().st_mtime_ns) for path in files if path.is_file())
-    return _digest_of(tuple(stamped))
-
-
-@functools.lru_cache(1)
-def _digest_of(files: tuple[tuple[str, int], ...]) -> str:
-    names = (os.path.relpath(path, REPOSITORY / "labutils").encode() for path, _ in files)
-    contents = (Path(path).read_bytes() for path, _ in files)
-    return digest(part for pair in zip(names, contents, strict=True) for part in pair)
+    root, kinds = REPOSITORY / "labutils", (".py", ".yaml", ".mplstyle")
+    files = sorted(path for path in root.rglob("*") if path.suffix in kinds and path.is_file())
+    names = (bytes(file.relative_to(root)) for file in files)
+    return digest(part for name in names for part in (name, (root / name.decode()).read_bytes()))
 
 
 def digest(parts: Iterable[bytes]) -> str:

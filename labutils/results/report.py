@@ -14,26 +14,25 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from labutils.results import claims as articles, judges
+from labutils.results import claims as articles
+from labutils.results import judges, records
 from labutils.results.judges import Judgement
-from labutils.results.records import LANES, REFERENCE, REPOSITORY, Reading, Run, check_no_folder, check_usable, files_below, named, read_file, read_records, runs_of
+from labutils.results.records import LANES, REFERENCE, REPOSITORY, Run, Runs
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 LADDER_LAB = "04"
 WIDTH = 100
 """Columns of the page where there is no terminal to ask."""
-LONGEST_WORD = 16
-"""Words up to so many letters are not broken in a table's cells."""
-
-Runs = Mapping[tuple[str, str], Run]
 
 
 @dataclass(frozen=True)
 class Page:
-    """What a report says: the judgements, the ladders, and where the numbers come from; all
-    `records` as they are. `passed_over`: a sentence for each file that has lines which can't be
-    used."""
+    """What a report says: the judgements, the runs, and where the numbers come from; all `records`
+    as they are. `passed_over`: a sentence for each file that has lines which can't be used."""
 
     judgements: list[Judgement]
     here: Runs
@@ -44,22 +43,6 @@ class Page:
     passed_over: list[str] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
-class Rung:
-    """One rung of the ladder; what a run didn't record is None. `speedup` is over the rung "stock"
-    of the same set.
-    """
-
-    rung: str
-    lane: str
-    step_ms: float
-    p10: float | None
-    p90: float | None
-    speedup: float | None
-    gpu_busy: float | None
-    floor_ms: float | None
-
-
 def main(results: Path | None, as_json: bool) -> int:
     """Print the report of `results` (a folder or a results.jsonl; None: each lab's newest). The
     exit code: 0, or 2.
@@ -67,9 +50,9 @@ def main(results: Path | None, as_json: bool) -> int:
     2 means that `results` was named and holds no results that can be read.
     """
     try:
-        readings = [read_file(path) for path in result_files(results)]
-        check_usable(readings)
-        page = page_of(readings, REFERENCE)
+        files = result_files(results)
+        records.check_usable([records.read_file(path) for path in files])
+        page = read_page(files, REFERENCE)
     except (ValueError, OSError) as error:
         print(f"labutils report: {error}", file=sys.stderr)
         return 2
@@ -88,23 +71,19 @@ def result_files(results: Path | None) -> list[Path]:
     LABUTILS_RESULTS, else results/ of this checkout, where having none is no error: then there is
     only the reference.
     """
-    place = named(results or os.environ.get("LABUTILS_RESULTS") or REPOSITORY / "results")
+    place = records.named(results or os.environ.get("LABUTILS_RESULTS") or REPOSITORY / "results")
     if os.path.isfile(place):  # Path.is_file raises OSError for a name that is too long
         return [place]
-    check_no_folder(place / "results.jsonl")
     if os.path.isfile(place / "results.jsonl"):
         return [place / "results.jsonl"]
-    found = files_below(place) if os.path.isdir(place) else []
-    if not found and results is not None:
+    files = records.files_below(place) if os.path.isdir(place) else []
+    if not files and results is not None:
         problem = "has no results.jsonl" if os.path.isdir(place) else "does not exist"
-        if os.path.islink(place) and not os.path.exists(place):
-            problem = "is a link that leads nowhere"
         raise ValueError(
             f"{place} {problem}, so there is nothing to report. Name the folder that a lab wrote "
-            "to, "
-            "as in: labutils report --results results/NAME. To make one: labutils run"
+            "to, as in: labutils report --results results/NAME. To make one: labutils run"
         )
-    return found
+    return files
 
 
 def files_beside(folder: Path, lab: str) -> list[Path]:
@@ -114,83 +93,73 @@ def files_beside(folder: Path, lab: str) -> list[Path]:
     Where it stands alone, each lab's newest under results/ of this checkout.
     """
     own = folder / "results.jsonl"
-    if any(record.get("lab") != lab for record in read_records(own)):
+    if any(record.get("lab") != lab for record in records.read_records(own)):
         return [own]
-    return [path for path in files_below(REPOSITORY / "results") if path.parent.resolve() != folder]
+    others = records.files_below(REPOSITORY / "results")
+    return [path for path in others if path.parent.resolve() != folder]
 
 
 def read_page(files: Iterable[Path], reference: Path) -> Page:
     """Judge every claim by the newest of `files` for each lab: runs of one lab are never mixed from
     two files.
     """
-    return page_of([read_file(path) for path in files], reference)
-
-
-def page_of(readings: Sequence[Reading], reference: Path) -> Page:
-    """As `read_page`, of what was read already."""
-    by_lab: dict[str, tuple[Path, list[dict[str, Any]]]] = {}
-    for reading in readings:
-        path = reading.path
-        for record in reading.records:
-            lab = record["lab"]
-            if lab not in by_lab or by_lab[lab][0] != path:
-                by_lab[lab] = (path, [])
-            by_lab[lab][1].append(record)
-    records = [record for _, of_lab in by_lab.values() for record in of_lab]
-    here, theirs = runs_of(records), runs_of(read_records(reference))
+    readings = [records.read_file(path) for path in files]
+    newest = {record["lab"]: reading for reading in readings for record in reading.records}
+    kept = [r for reading in readings for r in reading.records if newest[r["lab"]] is reading]
+    here, theirs = records.runs_of(kept), records.read_runs(reference)
     return Page(
-        judgements=judges.judge(None, here, theirs),
+        judgements=judges.judge_all(None, here, theirs),
         here=here,
         reference=theirs,
-        files=list(dict.fromkeys(path for path, _ in by_lab.values())),
-        labs_done=sorted({r["lab"] for r in records if r.get("status") == "done"}),
-        records=records,
+        files=[reading.path for reading in readings if reading in newest.values()],
+        labs_done=sorted({r["lab"] for r in kept if r.get("status") == "done"}),
+        records=kept,
         passed_over=[reading.told() for reading in readings if reading.passed_over],
     )
 
 
-def ladder(runs: Runs) -> list[Rung]:
-    """The rungs that lab 04 climbed, lane by lane in the order in which they were run.
+def ladder(runs: Runs) -> pd.DataFrame:
+    """The rungs that lab 04 climbed, lane by lane in the order in which they were run: rung, lane,
+    step_ms, p10, p90, speedup (over the rung "stock"), gpu_busy, floor_ms. What a run didn't record
+    is missing.
 
     Failed runs are left out, and those whose optimizer step takes another number of examples than
     the stock one's.
     """
-    climbed = [run for (lab, _), run in runs.items() if lab == LADDER_LAB and _is_rung(run)]
-    stock = next((run for run in climbed if run.run == "stock"), None)
-    same = [run for run in climbed if stock is None or _examples(run) == _examples(stock)]
-    first = _number(stock.metric("step_ms")) if stock else None
-    return [_rung(run, first) for run in sorted(same, key=lambda run: LANES.index(run.lane))]
+    import pandas as pd
+
+    climbed = runs.select(LADDER_LAB, experiment="ladder").newest()
+    rows = [_rung(run) for run in climbed if run.ok and run.lane in LANES]
+    frame = pd.DataFrame(rows, columns=["rung", "lane", *NUMBERS, "examples"])
+    numbers = frame[[*NUMBERS, "examples"]].apply(pd.to_numeric, errors="coerce")
+    frame[numbers.columns] = numbers.replace(float("inf"), float("nan"))
+    frame = frame[frame["step_ms"] > 0]
+    frame = frame.sort_values("lane", key=lambda lane: lane.map(LANES.index), kind="stable")
+    stock = frame[frame["rung"] == "stock"]
+    if len(stock):
+        frame = frame[frame["examples"].isin(stock["examples"])]
+        frame["speedup"] = stock["step_ms"].iloc[0] / frame["step_ms"]
+    return frame.drop(columns="examples")
 
 
-def _is_rung(run: Run) -> bool:
-    return run.ok and run.lane in LANES and (_number(run.metric("step_ms")) or 0) > 0
+NUMBERS = ["step_ms", "p10", "p90", "speedup", "gpu_busy", "floor_ms"]
 
 
-def _examples(run: Run) -> float | None:
-    """Examples in one optimizer step; None where the recipe doesn't say it in numbers."""
-    micro_batch, accumulation = (_number(run.recipe.get(name, 1)) for name in ("micro_batch", "accumulation"))
-    return None if micro_batch is None or accumulation is None else micro_batch * accumulation
-
-
-def _number(value: Any) -> float | None:
-    """`value` where it is a finite number, else None: a results file may hold anything."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return float(value) if is_number and abs(value) <= sys.float_info.max else None
-
-
-def _rung(run: Run, stock: float | None) -> Rung:
-    summary = run.metrics["step_ms"] if isinstance(run.metrics["step_ms"], Mapping) else {}
-    step = _number(run.metric("step_ms"))
-    return Rung(
-        rung=run.run,
-        lane=run.lane,
-        step_ms=step,
-        p10=_number(summary.get("p10")),
-        p90=_number(summary.get("p90")),
-        speedup=_number(stock / step) if stock else None,
-        gpu_busy=_number(run.metric("gpu_busy")),
-        floor_ms=_number(run.metric("floor_ms")),
-    )
+def _rung(run: Run) -> dict[str, Any]:
+    """A row of the ladder, as far as it is on record: a results file may hold anything."""
+    step = run.metrics.get("step_ms")
+    summary = step if isinstance(step, Mapping) else {}
+    examples = [run.recipe.get(name, 1) for name in ("micro_batch", "accumulation")]
+    return {
+        "rung": run.tags.get("rung"),
+        "lane": run.lane,
+        "step_ms": run.metric("step_ms"),
+        "p10": summary.get("p10"),
+        "p90": summary.get("p90"),
+        "gpu_busy": run.metric("gpu_busy"),
+        "floor_ms": run.metric("floor_ms"),
+        "examples": examples[0] * examples[1] if all(type(x) is int for x in examples) else None,
+    }
 
 
 # -------------------------------------------------------------------------------------- machines
@@ -206,29 +175,24 @@ def as_data(page: Page) -> dict[str, Any]:
         "verdicts": dict(Counter(j.verdict for j in page.judgements)),
         "reference_verdicts": dict(Counter(j.reference_verdict for j in page.judgements)),
         "claims": [_claim_data(j) for j in page.judgements],
-        "ladder": [vars(rung) for rung in ladder(page.here)],
-        "reference_ladder": [vars(rung) for rung in ladder(page.reference)],
+        "ladder": _plain(ladder(page.here)),
+        "reference_ladder": _plain(ladder(page.reference)),
     }
+
+
+def _plain(frame: pd.DataFrame) -> list[dict[str, Any]]:
+    return frame.astype(object).where(frame.notna(), None).to_dict("records")
 
 
 def _claim_data(j: Judgement) -> dict[str, Any]:
-    return {
-        "id": j.claim.id,
-        "article": j.claim.article,
-        "section": j.claim.section,
-        "statement": j.claim.statement,
-        "lab": j.claim.lab,
-        "published": j.published,
-        "published_values": list(j.claim.published),
-        "unit": j.claim.unit,
-        "reference": j.reference or None,
-        "reference_verdict": j.reference_verdict,
-        "reference_why": j.reference_why,
-        "here": j.here or None,
-        "verdict": j.verdict,
-        "why": j.why,
-        "note": j.claim.note,
-    }
+    of_claim = ("id", "article", "section", "statement", "lab", "unit", "note")
+    judged = ("published", "reference_verdict", "reference_why", "verdict", "why")
+    return (
+        {name: getattr(j.claim, name) for name in of_claim}
+        | {name: getattr(j, name) for name in judged}
+        | {"published_values": list(j.claim.published)}
+        | {"reference": j.reference or None, "here": j.here or None}
+    )
 
 
 # ---------------------------------------------------------------------------------------- people
@@ -240,127 +204,86 @@ def show(page: Page) -> None:
     """
     from rich.console import Console
 
-    console = Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)
-    for key, article in articles.articles().items():
-        judgements = [j for j in page.judgements if j.claim.article == key]
-        if judgements:
-            title = f"{key}: {article.subject} ({article.gpu})"
-            _show_article(console, title, judgements, _reference_machine(page.reference))
-            _show_reasons(console, judgements, of_reference=not page.here)
-    here, theirs = ladder(page.here), ladder(page.reference)
-    ladders = (
-        ("here", here if here != theirs else [], page.here),
-        ("on the reference machine", theirs, page.reference),
+    console = Console(
+        width=None if sys.stdout.isatty() else WIDTH, highlight=False, markup=False, emoji=False
     )
-    for where, rungs, runs in ladders:  # one where the report is of the reference itself
-        if rungs:
-            _show_ladder(console, f"The ladder {where}", rungs, _machine(runs))
-    _show_sources(console, page)
+    gpus = {gpu for run in page.reference if (gpu := run.machine.get("gpu"))}
+    machine = str(gpus.pop()).removeprefix("NVIDIA ") if len(gpus) == 1 else "reference"
+    for key, article in articles.articles().items():
+        if judgements := [j for j in page.judgements if j.claim.article == key]:
+            rows = [
+                (
+                    f"{j.claim.id}\n{j.claim.statement}",
+                    j.published,
+                    f"{j.reference}\n{j.reference_verdict}" if j.reference else "–",
+                    j.here or "–",
+                    j.verdict,
+                )
+                for j in judgements
+            ]
+            head = ("claim", "published", machine, "here", "verdict here")
+            _print_table(console, f"{key}: {article.subject} ({article.gpu})", head, rows)
+            _print_reasons(console, judgements, of_reference=not page.here)
+    theirs = ladder(page.reference)
+    _print_ladder(console, "The ladder on the reference machine", theirs, page.reference)
+    if not theirs.equals(here := ladder(page.here)):  # one is enough of the reference itself
+        _print_ladder(console, "The ladder here", here, page.here)
+    _print_sources(console, page)
 
 
-def _show_article(console: Any, title: str, judgements: list[Judgement], reference: str) -> None:
+def _print_table(console: Any, title: str, head: Sequence[str], rows: Iterable[Sequence]) -> None:
+    """A table of text; its first column, of statements, is the widest."""
     from rich.table import Table
     from rich.text import Text
 
-    rows = [
-        (
-            Text.assemble((j.claim.id, "bold"), "\n", j.claim.statement),
-            Text(j.published),
-            Text(f"{j.reference}\n{j.reference_verdict}" if j.reference else "–"),
-            Text(j.here or "–"),
-            Text(j.verdict, style=_STYLES[j.verdict]),
-        )
-        for j in judgements
-    ]
     table = Table(title=title, title_justify="left", show_lines=True, expand=True, pad_edge=False)
-    table.add_column("claim", ratio=1, overflow="fold")
-    shares = (("published", 0.14), (reference, 0.14), ("here", 0.14), ("verdict here", 0.1))
-    for place, (name, share) in enumerate(shares, start=1):
-        longest = max(len(word) for text in (name, *(str(row[place]) for row in rows)) for word in text.split())
-        width = max(int(share * console.width), min(longest, LONGEST_WORD))
-        table.add_column(name, width=width, overflow="fold")
+    for at, name in enumerate(head):
+        table.add_column(name, ratio=1 if at else 3, min_width=15, overflow="fold")
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*map(Text, row))
     console.print(table)
 
 
-def _reference_machine(runs: Runs) -> str:
-    """The short name of the GPU that all reference runs are of; "reference" where it isn't one."""
-    gpus = {gpu for run in runs.values() if (gpu := run.machine.get("gpu"))}
-    return str(gpus.pop()).removeprefix("NVIDIA ") if len(gpus) == 1 else "reference"
-
-
-_STYLES = {
-    judges.CONFIRMED: "bold green",
-    judges.REFUTED: "bold red",
-    judges.INCONCLUSIVE: "bold yellow",
-    judges.NOT_TESTABLE: "dim",
-}
-
-
-def _show_reasons(console: Any, judgements: list[Judgement], of_reference: bool) -> None:
+def _print_reasons(console: Any, judgements: list[Judgement], of_reference: bool) -> None:
     """Why each verdict, gathered: claims with the same reason share a line. The reference's, if no
     other.
     """
-    from rich.padding import Padding
-    from rich.text import Text
-
     reasons: dict[tuple[str, str], list[str]] = {}
     for j in judgements:
         reason = (j.reference_verdict, j.reference_why) if of_reference else (j.verdict, j.why)
         reasons.setdefault(reason, []).append(j.claim.id)
-    console.print(Text(f"Why, {'on the reference machine' if of_reference else 'here'}", style="bold"))
+    console.print(f"Why, {'on the reference machine' if of_reference else 'here'}", style="bold")
     for (verdict, why), ids in reasons.items():
-        line = Text.assemble((", ".join(ids), "bold"), f": {verdict}. {why}")
-        console.print(Padding(line, (0, 0, 0, 2)))
+        console.print(f"  {', '.join(ids)}: {verdict}. {why}")
     console.print()
 
 
-def _show_ladder(console: Any, title: str, rungs: list[Rung], machine: str) -> None:
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(title=f"{title} ({machine}): one optimizer step", title_justify="left", pad_edge=False)
-    table.add_column("rung", overflow="fold")
-    table.add_column("lane", overflow="fold")
-    for name in ("median ms", "p10-p90", "over stock", "GPU busy", "floor ms"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for before, rung in zip([None, *rungs], rungs, strict=False):
-        if before is not None and before.lane != rung.lane:
-            table.add_section()
-        table.add_row(Text(rung.rung), rung.lane, *_figures(rung))
-    console.print(table)
-    console.print("Compare within a lane: 'same mathematics' computes less, for gradients of the same distribution.\n")
-
-
-def _figures(rung: Rung) -> tuple[str, ...]:
-    return (
-        f"{rung.step_ms:.1f}",
-        "–" if rung.p10 is None or rung.p90 is None else f"{rung.p10:.1f}-{rung.p90:.1f}",
-        "–" if rung.speedup is None else f"{rung.speedup:.2f}x",
-        "–" if rung.gpu_busy is None else f"{100 * rung.gpu_busy:.0f} %",
-        "–" if rung.floor_ms is None else f"{rung.floor_ms:.1f}",
+def _print_ladder(console: Any, title: str, rungs: pd.DataFrame, runs: Runs) -> None:
+    if rungs.empty:
+        return
+    run = runs.select(LADDER_LAB)[0]
+    machine = run.machine.get("gpu") or run.machine.get("cpu") or "unknown machine"
+    shown = rungs.assign(gpu_busy=100 * rungs["gpu_busy"])
+    shown.columns = ["rung", "lane", "median ms", "p10", "p90", "over stock", "GPU busy %", "floor"]
+    console.print(f"{title} ({machine}, scale {run.scale}): one optimizer step", style="bold")
+    text = shown.to_string(index=False, na_rep="–", float_format="{:,.1f}".format)
+    console.print(text, soft_wrap=True)
+    console.print(
+        "Compare within a lane: 'same mathematics' computes less, for gradients of the same "
+        "distribution.\n"
     )
 
 
-def _show_sources(console: Any, page: Page) -> None:
-    from rich.text import Text
-
+def _print_sources(console: Any, page: Page) -> None:
     tally = Counter(j.verdict for j in page.judgements)
     theirs = Counter(j.reference_verdict for j in page.judgements)
     for name, counts in (("Here", tally), ("Reference", theirs)):
-        said = ", ".join(f"{counts[verdict]} {verdict}" for verdict in judges.VERDICTS if counts[verdict])
-        console.print(Text.assemble((f"{name}: ", "bold"), said))
+        words = [f"{counts[word]} {word}" for word in judges.VERDICTS if counts[word]]
+        console.print(f"{name}: {', '.join(words)}")
     if page.files:
-        console.print(Text("Read: " + ", ".join(map(str, page.files)), overflow="fold"))
-        console.print(Text(f"Labs run to their end: {', '.join(page.labs_done) or 'none'}."))
+        console.print(f"Read: {', '.join(map(str, page.files))}", soft_wrap=True)
+        console.print(f"Labs run to their end: {', '.join(page.labs_done) or 'none'}.")
     else:
-        console.print(Text("No results of this machine yet. Type: labutils run"))
+        console.print("No results of this machine yet. Type: labutils run")
     for told in page.passed_over:
-        console.print(Text(f"Passed over: {told}", overflow="fold"))
-
-
-def _machine(runs: Runs) -> str:
-    """The machine that the ladder was climbed on, and at what scale."""
-    run = next(r for (lab, _), r in runs.items() if lab == LADDER_LAB)
-    return f"{run.machine.get('gpu') or run.machine.get('cpu') or 'unknown machine'}, scale {run.scale}"
+        console.print(f"Passed over: {told}", soft_wrap=True)

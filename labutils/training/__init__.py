@@ -1,14 +1,14 @@
-"""The one training loop: a recipe at work on a workload.
+"""The one training loop: a recipe at work on a workload. It may import workloads, layers, data,
+profiling, results and the recipe.
 
-    run  = train(workload, recipe, steps=20)                        one recipe
-    runs = compare(workload, {"stock": STOCK, "fast": fast}, ...)   several, interleaved in one process
-    with Trainer(workload, recipe) as trainer: trainer.step()       step by step, to profile or to resume
+    run  = train(workload, recipe, steps=20)                         one recipe
+    runs = compare(workload, {"stock": STOCK, "fast": fast}, ...)    several, interleaved
+    with Trainer(workload, recipe) as trainer: trainer.step()        to profile or to resume
 
-`trainer` puts the pieces together, `batches` brings the data, `drivers` has the three ways to drive
-an optimizer step, `logs` says where the losses go and writes down memory, `checkpoint` stops and
-resumes, `comparing` measures, and `isolated` tries what may fail. Started by torchrun, the same
-loop shares its steps with other processes: `ranks` says how, `launching` starts them from a
-notebook, and `rank` is what each of them does.
+`trainer` builds and steps, `step` has the three drivers of an optimizer step, `benchmark` times.
+`batches` brings the data, `logs` takes the losses, `checkpoint` is the file to resume from.
+`distributed` shares a step with the other ranks; `launcher` starts them from a notebook, and
+`launch_worker` is what each of them does. `child_process` runs something in another process.
 """
 
 from labutils.training.benchmark import Benchmark, compare, measure, train

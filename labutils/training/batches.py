@@ -11,6 +11,7 @@ import torch
 from torch.profiler import record_function
 from torch.utils.data import DataLoader
 
+from labutils.profiling import compat
 from labutils.workloads.base import Batch, Work
 
 Weigh = Callable[[Batch], Work | None]
@@ -86,9 +87,7 @@ class Batches:
         five seconds.
         """
         self.iterator.close()
-        # A loader with persistent workers keeps them in this field; accelerate's loader keeps
-        # PyTorch's inside.
-        getattr(self.loader, "base_dataloader", self.loader)._iterator = None
+        compat.end_workers(self.loader)
 
     def _endless(self) -> Iterator[Batch]:
         while True:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -145,6 +145,35 @@ def share_of(recipe: Recipe, ranks: int) -> int:
     return recipe.accumulation // ranks
 
 
+FSDP_CANNOT: tuple[tuple[Callable[[Recipe], bool], str], ...] = (
+    (
+        lambda recipe: recipe.driver != "eager",
+        "is built for driver='eager', where nothing wraps the model a second time",
+    ),
+    (
+        lambda recipe: recipe.precision == "fp16",
+        "needs precision='bf16' or 'fp32': each rank would see the overflows of its own shard alone",
+    ),
+    (
+        lambda recipe: recipe.base_linear != "published",
+        "cuts plain weights: it needs base_linear='published'",
+    ),
+    (
+        lambda recipe: recipe.adapter == "folded",
+        "gathers weights when their layer is called, and adapter='folded' reads them before",
+    ),
+    (
+        lambda recipe: recipe.memory_format != "contiguous",
+        "cuts contiguous weights: it needs memory_format='contiguous'",
+    ),
+    (
+        lambda recipe: recipe.compile != "off" and recipe.compile_scope != "blocks",
+        "gathers weights between blocks: it needs compile_scope='blocks'",
+    ),
+)
+"""What a recipe must not ask of parallel='fsdp', and why."""
+
+
 def check(recipe: Recipe, ranks: int, examples: int) -> None:
     """Raise `ValueError` for what several ranks can't do of a recipe, or with so few examples."""
     if ranks == 1:
@@ -152,50 +181,15 @@ def check(recipe: Recipe, ranks: int, examples: int) -> None:
     share_of(recipe, ranks)
     if ranks * recipe.micro_batch > examples:
         raise ValueError(
-            f"{ranks} ranks with micro-batches of {recipe.micro_batch} take "
-            f"{ranks * recipe.micro_batch} examples at "
-            f"a time, and the dataset has {examples}: some would be trained on twice in a step. "
-            "Use fewer ranks, or a "
-            "smaller micro_batch."
+            f"{ranks} ranks take {ranks * recipe.micro_batch} examples at a time, and the dataset "
+            f"has {examples}. Use fewer ranks, or a smaller micro_batch."
         )
     if recipe.driver == "graph":
-        raise ValueError(
-            "driver='graph' records the work of one process. Use driver='eager' with several ranks."
-        )
+        raise ValueError("driver='graph' records one process. Use driver='eager' on several ranks.")
     if recipe.parallel == "fsdp":
-        _check_fsdp(recipe)
-
-
-def _check_fsdp(recipe: Recipe) -> None:
-    if recipe.driver != "eager":
-        raise ValueError(
-            "parallel='fsdp' is built for driver='eager', where nothing wraps the model a second "
-            "time."
-        )
-    if recipe.precision == "fp16":
-        raise ValueError(
-            "parallel='fsdp' needs precision='bf16' or 'fp32': fp16's loss scale follows the "
-            "gradients' overflows, and "
-            "each rank sees those of its own shard alone."
-        )
-    if recipe.base_linear != "published":
-        raise ValueError(
-            f"parallel='fsdp' cuts plain weights, and base_linear={recipe.base_linear!r} packs "
-            "them. Use 'published'."
-        )
-    if recipe.adapter == "folded":
-        raise ValueError(
-            "adapter='folded' reads weights before their layer is called, when fsdp has not "
-            "gathered them."
-        )
-    if recipe.memory_format != "contiguous":
-        raise ValueError(
-            "parallel='fsdp' cuts contiguous weights alone. Use memory_format='contiguous' with it."
-        )
-    if recipe.compile != "off" and recipe.compile_scope != "blocks":
-        raise ValueError(
-            "parallel='fsdp' gathers weights between blocks. Use compile_scope='blocks' with it."
-        )
+        for asked, why in FSDP_CANNOT:
+            if asked(recipe):
+                raise ValueError(f"parallel='fsdp' {why}.")
 
 
 def distribute(
@@ -323,42 +317,50 @@ def _cut_like(parameter: Any, value: Tensor) -> Tensor:
     )
 
 
-def whole_optimizer(
-    model: nn.Module, optimizer: torch.optim.Optimizer, names: list[str]
-) -> dict[str, Any]:
-    """`optimizer.state_dict()` as one process has it, on rank 0, and {} on the others, which all
-    take part. `names`: of the optimizer's parameters in `model`, in order."""
+def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """`optimizer.state_dict()` as one process has it. Where parameters of `model` are cut among
+    the ranks, all ranks gather it; rank 0 has it then, the others {}.
+    """
+    if not is_sharded(list(model.parameters())):
+        return optimizer.state_dict()
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    found = get_optimizer_state_dict(model, optimizer, options=options)
-    if not found:
+    state = get_optimizer_state_dict(model, optimizer, options=options)
+    if not state:
         return {}
-    place = {name: index for index, name in enumerate(names)}
-    groups = [
-        group | {"params": [place[name] for name in group["params"]]}
-        for group in found["param_groups"]
-    ]
+    place = {name: index for index, name in enumerate(_names(model, optimizer))}
     return {
-        "state": {place[name]: state for name, state in found["state"].items()},
-        "param_groups": groups,
+        "state": {place[name]: moments for name, moments in state["state"].items()},
+        "param_groups": [
+            group | {"params": [place[name] for name in group["params"]]}
+            for group in state["param_groups"]
+        ],
     }
 
 
-def take_optimizer(
-    model: nn.Module, optimizer: torch.optim.Optimizer, names: list[str], state: dict[str, Any]
+def load_optimizer_state(
+    model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]
 ) -> None:
-    """Load what `whole_optimizer` made, or one process's own."""
+    """Load what `optimizer_state` gave."""
+    if not is_sharded(list(model.parameters())):
+        optimizer.load_state_dict(state)
+        return
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_optimizer_state_dict
 
-    groups = [
-        group | {"params": [names[index] for index in group["params"]]}
-        for group in state["param_groups"]
-    ]
+    names = _names(model, optimizer)
     named = {
-        "state": {names[index]: values for index, values in state["state"].items()},
-        "param_groups": groups,
+        "state": {names[index]: moments for index, moments in state["state"].items()},
+        "param_groups": [
+            group | {"params": [names[index] for index in group["params"]]}
+            for group in state["param_groups"]
+        ],
     }
-    set_optimizer_state_dict(
-        model, optimizer, named, options=StateDictOptions(full_state_dict=True)
-    )
+    options = StateDictOptions(full_state_dict=True)
+    set_optimizer_state_dict(model, optimizer, named, options=options)
+
+
+def _names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
+    """The optimizer's parameters by their names in `model`, in order."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    return [names[id(p)] for group in optimizer.param_groups for p in group["params"]]

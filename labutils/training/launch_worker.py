@@ -10,6 +10,7 @@ known: the last word of a rank that died is how far it had come.
 
 from __future__ import annotations
 
+import functools
 import gc
 import json
 import os
@@ -220,7 +221,7 @@ def _workload(job: Job, task: Task) -> Any:
         if other != key:
             workload.release_weights()
     if key not in _workloads:
-        _workloads[key] = remembering(open_workload(**task.workload, device=job.device))
+        _workloads[key] = open_workload(**task.workload, device=job.device)
     return _workloads[key]
 
 
@@ -228,24 +229,24 @@ ENCODED_BY = ("cache", "precision", "memory_format", "layers", "seed")
 """Knobs that encoded examples depend on."""
 
 
-def remembering(workload: Any) -> Any:
-    """The workload, its examples encoded once for all tasks."""
+@functools.cache
+def encoded_once(workload: Any) -> Callable[[Any, Any], Any]:
+    """A trainer's `dataset` hook: the workload's examples, encoded once for all tasks."""
     known: dict[tuple[Any, ...], Any] = {}
-    dataset = workload.dataset
 
-    def remembered(model: Any, recipe: Any) -> Any:
+    def dataset(model: Any, recipe: Any) -> Any:
         key = tuple(getattr(recipe, knob) for knob in ENCODED_BY)
         if recipe.cache == "nothing" or key not in known:
-            known[key] = dataset(model, recipe)
+            known[key] = workload.dataset(model, recipe)
         return known[key]
 
-    workload.dataset = remembered
-    return workload
+    return dataset
 
 
 def _train(job: Job, task: Task, word: RankStatus) -> Any:
     """Time a recipe: first step, warm-up, rounds of steps; then a trace, where one is asked for."""
     from labutils.profiling.collectives import communication
+    from labutils.profiling.timing import StepTimes
     from labutils.profiling.trace import profile
     from labutils.recipe import Recipe
     from labutils.training.benchmark import Candidate, empty_run
@@ -253,12 +254,12 @@ def _train(job: Job, task: Task, word: RankStatus) -> Any:
 
     workload, recipe = _workload(job, task), Recipe(**task.recipe)
     run = empty_run(workload, recipe, task.name)
-    candidate = Candidate(workload, recipe, task.warmup)
+    candidate = Candidate(workload, recipe, task.warmup, dataset=encoded_once(workload))
     try:
-        trainer = candidate.trainer
-        for _ in range(task.rounds):
-            candidate.measure(task.steps)
-        candidate.report_times(run)
+        trainer, times = candidate.trainer, StepTimes()
+        for turn in range(task.rounds):
+            times.extend(candidate.measure(task.steps), turn)
+        candidate.report_times(run, times)
         run.metrics["gradient_mb"] = (
             sum(p.numel() * p.element_size() for p in trainer.parameters) / 1e6
         )
@@ -307,7 +308,8 @@ def _run(job: Job, task: Task, word: RankStatus) -> Any:
         if task.fail and (trainer.ranks.rank, trainer.step_count) == task.fails:
             _fail(task.fail)
 
-    with Trainer(workload, recipe, task.folder, task.resume) as trainer:
+    hook = encoded_once(workload)
+    with Trainer(workload, recipe, task.folder, task.resume, dataset=hook) as trainer:
         begun_at = trainer.step_count
         began = time.perf_counter()
         trainer.run(task.steps, task.checkpoint_every, after_step)

@@ -19,7 +19,7 @@ from labutils.profiling import cuda
 from labutils.recipe import Recipe
 from labutils.results.records import Run
 from labutils.training.benchmark import Meet, steps_to_drain, train
-from labutils.training.model_edits import altered, with_costs, with_epoch_rate
+from labutils.training.model_edits import with_costs, with_epoch_rate
 from labutils.training.trainer import Trainer
 from labutils.workloads.base import Workload
 
@@ -38,6 +38,7 @@ def followed(
     every: int = 10,
     change: Callable[[nn.Module], None] | None = None,
     meet: Meet | None = None,
+    build: Callable[[Recipe], nn.Module] | None = None,
 ) -> Run:
     """Train at least `steps` timed optimizer steps, of the same batches in each run of a workload;
     every so many a line of `log`, whose clock starts once the model is built. What the file held
@@ -70,7 +71,16 @@ def followed(
             logs[-1](trainer)
 
     run = train(
-        altered(workload, begin), recipe, steps, warm_up, name, write, same_batches=True, meet=meet
+        workload,
+        recipe,
+        steps,
+        warm_up,
+        name,
+        after_step=write,
+        same_batches=True,
+        meet=meet,
+        on_model=begin,
+        build=build or workload.build,
     )
     if run.ok and (peak := cuda.peak_memory()):
         run.metrics |= {"peak_allocated_gb": peak[0], "peak_reserved_gb": peak[1]}

@@ -1,13 +1,9 @@
-"""Workloads whose models are changed once they are built, and what a run of uneven steps costs a
-token.
+"""Changes of a built model (`on_model` of a trainer), and what a run of uneven steps costs a token.
 
-run = train(altered(workload, prepared_for_kbit), recipe)
+run = train(workload, recipe, on_model=prepared_for_kbit)
 """
 
 from __future__ import annotations
-
-import copy
-from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -15,22 +11,6 @@ from torch import nn
 from labutils.recipe import Recipe
 from labutils.results.records import Run, summarise
 from labutils.workloads.base import Workload
-
-
-def altered(workload: Workload, change: Callable[[nn.Module], None]) -> Workload:
-    """The same workload, whose models go through `change` once they are built. Frozen weights stay
-    shared.
-    """
-    other = copy.copy(workload)  # weights are held by the original alone, which can let go of them
-    other._remembered = workload._remembered  # of texts and shapes, which stay
-
-    def build(recipe: Recipe) -> nn.Module:
-        model = workload.build(recipe)
-        change(model)
-        return model
-
-    other.build = build
-    return other
 
 
 def prepared_for_kbit(model: nn.Module) -> None:

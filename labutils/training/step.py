@@ -1,4 +1,4 @@
-"""Three ways to drive one optimizer step; each does the same computation on the same model.
+"""Three ways to drive one optimizer step. Each does the same computation on the same model.
 
 AccelerateStep   as the public script does: the accelerate library around every call
 EagerStep        plain PyTorch: the same operations without the library's host work
@@ -18,6 +18,7 @@ from torch.profiler import record_function
 from torch.utils.data import DataLoader
 
 from labutils.layers.cuda_graph import Captured, compile_blocks, compile_model
+from labutils.profiling import compat
 from labutils.recipe import Recipe
 from labutils.training.batches import Batch, Batches, on_device
 from labutils.training.distributed import Ranks, ddp_options, drawn, share_of, synchronising
@@ -28,8 +29,8 @@ AUTOCAST = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 @dataclass
-class TrainContext:
-    """What every driver works with."""
+class StepContext:
+    """What every driver works with. `shared`: what synchronises gradients, see `distribute`."""
 
     workload: Workload
     recipe: Recipe
@@ -46,12 +47,19 @@ class TrainContext:
         """Micro-batches of an optimizer step that this process takes."""
         return share_of(self.recipe, self.ranks.count)
 
+    def loss(self, batch: Batch) -> Tensor:
+        """The micro-batch's mean loss for newly drawn random numbers."""
+        draws = drawn(self.workload, self.model, batch, self.ranks)
+        return self.workload.loss(self.model, batch, draws)
+
 
 def build_optimizer(parameters: list[nn.Parameter], recipe: Recipe) -> torch.optim.Optimizer:
-    """AdamW with the script's settings. Its fused form updates all parameters in one kernel,
-    unscales nothing twice and never asks the host, which is what a capture needs. bitsandbytes
-    keeps moments of 4096 numbers or more in 8 bits, a scale for each 256 of them; smaller ones stay
-    in float32."""
+    """AdamW with the script's settings.
+
+    The fused form updates all parameters in one kernel and never asks the host, which a capture
+    needs. bitsandbytes keeps moments of 4096 numbers or more in 8 bits, a scale for each 256 of
+    them; smaller ones stay in float32.
+    """
     settings = {
         "lr": recipe.learning_rate,
         "betas": (0.9, 0.999),
@@ -61,9 +69,8 @@ def build_optimizer(parameters: list[nn.Parameter], recipe: Recipe) -> torch.opt
     if recipe.optimizer in ("adamw-8bit", "adamw-paged"):
         from bitsandbytes import optim
 
-        return (optim.AdamW8bit if recipe.optimizer == "adamw-8bit" else optim.PagedAdamW8bit)(
-            parameters, **settings
-        )
+        kind = optim.AdamW8bit if recipe.optimizer == "adamw-8bit" else optim.PagedAdamW8bit
+        return kind(parameters, **settings)
     on_gpu = parameters[0].device.type == "cuda"
     forms = {
         "adamw": {},
@@ -75,7 +82,7 @@ def build_optimizer(parameters: list[nn.Parameter], recipe: Recipe) -> torch.opt
 
 
 def compile_as_asked(workload: Workload, model: nn.Module, recipe: Recipe) -> None:
-    """Compile the trained part (or its blocks, or the encoders too) in place, as the recipe says."""
+    """Compile the trained part, its blocks, or the encoders too, in place, as the recipe says."""
     if recipe.compile == "off":
         return
     if recipe.compile_scope == "blocks":
@@ -92,63 +99,59 @@ class AccelerateStep:
     accelerate.
 
     accelerate's loader moves each batch to the device itself, one batch ahead. So `non_blocking` is
-    set where the copy is made, in accelerate's own configuration.
+    set in accelerate's own configuration.
     """
 
-    def __init__(self, parts: TrainContext) -> None:
+    def __init__(self, context: StepContext) -> None:
+        from diffusers.optimization import get_scheduler
+
+        self.context, recipe = context, context.recipe
+        self.accelerator = self._accelerator()
+        self.accelerator.init_trackers("labutils")
+        scheduler = get_scheduler("constant", optimizer=context.optimizer)
+        name, trained = context.workload.trained(context.model)
+        loader = context.loader
+        if not context.ranks.alone:  # it hands out this rank's share already
+            loader = compat.prepared_loader(loader, self.accelerator.device, recipe.non_blocking)
+        trained, self.optimizer, self.loader, self.scheduler = self.accelerator.prepare(
+            trained, context.optimizer, loader, scheduler
+        )
+        setattr(context.model, name, trained)
+        self.log: Log = SynchronousLog(self._write, context.micro_steps)
+        if recipe.logging == "ring-buffer":
+            self.log = RingLog(
+                self._write,
+                context.micro_steps,
+                context.workload.device,
+                across=context.ranks.mean,
+            )
+
+    def _accelerator(self) -> Any:
         from accelerate import Accelerator
-        from accelerate.data_loader import prepare_data_loader
         from accelerate.utils import (
             DataLoaderConfiguration,
             DistributedDataParallelKwargs,
             GradientAccumulationPlugin,
             ProjectConfiguration,
         )
-        from diffusers.optimization import get_scheduler
 
-        self.parts, recipe = parts, parts.recipe
+        recipe = self.context.recipe
         precision = "no" if recipe.precision == "fp32" else recipe.precision
-        _forget_other_precision(precision)
-        self.accelerator = Accelerator(
-            cpu=parts.workload.device.type == "cpu",
+        compat.forget_other_precision(precision)
+        return Accelerator(
+            cpu=self.context.workload.device.type == "cpu",
             mixed_precision=precision,
             log_with="tensorboard",
-            project_config=ProjectConfiguration(project_dir=str(parts.folder)),
+            project_config=ProjectConfiguration(project_dir=str(self.context.folder)),
             dataloader_config=DataLoaderConfiguration(non_blocking=recipe.non_blocking),
-            # The script lets an epoch's end cut a step short; here every optimizer step has the
-            # same work.
+            # The script lets an epoch's end cut a step short; here every step has the same work.
             gradient_accumulation_plugin=GradientAccumulationPlugin(
-                num_steps=parts.micro_steps,
+                num_steps=self.context.micro_steps,
                 sync_with_dataloader=False,
                 sync_each_batch=recipe.synchronise == "each",
             ),
             kwargs_handlers=[DistributedDataParallelKwargs(**ddp_options(recipe))],
         )
-        self.accelerator.init_trackers("labutils")
-        scheduler = get_scheduler("constant", optimizer=parts.optimizer)
-        name, trained = parts.workload.trained(parts.model)
-        loader = parts.loader
-        if (
-            not parts.ranks.alone
-        ):  # it hands out this rank's share already: accelerate is told of one process
-            loader = prepare_data_loader(
-                loader,
-                self.accelerator.device,
-                1,
-                0,
-                put_on_device=True,
-                non_blocking=recipe.non_blocking,
-            )
-            loader._is_accelerate_prepared = True
-        trained, self.optimizer, self.loader, self.scheduler = self.accelerator.prepare(
-            trained, parts.optimizer, loader, scheduler
-        )
-        setattr(parts.model, name, trained)
-        self.log: Log = SynchronousLog(self._write, parts.micro_steps)
-        if recipe.logging == "ring-buffer":
-            self.log = RingLog(
-                self._write, parts.micro_steps, parts.workload.device, across=parts.ranks.mean
-            )
 
     @property
     def scaler(self) -> torch.amp.GradScaler | None:
@@ -156,37 +159,36 @@ class AccelerateStep:
 
     def step(self, batches: Batches) -> None:
         """One optimizer step of `recipe.accumulation` micro-steps."""
-        # Sessions side by side share accelerate's state; each says anew how many micro-steps it
-        # accumulates.
-        self.accelerator.gradient_accumulation_steps = self.parts.micro_steps
-        for _ in range(self.parts.micro_steps):
-            self._micro_step(next(batches))
+        context, accelerator = self.context, self.accelerator
+        # Trainers side by side share accelerate's state, so each says its micro-steps anew.
+        accelerator.gradient_accumulation_steps = context.micro_steps
+        for _ in range(context.micro_steps):
+            batch = next(batches)
+            with accelerator.accumulate(context.workload.trained(context.model)[1]):
+                loss = context.loss(batch)
+                self.log.micro_step(accelerator.gather(loss.repeat(context.recipe.micro_batch)))
+                with record_function("backward"):
+                    accelerator.backward(loss)
+                if accelerator.sync_gradients:
+                    with record_function("clip"):
+                        accelerator.clip_grad_norm_(
+                            context.parameters, context.recipe.max_grad_norm
+                        )
+                with record_function("optimizer"):
+                    self.optimizer.step()
+                    self.scheduler.step()
+                    self.optimizer.zero_grad()
+            self.log.end_micro_step(loss)
+            del batch, loss  # before the next forward pass: what they hold would add to its peak
         self.log.end_step()
-
-    def _micro_step(self, batch: Batch) -> None:
-        parts, accelerator = self.parts, self.accelerator
-        with accelerator.accumulate(parts.workload.trained(parts.model)[1]):
-            draws = drawn(parts.workload, parts.model, batch, parts.ranks)
-            loss = parts.workload.loss(parts.model, batch, draws)
-            self.log.micro_step(accelerator.gather(loss.repeat(parts.recipe.micro_batch)))
-            with record_function("backward"):
-                accelerator.backward(loss)
-            if accelerator.sync_gradients:
-                with record_function("clip"):
-                    accelerator.clip_grad_norm_(parts.parameters, parts.recipe.max_grad_norm)
-            with record_function("optimizer"):
-                self.optimizer.step()
-                self.scheduler.step()
-                self.optimizer.zero_grad()
-        self.log.end_micro_step(loss)
 
     def close(self) -> None:
         try:
             self.log.close()
         finally:
-            if self.parts.ranks.alone:
+            if self.context.ranks.alone:
                 self.accelerator.end_training()
-            else:  # which would also end the process group, and other trainers train in it
+            else:  # end_training would end the process group, in which other trainers train
                 for tracker in self.accelerator.trackers:
                     tracker.finish()
 
@@ -194,42 +196,24 @@ class AccelerateStep:
         self.accelerator.log(values, step=step)
 
 
-def _forget_other_precision(precision: str) -> None:
-    """accelerate holds one precision a process, and refuses a second; trainers of another precision
-    have ended by now."""
-    from accelerate.state import AcceleratorState
-
-    if AcceleratorState._shared_state and AcceleratorState().mixed_precision != precision:
-        AcceleratorState._reset_state()
-
-
-def _autocast(module: nn.Module, device: str, dtype: torch.dtype) -> None:
-    """Run `module`, and nothing around it, under autocast, as accelerate does with what it
-    prepares.
-
-    What surrounds the trained network stays in its own precision: autocast would compute the noise
-    schedule's powers in float32, and hand the network inputs of another type than the script does.
-    """
-    module.forward = torch.autocast(device, dtype)(module.forward)
-
-
 class EagerStep:
     """Plain PyTorch: the operations of the script's loop body and nothing around them."""
 
-    def __init__(self, parts: TrainContext) -> None:
-        self.parts, recipe = parts, parts.recipe
-        self.loader = parts.loader
-        device = parts.workload.device
+    def __init__(self, context: StepContext) -> None:
+        self.context, recipe = context, context.recipe
+        self.loader = context.loader
+        device = context.workload.device
         self.scaler = torch.amp.GradScaler(device.type, enabled=recipe.precision == "fp16")
-        if self.scaler.is_enabled():
-            self.scaler.scale(
-                torch.zeros((), device=device)
-            )  # creates the scale now: a capture must find it there
+        if self.scaler.is_enabled():  # creates the scale now: a capture must find it there
+            self.scaler.scale(torch.zeros((), device=device))
         if dtype := AUTOCAST.get(recipe.precision):
-            _autocast(parts.workload.trained(parts.model)[1], device.type, dtype)
-        write, self._close_writer = tensorboard(parts.folder, flush=recipe.logging == "synchronous")
+            # Only the trained network, as accelerate does. Around it autocast would compute the
+            # noise schedule's powers in float32, and hand the network inputs of another type.
+            trained = context.workload.trained(context.model)[1]
+            trained.forward = torch.autocast(device.type, dtype)(trained.forward)
         synchronous = recipe.logging == "synchronous"
-        micro_steps, across = parts.micro_steps, parts.ranks.mean
+        write, self._close_writer = tensorboard(context.folder, flush=synchronous)
+        micro_steps, across = context.micro_steps, context.ranks.mean
         self.log: Log = (
             SynchronousLog(write, micro_steps, across)
             if synchronous
@@ -237,40 +221,34 @@ class EagerStep:
         )
 
     def step(self, batches: Batches) -> None:
-        """One optimizer step of `recipe.accumulation` micro-steps."""
-        parts, micro_steps = self.parts, self.parts.micro_steps
+        """One optimizer step of `recipe.accumulation` micro-steps. Gradients add up in `.grad`,
+        multiplied by the loss scale.
+        """
+        context, micro_steps = self.context, self.context.micro_steps
+        device, non_blocking = context.workload.device, context.recipe.non_blocking
         for number in range(1, micro_steps + 1):
-            with synchronising(parts.shared, parts.recipe, last=number == micro_steps):
-                self.micro_step(
-                    on_device(next(batches), parts.workload.device, parts.recipe.non_blocking)
-                )
+            with synchronising(context.shared, context.recipe, last=number == micro_steps):
+                loss = self.loss(on_device(next(batches), device, non_blocking))
+                self.log.micro_step(loss)
+                with record_function("backward"):
+                    self.scaler.scale(loss / micro_steps).backward()
+                self.log.end_micro_step(loss)
+                del loss  # before the next forward pass: what it holds would add to its peak
         self.update()
-        self.parts.optimizer.zero_grad()
+        context.optimizer.zero_grad()
         self.log.end_step()
 
-    def micro_step(self, batch: Batch) -> None:
-        """Forward and backward of one micro-batch; gradients add up in `.grad`, multiplied by the
-        loss scale.
-        """
-        loss = self.loss(batch)
-        self.log.micro_step(loss)
-        with record_function("backward"):
-            self.scaler.scale(loss / self.parts.micro_steps).backward()
-        self.log.end_micro_step(loss)
-
     def loss(self, batch: Batch) -> Tensor:
-        """The micro-batch's mean loss for newly drawn random numbers."""
-        workload, model = self.parts.workload, self.parts.model
-        return workload.loss(model, batch, drawn(workload, model, batch, self.parts.ranks))
+        return self.context.loss(batch)
 
     def update(self) -> None:
         """Clip and apply the accumulated gradients; the loss scale follows."""
-        parts = self.parts
+        context = self.context
         with record_function("clip"):
-            self.scaler.unscale_(parts.optimizer)
-            torch.nn.utils.clip_grad_norm_(parts.parameters, parts.recipe.max_grad_norm)
+            self.scaler.unscale_(context.optimizer)
+            torch.nn.utils.clip_grad_norm_(context.parameters, context.recipe.max_grad_norm)
         with record_function("optimizer"):
-            self.scaler.step(parts.optimizer)
+            self.scaler.step(context.optimizer)
             self.scaler.update()
 
     def close(self) -> None:
@@ -283,30 +261,29 @@ class EagerStep:
 class GraphStep(EagerStep):
     """The eager step, all micro-steps and the optimizer's update, recorded as one CUDA graph.
 
-    A recording reads and writes fixed addresses, so batches are copied into tensors of its own, and
+    A recording reads and writes fixed addresses. So batches are copied into tensors of its own, and
     gradients are allocated beforehand and zeroed inside the graph: gradients that a capture
     allocates itself are replaced, not added to, by the next micro-step's, and training goes wrong
     without a word.
     """
 
-    def __init__(self, parts: TrainContext) -> None:
-        super().__init__(parts)
-        if parts.recipe.optimizer != "adamw-fused":
+    def __init__(self, context: StepContext) -> None:
+        super().__init__(context)
+        if context.recipe.optimizer != "adamw-fused":
             raise ValueError(
                 "driver='graph' needs optimizer='adamw-fused': the other form asks the host "
                 "whether to step."
             )
         self.inputs: list[Batch] = []
-        self.streams = [torch.cuda.Stream() for _ in range(parts.recipe.streams)]
+        streams = context.recipe.streams
+        self.streams = [torch.cuda.Stream() for _ in range(streams)] if streams > 1 else []
         self.captured: Callable[[], None] | None = None
 
     def step(self, batches: Batches) -> None:
-        """One optimizer step: copy its micro-batches in, replay. The first call warms up and
-        captures.
-        """
-        self._take([next(batches) for _ in range(self.parts.recipe.accumulation)])
+        """Copy the step's micro-batches in and replay. The first call warms up and captures."""
+        self._take([next(batches) for _ in range(self.context.recipe.accumulation)])
         if self.captured is None:
-            for parameter in self.parts.parameters:
+            for parameter in self.context.parameters:
                 parameter.grad = torch.zeros_like(parameter)
             self.captured = Captured(self._whole_step, self._state)
         self.captured()
@@ -314,27 +291,34 @@ class GraphStep(EagerStep):
 
     def _take(self, batches: list[Batch]) -> None:
         if not self.inputs:
-            self.inputs = [on_device(batch, self.parts.workload.device, False) for batch in batches]
+            device = self.context.workload.device
+            self.inputs = [on_device(batch, device, False) for batch in batches]
             return
         with record_function("to_device"):
             for mine, batch in zip(self.inputs, batches, strict=True):
                 for name, tensor in batch.items():
-                    mine[name].copy_(tensor, non_blocking=self.parts.recipe.non_blocking)
+                    mine[name].copy_(tensor, non_blocking=self.context.recipe.non_blocking)
 
     def _whole_step(self) -> None:
-        torch._foreach_zero_([parameter.grad for parameter in self.parts.parameters])
-        if self.parts.recipe.streams == 1:
+        torch._foreach_zero_([parameter.grad for parameter in self.context.parameters])
+        if self.context.recipe.streams == 1:
             for batch in self.inputs:
-                self.micro_step(batch)
+                loss = self.loss(batch)
+                self.log.micro_step(loss)
+                with record_function("backward"):
+                    self.scaler.scale(loss / self.context.recipe.accumulation).backward()
+                del loss
         else:
             self._side_by_side()
         self.update()
         self.log.put()
 
     def _side_by_side(self) -> None:
-        """All micro-batches, each on the next of `recipe.streams` streams. What they share is
-        touched after they have met again: two streams that add to one `.grad` would lose a gradient
-        now and then."""
+        """All micro-batches, each on the next of `recipe.streams` streams.
+
+        What they share is touched after they have met again: two streams that add to one `.grad`
+        would lose a gradient now and then.
+        """
         here = torch.cuda.current_stream()
         results = []
         for stream in self.streams:
@@ -342,26 +326,26 @@ class GraphStep(EagerStep):
         for index, batch in enumerate(self.inputs):
             with torch.cuda.stream(self.streams[index % len(self.streams)]):
                 loss = self.loss(batch)
-                scaled = self.scaler.scale(loss / self.parts.recipe.accumulation)
-                results.append((loss.detach(), torch.autograd.grad(scaled, self.parts.parameters)))
+                scaled = self.scaler.scale(loss / self.context.recipe.accumulation)
+                gradients = torch.autograd.grad(scaled, self.context.parameters)
+                results.append((loss.detach(), gradients))
         for stream in self.streams:
             here.wait_stream(stream)
         for loss, gradients in results:
             self.log.micro_step(loss)
-            torch._foreach_add_([parameter.grad for parameter in self.parts.parameters], gradients)
+            accumulated = [parameter.grad for parameter in self.context.parameters]
+            torch._foreach_add_(accumulated, gradients)
 
     def _state(self) -> list[Tensor]:
         """Everything the step changes in place."""
         moments = [
-            t
-            for state in self.parts.optimizer.state.values()
-            for t in state.values()
-            if torch.is_tensor(t)
+            tensor
+            for state in self.context.optimizer.state.values()
+            for tensor in state.values()
+            if torch.is_tensor(tensor)
         ]
-        scale = (
-            [self.scaler._scale, self.scaler._growth_tracker] if self.scaler.is_enabled() else []
-        )
-        return [*self.parts.parameters, *moments, *scale, *self.log.tensors]
+        scale = compat.loss_scale(self.scaler) if self.scaler.is_enabled() else []
+        return [*self.context.parameters, *moments, *scale, *self.log.tensors]
 
 
 DRIVERS: dict[str, Any] = {"accelerate": AccelerateStep, "eager": EagerStep, "graph": GraphStep}

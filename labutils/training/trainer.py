@@ -7,9 +7,11 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import TracebackType
+from typing import Any, TypedDict, Unpack
 
 import torch
+from torch import nn
+from torch.utils.data import Dataset
 
 from labutils.data.images import make_loader
 from labutils.layers.cuda_graph import (
@@ -22,8 +24,35 @@ from labutils.recipe import Recipe
 from labutils.training import checkpoint, distributed
 from labutils.training.batches import Batches
 from labutils.training.logs import own
-from labutils.training.step import DRIVERS, TrainContext, build_optimizer, compile_as_asked
+from labutils.training.step import DRIVERS, StepContext, build_optimizer, compile_as_asked
 from labutils.workloads.base import Batch, Workload
+
+MUST_AGREE = (
+    "seed",
+    "rank",
+    "adapter",
+    "base_linear",
+    "precision",
+    "micro_batch",
+    "accumulation",
+    "shapes",
+    "token_budget",
+    "optimizer",
+    "learning_rate",
+    "max_grad_norm",
+)
+"""Knobs that a resumed run must share with its checkpoint. The others only change its speed."""
+
+
+class Hooks(TypedDict, total=False):
+    """What a caller may put in the place of the workload's own, or add to it."""
+
+    build: Callable[[Recipe], nn.Module]
+    """Makes the model; default: `workload.build`."""
+    on_model: Callable[[nn.Module], None]
+    """Changes the model once it is built, before it is compiled or distributed."""
+    dataset: Callable[[nn.Module, Recipe], Dataset]
+    """Makes the examples; default: `workload.dataset`."""
 
 
 class Trainer:
@@ -32,13 +61,15 @@ class Trainer:
         with Trainer(workload, recipe, folder="runs/mine") as trainer:
             trainer.run(100, checkpoint_every=50)
 
-    folder: where logs and checkpoints go; None: a temporary one that goes with the trainer. resume:
-    go on from the folder's checkpoint; raises `FileNotFoundError` where there is none, `ValueError`
-    where it belongs to another recipe. `step_count` counts optimizer steps since the run's
-    beginning, `recipe` is the recipe as it fits this device. Building took `build_s` seconds,
-    `encode_s` of them for encoding every example once where the recipe caches them, else None.
-    Started by torchrun it shares the recipe's optimizer step with the other ranks
-    (`training.ranks`): every process makes the same calls.
+    folder: for logs and checkpoints; None: a temporary one that goes with the trainer.
+    resume: go on from the folder's checkpoint. Raises `FileNotFoundError` where there is none,
+    `ValueError` where it is damaged or belongs to another recipe.
+    hooks: see `Hooks`.
+
+    `step_count` counts optimizer steps since the run's beginning. `recipe` is the recipe as it fits
+    this device. `build_s` is what building took in seconds; `encode_s` the part of it that encoded
+    the examples, None where the recipe caches nothing. Started by torchrun, the trainer shares each
+    optimizer step with the other ranks (`training.distributed`); all make the same calls.
     """
 
     def __init__(
@@ -47,59 +78,78 @@ class Trainer:
         recipe: Recipe,
         folder: str | Path | None = None,
         resume: bool = False,
+        **hooks: Unpack[Hooks],
     ) -> None:
         self.ranks = distributed.here()
         self.workload = workload
-        self.recipe = recipe.fitted_to(workload.device.type)
-        # Goes with the trainer, and with one that could not be built.
-        self.temporary = (
-            None
-            if folder
-            else tempfile.TemporaryDirectory(prefix="labutils-", ignore_cleanup_errors=True)
-        )
+        self.recipe = recipe = recipe.fitted_to(workload.device.type)
+        self.temporary = None  # removed with the trainer, and with one that could not be built
+        if folder is None:
+            self.temporary = tempfile.TemporaryDirectory(
+                prefix="labutils-", ignore_cleanup_errors=True
+            )
         self.folder = Path(folder or self.temporary.name)
         self.step_count = 0
-        torch.manual_seed(self.recipe.seed)
+        torch.manual_seed(recipe.seed)
         began = time.perf_counter()
-        self.model = workload.build(self.recipe)
-        dataset = workload.dataset(self.model, self.recipe)
-        distributed.check(self.recipe, self.ranks.count, len(dataset))
-        self.encode_s: float | None = getattr(dataset, "encode_s", None)
-        order = workload.order(dataset, self.recipe)
-        loader = make_loader(
-            dataset,
-            self.recipe,
-            collate_fn=workload.collate(self.recipe),
-            order=order,
-            ranks=self.ranks.count,
-        )
-        compile_as_asked(workload, self.model, self.recipe)
-        shared = distributed.distribute(workload, self.model, self.recipe, self.ranks)
-        self.parameters = [p for p in self.model.parameters() if p.requires_grad]
-        optimizer = build_optimizer(self.parameters, self.recipe)
-        parts = TrainContext(
-            workload,
-            self.recipe,
-            self.model,
-            self.parameters,
-            optimizer,
-            loader,
-            self.folder,
-            self.ranks,
-            shared,
-        )
-        self.optimizer = optimizer
-        self.driver = DRIVERS[self.recipe.driver](parts)
-        alone = loader.sampler if order is None else order
-        self.sampler = alone if self.ranks.alone else loader.batch_sampler
-        self.resume_data(taken=0)
+        self.model = hooks.get("build", workload.build)(recipe)
+        if "on_model" in hooks:
+            hooks["on_model"](self.model)
+        self.dataset = hooks.get("dataset", workload.dataset)(self.model, recipe)
+        self.encode_s: float | None = getattr(self.dataset, "encode_s", None)
+        distributed.check(recipe, self.ranks.count, len(self.dataset))
+        self.driver = self._driver()
+        self.batches = self._batches(taken=0)
         self.build_s = time.perf_counter() - began
         if resume:
-            checkpoint.load(self)
+            self.load_state_dict(checkpoint.read(self.folder))
+
+    def _driver(self) -> Any:
+        workload, recipe, ranks = self.workload, self.recipe, self.ranks
+        order = workload.order(self.dataset, recipe)
+        loader = make_loader(
+            self.dataset,
+            recipe,
+            collate_fn=workload.collate(recipe),
+            epoch_length=workload.epoch_length,
+            order=order,
+            ranks=ranks.count,
+        )
+        self.sampler = loader.sampler if order is None else order
+        if not ranks.alone:
+            self.sampler = loader.batch_sampler
+        compile_as_asked(workload, self.model, recipe)
+        shared = distributed.distribute(workload, self.model, recipe, ranks)
+        self.parameters = [p for p in self.model.parameters() if p.requires_grad]
+        self.optimizer = build_optimizer(self.parameters, recipe)
+        context = StepContext(
+            workload,
+            recipe,
+            self.model,
+            self.parameters,
+            self.optimizer,
+            loader,
+            self.folder,
+            ranks,
+            shared,
+        )
+        return DRIVERS[recipe.driver](context)
+
+    def _batches(self, taken: int) -> Batches:
+        return Batches(
+            self.driver.loader,
+            self.recipe.micro_batch,
+            self.sampler,
+            taken,
+            functools.partial(self.workload.work_of, self.recipe),
+            rank=self.ranks.rank,
+            ranks=self.ranks.count,
+        )
 
     def step(self, batches: Iterator[Batch] | None = None) -> None:
-        """One optimizer step, accumulation included, on the next of `batches`, or else of the
-        trainer's own data. On a GPU it may still be running when this returns."""
+        """One optimizer step, accumulation included, on the next of `batches` (default: the
+        trainer's own data). On a GPU it may still be running when this returns.
+        """
         with (
             attention_kernel(self.recipe.attention),
             timed_convolutions(self.recipe.cudnn_benchmark),
@@ -115,10 +165,10 @@ class Trainer:
         checkpoint_every: int = 0,
         after_step: Callable[[Trainer], None] | None = None,
     ) -> None:
-        """Step until `steps` optimizer steps of the run are done, saving a checkpoint after every
-        so many (0: none).
+        """Step until the run has done `steps` optimizer steps.
 
-        `after_step` is called with the trainer after every step (`logs.MemoryLog`).
+        checkpoint_every: save after every so many steps; 0: never. after_step: is called with the
+        trainer after every step (`memory_run.MemoryLog`).
         """
         while self.step_count < steps:
             self.step()
@@ -127,53 +177,100 @@ class Trainer:
             if checkpoint_every and self.step_count % checkpoint_every == 0:
                 self.save()
 
-    def save(self) -> Path:
-        """Write a checkpoint to resume from, atomically; the one before is replaced only when this
-        one is whole.
-        """
-        return checkpoint.save(self)
-
-    def save_adapter(self, folder: str | Path) -> None:
-        """Write the LoRA weights as safetensors in PEFT's format and, for diffusion models, in
-        diffusers' own.
-
-        Of several ranks the first one writes. Raises `ValueError` where there are none, or where
-        they are cut among the ranks.
-        """
-        if self.recipe.adapter == "none":
-            raise ValueError(
-                "adapter='none' trains the model's own weights: there is no adapter to save. Use "
-                "save()."
-            )
-        if distributed.is_sharded(self.parameters):
-            raise ValueError(
-                "parallel='fsdp' holds a part of the adapter on each rank. Use save(), which "
-                "gathers it; one process "
-                "can take that up (resume=True) and save the adapter."
-            )
-        if self.ranks.rank == 0:
-            self.workload.save(self.model, Path(folder))
-
-    def resume_data(self, taken: int) -> None:
-        """Let the data go on behind the `taken` first micro-batches of the run."""
-        weigh = functools.partial(self.workload.work_of, self.recipe)
-        self.batches = Batches(
-            self.driver.loader,
-            self.recipe.micro_batch,
-            self.sampler,
-            taken,
-            weigh,
-            rank=self.ranks.rank,
-            ranks=self.ranks.count,
-        )
-
     @property
     def losses(self) -> list[float]:
         """The losses known on the host so far, one an optimizer step of this trainer."""
         return self.driver.log.losses
 
+    # ------------------------------------------------------------------------------ state
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything the run's future depends on: trained weights, the optimizer's moments, the
+        loss scale, random generators, and how many micro-batches were taken.
+
+        Frozen weights come from the seed or the hub again, and the data's order from the seed.
+        Weights that are cut among ranks are gathered by all ranks together, so the state is the
+        same whatever wrote it. Raises `NotFinite` where the loss became NaN or infinite.
+        """
+        self.driver.log.flush()
+        cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
+        return {
+            "step": self.step_count,
+            "taken": self.batches.taken,
+            "recipe": self.recipe.as_dict(),
+            "workload": self._identity,
+            "parameters": distributed.whole_parameters(self.parameters),
+            "optimizer": distributed.optimizer_state(self._trained, self.optimizer),
+            "scaler": self.driver.scaler.state_dict() if self.driver.scaler else {},
+            "random": {"cpu": torch.get_rng_state(), "cuda": cuda},
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Put the run where `state` was taken; what follows is what the unbroken run would do.
+
+        One exception: images that aren't square are cropped at random by whoever reads them, and
+        workers begin their random numbers anew. Raises `ValueError` where the state is another
+        recipe's or workload's, before anything changes.
+        """
+        saved = state["recipe"] | {"workload": state["workload"]}
+        mine = self.recipe.as_dict() | {"workload": self._identity}
+        for knob in ("workload", *MUST_AGREE):
+            if saved.get(knob) != mine[knob]:
+                raise ValueError(
+                    f"The checkpoint was written with {knob}={saved.get(knob)!r}; this run has "
+                    f"{mine[knob]!r}. Resume with the same settings, or start in another folder."
+                )
+        distributed.take_parameters(self.parameters, state["parameters"])
+        distributed.load_optimizer_state(self._trained, self.optimizer, state["optimizer"])
+        if state["scaler"]:
+            self.driver.scaler.load_state_dict(state["scaler"])
+        self.step_count = state["step"]
+        self.driver.log.start_at(state["step"])
+        self.rewind_data(state["taken"])
+        torch.set_rng_state(state["random"]["cpu"])
+        if state["random"]["cuda"] is not None and torch.cuda.is_available():
+            torch.cuda.set_rng_state(state["random"]["cuda"])
+
+    @property
+    def _identity(self) -> list[str]:
+        return [getattr(self.workload, name) for name in ("name", "scale", "weights", "data")]
+
+    @property
+    def _trained(self) -> nn.Module:
+        return self.workload.trained(self.model)[1]
+
+    def save(self) -> Path:
+        """Write a checkpoint to resume from, atomically. Of several ranks the first one writes."""
+        state = self.state_dict()
+        if self.ranks.rank:
+            return self.folder / checkpoint.FILE
+        return checkpoint.write(state, self.folder)
+
+    def save_adapter(self, folder: str | Path) -> None:
+        """Write the LoRA weights as safetensors in PEFT's format and, for diffusion models, in
+        diffusers' own. Of several ranks the first one writes.
+
+        Raises `ValueError` where there is no adapter, or where it is cut among the ranks.
+        """
+        if self.recipe.adapter == "none":
+            raise ValueError("adapter='none' trains all weights: there is no adapter. Use save().")
+        if distributed.is_sharded(self.parameters):
+            raise ValueError(
+                "parallel='fsdp' holds a part of the adapter on each rank. Use save(): one process "
+                "can resume from it and save the adapter."
+            )
+        if self.ranks.rank == 0:
+            self.workload.save(self.model, Path(folder))
+
+    def rewind_data(self, taken: int) -> None:
+        """Let the data go on behind the first `taken` micro-batches of the run."""
+        self.batches.close()
+        self.batches = self._batches(taken)
+
+    # ------------------------------------------------------------------------------ end
+
     def close(self) -> None:
-        """End the workers, finish the log, drop the temporary folder."""
+        """End the workers, finish the log, remove the temporary folder."""
         try:
             self.batches.close()
             self.driver.close()
@@ -184,11 +281,7 @@ class Trainer:
     def __enter__(self) -> Trainer:
         return self
 
-    def __exit__(
-        self, kind: type | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type | None, *_: object) -> None:
         if kind is not None:
-            self.driver.log.across = (
-                own  # the other ranks may be gone: nothing more is asked of them
-            )
+            self.driver.log.across = own  # the other ranks may be gone: ask nothing more of them
         self.close()

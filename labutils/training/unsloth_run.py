@@ -204,10 +204,12 @@ def _main() -> None:
         load(
             *_held_as(recipe)
         )  # a model that can't be loaded ends the process: the other jobs would try it once more
-        workload.build = functools.partial(_build, library, load)
+        build = functools.partial(_build, library, load)
         log = Path(order["logs"]) / f"{name}.csv"
         meet = functools.partial(_meet_other_lengths, workload)
-        run = followed(workload, recipe, job["steps"], name, log, order["every"], meet=meet)
+        run = followed(
+            workload, recipe, job["steps"], name, log, order["every"], meet=meet, build=build
+        )
         if place > 0:
             run.metrics.pop("first_step_s", None)  # what had to be compiled is compiled
         print(f"\n{DONE}{json.dumps(dataclasses.asdict(run))}", flush=True)

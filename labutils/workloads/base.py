@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, Sampler
 
+from labutils.data.images import EPOCH
 from labutils.layers.lora import save_adapter
 from labutils.profiling.machine import default_device, machine_facts, scale_for
 from labutils.recipe import SCALES, Recipe, check_choice
@@ -96,6 +97,8 @@ class Workload(ABC):
 
     libraries: ClassVar[tuple[str, ...]]
     """Modules that building it imports: see `import_unseen`."""
+    epoch_length: int = EPOCH
+    """Examples of an epoch at least, where there are fewer: see `data.images.make_loader`."""
     steps_vary: ClassVar[bool] = False
     """Whether batches differ in what they take in: see `work_of`."""
 

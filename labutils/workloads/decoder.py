@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.profiler import record_function
 from torch.utils.data import BatchSampler, Dataset, Sampler
 
-from labutils.data.images import EPOCH, EpochOrder
+from labutils.data.images import EpochOrder
 from labutils.data.packing import Layout, PackedOrder, answer_room, left_over
 from labutils.layers.activation_checkpoint import (
     Parking,
@@ -389,7 +389,7 @@ class DecoderWorkload(Workload):
             return None
         examples = self.example_sizes(recipe)
         lengths, tiles = [e.tokens for e in examples], [e.tiles for e in examples]
-        epoch = max(len(examples), EPOCH)
+        epoch = max(len(examples), self.epoch_length)
         return PackedOrder(
             lengths, tiles, self.layout(recipe), recipe.micro_batch, epoch, recipe.seed
         )
@@ -425,7 +425,9 @@ class DecoderWorkload(Workload):
         examples, order = self.example_sizes(recipe), self.order(None, recipe)
         if order is None:
             order = BatchSampler(
-                EpochOrder(len(examples), EPOCH, recipe.seed), recipe.micro_batch, drop_last=True
+                EpochOrder(len(examples), self.epoch_length, recipe.seed),
+                recipe.micro_batch,
+                drop_last=True,
             )
         works = [self._planned(recipe, [examples[index] for index in chosen]) for chosen in order]
         return functools.reduce(Work.__add__, works) * (1 / len(works))

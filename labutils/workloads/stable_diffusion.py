@@ -276,35 +276,37 @@ class DiffusionLora(Workload):
 
     # ---------------------------------------------------------------------------- counting
 
-    @remembered
     def work(self, recipe: Recipe) -> Work:
         """See `Workload.work`. Low-rank products are counted as the plain adapter computes them,
         whatever the recipe's adapter does: what a faster one saves must show as time."""
-        with torch.device("meta"):
-            networks = _networks(self.size, torch.device("meta")).requires_grad_(False)
-        if recipe.adapter == "none":
-            networks.unet.requires_grad_(True)
-        else:
-            attach_lora(networks.unet, TARGETS, recipe.rank, recipe.rank, "plain", seed=0)
-        b, itemsize = recipe.micro_batch, DTYPES[recipe.precision].itemsize
-        tokens = torch.empty(b, MAX_LENGTH, dtype=torch.long, device="meta")
-        condition = torch.empty(b, MAX_LENGTH, self.size.text_width, device="meta")
-        latents = torch.empty(b, *self.latent_shape, device="meta")
-        pixels = torch.empty(b, 3, self.size.resolution, self.size.resolution, device="meta")
-        encoders = []
-        # The meta device has shapes and no numbers; attention is counted as its two products.
+        rank = 0 if recipe.adapter == "none" else recipe.rank
+        flops, numbers = self._per_example(rank, recipe.cache)
+        read = numbers * DTYPES[recipe.precision].itemsize
+        return Work(flops * recipe.micro_batch, read) * recipe.accumulation
+
+    @remembered
+    def _per_example(self, rank: int, cache: str) -> tuple[int, int]:
+        """FLOPs of one example forward and backward, counted on the meta device, and numbers that a
+        pass reads; rank 0: every weight is trained."""
+        meta = torch.device("meta")
+        networks = _networks(self.size, meta).requires_grad_(rank == 0)
+        if rank:
+            attach_lora(networks.unet, TARGETS, rank, rank, "plain", seed=0)
+        condition = torch.empty(1, MAX_LENGTH, self.size.text_width, device=meta)
+        latents = torch.empty(1, *self.latent_shape, device=meta)
+        pixels = torch.empty(1, 3, self.size.resolution, self.size.resolution, device=meta)
+        numbers = 2 * count_parameters(networks.unet)  # once forward, once backward
+        # Attention is counted as its two products.
         with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as count:
-            timesteps = torch.zeros(b, device="meta")
+            timesteps = torch.zeros(1, device=meta)
             networks.unet(latents, timesteps, condition, return_dict=False)[0].sum().backward()
-            if recipe.cache == "nothing":
+            if cache == "nothing":
                 networks.vae.encode(pixels)
-                encoders.append(networks.vae.encoder)
-            if recipe.cache != "latents+text":
-                networks.text_encoder(tokens)
-                encoders.append(networks.text_encoder)
-        numbers = 2 * count_parameters(networks.unet)  # read once forward, once backward
-        numbers += sum(count_parameters(encoder) for encoder in encoders)
-        return Work(count.get_total_flops(), numbers * itemsize) * recipe.accumulation
+                numbers += count_parameters(networks.vae.encoder)
+            if cache != "latents+text":
+                networks.text_encoder(torch.zeros(1, MAX_LENGTH, dtype=torch.long, device=meta))
+                numbers += count_parameters(networks.text_encoder)
+        return count.get_total_flops(), numbers
 
 
 class EncodedExamples(Dataset):

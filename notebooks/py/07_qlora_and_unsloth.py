@@ -617,6 +617,7 @@ how = {"steps": 2, "rounds": 1, "warmup": 0} if tiny else {"steps": 6, "rounds":
 climbed = lab.measured_together(
     climbable, lambda: lab07_qlora.climbed_on(texts["long"], ladder, climbable, **how)
 )
+climbed = {name: climbed[name] for name in climbable}
 fig, ax = plt.subplots()
 groups = {
     name: "other weights" if recipes[name].base_linear != "published" else lanes[name]

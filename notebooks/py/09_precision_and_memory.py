@@ -67,15 +67,15 @@ from statistics import median
 import matplotlib.pyplot as plt
 import torch
 import torch.utils.checkpoint
-from labutils.profiling.hardware import usable_cores
 
 from labutils.course import plots
 from labutils.labs import lab09_image_input, lab09_peak_memory, lab09_toggles
 from labutils.labs.lab09_image_formats import gpu_decoder, images_per_s
 from labutils.labs.lab09_image_input import DECODING_HEAD, Pictures, decoding_rows
+from labutils.profiling.machine import usable_cores
 from labutils.recipe import Recipe, Unavailable
 from labutils.results import claims
-from labutils.results.judges.effects import time_effect
+from labutils.results.judges import time_effect
 from labutils.results.records import Run
 from labutils.tools.diagnose import ablations
 from labutils.training import Benchmark
@@ -815,37 +815,39 @@ lab.predict("the best single fix saves", my_best, "%")
 
 # %%
 make_room(photographs)
-loops = tuple(ablations.STARTS) if every_loop else ("SD1.5",)
+loops = tuple(lab09_toggles.LOOPS) if every_loop else ("SD1.5",)
 diagnosed: dict[str, Run] = {}
 for name in loops:
     with lab.attempt(f"A diagnosis of the loop {name}", reference=f"diagnosis: {name}"):
+        room, start, fixes = lab09_toggles.LOOPS[name]
+        work = lab.workload(room)
         tested = partial(
-            ablations.of_start,
-            name,
-            lab.scale,
-            steps,
-            rounds=1 if tiny else 3,
-            data=lab.data,
-            weights=lab.weights,
+            ablations.ablations, work, start, steps, rounds=1 if tiny else 3, only=fixes
         )
         diagnosed[name] = lab.measured(f"diagnosis: {name}", None, tested)
+        make_room(work)
 print(next((run.metrics["told"] for run in diagnosed.values()), ""))
 
 # %%
-lab.table(ablations.HEAD, *ablations.table_rows(diagnosed))
-looks = ablations.look_rows(diagnosed)
-lab.table(ablations.LOOK_HEAD, *looks)
+looks = ablations.look_table(diagnosed)
+lab.table(ablations.fix_table(diagnosed))
+lab.table(looks)
 count = {
     name: sum(run.metrics[name] for run in diagnosed.values())
     for name in ("fixes_telling", "fixes_close")
 }
+first_was_best = sum(row["ranked first"] == row["best"] for _, row in looks.iterrows())
 print(
-    f"Loops on which the fix ranked first was the best: {sum(row[1] == row[3] for row in looks)} of {len(looks)}. Of "
+    f"Loops on which the fix ranked first was the best: {first_was_best} of {len(looks)}. Of "
     f"{count['fixes_telling']} fixes with something to gain, {count['fixes_close']} were predicted within 20 % of the step."
 )
-lab.on_reference(ablations.HEAD, ablations.table_rows, "diagnosis: *")
-lab.on_reference(ablations.LOOK_HEAD, ablations.look_rows, "diagnosis: *")
-saved = ablations.savings(diagnosed["SD1.5"]) if "SD1.5" in diagnosed else []
+recorded = {loop: lab.reference(f"diagnosis: {loop}") for loop in lab09_toggles.LOOPS}
+recorded = {loop: run for loop, run in recorded.items() if run is not None}
+lab.show("**The same on our H200**, of all four loops:")
+lab.table(ablations.fix_table(recorded))
+lab.table(ablations.look_table(recorded))
+rows = diagnosed["SD1.5"].metrics["each"].values() if "SD1.5" in diagnosed else ()
+saved = [row["measured"] for row in rows if row["per"] == "step" and ablations.is_test(row)]
 
 # %% [markdown]
 # *Measured* is the middle of three rounds, with the least and the most in brackets (at `tiny` there is one round). *Step
@@ -877,7 +879,7 @@ saved = ablations.savings(diagnosed["SD1.5"]) if "SD1.5" in diagnosed else []
 # Some advice can't be tested by any machine of this course; then the table says why.
 
 # %%
-lab.verdict(*claims.claims("A4"));
+lab.verdict(*claims.load_claims("A4"));
 
 # %% [markdown]
 # ## Exercises
@@ -1002,7 +1004,7 @@ def percent_of(found: dict[str, Run], name: str, metric: str) -> float | None:
 
 lab.done(
     {
-        "mixed precision shortens the step by": -shortened.middle if shortened else None,
+        "mixed precision shortens the step by": 100 * (1 - shortened.value) if shortened else None,
         "gradient off in BF16 by": percent_of(numbers, "bf16", "gradient_error"),
         "activations' share of the peak": percent_of(
             told, "sd15-lora, all kept", "activations_share"

@@ -10,9 +10,11 @@ import pytest
 import torch
 
 from labutils.labs import lab09_peak_memory
+from labutils.layers.lora import attach_lora
 from labutils.profiling import cuda
 from labutils.profiling.machine import machine_facts, scale_for
-from labutils.profiling.memory_timeline import AllocatorRecord, Sorting, rounded
+from labutils.profiling.memory import AllocatorRecord, measured, rounded
+from labutils.profiling.memory_model import saved_for_backward
 from labutils.recipe import Recipe
 from labutils.workloads import open_workload
 from labutils.workloads.stable_diffusion import on_drawn_latents
@@ -63,7 +65,7 @@ def test_the_history_is_read_as_the_allocator_writes_it():
         gradient = torch.empty(3 * 2**20, device="cuda")
         record.mark("update", gradients=[gradient])
         del waits
-    memory = record.step(Sorting({"weights": record.allocated_before}))
+    memory = record.step({"weights": record.allocated_before})
     kinds = {one.kind: one.bytes for one in memory.allocations}
     assert kinds["activations"] == 4 * 10 * 2**20 and kinds["gradients"] == 4 * 3 * 2**20
     assert kinds["temporaries"] == rounded(4 * 2**20)
@@ -86,3 +88,16 @@ def test_a_limited_process_runs_out_and_comes_back():
         )
         assert 2 <= largest <= 8
         assert sum(not fits for fits in fed.tries.values()) <= 3
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_the_allocator_grows_by_what_was_counted(lora):
+    """Within the rounding to 512 bytes a tensor, and the seeds that attention kernels keep."""
+    layer = torch.nn.TransformerEncoderLayer(512, 8, dropout=0.0, batch_first=True).to("cuda")
+    if lora:
+        attach_lora(layer, ("linear1", "linear2"), 4, 4, "plain")
+    x = torch.randn(4, 256, 512, device="cuda")
+    loss = lambda: layer(x).square().mean()
+    optimizer = torch.optim.AdamW([p for p in layer.parameters() if p.requires_grad])
+    grown = measured(layer, loss, optimizer).activations
+    assert grown == pytest.approx(saved_for_backward(layer, loss), rel=0.1)

@@ -4,7 +4,6 @@ nothing changed.
 
 from __future__ import annotations
 
-import copy
 import json
 import shlex
 from pathlib import Path
@@ -12,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 from PIL import Image
-from recipes_at_work import one_thread
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -20,42 +18,10 @@ from labutils.course.lab import LabError, open_lab
 from labutils.course.parameters import check, read, whole_numbers
 from labutils.data import drawings
 from labutils.layers.lora import CONFIG_FILE, WEIGHTS_FILE, attach_lora, load_adapter, save_adapter
-from labutils.recipe import STOCK
 from labutils.results.records import read_records
 from labutils.tools import run
-from labutils.training import Trainer
-from labutils.training.benchmark import Benchmark
-from labutils.training.checkpoint import FILE, load
-from labutils.workloads import open_workload
 
 NAN = float("nan")
-
-
-# Recipes
-
-
-@pytest.mark.parametrize(
-    ("knob", "told"),
-    [
-        ({"num_workers": 1025}, "num_workers=1025 is too large: it must be 1024 or less"),
-        ({"seed": 2**63}, "is too large"),
-        ({"learning_rate": NAN}, "learning_rate=nan is not a finite number"),
-        ({"learning_rate": 10**400}, "is not a finite number"),
-        ({"max_grad_norm": float("inf")}, "max_grad_norm=inf is not a finite number"),
-        (
-            {"token_budget": 2**17 + 1},
-            "token_budget=131073 is too large: it must be 131072 or less",
-        ),
-        ({"max_grad_norm": 0.0}, "max_grad_norm=0.0 is too small: it must be above 0"),
-    ],
-)
-def test_a_knob_has_its_limits(knob, told):
-    with pytest.raises(ValueError, match=told):
-        STOCK.but(**knob)
-
-
-def test_the_limits_themselves_are_taken():
-    assert STOCK.but(num_workers=1024, seed=2**63 - 1).num_workers == 1024
 
 
 # The course
@@ -166,138 +132,6 @@ def test_the_last_line_can_be_typed(tmp_path, capsys):
     folder = tmp_path / "my results"
     open_lab("03", {"results_dir": str(folder), "__annotations__": {"results_dir": str}}).done()
     assert f"labutils report --results {shlex.quote(str(folder))}" in capsys.readouterr().out
-
-
-# Training
-
-QUICK = STOCK.but(driver="eager", adapter="plain", cache="latents+text")
-
-
-@pytest.fixture(scope="module")
-def workload():
-    with one_thread():
-        yield open_workload("sd15-lora", scale="tiny", device="cpu")
-
-
-@pytest.mark.parametrize("knob", [{"shapes": "packed"}, {"loss": "fused"}])
-def test_a_knob_that_would_do_nothing_is_refused(knob, workload):
-    ((name, value),) = knob.items()
-    told = f"{name}='{value}' is for language models. Use {name}='{getattr(STOCK, name)}' with this workload"
-    with pytest.raises(ValueError, match=told):
-        Trainer(workload, QUICK.but(**knob))
-    with pytest.raises(
-        ValueError, match="memory_format='channels_last' is for convolutions. Use 'contiguous'"
-    ):
-        Trainer(
-            open_workload("llava-lora", "tiny", device="cpu"),
-            QUICK.but(cache="nothing", memory_format="channels_last"),
-        )
-
-
-def test_a_cpu_out_of_memory_is_no_other_error(workload):
-    def build(recipe):
-        return torch.empty(2**58, dtype=torch.uint8)
-
-    full = copy.copy(workload)
-    full.build = build
-    with Benchmark(full) as bench:
-        assert bench.compare({"a": QUICK})["a"].status == "oom"
-
-
-@pytest.mark.parametrize(
-    ("message", "status"),
-    [
-        (
-            "InvalidCxxCompiler: No working C++ compiler\n\nSet TORCH_LOGS",
-            "skipped: torch.compile builds C++ here",
-        ),
-        ("first line\n\n  second line", "error: RuntimeError: first line second line"),
-    ],
-)
-def test_why_a_recipe_failed_is_one_line(message, status, workload):
-    def build(recipe):
-        raise RuntimeError(message)
-
-    broken = copy.copy(workload)
-    broken.build = build
-    with Benchmark(broken) as bench:
-        found = bench.compare({"a": QUICK})["a"].status
-        assert found.startswith(status)
-        assert "\n" not in found
-
-
-def test_a_name_in_a_bench_is_one_recipe(workload):
-    with Benchmark(workload, warmup=1) as bench:
-        bench.prepare({"a": QUICK})
-        bench.prepare({"a": QUICK.but(precision="bf16")})  # on a CPU it is the same
-        with pytest.raises(
-            ValueError, match='"a" is already another recipe in this bench. Give the new one a name'
-        ):
-            bench.compare({"b": QUICK, "a": QUICK.but(rank=3)})
-        assert set(bench.candidates) == {"a"}
-
-
-def test_what_failed_in_a_bench_is_not_watched(workload, tmp_path):
-    with Benchmark(workload) as bench:
-        bench.failed["a"] = "oom"
-        for look in (lambda: bench.watch("a"), lambda: bench.profile("a", tmp_path)):
-            with pytest.raises(RuntimeError, match=r'"a" failed \(oom\)'):
-                look()
-        with pytest.raises(RuntimeError, match='"b" is not in this bench'):
-            bench.watch("b")
-
-
-@pytest.fixture(scope="module")
-def trainer(workload, tmp_path_factory):
-    with Trainer(workload, QUICK, tmp_path_factory.mktemp("run")) as trainer:
-        trainer.run(1)
-        yield trainer
-
-
-@pytest.fixture(scope="module")
-def checkpoint(trainer):
-    return torch.load(trainer.save())
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"step": "1"},
-        {"step": -1},
-        {"taken": True},
-        {"recipe": [1]},
-        {"workload": "sd15-lora"},
-        {"parameters": {}},
-        {"parameters": []},
-        {"parameters": [torch.zeros(2)]},
-        {"optimizer": {}},
-        {"optimizer": {"state": {}, "param_groups": [1]}},
-        {"optimizer": {"state": {}, "param_groups": [{"params": [0]}]}},
-        {"scaler": None},
-        {"scaler": {"scale": 1.0}},
-        {"random": {}},
-        {"random": {"cpu": 3}},
-    ],
-    ids=str,
-)
-def test_a_checkpoint_that_does_not_fit_is_refused_before_anything_changes(
-    change, checkpoint, trainer
-):
-    changed = [p + 1 if p.is_floating_point() else p for p in checkpoint["parameters"]]
-    torch.save(checkpoint | {"parameters": changed} | change, trainer.folder / FILE)
-    with pytest.raises(ValueError, match="does not fit this run .*Start in another folder"):
-        load(trainer)
-    assert all(
-        torch.equal(p, old)
-        for p, old in zip(trainer.parameters, checkpoint["parameters"], strict=True)
-    )
-
-
-def test_a_checkpoint_without_a_knob_is_another_recipes(checkpoint, workload, tmp_path):
-    recipe = {knob: value for knob, value in checkpoint["recipe"].items() if knob != "rank"}
-    torch.save(checkpoint | {"recipe": recipe}, tmp_path / FILE)
-    with pytest.raises(ValueError, match="was written with rank='nothing'; this run has 4"):
-        Trainer(workload, QUICK, tmp_path, resume=True)
 
 
 # Drawn images

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from labutils.tools.run import Kernel
+from labutils.tools.run.kernel import Kernel
 from labutils.training.logs import NotFinite, RingLog, SynchronousLog, tensorboard
 from labutils.training.memory_run import MemoryLog
 
@@ -142,7 +142,7 @@ def test_a_silenced_bar_still_costs_what_it_does(tmp_path):
     """Kernels that `labutils run` starts show no progress; the script's own bar is part of what is
     measured.
     """
-    with Kernel(tmp_path, tmp_path) as kernel:
+    with Kernel(tmp_path, {}) as kernel:
         environment = os.environ | kernel.environment()
     code = (
         "from labutils.training.benchmark import _progress\n"

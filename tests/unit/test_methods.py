@@ -4,15 +4,11 @@ bitsandbytes' own.
 
 from __future__ import annotations
 
-import gc
 import math
-import weakref
 from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from recipes_at_work import one_thread
 
 from labutils.labs import lab07_qlora
@@ -274,75 +270,12 @@ def test_flops_of_the_chain():
 # ----------------------------------------------------------------------------- memory and batch
 
 
-@given(
-    st.floats(0.1, 100), st.floats(0.01, 10), st.lists(st.integers(1, 64), min_size=2, unique=True)
-)
-def test_a_line_is_found_again(base, each, batches):
-    line = lab07_qlora.line_through({batch: base + each * batch for batch in batches})
-    assert line.each == pytest.approx(each, rel=1e-4)
-    assert line.base == pytest.approx(base, rel=1e-3, abs=1e-2)
-
-
-def test_the_largest_batch():
-    line = lab07_qlora.line_through({2: 30.0, 5: 45.0})
-    assert (line.largest(78), line.largest(24.9), line.largest(10)) == (11, 0, 0)
-    with pytest.raises(ValueError, match="two batch sizes"):
-        lab07_qlora.line_through({4: 3.0})
-
-
-def test_memory_is_a_line_and_checkpointing_makes_it_flatter(texts):
-    found = {
-        name: lab07_qlora.memory_line(texts, name, (1, 3), None)
-        for name in ("lora long", "lora long, checkpointed")
-    }
-    lines = lab07_qlora.lines_of(found, {})
-    with lab07_qlora.Filled(texts["long"], "lora long") as filled:
-        assert filled.peak(2) == pytest.approx(
-            lines["lora long"].base + 2 * lines["lora long"].each, rel=0.02
-        )
-    assert lines["lora long, checkpointed"].each < 0.7 * lines["lora long"].each
-    assert "largest_batch" not in found["lora long"].metrics
-
-
-def test_a_line_leaves_no_model_behind(texts, monkeypatch):
-    """Else each method's line would begin where the weights of those before it end, and the last
-    would find no room.
-    """
-    built, make = [], lab07_qlora.Trainer
-    monkeypatch.setattr(
-        lab07_qlora,
-        "Trainer",
-        lambda *a: built.append(weakref.ref((trainer := make(*a)).model)) or trainer,
-    )
-    lab07_qlora.memory_line(texts, "lora long", (1, 2), None)
-    lab07_qlora.make_room(*texts.values())
-    gc.collect()
-    assert len(built) == 1 and built[0]() is None
-
-
-def test_a_prediction_is_tried(texts, monkeypatch):
-    """On a card that has room for exactly five."""
-    real = lab07_qlora.Filled.peak
-
-    def peak(self, batch):
-        if batch > 5:
-            raise torch.OutOfMemoryError("CUDA out of memory.")
-        return real(self, batch)
-
-    line = lab07_qlora.lines_of(
-        {"": lab07_qlora.memory_line(texts, "lora short", (1, 2), None)}, {}
-    )[""]
-    monkeypatch.setattr(lab07_qlora.Filled, "peak", peak)
-    run = lab07_qlora.memory_line(texts, "lora short", (1, 2), line.base + 5.5 * line.each)
-    assert (run.metrics["largest_batch"], run.metrics["fits"], run.metrics["fails"]) == (5, 1, 1)
-
-
 def test_unsloths_line_is_that_of_its_padded_runs():
     peaks = {"unsloth long, padded, batch 2": 7.0, "unsloth long, padded": 9.0}
     runs = {
         name: Run("07", name, metrics={"peak_allocated_gb": peak}) for name, peak in peaks.items()
     }
-    assert lab07_qlora.lines_of({}, runs) == {"unsloth long": lab07_qlora.Line(5.0, 1.0)}
+    assert lab07_qlora.lines_of({}, runs)["unsloth long"] == pytest.approx((5.0, 1.0))
     assert lab07_qlora.lines_of({}, {}) == {}
 
 

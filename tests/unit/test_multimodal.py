@@ -498,7 +498,6 @@ def test_flops_are_those_that_pytorch_counts(workload, shapes, cache, loss):
         workload.loss(model, batch, {}).backward()
     tiles = len(batch["features" if cache == "features" else "pixel_values"])
     predicting = 64 if loss == "answers" else rows * length
-    seen = 0 if cache == "features" else tiles
     size = workload.size
     ours, _ = workload.flops_and_bytes(recipe, [length] * rows, tiles, predicting)
     hidden = rows * length * (length - 1) // 2

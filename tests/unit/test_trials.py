@@ -154,7 +154,7 @@ def test_what_the_compiler_did_is_listed_where_it_was_at_work():
 
 def test_preparing_for_kbit_widens_its_own_copy_alone(uniform):
     recipe = A2_BASE.but(precision="bf16")
-    with Trainer(lab06_anyres.altered(uniform, lab06_anyres.prepared_for_kbit), recipe) as trainer:
+    with Trainer(uniform, recipe, on_model=lab06_anyres.prepared_for_kbit) as trainer:
         assert {p.dtype for p in trainer.model.parameters()} == {torch.float32}
     model = torch.nn.Linear(4, 4, bias=False).to(torch.bfloat16).requires_grad_(False)
     shared = torch.nn.Sequential(model, torch.nn.Linear(4, 4))
@@ -164,27 +164,16 @@ def test_preparing_for_kbit_widens_its_own_copy_alone(uniform):
     assert torch.equal(shared[0].weight, weight.float())
 
 
-def test_an_altered_workload_shares_the_frozen_weights_and_leaves_the_first_alone(uniform):
-    changed = []
-    other = lab06_anyres.altered(uniform, changed.append)
-    mine, theirs = uniform.build(QUICK), other.build(QUICK)
-    assert changed == [theirs]
-    pairs = zip(mine.network.parameters(), theirs.network.parameters(), strict=True)
-    assert all(a is b for a, b in pairs if not a.requires_grad)
-
-
 def test_what_a_workload_works_out_is_worked_out_once_and_not_for_its_copies(uniform):
-    """An altered one has the same texts and shapes; a copy may be given others, and remembers
-    nothing.
-    """
+    """A copy may be given other texts and shapes."""
     measured = uniform.example_sizes(QUICK)
     assert uniform.example_sizes(QUICK) is measured
-    assert lab06_anyres.altered(uniform, id).example_sizes(QUICK) is measured
     assert copy.copy(uniform).example_sizes(QUICK) is not measured
 
 
 def test_layers_that_are_kept_stay_as_they_were(uniform):
-    model = lab06_anyres.altered(uniform, lab06_anyres.fp8_but("o_proj")).build(QUICK)
+    model = uniform.build(QUICK)
+    lab06_anyres.fp8_but("o_proj")(model)
     kinds = {
         name.rpartition(".")[2]: type(m.base_layer).__name__
         for name, m in model.named_modules()

@@ -1,14 +1,14 @@
-"""Where a training step's time goes, and which fixes pay: for a script, a trace, a run on record,
-or a recipe.
+"""Where a training step's time goes, and which fixes pay: for a script, a trace, or a recipe.
 
     diagnosis = diagnose(sources.of_trace("x.pt.trace.json"))
     diagnosis.budget                      share of time -> milliseconds; they add up to the step
     diagnosis.fixes[0].name, .gain        ranked, each with its predicted gain by itself
 
-`script` runs a script with hooks and clocks in its process (`inside`), `sources` makes evidence of
-that, of traces and of runs, `budget` shares the step's time out, `fixes` are the rules, by
-replaying the step's `replay.Queue` with one thing changed, `telling` prints it, and `ablations`
-measures what was predicted on the course's own loop.
+Which script is watched: `script` runs it, with `script_hooks` in its process. What is measured:
+`evidence`, made by `sources` of a script's record, a trace (`trace_pieces`) or a recipe; `budget`
+shares the step's time out. What is predicted: `fixes`, by replaying the step's queue of work with
+one thing changed, and `product_rates`. What is said: `report`. `ablations` measures what was
+predicted on the course's own loop. These may import training and what is below it, and no lab.
 """
 
 from __future__ import annotations
@@ -25,15 +25,14 @@ WORTH = 0.03
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """`fixes`: all that a rule spoke of, by their gain; `budget`: share -> milliseconds of
-    `evidence.step_ms`.
-    """
+    """`fixes`: all that a rule spoke of, by their gain."""
 
     evidence: Evidence
     fixes: tuple[Fix, ...]
 
     @property
     def budget(self) -> Mapping[str, float]:
+        """Share -> milliseconds of `evidence.step_ms`."""
         return self.evidence.budget
 
     @property
@@ -50,8 +49,8 @@ class Diagnosis:
 
 def diagnose(evidence: Evidence) -> Diagnosis:
     """Every rule's fix, the one that saves most first."""
-    found = [fix for rule in RULES if (fix := rule(evidence)) is not None]
-    return Diagnosis(evidence, tuple(sorted(found, key=lambda fix: -fix.gain)))
+    fixes = [fix for rule in RULES if (fix := rule(evidence)) is not None]
+    return Diagnosis(evidence, tuple(sorted(fixes, key=lambda fix: -fix.gain)))
 
 
 __all__ = ["WORTH", "Diagnosis", "Evidence", "Fix", "diagnose"]

@@ -1,21 +1,15 @@
-"""Predicted gains against measured ones, on the course's own loop: each fix's changes, made one at
-a time.
+"""Predicted gains against measured ones, on the course's own loop, one fix at a time.
 
-    ablated = ablations(open_workload("sd15-lora"), STOCK)
-    ablated.rows                    predicted and measured gain of each fix that is a knob
+    run = ablations(open_workload("sd15-lora"), STOCK)
+    run.metrics["each"]["workers"]      predicted and measured gain, round by round
 
 A start recipe is timed, traced once, and diagnosed. Only then are the recipes with one fix each
-built and timed, interleaved with the start in one process. The predictions know nothing of these
-measurements. A gain is taken round by round, from the start and the fix of the same round: the
-middle of the rounds, of three or more, is the gain, and the least and the most its range. So
-neither a drift of the machine nor a round that meets something for the first time decides it.
-(Where batches are the same in each round, later rounds have met their lengths: it is the gain
-without such first times.)
+built and timed, interleaved with the start in one process. A gain is the median over rounds of what
+the fix saves against the start of the same round. So neither a drift of the machine nor a round
+that meets something for the first time decides it.
 
-Where batches differ in length, recipes are timed and traced on the same few batches: one step of
-texts may take twice as long as the next. (Where a recipe has workers, all are timed on batches some
-steps later than those that were traced: see `Candidate.steps_to_drain`.) How much of the tokens is
-padding is an epoch's, for a few batches may have twice as much.
+Where batches differ in length, recipes are timed and traced on the same few batches. How much of
+the tokens is padding is an epoch's, for a few batches may have twice as much.
 """
 
 from __future__ import annotations
@@ -23,210 +17,99 @@ from __future__ import annotations
 import statistics
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
-from labutils.labs.ladders import A2_BASE, A3_BASE
+import pandas as pd
+
 from labutils.profiling import cuda
 from labutils.profiling.machine import default_device
 from labutils.profiling.trace import profile
-from labutils.recipe import STOCK, Recipe
+from labutils.recipe import Recipe
 from labutils.results.records import Run
-from labutils.tools.diagnose import Diagnosis, Fix, diagnose, telling
-from labutils.tools.diagnose.recorded import Recorded
+from labutils.tools.diagnose import Fix, diagnose, report
+from labutils.tools.diagnose.evidence import Evidence
 from labutils.tools.diagnose.sources import of_recipe
+from labutils.tools.diagnose.trace_pieces import PieceTrace
 from labutils.training import Benchmark, Trainer
 from labutils.training.benchmark import ROUNDS
-from labutils.training.memory_run import make_room
 from labutils.training.model_edits import with_epoch_rate
-from labutils.workloads.base import Workload, open_workload
+from labutils.workloads.base import Workload
 
 START = "start"
-STARTS: dict[str, tuple[str, Recipe]] = {
-    "SD1.5": ("sd15-lora", STOCK),
-    "LLaVA": ("llava-lora", A2_BASE.but(checkpointing="blocks")),
-    "Qwen3": (
-        "qwen3-lora-long",
-        A3_BASE.but(checkpointing="blocks", optimizer="adamw", layers="rewritten"),
-    ),
-    "Qwen3 in fp32": ("qwen3-lora-short", A3_BASE.but(precision="fp32", checkpointing="blocks")),
-}
-"""Loops to diagnose, by name: workload and recipe. They are the articles' own starting points, but
-for choices that those had made already: products in fp32; blocks that compute again, the optimizer
-as PyTorch picks it, and layers that can take packed rows as well as padded ones."""
-MEASURED: dict[str, tuple[str, ...]] = {
-    "SD1.5": ("workers", "batch size", "capture", "caching"),
-    "LLaVA": ("workers", "checkpointing", "caching"),
-    "Qwen3": ("checkpointing", "padding"),
-    "Qwen3 in fp32": ("precision", "checkpointing"),
-}
-"""The fixes that are measured of each start where time is short, chosen before anything is
-predicted. Compiling is left out: it takes longer to build than all others to measure. So are small
-matters, whose gain the spread would hide."""
 AT_ONCE = 4
-"""So many recipes stand side by side with the start, each with a model, its activations and perhaps
-a graph.
-"""
+"""So many recipes stand side by side with the start, each with a model and its activations."""
 CLOSE = 0.2
-TELLS = 0.05
+"""A predicted step that is off by no more has come true."""
+TESTS = 0.05
 """A fix that neither saves so much nor was predicted to is no test of a prediction."""
-
-
-@dataclass(frozen=True)
-class Ablation:
-    """One fix: its gain as predicted, and as measured in each round; none where it could not be,
-    and then `why`.
-
-    before, after: milliseconds a step in each round (or of an example, or a useful token), without
-    the fix and with it.
-    """
-
-    start: str
-    fix: Fix
-    before: tuple[float, ...] = ()
-    after: tuple[float, ...] = ()
-    why: str = ""
-
-    @property
-    def predicted(self) -> float:
-        return self.fix.gain
-
-    @property
-    def rounds(self) -> list[float]:
-        """The share of the time saved, round by round."""
-        return [1 - fixed / was for was, fixed in zip(self.before, self.after, strict=True)]
-
-    @property
-    def measured(self) -> float | None:
-        """The middle of the rounds."""
-        return statistics.median(self.rounds) if self.rounds else None
-
-    @property
-    def off(self) -> float | None:
-        """By how much the predicted step is longer than the measured one; -0.1: a tenth shorter."""
-        return None if self.measured is None else (1 - self.predicted) / (1 - self.measured) - 1
-
-    @property
-    def close(self) -> bool:
-        """Whether the predicted step lies within a fifth of the measured one."""
-        return self.off is not None and abs(self.off) <= CLOSE
-
-    @property
-    def tells(self) -> bool:
-        """Whether it tests anything: there was something to gain, or was said to be."""
-        return self.measured is not None and max(self.predicted, self.measured) >= TELLS
-
-
-@dataclass(frozen=True)
-class Ablated:
-    """A start's diagnosis, its fixes predicted and measured, and the runs behind them by the fix's
-    name ("start").
-    """
-
-    name: str
-    diagnosis: Diagnosis
-    rows: tuple[Ablation, ...]
-    runs: Mapping[str, Run] = field(default_factory=dict)
-
-    def metrics(self) -> dict[str, float]:
-        """For a run on record: how many fixes tell, how many of those were predicted closely, and
-        how far off.
-        """
-        telling = [row for row in self.rows if row.tells]
-        offs = [abs(row.off or 0.0) for row in telling]
-        return {
-            "fixes": len(self.rows),
-            "fixes_telling": len(telling),
-            "fixes_close": sum(row.close for row in telling),
-            **({"median_off": statistics.median(offs)} if offs else {}),
-        }
+TRACED = 2
 
 
 def ablations(
     workload: Workload,
     start: Recipe,
-    name: str = "",
     steps: int = 5,
     rounds: int = ROUNDS,
     only: Iterable[str] | None = None,
-    traced: int = 2,
-    folder: Path | None = None,
-) -> Ablated:
+) -> Run:
     """Diagnose `start` on `workload`, then measure every fix that is a knob against it.
 
-    only: names of the fixes to be measured (default: all). folder: where the trace is kept. Raises
-    `RuntimeError` where the start itself can't be trained.
+    only: names of the fixes to measure (default: all). The run's metrics: `fixes`, `fixes_telling`
+    (those that test a prediction), `fixes_close`, `median_off`, the diagnosis in words (`told`),
+    and `each` fix's row, see `_row`. Raises `RuntimeError` where the start can't be trained.
     """
-    name = name or workload.name
-    chosen = None if only is None else set(only)
-    vary = workload.steps_vary
-    with Benchmark(workload, same_batches=vary) as bench:
-        runs = {START: _start(bench, start, max(steps, traced + 1))}
-        diagnosis = diagnose(_evidence(bench, runs[START], traced, folder))
-        fixes = [
-            fix for fix in diagnosis.fixes if fix.changes and (chosen is None or fix.name in chosen)
-        ]
-        recipes, refused = recipes_of(start, fixes, workload.device.type)
-        groups = list(_in_groups(recipes, AT_ONCE))
-        measured = _measure(bench, start, groups[0], steps, rounds) if groups else {}
+    device = workload.device.type
+    with Benchmark(workload, same_batches=workload.steps_vary) as bench:
+        run = bench.compare({START: start}, max(steps, TRACED + 1), rounds=1)[START]
+        if not run.ok:
+            raise RuntimeError(f"The start can't be trained here: {run.status}.")
+        diagnosis = diagnose(_evidence(bench, with_epoch_rate(run, workload)))
+        asked = [f for f in diagnosis.fixes if f.changes and (only is None or f.name in only)]
+        recipes, why = recipes_of(start, asked, device)
+        names = list(recipes)
+        groups = [names[at : at + AT_ONCE] for at in range(0, len(names), AT_ONCE)]
+        pairs = _measure(bench, start, groups[0], recipes, steps, rounds) if groups else {}
     for group in groups[1:]:
-        with Benchmark(workload, same_batches=vary) as bench:
-            measured |= _measure(bench, start, group, steps, rounds)
-    rows = [_row(name, fix, measured.get(fix.name), refused.get(fix.name, "")) for fix in fixes]
-    return Ablated(
-        name, diagnosis, tuple(rows), runs | {fix: pair[1] for fix, pair in measured.items()}
-    )
+        with Benchmark(workload, same_batches=workload.steps_vary) as bench:
+            pairs |= _measure(bench, start, group, recipes, steps, rounds)
+    each = {fix.name: _row(fix, pairs.get(fix.name), why.get(fix.name, "")) for fix in asked}
+    tests = [row for row in each.values() if is_test(row)]
+    offs = [abs(row["off"]) for row in tests]
+    metrics = {"fixes": len(each), "fixes_telling": len(tests)}
+    metrics["fixes_close"] = sum(off <= CLOSE for off in offs)
+    metrics |= {"median_off": statistics.median(offs)} if offs else {}
+    return Run("", "", metrics=metrics | {"told": report.text(diagnosis), "each": each})
 
 
-def _start(bench: Benchmark, start: Recipe, steps: int) -> Run:
-    run = bench.compare({START: start}, steps, rounds=1)[START]
-    if not run.ok:
-        raise RuntimeError(
-            f"The start can't be trained here ({run.status}), so that there is nothing to diagnose."
-        )
-    return with_epoch_rate(run, bench.workload)
-
-
-def _evidence(bench: Benchmark, run: Run, traced: int, folder: Path | None) -> Any:
+def _evidence(bench: Benchmark, run: Run) -> Evidence:
     candidate = bench.candidates[START]
-    wait, starts = candidate.steps_to_settle, 3
-    if bench.same_batches:
-        wait, starts, run = (
-            0,
-            traced,
-            _of_steps(run, slice(1, 1 + traced)),
-        )  # the first of them warms the profiler up
+    wait, idle_starts = candidate.steps_to_settle, 3
+    if bench.same_batches:  # the traced batches are those behind the first, which warms up
+        wait, idle_starts = 0, TRACED
+        run = _of_steps(run, slice(1, 1 + TRACED))
         candidate.rewind(candidate.steps_to_drain)
         candidate.trainer.step()
-    from_idle = host_ms(candidate.trainer, starts) if default_device() == "cuda" else None
+    from_idle = None
+    if default_device() == "cuda":
+        from_idle = _host_ms(candidate.trainer, idle_starts)
     if bench.same_batches:
         candidate.rewind(candidate.steps_to_drain)
-    with tempfile.TemporaryDirectory(prefix="labutils-") as temporary:
-        trace = profile(
-            candidate.trainer,
-            traced,
-            folder or temporary,
-            with_stack=False,
-            wait=wait,
-            with_shapes=True,
-            kind=Recorded,
-        )
-    assert isinstance(trace, Recorded)
+    with tempfile.TemporaryDirectory(prefix="labutils-") as folder:
+        options = {"with_stack": False, "wait": wait, "with_shapes": True, "kind": PieceTrace}
+        trace = profile(candidate.trainer, TRACED, folder, **options)
     return of_recipe(run, trace, from_idle)
 
 
 def _of_steps(run: Run, steps: slice) -> Run:
     """The run as if it had these of its steps alone, by their mean, as a trace of them has it."""
-    samples = {
-        name: values[steps] for name, values in run.samples.items() if name != "wall_ms"
-    }  # that is of a round
-    found = {name: statistics.fmean(samples[name]) for name in ("step_ms", "data_ms")}
-    return replace(run, metrics=run.metrics | found, samples=samples)
+    samples = {name: run.samples[name][steps] for name in ("step_ms", "data_ms")}
+    means = {name: statistics.fmean(values) for name, values in samples.items()}
+    return replace(run, metrics=run.metrics | means, samples=samples)
 
 
-def host_ms(trainer: Trainer, steps: int) -> float:
+def _host_ms(trainer: Trainer, steps: int) -> float:
     """Milliseconds until the host has given a step's work to an idle GPU: the mean of `steps`."""
     times = []
     for _ in range(steps):
@@ -239,11 +122,9 @@ def host_ms(trainer: Trainer, steps: int) -> float:
 
 
 def recipes_of(
-    start: Recipe, fixes: Sequence[Fix], device: str
+    start: Recipe, fixes: Iterable[Fix], device: str
 ) -> tuple[dict[str, Recipe], dict[str, str]]:
-    """Fix -> its recipe, and fix -> why it has none: refused, or the same as the start on this
-    `device`.
-    """
+    """Fix -> its recipe, and fix -> why it has none: refused, or the same as the start here."""
     recipes: dict[str, Recipe] = {}
     refused: dict[str, str] = {}
     for fix in fixes:
@@ -259,161 +140,107 @@ def recipes_of(
     return recipes, refused
 
 
-def _in_groups(recipes: Mapping[str, Recipe], size: int) -> Iterator[dict[str, Recipe]]:
-    names = list(recipes)
-    for first in range(0, len(names), size):
-        yield {name: recipes[name] for name in names[first : first + size]}
-
-
 def _measure(
-    bench: Benchmark, start: Recipe, recipes: Mapping[str, Recipe], steps: int, rounds: int
+    bench: Benchmark,
+    start: Recipe,
+    names: Iterable[str],
+    recipes: Mapping[str, Recipe],
+    steps: int,
+    rounds: int,
 ) -> dict[str, tuple[Run, Run]]:
     """Fix -> (the start's run in the same rounds, its own)."""
-    runs = bench.compare({START: start, **recipes}, steps, rounds)
+    chosen = {name: recipes[name] for name in names}
+    runs = bench.compare({START: start, **chosen}, steps, rounds)
     runs = {name: with_epoch_rate(run, bench.workload) for name, run in runs.items()}
-    return {name: (runs[START], runs[name]) for name in recipes}
+    return {name: (runs[START], runs[name]) for name in chosen}
 
 
-def _row(name: str, fix: Fix, pair: tuple[Run, Run] | None, why: str) -> Ablation:
+def _row(fix: Fix, pair: tuple[Run, Run] | None, why: str) -> dict[str, Any]:
+    """A fix on record: `changes`, gains as `predicted` and `measured` (shares of the time), the
+    times `before` and `after` in each round, and by how much the predicted step is longer than the
+    measured one (`off`); without a measurement `why`."""
+    row = {"changes": fix.changes, "per": fix.per, "predicted": fix.gain, "why": why}
+    row |= {"measured": None, "off": None, "before": [], "after": []}
     if pair is None:
-        return Ablation(name, fix, why=why)
-    if failed := next((run.status for run in pair if not run.ok), None):
-        return Ablation(name, fix, why=failed)
-    return Ablation(name, fix, *(tuple(round_costs(run, fix.per)) for run in pair))
+        return row
+    if failed := [run.status for run in pair if not run.ok]:
+        return row | {"why": failed[0]}
+    before, after = (round_costs(run, fix.per) for run in pair)
+    measured = statistics.median(1 - b / a for a, b in zip(before, after, strict=True))
+    off = (1 - fix.gain) / (1 - measured) - 1
+    return row | {"measured": measured, "off": off, "before": before, "after": after}
+
+
+def is_test(row: Mapping[str, Any]) -> bool:
+    """Whether a fix's row tests a prediction: there was something to gain, or was said to be."""
+    measured = row["measured"]
+    return measured is not None and max(row["predicted"], measured) >= TESTS
 
 
 def round_costs(run: Run, per: str = "step") -> list[float]:
-    """Milliseconds a step, by the host's clock, in each round of a run; or those of an example, or
-    of a useful token (by the share of an epoch's tokens that are useful: see `with_epoch_rate`)."""
+    """Milliseconds a step, by the host's clock, in each round of a run.
+
+    per: "example", or "useful token" by the share of an epoch's tokens that are useful, instead.
+    """
     walls = run.samples["wall_ms"]
     if per == "step":
         return list(walls)
     if per == "example":
         return [wall / Recipe(**run.recipe).examples_per_step for wall in walls]
     tokens, useful = run.samples["tokens"], run.metrics["useful_tokens"]
-    each = len(tokens) // len(walls)
-    taken = [
-        statistics.fmean(tokens[first : first + each]) for first in range(0, len(tokens), each)
+    count = len(tokens) // len(walls)
+    return [
+        wall / (useful * statistics.fmean(tokens[turn * count : (turn + 1) * count]))
+        for turn, wall in enumerate(walls)
     ]
-    return [wall / (useful * count) for wall, count in zip(walls, taken, strict=True)]
 
 
-def of_start(
-    name: str,
-    scale: str = "auto",
-    steps: int = 3,
-    rounds: int = ROUNDS,
-    everything: bool = False,
-    data: str = "generated",
-    weights: str = "random",
-) -> Run:
-    """`ablations` of one of `STARTS`, as a run that holds all of it: see `on_record`. Raises
-    `RuntimeError` where it can't be trained.
-
-    everything: every fix that is a knob, and not those of `MEASURED` alone.
-    """
-    room, start = STARTS[name]
-    workload = open_workload(room, scale, weights=weights, data=data)
-    try:
-        return on_record(
-            ablations(workload, start, name, steps, rounds, None if everything else MEASURED[name])
-        )
-    finally:
-        make_room(workload)
-
-
-def on_record(ablated: Ablated) -> Run:
-    """The counts of `Ablated.metrics`, what the diagnosis `told`, and of `each` fix what it
-    changes, its gain as predicted and measured, `per` what, how far `off` the step was, None and
-    `why` where it has none; and the times behind it, round by round, `before` and `after`."""
-    each = {
-        row.fix.name: {
-            "changes": row.fix.changes,
-            "per": row.fix.per,
-            "predicted": row.predicted,
-            "measured": row.measured,
-            "off": row.off,
-            "why": row.why,
-            "before": row.before,
-            "after": row.after,
+def fix_table(loops: Mapping[str, Run]) -> pd.DataFrame:
+    """One row a fix of each loop: gains in percent, with the rounds' range."""
+    return pd.DataFrame(
+        {
+            "loop": loop,
+            "fix": name,
+            "what changes": ", ".join(f"{knob}={new}" for knob, new in row["changes"].items()),
+            "predicted": f"{row['predicted']:.0%}"
+            + ("" if row["per"] == "step" else f" a {row['per']}"),
+            "measured": _with_range(row),
+            "step off by": "" if row["off"] is None else f"{row['off']:+.0%}",
         }
-        for row in ablated.rows
-    }
-    return Run(
-        "", "", metrics=ablated.metrics() | {"told": telling.text(ablated.diagnosis), "each": each}
+        for loop, run in loops.items()
+        for name, row in run.metrics.get("each", {}).items()
     )
 
 
-def savings(run: Run) -> list[float]:
-    """The measured gains of a step, of those fixes that tell."""
-    each = run.metrics["each"].values()
-    return [
-        fix["measured"]
-        for fix in each
-        if fix["per"] == "step"
-        and fix["measured"] is not None
-        and max(fix["predicted"], fix["measured"]) >= TELLS
-    ]
-
-
-NAMED = "diagnosis: "
-"""What the name of a loop's run begins with in a results file."""
-HEAD = ("loop", "fix", "what changes", "predicted", "measured", "step off by")
-"""The head of a table of `table_rows`."""
-
-
-def table_rows(diagnosed: Mapping[str, Run]) -> list[tuple[str, ...]]:
-    """Rows for `HEAD` of the loops' runs (`on_record`), named as the loops or `NAMED` and the loop:
-    gains in percent of a step (or of a useful token) with the rounds' range, and why where there is
-    none."""
-    return [
-        (
-            start.removeprefix(NAMED),
-            name,
-            ", ".join(f"{knob}={value}" for knob, value in fix["changes"].items()),
-            f"{fix['predicted']:.0%}" + ("" if fix["per"] == "step" else f" a {fix['per']}"),
-            fix["why"] or "not here" if fix["measured"] is None else _with_range(fix),
-            "" if fix["off"] is None else f"{fix['off']:+.0%}",
-        )
-        for start, run in diagnosed.items()
-        for name, fix in run.metrics.get("each", {}).items()
-    ]
-
-
-def _with_range(fix: Mapping[str, Any]) -> str:
-    """The gain with the rounds' range where they differ in what is shown: "48% (46 to 51)". (A
-    record made before rounds were kept has none.)"""
-    times = zip(fix.get("before") or (), fix.get("after") or (), strict=False)
-    shown = [round(100 * (1 - after / before)) for before, after in times]  # whole numbers: no "-0"
+def _with_range(row: Mapping[str, Any]) -> str:
+    """ "48% (46 to 51)": the median of the rounds, the least and the most."""
+    if row["measured"] is None:
+        return row["why"] or "not here"
+    times = zip(row["before"], row["after"], strict=True)
+    shown = [round(100 * (1 - after / before)) for before, after in times]
     spread = f" ({min(shown)} to {max(shown)})" if len(set(shown)) > 1 else ""
-    return f"{round(100 * fix['measured'])}%{spread}"
+    return f"{round(100 * row['measured'])}%{spread}"
 
 
-LOOK_HEAD = ("loop", "ranked first", "which saved", "best", "which saves", "said to pay, and paid")
-"""The head of a table of `look_rows`."""
-
-
-def look_rows(diagnosed: Mapping[str, Run]) -> list[tuple[str, ...]]:
-    """Rows for `LOOK_HEAD` of the loops' runs, as `table_rows`: the fix that the look ranked first,
-    the one that was best once all were measured, what each saved; how many were said to save
-    `TELLS` or more, and how many of them did.
-
-    Of the fixes that were measured; a loop where none was is left out.
-    """
+def look_table(loops: Mapping[str, Run]) -> pd.DataFrame:
+    """One row a loop: the measured fix that was ranked first, the best one, and what each saved."""
     rows = []
-    for start, run in diagnosed.items():
-        each = {
-            name: fix
-            for name, fix in run.metrics.get("each", {}).items()
-            if fix["measured"] is not None
-        }
-        if not each:
+    for loop, run in loops.items():
+        each = run.metrics.get("each", {})
+        saved = {name: row["measured"] for name, row in each.items() if row["measured"] is not None}
+        if not saved:
             continue
-        first, best = (
-            max(each, key=lambda name, by=by: each[name][by]) for by in ("predicted", "measured")
+        first = max(saved, key=lambda name, each=each: each[name]["predicted"])
+        best = max(saved, key=saved.__getitem__)
+        promised = [gain for name, gain in saved.items() if each[name]["predicted"] >= TESTS]
+        rows.append(
+            {
+                "loop": loop,
+                "ranked first": first,
+                "which saved": f"{saved[first]:.0%}",
+                "best": best,
+                "which saves": f"{saved[best]:.0%}",
+                "said to pay, and paid": f"{sum(g >= TESTS for g in promised)} of {len(promised)}",
+            }
         )
-        saved = {name: f"{fix['measured']:.0%}" for name, fix in each.items()}
-        promised = [fix["measured"] for fix in each.values() if fix["predicted"] >= TELLS]
-        kept = f"{sum(gain >= TELLS for gain in promised)} of {len(promised)}"
-        rows.append((start.removeprefix(NAMED), first, saved[first], best, saved[best], kept))
-    return rows
+    return pd.DataFrame(rows)

@@ -1,5 +1,4 @@
-"""What a diagnosis goes by, whatever it was made from: a script that was watched, a trace, a run on
-record, or a recipe of the course at work.
+"""What a diagnosis is based on, made from a watched script, a trace, or a recipe at work.
 
 What is not known is None or empty, and a rule that needs it has nothing to say.
 """
@@ -11,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from labutils.recipe import Recipe
-from labutils.tools.diagnose.rates import Rates
+from labutils.tools.diagnose.product_rates import Rates
 from labutils.tools.diagnose.replay import Queue
 
 
@@ -25,43 +24,37 @@ class Line:
     per_step: float
     ms: float = 0.0
 
-    def __str__(self) -> str:
-        often = "" if 0.95 < self.per_step < 1.05 else f", {self.per_step:.3g} times a step"
-        return f"{self.place} ({self.what}{often})" if self.what else f"{self.place}{often}"
-
 
 @dataclass(frozen=True)
 class Loader:
-    """The DataLoader, as it was set. `fetch_cpu_ms`: processor time of making a step's batches,
-    where the training process makes them itself; `batches` it took a step; `bytes` of one."""
+    """The DataLoader's settings, how many `batches` a step takes, and the `bytes` of one.
+
+    fetch_cpu_ms: processor time of making a step's batches, where the training process makes them.
+    """
 
     num_workers: int
     batches: float
     pin_memory: bool = False
-    persistent_workers: bool = False
-    batch_size: int | None = None
     bytes: float = 0.0
     fetch_cpu_ms: float | None = None
 
 
 @dataclass(frozen=True)
 class Optimizer:
-    """The optimizer: its `name`, the form it takes (`fused`, `foreach`, `loop`, or "" where it has
-    but one), how many tensors it updates and how many bytes of them."""
+    """The optimizer's `name`, its `form` (`fused`, `foreach`, `loop`, or "" where it has but one),
+    and how many tensors it updates."""
 
     name: str
     form: str
     tensors: int
-    bytes: float
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """A step's facts. Times are milliseconds an optimizer step, without the profiler where they
-    could be timed without.
+    """A step's facts, in milliseconds of an optimizer step, timed without the profiler if possible.
 
     queue: its pieces of work, the host's time already fitted to `step_ms`. budget: share of time ->
-    milliseconds; they add up to `step_ms`. padding, recomputed: parts of the tokens, and of the
+    milliseconds; they add up to `step_ms`. padding: part of the tokens. recomputed: part of the
     forward pass. memory_gb: (peak, all).
     """
 
@@ -84,7 +77,6 @@ class Evidence:
     padding: float | None = None
     recomputed: float = 0.0
     memory_gb: tuple[float, float] | None = None
-    steps: int = 0
     recipe: Recipe | None = None
     workload: str = ""
     config: Mapping[str, Any] = field(default_factory=dict)

@@ -4,8 +4,8 @@ different.
 A step is a list of pieces: what the host gives the device, in order. The host takes a while to give
 each (`host_ms`), before some of them waits for data (`data_ms`) or writes a log (`log_ms`), and
 after some of them waits until the device has caught up (`waits`). `Queue.step_ms` goes through it
-as `labutils.profiling.step_model` does: a piece begins when it was given and the one before it is
-done. On a CPU the host does the work itself, so that everything adds up.
+in order (`labutils.profiling.launch_queue`). On a CPU the host does the work itself, so that
+everything adds up.
 
 A fix is a function from pieces to pieces. Its predicted gain is 1 - (step after) / (step before),
 both replayed: what the replay leaves out, it leaves out of both.
@@ -15,9 +15,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 
-from labutils.profiling.step_model import QUEUE
+from labutils.profiling.launch_queue import Queued, replay, root, steady_ms
 
 READ, TO_DEVICE = "read", "to device"
 """Why the host waits for the device: to read something (or for no reason but a call), or with a
@@ -86,39 +85,21 @@ class Queue:
     def lasts_ms(self, host: float = 1.0) -> float:
         """Milliseconds an optimizer step where the host takes `host` times as long for what is its
         own; on a GPU from the second round on, as the first starts empty."""
+        queue = self._queued(host)
         if self.takes_turns:
-            return (
-                sum(lumps + host * giving + doing for lumps, giving, doing, _ in self._rows)
-                / self.steps
-            )
-        (_, first), (_, second) = self._rounds(host)
-        return (second - first) / self.steps
+            return sum(launch.host_ms + launch.gpu_ms for launch in queue) / self.steps
+        return steady_ms(queue) / self.steps
 
     def from_idle_ms(self, host: float = 1.0) -> float:
         """Milliseconds until the host has given a step's work, beginning with an idle device."""
-        return self._rounds(host)[0][0] / self.steps
+        ((ended, _),) = replay(self._queued(host), rounds=1)
+        return ended / self.steps
 
-    @cached_property
-    def _rows(self) -> list[tuple[float, float, float, bool]]:
-        return [(p.data_ms + p.log_ms, p.host_ms, p.ms, bool(p.waits)) for p in self.pieces]
-
-    def _rounds(self, host: float) -> list[tuple[float, float]]:
-        """(host's time, device's time) at the end of two rounds."""
-        now = done = 0.0
-        begun: list[float] = []
-        ends = []
-        for _ in range(2):
-            for lumps, giving, doing, waits in self._rows:
-                now += lumps + host * giving
-                if len(begun) >= QUEUE and begun[-QUEUE] > now:
-                    now = begun[-QUEUE]
-                start = done if done > now else now
-                begun.append(start)
-                done = start + doing
-                if waits and done > now:
-                    now = done
-            ends.append((now, max(now, done)))
-        return ends
+    def _queued(self, host: float) -> list[Queued]:
+        return [
+            Queued(p.data_ms + p.log_ms + host * p.host_ms, p.ms, bool(p.waits))
+            for p in self.pieces
+        ]
 
     def total(self, part: str) -> float:
         """Milliseconds a step of one of the pieces' parts ("ms", "host_ms", "data_ms", "log_ms")."""
@@ -188,11 +169,7 @@ def fitted(
 
 def _factor(clock: Callable[[float], float], wanted: float) -> float:
     """The factor on the host's time at which `clock` shows `wanted`: between 0 and 4."""
-    low, high = 0.0, 4.0
-    for _ in range(24):
-        middle = (low + high) / 2
-        low, high = (middle, high) if clock(middle) < wanted else (low, middle)
-    return (low + high) / 2
+    return root(lambda factor: clock(factor) - wanted, 0.0, 4.0)
 
 
 def _scaled(queue: Queue, part: str, factor: float, also: str = "") -> Queue:

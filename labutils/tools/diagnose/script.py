@@ -1,39 +1,42 @@
-"""Runs a training script as it is, with the hooks of `inside` in its Python processes, and reads
-what they found.
+"""Runs a training script as it is, with hooks in its Python processes, and reads what they measured.
 
-The hooks travel by the environment: `inside` is put before PYTHONPATH, where Python finds
-`sitecustomize` at start. So they reach the script also through `torchrun`, `accelerate launch` or a
-shell script that starts Python in the end.
+The hooks travel by the environment: `script_hooks` is put before PYTHONPATH, where Python finds
+`sitecustomize` when it starts. So they reach the script also through `torchrun`, `accelerate
+launch` or a shell script that starts Python in the end.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shlex
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from labutils.tools.diagnose.evidence import Evidence
-from labutils.tools.diagnose.recorded import Recorded
 from labutils.tools.diagnose.sources import of_record, short
+from labutils.tools.diagnose.trace_pieces import PieceTrace
 
-INSIDE = Path(__file__).parent / "inside"
-
-
-FEWEST_TIMED = 3
-"""Steps whose median says something."""
+HOOKS = Path(__file__).parent / "script_hooks"
+END_WITHIN_S = 15.0
+"""How long a script may go on once its steps are measured: a parent process may wait for the one
+that trained, and that has ended."""
 
 
 class NoDiagnosis(RuntimeError):
-    """The script could not be diagnosed; the message says what it did and what to type. `usage`:
-    nothing was run.
+    """The script could not be diagnosed; the message says why and what to type.
+
+    usage: nothing was run.
     """
 
     def __init__(self, message: str, usage: bool = False) -> None:
@@ -43,35 +46,27 @@ class NoDiagnosis(RuntimeError):
 
 @dataclass(frozen=True)
 class Stages:
-    """How many optimizer steps are passed over, timed, and profiled. Besides, a few are watched in
-    between.
-    """
+    """How many optimizer steps are skipped, timed, and profiled; a few are watched in between."""
 
     warmup: int = 4
     timed: int = 10
     profiled: int = 3
 
     def needed(self, on_gpu: bool) -> int:
-        """Optimizer steps that a script must take at least: besides, 2 are watched and 1 warms the
-        profiler up, and on a GPU 3 begin with an empty queue."""
+        """Optimizer steps that a script must take at least.
+
+        2 are watched and 1 warms the profiler up; on a GPU 3 begin with an empty queue.
+        """
         return self.warmup + self.timed + self.profiled + (6 if on_gpu else 3)
 
-    def within(self, steps: int, on_gpu: bool) -> Stages | None:
-        """Stages for a script that takes only so many steps; None where they are too few for any."""
-        timed = steps - Stages(1, 0, 1).needed(on_gpu)
-        return Stages(1, min(timed, self.timed), 1) if timed >= FEWEST_TIMED else None
 
-
-@dataclass
+@dataclass(frozen=True)
 class Watched:
-    """What became of a script: its `exit_code`, and what is known of its steps, None where it
-    didn't take enough.
-    """
+    """A script that was watched: its command, its exit code, and what is known of its steps."""
 
     command: Sequence[str]
     exit_code: int
-    evidence: Evidence | None = None
-    processes: list[dict[str, Any]] = field(default_factory=list)
+    evidence: Evidence
 
 
 def watch(
@@ -80,71 +75,70 @@ def watch(
     keep_going: bool = False,
     folder: Path | None = None,
 ) -> Watched:
-    """Run `command` to the end of its profiled steps; its output passes through. `folder` keeps the
-    trace.
+    """Run `command` to the end of its profiled steps; its output passes through.
 
-    Raises `NoDiagnosis` where it can't be started, or has left no record: then the message says
-    why.
+    folder: where the trace is kept. Raises `NoDiagnosis` where the command can't be started, or has
+    left no record.
     """
     stages = stages or Stages()
-    with _room(folder) as room:
-        watched = Watched(command, _run(command, _environment(stages, keep_going, room)))
-        by_number = sorted(
-            room.glob("process-*.json"), key=lambda path: (len(path.name), path.name)
-        )
-        watched.processes = [_read(path) for path in by_number]
-        records = sorted(room.glob("record-*.json"))
+    with _working_folder(folder) as working:
+        settings = vars(stages) | {"folder": str(working), "keep_going": keep_going}
+        exit_code = _run(command, settings, working)
+        notes = [_read(path) for path in sorted(working.glob("process-*.json"), key=_age)]
+        records = sorted(working.glob("record-*.json"), key=_age)
         if not records:
-            raise NoDiagnosis(_why(watched, stages))
-        record = _read(records[0])
-        trace = room / records[0].name.replace("record", "trace")
+            raise NoDiagnosis(_why(command, exit_code, notes, stages))
+        trace = working / records[0].name.replace("record", "trace")
         if not trace.exists():
-            raise NoDiagnosis(_no_trace(watched))
-        watched.evidence = of_record(record, Recorded.read(trace))
-        return watched
+            errors = [note["error"] for note in notes if "error" in note]
+            why = errors[0] if errors else "no trace was written"
+            raise NoDiagnosis(f"The script ran, and {why}. Turn that off for the diagnosis.")
+        evidence = of_record(_read(records[0]), PieceTrace.read(trace))
+        return Watched(command, exit_code, evidence)
+
+
+def _age(path: Path) -> float:
+    return path.stat().st_mtime
 
 
 @contextmanager
-def _room(folder: Path | None) -> Iterator[Path]:
+def _working_folder(folder: Path | None) -> Iterator[Path]:
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
-        for old in folder.glob("*-*.json"):
-            if old.name.startswith(("process-", "record-", "trace-")):
+        for pattern in ("process-*.json", "record-*.json", "trace-*.json"):
+            for old in folder.glob(pattern):
                 old.unlink()
         yield folder.resolve()
         return
-    with tempfile.TemporaryDirectory(
-        prefix="labutils-diagnose-", ignore_cleanup_errors=True
-    ) as made:
-        yield Path(made)
+    made = tempfile.TemporaryDirectory(prefix="labutils-diagnose-", ignore_cleanup_errors=True)
+    with made as name:
+        yield Path(name)
 
 
-def _environment(stages: Stages, keep_going: bool, room: Path) -> dict[str, str]:
-    settings = vars(stages) | {"folder": str(room), "keep_going": keep_going}
-    before = os.environ.get("PYTHONPATH")
-    path = os.pathsep.join([str(INSIDE), *([before] if before else [])])
-    found = {"LABUTILS_DIAGNOSE": json.dumps(settings), "PYTHONPATH": path, "PATH": _search_path()}
-    return {"KINETO_LOG_LEVEL": "6"} | os.environ | found
+def environment_for(settings: Mapping[str, Any]) -> dict[str, str]:
+    """The script's environment: the hooks' settings, their folder, and where `python` is found.
 
-
-def _search_path() -> str:
-    """Where commands are looked for: `python` is the one that runs labutils, unless another
-    environment is active.
+    `python` is the one that runs labutils, unless another environment is active.
     """
-    others = os.environ.get("PATH", os.defpath)
-    if os.environ.get("VIRTUAL_ENV") or os.environ.get("CONDA_PREFIX"):
-        return others
-    return os.pathsep.join([str(Path(sys.executable).parent), others])
+    path = [str(HOOKS), *filter(None, [os.environ.get("PYTHONPATH")])]
+    search = [os.environ.get("PATH", os.defpath)]
+    if not (os.environ.get("VIRTUAL_ENV") or os.environ.get("CONDA_PREFIX")):
+        search.insert(0, str(Path(sys.executable).parent))
+    return {"KINETO_LOG_LEVEL": "6"} | os.environ | {
+        "LABUTILS_DIAGNOSE": json.dumps(settings),
+        "PYTHONPATH": os.pathsep.join(path),
+        "PATH": os.pathsep.join(search),
+    }  # fmt: skip
 
 
-def _run(command: Sequence[str], environment: Mapping[str, str]) -> int:
+def _run(command: Sequence[str], settings: Mapping[str, Any], working: Path) -> int:
+    """Its exit code; 0 where it was ended because its steps had been measured."""
     try:
-        return subprocess.run(command, env=environment, check=False).returncode
+        process = subprocess.Popen(command, env=environment_for(settings))
     except FileNotFoundError:
         raise NoDiagnosis(
             f"There is no command {command[0]!r} here. Type the script as you would run it, after "
-            "two dashes: "
-            "labutils diagnose -- python train.py",
+            "two dashes: labutils diagnose -- python train.py",
             usage=True,
         ) from None
     except PermissionError:
@@ -153,6 +147,31 @@ def _run(command: Sequence[str], environment: Mapping[str, str]) -> int:
             f"labutils diagnose -- python {' '.join(command)}",
             usage=True,
         ) from None
+    measured_at = None
+    try:
+        while True:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                return process.wait(0.5)
+            if measured_at is None and not settings["keep_going"]:
+                measured_at = next(map(_age, working.glob("record-*.json")), None)
+            if measured_at is not None and time.time() - measured_at > END_WITHIN_S:
+                _end(process)
+                return 0
+    except KeyboardInterrupt:  # the script got it as well; what was measured counts
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(END_WITHIN_S)
+        _end(process)
+        return 130
+
+
+def _end(process: subprocess.Popen) -> None:
+    """End the command and everything that it has started."""
+    with contextlib.suppress(psutil.Error):
+        for each in psutil.Process(process.pid).children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                each.kill()
+    process.kill()
+    process.wait()
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -162,94 +181,43 @@ def _read(path: Path) -> dict[str, Any]:
         return {}
 
 
-def _why(watched: Watched, stages: Stages) -> str:
+def _why(
+    command: Sequence[str], exit_code: int, notes: Sequence[Mapping[str, Any]], stages: Stages
+) -> str:
     """Why a script left no record."""
-    ended = (
-        f"ended with exit code {watched.exit_code}"
-        if watched.exit_code >= 0
-        else f"was killed (signal {-watched.exit_code})"
-    )
-    said = f"The script {ended}"
-    if error := next((p["error"] for p in watched.processes if "error" in p), None):
-        return f"{said}, and could not be profiled: {error}."
-    if watched.exit_code != 0:
-        return _failure(watched, ended)
-    if not watched.processes:
+    ended = f"ended with exit code {exit_code}"
+    if exit_code < 0:
+        ended = f"was killed (signal {-exit_code})"
+    if error := next((note["error"] for note in notes if "error" in note), None):
+        return f"The script {ended}, and could not be profiled: {error}."
+    if exit_code != 0:
+        failed = [note for note in notes if "failed" in note]
+        said = "What it said of itself is above."
+        if failed:  # the last one: a launcher starts before it
+            said = f"Its last error: {failed[-1]['failed']} ({short(failed[-1]['failed_at'])})."
+        cure = f"Cure that first, by running it alone: {shlex.join(command)}"
+        return f"The script failed: it {ended} before its steps were profiled. {said} {cure}"
+    if not notes:
         return (
-            f"{said}, and no Python process was seen in it, or one that was told to ignore its "
-            "environment "
-            "(python -I, -E or -S). Type the command that starts the training: labutils diagnose "
-            "-- python train.py"
+            f"The script {ended}, and no Python process was seen in it, or one that was told to "
+            "ignore its environment (python -I, -E or -S). Type the command that starts the "
+            "training: labutils diagnose -- python train.py"
         )
-    if not any(process.get("torch") for process in watched.processes):
-        return f"{said}, and never imported PyTorch: there is nothing to diagnose in it."
-    longest = max(watched.processes, key=lambda process: process.get("steps", 0))
-    if "steps" not in longest:
-        return f"{said}, and no optimizer of PyTorch's took a step in it. " + (
-            _emptiness(watched)
-            or "Does it train? (A step that is replayed from a CUDA graph as a whole isn't seen: diagnose the loop "
-            "before it was captured.)"
+    if not any(note.get("torch") for note in notes):
+        if any(note.get("torch_loaded") for note in notes):
+            return f"The script {ended}. It loaded PyTorch in a way that the hooks don't see."
+        return f"The script {ended}, and never imported PyTorch: there is nothing to diagnose."
+    longest = max(notes, key=lambda note: note.get("steps", 0))
+    steps, on_gpu = longest.get("steps", 0), longest.get("on_gpu", False)
+    if not steps:
+        return (
+            f"The script {ended}, and no optimizer of PyTorch's took a step in it. Does it train? "
+            "A step that is replayed from a CUDA graph as a whole isn't seen: diagnose the loop "
+            "before it was captured."
         )
-    return f"{said} after {_too_few(longest['steps'], longest.get('on_gpu', False), stages)}"
-
-
-def _failure(watched: Watched, ended: str) -> str:
-    """What is known of a script that failed, with the last line of its error."""
-    before = "its steps were profiled" if watched.processes else "a Python process was seen in it"
-    told = "What it said of itself is above."
-    if failed := [process for process in watched.processes if "failed" in process]:
-        error, place = (
-            failed[-1]["failed"],
-            failed[-1]["failed_at"],
-        )  # the last to start: a launcher comes before
-        told = f"Its last error: {error}{f' ({short(place)})' if place else ''}."
-    cure = f"Cure that first, by running it alone: {shlex.join(watched.command)}"
-    return " ".join(
-        filter(
-            None,
-            [f"The script failed: it {ended} before {before}.", told, _emptiness(watched), cure],
-        )
-    )
-
-
-def _emptiness(watched: Watched) -> str:
-    """Which DataLoader gave no batch; empty where none was seen to."""
-    empty = next((process["empty"] for process in watched.processes if "empty" in process), None)
-    if empty is None:
-        return ""
-    rows = f"{empty['examples']} examples" if "examples" in empty else "a stream"
-    dropping = ", drop_last=True" if empty["drop_last"] else ""
+    least = Stages(1, 3, 1)
     return (
-        f"A DataLoader gave no batch, at {short(empty['place'])}: its {empty['dataset']} has "
-        f"{rows}, "
-        f"batch_size={empty['batch_size']}{dropping}. Give it data, or a smaller batch."
+        f"The script {ended} after {steps} optimizer steps, and {stages.needed(on_gpu)} are "
+        f"needed. Let it take more, or give --warmup 1 --timed 3 --steps 1, which needs "
+        f"{least.needed(on_gpu)}."
     )
-
-
-def _too_few(steps: int, on_gpu: bool, stages: Stages) -> str:
-    """How many steps a script took and how many it must, with options that do with those it takes,
-    if any can.
-    """
-    needed = stages.needed(on_gpu)
-    fewer, least = stages.within(steps, on_gpu), Stages(1, FEWEST_TIMED, 1)
-    told = (
-        f"{steps} optimizer step{'s' if steps != 1 else ''}, and {needed} are needed: "
-        f"{stages.warmup} to warm up, "
-        f"{stages.timed} to time, {needed - stages.warmup - stages.timed} to watch and profile. "
-        "Let it take more"
-    )
-    if fewer:
-        return f"{told}, or give {_options(fewer)}."
-    return f"{told}: at the least {least.needed(on_gpu)}, with {_options(least)}."
-
-
-def _options(stages: Stages) -> str:
-    return f"--warmup {stages.warmup} --timed {stages.timed} --steps {stages.profiled}"
-
-
-def _no_trace(watched: Watched) -> str:
-    error = next(
-        (process["error"] for process in watched.processes if "error" in process),
-        "no trace was written",
-    )
-    return f"The script ran, and {error}. Turn that off for the diagnosis."

@@ -109,7 +109,6 @@ def results_folder(named: Path | None) -> Path:
         folder = (
             folder.parent if folder.name == "results.jsonl" and os.path.isfile(folder) else folder
         )
-        results.check_no_folder(folder / "results.jsonl")
         if not os.path.isfile(folder / "results.jsonl"):
             raise UsageError(
                 f"{folder} has no results.jsonl. Name the folder that a run wrote to, as in: "

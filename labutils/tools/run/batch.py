@@ -1,242 +1,195 @@
-"""The batch: labs one after the other, or some at once, and what is said about them."""
+"""Several labs: which of them are done, which may run at once, and what is said about them."""
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
+import os
+import shlex
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from typing import Any
 
-from labutils.profiling.machine import usable_cores
+from labutils.profiling import cuda, machine
 from labutils.results import records
-from labutils.tools.run import index, planning
-from labutils.tools.run.asking import (
+from labutils.tools.run import index
+from labutils.tools.run.kernel import Kernel, Outcome, part_of, run_lab
+from labutils.tools.run.validation import (
     Lab,
     Options,
-    check_current_folder,
+    UsageError,
     find,
     results_folder,
     scales_of,
     short,
     values_of,
 )
-from labutils.tools.run.kernels import Kernels
-from labutils.tools.run.running import Outcome, run_lab
-from labutils.tools.run.telling import Telling, about_company, same_again, summary
 
-ALL_RAN, A_LAB_FAILED, WRONG_USAGE = 0, 1, 2
-STOPPED = 128  # plus the signal's number, as shells have it: 130 after Ctrl-C
-PATIENCE_S = 5.0
-"""How long after a second Ctrl-C what is left of the labs may take to end, all together."""
+ALL_RAN, A_LAB_FAILED, STOPPED = 0, 1, 130
+SUMMING_UP = ("11",)
+"""Labs that read what the others keep: they run last, and each time."""
 
 
-def run(
-    names: Sequence[str],
-    options: Options,
-    say: Callable[[str], None] = print,
-    make_pages: index.PageMaker | None = None,
-) -> int:
-    """Run the labs called `names` (all of them where there is none) and say how it went.
+def run(names: Sequence[str], options: Options, say: Callable[[str], None] = print) -> int:
+    """Run the labs called `names`, all of them where there is none, and say how it went.
 
-    `make_pages` writes an HTML page beside each of the executed notebooks that it is given. Returns
-    0 where all ran, 1 where a lab failed, 128 + the signal's number where it was stopped. Raises
-    `UsageError` before anything has run where the labs, parameters, scale or results folder are not
-    usable.
+    Returns `ALL_RAN`, `A_LAB_FAILED`, or `STOPPED` after Ctrl-C. Raises `UsageError`, before
+    anything has run, where the labs, parameters, scale or results folder are not usable.
     """
-    check_current_folder()
     labs = find(names)
-    scales, said = scales_of(options.scale, labs)
+    scales = scales_of(options.scale, labs)
     values = {lab.number: values_of(lab, options, scales[lab.number]) for lab in labs}
     folder = results_folder(options.results, labs)
-    say(f"Scale {said}. Results go to {short(folder)}.")
-    gpus = planning.visible_gpus() if options.jobs > 1 else []
-    if options.jobs > 1:
-        say(about_company(options.jobs, len(gpus)))
-
-    waves = planning.waves(labs, options.jobs, len(gpus))
-    batch = _Batch(values, folder, options, gpus, [lab for wave in waves for lab in wave])
-    with Kernels() as kernels, Telling(say) as telling:
-        for wave in waves:
-            batch.run(wave, kernels, telling)
-    outcomes = [batch.outcome(lab) for lab in batch.order]
-    page = index.write(folder, outcomes, None if kernels.stopped_by else make_pages, say)
-    say(summary(outcomes, folder, page))
-    if kernels.stopped_by:
-        say(
-            "Stopped. What was measured is kept. To go on: "
-            f"{same_again(names, options, folder, outcomes)}"
-        )
-        return STOPPED + kernels.stopped_by
-    return (
-        ALL_RAN
-        if all(outcome.status in ("done", "done before") for outcome in outcomes)
-        else A_LAB_FAILED
-    )
+    with _alone_in(folder):
+        say(f"Scale {', '.join(sorted(set(scales.values())))}. Results go to {short(folder)}.")
+        if options.jobs > 1:
+            say(
+                f"Up to {options.jobs} labs run at once and disturb each other's times, so "
+                "verdicts on time and memory come out as inconclusive. For verdicts: --jobs 1."
+            )
+        batch = _Batch(labs, values, folder, options, say)
+        batch.run()
+        outcomes = [batch.outcomes.get(lab.path, Outcome(lab, "not run")) for lab in batch.order]
+        page = index.write(folder, outcomes, not batch.stopped, say)
+    say(_summary(outcomes, folder, page))
+    if batch.stopped:
+        again = f"--results {shlex.quote(short(folder))}"
+        say(f"Stopped. What was measured is kept. To go on: the same command again, with {again}")
+        return STOPPED
+    ran = all(outcome.status in ("done", "done before") for outcome in outcomes)
+    return ALL_RAN if ran else A_LAB_FAILED
 
 
-@dataclass(frozen=True)
-class _Job:
-    """A lab that is to run, and what is known about it beforehand."""
-
-    lab: Lab
-    why: str
-    seconds_before: float | None
+@contextlib.contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """Raises `UsageError` where another run writes into the folder now."""
+    with (folder / "notebooks" / ".lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise UsageError(
+                f"Another `labutils run` writes into {short(folder)} now. Wait for it, or choose "
+                "another folder with --results DIR."
+            ) from None
+        yield
 
 
 class _Batch:
-    """What all labs of a batch have in common, and what has become of them."""
+    """The labs, what has become of them, and the kernels that run now."""
 
     def __init__(
         self,
+        labs: Sequence[Lab],
         values: Mapping[str, Mapping[str, Any]],
         folder: Path,
         options: Options,
-        gpus: Sequence[str],
-        order: Sequence[Lab],
+        say: Callable[[str], None],
     ) -> None:
-        self.values, self.folder, self.options, self.gpus, self.order = (
-            values,
-            folder,
-            options,
-            gpus,
-            order,
+        self.values, self.folder, self.options, self.say = values, folder, options, say
+        shown = os.environ.get("CUDA_VISIBLE_DEVICES") or ""
+        self.gpus = [word for word in shown.split(",") if word] or list(
+            map(str, range(cuda.count()))
         )
-        self._begun: set[Path] = set()
-        self._outcomes: dict[Path, Outcome] = {}
+        self.groups = groups(labs, options.jobs, len(self.gpus))
+        self.order = [lab for group in self.groups for lab in group]
+        self.outcomes: dict[Path, Outcome] = {}
+        self.stopped = False
+        self._kernels: list[Kernel] = []
+        self._slots: SimpleQueue[int] = SimpleQueue()
+        for slot in range(options.jobs):
+            self._slots.put(slot)
 
-    def outcome(self, lab: Lab) -> Outcome:
-        """What became of `lab`; one that was interrupted before it could say so was stopped."""
-        status = "stopped" if lab.path in self._begun else "not run"
-        return self._outcomes.get(lab.path, Outcome(lab, status))
-
-    def run(self, wave: Sequence[Lab], kernels: Kernels, telling: Telling) -> None:
-        """Run the labs of `wave` that are not done, as many at once as there are jobs; returns when
-        all have ended.
-        """
-        if kernels.stopped_by:
-            return
-        todo: SimpleQueue[_Job] = SimpleQueue()
-        for lab in wave:
-            if (job := self._job(lab, telling)) is not None:
-                todo.put(job)
-        count = min(self.options.jobs, todo.qsize())
-        events: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        workers = [
-            threading.Thread(
-                target=self._work,
-                args=(number, count - 1, todo, kernels, telling, events),
-                daemon=True,
-            )
-            for number in range(count)
-        ]
-        with _joined(workers):
-            while count:
-                event = events.get()
-                if event is None:
-                    count -= 1
-                else:
-                    event()
-
-    def _job(self, lab: Lab, telling: Telling) -> _Job | None:
-        """The lab as one that is to run; None, and it is said, where it need not."""
-        done = planning.done_records(records.read_records(self.folder), lab)
-        values, why = self.values[lab.number], ""
-        if done and not self.options.force:
-            changed = planning.what_changed(done, values, planning.sources_of(lab))
-            again = (
-                bool(changed) if self.options.only_changed else not planning.is_done(done, values)
-            )
-            if not again:
-                said = "unchanged since it ran" if self.options.only_changed else "done before"
-                said += f" in {short(self.folder)} (--force runs it again)"
-                said += (
-                    f"; since then changed: {', '.join(changed)} (--only changed)"
-                    if set(changed) - {planning.UNKNOWN}
-                    else ""
-                )
-                telling.say(f"{self._place(lab)} {lab.title}: {said}")
-                self._outcomes[lab.path] = Outcome(lab, "done before")
-                return None
-            why = f" (changed: {', '.join(changed)})" if self.options.only_changed else ""
-        known = [
-            self.folder,
-            *sorted((records.REPOSITORY / "results").glob("*/"), key=lambda path: path.name)[::-1],
-        ]
-        return _Job(
-            lab, why, planning.seconds_before(lab, values, known) if telling.is_live else None
-        )
-
-    def _place(self, lab: Lab) -> str:
-        return f"[{self.order.index(lab) + 1}/{len(self.order)}]"
-
-    def _work(
-        self,
-        number: int,
-        beside: int,
-        todo: SimpleQueue[_Job],
-        kernels: Kernels,
-        telling: Telling,
-        events: SimpleQueue[Callable[[], None] | None],
-    ) -> None:
-        """Run labs until there is none left, in a thread of its own; what is to be said goes to
-        `events`.
-        """
+    def run(self) -> None:
+        """Run every group; Ctrl-C and SIGTERM end the labs that run, and start no others."""
+        handlers = {}
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                handlers[number] = signal.signal(number, lambda *_: self._stop())
         try:
-            while not kernels.stopped_by:
-                job = todo.get_nowait()
-                self._run_one(job, number, beside, kernels, telling, events)
-        except Empty:
-            pass
+            for group in self.groups:
+                with ThreadPoolExecutor(self.options.jobs) as pool:
+                    futures: list[Future] = [pool.submit(self._run_one, lab) for lab in group]
+                for future in futures:
+                    future.result()
         finally:
-            events.put(None)
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
 
-    def _run_one(
-        self,
-        job: _Job,
-        number: int,
-        beside: int,
-        kernels: Kernels,
-        telling: Telling,
-        events: SimpleQueue[Callable[[], None] | None],
-    ) -> None:
-        lab, place = job.lab, self._place(job.lab)
-        self._begun.add(lab.path)
-        events.put(lambda: telling.began(place, lab, job.why, job.seconds_before))
+    def _stop(self) -> None:
+        self.stopped = True
+        for kernel in list(self._kernels):
+            kernel.end("stopped")
 
-        def told(count: int, section: str) -> None:
-            events.put(lambda: telling.cell(lab, count, section))
-
+    def _run_one(self, lab: Lab) -> None:
+        place = f"[{self.order.index(lab) + 1}/{len(self.order)}] {lab.title}"
+        output = self.folder / "notebooks" / lab.path.name
+        if self.stopped:
+            return
+        if not self.options.force and is_done(lab, self.values[lab.number], output):
+            self.outcomes[lab.path] = Outcome(lab, "done before")
+            self.say(f"{place}: done before in {short(self.folder)} (--force runs it again)")
+            return
+        slot = self._slots.get()
+        self.say(f"{place}: running")
+        kernel = Kernel(lab.path.parent, self._variables(lab, slot))
+        self._kernels.append(kernel)
         try:
-            variables = planning.variables(number, beside, self.gpus, usable_cores(), lab)
-            variables[records.SOURCES] = json.dumps(planning.sources_of(lab))
-            outcome = run_lab(
-                lab, self.values[lab.number], self.folder, self.options, kernels, variables, told
-            )
-        except Exception as error:  # of the results folder, mostly: a disk that is full
-            outcome = Outcome(
-                lab, "failed", message=f"Lab {lab.number} could not be run: {error!r}"
-            )
-        self._outcomes[lab.path] = outcome
-        events.put(lambda: telling.ended(place, outcome))
+            outcome = run_lab(lab, self.values[lab.number], self.folder, self.options, kernel)
+        finally:
+            self._kernels.remove(kernel)
+            self._slots.put(slot)
+        self.outcomes[lab.path] = outcome
+        self.say(outcome.message or f"{place}: done in {outcome.seconds:.0f} s")
+
+    def _variables(self, lab: Lab, slot: int) -> dict[str, str]:
+        """What the lab's kernel is told. Beside others it gets a GPU of its own where there are
+        several, and its share of the cores, unless the person has set that."""
+        sources = {"notebook": lab.code, "labutils": records.code()}
+        told = {"LABUTILS_RESULTS": str(self.folder), records.SOURCES: json.dumps(sources)}
+        beside = self.options.jobs - 1
+        if not beside:
+            return told
+        told[records.BESIDE] = str(beside)
+        if len(self.gpus) > 1 and lab.number not in machine.SEVERAL_GPUS:
+            told["CUDA_VISIBLE_DEVICES"] = self.gpus[slot % len(self.gpus)]
+        if "OMP_NUM_THREADS" not in os.environ:
+            told["OMP_NUM_THREADS"] = str(max(1, machine.usable_cores() // self.options.jobs))
+        return told
 
 
-@contextmanager
-def _joined(workers: Sequence[threading.Thread]) -> Iterator[None]:
-    """Threads at work; where they are interrupted, they get a moment to end in."""
-    for worker in workers:
-        worker.start()
+def groups(labs: Sequence[Lab], jobs: int, gpus: int) -> list[list[Lab]]:
+    """The labs in groups that run one after the other; those of a group may run at once. A lab that
+    takes all GPUs runs alone, and the labs that sum up come last."""
+    last = [lab for lab in labs if lab.number in SUMMING_UP]
+    alone = [lab for lab in labs if lab.number in machine.SEVERAL_GPUS and jobs > 1 and gpus > 1]
+    first = [lab for lab in labs if lab not in last and lab not in alone]
+    return [group for group in (first, *([lab] for lab in [*alone, *last])) if group]
+
+
+def is_done(lab: Lab, values: Mapping[str, Any], output: Path) -> bool:
+    """Whether the executed notebook says that it ran to its end, of the same code with the same
+    parameters, and no later run of it was cut off."""
     try:
-        yield
-    except KeyboardInterrupt:
-        # A third Ctrl-C changes nothing any more, but it must not cut off what the others end with.
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        end = time.monotonic() + PATIENCE_S
-        for worker in workers:
-            worker.join(max(0.0, end - time.monotonic()))
-        raise
+        stamp = json.loads(output.read_text(encoding="utf-8"))["metadata"]["labutils"]
+        same = (stamp["status"], stamp["code"]) == ("done", lab.code)
+        same = same and stamp["parameters"] == values
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+    return same and lab.number not in SUMMING_UP and not part_of(output).exists()
+
+
+def _summary(outcomes: Sequence[Outcome], folder: Path, page: Path | None) -> str:
+    width = max(len(outcome.lab.title) for outcome in outcomes)
+    lines = ["", f"{'lab':{width}}  {'status':11}  seconds"]
+    for outcome in outcomes:
+        seconds = f"{outcome.seconds:7.0f}" if outcome.seconds else ""
+        lines.append(f"{outcome.lab.title:{width}}  {outcome.status:11}  {seconds}".rstrip())
+    lines += ["", f"Executed notebooks: {shlex.quote(short(folder / 'notebooks'))}"]
+    lines += [f"To read in a browser: {shlex.quote(short(page))}"] if page else []
+    lines += [f"Verdicts: {shlex.join(['labutils', 'report', '--results', short(folder)])}"]
+    return "\n".join(lines)

@@ -1,0 +1,131 @@
+"""Every use of a library's private interface, in one place.
+
+Each function says what it needs the interface for. tests/training/test_compat.py calls every one:
+an upgrade that moves an interface fails there by name.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+# ------------------------------------------------------------------------------ accelerate
+
+
+def forget_other_precision(precision: str) -> None:
+    """Let accelerate take `precision` where it has another one: it holds one a process and refuses
+    a second. Trainers of the other precision must have ended.
+    """
+    from accelerate.state import AcceleratorState
+
+    if AcceleratorState._shared_state and AcceleratorState().mixed_precision != precision:
+        AcceleratorState._reset_state()
+
+
+def prepared_loader(loader: DataLoader, device: torch.device, non_blocking: bool) -> Any:
+    """accelerate's loader around one that hands out this rank's share already. accelerate is told
+    of one process, and not to divide the batches again.
+    """
+    from accelerate.data_loader import prepare_data_loader
+
+    prepared = prepare_data_loader(
+        loader, device, 1, 0, put_on_device=True, non_blocking=non_blocking
+    )
+    prepared._is_accelerate_prepared = True
+    return prepared
+
+
+# ------------------------------------------------------------------------------ PyTorch
+
+
+def end_workers(loader: Any) -> None:
+    """End a loader's persistent workers now. Left to the garbage collector, each of them would hold
+    it up for five seconds. accelerate's loader keeps PyTorch's inside.
+    """
+    getattr(loader, "base_dataloader", loader)._iterator = None
+
+
+def loss_scale(scaler: torch.amp.GradScaler) -> list[Tensor]:
+    """The tensors that an enabled scaler changes in place, once it has scaled something."""
+    return [scaler._scale, scaler._growth_tracker]
+
+
+def variants_limited(limit: int) -> AbstractContextManager:
+    """A context in which a function that needs more than `limit` compiled variants raises
+    `FailOnRecompileLimitHit` instead of running uncompiled.
+    """
+    return torch._dynamo.config.patch(fail_on_recompile_limit_hit=True, recompile_limit=limit)
+
+
+def ask_cpp_compiler() -> None:
+    """Let Inductor find out what the C++ compiler can do, where a CPU's kernels are wanted.
+
+    With no answers in its cache that takes ten seconds, in which no model has a part: asked before
+    `compile_from_nothing`, the machine's own cache keeps them, and no first step contains them.
+    """
+    from torch._inductor.cpu_vec_isa import pick_vec_isa
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    with suppress(InvalidCxxCompiler):  # the step that wants one says so
+        pick_vec_isa()
+
+
+def run_backward(loss: Tensor) -> None:
+    """`loss.backward()`, past a TorchFunctionMode that watches `Tensor.backward`."""
+    engine = torch.autograd.Variable._execution_engine
+    engine.run_backward((loss,), (torch.ones_like(loss),), False, False, (), True, True)
+
+
+def storage_id(storage: torch.UntypedStorage) -> int:
+    """One number a storage, for as long as it lives; also for storages without memory (meta)."""
+    return storage._cdata
+
+
+def record_memory_history() -> None:
+    """Have the CUDA allocator keep its events, from nothing on."""
+    torch.cuda.memory._record_memory_history(enabled=None)  # forgets an earlier record
+    torch.cuda.memory._record_memory_history("all", context=None, max_entries=1_000_000)
+
+
+def memory_history(device: int) -> list[dict[str, Any]]:
+    """The events that the allocator has kept so far."""
+    return torch.cuda.memory._snapshot(device)["device_traces"][device]
+
+
+def stop_memory_history() -> None:
+    torch.cuda.memory._record_memory_history(enabled=None)
+
+
+def capability_warning() -> None:
+    """Have PyTorch compare this GPU with the architectures it was built for, and warn."""
+    torch.cuda._check_capability()
+
+
+WRAP_LOGGER = logging.getLogger("torch._higher_order_ops.wrap")
+"""Who warns whoever compiles a checkpoint with a `context_fn`."""
+
+
+# ------------------------------------------------------------------------------ transformers
+
+
+def set_block_checkpoint(layer: nn.Module, function: Callable[..., Any]) -> None:
+    """Have one of transformers' blocks checkpoint by `function`, after
+    `gradient_checkpointing_enable` has turned checkpointing on.
+    """
+    layer._gradient_checkpointing_func = function
+
+
+def mark_as_four_bits(model: nn.Module) -> None:
+    """Tell PEFT that the model's linear layers are bitsandbytes' 4-bit ones."""
+    model.is_loaded_in_4bit = True
+
+
+def expert_gate(experts: nn.Module, both: Tensor) -> Tensor:
+    """GPT-OSS's clamped SwiGLU of gate and up projections, by transformers' own module."""
+    return experts._apply_gate(both)

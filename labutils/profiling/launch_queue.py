@@ -1,0 +1,69 @@
+"""The queue between a host and a GPU, gone through launch by launch.
+
+The host launches one piece of work after the other. Each launch takes the host a while, and its
+work takes the GPU a while. The two run side by side: work begins when it has been launched and the
+work before it is done. Where the host waits for the GPU, it goes on when all work is done. It runs
+ahead of the GPU by `QUEUE` launches at most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+QUEUE = 1024
+"""Launches that CUDA holds ready for a GPU; a host that is farther ahead waits."""
+
+
+class Queued(NamedTuple):
+    """One launch: milliseconds of the host until it is made, milliseconds of the GPU's work, and
+    whether the host then waits until the GPU has caught up.
+    """
+
+    host_ms: float
+    gpu_ms: float
+    waits: bool
+
+
+def replay(launches: Sequence[Queued], rounds: int = 2) -> list[tuple[float, float]]:
+    """(host's clock, GPU's clock) in milliseconds at the end of each round of `launches`.
+
+    The first round begins with an idle GPU. A queue has ten thousands of launches and a curve needs
+    many replays, hence the plain loop.
+    """
+    host = gpu = 0.0
+    begun: list[float] = []
+    ends = []
+    for _ in range(rounds):
+        for host_ms, gpu_ms, waits in launches:
+            host += host_ms
+            if len(begun) >= QUEUE and begun[-QUEUE] > host:
+                host = begun[-QUEUE]
+            start = host if host > gpu else gpu
+            begun.append(start)
+            gpu = start + gpu_ms
+            if waits:
+                host = gpu
+        ends.append((host, gpu))
+    return ends
+
+
+def steady_ms(launches: Sequence[Queued]) -> float:
+    """Milliseconds of a round once the queue is filled: the second one."""
+    (_, first), (_, second) = replay(launches)
+    return second - first
+
+
+def root(rising: Callable[[float], float], low: float, high: float) -> float:
+    """Where a function that rises from `low` to `high` is 0; the nearer end where it nowhere is.
+
+    Three grids, each an eighth as wide as the one before, and a straight line in the last.
+    """
+    for _ in range(3):
+        places = np.linspace(low, high, 9)
+        values = np.maximum.accumulate([rising(place) for place in places])
+        at = int(np.clip(np.searchsorted(values, 0.0), 1, 8))
+        low, high = places[at - 1], places[at]
+    return float(np.interp(0.0, values[at - 1 : at + 1], places[at - 1 : at + 1]))

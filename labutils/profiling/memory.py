@@ -1,0 +1,313 @@
+"""The memory of a real training step, measured: its parts, its peak, and when each allocation comes
+and goes.
+
+Two recorders write the same record, `StepMemory`:
+
+- `AllocatorRecord`, on a GPU: the caching allocator's own history. Everything is in it, the
+  kernels' workspaces too.
+- `TensorRecord`, anywhere: the storages that operations return, for as long as anything holds them.
+  It does not see what an operation takes for itself while it runs. On the meta device tensors have
+  shapes alone, so that the step of a model of any size can be recorded.
+
+    with TensorRecord(model.parameters()) as record:
+        loss = forward()
+        record.mark("backward")
+        loss.backward()
+        record.mark("update", gradients=[p.grad for p in trained])
+    memory = record.step(held={"weights": ...})
+    memory.at_peak()                                {"weights": .., "activations": .., ...} in bytes
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from labutils.profiling import cuda
+from labutils.profiling.memory_model import TrainingMemory, saved_for_backward
+
+KINDS = ("weights", "optimizer", "gradients", "activations", "logits", "temporaries")
+"""What memory is for. weights: frozen and trained; activations: what waits for the backward pass;
+logits: a language model's, with their gradient; temporaries: gradients of activations, blocks
+computed again, workspaces, inputs."""
+BLOCK = 512
+"""The caching allocator gives memory in multiples of so many bytes."""
+
+
+def measured(
+    module: nn.Module, loss: Callable[[], Tensor], optimizer: torch.optim.Optimizer
+) -> TrainingMemory:
+    """Take the first step of `optimizer` on `loss()` and read what it left in memory.
+
+    On a GPU the activations are the growth of the allocator over a forward pass; on a CPU, whose
+    allocator tells nothing, what autograd was seen to keep. The rest is the size of the tensors
+    that model and optimizer hold.
+    """
+    loss().backward()  # the libraries allocate their workspaces in the first pass
+    optimizer.zero_grad(set_to_none=True)
+    if cuda.available():
+        before = torch.cuda.memory_allocated()
+        kept = loss()
+        activations = torch.cuda.memory_allocated() - before - kept.element_size()
+        del kept
+    else:
+        activations = saved_for_backward(module, loss)
+    loss().backward()
+    optimizer.step()
+    state = (value for entry in optimizer.state.values() for value in entry.values())
+    return TrainingMemory(
+        weights=sum(t.nbytes for t in (*module.parameters(), *module.buffers())),
+        gradients=sum(p.grad.nbytes for p in module.parameters() if p.grad is not None),
+        optimizer=sum(value.nbytes for value in state if isinstance(value, Tensor)),
+        activations=activations,
+    )
+
+
+@dataclass
+class Allocation:
+    """`bytes` from event `born` up to, not including, event `died` (None: it is still there);
+    `kind` is one of `KINDS`.
+    """
+
+    born: int
+    bytes: int
+    died: int | None = None
+    kind: str = ""
+
+
+@dataclass(frozen=True)
+class StepMemory:
+    """The memory of one step. `held`: kind -> bytes that were there all the time. `phases`: (event,
+    name), in order.
+
+    Time is counted in events: allocations and frees.
+    """
+
+    held: Mapping[str, int]
+    allocations: tuple[Allocation, ...]
+    phases: tuple[tuple[int, str], ...]
+    events: int
+
+    def series(self) -> dict[str, list[int]]:
+        """Kind -> its bytes after each event; kinds that never had any are left out."""
+        changes = {kind: np.zeros(self.events + 1, dtype=np.int64) for kind in KINDS}
+        for one in self.allocations:
+            changes[one.kind][one.born] += one.bytes
+            if one.died is not None:
+                changes[one.kind][one.died] -= one.bytes
+        levels = {
+            kind: self.held.get(kind, 0) + change[: self.events].cumsum()
+            for kind, change in changes.items()
+        }
+        return {kind: level.tolist() for kind, level in levels.items() if level.any()}
+
+    def totals(self) -> list[int]:
+        """Bytes in all after each event."""
+        return [sum(levels) for levels in zip(*self.series().values(), strict=True)]
+
+    @property
+    def peak_event(self) -> int:
+        """The event at which most is held."""
+        totals = self.totals()
+        return totals.index(max(totals))
+
+    @property
+    def peak(self) -> int:
+        """The most bytes there were at one time."""
+        return max(self.totals(), default=0)
+
+    def at_peak(self) -> dict[str, int]:
+        """Kind -> bytes at the peak."""
+        at = self.peak_event
+        return {kind: levels[at] for kind, levels in self.series().items()}
+
+    @property
+    def peak_phase(self) -> str:
+        """The phase in which the peak lies."""
+        return [name for start, name in self.phases if start <= self.peak_event][-1]
+
+
+def rounded(size: int) -> int:
+    """`size` as the caching allocator hands it out."""
+    return -(-size // BLOCK) * BLOCK
+
+
+def logit_bytes(rows: Iterable[int], words: int) -> frozenset[int]:
+    """The sizes that logits of so many rows have, and their gradients: in 16 bits and in 32."""
+    return frozenset(rounded(row * words * itemsize) for row in rows for itemsize in (2, 4))
+
+
+class History:
+    """Allocations and frees in order, by the address of each, with marks between them."""
+
+    def __init__(self) -> None:
+        self.allocations: list[Allocation] = []
+        self.alive: dict[int, Allocation] = {}
+        self.phases: list[tuple[int, str]] = []
+        self.freed_before = 0
+        self.events = 0
+
+    def allocate(self, address: int, size: int) -> None:
+        self.alive[address] = Allocation(self.events, rounded(size))
+        self.allocations.append(self.alive[address])
+        self.events += 1
+
+    def free(self, address: int, size: int = 0) -> None:
+        """What was not seen to be allocated was there before."""
+        allocation = self.alive.pop(address, None)
+        if allocation is None:
+            allocation = Allocation(0, rounded(size))
+            self.allocations.append(allocation)
+            self.freed_before += allocation.bytes
+        allocation.died = self.events
+        self.events += 1
+
+    def mark(self, phase: str, gradients: Iterable[int], optimizer: Iterable[int]) -> None:
+        """From here on it is `phase`; what is at these addresses are gradients, or moments."""
+        self.phases.append((self.events, phase))
+        for kind, addresses in (("gradients", gradients), ("optimizer", optimizer)):
+            for address in addresses:
+                if address in self.alive:
+                    self.alive[address].kind = kind
+
+    def step(self, held: Mapping[str, int], logits: frozenset[int]) -> StepMemory:
+        """The record by kinds. What is alive when a backward pass begins waits for it: an
+        activation.
+        """
+        starts = [start for start, name in self.phases if name == "backward"]
+        allocations = []
+        for one in self.allocations:
+            died = self.events if one.died is None else one.died
+            waits = any(one.born < start < died for start in starts)
+            kind = "logits" if one.bytes in logits else "activations" if waits else "temporaries"
+            allocations.append(Allocation(one.born, one.bytes, one.died, one.kind or kind))
+        held = dict(held)
+        if self.freed_before:
+            held["temporaries"] = held.get("temporaries", 0) - self.freed_before
+        return StepMemory(held, tuple(allocations), tuple(self.phases), self.events)
+
+
+class TensorRecord(TorchDispatchMode):
+    """Records the storages that operations make while it is entered, without views and those of
+    `known` tensors. Sizes are rounded up as the GPU's allocator would.
+
+    `now` and `peak` are bytes of the storages that it has recorded.
+    """
+
+    def __init__(self, known: Iterable[Tensor] = ()) -> None:
+        super().__init__()
+        self.history = History()
+        self.history.mark("forward", (), ())
+        self.known = {tensor.untyped_storage()._cdata for tensor in known}
+        self.now = self.peak = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, Tensor):
+                self._count(leaf.untyped_storage())
+        return out
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        address = storage._cdata
+        if address in self.known or address in self.history.alive or storage.nbytes() == 0:
+            return
+        self.history.allocate(address, storage.nbytes())
+        self.now += rounded(storage.nbytes())
+        self.peak = max(self.peak, self.now)
+        weakref.finalize(storage, self._forget, address).atexit = False
+
+    def _forget(self, address: int) -> None:
+        self.now -= self.history.alive[address].bytes
+        self.history.free(address)
+
+    def mark(
+        self, phase: str, gradients: Iterable[Tensor] = (), optimizer: Iterable[Tensor] = ()
+    ) -> None:
+        """From here on it is `phase` ("forward", "backward", "update"); these tensors are
+        gradients, or moments.
+        """
+        kinds = (gradients, optimizer)
+        self.history.mark(phase, *([t.untyped_storage()._cdata for t in kind] for kind in kinds))
+
+    def step(
+        self, held: Mapping[str, int], logit_bytes: frozenset[int] = frozenset()
+    ) -> StepMemory:
+        """What was recorded, beside what was `held`; `logit_bytes` are the sizes of logits."""
+        return self.history.step(held, logit_bytes)
+
+
+class AllocatorRecord:
+    """The caching allocator's own history of one step, while it is entered. CUDA only.
+
+    `allocated_before` are the bytes that were there when it began.
+    """
+
+    def __init__(self, device: int = 0) -> None:
+        self.device = device
+        self.seen: list[tuple[str, int, list[int], list[int]]] = []
+        self.trace: list[Mapping[str, Any]] = []
+        self.allocated_before = 0
+
+    def __enter__(self) -> AllocatorRecord:
+        torch.cuda.synchronize()
+        self.allocated_before = torch.cuda.memory_allocated(self.device)
+        # the first call forgets what an earlier record left
+        torch.cuda.memory._record_memory_history(enabled=None)
+        torch.cuda.memory._record_memory_history("all", context=None, max_entries=1_000_000)
+        self.mark("forward")
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.trace = self._history()
+        torch.cuda.memory._record_memory_history(enabled=None)
+
+    def _history(self) -> list[Mapping[str, Any]]:
+        return torch.cuda.memory._snapshot(self.device)["device_traces"][self.device]
+
+    def mark(
+        self, phase: str, gradients: Iterable[Tensor] = (), optimizer: Iterable[Tensor] = ()
+    ) -> None:
+        """As `TensorRecord.mark`. The history's length says where in it this is."""
+        kinds = (gradients, optimizer)
+        addresses = [[t.untyped_storage().data_ptr() for t in kind] for kind in kinds]
+        self.seen.append((phase, len(self._history()), *addresses))
+
+    def step(
+        self, held: Mapping[str, int], logit_bytes: frozenset[int] = frozenset()
+    ) -> StepMemory:
+        """As `TensorRecord.step`, after the context is left."""
+        return from_trace(self.trace, self.seen).step(held, logit_bytes)
+
+
+def from_trace(
+    trace: Iterable[Mapping[str, Any]], seen: Iterable[tuple[str, int, list[int], list[int]]]
+) -> History:
+    """The allocator's history: entries with "action", "addr" and "size", which is what was asked
+    for.
+
+    seen: (phase, entries before it, addresses of gradients, addresses of moments).
+    """
+    history, pending = History(), sorted(seen, key=lambda mark: mark[1])
+    entry = -1
+    for entry, line in enumerate(trace):
+        while pending and pending[0][1] <= entry:
+            phase, _, *addresses = pending.pop(0)
+            history.mark(phase, *addresses)
+        if line["action"] == "alloc":
+            history.allocate(line["addr"], line["size"])
+        elif line["action"] == "free_requested":
+            history.free(line["addr"], line["size"])
+    for phase, _, *addresses in pending:
+        history.mark(phase, *addresses)
+    return history

@@ -1,0 +1,56 @@
+"""A small file about each Python process that the hooks reached.
+
+`labutils diagnose` explains with it an end without a record.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import sys
+import traceback
+from typing import Any
+
+from labutils_script_hooks import calls
+
+
+class ProcessNote:
+    """One process: its command, whether it imported PyTorch, its steps, its error."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder, self.pid = folder, os.getpid()
+        self.facts: dict[str, Any] = {"argv": list(getattr(sys, "orig_argv", sys.argv))}
+        self.write()
+        atexit.register(self._write_the_end)
+
+    def add(self, **facts: Any) -> None:
+        """Facts to write at the process's end, or before."""
+        self.facts |= facts
+
+    def write(self, **facts: Any) -> None:
+        """Add facts and write all of them. A process that was forked stays silent."""
+        self.add(**facts)
+        if os.getpid() == self.pid:
+            path = os.path.join(self.folder, f"process-{self.pid}.json")
+            with open(path, "w", encoding="utf-8") as file:
+                json.dump(self.facts, file, default=str)
+
+    def continue_in_child(self) -> None:
+        """A forked process trains by itself: the note is its own from here on."""
+        self.pid = os.getpid()
+
+    def _write_the_end(self) -> None:
+        """The error that ended the script, and the script's own line that raised it.
+
+        Python keeps the error in `sys.last_value`, whichever hook the script has set to show it.
+        """
+        error = getattr(sys, "last_value", None)
+        if error is not None:
+            lines = traceback.format_exception_only(type(error), error)
+            words = lines[-1] if isinstance(error, SyntaxError) else lines[0]
+            stack = traceback.extract_tb(error.__traceback__)
+            own = [frame for frame in stack if calls.is_own(frame.filename)]
+            place = f"{own[-1].filename}:{own[-1].lineno}" if own else ""
+            self.add(failed=" ".join(words.split())[:300], failed_at=place)
+        self.write(torch_loaded="torch" in sys.modules)

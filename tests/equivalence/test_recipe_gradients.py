@@ -1,0 +1,302 @@
+"""Every recipe computes what the plain loop computes, and that is what mathematics says it is."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from recipes_at_work import (
+    PLAIN,
+    Watched,
+    adapter_gradients,
+    assert_same_gradients,
+    assert_same_path,
+    copied,
+    one_thread,
+    perturb,
+    sd_workload,
+    watch,
+    watch_trainer,
+)
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from labutils.labs.ladders import A1_LADDER, climb
+from labutils.layers.cuda_graph import attention_kernel
+from labutils.layers.lora import adapter_state, lora_layers
+from labutils.recipe import STOCK, Recipe
+from labutils.training import Trainer
+from labutils.workloads import open_workload, stable_diffusion
+from labutils.workloads.stable_diffusion import SIZES
+
+STEPS = 2
+CLIPPED = PLAIN.but(max_grad_norm=0.07)
+"""Gradients of these two steps have norms of 0.082 and 0.068: one is clipped and one is not."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def single_thread():
+    with one_thread():
+        yield
+
+
+@pytest.fixture(scope="module")
+def workload():
+    return sd_workload()
+
+
+@pytest.fixture(scope="module")
+def plain(workload) -> Watched:
+    return watch(workload, CLIPPED, STEPS)
+
+
+# -------------------------------------------------------------------------------------------------
+# Gradients and steps of every recipe
+
+MERGED = {"micro_batch": 4, "accumulation": 1}
+CHANGES = {
+    "accelerate": {"driver": "accelerate"},
+    "peft": {"adapter": "peft"},
+    "folded": {"adapter": "folded"},
+    "stock": {"driver": "accelerate", "adapter": "peft"},
+    "channels last": {"memory_format": "channels_last"},
+    "rewritten": {"layers": "rewritten"},
+    "channels last, rewritten": {"memory_format": "channels_last", "layers": "rewritten"},
+    "fused optimizer": {"optimizer": "adamw-fused"},
+    "device log": {"logging": "ring-buffer"},
+    "device log, accelerate": {"logging": "ring-buffer", "driver": "accelerate"},
+    "cached latents": {"cache": "latents"},
+    "cached text": {"cache": "latents+text"},
+    "workers": {"num_workers": 2, "persistent_workers": True},
+    "workers, accelerate": {"num_workers": 1, "driver": "accelerate"},
+    "merged": MERGED,
+    "merged, accelerate": MERGED | {"driver": "accelerate"},
+    "half merged": {"micro_batch": 2, "accumulation": 2},
+    "merged, cached": MERGED | {"cache": "latents"},
+}
+LAST_RUNG = (
+    list(climb(A1_LADDER).values())[-1].but(compile="off", max_grad_norm=0.07).fitted_to("cpu")
+)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_recipe_computes_what_the_plain_loop_does(change, workload, plain):
+    found = watch(workload, CLIPPED.but(**CHANGES[change]), STEPS)
+    for mine, expected in zip(found.gradients, plain.gradients, strict=True):
+        assert_same_gradients(mine, expected)
+    assert_same_path(found, plain)
+    assert found.losses == pytest.approx(plain.losses, rel=1e-5)
+
+
+def test_the_last_rung_computes_what_the_first_does(workload, plain):
+    """All changes at once, as far as a CPU can make them and but for the compiler."""
+    assert {"folded", "channels_last", "rewritten", "latents+text"} <= set(
+        LAST_RUNG.as_dict().values()
+    )
+    found = watch(workload, LAST_RUNG, STEPS)
+    for mine, expected in zip(found.gradients, plain.gradients, strict=True):
+        assert_same_gradients(mine, expected)
+    assert_same_path(found, plain)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"max_grad_norm": 1.0}, {"seed": 1}, {"accumulation": 2}, {"learning_rate": 1.05e-4}]
+)
+def test_the_comparison_can_fail(wrong, workload, plain):
+    found = watch(workload, CLIPPED.but(**wrong), STEPS)
+    with pytest.raises(AssertionError):
+        assert_same_path(found, plain)
+
+
+@pytest.mark.parametrize("kernel", ["math", "flash"])
+def test_attention_kernels_compute_the_same(kernel, workload, plain):
+    with attention_kernel(kernel):
+        found = watch(workload, CLIPPED)
+    assert_same_gradients(found.gradients[0], plain.gradients[0])
+
+
+def test_the_rank_may_be_any(workload):
+    """Folded layers pad their rank to a multiple of 8, and keep the scaling of the unpadded one."""
+    for rank in (3, 8, 11):
+        plain, folded = (
+            watch(workload, PLAIN.but(rank=rank, adapter=kind)) for kind in ("plain", "folded")
+        )
+        assert_same_gradients(folded.gradients[0], plain.gradients[0])
+
+
+# -------------------------------------------------------------------------------------------------
+# Compiled
+
+FEW_BLOCKS = dataclasses.replace(SIZES["tiny"], unet_channels=(32,))
+"""Every kind of layer still, but few enough to compile."""
+COMPILED = CLIPPED.but(
+    compile="default",
+    adapter="folded",
+    memory_format="channels_last",
+    layers="rewritten",
+    cache="latents",
+)
+
+
+@pytest.fixture
+def few_blocks(monkeypatch):
+    """A workload of its own, as one keeps its networks, and a compiler that begins anew."""
+    monkeypatch.setitem(stable_diffusion.SIZES, "tiny", FEW_BLOCKS)
+    torch.compiler.reset()
+    yield open_workload("sd15-lora", scale="tiny", device="cpu")
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("scope", ["model", "everything"])
+def test_what_is_traced_computes_the_same(scope, few_blocks, monkeypatch):
+    """Whole networks, by the compiler's front end and its autograd, without the code generator."""
+    original, compiled = torch.compile, []
+
+    def traced(target: object, **options: object) -> object:
+        if isinstance(
+            getattr(target, "__self__", target), nn.Module
+        ):  # and not what libraries compile as they load
+            compiled.append(target)
+        return original(target, backend="aot_eager")
+
+    monkeypatch.setattr(torch, "compile", traced)
+    cache = "nothing" if scope == "everything" else "latents"
+    plain = watch(few_blocks, CLIPPED)
+    found = watch(few_blocks, COMPILED.but(compile_scope=scope, cache=cache))
+    assert len(compiled) == {"model": 1, "everything": 3}[scope]
+    assert_same_gradients(found.gradients[0], plain.gradients[0])
+    assert found.losses == pytest.approx(plain.losses, rel=1e-5)
+
+
+def test_what_is_compiled_computes_the_same(few_blocks):
+    """By the code generator too, on the blocks alone; whole networks take it a minute (see
+    tests/gpu).
+    """
+    plain, found = (
+        watch(few_blocks, CLIPPED, STEPS),
+        watch(few_blocks, COMPILED.but(compile_scope="blocks"), STEPS),
+    )
+    for mine, expected in zip(found.gradients, plain.gradients, strict=True):
+        assert_same_gradients(mine, expected)
+    assert_same_path(found, plain)
+
+
+# -------------------------------------------------------------------------------------------------
+# The plain loop against mathematics, in float64
+
+
+def test_the_gradient_is_that_of_the_written_out_loss(workload):
+    with Trainer(workload, PLAIN.but(rank=3)) as trainer:
+        state = {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
+        scaling = {
+            name: layer.scaling["default"]
+            for name, layer in lora_layers(trainer.model.unet).items()
+        }
+        watched = watch_trainer(trainer, 1)
+    assert set(scaling.values()) == {1.0}
+    expected, loss = gradient_by_hand(state, watched)
+    assert_same_gradients(watched.gradients[0], expected)
+    assert watched.losses == [pytest.approx(loss, rel=1e-5)]
+
+
+def gradient_by_hand(state: dict[str, Tensor], watched: Watched) -> tuple[dict[str, Tensor], float]:
+    """DDPM's loss, mean over the micro-batches, of a UNet whose weights are W + BA; its gradient by
+    A and B.
+    """
+    networks = stable_diffusion._networks(SIZES["tiny"], torch.device("cpu")).double()
+    base = {
+        name.replace(".base_layer", ""): t.double()
+        for name, t in state.items()
+        if "lora_" not in name
+    }
+    networks.load_state_dict(base)
+    matrices = {name: tensor.double().requires_grad_() for name, tensor in watched.before.items()}
+    weights = {f"unet.{name}": parameter for name, parameter in networks.unet.named_parameters()}
+    for layer in {name.rpartition(".lora_")[0] for name in matrices}:
+        a, b = matrices[f"{layer}.lora_A.weight"], matrices[f"{layer}.lora_B.weight"]
+        weights[f"unet.{layer}.weight"] = weights[f"unet.{layer}.weight"] + b @ a
+    unet_weights = {name.removeprefix("unet."): weight for name, weight in weights.items()}
+    kept = torch.cumprod(
+        1 - torch.linspace(0.00085**0.5, 0.012**0.5, 1000, dtype=torch.float64) ** 2, 0
+    )
+    losses = []
+    for batch, draws in watched.seen:
+        encoded = networks.vae.quant_conv(networks.vae.encoder(batch["pixel_values"].double()))
+        mean, log_variance = encoded[:, :4], encoded[:, 4:]
+        latents = 0.18215 * (
+            mean + torch.exp(log_variance.clamp(-30, 20) / 2) * draws["posterior"].double()
+        )
+        share = kept[draws["timesteps"]].view(-1, 1, 1, 1)
+        noisy = share.sqrt() * latents + (1 - share).sqrt() * draws["noise"].double()
+        condition = networks.text_encoder(batch["input_ids"]).last_hidden_state
+        predicted = functional_call(
+            networks.unet, unet_weights, (noisy, draws["timesteps"], condition)
+        ).sample
+        losses.append((predicted - draws["noise"].double()).square().mean())
+    loss = torch.stack(losses).mean()
+    gradients = torch.autograd.grad(loss, list(matrices.values()))
+    return dict(zip(matrices, (g.float() for g in gradients), strict=True)), loss.item()
+
+
+def test_accumulation_adds_the_micro_batches_gradients(workload, plain):
+    """Each micro-batch alone, its gradient divided by four, summed by hand."""
+    with Trainer(workload, PLAIN) as trainer:
+        perturb(trainer.model.unet)
+        total: dict[str, Tensor] = {}
+        for batch, draws in plain.seen[:4]:
+            trainer.optimizer.zero_grad()
+            workload.loss(trainer.model, batch, draws).backward()
+            for name, gradient in adapter_gradients(trainer.model.unet).items():
+                total[name] = total.get(name, 0) + gradient / 4
+    assert_same_gradients(plain.gradients[0], total, rtol=1e-5)
+
+
+def test_the_step_is_adamws_on_the_clipped_gradient(workload):
+    """One step written out in float64 (Loshchilov and Hutter 2019, algorithm 2)."""
+    recipe = PLAIN.but(max_grad_norm=0.01, learning_rate=1e-3)
+    watched = watch(workload, recipe)
+    norm = math.sqrt(sum(g.double().square().sum().item() for g in watched.gradients[0].values()))
+    assert norm > 0.01
+    for name, start in watched.before.items():
+        p, g = start.double(), watched.gradients[0][name].double() * 0.01 / norm
+        first, second = 0.1 * g, 0.001 * g * g
+        step = (first / 0.1) / ((second / 0.001).sqrt() + 1e-8)
+        expected = p - 1e-3 * 0.01 * p - 1e-3 * step
+        torch.testing.assert_close(watched.after[name].double(), expected, rtol=1e-4, atol=2e-7)
+
+
+def test_a_run_repeats_itself(workload):
+    first, second = (weights_after(workload, PLAIN) for _ in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def weights_after(workload, recipe: Recipe, steps: int = 2) -> dict[str, Tensor]:
+    """With the workload's own random numbers."""
+    with Trainer(workload, recipe) as trainer:
+        trainer.run(steps)
+        return copied(adapter_state(trainer.model.unet))
+
+
+def test_noise_does_not_depend_on_who_loads_the_data(workload):
+    alone, helped = (weights_after(workload, PLAIN.but(num_workers=workers)) for workers in (0, 2))
+    assert all(torch.equal(alone[name], helped[name]) for name in alone)
+
+
+def test_another_seed_is_another_run(workload):
+    first, second = (weights_after(workload, PLAIN.but(seed=seed)) for seed in (0, 1))
+    assert not any(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_trainers_side_by_side_do_not_disturb_each_other(workload):
+    """accelerate's state is the process's, the frozen weights are shared, and random numbers are
+    given here.
+    """
+    recipes = [STOCK, STOCK.but(accumulation=2), PLAIN]
+    alone = [watch(workload, recipe, 2) for recipe in recipes]
+    trainers = [Trainer(workload, recipe) for recipe in recipes]
+    together = [watch_trainer(trainer, 1) for trainer in trainers]
+    for trainer, found, expected in zip(trainers, together, alone, strict=True):
+        assert_same_gradients(found.gradients[0], expected.gradients[0], rtol=1e-6)
+        trainer.close()

@@ -1,0 +1,121 @@
+"""Predicted memory: counts from shapes against what a trained model holds, and layers by hand."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from diffusers import UNet2DConditionModel
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from labutils.layers.lora import LoRALinear, attach_lora
+from labutils.profiling.memory import measured
+from labutils.profiling.memory_model import BatchLine, planned, saved_for_backward
+
+sizes = st.integers(1, 30)
+
+
+def unet_loss(device, lora):
+    with torch.device(device):
+        model = UNet2DConditionModel(
+            sample_size=16,
+            layers_per_block=1,
+            block_out_channels=(16, 32),
+            down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
+            up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
+            cross_attention_dim=16,
+            attention_head_dim=4,
+            norm_num_groups=8,
+        )
+        inputs = torch.ones(2, 4, 16, 16), torch.ones(2, dtype=torch.long), torch.ones(2, 5, 16)
+    if lora:
+        attach_lora(model, ("to_q", "to_k", "to_v", "to_out.0"), 4, 4, "plain")
+    return model, lambda: model(*inputs).sample.square().mean()
+
+
+def language_loss(device, lora):
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    widths = {"vocab_size": 300, "hidden_size": 64, "intermediate_size": 96}
+    with torch.device(device):
+        model = Qwen3ForCausalLM(Qwen3Config(num_hidden_layers=2, **widths, **heads))
+        ids = torch.ones(2, 30, dtype=torch.long)
+    if lora:
+        attach_lora(model, ("q_proj", "v_proj", "down_proj"), 4, 4, "plain")
+    inputs = {"labels": ids, "use_cache": False, "attention_mask": {"full_attention": None}}
+    return model, lambda: model(ids, **inputs).loss
+
+
+@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("build", [unet_loss, language_loss])
+def test_the_meta_device_keeps_what_a_real_one_keeps(build, lora):
+    """To the byte, where the real device has a fused attention kernel, as CPUs have."""
+    on_cpu, on_meta = (saved_for_backward(*build(device, lora)) for device in ("cpu", "meta"))
+    assert on_meta == on_cpu > 0
+
+
+@settings(max_examples=20, deadline=None)
+@given(n=sizes, d=sizes, k=sizes, r=st.integers(1, 5))
+def test_linear_layers_by_hand(n, d, k, r):
+    """A trained layer keeps its input, a frozen one nothing but its weight, LoRA the input and its
+    thin product.
+    """
+    base, x = nn.Linear(k, d), torch.randn(n, k)
+    assert saved_for_backward(base, lambda: base(x).sum()) == 4 * n * k
+    frozen = nn.Linear(k, d).requires_grad_(False)
+    assert saved_for_backward(frozen, lambda: frozen(x.clone().requires_grad_()).sum()) == 0
+    layer = LoRALinear(frozen, r, r)
+    assert saved_for_backward(layer, lambda: layer(x).sum()) == 4 * n * (k + r)
+
+
+def test_what_is_shared_counts_once():
+    a, b, x = nn.Linear(6, 5), nn.Linear(6, 5), torch.randn(7, 6)
+    both = nn.ModuleList([a, b])
+    assert saved_for_backward(both, lambda: (a(x) + b(x.view(7, 6))).sum()) == 4 * 7 * 6
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("moments", [0, 1, 2])
+def test_plans_are_what_a_step_holds(frozen, dtype, moments):
+    model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 4)).to(dtype)
+    model[0].requires_grad_(not frozen)
+    plan = planned(model, moments=moments)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    if moments == 2:
+        optimizer = torch.optim.AdamW(trained)
+    else:
+        optimizer = torch.optim.SGD(trained, lr=0.1, momentum=0.9 * moments)
+    x = torch.randn(5, 8, dtype=dtype)
+    real = measured(model, lambda: model(x).sum(), optimizer)
+    step_counters = 4 * len(trained) if moments == 2 else 0
+    assert (real.weights, real.gradients) == (plan.weights, plan.gradients)
+    assert real.optimizer == plan.optimizer + step_counters
+    assert real.activations == saved_for_backward(model, lambda: model(x).sum())
+    assert plan.gradients == dtype.itemsize * (32 + 68 + (0 if frozen else 144))
+
+
+@pytest.mark.parametrize("layer", [nn.ReLU(), nn.Softmax(-1), nn.GroupNorm(2, 8)])
+def test_looking_at_what_is_kept_keeps_nothing(layer):
+    """Some layers keep their own output: a hook that hands it back as it is would tie the graph to
+    itself.
+    """
+
+    def look():
+        model, x = nn.Sequential(nn.Linear(8, 8), layer, nn.Linear(8, 8)), torch.randn(4, 8)
+        assert saved_for_backward(model, lambda: model(x).square().mean()) > 0
+        return weakref.ref(model[0].weight)
+
+    weight = look()
+    gc.collect()
+    assert weight() is None
+
+
+def test_the_largest_batch_lies_on_the_line():
+    line = BatchLine.through({batch: 20 + 5 * batch for batch in (1, 3, 8)})
+    assert (line.base, line.each) == pytest.approx((20, 5))
+    assert [line.largest(room) for room in (19, 24.9, 45.1)] == [0, 0, 5]
+    with pytest.raises(ValueError, match="two batch sizes"):
+        BatchLine.through({4: 3.0})

@@ -1,0 +1,505 @@
+"""The trace analysis on traces whose truth can be computed by hand, and on one that PyTorch has
+just written.
+"""
+
+import gzip
+import json
+import random
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.profiler import record_function
+from traces import AUTOGRAD, RUNS_AHEAD, TWO_STEPS, call, copy, kernel, mark, op, python
+
+from labutils.profiling.call_stacks import Frame, Slice, enclosing, own_time
+from labutils.profiling.chrome_trace import read_events
+from labutils.profiling.intervals import total
+from labutils.profiling.kernel_categories import CATEGORIES, category_of, is_thin
+from labutils.profiling.trace import SHARES, Trace, profile
+
+
+@pytest.fixture(scope="module")
+def trace():
+    first, *others = TWO_STEPS
+    # a trace file is in no order, but its first event is the origin of time
+    random.Random(0).shuffle(others)
+    return Trace([first, *others])
+
+
+def us(ms):
+    return pytest.approx(ms / 1000, abs=1e-9)
+
+
+def test_wall_time_holds_the_steps_and_the_work_they_launched(trace):
+    assert trace.steps == 2
+    assert trace.step_windows == [(us(0), us(1000)), (us(1000), us(2000))]
+    assert trace.wall == (us(0), us(2100))
+
+
+def test_gpu_is_busy_for_the_union_of_kernels(trace):
+    assert total(trace.kernel_time) == us(130 + 160 + 90)
+    assert trace.metrics()["traced_gpu_busy"] == pytest.approx(380 / 2100)
+
+
+def test_every_moment_belongs_to_exactly_one_share(trace):
+    shares = trace.partition()
+    assert tuple(shares) == SHARES
+    expected = {"kernels": 380, "copies": 18, "data": 200, "sync": 57, "launch": 35, "host": 1410}
+    assert shares == {name: us(total / 2) for name, total in expected.items()}
+    assert sum(shares.values()) * trace.steps == pytest.approx(trace.wall_ms)
+
+
+def test_a_step_timed_without_the_profiler_keeps_the_gpus_time_and_the_measured_wait(trace):
+    """Of 0.5 ms, GPU work takes 0.199 and data 0.051 as measured; the rest is shared as it was
+    while profiling.
+    """
+    shares = trace.partition(step_ms=0.5, data_ms=0.051)
+    assert shares["kernels"] + shares["copies"] == us(199)
+    assert shares["data"] == us(51)
+    rest = {"sync": 57, "launch": 35, "host": 1410}
+    assert {k: shares[k] for k in rest} == {k: us(250 * v / 1502) for k, v in rest.items()}
+    assert sum(shares.values()) == pytest.approx(0.5)
+    metrics = trace.metrics(step_ms=0.5, data_ms=0.051)
+    assert (
+        metrics["gpu_busy"]
+        == metrics["untraced_gpu_busy"]
+        == metrics["kernels_share"]
+        == pytest.approx(0.19 / 0.5)
+    )
+    assert metrics["traced_gpu_busy"] == pytest.approx(380 / 2100)
+    assert metrics["data_share"] == pytest.approx(0.051 / 0.5)
+    assert metrics["traced_step_ms"] == us(1050)
+
+
+def test_a_wait_for_data_while_a_kernel_runs_costs_nothing():
+    trace = Trace(RUNS_AHEAD)
+    assert trace.partition()["data"] == us(100)
+    shares = trace.partition(
+        step_ms=0.95, data_ms=0.45
+    )  # timed without the profiler, the wait is 450 us of 950
+    assert (shares["kernels"], shares["data"]) == (us(800), us(450 * 100 / 500))
+    assert sum(shares.values()) == us(950)
+
+
+def test_a_step_shorter_than_its_kernels_was_all_kernels(trace):
+    assert trace.metrics(step_ms=0.1, data_ms=0.0)["gpu_busy"] == pytest.approx(190 / 199)
+    assert sum(trace.partition(step_ms=0.1, data_ms=0.05).values()) == us(100)
+
+
+def test_launches_are_counted_by_kind(trace):
+    assert trace.launches() == {
+        "kernels": 3.0,  # six kernels in two steps, from four launches
+        "launches": 1.5,
+        "launches_ms": us(12.5),
+        "graph_launches": 0.5,
+        "graph_launches_ms": us(10),
+        "copy_calls": 1.0,
+        "copy_calls_ms": us(12.5),
+    }
+
+
+def test_gaps_say_what_the_host_did(trace):
+    found = [(g.start, g.end, g.cause, g.phase, g.after_sync) for g in trace.gaps()]
+    assert found == [
+        (us(0), us(232), "data", "data", False),
+        (us(245), us(320), "host", "forward", True),
+        (us(450), us(530), "host", "forward", False),
+        (us(535), us(740), "host", "backward", True),
+        (us(900), us(2010), "host", "optimizer", False),
+    ]
+
+
+def test_synchronisations_are_blamed_on_the_line_and_the_operator(trace):
+    table = trace.sync_table()
+    assert table == [
+        {
+            "where": "labutils/training.py: to_device",
+            "line": 10,
+            "builtin": "Tensor.to",
+            "cause": "aten::to",
+            "call": "cudaStreamSynchronize",
+            "phase": "to_device",
+            "per_step": 0.5,
+            "ms_per_step": us(20),
+            "idle_ms_per_step": us(35),
+        },
+        {
+            "where": "labutils/training.py: log_loss",
+            "line": 40,
+            "library": "torch/amp/grad_scaler.py: <genexpr>",
+            "builtin": "Tensor.item",
+            "cause": "aten::item",
+            "call": "cudaStreamSynchronize",
+            "phase": "log",
+            "per_step": 0.5,
+            "ms_per_step": us(17.5),
+            "idle_ms_per_step": us(95),
+        },
+    ]
+
+
+def test_host_time_by_phase_adds_up(trace):
+    rows = trace.host_breakdown()
+    assert rows["data"] == {"ms": us(100), "count": 0.5, "idle_ms": us(100)}
+    assert rows["forward"] == {"ms": us(120), "count": 0.5, "idle_ms": us((60 + 50) / 2)}
+    assert sum(row["ms"] for row in rows.values()) * 2 == pytest.approx(trace.wall_ms)
+
+
+def test_kernels_are_sorted_by_kind_of_work(trace):
+    found = {name: row["ms"] for name, row in trace.categories().items()}
+    assert found == {
+        "thin GEMM": us(50),
+        "foreach": us(45),
+        "compiled": us(30),
+        "attention": us(30),
+        "GEMM": us(25),
+        "elementwise": us(25),
+    }
+    assert next(iter(found)) == "thin GEMM"
+
+
+def test_timeline_shows_one_window_cut_to_its_edges(trace):
+    lanes = trace.timeline((trace.wall[0] + 0.1, trace.wall[0] + 0.43))
+    assert lanes == {
+        "host": [
+            (us(0), us(100), "data"),
+            (us(100), us(60), "to_device"),
+            (us(160), us(170), "forward"),
+        ],
+        "host waits": [(us(110), us(40), "synchronisation")],
+        "launches": [(us(200), us(10), "launch call"), (us(230), us(10), "launch call")],
+        "GPU": [
+            (us(220), us(100), "thin GEMM"),
+            (us(300), us(30), "GEMM"),
+            (us(132), us(13), "copy"),
+        ],
+    }
+    assert max(start + length for start, length, _ in trace.timeline()["GPU"]) <= 1.0
+
+
+def test_busy_over_time_divides_the_first_step(trace):
+    when, busy = trace.busy_over_time(bins=4)
+    assert when == [us(0), us(250), us(500), us(750)]
+    assert busy == [
+        0.0,
+        pytest.approx(130 / 250),
+        pytest.approx(10 / 250),
+        pytest.approx(150 / 250),
+    ]
+
+
+def test_idle_time_inside_a_python_function(trace):
+    assert trace.idle_ms_in_function("training.py", "log_loss") == us((100 - 5) / 2)
+    assert trace.idle_ms_in_function("raining.py", "log_loss") == 0
+
+
+def test_metrics_are_numbers_per_step(trace):
+    metrics = trace.metrics()
+    assert metrics["syncs_per_step"] == 1.0
+    assert metrics["sync_ms"] == us((40 + 35) / 2)
+    assert metrics["clip_sync"] == 0
+    assert metrics["data_share"] == pytest.approx(200 / 2100)
+    assert metrics["log_idle_ms"] == us((100 - 5) / 2)
+    json.dumps(metrics, allow_nan=False)
+
+
+def test_a_clip_that_waits_is_seen():
+    events = [
+        mark("clip", 0, 100),
+        kernel("reduce_kernel", 0, 50, 1),
+        op("aten::item", 20, 60),
+        call("cudaStreamSynchronize", 30, 55, 0),
+    ]
+    assert Trace(events).metrics()["clip_sync"] == 1
+
+
+def test_pageable_copy_to_the_host_waits_even_alone_but_one_to_the_gpu_does_not():
+    events = [
+        mark("ProfilerStep#1", 0, 200),
+        op("aten::copy_", 0, 50),
+        call("cudaMemcpyAsync", 10, 40, 1),
+        copy("Memcpy HtoD (Pageable -> Device)", 20, 45, 1),
+        op("aten::copy_", 60, 100),
+        call("cudaMemcpyAsync", 65, 95, 2),
+        copy("Memcpy DtoH (Device -> Pageable)", 70, 90, 2),
+        op("aten::copy_", 110, 150),
+        call("cudaMemcpyAsync", 112, 115, 3),
+        copy("Memcpy DtoH (Device -> Pinned)", 120, 130, 3),
+    ]
+    assert [(w.call, w.start, w.ms) for w in Trace(events).waits] == [
+        ("cudaMemcpyAsync", us(65), us(30))
+    ]
+
+
+def test_synchronisation_on_the_autograd_thread_has_that_threads_stack():
+    events = [
+        mark("backward", 0, 100),
+        kernel("k", 5, 10, 9),
+        python("labutils/training.py(5): step", 0, 100),
+        op("autograd::engine::evaluate_function: MulBackward0", 20, 60, AUTOGRAD),
+        op("aten::item", 30, 50, AUTOGRAD),
+        call("cudaStreamSynchronize", 35, 45, 0, AUTOGRAD),
+    ]
+    (wait,) = Trace(events).waits
+    assert (wait.cause, wait.phase, wait.where) == ("aten::item", "backward", None)
+
+
+def test_without_a_gpu_what_does_not_apply_is_absent():
+    host_only = [
+        e for e in TWO_STEPS if e.get("cat") not in ("kernel", "gpu_memcpy", "cuda_runtime")
+    ]
+    trace = Trace(host_only)
+    assert not trace.on_gpu
+    assert trace.launches() == {}
+    assert trace.gaps() == []
+    assert trace.waits == []
+    assert trace.partition() == {"data": us(100), "host": us(900)}
+    assert trace.partition(step_ms=0.8, data_ms=0.1) == {"data": us(100), "host": us(700)}
+    assert set(trace.metrics()) == {"traced_step_ms", "traced_steps", "data_share", "host_share"}
+    assert all("idle_ms" not in row for row in trace.host_breakdown().values())
+    assert [(w.where.function, w.cause) for w in trace.host_reads()] == [("log_loss", "aten::item")]
+
+
+def test_operators_own_time_excludes_what_they_call():
+    trace = Trace(
+        [op("aten::linear", 0, 100), op("aten::addmm", 10, 70), op("aten::copy_", 20, 30)]
+    )
+    assert trace.categories() == {
+        "GEMM": {"ms": us(90), "count": 2.0},
+        "casts and layout": {"ms": us(10), "count": 1.0},
+    }
+
+
+def test_without_a_gpu_the_timeline_shows_what_operators_compute():
+    events = [
+        op("autograd::engine::evaluate_function: AddmmBackward0", 0, 60),
+        op("aten::t", 2, 4),
+        op("aten::mm", 5, 50),
+        op("aten::copy_", 10, 20),
+        op("aten::add_", 52, 58),
+    ]
+    assert Trace(events).timeline() == {
+        "operators": [(us(5), us(45), "GEMM"), (us(52), us(6), "elementwise")]
+    }
+
+
+def test_data_is_recognised_by_pytorchs_own_mark_too():
+    events = [
+        mark("ProfilerStep#1", 0, 100),
+        mark("enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__", 10, 40),
+    ]
+    assert Trace(events).partition() == {"data": us(30), "host": us(70)}
+
+
+def test_nothing_recorded_is_said():
+    with pytest.raises(ValueError, match="no event with a duration"):
+        Trace([{"ph": "M", "name": "process_name"}])
+
+
+# Files
+
+
+@pytest.mark.parametrize("opened", [open, gzip.open])
+@pytest.mark.parametrize("content", [TWO_STEPS, {"schemaVersion": 1, "traceEvents": TWO_STEPS}])
+def test_files_are_read_plain_and_gzipped(tmp_path, opened, content):
+    path = tmp_path / ("a.json.gz" if opened is gzip.open else "a.json")
+    with opened(path, "wt") as file:
+        json.dump(content, file)
+    assert read_events(path) == TWO_STEPS
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(ValueError, match="whole"):
+        read_events(path)
+
+
+def test_a_file_that_is_no_trace_is_refused(tmp_path):
+    path = tmp_path / "no.json"
+    path.write_text('{"hello": 1}')
+    with pytest.raises(ValueError, match=r"no\.json is no profiler trace"):
+        read_events(path)
+
+
+# Names and stacks
+
+
+NAMES = {
+    "sm90_xmma_fprop_implicit_gemm_f16f16_f16f32_f32_nhwckrsc_nhwc": "convolution",
+    "void cutlass::Kernel2<cutlass_80_wmma_tensorop_f16_s161616gemm_f16>": "GEMM",
+    "nvjet_hsh_192x192_64x4_2x1_v_bz_coopA_NNT": "GEMM",
+    "void cublasLt::splitKreduce_kernel<32, 16, int, float>": "GEMM",
+    "void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<64>>": "attention",
+    "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_3": "attention",
+    "void at::native::(anonymous namespace)::RowwiseMomentsCUDAKernel<c10::Half>": "normalisation",
+    "void at::native::multi_tensor_apply_kernel<FusedAdamMathFunctor>": "foreach",
+    "void at::native::unrolled_elementwise_kernel<direct_copy_kernel_cuda>": "casts and layout",
+    "void cudnn::ops::nchwToNhwcKernel<__half, __half, float>": "casts and layout",
+    "void convertTensor_kernel<float, __half, float>": "casts and layout",
+    "void at::native::vectorized_elementwise_kernel<4, launch_clamp_scalar>": "elementwise",
+    "void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float>>": "reduction",
+    "void cudnn::fusion::compute_dot_do_o<false>": "attention",
+    "triton_per_fused_native_group_norm_3": "compiled",
+    "ncclDevKernel_AllReduce_Sum_f32_RING_LL": "communication",
+    "autograd::engine::evaluate_function: ConvolutionBackward0": "other",
+    "aten::_foreach_addcdiv_": "foreach",
+    "aten::transpose": "views and allocation",
+    "something_new": "other",
+}
+
+
+@pytest.mark.parametrize(("name", "category"), NAMES.items())
+def test_names_tell_the_kind_of_work(name, category):
+    assert category_of(name) == category
+    assert category in CATEGORIES
+
+
+@pytest.mark.parametrize(
+    ("name", "dims", "thin"),
+    [
+        ("mm", [[4096, 320], [320, 4]], True),
+        ("mm", [[4, 4096], [4096, 320]], True),  # the gradient of A
+        ("mm", [[8, 4096], [4096, 320], [8, 320]], True),  # compiled code says where to write
+        ("mm", [[4096, 320], [320, 4], [4096, 4]], True),
+        ("mm", [[4096, 320], [320, 640], [4096, 640]], False),
+        ("addmm", [[320], [4096, 4], [4, 320], [], []], True),  # the bias comes first
+        ("addmm", [[4096, 320], [4096, 4], [4, 320], [], [], [4096, 320]], True),
+        ("addmm", [[320], [4096, 640], [640, 320], [], [], [4096, 320]], False),
+        ("mm", [[4096, 320], [320, 320]], False),
+        ("mm", [[1, 1280], [1280, 320]], False),  # a vector is not LoRA
+        ("bmm", [[2, 4096, 320], [2, 320, 8]], True),
+        ("baddbmm", [[2, 4096, 320], [2, 4096, 8], [2, 8, 320]], True),
+        ("_scaled_mm", [[4096, 320], [320, 640], [4096, 1], [1, 640], [], []], False),
+        ("mm", [[4096, 320]], False),
+        ("mm", [], False),
+        ("mm", None, False),
+    ],
+)
+def test_products_that_a_rank_makes_thin(name, dims, thin):
+    assert is_thin(f"aten::{name}", dims) is thin
+
+
+@pytest.mark.parametrize(
+    ("file", "own", "short"),
+    [
+        ("labutils/training.py", True, "labutils/training.py"),
+        ("/home/me/lab/labutils/training.py", True, "labutils/training.py"),
+        ("/v/lib/python3.12/site-packages/labutils/training.py", True, "labutils/training.py"),
+        ("/tmp/ipykernel_77/3141.py", True, "this notebook"),
+        ("/home/me/my_script.py", True, "my_script.py"),
+        ("torch/optim/adamw.py", False, "torch/optim/adamw.py"),
+        ("/opt/site/accelerate/accelerator.py", False, "accelerate/accelerator.py"),
+        ("/v/lib/python3.12/site-packages/torch/optim/adamw.py", False, "torch/optim/adamw.py"),
+        ("/usr/lib/python3.12/contextlib.py", False, "contextlib.py"),
+        ("contextlib.py", False, "contextlib.py"),
+        ("<frozen os>", False, "<frozen os>"),
+    ],
+)
+def test_whose_code_a_file_is(file, own, short):
+    frame = Frame(file, 1, "f")
+    assert (frame.own, frame.short_file) == (own, short)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 30), st.integers(1, 10)), max_size=8),
+    st.lists(st.integers(0, 40), max_size=8),
+)
+def test_stacks_against_looking_at_every_slice(pieces, moments):
+    """Nested slices: each piece is put, with a margin, around the pieces before it that it meets."""
+    slices = []
+    for start, length in pieces:
+        met = [s for s in slices if s.start < start + length and start < s.end]
+        low, high = (
+            min([start, *(s.start for s in met)]),
+            max([start + length, *(s.end for s in met)]),
+        )
+        slices.append(Slice(low, high, str(len(slices))))
+    slices.sort(key=lambda s: (s.start, -s.end))
+    moments.sort()
+    for moment, stack in zip(moments, enclosing(slices, moments), strict=True):
+        assert list(stack) == [s for s in slices if s.start <= moment < s.end]
+    covered = len({cell for s in slices for cell in range(s.start, s.end)})
+    assert sum(own for _, own in own_time(slices)) == covered
+
+
+# The real profiler
+
+
+class Training:
+    """A training loop in small, marked as the course's is."""
+
+    def __init__(self):
+        self.layer = torch.nn.Linear(8, 8)
+        self.optimizer = torch.optim.SGD(self.layer.parameters(), lr=0.1)
+
+    def step(self):
+        with record_function("data"):
+            batch = torch.randn(4, 8)
+        with record_function("forward"):
+            loss = self.layer(batch).square().mean()
+        with record_function("backward"):
+            loss.backward()
+        with record_function("optimizer"):
+            self.optimizer.step()
+        with record_function("log"):
+            self.log(loss)
+
+    def log(self, loss):
+        return loss.item()
+
+
+@pytest.fixture(scope="module")
+def real(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("profile")
+    return profile(Training(), steps=5, folder=folder), folder
+
+
+def test_the_articles_schedule_records_five_steps(real):
+    trace, folder = real
+    assert trace.steps == trace.metrics()["traced_steps"] == 5
+    assert [path.name for path in folder.iterdir()] == [trace.path.name]
+    assert trace.path.name.endswith(".pt.trace.json")
+
+
+@pytest.mark.parametrize("shapes", [True, False, None])
+def test_shapes_are_recorded_without_stacks(tmp_path, shapes):
+    def step():
+        torch.rand(8, 8) @ torch.rand(8, 8)
+
+    found = profile(
+        SimpleNamespace(step=step), steps=1, folder=tmp_path, with_stack=False, with_shapes=shapes
+    )
+    products = [op for slices in found.ops.values() for op in slices if op.name == "aten::mm"]
+    assert products
+    assert all(bool(op.dims) == bool(shapes) for op in products)
+
+
+def test_a_real_trace_knows_its_phases_and_who_read_a_value(real):
+    trace, _ = real
+    rows = trace.host_breakdown()
+    assert [name for name, row in rows.items() if row["count"] == 1] == [
+        "data",
+        "forward",
+        "backward",
+        "optimizer",
+        "log",
+    ]
+    assert sum(row["ms"] for row in rows.values()) * 5 == pytest.approx(trace.wall_ms)
+    (row,) = (r for r in trace.sync_table(trace.host_reads()) if r["phase"] == "log")
+    assert row["where"] == "test_trace.py: log"
+    assert row["line"] == Training.log.__code__.co_firstlineno
+    assert (row["builtin"], row["cause"], row["per_step"]) == ("Tensor.item", "aten::item", 1.0)
+    assert {"GEMM", "reduction"} <= set(trace.categories())
+
+
+def test_a_captured_step_is_never_busier_than_its_trace():
+    """40 kernels of 20 us with gaps of 5 us from one launch: 80 % busy, even beside an untraced
+    step of 0.9 ms, which bounds it from above."""
+    kernels = [kernel("kernel", 25 * i, 25 * i + 20, 1) for i in range(40)]
+    events = [mark("ProfilerStep#2", 0, 1000), call("cudaGraphLaunch", 0, 5, 1), *kernels]
+    captured = Trace(events)
+    metrics = captured.metrics(step_ms=0.9)
+    assert metrics["gpu_busy"] == metrics["traced_gpu_busy"] == pytest.approx(0.8)
+    assert metrics["untraced_gpu_busy"] == pytest.approx(0.8 / 0.9)
+    assert captured.metrics(step_ms=1.2)["gpu_busy"] == pytest.approx(0.8 / 1.2)
+    assert "untraced_gpu_busy" not in captured.metrics()

@@ -1,0 +1,174 @@
+"""`labutils report`: whatever results there are, it reads them, says where they come from, and fits
+the page.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from labutils.results import claims, report
+from labutils.results.judges import NOT_TESTABLE, VERDICTS
+from labutils.results.records import REFERENCE, Results, Run, Runs
+
+CLAIMS = claims.load_claims()
+
+
+@pytest.fixture(autouse=True)
+def no_other_results(tmp_path, monkeypatch):
+    """Neither the checkout's own results nor its reference."""
+    monkeypatch.setattr(report, "REPOSITORY", tmp_path / "checkout")
+    monkeypatch.setattr(report, "REFERENCE", tmp_path / "reference" / "results.jsonl")
+    monkeypatch.delenv("LABUTILS_RESULTS", raising=False)
+
+
+def rung(name: str, ms: float, lane: str = "article", **metrics: float) -> Run:
+    step = {"median": ms, "p10": 0.9 * ms, "p90": 1.1 * ms, "n": 9}
+    recipe = {"micro_batch": 1, "accumulation": 4}
+    tags = {"experiment": "ladder", "rung": name}
+    return Run("04", name, lane, metrics={"step_ms": step} | metrics, recipe=recipe, tags=tags)
+
+
+def write(folder: Path, *runs: Run, done: str = "") -> Path:
+    kept = Results(folder)
+    for run in runs:
+        kept.append(run)
+    if done:
+        kept.done(done)
+    return folder
+
+
+def as_json(capsys: pytest.CaptureFixture[str], results: Path | None) -> dict:
+    assert report.main(results, as_json=True) == 0
+    said = capsys.readouterr().out
+    assert said.isascii()
+    return json.loads(said)
+
+
+def as_text(capsys: pytest.CaptureFixture[str], results: Path | None) -> str:
+    assert report.main(results, as_json=False) == 0
+    return capsys.readouterr().out
+
+
+def test_every_claim_is_listed_without_any_results(capsys):
+    page = as_json(capsys, None)
+    assert [claim["id"] for claim in page["claims"]] == list(CLAIMS)
+    assert sum(page["verdicts"].values()) == len(CLAIMS)
+    assert page["results"] == page["ladder"] == page["labs_done"] == []
+    assert "labutils run" in as_text(capsys, None)
+
+
+def test_the_h200_s_records_are_reported_whole(capsys):
+    page = as_json(capsys, REFERENCE.parent)
+    assert len(page["labs_done"]) == 11 and len(page["ladder"]) == 17
+    assert page["verdicts"].keys() <= set(VERDICTS)
+    assert page["verdicts"].get(NOT_TESTABLE, 0) < len(CLAIMS) / 2
+    said = as_text(capsys, REFERENCE.parent)
+    assert all(id in said for id in CLAIMS)
+    assert "\x1b" not in said
+
+
+def test_a_table_fits_the_page(capsys):
+    lines = as_text(capsys, REFERENCE.parent).splitlines()
+    assert max(len(line) for line in lines if line[:1] in "┃│├┏┡└") <= report.WIDTH
+
+
+def test_the_ladder_goes_lane_by_lane_with_speedups_over_stock():
+    merged = rung("merged", 40, "same mathematics")
+    merged.recipe = {"micro_batch": 4, "accumulation": 1}  # as many examples a step
+    other_work = rung("other", 30)
+    other_work.recipe = {"micro_batch": 1}
+    failed = rung("failed", 1)
+    failed.status = "error: RuntimeError"
+    graph = rung("graph", 100, "same work", gpu_busy=0.97, floor_ms=15)
+    apart = Run("04", "x", metrics={"step_ms": 3}, tags={"experiment": "x"})
+    workers = rung("workers", 500)
+    runs = Runs([merged, rung("stock", 1000), graph, workers, other_work, failed, apart])
+    rungs = report.ladder(runs)
+    assert list(rungs["rung"]) == ["stock", "workers", "graph", "merged"]
+    assert list(rungs["speedup"]) == pytest.approx([1, 2, 10, 25])
+    assert list(rungs["floor_ms"].dropna()) == [15]
+    assert report.ladder(Runs([graph]))["speedup"].isna().all()
+
+
+@pytest.mark.parametrize("odd", ["x", [1], None, {}, float("nan"), 1e999, -1, 0])
+def test_odd_numbers_do_no_harm(tmp_path, capsys, odd):
+    summary = {"median": 5, "p10": odd, "p90": odd}
+    records = [
+        {"run": "stock", "metrics": {"step_ms": odd}},
+        {"run": "odd", "metrics": {"step_ms": {"median": odd}}},
+        {"run": "even", "metrics": {"step_ms": summary, "gpu_busy": odd, "floor_ms": odd}},
+        {"run": "recipe", "metrics": {"step_ms": summary}, "recipe": {"micro_batch": odd}},
+        {"run": "stock [bold]x[/bold]", "metrics": {"step_ms": 3}},
+    ]
+    lines = (json.dumps({"schema": 1, "lab": "04"} | record) + "\n" for record in records)
+    (tmp_path / "results.jsonl").write_text("".join(lines))
+    assert {"even", "stock [bold]x[/bold]"} <= {
+        r["rung"] for r in as_json(capsys, tmp_path)["ladder"]
+    }
+    assert "stock [bold]x[/bold]" in as_text(capsys, tmp_path)
+
+
+def test_lines_that_can_not_be_used_are_told(tmp_path, capsys):
+    folder = write(tmp_path / "here", rung("stock", 1160), done="04")
+    assert as_json(capsys, folder)["passed_over"] == []
+    with (folder / "results.jsonl").open("a") as file:
+        file.write('hello\n{"lab": "04", "status": "prediction", "topic": "t"}\n{"lab": "04", "run')
+    page = as_json(capsys, folder)
+    assert [row["step_ms"] for row in page["ladder"]] == [1160]
+    (told,) = page["passed_over"]
+    assert str(folder / "results.jsonl") in told and "line 3" in told and "line 5" in told
+    assert told in as_text(capsys, folder)
+
+
+def test_results_that_can_not_be_read_are_wrong_usage(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "unusable").mkdir()
+    (tmp_path / "unusable" / "results.jsonl").write_text('{"schema": 3}\n')
+    (tmp_path / "odd" / "results.jsonl").mkdir(parents=True)
+    Path("loop").symlink_to("loop")
+    for place in ("unusable", "odd", "loop", "nothing", "x" * 300, "~nosuchuser/x"):
+        assert report.main(Path(place), as_json=True) == 2
+        said = capsys.readouterr()
+        assert said.out == "" and place in said.err and "--results results/NAME" in said.err
+
+
+def test_a_file_a_folder_or_the_environment_names_the_results(tmp_path, capsys, monkeypatch):
+    folder = write(tmp_path / "sets" / "a", rung("stock", 1160))
+    pages = [as_json(capsys, place) for place in (folder, folder.parent, folder / "results.jsonl")]
+    monkeypatch.setenv("LABUTILS_RESULTS", str(folder))
+    assert [as_json(capsys, None)] * 3 == pages
+
+
+def test_of_each_lab_the_newest_file_counts_and_none_is_mixed(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(report, "REPOSITORY", tmp_path)
+    zero, three = (
+        Run("03", "", tags={"experiment": "workers", "workers": n}, metrics={"step_ms": 1})
+        for n in (0, 3)
+    )
+    old = write(tmp_path / "results" / "old", zero, rung("stock", 1160))
+    new = write(tmp_path / "results" / "new", three)
+    os.utime(old / "results.jsonl", (1, 1))
+    os.utime(new / "results.jsonl", (2, 2))
+    page = report.read_page(report.result_files(None), REFERENCE)
+    assert [(run.lab, run.tags.get("workers")) for run in page.here] == [("04", None), ("03", 3)]
+    assert page.files == [old / "results.jsonl", new / "results.jsonl"]
+
+
+def test_a_lab_that_sums_up_reads_what_is_beside_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(report, "REPOSITORY", tmp_path)
+    together = write(tmp_path / "together", rung("stock", 1), Run("11", "scoreboard"))
+    assert report.files_beside(together, "11") == [together / "results.jsonl"]
+    other = write(tmp_path / "results" / "other", rung("stock", 1)) / "results.jsonl"
+    alone = write(tmp_path / "results" / "alone", Run("11", "scoreboard"))
+    assert report.files_beside(alone, "11") == [other]
+
+
+def test_a_ladder_is_shown_once_where_the_report_is_of_the_reference_itself(tmp_path, capsys):
+    theirs = write(tmp_path / "reference", rung("stock", 2_296.0))
+    assert as_text(capsys, theirs).count("The ladder") == 1
+    here = write(tmp_path / "here", rung("stock", 1_000.0))
+    assert as_text(capsys, here).count("The ladder") == 2

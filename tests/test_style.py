@@ -1,0 +1,75 @@
+"""How the course is written: short lines, short functions, notebooks clean and paired."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import jupytext
+import nbformat
+import pytest
+
+HOUSE = Path(__file__).resolve().parents[1]
+NOTEBOOKS = sorted((HOUSE / "notebooks").glob("**/*.ipynb"))
+MOST_LETTERS, MOST_LINES_A_FUNCTION, MOST_LINES_A_CELL = 100, 60, 40
+
+
+def sources() -> list[Path]:
+    named = ["git", "ls-files", "*.py", ":!notebooks", ":!reference"]
+    listed = subprocess.run(named, cwd=HOUSE, capture_output=True, text=True, check=True).stdout
+    return [HOUSE / name for name in listed.splitlines() if (HOUSE / name).exists()]
+
+
+def test_lines_are_at_most_100_letters_long():
+    long = [
+        f"{path.relative_to(HOUSE)}:{number}"
+        for path in sources()
+        for number, line in enumerate(path.read_text("utf-8").splitlines(), 1)
+        if len(line) > MOST_LETTERS
+    ]
+    assert not long, f"{len(long)} lines: {long}"
+
+
+def test_functions_are_at_most_60_lines_long():
+    long = []
+    for path in (HOUSE / "labutils").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                lines = node.end_lineno - node.lineno + 1
+                if lines > MOST_LINES_A_FUNCTION:
+                    long.append(f"{path.relative_to(HOUSE)}: {node.name} has {lines}")
+    assert not long, long
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_is_clean_and_agrees_with_its_text(path: Path):
+    notebook = nbformat.read(path, as_version=4)
+    nbformat.validate(notebook)
+    assert set(notebook.metadata) <= {"kernelspec", "jupytext"}
+    for cell in notebook.cells:
+        assert set(cell.metadata) <= {"tags", "lines_to_next_cell"}
+        assert not cell.get("outputs") and cell.get("execution_count") is None
+    text = jupytext.read(path.parent / "py" / f"{path.stem}.py")
+    halves = [
+        [(cell.cell_type, cell.source, cell.metadata.get("tags", [])) for cell in half.cells]
+        for half in (notebook, text)
+    ]
+    assert halves[0] == halves[1], "out of step: make notebooks"
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_cells_are_short_enough_to_be_read(path: Path):
+    long = {}
+    for cell in nbformat.read(path, as_version=4).cells:
+        lines = cell.source.splitlines()
+        exercise = {"exercise", "solution"} & set(cell.metadata.get("tags", []))
+        if cell.cell_type == "code" and not exercise and len(lines) > MOST_LINES_A_CELL:
+            long[lines[0]] = len(lines)
+    assert not long
+
+
+def test_the_dockerfile_is_well_written():
+    hadolint = Path(sys.executable).with_name("hadolint")
+    if not hadolint.exists():
+        pytest.skip("hadolint has no wheel for this system")
+    subprocess.run([hadolint, HOUSE / "Dockerfile"], check=True)

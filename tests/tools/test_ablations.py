@@ -1,0 +1,106 @@
+"""Predicted gains beside measured ones, on the course's own loop at tiny."""
+
+from __future__ import annotations
+
+import pytest
+
+from labutils.recipe import STOCK
+from labutils.results.records import Run
+from labutils.tools.diagnose import Fix
+from labutils.tools.diagnose.ablations import (
+    _row,
+    ablations,
+    fix_table,
+    is_test,
+    look_table,
+    recipes_of,
+    round_costs,
+)
+from labutils.workloads import open_workload
+
+
+def test_a_fix_that_is_refused_or_changes_nothing_says_so():
+    fixes = [
+        Fix("fine", 0.2, "", changes={"optimizer": "adamw-fused"}),
+        Fix("refused", 0.2, "", changes={"streams": 4}),
+        Fix("the same", 0.2, "", changes={"precision": "bf16"}),
+    ]
+    recipes, why = recipes_of(STOCK.but(precision="fp32"), fixes, "cpu")
+    assert list(recipes) == ["fine"] and recipes["fine"].optimizer == "adamw-fused"
+    assert "graph" in why["refused"] and "same" in why["the same"]
+
+
+def timed(*walls, **metrics):
+    recipe = STOCK.but(micro_batch=2, accumulation=4).as_dict()
+    return Run("", "", recipe=recipe, samples={"wall_ms": list(walls)}, metrics=metrics)
+
+
+@pytest.mark.parametrize(
+    ("predicted", "measured", "off", "tests"),
+    [
+        (0.5, 0.5, 0.0, True),
+        (0.5, 0.6, 0.25, True),  # half of the step was predicted, and it took 40 %
+        (0.0, 0.01, 0.0101, False),  # nothing predicted and nothing there: no test
+        (0.3, -0.1, -0.3636, True),
+    ],
+)
+def test_a_prediction_is_judged_by_the_step_that_it_predicted(predicted, measured, off, tests):
+    row = _row(Fix("f", predicted, ""), (timed(100), timed(100 * (1 - measured))), "")
+    assert row["off"] == pytest.approx(off, abs=1e-3)
+    assert is_test(row) == tests
+
+
+def test_a_gain_is_the_median_of_the_rounds():
+    """The machine gets slower, and in the second round the fix meets something for the first time."""
+    row = _row(Fix("f", 0.5, ""), (timed(100, 120, 140), timed(52, 240, 70)), "")
+    assert row["measured"] == pytest.approx(0.48)
+    assert _row(Fix("f", 0.5, ""), None, "refused")["why"] == "refused"
+
+
+def test_gains_are_of_what_the_fix_is_about():
+    run = timed(80.0, 120.0, useful_tokens=0.5)
+    run.samples["tokens"] = [100, 300, 400, 800]
+    assert round_costs(run) == [80.0, 120.0]
+    assert round_costs(run, "example") == [10.0, 15.0]
+    assert round_costs(run, "useful token") == pytest.approx([80 / 100, 120 / 300])
+
+
+def test_a_start_is_diagnosed_and_its_fixes_are_measured(monkeypatch):
+    monkeypatch.setenv("TQDM_DISABLE", "1")
+    work = open_workload("sd15-lora", "tiny", device="cpu")
+    run = ablations(work, STOCK, steps=1, rounds=1, only=("batch size", "optimizer"))
+    each = run.metrics["each"]
+    assert set(each) == {"batch size", "optimizer"} and run.metrics["fixes"] == 2
+    merged = each["batch size"]
+    assert merged["changes"] == {"micro_batch": 4, "accumulation": 1}
+    assert 0 < merged["predicted"] < 1 and -1 < merged["measured"] < 1
+    assert "Where it goes" in run.metrics["told"]
+    table = fix_table({"SD1.5": run})
+    assert list(table["fix"]) == list(each) and set(table["loop"]) == {"SD1.5"}
+
+
+def test_texts_are_traced_on_the_batches_that_are_timed(monkeypatch):
+    monkeypatch.setenv("TQDM_DISABLE", "1")
+    work = open_workload("qwen3-lora-long", "tiny", device="cpu")
+    from labutils.labs.ladders import A3_BASE
+
+    assert "Where it goes" in ablations(work, A3_BASE, steps=3, only=()).metrics["told"]
+
+
+def test_what_a_look_was_worth_is_told_by_loop():
+    def row(predicted, *rounds):
+        pair = (timed(*[100] * len(rounds)), timed(*(100 * (1 - gain) for gain in rounds)))
+        return _row(Fix("f", predicted, ""), pair if rounds else None, "refused")
+
+    each = {
+        "batch size": row(0.5, 0.52, 0.55, 0.6),
+        "capture": row(0.4, 0.72),
+        "workers": row(0.3, -0.1),
+        "caching": row(0.01, 0.2),
+        "refused": row(0.9),
+    }
+    runs = {"SD1.5": Run("09", "", metrics={"each": each}), "Qwen3": Run("09", "", status="oom")}
+    (look,) = look_table(runs).itertuples(index=False, name=None)
+    assert look == ("SD1.5", "batch size", "55%", "capture", "72%", "2 of 3")
+    measured = fix_table(runs)["measured"]
+    assert list(measured) == ["55% (52 to 60)", "72%", "-10%", "20%", "refused"]

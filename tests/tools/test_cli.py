@@ -1,0 +1,89 @@
+"""The command line: exit codes, one message on stderr, nothing heavy loaded too early."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import troubled_notebooks
+
+from labutils import __version__, cli
+from labutils.tools import doctor
+
+
+def labutils(*words: str, **environment: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "labutils.cli", *words]
+    environment = os.environ | environment
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+
+
+@pytest.mark.parametrize(
+    ("words", "word"),
+    [
+        (["walk"], "walk"),
+        (["run", "--timeout", "soon"], "seconds"),
+        (["run", "--timeout", "nan"], "seconds"),
+        (["run", "--timeout", "1e300"], "seconds"),
+        (["run", "--jobs", "0"], "whole number"),
+        (["run", "--results", ""], "folder"),
+        (["run", "--weights", "mine"], "mine"),
+        (["run", "08", "-p", "years", "1", "-p", "years", "2"], "twice"),
+        (["report", "--jsn"], "--jsn"),
+    ],
+)
+def test_wrong_usage_exits_with_2_and_says_why(words, word, capsys):
+    with pytest.raises(SystemExit) as stop:
+        cli.main(words)
+    assert stop.value.code == 2
+    assert word in capsys.readouterr().err
+
+
+def test_what_a_command_refuses_is_one_message_and_2(tmp_path, capsys):
+    path = troubled_notebooks.write(tmp_path, "fine")
+    for words in (
+        [],
+        ["run", path, "--scale", "huge"],
+        ["run", "--results", "~nosuchuser/x"],
+        ["report", "--results", "~nosuchuser/x"],
+        ["handouts", "--results", "~nosuchuser/x"],
+        ["diagnose", "--results", str(tmp_path)],
+    ):
+        assert cli.main(words) == 2
+        said = capsys.readouterr()
+        assert said.err and not said.out
+
+
+def test_ctrl_c_is_130_without_a_traceback(monkeypatch, capsys):
+    def interrupted(json: bool) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(doctor, "main", interrupted)
+    assert cli.main(["doctor"]) == 130
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_a_reader_that_goes_away_is_no_traceback():
+    command = f'"{sys.executable}" -m labutils.cli report --json | head -c 1'
+    assert subprocess.run(["bash", "-c", command], capture_output=True).stderr == b""
+
+
+def test_a_lab_that_fails_is_1_and_its_message_is_on_the_page(tmp_path):
+    path = troubled_notebooks.write(tmp_path, "raises")
+    done = labutils("run", path, "--scale", "tiny", "--results", str(tmp_path / "results"))
+    assert (done.returncode, done.stderr) == (1, "")
+    for page in ("index.html", "notebooks/raises.html"):
+        assert "3 x 4" in (tmp_path / "results" / page).read_text()
+
+
+def test_report_is_json_for_machines_and_plain_ascii_where_it_must_be():
+    assert json.loads(labutils("report", "--json").stdout)
+    done = labutils("report", PYTHONIOENCODING="ascii", PYTHONUTF8="0")
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_starting_imports_nothing_heavy():
+    program = "import sys, labutils.cli; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert not {"torch", "matplotlib", "papermill", "pandas"} & set(done.stdout.split())
+    assert labutils("--version").stdout == f"labutils {__version__}\n"

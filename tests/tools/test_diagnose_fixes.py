@@ -1,0 +1,391 @@
+"""Fixes predicted on made-up steps of a GPU, and budgets and gains that hold for any queue."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+from gpu_steps import Steps
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from labutils.recipe import STOCK
+from labutils.tools.diagnose import budget, diagnose, fixes, report, sources
+from labutils.tools.diagnose.evidence import Evidence, Loader, Optimizer
+from labutils.tools.diagnose.product_rates import Rates
+from labutils.tools.diagnose.replay import (
+    READ,
+    SPREAD,
+    TO_DEVICE,
+    TRACED_HOST,
+    Piece,
+    Product,
+    Queue,
+    fitted,
+    gain,
+    without_waits,
+)
+from labutils.tools.diagnose.trace_pieces import PieceTrace, queue_of
+
+CONFIG = {"threads": 1, "cuda_available": True, "world_size": 1, "launch_blocking": False}
+CONFIG |= {"anomaly": False, "matmul_tf32": False, "cudnn_tf32": True}
+CONFIG |= {"peak_gb": 2.0, "memory_gb": 80.0}
+ADAMW = {"name": "AdamW", "tensors": 25, "bytes": 1e6, "foreach": None, "takes_fused": True}
+BF16 = "sm80_xmma_gemm_bf16bf16_bf16f32_f32"
+
+
+def batch(**changes):
+    facts = {"examples": 32, "bytes": 1e6, "pinned": False, "num_workers": 2, "pin_memory": False}
+    return facts | changes
+
+
+def of_steps(steps: Steps, data_ms=0.0, config=(), **changes) -> Evidence:
+    """Evidence of a script on a GPU, as its hooks would have recorded it."""
+    trace = PieceTrace(steps.trace_events())
+    record = {
+        "device": "cuda",
+        "step_ms": [trace.wall_ms / trace.steps] * 5,
+        "data_ms": [data_ms] * 5,
+        "host_step_ms": [],
+        "backwards": 1.0,
+        "closures": 0.0,
+        "batches_per_step": 1.0,
+        "fetch_cpu_ms": data_ms,
+        "calls": [],
+        "sync_lines": {},
+        "batches": [batch()],
+        "optimizer": ADAMW | {"fused": True},
+        "config": CONFIG | dict(config),
+    }
+    return replace(sources.of_record(record | changes, trace), rates=Rates("cuda", here=False))
+
+
+def three(body) -> Steps:
+    """Three steps of what `body(steps)` does."""
+    steps = Steps()
+    for _ in range(3):
+        steps.step()
+        body(steps)
+    return steps
+
+
+def products(steps, count=20, gpu=500.0, name=BF16, types=("c10::BFloat16",) * 2):
+    shape = {"dims": [[4096, 4096], [4096, 4096]], "types": list(types), "blocks": 8}
+    for _ in range(count):
+        steps.launch(name, gpu, 20, "aten::mm", **shape)
+
+
+def tuned(steps):
+    steps.copy_in(20, pageable=False)
+    products(steps)
+
+
+def test_a_tuned_loop_raises_no_alarm():
+    found = diagnose(of_steps(three(tuned)))
+    assert found.worth_it == () and "No fix" in report.text(found)
+
+
+def test_pageable_copies_are_pinned():
+    def copying(gpu, pageable):
+        return three(lambda s: (s.copy_in(gpu, pageable), products(s, 50, gpu=60)))
+
+    slow, pinned = copying(3000, True), copying(3000 * fixes.PINNED, False)
+    fix = diagnose(of_steps(slow)).worth_it[0]
+    assert fix.name == "pinning"
+    assert fix.gain == pytest.approx(1 - pinned.lasts_ms / slow.lasts_ms, abs=0.02)
+    assert diagnose(of_steps(pinned)).fix("pinning") is None
+
+
+def reading(reads):
+    def body(steps):
+        for _ in range(20):
+            products(steps, 5, gpu=30)
+            if reads:
+                steps.item()
+
+    return three(body)
+
+
+def test_values_read_in_every_step(tmp_path):
+    read = {"kind": "read", "place": "/x/train.py:41", "what": ".item()"}
+    calls = [read | {"per_step": 20.0, "ms": 1.0}]
+    fix = diagnose(of_steps(reading(True), calls=calls)).worth_it[0]
+    assert fix.name == "syncs" and fix.sources == ("/x/train.py:41",)
+    assert fix.gain == pytest.approx(1 - reading(False).lasts_ms / reading(True).lasts_ms, abs=0.02)
+    path = tmp_path / "x.pt.trace.json"
+    path.write_text(json.dumps({"traceEvents": reading(True).trace_events()}))
+    assert diagnose(sources.of_trace(path)).fix("syncs").sources == ("train.py: train",)
+
+
+def tiny_kernels(steps):
+    for _ in range(400):
+        steps.launch(gpu=2, host=10)
+
+
+def test_tiny_kernels():
+    found = diagnose(of_steps(three(tiny_kernels)))
+    assert {fix.name for fix in found.worth_it[:2]} == {"capture", "compile"}
+    assert found.fix("capture").gain > 0.7
+    assert found.budget[budget.LAUNCH] + found.budget[budget.HOST] > 0.7 * found.evidence.step_ms
+
+
+@pytest.mark.parametrize(
+    ("name", "saves"),
+    [
+        ("cutlass_80_simt_sgemm_128x128", 1 - 1 / 12),
+        ("sm90_xmma_gemm_f32f32_tf32f32_f32_tn", 0.45),
+    ],
+)
+def test_float32_products(name, saves):
+    steps = three(lambda s: products(s, name=name, types=("float",) * 2))
+    assert diagnose(of_steps(steps)).fix("precision").gain == pytest.approx(saves, abs=0.08)
+
+
+def small_kernels(blocks):
+    return three(lambda s: [s.launch(BF16, 30, 10, blocks=blocks) for _ in range(60)])
+
+
+def test_batches_of_one_that_fill_a_part_of_the_gpu():
+    one = [batch(examples=1)]
+    fix = diagnose(of_steps(small_kernels(0.1), batches=one)).worth_it[0]
+    assert (fix.name, fix.per) == ("batch size", "example")
+    assert fix.gain == pytest.approx(1 - 1 / 8, abs=0.05)
+    full = diagnose(of_steps(small_kernels(8), batches=one))
+    assert full.fix("batch size").gain < 0.1
+    no_room = of_steps(small_kernels(0.1), batches=one, config={"peak_gb": 70.0})
+    assert diagnose(no_room).fix("batch size") is None
+
+
+class AtMost(Rates):
+    """A machine of 400 TFLOP/s in every format."""
+
+    def flops_ms(self, flops, dtype):
+        return flops / 4e11
+
+
+@pytest.mark.parametrize("fill", [0.2, 1.0, 3.0])
+def test_a_product_timed_a_little_faster_is_never_predicted_to_jump(fill):
+    """From far below the machine's rate to its rate, in steps of 1 %."""
+    evidence = replace(of_steps(three(tuned)), rates=AtMost("cuda"))
+    product = Product(8192, 4096, 4096, 1, "bf16")
+    fastest = evidence.rates.flops_ms(product.flops, "bf16")
+    left = []
+    for n in range(250):
+        ms = fastest * 1.01**n
+        piece = Piece("GEMM", ms, product=product, fill=fill)
+        left.append(fixes.grown_ms(evidence, piece, 0.6) / ms)
+    assert left[0] == pytest.approx(0.6)
+    assert left[-1] == pytest.approx(max(1, 0.6 * fill) / max(1, fill))
+    assert all(-1e-9 < after - before < 0.02 for before, after in zip(left, left[1:], strict=False))
+
+
+def test_synchronous_logging():
+    steps = three(lambda s: (products(s, 4), s.item(), s.host(4000)))
+    write = {"kind": "write", "place": "/x/train.py:7", "what": "fsync()", "per_step": 1.0}
+    fix = diagnose(of_steps(steps, calls=[write | {"ms": 4.0}])).worth_it[0]
+    assert fix.name == "logging" and fix.gain == pytest.approx(0.65, abs=0.1)
+    assert fix.sources == ("/x/train.py:7",)
+
+
+def waiting(steps):
+    steps.host(5000, "data")
+    products(steps, 10, gpu=100.0)
+    steps.item()
+
+
+@pytest.mark.parametrize(
+    ("workers", "fetch_cpu_ms", "cores", "helps"),
+    [(0, 0.5, 1, True), (0, 5.0, 1, False), (0, 5.0, 8, True), (1, 5.0, 16, True)],
+)
+def test_workers_help_where_cores_are_left(workers, fetch_cpu_ms, cores, helps):
+    batches = [batch(num_workers=workers)]
+    evidence = of_steps(three(waiting), 5.0, batches=batches, fetch_cpu_ms=fetch_cpu_ms)
+    fix = fixes.workers(replace(evidence, cores=cores))
+    assert (fix.gain > 0.5) == helps
+    assert evidence.budget[budget.DATA] == pytest.approx(5.0, rel=0.1)
+
+
+def test_padding():
+    padded = [batch(tokens=1000, useful=300)]
+    assert diagnose(of_steps(small_kernels(8), batches=padded)).worth_it[0].name == "padding"
+    short = diagnose(of_steps(small_kernels(0.1), batches=padded))
+    assert short.fix("padding").gain < 0.1  # as short with fewer tokens
+
+
+def test_an_optimizer_in_a_loop():
+    def body(steps):
+        products(steps, 4)
+        steps.item()
+        began = steps.now
+        for _ in range(300):
+            steps.launch(gpu=2, host=10)
+        steps.marked("optimizer", began)
+
+    facts = ADAMW | {"fused": None, "foreach": False}
+    found = diagnose(of_steps(three(body), optimizer=facts))
+    assert found.fix("optimizer").gain > 0.3 and found.budget[budget.OPTIMIZER] > 0
+
+
+def test_what_is_computed_again():
+    def body(steps):
+        for _ in range(10):
+            steps.launch("gemm_bf16", 100, 10, "aten::linear")
+        began = steps.now
+        for _ in range(10):
+            node = steps.now
+            for op in ("aten::linear", "aten::mm", "aten::mm"):
+                steps.launch("gemm_bf16", 100, 10, op)
+            steps.op("autograd::engine::evaluate_function: MmBackward0", node, steps.now)
+        steps.marked("backward", began)
+
+    found = diagnose(of_steps(three(body)))
+    assert found.fix("checkpointing").gain == pytest.approx(0.25, abs=0.03)
+    no_room = diagnose(of_steps(three(body), config={"peak_gb": 70.0}))
+    assert no_room.fix("checkpointing") is None
+
+
+@pytest.mark.parametrize(
+    ("kernel", "types", "dtype"),
+    [
+        ("sm90_xmma_gemm_f32f32_tf32f32_f32_tn", "float", "tf32"),
+        ("cutlass_80_tensorop_s1688gemm_128x256", "float", "tf32"),
+        ("ampere_fp16_s1688gemm_fp16_256x128", "c10::Half", "fp16"),
+        ("cutlass_80_simt_sgemm_128x128", "float", "fp32"),
+        ("nvjet_tst_128x256_64x4_gemm", "c10::BFloat16", "bf16"),
+    ],
+)
+def test_the_format_of_a_product_is_its_kernels_or_else_its_inputs(kernel, types, dtype):
+    evidence = of_steps(three(lambda s: products(s, 2, name=kernel, types=(types,) * 2)))
+    assert {fixes.format_of(evidence, p) for p in evidence.queue.pieces if p.ms} == {dtype}
+
+
+# --------------------------------------------------------------------------------------- the queue
+
+
+def test_a_traced_queue_has_the_traces_waits_and_reasons():
+    steps = Steps()
+    steps.step()
+    steps.copy_in()
+    products(steps, 2)
+    steps.item()
+    pieces = queue_of(PieceTrace(steps.trace_events())).pieces
+    assert [piece.waits for piece in pieces if piece.waits] == [TO_DEVICE, READ]
+    assert [p.product for p in pieces if p.product] == [Product(4096, 4096, 4096, 1, "bf16")] * 2
+
+
+def test_a_queue_without_waits_saves_what_they_took():
+    waits = Queue(tuple(Piece("GEMM", 0.05, 0.01, waits=READ) for _ in range(100)))
+    assert waits.step_ms == pytest.approx(6.0, rel=0.01)
+    assert gain(waits, waits.changed(without_waits(READ))) == pytest.approx(1 / 6, abs=0.01)
+    assert gain(waits, waits.changed(without_waits(TO_DEVICE))) == 0
+
+
+@pytest.mark.parametrize("step_ms", [2.0, 6.0])
+def test_the_host_is_fitted_to_a_step_that_it_decides(step_ms):
+    traced = queue_of(PieceTrace(three(tiny_kernels).trace_events()))
+    assert fitted(traced, step_ms).step_ms == pytest.approx(step_ms, rel=0.02)
+
+
+def test_where_kernels_decide_the_idle_start_tells_the_hosts_time():
+    traced = queue_of(PieceTrace(three(tuned).trace_events()))
+    host = fitted(traced, traced.device_ms, from_idle_ms=0.1).total("host_ms")
+    assert host == pytest.approx(0.1, rel=0.05)
+
+
+@pytest.mark.parametrize("data_ms", [0.0, 20.0, 50.0])
+@pytest.mark.parametrize("off", [0.98, 1.0, 1.02])
+def test_a_host_that_waits_within_the_step_is_told_by_no_time(data_ms, off):
+    """For data, and at the end for the device: it would take as long however fast it was."""
+    kernels = [Piece("GEMM", 0.1, 0.03) for _ in range(1000)]
+    ends = replace(kernels[0], data_ms=data_ms), replace(kernels[-1], waits=READ)
+    traced = Queue((ends[0], *kernels[1:-1], ends[1]))
+    lasts = traced.lasts_ms(TRACED_HOST)
+    host = fitted(traced, off * lasts, off * lasts).total("host_ms")
+    assert host == pytest.approx(TRACED_HOST * 30, rel=0.01)
+
+
+def test_a_captured_step_runs_while_the_host_makes_the_next_batch():
+    kernels, made = [Piece("GEMM", 0.01, 0.02)] * 4000, 60.0
+    queue = Queue(4 * (replace(kernels[0], data_ms=made), *kernels[1:]))
+    assert queue.step_ms == pytest.approx(4 * (made + 80), rel=0.01)
+    assert queue.changed(fixes.captured).step_ms == pytest.approx(4 * made, rel=0.01)
+
+
+KINDS = ["GEMM", "elementwise", "reduction", "copy", "attention", "casts and layout", "convolution"]
+pieces = st.builds(
+    Piece,
+    kind=st.sampled_from(KINDS),
+    ms=st.floats(0, 5),
+    host_ms=st.floats(0.001, 1),
+    phase=st.sampled_from(["", "backward", "optimizer", "clip", "encode"]),
+    waits=st.sampled_from(["", "", "", READ, TO_DEVICE]),
+    data_ms=st.sampled_from([0.0, 0.0, 3.0]),
+    log_ms=st.sampled_from([0.0, 0.0, 2.0]),
+    dtype=st.sampled_from(["", "fp32", "bf16", "tf32"]),
+    fill=st.floats(0.01, 4),
+)
+many = st.lists(pieces, min_size=1, max_size=30).map(tuple)
+queues = st.builds(Queue, many, st.integers(1, 3), st.booleans())
+
+
+@st.composite
+def evidences(draw):
+    queue, step_ms = draw(queues), draw(st.floats(0.5, 100))
+    device, queue = "cpu" if queue.takes_turns else "cuda", fitted(queue, step_ms)
+    loaders = [None, Loader(0, 1.0), Loader(4, 2.0, True, fetch_cpu_ms=0.1)]
+    recipes = [None, STOCK, STOCK.but(precision="fp32", accumulation=1)]
+    return Evidence(
+        source="any",
+        device=device,
+        step_ms=step_ms,
+        queue=queue,
+        budget=budget.of_cpu(queue, step_ms),
+        rates=Rates(device, here=False),
+        data_ms=queue.total("data_ms"),
+        log_ms=queue.total("log_ms"),
+        cores=draw(st.integers(1, 16)),
+        accumulation=draw(st.integers(1, 4)),
+        examples=draw(st.sampled_from([None, 1, 32])),
+        loader=draw(st.sampled_from(loaders)),
+        optimizer=draw(st.sampled_from([None, Optimizer("AdamW", "loop", 10)])),
+        padding=draw(st.one_of(st.none(), st.floats(0, 1))),
+        recomputed=draw(st.floats(0, 1)),
+        memory_gb=draw(st.sampled_from([None, (10.0, 80.0), (79.0, 80.0)])),
+        recipe=draw(st.sampled_from(recipes)),
+        workload=draw(st.sampled_from(["", "sd15-lora", "qwen3-lora-long"])),
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(evidences())
+def test_gains_are_shares_sorted_and_the_budget_is_the_step(evidence):
+    found = diagnose(evidence)
+    gains = [fix.gain for fix in found.fixes]
+    assert all(0 <= gain <= 1 for gain in gains) and gains == sorted(gains, reverse=True)
+    assert sum(found.budget.values()) == pytest.approx(evidence.step_ms)
+    json.dumps(report.record(found))
+    assert report.text(found)
+
+
+@settings(max_examples=100, deadline=None)
+@given(queues, st.floats(0.5, 100))
+def test_a_fitted_queue_never_lasts_longer_than_the_step(queue, step_ms):
+    waits = queue.total("data_ms") + queue.total("log_ms")
+    assert fitted(queue, step_ms).step_ms <= (1.001 + SPREAD) * (step_ms + waits)
+
+
+@settings(max_examples=60, deadline=None)
+@given(queues)
+def test_merging_loses_no_product_and_capturing_no_work(queue):
+    def in_all(pieces, part):
+        return sum(getattr(p, part) for p in pieces)
+
+    for after in (fixes.merged(queue.pieces), fixes.captured(queue.pieces)):
+        assert len(after) <= len(queue.pieces)
+        for part in ("data_ms", "log_ms"):
+            assert in_all(after, part) == pytest.approx(in_all(queue.pieces, part))
+    assert in_all(fixes.merged(queue.pieces), "ms") <= in_all(queue.pieces, "ms") + 1e-9
+    gaps = fixes.GRAPH_GAP_MS * sum(p.ms > 0 for p in queue.pieces)
+    captured = in_all(fixes.captured(queue.pieces), "ms")
+    assert captured == pytest.approx(in_all(queue.pieces, "ms") + gaps)

@@ -1,0 +1,138 @@
+"""What is brought into a script's process: PyTorch waited for, batches looked into, calls seen."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from labutils.tools.diagnose.script import HOOKS
+
+sys.path.append(str(HOOKS))
+from labutils_script_hooks import batches, calls
+
+HERE = Path(__file__).name
+
+
+@pytest.mark.parametrize(
+    "before",
+    [
+        "",
+        "import importlib.util; importlib.util.find_spec('torch')",
+        "import importlib.util\nfor _ in range(3): importlib.util.find_spec('torch')",
+        "import datasets",
+        "import threading\nt = threading.Thread(target=lambda: __import__('torch'))\n"
+        "t.start(); t.join()",
+    ],
+)
+def test_the_hook_stays_until_torch_is_executed(before, tmp_path):
+    """Libraries look for torch's spec before they import it; that must not use the hook up."""
+    settings = {"folder": str(tmp_path), "keep_going": False}
+    settings |= {"warmup": 1, "timed": 1, "profiled": 1}
+    program = f"""
+import sys
+sys.path.insert(0, {str(HOOKS)!r})
+from labutils_script_hooks import torch_import
+torch_import.prepare(sys.argv[1])
+{before}
+import torch
+assert not any(type(finder).__name__ == "WhenImported" for finder in sys.meta_path)
+assert torch.autograd.backward.__wrapped__
+"""
+    subprocess.run([sys.executable, "-c", program, json.dumps(settings)], check=True)
+    (note,) = tmp_path.glob("process-*.json")
+    assert json.loads(note.read_text())["torch"] is True
+
+
+def padded(*lengths, width=8, filler=0):
+    ids = torch.full((len(lengths), width), filler)
+    for row, length in enumerate(lengths):
+        ids[row, :length] = torch.arange(1, length + 1)
+    return ids
+
+
+def test_a_mask_tells_the_padding_whatever_the_numbers_are():
+    mask = (padded(2, 6) != 0).long()
+    batch = {"labels": padded(8, 8), "input_ids": padded(2, 6), "attention_mask": mask}
+    facts = batches.facts(batch)
+    assert (facts["tokens"], facts["useful"], facts["examples"]) == (16, 8, 2)
+    assert facts["bytes"] == 3 * 16 * 8
+
+
+@pytest.mark.parametrize(
+    ("ids", "useful"),
+    [
+        (padded(2, 6, 8, filler=50256), 16),
+        (padded(8, 8, 7), 24),  # a zero at one row's end may be its end-of-text sign
+        (torch.tensor([[5, 5, 5]]), 3),  # one row alone tells nothing
+    ],
+)
+def test_without_a_mask_the_rows_ends_tell_it(ids, useful):
+    assert batches.facts({"input_ids": ids})["useful"] == useful
+    assert batches.facts([ids])["useful"] == useful
+
+
+def test_pictures_have_no_tokens():
+    assert "tokens" not in batches.facts((torch.rand(4, 3, 8, 8), torch.arange(4)))
+    assert batches.facts(["a", 3]) == {}
+
+
+def seen(action):
+    watched = calls.Calls()
+    watched.resume()
+    action()
+    watched.pause()
+    return watched.totals
+
+
+def test_calls_that_write_or_read_are_found_with_their_lines(tmp_path):
+    value = torch.ones(())
+    file = (tmp_path / "log").open("w")
+
+    def step():
+        value.item()
+        file.write("x")
+        io.StringIO().write("not a file of the disk")
+
+    found = seen(step)
+    assert {(kind, what) for kind, _, what in found} == {("read", ".item()"), ("write", "write()")}
+    lines = Path(__file__).read_text("utf-8").splitlines()
+    for (_, place, what), (times, _) in found.items():
+        path, _, line = place.rpartition(":")
+        assert Path(path).name == HERE and times == 1
+        assert what.strip(".") in lines[int(line) - 1].replace('"x"', "")
+
+
+def test_what_a_library_writes_is_one_call_with_its_waits_and_without_what_it_reads():
+    code = "def log(value):\n    time.sleep(0.02)\n    return value.item()\n"
+    library = {"time": time}
+    exec(compile(code, "/x/site-packages/wandb/sdk.py", "exec"), library)
+    value = torch.ones(())
+    found = seen(lambda: library["log"](value))
+    assert [kind for kind, _, _ in found] == ["read", "write"]
+    ((times, ms),) = [row for (kind, _, _), row in found.items() if kind == "write"]
+    assert times == 1 and ms > 15
+
+
+def test_a_message_below_the_loggers_level_writes_nothing(tmp_path):
+    logger = logging.Logger("planted", logging.WARNING)
+    logger.addHandler(logging.FileHandler(tmp_path / "log"))
+    assert seen(lambda: logger.info("not told")) == {}
+    assert [what for _, _, what in seen(lambda: logger.warning("told"))] == ["Logger._log"]
+
+
+def test_another_profiler_is_left_alone():
+    watched, other = calls.Calls(), lambda *_: None
+    sys.setprofile(other)
+    try:
+        with watched.paused():
+            assert sys.getprofile() is other
+    finally:
+        sys.setprofile(None)

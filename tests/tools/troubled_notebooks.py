@@ -1,0 +1,50 @@
+"""Notebooks that misbehave: parameters, a first record, and then the trouble."""
+
+from pathlib import Path
+
+import nbformat
+
+PARAMETERS = """\
+scale: str = "auto"  # tiny, small, full
+results_dir: str = ""
+steps: int = 3  # how many
+loud: bool = False  # say more
+"""
+FIRST = """\
+import os, signal, subprocess, sys, time
+from labutils.results.records import BESIDE, Results, Run, read_runs, told
+kept = Results(os.environ["LABUTILS_RESULTS"])
+seen = {{name: os.environ.get(name) for name in ("OMP_NUM_THREADS", "MPLBACKEND")}}
+metrics = dict(steps=steps, loud=loud, python=sys.executable, **seen)
+kept.append(Run("{name}", "first", metrics=metrics, beside=told(BESIDE)))
+"""
+TROUBLE = {
+    "fine": "steps",
+    "raises": "raise ValueError('no such shape: 3 x 4')",
+    "exits": """\
+ranks = [subprocess.Popen(["sleep", "600"], start_new_session=own) for own in (False, True)]
+kept.append(Run("{name}", "ranks", samples=dict(pids=[rank.pid for rank in ranks])))
+os._exit(3)""",
+    "killed": "os.kill(os.getpid(), signal.SIGKILL)",
+    "bus": "os.kill(os.getpid(), signal.SIGBUS)",
+    "quits": "sys.exit(0)",
+    "stops": "os.kill(os.getppid(), signal.SIGINT)\ntime.sleep(600)",
+    "sleeps": "time.sleep(600)",
+    "meets": """\
+end = time.monotonic() + 60
+while len(read_runs(kept.path)) < 2:  # until another lab is at work, too
+    assert time.monotonic() < end, "alone"
+    time.sleep(0.05)""",
+}
+
+
+def write(folder: Path, name: str, trouble: str | None = None) -> str:
+    """Write the notebook `name` with its own trouble, or another; its path."""
+    cells = [nbformat.v4.new_code_cell(PARAMETERS, metadata={"tags": ["parameters"]})]
+    cells += [nbformat.v4.new_markdown_cell("# A lab\n\n## 1 · What happens")]
+    sources = [part.format(name=name) for part in (FIRST, TROUBLE[trouble or name])]
+    cells += [nbformat.v4.new_code_cell(source) for source in [*sources, "1 + 1"]]
+    path = folder / f"{name}.ipynb"
+    kernel = {"name": "python3", "display_name": "Python 3", "language": "python"}
+    nbformat.write(nbformat.v4.new_notebook(cells=cells, metadata={"kernelspec": kernel}), path)
+    return str(path)

@@ -1,0 +1,150 @@
+"""The other side of test_distributed.py: what each rank does, and what one process does that is
+held against it.
+
+python -m torch.distributed.run --standalone --nproc-per-node=2 ranks_at_work.py FOLDER
+    every case of CASES on 2 ranks; rank 0 leaves what it saw in FOLDER/<case>.pt
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from recipes_at_work import PLAIN, perturb
+from torch import Tensor, nn
+
+from labutils.labs.ladders import A3_BASE
+from labutils.layers.lora import lora_layers
+from labutils.recipe import Recipe
+from labutils.training import Trainer, distributed
+from labutils.training.launch_worker import encoded_once
+from labutils.workloads import open_workload
+
+STEPS = 2
+SD = PLAIN.but(cache="latents+text", logging="ring-buffer", micro_batch=2, accumulation=2)
+QWEN = A3_BASE.but(
+    precision="fp32",
+    driver="eager",
+    adapter="plain",
+    logging="ring-buffer",
+    layers="rewritten",
+    loss="fused",
+    micro_batch=2,
+    accumulation=2,
+    token_budget=1024,
+)
+WHOLE = {"adapter": "none"}
+FSDP = {"parallel": "fsdp"}
+FOUR = {"accumulation": 4}
+CASES: dict[str, tuple[str, Recipe]] = {
+    "ddp": ("sd15-lora", SD),
+    "ddp, read at once": ("sd15-lora", SD.but(logging="synchronous")),
+    "ddp, no_sync": ("sd15-lora", SD.but(**FOUR)),
+    "ddp, each": ("sd15-lora", SD.but(synchronise="each", **FOUR)),
+    "ddp, buckets": (
+        "sd15-lora",
+        SD.but(bucket_cap_mb=1, gradient_as_bucket_view=True, static_graph=True, **WHOLE),
+    ),
+    "ddp, workers": ("sd15-lora", SD.but(cache="nothing", num_workers=1, persistent_workers=True)),
+    "ddp, folded": ("sd15-lora", SD.but(adapter="folded")),
+    "accelerate": ("sd15-lora", SD.but(driver="accelerate", adapter="peft", **FOUR)),
+    "fsdp": ("sd15-lora", SD.but(**FSDP)),
+    "fsdp, no_sync": ("sd15-lora", SD.but(**FSDP, **FOUR)),
+    "whole": ("sd15-lora", SD.but(**WHOLE)),
+    "whole, fsdp": ("sd15-lora", SD.but(**WHOLE, **FSDP)),
+    "qwen": ("qwen3-lora-short", QWEN),
+    "qwen, fsdp": ("qwen3-lora-short", QWEN.but(**FSDP)),
+    "qwen, packed": ("qwen3-lora-short", QWEN.but(shapes="packed", micro_batch=1)),
+    "qwen, whole": ("qwen3-lora-short", QWEN.but(layers="published", loss="logits", **WHOLE)),
+    "qwen, whole, fsdp": (
+        "qwen3-lora-short",
+        QWEN.but(layers="published", loss="logits", **WHOLE, **FSDP),
+    ),
+}
+EPOCH = 10
+"""Examples of an epoch: five micro-batches of two, so that ranks and steps cross its end in the
+midst.
+"""
+
+
+def opened(name: str) -> Any:
+    """The workload at tiny, with short epochs."""
+    workload = open_workload(name, scale="tiny", device="cpu")
+    workload.epoch_length = EPOCH
+    return workload
+
+
+def perturbed(model: nn.Module) -> None:
+    """Adapters that aren't zero: where B is, A has no gradient."""
+    if lora_layers(model):
+        perturb(model)
+
+
+@contextmanager
+def watched_clips(found: list[list[Tensor]]) -> Iterator[None]:
+    """A context in which gradients are kept, whole, as clipping finds them."""
+    clip = torch.nn.utils.clip_grad_norm_
+
+    def watching(parameters: list[nn.Parameter], *rest: object, **options: object) -> Tensor:
+        parameters = list(parameters)
+        whole = distributed.whole_parameters([parameter.grad for parameter in parameters])
+        found.append([gradient.clone() for gradient in whole])
+        return clip(parameters, *rest, **options)
+
+    with mock.patch.object(torch.nn.utils, "clip_grad_norm_", watching):
+        yield
+
+
+def train(
+    workload: Any, recipe: Recipe, steps: int = STEPS, seen: list | None = None
+) -> dict[str, Any]:
+    """What came of `steps` optimizer steps: gradients of each, losses, weights before and after.
+    seen: is filled with the micro-batches and their random numbers."""
+    gradients: list[list[Tensor]] = []
+    loss = workload.loss
+
+    def watching_loss(model: nn.Module, batch: dict, draws: dict) -> Tensor:
+        if seen is not None:
+            seen.append((batch, draws))
+        return loss(model, batch, draws)
+
+    with (
+        mock.patch.object(workload, "loss", watching_loss),
+        watched_clips(gradients),
+        Trainer(workload, recipe, on_model=perturbed, dataset=encoded_once(workload)) as running,
+    ):
+        before = copied(running.parameters)
+        running.run(steps)
+        running.driver.log.flush()
+        after = copied(running.parameters)
+        return {
+            "gradients": gradients,
+            "losses": list(running.losses),
+            "before": before,
+            "after": after,
+        }
+
+
+def copied(parameters: list[nn.Parameter]) -> list[Tensor]:
+    return [tensor.clone() for tensor in distributed.whole_parameters(parameters)]
+
+
+def main(folder: Path) -> None:
+    torch.set_num_threads(1)
+    me = distributed.here()
+    workloads: dict[str, Any] = {}
+    for case, (name, recipe) in CASES.items():
+        workload = workloads.setdefault(name, opened(name))
+        found = train(workload, recipe)
+        if me.rank == 0:
+            torch.save(found, folder / f"{case}.pt")
+    distributed.leave()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

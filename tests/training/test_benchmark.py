@@ -1,0 +1,318 @@
+"""Measuring: what a run holds, who is visited when, and what becomes of a recipe that fails."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import sys
+import time
+import weakref
+
+import pytest
+import torch
+from recipes_at_work import PLAIN, one_thread, sd_workload
+from torch import nn
+
+from labutils.profiling.roofline import Roofline
+from labutils.recipe import STOCK, Recipe
+from labutils.results.records import Results
+from labutils.training import Benchmark, Trainer, benchmark, compare, train, trainer
+
+QUICK = PLAIN.but(cache="latents+text", logging="ring-buffer")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def single_thread():
+    with one_thread():
+        yield
+
+
+@pytest.fixture(scope="module")
+def shared():
+    """The workload, and its examples, encoded once."""
+    workload = sd_workload()
+    with Trainer(workload, QUICK) as opened:
+        return workload, opened.dataset
+
+
+@pytest.fixture
+def workload(monkeypatch, shared):
+    """Short rounds, and the rates of some machine: measuring this one's takes seconds."""
+    workload, encoded = shared
+    monkeypatch.setattr(workload, "dataset", lambda model, recipe: encoded)
+    roofline = Roofline(rate=1.0, bandwidth=100.0)
+    monkeypatch.setattr(benchmark, "probe_machine", lambda *items: None)
+    monkeypatch.setattr(benchmark, "measured_roofline", lambda dtype: roofline)
+    monkeypatch.setattr(benchmark, "ROUND_MS", 1)
+    monkeypatch.setattr(benchmark, "SETTLE_MS", 1)
+    return workload
+
+
+def test_a_run_holds_what_was_measured(workload, tmp_path):
+    recipe = QUICK.but(precision="fp16", num_workers=1)
+    run = train(workload, recipe, steps=4, warmup=1, name="mine")
+    assert run.ok and run.workload == "sd15-lora" and run.scale == "tiny"
+    assert run.recipe == recipe.fitted_to("cpu").as_dict() != recipe.as_dict()
+    step_ms, work = run.metrics["step_ms"], workload.work(recipe.fitted_to("cpu"))
+    assert step_ms["n"] == len(run.samples["step_ms"]) == len(run.samples["data_ms"]) == 4
+    assert run.metrics["examples_per_s"] == pytest.approx(4e3 / step_ms["median"])
+    assert run.metrics["tflops"] == pytest.approx(work.flops / step_ms["median"] / 1e9)
+    floor = max(work.flops / 1e12, work.bytes / 100e9) * 1e3
+    assert run.metrics["floor_ms"] == pytest.approx(floor)
+    # The first step, one of warming up, two for what the worker held ready, and four timed.
+    assert len(run.metrics["loss"]) == 1 + 1 + 2 + 4
+    assert run.metrics["encode_s"] > 0  # the price of a cached recipe's shorter steps
+    assert not {"mfu", "peak_allocated_gb", "ranks"} & run.metrics.keys()  # absent, never 0
+    Results(tmp_path).append(run)  # refuses NaN
+    assert all(map(math.isfinite, run.metrics["loss"]))
+
+
+def test_a_step_is_all_its_micro_steps(workload, monkeypatch):
+    draw = workload.draw
+    monkeypatch.setattr(workload, "draw", lambda *args: time.sleep(0.02) or draw(*args))
+    run = train(workload, QUICK, steps=2, warmup=0)
+    assert min(run.samples["step_ms"]) >= 4 * 20
+
+
+def test_waiting_for_data_is_the_hosts_wait(workload, shared):
+    class Slow:
+        def __len__(self) -> int:
+            return len(shared[1])
+
+        def __getitems__(self, indices: list[int]) -> dict:
+            time.sleep(0.02)
+            return shared[1].__getitems__(indices)
+
+        def __getitem__(self, index: int) -> dict:
+            raise NotImplementedError
+
+    slow = Slow()
+    run = train(workload, QUICK, steps=2, warmup=0, dataset=lambda model, recipe: slow)
+    assert all(waited >= 4 * 20 for waited in run.samples["data_ms"])
+
+
+def test_short_steps_make_a_round_of_more(workload, monkeypatch):
+    with Benchmark(workload) as bench:
+        bench.prepare({"mine": QUICK})
+        bench.candidates["mine"].step_ms = 30  # by its warm-up
+        monkeypatch.setattr(benchmark, "ROUND_MS", 100)
+        run = bench.compare({"mine": QUICK}, steps=1, rounds=1)["mine"]
+    assert run.metrics["step_ms"]["n"] == 4
+
+
+def test_recipes_are_visited_there_and_back_and_the_base_twice(workload, monkeypatch):
+    visits, timed = [], benchmark.timed
+    recipes = {f"rank {rank}": QUICK.but(rank=rank) for rank in (2, 3, 4)}
+    with Benchmark(workload, warmup=0) as bench:
+        bench.prepare(recipes)
+        for candidate in bench.candidates.values():
+            monkeypatch.setattr(candidate, "settle", lambda: None)
+
+        def watched(trainer, *rest):
+            visits.append(trainer.recipe.rank)
+            return timed(trainer, *rest)
+
+        monkeypatch.setattr(benchmark, "timed", watched)
+        runs = bench.compare(recipes, steps=2, rounds=3)
+    assert visits == [2, 3, 4, 2, 2, 4, 3, 2, 2, 3, 4, 2]
+    assert list(runs) == [*recipes, "rank 2 again"]
+    for run in runs.values():
+        assert run.ok and run.metrics["wall_ms"]["n"] == 3
+        assert run.samples["round"] == [0, 0, 1, 1, 2, 2]
+    assert runs["rank 2"].samples["step_ms"] != runs["rank 2 again"].samples["step_ms"]
+
+
+def test_effects_get_eight_rounds_where_they_count():
+    assert benchmark.ROUNDS["small"] >= 8 <= benchmark.ROUNDS["full"]
+
+
+def test_a_profile_begins_when_the_ready_batches_are_used_up(workload, tmp_path):
+    """Six batches are ready: one step and then two of four micro-batches are passed over, and one
+    warms up.
+    """
+    with Benchmark(workload, warmup=0) as bench:
+        bench.prepare({"ahead": QUICK.but(num_workers=3)})
+        before = bench.candidates["ahead"].trainer.step_count
+        assert bench.profile("ahead", tmp_path, steps=2).steps == 2
+        assert bench.candidates["ahead"].trainer.step_count - before == 3 + 1 + 2
+
+
+# ------------------------------------------------------------------------------ failures
+
+
+def failing_at(monkeypatch, workload, step: int, error: type[BaseException]) -> None:
+    """Trainers of rank 3 fail at that optimizer step; 0: when they are built. The error is a new
+    one each time: one that is kept would keep the frames it passed through.
+    """
+    build, drive, calls = workload.build, Trainer.step, itertools.count(1)
+
+    def building(recipe: Recipe) -> nn.Module:
+        if recipe.rank == 3 and step == 0:
+            raise error("the reason")
+        return build(recipe)
+
+    def driving(self: Trainer) -> None:
+        if self.recipe.rank == 3 and next(calls) == step:
+            raise error("the reason")
+        drive(self)
+
+    monkeypatch.setattr(workload, "build", building)
+    monkeypatch.setattr(Trainer, "step", driving)
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "step"),
+    [
+        (torch.OutOfMemoryError, "oom", 0),
+        (torch.OutOfMemoryError, "oom", 1),
+        (torch.OutOfMemoryError, "oom", 4),
+        (RuntimeError, "error: RuntimeError: the reason", 1),
+    ],
+)
+def test_one_that_fails_does_not_stop_the_others(
+    error, status, step, workload, monkeypatch, tmp_path
+):
+    """When it is built, at its first step, and in the midst of measuring."""
+    monkeypatch.setattr(trainer.tempfile, "tempdir", str(tmp_path))
+    failing_at(monkeypatch, workload, step, error)
+    recipes = {"before": QUICK, "fails": QUICK.but(rank=3), "after": QUICK.but(rank=2)}
+    runs = compare(workload, recipes, steps=1, rounds=2, warmup=1)
+    assert [run.status for run in runs.values()] == ["ok", status, "ok", "ok"]
+    assert (runs["fails"].metrics, runs["fails"].samples) == ({}, {})
+    assert runs["fails"].recipe["rank"] == 3
+    assert list(tmp_path.iterdir()) == []  # no trainer leaves its folder behind
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"driver": "accelerate", "adapter": "peft"},
+        {"num_workers": 1, "persistent_workers": True},
+    ],
+)
+@pytest.mark.parametrize("step", [1, 4])
+def test_one_that_fails_gives_its_memory_back(step, change, workload, monkeypatch):
+    """At once, while the others go on: at its first step (where a compiler fails), and in the midst
+    of measuring.
+    """
+    failing_at(monkeypatch, workload, step, RuntimeError)
+    models = []
+    with Benchmark(
+        workload, warmup=1, on_model=lambda model: models.append(weakref.ref(model.unet))
+    ) as bench:
+        recipes = {"stays": QUICK, "fails": QUICK.but(rank=3, **change)}
+        runs = bench.compare(recipes, steps=2, rounds=1)
+        assert runs["fails"].status == "error: RuntimeError: the reason"
+        assert [model() is None for model in models] == [False, True]
+
+
+@pytest.mark.parametrize("logging", ["synchronous", "ring-buffer"])
+def test_a_loss_that_is_not_finite_fails_its_run_and_no_other(logging, workload):
+    recipes = {"wild": QUICK.but(learning_rate=1e30, logging=logging), "tame": QUICK}
+    runs = compare(workload, recipes, steps=1, rounds=1, warmup=1)
+    assert "NotFinite" in runs["wild"].status and "step 2" in runs["wild"].status
+    assert runs["tame"].ok and runs["wild"].metrics == {}
+
+
+def test_ctrl_c_is_not_a_status(workload, monkeypatch):
+    failing_at(monkeypatch, workload, 2, KeyboardInterrupt)
+    with pytest.raises(KeyboardInterrupt):
+        train(workload, QUICK.but(rank=3))
+
+
+def test_a_cpu_out_of_memory_is_no_other_error(workload):
+    build = lambda recipe: torch.empty(2**58, dtype=torch.uint8)
+    assert train(workload, QUICK, build=build).status == "oom"
+
+
+def test_a_name_in_a_benchmark_is_one_recipe(workload):
+    with Benchmark(workload, warmup=1) as bench:
+        bench.prepare({"a": QUICK})
+        bench.prepare({"a": QUICK.but(precision="bf16")})  # on a CPU it is the same
+        with pytest.raises(ValueError, match="already another recipe"):
+            bench.compare({"b": QUICK, "a": QUICK.but(rank=3)})
+        assert set(bench.candidates) == {"a"}
+        bench.failed["c"] = "oom"
+        for name, word in (("c", "oom"), ("d", "not in this benchmark")):
+            with pytest.raises(RuntimeError, match=word):
+                bench.watch(name)
+
+
+# ------------------------------------------------------------------------------ rounds
+
+
+@pytest.mark.parametrize(
+    ("graphs", "rounds"), [([4, 4], 1), ([4, 5, 5, 5], 2), (list(range(6)), benchmark.TRIES)]
+)
+def test_a_round_in_which_something_was_compiled_is_taken_again(
+    workload, monkeypatch, graphs, rounds
+):
+    with Benchmark(workload, warmup=0) as bench:
+        bench.prepare({"plain": QUICK})
+        candidate = bench.candidates["plain"]
+        candidate.settle = lambda: None
+        monkeypatch.setattr(benchmark, "graphs_so_far", iter(graphs).__next__)
+        before = candidate.trainer.step_count
+        assert len(candidate.measure(1).step_ms) == 1
+        assert candidate.trainer.step_count - before == rounds
+        assert candidate.unsettled_rounds == (graphs == list(range(6)))
+
+
+@pytest.mark.parametrize(
+    ("step_ms", "recipe", "steps"),
+    [(6000, QUICK, 0), (6000, QUICK.but(num_workers=1), 3), (40, QUICK, 3)],
+)
+def test_long_steps_settle_by_themselves(workload, monkeypatch, step_ms, recipe, steps):
+    """Batches that a worker has made ready are used up first, however long a step is."""
+    monkeypatch.setattr(benchmark, "SETTLE_MS", 100)
+    with Benchmark(workload, warmup=0) as bench:
+        bench.prepare({"one": recipe.but(accumulation=1)})
+        bench.candidates["one"].step_ms = step_ms
+        assert bench.candidates["one"].steps_to_settle == steps
+
+
+def test_steps_that_find_batches_ready_are_those_of_one_rank():
+    recipe = STOCK.but(num_workers=2, prefetch_factor=2, accumulation=8)
+    assert [benchmark.steps_to_drain(recipe, ranks) for ranks in (1, 2, 8)] == [2, 2, 5]
+    assert benchmark.steps_to_drain(recipe.but(num_workers=0)) == 1
+
+
+def test_what_a_library_compiles_is_noticed(monkeypatch):
+    import torch._dynamo
+
+    before = benchmark.graphs_so_far()
+    torch.compile(lambda x: x + 1, backend="eager")(torch.zeros(3))
+    assert benchmark.graphs_so_far() == before + 1
+    monkeypatch.delitem(sys.modules, "torch._dynamo")
+    assert benchmark.graphs_so_far() == 0
+
+
+@pytest.mark.parametrize(
+    ("before", "built", "held", "peak", "own"),
+    [
+        (0.0, 15.1, 15.1, 33.0, 33.0),  # nothing was there
+        (15.0, 15.1, 15.1, 33.1, 33.1),  # all frozen weights were, the adapters weren't
+        (15.0, 19.1, 5.1, 25.0, 11.0),  # 1 GB is shared, the rest held anew in four bits
+        (20.0, 35.1, 15.1, 53.0, 33.0),  # others' memory, nothing shared
+    ],
+)
+def test_a_trainers_own_peak_counts_what_it_shares_once(before, built, held, peak, own):
+    assert benchmark.own_peak(peak, before, built, held) == pytest.approx(own)
+
+
+def test_after_step_follows_every_step(workload):
+    """The first step, those to settle, and the timed ones."""
+    counts = []
+    after_step = lambda trainer: counts.append(trainer.step_count)
+    run = train(workload, QUICK, steps=2, warmup=1, after_step=after_step)
+    assert counts == list(range(1, len(counts) + 1))
+    assert len(counts) > len(run.samples["step_ms"]) + 2
+
+
+def test_the_same_batches_are_timed_in_every_round(workload):
+    seen = []
+    after_step = lambda trainer: seen.append(trainer.batches.taken)
+    with Benchmark(workload, warmup=0, same_batches=True, after_step=after_step) as bench:
+        bench.compare({"one": QUICK}, steps=2, rounds=2)
+    assert seen[1:4] == seen[4:7]

@@ -1,0 +1,316 @@
+"""Killed and resumed, a run ends where an unbroken one does; what it saves is whole, checked, and
+loads elsewhere.
+"""
+
+from __future__ import annotations
+
+import copy
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from interrupted_runs import CASES, EAGER, STEPS, WHILE_SAVING, Case, final, opened
+from recipes_at_work import copied, one_thread, perturb
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from labutils.labs.ladders import A2_BASE
+from labutils.layers.lora import adapter_state
+from labutils.layers.lora_folded import form_weights
+from labutils.training import Trainer
+from labutils.training.checkpoint import FILE
+from labutils.training.logs import NotFinite
+from labutils.workloads import open_workload
+from labutils.workloads.llava import build_llava
+
+QUICK = EAGER.but(cache="latents+text")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def single_thread():
+    with one_thread():
+        yield
+
+
+def elsewhere(mode: str, folder: Path) -> list[str]:
+    """What the other process printed."""
+    script = Path(__file__).parent / "interrupted_runs.py"
+    done = subprocess.run(
+        [sys.executable, script, mode, folder], capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
+
+
+@pytest.fixture(scope="module")
+def resumed(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("runs")
+    assert elsewhere("kill", folder) == [str(int(signal.SIGKILL))] * (len(CASES) + 1)
+    elsewhere("resume", folder)
+    return folder
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_killed_run_ends_where_an_unbroken_one_does(name, resumed, tmp_path):
+    unbroken = final(CASES[name], tmp_path, resume=False)
+    found = torch.load(resumed / name / "final.pt")
+    assert found["step"] == unbroken["step"] == STEPS
+    assert found["weights"].keys() == unbroken["weights"].keys()
+    assert all(
+        torch.equal(found["weights"][key], unbroken["weights"][key]) for key in found["weights"]
+    )
+    assert all(
+        torch.equal(mine, other)
+        for mine, other in zip(found["moments"], unbroken["moments"], strict=True)
+    )
+    assert found["losses"] == unbroken["losses"][CASES[name].saved :]
+    assert len(set(unbroken["losses"])) == STEPS
+
+
+@pytest.mark.parametrize("name", ["stock", "eager, kept workers"])
+def test_the_log_of_a_resumed_run_goes_on_counting(name, resumed):
+    events = {}
+    for file in (resumed / name).rglob("events.out.tfevents.*"):
+        for event in EventAccumulator(str(file)).Reload().Scalars("train_loss"):
+            events[event.step] = event.value
+    found = torch.load(resumed / name / "final.pt")
+    assert [events[step] for step in (4, 5, 6)] == pytest.approx(found["losses"])
+
+
+def test_a_save_that_is_killed_leaves_the_last_one(resumed):
+    folder = resumed / WHILE_SAVING
+    assert len(list(folder.glob(f"{FILE}*"))) == 2  # the good one, and what was being written
+    with opened(Case(EAGER), folder, resume=True) as trainer:
+        assert trainer.step_count == Case(EAGER).saved
+
+
+# -------------------------------------------------------------------------------------------------
+# What is refused
+
+
+@pytest.fixture(scope="module")
+def workload():
+    workload = open_workload("sd15-lora", scale="tiny", device="cpu")
+    with Trainer(workload, QUICK) as trainer:  # encode the examples once for all tests
+        examples = trainer.dataset
+    workload.dataset = lambda model, recipe: examples
+    return workload
+
+
+@pytest.fixture(scope="module")
+def saved(workload, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("saved")
+    with Trainer(workload, QUICK, folder) as trainer:
+        trainer.run(1)
+        trainer.save()
+    return folder
+
+
+@pytest.fixture
+def folder(saved, tmp_path) -> Path:
+    shutil.copy(saved / FILE, tmp_path)
+    return tmp_path
+
+
+def test_what_is_saved_can_be_resumed(workload, folder):
+    with Trainer(workload, QUICK, folder, resume=True) as trainer:
+        assert trainer.step_count == 1
+        assert trainer.batches.taken == 4
+
+
+@pytest.mark.parametrize("kept", [0, 10, 0.5, 0.99])
+def test_a_checkpoint_that_was_cut_off_is_said_to_be(kept, workload, folder):
+    whole = (folder / FILE).read_bytes()
+    (folder / FILE).write_bytes(whole[: kept if isinstance(kept, int) else int(kept * len(whole))])
+    with pytest.raises(ValueError, match="is damaged"):
+        Trainer(workload, QUICK, folder, resume=True)
+
+
+def test_a_bit_that_flipped_is_noticed(workload, folder):
+    content = bytearray((folder / FILE).read_bytes())
+    weights = torch.load(folder / FILE)["parameters"][0].numpy().tobytes()
+    content[content.index(weights)] ^= 1
+    (folder / FILE).write_bytes(content)
+    with pytest.raises(ValueError, match="is damaged"):
+        Trainer(workload, QUICK, folder, resume=True)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"seed": 1},
+        {"rank": 3},
+        {"adapter": "folded"},
+        {"micro_batch": 2},
+        {"accumulation": 2},
+        {"optimizer": "adamw-fused"},
+        {"learning_rate": 1e-3},
+        {"max_grad_norm": 2.0},
+    ],
+)
+def test_another_recipes_checkpoint_is_refused_by_the_knobs_name(change, workload, folder):
+    ((knob, value),) = change.items()
+    had = getattr(QUICK, knob)
+    with pytest.raises(
+        ValueError, match=f"was written with {knob}={had!r}; this run has {value!r}"
+    ):
+        Trainer(workload, QUICK.but(**change), folder, resume=True)
+
+
+def test_another_workloads_checkpoint_is_refused_before_anything_changes(workload, folder):
+    with Trainer(workload, QUICK) as trainer:
+        before = copied(adapter_state(trainer.model.unet))
+        state = trainer.state_dict()
+        state["parameters"] = [p + 1 for p in state["parameters"]]
+        for change in ({"workload": ["other", "tiny"]}, {"recipe": state["recipe"] | {"rank": 3}}):
+            with pytest.raises(ValueError, match="was written with"):
+                trainer.load_state_dict(state | change)
+        after = adapter_state(trainer.model.unet)
+        assert all(torch.equal(after[name], before[name]) for name in before)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"driver": "accelerate"},
+        {"logging": "ring-buffer"},
+        {"num_workers": 1},
+        {"memory_format": "channels_last"},
+    ],
+)
+def test_knobs_of_speed_may_change(change, workload, folder):
+    """Whoever drives, it is the same training: the resumed steps have the same losses."""
+    with Trainer(workload, QUICK, folder, resume=True) as trainer:
+        trainer.run(3)
+    with Trainer(workload, QUICK.but(**change), folder, resume=True) as other:
+        other.run(3)
+    assert other.losses == pytest.approx(trainer.losses, rel=1e-4)
+
+
+def test_there_is_nothing_to_resume_in_an_empty_folder(workload, tmp_path):
+    with pytest.raises(FileNotFoundError, match="resume"):
+        Trainer(workload, QUICK, tmp_path, resume=True)
+
+
+@pytest.mark.parametrize("logging", ["synchronous", "ring-buffer"])
+def test_weights_that_went_wrong_do_not_replace_good_ones(logging, workload, folder):
+    good = (folder / FILE).read_bytes()
+    with (
+        pytest.raises(NotFinite, match="step 2"),
+        Trainer(workload, QUICK.but(logging=logging), folder, resume=True) as trainer,
+    ):
+        next(iter(adapter_state(trainer.model.unet).values()))[0, 0] = float("nan")
+        trainer.run(4, checkpoint_every=1)
+    assert (folder / FILE).read_bytes() == good
+
+
+def test_a_disk_that_is_full_leaves_the_last_checkpoint(workload, folder, monkeypatch):
+    good = (folder / FILE).read_bytes()
+
+    def full(handle: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    with Trainer(workload, QUICK, folder, resume=True) as trainer:
+        trainer.run(2)
+        monkeypatch.setattr("os.fsync", full)
+        with pytest.raises(OSError, match="No space left"):
+            trainer.save()
+    assert (folder / FILE).read_bytes() == good
+    assert [path.name for path in folder.glob(f"{FILE}*")] == [FILE]
+
+
+# -------------------------------------------------------------------------------------------------
+# The adapter elsewhere
+
+
+@pytest.mark.parametrize("kind", ["plain", "peft", "folded"])
+def test_a_trained_adapter_loads_with_peft_and_with_diffusers(kind, workload, tmp_path):
+    from peft import PeftModel
+
+    with Trainer(workload, QUICK.but(adapter=kind, rank=3)) as trainer:
+        perturb(trainer.model.unet)
+        trainer.run(1)
+        trainer.save_adapter(tmp_path)
+        unet = trainer.model.unet.eval()
+        form_weights(unet)
+        inputs = (torch.randn(1, 4, 8, 8), torch.tensor([500]), torch.randn(1, 77, 32))
+        expected = unet(*inputs).sample
+    frozen = workload._frozen(torch.float32, torch.contiguous_format, "published", 0).unet
+    bare, others = (copy.deepcopy(frozen).eval() for _ in range(2))
+    untrained = bare(*inputs).sample
+    assert (expected - untrained).abs().max() > 1e-3
+    torch.testing.assert_close(PeftModel.from_pretrained(bare, tmp_path)(*inputs).sample, expected)
+    others.load_lora_adapter(
+        tmp_path, prefix="unet", weight_name="pytorch_lora_weights.safetensors"
+    )
+    torch.testing.assert_close(others(*inputs).sample, expected)
+
+
+# -------------------------------------------------------------------------------------------------
+# A model that reads images and text
+
+
+@pytest.mark.parametrize(
+    "knobs",
+    [
+        {},
+        {
+            "layers": "rewritten",
+            "shapes": "packed",
+            "token_budget": 8192,
+            "micro_batch": 1,
+            "loss": "answers",
+        },
+        {
+            "layers": "rewritten",
+            "shapes": "buckets",
+            "token_budget": 3500,
+            "base_linear": "fp8-frozen",
+        },
+    ],
+    ids=["as they come", "packed", "buckets"],
+)
+def test_a_resumed_llava_run_ends_where_an_unbroken_one_does(knobs, tmp_path):
+    varied = open_workload("llava-lora-varied", scale="tiny", device="cpu")
+    recipe = A2_BASE.but(**{"learning_rate": 1e-2, "micro_batch": 2, "num_workers": 1} | knobs)
+    with Trainer(varied, recipe, tmp_path) as trainer:
+        trainer.run(2)
+        trainer.save()
+        trainer.run(4)
+        whole, losses = copy.deepcopy(adapter_state(trainer.model.network)), trainer.losses
+    with Trainer(varied, recipe, tmp_path, resume=True) as trainer:
+        trainer.run(4)
+        resumed = adapter_state(trainer.model.network)
+        assert trainer.losses == losses[2:]
+    assert all(torch.equal(resumed[name], matrix) for name, matrix in whole.items())
+    with pytest.raises(ValueError, match="token_budget=.*Resume with the same settings"):
+        Trainer(varied, recipe.but(token_budget=9000), tmp_path, resume=True)
+
+
+@pytest.mark.parametrize(
+    "knobs", [{}, {"layers": "rewritten", "adapter": "plain"}, {"base_linear": "nf4"}]
+)
+def test_a_saved_llava_adapter_loads_in_peft(knobs, tmp_path):
+    from peft import PeftModel
+
+    workload = open_workload("llava-lora", scale="tiny", device="cpu")
+    with Trainer(workload, A2_BASE.but(learning_rate=1e-2, **knobs)) as trainer:
+        trainer.run(2)
+        trainer.save_adapter(tmp_path)
+        saved = adapter_state(trainer.model.network)
+        torch.manual_seed(0)  # the frozen weights that the trainer has
+        base = build_llava(workload.size, torch.device("cpu"), torch.float32)
+        loaded = PeftModel.from_pretrained(base, str(tmp_path))
+        found = {
+            name.removeprefix("base_model.model."): matrix
+            for name, matrix in adapter_state(loaded).items()
+        }
+        assert found.keys() == saved.keys()
+        assert all(torch.equal(found[name], matrix) for name, matrix in saved.items())
+        if not knobs:
+            batch = next(trainer.batches)
+            with torch.no_grad():
+                assert loaded(**batch).loss.item() == trainer.driver.loss(batch).item()
