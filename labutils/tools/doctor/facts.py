@@ -33,7 +33,7 @@ from labutils.profiling import machine
 from labutils.profiling.machine import usable_cores
 from labutils.tools.doctor import import_probe
 from labutils.tools.doctor.import_probe import MARK
-from labutils.training.processes import end_group
+from labutils.training.child_process import end_group
 
 GB = 10**9
 IMPORT_TIMEOUT_S = 18
