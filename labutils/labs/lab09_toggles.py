@@ -24,9 +24,9 @@ from labutils.labs.ladders import A2_BASE, A3_BASE, distinct_on
 from labutils.layers.cuda_graph import float32_rounded
 from labutils.layers.quantization.fp8_math import relative_error
 from labutils.profiling import cuda
-from labutils.profiling.step_timer import StepTimes
+from labutils.profiling.timing import StepTimes
 from labutils.recipe import STOCK, Recipe
-from labutils.results.judges.effects import in_words, time_effect
+from labutils.results.judges import time_effect
 from labutils.results.records import Run, status_of, summarise
 from labutils.training import child_process
 from labutils.training.benchmark import REFILL_S, Candidate, empty_run
@@ -163,13 +163,13 @@ def switch_rows(runs: Mapping[str, Run]) -> list[tuple[Any, ...]]:
             continue
         peak, held = run.metric("peak_gb"), base.metric("peak_gb")
         memory = f"{100 * (peak / held - 1):+.0f}".replace("-0", "+0") if peak and held else None
-        effect = in_words(time_effect(base, run))
+        effect = time_effect(base, run)
         rows.append(
             (
                 name,
                 changed(run, base),
                 run.metric("step_ms"),
-                effect,
+                effect and effect.sentence(),
                 peak,
                 memory,
                 SWITCHES[name].why,
@@ -210,7 +210,7 @@ def paying(runs: Mapping[str, Run], at_least: float = 5.0) -> dict[str, float]:
     ]
     effects = [time_effect(base, run) for base, run in pairs if base.ok and run.ok]
     known = [effect for effect in effects if effect is not None]
-    helped = sum(effect.sure and effect.middle <= -at_least for effect in known)
+    helped = sum(effect.direction < 0 and effect.value <= 1 - at_least / 100 for effect in known)
     return {"tried": len(known), "helped": helped, "left_alone": len(known) - helped}
 
 

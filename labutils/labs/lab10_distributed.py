@@ -24,7 +24,7 @@ from labutils.labs.ladders import A3_BASE
 from labutils.profiling import ddp_model
 from labutils.profiling.collectives import SAY_ALL, SIZES, Link, read_nccl_log, read_topology
 from labutils.recipe import STOCK, Recipe, Unavailable
-from labutils.results.judges.effects import in_words, time_effect
+from labutils.results.judges import time_effect
 from labutils.results.records import Run, summarise
 from labutils.training.launch_worker import Task
 from labutils.training.launcher import TIMEOUT_S, Ended, gpu_count, launch
@@ -528,7 +528,8 @@ def _changed(before: Run, after: Run) -> tuple[Any, ...]:
     alike = (
         _of_times(run, run.samples["step_ms"]) for run in (before, after)
     )  # as the medians beside it: all steps
-    return *times, in_words(time_effect(*alike)), *memory
+    effect = time_effect(*alike)
+    return *times, effect and effect.sentence(), *memory
 
 
 APART_HEAD = (
@@ -554,12 +555,13 @@ def apart_of(runs: Mapping[str, Run]) -> list[tuple[Any, ...]]:
             several, [(ms - one.metric("step_ms")) / unsent for ms in several.samples["step_ms"]]
         )
         title = TITLES.get(case_of(name), case_of(name))
+        effect = time_effect(alone, beside)
         found.append(
             (
                 title,
                 alone.metric("step_ms"),
                 beside.metric("step_ms"),
-                in_words(time_effect(alone, beside)),
+                effect and effect.sentence(),
             )
         )
     return found

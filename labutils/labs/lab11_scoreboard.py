@@ -6,7 +6,6 @@ It works with whatever there is: no run at all, runs of several machines, files 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -14,7 +13,14 @@ from labutils.labs import lab06_advisor
 from labutils.labs.lab06_advisor import Option
 from labutils.recipe import is_number
 from labutils.results import claims as articles
-from labutils.results.judges import INCONCLUSIVE, NOT_TESTABLE, REFUTED, VERDICTS, Judgement
+from labutils.results.judges import (
+    INCONCLUSIVE,
+    NOT_TESTABLE,
+    REFUTED,
+    VERDICTS,
+    Judgement,
+    published_ratios,
+)
 from labutils.results.records import Run
 
 LAB = "11"
@@ -48,7 +54,7 @@ def chosen(
 
 def filters() -> dict[str, list[str]]:
     """What one can choose by -> its values, "all" first."""
-    every = articles.claims().values()
+    every = articles.load_claims().values()
     return {
         "article": [EVERYTHING, *sorted({claim.article for claim in every})],
         "lab": [EVERYTHING, *sorted({claim.lab for claim in every})],
@@ -56,9 +62,15 @@ def filters() -> dict[str, list[str]]:
     }
 
 
+def words(judgements: Sequence[Judgement]) -> list[str]:
+    """The verdicts that occur, in their order."""
+    given = {word for j in judgements for word in (j.verdict, j.reference_verdict)}
+    return [word for word in VERDICTS if word in given]
+
+
 def tally(judgements: Sequence[Judgement]) -> list[tuple[Any, ...]]:
-    """Rows for a table: an article, its claims, and how many of them have each verdict, on the H200
-    and here.
+    """Rows for a table: an article, its claims, and how many of them have each of the verdicts that
+    occur, on the H200 and here.
     """
     rows = []
     for key in dict.fromkeys(j.claim.article for j in judgements):
@@ -66,7 +78,7 @@ def tally(judgements: Sequence[Judgement]) -> list[tuple[Any, ...]]:
         counts = [
             f"{sum(j.reference_verdict == verdict for j in mine)} / "
             f"{sum(j.verdict == verdict for j in mine)}"
-            for verdict in VERDICTS
+            for verdict in words(judgements)
         ]
         rows.append((key, len(mine), *counts))
     return rows
@@ -100,12 +112,12 @@ def off_by(judgement: Judgement, where: str = "here") -> float | None:
     From a published range it is counted from the nearer end. None where there is no number on both
     sides, or where the two are no quantities of one kind: a message, an order.
     """
-    published = _published_effects(judgement.claim)
-    found = _measured_effects(judgement.claim, getattr(judgement, where))
-    if not published or not found:
+    judged = judgement if where == "here" else judgement.theirs
+    published = published_ratios(judgement.claim)
+    if judged is None or not judged.effects or published is None:
         return None
-    low, high = min(published), max(published)
-    return max(max(low / one, one / high, 1.0) for one in found)
+    low, high = published
+    return max(max(low / e.value, e.value / high, 1.0) for e in judged.effects.values())
 
 
 def surprises(
@@ -126,36 +138,6 @@ def disagreements(judgements: Iterable[Judgement]) -> list[Judgement]:
         for j in judgements
         if NOT_TESTABLE not in (j.verdict, j.reference_verdict) and j.verdict != j.reference_verdict
     ]
-
-
-def _published_effects(claim: articles.Claim) -> list[float]:
-    """A published effect as a ratio, or the number itself; what takes 20 % longer is 1.2. Two are
-    the ends of a range; [] where there is none, or none above 0."""
-    values = claim.published
-    found: list[float] = []
-    if claim.judge in ("speedup", "multiple") and len(values) == 2 and min(values) > 0:
-        found = [values[0] / values[1] if claim.judge == "speedup" else values[1] / values[0]]
-    elif claim.judge == "changes":
-        sign = -1 if claim.how["towards"] == "less" else 1
-        found = [1 + sign * percent / 100 for percent in values]
-    elif claim.judge in ("breaks_even", "count", "reaches", "within") and len(values) == 1:
-        found = list(values)
-    return found if all(value > 0 for value in found) else []
-
-
-def _measured_effects(claim: articles.Claim, shown: str) -> list[float]:
-    """The same out of a judge's text: one number, or one for each pair of runs."""
-    if claim.judge in ("speedup", "multiple"):
-        found = re.findall(r"\(([\d.]+)x\)", shown)
-    elif claim.judge == "changes":
-        return [
-            1 + float(percent) / 100
-            for percent in re.findall(r"([+-]\d+) %", shown)
-            if float(percent) > -100
-        ]
-    else:
-        found = [number.replace(",", "") for number in re.findall(r"^[\d,]+(?:\.\d+)?", shown)]
-    return [float(number) for number in found if float(number) > 0]
 
 
 # ------------------------------------------------------------------------------------------ next
@@ -193,9 +175,6 @@ def next_steps(
             f"{many} inconclusive: run again with nothing else on the machine: `labutils run "
             f"{' '.join(noisy)} --force`"
         )
-    if gpu := [j for j in judgements if j.verdict == NOT_TESTABLE and "about a GPU" in j.why]:
-        many = "1 claim is" if len(gpu) == 1 else f"{len(gpu)} claims are"
-        steps.append(f"{many} about a GPU: on a machine with one, `make course` tests them.")
     if found := [pair for pair in surprises(judgements) if pair[0]]:
         factor, j = found[0]
         steps.append(

@@ -108,7 +108,7 @@ def read_page(files: Iterable[Path], reference: Path) -> Page:
     kept = [r for reading in readings for r in reading.records if newest[r["lab"]] is reading]
     here, theirs = records.runs_of(kept), records.read_runs(reference)
     return Page(
-        judgements=judges.judge(None, here, theirs),
+        judgements=judges.judge_all(None, here, theirs),
         here=here,
         reference=theirs,
         files=[reading.path for reading in readings if reading in newest.values()],

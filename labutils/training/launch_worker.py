@@ -24,7 +24,7 @@ from typing import Any
 
 from labutils.profiling import cuda
 from labutils.profiling.collectives import communication, time_all_reduce
-from labutils.profiling.step_timer import StepTimes
+from labutils.profiling.timing import StepTimes
 from labutils.profiling.trace import profile
 from labutils.recipe import Recipe
 from labutils.results.records import Run

@@ -75,7 +75,7 @@ from labutils.labs.lab09_image_input import DECODING_HEAD, Pictures, decoding_ro
 from labutils.profiling.machine import usable_cores
 from labutils.recipe import Recipe, Unavailable
 from labutils.results import claims
-from labutils.results.judges.effects import time_effect
+from labutils.results.judges import time_effect
 from labutils.results.records import Run
 from labutils.tools.diagnose import ablations
 from labutils.training import Benchmark
@@ -879,7 +879,7 @@ saved = [row["measured"] for row in rows if row["per"] == "step" and ablations.i
 # Some advice can't be tested by any machine of this course; then the table says why.
 
 # %%
-lab.verdict(*claims.claims("A4"));
+lab.verdict(*claims.load_claims("A4"));
 
 # %% [markdown]
 # ## Exercises
@@ -1004,7 +1004,7 @@ def percent_of(found: dict[str, Run], name: str, metric: str) -> float | None:
 
 lab.done(
     {
-        "mixed precision shortens the step by": -shortened.middle if shortened else None,
+        "mixed precision shortens the step by": 100 * (1 - shortened.value) if shortened else None,
         "gradient off in BF16 by": percent_of(numbers, "bf16", "gradient_error"),
         "activations' share of the peak": percent_of(
             told, "sd15-lora, all kept", "activations_share"

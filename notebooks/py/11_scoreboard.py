@@ -92,7 +92,7 @@ print(
 )
 print(
     "Our H200's record has runs of labs:",
-    ", ".join(sorted({number for number, _ in page.reference})) or "none yet",
+    ", ".join(sorted({one.lab for one in page.reference})) or "none yet",
 )
 
 # %% [markdown]
@@ -139,7 +139,7 @@ plt.show()
 
 # %%
 lab.table(
-    ("claims of", "in all", *(f"{word}: H200 / here" for word in plots.VERDICT_MARKS)),
+    ("claims of", "in all", *(f"{word}: H200 / here" for word in lab11_scoreboard.words(page.judgements))),
     *lab11_scoreboard.tally(page.judgements),
 )
 tested = [j for j in page.judgements if j.reference]
@@ -260,18 +260,10 @@ lab.show(
 )
 
 # %%
-for by, name in (("kind", "of"), ("lab", "lab")):
-    rows = [
-        (
-            one.name,
-            one.count,
-            f"{one.off:.2f}x",
-            predictions.lean_in_words(one.lean),
-            f"{one.near} of {one.count}",
-        )
-        for one in predictions.summaries(told, by)
-    ]
-    lab.table((name, "predictions", "median factor off", "leaning", "within a factor of 2"), *rows)
+for by in ("kind", "lab") if told else ():
+    table = predictions.summaries(told, by)
+    table["lean"] = table["lean"].map(predictions.lean_in_words)
+    lab.table(table.rename(columns={"off": "median factor off", "near": "within a factor of 2"}))
 
 # %% [markdown]
 # **Takeaway.** Look for the kind of quantity with the largest factor, and for a direction. And always predict *before* you
@@ -329,19 +321,11 @@ counts = {
     word.replace(" ", "_"): sum(j.verdict == word for j in page.judgements)
     for word in plots.VERDICT_MARKS
 }
-whole = predictions.summary("all", told) if told else None
-lab.keep(
-    Run(
-        "11",
-        "scoreboard",
-        metrics=counts
-        | (
-            {"predictions": whole.count, "median_factor_off": whole.off, "lean": whole.lean}
-            if whole
-            else {}
-        ),
-    )
-);
+if told:
+    (whole,) = predictions.summaries(told).to_dict("records")
+    counts |= {"predictions": whole["predictions"], "median_factor_off": whole["off"]}
+    counts["lean"] = whole["lean"]
+lab.keep(Run("11", "scoreboard", metrics=counts, tags={"experiment": "scoreboard"}));
 
 # %% [markdown]
 # ## Exercises
@@ -356,8 +340,8 @@ from torch.nn.functional import cross_entropy
 
 from labutils.course.exercises import check, faster_than, solved
 from labutils.results.claims import Claim
-from labutils.results.judges import assess
-from labutils.results.records import summarise
+from labutils.results.judges import judge
+from labutils.results.records import Runs, summarise
 
 # %% [markdown]
 # **1.** An article claims that B is faster than A. You find 100 ms for A (p10-p90: 97 to 103) and 96 ms for B (92 to
@@ -382,30 +366,43 @@ print(check("11.2", my_medians))
 solved(check("11.2", (2, 2)))
 
 # %% [markdown]
-# **3.** Write a claim as data: in lab 03, the run *pinned* takes less time than the run *workers=3*. The comment below
-# has the beginning. `"B1"` is an article that we invented, and `"2.1"` its section; leave them. `runs` is a tuple with
-# the names of the two runs. The judge is `faster`, and `how={'before': ..., 'after': ...}` names the two runs once
-# more, so that it knows which is which. For an example look at `A1.pin.speedup` in `labutils/results/claims/a1.py`; it has
-# another judge, but the same form. The check shows your claim to three machines.
+# **3.** Write a claim as data: in lab 03, the run with pinned memory takes less time than the run with three workers. The
+# comment below has the beginning. `"B1"` is an article that we invented, and `"2.1"` its section; leave them. `runs` gives
+# the tags of the two runs, `base` and `changed`; the judge is `compare`, and `how` names the direction, `less` or `more`.
+# For an example look at `A1.workers.more-is-worse` in `labutils/results/claims/a1.yaml`; it has the same form. The check
+# shows your claim to three machines.
 
 # %%
-def a_machine(before_ms: float, after_ms: float) -> dict:
+PINNED = {"experiment": "copies", "memory": "pinned", "copy": "async"}
+THREE_WORKERS = {"experiment": "workers", "workers": 3}
+
+
+def a_machine(before_ms: float, after_ms: float) -> Runs:
     """Runs with samples around these times, from a machine with a GPU."""
-    runs = {}
-    for name, ms in (("workers=3", before_ms), ("pinned", after_ms)):
-        times = {"step_ms": summarise([ms * share for share in (0.97, 0.99, 1, 1.01, 1.03)])}
-        runs["03", name] = Run("03", name, scale="full", metrics=times, machine={"gpu": "a GPU"})
-    return runs
+    runs = []
+    for tags, ms in ((THREE_WORKERS, before_ms), (PINNED, after_ms)):
+        steps = [ms * share for share in (0.97, 0.99, 1, 1.01, 1.03)]
+        runs.append(
+            Run(
+                *("03", str(tags)),
+                scale="full",
+                tags=tags,
+                metrics={"step_ms": summarise(steps)},
+                samples={"step_ms": steps},
+                machine={"gpu": "a GPU"},
+            )
+        )
+    return Runs(runs)
 
 
 # %% tags=["exercise"]
-# Claim("B1.pin", "B1", "2.1", "Pinned memory shortens the step.", lab=..., runs=..., judge=..., how=...)
+# Claim("B1.pin", "B1", "2.1", "statement", "Pinned memory shortens the step.", "03", judge=..., runs=..., how=...)
 my_claim = None
 
 
 def check_claim(claim) -> str:
     if claim is None:
-        return "Exercise 3: no answer yet. Fill in the dots of the Claim in the comment: lab and judge are words, runs a tuple."
+        return "Exercise 3: no answer yet. Fill in the dots of the Claim in the comment: judge is a word, runs and how are dicts."
     if not isinstance(claim, Claim):
         return f"Exercise 3: not yet. A {type(claim).__name__} is no Claim."
     for before, after, right in (
@@ -413,27 +410,22 @@ def check_claim(claim) -> str:
         (100, 120, "refuted"),
         (100, 99, "inconclusive"),
     ):
-        found = assess(claim, a_machine(before, after))
+        found = judge(claim, a_machine(before, after))
         if found.verdict != right:
             return f"Exercise 3: not yet. From {before} to {after} ms it is {found.verdict}, not {right}. {found.why}"
-    return "Exercise 3: right. `labutils/articles/` consists of such lines, one for each statement."
+    return "Exercise 3: right. The files in `labutils/results/claims/` consist of such entries, one for each statement."
 
 
 print(check_claim(my_claim))
 
 # %% tags=["solution"]
-how = {"before": "workers=3", "after": "pinned"}
 solved(
     check_claim(
         Claim(
-            "B1.pin",
-            "B1",
-            "2.1",
-            "Pinned memory shortens the step.",
-            "03",
-            tuple(how.values()),
-            "faster",
-            how=how,
+            *("B1.pin", "B1", "2.1", "statement", "Pinned memory shortens the step.", "03"),
+            judge="compare",
+            runs={"base": THREE_WORKERS, "changed": PINNED},
+            how={"direction": "less"},
         )
     )
 )

@@ -7,8 +7,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from labutils.labs import lab06_anyres
-from labutils.results.claims import a2
+from labutils.labs import lab06_advisor, lab06_anyres
 from labutils.workloads import open_workload
 
 pytestmark = [
@@ -23,7 +22,7 @@ def small():
 
 
 @pytest.mark.parametrize(
-    "name", [*a2.PUBLISHED, "nf4", "fp8-frozen", "compile-fp8-frozen", "compile-whole"]
+    "name", [*lab06_advisor.PUBLISHED, "nf4", "fp8-frozen", "compile-fp8-frozen", "compile-whole"]
 )
 def test_every_method_runs(small, name):
     run = lab06_anyres.cell(small, name, 1)

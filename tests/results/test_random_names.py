@@ -36,10 +36,6 @@ def pages(copy):
     return [report.read_page([file], file) for file in (REFERENCE, copy)]
 
 
-JUDGES_READ_NAMES = pytest.mark.xfail(strict=False, reason="until all judges select by tags")
-
-
-@JUDGES_READ_NAMES
 def test_the_report_says_the_same(pages, copy, capsys):
     said = []
     for page, file in zip(pages, (REFERENCE, copy), strict=True):
@@ -50,7 +46,7 @@ def test_the_report_says_the_same(pages, copy, capsys):
     assert said[0] == said[1]
 
 
-@JUDGES_READ_NAMES
+@pytest.mark.xfail(strict=False, reason="until the advisor of lab 06 selects by tags")
 def test_the_scoreboard_says_the_same(pages):
     said = []
     titles = {f"{number:02}": f"lab {number}" for number in range(11)}

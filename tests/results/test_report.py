@@ -14,7 +14,7 @@ from labutils.results import claims, report
 from labutils.results.judges import NOT_TESTABLE, VERDICTS
 from labutils.results.records import REFERENCE, Results, Run, Runs
 
-CLAIMS = claims.claims()
+CLAIMS = claims.load_claims()
 
 
 @pytest.fixture(autouse=True)

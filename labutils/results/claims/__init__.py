@@ -1,66 +1,86 @@
-"""What the articles claim, as plain data: every published statement with its number, and how the
-course tests it.
+"""What the four articles claim: one YAML file an article, checked against a schema when loaded.
 
-Floor 0: this package knows nothing of torch and nothing of how a verdict is reached. A claim names
-its judge; the judges themselves are in `labutils.results.judges`.
+It may import nothing of the package.
 """
 
 from __future__ import annotations
 
 import difflib
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-PREDICTED = "Predicted, not measured"
-"""How the note of a claim begins that is judged by a prediction, as of a card that isn't here."""
+import yaml
+
+KINDS = ("statement", "advice", "setting", "predicted")
+"""A statement has a number or a direction, advice promises neither, a setting is told and not
+judged, and a predicted claim is held against a model."""
+PARAMETERS: dict[str, tuple[str, ...]] = {
+    "compare": ("direction", "metric", "over", "size", "trend", "heavier", "lighter"),
+    "ratio": ("form", "metric", "over", "direction", "tolerance", "at_least"),
+    "range": ("metrics", "min", "max", "over_noise_of"),
+    "equals": ("metrics", "values", "tolerance", "absent"),
+    "fails": ("words", "capability", "warned"),
+    "contains": ("metric", "items"),
+    "predicts": ("readings", "assumption", "min", "max", "factor", "fastest", "margin", "rises"),
+    "advice": ("metric", "direction"),
+}
+"""The judges and their parameters. What each means stands with the judge."""
+ROLES = ("run", "base", "changed", "than_base", "than_changed", "control", "machine")
+"""What a run is to a claim."""
+Tags = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Article:
-    """A published article: where its numbers come from."""
+    """A published article: where its numbers come from, and what of it no claim can test."""
 
     key: str
+    title: str
     author: str
     publisher: str
+    url: str
+    date: str
     language: str
     subject: str
     gpu: str
+    untested: tuple[Mapping[str, str], ...] = ()
 
 
 @dataclass(frozen=True)
 class Claim:
     """One published statement and its test.
 
-    `published` holds the article's numbers in `unit`, in the order in which the statement names
-    them; `says` replaces their usual rendering where a word is what was published. `runs` are the
-    names of the runs of `lab` that the judge needs, `how` are the judge's named settings (metric,
-    run names, limits), `tolerance` its slack, whose meaning the judge documents. `needs` is "any"
-    machine or one with a "gpu". `note` says what the test can't show. Without `runs` nothing can
-    test it, and the note says why.
+    `published` holds the article's numbers in `unit`, in the order of the statement; `says`
+    replaces how they are written where a word was published. `runs` gives the tags of the run, or
+    of several, that has each role. `how` holds the judge's parameters. `needs` is "gpu" or "any"
+    machine, `weights` is "hub" where random weights can't answer. A claim with a `reason` is not
+    testable at all.
     """
 
     id: str
     article: str
     section: str
+    kind: str
     statement: str
     lab: str
-    runs: tuple[str, ...]
-    judge: str
+    judge: str = ""
+    runs: Mapping[str, Tags | list[Tags]] = field(default_factory=dict)
+    how: Mapping[str, Any] = field(default_factory=dict)
     published: tuple[float, ...] = ()
     unit: str = ""
     says: str = ""
-    how: Mapping[str, Any] = field(default_factory=dict)
-    tolerance: float = 0.0
     needs: str = "gpu"
+    weights: str = ""
     note: str = ""
+    reason: str = ""
 
     @property
     def predicted(self) -> bool:
-        """Whether it is judged by a prediction and not by a measurement: what is shown of it says
-        so.
-        """
-        return self.note.startswith(PREDICTED)
+        """Whether a model answers, and no measurement."""
+        return self.kind == "predicted"
 
     @property
     def published_text(self) -> str:
@@ -75,32 +95,82 @@ def magnitude(value: float) -> str:
     """A number as an article prints it: 16.7 M, 65 k, 290."""
     if abs(value) >= 1e6:
         return f"{value / 1e6:g} M"
-    if abs(value) >= 1e4:
-        return f"{value / 1e3:g} k"
-    return f"{value:g}"
+    return f"{value / 1e3:g} k" if abs(value) >= 1e4 else f"{value:g}"
 
 
 def articles() -> dict[str, Article]:
     """Key -> article."""
-    from labutils.results.claims import a1, a2, a3, a4
-
-    return {article.key: article for article in (a1.ARTICLE, a2.ARTICLE, a3.ARTICLE, a4.ARTICLE)}
+    return {article.key: article for article, _ in map(_load, _files())}
 
 
-def claims(article: str | None = None, lab: str | None = None) -> dict[str, Claim]:
-    """Id -> claim in the order of the articles, all of them or those of one `article` ("A1") or one
+def load_claims(article: str | None = None, lab: str | None = None) -> dict[str, Claim]:
+    """Id -> claim in the order of the articles: all, those of one `article` ("A1"), or of one
     `lab` ("03").
     """
-    from labutils.results.claims import a1, a2, a3, a4
-
-    every = a1.CLAIMS + a2.CLAIMS + a3.CLAIMS + a4.CLAIMS
+    every = (claim for path in _files() for claim in _load(path)[1])
     return {c.id: c for c in every if article in (None, c.article) and lab in (None, c.lab)}
 
 
 def claim(id: str) -> Claim:
     """The claim of that id. Raises `ValueError` that names the nearest ids where there is none."""
-    known = claims()
+    known = load_claims()
     if id not in known:
         near = difflib.get_close_matches(id, known, n=3, cutoff=0.4) or sorted(known)[:3]
         raise ValueError(f"{id!r} is not a claim of the course. Did you mean: {', '.join(near)}?")
     return known[id]
+
+
+def _files() -> list[Path]:
+    return sorted(Path(__file__).parent.glob("*.yaml"))
+
+
+@functools.cache
+def _load(path: Path) -> tuple[Article, tuple[Claim, ...]]:
+    """The article of a file and its claims. Raises `ValueError` that names the claim and what is
+    wrong with it.
+    """
+    parts = yaml.safe_load(path.read_text(encoding="utf-8"))
+    article = Article(**parts["article"], untested=tuple(parts["untested"]))
+    claims = []
+    for entry in parts["claims"]:
+        if wrong := mistake(entry, article.key):
+            raise ValueError(f"{path.name}, {entry.get('id', 'a claim without id')}: {wrong}.")
+        published = tuple(entry.pop("published", ()))
+        claims.append(Claim(article=article.key, published=published, **entry))
+    return article, tuple(claims)
+
+
+def mistake(entry: Mapping[str, Any], article: str) -> str:
+    """What is wrong with a claim of a file, "" where nothing is."""
+    required = ("id", "section", "kind", "statement", "lab")
+    if missing := [name for name in required if not isinstance(entry.get(name), str)]:
+        return f"{missing[0]} is missing or no text"
+    known = set(Claim.__dataclass_fields__) - {"article"}
+    if unknown := entry.keys() - known:
+        return f"{sorted(unknown)[0]} is no part of a claim"
+    judge, how, runs = entry.get("judge", ""), entry.get("how", {}), entry.get("runs", {})
+    answers = [name for name in ("judge", "reason") if entry.get(name)]
+    if len(answers) != (0 if entry["kind"] == "setting" else 1):
+        return "it takes a judge or a reason, and a setting takes neither"
+    checks = {
+        f"the id does not begin with {article}.": entry["id"].startswith(f"{article}."),
+        f"kind is none of {', '.join(KINDS)}": entry["kind"] in KINDS,
+        "judge is unknown": not judge or judge in PARAMETERS,
+        "advice goes with the judge advice": not judge
+        or (judge == "advice") == (entry["kind"] == "advice"),
+        "predicted goes with the judge predicts": not judge
+        or (judge == "predicts") == (entry["kind"] == "predicted"),
+        "published holds numbers": all(
+            isinstance(value, int | float) for value in entry.get("published", ())
+        ),
+        "how has a parameter that the judge lacks": how.keys() <= set(PARAMETERS.get(judge, ())),
+        f"runs have roles that are none of {', '.join(ROLES)}": runs.keys() <= set(ROLES),
+        "a judge needs runs": bool(judge) == bool(runs),
+        "tags name an experiment": all(
+            "experiment" in tags
+            for those in runs.values()
+            for tags in (those if isinstance(those, list) else [those])
+        ),
+        "needs is gpu or any": entry.get("needs", "gpu") in ("gpu", "any"),
+    }
+    return next((text for text, right in checks.items() if not right), "")
