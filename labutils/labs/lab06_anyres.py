@@ -27,7 +27,7 @@ from torch.utils.data import BatchSampler, DataLoader
 from labutils.course.goals import Goal
 from labutils.data.images import EpochOrder
 from labutils.labs.lab06_advisor import Option, break_even
-from labutils.labs.ladders import A2_BASE, A2_LADDER, Rung, climb, in_lanes
+from labutils.labs.ladders import A2_BASE, A2_LADDER, Ladder, Rung, climb, in_lanes
 from labutils.layers.cuda_graph import compile_blocks, variants_allowed
 from labutils.layers.lora import redraw_lora
 from labutils.layers.quantization.convert import (
@@ -667,15 +667,15 @@ LOW_BIT_RUNG = Rung(
 )
 
 
-def ladder_for(device: str) -> tuple[tuple[Rung, ...], dict[str, Recipe]]:
+def ladder_for(device: str) -> tuple[Ladder, dict[str, Recipe]]:
     """Article A2's ladder and its recipes as a `device` climbs it.
 
     On a GPU frozen FP8 weights come on top. On a CPU nothing is compiled, which takes a minute on
     two cores, and there are no workers, which would only get in the way.
     """
     if device == "cuda":
-        ladder = (*A2_LADDER, LOW_BIT_RUNG)
-        return ladder, climb(ladder, A2_BASE)
+        ladder = A2_LADDER.plus(LOW_BIT_RUNG)
+        return ladder, climb(ladder)
     plain = {
         "num_workers": 0,
         "persistent_workers": False,
@@ -683,8 +683,7 @@ def ladder_for(device: str) -> tuple[tuple[Rung, ...], dict[str, Recipe]]:
         "compile_scope": "model",
     }
     return A2_LADDER, {
-        name: recipe.but(**plain, dynamic="automatic")
-        for name, recipe in climb(A2_LADDER, A2_BASE).items()
+        name: recipe.but(**plain, dynamic="automatic") for name, recipe in climb(A2_LADDER).items()
     }
 
 

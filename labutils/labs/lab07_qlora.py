@@ -23,7 +23,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from labutils.course.goals import Goal
 from labutils.labs.lab06_advisor import Option, break_even
-from labutils.labs.ladders import A3_BASE, A3_LADDER, Rung, climb, in_lanes
+from labutils.labs.ladders import A3_BASE, A3_LADDER, Ladder, Rung, climb, in_lanes
 from labutils.layers.lora import (
     attach_lora,
     count_parameters,
@@ -613,14 +613,14 @@ LOW_BIT_RUNGS = (
 )
 
 
-def ladder_for(device: str) -> tuple[tuple[Rung, ...], dict[str, Recipe]]:
+def ladder_for(device: str) -> tuple[Ladder, dict[str, Recipe]]:
     """The ladder from article A3's LoRA run on and its recipes, as a `device` climbs it.
 
     Low-bit weights come on top, each on the same rung below. On a CPU nothing is compiled, which
     takes a minute.
     """
-    ladder = (*A3_LADDER, *LOW_BIT_RUNGS)
-    recipes = climb(ladder, A3_BASE)
+    ladder = A3_LADDER.plus(*LOW_BIT_RUNGS)
+    recipes = climb(ladder)
     if device != "cuda":
         plain = {"compile": "off", "compile_scope": "model", "dynamic": "automatic"}
         recipes = {name: recipe.but(**plain) for name, recipe in recipes.items()}

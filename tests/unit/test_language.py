@@ -564,11 +564,11 @@ def test_titles_are_learned(qwen3):
 
 
 def test_a_ladder_ends_where_it_trains(workload):
-    recipes = climb(A3_LADDER, A3_BASE)
-    last = recipes[A3_LADDER[-1].name].but(compile="off")
+    recipes = climb(A3_LADDER)
+    last = recipes[A3_LADDER.rungs[-1].name].but(compile="off")
     with Trainer(workload, last) as trainer:
         trainer.run(2)
-    assert len(recipes) == len(A3_LADDER)
+    assert len(recipes) == len(A3_LADDER.rungs)
     assert trainer.recipe.precision == "fp32"
 
 

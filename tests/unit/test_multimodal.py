@@ -564,11 +564,11 @@ def test_article_variants_train(beans, changes):
 
 
 def test_a_ladder_ends_where_it_trains(workload):
-    recipes = climb(A2_LADDER, A2_BASE)
-    last = recipes[A2_LADDER[-1].name].but(compile="off")
+    recipes = climb(A2_LADDER)
+    last = recipes[A2_LADDER.rungs[-1].name].but(compile="off")
     with Trainer(workload, last) as trainer:
         trainer.run(2)
-    assert len(recipes) == len(A2_LADDER)
+    assert len(recipes) == len(A2_LADDER.rungs)
     assert trainer.recipe.precision == "fp32"
 
 
