@@ -50,6 +50,7 @@ from labutils.layers.grouped_moe import register_experts
 from labutils.layers.lora import attach_lora
 from labutils.layers.packed_attention import register_attention
 from labutils.layers.quantization.convert import BYTES_READ, convert_base, frozen_linears
+from labutils.profiling import compat
 from labutils.recipe import Recipe
 from labutils.workloads.base import Batch, Work, remembered
 from labutils.workloads.decoder import (
@@ -190,7 +191,7 @@ class LanguageLora(DecoderLora):
             recipe.base_linear == "nf4"
         ):  # as it is loaded: PEFT then takes the layers that it has for 4 bits
             convert_base(lm, frozen_linears(lm, LEFT_OUT), "nf4", dtype)
-            lm.is_loaded_in_4bit = True
+            compat.mark_as_four_bits(lm)
         attach_lora(lm, names, recipe.rank, 2 * recipe.rank, recipe.adapter, seed=recipe.seed)
         if recipe.base_linear != "nf4":
             convert_base(lm, frozen_linears(lm, LEFT_OUT), recipe.base_linear, dtype)

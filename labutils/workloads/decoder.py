@@ -25,6 +25,7 @@ from labutils.layers.activation_checkpoint import (
 )
 from labutils.layers.chunked_cross_entropy import ChunkLoss, cross_entropy, linear_cross_entropy
 from labutils.layers.quantization.convert import forward_context, recomputing
+from labutils.profiling import compat
 from labutils.recipe import Recipe, Unavailable
 from labutils.workloads.base import Batch, Work, Workload, remembered
 
@@ -109,11 +110,11 @@ def checkpoint_blocks(language: nn.Module, recipe: Recipe) -> None:
     parking = Parking(tokens * language.config.hidden_size * DTYPES[recipe.precision].itemsize)
     for layer in language.layers:
         if recipe.checkpointing == "offload":
-            layer._gradient_checkpointing_func = offloading(layer, parking)
+            compat.set_block_checkpoint(layer, offloading(layer, parking))
         elif recipe.checkpointing == "selective":
-            layer._gradient_checkpointing_func = keeping_products
+            compat.set_block_checkpoint(layer, keeping_products)
         else:
-            layer._gradient_checkpointing_func = recomputing(recipe.base_linear)
+            compat.set_block_checkpoint(layer, recomputing(recipe.base_linear))
 
 
 def _recomputes_within(language: nn.Module, recipe: Recipe) -> bool:
