@@ -171,7 +171,7 @@ def spec_metrics() -> dict[str, float]:
     for short, name in (("blackwell", BLACKWELL), ("h100", H100)):
         spec = card(name)
         peaks = {"fp32": spec.dense["fp32"]} | {
-            d: spec.sparse[d] for d in ("bf16", "fp8", "fp4") if d in spec.sparse
+            d: spec.sparse[d] for d in ("tf32", "bf16", "int8", "fp8", "fp4") if d in spec.sparse
         }
         rest = {"bandwidth": spec.bandwidth, "memory": spec.memory_gb, "power": spec.tdp_w}
         found |= {f"{short}_{what}": value for what, value in (peaks | rest).items()}

@@ -30,7 +30,7 @@ from labutils.layers.quantization.fp8_math import relative_error
 from labutils.profiling import cuda
 from labutils.profiling.step_timer import StepTimes
 from labutils.recipe import STOCK, Recipe
-from labutils.results.judges import time_effect
+from labutils.results.judges.effects import time_effect
 from labutils.results.records import REPOSITORY, Run, status_of, summarise
 from labutils.training.benchmark import REFILL_S, Candidate, empty_run
 from labutils.training.processes import READY, Child
@@ -172,7 +172,7 @@ def switch_rows(runs: Mapping[str, Run]) -> list[tuple[Any, ...]]:
                 name,
                 changed(run, base),
                 run.metric("step_ms"),
-                effect and effect.sentence(),
+                effect and effect.text(),
                 peak,
                 memory,
                 SWITCHES[name].why,
