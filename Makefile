@@ -14,8 +14,16 @@ JOBS    ?= 1
 RESULTS ?= results/course
 BIN     := $(VENV)/bin
 STAMP   := $(VENV)/.installed
+OURS    := $(VENV)/.made-by-make
 SELDOM  := '/tests?/|/testing/|/transformers/models/|/diffusers/pipelines/|/pip/|/setuptools/'
 PIP     := $(BIN)/python -m pip install --disable-pip-version-check --progress-bar off
+LABUTILS := $(BIN)/python -m labutils.cli
+# Of what pip says: each large download, a line for every 40 packages, and everything where it fails.
+SHORTLY := awk -v log_file=$(VENV)/install.log '{ print > log_file } \
+  /^Collecting/ && ++n % 40 == 0 { print "  " n " packages found"; fflush() } \
+  /^ *Downloading .*\([0-9][0-9][0-9]\.|^ *Downloading .*\([0-9.]+ G/ { print "  downloading " $$2 " " $$3 " " $$4; fflush() } \
+  /^Installing collected/ { print "  unpacking " NF - 3 " packages"; fflush() } \
+  /^pip ended with/ && $$4 { close(log_file); system("cat " log_file); exit $$4 }'
 # What a run leaves in a notebook is taken out: all but the sources, and the metadata that stored notebooks have.
 UNRUN   := $(BIN)/python -m jupyter nbconvert --log-level=WARN --inplace --clear-output \
   --ClearMetadataPreprocessor.enabled=True \
@@ -23,44 +31,50 @@ UNRUN   := $(BIN)/python -m jupyter nbconvert --log-level=WARN --inplace --clear
   $(addprefix --ClearMetadataPreprocessor.preserve_nb_metadata_mask=,kernelspec jupytext)
 
 .DEFAULT_GOAL := help
-.PHONY: help install course test lab lint format notebooks unsloth te torchao clean
+.NOTPARALLEL:
+.PHONY: help venv install course test lab lint format notebooks unsloth te torchao clean
 
 help:
 	@sed -n 's/^# \{0,1\}//p;/^$$/q' Makefile
 
-install: $(STAMP)
+install: venv $(STAMP)
 
-$(BIN)/python:
-	@command -v $(PYTHON) > /dev/null || { \
-	  echo "There is no $(PYTHON) here. The course needs Python 3.11 or 3.12: make PYTHON=/path/to/python3.12 ..." >&2; exit 2; }
-	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 13))' || { \
-	  echo "$(PYTHON) is $$($(PYTHON) --version 2>&1). The course needs Python 3.11 or 3.12: make PYTHON=python3.12 ..." >&2; exit 2; }
-	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); \
+# A sound environment stays, one that `make` itself left broken is made anew, and nothing else is touched.
+venv:
+	@if [ -e $(VENV) ] && $(BIN)/python -m pip --version > /dev/null 2>&1; then exit 0; fi; \
+	if [ -e $(VENV) ] && [ ! -e $(OURS) ] && [ ! -e $(STAMP) ]; then \
+	  echo "$(VENV) is no Python environment with pip, and make did not make it. Choose another: make VENV=..." >&2; \
+	  exit 2; fi; \
+	command -v $(PYTHON) > /dev/null || { \
+	  echo "There is no $(PYTHON) here. The course needs Python 3.11 or 3.12: make PYTHON=/path/to/python3.12 ..." >&2; \
+	  exit 2; }; \
+	$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 13))' || { \
+	  echo "$(PYTHON) is $$($(PYTHON) --version 2>&1). The course needs Python 3.11 or 3.12: make PYTHON=python3.12 ..." >&2; \
+	  exit 2; }; \
+	if [ -e $(VENV) ]; then echo "$(VENV) is broken, as an interrupted installation leaves it: it is made anew."; \
+	  rm -rf $(VENV); fi; \
+	mkdir -p $(VENV) && touch $(OURS) && $(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); \
 	  echo "$(PYTHON) could not make $(VENV). On Debian and Ubuntu: sudo apt install python3-venv" >&2; exit 2; }
 
-$(STAMP): requirements.txt constraints.txt pyproject.toml | $(BIN)/python
-	$(PIP) --no-compile -r requirements.txt
+$(STAMP): requirements.txt constraints.txt pyproject.toml
+	@echo "Installing PyTorch and what else the course takes into $(VENV): some minutes. In full: $(VENV)/install.log"
+	@{ $(PIP) --no-compile -r requirements.txt 2>&1; echo "pip ended with $$?"; } | $(SHORTLY)
 	@# On all cores, where pip takes one; without what the course hardly touches. Templates don't compile: || true
 	@$(BIN)/python -m compileall -qq -j 0 -x $(SELDOM) $(VENV)/lib || true
 	@touch $@
 
 course: install
-	@$(BIN)/labutils doctor || echo "The labs run all the same: each says what it could not do here."
-	@status=0; $(BIN)/labutils run --scale $(SCALE) --jobs $(JOBS) --results $(RESULTS) || status=$$?; \
+	@$(LABUTILS) doctor || echo "The labs run all the same: each says what it could not do here."
+	@status=0; $(LABUTILS) run --scale $(SCALE) --jobs $(JOBS) --results $(RESULTS) || status=$$?; \
 	[ $$status -eq 2 ] || [ $$status -eq 130 ] || { \
-	  echo; $(BIN)/labutils report --results $(RESULTS) | tee $(RESULTS)/scoreboard.txt; echo; \
-	  echo "The scoreboard above is kept in $(RESULTS)/scoreboard.txt; with pictures, predictions and what to try next it"; \
-	  echo "is $(RESULTS)/notebooks/11_scoreboard.ipynb. All executed labs, to read in a browser: $(RESULTS)/index.html"; \
+	  $(LABUTILS) report --results $(RESULTS) > $(RESULTS)/scoreboard.txt; echo; tail -n 4 $(RESULTS)/scoreboard.txt; echo; \
+	  echo "Every claim and its verdict: $(RESULTS)/scoreboard.txt; with pictures, predictions and what to try next:"; \
+	  echo "$(RESULTS)/notebooks/11_scoreboard.ipynb. All executed labs, to read in a browser: $(RESULTS)/index.html"; \
 	  echo "Read and change the labs yourself: make lab"; }; \
 	exit $$status
 
-# Tests that share the cores disturb each other's clocks, so what fails (exit status 1) is run again with nothing beside it.
 test: install
-	@status=0; \
-	$(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder $(ARGS) || status=$$?; \
-	[ $$status -eq 1 ] || exit $$status; \
-	echo; echo "What failed is run once more, one test at a time:"; \
-	$(BIN)/python -m pytest --last-failed --last-failed-no-failures none $(ARGS)
+	$(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadgroup --no-loadscope-reorder $(ARGS)
 
 lab: install
 	JUPYTER_CONFIG_PATH="$(CURDIR)/jupyter$${JUPYTER_CONFIG_PATH:+:$$JUPYTER_CONFIG_PATH}" $(BIN)/python -m jupyter lab $(ARGS)

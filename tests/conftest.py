@@ -1,5 +1,5 @@
-"""What every test gets: a cache of its own trainer, a results folder of its own, and no GPU tests
-without a GPU.
+"""What every test gets: a cache for the session, a results folder of its own, and no GPU tests
+where there is no GPU.
 """
 
 from __future__ import annotations
@@ -52,19 +52,12 @@ def nothing_compiled() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_collection() -> Iterator[None]:
-    """What is imported and collected stays to the end: the garbage collector needn't look through
-    it, now or later.
-    """
-    from labutils.workloads.lazy_imports import unseen
-
-    with unseen():
-        return (yield)
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what is marked `gpu` on a machine without one, and say so."""
+    """Labs come first, each in whichever process is free; the other tests stay with their file."""
+    items.sort(key=lambda item: item.get_closest_marker("notebook") is None)
+    for item in items:
+        if item.get_closest_marker("notebook") is None:
+            item.add_marker(pytest.mark.xdist_group(item.location[0]))
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return

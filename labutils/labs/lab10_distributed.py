@@ -27,7 +27,7 @@ from labutils.recipe import STOCK, Recipe, Unavailable
 from labutils.results.judges.effects import time_effect
 from labutils.results.records import Run, summarise
 from labutils.training.launch_worker import Task
-from labutils.training.launcher import TIMEOUT_S, Ended, gpu_count, launch, remove
+from labutils.training.launcher import TIMEOUT_S, Ended, gpu_count, launch
 
 SD_RECIPE = STOCK.but(
     driver="eager",
@@ -274,7 +274,7 @@ def crashes(case: Case, ranks: int, device: str) -> dict[str, Run]:
         raised = crash(case, ranks, ranks, folder, device, fail="raise", fails=(1, 7), resume=True)
         resumed = crash(case, ranks, fewer_than(ranks), folder, device, resume=True)
     finally:
-        remove(folder)
+        shutil.rmtree(folder, ignore_errors=True)
     last = resumed.runs.get(case.run("crash")) or as_run(CRASHES[2], resumed)
     if not resumed.ok:
         last.status = _error(resumed)
@@ -732,8 +732,8 @@ def as_run(name: str, ended: Ended) -> Run:
     }
     if ended.first:
         metrics |= dict(zip(("first_rank", "first_exit_code"), ended.first, strict=True))
-    if found := re.search(r"checkpoint of optimizer step (\d+) is whole", ended.message):
-        metrics["checkpoint_step"] = int(found[1])
+    if ended.checkpoint_step is not None:
+        metrics["checkpoint_step"] = ended.checkpoint_step
     return Run("", name, metrics=metrics | {"message": ended.message})
 
 

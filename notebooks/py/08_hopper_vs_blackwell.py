@@ -72,18 +72,20 @@ lab = open_lab("08", globals())
 import warnings
 
 import matplotlib.pyplot as plt
+import pandas as pd
 import torch
 
 from labutils.course import plots
 from labutils.course.parameters import whole_numbers
 from labutils.labs import lab08_large_models, lab08_launch_bound
-from labutils.labs.lab08_large_models import Prices
+from labutils.labs.lab08_large_models import BLACKWELL, H100, card
 from labutils.profiling.gpu_specs import spec_of
 from labutils.profiling.probe import probe_machine
 from labutils.profiling.step_model import CARDS, Host, replayed_ms
 from labutils.recipe import Unavailable
-from labutils.results.records import Run
-from labutils.tools.doctor.facts import try_imports
+from labutils.results import claims
+from labutils.results.records import Run, to_frame
+from labutils.tools.doctor import try_import
 from labutils.workloads import open_workload
 
 plots.use_style()
@@ -99,7 +101,7 @@ texts = {
     family: {kind: lab.workload(f"{name}-{kind}") for kind in ("long", "short")}
     for family, name in models.items()
 }
-lab.keep(Run("08", "machine"));
+lab.keep(Run("08", "machine", tags={"experiment": "machine"}));
 
 # %% [markdown]
 # ## 1 · Two cards on paper
@@ -118,23 +120,28 @@ my_peak: float | None = None  # for example 1979
 lab.predict("dense BF16 peak of the H100 (data sheet)", my_peak, "TFLOP/s")
 
 # %%
-lab.table(lab08_large_models.SPEC_HEAD, *lab08_large_models.spec_rows())
+peaks = []
+for place, name in enumerate((BLACKWELL, H100)):
+    for dtype in ("fp32", "bf16", "fp8", "fp4"):
+        printed = dict(enumerate(claims.claim(f"A3.specs.{dtype}").published)).get(place)
+        dense, sparse = card(name).dense.get(dtype), card(name).sparse.get(dtype)
+        peaks.append(
+            {"": f"{name}, {dtype.upper()}", "article A3": printed, "data sheet, dense": dense}
+            | {"with sparsity": sparse}
+        )
+lab.table(pd.DataFrame(peaks))
+sheets = [card(name) for name in CARDS]
 lab.table(
     ("", *CARDS),
-    ("dense BF16, TFLOP/s", *(lab08_large_models.card(name).dense["bf16"] for name in CARDS)),
-    ("memory, GB/s", *(float(lab08_large_models.card(name).bandwidth) for name in CARDS)),
-    (
-        "FLOP per byte where they meet",
-        *(lab08_large_models.card(name).ridge("bf16") for name in CARDS),
-    ),
-    ("memory, GB as printed", *(lab08_large_models.card(name).memory_gb for name in CARDS)),
-    (
-        "memory that a program finds, 10⁹ bytes",
-        *(lab08_large_models.card(name).capacity_gb for name in CARDS),
-    ),
-    ("largest power, W", *(lab08_large_models.card(name).tdp_w for name in CARDS)),
+    ("dense BF16, TFLOP/s", *(one.dense["bf16"] for one in sheets)),
+    ("memory, GB/s", *(float(one.bandwidth) for one in sheets)),
+    ("FLOP per byte where they meet", *(one.ridge("bf16") for one in sheets)),
+    ("memory, GB as printed", *(one.memory_gb for one in sheets)),
+    ("memory that a program finds, 10⁹ bytes", *(one.capacity_gb for one in sheets)),
+    ("largest power, W", *(one.tdp_w for one in sheets)),
 )
-lab.keep(Run("08", "specs", metrics=lab08_large_models.spec_metrics()))
+metrics = lab08_large_models.spec_metrics()
+lab.keep(Run("08", "specs", metrics=metrics, tags={"experiment": "specs"}))
 lab.verdict(
     "A3.specs.fp32", "A3.specs.bf16", "A3.specs.fp8", "A3.specs.fp4",
     "A3.specs.bandwidth", "A3.specs.memory", "A3.specs.power",
@@ -227,18 +234,23 @@ my_idle: float | None = None  # for example 10
 lab.predict("GPU idle in the expert loop", my_idle, "%")
 
 # %%
-studied: dict[str, lab08_launch_bound.Studied] = {}
+studied: list[lab08_launch_bound.PredictedStep] = []
 
 
-def study(family: str, way: str, delayed: bool = False) -> None:
+def step_of(model: str, variant: str = "", texts: str = "long", **tags):
+    """The step of these tags, or None where it was not measured."""
+    wanted = {"variant": variant, "delay_us": "", "model": model, "texts": texts} | tags
+    those = (s for s in studied if all(s.run.tags.get(k, "") == v for k, v in wanted.items()))
+    return next(those, None)
+
+
+def study(model: str, way: str, delayed: bool = False) -> None:
     """Predict and measure one way to train a model; what fails says why, and the H200's run is shown."""
-    name = family if way in lab08_launch_bound.LANES else f"{family}, {way}"
-    long = lab08_launch_bound.named(name, "long")
-    with lab.attempt(
-        f"{family}, {way}",
-        long,
-        lambda: lab.on_reference(lab08_launch_bound.HEAD, lab08_launch_bound.rows_of, long),
-    ):
+    first, one_by_one, *_ = recipes = lab08_launch_bound.variants(model)
+    tags = {"model": model} | ({} if way == first else {"variant": way})
+    name = f"{model} long" + ("" if way == first else f", {way}")
+    in_tables = lambda: lab.show("Our H200's run of it stands in the tables below.")
+    with lab.attempt(f"{model}, {way}", name, in_tables):
         captured = way in ("captured", "compiled")
         if captured and not (on_gpu and launch_us):
             raise Unavailable(
@@ -247,18 +259,18 @@ def study(family: str, way: str, delayed: bool = False) -> None:
                 else "no call could be timed (see above)"
             )
         host = Host(launch_us / 1e3) if captured else None
-        recipe, hosts = lab08_launch_bound.ways(family)[way], slower if delayed else ()
-        like = studied.get(lab08_launch_bound.ONE_BY_ONE[family]) if way == "captured" else None
-        found = lab08_launch_bound.Studied()
-        try:
-            lab08_launch_bound.study(texts[family], recipe, name, steps, host, hosts, like, found)
-        finally:  # what was measured before a failure counts
-            runs = [seen.run for seen in found.seen.values()]
-            lab.keep(
-                [*runs, *found.slowed.values()], lane=lab08_launch_bound.LANES.get(way, "same work")
-            )
-            if found.seen:
-                studied[name] = found
+        like = step_of(model, one_by_one) if way == "captured" else None
+        for step in lab08_launch_bound.study(
+            texts[model],
+            recipes[way],
+            tags,
+            steps,
+            host,
+            slower if delayed else (),
+            like.program if like else None,
+        ):
+            studied.append(step)  # what was measured before a failure counts
+            lab.keep(step.run, lane="article" if way == first else "same work")
 
 # %%
 study("dense", "loop", delayed=True)
@@ -276,26 +288,69 @@ for workload in texts["moe"].values():
     workload.release_weights()
 
 # %%
-told_runs = [seen.run for found in studied.values() for seen in found.seen.values()]
-lab.table(lab08_launch_bound.GIVEN_HEAD, *lab08_launch_bound.given_rows(told_runs))
+measured_steps = [step.run for step in studied if "delay_us" not in step.run.tags]
+made_from = {
+    "run": "step",
+    "kernels_ms": "kernels, ms",
+    "launches": "launches",
+    "waits": "waits",
+    "host_us": "host, µs a launch",
+    "light_before_ms": "light step before, ms",
+    "light_after_ms": "and after, ms",
+}
+lab.table(to_frame(measured_steps).reindex(columns=list(made_from)).rename(columns=made_from))
 lab.show("What the predictions are made from stands above, what they say below.")
-lab.table(lab08_launch_bound.HEAD, *lab08_launch_bound.rows(told_runs))
-lab.table(lab08_launch_bound.UNSEEN_HEAD, *lab08_launch_bound.unseen_rows(told_runs))
+
+
+def predictions(runs: list[Run]) -> pd.DataFrame:
+    frame = to_frame(run for run in runs if "predicted_ms" in run.metrics and "by" in run.metrics)
+    return pd.DataFrame(
+        {
+            "step": frame["run"],
+            "kernels, ms": frame["kernels_ms"],
+            "launches × host, ms": frame["launches"] * frame["host_us"] / 1e3,
+            "short form, ms": frame["bound_ms"],
+            "replayed, ms": frame["predicted_ms"],
+            "measured, ms": frame["step_ms"],
+            "replay off by, %": 100 * frame["off"],
+            "decided by": frame["by"],
+            "predicted without its trace, off by, %": 100 * frame.get("unseen_off", float("nan")),
+        }
+    )
+
+
+lab.runs_table(measured_steps, predictions, experiment="steps")
 
 # %%
-accuracy = lab08_launch_bound.accuracy(told_runs)
-if accuracy:
-    lab.keep(Run("08", "foretold", metrics=accuracy))
-    lab.show(lab08_launch_bound.told(accuracy))
-    lab.show(lab08_launch_bound.steadiness(told_runs))
-lab.on_reference(lab08_launch_bound.HEAD, lab08_launch_bound.rows_of, "dense *", "moe *")
+if measured_steps:
+    frame = to_frame(measured_steps)
+    near = frame["off"].abs() <= 0.2
+    lab.table(
+        ("decided by", "steps", "predicted within 20 %"),
+        *((by, len(those), int(those.sum())) for by, those in near.groupby(frame["by"])),
+    )
+    accuracy = {
+        "steps": len(frame),
+        "within_20": int(near.sum()),
+        "median_off": frame["off"].abs().median(),
+        "worst_off": frame["off"].abs().max(),
+    }
+    lab.keep(Run("08", "predictions", metrics=accuracy, tags={"experiment": "predictions"}))
 
 # %%
 fig, ax = plt.subplots()
-offs = {run.run: [100 * run.metrics["off"]] for run in told_runs}
+offs = {run.run: [100 * run.metrics["off"]] for run in measured_steps}
+ranges = {
+    run.run: tuple(
+        100 * (run.metrics[end] / run.metric("step_ms") - 1)
+        for end in ("predicted_low_ms", "predicted_high_ms")
+    )
+    for run in measured_steps
+    if "predicted_low_ms" in run.metrics
+}
 label = "the replay's prediction against the measurement, %"
-ranges = {"with either reading of the light step": lab08_launch_bound.ranges(told_runs)}
-plots.differences(ax, offs, (-20, 20), "within 20 %", label, ranges)
+either = {"with either reading of the light step": ranges}
+plots.differences(ax, offs, (-20, 20), "within 20 %", label, either)
 plt.show()
 lab.verdict("A3.moe.launches", "A3.dense.busy");
 
@@ -314,14 +369,26 @@ lab.verdict("A3.moe.launches", "A3.dense.busy");
 # loop is each?
 
 # %%
-on_long = [run for run in told_runs if run.run.startswith("moe long")]
-lab.table(lab08_launch_bound.SPEED_HEAD, *lab08_launch_bound.speed_rows(on_long, base="moe long"))
-of_moe = ["moe long", *(f"moe long, {way}" for way in ("grouped", "captured", "compiled"))]
-lab.on_reference(
-    lab08_launch_bound.SPEED_HEAD,
-    lambda runs: lab08_launch_bound.speed_rows(runs.values(), base="moe long"),
-    *of_moe,
-)
+def speeds(runs: list[Run]) -> pd.DataFrame:
+    frame = to_frame(run for run in runs if "delay_us" not in run.tags)
+    loop = next((run for run in runs if not {"variant", "delay_us"} & run.tags.keys()), None)
+    return pd.DataFrame(
+        {
+            "step": frame["run"],
+            "launches": frame["launches"],
+            "kernels, ms": frame["kernels_ms"],
+            "step, ms": frame["step_ms"],
+            "useful tokens/s": frame["useful_tokens_per_s"],
+            "times the loop": frame["useful_tokens_per_s"] / loop.metric("useful_tokens_per_s")
+            if loop
+            else None,
+        }
+    )
+
+
+on_long = [r for r in measured_steps if (r.tags["model"], r.tags["texts"]) == ("moe", "long")]
+if on_long:
+    lab.runs_table(on_long, speeds, experiment="steps", model="moe", texts="long")
 
 # %% [markdown]
 # Read *launches* and *kernels* together. Where launches fall and the kernels' time hardly changes, what is gained was
@@ -353,36 +420,43 @@ my_flip: float | None = None  # for example 10
 lab.predict("slower launches until the Blackwell card wins (predicted)", my_flip, "us")
 
 # %%
-rivals, flips, most = {}, {}, 10.0
+columns = {
+    "run": "step",
+    "delay_us": "delay, µs",
+    "delayed": "operations delayed",
+    "added_us": "a launch longer by, µs",
+    "predicted_ms": "replayed, ms",
+    "step_ms": "measured, ms",
+}
+delayed_runs = [step.run for step in studied if "delay_us" in step.run.tags]
+rivals, flips = {}, {}
+most = 1.1 * max([10.0, *(run.metrics["added_us"] for run in delayed_runs)])
 with lab.attempt("A slower host", reference="flip"):
-    shown = {name: found for name, found in studied.items() if found.slowed}
-    names = {name: found.seen["long"].run.run for name, found in shown.items()}
-    measured = {names[name]: lab08_launch_bound.by_delay(found) for name, found in shown.items()}
-    most = 1.1 * max([most, *(us for points in measured.values() for us in points)])
-    foretold = {
-        names[name]: lab08_launch_bound.slowdown(found.seen["long"], most)
-        for name, found in shown.items()
-    }
-    lab.table(
-        lab08_launch_bound.DELAY_HEAD,
-        *(row for found in shown.values() for row in lab08_launch_bound.delay_rows(found)),
-    )
-    for name in (
-        ("dense", "moe") if on_gpu and sheet else ()
-    ):  # the loops: a captured step has no host to wait for
-        if name in shown:
-            seen = shown[name].seen["long"]
-            rival_ms = replayed_ms(
-                seen.on(lab08_large_models.card(lab08_large_models.BLACKWELL), sheet, empty_ms),
-                seen.host,
-            )
-            rivals[f"{names[name]}: {lab08_large_models.BLACKWELL}, predicted"] = rival_ms
-            flips[f"{name}_us"] = lab08_launch_bound.flip_us(seen, rival_ms)
+    predicted, measured = {}, {}
+    for model, variant in (("dense", ""), ("moe", ""), ("moe", "captured")):
+        step = step_of(model, variant)
+        those = [r for r in delayed_runs if step and r.run.startswith(f"{step.run.run}, delay")]
+        if those:
+            predicted[step.run.run] = step.slowdown(most)
+            measured[step.run.run] = {0.0: step.run.metric("step_ms")} | {
+                run.metrics["added_us"]: run.metric("step_ms") for run in those
+            }
+        if those and on_gpu and sheet and not variant:  # a captured step has no host to wait for
+            rival_ms = replayed_ms(step.on(card(BLACKWELL), sheet, empty_ms), step.host)
+            rivals[f"{step.run.run}: {BLACKWELL}, predicted"] = rival_ms
+            flips[f"{model}_us"] = step.flip_us(rival_ms)
     fig, ax = plt.subplots(figsize=(7.2, 4.2))
-    plots.slower_hosts(ax, foretold, measured, rivals)
+    plots.slower_hosts(ax, predicted, measured, rivals)
     ax.set_xlabel("longer for a launch, on average (delay and detour), µs")
     plt.show()
-lab.on_reference(lab08_launch_bound.DELAY_HEAD, lab08_launch_bound.slowed_rows, "* us")
+
+
+def with_delays(runs: list[Run]) -> pd.DataFrame:
+    frame = to_frame(run for run in runs if "delay_us" in run.tags)
+    return frame.reindex(columns=list(columns)).rename(columns=columns)
+
+
+lab.runs_table(delayed_runs, with_delays, experiment="steps")
 
 # %%
 with lab.attempt("When the Blackwell card wins", reference="flip"):
@@ -390,11 +464,12 @@ with lab.attempt("When the Blackwell card wins", reference="flip"):
         raise Unavailable(
             "a rival is predicted from a loop that was measured here, on a GPU with a data sheet"
         )
-    lab.keep(Run("08", "flip", metrics={name: us for name, us in flips.items() if us is not None}))
+    reached = {name: us for name, us in flips.items() if us is not None}
+    lab.keep(Run("08", "flip", metrics=reached, tags={"experiment": "flip"}))
     for name, us in flips.items():
         when = "at no delay up to 1 ms" if us is None else f"when a launch takes {us:.1f} µs longer"
         print(
-            f"{name.removesuffix('_us')}: the {lab08_large_models.BLACKWELL} (predicted, host as it is) draws level {when}."
+            f"{name.removesuffix('_us')}: the {BLACKWELL} (predicted, host as it is) draws level {when}."
         )
 
 # %% [markdown]
@@ -420,37 +495,31 @@ with lab.attempt("When the Blackwell card wins", reference="flip"):
 # too few FLOPs a byte), everything else by bandwidth.
 
 # %%
-cards_head = ("ms a step, predicted", *CARDS)
-with lab.attempt(
-    "Four cards",
-    "four cards",
-    lambda: lab.on_reference(cards_head, lab08_large_models.recorded_rows, "four cards"),
-):
+with lab.attempt("Four cards", "four cards"):
     if not (on_gpu and sheet):
         raise Unavailable(
             "kernels are scaled from one card to another, and this machine has no GPU with a data sheet"
         )
-    told = {found.seen["long"].run.run: found.seen["long"] for found in studied.values()}
-    ms = {run: lab08_large_models.on_cards(seen, sheet, empty_ms) for run, seen in told.items()}
-    rows = [
-        (run, *by_card.values(), told[run].run.metric("step_ms")) for run, by_card in ms.items()
+    plain_steps = [
+        s for s in studied if "delay_us" not in s.run.tags and s.run.tags["texts"] == "long"
     ]
-    lab.table((*cards_head, f"measured here, {sheet.name}"), *rows)
-    flat = {
-        f"{run}: {name}, ms": float(f"{t:.4g}")
-        for run, by_card in ms.items()
-        for name, t in by_card.items()
-    }
-    lab.keep(Run("08", "four cards", metrics=flat))
+    ms = {s.run.run: lab08_large_models.on_cards(s, sheet, empty_ms) for s in plain_steps}
+    here = {f"measured here, {sheet.name}": [s.run.metric("step_ms") for s in plain_steps]}
+    frame = pd.DataFrame(ms).T.rename_axis("ms a step, predicted").reset_index()
+    lab.table(frame.assign(**here))
+    flat = {f"{run}: {name}, ms": t for run, by_card in ms.items() for name, t in by_card.items()}
+    lab.keep(Run("08", "four cards", metrics=flat, tags={"experiment": "four cards"}))
 
 # %%
-if on_gpu and sheet and "moe" in studied:  # the slower the host, the less the card matters
+if on_gpu and sheet and step_of("moe"):  # the slower the host, the less the card matters
     with lab.attempt("Four cards beside slower hosts"):
-        seen = studied["moe"].seen["long"]
+        added = [most * place / 8 for place in range(9)]
+        each = {
+            us: lab08_large_models.on_cards(step_of("moe"), sheet, empty_ms, us) for us in added
+        }
+        curves = {name: {us: each[us][name] for us in added} for name in CARDS}
         fig, ax = plt.subplots(figsize=(7.2, 3.8))
-        plots.slower_hosts(
-            ax, lab08_large_models.beside_slower_hosts(seen, sheet, empty_ms, most), {}, {}
-        )
+        plots.slower_hosts(ax, curves, {}, {})
         ax.set_title("The expert loop on long texts, beside ever slower hosts", pad=44)
         plt.show()
 
@@ -465,28 +534,24 @@ if on_gpu and sheet and "moe" in studied:  # the slower the host, the less the c
 # with the predicted ones, and one with the energy that the driver has counted.
 
 # %%
-paid = {
-    lab08_large_models.BLACKWELL: blackwell_yen,
-    lab08_large_models.H100: h100_yen,
-    "H200 SXM": h200_yen,
-    "B200": b200_yen,
-}
-prices = Prices({name: yen for name, yen in paid.items() if yen}, yen_per_kwh, years, hours_a_day)
-lab.show(prices.told())
-bought = ("dense long", "moe long", "moe long, captured")
-if on_gpu and sheet:
-    chosen = [told[run] for run in bought if run in told]
-    rows = [
-        row
-        for seen in chosen
-        for row in lab08_large_models.four_cards_rows(seen, sheet, empty_ms, prices)
-    ]
-    lab.table(lab08_large_models.FOUR_HEAD, *rows)
-else:  # with the prices above, from the steps that the H200's runs predict
-    worth = lambda runs: lab08_large_models.recorded_worth(
-        runs, bought, lab08_launch_bound.TEXTS, prices
-    )
-    lab.on_reference(lab08_large_models.FOUR_HEAD, worth, "four cards")
+yen = {BLACKWELL: blackwell_yen, H100: h100_yen, "H200 SXM": h200_yen, "B200": b200_yen}
+worth = []
+with lab.attempt("What a card gives for its power and its price"):
+    if not (on_gpu and sheet):
+        raise Unavailable("it takes the steps that were predicted above")
+    for step in (s for s in plain_steps if s.run.tags.get("variant", "captured") == "captured"):
+        rows = {name: (t, card(name).tdp_w) for name, t in ms[step.run.run].items()}
+        step_ms = step.run.metric("step_ms")
+        rows[f"{sheet.name}, measured, at its largest power"] = (step_ms, sheet.tdp_w)
+        rows[f"{sheet.name}, measured, at the power drawn"] = (step_ms, step.run.metric("power_w"))
+        for name, (t, watts) in rows.items():
+            hourly = step.work.examples / t * 3.6e6
+            kwh = watts / 1e3 if watts else float("nan")
+            hour_yen = yen.get(name, 0.0) / (years * 365 * hours_a_day) + kwh * yen_per_kwh
+            row = {"step": step.run.run, "card": name, "step, ms": t, "examples/h": hourly}
+            row |= {"a night of 8 h": 8 * hourly, "a kWh": hourly / kwh}
+            worth.append(row | {"a yen": hourly / hour_yen if yen.get(name) else None})
+    lab.table(pd.DataFrame(worth))
 
 # %% [markdown]
 # On paper these cards are two to five times apart. How far apart are they in the expert loop? The slower the host, the
@@ -518,33 +583,54 @@ else:  # with the prices above, from the steps that the H200's runs predict
 # %%
 bases: dict[str, lab08_large_models.Basis] = {}
 for family, name in models.items():
-    with lab.attempt(
-        lab08_large_models.LARGE[family].hub.rpartition("/")[2], reference="model of two cards"
-    ):
-        if family not in studied:
+    with lab.attempt(lab08_large_models.LARGE[family].hub.rpartition("/")[2]):
+        if step_of(family) is None:
             raise Unavailable("the loop of its smaller sibling was not measured (see above)")
-        law = lab08_launch_bound.launch_law(
-            open_workload(f"{name}-long", "tiny", device=lab.device), family
-        )
-        bases[family] = lab08_large_models.Basis(
-            **lab08_launch_bound.known(studied[family], law, texts[family]["long"])
-        )
+        tiny = open_workload(f"{name}-long", "tiny", device=lab.device)
+        law = lab08_launch_bound.launch_law(tiny, family)
+        bases[family] = lab08_large_models.Basis.of(step_of(family), law, texts[family]["long"])
         experts = f" + experts × {law.expert:.0f}" if law.expert else ""
         print(
             f"{family}: {law.constant:.0f} + layers × ({law.layer:.0f}{experts}) operations a step"
         )
 if bases:
     with lab.attempt("The article's own models", reference="model of two cards"):
-        told = lab08_large_models.two_cards(bases) | {
-            f"{family}_host_us": 1e3 * basis.host_ms for family, basis in bases.items()
-        }
-        lab.keep(Run("08", "model of two cards", metrics=told))
-        lab.table(lab08_large_models.TWO_CARDS_HEAD, *lab08_large_models.two_cards_rows(bases))
+        two = lab08_large_models.two_cards(bases)
+        two |= {f"{family}_host_us": 1e3 * basis.host_ms for family, basis in bases.items()}
+        name = "model of two cards"
+        lab.keep(Run("08", name, metrics=two, tags={"experiment": name}))
+        frame = lab08_large_models.large_steps(bases)
+        for part in ("kernels", "host", "step"):
+            frame[f"{part}, s"] = frame[f"{part}_ms"] / 1e3
+        wanted = ["model", "texts", "card", "examples", "kernels, s", "host, s", "step, s"]
+        shown = frame.assign(
+            model=frame["model"].map({"dense": "Qwen3-32B", "moe": "gpt-oss-120b"})
+        )
+        lab.table(
+            shown[[*wanted, "hourly", "article A3"]].rename(
+                columns={"examples": "batch", "hourly": "examples/h"}
+            )
+        )
 
 # %%
 if "moe" in bases:
     with lab.attempt("Who wins"):
-        lab.show("\n".join(f"- {sentence}" for sentence in lab08_large_models.who_wins(bases)))
+        moe = bases["moe"]
+        host_us = 1e3 * moe.host_ms
+        print(f"A launch of the expert loop takes this host {host_us:.1f} µs. With such a host:")
+        for name in (BLACKWELL, H100):
+            step = lab08_large_models.large_step(name, "moe", "long", moe)
+            decides = "the host" if step["step_ms"] > 1.1 * step["kernels_ms"] else "the kernels"
+            print(
+                f"- {name}, batch {step['examples']}: {decides} decide, "
+                f"{step['kernels_ms'] / 1e3:.2f} s of kernels in {step['step_ms'] / 1e3:.2f} s"
+            )
+        ahead = two["moe_long_blackwell_ratio"]
+        print(f"- the Blackwell card makes {ahead:.2f} times as many examples an hour as the H100")
+        for batches, same in {"the article's batches": False, "batch 32 on both": True}.items():
+            factor = lab08_large_models.host_for_a_tie(moe, same)
+            when = "at no host" if factor is None else f"at {factor * host_us:.1f} µs a launch"
+            print(f"- with {batches} the two draw level {when}")
 
 # %%
 lab.verdict(
@@ -592,27 +678,17 @@ lab.predict("gpt-oss-120b in 4 bits (arithmetic)", my_gb, "GB")
 # %%
 large = lab08_large_models.GPT_OSS_120B
 parts = ("experts", "layers", "words", "rest")
-rows = [
-    (
-        "parameters, billions",
-        *(lab08_large_models.parameters_of(large)[part] / 1e9 for part in parts),
-        None,
-    )
-]
+counts = lab08_large_models.parameters_of(large)
+rows = [("parameters, billions", *(counts[part] / 1e9 for part in parts), None)]
 for way, bits in lab08_large_models.WAYS_TO_HOLD.items():
     gb = lab08_large_models.weight_gb(large, bits)
     rows.append((f"{way}, GB", *(gb[part] for part in parts), sum(gb.values())))
 lab.table(("gpt-oss-120b", "experts", "other matrices", "embedding, head", "rest", "in all"), *rows)
-four_bit = sum(
-    lab08_large_models.weight_gb(
-        large, lab08_large_models.WAYS_TO_HOLD["4 bits for everything"]
-    ).values()
-)
-lab.keep(
-    Run(
-        "08", "moe weights", metrics={"four_bit_gb": four_bit}, workload="from shapes", scale="full"
-    )
-)
+bits = lab08_large_models.WAYS_TO_HOLD["4 bits for everything"]
+four_bit = sum(lab08_large_models.weight_gb(large, bits).values())
+from_shapes = {"workload": "from shapes", "scale": "full"}
+tags = {"experiment": "moe weights"}
+lab.keep(Run("08", "moe weights", metrics={"four_bit_gb": four_bit}, tags=tags, **from_shapes))
 lab.verdict("A3.120b.weights");
 
 # %% [markdown]
@@ -630,36 +706,21 @@ lab.verdict("A3.120b.weights");
 
 # %%
 rows = []
-asked = (
-    ("LoRA", 2),
-    ("LoRA", 4),
-    ("LoRA, checkpointed", 4),
-    ("QLoRA", 4),
-    ("QLoRA, not checkpointed", 4),
-    ("unsloth", 32),
-)
+qwen, methods = lab08_large_models.QWEN3_32B, lab08_large_models.METHODS
+tried = [("LoRA", 2), ("LoRA", 4), ("LoRA, checkpointed", 4), ("QLoRA", 4)]
+tried += [("QLoRA, not checkpointed", 4), ("unsloth", 32)]
+cases = [("Qwen3-32B", qwen, method, batch) for method, batch in tried]
+cases += [("gpt-oss-120b", large, "unsloth", batch) for batch in (16, 32)]
 with lab.attempt("What a step needs besides", reference="model of memory"):
-    for method, batch in asked:
-        gb = lab08_large_models.memory_gb(
-            lab08_large_models.QWEN3_32B, lab08_large_models.METHODS[method], batch
-        )
-        rows.append((f"Qwen3-32B, {method}, batch {batch}", *gb.values(), sum(gb.values())))
-    for batch in (16, 32):
-        gb = lab08_large_models.memory_gb(large, lab08_large_models.METHODS["unsloth"], batch)
-        rows.append((f"gpt-oss-120b, unsloth, batch {batch}", *gb.values(), sum(gb.values())))
+    for model, size, method, batch in cases:
+        gb = lab08_large_models.memory_gb(size, methods[method], batch)
+        rows.append((f"{model}, {method}, batch {batch}", *gb.values(), sum(gb.values())))
     lab.table(
         ("GB at the peak, predicted", "weights", "adapters", "activations", "logits", "in all"),
         *rows,
     )
-    lab.keep(
-        Run(
-            "08",
-            "model of memory",
-            metrics=lab08_large_models.memory_metrics(),
-            workload="from shapes",
-            scale="full",
-        )
-    )
+    metrics, tags = lab08_large_models.memory_metrics(), {"experiment": "model of memory"}
+    lab.keep(Run("08", "model of memory", metrics=metrics, tags=tags, **from_shapes))
 
 # %%
 lab.verdict("A3.32b.lora-batch", "A3.32b.qlora-batch", "A3.32b.unsloth-batch")
@@ -689,22 +750,18 @@ lab.verdict("A3.120b.too-large", "A3.120b.fits", "A3.120b.h100-batch");
 # %%
 adapted = lab08_large_models.attention_only()
 print("LoRA was attached to:", ", ".join(adapted.pop("adapted")))
-lab.keep(Run("08", "moe adapters", metrics=adapted))
+lab.keep(Run("08", "moe adapters", metrics=adapted, tags={"experiment": "moe adapters"}))
 with lab.attempt("Importing unsloth"):
     if lab.machine.get("compute_capability") != "12.0":
         raise Unavailable(
             "it takes a Blackwell card of compute capability 12.0 to see what unsloth says on one"
         )
-    tried = try_imports(("unsloth",), timeout_s=90)[0]["unsloth"]
-    if tried.status == "missing":
+    imported = try_import("unsloth", timeout_s=90)
+    if imported.status == "missing":
         raise Unavailable("unsloth is not installed; `make unsloth` does it")
-    lab.keep(
-        Run(
-            "08",
-            "unsloth import",
-            metrics={"failed": int(tried.status != "ok"), "message": tried.message},
-        )
-    )
+    metrics = {"failed": int(imported.status != "ok"), "message": imported.message}
+    tags = {"experiment": "unsloth import"}
+    lab.keep(Run("08", "unsloth import", metrics=metrics, tags=tags))
 lab.verdict("A3.120b.attention-only", "A3.blackwell.xformers");
 
 # %% [markdown]
@@ -832,20 +889,16 @@ solved(
 # - The course's [glossary](../docs/glossary.md).
 
 # %%
-expert_loop = studied["moe"].seen["long"].run if "moe" in studied else None
+loop = step_of("moe")
 lab.done(
     {
-        "dense BF16 peak of the H100 (data sheet)": lab08_large_models.card(
-            lab08_large_models.H100
-        ).dense["bf16"],
-        "host's time for a launch in the experts' loop (on a thin model)": expert_loop.metric(
-            "host_us"
-        )
-        if expert_loop
-        else None,
-        "GPU idle in the expert loop": 100 * expert_loop.metrics["idle_share"]
-        if expert_loop and on_gpu
-        else None,
+        "dense BF16 peak of the H100 (data sheet)": card(H100).dense["bf16"],
+        "host's time for a launch in the experts' loop (on a thin model)": (
+            loop.run.metrics["host_us"] if loop else None
+        ),
+        "GPU idle in the expert loop": (
+            100 * loop.run.metrics["idle_share"] if loop and on_gpu else None
+        ),
         "slower launches until the Blackwell card wins (predicted)": flips.get("moe_us"),
         "gpt-oss-120b in 4 bits (arithmetic)": four_bit,
     }

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from labutils.labs import lab08_launch_bound
-from labutils.labs.lab08_launch_bound import Light, OnOneBatch
+from labutils.labs.lab08_launch_bound import LightStep, OnOneBatch, variants
 from labutils.profiling import cuda
-from labutils.profiling.energy import Energy
 from labutils.profiling.host_delay import SlowerHost
 from labutils.profiling.step_model import LIGHT, Host, Program, bound_ms, replayed_ms
+from labutils.profiling.utilization import Energy
 from labutils.training import Trainer
 from labutils.workloads import open_workload
 
@@ -45,7 +45,7 @@ def on_typical_texts(trainer):
 
 
 def test_the_queue_holds_every_kernel_of_the_trace(moe):
-    with Trainer(moe, lab08_launch_bound.ways("moe")["expert loop"]) as trainer:
+    with Trainer(moe, variants("moe")["expert loop"]) as trainer:
         there = on_typical_texts(trainer)
         there.timed(0, warmup=2)
         trace = there.traced(2)
@@ -63,7 +63,7 @@ def test_the_queue_holds_every_kernel_of_the_trace(moe):
 def test_grouped_experts_launch_less_and_hardly_wait(moe):
     found = {}
     for way in ("expert loop", "grouped"):
-        with Trainer(moe, lab08_launch_bound.ways("moe")[way]) as trainer:
+        with Trainer(moe, variants("moe")[way]) as trainer:
             there = on_typical_texts(trainer)
             there.timed(0, warmup=2)
             found[way] = Program.of(there.traced(2))
@@ -72,7 +72,7 @@ def test_grouped_experts_launch_less_and_hardly_wait(moe):
 
 
 def test_a_captured_step_is_a_handful_of_launches(dense):
-    with Trainer(dense, lab08_launch_bound.ways("dense")["captured"]) as trainer:
+    with Trainer(dense, variants("dense")["captured"]) as trainer:
         there = on_typical_texts(trainer)
         there.timed(0, warmup=2)
         program = Program.of(there.traced(2))
@@ -86,33 +86,30 @@ def test_a_captured_step_is_a_handful_of_launches(dense):
 
 
 def test_a_light_step_is_the_hosts(dense):
-    with Trainer(
-        lab08_launch_bound.thin(dense), lab08_launch_bound.ways("dense")["loop"]
-    ) as trainer:
-        light = Light.of(trainer)
-        reading = light.read()
-    assert light.program.kernel_ms < LIGHT * reading.step_ms
-    assert 1e-3 < reading.host.mean_ms(light.program) < 0.2
-    assert replayed_ms(light.program, reading.host) == pytest.approx(reading.step_ms, rel=1e-3)
+    with Trainer(lab08_launch_bound.thin(dense), variants("dense")["loop"]) as trainer:
+        light = LightStep(trainer)
+        step_ms, host = light.read()
+    assert light.program.kernel_ms < LIGHT * step_ms
+    assert 1e-3 < host.mean_ms(light.program) < 0.2
+    assert replayed_ms(light.program, host) == pytest.approx(step_ms, rel=1e-3)
 
 
 @pytest.mark.parametrize(
     ("family", "way"), [("dense", "loop"), ("dense", "rewritten"), ("moe", "grouped")]
 )
-def test_steps_are_foretold(family, way, dense, moe):
-    workload = {"dense": dense, "moe": moe}[family]
-    studied = lab08_launch_bound.study(
-        {"long": workload}, lab08_launch_bound.ways(family)[way], family, steps=8
-    )
-    run = studied.seen["long"].run
-    assert abs(run.metrics["off"]) < 0.35
-    assert run.metrics["predicted_ms"] >= 0.99 * max(run.metrics["kernels_ms"], 1e-3)
-    assert bound_ms(studied.seen["long"].program, studied.seen["long"].host) > 0
-    assert 0 <= run.metrics["idle_share"] < 1
+def test_steps_are_predicted(family, way, dense, moe):
+    texts = {"long": {"dense": dense, "moe": moe}[family]}
+    recipe = variants(family)[way]
+    (step,) = lab08_launch_bound.study(texts, recipe, {"model": family}, steps=8)
+    metrics = step.run.metrics
+    assert abs(metrics["off"]) < 0.35
+    assert metrics["predicted_ms"] >= 0.99 * max(metrics["kernels_ms"], 1e-3)
+    assert bound_ms(step.program, step.host) > 0
+    assert 0 <= metrics["idle_share"] < 1
 
 
 def test_a_slower_host_slows_a_step_that_it_decides(dense):
-    with Trainer(dense, lab08_launch_bound.ways("dense")["loop"]) as trainer:
+    with Trainer(dense, variants("dense")["loop"]) as trainer:
         shortest = lab08_launch_bound.shortest(dense, trainer.recipe)
         there = OnOneBatch(trainer, lab08_launch_bound.batch_of(dense, trainer.recipe, shortest))
         there.timed(0, warmup=2)

@@ -1,0 +1,152 @@
+"""Lab 08's arithmetic: published numbers, formulas written out, and PyTorch's own counts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from labutils.labs import lab08_large_models as large
+from labutils.labs.lab08_large_models import BLACKWELL, H100, METHODS, WAYS_TO_HOLD, Basis
+from labutils.labs.lab08_launch_bound import PredictedStep
+from labutils.layers.lora import count_parameters
+from labutils.profiling.memory_model import saved_for_backward
+from labutils.profiling.step_model import Host, Law, Program
+from labutils.profiling.trace import Launch
+from labutils.results.records import Run
+from labutils.workloads.base import Work
+from labutils.workloads.causal_lm import GPT_OSS, GPT_OSS_120B, QWEN3, QWEN3_32B, build_lm
+
+LAW = Law(50, 300, 50)
+BASES = {"dense": Basis(Law(50, 370), 0.01), "moe": Basis(LAW, 0.02)}
+PROGRAM = Program(tuple(Launch("", (("GEMM", 1.0, 1),), False) for _ in range(100)), 1)
+
+
+def test_an_unknown_card_is_refused():
+    with pytest.raises(ValueError, match="no data sheet"):
+        large.card("H300")
+
+
+@pytest.mark.parametrize("size", [GPT_OSS_120B, QWEN3_32B, GPT_OSS["tiny"], QWEN3["small"]])
+def test_every_parameter_has_its_part(size):
+    whole = count_parameters(build_lm(size, torch.device("meta"), torch.bfloat16))
+    assert sum(large.parameters_of(size).values()) == whole
+
+
+def test_gpt_oss_120b_by_hand():
+    width, layers, experts = 2880, 36, 128
+    counts = large.parameters_of(GPT_OSS_120B)
+    assert counts["experts"] == layers * experts * 3 * width * width
+    assert counts["words"] == 2 * 201088 * width
+    assert counts["layers"] == layers * 2 * width * (64 + 8) * 64
+
+
+def test_published_checkpoints_have_the_size_that_is_worked_out():
+    """OpenAI's files hold 65.25 GB (120b) and 13.76 GB (20b); 4 bits for all would be 58.4."""
+    as_published = WAYS_TO_HOLD["as published: experts in MXFP4"]
+    for size, gb in ((GPT_OSS_120B, 65.25), (GPT_OSS["full"], 13.76)):
+        assert sum(large.weight_gb(size, as_published).values()) == pytest.approx(gb, abs=0.01)
+    four_bit = large.weight_gb(GPT_OSS_120B, WAYS_TO_HOLD["4 bits for everything"])
+    assert sum(four_bit.values()) == pytest.approx(116.829156672 / 2)
+
+
+@pytest.mark.parametrize("method", ["LoRA", "QLoRA, not checkpointed", "unsloth"])
+@pytest.mark.parametrize("size", [QWEN3["tiny"], GPT_OSS["tiny"]], ids=["qwen3", "gpt-oss"])
+def test_a_block_keeps_what_a_real_one_keeps_under_autocast(size, method):
+    rows, length, kept = 2, 256, []
+    for device in ("meta", "cpu"):
+        lm, forward = large.one_block(size, METHODS[method], torch.device(device), rows, length)
+        with torch.autocast("cpu", torch.bfloat16):
+            kept.append(saved_for_backward(lm, forward, autocast=torch.bfloat16))
+    assert kept[0] == pytest.approx(kept[1], rel=0.1)
+
+
+def test_memory_grows_with_texts_but_for_weights_and_every_saving_saves():
+    few, many = (large.memory_gb(QWEN3["small"], METHODS["LoRA"], texts) for texts in (2, 8))
+    assert (many["weights"], many["adapters"]) == (few["weights"], few["adapters"])
+    for part in ("activations", "logits"):
+        assert many[part] == pytest.approx(4 * few[part])
+    peaks = {n: sum(large.memory_gb(QWEN3_32B, m, 4).values()) for n, m in METHODS.items()}
+    assert peaks["LoRA"] > peaks["LoRA, checkpointed"] > peaks["QLoRA"] > peaks["unsloth"]
+    assert peaks["QLoRA, not checkpointed"] > peaks["QLoRA"]
+
+
+def test_memory_of_the_claims():
+    metrics = large.memory_metrics()
+    assert metrics["lora_120b_batch_1_gb"] == pytest.approx(2 * 116.829, abs=0.01)
+    assert 62 < metrics["unsloth_120b_batch_32_gb"] < 110
+
+
+# The two cards
+
+
+def test_dense_models_are_the_peaks_ratio_apart_and_waiting_ones_the_batches():
+    two = large.two_cards(BASES)
+    assert two["h100_dense_long"] == two["dense_long_ratio"] == pytest.approx(989.4 / 438.9)
+    assert two["h100_moe_short"] == pytest.approx(1)
+    assert two["h100_moe_long"] == pytest.approx(0.5)  # 16 texts against 32
+    assert two["moe_long_blackwell_ratio"] == pytest.approx(2)
+    assert (two["h100_gaps_longer"], two["blackwell_less_energy"]) == (1, 1)
+
+
+def test_two_models_are_compared_where_their_kernels_were_measured():
+    traced = {
+        family: replace(basis, program=PROGRAM, host=Host(1e-6)) for family, basis in BASES.items()
+    }
+    assert large.two_cards(traced)["moe_over_dense_long"] > 1
+    assert "moe_over_dense_long" not in large.two_cards(BASES)
+    for family in BASES:
+        one = large.two_cards({family: BASES[family]})
+        assert one.items() < large.two_cards(BASES).items() and f"h100_{family}_long" in one
+
+
+def test_with_a_host_that_takes_no_time_the_h100_wins_everything():
+    quick = {family: replace(basis, host_ms=1e-9) for family, basis in BASES.items()}
+    two = large.two_cards(quick)
+    assert min(two[f"h100_{f}_{k}"] for f in BASES for k in ("short", "long")) > 1.5
+    assert (two["h100_gaps_longer"], two["blackwell_less_energy"]) == (0, 0)
+
+
+def test_the_tie_is_one():
+    moe = BASES["moe"].beside(large.host_for_a_tie(BASES["moe"]))
+    rates = [large.large_step(name, "moe", "long", moe)["hourly"] for name in (BLACKWELL, H100)]
+    assert rates[0] == pytest.approx(rates[1], rel=1e-2)
+    # The same host and the same batch: a tie at worst.
+    assert large.host_for_a_tie(BASES["moe"], same_batch=True) is None
+
+
+def test_a_traced_step_is_replayed_at_the_large_models_size():
+    slow = Basis(LAW, 1e-6, reached=0.5, launches=2.0, program=PROGRAM, host=Host(1e-6))
+    step = large.large_step(H100, "moe", "long", slow)
+    assert step["step_ms"] == pytest.approx(step["kernels_ms"], rel=1e-3)
+    waiting = large.large_step(H100, "moe", "long", slow.beside(1e6))
+    assert waiting["step_ms"] == pytest.approx(1.5 * 2 * LAW.launches(36, 128), rel=1e-2)
+
+
+def test_flops_of_a_large_step_are_three_passes_of_the_numbers_a_token_meets():
+    """4 FLOPs a parameter and token for a frozen model, half as many again for recomputing."""
+    step = large.bulk("dense", "long", 32, BASES["dense"])
+    least = 1.5 * 4 * 32.0e9 * 32 * 2045
+    assert least < step.flops < 1.1 * least and step.examples == 32
+
+
+def test_steps_stand_beside_the_articles_counts():
+    frame = large.large_steps(BASES)
+    assert list(frame["article A3"]) == [11000, 27000, 3600, 9200, 9400, 9200, 7300, 5200]
+    assert list(frame["examples"]) == [32] * 7 + [16]
+
+
+def test_a_step_on_four_cards_and_beside_a_slow_host():
+    run = Run("08", "moe long", recipe={"precision": "bf16"})
+    step = PredictedStep(run, PROGRAM, Host(0.2), Work(flops=1e15, bytes=1e9, examples=4))
+    ms = large.on_cards(step, large.card("H200 SXM"), 0.0)
+    assert ms[H100] == pytest.approx(100) and ms["B200"] == pytest.approx(44, rel=1e-2)
+    assert ms[BLACKWELL] == pytest.approx(100 * 989.4 / 438.9)
+    slow = large.on_cards(step, large.card("H200 SXM"), 0.0, added_us=5000)
+    assert list(slow.values()) == pytest.approx([520] * 4)
+
+
+def test_peft_finds_attention_alone():
+    adapted = large.attention_only()
+    assert adapted == {"attention_only": 1, "adapted": ["k_proj", "o_proj", "q_proj", "v_proj"]}

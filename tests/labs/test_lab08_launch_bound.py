@@ -1,0 +1,146 @@
+"""Lab 08's steps on tiny models: the batches, predictions and measurements, slower hosts, launches."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+
+import pytest
+import torch
+
+from labutils.labs import lab08_launch_bound as lab08
+from labutils.profiling.gpu_specs import find_spec
+from labutils.profiling.step_model import Host, Program, replayed_ms
+from labutils.profiling.trace import Launch
+from labutils.results.records import Run
+from labutils.workloads import open_workload
+from labutils.workloads.base import Work
+
+FAMILIES = {"dense": "qwen3-lora", "moe": "gpt-oss-lora"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def single_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@functools.cache
+def texts(family: str) -> Mapping[str, object]:
+    names = {kind: f"{FAMILIES[family]}-{kind}" for kind in ("long", "short")}
+    return {kind: open_workload(name, "tiny", device="cpu") for kind, name in names.items()}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("kind", ["long", "short"])
+def test_a_packed_row_holds_typical_texts_and_nothing_else(family, kind):
+    workload, recipe = texts(family)[kind], lab08.variants(family)["captured"]
+    lengths = [len(ids) for ids, _ in workload.dataset(None, recipe).conversations]
+    mean, chosen = sum(lengths) / len(lengths), lab08.typical(workload, recipe)
+    assert len(set(chosen)) == lab08.TEXTS
+    assert all(0.6 * mean <= lengths[index] <= mean for index in chosen)
+    batch = lab08.batch_of(workload, recipe, chosen)
+    assert batch["input_ids"].shape == (1, sum(lengths[index] for index in chosen))
+    (least,) = lab08.shortest(workload, recipe)
+    assert lengths[least] == min(lengths)
+
+
+def test_the_library_and_the_packed_row_see_the_same_tokens():
+    workload, recipes = texts("dense")["long"], lab08.variants("dense")
+    useful = set()
+    for recipe in (recipes["loop"], recipes["rewritten"]):
+        batch = lab08.batch_of(workload, recipe, lab08.typical(workload, recipe))
+        useful.add(workload.work_of(recipe, batch).useful_tokens)
+    assert len(useful) == 1
+
+
+def test_variants_differ_by_what_they_are_named_for():
+    variants = lab08.variants("moe")
+    assert list(variants) == ["expert loop", "grouped", "captured", "compiled"]
+    assert set(variants["captured"].changes_from(variants["grouped"])) == {"driver"}
+    assert "driver" not in variants["compiled"].changes_from(variants["captured"])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_thin_model_launches_what_the_model_launches(family):
+    wide = lab08.resized(texts(family)["long"], width=512, inner=512)
+    narrow = lab08.thin(wide)
+    assert (narrow.size.layers, narrow.size.experts) == (wide.size.layers, wide.size.experts)
+    assert (narrow.size.width, narrow.weights) == (64, "random")
+    laws = [lab08.launch_law(workload, family) for workload in (wide, narrow)]
+    counts = [law.launches(wide.size.layers, wide.size.experts) for law in laws]
+    assert counts[0] == pytest.approx(counts[1], rel=0.02)
+
+
+@pytest.fixture(scope="module")
+def studied():
+    recipe, tags = lab08.variants("moe")["expert loop"], {"model": "moe"}
+    return list(lab08.study(texts("moe"), recipe, tags, steps=2, delays=(0, 100)))
+
+
+def test_every_step_is_predicted_and_measured(studied):
+    assert [step.run.run for step in studied[:2]] == ["moe long", "moe short"]
+    for step in studied[:2]:
+        run, metrics = step.run, step.run.metrics
+        assert run.tags == {"experiment": "steps", "model": "moe", "texts": run.run.split()[1]}
+        assert metrics["predicted_ms"] == pytest.approx(replayed_ms(step.program, step.host))
+        assert metrics["off"] == pytest.approx(metrics["predicted_ms"] / run.metric("step_ms") - 1)
+        assert metrics["examples"] == lab08.TEXTS
+        assert metrics["waits"] == metrics["launches"] > 100  # a CPU waits for itself
+        assert metrics["predicted_low_ms"] <= metrics["predicted_high_ms"]
+        assert not {"idle_share", "power_w", "reached"} & metrics.keys()  # of a GPU
+
+
+def test_a_slower_host_slows_the_step_by_its_delays(studied):
+    quick, slow = (step.run for step in studied[2:])
+    assert (quick.tags["delay_us"], slow.tags["delay_us"]) == (0, 100)
+    assert slow.metrics["delayed"] == quick.metrics["delayed"] > 100
+    longer = slow.metric("step_ms") - quick.metric("step_ms")
+    assert longer > 0.5 * slow.metrics["delayed"] * 0.1
+    assert slow.metrics["predicted_ms"] > quick.metrics["predicted_ms"]
+    assert quick.metrics["calls"] > quick.metrics["delayed"]  # views take the detour as well
+
+
+class Light:
+    """A light step with given readings, which counts operations beside a slower host."""
+
+    repeats = 3
+
+    def __init__(self, readings, host):
+        self.readings, self.host = iter(readings), host
+
+    def time(self):
+        self.host.calls += 4000
+        self.host.waited_ms += 40
+        return next(self.readings)
+
+
+def test_the_detour_is_what_the_light_step_takes_beyond_the_delay():
+    """Of 100 ms and 1000 operations; beside the slower host it takes 130, of which 10 are delay."""
+    host = lab08.SlowerHost(20)
+    plain = gpu_step()
+    plain.run.metrics["light_step_ms"] = 100.0
+    assert lab08.detour_ms(Light([130.0], host), plain, host) == pytest.approx(0.02)
+
+
+def gpu_step() -> lab08.PredictedStep:
+    """A step that was traced on an H200: 100 products of 1 ms, and launches of 0.2 ms."""
+    program = Program(tuple(Launch("", (("GEMM", 1.0, 1),), False) for _ in range(100)), 1)
+    run = Run("08", "moe long", recipe={"precision": "bf16"}, metrics={"step_ms": 100.0})
+    work = Work(flops=1e12, bytes=1e9, examples=4)
+    return lab08.PredictedStep(run, program, Host(0.2), work)
+
+
+def test_the_winner_changes_where_the_curve_meets_the_rival():
+    step, rival_ms = gpu_step(), 225.0  # a card of 2.25 times the kernels' time
+    assert step.flip_us(rival_ms, most_us=5000) == pytest.approx((2.25 - 0.2) * 1e3, rel=1e-3)
+    assert step.flip_us(1e9) is None
+    curve = step.slowdown(5000)
+    assert (curve[0.0], max(curve.values())) == pytest.approx((100, 520))
+
+
+def test_kernels_move_to_another_card_by_their_products_intensity():
+    h200, blackwell = find_spec("H200 SXM"), find_spec("RTX PRO 6000 Blackwell Max-Q")
+    assert gpu_step().on(blackwell, h200).kernel_ms == pytest.approx(100 * 989.4 / 438.9)

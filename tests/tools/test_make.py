@@ -1,0 +1,39 @@
+"""`make` leaves strangers' folders alone, and mends its own."""
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+HOUSE = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="there is no make")
+
+
+def make(*words: str) -> subprocess.CompletedProcess:
+    return subprocess.run(["make", "-C", HOUSE, *words], capture_output=True, text=True)
+
+
+def test_a_folder_that_make_did_not_make_is_left_alone(tmp_path):
+    (tmp_path / "precious").write_text("mine")
+    made = make("venv", f"VENV={tmp_path}")
+    assert made.returncode != 0 and str(tmp_path) in made.stderr
+    assert (tmp_path / "precious").read_text() == "mine"
+
+
+def test_an_interrupted_environment_is_made_anew(tmp_path):
+    (tmp_path / "venv" / "bin").mkdir(parents=True)
+    (tmp_path / "venv" / ".made-by-make").touch()
+    made = make("venv", f"VENV={tmp_path / 'venv'}")
+    assert made.returncode == 0 and "anew" in made.stdout
+    assert make("venv", f"VENV={tmp_path / 'venv'}").stdout.count("anew") == 0
+
+
+def test_a_python_that_is_too_old_or_missing_is_said(tmp_path):
+    old = tmp_path / "python3.9"
+    old.write_text('#!/bin/sh\ncase "$1" in --version) echo Python 3.9.18;; *) exit 1;; esac\n')
+    old.chmod(0o755)
+    for python, word in ((old, "3.9.18"), ("no-python", "no-python")):
+        made = make("venv", f"PYTHON={python}", f"VENV={tmp_path / 'venv'}")
+        assert made.returncode != 0 and word in made.stderr
+        assert not (tmp_path / "venv").exists()
