@@ -60,7 +60,7 @@ def spec_metrics() -> dict[str, float]:
     return metrics
 
 
-PRINTED = ("bf16", "fp8", "fp4")
+PRINTED = ("tf32", "bf16", "int8", "fp8", "fp4")
 
 # ------------------------------------------------------------------------------------------ weights
 
