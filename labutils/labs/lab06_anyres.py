@@ -46,7 +46,7 @@ from labutils.training.batches import Batch, on_device
 from labutils.training.benchmark import Candidate, empty_run
 from labutils.training.model_edits import prepared_for_kbit, with_costs
 from labutils.workloads import Workload, open_workload
-from labutils.workloads.llava import SCALES_OF_LLAVA, count_flops
+from labutils.workloads.llava import SIZES, tower_flops
 
 BESIDE_WHOLE = "bf16 b1, again"
 """The baseline of models compiled whole. That takes minutes, so "bf16" is timed once more beside
@@ -327,9 +327,9 @@ def weights_held(model: nn.Module) -> dict[str, float]:
     `bf16_weights_held`, 1 if most of the blocks' matrices are still held in two bytes or more a
     number."""
     parts = [
-        model.llava.model.language_model,
-        model.llava.model.multi_modal_projector,
-        model.llava.lm_head,
+        model.network.model.language_model,
+        model.network.model.multi_modal_projector,
+        model.network.lm_head,
     ]
     frozen = {
         id(t): t
@@ -340,7 +340,7 @@ def weights_held(model: nn.Module) -> dict[str, float]:
     held = sum(tensor.nbytes for tensor in frozen.values())
     matrices = [
         p
-        for p in model.llava.model.language_model.layers.parameters()
+        for p in model.network.model.language_model.layers.parameters()
         if not p.requires_grad and p.dim() > 1
     ]
     wide = sum(p.nbytes for p in matrices if p.itemsize > 1)
@@ -353,7 +353,7 @@ def weights_held(model: nn.Module) -> dict[str, float]:
 def vision_share(workload: Workload, recipe: Recipe) -> float:
     """The vision tower's part of an optimizer step's FLOPs."""
     tiles = workload.size.geometry.tiles((500, 500)) * recipe.examples_per_step
-    return count_flops(workload.size, recipe.rank, 0, 0, tiles, 0, 0) / workload.work(recipe).flops
+    return tower_flops(workload.size) * tiles / workload.work(recipe).flops
 
 
 # ----------------------------------------------------------------------------------- other batches
@@ -363,7 +363,7 @@ def token_counts() -> dict[str, float]:
     """What AnyRes, as published, makes of image sizes: tiles of small images, and tokens by shape
     at one area; and `vision_share` of the article's step. Arithmetic on the article's own model,
     whatever the scale."""
-    geometry = SCALES_OF_LLAVA["full"].geometry
+    geometry = SIZES["full"].geometry
     own = open_workload("llava-lora", scale="full", device="cpu")
     square, wide = geometry.tokens((500, 500)), geometry.tokens((354, 707))
     return {
@@ -422,7 +422,7 @@ def replays(workload: Workload, recipe: Recipe, count: int) -> dict[str, Run]:
             torch._dynamo.reset()
             if fitted.compile != "off":
                 compile_blocks(
-                    trainer.model.llava.model.language_model.layers[1:],
+                    trainer.model.network.model.language_model.layers[1:],
                     fitted.compile,
                     fitted.dynamic,
                 )

@@ -51,8 +51,8 @@ from labutils.training.model_edits import (
 )
 from labutils.training.unsloth_run import Job
 from labutils.workloads import Workload
-from labutils.workloads.causal_lm import QWEN3, build_lm, decoder_shapes
-from labutils.workloads.decoder import projections
+from labutils.workloads.causal_lm import QWEN3, build_lm
+from labutils.workloads.decoder import decoder_shapes, projections
 
 Change = Callable[[nn.Module], None]
 
@@ -338,7 +338,7 @@ def lora_counts(rank: int = 8) -> dict[str, float]:
     adapter's bytes over the 16-bit model's."""
     lm = build_lm(QWEN3["full"], torch.device("meta"), torch.bfloat16)
     everything = count_parameters(lm)
-    attach_lora(lm, projections(lm.model.layers, "model.layers"), rank, 2 * rank, "plain", seed=0)
+    attach_lora(lm, projections(lm), rank, 2 * rank, "plain", seed=0)
     layers = lora_layers(lm).values()
     right = all(
         count_trainable(x) == lora_parameters(x.out_features, x.in_features, rank) for x in layers

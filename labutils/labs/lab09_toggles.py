@@ -26,7 +26,7 @@ from labutils.layers.quantization.fp8_math import relative_error
 from labutils.profiling import cuda
 from labutils.profiling.timing import StepTimes
 from labutils.recipe import STOCK, Recipe
-from labutils.results.judges import time_effect
+from labutils.results.judges.effects import time_effect
 from labutils.results.records import Run, status_of, summarise
 from labutils.training import child_process
 from labutils.training.benchmark import REFILL_S, Candidate, empty_run
@@ -169,7 +169,7 @@ def switch_rows(runs: Mapping[str, Run]) -> list[tuple[Any, ...]]:
                 name,
                 changed(run, base),
                 run.metric("step_ms"),
-                effect and effect.sentence(),
+                effect and effect.text(),
                 peak,
                 memory,
                 SWITCHES[name].why,

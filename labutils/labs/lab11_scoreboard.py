@@ -11,13 +11,13 @@ import pandas as pd
 
 from labutils.labs import lab06_advisor
 from labutils.labs.lab06_advisor import Option
+from labutils.results.claims import Claim
 from labutils.results.judges import (
     INCONCLUSIVE,
     NOT_TESTABLE,
     REFUTED,
     VERDICTS,
     Judgement,
-    published_ratios,
 )
 from labutils.results.records import Run, Runs
 
@@ -47,11 +47,23 @@ def off_by(judgement: Judgement | None) -> float | None:
     From a published range it is counted from the nearer end. None where there is no number on both
     sides, or where the two are no quantities of one kind: a message, an order.
     """
-    published = published_ratios(judgement.claim) if judgement else None
+    published = _published_ratios(judgement.claim) if judgement else None
     if judgement is None or not judgement.effects or published is None:
         return None
     low, high = published
     return max(max(low / e.value, e.value / high, 1.0) for e in judgement.effects.values())
+
+
+def _published_ratios(claim: Claim) -> tuple[float, float] | None:
+    """The least and the most ratio, changed over base, that the article gives; None for none."""
+    numbers, how = claim.published, claim.how
+    if claim.judge != "ratio" or how["form"] == "steps" or len(numbers) > 2:
+        return None
+    if how["form"] != "percent":
+        return numbers[1] / numbers[0], numbers[1] / numbers[0]
+    sign = 1 if how["direction"] == "more" else -1
+    ratios = [1 + sign * percent / 100 for percent in numbers]
+    return min(ratios), max(ratios)
 
 
 def choices(board: pd.DataFrame) -> dict[str, list[str]]:

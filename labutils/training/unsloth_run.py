@@ -33,8 +33,8 @@ from labutils.training.child_process import Child
 from labutils.training.memory_run import followed, make_room
 from labutils.training.trainer import Trainer
 from labutils.workloads.base import Batch, open_workload
-from labutils.workloads.causal_lm import LanguageLora, Published
-from labutils.workloads.decoder import TARGETS
+from labutils.workloads.causal_lm import LanguageLora
+from labutils.workloads.decoder import TARGETS, Published
 
 TIMEOUT_S = 240
 Runs = dict[str, Run]

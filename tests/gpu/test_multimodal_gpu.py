@@ -100,4 +100,4 @@ def test_the_full_size_is_built_at_once_and_held_once():
     assert torch.cuda.max_memory_allocated() - before < size + 1.5e9
     other = workload.build(OURS)
     assert torch.cuda.memory_allocated() - before < size + 0.5e9
-    assert other.llava.lm_head.weight is model.llava.lm_head.weight
+    assert other.network.lm_head.weight is model.network.lm_head.weight
