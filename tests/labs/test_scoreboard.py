@@ -46,7 +46,7 @@ def test_each_choice_parts_the_claims(board):
         with pytest.raises(ValueError, match="Choose one of: all, "):
             scoreboard.chosen(board, **{name: "x"})
     few = scoreboard.chosen(board, article="A2", lab="05", verdict=CONFIRMED)
-    assert 0 < len(few) and set(few["article"]) == {"A2"} and set(few["lab"]) == {"05"}
+    assert len(few) > 0 and set(few["article"]) == {"A2"} and set(few["lab"]) == {"05"}
 
 
 def test_the_tally_counts_every_claim(board):
