@@ -221,8 +221,8 @@ def worst_batch(workload: Workload, recipe: Recipe) -> Batch:
         return _encoded_batch(workload, recipe)
     rows = workload.dataset(None, recipe)
     count = recipe.micro_batch
-    if hasattr(workload, "_measures"):
-        sizes = [measure.tokens for measure in workload._measures(recipe)]
+    if hasattr(workload, "example_sizes"):
+        sizes = [example.tokens for example in workload.example_sizes(recipe)]
         largest = sorted(range(len(sizes)), key=lambda place: -sizes[place])
         if recipe.shapes == "packed":
             return next(iter(_first_packed(workload, recipe, rows)))
@@ -266,10 +266,6 @@ def _logits(workload: Workload, batch: Batch) -> frozenset[int]:
     words = getattr(workload.size, "words", None)
     if words is None:
         return frozenset()
-    if hasattr(workload.size, "geometry"):
-        from labutils.workloads.llava import EXTRA_WORDS
-
-        words += EXTRA_WORDS
     rows, length = batch["input_ids"].shape
     return logit_bytes((rows * length, rows * (length - 1)), words)
 

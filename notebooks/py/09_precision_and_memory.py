@@ -75,7 +75,7 @@ from labutils.labs.lab09_image_input import DECODING_HEAD, Pictures, decoding_ro
 from labutils.profiling.machine import usable_cores
 from labutils.recipe import Recipe, Unavailable
 from labutils.results import claims
-from labutils.results.judges import time_effect
+from labutils.results.judges.effects import time_effect
 from labutils.results.records import Run
 from labutils.tools.diagnose import ablations
 from labutils.training import Benchmark

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from labutils.tools.doctor import import_probe
-from labutils.training.processes import end_group
+from labutils.training.child_process import end_group
 
 
 @dataclass(frozen=True)
