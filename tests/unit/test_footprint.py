@@ -15,7 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from labutils.data.images import make_loader
+from labutils.data.loader import make_loader
 from labutils.labs import lab09_peak_memory
 from labutils.labs.ladders import A2_BASE, A3_BASE
 from labutils.recipe import Recipe
