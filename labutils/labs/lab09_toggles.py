@@ -28,7 +28,7 @@ from labutils.labs.ladders import A2_BASE, A3_BASE, distinct_on
 from labutils.layers.cuda_graph import float32_rounded
 from labutils.layers.quantization.fp8_math import relative_error
 from labutils.profiling import cuda
-from labutils.profiling.step_timer import StepTimes
+from labutils.profiling.timing import StepTimes
 from labutils.recipe import STOCK, Recipe
 from labutils.results.judges import time_effect
 from labutils.results.records import REPOSITORY, Run, status_of, summarise

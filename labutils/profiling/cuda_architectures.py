@@ -119,9 +119,7 @@ def _assembler() -> str:
         bundled = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
     except ImportError:
         bundled = Path("/usr/local/cuda/bin/ptxas")
-    found = str(bundled) if bundled.exists() else shutil.which("ptxas")
-    if found is None:
-        raise RuntimeError(
-            "there is no ptxas to make a kernel with (Triton and the CUDA toolkit bring one)"
-        )
-    return found
+    assembler = str(bundled) if bundled.exists() else shutil.which("ptxas")
+    if assembler is None:
+        raise RuntimeError("there is no ptxas (Triton and the CUDA toolkit bring one)")
+    return assembler

@@ -246,7 +246,7 @@ def encoded_once(workload: Any) -> Callable[[Any, Any], Any]:
 def _train(job: Job, task: Task, word: RankStatus) -> Any:
     """Time a recipe: first step, warm-up, rounds of steps; then a trace, where one is asked for."""
     from labutils.profiling.collectives import communication
-    from labutils.profiling.step_timer import StepTimes
+    from labutils.profiling.timing import StepTimes
     from labutils.profiling.trace import profile
     from labutils.recipe import Recipe
     from labutils.training.benchmark import Candidate, empty_run

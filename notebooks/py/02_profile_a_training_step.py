@@ -197,14 +197,11 @@ fig, ax = plt.subplots(figsize=(7.2, 2.6))
 when, values = watched.series(watched.what)
 what = "GPU" if on_gpu else "CPU, this process's share of its cores"
 # A reading speaks of the time since the one before it: the first and the last, of an instant, are left out.
-plots.utilisation(ax, when[:-2], values[1:-1], what, watched.driver_samples)
+plots.utilisation(ax, when[:-2], values[1:-1], what)
 plt.show()
 changes = sum(before != after for before, after in zip(values, values[1:], strict=False))
 said = f"{len(values)} readings in {when[-1]:.1f} s, of which {changes} brought a new number."
-buffer = f" The driver's own buffer of samples (dots) has {len(watched.driver_samples)} for the same time."
-lab.show(
-    said + (buffer if on_gpu else " They are of the CPU: without a GPU there is no driver to ask.")
-)
+lab.show(said if on_gpu else said + " They are of the CPU: there is no driver to ask.")
 lab.verdict("A1.stock.utilization");
 
 # %% [markdown]

@@ -78,7 +78,6 @@ from functools import partial
 
 import matplotlib.pyplot as plt
 import torch
-from labutils.profiling.hardware import measured_roofline, usable_cores
 
 from labutils.course import plots
 from labutils.course.goals import GOAL_HEAD, goal_rows
@@ -87,6 +86,8 @@ from labutils.labs import lab06_advisor, lab06_anyres
 from labutils.labs.ladders import A2_BASE, distinct_on
 from labutils.layers.cuda_graph import compile_from_nothing
 from labutils.layers.quantization.fp8_linear import FrozenFP8Linear
+from labutils.profiling.machine import usable_cores
+from labutils.profiling.probe import measured_roofline
 from labutils.results.records import REFERENCE, Run, read_runs
 from labutils.training import train
 from labutils.workloads import open_workload

@@ -266,7 +266,7 @@ with lab.attempt("Predicted and measured", reference=f"ddp {count}"):
     lab10_distributed.need(together)
     lab.table(lab10_distributed.HEAD, *lab10_distributed.rows(together))
     fig, ax = plt.subplots()
-    plots.foretold(
+    plots.predicted_steps(
         ax,
         lab10_distributed.with_prediction(together),
         lab10_distributed.steps_alone(cases.values(), alone, together),

@@ -8,7 +8,7 @@ package stays cheap.
 """
 
 from labutils.course.plots.layout import named_ticks, use_style
-from labutils.course.plots.machines import foretold, link, peaks, roofline, slower_hosts
+from labutils.course.plots.machines import link, peaks, predicted_steps, roofline
 from labutils.course.plots.memory import predicted_peaks, stacked_memory
 from labutils.course.plots.palette import (
     AMBER,
@@ -27,18 +27,20 @@ from labutils.course.plots.palette import (
     TEAL,
     VERDICT_MARKS,
 )
-from labutils.course.plots.runs import differences, loss, steps, sweep, utilisation, waterfall
+from labutils.course.plots.runs import differences, steps, sweep, utilisation, waterfall
 from labutils.course.plots.scores import MOST_OFF, calibration, verdicts
 from labutils.course.plots.series import (
     counts,
     curves,
     errors,
     grouped,
+    launch_cost,
     magnitudes,
     over_decoding,
     panels,
+    slower_hosts,
 )
-from labutils.course.plots.traces import beside, breakdown, launch_cost, timeline
+from labutils.course.plots.traces import beside, breakdown, timeline
 
 __all__ = [
     "AMBER",
@@ -64,17 +66,16 @@ __all__ = [
     "curves",
     "differences",
     "errors",
-    "foretold",
     "grouped",
     "launch_cost",
     "link",
-    "loss",
     "magnitudes",
     "named_ticks",
     "over_decoding",
     "panels",
     "peaks",
     "predicted_peaks",
+    "predicted_steps",
     "roofline",
     "slower_hosts",
     "stacked_memory",

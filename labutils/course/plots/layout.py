@@ -1,6 +1,4 @@
-"""What several pictures are made of: the style sheet, rows and their room, numbers, fills and
-legends.
-"""
+"""What the pictures share: the style sheet, rows and their room, numbers, fills and legends."""
 
 from __future__ import annotations
 
@@ -15,6 +13,11 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 STYLE = Path(__file__).with_name("course.mplstyle")
+AXIS_LABELS = {
+    "step_ms": "ms an optimizer step",
+    "data_ms": "ms waiting for data, an optimizer step",
+    "ms_per_1k_useful_tokens": "ms for 1000 useful tokens",
+}
 Spread = tuple[float, float, float]
 """p10, median, p90."""
 
@@ -32,9 +35,7 @@ def named(runs: Mapping[str, Run] | Iterable[Run]) -> dict[str, Run]:
 
 
 def spread(run: Run, metric: str) -> Spread | None:
-    """(p10, median, p90) of a metric: from its summary, its samples or the bare number; None where
-    there is none.
-    """
+    """A metric's p10, median and p90 of its summary or samples; None where it was not measured."""
     summary = run.metrics.get(metric)
     if not isinstance(summary, Mapping):
         samples = run.samples.get(metric)
@@ -53,37 +54,25 @@ def status(run: Run) -> str:
 
 def figure(value: float) -> str:
     """Three figures, and never an exponent."""
-    return (
-        f"{value:,.0f}"
-        if abs(value) >= 100
-        else f"{value:.1f}"
-        if abs(value) >= 10
-        else f"{value:.2g}"
-    )
+    if abs(value) >= 100:
+        return f"{value:,.0f}"
+    return f"{value:.1f}" if abs(value) >= 10 else f"{value:.2g}"
 
 
-def three_figures(value: float) -> str:
-    """All of a count, three figures of another number, and an exponent only of what is tiny."""
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
-
-
-def quantity(metric: str) -> str:
+def axis_label(metric: str) -> str:
     """An axis label for a metric in milliseconds."""
-    known = {
-        "step_ms": "ms an optimizer step",
-        "data_ms": "ms waiting for data, an optimizer step",
-        "ms_per_1k_useful_tokens": "ms for 1000 useful tokens",
-    }
-    return known.get(metric, f"{metric.removesuffix('_ms').replace('_', ' ')}, ms")
+    default = f"{metric.removesuffix('_ms').replace('_', ' ')}, ms"
+    return AXIS_LABELS.get(metric, default)
 
 
-def columns(points: Mapping[float, float]) -> tuple[list[float], list[float]]:
+def xy(points: Mapping[float, float]) -> tuple[list[float], list[float]]:
+    """Two columns of a mapping of points, as matplotlib takes them."""
     return list(points), list(points.values())
 
 
-def jitter(i: int) -> float:
-    """A small vertical offset that spreads dots out, the same each time."""
-    return 0.22 * ((i * 0.618034) % 1 * 2 - 1)
+def jitter(count: int) -> list[float]:
+    """Small vertical offsets that spread dots out, the same each time."""
+    return [0.22 * ((i * 0.618034) % 1 * 2 - 1) for i in range(count)]
 
 
 def rows(ax: Axes, labels: Sequence[str]) -> None:
@@ -95,21 +84,34 @@ def rows(ax: Axes, labels: Sequence[str]) -> None:
 
 
 def make_room(ax: Axes, rows: float, per_row: float) -> None:
-    """Set the figure's height to its rows', in inches, where the axes have the figure to
-    themselves.
-    """
+    """Set the figure's height, in inches, where these axes are its only ones."""
     if len(ax.figure.axes) == 1:
         ax.figure.set_figheight(1.3 + per_row * rows)
 
 
-def look(fill: Fill) -> dict[str, str]:
+def number(ax: Axes, text: str, x: float, y: float, dots: float = 6, **look: Any) -> None:
+    """Write a number so many points to the right of (x, y)."""
+    look = {"va": "center", "fontsize": 9} | look
+    ax.annotate(text, (x, y), (dots, 0), textcoords="offset points", **look)
+
+
+def legend(ax: Axes, columns: int = 2) -> None:
+    """The legend above the axes, where there is something to name. Each label stands once."""
+    handles, labels = ax.get_legend_handles_labels()
+    once = dict(zip(reversed(labels), reversed(handles), strict=True))
+    if once:
+        names = list(dict.fromkeys(labels))
+        place = {"loc": "lower left", "bbox_to_anchor": (0, 1.0), "ncols": columns}
+        ax.legend([once[name] for name in names], names, **place)
+
+
+def look(fill: Fill) -> dict[str, Any]:
     """A fill as matplotlib's keyword arguments; hatches are white on dark colours."""
     color, hatch = fill
-    return {
-        "facecolor": color,
-        "hatch": hatch,
-        "edgecolor": INK,
-        "hatchcolor": PAPER if color in DARK else INK,
+    edge = PAPER if color in DARK else INK
+    return {"facecolor": color, "hatch": hatch, "edgecolor": INK, "hatchcolor": edge} | {
+        "linewidth": 0.7,
+        "zorder": 2,
     }
 
 
@@ -118,13 +120,12 @@ def fill_legend(ax: Axes, fills: Mapping[str, Fill], beside: float | None = None
     from matplotlib.legend import Legend
     from matplotlib.patches import Patch
 
-    handles = [Patch(label=name, linewidth=0.7, **look(fill)) for name, fill in fills.items()]
+    handles = [Patch(label=name, **look(fill)) for name, fill in fills.items()]
     if beside is None:
-        one_row = (
-            sum(0.5 + 0.065 * len(name) for name in fills) < 0.8 * ax.figure.get_figwidth()
-        )  # inches, nearly
-        ncols = len(handles) if one_row else min(4, len(handles))
-        ax.legend(handles=handles, loc="lower left", bbox_to_anchor=(0, 1.0), ncols=max(1, ncols))
+        inches = sum(0.5 + 0.065 * len(name) for name in fills)  # nearly
+        one_row = inches < 0.8 * ax.figure.get_figwidth()
+        columns = max(1, len(handles) if one_row else min(4, len(handles)))
+        ax.legend(handles=handles, loc="lower left", bbox_to_anchor=(0, 1.0), ncols=columns)
         return
     place = {"loc": "center left", "bbox_to_anchor": (1.0, beside)}
     legend = Legend(ax, handles, list(fills), fontsize=8, labelspacing=0.3, **place)
@@ -145,7 +146,6 @@ def named_ticks(ax: Axes, places: Mapping[str, float]) -> Axes:
 
     ax.set_xscale("log")
     ax.xaxis.set_minor_formatter(NullFormatter())
-    ax.set_xticks(
-        list(places.values()), [f"{name}\n{value:g}" for name, value in places.items()], fontsize=8
-    )
+    labels = [f"{name}\n{value:g}" for name, value in places.items()]
+    ax.set_xticks(list(places.values()), labels, fontsize=8)
     return ax

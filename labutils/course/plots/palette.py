@@ -51,13 +51,13 @@ DARK = (NAVY, RUST, PURPLE)
 VERDICT_MARKS: dict[str, dict[str, Any]] = {
     "confirmed": {"marker": "o", "color": NAVY},
     "refuted": {"marker": "X", "color": RUST},
-    "inconclusive": {"marker": "D", "color": AMBER, "markeredgecolor": INK, "markeredgewidth": 0.9},
+    "inconclusive": {"marker": "D", "color": AMBER, "markeredgecolor": INK},
+    "differs between hosts": {"marker": "d", "color": PURPLE},
     "pays here": {"marker": "^", "color": NAVY},
-    "makes no difference here": {"marker": "s", "color": GREY},
+    "makes no difference here": {"marker": "s", "color": MIST, "markeredgecolor": INK},
     "costs here": {"marker": "v", "color": RUST},
-    "the model agrees": {"marker": "P", "color": NAVY},
-    "the model disagrees": {"marker": "x", "color": RUST},
-    "differs between hosts": {"marker": "h", "color": AMBER},
+    "the model agrees": {"marker": "o", "color": NAVY, "markerfacecolor": PAPER},
+    "the model disagrees": {"marker": "X", "color": RUST, "markerfacecolor": PAPER},
     "told": {"marker": ".", "color": GREY},
     "not testable here": {"marker": "_", "color": GREY},
 }

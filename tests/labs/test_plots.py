@@ -1,0 +1,265 @@
+"""Pictures show what they are given, cut nothing off, cover nothing up, and work in grey."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+
+import matplotlib
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from labutils.course import plots
+from labutils.course.plots import scores, traces
+from labutils.course.predictions import Score
+from labutils.profiling.roofline import Roofline
+from labutils.results.judges import VERDICTS
+from labutils.results.records import Run, summarise
+
+matplotlib.use("Agg")
+
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.colors import to_rgb
+from matplotlib.text import Text
+
+FAILED = Run("03", "workers=12", status="error: shared memory ran out")
+
+
+@pytest.fixture(autouse=True)
+def course_style():
+    with plt.rc_context():
+        plots.use_style()
+        yield
+    plt.close("all")
+
+
+@pytest.fixture
+def ax() -> Axes:
+    return plt.subplots()[1]
+
+
+def timed(name: str, ms: float, lane: str = "article") -> Run:
+    samples = [ms * share for share in (0.95, 0.98, 1, 1.01, 1.06)]
+    metrics = {"step_ms": summarise(samples)}
+    return Run("04", name, lane=lane, metrics=metrics, samples={"step_ms": samples})
+
+
+def texts(ax: Axes) -> list[str]:
+    ax.figure.draw_without_rendering()
+    return [t.get_text() for t in ax.figure.findobj(Text) if t.get_text() and t.get_visible()]
+
+
+def names_of_rows(ax: Axes) -> list[str]:
+    return [label.get_text() for label in ax.get_yticklabels()]
+
+
+def assert_tidy(ax: Axes) -> None:
+    """Nothing leaves the figure, and no text of the axes' own covers another."""
+    figure = ax.figure
+    figure.draw_without_rendering()
+    tight = figure.get_tightbbox().transformed(figure.dpi_scale_trans)
+    assert min(tight.x0, tight.y0) >= -1
+    assert tight.x1 <= figure.bbox.x1 + 1 and tight.y1 <= figure.bbox.y1 + 1
+    shown = [text for text in [*ax.texts, *ax.get_yticklabels()] if text.get_text()]
+    boxes = [text.get_window_extent().shrunk(0.98, 0.8) for text in shown]
+    assert not any(one.overlaps(other) for one, other in itertools.combinations(boxes, 2))
+
+
+def test_steps_show_medians_samples_and_failures(ax):
+    plots.steps(ax, {"workers=0": timed("a", 950), "workers=3": timed("b", 625), "12": FAILED})
+    assert {"950 ms", "625 ms", "error: shared memory ran out"} <= set(texts(ax))
+    assert names_of_rows(ax) == ["workers=0", "workers=3", "12"]
+    dots = [found for found in ax.collections if hasattr(found, "get_sizes")]
+    assert sum(len(found.get_offsets()) for found in dots if len(found.get_sizes())) == 10
+    assert_tidy(ax)
+
+
+def test_sweep_draws_measured_published_model_and_failures(ax):
+    x = [0, 1, 3, 8, 12]
+    runs = [*(timed("", ms) for ms in (950, 700, 625, 640)), FAILED]
+    published = {0: 1160, 3: 564, 8: 712, 12: None}
+    plots.sweep(ax, x, runs, published, model={0: 930, 12: 600}, xlabel="workers")
+    assert {"failed (here)", "failed (article)", "article", "model", "workers"} <= set(texts(ax))
+    measured = next(line for line in ax.lines if line.get_label().startswith("measured"))
+    assert dict(zip(*measured.get_data(), strict=True)) == {0: 950, 1: 700, 3: 625, 8: 640}
+    assert_tidy(ax)
+
+
+@pytest.mark.parametrize("log", [True, False])
+def test_waterfall_of_eighteen_rungs(ax, log):
+    """The lanes stand in their order, speed-ups count from the stock loop measured here."""
+    lanes = {"same mathematics": (80, 70, 50, 35, 29), "article": (950, 625, 430, 425)}
+    lanes["same work"] = (400, 380, 300, 290, 260, 255, 200, 120, 110)
+    rungs = [timed(f"{lane}, {ms}", ms, lane) for lane, times in lanes.items() for ms in times]
+    published = {"as downloaded": 1160, "3 workers": 564, "torch.compile": 408, "pinned": 392}
+    plots.waterfall(ax, [*rungs, FAILED], 14.4, published=published, log=log)
+    drawn = [name.split(",")[0] for name in names_of_rows(ax)]
+    order = ["article"] * 4 + ["same work"] * 9 + ["same mathematics"] * 5
+    assert drawn == [*published, *order]
+    said = texts(ax)
+    assert {"lane: article", "lane: same work", "floor 14.4 ms"} <= set(said)
+    assert any(text.endswith("2.96x") for text in said)  # 1160 / 392, the article's own
+    assert any(text.endswith("32.76x") for text in said)  # 950 / 29, here
+    assert_tidy(ax)
+
+
+def test_waterfall_without_rungs_is_an_error(ax):
+    with pytest.raises(ValueError, match="step_ms"):
+        plots.waterfall(ax, [FAILED], 10)
+
+
+def test_differences_are_drawn_over_their_band(ax):
+    ranges = {"range of steps": {"b": (-8.0, 30.0)}}
+    plots.differences(ax, {"a": [1, 2], "b": [12]}, (-10, 10), "within 10 %", "% off", ranges)
+    assert {"within 10 %", "range of steps", "a", "b"} <= set(texts(ax))
+    assert_tidy(ax)
+
+
+def test_timelines_share_a_legend_where_lanes_share_categories():
+    shared = {"host": [(0, 4, "forward")], "GPU": [(1, 4, "forward")], "copies": [(2, 1, "copy")]}
+    assert traces._lanes_that_share(shared) == [["host", "GPU"], ["copies"]]
+    assert traces._merge([(0, 1), (1.05, 1), (9, 1)], gap=0.1) == [(0, 2.05), (9, 1)]
+
+
+def test_a_category_looks_the_same_in_every_timeline(ax):
+    pictures = (["normalisation", "GEMM", "reduction"], ["convolution", "GEMM", "normalisation"])
+    fills = [
+        traces._category_fills([(n, 1.0, kind) for n, kind in enumerate(kinds)], 9)
+        for kinds in pictures
+    ]
+    assert all(fills[0][kind] == fills[1][kind] for kind in ("GEMM", "normalisation"))
+    assert all(len(set(of.values())) == 3 for of in fills)
+    plots.timeline(ax, {"host": [(3.0, 4.0, "data"), (7.0, 1.0, "log")]})
+    assert ax.get_xlim() == (0, 8) and {"data", "log", "host"} <= set(texts(ax))
+
+
+def test_breakdown_adds_up(ax):
+    parts = {"kernels": 270, "copies": 3, "data": 410, "sync": 22, "launch": 140, "host": 105}
+    plots.breakdown(ax, {"here": parts, "H200": {"kernels": 100, "host": 20}})
+    assert {"950 ms", "120 ms", "270", "410"} <= set(texts(ax)) and "3" not in texts(ax)
+    assert_tidy(ax)
+
+
+def test_one_of_several_axes_keeps_its_figures_height():
+    figure, (ax, _) = plt.subplots(1, 2, figsize=(8, 5))
+    plots.breakdown(ax, {"kernels": 1})
+    assert figure.get_figheight() == 5
+
+
+def test_grouped_bars_are_medians(ax):
+    times = {"plain": {"a": [1, 2, 9], "b": [4, 4, 4]}, "LoRA": {"a": [3, 3, 3], "b": [5, 6, 7]}}
+    plots.grouped(ax, times)
+    assert [bar.get_height() for bar in ax.patches] == [2, 4, 3, 6]
+
+
+def test_roofline_numbers_points_apart(ax):
+    points = {"one": (1.0, 2.0), "two": (1.05, 2.1), "three": (200.0, 300.0)}
+    plots.roofline(ax, {"bf16": Roofline(800, 4000)}, points)
+    assert {"1", "2", "3", "1  one", "3  three"} <= set(texts(ax))
+    assert_tidy(ax)
+
+
+def test_peaks_show_the_share_of_the_dense_peak(ax):
+    measured = {"bf16": [700.0, 710.0], "fp8": [1400.0, 1410.0], "fp32": [49.0, 50.0]}
+    plots.peaks(ax, measured, {"bf16": 989.0, "fp8": 1979.0}, {"bf16": 1979.0})
+    assert any("71 % of 989" in text for text in texts(ax))
+    assert_tidy(ax)
+
+
+def test_a_predicted_step_stands_beside_the_measured_one(ax):
+    run = timed("2 ranks", 110)
+    run.metrics["predicted_step_ms"] = 105.0
+    plots.predicted_steps(ax, {"2 ranks": run, "failed": FAILED}, {"2 ranks": 100, "failed": 100})
+    (diamond,) = [line for line in ax.lines if line.get_marker() == "D"]
+    assert list(diamond.get_xdata()) == [105] and names_of_rows(ax) == ["2 ranks"]
+    assert_tidy(ax)
+
+
+def test_a_picture_of_memory_keeps_the_peak_however_many_events(ax):
+    levels = [10**9] * 5000
+    levels[4321] = 7 * 10**9
+    series = {"weights": [10**9] * 5000, "activations": levels}
+    plots.stacked_memory(ax, series, [(0, "forward"), (4000, "backward")], plots.MEMORY_FILLS)
+    tops = [path.vertices[:, 1].max() for area in ax.collections for path in area.get_paths()]
+    assert max(tops) == 8
+    assert any("peak 8 GB" in text for text in texts(ax))
+    assert {"forward", "backward"} <= set(texts(ax))
+
+
+def test_predicted_peaks_are_in_percent_of_the_measured_ones(ax):
+    plots.predicted_peaks(ax, {"a": (11.0, 10.0), "b": (0.009, 0.01)})
+    offs = [round(x, 6) for dots in ax.collections for x, _ in dots.get_offsets()]
+    assert offs == [10, -10] and {"10.0 GB", "10.0 MB"} <= set(texts(ax))
+
+
+def test_names_of_points_that_are_near_each_other_lie_apart(ax):
+    points = {"resized": (1.7, (130, 138, 150)), "in memory": (1.2, (150, 168, 260))}
+    points |= {"PNG": (60.0, (370, 412, 520))}
+    plots.over_decoding(ax, {0: {0.0: 160.0, 70.0: 440.0}}, {0: points}, "ms")
+    ax.figure.canvas.draw()
+    boxes = [text.get_window_extent() for text in ax.texts]
+    assert len(boxes) == 3
+    assert not any(one.overlaps(other) for one, other in itertools.combinations(boxes, 2))
+
+
+def lightness(color: str) -> float:
+    """CIE L* of a colour: what is left of it in a grey print."""
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in to_rgb(color)]
+    y = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+    return 116 * y ** (1 / 3) - 16
+
+
+@pytest.mark.parametrize("fills", [plots.FILLS, tuple(plots.LANE_FILLS.values())])
+def test_fills_differ_in_grey(fills):
+    for (one, hatch), (other, other_hatch) in itertools.combinations(fills, 2):
+        assert hatch != other_hatch or abs(lightness(one) - lightness(other)) >= 12
+
+
+def test_importing_plots_leaves_matplotlib_and_torch_alone():
+    code = "import sys, labutils.course.plots; print({'matplotlib', 'torch'} & set(sys.modules))"
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert said.stdout.strip() == "set()"
+
+
+PAIRS = list(itertools.product(plots.VERDICT_MARKS, repeat=2))
+
+
+@pytest.mark.parametrize("claims", [1, 16, 55])
+def test_verdicts_show_every_claim_on_one_page(ax, claims):
+    named = {f"some.claim-with-a-name-{n}": PAIRS[n % len(PAIRS)] for n in range(claims)}
+    plots.verdicts(ax, {f"Article A{n}": named for n in range(1, 5)}, sides=("H200", "here"))
+    said = texts(ax)
+    assert sum(text.startswith("some.claim") for text in said) == 4 * claims
+    width, height = ax.figure.get_size_inches()
+    assert width < 8 and height < 11.2
+    assert len([line for line in ax.lines if len(line.get_xdata())]) == 8 * claims
+    assert_tidy(ax)
+
+
+def test_every_verdict_has_a_mark_of_its_own():
+    assert set(VERDICTS) <= plots.VERDICT_MARKS.keys()
+    looks = [(m["marker"], m.get("markerfacecolor")) for m in plots.VERDICT_MARKS.values()]
+    assert len(set(looks)) == len(looks)
+
+
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=6), st.integers(1, 4))
+def test_columns_hold_every_claim_once_and_end_with_none_but_a_claim(sizes, columns):
+    groups = {f"A{g}": {f"{g}.{n}": PAIRS[0] for n in range(size)} for g, size in enumerate(sizes)}
+    filled = scores._in_columns(groups, columns)
+    held = [name for column in filled for name, pair in column if pair]
+    assert held == [name for claims in groups.values() for name in claims]
+    assert all(column[0][1] is None and column[-1][1] for column in filled)
+
+
+def test_calibration_shows_each_prediction_with_both_numbers(ax):
+    told = [Score("00", "far too high", "us", 100, 0.001), Score("01", "half", "ms", 700, 1400)]
+    told += [Score("02", "right", "", 448, 448), Score("03", "no factor", "%", 0, 5)]
+    plots.calibration(ax, told, near=2)
+    assert {"100 | 0.001 us", "700 | 1,400 ms", "00  far too high"} <= set(texts(ax))
+    assert not any("no factor" in text for text in texts(ax))
+    places = [line.get_xdata()[0] for line in ax.lines if len(line.get_xdata()) == 1]
+    assert places == pytest.approx([plots.MOST_OFF, 0.5, 1])
+    assert_tidy(ax)
