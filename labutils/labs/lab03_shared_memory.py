@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from labutils.recipe import STOCK, Recipe
-from labutils.training.processes import end_group
+from labutils.training.child_process import end_group
 
 CONTAINER_DEFAULT = 64 * 2**20
 """Bytes of /dev/shm that Docker and Kubernetes give a container."""

@@ -27,7 +27,7 @@ from torch.utils.data import BatchSampler, DataLoader
 from labutils.course.goals import Goal
 from labutils.data.images import EpochOrder
 from labutils.labs.lab06_advisor import Option, break_even
-from labutils.labs.ladders import A2_BASE, A2_LADDER, Rung, climb, in_lanes
+from labutils.labs.ladders import A2_BASE, A2_LADDER, Ladder, Rung, climb, in_lanes
 from labutils.layers.cuda_graph import compile_blocks, variants_allowed
 from labutils.layers.lora import redraw_lora
 from labutils.layers.quantization.convert import (
@@ -46,7 +46,7 @@ from labutils.training.batches import Batch, on_device
 from labutils.training.benchmark import Candidate, empty_run
 from labutils.training.model_edits import prepared_for_kbit, with_costs
 from labutils.workloads import Workload, open_workload
-from labutils.workloads.llava import SCALES_OF_LLAVA, count_flops
+from labutils.workloads.llava import SIZES, tower_flops
 
 BESIDE_WHOLE = "bf16 b1, again"
 """The baseline of models compiled whole. That takes minutes, so "bf16" is timed once more beside
@@ -327,9 +327,9 @@ def weights_held(model: nn.Module) -> dict[str, float]:
     `bf16_weights_held`, 1 if most of the blocks' matrices are still held in two bytes or more a
     number."""
     parts = [
-        model.llava.model.language_model,
-        model.llava.model.multi_modal_projector,
-        model.llava.lm_head,
+        model.network.model.language_model,
+        model.network.model.multi_modal_projector,
+        model.network.lm_head,
     ]
     frozen = {
         id(t): t
@@ -340,7 +340,7 @@ def weights_held(model: nn.Module) -> dict[str, float]:
     held = sum(tensor.nbytes for tensor in frozen.values())
     matrices = [
         p
-        for p in model.llava.model.language_model.layers.parameters()
+        for p in model.network.model.language_model.layers.parameters()
         if not p.requires_grad and p.dim() > 1
     ]
     wide = sum(p.nbytes for p in matrices if p.itemsize > 1)
@@ -353,7 +353,7 @@ def weights_held(model: nn.Module) -> dict[str, float]:
 def vision_share(workload: Workload, recipe: Recipe) -> float:
     """The vision tower's part of an optimizer step's FLOPs."""
     tiles = workload.size.geometry.tiles((500, 500)) * recipe.examples_per_step
-    return count_flops(workload.size, recipe.rank, 0, 0, tiles, 0, 0) / workload.work(recipe).flops
+    return tower_flops(workload.size) * tiles / workload.work(recipe).flops
 
 
 # ----------------------------------------------------------------------------------- other batches
@@ -363,7 +363,7 @@ def token_counts() -> dict[str, float]:
     """What AnyRes, as published, makes of image sizes: tiles of small images, and tokens by shape
     at one area; and `vision_share` of the article's step. Arithmetic on the article's own model,
     whatever the scale."""
-    geometry = SCALES_OF_LLAVA["full"].geometry
+    geometry = SIZES["full"].geometry
     own = open_workload("llava-lora", scale="full", device="cpu")
     square, wide = geometry.tokens((500, 500)), geometry.tokens((354, 707))
     return {
@@ -422,7 +422,7 @@ def replays(workload: Workload, recipe: Recipe, count: int) -> dict[str, Run]:
             torch._dynamo.reset()
             if fitted.compile != "off":
                 compile_blocks(
-                    trainer.model.llava.model.language_model.layers[1:],
+                    trainer.model.network.model.language_model.layers[1:],
                     fitted.compile,
                     fitted.dynamic,
                 )
@@ -667,15 +667,15 @@ LOW_BIT_RUNG = Rung(
 )
 
 
-def ladder_for(device: str) -> tuple[tuple[Rung, ...], dict[str, Recipe]]:
+def ladder_for(device: str) -> tuple[Ladder, dict[str, Recipe]]:
     """Article A2's ladder and its recipes as a `device` climbs it.
 
     On a GPU frozen FP8 weights come on top. On a CPU nothing is compiled, which takes a minute on
     two cores, and there are no workers, which would only get in the way.
     """
     if device == "cuda":
-        ladder = (*A2_LADDER, LOW_BIT_RUNG)
-        return ladder, climb(ladder, A2_BASE)
+        ladder = A2_LADDER.plus(LOW_BIT_RUNG)
+        return ladder, climb(ladder)
     plain = {
         "num_workers": 0,
         "persistent_workers": False,
@@ -683,8 +683,7 @@ def ladder_for(device: str) -> tuple[tuple[Rung, ...], dict[str, Recipe]]:
         "compile_scope": "model",
     }
     return A2_LADDER, {
-        name: recipe.but(**plain, dynamic="automatic")
-        for name, recipe in climb(A2_LADDER, A2_BASE).items()
+        name: recipe.but(**plain, dynamic="automatic") for name, recipe in climb(A2_LADDER).items()
     }
 
 

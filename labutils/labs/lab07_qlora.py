@@ -23,7 +23,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from labutils.course.goals import Goal
 from labutils.labs.lab06_advisor import Option, break_even
-from labutils.labs.ladders import A3_BASE, A3_LADDER, Rung, climb, in_lanes
+from labutils.labs.ladders import A3_BASE, A3_LADDER, Ladder, Rung, climb, in_lanes
 from labutils.layers.lora import (
     attach_lora,
     count_parameters,
@@ -51,8 +51,8 @@ from labutils.training.model_edits import (
 )
 from labutils.training.unsloth_run import Job
 from labutils.workloads import Workload
-from labutils.workloads.causal_lm import QWEN3, build_lm, decoder_shapes
-from labutils.workloads.decoder import projections
+from labutils.workloads.causal_lm import QWEN3, build_lm
+from labutils.workloads.decoder import decoder_shapes, projections
 
 Change = Callable[[nn.Module], None]
 
@@ -338,7 +338,7 @@ def lora_counts(rank: int = 8) -> dict[str, float]:
     adapter's bytes over the 16-bit model's."""
     lm = build_lm(QWEN3["full"], torch.device("meta"), torch.bfloat16)
     everything = count_parameters(lm)
-    attach_lora(lm, projections(lm.model.layers, "model.layers"), rank, 2 * rank, "plain", seed=0)
+    attach_lora(lm, projections(lm), rank, 2 * rank, "plain", seed=0)
     layers = lora_layers(lm).values()
     right = all(
         count_trainable(x) == lora_parameters(x.out_features, x.in_features, rank) for x in layers
@@ -613,14 +613,14 @@ LOW_BIT_RUNGS = (
 )
 
 
-def ladder_for(device: str) -> tuple[tuple[Rung, ...], dict[str, Recipe]]:
+def ladder_for(device: str) -> tuple[Ladder, dict[str, Recipe]]:
     """The ladder from article A3's LoRA run on and its recipes, as a `device` climbs it.
 
     Low-bit weights come on top, each on the same rung below. On a CPU nothing is compiled, which
     takes a minute.
     """
-    ladder = (*A3_LADDER, *LOW_BIT_RUNGS)
-    recipes = climb(ladder, A3_BASE)
+    ladder = A3_LADDER.plus(*LOW_BIT_RUNGS)
+    recipes = climb(ladder)
     if device != "cuda":
         plain = {"compile": "off", "compile_scope": "model", "dynamic": "automatic"}
         recipes = {name: recipe.but(**plain) for name, recipe in recipes.items()}

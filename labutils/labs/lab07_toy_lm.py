@@ -37,8 +37,8 @@ from labutils.data.texts import (
 )
 from labutils.data.tokenizers import chat_tokenizer
 from labutils.layers.lora import attach_lora, lora_layers
-from labutils.workloads.causal_lm import Rewritten, Size, build_lm
-from labutils.workloads.decoder import TARGETS
+from labutils.workloads.causal_lm import Size, build_lm
+from labutils.workloads.decoder import TARGETS, Rewritten
 
 STYLES = {
     "explain": "{place}の{thing}についての紹介。",
@@ -116,9 +116,7 @@ class Reader:
         self.chat = Chat(self.tokenizer)
         self.questions = articles(questions, kept=True, seed=seed)
         words = -(-len(self.tokenizer) // 64) * 64
-        size = Size(
-            "", 0, 1, width, layers, width // 32, width // 64, 32, 3 * width, words, tied=True
-        )
+        size = Size(width, layers, width // 32, width // 64, 32, 3 * width, words, tied=True)
         torch.manual_seed(seed)
         self.lm = build_lm(size, self.device, torch.float32)
         self.answered: dict[str | None, list[str]] = {}

@@ -170,8 +170,8 @@ def worst_batch(workload: Workload, recipe: Recipe) -> Batch:
     largest = list(range(len(rows)))
     if recipe.shapes == "packed":  # packed rows are all of one size: the first will do
         return collate([rows[place] for place in next(iter(workload.order(rows, recipe)))])
-    if hasattr(workload, "_measures"):
-        sizes = [measure.tokens for measure in workload._measures(recipe)]
+    if hasattr(workload, "example_sizes"):
+        sizes = [example.tokens for example in workload.example_sizes(recipe)]
         largest.sort(key=lambda place: -sizes[place])
     return collate([rows[largest[n % len(largest)]] for n in range(recipe.micro_batch)])
 
@@ -196,10 +196,6 @@ def _logits(workload: Workload, batch: Batch) -> frozenset[int]:
     words = getattr(workload.size, "words", None)
     if words is None:
         return frozenset()
-    if hasattr(workload.size, "geometry"):
-        from labutils.workloads.llava import EXTRA_WORDS
-
-        words += EXTRA_WORDS
     rows, length = batch["input_ids"].shape
     return logit_bytes((rows * length, rows * (length - 1)), words)
 

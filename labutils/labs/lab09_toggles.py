@@ -10,10 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import json
-import os
-import subprocess
-import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
@@ -30,10 +26,11 @@ from labutils.layers.quantization.fp8_math import relative_error
 from labutils.profiling import cuda
 from labutils.profiling.timing import StepTimes
 from labutils.recipe import STOCK, Recipe
-from labutils.results.judges import time_effect
-from labutils.results.records import REPOSITORY, Run, status_of, summarise
+from labutils.results.judges.effects import time_effect
+from labutils.results.records import Run, status_of, summarise
+from labutils.training import child_process
 from labutils.training.benchmark import REFILL_S, Candidate, empty_run
-from labutils.training.processes import READY, Child
+from labutils.training.child_process import MESSAGE, Child
 from labutils.training.step import AUTOCAST, build_optimizer
 from labutils.workloads import Workload, open_workload
 from labutils.workloads.base import Batch
@@ -372,49 +369,40 @@ def trained_alone(
     with contextlib.ExitStack() as stack:
         children = {
             name: stack.enter_context(
-                Child(
-                    _CHILD, os.environ | {"TQDM_DISABLE": "1"} | dict(settings), ALONE_S, REPOSITORY
-                )
+                Child(_CHILD, order, ALONE_S, {"TQDM_DISABLE": "1"} | dict(settings))
             )
             for name, settings in environments.items()
         }
         for child in children.values():
-            child.say(json.dumps(order))
-        for child in children.values():
-            child.until_ready()
+            child.receive()  # it is ready, or has ended
         return {name: _told_by(child, workload, recipe, name) for name, child in children.items()}
 
 
 def _told_by(child: Child, workload: Workload, recipe: Recipe, name: str) -> Run:
     """The run that a child measures once it is told to go, or that it failed with before."""
-    child.go()
-    try:
-        found = json.loads(child.until_end())
-    except json.JSONDecodeError:
+    child.send("go")
+    if (found := child.receive()) is None:
         return Run("", name, status=f"error: {child.failure()}")
     return replace(empty_run(workload, recipe, name), **found)
 
 
 def visible_gpus(*variables: str) -> list[int]:
     """The GPUs that new processes see, one with CUDA_VISIBLE_DEVICES set to each of these."""
-    program = "import torch; print(torch.cuda.device_count())"
-    children = [
-        subprocess.Popen(
-            [sys.executable, "-c", program],
-            stdout=subprocess.PIPE,
-            text=True,
-            env=os.environ | {"CUDA_VISIBLE_DEVICES": variable},
-        )
-        for variable in variables
-    ]
-    said = [child.communicate()[0] for child in children]
-    return [int(each.split()[-1]) for each in said]
+    program = f"import torch; print('{MESSAGE}', torch.cuda.device_count())"
+    with contextlib.ExitStack() as stack:
+        children = [
+            stack.enter_context(
+                Child(["-c", program], environment={"CUDA_VISIBLE_DEVICES": variable})
+            )
+            for variable in variables
+        ]
+        return [child.receive() for child in children]
 
 
 def _main() -> None:
     """The child's side: an order on standard input, word that all is ready on standard output, and,
     once it is told to go, the run as the last line."""
-    order = json.loads(sys.stdin.readline())
+    order = child_process.order()
     recipe, steps = Recipe(**order.pop("recipe")), order.pop("steps")
     workload = open_workload(**order)
     run = empty_run(workload, recipe, "alone")
@@ -425,14 +413,14 @@ def _main() -> None:
             time.sleep(
                 REFILL_S
             )  # its workers have read ahead by then, and leave the other process alone
-            print(READY, flush=True)
-            sys.stdin.readline()
+            child_process.send("ready")
+            child_process.order()
             times = StepTimes()
             times.extend(candidate.measure(steps))
             candidate.report_times(run, times)
     except Exception as error:
         run.status = status_of(error)
-    print(json.dumps({"status": run.status, "metrics": run.metrics, "samples": run.samples}))
+    child_process.send({"status": run.status, "metrics": run.metrics, "samples": run.samples})
 
 
 if __name__ == "__main__":

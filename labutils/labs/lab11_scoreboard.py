@@ -19,7 +19,6 @@ from labutils.results.judges import (
     REFUTED,
     VERDICTS,
     Judgement,
-    published_ratios,
 )
 from labutils.results.records import Run
 
@@ -113,17 +112,29 @@ def off_by(judgement: Judgement, where: str = "here") -> float | None:
     sides, or where the two are no quantities of one kind: a message, an order.
     """
     judged = judgement if where == "here" else judgement.theirs
-    published = published_ratios(judgement.claim)
+    published = _published_ratios(judgement.claim)
     if judged is None or not judged.effects or published is None:
         return None
     low, high = published
     return max(max(low / e.value, e.value / high, 1.0) for e in judged.effects.values())
 
 
+def _published_ratios(claim: articles.Claim) -> tuple[float, float] | None:
+    """The least and the most ratio, changed over base, that the article gives; None for none."""
+    numbers, how = claim.published, claim.how
+    if claim.judge != "ratio" or how["form"] == "steps" or len(numbers) > 2:
+        return None
+    if how["form"] != "percent":
+        return numbers[1] / numbers[0], numbers[1] / numbers[0]
+    sign = 1 if how["direction"] == "more" else -1
+    ratios = [1 + sign * percent / 100 for percent in numbers]
+    return min(ratios), max(ratios)
+
+
 def surprises(
     judgements: Iterable[Judgement], where: str = "here"
 ) -> list[tuple[float | None, Judgement]]:
-    """(factor, judgement) of what is refuted here (or by the "reference"), the farthest off first."""
+    """(factor, judgement) of what is refuted here or by the "reference", the farthest off first."""
     verdict = "verdict" if where == "here" else "reference_verdict"
     refuted = [(off_by(j, where), j) for j in judgements if getattr(j, verdict) == REFUTED]
     return sorted(refuted, key=lambda pair: -(pair[0] or 0))

@@ -7,8 +7,6 @@ there is none.
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +16,7 @@ from typing import Any
 from labutils.profiling import cuda
 from labutils.recipe import Unavailable
 from labutils.results.records import Run, summarise
+from labutils.training.child_process import MESSAGE, Child
 
 
 def tensorflow() -> ModuleType:
@@ -108,13 +107,14 @@ def epoch_ms(pipeline: Any, epochs: int) -> list[float]:
     return samples
 
 
-_CHILD = """
+_CHILD = f"""
 import sys, tensorflow as tf
 gpus = tf.config.list_physical_devices("GPU")
 if sys.argv[1] == "1":
     for gpu in gpus:
         tf.config.experimental.set_memory_growth(gpu, True)
-print(len(gpus), float(tf.reduce_sum(tf.ones((1000, 1000)))), flush=True)
+tf.reduce_sum(tf.ones((1000, 1000))).numpy()
+print("{MESSAGE}", len(gpus), flush=True)
 sys.stdin.readline()
 """
 
@@ -128,19 +128,8 @@ def growth_run() -> Run:
     taken = {}
     for name, flag in (("plain_gb", "0"), ("growing_gb", "1")):
         before = cuda.free_memory()
-        child = subprocess.Popen(
-            [sys.executable, "-c", _CHILD, flag],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        try:
-            line = child.stdout.readline().split()
-            if not line or line[0] == "0":
+        with Child(["-c", _CHILD, flag]) as child:
+            if not child.receive():
                 raise Unavailable("this TensorFlow sees no GPU: it needs a build with CUDA")
             taken[name] = before - cuda.free_memory()
-        finally:
-            child.stdin.close()
-            child.stdout.close()
-            child.wait()
     return Run("", "", metrics=taken | {"takes_less": int(taken["growing_gb"] < taken["plain_gb"])})

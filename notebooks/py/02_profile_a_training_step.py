@@ -58,10 +58,10 @@ import shutil
 from types import SimpleNamespace
 
 import matplotlib.pyplot as plt
+import pandas as pd
 import torch
 
 from labutils.course import plots
-from labutils.course.tables import WAITS, wait_rows
 from labutils.layers.lora import count_parameters, count_trainable
 from labutils.profiling.intervals import overlap, total, union
 from labutils.profiling.syncs import find_syncs, with_lines
@@ -444,7 +444,19 @@ sites = find_syncs(trainer)  # PyTorch's warnings; [] without a GPU
 waits = stacked.waits if stacked.on_gpu else stacked.host_reads()
 rows = with_lines(stacked.sync_table(waits), sites)
 
-lab.table(WAITS, *wait_rows(rows))
+
+def table_of_waits(rows: list[dict]) -> pd.DataFrame:
+    """Each place that waits: where, called by what, how often and how long a step."""
+    names = {"library": "in", "per_step": "a step", "ms_per_step": "ms a step"}
+    columns = ["phase", "where", "line", "library", "builtin", "cause", "call", *list(names)[1:]]
+    table = pd.DataFrame(rows).reindex(columns=[*columns, "idle_ms_per_step"])
+    table["by"] = table["builtin"].fillna(table["cause"]).fillna(table["call"])
+    table["idle_ms_per_step"] = table["idle_ms_per_step"].replace(0, None)
+    table = table.drop(columns=["builtin", "cause", "call"])
+    return table.rename(columns=names | {"idle_ms_per_step": "then the GPU idles, ms"})
+
+
+lab.table(table_of_waits(rows))
 
 # %%
 if stacked.on_gpu:
@@ -457,7 +469,7 @@ if stacked.on_gpu:
 lab.keep(stock);
 
 # %% [markdown]
-# (The number in brackets is the line; where only the trace knows the place, it is the line where the function begins.)
+# Where only the trace knows the place, the line is the one where the function begins.
 #
 # On a GPU, the last column is how long it took afterwards until the GPU had work again. Don't blame the wait alone for it:
 # behind a copy in `data`, for example, the host decodes the next image.
@@ -468,7 +480,7 @@ lab.keep(stock);
 # Our H200's table:
 
 # %%
-lab.table(("H200: phase", *WAITS[1:]), *wait_rows(theirs.get("syncs", [])), otherwise=no_gpu)
+lab.table(table_of_waits(theirs.get("syncs", [])), otherwise=no_gpu)
 
 # %% [markdown]
 # ### Is it `clip_grad_norm_`?

@@ -92,7 +92,7 @@ print(
 )
 print(
     "Our H200's record has runs of labs:",
-    ", ".join(sorted({number for number, _ in page.reference})) or "none yet",
+    ", ".join(sorted({one.lab for one in page.reference})) or "none yet",
 )
 
 # %% [markdown]
@@ -260,18 +260,10 @@ lab.show(
 )
 
 # %%
-for by, name in (("kind", "of"), ("lab", "lab")):
-    rows = [
-        (
-            one.name,
-            one.count,
-            f"{one.off:.2f}x",
-            predictions.lean_in_words(one.lean),
-            f"{one.near} of {one.count}",
-        )
-        for one in predictions.summaries(told, by)
-    ]
-    lab.table((name, "predictions", "median factor off", "leaning", "within a factor of 2"), *rows)
+for by in ("kind", "lab") if told else ():
+    table = predictions.summaries(told, by)
+    table["lean"] = table["lean"].map(predictions.lean_in_words)
+    lab.table(table.rename(columns={"off": "median factor off", "near": "within a factor of 2"}))
 
 # %% [markdown]
 # **Takeaway.** Look for the kind of quantity with the largest factor, and for a direction. And always predict *before* you
@@ -329,19 +321,11 @@ counts = {
     word.replace(" ", "_"): sum(j.verdict == word for j in page.judgements)
     for word in plots.VERDICT_MARKS
 }
-whole = predictions.summary("all", told) if told else None
-lab.keep(
-    Run(
-        "11",
-        "scoreboard",
-        metrics=counts
-        | (
-            {"predictions": whole.count, "median_factor_off": whole.off, "lean": whole.lean}
-            if whole
-            else {}
-        ),
-    )
-);
+if told:
+    (whole,) = predictions.summaries(told).to_dict("records")
+    counts |= {"predictions": whole["predictions"], "median_factor_off": whole["off"]}
+    counts["lean"] = whole["lean"]
+lab.keep(Run("11", "scoreboard", metrics=counts, tags={"experiment": "scoreboard"}));
 
 # %% [markdown]
 # ## Exercises

@@ -134,7 +134,7 @@ def test_casts_alone_leave_the_adapted_matrices(texts):
     recipe = A3_BASE.but(precision="bf16")
     model = texts["short"].build(recipe)
     cast_as_for_kbit(model)
-    found = {name: p.dtype for name, p in model.lm.named_parameters() if not p.requires_grad}
+    found = {name: p.dtype for name, p in model.network.named_parameters() if not p.requires_grad}
     assert {dtype for name, dtype in found.items() if "base_layer" in name} == {torch.bfloat16}
     assert {dtype for name, dtype in found.items() if "base_layer" not in name} == {torch.float32}
 
@@ -155,12 +155,12 @@ def test_what_casts_replace_is_let_go(texts, monkeypatch, tmp_path):
     held = []
     real = Trainer.step
     monkeypatch.setattr(
-        Trainer, "step", lambda self, *a: held.append(texts["short"]._held) or real(self, *a)
+        Trainer, "step", lambda self, *a: held.append(len(texts["short"]._held)) or real(self, *a)
     )
     lab07_qlora.follow(texts, "lora short, fp32 casts", 1, tmp_path)
     with lab07_qlora.Filled(texts["short"], "lora short, fp32 casts") as filled:
         filled.peak(1)
-    assert len(held) > 2 and set(held) == {None}
+    assert len(held) > 2 and set(held) == {0}
 
 
 def test_what_building_reserved_is_given_back(texts, monkeypatch, tmp_path):

@@ -166,9 +166,9 @@ def test_preparing_for_kbit_widens_its_own_copy_alone(uniform):
 
 def test_what_a_workload_works_out_is_worked_out_once_and_not_for_its_copies(uniform):
     """A copy may be given other texts and shapes."""
-    measured = uniform._measures(QUICK)
-    assert uniform._measures(QUICK) is measured
-    assert copy.copy(uniform)._measures(QUICK) is not measured
+    measured = uniform.example_sizes(QUICK)
+    assert uniform.example_sizes(QUICK) is measured
+    assert copy.copy(uniform).example_sizes(QUICK) is not measured
 
 
 def test_layers_that_are_kept_stay_as_they_were(uniform):
