@@ -118,7 +118,7 @@ def switch_table(runs: Iterable[Run]) -> pd.DataFrame:
             changes = Recipe(**run.recipe).changes_from(Recipe(**base.recipe))
             row["changes"] = ", ".join(f"{knob}={new}" for knob, (_, new) in changes.items())
             effect = time_effect(base, run, again.get(switch.base))
-            row["against its base"] = effect.sentence() if effect else None
+            row["against its base"] = effect.text() if effect else None
             peak, held = run.metric("peak_gb"), base.metric("peak_gb")
             row["memory, %"] = 100 * (peak / held - 1) if peak and held else None
         rows.append(row)
