@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from labutils.recipe import Recipe
 from labutils.training import Trainer
 from labutils.workloads.base import Batch
-from labutils.workloads.decoder import DecoderLora
+from labutils.workloads.decoder import DecoderWorkload
 
 
-def batch_of(workload: DecoderLora, recipe: Recipe, chosen: Iterable[int]) -> Batch:
+def batch_of(workload: DecoderWorkload, recipe: Recipe, chosen: Iterable[int]) -> Batch:
     """The micro-batch of the examples with the numbers `chosen`, on the workload's device."""
     rows = workload.dataset(None, recipe)
     batch = workload.collate(recipe)([rows[index] for index in chosen])
@@ -26,18 +26,18 @@ def batch_of(workload: DecoderLora, recipe: Recipe, chosen: Iterable[int]) -> Ba
 
 
 def outcome(
-    workload: DecoderLora, recipe: Recipe, chosen: Iterable[int]
+    workload: DecoderWorkload, recipe: Recipe, chosen: Iterable[int]
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """`outcome_of` the micro-batch of the examples with the numbers `chosen`."""
     return outcome_of(workload, recipe, batch_of(workload, recipe, chosen))
 
 
 def outcome_of(
-    workload: DecoderLora, recipe: Recipe, batch: Batch
+    workload: DecoderWorkload, recipe: Recipe, batch: Batch
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Loss and the LoRA matrices' gradients of one micro-batch, with matrices B that aren't zero."""
     model = workload.build(recipe)
-    network: nn.Module = getattr(model, "llava", None) or model.lm
+    network: nn.Module = model.network
     perturb(network, 0.2)
     with torch.autocast("cuda", torch.bfloat16, enabled=recipe.precision == "bf16"):
         loss = workload.loss(model, batch, workload.draw(model, batch))
@@ -45,7 +45,7 @@ def outcome_of(
     return loss.detach(), adapter_gradients(network)
 
 
-def losses_of(workload: DecoderLora, recipe: Recipe, steps: int) -> list[float]:
+def losses_of(workload: DecoderWorkload, recipe: Recipe, steps: int) -> list[float]:
     """The losses of the first `steps` optimizer steps."""
     with Trainer(workload, recipe) as trainer:
         trainer.run(steps)
@@ -53,7 +53,9 @@ def losses_of(workload: DecoderLora, recipe: Recipe, steps: int) -> list[float]:
         return list(trainer.losses)
 
 
-def assert_resumes_where_it_stopped(workload: DecoderLora, recipe: Recipe, folder: Path) -> None:
+def assert_resumes_where_it_stopped(
+    workload: DecoderWorkload, recipe: Recipe, folder: Path
+) -> None:
     """Two steps, a checkpoint, and two more in another trainer end as four in a row do."""
     with Trainer(workload, recipe, folder=folder) as first:
         first.run(2)

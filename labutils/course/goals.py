@@ -6,10 +6,12 @@ rows = goal_rows(GOALS, run, lab.reference("targets"))
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from labutils.course.tables import cell
 from labutils.results.records import Run
 
 
@@ -28,23 +30,13 @@ class Goal:
         """The goal in words, None where there is none."""
         if self.least is not None:
             return f"at least {self.least:,g}"
-        if self.most is not None:
-            return f"at most {self.most:,g}" if self.most else "none"
-        return None
+        return None if self.most is None else f"at most {self.most:,g}"
 
     def met(self, value: float) -> bool:
         """Whether `value` gets there."""
-        return (self.least is None or value >= self.least) and (
-            self.most is None or value <= self.most
-        )
-
-    def outcome(self, value: float, low: float, high: float) -> str:
-        """Whether `value` gets there, as words to put behind it, and whether its range from `low`
-        to `high` leaves that open; "" where nothing is meant."""
-        if self.text is None:
-            return ""
-        open_ = "" if self.met(low) == self.met(high) else ", within the spread"
-        return f", {'reached' if self.met(value) else 'missed'}{open_}"
+        least = -math.inf if self.least is None else self.least
+        most = math.inf if self.most is None else self.most
+        return least <= value <= most
 
 
 GOAL_HEAD = ("the goal", "here", "H200")
@@ -70,17 +62,10 @@ def _told(goal: Goal, run: Run | None, metric: str, judged: bool) -> str | None:
     value = run.metric(metric) if run else None
     if run is None or value is None:
         return None
-    summary = run.metrics[metric]
-    low, high = (summary["p10"], summary["p90"]) if isinstance(summary, dict) else (value, value)
-    between = f" ({_number(low)} to {_number(high)})" if isinstance(summary, dict) else ""
-    return f"{_number(value)}{between}{goal.outcome(value, low, high) if judged and run.scale == 'full' else ''}"
-
-
-def _number(value: float) -> str:
-    return (
-        f"{value:,d}"
-        if isinstance(value, int)
-        else f"{value:,.0f}"
-        if abs(value) >= 100
-        else f"{value:.3g}"
-    )
+    summary = run.metrics[metric] if isinstance(run.metrics[metric], dict) else {}
+    low, high = summary.get("p10", value), summary.get("p90", value)
+    said = f"{cell(value)} ({cell(low)} to {cell(high)})" if summary else cell(value)
+    if judged and goal.text and run.scale == "full":
+        said += ", reached" if goal.met(value) else ", missed"
+        said += "" if goal.met(low) == goal.met(high) else ", within the spread"
+    return said

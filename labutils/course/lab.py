@@ -37,12 +37,8 @@ from labutils.results.records import Run
 from labutils.results.schema1 import Tag, tags_of
 from labutils.workloads.lazy_imports import import_unseen
 
-_YES_OR_NO = ("failed", "warned")
-"""Metrics of what was provoked: 1 where it happened, else 0."""
 _FOR_MACHINES = ("wall_ms", "build_s", "flops_per_step", "examples_per_s", "tflops")
-"""Metrics from which others are computed; in a table that stands in for a measurement they only get
-in the way.
-"""
+"""Metrics from which others are computed: left out where a reference run's are shown."""
 
 
 class LabError(Exception):
@@ -57,18 +53,12 @@ class LabError(Exception):
 
 def _hush() -> None:
     """Silence what libraries say into every notebook and nobody who reads one can act on."""
-    warnings.filterwarnings(
-        "ignore", message="IProgress not found"
-    )  # plain progress bars survive batch runs
-    warnings.filterwarnings(
-        "ignore", message="Detected a Jax installation"
-    )  # Transformer Engine, of no use here
-    logging.getLogger("bitsandbytes").setLevel(
-        logging.ERROR
-    )  # an optional CPU kernel that it would fetch
-    os.environ.setdefault(
-        "KINETO_LOG_LEVEL", "6"
-    )  # the profiler's two lines each time that it starts and stops
+    # Plain progress bars survive batch runs, and Jax, which Transformer Engine finds, is of no use.
+    warnings.filterwarnings("ignore", message="IProgress not found")
+    warnings.filterwarnings("ignore", message="Detected a Jax installation")
+    # bitsandbytes would fetch an optional CPU kernel; the profiler tells each start and stop.
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")
 
 
 def open_lab(number: str, namespace: dict[str, Any]) -> Lab:
@@ -82,12 +72,6 @@ def open_lab(number: str, namespace: dict[str, Any]) -> Lab:
     _hush()
     import_unseen("torch")
     number = str(number).zfill(2)
-    if not isinstance(namespace, Mapping):
-        raise LabError(
-            f"The second argument of open_lab is a {type(namespace).__name__}, where the "
-            "notebook's own names belong. "
-            f'Write: lab = open_lab("{number}", globals())'
-        )
     try:
         values = _parameters(namespace)
     except ValueError as error:
@@ -95,24 +79,19 @@ def open_lab(number: str, namespace: dict[str, Any]) -> Lab:
             f"{error} Change it in the parameters cell, or with -p or an option of `labutils run`."
         ) from None
     asked = values.pop("results_dir", "") or os.environ.get("LABUTILS_RESULTS", "")
-    before = namespace.get("lab")
-    if (
-        isinstance(before, Lab)
-        and before.opened_with == (number, values, asked)
-        and before.results_dir.is_dir()
-    ):
-        before.show(before.banner())
-        return before
-    folder = asked or _new_results_folder()
-    try:
-        kept = records.Results(Path(folder).expanduser())
-    except (OSError, RuntimeError, ValueError) as error:  # nobody's home, a null byte
-        raise LabError(
-            f"Results can't be kept in {folder!r}: {error}. Set results_dir to a folder you may "
-            "write to."
-        ) from None
-    lab = Lab(number, values, kept, in_batch=bool(_injected(namespace)))
-    lab.opened_with = (number, values, asked)
+    opened_with = (number, values, asked)
+    lab = namespace.get("lab")
+    if not isinstance(lab, Lab) or lab.opened_with != opened_with or not lab.results_dir.is_dir():
+        new = records.REPOSITORY / "results" / datetime.now().strftime("%Y%m%d-%H%M%S")
+        try:
+            kept = records.Results(Path(asked or new).expanduser())
+        except (OSError, RuntimeError, ValueError) as error:  # nobody's home, a null byte
+            raise LabError(
+                f"Results can't be kept in {asked!r}: {error}. Set results_dir to a folder you may "
+                "write to."
+            ) from None
+        lab = Lab(number, values, kept, in_batch=bool(_injected(namespace)))
+        lab.opened_with = opened_with
     lab.show(lab.banner())
     return lab
 
@@ -123,10 +102,11 @@ def _parameters(namespace: Mapping[str, Any]) -> dict[str, Any]:
     What is annotated as anything but a parameter's kind belongs to a later cell, which ran before
     this one ran again.
     """
-    kinds = {name: _kind(note) for name, note in namespace.get("__annotations__", {}).items()}
+    notes = namespace.get("__annotations__", {}).items()
+    kinds = {name: note if isinstance(note, str) else str(note) for name, note in notes}
+    kinds |= {name: note.__name__ for name, note in notes if type(note) is type}
     declared = {name: kind for name, kind in kinds.items() if kind in parameters.KINDS}
-    unknown = _injected(namespace) - set(declared)
-    if unknown:
+    if unknown := _injected(namespace) - set(declared):
         raise ValueError(
             f"This lab has no parameter {', '.join(sorted(unknown))}. Its parameters: "
             f"{', '.join(declared)}."
@@ -134,13 +114,6 @@ def _parameters(namespace: Mapping[str, Any]) -> dict[str, Any]:
     return {
         name: parameters.check(name, namespace.get(name), kind) for name, kind in declared.items()
     }
-
-
-def _kind(annotation: Any) -> str:
-    """A type's name as it is written; "list[int]" and "float | None" are not "list" or "float"."""
-    if isinstance(annotation, str):
-        return annotation
-    return annotation.__name__ if type(annotation) is type else str(annotation)
 
 
 def _injected(namespace: Mapping[str, Any]) -> set[str]:
@@ -151,20 +124,11 @@ def _injected(namespace: Mapping[str, Any]) -> set[str]:
     """
     cells = [cell for cell in namespace.get("In", []) if cell.startswith("# Parameters\n")]
     try:
-        statements = [statement for cell in cells[-1:] for statement in ast.parse(cell).body]
+        statements = ast.parse(cells[-1] if cells else "").body
     except SyntaxError:  # then it assigned nothing
         return set()
-    return {
-        target.id
-        for s in statements
-        if isinstance(s, ast.Assign)
-        for target in s.targets
-        if isinstance(target, ast.Name)
-    }
-
-
-def _new_results_folder() -> Path:
-    return records.REPOSITORY / "results" / datetime.now().strftime("%Y%m%d-%H%M%S")
+    targets = [target for s in statements if isinstance(s, ast.Assign) for target in s.targets]
+    return {target.id for target in targets if isinstance(target, ast.Name)}
 
 
 class Lab:
@@ -187,8 +151,9 @@ class Lab:
         if values.get("scale", "auto") == "auto":
             values = values | {"scale": self.fitting_scale}
         self.parameters = values
-        self._made_of = _made_of(values)
-        self._notebook = _notebook(number)
+        sources = records.told(records.SOURCES) or {"labutils": records.code()}
+        parts = (json.dumps(part, sort_keys=True).encode() for part in (sources, values))
+        self._made_of = records.digest(parts)
         self.scale: str = values["scale"]
         self.weights: str = values.get("weights", "random")
         self.data: str = values.get("data", "generated")
@@ -202,28 +167,18 @@ class Lab:
     def banner(self) -> str:
         """One paragraph: the lab, the scale, the machine, and where results go."""
         name = self.machine.get("gpu") or self.machine.get("cpu") or "this machine"
-        lines = [
-            f"**Lab {self.number}** at scale **{self.scale}** on {name}. Results: "
-            f"`{_short(self.results_dir)}`."
-        ]
+        text = f"**Lab {self.number}** at scale **{self.scale}** on {name}. "
+        text += f"Results: `{_short(self.results_dir)}`."
         if self.weights == "random":
-            lines.append(
-                "Weights are random: speed and memory are those of the real model, loss values are "
-                "not."
-            )
+            text += " Weights are random: speed and memory are those of the real model, loss "
+            text += "values are not."
         if parameters.SCALES.index(self.scale) > parameters.SCALES.index(self.fitting_scale):
-            lines.append(
-                f"The scale {self.scale} is meant for "
-                f"{meant_for(self.scale, self.number)}; "
-                f"{self.fitting_scale} fits this machine, so expect long waits or failures."
-            )
+            text += f" The scale {self.scale} is meant for {meant_for(self.scale, self.number)}; "
+            text += f"{self.fitting_scale} fits this machine, so expect long waits or failures."
         if beside := records.told(records.BESIDE):
-            lines.append(
-                f"Up to {beside} other lab{'s' * (beside != 1)} may run on this machine meanwhile: "
-                "times are "
-                "disturbed, and verdicts about them come out as inconclusive."
-            )
-        return " ".join(lines)
+            text += f" Up to {beside} other lab{'s' * (beside != 1)} may run on this machine "
+            text += "meanwhile: times are disturbed, and verdicts about them are inconclusive."
+        return text
 
     def workload(self, name: str) -> Any:
         """The workload `name` at this lab's scale, weights and data, on this machine's device."""
@@ -232,6 +187,8 @@ class Lab:
         return open_workload(
             name, scale=self.scale, weights=self.weights, data=self.data, device=self.device
         )
+
+    # ------------------------------------------------------------------------------- what is kept
 
     def keep(self, runs: Run | Mapping[str, Run] | Iterable[Run], lane: str | None = None) -> Any:
         """Stamp `runs` with lab, machine, versions, commit and time, append them to results.jsonl,
@@ -242,30 +199,25 @@ class Lab:
         """
         if lane is not None and lane not in records.LANES:
             raise LabError(f"There is no lane {lane!r}. The lanes: {', '.join(records.LANES)}.")
-        named = (
-            runs.items()
-            if isinstance(runs, Mapping)
-            else [("", run) for run in ([runs] if isinstance(runs, Run) else runs)]
-        )
-        named = list(named)
-        for name, run in named:
-            self._keep(run, name, lane)
-        return runs if isinstance(runs, Run | Mapping) else [run for _, run in named]
+        if isinstance(runs, Mapping):
+            for name, run in runs.items():
+                run.run = run.run or name
+            each = list(runs.values())
+        else:
+            each = [runs] if isinstance(runs, Run) else list(runs)
+        for run in each:
+            self._keep(run, lane or run.lane)
+        return runs if isinstance(runs, Run | Mapping) else each
 
-    def _keep(self, run: Run, name: str, lane: str | None) -> None:
-        run.lab, run.run, run.lane = self.number, run.run or name, lane or run.lane
+    def _keep(self, run: Run, lane: str) -> None:
+        run.lab, run.lane = self.number, lane
         if not run.tags.keys() - {"again"}:  # a bridge, until every lab writes tags
             run.tags = tags_of(run.lab, run.run.removesuffix(" again")) | run.tags
         if not run.workload:  # not a training run, which knows what it ran on
             run.scale, run.weights, run.data = self.scale, self.weights, self.data
-        run.machine, run.versions, run.commit, run.at = (
-            self.machine,
-            records.versions(),
-            records.commit(),
-            records.now(),
-        )
+        run.machine, run.versions = self.machine, records.versions()
+        run.commit, run.at, run.notebook = records.commit(), records.now(), _notebook(self.number)
         run.beside, run.made_of = records.told(records.BESIDE), self._made_of
-        run.notebook = self._notebook
         self._results.append(run)
         if run.ok:
             self._measured.add(run.run)
@@ -285,59 +237,46 @@ class Lab:
         """Name -> run, as `measured`, of recipes that are measured in one go: all are as they were
         left, or none.
         """
-        left = self._left(recipes)
+        left = self.take_left(recipes)
         if left.keys() == recipes.keys():
-            self._measured.update(left)
             return left
         runs = dict(measure())
         for name, run in runs.items():
             run.run = name
-        self.keep(runs)
-        return runs
+        return self.keep(runs)
 
     def take_left(self, recipes: Mapping[str, Recipe | None]) -> dict[str, Run]:
-        """Name -> run, as `measured`, of those of `recipes` that an interrupted lab left; the
-        others are left out.
-        """
-        left = self._left(recipes)
-        self._measured.update(left)
-        return left
+        """Name -> run, as `measured`, of those of `recipes` that this lab's last start left here
+        when it did not get to its end; the others are left out.
 
-    def _left(self, recipes: Mapping[str, Recipe | None]) -> dict[str, Run]:
-        """Name -> run, of those of `recipes` that `measured` would take as an interrupted lab left
-        them.
+        Running out of memory is what was learnt of a recipe; of anything else it is a failure, and
+        tried again.
         """
-        there = self._left_behind()
-        return {
+        mine = [r for r in records.read_records(self._results.path) if r.get("lab") == self.number]
+        ends = [place for place, record in enumerate(mine) if record.get("status") == "done"]
+        unfinished = records.runs_of(mine[ends[-1] + 1 :] if ends else mine)
+        there = {run.run: run for run in unfinished if self._is_left(run)}
+        left = {
             name: there[name]
             for name, recipe in recipes.items()
             if name in there and name not in self._measured and _is_of(there[name], recipe)
         }
+        self._measured.update(left)
+        return left
 
-    def _left_behind(self) -> dict[str, Run]:
-        """Name -> run that this lab's last start left here, if it did not get to its end and all
-        else is alike.
+    def _is_left(self, run: Run) -> bool:
+        """Whether a run of an earlier start was made as one would be now. What others disturbed is
+        measured again without them."""
+        settled = run.ok or (run.status == "oom" and run.recipe)
+        now = (_lasting(self.machine), records.versions(), self._made_of)
+        alike = (_lasting(run.machine), run.versions, run.made_of) == now
+        return bool(settled and alike and (not run.beside or records.told(records.BESIDE)))
 
-        Running out of memory is what was found out of a recipe; of anything else it is a failure,
-        and tried again.
-        """
-        mine = [r for r in records.read_records(self._results.path) if r.get("lab") == self.number]
-        ends = [place for place, record in enumerate(mine) if record.get("status") == "done"]
-        unfinished = mine[ends[-1] + 1 :] if ends else mine
-        here = (_lasting(self.machine), records.versions(), self._made_of)
-        return {
-            name: run
-            for (_, name), run in records.runs_of(unfinished).items()
-            if (run.ok or (run.status == "oom" and run.recipe))
-            and (_lasting(run.machine), run.versions, run.made_of) == here
-            and (
-                not run.beside or records.told(records.BESIDE)
-            )  # what others disturbed is measured again without them
-        }
+    # -------------------------------------------------------------------------------- predictions
 
     def predict(self, topic: str, value: float | None, unit: str = "") -> None:
         """Keep the learner's prediction for `done` to score; None: not answered. Raises `LabError`
-        for other types.
+        for what is no finite number.
         """
         if value is None:
             self.show(
@@ -345,20 +284,43 @@ class Lab:
                 "again, or go on."
             )
             return
-        if isinstance(value, bool) or not isinstance(value, int | float):
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not number or not is_finite(value):
+            of = f" of {unit}" if unit else ""
             raise LabError(
-                f"The prediction of {topic} is {value!r}; it takes a "
-                f"number{f' of {unit}' if unit else ''}, or None."
-            )
-        if not is_finite(value):
-            raise LabError(
-                f"The prediction of {topic} is {value!r}, which can't be compared with a "
-                "measurement. Write a finite "
-                "number, or None for no prediction."
+                f"The prediction of {topic} is {value!r}; it takes a finite number{of}, or None."
             )
         self._predictions[topic] = (float(value), unit)
         self._record(status="prediction", topic=topic, value=value, unit=unit)
         self.show(f"Kept: you predict {value:g} {unit} for *{topic}*.")
+
+    def done(self, truths: Mapping[str, float | None] | None = None) -> None:
+        """Score the predictions against `truths` (topic -> measured value), and mark the lab as run
+        to its end.
+        """
+        rows = [("prediction", "you", "measured", "off by")]
+        for topic, truth in (truths or {}).items():
+            if truth is None or not is_finite(truth) or topic not in self._predictions:
+                continue
+            guess, unit = self._predictions[topic]
+            self._record(status="score", topic=topic, value=guess, measured=truth, unit=unit)
+            off = f"{abs(guess - truth):.3g}"
+            if guess > 0 and truth > 0:
+                off = f"{max(guess, truth) / min(guess, truth):.2f}x"
+            rows.append((topic, f"{guess:g} {unit}", f"{truth:.3g} {unit}", off))
+        self.table(*rows)
+        seconds = round(time.perf_counter() - self._opened, 1)
+        told = {"beside": records.told(records.BESIDE), "sources": records.told(records.SOURCES)}
+        known = {name: value for name, value in told.items() if value is not None}
+        stamp = {"parameters": self.parameters, "seconds": seconds, "commit": records.commit()}
+        self._results.done(self.number, **stamp, **known)
+        verdicts = f"labutils report --results {shlex.quote(_short(self.results_dir))}"
+        self.show(f"Lab {self.number} is done, after {seconds:.0f} s. All verdicts: `{verdicts}`")
+
+    def _record(self, **fields: Any) -> None:
+        self._results.append({"lab": self.number} | fields | {"at": records.now()})
+
+    # ------------------------------------------------------------------------------- the reference
 
     def reference(self, run: str = "", **tags: Tag) -> Run | None:
         """Our H200's run of these tags in this lab, or None where there is none. A name stands for
@@ -369,33 +331,22 @@ class Lab:
     def references(self, *patterns: str, **tags: Tag) -> Any:
         """Our H200's runs of this lab that have these tags, as `Runs`. With patterns of names, a
         bridge, those that fit one, by name."""
-        runs = records.read_runs(records.REFERENCE, self.number)
+        runs = records.read_runs(records.REFERENCE, self.number).newest()
         if tags:
             return runs.select(**tags)
         return {r.run: r for r in runs if any(fnmatchcase(r.run, each) for each in patterns)}
 
     def on_reference(
-        self, head: Sequence[str], rows_of: Callable[[dict[str, Run]], Iterable], *patterns: str
+        self, head: Sequence[str], rows_of: Callable[[Any], Iterable], *patterns: str, **tags: Tag
     ) -> None:
-        """Show the table that `rows_of` makes of our H200's runs (`references`), or say that there
-        is none yet.
+        """Show the table that `rows_of` makes of our H200's `references`, or say that there is none
+        yet.
 
         Nothing is shown where the results kept here are themselves the reference.
         """
-        if self._results.path.resolve() == Path(records.REFERENCE).resolve():
-            return
-        runs = self.references(*patterns)
-        if text := tables.as_table(head, *rows_of(runs)):
-            some = next(iter(runs.values()))
-            self.show(
-                f"**The same on our {_card(some)}**, scale {some.scale}, "
-                f"{_days(runs.values())}:\n\n{text}"
-            )
-        else:
-            self.show(
-                "*Nothing of this is on record from our H200 yet, so there is no table of it to "
-                "compare with.*"
-            )
+        chosen = self.references(*patterns, **tags)
+        if not self._is_reference():
+            self._show_reference(tables.as_table(head, *rows_of(chosen)), list(chosen.values()))
 
     def runs_table(
         self,
@@ -408,14 +359,23 @@ class Lab:
         columns: metric or tag -> its heading; or what makes a DataFrame of runs that went well.
         """
         self.show(tables.as_table(tables.columns_of(runs, columns)))
-        if not tags or self._results.path.resolve() == Path(records.REFERENCE).resolve():
+        if tags and not self._is_reference():
+            those = list(self.references(**tags))
+            self._show_reference(tables.as_table(tables.columns_of(those, columns)), those)
+
+    def _is_reference(self) -> bool:
+        """Whether the results kept here are themselves the reference."""
+        return self._results.path.resolve() == Path(records.REFERENCE).resolve()
+
+    def _show_reference(self, table: str, runs: list[Run]) -> None:
+        """Show a table of our H200's `runs`, under their machine and days."""
+        if not table:
+            self.show("*Nothing of this is on record from our H200 yet, to compare with.*")
             return
-        those = list(self.references(**tags))
-        if text := tables.as_table(tables.columns_of(those, columns)):
-            some = those[0]
-            self.show(
-                f"**The same on our {_card(some)}**, scale {some.scale}, {_days(those)}:\n\n{text}"
-            )
+        card = str(runs[0].machine.get("gpu", "reference machine")).removeprefix("NVIDIA ")
+        days = sorted({run.at.partition("T")[0] for run in runs})
+        when = " to ".join(dict.fromkeys((days[0], days[-1])))
+        self.show(f"**The same on our {card}**, scale {runs[0].scale}, {when}:\n\n{table}")
 
     def verdict(self, *claims: str) -> list[Any]:
         """Show published | H200 | here | verdict for the claim ids, and return the judgements."""
@@ -429,129 +389,75 @@ class Lab:
 
     @contextlib.contextmanager
     def attempt(
-        self, what: str, reference: str | None = None, instead: Callable[[], Any] | None = None
+        self,
+        what: str,
+        reference: str | Mapping[str, Tag] | None = None,
+        instead: Callable[[], Any] | None = None,
     ) -> Iterator[None]:
         """Try what may not work on this machine: a failure is explained, kept as a run, and the lab
         goes on. What the machine lacks is raised inside as `Unavailable`.
 
-        `what` says it in a few words. `reference` is the run's name: our H200's run of that name is
-        shown instead, and the failure kept under it (under `what` where there is none). `instead()`
-        shows what the H200 found in a better way than as that run's numbers. Ctrl-C is no failure
-        and passes through.
+        `what` says it in a few words. `reference` are the run's tags, or its name: our H200's run
+        is shown instead, and the failure kept as that run. `instead()` shows what the H200 did in a
+        better way than as that run's numbers. Ctrl-C is no failure and passes through.
         """
         failure: Exception | None = None
         try:
             yield
         except Exception as error:
-            _let_go(error)
+            _clear_frames(error)
             failure = error
         if failure is None:
             return
         status = records.status_of(failure)
         failure = None
         gc.collect()
-        with contextlib.suppress(
-            RuntimeError
-        ):  # a GPU that broke fails at this, too, and not all of a lab needs it
+        with contextlib.suppress(RuntimeError):  # a GPU that broke fails at this, too
             cuda.empty_cache()
-        self._keep_failure(reference or what, status)
+        name = reference if isinstance(reference, str) else what
+        if name not in self._measured:  # a failure after it, of a plot say, hides no measurement
+            tags = dict(reference) if isinstance(reference, Mapping) else {}
+            self.keep(Run(self.number, name, status=status, tags=tags))
         self.show(f"**{what}: not on this machine.** {explain(status)}")
         if instead:
             instead()
         elif reference:
-            self.show(_as_markdown(self.reference(reference), reference))
+            tags = reference if isinstance(reference, Mapping) else tags_of(self.number, reference)
+            self.show(_as_markdown(self.reference(**tags), name))
 
-    def _keep_failure(self, name: str, status: str) -> None:
-        """A failure after the measurement (a plot, say) must not hide what was measured."""
-        if name not in self._measured:
-            self._keep(Run(self.number, name, status=status), name, None)
+    # ------------------------------------------------------------------------------ what it shows
 
-    def explore(self, draw: Callable[[float], Any], values: Sequence[float], label: str) -> None:
-        """A slider over `values` that redraws `draw(value)`, where somebody is there to move it;
-        else nothing.
+    def choose(self, draw: Callable[..., Any], choices: Mapping[str, Sequence[Any]]) -> bool:
+        """A drop-down list a name, a slider where its values are numbers, and `draw(name=what is
+        chosen, ...)` at every choice.
 
-        It needs ipywidgets. A batch run has nobody, so what the slider would show must be told by a
-        figure as well.
+        False, and nothing is drawn, where nobody is there to choose: in a batch run. It needs
+        ipywidgets.
         """
-        if not self._somebody_is_there("A slider"):
-            return
-        from ipywidgets import SelectionSlider, interact
-
-        middle = values[len(values) // 2]
-        wide = {"width": "32em"}  # of 23 values on the usual 300 pixels, a hand can't choose one
-        slider = SelectionSlider(
-            options=values, value=middle, description=label, continuous_update=False, layout=wide
-        )
-        interact(lambda value: draw(value), value=slider)  # it matches its arguments by name
-
-    def choose(self, draw: Callable[..., Any], choices: Mapping[str, Sequence[str]]) -> bool:
-        """A drop-down list a name, and `draw(name=what is chosen, ...)` at every choice; the first
-        value at first.
-
-        False, and nothing is drawn, where nobody is there to choose: in a batch run, as with
-        `explore`.
-        """
-        if not self._somebody_is_there("Drop-down lists"):
-            return False
-        from ipywidgets import Dropdown, interact
-
-        def redraw(**chosen: str) -> None:  # whatever `draw` returns is not displayed once more
-            draw(**chosen)
-
-        interact(
-            redraw,
-            **{
-                name: Dropdown(options=values, description=name) for name, values in choices.items()
-            },
-        )
-        return True
-
-    def _somebody_is_there(self, what: str) -> bool:
-        """Whether somebody can use a widget here; where the package for it lacks, that is said."""
         if not _in_kernel() or self._in_batch:
             return False
         try:
-            import ipywidgets  # noqa: F401
+            from ipywidgets import Dropdown, SelectionSlider, interact
         except ImportError:
-            self.show(
-                f"{what} would be here: install it with `pip install -c constraints.txt "
-                "ipywidgets`."
-            )
+            self.show("Choices would be here: `pip install -c constraints.txt ipywidgets`.")
             return False
+
+        def redraw(**chosen: Any) -> None:  # whatever `draw` returns is not displayed once more
+            draw(**chosen)
+
+        kinds = {
+            name: Dropdown if isinstance(values[0], str) else SelectionSlider
+            for name, values in choices.items()
+        }
+        widgets = {
+            name: kinds[name](options=values, description=name) for name, values in choices.items()
+        }
+        interact(redraw, **widgets)
         return True
 
-    def done(self, truths: Mapping[str, float | None] | None = None) -> None:
-        """Score the predictions against `truths` (topic -> measured value), and mark the lab as run
-        to its end.
-        """
-        scored = [
-            (topic, truth)
-            for topic, truth in (truths or {}).items()
-            if truth is not None and is_finite(truth) and topic in self._predictions
-        ]
-        self.table(
-            ("prediction", "you", "measured", "off by"), *(self._score(*pair) for pair in scored)
-        )
-        seconds = round(time.perf_counter() - self._opened, 1)
-        made_of = {"beside": records.told(records.BESIDE), "sources": records.told(records.SOURCES)}
-        known = {name: value for name, value in made_of.items() if value is not None}
-        stamp = {"parameters": self.parameters, "seconds": seconds, "commit": records.commit()}
-        self._results.done(self.number, **stamp, **known)
-        verdicts = f"labutils report --results {shlex.quote(_short(self.results_dir))}"
-        self.show(f"Lab {self.number} is done, after {seconds:.0f} s. All verdicts: `{verdicts}`")
-
-    def _score(self, topic: str, truth: float) -> tuple[str, ...]:
-        """One row of the table of predictions; also kept as a record."""
-        guess, unit = self._predictions[topic]
-        self._record(status="score", topic=topic, value=guess, measured=truth, unit=unit)
-        return topic, f"{guess:g} {unit}", f"{truth:.3g} {unit}", _off_by(guess, truth)
-
-    def _record(self, **fields: Any) -> None:
-        self._results.append({"lab": self.number} | fields | {"at": records.now()})
-
-    def table(self, *rows: Sequence[Any], otherwise: str = "") -> None:
-        """Show `rows` of words and numbers as a table, the first as its head; `otherwise` where
-        none says anything.
+    def table(self, *rows: Any, otherwise: str = "") -> None:
+        """Show `rows` of words and numbers, the first as head, or a pandas DataFrame; `otherwise`
+        where they say nothing.
 
         A row's first cell names it. `None` means that a value does not apply here; rows and columns
         of nothing else are left out.
@@ -570,7 +476,7 @@ class Lab:
             print(text)
 
 
-def _let_go(error: BaseException) -> None:
+def _clear_frames(error: BaseException) -> None:
     """Clear the local variables of the calls that `error` came out of: they hold the tensors that
     filled the memory.
     """
@@ -580,28 +486,17 @@ def _let_go(error: BaseException) -> None:
         chain = chain.__cause__ or chain.__context__
 
 
-LONGEST_TOLD = 300
-"""Characters of an error that a person is told; all of it is on record."""
-
-
 def explain(status: str) -> str:
     """What a run's `status` means to a person, and what to try."""
     if status == "oom":
-        return "Out of memory: this needs more than there is. Close what else uses memory, or choose a smaller scale."
+        return (
+            "Out of memory: this needs more than there is. Close what else uses memory, or choose "
+            "a smaller scale."
+        )
     kind, _, why = status.partition(": ")
-    if kind == "skipped":
-        missing = why.startswith(("ImportError", "ModuleNotFoundError"))
-        return f"It was left out: {why}." + " `labutils doctor` says how to change that." * missing
-    return f"It failed with {why[:LONGEST_TOLD].rstrip('.')}. `labutils doctor` checks the usual causes."
-
-
-def _off_by(guess: float, truth: float) -> str:
-    """How far a prediction is from the measurement: a factor where both are positive, else a
-    difference.
-    """
-    if guess > 0 and truth > 0:
-        return f"{max(guess, truth) / min(guess, truth):.2f}x"
-    return f"{abs(guess - truth):.3g}"
+    said = f"It was left out: {why}." if kind == "skipped" else f"It failed with {why[:300]}."
+    is_known = kind == "skipped" and not why.startswith(("ImportError", "ModuleNotFoundError"))
+    return said if is_known else f"{said} `labutils doctor` checks the usual causes."
 
 
 def _as_markdown(run: Run | None, name: str) -> str:
@@ -610,32 +505,11 @@ def _as_markdown(run: Run | None, name: str) -> str:
         return f"There is no reference run *{name}* to show instead."
     if not run.ok:
         return f"Our reference machine has no numbers for *{name}* either ({run.status})."
-    found = [
-        (metric, run.metric(metric))
-        for metric in run.metrics
-        if metric not in (*_FOR_MACHINES, "message")
-    ]
-    rows = [(metric, value) for metric, value in found if isinstance(value, int | float | str)]
-    rows = [
-        (metric, ("no", "yes")[value] if metric in _YES_OR_NO else value) for metric, value in rows
-    ]
-    message = run.metrics.get("message")
-    rows += [("message", f"`{message}`")] if message else []
+    values = {metric: run.metric(metric) for metric in run.metrics if metric not in _FOR_MACHINES}
+    rows = [pair for pair in values.items() if isinstance(pair[1], int | float | str)]
     machine = run.machine.get("gpu", "the reference machine")
-    return f"On {machine}, *{name}* (scale {run.scale}) gave:\n\n" + tables.as_table(
-        ("metric", "value"), *rows
-    )
-
-
-def _card(run: Run) -> str:
-    """The GPU that a run was made on, in a few words."""
-    return str(run.machine.get("gpu", "reference machine")).removeprefix("NVIDIA ")
-
-
-def _days(runs: Iterable[Run]) -> str:
-    """The day on which runs were made, or the first and the last of several."""
-    days = sorted({run.at.partition("T")[0] for run in runs})
-    return days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
+    table = tables.as_table(("metric", "value"), *rows)
+    return f"On {machine}, *{name}* (scale {run.scale}) gave:\n\n{table}"
 
 
 def _notebook(number: str) -> str:
@@ -646,13 +520,6 @@ def _notebook(number: str) -> str:
     return files[0].name if files else ""
 
 
-def _made_of(values: Mapping[str, Any]) -> str:
-    """Digest of what decides a lab's results beside the machine: its code, of the notebook as far
-    as `labutils run` tells it, and its parameters."""
-    sources = records.told(records.SOURCES) or {"labutils": records.code()}
-    return records.digest(json.dumps(part, sort_keys=True).encode() for part in (sources, values))
-
-
 def _lasting(machine: Mapping[str, Any]) -> dict[str, Any]:
     """What of a machine's facts is the same each time one looks: some virtual machines are given
     their memory only as it is used."""
@@ -661,20 +528,18 @@ def _lasting(machine: Mapping[str, Any]) -> dict[str, Any]:
 
 def _is_of(run: Run, recipe: Recipe | None) -> bool:
     """Whether a run was made of `recipe`, as fitted to a GPU or to a CPU; of None any run is."""
-    return recipe is None or run.recipe in [
-        recipe.fitted_to(device).as_dict() for device in ("cuda", "cpu")
-    ]
+    fitted = [recipe.fitted_to(device).as_dict() for device in ("cuda", "cpu") if recipe]
+    return recipe is None or run.recipe in fitted
 
 
 def _short(path: Path) -> str:
     """A path as a person would type it from the checkout; in full where it, or where we are, is
     outside of that.
     """
-    try:
-        inside = all(one.is_relative_to(records.REPOSITORY) for one in (path, Path.cwd()))
-    except FileNotFoundError:  # the current folder was deleted
-        inside = False
-    return str(path.relative_to(records.REPOSITORY)) if inside else str(path)
+    with contextlib.suppress(FileNotFoundError, ValueError):  # we are in a folder that was deleted
+        Path.cwd().relative_to(records.REPOSITORY)
+        return str(path.relative_to(records.REPOSITORY))
+    return str(path)
 
 
 def _in_kernel() -> bool:

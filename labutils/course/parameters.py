@@ -9,6 +9,7 @@ which Python takes for true.
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 from typing import Any
 
 from labutils.recipe import SCALES
@@ -19,19 +20,16 @@ CHOICES = {
     "weights": ("random", "hub"),
     "data": ("generated", "hub"),
 }
-LEAST = dict.fromkeys(
-    ("steps", "rounds", "seeds", "method_steps", "log_every", "ranks", "memory_gb"), 0
-)
-LEAST |= dict.fromkeys(("blackwell_yen", "h100_yen", "h200_yen", "b200_yen"), 0) | {
-    "planned_steps": 1
+LEAST = {
+    **dict.fromkeys(("steps", "rounds", "seeds", "method_steps", "log_every", "ranks"), 0),
+    **dict.fromkeys(("memory_gb", "blackwell_yen", "h100_yen", "h200_yen", "b200_yen"), 0),
+    "planned_steps": 1,
 }
 """Parameter's name -> the least that it takes, in whichever lab: 0 leaves the number to the lab, or
 says unknown.
 """
 ABOVE = {"years": 0, "hours_a_day": 0, "yen_per_kwh": 0}
 MOST = {"hours_a_day": 24}
-NOT = {"ranks": 1}
-"""A lab of several ranks has nothing to show with one."""
 COUNTS = ("batches", "compile_batches", "delays")
 """Texts that hold whole numbers above 0."""
 EXAMPLES = {
@@ -48,13 +46,12 @@ def read(name: str, word: str, kind: str) -> Any:
 
     Raises `ValueError` that says what the parameter takes.
     """
+    value: Any = word
     if kind == "bool":
-        value: Any = {"true": True, "false": False}.get(word.lower(), word)
+        value = {"true": True, "false": False}.get(word.lower(), word)
     else:
-        try:
+        with suppress(ValueError):  # `check` says what is wrong with the word
             value = KINDS[kind](word)
-        except ValueError:
-            value = _fraction(word) if kind == "int" else word
     return check(name, value, kind)
 
 
@@ -64,41 +61,26 @@ def check(name: str, value: Any, kind: str) -> Any:
     """
     if kind == "float" and type(value) is int:
         value = float(value)
-    if type(value) is float and not math.isfinite(value):
-        raise ValueError(f"{name} is {value!r}, but it takes a finite number.")
+    takes = ""
     if type(value) is not KINDS[kind]:
-        raise ValueError(
-            f"{name} is {value!r}, {_a(type(value).__name__)}, but it takes {EXAMPLES[kind]}."
-        )
-    if name in CHOICES and value not in CHOICES[name]:
-        raise ValueError(f"{name} is {value!r}, but it takes one of: {', '.join(CHOICES[name])}.")
-    if kind in ("int", "float"):
-        _check_range(name, value)
-    if name in COUNTS and kind == "str":
+        takes = EXAMPLES[kind]
+    elif kind == "float" and not math.isfinite(value):
+        takes = "a finite number"
+    elif name in CHOICES and value not in CHOICES[name]:
+        takes = f"one of: {', '.join(CHOICES[name])}"
+    elif name in LEAST and value < LEAST[name]:
+        takes = f"{LEAST[name]} or more"
+    elif name in ABOVE and value <= ABOVE[name]:
+        takes = f"a number above {ABOVE[name]}"
+    elif name in MOST and value > MOST[name]:
+        takes = f"{MOST[name]} or less"
+    elif name == "ranks" and value == 1:  # a lab of several ranks has nothing to show with one
+        takes = "0, or more than 1"
+    if takes:
+        raise ValueError(f"{name} is {value!r}, but it takes {takes}.")
+    if name in COUNTS:
         whole_numbers(name, value)
     return value
-
-
-def _fraction(word: str) -> float | str:
-    """The number that `word` is, if it is a finite one; else the word."""
-    try:
-        return float(word) if math.isfinite(float(word)) else word
-    except ValueError:
-        return word
-
-
-def _check_range(name: str, value: float) -> None:
-    """Raise `ValueError` where a parameter of that name takes no such number in any lab."""
-    if name in LEAST and value < LEAST[name]:
-        raise ValueError(f"{name} is {value!r}, but it takes {LEAST[name]} or more.")
-    if name in NOT and value == NOT[name]:
-        raise ValueError(
-            f"{name} is {value!r}, but it takes {LEAST[name]}, or more than {value!r}."
-        )
-    if name in ABOVE and value <= ABOVE[name]:
-        raise ValueError(f"{name} is {value!r}, but it takes a number above {ABOVE[name]}.")
-    if name in MOST and value > MOST[name]:
-        raise ValueError(f"{name} is {value!r}, but it takes {MOST[name]} or less.")
 
 
 def whole_numbers(name: str, text: str) -> list[int]:
@@ -107,15 +89,8 @@ def whole_numbers(name: str, text: str) -> list[int]:
     Raises `ValueError` where one is no whole number above 0.
     """
     words = text.replace(",", " ").split()
-    if not all(
-        word.isascii() and word.isdecimal() and len(word) < 10 and int(word) > 0 for word in words
-    ):
+    if not all(w.isascii() and w.isdecimal() and len(w) < 10 and int(w) > 0 for w in words):
         raise ValueError(
             f"{name} is {text!r}, but it takes whole numbers above 0, for example 1 4 24."
         )
     return sorted({int(word) for word in words})
-
-
-def _a(kind: str) -> str:
-    words = {"str": "a text", "float": "a number with a decimal point"}
-    return words.get(kind, f"an {kind}" if kind[0] in "aeiou" else f"a {kind}")

@@ -10,13 +10,16 @@ factor takes two numbers above 0; of others only the difference is known.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from labutils.recipe import is_number
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 NEAR = 2.0
 """Within this factor a prediction counts as near."""
@@ -54,60 +57,50 @@ class Score:
         return None if self.factor is None else max(self.factor, 1 / self.factor)
 
 
-@dataclass(frozen=True)
-class Summary:
-    """Predictions of one lab or kind: `count` scored by a factor, the median factor `off`, the
-    `lean` (the median of predicted / measured: above 1 too high), and how many were `near`."""
-
-    name: str
-    count: int
-    off: float
-    lean: float
-    near: int
-
-
 def scores_of(records: Iterable[Mapping[str, Any]]) -> list[Score]:
     """One score for each topic of each lab: of the last prediction, with what was measured after
     it.
 
     Records that hold no numbers are passed over: files are edited by hand, too.
     """
-    found: dict[tuple[str, str], Score] = {}
+    scores: dict[tuple[str, str], Score] = {}
     for record in records:
         lab, topic, unit = (record.get(name) for name in ("lab", "topic", "unit"))
-        sound = all(isinstance(word, str) for word in (lab, topic, unit)) and is_number(
-            record.get("value")
-        )
-        if sound and record.get("status") == "prediction":
-            found.pop((lab, topic), None)  # so that it takes its place at the end
-            found[lab, topic] = Score(lab, topic, unit, float(record["value"]), None)
-        elif sound and record.get("status") == "score" and is_number(record.get("measured")):
-            found[lab, topic] = Score(
-                lab, topic, unit, float(record["value"]), float(record["measured"])
-            )
-    return sorted(found.values(), key=lambda score: score.lab)
+        status, value, measured = (record.get(name) for name in ("status", "value", "measured"))
+        if not all(isinstance(word, str) for word in (lab, topic, unit)) or not is_number(value):
+            continue
+        if status == "prediction":
+            scores.pop((lab, topic), None)  # so that it takes its place at the end
+            scores[lab, topic] = Score(lab, topic, unit, float(value), None)
+        elif status == "score" and is_number(measured):
+            scores[lab, topic] = Score(lab, topic, unit, float(value), float(measured))
+    return sorted(scores.values(), key=lambda score: score.lab)
 
 
-def summaries(scores: Sequence[Score], by: str) -> list[Summary]:
-    """A summary for each `lab` or `kind`, the one that is farthest off first; those without a
-    factor are left out.
-    """
-    groups: dict[str, list[Score]] = {}
-    for score in scores:
-        if score.factor is not None:
-            groups.setdefault(getattr(score, by), []).append(score)
-    found = [summary(name, of_group) for name, of_group in groups.items()]
-    return sorted(found, key=lambda one: -one.off)
+def summaries(scores: Sequence[Score], by: str = "") -> pd.DataFrame:
+    """A row for each `lab` or `kind` (without `by`: for all), the one that is farthest off first:
+    how many predictions were scored by a factor, the median factor `off`, the `lean` (the median of
+    predicted / measured: above 1 too high), and how many were `near`."""
+    import pandas as pd
 
-
-def summary(name: str, scores: Sequence[Score]) -> Summary:
-    """The summary of scores that have a factor. Raises `ValueError` where there is none."""
-    factors = [score.factor for score in scores if score.factor is not None]
-    if not factors:
-        raise ValueError(f"None of {len(scores)} predictions ({name}) can be told as a factor.")
-    offs = [max(factor, 1 / factor) for factor in factors]
-    lean = math.exp(median(math.log(factor) for factor in factors))
-    return Summary(name, len(factors), median(offs), lean, sum(off <= NEAR for off in offs))
+    told = [score for score in scores if score.factor is not None]
+    frame = pd.DataFrame(
+        {
+            by or "of": [getattr(score, by) if by else "all" for score in told],
+            "factor": np.log([score.factor for score in told]),
+            "off": [score.off for score in told],
+        }
+    )
+    grouped = frame.groupby(by or "of", sort=False)
+    table = pd.DataFrame(
+        {
+            "predictions": grouped.size(),
+            "off": grouped["off"].median(),
+            "lean": np.exp(grouped["factor"].median()),
+            "near": grouped["off"].agg(lambda off: int((off <= NEAR).sum())),
+        }
+    )
+    return table.sort_values("off", ascending=False, kind="stable").reset_index()
 
 
 def lean_in_words(lean: float) -> str:

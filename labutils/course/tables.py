@@ -57,23 +57,3 @@ def cell(value: Any) -> str:
     if isinstance(value, int) and not isinstance(value, bool):
         return f"{value:,}"
     return str(value).replace("|", "\\|").replace("\n", " ")
-
-
-WAITS = ("phase", "line of the loop", "in", "by", "a step", "ms a step", "then the GPU idles, ms")
-"""The head of a table of `wait_rows`."""
-
-
-def wait_rows(found: Sequence[Mapping[str, Any]]) -> list[tuple[Any, ...]]:
-    """Rows for `WAITS` out of those of `Trace.sync_table`, which may come from a results file."""
-    return [
-        (
-            row.get("phase"),
-            f"{row['where']} ({row['line']})" if "line" in row else row["where"],
-            row.get("library"),
-            f"`{row.get('builtin') or row.get('cause') or row['call']}`",
-            row["per_step"],
-            row["ms_per_step"],
-            row["idle_ms_per_step"] or None,
-        )
-        for row in found
-    ]

@@ -9,7 +9,7 @@ changes both knobs at once.
 
 from __future__ import annotations
 
-from labutils.profiling.call_timer import CallTimer
+from labutils.profiling.timing import CallTimer
 from labutils.recipe import Recipe
 from labutils.results.records import Run, summarise
 from labutils.training import Trainer, compare, measure

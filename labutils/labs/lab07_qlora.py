@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from labutils.course.goals import Goal
-from labutils.labs.ladders import A3_BASE, A3_LADDER, Rung
+from labutils.labs.ladders import A3_BASE, A3_LADDER, Rung, climb, in_lanes
 from labutils.layers.lora import (
     attach_lora,
     count_parameters,
@@ -48,8 +48,8 @@ from labutils.training.model_edits import (
 )
 from labutils.training.unsloth_run import Job
 from labutils.workloads import Workload
-from labutils.workloads.causal_lm import QWEN3, build_lm, decoder_shapes
-from labutils.workloads.decoder import projections
+from labutils.workloads.causal_lm import QWEN3, build_lm
+from labutils.workloads.decoder import decoder_shapes, projections
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -282,7 +282,7 @@ def lora_counts(rank: int = 8) -> dict[str, float]:
     adapter's bytes over the 16-bit model's."""
     lm = build_lm(QWEN3["full"], torch.device("meta"), torch.bfloat16)
     everything = count_parameters(lm)
-    attach_lora(lm, projections(lm.model.layers, "model.layers"), rank, 2 * rank, "plain", seed=0)
+    attach_lora(lm, projections(lm), rank, 2 * rank, "plain", seed=0)
     layers = lora_layers(lm).values()
     right = all(
         count_trainable(x) == lora_parameters(x.out_features, x.in_features, rank) for x in layers
@@ -475,12 +475,22 @@ def largest_table(runs: Iterable[Run], cards_gb: Sequence[float]) -> pd.DataFram
 # ---------------------------------------------------------------------------- our own recipes
 
 LEAST_MEMORY = "4 bits in FP8, checkpointed"
-LADDER = A3_LADDER.extended(
-    "same mathematics",
-    Rung("FP8 weights", {"base_linear": "fp8-frozen"}, "held once, products on FP8 tensor cores"),
-    Rung("4-bit weights", {"base_linear": "nf4-frozen"}, "unpacked inside the compiled block"),
+LADDER = A3_LADDER.plus(
+    Rung(
+        "FP8 weights",
+        "same mathematics",
+        {"base_linear": "fp8-frozen"},
+        "held once, products on FP8 tensor cores",
+    ),
+    Rung(
+        "4-bit weights",
+        "same mathematics",
+        {"base_linear": "nf4-frozen"},
+        "unpacked inside the compiled block",
+    ),
     Rung(
         LEAST_MEMORY,
+        "same mathematics",
         # A graph holds memory of its own, and saves compiled blocks no time: 270 ms a step with one
         # on an H200, 269 without.
         {"base_linear": "nf4-fp8", "checkpointing": "blocks", "driver": "eager"},
@@ -494,9 +504,9 @@ def recipes_on(device: str) -> dict[str, Recipe]:
     """The recipes of `LADDER` as a `device` climbs it. On a CPU nothing is compiled, which takes a
     minute."""
     if device == "cuda":
-        return LADDER.recipes()
+        return climb(LADDER)
     plain = {"compile": "off", "compile_scope": "model", "dynamic": "automatic"}
-    return {name: recipe.but(**plain) for name, recipe in LADDER.recipes().items()}
+    return {name: recipe.but(**plain) for name, recipe in climb(LADDER).items()}
 
 
 def climbed_on(
@@ -515,8 +525,8 @@ def climbed_on(
         make_room(workload)
         with Benchmark(workload, warmup, same_batches=True) as bench:
             runs |= bench.compare(rungs, steps, rounds, tags=LADDER.tags())
-    return LADDER.in_lanes(
-        {name: with_epoch_rate(with_costs(run), workload) for name, run in runs.items()}
+    return in_lanes(
+        {name: with_epoch_rate(with_costs(run), workload) for name, run in runs.items()}, LADDER
     )
 
 
@@ -597,7 +607,7 @@ def reached(climbed: Mapping[str, Run], runs: Runs) -> dict[str, Any]:
     """
     rates = {name: _rate(run) for name, run in climbed.items() if run.ok}
     metrics: dict[str, Any] = {}
-    bf16 = [rates[rung.name] for rung in A3_LADDER.rungs if rung.name in rates]
+    bf16 = [rates[rung.name] for rung in A3_LADDER if rung.name in rates]
     if bf16 and "lora" in rates:
         best = max(bf16, key=lambda rate: rate["median"])
         metrics |= {"useful_tokens_per_s": best, "useful_speedup": _over(best, rates["lora"])}

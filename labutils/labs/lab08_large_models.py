@@ -30,11 +30,9 @@ from labutils.workloads.causal_lm import (
     GPT_OSS_120B,
     QWEN3_32B,
     Size,
-    attended_pairs,
     build_lm,
-    count_flops,
 )
-from labutils.workloads.decoder import projections
+from labutils.workloads.decoder import attended_pairs, count_flops, projections
 
 BLACKWELL, H100 = "RTX PRO 6000 Blackwell Max-Q", "H100 SXM5"
 RANK = 8
@@ -62,7 +60,7 @@ def spec_metrics() -> dict[str, float]:
     return metrics
 
 
-PRINTED = ("bf16", "fp8", "fp4")
+PRINTED = ("tf32", "bf16", "int8", "fp8", "fp4")
 
 # ------------------------------------------------------------------------------------------ weights
 
@@ -170,8 +168,7 @@ def one_block(
 ) -> tuple[nn.Module, Callable[[], Tensor]]:
     """(a model of one block as the method trains it, its forward pass on [rows, length] tokens)."""
     lm = build_lm(replace(size, layers=1), device, torch.bfloat16).requires_grad_(False)
-    places = projections(lm.model.layers, "model.layers")
-    attach_lora(lm, places, RANK, 2 * RANK, method.adapter, seed=0)
+    attach_lora(lm, projections(lm), RANK, 2 * RANK, method.adapter, seed=0)
     lm.config._attn_implementation = "sdpa"
     if size.experts:
         lm.config._experts_implementation = "frozen"

@@ -27,7 +27,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from labutils.labs.ladders import A3_BASE
-from labutils.profiling.energy import Energy
 from labutils.profiling.gpu_specs import Spec, spec_of
 from labutils.profiling.host_delay import SlowerHost
 from labutils.profiling.machine import default_device, machine_facts
@@ -44,8 +43,9 @@ from labutils.profiling.step_model import (
     interrupted,
     replayed_ms,
 )
-from labutils.profiling.step_timer import StepClock
+from labutils.profiling.timing import StepClock
 from labutils.profiling.trace import Trace, profile
+from labutils.profiling.utilization import Energy
 from labutils.recipe import Recipe
 from labutils.results.records import Run, summarise
 from labutils.training import Trainer

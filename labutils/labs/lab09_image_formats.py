@@ -31,7 +31,7 @@ from labutils.data.files import whole_file
 from labutils.data.images import normalize, random_crop, resize, to_tensor
 from labutils.profiling.machine import usable_cores
 from labutils.recipe import Unavailable
-from labutils.training.processes import READY, Child
+from labutils.training.child_process import MESSAGE, Child
 
 # ----------------------------------------------------------------------------------------- formats
 
@@ -254,13 +254,13 @@ _CHILD = f"""
 import sys, time, torch, torch.nn.functional as F
 image = torch.rand(1, 3, 1080, 1080)
 F.interpolate(image, size=(512, 512), mode="bicubic", antialias=True)
-print(torch.get_num_threads(), "{READY}", sep="\\n", flush=True)
+print("{MESSAGE}", torch.get_num_threads(), flush=True)
 sys.stdin.readline()
 end, count = time.perf_counter() + float(sys.argv[1]), 0
 while time.perf_counter() < end:
     F.interpolate(image, size=(512, 512), mode="bicubic", antialias=True)
     count += 1
-print(count, flush=True)
+print("{MESSAGE}", count, flush=True)
 """
 
 
@@ -279,10 +279,7 @@ def images_per_s(
             name: [stack.enter_context(_resizer(threads, seconds)) for _ in range(processes)]
             for name, threads in settings.items()
         }
-        taken = {
-            name: [_number(child, child.until_ready()) for child in group]
-            for name, group in children.items()
-        }
+        taken = {name: [_number(child) for child in group] for name, group in children.items()}
         return {
             name: {"images_per_s": sum(_resized(group)) / seconds, "threads": taken[name][0]}
             for name, group in children.items()
@@ -294,25 +291,21 @@ RESIZING_S = 60.0
 
 
 def _resizer(threads: int | None, seconds: float) -> Child:
-    environment = {
-        name: value for name, value in os.environ.items() if name not in THREAD_VARIABLES
-    }
-    environment |= {} if threads is None else dict.fromkeys(THREAD_VARIABLES, str(threads))
-    return Child(("-c", _CHILD, str(seconds)), environment, RESIZING_S)
+    environment = dict.fromkeys(THREAD_VARIABLES, None if threads is None else str(threads))
+    return Child(["-c", _CHILD, str(seconds)], limit_s=RESIZING_S, environment=environment)
 
 
 def _resized(children: Sequence[Child]) -> list[int]:
     """How many pictures each child resizes once all are told to go."""
     for child in children:
-        child.go()
-    return [_number(child, child.until_end()) for child in children]
+        child.send("go")
+    return [_number(child) for child in children]
 
 
-def _number(child: Child, said: str) -> int:
-    try:
-        return int(said)
-    except ValueError:
-        raise RuntimeError(f"A process that resizes pictures failed: {child.failure()}") from None
+def _number(child: Child) -> int:
+    if (number := child.receive()) is None:
+        raise RuntimeError(f"A process that resizes pictures failed: {child.failure()}")
+    return number
 
 
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")

@@ -24,10 +24,10 @@ from labutils.labs.ladders import A3_BASE
 from labutils.profiling import ddp_model
 from labutils.profiling.collectives import SAY_ALL, SIZES, Link, read_nccl_log, read_topology
 from labutils.recipe import STOCK, Recipe, Unavailable
-from labutils.results.judges import time_effect
+from labutils.results.judges.effects import time_effect
 from labutils.results.records import Run, summarise
 from labutils.training.launch_worker import Task
-from labutils.training.launcher import TIMEOUT_S, Ended, gpu_count, launch, remove
+from labutils.training.launcher import TIMEOUT_S, Ended, gpu_count, launch
 
 SD_RECIPE = STOCK.but(
     driver="eager",
@@ -274,7 +274,7 @@ def crashes(case: Case, ranks: int, device: str) -> dict[str, Run]:
         raised = crash(case, ranks, ranks, folder, device, fail="raise", fails=(1, 7), resume=True)
         resumed = crash(case, ranks, fewer_than(ranks), folder, device, resume=True)
     finally:
-        remove(folder)
+        shutil.rmtree(folder, ignore_errors=True)
     last = resumed.runs.get(case.run("crash")) or as_run(CRASHES[2], resumed)
     if not resumed.ok:
         last.status = _error(resumed)
@@ -529,7 +529,7 @@ def _changed(before: Run, after: Run) -> tuple[Any, ...]:
         _of_times(run, run.samples["step_ms"]) for run in (before, after)
     )  # as the medians beside it: all steps
     effect = time_effect(*alike)
-    return *times, effect and effect.sentence(), *memory
+    return *times, effect and effect.text(), *memory
 
 
 APART_HEAD = (
@@ -561,7 +561,7 @@ def apart_of(runs: Mapping[str, Run]) -> list[tuple[Any, ...]]:
                 title,
                 alone.metric("step_ms"),
                 beside.metric("step_ms"),
-                effect and effect.sentence(),
+                effect and effect.text(),
             )
         )
     return found
@@ -732,8 +732,8 @@ def as_run(name: str, ended: Ended) -> Run:
     }
     if ended.first:
         metrics |= dict(zip(("first_rank", "first_exit_code"), ended.first, strict=True))
-    if found := re.search(r"checkpoint of optimizer step (\d+) is whole", ended.message):
-        metrics["checkpoint_step"] = int(found[1])
+    if ended.checkpoint_step is not None:
+        metrics["checkpoint_step"] = ended.checkpoint_step
     return Run("", name, metrics=metrics | {"message": ended.message})
 
 

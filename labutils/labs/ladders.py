@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,84 +20,113 @@ class Rung:
     why: str
 
 
-A1_LADDER = (
-    Rung("stock", "article", {}, "the public script as downloaded"),
-    Rung("workers", "article", {"num_workers": 3}, "decode images beside the training, not in it"),
-    Rung(
-        "compile", "article", {"compile": "default"}, "fewer kernels, and less Python between them"
-    ),
-    Rung(
-        "pinned",
-        "article",
-        {"pin_memory": True, "non_blocking": True},
-        "copy batches while the host goes on",
-    ),
-    Rung(
-        "plain loop",
-        "same work",
-        {"driver": "eager"},
-        "the same calls without the library around them",
-    ),
-    Rung("device log", "same work", {"logging": "ring-buffer"}, "no loss is read while training"),
-    Rung(
-        "fused optimizer",
-        "same work",
-        {"optimizer": "adamw-fused"},
-        "one kernel, and it doesn't ask the host",
-    ),
-    Rung(
-        "more workers",
-        "same work",
-        {"num_workers": 8, "persistent_workers": True},
-        "a faster step eats images faster",
-    ),
-    Rung(
-        "whole-step graph",
-        "same work",
-        {"driver": "graph"},
-        "the GPU replays the step; the host launches once",
-    ),
-    Rung(
-        "channels last",
-        "same work",
-        {"memory_format": "channels_last", "layers": "rewritten", "cudnn_benchmark": True},
-        "convolutions in the tensor cores' layout, and no layer that leaves it",
-    ),
-    Rung(
-        "encoders compiled",
-        "same work",
-        {"compile_scope": "everything"},
-        "the frozen networks launch kernels too",
-    ),
-    Rung(
-        "side by side",
-        "same work",
-        {"streams": 4},
-        "one image's kernels don't fill the GPU; four images' do",
-    ),
-    Rung(
-        "cached latents",
-        "same mathematics",
-        {"cache": "latents", "num_workers": 0, "persistent_workers": False},
-        "the VAE is frozen: ask it once, re-sample its answer each step",
-    ),
-    Rung(
-        "cached text",
-        "same mathematics",
-        {"cache": "latents+text", "compile_scope": "model"},
-        "so is the text encoder",
-    ),
-    Rung(
-        "merged batch",
-        "same mathematics",
-        {"micro_batch": 4, "accumulation": 1, "streams": 1},
-        "the mean of four losses has the mean of their gradients",
-    ),
-    Rung(
-        "folded LoRA",
-        "same mathematics",
-        {"adapter": "folded"},
-        "form W + BA once, project one gradient",
+@dataclass(frozen=True)
+class Ladder:
+    """The recipe that a climb starts from, and the rungs, from the lowest. Iterates over rungs."""
+
+    start: Recipe
+    rungs: tuple[Rung, ...]
+
+    def __iter__(self) -> Iterator[Rung]:
+        return iter(self.rungs)
+
+    def tags(self) -> dict[str, dict[str, str]]:
+        """Rung's name -> the tags of its run."""
+        return {rung.name: {"experiment": "ladder", "rung": rung.name} for rung in self.rungs}
+
+    def plus(self, *rungs: Rung) -> Ladder:
+        """The same ladder with `rungs` on top."""
+        return Ladder(self.start, self.rungs + rungs)
+
+
+A1_LADDER = Ladder(
+    STOCK,
+    (
+        Rung("stock", "article", {}, "the public script as downloaded"),
+        Rung(
+            "workers", "article", {"num_workers": 3}, "decode images beside the training, not in it"
+        ),
+        Rung(
+            "compile",
+            "article",
+            {"compile": "default"},
+            "fewer kernels, and less Python between them",
+        ),
+        Rung(
+            "pinned",
+            "article",
+            {"pin_memory": True, "non_blocking": True},
+            "copy batches while the host goes on",
+        ),
+        Rung(
+            "plain loop",
+            "same work",
+            {"driver": "eager"},
+            "the same calls without the library around them",
+        ),
+        Rung(
+            "device log", "same work", {"logging": "ring-buffer"}, "no loss is read while training"
+        ),
+        Rung(
+            "fused optimizer",
+            "same work",
+            {"optimizer": "adamw-fused"},
+            "one kernel, and it doesn't ask the host",
+        ),
+        Rung(
+            "more workers",
+            "same work",
+            {"num_workers": 8, "persistent_workers": True},
+            "a faster step eats images faster",
+        ),
+        Rung(
+            "whole-step graph",
+            "same work",
+            {"driver": "graph"},
+            "the GPU replays the step; the host launches once",
+        ),
+        Rung(
+            "channels last",
+            "same work",
+            {"memory_format": "channels_last", "layers": "rewritten", "cudnn_benchmark": True},
+            "convolutions in the tensor cores' layout, and no layer that leaves it",
+        ),
+        Rung(
+            "encoders compiled",
+            "same work",
+            {"compile_scope": "everything"},
+            "the frozen networks launch kernels too",
+        ),
+        Rung(
+            "side by side",
+            "same work",
+            {"streams": 4},
+            "one image's kernels don't fill the GPU; four images' do",
+        ),
+        Rung(
+            "cached latents",
+            "same mathematics",
+            {"cache": "latents", "num_workers": 0, "persistent_workers": False},
+            "the VAE is frozen: ask it once, re-sample its answer each step",
+        ),
+        Rung(
+            "cached text",
+            "same mathematics",
+            {"cache": "latents+text", "compile_scope": "model"},
+            "so is the text encoder",
+        ),
+        Rung(
+            "merged batch",
+            "same mathematics",
+            {"micro_batch": 4, "accumulation": 1, "streams": 1},
+            "the mean of four losses has the mean of their gradients",
+        ),
+        Rung(
+            "folded LoRA",
+            "same mathematics",
+            {"adapter": "folded"},
+            "form W + BA once, project one gradient",
+        ),
     ),
 )
 """From article A1's starting point to as far as we get; each rung keeps the changes of those below
@@ -117,47 +146,58 @@ A2_BASE = Recipe(
 """
 
 
-A2_LADDER = (
-    Rung("bf16", "article", {}, "the plain loop, as the article starts"),
-    Rung(
-        "workers",
-        "same work",
-        {"num_workers": 2, "persistent_workers": True, "pin_memory": True, "non_blocking": True},
-        "tiles are cut and copied beside the training",
-    ),
-    Rung(
-        "no host waits",
-        "same work",
-        {"layers": "rewritten", "logging": "ring-buffer"},
-        "places of image tokens are computed before, on the CPU, and no loss is read while "
-        "training",
-    ),
-    Rung(
-        "fused optimizer", "same work", {"optimizer": "adamw-fused"}, "one kernel for all adapters"
-    ),
-    Rung(
-        "blocks compiled",
-        "same work",
-        {"compile": "default", "compile_scope": "blocks", "dynamic": "any"},
-        "one block's code for all of them, and for any length",
-    ),
-    Rung(
-        "packed",
-        "same mathematics",
-        {"shapes": "packed", "token_budget": 8192, "dynamic": "static", "loss": "fused"},
-        "no padding, one shape, enough tokens for the GPU, and never all of their logits at once",
-    ),
-    Rung(
-        "answers only",
-        "same mathematics",
-        {"loss": "answers"},
-        "most tokens have nothing to predict",
-    ),
-    Rung(
-        "cached features",
-        "same mathematics",
-        {"cache": "features", "num_workers": 0, "persistent_workers": False},
-        "the vision tower is frozen: ask it once",
+A2_LADDER = Ladder(
+    A2_BASE,
+    (
+        Rung("bf16", "article", {}, "the plain loop, as the article starts"),
+        Rung(
+            "workers",
+            "same work",
+            {
+                "num_workers": 2,
+                "persistent_workers": True,
+                "pin_memory": True,
+                "non_blocking": True,
+            },
+            "tiles are cut and copied beside the training",
+        ),
+        Rung(
+            "no host waits",
+            "same work",
+            {"layers": "rewritten", "logging": "ring-buffer"},
+            "places of image tokens are computed before, on the CPU, and no loss is read while "
+            "training",
+        ),
+        Rung(
+            "fused optimizer",
+            "same work",
+            {"optimizer": "adamw-fused"},
+            "one kernel for all adapters",
+        ),
+        Rung(
+            "blocks compiled",
+            "same work",
+            {"compile": "default", "compile_scope": "blocks", "dynamic": "any"},
+            "one block's code for all of them, and for any length",
+        ),
+        Rung(
+            "packed",
+            "same mathematics",
+            {"shapes": "packed", "token_budget": 8192, "dynamic": "static", "loss": "fused"},
+            "no padding, one shape, enough tokens for the GPU, and never all of their logits at once",
+        ),
+        Rung(
+            "answers only",
+            "same mathematics",
+            {"loss": "answers"},
+            "most tokens have nothing to predict",
+        ),
+        Rung(
+            "cached features",
+            "same mathematics",
+            {"cache": "features", "num_workers": 0, "persistent_workers": False},
+            "the vision tower is frozen: ask it once",
+        ),
     ),
 )
 """From article A2's starting point on, AnyRes and BF16 kept; each rung keeps the changes of those
@@ -178,11 +218,12 @@ A3_BASE = Recipe(
     pin_memory=True,
     predict="everything",
 )
-"""Article A3's starting point, its plain LoRA run of Qwen3-8B with a batch of 4: accelerate's loop
-as the trainers have it, on whole conversations, with the fused AdamW that transformers takes from
-PyTorch 2.8 on. It names rank 8, alpha 16, all seven projections and these rates. (TRL's
-configurations turn gradient checkpointing on by default as well; here it is a method of its own, as
-it is one of the things that QLoRA brings along.)"""
+"""Article A3's starting point: its plain LoRA run of Qwen3-8B with a batch of 4.
+
+Rank 8, alpha 16, all seven projections and these rates are the article's. The loop is accelerate's,
+as in transformers' and TRL's trainers, on whole conversations. The fused AdamW is what transformers
+takes from PyTorch 2.8 on. TRL turns gradient checkpointing on by default. Here it is off, and
+belongs to QLoRA's preparation."""
 
 
 A3_OWN = {
@@ -195,62 +236,64 @@ the last one sends what is kept to the host, as unsloth's checkpointing does, wi
 layers otherwise."""
 
 
-A3_LADDER = (
-    Rung("lora", "article", {}, "accelerate's loop, as the article starts"),
-    Rung(
-        "plain loop",
-        "same work",
-        {"driver": "eager"},
-        "the same calls without the library around them",
-    ),
-    Rung(
-        "plain adapters, device log",
-        "same work",
-        {"adapter": "plain", "logging": "ring-buffer", "non_blocking": True},
-        "two thin products and nothing around them, and a host that waits for neither a loss nor a "
-        "batch",
-    ),
-    Rung(
-        "rewritten",
-        "same work",
-        {"layers": "rewritten"},
-        "no mask, so the fastest attention kernel; experts in grouped products",
-    ),
-    Rung(
-        "fused loss",
-        "same work",
-        {"loss": "fused"},
-        "logits of 152 thousand words are never all there",
-    ),
-    Rung(
-        "packed",
-        "same mathematics",
-        {"shapes": "packed", "token_budget": 4096, "micro_batch": 1},
-        "no padding, and every step of one shape",
-    ),
-    Rung(
-        "blocks compiled",
-        "same mathematics",
-        {"compile": "default", "compile_scope": "blocks", "dynamic": "static"},
-        "one block's code for all of them, for that shape, and one for the loss of a chunk of "
-        "tokens",
-    ),
-    Rung(
-        "whole-step graph",
-        "same mathematics",
-        {"driver": "graph"},
-        "one shape can be replayed: a launch a step",
+A3_LADDER = Ladder(
+    A3_BASE,
+    (
+        Rung("lora", "article", {}, "accelerate's loop, as the article starts"),
+        Rung(
+            "plain loop",
+            "same work",
+            {"driver": "eager"},
+            "the same calls without the library around them",
+        ),
+        Rung(
+            "plain adapters, device log",
+            "same work",
+            {"adapter": "plain", "logging": "ring-buffer", "non_blocking": True},
+            "two thin products and nothing around them, and a host that waits for neither a loss nor a "
+            "batch",
+        ),
+        Rung(
+            "rewritten",
+            "same work",
+            {"layers": "rewritten"},
+            "no mask, so the fastest attention kernel; experts in grouped products",
+        ),
+        Rung(
+            "fused loss",
+            "same work",
+            {"loss": "fused"},
+            "logits of 152 thousand words are never all there",
+        ),
+        Rung(
+            "packed",
+            "same mathematics",
+            {"shapes": "packed", "token_budget": 4096, "micro_batch": 1},
+            "no padding, and every step of one shape",
+        ),
+        Rung(
+            "blocks compiled",
+            "same mathematics",
+            {"compile": "default", "compile_scope": "blocks", "dynamic": "static"},
+            "one block's code for all of them, for that shape, and one for the loss of a chunk of "
+            "tokens",
+        ),
+        Rung(
+            "whole-step graph",
+            "same mathematics",
+            {"driver": "graph"},
+            "one shape can be replayed: a launch a step",
+        ),
     ),
 )
 """From article A3's LoRA run on; each rung keeps the changes of those below it."""
 
 
-def climb(ladder: tuple[Rung, ...], start: Recipe = STOCK) -> dict[str, Recipe]:
+def climb(ladder: Ladder) -> dict[str, Recipe]:
     """Rung's name -> recipe, each rung's changes on top of the one below."""
-    recipes = {}
+    recipe, recipes = ladder.start, {}
     for rung in ladder:
-        start = start.but(**rung.changes)
-        recipes[rung.name] = start
+        recipe = recipes[rung.name] = recipe.but(**rung.changes)
     return recipes
 
 
@@ -266,9 +309,23 @@ def distinct_on(device: str, recipes: Mapping[str, Recipe]) -> dict[str, Recipe]
     return found
 
 
-def in_lanes(runs: Mapping[str, Run], ladder: Iterable[Rung]) -> dict[str, Run]:
-    """Name -> run of a ladder's rungs, each put into its rung's lane."""
-    for rung in ladder:
-        if rung.name in runs:
-            runs[rung.name].lane = rung.lane
+def rung_rows(ladder: Ladder, climbable: Mapping[str, Recipe]) -> list[tuple[Any, ...]]:
+    """Rows (rung, lane, what it changes, why, what is to be said about it here) of a ladder."""
+    return [
+        (
+            rung.name,
+            rung.lane,
+            ", ".join(f"`{knob}={value!r}`" for knob, value in rung.changes.items()) or None,
+            rung.why,
+            None if rung.name in climbable else "no different on a CPU",
+        )
+        for rung in ladder
+    ]
+
+
+def in_lanes(runs: Mapping[str, Run], ladder: Ladder) -> dict[str, Run]:
+    """Name -> run of runs with a ladder's tags, each put into its rung's lane."""
+    lanes = {rung.name: rung.lane for rung in ladder}
+    for run in runs.values():
+        run.lane = lanes[run.tags["rung"]]
     return dict(runs)

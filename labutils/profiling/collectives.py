@@ -13,15 +13,19 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import torch
+import torch.distributed as dist
+
 from labutils.profiling.intervals import Interval, difference, overlap, total, union
 from labutils.profiling.kernel_categories import category_of
-from labutils.profiling.trace import Trace
+from labutils.profiling.timing import StepClock
+from labutils.profiling.trace import COMPUTES_NOTHING, Trace
 from labutils.results.records import summarise
 
 SIZES = tuple(2**10 * 4**k for k in range(10))
@@ -65,11 +69,6 @@ def time_all_reduce(sizes: Sequence[int], device: str, ranks: int) -> dict[str, 
 
 
 def _times_ms(size: int, device: str, repeats: int = REPEATS) -> list[float]:
-    import torch
-    import torch.distributed as dist
-
-    from labutils.profiling.step_timer import StepClock
-
     message = torch.zeros(max(1, size // 4), device=device)
     clock = StepClock(message.device)
 
@@ -96,17 +95,12 @@ def read_topology(text: str) -> dict[tuple[int, int], str]:
     plain = re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", text)  # it underlines its head
     lines = [[cell.strip() for cell in line.split("\t")] for line in plain.splitlines()]
     head = next((line for line in lines if not line[0] and "GPU0" in line), [])
-    columns = {
-        name: place for place, name in enumerate(head) if re.fullmatch(r"GPU[0-9]{1,3}", name)
-    }
-    rows = {
-        line[0]: line for line in lines if line[0] in columns and len(line) > max(columns.values())
-    }
+    rows = {line[0]: dict(zip(head, line, strict=False)) for line in lines}
+    gpus = [name for name in head if re.fullmatch(r"GPU[0-9]{1,3}", name) and name in rows]
     return {
-        (int(one[3:]), int(other[3:])): rows[one][columns[other]]
-        for one in rows
-        for other in columns
-        if int(one[3:]) < int(other[3:]) and re.fullmatch(CONNECTIONS, rows[one][columns[other]])
+        (int(one[3:]), int(other[3:])): rows[one][other]
+        for one, other in itertools.combinations(gpus, 2)
+        if re.fullmatch(CONNECTIONS, rows[one].get(other, ""))
     }
 
 
@@ -128,14 +122,8 @@ class Link:
         return cls(ranks, tuple(samples["bytes"]), tuple(reversed(slowest)))
 
     def all_reduce_ms(self, size: float) -> float:
-        if size <= self.bytes[0]:
-            return self.ms[0]
-        if size >= self.bytes[-1]:
-            return self.ms[-1] * size / self.bytes[-1]
-        at = bisect_left(self.bytes, size)
-        low, high = math.log(self.bytes[at - 1]), math.log(self.bytes[at])
-        part = (math.log(size) - low) / (high - low)
-        return math.exp((1 - part) * math.log(self.ms[at - 1]) + part * math.log(self.ms[at]))
+        between = np.interp(np.log(size), np.log(self.bytes), np.log(self.ms))
+        return math.exp(between) * max(1.0, size / self.bytes[-1])
 
     def gather_ms(self, size: float) -> float:
         """An all-gather or reduce-scatter of `size` bytes in all: it passes the links half as
@@ -180,21 +168,15 @@ def _share(times: list[Interval], window: Interval) -> float:
 
 def _times(trace: Trace) -> tuple[list[Interval], list[Interval]]:
     if trace.on_gpu:
-        by_kind: dict[bool, list[Interval]] = {True: [], False: []}
-        for kernel in trace.kernels:
-            by_kind[category_of(kernel.name) == "communication"].append((kernel.start, kernel.end))
-        talking, computing = by_kind[True], by_kind[False]
+        sends = [category_of(kernel.name) == "communication" for kernel in trace.kernels]
+        talking = [kernel for kernel, one in zip(trace.kernels, sends, strict=True) if one]
+        computing = [kernel for kernel, one in zip(trace.kernels, sends, strict=True) if not one]
     else:
-        talking = [
-            (mark.start, mark.end) for mark in trace.annotations if mark.name.startswith("gloo:")
-        ]
-        computing = [
-            (operator.start, operator.end)
-            for operators in trace.ops.values()
-            for operator in operators
-            if category_of(operator.name) not in ("other", "views and allocation", "communication")
-        ]
-    return overlap(union(talking), [trace.wall]), overlap(union(computing), [trace.wall])
+        idle = (*COMPUTES_NOTHING, "communication")
+        talking = [mark for mark in trace.annotations if mark.name.startswith("gloo:")]
+        operators = (op for ops in trace.ops.values() for op in ops)
+        computing = [op for op in operators if category_of(op.name) not in idle]
+    return trace.time_of(talking), trace.time_of(computing)
 
 
 def _drawable(times: list[Interval], window: Interval, grains: int = 500) -> list[float]:

@@ -21,10 +21,17 @@ def available() -> bool:
         import torch
 
         return torch.cuda.is_available()
-    except (
-        Exception
-    ):  # a broken CUDA library raises OSError, RuntimeError or ImportError, by what is broken
+    except Exception:  # a broken CUDA library raises OSError, RuntimeError or ImportError
         return False
+
+
+def _gpu() -> Any:
+    """`torch.cuda`, or None without a GPU."""
+    if not available():
+        return None
+    import torch
+
+    return torch.cuda
 
 
 def card() -> dict[str, Any]:
@@ -33,9 +40,7 @@ def card() -> dict[str, Any]:
         return {}
     import torch
 
-    with (
-        warnings.catch_warnings()
-    ):  # the doctor says what an unsupported card means, and what to type
+    with warnings.catch_warnings():  # the doctor says what an unsupported card means
         warnings.simplefilter("ignore")
         properties = torch.cuda.get_device_properties(0)
     return {
@@ -48,81 +53,56 @@ def card() -> dict[str, Any]:
 
 def count() -> int:
     """GPUs that this process may use."""
-    if not available():
-        return 0
-    import torch
-
-    return torch.cuda.device_count()
+    return gpu.device_count() if (gpu := _gpu()) else 0
 
 
 def architectures() -> list[str]:
     """What this PyTorch was compiled for ("sm_90" machine code, "compute_90" PTX); [] without a
     GPU.
     """
-    if not available():
-        return []
-    import torch
-
-    return list(torch.cuda.get_arch_list())
+    return list(gpu.get_arch_list()) if (gpu := _gpu()) else []
 
 
 def capability() -> tuple[int, int] | None:
     """(major, minor) compute capability of the GPU in use, or None."""
-    found = card().get("compute_capability")
-    return tuple(int(part) for part in found.split(".")) if found else None
+    version = card().get("compute_capability")
+    return tuple(int(part) for part in version.split(".")) if version else None
 
 
 def synchronize() -> None:
     """Wait until the GPU has done all it was given."""
-    if available():
-        import torch
-
-        torch.cuda.synchronize()
+    if gpu := _gpu():
+        gpu.synchronize()
 
 
 def empty_cache() -> None:
     """Give memory that PyTorch keeps but does not use back to the GPU."""
-    if available():
-        import torch
-
-        torch.cuda.empty_cache()
+    if gpu := _gpu():
+        gpu.empty_cache()
 
 
 def reset_peak_memory() -> None:
     """Start a new reading of `peak_memory`."""
-    if available():
-        import torch
-
-        torch.cuda.reset_peak_memory_stats()
+    if gpu := _gpu():
+        gpu.reset_peak_memory_stats()
 
 
 def peak_memory() -> tuple[float, float] | None:
     """(allocated, reserved) GPU memory at its highest since the last reset, in 10^9 bytes; None
     without a GPU.
     """
-    if not available():
-        return None
-    import torch
-
-    return torch.cuda.max_memory_allocated() / GB, torch.cuda.max_memory_reserved() / GB
+    gpu = _gpu()
+    return (gpu.max_memory_allocated() / GB, gpu.max_memory_reserved() / GB) if gpu else None
 
 
 def allocated_memory() -> float | None:
     """GPU memory that this process's tensors hold now, in 10^9 bytes; None without a GPU."""
-    if not available():
-        return None
-    import torch
-
-    return torch.cuda.memory_allocated() / GB
+    return gpu.memory_allocated() / GB if (gpu := _gpu()) else None
 
 
 def free_memory() -> float | None:
     """GPU memory that nobody uses, in 10^9 bytes; None without a GPU."""
-    if not available():
-        return None
-    import torch
-
-    return torch.cuda.mem_get_info()[0] / GB
+    return gpu.mem_get_info()[0] / GB if (gpu := _gpu()) else None
 
 
 def timed(

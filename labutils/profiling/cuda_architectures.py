@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from labutils.profiling import cuda
+from labutils.profiling import compat, cuda
 
 STABLE_BEFORE_BLACKWELL = ("sm_50", "sm_60", "sm_70", "sm_80", "sm_90")
 """What article A1's PyTorch 2.3 was compiled for, in its warning's words."""
@@ -75,7 +75,7 @@ def _warning_without(capability: tuple[int, int]) -> str:
         torch.cuda.get_arch_list = lambda: others
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            torch.cuda._check_capability()
+            compat.capability_warning()
     finally:
         torch.cuda.get_arch_list = real
     return " ".join(str(caught[0].message).split()) if caught else ""
@@ -119,9 +119,7 @@ def _assembler() -> str:
         bundled = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
     except ImportError:
         bundled = Path("/usr/local/cuda/bin/ptxas")
-    found = str(bundled) if bundled.exists() else shutil.which("ptxas")
-    if found is None:
-        raise RuntimeError(
-            "there is no ptxas to make a kernel with (Triton and the CUDA toolkit bring one)"
-        )
-    return found
+    assembler = str(bundled) if bundled.exists() else shutil.which("ptxas")
+    if assembler is None:
+        raise RuntimeError("there is no ptxas (Triton and the CUDA toolkit bring one)")
+    return assembler

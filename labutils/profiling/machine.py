@@ -11,6 +11,8 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from labutils.profiling import cuda
 
 GB = 10**9
@@ -62,13 +64,9 @@ def scale_for(machine: dict[str, Any], lab: str = "") -> str:
     if lab in SEVERAL_GPUS and cuda.count() < 2:
         return "tiny"
     memory = machine.get("gpu_memory_gb", 0)
-    return (
-        "full"
-        if memory >= FULL_GB.get(lab, FULL_GB_ELSE)
-        else "small"
-        if memory >= SMALL_GB
-        else "tiny"
-    )
+    if memory >= FULL_GB.get(lab, FULL_GB_ELSE):
+        return "full"
+    return "small" if memory >= SMALL_GB else "tiny"
 
 
 def meant_for(scale: str, lab: str = "") -> str:
@@ -83,91 +81,70 @@ def usable_cores(root: Path = ROOT) -> int:
     """CPU cores this process may use: fewer than the machine has under taskset, a batch system or a
     container limit.
     """
-    cores = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
+    has_affinity = hasattr(os, "sched_getaffinity")
+    cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
+    periods = _control_group_values(root, "cpu", "cpu.cfs_period_us", "cpu.cfs_period_us")
     for quota in _control_group_values(root, "cpu", "cpu.max", "cpu.cfs_quota_us"):
-        allowed, period = (quota.split() + [_cfs_period(root)])[:2]
+        allowed, period = (quota.split() + (periods or ["100000"]))[:2]
         if allowed not in ("max", "-1") and int(period) > 0:
             cores = min(cores, max(1, int(allowed) // int(period)))
     return cores
 
 
-def _cfs_period(root: Path) -> str:
-    values = _control_group_values(root, "cpu", "cpu.cfs_period_us", "cpu.cfs_period_us")
-    return values[0] if values else "100000"
-
-
-def ram_gb(root: Path = ROOT) -> float | None:
-    """Memory this process may fill, in 10^9 bytes: the machine's or a container's limit. None where
-    unknown.
-    """
-    found = re.search(r"^MemTotal:\s+(\d+) kB", _text(root / "proc/meminfo"), re.MULTILINE)
-    sizes = [int(found[1]) * 1024] if found else []
-    if not found and root == ROOT and "SC_PHYS_PAGES" in getattr(os, "sysconf_names", {}):
-        sizes.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+def ram_gb(root: Path = ROOT) -> float:
+    """Memory this process may fill, in 10^9 bytes: the machine's or a container's limit."""
     limits = _control_group_values(root, "memory", "memory.max", "memory.limit_in_bytes")
-    sizes += [int(limit) for limit in limits if limit.isdigit()]
-    return round(min(sizes) / GB, 1) if sizes else None
+    sizes = [psutil.virtual_memory().total, *(int(limit) for limit in limits if limit.isdigit())]
+    return round(min(sizes) / GB, 1)
 
 
-def shm_gb(root: Path = ROOT) -> float | None:
+def shm_gb() -> float | None:
     """Size of /dev/shm, through which DataLoader workers hand over batches, in 10^9 bytes; None
     where there is none.
     """
-    folder = root / "dev/shm"
+    folder = ROOT / "dev/shm"
     return round(shutil.disk_usage(folder).total / GB, 3) if folder.is_dir() else None
 
 
-def cpu_name(root: Path = ROOT) -> str:
+def cpu_name() -> str:
     """The processor's name as it gives it."""
-    found = re.search(r"^model name\s*:\s*(.+)$", _text(root / "proc/cpuinfo"), re.MULTILINE)
-    return found[1].strip() if found else platform.processor() or platform.machine()
+    name = re.search(r"^model name\s*:\s*(.+)$", _text(ROOT / "proc/cpuinfo"), re.MULTILINE)
+    return name[1].strip() if name else platform.processor() or platform.machine()
 
 
-def os_name(root: Path = ROOT) -> str:
+def os_name() -> str:
     """The operating system and its version."""
-    found = re.search(r'^PRETTY_NAME="?([^"\n]+)', _text(root / "etc/os-release"), re.MULTILINE)
-    if found:
-        return found[1]
-    return (
-        f"macOS {platform.mac_ver()[0]}"
-        if platform.system() == "Darwin"
-        else f"{platform.system()} {platform.release()}"
-    )
+    if platform.system() == "Darwin":
+        return f"macOS {platform.mac_ver()[0]}"
+    try:
+        return platform.freedesktop_os_release()["PRETTY_NAME"]
+    except OSError:
+        return f"{platform.system()} {platform.release()}"
 
 
 def driver() -> str | None:
     """Version of the NVIDIA driver, or None where nvidia-smi does not say."""
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
-        asked = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-        found = subprocess.run(
-            asked, capture_output=True, text=True, timeout=10, check=True
-        ).stdout.split()
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
-    return found[0] if found else None
+    return done.stdout.split()[0] if done.stdout.split() else None
 
 
 def _control_group_values(root: Path, controller: str, name_v2: str, name_v1: str) -> list[str]:
     """A limit as each control group from this process's own up to the root sets it (version 2, else
     version 1).
     """
-    groups = dict(
-        line.split(":", 2)[1:]
-        for line in _text(root / "proc/self/cgroup").splitlines()
-        if line.count(":") >= 2
-    )
+    lines = _text(root / "proc/self/cgroup").splitlines()
+    groups = dict(line.split(":", 2)[1:] for line in lines if line.count(":") >= 2)
     mount, name, group = root / "sys/fs/cgroup", name_v2, groups.get("", "/")
     if not (mount / "cgroup.controllers").exists():
         mount, name = mount / controller, name_v1
-        group = next(
-            (path for names, path in groups.items() if controller in names.split(",")), "/"
-        )
+        named = (path for names, path in groups.items() if controller in names.split(","))
+        group = next(named, "/")
     own = mount / group.lstrip("/")
-    folders = [
-        folder for folder in (own, *own.parents) if folder == mount or mount in folder.parents
-    ]
+    folders = [f for f in (own, *own.parents) if f == mount or mount in f.parents]
     return [text for folder in folders if (text := _text(folder / name).strip())]
 
 

@@ -15,6 +15,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
 from labutils.profiling import cuda
 
 COLD_BYTES = {"cuda": 256 * 2**20, "cpu": 128 * 2**20}
@@ -69,15 +73,12 @@ def course_operations(scale: str, device: str, dtype: str) -> list[Operation]:
     always fp32.
     """
     tiny = scale == "tiny"
+    batch, channels, tokens, width = (1, 128, 512, 1024) if tiny else (4, 320, 4096, 4096)
     return [
-        _convolution(device, dtype, batch=1 if tiny else 4, channels=128 if tiny else 320, side=64),
-        _attention(
-            device, dtype, batch=1 if tiny else 4, heads=8, tokens=1024 if tiny else 4096, width=40
-        ),
-        _linear(device, dtype, tokens=512 if tiny else 4096, width=1024 if tiny else 4096),
-        _thin_products(
-            device, dtype, tokens=2048 if tiny else 16384, width=1024 if tiny else 4096, rank=8
-        ),
+        _convolution(device, dtype, batch, channels, side=64),
+        _attention(device, dtype, batch, heads=8, tokens=2 * tokens if tiny else tokens, width=40),
+        _linear(device, dtype, tokens, width),
+        _thin_products(device, dtype, 4 * tokens, width, rank=8),
         _adamw(device, parameters=2**21 if tiny else 2**24),
         _silu(device, dtype, elements=2**22 if tiny else 2**26),
     ]
@@ -87,20 +88,14 @@ def measure_operation(operation: Operation, budget_s: float = 0.1) -> Timing:
     """Time `operation` on data that is not in the caches, briefly enough for the clock to stay up;
     see `Timing`.
     """
-    import torch
-
     cold_bytes = COLD_BYTES["cuda" if cuda.available() else "cpu"]
-    calls = [
-        operation.make() for _ in range(max(1, min(24, math.ceil(cold_bytes / operation.bytes))))
-    ]
+    copies = max(1, min(24, math.ceil(cold_bytes / operation.bytes)))
+    calls = [operation.make() for _ in range(copies)]
     with torch.no_grad():
-        called = _per_call(calls, budget_s)
-        replay = cuda.graph_of(lambda calls=calls: [call() for call in calls])
-        alone = (
-            [ms / len(calls) for ms in cuda.timed_in_bursts(replay, burst_s=budget_s / 10)]
-            if replay
-            else called
-        )
+        alone = called = _per_call(calls, budget_s)
+        if replay := cuda.graph_of(lambda calls=calls: [call() for call in calls]):
+            times = cuda.timed_in_bursts(replay, burst_s=budget_s / 10)
+            alone = [ms / len(calls) for ms in times]
     del calls, replay
     cuda.empty_cache()
     return _timing(alone, called)
@@ -110,19 +105,17 @@ def sweep_sizes(device: str, exponents: Sequence[int] = range(0, 25, 2)) -> dict
     """Count of numbers -> times of negating that many in place: few show what a call costs, many
     what the work does.
     """
-    import torch
-
-    found = {}
+    timings = {}
     for exponent in exponents:
         x = torch.rand(2**exponent, device=device)
         calls = [x.neg_] * max(8, min(200, 2**24 // x.numel()))
-        called = _per_call(calls, budget_s=0.1)
-        replay = cuda.graph_of(lambda calls=calls: [call() for call in calls])
-        alone = [ms / len(calls) for ms in cuda.timed(replay, budget_s=0.05)] if replay else called
-        found[x.numel()] = _timing(alone, called)
+        alone = called = _per_call(calls, budget_s=0.1)
+        if replay := cuda.graph_of(lambda calls=calls: [call() for call in calls]):
+            alone = [ms / len(calls) for ms in cuda.timed(replay, budget_s=0.05)]
+        timings[x.numel()] = _timing(alone, called)
         del x, calls, replay
     cuda.empty_cache()
-    return found
+    return timings
 
 
 def _per_call(calls: list[Callable[[], Any]], budget_s: float) -> list[float]:
@@ -146,97 +139,70 @@ def _per_call(calls: list[Callable[[], Any]], budget_s: float) -> list[float]:
     return samples[2:]
 
 
-def _torch_dtype(dtype: str) -> Any:
-    import torch
-
-    return {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[dtype]
+TORCH_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
-def _random(shape: tuple[int, ...], device: str, dtype: str) -> Any:
-    import torch
-
-    return torch.randn(shape, device=device).to(_torch_dtype(dtype))
+def _random(shape: tuple[int, ...], device: str, dtype: str) -> Tensor:
+    return torch.randn(shape, device=device).to(TORCH_DTYPES[dtype])
 
 
 def _convolution(device: str, dtype: str, batch: int, channels: int, side: int) -> Operation:
     """A 3x3 convolution of SD1.5's UNet at its highest resolution (512 px images are 64x64 there),
     channels last.
     """
-    import torch
 
     def make() -> Callable[[], Any]:
-        image = _random((batch, channels, side, side), device, dtype).to(
-            memory_format=torch.channels_last
-        )
-        weight = _random((channels, channels, 3, 3), device, dtype).to(
-            memory_format=torch.channels_last
-        )
-        return lambda: torch.nn.functional.conv2d(image, weight, padding=1)
+        shapes = (batch, channels, side, side), (channels, channels, 3, 3)
+        tensors = (_random(shape, device, dtype) for shape in shapes)
+        image, weight = (t.to(memory_format=torch.channels_last) for t in tensors)
+        return lambda: F.conv2d(image, weight, padding=1)
 
-    pixels, size = batch * side * side, _torch_dtype(dtype).itemsize
+    pixels, size = batch * side * side, TORCH_DTYPES[dtype].itemsize
     flops = 2 * pixels * channels * channels * 9
     moved = (2 * pixels * channels + 9 * channels * channels) * size
-    return Operation(
-        "UNet convolution", f"{batch}x{channels}x{side}x{side}, 3x3", dtype, flops, moved, make
-    )
+    shape = f"{batch}x{channels}x{side}x{side}, 3x3"
+    return Operation("UNet convolution", shape, dtype, flops, moved, make)
 
 
 def _attention(
     device: str, dtype: str, batch: int, heads: int, tokens: int, width: int
 ) -> Operation:
     """Self-attention; its score matrix need never reach memory, so it does not count as traffic."""
-    import torch
 
     def make() -> Callable[[], Any]:
         q, k, v = (_random((batch, heads, tokens, width), device, dtype) for _ in range(3))
-        return lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v)
+        return lambda: F.scaled_dot_product_attention(q, k, v)
 
     flops = 4 * batch * heads * tokens * tokens * width
-    moved = 4 * batch * heads * tokens * width * _torch_dtype(dtype).itemsize
-    return Operation(
-        "Self-attention", f"{batch}x{heads} heads, {tokens}x{width}", dtype, flops, moved, make
-    )
+    moved = 4 * batch * heads * tokens * width * TORCH_DTYPES[dtype].itemsize
+    shape = f"{batch}x{heads} heads, {tokens}x{width}"
+    return Operation("Self-attention", shape, dtype, flops, moved, make)
 
 
 def _linear(device: str, dtype: str, tokens: int, width: int) -> Operation:
     """A frozen projection of a language model."""
-    import torch
 
     def make() -> Callable[[], Any]:
         x, weight = _random((tokens, width), device, dtype), _random((width, width), device, dtype)
-        return lambda: torch.nn.functional.linear(x, weight)
+        return lambda: F.linear(x, weight)
 
-    moved = (2 * tokens * width + width * width) * _torch_dtype(dtype).itemsize
-    return Operation(
-        "Frozen projection",
-        f"{tokens}x{width} by {width}x{width}",
-        dtype,
-        2 * tokens * width * width,
-        moved,
-        make,
-    )
+    moved = (2 * tokens * width + width * width) * TORCH_DTYPES[dtype].itemsize
+    shape, flops = f"{tokens}x{width} by {width}x{width}", 2 * tokens * width * width
+    return Operation("Frozen projection", shape, dtype, flops, moved, make)
 
 
 def _thin_products(device: str, dtype: str, tokens: int, width: int, rank: int) -> Operation:
     """What LoRA adds to a projection: (x A^T) B^T with matrices of `rank` rows and columns."""
-    import torch
 
     def make() -> Callable[[], Any]:
-        x = _random((tokens, width), device, dtype)
-        a, b = _random((rank, width), device, dtype), _random((width, rank), device, dtype)
-        return lambda: torch.nn.functional.linear(torch.nn.functional.linear(x, a), b)
+        shapes = (tokens, width), (rank, width), (width, rank)
+        x, a, b = (_random(shape, device, dtype) for shape in shapes)
+        return lambda: F.linear(F.linear(x, a), b)
 
-    moved = (2 * tokens * width + 2 * tokens * rank + 2 * rank * width) * _torch_dtype(
-        dtype
-    ).itemsize
-    return Operation(
-        "LoRA's products",
-        f"{tokens}x{width}, r={rank}",
-        dtype,
-        4 * tokens * width * rank,
-        moved,
-        make,
-    )
+    numbers = 2 * tokens * width + 2 * tokens * rank + 2 * rank * width
+    moved = numbers * TORCH_DTYPES[dtype].itemsize
+    shape, flops = f"{tokens}x{width}, r={rank}", 4 * tokens * width * rank
+    return Operation("LoRA's products", shape, dtype, flops, moved, make)
 
 
 def _adamw(device: str, parameters: int) -> Operation:
@@ -246,36 +212,22 @@ def _adamw(device: str, parameters: int) -> Operation:
     About 14 FLOPs a parameter: 3 for each moment's average and the square, 2 for the weight decay,
     5 for the division.
     """
-    import torch
 
     def make() -> Callable[[], Any]:
         weight = torch.nn.Parameter(torch.randn(parameters, device=device))
         weight.grad = torch.randn_like(weight)
         return torch.optim.AdamW([weight], fused=True, capturable=device == "cuda").step
 
-    return Operation(
-        "AdamW update",
-        f"{parameters / 1e6:.1f} M parameters",
-        "fp32",
-        14 * parameters,
-        28 * parameters,
-        make,
-    )
+    shape = f"{parameters / 1e6:.1f} M parameters"
+    return Operation("AdamW update", shape, "fp32", 14 * parameters, 28 * parameters, make)
 
 
 def _silu(device: str, dtype: str, elements: int) -> Operation:
     """An activation function by itself: exponential, addition, division, product."""
-    import torch
 
     def make() -> Callable[[], Any]:
         x = _random((elements,), device, dtype)
-        return lambda: torch.nn.functional.silu(x)
+        return lambda: F.silu(x)
 
-    return Operation(
-        "SiLU",
-        f"{elements / 1e6:.1f} M elements",
-        dtype,
-        4 * elements,
-        2 * elements * _torch_dtype(dtype).itemsize,
-        make,
-    )
+    moved = 2 * elements * TORCH_DTYPES[dtype].itemsize
+    return Operation("SiLU", f"{elements / 1e6:.1f} M elements", dtype, 4 * elements, moved, make)

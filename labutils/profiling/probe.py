@@ -9,7 +9,6 @@ can't do is skipped, with the reason.
 from __future__ import annotations
 
 import functools
-import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -17,7 +16,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from labutils.profiling import cuda
+import numpy as np
+import torch
+
+from labutils.profiling import compat, cuda
+from labutils.profiling.operations import TORCH_DTYPES
 from labutils.profiling.roofline import Roofline
 
 RATES = {
@@ -37,6 +40,8 @@ ITEMS = RATES | {
 }
 """What can be probed, and how to call it in a table."""
 
+NEEDED_CAPABILITY = {"fp32": (3, 5), "fp16": (5, 3), "tf32": (8, 0), "bf16": (8, 0)}
+NEEDED_CAPABILITY |= {"fp8": (8, 9), "fp8_rowwise": (8, 9)}
 MIB = 2**20
 
 
@@ -94,11 +99,11 @@ def probe_machine(*items: str) -> Probe:
     device = "cuda" if cuda.available() else "cpu"
     samples, skipped = {}, {}
     for item in items or ITEMS:
-        found = _measured(item, device)
-        if isinstance(found, str):
-            skipped[item] = found
+        measured = _measured(item, device)
+        if isinstance(measured, str):
+            skipped[item] = measured
         else:
-            samples[item] = list(found)
+            samples[item] = list(measured)
     return Probe(device, samples, skipped)
 
 
@@ -166,14 +171,11 @@ def rate_over_time(dtype: str, seconds: float = 2.0, points: int = 60) -> list[t
             times = cuda.timed(call, budget_s=0, warmup=0, at_least=count, at_most=count)
     except Unsupported as error:
         raise ValueError(f"{dtype} {error}.") from None
-    groups = [
-        times[len(times) * k // points : len(times) * (k + 1) // points] for k in range(points)
-    ]
-    ends = itertools.accumulate(sum(group) / 1e3 for group in groups)
-    return [
-        (end, 2 * size**3 * len(group) / (sum(group) * 1e9))
-        for end, group in zip(ends, groups, strict=True)
-    ]
+    rates, ends = [], 0.0
+    for group in np.array_split(times, points):
+        ends += group.sum() / 1e3
+        rates.append((float(ends), float(2 * size**3 / (group.mean() * 1e9))))
+    return rates
 
 
 def _largest_in_memory() -> int:
@@ -190,15 +192,7 @@ def _require(dtype: str, device: str) -> None:
         if dtype not in ("fp32", "bf16"):
             raise Unsupported("is not for a CPU: the course trains in fp32 there")
         return
-    needed = {
-        "fp32": (3, 5),
-        "fp16": (5, 3),
-        "tf32": (8, 0),
-        "bf16": (8, 0),
-        "fp8": (8, 9),
-        "fp8_rowwise": (8, 9),
-    }[dtype]
-    has = cuda.capability()
+    needed, has = NEEDED_CAPABILITY[dtype], cuda.capability()
     if has < needed:
         raise Unsupported(
             f"needs compute capability {needed[0]}.{needed[1]}, and this GPU has {has[0]}.{has[1]}"
@@ -214,8 +208,6 @@ def _fp32_products_as(precision: str) -> Iterator[None]:
     a value for good. Compiled code is cached under those values: left changed, they would hide what
     other processes compiled.
     """
-    import torch
-
     before = torch.get_float32_matmul_precision()
     backends = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
     theirs = [backend.fp32_precision for backend in backends]
@@ -230,18 +222,11 @@ def _fp32_products_as(precision: str) -> Iterator[None]:
 
 def _product(dtype: str, size: int, device: str) -> Callable[[], Any]:
     """A product of two random `size` x `size` matrices, ready to be called."""
-    import torch
-
-    kinds = {
-        "fp32": torch.float32,
-        "tf32": torch.float32,
-        "fp16": torch.float16,
-        "bf16": torch.bfloat16,
-    }
     a, b = (torch.randn(size, size, device=device) for _ in range(2))
-    if dtype not in kinds:
+    if dtype.startswith("fp8"):
         return _fp8_product(a, b, rowwise=dtype == "fp8_rowwise")
-    a, b = a.to(kinds[dtype]), b.to(kinds[dtype])
+    if dtype != "tf32":
+        a, b = a.to(TORCH_DTYPES[dtype]), b.to(TORCH_DTYPES[dtype])
     out = torch.empty_like(a)
     return lambda: torch.mm(a, b, out=out)
 
@@ -250,7 +235,6 @@ def _fp8_product(a: Any, b: Any, rowwise: bool) -> Callable[[], Any]:
     """An FP8 (E4M3) product with one scale a matrix, or one a row of the first and a column of the
     second.
     """
-    import torch
 
     def scaled(matrix: Any) -> tuple[Any, Any]:
         largest = matrix.abs().amax(dim=1, keepdim=True) if rowwise else matrix.abs().amax()
@@ -259,7 +243,7 @@ def _fp8_product(a: Any, b: Any, rowwise: bool) -> Callable[[], Any]:
 
     (a8, scale_a), (b8, scale_b) = scaled(a), scaled(b)
     scale_b = scale_b.t() if rowwise else scale_b
-    return lambda: torch._scaled_mm(
+    return lambda: compat.scaled_mm(
         a8, b8.t(), scale_a=scale_a, scale_b=scale_b, out_dtype=torch.bfloat16, use_fast_accum=True
     )
 
@@ -268,8 +252,6 @@ def random_bytes(count: int, device: str, pinned: bool = False) -> Any:
     """`count` bytes of random content: one random megabyte, repeated, as drawing more takes longer
     than the test.
     """
-    import torch
-
     block = torch.randint(0, 256, (MIB,), dtype=torch.uint8)
     out = torch.empty(count, dtype=torch.uint8, device=device, pin_memory=pinned)
     out.view(-1, MIB).copy_(block.to(device).expand(count // MIB, MIB))
@@ -284,19 +266,14 @@ def _copy_bandwidth(device: str) -> list[float]:
     line before it writes to it, so a copy to elsewhere moves half as much again as it says, and
     would understate the memory.
     """
-    import torch
-
-    count = (
-        256 * MIB
-        if device == "cpu"
-        else int(min(1024 * MIB, cuda.free_memory() * 1e9 / 4)) // MIB * MIB
-    )
+    count = 256 * MIB
+    if device == "cuda":
+        count = int(min(1024 * MIB, cuda.free_memory() * 1e9 / 4)) // MIB * MIB
     source = random_bytes(count, device)
-    copy = (
-        source.view(torch.float32).neg_
-        if device == "cpu"
-        else functools.partial(source.clone().copy_, source)
-    )
+    if device == "cuda":
+        copy = functools.partial(source.clone().copy_, source)
+    else:
+        copy = source.view(torch.float32).neg_
     return [2 * count / (ms * 1e6) for ms in cuda.timed(copy, budget_s=0.5)]
 
 
@@ -304,8 +281,6 @@ def _launch(device: str) -> list[float]:
     """Host microseconds a call of a one-element operation takes, in bursts short enough not to fill
     the GPU's queue.
     """
-    import torch
-
     x, burst, samples = torch.rand(1, device=device), 200, []
     for _ in range(55):
         cuda.synchronize()
@@ -318,8 +293,6 @@ def _launch(device: str) -> list[float]:
 
 def _graph_node(device: str) -> list[float]:
     """GPU microseconds a one-element operation takes as one of 1,000 in a replayed CUDA graph."""
-    import torch
-
     if device == "cpu":
         raise Unsupported("is not for a CPU: there are no CUDA graphs")
     x, nodes = torch.rand(1, device=device), 1000

@@ -116,20 +116,14 @@ def with_lines(rows: Sequence[dict[str, Any]], sites: Sequence[SyncSite]) -> lis
     function. Where several lines of one function synchronise, a row's `line` is the list of them.
     Rows without a site are returned unchanged.
     """
-    found = []
+    exact = []
     for row in rows:
-        mine = [site for site in sites if _names(site) == (row["where"], row.get("library", ""))]
+        names = row["where"], row.get("library", "")
+        mine = [site for site in sites if (str(site.frame), str(site.library or "")) == names]
         lines = sorted({(site.frame.line, site.source) for site in mine})
-        if len(lines) == 1:
-            row = row | {"line": lines[0][0], "source": lines[0][1]}
-        elif lines:
-            row = row | {
-                "line": [line for line, _ in lines],
-                "source": " | ".join(source for _, source in lines),
-            }
-        found.append(row)
-    return found
-
-
-def _names(site: SyncSite) -> tuple[str, str]:
-    return str(site.frame), str(site.library or "")
+        if lines:
+            numbers, sources = zip(*lines, strict=True)
+            line = numbers[0] if len(lines) == 1 else list(numbers)
+            row = row | {"line": line, "source": " | ".join(sources)}
+        exact.append(row)
+    return exact

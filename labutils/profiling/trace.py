@@ -243,7 +243,7 @@ class Trace:
         start, end = self.wall
         return [item for item in items if start <= item.start < end]
 
-    def _when(self, items: Iterable[Any]) -> list[Interval]:
+    def time_of(self, items: Iterable[Any]) -> list[Interval]:
         """The time that at least one of `items` covers, within the wall time."""
         return overlap(union((item.start, item.end) for item in items), [self.wall])
 
@@ -252,12 +252,12 @@ class Trace:
     @cached_property
     def kernel_time(self) -> list[Interval]:
         """When at least one kernel ran."""
-        return self._when(self.kernels)
+        return self.time_of(self.kernels)
 
     @cached_property
     def idle_time(self) -> list[Interval]:
         """When neither a kernel nor a copy ran."""
-        return difference([self.wall], self._when([*self.kernels, *self.copies]))
+        return difference([self.wall], self.time_of([*self.kernels, *self.copies]))
 
     def categories(self) -> dict[str, dict[str, float]]:
         """Category -> {"ms", "count"} per step, the most time first: kernels; on a CPU, the
@@ -382,7 +382,7 @@ class Trace:
     @cached_property
     def phase_time(self) -> dict[str, list[Interval]]:
         """Phase -> when it ran on the host."""
-        return {name: self._when(marks) for name, marks in self._marks.items()}
+        return {name: self.time_of(marks) for name, marks in self._marks.items()}
 
     @cached_property
     def _phase_lookups(self) -> dict[str, Lookup]:
@@ -423,7 +423,7 @@ class Trace:
         """
         pattern = re.compile(rf"(^|.*/){re.escape(file)}\(\d+\): {re.escape(function)}")
         calls = (s for slices in self.python.values() for s in slices if pattern.fullmatch(s.name))
-        idle = overlap(self._when(calls), self.idle_time)
+        idle = overlap(self.time_of(calls), self.idle_time)
         return total(idle) / self.steps if self.on_gpu else None
 
     def partition(
@@ -439,7 +439,7 @@ class Trace:
         """
         states = self._host_states
         if self.on_gpu:
-            states = {"kernels": self.kernel_time, "copies": self._when(self.copies)} | states
+            states = {"kernels": self.kernel_time, "copies": self.time_of(self.copies)} | states
         else:
             states = {"data": states["data"]}
         parts = in_precedence([self.wall], states, rest="host")

@@ -1,11 +1,9 @@
-"""What every rank runs when `launching.launch` (or a person, with torchrun) starts a job: its
-tasks, one after the other.
+"""What every rank of a launch runs: its tasks, one after the other.
 
-    torchrun --standalone --nproc-per-node=2 -m labutils.training.launch_worker FOLDER/job.json [--resume]
+    torchrun --standalone --nproc-per-node=2 -m labutils.training.launch_worker FOLDER/job.json
 
-Every rank does the same tasks. What is measured rank 0 writes to runs.jsonl, task by task. Each
-rank leaves word of where it is in rank<r>.json, so that of one that is killed at least this is
-known: the last word of a rank that died is how far it had come.
+Every rank does the same tasks. Rank 0 writes what is measured to runs.jsonl, task by task. Each
+rank keeps its status in rank<r>.json, so that of one that is killed at least this is known.
 """
 
 from __future__ import annotations
@@ -14,29 +12,29 @@ import functools
 import gc
 import json
 import os
-import re
 import signal
 import sys
-import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from labutils.profiling import cuda
+from labutils.profiling.collectives import communication, time_all_reduce
+from labutils.profiling.timing import StepTimes
+from labutils.profiling.trace import profile
+from labutils.recipe import Recipe
+from labutils.results.records import Run
+from labutils.training import distributed
+from labutils.training.benchmark import Candidate, empty_run
+from labutils.training.gradient_timing import gradient_arrivals
+from labutils.training.trainer import Trainer
+from labutils.workloads import Workload, open_workload
+
 JOB, RUNS = "job.json", "runs.jsonl"
-GONE = (
-    "connection closed by peer",
-    "connection reset",
-    "timed out",
-    "timeout",
-    "broken pipe",
-    "nccl",
-    "socket",
-)
-"""What gloo and NCCL say, in small letters, on a rank whose partner is gone."""
-_PLACE = re.compile(r"\[/\S+\] ")  # where in their source
 
 
 @dataclass(frozen=True)
@@ -69,159 +67,89 @@ class Task:
     turn: str = ""
 
 
-@dataclass(frozen=True)
-class Job:
-    """What is launched: tasks, the device ("cuda" or "cpu"), how long ranks wait for each other,
-    and what beside of the environment they are given."""
-
-    tasks: tuple[Task, ...]
-    folder: str
-    device: str
-    patience_s: float
-
-    @classmethod
-    def read(cls, path: str | Path) -> Job:
-        """Raises `ValueError` where the file holds no job."""
-        try:
-            found = json.loads(Path(path).read_text(encoding="utf-8"))
-            tasks = tuple(
-                Task(**(t | {k: tuple(t[k]) for k in ("sizes", "fails")}))
-                for t in found.pop("tasks")
-            )
-            return cls(tasks, **found)
-        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-            raise ValueError(f"{path} holds no job ({type(error).__name__}: {error}).") from None
-
-
+@dataclass
 class RankStatus:
-    """A rank's last word: a small file, replaced whole. `state` is "starting", "training",
-    "failed", "lost" (its error was another's doing), "ended" (by torchrun) or "done"; `doing` and
-    `step` say where."""
+    """Where a rank is: its file is replaced whole at each change.
 
-    def __init__(self, folder: str | Path, rank: int) -> None:
-        self.path = Path(folder) / f"rank{rank}.json"
-        self.said: dict[str, Any] = {"rank": rank, "pid": os.getpid()}
-        self.say(state="starting", doing="", step=0, message="")
+    state: "starting", "training", "failed" or "done". step: optimizer steps done of `task`. at:
+    when the state changed, in seconds since 1970. error: what it failed with.
+    """
 
-    def say(self, **what: Any) -> None:
-        self.said |= what
-        beside = self.path.with_suffix(".new")
-        beside.write_text(json.dumps(self.said), encoding="utf-8")
-        os.replace(beside, self.path)
+    rank: int
+    pid: int = field(default_factory=os.getpid)
+    state: str = "starting"
+    task: str = ""
+    step: int = 0
+    error: str = ""
+    at: float = field(default_factory=time.time)
+
+    def write(self, folder: str | Path, **changes: Any) -> None:
+        vars(self).update(changes, at=time.time())
+        path = Path(folder) / f"rank{self.rank}.json"
+        beside = path.with_suffix(".new")
+        beside.write_text(json.dumps(asdict(self)), encoding="utf-8")
+        os.replace(beside, path)
 
 
-def main(arguments: list[str]) -> None:
-    """One rank, from its first word to its last."""
-    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+@dataclass
+class Place:
+    """What a task is told beside itself: the launch's folder and device, and the rank's status."""
 
-    job = Job.read(arguments[0])
-    resume = "--resume" in arguments[1:]
-    word = RankStatus(job.folder, int(os.environ["RANK"]))
-    when_terminated(
-        lambda: word.say(state="ended", message="torchrun ended it, as another rank had failed")
-    )
-    handler = get_error_handler()
-    handler.initialize()
+    folder: Path
+    device: str
+    status: RankStatus
+
+
+def main(path: str) -> None:
+    """One rank, from its first status to its last."""
+    job = json.loads(Path(path).read_text(encoding="utf-8"))
+    status = RankStatus(int(os.environ["RANK"]))
+    status.write(job["folder"])
     try:
-        do(job, word, resume)
+        if int(os.environ["WORLD_SIZE"]) > 1:
+            distributed.join(job["patience_s"], job["device"])
+        place = Place(Path(job["folder"]), job["device"], status)
+        for task in job["tasks"]:
+            _do(Task(**task), place)
+        distributed.leave()
     except Exception as error:
-        lost, message = is_others_doing(error), " ".join(f"{type(error).__name__}: {error}".split())
-        message = _PLACE.sub("", message.partition(". ")[0]) if lost else message[:600]
-        word.say(state="lost" if lost else "failed", message=message)
-        print(said_of(word.said), file=sys.stderr, flush=True)
-        handler.record_exception(error)
+        said = " ".join(f"{type(error).__name__}: {error}".split())[:600]
+        status.write(job["folder"], state="failed", error=said)
+        traceback.print_exc()
         sys.stderr.flush()
         os._exit(1)  # at once: taking a process group down waits for ranks that are gone
-    word.say(state="done")
+    status.write(job["folder"], state="done")
 
 
-def is_others_doing(error: BaseException) -> bool:
-    """Whether an exception is what a rank gets when another one is gone."""
-    text = f"{type(error).__name__} {error}".lower()
-    return isinstance(error, RuntimeError) and any(words in text for words in GONE)
-
-
-def said_of(said: dict[str, Any]) -> str:
-    """A rank's last word as a sentence."""
-    where = (
-        f"in optimizer step {said['step'] + 1} of *{said['doing']}*"
-        if said["doing"]
-        else "before its first task"
-    )
-    if said["state"] == "failed":
-        return f"Rank {said['rank']} failed {where}: {said['message']}"
-    if said["state"] == "lost":
-        return f"Rank {said['rank']} lost the others {where}: one of them is gone or too far behind ({said['message']})"
-    if said["state"] == "ended":
-        return f"Rank {said['rank']} was {where}; {said['message']}."
-    return f"Rank {said['rank']} was {where} and left no other word."
-
-
-def when_terminated(act: Callable[[], None]) -> None:
-    """Do this on SIGTERM, which torchrun sends to those that are left, and end.
-
-    A rank that waits for a dead one sits inside a library, where Python's handlers don't run. The
-    system's own handler writes to a pipe in any case, and a thread that reads it needs nobody.
-    """
-    reader, writer = os.pipe()
-    os.set_blocking(writer, False)
-    signal.signal(signal.SIGTERM, lambda *_: None)
-    signal.set_wakeup_fd(writer)
-
-    def watch() -> None:
-        while os.read(reader, 1)[0] != signal.SIGTERM:
-            continue
-        act()
-        os._exit(128 + signal.SIGTERM)
-
-    threading.Thread(target=watch, daemon=True).start()
-
-
-def do(job: Job, word: RankStatus, resume: bool = False) -> None:
-    """Meet the others, do all tasks, leave."""
-    from labutils.profiling import cuda
-    from labutils.training import distributed
-
-    if int(os.environ["WORLD_SIZE"]) > 1:
-        distributed.join(job.patience_s, job.device)
+def _do(task: Task, place: Place) -> None:
     me = distributed.here()
-    for task in job.tasks:
-        word.say(state="training", doing=task.name, step=0)
-        task = replace(task, resume=task.resume or resume)
-        gc.collect()  # a trainer that has ended goes at once, not somewhere in the next one's steps
-        cuda.empty_cache()
-        if task.alone:
-            if me.rank == 0:
-                with distributed.by_itself():
-                    found = TASKS[task.kind](job, task, word)
-            me.all(None)  # the others wait here, at no cost to the device
-        else:
-            found = TASKS[task.kind](job, task, word)
-        if me.rank == 0:
-            with (Path(job.folder) / RUNS).open("a", encoding="utf-8") as file:
-                file.write(json.dumps(found.record()) + "\n")
-    distributed.leave()
+    place.status.write(place.folder, state="training", task=task.name, step=0)
+    gc.collect()  # a trainer that has ended goes at once, not somewhere in the next one's steps
+    cuda.empty_cache()
+    run = None
+    if me.rank == 0 or not task.alone:
+        with distributed.by_itself() if task.alone else nullcontext():
+            run = TASKS[task.kind](task, place)
+    if task.alone:
+        me.all(None)  # the others wait here, at no cost to the device
+    if me.rank == 0:
+        with (place.folder / RUNS).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(run.record()) + "\n")
 
 
-# -------------------------------------------------------------------------------------------------
-# Tasks
+# ------------------------------------------------------------------------------ tasks
+
+_workloads: dict[str, Workload] = {}
 
 
-_workloads: dict[str, Any] = {}
-
-
-def _workload(job: Job, task: Task) -> Any:
-    """One a kind, so that trainers share its frozen weights, texts and encoded examples; only one
-    kind has weights.
-    """
-    from labutils.workloads import open_workload
-
+def _workload(task: Task, place: Place) -> Workload:
+    """One a kind, so that trainers share its frozen weights and texts; only one kind has weights."""
     key = json.dumps(task.workload, sort_keys=True)
     for other, workload in _workloads.items():
         if other != key:
             workload.release_weights()
     if key not in _workloads:
-        _workloads[key] = open_workload(**task.workload, device=job.device)
+        _workloads[key] = open_workload(**task.workload, device=place.device)
     return _workloads[key]
 
 
@@ -230,11 +158,11 @@ ENCODED_BY = ("cache", "precision", "memory_format", "layers", "seed")
 
 
 @functools.cache
-def encoded_once(workload: Any) -> Callable[[Any, Any], Any]:
+def encoded_once(workload: Workload) -> Callable[[Any, Recipe], Any]:
     """A trainer's `dataset` hook: the workload's examples, encoded once for all tasks."""
     known: dict[tuple[Any, ...], Any] = {}
 
-    def dataset(model: Any, recipe: Any) -> Any:
+    def dataset(model: Any, recipe: Recipe) -> Any:
         key = tuple(getattr(recipe, knob) for knob in ENCODED_BY)
         if recipe.cache == "nothing" or key not in known:
             known[key] = workload.dataset(model, recipe)
@@ -243,16 +171,9 @@ def encoded_once(workload: Any) -> Callable[[Any, Any], Any]:
     return dataset
 
 
-def _train(job: Job, task: Task, word: RankStatus) -> Any:
+def _train(task: Task, place: Place) -> Run:
     """Time a recipe: first step, warm-up, rounds of steps; then a trace, where one is asked for."""
-    from labutils.profiling.collectives import communication
-    from labutils.profiling.step_timer import StepTimes
-    from labutils.profiling.trace import profile
-    from labutils.recipe import Recipe
-    from labutils.training.benchmark import Candidate, empty_run
-    from labutils.training.gradient_timing import gradient_arrivals
-
-    workload, recipe = _workload(job, task), Recipe(**task.recipe)
+    workload, recipe = _workload(task, place), Recipe(**task.recipe)
     run = empty_run(workload, recipe, task.name)
     candidate = Candidate(workload, recipe, task.warmup, dataset=encoded_once(workload))
     try:
@@ -260,22 +181,18 @@ def _train(job: Job, task: Task, word: RankStatus) -> Any:
         for turn in range(task.rounds):
             times.extend(candidate.measure(task.steps), turn)
         candidate.report_times(run, times)
-        run.metrics["gradient_mb"] = (
-            sum(p.numel() * p.element_size() for p in trainer.parameters) / 1e6
-        )
-        run.metrics["ranks"] = trainer.ranks.count
+        gradients = sum(p.numel() * p.element_size() for p in trainer.parameters)
+        run.metrics |= {"gradient_mb": gradients / 1e6, "ranks": trainer.ranks.count}
         if task.arrivals:
             run.samples |= gradient_arrivals(trainer)
             run.metrics |= _to_gather(trainer)
         if task.traced:
-            folder = Path(job.folder) / f"traces-{trainer.ranks.rank}"
-            trace = profile(
-                trainer, task.traced, folder, with_stack=False, wait=candidate.steps_to_settle
-            )
-            metrics, run.samples["computing_ms"], run.samples["communicating_ms"] = communication(
-                trace
-            )
+            folder = place.folder / f"traces-{trainer.ranks.rank}"
+            wait = candidate.steps_to_settle
+            trace = profile(trainer, task.traced, folder, with_stack=False, wait=wait)
+            metrics, computing, communicating = communication(trace)
             run.metrics |= metrics
+            run.samples |= {"computing_ms": computing, "communicating_ms": communicating}
         peaks = trainer.ranks.all(candidate.memory)
         run.metrics |= {name: max(peak[name] for peak in peaks) for name in candidate.memory}
     finally:
@@ -283,7 +200,7 @@ def _train(job: Job, task: Task, word: RankStatus) -> Any:
     return run
 
 
-def _to_gather(trainer: Any) -> dict[str, float]:
+def _to_gather(trainer: Trainer) -> dict[str, float]:
     """What FSDP would have to gather for one pass: `gathered_mb`, in so many `units`."""
     workload, recipe = trainer.workload, trainer.recipe
     trained = workload.trained(trainer.model)[1]
@@ -294,24 +211,21 @@ def _to_gather(trainer: Any) -> dict[str, float]:
     }
 
 
-def _run(job: Job, task: Task, word: RankStatus) -> Any:
+def _run(task: Task, place: Place) -> Run:
     """Train with checkpoints, and fail where the task says so."""
-    from labutils.recipe import Recipe
-    from labutils.training import Trainer
-    from labutils.training.benchmark import empty_run
-
-    workload, recipe = _workload(job, task), Recipe(**task.recipe)
+    workload, recipe = _workload(task, place), Recipe(**task.recipe)
     run = empty_run(workload, recipe, task.name)
 
     def after_step(trainer: Trainer) -> None:
-        word.say(step=trainer.step_count)
-        if task.fail and (trainer.ranks.rank, trainer.step_count) == task.fails:
-            _fail(task.fail)
+        place.status.write(place.folder, step=trainer.step_count)
+        if task.fail and [trainer.ranks.rank, trainer.step_count] == list(task.fails):
+            if task.fail == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise RuntimeError("provoked: this rank was asked to fail here")
 
     hook = encoded_once(workload)
     with Trainer(workload, recipe, task.folder, task.resume, dataset=hook) as trainer:
-        begun_at = trainer.step_count
-        began = time.perf_counter()
+        begun_at, began = trainer.step_count, time.perf_counter()
         trainer.run(task.steps, task.checkpoint_every, after_step)
         trainer.driver.log.flush()
         run.metrics = {
@@ -323,27 +237,16 @@ def _run(job: Job, task: Task, word: RankStatus) -> Any:
     return run
 
 
-def _fail(how: str) -> None:
-    if how == "kill":
-        os.kill(os.getpid(), signal.SIGKILL)
-    raise RuntimeError("provoked: this rank was asked to fail here")
-
-
-def _all_reduce(job: Job, task: Task, word: RankStatus) -> Any:
-    from labutils.profiling.collectives import time_all_reduce
-    from labutils.results.records import Run
-    from labutils.training import distributed
-
-    with _turn(task.turn, distributed.here()):
-        return Run(
-            "", task.name, **time_all_reduce(task.sizes, job.device, distributed.here().count)
-        )
+def _all_reduce(task: Task, place: Place) -> Run:
+    me = distributed.here()
+    with in_turn(task.turn, me):
+        return Run("", task.name, **time_all_reduce(task.sizes, place.device, me.count))
 
 
 @contextmanager
-def _turn(path: str, me: Any) -> Iterator[None]:
-    """A context in which no other launch is that names this file; all ranks of one enter and leave
-    it together.
+def in_turn(path: str, me: distributed.Ranks) -> Iterator[None]:
+    """A context that one launch at a time is in, of those that name this file. All ranks of one
+    enter and leave it together.
     """
     if not path:
         yield
@@ -358,11 +261,7 @@ def _turn(path: str, me: Any) -> Iterator[None]:
         me.all(None)
 
 
-TASKS: dict[str, Callable[[Job, Task, RankStatus], Any]] = {
-    "train": _train,
-    "run": _run,
-    "all-reduce": _all_reduce,
-}
+TASKS = {"train": _train, "run": _run, "all-reduce": _all_reduce}
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main(sys.argv[1])

@@ -1,11 +1,11 @@
-"""Starting ranks with torchrun from a notebook, and saying plainly what became of them.
+"""Starting ranks from a notebook, and saying plainly what became of them.
 
-    ended = launch([Task("train", "ddp 2", workload=order(workload), recipe=recipe.as_dict())],
-    ranks=2, device="cuda") ended.runs["ddp 2"]; ended.message
+    task = Task("train", "ddp 2", workload.opened_as(), recipe.as_dict())
+    ended = launch([task], ranks=2, device="cuda")
+    ended.runs["ddp 2"]; ended.message
 
-The notebook's own process never joins a process group, and whatever becomes of the ranks, it goes
-on: they are processes of their own, with time limits, and what a rank that was killed leaves behind
-is cleared away.
+The notebook's own process never joins a process group. The ranks are processes of their own, with
+time limits, and what a rank that was killed leaves behind is cleared away.
 """
 
 from __future__ import annotations
@@ -13,11 +13,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
-import shutil
-import socket
-import subprocess
-import sys
+import signal
 import tempfile
 import time
 import uuid
@@ -28,10 +24,12 @@ from typing import Any
 
 from labutils.profiling import cuda
 from labutils.profiling.machine import usable_cores
-from labutils.recipe import Unavailable
-from labutils.results.records import REPOSITORY, Run, runs_of
-from labutils.training.launch_worker import JOB, RUNS, Job, Task, said_of
-from labutils.training.processes import end_marked
+from labutils.recipe import Recipe, Unavailable
+from labutils.results.records import Run, read_records, runs_of
+from labutils.training.checkpoint import step_of
+from labutils.training.child_process import Child, end_marked
+from labutils.training.distributed import share_of
+from labutils.training.launch_worker import JOB, RUNS, RankStatus, Task
 
 TIMEOUT_S = 420.0
 PATIENCE_S = {"cuda": 120.0, "cpu": 300.0}
@@ -40,26 +38,27 @@ builds and times a model by itself. On GPUs that is much less than PyTorch's ten
 rank that hangs would cost all others; a CPU may be busy with other things."""
 MARK = "LABUTILS_LAUNCH"
 SHM = Path("/dev/shm")
-_FIRST = re.compile(
-    r"first observed failure\):\s*\[\d+\]:.*?rank\s*: (\d+).*?exitcode\s*: (-?\d+)", re.DOTALL
-)
+AGENT = Path(__file__).with_name("elastic_agent.py")
+LOOK_S = 1.0
+"""How often a launch looks for what its ranks have done."""
 
 
 @dataclass(frozen=True)
 class Ended:
-    """What became of a launch: the runs that were finished, and, where it failed, who failed first
-    and where each rank was.
+    """What became of a launch.
 
-    message: "" where all went well, else what happened, rank by rank, in words. first: (rank, exit
-    code) by torchrun's account, a negative code being a signal. words: the ranks' own last ones.
-    log: what they printed. left: processes and files that had to be cleared away. seconds: from
-    start to end.
+    runs: those that were finished, by name. message: "" where all went well, else what happened,
+    rank by rank, in words. first: (rank, exit code) of who failed first, a negative code being a
+    signal; None where nobody did or it is unknown. ranks: the status that each rank left.
+    checkpoint_step: of the whole checkpoint that there is to go on from. log: what the ranks
+    printed. left: processes and files that had to be cleared away. seconds: from start to end.
     """
 
     runs: dict[str, Run]
     message: str = ""
     first: tuple[int, int] | None = None
-    words: list[dict[str, Any]] = field(default_factory=list)
+    ranks: list[RankStatus] = field(default_factory=list)
+    checkpoint_step: int | None = None
     log: str = ""
     left: list[str] = field(default_factory=list)
     seconds: float = 0.0
@@ -69,11 +68,9 @@ class Ended:
         return not self.message
 
     def or_raise(self) -> Ended:
-        """Itself, or a `RuntimeError` (`Unavailable` where a rank said that it lacks something)
-        with the message.
-        """
+        """Itself, or a `RuntimeError` with the message; `Unavailable` where a rank lacks something."""
         if not self.ok:
-            lacking = any("Unavailable" in word.get("message", "") for word in self.words)
+            lacking = any(status.error.startswith("Unavailable") for status in self.ranks)
             raise (Unavailable if lacking else RuntimeError)(self.message)
         return self
 
@@ -85,71 +82,57 @@ def launch(
     timeout_s: float = TIMEOUT_S,
     patience_s: float | None = None,
     environment: Mapping[str, str] | None = None,
-    port: int | None = None,
     each: Callable[[Run], None] = lambda run: None,
 ) -> Ended:
     """Do `tasks` on that many ranks, one a GPU or, on a CPU, sharing its cores; return when all
     have ended.
 
-    each: called with each run soon after it is there, so that a launch that is cut off loses no
+    each: is called with each run soon after it is there, so that a launch that is cut off loses no
     more than one. patience_s: how long a rank waits for the others (None: `PATIENCE_S`); timeout_s:
-    how long all may take. port: where ranks meet; None: one that is free. Raises `Unavailable`
-    where there are fewer GPUs than ranks, `ValueError` for what can't be asked.
+    how long all may take. Raises `Unavailable` where there are fewer GPUs than ranks, `ValueError`
+    for what can't be asked.
     """
-    _check(tasks, ranks, device, port)
+    if ranks < 1:
+        raise ValueError(f"ranks={ranks}: it takes 1 or more.")
+    if device == "cuda" and ranks > gpu_count():
+        raise Unavailable(
+            f"{ranks} ranks need {ranks} GPUs, one each, and this machine shows {gpu_count()}"
+        )
+    for task in tasks:
+        if task.recipe and not task.alone:
+            share_of(Recipe(**task.recipe), ranks)
     with tempfile.TemporaryDirectory(prefix="labutils-ranks-", ignore_cleanup_errors=True) as name:
         folder, mark, began = Path(name), uuid.uuid4().hex, time.perf_counter()
-        job = Job(tuple(tasks), name, device, patience_s or PATIENCE_S[device])
-        (folder / JOB).write_text(json.dumps(asdict(job)), encoding="utf-8")
-        variables = (
-            os.environ
-            | rank_variables(ranks, device)
-            | {MARK: mark, "TMPDIR": name}
-            | (environment or {})
-        )
-        left: list[str] = []
+        job = {
+            "tasks": [asdict(task) for task in tasks],
+            "folder": name,
+            "device": device,
+            "patience_s": patience_s or PATIENCE_S[device],
+        }
+        (folder / JOB).write_text(json.dumps(job), encoding="utf-8")
+        variables = rank_variables(ranks, device) | {MARK: mark, "TMPDIR": name}
         runs: dict[str, Run] = {}
-
-        def look() -> None:
-            for (_, name), run in runs_of(_records(folder / RUNS)).items():
-                if name not in runs:
-                    runs[name] = run
-                    each(run)
-
         try:
-            code, output = _torchrun(ranks, folder, port, variables, timeout_s, look)
+            answer, log = _agent(
+                ranks, folder, variables | (environment or {}), timeout_s, runs, each
+            )
         finally:  # after Ctrl-C as well
-            left += clear_away(mark)
-        look()  # what was written while the ranks were being ended
-        words, first = _words(folder), _first(output)
-        message = "" if code == 0 else _message(code, first, words, tasks, output, timeout_s)
+            left = _clear_away(mark)
+        _look(folder, runs, each)  # what was written while the ranks were being ended
+        paths = sorted(folder.glob("rank*.json"))
+        statuses = [RankStatus(**json.loads(path.read_text("utf-8"))) for path in paths]
+        first = _first(answer["failures"], statuses)
+        step = _checkpoint_step(tasks, statuses)
+        message = ""
+        if answer["failures"] or answer.get("ended"):
+            message = _message(answer.get("ended", ""), first, statuses, step)
         seconds = time.perf_counter() - began
-        return Ended(runs, message, first, words, output + _printed(folder), left, seconds)
-
-
-def command(ranks: int, job: str | Path, port: int | None = None, *more: str) -> list[str]:
-    """What starts the ranks, here or in a terminal."""
-    meet = (
-        ["--standalone"]
-        if port is None
-        else ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}"]
-    )
-    start = [
-        "-m",
-        "torch.distributed.run",
-        *meet,
-        "--local-addr=127.0.0.1",
-        f"--nproc-per-node={ranks}",
-    ]
-    return [sys.executable, *start, *more, "-m", "labutils.training.launch_worker", str(job)]
+        return Ended(runs, message, first, statuses, step, log + _printed(folder), left, seconds)
 
 
 def rank_variables(ranks: int, device: str) -> dict[str, str]:
-    """What each rank finds in its environment: the GPUs of the launch, of which it takes the one of
-    its local rank, and its share of the cores.
-
-    Left alone, every rank would start a thread a core for each operation. (torchrun sets 1 where
-    nothing is set.)
+    """What each rank has in its environment: the GPUs of the launch, of which it takes the one of
+    its local rank, and its share of the cores. Left alone, every rank would start a thread a core.
     """
     threads = str(max(1, usable_cores() // ranks))
     shown = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(ranks)))
@@ -167,113 +150,59 @@ def gpu_count() -> int:
     return cuda.count()
 
 
-def _check(tasks: Sequence[Task], ranks: int, device: str, port: int | None) -> None:
-    from labutils.recipe import Recipe
-    from labutils.training.distributed import share_of
-
-    if ranks < 1:
-        raise ValueError(f"ranks={ranks}: it takes 1 or more.")
-    if device == "cuda" and ranks > gpu_count():
-        raise Unavailable(
-            f"{ranks} ranks need {ranks} GPUs, one each, and this machine shows {gpu_count()}"
-        )
-    for task in tasks:
-        if task.recipe and not task.alone:
-            share_of(Recipe(**task.recipe), ranks)
-    if port is not None:
-        _check_port(port)
-
-
-def _check_port(port: int) -> None:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("127.0.0.1", port))
-        except (OSError, OverflowError) as error:
-            raise ValueError(
-                f"port={port} can't be used ({error}): another torchrun may be meeting there. "
-                "Choose another one, or "
-                "leave it out: a free one is found."
-            ) from None
-
-
-LOOK_S = 1.0
-"""How often a launch looks for what its ranks have done."""
-
-
-def _torchrun(
+def _agent(
     ranks: int,
     folder: Path,
-    port: int | None,
     variables: Mapping[str, str],
     timeout_s: float,
-    look: Callable[[], None],
-) -> tuple[int | None, str]:
-    """torchrun's exit code (None: it took too long and was ended) and what it printed itself;
-    meanwhile, and once after, it will `look`."""
-    logs = [f"--log-dir={folder / 'logs'}", "--redirects=3"]
-    with (folder / "torchrun.log").open("w+", encoding="utf-8", errors="replace") as output:
-        agent = subprocess.Popen(
-            command(ranks, folder / JOB, port, *logs),
-            stdout=output,
-            stderr=output,
-            cwd=REPOSITORY,
-            env=dict(variables),
-        )
-        code, until = None, time.monotonic() + timeout_s
-        try:
-            while code is None and time.monotonic() < until:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    code = agent.wait(min(LOOK_S, timeout_s))
-                look()
-            if code is None:
-                agent.terminate()  # it ends its ranks
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    agent.wait(10)
-        finally:
-            if agent.poll() is None:
-                agent.kill()
-                agent.wait()
-        output.seek(0)
-        return code, output.read()
+    runs: dict[str, Run],
+    each: Callable[[Run], None],
+) -> tuple[dict[str, Any], str]:
+    """The agent's answer, with how it `ended` where it gave none, and what it printed. Meanwhile
+    new runs are looked for.
+    """
+    command = ["-m", "labutils.training.launch_worker", str(folder / JOB)]
+    order = {"ranks": ranks, "command": command, "logs": str(folder / "logs")}
+    # By its own limit, behind ours, it would leave its ranks.
+    with Child([str(AGENT)], order, timeout_s + 60, variables) as agent:
+        until = time.monotonic() + timeout_s
+        while time.monotonic() < until:
+            with contextlib.suppress(TimeoutError):
+                answer = agent.receive(timeout_s=min(LOOK_S, timeout_s))
+                answer = answer or {"failures": {}, "ended": agent.failure()}
+                return answer, agent.printed + agent.errors()
+            _look(folder, runs, each)
+        agent.process.terminate()  # it ends its ranks
+        with contextlib.suppress(TimeoutError):
+            agent.receive(timeout_s=10)
+        ended = f"it had not ended after {timeout_s:.0f} s, and was stopped"
+        return {"failures": {}, "ended": ended}, agent.printed + agent.errors()
 
 
-def clear_away(mark: str) -> list[str]:
+def _look(folder: Path, runs: dict[str, Run], each: Callable[[Run], None]) -> None:
+    """Add the runs that were written since, and call `each` with them."""
+    records = [{"lab": "", **record} for record in read_records(folder / RUNS)]
+    for (_, name), run in runs_of(records).items():
+        if name not in runs:
+            runs[name] = run
+            each(run)
+
+
+def _clear_away(mark: str) -> list[str]:
     """End every process of a launch that is still there, and delete what it left in shared memory;
     what that was.
 
     A rank that is killed ends none of its DataLoader workers, and they outlive it for some seconds.
-    All processes of a launch carry its mark in their environment, wherever the system has hung
-    them.
+    All processes of a launch carry its mark in their environment. PyTorch's files in /dev/shm carry
+    their process's number ("torch_123_...").
     """
     pids = end_marked(MARK, mark)
     left = [f"process {pid}" for pid in pids]
-    for path in _shared_files(pids):
+    for path in (path for pid in pids for path in SHM.glob(f"torch_{pid}_*")):
         with contextlib.suppress(OSError):
             path.unlink()
             left.append(str(path))
     return left
-
-
-def _shared_files(pids: Iterable[int]) -> list[Path]:
-    """Files in /dev/shm that carry the number of one of these processes, as PyTorch's do
-    ("torch_123_...").
-    """
-    if not SHM.is_dir():
-        return []
-    return [path for pid in pids for path in SHM.glob(f"torch_{pid}_*")]
-
-
-def _records(path: Path) -> list[dict[str, Any]]:
-    from labutils.results.records import read_records
-
-    return [{"lab": "", **record} for record in read_records(path)]
-
-
-def _words(folder: Path) -> list[dict[str, Any]]:
-    return [
-        json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("rank*.json"))
-    ]
 
 
 def _printed(folder: Path) -> str:
@@ -285,78 +214,41 @@ def _printed(folder: Path) -> str:
     return "\n".join(lines)
 
 
-def _first(output: str) -> tuple[int, int] | None:
-    """(rank, exit code) of who failed first, by torchrun's own account; None where it gives none."""
-    found = _FIRST.search(output)
-    return (int(found[1]), int(found[2])) if found else None
+def _first(failures: Mapping[str, int], statuses: Iterable[RankStatus]) -> tuple[int, int] | None:
+    """(rank, exit code) of who failed first: one that was killed, or whose status says so first.
+    (Of a rank that failed and one that lost it, elastic may see either end first.)
+    """
+    killed = [rank for rank, code in failures.items() if code < 0 and -code != signal.SIGTERM]
+    failed = sorted((s for s in statuses if s.state == "failed"), key=lambda status: status.at)
+    rank = killed[0] if killed else str(failed[0].rank) if failed else next(iter(failures), None)
+    return None if rank is None else (int(rank), failures.get(rank, 1))
+
+
+def _checkpoint_step(tasks: Sequence[Task], statuses: Iterable[RankStatus]) -> int | None:
+    """The step of the checkpoint of the task that the ranks were in; None where there is none."""
+    doing = {status.task for status in statuses}
+    folders = [task.folder for task in tasks if task.name in doing and task.checkpoint_every]
+    return step_of(folders[0]) if folders else None
 
 
 def _message(
-    ended: int | None,
-    first: tuple[int, int] | None,
-    words: list[dict[str, Any]],
-    tasks: Sequence[Task],
-    output: str,
-    timeout_s: float,
+    ended: str, first: tuple[int, int] | None, statuses: Iterable[RankStatus], step: int | None
 ) -> str:
-    """What happened, who began it, where each rank was, what is left, and what to type."""
-    if not words:
-        last = (output.strip().splitlines() or ["nothing was printed"])[-1]
-        how = (
-            f"had not ended after {timeout_s:.0f} s"
-            if ended is None
-            else f"ended with code {ended}"
+    """What happened, who began it, where each rank was, and what there is to go on from."""
+    lines = [f"The launch failed: {ended}."] if ended else []
+    if first and first[1] < 0:
+        lines.append(f"Rank {first[0]} was killed by {signal.Signals(-first[1]).name}.")
+    for status in sorted(statuses, key=lambda status: not first or status.rank != first[0]):
+        at = (
+            f"in optimizer step {status.step + 1} of *{status.task}*" if status.task else "at start"
         )
-        return f"torchrun {how} before any rank began: {last}"
-    # Of a rank that failed and one that lost it, torchrun may see either end first: the ranks'
-    # words decide.
-    own = next((word for word in words if word["state"] == "failed"), None)
-    if own is not None:
-        lines = [said_of(own)]
-    elif ended is None:
-        lines = [f"The ranks had not ended after {timeout_s:.0f} s, and were stopped."]
-    elif first is not None and first[1] < 0:
-        lines = [f"Rank {first[0]} {_killed(-first[1])}."]
-    else:
-        lines = [f"torchrun ended with code {ended}."]
-    lines += [said_of(word) for word in words if word is not own and word["state"] != "done"]
-    return "\n".join([*lines, *_left_over(tasks, words)])
-
-
-def _killed(number: int) -> str:
-    import signal
-
-    name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
-    why = {
-        "SIGKILL": "the system does that when memory runs out, or somebody did",
-        "SIGSEGV": "a library crashed",
-        "SIGBUS": "/dev/shm may be too small",
-    }.get(name, "")
-    return f"was killed by {name}" + (f" ({why})" if why else "")
-
-
-def _left_over(tasks: Sequence[Task], words: list[dict[str, Any]]) -> list[str]:
-    """What there is to go on from."""
-    from labutils.training.checkpoint import step_of
-
-    doing = {word["doing"] for word in words}
-    lines = []
-    for task in tasks:
-        if task.name in doing and task.checkpoint_every:
-            step = step_of(Path(task.folder))
-            if step is None:
-                lines.append(f"There is no whole checkpoint in {task.folder}: start again.")
-                continue
-            shared = task.recipe["accumulation"]
-            fitting = ", ".join(str(ranks) for ranks in range(1, shared + 1) if shared % ranks == 0)
-            lines.append(
-                f"The checkpoint of optimizer step {step} is whole: {task.folder}. Go on from it "
-                "with resume=True, on "
-                f"any number of ranks that shares {shared} micro-batches evenly: {fitting}."
-            )
-    return lines
-
-
-def remove(folder: str | Path) -> None:
-    """Delete a folder of checkpoints."""
-    shutil.rmtree(folder, ignore_errors=True)
+        if status.state == "failed":
+            lines.append(f"Rank {status.rank} failed {at}: {status.error}")
+        elif status.state != "done":
+            lines.append(f"Rank {status.rank} was {at}.")
+    if step is not None:
+        lines.append(
+            f"The checkpoint of optimizer step {step} is whole. Go on from it with resume=True, on "
+            "any number of ranks that shares the micro-batches evenly."
+        )
+    return "\n".join(lines)

@@ -1,26 +1,23 @@
 """A recipe tried in a process of its own: what it does to that process, a crash included, the
 caller only reads about.
 
-run = try_isolated(workload, STOCK.but(compile="reduce-overhead"), steps=3)
+    run = try_isolated(workload, STOCK.but(compile="reduce-overhead"), steps=3)
 """
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from labutils.recipe import Recipe
-from labutils.results.records import REPOSITORY, Run
+from labutils.results.records import Run
+from labutils.training import child_process
+from labutils.training.child_process import Child
+from labutils.training.trainer import Trainer
 from labutils.workloads.base import Workload, open_workload
 
-TIMEOUT_S = 240
-
-
+TIMEOUT_S = 240.0
 COMPILED_BY = (
     "compile",
     "dynamic",
@@ -37,8 +34,6 @@ COMPILED_BY = (
     "loss",
 )
 """Knobs that a compiled network depends on: recipes that agree in them share its compiled code."""
-
-
 AT_ONCE = 6
 """Processes that compile beforehand side by side."""
 
@@ -59,9 +54,7 @@ def compile_ahead(workload: Workload, recipes: Iterable[Recipe]) -> list[Run]:
         if recipe.compile != "off" and (key not in widest or recipe.compile_scope == "everything"):
             widest[key] = recipe
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        return list(
-            pool.map(lambda recipe: try_isolated(workload, recipe, steps=1), widest.values())
-        )
+        return list(pool.map(lambda one: try_isolated(workload, one, steps=1), widest.values()))
 
 
 def try_isolated(
@@ -72,62 +65,41 @@ def try_isolated(
     timeout_s: float = TIMEOUT_S,
     environment: Mapping[str, str] | None = None,
 ) -> Run:
-    """The run of `steps` optimizer steps in a child process, at `scale` (the workload's own by
-    default).
+    """The run of `steps` optimizer steps in a child process.
 
-    `environment` holds variables that the child has beside this process's own.
+    scale: default: the workload's own. environment: variables beside this process's own.
 
     Its metrics hold `failed` (0 or 1), `message` (the exception, or how the process ended; "" where
-    it went well) and, where it went well, `loss`. The run's status is "ok" either way: what was
-    tried is what was to be found out.
+    it went well) and, where it went well, `loss`. The run's status is "ok" either way: the outcome
+    of the trial is the result.
     """
-    order = workload.opened_as() | {
-        "device": workload.device.type,
-        "recipe": recipe.as_dict(),
-        "steps": steps,
-    }
+    opened = workload.opened_as() | {"device": workload.device.type}
     if scale:
-        order |= {"scale": scale, "weights": "random"}  # the hub has one size only
-    run = Run(lab="", run="", workload=workload.name, scale=order["scale"], recipe=recipe.as_dict())
-    command = [sys.executable, "-m", "labutils.training.subprocess_run"]
-    try:
-        child = subprocess.run(
-            command,
-            input=json.dumps(order),
-            capture_output=True,
-            text=True,
-            timeout=timeout_s,
-            cwd=REPOSITORY,
-            env=os.environ | (environment or {}),
-        )
-    except subprocess.TimeoutExpired:
-        run.metrics = {"failed": 1, "message": f"did not end within {timeout_s:.0f} s"}
-        return run
-    try:
-        run.metrics = json.loads(child.stdout.splitlines()[-1])
-    except (IndexError, json.JSONDecodeError):
-        last = (child.stderr.strip().splitlines() or ["nothing was printed"])[-1]
-        run.metrics = {
-            "failed": 1,
-            "message": f"the process ended with code {child.returncode}: {last}",
-        }
-    return run
+        opened |= {"scale": scale, "weights": "random"}  # the hub has one size only
+    order = {"workload": opened, "recipe": recipe.as_dict(), "steps": steps}
+    with Child(["-m", __name__], order, timeout_s, environment) as child:
+        metrics = child.receive() or {"failed": 1, "message": child.failure()}
+    return Run(
+        lab="",
+        run="",
+        workload=workload.name,
+        scale=opened["scale"],
+        recipe=recipe.as_dict(),
+        metrics=metrics,
+    )
 
 
 def _main() -> None:
-    """The child's side: an order on standard input, the result as the last line of standard output."""
-    from labutils.training.trainer import Trainer
-
-    order = json.load(sys.stdin)
-    recipe, steps = Recipe(**order.pop("recipe")), order.pop("steps")
+    """The child's side."""
+    order = child_process.order()
     try:
-        with Trainer(open_workload(**order), recipe) as trainer:
-            trainer.run(steps)
+        with Trainer(open_workload(**order["workload"]), Recipe(**order["recipe"])) as trainer:
+            trainer.run(order["steps"])
         result = {"failed": 0, "message": "", "loss": trainer.losses}
     except Exception as error:
         reason = " ".join(str(error).split()).partition(" Stack trace:")[0]
         result = {"failed": 1, "message": f"{type(error).__name__}: {reason}"[:600]}
-    print(json.dumps(result))
+    child_process.send(result)
 
 
 if __name__ == "__main__":

@@ -15,11 +15,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib.util
-import json
 import logging
 import os
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -31,12 +28,13 @@ from torch import nn
 from labutils.data.texts import LONGEST
 from labutils.recipe import Recipe, Unavailable
 from labutils.results.records import REPOSITORY, Run
-from labutils.training import benchmark
+from labutils.training import benchmark, child_process
+from labutils.training.child_process import Child
 from labutils.training.memory_run import followed, make_room
 from labutils.training.trainer import Trainer
 from labutils.workloads.base import Batch, open_workload
-from labutils.workloads.causal_lm import LanguageLora, Published
-from labutils.workloads.decoder import TARGETS
+from labutils.workloads.causal_lm import LanguageLora
+from labutils.workloads.decoder import TARGETS, Published
 
 TIMEOUT_S = 240
 Runs = dict[str, Run]
@@ -58,8 +56,6 @@ CACHES = {
 """Variable -> folder of the child's own. (unsloth unsets the second one; PyTorch then takes a
 folder in the last.)
 """
-DONE = "done: "
-"""How a line begins that tells the parent of a finished job."""
 PRINTED = "unsloth.txt"
 """The file beside the logs that has all that the child printed."""
 
@@ -130,41 +126,19 @@ def _order_of(job: Job) -> dict[str, Any]:
 
 def _ask(order: dict[str, Any], timeout_s: float, folder: Path) -> tuple[dict[str, Any], str]:
     """The records of the jobs that the child finished, by name, and why it ended early; "" where it
-    didn't.
+    didn't. All that it printed is kept beside the logs: why a library failed is rarely one line.
     """
-    command = [sys.executable, "-m", "labutils.training.unsloth_run"]
-    try:
-        child = subprocess.run(
-            command,
-            input=json.dumps(order),
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=timeout_s,
-            env=_environment(folder),  # makes the folders
-            cwd=folder / CACHES["TMPDIR"],
-        )
-    except subprocess.TimeoutExpired as late:
-        said = _kept(Path(order["logs"]), late.stdout, late.stderr)
-        return _finished(said), f"unsloth's process did not end within {timeout_s:.0f} s."
-    found = _finished(_kept(Path(order["logs"]), child.stdout, child.stderr))
-    if child.returncode == 0 and len(found) == len(order["jobs"]):
-        return found, ""
-    last = (child.stderr.strip().splitlines() or ["nothing was printed"])[-1]
-    return found, f"unsloth's process ended with code {child.returncode}: {last}"
-
-
-def _kept(logs: Path, *printed: str | bytes | None) -> str:
-    """The first of `printed` as text. All of it is kept in `logs`: why a library failed is rarely
-    said in one line.
-    """
-    texts = [
-        text if isinstance(text, str) else (text or b"").decode(errors="replace")
-        for text in printed
-    ]
-    logs.mkdir(parents=True, exist_ok=True)
-    (logs / PRINTED).write_text("\n".join(texts), encoding="utf-8", errors="replace")
-    return texts[0]
+    environment, place = _environment(folder), folder / CACHES["TMPDIR"]
+    records = {}
+    with Child(["-m", __name__], order, timeout_s, environment, place) as child:
+        while record := child.receive():
+            records[record["run"]] = record
+        failure = "" if len(records) == len(order["jobs"]) else f"unsloth: {child.failure()}"
+        logs = Path(order["logs"])
+        logs.mkdir(parents=True, exist_ok=True)
+        printed = child.printed + child.errors()
+        (logs / PRINTED).write_text(printed, encoding="utf-8", errors="replace")
+    return records, failure
 
 
 def _environment(folder: Path) -> dict[str, str]:
@@ -175,13 +149,7 @@ def _environment(folder: Path) -> dict[str, str]:
         (folder / name).mkdir()
     path = os.pathsep.join(filter(None, (str(REPOSITORY), os.environ.get("PYTHONPATH"))))
     own = {variable: str(folder / name) for variable, name in CACHES.items()}
-    return os.environ | {"PYTHONPATH": path} | own | QUIET
-
-
-def _finished(printed: str) -> dict[str, Any]:
-    """Name -> record of each job that the child told of, in whole lines."""
-    lines = [line.removeprefix(DONE) for line in printed.split("\n")[:-1] if line.startswith(DONE)]
-    return {record["run"]: record for record in map(json.loads, lines)}
+    return {"PYTHONPATH": path} | own | QUIET
 
 
 # -------------------------------------------------------------------------------------------------
@@ -189,12 +157,10 @@ def _finished(printed: str) -> dict[str, Any]:
 
 
 def _main() -> None:
-    """An order on standard input; each run's record a line of standard output, as soon as there is
-    one.
-    """
+    """Does the jobs in order and sends each run's record as soon as there is one."""
     import unsloth  # before transformers, which nothing has imported so far
 
-    order = json.load(sys.stdin)
+    order = child_process.order()
     benchmark.LOG.addHandler(logging.StreamHandler())
     benchmark.LOG.setLevel(logging.INFO)
     library = unsloth.FastLanguageModel
@@ -212,7 +178,7 @@ def _main() -> None:
         )
         if place > 0:
             run.metrics.pop("first_step_s", None)  # what had to be compiled is compiled
-        print(f"\n{DONE}{json.dumps(dataclasses.asdict(run))}", flush=True)
+        child_process.send(dataclasses.asdict(run))
 
 
 def _meet_other_lengths(workload: LanguageLora, trainer: Trainer) -> None:

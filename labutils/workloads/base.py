@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import gc
 import importlib
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
@@ -16,59 +18,58 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, Sampler
 
-from labutils.data.images import EPOCH
+from labutils.data.loader import EPOCH
+from labutils.layers.lora import save_adapter
 from labutils.profiling.machine import default_device, machine_facts, scale_for
 from labutils.recipe import SCALES, Recipe, check_choice
 from labutils.workloads.lazy_imports import import_unseen
 
 SOURCES = {"weights": ("random", "hub"), "data": ("generated", "hub")}
-ROOMS = {
-    "sd15-lora": ("labutils.workloads.stable_diffusion", "DiffusionLora"),
-    "llava-lora": ("labutils.workloads.llava", "MultimodalLora"),
-    "llava-lora-varied": ("labutils.workloads.llava", "VariedMultimodalLora"),
-    "qwen3-lora-short": ("labutils.workloads.causal_lm", "Qwen3Short"),
-    "qwen3-lora-long": ("labutils.workloads.causal_lm", "Qwen3Long"),
-    "qwen3-32b-lora-short": ("labutils.workloads.causal_lm", "Qwen3LargeShort"),
-    "qwen3-32b-lora-long": ("labutils.workloads.causal_lm", "Qwen3LargeLong"),
-    "gpt-oss-lora-short": ("labutils.workloads.causal_lm", "GptOssShort"),
-    "gpt-oss-lora-long": ("labutils.workloads.causal_lm", "GptOssLong"),
-    "gpt-oss-120b-lora-short": ("labutils.workloads.causal_lm", "GptOssLargeShort"),
-    "gpt-oss-120b-lora-long": ("labutils.workloads.causal_lm", "GptOssLargeLong"),
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+CLASSES = {
+    "sd15-lora": ("stable_diffusion", "DiffusionLora"),
+    "llava-lora": ("llava", "MultimodalLora"),
+    "llava-lora-varied": ("llava", "MultimodalLora"),
+    "qwen3-lora-short": ("causal_lm", "LanguageLora"),
+    "qwen3-lora-long": ("causal_lm", "LanguageLora"),
+    "qwen3-32b-lora-short": ("causal_lm", "LanguageLora"),
+    "qwen3-32b-lora-long": ("causal_lm", "LanguageLora"),
+    "gpt-oss-lora-short": ("causal_lm", "LanguageLora"),
+    "gpt-oss-lora-long": ("causal_lm", "LanguageLora"),
+    "gpt-oss-120b-lora-short": ("causal_lm", "LanguageLora"),
+    "gpt-oss-120b-lora-long": ("causal_lm", "LanguageLora"),
 }
-"""Workload's name -> (module, class); a room is imported when it is asked for."""
-
-COMMON = ("peft", "bitsandbytes")
-"""Libraries that come with any workload; the first stands for there having been one before."""
+"""Workload's name -> module and class; the module is imported when the workload is asked for."""
 
 Batch = dict[str, Tensor]
-Found = TypeVar("Found")
+Result = TypeVar("Result")
 
 
-def remembered(method: Callable[..., Found]) -> Callable[..., Found]:
-    """A method of a workload that works each thing out once; the workload holds what was found.
+def remembered(method: Callable[..., Result]) -> Callable[..., Result]:
+    """A method of a workload that computes each result once; the workload holds the results.
 
-    `functools.cache` would hold the workload itself as long as the process runs, and so an altered
-    copy with all that its changes hold on to: a model on the GPU.
+    `functools.cache` would hold the workload itself as long as the process runs, and with it all
+    that it holds: a model on the GPU.
     """
 
     @functools.wraps(method)
-    def looked_up(self: Workload, *arguments: Any) -> Found:
+    def look_up(self: Workload, *arguments: Any) -> Result:
         key = (method.__qualname__, *arguments)
         if key not in self._remembered:
             self._remembered[key] = method(self, *arguments)
         return self._remembered[key]
 
-    return looked_up
+    return look_up
 
 
 @dataclass(frozen=True)
 class Work:
-    """What one optimizer step (or one micro-batch) takes in, and the arithmetic and traffic it
-    can't do without.
+    """What one optimizer step (or one micro-batch) takes in, and the least arithmetic and memory
+    traffic that it needs.
 
     `flops` counts multiplications and additions of matrix products, convolutions and attention,
-    forward and backward; `bytes` what must cross the device's memory bus at least: the weights,
-    once a pass. `tokens` are those that are computed on, `useful_tokens` those of them that aren't
+    forward and backward. `bytes` must at least cross the device's memory bus: the weights, once a
+    pass. `tokens` are those that are computed on, `useful_tokens` those of them that aren't
     padding; 0 where a workload has no tokens.
     """
 
@@ -79,69 +80,66 @@ class Work:
     useful_tokens: float = 0
 
     def __add__(self, other: Work) -> Work:
-        return Work(
-            *(mine + theirs for mine, theirs in zip(astuple(self), astuple(other), strict=True))
-        )
+        return Work(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
     def __mul__(self, times: float) -> Work:
-        return Work(*(times * mine for mine in astuple(self)))
+        return Work(*(times * number for number in astuple(self)))
 
 
 class Workload(ABC):
     """What is trained, at one scale on one device.
 
-    scale: "tiny" (CPU and CI), "small" (a GPU of 8 GB), "full" (the article's own architecture).
-    weights: "random" (the exact architecture with random weights: speed and memory are the real
-    model's, losses are not) or "hub". data: "generated" (files like the real ones) or "hub". Raises
-    `ValueError` for anything else.
+    name: a key of `CLASSES`. scale: "tiny" (CPU and CI), "small" (a GPU of 8 GB), "full" (the
+    article's own architecture). weights: "random" (the exact architecture with random weights:
+    speed and memory are the real model's, losses are not) or "hub". data: "generated" (files like
+    the real ones) or "hub". Raises `ValueError` for anything else.
     """
 
-    name: ClassVar[str]
     libraries: ClassVar[tuple[str, ...]]
     """Modules that building it imports: see `import_unseen`."""
     epoch_length: int = EPOCH
     """Examples of an epoch at least, where there are fewer: see `data.images.make_loader`."""
     steps_vary: ClassVar[bool] = False
     """Whether batches differ in what they take in: see `work_of`."""
-    _held: tuple[Any, Any] | None = None
-    """What trainers share, behind what it depends on."""
 
-    def __init__(self, scale: str, weights: str, data: str, device: str, cache_dir: Path) -> None:
+    def __init__(
+        self, name: str, scale: str, weights: str, data: str, device: str, cache_dir: Path
+    ) -> None:
         check_choice("scale", scale, SCALES)
         check_choice("weights", weights, SOURCES["weights"])
         check_choice("data", data, SOURCES["data"])
-        self.scale, self.weights, self.data = scale, weights, data
+        self.name, self.scale, self.weights, self.data = name, scale, weights, data
         self.device = torch.device(device)
         self.cache_dir = cache_dir
+        self._held: dict[Any, nn.Module] = {}
         self._remembered: dict[Any, Any] = {}
 
     def __copy__(self) -> Workload:
-        """A copy is made to be changed: it begins without what the original holds and remembers."""
+        """A copy is made to be changed: it holds and remembers nothing of the original's."""
         other = object.__new__(type(self))
-        vars(other).update(vars(self), _held=None, _remembered={})
+        vars(other).update(vars(self), _held={}, _remembered={})
         return other
 
     def opened_as(self) -> dict[str, Any]:
-        """What `open_workload` is told in another process to have the same workload there, as plain
+        """The arguments of `open_workload` that open the same workload in another process, as plain
         data; the device is that process's own."""
-        return {
-            "name": self.name,
-            "scale": self.scale,
-            "weights": self.weights,
-            "data": self.data,
-            "cache_dir": str(self.cache_dir),
-        }
+        told = {key: getattr(self, key) for key in ("name", "scale", "weights", "data")}
+        return told | {"cache_dir": str(self.cache_dir)}
+
+    @property
+    @abstractmethod
+    def hub(self) -> str:
+        """The published model of this size on the Hugging Face hub; "" where there is none."""
 
     @abstractmethod
     def build(self, recipe: Recipe) -> nn.Module:
         """A fresh model on the device with the recipe's precision, layout and adapters; the frozen
-        weights are shared."""
+        weights are shared. Raises `ValueError` for what the workload can't do of a recipe."""
 
     @abstractmethod
     def trained(self, model: nn.Module) -> tuple[str, nn.Module]:
-        """The part of `model` that is trained, and the attribute that holds it: what is compiled,
-        wrapped and saved.
-        """
+        """The part of `model` that is trained, behind the attribute that holds it: what is
+        compiled, wrapped and saved."""
 
     @abstractmethod
     def frozen(self, model: nn.Module) -> list[nn.Module]:
@@ -149,31 +147,24 @@ class Workload(ABC):
 
     @abstractmethod
     def blocks(self, model: nn.Module) -> list[nn.Module]:
-        """What the trained part repeats, blocks above all: what regional compilation compiles, one
-        by one.
-        """
+        """What the trained part repeats: regional compilation compiles these one by one."""
 
     @abstractmethod
     def converted(self, model: nn.Module, recipe: Recipe) -> list[str]:
         """Names in `model` of the frozen linear layers that `recipe.base_linear` holds in a format
-        of its own.
-        """
+        of its own."""
 
     def units(self, model: nn.Module) -> list[nn.Module]:
-        """The parts of the trained part whose weights are gathered together where they are cut
-        among GPUs (FSDP).
-        """
+        """The parts of the trained part whose weights FSDP gathers together."""
         return self.blocks(model)
 
     def called(self, model: nn.Module) -> nn.Module:
-        """The module whose call uses every weight of the trained part, and around which FSDP
-        gathers them.
-        """
+        """The module whose call uses every weight of the trained part: FSDP gathers them there."""
         return self.trained(model)[1]
 
     @abstractmethod
     def dataset(self, model: nn.Module, recipe: Recipe) -> Dataset:
-        """Examples by index; those that `recipe.cache` asks for are encoded by `model` once, here."""
+        """Examples by index; what `recipe.cache` asks for is encoded by `model` once, here."""
 
     def order(self, dataset: Dataset, recipe: Recipe) -> Sampler[list[int]] | None:
         """What chooses each micro-batch's examples where their number varies; None:
@@ -190,40 +181,86 @@ class Workload(ABC):
 
     @abstractmethod
     def draw(self, model: nn.Module, batch: Batch) -> Batch:
-        """The random numbers that one micro-batch needs, on the device, from PyTorch's generators."""
+        """The random numbers of one micro-batch, from PyTorch's generators, on the device."""
 
     @abstractmethod
     def loss(self, model: nn.Module, batch: Batch, draws: Batch) -> Tensor:
-        """The mean loss of a micro-batch on the device (a scalar in float32) for given random
-        numbers.
-        """
+        """The mean loss of a micro-batch on the device for given random numbers, a scalar in
+        float32."""
 
     @abstractmethod
     def work(self, recipe: Recipe) -> Work:
         """What one optimizer step takes, from the shapes alone; on average where they vary."""
 
     def work_of(self, recipe: Recipe, batch: Batch) -> Work | None:
-        """What this micro-batch takes; None where all take the same (`steps_vary` is False), and
-        `work` says what.
+        """What this micro-batch takes; None where all take the same, and `work` says what.
 
-        Read on the host: a batch that is on a GPU already has it wait.
+        Read on the host: a batch that is on a GPU already makes the host wait.
         """
         return None
+
+    @contextmanager
+    def making_weights(self, seed: int) -> Iterator[None]:
+        """A context in which networks get their random weights from `seed`, or the hub's.
+
+        Raises `ValueError` where no published model has this size, `ConnectionError` where the hub
+        can't be reached.
+        """
+        if self.weights == "hub" and not self.hub:
+            raise ValueError(
+                f'weights="hub" has the sizes of published models, and {self.name} at '
+                f'scale={self.scale!r} is none. Use scale="full", or weights="random".'
+            )
+        with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
+            torch.manual_seed(seed)
+            try:
+                yield
+            except OSError as error:
+                if self.weights == "random":
+                    raise
+                raise ConnectionError(
+                    f"The weights of {self.hub} could not be loaded ({error}). They need the "
+                    'network once. Use weights="random", or fetch them on a connected machine with '
+                    f"`hf download {self.hub}`."
+                ) from error
+
+    def shared(self, key: Any, make: Callable[[], nn.Module], at_most: int = 1) -> nn.Module:
+        """The frozen networks that depend on `key`: made once, and held for all trainers. Of
+        `at_most` so many, the one that was asked for longest ago makes room for another."""
+        if key in self._held:
+            self._held[key] = self._held.pop(key)
+        else:
+            while len(self._held) >= at_most:
+                del self._held[next(iter(self._held))]
+            self._held[key] = make()
+        return self._held[key]
 
     def release_weights(self) -> None:
         """Forget the weights that trainers share; they stay with trainers that run. The next that
         shares them makes them anew, and one that has its own has the room for itself."""
-        held, self._held = self._held is not None, None
+        held = bool(self._held)
+        self._held.clear()
         # On a GPU in any case: a trainer that ended before holds memory until its circles of
-        # references are found.
+        # references are collected.
         if held or self.device.type == "cuda":
             gc.collect()
 
     def save(self, model: nn.Module, folder: Path) -> None:
         """Write the adapter in PEFT's format and the model's own."""
-        from labutils.layers.lora import save_adapter
-
         save_adapter(self.trained(model)[1], folder)
+
+
+def around_the_same(frozen: nn.Module) -> nn.Module:
+    """A copy of the modules around the same tensors: trainers side by side hold the frozen weights
+    once."""
+    shared = {id(tensor): tensor for tensor in [*frozen.parameters(), *frozen.buffers()]}
+    return copy.deepcopy(frozen, memo=shared)
+
+
+def refuse(wrong: bool, why: str) -> None:
+    """Raise `ValueError` with the reason where a recipe asks for what a workload can't do."""
+    if wrong:
+        raise ValueError(why)
 
 
 def open_workload(
@@ -239,15 +276,13 @@ def open_workload(
     Raises `ValueError` for an unknown name, scale or source.
     """
     check_choice("workload", name, workload_names())
-    module, kind = ROOMS[name]
     scale = scale_for(machine_facts()) if scale == "auto" else scale
-    folder = Path(
-        cache_dir or os.environ.get("LABUTILS_CACHE") or Path.home() / ".cache" / "labutils"
-    )
-    workload = getattr(importlib.import_module(module), kind)
-    import_unseen(*COMMON, *workload.libraries)
-    return workload(scale, weights, data, device or default_device(), folder)
+    cache_dir = cache_dir or os.environ.get("LABUTILS_CACHE") or Path.home() / ".cache/labutils"
+    module, kind = CLASSES[name]
+    workload = getattr(importlib.import_module(f"labutils.workloads.{module}"), kind)
+    import_unseen("peft", "bitsandbytes", *workload.libraries)
+    return workload(name, scale, weights, data, device or default_device(), Path(cache_dir))
 
 
 def workload_names() -> tuple[str, ...]:
-    return tuple(ROOMS)
+    return tuple(CLASSES)

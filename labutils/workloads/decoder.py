@@ -1,22 +1,32 @@
-"""What a language model's and a multimodal model's decoder have in common: how it is trained, and
-its arithmetic.
+"""Training the LoRA adapters of a decoder, whatever its tokens stand for.
+
+`causal_lm` (texts) and `llava` (images and texts) say how the frozen network is made, what a batch
+holds, and what comes before the decoder. The rest is here: building, adapting and converting the
+network, the loss, packed rows, and the arithmetic of a step.
+
+`layers="published"` runs transformers' own forward pass. `layers="rewritten"` runs the same modules
+without masks from tensors that were made on the CPU: nothing is counted, compared or looked up on
+the device, so that every part has static shapes and can be compiled or captured.
 """
 
 from __future__ import annotations
 
-import copy
 import functools
+import itertools
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from pathlib import Path
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import BatchSampler
+from torch.profiler import record_function
+from torch.utils.data import BatchSampler, Dataset, Sampler
 
-from labutils.data.images import EPOCH, EpochOrder
+from labutils.data.loader import EpochOrder
+from labutils.data.packing import Layout, PackedOrder, answer_room, left_over
 from labutils.layers.activation_checkpoint import (
     Parking,
     keeping_products,
@@ -24,18 +34,64 @@ from labutils.layers.activation_checkpoint import (
     recomputing_within,
 )
 from labutils.layers.chunked_cross_entropy import ChunkLoss, cross_entropy, linear_cross_entropy
-from labutils.layers.quantization.convert import forward_context, recomputing
+from labutils.layers.lora import attach_lora, save_adapter
+from labutils.layers.quantization.convert import (
+    BYTES_READ,
+    convert_base,
+    forward_context,
+    frozen_linears,
+    recomputing,
+)
+from labutils.profiling import compat
 from labutils.recipe import Recipe, Unavailable
-from labutils.workloads.base import Batch, Work, Workload, remembered
+from labutils.workloads.base import (
+    DTYPES,
+    Batch,
+    Work,
+    Workload,
+    around_the_same,
+    refuse,
+    remembered,
+)
 
-DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+TARGETS = (*ATTENTION, "gate_proj", "up_proj", "down_proj")
+"""The linear layers of a decoder's block: what LoRA adapts."""
 FP8_ROWS = 16
 """FP8 layers take rows in multiples of this. Transformer Engine insists on 8, which article A2 met
 as an assertion; ours fills rows up to 16, and compiled for any length needs a second graph for
 lengths that must be filled up."""
-TARGETS = (*ATTENTION, "gate_proj", "up_proj", "down_proj")
-"""The linear layers of a decoder's block: what LoRA adapts."""
+
+
+@dataclass(frozen=True)
+class DecoderSize:
+    """What differs between decoders. A mixture has `experts`, `chosen` of which a token takes, and
+    in every other layer a sliding `window`; `words` are the vocabulary."""
+
+    width: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_width: int
+    inner: int
+    words: int
+    tied: bool = False
+    experts: int = 0
+    chosen: int = 4
+    window: int = 128
+
+
+@dataclass(frozen=True)
+class ExampleSize:
+    """What one example takes: tokens in all, those to be predicted, and tiles of an image."""
+
+    tokens: int
+    answers: int
+    tiles: int = 0
+
+
+# -------------------------------------------------------------------------------------------------
+# The model
 
 
 class Decoder(nn.Module):
@@ -74,30 +130,66 @@ class Decoder(nn.Module):
         return linear_cross_entropy(hidden, self.head.weight, targets, chunk_loss=self.chunk_loss)
 
 
-def projections(layers: nn.ModuleList, prefix: str) -> tuple[str, ...]:
-    """Names of the linear layers of `TARGETS` in the blocks that are called `prefix`.0, `prefix`.1,
-    ...
-    """
+class Published(nn.Module):
+    """transformers' model and its own forward pass."""
+
+    base_linear = "published"
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, batch: Batch) -> Tensor:
+        return self.network(**batch, use_cache=False).loss
+
+
+class Rewritten(nn.Module):
+    """The same modules; all but the embedding is one region of static shapes."""
+
+    base_linear = "published"
+
+    def __init__(self, network: nn.Module, loss: str, longest: int | None = None) -> None:
+        super().__init__()
+        self.network = network
+        self.decoder = Decoder(network.get_decoder(), network.lm_head, loss, longest)
+
+    def forward(self, batch: Batch) -> Tensor:
+        with record_function("forward"):
+            return self.decode(self.network.get_input_embeddings()(batch["input_ids"]), batch)
+
+    def decode(self, x: Tensor, batch: Batch) -> Tensor:
+        """The loss of embedded tokens [r, n, width]."""
+        names = ("positions", "targets", "answers", "answer_targets", "boundaries")
+        return self.decoder(x, **{name: batch[name] for name in names if name in batch})
+
+
+def projections(network: nn.Module) -> tuple[str, ...]:
+    """Names in transformers' `network` of the `TARGETS` in its decoder's blocks."""
+    decoder = network.get_decoder()
+    prefix = next(name for name, module in network.named_modules() if module is decoder)
     return tuple(
-        f"{prefix}.{index}.{name}"
-        for index, layer in enumerate(layers)
-        for name, part in layer.named_modules()
+        f"{prefix}.layers.{name}"
+        for name, part in decoder.layers.named_modules()
         if isinstance(part, nn.Linear) and name.rpartition(".")[2] in TARGETS
     )
 
 
-def around_the_same(frozen: nn.Module) -> nn.Module:
-    """A copy of the modules around the same tensors: trainers side by side hold the frozen weights
-    once.
-    """
-    shared = {id(tensor): tensor for tensor in [*frozen.parameters(), *frozen.buffers()]}
-    return copy.deepcopy(frozen, memo=shared)
+@contextmanager
+def built_in(dtype: torch.dtype, device: torch.device) -> Iterator[None]:
+    """A context in which modules are made in `dtype` on `device` itself: no copy in another dtype
+    or place exists."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with device:
+            yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def checkpoint_blocks(language: nn.Module, recipe: Recipe) -> None:
     """Have the blocks of transformers' `language` model keep for the backward pass what the recipe
-    says.
-    """
+    says."""
     if recipe.checkpointing == "off":
         return
     if _recomputes_within(language, recipe):
@@ -109,86 +201,298 @@ def checkpoint_blocks(language: nn.Module, recipe: Recipe) -> None:
     parking = Parking(tokens * language.config.hidden_size * DTYPES[recipe.precision].itemsize)
     for layer in language.layers:
         if recipe.checkpointing == "offload":
-            layer._gradient_checkpointing_func = offloading(layer, parking)
+            compat.set_block_checkpoint(layer, offloading(layer, parking))
         elif recipe.checkpointing == "selective":
-            layer._gradient_checkpointing_func = keeping_products
+            compat.set_block_checkpoint(layer, keeping_products)
         else:
-            layer._gradient_checkpointing_func = recomputing(recipe.base_linear)
+            compat.set_block_checkpoint(layer, recomputing(recipe.base_linear))
 
 
 def _recomputes_within(language: nn.Module, recipe: Recipe) -> bool:
     """Whether a block's checkpoint is compiled with it.
 
-    As published it is the library's, which runs compiled blocks once more; Transformer Engine's is
+    As published it is the library's, which runs compiled blocks once more. Transformer Engine's is
     closed to the compiler. A mixture's router must choose the same experts both times, and the
     compiler may sum it up in another order in the backward pass.
     """
-    compiled = (
+    return (
         recipe.compile != "off"
         and recipe.compile_scope == "blocks"
         and recipe.layers == "rewritten"
-    )
-    same_choice = not getattr(language.config, "num_local_experts", 0)
-    return (
-        compiled
-        and same_choice
         and recipe.checkpointing == "blocks"
         and recipe.base_linear != "fp8-te"
+        and not getattr(language.config, "num_local_experts", 0)
     )
 
 
-def check_checkpointing(recipe: Recipe) -> None:
+# -------------------------------------------------------------------------------------------------
+# The workload
+
+
+class DecoderWorkload(Workload):
+    """What training a decoder's adapters is. LoRA adapts `TARGETS` of every block with alpha = 2 r;
+    everything else is frozen.
+
+    A workload of its own says in `random_network` and `pretrained` how the frozen network is made,
+    in `rewritten` what comes before the decoder, and in the methods below what its examples are.
+    """
+
+    steps_vary: ClassVar[bool] = True
+    loads_4_bits: ClassVar[bool] = False
+    """Whether bitsandbytes' layers are there before the adapters, as from_pretrained has it: PEFT
+    then takes the adapted layers that it has for 4 bits."""
+
+    @property
+    @abstractmethod
+    def size(self) -> DecoderSize:
+        """The decoder's, and what else differs between scales."""
+
+    @abstractmethod
+    def random_network(self, dtype: torch.dtype) -> nn.Module:
+        """transformers' model with random weights, built in `dtype` on the device itself."""
+
+    @abstractmethod
+    def pretrained(self, dtype: torch.dtype) -> nn.Module:
+        """The same from the hub."""
+
+    @abstractmethod
+    def rewritten(self, network: nn.Module, recipe: Recipe) -> Rewritten:
+        """The model around an adapted network for layers="rewritten"."""
+
+    @abstractmethod
+    def left_out(self, recipe: Recipe) -> tuple[str, ...]:
+        """Parts of the network whose linear layers `recipe.base_linear` doesn't convert."""
+
+    @abstractmethod
+    def example_sizes(self, recipe: Recipe) -> Sequence[ExampleSize]:
+        """What every example takes, in the dataset's order."""
+
+    @abstractmethod
+    def layout(self, recipe: Recipe) -> Layout:
+        """The form of this recipe's batches."""
+
+    @abstractmethod
+    def collate_in(self, layout: Layout, published: bool) -> Callable[[list], Batch]:
+        """What makes a micro-batch in that form, for the model as published or as rewritten."""
+
+    @property
+    @abstractmethod
+    def pad(self) -> int:
+        """The id of the token that fills rows up."""
+
+    # ---------------------------------------------------------------------------- the model
+
+    def build(self, recipe: Recipe) -> Published | Rewritten:
+        self.check(recipe)
+        dtype = DTYPES[recipe.precision]
+        if recipe.adapter == "none":
+            network = self.make(torch.float32, recipe.seed).requires_grad_(True).train()
+            checkpoint_blocks(network.get_decoder(), recipe)
+            return Published(network)
+        if recipe.base_linear == "published":
+            network = around_the_same(self._frozen(dtype, recipe.seed))
+        else:  # its own copy, so that converting a layer lets go of what it was
+            network = self.make(dtype, recipe.seed)
+        loads_4_bits = recipe.base_linear == "nf4" and self.loads_4_bits
+        if loads_4_bits:
+            convert_base(network, self.converted(network, recipe), "nf4", dtype)
+            compat.mark_as_four_bits(network)
+        names = projections(network)
+        attach_lora(network, names, recipe.rank, 2 * recipe.rank, recipe.adapter, seed=recipe.seed)
+        if not loads_4_bits:
+            convert_base(network, self.converted(network, recipe), recipe.base_linear, dtype)
+        language = network.eval().get_decoder().train()
+        checkpoint_blocks(language, recipe)
+        if recipe.layers == "published":
+            model: Published | Rewritten = Published(network)
+        else:
+            language.config._attn_implementation = "documents"
+            model = self.rewritten(network, recipe)
+        model.base_linear = recipe.base_linear
+        return model
+
+    def check(self, recipe: Recipe) -> None:
+        """Raise `ValueError` for what no decoder can do of a recipe, `Unavailable` for what a
+        library can't."""
+        published = recipe.layers == "published"
+        refuse(
+            recipe.adapter == "folded",
+            "adapter='folded' is not built for decoders. Use 'peft' or 'plain'.",
+        )
+        refuse(
+            recipe.memory_format != "contiguous",
+            "memory_format='channels_last' is for convolutions. Use 'contiguous'.",
+        )
+        refuse(
+            published and (recipe.shapes == "packed" or recipe.loss != "logits"),
+            f"shapes={recipe.shapes!r} with loss={recipe.loss!r} needs layers='rewritten': "
+            "transformers' own forward pass keeps no examples of a row apart here and always forms "
+            "whole logits.",
+        )
+        refuse(
+            recipe.driver == "graph"
+            and (published or recipe.shapes in ("as-they-come", "buckets")),
+            "driver='graph' records one step of fixed shapes that never asks the host. Use "
+            "layers='rewritten' and shapes='padded' or 'packed' with it.",
+        )
+        _check_checkpointing(recipe)
+
+    def make(self, dtype: torch.dtype, seed: int) -> nn.Module:
+        """transformers' model without adapters, every weight frozen, in `dtype` on the device."""
+        with self.making_weights(seed):
+            if self.weights == "hub":
+                network = self.pretrained(dtype).to(self.device)
+            else:
+                network = self.random_network(dtype)
+        return network.requires_grad_(False)
+
+    def _frozen(self, dtype: torch.dtype, seed: int) -> nn.Module:
+        """The frozen network, one at a time: two of 7 billion parameters would fill what training
+        needs."""
+        return self.shared((dtype, seed), functools.partial(self.make, dtype, seed))
+
+    def trained(self, model: Published | Rewritten) -> tuple[str, nn.Module]:
+        name = "network" if isinstance(model, Published) else "decoder"
+        return name, getattr(model, name)
+
+    def frozen(self, model: Published | Rewritten) -> list[nn.Module]:
+        return []
+
+    def units(self, model: Published | Rewritten) -> list[nn.Module]:
+        return list(model.network.get_decoder().layers)
+
+    def blocks(self, model: Published | Rewritten) -> list[nn.Module]:
+        """The units, and the loss of a chunk of tokens, which runs several times a pass as well."""
+        chunk_loss = model.decoder.chunk_loss if isinstance(model, Rewritten) else None
+        return self.units(model) if chunk_loss is None else [*self.units(model), chunk_loss]
+
+    def converted(self, model: nn.Module, recipe: Recipe) -> list[str]:
+        return frozen_linears(model, self.left_out(recipe))
+
+    def save(self, model: Published | Rewritten, folder: Path) -> None:
+        """Write the adapter under the names that PEFT gives it in transformers' model."""
+        save_adapter(model.network, folder, base_model=self.hub or None)
+
+    # ---------------------------------------------------------------------------- the loss
+
+    def draw(self, model: nn.Module, batch: Batch) -> Batch:
+        """Nothing is random but the data's order."""
+        return {}
+
+    def loss(self, model: nn.Module, batch: Batch, draws: Batch) -> Tensor:
+        with forward_context(model.base_linear):
+            return model(batch)
+
+    # ---------------------------------------------------------------------------- the data
+
+    def order(self, dataset: Dataset | None, recipe: Recipe) -> Sampler[list[int]] | None:
+        if recipe.shapes != "packed":
+            return None
+        examples = self.example_sizes(recipe)
+        lengths, tiles = [e.tokens for e in examples], [e.tiles for e in examples]
+        epoch = max(len(examples), self.epoch_length)
+        return PackedOrder(
+            lengths, tiles, self.layout(recipe), recipe.micro_batch, epoch, recipe.seed
+        )
+
+    def collate(self, recipe: Recipe) -> Callable[[list], Batch]:
+        layout = self.layout(recipe)
+        layout.row_tokens([e.tokens for e in self.example_sizes(recipe)])  # does all of it fit?
+        return self.collate_in(layout, recipe.layers == "published")
+
+    # ---------------------------------------------------------------------------- counting
+
+    def flops_and_bytes(
+        self, recipe: Recipe, documents: Sequence[int], tiles: int, predicting: int
+    ) -> tuple[float, float]:
+        """FLOPs of a micro-batch forward and backward, and bytes of the weights that it reads.
+
+        documents: lengths, padding included, of what attends to itself. predicting: tokens that
+        have logits.
+        """
+        tokens, pairs = sum(documents), attended_pairs(self.size, documents)
+        if recipe.adapter == "none":
+            flops = count_full_flops(self.size, tokens, pairs, predicting)
+        else:
+            flops = count_flops(self.size, recipe.rank, tokens, pairs, predicting)
+        return flops, _bytes_read(self.size, recipe)
+
+    def work(self, recipe: Recipe) -> Work:
+        """The mean over the first epoch's optimizer steps, from the examples' sizes alone."""
+        return self._mean_work(recipe) * recipe.accumulation
+
+    @remembered
+    def _mean_work(self, recipe: Recipe) -> Work:
+        examples, order = self.example_sizes(recipe), self.order(None, recipe)
+        if order is None:
+            order = BatchSampler(
+                EpochOrder(len(examples), self.epoch_length, recipe.seed),
+                recipe.micro_batch,
+                drop_last=True,
+            )
+        works = [self._planned(recipe, [examples[index] for index in chosen]) for chosen in order]
+        return functools.reduce(Work.__add__, works) * (1 / len(works))
+
+    def _planned(self, recipe: Recipe, examples: Sequence[ExampleSize]) -> Work:
+        """What a micro-batch of such examples takes."""
+        layout, lengths = self.layout(recipe), [e.tokens for e in examples]
+        tiles, answers = sum(e.tiles for e in examples), sum(e.answers for e in examples)
+        rows, length = layout.rows(lengths, [e.tiles for e in examples]), layout.row_tokens(lengths)
+        left = [left_over(length - sum(lengths[i] for i in row), layout.longest) for row in rows]
+        documents = [*lengths, *itertools.chain(*left)] if layout.packs else [length] * len(rows)
+        if recipe.layers == "rewritten":
+            tiles = layout.batch_tiles(tiles, len(rows))
+        predicting = answer_room(answers) if recipe.loss == "answers" else sum(documents)
+        flops, read = self.flops_and_bytes(recipe, documents, tiles, predicting)
+        return Work(flops, read, len(examples), sum(documents), sum(lengths))
+
+    def work_of(self, recipe: Recipe, batch: Batch) -> Work:
+        ids, boundaries = batch["input_ids"], batch.get("boundaries")
+        shown = ids != self.pad
+        positions = batch.get("positions", batch.get("position_ids"))
+        examples = len(ids) if positions is None else int(((positions == 0) & shown).sum())
+        if "position_ids" in batch:  # packed as published: all rows behind one another
+            starts = (positions[0] == 0).nonzero()[:, 0]
+            boundaries = torch.cat([starts, torch.tensor([ids.shape[1]])])
+        documents = [ids.shape[1]] * len(ids) if boundaries is None else boundaries.diff().tolist()
+        predicting = len(batch["answers"]) if recipe.loss == "answers" else ids.numel()
+        flops, read = self.flops_and_bytes(recipe, documents, self.tiles_of(batch), predicting)
+        return Work(flops, read, examples, sum(documents), int(shown.sum()))
+
+    def tiles_of(self, batch: Batch) -> int:
+        """Tiles of the images in a batch."""
+        return 0
+
+
+def _check_checkpointing(recipe: Recipe) -> None:
     """Raise `ValueError` where a recipe's checkpointing doesn't go with the rest of it,
     `Unavailable` where a library's doesn't."""
-    if (
-        recipe.base_linear == "fp8-te"
-        and recipe.checkpointing == "blocks"
-        and recipe.compile != "off"
-        and recipe.compile_scope != "blocks"
-    ):
+    kind, base_linear = recipe.checkpointing, recipe.base_linear
+    whole = recipe.compile != "off" and recipe.compile_scope != "blocks"
+    if base_linear == "fp8-te" and kind == "blocks" and whole:
         raise Unavailable(
-            "Transformer Engine's checkpointing is closed to the compiler, so that of a model "
-            "compiled whole its "
-            "blocks would be left out. Compile the blocks one by one: compile_scope='blocks'"
+            "Transformer Engine's checkpointing is closed to the compiler. Compile the blocks one "
+            "by one: compile_scope='blocks'"
         )
-    if recipe.checkpointing == "selective" and recipe.base_linear != "published":
-        raise ValueError(
-            "checkpointing='selective' keeps the results of PyTorch's own products, and "
-            "base_linear="
-            f"{recipe.base_linear!r} has others. Use checkpointing='blocks'."
-        )
-    if recipe.checkpointing != "offload":
-        return
-    if recipe.driver == "graph":
-        raise ValueError(
-            "checkpointing='offload' copies to the host, which driver='graph' can't record. Use "
-            "'blocks'."
-        )
-    if recipe.base_linear == "fp8-te":
-        raise ValueError(
-            "checkpointing='offload' doesn't know of Transformer Engine's scales, which are "
-            "renewed between a block's "
-            "two passes. Use checkpointing='blocks' with base_linear='fp8-te'."
-        )
-    if recipe.compile != "off" and recipe.compile_scope != "blocks":
-        raise ValueError(
-            "checkpointing='offload' works between compiled blocks. Use compile_scope='blocks' "
-            "with it."
-        )
-
-
-@contextmanager
-def built_in(dtype: torch.dtype, device: torch.device) -> Iterator[None]:
-    """A context in which modules are made in `dtype` on `device` itself: no copy in another dtype
-    or place exists.
-    """
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        with device:
-            yield
-    finally:
-        torch.set_default_dtype(before)
+    refuse(
+        kind == "selective" and base_linear != "published",
+        "checkpointing='selective' keeps the results of PyTorch's own products, and "
+        f"base_linear={base_linear!r} has others. Use checkpointing='blocks'.",
+    )
+    refuse(
+        kind == "offload" and recipe.driver == "graph",
+        "checkpointing='offload' copies to the host, which driver='graph' can't record. Use "
+        "'blocks'.",
+    )
+    refuse(
+        kind == "offload" and base_linear == "fp8-te",
+        "checkpointing='offload' doesn't know of Transformer Engine's scales, which change between "
+        "a block's two passes. Use checkpointing='blocks' with base_linear='fp8-te'.",
+    )
+    refuse(
+        kind == "offload" and whole,
+        "checkpointing='offload' works between compiled blocks. Use compile_scope='blocks'.",
+    )
 
 
 # -------------------------------------------------------------------------------------------------
@@ -201,97 +505,78 @@ class Shapes:
     LoRA; `frozen`: weights of the other products that one token takes; `attended`: heads times
     their width."""
 
-    layers: int
     adapted: Mapping[str, tuple[int, int]]
     attended: int
     frozen: int = 0
 
 
-def decoder_flops(shapes: Shapes, rank: int, tokens: int, pairs: int) -> int:
-    """FLOPs of a forward and backward pass through all blocks that trains the LoRA matrices alone.
+def decoder_shapes(size: DecoderSize) -> Shapes:
+    """The matrix products of one block."""
+    attended, keys = size.heads * size.head_width, size.kv_heads * size.head_width
+    adapted = {
+        "q_proj": (size.width, attended),
+        "k_proj": (size.width, keys),
+        "v_proj": (size.width, keys),
+        "o_proj": (attended, size.width),
+    }
+    if size.experts:
+        frozen = size.width * size.experts + size.chosen * 3 * size.width * size.inner
+        return Shapes(adapted, attended, frozen)
+    adapted |= {
+        "gate_proj": (size.width, size.inner),
+        "up_proj": (size.width, size.inner),
+        "down_proj": (size.inner, size.width),
+    }
+    return Shapes(adapted, attended)
 
-    pairs: of a token and one that it sees, itself included, summed over the layers. A frozen
-    product's backward pass is one product, the gradient of its input; a trained product's has a
-    second, its own gradient. The first block's input needs no gradient, and neither do the products
-    with it. What checkpointing computes again isn't counted.
+
+def attended_pairs(size: DecoderSize, documents: Sequence[int]) -> int:
+    """Pairs of a token and one that it sees, itself included, over all layers. A mixture has a
+    window in every other layer, from the first one on."""
+
+    def triangle(n: int) -> int:
+        return n * (n + 1) // 2 if n > 0 else 0
+
+    whole = sum(triangle(n) for n in documents)
+    if not size.experts:
+        return size.layers * whole
+    near = sum(triangle(n) - triangle(n - size.window) for n in documents)
+    windowed = (size.layers + 1) // 2
+    return windowed * near + (size.layers - windowed) * whole
+
+
+def count_flops(size: DecoderSize, rank: int, tokens: int, pairs: int, predicting: int) -> int:
+    """FLOPs of a forward and backward pass that trains the LoRA matrices alone.
+
+    pairs: of a token and one that it sees, summed over the layers. predicting: tokens that have
+    logits. A frozen product's backward pass is one product, the gradient of its input; a trained
+    product's has a second, its own gradient. The first block's input needs no gradient, and neither
+    do the products with it. What checkpointing computes again isn't counted.
     """
+    shapes = decoder_shapes(size)
     frozen = sum(a * b for a, b in shapes.adapted.values()) + shapes.frozen
     low_rank = rank * sum(a + b for a, b in shapes.adapted.values())
-    forward = 2 * tokens * shapes.layers * (frozen + low_rank) + 4 * pairs * shapes.attended
-    backward = 2 * tokens * shapes.layers * (frozen + 2 * low_rank) + 8 * pairs * shapes.attended
-    spared = (
-        2
-        * tokens
-        * sum(a * b + rank * a for a, b in (shapes.adapted[name] for name in ATTENTION[:3]))
-    )
-    return forward + backward - spared
+    forward = 2 * tokens * size.layers * (frozen + low_rank) + 4 * pairs * shapes.attended
+    backward = 2 * tokens * size.layers * (frozen + 2 * low_rank) + 8 * pairs * shapes.attended
+    first = (shapes.adapted[name] for name in ATTENTION[:3])
+    spared = 2 * tokens * sum(a * b + rank * a for a, b in first)
+    return forward + backward - spared + 2 * 2 * predicting * size.width * size.words
 
 
-def head_flops(width: int, words: int, predicting: int) -> int:
-    """FLOPs of the logits of `predicting` tokens, forward and backward."""
-    return 2 * 2 * predicting * width * words
+def count_full_flops(size: DecoderSize, tokens: int, pairs: int, predicting: int) -> int:
+    """FLOPs of a forward and backward pass that trains every weight: each product has two more in
+    its backward pass, attention's two have four."""
+    shapes = decoder_shapes(size)
+    weights = size.layers * (sum(a * b for a, b in shapes.adapted.values()) + shapes.frozen)
+    head = size.width * size.words
+    return 6 * tokens * weights + 12 * pairs * shapes.attended + 6 * predicting * head
 
 
-class DecoderLora(Workload):
-    """What training a decoder's adapters is, whatever its tokens stand for: the loss, and the work
-    of a mean step.
-
-    A kind of it says how the frozen model is made, how large its examples are, and what a
-    micro-batch of such takes.
-    """
-
-    steps_vary: ClassVar[bool] = True
-
-    @abstractmethod
-    def _made(self, dtype: torch.dtype, seed: int) -> nn.Module:
-        """The model without adapters, every weight frozen, in `dtype` on the device."""
-
-    @abstractmethod
-    def _measures(self, recipe: Recipe) -> Sequence[Any]:
-        """The sizes of the examples, in the dataset's order."""
-
-    @abstractmethod
-    def _planned(self, recipe: Recipe, measures: Sequence[Any]) -> Work:
-        """What a micro-batch of such examples takes."""
-
-    @abstractmethod
-    def units(self, model: nn.Module) -> list[nn.Module]:
-        """The blocks: the decoder's, and where there is one the vision tower's."""
-
-    def blocks(self, model: nn.Module) -> list[nn.Module]:
-        """These, and the loss of a chunk of tokens, which runs several times a pass as well."""
-        chunk_loss = (
-            model.decoder.chunk_loss if hasattr(model, "decoder") else None
-        )  # as published there is neither
-        return self.units(model) if chunk_loss is None else [*self.units(model), chunk_loss]
-
-    def _frozen(self, dtype: torch.dtype, seed: int) -> nn.Module:
-        """The frozen model, one at a time: two of 7 billion parameters would fill what training
-        needs.
-        """
-        if self._held is None or self._held[0] != (dtype, seed):
-            self._held = None
-            self._held = (dtype, seed), self._made(dtype, seed)
-        return self._held[1]
-
-    def draw(self, model: nn.Module, batch: Batch) -> Batch:
-        """Nothing is random but the data's order."""
-        return {}
-
-    def loss(self, model: nn.Module, batch: Batch, draws: Batch) -> Tensor:
-        with forward_context(model.base_linear):
-            return model(batch)
-
-    def work(self, recipe: Recipe) -> Work:
-        """The mean over the first epoch's optimizer steps, from the examples' sizes alone."""
-        return self._mean_work(recipe) * recipe.accumulation
-
-    @remembered
-    def _mean_work(self, recipe: Recipe) -> Work:
-        measures, order = self._measures(recipe), self.order(None, recipe)
-        if order is None:
-            order = BatchSampler(
-                EpochOrder(len(measures), EPOCH, recipe.seed), recipe.micro_batch, drop_last=True
-            )
-        works = [self._planned(recipe, [measures[index] for index in chosen]) for chosen in order]
-        return functools.reduce(Work.__add__, works) * (1 / len(works))
+def _bytes_read(size: DecoderSize, recipe: Recipe) -> float:
+    """Bytes of weights that a pass forward and one backward read: all, twice, the converted ones in
+    their own form. Between them, a batch's tokens take every expert."""
+    itemsize = DTYPES[recipe.precision].itemsize
+    converted = size.layers * sum(a * b for a, b in decoder_shapes(size).adapted.values())
+    experts = size.layers * size.width * size.experts * (1 + 3 * size.inner)
+    others = experts + size.width * size.words
+    return 2 * (converted * BYTES_READ.get(recipe.base_linear, itemsize) + others * itemsize)

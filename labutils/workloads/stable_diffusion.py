@@ -16,29 +16,37 @@ import functools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from diffusers.models.activations import GEGLU
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import record_function
 from torch.utils.data import DataLoader, Dataset
+from torch.utils.flop_counter import FlopCounterMode
 
 from labutils.data.images import captioned_images, check_one_crop, collate, image_text_dataset
 from labutils.data.tokenizers import HUB_MODEL, MAX_LENGTH, VOCABULARY, clip_tokenizer
 from labutils.layers.activation_checkpoint import keeping_products
 from labutils.layers.cuda_graph import CHANNELS_LAST_FORMS, rewrite_layers
-from labutils.layers.lora import attach_lora, lora_layers
+from labutils.layers.lora import attach_lora, count_parameters, lora_layers
 from labutils.layers.lora_folded import fold, form_weights
 from labutils.layers.quantization.convert import convert_base, forward_context, recomputing
 from labutils.profiling.machine import usable_cores
 from labutils.recipe import STOCK, Recipe
-from labutils.workloads.base import Batch, Work, Workload, remembered
-from labutils.workloads.flop_count import FlopCount, weight_bytes
+from labutils.workloads.base import (
+    DTYPES,
+    Batch,
+    Work,
+    Workload,
+    around_the_same,
+    refuse,
+    remembered,
+)
 
 TARGETS = ("to_q", "to_k", "to_v", "to_out.0")
-DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 LAYOUTS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
 VAE_FACTOR = 8
 LATENT_CHANNELS = 4
@@ -69,8 +77,7 @@ SIZES = {
 
 class Networks(nn.Module):
     """The three networks, the noise schedule, and the kind of the frozen linear layers under the
-    UNet's adapters.
-    """
+    UNet's adapters."""
 
     base_linear = "published"
 
@@ -78,9 +85,7 @@ class Networks(nn.Module):
         self, unet: nn.Module, vae: nn.Module, text_encoder: nn.Module, scheduler: Any
     ) -> None:
         super().__init__()
-        self.unet = unet
-        self.vae = vae
-        self.text_encoder = text_encoder
+        self.unet, self.vae, self.text_encoder = unet, vae, text_encoder
         self.scheduler = scheduler
 
 
@@ -89,8 +94,7 @@ class DiffusionLora(Workload):
     77] int64, or, where the recipe caches them, moments [b, 8, h/8, w/8] and condition [b, 77,
     width] in the frozen networks' dtype."""
 
-    name: ClassVar[str] = "sd15-lora"
-    libraries: ClassVar[tuple[str, ...]] = (
+    libraries = (
         "diffusers.models.autoencoders.autoencoder_kl",
         "diffusers.models.unets.unet_2d_condition",
         "diffusers.schedulers.scheduling_ddpm",
@@ -98,10 +102,16 @@ class DiffusionLora(Workload):
         "transformers.models.clip.tokenization_clip",
         "datasets",
     )
+    drawn_rows = 0
+    """Examples whose latents and text embeddings are drawn: see `on_drawn_latents`; 0: none."""
 
     @property
     def size(self) -> Size:
         return SIZES[self.scale]
+
+    @property
+    def hub(self) -> str:
+        return HUB_MODEL if self.scale == "full" else ""
 
     @property
     def latent_shape(self) -> tuple[int, int, int]:
@@ -113,13 +123,9 @@ class DiffusionLora(Workload):
 
     def build(self, recipe: Recipe) -> Networks:
         _check(recipe)
-        frozen = self._frozen(
-            DTYPES[recipe.precision], LAYOUTS[recipe.memory_format], recipe.layers, recipe.seed
-        )
-        # A copy of the modules around the same tensors: trainers side by side hold the frozen
-        # weights once.
-        shared = {id(tensor): tensor for tensor in [*frozen.parameters(), *frozen.buffers()]}
-        model = copy.deepcopy(frozen, memo=shared)
+        dtype = DTYPES[recipe.precision]
+        frozen = self._frozen(dtype, LAYOUTS[recipe.memory_format], recipe.layers, recipe.seed)
+        model = around_the_same(frozen)
         if recipe.adapter == "none":
             model.unet = copy.deepcopy(frozen.unet).float().requires_grad_(True).train()
             return model
@@ -128,22 +134,13 @@ class DiffusionLora(Workload):
         if recipe.adapter == "folded":
             _fold(model.unet)
         model.base_linear = recipe.base_linear
-        convert_base(
-            model, self.converted(model, recipe), recipe.base_linear, DTYPES[recipe.precision]
-        )
+        convert_base(model, self.converted(model, recipe), recipe.base_linear, dtype)
         model.unet.train()
-        if recipe.checkpointing != "off":
-            kept = (
-                keeping_products
-                if recipe.checkpointing == "selective"
-                else recomputing(recipe.base_linear)
-            )
-            model.unet.enable_gradient_checkpointing(kept)
+        if recipe.checkpointing == "selective":
+            model.unet.enable_gradient_checkpointing(keeping_products)
+        elif recipe.checkpointing == "blocks":
+            model.unet.enable_gradient_checkpointing(recomputing(recipe.base_linear))
         return model
-
-    def release_weights(self) -> None:
-        type(self)._frozen.cache_clear()
-        super().release_weights()
 
     def trained(self, model: Networks) -> tuple[str, nn.Module]:
         return "unet", model.unet
@@ -161,16 +158,18 @@ class DiffusionLora(Workload):
         """The UNet's levels: most weights are in convolutions between the repeated blocks."""
         return [*model.unet.down_blocks, model.unet.mid_block, *model.unet.up_blocks]
 
-    @functools.lru_cache(maxsize=4)  # noqa: B019  the workload lives as long as its trainers do
     def _frozen(
         self, dtype: torch.dtype, layout: torch.memory_format, layers: str, seed: int
     ) -> Networks:
-        """The three networks without adapters, every weight frozen."""
-        with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
-            torch.manual_seed(seed)
-            networks = (
-                self._from_hub() if self.weights == "hub" else _networks(self.size, self.device)
-            )
+        """The three networks without adapters, every weight frozen; of up to four kinds."""
+        key = (dtype, layout, layers, seed)
+        return self.shared(key, functools.partial(self._make, *key), at_most=4)
+
+    def _make(
+        self, dtype: torch.dtype, layout: torch.memory_format, layers: str, seed: int
+    ) -> Networks:
+        with self.making_weights(seed):
+            networks = _from_hub() if self.weights == "hub" else _networks(self.size, self.device)
         networks = networks.to(self.device, dtype, memory_format=layout).requires_grad_(False)
         if layers == "rewritten":
             rewrite_layers(networks, CHANNELS_LAST_FORMS | {GEGLU: SplitGEGLU})
@@ -179,31 +178,11 @@ class DiffusionLora(Workload):
         networks.text_encoder.eval()
         return networks
 
-    def _from_hub(self) -> Networks:
-        from diffusers import AutoencoderKL, DDPMScheduler, UNet2DConditionModel
-        from transformers import CLIPTextModel
-
-        if self.scale != "full":
-            raise ValueError(
-                f'weights="hub" has the sizes of scale="full"; {self.scale!r} has other ones.'
-            )
-        try:
-            return Networks(
-                UNet2DConditionModel.from_pretrained(HUB_MODEL, subfolder="unet"),
-                AutoencoderKL.from_pretrained(HUB_MODEL, subfolder="vae"),
-                CLIPTextModel.from_pretrained(HUB_MODEL, subfolder="text_encoder"),
-                DDPMScheduler.from_pretrained(HUB_MODEL, subfolder="scheduler"),
-            )
-        except OSError as error:
-            raise ConnectionError(
-                f"The weights of {HUB_MODEL} could not be loaded ({error}). They need the network "
-                "once. Use "
-                f'weights="random", or fetch them on a connected machine with `hf download {HUB_MODEL}`.'
-            ) from error
-
     # ---------------------------------------------------------------------------- the data
 
     def dataset(self, model: Networks, recipe: Recipe) -> Dataset:
+        if self.drawn_rows:
+            return self._drawn(recipe)
         images = captioned_images(self.cache_dir, self.size.images, self.data)
         tokenizer = clip_tokenizer(self.weights, self.cache_dir / "hub")
         examples = image_text_dataset(images, tokenizer, self.size.resolution)
@@ -223,9 +202,8 @@ class DiffusionLora(Workload):
         started = time.perf_counter()
         workers = min(8, usable_cores() - 1) if self.device.type == "cuda" else 0
         parts = []
-        own = (
-            torch.Generator()
-        )  # so that the noise of training is the same whether or not anything was encoded before
+        # Its own generator: the noise of training is the same with and without this pass.
+        own = torch.Generator()
         for batch in DataLoader(
             examples, batch_size=8, num_workers=workers, collate_fn=collate, generator=own
         ):
@@ -238,6 +216,17 @@ class DiffusionLora(Workload):
             parts.append({name: tensor.cpu() for name, tensor in kept.items()})
         whole = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
         return EncodedExamples(whole, time.perf_counter() - started)
+
+    def _drawn(self, recipe: Recipe) -> EncodedExamples:
+        generator = torch.Generator().manual_seed(recipe.seed)
+        channels, *sides = self.latent_shape
+        shapes = {
+            "moments": (self.drawn_rows, 2 * channels, *sides),
+            "condition": (self.drawn_rows, MAX_LENGTH, self.size.text_width),
+        }
+        drawn = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+        dtype = DTYPES[recipe.precision]
+        return EncodedExamples({name: tensor.to(dtype) for name, tensor in drawn.items()}, 0.0)
 
     # ---------------------------------------------------------------------------- the loss
 
@@ -262,12 +251,12 @@ class DiffusionLora(Workload):
             return F.mse_loss(predicted.float(), draws["noise"].float())
 
     def _latents(self, model: Networks, batch: Batch, posterior: Tensor) -> Tensor:
-        """Latents [b, 4, h/8, w/8] sampled from the VAE's posterior with the given normal numbers."""
+        """Latents [b, 4, h/8, w/8] sampled from the VAE's posterior with given normal numbers."""
         from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 
-        moments = (
-            batch["moments"] if "moments" in batch else self._moments(model, batch["pixel_values"])
-        )
+        moments = batch.get("moments")
+        if moments is None:
+            moments = self._moments(model, batch["pixel_values"])
         distribution = DiagonalGaussianDistribution(moments)
         latents = distribution.mean + distribution.std * posterior
         # In one layout, wherever they come from: a compiled network is compiled anew for every
@@ -287,51 +276,45 @@ class DiffusionLora(Workload):
 
     # ---------------------------------------------------------------------------- counting
 
-    @remembered
     def work(self, recipe: Recipe) -> Work:
         """See `Workload.work`. Low-rank products are counted as the plain adapter computes them,
         whatever the recipe's adapter does: what a faster one saves must show as time."""
-        with torch.device("meta"):
-            networks = _networks(self.size, torch.device("meta")).requires_grad_(False)
-        if recipe.adapter == "none":
-            networks.unet.requires_grad_(True)
-        else:
-            attach_lora(networks.unet, TARGETS, recipe.rank, recipe.rank, "plain", seed=0)
-        b, itemsize = recipe.micro_batch, DTYPES[recipe.precision].itemsize
-        tokens = torch.empty(b, MAX_LENGTH, dtype=torch.long, device="meta")
-        condition = torch.empty(b, MAX_LENGTH, self.size.text_width, device="meta")
-        latents = torch.empty(b, *self.latent_shape, device="meta")
-        pixels = torch.empty(b, 3, self.size.resolution, self.size.resolution, device="meta")
-        with FlopCount() as count:
-            networks.unet(latents, torch.zeros(b, device="meta"), condition)
-            if recipe.cache == "nothing":
+        rank = 0 if recipe.adapter == "none" else recipe.rank
+        flops, numbers = self._per_example(rank, recipe.cache)
+        read = numbers * DTYPES[recipe.precision].itemsize
+        return Work(flops * recipe.micro_batch, read) * recipe.accumulation
+
+    @remembered
+    def _per_example(self, rank: int, cache: str) -> tuple[int, int]:
+        """FLOPs of one example forward and backward, counted on the meta device, and numbers that a
+        pass reads; rank 0: every weight is trained."""
+        meta = torch.device("meta")
+        networks = _networks(self.size, meta).requires_grad_(rank == 0)
+        if rank:
+            attach_lora(networks.unet, TARGETS, rank, rank, "plain", seed=0)
+        condition = torch.empty(1, MAX_LENGTH, self.size.text_width, device=meta)
+        latents = torch.empty(1, *self.latent_shape, device=meta)
+        pixels = torch.empty(1, 3, self.size.resolution, self.size.resolution, device=meta)
+        numbers = 2 * count_parameters(networks.unet)  # once forward, once backward
+        # Attention is counted as its two products.
+        with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as count:
+            timesteps = torch.zeros(1, device=meta)
+            networks.unet(latents, timesteps, condition, return_dict=False)[0].sum().backward()
+            if cache == "nothing":
                 networks.vae.encode(pixels)
-            if recipe.cache != "latents+text":
-                networks.text_encoder(tokens)
-        read = 2 * weight_bytes(networks.unet, itemsize=itemsize)  # once forward, once backward
-        read += (
-            weight_bytes(networks.vae.encoder, itemsize=itemsize)
-            if recipe.cache == "nothing"
-            else 0
-        )
-        read += (
-            weight_bytes(networks.text_encoder, itemsize=itemsize)
-            if recipe.cache != "latents+text"
-            else 0
-        )
-        return Work(
-            recipe.accumulation * (count.forward + count.backward), recipe.accumulation * read
-        )
+                numbers += count_parameters(networks.vae.encoder)
+            if cache != "latents+text":
+                networks.text_encoder(torch.zeros(1, MAX_LENGTH, dtype=torch.long, device=meta))
+                numbers += count_parameters(networks.text_encoder)
+        return count.get_total_flops(), numbers
 
 
 class EncodedExamples(Dataset):
     """Examples that were encoded once, in `encode_s` seconds, and are held in memory; reading a
-    batch is one gather.
-    """
+    batch is one gather."""
 
     def __init__(self, tensors: dict[str, Tensor], encode_s: float) -> None:
-        self.tensors = tensors
-        self.encode_s = encode_s
+        self.tensors, self.encode_s = tensors, encode_s
 
     def __len__(self) -> int:
         return len(next(iter(self.tensors.values())))
@@ -347,54 +330,34 @@ class EncodedExamples(Dataset):
 def on_drawn_latents(workload: DiffusionLora, rows: int = 64) -> DiffusionLora:
     """The same workload on latents and text embeddings that are drawn, and encoded from nothing: to
     compare recipes that need them by time and memory, with cache="latents+text" and no pass of all
-    images through the encoders."""
+    images through the encoders. The frozen weights are shared."""
     other = copy.copy(workload)
-
-    def dataset(model: Networks, recipe: Recipe) -> EncodedExamples:
-        channels, *sides = workload.latent_shape
-        generator = torch.Generator().manual_seed(recipe.seed)
-        shapes = {
-            "moments": (rows, 2 * channels, *sides),
-            "condition": (rows, MAX_LENGTH, workload.size.text_width),
-        }
-        drawn = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
-        return EncodedExamples(
-            {name: tensor.to(DTYPES[recipe.precision]) for name, tensor in drawn.items()}, 0.0
-        )
-
-    other.dataset = dataset
-    other.build = workload.build  # the frozen weights are the other's own
+    other.drawn_rows, other._held = rows, workload._held
     return other
-
-
-FOR_LANGUAGE = ("shapes", "loss")
-"""Knobs of models that read text, which do nothing here: a run on record must not claim that they
-did.
-"""
 
 
 def _check(recipe: Recipe) -> None:
     """Raise `ValueError` for what this workload can't do of a recipe."""
-    if recipe.cache == "features":
-        raise ValueError(
-            "cache='features' is for models that see images. Use cache='latents' or 'latents+text'."
-        )
-    if recipe.checkpointing == "offload":
-        raise ValueError(
-            "checkpointing='offload' is for a decoder's blocks. Use 'blocks' or 'selective' here."
-        )
-    if recipe.checkpointing != "off" and (recipe.adapter == "folded" or recipe.compile != "off"):
-        raise ValueError(
-            f"checkpointing={recipe.checkpointing!r} computes a UNet's blocks again as diffusers "
-            "does it, which goes "
-            "with neither adapter='folded' nor compile. Use checkpointing='off' with these."
-        )
-    for knob in FOR_LANGUAGE:
+    again = recipe.checkpointing
+    refuse(
+        recipe.cache == "features",
+        "cache='features' is for models that see images. Use cache='latents' or 'latents+text'.",
+    )
+    refuse(
+        again == "offload",
+        "checkpointing='offload' is for a decoder's blocks. Use 'blocks' or 'selective' here.",
+    )
+    refuse(
+        again != "off" and (recipe.adapter == "folded" or recipe.compile != "off"),
+        f"checkpointing={again!r} computes a UNet's blocks again as diffusers does it, which goes "
+        "with neither adapter='folded' nor compile. Use checkpointing='off' with these.",
+    )
+    for knob in ("shapes", "loss"):  # a run on record must not claim that they did anything
         value, usual = getattr(recipe, knob), getattr(STOCK, knob)
-        if value != usual:
-            raise ValueError(
-                f"{knob}={value!r} is for language models. Use {knob}={usual!r} with this workload."
-            )
+        refuse(
+            value != usual,
+            f"{knob}={value!r} is for language models. Use {knob}={usual!r} with this workload.",
+        )
 
 
 def _fold(unet: nn.Module) -> None:
@@ -402,12 +365,9 @@ def _fold(unet: nn.Module) -> None:
     joint = []
     for name in unet.attn_processors:
         layer = name.removesuffix(".processor")
-        shared = (
-            ("to_k", "to_v")
-            if unet.get_submodule(layer).is_cross_attention
-            else ("to_q", "to_k", "to_v")
-        )
-        joint.append(tuple(f"{layer}.{projection}" for projection in shared))
+        crosses = unet.get_submodule(layer).is_cross_attention
+        of_one_input = ("to_k", "to_v") if crosses else ("to_q", "to_k", "to_v")
+        joint.append(tuple(f"{layer}.{projection}" for projection in of_one_input))
     fold(unet, lora_layers(unet), joint)
     unet.set_attn_processor(JointAttention())
 
@@ -425,16 +385,13 @@ class JointAttention:
         **unused: Any,
     ) -> Tensor:
         if encoder_hidden_states is None:
-            projections = attn.to_q(hidden_states).chunk(3, dim=-1)
+            query, key, value = attn.to_q(hidden_states).chunk(3, dim=-1)
         else:
-            projections = (
-                attn.to_q(hidden_states),
-                *attn.to_k(encoder_hidden_states).chunk(2, dim=-1),
-            )
-        query, key, value = (x.unflatten(-1, (attn.heads, -1)).transpose(1, 2) for x in projections)
-        attended = F.scaled_dot_product_attention(
-            query, key, value
-        )  # [b, heads, n, channels / heads]
+            query = attn.to_q(hidden_states)
+            key, value = attn.to_k(encoder_hidden_states).chunk(2, dim=-1)
+        # [b, heads, n, channels / heads]
+        heads = (x.unflatten(-1, (attn.heads, -1)).transpose(1, 2) for x in (query, key, value))
+        attended = F.scaled_dot_product_attention(*heads)
         return attn.to_out[0](attended.transpose(1, 2).flatten(-2))
 
 
@@ -451,14 +408,25 @@ class SplitGEGLU(GEGLU):
         if not torch.compiler.is_compiling():
             return super().forward(hidden_states, *args, **kwargs)
         (value, gate), (value_bias, gate_bias) = self.proj.weight.chunk(2), self.proj.bias.chunk(2)
-        return F.linear(hidden_states, value, value_bias) * F.gelu(
-            F.linear(hidden_states, gate, gate_bias)
-        )
+        opened = F.gelu(F.linear(hidden_states, gate, gate_bias))
+        return F.linear(hidden_states, value, value_bias) * opened
 
 
 def _as_it_is(batch: Batch) -> Batch:
     """`EncodedExamples` hands over whole batches."""
     return batch
+
+
+def _from_hub() -> Networks:
+    from diffusers import AutoencoderKL, DDPMScheduler, UNet2DConditionModel
+    from transformers import CLIPTextModel
+
+    return Networks(
+        UNet2DConditionModel.from_pretrained(HUB_MODEL, subfolder="unet"),
+        AutoencoderKL.from_pretrained(HUB_MODEL, subfolder="vae"),
+        CLIPTextModel.from_pretrained(HUB_MODEL, subfolder="text_encoder"),
+        DDPMScheduler.from_pretrained(HUB_MODEL, subfolder="scheduler"),
+    )
 
 
 def _networks(size: Size, device: torch.device) -> Networks:
@@ -468,6 +436,21 @@ def _networks(size: Size, device: torch.device) -> Networks:
 
     crossed = len(size.unet_channels) - 1  # every level but the last attends to the text
     groups = min(32, size.unet_channels[0], size.vae_channels[0])
+    text = CLIPTextConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=size.text_width,
+        intermediate_size=4 * size.text_width,
+        num_hidden_layers=size.text_layers,
+        num_attention_heads=size.text_width // (64 if size.text_width >= 64 else 8),
+        projection_dim=size.text_width,
+        hidden_act="quick_gelu",
+    )
+    scheduler = DDPMScheduler(
+        beta_schedule="scaled_linear",
+        beta_start=0.00085,
+        beta_end=0.012,
+        num_train_timesteps=TIMESTEPS,
+    )
     with device:
         unet = UNet2DConditionModel(
             sample_size=size.resolution // VAE_FACTOR,
@@ -488,21 +471,5 @@ def _networks(size: Size, device: torch.device) -> Networks:
             norm_num_groups=groups,
             sample_size=size.resolution,
         )
-        text_encoder = CLIPTextModel(
-            CLIPTextConfig(
-                vocab_size=VOCABULARY,
-                hidden_size=size.text_width,
-                intermediate_size=4 * size.text_width,
-                num_hidden_layers=size.text_layers,
-                num_attention_heads=size.text_width // (64 if size.text_width >= 64 else 8),
-                projection_dim=size.text_width,
-                hidden_act="quick_gelu",
-            )
-        )
-    scheduler = DDPMScheduler(
-        beta_schedule="scaled_linear",
-        beta_start=0.00085,
-        beta_end=0.012,
-        num_train_timesteps=TIMESTEPS,
-    )
+        text_encoder = CLIPTextModel(text)
     return Networks(unet, vae, text_encoder, scheduler)

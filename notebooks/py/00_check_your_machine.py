@@ -394,9 +394,9 @@ with lab.attempt("A kernel for another card", reference="unlisted architecture")
 # xformers is installed here, the doctor of section 1 has already tried it.
 
 # %%
-xformers = doctor.this_machine().imports.get("xformers")
+xformers = doctor.try_import("xformers")
 with lab.attempt("xformers' attention on this card", reference="xformers"):
-    if not on_gpu or xformers is None or xformers.status == "missing":
+    if not on_gpu or xformers.status == "missing":
         raise Unavailable(
             f"{'xformers is not installed' if on_gpu else 'there is no GPU'}; no lab needs it"
         )

@@ -59,12 +59,12 @@ from statistics import median
 
 import matplotlib.pyplot as plt
 import torch
-from labutils.profiling.hardware import cuda
 from torch import nn
 
 from labutils.course import plots
 from labutils.layers import lora as adapters
 from labutils.layers.lora import attach_lora, count_parameters, count_trainable, lora_parameters
+from labutils.profiling import cuda
 from labutils.profiling.memory import measured
 from labutils.profiling.memory_model import planned, saved_for_backward
 from labutils.results.records import Run, summarise

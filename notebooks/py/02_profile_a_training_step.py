@@ -58,10 +58,10 @@ import shutil
 from types import SimpleNamespace
 
 import matplotlib.pyplot as plt
+import pandas as pd
 import torch
 
 from labutils.course import plots
-from labutils.course.tables import WAITS, wait_rows
 from labutils.layers.lora import count_parameters, count_trainable
 from labutils.profiling.intervals import overlap, total, union
 from labutils.profiling.syncs import find_syncs, with_lines
@@ -197,14 +197,11 @@ fig, ax = plt.subplots(figsize=(7.2, 2.6))
 when, values = watched.series(watched.what)
 what = "GPU" if on_gpu else "CPU, this process's share of its cores"
 # A reading speaks of the time since the one before it: the first and the last, of an instant, are left out.
-plots.utilisation(ax, when[:-2], values[1:-1], what, watched.driver_samples)
+plots.utilisation(ax, when[:-2], values[1:-1], what)
 plt.show()
 changes = sum(before != after for before, after in zip(values, values[1:], strict=False))
 said = f"{len(values)} readings in {when[-1]:.1f} s, of which {changes} brought a new number."
-buffer = f" The driver's own buffer of samples (dots) has {len(watched.driver_samples)} for the same time."
-lab.show(
-    said + (buffer if on_gpu else " They are of the CPU: without a GPU there is no driver to ask.")
-)
+lab.show(said if on_gpu else said + " They are of the CPU: there is no driver to ask.")
 lab.verdict("A1.stock.utilization");
 
 # %% [markdown]
@@ -447,7 +444,19 @@ sites = find_syncs(trainer)  # PyTorch's warnings; [] without a GPU
 waits = stacked.waits if stacked.on_gpu else stacked.host_reads()
 rows = with_lines(stacked.sync_table(waits), sites)
 
-lab.table(WAITS, *wait_rows(rows))
+
+def table_of_waits(rows: list[dict]) -> pd.DataFrame:
+    """Each place that waits: where, called by what, how often and how long a step."""
+    names = {"library": "in", "per_step": "a step", "ms_per_step": "ms a step"}
+    columns = ["phase", "where", "line", "library", "builtin", "cause", "call", *list(names)[1:]]
+    table = pd.DataFrame(rows).reindex(columns=[*columns, "idle_ms_per_step"])
+    table["by"] = table["builtin"].fillna(table["cause"]).fillna(table["call"])
+    table["idle_ms_per_step"] = table["idle_ms_per_step"].replace(0, None)
+    table = table.drop(columns=["builtin", "cause", "call"])
+    return table.rename(columns=names | {"idle_ms_per_step": "then the GPU idles, ms"})
+
+
+lab.table(table_of_waits(rows))
 
 # %%
 if stacked.on_gpu:
@@ -460,7 +469,7 @@ if stacked.on_gpu:
 lab.keep(stock);
 
 # %% [markdown]
-# (The number in brackets is the line; where only the trace knows the place, it is the line where the function begins.)
+# Where only the trace knows the place, the line is the one where the function begins.
 #
 # On a GPU, the last column is how long it took afterwards until the GPU had work again. Don't blame the wait alone for it:
 # behind a copy in `data`, for example, the host decodes the next image.
@@ -471,7 +480,7 @@ lab.keep(stock);
 # Our H200's table:
 
 # %%
-lab.table(("H200: phase", *WAITS[1:]), *wait_rows(theirs.get("syncs", [])), otherwise=no_gpu)
+lab.table(table_of_waits(theirs.get("syncs", [])), otherwise=no_gpu)
 
 # %% [markdown]
 # ### Is it `clip_grad_norm_`?

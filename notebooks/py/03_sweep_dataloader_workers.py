@@ -62,10 +62,10 @@ from statistics import median
 
 import matplotlib.pyplot as plt
 import torch
-from labutils.profiling.hardware import usable_cores
 
 from labutils.course import plots
-from labutils.data.images import EPOCH, PARTS, decode_ms
+from labutils.labs.lab03_dataloader import PARTS, decode_ms
+from labutils.data.loader import EPOCH
 from labutils.labs.lab03_dataloader import epoch_start_ms, hand_over_ms
 from labutils.labs.lab03_pinned_memory import two_by_two
 from labutils.labs.lab03_shared_memory import (
@@ -76,6 +76,7 @@ from labutils.labs.lab03_shared_memory import (
     try_workers,
 )
 from labutils.profiling.dataloader_model import Pipeline, off_the_model
+from labutils.profiling.machine import usable_cores
 from labutils.recipe import STOCK, Unavailable
 from labutils.results.records import Run, summarise
 from labutils.training import compare, train
@@ -181,8 +182,8 @@ lab.table(
 )
 
 # %% [markdown]
-# The formula is a bound: no step can be shorter. A real queue may come out longer, because batches are handed over in order
-# and all running threads share the cores. A small simulation (`Pipeline.simulated_ms`) takes that into account.
+# The formula is a bound: no step can be shorter. A real queue may come out longer near the bend, because batches are handed
+# over in order.
 #
 # **Your prediction:** what is the smallest number of workers with which your step is as short as it gets?
 
@@ -193,11 +194,10 @@ lab.predict("fewest workers for the shortest step", my_workers, "workers")
 
 # %%
 WORKERS = (0, 1, 2, 3, 4, 8, 12)
-predicted = {n: pipeline.simulated_ms(n) for n in range(13)}
+predicted = {n: pipeline.step_ms(n) for n in range(13)}
 lab.table(
     ("workers", *map(str, WORKERS)),
-    ("the formula, ms a step", *(pipeline.step_ms(n) for n in WORKERS)),
-    ("the simulated queue, ms a step", *(predicted[n] for n in WORKERS)),
+    ("the formula, ms a step", *(predicted[n] for n in WORKERS)),
 )
 lab.show(
     f"A micro-batch takes {pipeline.read_ms:.3g} ms to read and {pipeline.busy_ms:.3g} ms to train on. If there are cores to "
@@ -228,7 +228,7 @@ lab.keep(runs);
 
 # %% [markdown]
 # The article's times belong to another machine and to another "step". So we scale its curve: its 290 ms without workers are
-# made equal to our time without workers, and only the shape is compared. The wide line is the simulation of section 2.
+# made equal to our time without workers, and only the shape is compared. The wide line is the formula of section 2.
 
 # %%
 ARTICLE = {0: 290, 1: 156, 2: 144, 3: 141, 4: 148, 8: 178, 12: None}
@@ -245,7 +245,7 @@ theirs = {n: lab.reference(f"workers={n}") for n in WORKERS}
 lab.table(
     ("workers", *map(str, WORKERS)),
     ("article, ms", *ARTICLE.values()),
-    ("simulated, ms", *(predicted[n] for n in WORKERS)),
+    ("the formula, ms", *(predicted[n] for n in WORKERS)),
     ("measured here, ms", *measured.values()),
     ("here, waiting for data, ms", *(runs[f"workers={n}"].metric("data_ms") for n in WORKERS)),
     ("H200 (full), ms", *(run and run.metric("step_ms") for run in theirs.values())),
@@ -254,13 +254,13 @@ lab.table(
 lab.verdict("A1.workers.one", "A1.workers.three", "A1.workers.shape", "A1.workers.data-time");
 
 # %% [markdown]
-# Where does the measurement leave the simulation by more than its own spread?
+# Where does the measurement leave the formula by more than its own spread?
 
 # %%
 known = {n: runs[f"workers={n}"].metrics["step_ms"] for n in WORKERS if measured[n]}
 off = off_the_model(known, predicted)
 lab.table(
-    ("against the simulated queue, by more than p10-p90", "workers"),
+    ("against the formula, by more than p10-p90", "workers"),
     ("slower than it", ", ".join(map(str, off["above"])) or "none"),
     ("faster than it", ", ".join(map(str, off["below"])) or "none"),
 )

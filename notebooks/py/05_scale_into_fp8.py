@@ -296,7 +296,7 @@ def draw(power: int) -> None:
     plt.show()
 
 
-lab.explore(draw, range(-16, 7), "S × 2^")
+lab.choose(draw, {"power": range(-16, 7)});
 
 # %% [markdown]
 # **Takeaway.** The "F" in FP8 stands for *floating*: within the format's range the error does not depend on the scale. A scale

@@ -85,7 +85,7 @@ from labutils.profiling.step_model import CARDS, Host, replayed_ms
 from labutils.recipe import Unavailable
 from labutils.results import claims
 from labutils.results.records import Run, to_frame
-from labutils.tools.doctor.facts import try_imports
+from labutils.tools.doctor import try_import
 from labutils.workloads import open_workload
 
 plots.use_style()
@@ -756,7 +756,7 @@ with lab.attempt("Importing unsloth"):
         raise Unavailable(
             "it takes a Blackwell card of compute capability 12.0 to see what unsloth says on one"
         )
-    imported = try_imports(("unsloth",), timeout_s=90)[0]["unsloth"]
+    imported = try_import("unsloth", timeout_s=90)
     if imported.status == "missing":
         raise Unavailable("unsloth is not installed; `make unsloth` does it")
     metrics = {"failed": int(imported.status != "ok"), "message": imported.message}

@@ -219,4 +219,4 @@ def test_the_full_size_is_built_at_once_and_held_once(name, gigabytes):
     assert torch.cuda.max_memory_allocated() - before < size + 2.5e9
     other = workload.build(OURS)
     assert torch.cuda.memory_allocated() - before < size + 0.7e9
-    assert other.lm.lm_head.weight is model.lm.lm_head.weight
+    assert other.network.lm_head.weight is model.network.lm_head.weight

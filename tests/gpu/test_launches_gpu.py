@@ -12,9 +12,9 @@ import torch
 from labutils.labs import lab08_launch_bound
 from labutils.labs.lab08_launch_bound import LightStep, OnOneBatch, variants
 from labutils.profiling import cuda
-from labutils.profiling.energy import Energy
 from labutils.profiling.host_delay import SlowerHost
 from labutils.profiling.step_model import LIGHT, Host, Program, bound_ms, replayed_ms
+from labutils.profiling.utilization import Energy
 from labutils.training import Trainer
 from labutils.workloads import open_workload
 

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch.profiler import record_function
 
-from labutils.profiling.intervals import total
 from labutils.profiling.syncs import find_syncs, with_lines
 from labutils.profiling.trace import profile
 from labutils.profiling.utilization import Utilization
@@ -67,23 +66,10 @@ def test_pytorchs_warnings_count_the_same_and_know_the_lines(recorded):
     )
 
 
-def test_hta_measures_the_same_busy_time(recorded):
-    from hta.trace_analysis import TraceAnalysis
-
-    trace, folder = recorded
-    analysis = TraceAnalysis(
-        trace_files={0: str(trace.path)}, trace_dir=str(folder), include_last_profiler_step=True
-    )
-    row = analysis.get_temporal_breakdown(visualize=False).iloc[0]
-    lost_ms = total(trace.kernel_time) - row["compute_time(us)"] / 1000
-    # It cuts each kernel's start and duration down to whole microseconds.
-    assert abs(lost_ms) <= 2 * len(trace.kernels) / 1000
-
-
 def test_shares_add_up_and_kernels_are_known(recorded):
     trace, _ = recorded
     assert sum(trace.partition().values()) * trace.steps == pytest.approx(trace.wall_ms)
-    assert 0 < trace.gpu_busy < 1
+    assert 0 < trace.metrics()["traced_gpu_busy"] < 1
     assert trace.categories()["GEMM"]["count"] >= 2  # forward, and the gradient of the weight
     assert trace.launches()["kernels"] >= trace.launches()["launches"] > 5
 

@@ -280,10 +280,10 @@ def test_a_resumed_llava_run_ends_where_an_unbroken_one_does(knobs, tmp_path):
         trainer.run(2)
         trainer.save()
         trainer.run(4)
-        whole, losses = copy.deepcopy(adapter_state(trainer.model.llava)), trainer.losses
+        whole, losses = copy.deepcopy(adapter_state(trainer.model.network)), trainer.losses
     with Trainer(varied, recipe, tmp_path, resume=True) as trainer:
         trainer.run(4)
-        resumed = adapter_state(trainer.model.llava)
+        resumed = adapter_state(trainer.model.network)
         assert trainer.losses == losses[2:]
     assert all(torch.equal(resumed[name], matrix) for name, matrix in whole.items())
     with pytest.raises(ValueError, match="token_budget=.*Resume with the same settings"):
@@ -300,7 +300,7 @@ def test_a_saved_llava_adapter_loads_in_peft(knobs, tmp_path):
     with Trainer(workload, A2_BASE.but(learning_rate=1e-2, **knobs)) as trainer:
         trainer.run(2)
         trainer.save_adapter(tmp_path)
-        saved = adapter_state(trainer.model.llava)
+        saved = adapter_state(trainer.model.network)
         torch.manual_seed(0)  # the frozen weights that the trainer has
         base = build_llava(workload.size, torch.device("cpu"), torch.float32)
         loaded = PeftModel.from_pretrained(base, str(tmp_path))

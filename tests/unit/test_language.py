@@ -20,7 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.data import BatchSampler
 from torch.utils.flop_counter import FlopCounterMode
 
-from labutils.data.images import EPOCH, EpochOrder
+from labutils.data.loader import EPOCH, EpochOrder
 from labutils.data.packing import BUCKETS, IGNORED, Layout, PackedOrder, boundaries
 from labutils.labs.ladders import A3_BASE, A3_LADDER, A3_OWN, climb
 from labutils.layers.lora import attach_lora, count_parameters, count_trainable, load_adapter
@@ -28,19 +28,24 @@ from labutils.profiling.recompilation import Compilation
 from labutils.recipe import Unavailable
 from labutils.training import MemoryLog, Trainer, benchmark, compare
 from labutils.workloads import open_workload, workload_names
-from labutils.workloads.base import ROOMS
+from labutils.workloads.base import CLASSES, around_the_same
 from labutils.workloads.causal_lm import (
     GPT_OSS,
     GPT_OSS_120B,
     QWEN3,
     QWEN3_32B,
-    attended_pairs,
     build_lm,
+)
+from labutils.workloads.decoder import (
+    ATTENTION,
+    FP8_ROWS,
+    TARGETS,
+    attended_pairs,
     count_flops,
     count_full_flops,
     decoder_shapes,
+    projections,
 )
-from labutils.workloads.decoder import ATTENTION, FP8_ROWS, TARGETS, around_the_same, projections
 
 BASE = A3_BASE.but(precision="fp32", adapter="plain", driver="eager", logging="ring-buffer")
 OURS = BASE.but(layers="rewritten")
@@ -118,7 +123,7 @@ def test_the_architectures_are_the_published_ones_to_the_parameter(size, paramet
     lm = build_lm(size, META, torch.bfloat16)
     assert count_parameters(lm) == parameters
     assert {p.dtype for p in lm.parameters()} == {torch.bfloat16}
-    attach_lora(lm, projections(lm.model.layers, "model.layers"), 8, 16, "plain", seed=0)
+    attach_lora(lm, projections(lm), 8, 16, "plain", seed=0)
     assert count_trainable(lm) == trained
 
 
@@ -130,7 +135,7 @@ def test_every_scale_has_every_kind_of_layer(scales, scale):
 
 
 def test_every_workload_has_the_name_that_it_is_opened_by():
-    names = [name for name in workload_names() if ROOMS[name][0].endswith("language")]
+    names = [name for name in workload_names() if CLASSES[name][0] == "causal_lm"]
     assert len(names) == 8
     assert [opened(name).name for name in names] == names
 
@@ -154,18 +159,20 @@ def test_configurations_are_the_published_ones():
 def test_what_is_trained(workload, layers, adapter):
     """All seven projections of Qwen3; gpt-oss's attention alone."""
     model = workload.build(BASE.but(layers=layers, adapter=adapter))
-    trained = [name for name, p in model.lm.named_parameters() if p.requires_grad]
+    trained = [name for name, p in model.network.named_parameters() if p.requires_grad]
     expected = ATTENTION if workload.family == "gpt-oss" else TARGETS
     assert len(trained) == 2 * 2 * len(expected)
     assert {name.split(".lora_")[0].rpartition(".")[2] for name in trained} == set(expected)
-    assert {p.dtype for p in model.lm.parameters() if p.requires_grad} == {torch.float32}
+    assert {p.dtype for p in model.network.parameters() if p.requires_grad} == {torch.float32}
 
 
 def test_sessions_share_the_frozen_weights(workload):
     first, second = workload.build(BASE), workload.build(OURS)
-    embeddings = [m.lm.model.embed_tokens.weight.data_ptr() for m in (first, second)]
+    embeddings = [m.network.model.embed_tokens.weight.data_ptr() for m in (first, second)]
     assert embeddings[0] == embeddings[1]
-    ways = [m.lm.model.layers[0].self_attn.config._attn_implementation for m in (first, second)]
+    ways = [
+        m.network.model.layers[0].self_attn.config._attn_implementation for m in (first, second)
+    ]
     assert ways == ["eager" if workload.family == "gpt-oss" else "sdpa", "documents"]
 
 
@@ -173,7 +180,7 @@ def test_shared_weights_that_are_let_go_stay_with_those_who_use_them(qwen3):
     held = qwen3.build(OURS)
     qwen3.release_weights()
     other = qwen3.build(OURS)
-    pairs = list(zip(held.lm.parameters(), other.lm.parameters(), strict=True))
+    pairs = list(zip(held.network.parameters(), other.network.parameters(), strict=True))
     assert all(torch.equal(a, b) for a, b in pairs)
     assert not any(a is b for a, b in pairs)
 
@@ -264,7 +271,7 @@ def test_converted_bases_train_and_keep_near(workload, kind):
     recipe = OURS.but(base_linear=kind)
     expected, gradients = reference(workload.name, (0, 5))
     model = workload.build(recipe)
-    kinds = {name: type(m).__name__ for name, m in model.lm.named_modules()}
+    kinds = {name: type(m).__name__ for name, m in model.network.named_modules()}
     assert kinds["lm_head"] == "Linear"
     assert kinds["model.layers.1.self_attn.o_proj.base_layer"] != "Linear"
     batch = batch_of(workload, recipe, CHOSEN["two"])
@@ -280,14 +287,14 @@ def test_peft_adapts_4_bits_with_its_own_layer(qwen3):
 
     base = BASE.but(base_linear="nf4", adapter="peft")
     models = {adapter: qwen3.build(base.but(adapter=adapter)) for adapter in ("peft", "plain")}
-    layers = [m for m in models["peft"].lm.modules() if hasattr(m, "base_layer")]
+    layers = [m for m in models["peft"].network.modules() if hasattr(m, "base_layer")]
     assert len(layers) == 2 * len(TARGETS) and {type(layer) for layer in layers} == {Linear4bit}
     losses = {}
     for adapter, model in models.items():
-        perturb(model.lm, 0.2)
+        perturb(model.network, 0.2)
         loss = qwen3.loss(model, batch_of(qwen3, base, CHOSEN["two"]), {})
         loss.backward()
-        losses[adapter] = loss.detach(), adapter_gradients(model.lm)
+        losses[adapter] = loss.detach(), adapter_gradients(model.network)
     torch.testing.assert_close(losses["peft"][0], losses["plain"][0])
     assert_same_gradients(losses["peft"][1], losses["plain"][1], rtol=1e-4)
 
@@ -298,7 +305,7 @@ def test_peft_adapts_4_bits_with_its_own_layer(qwen3):
 
 def test_forms_of_batches(workload):
     chosen = CHOSEN["five"]
-    lengths = [workload._measures(BASE)[i].tokens for i in chosen]
+    lengths = [workload.example_sizes(BASE)[i].tokens for i in chosen]
     budget = workload.token_budget(BASE)
     batches = {
         name: batch_of(workload, recipe.but(layers="rewritten"), chosen)
@@ -338,7 +345,7 @@ def test_what_a_packed_batch_holds(workload):
 def test_attention_knows_the_longest_document_of_packed_rows(workload, shapes):
     recipe, told = SHAPES[shapes].but(layers="rewritten"), []
     model = workload.build(recipe)
-    for layer in model.lm.model.layers:
+    for layer in model.network.model.layers:
         layer.self_attn.register_forward_pre_hook(
             lambda _, args, given: told.append(given["longest"]), with_kwargs=True
         )
@@ -375,12 +382,12 @@ def test_rows_without_padding_are_our_packed_ones(qwen3):
     batch = batch_of(qwen3, PACKED.but(layers="published"), CHOSEN["five"])
     assert set(batch) == {"input_ids", "position_ids", "labels"} and len(batch["input_ids"]) == 1
     model = qwen3.build(BASE)
-    perturb(model.lm, 0.2)
+    perturb(model.network, 0.2)
     loss = qwen3.loss(model, batch, {})
     loss.backward()
     expected, gradients = reference(qwen3.name, tuple(CHOSEN["five"]))
     torch.testing.assert_close(loss.detach(), expected, rtol=1e-5, atol=1e-6)
-    assert_same_gradients(adapter_gradients(model.lm), gradients, rtol=1e-4)
+    assert_same_gradients(adapter_gradients(model.network), gradients, rtol=1e-4)
     both = (PACKED, PACKED.but(layers="published"))
     ours, theirs = (
         qwen3.work_of(recipe, batch_of(qwen3, recipe, CHOSEN["five"])) for recipe in both
@@ -422,7 +429,7 @@ def test_flops_are_those_that_pytorch_counts(workload, shapes, loss):
     products, so the experts are transformers' loop here."""
     recipe = SHAPES[shapes].but(layers="rewritten", loss=loss, predict="answers")
     model, size = workload.build(recipe), workload.size
-    model.lm.config._experts_implementation = "eager"
+    model.network.config._experts_implementation = "eager"
     batch = batch_of(workload, recipe, CHOSEN["two"])
     rows, length = batch["input_ids"].shape
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
@@ -483,7 +490,7 @@ def test_work_planned_is_the_work_of_the_batches(workload, shapes, layers, loss)
         EpochOrder(32, EPOCH, recipe.seed), 2, drop_last=True
     )
     for _, chosen in zip(range(3), order, strict=False):
-        measures = [workload._measures(recipe)[index] for index in chosen]
+        measures = [workload.example_sizes(recipe)[index] for index in chosen]
         assert workload._planned(recipe, measures) == workload.work_of(
             recipe, batch_of(workload, recipe, chosen)
         )
@@ -512,7 +519,7 @@ def test_fp8_products_have_the_rate_of_fp8_where_there_is_one(monkeypatch, has, 
 
 def test_what_work_counts(workload):
     batch = batch_of(workload, OURS, CHOSEN["two"])
-    lengths = [workload._measures(OURS)[i].tokens for i in CHOSEN["two"]]
+    lengths = [workload.example_sizes(OURS)[i].tokens for i in CHOSEN["two"]]
     work = workload.work_of(OURS, batch)
     assert (work.examples, work.tokens, work.useful_tokens) == (2, 2 * max(lengths), sum(lengths))
     assert workload.work(OURS.but(accumulation=4)) == workload.work(OURS) * 4
@@ -557,11 +564,11 @@ def test_titles_are_learned(qwen3):
 
 
 def test_a_ladder_ends_where_it_trains(workload):
-    recipes = climb(A3_LADDER, A3_BASE)
-    last = recipes[A3_LADDER[-1].name].but(compile="off")
+    recipes = climb(A3_LADDER)
+    last = recipes[A3_LADDER.rungs[-1].name].but(compile="off")
     with Trainer(workload, last) as trainer:
         trainer.run(2)
-    assert len(recipes) == len(A3_LADDER)
+    assert len(recipes) == len(A3_LADDER.rungs)
     assert trainer.recipe.precision == "fp32"
 
 
@@ -597,7 +604,7 @@ def test_a_saved_adapter_has_pefts_names(workload, tmp_path):
     from safetensors.torch import load_file
 
     model = workload.build(OURS)
-    perturb(model.lm)
+    perturb(model.network)
     workload.save(model, tmp_path)
     names = load_file(tmp_path / "adapter_model.safetensors").keys()
     assert "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight" in names
@@ -659,7 +666,7 @@ def test_a_compiled_checkpoint_computes_again_what_is_needed(qwen3, nothing_comp
         block.compile(backend="aot_eager", dynamic=False, fullgraph=True)
     found, products = [], []
     for model in models:
-        perturb(model.lm)
+        perturb(model.network)
         loss = qwen3.loss(model, batch, {})
         with Products() as counted:
             loss.backward()
@@ -687,7 +694,7 @@ def test_a_compiled_checkpoint_computes_again_what_is_needed(qwen3, nothing_comp
 )
 def test_whose_checkpoint_is_compiled_with_the_block(name, change, within):
     model = opened(name).build(OURS.but(**(WITHIN | change)))
-    for layer in model.lm.model.layers:
+    for layer in model.network.model.layers:
         assert ("forward" in vars(layer), layer.gradient_checkpointing) == (within, not within)
 
 

@@ -20,7 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.data import BatchSampler
 from torch.utils.flop_counter import FlopCounterMode
 
-from labutils.data.images import EPOCH, EpochOrder
+from labutils.data.loader import EPOCH, EpochOrder
 from labutils.data.packing import BUCKETS, IGNORED, Layout, PackedOrder, fullest
 from labutils.labs.ladders import A2_BASE, A2_LADDER, climb
 from labutils.layers.lora import attach_lora, count_parameters, count_trainable, load_adapter
@@ -29,8 +29,8 @@ from labutils.profiling.recompilation import Compilation
 from labutils.training import Trainer, compare
 from labutils.workloads import open_workload
 from labutils.workloads.base import Work
-from labutils.workloads.decoder import TARGETS
-from labutils.workloads.llava import FP8_ROWS, SCALES_OF_LLAVA, build_llava, count_flops
+from labutils.workloads.decoder import FP8_ROWS, TARGETS, count_flops
+from labutils.workloads.llava import SIZES, build_llava
 
 BASE = A2_BASE.but(precision="fp32", adapter="plain", logging="ring-buffer")
 OURS = BASE.but(layers="rewritten")
@@ -74,7 +74,7 @@ def test_the_architecture_is_the_published_one_to_the_parameter():
     """7,566,747,648 parameters in llava-v1.6-mistral-7b-hf; rank 8 on seven projections of 32
     blocks.
     """
-    llava = build_llava(SCALES_OF_LLAVA["full"], torch.device("meta"), torch.bfloat16)
+    llava = build_llava(SIZES["full"], torch.device("meta"), torch.bfloat16)
     assert count_parameters(llava) == 7_566_747_648
     assert {p.dtype for p in llava.parameters()} == {torch.bfloat16}
     names = tuple(
@@ -104,11 +104,10 @@ def test_the_architecture_is_the_published_one_to_the_parameter():
 PARTS = [("self_attn", name) for name in TARGETS[:4]] + [("mlp", name) for name in TARGETS[4:]]
 
 
-@pytest.mark.parametrize("scale", SCALES_OF_LLAVA)
+@pytest.mark.parametrize("scale", SIZES)
 def test_every_scale_has_every_kind_of_layer(scale):
     full, other = (
-        build_llava(SCALES_OF_LLAVA[s], torch.device("meta"), torch.float32)
-        for s in ("full", scale)
+        build_llava(SIZES[s], torch.device("meta"), torch.float32) for s in ("full", scale)
     )
     assert {type(m).__name__ for m in other.modules()} == {type(m).__name__ for m in full.modules()}
 
@@ -117,30 +116,30 @@ def test_every_scale_has_every_kind_of_layer(scale):
 @pytest.mark.parametrize("adapter", ["peft", "plain"])
 def test_only_the_decoders_projections_are_trained(workload, layers, adapter):
     model = workload.build(BASE.but(layers=layers, adapter=adapter))
-    trained = [name for name, p in model.llava.named_parameters() if p.requires_grad]
+    trained = [name for name, p in model.network.named_parameters() if p.requires_grad]
     assert len(trained) == 2 * 2 * len(TARGETS)
     assert all(
         name.startswith("model.language_model.layers.") and "lora_" in name for name in trained
     )
-    assert {p.dtype for p in model.llava.parameters() if p.requires_grad} == {torch.float32}
+    assert {p.dtype for p in model.network.parameters() if p.requires_grad} == {torch.float32}
 
 
 def test_sessions_share_the_frozen_weights(workload):
     first, second = workload.build(BASE), workload.build(OURS)
     embeddings = [
-        m.llava.model.language_model.embed_tokens.weight.data_ptr() for m in (first, second)
+        m.network.model.language_model.embed_tokens.weight.data_ptr() for m in (first, second)
     ]
     assert embeddings[0] == embeddings[1]
-    config = [m.llava.model.language_model.config._attn_implementation for m in (first, second)]
+    config = [m.network.model.language_model.config._attn_implementation for m in (first, second)]
     assert config == ["sdpa", "documents"]
 
 
 def test_another_precision_takes_the_place_of_the_one_before():
     workload = open_workload("llava-lora", scale="tiny", device="cpu")
     model = workload.build(BASE.but(precision="bf16"))
-    assert model.llava.lm_head.weight.dtype == torch.bfloat16
-    assert model.llava.model.language_model.rotary_emb.inv_freq.dtype == torch.float32
-    assert workload.build(BASE).llava.lm_head.weight.dtype == torch.float32
+    assert model.network.lm_head.weight.dtype == torch.bfloat16
+    assert model.network.model.language_model.rotary_emb.inv_freq.dtype == torch.float32
+    assert workload.build(BASE).network.lm_head.weight.dtype == torch.float32
 
 
 # -------------------------------------------------------------------------------------------------
@@ -235,7 +234,7 @@ def test_the_loss_is_that_of_the_answers_tokens(workload):
     (example,) = [workload.dataset(None, BASE)[3]]
     batch = workload.collate(BASE)([example])
     with torch.no_grad():
-        logits = model.llava(**{k: v for k, v in batch.items() if k != "labels"}).logits[0]
+        logits = model.network(**{k: v for k, v in batch.items() if k != "labels"}).logits[0]
         loss = workload.loss(model, batch, {})
     answer = example["labels"][example["labels"] != IGNORED]
     assert 2 <= len(answer) <= 8
@@ -271,7 +270,7 @@ def test_converted_bases_train_and_keep_near(workload, kind):
     recipe = OURS.but(base_linear=kind)
     expected, gradients = reference(workload, (0, 5))
     model = workload.build(recipe)
-    kinds = {name: type(m).__name__ for name, m in model.llava.named_modules()}
+    kinds = {name: type(m).__name__ for name, m in model.network.named_modules()}
     assert kinds["lm_head"] == "Linear"
     assert kinds["model.language_model.layers.1.mlp.up_proj.base_layer"] != "Linear"
     assert kinds["model.multi_modal_projector.linear_1"] != "Linear"
@@ -304,7 +303,7 @@ def test_places_are_where_transformers_puts_them(size):
         image_size_to_num_patches,
     )
 
-    geometry = SCALES_OF_LLAVA["full"].geometry
+    geometry = SIZES["full"].geometry
     pinpoints = [list(point) for point in geometry.pinpoints]
     tiles = image_size_to_num_patches(size, pinpoints, geometry.tile)
     assert tiles == geometry.tiles(size) <= geometry.most_tiles
@@ -334,13 +333,13 @@ class FakeModel:
     ("size", "tokens", "tiles"), [((500, 500), 2928, 5), ((336, 336), 1176, 3)]
 )
 def test_token_counts_are_the_published_models(size, tokens, tiles):
-    geometry = SCALES_OF_LLAVA["full"].geometry
+    geometry = SIZES["full"].geometry
     assert (geometry.tokens(size), geometry.tiles(size)) == (tokens, tiles)
 
 
 def test_the_processor_makes_as_many_tokens(workload):
     rows = workload.dataset(None, BASE)
-    for index, measure in enumerate(workload._measures(BASE)):
+    for index, measure in enumerate(workload.example_sizes(BASE)):
         example = rows[index]
         assert (len(example["input_ids"]), len(example["pixel_values"])) == (
             measure.tokens,
@@ -350,9 +349,9 @@ def test_the_processor_makes_as_many_tokens(workload):
 
 
 def test_varied_images_make_varied_lengths_and_beans_one(workload, beans):
-    assert len({m.tokens for m in workload._measures(BASE)}) > 8
-    assert {m.tiles for m in workload._measures(BASE)} == {3, 4, 5}
-    assert len({m.tokens - m.answers for m in beans._measures(BASE)}) == 1
+    assert len({m.tokens for m in workload.example_sizes(BASE)}) > 8
+    assert {m.tiles for m in workload.example_sizes(BASE)} == {3, 4, 5}
+    assert len({m.tokens - m.answers for m in beans.example_sizes(BASE)}) == 1
 
 
 # -------------------------------------------------------------------------------------------------
@@ -361,8 +360,8 @@ def test_varied_images_make_varied_lengths_and_beans_one(workload, beans):
 
 def test_forms_of_batches(workload):
     chosen = CHOSEN["five"]
-    lengths = [workload._measures(BASE)[i].tokens for i in chosen]
-    tiles = sum(workload._measures(BASE)[i].tiles for i in chosen)
+    lengths = [workload.example_sizes(BASE)[i].tokens for i in chosen]
+    tiles = sum(workload.example_sizes(BASE)[i].tiles for i in chosen)
     budget = workload.token_budget(SHAPES["padded"])
     forms = {
         name: (batch["input_ids"].shape[1], len(batch["pixel_values"]))
@@ -381,7 +380,7 @@ def test_a_packed_batch_says_where_examples_are(workload):
     chosen = CHOSEN["five"]
     batch = batch_of(workload, PACKED, chosen)
     marks = batch["boundaries"].tolist()
-    lengths = [workload._measures(BASE)[i].tokens for i in chosen]
+    lengths = [workload.example_sizes(BASE)[i].tokens for i in chosen]
     assert marks[:4] == [0, lengths[0], sum(lengths[:2]), sum(lengths[:3])]
     assert marks[-1] == batch["input_ids"].numel()
     assert sorted(marks) == marks
@@ -499,10 +498,10 @@ def test_flops_are_those_that_pytorch_counts(workload, shapes, cache, loss):
         workload.loss(model, batch, {}).backward()
     tiles = len(batch["features" if cache == "features" else "pixel_values"])
     predicting = 64 if loss == "answers" else rows * length
-    seen = 0 if cache == "features" else tiles
-    ours = count_flops(
-        workload.size, recipe.rank, rows * length, rows * length**2, seen, tiles, predicting
-    )
+    size = workload.size
+    ours, _ = workload.flops_and_bytes(recipe, [length] * rows, tiles, predicting)
+    hidden = rows * length * (length - 1) // 2
+    ours += 12 * size.layers * size.width * hidden
     angles = 2 * rows * length * (workload.size.width // workload.size.heads // 2)
     assert ours + angles == counter.get_total_flops()
 
@@ -518,7 +517,7 @@ def test_work_planned_is_the_work_of_the_batches(workload, shapes, layers, loss)
         EpochOrder(16, EPOCH, recipe.seed), 2, drop_last=True
     )
     for _, chosen in zip(range(3), order, strict=False):
-        measures = [workload._measures(recipe)[index] for index in chosen]
+        measures = [workload.example_sizes(recipe)[index] for index in chosen]
         assert workload._planned(recipe, measures) == workload.work_of(
             recipe, batch_of(workload, recipe, chosen)
         )
@@ -526,7 +525,7 @@ def test_work_planned_is_the_work_of_the_batches(workload, shapes, layers, loss)
 
 def test_what_work_counts(workload):
     batch = batch_of(workload, OURS, CHOSEN["two"])
-    lengths = [workload._measures(OURS)[i].tokens for i in CHOSEN["two"]]
+    lengths = [workload.example_sizes(OURS)[i].tokens for i in CHOSEN["two"]]
     work = workload.work_of(OURS, batch)
     assert (work.examples, work.tokens, work.useful_tokens) == (2, 2 * max(lengths), sum(lengths))
     packed = workload.work_of(PACKED, batch_of(workload, PACKED, CHOSEN["two"]))
@@ -538,8 +537,8 @@ def test_what_work_counts(workload):
 
 def test_the_full_models_arithmetic_is_about_four_flops_a_weight():
     """A frozen decoder takes two FLOPs a weight and token forward, and two backward."""
-    size = SCALES_OF_LLAVA["full"]
-    flops = count_flops(size, 8, 2048, 2048 * 2049 // 2, 0, 0, 2048)
+    size = SIZES["full"]
+    flops = count_flops(size, 8, 2048, 32 * 2048 * 2049 // 2, 2048)
     assert flops == pytest.approx(4 * 7.11e9 * 2048, rel=0.07)
 
 
@@ -565,11 +564,11 @@ def test_article_variants_train(beans, changes):
 
 
 def test_a_ladder_ends_where_it_trains(workload):
-    recipes = climb(A2_LADDER, A2_BASE)
-    last = recipes[A2_LADDER[-1].name].but(compile="off")
+    recipes = climb(A2_LADDER)
+    last = recipes[A2_LADDER.rungs[-1].name].but(compile="off")
     with Trainer(workload, last) as trainer:
         trainer.run(2)
-    assert len(recipes) == len(A2_LADDER)
+    assert len(recipes) == len(A2_LADDER.rungs)
     assert trainer.recipe.precision == "fp32"
 
 
@@ -600,7 +599,7 @@ def test_a_saved_adapter_has_pefts_names(workload, tmp_path):
     from safetensors.torch import load_file
 
     model = workload.build(OURS)
-    perturb(model.llava)
+    perturb(model.network)
     workload.save(model, tmp_path)
     names = load_file(tmp_path / "adapter_model.safetensors").keys()
     assert "base_model.model.model.language_model.layers.0.self_attn.q_proj.lora_A.weight" in names
@@ -632,7 +631,7 @@ def test_one_graph_serves_any_length_in_fp8_too(workload, nothing_compiled):
     """
     recipe = OURS.but(base_linear="fp8-frozen")
     model = workload.build(recipe)
-    for block in model.llava.model.language_model.layers:
+    for block in model.network.model.language_model.layers:
         block.compile(backend="aot_eager", dynamic=True)
     with Compilation() as compiled:
         for chosen in ([0], [1], [2]):
@@ -658,7 +657,7 @@ def test_shared_weights_that_are_let_go_stay_with_those_who_use_them(workload):
     held = workload.build(OURS)
     workload.release_weights()
     other = workload.build(OURS)
-    pairs = list(zip(held.llava.parameters(), other.llava.parameters(), strict=True))
+    pairs = list(zip(held.network.parameters(), other.network.parameters(), strict=True))
     assert all(torch.equal(a, b) for a, b in pairs)
     assert not any(a is b for a, b in pairs)
 

@@ -1,32 +1,48 @@
-"""What the facts mean: each check turns them into findings, each with what was found, why it
-matters and what to type.
-
-A check is a plain function of `Facts`; nothing here looks at the machine itself. `CHECKS` is the
-order of the table.
-"""
+"""What the doctor looks at. A check says what it sees, why that matters and what to type."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import tomllib
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
+from importlib import metadata
+from pathlib import Path
 
+from packaging.requirements import Requirement
+
+from labutils.profiling import machine
 from labutils.profiling.cuda_architectures import runs_on
-from labutils.tools.doctor.facts import CORE, Card, Facts, Import
+from labutils.results.records import REPOSITORY
+from labutils.tools.doctor.imports import Import, try_imports
 
 OK, INFO, WARN, FAIL = "ok", "info", "warn", "fail"
-
-BATCH_BYTES = 512 * 512 * 3 * 4
-"""One 512x512 image as the stock training script hands it over: float32, three channels."""
-PREFETCH = 2
-MOST_WORKERS = 12
-"""Lab 03's sweep ends here, as article A1's did."""
+CORE = ("torch", "transformers", "diffusers", "peft", "accelerate", "datasets")
+EXTRAS = {
+    "bitsandbytes": (False, "QLoRA's 4-bit weights come from it.", "make install"),
+    "nvitop": (False, "Lab 02 reads the GPU's utilization through it.", "make install"),
+    "triton": (True, "torch.compile makes its GPU kernels with it.", "make install"),
+    "transformer_engine.pytorch": (True, "It has FP8 layers.", "make te"),
+    "torchao.float8": (True, "Lab 05 compares its FP8 layers.", "make torchao"),
+    "unsloth": (True, "It is another way to QLoRA.", "make unsloth"),
+    "xformers": (True, "No lab needs it.", "pip uninstall xformers"),
+}
+"""Package -> (whether it is of use on a GPU only, why, what to type)."""
+BATCH_BYTES, PREFETCH, MOST_WORKERS = 512 * 512 * 3 * 4, 2, 12
+"""One 512x512 image in float32, the batches a worker keeps ready, and where lab 03's sweep ends."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing the doctor noticed. `status`: ok, info (good to know), warn (a lab suffers), fail
-    (labs won't run).
-    """
+    """`status`: "ok", "info" (good to know), "warn" (a lab suffers) or "fail" (labs won't run)."""
 
     check: str
     status: str
@@ -35,501 +51,231 @@ class Finding:
     do: str = ""
 
 
-def torch_from(wheels: str, version: str = "torch>=2.11,<2.14") -> str:
-    """The command that installs a build of PyTorch for one CUDA version, such as "cu130"."""
-    return (
-        f"pip install --upgrade '{version}' --index-url https://download.pytorch.org/whl/{wheels}"
-    )
-
-
-def cards(facts: Facts) -> tuple[Card, ...]:
-    """The GPUs, from whoever sees them."""
-    return facts.driver.cards or ((facts.torch.card,) if facts.torch.card else ())
-
-
-def capability(facts: Facts) -> tuple[int, int] | None:
-    """(major, minor) of the GPU the course would use, None where there is none or nobody tells."""
-    if facts.torch.card:
-        return facts.torch.card.capability
-    return facts.driver.cards[0].capability if facts.driver.cards else None
-
-
-def check_python(facts: Facts) -> Iterator[Finding]:
-    found = f"Python {facts.python[0]}.{facts.python[1]} on {facts.os}" + (
-        ", in a container" if facts.container else ""
-    )
-    if (3, 11) <= facts.python < (3, 13):
-        yield Finding("Python", OK, found)
+def check_versions(requirements: Sequence[str] = ()) -> Iterator[Finding]:
+    """Python and the installed packages against what pyproject.toml asks for."""
+    python = platform.python_version()
+    if not (3, 11) <= sys.version_info[:2] < (3, 13):
+        why = "The course is tested on Python 3.11 and 3.12."
+        yield Finding("Python", FAIL, python, why, "make PYTHON=python3.12 VENV=.venv312 install")
+    file = REPOSITORY / "pyproject.toml"
+    if not requirements and file.is_file():
+        requirements = tomllib.loads(file.read_text("utf-8"))["project"]["dependencies"]
+    wrong = []
+    for requirement in map(Requirement, requirements):
+        try:
+            version = metadata.version(requirement.name)
+        except metadata.PackageNotFoundError:
+            wrong.append(f"{requirement.name} is missing")
+            continue
+        if not requirement.specifier.contains(version.partition("+")[0], prereleases=True):
+            wrong.append(f"{requirement.name} {version} is not {requirement.specifier}")
+    if wrong:
+        why = "The labs were tested with other versions."
+        yield Finding("Versions", WARN, "; ".join(wrong), why, "make install")
     else:
-        yield Finding(
-            "Python",
-            FAIL if facts.python < (3, 11) else WARN,
-            found,
-            "The course is tested on Python 3.11 and 3.12; its pinned packages may not install on "
-            "others.",
-            "make clean && make PYTHON=python3.12 install",
-        )
+        words = f"Python {python}, {len(requirements)} packages as the course asks for"
+        yield Finding("Versions", OK, words)
 
 
-def check_gpu(facts: Facts) -> Iterator[Finding]:
-    found = cards(facts)
-    if not found:
-        yield Finding(
-            "GPU",
-            INFO,
-            "none",
-            "All labs run on the CPU at scale tiny; numbers that need a GPU are shown from the "
-            "reference runs.",
-        )
-    for card in found:
-        memory = f", {card.memory_gb:.0f} GB" if card.memory_gb else ""
-        busy = card.used_gb is not None and card.memory_gb and card.used_gb > 0.1 * card.memory_gb
-        if busy:
-            yield Finding(
-                "GPU",
-                WARN,
-                f"{card.name}{memory}, of which {card.used_gb:.0f} GB in use",
-                "Whatever holds that memory may also compute: timings will vary, and large models "
-                "may not fit.",
-                "nvidia-smi    (lists the processes; end those you don't need, idle notebook "
-                "kernels first)",
-            )
+def check_gpu(torch: Import, smi: str = "nvidia-smi") -> Iterator[Finding]:
+    """The driver and the GPU, as nvidia-smi and PyTorch see them."""
+    facts, answer = torch.facts, None
+    if shutil.which(smi):
+        words = [smi, "--query-gpu=driver_version,name", "--format=csv,noheader"]
+        try:
+            answer = subprocess.run(words, capture_output=True, text=True, timeout=20)
+        except subprocess.TimeoutExpired:
+            answer = subprocess.CompletedProcess(words, 1, "", "it did not answer within 20 s")
+    built = f"torch {torch.version} for {'CUDA ' + facts['cuda'] if facts.get('cuda') else 'CPU'}"
+    if torch.status != "ok":
+        why = "Every lab needs it."
+        yield Finding("GPU", FAIL, f"torch is {torch.status}: {torch.message}", why, "make install")
+    elif facts["available"]:
+        words = f"{facts['card']}, {facts['gb']:.0f} GB; {built}"
+        if facts["used_gb"] > 0.1 * facts["gb"]:
+            why = "Whatever holds its memory may also compute: times will vary."
+            words += f"; {facts['used_gb']:.0f} GB are in use"
+            yield Finding("GPU", WARN, words, why, "nvidia-smi    (lists the processes)")
         else:
-            yield Finding("GPU", OK, f"{card.name}{memory}")
-
-
-def check_driver(facts: Facts) -> Iterator[Finding]:
-    driver = facts.driver
-    if driver.status == "ok":
-        serves = f", serves CUDA up to {driver.cuda[0]}.{driver.cuda[1]}" if driver.cuda else ""
-        yield Finding("Driver", OK, f"{driver.version}{serves}")
-    elif driver.status == "failed":
-        unusable = not facts.torch.available
-        mismatch = "mismatch" in driver.message.lower()
-        yield Finding(
-            "Driver",
-            FAIL if unusable else WARN,
-            f"nvidia-smi fails: {driver.message}",
-            (
-                "The driver was updated while its old kernel module is still loaded. "
-                if mismatch
-                else ""
-            )
-            + (
-                "No GPU can be used"
-                if unusable
-                else "PyTorch still sees the GPU, but its utilisation can't be read (lab 02)"
-            )
-            + ".",
-            "sudo reboot    (and if it persists: reinstall the driver; in a container, start it "
-            "with --gpus all)",
-        )
-    elif facts.torch.available:
-        yield Finding(
-            "Driver",
-            INFO,
-            "PyTorch sees the GPU, but there is no nvidia-smi on the PATH",
-            "Utilisation is read through the driver's own library, so labs still run.",
-        )
-
-
-def check_torch(facts: Facts) -> Iterator[Finding]:
-    torch, imported = facts.torch, facts.imports.get("torch", Import("missing"))
-    if imported.status != "ok":
-        yield Finding(
-            "PyTorch",
-            FAIL,
-            f"torch {imported.status}: {imported.message}"
-            if imported.message
-            else f"torch is {imported.status}",
-            "Every lab needs it.",
-            "make install    (in a clean checkout; or: pip install -r requirements.txt)",
-        )
-        return
-    built = f"CUDA {torch.cuda[0]}.{torch.cuda[1]}" if torch.cuda else "CPU"
-    found = f"torch {imported.version}, built for {built}"
-    if torch.available or not facts.driver.cards:
-        yield Finding("PyTorch", OK, found)
-    elif facts.visible_devices in ("", "-1"):
-        yield Finding(
-            "PyTorch",
-            INFO,
-            f"{found}; the GPU is hidden by CUDA_VISIBLE_DEVICES={facts.visible_devices!r}",
-            "Labs run on the CPU.",
-            "unset CUDA_VISIBLE_DEVICES",
-        )
-    elif torch.cuda is None:
-        yield Finding(
-            "PyTorch",
-            FAIL,
-            f"{found}, though there is a GPU",
-            "A CPU build can't use it.",
-            _build_for(facts),
-        )
+            yield Finding("GPU", OK, words)
+    elif os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+        words = f"hidden by CUDA_VISIBLE_DEVICES; {built}"
+        yield Finding("GPU", INFO, words, "Labs run on the CPU.", "unset CUDA_VISIBLE_DEVICES")
+    elif answer is None:
+        why = "All labs run on the CPU at scale tiny; the rest is shown from our H200's records."
+        yield Finding("GPU", INFO, f"none; {built}", why)
+    elif answer.returncode:
+        words = " ".join((answer.stdout + answer.stderr).split())[:300]
+        do = "sudo reboot    (then reinstall the driver; a container needs --gpus all)"
+        yield Finding("GPU", FAIL, f"nvidia-smi fails: {words}", "No GPU can be used.", do)
     else:
-        yield Finding(
-            "PyTorch",
-            FAIL,
-            f"{found}, but it can't use the GPU",
-            _why_unavailable(facts),
-            _build_for(facts),
-        )
+        words = f"{answer.stdout.strip().splitlines()[0]}, but not for PyTorch ({built})"
+        why = facts["warning"] or "A build for the CPU can't use it."
+        serves_13 = int(words.partition(".")[0]) >= 580  # the driver, CUDA 13
+        yield Finding("GPU", FAIL, words, why, build_for("cu130" if serves_13 else "cu126"))
 
 
-def _why_unavailable(facts: Facts) -> str:
-    built, serves = facts.torch.cuda, facts.driver.cuda
-    if built and serves and built[0] > serves[0]:
-        return (
-            f"The driver {facts.driver.version} serves CUDA up to {serves[0]}.{serves[1]}; this "
-            "build needs one for "
-            f"CUDA {built[0]}.x. Update the driver, or install a build for the CUDA version that "
-            "it serves."
-        )
-    return "PyTorch says: " + (facts.torch.warning or "nothing about the reason") + "."
-
-
-def _build_for(facts: Facts) -> str:
-    """The command that installs a PyTorch which this card and this driver can run."""
-    has, serves = capability(facts), facts.driver.cuda or (13, 0)
-    if has and has < (7, 5):
-        return torch_from("cu126") + "    (the last builds that contain cards before Turing)"
-    if serves >= (13, 0):
-        return torch_from("cu130")
-    if has and has >= (10, 0):  # Blackwell needs CUDA 12.8 at least
-        return (
-            torch_from("cu128", "torch==2.11.*") + "    (or a driver of 580 or newer, then cu130)"
-        )
-    return torch_from("cu126") + "    (or a driver of 580 or newer, then cu130)"
-
-
-def check_architectures(facts: Facts) -> Iterator[Finding]:
-    torch, has = facts.torch, capability(facts)
-    if not torch.available or has is None or not torch.architectures:
+def check_architectures(torch: Import) -> Iterator[Finding]:
+    """The card's compute capability against the architectures that PyTorch was compiled for."""
+    if not torch.facts.get("available"):
         return
-    card, built = f"sm_{has[0]}{has[1]}", ", ".join(torch.architectures)
-    how = runs_on(torch.architectures, has)
+    major, minor = torch.facts["capability"]
+    built = torch.facts["architectures"]
+    words = f"the card is sm_{major}{minor}; this PyTorch was compiled for {', '.join(built)}"
+    how = runs_on(built, (major, minor))
+    do = build_for("cu130" if (major, minor) >= (7, 5) else "cu126")
     if how == "no":
-        yield Finding(
-            "Architectures",
-            FAIL,
-            f"the card is {card}; this PyTorch was compiled for {built}",
-            'It starts with a mere warning that the card is not compatible, then fails at the first kernel ("no kernel '
-            'image is available"). Article A1 met this on Blackwell (sm_120) with PyTorch 2.3.',
-            _build_for(facts),
-        )
-    elif torch.trial:
-        yield Finding(
-            "Architectures",
-            FAIL,
-            f"a small matrix product on the GPU failed: {torch.trial}",
-            f"This PyTorch ({built}) is compiled for the card ({card}): the driver or a CUDA "
-            "library is at fault.",
-            _build_for(facts),
-        )
+        why = 'It starts with a mere warning, then fails: "no kernel image is available".'
+        yield Finding("Architectures", FAIL, words, why, do)
+    elif torch.facts["trial"]:
+        why = "The driver or a CUDA library is at fault."
+        words = f"a small matrix product failed: {torch.facts['trial']}"
+        yield Finding("Architectures", FAIL, words, why, do)
     elif how == "ptx":
-        yield Finding(
-            "Architectures",
-            WARN,
-            f"the card is {card}; this PyTorch ({built}) has no machine code for it, only PTX",
-            "The driver compiles each kernel at its first use: starts are slow, and libraries "
-            "without PTX may fail.",
-            _build_for(facts),
-        )
+        why = "The driver compiles each kernel at its first use: starts are slow."
+        yield Finding("Architectures", WARN, words, why, do)
     else:
-        yield Finding(
-            "Architectures", OK, f"compiled for this card ({card}); a small matrix product ran"
-        )
+        words = f"compiled for this card (sm_{major}{minor}); a small matrix product ran"
+        yield Finding("Architectures", OK, words)
 
 
-def check_formats(facts: Facts) -> Iterator[Finding]:
-    has = capability(facts)
-    if has is None:
-        return
-    can = {
-        "BF16": has >= (8, 0),
-        "TF32": has >= (8, 0),
-        "FP8": has >= (8, 9),
-        "FP4": has >= (10, 0),
-    }
-    able, unable = ([name for name in can if can[name] is wanted] for wanted in (True, False))
-    found = f"compute capability {has[0]}.{has[1]}: FP16" + "".join(f", {name}" for name in able)
-    if "FP8" in able:
-        yield Finding(
-            "Number formats",
-            OK,
-            found,
-            f"No matrix units for {', '.join(unable)}." if unable else "",
-        )
-    else:
-        yield Finding(
-            "Number formats",
-            INFO,
-            found,
-            f"No matrix units for {', '.join(unable)}: sections that need them show the reference "
-            "results. FP8 starts "
-            "with Ada (8.9) and Hopper (9.0), FP4 with Blackwell (10.0), BF16 with Ampere (8.0).",
-        )
+def build_for(wheels: str) -> str:
+    """The command that installs the PyTorch of an index of wheels."""
+    index = f"https://download.pytorch.org/whl/{wheels}"
+    return f"pip install --upgrade 'torch>=2.11,<2.14' --index-url {index}"
 
 
-def check_libraries(facts: Facts) -> Iterator[Finding]:
-    sound = []
-    for name in CORE[1:]:
-        imported = facts.imports.get(name, Import("missing"))
-        if imported.status == "ok":
-            sound.append(f"{name} {imported.version}".strip())
+def check_libraries(imports: Sequence[Import], gpu: bool) -> Iterator[Finding]:
+    """How importing went, `imports` being of `CORE` and `EXTRAS`."""
+    sound, useless = [], []
+    for one in imports:
+        words = f"{one.name} {one.status}" + f": {one.message}" * bool(one.message)
+        if one.status == "ok":
+            sound.append(f"{one.name} {one.version}".strip())
+        elif one.name in CORE:
+            yield Finding("Libraries", FAIL, words, "The labs need it.", "make install")
         else:
-            yield Finding(
-                name,
-                WARN if imported.status == "slow" else FAIL,
-                f"{imported.status}: {imported.message}" if imported.message else imported.status,
-                "The labs need it."
-                if imported.status != "slow"
-                else "A cold disk or a busy machine explains it, once; if it stays, something in the import hangs.",
-                "labutils doctor    (again)"
-                if imported.status == "slow"
-                else "pip install -r requirements.txt",
-            )
-    if sound:
-        yield Finding("Libraries", OK, ", ".join(sound))
+            only_gpu, why, do = EXTRAS[one.name]
+            if only_gpu and not gpu:
+                useless.append(one.name)
+            elif one.status == "missing" and do.endswith(("te", "torchao", "unsloth", "xformers")):
+                yield Finding("Libraries", INFO, words, why, do * (one.name != "xformers"))
+            else:
+                yield Finding("Libraries", WARN, words, why, do)
+    yield Finding("Libraries", OK, ", ".join(sound))
+    if useless:
+        words = f"not tried without a GPU: {', '.join(useless)}"
+        yield Finding("Libraries", INFO, words, "They are of no use here.")
 
 
-@dataclass(frozen=True)
-class _Extra:
-    """A package that some labs use. `always`: `make install` brings it; `gpu`: it is of no use
-    without one.
-    """
-
-    name: str
-    why: str
-    do: str
-    always: bool = False
-    gpu: bool = False
-
-
-EXTRAS = (
-    _Extra(
-        "bitsandbytes",
-        "QLoRA's 4-bit weights come from it.",
-        "pip install --force-reinstall bitsandbytes",
-        always=True,
-    ),
-    _Extra(
-        "nvitop",
-        "Lab 02 reads the GPU's utilisation through it.",
-        "pip install --force-reinstall nvitop",
-        always=True,
-    ),
-    _Extra(
-        "triton",
-        "torch.compile makes its GPU kernels with it (lab 04).",
-        "pip install --force-reinstall triton",
-        gpu=True,
-        always=True,
-    ),
-    _Extra(
-        "transformer_engine.pytorch",
-        "It has FP8 layers. The package without its torch extension can be imported and is of no "
-        "use.",
-        "make te    (compiles for minutes; needs a CUDA toolkit)",
-        gpu=True,
-    ),
-    _Extra(
-        "xformers",
-        'No lab needs it: PyTorch\'s own attention does the same. Article A1 found it refusing Blackwell ("too new").',
-        "pip uninstall xformers    (so that diffusers can't pick it up)",
-        gpu=True,
-    ),
-    _Extra("torchao.float8", "Lab 05 compares its FP8 layers.", "make torchao", gpu=True),
-    _Extra("unsloth", "It is another way to QLoRA.", "make unsloth", gpu=True),
-)
-
-
-def check_extras(facts: Facts) -> Iterator[Finding]:
-    gpu, useless_here = bool(cards(facts)), []
-    for extra in EXTRAS:
-        imported = facts.imports.get(extra.name, Import("missing"))
-        said = f": {imported.message}" if imported.message else ""
-        if imported.status == "ok":
-            yield Finding(extra.name, OK, imported.version or "importable")
-        elif extra.gpu and not gpu:
-            useless_here.append(f"{extra.name} {imported.status}")
-        elif imported.status == "missing":
-            needed = extra.always
-            do = extra.do if extra.name != "xformers" else ""
-            yield Finding(extra.name, WARN if needed else INFO, "not installed", extra.why, do)
-        else:
-            again = "labutils doctor    (again; a first import is the slowest)"
-            do = again if imported.status == "slow" else extra.do
-            yield Finding(extra.name, WARN, f"{imported.status}{said}", extra.why, do)
-    if useless_here:
-        yield Finding(
-            "GPU packages", INFO, ", ".join(useless_here), "They are of no use without a GPU."
-        )
-
-
-def check_compiler(facts: Facts) -> Iterator[Finding]:
-    compiler = facts.compiler
-    install = {"macOS": "xcode-select --install"}.get(
-        facts.os.split()[0], "sudo apt install g++    (or your system's package)"
-    )
-    if compiler.status == "missing":
-        named = f" (CXX names {compiler.path!r}, which is not there)" if compiler.path else ""
-        why = "torch.compile builds C++ with it; without one, lab 04 skips its compiled rungs."
-        yield Finding("C++ compiler", WARN, f"none found{named}", why, install)
-    elif compiler.status == "broken":
-        why = "torch.compile builds C++ with OpenMP; lab 04 would skip its compiled rungs."
-        yield Finding(
-            "C++ compiler",
-            WARN,
-            f"{compiler.path} can't build a program: {compiler.message}",
-            why,
-            install,
-        )
-    else:
-        yield Finding(
-            "C++ compiler", OK, f"{compiler.path.rpartition('/')[2]} builds programs with OpenMP"
-        )
-    if compiler.status == "ok" and not compiler.python_headers:
-        yield Finding(
-            "Python headers",
-            WARN,
-            "Python.h is not there",
-            "What torch.compile and Triton build is loaded into Python, and compiling that needs "
-            "the headers.",
-            f"sudo apt install python{facts.python[0]}.{facts.python[1]}-dev    (or conda's "
-            "Python, which has them)",
-        )
-
-
-def check_cores(facts: Facts) -> Iterator[Finding]:
-    limited = facts.cores < facts.machine_cores
-    found = f"{facts.cores} usable" + (
-        f" of the machine's {facts.machine_cores}" if limited else ""
-    )
-    if facts.cores >= 4:
-        yield Finding("CPU cores", OK, found)
-    else:
-        yield Finding(
-            "CPU cores",
-            INFO,
-            found,
-            "DataLoader workers share them with the training process: lab 03's best number of "
-            "workers will be small.",
-            "docker run --cpus=8 ...    (in a batch system: ask for more)" if limited else "",
-        )
-
-
-def check_ram(facts: Facts) -> Iterator[Finding]:
-    if facts.ram_gb is None:
+def check_compiler() -> Iterator[Finding]:
+    """The C++ compiler that torch.compile would use builds a program with OpenMP."""
+    names = ("clang++", "g++") if sys.platform == "darwin" else ("g++", "clang++")
+    named = os.environ.get("CXX")
+    path = next(filter(None, map(shutil.which, [named] if named else names)), None)
+    why = "torch.compile builds C++ with it; lab 04 would skip its compiled rungs."
+    do = "xcode-select --install" if sys.platform == "darwin" else "sudo apt install g++"
+    if path is None:
+        yield Finding("C++ compiler", WARN, f"there is no {named or 'g++'}", why, do)
         return
-    if facts.ram_gb >= 7:
-        yield Finding("RAM", OK, f"{facts.ram_gb:.0f} GB")
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "trial.cpp"
+        source.write_text(
+            "#include <vector>\nint main() { return std::vector<int>(1).size() - 1; }"
+        )
+        openmp = [] if sys.platform == "darwin" else ["-fopenmp"]
+        words = [path, *openmp, str(source), "-o", str(source.with_suffix(".out"))]
+        done = subprocess.run(words, capture_output=True, text=True)
+    if done.returncode:
+        yield Finding("C++ compiler", WARN, f"{path}: {done.stderr.strip()[:200]}", why, do)
+    elif not (Path(sysconfig.get_paths()["include"]) / "Python.h").exists():
+        yield Finding(
+            "C++ compiler", WARN, "Python.h is missing", why, "sudo apt install python3-dev"
+        )
     else:
-        yield Finding(
-            "RAM",
-            WARN,
-            f"{facts.ram_gb:.1f} GB",
-            "Tests and labs with several workers need about 6 GB; where memory runs out, a "
-            "notebook's kernel dies.",
-            "docker run --memory=8g ...    (or close other programs)",
-        )
+        yield Finding("C++ compiler", OK, f"{Path(path).name} builds programs with OpenMP")
 
 
-def workers_that_fit(
-    free_gb: float, batch_bytes: int = BATCH_BYTES, prefetch: int = PREFETCH
-) -> int:
-    """How many DataLoader workers can have `prefetch` batches each under way in `free_gb` of shared
-    memory.
-    """
-    return int(free_gb * 1e9 // (batch_bytes * prefetch))
+def check_host(cores: int, ram_gb: float | None) -> Iterator[Finding]:
+    """Cores and RAM that this process may use."""
+    words = f"{cores} cores" + (f", {ram_gb:.0f} GB of RAM" if ram_gb else "")
+    if ram_gb and ram_gb < 7:
+        why = "Labs with several workers need about 6 GB; without it a notebook's kernel dies."
+        yield Finding("Host", WARN, words, why, "docker run --memory=8g ...    (or close programs)")
+    elif cores < 4:
+        why = "DataLoader workers share them with the training: few workers will be best."
+        yield Finding("Host", INFO, words, why)
+    else:
+        yield Finding("Host", OK, words)
 
 
-def check_shared_memory(facts: Facts) -> Iterator[Finding]:
-    if facts.shm_gb is None:
-        yield Finding(
-            "Shared memory",
-            INFO,
-            "no /dev/shm on this system",
-            "Workers hand batches over through files; lab 03 says so.",
-        )
+def check_shared_memory(free_gb: float | None) -> Iterator[Finding]:
+    """/dev/shm against the batches that DataLoader workers keep there."""
+    if free_gb is None:
+        yield Finding("Shared memory", INFO, "no /dev/shm here", "Workers hand over by files.")
         return
-    free = facts.shm_gb if facts.shm_free_gb is None else facts.shm_free_gb
-    fit = workers_that_fit(free)
-    size = f"{facts.shm_gb * 1e3:.0f} MB" if facts.shm_gb < 1 else f"{facts.shm_gb:.1f} GB"
-    left = f", {free * 1e3:.0f} MB of it free" if free < 0.9 * facts.shm_gb else ""
-    one = f"{BATCH_BYTES / 1e6:.1f} MB"
+    fit = int(free_gb * 1e9 // (BATCH_BYTES * PREFETCH))
+    words = f"/dev/shm has {free_gb:.2g} GB free, enough for {fit} workers at batch 1"
     if fit >= 4 * MOST_WORKERS:  # labs also run micro-batches of four
-        yield Finding("Shared memory", OK, f"/dev/shm has {size}{left}")
+        yield Finding("Shared memory", OK, words)
         return
-    yield Finding(
-        "Shared memory",
-        WARN if fit >= 1 else FAIL,
-        f"/dev/shm has {size}{left}: enough for {fit} workers at batch 1, {fit // 4} at batch 4",
-        f"Each DataLoader worker keeps {PREFETCH} batches there ({one} an image of 512x512 in "
-        "float32). More "
-        "workers die with a bus error: it is how article A1's 12 workers failed. Docker gives 64 "
-        "MB unless told.",
-        "docker run --shm-size=8g ..."
-        if facts.container or facts.shm_gb < 0.1
-        else "sudo mount -o remount,size=8G /dev/shm",
-    )
+    why = "More workers die with a bus error. Docker gives 64 MB unless told otherwise."
+    do = "docker run --shm-size=8g ...    (or: sudo mount -o remount,size=8G /dev/shm)"
+    yield Finding("Shared memory", WARN if fit else FAIL, words, why, do)
 
 
-def check_cache(facts: Facts) -> Iterator[Finding]:
-    cache = facts.cache
-    if not cache.writable:
-        yield Finding(
-            "Cache",
-            FAIL,
-            f"{cache.path} can't be written to: {cache.message}",
-            "Generated images and compiled code are kept there.",
-            "export LABUTILS_CACHE=/a/folder/you/own",
-        )
-    elif cache.free_gb < 10:
-        yield Finding(
-            "Cache",
-            FAIL if cache.free_gb < 1 else WARN,
-            f"{cache.path} has {cache.free_gb:.1f} GB free",
-            'Generated images and compiled code take about 3 GB; real weights (weights="hub") 5 GB, later more.',
-            "export LABUTILS_CACHE=/a/larger/disk",
-        )
+def check_disk(folder: Path) -> Iterator[Finding]:
+    """Room in the cache of images, compiled code and downloads."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(b"doctor")
+    except OSError as error:
+        words = f"{folder} can't be written to: {error.strerror}"
+        do = "export LABUTILS_CACHE=/a/folder/you/own"
+        yield Finding("Disk", FAIL, words, "Images and compiled code are kept there.", do)
+        return
+    free_gb = shutil.disk_usage(folder).free / 1e9
+    words = f"{str(folder).replace(str(Path.home()), '~', 1)}, {free_gb:.0f} GB free"
+    if free_gb < 10:
+        why = 'Images and compiled code take about 3 GB, real weights (weights="hub") 5 GB.'
+        do = "export LABUTILS_CACHE=/a/larger/disk"
+        yield Finding("Disk", FAIL if free_gb < 1 else WARN, words, why, do)
     else:
-        yield Finding("Cache", OK, f"{cache.path}, {cache.free_gb:.0f} GB free")
+        yield Finding("Disk", OK, words)
 
 
-def check_hub(facts: Facts) -> Iterator[Finding]:
-    hub = facts.hub
-    if hub.status == "reachable":
-        yield Finding("Model hub", OK, f"{hub.endpoint} answers")
-        return
-    found = (
-        f"switched off ({hub.message})"
-        if hub.status == "offline"
-        else f"{hub.endpoint} does not answer: {hub.message}"
+def check_environment() -> Iterator[Finding]:
+    """A variable of the shell that would make compiled code eager without a word."""
+    if os.environ.get("TORCHDYNAMO_DISABLE", "0") != "0":
+        why = "torch.compile does nothing: lab 04's compiled rungs would be eager ones."
+        yield Finding(
+            "Environment", WARN, "TORCHDYNAMO_DISABLE is set", why, "unset TORCHDYNAMO_DISABLE"
+        )
+
+
+def examine() -> list[Finding]:
+    """Every check of this machine, in the order of the table: some 20 s. Raises nothing."""
+    with ThreadPoolExecutor(4) as pool:
+        core = pool.submit(try_imports, CORE)  # one process: they build on each other
+        extras = pool.map(lambda name: try_imports((name,))[0], EXTRAS)
+        core, extras = core.result(), list(extras)
+    shm, cache = Path("/dev/shm"), Path(os.environ.get("LABUTILS_CACHE") or "~/.cache/labutils")
+    checks = (
+        check_versions,
+        partial(check_gpu, core[0]),
+        partial(check_architectures, core[0]),
+        partial(check_libraries, [*core, *extras], bool(core[0].facts.get("available"))),
+        check_compiler,
+        lambda: check_host(machine.usable_cores(), machine.ram_gb()),
+        lambda: check_shared_memory(shutil.disk_usage(shm).free / 1e9 if shm.is_dir() else None),
+        lambda: check_disk(cache.expanduser()),
+        check_environment,
     )
-    yield Finding(
-        "Model hub",
-        INFO,
-        found,
-        'No lab needs it: the defaults are weights="random" and data="generated". Only "hub" for either does.',
-        "unset HF_HUB_OFFLINE TRANSFORMERS_OFFLINE" if hub.status == "offline" else "",
-    )
-
-
-CHECKS: tuple[tuple[str, Callable[[Facts], Iterator[Finding]], tuple[str, ...]], ...] = (
-    ("Python", check_python, ("os",)),
-    ("GPU", check_gpu, ("driver", "imports")),
-    ("Driver", check_driver, ("driver", "imports")),
-    ("PyTorch", check_torch, ("imports", "driver")),
-    ("Architectures", check_architectures, ("imports", "driver")),
-    ("Number formats", check_formats, ("imports", "driver")),
-    ("Libraries", check_libraries, ("imports",)),
-    ("Extras", check_extras, ("imports", "driver")),
-    ("C++ compiler", check_compiler, ("compiler",)),
-    ("CPU cores", check_cores, ("cores",)),
-    ("RAM", check_ram, ("cores",)),
-    ("Shared memory", check_shared_memory, ("shm_gb",)),
-    ("Cache", check_cache, ("cache",)),
-    ("Model hub", check_hub, ("hub",)),
-)
-"""Name, check, and the collectors whose failure leaves it nothing to judge."""
+    findings: list[Finding] = []
+    for check in checks:
+        try:
+            findings += check()
+        except Exception as error:  # the other findings must still reach the person
+            findings.append(Finding("Doctor", WARN, f"a check failed: {error!r}"))
+    return findings

@@ -18,7 +18,7 @@ from typing import Any
 
 from labutils.results import records
 from labutils.tools.run.validation import Lab, Options, short
-from labutils.training.processes import end_marked
+from labutils.training.child_process import end_marked
 
 MARK = "LABUTILS_KERNEL"
 """A kernel and all that it starts have its mark in their environment under this name."""

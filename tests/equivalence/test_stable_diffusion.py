@@ -1,0 +1,221 @@
+"""Stable Diffusion 1.5: the published architecture, its arithmetic, what is encoded once; and what
+opening any workload says."""
+
+from __future__ import annotations
+
+import datasets
+import pytest
+import torch
+from PIL import Image
+from recipes_at_work import PLAIN
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from labutils.layers.lora import attach_lora, count_parameters, count_trainable, lora_layers
+from labutils.recipe import STOCK
+from labutils.training import Trainer
+from labutils.workloads import SCALES, open_workload, stable_diffusion, workload_names
+from labutils.workloads.stable_diffusion import SIZES, TARGETS, EncodedExamples, _networks
+
+META = torch.device("meta")
+
+
+@pytest.fixture(scope="module")
+def workload():
+    return open_workload("sd15-lora", scale="tiny", device="cpu")
+
+
+@pytest.fixture(scope="module")
+def full():
+    """The three networks of Stable Diffusion 1.5, without memory."""
+    return _networks(SIZES["full"], META).requires_grad_(False)
+
+
+def test_the_networks_are_stable_diffusions_to_the_parameter(full):
+    """As counted in the published checkpoints (stable-diffusion-v1-5's unet, vae, text_encoder)."""
+    assert count_parameters(full.unet) == 859_520_964
+    assert count_parameters(full.vae) == 83_653_863
+    assert count_parameters(full.text_encoder) == 123_060_480
+
+
+def test_the_adapter_has_the_articles_size():
+    unet = _networks(SIZES["full"], META).unet
+    attach_lora(unet, TARGETS, 4, 4, "plain", seed=0)
+    assert count_trainable(unet) == 797_184
+    assert len(lora_layers(unet)) == 16 * 2 * 4  # transformer blocks, attentions, projections
+
+
+@pytest.mark.parametrize("scale", SCALES)
+def test_every_scale_has_every_kind_of_layer(scale, full):
+    kinds = {type(m).__name__ for m in full.modules()}
+    assert {type(m).__name__ for m in _networks(SIZES[scale], META).modules()} == kinds
+
+
+def test_the_schedule_is_the_published_one():
+    """Scaled-linear from 0.00085 to 0.012 (Rombach et al. 2022, v1-inference.yaml)."""
+    scheduler = _networks(SIZES["tiny"], torch.device("cpu")).scheduler
+    betas = torch.linspace(0.00085**0.5, 0.012**0.5, 1000, dtype=torch.float64) ** 2
+    torch.testing.assert_close(
+        scheduler.alphas_cumprod.double(), torch.cumprod(1 - betas, 0), rtol=1e-4, atol=1e-6
+    )
+    assert scheduler.config.prediction_type == "epsilon"
+
+
+def test_the_unets_arithmetic_is_the_published_one():
+    """About 0.40 tera multiply-accumulates a pass at 64x64 latents, hence 0.80 TFLOP; the backward
+    pass of frozen weights takes about as much again."""
+    workload = open_workload("sd15-lora", scale="full", device="meta")
+    recipe = STOCK.but(cache="latents+text", micro_batch=1, accumulation=1)
+    work = workload.work(recipe)
+    assert work.flops == pytest.approx(0.80e12 * 2.13, rel=0.02)
+    assert work.bytes == 2 * 2 * (859_520_964 + 797_184)
+
+
+@pytest.mark.parametrize(
+    ("cache", "micro_batch", "accumulation"),
+    [("nothing", 1, 2), ("latents", 2, 1), ("latents+text", 3, 1)],
+)
+def test_flops_are_those_of_a_real_step(cache, micro_batch, accumulation, workload):
+    """As PyTorch counts them of an optimizer step on a CPU, with attention by products."""
+    recipe = PLAIN.but(cache=cache, micro_batch=micro_batch, accumulation=accumulation)
+    with (
+        Trainer(workload, recipe) as trainer,
+        sdpa_kernel(SDPBackend.MATH),
+        FlopCounterMode(display=False) as counter,
+    ):
+        trainer.step()
+    assert workload.work(recipe).flops == counter.get_total_flops()
+
+
+def test_what_the_recipe_changes_about_the_work(workload):
+    plain = workload.work(PLAIN)
+    assert workload.work(PLAIN.but(adapter="folded")) == plain  # what is saved must show as time
+    merged = workload.work(PLAIN.but(micro_batch=4, accumulation=1))
+    assert merged.flops == plain.flops
+    assert merged.bytes == plain.bytes / 4  # weights are read once
+    assert workload.work(PLAIN.but(precision="fp16")).bytes < 0.51 * plain.bytes
+    latents, text = (workload.work(PLAIN.but(cache=cache)) for cache in ("latents", "latents+text"))
+    assert plain.flops > latents.flops > text.flops and plain.bytes > latents.bytes > text.bytes
+    whole = workload.work(PLAIN.but(cache="latents+text", adapter="none"))
+    assert 1.3 < whole.flops / text.flops < 1.6  # a trained weight's gradient is one product more
+
+
+@pytest.mark.parametrize("cache", ["latents", "latents+text"])
+def test_what_is_cropped_at_random_is_not_encoded_once(cache, monkeypatch, workload):
+    oblong = datasets.Dataset.from_dict({"image": [Image.new("RGB", (96, 80))], "text": ["x"]})
+    monkeypatch.setattr(stable_diffusion, "captioned_images", lambda *args: oblong)
+    assert len(workload.dataset(None, STOCK)) == 1
+    with pytest.raises(ValueError, match="square"):
+        workload.dataset(None, STOCK.but(cache=cache))
+
+
+def test_encoded_examples_are_what_the_encoders_say(workload):
+    recipe = PLAIN.but(cache="latents+text", layers="rewritten")
+    with Trainer(workload, PLAIN) as plain, Trainer(workload, recipe) as cached:
+        model, images, encoded = plain.model, plain.dataset, cached.dataset
+        assert len(encoded) == len(images) == SIZES["tiny"].images
+        for index in (0, 7, 15):  # two of the first batch that is encoded, one of the last
+            row = images[index]
+            mean = model.vae.encode(row["pixel_values"][None]).latent_dist.mean
+            text = model.text_encoder(row["input_ids"][None]).last_hidden_state
+            moments, condition = encoded[index]["moments"], encoded[index]["condition"]
+            torch.testing.assert_close(moments[:, :4], mean, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(condition, text, rtol=1e-4, atol=1e-4)
+
+
+def test_the_posterior_is_sampled_anew_each_time(workload):
+    """What is kept is a distribution: one image gives other latents each epoch."""
+    with Trainer(workload, PLAIN.but(cache="latents+text")) as trainer:
+        batch = trainer.dataset[3]
+        draws = [workload.draw(trainer.model, batch)["posterior"] for _ in range(2)]
+        first, second = (workload._latents(trainer.model, batch, draw) for draw in draws)
+    assert not torch.allclose(first, second)
+    deviation = (0.5 * batch["moments"][:, 4:].clamp(-30, 20)).exp() * 0.18215
+    expected = deviation * (draws[0] - draws[1])
+    torch.testing.assert_close(first - second, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_batch_of_encoded_examples_is_one_gather():
+    kept = EncodedExamples({"a": torch.arange(10.0).view(5, 2), "b": torch.arange(5)}, encode_s=0.1)
+    batch = kept.__getitems__([4, 0, 4])
+    assert batch["b"].tolist() == [4, 0, 4]
+    assert batch["a"].tolist() == [[8, 9], [0, 1], [8, 9]]
+    assert kept[2]["b"].tolist() == [2]
+
+
+def test_drawn_latents_need_no_images_and_share_the_frozen_weights(workload):
+    drawn = stable_diffusion.on_drawn_latents(workload, rows=3)
+    recipe = PLAIN.but(cache="latents+text")
+    rows = drawn.dataset(None, recipe)
+    assert len(rows) == 3 and rows[0]["moments"].shape == (1, 8, 8, 8)
+    weights = [w.build(recipe).vae.encoder.conv_in.weight for w in (workload, drawn)]
+    assert weights[0] is weights[1]
+    assert len(workload.dataset(None, PLAIN)) == SIZES["tiny"].images  # it stays as it was
+
+
+def test_draws_cover_all_timesteps_and_have_the_latents_shape(workload):
+    with Trainer(workload, PLAIN.but(micro_batch=4)) as trainer:
+        draws = workload.draw(trainer.model, {"pixel_values": torch.zeros(4000, 1)})
+    assert draws["noise"].shape == draws["posterior"].shape == (4000, 4, 8, 8)
+    assert draws["timesteps"].min() == 0 and draws["timesteps"].max() == 999
+    assert not torch.equal(draws["noise"], draws["posterior"])
+
+
+@pytest.mark.parametrize(
+    ("asked", "choices"),
+    [
+        ({"name": "sd3"}, "'sd15-lora'"),
+        ({"scale": "huge"}, "'tiny', 'small', 'full'"),
+        ({"weights": "real"}, "'random', 'hub'"),
+        ({"data": "mine"}, "'generated', 'hub'"),
+    ],
+)
+def test_what_is_not_known_is_named_with_what_is(asked, choices):
+    with pytest.raises(ValueError, match=choices):
+        open_workload(**{"name": "sd15-lora", "scale": "tiny", "device": "cpu"} | asked)
+
+
+def test_every_workload_opens():
+    for name in workload_names():
+        assert open_workload(name, scale="tiny", device="cpu").name == name
+
+
+@pytest.mark.parametrize(("memory_gb", "scale"), [(None, "tiny"), (16.0, "small"), (80.0, "full")])
+def test_auto_is_the_largest_scale_that_fits(memory_gb, scale, monkeypatch):
+    machine = {"gpu": "some", "gpu_memory_gb": memory_gb} if memory_gb else {}
+    monkeypatch.setattr("labutils.workloads.base.machine_facts", lambda: machine)
+    assert open_workload("sd15-lora", device="cpu").scale == scale
+
+
+@pytest.mark.parametrize("name", ["sd15-lora", "llava-lora", "qwen3-lora-short"])
+def test_the_hubs_weights_have_published_sizes(name):
+    workload = open_workload(name, scale="tiny", weights="hub", device="cpu")
+    with pytest.raises(ValueError, match="published"):
+        workload.build(STOCK)
+
+
+@pytest.fixture
+def nothing_cached(monkeypatch, tmp_path):
+    """A hub that can't be reached, whatever this machine has downloaded."""
+    from huggingface_hub import constants
+
+    for name in ("HF_HOME", "HF_HUB_CACHE", "HF_DATASETS_CACHE"):
+        monkeypatch.setenv(name, str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", ["sd15-lora", "llava-lora", "qwen3-lora-short"])
+def test_weights_that_cant_be_had_say_what_to_type(nothing_cached, name):
+    workload = open_workload(name, scale="full", weights="hub", device="cpu")
+    with pytest.raises(ConnectionError, match="hf download"):
+        workload.make(torch.float32, 0) if name != "sd15-lora" else workload.build(STOCK)
+
+
+def test_data_that_cant_be_had_says_what_to_type(nothing_cached):
+    workload = open_workload(
+        "sd15-lora", scale="tiny", data="hub", device="cpu", cache_dir=nothing_cached
+    )
+    with pytest.raises(ConnectionError, match='data="generated"'):
+        workload.dataset(None, STOCK)

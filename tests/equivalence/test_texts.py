@@ -1,0 +1,125 @@
+"""Generated texts: their lengths, their form, and that they are always the same."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from labutils.data.packing import IGNORED
+from labutils.data.texts import (
+    LONG,
+    LONGEST,
+    SHORT,
+    Chat,
+    Conversations,
+    Text,
+    expected_longest,
+    from_hub,
+    token_lengths,
+)
+from labutils.data.tokenizers import CHAT_FORMS, chat_tokenizer
+
+
+@pytest.fixture(params=CHAT_FORMS, scope="module")
+def tokenizer(request):
+    return chat_tokenizer(request.param, 1024)
+
+
+@pytest.mark.parametrize(("kind", "mean"), [(SHORT, 117), (LONG, 861)])
+@pytest.mark.parametrize("count", [32, 1000])
+@pytest.mark.parametrize("shorter", [1, 4])
+def test_lengths_have_the_articles_mean(kind, mean, count, shorter):
+    lengths = token_lengths(kind, count, shorter)
+    assert sum(lengths) / count == pytest.approx(mean / shorter, rel=0.005)
+    assert max(lengths) <= LONGEST / shorter
+    assert len(set(lengths)) > min(16, count / 4)
+    assert (max(lengths) == LONGEST / shorter) == (kind is LONG)
+
+
+@settings(deadline=None, max_examples=20)
+@given(st.sampled_from([SHORT, LONG]), st.integers(1, 64))
+def test_the_longest_of_more_texts_is_longer_and_never_beyond_the_limit(kind, texts):
+    assert (
+        kind.mean - 1
+        <= expected_longest(kind, texts)
+        <= expected_longest(kind, texts + 1)
+        <= LONGEST
+    )
+
+
+def test_a_batch_is_padded_to_what_drawn_batches_are():
+    assert expected_longest(SHORT, 1) == pytest.approx(117, abs=1)
+    lengths = torch.tensor(token_lengths(LONG, 1000))
+    drawn = lengths[torch.randint(1000, (20_000, 4), generator=torch.Generator().manual_seed(0))]
+    assert expected_longest(LONG, 4) == pytest.approx(
+        drawn.max(1).values.float().mean().item(), rel=0.01
+    )
+
+
+@pytest.mark.parametrize("kind", [SHORT, LONG], ids=["short", "long"])
+def test_examples_have_these_lengths(tokenizer, kind):
+    made = Chat(tokenizer).generated(kind, 12, shorter=4)
+    assert [len(ids) for ids, _ in made] == token_lengths(kind, 12, 4)
+    again = Chat(tokenizer).generated(kind, 12, shorter=4)
+    assert all(torch.equal(a[0], b[0]) and a[1] == b[1] for a, b in zip(made, again, strict=True))
+    assert len({tuple(ids.tolist()) for ids, _ in made}) == 12
+
+
+def test_a_whole_conversation_is_the_templates(tokenizer):
+    """Put together from parts, the ids are those of the whole text."""
+    text = Text("浅間駅について説明してください。", "It was opened in 1923.")
+    ids, asked = Chat(tokenizer).conversation(text, 200)
+    turns = [
+        {"role": "user", "content": text.prompt},
+        {"role": "assistant", "content": text.answer},
+    ]
+    assert ids.tolist() == tokenizer.apply_chat_template(turns, return_dict=False)
+    assert tokenizer.decode(ids[asked:]).startswith(text.answer)
+
+
+@pytest.mark.parametrize("stretched", ["prompt", "answer"])
+def test_what_is_too_long_keeps_its_form(tokenizer, stretched):
+    chat = Chat(tokenizer)
+    ids, asked = chat.conversation(Text("駅" * 300, "城" * 300), 60, stretched)
+    assert len(ids) == 60
+    assert ids.tolist()[: len(chat.before)] == chat.before
+    assert ids.tolist()[-len(chat.after) :] == chat.after
+    assert len(chat.before) < asked < 60 - len(chat.after)
+
+
+@pytest.mark.parametrize("everything", [True, False])
+def test_labels_are_what_is_to_be_predicted(tokenizer, everything):
+    conversations = Chat(tokenizer).generated(SHORT, 3, shorter=4)
+    examples = Conversations(conversations, everything)
+    for index, (ids, asked) in enumerate(conversations):
+        labels = examples[index]["labels"]
+        assert torch.equal(labels[asked:], ids[asked:])
+        assert (labels[:asked] == IGNORED).all() != everything
+        assert (labels[1:] != IGNORED).sum() == examples.predicted(index)
+
+
+def test_nothing_written_is_the_filling(tokenizer):
+    ids, _ = Chat(tokenizer).generated(LONG, 1)[0]
+    assert tokenizer.pad_token_id not in ids
+    assert ids.max() < 1024
+
+
+def test_real_rows_become_texts(tmp_path, monkeypatch):
+    """The article's body without its first sentence; instruction and input as one prompt."""
+    import datasets
+
+    rows = {
+        "fujiki/japanese_alpaca_data": {"instruction": "訳せ", "input": "station", "output": "駅"},
+        "wikimedia/wikipedia": {
+            "title": "駅",
+            "text": "駅とは場所である。列車が止まる。",
+            "url": "",
+        },
+    }
+    monkeypatch.setattr(
+        datasets, "load_dataset", lambda name, *_, **__: datasets.Dataset.from_list([rows[name]])
+    )
+    assert from_hub(SHORT, 1, tmp_path) == [Text("訳せ\nstation", "駅")]
+    assert from_hub(LONG, 1, tmp_path) == [Text("列車が止まる。", "駅")]

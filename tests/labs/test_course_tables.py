@@ -1,0 +1,121 @@
+"""Tables, goals and predictions: numbers as people read them, and nothing where there is nothing to
+say.
+"""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from labutils.course.goals import GOAL_HEAD, Goal, goal_rows
+from labutils.course.predictions import Score, lean_in_words, scores_of, summaries
+from labutils.course.tables import as_table, cell
+from labutils.results.records import Run
+
+VALUES = st.one_of(
+    st.none(), st.text(max_size=8), st.integers(), st.floats(allow_nan=False, allow_infinity=False)
+)
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        (None, "–"),
+        (0.5441, "0.544"),
+        (1481.6, "1,482"),
+        (859520964, "859,520,964"),
+        (True, "True"),
+        ("a|b\nc", "a\\|b c"),
+    ],
+)
+def test_a_cell(value, shown):
+    assert cell(value) == shown
+
+
+def test_what_says_nothing_is_left_out():
+    rows = [("kernels", None, None, 7), ("launches", None, None, None), ("busy", 0.5, None, None)]
+    assert as_table(("a step", "here", "ms", "H200"), *rows).splitlines() == [
+        "| a step | here | H200 |",
+        "| --- | --- | --- |",
+        "| kernels | – | 7 |",
+        "| busy | 0.5 | – |",
+    ]
+    assert as_table(("a step", "here"), ("kernels", None)) == ""
+
+
+@given(st.lists(st.tuples(VALUES, VALUES, VALUES), max_size=5))
+def test_every_line_has_the_heads_columns(rows):
+    lines = as_table(("a", "b", "c"), *rows).split("\n")
+    assert len({line.replace("\\|", "").count("|") for line in lines}) == 1
+    assert len(lines) in (1, 2 + sum(row[1:] != (None, None) for row in rows))
+
+
+def test_goals_are_judged_at_full_on_the_references_card():
+    goals = {
+        "rate": Goal("tokens/s", least=17_000),
+        "graphs": Goal("graphs", most=10),
+        "share": Goal("share", least=0.6),
+        "seen": Goal("seen"),
+    }
+    rates = {"median": 16_207.4, "p10": 14_579.0, "p90": 17_587.1, "n": 12}
+    card = {"gpu": "H200"}
+    theirs = Run("07", "", scale="full", machine=card, metrics={"rate": rates, "graphs": 2})
+    tiny = Run("07", "", scale="tiny", machine=card, metrics={"share": 0.617, "seen": 3})
+    rows = goal_rows(goals, tiny, theirs)
+    assert {len(row) for row in rows} == {len(GOAL_HEAD) + 1}
+    assert rows == [
+        (
+            "tokens/s",
+            "at least 17,000",
+            None,
+            "16,207 (14,579 to 17,587), missed, within the spread",
+        ),
+        ("graphs", "at most 10", None, "2, reached"),
+        ("share", "at least 0.6", "0.617", None),
+        ("seen", None, "3", None),
+    ]
+    for gpu, said in (("H200", "0.5, missed"), ("H100", "0.5")):
+        mine = Run("07", "", scale="full", machine={"gpu": gpu}, metrics={"share": 0.5})
+        assert goal_rows(goals, mine, theirs)[2][2] == said
+
+
+# Predictions
+
+
+def record(status: str, value: object, measured: object = None, topic: str = "a") -> dict:
+    known = {"lab": "03", "status": status, "topic": topic, "value": value, "unit": "x"}
+    return known | ({} if measured is None else {"measured": measured})
+
+
+def test_the_last_prediction_counts_and_forgets_an_older_score():
+    records = [record("prediction", 1), record("score", 1, 4), record("prediction", 5, topic="b")]
+    records += [record("prediction", 3)]
+    (b, a) = scores_of(records)
+    assert (b.topic, b.predicted, a.topic, a.predicted, a.measured) == ("b", 5, "a", 3, None)
+    assert scores_of([*records, record("score", 3, 4)])[-1].measured == 4
+
+
+@pytest.mark.parametrize("odd", ["3", True, float("nan"), float("inf"), 10**400, [1]])
+def test_what_is_no_number_is_passed_over(odd):
+    assert scores_of([record("prediction", odd), record("score", 1, odd), {"lab": 3}]) == []
+
+
+@given(st.floats(1e-6, 1e6), st.floats(1e-6, 1e6))
+def test_twice_and_half_are_equally_far_off(one, other):
+    offs = [Score("03", "t", "x", *pair).off for pair in ((one, other), (other, one))]
+    assert offs[0] == pytest.approx(offs[1]) and offs[0] >= 1
+
+
+def test_summaries_begin_with_what_is_misjudged_most():
+    pairs = [(10, 5, "ms"), (4, 8, "s"), (30, 10, "us"), (9, 1, "%"), (0, 5, "x"), (1, None, "x")]
+    scores = [Score("03", "t", unit, predicted, measured) for predicted, measured, unit in pairs]
+    table = summaries(scores, "kind")
+    assert list(table["kind"]) == ["shares and changes", "times"]
+    times = table.iloc[1]
+    assert (times["predictions"], times["off"], times["near"]) == (3, 2, 2)
+    assert times["lean"] == pytest.approx(2)
+    assert list(summaries(scores)["predictions"]) == [4]
+    assert summaries([]).empty
+    said = [lean_in_words(lean) for lean in (0.95, 1.5, 0.5)]
+    assert said == ["neither way", "1.5x too high", "2x too low"]

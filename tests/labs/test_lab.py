@@ -1,0 +1,419 @@
+"""What a notebook calls: parameters checked, results kept at once, failures survived, predictions
+scored.
+"""
+
+from __future__ import annotations
+
+import gc
+import shlex
+import weakref
+
+import pandas as pd
+import pytest
+
+from labutils.course import lab as course
+from labutils.course import parameters
+from labutils.course.lab import LabError, open_lab
+from labutils.profiling import cuda
+from labutils.profiling.machine import machine_facts
+from labutils.recipe import STOCK, Unavailable
+from labutils.results import claims
+from labutils.results import records as results
+from labutils.results.records import Results, Run, read_records, read_runs
+from labutils.tools import run as runner
+
+PARAMETERS = {"scale": "tiny", "weights": "random", "data": "generated", "results_dir": ""}
+
+
+def notebook(own: dict | None = None, cells: tuple[str, ...] = (), **values) -> dict:
+    """The globals of a notebook whose parameters cell declares the usual four and `own` (name ->
+    type).
+    """
+    kinds = dict.fromkeys(PARAMETERS, str) | (own or {})
+    return PARAMETERS | values | {"__annotations__": kinds, "In": ["", *cells]}
+
+
+@pytest.fixture
+def lab():
+    return open_lab("03", notebook())
+
+
+@pytest.fixture
+def reference(tmp_path, monkeypatch):
+    """A reference of one good run, on two days, and one that ran out of memory."""
+    kept = Results(tmp_path / "reference")
+    for day, workers in (("2026-01-03", 3), ("2026-01-02", 4)):
+        run = Run("03", f"{workers} workers", scale="full", machine={"gpu": "NVIDIA H"}, at=day)
+        run.tags = {"experiment": "workers", "workers": workers}
+        run.metrics = {"step_ms": {"median": 625.0}, "note": "x", "wall_ms": 5000}
+        kept.append(run)
+    kept.append(Run("03", "too big", status="oom"))
+    monkeypatch.setattr(results, "REFERENCE", kept.path)
+
+
+# Parameters
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "kind", "takes"),
+    [
+        ("scale", "huge", str, "auto, tiny, small, full"),
+        ("weights", True, str, "words"),
+        ("loud", "false", bool, "true or false"),
+        ("steps", True, int, "whole number"),
+        ("steps", "3", int, "whole number"),
+        ("rate", float("nan"), float, "finite"),
+        ("steps", -1, int, "0 or more"),
+        ("planned_steps", 0, int, "1 or more"),
+        ("ranks", 1, int, "more than 1"),
+        ("years", 0.0, float, "above 0"),
+        ("hours_a_day", 24.5, float, "24 or less"),
+        ("batches", "0 4", str, "whole numbers"),
+        ("batches", "²", str, "whole numbers"),
+        ("delays", "9" * 5000, str, "whole numbers"),
+    ],
+)
+def test_a_parameter_that_is_not_what_it_should_be_is_refused(name, value, kind, takes):
+    with pytest.raises(LabError, match=f"{name} is .* but it takes .*{takes}"):
+        open_lab("06", notebook({name: kind}, **{name: value}))
+
+
+def test_a_name_that_no_parameters_cell_declares_is_refused(results_folder):
+    with pytest.raises(LabError, match="no parameter stepz. Its parameters: scale"):
+        open_lab("03", notebook(cells=("# Parameters\nstepz = 5\n",)))
+    assert not results_folder.exists()
+    for last in ("# Parameters\nscale = 'tiny'\n", "# Parameters\nscale = \n"):  # since corrected
+        assert open_lab("03", notebook(cells=("# Parameters\nstepz = 5\n", "", last)))
+
+
+def test_parameters_reach_the_lab(capsys):
+    own = {"steps": int, "rate": "float", "my_guess": float | None, "xs": list[int]}
+    cells = ("# Parameters\nsteps = 5\n",)
+    lab = open_lab(3, notebook(own, cells, steps=5, rate=2, my_guess=None, xs=[]))
+    common = {"scale": "tiny", "weights": "random", "data": "generated"}
+    assert lab.parameters == common | {"steps": 5, "rate": 2.0}
+    assert (lab.number, lab.scale) == ("03", "tiny")
+    assert "Lab 03" in capsys.readouterr().out
+
+
+def test_words_of_a_command_line_become_values():
+    assert parameters.read("steps", "4", "int") == 4
+    assert parameters.read("rate", "4", "float") == 4.0
+    assert parameters.read("loud", "False", "bool") is False
+    assert parameters.whole_numbers("batches", "24 1,4  4") == [1, 4, 24]
+    for lab in runner.find():
+        for one in lab.parameters.values():
+            assert parameters.check(one.name, one.default, one.kind) == one.default
+
+
+def test_auto_is_the_scale_that_fits_and_a_larger_one_is_warned_of(monkeypatch, capsys):
+    facts = {"gpu": "Small", "gpu_memory_gb": 12.0}
+    monkeypatch.setattr(course, "machine_facts", lambda: facts)
+    assert open_lab("03", notebook(scale="auto")).scale == "small"
+    assert "expect long waits" not in capsys.readouterr().out
+    open_lab("03", notebook(scale="full"))
+    assert "expect long waits" in capsys.readouterr().out
+
+
+def test_opening_a_lab_again_goes_on_with_it(tmp_path):
+    """The first cells run twice: only other parameters, or another lab, begin anew."""
+    space = notebook({"steps": int}, steps=3)
+    lab = space["lab"] = open_lab("03", space)
+    assert open_lab("03", space) is lab
+    elsewhere = space | {"results_dir": str(tmp_path / "own")}
+    for number, other in (("04", space), ("03", space | {"steps": 5}), ("03", elsewhere)):
+        assert open_lab(number, other) is not lab
+
+
+def test_where_results_go(tmp_path, monkeypatch, results_folder):
+    asked = tmp_path / "my results"
+    lab = open_lab("03", notebook(results_dir=str(asked)))
+    assert lab.results_dir == asked
+    assert open_lab("03", notebook()).results_dir == results_folder
+    monkeypatch.delenv("LABUTILS_RESULTS")
+    monkeypatch.setattr(results, "REPOSITORY", tmp_path)
+    assert open_lab("03", notebook()).results_dir.parent == tmp_path / "results"
+    for nowhere in ("/proc/nowhere", "~nobody-of-that-name/x", "a\0b"):
+        with pytest.raises(LabError, match="Set results_dir"):
+            open_lab("03", notebook(results_dir=nowhere))
+
+
+# What is kept
+
+
+def test_a_kept_run_is_stamped_and_on_disk_at_once(lab):
+    tags = {"experiment": "workers", "workers": 3}
+    run = Run("", "3", lane="same work", workload="sd15-lora", scale="small", tags=tags)
+    assert lab.keep(run) is run
+    (kept,) = read_runs(lab.results_dir)
+    assert (kept.lab, kept.scale, kept.lane, kept.tags) == ("03", "small", "same work", tags)
+    assert kept.machine == machine_facts()
+    assert kept.versions["torch"] and kept.commit and kept.at
+    assert kept.notebook.startswith("03_")
+
+
+def test_runs_of_a_comparison_get_their_names_and_lane(lab):
+    runs = {"workers=0": Run("", ""), "workers=3": Run("", "", workload="x", scale="full")}
+    assert lab.keep(runs, lane="same mathematics") is runs
+    kept = read_runs(lab.results_dir)
+    assert [(run.run, run.scale) for run in kept] == [("workers=0", "tiny"), ("workers=3", "full")]
+    assert [run.tags["workers"] for run in kept] == [0, 3]
+    assert {run.lane for run in kept} == {"same mathematics"}
+    with pytest.raises(LabError, match="no lane 'fast'"):
+        lab.keep(runs, lane="fast")
+
+
+@pytest.fixture
+def measure():
+    """Makes a run of `STOCK`, and counts how often it was asked to."""
+
+    def call() -> Run:
+        call.times += 1
+        recipe = STOCK.fitted_to("cpu").as_dict()
+        return Run("", "", workload="sd15-lora", recipe=recipe, metrics={"n": call.times})
+
+    call.times = 0
+    return call
+
+
+def test_an_interrupted_lab_goes_on_with_what_it_measured(measure):
+    assert open_lab("03", notebook()).measured("a", STOCK, measure).metrics == {"n": 1}
+    again = open_lab("03", notebook())
+    assert again.measured("a", STOCK, measure).metrics == {"n": 1}
+    assert again.measured("a", STOCK, measure).metrics == {"n": 2}  # the cell was run once more
+    third = open_lab("03", notebook())
+    together = third.measured_together(
+        {"a": STOCK, "b": STOCK}, lambda: {name: measure() for name in "ab"}
+    )
+    assert [together[name].metrics["n"] for name in "ab"] == [3, 4]  # all as they were left or none
+
+
+CHANGES = ["recipe", "scale", "code", "machine", "status", "done", "lab", "beside", "notebook"]
+
+
+@pytest.mark.parametrize("change", [*CHANGES, ""])
+def test_what_was_left_is_taken_only_if_nothing_changed(change, measure, monkeypatch):
+    if change == "beside":
+        monkeypatch.setenv(results.BESIDE, "1")
+    first = open_lab("03", notebook())
+    run = first.measured("a", STOCK, measure)
+    monkeypatch.delenv(results.BESIDE, raising=False)
+    facts = machine_facts() | ({"cpu": "another"} if change == "machine" else {"ram_gb": 31.0})
+    monkeypatch.setattr(course, "machine_facts", lambda: facts)
+    if change == "status":
+        run.status = "error: ValueError: by chance"
+        first.keep(run)
+    elif change == "done":
+        first.done({})
+    elif change == "code":
+        monkeypatch.setattr(results, "code", lambda: "another")
+    elif change == "notebook":
+        monkeypatch.setenv(results.SOURCES, '{"notebook": "2", "labutils": "1"}')
+    scale, number = "small" if change == "scale" else "tiny", "04" if change == "lab" else "03"
+    again = open_lab(number, notebook(scale=scale))
+    recipe = STOCK.but(rank=8) if change == "recipe" else STOCK
+    assert again.measured("a", recipe, measure).metrics == {"n": 2 if change else 1}
+
+
+def test_out_of_memory_is_a_result_of_a_recipe_only(lab, measure):
+    lab.keep(Run("03", "a", status="oom", recipe=STOCK.fitted_to("cuda").as_dict()))
+    lab.keep(Run("03", "b", status="oom"))
+    again = open_lab("03", notebook())
+    assert again.measured("a", STOCK, measure).status == "oom"
+    assert again.measured("b", None, measure).metrics == {"n": 1}
+
+
+def test_predictions_are_kept_and_scored(lab, capsys):
+    lab.predict("best number of workers", 4)
+    lab.predict("step at 0 workers", None, "ms")
+    lab.predict("step at 3 workers", 100.0, "ms")
+    lab.done({"best number of workers": 2, "step at 0 workers": 3.0, "step at 3 workers": None})
+    kept = [(r["status"], r.get("topic"), r.get("measured")) for r in read_records(lab.results_dir)]
+    assert kept == [
+        ("prediction", "best number of workers", None),
+        ("prediction", "step at 3 workers", None),
+        ("score", "best number of workers", 2),
+        ("done", None, None),
+    ]
+    said = capsys.readouterr().out
+    assert "No prediction of *step at 0 workers*" in said and "2.00x" in said
+    for value in ("three", True, [3], float("nan"), 10**400):
+        with pytest.raises(LabError, match="finite number of ms, or None"):
+            lab.predict("step", value, "ms")
+
+
+def test_the_end_says_what_is_next_and_what_the_runner_told(monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv(results.BESIDE, "2")
+    monkeypatch.setenv(results.SOURCES, '{"notebook": "a", "labutils": "b"}')
+    folder = tmp_path / "my results"
+    lab = open_lab("03", notebook(results_dir=str(folder)))
+    lab.keep(Run("", "one"))
+    lab.done()
+    run, done = read_records(folder)
+    assert run["beside"] == done["beside"] == 2
+    assert done["sources"] == {"notebook": "a", "labutils": "b"}
+    assert done["parameters"]["scale"] == "tiny" and done["seconds"] >= 0
+    said = capsys.readouterr().out
+    assert "2 other labs" in said
+    assert f"labutils report --results {shlex.quote(str(folder))}" in said
+
+
+# What fails here
+
+THREE = {"experiment": "workers", "workers": 3}
+
+
+@pytest.mark.parametrize("which", [THREE, "workers=3"], ids=["tags", "name"])
+@pytest.mark.parametrize(
+    ("error", "status", "told"),
+    [
+        (RuntimeError("CUDA out of memory. Tried to allocate 2 GiB"), "oom", "Out of memory"),
+        (Unavailable("it needs a GPU"), "skipped: it needs a GPU", "left out"),
+        (ImportError("No module named 'x'"), "skipped: ImportError", "labutils doctor"),
+        (ValueError("bad\nsecond line"), "error: ValueError: bad second", "labutils doctor"),
+    ],
+)
+def test_a_failure_is_kept_told_and_survived(lab, reference, capsys, error, status, told, which):
+    with lab.attempt("3 workers", reference=which):
+        raise error
+    assert read_runs(lab.results_dir).one("03", **THREE).status.startswith(status)
+    said = capsys.readouterr().out
+    assert told in said
+    assert "| step_ms | 625 |" in said and "wall_ms" not in said
+
+
+def test_something_better_than_the_references_numbers_can_be_shown(lab, reference, capsys):
+    for name, instead in (("x", lambda: print("a picture")), ("too big", None), ("none", None)):
+        with lab.attempt("it", reference=name, instead=instead):
+            raise Unavailable("a GPU is needed")
+    said = capsys.readouterr().out
+    assert "a picture" in said and "(oom)" in said and "no reference run *none*" in said
+
+
+def test_what_worked_is_not_recorded_as_failed(lab):
+    with lab.attempt("sweep", reference="workers=3"):
+        lab.keep(Run("", "workers=3", metrics={"step_ms": 5.0}))
+        raise ValueError("the plot failed")
+    with lab.attempt("fine"):
+        pass
+    assert [run.status for run in read_runs(lab.results_dir)] == ["ok"]
+
+
+def test_a_gpu_that_broke_for_good_ends_no_lab(lab, monkeypatch):
+    def broken():
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(cuda, "empty_cache", broken)
+    with lab.attempt("capture"):
+        broken()
+    assert "illegal memory access" in read_runs(lab.results_dir)[0].status
+
+
+def test_what_filled_the_memory_is_let_go(lab):
+    class Tensor:
+        pass
+
+    alive = []
+
+    def fill():
+        tensor = Tensor()
+        alive.append(weakref.ref(tensor))
+        try:
+            raise KeyError("first")
+        except KeyError:
+            raise MemoryError from None
+
+    with lab.attempt("fill"):
+        fill()
+    gc.collect()
+    assert alive[0]() is None
+
+
+def test_ctrl_c_is_not_a_failure(lab):
+    with pytest.raises(KeyboardInterrupt), lab.attempt("long"):
+        raise KeyboardInterrupt
+    assert not read_runs(lab.results_dir)
+    assert LabError("say this")._render_traceback_() == ["LabError: say this"]
+
+
+# What it shows
+
+
+def test_a_table_or_what_to_say_instead(lab, capsys):
+    shown = "| what | here |\n| --- | --- |\n| busy | 0.5 |\n"
+    lab.table(("what", "here", "H200"), ("busy", 0.5, None))
+    lab.table(pd.DataFrame({"what": ["busy"], "here": [0.5], "H200": [float("nan")]}))
+    assert capsys.readouterr().out == shown + shown
+    lab.table(("what", "here"), ("busy", None), otherwise="Nothing was measured.")
+    lab.table(("what", "here"))
+    assert capsys.readouterr().out == "Nothing was measured.\n"
+
+
+def test_the_reference_is_that_of_this_lab(lab, reference):
+    assert lab.reference("workers=3").metric("step_ms") == 625.0
+    assert lab.reference(**THREE).at == "2026-01-03"
+    assert lab.reference("workers=99") is lab.reference(workers=99) is None
+    assert len(lab.references(experiment="workers")) == 2
+
+
+def test_tables_of_the_reference_stand_beside_ours(lab, reference, capsys, monkeypatch):
+    def times(runs):
+        return [(run.run, run.metric("step_ms")) for run in runs.values()]
+
+    def shown(**tags):
+        lab.on_reference(("run", "ms"), times, **tags)
+        return capsys.readouterr().out
+
+    capsys.readouterr()
+    assert "H**, scale full, 2026-01-02 to 2026-01-03:" in shown(experiment="workers")
+    assert "H**, scale full, 2026-01-03:" in shown(**THREE)
+    assert "Nothing of this is on record" in shown(experiment="never run")
+    own = lab.keep(Run("", "3", metrics={"step_ms": 5.0}, tags=THREE))
+    capsys.readouterr()
+    lab.runs_table([own], {"workers": "workers", "step_ms": "ms"}, **THREE)
+    said = capsys.readouterr().out
+    assert "| 3 | 5 |" in said and "| 3 | 625 |" in said
+    monkeypatch.setattr(results, "REFERENCE", lab.results_dir / "results.jsonl")
+    assert shown(**THREE) == ""  # what becomes the reference is not shown beside itself
+
+
+def test_a_verdict_is_shown_and_returned(lab, capsys):
+    (judgement,) = lab.verdict("A1.workers.three")
+    assert judgement.claim.id == "A1.workers.three"
+    assert judgement.verdict in capsys.readouterr().out
+    assert claims.articles()
+
+
+def test_a_workload_has_the_labs_scale_and_device(lab):
+    workload = lab.workload("sd15-lora")
+    assert (workload.name, workload.scale, workload.device.type) == (
+        "sd15-lora",
+        "tiny",
+        lab.device,
+    )
+
+
+def test_paths_are_shown_as_typed_in_the_checkout(tmp_path, monkeypatch):
+    path = results.REPOSITORY / "results" / "x"
+    monkeypatch.chdir(results.REPOSITORY / "notebooks")
+    assert course._short(path) == "results/x"
+    monkeypatch.chdir(tmp_path)  # as papermill does it, called from anywhere
+    assert course._short(path) == str(path)
+
+
+def test_choices_are_offered_where_somebody_can_choose(monkeypatch):
+    """With the real widgets: each begins with its first value, and everything is drawn once."""
+    drawn = []
+
+    def draw(article, power):
+        drawn.append((article, power))
+
+    choices = {"article": ["all", "A1"], "power": range(-2, 3)}
+    assert not open_lab("11", notebook()).choose(draw, choices)  # a script
+    monkeypatch.setattr(course, "_in_kernel", lambda: True)
+    monkeypatch.setattr(course.Lab, "show", lambda *_: None)
+    batch = notebook(cells=("# Parameters\nscale = 'tiny'\n",))
+    assert not open_lab("11", batch).choose(draw, choices)
+    assert drawn == []
+    assert open_lab("11", notebook()).choose(draw, choices)
+    assert drawn == [("all", -2)]

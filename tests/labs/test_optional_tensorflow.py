@@ -1,0 +1,54 @@
+"""The optional page on TensorFlow: no lab, clean and paired like one, and it says why where there
+is no TensorFlow.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import jupytext
+import nbformat
+import papermill
+import pytest
+
+from labutils.labs import optional_tensorflow
+from labutils.recipe import Unavailable
+from labutils.tools import run as runner
+
+PAGE = (
+    Path(__file__).resolve().parents[2] / "notebooks" / "optional" / "tensorflow_equivalents.ipynb"
+)
+
+
+def test_it_is_stored_clean_and_in_step_with_its_text():
+    notebook = nbformat.read(PAGE, as_version=4)
+    nbformat.validate(notebook)
+    text = jupytext.read(PAGE.parent / "py" / f"{PAGE.stem}.py")
+    assert [(c.cell_type, c.source) for c in notebook.cells] == [
+        (c.cell_type, c.source) for c in text.cells
+    ]
+    assert not any(cell.get("outputs") or cell.get("execution_count") for cell in notebook.cells)
+    assert set(notebook.metadata) <= {"kernelspec", "jupytext"}
+
+
+def test_it_is_no_lab():
+    assert PAGE.stem not in {lab.path.stem for lab in runner.find()}
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("tensorflow") is not None, reason="TensorFlow is installed here"
+)
+def test_without_tensorflow_it_says_so_and_goes_on(tmp_path):
+    parameters = {"scale": "tiny", "results_dir": str(tmp_path)}
+    done = papermill.execute_notebook(PAGE, tmp_path / "out.ipynb", parameters, progress_bar=False)
+    said = "".join(
+        str(output.get("data", "")) for cell in done.cells for output in cell.get("outputs", [])
+    )
+    assert said.count("TensorFlow can't be imported here") >= 3 and "pip install tensorflow" in said
+    with pytest.raises(Unavailable, match="environment of its own"):
+        optional_tensorflow.tensorflow()
+
+
+def test_epochs_are_timed_from_the_second_on():
+    assert len(optional_tensorflow.epoch_ms(range(4), epochs=2)) == 8

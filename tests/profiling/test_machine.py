@@ -1,0 +1,142 @@
+"""What this machine is, and which code runs on which card."""
+
+import subprocess
+import sys
+
+import pytest
+
+from labutils.profiling import cuda, machine
+from labutils.profiling.cuda_architectures import runs_on, try_unlisted_architecture
+from labutils.profiling.machine import default_device, machine_facts, scale_for
+
+
+@pytest.fixture
+def no_gpu(monkeypatch):
+    monkeypatch.setattr(cuda, "available", lambda: False)
+
+
+@pytest.mark.parametrize(
+    ("architectures", "capability", "how"),
+    [
+        (["sm_50", "sm_60", "sm_70", "sm_80", "sm_90"], (12, 0), "no"),  # article A1
+        (["sm_80", "sm_90", "sm_100", "sm_120"], (12, 0), "native"),
+        (["sm_120"], (12, 1), "native"),
+        (["sm_80"], (8, 9), "native"),
+        (["sm_86"], (8, 0), "no"),
+        (["sm_90", "compute_90"], (12, 0), "ptx"),
+        (["sm_100", "compute_100"], (9, 0), "no"),
+        (["sm_90a"], (9, 0), "native"),
+        (["sm_90a", "compute_90a"], (10, 0), "no"),
+        (["sm_100f"], (10, 3), "native"),
+        (["gfx90a"], (9, 0), "no"),
+    ],
+)
+def test_runs_on(architectures, capability, how):
+    assert runs_on(architectures, capability) == how
+
+
+@pytest.mark.parametrize(
+    ("gigabytes", "scales"),
+    [(0, "t"), (10.5, "s"), (47.8, "f" + "s" * 4), (85.0, "f" + "sssf"), (150.1, "f" * 5)],
+)
+def test_each_lab_asks_for_the_memory_that_it_needs(gigabytes, scales):
+    """Most labs, then 06 to 09, on cards of 10, 48, 80 and 141 GB by their names."""
+    facts = {"gpu": "one", "gpu_memory_gb": gigabytes} if gigabytes else {}
+    asked = [scale_for(facts, lab)[0] for lab in ("00", "06", "07", "08", "09")]
+    assert "".join(asked) == (scales if len(scales) == 5 else 5 * scales)
+
+
+def test_several_gpus_are_asked_for_where_a_lab_takes_them(monkeypatch):
+    large = {"gpu": "H200", "gpu_memory_gb": 150.1}
+    monkeypatch.setattr(cuda, "count", lambda: 1)
+    assert scale_for(large, "10") == "tiny"
+    monkeypatch.setattr(cuda, "count", lambda: 2)
+    assert scale_for(large, "10") == "full"
+
+
+def test_machine_leaves_out_what_does_not_apply():
+    facts = machine_facts()
+    assert facts["cores"] >= 1 and facts["ram_gb"] > 0 and facts["os"] and facts["cpu"]
+    assert None not in facts.values()
+    assert ("gpu" in facts) == (default_device() == "cuda")
+    facts["cores"] = -1
+    assert machine_facts()["cores"] >= 1  # a caller's change stays the caller's
+
+
+V2 = {"sys/fs/cgroup/cgroup.controllers": "cpu memory"}
+
+
+def write(root, files):
+    for path, text in files.items():
+        target = root / path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(text)
+
+
+@pytest.mark.parametrize(
+    ("files", "cores"),
+    [
+        ({}, 8),
+        (V2 | {"sys/fs/cgroup/cpu.max": "max 100000"}, 8),
+        (V2 | {"sys/fs/cgroup/cpu.max": "250000 100000"}, 2),
+        (V2 | {"sys/fs/cgroup/cpu.max": "50000 100000"}, 1),
+        (
+            V2
+            | {
+                "proc/self/cgroup": "0::/pod/box\n",
+                "sys/fs/cgroup/pod/cpu.max": "400000 100000",
+                "sys/fs/cgroup/pod/box/cpu.max": "max 100000",
+            },
+            4,
+        ),
+        (
+            {
+                "proc/self/cgroup": "4:memory:/\n3:cpu,cpuacct:/box\n",
+                "sys/fs/cgroup/cpu/box/cpu.cfs_quota_us": "300000",
+                "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1",
+                "sys/fs/cgroup/cpu/box/cpu.cfs_period_us": "100000",
+            },
+            3,
+        ),
+    ],
+    ids=["no limit", "v2 max", "v2 2.5 cores", "v2 half a core", "v2 parent's limit", "v1"],
+)
+def test_cores_within_a_container_limit(tmp_path, monkeypatch, files, cores):
+    monkeypatch.setattr(machine.os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
+    write(tmp_path, files)
+    assert machine.usable_cores(tmp_path) == cores
+
+
+def test_ram_is_the_containers_limit(tmp_path):
+    all_of_it = machine.ram_gb(tmp_path)
+    write(tmp_path, V2 | {"sys/fs/cgroup/memory.max": "800000000\n"})
+    assert machine.ram_gb(tmp_path) == 0.8 < all_of_it
+    write(tmp_path, {"sys/fs/cgroup/memory.max": "max\n"})
+    assert machine.ram_gb(tmp_path) == all_of_it
+
+
+def test_looking_at_the_machine_imports_no_torch():
+    code = "import labutils.profiling.machine, sys; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_broken_torch_is_no_gpu(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    assert cuda.available() is False
+
+
+def test_without_a_gpu_its_calls_do_nothing(no_gpu):
+    assert cuda.card() == {} and cuda.capability() is None and cuda.architectures() == []
+    assert cuda.peak_memory() is cuda.free_memory() is cuda.allocated_memory() is None
+    assert cuda.graph_of(lambda: None) is None
+    for harmless in (cuda.synchronize, cuda.empty_cache, cuda.reset_peak_memory):
+        harmless()
+    with pytest.raises(RuntimeError, match="no GPU"):
+        try_unlisted_architecture()
+
+
+def test_timed_warms_up_and_repeats(no_gpu):
+    calls = []
+    times = cuda.timed(lambda: calls.append(0), budget_s=0, warmup=4, at_least=6)
+    assert len(times) == 6 and len(calls) == 4 + 1 + 6
+    assert len(cuda.timed_in_bursts(lambda: None, burst_s=0)) == 7

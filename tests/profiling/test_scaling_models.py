@@ -1,0 +1,192 @@
+"""Steps with workers and on several GPUs, predicted, against simulations; NCCL's words as numbers."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from traces import kernel, mark, op
+
+from labutils.profiling import ddp_model
+from labutils.profiling.collectives import (
+    Link,
+    bus_factor,
+    communication,
+    read_nccl_log,
+    read_topology,
+)
+from labutils.profiling.dataloader_model import Pipeline, off_the_model
+from labutils.profiling.trace import Trace
+from labutils.results.records import Run
+
+MIB = 2**20
+LINK = Link(2, (1024.0, 2.0**20, 2.0**28), (0.02, 0.05, 2.0))
+
+
+def test_workers_are_needed_until_they_keep_up():
+    pipeline = Pipeline(read_ms=80, compute_ms=20, cores=16, accumulation=1)
+    assert pipeline.enough_workers == 4
+    expected = [100, 80, 40, 80 / 3, 20, 20, 20]
+    assert [pipeline.step_ms(n) for n in (0, 1, 2, 3, 4, 8, 12)] == pytest.approx(expected)
+    few_cores = Pipeline(read_ms=60, compute_ms=20, cores=2, accumulation=1)
+    assert few_cores.step_ms(8) == 40  # (60 + 20) / 2, although 60 / 8 and 20 are both less
+    taking = Pipeline(10, 20, 16, hand_over_ms=5)
+    assert (taking.step_ms(0), taking.step_ms(2)) == (4 * 30, 4 * 25)
+
+
+def test_off_the_model_is_off_by_more_than_the_spread():
+    measured = {0: {"p10": 90, "p90": 95}, 1: {"p10": 90, "p90": 110}, 2: {"p10": 101, "p90": 103}}
+    assert off_the_model(measured, dict.fromkeys(range(4), 100)) == {"above": [2], "below": [0]}
+
+
+def alone(lead, sizes, **metrics):
+    samples = {"lead_ms": lead, "lead_bytes": sizes}
+    return Run("", "one process", metrics={"step_ms": 100.0} | metrics, samples=samples)
+
+
+def test_bus_bandwidth_is_nccl_tests_own():
+    """doc/PERFORMANCE.md: all-reduce 2 (n - 1) / n, all-gather and reduce-scatter (n - 1) / n."""
+    assert [bus_factor(n) for n in (1, 2, 4, 8)] == [0, 1, 1.5, 1.75]
+    assert bus_factor(4, "all-gather") == bus_factor(4, "reduce-scatter") == 0.75
+
+
+def test_a_link_goes_through_its_points():
+    assert [LINK.all_reduce_ms(size) for size in LINK.bytes] == pytest.approx(list(LINK.ms))
+    assert LINK.all_reduce_ms(1) == pytest.approx(0.02)
+    assert LINK.all_reduce_ms(2.0**30) == pytest.approx(8.0)
+    assert LINK.gather_ms(2.0**28) == pytest.approx(1.0)
+    eight = ddp_model.between_more(LINK, 8)
+    assert eight.all_reduce_ms(2**28) == pytest.approx(1.75 * LINK.all_reduce_ms(2**28))
+
+
+@given(st.lists(st.integers(1, 40 * MIB), min_size=1, max_size=60), st.sampled_from([0, 1, 5, 25]))
+def test_every_gradient_is_in_one_bucket_and_a_bucket_ends_when_it_is_full(sizes, cap):
+    buckets = ddp_model.buckets(sizes, cap)
+    assert [place for bucket in buckets for place in bucket] == list(range(len(sizes)))
+    for number, bucket in enumerate(buckets):
+        limit = (1 if number == 0 else 25) * MIB if cap == 0 else cap * MIB
+        assert sum(sizes[place] for place in bucket[:-1]) < limit
+        if number < len(buckets) - 1:
+            assert sum(sizes[place] for place in bucket) >= limit
+
+
+def simulated(lead, sizes, link, cap):
+    """Time in small steps: a bucket that is complete is sent as soon as the link is free."""
+    waiting = [
+        (-lead[bucket[-1]], link.all_reduce_ms(sum(sizes[place] for place in bucket)))
+        for bucket in ddp_model.buckets(sizes, cap)
+    ]
+    now, dt, left = -lead[0], 0.005, 0.0
+    while waiting or left > 0:
+        if left <= 0 and waiting and waiting[0][0] <= now:
+            left = waiting.pop(0)[1]
+        left -= dt
+        now += dt
+    return max(0.0, now)
+
+
+@pytest.mark.parametrize("cap", [0, 1, 8])
+@pytest.mark.parametrize(
+    ("lead", "sizes"),
+    [
+        ([90, 80, 50, 20, 10, 0], [4 * MIB] * 6),
+        ([5, 4, 3, 2, 1, 0], [200 * MIB] * 6),
+        ([40, 0], [1000, 900 * MIB]),
+        ([0], [64]),
+    ],
+)
+def test_what_is_exposed_is_what_a_simulation_finds(lead, sizes, cap):
+    one = alone([float(ms) for ms in lead], sizes)
+    step = ddp_model.ddp(one, LINK, cap)
+    assert step.exposed_ms == pytest.approx(simulated(lead, sizes, LINK, cap), abs=0.05)
+    assert step.efficiency == pytest.approx(100 / (100 + step.exposed_ms))
+    four = ddp_model.ddp(one, LINK, cap, each=4)
+    assert four.exposed_ms == pytest.approx(4 * step.exposed_ms)
+
+
+def test_fsdp_hides_what_fits_beside_the_computation():
+    few = ddp_model.fsdp(alone([0.0], [1], gathered_mb=100.0, gradient_mb=1.0, units=10), LINK)
+    many = ddp_model.fsdp(alone([0.0], [1], gathered_mb=40_000.0, gradient_mb=1.0, units=10), LINK)
+    assert few.exposed_ms == pytest.approx(LINK.gather_ms(10e6))  # nothing but the first unit
+    assert many.exposed_ms > many.communication_ms - 100
+
+
+def test_efficiency_is_examples_a_second_over_so_many_times_one_s():
+    one = Run("", "a", metrics={"examples_per_s": 10.0})
+    two = Run("", "b", metrics={"examples_per_s": 18.0, "ranks": 2})
+    assert ddp_model.efficiency(one, two) == 0.9
+    assert ddp_model.efficiency(one, Run("", "c")) is None
+
+
+ALL_REDUCE = "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
+ON_GPU = [
+    mark("ProfilerStep#1", 0, 1000),
+    kernel("nvjet_hsh_128x256_64x4_TNT", 100, 500, 1),
+    kernel(ALL_REDUCE, 400, 600, 2, stream=20),  # 100 us hidden, 100 not
+    kernel(ALL_REDUCE, 700, 800, 3, stream=20),  # 50 us not: the optimizer runs beside the rest
+    kernel("multi_tensor_apply_kernel", 750, 900, 4),
+]
+ON_CPU = [
+    mark("ProfilerStep#1", 0, 1000),
+    op("aten::mm", 0, 300),
+    mark("gloo:all_reduce", 200, 500),
+    op("aten::_foreach_add_", 450, 700),
+]
+
+
+@pytest.mark.parametrize("events", [ON_GPU, ON_CPU], ids=["kernels", "gloo's marks"])
+def test_what_nothing_hides_is_exposed(events):
+    metrics, computing, talking = communication(Trace(events))
+    assert metrics["communication_share"] == pytest.approx(0.3)
+    assert metrics["exposed_communication_share"] == pytest.approx(0.15)
+    if events is ON_GPU:
+        assert computing == pytest.approx([0.1, 0.5, 0.75, 0.9])
+        assert talking == pytest.approx([0.4, 0.6, 0.7, 0.8])
+    assert communication(Trace(ON_CPU[:2]))[0]["communication_share"] == 0
+
+
+LOG = """
+node:1:1 [0] NCCL INFO NCCL_P2P_DISABLE set by environment to 1.
+node:1:1 [0] NCCL INFO NCCL version 2.27.5+cuda13.0
+node:1:9 [0] NCCL INFO Using network Socket
+node:1:9 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[1] via P2P/CUMEM/read
+node:1:9 [0] NCCL INFO Channel 01/0 : 0[0] -> 1[1] via P2P/CUMEM/read
+node:2:9 [1] NCCL INFO Channel 00 : 1[1b000] -> 0[1a000] via SHM/direct/direct
+node:2:9 [1] NCCL INFO Channel 00/0 : 1[0] -> 0[0] [send] via NET/Socket/0
+node:1:9 [0] NCCL INFO 24 coll channels, 24 collnet channels, 0 nvls channels, 32 p2p channels
+node:1:1 [0] NCCL INFO AllReduce: 67108864 Bytes -> Algo 1 proto 2 time 300.1
+node:1:1 [0] NCCL INFO AllReduce: 1024 Bytes -> Algo RING proto LL channel{Lo..Hi}={0..1}
+"""
+
+
+def test_nccl_s_log_tells_the_ways():
+    assert read_nccl_log(LOG) == {
+        "version": "2.27.5",
+        "network": "Socket",
+        "channels": 24,
+        "transports": {"P2P/CUMEM/read": 2, "SHM/direct/direct": 1, "NET/Socket/0": 1},
+        "chosen": {67108864: "Ring, Simple", 1024: "Ring, LL"},
+        "settings": {"NCCL_P2P_DISABLE": "1"},
+    }
+    assert read_nccl_log("") == {}
+
+
+TOPOLOGY = """\t\x1b[4mGPU0\tGPU1\tGPU2\tNIC0\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\x1b[0m
+GPU0\t X \tNV18\tSYS\tPIX\t0-31\t0\t\tN/A
+GPU1\tNV18\t X \tPHB\tSYS\t0-31\t0\t\tN/A
+GPU2\tSYS\tPHB\t X \tSYS\t32-63\t1\t\tN/A
+NIC0\tPIX\tSYS\tSYS\t X
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "links"),
+    [
+        (TOPOLOGY, {(0, 1): "NV18", (0, 2): "SYS", (1, 2): "PHB"}),
+        ("\tNIC0\tGPU0\tGPU1\nGPU0\tPIX\t X \tNV18\nGPU1\tSYS\tNV18\t X \n", {(0, 1): "NV18"}),
+        ("\tGPU0\tGPU1\tCPU Affinity\nGPU0\t X \t\t0-3\nGPU1\t\t X \t0-3\n", {}),  # an empty cell
+        ("\tGPU0\tGPU1\nGPU0\t X \tN/A\nGPU1\tN/A\t X \n", {}),
+        ("\tGPU0\tGPU1\nGPU0\t X \n", {}),  # cut off
+        ("", {}),
+    ],
+)
+def test_what_connects_gpus_is_read_by_pairs(text, links):
+    assert read_topology(text) == links

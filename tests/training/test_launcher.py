@@ -1,0 +1,183 @@
+"""Ranks that are launched: what is measured comes back, and so does what became of one that dies."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from ranks_at_work import SD
+
+from labutils.recipe import STOCK, Unavailable
+from labutils.training import Trainer, distributed, launcher
+from labutils.training.checkpoint import FILE
+from labutils.training.launch_worker import RankStatus, Task, in_turn
+from labutils.training.launcher import Ended, launch
+from labutils.workloads import open_workload
+
+DYING = SD.but(
+    cache="nothing",
+    num_workers=1,
+    persistent_workers=True,
+    adapter="plain",
+    optimizer="adamw-fused",
+)
+STEPS = 6
+
+
+@pytest.fixture(scope="module")
+def undisturbed() -> list[float]:
+    """The losses of one process that nothing happens to."""
+    with Trainer(open_workload("sd15-lora", "tiny", device="cpu"), DYING) as trainer:
+        trainer.run(STEPS)
+        trainer.driver.log.flush()
+        return list(trainer.losses)
+
+
+def train_until(fail: str, step: int, folder: Path, resume: bool = False, **changes) -> Ended:
+    workload = open_workload("sd15-lora", "tiny", device="cpu").opened_as()
+    recipe = DYING.but(**changes).as_dict()
+    options = {"folder": str(folder), "checkpoint_every": 2, "fail": fail, "fails": (1, step)}
+    task = Task("run", "train", workload, recipe, STEPS, resume=resume, **options)
+    return launch([task], 2, "cpu", 200, 30)
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("checkpoints")
+
+
+@pytest.fixture(scope="module")
+def killed(checkpoints) -> Ended:
+    return train_until("kill", 3, checkpoints, parallel="fsdp")
+
+
+@pytest.fixture(scope="module")
+def raised(checkpoints, killed) -> Ended:
+    """On from the other's checkpoint, which FSDP wrote, with DDP, and down again."""
+    return train_until("raise", 5, checkpoints, resume=True)
+
+
+def test_a_rank_that_is_killed_is_named_with_its_step(killed):
+    assert killed.first == (1, -9)
+    assert (killed.ranks[1].state, killed.ranks[1].step) == ("training", 3)
+    assert killed.checkpoint_step == 2 and not killed.runs
+    first, *others = killed.message.splitlines()
+    assert first.startswith("Rank 1 was killed by SIGKILL")
+    assert any(line.startswith("Rank 0") for line in others)
+
+
+def test_nobody_waits_for_a_rank_that_is_gone_and_nothing_of_it_stays(killed):
+    """Its DataLoader worker outlives it by some seconds, and nobody has told it to end."""
+    pids = [status.pid for status in killed.ranks]
+    pids += [int(left.split()[1]) for left in killed.left if left.startswith("process ")]
+    running = (psutil.Process(pid) for pid in pids if psutil.pid_exists(pid))
+    assert all(process.status() == psutil.STATUS_ZOMBIE for process in running)
+
+
+def test_a_rank_that_raises_is_the_first_and_says_what(raised):
+    assert raised.first == (1, 1) and raised.checkpoint_step == 4
+    assert raised.ranks[1].state == "failed" and "provoked" in raised.ranks[1].error
+    assert raised.message.startswith("Rank 1 failed in optimizer step 6 of *train*")
+    assert "provoked" in raised.log
+    with pytest.raises(RuntimeError, match="provoked"):
+        raised.or_raise()
+
+
+def test_one_process_goes_on_where_the_ranks_broke_off(raised, checkpoints, undisturbed):
+    """The first half was FSDP's, the next step DDP's, and the last are nobody's but this one's."""
+    workload = open_workload("sd15-lora", "tiny", device="cpu")
+    with Trainer(workload, DYING, checkpoints, resume=True) as trainer:
+        assert trainer.step_count == 4
+        trainer.run(STEPS)
+        trainer.driver.log.flush()
+        assert trainer.losses == pytest.approx(undisturbed[4:], rel=1e-4)
+    assert [path.name for path in checkpoints.glob(f"{FILE}*")] == [FILE]
+
+
+def test_what_is_measured_comes_back_run_by_run():
+    workload = open_workload("sd15-lora", "tiny", device="cpu").opened_as()
+    told = []
+    alone = SD.but(accumulation=1)
+    tasks = [
+        Task("all-reduce", "link", sizes=(1024, 4096)),
+        Task("train", "one", workload, alone.as_dict(), 2, 0, 2, alone=True, arrivals=True),
+        Task("train", "two", workload, SD.as_dict(), 2, 0, 2, traced=1),
+    ]
+    ended = launch(tasks, 2, "cpu", 200, 60, each=told.append).or_raise()
+    assert [run.run for run in told] == list(ended.runs) == ["link", "one", "two"]
+    assert len(ended.runs["link"].samples["all_reduce_ms"]) == 2
+    one, two = ended.runs["one"], ended.runs["two"]
+    assert one.metrics["ranks"] == 1 and two.metrics["ranks"] == 2
+    assert set(one.samples["round"]) == {0, 1} and one.samples["lead_ms"][-1] == 0
+    assert 0 <= two.metrics["communication_share"] <= 1
+    assert {status.state for status in ended.ranks} == {"done"} and ended.first is None
+
+
+def test_a_launch_is_refused_before_anything_starts(monkeypatch):
+    monkeypatch.setattr(launcher, "Child", lambda *_: pytest.fail("it was started"))
+    odd = Task("train", "x", {}, STOCK.but(accumulation=3).as_dict())
+    with pytest.raises(ValueError, match="accumulation=3"):
+        launch([odd], 2, "cpu")
+    with pytest.raises(ValueError, match="ranks=0"):
+        launch([], 0, "cpu")
+    with pytest.raises(Unavailable, match="99 GPUs"):
+        launch([], 99, "cuda")
+
+
+@pytest.mark.parametrize(
+    ("program", "told"),
+    [("import sys; sys.exit('no way')", "no way"), ("import time; time.sleep(60)", "not ended")],
+)
+def test_ranks_that_cannot_be_started_or_hang_are_stopped(program, told, monkeypatch, tmp_path):
+    agent = tmp_path / "agent.py"
+    agent.write_text(program)
+    monkeypatch.setattr(launcher, "AGENT", agent)
+    ended = launch([], 2, "cpu", timeout_s=2)
+    assert told in ended.message and not ended.ok and ended.first is None
+
+
+def test_who_failed_first_is_whom_the_others_lost():
+    lost = RankStatus(0, state="failed", at=20.0)
+    raised = RankStatus(1, state="failed", at=10.0)
+    assert launcher._first({"0": 1}, [lost, raised]) == (1, 1)
+    assert launcher._first({"0": 1, "1": -9}, [lost]) == (1, -9)
+    assert launcher._first({"0": -15}, [raised]) == (1, 1)
+    assert launcher._first({}, []) is None
+
+
+def test_each_rank_gets_its_share_of_the_cores(monkeypatch):
+    monkeypatch.setattr(launcher, "usable_cores", lambda: 8)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
+    variables = launcher.rank_variables(2, "cuda")
+    assert (variables["OMP_NUM_THREADS"], variables["CUDA_VISIBLE_DEVICES"]) == ("4", "4,5")
+    assert launcher.rank_variables(16, "cpu")["OMP_NUM_THREADS"] == "1"
+
+
+def test_a_rank_without_a_gpu_says_what_to_type(monkeypatch):
+    for name, value in {"RANK": "1", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(Unavailable, match="--nproc-per-node=1"):
+        distributed.join(device="cuda")
+
+
+def test_launches_take_turns(tmp_path):
+    """Of two that name the same file one is at work at a time."""
+    path, order = str(tmp_path / "turn"), []
+
+    def works(name: str) -> None:
+        with in_turn(path, distributed.Ranks()):
+            order.append(name)
+            time.sleep(0.1)
+            order.append(name)
+
+    threads = [threading.Thread(target=works, args=(name,)) for name in "ab"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert order in (list("aabb"), list("bbaa"))
