@@ -628,7 +628,7 @@ lab.predict("useful tokens a second, best BF16 rung against lora", my_best, "x")
 
 # %%
 climbable = distinct_on(lab.device, recipes)
-lanes = lab07_qlora.LADDER.lane_of()
+lanes = {rung.name: rung.lane for rung in lab07_qlora.LADDER}
 how = {"steps": 2, "rounds": 1, "warmup": 0} if tiny else {"steps": 6, "rounds": 2, "warmup": 2}
 climbed = lab.measured_together(
     climbable, lambda: lab07_qlora.climbed_on(texts["long"], climbable, **how)
@@ -646,7 +646,7 @@ plt.show()
 # %%
 changes = {
     rung.name: ", ".join(f"`{knob}={value!r}`" for knob, value in rung.changes.items())
-    for rung in lab07_qlora.LADDER.rungs
+    for rung in lab07_qlora.LADDER
 }
 lab.table(
     ("rung", "lane", "changes"), *((name, groups[name], changes[name] or None) for name in climbed)

@@ -82,7 +82,7 @@ def test_a_method_is_followed(texts, tmp_path):
 def test_casts_alone_leave_the_adapted_matrices(texts):
     model = texts["short"].build(A3_BASE.but(precision="bf16"))
     cast_as_for_kbit(model)
-    frozen = {name: p.dtype for name, p in model.lm.named_parameters() if not p.requires_grad}
+    frozen = {name: p.dtype for name, p in model.network.named_parameters() if not p.requires_grad}
     for name, dtype in frozen.items():
         assert dtype == (torch.bfloat16 if "base_layer" in name else torch.float32), name
 
