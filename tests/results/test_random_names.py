@@ -1,4 +1,4 @@
-"""A run's name is for people: whatever runs are called, everything that is said of them is the same."""
+"""A run's name is for people: whatever runs are called, what is said of them is the same."""
 
 from __future__ import annotations
 
