@@ -20,6 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 
+from labutils.profiling import compat
+
 
 def document_attention(
     module: nn.Module,
@@ -145,7 +147,7 @@ def _with_sinks(
 
     Returns the result and the log-sum-exp [heads, tokens] with the sink in it.
     """
-    out, log_sum, _, _, _ = torch.ops.aten._flash_attention_forward(
+    out, log_sum, _, _, _ = compat.flash_attention_forward(
         query,
         key,
         value,
@@ -195,7 +197,7 @@ def _with_sinks_backward(
     """The gradients of queries, keys and values."""
     no_dropout = torch.zeros(2, dtype=torch.uint64, device=query.device)
     unused = torch.empty(0, device=query.device)
-    found = torch.ops.aten._flash_attention_backward(
+    found = compat.flash_attention_backward(
         slope.contiguous(),
         query,
         key,
