@@ -297,7 +297,8 @@ def _load(task: Task) -> None:
     """The child: one DataLoader pass, a line of progress for each batch."""
     import warnings
 
-    from labutils.data.images import captioned_images, image_text_dataset, make_loader
+    from labutils.data.images import captioned_images, image_text_dataset
+    from labutils.data.loader import make_loader
     from labutils.data.tokenizers import clip_tokenizer
 
     warnings.filterwarnings(
