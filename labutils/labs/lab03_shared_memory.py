@@ -193,7 +193,8 @@ def _load(cache_dir: str, workers: int) -> None:
     """The child: one pass of a DataLoader, a line of progress for each batch."""
     import warnings
 
-    from labutils.data.images import captioned_images, image_text_dataset, make_loader
+    from labutils.data.images import captioned_images, image_text_dataset
+    from labutils.data.loader import make_loader
     from labutils.data.tokenizers import clip_tokenizer
 
     # More workers than cores: on purpose.

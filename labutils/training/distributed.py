@@ -152,7 +152,7 @@ FSDP_CANNOT: tuple[tuple[Callable[[Recipe], bool], str], ...] = (
     ),
     (
         lambda recipe: recipe.precision == "fp16",
-        "needs precision='bf16' or 'fp32': each rank would see the overflows of its own shard alone",
+        "needs precision='bf16' or 'fp32': each rank would see its own shard's overflows alone",
     ),
     (
         lambda recipe: recipe.base_linear != "published",

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-from labutils.data.images import make_loader
+from labutils.data.loader import make_loader
 from labutils.layers.cuda_graph import (
     attention_kernel,
     float32_rounded,

@@ -21,9 +21,7 @@ from torch.backends import cudnn
 from labutils.layers import cuda_graph
 from labutils.layers.cuda_graph import (
     CHANNELS_LAST_FORMS,
-    Captured,
     attention_kernel,
-    compile_blocks,
     compile_model,
     rewrite_layers,
     timed_convolutions,
@@ -206,64 +204,10 @@ def test_timed_convolutions_leave_the_other_settings_as_they_were(monkeypatch):
     assert not cudnn.benchmark
 
 
-def test_what_is_to_be_compiled_is_and_with_the_mode_asked_for(monkeypatch):
-    asked = []
-    monkeypatch.setattr(torch, "compile", lambda target, **options: asked.append(options) or target)
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    compile_model(model, "default")
-    compile_blocks(model, "reduce-overhead")
-    assert [given["mode"] for given in asked] == ["default", "reduce-overhead", "reduce-overhead"]
-    assert all(given["dynamic"] is False for given in asked)
-
-
-class Recording:
-    """Stands for torch.cuda.graph: one that was broken off can't be ended, and leaves its stream
-    behind.
-    """
-
-    current, begun, ended = "main", 0, 0
-
-    def __init__(self, graph: object) -> None:
-        pass
-
-    def __enter__(self) -> None:
-        type(self).begun += 1
-        type(self).current = "recording"
-
-    def __exit__(self, kind: type | None, *rest: object) -> None:
-        if kind is not None:
-            raise RuntimeError("operation failed due to a previous error during capture")
-        type(self).ended += 1
-        type(self).current = "main"
-
-
-def test_a_recording_that_breaks_off_says_why_and_leaves_nothing_behind(monkeypatch):
-    recording = type("Recording", (Recording,), {})
-    stands = {"graph": recording, "CUDAGraph": object, "current_stream": lambda: recording.current}
-    stands |= {
-        "set_stream": lambda stream: setattr(recording, "current", stream),
-        "synchronize": lambda: None,
-    }
-    for name, stand in stands.items():
-        monkeypatch.setattr(torch.cuda, name, stand)
-    zeros = torch.zeros
-    monkeypatch.setattr(torch, "zeros", lambda *size, device: zeros(*size))
-    monkeypatch.setattr(Captured, "_warm_up", lambda *given: None)
-
-    def asks_the_host() -> None:
-        raise ValueError("a value was read")
-
-    with pytest.raises(ValueError, match="a value was read"):
-        Captured(asks_the_host, list)
-    assert recording.current == "main"
-    assert (recording.begun, recording.ended) == (2, 1)  # a second one, which can be ended
-    Captured(lambda: None, list)
-    assert (recording.begun, recording.ended) == (3, 2)
-
-
 COLD = """
 import os, pathlib
-from labutils.capture import ask_cpp_compiler, compile_from_nothing
+from labutils.layers.cuda_graph import compile_from_nothing
+from labutils.profiling.compat import ask_cpp_compiler
 own = pathlib.Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
 ask_cpp_compiler()
 compile_from_nothing()

@@ -24,7 +24,7 @@ def test_a_library_is_imported_unseen_once(collecting):
     """What is there the second time may be models: those must be found."""
     found = told(f"""
 import gc, json, sys
-from labutils.libraries import import_unseen
+from labutils.workloads.lazy_imports import import_unseen
 {"" if collecting else "gc.disable()"}
 import_unseen("torch", "there.is.none", "torch.distributed")
 frozen = gc.get_freeze_count()
@@ -45,7 +45,7 @@ def test_an_import_that_is_broken_off_leaves_the_collector_on(tmp_path, monkeypa
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     found = told("""
 import gc, json
-from labutils.libraries import import_unseen
+from labutils.workloads.lazy_imports import import_unseen
 try:
     import_unseen("stops")
 except KeyboardInterrupt:
