@@ -8,14 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from recipes_at_work import (
-    PLAIN,
-    adapter_gradients,
-    assert_same_gradients,
-    copied,
-    perturb,
-    watch,
-)
+from recipes_at_work import PLAIN, adapter_gradients, assert_same_gradients, copied, perturb, watch
 from torch import Tensor
 
 from labutils.labs.ladders import A1_LADDER, climb
