@@ -27,7 +27,7 @@ from torch import nn
 from torch.utils.data import BatchSampler, DataLoader
 
 from labutils.course.goals import Goal
-from labutils.data.images import EpochOrder
+from labutils.data.loader import EpochOrder
 from labutils.labs.lab06_advisor import BASELINE, METHODS, Option, break_even
 from labutils.labs.ladders import A2_BASE, A2_LADDER, Ladder, Rung, climb, in_lanes
 from labutils.layers.cuda_graph import compile_blocks, variants_allowed

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.profiler import record_function
 from torch.utils.data import BatchSampler, Dataset, Sampler
 
-from labutils.data.images import EpochOrder
+from labutils.data.loader import EpochOrder
 from labutils.data.packing import Layout, PackedOrder, answer_room, left_over
 from labutils.layers.activation_checkpoint import (
     Parking,
