@@ -55,25 +55,17 @@ def test_the_queue_holds_what_the_host_launched_in_its_order():
 
 
 def test_only_what_crosses_a_link_is_a_copy():
-    """A fill and a copy within the GPU's memory run in the stream as kernels do, and hide as they
-    do.
-    """
-    names = (
-        "Memcpy HtoD (Pinned -> Device)",
-        "Memcpy DtoD (Device -> Device)",
-        "Memcpy PtoP (Device -> Device)",
-    )
+    """A fill and a copy within the GPU's memory hide as kernels do."""
+    names = ("HtoD (Pinned -> Device)", "DtoD (Device -> Device)", "PtoP (Device -> Device)")
     events = [mark("ProfilerStep#1", 0, 100)]
     for place, name in enumerate(names):
-        events += [
-            call("cudaMemcpyAsync", 10 * place, 10 * place + 1, place),
-            copy(name, 40, 50, place),
-        ]
+        events.append(call("cudaMemcpyAsync", 10 * place, 10 * place + 1, place))
+        events.append(copy(f"Memcpy {name}", 40, 50, place))
     events += [call("cudaMemsetAsync", 30, 31, 9), work("gpu_memset", "Memset (Device)", 40, 43, 9)]
-    found = Program.of(Trace(events))
+    whole = Program.of(Trace(events))
     kinds = {"copy": 0.02, "casts and layout": 0.01, "elementwise": 0.003}
-    assert found.gpu_ms() == {kind: pytest.approx(ms) for kind, ms in kinds.items()}
-    assert (found.kernel_ms, found.copy_ms) == (pytest.approx(0.013), pytest.approx(0.02))
+    assert whole.gpu_ms() == pytest.approx(kinds)
+    assert (whole.kernel_ms, whole.copy_ms) == (pytest.approx(0.013), pytest.approx(0.02))
 
 
 def test_without_a_gpu_every_operator_that_computes_waits():
@@ -114,17 +106,9 @@ def test_the_host_runs_ahead_by_the_queue_at_most():
 
 
 def test_phases_have_their_own_cost():
-    both = Program(
-        (
-            Launch("forward", (("GEMM", 0.0, 1),), False),
-            Launch("backward", (("GEMM", 0.0, 1),), False),
-        ),
-        1,
-    )
+    both = Program(program(0.0, phase="forward").queue + program(0.0, phase="backward").queue, 1)
     host = Host(7.0, {"forward": 3.0, "backward": 1.0})
-    assert replayed_ms(both, host) == pytest.approx(4)
-    assert host.mean_ms(both) == 2
-    assert host.of("clip") == 7
+    assert (replayed_ms(both, host), host.mean_ms(both), host.of("clip")) == (4, 2, 7)
     assert replayed_ms(both, host.times(2)) == pytest.approx(8)
     assert replayed_ms(both, host.plus(1)) == pytest.approx(6)
 
