@@ -7,34 +7,28 @@ RGB, resize the shorter side (Lanczos), crop, uint8 tensor, channels first, / 25
 subtract and divide. Nothing is fused or skipped: most of a stock step's wait for data is spent in
 these lines, and the labs measure it. Where torchvision is installed, a test compares bit by bit.
 
-Everything a DataLoader worker needs is a class or function of this module: workers that are started
+What a DataLoader worker needs is a class or function of this module: workers that are started
 afresh import it, and they could not import what a notebook's cell defines.
 """
 
 from __future__ import annotations
 
 import io
-import itertools
-import os
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from PIL import Image
-from torch.utils.data import BatchSampler, DataLoader, Sampler
 
-from labutils.data.hub import hub_dataset
-from labutils.recipe import Recipe
+from labutils.data import drawings
+from labutils.data.files import hub_dataset
 
 if TYPE_CHECKING:
     import datasets
 
 HUB_DATASET = "lambdalabs/naruto-blip-captions"
-EPOCH = 1221
-"""Examples of the real dataset, and so of an epoch."""
 RESOLUTION = 512
 
 
@@ -63,8 +57,6 @@ def captioned_images(
 
 def _generated(cache_dir: Path, count: int, seed: int) -> datasets.Dataset:
     import datasets
-
-    from labutils.data import drawings
 
     folder = cache_dir / "images" / f"drawn-v{drawings.VERSION}-seed{seed}"
     paths = drawings.draw_images(folder, count, seed)
@@ -170,27 +162,30 @@ def check_one_crop(images: datasets.Dataset, resolution: int) -> None:
 
     Encoded once, it would stay cropped as it happened to be that time.
     """
-    import datasets
-
-    files = images.cast_column("image", datasets.Image(decode=False))
-    sizes = [_size(file) for file in files["image"]]
+    sizes = [(width, height) for height, width in image_sizes(images)]
     several = [size for size in sizes if _resized(size, resolution) != (resolution, resolution)]
     if several:
         width, height = several[0]
         raise ValueError(
             f"{len(several)} of the {len(images)} images aren't square (one has {width}x{height} "
-            "pixels). "
-            "The script crops those anew at random whenever it reads them; encoded once, each "
-            "would keep one crop, "
-            "which is other training. Use cache='nothing' for them, or crop them to squares "
-            "beforehand."
+            "pixels). The script crops those anew at random whenever it reads them; encoded once, "
+            "each would keep one crop, which is other training. Use cache='nothing' for them, or "
+            "crop them to squares beforehand."
         )
 
 
-def _size(file: dict[str, Any]) -> tuple[int, int]:
-    """Width and height out of an image file's first bytes."""
-    with Image.open(io.BytesIO(file["bytes"]) if file["bytes"] else file["path"]) as image:
-        return image.size
+def image_sizes(images: datasets.Dataset) -> list[tuple[int, int]]:
+    """(height, width) of every image of the column `image`, read from the files' heads; nothing is
+    decoded.
+    """
+    import datasets
+
+    sizes = []
+    for row in images.select_columns("image").cast_column("image", datasets.Image(decode=False)):
+        stored = row["image"]
+        with Image.open(io.BytesIO(stored["bytes"]) if stored["bytes"] else stored["path"]) as file:
+            sizes.append((file.height, file.width))
+    return sizes
 
 
 def collate(examples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
@@ -199,169 +194,3 @@ def collate(examples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
     pixel_values = pixel_values.to(memory_format=torch.contiguous_format).float()
     input_ids = torch.stack([example["input_ids"] for example in examples])
     return {"pixel_values": pixel_values, "input_ids": input_ids}
-
-
-# -------------------------------------------------------------------------- the loader
-
-
-class EpochOrder(Sampler[int]):
-    """A random order of `length` examples out of `rows`, one epoch, that depends on (`seed`, epoch)
-    alone.
-
-    So a run can resume anywhere: `go_to(epoch, start)` chooses an epoch's order, the first `start`
-    examples left out (they were trained on before the interruption). Where the epoch is longer than
-    the data, it goes through all rows in one order, then in another, and so on. Iterating does not
-    go on to the next epoch by itself. (The method is not called set_epoch: the accelerate library
-    calls that by itself, with a count of its own and without the start.)
-    """
-
-    def __init__(self, rows: int, length: int | None = None, seed: int = 0) -> None:
-        self.rows = rows
-        self.length = rows if length is None else length
-        self.seed = seed
-        self.go_to(0)
-
-    def go_to(self, epoch: int, start: int = 0) -> None:
-        """Choose the epoch and how many of its examples to leave out. Raises `ValueError` where
-        none would be left.
-        """
-        if not 0 <= start < self.length:
-            raise ValueError(
-                f"start={start}: an epoch of {self.length} examples can start at 0 to "
-                f"{self.length - 1}."
-            )
-        self.epoch = epoch
-        self.start = start
-
-    def __iter__(self) -> Iterator[int]:
-        chance = np.random.default_rng([self.seed, self.epoch])
-        passes = -(-self.length // self.rows)
-        order = np.concatenate([chance.permutation(self.rows) for _ in range(passes)])
-        return iter(order[self.start : self.length].tolist())
-
-    def __len__(self) -> int:
-        return self.length - self.start
-
-
-class EveryNth(Sampler[list[int]]):
-    """One rank's share of the micro-batches that `batches` chooses: the first, and every `ranks`-th
-    from there.
-
-    `order` is what `go_to` and `length` are asked of; `go_to` chooses this rank's first
-    micro-batch.
-    """
-
-    def __init__(self, batches: Sampler[list[int]], order: Any, ranks: int) -> None:
-        self.batches, self.order, self.ranks = batches, order, ranks
-        self.length = order.length
-
-    def go_to(self, epoch: int, start: int = 0) -> None:
-        self.order.go_to(epoch, start)
-
-    def __iter__(self) -> Iterator[list[int]]:
-        return itertools.islice(self.batches, 0, None, self.ranks)
-
-    def __len__(self) -> int:
-        return -(-len(self.batches) // self.ranks)
-
-
-def make_loader(
-    dataset: Any,
-    recipe: Recipe,
-    *,
-    collate_fn: Callable[[list], Any] = collate,
-    epoch_length: int = EPOCH,
-    order: Sampler[list[int]] | None = None,
-    ranks: int = 1,
-) -> DataLoader:
-    """The script's DataLoader with the recipe's knobs: shuffled micro-batches, workers started in
-    the usual way.
-
-    The order depends on (`recipe.seed`, epoch) alone: `loader.sampler.go_to(epoch, start)` chooses
-    the next one. A last micro-batch that would be short is dropped, as every optimizer step is to
-    have the same work. An epoch has at least `epoch_length` examples, by default as many as the
-    real dataset: workers start anew each epoch, and a stand-in of a few files must not make them do
-    so every few steps. The loader draws its workers' seeds from a generator of its own, so that the
-    noise drawn in training does not depend on the number of workers.
-
-    `order` chooses the examples of each micro-batch instead, where their number varies; it is
-    `loader.batch_sampler`. With several `ranks` the loader hands out every so manieth micro-batch,
-    and `loader.batch_sampler` has `go_to`.
-    """
-    workers: dict[str, Any] = {}
-    if recipe.num_workers:
-        # Each worker is forked, and the tokenizers library warns at every fork after it has used
-        # its threads once; one caption at a time leaves them nothing to do.
-        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-        workers = {
-            "persistent_workers": recipe.persistent_workers,
-            "prefetch_factor": recipe.prefetch_factor,
-        }
-    rows = len(dataset)
-    if order is not None:
-        chosen: dict[str, Any] = {"batch_sampler": order}
-    else:
-        sampler = EpochOrder(rows, max(rows, epoch_length), recipe.seed)
-        chosen = {"batch_size": recipe.micro_batch, "sampler": sampler, "drop_last": True}
-    if ranks > 1:
-        batches = order or BatchSampler(sampler, recipe.micro_batch, drop_last=True)
-        chosen = {"batch_sampler": EveryNth(batches, order or sampler, ranks)}
-    return DataLoader(
-        dataset,
-        collate_fn=collate_fn,
-        num_workers=recipe.num_workers,
-        pin_memory=recipe.pin_memory,
-        generator=torch.Generator().manual_seed(recipe.seed),
-        **chosen,
-        **workers,
-    )
-
-
-# -------------------------------------------------------------------------- what a row costs
-
-
-PARTS = ("decode", "convert", "resize", "tensor", "tokenise")
-"""What reading a row consists of, in this order."""
-
-
-def decode_ms(dataset: datasets.Dataset, n: int = 16) -> dict[str, list[float]]:
-    """Milliseconds of one thread for each of `n` rows of `dataset` (made by `image_text_dataset`),
-    part by part.
-
-    "decode" (open the file, inflate, unfilter), "convert" (to RGB), "resize" (Lanczos, and the
-    crop), "tensor" (to float32 in -1..1), "tokenise", and "all". Files that were just drawn come
-    from the page cache, not the disk.
-    """
-    preprocess = dataset.format["format_kwargs"]["transform"]
-    rows = dataset.with_format(None)
-    samples: dict[str, list[float]] = {name: [] for name in (*PARTS, "all")}
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # as in a DataLoader worker
-    try:
-        for index in range(n):
-            for name, ms in _row_ms(rows, index % len(rows), preprocess).items():
-                samples[name].append(ms)
-    finally:
-        torch.set_num_threads(threads)
-    return samples
-
-
-def _row_ms(rows: datasets.Dataset, index: int, preprocess: Preprocess) -> dict[str, float]:
-    """Milliseconds of each part of reading row `index`."""
-    marks = [time.perf_counter()]
-
-    def mark() -> None:
-        marks.append(time.perf_counter())
-
-    row = rows[index]
-    mark()
-    image = row["image"].convert("RGB")
-    mark()
-    image = random_crop(resize(image, preprocess.resolution), preprocess.resolution)
-    mark()
-    normalize(to_tensor(image))
-    mark()
-    preprocess.token_ids([row["text"]])
-    mark()
-    parts = [1e3 * (after - before) for before, after in zip(marks, marks[1:], strict=False)]
-    return dict(zip(PARTS, parts, strict=True)) | {"all": sum(parts)}

@@ -17,18 +17,13 @@ Drawing is a function of (sizes, seed, index, tile) alone.
 from __future__ import annotations
 
 import io
-import json
-import zlib
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageFilter
 
-from labutils.data.files import cache_folder, write_whole
-from labutils.data.hub import hub_dataset
-from labutils.profiling.machine import usable_cores
+from labutils.data.files import drawn_files, hub_dataset
 
 if TYPE_CHECKING:
     import datasets
@@ -51,7 +46,6 @@ GRAIN = 13.5
 average.
 """
 QUALITY = 94
-MANIFEST = "manifest.json"
 
 
 def leaf_images(
@@ -98,22 +92,6 @@ def _generated(
     }
     features = {"image": datasets.Image(), "labels": datasets.ClassLabel(names=list(CLASSES))}
     return datasets.Dataset.from_dict(columns, features=datasets.Features(features))
-
-
-def image_sizes(images: datasets.Dataset) -> list[tuple[int, int]]:
-    """(height, width) of every image of the column `image`, read from the files' heads; nothing is
-    decoded.
-    """
-    import datasets
-
-    found = []
-    for row in images.select_columns("image").cast_column("image", datasets.Image(decode=False)):
-        stored = row["image"]
-        with Image.open(
-            io.BytesIO(stored["bytes"]) if stored["bytes"] else stored["path"]
-        ) as image:
-            found.append((image.height, image.width))
-    return found
 
 
 # -------------------------------------------------------------------------- one photograph
@@ -185,53 +163,11 @@ def _spots(draw: ImageDraw.ImageDraw, rng: np.random.Generator, size: tuple[int,
 def draw_leaves(
     folder: Path, count: int, sizes: str, seed: int = 0, tile: int = TILE
 ) -> list[Path]:
-    """Files 0 .. `count` - 1 under `folder`, drawn where they are missing or damaged; their paths
-    in order.
+    """Files 0 .. `count` - 1 under `folder`, as `drawn_files` keeps them; their paths in order."""
 
-    Safe to interrupt and safe to run twice at once: a file appears under its name only when it is
-    whole, and every process would write the same bytes. JPEG carries no checksums, so the manifest,
-    which is written last, does: a file that it doesn't vouch for is drawn again. Raises `OSError`
-    that says what to type where the folder can't be written.
-    """
-    with cache_folder(folder, "Drawn photographs"):
-        return _drawn(folder, count, sizes, seed, tile)
+    def jpeg(index: int) -> bytes:
+        buffer = io.BytesIO()
+        leaf(index, sizes, seed, tile).save(buffer, format="JPEG", quality=QUALITY)
+        return buffer.getvalue()
 
-
-def _drawn(folder: Path, count: int, sizes: str, seed: int, tile: int) -> list[Path]:
-    manifest = _read_manifest(folder / MANIFEST)
-    paths = [folder / f"{index:05d}.jpg" for index in range(count)]
-
-    def ensure(index: int) -> int:
-        path = paths[index]
-        if (
-            path.name in manifest
-            and path.is_file()
-            and zlib.crc32(path.read_bytes()) == manifest[path.name]
-        ):
-            return manifest[path.name]
-        content = _encoded(leaf(index, sizes, seed, tile))
-        write_whole(path, content)
-        return zlib.crc32(content)
-
-    with ThreadPoolExecutor(max_workers=usable_cores()) as pool:
-        found = dict(
-            zip((path.name for path in paths), pool.map(ensure, range(count)), strict=True)
-        )
-    if not found.items() <= manifest.items():
-        write_whole(folder / MANIFEST, json.dumps(manifest | found, indent=0).encode())
-    return paths
-
-
-def _read_manifest(path: Path) -> dict[str, int]:
-    """File's name -> CRC-32 of its content; {} where there is no manifest or it is damaged."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
-
-
-def _encoded(image: Image.Image) -> bytes:
-    buffer = io.BytesIO()
-    image.save(buffer, format="JPEG", quality=QUALITY)
-    return buffer.getvalue()
+    return drawn_files(folder, "Drawn photographs", ".jpg", count, jpeg)

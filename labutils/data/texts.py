@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import statistics
+import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from labutils.data.hub import reaching
+from labutils.data.files import reaching
 from labutils.data.packing import IGNORED, Layout, answer_places, boundaries, fill_up, left_over
 
 
@@ -83,128 +84,15 @@ def token_lengths(kind: Kind, count: int, shorter: int = 1) -> list[int]:
 def expected_longest(kind: Kind, texts: int) -> int:
     """Tokens of the longest of so many texts, on average: to which a batch of them is padded."""
     lengths = sorted(token_lengths(kind, 1000))
-    below = [
-        (place / len(lengths)) ** texts for place in range(len(lengths) + 1)
-    ]  # chance that all are among these
-    return round(
-        sum(length * (b - a) for length, a, b in zip(lengths, below, below[1:], strict=False))
-    )
+    # the chance that all texts are among the shortest 0, 1, 2 ... of a thousand
+    below = (np.arange(len(lengths) + 1) / len(lengths)) ** texts
+    return round(float(np.diff(below) @ lengths))
 
 
 # -------------------------------------------------------------------------- generated texts
 
-PLACES = (
-    "青川",
-    "北原",
-    "大沢",
-    "東浜",
-    "小諸",
-    "三国",
-    "白石",
-    "高森",
-    "西条",
-    "豊岡",
-    "長瀬",
-    "松島",
-    "黒部",
-    "和田",
-    "美山",
-    "富沢",
-    "竹原",
-    "浅間",
-    "湯沢",
-    "石狩",
-)
-THINGS = (
-    "鉄橋",
-    "駅",
-    "ダム",
-    "城",
-    "神社",
-    "図書館",
-    "高校",
-    "温泉",
-    "港",
-    "トンネル",
-    "美術館",
-    "銀行",
-    "祭り",
-    "街道",
-    "製鉄所",
-    "灯台",
-    "動物園",
-    "運河",
-)
-PEOPLE = (
-    "佐藤",
-    "鈴木",
-    "高橋",
-    "田中",
-    "伊藤",
-    "渡辺",
-    "山本",
-    "中村",
-    "小林",
-    "加藤",
-    "吉田",
-    "山田",
-)
-QUALITIES = ("古い", "静かな", "大規模な", "有名な", "珍しい", "重要な", "近代的な", "小さな")
-JAPANESE = (
-    "{place}{thing}は、{year}年に完成した{quality}施設である。",
-    "設計は{person}が担当し、工事には{number}人が参加した。",
-    "{year}年の台風で一部が壊れたが、翌年には修復された。",
-    "現在は年間およそ{number}人が訪れ、地域の経済を支えている。",
-    "全長は{number}メートルで、完成した当時は国内で最も長かった。",
-    "周辺には{place}の市街地が広がり、{thing}や学校が並んでいる。",
-    "{person}の研究によれば、その起源は{year}年以前にさかのぼる。",
-    "地元では{quality}建物として知られ、写真集にも取り上げられた。",
-    "管理は{place}市が行い、費用の一部は寄付によって賄われている。",
-    "{year}年には{person}らの提案で保存運動が始まった。",
-    "なお、同じ名前の{thing}が{place}にもあるが、関係はない。",
-    "第{number}回の調査では、{quality}資料が多数見つかっている。",
-)
-ENGLISH_PLACES = (
-    "Northfield",
-    "Harbour Bay",
-    "Stonebridge",
-    "Eastwick",
-    "Lake Arlen",
-    "Redhill",
-    "Marston",
-    "Oakley",
-)
-ENGLISH_THINGS = (
-    "bridge",
-    "station",
-    "library",
-    "harbour",
-    "festival",
-    "museum",
-    "canal",
-    "lighthouse",
-    "school",
-)
-ENGLISH = (
-    "The {place} {thing} was opened in {year} and rebuilt twice since then.",
-    "About {number} visitors come each year, most of them in early autumn.",
-    "Its {thing} is run by the town of {place}, which pays for half of the repairs.",
-    "A survey in {year} counted {number} objects of historical interest.",
-    "The architect had worked on a {thing} in {place} before.",
-    "Local newspapers described it as too large for a town of {number} people.",
-    "After the flood of {year} the lower part was closed for several months.",
-    "It is not to be confused with the {thing} of the same name near {place}.",
-)
-REQUESTS = (
-    "{place}の{thing}について、{quality}点を中心に説明してください。",
-    "次の{thing}の紹介文を書いてください。場所は{place}、完成は{year}年です。",
-    "{person}さんに{place}を案内する計画を立ててください。",
-    "なぜ{place}には{thing}が多いのですか。理由を挙げてください。",
-)
-ENGLISH_REQUESTS = (
-    "Describe the {thing} of {place} in a few sentences.",
-    "Why was the {place} {thing} rebuilt after {year}?",
-)
+WORDS = tomllib.loads((Path(__file__).parent / "words.toml").read_text("utf-8"))
+"""What generated texts are made of: language -> kind of word, sentence or request -> all of them."""
 IN_ENGLISH = 5
 """One text in so many is English."""
 
@@ -213,27 +101,25 @@ def written(kind: Kind, index: int, letters: int, seed: int = 0) -> Text:
     """Text `index` of a kind; the stretched part has at least `letters` characters."""
     rng = np.random.default_rng([seed, index, kind is LONG])
     english = rng.integers(IN_ENGLISH) == 0
-    words = _words(rng, english)
+    language = WORDS["english" if english else "japanese"]
+    words = _words(rng, language)
     title = (" ".join if english else "".join)((words["place"], words["thing"]))
     sentences, count = [], 0
     while count < letters:
-        templates = ENGLISH if english else JAPANESE
         # Every other sentence is about the title's own place and thing.
-        told = words if len(sentences) % 2 == 0 else _words(rng, english)
-        sentences.append(_pick(rng, templates).format(**told | _numbers(rng)))
+        told = words if len(sentences) % 2 == 0 else _words(rng, language)
+        sentences.append(_pick(rng, language["sentences"]).format(**told | _numbers(rng)))
         count += len(sentences[-1])
     body = (" " if english else "").join(sentences)
     if kind is LONG:
         return Text(body, title)
-    request = _pick(rng, ENGLISH_REQUESTS if english else REQUESTS).format(**words | _numbers(rng))
+    request = _pick(rng, language["requests"]).format(**words | _numbers(rng))
     return Text(request, body)
 
 
-def _words(rng: np.random.Generator, english: bool) -> dict[str, str]:
-    if english:
-        return {"place": _pick(rng, ENGLISH_PLACES), "thing": _pick(rng, ENGLISH_THINGS)}
-    lists = {"place": PLACES, "thing": THINGS, "person": PEOPLE, "quality": QUALITIES}
-    return {name: _pick(rng, words) for name, words in lists.items()}
+def _words(rng: np.random.Generator, language: dict[str, list[str]]) -> dict[str, str]:
+    kinds = (kind for kind in ("place", "thing", "person", "quality") if kind in language)
+    return {kind: _pick(rng, language[kind]) for kind in kinds}
 
 
 def _pick(rng: np.random.Generator, words: Sequence[str]) -> str:
@@ -293,11 +179,9 @@ class Chat:
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
-        asked, answered = (
-            {"role": "user", "content": "PROMPT"},
-            {"role": "assistant", "content": "ANSWER"},
-        )
-        whole = tokenizer.apply_chat_template([asked, answered], tokenize=False)
+        roles = {"user": "PROMPT", "assistant": "ANSWER"}
+        messages = [{"role": role, "content": content} for role, content in roles.items()]
+        whole = tokenizer.apply_chat_template(messages, tokenize=False)
         before, _, rest = whole.partition("PROMPT")
         between, _, after = rest.partition("ANSWER")
         self.before, self.between, self.after = (

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import functools
 import json
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from labutils.data.drawings import caption
+from labutils.data.files import reaching
+from labutils.data.texts import LONG, SHORT, written
 
 if TYPE_CHECKING:
+    from tokenizers import Tokenizer
     from transformers import CLIPTokenizer, LlavaNextProcessor, PreTrainedTokenizerFast
 
     from labutils.data.anyres import Geometry
@@ -28,30 +34,23 @@ def clip_tokenizer(weights: str = "random", cache_dir: str | Path | None = None)
     `ValueError` for weights it does not know.
     """
     if weights == "random":
-        return _local()
+        return _clip_like()
     if weights == "hub":
-        return _from_hub(cache_dir)
+        return _clip_from_hub(cache_dir)
     raise ValueError(
         f"weights={weights!r} is not known. Choose 'random' (no download) or 'hub' (the real ones)."
     )
 
 
-def _from_hub(cache_dir: str | Path | None) -> CLIPTokenizer:
+def _clip_from_hub(cache_dir: str | Path | None) -> CLIPTokenizer:
     from transformers import CLIPTokenizer
 
-    try:
+    with reaching(HUB_MODEL, "model"):
         return CLIPTokenizer.from_pretrained(HUB_MODEL, subfolder="tokenizer", cache_dir=cache_dir)
-    except Exception as error:  # offline, a proxy, a gated model: the libraries raise several types
-        raise ConnectionError(
-            f"The tokenizer of {HUB_MODEL} could not be loaded ({type(error).__name__}: {error}). "
-            "It needs the network "
-            'once. Use weights="random" (-p weights random), or fetch the model on a connected machine with '
-            f"`hf download {HUB_MODEL}` and copy its cache folder here (HF_HOME names it)."
-        ) from error
 
 
 @functools.cache
-def _local() -> CLIPTokenizer:
+def _clip_like() -> CLIPTokenizer:
     from transformers import CLIPTokenizer
 
     vocabulary, merges = _learned()
@@ -67,8 +66,6 @@ def _learned() -> tuple[dict[str, int], list[tuple[str, str]]]:
     """
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
     from transformers import CLIPTokenizer
-
-    from labutils.data.drawings import caption
 
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     words = CLIPTokenizer().backend_tokenizer  # how CLIP cleans a text and cuts it into words
@@ -101,33 +98,48 @@ def llava_tokenizer(words: int = LLAVA_VOCABULARY) -> PreTrainedTokenizerFast:
     answers of the leaf data, so these take about as many tokens as with the real one; ids are other
     ones.
     """
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-    from transformers import PreTrainedTokenizerFast
+    from tokenizers import processors
 
-    tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=min(words, 512),
-        special_tokens=["<unk>", "<s>", "</s>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(LLAVA_TEXTS, trainer)
+    tokenizer = _byte_pairs(LLAVA_TEXTS, min(words, 512), ("<unk>", "<s>", "</s>"), unk="<unk>")
     tokenizer.add_tokens([f"unused{index}" for index in range(tokenizer.get_vocab_size(), words)])
     tokenizer.add_special_tokens([IMAGE, PAD])
     tokenizer.post_processor = processors.TemplateProcessing(
         single="<s> $A", special_tokens=[("<s>", 1)]
     )
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
+    return _as_fast(
+        tokenizer,
         unk_token="<unk>",
         bos_token="<s>",
         eos_token="</s>",
         pad_token=PAD,
-        padding_side="right",
         extra_special_tokens={"image_token": IMAGE},
     )
+
+
+def _byte_pairs(
+    texts: Iterable[str], words: int, special: Sequence[str], unk: str | None = None, **how: Any
+) -> Tokenizer:
+    """A byte-level tokenizer of at most `words` ids, its merges learned from `texts`."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE(unk_token=unk))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=words,
+        special_tokens=list(special),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+        **how,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def _as_fast(tokenizer: Tokenizer, **special: Any) -> PreTrainedTokenizerFast:
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, padding_side="right", **special)
 
 
 LLAVA_TEXTS = (
@@ -167,14 +179,8 @@ def hub_tokenizer(model: str, cache_dir: str | Path | None = None) -> PreTrained
     """The tokenizer of a model of the hub. Raises `ConnectionError` where it can't be had."""
     from transformers import AutoTokenizer
 
-    try:
+    with reaching(model, "model"):
         return AutoTokenizer.from_pretrained(model, cache_dir=cache_dir, padding_side="right")
-    except Exception as error:  # offline, a proxy, a moved model: the libraries raise several types
-        raise ConnectionError(
-            f"The tokenizer of {model} could not be loaded ({type(error).__name__}: {error}). It "
-            "needs the network "
-            f'once. Use weights="random", or fetch it on a connected machine with `hf download {model}`.'
-        ) from error
 
 
 # -------------------------------------------------------------------------- chat models'
@@ -214,33 +220,17 @@ def chat_tokenizer(family: str, words: int = CHAT_WORDS) -> PreTrainedTokenizerF
 
     It has at most `words` ids, all of them below the models' vocabulary sizes.
     """
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
-
-    from labutils.data.texts import LONG, SHORT, written
-
     form = CHAT_FORMS[family]
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=min(words, CHAT_WORDS),
-        special_tokens=list(form.special),
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
-        # bytes: a real vocabulary's Japanese words have some four letters at most
-        max_token_length=12,
-    )
     texts = (written(kind, index, 400) for kind in (SHORT, LONG) for index in range(150))
     parts = (
         part for text in texts for part in (text.prompt, text.answer, "user\nassistant\nfinal")
     )
-    tokenizer.train_from_iterator(parts, trainer)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
+    # max_token_length is in bytes: a real vocabulary's Japanese words have some four letters at most
+    tokenizer = _byte_pairs(parts, min(words, CHAT_WORDS), form.special, max_token_length=12)
+    return _as_fast(
+        tokenizer,
         pad_token=form.special[0],
         eos_token=form.end,
         additional_special_tokens=list(form.special),
         chat_template=form.template,
-        padding_side="right",
     )

@@ -24,7 +24,7 @@ from labutils.layers.quantization.fp8_linear import (
     quantise_rows,
 )
 from labutils.layers.quantization.fp8_math import E4M3, amax, scale_for
-from labutils.profiling import cuda
+from labutils.profiling import compat, cuda
 from labutils.profiling.operations import Operation, Timing, measure_operation
 from labutils.recipe import Unavailable
 
@@ -120,7 +120,7 @@ def one_scale_product(
     """x [m, k] W^T in BF16 for x and W [n, k] in FP8 with one scale each, as A2's per-tensor
     scaling multiplies.
     """
-    return torch._scaled_mm(
+    return compat.scaled_mm(
         x,
         weight.t(),
         scale_a=x_inverse,

@@ -13,6 +13,7 @@ import functools
 import gc
 import itertools
 import logging
+import math
 import re
 import time
 from collections import Counter
@@ -20,13 +21,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import pandas as pd
 import torch
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader
 
 from labutils.course.goals import Goal
-from labutils.data.images import EpochOrder
-from labutils.labs.lab06_advisor import Option, break_even
+from labutils.data.loader import EpochOrder
+from labutils.labs.lab06_advisor import BASELINE, METHODS, Option, break_even
 from labutils.labs.ladders import A2_BASE, A2_LADDER, Ladder, Rung, climb, in_lanes
 from labutils.layers.cuda_graph import compile_blocks, variants_allowed
 from labutils.layers.lora import redraw_lora
@@ -40,7 +42,7 @@ from labutils.profiling import cuda
 from labutils.profiling.machine import usable_cores
 from labutils.profiling.recompilation import Compilation
 from labutils.recipe import Recipe, Unavailable
-from labutils.results.records import Run, status_of, summarise
+from labutils.results.records import Run, status_of, summarise, to_frame
 from labutils.training import Benchmark, Trainer, train
 from labutils.training.batches import Batch, on_device
 from labutils.training.benchmark import Candidate, empty_run
@@ -48,51 +50,47 @@ from labutils.training.model_edits import prepared_for_kbit, with_costs
 from labutils.workloads import Workload, open_workload
 from labutils.workloads.llava import SIZES, tower_flops
 
-BESIDE_WHOLE = "bf16 b1, again"
-"""The baseline of models compiled whole. That takes minutes, so "bf16" is timed once more beside
-them.
-"""
-LOW_BITS = {"fp8-te": "fp8-te", "fp8-frozen": "fp8-frozen", "qlora": "nf4", "nf4": "nf4"}
-"""What a method's name ends with -> how it holds the base weights."""
 HELD_OUT = 4
 """One example in so many is kept from training, for losses to be measured on."""
 WARM_UP = 4
 """Steps over which a training's learning rate rises to what its recipe says."""
 
 
-# --------------------------------------------------------------------------- article A2's table
+# The cells of article A2's table
+
+COMPILED = {"compile": "default", "compile_scope": "blocks"}
+WHOLE = COMPILED | {"compile_scope": "model"}
+FORMS = {
+    "": {},
+    "compile": COMPILED,
+    "compile-whole": WHOLE,
+    "fixed": COMPILED | {"shapes": "fixed"},
+    "fixed-whole": WHOLE | {"shapes": "fixed"},
+}
+"""Form -> its changes of the recipe. The article compiles the model as one. Its blocks compiled one
+by one have almost the same code after a fraction of the time."""
+BASE_LINEAR = {"": "published", "qlora": "nf4"}
+"""How a method holds the frozen weights -> the recipe's `base_linear`, where the two differ."""
 
 
 def method(name: str, batch: int = 1) -> Recipe:
-    """The recipe of a cell of the article's table: a method as its claims name it ("fixed-fp8-te")
-    at a batch size.
+    """The recipe of a cell of the article's table: one of `METHODS` at a batch size.
 
-    "compile" compiles, "fixed" forces images to one square and compiles: the blocks one by one, or
-    with "-whole" after it the model as one, as the article does, which gives almost the same code
-    after many times as long. What the name ends with says how the base weights are held. Blocks are
-    computed again in the backward pass: without that the article's 16 GB at batch 1 would not hold,
-    nor its batch 24 fit its card.
+    Blocks are computed again in the backward pass. Without that the article's 16 GB at batch 1
+    would not hold, nor would its batch 24 fit its card.
     """
-    base = next((kind for ending, kind in LOW_BITS.items() if name.endswith(ending)), "published")
+    form, weights = METHODS[name]
+    base = BASE_LINEAR.get(weights, weights)
     recipe = A2_BASE.but(micro_batch=batch, checkpointing="blocks", base_linear=base)
-    if name.startswith("fixed"):
-        recipe = recipe.but(shapes="fixed")
-    if name.startswith(("fixed", "compile")):
-        recipe = recipe.but(
-            compile="default", compile_scope="model" if "-whole" in name else "blocks"
-        )
-    return recipe
+    return recipe.but(**FORMS[form])
 
 
-def cell(workload: Workload, name: str, batch: int, steps: int = 3) -> Run:
+def cell(workload: Workload, name: str, batch: int, steps: int = 3, again: bool = False) -> Run:
     """The run of one cell: first step, `steps` timed ones, memory, what the weights take, what the
     compiler did.
 
-    With `steps=0` the first step is all, and all that is known of the time: enough for the memory
-    of a large batch.
-
-    "qlora" goes through `prepared_for_kbit` as well; "nf4" is the same without. A failure is the
-    run's status.
+    With `steps=0` the first step is all: enough for the memory of a large batch. "qlora" goes
+    through `prepared_for_kbit` as well; "nf4" is the same without. A failure is the run's status.
     """
     recipe, held = method(name, batch), {}
     load_libraries(workload.device.type)
@@ -103,20 +101,21 @@ def cell(workload: Workload, name: str, batch: int, steps: int = 3) -> Run:
         forget_scales()
 
     def change(model: nn.Module) -> None:
-        if name.endswith("qlora"):
+        if METHODS[name][1] == "qlora":
             prepared_for_kbit(model)
         held.update(weights_held(model))
 
+    label = f"{name} b{batch}{', again' if again else ''}"
     with _cold_cache(recipe), Compilation() as compiled:
-        label = f"{name} b{batch}"
-        run = (
-            train(workload, recipe, steps, warmup=0, name=label, on_model=change)
-            if steps
-            else _first_step_of(workload, recipe, label, change)
-        )
+        if steps:
+            run = train(workload, recipe, steps, warmup=0, name=label, on_model=change)
+        else:
+            run = _first_step_of(workload, recipe, label, change)
+    run.tags = {"experiment": "methods", "method": name, "batch": batch}
+    run.tags |= {"again": True} if again else {}
     if run.ok:
         run.metrics |= held | (compiled.metrics() if run.recipe["compile"] != "off" else {})
-    if run.ok and name == "bf16":
+    if run.ok and name == BASELINE:
         run.metrics["vision_share"] = vision_share(workload, recipe)
     return with_costs(run)
 
@@ -168,124 +167,79 @@ def load_libraries(device: str) -> None:
         cuda.empty_cache()
 
 
-HEAD = (
-    "method",
-    "first step, s",
-    "step, ms",
-    "of it data",
-    "against bf16",
-    "memory, GB",
-    "useful tokens/s",
-    "has paid after",
-)
-"""The head of a table of `cell_rows`."""
+def baseline(runs: Iterable[Run], run: Run) -> Run | None:
+    """The BF16 run that a cell is compared with: of its batch size; the second one for models
+    compiled whole. Compiling them takes minutes, so BF16 is timed once more beside them."""
+    whole = run.recipe["compile"] != "off" and run.recipe["compile_scope"] == "model"
+    wanted = {"method": BASELINE, "batch": run.tags["batch"], "again": whole}
+    return next((each for each in runs if each.ok and each.has(**wanted)), None)
 
 
-def cell_rows(cells: Mapping[str, Run]) -> list[tuple[Any, ...]]:
-    """Rows for `HEAD`: changes and break-even counts are against "bf16" at the same batch size, or
-    beside it (`BESIDE_WHOLE`). Failures are left out: `not_measured` names them."""
-    rows: list[tuple[Any, ...]] = []
-    for name, run in cells.items():
-        label, _, batch = name.rpartition(" b")
-        base = cells.get(_baseline(name))
-        if run.ok:
-            rows.append(
-                (f"{label}, batch {batch}", *_numbers(run, base if base and base.ok else None))
-            )
-    return rows
+def longer_by(runs: Sequence[Run], run: Run | None) -> float | None:
+    """How many percent longer a cell's step is than its baseline's."""
+    base = baseline(runs, run) if run else None
+    if base is None or run is base or not (run.metric("step_ms") and base.metric("step_ms")):
+        return None
+    return 100 * (run.metric("step_ms") / base.metric("step_ms") - 1)
 
 
-def not_measured(cells: Mapping[str, Run]) -> str:
-    """The cells that failed, each reason once, as a paragraph; "" where there is none."""
+def paid_after(runs: Sequence[Run], run: Run | None) -> float | None:
+    """Steps after which a cell has caught up with its baseline; infinite where it never does."""
+    if longer_by(runs, run) is None:
+        return None
+    pair = (baseline(runs, run), run)
+    times = [(each.metric("first_step_s"), each.metric("step_ms") / 1e3) for each in pair]
+    steps = break_even(*(Option("", *time, 0) for time in times))
+    return math.inf if steps is None else max(0.0, steps)
+
+
+def cell_table(runs: Sequence[Run], methods: Iterable[str] = METHODS) -> pd.DataFrame:
+    """The cells of these `methods`, each against its baseline among `runs`."""
+    wanted = set(methods)
+    shown = [run for run in runs if run.tags.get("method") in wanted]
+    frame = to_frame(shown).reindex(columns=list(CELL_COLUMNS)).rename(columns=CELL_COLUMNS)
+    frame.insert(4, "against bf16, %", [longer_by(runs, run) for run in shown])
+    frame["has paid after, steps"] = [paid_after(runs, run) for run in shown]
+    return frame
+
+
+CELL_COLUMNS = {
+    "run": "method and batch",
+    "first_step_s": "first step, s",
+    "step_ms": "step, ms",
+    "data_ms": "of it data",
+    "peak_allocated_gb": "memory, GB",
+    "useful_tokens_per_s": "useful tokens/s",
+}
+COMPILER_COLUMNS = {
+    "run": "",
+    "compile_s": "compiling in all, s",
+    "graphs": "graphs",
+    "graph_breaks": "graph breaks",
+    "recompilations": "recompilations",
+    "given_up": "given up",
+}
+
+
+def not_measured(cells: Iterable[Run]) -> str:
+    """The cells that failed, each reason once; "" where there is none."""
     failed: dict[str, list[str]] = {}
-    for name, run in cells.items():
+    for run in cells:
         if not run.ok:
-            failed.setdefault(run.status, []).append(name)
-    return "".join(
-        f"*Not measured: {', '.join(names)}* ({status}).\n\n" for status, names in failed.items()
-    )
+            failed.setdefault(run.status, []).append(run.run)
+    return "\n\n".join(f"*Not measured: {', '.join(runs)}* ({why})" for why, runs in failed.items())
 
 
-def compiler_rows(cells: Mapping[str, Run]) -> list[tuple[Any, ...]]:
-    """(cell, seconds of compiling, graphs, graph breaks, recompilations, functions given up) of
-    each compiled cell.
-    """
-    counted = ("compile_s", "graphs", "graph_breaks", "recompilations", "given_up")
-    compiled = {name: run for name, run in cells.items() if "graphs" in run.metrics}
-    return [(name, *(run.metrics[metric] for metric in counted)) for name, run in compiled.items()]
+def by_batch(runs: Iterable[Run], metric: str) -> dict[str, dict[float, float]]:
+    """Method -> batch size -> the metric, of methods without the compiler."""
+    curves: dict[str, dict[float, float]] = {}
+    for run in runs:
+        if METHODS[run.tags["method"]][0] == "" and run.metric(metric) and not run.has(again=True):
+            curves.setdefault(run.tags["method"], {})[run.tags["batch"]] = run.metric(metric)
+    return curves
 
 
-def longer_by(cells: Mapping[str, Run], name: str) -> float | None:
-    """How many percent longer a cell's step is than "bf16"'s at its batch size; None where either
-    is missing.
-    """
-    pair = _with_base(cells, name)
-    return 100 * (pair[1].metric("step_ms") / pair[0].metric("step_ms") - 1) if pair else None
-
-
-def paid_after(cells: Mapping[str, Run], name: str) -> float | None:
-    """Steps after which a cell has caught up with "bf16" at its batch size; None where it never
-    does or is missing.
-    """
-    pair = _with_base(cells, name)
-    return _break_even(*pair) if pair else None
-
-
-def _with_base(cells: Mapping[str, Run], name: str) -> tuple[Run, Run] | None:
-    """A cell's baseline, and the cell; None unless both were timed."""
-    pair = cells.get(_baseline(name)), cells.get(name)
-    return pair if all(run and run.ok and run.metric("step_ms") for run in pair) else None
-
-
-def _baseline(name: str) -> str:
-    """What a cell is compared with: "bf16" at its batch size, or for a model compiled whole the one
-    beside it.
-    """
-    return BESIDE_WHOLE if "-whole" in name else f"bf16 b{name.rpartition(' b')[2]}"
-
-
-def by_batch(
-    cells: Mapping[str, Run], metric: str, methods: Iterable[str]
-) -> dict[str, dict[float, float]]:
-    """Method -> batch size -> the metric, where it was measured; a second time ("bf16 b1, again")
-    isn't counted.
-    """
-    found: dict[str, dict[float, float]] = {name: {} for name in methods}
-    for name, run in cells.items():
-        label, _, batch = name.rpartition(" b")
-        if label in found and batch.isdecimal() and run.metric(metric):
-            found[label][int(batch)] = run.metric(metric)
-    return found
-
-
-def _numbers(run: Run, base: Run | None) -> tuple[Any, ...]:
-    change = paid = None
-    timed = base is not None and run.metric("step_ms") and base.metric("step_ms")
-    if timed and base is not run:
-        change = f"{100 * (run.metric('step_ms') / base.metric('step_ms') - 1):+.0f} %"
-        steps = _break_even(base, run)
-        paid = "never" if steps is None else "at once" if steps < 1 else f"{steps:,.0f} steps"
-        paid = "unsure" if _overlap(base, run) else paid
-    times = [run.metric(metric) for metric in ("first_step_s", "step_ms", "data_ms")]
-    return *times, change, run.metric("peak_allocated_gb"), run.metric("useful_tokens_per_s"), paid
-
-
-def _overlap(base: Run, run: Run) -> bool:
-    """Whether the ranges of two runs' steps overlap, so that nobody knows which is the shorter."""
-    ends = [found.metrics["step_ms"] for found in (base, run)]
-    if not all(isinstance(end, Mapping) and "p10" in end for end in ends):
-        return False
-    (low, high), (its_low, its_high) = ((end["p10"], end["p90"]) for end in ends)
-    return low <= its_high and its_low <= high
-
-
-def _break_even(base: Run, run: Run) -> float | None:
-    return break_even(
-        *(Option("", r.metric("first_step_s"), r.metric("step_ms") / 1e3, 0) for r in (base, run))
-    )
-
-
-# ---------------------------------------------------------------------------------- other models
+# Other models
 
 
 def fp8_but(*kept: str) -> Callable[[nn.Module], None]:
@@ -356,7 +310,7 @@ def vision_share(workload: Workload, recipe: Recipe) -> float:
     return tower_flops(workload.size) * tiles / workload.work(recipe).flops
 
 
-# ----------------------------------------------------------------------------------- other batches
+# Other batches
 
 
 def token_counts() -> dict[str, float]:
@@ -379,20 +333,9 @@ def token_counts() -> dict[str, float]:
     }
 
 
-def drawn(trainer: Trainer, count: int) -> list[Batch]:
-    """The next `count` micro-batches."""
-    return [next(trainer.batches) for _ in range(count)]
-
-
 def tokens_of(batch: Batch) -> int:
     """Tokens that the model computes on, padding included."""
     return batch["input_ids"].numel()
-
-
-def of_median_length(batches: Iterable[Batch]) -> Batch:
-    """The batch with as many tokens as the median of them."""
-    ordered = sorted(batches, key=tokens_of)
-    return ordered[len(ordered) // 2]
 
 
 def replays(workload: Workload, recipe: Recipe, count: int) -> dict[str, Run]:
@@ -415,8 +358,9 @@ def replays(workload: Workload, recipe: Recipe, count: int) -> dict[str, Run]:
     with Trainer(workload, recipe.but(compile="off", cache="nothing")) as trainer:
         examples = _of_varied_lengths(trainer, count)
         passes = dict.fromkeys(asked, examples)
-        passes["same-tokens static"] = [of_median_length(examples)] * count
-        passes["static fewer-tokens"] = [min(examples, key=tokens_of)] * count
+        by_length = sorted(examples, key=tokens_of)
+        passes["same-tokens static"] = [by_length[count // 2]] * count
+        passes["static fewer-tokens"] = [by_length[0]] * count
         for name, its in asked.items():
             fitted = its.fitted_to(workload.device.type)
             torch._dynamo.reset()
@@ -429,6 +373,7 @@ def replays(workload: Workload, recipe: Recipe, count: int) -> dict[str, Run]:
             with variants_allowed(fitted.compile, fitted.dynamic):
                 runs[name] = replay(trainer, passes[name])
             runs[name].recipe = fitted.as_dict()
+            runs[name].tags = {"experiment": "replay"} | REPLAYS[name]
     return runs
 
 
@@ -452,46 +397,19 @@ def _of_varied_lengths(trainer: Trainer, count: int) -> list[Batch]:
     return batches
 
 
+REPLAYS = {
+    "same-tokens varying": {"tokens": "same", "lengths": "varying"},
+    "same-tokens any length": {"tokens": "same", "lengths": "any length"},
+    "same-tokens static": {"tokens": "same", "lengths": "static"},
+    "static fewer-tokens": {"tokens": "fewer", "lengths": "static"},
+}
+"""Name -> tags of the runs of `replays`."""
+
+
 def replay_recipes(recipe: Recipe) -> dict[str, Recipe]:
     """Name -> recipe of the runs of `replays`."""
-    any_length, static = recipe.but(dynamic="any"), recipe.but(dynamic="static")
-    return {
-        "same-tokens varying": recipe,
-        "same-tokens any length": any_length,
-        "same-tokens static": static,
-        "static fewer-tokens": static,
-    }
-
-
-REPLAY_HEAD = ("run", "tokens a step", "ms a step", "ms for 1000 tokens", "memory, GB")
-"""The head of a table of `replay_rows`."""
-
-
-def replay_rows(runs: Mapping[str, Run]) -> list[tuple[Any, ...]]:
-    """Rows for `REPLAY_HEAD` out of the runs of `replays`; failed runs are left out."""
-    rows = []
-    for name, run in runs.items():
-        tokens, cost = run.metric("tokens"), run.metric("ms_per_1k_tokens")
-        if tokens and cost:
-            rows.append(
-                (name, round(tokens), cost * tokens / 1e3, cost, run.metric("peak_allocated_gb"))
-            )
-    return rows
-
-
-FORM_HEAD = ("form", "tokens/s", "useful tokens/s", "padding, %")
-"""The head of a table of `form_rows`."""
-
-
-def form_rows(runs: Mapping[str, Run]) -> list[tuple[Any, ...]]:
-    """Rows for `FORM_HEAD` out of runs named "form: ..."; a failed one's numbers are None."""
-    rows = []
-    for name, run in runs.items():
-        useful = run.metric("useful_tokens")
-        padding = None if useful is None else f"{100 * (1 - useful):.0f}"
-        rates = run.metric("tokens_per_s"), run.metric("useful_tokens_per_s")
-        rows.append((name.removeprefix("form: "), *rates, padding))
-    return rows
+    dynamic = {"varying": recipe.dynamic, "any length": "any", "static": "static"}
+    return {name: recipe.but(dynamic=dynamic[tags["lengths"]]) for name, tags in REPLAYS.items()}
 
 
 def replay(trainer: Trainer, batches: Sequence[Batch], passes: int = 3) -> Run:
@@ -534,7 +452,7 @@ def replay(trainer: Trainer, batches: Sequence[Batch], passes: int = 3) -> Run:
     return run
 
 
-# ------------------------------------------------------------------------------------- the compiler
+# The compiler
 
 
 @dataclass
@@ -574,9 +492,11 @@ def recompilations(
     torch._dynamo.reset()
     found = Recompiled()
     with _dynamo_quiet(), Trainer(workload, recipe.but(compile="off")) as trainer:
-        for module in _compiled_parts(workload, trainer.model, recipe):
+        in_blocks = recipe.compile_scope == "blocks"
+        whole = workload.trained(trainer.model)[1]
+        for module in workload.blocks(trainer.model) if in_blocks else [whole]:
             module.compile(backend="eager", dynamic=dynamic)
-        for batch in drawn(trainer, batches):
+        for batch in itertools.islice(trainer.batches, batches):
             ids = batch["input_ids"][0]
             found.image_tokens.add(int((ids == ids.mode().values).sum()))
             with Compilation() as compiled:
@@ -598,26 +518,21 @@ KINDS_OF_GUARDS = {
 """What a failed guard was about -> how its text shows it; the first that fits counts."""
 
 
-def reason_rows(counted: Mapping[str, Recompiled]) -> list[tuple[Any, ...]]:
-    """Rows (what guards were about, an example, then for each of `counted` how many failed),
-    without empty kinds.
-    """
-    sorted_out = {name: {kind: Counter() for kind in KINDS_OF_GUARDS} for name in counted}
-    for name, found in counted.items():
-        for reason, times in found.reasons.items():
-            kind = next(
-                kind for kind, pattern in KINDS_OF_GUARDS.items() if re.search(pattern, reason)
-            )
-            sorted_out[name][kind][reason] += times
+def guard_table(counted: Mapping[str, Recompiled]) -> pd.DataFrame:
+    """What guards were about, an example, and how many of each failed in each of `counted`."""
     rows = []
-    for kind in KINDS_OF_GUARDS:
-        every = sum((kinds[kind] for kinds in sorted_out.values()), Counter())
+    left = {name: Counter(recompiled.reasons) for name, recompiled in counted.items()}
+    for kind, pattern in KINDS_OF_GUARDS.items():
+        mine = {
+            name: Counter({text: n for text, n in reasons.items() if re.search(pattern, text)})
+            for name, reasons in left.items()
+        }
+        every = sum(mine.values(), Counter())
         if every:
-            example = every.most_common(1)[0][0]
-            rows.append(
-                (kind, f"`{example}`", *(kinds[kind].total() for kinds in sorted_out.values()))
-            )
-    return rows
+            row = {"guards that failed": kind, "for example": f"`{every.most_common(1)[0][0]}`"}
+            rows.append(row | {name: reasons.total() for name, reasons in mine.items()})
+        left = {name: reasons - mine[name] for name, reasons in left.items()}
+    return pd.DataFrame(rows)
 
 
 @contextlib.contextmanager
@@ -656,7 +571,7 @@ def steady(workload: Workload, recipe: Recipe, warmup: int, steps: int) -> dict[
     }
 
 
-# ------------------------------------------------------------------------------------- the ladder
+# The ladder
 
 
 LOW_BIT_RUNG = Rung(
@@ -699,105 +614,62 @@ def climbed(
     return in_lanes({name: with_costs(run) for name, run in runs.items()}, ladder)
 
 
-CLIMBED_HEAD = ("rung", "lane", "ms for 1000 useful tokens", "useful tokens/s")
-"""The head of a table of `climbed_rows`."""
-
-
-def climbed_rows(runs: Mapping[str, Run]) -> list[tuple[Any, ...]]:
-    """Rows for `CLIMBED_HEAD`, of the rungs that could be measured."""
-    metrics = ("ms_per_1k_useful_tokens", "useful_tokens_per_s")
-    return [(name, run.lane, *map(run.metric, metrics)) for name, run in runs.items() if run.ok]
-
-
-def rung_rows(ladder: Iterable[Rung], climbable: Mapping[str, Recipe]) -> list[tuple[Any, ...]]:
-    """Rows (rung, lane, what it changes, why, what is to be said about it here) of a ladder."""
-    return [
-        (
-            rung.name,
-            rung.lane,
-            ", ".join(f"`{knob}={value!r}`" for knob, value in rung.changes.items()) or None,
-            rung.why,
-            None if rung.name in climbable else "no different on a CPU",
-        )
-        for rung in ladder
-    ]
-
-
 GOALS = {
     "useful_speedup": Goal("useful tokens/s, times the plain loop's", least=2),
     "graphs": Goal("graphs compiled", most=10),
     "graph_breaks": Goal("graph breaks", most=0),
     "compilations_after_warmup": Goal("compilations after warm-up", most=0),
-    "mfu_fp8": Goal(
-        "share of the measured BF16 matrix rate with FP8 weights, padding not counted", least=0.55
-    ),
+    "mfu_fp8": Goal("share of BF16's measured matrix rate with FP8 weights", least=0.55),
     "mfu_bf16": Goal("the same without FP8", least=0.45),
-    "weights_share": Goal(
-        "FP8 weights of language model and projector, share of BF16's", most=0.55
-    ),
-    "memory_share": Goal("memory at batch 1 with FP8 weights, share of BF16 LoRA's", most=0.75),
+    "weights_share": Goal("bytes of FP8 weights, share of BF16's", most=0.55),
+    "memory_share": Goal("memory at batch 1 with FP8 weights, share of BF16's", most=0.75),
 }
-"""Metric of `reached` -> what it is, and what it is meant to be."""
+"""Metric of `reached` -> what it is, and what it is meant to be. Shares of a rate count useful
+tokens only, not padding. Weights are those of language model and projector."""
 
 
 def best_rung(climbed: Mapping[str, Run]) -> str:
-    """The rung with the shortest time for a thousand useful tokens (`with_costs`), of those that
-    ran.
+    """The rung that ran and has the shortest time for a thousand useful tokens.
 
-    Raises `ValueError` where none did.
+    Raises `ValueError` where none ran.
     """
     costs = {name: run.metric("ms_per_1k_useful_tokens") for name, run in climbed.items() if run.ok}
     if not costs:
-        raise ValueError(
-            "No rung of the ladder ran, so there is no best one. Each run's status says why."
-        )
+        raise ValueError("No rung of the ladder ran. Each run's status says why.")
     return min(costs, key=lambda name: costs[name])
 
 
 def reached(
-    varied: Workload, top: Recipe, climbed: Mapping[str, Run], cells: Mapping[str, Run], rate: float
+    varied: Workload, top: Recipe, climbed: Mapping[str, Run], cells: Iterable[Run], rate: float
 ) -> dict[str, float]:
     """What the ladder gets to, as metrics named in `GOALS`; what was not measured is absent.
 
     top: the best rung's recipe, which is compiled once more on `varied`. climbed: the ladder's runs
     with their costs. cells: section 2's, where the same images give FP8 and BF16 weights the same
-    tokens. rate: the measured matrix rate in TFLOP/s that shares are taken of; what is computed for
-    padding is of no use.
+    tokens. rate: the measured matrix rate in TFLOP/s that shares are taken of.
     """
-    found = steady(varied, top, warmup=6, steps=10)
+    metrics = steady(varied, top, warmup=6, steps=10)
     naive, best = climbed["bf16"], climbed[best_rung(climbed)]
     if naive.ok:
         cost = "ms_per_1k_useful_tokens"
-        found["useful_speedup"] = naive.metric(cost) / best.metric(cost)
+        metrics["useful_speedup"] = naive.metric(cost) / best.metric(cost)
     for metric, base_linear in {"mfu_fp8": "fp8-frozen", "mfu_bf16": "published"}.items():
-        useful = [
-            run.metrics["tflops"] * run.metrics["useful_tokens"]
-            for run in climbed.values()
-            if run.ok and run.recipe["base_linear"] == base_linear
-        ]
-        if useful:
-            found[metric] = max(useful) / rate
+        alike = [r for r in climbed.values() if r.ok and r.recipe["base_linear"] == base_linear]
+        if alike:
+            useful = max(run.metrics["tflops"] * run.metrics["useful_tokens"] for run in alike)
+            metrics[metric] = useful / rate
+    alone = {run.tags["method"]: run for run in cells if run.ok and run.has(batch=1, again=False)}
     for metric, part in {
         "weights_share": "weights_gb",
         "memory_share": "peak_allocated_gb",
     }.items():
-        held = [
-            cells[name].metric(part)
-            for name in ("fp8-frozen b1", "bf16 b1")
-            if name in cells and cells[name].ok
-        ]
+        held = [alone[name].metric(part) for name in ("fp8-frozen", BASELINE) if name in alone]
         if len(held) == 2 and all(held):
-            found[metric] = held[0] / held[1]
-    return found
+            metrics[metric] = held[0] / held[1]
+    return metrics
 
 
-def _compiled_parts(workload: Workload, model: nn.Module, recipe: Recipe) -> list[nn.Module]:
-    return (
-        workload.blocks(model) if recipe.compile_scope == "blocks" else [workload.trained(model)[1]]
-    )
-
-
-# --------------------------------------------------------------------------------------- more seeds
+# More seeds
 
 
 def losses_over_seeds(
@@ -820,40 +692,38 @@ def losses_over_seeds(
     held-out examples over seeds, and `loss`, the training losses of the last seed. Samples are by
     seed. What fails becomes the run's status.
     """
-    photographs, runs = _Photographs(workload), {}
+    decoded: dict[str, list[dict[str, Any]]] = {}  # once for each form, not for each training
+    runs = {}
     for name, recipe in recipes.items():
+        if recipe.shapes not in decoded:
+            decoded[recipe.shapes] = _decoded(workload, recipe)
+        examples = decoded[recipe.shapes]
         hooks = {"on_model": changes[name]} if name in (changes or {}) else {}
-        runs[f"loss {name}"] = _over_seeds(workload, recipe, name, seeds, steps, photographs, hooks)
-        gc.collect()  # a trainer's modules refer to each other
+        run = empty_run(workload, recipe, f"loss {name}")
+        run.tags = {"experiment": "loss", "method": name}
+        runs[run.run] = run
+        try:
+            trained = [
+                _trained_once(workload, recipe, seed, steps, examples, hooks)
+                for seed in range(seeds)
+            ]
+            start, final, curves = zip(*trained, strict=True)
+            run.samples = {"start_loss": list(start), "final_loss": list(final)}
+            run.metrics = {metric: summarise(losses) for metric, losses in run.samples.items()}
+            run.metrics["loss"] = curves[-1]
+        except Exception as error:
+            run.status = status_of(error)
+        gc.collect()  # outside the except block, which holds the frames, and these the tensors
         cuda.empty_cache()
     return runs
 
 
-def _over_seeds(
-    workload: Workload,
-    recipe: Recipe,
-    name: str,
-    seeds: int,
-    steps: int,
-    photographs: _Photographs,
-    hooks: Mapping[str, Any],
-) -> Run:
-    """The run of one recipe of `losses_over_seeds`."""
-    run = empty_run(workload, recipe, name)
-    try:
-        trained = [
-            _trained_once(workload, recipe, seed, steps, photographs, hooks)
-            for seed in range(seeds)
-        ]
-    except Exception as error:
-        run.status = status_of(error)
-        return run
-    start, final, curves = zip(*trained, strict=True)
-    run.samples = {"start_loss": list(start), "final_loss": list(final)}
-    run.metrics = {metric: summarise(losses) for metric, losses in run.samples.items()} | {
-        "loss": curves[-1]
-    }
-    return run
+def _decoded(workload: Workload, recipe: Recipe) -> list[dict[str, Any]]:
+    """All examples of a workload."""
+    workers = min(8, usable_cores() - 1) if workload.device.type == "cuda" else 0
+    examples = workload.dataset(None, recipe)
+    loader = DataLoader(examples, batch_size=1, num_workers=workers, collate_fn=list)
+    return [example for (example,) in loader]
 
 
 def _trained_once(
@@ -861,7 +731,7 @@ def _trained_once(
     recipe: Recipe,
     seed: int,
     steps: int,
-    photographs: _Photographs,
+    examples: Sequence[dict[str, Any]],
     hooks: Mapping[str, Any],
 ) -> tuple[float, float, list[float]]:
     """Held-out loss before and after `steps` steps with one seed's adapters and examples; the
@@ -875,7 +745,8 @@ def _trained_once(
         forget_scales()
     with Trainer(workload, recipe, **hooks) as trainer:
         redraw_lora(trainer.model, seed)
-        learn, held_out = photographs.split(trainer.recipe)
+        held_out = examples[::HELD_OUT]
+        learn = [example for at, example in enumerate(examples) if at % HELD_OUT]
         collate = workload.collate(trainer.recipe)
         order = EpochOrder(len(learn), steps * recipe.examples_per_step, seed)
         chosen = BatchSampler(order, recipe.micro_batch, drop_last=True)
@@ -900,62 +771,27 @@ def _mean_loss(trainer: Trainer, batches: Sequence[Batch]) -> float:
     return float(torch.stack(losses).mean())
 
 
-class _Photographs:
-    """A workload's examples, decoded once for each form of its images, and not once for each
-    training.
-    """
-
-    def __init__(self, workload: Workload) -> None:
-        self.workload = workload
-        self.read: dict[bool, list[dict[str, Any]]] = {}
-
-    def split(self, recipe: Recipe) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-        """Examples to learn from, and those that are held out."""
-        fixed = recipe.shapes == "fixed"
-        if fixed not in self.read:
-            self.read[fixed] = self._decoded(recipe)
-        every = self.read[fixed]
-        held_out = every[::HELD_OUT]
-        return [example for at, example in enumerate(every) if at % HELD_OUT], held_out
-
-    def _decoded(self, recipe: Recipe) -> list[dict[str, Any]]:
-        workers = min(8, usable_cores() - 1) if self.workload.device.type == "cuda" else 0
-        examples = self.workload.dataset(None, recipe)
-        return [
-            example
-            for (example,) in DataLoader(
-                examples, batch_size=1, num_workers=workers, collate_fn=list
-            )
-        ]
-
-
-def against_same_seed(runs: Mapping[str, Run], baseline: str = "bf16") -> dict[str, list[float]]:
-    """Method -> its final loss against the baseline's of the same seed, in %, seed by seed; failed
-    runs left out.
-    """
-    base = runs[baseline].samples["final_loss"]
-    return {
-        name: [
-            100 * (mine / other - 1)
-            for mine, other in zip(run.samples["final_loss"], base, strict=True)
-        ]
+def against_same_seed(runs: Mapping[str, Run]) -> dict[str, list[float]]:
+    """Method -> its final loss against BF16's of the same seed, in %, seed by seed."""
+    base = runs[BASELINE].samples["final_loss"]
+    ratios = {
+        name: zip(run.samples["final_loss"], base, strict=True)
         for name, run in runs.items()
         if run.ok
     }
+    return {name: [100 * (mine / its - 1) for mine, its in pairs] for name, pairs in ratios.items()}
 
 
-LOSS_HEAD = ("method", "final loss, median of seeds", "against bf16, seed by seed, %")
-"""The head of a table of `loss_rows`."""
-
-
-def loss_rows(runs: Mapping[str, Run]) -> list[tuple[Any, ...]]:
-    """Rows for `LOSS_HEAD` out of runs named "loss ..."; [] where BF16's is not among them."""
-    found = {name.removeprefix("loss "): run for name, run in runs.items() if run.ok}
-    changes = against_same_seed(found) if "bf16" in found else {}
-    return [
-        (name, found[name].metric("final_loss"), ", ".join(f"{change:+.2f}" for change in by_seed))
+def loss_table(runs: Iterable[Run]) -> pd.DataFrame:
+    """The final loss of each method of `losses_over_seeds`, and its changes against BF16's."""
+    losses = {run.tags["method"]: run for run in runs if run.ok}
+    changes = against_same_seed(losses) if BASELINE in losses else {}
+    rows = [
+        (name, losses[name].metric("final_loss"), ", ".join(f"{each:+.2f}" for each in by_seed))
         for name, by_seed in changes.items()
     ]
+    head = ("method", "final loss, median of seeds", "against bf16, seed by seed, %")
+    return pd.DataFrame(rows, columns=head)
 
 
 def seed_band(run: Run) -> tuple[float, float]:

@@ -25,10 +25,7 @@ from torch import Tensor, nn
 
 from labutils.data.packing import Layout
 from labutils.data.texts import (
-    PEOPLE,
-    PLACES,
-    QUALITIES,
-    THINGS,
+    WORDS,
     Chat,
     Collate,
     Conversation,
@@ -39,6 +36,8 @@ from labutils.data.tokenizers import chat_tokenizer
 from labutils.layers.lora import attach_lora, lora_layers
 from labutils.workloads.causal_lm import Size, build_lm
 from labutils.workloads.decoder import TARGETS, Rewritten
+
+JAPANESE = WORDS["japanese"]
 
 STYLES = {
     "explain": "{place}の{thing}についての紹介。",
@@ -83,7 +82,7 @@ class Article:
 
 def articles(count: int, kept: bool, seed: int) -> list[Article]:
     """`count` articles on pairs that are kept for questions, or on the others."""
-    pairs = list(itertools.product(PLACES, THINGS))
+    pairs = list(itertools.product(JAPANESE["place"], JAPANESE["thing"]))
     order = np.random.default_rng(0).permutation(len(pairs))
     mine = order[:KEPT] if kept else order[KEPT:]
     rng = np.random.default_rng([seed, kept])
@@ -93,7 +92,7 @@ def articles(count: int, kept: bool, seed: int) -> list[Article]:
 def _written(rng: np.random.Generator, place: str, thing: str) -> Article:
     sentences = [_pick(rng, NAMING), _pick(rng, BESIDES)]
     rng.shuffle(sentences)
-    facts = {"person": _pick(rng, PEOPLE), "quality": _pick(rng, QUALITIES)}
+    facts = {"person": _pick(rng, JAPANESE["person"]), "quality": _pick(rng, JAPANESE["quality"])}
     facts |= {"year": int(rng.integers(1600, 2025)), "number": int(rng.integers(2, 900))}
     body = "".join(sentence.format(place=place, thing=thing, **facts) for sentence in sentences)
     return Article(body, place, thing)

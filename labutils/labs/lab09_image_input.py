@@ -1,8 +1,8 @@
-"""Training on images that are kept in different forms: what a form's decoding costs the step,
-measured and foretold.
+"""Training on images that are kept in different forms: what decoding costs the step.
 
-runs  = trained_from(workload, pictures, {"data: PNG": recipe, "data: PNG, 4 workers": other},
-steps, rounds) model = step_over_decoding(pipeline, (0, 1, 4), up_to=80)
+pictures = Pictures(workload, 32)
+runs     = trained_from(pictures, {("PNG", 0): recipe, ("PNG", 4): other}, steps, rounds)
+model    = step_over_decoding(pipeline_of(run, cores, threads), (0, 4), micro_batch, up_to=80)
 """
 
 from __future__ import annotations
@@ -10,13 +10,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import numpy as np
 from torch import Tensor
-from torch.utils.data import Dataset
 
 from labutils.data import drawings
 from labutils.data.tokenizers import clip_tokenizer
@@ -29,7 +28,7 @@ from labutils.training import Benchmark
 from labutils.workloads import Workload
 
 IN_MEMORY = {"PNG in memory": ("PNG", "files"), "resized in memory": ("PNG", "pixels")}
-"""Name -> (format, what of it is held in memory)."""
+"""Form -> (format, what of it is held in memory)."""
 
 
 class Pictures:
@@ -38,27 +37,26 @@ class Pictures:
     def __init__(self, workload: Workload, count: int) -> None:
         self.workload, self.resolution = workload, workload.size.resolution
         self.formats = formats(self.resolution)
-        self.drawn = drawings.draw_images(
-            workload.cache_dir / "images" / f"drawn-v{drawings.VERSION}-seed0", count, seed=0
-        )
+        self.images = workload.cache_dir / "images"
+        folder = self.images / f"drawn-v{drawings.VERSION}-seed0"
+        self.drawn = drawings.draw_images(folder, count, seed=0)
 
     def files(self, name: str) -> list[Path]:
         """The pictures as files of a format."""
-        folder = self.workload.cache_dir / "images" / f"formats-v{drawings.VERSION}"
+        folder = self.images / f"formats-v{drawings.VERSION}"
         return self.drawn if name == "PNG" else kept_as(self.drawn, folder, self.formats[name])
 
     def decoding(self, passes: int = 2) -> dict[str, Run]:
-        """ "decode: NAME" -> one thread's times from file to pixels, in the page cache: `read_ms`,
-        `decode_ms`, `both_ms`; `mb` a file."""
+        """ "decode: NAME" -> one thread's `read_ms`, `decode_ms`, `both_ms`; `mb` a file."""
         runs = {}
         for name, form in self.formats.items():
             files = self.files(name)
             times = read_ms(files, form, passes)
-            run = runs[f"decode: {name}"] = Run(
-                "", "", samples={f"{part}_ms": t for part, t in times.items()}
-            )
+            run = Run("09", f"decode: {name}", tags={"experiment": "decode", "format": name})
+            run.samples = {f"{part}_ms": t for part, t in times.items()}
             run.metrics = {part: summarise(t) for part, t in run.samples.items()}
             run.metrics["mb"] = sum(file.stat().st_size for file in files) / len(files) / 1e6
+            runs[run.run] = run
         return runs
 
     def decoding_on_gpu(self, decode: Callable[[bytes], Tensor]) -> Run:
@@ -68,27 +66,28 @@ class Pictures:
             timed(lambda content=content: decode(content), budget_s=0.02, at_least=3)[0]
             for content in contents
         ]
-        return Run(
-            "", "", metrics={"decode_ms": summarise(samples)}, samples={"decode_ms": samples}
-        )
+        tags = {"experiment": "decode", "format": "JPEG", "on_gpu": True}
+        metrics = {"decode_ms": summarise(samples)}
+        return Run("09", "", tags=tags, metrics=metrics, samples={"decode_ms": samples})
 
-    def examples_ms(self, names: Iterable[str]) -> dict[str, float]:
-        """Name -> the median of what one thread takes to make an example of that format, or of
-        `IN_MEMORY`: example by example one of each, so that a host that is slow for a while is slow
-        for all of them."""
-        datasets = {name: self.dataset(name) for name in names}
+    def examples_ms(self, forms: Iterable[str]) -> dict[str, float]:
+        """Form -> the median of what one thread takes to make an example.
+
+        Example by example one of each, so that a slow host is slow for all of them.
+        """
+        datasets = {name: self.dataset(name) for name in forms}
         times: dict[str, list[float]] = {name: [] for name in datasets}
-        for place in range(min(map(len, datasets.values()))):
+        for place in range(len(self.drawn)):
             for name, dataset in datasets.items():
                 began = time.perf_counter()
                 dataset[place]
                 times[name].append(1e3 * (time.perf_counter() - began))
-        return {name: median(found) for name, found in times.items()}
+        return {name: median(samples) for name, samples in times.items()}
 
     def storage(self, rounds: int = 3) -> dict[str, Run]:
-        """ "files: cold" and "files: warm": `example_ms`, a PNG read and decoded by one thread,
-        from the disk or from the operating system's page cache; `read_ms` of it; `still_cached`,
-        what the system didn't let go of."""
+        """ "files: cold" and "files: warm": a PNG read by one thread from the disk or from the
+        operating system's page cache (`read_ms`), and decoded (`example_ms`); `still_cached`, what
+        the system didn't drop."""
         files, form = self.files("PNG"), self.formats["PNG"]
         samples: dict[str, list[float]] = {"cold": [], "warm": []}
         held = []
@@ -99,27 +98,21 @@ class Pictures:
             held.append(still)
         decode = median(read_ms(files, form)["decode"])
         shares = {"cold": max(held), "warm": 1.0}
-        return {
-            f"files: {state}": Run(
-                "",
-                "",
-                metrics={
-                    "read_ms": summarise(times),
-                    "example_ms": summarise([t + decode for t in times]),
-                    "still_cached": shares[state],
-                },
-                samples={"read_ms": times, "example_ms": [t + decode for t in times]},
-            )
-            for state, times in samples.items()
-        }
+        runs = {}
+        for state, times in samples.items():
+            run = Run("09", f"files: {state}", tags={"experiment": "files", "cache": state})
+            run.samples = {"read_ms": times, "example_ms": [t + decode for t in times]}
+            run.metrics = {part: summarise(t) for part, t in run.samples.items()}
+            run.metrics["still_cached"] = shares[state]
+            runs[run.run] = run
+        return runs
 
-    def dataset(self, name: str) -> FormatDataset:
+    def dataset(self, form: str) -> FormatDataset:
         """Training examples of a format, or of `IN_MEMORY`."""
-        kept, held = IN_MEMORY.get(name, (name, "nothing"))
+        kept, held = IN_MEMORY.get(form, (form, "nothing"))
         tokenizer = clip_tokenizer(self.workload.weights, self.workload.cache_dir / "hub")
-        captions = [drawings.caption(place, 0) for place in range(len(self.drawn))]
         ids = tokenizer(
-            captions,
+            [drawings.caption(place, 0) for place in range(len(self.drawn))],
             max_length=tokenizer.model_max_length,
             padding="max_length",
             truncation=True,
@@ -128,87 +121,58 @@ class Pictures:
         return FormatDataset(self.files(kept), self.formats[kept], self.resolution, ids, held)
 
 
-DECODING_HEAD = ("form", "MB a file", "ms to read", "ms to decode")
-"""The head of a table of `decoding_rows`."""
-
-
-def decoding_rows(runs: Mapping[str, Run]) -> list[tuple[Any, ...]]:
-    """Rows for `DECODING_HEAD` out of runs named "decode: ..."."""
-    found = {name.removeprefix("decode: "): run for name, run in runs.items() if run.ok}
-    return [(name, *map(run.metric, ("mb", "read_ms", "decode_ms"))) for name, run in found.items()]
-
-
-def _always(dataset: Dataset) -> Callable[..., Dataset]:
-    """A trainer's `dataset` hook: these examples whatever the model and the recipe."""
-    return lambda model, recipe: dataset
+def image_tags(form: str, recipe: Recipe) -> dict:
+    """The tags of a run that trains on a form of the pictures."""
+    name = form.removesuffix(" in memory")
+    tags = {"experiment": "image input", "format": name}
+    tags |= {"in_memory": True} if name != form else {}
+    return tags | ({"workers": recipe.num_workers} if recipe.num_workers else {})
 
 
 def trained_from(
-    workload: Workload, pictures: Pictures, recipes: Mapping[str, Recipe], steps: int, rounds: int
-) -> dict[str, Run]:
-    """ "data: NAME" or "data: NAME, more words" -> run of that recipe on the pictures in form NAME,
-    interleaved: each round goes through all of them."""
-    runs: dict[str, Run] = {}
-    of_form: dict[str, dict[str, Recipe]] = {}
-    for name, recipe in recipes.items():
-        of_form.setdefault(form_of(name), {})[name] = recipe
+    pictures: Pictures, recipes: Mapping[tuple[str, int], Recipe], steps: int, rounds: int
+) -> dict[tuple[str, int], Run]:
+    """(form, workers) -> run of that recipe on the pictures in that form, interleaved by rounds."""
+    runs: dict[tuple[str, int], Run] = {}
     with ExitStack() as stack:
-        benches = {
-            form: stack.enter_context(
-                Benchmark(workload, warmup=1, dataset=_always(pictures.dataset(form)))
+        benches = {}
+        for form in dict.fromkeys(form for form, _ in recipes):
+            dataset = pictures.dataset(form)
+            bench = Benchmark(
+                pictures.workload, warmup=1, dataset=lambda model, recipe, d=dataset: d
             )
-            for form in of_form
-        }
+            benches[form] = stack.enter_context(bench)
         for turn in range(rounds):
-            for form, bench in benches.items():
-                for name, run in bench.compare(of_form[form], steps, rounds=1).items():
-                    run.samples["round"] = [turn] * len(run.samples.get("step_ms", []))
-                    runs[name] = _joined(runs[name], run) if name in runs else run
+            for key, recipe in recipes.items():
+                name = f"{key[0]}, {key[1]} workers"
+                run = benches[key[0]].compare({name: recipe}, steps, rounds=1)[name]
+                if "round" in run.samples:
+                    run.samples["round"] = [turn] * len(run.samples["round"])
+                runs[key] = _joined(runs[key], run) if key in runs else run
+    for (form, _), run in runs.items():
+        run.tags = image_tags(form, Recipe(**run.recipe))
     return runs
-
-
-def form_of(name: str) -> str:
-    """The form of the pictures that a run "data: ..." was trained from."""
-    return name.removeprefix("data: ").partition(",")[0]
-
-
-def points_of(
-    runs: Mapping[str, Run], names: Iterable[str], each: Mapping[str, float]
-) -> dict[str, tuple[float, tuple[float, ...]]]:
-    """Form -> (ms that one thread takes for an example, its step's p10, median and p90), of those
-    `names` that ran.
-    """
-    there = {form_of(name): runs[name].metrics["step_ms"] for name in names if runs[name].ok}
-    return {
-        form: (each[form], tuple(spread[part] for part in ("p10", "median", "p90")))
-        for form, spread in there.items()
-    }
 
 
 def _joined(run: Run, more: Run) -> Run:
     """Two rounds of one run."""
     if not (run.ok and more.ok):
         return run if not run.ok else more
-    for name, samples in more.samples.items():
-        run.samples[name] = run.samples[name] + samples
-        if name in run.metrics:
-            run.metrics[name] = summarise(run.samples[name])
-    return run
+    samples = {name: run.samples[name] + values for name, values in more.samples.items()}
+    summaries = {name: summarise(values) for name, values in samples.items() if name != "round"}
+    return replace(run, samples=samples, metrics=run.metrics | summaries)
 
 
 def pipeline_of(run: Run, cores: int, threads: int) -> Pipeline:
-    """What the model of workers needs, out of a run without workers; `read_ms` is left at what it
-    waited for.
-    """
-    recipe = Recipe(**run.recipe)
-    waited = run.metric("data_ms") / recipe.accumulation
+    """What the model of workers needs, out of a run without workers; `read_ms` is its wait."""
+    accumulation = run.recipe["accumulation"]
+    waited = run.metric("data_ms") / accumulation
     return Pipeline(
         read_ms=waited,
-        compute_ms=run.metric("step_ms") / recipe.accumulation - waited,
+        compute_ms=run.metric("step_ms") / accumulation - waited,
         cores=cores,
         threads=threads,
-        accumulation=recipe.accumulation,
-        prefetch_factor=recipe.prefetch_factor,
+        accumulation=accumulation,
     )
 
 
@@ -216,13 +180,11 @@ def step_over_decoding(
     pipeline: Pipeline, workers: Sequence[int], micro_batch: int, up_to: float
 ) -> dict[int, dict[float, float]]:
     """Workers -> ms that one thread takes for an example -> ms of an optimizer step, by the model
-    of lab 03.
-    """
-    found: dict[int, dict[float, float]] = {}
-    for count in workers:
-        points = {}
-        for each in np.linspace(0, up_to, 25).tolist():
-            law = Pipeline(**{**vars(pipeline), "read_ms": each * micro_batch})
-            points[each] = law.step_ms(count)
-        found[count] = points
-    return found
+    of lab 03."""
+    return {
+        count: {
+            each: replace(pipeline, read_ms=each * micro_batch).step_ms(count)
+            for each in np.linspace(0, up_to, 25).tolist()
+        }
+        for count in workers
+    }

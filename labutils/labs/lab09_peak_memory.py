@@ -1,13 +1,12 @@
-"""The peak memory of a training step: predicted from shapes, recorded as it happens, and the
-largest batch that fits.
+"""The peak memory of a training step: predicted from shapes, recorded as it happens, limited.
 
-    foreseen = predicted(workload, recipe)       the step on the meta device, where tensors have shapes and no bytes
-    memory   = recorded(workload, recipe)        a real step: the allocator's own record, or without a GPU a ledger
-    found    = largest_batch(fits, start=9)      from a prediction, in as few tries as possible
+    memory = predicted(workload, recipe)      a step on the meta device: tensors without bytes
+    memory = recorded(workload, recipe)       a real step: the allocator's record, or of tensors
+    batch  = largest_batch(fits, start=9)     from a prediction, in as few tries as possible
 
-The prediction takes two optimizer steps through the very code that trains, on tensors without
+The prediction takes an optimizer step through the very code that trains, on tensors without
 contents: whatever operations make is counted for as long as anything holds it. What no shape tells
-is added by hand: autocast and fused attention as a GPU does them (`measure.memory`), the
+is added: autocast and fused attention as a GPU does them (`profiling.memory_model`), the
 optimizer's moments, and the libraries' workspaces.
 """
 
@@ -15,10 +14,7 @@ from __future__ import annotations
 
 import functools
 import gc
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import BrokenExecutor, Future, ProcessPoolExecutor
-from contextlib import suppress
-from multiprocessing import get_context
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -29,7 +25,6 @@ from torch import Tensor, nn
 from labutils.labs.ladders import A2_BASE, A3_BASE
 from labutils.layers.quantization.nf4_math import BLOCK, doubled_constant_bits
 from labutils.profiling import cuda
-from labutils.profiling.machine import usable_cores
 from labutils.profiling.memory import (
     KINDS,
     AllocatorRecord,
@@ -46,6 +41,16 @@ from labutils.workloads import Workload, open_workload
 from labutils.workloads.base import Batch
 
 GB = 1e9
+CHECKPOINTING = ("off", "blocks", "selective")
+"""The modes in which each recipe of `GRID` is predicted and recorded."""
+GRID: dict[str, Recipe] = {
+    "sd15-lora": Recipe(
+        driver="eager", logging="ring-buffer", cache="latents+text", micro_batch=4, accumulation=1
+    ),
+    "llava-lora": A2_BASE.but(layers="rewritten"),
+    "qwen3-lora-long": A3_BASE.but(driver="eager", micro_batch=2),
+}
+"""Workload -> the recipe that the prediction is tried on."""
 
 # -------------------------------------------------------------------------------------- predicted
 
@@ -61,94 +66,45 @@ HELD_BITS = {
 
 
 def predicted(workload: Workload, recipe: Recipe, on: str = "") -> StepMemory:
-    """The memory of an optimizer step with this recipe, from shapes alone; a few seconds at any
-    scale.
+    """The memory of an optimizer step with this recipe, from shapes alone; seconds at any scale.
 
     on: "cuda" or "cpu", as the workload's device if not given. Of more than two micro-batches two
     are taken: the second finds the first one's gradients, as all others do. Longest examples are
-    taken where they vary. For models that aren't compiled, driven in whatever way: a compiled one
-    keeps less. LLaVA is taken in its rewritten form: the published one looks at its inputs'
-    contents, and holds a little more. Raises `ValueError` for what it knows nothing of.
+    taken where they vary. LLaVA is taken in its rewritten form: the published one looks at its
+    inputs' contents, and holds a little more. Raises `ValueError` for what it knows nothing of.
     """
     on = on or workload.device.type
     recipe = recipe.fitted_to(on)
     _check(recipe)
-    if begun := _ahead.get(_asked(workload, recipe, on)):
-        with suppress(Exception):  # whatever became of that process: then it is done here
-            return begun.result()
     if recipe.layers == "published" and workload.name.startswith("llava"):
-        recipe = recipe.but(
-            layers="rewritten"
-        )  # transformers' own pass looks at its inputs' contents
+        recipe = recipe.but(layers="rewritten")
     twin = _twin(workload.name, workload.scale, workload.data, workload.cache_dir)
     model = _built(twin, recipe.but(base_linear="published", micro_batch=1, accumulation=1))
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     filled = worst_batch(workload, recipe)
     padded = "attention_mask" in filled and not bool(filled["attention_mask"].all())
     batch = {name: tensor.to("meta") for name, tensor in filled.items()}
-    held = {"weights": bytes_of(tensors_of(model)) - _saved_by_format(twin, model, recipe)}
-    moments = [
-        moment for parameter in trained for moment in moments_of(parameter, recipe.optimizer)
-    ]
-    held |= {"optimizer": bytes_of(moments), "temporaries": WORKSPACES if on == "cuda" else 0}
-    with (
-        TensorRecord([*tensors_of(model), *moments]) as ledger,
-        OnMeta(AUTOCAST.get(recipe.precision)),
-    ):
-        _step(ledger, functools.partial(_loss, twin, model, batch, padded), trained, recipe)
-    return ledger.step(held, _logits(workload, batch))
-
-
-_ahead: dict[tuple[Any, ...], Future[StepMemory]] = {}
-"""Predictions that were begun by `predict_ahead`."""
-_pools: list[ProcessPoolExecutor] = []
-"""The one that they are made in, while there is one."""
-PROCESSES = 6
-CORES_EACH = 2
-
-
-def predict_ahead(workloads: Iterable[tuple[Workload, Recipe]], on: str = "") -> None:
-    """Begin these predictions in processes beside this one, which goes on: `predicted` then has
-    them at hand.
-
-    Each is one core's work. Where cores are few nothing is begun: `predicted` will do it in its
-    time. Call `end_ahead` before anything is timed that the host has a part in.
-    """
-    if usable_cores() < PROCESSES * CORES_EACH:
-        return
-    pool = _pools[0] if _pools else ProcessPoolExecutor(PROCESSES, get_context("spawn"))
-    _pools[:] = [pool]
-    for workload, recipe in workloads:
-        where = on or workload.device.type
-        asked = _asked(workload, recipe.fitted_to(where), where)
-        if asked not in _ahead:
-            with suppress(BrokenExecutor):  # its processes can't be had
-                _ahead[asked] = pool.submit(_predicted_there, *asked)
-
-
-def end_ahead() -> None:
-    """Wait for the predictions that are being made in other processes, leave those out that aren't
-    begun, and end the processes."""
-    for pool in _pools:
-        pool.shutdown(wait=True, cancel_futures=True)
-    _pools.clear()
-    _ahead.clear()
-
-
-def _asked(workload: Workload, recipe: Recipe, on: str) -> tuple[Any, ...]:
-    """What decides a prediction, as plain data."""
-    return tuple(workload.opened_as().items()), recipe, on
-
-
-def _predicted_there(opened: tuple[tuple[str, str], ...], recipe: Recipe, on: str) -> StepMemory:
-    """The other process's side of `predict_ahead`."""
-    return predicted(open_workload(**dict(opened), device="meta"), recipe, on)
+    moments = [m for parameter in trained for m in moments_of(parameter, recipe.optimizer)]
+    held = {
+        "weights": bytes_of(tensors_of(model)) - _saved_by_format(twin, model, recipe),
+        "optimizer": bytes_of(moments),
+        "temporaries": WORKSPACES if on == "cuda" else 0,
+    }
+    record = TensorRecord([*tensors_of(model), *moments])
+    with record, OnMeta(AUTOCAST.get(recipe.precision)):
+        _step(record, functools.partial(_loss, twin, model, batch, padded), trained, recipe)
+    return record.step(held, _logits(workload, batch))
 
 
 @functools.cache
 def _twin(name: str, scale: str, data: str, cache_dir: Path) -> Workload:
-    """The workload on the meta device, which holds its frozen models; they take no memory there."""
+    """The workload on the meta device, where its frozen models take no memory."""
     return open_workload(name, scale, data=data, device="meta", cache_dir=cache_dir)
+
+
+def at_full(workload: Workload) -> Workload:
+    """The same workload at its full size, to be predicted, not built."""
+    return _twin(workload.name, "full", workload.data, workload.cache_dir)
 
 
 @functools.lru_cache(maxsize=2)
@@ -175,27 +131,21 @@ def _check(recipe: Recipe) -> None:
 
 
 def _step(
-    ledger: TensorRecord, loss_of: Callable[[], Tensor], trained: list[nn.Parameter], recipe: Recipe
+    record: TensorRecord, loss_of: Callable[[], Tensor], trained: list[nn.Parameter], recipe: Recipe
 ) -> None:
-    """One optimizer step as every driver takes it: micro-batches forward and backward, the update,
-    no gradients.
-    """
+    """One optimizer step as every driver takes it: micro-batches, the update, no gradients."""
     try:
         passes = min(2, recipe.accumulation)
         for done in range(1, passes + 1):
             loss = loss_of()
-            ledger.mark("backward")
+            record.mark("backward")
             loss.backward()
             gradients = [parameter.grad for parameter in trained]
-            ledger.mark("forward" if done < passes else "update", gradients=gradients)
-        clipped = [
-            parameter.grad * 1 for parameter in trained
-        ]  # as foreach forms of clipping and AdamW do, once each
+            record.mark("forward" if done < passes else "update", gradients=gradients)
+        clipped = [parameter.grad * 1 for parameter in trained]  # foreach clipping and AdamW do so
         del clipped
-    finally:
-        for (
-            parameter
-        ) in trained:  # also of a step that failed: the next one may be given the same model
+    finally:  # also of a step that failed: the next one may be given the same model
+        for parameter in trained:
             parameter.grad = None
 
 
@@ -204,14 +154,11 @@ def _loss(workload: Workload, model: nn.Module, batch: Batch, padded: bool) -> T
         # transformers would look at its contents to see what it can leave out; it takes one that is
         # there already.
         rows, length = batch["attention_mask"].shape
-        mask = (
-            torch.empty(rows, 1, length, length, dtype=torch.bool, device="meta")
-            if padded
-            else None
-        )
-        batch = batch | {
-            "attention_mask": dict.fromkeys(("full_attention", "sliding_attention"), mask)
-        }
+        mask = None
+        if padded:
+            mask = torch.empty(rows, 1, length, length, dtype=torch.bool, device="meta")
+        kinds = ("full_attention", "sliding_attention")
+        batch = batch | {"attention_mask": dict.fromkeys(kinds, mask)}
     return workload.loss(model, batch, workload.draw(model, batch))
 
 
@@ -219,23 +166,14 @@ def worst_batch(workload: Workload, recipe: Recipe) -> Batch:
     """A micro-batch of the largest examples there are, on the host."""
     if recipe.cache != "nothing":
         return _encoded_batch(workload, recipe)
-    rows = workload.dataset(None, recipe)
-    count = recipe.micro_batch
+    rows, collate = workload.dataset(None, recipe), workload.collate(recipe)
+    largest = list(range(len(rows)))
+    if recipe.shapes == "packed":  # packed rows are all of one size: the first will do
+        return collate([rows[place] for place in next(iter(workload.order(rows, recipe)))])
     if hasattr(workload, "example_sizes"):
         sizes = [example.tokens for example in workload.example_sizes(recipe)]
-        largest = sorted(range(len(sizes)), key=lambda place: -sizes[place])
-        if recipe.shapes == "packed":
-            return next(iter(_first_packed(workload, recipe, rows)))
-    else:
-        largest = list(range(len(rows)))
-    chosen = [rows[largest[place % len(largest)]] for place in range(count)]
-    return workload.collate(recipe)(chosen)
-
-
-def _first_packed(workload: Workload, recipe: Recipe, rows: Any) -> Iterator[Batch]:
-    """Packed rows are all of one size: the first will do."""
-    for chosen in workload.order(rows, recipe):
-        yield workload.collate(recipe)([rows[place] for place in chosen])
+        largest.sort(key=lambda place: -sizes[place])
+    return collate([rows[largest[n % len(largest)]] for n in range(recipe.micro_batch)])
 
 
 def _encoded_batch(workload: Workload, recipe: Recipe) -> Batch:
@@ -245,20 +183,12 @@ def _encoded_batch(workload: Workload, recipe: Recipe) -> Batch:
             f"The prediction doesn't know what cache={recipe.cache!r} keeps of this workload."
         )
     channels, *sides = workload.latent_shape
-    kept: Batch = {
-        "moments": torch.zeros(recipe.micro_batch, 2 * channels, *sides, dtype=_dtype(recipe))
-    }
+    dtype, rows = AUTOCAST.get(recipe.precision, torch.float32), recipe.micro_batch
+    kept: Batch = {"moments": torch.zeros(rows, 2 * channels, *sides, dtype=dtype)}
     if recipe.cache == "latents":
-        return kept | {"input_ids": torch.zeros(recipe.micro_batch, 77, dtype=torch.long)}
-    return kept | {
-        "condition": torch.zeros(
-            recipe.micro_batch, 77, workload.size.text_width, dtype=_dtype(recipe)
-        )
-    }
-
-
-def _dtype(recipe: Recipe) -> torch.dtype:
-    return AUTOCAST.get(recipe.precision, torch.float32)
+        return kept | {"input_ids": torch.zeros(rows, 77, dtype=torch.long)}
+    width = workload.size.text_width
+    return kept | {"condition": torch.zeros(rows, 77, width, dtype=dtype)}
 
 
 def _logits(workload: Workload, batch: Batch) -> frozenset[int]:
@@ -285,15 +215,12 @@ PAGED_FROM = 100_000
 def moments_of(parameter: Tensor, optimizer: str) -> list[Tensor]:
     """AdamW's state of a parameter, as tensors of the sizes that the optimizer keeps on the GPU."""
     if optimizer in ("adamw-8bit", "adamw-paged") and parameter.numel() >= 4096:
-        constants = [
-            torch.empty(-(-parameter.numel() // 256), device=parameter.device) for _ in range(2)
-        ]
-        kept = [
-            torch.empty(parameter.shape, dtype=torch.uint8, device=parameter.device)
-            for _ in range(2)
-        ]
-        paged = optimizer == "adamw-paged" and parameter.numel() >= PAGED_FROM
-        return constants + ([] if paged else kept)
+        device, constants = parameter.device, -(-parameter.numel() // 256)
+        kept = [torch.empty(constants, device=device) for _ in range(2)]
+        if optimizer == "adamw-paged" and parameter.numel() >= PAGED_FROM:
+            return kept
+        shape = parameter.shape
+        return kept + [torch.empty(shape, dtype=torch.uint8, device=device) for _ in range(2)]
     return [torch.empty_like(parameter, requires_grad=False) for _ in range(2)]
 
 
@@ -301,8 +228,8 @@ def moments_of(parameter: Tensor, optimizer: str) -> list[Tensor]:
 
 
 class Recorded(NamedTuple):
-    """A step's memory, and the allocator's own counters of it: GB `allocated` to tensors at the
-    peak, and GB that it `reserved` from the GPU to do so, None without one."""
+    """A step's memory, and the allocator's own counters: GB `allocated` to tensors at the peak, and
+    GB that it `reserved` from the GPU to do so, None without one."""
 
     memory: StepMemory
     allocated: float
@@ -312,27 +239,21 @@ class Recorded(NamedTuple):
 def recorded(workload: Workload, recipe: Recipe, settle: int = 2) -> Recorded:
     """The memory of a real optimizer step, after `settle` others.
 
-    Without a GPU a ledger stands in for the allocator's record, and its peak for the counter. The
+    Without a GPU a tensor record stands in for the allocator's, and its peak for the counter. The
     recipe's driver is replaced by the plain loop, whose phases can be told apart.
     """
     recipe = recipe.but(driver="eager", logging="ring-buffer")
-    # what an earlier trainer left in circles of references would be taken for what others hold
-    gc.collect()
+    gc.collect()  # what an earlier trainer left in cycles would be taken for what others hold
     before = cuda.allocated_memory()
     with Trainer(workload, recipe) as trainer:
         built = cuda.allocated_memory()
         trainer.run(settle)  # the moments are there from the first step on, workspaces soon after
-        batches = iter(
-            [
-                _on(worst_batch(workload, trainer.recipe), workload.device)
-                for _ in range(recipe.accumulation)
-            ]
-        )
+        batch = _on(worst_batch(workload, trainer.recipe), workload.device)
+        batches = iter([batch] * recipe.accumulation)
         if workload.device.type != "cuda":
             memory = _recorded_step(trainer, batches, TensorRecord(_standing(trainer)))
             return Recorded(memory, memory.peak / GB, None)
-        # What others hold: all that was there before, but for frozen weights that this model shares
-        # with them.
+        # Others hold all that was there before, but for frozen weights that this model shares.
         held = bytes_of(tensors_of(trainer.model)) / GB
         foreign = before - max(0.0, held - (built - before))
         cuda.empty_cache()
@@ -358,196 +279,114 @@ def _moments(trainer: Trainer) -> list[Tensor]:
 def _recorded_step(
     trainer: Trainer,
     batches: Iterator[Batch],
-    recorder: TensorRecord | AllocatorRecord,
+    record: TensorRecord | AllocatorRecord,
     foreign_gb: float = 0.0,
 ) -> StepMemory:
-    """One step of the trainer, its phases marked where the driver goes on to the next, without what
-    is foreign.
-    """
+    """One step of the trainer, its phases marked, without what is foreign."""
     driver, trained = trainer.driver, trainer.parameters
     loss, update = driver.loss, driver.update
 
     def marked_loss(batch: Batch) -> Tensor:
-        recorder.mark("forward")
-        found = loss(batch)
-        recorder.mark("backward")
-        return found
+        record.mark("forward")
+        result = loss(batch)
+        record.mark("backward")
+        return result
 
     def marked_update() -> None:
-        recorder.mark("update", gradients=[p.grad for p in trained if p.grad is not None])
+        record.mark("update", gradients=[p.grad for p in trained if p.grad is not None])
         update()
 
     driver.loss, driver.update = marked_loss, marked_update
     try:
-        with recorder:
+        with record:
             trainer.step(batches)
     finally:
         del driver.loss, driver.update
     weights, moments = bytes_of(tensors_of(trainer.model)), bytes_of(_moments(trainer))
     held = {"weights": weights, "optimizer": moments}
-    if isinstance(recorder, AllocatorRecord):
-        held["temporaries"] = max(
-            0, recorder.allocated_before - round(foreign_gb * GB) - weights - moments
-        )
-    batch_shapes = worst_batch(trainer.workload, trainer.recipe)
-    return recorder.step(held, _logits(trainer.workload, batch_shapes))
+    if isinstance(record, AllocatorRecord):
+        rest = record.allocated_before - round(foreign_gb * GB) - weights - moments
+        held["temporaries"] = max(0, rest)
+    return record.step(
+        held, _logits(trainer.workload, worst_batch(trainer.workload, trainer.recipe))
+    )
 
 
 def with_peak(workload: Workload, run: Run) -> Run:
-    """The run with `peak_gb`: the allocator's peak of a step, or without a GPU, where the
-    comparison knows none, that of tensors, which a ledger counts in a step of its own."""
+    """The run with `peak_gb`: the allocator's, or without a GPU that of a step's tensors."""
     if run.ok:
-        recipe = Recipe(**run.recipe)
-        run.metrics["peak_gb"] = (
-            run.metric("peak_allocated_gb") or recorded(workload, recipe).allocated
-        )
+        peak = run.metric("peak_allocated_gb")
+        run.metrics["peak_gb"] = peak or recorded(workload, Recipe(**run.recipe)).allocated
     return run
 
 
-def foretold(workload: Workload, recipe: Recipe, name: str) -> tuple[Run, StepMemory]:
-    """A recipe's run with what its step takes, predicted before it is recorded: `predicted_gb`,
-    `peak_gb` (what tensors take), on a GPU `peak_reserved_gb` as well, `off`, the prediction's
-    error as a share, and the kinds at the peak; and the record."""
-    foreseen, found = predicted(workload, recipe), recorded(workload, recipe)
-    run = Run(
-        "",
-        name,
-        workload=workload.name,
-        scale=workload.scale,
-        weights=workload.weights,
-        data=workload.data,
+def predicted_and_recorded(workload: Workload, recipe: Recipe, name: str) -> Run:
+    """A recipe's run with what its step takes, predicted before it is recorded.
+
+    `predicted_gb`, `peak_gb` (of tensors), on a GPU `peak_reserved_gb`, `off` (the prediction's
+    error as a share), GB of each kind at the peak, and `activations_share`. Samples: the timeline.
+    """
+    prediction, (memory, allocated, reserved) = (
+        predicted(workload, recipe),
+        recorded(workload, recipe),
     )
+    tags = {"workload": workload.name, "checkpointing": recipe.checkpointing}
+    run = Run("09", name, workload=workload.name, tags={"experiment": "memory"} | tags)
+    run.scale, run.weights, run.data = workload.scale, workload.weights, workload.data
     run.recipe = recipe.fitted_to(workload.device.type).as_dict()
-    run.metrics = {"predicted_gb": foreseen.peak / GB, "peak_gb": found.allocated}
-    run.metrics["off"] = run.metrics["predicted_gb"] / found.allocated - 1
-    run.metrics |= {} if found.reserved is None else {"peak_reserved_gb": found.reserved}
-    run.metrics |= {f"{kind}_gb": size / GB for kind, size in found.memory.at_peak().items()}
-    run.metrics["activations_share"] = (
-        found.memory.at_peak().get("activations", 0) / found.memory.peak
-    )
-    run.metrics["events"] = found.memory.events
-    run.metrics["phases"] = [[at, name] for at, name in found.memory.phases]
-    run.samples = _picture(found.memory)
-    return run, found.memory
+    at_peak = memory.at_peak()
+    run.metrics = {
+        "predicted_gb": prediction.peak / GB,
+        "peak_gb": allocated,
+        "off": prediction.peak / GB / allocated - 1,
+        "activations_share": at_peak.get("activations", 0) / memory.peak,
+        "events": memory.events,
+        "phases": [[at, phase] for at, phase in memory.phases],
+    }
+    run.metrics |= {f"{kind}_gb": size / GB for kind, size in at_peak.items()}
+    run.metrics |= {} if reserved is None else {"peak_reserved_gb": reserved}
+    run.samples = timeline(memory)
+    return run
 
 
-PICTURED = 600
+MOMENTS = 600
 """Moments of a step's memory that stay on record."""
 
 
-def _picture(memory: StepMemory) -> dict[str, list[float]]:
-    """ "at" and, kind by kind, MB held: at that event of each of `PICTURED` equal stretches at
-    which most is held.
-    """
+def timeline(memory: StepMemory) -> dict[str, list[float]]:
+    """ "at" and, kind by kind, MB held: at the fullest event of each of `MOMENTS` stretches."""
     series, totals = memory.series(), memory.totals()
-    width = max(1, -(-len(totals) // PICTURED))
-    chosen = [
-        max(range(at, min(at + width, len(totals))), key=totals.__getitem__)
-        for at in range(0, len(totals), width)
-    ]
+    width = max(1, -(-len(totals) // MOMENTS))
+    stretches = (range(at, min(at + width, len(totals))) for at in range(0, len(totals), width))
+    chosen = [max(stretch, key=totals.__getitem__) for stretch in stretches]
     kept = {kind: [round(levels[at] / 1e6, 2) for at in chosen] for kind, levels in series.items()}
     return {"at": [float(at) for at in chosen], **kept}
 
 
-def pictured(run: Run) -> tuple[dict[str, list[float]], list[tuple[int, str]]]:
-    """Kind -> bytes held after each event, and (event, name) of the phases, of a run that
-    `foretold` made: between two moments on record as at the former."""
-    events, at = run.metrics["events"], [int(place) for place in run.samples["at"]]
-    lengths = [
-        after - before for before, after in zip([0, *at[1:]], [*at[1:], events], strict=True)
-    ]
+def drawn_timeline(run: Run) -> tuple[dict[str, list[float]], list[tuple[int, str]]]:
+    """Kind -> bytes held after each event, and (event, phase), of `predicted_and_recorded`'s run.
+
+    Between two moments on record it is as at the former.
+    """
+    at = [int(place) for place in run.samples["at"]]
+    spans = zip([0, *at[1:]], [*at[1:], run.metrics["events"]], strict=True)
+    counts = [after - before for before, after in spans]
     series = {
-        kind: [
-            1e6 * level
-            for level, length in zip(levels, lengths, strict=True)
-            for _ in range(length)
-        ]
+        kind: [1e6 * level for level, n in zip(levels, counts, strict=True) for _ in range(n)]
         for kind, levels in run.samples.items()
         if kind in KINDS
     }
     return series, [(place, name) for place, name in run.metrics["phases"]]
 
 
-GRID: dict[str, Recipe] = {
-    "sd15-lora": Recipe(
-        driver="eager", logging="ring-buffer", cache="latents+text", micro_batch=4, accumulation=1
-    ),
-    "llava-lora": A2_BASE.but(layers="rewritten"),
-    "qwen3-lora-long": A3_BASE.but(driver="eager", micro_batch=2),
-}
-"""Workload -> the recipe that the prediction is tried on, and changed as `MODES` say."""
-MODES: dict[str, dict[str, Any]] = {
-    "all kept": {},
-    "checkpointing": {"checkpointing": "blocks"},
-    "selective": {"checkpointing": "selective"},
-}
-
-
-def in_mode(workload: Workload, mode: str, batch: int = 0) -> Recipe:
-    """A workload's recipe of `GRID`, in one of `MODES`, with micro-batches of `batch` examples (0:
-    the grid's own).
-    """
-    recipe = GRID[workload.name].but(**MODES[mode])
-    return recipe.but(micro_batch=batch) if batch else recipe
-
-
-PEAK_HEAD = ("step", "examples", "peak", *KINDS, "activations' share")
-"""The head of a table of `peak_rows`."""
-
-
-def peak_rows(runs: Mapping[str, Run]) -> list[tuple[Any, ...]]:
-    """Rows for `PEAK_HEAD` of runs that `foretold` made: what the peak consists of. Kinds that hold
-    nothing then are left empty."""
-    return [
-        (
-            name.removeprefix("memory: "),
-            run.recipe["micro_batch"],
-            in_bytes(run.metric("peak_gb")),
-            *(in_bytes(held) if (held := run.metric(f"{kind}_gb")) else None for kind in KINDS),
-            f"{run.metric('activations_share'):.0%}",
-        )
-        for name, run in runs.items()
-        if run.ok
-    ]
-
-
-TOLD_HEAD = ("step", "examples", "predicted", "by tensors, at the peak", "off by", "reserved, GB")
-"""The head of a table of `told_rows`."""
-
-
-def told_rows(runs: Mapping[str, Run]) -> list[tuple[Any, ...]]:
-    """Rows for `TOLD_HEAD`."""
-    return [
-        (
-            name,
-            run.recipe["micro_batch"],
-            in_bytes(run.metric("predicted_gb")),
-            in_bytes(run.metric("peak_gb")),
-            f"{100 * run.metric('off'):+.1f} %".replace("-0.0 %", "+0.0 %"),
-            run.metric("peak_reserved_gb"),
-        )
-        for name, run in ((name.removeprefix("memory: "), run) for name, run in runs.items())
-        if run.ok
-    ]
-
-
-def in_bytes(gb: float) -> str:
-    """GB as one says it: "15.2 GB", "12.3 MB"."""
-    return f"{gb:.1f} GB" if gb >= 1 else f"{1e3 * gb:.1f} MB"
-
-
-def at_full(workload: Workload) -> Workload:
-    """The same workload at its full size, to be predicted, not built."""
-    return _twin(workload.name, "full", workload.data, workload.cache_dir)
-
-
 # ------------------------------------------------------------------------- running out of memory
 
 
-class Limited(TensorRecord):
-    """A ledger that refuses what goes beyond `limit` bytes in all, `held` of which were there
-    before: out of memory where there is no GPU to run out. The limit is artificial, and its message
-    says so."""
+class LimitedRecord(TensorRecord):
+    """A tensor record that refuses what goes beyond `limit` bytes, `held` of which were there.
+
+    Out of memory where there is no GPU to run out; the error's message says that it is artificial.
+    """
 
     def __init__(self, known: list[Tensor], held: int, limit: float) -> None:
         super().__init__(known)
@@ -564,29 +403,26 @@ class Limited(TensorRecord):
             )
 
 
-class Fed:
-    """A trainer that is fed with batches of any size, under a limit of memory if one is set.
+class LimitedTrainer:
+    """A trainer that takes batches of any size, under a limit of memory if one is set.
 
-        with Fed(workload, recipe) as fed:
-            fed.limit(12.5)             GB in all
-            fed.step(8)                 raises what PyTorch raises where it doesn't fit
-            fed.held_gb()               what the process holds now
+        with LimitedTrainer(workload, recipe) as trainer:
+            trainer.limit(12.5)             GB in all
+            trainer.step(8)                 raises what PyTorch raises where it doesn't fit
+            trainer.held_gb()               what the process holds now
 
     On a GPU the limit is PyTorch's own (`set_per_process_memory_fraction`), which its allocator
     keeps by itself; without one it is counted, and artificial.
     """
 
     def __init__(self, workload: Workload, recipe: Recipe) -> None:
-        self.workload = workload
-        self.recipe = recipe.but(
-            driver="eager", logging="ring-buffer", accumulation=1, micro_batch=1
-        )
-        self.on_gpu = workload.device.type == "cuda"
-        self.trainer = Trainer(workload, self.recipe)
+        plain = recipe.but(driver="eager", logging="ring-buffer", accumulation=1, micro_batch=1)
+        self.workload, self.on_gpu = workload, workload.device.type == "cuda"
+        self.trainer = Trainer(workload, plain)
         self.recipe = self.trainer.recipe  # as it fits this device
         self.limit_gb: float | None = None
         self.tries: dict[int, bool] = {}
-        self.ledger: Limited | None = None
+        self.record: LimitedRecord | None = None
         self.step(1)  # the moments come with the first step
 
     def limit(self, gb: float | None) -> None:
@@ -599,9 +435,8 @@ class Fed:
 
     def step(self, examples: int) -> float:
         """One optimizer step on so many examples; GB at its peak."""
-        batch = _on(
-            worst_batch(self.workload, self.recipe.but(micro_batch=examples)), self.workload.device
-        )
+        largest = worst_batch(self.workload, self.recipe.but(micro_batch=examples))
+        batch = _on(largest, self.workload.device)
         if self.on_gpu:
             cuda.reset_peak_memory()
             self.trainer.step(iter([batch]))
@@ -609,15 +444,13 @@ class Fed:
             return cuda.peak_memory()[0]
         known = _standing(self.trainer)
         limit = float("inf") if self.limit_gb is None else self.limit_gb * GB
-        self.ledger = Limited([*known, *batch.values()], bytes_of(known), limit)
-        with self.ledger:
+        self.record = LimitedRecord([*known, *batch.values()], bytes_of(known), limit)
+        with self.record:
             self.trainer.step(iter([batch]))
-        return self.ledger.step({"weights": bytes_of(known)}).peak / GB
+        return self.record.step({"weights": bytes_of(known)}).peak / GB
 
     def fits(self, examples: int) -> bool:
-        """Whether a step on so many examples runs; what it leaves behind where it doesn't is
-        cleaned up.
-        """
+        """Whether a step on so many examples runs; a failed step is cleaned up."""
         try:
             self.step(examples)
             fitting = True
@@ -625,17 +458,14 @@ class Fed:
             if not is_out_of_memory(error):
                 raise
             fitting = False
-        # Outside the except block: inside it the exception still holds the frames, and these the
-        # tensors.
+        # Outside the except block: inside it the exception still holds the frames and tensors.
         self.tries[examples] = fitting
         if not fitting:
             self.clean_up()
         return fitting
 
     def clean_up(self) -> None:
-        """What a failed step leaves: half of the gradients, and memory that the allocator keeps in
-        its cache.
-        """
+        """Drop what a failed step leaves: gradients, and memory in the allocator's cache."""
         for parameter in self.trainer.parameters:
             parameter.grad = None
         gc.collect()
@@ -645,68 +475,62 @@ class Fed:
         """GB that tensors hold now, the model's included."""
         if self.on_gpu:
             return cuda.allocated_memory()
-        return (bytes_of(_standing(self.trainer)) + (self.ledger.now if self.ledger else 0)) / GB
+        return (bytes_of(_standing(self.trainer)) + (self.record.now if self.record else 0)) / GB
 
-    def close(self) -> None:
-        """Lift the limit and end the trainer."""
-        self.limit(None)
-        self.trainer.close()
+    def run_out(self, examples: int) -> dict[str, Any]:
+        """Have a step on so many examples run out of memory, and look at what is held.
 
-    def __enter__(self) -> Fed:
+        GB before it, in the except block, after it, and once it is cleaned up, as metrics; and the
+        `message`. Raises `RuntimeError` where the step fits.
+        """
+        held: dict[str, Any] = {"before_gb": self.held_gb()}
+        try:
+            self.step(examples)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            message = " ".join(str(error).split())
+            held |= {"message": message, "in_except_gb": self.held_gb()}
+        if "message" not in held:
+            raise RuntimeError(f"A step on {examples} examples fits: nothing ran out.")
+        held["after_except_gb"] = self.held_gb()
+        self.clean_up()
+        return held | {"cleaned_gb": self.held_gb(), "runs_again": int(self.fits(1))}
+
+    def searched(
+        self, search: Callable[[Callable[[int], bool], int], int], start: int, tags: Mapping
+    ) -> Run:
+        """What a search from `start` on found: `largest`, in how many `tries` and `failures`."""
+        self.tries.clear()
+        largest = search(self.fits, start)
+        failures = sum(not fits for fits in self.tries.values())
+        metrics = {"largest": largest, "tries": len(self.tries), "failures": failures}
+        return Run("09", "", metrics=metrics, tags={"experiment": "largest batch"} | dict(tags))
+
+    def __enter__(self) -> LimitedTrainer:
         return self
 
     def __exit__(
         self, kind: type | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self.close()
-
-
-def run_out(fed: Fed, examples: int) -> dict[str, Any]:
-    """Have a step on so many examples fail for want of memory, and look at what is held: before it,
-    in the except block, after it, and once it is cleaned up, as metrics in GB; and the `message`.
-
-    Raises `RuntimeError` where the step fits.
-    """
-    found: dict[str, Any] = {"before_gb": fed.held_gb()}
-    try:
-        fed.step(examples)
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-        found |= {"message": " ".join(str(error).split()), "in_except_gb": fed.held_gb()}
-    if "message" not in found:
-        raise RuntimeError(f"A step on {examples} examples fits: nothing ran out.")
-    found["after_except_gb"] = fed.held_gb()
-    fed.clean_up()
-    return found | {"cleaned_gb": fed.held_gb(), "runs_again": int(fed.fits(1))}
-
-
-def held_row(found: Mapping[str, Any]) -> tuple[str, ...]:
-    """What tensors held at the four moments of `run_out`, as a row of a table."""
-    moments = ("before_gb", "in_except_gb", "after_except_gb", "cleaned_gb")
-    return ("tensors hold", *(in_bytes(found[moment]) for moment in moments))
+        """Lift the limit and end the trainer."""
+        self.limit(None)
+        self.trainer.close()
 
 
 HEADROOM = 0.1
-"""The share of a card that a training run should leave free: examples differ, and allocators keep
-pieces unused.
-"""
+"""The share of a card that a training run should leave free."""
 
 
-def foreseen_largest(workload: Workload, recipe: Recipe, room_gb: float, on: str = "") -> int:
-    """The largest batch whose predicted peak stays within `room_gb`; memory is a straight line over
-    the batch.
-    """
-    points = {
-        n: predicted(workload, recipe.but(micro_batch=n, accumulation=1), on).peak / GB
-        for n in (1, 3)
-    }
+def predicted_largest(workload: Workload, recipe: Recipe, room_gb: float, on: str = "") -> int:
+    """The largest batch whose predicted peak stays within `room_gb`: memory is a line over it."""
+    sizes = {n: recipe.but(micro_batch=n, accumulation=1) for n in (1, 3)}
+    points = {n: predicted(workload, each, on).peak / GB for n, each in sizes.items()}
     return BatchLine.through(points).largest(room_gb)
 
 
 def largest_batch(fits: Callable[[int], bool], start: int) -> int:
-    """The largest batch for which `fits` says True, searched from a `start` near it; 0: not even
-    one fits.
+    """The largest batch for which `fits` says True, searched from a `start` near it, or 0.
 
     It walks away from the start, in steps that double, until it has one that fits and one that
     doesn't, and then halves what is between. A good start costs two tries, one of which fails.
@@ -731,33 +555,8 @@ def largest_batch(fits: Callable[[int], bool], start: int) -> int:
     return low
 
 
-def searched(
-    fed: Fed, search: Callable[[Callable[[int], bool], int], int], start: int, foreseen: int
-) -> Run:
-    """What a search from `start` on found: `largest`, in how many `tries`, of which so many were
-    `failures`; and what was `predicted`."""
-    fed.tries.clear()
-    largest = search(fed.fits, start)
-    failures = sum(not fits for fits in fed.tries.values())
-    metrics = {
-        "largest": largest,
-        "tries": len(fed.tries),
-        "failures": failures,
-        "predicted": foreseen,
-    }
-    return Run("", "", metrics=metrics)
-
-
-def search_rows(searches: Mapping[str, Run]) -> list[tuple[Any, ...]]:
-    """Rows (search, predicted, largest batch, tries, failures)."""
-    columns = ("predicted", "largest", "tries", "failures")
-    return [(name, *(run.metrics[column] for column in columns)) for name, run in searches.items()]
-
-
 def largest_by_accelerate(fits: Callable[[int], bool], start: int) -> int:
-    """The batch that accelerate's `find_executable_batch_size` stops at: from `start` down, a tenth
-    less each time.
-    """
+    """The batch that accelerate's `find_executable_batch_size` stops at, from `start` down."""
     from accelerate.utils import find_executable_batch_size
 
     @find_executable_batch_size(starting_batch_size=start)

@@ -1,10 +1,9 @@
-"""Article A4's advice as switches: each changes one knob of a recipe, and has its effect on time,
-memory and numbers.
+"""Article A4's advice as switches: each changes one knob of a recipe.
 
-recipes = switches("full")                            name -> recipe; each differs from its base in one thing
-runs    = bench.compare(recipes, steps, rounds)
-rows    = switch_rows(runs)                           against its base: time, memory
-errors  = numerical_effects(workload)                 loss and gradient against float32's, on one batch
+recipes = switches("full")                name -> recipe; each differs from its base in one thing
+runs    = bench.compare(recipes, steps)   time and memory
+table   = switch_table(runs.values())     against its base
+errors  = numerical_effects(workload)     loss and gradient against float32's, on one batch
 """
 
 from __future__ import annotations
@@ -12,21 +11,22 @@ from __future__ import annotations
 import contextlib
 import gc
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import pandas as pd
 import torch
 from torch import Tensor, nn
 
-from labutils.labs.ladders import A2_BASE, A3_BASE, distinct_on
+from labutils.labs.ladders import A2_BASE, A3_BASE
 from labutils.layers.cuda_graph import float32_rounded
 from labutils.layers.quantization.fp8_math import relative_error
 from labutils.profiling import cuda
 from labutils.profiling.timing import StepTimes
 from labutils.recipe import STOCK, Recipe
-from labutils.results.judges import time_effect
+from labutils.results.judges.effects import time_effect
 from labutils.results.records import Run, status_of, summarise
 from labutils.training import child_process
 from labutils.training.benchmark import REFILL_S, Candidate, empty_run
@@ -51,47 +51,28 @@ class Switch(NamedTuple):
     why: str
 
 
-SWITCHES: dict[str, Switch] = {
-    "base": Switch(
-        "float32",
-        {"precision": "fp16"},
-        "half the bytes, tensor cores; a loss scaled against underflow",
-    ),
-    "bf16": Switch(
-        "float32", {"precision": "bf16"}, "the same with float32's range: nothing to scale"
-    ),
-    "tf32": Switch(
-        "float32", {"tf32": "everything"}, "tensor cores take float32 inputs, rounded to 10 bits"
-    ),
-    "tf32 convolutions": Switch(
-        "float32", {"tf32": "convolutions"}, "what PyTorch does if nobody says anything"
-    ),
-    "channels last": Switch(
-        "base", {"memory_format": "channels_last"}, "the layout that tensor cores convolve in"
-    ),
+HALF = "half the bytes, tensor cores; a loss scaled against underflow"
+SWITCHES = {
+    "base": Switch("float32", {"precision": "fp16"}, HALF),
+    "bf16": Switch("float32", {"precision": "bf16"}, "the same without scaling"),
+    "tf32": Switch("float32", {"tf32": "everything"}, "float32 inputs rounded to 10 bits"),
+    "tf32 convolutions": Switch("float32", {"tf32": "convolutions"}, "PyTorch's own setting"),
+    "channels last": Switch("base", {"memory_format": "channels_last"}, "tensor cores' layout"),
     "cudnn.benchmark": Switch(
         "base",
         {"cudnn_benchmark": True, "tf32": "convolutions"},
         "time each shape's algorithms, keep the fastest",
     ),
-    "optimizer loop": Switch(
-        "base", {"optimizer": "adamw-loop"}, "a dozen kernels a tensor, as it was long ago"
-    ),
-    "foreach optimizer": Switch(
-        "base", {"optimizer": "adamw-foreach"}, "all tensors in a dozen kernels"
-    ),
+    "optimizer loop": Switch("base", {"optimizer": "adamw-loop"}, "a dozen kernels a tensor"),
+    "foreach optimizer": Switch("base", {"optimizer": "adamw-foreach"}, "all tensors in a dozen"),
     "fused optimizer": Switch("base", {"optimizer": "adamw-fused"}, "all of AdamW in one kernel"),
     "8-bit optimizer": Switch("base", {"optimizer": "adamw-8bit"}, "moments in a byte each"),
-    "paged optimizer": Switch(
-        "base", {"optimizer": "adamw-paged"}, "those in pages that can move to the host"
-    ),
-    "checkpointing": Switch(
-        "base", {"checkpointing": "blocks"}, "keep blocks' inputs, compute blocks again"
-    ),
+    "paged optimizer": Switch("base", {"optimizer": "adamw-paged"}, "those in pages that can move"),
+    "checkpointing": Switch("base", {"checkpointing": "blocks"}, "compute blocks again"),
     "selective checkpointing": Switch(
         "base", {"checkpointing": "selective"}, "keep products' results as well"
     ),
-    "accumulation": Switch("base", {}, "the same examples one after the other, gradients added up"),
+    "accumulation": Switch("base", {}, "the same examples one after the other"),
 }
 """Name -> switch. "base" is the article's mixed precision, itself a switch from "float32".
 "accumulation" trades one knob for another: as many micro-batches of 1 as the batch had examples.
@@ -124,93 +105,36 @@ def switches(scale: str) -> dict[str, Recipe]:
     return found
 
 
-def switches_on(device: str, scale: str) -> dict[str, Recipe]:
-    """Those of the switches that a device can tell apart."""
-    return distinct_on(device, switches(scale))
+def switch_table(runs: Iterable[Run]) -> pd.DataFrame:
+    """One row a switch: what it changes, and its effects on time and memory against its base."""
+    by_name = {run.tags["toggle"]: run for run in runs if not run.tags.get("again")}
+    again = {run.tags["toggle"]: run for run in runs if run.tags.get("again")}
+    rows = []
+    for name, run in by_name.items():
+        row = {"switch": name, "step, ms": run.metric("step_ms")}
+        switch = SWITCHES.get(name, Switch("", {}, "where it starts"))
+        row |= {"peak memory, GB": run.metric("peak_gb"), "why": switch.why}
+        if base := by_name.get(switch.base):
+            changes = Recipe(**run.recipe).changes_from(Recipe(**base.recipe))
+            row["changes"] = ", ".join(f"{knob}={new}" for knob, (_, new) in changes.items())
+            effect = time_effect(base, run, again.get(switch.base))
+            row["against its base"] = effect.text() if effect else None
+            peak, held = run.metric("peak_gb"), base.metric("peak_gb")
+            row["memory, %"] = 100 * (peak / held - 1) if peak and held else None
+        rows.append(row)
+    return pd.DataFrame(rows)
 
 
-SWITCH_HEAD = (
-    "switch",
-    "changes",
-    "step, ms",
-    "against its base",
-    "peak memory, GB",
-    "against its base, %",
-    "why",
-)
-
-
-def switch_rows(runs: Mapping[str, Run]) -> list[tuple[Any, ...]]:
-    """Rows for `SWITCH_HEAD`; what a run has no base for here stands alone."""
-    rows: list[tuple[Any, ...]] = []
-    for name, run in runs.items():
-        if not run.ok:
-            rows.append((f"{name}: {run.status}", *(None,) * 6))
-            continue
-        base = runs.get(SWITCHES[name].base) if name in SWITCHES else None
-        if base is None or not base.ok:
-            rows.append(
-                (
-                    f"**{name}**",
-                    None,
-                    run.metric("step_ms"),
-                    None,
-                    run.metric("peak_gb"),
-                    None,
-                    "where it starts",
-                )
-            )
-            continue
-        peak, held = run.metric("peak_gb"), base.metric("peak_gb")
-        memory = f"{100 * (peak / held - 1):+.0f}".replace("-0", "+0") if peak and held else None
-        effect = time_effect(base, run)
-        rows.append(
-            (
-                name,
-                changed(run, base),
-                run.metric("step_ms"),
-                effect and effect.sentence(),
-                peak,
-                memory,
-                SWITCHES[name].why,
-            )
-        )
-    return rows
-
-
-def changed(run: Run, base: Run) -> str:
-    """The knobs in which two runs differ, as one would write them."""
-    before, after = Recipe(**base.recipe), Recipe(**run.recipe)
-    return ", ".join(f"`{knob}={new!r}`" for knob, (_, new) in after.changes_from(before).items())
-
-
-ONE_BY_ONE_HEAD = ("examples a step", "ms, all in one batch", "ms of each, one after the other")
-"""The head of a table of `one_by_one_rows`."""
-
-
-def one_by_one_rows(runs: Mapping[str, Run]) -> list[tuple[Any, ...]]:
-    """A row for `ONE_BY_ONE_HEAD`: the step of "base", and what "accumulation" takes for each of
-    its examples.
-    """
-    pair = [runs.get(name) for name in ("base", "accumulation")]
-    if not all(run and run.ok for run in pair):
-        return []
-    whole, apart = (run.metric("step_ms") for run in pair)
-    examples = pair[0].recipe["micro_batch"]
-    return [(str(examples), whole, apart / examples)]
-
-
-def paying(runs: Mapping[str, Run], at_least: float = 5.0) -> dict[str, float]:
-    """How many switches were `tried`, and how many of them shorten the step by `at_least` percent,
-    surely (`helped`), or do not (`left_alone`)."""
-    pairs = [
-        (runs[s.base], runs[name])
-        for name, s in SWITCHES.items()
-        if name in runs and s.base in runs
+def paying(runs: Mapping[str, Run], at_least: float = 0.05) -> dict[str, float]:
+    """How many switches were `tried`, and how many surely shorten the step by that share
+    (`helped`), or do not (`left_alone`)."""
+    effects = [
+        time_effect(runs[switch.base], runs[name])
+        for name, switch in SWITCHES.items()
+        if {name, switch.base} <= runs.keys() and runs[name].ok and runs[switch.base].ok
     ]
-    effects = [time_effect(base, run) for base, run in pairs if base.ok and run.ok]
     known = [effect for effect in effects if effect is not None]
-    helped = sum(effect.direction < 0 and effect.value <= 1 - at_least / 100 for effect in known)
+    helped = sum(e.direction < 0 and e.value <= 1 - at_least for e in known)
     return {"tried": len(known), "helped": helped, "left_alone": len(known) - helped}
 
 
@@ -253,23 +177,19 @@ def numerical_effects(workload: Workload, forms: Mapping[str, Form] = FORMS) -> 
     exact: tuple[float, Tensor] | None = None
     runs = {}
     for name, form in forms.items():
+        tags = {"experiment": "numbers", "precision": name}
+        run = runs[name] = Run("09", f"numbers: {name}", workload=workload.name, tags=tags)
+        run.scale, run.weights, run.data = workload.scale, workload.weights, workload.data
         if form.tf32 != "nothing" and workload.device.type != "cuda":
-            runs[name] = Run(
-                "", f"numbers: {name}", status="skipped: TF32 is a format of NVIDIA's tensor cores"
-            )
+            run.status = "skipped: TF32 is a format of NVIDIA's tensor cores"
             continue
         loss, gradient = _gradient(workload, form)
         exact = exact or (loss, gradient)
-        lost = ((gradient == 0) & (exact[1] != 0)).double().mean().item()
-        metrics = {
+        run.metrics = {
             "loss_error": abs(loss / exact[0] - 1),
             "gradient_error": relative_error(gradient, exact[1]),
-            "lost_share": lost,
+            "lost_share": ((gradient == 0) & (exact[1] != 0)).double().mean().item(),
         }
-        run = runs[name] = Run(
-            "", f"numbers: {name}", workload=workload.name, scale=workload.scale, metrics=metrics
-        )
-        run.weights, run.data = workload.weights, workload.data
     return runs
 
 
@@ -326,35 +246,6 @@ def _same_inputs(workload: Workload, model: nn.Module, dtype: torch.dtype) -> tu
     return batch, noise | {"timesteps": torch.tensor([100, 700], device=workload.device)}
 
 
-NUMBERS_HEAD = ("form", "loss off by", "gradient off by", "gradients that became 0")
-"""The head of a table of `number_rows`."""
-
-
-def number_rows(runs: Mapping[str, Run]) -> list[tuple[Any, ...]]:
-    """Rows for `NUMBERS_HEAD`, with the reason where a form can't be had."""
-    rows: list[tuple[Any, ...]] = []
-    for name, run in runs.items():
-        found = run.metrics
-        shares = (
-            (f"{found[m]:.2g}" for m in ("loss_error", "gradient_error", "lost_share"))
-            if run.ok
-            else (None,) * 3
-        )
-        form = name.removeprefix("numbers: ")
-        rows.append((form if run.ok else f"{form}: {run.status}", *shares))
-    return rows
-
-
-def errors_of(runs: Mapping[str, Run]) -> dict[str, dict[str, float]]:
-    """Form -> what is off -> by how much, relative; float32 itself left out."""
-    shown = {"gradient": "gradient_error", "loss": "loss_error"}
-    return {
-        name: {what: run.metrics[metric] for what, metric in shown.items()}
-        for name, run in runs.items()
-        if run.ok and run.metrics["gradient_error"] > 0
-    }
-
-
 # -------------------------------------------------------------------------------------- optimizers
 
 KINDS = ("adamw-loop", "adamw-foreach", "adamw-fused", "adamw-8bit", "adamw-paged")
@@ -386,9 +277,9 @@ def optimizer_costs(scale: str, device: str, kinds: Sequence[str] = KINDS) -> di
     runs, exact = {}, None
     for kind in kinds:
         recipe = Recipe(optimizer=kind)
-        run = runs[kind] = Run(
-            "", f"optimizer: {kind}", scale=scale, recipe=recipe.fitted_to(device).as_dict()
-        )
+        tags = {"experiment": "optimizer", "optimizer": kind}
+        run = runs[kind] = Run("09", f"optimizer: {kind}", scale=scale, tags=tags)
+        run.recipe = recipe.fitted_to(device).as_dict()
         if device == "cpu" and kind == "adamw-paged":
             run.status = "skipped: pages that move between the GPU and the host need a GPU"
             continue
@@ -414,32 +305,6 @@ def optimizer_costs(scale: str, device: str, kinds: Sequence[str] = KINDS) -> di
         del parameters, optimizer, start
         gc.collect()
     return runs
-
-
-OPTIMIZER_HEAD = (
-    "AdamW",
-    "ms an update",
-    "p10 to p90",
-    "bytes of state a number",
-    "ten updates off by",
-)
-"""The head of a table of `optimizer_rows`."""
-
-
-def optimizer_rows(runs: Mapping[str, Run]) -> list[tuple[Any, ...]]:
-    """Rows for `OPTIMIZER_HEAD`, with the reason where a form can't be had."""
-    rows: list[tuple[Any, ...]] = []
-    for name, run in runs.items():
-        form = name.removeprefix("optimizer: ")
-        if not run.ok:
-            rows.append((f"{form}: {run.status}", *(None,) * 4))
-            continue
-        ms, error = run.metrics["step_ms"], run.metrics["update_error"]
-        between = f"{ms['p10']:.3g} to {ms['p90']:.3g}"
-        rows.append(
-            (form, ms["median"], between, f"{run.metrics['state_bytes']:.2f}", f"{error:.1g}")
-        )
-    return rows
 
 
 # ------------------------------------------------------------------------------ loops to diagnose

@@ -24,7 +24,7 @@ from labutils.labs.ladders import A3_BASE
 from labutils.profiling import ddp_model
 from labutils.profiling.collectives import SAY_ALL, SIZES, Link, read_nccl_log, read_topology
 from labutils.recipe import STOCK, Recipe, Unavailable
-from labutils.results.judges import time_effect
+from labutils.results.judges.effects import time_effect
 from labutils.results.records import Run, summarise
 from labutils.training.launch_worker import Task
 from labutils.training.launcher import TIMEOUT_S, Ended, gpu_count, launch
@@ -529,7 +529,7 @@ def _changed(before: Run, after: Run) -> tuple[Any, ...]:
         _of_times(run, run.samples["step_ms"]) for run in (before, after)
     )  # as the medians beside it: all steps
     effect = time_effect(*alike)
-    return *times, effect and effect.sentence(), *memory
+    return *times, effect and effect.text(), *memory
 
 
 APART_HEAD = (
@@ -561,7 +561,7 @@ def apart_of(runs: Mapping[str, Run]) -> list[tuple[Any, ...]]:
                 title,
                 alone.metric("step_ms"),
                 beside.metric("step_ms"),
-                effect and effect.sentence(),
+                effect and effect.text(),
             )
         )
     return found

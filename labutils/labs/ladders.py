@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -305,7 +305,21 @@ def distinct_on(device: str, recipes: Mapping[str, Recipe]) -> dict[str, Recipe]
     return found
 
 
-def in_lanes(runs: Mapping[str, Run], ladder: Iterable[Rung]) -> dict[str, Run]:
+def rung_rows(ladder: Ladder, climbable: Mapping[str, Recipe]) -> list[tuple[Any, ...]]:
+    """Rows (rung, lane, what it changes, why, what is to be said about it here) of a ladder."""
+    return [
+        (
+            rung.name,
+            rung.lane,
+            ", ".join(f"`{knob}={value!r}`" for knob, value in rung.changes.items()) or None,
+            rung.why,
+            None if rung.name in climbable else "no different on a CPU",
+        )
+        for rung in ladder
+    ]
+
+
+def in_lanes(runs: Mapping[str, Run], ladder: Ladder) -> dict[str, Run]:
     """Name -> run of a ladder's rungs, each put into its rung's lane."""
     for rung in ladder:
         if rung.name in runs:

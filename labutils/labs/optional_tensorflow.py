@@ -8,7 +8,7 @@ there is none.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -52,9 +52,12 @@ def precision_runs(tf: ModuleType, width: int, batch: int, steps: int) -> dict[s
             x, y = tf.random.normal((batch, width)), tf.random.normal((batch, 1))
             for _ in range(2):
                 model.train_on_batch(x, y)
-            runs[f"tensorflow: {policy}"] = _timed(
-                lambda model=model, x=x, y=y: model.train_on_batch(x, y), steps
-            )
+            samples = []
+            for _ in range(steps):
+                began = time.perf_counter()
+                model.train_on_batch(x, y)  # it hands its loss to the host: waits for the GPU
+                samples.append(1e3 * (time.perf_counter() - began))
+            runs[f"tensorflow: {policy}"] = _run(policy, samples)
         finally:
             tf.keras.mixed_precision.set_global_policy("float32")
     return runs
@@ -80,29 +83,19 @@ def input_runs(
         "parallel, prefetched": parallel.batch(batch).prefetch(tf.data.AUTOTUNE),
         "cached": parallel.cache().batch(batch).prefetch(tf.data.AUTOTUNE),
     }
-    return {
-        f"tensorflow: {name}": _epochs(pipeline, epochs) for name, pipeline in pipelines.items()
-    }
+    each = {case: epoch_ms(pipeline, epochs) for case, pipeline in pipelines.items()}
+    return {f"tensorflow: {case}": _run(case, samples) for case, samples in each.items()}
 
 
-TIMES_HEAD = ("run", "ms, median", "p10 to p90")
-"""The head of a table of `time_rows`."""
+def _run(case: str, samples: list[float]) -> Run:
+    tags = {"experiment": "tensorflow", "case": case}
+    metrics = {"step_ms": summarise(samples)}
+    name = f"tensorflow: {case}"
+    return Run("09", name, tags=tags, metrics=metrics, samples={"step_ms": samples})
 
 
-def time_rows(runs: Mapping[str, Run]) -> list[tuple[Any, ...]]:
-    """Rows for `TIMES_HEAD` out of runs of this page."""
-    times = {
-        name.removeprefix("tensorflow: "): run.metrics["step_ms"]
-        for name, run in runs.items()
-        if run.ok
-    }
-    return [
-        (name, ms["median"], f"{ms['p10']:.3g} to {ms['p90']:.3g}") for name, ms in times.items()
-    ]
-
-
-def _epochs(pipeline: Any, epochs: int) -> Run:
-    """A pipeline's run: ms from batch to batch in every epoch but the first."""
+def epoch_ms(pipeline: Any, epochs: int) -> list[float]:
+    """Milliseconds from batch to batch in every epoch but the first."""
     samples: list[float] = []
     for epoch in range(epochs + 1):
         began = time.perf_counter()
@@ -111,16 +104,7 @@ def _epochs(pipeline: Any, epochs: int) -> Run:
             if epoch:
                 samples.append(1e3 * (now - began))
             began = now
-    return Run("", "", metrics={"step_ms": summarise(samples)}, samples={"step_ms": samples})
-
-
-def _timed(step: Any, steps: int) -> Run:
-    samples = []
-    for _ in range(steps):
-        began = time.perf_counter()
-        step()  # train_on_batch hands its loss to the host, and so waits for the GPU
-        samples.append(1e3 * (time.perf_counter() - began))
-    return Run("", "", metrics={"step_ms": summarise(samples)}, samples={"step_ms": samples})
+    return samples
 
 
 _CHILD = f"""

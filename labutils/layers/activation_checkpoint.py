@@ -13,7 +13,6 @@ stream of its own both times. (unsloth's "gradient checkpointing" does this; art
 from __future__ import annotations
 
 import functools
-import logging
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -25,6 +24,8 @@ from torch.utils.checkpoint import (
     checkpoint,
     create_selective_checkpoint_contexts,
 )
+
+from labutils.profiling import compat
 
 Run = Callable[[Tensor], Tensor]
 
@@ -61,7 +62,7 @@ def recomputing_within(block: Callable[..., Any]) -> Callable[..., Any]:
     """
     kept = functools.partial(create_selective_checkpoint_contexts, _attention)
     # PyTorch warns whoever compiles a `context_fn` of operations in place. These blocks have none.
-    logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
+    compat.silence_checkpoint_warning()
 
     def forward(*inputs: Any, **named: Any) -> Any:
         return checkpoint(

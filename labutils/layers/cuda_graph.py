@@ -22,6 +22,8 @@ from torch import Tensor, nn
 from torch.backends import cuda, cudnn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from labutils.profiling import compat
+
 KERNELS = {
     "math": SDPBackend.MATH,
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -32,19 +34,6 @@ WARM_UP = 3
 """Steps before a capture: they compile, choose algorithms and create library handles, none of which
 can be recorded.
 """
-
-
-def ask_cpp_compiler() -> None:
-    """Let Inductor find out what the C++ compiler can do, where a CPU's kernels are wanted.
-
-    With no answers in its cache that takes ten seconds, in which no model has a part: asked before
-    `compile_from_nothing`, the machine's own cache keeps them, and no first step contains them.
-    """
-    from torch._inductor.cpu_vec_isa import pick_vec_isa
-    from torch._inductor.exc import InvalidCxxCompiler
-
-    with suppress(InvalidCxxCompiler):  # the step that wants one says so
-        pick_vec_isa()
 
 
 def compile_from_nothing() -> None:
@@ -118,7 +107,7 @@ def variants_allowed(compile: str, dynamic: str) -> AbstractContextManager:
     """
     if compile == "off" or dynamic == "automatic":
         return nullcontext()
-    return torch._dynamo.config.patch(fail_on_recompile_limit_hit=True, recompile_limit=VARIANTS)
+    return compat.variants_limited(VARIANTS)
 
 
 def compile_model(module: nn.Module, mode: str, dynamic: str = "static") -> nn.Module:

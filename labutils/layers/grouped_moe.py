@@ -17,6 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from labutils.profiling import compat
+
 
 def grouped_experts(experts: nn.Module, x: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
     """transformers' GptOssExperts: x [tokens, width], chosen experts and their shares [tokens, k]
@@ -30,7 +32,7 @@ def grouped_experts(experts: nn.Module, x: Tensor, chosen: Tensor, shares: Tenso
     ends = torch.searchsorted(expert, every, right=True, out_int32=True)
     rows = _Spread.apply(x.to(experts.gate_up_proj.dtype), order, back)
     both = _GroupedProduct.apply(rows, experts.gate_up_proj, ends)
-    hidden = experts._apply_gate(both + experts.gate_up_proj_bias[expert])
+    hidden = compat.expert_gate(experts, both + experts.gate_up_proj_bias[expert])
     out = _GroupedProduct.apply(hidden, experts.down_proj, ends) + experts.down_proj_bias[expert]
     weighed = out * _Sorted.apply(shares.flatten(), order, back).unsqueeze(-1)
     return _Gathered.apply(weighed, order, back, chosen.shape[-1]).to(x.dtype)

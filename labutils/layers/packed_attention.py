@@ -19,6 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 
+from labutils.profiling import compat
+
 
 def document_attention(
     module: nn.Module,
@@ -138,7 +140,7 @@ def _with_sinks(
     """
     lengths = (boundaries, boundaries, longest, longest)
     causal, no_dropout, no_mask = window == 0, 0.0, False
-    out, log_sum, _, _, _ = torch.ops.aten._flash_attention_forward(
+    out, log_sum, _, _, _ = compat.flash_attention_forward(
         query, key, value, *lengths, no_dropout, causal, no_mask, **_seen(window, scaling)
     )
     grown = torch.logaddexp(log_sum, sinks[:, None])
@@ -171,7 +173,7 @@ def _with_sinks_backward(
     forward = (slope.contiguous(), query, key, value, out, log_sum)
     lengths = (boundaries, boundaries, longest, longest)
     causal, no_dropout = window == 0, 0.0
-    gradients = torch.ops.aten._flash_attention_backward(
+    gradients = compat.flash_attention_backward(
         *forward,
         *lengths,
         no_dropout,

@@ -9,11 +9,16 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
+
+__all__ = ["TorchDispatchMode", "tree_leaves"]
 
 # ------------------------------------------------------------------------------ accelerate
 
@@ -107,8 +112,43 @@ def capability_warning() -> None:
     torch.cuda._check_capability()
 
 
-WRAP_LOGGER = logging.getLogger("torch._higher_order_ops.wrap")
-"""Who warns whoever compiles a checkpoint with a `context_fn`."""
+def silence_checkpoint_warning() -> None:
+    """Have nobody warned who compiles a checkpoint with a `context_fn`: PyTorch fears operations in
+    place, and our blocks have none.
+    """
+    logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
+
+
+def dynamo_records() -> SimpleNamespace:
+    """What the compiler keeps of its work: `counters`, `graph_break_reasons`, `guard_failures`,
+    its callbacks, and the `logger` that says which function it gave up. (A second to import.)
+    """
+    from torch._dynamo.callback import CallbackTrigger, callback_handler
+    from torch._dynamo.utils import counters, graph_break_reasons, guard_failures
+
+    return SimpleNamespace(
+        CallbackTrigger=CallbackTrigger,
+        callback_handler=callback_handler,
+        counters=counters,
+        graph_break_reasons=graph_break_reasons,
+        guard_failures=guard_failures,
+        logger=logging.getLogger("torch._dynamo.convert_frame"),
+    )
+
+
+# Operators whose functions in torch.nn.functional don't take what we need: scales a row, documents'
+# boundaries, a log-sum-exp to go on from.
+
+
+scaled_mm = torch._scaled_mm
+"""The FP8 product, with scales for a tensor or for each row and column."""
+flash_attention_forward = torch.ops.aten._flash_attention_forward
+flash_attention_backward = torch.ops.aten._flash_attention_backward
+
+
+def flash_attention_for_cpu(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Attention as a fused kernel, also on meta tensors, where only its shapes count."""
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value)[0]
 
 
 # ------------------------------------------------------------------------------ transformers

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from labutils.profiling import cuda
+from labutils.profiling import compat, cuda
 
 STABLE_BEFORE_BLACKWELL = ("sm_50", "sm_60", "sm_70", "sm_80", "sm_90")
 """What article A1's PyTorch 2.3 was compiled for, in its warning's words."""
@@ -75,7 +75,7 @@ def _warning_without(capability: tuple[int, int]) -> str:
         torch.cuda.get_arch_list = lambda: others
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            torch.cuda._check_capability()
+            compat.capability_warning()
     finally:
         torch.cuda.get_arch_list = real
     return " ".join(str(caught[0].message).split()) if caught else ""

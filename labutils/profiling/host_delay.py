@@ -18,7 +18,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from torch.utils._python_dispatch import TorchDispatchMode
+from labutils.profiling.compat import TorchDispatchMode
 
 _NO_WORK = ("aten::empty", "aten::new_empty", "aten::detach", "aten::_unsafe_view", "profiler::")
 

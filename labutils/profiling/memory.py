@@ -28,10 +28,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-from labutils.profiling import cuda
+from labutils.profiling import compat, cuda
+from labutils.profiling.compat import TorchDispatchMode, tree_leaves
 from labutils.profiling.memory_model import TrainingMemory, saved_for_backward
 
 KINDS = ("weights", "optimizer", "gradients", "activations", "logits", "temporaries")
@@ -206,7 +205,7 @@ class TensorRecord(TorchDispatchMode):
         super().__init__()
         self.history = History()
         self.history.mark("forward", (), ())
-        self.known = {tensor.untyped_storage()._cdata for tensor in known}
+        self.known = {compat.storage_id(tensor.untyped_storage()) for tensor in known}
         self.now = self.peak = 0
 
     def __torch_dispatch__(
@@ -219,7 +218,7 @@ class TensorRecord(TorchDispatchMode):
         return out
 
     def _count(self, storage: torch.UntypedStorage) -> None:
-        address = storage._cdata
+        address = compat.storage_id(storage)
         if address in self.known or address in self.history.alive or storage.nbytes() == 0:
             return
         self.history.allocate(address, storage.nbytes())
@@ -238,7 +237,9 @@ class TensorRecord(TorchDispatchMode):
         gradients, or moments.
         """
         kinds = (gradients, optimizer)
-        self.history.mark(phase, *([t.untyped_storage()._cdata for t in kind] for kind in kinds))
+        self.history.mark(
+            phase, *([compat.storage_id(t.untyped_storage()) for t in kind] for kind in kinds)
+        )
 
     def step(
         self, held: Mapping[str, int], logit_bytes: frozenset[int] = frozenset()
@@ -262,18 +263,16 @@ class AllocatorRecord:
     def __enter__(self) -> AllocatorRecord:
         torch.cuda.synchronize()
         self.allocated_before = torch.cuda.memory_allocated(self.device)
-        # the first call forgets what an earlier record left
-        torch.cuda.memory._record_memory_history(enabled=None)
-        torch.cuda.memory._record_memory_history("all", context=None, max_entries=1_000_000)
+        compat.record_memory_history()
         self.mark("forward")
         return self
 
     def __exit__(self, *exception: object) -> None:
         self.trace = self._history()
-        torch.cuda.memory._record_memory_history(enabled=None)
+        compat.stop_memory_history()
 
     def _history(self) -> list[Mapping[str, Any]]:
-        return torch.cuda.memory._snapshot(self.device)["device_traces"][self.device]
+        return compat.memory_history(self.device)
 
     def mark(
         self, phase: str, gradients: Iterable[Tensor] = (), optimizer: Iterable[Tensor] = ()

@@ -20,9 +20,10 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd import Variable
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
+
+from labutils.profiling import compat
 
 
 @dataclass(frozen=True)
@@ -85,13 +86,15 @@ def saved_for_backward(
     tokens. autocast: to which type the meta device casts what goes into products, where
     `torch.autocast`, which knows no such device, does nothing.
     """
-    own = {t.untyped_storage()._cdata for t in (*module.parameters(), *module.buffers())}
+    own = {
+        compat.storage_id(t.untyped_storage()) for t in (*module.parameters(), *module.buffers())
+    }
     kept: dict[int, torch.UntypedStorage] = {}
 
     def keep(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        if storage._cdata not in own:
-            kept[storage._cdata] = storage  # held, so that its address isn't used again
+        if compat.storage_id(storage) not in own:
+            kept[compat.storage_id(storage)] = storage  # held, so that its address isn't used again
         # Detached: an output that its own node holds would be a cycle that is never freed.
         return tensor.detach()
 
@@ -125,9 +128,7 @@ class OnMeta(TorchFunctionMode):
             # Checkpointed code is computed again there, and must be computed as before. So the
             # engine itself is called, inside this mode.
             with self:
-                ones = (torch.ones_like(args[0]),)
-                engine = Variable._execution_engine
-                engine.run_backward(args[:1], ones, False, False, (), True, True)
+                compat.run_backward(args[0])
             return None
         if self._autocast and func in (*_PRODUCTS, *_EXACT):
             types = torch.float32, self._autocast
@@ -137,7 +138,7 @@ class OnMeta(TorchFunctionMode):
         if func is F.scaled_dot_product_attention:
             inputs = (*args, *kwargs.values())[:3]
             if inputs[0].is_meta:  # the shapes that a fused kernel returns and saves
-                return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*inputs)[0]
+                return compat.flash_attention_for_cpu(*inputs)
         return func(*args, **kwargs)
 
 
@@ -149,7 +150,11 @@ def _cast(value: Any, old: torch.dtype, new: torch.dtype) -> Any:
 
 def bytes_of(tensors: Iterable[Tensor]) -> int:
     """Bytes of the storages of `tensors`, each once."""
-    return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
+    return sum(
+        {
+            compat.storage_id(t.untyped_storage()): t.untyped_storage().nbytes() for t in tensors
+        }.values()
+    )
 
 
 def tensors_of(module: nn.Module) -> list[Tensor]:

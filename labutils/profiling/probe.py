@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from labutils.profiling import cuda
+from labutils.profiling import compat, cuda
 from labutils.profiling.operations import TORCH_DTYPES
 from labutils.profiling.roofline import Roofline
 
@@ -243,7 +243,7 @@ def _fp8_product(a: Any, b: Any, rowwise: bool) -> Callable[[], Any]:
 
     (a8, scale_a), (b8, scale_b) = scaled(a), scaled(b)
     scale_b = scale_b.t() if rowwise else scale_b
-    return lambda: torch._scaled_mm(
+    return lambda: compat.scaled_mm(
         a8, b8.t(), scale_a=scale_a, scale_b=scale_b, out_dtype=torch.bfloat16, use_fast_accum=True
     )
 

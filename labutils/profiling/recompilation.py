@@ -18,10 +18,9 @@ from collections import Counter
 from types import TracebackType
 from typing import Any
 
-from torch._dynamo.callback import CallbackTrigger, callback_handler
-from torch._dynamo.utils import counters, graph_break_reasons, guard_failures
+from labutils.profiling.compat import dynamo_records
 
-LOGGER = logging.getLogger("torch._dynamo.convert_frame")
+DYNAMO = dynamo_records()
 
 
 class Compilation:
@@ -55,30 +54,30 @@ class Compilation:
 
     def __enter__(self) -> Compilation:
         self._graphs = graphs_compiled()
-        self._breaks = len(graph_break_reasons)
-        self._failures = {code: len(reasons) for code, reasons in guard_failures.items()}
+        self._breaks = len(DYNAMO.graph_break_reasons)
+        self._failures = {code: len(reasons) for code, reasons in DYNAMO.guard_failures.items()}
         self._listener = _GivenUp(self.given_up)
-        LOGGER.addHandler(self._listener)
-        callback_handler.register_start_callback(self._start)
-        callback_handler.register_end_callback(self._end)
+        DYNAMO.logger.addHandler(self._listener)
+        DYNAMO.callback_handler.register_start_callback(self._start)
+        DYNAMO.callback_handler.register_end_callback(self._end)
         return self
 
     def __exit__(
         self, kind: type | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        LOGGER.removeHandler(self._listener)
-        callback_handler.remove_start_callback(self._start)
-        callback_handler.remove_end_callback(self._end)
+        DYNAMO.logger.removeHandler(self._listener)
+        DYNAMO.callback_handler.remove_start_callback(self._start)
+        DYNAMO.callback_handler.remove_end_callback(self._end)
         self.graphs = graphs_compiled() - self._graphs
         self.breaks.update(
-            _first_line(found.reason) for found in graph_break_reasons[self._breaks :]
+            _first_line(found.reason) for found in DYNAMO.graph_break_reasons[self._breaks :]
         )
-        for code, reasons in guard_failures.items():
+        for code, reasons in DYNAMO.guard_failures.items():
             self.reasons.update(_guard(reason) for reason in reasons[self._failures.get(code, 0) :])
 
     def _start(self, args: Any) -> None:
         self._began.append(time.perf_counter())
-        if args.callback_trigger == CallbackTrigger.DYNAMO:
+        if args.callback_trigger == DYNAMO.CallbackTrigger.DYNAMO:
             self.compilations += 1
             # "3/2": the third version of the fourth piece of code.
             self.recompilations += not str(args.compile_id).endswith("/0")
@@ -91,7 +90,7 @@ class Compilation:
 
 def graphs_compiled() -> int:
     """Graphs that the compiler has taken in this process so far."""
-    return counters["stats"]["unique_graphs"]
+    return DYNAMO.counters["stats"]["unique_graphs"]
 
 
 class _GivenUp(logging.Handler):

@@ -180,7 +180,7 @@ class Runs(Sequence[Run]):
         return Runs(latest.values())
 
     def one(self, lab: str | None = None, **tags: Tag) -> Run | None:
-        """The newest run of exactly these tags, else the only one that has them at all, else None."""
+        """The newest run of exactly these tags, else the only one that has them, else None."""
         those = self.select(lab, **tags).newest()
         count = sum(tag is not False for tag in tags.values())
         exact = [run for run in those if len(run.tags) == count]

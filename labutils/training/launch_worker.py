@@ -143,7 +143,7 @@ _workloads: dict[str, Workload] = {}
 
 
 def _workload(task: Task, place: Place) -> Workload:
-    """One a kind, so that trainers share its frozen weights and texts; only one kind has weights."""
+    """One a kind, whose trainers share frozen weights and texts; only one kind has weights."""
     key = json.dumps(task.workload, sort_keys=True)
     for other, workload in _workloads.items():
         if other != key:

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.profiler import record_function
 from torch.utils.data import BatchSampler, Dataset, Sampler
 
-from labutils.data.images import EpochOrder
+from labutils.data.loader import EpochOrder
 from labutils.data.packing import Layout, PackedOrder, answer_room, left_over
 from labutils.layers.activation_checkpoint import (
     Parking,
@@ -42,6 +42,7 @@ from labutils.layers.quantization.convert import (
     frozen_linears,
     recomputing,
 )
+from labutils.profiling import compat
 from labutils.recipe import Recipe, Unavailable
 from labutils.workloads.base import (
     DTYPES,
@@ -200,11 +201,11 @@ def checkpoint_blocks(language: nn.Module, recipe: Recipe) -> None:
     parking = Parking(tokens * language.config.hidden_size * DTYPES[recipe.precision].itemsize)
     for layer in language.layers:
         if recipe.checkpointing == "offload":
-            layer._gradient_checkpointing_func = offloading(layer, parking)
+            compat.set_block_checkpoint(layer, offloading(layer, parking))
         elif recipe.checkpointing == "selective":
-            layer._gradient_checkpointing_func = keeping_products
+            compat.set_block_checkpoint(layer, keeping_products)
         else:
-            layer._gradient_checkpointing_func = recomputing(recipe.base_linear)
+            compat.set_block_checkpoint(layer, recomputing(recipe.base_linear))
 
 
 def _recomputes_within(language: nn.Module, recipe: Recipe) -> bool:
@@ -295,7 +296,7 @@ class DecoderWorkload(Workload):
         loads_4_bits = recipe.base_linear == "nf4" and self.loads_4_bits
         if loads_4_bits:
             convert_base(network, self.converted(network, recipe), "nf4", dtype)
-            network.is_loaded_in_4bit = True
+            compat.mark_as_four_bits(network)
         names = projections(network)
         attach_lora(network, names, recipe.rank, 2 * recipe.rank, recipe.adapter, seed=recipe.seed)
         if not loads_4_bits:

@@ -26,7 +26,8 @@ from torch.profiler import record_function
 from torch.utils.data import DataLoader
 
 from labutils.data.anyres import Collate, Examples, Geometry
-from labutils.data.leaves import BEANS, VARIED, image_sizes, leaf_images
+from labutils.data.images import image_sizes
+from labutils.data.leaves import BEANS, VARIED, leaf_images
 from labutils.data.packing import Layout
 from labutils.data.tokenizers import llava_processor
 from labutils.layers.packed_attention import register_attention

@@ -64,7 +64,8 @@ import matplotlib.pyplot as plt
 import torch
 
 from labutils.course import plots
-from labutils.data.images import EPOCH, PARTS, decode_ms
+from labutils.labs.lab03_dataloader import PARTS, decode_ms
+from labutils.data.loader import EPOCH
 from labutils.labs.lab03_dataloader import epoch_start_ms, hand_over_ms
 from labutils.labs.lab03_pinned_memory import two_by_two
 from labutils.labs.lab03_shared_memory import (

@@ -61,9 +61,9 @@ import matplotlib.pyplot as plt
 import torch
 
 from labutils.course import plots
-from labutils.labs.lab06_anyres import rung_rows
-from labutils.labs.ladders import A1_LADDER, climb, distinct_on
-from labutils.layers.cuda_graph import ask_cpp_compiler, compile_from_nothing
+from labutils.labs.ladders import A1_LADDER, climb, distinct_on, rung_rows
+from labutils.layers.cuda_graph import compile_from_nothing
+from labutils.profiling.compat import ask_cpp_compiler
 from labutils.profiling.machine import usable_cores
 from labutils.recipe import STOCK, Unavailable
 from labutils.results.records import REFERENCE, Run, read_runs

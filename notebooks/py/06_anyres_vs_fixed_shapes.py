@@ -82,8 +82,9 @@ import torch
 from labutils.course import plots
 from labutils.course.goals import GOAL_HEAD, goal_rows
 from labutils.course.parameters import whole_numbers
+from labutils.course.tables import as_table
 from labutils.labs import lab06_advisor, lab06_anyres
-from labutils.labs.ladders import A2_BASE, distinct_on
+from labutils.labs.ladders import A2_BASE, distinct_on, rung_rows
 from labutils.layers.cuda_graph import compile_from_nothing
 from labutils.layers.quantization.fp8_linear import FrozenFP8Linear
 from labutils.profiling.machine import usable_cores
@@ -103,7 +104,7 @@ if not on_gpu:
 sizes = sorted({1, *(whole_numbers("batches", batches) or ([4] if tiny else [4, 24]))})
 compiled_sizes = whole_numbers("compile_batches", compile_batches) or ([] if tiny else [1])
 uniform, varied = lab.workload("llava-lora"), lab.workload("llava-lora-varied")
-cells: dict[str, Run] = {}
+cells: list[Run] = []
 
 # %% [markdown]
 # ## 1 · What an image costs
@@ -194,10 +195,8 @@ def measure_cells(methods: dict[str, list[int]]) -> None:
     """Measure and keep methods, each at its batch sizes, except what an interrupted start left behind."""
     for method, batches_of_it in methods.items():
         for batch in batches_of_it:
-            label = f"{method} b{batch}"
-            cells[label] = lab.measured(
-                label, lab06_anyres.method(method, batch), partial(cell, method, batch)
-            )
+            recipe = lab06_anyres.method(method, batch)
+            cells.append(lab.measured(f"{method} b{batch}", recipe, partial(cell, method, batch)))
 
 
 pair = sorted({1, max(size for size in sizes if size <= 4)})
@@ -211,16 +210,10 @@ measure_cells(
         "nf4": [1],
     }
 )
-lab.table(lab06_anyres.HEAD, *lab06_anyres.cell_rows(cells))
-lab.show(lab06_anyres.not_measured(cells) or "Every row could be measured.")
-
-# %%
 uncompiled = ("bf16", "qlora", "fp8-te", "fp8-frozen", "nf4")
-lab.on_reference(
-    lab06_anyres.HEAD,
-    lab06_anyres.cell_rows,
-    *(f"{method} b{batch}" for method in uncompiled for batch in lab06_advisor.BATCHES),
-)
+table = partial(lab06_anyres.cell_table, methods=uncompiled)
+lab.runs_table(cells, table, experiment="methods")
+lab.show(lab06_anyres.not_measured(cells) or "Every row could be measured.")
 
 # %% [markdown]
 # How does the memory grow with the batch?
@@ -229,10 +222,10 @@ lab.on_reference(
 whose, shown = (
     ("this GPU", cells)
     if on_gpu
-    else ("our H200 (a CPU has no GPU memory)", lab.references("* b*"))
+    else ("our H200 (a CPU has no GPU memory)", lab.references(experiment="methods"))
 )
 fig, ax = plt.subplots(figsize=(7.2, 3.6))
-found = lab06_anyres.by_batch(shown, "peak_allocated_gb", uncompiled)
+found = lab06_anyres.by_batch(shown, "peak_allocated_gb")
 plots.curves(ax, found, "batch size", "memory at the peak, GB")
 ax.set_title(f"Memory at the peak on {whose}", pad=42)
 plt.show()
@@ -330,31 +323,22 @@ if on_gpu and compiled_sizes:
     )
 measure_cells(methods)
 if on_gpu and whole_model:  # in one go: a baseline of another hour would be none
-    whole = {
-        lab06_anyres.BESIDE_WHOLE: "bf16",
-        "compile-whole b1": "compile-whole",
-        "fixed-whole b1": "fixed-whole",
-    }
+    whole = {"bf16 b1, again": "bf16", "compile-whole b1": "compile-whole"}
+    whole["fixed-whole b1"] = "fixed-whole"
     asked = {label: lab06_anyres.method(method) for label, method in whole.items()}
-    cells |= lab.measured_together(
-        asked, lambda: {label: cell(method, 1) for label, method in whole.items()}
-    )
-compared = {
-    name: run for name, run in cells.items() if name.startswith(("bf16", "compile", "fixed"))
-}
-if len(compared) > len(sizes):
-    lab.table(lab06_anyres.HEAD, *lab06_anyres.cell_rows(compared))
-    lab.show(lab06_anyres.not_measured(compared) or "Every row could be measured.")
-else:
-    lab.show("*Nothing was compiled here; `-p compile_batches 1` does it.*")
-lab.on_reference(
-    lab06_anyres.HEAD,
-    lab06_anyres.cell_rows,
-    "bf16 b1",
-    "bf16 b4",
-    lab06_anyres.BESIDE_WHOLE,
-    "compile*",
-    "fixed*",
+    cells += lab.measured_together(
+        asked,
+        lambda: {
+            label: lab06_anyres.cell(uniform, method, 1, steps or 5, again=method == "bf16")
+            for label, method in whole.items()
+        },
+    ).values()
+compiled = [method for method in lab06_anyres.METHODS if method not in uncompiled]
+table = partial(lab06_anyres.cell_table, methods=["bf16", *compiled])
+lab.runs_table(cells, table, experiment="methods")
+lab.show(
+    lab06_anyres.not_measured(cells)
+    or "Every row could be measured. Without a GPU, `-p compile_batches 1` compiles."
 )
 
 # %% [markdown]
@@ -366,9 +350,11 @@ lab.on_reference(
 # versions of a function PyTorch gives up and leaves it uncompiled.
 
 # %%
-head = ("", "compiling in all, s", "graphs", "graph breaks", "recompilations", "given up")
-lab.table(head, *lab06_anyres.compiler_rows(cells))
-lab.on_reference(head, lab06_anyres.compiler_rows, "compile*", "fixed*")
+compiled_cells = [run for run in cells if "graphs" in run.metrics]
+references = [run for run in lab.references(experiment="methods") if "graphs" in run.metrics]
+lab.runs_table(compiled_cells, lab06_anyres.COMPILER_COLUMNS)
+lab.show("**The same on our H200:**")
+lab.runs_table(references, lab06_anyres.COMPILER_COLUMNS)
 
 # %%
 lab.verdict(
@@ -456,8 +442,9 @@ uniform.release_weights()  # its weights are not needed any more, and would coun
 replayed = lab.measured_together(
     lab06_anyres.replay_recipes(alone), partial(lab06_anyres.replays, varied, alone, 5)
 )
-lab.table(lab06_anyres.REPLAY_HEAD, *lab06_anyres.replay_rows(replayed))
-lab.on_reference(lab06_anyres.REPLAY_HEAD, lab06_anyres.replay_rows, "same-tokens *", "static *")
+columns = {"run": "run", "tokens": "tokens a step", "ms_per_1k_tokens": "ms for 1000 tokens"}
+columns["peak_allocated_gb"] = "memory, GB"
+lab.runs_table(replayed.values(), columns, experiment="replay")
 lab.verdict("A2.fixed.cause", "A2.fixed.memory-cause");
 
 # %% [markdown]
@@ -504,13 +491,16 @@ counted = {
         small_varied, blocks, count, dynamic=True
     ),
 }
+compiled_how = {
+    "uniform": {"images": "uniform"},
+    "varied": {"images": "varied"},
+    "varied, blocks": {"images": "varied", "scope": "blocks"},
+    "varied, blocks, any length": {"images": "varied", "scope": "blocks", "any_length": True},
+}
 for name, found in counted.items():
-    run = Run(
-        "06",
-        f"recompiles {name}",
-        metrics=found.metrics(),
-        samples={"recompilations": found.by_step},
-    )
+    run = Run("06", f"recompiles {name}", metrics=found.metrics())
+    run.tags = {"experiment": "recompilation"} | compiled_how[name]
+    run.samples = {"recompilations": found.by_step}
     run.workload, run.scale = "llava-lora, counted", "tiny"
     lab.keep(run)
 
@@ -519,7 +509,7 @@ fig, ax = plt.subplots(figsize=(7.2, 3.2))
 plots.counts(ax, {name: found.by_step for name, found in counted.items()}, "step", "recompilations")
 ax.set_title("Code compiled anew, step by step", pad=42)
 plt.show()
-lab.table(("guards that failed", "for example", *counted), *lab06_anyres.reason_rows(counted))
+lab.show(as_table(lab06_anyres.guard_table(counted)))
 given_up = dict.fromkeys(f"`{name}`" for found in counted.values() for name in found.given_up)
 print(
     "Left uncompiled, after too many versions:", ", ".join(given_up) or "nothing within these steps"
@@ -564,8 +554,9 @@ in_form = {
     )
     for name, recipe in forms.items()
 }
-lab.table(lab06_anyres.FORM_HEAD, *lab06_anyres.form_rows(in_form))
-lab.on_reference(lab06_anyres.FORM_HEAD, lab06_anyres.form_rows, "form: *")
+columns = {"run": "form", "tokens_per_s": "tokens/s", "useful_tokens_per_s": "useful tokens/s"}
+columns["useful_tokens"] = "useful share of tokens"
+lab.runs_table(in_form.values(), columns, experiment="forms")
 
 # %% [markdown]
 # (The numbers in the names are token counts at `full`; smaller scales have smaller tiles. On a CPU a packed row is slow:
@@ -640,7 +631,7 @@ plots.differences(
     "final loss against BF16's of the same seed, %",
 )
 plt.show()
-lab.on_reference(lab06_anyres.LOSS_HEAD, lab06_anyres.loss_rows, "loss *")
+lab.runs_table(kept.values(), lab06_anyres.loss_table, experiment="loss")
 lab.verdict("A2.fp8.loss", "A2.fp8.mixed", "A2.fixed.loss", "A2.fixed.fp8-loss", "A2.qlora.loss");
 
 # %% [markdown]
@@ -681,7 +672,7 @@ lab.predict("useful tokens a second, against the plain loop", my_gain, "x")
 # %%
 ladder, recipes = lab06_anyres.ladder_for(lab.device)
 climbable = distinct_on(lab.device, recipes)
-lab.table(("rung", "lane", "changes", "why", "here"), *lab06_anyres.rung_rows(ladder, climbable))
+lab.table(("rung", "lane", "changes", "why", "here"), *rung_rows(ladder, climbable))
 
 # %%
 torch._dynamo.reset()
@@ -693,11 +684,9 @@ measured = [run for run in climbed.values() if run.ok]
 fig, ax = plt.subplots()
 plots.waterfall(ax, measured, None, log=False, metric="ms_per_1k_useful_tokens")
 plt.show()
-lab.on_reference(
-    lab06_anyres.CLIMBED_HEAD,
-    lab06_anyres.climbed_rows,
-    *(rung.name for rung in lab06_anyres.ladder_for("cuda")[0]),
-)
+columns = {"run": "rung", "lane": "lane", "ms_per_1k_useful_tokens": "ms for 1000 useful tokens"}
+columns["useful_tokens_per_s"] = "useful tokens/s"
+lab.runs_table(climbed.values(), columns, experiment="ladder")
 
 # %% [markdown]
 # Be careful when you compare across lanes. In *same mathematics* a packed row holds several examples, so the gradient is
@@ -724,7 +713,7 @@ lab.verdict("A2.left.dynamic", "A2.left.fp8-once");
 # %%
 top = lab06_anyres.best_rung(climbed)
 rate = measured_roofline(climbable[top].fitted_to(lab.device).precision).rate
-targets = lab06_anyres.reached(varied, climbable[top], climbed, cells if on_gpu else {}, rate)
+targets = lab06_anyres.reached(varied, climbable[top], climbed, cells if on_gpu else [], rate)
 aims = lab.keep(
     Run("06", "targets", lane="same mathematics", recipe=climbable[top].as_dict(), metrics=targets)
 )
@@ -930,11 +919,16 @@ solved(faster_than(4, padded, unpadded_solution, sixteen_images, times=2))
 # - The course's [glossary](../docs/glossary.md).
 
 # %%
+def of(method: str) -> Run | None:
+    """The measured cell of a method at batch 1."""
+    return next((run for run in cells if run.ok and run.has(method=method, batch=1)), None)
+
+
 lab.done(
     {
         "tokens of a 500 x 500 image": counts["tokens_500x500"],
-        "QLoRA's step at batch 1, longer by": lab06_anyres.longer_by(cells, "qlora b1"),
-        "break-even of torch.compile at batch 1": lab06_anyres.paid_after(cells, "compile b1"),
+        "QLoRA's step at batch 1, longer by": lab06_anyres.longer_by(cells, of("qlora")),
+        "break-even of torch.compile at batch 1": lab06_anyres.paid_after(cells, of("compile")),
         "recompilations on 500 x 500 images": counted["uniform"].metrics()["recompilations"],
         "spread of the loss over seeds": band[1] - band[0],
         "useful tokens a second, against the plain loop": targets.get("useful_speedup"),

@@ -50,7 +50,7 @@ weights: str = "random"  # random: exact architecture, random weights; hub: the 
 data: str = "generated"  # generated files like the real ones; hub: the real dataset
 results_dir: str = ""  # folder of results.jsonl; empty: a new one under results/
 steps: int = 0  # optimizer steps timed in each round, at least; 0: 3
-rounds: int = 0  # times round all switches; 0: 1 at tiny, 2 at larger scales
+rounds: int = 0  # times round all switches; 0: 1 at tiny, 8 at larger scales
 every_loop: bool = False  # section 9 also tests 3 more loops (its question is about SD1.5's): 3-4 minutes more at full
 
 # %%
@@ -65,18 +65,20 @@ from functools import partial
 from statistics import median
 
 import matplotlib.pyplot as plt
+import pandas as pd
 import torch
 import torch.utils.checkpoint
 
 from labutils.course import plots
 from labutils.labs import lab09_image_input, lab09_peak_memory, lab09_toggles
 from labutils.labs.lab09_image_formats import gpu_decoder, images_per_s
-from labutils.labs.lab09_image_input import DECODING_HEAD, Pictures, decoding_rows
+from labutils.labs.lab09_image_input import Pictures
+from labutils.labs.ladders import distinct_on
 from labutils.profiling.machine import usable_cores
 from labutils.recipe import Recipe, Unavailable
 from labutils.results import claims
 from labutils.results.judges import time_effect
-from labutils.results.records import Run
+from labutils.results.records import Run, to_frame
 from labutils.tools.diagnose import ablations
 from labutils.training import Benchmark
 from labutils.training.memory_run import make_room
@@ -89,7 +91,7 @@ warnings.filterwarnings(
 
 # %%
 on_gpu, tiny = lab.device == "cuda", lab.scale == "tiny"
-steps, rounds = steps or 3, rounds or (1 if tiny else 2)
+steps, rounds = steps or 3, rounds or (1 if tiny else 8)
 if not on_gpu:
     torch.set_num_threads(max(1, usable_cores() // 2))
 stable_diffusion = lab.workload("sd15-lora")
@@ -133,36 +135,30 @@ my_precision: float | None = None  # for example 50
 lab.predict("mixed precision shortens the step by", my_precision, "%")
 
 # %%
-recipes = lab09_toggles.switches_on(lab.device, lab.scale)
+recipes = distinct_on(lab.device, lab09_toggles.switches(lab.scale))
+tags = {name: {"experiment": "toggles", "toggle": name} for name in recipes}
 
 
 def side_by_side() -> dict[str, Run]:
     with Benchmark(ready, warmup=1 if tiny else 2) as bench:
-        found = bench.compare(recipes, steps, rounds)
+        found = bench.compare(recipes, steps, rounds, tags)
     return {name: lab09_peak_memory.with_peak(ready, run) for name, run in found.items()}
 
 
 runs: dict[str, Run] = {}
 with lab.attempt("One switch at a time", reference="base"):
-    runs = lab.measured_together(recipes, side_by_side)
+    again = {"base again": recipes["base"]}
+    runs = lab.measured_together(recipes | again, side_by_side)
 for name in lab09_toggles.switches(lab.scale).keys() - recipes.keys():
-    lab.keep(
-        Run(
-            "09",
-            name,
-            status="skipped: a CPU computes in float32, and has neither cuDNN nor pages to move",
-        )
-    )
+    why = "skipped: a CPU computes in float32, and has neither cuDNN nor pages to move"
+    lab.keep(Run("09", name, status=why, tags={"experiment": "toggles", "toggle": name}))
 
 # %%
 fig, ax = plt.subplots()
 plots.steps(ax, runs)
 plt.show()
 print(f"A step of {recipes['base'].examples_per_step} examples:")
-lab.table(lab09_toggles.SWITCH_HEAD, *lab09_toggles.switch_rows(runs))
-lab.on_reference(
-    lab09_toggles.SWITCH_HEAD, lab09_toggles.switch_rows, *lab09_toggles.switches(lab.scale)
-)
+lab.runs_table(runs.values(), lab09_toggles.switch_table, experiment="toggles")
 
 # %% [markdown]
 # **Does the GPU set the pace, or the host?** The row *accumulation* tells. It gives the GPU one example at a time,
@@ -170,16 +166,35 @@ lab.on_reference(
 # host launches the same number of kernels for either, and the GPU waits for it.
 
 # %%
-lab.table(lab09_toggles.ONE_BY_ONE_HEAD, *lab09_toggles.one_by_one_rows(runs))
-lab.on_reference(
-    lab09_toggles.ONE_BY_ONE_HEAD, lab09_toggles.one_by_one_rows, "base", "accumulation"
-)
+def one_by_one(runs: list[Run]) -> pd.DataFrame:
+    those = {run.tags["toggle"]: run for run in runs if not run.tags.get("again")}
+    if not {"base", "accumulation"} <= those.keys():
+        return pd.DataFrame()
+    examples = those["base"].recipe["micro_batch"]
+    row = {
+        "examples a step": str(examples),
+        "ms, all in one batch": those["base"].metric("step_ms"),
+    }
+    each = those["accumulation"].metric("step_ms") / examples
+    return pd.DataFrame([row | {"ms of each, one after the other": each}])
+
+
+lab.runs_table(runs.values(), one_by_one, experiment="toggles")
 
 # %%
 counted = lab09_toggles.paying(runs)
-lab.keep(Run("09", "advice", workload=ready.name, scale=lab.scale, metrics=counted))
+lab.keep(
+    Run(
+        "09",
+        "advice",
+        workload=ready.name,
+        scale=lab.scale,
+        metrics=counted,
+        tags={"experiment": "advice"},
+    )
+)
 print(
-    f"Switches that shorten the step by 5 % or more, beyond the spread: {counted['helped']} of {counted['tried']}."
+    f"Switches that shorten the step by 5 % or more, beyond the noise: {counted['helped']} of {counted['tried']}."
 )
 lab.verdict("A4.pytorch.mixed-precision", "A4.pytorch.cudnn-benchmark", "A4.pytorch.accumulation")
 lab.verdict("A4.memory.mixed-precision", "A4.memory.checkpointing", "A4.method.measure");
@@ -217,23 +232,8 @@ lab.verdict("A4.memory.mixed-precision", "A4.memory.checkpointing", "A4.method.m
 texts, photographs = lab.workload("qwen3-lora-long"), lab.workload("llava-lora")
 full_size = on_drawn_latents(lab09_peak_memory.at_full(stable_diffusion))
 batches = (8,) if tiny else (1, 8)
+modes = {"all kept": "off", "checkpointing": "blocks", "selective": "selective"}
 plain = Recipe(driver="eager", logging="ring-buffer", cache="latents+text", accumulation=1)
-# Sections 4 to 6 predict memory from shapes. Where there are cores to spare, that begins here, in other processes:
-# until section 7 nothing is timed but on the GPU.
-lab09_peak_memory.predict_ahead(
-    (work, lab09_peak_memory.in_mode(work, m))
-    for work in (ready, texts, photographs)
-    for m in lab09_peak_memory.MODES
-)
-lab09_peak_memory.predict_ahead(
-    (
-        (full_size, lab09_peak_memory.in_mode(full_size, m, b))
-        for m in lab09_peak_memory.MODES
-        for b in batches
-    ),
-    on="cuda",
-)
-lab09_peak_memory.predict_ahead((ready, plain.but(micro_batch=count)) for count in (9, 1, 3))
 
 # %% [markdown]
 # ## 2 · What precision does to the numbers
@@ -266,10 +266,21 @@ with lab.attempt("One batch in each form", reference="numbers: bf16"):
         "numbers: ", lab09_toggles.FORMS, partial(lab09_toggles.numerical_effects, ready)
     )
     fig, ax = plt.subplots()
-    plots.errors(ax, lab09_toggles.errors_of(numbers))
+    shown = {"gradient": "gradient_error", "loss": "loss_error"}
+    off = {
+        name: {what: run.metrics[metric] for what, metric in shown.items()}
+        for name, run in numbers.items()
+        if run.ok and run.metrics["gradient_error"] > 0
+    }
+    plots.errors(ax, off)
     plt.show()
-    lab.table(lab09_toggles.NUMBERS_HEAD, *lab09_toggles.number_rows(numbers))
-lab.on_reference(lab09_toggles.NUMBERS_HEAD, lab09_toggles.number_rows, "numbers: *")
+columns = {
+    "precision": "form",
+    "loss_error": "loss off by",
+    "gradient_error": "gradient off by",
+    "lost_share": "gradients that became 0",
+}
+lab.runs_table(numbers.values(), columns, experiment="numbers")
 lab.verdict("A4.pytorch.scaler", "A4.memory.sensitive-parts");
 
 # %% [markdown]
@@ -292,14 +303,20 @@ lab.verdict("A4.pytorch.scaler", "A4.memory.sensitive-parts");
 # every 256 (bitsandbytes). *paged* puts them into memory that the driver can move to the host when the GPU is full.
 
 # %%
+optimizers: dict[str, Run] = {}
 with lab.attempt("The optimizer's forms", reference="optimizer: adamw-fused"):
     optimizers = measured(
         "optimizer: ",
         lab09_toggles.KINDS,
         partial(lab09_toggles.optimizer_costs, lab.scale, lab.device),
     )
-    lab.table(lab09_toggles.OPTIMIZER_HEAD, *lab09_toggles.optimizer_rows(optimizers))
-lab.on_reference(lab09_toggles.OPTIMIZER_HEAD, lab09_toggles.optimizer_rows, "optimizer: *")
+columns = {
+    "optimizer": "AdamW",
+    "step_ms": "ms an update",
+    "state_bytes": "bytes of state a number",
+    "update_error": "ten updates off by",
+}
+lab.runs_table(optimizers.values(), columns, experiment="optimizer")
 
 # %% [markdown]
 # An update is limited by memory bandwidth: every trained number is read and written together with its gradient and both
@@ -334,37 +351,44 @@ my_activations: float | None = None  # for example 50
 lab.predict("activations' share of the peak", my_activations, "%")
 
 # %%
-told: dict[str, Run] = {}
+told: dict[tuple[str, str], Run] = {}
 
 
-def foretell(work, mode: str) -> None:
+def predict_and_record(work, mode: str) -> None:
     """Predict and record a workload's step in a mode."""
-    name = f"{work.name}, {mode}"
-    with lab.attempt(f"memory of {name}", reference=f"memory: {name}"):
-        recipe = lab09_peak_memory.in_mode(work, mode)
-        told[name] = lab.measured(
-            f"memory: {name}",
+    name = f"memory: {work.name}, {mode}"
+    with lab.attempt(name, reference=name):
+        recipe = lab09_peak_memory.GRID[work.name].but(checkpointing=modes[mode])
+        told[work.name, mode] = lab.measured(
+            name,
             recipe,
-            lambda: lab09_peak_memory.foretold(work, recipe, f"memory: {name}")[0],
+            lambda: lab09_peak_memory.predicted_and_recorded(work, recipe, name),
         )
 
+
+def draw_timelines(work, title: str) -> None:
+    """A step's memory over time, with everything kept and with checkpointing."""
+    fig, axes = plt.subplots(2, 1, figsize=(7.4, 6.4), sharex=False)
+    for ax, mode in zip(axes, ("all kept", "checkpointing"), strict=True):
+        if run := told.get((work.name, mode)):
+            timeline = lab09_peak_memory.drawn_timeline(run)
+            plots.stacked_memory(ax, *timeline, plots.MEMORY_FILLS)
+            ax.set_title(f"{title}, {mode}")
+    plt.show()
+
+
+peaks_by_kind = {"run": "step", "peak_gb": "peak, GB"}
+peaks_by_kind |= {f"{kind}_gb": f"{kind}, GB" for kind in lab09_peak_memory.KINDS}
+peaks_by_kind |= {"activations_share": "activations' share"}
 
 # %%
 make_room(ready)
-for mode in lab09_peak_memory.MODES:
-    foretell(ready, mode)
-fig, axes = plt.subplots(2, 1, figsize=(7.4, 6.4), sharex=False)
-for ax, mode in zip(axes, ("all kept", "checkpointing"), strict=True):
-    if f"sd15-lora, {mode}" in told:
-        plots.stacked_memory(
-            ax, *lab09_peak_memory.pictured(told[f"sd15-lora, {mode}"]), plots.MEMORY_FILLS
-        )
-        ax.set_title(f"Stable Diffusion, {mode}")
-plt.show()
+for mode in modes:
+    predict_and_record(ready, mode)
+draw_timelines(ready, "Stable Diffusion")
 
 # %%
-lab.table(lab09_peak_memory.PEAK_HEAD, *lab09_peak_memory.peak_rows(told))
-lab.on_reference(lab09_peak_memory.PEAK_HEAD, lab09_peak_memory.peak_rows, "memory: sd15-lora, *")
+lab.runs_table(told.values(), peaks_by_kind, experiment="memory", workload=ready.name)
 
 # %% [markdown]
 # The last column of *all kept* answers the prediction. (The batch isn't section 1's, and so the peak isn't either:
@@ -382,25 +406,13 @@ lab.on_reference(lab09_peak_memory.PEAK_HEAD, lab09_peak_memory.peak_rows, "memo
 
 # %%
 make_room(ready)
-for mode in lab09_peak_memory.MODES:
-    foretell(texts, mode)
-fig, axes = plt.subplots(2, 1, figsize=(7.4, 6.4), sharex=False)
-for ax, mode in zip(axes, ("all kept", "checkpointing"), strict=True):
-    if f"qwen3-lora-long, {mode}" in told:
-        plots.stacked_memory(
-            ax, *lab09_peak_memory.pictured(told[f"qwen3-lora-long, {mode}"]), plots.MEMORY_FILLS
-        )
-        ax.set_title(f"Qwen3, two long texts, {mode}")
-plt.show()
+for mode in modes:
+    predict_and_record(texts, mode)
+draw_timelines(texts, "Qwen3, two long texts")
 
 # %%
-lab.table(
-    lab09_peak_memory.PEAK_HEAD,
-    *lab09_peak_memory.peak_rows({name: run for name, run in told.items() if "qwen3" in name}),
-)
-lab.on_reference(
-    lab09_peak_memory.PEAK_HEAD, lab09_peak_memory.peak_rows, "memory: qwen3-lora-long, *"
-)
+of_texts = [run for (work, _), run in told.items() if work == texts.name]
+lab.runs_table(of_texts, peaks_by_kind, experiment="memory", workload=texts.name)
 
 # %% [markdown]
 # The logits: one number for each token and each word of the vocabulary, and at the worst moment three float32 copies
@@ -436,22 +448,36 @@ lab.predict("the worst of nine predictions is off by", my_worst, "%")
 
 # %%
 make_room(texts)
-for mode in lab09_peak_memory.MODES:
-    foretell(photographs, mode)
+for mode in modes:
+    predict_and_record(photographs, mode)
 make_room(photographs)
 if told:
     fig, ax = plt.subplots()
-    plots.predicted_peaks(
-        ax,
-        {name: (run.metric("predicted_gb"), run.metric("peak_gb")) for name, run in told.items()},
-    )
+    pairs = {
+        f"{work}, {mode}": (run.metric("predicted_gb"), run.metric("peak_gb"))
+        for (work, mode), run in told.items()
+    }
+    plots.predicted_peaks(ax, pairs)
     plt.show()
 
 # %%
-lab.table(lab09_peak_memory.TOLD_HEAD, *lab09_peak_memory.told_rows(told))
-lab.on_reference(lab09_peak_memory.TOLD_HEAD, lab09_peak_memory.told_rows, "memory: *")
+def predictions(runs: list[Run]) -> pd.DataFrame:
+    frame = to_frame(runs)
+    return pd.DataFrame(
+        {
+            "step": frame["run"],
+            "predicted, GB": frame["predicted_gb"],
+            "by tensors at the peak, GB": frame["peak_gb"],
+            "off by, %": (100 * frame["off"]).round(1),
+            "reserved, GB": frame.get("peak_reserved_gb", float("nan")),
+        }
+    )
+
+
+lab.runs_table(told.values(), predictions, experiment="memory")
 worst = max((abs(run.metric("off")) for run in told.values()), default=None)
-lab.keep(Run("09", "predictor", metrics={"worst_off": worst} if worst is not None else {}));
+metrics = {"worst_off": worst} if worst is not None else {}
+lab.keep(Run("09", "predictor", metrics=metrics, tags={"experiment": "predictor"}));
 
 # %% [markdown]
 # On a CPU prediction and measurement must agree: both are ledgers of the same code, one without contents and one with.
@@ -466,22 +492,22 @@ lab.keep(Run("09", "predictor", metrics={"worst_off": worst} if worst is not Non
 # %%
 def peaks_at_full_size() -> Run:
     peaks = {}
-    for mode in lab09_peak_memory.MODES:
+    for mode, checkpointing in modes.items():
         for batch in batches:
-            recipe = lab09_peak_memory.in_mode(full_size, mode, batch)
-            peaks[f"{mode}, batch {batch}"] = (
-                lab09_peak_memory.predicted(full_size, recipe, on="cuda").peak / 1e9
-            )
-    return Run("09", "", metrics=peaks)
+            start = lab09_peak_memory.GRID[full_size.name]
+            recipe = start.but(checkpointing=checkpointing, micro_batch=batch)
+            peak = lab09_peak_memory.predicted(full_size, recipe, on="cuda").peak
+            peaks[f"{mode}, batch {batch}"] = peak / 1e9
+    return Run("09", "", metrics=peaks, tags={"experiment": "peaks at full size"})
 
 
 with lab.attempt("Peaks at full size"):
     peaks = lab.measured("peaks at full size", None, peaks_at_full_size).metrics
     rows = [
-        (batch, *(f"{peaks[f'{mode}, batch {batch}']:.1f} GB" for mode in lab09_peak_memory.MODES))
+        (batch, *(f"{peaks[f'{mode}, batch {batch}']:.1f} GB" for mode in modes))
         for batch in batches
     ]
-    lab.table(("batch", *lab09_peak_memory.MODES), *rows)
+    lab.table(("batch", *modes), *rows)
 
 # %% [markdown]
 # **Takeaway.** Peak memory can be computed. Do it before you rent the card.
@@ -499,17 +525,19 @@ with lab.attempt("Peaks at full size"):
 # %%
 def run_out() -> Run:
     room = lab09_peak_memory.predicted(ready, plain.but(micro_batch=9)).peak / 1e9
-    with lab09_peak_memory.Fed(ready, plain) as fed:
-        fed.limit(room)
-        return Run("09", "", metrics=lab09_peak_memory.run_out(fed, 40) | {"room_gb": room})
+    with lab09_peak_memory.LimitedTrainer(ready, plain) as trainer:
+        trainer.limit(room)
+        held = trainer.run_out(40) | {"room_gb": room}
+    return Run("09", "", metrics=held, tags={"experiment": "out of memory"})
 
 
 broken: dict = {}
 with lab.attempt("Running out of memory", reference="out of memory"):
     broken = lab.measured("out of memory", None, run_out).metrics
+    moments = ("before_gb", "in_except_gb", "after_except_gb", "cleaned_gb")
     lab.table(
         ("", "before", "in the except block", "after it", "cleaned up"),
-        lab09_peak_memory.held_row(broken),
+        ("tensors hold, GB", *(broken[moment] for moment in moments)),
     )
     print(broken["message"][:300])
 
@@ -552,17 +580,21 @@ lab.predict("tries of accelerate's search from 16 on", my_tries, "tries")
 # %%
 def searched() -> dict[str, Run]:
     keep = broken["room_gb"] * (1 - lab09_peak_memory.HEADROOM)
-    foreseen = lab09_peak_memory.foreseen_largest(ready, plain, keep)
-    with lab09_peak_memory.Fed(ready, plain) as fed:
-        fed.limit(keep)
-        return {
-            "from the prediction": lab09_peak_memory.searched(
-                fed, lab09_peak_memory.largest_batch, foreseen, foreseen
-            ),
-            "accelerate, from 16": lab09_peak_memory.searched(
-                fed, lab09_peak_memory.largest_by_accelerate, 16, foreseen
-            ),
+    start = lab09_peak_memory.predicted_largest(ready, plain, keep)
+    with lab09_peak_memory.LimitedTrainer(ready, plain) as trainer:
+        trainer.limit(keep)
+        ours, by_accelerate = (
+            lab09_peak_memory.largest_batch,
+            lab09_peak_memory.largest_by_accelerate,
+        )
+        tags = {"search": "from the prediction"}, {"search": "accelerate", "start": 16}
+        found = {
+            "from the prediction": trainer.searched(ours, start, tags[0]),
+            "accelerate, from 16": trainer.searched(by_accelerate, 16, tags[1]),
         }
+    for run in found.values():
+        run.metrics["predicted"] = start
+    return found
 
 
 searches: dict[str, Run] = {}
@@ -570,10 +602,9 @@ with lab.attempt("Searching the largest batch", reference="largest batch, from t
     if not broken:
         raise Unavailable("the limit is that of the cell before, which failed")
     searches = measured("largest batch, ", ("from the prediction", "accelerate, from 16"), searched)
-    lab.table(
-        ("search", "predicted", "largest batch", "tries", "of them out of memory"),
-        *lab09_peak_memory.search_rows(searches),
-    )
+    columns = {"search": "search", "predicted": "predicted", "largest": "largest batch"}
+    columns |= {"tries": "tries", "failures": "of them out of memory"}
+    lab.runs_table(searches.values(), columns)
 
 # %% [markdown]
 # **Takeaway.** Every failure costs a step and a clean-up, and leaves the cache fragmented. So start at a prediction; if
@@ -596,7 +627,6 @@ lab.predict("PNG against JPEG, one core", my_formats, "x")
 
 # %%
 make_room(ready)
-lab09_peak_memory.end_ahead()  # from here on the host's times are taken as well
 pictures = Pictures(stable_diffusion, 8 if tiny else 32)
 decoding: dict[str, Run] = {}
 with lab.attempt("Reading and decoding", reference="decode: PNG"):
@@ -604,22 +634,19 @@ with lab.attempt("Reading and decoding", reference="decode: PNG"):
         {f"decode: {name}": None for name in pictures.formats}, pictures.decoding
     )
     fig, ax = plt.subplots()
-    bars = {name.removeprefix("decode: "): run for name, run in decoding.items()}
-    plots.breakdown(
-        ax,
-        {
-            name: {"read": run.metric("read_ms"), "decode": run.metric("decode_ms")}
-            for name, run in bars.items()
-        },
-    )
+    parts = {
+        run.tags["format"]: {"read": run.metric("read_ms"), "decode": run.metric("decode_ms")}
+        for run in decoding.values()
+    }
+    plots.breakdown(ax, parts)
     plt.show()
 on_the_gpu = "decode: JPEG, GPU"
 with lab.attempt("JPEG decoded on the GPU", reference=on_the_gpu):
     decoding[on_the_gpu] = lab.measured(
         on_the_gpu, None, lambda: pictures.decoding_on_gpu(gpu_decoder())
     )
-lab.table(DECODING_HEAD, *decoding_rows(decoding))
-lab.on_reference(DECODING_HEAD, decoding_rows, "decode: *")
+columns = {"run": "form", "mb": "MB a file", "read_ms": "ms to read", "decode_ms": "ms to decode"}
+lab.runs_table(decoding.values(), columns, experiment="decode")
 
 # %% [markdown]
 # (JPEG and WebP lose some of the picture. These pictures are drawn, and compress better than photographs.)
@@ -635,17 +662,13 @@ lab.on_reference(DECODING_HEAD, decoding_rows, "decode: *")
 # %%
 with lab.attempt("The page cache", reference="files: cold"):
     storage = lab.measured_together(dict.fromkeys(("files: cold", "files: warm")), pictures.storage)
-    rows = [("page cache", "ms to read a file", "ms to read and decode it", "still cached")]
-    for name, run in storage.items():
-        rows.append(
-            (
-                name,
-                run.metric("read_ms"),
-                run.metric("example_ms"),
-                f"{run.metrics['still_cached']:.0%}",
-            )
-        )
-    lab.table(*rows)
+    columns = {
+        "cache": "page cache",
+        "read_ms": "ms to read a file",
+        "example_ms": "ms to read and decode it",
+        "still_cached": "share still cached",
+    }
+    lab.runs_table(storage.values(), columns)
 lab.verdict("A4.data.storage", "A4.data.gpu-decoding");
 
 # %% [markdown]
@@ -666,30 +689,35 @@ loop = Recipe(
     micro_batch=1 if tiny else 4,
     accumulation=2 if tiny else 1,
 )
-kept = ("PNG", "JPEG", "resized", "resized in memory") + (() if tiny else ("WebP", "PNG in memory"))
-ways = {0: {f"data: {name}": loop for name in kept}}
 beside = loop.but(num_workers=several, persistent_workers=True)
-ways[several] = {f"data: {name}, {several} workers": beside for name in ("PNG", "JPEG", "resized")}
-trained: dict[str, Run] = {}
+forms = ("PNG", "JPEG", "resized", "resized in memory") + (
+    () if tiny else ("WebP", "PNG in memory")
+)
+ways = {(form, 0): loop for form in forms}
+ways |= {(form, several): beside for form in ("PNG", "JPEG", "resized")}
+names = {key: f"data: {key[0]}" + (f", {key[1]} workers" if key[1] else "") for key in ways}
+
+
+def on_each_form() -> dict[str, Run]:
+    found = lab09_image_input.trained_from(pictures, ways, steps, rounds)
+    return {names[key]: run for key, run in found.items()}
+
+
+trained: dict[tuple[str, int], Run] = {}
 with lab.attempt("Training on each form", reference="data: PNG"):
-    trained = lab.measured_together(
-        ways[0] | ways[several],
-        lambda: lab09_image_input.trained_from(
-            stable_diffusion, pictures, ways[0] | ways[several], steps, rounds
-        ),
-    )
+    found = lab.measured_together({names[key]: ways[key] for key in ways}, on_each_form)
+    trained = {key: found[name] for key, name in names.items()}
 
 # %%
 threads = 1 if on_gpu else torch.get_num_threads()
 with lab.attempt("The model of the data path"):
-    base = lab09_image_input.pipeline_of(
-        trained["data: resized in memory"], usable_cores(), threads
-    )
-    each = pictures.examples_ms(kept)
-    points = {
-        workers: lab09_image_input.points_of(trained, names, each)
-        for workers, names in ways.items()
-    }
+    base = lab09_image_input.pipeline_of(trained["resized in memory", 0], usable_cores(), threads)
+    each = pictures.examples_ms(forms)
+    points: dict[int, dict] = {0: {}, several: {}}
+    for (form, workers), run in trained.items():
+        if run.ok:
+            spread = tuple(run.metrics["step_ms"][part] for part in ("p10", "median", "p90"))
+            points[workers][form] = (each[form], spread)
     model = lab09_image_input.step_over_decoding(
         base, (0, 1, several), loop.micro_batch, up_to=1.15 * max(each.values())
     )
@@ -721,18 +749,20 @@ lab.verdict("A4.data.cache", "A4.pytorch.workers", "A4.pytorch.prefetch", "A4.py
 
 # %%
 processes = min(usable_cores(), 8)
-tried = {"threads: as they come": None, "threads: one each": 1}
+settings = {"as they come": None, "one each": 1}
 seconds = 0.5 if tiny else 1.0
 
 
 def resizing() -> dict[str, Run]:
+    found = images_per_s(processes, settings, seconds)
+    tags = {word: {"experiment": "threads", "threads": word} for word in settings}
     return {
-        name: Run("09", "", metrics=found)
-        for name, found in images_per_s(processes, tried, seconds).items()
+        f"threads: {word}": Run("09", "", metrics=found[word], tags=tags[word]) for word in settings
     }
 
 
 with lab.attempt("Threads and processes", reference="threads: as they come"):
+    tried = [f"threads: {word}" for word in settings]
     resized = lab.measured_together(dict.fromkeys(tried), resizing)
     counts = (usable_cores(), processes)
     rows = [
@@ -757,25 +787,23 @@ lab.verdict("A4.environment.threads");
 with lab.attempt("CUDA's variables", reference="launches block"):
     if not on_gpu:
         for name in ("launches overlap", "visible devices"):
-            lab.keep(
-                Run("09", name, status="skipped: there is no GPU whose launches could overlap")
-            )
+            lab.keep(Run("09", name, status="skipped: there is no GPU"))
         raise Unavailable("there is no GPU whose launches could overlap")
     seen = dict(zip(("none", "one"), lab09_toggles.visible_gpus("", "0"), strict=True))
-    lab.keep(
-        Run(
-            "09", "visible devices", metrics=seen | {"as_asked": int(seen == {"none": 0, "one": 1})}
-        )
-    )
-    environments = {
-        f"launches {word}": {"CUDA_LAUNCH_BLOCKING": v}
-        for word, v in (("overlap", "0"), ("block", "1"))
-    }
+    metrics = seen | {"as_asked": int(seen == {"none": 0, "one": 1})}
+    tags = {"experiment": "visible devices"}
+    lab.keep(Run("09", "visible devices", metrics=metrics, tags=tags))
     alone = lab09_toggles.IN_ITS_OWN_PROCESS
-    lab.measured_together(
-        dict.fromkeys(environments, alone),
-        partial(lab09_toggles.trained_alone, stable_diffusion, alone, 6, environments),
-    )
+    blocking = {"overlap": "0", "block": "1"}
+    environments = {f"launches {w}": {"CUDA_LAUNCH_BLOCKING": v} for w, v in blocking.items()}
+
+    def in_processes() -> dict[str, Run]:
+        found = lab09_toggles.trained_alone(stable_diffusion, alone, 6, environments)
+        for word in blocking:
+            found[f"launches {word}"].tags = {"experiment": "launches", "launches": word}
+        return found
+
+    lab.measured_together(dict.fromkeys(environments, alone), in_processes)
 lab.verdict("A4.environment.launch-blocking", "A4.environment.visible-devices");
 
 # %% [markdown]
@@ -997,7 +1025,7 @@ shortened = (
 )
 
 
-def percent_of(found: dict[str, Run], name: str, metric: str) -> float | None:
+def percent_of(found: dict, name, metric: str) -> float | None:
     value = found[name].metric(metric) if name in found else None
     return None if value is None else 100 * value
 
@@ -1007,7 +1035,7 @@ lab.done(
         "mixed precision shortens the step by": 100 * (1 - shortened.value) if shortened else None,
         "gradient off in BF16 by": percent_of(numbers, "bf16", "gradient_error"),
         "activations' share of the peak": percent_of(
-            told, "sd15-lora, all kept", "activations_share"
+            told, ("sd15-lora", "all kept"), "activations_share"
         ),
         "the worst of nine predictions is off by": 100 * worst if worst is not None else None,
         "tries of accelerate's search from 16 on": searches["accelerate, from 16"].metric("tries")

@@ -60,14 +60,11 @@ import matplotlib.pyplot as plt
 from labutils.course import plots, predictions
 from labutils.labs import lab11_scoreboard
 from labutils.results import claims, report
-from labutils.results.judges import CONFIRMED, as_markdown
+from labutils.results.judges import CONFIRMED, NOT_TESTABLE, REFUTED, as_markdown
 from labutils.results.records import REFERENCE, REPOSITORY, Run
 from labutils.tools import run
 
 plots.use_style()
-lab11_scoreboard.chosen(
-    [], article, lab_number, verdict
-)  # a word that chooses nothing is refused here
 titles = {one.number: one.title for one in run.find() if one.number != lab.number}
 
 # %% [markdown]
@@ -83,8 +80,8 @@ titles = {one.number: one.title for one in run.find() if one.number != lab.numbe
 place = REPOSITORY / Path(read).expanduser()  # a relative name is one in the checkout
 files = report.result_files(place) if read else report.files_beside(lab.results_dir, lab.number)
 page = report.read_page(files, REFERENCE)
-rows = lab11_scoreboard.on_record(page.here, page.labs_done, titles)
-lab.table(("lab", "here", "runs", "scale", "machine", "from"), *rows)
+board = lab11_scoreboard.scoreboard(page.judgements)
+lab.table(lab11_scoreboard.on_record(page.here, page.labs_done, titles))
 print(
     "Read:",
     ", ".join(f"{path.parent.name}/{path.name}" for path in page.files)
@@ -105,15 +102,18 @@ print(
 #
 # | verdict | meaning |
 # |---|---|
-# | *confirmed* | as claimed, beyond the spread of the measurement |
-# | *refuted* | the opposite, or less than claimed, beyond the spread |
-# | *inconclusive* | the spread is larger than the effect |
+# | *confirmed* | as claimed, by more than the noise |
+# | *refuted* | the other way, by more than the noise |
+# | *inconclusive* | the noise is larger than the effect |
+# | *pays here*, *makes no difference here*, *costs here* | advice that promises no number, tried on this machine |
+# | *the model agrees*, *the model disagrees* | predicted for a card that nobody had, not measured |
+# | *differs between hosts* | the same GPU gives another verdict beside another processor |
+# | *told* | a setting that is no claim about speed |
 # | *not testable here* | this machine, or what has been run on it, can't answer |
 #
-# When is a difference of two times beyond the spread? Each time has a range, p10 to p90: its samples without the lowest
-# and the highest tenth. If the two ranges overlap, the verdict is *inconclusive*, whatever the medians say. (Where two
-# runs trained on the same batches of varying length, each step is compared with its counterpart, and the rule is
-# applied to the ratios: does their range include 1?)
+# What is the noise? A comparison visits its candidates in turns, round after round, and gives a ratio a round. Its effect
+# is the median of these ratios, with an interval of 95 % (bootstrap over rounds). If the interval has 1 in it, the verdict
+# is *inconclusive*, whatever the medians say.
 #
 # The H200 could test only claims of the labs that are in its record (the last line of section 1's output).
 #
@@ -138,14 +138,9 @@ plots.verdicts(ax, judged, sides=("H200", "here"))
 plt.show()
 
 # %%
-lab.table(
-    ("claims of", "in all", *(f"{word}: H200 / here" for word in lab11_scoreboard.words(page.judgements))),
-    *lab11_scoreboard.tally(page.judgements),
-)
-tested = [j for j in page.judgements if j.reference]
-confirmed = (
-    100 * sum(j.reference_verdict == CONFIRMED for j in tested) / len(tested) if tested else None
-)
+lab.table(lab11_scoreboard.tally(board))
+tested = board[board["H200"] != ""]["H200 verdict"]
+confirmed = 100 * (tested == CONFIRMED).mean() if len(tested) else None
 
 # %% [markdown]
 # **Takeaway.** Take a published number as a hypothesis to measure. The articles' authors measured, too, on another
@@ -164,18 +159,16 @@ confirmed = (
 # %%
 def show_claims(article: str, lab_number: str, verdict: str) -> None:
     """A table for each article of what is chosen."""
-    found = lab11_scoreboard.chosen(page.judgements, article, lab_number, verdict)
-    lab.show(f"{len(found)} of {len(page.judgements)} claims")
+    found = lab11_scoreboard.chosen(board, article=article, lab=lab_number, verdict=verdict)
+    lab.show(f"{len(found)} of {len(board)} claims")
     for key, source in claims.articles().items():
-        if mine := [j for j in found if j.claim.article == key]:
+        if mine := [page.judgements[at] for at in found.index[found["article"] == key]]:
             lab.show(f"**{key}: {source.subject}** ({source.gpu})\n\n" + as_markdown(mine))
 
 
-choices = lab11_scoreboard.filters()
-if not lab.choose(
-    show_claims,
-    {"article": choices["article"], "lab_number": choices["lab"], "verdict": choices["verdict"]},
-):
+choices = lab11_scoreboard.choices(board)
+choices["lab_number"] = choices.pop("lab")
+if not lab.choose(show_claims, choices):
     show_claims(article, lab_number, verdict)
 
 # %% [markdown]
@@ -191,26 +184,12 @@ if not lab.choose(
 # example about a cause or an error message, have no ratio; they are at the end of the table.
 
 # %%
-for where, whose, found in (
-    ("here", "this machine", "here"),
-    ("reference", "the H200", "reference"),
-):
-    rows = [
-        (
-            j.claim.id,
-            j.claim.statement,
-            j.published,
-            getattr(j, found),
-            f"{factor:.2f}x" if factor else "no ratio",
-        )
-        for factor, j in lab11_scoreboard.surprises(page.judgements, where)[:10]
-    ]
+shown = ["claim", "statement", "published"]
+for whose, side, off in (("this machine", "here", "off by"), ("the H200", "H200", "H200 off by")):
+    refuted = board[board["verdict" if side == "here" else "H200 verdict"] == REFUTED]
+    farthest = refuted.sort_values(off, ascending=False)[[*shown, side, off]].head(10)
     lab.show(f"**Refuted by {whose}**, the farthest off first (ten at most)")
-    lab.table(
-        ("claim", "statement", "published", "found", "off by"),
-        *rows,
-        otherwise="No claim was refuted.",
-    )
+    lab.table(farthest, otherwise="No claim was refuted.")
 
 # %% [markdown]
 # ### True there, but not here
@@ -220,13 +199,10 @@ for where, whose, found in (
 # Such a claim says something about machines. Ask what differs: the card, the host, the versions or the scale.
 
 # %%
-rows = [
-    (j.claim.id, j.published, f"{j.reference} ({j.reference_verdict})", f"{j.here} ({j.verdict})")
-    for j in lab11_scoreboard.disagreements(page.judgements)
-]
+verdicts = board[["H200 verdict", "verdict"]]
+differ = (verdicts != NOT_TESTABLE).all(axis=1) & (verdicts["verdict"] != verdicts["H200 verdict"])
 lab.table(
-    ("claim", "published", "H200", "here"),
-    *rows,
+    board[differ][["claim", "published", "H200", "H200 verdict", "here", "verdict"]],
     otherwise="On every claim that both could test, they agree.",
 )
 
@@ -280,7 +256,7 @@ for by in ("kind", "lab") if told else ():
 
 # %%
 whose, options = lab11_scoreboard.options_at_hand(page.here, page.reference)
-room = lab11_scoreboard.card_gb(lab.machine, memory_gb)
+room = memory_gb or lab.machine.get("gpu_memory_gb", 24.0)
 lab.show(f"LLaVA-NeXT at batch 1, for **{room:g} GB** and **{planned_steps:,} steps**, by {whose}:")
 for tolerance, meaning in ((None, "Any loss will do"), (0.05, "The loss may be 5 % above BF16's")):
     lab.show(f"*{meaning}:*\n\n" + lab11_scoreboard.advice(options, room, planned_steps, tolerance))
@@ -295,21 +271,13 @@ for tolerance, meaning in ((None, "Any loss will do"), (0.05, "The loss may be 5
 # **Question.** Which measurement would settle the most claims?
 
 # %%
-lab.show(
-    "\n".join(
-        f"{at}. {step}"
-        for at, step in enumerate(
-            lab11_scoreboard.next_steps(page.judgements, page.labs_done, titles), 1
-        )
-    )
-)
-rows = [
-    (why, len(ids), ", ".join(ids[:6]) + (" ..." if len(ids) > 6 else ""))
-    for why, ids in lab11_scoreboard.needs(page.judgements)
-]
+on_gpu = lab.device == "cuda"
+steps = lab11_scoreboard.next_steps(board, page.labs_done, titles, on_gpu)
+lab.show("\n".join(f"- {step}" for step in steps))
+untested = board[board["verdict"] == NOT_TESTABLE].groupby("why")["claim"]
+reasons = untested.agg(claims="size", which=lambda ids: ", ".join(ids[:6])).reset_index()
 lab.table(
-    ("why claims are not testable here", "claims", "which"),
-    *rows,
+    reasons.sort_values("claims", ascending=False).rename(columns={"why": "not testable here"}),
     otherwise="Every claim is tested here.",
 )
 
@@ -344,8 +312,8 @@ from labutils.results.judges import judge
 from labutils.results.records import Runs, summarise
 
 # %% [markdown]
-# **1.** An article claims that B is faster than A. You find 100 ms for A (p10-p90: 97 to 103) and 96 ms for B (92 to
-# 99). What is the verdict, by the rule of section 2?
+# **1.** An article claims that B is faster than A. You find that B takes 0.96 of A's time, the interval being 0.92 to 1.01.
+# What is the verdict, by the rule of section 2?
 
 # %% tags=["exercise"]
 my_verdict = None  # "confirmed", "refuted", "inconclusive" or "not testable here"

@@ -13,7 +13,7 @@ from labutils.labs import lab09_peak_memory
 from labutils.layers.lora import attach_lora
 from labutils.profiling import cuda
 from labutils.profiling.machine import machine_facts, scale_for
-from labutils.profiling.memory import AllocatorRecord, measured, rounded
+from labutils.profiling.memory import KINDS, AllocatorRecord, measured, rounded
 from labutils.profiling.memory_model import saved_for_backward
 from labutils.recipe import Recipe
 from labutils.workloads import open_workload
@@ -42,16 +42,16 @@ def work(room: str) -> object:
     return WORKLOADS[room]
 
 
-@pytest.mark.parametrize("mode", lab09_peak_memory.MODES)
+@pytest.mark.parametrize("mode", lab09_peak_memory.CHECKPOINTING)
 @pytest.mark.parametrize("room", lab09_peak_memory.GRID)
 def test_the_peak_is_predicted_within_a_tenth(room, mode):
-    recipe = lab09_peak_memory.GRID[room].but(**lab09_peak_memory.MODES[mode])
-    run, memory = lab09_peak_memory.foretold(work(room), recipe, f"{room}, {mode}")
-    told = {k: round(v, 2) if isinstance(v, float) else v for k, v in run.metrics.items()}
-    print(run.run, told)
-    assert abs(run.metric("off")) < 0.1, told
+    recipe = lab09_peak_memory.GRID[room].but(checkpointing=mode)
+    run = lab09_peak_memory.predicted_and_recorded(work(room), recipe, f"{room}, {mode}")
+    shown = {k: round(v, 2) if isinstance(v, float) else v for k, v in run.metrics.items()}
+    assert abs(run.metric("off")) < 0.1, shown
     # The record is the allocator's own: its peak is the counter's.
-    assert memory.peak / 1e9 == pytest.approx(run.metric("peak_gb"), rel=0.02)
+    peak = sum(run.metrics.get(f"{kind}_gb", 0.0) for kind in KINDS)
+    assert peak == pytest.approx(run.metric("peak_gb"), rel=0.02)
     assert run.metric("peak_reserved_gb") >= run.metric("peak_gb")
 
 
@@ -75,19 +75,18 @@ def test_the_history_is_read_as_the_allocator_writes_it():
 
 def test_a_limited_process_runs_out_and_comes_back():
     recipe = Recipe(driver="eager", logging="ring-buffer", cache="latents+text", accumulation=1)
-    with lab09_peak_memory.Fed(work("sd15-lora"), recipe) as fed:
-        room = lab09_peak_memory.predicted(work("sd15-lora"), recipe.but(micro_batch=4)).peak / 1e9
-        fed.limit(1.15 * room)
-        found = lab09_peak_memory.run_out(fed, 40)
-        assert "out of memory" in found["message"].lower()
-        assert found["in_except_gb"] > 1.1 * found["before_gb"]
-        assert found["cleaned_gb"] == pytest.approx(found["before_gb"], rel=0.05)
-        assert found["runs_again"] == 1
-        largest = lab09_peak_memory.largest_batch(
-            fed.fits, lab09_peak_memory.foreseen_largest(work("sd15-lora"), recipe, room)
-        )
-        assert 2 <= largest <= 8
-        assert sum(not fits for fits in fed.tries.values()) <= 3
+    workload = work("sd15-lora")
+    with lab09_peak_memory.LimitedTrainer(workload, recipe) as trainer:
+        room = lab09_peak_memory.predicted(workload, recipe.but(micro_batch=4)).peak / 1e9
+        trainer.limit(1.15 * room)
+        held = trainer.run_out(40)
+        assert "out of memory" in held["message"].lower()
+        assert held["in_except_gb"] > 1.1 * held["before_gb"]
+        assert held["cleaned_gb"] == pytest.approx(held["before_gb"], rel=0.05)
+        assert held["runs_again"] == 1
+        start = lab09_peak_memory.predicted_largest(workload, recipe, room)
+        assert 2 <= lab09_peak_memory.largest_batch(trainer.fits, start) <= 8
+        assert sum(not fits for fits in trainer.tries.values()) <= 3
 
 
 @pytest.mark.parametrize("lora", [False, True])

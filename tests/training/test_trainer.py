@@ -8,7 +8,7 @@ import pytest
 import torch
 from recipes_at_work import PLAIN, copied, one_thread, sd_workload
 
-from labutils.data.images import EpochOrder, EveryNth
+from labutils.data.loader import EpochOrder, EveryNth
 from labutils.layers.lora import adapter_state
 from labutils.recipe import STOCK
 from labutils.training import Trainer

@@ -20,7 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.data import BatchSampler
 from torch.utils.flop_counter import FlopCounterMode
 
-from labutils.data.images import EPOCH, EpochOrder
+from labutils.data.loader import EPOCH, EpochOrder
 from labutils.data.packing import BUCKETS, IGNORED, Layout, PackedOrder, boundaries
 from labutils.labs.ladders import A3_BASE, A3_LADDER, A3_OWN, climb
 from labutils.layers.lora import attach_lora, count_parameters, count_trainable, load_adapter

@@ -30,6 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from labutils.layers.quantization.fp8_math import E4M3, SMALLEST_AMAX
+from labutils.profiling import compat
 
 MULTIPLE = 16
 """The FP8 product takes inner and outer widths that are multiples of 16, as 16 bytes are what it
@@ -215,7 +216,7 @@ def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def _rowwise(values: Tensor, weight: Tensor, inverse: Tensor, column_scale: Tensor) -> Tensor:
     """One kernel, which applies the scales of rows and columns to its sums as it writes them."""
-    return torch._scaled_mm(
+    return compat.scaled_mm(
         values,
         weight.t(),
         scale_a=inverse,
@@ -230,7 +231,7 @@ def _separate(values: Tensor, weight: Tensor, inverse: Tensor, column_scale: Ten
     matrix only.
     """
     one = torch.ones((), device=values.device)
-    y = torch._scaled_mm(
+    y = compat.scaled_mm(
         values,
         weight.t(),
         scale_a=one,

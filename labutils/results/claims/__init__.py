@@ -18,17 +18,17 @@ KINDS = ("statement", "advice", "setting", "predicted")
 """A statement has a number or a direction, advice promises neither, a setting is told and not
 judged, and a predicted claim is held against a model."""
 PARAMETERS: dict[str, tuple[str, ...]] = {
-    "compare": ("direction", "metric", "over", "size", "trend", "heavier", "lighter"),
-    "ratio": ("form", "metric", "over", "direction", "tolerance", "at_least"),
-    "range": ("metrics", "min", "max", "over_noise_of"),
+    "compare": ("metric", "direction", "size", "trend", "over", "heavier", "lighter"),
+    "ratio": ("metric", "form", "direction", "tolerance", "at_least", "over"),
+    "range": ("metrics", "min", "max"),
     "equals": ("metrics", "values", "tolerance", "absent"),
-    "fails": ("words", "capability", "warned"),
+    "fails": ("words",),
     "contains": ("metric", "items"),
-    "predicts": ("readings", "assumption", "min", "max", "factor", "fastest", "margin", "rises"),
+    "predicts": ("readings", "assumption", "min", "max", "margin", "fastest"),
     "advice": ("metric", "direction"),
 }
 """The judges and their parameters. What each means stands with the judge."""
-ROLES = ("run", "base", "changed", "than_base", "than_changed", "control", "machine")
+ROLES = ("run", "base", "changed", "than_base", "than_changed", "control")
 """What a run is to a claim."""
 Tags = dict[str, Any]
 
@@ -54,10 +54,10 @@ class Claim:
     """One published statement and its test.
 
     `published` holds the article's numbers in `unit`, in the order of the statement; `says`
-    replaces how they are written where a word was published. `runs` gives the tags of the run, or
-    of several, that has each role. `how` holds the judge's parameters. `needs` is "gpu" or "any"
-    machine, `weights` is "hub" where random weights can't answer. A claim with a `reason` is not
-    testable at all.
+    replaces how they are written where a word was published. `runs` gives the tags of the run that
+    has each role. `how` holds the judge's parameters. `needs` is a "gpu", "any" machine, or a
+    card's compute capability; `weights` is "hub" where random weights can't answer. A claim with a
+    `reason` is not testable at all, or told.
     """
 
     id: str
@@ -67,7 +67,7 @@ class Claim:
     statement: str
     lab: str
     judge: str = ""
-    runs: Mapping[str, Tags | list[Tags]] = field(default_factory=dict)
+    runs: Mapping[str, Tags] = field(default_factory=dict)
     how: Mapping[str, Any] = field(default_factory=dict)
     published: tuple[float, ...] = ()
     unit: str = ""
@@ -143,15 +143,15 @@ def _load(path: Path) -> tuple[Article, tuple[Claim, ...]]:
 def mistake(entry: Mapping[str, Any], article: str) -> str:
     """What is wrong with a claim of a file, "" where nothing is."""
     required = ("id", "section", "kind", "statement", "lab")
-    if missing := [name for name in required if not isinstance(entry.get(name), str)]:
+    if missing := [n for n in required if not isinstance(entry.get(n), str) or not entry[n]]:
         return f"{missing[0]} is missing or no text"
     known = set(Claim.__dataclass_fields__) - {"article"}
     if unknown := entry.keys() - known:
         return f"{sorted(unknown)[0]} is no part of a claim"
     judge, how, runs = entry.get("judge", ""), entry.get("how", {}), entry.get("runs", {})
     answers = [name for name in ("judge", "reason") if entry.get(name)]
-    if len(answers) != (0 if entry["kind"] == "setting" else 1):
-        return "it takes a judge or a reason, and a setting takes neither"
+    if len(answers) != 1 or (entry["kind"] == "setting" and judge):
+        return "it takes a judge or a reason, and a setting takes a reason"
     checks = {
         f"the id does not begin with {article}.": entry["id"].startswith(f"{article}."),
         f"kind is none of {', '.join(KINDS)}": entry["kind"] in KINDS,
@@ -166,11 +166,7 @@ def mistake(entry: Mapping[str, Any], article: str) -> str:
         "how has a parameter that the judge lacks": how.keys() <= set(PARAMETERS.get(judge, ())),
         f"runs have roles that are none of {', '.join(ROLES)}": runs.keys() <= set(ROLES),
         "a judge needs runs": bool(judge) == bool(runs),
-        "tags name an experiment": all(
-            "experiment" in tags
-            for those in runs.values()
-            for tags in (those if isinstance(those, list) else [those])
-        ),
-        "needs is gpu or any": entry.get("needs", "gpu") in ("gpu", "any"),
+        "tags lack an experiment": all("experiment" in tags for tags in runs.values()),
+        "needs is no text": isinstance(entry.get("needs", "gpu"), str),
     }
     return next((text for text, right in checks.items() if not right), "")

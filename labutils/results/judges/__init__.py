@@ -1,73 +1,49 @@
-"""Verdicts: what the runs on record say about a published claim.
+"""Verdicts: what the runs on record say about a published claim, by one of eight judges.
 
-It may import claims and records. A judge returns numbers with an interval, and the sentence of a
-verdict is made of them. Hosts are judged one by one, because the host paces many steps: the verdict
-is what all of them say.
+It may import claims, records and its own effects. A judge takes a claim and one host's runs, and
+makes a verdict and its sentence of numbers with an interval. Hosts are judged one by one, because
+the host paces many steps: the verdict is what all of them say.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from labutils.results.claims import Claim, load_claims
-from labutils.results.claims import claim as claim_of
-from labutils.results.judges.effects import Effect, NotTestable, effect, time_effect
-from labutils.results.judges.rules import (
-    CONFIRMED,
-    DIFFERS,
-    INCONCLUSIVE,
-    JUDGES,
-    NOT_TESTABLE,
-    REFUTED,
-    TOLD,
-    VERDICTS,
-    Finding,
-    published_ratios,
-)
+from labutils.results import claims
+from labutils.results.claims import Claim
+from labutils.results.judges import effects
+from labutils.results.judges.effects import STEADY, Effect, NotTestable, metric_of, named, number
 from labutils.results.records import Run, Runs
 
-__all__ = [
-    "CONFIRMED",
-    "DIFFERS",
-    "Effect",
-    "INCONCLUSIVE",
-    "Judgement",
-    "NOT_TESTABLE",
-    "NotTestable",
-    "REFUTED",
-    "TOLD",
-    "VERDICTS",
-    "as_markdown",
-    "effect",
-    "judge",
-    "judge_all",
-    "published_ratios",
-    "time_effect",
-]
+CONFIRMED, REFUTED, INCONCLUSIVE = "confirmed", "refuted", "inconclusive"
+PAYS, NO_DIFFERENCE, COSTS = "pays here", "makes no difference here", "costs here"
+AGREES, DISAGREES = "the model agrees", "the model disagrees"
+DIFFERS, TOLD, NOT_TESTABLE = "differs between hosts", "told", "not testable here"
+VERDICTS = (CONFIRMED, REFUTED, INCONCLUSIVE, PAYS, NO_DIFFERENCE, COSTS, AGREES, DISAGREES)
+VERDICTS += (DIFFERS, TOLD, NOT_TESTABLE)
+
+SLIGHTLY = 0.10
+"""What the articles call slightly is less than this share. No other word is read as a number."""
+Effects = Mapping[str, Effect]
 
 
 @dataclass(frozen=True)
 class Judgement:
-    """A claim and what runs say about it: those of this machine, and those of the reference.
+    """A claim and what runs say about it; `theirs` is what the reference's runs say.
 
-    `here` is what was measured, as text, "" where nothing was; `effects` are the numbers behind it,
-    by label; `why` is the reason in a sentence. `theirs` is the reference's judgement.
+    `here` is what was measured, as text, "" where nothing was; `why` is the reason in a sentence;
+    `effects` are the numbers behind both, by label.
     """
 
     claim: Claim
     verdict: str
-    here: str
-    why: str
-    effects: Mapping[str, Effect] = field(default_factory=dict)
+    here: str = ""
+    why: str = ""
+    effects: Effects = field(default_factory=dict)
     theirs: Judgement | None = None
-
-    @property
-    def effect(self) -> Effect | None:
-        """The first of the effects."""
-        return next(iter(self.effects.values()), None)
 
     @property
     def published(self) -> str:
@@ -91,49 +67,20 @@ def judge(claim: Claim, runs: Runs, reference: Runs | None = None) -> Judgement:
     it makes the claim not testable here, and `why` says what to run.
     """
     theirs = None if reference is None else judge(claim, reference)
-    if claim.kind == "setting":
-        return Judgement(claim, TOLD, "", claim.note, theirs=theirs)
     if claim.reason:
-        return Judgement(claim, NOT_TESTABLE, "", claim.reason, theirs=theirs)
-    hosts: dict[Any, list[Run]] = {}
-    for run in runs:
-        if run.lab == claim.lab:
-            hosts.setdefault(run.host, []).append(run)
-    found = [_on_host(claim, Runs(own)) for own in hosts.values()]
-    answers = [one for one in found if one.verdict != NOT_TESTABLE] or found
-    if not answers:
-        answers = [Finding(NOT_TESTABLE, "", f"No run on record. Type: labutils run {claim.lab}")]
-    last = answers[-1]
+        verdict = TOLD if claim.kind == "setting" else NOT_TESTABLE
+        return Judgement(claim, verdict, "", claim.reason, theirs=theirs)
+    own = runs.select(claim.lab)
+    nothing = f"No run on record. Type: labutils run {claim.lab}"
+    found = [Judgement(claim, NOT_TESTABLE, "", nothing)]
+    for host in dict.fromkeys(run.host for run in own):
+        found.append(_on_host(claim, Runs(run for run in own if run.host == host)))
+    answers = [one for one in found if one.verdict != NOT_TESTABLE]
+    last = (answers or found)[-1]
     if len({one.verdict for one in answers}) > 1:
         here = " | ".join(f"{one.here}: {one.verdict}" for one in answers)
-        last = Finding(DIFFERS, here, f"{len(answers)} hosts were measured.", last.effects)
-    return Judgement(claim, last.verdict, last.here, last.why, last.effects, theirs)
-
-
-def _on_host(claim: Claim, runs: Runs) -> Finding:
-    """What the runs of one host say."""
-    named = [
-        tags
-        for role in claim.runs.values()
-        for tags in (role if isinstance(role, list) else [role])
-    ]
-    own = [run for tags in named for run in runs.select(claim.lab, **tags)]
-    try:
-        if claim.needs == "gpu" and not any(run.machine.get("gpu") for run in own or runs):
-            raise NotTestable("It is a statement about a GPU, and there was none.")
-        if claim.weights and any(run.weights != claim.weights for run in own):
-            raise NotTestable("Random weights can't answer: it takes the pretrained ones.")
-        finding = JUDGES[claim.judge](claim, runs)
-    except NotTestable as reason:
-        return Finding(NOT_TESTABLE, "", str(reason))
-    timed = any(not one.exact for one in finding.effects.values())
-    if timed and any(run.beside for run in own):
-        why = f"Other labs ran beside it. Alone: labutils run {claim.lab} --force"
-        return replace(finding, verdict=INCONCLUSIVE, why=why)
-    scales = sorted({run.scale for run in own} - {"full"})
-    if timed and scales:
-        finding = replace(finding, why=f"{finding.why} At scale {', '.join(scales)}.".strip())
-    return finding
+        last = replace(last, verdict=DIFFERS, here=here, why=f"{len(answers)} hosts.")
+    return replace(last, theirs=theirs)
 
 
 def judge_all(
@@ -142,30 +89,324 @@ def judge_all(
     """Judge the claims of these `ids`: one, several, or None for all. Raises `ValueError` for an id
     that no article has.
     """
-    chosen = [ids] if isinstance(ids, str) else load_claims() if ids is None else ids
-    return [judge(claim_of(id), runs, reference) for id in chosen]
+    chosen = [ids] if isinstance(ids, str) else claims.load_claims() if ids is None else ids
+    return [judge(claims.claim(id), runs, reference) for id in chosen]
+
+
+def _on_host(claim: Claim, runs: Runs) -> Judgement:
+    """What the runs of one host say."""
+    own = [run for tags in claim.runs.values() for run in runs.select(claim.lab, **tags)]
+    part = "gpu" if claim.needs in ("gpu", "any") else "compute_capability"
+    had = {str(run.machine.get(part)) for run in own or runs} - {"None"}
+    try:
+        if claim.needs not in ("any", *had) and (claim.needs != "gpu" or not had):
+            raise NotTestable(
+                "It takes a GPU." if part == "gpu" else f"It takes {part} {claim.needs}."
+            )
+        if claim.weights and any(run.weights != claim.weights for run in own):
+            raise NotTestable("Random weights can't answer: it takes the pretrained ones.")
+        found = JUDGES[claim.judge](claim, runs)
+    except NotTestable as reason:
+        return Judgement(claim, NOT_TESTABLE, "", str(reason))
+    if all(one.exact for one in found.effects.values()):
+        return found
+    if any(run.beside for run in own):
+        why = f"Other labs ran beside it. Alone: labutils run {claim.lab} --force"
+        return replace(found, verdict=INCONCLUSIVE, why=why)
+    scales = ", ".join(sorted({run.scale for run in own} - {"full"}))
+    return replace(found, why=f"{found.why} At scale {scales}.".strip()) if scales else found
+
+
+# ------------------------------------------------------------------------------ runs and numbers
+
+
+def _run(claim: Claim, runs: Runs, role: str = "run", **tags: Any) -> Run:
+    """The run that has this role, with further tags."""
+    wanted = tags | claim.runs[role] if role == "base" else claim.runs[role] | tags
+    found = runs.one(claim.lab, **wanted)
+    if found is None:
+        raise NotTestable(f"There is no run with {named(wanted)}. Type: labutils run {claim.lab}")
+    return found
+
+
+def _effects(claim: Claim, runs: Runs, base: str = "base", changed: str = "changed") -> dict:
+    """Label -> the effect of a pair of runs; of one for each value of the tag that `over` names.
+
+    A base with a value of its own keeps it. Of several pairs those that lack a run or its metric
+    are left out.
+    """
+    over = claim.how.get("over", {})
+    found, refused = {}, NotTestable(f"Type: labutils run {claim.lab}")
+    for tags in [{tag: value} for tag, values in over.items() for value in values] or [{}]:
+        try:
+            pair = _run(claim, runs, base, **tags), _run(claim, runs, changed, **tags)
+            for what in ("scale", "workload", "data"):
+                if getattr(pair[0], what) != getattr(pair[1], what):
+                    raise NotTestable(f"The runs differ in {what}.")
+            again = runs.one(claim.lab, **(pair[0].tags | {"again": True}))
+            found[named(tags)] = effects.effect(*pair, again, claim.how.get("metric", "step_ms"))
+        except NotTestable as reason:
+            refused = reason
+    if not found:
+        raise refused
+    return found
+
+
+def _settle(held: Sequence[bool | None]) -> str:
+    """One that doesn't hold refutes, all that hold confirm; None is one that can't be told."""
+    return REFUTED if False in held else CONFIRMED if held and all(held) else INCONCLUSIVE
+
+
+def _inside(low: float, high: float, least: float, most: float) -> bool | None:
+    """Whether an interval lies in a range: True, False for outside, None across an end."""
+    if least <= low and high <= most:
+        return True
+    return False if high < least or low > most else None
+
+
+def _conclude(claim: Claim, verdict: str, changes: Effects, why: str = "") -> Judgement:
+    """The judgement of some changes. An unsteady machine says nothing about time."""
+    metric = claim.how.get("metric", "step_ms")
+    here = []
+    for label, one in changes.items():
+        text = f"{shown(one.base, metric)} → {shown(one.changed, metric)}, {one.text()}"
+        here.append(f"{label}: {text}" if label else text)
+    if noises := [one.noise for one in changes.values() if one.noise]:
+        low, high = min(low for low, _ in noises), max(high for _, high in noises)
+        why = f"{why} Noise: {100 * (low - 1):+.0f} to {100 * (high - 1):+.0f} %.".strip()
+    if any(one.unsteady and not one.exact for one in changes.values()):
+        verdict, why = INCONCLUSIVE, f"Unsteady machine. {why}"
+    return Judgement(claim, verdict, "; ".join(here), why, changes)
+
+
+def shown(value: float, metric: str = "", digits: int = 4) -> str:
+    """A number as text: counts whole, shares in percent, else with the unit its metric ends with."""
+    if metric.endswith(("share", "utilization", "busy")):
+        return f"{100 * value:.2g} %"
+    unit = "" if metric.endswith("_per_s") else metric.rpartition("_")[2]
+    unit = {"ms": " ms", "s": " s", "gb": " GB"}.get(unit, "")
+    whole = value == round(value) and abs(value) < 1e9 or unit and value >= 1000
+    return (f"{value:,.0f}" if whole else f"{value:,.{3 if unit else digits}g}") + unit
+
+
+# ------------------------------------------------------------------------------------- the judges
+
+
+def compare(claim: Claim, runs: Runs) -> Judgement:
+    """`metric` is `direction` less or more in `changed` than in `base`, or at most `as much`.
+
+    `size: slight` takes less than 10 %, `size: marked` more. With `than_base` and `than_changed`
+    it falls less than between those two; with `trend` the change grows along `over`. With `heavier`
+    and `lighter` two sums of metrics of one run are compared.
+    """
+    how = claim.how
+    if "heavier" in how:
+        run = _run(claim, runs)
+        heavy, light = (sum(metric_of(run, m) for m in how[s]) for s in ("heavier", "lighter"))
+        here = " against ".join(shown(value, how["heavier"][0]) for value in (heavy, light))
+        return Judgement(claim, CONFIRMED if heavy > light else REFUTED, here)
+    changes = _effects(claim, runs)
+    if "than_base" in claim.runs:
+        other = _effects(claim, runs, "than_base", "than_changed")
+        changes = {"this": changes[""], "against": other[""]}
+        return _conclude(claim, _ordered(changes["against"], changes["this"]), changes)
+    if how.get("trend"):
+        first, last = list(changes.values())[0], list(changes.values())[-1]
+        verdict = _ordered(*((first, last) if how["direction"] == "more" else (last, first)))
+        return _conclude(claim, verdict, changes)
+    wanted = {"less": -1, "more": 1, "as much": 0}[how["direction"]]
+    return _conclude(claim, _settle([_moves(e, wanted, how) for e in changes.values()]), changes)
+
+
+def _ordered(lower: Effect, higher: Effect) -> str:
+    """Whether one effect is less than the other by more than both intervals."""
+    return _settle([lower.high < higher.low or (None if lower.low <= higher.high else False)])
+
+
+def _moves(one: Effect, wanted: int, how: Mapping[str, Any]) -> bool | None:
+    """Whether an effect has the wanted direction and size; 0 wants no more than slightly more."""
+    if wanted == 0:
+        return _inside(one.low, one.high, 0, 1 + SLIGHTLY)
+    if one.direction != wanted:
+        return False if one.direction == -wanted or (one.exact and one.value == 1) else None
+    bound, far = 1 + wanted * SLIGHTLY, math.inf if wanted > 0 else 0.0
+    ends = {"slight": (1.0, bound), "marked": (bound, far)}.get(how.get("size", ""), (1.0, far))
+    return _inside(one.low, one.high, min(ends), max(ends))
+
+
+def ratio(claim: Claim, runs: Runs) -> Judgement:
+    """The ratio of `changed` to `base` is the published one, by `form`.
+
+    gain: less `tolerance` as a share of the gain, or anything better. times: within a factor of
+    `tolerance`. percent: `tolerance` more or less in percentage points, with `at_least` open
+    towards a larger effect. steps: a slower start has paid after the published number of steps,
+    within a factor of `tolerance`. With more than two numbers each run of `over` has its own. An
+    effect of the other sign never confirms.
+    """
+    changes = _effects(claim, runs)
+    if claim.how["form"] == "steps":
+        return _break_even(claim, runs, changes[""])
+    held, bands = [], []
+    for place, one in enumerate(changes.values(), start=1):
+        several = len(claim.published) > 2
+        numbers = (claim.published[0], claim.published[place]) if several else claim.published
+        least, most = _band(numbers, claim.how)
+        held.append(_inside(one.low, one.high, least, most))
+        wanted = 1 if least >= 1 else -1 if most <= 1 else 0
+        if held[-1] and wanted and one.direction != wanted:
+            held[-1] = None
+        bands.append(f"{least:.2f} to {most:.2f}")
+    why = f"The article's ratio: {', '.join(dict.fromkeys(bands))}."
+    return _conclude(claim, _settle(held), changes, why)
+
+
+def _band(numbers: Sequence[float], how: Mapping[str, Any]) -> tuple[float, float]:
+    """The ratios, changed over base, that agree with published numbers; see `ratio`."""
+    tolerance, form = how["tolerance"], how["form"]
+    if form == "percent":
+        low, high = numbers[0] - tolerance, numbers[-1] + tolerance
+        if numbers[-1]:
+            low, high = max(low, 0.0), math.inf if how.get("at_least") else high
+        ends = [1 + (1 if how["direction"] == "more" else -1) * x / 100 for x in (low, high)]
+        return max(0.0, min(ends)), max(ends)
+    factor = numbers[1] / numbers[0]
+    if form == "times":
+        return factor / tolerance, factor * tolerance
+    needed = 1 + (max(factor, 1 / factor) - 1) * (1 - tolerance)
+    return (0.0, 1 / needed) if factor < 1 else (needed, math.inf)
+
+
+def _break_even(claim: Claim, runs: Runs, step: Effect) -> Judgement:
+    starts = [metric_of(_run(claim, runs, role), "first_step_s") for role in ("base", "changed")]
+    if step.direction >= 0:
+        verdict = REFUTED if step.direction > 0 else INCONCLUSIVE
+        return _conclude(claim, verdict, {"": step}, "No step is surely saved.")
+    extra = 1e3 * (starts[1] - starts[0])
+    low, steps, high = (extra / (step.base * (1 - x)) for x in (step.low, step.value, step.high))
+    wanted, factor = claim.published[0], claim.how["tolerance"]
+    verdict = _settle([_inside(low, high, wanted / factor, wanted * factor)])
+    found = _conclude(claim, verdict, {"": step}, f"{shown(extra)} ms more at first.")
+    return replace(found, here=f"{steps:,.0f} steps ({low:,.0f} to {high:,.0f})")
+
+
+def in_range(claim: Claim, runs: Runs) -> Judgement:
+    """The sum of `metrics` lies from `min` to `max`; NaN lies nowhere."""
+    run, how = _run(claim, runs), claim.how
+    parts = [effects.interval(run, metric) for metric in how["metrics"]]
+    value, low, high = (sum(part[place] for part in parts) for place in range(3))
+    least, most = how.get("min", -math.inf), how.get("max", math.inf)
+    verdict = _settle([_inside(low, high, least, most)])
+    why = f"The range: {least:g} to {most:g}."
+    return Judgement(claim, verdict, shown(value, how["metrics"][0]), why)
+
+
+def equals(claim: Claim, runs: Runs) -> Judgement:
+    """`metrics` are the published numbers, or `values`, within `tolerance`, a share.
+
+    A metric that the run lacks is NaN where `absent` says so; NaN equals nothing.
+    """
+    run, how = _run(claim, runs), claim.how
+    values = [number(run.metrics.get(metric)) for metric in how["metrics"]]
+    if how.get("absent") != "NaN" or not run.metrics:
+        values = [metric_of(run, metric) for metric in how["metrics"]]
+    values = [math.nan if value is None else value for value in values]
+    wanted, tolerance = how.get("values", claim.published), how.get("tolerance", 0.0)
+    pairs = zip(values, wanted, strict=True)
+    held = [abs(value - want) <= tolerance * abs(want) for value, want in pairs]
+    here = ", ".join("NaN" if math.isnan(value) else shown(value, digits=6) for value in values)
+    return Judgement(claim, _settle(held), here, "Counted, not timed.")
+
+
+def fails(claim: Claim, runs: Runs) -> Judgement:
+    """The run fails with one of `words` in its message; another failure says nothing. A `control`
+    run, without the cause that is blamed, must not fail.
+    """
+    message = _failure(_run(claim, runs))
+    controlled = "control" in claim.runs
+    if message is None:
+        return Judgement(claim, INCONCLUSIVE if controlled else REFUTED, "no failure")
+    first = (message.strip().splitlines() or [""])[0][:160]
+    if not any(word.lower() in message.lower() for word in claim.how.get("words", [""])):
+        return Judgement(claim, INCONCLUSIVE, "fails otherwise", first)
+    if controlled and _failure(_run(claim, runs, "control")) is not None:
+        return Judgement(claim, REFUTED, "fails without the cause too", first)
+    return Judgement(claim, CONFIRMED, "fails only with it" if controlled else "fails", first)
+
+
+def _failure(run: Run) -> str | None:
+    """What a run failed with, None where it succeeded. A provoked failure is in the metrics."""
+    failed = number(run.metrics.get("failed"))
+    if failed is None and run.status.startswith("skipped"):
+        raise NotTestable(f"The run with {named(run.tags)} was not made: {run.status}.")
+    if failed or (failed is None and not run.ok):
+        return str(run.metrics.get("message") or run.status)
+    return None
+
+
+def contains(claim: Claim, runs: Runs) -> Judgement:
+    """The list `metric` has one of `items`, or the text `metric` is one of them."""
+    run, items = _run(claim, runs), claim.how["items"]
+    value = run.metrics.get(claim.how["metric"])
+    found = list(map(str, value)) if isinstance(value, list | tuple) else [value] if value else []
+    if not found:
+        raise NotTestable(f"The run with {named(run.tags)} recorded no {claim.how['metric']}.")
+    here = " .. ".join(dict.fromkeys((str(found[0]), str(found[-1]))))
+    verdict = CONFIRMED if any(item in found for item in items) else REFUTED
+    return Judgement(claim, verdict, here, f"Looked for: {' or '.join(items)}.")
+
+
+def predicts(claim: Claim, runs: Runs) -> Judgement:
+    """The model's numbers, one for each of `readings` of what it assumes, agree with the article.
+
+    They agree from `min` to `max`, with the share `margin` by which the model may be off. Readings
+    that differ, or that the run lacks, leave it to the `assumption`. So does a published number
+    beyond `fastest`, the most that the data sheets allow under the assumption.
+    """
+    run, how = _run(claim, runs), claim.how
+    values = {name: number(run.metrics.get(metric)) for name, metric in how["readings"].items()}
+    known = {name: value for name, value in values.items() if value is not None}
+    if not known:
+        raise NotTestable(f"The run with {named(run.tags)} recorded no prediction of it.")
+    here = [f"{shown(value, how['readings'][name])} {name}" for name, value in known.items()]
+    here = f"predicted: {', '.join(here)}"
+    least, most = how.get("min", -math.inf), how.get("max", math.inf)
+    low, high = 1 - how.get("margin", 0.0), 1 + how.get("margin", 0.0)
+    held = {_inside(low * value, high * value, least, most) for value in known.values()}
+    assumption = how.get("assumption", "")
+    bounds = zip(claim.published, how.get("fastest", ()), strict=False)
+    if beaten := [f"{number:g} against {bound:g}" for number, bound in bounds if number > bound]:
+        why = f"A published number beats our bound ({beaten[0]}). Then it is wrong {assumption}."
+        return Judgement(claim, INCONCLUSIVE, here, why)
+    if len(known) < len(values) or len(held) > 1:
+        return Judgement(claim, INCONCLUSIVE, here, f"It hangs on one assumption: {assumption}.")
+    verdict = {True: AGREES, False: DISAGREES, None: INCONCLUSIVE}[held.pop()]
+    return Judgement(claim, verdict, here, f"Published: {claim.published_text}.")
+
+
+def advice(claim: Claim, runs: Runs) -> Judgement:
+    """Whether advice without a number pays here: `metric` moves in `direction`, or against it."""
+    (one,) = _effects(claim, runs).values()
+    wanted = -1 if claim.how["direction"] == "less" else 1
+    low, high = one.noise or (1.0, 1.0)
+    level = _inside(one.low, one.high, min(low, 1 - STEADY), max(high, 1 + STEADY))
+    verdict = {wanted: PAYS, -wanted: COSTS, 0: NO_DIFFERENCE if level else INCONCLUSIVE}
+    return _conclude(claim, verdict[one.direction], {"": one})
+
+
+JUDGES = {judge.__name__: judge for judge in (compare, ratio, equals, fails, contains, predicts)}
+JUDGES |= {"range": in_range, "advice": advice}
 
 
 def as_markdown(judgements: Iterable[Judgement]) -> str:
-    """A table for a notebook: claim | published | H200 | here | verdict and why.
-
-    Why several claims can't be tested here is said once, below the table.
+    """A table for a notebook: claim | published | H200 | here | verdict and why. What can't be
+    tested here stands below it, by reason.
     """
-    judgements = list(judgements)
-    reasons = Counter(j.why for j in judgements if j.verdict == NOT_TESTABLE)
-    marks = {
-        why: f"({n})"
-        for n, why in enumerate((why for why, count in reasons.items() if count > 1), 1)
-    }
     rows = ["| claim | published | H200 | here | verdict |", "|:--|:--|:--|:--|:--|"]
     for j in judgements:
         h200 = f"{j.reference} ({j.reference_verdict})" if j.reference else "–"
-        why = f" {marks[j.why]}" if j.why in marks else f": {j.why}" if j.why else ""
+        verdict = f"**{j.verdict}**" + f": {j.why}" * bool(j.why)
         note = f" *{j.claim.note}*" if j.claim.note and j.claim.judge else ""
-        cells = (
-            *(f"**{j.claim.id}** {j.claim.statement}", j.published, h200),
-            *(j.here or "–", f"**{j.verdict}**{why}{note}"),
-        )
-        cells = (cell.replace("|", "\\|").replace("\n", " ") for cell in cells)
-        rows.append("| " + " | ".join(cells) + " |")
-    return "\n\n".join(["\n".join(rows), *(f"{mark} {why}" for why, mark in marks.items())])
+        cells = f"**{j.claim.id}** {j.claim.statement}", j.published, h200, j.here or "–"
+        cells = (cell.replace("|", "\\|").replace("\n", " ") for cell in (*cells, verdict + note))
+        rows.append(f"| {' | '.join(cells)} |")
+    return "\n".join(rows)

@@ -1,15 +1,14 @@
-"""The editions of an executed notebook: sanitised both, and the student's without any solution.
+"""The editions of an executed notebook: the instructor's with solutions, the student's without.
 
-What isn't known to be clean is left out: of metadata only the tags and the kernel's name stay, of
-outputs only text, Markdown and pictures. Papermill's traces, widget states, warnings, progress bars
-and the machine's paths thereby go.
+What isn't known to be clean is left out. Of metadata only the tags stay, of outputs only text,
+Markdown and pictures: papermill's traces, widgets, warnings and the machine's paths go.
 """
 
 from __future__ import annotations
 
-import ast
+import base64
+import binascii
 import re
-from collections.abc import Iterator
 
 from nbformat import NotebookNode
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
@@ -17,8 +16,9 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_outp
 STUDENT, INSTRUCTOR = EDITIONS = ("student", "instructor")
 EXECUTED = "executed"
 """What nobody gives out: a lab as it was executed, to be read where it was."""
-INJECTED = "injected-parameters"
-PICTURES = ("image/png", "image/svg+xml", "image/jpeg")
+SIGNATURES = {"image/png": b"\x89PNG\r\n", "image/jpeg": b"\xff\xd8\xff"}
+MOST_LETTERS = 100_000
+"""Of an output; the rest of what a cell printed is left out."""
 
 _COLOURS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 _PACKAGES = re.compile(r"(?:~|/)[^\s`'\"<>|,;()\[\]]*?/(?:site|dist)-packages/")
@@ -27,180 +27,74 @@ _TRACES = re.compile(r"[\w.-]+_\d+\.\d{10,}(?=\.pt\.trace\.json)")
 _PATHS = re.compile(
     r"(?<![\w:/.~…-])(?:~|/(?!(?:dev|proc|sys)/)[\w.+@-]+)(?:/[\w.+@-]+)*/([\w.+@-]+)/?"
 )
-"""An absolute path, or one from a home folder, down to its last name. What all Linux machines share
-is no trace.
-"""
+"""An absolute path, or one from a home folder, down to its last name."""
 
 
 def edition_of(executed: NotebookNode, edition: str) -> NotebookNode:
-    """`executed` as `edition` is to have it; `executed` itself is left as it was."""
-    cells = [cell for cell in executed.cells if INJECTED not in _tags(cell)]
-    secret = _given_away(cells) if edition == STUDENT else set()
-    kept = [
-        _clean(cell, place, outputs=place not in secret)
-        for place, cell in enumerate(cells)
-        if edition != STUDENT or "solution" not in _tags(cell)
-    ]
+    """`executed` as `edition` is to have it. The student's has no solutions, and no outputs from
+    the first solution on: later cells may tell what a solution found."""
+    cells, solved = [], False
+    for place, cell in enumerate(executed.cells):
+        tags = list(cell.metadata.get("tags", []))
+        solved = solved or "solution" in tags
+        if "injected-parameters" in tags or ("solution" in tags and edition == STUDENT):
+            continue
+        shared = {"id": f"cell-{place}", "metadata": {"tags": tags} if tags else {}}
+        if cell.cell_type == "code":
+            outputs = [] if solved and edition == STUDENT else _clean(cell.outputs)
+            cells.append(new_code_cell(cell.source, outputs=outputs, **shared))
+        else:
+            pictures = {
+                name: data
+                for name, data in cell.get("attachments", {}).items()
+                if f"attachment:{name}" in cell.source and _picture(data)
+            }
+            more = {"attachments": pictures} if pictures else {}
+            cells.append(new_markdown_cell(cell.source, **shared, **more))
     kernel = {"name": "python3", "display_name": "Python 3 (ipykernel)", "language": "python"}
-    return new_notebook(
-        cells=kept, metadata={"kernelspec": kernel, "language_info": {"name": "python"}}
-    )
+    return new_notebook(cells=cells, metadata={"kernelspec": kernel})
 
 
 def sanitised(text: str) -> str:
-    """`text` without colour codes and without where things lie on the machine that wrote it."""
+    """`text` without colour codes, and without where things lie on the machine that wrote it."""
+    text = text[:MOST_LETTERS] + "\n…" * (len(text) > MOST_LETTERS)
     text = _TRACES.sub("trace", _PACKAGES.sub("", _COLOURS.sub("", text)))
     return _PATHS.sub(r"…/\1", text)
 
 
-def _tags(cell: NotebookNode) -> list[str]:
-    return cell.metadata.get("tags", [])
+def _clean(outputs: list[NotebookNode]) -> list[NotebookNode]:
+    """What of a cell's outputs is for readers, printed lines that follow one another as one."""
+    shown: list[NotebookNode] = []
+    for output in outputs:
+        if output.output_type == "stream" and output.name == "stdout":
+            text = sanitised(output.text)
+            if shown and shown[-1].output_type == "stream":
+                shown[-1].text += text
+            else:
+                shown.append(new_output("stream", name="stdout", text=text))
+        elif output.output_type == "error":
+            words = sanitised(f"{output.ename}: {output.evalue}\n")
+            shown.append(new_output("stream", name="stdout", text=words))
+        elif "data" in output and not any("widget" in kind for kind in output.data):
+            data = _picture(output.data)
+            for kind in ("text/markdown", "text/plain"):
+                if not data and kind in output.data:
+                    data = {kind: sanitised(output.data[kind])}
+            # The value of the last line is noise after what the cell meant to show.
+            if data and not (
+                shown and output.output_type == "execute_result" and not _picture(data)
+            ):
+                shown.append(new_output("display_data", data=data))
+    return shown
 
 
-def _clean(cell: NotebookNode, place: int, outputs: bool) -> NotebookNode:
-    """The cell with its source and tags, and what of its outputs is for readers."""
-    metadata = {"tags": list(_tags(cell))} if _tags(cell) else {}
-    name = {"id": f"cell-{place}", "metadata": metadata}
-    if cell.cell_type != "code":
-        used = {
-            file: data
-            for file, data in cell.get("attachments", {}).items()
-            if f"attachment:{file}" in cell.source
-        }
-        return new_markdown_cell(cell.source, **name, **({"attachments": used} if used else {}))
-    shown = [clean for output in cell.outputs if outputs and (clean := _output(output)) is not None]
-    if (
-        len(shown) > 1
-        and cell.outputs[-1].output_type == "execute_result"
-        and "text/plain" in shown[-1].data
-    ):
-        shown.pop()  # the value of the last line, after what the cell meant to show
-    return new_code_cell(cell.source, **name, outputs=list(_joined(shown)))
-
-
-def _output(output: NotebookNode) -> NotebookNode | None:
-    """Text, Markdown or a picture; None for what is noise in a handout."""
-    if output.output_type == "stream":
-        return (
-            new_output("stream", name="stdout", text=sanitised(output.text))
-            if output.name == "stdout"
-            else None
-        )
-    if output.output_type == "error":
-        return new_output(
-            "stream", name="stdout", text=sanitised(f"{output.ename}: {output.evalue}\n")
-        )
-    data = output.get("data", {})
-    if any(kind.startswith("application/vnd.jupyter.widget") for kind in data):
-        return None
-    for kind in (*PICTURES, "text/markdown", "text/plain"):
-        if kind in data:
-            told = data[kind] if kind in PICTURES else sanitised(data[kind])
-            return new_output("display_data", data={kind: told})
-    return None
-
-
-def _joined(outputs: list[NotebookNode]) -> Iterator[NotebookNode]:
-    """Printed lines that follow one another as one output: a kernel cuts them where it happened to
-    flush.
-    """
-    for place, output in enumerate(outputs):
-        if output.output_type == "stream" and place and outputs[place - 1].output_type == "stream":
+def _picture(data: dict) -> dict[str, str]:
+    """The picture in an output's data, where it really is one; {} otherwise."""
+    for kind, signature in SIGNATURES.items():
+        try:
+            encoded = "".join(data.get(kind, "").split())
+            if base64.b64decode(encoded, validate=True).startswith(signature):
+                return {kind: encoded}
+        except (binascii.Error, AttributeError):
             continue
-        run = [output.text] if output.output_type == "stream" else []
-        for other in outputs[place + 1 :] if run else ():
-            if other.output_type != "stream":
-                break
-            run.append(other.text)
-        yield new_output("stream", name="stdout", text="".join(run)) if run else output
-
-
-# What solutions give away
-
-
-def _given_away(cells: list[NotebookNode]) -> set[int]:
-    """Places of the cells whose outputs tell a solved answer.
-
-    Those are the later cells that read a name which a solution set, or one which such a cell set in
-    its turn; and all whose outputs repeat a line that a solution was the first to print.
-    """
-    solved: set[str] = set()
-    told: set[str] = set()
-    secret: set[str] = set()
-    found = set()
-    for place, cell in enumerate(cells):
-        lines = set(_lines(cell))
-        if "solution" in _tags(cell):
-            solved |= names_in(cell)[1]
-            secret |= lines - told
-            continue
-        read, written = names_in(cell)
-        if read & solved or lines & secret:
-            found.add(place)
-            solved |= written
-        else:
-            solved -= written
-            told |= lines
-    return found
-
-
-def _lines(cell: NotebookNode) -> list[str]:
-    """What the cell's outputs say, line by line; those without a letter or figure rule a table."""
-    texts = [
-        o.get("text", "") or o.get("data", {}).get("text/markdown", "")
-        for o in cell.get("outputs", [])
-    ]
-    return [line.strip() for text in texts for line in text.splitlines() if re.search(r"\w", line)]
-
-
-def names_in(cell: NotebookNode) -> tuple[set[str], set[str]]:
-    """(names that the cell reads before it sets them, names that it sets): none where it is no
-    plain Python.
-    """
-    try:
-        statements = ast.parse(cell.source).body if cell.cell_type == "code" else []
-    except SyntaxError:  # magics; labs have none
-        statements = []
-    read: set[str] = set()
-    written: set[str] = set()
-    for statement in statements:
-        targets = _targets(statement)
-        read |= _loaded(statement, targets) - written
-        written |= targets
-    return read, written
-
-
-def _loaded(statement: ast.stmt, targets: set[str]) -> set[str]:
-    """Names that the statement takes from the notebook: not the variables of its comprehensions,
-    functions or loops.
-    """
-    names = [node for node in ast.walk(statement) if isinstance(node, ast.Name)]
-    stored = {node.id for node in names if isinstance(node.ctx, ast.Store)}
-    stored |= {node.arg for node in ast.walk(statement) if isinstance(node, ast.arg)}
-    binds_first = isinstance(statement, ast.For | ast.With | ast.FunctionDef | ast.ClassDef)
-    inner = stored if binds_first else stored - targets
-    before = targets if isinstance(statement, ast.AugAssign) else set()
-    return {node.id for node in names if isinstance(node.ctx, ast.Load)} - inner | before
-
-
-def _targets(statement: ast.stmt) -> set[str]:
-    """Names that the statement leaves set in the notebook."""
-    if isinstance(statement, ast.FunctionDef | ast.ClassDef):
-        return {statement.name}
-    inside = (
-        ast.ListComp,
-        ast.SetComp,
-        ast.DictComp,
-        ast.GeneratorExp,
-        ast.Lambda,
-        ast.FunctionDef,
-        ast.ClassDef,
-    )
-    found: set[str] = set()
-    todo: list[ast.AST] = [statement]
-    while todo:
-        node = todo.pop()
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            found.add(node.id)
-        todo += [child for child in ast.iter_child_nodes(node) if not isinstance(child, inside)]
-    return found
+    return {}

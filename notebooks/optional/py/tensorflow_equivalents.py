@@ -52,12 +52,10 @@ import matplotlib.pyplot as plt
 from labutils.course import plots
 from labutils.data import drawings
 from labutils.labs.optional_tensorflow import (
-    TIMES_HEAD,
     growth_run,
     input_runs,
     precision_runs,
     tensorflow,
-    time_rows,
 )
 
 plots.use_style()
@@ -69,6 +67,8 @@ tiny = lab.scale == "tiny"
 # **Question.** How much faster does the policy `mixed_float16` make training three dense layers?
 
 # %%
+columns = {"case": "run", "step_ms": "ms, median"}
+runs: dict = {}
 with lab.attempt("TensorFlow's mixed precision"):
     tf = tensorflow()
     runs = lab.keep(
@@ -77,7 +77,6 @@ with lab.attempt("TensorFlow's mixed precision"):
     fig, ax = plt.subplots()
     plots.steps(ax, runs)
     plt.show()
-lab.on_reference(TIMES_HEAD, time_rows, "tensorflow: float32", "tensorflow: mixed_float16")
 lab.verdict("A4.tensorflow.mixed-precision");
 # %% [markdown]
 # **Takeaway.** As in PyTorch, 16 bits help where the GPU has tensor cores and the products are large enough to keep it busy.
@@ -96,9 +95,7 @@ with lab.attempt("TensorFlow's input pipeline"):
     fig, ax = plt.subplots()
     plots.steps(ax, runs)
     plt.show()
-lab.on_reference(
-    TIMES_HEAD, time_rows, "tensorflow: *input", "tensorflow: parallel*", "tensorflow: cached"
-)
+lab.runs_table(runs.values(), columns, experiment="tensorflow")
 lab.verdict("A4.tensorflow.parallel-map", "A4.tensorflow.cache");
 # %% [markdown]
 # `AUTOTUNE` chooses the number of threads and the length of the queue while the pipeline runs.
@@ -113,6 +110,7 @@ lab.verdict("A4.tensorflow.parallel-map", "A4.tensorflow.cache");
 with lab.attempt("TensorFlow's memory growth"):
     tensorflow()
     run = growth_run()
+    run.tags = {"experiment": "tensorflow", "case": "memory growth"}
     lab.keep({"tensorflow: memory growth": run})
     lab.table(
         ("GB taken", "by default", "with memory growth"),

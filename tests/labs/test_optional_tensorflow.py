@@ -5,7 +5,6 @@ is no TensorFlow.
 from __future__ import annotations
 
 import importlib.util
-import types
 from pathlib import Path
 
 import jupytext
@@ -52,25 +51,4 @@ def test_without_tensorflow_it_says_so_and_goes_on(tmp_path):
 
 
 def test_epochs_are_timed_from_the_second_on():
-    taken: list[int] = []
-
-    class Pipeline:
-        def __iter__(self):
-            taken.append(1)
-            return iter(range(4))
-
-    run = optional_tensorflow._epochs(Pipeline(), epochs=2)
-    assert len(taken) == 3 and len(run.samples["step_ms"]) == 8 and run.metrics["step_ms"]["n"] == 8
-
-
-def test_the_policy_is_put_back_after_a_failure():
-    policies: list[str] = []
-    keras = types.SimpleNamespace(
-        mixed_precision=types.SimpleNamespace(set_global_policy=policies.append),
-        layers=types.SimpleNamespace(
-            Dense=lambda *args, **kwargs: (_ for _ in ()).throw(MemoryError("no"))
-        ),
-    )
-    with pytest.raises(MemoryError):
-        optional_tensorflow.precision_runs(types.SimpleNamespace(keras=keras), 8, 2, 1)
-    assert policies == ["float32", "float32"]
+    assert len(optional_tensorflow.epoch_ms(range(4), epochs=2)) == 8

@@ -18,7 +18,6 @@ from labutils.data.texts import (
     expected_longest,
     from_hub,
     token_lengths,
-    written,
 )
 from labutils.data.tokenizers import CHAT_FORMS, chat_tokenizer
 
@@ -68,15 +67,6 @@ def test_examples_have_these_lengths(tokenizer, kind):
     assert len({tuple(ids.tolist()) for ids, _ in made}) == 12
 
 
-@settings(deadline=None, max_examples=20)
-@given(st.sampled_from([SHORT, LONG]), st.integers(0, 10**6))
-def test_texts_are_long_enough_and_their_own(kind, index):
-    text = written(kind, index, 500)
-    assert text == written(kind, index, 500)
-    assert len(text.prompt if kind is LONG else text.answer) >= 500
-    assert text != written(kind, index + 1, 500)
-
-
 def test_a_whole_conversation_is_the_templates(tokenizer):
     """Put together from parts, the ids are those of the whole text."""
     text = Text("浅間駅について説明してください。", "It was opened in 1923.")
@@ -114,19 +104,6 @@ def test_nothing_written_is_the_filling(tokenizer):
     ids, _ = Chat(tokenizer).generated(LONG, 1)[0]
     assert tokenizer.pad_token_id not in ids
     assert ids.max() < 1024
-
-
-def test_a_dataset_that_cannot_be_had_is_said(tmp_path, monkeypatch):
-    import datasets
-
-    def unreachable(*_, **__):
-        raise OSError("no route to host")
-
-    monkeypatch.setattr(datasets, "load_dataset", unreachable)
-    with pytest.raises(
-        ConnectionError, match=r'fujiki/japanese_alpaca_data .* Use data="generated"'
-    ):
-        from_hub(SHORT, 4, tmp_path)
 
 
 def test_real_rows_become_texts(tmp_path, monkeypatch):

@@ -1,0 +1,336 @@
+"""The data path: drawn files, the public script's transforms, the tokenizer, and the loader."""
+
+import errno
+import hashlib
+import json
+import os
+import pickle
+import statistics
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from transformers import CLIPTokenizer
+
+from labutils.data import files, images
+from labutils.data.drawings import MEAN_BYTES, caption, draw_images, drawing
+from labutils.data.images import captioned_images, collate, image_text_dataset
+from labutils.data.leaves import VARIED, draw_leaves, leaf, leaf_images, leaf_size
+from labutils.data.loader import EPOCH, EpochOrder, make_loader
+from labutils.data.texts import LONG, SHORT, token_lengths, written
+from labutils.data.tokenizers import clip_tokenizer
+from labutils.recipe import STOCK
+
+FILES = 6
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("cache")
+    captioned_images(folder, FILES)
+    leaf_images(folder, FILES)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def examples(cache):
+    return image_text_dataset(captioned_images(cache, FILES), clip_tokenizer(), resolution=64)
+
+
+def digest(value):
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
+
+
+def test_a_seed_gives_what_it_always_gave():
+    """Recorded losses and batches rest on these."""
+    texts = [vars(written(k, i, 400, s)) for k in (SHORT, LONG) for i in range(40) for s in (0, 2)]
+    lengths = [token_lengths(k, n) for k in (SHORT, LONG) for n in (7, 64, 1000)]
+    order = EpochOrder(20, 53, seed=3)
+    order.go_to(2, 5)
+    captions = [caption(i, seed) for i in range(60) for seed in (0, 3)]
+    assert digest(captions) == "945f7b2e97e5c616"
+    assert digest(texts) == "631fb150c602e4c8"
+    assert digest(lengths) == "c218816a9990cf4b"
+    assert digest(list(order)) == "4f60bfa1598b6276"
+
+
+# The drawn files
+
+
+@pytest.mark.parametrize(
+    ("kind", "mean", "side"), [("images", MEAN_BYTES, 1080), ("leaves", 139_000, 500)]
+)
+def test_files_have_the_size_of_the_real_ones(cache, kind, mean, side):
+    paths = [path for path in (cache / kind).rglob("0*.*") if path.suffix in (".png", ".jpg")]
+    sizes = [path.stat().st_size for path in paths]
+    assert len(sizes) == FILES
+    assert statistics.mean(sizes) == pytest.approx(mean, rel=0.15)
+    for path in paths:
+        with Image.open(path) as image:
+            assert (image.size, image.mode) == ((side, side), "RGB")
+
+
+def test_a_drawing_depends_on_seed_and_index_alone(cache):
+    same = lambda a, b: np.array_equal(np.asarray(a), np.asarray(b))
+    with Image.open(next((cache / "images").rglob("00003.png"))) as stored:
+        assert same(stored, drawing(3))
+    for draw in (drawing, leaf):
+        assert not same(draw(3), draw(4)) and not same(draw(3), draw(3, seed=1))
+    assert leaf(3, VARIED).size == leaf_size(3, VARIED) != (500, 500)
+
+
+def test_colours_are_those_of_beans():
+    """Mean and deviation of the channels, as AgML publishes them for the dataset."""
+    pixels = np.concatenate([np.asarray(leaf(index)).reshape(-1, 3) / 255 for index in range(8)])
+    assert np.allclose(pixels.mean(0), [0.485, 0.519, 0.311], atol=0.06)
+    assert np.allclose(pixels.std(0), [0.182, 0.199, 0.169], atol=0.08)
+
+
+def test_the_folder_is_one_that_datasets_knows(cache):
+    captioned_images(cache, 3)  # fewer files later do not shorten the folder's list
+    (folder,) = (cache / "images").iterdir()
+    rows = datasets.load_dataset(
+        "imagefolder", data_dir=str(folder), split="train", cache_dir=str(cache / "hub")
+    )
+    assert rows["text"] == [caption(index) for index in range(FILES)]
+
+
+def test_columns_and_sizes(cache):
+    rows = leaf_images(cache, 4, sizes=VARIED)
+    assert rows.column_names == ["image", "labels"]
+    assert images.image_sizes(rows) == [leaf_size(index, VARIED)[::-1] for index in range(4)]
+
+
+def test_what_is_asked_wrongly_is_said(tmp_path):
+    for ask in (captioned_images, leaf_images):
+        with pytest.raises(ValueError, match="'generated'.*'hub'"):
+            ask(tmp_path, 4, data="local")
+        with pytest.raises(ValueError, match="at least 1"):
+            ask(tmp_path, 0)
+    with pytest.raises(ValueError, match="one size only"):
+        leaf_images(tmp_path, 1, data="hub", sizes=VARIED)
+
+
+def test_the_hub_out_of_reach_is_said_with_a_cure(tmp_path, monkeypatch):
+    def unreachable(*_, **__):
+        raise OSError("Couldn't reach the Hub")
+
+    monkeypatch.setattr(datasets, "load_dataset", unreachable)
+    monkeypatch.setattr(CLIPTokenizer, "from_pretrained", unreachable)
+    with pytest.raises(ConnectionError, match=r"-p data .*hf download --repo-type dataset"):
+        captioned_images(tmp_path, 4, data="hub")
+    with pytest.raises(ConnectionError, match=r"-p weights .*hf download --repo-type model"):
+        clip_tokenizer("hub", tmp_path)
+
+
+# The cache
+
+cut, emptied = (lambda content: content[:-1000]), (lambda content: b"")
+flipped = lambda content: content[:5000] + bytes([content[5000] ^ 1]) + content[5001:]
+
+
+@pytest.mark.parametrize("damage", [cut, emptied, flipped])
+def test_a_damaged_file_is_drawn_again_and_no_other(tmp_path, damage):
+    paths = draw_leaves(tmp_path, 3, "beans")
+    whole, times = paths[1].read_bytes(), [path.stat().st_mtime_ns for path in paths]
+    paths[1].write_bytes(damage(whole))
+    draw_leaves(tmp_path, 3, "beans")
+    assert paths[1].read_bytes() == whole
+    assert [path.stat().st_mtime_ns == t for path, t in zip(paths, times, strict=True)][::2] == [
+        *(True, True)
+    ]
+    paths[1].write_bytes(b"something else")
+    (tmp_path / files.MANIFEST).write_bytes(b"[1]")
+    draw_leaves(tmp_path, 3, "beans")
+    assert paths[1].read_bytes() == whole
+
+
+def test_an_interrupted_drawing_leaves_no_half_file_and_goes_on(tmp_path):
+    def broken(index):
+        if index == 2:
+            raise KeyboardInterrupt
+        return b"whole"
+
+    with pytest.raises(KeyboardInterrupt):
+        files.drawn_files(tmp_path, "Files", ".x", 4, broken)
+    assert not (tmp_path / files.MANIFEST).exists() and not (tmp_path / "00002.x").exists()
+    paths = files.drawn_files(tmp_path, "Files", ".x", 4, lambda index: b"whole")
+    assert [path.read_bytes() for path in paths] == [b"whole"] * 4
+
+
+def test_threads_and_leftovers(tmp_path):
+    old, young = tmp_path / ".00000.jpg.1-1.part", tmp_path / ".00001.jpg.1-1.part"
+    for part in (old, young):
+        part.write_bytes(b"half")
+    os.utime(old, (0, 0))
+    with ThreadPoolExecutor(4) as pool:
+        drawn = list(pool.map(lambda _: draw_leaves(tmp_path, 3, "beans"), range(4)))
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left == {*(path.name for path in drawn[0]), files.MANIFEST, young.name}
+
+
+def test_a_cache_without_room_says_what_to_type_and_leaves_no_part(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError, match="Not a directory.*export LABUTILS_CACHE"):
+        draw_images(tmp_path / "file" / "cache", 1)
+    room = Path.write_bytes
+
+    def full(path, content):
+        room(path, content[:9])  # the first bytes still go to the disk
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "write_bytes", full)
+        with pytest.raises(OSError, match="No space left on device.*export LABUTILS_CACHE"):
+            draw_images(tmp_path / "cache", 1)
+    assert not list((tmp_path / "cache").iterdir())
+
+
+def test_a_cache_that_may_only_be_read_serves_what_it_has(cache, monkeypatch):
+    def forbidden(*_):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(files.os, "replace", forbidden)
+    monkeypatch.setattr(Path, "write_bytes", forbidden)
+    leaf_images(cache, FILES)
+    captioned_images(cache, FILES)
+    with pytest.raises(OSError, match="Permission denied"):
+        leaf_images(cache, FILES + 1)
+
+
+# The transforms
+
+
+def noise(width, height, mode="RGB"):
+    pixels = np.random.default_rng(0).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    return Image.fromarray(pixels).convert(mode)
+
+
+def test_transforms_against_numpy():
+    image = noise(90, 90)
+    expected = np.asarray(image.resize((48, 48), Image.Resampling.LANCZOS)).astype(np.float32) / 255
+    expected = ((expected - np.float32(0.5)) / np.float32(0.5)).transpose(2, 0, 1)
+    pixels = images.Preprocess(clip_tokenizer(), 48).pixels(image)
+    assert pixels.dtype == torch.float32 and pixels.is_contiguous()
+    assert np.array_equal(pixels.numpy(), expected)
+
+
+@pytest.mark.parametrize(
+    ("size", "mode"), [((108, 108), "RGB"), ((120, 80), "L"), ((80, 121), "RGBA")]
+)
+def test_transforms_are_torchvisions_bit_by_bit(size, mode):
+    transforms = pytest.importorskip("torchvision.transforms", exc_type=(ImportError, RuntimeError))
+    theirs = transforms.Compose(
+        [
+            transforms.Resize(64, interpolation=transforms.InterpolationMode.LANCZOS),
+            transforms.RandomCrop(64),
+            transforms.ToTensor(),
+            transforms.Normalize([0.5], [0.5]),
+        ]
+    )
+    image = noise(*size, mode).convert("RGB")
+    torch.manual_seed(1)
+    expected, after = theirs(image), torch.get_rng_state()
+    torch.manual_seed(1)
+    assert torch.equal(images.Preprocess(clip_tokenizer(), 64).pixels(image), expected)
+    assert torch.equal(torch.get_rng_state(), after)
+
+
+def test_cropping_takes_every_window_and_a_square_draws_no_random_number():
+    image = noise(50, 48)
+    whole, state = np.asarray(image), torch.get_rng_state()
+    assert images.random_crop(noise(48, 48), 48).size == (48, 48)
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.manual_seed(0)
+    windows = [np.asarray(images.random_crop(image, 48)) for _ in range(40)]
+    is_at = lambda window, left: np.array_equal(window, whole[:, left : left + 48])
+    assert all(any(is_at(window, left) for window in windows) for left in range(3))
+
+
+def test_images_with_several_crops_are_named_by_their_size(tmp_path):
+    """At resolution 64, 1080x1085 pixels become 64x64: only what is cropped at random counts."""
+    paths = []
+    for index, size in enumerate([(80, 80), (1080, 1085), (64, 64), (80, 96), (90, 64)]):
+        paths.append(str(tmp_path / f"{index}.png"))
+        Image.new("RGB", size).save(paths[-1])
+    rows = datasets.Dataset.from_dict({"image": paths, "text": ["x"] * 5})
+    rows = rows.cast_column("image", datasets.Image())
+    images.check_one_crop(rows.select(range(3)), 64)
+    with pytest.raises(ValueError, match="2 of the 5 .*80x96"):
+        images.check_one_crop(rows, 64)
+
+
+def test_a_row_and_a_batch(examples):
+    row = examples[0]
+    assert row["pixel_values"].shape == (3, 64, 64)
+    assert -1 <= row["pixel_values"].min() <= row["pixel_values"].max() <= 1
+    assert row["input_ids"].shape == (77,) and row["input_ids"].dtype == torch.int64
+    batch = collate([row, examples[1]])
+    assert batch["pixel_values"].shape == (2, 3, 64, 64) and batch["input_ids"].shape == (2, 77)
+    assert torch.equal(batch["pixel_values"][0], row["pixel_values"])
+    copy = pickle.loads(pickle.dumps(examples))  # as a worker gets it
+    assert torch.equal(copy[1]["input_ids"], examples[1]["input_ids"])
+
+
+def test_the_tokenizer_is_clips_in_all_but_its_words():
+    tokenizer = clip_tokenizer()
+    special = tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id
+    assert isinstance(tokenizer, CLIPTokenizer) and len(tokenizer) == 49408
+    assert (*special, tokenizer.model_max_length) == (49406, 49407, 49407, 77)
+    assert tokenizer.tokenize("A man with red hair") == [
+        "a</w>",
+        "man</w>",
+        "with</w>",
+        "red</w>",
+        "hair</w>",
+    ]
+    for text in ("zebras graze", "una niña", "忍者 🦊!", "x" * 50):
+        ids = tokenizer(text).input_ids
+        assert (ids[0], ids[-1]) == (49406, 49407) and max(ids[1:-1]) < 49406
+    ids = images.Preprocess(tokenizer, 64).token_ids(["a man", "a man with red hair " * 40])
+    assert ids.shape == (2, 77) and (ids[0, 3:] == 49407).all()
+    assert ids[1, 76] == 49407 and (ids[1, 1:76] != 49407).all()
+
+
+# The loader
+
+
+def test_order_depends_on_seed_and_epoch_alone():
+    order = EpochOrder(20, seed=3)
+    first = list(order)
+    assert sorted(first) == list(range(20)) and first == list(order)
+    order.go_to(1)
+    second = list(order)
+    assert sorted(second) == list(range(20)) and second != first
+    order.go_to(1, start=15)
+    assert list(order) == second[15:] and len(order) == 5
+    assert list(EpochOrder(20, seed=4)) != first
+    longer = list(EpochOrder(5, length=13))
+    assert sorted(longer[:5]) == sorted(longer[5:10]) == list(range(5)) != longer[5:10]
+    with pytest.raises(ValueError, match="0 to 4"):
+        EpochOrder(5).go_to(0, start=5)
+
+
+def test_loader_takes_the_recipes_knobs(examples):
+    recipe = STOCK.but(num_workers=3, persistent_workers=True, prefetch_factor=4, micro_batch=2)
+    loader = make_loader(examples, recipe)
+    assert (loader.num_workers, loader.persistent_workers, loader.prefetch_factor) == (3, True, 4)
+    assert (loader.batch_size, loader.drop_last, len(loader)) == (2, True, EPOCH // 2)
+
+
+def test_workers_bring_the_same_batches_and_leave_training_noise_alone(examples):
+    def batches(workers):
+        loader = make_loader(examples, STOCK.but(num_workers=workers), epoch_length=1)
+        loader.sampler.go_to(2, start=3)
+        return list(loader)
+
+    state = torch.get_rng_state()
+    alone, together = batches(0), batches(2)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert len(alone) == len(together) == FILES - 3
+    for one, other in zip(alone, together, strict=True):
+        assert all(torch.equal(one[name], other[name]) for name in one)

@@ -1,0 +1,308 @@
+"""Lab 06 on tiny models: each experiment changes what it says, and counts what is there."""
+
+from __future__ import annotations
+
+import math
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from recipes_at_work import one_thread
+
+from labutils.labs import lab06_anyres
+from labutils.labs.lab06_advisor import (
+    PUBLISHED,
+    Option,
+    advise,
+    break_even,
+    chart,
+    envelope,
+    guide,
+    options_from,
+    published,
+)
+from labutils.labs.ladders import A2_BASE, distinct_on, rung_rows
+from labutils.results.records import Run, Runs
+from labutils.training import Trainer
+from labutils.workloads import open_workload
+
+QUICK = A2_BASE.but(layers="rewritten", learning_rate=3e-3, micro_batch=2)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def single_thread():
+    with one_thread():
+        yield
+
+
+@pytest.fixture(scope="module")
+def uniform():
+    return open_workload("llava-lora", scale="tiny", device="cpu")
+
+
+@pytest.fixture(scope="module")
+def varied():
+    return open_workload("llava-lora-varied", scale="tiny", device="cpu")
+
+
+# The article's table
+
+
+def test_every_method_of_the_articles_table_is_a_recipe_of_its_own():
+    recipes = {name: lab06_anyres.method(name, 4) for name in PUBLISHED}
+    assert len(set(recipes.values())) == len(recipes)
+    fixed = recipes["fixed-fp8-te"]
+    assert (fixed.shapes, fixed.compile, fixed.base_linear) == ("fixed", "default", "fp8-te")
+    assert recipes["qlora"].base_linear == "nf4"
+
+
+def test_transformer_engines_checkpointing_is_not_compiled_whole(uniform):
+    """The compiler would pass by all blocks, and the run would be on record as compiled."""
+    run = lab06_anyres.cell(uniform, "compile-whole-fp8-te", 1)
+    assert run.status.startswith("skipped: Transformer Engine")
+
+
+def test_cells_have_tags_and_stand_against_bf16(uniform):
+    cells = [lab06_anyres.cell(uniform, name, 1) for name in ("bf16", "qlora", "fp8-frozen")]
+    cells.append(lab06_anyres.cell(uniform, "nf4", 2, steps=0))
+    assert all(run.ok for run in cells)
+    assert [run.metrics["bf16_weights_held"] for run in cells] == [1, 0, 0, 0]
+    assert cells[1].tags == {"experiment": "methods", "method": "qlora", "batch": 1}
+    table = lab06_anyres.cell_table(cells)
+    changes = table["against bf16, %"]
+    assert math.isnan(changes[0]) and not math.isnan(changes[1])
+    assert table[["step, ms", "has paid after, steps"]].loc[3].isna().all()
+
+
+def cell(method: str, first_step_s: float, step_s: float, batch: int = 1, **more) -> Run:
+    metrics = {"first_step_s": first_step_s, "step_ms": 1e3 * step_s} | more
+    tags = {"experiment": "methods", "method": method, "batch": batch}
+    recipe = lab06_anyres.method(method, batch).as_dict()
+    return Run("06", f"{method} b{batch}", tags=tags, recipe=recipe, metrics=metrics)
+
+
+def test_break_even_counts_are_against_the_same_batch_and_hour():
+    bf16, again = cell("bf16", 1.0, 1.0), cell("bf16", 1.0, 2.0)
+    again.tags["again"] = True
+    compiled, whole = cell("compile", 51.0, 0.5), cell("compile-whole", 151.0, 0.5)
+    qlora, other = cell("qlora", 1.0, 1.2), cell("compile", 5.0, 0.5, batch=4)
+    runs = [bf16, again, compiled, whole, qlora, other]
+    assert lab06_anyres.paid_after(runs, compiled) == pytest.approx(100)
+    assert lab06_anyres.paid_after(runs, whole) == pytest.approx(100)  # against the second BF16
+    assert lab06_anyres.paid_after(runs, qlora) == math.inf
+    assert lab06_anyres.longer_by(runs, qlora) == pytest.approx(20)
+    assert lab06_anyres.longer_by(runs, other) is None
+
+
+# Altered models, other batches
+
+
+def test_layers_that_are_kept_stay_as_they_were(uniform):
+    model = uniform.build(QUICK)
+    lab06_anyres.fp8_but("o_proj")(model)
+    kinds = {
+        name.rpartition(".")[2]: type(module.base_layer).__name__
+        for name, module in model.named_modules()
+        if hasattr(module, "base_layer")
+    }
+    assert kinds.pop("o_proj") == "Linear" and set(kinds.values()) == {"FrozenFP8Linear"}
+
+
+def test_preparing_for_kbit_widens_its_own_copy_alone():
+    shared = torch.nn.Linear(4, 4, dtype=torch.bfloat16).requires_grad_(False)
+    model, weight = torch.nn.Sequential(shared), shared.weight
+    lab06_anyres.prepared_for_kbit(model)
+    assert model[0].weight.dtype == torch.float32 and weight.dtype == torch.bfloat16
+    assert torch.equal(model[0].weight, weight.float())
+
+
+def test_token_counts_are_those_of_the_processors_formula():
+    counts = lab06_anyres.token_counts()
+    assert counts["tokens_500x500"] == 24 * 24 + 48 * 49  # 2 x 2 tiles, a newline after each row
+    assert counts["tokens_336x336"] == 24 * 24 + 24 * 25  # 1 x 2 tiles, half of them padding
+    assert counts["tiles_336x336"] == counts["tiles_low_resolution"] == 3
+    assert counts["tiles_500x500"] == counts["tiles_354x707"] == 5
+    assert counts["vision_share"] == pytest.approx(0.02, abs=0.005)
+
+
+def test_replays_share_tokens_or_shapes_as_their_names_say(varied):
+    recipe = QUICK.but(micro_batch=1, cache="features")
+    runs, recipes = lab06_anyres.replays(varied, recipe, 3), lab06_anyres.replay_recipes(recipe)
+    for name, run in runs.items():
+        assert run.recipe == recipes[name].fitted_to("cpu").as_dict()
+        assert len(run.samples["ms_per_1k_tokens"]) == 3
+    tokens = {name: run.metrics["tokens"] for name, run in runs.items()}
+    assert tokens["same-tokens varying"] == tokens["same-tokens any length"]
+    assert tokens["static fewer-tokens"] < tokens["same-tokens static"]
+
+
+# The compiler
+
+
+def test_varied_images_recompile_and_uniform_ones_settle(uniform, varied):
+    blocks = QUICK.but(micro_batch=1, compile_scope="blocks")
+    settled = lab06_anyres.recompilations(uniform, blocks, 4).metrics()
+    assert settled["further_image_token_counts"] == settled["recompilations_after_2_steps"] == 0
+    exact = lab06_anyres.recompilations(varied, blocks, 4, dynamic=False)
+    free = lab06_anyres.recompilations(varied, blocks, 4, dynamic=True)
+    assert sum(free.by_step[1:]) == 0 < sum(exact.by_step[1:])
+    assert any("size mismatch" in reason for reason in exact.reasons)
+    table = lab06_anyres.guard_table({"exact": exact, "free": free})
+    assert "something else" not in set(table["guards that failed"])
+    assert table["exact"].sum() == sum(exact.reasons.values())
+
+
+def test_more_versions_than_the_compiler_allows_are_noted_not_raised(varied):
+    """A trainer compiled before must not make this count stricter."""
+    compiled = QUICK.but(compile="default", compile_scope="blocks", dynamic="any")
+    blocks = QUICK.but(micro_batch=1, compile_scope="blocks")
+    with Trainer(varied, compiled), mock.patch.object(torch._dynamo.config, "recompile_limit", 2):
+        assert lab06_anyres.recompilations(varied, blocks, 5, dynamic=False).given_up
+
+
+# The ladder
+
+
+def test_the_ladder_of_a_cpu_compiles_nothing():
+    ladder, recipes = lab06_anyres.ladder_for("cpu")
+    assert {recipe.compile for recipe in recipes.values()} == {"off"}
+    rows = {row[0]: row for row in rung_rows(ladder, distinct_on("cpu", recipes))}
+    assert rows["bf16"][4] is None and rows["blocks compiled"][4] == "no different on a CPU"
+
+
+def rung(name: str, cost: float, base_linear: str = "published") -> Run:
+    metrics = {"ms_per_1k_useful_tokens": cost, "tflops": 500.0, "useful_tokens": 0.8}
+    return Run("06", name, recipe={"base_linear": base_linear}, metrics=metrics)
+
+
+def test_what_the_ladder_reaches(varied):
+    climbed = {"bf16": rung("bf16", 90), "top": rung("top", 30)}
+    climbed["fp8"] = rung("fp8", 31, "fp8-frozen")
+    cells = [cell("bf16", 1, 1, weights_gb=14, peak_allocated_gb=20)]
+    cells.append(cell("fp8-frozen", 1, 1, weights_gb=7, peak_allocated_gb=13))
+    assert lab06_anyres.best_rung(climbed) == "top"
+    metrics = lab06_anyres.reached(varied, QUICK, climbed, cells, rate=800)
+    assert metrics["useful_speedup"] == pytest.approx(3)
+    assert metrics["mfu_fp8"] == metrics["mfu_bf16"] == pytest.approx(0.5)
+    assert (metrics["weights_share"], metrics["memory_share"]) == pytest.approx((0.5, 0.65))
+    assert set(metrics) == set(lab06_anyres.GOALS)
+    for run in climbed.values():
+        run.status = "oom"
+    with pytest.raises(ValueError, match="No rung"):
+        lab06_anyres.best_rung(climbed)
+
+
+# Seeds
+
+
+def test_losses_by_seed(uniform):
+    recipes = {"bf16": QUICK, "again": QUICK, "fp8-mixed": QUICK}
+    recipes["broken"] = QUICK.but(adapter="folded")
+    changes = {"fp8-mixed": lab06_anyres.fp8_but("o_proj")}
+    runs = lab06_anyres.losses_over_seeds(uniform, recipes, seeds=2, steps=4, changes=changes)
+    by_method = {run.tags["method"]: run for run in runs.values()}
+    base = by_method["bf16"].samples
+    assert by_method["again"].samples["final_loss"] == base["final_loss"]
+    assert len(set(base["start_loss"])) == 1, "adapters add nothing at first"
+    assert len(set(base["final_loss"])) == 2, "each seed has its adapters and examples"
+    assert max(base["final_loss"]) < min(base["start_loss"])
+    assert by_method["fp8-mixed"].samples["final_loss"] != base["final_loss"]
+    assert by_method["broken"].status.startswith("error: ValueError")
+    table = lab06_anyres.loss_table(run for run in runs.values())
+    assert list(table["method"]) == ["bf16", "again", "fp8-mixed"]
+
+
+# The advisor
+
+EAGER = Option("bf16", 1.0, 1.0, 20.0, 0.0)
+COMPILED = Option("compile", 101.0, 0.5, 22.0, 0.0)
+OPTIONS = [EAGER, COMPILED, Option("qlora", 1.5, 1.3, 8.0, -0.02)]
+OPTIONS.append(Option("fp8-te", 1.2, 0.9, 20.0, 0.14))
+made_up = st.builds(
+    Option,
+    method=st.sampled_from(["a", "b", "c", "d", "e"]),
+    first_step_s=st.floats(0.01, 200),
+    step_s=st.floats(0.01, 5),
+    memory_gb=st.floats(1, 100),
+    loss_change=st.none() | st.floats(-0.2, 0.3),
+)
+several = st.lists(made_up, min_size=1, max_size=6, unique_by=lambda option: option.method)
+
+
+@pytest.mark.parametrize(
+    ("vram_gb", "steps", "tolerance", "winner"),
+    [(96, 10, None, "fp8-te"), (96, 10, 0.05, "bf16"), (96, 10_000, None, "compile")]
+    + [(21, 10_000, None, "fp8-te"), (10, 10_000, 0.05, "qlora")],
+)
+def test_the_winner(vram_gb, steps, tolerance, winner):
+    advice = advise(OPTIONS, vram_gb, steps, tolerance)
+    assert advice.winner.method == winner and f"**{winner}**" in advice.as_markdown()
+
+
+def test_break_even():
+    assert break_even(EAGER, COMPILED) == 200
+    assert EAGER.total_s(200) == COMPILED.total_s(200) == 201
+    assert break_even(COMPILED, EAGER) is break_even(EAGER, EAGER) is None
+
+
+@given(several, st.floats(1, 120), st.floats(1, 1e5))
+def test_envelope_chart_and_advice_name_who_ends_first(options, vram_gb, steps):
+    reaches = envelope(options)
+    (reach,) = [reach for reach in reaches if reach.start <= steps < reach.until]
+    least = min(option.total_s(steps) for option in options)
+    assert reach.option.total_s(steps) == pytest.approx(least, rel=1e-9)
+    allowed = [option for option in options if option.memory_gb <= vram_gb]
+    if not allowed:
+        with pytest.raises(ValueError, match="fits"):
+            advise(options, vram_gb, steps)
+        return
+    best = min(option.total_s(steps) for option in allowed)
+    assert advise(options, vram_gb, steps).winner.total_s(steps) == best
+    (field,) = [reaches for low, high, reaches in chart(options) if low <= vram_gb < high]
+    (reach,) = [reach for reach in field if reach.start <= steps < reach.until]
+    assert reach.option.total_s(steps) == pytest.approx(best)
+
+
+def test_options_come_from_the_tables_cells():
+    gb = {"peak_allocated_gb": 20.0}
+    runs = [cell("bf16", 1.0, 1.0, **gb), cell("compile", 101, 0.5, **gb)]
+    runs += [cell("fp8-te", 1.2, 0.9, **gb), cell("compile-fp8-te", 50, 0.8, **gb)]
+    runs += [cell("fixed", 9, 0.4, **gb), cell("bf16", 5.0, 4.0, batch=4, **gb)]
+    for method, losses in (("bf16", [1.0, 2.0, 4.0]), ("fp8-te", [1.1, 2.2, 2.0])):
+        tags = {"experiment": "loss", "method": method}
+        runs.append(Run("06", f"loss {method}", tags=tags, samples={"final_loss": losses}))
+    options = {option.method: option for option in options_from(Runs(runs), 1)}
+    changes = {name: option.loss_change for name, option in options.items()}
+    assert changes["fp8-te"] == changes["compile-fp8-te"] == pytest.approx(0.1)
+    assert changes["compile"] == 0 and changes["fixed"] is None
+    assert options["fp8-te"].step_s == pytest.approx(0.9)
+    with pytest.raises(ValueError, match="1, 4"):
+        options_from(Runs(runs), 2)
+
+
+def test_the_guide_asked_of_the_articles_table_answers_as_published():
+    answers = {"short_of_memory": "qlora", "few_steps": "fp8-te", "many_steps": "fixed"}
+    assert guide(published()) == answers | {"between": "fixed-fp8-te"}
+    assert guide([EAGER, Option("new", 0.1, 0.1, 1)]) == {}
+
+
+def test_the_guides_bounds_do_not_follow_from_its_table():
+    """135 and 220 are each method's break-even with BF16; what counts is where neighbours cross."""
+    reaches = envelope(published())
+    assert [reach.option.method for reach in reaches] == ["fp8-te", "fixed-fp8-te", "fixed"]
+    assert [reach.until for reach in reaches[:2]] == pytest.approx([149, 767], abs=1)
+    table = {option.method: option for option in published()}
+    for method, steps in (("compile", 950), ("fixed", 220), ("fixed-fp8-te", 135)):
+        assert break_even(table["bf16"], table[method]) == pytest.approx(steps)
+
+
+@pytest.mark.parametrize("given", [0, -1, math.nan, math.inf, "24", None, True, 10**400])
+def test_what_is_no_number_is_refused(given):
+    for card in ({"vram_gb": given, "steps": 10}, {"vram_gb": 24, "steps": given}):
+        with pytest.raises(ValueError, match="above 0"):
+            advise(OPTIONS, **card)
+    if given != 0:
+        with pytest.raises(ValueError, match="0 or more"):
+            Option("a", given, 1, 1)

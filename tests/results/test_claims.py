@@ -1,0 +1,391 @@
+"""The claims as data, and the eight judges against runs of which the answer is known."""
+
+from __future__ import annotations
+
+import copy
+import math
+from dataclasses import replace
+
+import pytest
+import yaml
+
+from labutils.results import claims, judges
+from labutils.results.claims import Claim
+from labutils.results.judges import (
+    AGREES,
+    CONFIRMED,
+    COSTS,
+    DIFFERS,
+    DISAGREES,
+    INCONCLUSIVE,
+    NO_DIFFERENCE,
+    NOT_TESTABLE,
+    PAYS,
+    REFUTED,
+    TOLD,
+    judge,
+)
+from labutils.results.records import REFERENCE, Run, Runs, read_runs, summarise
+
+GPU = {"gpu": "a GPU", "cpu": "a host", "compute_capability": "9.0"}
+BASE, CHANGED = {"experiment": "x", "method": "base"}, {"experiment": "x", "method": "changed"}
+PAIR = {"base": BASE, "changed": CHANGED}
+EVERY = claims.load_claims()
+
+
+@pytest.fixture(scope="module")
+def reference():
+    return read_runs(REFERENCE)
+
+
+def claim(judge: str = "compare", kind: str = "statement", runs=PAIR, **parts) -> Claim:
+    """A claim of lab 03; what the dataclass doesn't know is a parameter of the judge."""
+    known = {name: parts.pop(name) for name in set(parts) & set(Claim.__dataclass_fields__)}
+    return Claim("B1.x", "B1", "1", kind, "x", "03", judge, runs, how=parts, **known)
+
+
+def recorded(tags=BASE, steps=(), rounds=False, machine=GPU, **metrics) -> Run:
+    if steps:
+        metrics["step_ms"] = summarise(steps)
+    samples = {"step_ms": list(steps)} if steps else {}
+    samples |= {"round": list(range(len(steps)))} if rounds else {}
+    return Run("03", "", scale="full", tags=tags, metrics=metrics, samples=samples, machine=machine)
+
+
+def times(base: float, changed: float, spread: float = 0.001, again: float = 0.0) -> Runs:
+    """A base and a changed run around these milliseconds, and the base again, in eight rounds."""
+
+    def around(ms: float) -> list[float]:
+        return [ms * (1 + spread * (k % 3 - 1)) for k in range(8)]
+
+    runs = [
+        recorded(BASE, around(base), rounds=True),
+        recorded(CHANGED, around(changed)[::-1], rounds=True),
+    ]
+    again_tags = BASE | {"again": True}
+    return Runs(runs + [recorded(again_tags, around(again), rounds=True)] * bool(again))
+
+
+# ------------------------------------------------------------------------------- claims as data
+
+
+def test_every_claim_has_an_id_of_its_own_article_and_a_place_in_it():
+    assert len(EVERY) >= 200 and set(claims.articles()) == {"A1", "A2", "A3", "A4"}
+    for id, one in EVERY.items():
+        assert id == one.id and id.partition(".")[0] == one.article
+        assert one.section and one.statement and one.published_text
+    assert all(article.title and article.publisher for article in claims.articles().values())
+    assert sum(len(article.untested) for article in claims.articles().values()) >= 40
+    for article in claims.articles().values():
+        assert all(line["statement"] and line["reason"] for line in article.untested)
+
+
+def test_every_claim_selects_a_run_of_the_reference_or_says_why_not(reference):
+    for one in EVERY.values():
+        missing = [tags for tags in one.runs.values() if not reference.select(one.lab, **tags)]
+        assert not missing or one.lab == "09" and "tensorflow" in str(missing), one.id
+        if not one.judge:
+            assert one.reason, one.id
+
+
+def test_an_unknown_id_is_answered_with_the_nearest():
+    with pytest.raises(ValueError, match=r"A1\.workers\.optimum"):
+        claims.claim("A1.workers.optimal")
+
+
+def entries() -> list[dict]:
+    folder = claims.Path(claims.__file__).parent
+    return yaml.safe_load((folder / "a1.yaml").read_text())["claims"]
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        ({"id": "A2.x"}, "id"),
+        ({"kind": "opinion"}, "kind"),
+        ({"judge": "guess"}, "judge"),
+        ({"how": {"metrics": ["x"], "most": 1}}, "parameter"),
+        ({"runs": {"loser": {"experiment": "x"}}}, "roles"),
+        ({"runs": {"run": {"name": "x"}}}, "experiment"),
+        ({"published": ["3"]}, "numbers"),
+        ({"statement": ""}, "statement"),
+        ({"section": None}, "section"),
+        ({"reason": "none"}, "reason"),
+        ({"kind": "advice"}, "advice"),
+        ({"kind": "predicted"}, "predict"),
+        ({"colour": "red"}, "colour"),
+    ],
+)
+def test_a_mistake_in_a_file_is_said(change, word):
+    entry = entries()[0]
+    assert claims.mistake(entry, "A1") == ""
+    assert word in claims.mistake(entry | change, "A1")
+
+
+# ------------------------------------------------------------------------------------ the judges
+
+
+@pytest.mark.parametrize(
+    ("changed", "direction", "size", "verdict"),
+    [
+        (80, "less", None, CONFIRMED),
+        (120, "less", None, REFUTED),
+        (100, "less", None, INCONCLUSIVE),
+        (120, "more", None, CONFIRMED),
+        (105, "more", "slight", CONFIRMED),
+        (157, "more", "slight", REFUTED),
+        (95, "more", "slight", REFUTED),
+        (105, "more", "marked", REFUTED),
+        (60, "less", "marked", CONFIRMED),
+        (105, "as much", None, CONFIRMED),
+        (128, "as much", None, REFUTED),
+    ],
+)
+def test_compare_by_direction_and_size(changed, direction, size, verdict):
+    how = {"direction": direction} | ({"size": size} if size else {})
+    found = judge(claim(**how), times(100, changed))
+    assert found.verdict == verdict
+    assert found.here.startswith(f"100 ms → {changed} ms")
+
+
+def test_the_noise_floor_withholds_and_an_unsteady_machine_says_nothing_of_time():
+    assert judge(claim(direction="less"), times(100, 98, again=97.5)).verdict == INCONCLUSIVE
+    found = judge(claim(direction="less"), times(100, 50, again=110))
+    assert found.verdict == INCONCLUSIVE and "nsteady" in found.why
+    assert judge(claim(direction="less"), times(100, 50, again=101)).verdict == CONFIRMED
+
+
+def test_what_ran_beside_other_labs_is_not_judged():
+    runs = times(100, 50)
+    runs[0].beside = 2
+    assert judge(claim(direction="less"), runs).verdict == INCONCLUSIVE
+
+
+def test_a_gain_is_compared_with_another_and_over_sizes():
+    four = dict(PAIR, than_base=BASE | {"fast": True}, than_changed=CHANGED | {"fast": True})
+    runs = Runs(
+        [
+            recorded(tags, [ms] * 3)
+            for tags, ms in zip(four.values(), (100, 90, 100, 50), strict=True)
+        ]
+    )
+    assert judge(claim(runs=four), runs).verdict == CONFIRMED
+    back = dict(zip(four, [*list(four.values())[2:], *list(four.values())[:2]], strict=True))
+    assert judge(claim(runs=back), runs).verdict == REFUTED
+    sizes = [(1, 100, 95), (4, 100, 80), (8, 100, 60)]
+    runs = Runs(
+        recorded(tags | {"batch": batch}, [ms] * 3)
+        for batch, *both in sizes
+        for tags, ms in zip((BASE, CHANGED), both, strict=True)
+    )
+    over = {"batch": [1, 2, 4, 8]}
+    assert judge(claim(direction="less", trend=True, over=over), runs).verdict == CONFIRMED
+    assert judge(claim(direction="more", trend=True, over=over), runs).verdict == REFUTED
+    assert judge(claim(direction="less", over=over), runs).here.count("batch") == 3
+
+
+def test_two_sums_of_one_run_are_compared():
+    one = claim(runs={"run": BASE}, heavier=["a_share", "b_share"], lighter=["c_share"])
+    for shares, verdict in (((0.1, 0.2, 0.25), CONFIRMED), ((0.1, 0.1, 0.25), REFUTED)):
+        metrics = dict(zip(("a_share", "b_share", "c_share"), shares, strict=True))
+        assert judge(one, Runs([recorded(**metrics)])).verdict == verdict
+
+
+@pytest.mark.parametrize(
+    ("form", "published", "changed", "how", "verdict"),
+    [
+        ("gain", (290, 141), 50, {"tolerance": 0.25}, CONFIRMED),
+        ("gain", (290, 141), 30, {"tolerance": 0.25}, CONFIRMED),  # more than was claimed
+        ("gain", (290, 141), 80, {"tolerance": 0.25}, REFUTED),
+        ("gain", (44, 65), 150, {"tolerance": 0.25}, CONFIRMED),
+        ("times", (1.48, 105), 7000, {"tolerance": 2}, CONFIRMED),
+        ("times", (1.48, 105), 21000, {"tolerance": 2}, REFUTED),
+        ("percent", (4, 7), 95, {"tolerance": 3, "direction": "less"}, CONFIRMED),
+        ("percent", (4, 7), 80, {"tolerance": 3, "direction": "less"}, REFUTED),
+        ("percent", (2, 6), 103, {"tolerance": 3, "direction": "less"}, REFUTED),  # other sign
+        ("percent", (1.9,), 100, {"tolerance": 5, "direction": "more"}, INCONCLUSIVE),
+        ("percent", (0,), 102, {"tolerance": 5, "direction": "less"}, CONFIRMED),
+        ("percent", (0,), 110, {"tolerance": 5, "direction": "less"}, REFUTED),
+        ("percent", (70,), 5, {"tolerance": 5, "direction": "less", "at_least": True}, CONFIRMED),
+    ],
+)
+def test_ratio_by_its_form(form, published, changed, how, verdict):
+    one = claim("ratio", form=form, published=published, **how)
+    assert judge(one, times(100, changed, spread=0.0)).verdict == verdict
+
+
+def test_an_effect_of_the_other_sign_never_confirms():
+    for form, published, how in (
+        ("gain", (100, 96), {"tolerance": 1.0}),
+        ("percent", (2,), {"tolerance": 10, "direction": "less"}),
+    ):
+        one = claim("ratio", form=form, published=published, **how)
+        assert judge(one, times(100, 103)).verdict != CONFIRMED
+
+
+@pytest.mark.parametrize(
+    ("changed", "verdict"), [(90, CONFIRMED), (50, REFUTED), (110, REFUTED), (100, INCONCLUSIVE)]
+)
+def test_a_slow_start_pays_after_so_many_steps(changed, verdict):
+    one = claim("ratio", form="steps", published=(950,), tolerance=2)
+    runs = times(100, changed)
+    for run, first in zip(runs, (1, 10), strict=True):
+        run.metrics["first_step_s"] = first
+    found = judge(one, runs)
+    assert found.verdict == verdict and ("steps" in found.here) == (changed < 100)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, None, "x"])
+def test_what_is_no_number_lies_in_no_range_and_equals_nothing(value):
+    runs = Runs([recorded(cast=value)])
+    where = {"runs": {"run": BASE}}
+    assert judge(claim("range", **where, metrics=["cast"], max=448), runs).verdict == NOT_TESTABLE
+    one = claim("equals", **where, metrics=["cast"], values=[448], absent="NaN")
+    assert judge(one, runs).verdict == REFUTED
+    assert judge(claim(direction="less", metric="cast"), runs).verdict == NOT_TESTABLE
+
+
+@pytest.mark.parametrize(
+    ("value", "verdict"), [(0.33, CONFIRMED), (0.5, INCONCLUSIVE), (0.7, REFUTED)]
+)
+def test_range_of_a_share_that_depends_on_the_clock(value, verdict):
+    one = claim("range", runs={"run": BASE}, metrics=["gpu_utilization"], max=0.5)
+    assert judge(one, Runs([recorded(gpu_utilization=value)])).verdict == verdict
+
+
+def test_equals_within_its_tolerance():
+    one = claim("equals", runs={"run": BASE}, metrics=["a", "b"], published=(16.7e6, 65e3))
+    runs = Runs([recorded(a=4096**2, b=65536)])
+    assert judge(one, runs).verdict == REFUTED
+    assert judge(replace(one, how=one.how | {"tolerance": 0.01}), runs).verdict == CONFIRMED
+
+
+@pytest.mark.parametrize(
+    ("failed", "control", "verdict"),
+    [
+        (1, 0, CONFIRMED),
+        (1, 1, REFUTED),
+        (0, 0, INCONCLUSIVE),
+        (1, None, CONFIRMED),
+        (0, None, REFUTED),
+    ],
+)
+def test_fails_with_and_without_what_is_blamed(failed, control, verdict):
+    roles = {"run": BASE} | ({"control": CHANGED} if control is not None else {})
+    message = "RuntimeError: overwritten"
+    runs = [recorded(failed=failed, message=message), recorded(CHANGED, failed=control or 0)]
+    one = claim("fails", runs=roles, words=["runtimeerror"])
+    assert judge(one, Runs(runs)).verdict == verdict
+    if failed:
+        other = replace(one, how={"words": ["shared memory"]})
+        assert judge(other, Runs(runs)).verdict == INCONCLUSIVE
+
+
+def test_contains_an_item_or_is_one():
+    one = claim("contains", runs={"run": BASE}, metric="a", items=["sm_120"])
+    for value, verdict in (
+        (["sm_90", "sm_120"], CONFIRMED),
+        ("sm_120", CONFIRMED),
+        (["sm_90"], REFUTED),
+        ([], NOT_TESTABLE),
+    ):
+        assert judge(one, Runs([recorded(a=value)])).verdict == verdict
+
+
+@pytest.mark.parametrize(
+    ("how", "metrics", "verdict"),
+    [
+        ({"min": 2, "max": 3}, {"a": 2.5, "b": 2.4}, AGREES),
+        ({"min": 2, "max": 3}, {"a": 5, "b": 6}, DISAGREES),
+        ({"min": 2, "max": 3}, {"a": 2.5, "b": 6}, INCONCLUSIVE),
+        ({"min": 2, "max": 3}, {"a": 2.5}, INCONCLUSIVE),
+        ({"min": 2.5, "margin": 0.2}, {"a": 2.25, "b": 2.25}, INCONCLUSIVE),
+        ({"min": 2, "fastest": [4000, 8622]}, {"a": 2.5, "b": 2.5}, INCONCLUSIVE),
+        ({"min": 2, "fastest": [4000, 9900]}, {"a": 2.5, "b": 2.5}, AGREES),
+    ],
+)
+def test_predictions_agree_under_each_reading_or_hang_on_it(how, metrics, verdict):
+    one = claim(
+        "predicts",
+        "predicted",
+        {"run": BASE},
+        readings={"padded": "a", "as they are": "b"},
+        assumption="that batches are padded",
+        published=(3600, 9200),
+        **how,
+    )
+    found = judge(one, Runs([recorded(**metrics)]))
+    assert found.verdict == verdict
+    assert ("padded" in found.why) == (verdict == INCONCLUSIVE and "margin" not in how)
+
+
+@pytest.mark.parametrize(
+    ("changed", "spread", "verdict"),
+    [
+        (80, 0.001, PAYS),
+        (120, 0.001, COSTS),
+        (100, 0.001, NO_DIFFERENCE),
+        (100, 0.4, INCONCLUSIVE),
+    ],
+)
+def test_advice_pays_costs_or_makes_no_difference(changed, spread, verdict):
+    one = claim("advice", "advice", direction="less")
+    assert judge(one, times(100, changed, spread)).verdict == verdict
+
+
+def test_advice_reads_its_own_direction():
+    """What once turned one sign of two: the value, but not its interval."""
+    found = judge(claim("advice", "advice", direction="more"), times(100, 123))
+    assert found.verdict == PAYS and found.here.count("+2") == 3 and found.effects[""].low > 1
+
+
+def test_settings_are_told_and_reasons_given():
+    told = claim("", "setting", {}, reason="It claims no gain.")
+    assert judge(told, Runs()).verdict == TOLD
+    beyond = replace(told, kind="advice", reason="It takes a cluster.")
+    assert (judge(beyond, Runs()).verdict, judge(beyond, Runs()).why) == (
+        NOT_TESTABLE,
+        "It takes a cluster.",
+    )
+
+
+def test_hosts_are_judged_one_by_one():
+    fast, slow = times(100, 80), times(100, 120)
+    other = [replace(run, machine=GPU | {"cpu": "another"}) for run in slow]
+    found = judge(claim(direction="less"), Runs([*fast, *other]))
+    assert found.verdict == DIFFERS and CONFIRMED in found.here and REFUTED in found.here
+    same = [replace(run, machine=GPU | {"cpu": "another"}) for run in fast]
+    assert judge(claim(direction="less"), Runs([*fast, *same])).verdict == CONFIRMED
+    apart = Runs([fast[0], other[1]])
+    assert judge(claim(direction="less"), apart).verdict == NOT_TESTABLE
+
+
+def test_what_can_not_be_compared_is_not():
+    runs = times(100, 80)
+    for part, value in (("scale", "tiny"), ("workload", "other"), ("data", "hub")):
+        odd = Runs([runs[0], replace(runs[1], **{part: value})])
+        assert judge(claim(direction="less"), odd).verdict == NOT_TESTABLE
+    cpu = Runs(replace(run, machine={"cpu": "a laptop"}) for run in runs)
+    assert judge(claim(direction="less"), cpu).verdict == NOT_TESTABLE
+    assert judge(claim(direction="less", needs="any"), cpu).verdict == CONFIRMED
+    assert judge(claim(direction="less", needs="12.0"), runs).verdict == NOT_TESTABLE
+    assert judge(claim(direction="less", needs="9.0"), runs).verdict == CONFIRMED
+    assert judge(claim(direction="less", weights="hub"), runs).verdict == NOT_TESTABLE
+
+
+def test_no_record_whatever_it_holds_stops_a_judge(reference):
+    odd = ["x", [1, "y"], None, {}, math.nan, -1, 0, {"median": "z"}]
+    for place, value in enumerate(odd):
+        broken = [copy.copy(run) for run in reference]
+        for run in broken:
+            run.metrics = dict.fromkeys(run.metrics, value)
+            run.samples = dict.fromkeys(run.samples, value if place % 2 else [value] * 4)
+        assert len(judges.judge_all(None, Runs(broken))) == len(EVERY)
+    assert all(j.verdict in (NOT_TESTABLE, TOLD) for j in judges.judge_all(None, Runs()))
+
+
+def test_the_table_of_verdicts_has_a_row_a_claim(reference):
+    found = judges.judge_all(["A1.workers.one", "A4.network.debug"], reference, reference)
+    rows = judges.as_markdown(found).splitlines()
+    assert len(rows) == 4 and all(row.count(" | ") == 4 for row in rows[2:])
+    assert found[0].reference == found[0].here and TOLD in rows[3]

@@ -1,0 +1,212 @@
+"""The handouts of a planted lab and a real one: what is in them, and what must not be."""
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import nbformat
+import numpy as np
+import planted_lab
+import pypdf
+import pypdfium2
+import pytest
+from nbformat.v4 import new_code_cell, new_markdown_cell, new_output
+from planted_lab import SECRET, STEM
+
+from labutils.results.records import REFERENCE
+from labutils.tools import handouts
+from labutils.tools.handouts import editions
+
+LABS = [STEM, "01_lora_math"]
+HOSTILE = """\
+::: read("page.typ")
+one
+:::
+
+::: {.import onclick="alert(1)"}
+two
+:::
+
+`#read("page.typ")`{=typst} <script>alert(1)</script> $\\unknownmacro{x}$ $$\\frac{1$$
+
+![three](https://example.org/x.png) [four](javascript:alert(1))
+"""
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("run") / "found"
+    found = planted_lab.results_with_it(folder, REFERENCE.parent, LABS[1])
+    out = tmp_path_factory.mktemp("handouts")
+    assert handouts.main(found, out) == handouts.MADE
+    return out
+
+
+def words_of(file: Path) -> str:
+    """What a reader finds in a file, in one line."""
+    if file.suffix == ".pdf":
+        text = " ".join(page.extract_text() for page in pypdf.PdfReader(file).pages)
+    else:
+        text = file.read_text(encoding="utf-8")
+    return " ".join(text.split())
+
+
+def changed(folder: Path, change) -> Path:
+    """A results folder of the planted lab, whose notebook `change` was applied to."""
+    found = planted_lab.results_with_it(folder / "found", REFERENCE.parent)
+    file = found / "notebooks" / f"{STEM}.ipynb"
+    notebook = nbformat.read(file, as_version=4)
+    change(notebook)
+    nbformat.write(notebook, file)
+    return found
+
+
+def test_each_edition_has_all_files_and_a_page_that_leads_to_them(made):
+    for edition in editions.EDITIONS:
+        files = {path.name for path in (made / edition).iterdir()}
+        kinds = ("html", "pdf", "ipynb")
+        assert files == {f"{lab}.{kind}" for lab in LABS for kind in kinds} | {
+            "course.pdf",
+            "index.html",
+        }
+        for page in (made / "index.html", made / edition / "index.html"):
+            text = page.read_text()
+            targets = re.findall(r'href="([^"]+\.\w+)"', text)
+            assert targets and all((page.parent / target).is_file() for target in targets)
+
+
+def test_the_solution_is_in_every_file_of_the_instructors_and_in_none_of_the_students(made):
+    for name in (f"{STEM}.html", f"{STEM}.ipynb", f"{STEM}.pdf", "course.pdf"):
+        assert SECRET in words_of(made / "instructor" / name)
+        assert SECRET not in words_of(made / "student" / name)
+        assert "again" not in words_of(made / "student" / f"{STEM}.ipynb").partition("again')")[2]
+
+
+def test_nothing_tells_of_the_machine_or_of_how_it_was_run(made):
+    for edition in editions.EDITIONS:
+        for file in (made / edition).glob(f"{STEM}.*"):
+            words = words_of(file)
+            assert not [trace for trace in planted_lab.TRACES if trace in words], file
+
+
+@pytest.mark.parametrize("kind", ["html", "pdf"])
+def test_the_first_page_says_what_is_on_record(made, kind):
+    words = words_of(made / "student" / f"{STEM}.{kind}")
+    for word in ("2026-11-20 10:20", "c0ffee123456", "numpy 2.5.2", "2 cores", "scale tiny"):
+        assert word in words
+    assert "Another" not in words
+
+
+def test_glyphs_formulas_tables_and_figures_are_there(made):
+    page = (made / "student" / f"{STEM}.html").read_text()
+    assert "<mfrac>" in page
+    assert page.count("data:image/png;base64,") == 1
+    assert '<div class="part prediction">' in page
+    for words in (words_of(made / "student" / f"{STEM}.{kind}") for kind in ("html", "pdf")):
+        assert "についての紹介" in words and "W" in words
+        assert "and so on" in words  # the table's last word
+    reader = pypdf.PdfReader(made / "student" / f"{STEM}.pdf")
+    assert sum(len(page.images) for page in reader.pages) == 1
+
+
+class Loading(HTMLParser):
+    """What a page would load, and where its links lead."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.loaded, self.links, self.tags = [], [], set()
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.add(tag)
+        for name, value in attributes:
+            if name == "src":
+                self.loaded.append(value.partition(",")[0])
+            elif name == "href" and tag == "a":
+                self.links.append(value)
+
+
+def test_a_page_loads_nothing_and_links_lead_somewhere(made):
+    for edition in editions.EDITIONS:
+        for page in (made / edition).glob("*.html"):
+            loading = Loading(page.read_text())
+            assert set(loading.loaded) <= {"data:image/png;base64"}
+            assert "script" not in loading.tags
+            for link in loading.links:
+                local = not link.startswith(("#", "https://"))
+                assert not local or (page.parent / link).is_file(), link
+
+
+def test_strangers_markdown_stays_text(tmp_path):
+    def plant(notebook):
+        data = {"image/png": 'eCIgb25lcnJvcj0iYWxlcnQoMSk="><script>'}
+        outputs = [
+            new_output("display_data", data={"text/markdown": HOSTILE}),
+            new_output("display_data", data=data),
+            new_output("display_data", data={"text/html": "<script>alert(2)</script>"}),
+        ]
+        pictures = {"so.png": {"text/html": "PHNjcmlwdD4="}}
+        notebook.cells[1:1] = [
+            new_markdown_cell(HOSTILE + "![](attachment:so.png)", attachments=pictures),
+            new_code_cell("show()", outputs=outputs),
+        ]
+
+    out = tmp_path / "out"
+    assert handouts.main(changed(tmp_path, plant), out) == handouts.MADE
+    page = out / "student" / f"{STEM}.html"
+    loading = Loading(page.read_text())
+    assert not {"script", "iframe"} & loading.tags
+    assert set(loading.loaded) <= {"data:image/png;base64"}
+    assert not [link for link in loading.links if link.startswith("javascript")]
+    for file in (page, page.with_suffix(".pdf")):
+        words = words_of(file)
+        assert 'read("page.typ")' in words or "read(“page.typ”)" in words or "&quot;page" in words
+        assert "running-head" not in words  # which page.typ begins with
+
+
+def test_a_notebook_that_is_torn_or_unfinished_or_of_another_run_is_left_out(tmp_path, capsys):
+    def stopped(notebook):
+        notebook.metadata.labutils = {"status": "stopped"}
+
+    def later(notebook):
+        times = dict.fromkeys(("start_time", "end_time"), "2026-11-22T10:00:00+00:00")
+        notebook.metadata.papermill = times
+
+    for place, change in enumerate((stopped, later)):
+        (tmp_path / str(place)).mkdir()
+        found = changed(tmp_path / str(place), change)
+        assert handouts.main(found, tmp_path / "out") == handouts.WRONG_USAGE
+        assert "Left out: lab 42" in capsys.readouterr().out
+    (found / "notebooks" / "43_torn.ipynb").write_text('{"cells": [')
+    assert handouts.main(found, tmp_path / "out", ["43"]) == handouts.WRONG_USAGE
+    assert handouts.main(found, tmp_path / "out", ["44"]) == handouts.WRONG_USAGE
+    assert "42_planted_lab" in capsys.readouterr().err
+    handouts.pages_of(found, [found / "notebooks" / f"{STEM}.ipynb"])  # it has a page all the same
+    assert "Planted" in (found / "notebooks" / f"{STEM}.html").read_text()
+
+
+def test_odd_records_do_no_harm(tmp_path):
+    found = planted_lab.results_with_it(tmp_path / "found", REFERENCE.parent)
+    hostile = '::: import"@preview/x"\n*no* #read("page.typ") | $x$'
+    odd = [
+        {"machine": {"cpu": hostile, "cores": "many"}},
+        {"at": "yesterday", "status": "done"},
+        {"at": 3, "status": "done", "parameters": [1]},
+    ]
+    stamp = {"schema": 2, "lab": "42", "commit": "c0ffee123456"}
+    lines = [json.dumps(stamp | record) for record in odd]
+    with (found / "results.jsonl").open("a") as file:
+        file.write("\n".join(lines) + "\n")
+    assert handouts.main(found, tmp_path / "out") == handouts.MADE
+
+
+@pytest.mark.parametrize("edition", editions.EDITIONS)
+def test_no_page_is_blank_and_nothing_runs_over_the_edge(made, edition):
+    for file in (made / edition).glob("[0-9]*.pdf"):
+        for page in pypdfium2.PdfDocument(file):
+            ink = page.render(scale=1, grayscale=True).to_numpy().squeeze() < 200
+            assert ink.mean() > 0.002
+            columns = np.flatnonzero(ink.any(axis=0))
+            margin = 45 * ink.shape[1] / 595  # page.typ's are 51 points of 595
+            assert margin < columns[0] and columns[-1] < ink.shape[1] - margin, file
