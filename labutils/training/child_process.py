@@ -116,9 +116,9 @@ class Child:
 
     def _read(self) -> None:
         for line in self.process.stdout:
-            before, found, message = line.partition(MESSAGE)
+            before, mark, message = line.partition(MESSAGE)
             self.printed += before
-            if found:
+            if mark:
                 with contextlib.suppress(json.JSONDecodeError):  # it died within the line
                     self._messages.put(json.loads(message))
         self._messages.put(None)
