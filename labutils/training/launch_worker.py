@@ -224,7 +224,7 @@ def _run(task: Task, place: Place) -> Run:
             raise RuntimeError("provoked: this rank was asked to fail here")
 
     hook = encoded_once(workload)
-    with Trainer(workload, recipe, task.folder, task.resume, dataset=hook) as trainer:
+    with Trainer(workload, recipe, task.folder or None, task.resume, dataset=hook) as trainer:
         begun_at, began = trainer.step_count, time.perf_counter()
         trainer.run(task.steps, task.checkpoint_every, after_step)
         trainer.driver.log.flush()
