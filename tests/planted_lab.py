@@ -103,13 +103,15 @@ def planted() -> nbformat.NotebookNode:
                     "kept in ~/.cache/labutils/traces/vm-7_4711.1795266390927324960.pt.trace.json\n"
                 ),
                 shown(
-                    text_markdown="The trace of `<module>` is in `/home/somebody/traces`, 3/4 of /dev/shm."
+                    text_markdown="The trace of `<module>` is in `/home/somebody/traces`, "
+                    "3/4 of /dev/shm."
                 ),
                 shown(text_markdown=wide_table()),
                 shown(image_png=picture(), text_plain="<Figure size 864x408 with 1 Axes>"),
                 new_output("display_data", data=widget),
                 shown(
-                    text_markdown="No prediction of *time of a step* yet. Put a number in the cell above."
+                    text_markdown="No prediction of *time of a step* yet. "
+                    "Put a number in the cell above."
                 ),
             ],
         ),

@@ -19,7 +19,7 @@ from labutils.results.records import REPOSITORY
 from labutils.tools import handouts
 
 REFERENCE = REPOSITORY / "reference" / "h200"
-EXECUTED = sorted(path.stem for path in REFERENCE.glob("[0-9][0-9]_*.ipynb"))
+EXECUTED = ["01_lora_math", "05_scale_into_fp8", "09_precision_and_memory"]
 STEMS = [*EXECUTED, planted_lab.STEM]
 PAGES = [*STEMS, "index"]
 
@@ -87,10 +87,10 @@ def test_a_page_forbids_what_would_be_loaded(page, pages, tmp_path):
 @pytest.mark.parametrize("stem", PAGES)
 def test_a_page_is_not_wider_than_its_window(page, pages, stem):
     open_page(page, pages / f"{stem}.html")
-    scrolled = "[...document.querySelectorAll('pre, .output')].filter(part => part.scrollWidth > part.clientWidth + 1)"
-    assert (
-        page.evaluate(f"{scrolled}.map(part => part.innerText.slice(0, 80))") == []
-    )  # on a desk: nor are its parts
+    parts = "[...document.querySelectorAll('pre, .output')]"
+    wide = "part => part.scrollWidth > part.clientWidth + 1"
+    # On a desk its parts are not wider either.
+    assert page.evaluate(f"{parts}.filter({wide}).map(part => part.innerText.slice(0, 80))") == []
     for width in (1280, 900, 400):
         page.set_viewport_size({"width": width, "height": 900})
         assert page.evaluate("document.documentElement.scrollWidth") <= width

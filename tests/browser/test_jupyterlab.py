@@ -212,10 +212,13 @@ def wait_for_all_cells(page: Page, cells: int) -> None:
     or warning.
     """
     look = """() => {
-        const notebook = [...document.querySelectorAll('.jp-NotebookPanel')].find(panel => panel.checkVisibility());
-        const error = notebook.querySelector("[data-mime-type='application/vnd.jupyter.stderr']");  // tracebacks, too
-        const prompts = [...notebook.querySelectorAll('.jp-CodeCell .jp-InputPrompt')].map(e => e.textContent.trim());
-        return {error: error && error.textContent, prompts};
+        const panels = [...document.querySelectorAll('.jp-NotebookPanel')];
+        const notebook = panels.find(panel => panel.checkVisibility());
+        const stderr = "[data-mime-type='application/vnd.jupyter.stderr']";  // tracebacks, too
+        const error = notebook.querySelector(stderr);
+        const prompts = [...notebook.querySelectorAll('.jp-CodeCell .jp-InputPrompt')];
+        const words = prompts.map(prompt => prompt.textContent.trim());
+        return {error: error && error.textContent, prompts: words};
     }"""
     wanted = [f"[{number}]:" for number in range(1, cells + 1)]
     done = f"""() => {{
@@ -291,7 +294,7 @@ def test_the_first_screen(page, desk):
 
 
 def test_what_was_merely_opened_and_saved_is_not_changed(page, desk):
-    """`git status` of a learner who looked around: JupyterLab saves by itself, every two minutes."""
+    """JupyterLab saves by itself every two minutes; `git status` must stay clean."""
     stem = "02_profile_a_training_step"
     halves = [
         desk.course / "notebooks" / f"{stem}.ipynb",
@@ -364,7 +367,7 @@ def test_a_lab_restarts_and_runs_from_the_menu(page, desk, stem):
 
 
 def assert_the_slider_moves_its_figure(notebook: Locator) -> None:
-    """Another place of the slider, another picture; and back at the first place, the first picture."""
+    """Another place of the slider, another picture; back again, the first picture."""
     widget = notebook.locator(".widget-interact")
     handle, readout, figure = (
         widget.get_by_role("slider"),

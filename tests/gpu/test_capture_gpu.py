@@ -217,10 +217,10 @@ class Careless(GraphStep):
     """
 
     def step(self, batches: Batches) -> None:
-        for parameter in self.parts.parameters:
+        for parameter in self.context.parameters:
             if parameter.grad is not None:
                 parameter.grad.zero_()
-        for _ in range(self.parts.recipe.accumulation):
+        for _ in range(self.context.recipe.accumulation):
             self._take([next(batches)])
             if self.captured is None:
                 self.captured = Captured(self._micro_step, self._state)
@@ -229,9 +229,11 @@ class Careless(GraphStep):
         self.log.end_step()
 
     def _micro_step(self) -> None:
-        for parameter in self.parts.parameters:
+        for parameter in self.context.parameters:
             parameter.grad = None
-        self.micro_step(self.inputs[0])
+        loss = self.loss(self.inputs[0])
+        self.log.micro_step(loss)
+        self.scaler.scale(loss / self.context.recipe.accumulation).backward()
 
 
 @pytest.mark.parametrize("accumulation", [1, 4])

@@ -1,0 +1,74 @@
+"""Lab 03: the arithmetic of shared memory, its failure in a child process, and copies two by two."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from labutils.data.images import captioned_images
+from labutils.labs import lab03_pinned_memory, lab03_shared_memory
+from labutils.labs.lab03_shared_memory import batch_bytes, most_workers, needed_bytes, try_workers
+from labutils.recipe import STOCK
+from labutils.workloads import open_workload
+
+MIB = 2**20
+needs_mounts = pytest.mark.skipif(
+    lab03_shared_memory._own_shm(16 * MIB, 10**15) in (None, []),
+    reason="this process may not mount a /dev/shm for a child",
+)
+
+
+def test_twelve_workers_do_not_fit_a_containers_default() -> None:
+    assert batch_bytes() == 3 * 512 * 512 * 4 + 4096
+    fits = [n for n in range(13) if needed_bytes(STOCK.but(num_workers=n)) <= 64 * MIB]
+    assert fits == list(range(11)) and needed_bytes(STOCK) == 0
+    assert most_workers(64 * MIB, STOCK) == 10
+    assert most_workers(64 * MIB, STOCK.but(micro_batch=4)) == 2
+    recipes = {n: STOCK.but(num_workers=n) for n in (0, 1, 2, 3, 4, 8, 12)}
+    assert list(lab03_shared_memory.those_that_fit(recipes, free=64 * MIB)) == [0, 1, 2, 3]
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("cache")
+    captioned_images(folder, lab03_shared_memory.FILES)
+    return folder
+
+
+@needs_mounts
+def test_too_little_shared_memory_is_told_and_survived(cache: Path) -> None:
+    before = os.statvfs("/dev/shm").f_blocks
+    trial = try_workers(cache, workers=3, shm_bytes=16 * MIB)
+    assert trial.outcome in ("hung", "crashed") and trial.metrics()["failed"] == 1
+    assert "shared memory" in trial.message or "Bus error" in trial.message
+    assert 0 < trial.batches < trial.wanted and trial.peak_bytes <= 16 * MIB
+    assert os.statvfs("/dev/shm").f_blocks == before
+
+
+@needs_mounts
+def test_enough_shared_memory_is_what_the_arithmetic_says(cache: Path) -> None:
+    needed = needed_bytes(STOCK.but(num_workers=3))
+    trial = try_workers(cache, workers=3, shm_bytes=needed)
+    assert (trial.outcome, trial.message, trial.batches) == ("ok", "", trial.wanted)
+    assert needed - 2 * batch_bytes() <= trial.peak_bytes <= needed
+
+
+@needs_mounts
+def test_a_child_that_dies_or_never_speaks_is_reported(tmp_path: Path) -> None:
+    file = tmp_path / "a file where a folder should be"
+    file.write_text("")
+    died = try_workers(file, workers=1, shm_bytes=64 * MIB)
+    assert died.outcome == "crashed" and "Error" in died.message
+    assert try_workers(tmp_path, 1, 64 * MIB, limit_s=0.3).outcome == "hung"
+
+
+def test_the_copies_of_a_step_are_timed_in_four_ways() -> None:
+    workload = open_workload("sd15-lora", scale="tiny", device="cpu")
+    base = STOCK.but(driver="eager", optimizer="adamw-fused", accumulation=1)
+    runs = lab03_pinned_memory.two_by_two(workload, base, 2, 1)
+    assert len({(r.recipe["pin_memory"], r.recipe["non_blocking"]) for r in runs.values()}) == 4
+    for run in runs.values():
+        assert run.metrics["host_copy_ms"]["n"] == 2
+        assert 0 < run.metric("host_copy_ms") < run.metric("step_ms")
