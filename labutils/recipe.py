@@ -14,21 +14,21 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 
 def knob(
     default: Any,
-    help: str,
     choices: tuple[Any, ...] = (),
     at_least: float | None = None,
     at_most: float | None = None,
     above: float | None = None,
 ) -> Any:
-    """A dataclass field that knows its documentation and what it accepts."""
-    limits = {"at_least": at_least, "at_most": at_most, "above": above}
-    return field(default=default, metadata={"help": help, "choices": choices} | limits)
+    """A dataclass field that knows what it accepts."""
+    limits = {"choices": choices, "at_least": at_least, "at_most": at_most, "above": above}
+    return field(default=default, metadata=limits)
 
 
 @dataclass(frozen=True)
@@ -38,244 +38,132 @@ class Recipe:
     """
 
     # the data path
-    num_workers: int = knob(
-        0,
-        "DataLoader worker processes; 0 decodes in the training process",
-        at_least=0,
-        at_most=1024,
-    )
-    persistent_workers: bool = knob(False, "keep the workers from one epoch to the next")
-    prefetch_factor: int = knob(2, "batches each worker holds ready", at_least=1)
-    pin_memory: bool = knob(False, "page-lock batches on the host, so that copies need no staging")
-    non_blocking: bool = knob(False, "let the host run on while a batch is copied to the device")
-    cache: str = knob(
-        "nothing",
-        "what the frozen encoders are asked only once: VAE moments (re-sampled each step), and "
-        "text embeddings; or a "
-        "vision tower's features",
-        ("nothing", "latents", "latents+text", "features"),
-    )
+    num_workers: int = knob(0, at_least=0, at_most=1024)
+    """DataLoader worker processes; 0 decodes in the training process."""
+    persistent_workers: bool = knob(False)
+    """Keep the workers from one epoch to the next."""
+    prefetch_factor: int = knob(2, at_least=1)
+    """Batches each worker holds ready."""
+    pin_memory: bool = knob(False)
+    """Page-lock batches on the host, so that copies need no staging."""
+    non_blocking: bool = knob(False)
+    """Let the host run on while a batch is copied to the device."""
+    cache: str = knob("nothing", ("nothing", "latents", "latents+text", "features"))
+    """What the frozen encoders are asked only once: VAE moments (re-sampled each step), and text
+    embeddings; or a vision tower's features."""
 
-    shapes: str = knob(
-        "as-they-come",
-        "batches of texts, with images or without. as-they-come: padded to the batch's longest; "
-        "fixed: images forced "
-        "to one tile's square, texts padded to token_budget; padded: to token_budget; buckets: to "
-        "the next of a few "
-        "lengths; packed: as many examples in a row as token_budget holds, apart from each other",
-        ("as-they-come", "fixed", "padded", "buckets", "packed"),
-    )
-    token_budget: int = knob(
-        2048,
-        "tokens of a row of fixed length, at full scale (smaller scales have smaller images, or "
-        "texts)",
-        at_least=128,
-        at_most=2**17,
-    )
+    shapes: str = knob("as-they-come", ("as-they-come", "fixed", "padded", "buckets", "packed"))
+    """Batches of texts, with images or without. as-they-come: padded to the batch's longest; fixed:
+    images forced to one tile's square, texts padded to token_budget; padded: to token_budget;
+    buckets: to the next of a few lengths; packed: as many examples in a row as token_budget holds,
+    apart from each other."""
+    token_budget: int = knob(2048, at_least=128, at_most=2**17)
+    """Tokens of a row of fixed length, at full scale (smaller scales have smaller images, or
+    texts)."""
 
     # the optimizer step
-    micro_batch: int = knob(
-        1,
-        "examples in one forward and backward pass; rows of them where shapes='packed'",
-        at_least=1,
-    )
-    accumulation: int = knob(4, "micro-batches in one optimizer step", at_least=1)
+    micro_batch: int = knob(1, at_least=1)
+    """Examples in one forward and backward pass; rows of them where shapes='packed'."""
+    accumulation: int = knob(4, at_least=1)
+    """Micro-batches in one optimizer step."""
     optimizer: str = knob(
         "adamw",
-        "adamw: as PyTorch picks it; adamw-loop: tensor by tensor; adamw-foreach: all tensors in a "
-        "few kernels; "
-        "adamw-fused: in one; adamw-8bit: moments in 8 bits, by bitsandbytes; adamw-paged: those "
-        "in pages that move to "
-        "the host where the GPU is full",
         ("adamw", "adamw-loop", "adamw-foreach", "adamw-fused", "adamw-8bit", "adamw-paged"),
     )
-    learning_rate: float = knob(1e-4, "constant learning rate", at_least=0)
-    max_grad_norm: float = knob(1.0, "gradients are scaled down to this norm", above=0)
+    """adamw: as PyTorch picks it; adamw-loop: tensor by tensor; adamw-foreach: all tensors in a few
+    kernels; adamw-fused: in one; adamw-8bit: moments in 8 bits, by bitsandbytes; adamw-paged: those
+    in pages that move to the host where the GPU is full."""
+    learning_rate: float = knob(1e-4, at_least=0)
+    """Constant learning rate."""
+    max_grad_norm: float = knob(1.0, above=0)
+    """Gradients are scaled down to this norm."""
 
     # the adapter
-    rank: int = knob(4, "rank r of the LoRA matrices", at_least=1)
-    adapter: str = knob(
-        "peft",
-        "peft: PEFT's layers; plain: the two products written out; folded: W + BA formed once a "
-        "pass; none: no LoRA, "
-        "every weight of the trained network is trained, held in float32",
-        ("peft", "plain", "folded", "none"),
-    )
+    rank: int = knob(4, at_least=1)
+    """Rank r of the LoRA matrices."""
+    adapter: str = knob("peft", ("peft", "plain", "folded", "none"))
+    """peft: PEFT's layers; plain: the two products written out; folded: W + BA formed once a pass;
+    none: no LoRA, every weight of the trained network is trained, held in float32."""
     base_linear: str = knob(
         "published",
-        "how the frozen linear layers hold and multiply their weights: published: as they come; "
-        "fp8-frozen: held once "
-        "in FP8, a scale a row; fp8-te: Transformer Engine's te.Linear, delayed scaling; "
-        "fp8-torchao: torchao's "
-        "Float8Linear; nf4: 4 bits, double quantisation (QLoRA), by bitsandbytes; nf4-frozen: the "
-        "same bytes unpacked "
-        "inside the compiled graph; nf4-fp8: those unpacked to FP8",
         ("published", "fp8-frozen", "fp8-te", "fp8-torchao", "nf4", "nf4-frozen", "nf4-fp8"),
     )
+    """How the frozen linear layers hold and multiply their weights: published: as they come;
+    fp8-frozen: held once in FP8, a scale a row; fp8-te: Transformer Engine's te.Linear, delayed
+    scaling; fp8-torchao: torchao's Float8Linear; nf4: 4 bits, double quantisation (QLoRA), by
+    bitsandbytes; nf4-frozen: the same bytes unpacked inside the compiled graph; nf4-fp8: those
+    unpacked to FP8."""
 
     # how the computation is driven
-    precision: str = knob(
-        "fp16",
-        "fp32; or frozen weights and matrix products in fp16 (autocast, loss scaling) or bf16 "
-        "(autocast)",
-        ("fp32", "fp16", "bf16"),
-    )
-    tf32: str = knob(
-        "convolutions",
-        "which float32 products round their inputs to TF32's 10 bits of mantissa: convolutions, as "
-        "PyTorch does by "
-        "default; nothing; everything: matrix products as well",
-        ("nothing", "convolutions", "everything"),
-    )
-    driver: str = knob(
-        "accelerate",
-        "who drives the step: the accelerate library, plain PyTorch, or one CUDA graph of the "
-        "whole optimizer step",
-        ("accelerate", "eager", "graph"),
-    )
+    precision: str = knob("fp16", ("fp32", "fp16", "bf16"))
+    """fp32; or frozen weights and matrix products in fp16 (autocast, loss scaling) or bf16
+    (autocast)."""
+    tf32: str = knob("convolutions", ("nothing", "convolutions", "everything"))
+    """Which float32 products round their inputs to TF32's 10 bits of mantissa: convolutions, as
+    PyTorch does by default; nothing; everything: matrix products as well."""
+    driver: str = knob("accelerate", ("accelerate", "eager", "graph"))
+    """Who drives the step: the accelerate library, plain PyTorch, or one CUDA graph of the whole
+    optimizer step."""
     compile: str = knob(
-        "off",
-        "torch.compile's mode",
-        ("off", "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"),
+        "off", ("off", "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
     )
-    compile_scope: str = knob(
-        "model",
-        "what is compiled: the trained model, its repeated blocks one by one, or the frozen "
-        "encoders as well",
-        ("model", "blocks", "everything"),
-    )
-    dynamic: str = knob(
-        "static",
-        "sizes in compiled code. static: the very ones given, compiled anew for others; automatic: "
-        "PyTorch's default, "
-        "static until a size changes, any from then on; any: from the start",
-        ("static", "automatic", "any"),
-    )
-    checkpointing: str = knob(
-        "off",
-        "what the forward pass keeps for the backward pass: everything; blocks: blocks' inputs, "
-        "and blocks compute "
-        "again; selective: those and the results of attention and matrix products, and the rest is "
-        "computed again; "
-        "offload: blocks' inputs, which wait on the host",
-        ("off", "blocks", "selective", "offload"),
-    )
-    predict: str = knob(
-        "answers",
-        "what a text model is trained to predict: the answer's tokens, or everything: the prompt's "
-        "as well",
-        ("answers", "everything"),
-    )
-    loss: str = knob(
-        "logits",
-        "a language model's loss from whole logits; fused: chunk by chunk, none kept; answers: "
-        "only where there is one",
-        ("logits", "fused", "answers"),
-    )
-    memory_format: str = knob(
-        "contiguous", "layout of images and convolution weights", ("contiguous", "channels_last")
-    )
-    layers: str = knob(
-        "published",
-        "published: as the library writes them; rewritten: the same functions in forms that "
-        "compile to less work",
-        ("published", "rewritten"),
-    )
-    attention: str = knob(
-        "auto",
-        "the attention kernel: PyTorch's choice, or the named one",
-        ("auto", "math", "flash", "efficient", "cudnn"),
-    )
-    streams: int = knob(
-        1,
-        "micro-batches of one step that are on the GPU side by side; more than 1 needs "
-        "driver='graph'",
-        at_least=1,
-    )
-    cudnn_benchmark: bool = knob(
-        False, "let cuDNN time its algorithms for each shape once and keep the fastest"
-    )
-    logging: str = knob(
-        "synchronous",
-        "synchronous: read the loss each micro-step, write each step; ring-buffer: keep it on the "
-        "device, write later",
-        ("synchronous", "ring-buffer"),
-    )
+    """torch.compile's mode."""
+    compile_scope: str = knob("model", ("model", "blocks", "everything"))
+    """What is compiled: the trained model, its repeated blocks one by one, or the frozen encoders
+    as well."""
+    dynamic: str = knob("static", ("static", "automatic", "any"))
+    """Sizes in compiled code. static: the very ones given, compiled anew for others; automatic:
+    PyTorch's default, static until a size changes, any from then on; any: from the start."""
+    checkpointing: str = knob("off", ("off", "blocks", "selective", "offload"))
+    """What the forward pass keeps for the backward pass: everything; blocks: blocks' inputs, and
+    blocks compute again; selective: those and the results of attention and matrix products, and the
+    rest is computed again; offload: blocks' inputs, which wait on the host."""
+    predict: str = knob("answers", ("answers", "everything"))
+    """What a text model is trained to predict: the answer's tokens, or everything: the prompt's as
+    well."""
+    loss: str = knob("logits", ("logits", "fused", "answers"))
+    """A language model's loss from whole logits; fused: chunk by chunk, none kept; answers: only
+    where there is one."""
+    memory_format: str = knob("contiguous", ("contiguous", "channels_last"))
+    """Layout of images and convolution weights."""
+    layers: str = knob("published", ("published", "rewritten"))
+    """published: as the library writes them; rewritten: the same functions in forms that compile to
+    less work."""
+    attention: str = knob("auto", ("auto", "math", "flash", "efficient", "cudnn"))
+    """The attention kernel: PyTorch's choice, or the named one."""
+    streams: int = knob(1, at_least=1)
+    """Micro-batches of one step that are on the GPU side by side; more than 1 needs
+    driver='graph'."""
+    cudnn_benchmark: bool = knob(False)
+    """Let cuDNN time its algorithms for each shape once and keep the fastest."""
+    logging: str = knob("synchronous", ("synchronous", "ring-buffer"))
+    """synchronous: read the loss each micro-step, write each step; ring-buffer: keep it on the
+    device, write later."""
 
     # several processes, where torchrun started any
-    parallel: str = knob(
-        "ddp",
-        "how the processes that torchrun started share the training. ddp: a model each, gradients "
-        "averaged; fsdp: "
-        "every weight cut among them, gathered where it is used",
-        ("ddp", "fsdp"),
-    )
-    synchronise: str = knob(
-        "last",
-        "when ddp averages gradients: after the last micro-batch of a step (`no_sync` before), or "
-        "after each",
-        ("last", "each"),
-    )
-    bucket_cap_mb: int = knob(
-        0,
-        "MiB of gradients that ddp sends at once; 0: PyTorch's 25, and 1 in the first",
-        at_least=0,
-        at_most=2**16,
-    )
-    gradient_as_bucket_view: bool = knob(
-        False, "ddp: gradients live in the buckets that are sent, not beside them"
-    )
-    static_graph: bool = knob(
-        False, "ddp: trust that every step uses the same parameters, in the same way"
-    )
+    parallel: str = knob("ddp", ("ddp", "fsdp"))
+    """How the processes that torchrun started share the training. ddp: a model each, gradients
+    averaged; fsdp: every weight cut among them, gathered where it is used."""
+    synchronise: str = knob("last", ("last", "each"))
+    """When ddp averages gradients: after the last micro-batch of a step (`no_sync` before), or
+    after each."""
+    bucket_cap_mb: int = knob(0, at_least=0, at_most=2**16)
+    """MiB of gradients that ddp sends at once; 0: PyTorch's 25, and 1 in the first."""
+    gradient_as_bucket_view: bool = knob(False)
+    """For ddp: gradients live in the buckets that are sent, not beside them."""
+    static_graph: bool = knob(False)
+    """For ddp: trust that every step uses the same parameters, in the same way."""
 
-    seed: int = knob(0, "seed of weights, data order and noise", at_least=0, at_most=2**63 - 1)
+    seed: int = knob(0, at_least=0, at_most=2**63 - 1)
+    """Seed of weights, data order and noise."""
 
     def __post_init__(self) -> None:
         for spec in dataclasses.fields(self):
-            _check(spec, getattr(self, spec.name))
-        if self.persistent_workers and self.num_workers == 0:
-            raise ValueError(
-                "persistent_workers=True needs num_workers of 1 or more: there is no worker to "
-                "keep."
-            )
-        if self.adapter == "none" and self.base_linear != "published":
-            raise ValueError(
-                f"adapter='none' trains every weight, and base_linear={self.base_linear!r} holds "
-                "them in a form for "
-                "frozen ones. Use base_linear='published'."
-            )
-        if self.adapter == "folded" and self.base_linear != "published":
-            raise ValueError(
-                "adapter='folded' adds the low-rank update to the weights, and "
-                f"base_linear={self.base_linear!r} holds "
-                "them in a form that nothing can be added to. Use adapter='plain' or 'peft'."
-            )
-        if self.streams > 1 and self.driver != "graph":
-            raise ValueError(
-                f"streams={self.streams} needs driver='graph': launched from the host one by one, "
-                "micro-batches on "
-                "several streams would wait for the host just the same."
-            )
-        if self.driver == "graph" and self.optimizer in ("adamw-8bit", "adamw-paged"):
-            raise ValueError(
-                f"optimizer={self.optimizer!r} counts its steps on the host, which driver='graph' "
-                "would record once. "
-                "Use optimizer='adamw-fused'."
-            )
-        if self.driver == "graph" and self.logging == "synchronous":
-            raise ValueError(
-                "driver='graph' captures the whole optimizer step, and reading the loss inside it "
-                "would need the host. "
-                "Use logging='ring-buffer'."
-            )
-        if self.driver == "graph" and self.compile in ("reduce-overhead", "max-autotune"):
-            raise ValueError(
-                f"compile={self.compile!r} makes CUDA graphs of its own, and one graph can't be "
-                "captured inside "
-                "another. Use compile='default' or 'max-autotune-no-cudagraphs' with "
-                "driver='graph'."
-            )
+            if not _takes(spec, value := getattr(self, spec.name)):
+                raise ValueError(f"{spec.name}={value!r} is not possible. {_range(spec)}")
+        for contradicts, why in CONTRADICTIONS:
+            if contradicts(self):
+                raise ValueError(why.format(**self.as_dict()))
 
     def but(self, **changes: Any) -> Recipe:
         """The same recipe with some knobs set differently."""
@@ -283,8 +171,7 @@ class Recipe:
         for name in changes:
             if name not in known:
                 raise ValueError(
-                    f"{name!r} is not a knob of a recipe. The knobs are: "
-                    f"{', '.join(sorted(known))}."
+                    f"{name!r} is not a knob of a recipe. They are: {', '.join(sorted(known))}."
                 )
         return dataclasses.replace(self, **changes)
 
@@ -330,37 +217,63 @@ class Recipe:
         return dataclasses.asdict(self)
 
 
-def _check(spec: dataclasses.Field, value: Any) -> None:
-    """Raise `ValueError` unless `value` has the type of the knob's default and is among what the
-    knob takes.
-    """
-    kind = type(spec.default)
-    right_type = (
-        isinstance(value, int | float) and not isinstance(value, bool)
-        if kind is float
-        else type(value) is kind
+def _takes(spec: dataclasses.Field, value: Any) -> bool:
+    """Whether `value` has the type of the knob's default and lies within the knob's limits."""
+    kind, limits = type(spec.default), spec.metadata
+    if kind is float:
+        if not is_number(value):
+            return False
+    elif type(value) is not kind:
+        return False
+    return (
+        (not limits["choices"] or value in limits["choices"])
+        and (limits["at_least"] is None or value >= limits["at_least"])
+        and (limits["at_most"] is None or value <= limits["at_most"])
+        and (limits["above"] is None or value > limits["above"])
     )
-    if not right_type:
-        raise ValueError(
-            f"{spec.name}={value!r} is a {type(value).__name__}; this knob takes a {kind.__name__}."
-        )
-    if kind is float and not is_finite(value):
-        raise ValueError(
-            f"{spec.name}={value!r} is not a finite number, and this knob takes one, e.g. "
-            f"{spec.default}."
-        )
-    choices, at_least = spec.metadata["choices"], spec.metadata["at_least"]
-    at_most, above = spec.metadata["at_most"], spec.metadata["above"]
-    if choices and value not in choices:
-        raise ValueError(
-            f"{spec.name}={value!r} is not known. Choose one of: {', '.join(map(repr, choices))}."
-        )
-    if at_least is not None and not value >= at_least:
-        raise ValueError(f"{spec.name}={value!r} is too small: it must be {at_least} or more.")
-    if above is not None and not value > above:
-        raise ValueError(f"{spec.name}={value!r} is too small: it must be above {above}.")
-    if at_most is not None and not value <= at_most:
-        raise ValueError(f"{spec.name}={value!r} is too large: it must be {at_most} or less.")
+
+
+def _range(spec: dataclasses.Field) -> str:
+    """What a knob takes, in words."""
+    limits = {name: limit for name, limit in spec.metadata.items() if limit not in (None, ())}
+    if choices := limits.pop("choices", ()):
+        return f"Choose one of: {', '.join(map(repr, choices))}."
+    words = [f"{name.replace('_', ' ')} {value}" for name, value in limits.items()]
+    return f"It takes a finite {type(spec.default).__name__}{', '.join(['', *words])}."
+
+
+CONTRADICTIONS: tuple[tuple[Callable[[Recipe], bool], str], ...] = (
+    (
+        lambda r: r.persistent_workers and r.num_workers == 0,
+        "persistent_workers=True needs num_workers of 1 or more: there is no worker to keep.",
+    ),
+    (
+        lambda r: r.adapter in ("none", "folded") and r.base_linear != "published",
+        "adapter={adapter!r} changes the weights themselves, and base_linear={base_linear!r} holds "
+        "them in a form for frozen ones. Use base_linear='published', or another adapter.",
+    ),
+    (
+        lambda r: r.streams > 1 and r.driver != "graph",
+        "streams={streams} needs driver='graph': launched from the host one by one, micro-batches "
+        "on several streams would wait for the host just the same.",
+    ),
+    (
+        lambda r: r.driver == "graph" and r.optimizer in ("adamw-8bit", "adamw-paged"),
+        "optimizer={optimizer!r} counts its steps on the host, which driver='graph' would record "
+        "once. Use optimizer='adamw-fused'.",
+    ),
+    (
+        lambda r: r.driver == "graph" and r.logging == "synchronous",
+        "driver='graph' captures the whole optimizer step, and reading the loss inside it would "
+        "need the host. Use logging='ring-buffer'.",
+    ),
+    (
+        lambda r: r.driver == "graph" and r.compile in ("reduce-overhead", "max-autotune"),
+        "compile={compile!r} makes CUDA graphs of its own, and one graph can't be captured inside "
+        "another. Use compile='default' or 'max-autotune-no-cudagraphs' with driver='graph'.",
+    ),
+)
+"""Knobs that contradict each other: what must not be asked for together, and why."""
 
 
 def is_finite(value: float) -> bool:

@@ -160,7 +160,7 @@ class Lab:
         self.results_dir = kept.path.parent.resolve()
         self.cache_dir = Path(os.environ.get("LABUTILS_CACHE") or "~/.cache/labutils").expanduser()
         self._results = kept
-        self._measured: set[str] = set()
+        self._measured: set[tuple] = set()  # identities of runs
         self._predictions: dict[str, tuple[float, str]] = {}
         self._opened = time.perf_counter()
 
@@ -220,7 +220,7 @@ class Lab:
         run.beside, run.made_of = records.told(records.BESIDE), self._made_of
         self._results.append(run)
         if run.ok:
-            self._measured.add(run.run)
+            self._measured.add(run.identity)
 
     def measured(self, name: str, recipe: Recipe | None, measure: Callable[[], Run]) -> Run:
         """The run `name` of `recipe` (None: of none, or whichever `measure` takes), as an
@@ -259,9 +259,10 @@ class Lab:
         left = {
             name: there[name]
             for name, recipe in recipes.items()
-            if name in there and name not in self._measured and _is_of(there[name], recipe)
+            if name in there and _is_of(there[name], recipe)
+            if there[name].identity not in self._measured
         }
-        self._measured.update(left)
+        self._measured.update(run.identity for run in left.values())
         return left
 
     def _is_left(self, run: Run) -> bool:
@@ -414,15 +415,15 @@ class Lab:
         gc.collect()
         with contextlib.suppress(RuntimeError):  # a GPU that broke fails at this, too
             cuda.empty_cache()
+        tags = tags_of(self.number, reference) if isinstance(reference, str) else reference
         name = reference if isinstance(reference, str) else what
-        if name not in self._measured:  # a failure after it, of a plot say, hides no measurement
-            tags = dict(reference) if isinstance(reference, Mapping) else {}
-            self.keep(Run(self.number, name, status=status, tags=tags))
+        run = Run(self.number, name, status=status, tags=dict(tags or tags_of(self.number, what)))
+        if run.identity not in self._measured:  # a plot's failure hides no measurement
+            self.keep(run)
         self.show(f"**{what}: not on this machine.** {explain(status)}")
         if instead:
             instead()
-        elif reference:
-            tags = reference if isinstance(reference, Mapping) else tags_of(self.number, reference)
+        elif tags:
             self.show(_as_markdown(self.reference(**tags), name))
 
     # ------------------------------------------------------------------------------ what it shows

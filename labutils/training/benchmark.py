@@ -191,8 +191,8 @@ class Benchmark:
                 if name in self.failed:
                     continue
                 with self._noting(name):
-                    found = self.candidates[name].measure(counts[name], lead_in)
-                    times[run].extend(found, turn)
+                    block = self.candidates[name].measure(counts[name], lead_in)
+                    times[run].extend(block, turn)
                 self._drop_if_failed(name)
         runs = {run: self._report(run, name, times[run]) for run, name in visits.items()}
         for run, name in visits.items():

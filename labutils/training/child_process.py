@@ -39,9 +39,10 @@ POLL_S = 0.5
 class Child:
     """A Python process that takes `order` (JSON) on its first line of input.
 
-    arguments: Python's. environment: variables beside this process's own; None: unset. limit_s: it is killed
-    after so long. folder: where it runs; default: the repository. `printed` has its output that was
-    no message; `timed_out` says whether the limit ended it. The `with` block kills what still runs.
+    arguments: Python's. environment: variables beside this process's own; None: unset. limit_s: it
+    is killed after so long. folder: where it runs; default: the repository. `printed` has its
+    output that was no message; `timed_out` says whether the limit ended it. The `with` block kills
+    what still runs.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class Child:
         folder: str | Path = REPOSITORY,
     ) -> None:
         variables = os.environ | dict(environment or {})
-        self._errors = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
+        self._errors = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115
         self.process = subprocess.Popen(
             [sys.executable, *arguments],
             stdin=subprocess.PIPE,
@@ -115,9 +116,9 @@ class Child:
 
     def _read(self) -> None:
         for line in self.process.stdout:
-            before, found, message = line.partition(MESSAGE)
+            before, mark, message = line.partition(MESSAGE)
             self.printed += before
-            if found:
+            if mark:
                 with contextlib.suppress(json.JSONDecodeError):  # it died within the line
                     self._messages.put(json.loads(message))
         self._messages.put(None)

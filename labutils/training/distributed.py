@@ -53,9 +53,9 @@ class Ranks:
         """The mean over the ranks of each element, on all of them; another tensor unless alone."""
         if self.alone:
             return values
-        found = values.detach().clone() / self.count
-        dist.all_reduce(found)
-        return found
+        mean = values.detach().clone() / self.count
+        dist.all_reduce(mean)
+        return mean
 
     def most(self, value: float) -> float:
         """The largest of the ranks' numbers, on all of them: for decisions that all must make
@@ -67,9 +67,9 @@ class Ranks:
         """The ranks' objects, in order, on all of them."""
         if self.alone:
             return [value]
-        found: list[Any] = [None] * self.count
-        dist.all_gather_object(found, value)
-        return found
+        values: list[Any] = [None] * self.count
+        dist.all_gather_object(values, value)
+        return values
 
 
 _by_itself = False
@@ -152,7 +152,7 @@ FSDP_CANNOT: tuple[tuple[Callable[[Recipe], bool], str], ...] = (
     ),
     (
         lambda recipe: recipe.precision == "fp16",
-        "needs precision='bf16' or 'fp32': each rank would see the overflows of its own shard alone",
+        "needs precision='bf16' or 'fp32': each rank would see its own shard's overflows alone",
     ),
     (
         lambda recipe: recipe.base_linear != "published",

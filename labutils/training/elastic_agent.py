@@ -1,4 +1,4 @@
-"""Starts the ranks of a launch and waits for them, by torch.distributed.elastic: what torchrun does.
+"""Starts the ranks of a launch and waits for them, by torch.distributed.elastic, as torchrun does.
 
 It runs as a file, not as a module of the package, whose imports would take longer than the rest.
 Order: {"ranks", "command", "logs"}; answer: {"failures": {rank: exit code}}, those that elastic saw

@@ -5,13 +5,11 @@ computed.
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from labutils.training.trainer import Trainer
+from labutils.training.trainer import Trainer
 
 
 def gradient_arrivals(trainer: Trainer) -> dict[str, list[float]]:
@@ -36,14 +34,14 @@ def gradient_arrivals(trainer: Trainer) -> dict[str, list[float]]:
     if on_gpu:
         torch.cuda.synchronize()
     first = next(iter(marks.values()))[0]
-    found = sorted(
+    arrivals = sorted(
         (first.elapsed_time(mark) if on_gpu else (mark - first) * 1e3, size)
         for mark, size in marks.values()
     )
-    last = found[-1][0]
+    last = arrivals[-1][0]
     return {
-        "lead_ms": [round(last - at, 4) for at, _ in found],
-        "lead_bytes": [size for _, size in found],
+        "lead_ms": [round(last - at, 4) for at, _ in arrivals],
+        "lead_bytes": [size for _, size in arrivals],
     }
 
 

@@ -143,7 +143,7 @@ _workloads: dict[str, Workload] = {}
 
 
 def _workload(task: Task, place: Place) -> Workload:
-    """One a kind, so that trainers share its frozen weights and texts; only one kind has weights."""
+    """One a kind, whose trainers share frozen weights and texts; only one kind has weights."""
     key = json.dumps(task.workload, sort_keys=True)
     for other, workload in _workloads.items():
         if other != key:
@@ -224,7 +224,7 @@ def _run(task: Task, place: Place) -> Run:
             raise RuntimeError("provoked: this rank was asked to fail here")
 
     hook = encoded_once(workload)
-    with Trainer(workload, recipe, task.folder, task.resume, dataset=hook) as trainer:
+    with Trainer(workload, recipe, task.folder or None, task.resume, dataset=hook) as trainer:
         begun_at, began = trainer.step_count, time.perf_counter()
         trainer.run(task.steps, task.checkpoint_every, after_step)
         trainer.driver.log.flush()

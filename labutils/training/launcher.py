@@ -68,7 +68,7 @@ class Ended:
         return not self.message
 
     def or_raise(self) -> Ended:
-        """Itself, or a `RuntimeError` with the message; `Unavailable` where a rank lacks something."""
+        """Itself. Raises `RuntimeError`, or `Unavailable` where a rank lacks something."""
         if not self.ok:
             lacking = any(status.error.startswith("Unavailable") for status in self.ranks)
             raise (Unavailable if lacking else RuntimeError)(self.message)

@@ -8,18 +8,16 @@ import math
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.profiler import record_function
 from tqdm import tqdm
 
-if TYPE_CHECKING:
-    pass
-
 Write = Callable[[dict[str, float], int], None]
 Across = Callable[[Tensor], Tensor]
+"""What makes this process's losses those of all ranks: their mean. Every rank calls it, or none."""
 
 
 def own(values: Tensor) -> Tensor:
@@ -27,40 +25,13 @@ def own(values: Tensor) -> Tensor:
     return values
 
 
-class Log(Protocol):
-    """What a driver tells: each micro-batch's loss, the end of each micro-step and of each
-    optimizer step.
-    """
-
-    losses: list[float]
-    across: Across
-    """What makes this process's losses those of all ranks: their mean. Every rank calls it, or
-    none.
-    """
-
-    def micro_step(self, loss: Tensor) -> None: ...
-
-    def end_micro_step(self, loss: Tensor) -> None: ...
-
-    def end_step(self) -> None: ...
-
-    def start_at(self, step: int) -> None:
-        """Before the first step: a resumed run's steps are counted from the run's beginning."""
-
-    def flush(self) -> None:
-        """Bring what the device still holds into `losses`; raises `NotFinite` where it is."""
-
-    def close(self) -> None: ...
-
-
 class NotFinite(ArithmeticError):
     """The loss became NaN or infinite; the message names the optimizer step."""
 
     def __init__(self, loss: float, step: int) -> None:
         super().__init__(
-            f"The loss is {loss} at optimizer step {step}: training stopped there. Lower "
-            "learning_rate, or use "
-            "precision='fp32' or 'bf16' to see whether it is half precision's range."
+            f"The loss is {loss} at optimizer step {step}: training stopped there. Lower the "
+            "learning_rate, or try precision='fp32': is it half precision's range?"
         )
 
 
@@ -76,10 +47,9 @@ class SynchronousLog:
         self.step = 0
         self.losses: list[float] = []
         self.total = 0.0
-        self.sink = open(os.devnull, "w")  # noqa: SIM115  closed in close(); a bar's cost without its picture
-        self.bar = tqdm(
-            desc="Steps", file=self.sink, disable=False
-        )  # even where TQDM_DISABLE silences the others
+        self.sink = open(os.devnull, "w")  # noqa: SIM115  closed in close()
+        # A bar's cost without its picture, even where TQDM_DISABLE silences the others.
+        self.bar = tqdm(desc="Steps", file=self.sink, disable=False)
 
     def micro_step(self, loss: Tensor) -> None:
         with record_function("log"):
@@ -162,7 +132,7 @@ class RingLog:
         self.total.zero_()
 
     def passed(self) -> None:
-        """Host part: count the step, and at every full half send it off and write the one before."""
+        """Host part: count the step; at every full half send it off and write the one before."""
         self.step += 1
         if (self.step - self.first_step) % self.half == 0:
             self._write_arrived()
@@ -203,13 +173,13 @@ class RingLog:
             self.losses.append(loss)
             self.write({"train_loss": loss}, self.written)
             if not math.isfinite(loss):
-                found, self.written, self.travelling = (
-                    self.written,
-                    self.step,
-                    0,
-                )  # what follows is no better
-                raise NotFinite(loss, found)
+                bad, self.written, self.travelling = self.written, self.step, 0
+                raise NotFinite(loss, bad)  # what follows is no better
         self.travelling = 0
+
+
+Log = SynchronousLog | RingLog
+"""What a driver tells each micro-batch's loss, and the end of each micro-step and step."""
 
 
 def tensorboard(folder: Path, flush: bool) -> tuple[Write, Callable[[], None]]:

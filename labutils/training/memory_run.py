@@ -1,4 +1,4 @@
-"""A training run whose memory is written down as it goes: article A3's way of looking at a method.
+"""A training run whose memory is logged as it goes: article A3's way of looking at a method.
 
 run = followed(workload, recipe, steps=40, name="qlora long", log=folder / "qlora long.csv")
 lines = read_log(folder / "qlora long.csv")
@@ -40,15 +40,16 @@ def followed(
     meet: Meet | None = None,
     build: Callable[[Recipe], nn.Module] | None = None,
 ) -> Run:
-    """Train at least `steps` timed optimizer steps, of the same batches in each run of a workload;
-    every so many a line of `log`, whose clock starts once the model is built. What the file held
-    before is lost.
+    """Train at least `steps` timed optimizer steps, of the same batches in each run of a workload.
 
-    `change` alters the model once it is built. Memory is that of the whole process, in the log as
-    in the metrics `peak_allocated_gb` and `peak_reserved_gb`, over all steps: let go of what else
-    is on the GPU before. Weights that the workload shares between trainers are let go here. A
-    failure is the run's status. `meet`: see `comparing.Benchmark`; its time is in the log.
-    `useful_tokens_per_s` is a whole epoch's: see `variants.with_epoch_rate`.
+    log: gets a line every `every` steps; its clock starts once the model is built, and what the
+    file held before is lost. change: alters the model once it is built. meet: see
+    `benchmark.Benchmark`; its time is in the log. build: see `trainer.Hooks`.
+
+    Memory is that of the whole process, in the log as in the metrics `peak_allocated_gb` and
+    `peak_reserved_gb`, over all steps. So weights that the workload shares between trainers are
+    released here, and the caller releases what else is on the GPU. `useful_tokens_per_s` is a whole
+    epoch's: see `model_edits.with_epoch_rate`. A failure is the run's status.
     """
     log.unlink(missing_ok=True)
     workload.collate(recipe)  # so that texts are made before the clock starts
@@ -160,9 +161,9 @@ def _memory_gib() -> list[str]:
     """Allocated, reserved and peak memory in 1024^3 bytes; empty texts without a GPU."""
     if not cuda.available():
         return [""] * 3
-    found = (
-        torch.cuda.memory_allocated(),
-        torch.cuda.memory_reserved(),
-        torch.cuda.max_memory_allocated(),
+    reads = (
+        torch.cuda.memory_allocated,
+        torch.cuda.memory_reserved,
+        torch.cuda.max_memory_allocated,
     )
-    return [f"{size / 1024**3:.4f}" for size in found]
+    return [f"{read() / 1024**3:.4f}" for read in reads]

@@ -61,7 +61,7 @@ class Trainer:
         with Trainer(workload, recipe, folder="runs/mine") as trainer:
             trainer.run(100, checkpoint_every=50)
 
-    folder: for logs and checkpoints; None: a temporary one that goes with the trainer.
+    folder: for logs and checkpoints; none given: a temporary one that goes with the trainer.
     resume: go on from the folder's checkpoint. Raises `FileNotFoundError` where there is none,
     `ValueError` where it is damaged or belongs to another recipe.
     hooks: see `Hooks`.
@@ -84,7 +84,7 @@ class Trainer:
         self.workload = workload
         self.recipe = recipe = recipe.fitted_to(workload.device.type)
         self.temporary = None  # removed with the trainer, and with one that could not be built
-        if folder is None:
+        if not folder:
             self.temporary = tempfile.TemporaryDirectory(
                 prefix="labutils-", ignore_cleanup_errors=True
             )

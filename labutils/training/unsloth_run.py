@@ -29,6 +29,7 @@ from labutils.data.texts import LONGEST
 from labutils.recipe import Recipe, Unavailable
 from labutils.results.records import REPOSITORY, Run
 from labutils.training import benchmark, child_process
+from labutils.training.benchmark import empty_run
 from labutils.training.child_process import Child
 from labutils.training.memory_run import followed, make_room
 from labutils.training.trainer import Trainer
@@ -81,7 +82,7 @@ def check_unsloth(device: str) -> None:
 def train_with_unsloth(
     jobs: Mapping[str, Job], logs: Path, every: int = 10, timeout_s: float = TIMEOUT_S
 ) -> Runs:
-    """Name -> run of each job, its memory in `logs`/name.csv as `following.followed` writes it.
+    """Name -> run of each job, its memory in `logs`/name.csv as `memory_run.followed` writes it.
 
     `first_step_s` is the first job's alone: its kernels are compiled then. A job that fails has its
     reason as status, and so have those that a process that dies or takes too long didn't get to.
@@ -96,32 +97,29 @@ def train_with_unsloth(
         folder = Path(place)
         if first.weights == "random":
             first.publish(folder / "model")
-            make_room(
-                first
-            )  # for the child: memory that this process only keeps is not free for another
+            make_room(first)  # for the child: memory that this process keeps is free for no other
         order = {
             "model": str(folder / "model") if first.weights == "random" else first.size.hub,
             "logs": str(logs.resolve()),
             "every": every,
-            "jobs": {name: _order_of(job) for name, job in jobs.items()},
+            "jobs": {
+                name: {
+                    "workload": job.workload.opened_as() | {"device": first.device.type},
+                    "recipe": job.recipe.as_dict(),
+                    "steps": job.steps,
+                }
+                for name, job in jobs.items()
+            },
         }
-        found, failure = _ask(order, timeout_s, folder)
-    if failure and not found:
+        records, failure = _ask(order, timeout_s, folder)
+    if failure and not records:
         raise RuntimeError(failure)
-    missing = {name: _undone(name, job, failure) for name, job in jobs.items() if name not in found}
-    return {name: Run(**found[name]) if name in found else missing[name] for name in jobs}
-
-
-def _undone(name: str, job: Job, failure: str) -> Run:
-    at, recipe = job.workload, job.recipe.as_dict()
-    where = {"workload": at.name, "scale": at.scale, "weights": at.weights, "data": at.data}
-    return Run(lab="", run=name, status=f"error: {failure}", recipe=recipe, **where)
-
-
-def _order_of(job: Job) -> dict[str, Any]:
-    workload = job.workload
-    where = workload.opened_as() | {"device": workload.device.type}
-    return {"workload": where, "recipe": job.recipe.as_dict(), "steps": job.steps}
+    runs = {name: empty_run(job.workload, job.recipe, name) for name, job in jobs.items()}
+    for name, run in runs.items():
+        run.status = f"error: {failure}"
+        if name in records:
+            runs[name] = Run(**records[name])
+    return runs
 
 
 def _ask(order: dict[str, Any], timeout_s: float, folder: Path) -> tuple[dict[str, Any], str]:
@@ -167,9 +165,7 @@ def _main() -> None:
     load = functools.cache(functools.partial(_load, library, order["model"]))  # once for all jobs
     for place, (name, job) in enumerate(order["jobs"].items()):
         workload, recipe = open_workload(**job["workload"]), Recipe(**job["recipe"])
-        load(
-            *_held_as(recipe)
-        )  # a model that can't be loaded ends the process: the other jobs would try it once more
+        load(*_held_as(recipe))  # where it can't be loaded, the process ends: once is enough
         build = functools.partial(_build, library, load)
         log = Path(order["logs"]) / f"{name}.csv"
         meet = functools.partial(_meet_other_lengths, workload)

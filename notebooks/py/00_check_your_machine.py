@@ -69,7 +69,7 @@ from labutils.tools import doctor
 
 plots.use_style()
 on_gpu = lab.device == "cuda"
-reference = lab.reference("machine")  # what this lab found on our H200
+reference = lab.reference(experiment="machine")  # what this lab found on our H200
 h200 = Probe("cuda", reference.samples, {}) if reference else None
 
 # %% [markdown]
@@ -112,7 +112,7 @@ lab.predict("matrix products", predicted_tflops, "TFLOP/s")
 # %%
 measured = probe_machine()
 main_dtype = "fp32" if not on_gpu else "bf16" if measured.rate("bf16") else "fp16"
-machine = Run("00", "machine", samples=measured.samples)
+machine = Run("00", "machine", tags={"experiment": "machine"}, samples=measured.samples)
 machine.metrics = {item: summarise(samples) for item, samples in measured.samples.items()}
 if architectures := cuda.architectures():
     machine.metrics["torch_architectures"] = architectures
@@ -149,7 +149,12 @@ if h200 and not on_gpu:
 # %%
 seconds, held = zip(*rate_over_time(main_dtype), strict=True)
 lab.keep(
-    Run("00", "held", metrics={"tflops": summarise(held[len(held) // 2 :]), "dtype": main_dtype})
+    Run(
+        "00",
+        "held",
+        tags={"experiment": "held"},
+        metrics={"tflops": summarise(held[len(held) // 2 :]), "dtype": main_dtype},
+    )
 )
 fig, ax = plt.subplots(figsize=(7.2, 2.8))
 ax.plot(seconds, held, marker=".", label="without a pause")
@@ -166,7 +171,7 @@ ax.legend(loc="lower right")
 plt.show()
 
 # %%
-theirs = lab.reference("held")
+theirs = lab.reference(experiment="held")
 rows = [("here", main_dtype, measured.rate(main_dtype), median(held[len(held) // 2 :]))]
 if h200 and theirs:
     rows.append(
@@ -242,7 +247,15 @@ for op in operations:
         "flops": op.flops,
         "bytes": op.bytes,
     }
-    lab.keep(Run("00", f"operation: {op.name}", metrics=metrics, samples=samples))
+    lab.keep(
+        Run(
+            "00",
+            op.name,
+            tags={"experiment": "operation", "operation": op.name},
+            metrics=metrics,
+            samples=samples,
+        )
+    )
 
 # %%
 def show_operations(
@@ -281,7 +294,7 @@ memory_bound = sum(op.intensity < roofs[op.dtype].ridge for op in operations)
 # %%
 if h200:
     dtypes = {op.name: op.dtype for op in course_operations("full", lab.device, "bf16")}
-    kept = {name: lab.reference(f"operation: {name}") for name in dtypes}
+    kept = {name: lab.reference(experiment="operation", operation=name) for name in dtypes}
     theirs = {
         name: (dtypes[name], *map(run.metric, ("flops", "bytes", "alone_ms")))
         for name, run in kept.items()
@@ -329,10 +342,10 @@ if on_gpu:
 sizes = {
     f"{way}, {count}": summarise(ms) for way, curve in times.items() for count, ms in curve.items()
 }
-lab.keep(Run("00", "size sweep", metrics=sizes));
+lab.keep(Run("00", "size sweep", tags={"experiment": "size sweep"}, metrics=sizes));
 
 # %%
-theirs = lab.reference("size sweep")
+theirs = lab.reference(experiment="size sweep")
 if theirs and not on_gpu:
     for way in (CALLED, REPLAYED):
         curve = {
@@ -384,10 +397,17 @@ lab.table(("kernels in a step", "this host needs at least", "our H200's host"), 
 # driver a kernel that was compiled for another card.
 
 # %%
-with lab.attempt("A kernel for another card", reference="unlisted architecture"):
+with lab.attempt("A kernel for another card", reference={"experiment": "unlisted architecture"}):
     if not on_gpu:
         raise Unavailable("only an NVIDIA GPU can refuse a kernel")
-    lab.keep(Run("00", "unlisted architecture", metrics=try_unlisted_architecture()))
+    lab.keep(
+        Run(
+            "00",
+            "unlisted architecture",
+            tags={"experiment": "unlisted architecture"},
+            metrics=try_unlisted_architecture(),
+        )
+    )
 
 # %% [markdown]
 # The article also reports that attention from xformers, a library of fast kernels, refused the card as "too new". If
@@ -395,13 +415,20 @@ with lab.attempt("A kernel for another card", reference="unlisted architecture")
 
 # %%
 xformers = doctor.try_import("xformers")
-with lab.attempt("xformers' attention on this card", reference="xformers"):
+with lab.attempt("xformers' attention on this card", reference={"experiment": "xformers"}):
     if not on_gpu or xformers.status == "missing":
         raise Unavailable(
             f"{'xformers is not installed' if on_gpu else 'there is no GPU'}; no lab needs it"
         )
     failed = int(xformers.status != "ok")
-    lab.keep(Run("00", "xformers", metrics={"failed": failed, "message": xformers.message}))
+    lab.keep(
+        Run(
+            "00",
+            "xformers",
+            tags={"experiment": "xformers"},
+            metrics={"failed": failed, "message": xformers.message},
+        )
+    )
 
 # %%
 lab.verdict("A1.blackwell.unlisted-fails", "A1.blackwell.newer-build", "A1.blackwell.xformers");

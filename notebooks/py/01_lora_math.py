@@ -148,7 +148,14 @@ change = max((p - frozen[name]).abs().max().item() for name, p in ours.base.stat
 metrics = {
     f"peft_{name.split()[-1]}_difference": value.item() for name, value in differences.items()
 }
-lab.keep(Run("01", "equivalence", metrics=metrics | {"base_change": change, "loss": losses}))
+lab.keep(
+    Run(
+        "01",
+        "equivalence",
+        tags={"experiment": "equivalence"},
+        metrics=metrics | {"base_change": change, "loss": losses},
+    )
+)
 print(
     f"20 steps took the loss from {losses[0]:.3g} to {losses[-1]:.3g}; largest change of a frozen number: {change:g}"
 )
@@ -274,7 +281,7 @@ counts = {"full_d4096": full, "lora_d4096_r8": low_rank}
 for name, (_, _, rank) in MODELS.items():
     counts[f"{name}_total"] = count_parameters(on_meta(name, lora=False))
     counts[f"{name}_lora_r{rank}"] = count_trainable(on_meta(name, lora=True))
-lab.keep(Run("01", "lora-counts", metrics=counts));
+lab.keep(Run("01", "lora-counts", tags={"experiment": "lora-counts"}, metrics=counts));
 
 # %%
 pairs = {"a layer, d = 4096, r = 8": {"all weights": full, "LoRA": low_rank}}
@@ -351,7 +358,7 @@ def recover(target: torch.Tensor, rank: int, seed: int) -> float:
 
 
 # %%
-found, best, sweep = {}, {}, Run("01", "rank-sweep")
+found, best, sweep = {}, {}, Run("01", "rank-sweep", tags={"experiment": "rank-sweep"})
 for name, target in targets.items():
     sigma = torch.linalg.svdvals(target)
     for r in ranks:
@@ -480,7 +487,7 @@ plt.show()
 
 # %%
 short, samples, metrics, lines = dict(zip(sizes, ("sd15", "llm"), strict=True)), {}, {}, []
-theirs = run.metric if (run := lab.reference("order")) else {}.get
+theirs = run.metric if (run := lab.reference(experiment="order")) else {}.get
 for size, (n, k) in sizes.items():
     ms = {
         name: {way: median(t) for way, t in by_pass.items()}
@@ -511,7 +518,9 @@ head = (
 )
 lab.table(head, *lines)
 metrics |= {name: summarise(t) for name, t in samples.items()}
-order_run = lab.keep(Run("01", "order", metrics=metrics, samples=samples))
+order_run = lab.keep(
+    Run("01", "order", tags={"experiment": "order"}, metrics=metrics, samples=samples)
+)
 
 # %% [markdown]
 # Compare "fewer operations" with "faster". On the H200, whose sizes are larger, the thin order is several times faster at a
@@ -649,7 +658,7 @@ lab.keep(
 );
 
 # %%
-theirs = lab.reference("merge")
+theirs = lab.reference(experiment="merge")
 lines = []
 for name, spread in {name: summarise(t) for name, t in beside.items()}.items():
     h200 = theirs.metric(f"{name.replace(' ', '_')}_ms") if theirs else None
@@ -738,7 +747,7 @@ gb = {
     for (n, way), m in memory.items()
     for part, v in m.in_gb().items()
 }
-lab.keep(Run("01", "memory", metrics=gb));
+lab.keep(Run("01", "memory", tags={"experiment": "memory"}, metrics=gb));
 
 # %% [markdown]
 # With LoRA, gradients and optimizer state all but vanish. The weights remain, and so do most of the activations: to train an
@@ -771,8 +780,12 @@ def unet_and_loss(lora: bool) -> tuple:
 
 # %%
 lines, metrics = [], {}
-theirs = {way: run.metric for way in ("all", "LoRA") if (run := lab.reference("memory-measured"))}
-with lab.attempt("Training a UNet to see its memory", reference="memory-measured"):
+theirs = {
+    way: run.metric
+    for way in ("all", "LoRA")
+    if (run := lab.reference(experiment="memory-measured"))
+}
+with lab.attempt("Training a UNet to see its memory", reference={"experiment": "memory-measured"}):
     for way in ("all", "LoRA"):
         unet, loss = unet_and_loss(way == "LoRA")
         plan = planned(unet, activations=saved_for_backward(unet, loss))
@@ -795,7 +808,7 @@ with lab.attempt("Training a UNet to see its memory", reference="memory-measured
         "H200, whole UNet, GB",
     )
     lab.table(head, *lines)
-    lab.keep(Run("01", "memory-measured", metrics=metrics))
+    lab.keep(Run("01", "memory-measured", tags={"experiment": "memory-measured"}, metrics=metrics))
 
 # %% [markdown]
 # It does. (On a GPU the allocator's peak lies higher: it also sees what lives only within a pass, such as the gradients of

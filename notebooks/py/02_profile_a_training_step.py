@@ -77,7 +77,7 @@ on_gpu = lab.device == "cuda"
 steps = steps or (4 if lab.scale == "tiny" else 8)
 traces = lab.cache_dir / "traces" / "lab-02"  # large files: those of the last time make room
 shutil.rmtree(traces, ignore_errors=True)
-reference = lab.reference("stock")  # our H200's run of this lab
+reference = lab.reference(experiment="stock")  # our H200's run of this lab
 theirs = reference.metrics if reference else {}
 no_gpu = "*No GPU work was recorded here, and no H200 run of this lab is on file to show instead.*"
 if on_gpu:
@@ -154,6 +154,7 @@ lab.predict("time of an optimizer step", my_step_ms, "ms")
 
 # %%
 stock = train(workload, STOCK, steps=steps, name="stock")
+stock.tags = {"experiment": "stock"}
 lab.keep(stock)
 fig, ax = plt.subplots()
 plots.steps(
@@ -623,9 +624,12 @@ lab.table(
 # one.
 
 # %%
-recipes = {"logging=synchronous": STOCK, "logging=ring-buffer": STOCK.but(logging="ring-buffer")}
+recipes = {kind: STOCK.but(logging=kind) for kind in ("synchronous", "ring-buffer")}
 trainer.close()
-logging = lab.keep(compare(workload, recipes, steps=max(3, steps // 2), rounds=2))
+logging = compare(workload, recipes, steps=max(3, steps // 2), rounds=2)
+for run in logging.values():
+    run.tags |= {"experiment": "logging", "logging": run.recipe["logging"]}
+lab.keep(logging)
 fig, ax = plt.subplots()
 plots.steps(ax, logging)
 plt.show()

@@ -77,7 +77,7 @@ from labutils.labs.ladders import distinct_on
 from labutils.profiling.machine import usable_cores
 from labutils.recipe import Recipe, Unavailable
 from labutils.results import claims
-from labutils.results.judges import time_effect
+from labutils.results.judges.effects import time_effect
 from labutils.results.records import Run, to_frame
 from labutils.tools.diagnose import ablations
 from labutils.training import Benchmark

@@ -64,12 +64,14 @@ import time
 from functools import partial
 
 import matplotlib.pyplot as plt
+import pandas as pd
 import torch
 
 from labutils.course import plots
 from labutils.labs import lab10_distributed
+from labutils.profiling import ddp_model
 from labutils.recipe import Unavailable
-from labutils.results.records import Run
+from labutils.results.records import Run, to_frame
 from labutils.training.launcher import gpu_count, rank_variables
 
 plots.use_style()
@@ -79,9 +81,23 @@ tiny = lab.scale == "tiny"
 count = ranks or max(2, gpu_count())
 timed = steps or (4 if tiny else 10)
 cases = lab10_distributed.cases(lab)
-alone: dict[str, Run] = {}  # what one process does
-together: dict[str, Run] = {}  # what all ranks do
-foretold: dict = {}
+alone: list[Run] = []  # what one process does
+together: list[Run] = []  # what all ranks do
+predicted: dict = {}
+
+
+def need(found) -> None:
+    """An earlier section has measured nothing that this one could speak about."""
+    if not found:
+        raise Unavailable("it speaks about what an earlier section would have measured")
+
+
+def link_run() -> Run | None:
+    return next((run for run in alone if run.run == "all-reduce" and run.ok), None)
+
+
+def one_process(case) -> Run | None:
+    return case.run(alone, "one process", ranks=1)
 
 # %% [markdown]
 # ## 1 · One GPU, and the link
@@ -117,26 +133,33 @@ lab.predict("bus bandwidth of a large all-reduce", my_bandwidth, "GB/s")
 # %%
 with lab.attempt("Several ranks on this machine", reference="all-reduce"):
     device = lab10_distributed.device_for(lab)
-    tasks = lab10_distributed.tasks_alone(cases.values(), count, timed, tiny)
-    lab10_distributed.measured(lab, tasks, count, device, into=alone)
+    plan = lab10_distributed.plan_alone(cases, count, timed, tiny)
+    lab10_distributed.measured(lab, plan, count, device, into=alone)
     print(f"{count} ranks on {device}. Each of them was given:")
     print(*(f"{name}={value}" for name, value in rank_variables(count, device).items()))
 
 # %%
+def link_table(runs: list[Run]) -> pd.DataFrame:
+    return pd.DataFrame(
+        {
+            "the quickest message, µs": 1e3 * min(run.samples["all_reduce_ms"]),
+            "bus bandwidth of the largest, GB/s": run.samples["bus_gb_per_s"][-1],
+        }
+        for run in runs
+    )
+
+
 with lab.attempt("The link's picture", reference="all-reduce"):
-    lab10_distributed.need(alone.get("all-reduce"))
-    there = lab10_distributed.through(cases.values(), alone)
+    need(link_run())
     marks = {
-        case.title: 1e6 * alone[case.run("one process")].metrics["gradient_mb"] for case in there
+        case.title: 1e6 * one_process(case).metrics["gradient_mb"]
+        for case in cases
+        if one_process(case)
     }
     fig, ax = plt.subplots()
-    plots.link(ax, alone["all-reduce"].samples, marks)
+    plots.link(ax, link_run().samples, marks)
     plt.show()
-    lab.table(
-        lab10_distributed.LINK_HEAD,
-        *lab10_distributed.link_rows({"all-reduce": alone["all-reduce"]}),
-    )
-lab.on_reference(lab10_distributed.LINK_HEAD, lab10_distributed.link_rows, "all-reduce")
+lab.runs_table([link_run()] if link_run() else [], link_table, experiment="all-reduce")
 
 # %% [markdown]
 # What can the link carry at best? `nvidia-smi topo -m`, which the article recommends, says what connects each pair of
@@ -144,22 +167,34 @@ lab.on_reference(lab10_distributed.LINK_HEAD, lab10_distributed.link_rows, "all-
 # limit for the curve above.
 
 # %%
+def topology_table(runs: list[Run]) -> pd.DataFrame:
+    pairs = runs[0].metrics.get("named", {}) if runs else {}
+    return pd.DataFrame(pairs.items(), columns=["GPUs", "connected by"])
+
+
+connected: list[Run] = []
 with lab.attempt("What connects the GPUs"):
-    connected = lab.measured("topology", None, lab10_distributed.topology)
-    lab.table(
-        lab10_distributed.TOPOLOGY_HEAD, *lab10_distributed.topology_rows({"topology": connected})
-    )
-lab.on_reference(lab10_distributed.TOPOLOGY_HEAD, lab10_distributed.topology_rows, "topology")
+    connected = [lab.measured("topology", None, lab10_distributed.topology)]
+lab.runs_table(connected, topology_table, experiment="topology")
 lab.verdict("A4.diagnosis.topology");
 
+# %% [markdown]
+# How to read the names: *NV18* are 18 NVLinks, each of 25 GB/s in one direction on an A100, H100 or H200 and of 50 on a
+# B200, so 450 GB/s on an H200. *PIX* is one PCIe switch between the two, *PXB* several. *PHB* is the host's PCIe bridge,
+# *NODE* several bridges of one processor, and *SYS* the link between two processors: the slowest way.
+
 # %%
-with lab.attempt("What one process does", reference="one process"):
-    lab10_distributed.need(alone)
-    lab.table(lab10_distributed.ALONE_HEAD, *lab10_distributed.alone_rows(cases.values(), alone))
-lab.on_reference(
-    lab10_distributed.ALONE_HEAD,
-    lambda runs: lab10_distributed.alone_rows(cases.values(), runs),
-    "*one process",
+columns = {
+    "run": "one process",
+    "step_ms": "step, ms",
+    "examples_per_s": "examples/s",
+    "gradient_mb": "gradients, MB",
+    "gathered_mb": "a pass's weights, MB",
+    "peak_allocated_gb": "peak memory, GB",
+}
+by_themselves = [run for case in cases if (run := one_process(case))]
+lab.runs_table(
+    by_themselves, columns, experiment="training", strategy="one process", same_batch=False
 )
 
 # %% [markdown]
@@ -200,13 +235,36 @@ lab.predict("efficiency of DDP for LoRA", my_efficiency, "%")
 
 # %%
 with lab.attempt("The model's predictions", reference="foretold"):
-    lab10_distributed.need(alone.get("all-reduce"))
-    link = lab10_distributed.link_of(alone["all-reduce"])
-    for case in lab10_distributed.through(cases.values(), alone):
-        foretold |= lab10_distributed.foretold(case, alone, link)
-    steps_foretold = {name: found.step_ms for name, found in foretold.items()}
-    lab.keep(Run("10", "foretold", metrics=steps_foretold))
-    lab.table(lab10_distributed.FORETOLD_HEAD, *lab10_distributed.foretold_rows(foretold))
+    need(link_run())
+    link = lab10_distributed.link_of(link_run())
+    for case in cases:
+        if one := one_process(case):
+            predicted |= lab10_distributed.predictions(case, one, link)
+    steps_predicted = {name: found.step_ms for name, found in predicted.items()}
+    lab.keep(Run("10", "predictions", metrics=steps_predicted, tags={"experiment": "predictions"}))
+    lab.table(
+        (
+            "run",
+            "computing, ms",
+            "messages",
+            "sent for, ms",
+            "exposed, ms",
+            "step, ms",
+            "efficiency, %",
+        ),
+        *(
+            (
+                name,
+                f.compute_ms,
+                f.messages,
+                f.communication_ms,
+                f.exposed_ms,
+                f.step_ms,
+                100 * f.efficiency,
+            )
+            for name, f in predicted.items()
+        ),
+    )
 
 # %% [markdown]
 # These predictions are on record now, with the time, before any of these runs was made: see `results.jsonl`.
@@ -229,30 +287,43 @@ with lab.attempt("The model's predictions", reference="foretold"):
 # where the other runs have rows of one length.
 
 # %%
+def judge(run: Run) -> Run:
+    """With its efficiency, against one process of the same case, and what was predicted."""
+    tags = run.tags["workload"], run.tags["trained"]
+    one = next(
+        (one_process(c) for c in cases if (c.tags["workload"], c.tags["trained"]) == tags), None
+    )
+    return lab10_distributed.with_efficiency(run, one, predicted.get(run.run))
+
+
 with lab.attempt("Training on several ranks", reference=f"ddp {count}"):
     device = lab10_distributed.device_for(lab)
-    lab10_distributed.need(alone)
-    judge = partial(lab10_distributed.judged, alone=alone, foretold=foretold)
-    tasks = lab10_distributed.tasks_of_all(cases.values(), count, timed, tiny)
-    lab10_distributed.measured(lab, tasks, count, device, into=together, judge=judge)
+    need(alone)
+    plan = lab10_distributed.plan_together(cases, count, timed, tiny)
+    lab10_distributed.measured(lab, plan, count, device, together, judge)
 
 # %%
+unbroken = cases[0].run(alone, "one process", ranks=1, same_batch=True)
+losses: list[Run] = []
 with lab.attempt("The same losses", reference="losses"):
-    lab10_distributed.need(together)
+    need(together and unbroken)
     one, many = (
-        found.metrics["loss"]
-        for found in (alone["one process, same batch"], together[f"ddp {count}"])
+        run.metrics["loss"] for run in (unbroken, cases[0].run(together, "ddp", ranks=count))
     )
-    off = lab10_distributed.largest_difference(many, one)
-    lab.keep(Run("10", "losses", metrics={"largest_difference": off}))
+    off = max(abs(a - b) / abs(b) for a, b in zip(many, one, strict=False))
+    metrics = {"largest_difference": off}
+    losses = [lab.keep(Run("10", "losses", metrics=metrics, tags={"experiment": "losses"}))]
     in_full = [[f"{loss:.7f}" for loss in losses[:4]] for losses in (one, many)]
     lab.table(
         ("loss in step", *range(1, 5)),
         ("one process", *in_full[0]),
         (f"DDP, {count} ranks", *in_full[1]),
     )
-    print(f"Largest difference: {off:.1e} of the loss." if off else "No difference in any digit.")
-lab.on_reference(lab10_distributed.LOSSES_HEAD, lab10_distributed.losses_rows, "losses")
+lab.runs_table(
+    losses,
+    {"run": "losses", "largest_difference": "largest relative difference"},
+    experiment="losses",
+)
 
 # %% [markdown]
 # Equal in every digit is luck: a sum of two halves can round differently from a single sum. (On our H200s, in BF16, the
@@ -262,17 +333,32 @@ lab.on_reference(lab10_distributed.LOSSES_HEAD, lab10_distributed.losses_rows, "
 # ### Does it take as long as predicted?
 
 # %%
+def scaling(runs: list[Run]) -> pd.DataFrame:
+    frame = to_frame(runs)
+    shares = {
+        "efficiency": "efficiency, %",
+        "communication_share": "traced: communicating or waiting, %",
+        "exposed_communication_share": "of it not hidden, % of the step",
+    }
+    shown = {"run": "run", "step_ms": "step, ms", "predicted_step_ms": "predicted, ms"}
+    shown |= {"examples_per_s": "examples/s"} | shares
+    shown |= {"peak_allocated_gb": "peak memory per GPU, GB"}
+    several = frame[frame["ranks"] > 1].reindex(columns=list(shown))
+    several[list(shares)] *= 100
+    return several.rename(columns=shown)
+
+
 with lab.attempt("Predicted and measured", reference=f"ddp {count}"):
-    lab10_distributed.need(together)
-    lab.table(lab10_distributed.HEAD, *lab10_distributed.rows(together))
+    need(together)
+    with_prediction = {
+        run.run: run for run in together if run.ok and run.metric("predicted_step_ms")
+    }
+    # The step of one process that does what each of its ranks does.
+    base = {name: predicted[name].compute_ms for name in with_prediction}
     fig, ax = plt.subplots()
-    plots.predicted_steps(
-        ax,
-        lab10_distributed.with_prediction(together),
-        lab10_distributed.steps_alone(cases.values(), alone, together),
-    )
+    plots.predicted_steps(ax, with_prediction, base)
     plt.show()
-lab.on_reference(lab10_distributed.HEAD, lab10_distributed.rows, "*ddp *", "*fsdp *")
+lab.runs_table(together, scaling, experiment="training")
 lab.verdict("A4.network.nccl", "A4.network.torchrun", "A4.memory.fsdp", "A4.memory.zero");
 
 # %% [markdown]
@@ -303,10 +389,7 @@ lab.verdict("A4.network.nccl", "A4.network.torchrun", "A4.memory.fsdp", "A4.memo
 # company.
 
 # %%
-with lab.attempt("Side by side"):
-    lab10_distributed.need(together)
-    lab.table(lab10_distributed.APART_HEAD, *lab10_distributed.apart_of(alone | together))
-lab.on_reference(lab10_distributed.APART_HEAD, lab10_distributed.apart_of, "*one process", "*ddp *")
+lab.runs_table([*alone, *together], lab10_distributed.beside_others, experiment="training")
 
 # %% [markdown]
 # On our two H200s the small Qwen3's unsent micro-batches take a third longer beside another rank, and those of Qwen3's LoRA
@@ -344,14 +427,17 @@ lab.predict("exposed communication, all weights", my_exposed, "%")
 
 # %%
 with lab.attempt("A step's picture", reference=f"full ddp {count}"):
-    lab10_distributed.need(together)
+    need(together)
+    traced = {
+        run.run: (run.samples["computing_ms"], run.samples["communicating_ms"])
+        for strategy in ("ddp", "fsdp")
+        for case in cases[:2]
+        if (run := case.run(together, strategy, ranks=count)) and run.samples.get("computing_ms")
+    }
     fig, ax = plt.subplots()
-    plots.beside(ax, lab10_distributed.bands(together, lab10_distributed.traced_names(count)))
+    plots.beside(ax, traced)
     plt.show()
-    lab.table(lab10_distributed.COMPARISON_HEAD, *lab10_distributed.comparisons(together, count))
-lab.on_reference(
-    lab10_distributed.COMPARISON_HEAD, lab10_distributed.comparisons_of, "*ddp *", "*fsdp *"
-)
+lab.runs_table(together, lab10_distributed.comparisons, experiment="training")
 
 # %% [markdown]
 # - **`no_sync`.** A step of several micro-batches needs the sum of their gradients only once, at the end. By default DDP
@@ -384,15 +470,32 @@ lab.on_reference(
 
 # %%
 with lab.attempt("Other networks", reference="networks"):
-    lab10_distributed.need(alone)
-    needed = lab10_distributed.needed_network(cases.values(), alone, count)
+    need(by_themselves)
+    networks = lab10_distributed.NETWORKS
+    links = {rate: ddp_model.flat_link(count, rate) for rate in networks.values()}
+    needed = {
+        case.title: {
+            rate: 100 * ddp_model.ddp(one_process(case), link).efficiency
+            for rate, link in links.items()
+        }
+        for case in cases
+        if one_process(case)
+    }
     fig, ax = plt.subplots(figsize=(7.2, 3.8))
     plots.curves(ax, needed, "GB/s in one direction", f"predicted efficiency of {count} ranks, %")
     ax.set_ylim(0, 105)
-    plots.named_ticks(ax, lab10_distributed.NETWORKS)
+    plots.named_ticks(ax, networks)
     plt.show()
-    lab.keep(Run("10", "networks", metrics=lab10_distributed.at_networks(needed)))
-lab.on_reference(lab10_distributed.NETWORK_HEAD, lab10_distributed.network_rows, "networks")
+    lab.table(
+        ("efficiency at most, %", *networks),
+        *((title, *(at[rate] for rate in networks.values())) for title, at in needed.items()),
+    )
+    metrics = {
+        f"{title} at {name}": at[rate]
+        for title, at in needed.items()
+        for name, rate in networks.items()
+    }
+    lab.keep(Run("10", "networks", metrics=metrics, tags={"experiment": "networks"}))
 lab.verdict("A4.network.rdma", "A4.network.ethernet");
 
 # %% [markdown]
@@ -427,31 +530,51 @@ with lab.attempt("NCCL's variables"):
         raise Unavailable(
             "NCCL is for GPUs, and gloo, which stands in for it here, knows none of these variables"
         )
-    names = [lab10_distributed.trial_name(settings) for settings in lab10_distributed.TRIALS]
+    settings = [" ".join(f"{k}={v}" for k, v in each.items()) for each in lab10_distributed.TRIALS]
     trials = lab.measured_together(
-        dict.fromkeys(names), partial(lab10_distributed.nccl_trials, count)
+        dict.fromkeys(f"nccl {words}" for words in settings),
+        partial(lab10_distributed.nccl_trials, count),
     )
-    lab.table(lab10_distributed.NCCL_HEAD, *lab10_distributed.nccl_rows(trials))
-lab.on_reference(lab10_distributed.NCCL_HEAD, lab10_distributed.nccl_rows, "nccl *")
+lab.runs_table(trials.values(), lab10_distributed.nccl_table, experiment="nccl")
+
+# %% [markdown]
+# | variable | for example | what it is for |
+# |---|---|---|
+# | `NCCL_DEBUG` | `INFO` | says which way each channel goes |
+# | `NCCL_P2P_DISABLE` | `1` | no GPU writes to another's memory: shared memory of the host instead |
+# | `NCCL_SHM_DISABLE` | `1` | no shared memory of the host: matters where there is no P2P |
+# | `NCCL_ALGO` | `Tree` | the only algorithm that it may choose |
+# | `NCCL_PROTO` | `LL` | the only protocol: LL is for small messages, Simple for large |
+# | `NCCL_SOCKET_IFNAME` | `lo` | the interface for meeting, and for sockets |
+# | `NCCL_IB_DISABLE` | `1` | no InfiniBand: sockets between hosts |
 
 # %%
-lab.table(("variable", "for example", "what it is for"), *lab10_distributed.variable_rows())
 lab.verdict("A4.network.debug", "A4.network.interface", "A4.network.no-infiniband");
 
 # %% [markdown]
 # The article's `NCCL_SOCKET_IFNAME=eth0` is right on a machine that has an interface of this name; on any other, training
 # doesn't start (`ip -o addr` lists the names). `NCCL_IB_DISABLE=0` is the default. `NCCL_IB_DISABLE=1` is for machines
 # where InfiniBand is found but doesn't work. Between GPUs of one host none of the three changes anything in the last column.
-# (*left alone* is the row to compare with: there NCCL was only asked to say what it does. Short messages take up to twice as
+# (`NCCL_DEBUG=INFO` is the row to compare with: there NCCL was only asked to say what it does. Short messages take up to twice as
 # long in one launch as in the next, so look at the last column, and not at a few percent there either.)
 #
 # ### The article's Docker command
 #
 # **Question.** `docker run --gpus all --shm-size=1g --ulimit memlock=-1 --ulimit stack=67108864 ...`: what is each flag
-# for, and what does this machine have without it?
+# for?
+#
+# | flag | what it sets | without it |
+# |---|---|---|
+# | `--gpus all` | which GPUs the container sees; needs NVIDIA's container toolkit on the host | `torch.cuda.is_available()` is False, and training runs on the CPU or not at all |
+# | `--shm-size=1g` | the size of `/dev/shm`, 64 MB unless said | DataLoader workers hang or die with a bus error (lab 03), and NCCL can't use shared memory |
+# | `--ulimit memlock=-1` | how much memory may be page-locked | InfiniBand can't register its buffers (`ibv_reg_mr` fails); CUDA's own pinned memory isn't counted |
+# | `--ulimit stack=67108864` | a thread's stack, 64 MiB | seldom anything: deep recursion in C++ (compilers, parsers) crashes at the usual 8 MiB |
+# | not in it: `--ulimit nofile=...` | open files: each rank's sockets, each worker's shared tensors | "Too many open files", with many workers |
+# | not in it: `--ipc=host` | the host's `/dev/shm` and its namespace instead of `--shm-size` | ranks in *different* containers can't use shared memory or P2P between them |
+#
+# What this machine has without them: `df -h /dev/shm` and `ulimit -a` tell.
 
 # %%
-lab.table(("flag", "what it sets", "here", "without it"), *lab10_distributed.docker_rows())
 lab.verdict("A4.network.shared-memory", "A4.network.ulimits");
 
 # %% [markdown]
@@ -488,11 +611,10 @@ lab.predict("steps that the checkpoint holds", my_step, "steps")
 crashed: dict[str, Run] = {}
 with lab.attempt("A rank that is killed", reference="rank killed"):
     device = lab10_distributed.device_for(lab)
-    recipes = dict(
-        zip(lab10_distributed.CRASHES, (None, None, cases[""].for_ranks(count)), strict=True)
-    )
+    recipes = dict.fromkeys(lab10_distributed.CRASHES)
+    recipes["resumed on fewer ranks"] = cases[0].for_ranks(count)
     crashed = lab.measured_together(
-        recipes, partial(lab10_distributed.crashes, cases[""], count, device)
+        recipes, partial(lab10_distributed.crashes, cases[0], count, device)
     )
     print(crashed["rank killed"].metrics["message"])
 
@@ -503,7 +625,7 @@ with lab.attempt("A rank that is killed", reference="rank killed"):
 
 # %%
 with lab.attempt("A rank that raises", reference="rank raises"):
-    lab10_distributed.need(crashed)
+    need(crashed)
     print(crashed["rank raises"].metrics["message"])
 
 # %% [markdown]
@@ -523,12 +645,21 @@ with lab.attempt("A rank that raises", reference="rank raises"):
 
 # %%
 with lab.attempt("Going on with fewer ranks", reference="resumed on fewer ranks"):
-    lab10_distributed.need(crashed)
-    resumed = lab10_distributed.well(crashed["resumed on fewer ranks"])
-    curves = lab10_distributed.loss_curves(alone.get("one process, same batch"), resumed)
+    need(crashed)
+    resumed = crashed["resumed on fewer ranks"]
+    if not resumed.ok:
+        raise Unavailable(resumed.status)
+    first, losses = resumed.metrics["resumed_at"], resumed.metrics["loss"]
+    curves = {"resumed on fewer ranks": dict(enumerate(losses, first + 1))}
+    if unbroken:
+        until = first + len(losses)
+        whole = dict(enumerate(unbroken.metrics["loss"][:until], 1))
+        curves = {"one process, undisturbed": whole} | curves
     fig, ax = plt.subplots()
     plots.curves(ax, curves, "optimizer step", "loss")
-    ax.set_ylim(*lab10_distributed.around(curves))
+    every = [loss for points in curves.values() for loss in points.values()]
+    margin = 0.1 * (max(every) - min(every)) or 0.1
+    ax.set_ylim(min(every) - margin, max(every) + margin)
     plt.show()
 
 # %% [markdown]
@@ -648,22 +779,20 @@ solved(faster_than(4, synchronised_each, synchronised_once_solution, two_ranks_g
 # - The course's [glossary](../docs/glossary.md).
 
 # %%
+def metric_of(run: Run | None, name: str, times: float = 1.0) -> float | None:
+    value = run.metric(name) if run else None
+    return None if value is None else times * value
+
+
+lora, whole = (case.run(together, "ddp", ranks=count) for case in cases[:2])
 lab.done(
     {
-        "bus bandwidth of a large all-reduce": lab10_distributed.metric_of(
-            alone, "all-reduce", "bus_gb_per_s"
-        ),
-        "efficiency of DDP for LoRA": lab10_distributed.metric_of(
-            together, f"ddp {count}", "efficiency", 100
-        ),
-        "exposed communication, all weights": lab10_distributed.metric_of(
-            together, f"full ddp {count}", "exposed_communication_share", 100
-        ),
+        "bus bandwidth of a large all-reduce": metric_of(link_run(), "bus_gb_per_s"),
+        "efficiency of DDP for LoRA": metric_of(lora, "efficiency", 100),
+        "exposed communication, all weights": metric_of(whole, "exposed_communication_share", 100),
         "64 MiB without P2P, slower by": lab10_distributed.slower(
-            trials, "nccl NCCL_P2P_DISABLE=1"
+            trials.values(), "NCCL_P2P_DISABLE=1"
         ),
-        "steps that the checkpoint holds": lab10_distributed.metric_of(
-            crashed, "rank killed", "checkpoint_step"
-        ),
+        "steps that the checkpoint holds": metric_of(crashed.get("rank killed"), "checkpoint_step"),
     }
 )

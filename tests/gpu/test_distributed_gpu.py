@@ -112,14 +112,10 @@ def test_a_step_is_foretold(name, share, measured):
 
 def test_nccl_s_variables_are_taken():
     settings = ({"NCCL_DEBUG": "INFO"}, {"NCCL_P2P_DISABLE": "1"})
-    trials = {
-        lab10_distributed.trial_name(each): lab10_distributed.nccl_trial(2, each)
-        for each in settings
-    }
-    usual, other = (trials[name] for name in ("nccl NCCL_DEBUG=INFO", "nccl NCCL_P2P_DISABLE=1"))
+    usual, other = trials = [lab10_distributed.nccl_trial(2, each) for each in settings]
     assert usual.ok and other.ok
     assert usual.metrics["transport"] != other.metrics["transport"]
-    assert lab10_distributed.slower(trials, "nccl NCCL_P2P_DISABLE=1") > 1
+    assert lab10_distributed.slower(trials, "NCCL_P2P_DISABLE=1") > 1
 
 
 @pytest.mark.parametrize(("parallel", "fail"), [("ddp", "kill"), ("fsdp", "raise")])
@@ -134,9 +130,9 @@ def test_a_rank_dies_and_the_other_s_word_is_kept(parallel, fail, tmp_path):
         200,
         60,
     )
-    assert ended.message.startswith("Rank 1")
-    assert "Rank 0" in ended.message
-    assert "The checkpoint of optimizer step 2 is whole" in ended.message
+    assert ended.first == (1, -9 if fail == "kill" else 1)
+    assert ended.ranks[1].step == 3 and ended.checkpoint_step == 2
+    assert {"Rank 0", "Rank 1"} <= {line[:6] for line in ended.message.splitlines()}
     resumed = launch(
         [Task("run", "train", told, recipe, 6, resume=True, **options)], 1, "cuda", 200, 60
     ).or_raise()

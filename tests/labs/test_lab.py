@@ -291,9 +291,10 @@ def test_something_better_than_the_references_numbers_can_be_shown(lab, referenc
 
 
 def test_what_worked_is_not_recorded_as_failed(lab):
-    with lab.attempt("sweep", reference="workers=3"):
-        lab.keep(Run("", "workers=3", metrics={"step_ms": 5.0}))
-        raise ValueError("the plot failed")
+    for which in ("workers=3", THREE):
+        with lab.attempt("sweep", reference=which):
+            lab.keep(Run("", "3 workers", metrics={"step_ms": 5.0}, tags=THREE))
+            raise ValueError("the plot failed")
     with lab.attempt("fine"):
         pass
     assert [run.status for run in read_runs(lab.results_dir)] == ["ok"]

@@ -14,6 +14,7 @@ from labutils.layers.lora import count_parameters
 from labutils.profiling.memory_model import saved_for_backward
 from labutils.profiling.step_model import Host, Law, Program
 from labutils.profiling.trace import Launch
+from labutils.results import claims
 from labutils.results.records import Run
 from labutils.workloads.base import Work
 from labutils.workloads.causal_lm import GPT_OSS, GPT_OSS_120B, QWEN3, QWEN3_32B, build_lm
@@ -129,6 +130,20 @@ def test_flops_of_a_large_step_are_three_passes_of_the_numbers_a_token_meets():
     step = large.bulk("dense", "long", 32, BASES["dense"])
     least = 1.5 * 4 * 32.0e9 * 32 * 2045
     assert least < step.flops < 1.1 * least and step.examples == 32
+
+
+def test_the_bounds_of_the_claims_are_the_dense_peaks():
+    flops = large.bulk("dense", "long", 32, BASES["dense"]).flops
+    bounds = [
+        32 * 3600 * large.card(name).dense["bf16"] * 1e12 / flops for name in (BLACKWELL, H100)
+    ]
+    assert claims.claim("A3.32b.h100-long").how["fastest"] == pytest.approx(bounds, rel=1e-3)
+
+
+def test_texts_of_the_mean_length_are_computed_on_less():
+    steps = [large.large_step(H100, "dense", "long", BASES["dense"], padded=p) for p in (0, 1)]
+    assert 2 < steps[0]["hourly"] / steps[1]["hourly"] < 2.6
+    assert {"h100_moe_long_mean", "blackwell_less_energy_mean"} <= large.two_cards(BASES).keys()
 
 
 def test_steps_stand_beside_the_articles_counts():

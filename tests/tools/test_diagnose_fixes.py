@@ -14,7 +14,7 @@ from labutils.recipe import STOCK
 from labutils.tools.diagnose import budget, diagnose, fixes, report, sources
 from labutils.tools.diagnose.evidence import Evidence, Loader, Optimizer
 from labutils.tools.diagnose.product_rates import Rates
-from labutils.tools.diagnose.replay import (
+from labutils.tools.diagnose.step_queue import (
     READ,
     SPREAD,
     TO_DEVICE,
@@ -23,8 +23,6 @@ from labutils.tools.diagnose.replay import (
     Product,
     Queue,
     fitted,
-    gain,
-    without_waits,
 )
 from labutils.tools.diagnose.trace_pieces import PieceTrace, queue_of
 
@@ -277,8 +275,9 @@ def test_a_traced_queue_has_the_traces_waits_and_reasons():
 def test_a_queue_without_waits_saves_what_they_took():
     waits = Queue(tuple(Piece("GEMM", 0.05, 0.01, waits=READ) for _ in range(100)))
     assert waits.step_ms == pytest.approx(6.0, rel=0.01)
-    assert gain(waits, waits.changed(without_waits(READ))) == pytest.approx(1 / 6, abs=0.01)
-    assert gain(waits, waits.changed(without_waits(TO_DEVICE))) == 0
+    after = waits.each(lambda piece: piece.but(waits=""))
+    assert waits.gain(after) == pytest.approx(1 / 6, abs=0.01)
+    assert after.gain(waits) == 0
 
 
 @pytest.mark.parametrize("step_ms", [2.0, 6.0])
@@ -309,7 +308,7 @@ def test_a_captured_step_runs_while_the_host_makes_the_next_batch():
     kernels, made = [Piece("GEMM", 0.01, 0.02)] * 4000, 60.0
     queue = Queue(4 * (replace(kernels[0], data_ms=made), *kernels[1:]))
     assert queue.step_ms == pytest.approx(4 * (made + 80), rel=0.01)
-    assert queue.changed(fixes.captured).step_ms == pytest.approx(4 * made, rel=0.01)
+    assert queue.having(fixes.captured(queue.pieces)).step_ms == pytest.approx(4 * made, rel=0.01)
 
 
 KINDS = ["GEMM", "elementwise", "reduction", "copy", "attention", "casts and layout", "convolution"]

@@ -106,9 +106,10 @@ def test_what_is_measured_comes_back_run_by_run():
         Task("all-reduce", "link", sizes=(1024, 4096)),
         Task("train", "one", workload, alone.as_dict(), 2, 0, 2, alone=True, arrivals=True),
         Task("train", "two", workload, SD.as_dict(), 2, 0, 2, traced=1),
+        Task("run", "whole", workload, SD.as_dict(), 1, alone=True),
     ]
     ended = launch(tasks, 2, "cpu", 200, 60, each=told.append).or_raise()
-    assert [run.run for run in told] == list(ended.runs) == ["link", "one", "two"]
+    assert [run.run for run in told] == list(ended.runs) == ["link", "one", "two", "whole"]
     assert len(ended.runs["link"].samples["all_reduce_ms"]) == 2
     one, two = ended.runs["one"], ended.runs["two"]
     assert one.metrics["ranks"] == 1 and two.metrics["ranks"] == 2

@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -21,10 +22,9 @@ from labutils.labs.ladders import A2_BASE
 from labutils.layers.lora import adapter_state
 from labutils.layers.lora_folded import form_weights
 from labutils.training import Trainer
-from labutils.training.checkpoint import FILE
+from labutils.training.checkpoint import FILE, step_of
 from labutils.training.logs import NotFinite
 from labutils.workloads import open_workload
-from labutils.workloads.llava import build_llava
 
 QUICK = EAGER.but(cache="latents+text")
 
@@ -115,49 +115,32 @@ def folder(saved, tmp_path) -> Path:
     return tmp_path
 
 
-def test_what_is_saved_can_be_resumed(workload, folder):
-    with Trainer(workload, QUICK, folder, resume=True) as trainer:
-        assert trainer.step_count == 1
-        assert trainer.batches.taken == 4
+def cut_off(path: Path, kept: float) -> None:
+    whole = path.read_bytes()
+    path.write_bytes(whole[: int(kept * len(whole))])
 
 
-@pytest.mark.parametrize("kept", [0, 10, 0.5, 0.99])
-def test_a_checkpoint_that_was_cut_off_is_said_to_be(kept, workload, folder):
-    whole = (folder / FILE).read_bytes()
-    (folder / FILE).write_bytes(whole[: kept if isinstance(kept, int) else int(kept * len(whole))])
-    with pytest.raises(ValueError, match="is damaged"):
-        Trainer(workload, QUICK, folder, resume=True)
-
-
-def test_a_bit_that_flipped_is_noticed(workload, folder):
-    content = bytearray((folder / FILE).read_bytes())
-    weights = torch.load(folder / FILE)["parameters"][0].numpy().tobytes()
-    content[content.index(weights)] ^= 1
-    (folder / FILE).write_bytes(content)
-    with pytest.raises(ValueError, match="is damaged"):
-        Trainer(workload, QUICK, folder, resume=True)
+def flip_a_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[content.index(torch.load(path)["parameters"][0].numpy().tobytes())] ^= 1
+    path.write_bytes(content)
 
 
 @pytest.mark.parametrize(
-    "change",
-    [
-        {"seed": 1},
-        {"rank": 3},
-        {"adapter": "folded"},
-        {"micro_batch": 2},
-        {"accumulation": 2},
-        {"optimizer": "adamw-fused"},
-        {"learning_rate": 1e-3},
-        {"max_grad_norm": 2.0},
-    ],
+    "damage", [partial(cut_off, kept=0), partial(cut_off, kept=0.99), flip_a_bit], ids=str
 )
+def test_a_damaged_checkpoint_is_refused(damage, workload, folder):
+    damage(folder / FILE)
+    assert step_of(folder) is None
+    with pytest.raises(ValueError, match="is damaged"):
+        Trainer(workload, QUICK, folder, resume=True)
+
+
+@pytest.mark.parametrize("change", [{"seed": 1}, {"adapter": "folded"}, {"accumulation": 2}])
 def test_another_recipes_checkpoint_is_refused_by_the_knobs_name(change, workload, folder):
-    ((knob, value),) = change.items()
-    had = getattr(QUICK, knob)
-    with pytest.raises(
-        ValueError, match=f"was written with {knob}={had!r}; this run has {value!r}"
-    ):
+    with pytest.raises(ValueError, match=f"{[*change][0]}="):
         Trainer(workload, QUICK.but(**change), folder, resume=True)
+    assert step_of(folder) == 1
 
 
 def test_another_workloads_checkpoint_is_refused_before_anything_changes(workload, folder):
@@ -172,18 +155,14 @@ def test_another_workloads_checkpoint_is_refused_before_anything_changes(workloa
         assert all(torch.equal(after[name], before[name]) for name in before)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"driver": "accelerate"},
-        {"logging": "ring-buffer"},
-        {"num_workers": 1},
-        {"memory_format": "channels_last"},
-    ],
-)
+SPEED = {"driver": "accelerate", "logging": "ring-buffer", "num_workers": 1}
+
+
+@pytest.mark.parametrize("change", [SPEED, {"memory_format": "channels_last"}], ids=str)
 def test_knobs_of_speed_may_change(change, workload, folder):
     """Whoever drives, it is the same training: the resumed steps have the same losses."""
     with Trainer(workload, QUICK, folder, resume=True) as trainer:
+        assert (trainer.step_count, trainer.batches.taken) == (1, 4)
         trainer.run(3)
     with Trainer(workload, QUICK.but(**change), folder, resume=True) as other:
         other.run(3)
@@ -253,28 +232,14 @@ def test_a_trained_adapter_loads_with_peft_and_with_diffusers(kind, workload, tm
 # A model that reads images and text
 
 
-@pytest.mark.parametrize(
-    "knobs",
-    [
-        {},
-        {
-            "layers": "rewritten",
-            "shapes": "packed",
-            "token_budget": 8192,
-            "micro_batch": 1,
-            "loss": "answers",
-        },
-        {
-            "layers": "rewritten",
-            "shapes": "buckets",
-            "token_budget": 3500,
-            "base_linear": "fp8-frozen",
-        },
-    ],
-    ids=["as they come", "packed", "buckets"],
-)
+PACKED = {"shapes": "packed", "token_budget": 8192, "micro_batch": 1, "loss": "answers"}
+BUCKETS = {"shapes": "buckets", "token_budget": 3500, "base_linear": "fp8-frozen"}
+
+
+@pytest.mark.parametrize("knobs", [{}, PACKED, BUCKETS], ids=["as they come", "packed", "buckets"])
 def test_a_resumed_llava_run_ends_where_an_unbroken_one_does(knobs, tmp_path):
     varied = open_workload("llava-lora-varied", scale="tiny", device="cpu")
+    knobs = {"layers": "rewritten"} | knobs if knobs else {}
     recipe = A2_BASE.but(**{"learning_rate": 1e-2, "micro_batch": 2, "num_workers": 1} | knobs)
     with Trainer(varied, recipe, tmp_path) as trainer:
         trainer.run(2)
@@ -286,31 +251,3 @@ def test_a_resumed_llava_run_ends_where_an_unbroken_one_does(knobs, tmp_path):
         resumed = adapter_state(trainer.model.network)
         assert trainer.losses == losses[2:]
     assert all(torch.equal(resumed[name], matrix) for name, matrix in whole.items())
-    with pytest.raises(ValueError, match="token_budget=.*Resume with the same settings"):
-        Trainer(varied, recipe.but(token_budget=9000), tmp_path, resume=True)
-
-
-@pytest.mark.parametrize(
-    "knobs", [{}, {"layers": "rewritten", "adapter": "plain"}, {"base_linear": "nf4"}]
-)
-def test_a_saved_llava_adapter_loads_in_peft(knobs, tmp_path):
-    from peft import PeftModel
-
-    workload = open_workload("llava-lora", scale="tiny", device="cpu")
-    with Trainer(workload, A2_BASE.but(learning_rate=1e-2, **knobs)) as trainer:
-        trainer.run(2)
-        trainer.save_adapter(tmp_path)
-        saved = adapter_state(trainer.model.network)
-        torch.manual_seed(0)  # the frozen weights that the trainer has
-        base = build_llava(workload.size, torch.device("cpu"), torch.float32)
-        loaded = PeftModel.from_pretrained(base, str(tmp_path))
-        found = {
-            name.removeprefix("base_model.model."): matrix
-            for name, matrix in adapter_state(loaded).items()
-        }
-        assert found.keys() == saved.keys()
-        assert all(torch.equal(found[name], matrix) for name, matrix in saved.items())
-        if not knobs:
-            batch = next(trainer.batches)
-            with torch.no_grad():
-                assert loaded(**batch).loss.item() == trainer.driver.loss(batch).item()

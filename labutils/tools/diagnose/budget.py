@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 
 from labutils.profiling.trace import Trace
-from labutils.tools.diagnose.replay import Queue
+from labutils.tools.diagnose.step_queue import Queue
 
 DATA, COPIES, SYNC, LAUNCH, LOG = (
     "waiting for data",

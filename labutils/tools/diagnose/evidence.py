@@ -11,7 +11,7 @@ from typing import Any
 
 from labutils.recipe import Recipe
 from labutils.tools.diagnose.product_rates import Rates
-from labutils.tools.diagnose.replay import Queue
+from labutils.tools.diagnose.step_queue import Queue
 
 
 @dataclass(frozen=True)

@@ -1,34 +1,19 @@
 """Rules, one a fix: what in the evidence calls for it, what the step would last with it, and why.
 
-Each gain is predicted by itself, by replaying the step's queue with one thing changed (`replay`);
-the gains of several don't add up, as what one has saved the next can't. A rule that has nothing to
-go by returns None.
+Each gain is predicted by itself, by replaying the step's queue with one thing changed. The gains of
+several don't add up: what one has saved, the next can't. A rule that has nothing to go by returns
+None.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from labutils.recipe import Recipe
 from labutils.tools.diagnose.evidence import Evidence, Line
-from labutils.tools.diagnose.replay import (
-    COPY,
-    READ,
-    TO_DEVICE,
-    Change,
-    Piece,
-    Pieces,
-    Product,
-    Queue,
-    each,
-    gain,
-    in_turn,
-    without,
-    without_phases,
-    without_waits,
-)
+from labutils.tools.diagnose.step_queue import COPY, READ, TO_DEVICE, Piece, Product, Queue
 
 
 @dataclass(frozen=True)
@@ -49,12 +34,14 @@ class Fix:
 Rule = Callable[[Evidence], Fix | None]
 
 
+def _places(lines: Iterable[Line]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(line.place for line in lines))[:5]
+
+
 # ---------------------------------------------------------------------------------------- the data
 
 HAND_OVER_MS = 0.3
-"""What a batch that a worker has ready costs the training process, and besides
-`HAND_OVER_GB_PER_S`.
-"""
+"""What a batch that a worker has ready costs training, besides `HAND_OVER_GB_PER_S`."""
 HAND_OVER_GB_PER_S = 4.0
 MOST_WORKERS = 16
 NEARLY = 0.03
@@ -62,63 +49,48 @@ NEARLY = 0.03
 
 
 def workers(e: Evidence) -> Fix | None:
-    """More worker processes: the wait for data is replaced by what they leave of it. More than
-    there are cores are looked at only where making a batch is known to be mostly waiting, for a
-    disk or a network.
+    """More worker processes: the wait for data is replaced by what they leave of it.
 
     step(N) = max(step without the wait, time to make a step's batches / N, all processor time /
     cores). A starved loop takes as long as its workers make it wait, which tells how long they
-    take.
+    take. More workers than cores are tried only where making a batch is mostly waiting.
     """
     if e.loader is None or e.data_ms <= 0 or not e.loader.batches:
         return None
-    now, hand_over = (
-        e.loader.num_workers,
-        e.loader.batches * (HAND_OVER_MS + e.loader.bytes / HAND_OVER_GB_PER_S / 1e6),
-    )
+    now, own_cpu_ms = e.loader.num_workers, e.loader.fetch_cpu_ms
+    hand_over = e.loader.batches * (HAND_OVER_MS + e.loader.bytes / HAND_OVER_GB_PER_S / 1e6)
     if e.data_ms <= 1.2 * hand_over and now:
         return None
     fetch = e.data_ms if now == 0 else now * e.step_ms
-    fed = e.queue.changed(_data_of(e, min(hand_over, e.data_ms)))
-    busy = _processor_ms(e) + (
-        e.loader.fetch_cpu_ms if e.loader.fetch_cpu_ms is not None else fetch
-    )
-    most = MOST_WORKERS if e.loader.fetch_cpu_ms is not None else min(MOST_WORKERS, max(1, e.cores))
-    steps = {n: max(fed.step_ms, fetch / n, busy / e.cores) for n in range(now + 1, most + 1)}
+    fed_ms = _with_data(e, e.queue, min(hand_over, e.data_ms)).step_ms
+    # One thread launches, or on a CPU all compute.
+    training = e.queue.total("host_ms") + (0.0 if e.on_gpu else e.threads * e.queue.device_ms)
+    busy = training + (fetch if own_cpu_ms is None else own_cpu_ms)
+    most = MOST_WORKERS if own_cpu_ms is not None else min(MOST_WORKERS, max(1, e.cores))
+    steps = {n: max(fed_ms, fetch / n, busy / e.cores) for n in range(now + 1, most + 1)}
     if not steps:
         return None
-    best = min(steps.values())
-    chosen = min(n for n, ms in steps.items() if ms <= (1 + NEARLY) * best)
-    limit = _limit(steps[chosen], fed.step_ms, fetch / chosen, busy / e.cores)
+    chosen = min(n for n, ms in steps.items() if ms <= (1 + NEARLY) * min(steps.values()))
+    limit = "it is the cores that run short"
+    if steps[chosen] == fed_ms:
+        limit = "it is made beside the training, in time"
+    elif steps[chosen] == fetch / chosen:
+        limit = "making it still takes longest"
     who = "it makes itself" if now == 0 else f"{now} worker{'s make' if now > 1 else ' makes'}"
     return Fix(
         "workers",
-        _share(e, steps[chosen]),
+        min(1.0, max(0.0, 1 - steps[chosen] / e.queue.step_ms)),
         f"The loop waits {e.data_ms:.1f} ms a step for data, which {who}; with {chosen} {limit}.",
         f"DataLoader(num_workers={chosen}, persistent_workers=True)",
         changes={"num_workers": chosen, "persistent_workers": True},
     )
 
 
-def _limit(step_ms: float, fed: float, made: float, shared: float) -> str:
-    if step_ms == fed:
-        return "it is made beside the training, in time"
-    return "making it still takes longest" if step_ms == made else "it is the cores that run short"
-
-
-def _data_of(e: Evidence, ms: float) -> Change:
+def _with_data(e: Evidence, queue: Queue, ms: float) -> Queue:
     """The waits for data take `ms` a step in all."""
-    factor = ms / e.queue.total("data_ms") if e.queue.total("data_ms") else 0.0
-    return each(lambda piece: replace(piece, data_ms=factor * piece.data_ms))
-
-
-def _processor_ms(e: Evidence) -> float:
-    """Processor time of training itself: one thread that launches, or on a CPU all that compute."""
-    return e.queue.total("host_ms") + (0.0 if e.on_gpu else e.threads * e.queue.device_ms)
-
-
-def _share(e: Evidence, step_ms: float) -> float:
-    return min(1.0, max(0.0, 1 - step_ms / e.queue.step_ms))
+    waits = e.queue.total("data_ms")
+    factor = ms / waits if waits else 0.0
+    return queue.each(lambda piece: piece.but(data_ms=factor * piece.data_ms))
 
 
 TO_LINES = (".to()", "to", "Tensor.to", "Tensor.cuda", "aten::to", "aten::copy_", "aten::_to_copy")
@@ -129,25 +101,23 @@ on an H200's host 55 against 25 GB/s."""
 
 
 def pinning(e: Evidence) -> Fix | None:
-    """Page-locked batches and copies that don't wait: the host runs on, and the copies themselves
-    get shorter.
-    """
-    copies = [p for p in e.queue.pieces if p.kind == COPY and p.waits == TO_DEVICE]
-    if not e.on_gpu or not copies:
+    """Page-locked batches and copies that don't wait: the host runs on, and copies get shorter."""
+    waiting = [p for p in e.queue.pieces if p.kind == COPY and p.waits == TO_DEVICE]
+    if not e.on_gpu or not waiting:
         return None
     pinned = bool(e.loader and e.loader.pin_memory)
 
     def changed(piece: Piece) -> Piece:
         if piece.kind != COPY or piece.waits != TO_DEVICE:
             return piece
-        return replace(piece, waits="", ms=piece.ms * (1.0 if pinned else PINNED))
+        return piece.but(waits="", ms=piece.ms * (1.0 if pinned else PINNED))
 
-    waits = len(copies) / e.queue.steps
+    slower = "" if pinned else " From memory that isn't page-locked they are slower, too."
     return Fix(
         "pinning",
-        gain(e.queue, e.queue.changed(each(changed))),
-        f"{waits:.3g} copies to the GPU a step make the host wait, so that it can't launch ahead"
-        + ("." if pinned else "; from memory that isn't page-locked they are slower, too."),
+        e.queue.gain(e.queue.each(changed)),
+        f"{len(waiting) / e.queue.steps:.3g} copies to the GPU a step make the host wait, so that "
+        f"it can't launch ahead.{slower}",
         'DataLoader(pin_memory=True) and .to("cuda", non_blocking=True)',
         _places(line for line in e.reads if line.what in TO_LINES),
         {"pin_memory": True, "non_blocking": True},
@@ -161,29 +131,22 @@ def syncs(e: Evidence) -> Fix | None:
     """Values that are read each step: without the waits the host runs ahead of the GPU. On a CPU
     there is no one to wait for, and nothing is gained."""
     lines = [line for line in e.reads if line.what not in TO_LINES]
-    waits = sum(p.waits == READ for p in e.queue.pieces) / e.queue.steps if e.on_gpu else 0.0
-    if not lines and not waits:
+    reads = [p for p in e.queue.pieces if p.waits == READ] if e.on_gpu else []
+    if (e.on_gpu and not reads) or not (lines or reads):
         return None
-    if e.on_gpu and not waits:
-        return None
-    phases = {p.phase for p in e.queue.pieces if p.waits == READ}
-    if e.recipe and phases <= {"log"}:
+    if e.recipe and {p.phase for p in reads} <= {"log"}:
         return None  # the rule for logs speaks of them
-    found = gain(e.queue, e.queue.changed(without_waits(READ))) if e.on_gpu else 0.0
-    count = waits or sum(line.per_step for line in lines)
-    why = (
-        f"The host waits for the GPU {count:.3g} times a step to read something; meanwhile it "
-        "launches nothing."
-        if e.on_gpu
-        else f"{count:.3g} values a step are read from tensors. On a CPU that costs nothing; on a GPU each would wait."
-    )
-    return Fix(
-        "syncs",
-        found,
-        why,
-        "keep such values on the device, and read them every 50 steps or so",
-        _places(lines),
-    )
+    gain = 0.0
+    count = sum(line.per_step for line in lines)
+    why = f"{count:.3g} values a step are read. On a CPU that costs nothing; on a GPU each waits."
+    if e.on_gpu:
+        gain = e.queue.gain(e.queue.each(lambda p: p.but(waits="") if p.waits == READ else p))
+        why = (
+            f"The host waits for the GPU {len(reads) / e.queue.steps:.3g} times a step to read "
+            "something; meanwhile it launches nothing."
+        )
+    do = "keep such values on the device, and read them every 50 steps or so"
+    return Fix("syncs", gain, why, do, _places(lines))
 
 
 TRIFLE = 0.002
@@ -191,45 +154,40 @@ TRIFLE = 0.002
 
 
 def logging(e: Evidence) -> Fix | None:
-    """Writing each step: its time goes, and with a recipe of this course the reads for it go as
-    well.
-    """
-    reads = e.recipe is not None and any(
-        p.waits == READ and p.phase == "log" for p in e.queue.pieces
-    )
-    if (e.log_ms < TRIFLE * e.step_ms and not reads) or (
-        e.recipe and e.recipe.logging != "synchronous"
-    ):
+    """Writing each step: its time goes, and with a recipe of the course its reads as well."""
+    logged = e.recipe is not None
+    reads = logged and any(p.waits == READ and p.phase == "log" for p in e.queue.pieces)
+    if e.log_ms < TRIFLE * e.step_ms and not reads:
         return None
-    changes = [without("log_ms")]
-    if e.recipe:
-        changes.append(each(lambda p: replace(p, waits="") if p.phase == "log" else p))
+    if e.recipe and e.recipe.logging != "synchronous":
+        return None
+
+    def without(piece: Piece) -> Piece:
+        waits = "" if logged and piece.phase == "log" else piece.waits
+        return piece.but(log_ms=0.0, waits=waits)
+
     lines = [line for line in e.writes if line.ms > 0.02 * e.log_ms]
     what = ", ".join(dict.fromkeys(line.what for line in lines[:3]))
     return Fix(
         "logging",
-        gain(e.queue, e.queue.changed(in_turn(*changes))),
+        e.queue.gain(e.queue.each(without)),
         f"Writing takes {e.log_ms:.2f} ms a step{f' ({what})' if what else ''}"
         + (", and reads losses for it." if reads else ", while nothing else is given to do."),
         "write every 50 steps or so, without flushing, or from another thread",
         _places(lines),
-        {"logging": "ring-buffer"} if e.recipe else {},
+        {"logging": "ring-buffer"} if logged else {},
     )
-
-
-def _places(lines: Iterator[Line] | Sequence[Line]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(line.place for line in lines))[:5]
 
 
 # --------------------------------------------------------------------------------------- launching
 
 GRAPH_GAP_MS = 0.00025
 """Between two kernels of a CUDA graph: the graph of lab 04's step lasts 136.0 ms for 132.1 ms in
-16,898 kernels.
-"""
+16,898 kernels."""
 GRAPH_LAUNCH_MS = 0.05
 HOST_DECIDES = 1.05
 OUTSIDE = ("data", "to_device", "log")
+UPDATE = ("optimizer", "clip")
 HEAVY = ("reduction", "normalisation")
 CASTS = "casts and layout"
 MERGED = ("elementwise", CASTS, *HEAVY, "foreach")
@@ -238,39 +196,26 @@ MOST_MERGED = 64
 
 
 def capture(e: Evidence) -> Fix | None:
-    """The whole step as one CUDA graph: what remains is the kernels, a gap after each, and waits
-    for data.
-    """
-    if (
-        not e.on_gpu
-        or e.queue.step_ms < HOST_DECIDES * e.queue.device_ms
-        or len(e.queue.pieces) < 20 * e.queue.steps
-    ):
-        return None
+    """The whole step as one CUDA graph: kernels, a gap after each, and waits for data remain."""
     launches = len(e.queue.pieces) / e.queue.steps
+    if not e.on_gpu or launches < 20 or e.queue.step_ms < HOST_DECIDES * e.queue.device_ms:
+        return None
+    queue = e.queue.each(lambda p: p.but(log_ms=0.0)) if e.recipe else e.queue
+    # A graph needs batches of one shape.
+    fixed = e.recipe and e.recipe.shapes in ("fixed", "padded", "packed")
+    knobs = {"driver": "graph", "optimizer": "adamw-fused", "logging": "ring-buffer"}
     return Fix(
         "capture",
-        gain(
-            e.queue, e.queue.changed(in_turn(without("log_ms"), captured) if e.recipe else captured)
-        ),
+        e.queue.gain(queue.having(captured(queue.pieces))),
         f"The GPU has work for {e.queue.device_ms:.1f} of {e.step_ms:.1f} ms: the host can't "
-        f"launch {launches:.0f} "
-        "pieces of work a step any faster.",
-        'torch.compile(model, mode="reduce-overhead"), or torch.cuda.graph around the whole step; shapes must be fixed',
-        changes={"driver": "graph", "optimizer": "adamw-fused", "logging": "ring-buffer"}
-        if _of_one_shape(e)
-        else {},
+        f"launch {launches:.0f} pieces of work a step any faster.",
+        'torch.compile(model, mode="reduce-overhead"), or torch.cuda.graph around the whole step; '
+        "shapes must be fixed",
+        changes=knobs if fixed or (e.recipe and e.workload.startswith("sd15")) else {},
     )
 
 
-def _of_one_shape(e: Evidence) -> bool:
-    """Whether a recipe's batches all have one shape, as a graph needs."""
-    return e.recipe is not None and (
-        e.workload.startswith("sd15") or e.recipe.shapes in ("fixed", "padded", "packed")
-    )
-
-
-def captured(pieces: Pieces) -> list[Piece]:
+def captured(pieces: Sequence[Piece]) -> list[Piece]:
     """One piece for each stretch between two waits for data or writings: the host launches once,
     and nothing waits inside. (Left apart, its kernels would fill the queue, and the host would wait
     for room in it.)"""
@@ -279,90 +224,65 @@ def captured(pieces: Pieces) -> list[Piece]:
         if piece.data_ms or piece.log_ms or not stretches:
             stretches.append([])
         stretches[-1].append(piece)
-    return [
-        Piece(
-            "other",
-            sum(map(_in_a_graph, stretch)),
-            GRAPH_LAUNCH_MS,
-            stretch[0].phase,
-            data_ms=stretch[0].data_ms,
-            log_ms=stretch[0].log_ms,
-        )
-        for stretch in stretches
-    ]
-
-
-def _in_a_graph(piece: Piece) -> float:
-    return piece.ms + (GRAPH_GAP_MS if piece.ms else 0.0)
+    graphs = []
+    for first, *rest in stretches:
+        ms = sum(piece.ms + GRAPH_GAP_MS for piece in (first, *rest) if piece.ms)
+        graph = Piece("other", ms, GRAPH_LAUNCH_MS, first.phase)
+        graphs.append(graph.but(data_ms=first.data_ms, log_ms=first.log_ms))
+    return graphs
 
 
 def compiling(e: Evidence) -> Fix | None:
     """torch.compile: neighbouring operations that only pass over tensors become one."""
-    if e.recipe and e.recipe.compile != "off":
+    before = len(e.queue.pieces) / e.queue.steps
+    if (e.recipe and e.recipe.compile != "off") or (not e.queue.takes_turns and before < 20):
         return None
-    if not e.queue.takes_turns and len(e.queue.pieces) < 20 * e.queue.steps:
-        return None
-    after = e.queue.changed(merged)
-    before, left = (len(q.pieces) / q.steps for q in (e.queue, after))
+    after = e.queue.having(merged(e.queue.pieces))
+    left = len(after.pieces) / e.queue.steps
     if left > 0.95 * before:
         return None
     return Fix(
         "compile",
-        gain(e.queue, after),
+        e.queue.gain(after),
         f"{before - left:.0f} of {before:.0f} operations a step only pass over tensors next to "
-        "others that do: merged "
-        "with them, they are neither called nor go through memory.",
+        "others that do: merged, they are neither called nor go through memory.",
         "torch.compile(model)",
         changes={"compile": "default"},
     )
 
 
-def merged(pieces: Pieces) -> list[Piece]:
+def merged(pieces: Sequence[Piece]) -> list[Piece]:
     """Each run of neighbours that a compiler merges becomes one piece, or as many as it has
     reductions, norms, and half as many as casts and copies: those of weights are next to others by
     chance. It takes as long as the longest of them, or as all of those together."""
-    found: list[Piece] = []
+    left: list[Piece] = []
     run: list[Piece] = []
     for piece in pieces:
-        mergeable = piece.kind in MERGED and piece.phase not in (
-            *OUTSIDE,
-            "encode",
-            "optimizer",
-            "clip",
-        )
-        goes_on = (
-            mergeable
-            and run
-            and piece.phase == run[0].phase
-            and not (piece.data_ms or piece.log_ms)
-        )
-        if run and not (goes_on and len(run) < MOST_MERGED):
-            found += _one_kernel(run)
+        mergeable = piece.kind in MERGED and piece.phase not in (*OUTSIDE, *UPDATE, "encode")
+        waited = piece.data_ms or piece.log_ms or (run and run[-1].waits)
+        if run and (
+            not mergeable or waited or piece.phase != run[0].phase or len(run) == MOST_MERGED
+        ):
+            left += _one_kernel(run)
             run = []
-        if not mergeable:
-            found.append(piece)
-            continue
-        run.append(piece)
-        if piece.waits:
-            found += _one_kernel(run)
-            run = []
-    return found + _one_kernel(run)
+        if mergeable:
+            run.append(piece)
+        else:
+            left.append(piece)
+    return left + _one_kernel(run)
 
 
 def _one_kernel(run: list[Piece]) -> list[Piece]:
     if len(run) < 2:
         return run
-    heavy = [piece for piece in run if piece.kind in HEAVY]
-    count = min(len(run), max(1, len(heavy) + sum(piece.kind == CASTS for piece in run) // 2))
-    ms = max(
-        max(piece.ms for piece in run),
-        sum(piece.ms for piece in run if piece.kind in (*HEAVY, CASTS)),
-    )
+    heavy, casts = (sum(p.kind in kinds for p in run) for kinds in (HEAVY, (CASTS,)))
+    count = min(len(run), max(1, heavy + casts // 2))
+    summed = sum(piece.ms for piece in run if piece.kind in (*HEAVY, CASTS))
+    ms = max(summed, *(piece.ms for piece in run))
     host = sum(piece.host_ms for piece in run) / len(run)
-    first = replace(run[0], ms=ms / count, host_ms=host)
-    rest = [replace(first, data_ms=0.0, log_ms=0.0)] * (count - 1)
-    found = [first, *rest]
-    return [*found[:-1], replace(found[-1], waits=run[-1].waits)]
+    first = run[0].but(ms=ms / count, host_ms=host)
+    kernels = [first, *[first.but(data_ms=0.0, log_ms=0.0)] * (count - 1)]
+    return [*kernels[:-1], kernels[-1].but(waits=run[-1].waits)]
 
 
 # ------------------------------------------------------------------------------------ computing
@@ -377,37 +297,32 @@ def precision(e: Evidence) -> Fix | None:
     mine = [p for p in e.queue.pieces if format_of(e, p) in ("fp32", "tf32")]
     if not mine or (e.recipe and e.recipe.precision != "fp32"):
         return None
-    found = {}
+    gains = {}
     for dtype in ("tf32", "bf16") if e.on_gpu else ("bf16",):
         ratios = _ratios(e, mine, dtype)
-        found[dtype] = gain(
-            e.queue, e.queue.changed(each(lambda p, d=dtype, r=ratios: _in_format(e, p, d, r)))
-        )
-    best = "bf16" if e.recipe else max(found, key=found.__getitem__)
+        after = e.queue.each(lambda p, d=dtype, r=ratios: _in_format(e, p, d, r))
+        gains[dtype] = e.queue.gain(after)
+    best = "bf16" if e.recipe else max(gains, key=gains.__getitem__)
     share = sum(p.ms for p in mine) / e.queue.steps / e.queue.step_ms
-    told = {
+    do = {
         "tf32": 'torch.set_float32_matmul_precision("high")',
         "bf16": f'with torch.autocast("{e.device}", torch.bfloat16): around forward pass and loss',
     }
-    other = "".join(
-        f" ({dtype} alone: {worth:.0%})" for dtype, worth in found.items() if dtype != best
-    )
+    others = "".join(f" ({d} alone: {gain:.0%})" for d, gain in gains.items() if d != best)
+    why = f"and this machine does those sizes faster in {best}{others}."
+    if gains[best] <= 0.005:
+        why = "and no other format is faster for them here."
     return Fix(
         "precision",
-        found[best],
-        f"Products in float32 take {share:.0%} of the step, and this machine does those sizes "
-        f"faster in {best}{other}."
-        if found[best] > 0.005
-        else f"Products in float32 take {share:.0%} of the step; no other format is faster for them here.",
-        told[best],
+        gains[best],
+        f"Products in float32 take {share:.0%} of the step, {why}",
+        do[best],
         changes={"precision": "bf16"} if e.recipe else {},
     )
 
 
 def format_of(e: Evidence, piece: Piece) -> str:
-    """What a product, convolution or attention computes in; "" for anything else, or where it isn't
-    known.
-    """
+    """What a product, convolution or attention computes in; "" for all else, or if not known."""
     if piece.kind not in ("GEMM", "thin GEMM", "convolution", "attention"):
         return ""
     if piece.dtype in ("bf16", "fp16", "tf32"):
@@ -418,43 +333,36 @@ def format_of(e: Evidence, piece: Piece) -> str:
     return "tf32" if e.on_gpu and e.config.get(key) else "fp32"
 
 
-def _ratios(
-    e: Evidence, mine: Sequence[Piece], dtype: str
-) -> dict[tuple[Product | None, str], float]:
-    """(product, its format) -> how many times as long it takes in `dtype`; those first that take
-    most.
-    """
-    weight: dict[tuple[Product | None, str], float] = {}
+Ratios = dict[tuple[Product | None, str], float]
+"""(product, its format) -> how many times as long it takes in another one."""
+
+
+def _ratios(e: Evidence, mine: Sequence[Piece], dtype: str) -> Ratios:
+    """The ratios in `dtype`; those first that take most, as the time to measure them is short."""
+    weight: Ratios = {}
     for piece in mine:
         key = piece.product, format_of(e, piece)
         weight[key] = weight.get(key, 0.0) + piece.ms
-    found = {}
+    ratios: Ratios = {}
     for product, own in sorted(weight, key=lambda key: -weight[key]):
         if own == "tf32" and dtype == "tf32":
-            found[product, own] = 1.0
+            ratios[product, own] = 1.0
         elif product is None:
-            found[product, own] = e.rates.large(own, dtype)
+            ratios[product, own] = e.rates.large(own, dtype)
         else:
-            found[product, own] = e.rates.ratio(replace(product, dtype=own), dtype)
-    return found
+            ratios[product, own] = e.rates.ratio(product.in_format(own), dtype)
+    return ratios
 
 
-def _in_format(
-    e: Evidence, piece: Piece, dtype: str, ratios: dict[tuple[Product | None, str], float]
-) -> Piece:
+def _in_format(e: Evidence, piece: Piece, dtype: str, ratios: Ratios) -> Piece:
     own = format_of(e, piece)
     if own in ("fp32", "tf32"):
         casts = 0.0
         if dtype == "bf16" and piece.product and not e.recipe:
             casts = _casts_ms(e, piece, piece.product)
-        return replace(piece, ms=piece.ms * ratios[piece.product, own] + casts)
-    halved = (
-        e.recipe is not None
-        and dtype == "bf16"
-        and piece.kind != COPY
-        and piece.phase not in ("optimizer", "clip")
-    )
-    return replace(piece, ms=0.5 * piece.ms) if halved else piece
+        return piece.but(ms=piece.ms * ratios[piece.product, own] + casts)
+    halved = e.recipe and dtype == "bf16" and piece.kind != COPY and piece.phase not in UPDATE
+    return piece.scaled(0.5) if halved else piece
 
 
 def _casts_ms(e: Evidence, piece: Piece, product: Product) -> float:
@@ -467,7 +375,7 @@ def _casts_ms(e: Evidence, piece: Piece, product: Product) -> float:
 
 
 FEW = 4
-"""Up to so many examples a batch, a larger one is looked at."""
+"""Up to so many examples a batch, a larger one is tried."""
 LARGER = 8
 MEMORY = 0.9
 
@@ -477,40 +385,36 @@ def batch(e: Evidence) -> Fix | None:
     fill a part of the GPU fill more of it. With accumulation, its micro-batches are merged, and the
     step stays what it was."""
     merging = e.accumulation >= 1.5
-    if not merging and (e.examples is None or e.examples > FEW):
-        return None
+    if not merging and (e.recipe or e.examples is None or e.examples > FEW):
+        return None  # with a recipe, another number of examples a step is another training
     factor = round(e.accumulation) if merging else LARGER
-    if e.memory_gb:
-        peak, whole = e.memory_gb
-        while (
-            factor > 1 and peak * factor > MEMORY * whole
-        ):  # more than it will take: weights don't grow
-            factor //= 2
+    peak, whole = e.memory_gb or (0.0, 1.0)
+    while factor > 1 and peak * factor > MEMORY * whole:  # too careful: weights don't grow
+        factor //= 2
     if factor < 2:
         return None
-    larger = e.queue.changed(each(lambda piece: _in_a_batch(e, piece, factor, merging)))
+
+    def part(piece: Piece) -> Piece:
+        """A piece's part for one of the former batches, when `factor` of them are one."""
+        if piece.phase in UPDATE:
+            return piece if merging else piece.scaled(1 / factor, 1 / factor)
+        return piece.but(ms=grown_ms(e, piece, factor)).scaled(1 / factor, 1 / factor)
+
     changes: dict[str, Any] = {}
     if e.recipe:
-        if not merging:
-            return None  # another number of examples a step is another training
-        changes = {
-            "micro_batch": e.recipe.micro_batch * factor,
-            "accumulation": max(1, e.recipe.accumulation // factor),
-        }
-    examples = (
-        f"{e.examples} example{'s' if e.examples != 1 else ''}"
-        if e.examples
-        else "its micro-batches"
-    )
+        micro_batch, accumulation = e.recipe.micro_batch, e.recipe.accumulation
+        changes["micro_batch"] = micro_batch * factor
+        changes["accumulation"] = max(1, accumulation // factor)
+    device, small = "GPU" if e.on_gpu else "processor", "A micro-batch"
+    if e.examples:
+        small = f"A batch of {e.examples} example{'s' if e.examples != 1 else ''}"
+    than = f"{factor} times as many take less each."
+    if merging:
+        than = f"{factor} merged take less than one after the other."
     return Fix(
         "batch size",
-        gain(e.queue, larger),
-        f"A batch of {examples} doesn't fill the {'GPU' if e.on_gpu else 'processor'}: "
-        + (
-            f"{factor} merged take less than one after the other."
-            if merging
-            else f"{factor} times as many take less each."
-        ),
+        e.queue.gain(e.queue.each(part)),
+        f"{small} doesn't fill the {device}: {than}",
         f"DataLoader(batch_size={(e.examples or 1) * factor})"
         + (", and less accumulation" if merging else ""),
         changes=changes,
@@ -518,42 +422,28 @@ def batch(e: Evidence) -> Fix | None:
     )
 
 
-def _in_a_batch(e: Evidence, piece: Piece, factor: int, merging: bool) -> Piece:
-    """A piece's part for one of the former batches, when `factor` of them are one."""
-    once = piece.phase in ("optimizer", "clip")
-    if once:
-        return (
-            piece
-            if merging
-            else replace(piece, ms=piece.ms / factor, host_ms=piece.host_ms / factor)
-        )
-    return replace(piece, ms=grown_ms(e, piece, factor) / factor, host_ms=piece.host_ms / factor)
-
-
 PARTLY, FULL = 1 / 3, 2 / 3
 """A product that reaches the latter share of the GPU's rate fills it, in however few blocks:
 Hopper's kernels start one block on each multiprocessor, which goes from tile to tile. One below the
-former fills it as far as its blocks do. Between them neither is sure, and it is taken for a mixture
-of both, in proportion: a rate is measured to a few percent, and no prediction may jump because a
-product was timed a little faster. Both bounds are chosen, not measured."""
+former fills it as far as its blocks do. Between them it is taken for a mixture of both, in
+proportion: no prediction may jump because a product was timed a little faster. Both bounds are
+chosen, not measured."""
 
 
 def grown_ms(e: Evidence, piece: Piece, factor: float) -> float:
-    """Milliseconds of a piece on `factor` times as many examples: of a product at least what its
-    FLOPs take, of any other kernel so many times more as it fills the GPU more than once. On fewer
-    examples a kernel takes less only as far as it filled the GPU. On a CPU, so many times as long,
-    or what a product's FLOPs take."""
-    in_proportion = factor * piece.ms
-    by_blocks = (
-        piece.ms * max(1.0, factor * piece.fill) / max(1.0, piece.fill)
-        if e.on_gpu
-        else in_proportion
-    )
+    """Milliseconds of a piece on `factor` times as many examples.
+
+    A product takes at least what its FLOPs take, any other kernel so many times more as it fills
+    the GPU more than once. On fewer examples a kernel takes less only as far as it filled the GPU.
+    On a CPU, so many times as long, or what a product's FLOPs take.
+    """
+    in_proportion = by_blocks = factor * piece.ms
+    if e.on_gpu:
+        by_blocks = piece.ms * max(1.0, factor * piece.fill) / max(1.0, piece.fill)
     if piece.product is None or not piece.ms:
         return by_blocks
-    floor = e.rates.flops_ms(
-        factor * piece.product.flops, format_of(e, piece) or piece.product.dtype
-    )
+    dtype = format_of(e, piece) or piece.product.dtype
+    floor = e.rates.flops_ms(factor * piece.product.flops, dtype)
     if floor and factor > 1:
         return min(in_proportion, max(piece.ms, floor))
     reached = floor / in_proportion
@@ -567,23 +457,20 @@ ROOM = 0.6
 
 def checkpointing(e: Evidence) -> Fix | None:
     """The backward pass without computing the forward pass again."""
-    if e.recomputed < 0.05 or (e.memory_gb and e.memory_gb[0] > ROOM * e.memory_gb[1]):
+    peak, whole = e.memory_gb or (0.0, 1.0)
+    if e.recomputed < 0.05 or peak > ROOM * whole:
         return None
-    forward = sum(_whole(p, e.queue) for p in e.queue.pieces if p.phase in ("", "forward"))
-    backward = sum(_whole(p, e.queue) for p in e.queue.pieces if p.phase == "backward")
+    parts = ("ms", "host_ms") if e.queue.takes_turns else ("ms",)
+    forward = sum(e.queue.total(part, "", "forward") for part in parts)
+    backward = sum(e.queue.total(part, "backward") for part in parts)
     if backward <= 0:
         return None
     left = max(0.2, 1 - e.recomputed * forward / backward)
-
-    def shorter(piece: Piece) -> Piece:
-        if piece.phase != "backward":
-            return piece
-        return replace(piece, ms=left * piece.ms, host_ms=left * piece.host_ms)
-
-    room = f" {e.memory_gb[1] - e.memory_gb[0]:.0f} GB are free." if e.memory_gb else ""
+    after = e.queue.each(lambda p: p.scaled(left, left) if p.phase == "backward" else p)
+    room = f" {whole - peak:.0f} GB are free." if e.memory_gb else ""
     return Fix(
         "checkpointing",
-        gain(e.queue, e.queue.changed(each(shorter))),
+        e.queue.gain(after),
         f"The backward pass computes {e.recomputed:.0%} of the forward pass again to save "
         f"memory.{room}",
         "turn activation checkpointing off, or keep it for some of the layers only",
@@ -591,20 +478,19 @@ def checkpointing(e: Evidence) -> Fix | None:
     )
 
 
-def _whole(piece: Piece, queue: Queue) -> float:
-    return piece.ms + (piece.host_ms if queue.takes_turns else 0.0)
-
-
 def padding(e: Evidence) -> Fix | None:
     """Without padding: as many useful tokens in fewer."""
     if not e.padding or (e.recipe and e.recipe.shapes == "packed"):
         return None
     useful = 1 - e.padding
-    untouched = ("optimizer", "clip", *OUTSIDE)
-    shorter = each(lambda p: p if p.phase in untouched else replace(p, ms=grown_ms(e, p, useful)))
+
+    def shorter(piece: Piece) -> Piece:
+        untouched = piece.phase in (*UPDATE, *OUTSIDE)
+        return piece if untouched else piece.but(ms=grown_ms(e, piece, useful))
+
     return Fix(
         "padding",
-        gain(e.queue, e.queue.changed(shorter)),
+        e.queue.gain(e.queue.each(shorter)),
         f"{e.padding:.0%} of the tokens are padding, and are computed on like the others.",
         "batch texts of like length, pad to the batch's longest only, or pack several in a row",
         changes=_packed(e.recipe, e.workload) if e.recipe else {},
@@ -613,24 +499,17 @@ def padding(e: Evidence) -> Fix | None:
 
 
 def _packed(recipe: Recipe, workload: str) -> dict[str, Any]:
-    """The knobs that pack a recipe's texts; {} where its layers, as published, keep no examples
-    apart in a row.
-    """
+    """The knobs that pack a recipe's texts; {} where its layers keep no examples apart in a row."""
     if recipe.layers != "rewritten" or not workload.startswith(("qwen", "gpt", "llava")):
         return {}
-    return {
-        "shapes": "packed",
-        "micro_batch": 1,
-        "token_budget": max(2048, 1024 * recipe.micro_batch),
-    }
+    budget = max(2048, 1024 * recipe.micro_batch)
+    return {"shapes": "packed", "micro_batch": 1, "token_budget": budget}
 
 
 # -------------------------------------------------------------------------------------- the update
 
 FUSED_TRAFFIC = 0.35
-"""AdamW tensor by tensor or list by list reads and writes 20 numbers a parameter, and in one kernel
-7.
-"""
+"""AdamW tensor by tensor or list by list moves 20 numbers a parameter, and in one kernel 7."""
 FUSED_LAUNCHES = 1 / 12
 PER_TENSOR_MS = 0.003
 """What remains of Python for each tensor that is updated."""
@@ -638,23 +517,21 @@ PER_TENSOR_MS = 0.003
 
 def optimizer(e: Evidence) -> Fix | None:
     """The fused form: one pass over parameters, gradients and moments instead of a dozen."""
-    if e.optimizer is None or e.optimizer.form in ("", "fused"):
-        return None
     mine = [p for p in e.queue.pieces if p.phase == "optimizer"]
-    if not mine:
+    if e.optimizer is None or e.optimizer.form in ("", "fused") or not mine:
         return None
-    host = sum(p.host_ms for p in mine) / e.queue.steps
+    host = e.queue.total("host_ms", "optimizer")
     left = max(host * FUSED_LAUNCHES, min(host, PER_TENSOR_MS * e.optimizer.tensors))
     factor = left / host if host else 1.0
 
     def fused(piece: Piece) -> Piece:
-        if piece.phase != "optimizer":
-            return replace(piece, waits="") if piece.phase == "clip" and e.recipe else piece
-        return replace(piece, ms=FUSED_TRAFFIC * piece.ms, host_ms=factor * piece.host_ms, waits="")
+        if piece.phase == "optimizer":
+            return piece.scaled(FUSED_TRAFFIC, factor).but(waits="")
+        return piece.but(waits="") if piece.phase == "clip" and e.recipe else piece
 
     return Fix(
         "optimizer",
-        gain(e.queue, e.queue.changed(each(fused))),
+        e.queue.gain(e.queue.each(fused)),
         f"{e.optimizer.name} updates in {len(mine) / e.queue.steps:.0f} operations what one can do "
         "in one pass.",
         f"torch.optim.{e.optimizer.name}(..., fused=True)",
@@ -667,24 +544,21 @@ CACHES = {"sd15": "latents+text", "llava": "features"}
 
 
 def caching(e: Evidence) -> Fix | None:
-    """Recipes of this course: what frozen encoders answer is kept, so that neither they nor the
-    decoding take time.
-    """
+    """Recipes of this course: what frozen encoders answer is kept, and no picture is decoded."""
     cache = next((kind for name, kind in CACHES.items() if e.workload.startswith(name)), None)
-    if e.recipe is None or cache is None or e.recipe.cache != "nothing":
+    spent = e.queue.total("ms", "encode")
+    if e.recipe is None or cache is None or e.recipe.cache != "nothing" or not spent:
         return None
-    spent = e.queue.of_phase("encode")
-    if not spent:
-        return None
-    hand_over = (
-        min(e.data_ms, HAND_OVER_MS * e.accumulation) if cache.startswith("latents") else e.data_ms
-    )
     changes: dict[str, Any] = {"cache": cache}
-    if cache.startswith("latents"):
+    data_ms = e.data_ms
+    if cache == "latents+text":
+        data_ms = min(e.data_ms, HAND_OVER_MS * e.accumulation)
         changes |= {"num_workers": 0, "persistent_workers": False}
+    gone = {"kind": "other", "ms": 0.0, "host_ms": 0.0, "waits": "", "product": None}
+    kept = e.queue.each(lambda p: p.but(**gone) if p.phase == "encode" else p)
     return Fix(
         "caching",
-        gain(e.queue, e.queue.changed(in_turn(without_phases("encode"), _data_of(e, hand_over)))),
+        e.queue.gain(_with_data(e, kept, data_ms)),
         f"Frozen encoders take {spent:.1f} ms a step, and answer the same each epoch.",
         "encode every example once, and train on what was kept",
         changes=changes,
@@ -692,16 +566,6 @@ def caching(e: Evidence) -> Fix | None:
 
 
 RULES: tuple[Rule, ...] = (
-    workers,
-    pinning,
-    syncs,
-    logging,
-    capture,
-    compiling,
-    precision,
-    batch,
-    checkpointing,
-    padding,
-    optimizer,
-    caching,
+    *(workers, pinning, syncs, logging, capture, compiling),
+    *(precision, batch, checkpointing, padding, optimizer, caching),
 )

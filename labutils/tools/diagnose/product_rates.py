@@ -11,11 +11,11 @@ import functools
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from labutils.profiling import cuda
 from labutils.profiling.probe import probe_machine
-from labutils.tools.diagnose.replay import Product
+from labutils.tools.diagnose.step_queue import Product
 
 BUDGET_S = 4.0
 """All products together may be timed so long."""
@@ -44,7 +44,7 @@ class Rates:
             return 1.0
         if not self.here:
             return SHEET[product.dtype] / SHEET[dtype]
-        own, other = self._ms(product), self._ms(replace(product, dtype=dtype))
+        own, other = self._ms(product), self._ms(product.in_format(dtype))
         if own is not None and other is not None:
             return other / own
         return self.large(product.dtype, dtype)
@@ -141,7 +141,7 @@ def _product(product: Product, device: str) -> Callable[[], None]:
 
 
 def _timed(call: Callable[[], None], device: str) -> float:
-    """Milliseconds of the device: on a GPU in a CUDA graph of several, so that no launch is in it."""
+    """Milliseconds of the device: on a GPU in a CUDA graph of several, without launches."""
     several = 10
 
     def burst() -> None:

@@ -28,7 +28,8 @@ def _head(diagnosis: Diagnosis) -> Iterator[str]:
     e = diagnosis.evidence
     passes = f", {e.accumulation:.3g} backward passes in it" if e.accumulation >= 1.5 else ""
     on = "a GPU" if e.on_gpu else f"a CPU, {e.threads} thread{'s' if e.threads != 1 else ''}"
-    yield f"{e.source[0].upper()}{e.source[1:]}: {e.step_ms:.2f} ms an optimizer step{passes}, on {on}."
+    source = e.source[0].upper() + e.source[1:]
+    yield f"{source}: {e.step_ms:.2f} ms an optimizer step{passes}, on {on}."
 
 
 def _budget(diagnosis: Diagnosis) -> Iterator[str]:
@@ -41,7 +42,8 @@ def _budget(diagnosis: Diagnosis) -> Iterator[str]:
             continue
         share = ms / step_ms
         told = f"  ({HOW_READ[name]})" if name in HOW_READ else ""
-        yield f"  {name:<30} {ms:9.2f} ms {share:5.0%}  {'#' * round(BAR * share):<{BAR}}{told}".rstrip()
+        bar = "#" * round(BAR * share)
+        yield f"  {name:<30} {ms:9.2f} ms {share:5.0%}  {bar:<{BAR}}{told}".rstrip()
     if rest:
         yield f"  {'smaller ones':<30} {rest:9.2f} ms {rest / step_ms:5.0%}"
 
@@ -52,7 +54,8 @@ def _fixes(diagnosis: Diagnosis) -> Iterator[str]:
     else:
         yield "What to change first (each gain by itself; they don't add up)"
     for place, fix in enumerate(diagnosis.worth_it, 1):
-        yield f"  {place}. {fix.name}: saves {fix.gain:.0%} of the time {_one(fix.per)} takes, as predicted"
+        one = f"an {fix.per}" if fix.per[0] in "aeio" else f"a {fix.per}"
+        yield f"  {place}. {fix.name}: saves {fix.gain:.0%} of the time {one} takes, as predicted"
         yield from _wrapped(fix.reason)
         yield from _wrapped(f"-> {fix.do}") if fix.do else ()
         yield from _wrapped(f"at {', '.join(fix.sources)}") if fix.sources else ()
@@ -63,10 +66,6 @@ def _fixes(diagnosis: Diagnosis) -> Iterator[str]:
             yield from _wrapped(
                 f"{fix.name} ({fix.gain:.1%}): {fix.reason}{_at(fix)}", "  ", "    "
             )
-
-
-def _one(unit: str) -> str:
-    return f"an {unit}" if unit[0] in "aeio" else f"a {unit}"
 
 
 def _at(fix: Fix) -> str:

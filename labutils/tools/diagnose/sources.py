@@ -16,7 +16,7 @@ from labutils.results.records import Run
 from labutils.tools.diagnose import budget
 from labutils.tools.diagnose.evidence import Evidence, Line, Loader, Optimizer
 from labutils.tools.diagnose.product_rates import Rates
-from labutils.tools.diagnose.replay import Queue, fitted
+from labutils.tools.diagnose.step_queue import Queue, fitted
 from labutils.tools.diagnose.trace_pieces import PieceTrace, queue_of
 
 

@@ -15,7 +15,7 @@ from labutils.profiling.call_stacks import Slice, enclosing, own_time
 from labutils.profiling.intervals import Lookup, difference, total, union
 from labutils.profiling.kernel_categories import category_of
 from labutils.profiling.trace import COMPUTES_NOTHING, Trace, Wait, category_of_copy
-from labutils.tools.diagnose.replay import READ, TO_DEVICE, Piece, Product, Queue
+from labutils.tools.diagnose.step_queue import READ, TO_DEVICE, Piece, Product, Queue
 
 CALLING_MS = 0.002
 """What of an operator's time on a CPU is the calling of it: an addition of one number takes 0.6 us

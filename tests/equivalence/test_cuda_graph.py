@@ -5,7 +5,6 @@ touched.
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -21,9 +20,7 @@ from torch.backends import cudnn
 from labutils.layers import cuda_graph
 from labutils.layers.cuda_graph import (
     CHANNELS_LAST_FORMS,
-    Captured,
     attention_kernel,
-    compile_blocks,
     compile_model,
     rewrite_layers,
     timed_convolutions,
@@ -100,12 +97,6 @@ def test_group_norm_of_half_precision_sums_in_float32():
     torch.testing.assert_close(layer(x).double(), expected, rtol=2e-3, atol=2e-3)
 
 
-def test_group_norm_of_what_is_no_image_is_as_it_was():
-    layer, x = nn.GroupNorm(2, 8), torch.randn(3, 8, 5)
-    expected = layer(x)
-    assert torch.equal(rewritten(layer)(x), expected)
-
-
 @settings(deadline=None, max_examples=20)
 @given(inner=st.integers(1, 6), outer=st.integers(1, 6), bias=st.booleans(), **sizes)
 def test_pointwise_convolution(inner, outer, bias, n, side):
@@ -127,7 +118,6 @@ def test_geglu(width, outer, n):
         nn.Conv2d(4, 4, 1, padding=1),
         nn.Conv2d(4, 4, 1, groups=2),
         nn.GroupNorm(2, 4, affine=False),
-        nn.LayerNorm(5),
         nn.Linear(5, 4),
     ],
     ids=str,
@@ -137,14 +127,6 @@ def test_other_layers_stay_what_they_are(layer):
     expected = layer(x)
     assert type(rewritten(layer)) is kind
     assert torch.equal(layer(x), expected)
-
-
-def test_names_and_weights_stay():
-    whole = nn.Sequential(nn.Conv2d(4, 8, 1), nn.GroupNorm(2, 8), nn.Sequential(nn.Conv2d(8, 8, 3)))
-    before = dict(whole.named_parameters())
-    rewrite_layers(whole, FORMS)
-    after = dict(whole.named_parameters())
-    assert list(after) == list(before) and all(after[name] is before[name] for name in before)
 
 
 @pytest.mark.parametrize("layer", [nn.GroupNorm(2, 8), nn.Conv2d(8, 4, 1)], ids=str)
@@ -206,64 +188,10 @@ def test_timed_convolutions_leave_the_other_settings_as_they_were(monkeypatch):
     assert not cudnn.benchmark
 
 
-def test_what_is_to_be_compiled_is_and_with_the_mode_asked_for(monkeypatch):
-    asked = []
-    monkeypatch.setattr(torch, "compile", lambda target, **options: asked.append(options) or target)
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    compile_model(model, "default")
-    compile_blocks(model, "reduce-overhead")
-    assert [given["mode"] for given in asked] == ["default", "reduce-overhead", "reduce-overhead"]
-    assert all(given["dynamic"] is False for given in asked)
-
-
-class Recording:
-    """Stands for torch.cuda.graph: one that was broken off can't be ended, and leaves its stream
-    behind.
-    """
-
-    current, begun, ended = "main", 0, 0
-
-    def __init__(self, graph: object) -> None:
-        pass
-
-    def __enter__(self) -> None:
-        type(self).begun += 1
-        type(self).current = "recording"
-
-    def __exit__(self, kind: type | None, *rest: object) -> None:
-        if kind is not None:
-            raise RuntimeError("operation failed due to a previous error during capture")
-        type(self).ended += 1
-        type(self).current = "main"
-
-
-def test_a_recording_that_breaks_off_says_why_and_leaves_nothing_behind(monkeypatch):
-    recording = type("Recording", (Recording,), {})
-    stands = {"graph": recording, "CUDAGraph": object, "current_stream": lambda: recording.current}
-    stands |= {
-        "set_stream": lambda stream: setattr(recording, "current", stream),
-        "synchronize": lambda: None,
-    }
-    for name, stand in stands.items():
-        monkeypatch.setattr(torch.cuda, name, stand)
-    zeros = torch.zeros
-    monkeypatch.setattr(torch, "zeros", lambda *size, device: zeros(*size))
-    monkeypatch.setattr(Captured, "_warm_up", lambda *given: None)
-
-    def asks_the_host() -> None:
-        raise ValueError("a value was read")
-
-    with pytest.raises(ValueError, match="a value was read"):
-        Captured(asks_the_host, list)
-    assert recording.current == "main"
-    assert (recording.begun, recording.ended) == (2, 1)  # a second one, which can be ended
-    Captured(lambda: None, list)
-    assert (recording.begun, recording.ended) == (3, 2)
-
-
 COLD = """
 import os, pathlib
-from labutils.capture import ask_cpp_compiler, compile_from_nothing
+from labutils.layers.cuda_graph import compile_from_nothing
+from labutils.profiling.compat import ask_cpp_compiler
 own = pathlib.Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
 ask_cpp_compiler()
 compile_from_nothing()
@@ -274,18 +202,12 @@ print(cold, before, len(list(cold.iterdir())), own != cold)
 """
 
 
-@pytest.mark.parametrize("compiler", [True, False])
-def test_a_cold_cache_is_empty_and_goes_with_the_process(tmp_path, compiler):
-    """What Inductor asks the C++ compiler was answered before, in the machine's own cache; where
-    there is no compiler that is the business of the step that wants one."""
-    if compiler and not shutil.which("g++"):
-        pytest.skip("there is no g++ here to ask")
-    here = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""}
-    if not compiler:
-        here |= {"PATH": str(tmp_path), "CXX": str(tmp_path / "g++")}
-    ran = subprocess.run(
-        [sys.executable, "-c", COLD], env=here, capture_output=True, text=True, check=True
-    )
+def test_a_cold_cache_is_empty_and_goes_with_the_process(tmp_path):
+    """Without a C++ compiler, which is the business of the step that wants one."""
+    here = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""}
+    here |= {"PATH": str(tmp_path), "CXX": str(tmp_path / "g++")}
+    command = [sys.executable, "-c", COLD]
+    ran = subprocess.run(command, env=os.environ | here, capture_output=True, text=True, check=True)
     cold, asked, entries, another = ran.stdout.split()
-    assert (int(asked), entries, another) == (compiler, "0", "True")
+    assert (asked, entries, another) == ("0", "0", "True")
     assert not Path(cold).exists()

@@ -1,0 +1,179 @@
+"""A training step as a queue of work, and what it would last if something about it were different.
+
+A step is a list of pieces: what the host gives the device, in order. The host takes a while to give
+each (`host_ms`), before some of them waits for data (`data_ms`) or writes a log (`log_ms`), and
+after some of them waits until the device has caught up (`waits`). `Queue.step_ms` replays it
+(`labutils.profiling.launch_queue`). On a CPU the host does the work itself, and everything adds up.
+
+A fix changes the pieces. Its predicted gain is 1 - (step after) / (step before), both replayed: what
+the replay leaves out, it leaves out of both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from labutils.profiling.launch_queue import Queued, replay, root, steady_ms
+
+READ, TO_DEVICE = "read", "to device"
+"""Why the host waits for the device: to read something, or with a copy to the device."""
+COPY = "copy"
+
+
+@dataclass(frozen=True)
+class Product:
+    """`count` matrix products [m, k] x [k, n] side by side, in "fp32", "tf32", "bf16" or "fp16"."""
+
+    m: int
+    n: int
+    k: int
+    count: int = 1
+    dtype: str = "fp32"
+
+    @property
+    def flops(self) -> float:
+        return 2.0 * self.m * self.n * self.k * self.count
+
+    def in_format(self, dtype: str) -> Product:
+        return replace(self, dtype=dtype)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One piece of work: its `kind` (`profiling.kernel_categories`; "copy" for what crosses to the
+    device), `ms` of the device, and the host's part in it, in milliseconds.
+
+    `product` where it is known to be one; `fill`: how much of the GPU it fills (1 and more: all of
+    it); `dtype`: what an attention or convolution computes in, where it is known.
+    """
+
+    kind: str
+    ms: float
+    host_ms: float = 0.0
+    phase: str = ""
+    waits: str = ""
+    data_ms: float = 0.0
+    log_ms: float = 0.0
+    product: Product | None = None
+    dtype: str = ""
+    fill: float = 1.0
+
+    def but(self, **changes: Any) -> Piece:
+        return replace(self, **changes)
+
+    def scaled(self, device: float, host: float = 1.0) -> Piece:
+        """The device and the host take so many times as long for it."""
+        return replace(self, ms=device * self.ms, host_ms=host * self.host_ms)
+
+
+@dataclass(frozen=True)
+class Queue:
+    """The pieces of `steps` optimizer steps. `takes_turns`: host and device are one, as on a CPU."""
+
+    pieces: tuple[Piece, ...]
+    steps: int = 1
+    takes_turns: bool = False
+
+    def having(self, pieces: Iterable[Piece]) -> Queue:
+        """The same steps with other pieces."""
+        return replace(self, pieces=tuple(pieces))
+
+    def each(self, change: Callable[[Piece], Piece]) -> Queue:
+        """The same steps with every piece changed."""
+        return self.having(map(change, self.pieces))
+
+    @property
+    def step_ms(self) -> float:
+        """Milliseconds an optimizer step, replayed."""
+        return self.lasts_ms()
+
+    def lasts_ms(self, host: float = 1.0) -> float:
+        """Milliseconds an optimizer step where the host takes `host` times as long for its part.
+
+        On a GPU from the second round on, as the first starts empty.
+        """
+        queue = self._queued(host)
+        if self.takes_turns:
+            return sum(launch.host_ms + launch.gpu_ms for launch in queue) / self.steps
+        return steady_ms(queue) / self.steps
+
+    def from_idle_ms(self, host: float = 1.0) -> float:
+        """Milliseconds until the host has given a step's work, beginning with an idle device."""
+        ((ended, _),) = replay(self._queued(host), rounds=1)
+        return ended / self.steps
+
+    def _queued(self, host: float) -> list[Queued]:
+        return [
+            Queued(p.data_ms + p.log_ms + host * p.host_ms, p.ms, bool(p.waits))
+            for p in self.pieces
+        ]
+
+    def total(self, part: str, *phases: str) -> float:
+        """Milliseconds a step of one of the pieces' parts ("ms", "host_ms", "data_ms", "log_ms").
+
+        phases: only of pieces given in these.
+        """
+        chosen = (piece for piece in self.pieces if not phases or piece.phase in phases)
+        return sum(getattr(piece, part) for piece in chosen) / self.steps
+
+    @property
+    def device_ms(self) -> float:
+        return self.total("ms")
+
+    def gain(self, after: Queue) -> float:
+        """The share of a step that is saved by `after`, from 0 to 1; 0 where it lasts longer."""
+        was = self.step_ms
+        return min(1.0, max(0.0, 1.0 - after.step_ms / was)) if was > 0 else 0.0
+
+
+# ------------------------------------------------------------------------- fitting the host's part
+
+TRACED_HOST = 0.62
+"""What a host takes untraced of what it takes under the profiler, at most: the stock loop of
+article A1 took 588 ms, and 993 traced (0.59), on one host, 533 and 861 (0.62) on another; both
+decided the step."""
+HOST_TELLS = 0.9
+"""A time tells of the host where a host that took none would need less than this part of it; the
+rest is waiting, for the device or for data."""
+SPREAD = 0.01
+"""Times differ by so much: the replay may last so much longer than was timed."""
+
+
+def fitted(
+    queue: Queue, step_ms: float, from_idle_ms: float | None = None, untold: float = TRACED_HOST
+) -> Queue:
+    """The traced queue as it is without the profiler, which slows the host.
+
+    All of the host's own time is scaled by one factor, so that the replay lasts as long as the step
+    was timed, and, on a GPU, so that the host has given a step's work after `from_idle_ms`. Where
+    the device or the data decide a step, its time says nothing about the host, and neither does the
+    other where the host waits within the step: if neither tells, the factor is `untold`, or less
+    where the step would last longer with it. Device work is scaled down only where it alone exceeds
+    the step.
+    """
+    apart_ms = queue.total("data_ms") + queue.total("log_ms")
+    most = max(1e-9, step_ms - (apart_ms if queue.takes_turns else 0.0))
+    if queue.takes_turns and apart_ms >= step_ms:
+        share = 0.999 * step_ms / apart_ms
+        queue = queue.each(lambda p: p.but(data_ms=share * p.data_ms, log_ms=share * p.log_ms))
+        most = 0.001 * step_ms
+    if queue.device_ms > most:
+        device = most / queue.device_ms
+        queue = queue.each(lambda p: p.scaled(device))
+    if queue.takes_turns:
+        host = _factor(queue.lasts_ms, step_ms)
+    else:
+        clocks = [(queue.lasts_ms, step_ms)]
+        if from_idle_ms is not None:
+            clocks.append((queue.from_idle_ms, from_idle_ms))
+        told = [_factor(clock, ms) for clock, ms in clocks if clock(0.0) < HOST_TELLS * ms]
+        longest = max(step_ms, (1 + SPREAD) * queue.lasts_ms(0.0))
+        host = min([*(told or [untold]), _factor(queue.lasts_ms, longest)])
+    return queue.each(lambda p: p.scaled(1.0, host))
+
+
+def _factor(clock: Callable[[float], float], wanted: float) -> float:
+    """The factor on the host's time at which `clock` shows `wanted`: between 0 and 4."""
+    return root(lambda factor: clock(factor) - wanted, 0.0, 4.0)

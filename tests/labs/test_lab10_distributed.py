@@ -1,0 +1,84 @@
+"""Lab 10's plan of launches, and what is made of its runs."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from labutils.labs import lab10_distributed as lab10
+from labutils.profiling.ddp_model import Foretold
+from labutils.recipe import Recipe
+from labutils.results.records import REFERENCE, Run, read_runs, summarise
+from labutils.results.schema1 import tags_of
+
+
+def cases(scale: str) -> list[lab10.Case]:
+    lab = SimpleNamespace(scale=scale, weights="random", data="generated", cache_dir="cache")
+    return lab10.cases(lab)
+
+
+@pytest.mark.parametrize("scale", ["tiny", "full"])
+def test_the_plan_shares_one_global_batch_and_has_its_tags(scale):
+    tiny = scale == "tiny"
+    alone = lab10.plan_alone(cases(scale), 2, 4, tiny)
+    together = lab10.plan_together(cases(scale), 2, 4, tiny)
+    names = [planned.task.name for planned in (*alone, *together)]
+    assert len(set(names)) == len(names)
+    assert names[:3] == ["all-reduce", "one process", "one process, same batch"]
+    for planned in (*alone, *together):
+        assert {"ranks": 1} | tags_of("10", planned.task.name) == {"ranks": 1} | planned.tags
+    for planned in together:
+        recipe = Recipe(**planned.task.recipe)
+        assert recipe.accumulation % 2 == 0
+        assert (recipe.parallel == "fsdp") == (planned.tags["strategy"] == "fsdp")
+    assert ("ddp 2 no_sync" in names) == (not tiny) and "full ddp 2 no_sync" in names
+    strategies = [planned.tags["strategy"] for planned in together]
+    assert strategies == sorted(strategies)  # DDP of all cases, then FSDP
+
+
+@pytest.mark.parametrize(("ranks", "fewer"), [(2, 1), (3, 1), (4, 2), (8, 4), (1, 1)])
+def test_the_most_ranks_that_share_the_batch_go_on(ranks, fewer):
+    assert lab10.fewer_than(ranks) == fewer
+
+
+def timed(name: str, ms: float, ranks: int = 2, **recipe) -> Run:
+    samples = {"step_ms": [ms + 0.001 * n for n in range(8)]}
+    metrics = {"step_ms": summarise(samples["step_ms"]), "ranks": ranks, "examples_per_s": 8.0}
+    run = Run("10", name, workload="sd15-lora", metrics=metrics, samples=samples)
+    run.tags, run.recipe = tags_of("10", name), recipe
+    return run
+
+
+def test_runs_that_differ_in_one_knob_are_compared():
+    runs = [timed("ddp 2", 100), timed("ddp 2 bucket 1MB", 110), timed("fsdp 2", 200)]
+    runs += [timed("full ddp 2", 300), timed("ddp 2 no_sync", 400)]
+    table = lab10.comparisons(runs).set_index("one change")
+    assert set(table.index) == {"buckets of 25 MiB -> of 1", "DDP -> FSDP"}
+    assert table.loc["DDP -> FSDP", "step"].startswith("+100")
+
+
+def test_a_micro_batch_that_sends_nothing_is_a_no_sync_steps_part():
+    """Four micro-batches in 400 ms, the last of which takes the 130 of a step that sends."""
+    runs = [timed("one process", 80, 1), timed("ddp 2", 130)]
+    runs += [timed("ddp 2 no_sync", 400, accumulation=8)]
+    (row,) = lab10.beside_others(runs).to_dict("records")
+    assert row["beside others, sending nothing, ms"] == pytest.approx(90, abs=0.1)
+    assert row["one process alone, ms a micro-batch"] == pytest.approx(80, abs=0.1)
+
+
+def test_efficiency_is_against_n_times_one_process():
+    prediction = Foretold(80.0, 10.0, 5.0, 3)
+    run = lab10.with_efficiency(timed("ddp 2", 100), timed("one process", 80, 1), prediction)
+    assert run.metrics["efficiency"] == pytest.approx(0.5)
+    assert run.metrics["predicted_step_ms"] == 85
+    assert "efficiency" not in lab10.with_efficiency(timed("ddp 2", 100), None, None).metrics
+
+
+def test_the_reference_machines_runs_fill_the_tables():
+    runs = [run for run in read_runs(REFERENCE, "10") if run.ok]
+    training = [run for run in runs if run.tags["experiment"] == "training"]
+    assert len(lab10.comparisons(training)) > 5 and len(lab10.beside_others(training)) > 1
+    trials = [run for run in runs if run.tags["experiment"] == "nccl"]
+    assert len(lab10.nccl_table(trials)) == len(trials) > 0
+    assert lab10.slower(trials, "NCCL_P2P_DISABLE=1") > 1

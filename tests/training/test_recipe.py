@@ -1,0 +1,105 @@
+"""Recipes: what they accept, how they differ, and what a CPU can do of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from labutils.recipe import STOCK, Recipe
+
+KNOBS = {spec.name: spec for spec in dataclasses.fields(Recipe)}
+KINDS = {bool: st.booleans(), int: st.integers(-3, 64), float: st.floats(), str: st.text()}
+
+
+def values_for(name: str) -> st.SearchStrategy:
+    """Values of the knob's own type, allowed or not."""
+    choices = KNOBS[name].metadata["choices"]
+    return st.sampled_from(choices) if choices else KINDS[type(KNOBS[name].default)]
+
+
+changes = st.sets(st.sampled_from(sorted(KNOBS)), max_size=6).flatmap(
+    lambda names: st.fixed_dictionaries({name: values_for(name) for name in names})
+)
+
+
+@given(changes)
+def test_a_change_is_refused_by_name_or_taken_and_survives_json_and_fitting(change):
+    try:
+        recipe = STOCK.but(**change)
+    except ValueError as error:
+        assert any(name in str(error) for name in change)
+        return
+    differing = {name: value for name, value in change.items() if value != getattr(STOCK, name)}
+    pairs = {name: (getattr(STOCK, name), value) for name, value in differing.items()}
+    assert recipe.changes_from(STOCK) == pairs
+    assert Recipe(**json.loads(json.dumps(recipe.as_dict()))) == recipe
+    fitted = recipe.fitted_to("cpu")
+    assert recipe.fitted_to("cuda") is recipe and fitted.fitted_to("cpu") == fitted
+    assert (fitted.precision, fitted.pin_memory, fitted.driver == "graph") == ("fp32", False, False)
+    assert fitted.examples_per_step == recipe.examples_per_step
+
+
+@given(
+    st.sampled_from(sorted(KNOBS)),
+    st.one_of(st.none(), st.lists(st.integers()), st.text(), st.integers(), st.booleans()),
+)
+def test_a_value_of_the_wrong_type_is_refused(name, value):
+    kind = type(KNOBS[name].default)
+    if not (type(value) is kind or (kind is float and type(value) is int)):
+        with pytest.raises(ValueError, match=name):
+            STOCK.but(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("knob", "value"),
+    [
+        ("num_workers", 1025),
+        ("seed", 2**63),
+        ("learning_rate", float("nan")),
+        ("learning_rate", -1.0),
+        ("learning_rate", 10**400),
+        ("max_grad_norm", float("inf")),
+        ("max_grad_norm", 0.0),
+        ("token_budget", 2**17 + 1),
+        ("precision", "fp8"),
+    ],
+)
+def test_a_knob_has_its_limits(knob, value):
+    with pytest.raises(ValueError, match=f"{knob}=.*not possible"):
+        STOCK.but(**{knob: value})
+
+
+def test_the_limits_themselves_are_taken():
+    assert STOCK.but(num_workers=1024, seed=2**63 - 1).num_workers == 1024
+
+
+def test_an_unknown_knob_is_refused_with_the_known_ones():
+    with pytest.raises(ValueError, match="'worker' is not a knob.*num_workers"):
+        STOCK.but(worker=3)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"persistent_workers": True},
+        {"driver": "graph"},
+        {"streams": 2},
+        {"adapter": "none", "base_linear": "nf4"},
+        {"adapter": "folded", "base_linear": "fp8-frozen"},
+        {"driver": "graph", "logging": "ring-buffer", "optimizer": "adamw-8bit"},
+        {"driver": "graph", "logging": "ring-buffer", "compile": "reduce-overhead"},
+    ],
+)
+def test_knobs_that_contradict_each_other_are_refused(change):
+    with pytest.raises(ValueError, match=f"{[*change][-1]}="):
+        STOCK.but(**change)
+
+
+def test_the_defaults_are_the_articles():
+    names = ("micro_batch", "accumulation", "rank", "learning_rate", "num_workers")
+    assert [getattr(STOCK, name) for name in names] == [1, 4, 4, 1e-4, 0]
+    assert (STOCK.precision, STOCK.compile, STOCK.driver) == ("fp16", "off", "accelerate")
