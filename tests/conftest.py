@@ -54,9 +54,9 @@ def nothing_compiled() -> Iterator[None]:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Labs come first, each in whichever process is free; the other tests stay with their file."""
-    items.sort(key=lambda item: item.path.parent.name != "labs")
+    items.sort(key=lambda item: item.path.name != "test_labs.py")
     for item in items:
-        if item.path.parent.name != "labs":
+        if item.path.name != "test_labs.py":
             item.add_marker(pytest.mark.xdist_group(item.location[0]))
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:

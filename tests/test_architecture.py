@@ -17,7 +17,7 @@ FLOORS = (
     ("results",),
     ("recipe",),
 )
-"""From the top; a room imports from floors below its own. Rooms of one floor don't know each other."""
+"""From the top; a room imports from floors below only. Rooms of one floor are strangers."""
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 STRANGERS = {("layers", "results"), ("data", "results")}
 

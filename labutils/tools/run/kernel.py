@@ -128,8 +128,8 @@ def run_lab(
         try:
             part.write_bytes(lab.path.read_bytes())
             _execute(lab, values, part, kernel, options)
-            where = _first_unfinished(part)
-            status, message = ("failed", f"ended before {where}") if where else ("done", "")
+            where, whole = _last_cell(part)
+            status, message = ("done", "") if whole else ("failed", f"ended in {where}")
         except Exception as error:
             status, message = _failure(error, kernel, options, part)
         finally:
@@ -173,7 +173,7 @@ def _failure(error: Exception, kernel: Kernel, options: Options, part: Path) -> 
     """(status, message without the lab's name) of a lab that did not run to its end."""
     if isinstance(error, OSError) and not kernel.ended_because:
         return "failed", f"could not be run: {type(error).__name__}: {error}"
-    where = _first_unfinished(part) or "its last cell"
+    where = _last_cell(part)[0]
     if kernel.ended_because == "timed out":
         return "timed out", (
             f"was ended in {where} after {options.timeout:g} s, its limit. A larger limit: "
@@ -210,19 +210,23 @@ def _cause_of_death(code: int) -> str:
     return f"ended by itself with exit code {code}: something called os._exit."
 
 
-def _first_unfinished(executed: Path) -> str:
-    """The first cell of code that did not run to its end, in words; "" where all did."""
+def _last_cell(executed: Path) -> tuple[str, bool]:
+    """(the cell of code that began last, in words; whether it and all others ran to their end)."""
     import nbformat
 
-    section = ""
+    words, section, whole = "its first cell", "", True
     for cell in nbformat.read(executed, as_version=4).cells:
         if cell.cell_type == "markdown":
-            section = next(iter(re.findall(r"^#+ (.+)$", cell.source, re.M)), section)
-        ended = cell.metadata.get("papermill", {}).get("status") == "completed"
-        if cell.cell_type == "code" and cell.source.strip() and not ended:
-            line = cell.source.strip().splitlines()[0]
-            return f"the cell that begins with `{line}`" + f" (section {section})" * bool(section)
-    return ""
+            section = (re.findall(r"^#+ (.+)$", cell.source, re.M) or [section])[-1]
+            continue
+        stamp = cell.metadata.get("papermill", {})
+        if cell.source.strip() and stamp.get("start_time"):
+            words = f"the cell that begins with `{cell.source.strip().splitlines()[0]}`"
+            words += f" (section {section})" * bool(section)
+        # Papermill calls cells completed that a dead kernel never ran; those have no number.
+        ran = stamp.get("exception") is False and cell.execution_count is not None
+        whole = whole and (ran or not cell.source.strip())
+    return words, whole
 
 
 def _put(part: Path, output: Path, stamp: Mapping[str, Any]) -> None:
