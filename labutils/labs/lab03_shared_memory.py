@@ -31,11 +31,7 @@ CONTAINER_DEFAULT = 64 * 2**20
 """Bytes of /dev/shm that Docker and Kubernetes give a container."""
 
 PAGE = 4096
-<<<<<<< HEAD
 PATIENCE_S = 15
-=======
-PATIENCE_S = 8
->>>>>>> main
 """Seconds without a batch after which a loader counts as hung."""
 HELD_BY_TRAINING = 1
 """Batches that the training loop holds: the one in use. (accelerate fetches the next one early, and
@@ -210,22 +206,15 @@ def _load(cache_dir: str, workers: int) -> None:
     loader.timeout = PATIENCE_S
     report = {"batches": 0, "wanted": wanted, "peak_bytes": 0}
     try:
-<<<<<<< HEAD
         batches = iter(loader)
         for _ in range(wanted):
             batch = next(batches)
-=======
-        for _ in loader:
->>>>>>> main
             report["batches"] += 1
             if report["batches"] == 1:
                 _let_workers_run_ahead(1.5)  # as in a first training step
             report["peak_bytes"] = max(report["peak_bytes"], shutil.disk_usage(SHM).used)
             print(json.dumps(report), flush=True)
-<<<<<<< HEAD
             del batch  # before the next one comes, which the workers follow with another
-=======
->>>>>>> main
     except RuntimeError as error:
         if "timed out" not in str(error):
             raise
