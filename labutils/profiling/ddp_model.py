@@ -22,8 +22,6 @@ from labutils.profiling.collectives import Link, bus_factor
 from labutils.results.records import Run
 
 MIB = 2**20
-DEFAULT_CAP_MB = 25
-DEFAULT_FIRST_MB = 1
 
 
 @dataclass(frozen=True)
@@ -52,7 +50,7 @@ class Foretold:
 def buckets(lead_bytes: Sequence[float], cap_mb: int = 0) -> list[list[int]]:
     """Which gradients (by place, in order of arrival) DDP sends together: a bucket is closed by the
     gradient that fills it. 0 is PyTorch's default, 25 MiB after a first one of 1."""
-    caps = [DEFAULT_FIRST_MB * MIB, DEFAULT_CAP_MB * MIB] if cap_mb == 0 else [cap_mb * MIB]
+    caps = [1 * MIB, 25 * MIB] if cap_mb == 0 else [cap_mb * MIB]
     found: list[list[int]] = [[]]
     held = 0.0
     for place, size in enumerate(lead_bytes):
@@ -99,12 +97,6 @@ def flat_link(ranks: int, gb_per_s: float, latency_us: float = 20.0) -> Link:
     sizes = tuple(float(2**power) for power in range(10, 33))
     ms = tuple(latency_us / 1e3 + size * bus_factor(ranks) / gb_per_s / 1e6 for size in sizes)
     return Link(ranks, sizes, ms)
-
-
-def between_more(link: Link, ranks: int) -> Link:
-    """The same link between more ranks of one host, if its bus bandwidth stays what it is."""
-    factor = bus_factor(ranks) / bus_factor(link.ranks)
-    return Link(ranks, link.bytes, tuple(ms * factor for ms in link.ms))
 
 
 def efficiency(alone: Run, together: Run) -> float | None:

@@ -30,9 +30,6 @@ _PATTERNS = {
     "elementwise": r"elementwise|vectorized|fill|distribution|random|index|gelu|silu|upsample|"
     r"aten::(add|sub|mul|div|addc|pow|sqrt|exp|sigmoid|rand|normal|zero|sin|cos|neg|mse|embedding)",
 }
-CATEGORIES = (*_PATTERNS, "thin GEMM", "other")
-"""All categories that a trace's time is sorted into."""
-
 _TABLE = tuple((category, re.compile(pattern)) for category, pattern in _PATTERNS.items())
 _THIN = range(
     2, 65
