@@ -5,6 +5,7 @@ It works with whatever there is: no run at all, runs of several machines, files 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 
 import pandas as pd
@@ -20,25 +21,18 @@ from labutils.results.judges import (
     Judgement,
 )
 from labutils.results.records import Run, Runs
+from labutils.results.report import claims_table
 
 EVERYTHING = "all"
 
 
 def scoreboard(judgements: Sequence[Judgement]) -> pd.DataFrame:
-    """A row for each judgement, in their order: what was claimed, found on the H200 and here, and
-    the factors that both are off by."""
-    columns = ["claim", "article", "lab", "section", "statement", "published", "H200"]
-    columns += ["H200 verdict", "here", "verdict", "why", "needs", "off by", "H200 off by"]
-    rows = [
-        (
-            *(j.claim.id, j.claim.article, j.claim.lab, j.claim.section, j.claim.statement),
-            *(j.published, j.reference, j.reference_verdict, j.here, j.verdict, j.why),
-            *(j.claim.needs, off_by(j), off_by(j.theirs)),
-        )
-        for j in judgements
-    ]
-    board = pd.DataFrame(rows, columns=columns)
-    return board.astype({"off by": float, "H200 off by": float})
+    """The report's table of claims, and the factors that this machine and the reference are off
+    by."""
+    return claims_table(judgements).assign(
+        off_by=[off_by(j) or math.nan for j in judgements],
+        reference_off_by=[off_by(j.theirs) or math.nan for j in judgements],
+    )
 
 
 def off_by(judgement: Judgement | None) -> float | None:
@@ -88,7 +82,9 @@ def chosen(board: pd.DataFrame, **words: str) -> pd.DataFrame:
 def tally(board: pd.DataFrame) -> pd.DataFrame:
     """A row for each article: its claims, and how many of them have each of the verdicts that
     occur, on the H200 and here."""
-    sides = [pd.crosstab(board["article"], board[name]) for name in ("H200 verdict", "verdict")]
+    sides = [
+        pd.crosstab(board["article"], board[name]) for name in ("reference_verdict", "verdict")
+    ]
     words = [word for word in VERDICTS if any(word in side for side in sides)]
     theirs, ours = (side.reindex(columns=words, fill_value=0).astype(str) for side in sides)
     counts = (theirs + " / " + ours).add_suffix(": H200 / here")
@@ -140,10 +136,10 @@ def next_steps(
         steps.append(
             f"{about_a_gpu.sum()} about a GPU: `make course` tests them where there is one."
         )
-    refuted = board[board["verdict"] == REFUTED].dropna(subset="off by")
-    for _, row in refuted.nlargest(1, "off by").iterrows():
+    refuted = board[board["verdict"] == REFUTED].dropna(subset="off_by")
+    for _, row in refuted.nlargest(1, "off_by").iterrows():
         steps.append(
-            f"Find out why *{row['claim']}* is {row['off by']:.3g} times off here (published "
+            f"Find out why *{row['id']}* is {row['off_by']:.3g} times off here (published "
             f"{row['published']}, here {row['here']}): lab {row['lab']}, section "
             f"*{row['section']}* of the article."
         )

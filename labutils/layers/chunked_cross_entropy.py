@@ -38,14 +38,12 @@ class ChunkLoss(nn.Module):
         """
         logits = (hidden @ weight.t()).to(_exact(hidden))
         kept = (targets != IGNORED).unsqueeze(1)
-        place = targets.unsqueeze(1).masked_fill(
-            ~kept, 0
-        )  # another negative target is out of range, and fails
+        # Another negative target is out of range, and fails.
+        place = targets.unsqueeze(1).masked_fill(~kept, 0)
         log_sum = logits.logsumexp(-1, keepdim=True)
         missed = log_sum - logits.gather(1, place)  # -log of the target's probability
-        slope = (
-            logits.sub_(log_sum).exp_().mul_(kept).to(weight.dtype)
-        )  # softmax, in place of the logits
+        # Softmax, in place of the logits.
+        slope = logits.sub_(log_sum).exp_().mul_(kept).to(weight.dtype)
         slope.scatter_(1, place, (torch.expm1(-missed) * kept).to(weight.dtype))
         return (missed * kept).sum(), slope @ weight
 
@@ -68,16 +66,13 @@ def linear_cross_entropy(
     hidden [n, width] and weight [vocabulary, width] of one dtype, targets int64 [n]. Products are
     computed in that dtype and everything else in float32 (float64 for float64). The weight is
     frozen: it gets no gradient. chunk_loss: a `ChunkLoss`, compiled or not. Raises `ValueError`
-    where the weight is trained, and for shapes and chunks that can't be.
+    where the weight is trained, and for other shapes.
     """
     if hidden.dim() != 2 or targets.shape != hidden.shape[:1]:
         raise ValueError(
             f"hidden is {tuple(hidden.shape)} and targets {tuple(targets.shape)}; they must be [n, "
-            "width] and [n]: "
-            "flatten rows of tokens first."
+            "width] and [n]: flatten rows of tokens first."
         )
-    if chunk < 1:
-        raise ValueError(f"chunk={chunk}: a chunk has 1 token or more.")
     if weight.requires_grad:
         raise ValueError(
             "The head's weight is trained, and this loss gives it no gradient. Use loss='logits', "
@@ -102,9 +97,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 added, gradient[part] = chunk_loss(hidden[part], weight, targets[part])
                 total += added
             share = 1 / (targets != IGNORED).sum().to(total.dtype)
-        ctx.save_for_backward(
-            gradient, share.clamp(max=1)
-        )  # of no targets at all the gradient is 0, as PyTorch's
+        # Of no targets at all the gradient is 0, as PyTorch's.
+        ctx.save_for_backward(gradient, share.clamp(max=1))
         return total * share
 
     @staticmethod
@@ -118,7 +112,4 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 def cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     """The same from whole logits, as the library computes it: in float32, all tokens at once."""
-    logits = F.linear(hidden, weight)
-    return F.cross_entropy(
-        logits.double() if hidden.dtype == torch.float64 else logits.float(), targets
-    )
+    return F.cross_entropy(F.linear(hidden, weight).to(_exact(hidden)), targets)

@@ -31,10 +31,8 @@ def grouped_experts(experts: nn.Module, x: Tensor, chosen: Tensor, shares: Tenso
     every = torch.arange(len(experts.gate_up_proj), device=expert.device, dtype=expert.dtype)
     ends = torch.searchsorted(expert, every, right=True, out_int32=True)
     rows = _Spread.apply(x.to(experts.gate_up_proj.dtype), order, back)
-    both = (
-        _GroupedProduct.apply(rows, experts.gate_up_proj, ends) + experts.gate_up_proj_bias[expert]
-    )
-    hidden = compat.expert_gate(experts, both)
+    both = _GroupedProduct.apply(rows, experts.gate_up_proj, ends)
+    hidden = compat.expert_gate(experts, both + experts.gate_up_proj_bias[expert])
     out = _GroupedProduct.apply(hidden, experts.down_proj, ends) + experts.down_proj_bias[expert]
     weighed = out * _Sorted.apply(shares.flatten(), order, back).unsqueeze(-1)
     return _Gathered.apply(weighed, order, back, chosen.shape[-1]).to(x.dtype)
@@ -53,20 +51,15 @@ class _GroupedProduct(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *slopes: Tensor) -> tuple[Tensor, None, None]:
         weight, ends = ctx.saved_tensors
-        return (
-            _product(slopes[0].to(weight.dtype).contiguous(), weight.transpose(1, 2), ends),
-            None,
-            None,
-        )
+        slope = slopes[0].to(weight.dtype).contiguous()
+        return _product(slope, weight.transpose(1, 2), ends), None, None
 
 
 def _product(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """torch.nn.functional.grouped_mm, which the compiler knows for bfloat16 alone."""
-    return (
-        F.grouped_mm(rows, weight, offs=ends)
-        if rows.dtype == torch.bfloat16
-        else _one_by_one(rows, weight, ends)
-    )
+    if rows.dtype != torch.bfloat16:
+        return _one_by_one(rows, weight, ends)
+    return F.grouped_mm(rows, weight, offs=ends)
 
 
 @torch.library.custom_op("labutils::products_one_by_one", mutates_args=())
@@ -86,7 +79,7 @@ def _(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
 
 class _Spread(torch.autograd.Function):
-    """x [tokens, width] to a row for each choice, in the order of the experts: [tokens * k, width]."""
+    """x [tokens, width] to a row for each choice, in the experts' order: [tokens * k, width]."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, order: Tensor, back: Tensor) -> Tensor:

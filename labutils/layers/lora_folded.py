@@ -9,7 +9,7 @@ one shape are stacked, forming all W' and projecting all gradients takes a handf
 products.
 
 The price: W' is rounded to the frozen weights' dtype, as in every merged adapter, and dL/dW' is
-held in memory. In fp32 the gradients equal the plain layers' (tests/unit/test_folding.py).
+held in memory. In fp32 the gradients equal the plain layers' (tests/equivalence/test_folding.py).
 """
 
 from __future__ import annotations
@@ -52,9 +52,8 @@ class FoldedLinear(nn.Module):
         self.lora_A: dict[str, Any] = {}
         self.lora_B: dict[str, Any] = {}
         self.in_features, self.out_features = base.in_features, base.out_features
-        self.weight = (
-            base.weight.detach()
-        )  # a plain tensor, no parameter: autograd is to see where each W' comes from
+        # A plain tensor, no parameter: autograd is to see where each W' comes from.
+        self.weight = base.weight.detach()
         self.bias = None if base.bias is None else base.bias.detach()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -75,21 +74,17 @@ class Stack(nn.Module):
         self.A = nn.Parameter(F.pad(a, (0, 0, 0, padding)))
         self.B = nn.Parameter(F.pad(b, (0, padding)))
         self.scaling = layers[0].scaling["default"]
-        self.pieces = (
-            pieces  # how many neighbours in the stack are one product, one number a product
-        )
-        self.register_buffer(
-            "W", torch.stack([layer.base_layer.weight.detach() for layer in layers])
-        )
+        self.pieces = pieces  # how many neighbours in the stack are one product
+        weights = [layer.base_layer.weight.detach() for layer in layers]
+        self.register_buffer("W", torch.stack(weights))
         self.folded = [FoldedLinear(layer.base_layer, self.scaling) for layer in layers]
         for index, layer in enumerate(self.folded):
             layer.lora_A["default"] = SimpleNamespace(weight=self.A.data[index, :rank])
             layer.lora_B["default"] = SimpleNamespace(weight=self.B.data[index, :, :rank])
         for first, count in zip(itertools.accumulate([0, *pieces]), pieces, strict=False):
             if count > 1 and self.folded[first].bias is not None:
-                self.folded[first].bias = torch.cat(
-                    [layer.bias for layer in self.folded[first : first + count]]
-                )
+                joined = self.folded[first : first + count]
+                self.folded[first].bias = torch.cat([layer.bias for layer in joined])
 
     def form(self) -> None:
         """Hand each product its W', one batched product for all."""
@@ -127,25 +122,18 @@ def fold(
     input: the first then computes them all.
     """
     first = {name: names[0] for names in joint for name in names}
+    by_shape: dict[torch.Size, list[str]] = defaultdict(list)
+    for name, layer in layers.items():
+        by_shape[layer.base_layer.weight.shape].append(name)
     stacks = []
-    for names in _by_shape(layers).values():
-        groups = [
-            list(group)
-            for _, group in itertools.groupby(names, key=lambda name: first.get(name, name))
-        ]
-        stack = Stack([layers[name] for name in names], [len(group) for group in groups])
+    for names in by_shape.values():
+        groups = itertools.groupby(names, key=lambda name: first.get(name, name))
+        pieces = [len(list(group)) for _, group in groups]
+        stack = Stack([layers[name] for name in names], pieces)
         for name, folded in zip(names, stack.folded, strict=True):
             module.set_submodule(name, folded)
         stacks.append(stack)
     module.folds = Folds(stacks)
-
-
-def _by_shape(layers: dict[str, nn.Module]) -> dict[tuple[int, ...], list[str]]:
-    """Shape of the weight -> names of the layers that have it, in the model's order."""
-    found = defaultdict(list)
-    for name, layer in layers.items():
-        found[tuple(layer.base_layer.weight.shape)].append(name)
-    return found
 
 
 def form_weights(module: nn.Module) -> None:

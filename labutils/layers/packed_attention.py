@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Container
 from typing import Any
 
 import torch
@@ -54,9 +53,8 @@ def document_attention(
         return out.transpose(1, 2), None
     rows, heads, length, width = query.shape
     if boundaries is None:
-        boundaries = torch.arange(
-            0, (rows + 1) * length, length, dtype=torch.int32, device=query.device
-        )
+        ends = (rows + 1) * length
+        boundaries = torch.arange(0, ends, length, dtype=torch.int32, device=query.device)
         longest = None
     flat = [x.transpose(1, 2).reshape(rows * length, -1, width) for x in (query, key, value)]
     if not (query.is_cuda and query.dtype in (torch.float16, torch.bfloat16)):
@@ -64,14 +62,11 @@ def document_attention(
     elif plain:
         out = _varlen(*flat, boundaries, longest or length, scaling)
     else:
-        sinks = (
-            torch.full((heads,), -torch.inf, device=query.device)
-            if s_aux is None
-            else s_aux.detach().float()
-        )
-        out = _with_sinks(
-            *flat, sinks, boundaries, longest or length, scaling, sliding_window or 0
-        )[0]
+        if s_aux is None:
+            s_aux = torch.full((heads,), -torch.inf, device=query.device)
+        sinks = s_aux.detach().float()
+        window = sliding_window or 0
+        out, _ = _with_sinks(*flat, sinks, boundaries, longest or length, scaling, window)
     return out.view(rows, length, heads, width), None
 
 
@@ -80,23 +75,19 @@ def _varlen(
 ) -> Tensor:
     """Flash attention over documents of varying length; all [tokens, heads, d]."""
     if "enable_gqa" not in VARLEN_OPTIONS:
-        key, value = (
-            x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value)
-        )
+        groups = query.shape[1] // key.shape[1]
+        key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
     return varlen_attn(
         query, key, value, boundaries, boundaries, longest, longest, scale=scaling, **VARLEN_OPTIONS
     )
 
 
-def varlen_options(known: Container[str]) -> dict[str, Any]:
-    """How a PyTorch whose `varlen_attn` has these parameters is told "causal", and that keys have
-    fewer heads than queries; without "enable_gqa" it can't be told that."""
-    causal = {"window_size": (-1, 0)} if "window_size" in known else {"is_causal": True}
-    return causal | ({"enable_gqa": True} if "enable_gqa" in known else {})
-
-
-VARLEN_OPTIONS = varlen_options(inspect.signature(varlen_attn).parameters)
-"""Looked up here and not in the pass, which is compiled."""
+_KNOWN = inspect.signature(varlen_attn).parameters
+VARLEN_OPTIONS: dict[str, Any] = (
+    {"window_size": (-1, 0)} if "window_size" in _KNOWN else {"is_causal": True}
+) | ({"enable_gqa": True} if "enable_gqa" in _KNOWN else {})
+"""How this PyTorch is told "causal", and that keys have fewer heads than queries; without
+"enable_gqa" it can't be told that. Looked up here and not in the pass, which is compiled."""
 
 
 def _masked(
@@ -147,18 +138,10 @@ def _with_sinks(
 
     Returns the result and the log-sum-exp [heads, tokens] with the sink in it.
     """
+    lengths = (boundaries, boundaries, longest, longest)
+    causal, no_dropout, no_mask = window == 0, 0.0, False
     out, log_sum, _, _, _ = compat.flash_attention_forward(
-        query,
-        key,
-        value,
-        boundaries,
-        boundaries,
-        longest,
-        longest,
-        0.0,
-        window == 0,
-        False,
-        **_seen(window, scaling),
+        query, key, value, *lengths, no_dropout, causal, no_mask, **_seen(window, scaling)
     )
     grown = torch.logaddexp(log_sum, sinks[:, None])
     shrink = (log_sum - grown).exp().t().unsqueeze(-1)
@@ -166,19 +149,9 @@ def _with_sinks(
 
 
 @_with_sinks.register_fake
-def _(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    sinks: Tensor,
-    boundaries: Tensor,
-    longest: int,
-    scaling: float,
-    window: int,
-) -> tuple[Tensor, Tensor]:
-    return query.new_empty(query.shape), query.new_empty(
-        (query.shape[1], query.shape[0]), dtype=torch.float32
-    )
+def _(query: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    log_sum = query.new_empty((query.shape[1], query.shape[0]), dtype=torch.float32)
+    return query.new_empty(query.shape), log_sum
 
 
 @torch.library.custom_op("labutils::attention_with_sinks_backward", mutates_args=())
@@ -195,40 +168,26 @@ def _with_sinks_backward(
     window: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of queries, keys and values."""
-    no_dropout = torch.zeros(2, dtype=torch.uint64, device=query.device)
+    no_random_numbers = torch.zeros(2, dtype=torch.uint64, device=query.device)
     unused = torch.empty(0, device=query.device)
-    found = compat.flash_attention_backward(
-        slope.contiguous(),
-        query,
-        key,
-        value,
-        out,
-        log_sum,
-        boundaries,
-        boundaries,
-        longest,
-        longest,
-        0.0,
-        window == 0,
+    forward = (slope.contiguous(), query, key, value, out, log_sum)
+    lengths = (boundaries, boundaries, longest, longest)
+    causal, no_dropout = window == 0, 0.0
+    gradients = compat.flash_attention_backward(
+        *forward,
+        *lengths,
         no_dropout,
+        causal,
+        no_random_numbers,
         unused,
         **_seen(window, scaling),
     )
-    return tuple(gradient.contiguous() for gradient in found)
+    return tuple(gradient.contiguous() for gradient in gradients)
 
 
 @_with_sinks_backward.register_fake
 def _(
-    slope: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    log_sum: Tensor,
-    boundaries: Tensor,
-    longest: int,
-    scaling: float,
-    window: int,
+    slope: Tensor, query: Tensor, key: Tensor, value: Tensor, *others: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
 
@@ -249,8 +208,8 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 
 def _gradients(ctx: Any, slope: Tensor, *unused: Tensor | None) -> tuple[Tensor | None, ...]:
-    found = _with_sinks_backward(slope, *ctx.saved_tensors, ctx.longest, ctx.scaling, ctx.window)
-    return (*found, None, None, None, None, None)
+    saved, options = ctx.saved_tensors, (ctx.longest, ctx.scaling, ctx.window)
+    return (*_with_sinks_backward(slope, *saved, *options), *(None,) * 5)
 
 
 _with_sinks.register_autograd(_gradients, setup_context=_keep)
@@ -258,7 +217,7 @@ _with_sinks.register_autograd(_gradients, setup_context=_keep)
 
 @functools.cache
 def register_attention() -> None:
-    """Make `document_attention` known to transformers as the attention implementation "documents"."""
+    """Make `document_attention` known to transformers as the implementation "documents"."""
     from transformers import AttentionInterface
 
     AttentionInterface.register("documents", document_attention)

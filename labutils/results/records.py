@@ -17,7 +17,7 @@ import json
 import os
 import shlex
 import subprocess
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib import metadata
@@ -143,10 +143,9 @@ class Run:
         return value.get("median") if isinstance(value, dict) else value
 
     def record(self) -> dict[str, Any]:
-        """The JSON object of results.jsonl; empty fields are left out, but not an empty name."""
+        """The JSON object of results.jsonl; but for lab and name, empty fields are left out."""
         head = {"schema": SCHEMA, "lab": self.lab, "run": self.run, "tags": self.tags}
-        everything = (head | vars(self)).items()
-        return {k: v for k, v in everything if k == "run" or v not in ("", {}, [], None)}
+        return head | {k: v for k, v in vars(self).items() if v not in ("", {}, [], None)}
 
 
 def _typed(tag: Tag) -> tuple[bool, Tag]:
@@ -323,18 +322,20 @@ def read_file(path: Path) -> Reading:
     can't be read.
     """
     try:
-        lines = [(number, _record_of(line)) for number, line in _lines(path)]
+        lines = path.read_text("utf-8", errors="replace").split("\n")
     except OSError as error:
         raise ValueError(
             f"{path} can't be read: {(error.strerror or str(error)).lower()}. Name results that "
             "you may read, as in: --results results/NAME"
         ) from None
-    judged = [(n, read, read if isinstance(read, str) else why_unsound(read)) for n, read in lines]
-    return Reading(
-        path,
-        records=[read for _, read, why in judged if isinstance(read, dict) and not why],
-        passed_over=[(number, why) for number, _, why in judged if why],
-    )
+    records, passed_over = [], []
+    for number, line in enumerate(lines, 1):
+        read = _record_of(line) if line.strip() else None
+        if isinstance(read, dict):
+            records.append(read)
+        elif read:
+            passed_over.append((number, read))
+    return Reading(path, records, passed_over)
 
 
 def check_usable(readings: Sequence[Reading]) -> None:
@@ -352,9 +353,8 @@ def read_records(path: str | Path) -> list[dict[str, Any]]:
     """
     path = Path(path)
     path = path / "results.jsonl" if os.path.isdir(path) else path
-    if not os.path.exists(path):  # Path.exists raises OSError for a name that is too long
-        return []
-    return [read for _, line in _lines(path) if isinstance(read := _record_of(line), dict)]
+    # Path.exists raises OSError for a name that is too long.
+    return read_file(path).records if os.path.exists(path) else []
 
 
 def read_runs(path: str | Path, lab: str | None = None) -> Runs:
@@ -363,21 +363,13 @@ def read_runs(path: str | Path, lab: str | None = None) -> Runs:
 
 
 def runs_of(records: Iterable[dict[str, Any]], lab: str | None = None) -> Runs:
-    """The runs among `records`; predictions, "done" and unsound records are left out."""
+    """The runs among `records`; predictions and "done" are left out."""
     known = set(Run.__dataclass_fields__)
     return Runs(
         Run(**{key: value for key, value in record.items() if key in known})
         for record in records
-        if isinstance(record.get("run"), str) and not why_unsound(record)
-        if lab in (None, record["lab"])
+        if isinstance(record.get("run"), str) and lab in (None, record["lab"])
     )
-
-
-def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    """(number, text) of each line that isn't blank."""
-    for number, line in enumerate(path.read_text("utf-8", errors="replace").split("\n"), 1):
-        if line.strip():
-            yield number, line
 
 
 def _record_of(line: str) -> dict[str, Any] | str:
@@ -396,10 +388,10 @@ def _record_of(line: str) -> dict[str, Any] | str:
     lab, run = record.get("lab"), record.get("run")
     if "tags" not in record and isinstance(lab, str) and isinstance(run, str) and lab:
         record["tags"] = tags_of(lab, run)
-    return record | {"schema": SCHEMA}
+    return _unsound(record) or record | {"schema": SCHEMA}
 
 
-def why_unsound(record: Mapping[str, Any]) -> str:
+def _unsound(record: Mapping[str, Any]) -> str:
     """What is wrong with a record's parts, empty where nothing is: hands edit files, too."""
     if not isinstance(record.get("lab"), str):
         return "names no lab"

@@ -167,6 +167,11 @@ def _rung(run: Run) -> dict[str, Any]:
 
 def as_data(page: Page) -> dict[str, Any]:
     """The report for machines: plain JSON data. A value that isn't there is null."""
+    tables = {
+        "claims": claims_table(page.judgements),
+        "ladder": ladder(page.here),
+        "reference_ladder": ladder(page.reference),
+    }
     return {
         "schema": 1,
         "results": [str(path) for path in page.files],
@@ -174,25 +179,28 @@ def as_data(page: Page) -> dict[str, Any]:
         "labs_done": page.labs_done,
         "verdicts": dict(Counter(j.verdict for j in page.judgements)),
         "reference_verdicts": dict(Counter(j.reference_verdict for j in page.judgements)),
-        "claims": [_claim_data(j) for j in page.judgements],
-        "ladder": _plain(ladder(page.here)),
-        "reference_ladder": _plain(ladder(page.reference)),
+    } | {
+        name: table.astype(object).where(table.notna(), None).to_dict("records")
+        for name, table in tables.items()
     }
 
 
-def _plain(frame: pd.DataFrame) -> list[dict[str, Any]]:
-    return frame.astype(object).where(frame.notna(), None).to_dict("records")
+def claims_table(judgements: Iterable[Judgement]) -> pd.DataFrame:
+    """A row for each judgement, in their order: the claim, what was measured on the reference
+    machine and here, and the verdicts."""
+    import pandas as pd
 
-
-def _claim_data(j: Judgement) -> dict[str, Any]:
-    of_claim = ("id", "article", "section", "statement", "lab", "unit", "note")
-    judged = ("published", "reference_verdict", "reference_why", "verdict", "why")
-    return (
-        {name: getattr(j.claim, name) for name in of_claim}
-        | {name: getattr(j, name) for name in judged}
-        | {"published_values": list(j.claim.published)}
-        | {"reference": j.reference or None, "here": j.here or None}
-    )
+    of_claim = ["id", "article", "section", "statement", "lab", "needs", "unit", "note"]
+    judged = ["published", "reference", "reference_verdict", "reference_why", "here", "verdict"]
+    rows = [
+        [getattr(j.claim, name) for name in of_claim]
+        + [list(j.claim.published)]
+        + [getattr(j, name) for name in (*judged, "why")]
+        for j in judgements
+    ]
+    columns = [*of_claim, "published_values", *judged, "why"]
+    table = pd.DataFrame(rows, columns=columns, dtype=object)
+    return table.replace({"reference": {"": None}, "here": {"": None}})
 
 
 # ---------------------------------------------------------------------------------------- people

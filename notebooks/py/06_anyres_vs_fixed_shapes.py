@@ -759,7 +759,7 @@ lab.table(("finishes first, memory aside", "from step", "to step"), *rows)
 # ahead, and FP8 with fixed shapes overtakes it only at about 150. At 220 steps FP8 with fixed shapes is ahead, and
 # fixed shapes without FP8 overtake it only at about 770. So by the article's own numbers FP8 with fixed shapes finishes
 # first from about 150 to about 770 steps, if a loss 16 % higher doesn't matter. (The article shows step times in a
-# figure only. They are worked out here from its break-even counts and percentages; see `labutils/results/claims/a2.py`.)
+# figure only. They are worked out here from its break-even counts and percentages; see `labutils/labs/lab06_advisor.py`.)
 #
 # ### Your choice
 #

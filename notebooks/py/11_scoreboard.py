@@ -139,7 +139,7 @@ plt.show()
 
 # %%
 lab.table(lab11_scoreboard.tally(board))
-tested = board[board["H200"] != ""]["H200 verdict"]
+tested = board["reference_verdict"][board["reference"].notna()]
 confirmed = 100 * (tested == CONFIRMED).mean() if len(tested) else None
 
 # %% [markdown]
@@ -184,10 +184,11 @@ if not lab.choose(show_claims, choices):
 # example about a cause or an error message, have no ratio; they are at the end of the table.
 
 # %%
-shown = ["claim", "statement", "published"]
-for whose, side, off in (("this machine", "here", "off by"), ("the H200", "H200", "H200 off by")):
-    refuted = board[board["verdict" if side == "here" else "H200 verdict"] == REFUTED]
-    farthest = refuted.sort_values(off, ascending=False)[[*shown, side, off]].head(10)
+for whose, prefix in (("this machine", ""), ("the H200", "reference_")):
+    refuted = board[board[f"{prefix}verdict"] == REFUTED]
+    columns = ["id", "statement", "published", prefix[:-1] or "here", f"{prefix}off_by"]
+    farthest = refuted.sort_values(columns[-1], ascending=False)[columns].head(10)
+    farthest.columns = ["claim", "statement", "published", "measured", "off by a factor of"]
     lab.show(f"**Refuted by {whose}**, the farthest off first (ten at most)")
     lab.table(farthest, otherwise="No claim was refuted.")
 
@@ -199,12 +200,12 @@ for whose, side, off in (("this machine", "here", "off by"), ("the H200", "H200"
 # Such a claim says something about machines. Ask what differs: the card, the host, the versions or the scale.
 
 # %%
-verdicts = board[["H200 verdict", "verdict"]]
-differ = (verdicts != NOT_TESTABLE).all(axis=1) & (verdicts["verdict"] != verdicts["H200 verdict"])
-lab.table(
-    board[differ][["claim", "published", "H200", "H200 verdict", "here", "verdict"]],
-    otherwise="On every claim that both could test, they agree.",
-)
+verdicts = board[["reference_verdict", "verdict"]]
+both = (verdicts != NOT_TESTABLE).all(axis=1)
+differ = board[both & (board["verdict"] != board["reference_verdict"])]
+differ = differ[["id", "published", "reference", "reference_verdict", "here", "verdict"]]
+differ.columns = ["claim", "published", "H200", "verdict there", "here", "verdict here"]
+lab.table(differ, otherwise="On every claim that both could test, they agree.")
 
 # %% [markdown]
 # **Takeaway.** When a number is far off, look for the cause: another host, another version, two changes that were taken
@@ -274,7 +275,7 @@ for tolerance, meaning in ((None, "Any loss will do"), (0.05, "The loss may be 5
 on_gpu = lab.device == "cuda"
 steps = lab11_scoreboard.next_steps(board, page.labs_done, titles, on_gpu)
 lab.show("\n".join(f"- {step}" for step in steps))
-untested = board[board["verdict"] == NOT_TESTABLE].groupby("why")["claim"]
+untested = board[board["verdict"] == NOT_TESTABLE].groupby("why")["id"]
 reasons = untested.agg(claims="size", which=lambda ids: ", ".join(ids[:6])).reset_index()
 lab.table(
     reasons.sort_values("claims", ascending=False).rename(columns={"why": "not testable here"}),

@@ -39,7 +39,7 @@ def of(id: str, verdict: str, ratio: float | None = None):
 
 
 def test_each_choice_parts_the_claims(board):
-    assert list(board["claim"]) == list(CLAIMS)
+    assert list(board["id"]) == list(CLAIMS)
     for name, values in scoreboard.choices(board).items():
         parts = [scoreboard.chosen(board, **{name: value}) for value in values[1:]]
         assert sum(map(len, parts)) == len(scoreboard.chosen(board, **{name: values[0]}))
@@ -116,5 +116,5 @@ def test_advice_is_by_the_nearest_machines_numbers():
     whose, options = scoreboard.options_at_hand(Runs(), read_runs(REFERENCE))
     assert "NVIDIA H200" in whose and len(options) > 3
     assert scoreboard.options_at_hand(Runs(), Runs())[1] == published()
-    assert "None of the" in scoreboard.advice(published(), 1.0, 100, None)
+    assert "fits" in scoreboard.advice(published(), 1.0, 100, None)
     assert "| **" in scoreboard.advice(published(), 24.0, 1000, None)

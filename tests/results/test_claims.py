@@ -152,7 +152,10 @@ def test_the_noise_floor_withholds_and_an_unsteady_machine_says_nothing_of_time(
     assert judge(claim(direction="less"), times(100, 98, again=97.5)).verdict == INCONCLUSIVE
     found = judge(claim(direction="less"), times(100, 50, again=110))
     assert found.verdict == INCONCLUSIVE and "nsteady" in found.why
-    assert judge(claim(direction="less"), times(100, 50, again=101)).verdict == CONFIRMED
+    runs = times(100, 50, again=101)
+    assert judge(claim(direction="less"), runs).verdict == CONFIRMED
+    one = claim(runs={"base": CHANGED, "changed": BASE}, direction="more")
+    assert judge(one, runs).effects[""].again  # the noise of the rounds, whatever is compared
 
 
 def test_what_ran_beside_other_labs_is_not_judged():

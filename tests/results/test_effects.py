@@ -71,11 +71,12 @@ def test_a_verdict_says_the_same_tomorrow():
 
 def test_the_base_again_is_the_noise_floor():
     base, again = in_rounds(1, 0.001, 7), in_rounds(1.02, 0.001, 8)
-    floor = effect(base, in_rounds(1.01, 0.001, 9), again)
+    floor = effect(base, in_rounds(1.01, 0.001, 9), (base, again))
     assert floor.again and floor.noise[1] == pytest.approx(1.02, abs=0.002)
     assert floor.low > 1 and floor.direction == 0 and not floor.unsteady
-    assert effect(base, in_rounds(1.2, 0.001, 9), again).direction == 1
-    assert effect(base, in_rounds(1.5, 0.001, 9), in_rounds(1.05, 0.001, 8)).unsteady
+    assert effect(base, in_rounds(1.2, 0.001, 9), (base, again)).direction == 1
+    assert effect(base, in_rounds(1.5, 0.001, 9), (base, in_rounds(1.05, 0.001, 8))).unsteady
+    assert time_effect(base, in_rounds(1.5, 0.001, 9), in_rounds(1.05, 0.001, 8)).unsteady
 
 
 def test_without_rounds_the_base_s_own_spread_is_the_noise():

@@ -230,7 +230,7 @@ def test_a_path_that_leads_nowhere_says_what_to_type(tmp_path, monkeypatch):
 
 def test_what_does_not_apply_is_absent():
     record = Run("03", "workers=0", metrics={"zero": 0}).record()
-    assert record == {"schema": 2, "lab": "03", "run": "workers=0", "metrics": {"zero": 0}} | {
+    assert record == {"schema": 2, "lab": "03", "run": "workers=0", "tags": {}, "metrics": {"zero": 0}} | {
         key: record[key] for key in ("lane", "scale", "weights", "data", "status")
     }
     assert Run("03", "workers=0", beside=2).record()["beside"] == 2

@@ -1,25 +1,20 @@
 """The kinds of frozen linear layer behind the recipe's knob `base_linear`, and the swap that puts
 them into a model.
 
-    attach_lora(model, targets, ...)                              first the adapters,
-    convert_base(model, frozen_linears(model), "fp8-frozen")      then the layers under them
-    with forward_context("fp8-te"): loss = ...                    Transformer Engine wants to be told each pass
+    attach_lora(model, targets, ...)                           first the adapters,
+    convert_base(model, frozen_linears(model), "fp8-frozen")   then the layers under them
+    with forward_context("fp8-te"): loss = ...                 Transformer Engine is told each pass
 
 What each kind holds for a weight of n parameters, and multiplies with:
 
-| kind        | held               | product                                                                |
-|-------------|--------------------|------------------------------------------------------------------------|
-| published   | 2n bytes           | in the weights' dtype                                                  |
-| fp8-frozen  | n                  | FP8, a scale a row, from the row itself (`labutils.layers.quantization.fp8_linear`)     |
-| fp8-te      | 2n, and 2n more    | FP8, a scale a tensor, from its history: Transformer Engine as in      |
-|             | while it runs      | article A2. The half-precision weight stays; each pass makes an FP8    |
-|             |                    | copy of it and that copy's transpose                                   |
-| fp8-torchao | 2n, FP8 in passing | FP8, a scale a row, quantised anew each pass                           |
-| nf4         | 0.52 n             | unpacked to the compute dtype before each product (QLoRA), by          |
-|             |                    | bitsandbytes' kernels                                                  |
-| nf4-frozen  | 0.52 n             | the same bytes unpacked to the input's dtype by operations that a      |
-|             |                    | compiler sees (`labutils.layers.quantization.nf4_linear`)                              |
-| nf4-fp8     | 0.52 n             | unpacked to FP8 with a scale a row, and multiplied as fp8-frozen does  |
+- published: 2n bytes, in the weights' dtype.
+- fp8-frozen: n bytes, FP8, a scale a row, from the row itself (`fp8_linear`).
+- fp8-te: 2n bytes, and 2n more while it runs; FP8, a scale a tensor, from its history: Transformer
+  Engine as in article A2. Each pass makes an FP8 copy of the weight and that copy's transpose.
+- fp8-torchao: 2n bytes; FP8, a scale a row, quantised anew each pass.
+- nf4: 0.52 n bytes, unpacked to the compute dtype before each product (QLoRA), by bitsandbytes.
+- nf4-frozen: the same bytes, unpacked by operations that a compiler sees (`nf4_linear`).
+- nf4-fp8: the same bytes, unpacked to FP8 with a scale a row, and multiplied as fp8-frozen does.
 
 A library or GPU that isn't there raises `labutils.recipe.Unavailable`, before anything is changed.
 """
@@ -39,11 +34,7 @@ from torch import nn
 
 from labutils.layers.quantization.fp8_linear import MULTIPLE, FrozenFP8Linear, check_weight
 from labutils.layers.quantization.nf4_linear import FrozenNF4FP8Linear, FrozenNF4Linear
-from labutils.recipe import Unavailable
-
-FP8_CAPABILITY = (8, 9)
-"""Compute capability from which tensor cores take FP8."""
-
+from labutils.recipe import Unavailable, check_choice
 
 BYTES_READ = {
     "fp8-frozen": 1.0,
@@ -72,10 +63,8 @@ def frozen_linears(model: nn.Module, skip: Iterable[str] = ()) -> list[str]:
     16), in order.
 
     Names are those of the layers themselves ("...q_proj.base_layer" under an adapter). What has one
-    of `skip` among the parts of its name ("lm_head", "vision_tower") is left out. Raises
-    `ValueError` for one string in place of several.
+    of `skip` among the parts of its name ("lm_head", "vision_tower") is left out.
     """
-    _check_several("skip", skip)
     skipped = {"lora_A", "lora_B", *skip}
     return [
         name
@@ -104,15 +93,16 @@ def convert_base(
     """
     if kind == "published":
         return []
-    if kind not in MAKERS:
-        raise ValueError(
-            f"kind={kind!r} is not known. Choose one of: "
-            f"{', '.join(map(repr, ('published', *MAKERS)))}."
-        )
-    _check_several("names", names)
+    check_choice("kind", kind, tuple(MAKERS))
     places = list(dict.fromkeys(_place(model, name) for name in names))
     for place in places:
-        _check_layer(model.get_submodule(place), place)
+        layer = model.get_submodule(place)
+        if type(layer) is not nn.Linear:
+            raise ValueError(f"{place!r} is a {type(layer).__name__}, no plain nn.Linear.")
+        try:
+            check_weight(layer.weight, layer.bias)
+        except ValueError as error:
+            raise ValueError(f"{place!r} can't be converted. {error}") from None
     make = MAKERS[kind](compute_dtype)
     for place in places:
         linear = model.get_submodule(place)
@@ -122,50 +112,15 @@ def convert_base(
     return places
 
 
-def _check_several(what: str, names: Iterable[str]) -> None:
-    """A string is an iterable of strings, too: of its letters."""
-    if isinstance(names, str):
-        raise ValueError(f"{what}={names!r} is one string. Give a list of names: [{names!r}].")
-
-
 def _place(model: nn.Module, name: str) -> str:
     """Where in `model` the nn.Linear is that `name` names, itself or by its adapter."""
+    if name == "":
+        raise ValueError("A layer can't be replaced in itself. Put it into a module first.")
     try:
         layer = model.get_submodule(name)
     except AttributeError:
-        raise ValueError(
-            f"This {type(model).__name__} has no layer {name!r}. frozen_linears(model) lists those "
-            "that go."
-        ) from None
-    if layer is model:
-        raise ValueError(
-            f"A {type(model).__name__} can't be replaced in itself. Put it into a module first: "
-            'convert_base(nn.Sequential(layer), ["0"], kind).'
-        )
+        raise ValueError(f"This {type(model).__name__} has no layer {name!r}.") from None
     return f"{name}.base_layer" if hasattr(layer, "base_layer") else name
-
-
-def _check_layer(layer: nn.Module, name: str) -> None:
-    if type(layer) is not nn.Linear:
-        raise ValueError(
-            f"{name!r} is a {type(layer).__name__}; only plain nn.Linear layers are converted."
-        )
-    if any(parameter.requires_grad for parameter in layer.parameters()):
-        raise ValueError(
-            f"{name!r} is trained. Only frozen layers are converted: attach the adapters first, or "
-            "freeze it with "
-            "requires_grad_(False)."
-        )
-    if layer.in_features % MULTIPLE or layer.out_features % MULTIPLE:
-        raise ValueError(
-            f"{name!r} has {layer.in_features} -> {layer.out_features} features; low-bit products "
-            "take multiples of "
-            f"{MULTIPLE}. Leave it out: frozen_linears(model) lists those that go."
-        )
-    try:
-        check_weight(layer.weight, layer.bias, "a low-bit layer")
-    except ValueError as error:
-        raise ValueError(f"{name!r} can't be converted. {error}") from None
 
 
 def forward_context(kind: str) -> AbstractContextManager:
@@ -202,10 +157,8 @@ def recomputing(kind: str) -> Callable[..., Any]:
     Transformer Engine renews its scales between the two, so it brings a function of its own that
     keeps the old ones.
     """
-    checkpoint = (
-        transformer_engine().checkpoint if kind == "fp8-te" else torch.utils.checkpoint.checkpoint
-    )
-    return functools.partial(checkpoint, use_reentrant=False)
+    library = transformer_engine() if kind == "fp8-te" else torch.utils.checkpoint
+    return functools.partial(library.checkpoint, use_reentrant=False)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -213,18 +166,6 @@ def recomputing(kind: str) -> Callable[..., Any]:
 # of its kind
 
 Make = Callable[[nn.Linear], nn.Module]
-
-
-def _frozen_fp8(compute_dtype: torch.dtype) -> Make:
-    return FrozenFP8Linear.from_linear
-
-
-def _frozen_nf4(compute_dtype: torch.dtype) -> Make:
-    return FrozenNF4Linear.from_linear
-
-
-def _frozen_nf4_fp8(compute_dtype: torch.dtype) -> Make:
-    return FrozenNF4FP8Linear.from_linear
 
 
 def _transformer_engine(compute_dtype: torch.dtype) -> Make:
@@ -252,43 +193,26 @@ def _torchao(compute_dtype: torch.dtype) -> Make:
     try:
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
     except Exception as error:  # built for another PyTorch, it fails with more than ImportError
-        raise Unavailable(
-            f"torchao can't be imported ({type(error).__name__}: {error}). Install it with: make "
-            "torchao"
-        ) from error
+        raise _not_importable("torchao", "make torchao", error) from error
     config = Float8LinearConfig.from_recipe_name("rowwise")
     return lambda linear: convert_to_float8_training(linear, config=config)
 
 
-def _nf4(compute_dtype: torch.dtype) -> Make:
+def _bitsandbytes(compute_dtype: torch.dtype) -> Make:
     try:
         from bitsandbytes.nn import Linear4bit, Params4bit
-    except (
-        Exception
-    ) as error:  # a library that doesn't fit the driver raises OSError or RuntimeError
-        raise Unavailable(
-            f"bitsandbytes can't be imported ({type(error).__name__}: {error}). Install the course "
-            "again: make install"
-        ) from error
+    except Exception as error:  # one that doesn't fit the driver raises OSError or RuntimeError
+        raise _not_importable("bitsandbytes", "make install", error) from error
+    stored: dict[str, Any] = {"compress_statistics": True, "quant_type": "nf4"}
 
     def make(linear: nn.Linear) -> nn.Module:
+        sizes = linear.in_features, linear.out_features
         with torch.device("meta"):
-            layer = Linear4bit(
-                linear.in_features,
-                linear.out_features,
-                bias=False,
-                compute_dtype=compute_dtype,
-                compress_statistics=True,
-                quant_type="nf4",
-            )
-        weight = Params4bit(
-            linear.weight.detach(),
-            requires_grad=False,
-            compress_statistics=True,
-            quant_type="nf4",
-            module=layer,
+            layer = Linear4bit(*sizes, bias=False, compute_dtype=compute_dtype, **stored)
+        weight = linear.weight.detach()
+        layer.weight = Params4bit(weight, requires_grad=False, module=layer, **stored).to(
+            weight.device
         )
-        layer.weight = weight.to(linear.weight.device)
         layer.bias = linear.bias
         return layer
 
@@ -296,48 +220,43 @@ def _nf4(compute_dtype: torch.dtype) -> Make:
 
 
 MAKERS: dict[str, Callable[[torch.dtype], Make]] = {
-    "fp8-frozen": _frozen_fp8,
+    "fp8-frozen": lambda compute_dtype: FrozenFP8Linear.from_linear,
     "fp8-te": _transformer_engine,
     "fp8-torchao": _torchao,
-    "nf4": _nf4,
-    "nf4-frozen": _frozen_nf4,
-    "nf4-fp8": _frozen_nf4_fp8,
+    "nf4": _bitsandbytes,
+    "nf4-frozen": lambda compute_dtype: FrozenNF4Linear.from_linear,
+    "nf4-fp8": lambda compute_dtype: FrozenNF4FP8Linear.from_linear,
 }
 """Kind -> compute dtype -> what makes one such layer of a frozen nn.Linear."""
 
 
 def transformer_engine() -> ModuleType:
     """The module `transformer_engine.pytorch`. Raises `Unavailable` where it or an FP8 GPU is
-    missing.
-    """
+    missing."""
     _require_fp8_gpu("Transformer Engine's FP8")
     try:
         # The package itself can be imported without its PyTorch extension, and hides that this
         # failed.
         import transformer_engine.pytorch as te
     except Exception as error:  # an empty package raises RuntimeError, a missing library OSError
-        raise Unavailable(
-            f"Transformer Engine can't be imported ({type(error).__name__}: {_first_line(error)}). "
-            "It is compiled when "
-            "it is installed, with a CUDA toolkit: make te"
-        ) from error
+        raise _not_importable("Transformer Engine", "make te", error) from error
     return te
 
 
+def _not_importable(library: str, install: str, error: Exception) -> Unavailable:
+    reason = (str(error).strip().splitlines() or [""])[0]
+    return Unavailable(
+        f"{library} can't be imported ({type(error).__name__}: {reason}). Install it with: "
+        f"{install}"
+    )
+
+
 def _require_fp8_gpu(what: str) -> None:
-    """Raise `Unavailable` unless the GPU has FP8 tensor cores."""
+    """Raise `Unavailable` unless the GPU has FP8 tensor cores: compute capability 8.9 or more."""
     if not torch.cuda.is_available():
+        raise Unavailable(f"{what} needs an NVIDIA GPU, and there is none here")
+    major, minor = torch.cuda.get_device_capability()
+    if (major, minor) < (8, 9):
         raise Unavailable(
-            f"{what} needs an NVIDIA GPU with FP8 tensor cores, and there is no GPU here"
+            f"{what} needs compute capability 8.9 or more, and this GPU has {major}.{minor}"
         )
-    has = torch.cuda.get_device_capability()
-    if has < FP8_CAPABILITY:
-        raise Unavailable(
-            f"{what} needs compute capability {FP8_CAPABILITY[0]}.{FP8_CAPABILITY[1]} or more, and "
-            "this GPU has "
-            f"{has[0]}.{has[1]}"
-        )
-
-
-def _first_line(error: Any) -> str:
-    return (str(error).strip().splitlines() or [""])[0]

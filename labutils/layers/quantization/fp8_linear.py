@@ -17,7 +17,7 @@ Two things make the backward pass possible without a second copy of W:
 
 Without FP8 tensor cores the same rounding is emulated: quantise, multiply in float32, round as the
 kernel's output is. Rounding both factors to 3 mantissa bits costs 3 to 4 % of a product's norm,
-whatever its size (tests/unit/test_frozen).
+whatever its size (tests/equivalence/test_frozen_linears).
 """
 
 from __future__ import annotations
@@ -43,76 +43,111 @@ instead of moving partial sums to float32 every few terms. That error is far bel
 INPUTS = (torch.float16, torch.bfloat16, torch.float32)
 
 
-class FrozenFP8Linear(nn.Module):
-    """y = x W^T + b with W [out, in] in E4M3 and `scale` [out, 1] in float32: W is about weight *
-    scale.
+class FrozenLinear(nn.Module):
+    """y = x W^T + b with W [out, in] held in a format of its own; the base of the low-bit layers.
 
     x is (..., in) in float16, bfloat16 or float32 and y (..., out) in x's dtype, or autocast's
     where that is on. Any number of rows, none included. Gradients flow to x alone. Raises
     `ValueError` for what it can't hold or multiply.
     """
 
+    kept: tuple[str, ...] = ()
+    """Tensors that `model.to(torch.bfloat16)` leaves in their dtype: it is meant for the others."""
+
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         super().__init__()
-        check_weight(weight, bias, "FP8")
-        # As one row after the other: the forward product takes no other order, and a transposed
-        # weight would keep its.
-        values, inverse = quantise_rows(weight.detach().float().contiguous())
+        check_weight(weight, bias)
         self.out_features, self.in_features = weight.shape
-        self.weight = nn.Parameter(values, requires_grad=False)
-        self.register_buffer("scale", inverse)
-        self.bias = (
-            None if bias is None else nn.Parameter(bias.detach().clone(), requires_grad=False)
-        )
-        self.product = product_kind(weight.device)
+        own = None if bias is None else bias.detach().clone()
+        self.bias = None if own is None else nn.Parameter(own, requires_grad=False)
 
     @classmethod
-    def from_linear(cls, linear: nn.Linear) -> FrozenFP8Linear:
-        """The FP8 form of a frozen nn.Linear, which is left as it is."""
+    def from_linear(cls, linear: nn.Linear) -> FrozenLinear:
+        """The low-bit form of a frozen nn.Linear, which is left as it is."""
         return cls(linear.weight, linear.bias)
 
-    def forward(self, x: Tensor) -> Tensor:
-        check_input(x, self.in_features, "FP8")
-        if not x.is_meta and torch.is_autocast_enabled(x.device.type):
-            x = x.to(torch.get_autocast_dtype(x.device.type))
-        y = _frozen_product(x, self.weight, self.scale, self.product)
-        return y if self.bias is None else y + self.bias.to(y.dtype)
+    def place(self, device: torch.device) -> None:
+        """Choose what depends on the device."""
+
+    def product(self, x: Tensor) -> Tensor:
+        """x W^T in x's dtype."""
+        raise NotImplementedError
 
     def restored(self) -> Tensor:
         """The weight [out, in] that is multiplied with, in float32."""
-        return self.weight.float() * self.scale
+        raise NotImplementedError
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dim() == 0 or x.shape[-1] != self.in_features or x.dtype not in INPUTS:
+            raise ValueError(
+                f"The input is {tuple(x.shape)} in {x.dtype}; this layer takes (..., "
+                f"{self.in_features}) in float16, bfloat16 or float32."
+            )
+        if not x.is_meta and torch.is_autocast_enabled(x.device.type):
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+        y = self.product(x)
+        return y if self.bias is None else y + self.bias.to(y.dtype)
 
     def extra_repr(self) -> str:
-        return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, product={self.product!r}"
-
-    def _load_from_state_dict(
-        self, state_dict, prefix, metadata, strict, missing_keys, unexpected_keys, errors
-    ):
-        """Refuse an ordinary layer's weight, also where `strict=False` would take it: cast without
-        a scale, it would be another weight."""
-        there = state_dict.get(f"{prefix}weight")
-        if there is not None and (there.dtype != E4M3.dtype or f"{prefix}scale" not in state_dict):
-            errors.append(
-                f"{prefix}weight is {there.dtype}, and this frozen FP8 layer takes {E4M3.dtype} "
-                "with a scale a row. "
-                "Load the state into the model before convert_base."
-            )
-            return
-        super()._load_from_state_dict(
-            state_dict, prefix, metadata, strict, missing_keys, unexpected_keys, errors
-        )
+        return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}"
 
     def _apply(self, fn, recurse: bool = True):
-        """Go along to another device, and keep FP8 there: `model.to(torch.bfloat16)` is meant for
-        the other layers.
-        """
-        weight, scale = self.weight.detach(), self.scale
+        before = {name: getattr(self, name).data for name in self.kept}
         super()._apply(fn, recurse)
-        if self.weight.dtype != weight.dtype:
-            self.weight = nn.Parameter(weight.to(self.weight.device), requires_grad=False)
-            self.scale = scale.to(self.weight.device)
-        self.product = product_kind(self.weight.device)
+        for name, tensor in before.items():
+            moved = getattr(self, name)
+            if moved.dtype != tensor.dtype:
+                moved.data = tensor.to(moved.device)
+        self.place(self.weight.device)
         return self
+
+
+class FrozenFP8Linear(FrozenLinear):
+    """W in E4M3 and `scale` [out, 1] in float32: W is about weight * scale. `kind` names the
+    product of `PRODUCTS` that the device does."""
+
+    kept = ("weight", "scale")
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        super().__init__(weight, bias)
+        # As one row after the other: the forward product takes no other order, and a transposed
+        # weight would keep its.
+        values, inverse = quantise_rows(weight.detach().float().contiguous())
+        self.weight = nn.Parameter(values, requires_grad=False)
+        self.register_buffer("scale", inverse)
+        self.place(weight.device)
+
+    def place(self, device: torch.device) -> None:
+        self.kind = product_kind(device)
+
+    def product(self, x: Tensor) -> Tensor:
+        return _frozen_product(x, self.weight, self.scale, self.kind)
+
+    def restored(self) -> Tensor:
+        return self.weight.float() * self.scale
+
+
+def check_weight(weight: Tensor, bias: Tensor | None = None) -> None:
+    """Raise `ValueError` where a linear layer's weight [out, in] and bias [out] can't become a
+    frozen low-bit layer."""
+    if weight.dim() != 2 or weight.dtype not in (*INPUTS, torch.float64):
+        raise ValueError(
+            f"A weight of shape {tuple(weight.shape)} and {weight.dtype} can't be held in low "
+            "bits: it takes a matrix of floating-point numbers."
+        )
+    if weight.requires_grad or (bias is not None and bias.requires_grad):
+        raise ValueError(
+            "This layer is trained, and a frozen layer has no gradient for its weight. Freeze it "
+            "first: layer.requires_grad_(False)."
+        )
+    if weight.shape[0] % MULTIPLE or weight.shape[1] % MULTIPLE or 0 in weight.shape:
+        raise ValueError(
+            f"A layer of {weight.shape[1]} -> {weight.shape[0]} features can't be converted: both "
+            f"must be multiples of {MULTIPLE}. Leave it out: frozen_linears(model) lists those "
+            "that go."
+        )
+    if not weight.is_meta and not weight.float().isfinite().all():
+        raise ValueError("This weight holds NaN or infinity. Check where it was loaded.")
 
 
 class _FrozenProduct(torch.autograd.Function):
@@ -242,53 +277,3 @@ def _cuda_product_kind(index: int) -> str:
         except (RuntimeError, ValueError, NotImplementedError):
             continue
     return "emulated"
-
-
-# -------------------------------------------------------------------------------------------------
-# What it refuses
-
-
-def check_weight(weight: Tensor, bias: Tensor | None, form: str) -> None:
-    """Raise `ValueError` where a linear layer's weight [out, in] and bias [out] can't become a
-    frozen layer of `form` ("FP8", "NF4")."""
-    if weight.dim() != 2 or weight.dtype not in (*INPUTS, torch.float64):
-        raise ValueError(
-            f"A weight of shape {tuple(weight.shape)} and {weight.dtype} can't be held in {form}: "
-            "it takes a matrix of "
-            "floating-point numbers."
-        )
-    if weight.requires_grad or (bias is not None and bias.requires_grad):
-        raise ValueError(
-            f"This layer's weight or bias is trained, and a frozen {form} layer has no gradient "
-            "for them. Freeze them "
-            "first: layer.requires_grad_(False)."
-        )
-    if weight.shape[0] % MULTIPLE or weight.shape[1] % MULTIPLE or 0 in weight.shape:
-        raise ValueError(
-            f"A layer of {weight.shape[1]} -> {weight.shape[0]} features can't be converted to "
-            f"{form}: both numbers "
-            f"must be multiples of {MULTIPLE}. Leave it out of the conversion."
-        )
-    if bias is not None and bias.shape != weight.shape[:1]:
-        raise ValueError(
-            f"A bias of shape {tuple(bias.shape)} doesn't fit: a layer of {len(weight)} outputs "
-            "has that many."
-        )
-    held = weight.float() if weight.dtype == torch.float64 else weight
-    if not held.is_meta and not held.isfinite().all():
-        raise ValueError(
-            f"This weight holds NaN or infinity (as float32), for which {form} has no room. Check "
-            "where it was loaded."
-        )
-
-
-def check_input(x: Tensor, in_features: int, form: str) -> None:
-    """Raise `ValueError` for an input that a frozen layer of `form` doesn't take."""
-    if x.dim() == 0 or x.shape[-1] != in_features:
-        raise ValueError(
-            f"The input's shape is {tuple(x.shape)}; this layer takes (..., {in_features})."
-        )
-    if x.dtype not in INPUTS:
-        raise ValueError(
-            f"The input is {x.dtype}; a frozen {form} layer takes float16, bfloat16 or float32."
-        )

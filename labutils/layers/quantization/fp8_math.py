@@ -4,9 +4,9 @@ their range.
 Written out for reading and checking, on any device. `labutils.layers.quantization.fp8_linear` is
 where it is made fast.
 
-    codes = encode(x, E4M3)                8 bits a number, as uint8; decode(codes, E4M3) gives the numbers back
-    q = quantise(x, "row")                 q.values in FP8, q.inverse to undo the scale, q.restored()
-    scaling = DelayedScaling(); scaling(x) the scale comes from the steps before
+    codes = encode(x, E4M3)        8 bits a number, as uint8; decode(codes, E4M3) gives them back
+    q = quantise(x, "row")         q.values in FP8, q.inverse to undo the scale, q.restored()
+    q = DelayedScaling()(x)        the scale comes from the steps before
 
 Scales follow Transformer Engine and article A2: S multiplies a tensor before the cast, S = 448 /
 AMAX, so that its largest magnitude just fits; 1/S brings results back. Formats: Micikevicius et al.
@@ -23,6 +23,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from labutils.recipe import check_choice
 
 CODES = 256
 SIGN = 0b1000_0000
@@ -70,7 +72,6 @@ PyTorch's name).
 """
 E5M2 = Format("E5M2", 5, 2, 57344.0, 0b0_11111_00, torch.float8_e5m2)
 """Range 57344, 2 mantissa bits, infinity and NaN as in IEEE 754: the upper half of a float16."""
-FORMATS = {"E4M3": E4M3, "E5M2": E5M2}
 
 
 # -------------------------------------------------------------------------------------------------
@@ -87,13 +88,10 @@ def encode(x: Tensor, fmt: Format = E4M3, saturate: bool = True) -> Tensor:
     magnitude = x.abs().double()
     _, above = torch.frexp(magnitude)  # magnitude = f 2^above with f in [0.5, 1)
     exponent = torch.where(magnitude == 0, 1 - fmt.bias, above - 1)
-    exponent = exponent.clamp(
-        min=1 - fmt.bias
-    )  # numbers below the smallest normal one share its exponent
+    exponent = exponent.clamp(min=1 - fmt.bias)  # that of the smallest normal number, and below
     spacing = torch.exp2((exponent - fmt.mantissa_bits).double())
-    units = torch.round(
-        magnitude / spacing
-    )  # half to even; 2^m or more for normal numbers, less for subnormal ones
+    # Half to even; 2^m or more for normal numbers, less for subnormal ones.
+    units = torch.round(magnitude / spacing)
     # A normal number has a 1 before its mantissa that isn't stored: it adds the 1 that the exponent
     # field is short of here. A mantissa that rounded up to the next power of two carries into the
     # exponent by itself.
@@ -105,18 +103,10 @@ def encode(x: Tensor, fmt: Format = E4M3, saturate: bool = True) -> Tensor:
     return torch.where(torch.signbit(x), code | SIGN, code)
 
 
-def fields(codes: Tensor, fmt: Format = E4M3) -> tuple[Tensor, Tensor, Tensor]:
-    """Sign, exponent and mantissa as stored, each an int64 tensor, of uint8 codes."""
-    codes = codes.long()
-    mantissa = codes % 2**fmt.mantissa_bits
-    exponent = codes // 2**fmt.mantissa_bits % 2**fmt.exponent_bits
-    return codes // SIGN, exponent, mantissa
-
-
 def decode(codes: Tensor, fmt: Format = E4M3) -> Tensor:
     """The numbers (float32) that uint8 codes stand for."""
-    sign, exponent, mantissa = fields(codes, fmt)
-    fraction = mantissa / 2**fmt.mantissa_bits
+    fraction = codes.long() % 2**fmt.mantissa_bits / 2**fmt.mantissa_bits
+    exponent = codes.long() // 2**fmt.mantissa_bits % 2**fmt.exponent_bits
     normal = (1 + fraction) * torch.exp2((exponent - fmt.bias).float())
     magnitude = torch.where(exponent == 0, fraction * fmt.smallest_normal, normal)
     last = (codes & NAN).long()
@@ -125,7 +115,7 @@ def decode(codes: Tensor, fmt: Format = E4M3) -> Tensor:
     else:
         magnitude = torch.where(last == fmt.infinity, torch.inf, magnitude)
         magnitude = torch.where(last > fmt.infinity, torch.nan, magnitude)
-    return torch.where(sign == 1, -magnitude, magnitude)
+    return torch.where(codes >= SIGN, -magnitude, magnitude)
 
 
 def bits(code: int, fmt: Format = E4M3) -> str:
@@ -136,8 +126,8 @@ def bits(code: int, fmt: Format = E4M3) -> str:
 
 def numbers(fmt: Format = E4M3) -> Tensor:
     """Every finite number of the format, sorted; zero once."""
-    found = decode(torch.arange(CODES, dtype=torch.uint8), fmt)
-    return found[found.isfinite()].unique()
+    every = decode(torch.arange(CODES, dtype=torch.uint8), fmt)
+    return every[every.isfinite()].unique()
 
 
 # -------------------------------------------------------------------------------------------------
@@ -184,16 +174,9 @@ class Quantised:
 
 def amax(x: Tensor, granularity: str = "tensor") -> Tensor:
     """The largest magnitude (float32, dimensions kept): of the whole "tensor", each "row", or each
-    "block" of 32 neighbours, for which the last dimension must be split beforehand. Of no numbers
-    it is 0."""
+    "block" of 32 neighbours, for which the last dimension must be split beforehand."""
     magnitude = x.float().abs()
-    if granularity == "tensor":
-        return magnitude.amax() if x.numel() else magnitude.new_zeros(())
-    return (
-        magnitude.amax(dim=-1, keepdim=True)
-        if x.shape[-1]
-        else magnitude.new_zeros(*x.shape[:-1], 1)
-    )
+    return magnitude.amax() if granularity == "tensor" else magnitude.amax(dim=-1, keepdim=True)
 
 
 def scale_for(largest: Tensor, fmt: Format = E4M3, margin: int = 0) -> Tensor:
@@ -225,16 +208,9 @@ def quantise(x: Tensor, granularity: str = "tensor", fmt: Format = E4M3) -> Quan
     infinity becomes NaN or zero. Raises `ValueError` for another granularity, and for rows that
     blocks don't divide.
     """
-    if granularity not in SCALES:
-        raise ValueError(
-            f"granularity={granularity!r} is not known. Choose one of: "
-            f"{', '.join(map(repr, SCALES))}."
-        )
-    if granularity == "block" and (x.dim() == 0 or x.shape[-1] % BLOCK):
-        raise ValueError(
-            f"Rows of {x.shape[-1] if x.dim() else 1} numbers can't be cut into blocks of {BLOCK}: "
-            "pad them with zeros."
-        )
+    check_choice("granularity", granularity, tuple(SCALES))
+    if granularity == "block" and x.shape[-1] % BLOCK:
+        raise ValueError(f"Rows of {x.shape[-1]} numbers can't be cut into blocks of {BLOCK}.")
     parts = x.float().unflatten(-1, (-1, BLOCK)) if granularity == "block" else x.float()
     scale = SCALES[granularity](amax(parts, granularity), fmt)
     return Quantised(saturating_cast(parts * scale, fmt), 1 / scale, x.shape)
@@ -253,47 +229,24 @@ class DelayedScaling:
 
     As Transformer Engine's DelayedScaling recipe: S starts at 1; each call casts with the S that
     stands, records the tensor's AMAX, and sets S = (largest / amax of the history) / 2^margin for
-    the next call. `algorithm` takes the history's "max", or its "most_recent" entry. An AMAX of
-    zero, NaN or infinity leaves S as it is.
+    the next call. An AMAX of zero, NaN or infinity leaves S as it is.
     """
 
-    def __init__(
-        self,
-        history_length: int = 1024,
-        algorithm: str = "max",
-        margin: int = 0,
-        fmt: Format = E4M3,
-    ) -> None:
-        if algorithm not in ("max", "most_recent"):
-            raise ValueError(
-                f"algorithm={algorithm!r} is not known. Choose 'max' or 'most_recent'."
-            )
-        if history_length < 1:
-            raise ValueError(
-                f"history_length={history_length}: the history needs room for 1 AMAX or more."
-            )
-        self.history_length, self.algorithm, self.margin, self.fmt = (
-            history_length,
-            algorithm,
-            margin,
-            fmt,
-        )
+    def __init__(self, history_length: int = 1024, margin: int = 0, fmt: Format = E4M3) -> None:
+        self.history_length, self.margin, self.fmt = history_length, margin, fmt
         self.history: list[Tensor] = []  # oldest first
         self.scale = torch.tensor(1.0)
 
     def __call__(self, x: Tensor) -> Quantised:
-        found = Quantised(
-            saturating_cast(x.float() * self.scale, self.fmt), 1 / self.scale, x.shape
-        )
+        values = saturating_cast(x.float() * self.scale, self.fmt)
+        quantised = Quantised(values, 1 / self.scale, x.shape)
         self.record(amax(x))
-        return found
+        return quantised
 
     def record(self, largest: Tensor) -> None:
         """Take up one step's AMAX, and renew the scale."""
         self.history = [*self.history, largest][-self.history_length :]
-        chosen = (
-            self.history[-1] if self.algorithm == "most_recent" else torch.stack(self.history).max()
-        )
+        chosen = torch.stack(self.history).max()
         if chosen.isfinite() and chosen > 0:
             scale = self.fmt.largest / 2**self.margin / chosen
             self.scale = scale.clamp(max=torch.finfo(torch.float32).max)
@@ -303,29 +256,27 @@ class DelayedScaling:
 # Errors
 
 
-def relative_error(found: Tensor, exact: Tensor) -> float:
-    """||found - exact|| / ||exact||, in float64."""
+def relative_error(approximate: Tensor, exact: Tensor) -> float:
+    """||approximate - exact|| / ||exact||, in float64."""
     exact = exact.double()
-    return ((found.double() - exact).norm() / exact.norm()).item()
+    return ((approximate.double() - exact).norm() / exact.norm()).item()
 
 
 def lost(x: Tensor, quantised: Quantised, fmt: Format = E4M3) -> dict[str, float]:
     """Shares of x's nonzero numbers that the cast flushed to zero ("flushed") or cut off at the
-    range ("saturated").
-    """
+    range ("saturated")."""
     restored, nonzero = quantised.restored(), x != 0
     limit = (quantised.inverse * fmt.largest).expand_as(quantised.values).reshape(x.shape)
-    share = lambda where: (where & nonzero).sum().item() / max(1, nonzero.sum().item())
+    count = max(1, nonzero.sum().item())
     return {
-        "flushed": share(restored == 0),
-        "saturated": share(x.float().abs() > limit * (1 + 1e-6)),
+        "flushed": ((restored == 0) & nonzero).sum().item() / count,
+        "saturated": (x.float().abs() > limit * (1 + 1e-6)).sum().item() / count,
     }
 
 
 def product_error(x: Tensor, weight: Tensor, granularity: str, fmt: Format = E4M3) -> float:
     """Relative error of x W^T when both are quantised along the dimension that is summed over."""
     exact = F.linear(x.double(), weight.double())
-    found = F.linear(
-        quantise(x, granularity, fmt).restored(), quantise(weight, granularity).restored()
-    )
-    return relative_error(found, exact)
+    factors = quantise(x, granularity, fmt), quantise(weight, granularity)
+    product = F.linear(*(factor.restored() for factor in factors))
+    return relative_error(product, exact)

@@ -14,7 +14,7 @@ Each unpacking reads half a byte a parameter, writes two, and the product reads 
 2 rows FLOP a parameter. `FrozenNF4FP8Linear` unpacks to E4M3 with one scale a row and multiplies as
 `labutils.layers.quantization.fp8_linear` does: one byte is written instead of two, and the tensor
 cores run at twice the rate. NF4 costs 9 % of a product's norm, and rounding both factors to FP8
-another 3.7 %, together 10 % (tests/unit/test_frozen4).
+another 3.7 %, together 10 % (tests/equivalence/test_frozen_linears).
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from labutils.layers.quantization.fp8_linear import (
-    check_input,
-    check_weight,
+    FrozenLinear,
     product_kind,
     quantise_rows,
     scaled_product,
@@ -36,7 +35,6 @@ from labutils.layers.quantization.fp8_linear import (
 from labutils.layers.quantization.fp8_math import E4M3
 from labutils.layers.quantization.nf4_math import (
     BLOCK,
-    GROUP,
     double_quantise,
     dynamic_levels,
     nf4_levels,
@@ -76,22 +74,6 @@ def tables_on(device: torch.device) -> Tables:
     return Tables(nf4_levels()[codes.int()].to(device), dynamic_levels().to(device))
 
 
-TAKEN = {"type": "nf4", "block": BLOCK, "group": GROUP, "rearranged for a CPU": False}
-"""How bitsandbytes must hold a weight that is to be taken over as it is."""
-
-
-def _form(state: Any) -> dict[str, Any]:
-    """The same of a weight's `quant_state`."""
-    group = state.state2.blocksize if state.nested else None
-    rearranged = getattr(state, "packing_format_for_cpu", False)
-    return {
-        "type": state.quant_type,
-        "block": state.blocksize,
-        "group": group,
-        "rearranged for a CPU": rearranged,
-    }
-
-
 def unpacked(w: Packed) -> Tensor:
     """The weight, flattened, in float32; plain operations, one fused kernel where compiled."""
     constants = w.tables.constants[w.constants.int()] * w.scales[:, None] + w.offset
@@ -99,63 +81,25 @@ def unpacked(w: Packed) -> Tensor:
     return (w.tables.pairs[w.codes.int()].view(-1, BLOCK) * constants[:, None]).view(-1)
 
 
-class FrozenNF4Linear(nn.Module):
-    """y = x W^T + b with W [out, in] stored in NF4, doubly quantised, and multiplied in x's dtype.
+class FrozenNF4Linear(FrozenLinear):
+    """W stored in NF4, doubly quantised, and multiplied in x's dtype."""
 
-    x is (..., in) in float16, bfloat16 or float32 and y (..., out) in x's dtype, or autocast's
-    where that is on. Any number of rows, none included. Gradients flow to x alone. Raises
-    `ValueError` for what it can't hold or multiply.
-    """
+    kept = ("scales", "offset")
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        super().__init__()
-        check_weight(weight, bias, "NF4")
+        super().__init__(weight, bias)
         nf4 = quantise_nf4(weight)
         doubled = double_quantise(nf4.absmax)
-        self.out_features, self.in_features = weight.shape
         self.weight = nn.Parameter(nf4.packed.view(self.out_features, -1), requires_grad=False)
         self.register_buffer("constants", doubled.differences.codes)
         self.register_buffer("scales", doubled.differences.absmax)
         self.register_buffer("offset", doubled.offset)
-        self.bias = (
-            None if bias is None else nn.Parameter(bias.detach().clone(), requires_grad=False)
-        )
-        self.tables = tables_on(weight.device)
+        self.place(weight.device)
 
-    @classmethod
-    def from_linear(cls, linear: nn.Linear) -> FrozenNF4Linear:
-        """The NF4 form of a frozen nn.Linear, which is left as it is."""
-        return cls(linear.weight, linear.bias)
-
-    @classmethod
-    def from_linear4bit(cls, layer: nn.Module) -> FrozenNF4Linear:
-        """The same bytes as a Linear4bit of bitsandbytes holds, without rounding anew.
-
-        Raises `ValueError` unless they are in NF4, doubly quantised, in blocks of 64 and groups of
-        256.
-        """
-        state = layer.weight.quant_state
-        if (found := _form(state)) != TAKEN:
-            raise ValueError(
-                f"This Linear4bit's weight is held as {found}; only {TAKEN} can be taken over."
-            )
-        made = cls(torch.zeros(state.shape, device=layer.weight.device), layer.bias)
-        count = state.absmax.numel()
-        made.weight.view(-1).copy_(layer.weight.detach().view(-1))
-        made.constants.view(-1)[:count] = state.absmax
-        made.scales.copy_(state.state2.absmax)
-        made.offset.copy_(state.offset)
-        return made
-
-    def forward(self, x: Tensor) -> Tensor:
-        check_input(x, self.in_features, "NF4")
-        if not x.is_meta and torch.is_autocast_enabled(x.device.type):
-            x = x.to(torch.get_autocast_dtype(x.device.type))
-        y = self.product(x)
-        return y if self.bias is None else y + self.bias.to(y.dtype)
+    def place(self, device: torch.device) -> None:
+        self.tables = tables_on(device)
 
     def product(self, x: Tensor) -> Tensor:
-        """x W^T in x's dtype."""
         return _unpacked_product(x, *self.packed())
 
     def packed(self) -> Packed:
@@ -163,58 +107,26 @@ class FrozenNF4Linear(nn.Module):
         return Packed(self.weight, self.constants, self.scales, self.offset, self.tables)
 
     def restored(self) -> Tensor:
-        """The weight [out, in] that is multiplied with, in float32."""
         return unpacked(self.packed()).view(self.out_features, self.in_features)
-
-    def extra_repr(self) -> str:
-        return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}"
-
-    def _apply(self, fn, recurse: bool = True):
-        """Go along to another device, and keep float32: `model.to(torch.bfloat16)` is meant for the
-        other layers.
-        """
-        kept = {name: getattr(self, name) for name in self._float32()}
-        super()._apply(fn, recurse)
-        for name, before in kept.items():
-            if getattr(self, name).dtype != before.dtype:
-                setattr(self, name, before.to(self.weight.device))
-        self.tables = tables_on(self.weight.device)
-        return self
-
-    def _float32(self) -> tuple[str, ...]:
-        """Buffers that stay in float32."""
-        return ("scales", "offset")
 
 
 class FrozenNF4FP8Linear(FrozenNF4Linear):
     """The same, multiplied in FP8: W unpacked to E4M3 with one scale a row, x's rows quantised as
-    they come.
+    they come. A row's largest magnitude is taken once, when the layer is made: `row_scale` [out, 1]
+    in float32."""
 
-    A row's largest magnitude is found once, when the layer is made: `row_scale` [out, 1] in
-    float32.
-    """
+    kept = ("scales", "offset", "row_scale")
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         super().__init__(weight, bias)
         self.register_buffer("row_scale", quantise_rows(self.restored())[1])
-        self.kind = product_kind(weight.device)
 
-    @classmethod
-    def from_linear4bit(cls, layer: nn.Module) -> FrozenNF4FP8Linear:
-        made = super().from_linear4bit(layer)
-        made.row_scale.copy_(quantise_rows(made.restored())[1])
-        return made
+    def place(self, device: torch.device) -> None:
+        super().place(device)
+        self.kind = product_kind(device)
 
     def product(self, x: Tensor) -> Tensor:
         return _unpacked_fp8_product(x, self.row_scale, self.kind, *self.packed())
-
-    def _apply(self, fn, recurse: bool = True):
-        super()._apply(fn, recurse)
-        self.kind = product_kind(self.weight.device)
-        return self
-
-    def _float32(self) -> tuple[str, ...]:
-        return (*super()._float32(), "row_scale")
 
 
 class _UnpackedProduct(torch.autograd.Function):
@@ -247,9 +159,8 @@ def _unpacked_product(x: Tensor, *packed: Any) -> Tensor:
 
 
 class _UnpackedFP8Product(torch.autograd.Function):
-    """The same on FP8 tensor cores; the scales of W's rows go into dY before it is quantised, as in
-    `frozen`.
-    """
+    """The same on FP8 tensor cores; the scales of W's rows go into dY before it is quantised, as
+    in `fp8_linear`."""
 
     @staticmethod
     def forward(

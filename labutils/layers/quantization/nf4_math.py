@@ -4,15 +4,14 @@ quantisation (QLoRA).
 Written out for reading and checking, on any device. `labutils.layers.quantization.nf4_linear` is
 where it is made fast.
 
-    q = quantise_int(x); q.restored()      round(c x) with c = 127 / absmax, article A3's first step
-    q = quantise_int(x, block=64)          a constant for each 64 neighbours: an outlier spoils its own block only
-    w = quantise_nf4(x); w.restored()      16 levels where a normal distribution has its quantiles, two codes a byte
-    double_quantise(w.absmax)              the blocks' constants in 8 bits: 0.127 bit a parameter instead of 0.5
+    q = quantise_int(x)            round(c x) with c = 127 / absmax, article A3's first step
+    q = quantise_int(x, block=64)  a constant for each 64 neighbours
+    w = quantise_nf4(x)            16 levels at a normal distribution's quantiles, two codes a byte
+    double_quantise(w.absmax)      the blocks' constants in 8 bits: 0.127 bit a parameter, not 0.5
 
 NF4: Dettmers et al. 2023, "QLoRA: Efficient Finetuning of Quantized LLMs". The 8-bit format of the
 constants: Dettmers et al. 2022, "8-bit Optimizers via Block-wise Quantization". Levels, packed
-bytes, constants and restored weights are bitsandbytes' own, bit for bit (tests/unit/test_nf4,
-tests/gpu/test_nf4_gpu), except that
+bytes, constants and restored weights are bitsandbytes' own, bit for bit, except that
 
 - bitsandbytes on a CPU looks 8-bit codes up in a table of 2^16 evenly spaced numbers: what lies
   within 2^-16 of the middle between two levels may get the farther one (0.1 % of constants), and
@@ -97,18 +96,13 @@ def quantise_int(x: Tensor, bits: int = 8, block: int | None = None) -> Integers
     (of x: no `block`).
 
     Article A3's appendix. The most negative code is not used, so that zero is in the middle. Blocks
-    of zeros have c = 1. Raises `ValueError` for other numbers of bits.
+    of zeros have c = 1.
     """
-    if not 2 <= bits <= 8:
-        raise ValueError(
-            f"bits={bits}: codes are kept in int8, which takes 2 to 8 bits with a sign."
-        )
     parts = blocks_of(x, block)
     absmax = parts.abs().amax(dim=1, keepdim=True)
     largest = 2 ** (bits - 1) - 1
-    constant = torch.where(
-        absmax == 0, torch.ones_like(absmax), largest / absmax.clamp(min=SMALLEST_ABSMAX)
-    )
+    inverse = largest / absmax.clamp(min=SMALLEST_ABSMAX)
+    constant = torch.where(absmax == 0, torch.ones_like(absmax), inverse)
     return Integers(torch.round(parts * constant).to(torch.int8), constant, x.shape)
 
 
@@ -196,9 +190,8 @@ def quantise_to(levels: Tensor, x: Tensor, block: int | None) -> Coded:
     parts = blocks_of(x, block)
     absmax = parts.abs().amax(dim=1)
     middles = (levels[1:] + levels[:-1]) / 2
-    codes = torch.bucketize(
-        parts * absmax.clamp(min=SMALLEST_ABSMAX).reciprocal()[:, None], middles, out_int32=True
-    )
+    inverse = absmax.clamp(min=SMALLEST_ABSMAX).reciprocal()[:, None]
+    codes = torch.bucketize(parts * inverse, middles, out_int32=True)
     return Coded(codes.to(torch.uint8), absmax, levels, x.shape)
 
 
@@ -220,9 +213,8 @@ class NF4:
     def restored(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The tensor, multiplied out in float32 and rounded to `dtype` once."""
         codes = blocks_of(unpack(self.packed)[: math.prod(self.shape)], self.block)
-        return joined(
-            nf4_levels().to(codes.device)[codes.int()] * self.absmax[:, None], self.shape
-        ).to(dtype)
+        levels = nf4_levels().to(codes.device)
+        return joined(levels[codes.int()] * self.absmax[:, None], self.shape).to(dtype)
 
 
 def quantise_nf4(x: Tensor, block: int = BLOCK) -> NF4:

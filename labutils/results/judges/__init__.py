@@ -27,7 +27,6 @@ VERDICTS += (DIFFERS, TOLD, NOT_TESTABLE)
 
 SLIGHTLY = 0.10
 """What the articles call slightly is less than this share. No other word is read as a number."""
-Effects = Mapping[str, Effect]
 
 
 @dataclass(frozen=True)
@@ -42,7 +41,7 @@ class Judgement:
     verdict: str
     here: str = ""
     why: str = ""
-    effects: Effects = field(default_factory=dict)
+    effects: Mapping[str, Effect] = field(default_factory=dict)
     theirs: Judgement | None = None
 
     @property
@@ -71,8 +70,7 @@ def judge(claim: Claim, runs: Runs, reference: Runs | None = None) -> Judgement:
         verdict = TOLD if claim.kind == "setting" else NOT_TESTABLE
         return Judgement(claim, verdict, "", claim.reason, theirs=theirs)
     own = runs.select(claim.lab)
-    nothing = f"No run on record. Type: labutils run {claim.lab}"
-    found = [Judgement(claim, NOT_TESTABLE, "", nothing)]
+    found = [Judgement(claim, NOT_TESTABLE, "", f"No run yet. Type: labutils run {claim.lab}")]
     for host in dict.fromkeys(run.host for run in own):
         found.append(_on_host(claim, Runs(run for run in own if run.host == host)))
     answers = [one for one in found if one.verdict != NOT_TESTABLE]
@@ -143,13 +141,21 @@ def _effects(claim: Claim, runs: Runs, base: str = "base", changed: str = "chang
             for what in ("scale", "workload", "data"):
                 if getattr(pair[0], what) != getattr(pair[1], what):
                     raise NotTestable(f"The runs differ in {what}.")
-            again = runs.one(claim.lab, **(pair[0].tags | {"again": True}))
-            found[named(tags)] = effects.effect(*pair, again, claim.how.get("metric", "step_ms"))
+            metric = claim.how.get("metric", "step_ms")
+            found[named(tags)] = effects.effect(*pair, _twice(runs, pair[0]), metric)
         except NotTestable as reason:
             refused = reason
     if not found:
         raise refused
     return found
+
+
+def _twice(runs: Runs, base: Run) -> effects.Twice:
+    """A base and the same measured again: this one, else another one of its experiment."""
+    others = runs.select(base.lab, experiment=base.tags["experiment"], again=True)
+    again = runs.one(base.lab, **(base.tags | {"again": True})) or next(iter(others), None)
+    first = again and runs.one(base.lab, **(again.tags | {"again": False}))
+    return (first, again) if first else None
 
 
 def _settle(held: Sequence[bool | None]) -> str:
@@ -164,7 +170,7 @@ def _inside(low: float, high: float, least: float, most: float) -> bool | None:
     return False if high < least or low > most else None
 
 
-def _conclude(claim: Claim, verdict: str, changes: Effects, why: str = "") -> Judgement:
+def _conclude(claim: Claim, verdict: str, changes: dict[str, Effect], why: str = "") -> Judgement:
     """The judgement of some changes. An unsteady machine says nothing about time."""
     metric = claim.how.get("metric", "step_ms")
     here = []
@@ -180,7 +186,7 @@ def _conclude(claim: Claim, verdict: str, changes: Effects, why: str = "") -> Ju
 
 
 def shown(value: float, metric: str = "", digits: int = 4) -> str:
-    """A number as text: counts whole, shares in percent, else with the unit its metric ends with."""
+    """A number as text: counts whole, shares in percent, else with its metric's unit."""
     if metric.endswith(("share", "utilization", "busy")):
         return f"{100 * value:.2g} %"
     unit = "" if metric.endswith("_per_s") else metric.rpartition("_")[2]
@@ -248,9 +254,8 @@ def ratio(claim: Claim, runs: Runs) -> Judgement:
         return _break_even(claim, runs, changes[""])
     held, bands = [], []
     for place, one in enumerate(changes.values(), start=1):
-        several = len(claim.published) > 2
-        numbers = (claim.published[0], claim.published[place]) if several else claim.published
-        least, most = _band(numbers, claim.how)
+        last = claim.published[place if len(claim.published) > 2 else -1]
+        least, most = _band((claim.published[0], last), claim.how)
         held.append(_inside(one.low, one.high, least, most))
         wanted = 1 if least >= 1 else -1 if most <= 1 else 0
         if held[-1] and wanted and one.direction != wanted:
@@ -338,9 +343,8 @@ def _failure(run: Run) -> str | None:
     failed = number(run.metrics.get("failed"))
     if failed is None and run.status.startswith("skipped"):
         raise NotTestable(f"The run with {named(run.tags)} was not made: {run.status}.")
-    if failed or (failed is None and not run.ok):
-        return str(run.metrics.get("message") or run.status)
-    return None
+    bad = not run.ok if failed is None else failed
+    return str(run.metrics.get("message") or run.status) if bad else None
 
 
 def contains(claim: Claim, runs: Runs) -> Judgement:
@@ -398,15 +402,13 @@ JUDGES |= {"range": in_range, "advice": advice}
 
 
 def as_markdown(judgements: Iterable[Judgement]) -> str:
-    """A table for a notebook: claim | published | H200 | here | verdict and why. What can't be
-    tested here stands below it, by reason.
-    """
-    rows = ["| claim | published | H200 | here | verdict |", "|:--|:--|:--|:--|:--|"]
+    """A table for a notebook: claim | published | H200 | here | verdict, with its reason."""
+    rows = [["claim", "published", "H200", "here", "verdict"], [":--"] * 5]
     for j in judgements:
+        claim = f"**{j.claim.id}** {j.claim.statement}"
         h200 = f"{j.reference} ({j.reference_verdict})" if j.reference else "–"
         verdict = f"**{j.verdict}**" + f": {j.why}" * bool(j.why)
-        note = f" *{j.claim.note}*" if j.claim.note and j.claim.judge else ""
-        cells = f"**{j.claim.id}** {j.claim.statement}", j.published, h200, j.here or "–"
-        cells = (cell.replace("|", "\\|").replace("\n", " ") for cell in (*cells, verdict + note))
-        rows.append(f"| {' | '.join(cells)} |")
-    return "\n".join(rows)
+        verdict += f" *{j.claim.note}*" * bool(j.claim.note)
+        rows.append([claim, j.published, h200, j.here or "–", verdict])
+    cells = [[cell.replace("|", "\\|").replace("\n", " ") for cell in row] for row in rows]
+    return "\n".join(f"| {' | '.join(row)} |" for row in cells)

@@ -19,6 +19,8 @@ FEWEST_SAMPLES = 3
 STEADY = 0.03
 """A machine is steady if its base, measured twice, differs by at most this share."""
 RESAMPLES = 2000
+Twice = tuple[Run, Run] | None
+"""A base, and the same measured again."""
 TIMES = ("_ms", "_s", "utilization", "busy_share", "idle_share", "over_bf16")
 """Endings of metrics that depend on the clock; all others are counted, and exact."""
 
@@ -53,8 +55,7 @@ class Effect:
     @property
     def unsteady(self) -> bool:
         """Whether the machine was too unsteady to say anything about time."""
-        low, high = self.noise or (1.0, 1.0)
-        return self.again and not (low >= 1 - STEADY and high <= 1 + STEADY)
+        return self.again and max(abs(end - 1) for end in self.noise or ()) > STEADY
 
     @property
     def exact(self) -> bool:
@@ -94,28 +95,28 @@ def metric_of(run: Run, metric: str) -> float:
     return value
 
 
-def effect(base: Run, changed: Run, again: Run | None = None, metric: str = "step_ms") -> Effect:
+def effect(base: Run, changed: Run, twice: Twice = None, metric: str = "step_ms") -> Effect:
     """`metric` of `changed` over that of `base`, with a 95 % bootstrap interval.
 
     Runs that were measured in rounds are compared round by round: the median over rounds of the
     ratio of round medians. Runs that took the same batches, of various lengths, are compared step
-    by step, all others by their medians. `again` is the base, measured a second time in the same
-    rounds. Raises `NotTestable` where a run lacks the metric, or has too few samples of a time.
+    by step, all others by their medians. `twice` is a base that was measured twice in the
+    rounds of this comparison. Raises `NotTestable` where a run lacks the metric, or has too few
+    samples of a time.
     """
     ratio, pairs = _ratio(base, changed, metric)
-    noise = None
-    twice = again is not None and all(_numbers(run, "round") for run in (base, again))
-    if twice:
-        noise = _ratio(base, again, metric)[0][1:]
+    noise, again = None, bool(twice) and all(_numbers(run, "round") for run in twice)
+    if again:
+        noise = _ratio(*twice, metric)[0][1:]
     elif not pairs and len(samples := _samples(base, metric)) >= FEWEST_SAMPLES:
         noise = tuple(map(float, np.quantile(samples, (0.1, 0.9)) / np.median(samples)))
-    return Effect(*ratio, noise, metric_of(base, metric), metric_of(changed, metric), twice)
+    return Effect(*ratio, noise, metric_of(base, metric), metric_of(changed, metric), again)
 
 
 def time_effect(base: Run, changed: Run, again: Run | None = None) -> Effect | None:
     """The effect on the time of a step; None where either wasn't timed often enough."""
     try:
-        return effect(base, changed, again)
+        return effect(base, changed, (base, again) if again else None)
     except NotTestable:
         return None
 

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch._inductor.utils import run_and_get_code
 
-from labutils.layers.chunked_cross_entropy import ChunkLoss, cross_entropy, linear_cross_entropy
+from labutils.layers.chunked_cross_entropy import cross_entropy, linear_cross_entropy
 
 
 def problem(
@@ -38,17 +35,10 @@ def test_loss_and_gradient_are_pytorchs(tokens, width, words, chunk, seed):
     hidden, weight, targets = problem(tokens, width, words, torch.float64, seed)
     expected = F.cross_entropy(F.linear(hidden, weight), targets)
     (slope,) = torch.autograd.grad(3 * expected, hidden)
-    found = linear_cross_entropy(hidden, weight, targets, chunk)
-    (found_slope,) = torch.autograd.grad(3 * found, hidden)
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(found_slope, slope, rtol=1e-11, atol=1e-12)
-
-
-def test_the_gradient_is_the_differences():
-    hidden, weight, targets = problem(6, 4, 7, torch.float64, seed=1)
-    assert torch.autograd.gradcheck(
-        lambda h: linear_cross_entropy(h, weight, targets, 4), (hidden,)
-    )
+    loss = linear_cross_entropy(hidden, weight, targets, chunk)
+    (our_slope,) = torch.autograd.grad(3 * loss, hidden)
+    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(our_slope, slope, rtol=1e-11, atol=1e-12)
 
 
 @pytest.mark.parametrize("loss", [linear_cross_entropy, cross_entropy])
@@ -107,42 +97,20 @@ def test_it_compiles_whole():
     torch.testing.assert_close(found, expected)
 
 
-def test_a_compiled_chunk_keeps_logits_as_the_product_leaves_them():
-    """The same numbers; between the two products nothing as large as the logits exists in float32."""
-    hidden, weight, targets = problem(32, 64, 512, torch.bfloat16, seed=6)
-    given = hidden.detach(), weight, targets
-    expected, chunk_loss = ChunkLoss()(*given), ChunkLoss()
-    chunk_loss.compile(dynamic=False)
-    found, (code,) = run_and_get_code(lambda: chunk_loss(*given))
-    torch.testing.assert_close(found, expected)
-    made = re.findall(r"empty_strided_cpu\(\(32, 512\), .*?(torch\.\w+)\)", code)
-    assert made == ["torch.bfloat16", "torch.bfloat16"]
-
-
-def test_what_can_not_be_is_refused_in_words():
-    hidden, weight, targets = problem(7, 4, 9, torch.float32, seed=5)
-    for wrong in (targets[:1], targets[:5], targets[:, None], torch.cat([targets, targets])):
-        with pytest.raises(ValueError, match=r"they must be \[n, width\] and \[n\]"):
-            linear_cross_entropy(hidden, weight, wrong)
-    for chunk in (0, -1):
-        with pytest.raises(ValueError, match="1 token or more"):
-            linear_cross_entropy(hidden, weight, targets, chunk)
-    with pytest.raises(ValueError, match="weight is trained"):
-        linear_cross_entropy(hidden, weight.requires_grad_(), targets)
-
-
-@pytest.mark.parametrize("target", [-1, -101, 9])
-def test_a_target_out_of_range_is_no_other_word(target):
-    hidden, weight, targets = problem(7, 4, 9, torch.float32, seed=5)
-    targets[3] = target
-    with pytest.raises(RuntimeError, match="out of bounds"):
-        linear_cross_entropy(hidden, weight, targets)
-
-
 def test_without_targets_it_is_nan_as_pytorchs():
     hidden, weight, targets = problem(7, 4, 9, torch.float32, seed=5)
     assert linear_cross_entropy(hidden, weight, torch.full_like(targets, -100)).isnan()
     assert linear_cross_entropy(hidden[:0], weight, targets[:0]).isnan()
+
+
+def test_what_can_not_be_is_refused():
+    hidden, weight, targets = problem(7, 4, 9, torch.float32, seed=5)
+    with pytest.raises(ValueError, match="flatten"):
+        linear_cross_entropy(hidden, weight, targets[:, None])
+    with pytest.raises(RuntimeError, match="out of bounds"):
+        linear_cross_entropy(hidden, weight, torch.full_like(targets, 9))
+    with pytest.raises(ValueError, match="trained"):
+        linear_cross_entropy(hidden, weight.requires_grad_(), targets)
 
 
 @pytest.mark.parametrize("loss", [linear_cross_entropy, cross_entropy])

@@ -129,12 +129,6 @@ def test_an_outlier_spoils_everything_or_its_own_block():
     assert blocks[64:128].count_nonzero() == 1
 
 
-@pytest.mark.parametrize("bits", [1, 9])
-def test_codes_that_int8_does_not_hold_are_refused(bits):
-    with pytest.raises(ValueError, match=f"bits={bits}.*2 to 8 bits"):
-        quantise_int(torch.ones(4), bits)
-
-
 # Levels
 
 
@@ -160,23 +154,6 @@ def test_the_papers_construction():
         )
 
 
-def test_fp4s_levels_are_the_formats_numbers():
-    codes = range(8)
-    magnitudes = [
-        (1 + m / 2) * 2 ** (e - 1) if e else m / 2
-        for e, m in ((code >> 1, code & 1) for code in codes)
-    ]
-    assert (nf4_math.fp4_levels() * 6).tolist() == pytest.approx(
-        sorted({s * m for m in magnitudes for s in (-1, 1)})
-    )
-
-
-def test_levels_made_on_another_default_device_lie_on_the_cpu():
-    for levels in (nf4_math.nf4_levels, nf4_math.dynamic_levels, nf4_math.fp4_levels):
-        with torch.device("meta"):
-            assert levels.__wrapped__().device.type == "cpu"
-
-
 @given(**traits, block=st.none() | st.integers(1, 100))
 @settings(max_examples=100, deadline=None)
 def test_the_nearest_level_is_found(n, seed, zeros, outlier, exponent, block):
@@ -184,8 +161,8 @@ def test_the_nearest_level_is_found(n, seed, zeros, outlier, exponent, block):
     coded = quantise_to(nf4_math.nf4_levels(), x, block)
     scaled = nf4_math.blocks_of(x, block) / coded.absmax.clamp(min=1e-30)[:, None]
     best = (scaled[..., None] - coded.levels).abs().min(dim=-1).values
-    found = (scaled - coded.levels[coded.codes.int()]).abs()
-    torch.testing.assert_close(found, best, rtol=0, atol=1e-6)
+    taken = (scaled - coded.levels[coded.codes.int()]).abs()
+    torch.testing.assert_close(taken, best, rtol=0, atol=1e-6)
 
 
 # NF4 against bitsandbytes
@@ -221,28 +198,6 @@ def test_restored_weights_are_bitsandbytes_own(n, seed, zeros, outlier, exponent
     assert torch.equal(ours.restored(dtype), restored_by_bitsandbytes(packed, state))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(48, 64), (3, 128, 32), (7, 9), (5, 64)])
-def test_whole_matrices(shape, dtype):
-    x = random(*shape).to(dtype)
-    packed, state = bnb.quantize_4bit(x, quant_type="nf4")
-    ours = quantise_nf4(x)
-    assert torch.equal(ours.packed, packed.flatten())
-    assert torch.equal(ours.absmax, state.absmax)
-    restored = ours.restored(dtype)
-    assert (restored.shape, restored.dtype) == (shape, dtype)
-    assert torch.equal(restored, restored_by_bitsandbytes(packed, state))
-
-
-@pytest.mark.parametrize("n", [0, 1, 63, 64, 65])
-def test_sizes_that_blocks_do_not_divide(n):
-    x = random(n)
-    w = quantise_nf4(x)
-    assert (w.packed.shape, w.absmax.shape) == ((math.ceil(n / 2),), (math.ceil(n / BLOCK),))
-    assert w.restored().shape == x.shape
-    assert quantise_int(x).restored().shape == double_quantise(x).restored().shape == x.shape
-
-
 def test_zeros_are_exact():
     x = torch.zeros(130)
     x[128] = 3.0
@@ -263,15 +218,6 @@ def test_what_is_not_finite_does_not_come_out_as_a_number(bad):
 
 
 # Packing
-
-
-@given(st.lists(st.integers(0, 15), max_size=99))
-@settings(deadline=None)
-def test_packing_and_back(codes):
-    codes = torch.tensor(codes, dtype=torch.uint8)
-    packed = nf4_math.pack(codes)
-    assert packed.numel() == math.ceil(codes.numel() / 2)
-    assert torch.equal(nf4_math.unpack(packed)[: codes.numel()], codes)
 
 
 def test_the_first_code_is_in_the_upper_half():
@@ -303,21 +249,6 @@ def test_constants_are_quantised_as_bitsandbytes_does(n, seed):
     assert torch.equal(ours.restored()[~apart], theirs[~apart])
 
 
-def test_bitsandbytes_on_a_cpu_looks_8_bit_codes_up_in_a_table():
-    """What the module says of it: rounded to a grid of 2^16 numbers first, the codes are the same
-    throughout.
-    """
-    x = random(100, GROUP)
-    codes, state = bnb.quantize_blockwise(x, blocksize=GROUP)
-    scaled = x / state.absmax[:, None]
-    on_the_grid = torch.round((scaled.double() + 1) * 32767.5) / 32767.5 - 1
-    levels = nf4_math.dynamic_levels()
-    table = torch.bucketize(on_the_grid, ((levels[1:] + levels[:-1]) / 2).double())
-    direct = quantise_to(levels, x, GROUP).codes
-    assert (direct != codes).float().mean() < 0.003
-    assert (table != codes).float().mean() < (direct != codes).float().mean() / 20
-
-
 @given(n=sizes, seed=seeds)
 @settings(max_examples=40, deadline=None)
 def test_a_doubly_quantised_weight_is_restored_as_bitsandbytes_does(n, seed):
@@ -335,27 +266,18 @@ def test_a_doubly_quantised_weight_is_restored_as_bitsandbytes_does(n, seed):
     assert torch.equal(ours.restored(), restored_by_bitsandbytes(packed, state))
 
 
-def test_double_quantisation_costs_little_accuracy():
-    x = random(4096, 64)
-    errors = nf4_math.rounding_errors(x)
-    assert errors["NF4, doubly quantised"] == pytest.approx(errors["NF4, blocks of 64"], rel=0.01)
-    absmax = constants(4096, 0)
-    assert relative_error(double_quantise(absmax).restored(), absmax) < 0.01
-
-
 def test_bits_a_parameter():
     assert nf4_math.constant_bits() == 0.5
     assert round(nf4_math.doubled_constant_bits(), 3) == 0.127
     x = random(GROUP * BLOCK * 4)
     w = quantise_nf4(x)
     doubled = double_quantise(w.absmax)
-    bits = lambda *tensors: 8 * sum(t.nbytes for t in tensors) / x.numel()
-    assert bits(w.packed) == 4
-    assert bits(w.absmax) == nf4_math.constant_bits()
-    assert (
-        bits(doubled.differences.codes, doubled.differences.absmax)
-        == nf4_math.doubled_constant_bits()
-    )
+    kept = doubled.differences
+    held = {"codes": w.packed.nbytes, "constants": w.absmax.nbytes}
+    held["doubled"] = kept.codes.nbytes + kept.absmax.nbytes
+    bits = {name: 8 * count / x.numel() for name, count in held.items()}
+    expected = [4, nf4_math.constant_bits(), nf4_math.doubled_constant_bits()]
+    assert list(bits.values()) == expected
 
 
 # Errors
@@ -366,35 +288,7 @@ def test_on_a_normal_distribution_nf4_is_the_best_of_the_4_bit_formats():
     assert errors["NF4, blocks of 64"] < 0.9 * errors["FP4 E2M1, blocks of 64"]
     assert errors["NF4, blocks of 64"] < 0.9 * errors["INT4, blocks of 64"]
     assert errors["INT8, blocks of 64"] < errors["INT8, one constant"] < errors["NF4, blocks of 64"]
-    assert list(errors) == list(nf4_math.ROUNDINGS)
-
-
-def test_on_even_numbers_nf4_is_not():
-    errors = nf4_math.rounding_errors(
-        torch.rand(1000, 64, generator=torch.Generator().manual_seed(0)) * 2 - 1
-    )
-    assert errors["INT4, blocks of 64"] < errors["NF4, blocks of 64"]
-
-
-def test_blocks_contain_an_outlier_where_one_constant_does_not():
-    x = random(1000, 64)
-    calm = nf4_math.rounding_errors(x)
-    x[3, 5] = 1e4
-    mask = torch.ones_like(x, dtype=torch.bool)
-    mask[3] = False
-    spoilt = {
-        name: relative_error(rounded(x)[mask], x[mask])
-        for name, rounded in nf4_math.ROUNDINGS.items()
-    }
-    for name, error in spoilt.items():
-        if (
-            name == "NF4, doubly quantised"
-        ):  # the group's other constants share the outlier's own scale
-            assert calm[name] < error < 1
-        elif "blocks" in name:
-            assert error == pytest.approx(calm[name], rel=0.02)
-        elif "one constant" in name or "one block" in name:
-            assert error > 0.99, name
+    assert errors["NF4, doubly quantised"] == pytest.approx(errors["NF4, blocks of 64"], rel=0.01)
 
 
 def test_nf4s_codes_carry_more_information_than_int4s():

@@ -15,7 +15,6 @@ from labutils.layers.quantization import fp8_math
 from labutils.layers.quantization.fp8_math import (
     E4M3,
     E5M2,
-    FORMATS,
     DelayedScaling,
     decode,
     encode,
@@ -23,6 +22,7 @@ from labutils.layers.quantization.fp8_math import (
 )
 
 ALL_CODES = torch.arange(256, dtype=torch.uint8)
+FORMATS = {"E4M3": E4M3, "E5M2": E5M2}
 formats = pytest.mark.parametrize("fmt", FORMATS.values(), ids=list(FORMATS))
 
 
@@ -74,21 +74,14 @@ def test_any_float_in_range_is_rounded_as_pytorch_does(fmt, data):
 @settings(max_examples=300, deadline=None)
 def test_the_nearest_number_is_found_for_any_float(fmt, value):
     x = torch.tensor([value], dtype=torch.float32)
-    found = decode(encode(x, fmt), fmt).item()
+    number = decode(encode(x, fmt), fmt).item()
     if math.isnan(value):
-        assert math.isnan(found)
+        assert math.isnan(number)
         return
     numbers = fp8_math.numbers(fmt)
     clipped = min(max(value, -fmt.largest), fmt.largest)
-    assert abs(found - clipped) == (numbers - clipped).abs().min().item()
-    assert math.copysign(1, found) == math.copysign(1, value)
-
-
-@formats
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_other_input_dtypes(fmt, dtype):
-    x = (torch.randn(1000, generator=torch.Generator().manual_seed(0)) * 30).to(dtype)
-    assert torch.equal(encode(x, fmt), bits_of(x.to(fmt.dtype)))
+    assert abs(number - clipped) == (numbers - clipped).abs().min().item()
+    assert math.copysign(1, number) == math.copysign(1, value)
 
 
 def test_the_ends_of_the_ranges():
@@ -118,8 +111,6 @@ def test_bits_are_shown_field_by_field():
     code = encode(torch.tensor([448.0, -57344.0]))[0].item()
     assert fp8_math.bits(code) == "0 1111 110"
     assert fp8_math.bits(encode(torch.tensor(-57344.0), E5M2).item(), E5M2) == "1 11110 11"
-    sign, exponent, mantissa = fp8_math.fields(torch.tensor([code], dtype=torch.uint8))
-    assert (sign.item(), exponent.item(), mantissa.item()) == (0, 15, 6)
 
 
 # Casting: article A2's words
@@ -177,13 +168,6 @@ def test_each_group_fills_the_range_and_is_restored_to_within_its_rounding(
     assert (error <= torch.maximum(half_step, subnormal) * 1.001).all()
 
 
-@pytest.mark.parametrize("granularity", fp8_math.SCALES)
-def test_zeros_stay_zero_and_their_scale_finite(granularity):
-    q = quantise(torch.zeros(2, 32), granularity)
-    assert torch.equal(q.restored(), torch.zeros(2, 32))
-    assert q.inverse.isfinite().all()
-
-
 def test_a_rows_outlier_is_its_own_rows_trouble():
     x = torch.full((4, 64), 0.01)
     x[1, 3] = 1e4
@@ -205,13 +189,6 @@ def test_block_scales_are_powers_of_two_that_e8m0_holds():
     assert q.inverse.shape == (8, 4, 1)
     assert torch.equal(torch.frexp(q.inverse)[0], torch.full_like(q.inverse, 0.5))
     assert torch.equal(q.inverse.to(torch.float8_e8m0fnu).float(), q.inverse)
-
-
-def test_unknown_granularities_and_odd_blocks_are_refused():
-    with pytest.raises(ValueError, match="'tensor', 'row', 'block'"):
-        quantise(torch.ones(4), "column")
-    with pytest.raises(ValueError, match="577 numbers can't be cut into blocks of 32"):
-        quantise(torch.ones(2, 577), "block")
 
 
 def test_what_is_lost_is_counted():
@@ -237,62 +214,12 @@ def test_delayed_scaling_step_by_step():
     assert scaling.scale.item() == 448
 
 
-@given(
-    amaxes=st.lists(st.floats(2.0**-60, 2.0**60, width=32), min_size=1, max_size=30),
-    length=st.integers(1, 8),
-    algorithm=st.sampled_from(["max", "most_recent"]),
-    margin=st.integers(0, 4),
-)
-@settings(max_examples=100, deadline=None)
-def test_the_scale_is_the_formula_over_the_window(amaxes, length, algorithm, margin):
-    scaling = DelayedScaling(length, algorithm, margin)
-    for value in amaxes:
-        scaling.record(torch.tensor(value))
-    chosen = amaxes[-1] if algorithm == "most_recent" else max(amaxes[-length:])
-    assert scaling.scale.item() == pytest.approx(448 / chosen / 2**margin, rel=1e-6)
-
-
 @pytest.mark.parametrize("odd", [0.0, math.nan, math.inf])
 def test_an_amax_that_gives_no_scale_leaves_it(odd):
     scaling = DelayedScaling(history_length=1)
     scaling.record(torch.tensor(7.0))
     scaling.record(torch.tensor(odd))
     assert scaling.scale.item() == 64
-
-
-def test_a_value_that_grew_since_saturates_and_is_known_the_next_time():
-    scaling = DelayedScaling()
-    small, grown = torch.tensor([1.0]), torch.tensor([8.0])
-    scaling(small)
-    assert scaling(grown).restored().item() == 1
-    assert scaling(grown).restored().item() == 8
-
-
-def test_tiny_amaxes_keep_the_scale_finite():
-    scaling = DelayedScaling()
-    scaling.record(torch.tensor(1e-44))
-    assert scaling.scale.item() == torch.finfo(torch.float32).max
-
-
-def test_odd_settings_are_refused():
-    with pytest.raises(ValueError, match="'max' or 'most_recent'"):
-        DelayedScaling(algorithm="mean")
-    with pytest.raises(ValueError, match="history_length=0"):
-        DelayedScaling(0)
-
-
-def test_the_error_of_a_product_grows_with_fewer_mantissa_bits():
-    chance = torch.Generator().manual_seed(0)
-    x, w = torch.randn(64, 512, generator=chance), torch.randn(128, 512, generator=chance)
-    e4m3, e5m2 = (fp8_math.product_error(x, w, "row", fmt) for fmt in (E4M3, E5M2))
-    assert 0.03 < e4m3 < 0.04 < e5m2 < 0.07
-
-
-@pytest.mark.parametrize("granularity", fp8_math.SCALES)
-def test_of_no_numbers_comes_none(granularity):
-    for shape in ((0, 32), (3, 0)):
-        assert quantise(torch.zeros(shape), granularity).restored().shape == shape
-    assert not fp8_math.DelayedScaling()(torch.zeros(0)).values.numel()
 
 
 @pytest.mark.parametrize("granularity", fp8_math.SCALES)
@@ -302,8 +229,3 @@ def test_infinity_does_not_come_out_as_a_number(granularity):
     assert quantise(x, granularity).restored()[0, 3].isnan()
     if granularity != "tensor":
         assert torch.equal(quantise(x, granularity).restored()[1], x[1])
-
-
-def test_a_number_has_no_blocks():
-    with pytest.raises(ValueError, match="Rows of 1 numbers can't be cut into blocks"):
-        quantise(torch.tensor(3.0), "block")

@@ -1,0 +1,164 @@
+"""The kinds of frozen layer behind one knob: swapped under adapters, trained with, refused."""
+
+from __future__ import annotations
+
+import gc
+import math
+import sys
+import types
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from labutils.layers.lora import attach_lora, count_trainable, lora_layers, merge
+from labutils.layers.quantization.convert import (
+    MAKERS,
+    convert_base,
+    frozen_linears,
+    transformer_engine,
+)
+from labutils.recipe import STOCK, Unavailable
+from labutils.training import train
+from labutils.workloads import open_workload
+
+ON_CPU = {"fp8-frozen": 0.06, "nf4": 0.3, "nf4-frozen": 0.3, "nf4-fp8": 0.3}
+"""Kind that runs on a CPU -> how far its logits may be from the published weights', relative to
+their norm."""
+each_adapter = pytest.mark.parametrize("adapter", ["plain", "peft"])
+
+
+def language_model(adapter="plain"):
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=120, **sizes, **heads))
+    attach_lora(model, ("q_proj", "v_proj", "down_proj"), 4, 8, adapter, seed=0)
+    for layer in lora_layers(model).values():
+        nn.init.normal_(layer.lora_B["default"].weight, std=0.02)
+    return model
+
+
+@each_adapter
+def test_frozen_linears_are_the_bases_and_the_unadapted_layers(adapter):
+    names = frozen_linears(language_model(adapter), skip=("lm_head",))
+    assert len(names) == 14
+    assert "model.layers.0.self_attn.q_proj.base_layer" in names
+    assert "model.layers.1.self_attn.k_proj" in names
+    assert not any("lora_" in name or "lm_head" in name for name in names)
+
+
+@each_adapter
+@pytest.mark.parametrize("kind", ON_CPU)
+def test_the_model_computes_nearly_the_same_and_trains_its_adapter(kind, adapter):
+    model, plain = language_model(adapter), language_model(adapter)
+    tokens = torch.randint(120, (2, 11), generator=torch.Generator().manual_seed(0))
+    trainable, names = count_trainable(model), frozen_linears(model, skip=("lm_head",))
+    assert convert_base(model, names, kind, torch.float32) == names
+    assert count_trainable(model) == trainable
+    ours, theirs = (m(tokens, labels=tokens) for m in (model, plain))
+    assert (ours.logits - theirs.logits).norm() < ON_CPU[kind] * theirs.logits.norm()
+    ours.loss.backward()
+    theirs.loss.backward()
+    for name, layer in lora_layers(model).items():
+        for half in ("lora_A", "lora_B"):
+            layers = (layer, lora_layers(plain)[name])
+            mine, other = (getattr(one, half)["default"].weight.grad for one in layers)
+            assert (mine - other).norm() < 3 * ON_CPU[kind] * other.norm(), name
+    with pytest.raises(ValueError, match="can't be added"):
+        merge(model)
+
+
+@pytest.mark.parametrize(
+    ("kind", "bytes_a_parameter"), [("fp8-frozen", 1.07), ("nf4", 0.6), ("nf4-frozen", 0.6)]
+)
+def test_the_old_weights_are_let_go(kind, bytes_a_parameter):
+    model = language_model()
+    names = frozen_linears(model, skip=("lm_head",))
+    old = [weakref.ref(model.get_submodule(name).weight) for name in names]
+    parameters = sum(ref().numel() for ref in old)
+    convert_base(model, names, kind, torch.float32)
+    gc.collect()
+    assert not any(ref() is not None for ref in old)
+    layers = [model.get_submodule(name) for name in names]
+    held = sum(t.nbytes for layer in layers for t in [*layer.parameters(), *layer.buffers()])
+    assert held < bytes_a_parameter * parameters
+
+
+def test_published_changes_nothing():
+    model = language_model()
+    before = dict(model.named_modules())
+    assert convert_base(model, frozen_linears(model), "published") == []
+    assert dict(model.named_modules()) == before
+
+
+@pytest.mark.parametrize("kind", ON_CPU)
+def test_a_bias_goes_along(kind):
+    model = nn.Sequential(nn.Linear(64, 32)).requires_grad_(False)
+    x = torch.zeros(3, 64)
+    expected = model(x)
+    convert_base(model, ["0"], kind, torch.float32)
+    torch.testing.assert_close(model(x), expected)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in MAKERS if kind not in ON_CPU])
+def test_what_this_machine_lacks_is_said_before_anything_changes(kind):
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    model = language_model()
+    before = dict(model.named_modules())
+    with pytest.raises(Unavailable, match="NVIDIA GPU"):
+        convert_base(model, frozen_linears(model), kind)
+    assert dict(model.named_modules()) == before
+    workload = open_workload("sd15-lora", scale="tiny", device="cpu")
+    run = train(workload, STOCK.but(base_linear=kind), steps=1)
+    assert run.status.startswith("skipped")
+
+
+def spoilt(model, case):
+    if case == "NaN":
+        model[1].weight.fill_(math.nan)
+    elif case == "trained":
+        model[1].bias.requires_grad_()
+    else:
+        model[1] = {"no Linear": nn.LayerNorm(32), "16": nn.Linear(32, 24)}[case]
+        model.requires_grad_(False)
+    return model
+
+
+@pytest.mark.parametrize("kind", ON_CPU)
+@pytest.mark.parametrize("case", ["NaN", "trained", "LayerNorm", "16"])
+def test_a_layer_that_does_not_go_leaves_those_before_it_alone(kind, case):
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)).requires_grad_(False)
+    with pytest.raises(ValueError, match=f"'1'.*{case}"):
+        convert_base(spoilt(model, "no Linear" if case == "LayerNorm" else case), ["0", "1"], kind)
+    assert type(model[0]) is nn.Linear
+
+
+@pytest.mark.parametrize("names", [["7"], [""]])
+def test_names_that_name_no_layer(names):
+    model = nn.Sequential(nn.Linear(32, 32)).requires_grad_(False)
+    with pytest.raises(ValueError, match="layer"):
+        convert_base(model, names, "fp8-frozen")
+    assert convert_base(model, iter(["0", "0"]), "fp8-frozen") == ["0"]
+
+
+@pytest.mark.parametrize(
+    "error", [RuntimeError("no torch extension\nmore"), OSError("libcudart.so.13")]
+)
+def test_a_broken_transformer_engine_is_unavailable(error, monkeypatch):
+    class Broken(types.ModuleType):
+        def __getattr__(self, name):
+            raise error
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setitem(sys.modules, "transformer_engine", Broken("transformer_engine"))
+    monkeypatch.delitem(sys.modules, "transformer_engine.pytorch", raising=False)
+    with pytest.raises(Unavailable, match=f"{type(error).__name__}.*make te"):
+        transformer_engine()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    with pytest.raises(Unavailable, match="8.9"):
+        transformer_engine()

@@ -1,0 +1,477 @@
+"""LoRA against PEFT and against W + BA written densely; its files against PEFT and diffusers."""
+
+from __future__ import annotations
+
+import copy
+import json
+
+import peft
+import pytest
+import torch
+from diffusers import StableDiffusionPipeline, UNet2DConditionModel
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from peft.utils import get_peft_model_state_dict
+from torch import nn
+
+from labutils.layers.lora import (
+    CONFIG_FILE,
+    KINDS,
+    WEIGHTS_FILE,
+    LoRALinear,
+    adapter_state,
+    attach_lora,
+    count_parameters,
+    count_trainable,
+    load_adapter,
+    lora_layers,
+    lora_parameters,
+    matching_layers,
+    merge,
+    save_adapter,
+    switch,
+    unmerge,
+)
+
+TARGETS = ("to_q", "to_k", "to_v", "to_out.0")
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+class Net(nn.Module):
+    """The smallest model that has two targets and a bystander."""
+
+    def __init__(self, inner=12, outer=8):
+        super().__init__()
+        self.up = nn.Linear(outer, inner)
+        self.norm = nn.LayerNorm(inner)
+        self.down = nn.Linear(inner, outer, bias=False)
+
+    def forward(self, x):
+        return self.down(self.norm(self.up(x)))
+
+
+def make_net(inner=12, dtype=torch.float32):
+    torch.manual_seed(1)
+    return Net(inner).to(dtype)
+
+
+def make_unet():
+    """A UNet of Stable Diffusion's kind, small enough to build in no time."""
+    torch.manual_seed(2)
+    return UNet2DConditionModel(
+        sample_size=8,
+        layers_per_block=1,
+        block_out_channels=(16, 32),
+        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
+        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
+        cross_attention_dim=8,
+        attention_head_dim=8,
+        norm_num_groups=8,
+    )
+
+
+def trained(module, name="default", size=0.1):
+    """As after training: no B is zero any more."""
+    generator = torch.Generator().manual_seed(3)
+    for key, matrix in adapter_state(module, name).items():
+        if ".lora_B." in key:
+            matrix.copy_(size * torch.randn(matrix.shape, generator=generator))
+    return module
+
+
+def adapted(kind, rank=3, alpha=6, model=None):
+    model = make_net() if model is None else model
+    attach_lora(model, ("up", "down"), rank, alpha, kind, seed=5)
+    return trained(model)
+
+
+def sample(unet):
+    generator = torch.Generator().manual_seed(4)
+    x, text = (torch.randn(shape, generator=generator) for shape in ((2, 4, 8, 8), (2, 5, 8)))
+    with torch.no_grad():
+        return unet(x, torch.tensor([1, 500]), text).sample
+
+
+# -------------------------------------------------------------------------------------------------
+# Against PEFT and against the dense formula
+
+sizes = st.integers(1, 40)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    d=sizes,
+    k=sizes,
+    rank=st.integers(1, 9),
+    alpha=st.sampled_from([0.5, 1, 4, 16]),
+    dtype=st.sampled_from(DTYPES),
+    autocast=st.booleans(),
+)
+def test_the_plain_layer_is_pefts(d, k, rank, alpha, dtype, autocast):
+    """Outputs and gradients agree on any shape, with and without autocast; gradients are float32.
+
+    How far rounding can drive them apart is what the same products of absolute values say, times a
+    few epsilons.
+    """
+    computed = torch.bfloat16 if autocast and dtype == torch.float32 else dtype
+    generator = torch.Generator().manual_seed(d * 100 + k)
+    x, upstream = (torch.randn(2, 3, width, generator=generator) for width in (k, d))
+    outputs, gradients = {}, {}
+    for kind in KINDS:
+        torch.manual_seed(1)
+        layer = nn.Sequential(nn.Linear(k, d)).to(dtype)
+        a, b = attach_lora(layer, ("0",), rank, alpha, kind, seed=5)
+        trained(layer)
+        with torch.autocast("cpu", computed, enabled=autocast):
+            y = outputs[kind] = layer(x if autocast else x.to(dtype))
+        gradients[kind] = torch.autograd.grad(y, (a, b), upstream.to(y.dtype))
+    x, upstream, a, b = (t.detach().abs().flatten(0, -2) for t in (x, upstream, a, b))
+    scale, epsilon = alpha / rank, 4 * torch.finfo(computed).eps
+    bounds = [(upstream @ b).T @ x * scale, upstream.T @ (x @ a.T) * scale]
+    weight, bias = (p.detach().float().abs() for p in (layer[0].weight, layer[0].bias))
+    reach = (x @ weight.T + bias + x @ a.T @ b.T * scale).view(2, 3, d)
+    assert outputs["plain"].dtype == outputs["peft"].dtype == computed
+    assert ((outputs["plain"] - outputs["peft"]).abs() <= epsilon * reach).all()
+    for ours, theirs, bound in zip(gradients["plain"], gradients["peft"], bounds, strict=True):
+        assert ours.dtype == theirs.dtype == torch.float32
+        assert ((ours - theirs).abs() <= epsilon * bound).all()
+
+
+@settings(max_examples=30, deadline=None)
+@given(d=sizes, k=sizes, rank=st.integers(1, 9), alpha=st.sampled_from([0.5, 3, 16]))
+def test_the_layer_computes_w_plus_ba(d, k, rank, alpha):
+    """y = x (W + alpha/r B A)^T + b, and the gradients of the dense matrix, in float64."""
+    generator = torch.Generator().manual_seed(d * 100 + k)
+    layer = LoRALinear(nn.Linear(k, d).double(), rank, alpha)
+    a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
+    with torch.no_grad():
+        a.copy_(torch.randn(rank, k, generator=generator))
+        b.copy_(torch.randn(d, rank, generator=generator))
+    x = torch.randn(5, k, generator=generator, dtype=torch.float64)
+    dense = nn.functional.linear(x, layer.weight + alpha / rank * b @ a, layer.bias)
+    torch.testing.assert_close(layer(x), dense)
+    ours, theirs = (torch.autograd.grad(y.square().sum(), (a, b)) for y in (layer(x), dense))
+    torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_training_moves_the_adapter_only(kind):
+    model = make_net()
+    before = {n: p.clone() for n, p in model.named_parameters()}
+    parameters = attach_lora(model, ("up", "down"), 2, 2, kind, seed=0)
+    assert parameters == [p for p in model.parameters() if p.requires_grad]
+    optimizer, x, losses = torch.optim.SGD(parameters, lr=0.5), torch.randn(16, 8), []
+    for _ in range(5):
+        loss = (model(x) - x).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+    after = {n.replace(".base_layer", ""): p for n, p in model.named_parameters()}
+    assert all(torch.equal(after[n], p) for n, p in before.items())
+
+
+# -------------------------------------------------------------------------------------------------
+# Attaching
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_parameters_are_those_of_add_adapter(kind):
+    reference, model = make_unet(), make_unet()
+    untouched = sample(model)
+    reference.add_adapter(peft.LoraConfig(r=4, lora_alpha=4, target_modules=list(TARGETS)))
+    parameters = attach_lora(model, TARGETS, 4, 4, kind, seed=0)
+    theirs = [(n, p.requires_grad) for n, p in reference.named_parameters()]
+    assert [(n, p.requires_grad) for n, p in model.named_parameters()] == theirs
+    assert sum(p.numel() for p in parameters) == count_trainable(reference)
+    assert adapter_state(model).keys() == get_peft_model_state_dict(reference).keys()
+    assert torch.equal(sample(model), untouched)  # B is zero
+    assert adapter_state(torch.compile(model)).keys() == adapter_state(model).keys()
+
+
+def test_initial_weights_depend_on_seed_and_name_alone():
+    """Whatever the kind, the targets' order, what else is adapted, and the base's dtype."""
+
+    def initial(model, targets, kind, seed=7):
+        attach_lora(model, targets, 4, 4, kind, seed=seed)
+        return adapter_state(model)
+
+    both = initial(make_net(), ("up", "down"), "plain")
+    torch.randn(3)
+    for state in (
+        initial(make_net(), ("down", "up"), "peft"),
+        initial(make_net(), ("down",), "plain"),
+        initial(make_net(dtype=torch.bfloat16), ("up",), "peft"),
+    ):
+        assert all(torch.equal(state[key], both[key]) for key in state)
+    key = "up.lora_A.weight"
+    assert not torch.equal(initial(make_net(), ("up",), "plain", seed=8)[key], both[key])
+    assert not torch.equal(both[key].flatten(), both["down.lora_A.weight"].flatten()[:32])
+
+
+def test_initial_weights_are_spread_as_pefts():
+    """The same distribution as PEFT's own "gaussian"."""
+    model, reference = nn.Sequential(nn.Linear(4000, 8)), nn.Sequential(nn.Linear(4000, 8))
+    attach_lora(model, ("0",), 8, 8, "plain")
+    config = peft.LoraConfig(r=8, target_modules=["0"], init_lora_weights="gaussian")
+    peft.inject_adapter_in_model(config, reference)
+    ours = adapter_state(model)["0.lora_A.weight"]
+    theirs = reference[0].lora_A["default"].weight.detach()
+    assert abs(ours.mean()) < 0.03 * theirs.std()
+    assert ours.std().item() == pytest.approx(theirs.std().item(), rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("targets", "matched"),
+    [
+        (("to_out.0",), ["attn.to_out.0"]),
+        (("0",), ["attn.to_out.0"]),
+        (("q",), ["attn.q", "q"]),
+        (("attn.q",), ["attn.q"]),
+    ],
+)
+def test_targets_match_as_in_peft(targets, matched):
+    layers = {name: nn.Linear(2, 2) for name in ("q", "xq")}
+    layers["to_out"] = nn.ModuleList([nn.Linear(2, 2)])
+    model = nn.ModuleDict({"attn": nn.ModuleDict(layers), "q": nn.Linear(2, 2)})
+    assert matching_layers(model, targets) == matched
+    tuner = peft.LoraModel(model, peft.LoraConfig(target_modules=list(targets)), "default")
+    assert tuner.targeted_module_names == matched
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"targets": ("to_q",)}, "down, up"),
+        ({"targets": "up"}, r"\('up',\)"),
+        ({"rank": 0}, "rank=0"),
+        ({"kind": "dora"}, "'peft', 'plain'"),
+        ({"targets": ("norm",)}, "LayerNorm"),
+    ],
+)
+def test_what_cant_be_attached_is_said(change, message):
+    model = make_net()
+    asked = {"targets": ("up",), "rank": 2, "alpha": 2, "kind": "plain"}
+    with pytest.raises(ValueError, match=message):
+        attach_lora(model, **(asked | change))
+    assert not lora_layers(model)
+
+
+@settings(max_examples=30, deadline=None)
+@given(d=sizes, k=sizes, rank=st.integers(1, 9), kind=st.sampled_from(KINDS))
+def test_counts_on_the_meta_device(d, k, rank, kind):
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(k, d, bias=False))
+    attach_lora(model, ("0",), rank, rank, kind)
+    assert count_trainable(model) == lora_parameters(d, k, rank) == d * rank + rank * k
+    assert count_parameters(model) == d * k + lora_parameters(d, k, rank)
+    assert {p.device.type for p in model.parameters()} == {"meta"}
+
+
+# -------------------------------------------------------------------------------------------------
+# Merging and switching
+
+
+@settings(max_examples=25, deadline=None)
+@given(dtype=st.sampled_from(DTYPES), rank=st.integers(1, 8), inner=sizes)
+def test_merged_weights_are_pefts(dtype, rank, inner):
+    """The same merged matrix, and unmerged, off by the rounding of that sum at most."""
+    models = {kind: adapted(kind, rank, 4, make_net(inner, dtype)) for kind in KINDS}
+    base, x = models["plain"].up.weight.clone(), torch.randn(4, 8, dtype=dtype)
+    y = models["plain"](x)
+    for model in models.values():
+        merge(model)
+        merge(model)  # once is enough: the second does nothing
+    merged, epsilon = models["plain"].up.weight, torch.finfo(dtype).eps
+    assert merged.dtype == dtype
+    torch.testing.assert_close(merged, models["peft"].up.weight, rtol=2 * epsilon, atol=1e-7)
+    if dtype == torch.float32:
+        torch.testing.assert_close(models["plain"](x), y)
+    rounding = epsilon * torch.maximum(merged.abs(), base.abs()).float() + 1e-7
+    unmerge(models["plain"])
+    assert ((models["plain"].up.weight.float() - base.float()).abs() <= rounding).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_adapters_on_one_base(kind):
+    """Each adapter computes what it does alone; only the one in use is trained."""
+    x, model = torch.randn(4, 8), adapted(kind)
+    alone = model(x)
+    with pytest.raises(ValueError, match="already"):
+        attach_lora(model, ("up",), 2, 2, kind)
+    attach_lora(model, ("up",), 2, 8, kind, seed=6, name="other")
+    trained(model, "other", size=0.5)
+    assert count_trainable(model) == lora_parameters(12, 8, 2)
+    assert not torch.allclose(model(x), alone)
+    assert torch.equal(model.down(torch.ones(1, 12)), model.down.base_layer(torch.ones(1, 12)))
+    switch(model, "default")
+    torch.testing.assert_close(model(x), alone)
+    assert count_trainable(model) == 2 * lora_parameters(12, 8, 3)
+    with pytest.raises(ValueError, match="default, other"):
+        switch(model, "third")
+    merge(model)
+    with pytest.raises(ValueError, match="unmerge"):
+        switch(model, "other")
+
+
+def test_quantised_weights_are_not_merged_into():
+    model = adapted("plain")
+    packed = torch.zeros(12, 8, dtype=torch.uint8)
+    model.up.base_layer.weight = nn.Parameter(packed, requires_grad=False)
+    with pytest.raises(ValueError, match="uint8"):
+        merge(model)
+    assert not model.down.merged
+
+
+# -------------------------------------------------------------------------------------------------
+# Files
+
+
+@pytest.mark.parametrize("written", KINDS)
+@pytest.mark.parametrize("read", KINDS)
+def test_each_kind_loads_the_others_file(written, read, tmp_path):
+    model, x = adapted(written, rank=2, alpha=5), torch.randn(3, 8)
+    save_adapter(model, tmp_path)
+    fresh = make_net()
+    parameters = load_adapter(fresh, tmp_path, kind=read)
+    torch.testing.assert_close(fresh(x), model(x))
+    assert parameters == [p for p in fresh.parameters() if p.requires_grad]
+    other = adapted(read, rank=2, alpha=5)
+    for matrix in adapter_state(other).values():
+        matrix.zero_()
+    load_adapter(other, tmp_path)
+    torch.testing.assert_close(other(x), model(x))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_peft_loads_what_we_save(kind, tmp_path):
+    model, x = adapted(kind, rank=2, alpha=5), torch.randn(3, 8)
+    files = save_adapter(model, tmp_path, base_model="somewhere/base")
+    assert sorted(tmp_path.iterdir()) == files == [tmp_path / CONFIG_FILE, tmp_path / WEIGHTS_FILE]
+    torch.testing.assert_close(peft.PeftModel.from_pretrained(make_net(), tmp_path)(x), model(x))
+    config = peft.LoraConfig.from_pretrained(tmp_path)
+    assert (config.r, config.lora_alpha, config.base_model_name_or_path) == (2, 5, "somewhere/base")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_we_load_what_peft_saves(kind, tmp_path):
+    config = peft.LoraConfig(r=3, lora_alpha=12, target_modules=["up", "down"])
+    theirs, x = peft.get_peft_model(make_net(), config), torch.randn(3, 8)
+    trained(theirs)
+    theirs.save_pretrained(tmp_path)
+    ours = make_net()
+    load_adapter(ours, tmp_path, kind=kind)
+    torch.testing.assert_close(ours(x), theirs(x))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_diffusers_loads_what_we_save(kind, tmp_path):
+    """A UNet's own loader, and its pipeline's, with an alpha that isn't the rank."""
+    model, file = make_unet(), "pytorch_lora_weights.safetensors"
+    attach_lora(model, TARGETS, 4, 10, kind, seed=0)
+    trained(model)
+    assert file in [path.name for path in save_adapter(model, tmp_path)]
+    loaded, piped = make_unet(), make_unet()
+    assert not torch.allclose(sample(loaded), sample(model), atol=1e-3)
+    loaded.load_lora_adapter(tmp_path, prefix="unet", weight_name=file)
+    torch.testing.assert_close(sample(loaded), sample(model))
+    state, alphas, metadata = StableDiffusionPipeline.lora_state_dict(
+        tmp_path, weight_name=file, return_lora_metadata=True
+    )
+    StableDiffusionPipeline.load_lora_into_unet(state, alphas, piped, metadata=metadata)
+    torch.testing.assert_close(sample(piped), sample(model))
+
+
+def damage(folder, case):
+    """Make a wrong file of a saved adapter."""
+    weights, config = folder / WEIGHTS_FILE, folder / CONFIG_FILE
+    if case == "cut off":
+        weights.write_bytes(weights.read_bytes()[:-20])
+    elif case == "cut off in its header":
+        weights.write_bytes(weights.read_bytes()[:40])
+    elif case == "half a configuration":
+        config.write_text(config.read_text()[:100])
+    elif case == "another rank":
+        config.write_text(json.dumps(json.loads(config.read_text()) | {"r": 4}))
+    else:
+        config.write_text(json.dumps(json.loads(config.read_text()) | {"use_rslora": True}))
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        ("cut off", "can't be read"),
+        ("cut off in its header", "can't be read"),
+        ("half a configuration", "can't be read"),
+        ("another rank", "doesn't fit"),
+        ("more than LoRA", "use_rslora"),
+    ],
+)
+def test_a_wrong_file_is_refused_and_changes_nothing(case, message, tmp_path):
+    save_adapter(adapted("plain"), tmp_path)
+    damage(tmp_path, case)
+    model = make_net()
+    with pytest.raises(ValueError, match=message):
+        load_adapter(model, tmp_path, kind="plain")
+    assert not lora_layers(model)
+
+
+@pytest.mark.parametrize("file", [WEIGHTS_FILE, CONFIG_FILE])
+def test_a_missing_file_is_named(file, tmp_path):
+    save_adapter(adapted("plain"), tmp_path)
+    (tmp_path / file).unlink()
+    with pytest.raises(FileNotFoundError, match=file):
+        load_adapter(make_net(), tmp_path)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("targets", "rank", "alpha"), [(("up", "down"), 4, 6), (("up", "down"), 3, 3), (("up",), 3, 6)]
+)
+def test_an_adapter_of_another_make_is_refused(kind, targets, rank, alpha, tmp_path):
+    save_adapter(adapted("plain", rank=3, alpha=6), tmp_path)
+    model = make_net()
+    attach_lora(model, targets, rank, alpha, kind, seed=9)
+    before = copy.deepcopy(adapter_state(model))
+    with pytest.raises(ValueError, match="doesn't fit"):
+        load_adapter(model, tmp_path)
+    assert all(torch.equal(before[key], matrix) for key, matrix in adapter_state(model).items())
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        nn.Sequential(nn.Linear(8, 12)),
+        make_net(inner=13),
+        nn.ModuleDict({"up": nn.Linear(8, 12), "down": nn.Linear(12, 8), "more": make_net()}),
+    ],
+    ids=["no such layer", "wider", "layers with the same ending"],
+)
+def test_an_adapter_of_another_model_is_refused(model, tmp_path):
+    save_adapter(adapted("plain"), tmp_path)
+    with pytest.raises(ValueError, match="doesn't fit"):
+        load_adapter(model, tmp_path)
+    assert not lora_layers(model)
+
+
+def test_layers_of_different_alpha_dont_fit_one_file(tmp_path):
+    model = adapted("plain")
+    model.up.scaling["default"] = 5.0
+    with pytest.raises(ValueError, match="differ"):
+        save_adapter(model, tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_save_that_fails_leaves_the_last_one(tmp_path, monkeypatch):
+    """A disk without room: no half a file, no rubbish."""
+    save_adapter(adapted("plain"), tmp_path)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+
+    def full(*args, **options):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(peft.LoraConfig, "save_pretrained", full)
+    with pytest.raises(OSError, match="space"):
+        save_adapter(adapted("plain", rank=5), tmp_path)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
