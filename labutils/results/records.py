@@ -420,14 +420,9 @@ def named(name: str | Path) -> Path:
     leads nowhere.
     """
     try:
-        path = Path(name).expanduser()
-        os.path.abspath(path)
-    except (RuntimeError, FileNotFoundError):  # nobody's home; the current folder was deleted
-        raise ValueError(
-            f"{name} leads nowhere. Go to a folder that exists, cd {REPOSITORY}, and write the "
-            "path out, as in: --results results/NAME"
-        ) from None
-    return path
+        return Path(os.path.abspath(Path(name).expanduser()))
+    except (RuntimeError, FileNotFoundError) as error:  # nobody's home; our folder was deleted
+        raise ValueError(f"{name}: {error}. Write it out: --results results/NAME") from None
 
 
 # ------------------------------------------------------------------------------------- provenance
@@ -479,15 +474,8 @@ def commit() -> str:
     """The commit of this checkout ("+" after it: with local changes), LABUTILS_COMMIT where there
     is no checkout.
     """
-
-    def git(*words: str) -> subprocess.CompletedProcess[str]:
-        command = ["git", "-C", str(REPOSITORY), *words]
-        return subprocess.run(command, capture_output=True, text=True, check=False)
-
     if given := os.environ.get("LABUTILS_COMMIT"):
         return given
-    head = git("rev-parse", "--short=12", "HEAD")
-    if head.returncode != 0:
-        return "unknown"
-    changed = git("status", "--porcelain", "-uno").stdout.strip()
-    return head.stdout.strip() + ("+" if changed else "")
+    describe = ["git", "describe", "--always", "--dirty=+", "--abbrev=12", "--exclude=*"]
+    said = subprocess.run(describe, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    return said.stdout.strip() or "unknown"
