@@ -62,7 +62,7 @@ def test_what_was_through_before_a_rank_failed_is_kept(monkeypatch, tmp_path):
         and set(found) == {"a", "c", "link"}
         and found["a"].lane == "same work"
     )
-    assert {name: run.status for (_, name), run in read_runs(tmp_path).items()} == {
+    assert {run.run: run.status for run in read_runs(tmp_path)} == {
         "a": "ok",
         "b": "error: Rank 1 failed in b",
         "c": "ok",

@@ -300,7 +300,7 @@ def test_what_is_on_record_of_a_rung_is_of_its_recipe():
     """Every recipe on record is one that can be asked for, and under a rung's name there is no
     other one's run.
     """
-    runs = {place: run for place, run in read_runs(REFERENCE).items() if run.recipe}
+    runs = {(run.lab, run.run): run for run in read_runs(REFERENCE) if run.recipe}
     recipes = {place: Recipe(**run.recipe) for place, run in runs.items()}
     assert len(recipes) > 50
     _, rungs = lab07_qlora.ladder_for("cuda")
