@@ -181,7 +181,8 @@ cast = dict(
 )
 saturates = fp8_math.plain_cast_saturates(lab.device)
 metrics = {name: value for name, value in cast.items() if math.isfinite(value)} | {
-    "saturates": int(saturates)
+    "saturates": int(saturates),
+    "e4m3_max": torch.finfo(torch.float8_e4m3fn).max,
 }
 lab.keep(Run("05", "fp8-cast", metrics=metrics))
 lab.table(
