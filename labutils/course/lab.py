@@ -347,7 +347,10 @@ class Lab:
         """
         chosen = self.references(*patterns, **tags)
         if not self._is_reference():
-            self._show_reference(tables.as_table(head, *rows_of(chosen)), list(chosen.values()))
+            self._show_reference(
+                tables.as_table(head, *rows_of(chosen)),
+                list(chosen.values() if patterns else chosen),
+            )
 
     def runs_table(
         self,

@@ -13,7 +13,7 @@ batch of one of these forms (the recipe's `shapes`):
 as-they-come   one example a row, as long as the longest one in the batch
 fixed, padded  one example a row, always `budget` tokens long
 buckets        one example a row, as long as the next of a few lengths
-packed         as many examples as fit into a row of `budget` tokens; `packing.PackedOrder` chooses them
+packed         as many examples as fit into a row of `budget` tokens; `PackedOrder` chooses them
 
 Padding comes after the text: under causal attention no token sees what comes after it, so one
 example a row needs no mask at all.
@@ -144,7 +144,7 @@ class Examples:
         }
 
     def text_tokens(self, label: int) -> tuple[int, int]:
-        """Tokens of an example that aren't its image's, and those among them that are the answer's."""
+        """Tokens of an example that aren't its image's, and how many are the answer's."""
         prompt, answer = self.processor.tokenizer(PROMPT).input_ids, self.answers[label]
         return len(prompt) - 1 + len(answer), len(answer)
 

@@ -76,7 +76,7 @@ class Layout:
         )
 
     def rows(self, lengths: Sequence[int], tiles: Sequence[int]) -> list[list[int]]:
-        """The examples of each row, in order: one each, or as many as fit into it and may be in it."""
+        """The examples of each row, in order: one each, or as many as fit and may be in it."""
         if not self.packs:
             return [[index] for index in range(len(lengths))]
         rows: list[list[int]] = []
@@ -260,7 +260,7 @@ def fill_up(tensor: Tensor, length: int, value: float) -> Tensor:
 def stack_rows(
     rows: Sequence[Sequence[Mapping[str, Tensor]]], length: int, fills: Mapping[str, float]
 ) -> dict[str, Tensor]:
-    """name -> [rows, length]: each row's parts one behind the other, filled up with `fills[name]`."""
+    """name -> [rows, length]: each row's parts behind one another, filled up with `fills[name]`."""
     return {
         name: torch.stack(
             [fill_up(torch.cat([part[name] for part in row]), length, value) for row in rows]

@@ -99,7 +99,7 @@ def expected_longest(kind: Kind, texts: int) -> int:
 # -------------------------------------------------------------------------- generated texts
 
 WORDS = tomllib.loads((Path(__file__).parent / "words.toml").read_text("utf-8"))
-"""What generated texts are made of: language -> kind of word, sentence or request -> all of them."""
+"""What generated texts are made of: language -> kind of word, sentence or request -> all."""
 IN_ENGLISH = 5
 """One text in so many is English."""
 
@@ -114,8 +114,8 @@ def written(kind: Kind, index: int, letters: int, seed: int = 0) -> Text:
     sentences, count = [], 0
     while count < letters:
         # Every other sentence is about the title's own place and thing.
-        told = words if len(sentences) % 2 == 0 else _words(rng, language)
-        sentences.append(_pick(rng, language["sentences"]).format(**told | _numbers(rng)))
+        said = words if len(sentences) % 2 == 0 else _words(rng, language)
+        sentences.append(_pick(rng, language["sentences"]).format(**said | _numbers(rng)))
         count += len(sentences[-1])
     body = (" " if english else "").join(sentences)
     if kind is LONG:

@@ -1,5 +1,5 @@
-"""What a GPU does over time, by its driver: utilisation, memory, power, energy. On a machine without
-a GPU, what the CPU does.
+"""What a GPU does over time, by its driver: utilisation, power, energy. Without a GPU, what the CPU
+does.
 
 What the driver calls utilisation is the share of its last sampling period (between 1/6 and 1 s, by
 the card) in which any kernel at all was running. It says nothing about how much of the GPU that
@@ -105,7 +105,7 @@ class Utilization(Sampler):
         return self.mean(self.what)
 
     def metrics(self) -> dict[str, float]:
-        """{"gpu_utilization"} or {"cpu_utilization"}, and what else was read; {} where nothing was."""
+        """{"gpu_utilization"} or {"cpu_utilization"}, and "power_w"; what was not read is absent."""
         means = {f"{self.what}_utilization": self.share, "power_w": self.mean("power_w")}
         return {name: value for name, value in means.items() if value is not None}
 

@@ -8,7 +8,7 @@ import pytest
 
 from labutils.course.lab import open_lab
 from labutils.labs import lab10_distributed as lab10
-from labutils.profiling.ddp_model import Foretold
+from labutils.profiling.ddp_model import PredictedStep
 from labutils.recipe import Recipe
 from labutils.results.records import REFERENCE, Run, read_runs, summarise
 from labutils.results.schema1 import tags_of
@@ -71,7 +71,7 @@ def test_a_micro_batch_that_sends_nothing_is_a_no_sync_steps_part():
 
 
 def test_efficiency_is_against_n_times_one_process():
-    prediction = Foretold(80.0, 10.0, 5.0, 3)
+    prediction = PredictedStep(80.0, 10.0, 5.0, 3)
     run = lab10.with_efficiency(timed("ddp 2", 100), timed("one process", 80, 1), prediction)
     assert run.metrics["efficiency"] == pytest.approx(0.5)
     assert run.metrics["predicted_step_ms"] == 85

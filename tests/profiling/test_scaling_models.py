@@ -1,4 +1,4 @@
-"""Steps with workers and on several GPUs, predicted, against simulations; NCCL's words as numbers."""
+"""Steps with workers and on several GPUs, predicted, against simulations; NCCL's words."""
 
 import pytest
 from hypothesis import given

@@ -293,7 +293,7 @@ def test_whose_code_a_file_is(file, own, short):
     st.lists(st.integers(0, 40), max_size=8),
 )
 def test_stacks_against_looking_at_every_slice(pieces, moments):
-    """Nested slices: each piece is put, with a margin, around the pieces before it that it meets."""
+    """Nested slices: each piece is put around the pieces before it that it meets."""
     slices = []
     for start, length in pieces:
         met = [s for s in slices if s.start < start + length and start < s.end]
