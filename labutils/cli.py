@@ -8,10 +8,8 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from labutils import __version__
 from labutils.course import parameters
@@ -76,8 +74,8 @@ def _add_run(commands: argparse._SubParsersAction) -> None:
         "-p",
         dest="given",
         nargs=2,
-        action=_Given,
-        default={},
+        action="append",
+        default=[],
         metavar=("NAME", "VALUE"),
         help="a lab's own parameter",
     )
@@ -91,28 +89,12 @@ def _add_run(commands: argparse._SubParsersAction) -> None:
     )
     run.add_argument(
         "--timeout",
-        type=_seconds,
-        default=1800.0,
+        type=_count,
+        default=1800,
         metavar="S",
         help="seconds a lab may take (1800)",
     )
     run.set_defaults(carry_out=_run)
-
-
-class _Given(argparse.Action):
-    """Gathers `-p NAME VALUE`s by name, each once."""
-
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        options: argparse.Namespace,
-        words: Any,
-        option: str | None = None,
-    ) -> None:
-        (name, value), before = words, getattr(options, self.dest)
-        if name in before:
-            raise argparse.ArgumentError(self, f"{name} is given twice; give each parameter once")
-        setattr(options, self.dest, before | {name: value})
 
 
 def _add_report(commands: argparse._SubParsersAction) -> None:
@@ -174,8 +156,8 @@ def _add_results(
 
 
 def _count(word: str) -> int:
-    if not (word.isascii() and word.isdecimal() and 0 < int(word[:6]) <= 10_000):
-        raise argparse.ArgumentTypeError(f"{word!r} is not a whole number from 1 to 10000")
+    if not (word.isascii() and word.isdecimal() and 0 < int(word[:8]) <= 1_000_000):
+        raise argparse.ArgumentTypeError(f"{word!r} is not a whole number from 1 to 1000000")
     return int(word)
 
 
@@ -183,18 +165,6 @@ def _folder(word: str) -> Path:
     if not word.strip():
         raise argparse.ArgumentTypeError(f"{word!r} names no folder; type results/NAME, say")
     return Path(word)
-
-
-def _seconds(word: str) -> float:
-    try:
-        seconds = float(word)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds <= threading.TIMEOUT_MAX:
-        raise argparse.ArgumentTypeError(
-            f"{word!r} is not a number of seconds above 0 and up to {threading.TIMEOUT_MAX:.0f}"
-        )
-    return seconds
 
 
 def _doctor(options: argparse.Namespace) -> int:
@@ -206,10 +176,12 @@ def _doctor(options: argparse.Namespace) -> int:
 def _run(options: argparse.Namespace) -> int:
     from labutils.tools import run as runner
 
-    names = ("scale", "weights", "data", "results", "given", "force", "jobs", "timeout")
-    asked = runner.Options(**{name: getattr(options, name) for name in names})
+    names = ("scale", "weights", "data", "results", "force", "jobs", "timeout")
+    asked = {name: getattr(options, name) for name in names} | {"given": dict(options.given)}
     try:
-        return runner.run(options.labs, asked, say=lambda text: print(text, flush=True))
+        return runner.run(
+            options.labs, runner.Options(**asked), lambda text: print(text, flush=True)
+        )
     except runner.UsageError as error:
         print(f"labutils run: {error}", file=sys.stderr)
         return WRONG_USAGE

@@ -13,7 +13,7 @@ batch of one of these forms (the recipe's `shapes`):
 as-they-come   one example a row, as long as the longest one in the batch
 fixed, padded  one example a row, always `budget` tokens long
 buckets        one example a row, as long as the next of a few lengths
-packed         as many examples as fit into a row of `budget` tokens; `packing.PackedOrder` chooses them
+packed         as many examples as fit into a row of `budget` tokens; `PackedOrder` chooses them
 
 Padding comes after the text: under causal attention no token sees what comes after it, so one
 example a row needs no mask at all.
@@ -32,7 +32,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from labutils.data.leaves import CLASSES
-from labutils.data.packing import IGNORED, Layout, answer_places, boundaries, fill_up
+from labutils.data.packing import (
+    IGNORED,
+    Layout,
+    answer_places,
+    boundaries,
+    fill_up,
+    stack_rows,
+)
 
 PROMPT = "[INST] <image>\nDescribe [/INST]"
 """Article A2's prompt in the chat form of Mistral; the answer is the photograph's class."""
@@ -137,7 +144,7 @@ class Examples:
         }
 
     def text_tokens(self, label: int) -> tuple[int, int]:
-        """Tokens of an example that aren't its image's, and those among them that are the answer's."""
+        """Tokens of an example that aren't its image's, and how many are the answer's."""
         prompt, answer = self.processor.tokenizer(PROMPT).input_ids, self.answers[label]
         return len(prompt) - 1 + len(answer), len(answer)
 
@@ -176,12 +183,9 @@ class Collate:
 
     def _published(self, examples: list[dict[str, Any]], length: int) -> dict[str, Tensor]:
         tiles = max(len(example["pixel_values"]) for example in examples)
-        return {
-            "input_ids": torch.stack([fill_up(e["input_ids"], length, self.pad) for e in examples]),
-            "attention_mask": torch.stack(
-                [fill_up(torch.ones_like(e["input_ids"]), length, 0) for e in examples]
-            ),
-            "labels": torch.stack([fill_up(e["labels"], length, IGNORED) for e in examples]),
+        parts = [[e | {"attention_mask": torch.ones_like(e["input_ids"])}] for e in examples]
+        fills = {"input_ids": self.pad, "attention_mask": 0, "labels": IGNORED}
+        return stack_rows(parts, length, fills) | {
             "pixel_values": torch.stack([fill_up(e["pixel_values"], tiles, 0.0) for e in examples]),
             "image_sizes": torch.tensor([e["image_sizes"] for e in examples]),
         }
@@ -192,12 +196,7 @@ class Collate:
         firsts = iter(np.cumsum([0] + [len(_tiles(example)) for example in examples]).tolist())
         parts = [[self._parts(example, next(firsts)) for example in row] for row in rows]
         fills = {"input_ids": self.pad, "positions": 0, "targets": IGNORED, "sources": -1}
-        batch = {
-            name: torch.stack(
-                [fill_up(torch.cat([part[name] for part in row]), length, fill) for row in parts]
-            )
-            for name, fill in fills.items()
-        }
+        batch = stack_rows(parts, length, fills)
         kind = "features" if "features" in examples[0] else "pixel_values"
         batch[kind] = fill_up(tiles, self.layout.batch_tiles(len(tiles), len(rows)), 0.0)
         batch |= answer_places(batch["targets"])

@@ -122,14 +122,24 @@ def _read_manifest(path: Path) -> dict[str, int]:
     return content if isinstance(content, dict) else {}
 
 
-def hub_dataset(name: str, count: int, cache_dir: Path) -> datasets.Dataset:
-    """The first `count` rows of the training split of `name`.
+def generated_or_hub(
+    data: str, name: str, count: int, cache_dir: Path, generated: Callable[[], datasets.Dataset]
+) -> datasets.Dataset:
+    """What is `generated()` here, or the first `count` rows of the hub's training split of `name`.
 
-    Raises `ConnectionError` where it is neither within reach nor in the cache, `ValueError` where
-    it has fewer rows.
+    Raises `ConnectionError` where the latter is neither within reach nor in the cache, `ValueError`
+    where it has fewer rows or `data` is neither "generated" nor "hub".
     """
     import datasets
 
+    if count < 1:
+        raise ValueError(f"count={count}: a dataset needs at least 1 image.")
+    if data == "generated":
+        return generated()
+    if data != "hub":
+        raise ValueError(
+            f"data={data!r} is not known. Choose 'generated' (drawn here) or 'hub' (the real one)."
+        )
     with reaching(name):
         whole = datasets.load_dataset(name, split="train", cache_dir=str(cache_dir / "hub"))
     if count > len(whole):

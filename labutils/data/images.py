@@ -23,7 +23,7 @@ import torch
 from PIL import Image
 
 from labutils.data import drawings
-from labutils.data.files import hub_dataset
+from labutils.data.files import generated_or_hub
 
 if TYPE_CHECKING:
     import datasets
@@ -44,30 +44,17 @@ def captioned_images(
     the first `count` of `lambdalabs/naruto-blip-captions`. Raises `ConnectionError` where the hub's
     dataset can't be had, `ValueError` for a source it does not know.
     """
-    if count < 1:
-        raise ValueError(f"count={count}: a dataset needs at least 1 image.")
-    if data == "generated":
-        return _generated(Path(cache_dir), count, seed)
-    if data == "hub":
-        return hub_dataset(HUB_DATASET, count, Path(cache_dir))
-    raise ValueError(
-        f"data={data!r} is not known. Choose 'generated' (drawn here) or 'hub' (the real dataset)."
-    )
-
-
-def _generated(cache_dir: Path, count: int, seed: int) -> datasets.Dataset:
     import datasets
 
-    folder = cache_dir / "images" / f"drawn-v{drawings.VERSION}-seed{seed}"
-    paths = drawings.draw_images(folder, count, seed)
-    columns = {
-        "image": [str(path) for path in paths],
-        "text": [drawings.caption(i, seed) for i in range(count)],
-    }
-    return datasets.Dataset.from_dict(
-        columns,
-        features=datasets.Features({"image": datasets.Image(), "text": datasets.Value("string")}),
-    )
+    def generated() -> datasets.Dataset:
+        folder = Path(cache_dir) / "images" / f"drawn-v{drawings.VERSION}-seed{seed}"
+        paths = drawings.draw_images(folder, count, seed)
+        texts = [drawings.caption(i, seed) for i in range(count)]
+        columns = {"image": [str(path) for path in paths], "text": texts}
+        features = {"image": datasets.Image(), "text": datasets.Value("string")}
+        return datasets.Dataset.from_dict(columns, features=datasets.Features(features))
+
+    return generated_or_hub(data, HUB_DATASET, count, Path(cache_dir), generated)
 
 
 # -------------------------------------------------------------------------- the transforms

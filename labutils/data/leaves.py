@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from PIL import Image, ImageDraw, ImageFilter
 
-from labutils.data.files import drawn_files, hub_dataset
+from labutils.data.files import drawn_files, generated_or_hub
 
 if TYPE_CHECKING:
     import datasets
@@ -59,8 +59,8 @@ def leaf_images(
     Raises `ConnectionError` where the hub's dataset can't be had, `ValueError` for what it does not
     know.
     """
-    if count < 1:
-        raise ValueError(f"count={count}: a dataset needs at least 1 image.")
+    import datasets
+
     if sizes not in (BEANS, VARIED):
         raise ValueError(
             f"sizes={sizes!r} is not known. Choose {BEANS!r} (all 500 x 500) or {VARIED!r}."
@@ -69,29 +69,17 @@ def leaf_images(
         raise ValueError(
             f"{HUB_DATASET} has images of one size only. Use data='generated' for sizes={sizes!r}."
         )
-    if data == "hub":
-        return hub_dataset(HUB_DATASET, count, Path(cache_dir))
-    if data == "generated":
-        return _generated(Path(cache_dir), count, sizes, tile)
-    raise ValueError(
-        f"data={data!r} is not known. Choose 'generated' (drawn here) or 'hub' (the real dataset)."
-    )
 
+    def generated() -> datasets.Dataset:
+        kind = sizes if sizes == BEANS else f"{sizes}{tile}"
+        folder = Path(cache_dir) / "leaves" / f"{kind}-v{VERSION}-seed0"
+        paths = draw_leaves(folder, count, sizes, tile=tile)
+        labels = [leaf_class(i) for i in range(count)]
+        columns = {"image": [str(path) for path in paths], "labels": labels}
+        features = {"image": datasets.Image(), "labels": datasets.ClassLabel(names=list(CLASSES))}
+        return datasets.Dataset.from_dict(columns, features=datasets.Features(features))
 
-def _generated(
-    cache_dir: Path, count: int, sizes: str, tile: int, seed: int = 0
-) -> datasets.Dataset:
-    import datasets
-
-    kind = sizes if sizes == BEANS else f"{sizes}{tile}"
-    folder = cache_dir / "leaves" / f"{kind}-v{VERSION}-seed{seed}"
-    paths = draw_leaves(folder, count, sizes, seed, tile)
-    columns = {
-        "image": [str(path) for path in paths],
-        "labels": [leaf_class(i, seed) for i in range(count)],
-    }
-    features = {"image": datasets.Image(), "labels": datasets.ClassLabel(names=list(CLASSES))}
-    return datasets.Dataset.from_dict(columns, features=datasets.Features(features))
+    return generated_or_hub(data, HUB_DATASET, count, Path(cache_dir), generated)
 
 
 # -------------------------------------------------------------------------- one photograph

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -76,7 +76,7 @@ class Layout:
         )
 
     def rows(self, lengths: Sequence[int], tiles: Sequence[int]) -> list[list[int]]:
-        """The examples of each row, in order: one each, or as many as fit into it and may be in it."""
+        """The examples of each row, in order: one each, or as many as fit and may be in it."""
         if not self.packs:
             return [[index] for index in range(len(lengths))]
         rows: list[list[int]] = []
@@ -255,3 +255,15 @@ def fill_up(tensor: Tensor, length: int, value: float) -> Tensor:
         if missing
         else tensor
     )
+
+
+def stack_rows(
+    rows: Sequence[Sequence[Mapping[str, Tensor]]], length: int, fills: Mapping[str, float]
+) -> dict[str, Tensor]:
+    """name -> [rows, length]: each row's parts behind one another, filled up with `fills[name]`."""
+    return {
+        name: torch.stack(
+            [fill_up(torch.cat([part[name] for part in row]), length, value) for row in rows]
+        )
+        for name, value in fills.items()
+    }

@@ -27,7 +27,14 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from labutils.data.files import reaching
-from labutils.data.packing import IGNORED, Layout, answer_places, boundaries, fill_up, left_over
+from labutils.data.packing import (
+    IGNORED,
+    Layout,
+    answer_places,
+    boundaries,
+    left_over,
+    stack_rows,
+)
 
 
 @dataclass(frozen=True)
@@ -92,7 +99,7 @@ def expected_longest(kind: Kind, texts: int) -> int:
 # -------------------------------------------------------------------------- generated texts
 
 WORDS = tomllib.loads((Path(__file__).parent / "words.toml").read_text("utf-8"))
-"""What generated texts are made of: language -> kind of word, sentence or request -> all of them."""
+"""What generated texts are made of: language -> kind of word, sentence or request -> all."""
 IN_ENGLISH = 5
 """One text in so many is English."""
 
@@ -107,8 +114,8 @@ def written(kind: Kind, index: int, letters: int, seed: int = 0) -> Text:
     sentences, count = [], 0
     while count < letters:
         # Every other sentence is about the title's own place and thing.
-        told = words if len(sentences) % 2 == 0 else _words(rng, language)
-        sentences.append(_pick(rng, language["sentences"]).format(**told | _numbers(rng)))
+        said = words if len(sentences) % 2 == 0 else _words(rng, language)
+        sentences.append(_pick(rng, language["sentences"]).format(**said | _numbers(rng)))
         count += len(sentences[-1])
     body = (" " if english else "").join(sentences)
     if kind is LONG:
@@ -280,12 +287,14 @@ class Collate:
                 [example | {"attention_mask": torch.ones_like(example["input_ids"])}]
                 for example in examples
             ]
-            return _filled(
+            return stack_rows(
                 parts, length, {"input_ids": self.pad, "attention_mask": 0, "labels": IGNORED}
             )
         rows = self.layout.rows(lengths, [0] * len(examples))
         parts = [[_with_targets(examples[index]) for index in row] for row in rows]
-        batch = _filled(parts, length, {"input_ids": self.pad, "positions": 0, "targets": IGNORED})
+        batch = stack_rows(
+            parts, length, {"input_ids": self.pad, "positions": 0, "targets": IGNORED}
+        )
         batch |= answer_places(batch["targets"])
         if self.layout.packs:
             documents = [[lengths[index] for index in row] for row in rows]
@@ -326,15 +335,3 @@ def _with_targets(example: dict[str, Tensor]) -> dict[str, Tensor]:
     ids = example["input_ids"]
     targets = F.pad(example["labels"][1:], (0, 1), value=IGNORED)
     return {"input_ids": ids, "positions": torch.arange(len(ids)), "targets": targets}
-
-
-def _filled(
-    rows: list[list[dict[str, Tensor]]], length: int, fills: dict[str, int]
-) -> dict[str, Tensor]:
-    """Each row's parts one behind the other, filled up."""
-    return {
-        name: torch.stack(
-            [fill_up(torch.cat([part[name] for part in row]), length, value) for row in rows]
-        )
-        for name, value in fills.items()
-    }

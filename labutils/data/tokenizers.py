@@ -205,8 +205,8 @@ CHAT_FORMS = {
     "gpt-oss": ChatForm(
         ("<|endoftext|>", "<|start|>", "<|message|>", "<|channel|>", "<|end|>", "<|return|>"),
         "<|return|>",
-        "{% for m in messages %}<|start|>{{ m.role }}{% if m.role == 'assistant' %}<|channel|>final<|message|>"
-        "{{ m.content }}<|return|>{% else %}<|message|>{{ m.content }}<|end|>{% endif %}{% endfor %}",
+        "{% for m in messages %}<|start|>{{ m.role }}"
+        "{% if m.role == 'assistant' %}<|channel|>final<|message|>{{ m.content }}<|return|>{% else %}<|message|>{{ m.content }}<|end|>{% endif %}{% endfor %}",
     ),
 }
 CHAT_WORDS = 4096
@@ -225,7 +225,7 @@ def chat_tokenizer(family: str, words: int = CHAT_WORDS) -> PreTrainedTokenizerF
     parts = (
         part for text in texts for part in (text.prompt, text.answer, "user\nassistant\nfinal")
     )
-    # max_token_length is in bytes: a real vocabulary's Japanese words have some four letters at most
+    # in bytes: a real vocabulary's Japanese words have some four letters at most
     tokenizer = _byte_pairs(parts, min(words, CHAT_WORDS), form.special, max_token_length=12)
     return _as_fast(
         tokenizer,

@@ -603,14 +603,14 @@ def ladder_for(device: str) -> tuple[Ladder, dict[str, Recipe]]:
 
 
 def climbed(
-    workload: Workload, ladder: Iterable[Rung], recipes: Mapping[str, Recipe], steps: int
+    workload: Workload, ladder: Ladder, recipes: Mapping[str, Recipe], steps: int
 ) -> dict[str, Run]:
     """Name -> run of the ladder's recipes, in one process, each in its rung's lane, with its cost a
     token.
     """
     load_libraries(workload.device.type)
     with Benchmark(workload, warmup=2) as bench:
-        runs = bench.compare(recipes, steps, rounds=1)
+        runs = bench.compare(recipes, steps, rounds=1, tags=ladder.tags())
     return in_lanes({name: with_costs(run) for name, run in runs.items()}, ladder)
 
 
@@ -688,9 +688,9 @@ def losses_over_seeds(
     sees: a training step's own loss says more about which two photographs were in it. `changes`
     alters the models of the recipes that it names.
 
-    Runs are named after the recipes: "loss bf16". Metrics: `start_loss` and `final_loss` of the
-    held-out examples over seeds, and `loss`, the training losses of the last seed. Samples are by
-    seed. What fails becomes the run's status.
+    Runs are named after the recipes: "loss bf16". Metrics: `start_loss`, `final_loss` and
+    `loss_drop`, what training changed, of the held-out examples over seeds, and `loss`, the
+    training losses of the last seed. Samples are by seed. What fails becomes the run's status.
     """
     decoded: dict[str, list[dict[str, Any]]] = {}  # once for each form, not for each training
     runs = {}
@@ -708,7 +708,8 @@ def losses_over_seeds(
                 for seed in range(seeds)
             ]
             start, final, curves = zip(*trained, strict=True)
-            run.samples = {"start_loss": list(start), "final_loss": list(final)}
+            drop = [early - late for early, late in zip(start, final, strict=True)]
+            run.samples = {"start_loss": list(start), "final_loss": list(final), "loss_drop": drop}
             run.metrics = {metric: summarise(losses) for metric, losses in run.samples.items()}
             run.metrics["loss"] = curves[-1]
         except Exception as error:

@@ -245,6 +245,21 @@ class LightStep:
             self._trace()
         return step_ms, host_of(self.program, self.phases, step_ms)
 
+    def metrics(
+        self, program: Program, before: tuple[float, Host], after: tuple[float, Host]
+    ) -> dict[str, float]:
+        """Its two readings, and what each of them alone would have predicted of a `program`."""
+        low, high = sorted(replayed_ms(program, reading[1]) for reading in (before, after))
+        return {
+            "predicted_low_ms": low,
+            "predicted_high_ms": high,
+            "light_step_ms": (before[0] + after[0]) / 2,
+            "light_before_ms": before[0],
+            "light_after_ms": after[0],
+            "light_fresh_ms": self.fresh_ms,
+            "light_work_ms": self.program.kernel_ms,
+        }
+
 
 def study(
     texts: Mapping[str, Workload],
@@ -329,16 +344,7 @@ def predict_and_measure(
         "tflops": work.flops / step_ms / 1e9,
     }
     if light:
-        low, high = sorted(replayed_ms(program, reading[1]) for reading in (before, after))
-        metrics |= {
-            "predicted_low_ms": low,
-            "predicted_high_ms": high,
-            "light_step_ms": (before[0] + after[0]) / 2,
-            "light_before_ms": before[0],
-            "light_after_ms": after[0],
-            "light_fresh_ms": light.fresh_ms,
-            "light_work_ms": light.program.kernel_ms,
-        }
+        metrics |= light.metrics(program, before, after)
     if like:
         unseen_ms = replayed_ms(like.captured(), host)
         metrics |= {"unseen_ms": unseen_ms, "unseen_off": unseen_ms / step_ms - 1}

@@ -1,9 +1,9 @@
 """What a training image costs by the form it is kept in: PNG, JPEG, WebP, or pixels; on the disk,
 or in memory.
 
-    files = kept_as(paths, folder, FORMATS["JPEG"])      the same pictures in another form, written once
-    times = read_ms(files, FORMATS["JPEG"])              one thread, file to pixels
-    cold  = cold_read_ms(files)                          the same files once the operating system has forgotten them
+    files = kept_as(paths, folder, form)      the same pictures in another form, written once
+    times = read_ms(files, form)              one thread, file to pixels
+    cold  = cold_read_ms(files)               the same once the system has dropped them
 
 Everything that a DataLoader worker needs is a class or function of this module.
 """
@@ -93,7 +93,7 @@ def formats(resolution: int) -> dict[str, Format]:
 
 
 def kept_as(paths: Sequence[Path], folder: Path, form: Format) -> list[Path]:
-    """The pictures of `paths` as files of another form in `folder`, written where they are missing."""
+    """The pictures of `paths` as files of another form in `folder`, written where missing."""
     folder.mkdir(parents=True, exist_ok=True)
 
     def kept(path: Path) -> Path:

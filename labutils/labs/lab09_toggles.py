@@ -94,15 +94,15 @@ def switches(scale: str) -> dict[str, Recipe]:
         precision="fp16",
         tf32="nothing",
     )
-    found = {"base": base, "float32": base.but(precision="fp32")}
+    recipes = {"base": base, "float32": base.but(precision="fp32")}
     for name, switch in SWITCHES.items():
         changes = (
             {"micro_batch": 1, "accumulation": base.micro_batch}
             if name == "accumulation"
             else switch.changes
         )
-        found[name] = found[switch.base].but(**changes)
-    return found
+        recipes[name] = recipes[switch.base].but(**changes)
+    return recipes
 
 
 def switch_table(runs: Iterable[Run]) -> pd.DataFrame:
@@ -219,13 +219,13 @@ def _gradient(workload: Workload, form: Form) -> tuple[float, Tensor]:
 def _drawn(model: nn.Module) -> list[nn.Parameter]:
     """The trained parameters, each B filled with small numbers."""
     generator = torch.Generator().manual_seed(1)
-    found = []
+    trained = []
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            found.append(parameter)
+            trained.append(parameter)
             if "lora_B" in name:
                 parameter.data.copy_(0.02 * torch.randn(parameter.shape, generator=generator))
-    return found
+    return trained
 
 
 def _same_inputs(workload: Workload, model: nn.Module, dtype: torch.dtype) -> tuple[Batch, Batch]:
@@ -261,12 +261,12 @@ def block_weights(scale: str, device: str) -> list[nn.Parameter]:
     shapes = [(width, width), (width // 4, width), (width // 4, width), (width, width)]
     shapes += [(3 * width, width), (3 * width, width), (width, 3 * width), (width,), (width,)]
     generator = torch.Generator(device).manual_seed(0)
-    found = []
+    parameters = []
     for shape in shapes:
         parameter = nn.Parameter(torch.randn(shape, generator=generator, device=device) * 0.02)
         parameter.grad = torch.randn(shape, generator=generator, device=device) * 1e-3
-        found.append(parameter)
-    return found
+        parameters.append(parameter)
+    return parameters
 
 
 def optimizer_costs(scale: str, device: str, kinds: Sequence[str] = KINDS) -> dict[str, Run]:
@@ -381,9 +381,9 @@ def trained_alone(
 def _told_by(child: Child, workload: Workload, recipe: Recipe, name: str) -> Run:
     """The run that a child measures once it is told to go, or that it failed with before."""
     child.send("go")
-    if (found := child.receive()) is None:
+    if (told := child.receive()) is None:
         return Run("", name, status=f"error: {child.failure()}")
-    return replace(empty_run(workload, recipe, name), **found)
+    return replace(empty_run(workload, recipe, name), **told)
 
 
 def visible_gpus(*variables: str) -> list[int]:

@@ -257,7 +257,7 @@ def link_of(run: Run) -> Link:
     return Link.of(run.samples, run.metrics["ranks"])
 
 
-def predictions(case: Case, one: Run, link: Link) -> dict[str, ddp_model.Foretold]:
+def predictions(case: Case, one: Run, link: Link) -> dict[str, ddp_model.PredictedStep]:
     """Run's name -> prediction, for those runs of a case that the model speaks about."""
     each = {f"ddp {link.ranks}": ddp_model.ddp(one, link)}
     if case.opened["name"] == "sd15-lora":
@@ -266,7 +266,7 @@ def predictions(case: Case, one: Run, link: Link) -> dict[str, ddp_model.Foretol
     return {f"{case.prefix} {what}".strip(): prediction for what, prediction in each.items()}
 
 
-def with_efficiency(run: Run, one: Run | None, prediction: ddp_model.Foretold | None) -> Run:
+def with_efficiency(run: Run, one: Run | None, prediction: ddp_model.PredictedStep | None) -> Run:
     """The run with `efficiency` against one process, and what was predicted, where they apply."""
     if run.ok and one is not None:
         run.metrics["efficiency"] = ddp_model.efficiency(one, run)

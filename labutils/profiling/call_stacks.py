@@ -58,7 +58,7 @@ class Frame(NamedTuple):
 
     @property
     def short_file(self) -> str:
-        """The file as a person names it: from its package's folder on; "this notebook" for a cell."""
+        """The file as a person names it: from its package on; "this notebook" for a cell."""
         if _NOTEBOOK.search(self.file):
             return "this notebook"
         file = _PACKAGES_FOLDER.sub("", self.file)
@@ -73,7 +73,7 @@ class Frame(NamedTuple):
 
 
 def innermost_own(frames: Sequence[Frame]) -> Frame | None:
-    """The innermost frame of one's own code; without any, the innermost of all; None for no frames."""
+    """The innermost frame of one's own code, or else the innermost of all; None for no frames."""
     return next((frame for frame in reversed(frames) if frame.own), frames[-1] if frames else None)
 
 
@@ -82,7 +82,7 @@ def enclosing(slices: Sequence[Slice], moments: Sequence[float]) -> list[tuple[S
 
     `slices` are of one thread, sorted by start and, for equal starts, the longest first.
     """
-    found, stack, at = [], [], 0
+    stacks, stack, at = [], [], 0
     for moment in moments:
         while at < len(slices) and slices[at].start <= moment:
             while stack and stack[-1].end <= slices[at].start:
@@ -90,8 +90,8 @@ def enclosing(slices: Sequence[Slice], moments: Sequence[float]) -> list[tuple[S
             stack.append(slices[at])
             at += 1
         stack = [s for s in stack if s.end > moment]
-        found.append(tuple(stack))
-    return found
+        stacks.append(tuple(stack))
+    return stacks
 
 
 def own_time(slices: Sequence[Slice]) -> Iterator[tuple[Slice, float]]:

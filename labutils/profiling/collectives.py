@@ -54,7 +54,7 @@ def time_all_reduce(sizes: Sequence[int], device: str, ranks: int) -> dict[str, 
     for size in sizes:  # what a connection does once, when the first messages go, is nobody's time
         _times_ms(size, device, repeats=WARM_UP)
     times = [_times_ms(size, device) for size in sizes]
-    medians = [summarise(found)["median"] for found in times]
+    medians = [summarise(samples)["median"] for samples in times]
     algorithm = [size / ms / 1e6 for size, ms in zip(sizes, medians, strict=True)]
     bus = [rate * bus_factor(ranks) for rate in algorithm]
     metrics = {"latency_us": min(medians) * 1e3, "bus_gb_per_s": bus[-1], "ranks": ranks}
@@ -80,9 +80,9 @@ def _times_ms(size: int, device: str, repeats: int = REPEATS) -> list[float]:
         return clock.stop().step_ms
 
     timed(2)
-    found = torch.tensor(min(timed(1)))  # on the host, where all agree how often it is sent
-    dist.all_reduce(found, op=dist.ReduceOp.MAX)
-    return timed(min(3, repeats) if found.item() > SLOW_MS else repeats)
+    slowest = torch.tensor(min(timed(1)))  # on the host, where all agree how often it is sent
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    return timed(min(3, repeats) if slowest.item() > SLOW_MS else repeats)
 
 
 CONNECTIONS = r"NV[0-9]{1,3}|PIX|PXB|PHB|NODE|SYS"
@@ -190,16 +190,12 @@ def _drawable(times: list[Interval], window: Interval, grains: int = 500) -> lis
 # What NCCL says
 
 
-_TRANSPORT = re.compile(
-    r"Channel \d+(?:/\d+)? ?: \d+\[\w+\] -> \d+\[\w+\](?: \[\w+\])? via ([\w/-]+)"
-)
-_CHANNELS = re.compile(r"(\d+) coll channels")
-_VERSION = re.compile(r"NCCL version ([\d.]+)")
-_NETWORK = re.compile(r"Using network (\w+)")
-_SET = re.compile(r"(NCCL_\w+) set by environment to ([^\s.]+)")
-_CHOSEN = re.compile(r"AllReduce: (\d+) Bytes -> Algo (\w+) proto (\w+)")
-ALGORITHMS = ("Tree", "Ring", "CollnetDirect", "CollnetChain", "NVLS", "NVLSTree", "PAT")
-PROTOCOLS = ("LL", "LL128", "Simple")
+_TRANSPORT = r"Channel \d+(?:/\d+)? ?: \d+\[\w+\] -> \d+\[\w+\](?: \[\w+\])? via ([\w/-]+)"
+_CHOSEN = r"AllReduce: (\d+) Bytes -> Algo (\w+) proto (\w+)"
+_NUMBERED = {
+    "algorithm": ("Tree", "Ring", "CollnetDirect", "CollnetChain", "NVLS", "NVLSTree", "PAT"),
+    "protocol": ("LL", "LL128", "Simple"),
+}
 """What NCCL's numbers mean, in versions that print numbers (nccl_common.h)."""
 SAY_ALL = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,ENV,NET,P2P,SHM,TUNING"}
 """What has NCCL say what `read_nccl_log` looks for."""
@@ -213,21 +209,27 @@ def read_nccl_log(text: str) -> dict[str, Any]:
     What a version does not say is absent. Its wording is no interface: see the log itself where a
     number matters.
     """
-    found: dict[str, Any] = {}
-    for name, pattern in (("version", _VERSION), ("channels", _CHANNELS), ("network", _NETWORK)):
-        if match := pattern.search(text):
-            found[name] = int(match[1]) if name == "channels" else match[1]
-    found["transports"] = dict(Counter(match[1] for match in _TRANSPORT.finditer(text)))
-    found["chosen"] = {
-        int(size): f"{_named(algorithm, ALGORITHMS)}, {_named(protocol, PROTOCOLS)}"
-        for size, algorithm, protocol in _CHOSEN.findall(text)
+    version = re.search(r"NCCL version ([\d.]+)", text)
+    channels = re.search(r"(\d+) coll channels", text)
+    network = re.search(r"Using network (\w+)", text)
+    chosen = {
+        int(size): f"{_named(algorithm, 'algorithm')}, {_named(protocol, 'protocol')}"
+        for size, algorithm, protocol in re.findall(_CHOSEN, text)
     }
-    found["settings"] = dict(_SET.findall(text))
-    return {name: value for name, value in found.items() if value}
+    facts = {
+        "version": version and version[1],
+        "channels": channels and int(channels[1]),
+        "network": network and network[1],
+        "transports": dict(Counter(re.findall(_TRANSPORT, text))),
+        "chosen": chosen,
+        "settings": dict(re.findall(r"(NCCL_\w+) set by environment to ([^\s.]+)", text)),
+    }
+    return {name: value for name, value in facts.items() if value}
 
 
-def _named(word: str, names: Sequence[str]) -> str:
-    """A number's name; a word in the spelling of `names`."""
+def _named(word: str, kind: str) -> str:
+    """A number's name; a word in the spelling of NCCL's header."""
+    names = _NUMBERED[kind]
     if word.isdigit():
         return names[int(word)] if int(word) < len(names) else word
     return next((name for name in names if name.upper() == word.upper()), word)

@@ -7,6 +7,7 @@ Compatibility".
 from __future__ import annotations
 
 import ctypes
+import re
 import shutil
 import subprocess
 import tempfile
@@ -32,11 +33,10 @@ def runs_on(architectures: Iterable[str], capability: tuple[int, int]) -> str:
     driver compiles for any later card.
     """
     how = "no"
-    for architecture in architectures:
-        kind, _, number = architecture.partition("_")
+    for kind, number in re.findall(
+        r"(?:^|\s)(sm|compute)_(\d\d+[af]?)(?=\s|$)", " ".join(architectures)
+    ):
         digits = number.rstrip("af")
-        if not digits.isdigit() or len(digits) < 2:
-            continue
         built = (int(digits[:-1]), int(digits[-1]))
         same_family = built[0] == capability[0] and built[1] <= capability[1]
         fits = built == capability if number.endswith("a") else same_family

@@ -6,8 +6,8 @@ With no worker, reading a micro-batch and computing on it follow one another: re
 beyond read / compute bring nothing. Where cores are few, workers and training take time from each
 other as well: no step can be shorter than all the processor time in it, shared out among the cores.
 
-`Pipeline.step_ms` is this law. It leaves out that batches are handed over in order, which shows near
-the bend.
+`Pipeline.step_ms` is this law. It leaves out that batches are handed over in order, which shows
+near the bend.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ step(N) = what one process computes for its share + the part of communication th
 DistributedDataParallel sends gradients in buckets, each as soon as it is full, while the backward
 pass goes on computing earlier layers' gradients. One bucket goes after the other. What is still on
 its way after the last gradient is *exposed*. When each gradient is there is measured on one process
-(`training.arrivals`), how long a bucket takes is measured between GPUs that have nothing else to do
-(`measure.collectives`): nothing of the step to be foretold goes into it.
+(`training.gradient_timing`), how long a bucket takes is measured between GPUs that have nothing else to do
+(`collectives`): nothing of the predicted step itself goes into it.
 
 Left out: that sending takes part of the GPU from computing, and that ranks wait for the slowest.
 Where a prediction is too short, look there.
@@ -22,12 +22,10 @@ from labutils.profiling.collectives import Link, bus_factor
 from labutils.results.records import Run
 
 MIB = 2**20
-DEFAULT_CAP_MB = 25
-DEFAULT_FIRST_MB = 1
 
 
 @dataclass(frozen=True)
-class Foretold:
+class PredictedStep:
     """A step's parts in ms: `compute_ms` of one rank's share, `communication_ms` in all,
     `exposed_ms` of it.
     """
@@ -52,19 +50,19 @@ class Foretold:
 def buckets(lead_bytes: Sequence[float], cap_mb: int = 0) -> list[list[int]]:
     """Which gradients (by place, in order of arrival) DDP sends together: a bucket is closed by the
     gradient that fills it. 0 is PyTorch's default, 25 MiB after a first one of 1."""
-    caps = [DEFAULT_FIRST_MB * MIB, DEFAULT_CAP_MB * MIB] if cap_mb == 0 else [cap_mb * MIB]
-    found: list[list[int]] = [[]]
+    caps = [1 * MIB, 25 * MIB] if cap_mb == 0 else [cap_mb * MIB]
+    groups: list[list[int]] = [[]]
     held = 0.0
     for place, size in enumerate(lead_bytes):
-        found[-1].append(place)
+        groups[-1].append(place)
         held += size
-        if held >= caps[min(len(found), len(caps)) - 1]:
-            found.append([])
+        if held >= caps[min(len(groups), len(caps)) - 1]:
+            groups.append([])
             held = 0.0
-    return [bucket for bucket in found if bucket]
+    return [group for group in groups if group]
 
 
-def ddp(alone: Run, link: Link, cap_mb: int = 0, each: int = 1) -> Foretold:
+def ddp(alone: Run, link: Link, cap_mb: int = 0, each: int = 1) -> PredictedStep:
     """DDP's step, of `alone`: one process's run of one rank's share, with its gradients' arrivals.
     each: how many times a step gradients are sent: 1, or the rank's micro-batches where it
     synchronises after each of them."""
@@ -75,10 +73,12 @@ def ddp(alone: Run, link: Link, cap_mb: int = 0, each: int = 1) -> Foretold:
         ms = link.all_reduce_ms(sum(size[place] for place in group))
         done = max(done, -lead[group[-1]]) + ms  # 0 is the last gradient's arrival
         sent += ms
-    return Foretold(alone.metric("step_ms"), each * sent, each * max(0.0, done), each * len(groups))
+    return PredictedStep(
+        alone.metric("step_ms"), each * sent, each * max(0.0, done), each * len(groups)
+    )
 
 
-def fsdp(alone: Run, link: Link, micro_steps: int = 1) -> Foretold:
+def fsdp(alone: Run, link: Link, micro_steps: int = 1) -> PredictedStep:
     """FSDP2's step, roughly: weights are gathered twice a micro-step, unit by unit, one unit ahead
     of the computation, and gradients are scattered once a step. Hidden is what fits beside
     computing; the first unit's gather never is."""
@@ -87,7 +87,7 @@ def fsdp(alone: Run, link: Link, micro_steps: int = 1) -> Foretold:
     unit_ms = link.gather_ms(gathered / units)
     sent = 2 * micro_steps * units * unit_ms + units * link.gather_ms(gradients / units)
     compute = alone.metric("step_ms")
-    return Foretold(
+    return PredictedStep(
         compute, sent, max(0.0, sent - compute) + unit_ms, (2 * micro_steps + 1) * units
     )
 
@@ -99,12 +99,6 @@ def flat_link(ranks: int, gb_per_s: float, latency_us: float = 20.0) -> Link:
     sizes = tuple(float(2**power) for power in range(10, 33))
     ms = tuple(latency_us / 1e3 + size * bus_factor(ranks) / gb_per_s / 1e6 for size in sizes)
     return Link(ranks, sizes, ms)
-
-
-def between_more(link: Link, ranks: int) -> Link:
-    """The same link between more ranks of one host, if its bus bandwidth stays what it is."""
-    factor = bus_factor(ranks) / bus_factor(link.ranks)
-    return Link(ranks, link.bytes, tuple(ms * factor for ms in link.ms))
 
 
 def efficiency(alone: Run, together: Run) -> float | None:

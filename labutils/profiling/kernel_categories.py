@@ -19,20 +19,21 @@ _PATTERNS = {
     "foreach": r"multi_tensor_apply|fused_?adam|(?<![a-z])amp_|aten::_foreach|lpnorm",
     "compiled": r"^triton_(poi|per|red|unk)|^cpp_fused|graph_\d+_cpp|compiledfxgraph",
     "convolution": r"conv(?!ert)|implicit_gemm|fprop|dgrad|wgrad|winograd|im2col|col2im",
-    "normalisation": r"(layer|group|batch|rms)_?norm|rowwisemoments|computefusedparams|backwardfusedparams|"
+    "normalisation": r"(layer|group|batch|rms)_?norm|rowwisemoments|"
+    r"computefusedparams|backwardfusedparams|"
     r"computeinternalgradients",
-    "GEMM": r"gemm|gemv|cublas|cutlass|nvjet|splitk|wgmma|^triton_(tem|mm)|aten::(addmm|mm|bmm|baddbmm|linear|matmul)$",
-    "casts and layout": r"copy|convert|(?<!aten::)transpose|tensortransform|scalepacked|catarray|nchwtonhwc|nhwctonchw|"
+    "GEMM": r"gemm|gemv|cublas|cutlass|nvjet|splitk|wgmma|^triton_(tem|mm)|"
+    r"aten::(addmm|mm|bmm|baddbmm|linear|matmul)$",
+    "casts and layout": r"copy|convert|(?<!aten::)transpose|tensortransform|scalepacked|catarray|"
+    r"nchwtonhwc|nhwctonchw|"
     r"aten::(_to_copy|to|contiguous|clone|cat)$",
-    "views and allocation": r"aten::(\w*view|reshape|_reshape_alias|transpose|t|permute|expand|as_strided|empty\w*|"
-    r"select|slice|narrow|unsqueeze|squeeze|flatten|unflatten|split\w*|chunk|detach|alias|resize_|result_type)$",
+    "views and allocation": r"aten::(\w*view|reshape|_reshape_alias|transpose|t|permute|expand|"
+    r"as_strided|empty\w*|select|slice|narrow|unsqueeze|squeeze|flatten|unflatten|split\w*|chunk|"
+    r"detach|alias|resize_|result_type)$",
     "reduction": r"reduce|softmax|aten::(sum|mean|norm|linalg_vector_norm)",
     "elementwise": r"elementwise|vectorized|fill|distribution|random|index|gelu|silu|upsample|"
     r"aten::(add|sub|mul|div|addc|pow|sqrt|exp|sigmoid|rand|normal|zero|sin|cos|neg|mse|embedding)",
 }
-CATEGORIES = (*_PATTERNS, "thin GEMM", "other")
-"""All categories that a trace's time is sorted into."""
-
 _TABLE = tuple((category, re.compile(pattern)) for category, pattern in _PATTERNS.items())
 _THIN = range(
     2, 65

@@ -128,11 +128,6 @@ class StepMemory:
         at = self.peak_event
         return {kind: levels[at] for kind, levels in self.series().items()}
 
-    @property
-    def peak_phase(self) -> str:
-        """The phase in which the peak lies."""
-        return [name for start, name in self.phases if start <= self.peak_event][-1]
-
 
 def rounded(size: int) -> int:
     """`size` as the caching allocator hands it out."""

@@ -28,7 +28,7 @@ from labutils.profiling import compat
 
 @dataclass(frozen=True)
 class TrainingMemory:
-    """Bytes of `weights` (buffers included), `gradients`, `optimizer` state, saved `activations`."""
+    """Bytes of `weights`, buffers included, `gradients`, `optimizer` state, kept `activations`."""
 
     weights: int
     gradients: int

@@ -59,7 +59,7 @@ class Timing:
 
 
 def _timing(alone_ms: list[float], called_ms: list[float]) -> Timing:
-    """A `Timing` of at most 60 samples each, in five figures: more would only make records longer."""
+    """A `Timing` of at most 60 samples each, in five figures: enough for a record."""
     return Timing(
         *([float(f"{ms:.5g}") for ms in samples[:60]] for samples in (alone_ms, called_ms))
     )

@@ -15,7 +15,6 @@ import logging
 import re
 import time
 from collections import Counter
-from types import TracebackType
 from typing import Any
 
 from labutils.profiling.compat import dynamo_records
@@ -62,15 +61,13 @@ class Compilation:
         DYNAMO.callback_handler.register_end_callback(self._end)
         return self
 
-    def __exit__(
-        self, kind: type | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         DYNAMO.logger.removeHandler(self._listener)
         DYNAMO.callback_handler.remove_start_callback(self._start)
         DYNAMO.callback_handler.remove_end_callback(self._end)
         self.graphs = graphs_compiled() - self._graphs
         self.breaks.update(
-            _first_line(found.reason) for found in DYNAMO.graph_break_reasons[self._breaks :]
+            _first_line(one.reason) for one in DYNAMO.graph_break_reasons[self._breaks :]
         )
         for code, reasons in DYNAMO.guard_failures.items():
             self.reasons.update(_guard(reason) for reason in reasons[self._failures.get(code, 0) :])
@@ -102,8 +99,8 @@ class _GivenUp(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         message = record.getMessage()
-        if "recompile_limit" in message and (found := re.search(r"function: '([^']+)'", message)):
-            self.names.append(found[1])
+        if "recompile_limit" in message and (name := re.search(r"function: '([^']+)'", message)):
+            self.names.append(name[1])
 
 
 def _guard(reason: str) -> str:

@@ -3,7 +3,7 @@
 The host gives the GPU one piece of work after the other (`Trace.queue`). Each launch takes the host
 a while, and its work the GPU a while. The two run side by side, so in short
 
-    step = max(kernel time, launches x the host's time a launch) + exposed copies              `bound_ms`
+    step = max(kernel time, launches x the host's time a launch) + exposed copies     `bound_ms`
 
 which is exact where neither waits for the other in between and all launches are alike.
 `replayed_ms` drops both conditions: it goes through the queue in order (`launch_queue.replay`).
@@ -95,7 +95,7 @@ class Program:
 
     @property
     def takes_turns(self) -> bool:
-        """Whether the host waits for every piece, as a CPU does, which is host and device at once."""
+        """Whether the host waits for every piece, as a CPU does: it is host and device at once."""
         return bool(self.queue) and all(launch.waits for launch in self.queue)
 
     @property

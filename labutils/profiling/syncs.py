@@ -1,4 +1,4 @@
-"""The lines that make the host wait for the GPU, found without a profiler.
+"""The lines that make the host wait for the GPU, without a profiler.
 
 `torch.cuda.set_sync_debug_mode("warn")` makes PyTorch warn whenever one of its operators
 synchronises. Each warning is raised on the very line at fault, so the Python stack of that moment

@@ -98,15 +98,14 @@ class Launch(NamedTuple):
 class Gap:
     """A stretch of wall time in which no kernel and no copy ran.
 
-    `cause` is what the host did for most of it ("data", "sync", "launch" or "host"). `phase` is the
-    marked range that covers most of it ("" for none). `after_sync`: it began while the host stood
-    in a synchronisation, so that the queue of launched work had run empty.
+    `cause` is what the host did for most of it ("data", "sync", "launch" or "host"). `after_sync`:
+    it began while the host stood in a synchronisation, so that the queue of launched work had run
+    empty.
     """
 
     start: float
     end: float
     cause: str
-    phase: str
     after_sync: bool
 
     @property
@@ -466,9 +465,7 @@ class Trace:
             within = {name: lookup.within(gap) for name, lookup in states.items()}
             causes = in_precedence([gap], within, rest="host")
             cause = max(causes, key=lambda name: total(causes[name]))
-            phases = {name: total(at.within(gap)) for name, at in self._phase_lookups.items()}
-            phase = max(phases, key=phases.__getitem__) if any(phases.values()) else ""
-            gaps.append(Gap(*gap, cause, phase, states["sync"].index(gap[0]) is not None))
+            gaps.append(Gap(*gap, cause, states["sync"].index(gap[0]) is not None))
         return gaps
 
     # Pictures

@@ -1,5 +1,5 @@
-"""What a GPU does over time, by its driver: utilisation, memory, power, energy. On a machine without
-a GPU, what the CPU does.
+"""What a GPU does over time, by its driver: utilisation, power, energy. Without a GPU, what the CPU
+does.
 
 What the driver calls utilisation is the share of its last sampling period (between 1/6 and 1 s, by
 the card) in which any kernel at all was running. It says nothing about how much of the GPU that
@@ -16,10 +16,10 @@ from collections.abc import Callable
 from typing import Any, Self
 
 import numpy as np
+import psutil
 
 from labutils.profiling.machine import default_device, usable_cores
 
-GB = 10**9
 Reading = dict[str, Any]
 
 
@@ -87,23 +87,17 @@ class Sampler:
 
 
 class Utilization(Sampler):
-    """`with Utilization() as u: ...` samples this process's first GPU, or, without one, this
-    process and the machine.
+    """`with Utilization() as u: ...` samples this process's first GPU, or, without one, the CPU.
 
-    On a GPU a reading has `gpu` (utilisation, 0..1), `memory_gb` (of all processes), `power_w` and
-    `sm_clock_mhz`, each absent where the driver doesn't say. Without a GPU it has `cpu` (this
-    process and its children, as a share of the cores it may use), `machine_cpu` (everybody's, of
-    all cores) and `memory_gb` (resident, children included).
+    On a GPU a reading has `gpu` (utilisation, 0..1) and `power_w`, each absent where the driver
+    doesn't say. Without a GPU it has `cpu`: this process and its children, as a share of the cores
+    that it may use.
     """
 
     def __init__(self, interval_s: float = 0.1) -> None:
         self._device = gpu_device()
+        self.what = "gpu" if self._device else "cpu"
         super().__init__(self._read_gpu if self._device else _CpuReader().read, interval_s)
-
-    @property
-    def what(self) -> str:
-        """The name of the reading that `share` gives: "gpu" or "cpu"."""
-        return "gpu" if self._device else "cpu"
 
     @property
     def share(self) -> float | None:
@@ -111,7 +105,7 @@ class Utilization(Sampler):
         return self.mean(self.what)
 
     def metrics(self) -> dict[str, float]:
-        """{"gpu_utilization"} or {"cpu_utilization"}, and what else was read; {} where nothing was."""
+        """{"gpu_utilization"} or {"cpu_utilization"}, and "power_w"; what was not read is absent."""
         means = {f"{self.what}_utilization": self.share, "power_w": self.mean("power_w")}
         return {name: value for name, value in means.items() if value is not None}
 
@@ -119,9 +113,7 @@ class Utilization(Sampler):
         device = self._device
         readings = {
             "gpu": (device.gpu_utilization(), 1e-2),
-            "memory_gb": (device.memory_used(), 1 / GB),
             "power_w": (device.power_usage(), 1e-3),
-            "sm_clock_mhz": (device.sm_clock(), 1),
         }
         # nvitop says "N/A", a string, for what a driver does not support
         numbers = {name: r for name, r in readings.items() if isinstance(r[0], int | float)}
@@ -129,35 +121,23 @@ class Utilization(Sampler):
 
 
 class _CpuReader:
-    """Reads what this process, its children and the whole machine did with the CPU since the
-    reading before.
-    """
+    """Reads what this process and its children did with the CPU since the reading before."""
 
     def __init__(self) -> None:
-        import psutil
-
         self._cores = usable_cores()
         self._processes = {os.getpid(): psutil.Process()}
         self.read()  # psutil counts from the first call on, which itself returns 0
 
     def read(self) -> Reading:
-        import psutil
-
-        me = self._processes[os.getpid()]
-        for child in me.children(recursive=True):
+        for child in self._processes[os.getpid()].children(recursive=True):
             self._processes.setdefault(child.pid, child)
-        percent, resident = 0.0, 0
+        percent = 0.0
         for pid, process in list(self._processes.items()):
             try:
                 percent += process.cpu_percent()
-                resident += process.memory_info().rss
             except psutil.Error:  # a DataLoader worker that has ended
                 del self._processes[pid]
-        return {
-            "cpu": percent / 100 / self._cores,
-            "machine_cpu": psutil.cpu_percent() / 100,
-            "memory_gb": resident / GB,
-        }
+        return {"cpu": percent / 100 / self._cores}
 
 
 def gpu_device() -> Any:

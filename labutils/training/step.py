@@ -120,10 +120,7 @@ class AccelerateStep:
         self.log: Log = SynchronousLog(self._write, context.micro_steps)
         if recipe.logging == "ring-buffer":
             self.log = RingLog(
-                self._write,
-                context.micro_steps,
-                context.workload.device,
-                across=context.ranks.mean,
+                self._write, context.micro_steps, context.workload.device, across=context.ranks.mean
             )
 
     def _accelerator(self) -> Any:

@@ -1,5 +1,6 @@
-"""Workloads: what is trained. A recipe runs on any of them; the training loop knows only what
-`Workload` says.
+"""What is trained. A recipe runs on any workload; the training loop knows only what `Workload` says.
+
+It may import layers, data, profiling, results and recipe.
 
 workload = open_workload("sd15-lora", scale="tiny")
 """

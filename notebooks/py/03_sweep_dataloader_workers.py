@@ -46,8 +46,8 @@ scale: str = "auto"  # tiny (any CPU), small (a GPU of 8 GB), full (the article'
 weights: str = "random"  # random: exact architecture, random weights; hub: the real ones
 data: str = "generated"  # generated files like the real ones; hub: the real dataset
 results_dir: str = ""  # folder of results.jsonl; empty: a new one under results/
-steps: int = 0  # optimizer steps timed in each round, at least; 0: 2 at tiny, 3 at larger scales
-rounds: int = 0  # times round all recipes; 0: 1 at tiny, 2 at larger scales
+steps: int = 0  # optimizer steps timed in each round, at least; 0: 2 at tiny, 1 at larger scales
+rounds: int = 0  # times round all recipes; 0: 1 at tiny, 8 at larger scales
 
 # %%
 from labutils.course.lab import open_lab
@@ -64,9 +64,8 @@ import matplotlib.pyplot as plt
 import torch
 
 from labutils.course import plots
-from labutils.labs.lab03_dataloader import PARTS, decode_ms
 from labutils.data.loader import EPOCH
-from labutils.labs.lab03_dataloader import epoch_start_ms, hand_over_ms
+from labutils.labs.lab03_dataloader import PARTS, decode_ms, epoch_start_ms, hand_over_ms
 from labutils.labs.lab03_pinned_memory import two_by_two
 from labutils.labs.lab03_shared_memory import (
     batch_bytes,
@@ -90,8 +89,8 @@ warnings.filterwarnings(
     "ignore", message="IProgress not found"
 )  # plain progress bars survive batch runs
 steps, rounds = (
-    steps or (2 if lab.scale == "tiny" else 3),
-    rounds or (1 if lab.scale == "tiny" else 2),
+    steps or (2 if lab.scale == "tiny" else 1),
+    rounds or (1 if lab.scale == "tiny" else 8),
 )
 MIB = 2**20
 if lab.device == "cpu":

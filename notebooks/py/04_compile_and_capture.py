@@ -46,8 +46,8 @@ scale: str = "auto"  # tiny (any CPU), small (a GPU of 8 GB), full (the article'
 weights: str = "random"  # random: exact architecture, random weights; hub: the real ones
 data: str = "generated"  # generated files like the real ones; hub: the real dataset
 results_dir: str = ""  # folder of results.jsonl; empty: a new one under results/
-steps: int = 0  # optimizer steps timed in each round, at least; 0: 2 at tiny, 3 at larger scales
-rounds: int = 0  # times round the whole ladder at the end; 0: 1 at tiny, 2 at larger scales
+steps: int = 0  # optimizer steps timed in each round, at least; 0: 2 at tiny, 1 at larger scales
+rounds: int = 0  # times round the whole ladder at the end; 0: 1 at tiny, 8 at larger scales
 
 # %%
 from labutils.course.lab import open_lab
@@ -66,7 +66,7 @@ from labutils.layers.cuda_graph import compile_from_nothing
 from labutils.profiling.compat import ask_cpp_compiler
 from labutils.profiling.machine import usable_cores
 from labutils.recipe import STOCK, Unavailable
-from labutils.results.records import REFERENCE, Run, read_runs
+from labutils.results.records import Run
 from labutils.training import Benchmark, compile_ahead, try_isolated
 
 plots.use_style()
@@ -78,14 +78,13 @@ if not on_gpu:
     ask_cpp_compiler()
 compile_from_nothing()  # so that a first step is one
 steps, rounds = (
-    steps or (2 if lab.scale == "tiny" else 3),
-    rounds or (1 if lab.scale == "tiny" else 2),
+    steps or (2 if lab.scale == "tiny" else 1),
+    rounds or (1 if lab.scale == "tiny" else 8),
 )
 workload = lab.workload("sd15-lora")
 bench = Benchmark(workload)
-h200 = {
-    name: run for (_, name), run in read_runs(REFERENCE, "04").items() if run.ok
-}  # our H200's run of this lab
+recorded = [*lab.references(experiment="ladder"), *lab.references(experiment="compile mode")]
+h200 = {run.tags.get("rung", run.run): run for run in recorded if run.ok}
 
 # %% [markdown]
 # ## The ladder
@@ -197,7 +196,7 @@ with ThreadPoolExecutor() as pool:
 tried = {name: future.result() for name, future in tries.items()}
 
 # %%
-runs = bench.compare(article, steps, rounds=1 if lab.scale == "tiny" else 2)
+runs = bench.compare(article, steps, rounds)
 for name in ("stock", "workers", "pinned"):
     if on_gpu and runs[name].ok:
         runs[name].metrics |= bench.watch(name)
@@ -238,7 +237,7 @@ def break_even(plain: Run, compiled: Run) -> float:
 regional = {}
 if on_gpu:
     regional = bench.compare(
-        {"regional": recipes["compile"].but(compile_scope="blocks")}, steps, rounds=2
+        {"regional": recipes["compile"].but(compile_scope="blocks")}, steps, rounds
     )
     keep(regional)
 rows = [("", "first step, s", "later steps, ms", "has paid after, steps")]

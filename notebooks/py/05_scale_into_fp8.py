@@ -181,7 +181,8 @@ cast = dict(
 )
 saturates = fp8_math.plain_cast_saturates(lab.device)
 metrics = {name: value for name, value in cast.items() if math.isfinite(value)} | {
-    "saturates": int(saturates)
+    "saturates": int(saturates),
+    "e4m3_max": torch.finfo(torch.float8_e4m3fn).max,
 }
 lab.keep(Run("05", "fp8-cast", metrics=metrics))
 lab.table(
@@ -457,7 +458,7 @@ lab.verdict("A2.fp8.rate");
 # In all FP8 kinds the weight is in FP8 beforehand. Lab 00 measured the largest sizes; its H200 results:
 
 # %%
-peaks = read_runs(REFERENCE, "00")["00", "machine"]
+peaks = read_runs(REFERENCE).one("00", experiment="machine")
 bf16 = peaks.metric("tflops_bf16")
 kinds = {
     "BF16": "tflops_bf16",

@@ -20,7 +20,7 @@ from labutils.data import files, images
 from labutils.data.drawings import MEAN_BYTES, caption, draw_images, drawing
 from labutils.data.images import captioned_images, collate, image_text_dataset
 from labutils.data.leaves import VARIED, draw_leaves, leaf, leaf_images, leaf_size
-from labutils.data.loader import EPOCH, EpochOrder, make_loader
+from labutils.data.loader import EpochOrder, make_loader
 from labutils.data.texts import LONG, SHORT, token_lengths, written
 from labutils.data.tokenizers import clip_tokenizer
 from labutils.recipe import STOCK
@@ -83,13 +83,6 @@ def test_a_drawing_depends_on_seed_and_index_alone(cache):
     assert leaf(3, VARIED).size == leaf_size(3, VARIED) != (500, 500)
 
 
-def test_colours_are_those_of_beans():
-    """Mean and deviation of the channels, as AgML publishes them for the dataset."""
-    pixels = np.concatenate([np.asarray(leaf(index)).reshape(-1, 3) / 255 for index in range(8)])
-    assert np.allclose(pixels.mean(0), [0.485, 0.519, 0.311], atol=0.06)
-    assert np.allclose(pixels.std(0), [0.182, 0.199, 0.169], atol=0.08)
-
-
 def test_the_folder_is_one_that_datasets_knows(cache):
     captioned_images(cache, 3)  # fewer files later do not shorten the folder's list
     (folder,) = (cache / "images").iterdir()
@@ -97,12 +90,6 @@ def test_the_folder_is_one_that_datasets_knows(cache):
         "imagefolder", data_dir=str(folder), split="train", cache_dir=str(cache / "hub")
     )
     assert rows["text"] == [caption(index) for index in range(FILES)]
-
-
-def test_columns_and_sizes(cache):
-    rows = leaf_images(cache, 4, sizes=VARIED)
-    assert rows.column_names == ["image", "labels"]
-    assert images.image_sizes(rows) == [leaf_size(index, VARIED)[::-1] for index in range(4)]
 
 
 def test_what_is_asked_wrongly_is_said(tmp_path):
@@ -240,17 +227,6 @@ def test_transforms_are_torchvisions_bit_by_bit(size, mode):
     assert torch.equal(torch.get_rng_state(), after)
 
 
-def test_cropping_takes_every_window_and_a_square_draws_no_random_number():
-    image = noise(50, 48)
-    whole, state = np.asarray(image), torch.get_rng_state()
-    assert images.random_crop(noise(48, 48), 48).size == (48, 48)
-    assert torch.equal(torch.get_rng_state(), state)
-    torch.manual_seed(0)
-    windows = [np.asarray(images.random_crop(image, 48)) for _ in range(40)]
-    is_at = lambda window, left: np.array_equal(window, whole[:, left : left + 48])
-    assert all(any(is_at(window, left) for window in windows) for left in range(3))
-
-
 def test_images_with_several_crops_are_named_by_their_size(tmp_path):
     """At resolution 64, 1080x1085 pixels become 64x64: only what is cropped at random counts."""
     paths = []
@@ -313,13 +289,6 @@ def test_order_depends_on_seed_and_epoch_alone():
     assert sorted(longer[:5]) == sorted(longer[5:10]) == list(range(5)) != longer[5:10]
     with pytest.raises(ValueError, match="0 to 4"):
         EpochOrder(5).go_to(0, start=5)
-
-
-def test_loader_takes_the_recipes_knobs(examples):
-    recipe = STOCK.but(num_workers=3, persistent_workers=True, prefetch_factor=4, micro_batch=2)
-    loader = make_loader(examples, recipe)
-    assert (loader.num_workers, loader.persistent_workers, loader.prefetch_factor) == (3, True, 4)
-    assert (loader.batch_size, loader.drop_last, len(loader)) == (2, True, EPOCH // 2)
 
 
 def test_workers_bring_the_same_batches_and_leave_training_noise_alone(examples):

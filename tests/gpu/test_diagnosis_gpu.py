@@ -1,4 +1,4 @@
-"""`labutils diagnose` on a GPU: planted bottlenecks, a tuned loop, and predictions against ablations."""
+"""`labutils diagnose` on a GPU: planted bottlenecks, a tuned loop, ablations."""
 
 from __future__ import annotations
 

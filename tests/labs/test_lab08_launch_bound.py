@@ -1,4 +1,4 @@
-"""Lab 08's steps on tiny models: the batches, predictions and measurements, slower hosts, launches."""
+"""Lab 08's steps on tiny models: batches, predictions, measurements, slower hosts."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ def little(tiny):
 @pytest.mark.parametrize("mode", peak_memory.CHECKPOINTING)
 @pytest.mark.parametrize("room", peak_memory.GRID)
 def test_the_prediction_is_what_a_record_finds_in_the_step(room, mode, tiny):
-    """Within 1 % on a CPU, where both count the same: shapes and lifetimes are what can be wrong."""
+    """Within 1 % on a CPU, where both count the same shapes and lifetimes."""
     recipe = peak_memory.GRID[room].but(checkpointing=mode)
     run = peak_memory.predicted_and_recorded(tiny(room), recipe, "it")
     assert abs(run.metric("off")) < 0.01

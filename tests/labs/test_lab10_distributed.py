@@ -6,11 +6,14 @@ from types import SimpleNamespace
 
 import pytest
 
+from labutils.course.lab import open_lab
 from labutils.labs import lab10_distributed as lab10
-from labutils.profiling.ddp_model import Foretold
+from labutils.profiling.ddp_model import PredictedStep
 from labutils.recipe import Recipe
 from labutils.results.records import REFERENCE, Run, read_runs, summarise
 from labutils.results.schema1 import tags_of
+from labutils.training.launch_worker import Task
+from labutils.training.launcher import Ended
 
 
 def cases(scale: str) -> list[lab10.Case]:
@@ -68,7 +71,7 @@ def test_a_micro_batch_that_sends_nothing_is_a_no_sync_steps_part():
 
 
 def test_efficiency_is_against_n_times_one_process():
-    prediction = Foretold(80.0, 10.0, 5.0, 3)
+    prediction = PredictedStep(80.0, 10.0, 5.0, 3)
     run = lab10.with_efficiency(timed("ddp 2", 100), timed("one process", 80, 1), prediction)
     assert run.metrics["efficiency"] == pytest.approx(0.5)
     assert run.metrics["predicted_step_ms"] == 85
@@ -82,3 +85,58 @@ def test_the_reference_machines_runs_fill_the_tables():
     trials = [run for run in runs if run.tags["experiment"] == "nccl"]
     assert len(lab10.nccl_table(trials)) == len(trials) > 0
     assert lab10.slower(trials, "NCCL_P2P_DISABLE=1") > 1
+
+
+def test_what_was_through_before_a_rank_failed_is_kept(monkeypatch, tmp_path):
+    """The failed task is on record, those behind it are done, and an interrupted lab goes on."""
+    recipe = lab10.SD_RECIPE.fitted_to("cpu").as_dict()
+    plan = [lab10.Planned(Task("train", n, {}, recipe), {"experiment": n}) for n in "abcd"]
+    launches, failing = [], {"b"}
+
+    def launched(tasks, *_, each, **__):
+        launches.append("".join(task.name for task in tasks))
+        runs = {}
+        for task in tasks:
+            if task.name in failing:
+                return Ended(runs, f"Rank 1 failed in {task.name}")
+            runs[task.name] = Run("10", task.name, workload="sd15-lora", recipe=task.recipe)
+            each(runs[task.name])
+        return Ended(runs)
+
+    def measured() -> list[str]:
+        given = {"__annotations__": {"results_dir": str}, "results_dir": str(tmp_path)}
+        runs: list[Run] = []
+        lab10.measured(open_lab("10", given), plan, 2, "cpu", runs)
+        return sorted(run.run for run in runs)
+
+    monkeypatch.setattr(lab10, "launch", launched)
+    with pytest.raises(RuntimeError, match="Rank 1 failed in b"):
+        measured()
+    assert launches == ["abcd", "cd"]
+    statuses = {run.run: run.status for run in read_runs(tmp_path)}
+    assert statuses.pop("b").startswith("error") and set(statuses.values()) == {"ok"}
+    failing.clear()
+    for _ in range(2):  # the second time from what the first one left
+        assert measured() == list("abcd") and launches == ["abcd", "cd", "b"]
+
+
+def test_a_crash_is_told_by_its_runs(monkeypatch):
+    asked = []
+
+    def launched(tasks, ranks, *_, **__):
+        (task,) = tasks
+        asked.append((task.fail, ranks, task.resume))
+        if task.fail:
+            return Ended({}, "Rank 1 was killed.", (1, -9), checkpoint_step=4, left=["process 7"])
+        return Ended({"crash": Run("", "crash", metrics={"resumed_at": 6, "loss": [1.0]})})
+
+    monkeypatch.setattr(lab10, "launch", launched)
+    runs = lab10.crashes(cases("tiny")[0], 2, "cpu")
+    assert asked == [("kill", 2, False), ("raise", 2, True), ("", 1, True)]
+    killed = runs["rank killed"].metrics
+    assert (killed["checkpoint_step"], killed["first_exit_code"], killed["left_behind"]) == (
+        4,
+        -9,
+        1,
+    )
+    assert runs["resumed on fewer ranks"].tags["event"] == "resumed on fewer ranks"

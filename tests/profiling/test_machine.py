@@ -20,11 +20,9 @@ def no_gpu(monkeypatch):
     [
         (["sm_50", "sm_60", "sm_70", "sm_80", "sm_90"], (12, 0), "no"),  # article A1
         (["sm_80", "sm_90", "sm_100", "sm_120"], (12, 0), "native"),
-        (["sm_120"], (12, 1), "native"),
         (["sm_80"], (8, 9), "native"),
         (["sm_86"], (8, 0), "no"),
         (["sm_90", "compute_90"], (12, 0), "ptx"),
-        (["sm_100", "compute_100"], (9, 0), "no"),
         (["sm_90a"], (9, 0), "native"),
         (["sm_90a", "compute_90a"], (10, 0), "no"),
         (["sm_100f"], (10, 3), "native"),
@@ -44,14 +42,6 @@ def test_each_lab_asks_for_the_memory_that_it_needs(gigabytes, scales):
     facts = {"gpu": "one", "gpu_memory_gb": gigabytes} if gigabytes else {}
     asked = [scale_for(facts, lab)[0] for lab in ("00", "06", "07", "08", "09")]
     assert "".join(asked) == (scales if len(scales) == 5 else 5 * scales)
-
-
-def test_several_gpus_are_asked_for_where_a_lab_takes_them(monkeypatch):
-    large = {"gpu": "H200", "gpu_memory_gb": 150.1}
-    monkeypatch.setattr(cuda, "count", lambda: 1)
-    assert scale_for(large, "10") == "tiny"
-    monkeypatch.setattr(cuda, "count", lambda: 2)
-    assert scale_for(large, "10") == "full"
 
 
 def test_machine_leaves_out_what_does_not_apply():

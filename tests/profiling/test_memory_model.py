@@ -70,12 +70,6 @@ def test_linear_layers_by_hand(n, d, k, r):
     assert saved_for_backward(layer, lambda: layer(x).sum()) == 4 * n * (k + r)
 
 
-def test_what_is_shared_counts_once():
-    a, b, x = nn.Linear(6, 5), nn.Linear(6, 5), torch.randn(7, 6)
-    both = nn.ModuleList([a, b])
-    assert saved_for_backward(both, lambda: (a(x) + b(x.view(7, 6))).sum()) == 4 * 7 * 6
-
-
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("moments", [0, 1, 2])

@@ -5,7 +5,6 @@ just written.
 import gzip
 import json
 import random
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,7 +16,7 @@ from traces import AUTOGRAD, RUNS_AHEAD, TWO_STEPS, call, copy, kernel, mark, op
 from labutils.profiling.call_stacks import Frame, Slice, enclosing, own_time
 from labutils.profiling.chrome_trace import read_events
 from labutils.profiling.intervals import total
-from labutils.profiling.kernel_categories import CATEGORIES, category_of, is_thin
+from labutils.profiling.kernel_categories import category_of, is_thin
 from labutils.profiling.trace import SHARES, Trace, profile
 
 
@@ -33,15 +32,52 @@ def us(ms):
     return pytest.approx(ms / 1000, abs=1e-9)
 
 
-def test_wall_time_holds_the_steps_and_the_work_they_launched(trace):
+def test_times_of_the_recorded_steps(trace):
     assert trace.steps == 2
     assert trace.step_windows == [(us(0), us(1000)), (us(1000), us(2000))]
-    assert trace.wall == (us(0), us(2100))
-
-
-def test_gpu_is_busy_for_the_union_of_kernels(trace):
+    assert trace.wall == (us(0), us(2100))  # with the work that the steps launched
     assert total(trace.kernel_time) == us(130 + 160 + 90)
-    assert trace.metrics()["traced_gpu_busy"] == pytest.approx(380 / 2100)
+    when, busy = trace.busy_over_time(bins=4)
+    assert when == [us(0), us(250), us(500), us(750)]
+    assert busy == pytest.approx([0.0, 130 / 250, 10 / 250, 150 / 250])
+    rows = trace.host_breakdown()
+    assert rows["data"] == {"ms": us(100), "count": 0.5, "idle_ms": us(100)}
+    assert rows["forward"] == {"ms": us(120), "count": 0.5, "idle_ms": us((60 + 50) / 2)}
+    assert sum(row["ms"] for row in rows.values()) * 2 == pytest.approx(trace.wall_ms)
+    assert trace.idle_ms_in_function("training.py", "log_loss") == us((100 - 5) / 2)
+    assert trace.idle_ms_in_function("raining.py", "log_loss") == 0
+
+
+def test_counts_and_metrics_are_per_step(trace):
+    made = trace.launches()  # six kernels in two steps, from four launches
+    assert (made["kernels"], made["launches"], made["graph_launches"]) == (3.0, 1.5, 0.5)
+    assert (made["launches_ms"], made["copy_calls_ms"]) == (us(12.5), us(12.5))
+    metrics = trace.metrics()
+    assert metrics["traced_gpu_busy"] == pytest.approx(380 / 2100)
+    assert (metrics["syncs_per_step"], metrics["sync_ms"]) == (1.0, us((40 + 35) / 2))
+    assert (metrics["clip_sync"], metrics["log_idle_ms"]) == (0, us((100 - 5) / 2))
+    json.dumps(metrics, allow_nan=False)
+    assert trace.metrics(step_ms=0.1, data_ms=0.0)["gpu_busy"] == pytest.approx(190 / 199)
+
+
+def test_synchronisations_are_blamed_on_the_line_and_the_operator(trace):
+    copied, read = trace.sync_table()
+    assert (copied["where"], copied["line"]) == ("labutils/training.py: to_device", 10)
+    assert (copied["builtin"], copied["cause"]) == ("Tensor.to", "aten::to")
+    assert (copied["per_step"], copied["ms_per_step"]) == (0.5, us(20))
+    assert copied["idle_ms_per_step"] == us(35) and "library" not in copied
+    assert read["where"] == "labutils/training.py: log_loss" and read["phase"] == "log"
+    assert read["library"] == "torch/amp/grad_scaler.py: <genexpr>"
+    assert (read["cause"], read["call"]) == ("aten::item", "cudaStreamSynchronize")
+    on_another_thread = [
+        mark("backward", 0, 100),
+        kernel("k", 5, 10, 9),
+        python("labutils/training.py(5): step", 0, 100),
+        op("aten::item", 30, 50, AUTOGRAD),
+        call("cudaStreamSynchronize", 35, 45, 0, AUTOGRAD),
+    ]
+    (wait,) = Trace(on_another_thread).waits
+    assert (wait.cause, wait.phase, wait.where) == ("aten::item", "backward", None)
 
 
 def test_every_moment_belongs_to_exactly_one_share(trace):
@@ -84,68 +120,15 @@ def test_a_wait_for_data_while_a_kernel_runs_costs_nothing():
     assert sum(shares.values()) == us(950)
 
 
-def test_a_step_shorter_than_its_kernels_was_all_kernels(trace):
-    assert trace.metrics(step_ms=0.1, data_ms=0.0)["gpu_busy"] == pytest.approx(190 / 199)
-    assert sum(trace.partition(step_ms=0.1, data_ms=0.05).values()) == us(100)
-
-
-def test_launches_are_counted_by_kind(trace):
-    assert trace.launches() == {
-        "kernels": 3.0,  # six kernels in two steps, from four launches
-        "launches": 1.5,
-        "launches_ms": us(12.5),
-        "graph_launches": 0.5,
-        "graph_launches_ms": us(10),
-        "copy_calls": 1.0,
-        "copy_calls_ms": us(12.5),
-    }
-
-
 def test_gaps_say_what_the_host_did(trace):
-    found = [(g.start, g.end, g.cause, g.phase, g.after_sync) for g in trace.gaps()]
+    found = [(g.start, g.end, g.cause, g.after_sync) for g in trace.gaps()]
     assert found == [
-        (us(0), us(232), "data", "data", False),
-        (us(245), us(320), "host", "forward", True),
-        (us(450), us(530), "host", "forward", False),
-        (us(535), us(740), "host", "backward", True),
-        (us(900), us(2010), "host", "optimizer", False),
+        (us(0), us(232), "data", False),
+        (us(245), us(320), "host", True),
+        (us(450), us(530), "host", False),
+        (us(535), us(740), "host", True),
+        (us(900), us(2010), "host", False),
     ]
-
-
-def test_synchronisations_are_blamed_on_the_line_and_the_operator(trace):
-    table = trace.sync_table()
-    assert table == [
-        {
-            "where": "labutils/training.py: to_device",
-            "line": 10,
-            "builtin": "Tensor.to",
-            "cause": "aten::to",
-            "call": "cudaStreamSynchronize",
-            "phase": "to_device",
-            "per_step": 0.5,
-            "ms_per_step": us(20),
-            "idle_ms_per_step": us(35),
-        },
-        {
-            "where": "labutils/training.py: log_loss",
-            "line": 40,
-            "library": "torch/amp/grad_scaler.py: <genexpr>",
-            "builtin": "Tensor.item",
-            "cause": "aten::item",
-            "call": "cudaStreamSynchronize",
-            "phase": "log",
-            "per_step": 0.5,
-            "ms_per_step": us(17.5),
-            "idle_ms_per_step": us(95),
-        },
-    ]
-
-
-def test_host_time_by_phase_adds_up(trace):
-    rows = trace.host_breakdown()
-    assert rows["data"] == {"ms": us(100), "count": 0.5, "idle_ms": us(100)}
-    assert rows["forward"] == {"ms": us(120), "count": 0.5, "idle_ms": us((60 + 50) / 2)}
-    assert sum(row["ms"] for row in rows.values()) * 2 == pytest.approx(trace.wall_ms)
 
 
 def test_kernels_are_sorted_by_kind_of_work(trace):
@@ -180,42 +163,6 @@ def test_timeline_shows_one_window_cut_to_its_edges(trace):
     assert max(start + length for start, length, _ in trace.timeline()["GPU"]) <= 1.0
 
 
-def test_busy_over_time_divides_the_first_step(trace):
-    when, busy = trace.busy_over_time(bins=4)
-    assert when == [us(0), us(250), us(500), us(750)]
-    assert busy == [
-        0.0,
-        pytest.approx(130 / 250),
-        pytest.approx(10 / 250),
-        pytest.approx(150 / 250),
-    ]
-
-
-def test_idle_time_inside_a_python_function(trace):
-    assert trace.idle_ms_in_function("training.py", "log_loss") == us((100 - 5) / 2)
-    assert trace.idle_ms_in_function("raining.py", "log_loss") == 0
-
-
-def test_metrics_are_numbers_per_step(trace):
-    metrics = trace.metrics()
-    assert metrics["syncs_per_step"] == 1.0
-    assert metrics["sync_ms"] == us((40 + 35) / 2)
-    assert metrics["clip_sync"] == 0
-    assert metrics["data_share"] == pytest.approx(200 / 2100)
-    assert metrics["log_idle_ms"] == us((100 - 5) / 2)
-    json.dumps(metrics, allow_nan=False)
-
-
-def test_a_clip_that_waits_is_seen():
-    events = [
-        mark("clip", 0, 100),
-        kernel("reduce_kernel", 0, 50, 1),
-        op("aten::item", 20, 60),
-        call("cudaStreamSynchronize", 30, 55, 0),
-    ]
-    assert Trace(events).metrics()["clip_sync"] == 1
-
-
 def test_pageable_copy_to_the_host_waits_even_alone_but_one_to_the_gpu_does_not():
     events = [
         mark("ProfilerStep#1", 0, 200),
@@ -234,19 +181,6 @@ def test_pageable_copy_to_the_host_waits_even_alone_but_one_to_the_gpu_does_not(
     ]
 
 
-def test_synchronisation_on_the_autograd_thread_has_that_threads_stack():
-    events = [
-        mark("backward", 0, 100),
-        kernel("k", 5, 10, 9),
-        python("labutils/training.py(5): step", 0, 100),
-        op("autograd::engine::evaluate_function: MulBackward0", 20, 60, AUTOGRAD),
-        op("aten::item", 30, 50, AUTOGRAD),
-        call("cudaStreamSynchronize", 35, 45, 0, AUTOGRAD),
-    ]
-    (wait,) = Trace(events).waits
-    assert (wait.cause, wait.phase, wait.where) == ("aten::item", "backward", None)
-
-
 def test_without_a_gpu_what_does_not_apply_is_absent():
     host_only = [
         e for e in TWO_STEPS if e.get("cat") not in ("kernel", "gpu_memcpy", "cuda_runtime")
@@ -263,38 +197,16 @@ def test_without_a_gpu_what_does_not_apply_is_absent():
     assert [(w.where.function, w.cause) for w in trace.host_reads()] == [("log_loss", "aten::item")]
 
 
-def test_operators_own_time_excludes_what_they_call():
-    trace = Trace(
-        [op("aten::linear", 0, 100), op("aten::addmm", 10, 70), op("aten::copy_", 20, 30)]
-    )
-    assert trace.categories() == {
+def test_operators_of_a_cpu():
+    nested = [op("aten::linear", 0, 100), op("aten::addmm", 10, 70), op("aten::copy_", 20, 30)]
+    assert Trace(nested).categories() == {
         "GEMM": {"ms": us(90), "count": 2.0},
         "casts and layout": {"ms": us(10), "count": 1.0},
     }
-
-
-def test_without_a_gpu_the_timeline_shows_what_operators_compute():
-    events = [
-        op("autograd::engine::evaluate_function: AddmmBackward0", 0, 60),
-        op("aten::t", 2, 4),
-        op("aten::mm", 5, 50),
-        op("aten::copy_", 10, 20),
-        op("aten::add_", 52, 58),
-    ]
-    assert Trace(events).timeline() == {
-        "operators": [(us(5), us(45), "GEMM"), (us(52), us(6), "elementwise")]
-    }
-
-
-def test_data_is_recognised_by_pytorchs_own_mark_too():
-    events = [
-        mark("ProfilerStep#1", 0, 100),
-        mark("enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__", 10, 40),
-    ]
+    assert Trace(nested).timeline() == {"operators": [(us(0), us(100), "GEMM")]}
+    loader = mark("enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__", 10, 40)
+    events = [mark("ProfilerStep#1", 0, 100), loader]
     assert Trace(events).partition() == {"data": us(30), "host": us(70)}
-
-
-def test_nothing_recorded_is_said():
     with pytest.raises(ValueError, match="no event with a duration"):
         Trace([{"ph": "M", "name": "process_name"}])
 
@@ -312,12 +224,9 @@ def test_files_are_read_plain_and_gzipped(tmp_path, opened, content):
     path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(ValueError, match="whole"):
         read_events(path)
-
-
-def test_a_file_that_is_no_trace_is_refused(tmp_path):
-    path = tmp_path / "no.json"
-    path.write_text('{"hello": 1}')
-    with pytest.raises(ValueError, match=r"no\.json is no profiler trace"):
+    with opened(path, "wt") as file:
+        file.write('{"hello": 1}')
+    with pytest.raises(ValueError, match="no profiler trace"):
         read_events(path)
 
 
@@ -328,17 +237,13 @@ NAMES = {
     "sm90_xmma_fprop_implicit_gemm_f16f16_f16f32_f32_nhwckrsc_nhwc": "convolution",
     "void cutlass::Kernel2<cutlass_80_wmma_tensorop_f16_s161616gemm_f16>": "GEMM",
     "nvjet_hsh_192x192_64x4_2x1_v_bz_coopA_NNT": "GEMM",
-    "void cublasLt::splitKreduce_kernel<32, 16, int, float>": "GEMM",
-    "void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<64>>": "attention",
     "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_3": "attention",
     "void at::native::(anonymous namespace)::RowwiseMomentsCUDAKernel<c10::Half>": "normalisation",
     "void at::native::multi_tensor_apply_kernel<FusedAdamMathFunctor>": "foreach",
     "void at::native::unrolled_elementwise_kernel<direct_copy_kernel_cuda>": "casts and layout",
-    "void cudnn::ops::nchwToNhwcKernel<__half, __half, float>": "casts and layout",
     "void convertTensor_kernel<float, __half, float>": "casts and layout",
     "void at::native::vectorized_elementwise_kernel<4, launch_clamp_scalar>": "elementwise",
     "void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float>>": "reduction",
-    "void cudnn::fusion::compute_dot_do_o<false>": "attention",
     "triton_per_fused_native_group_norm_3": "compiled",
     "ncclDevKernel_AllReduce_Sum_f32_RING_LL": "communication",
     "autograd::engine::evaluate_function: ConvolutionBackward0": "other",
@@ -351,39 +256,23 @@ NAMES = {
 @pytest.mark.parametrize(("name", "category"), NAMES.items())
 def test_names_tell_the_kind_of_work(name, category):
     assert category_of(name) == category
-    assert category in CATEGORIES
 
 
-@pytest.mark.parametrize(
-    ("name", "dims", "thin"),
-    [
-        ("mm", [[4096, 320], [320, 4]], True),
-        ("mm", [[4, 4096], [4096, 320]], True),  # the gradient of A
-        ("mm", [[8, 4096], [4096, 320], [8, 320]], True),  # compiled code says where to write
-        ("mm", [[4096, 320], [320, 4], [4096, 4]], True),
-        ("mm", [[4096, 320], [320, 640], [4096, 640]], False),
-        ("addmm", [[320], [4096, 4], [4, 320], [], []], True),  # the bias comes first
-        ("addmm", [[4096, 320], [4096, 4], [4, 320], [], [], [4096, 320]], True),
-        ("addmm", [[320], [4096, 640], [640, 320], [], [], [4096, 320]], False),
-        ("mm", [[4096, 320], [320, 320]], False),
-        ("mm", [[1, 1280], [1280, 320]], False),  # a vector is not LoRA
-        ("bmm", [[2, 4096, 320], [2, 320, 8]], True),
-        ("baddbmm", [[2, 4096, 320], [2, 4096, 8], [2, 8, 320]], True),
-        ("_scaled_mm", [[4096, 320], [320, 640], [4096, 1], [1, 640], [], []], False),
-        ("mm", [[4096, 320]], False),
-        ("mm", [], False),
-        ("mm", None, False),
-    ],
-)
-def test_products_that_a_rank_makes_thin(name, dims, thin):
-    assert is_thin(f"aten::{name}", dims) is thin
+def test_products_that_a_rank_makes_thin():
+    assert is_thin("aten::mm", [[4096, 320], [320, 4]])
+    assert is_thin("aten::mm", [[8, 4096], [4096, 320], [8, 320]])  # compiled: where to write
+    assert is_thin("aten::addmm", [[320], [4096, 4], [4, 320], [], []])  # the bias comes first
+    assert is_thin("aten::baddbmm", [[2, 4096, 320], [2, 4096, 8], [2, 8, 320]])
+    assert not is_thin("aten::mm", [[4096, 320], [320, 640], [4096, 640]])
+    assert not is_thin("aten::mm", [[1, 1280], [1280, 320]])  # a vector is not LoRA
+    assert not is_thin("aten::_scaled_mm", [[4096, 320], [320, 640], [4096, 1], [1, 640], [], []])
+    assert not is_thin("aten::mm", None)
 
 
 @pytest.mark.parametrize(
     ("file", "own", "short"),
     [
         ("labutils/training.py", True, "labutils/training.py"),
-        ("/home/me/lab/labutils/training.py", True, "labutils/training.py"),
         ("/v/lib/python3.12/site-packages/labutils/training.py", True, "labutils/training.py"),
         ("/tmp/ipykernel_77/3141.py", True, "this notebook"),
         ("/home/me/my_script.py", True, "my_script.py"),
@@ -391,7 +280,6 @@ def test_products_that_a_rank_makes_thin(name, dims, thin):
         ("/opt/site/accelerate/accelerator.py", False, "accelerate/accelerator.py"),
         ("/v/lib/python3.12/site-packages/torch/optim/adamw.py", False, "torch/optim/adamw.py"),
         ("/usr/lib/python3.12/contextlib.py", False, "contextlib.py"),
-        ("contextlib.py", False, "contextlib.py"),
         ("<frozen os>", False, "<frozen os>"),
     ],
 )
@@ -405,7 +293,7 @@ def test_whose_code_a_file_is(file, own, short):
     st.lists(st.integers(0, 40), max_size=8),
 )
 def test_stacks_against_looking_at_every_slice(pieces, moments):
-    """Nested slices: each piece is put, with a margin, around the pieces before it that it meets."""
+    """Nested slices: each piece is put around the pieces before it that it meets."""
     slices = []
     for start, length in pieces:
         met = [s for s in slices if s.start < start + length and start < s.end]
@@ -459,19 +347,6 @@ def test_the_articles_schedule_records_five_steps(real):
     assert trace.steps == trace.metrics()["traced_steps"] == 5
     assert [path.name for path in folder.iterdir()] == [trace.path.name]
     assert trace.path.name.endswith(".pt.trace.json")
-
-
-@pytest.mark.parametrize("shapes", [True, False, None])
-def test_shapes_are_recorded_without_stacks(tmp_path, shapes):
-    def step():
-        torch.rand(8, 8) @ torch.rand(8, 8)
-
-    found = profile(
-        SimpleNamespace(step=step), steps=1, folder=tmp_path, with_stack=False, with_shapes=shapes
-    )
-    products = [op for slices in found.ops.values() for op in slices if op.name == "aten::mm"]
-    assert products
-    assert all(bool(op.dims) == bool(shapes) for op in products)
 
 
 def test_a_real_trace_knows_its_phases_and_who_read_a_value(real):

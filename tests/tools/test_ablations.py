@@ -51,7 +51,7 @@ def test_a_prediction_is_judged_by_the_step_that_it_predicted(predicted, measure
 
 
 def test_a_gain_is_the_median_of_the_rounds():
-    """The machine gets slower, and in the second round the fix meets something for the first time."""
+    """The machine gets slower, and in the second round the fix meets something new."""
     row = _row(Fix("f", 0.5, ""), (timed(100, 120, 140), timed(52, 240, 70)), "")
     assert row["measured"] == pytest.approx(0.48)
     assert _row(Fix("f", 0.5, ""), None, "refused")["why"] == "refused"

@@ -91,6 +91,7 @@ def test_recipes_are_visited_there_and_back_and_the_base_twice(workload, monkeyp
         runs = bench.compare(recipes, steps=2, rounds=3)
     assert visits == [2, 3, 4, 2, 2, 4, 3, 2, 2, 3, 4, 2]
     assert list(runs) == [*recipes, "rank 2 again"]
+    assert [name for name, run in runs.items() if run.tags.get("again")] == ["rank 2 again"]
     for run in runs.values():
         assert run.ok and run.metrics["wall_ms"]["n"] == 3
         assert run.samples["round"] == [0, 0, 1, 1, 2, 2]

@@ -41,7 +41,7 @@ def of_gpu(
     log = min(log_ms, shares.get("host", 0.0))
     kinds = kinds_of(queue)
     whole = sum(kinds.values()) or 1.0
-    found = {name: ms / whole * shares.get("kernels", 0.0) for name, ms in kinds.items()}
+    parts = {name: ms / whole * shares.get("kernels", 0.0) for name, ms in kinds.items()}
     rest = {
         DATA: shares.get("data", 0.0),
         COPIES: shares.get("copies", 0.0),
@@ -52,7 +52,7 @@ def of_gpu(
     }
     if not kinds:
         rest[HOST] += shares.get("kernels", 0.0)
-    return whole_of(found | rest, step_ms)
+    return whole_of(parts | rest, step_ms)
 
 
 def of_cpu(queue: Queue, step_ms: float) -> dict[str, float]:
@@ -60,25 +60,25 @@ def of_cpu(queue: Queue, step_ms: float) -> dict[str, float]:
     calling them.
     """
     update = sum(p.host_ms for p in queue.pieces if p.phase == "optimizer") / queue.steps
-    found = kinds_of(queue)
-    found[OPTIMIZER] = found.get(OPTIMIZER, 0.0) + update
+    parts = kinds_of(queue)
+    parts[OPTIMIZER] = parts.get(OPTIMIZER, 0.0) + update
     rest = {
         DATA: queue.total("data_ms"),
         LOG: queue.total("log_ms"),
         CALLING: queue.total("host_ms") - update,
     }
-    return whole_of(found | rest, step_ms)
+    return whole_of(parts | rest, step_ms)
 
 
 def kinds_of(queue: Queue) -> dict[str, float]:
     """Kind of work -> milliseconds a step on the device, without copies; the optimizer's is a kind
     of its own.
     """
-    found: dict[str, float] = defaultdict(float)
+    parts: dict[str, float] = defaultdict(float)
     for piece in queue.pieces:
         if piece.kind != "copy" and piece.ms:
-            found[OPTIMIZER if piece.phase == "optimizer" else piece.kind] += piece.ms / queue.steps
-    return dict(found)
+            parts[OPTIMIZER if piece.phase == "optimizer" else piece.kind] += piece.ms / queue.steps
+    return dict(parts)
 
 
 def whole_of(parts: Mapping[str, float], step_ms: float) -> dict[str, float]:

@@ -1,11 +1,12 @@
-"""A diagnosis in words: where the step's time goes, what to change first and why, what was found
-and isn't worth it.
+"""A diagnosis in words: where the step's time goes, what to change first and why, and what isn't
+worth changing.
 """
 
 from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterator
+from dataclasses import asdict
 from typing import Any
 
 from labutils.tools.diagnose import WORTH, Diagnosis, Fix
@@ -87,24 +88,13 @@ def _wrapped(words: str, first: str = "     ", others: str = "     ") -> list[st
 def record(diagnosis: Diagnosis, exit_code: int | None = None) -> dict[str, Any]:
     """The diagnosis for machines."""
     e = diagnosis.evidence
-    found = {
+    facts = {
         "source": e.source,
         "device": e.device,
         "step_ms": e.step_ms,
         "accumulation": e.accumulation,
         "budget_ms": dict(diagnosis.budget),
-        "fixes": [
-            {
-                "name": fix.name,
-                "gain": fix.gain,
-                "per": fix.per,
-                "reason": fix.reason,
-                "do": fix.do,
-                "sources": list(fix.sources),
-                "changes": fix.changes,
-            }
-            for fix in diagnosis.fixes
-        ],
+        "fixes": [asdict(fix) for fix in diagnosis.fixes],
         "notes": list(e.notes),
     }
-    return found if exit_code is None else found | {"exit_code": exit_code}
+    return facts if exit_code is None else facts | {"exit_code": exit_code}

@@ -1,4 +1,4 @@
-"""Runs a training script as it is, with hooks in its Python processes, and reads what they measured.
+"""Runs a training script as it is, with hooks in its Python processes, and reads their record.
 
 The hooks travel by the environment: `script_hooks` is put before PYTHONPATH, where Python finds
 `sitecustomize` when it starts. So they reach the script also through `torchrun`, `accelerate

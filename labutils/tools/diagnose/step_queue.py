@@ -5,8 +5,8 @@ each (`host_ms`), before some of them waits for data (`data_ms`) or writes a log
 after some of them waits until the device has caught up (`waits`). `Queue.step_ms` replays it
 (`labutils.profiling.launch_queue`). On a CPU the host does the work itself, and everything adds up.
 
-A fix changes the pieces. Its predicted gain is 1 - (step after) / (step before), both replayed: what
-the replay leaves out, it leaves out of both.
+A fix changes the pieces. Its predicted gain is 1 - (step after) / (step before), both replayed:
+what the replay leaves out, it leaves out of both.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Queue:
-    """The pieces of `steps` optimizer steps. `takes_turns`: host and device are one, as on a CPU."""
+    """The pieces of `steps` optimizer steps. `takes_turns`: one does host's and device's work."""
 
     pieces: tuple[Piece, ...]
     steps: int = 1

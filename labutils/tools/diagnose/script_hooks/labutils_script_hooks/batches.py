@@ -24,13 +24,13 @@ def facts(batch: Any) -> dict[str, Any]:
     named = [(name, tensor) for name, tensor in tensors_in(batch) if tensor.dim()]
     if not named:
         return {}
-    found = {
+    counts = {
         "examples": int(named[0][1].shape[0]),
         "bytes": sum(tensor.numel() * tensor.element_size() for _, tensor in named),
         "tensors": len(named),
         "pinned": any(tensor.device.type == "cpu" and tensor.is_pinned() for _, tensor in named),
     }
-    return found | tokens_of(named)
+    return counts | tokens_of(named)
 
 
 def tokens_of(named: list[tuple[str, Any]]) -> dict[str, int]:
