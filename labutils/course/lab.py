@@ -435,27 +435,19 @@ class Lab:
         """A drop-down list a name, a slider where its values are numbers, and `draw(name=what is
         chosen, ...)` at every choice.
 
-        False, and nothing is drawn, where nobody is there to choose: in a batch run. It needs
-        ipywidgets.
+        False, and nothing is drawn, where nobody is there to choose: in a batch run.
         """
         if not _in_kernel() or self._in_batch:
             return False
-        try:
-            from ipywidgets import Dropdown, SelectionSlider, interact
-        except ImportError:
-            self.show("Choices would be here: `pip install -c constraints.txt ipywidgets`.")
-            return False
+        from ipywidgets import Dropdown, SelectionSlider, interact
 
         def redraw(**chosen: Any) -> None:  # whatever `draw` returns is not displayed once more
             draw(**chosen)
 
-        kinds = {
-            name: Dropdown if isinstance(values[0], str) else SelectionSlider
-            for name, values in choices.items()
-        }
-        widgets = {
-            name: kinds[name](options=values, description=name) for name, values in choices.items()
-        }
+        widgets = {}
+        for name, values in choices.items():
+            kind = Dropdown if isinstance(values[0], str) else SelectionSlider
+            widgets[name] = kind(options=values, description=name)
         interact(redraw, **widgets)
         return True
 
@@ -492,12 +484,9 @@ def _clear_frames(error: BaseException) -> None:
 
 def explain(status: str) -> str:
     """What a run's `status` means to a person, and what to try."""
-    if status == "oom":
-        return (
-            "Out of memory: this needs more than there is. Close what else uses memory, or choose "
-            "a smaller scale."
-        )
     kind, _, why = status.partition(": ")
+    if kind == "oom":
+        return "Out of memory. Close what else uses memory, or choose a smaller scale."
     said = f"It was left out: {why}." if kind == "skipped" else f"It failed with {why[:300]}."
     is_known = kind == "skipped" and not why.startswith(("ImportError", "ModuleNotFoundError"))
     return said if is_known else f"{said} `labutils doctor` checks the usual causes."
