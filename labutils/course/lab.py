@@ -362,7 +362,8 @@ class Lab:
 
         columns: metric or tag -> its heading; or what makes a DataFrame of runs that went well.
         """
-        self.show(tables.as_table(tables.columns_of(runs, columns)))
+        if text := tables.as_table(tables.columns_of(runs, columns)):
+            self.show(text)
         if tags and not self._is_reference():
             those = list(self.references(**tags))
             self._show_reference(tables.as_table(tables.columns_of(those, columns)), those)
