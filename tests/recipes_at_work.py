@@ -1,4 +1,4 @@
-"""Recipes at work under the same random numbers, and watched: what the tests of training compare."""
+"""Recipes at work under the same random numbers, watched: what the tests of training compare."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ def copied(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 def assert_same_gradients(
     found: dict[str, Tensor], expected: dict[str, Tensor], rtol: float = 1e-4
 ) -> None:
-    """Every matrix's largest deviation is within `rtol` of its largest element, and none is zero."""
+    """Every matrix deviates by at most `rtol` of its largest element, and none is zero."""
     assert found.keys() == expected.keys()
     errors = {}
     for name, gradient in expected.items():

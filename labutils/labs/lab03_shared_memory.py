@@ -13,7 +13,6 @@ thread and drops the batch, and the training loop would wait for that batch fore
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import subprocess
@@ -25,7 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from labutils.recipe import STOCK, Recipe
-from labutils.training.child_process import end_group
+from labutils.training import child_process
+from labutils.training.child_process import Child
 
 CONTAINER_DEFAULT = 64 * 2**20
 """Bytes of /dev/shm that Docker and Kubernetes give a container."""
@@ -140,30 +140,15 @@ def try_workers(
             "MiB. To see the failure, start the container with --shm-size=64m."
         )
         return Trial(workers, shm_bytes, "not possible", why)
-    command = [*prefix, sys.executable, "-m", __name__, str(cache_dir), str(workers)]
     quiet = {"PYTHONUNBUFFERED": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    folder = Path(__file__).resolve().parents[2]
-    with subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        errors="replace",
-        start_new_session=True,
-        env=os.environ | quiet,
-        cwd=folder,
-    ) as child:
-        try:
-            printed, complaints = child.communicate(timeout=limit_s)
-            outcome = "ok" if child.returncode == 0 else "crashed"
-        except subprocess.TimeoutExpired:
-            end_group(child)  # its workers too
-            printed, complaints = child.communicate()
-            outcome = "hung"
-    reports = [line for line in printed.splitlines() if line.startswith("{")]
-    progress = json.loads(reports[-1]) if reports else {}
-    outcome = progress.pop("outcome", outcome)
-    errors = [line.strip() for line in complaints.splitlines() if line.strip()]
+    arguments = ["-m", __name__, str(cache_dir), str(workers)]
+    progress: dict[str, Any] = {}
+    with Child(arguments, limit_s=limit_s, environment=quiet, prefix=prefix) as child:
+        while report := child.receive():
+            progress = report
+        outcome = "ok" if child.process.wait() == 0 else "crashed"
+        outcome = progress.pop("outcome", "hung" if child.timed_out else outcome)
+        errors = [line.strip() for line in child.errors().splitlines() if line.strip()]
     words = ("shared memory", "Bus error", "No space left")
     named = [line for line in errors if any(word in line for word in words)]
     message = "" if outcome == "ok" else [*named, *errors[-1:], "No message."][0]
@@ -212,11 +197,11 @@ def _load(cache_dir: str, workers: int) -> None:
             if report["batches"] == 1:
                 _let_workers_run_ahead(1.5)  # as in a first training step
             report["peak_bytes"] = max(report["peak_bytes"], shutil.disk_usage(SHM).used)
-            print(json.dumps(report), flush=True)
+            child_process.send(report)
     except RuntimeError as error:
         if "timed out" not in str(error):
             raise
-        print(json.dumps(report | {"outcome": "hung"}), flush=True)
+        child_process.send(report | {"outcome": "hung"})
         os._exit(0)  # its workers end with it; joining those that hang would take a while
 
 

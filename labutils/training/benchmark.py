@@ -127,35 +127,14 @@ class Benchmark:
     """Trainers side by side in one process, built once each and compared as often as one likes.
 
     The frozen weights are held once. A recipe that fails drops out with its reason as the run's
-    status, its trainer is ended and its memory given back; the others go on.
-
-    after_step: is called with the trainer after every step, timed or not. same_batches: every round
-    times the same batches, so that recipes whose steps differ in length can be compared step by
-    step. meet: is called with each trainer once after its first step, to show it what would be
-    compiled later; neither timed nor in the peak memory. hooks: the trainers', see
-    `trainer.Hooks`.
+    status, its trainer is ended and its memory given back; the others go on. options: see
+    `Candidate`.
     """
 
-    def __init__(
-        self,
-        workload: Workload,
-        warmup: int = 2,
-        after_step: AfterStep | None = None,
-        same_batches: bool = False,
-        meet: Meet | None = None,
-        **hooks: Unpack[Hooks],
-    ) -> None:
+    def __init__(self, workload: Workload, warmup: int = 2, **options: Any) -> None:
         self.workload = workload
-        self.same_batches = same_batches
-        self._candidate = functools.partial(
-            Candidate,
-            workload,
-            warmup=warmup,
-            after_step=after_step,
-            same_batches=same_batches,
-            meet=meet,
-            **hooks,
-        )
+        self.same_batches = options.get("same_batches", False)
+        self.options = {"warmup": warmup} | options
         self.candidates: dict[str, Candidate] = {}
         self.failed: dict[str, str] = {}
         self.known: dict[str, Recipe] = {}
@@ -216,7 +195,7 @@ class Benchmark:
         for name in _progress([name for name in fitted if name not in self.known], "preparing"):
             self.known[name] = fitted[name]
             with self._noting(name):
-                self.candidates[name] = self._candidate(recipes[name])
+                self.candidates[name] = Candidate(self.workload, recipes[name], **self.options)
                 self.stack.callback(self._end, name)
             self._drop_if_failed(name)
         gc.collect()  # so that the collector hardly comes by itself while steps are timed
@@ -308,7 +287,14 @@ class Benchmark:
 
 
 class Candidate:
-    """A trainer whose first step and warm-up are done, ready to be timed round by round."""
+    """A trainer whose first step and warm-up are done, ready to be timed round by round.
+
+    warmup: steps after the first. after_step: is called with the trainer after every step, timed or
+    not. same_batches: every round times the same batches, so that recipes whose steps differ in
+    length can be compared step by step. meet: is called with the trainer once after its first step,
+    to show it what would be compiled later; neither timed nor in the peak memory. hooks: the
+    trainer's, see `trainer.Hooks`.
+    """
 
     def __init__(
         self,

@@ -40,9 +40,9 @@ class Child:
     """A Python process that takes `order` (JSON) on its first line of input.
 
     arguments: Python's. environment: variables beside this process's own; None: unset. limit_s: it
-    is killed after so long. folder: where it runs; default: the repository. `printed` has its
-    output that was no message; `timed_out` says whether the limit ended it. The `with` block kills
-    what still runs.
+    is killed after so long. folder: where it runs; default: the repository. prefix: a command that
+    runs it. `printed` has its output that was no message; `timed_out` says whether the limit ended
+    it. At the end of the `with` block it is killed, with all that it started in its session.
     """
 
     def __init__(
@@ -52,11 +52,12 @@ class Child:
         limit_s: float = 240.0,
         environment: Mapping[str, str | None] | None = None,
         folder: str | Path = REPOSITORY,
+        prefix: Sequence[str] = (),
     ) -> None:
         variables = os.environ | dict(environment or {})
         self._errors = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115
         self.process = subprocess.Popen(
-            [sys.executable, *arguments],
+            [*prefix, sys.executable, *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
@@ -64,6 +65,7 @@ class Child:
             errors="replace",
             cwd=folder,
             env={name: value for name, value in variables.items() if value is not None},
+            start_new_session=True,
         )
         self.printed = ""
         self.limit_s, self.timed_out = limit_s, False
@@ -132,8 +134,7 @@ class Child:
 
     def __exit__(self, *_: object) -> None:
         self._timer.cancel()
-        self.process.kill()
-        self.process.wait()
+        end_group(self.process)
         self._reader.join(POLL_S)
         pipes = [self.process.stdin, self._errors]
         # Where an orphan holds the output open, the reader reads on, and closing would wait for it.

@@ -108,11 +108,9 @@ def join(patience_s: float = PATIENCE_S, device: str | None = None) -> None:
         local, gpus = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
         if local >= gpus:
             raise Unavailable(
-                f"rank {os.environ['RANK']} has no GPU: torchrun started "
-                f"{os.environ['LOCAL_WORLD_SIZE']} processes "
-                f"here, and this machine shows {gpus} GPUs. Use --nproc-per-node={gpus}, or let "
-                "CUDA_VISIBLE_DEVICES "
-                "show more"
+                f"rank {os.environ['RANK']} has no GPU: this machine shows {gpus}, and torchrun "
+                f"started {os.environ['LOCAL_WORLD_SIZE']} processes. Use --nproc-per-node={gpus}, "
+                "or let CUDA_VISIBLE_DEVICES show more"
             )
         torch.cuda.set_device(local)
     dist.init_process_group(
@@ -137,10 +135,8 @@ def share_of(recipe: Recipe, ranks: int) -> int:
         lower = recipe.accumulation - recipe.accumulation % ranks
         fitting = " or ".join(str(count) for count in (lower, lower + ranks) if count)
         raise ValueError(
-            f"{ranks} ranks share the micro-batches of an optimizer step, and "
-            f"accumulation={recipe.accumulation} can't "
-            f"be shared evenly. Use accumulation={fitting}, or as many ranks as divide "
-            f"{recipe.accumulation}."
+            f"{ranks} ranks can't share accumulation={recipe.accumulation} micro-batches evenly. "
+            f"Use accumulation={fitting}, or a number of ranks that divides it."
         )
     return recipe.accumulation // ranks
 

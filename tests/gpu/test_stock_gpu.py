@@ -204,7 +204,7 @@ class Script:
 
 
 def timed(step: Callable[[], None], workers: int) -> list[float]:
-    """Milliseconds of each of STEPS optimizer steps, once what the workers held ready is used up."""
+    """Milliseconds of each of STEPS steps, once what the workers held ready is used up."""
     for _ in range(2 + 2 * workers // ACCUMULATION):
         step()
     torch.cuda.synchronize()

@@ -139,7 +139,7 @@ def test_an_interval_holds_its_value_and_text_has_its_sign(steps, factor):
 
 
 def test_text_has_no_more_digits_than_the_interval():
-    assert Effect(0.57, 0.55, 0.6).text() == "-43 % (-45 % to -40 %)"
-    assert Effect(0.9961, 0.9960, 0.9962).text() == "-0.4 % (-0.4 % to -0.4 %)"
-    assert Effect(212.3, 206, 218).text() == "212x (206x to 218x)"
+    assert Effect(0.57, 0.55, 0.6).text() == "-43 % (-45 to -40 %)"
+    assert Effect(0.9961, 0.9960, 0.9962).text() == "-0.4 % (-0.4 to -0.4 %)"
+    assert Effect(212.3, 206, 218).text() == "212x (206 to 218x)"
     assert Effect(1.2, 1.2, 1.2).text() == "+20.0 %"

@@ -1,9 +1,11 @@
 """The other side of test_resume.py: training that is killed, and resumed by a process that knows
 only the folder.
 
-python interrupted_runs.py kill FOLDER      every case runs in a process of its own and kills it in the midst of a step,
-                                            and one more (WHILE_SAVING) while its second checkpoint is written
-python interrupted_runs.py resume FOLDER    every case is resumed and run to its end; results in FOLDER/<case>/final.pt
+    python interrupted_runs.py kill FOLDER
+        every case runs in a process of its own and kills it in the midst of a step, and one more
+        (WHILE_SAVING) while its second checkpoint is written
+    python interrupted_runs.py resume FOLDER
+        every case is resumed and run to its end; results in FOLDER/<case>/final.pt
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Ranks that are launched: what is measured comes back, and so does what became of one that dies."""
+"""Ranks that are launched: what is measured comes back, and what became of one that dies."""
 
 from __future__ import annotations
 

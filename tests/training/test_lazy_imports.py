@@ -19,27 +19,6 @@ def told(program: str) -> dict:
     return json.loads(ran.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize("collecting", [True, False])
-def test_a_library_is_imported_unseen_once(collecting):
-    """What is there the second time may be models: those must be found."""
-    found = told(f"""
-import gc, json, sys
-from labutils.workloads.lazy_imports import import_unseen
-{"" if collecting else "gc.disable()"}
-import_unseen("torch", "there.is.none", "torch.distributed")
-frozen = gc.get_freeze_count()
-more = [[] for _ in range(1000)]
-import_unseen("torch", "sqlite3")
-print(json.dumps(dict(
-    imported=sorted({{"torch", "torch.distributed", "sqlite3"}} & set(sys.modules)),
-    frozen=frozen, more=gc.get_freeze_count() - frozen, collecting=gc.isenabled(),
-)))
-""")
-    assert found["imported"] == ["torch", "torch.distributed"]
-    assert found["frozen"] > 100_000 and found["more"] <= 0
-    assert found["collecting"] == collecting
-
-
 @pytest.mark.parametrize("name", ["sd15-lora", "gpt-oss-lora-short"])
 def test_opening_a_workload_hides_its_libraries_and_not_its_model(name):
     """A workload that came to import another library later would have the collector look through it

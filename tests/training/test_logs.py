@@ -124,15 +124,6 @@ def test_a_resumed_run_that_ends_early_names_its_own_step():
     log.close()
 
 
-def test_losses_of_a_batch_are_averaged():
-    for log in (SynchronousLog(Written(), 2), RingLog(Written(), 2, CPU)):
-        for losses in (torch.tensor([1.0, 2.0]), torch.tensor([3.0, 6.0])):
-            log.micro_step(losses)
-        log.end_step()
-        log.close()
-        assert log.losses == [3.0]
-
-
 def values_in(folder: Path) -> dict[int, float]:
     events = {}
     for file in folder.glob("events.out.tfevents.*"):

@@ -165,9 +165,8 @@ def _settle(held: Sequence[bool | None]) -> str:
 
 def _inside(low: float, high: float, least: float, most: float) -> bool | None:
     """Whether an interval lies in a range: True, False for outside, None across an end."""
-    if least <= low and high <= most:
-        return True
-    return False if high < least or low > most else None
+    outside = high < least or low > most
+    return (least <= low and high <= most) or (False if outside else None)
 
 
 def _conclude(claim: Claim, verdict: str, changes: dict[str, Effect], why: str = "") -> Judgement:
@@ -175,8 +174,9 @@ def _conclude(claim: Claim, verdict: str, changes: dict[str, Effect], why: str =
     metric = claim.how.get("metric", "step_ms")
     here = []
     for label, one in changes.items():
-        text = f"{shown(one.base, metric)} → {shown(one.changed, metric)}, {one.text()}"
-        here.append(f"{label}: {text}" if label else text)
+        values = f"{shown(one.base, metric)} → {shown(one.changed, metric)}, "
+        where = f"{label}: " if label else ""
+        here.append(where + (values if len(changes) == 1 else "") + one.text())
     if noises := [one.noise for one in changes.values() if one.noise]:
         low, high = min(low for low, _ in noises), max(high for _, high in noises)
         why = f"{why} Noise: {100 * (low - 1):+.0f} to {100 * (high - 1):+.0f} %.".strip()
@@ -343,8 +343,8 @@ def _failure(run: Run) -> str | None:
     failed = number(run.metrics.get("failed"))
     if failed is None and run.status.startswith("skipped"):
         raise NotTestable(f"The run with {named(run.tags)} was not made: {run.status}.")
-    bad = not run.ok if failed is None else failed
-    return str(run.metrics.get("message") or run.status) if bad else None
+    message = str(run.metrics.get("message") or run.status)
+    return message if (not run.ok if failed is None else failed) else None
 
 
 def contains(claim: Claim, runs: Runs) -> Judgement:

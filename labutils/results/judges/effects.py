@@ -63,15 +63,15 @@ class Effect:
         return self.low == self.high
 
     def text(self) -> str:
-        """The change with its interval: "-43 % (-45 % to -40 %)", or "212x (206x to 218x)"."""
+        """The change with its interval: "-43 % (-45 to -40 %)", or "212x (206 to 218x)"."""
         if self.value == math.inf:
             return "from 0"
-        if self.value >= 3:
-            told = [f"{x:.3g}x" for x in (self.value, self.low, self.high)]
-        else:
+        ends = (self.value, self.low, self.high)
+        unit, told = "x", [f"{x:.3g}" for x in ends]
+        if self.value < 3:
             places = 0 if 100 * (self.high - self.low) >= 1 or self.value >= 2 else 1
-            told = [f"{100 * (x - 1):+.{places}f} %" for x in (self.value, self.low, self.high)]
-        return told[0] if self.exact else f"{told[0]} ({told[1]} to {told[2]})"
+            unit, told = " %", [f"{100 * (x - 1):+.{places}f}" for x in ends]
+        return told[0] + unit + ("" if self.exact else f" ({told[1]} to {told[2]}{unit})")
 
 
 def named(tags: Mapping[str, Any]) -> str:
