@@ -347,7 +347,10 @@ class Lab:
         """
         chosen = self.references(*patterns, **tags)
         if not self._is_reference():
-            self._show_reference(tables.as_table(head, *rows_of(chosen)), list(chosen.values()))
+            self._show_reference(
+                tables.as_table(head, *rows_of(chosen)),
+                list(chosen.values() if patterns else chosen),
+            )
 
     def runs_table(
         self,
@@ -359,7 +362,8 @@ class Lab:
 
         columns: metric or tag -> its heading; or what makes a DataFrame of runs that went well.
         """
-        self.show(tables.as_table(tables.columns_of(runs, columns)))
+        if text := tables.as_table(tables.columns_of(runs, columns)):
+            self.show(text)
         if tags and not self._is_reference():
             those = list(self.references(**tags))
             self._show_reference(tables.as_table(tables.columns_of(those, columns)), those)

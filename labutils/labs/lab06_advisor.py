@@ -255,6 +255,15 @@ def envelope(options: Iterable[Option]) -> list[Reach]:
     return [*reaches, Reach(start, math.inf, current)]
 
 
+def paid_after(base: Run, run: Run) -> float | None:
+    """Steps after which `run` has caught up with `base`, first steps counted in; None where it
+    never does or one failed."""
+    if not (base.ok and run.ok):
+        return None
+    times = [(each.metric("first_step_s"), each.metric("step_ms") / 1e3) for each in (base, run)]
+    return break_even(*(Option("", *time, 0) for time in times))
+
+
 def break_even(quick_start: Option, quick_step: Option) -> float | None:
     """Steps after which `quick_step` has caught up; None where its steps are no shorter."""
     saved_s = quick_start.step_s - quick_step.step_s

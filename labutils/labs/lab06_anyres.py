@@ -603,14 +603,14 @@ def ladder_for(device: str) -> tuple[Ladder, dict[str, Recipe]]:
 
 
 def climbed(
-    workload: Workload, ladder: Iterable[Rung], recipes: Mapping[str, Recipe], steps: int
+    workload: Workload, ladder: Ladder, recipes: Mapping[str, Recipe], steps: int
 ) -> dict[str, Run]:
     """Name -> run of the ladder's recipes, in one process, each in its rung's lane, with its cost a
     token.
     """
     load_libraries(workload.device.type)
     with Benchmark(workload, warmup=2) as bench:
-        runs = bench.compare(recipes, steps, rounds=1)
+        runs = bench.compare(recipes, steps, rounds=1, tags=ladder.tags())
     return in_lanes({name: with_costs(run) for name, run in runs.items()}, ladder)
 
 

@@ -1,9 +1,8 @@
-"""What lab 07 does beyond recipes: article A3's methods by name, the arithmetic of 4-bit weights
-and of LoRA's chain of products, memory as a line over the batch, and the ladder from the article's
-LoRA run to our own best ones.
+"""What lab 07 does beyond recipes: article A3's methods, the arithmetic of 4-bit weights and of
+LoRA's chain of products, memory as a line over the batch, and our own recipes above the article's.
 
-    method = of_name("lora long, checkpointed")                 which workload, which recipe, which change of the model
-    run = follow(workload, "qlora short, batch 1", steps=12, logs=folder)
+    chosen = method("lora", "long", "checkpointed")     tags, texts, recipe, change of the model
+    run = follow(workloads, method("qlora", "short", "batch 1"), steps=12, logs=folder)
 """
 
 from __future__ import annotations
@@ -13,8 +12,7 @@ import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -22,8 +20,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from labutils.course.goals import Goal
-from labutils.labs.lab06_advisor import Option, break_even
-from labutils.labs.ladders import A3_BASE, A3_LADDER, Ladder, Rung, climb, in_lanes
+from labutils.labs.ladders import A3_BASE, A3_LADDER, Rung, climb, in_lanes
 from labutils.layers.lora import (
     attach_lora,
     count_parameters,
@@ -36,10 +33,10 @@ from labutils.layers.quantization.convert import convert_base
 from labutils.layers.quantization.fp8_math import relative_error
 from labutils.profiling import cuda
 from labutils.profiling.memory import TensorRecord
-from labutils.profiling.memory_model import BatchLine
+from labutils.profiling.memory_model import BatchLine, tensors_of
 from labutils.profiling.trace import profile
 from labutils.recipe import Recipe
-from labutils.results.records import Run, is_out_of_memory, step_by_step
+from labutils.results.records import Run, Runs, is_out_of_memory, step_by_step, to_frame
 from labutils.training import Benchmark, Trainer
 from labutils.training.benchmark import empty_run
 from labutils.training.memory_run import followed, make_room, read_log
@@ -54,19 +51,20 @@ from labutils.workloads import Workload
 from labutils.workloads.causal_lm import QWEN3, build_lm
 from labutils.workloads.decoder import decoder_shapes, projections
 
+if TYPE_CHECKING:
+    import pandas as pd
+
 Change = Callable[[nn.Module], None]
 
 # ---------------------------------------------------------------------------- the article's methods
 
 
-KINDS = ("lora", "qlora", "unsloth")
-
-
 class Method(NamedTuple):
-    """A run's texts ("short" or "long"), its recipe, and what is done to the model once it is
-    built.
-    """
+    """A run's name and tags, its texts ("short" or "long"), its recipe, and what is done to the
+    model once it is built."""
 
+    name: str
+    tags: dict[str, Any]
     texts: str
     recipe: Recipe
     change: Change | None = None
@@ -79,62 +77,51 @@ OUR_LOOP = {
     "optimizer": "adamw-fused",
 }
 """The loop of the ladder's upper rungs, which a library's model is given where it is held against
-them.
-"""
-SWITCHES: dict[str, dict[str, Any]] = {
-    "checkpointed": {"checkpointing": "blocks"},
-    "offloaded": {"checkpointing": "offload"},
-    "4 bits": {"base_linear": "nf4"},
-    "fp32 casts": {},
-    "no casts": {},
-    "batch 1": {"micro_batch": 1},
-    "batch 2": {"micro_batch": 2},
-    "padded": {"shapes": "padded"},
-    "fused loss": {"layers": "rewritten", "loss": "fused"},
-    "packed": {"shapes": "packed", "token_budget": 4096, "micro_batch": 1} | OUR_LOOP,
+them."""
+METHODS: dict[str, dict[str, Any]] = {
+    "lora": {},
+    "qlora": {"base_linear": "nf4", "checkpointing": "blocks"},
+    "unsloth": {"base_linear": "nf4"},
 }
-"""What may follow a method's name after a comma -> the knobs that it sets."""
-AS_USUALLY_WRITTEN = {"base_linear": "nf4", "checkpointing": "blocks"}
-"""QLoRA's knobs. PEFT's `prepare_model_for_kbit_training` sets the second, and casts: see
-`of_name`.
-"""
+"""Method -> the knobs that it sets. "qlora" is QLoRA as usually written: PEFT's
+`prepare_model_for_kbit_training` turns checkpointing on, and casts to float32."""
+SWITCHES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "checkpointed": ({"checkpointing": "blocks"}, {"checkpointing": "blocks"}),
+    "offloaded": ({"offloaded": True}, {"checkpointing": "offload"}),
+    "4 bits": ({"bits": 4}, {"base_linear": "nf4"}),
+    "fp32 casts": ({"casts": "fp32"}, {}),
+    "no casts": ({"casts": "no"}, {}),
+    "batch 1": ({"batch": 1}, {"micro_batch": 1}),
+    "batch 2": ({"batch": 2}, {"micro_batch": 2}),
+    "padded": ({"rows": "padded"}, {"shapes": "padded"}),
+    "fused loss": ({"fused_loss": True}, {"layers": "rewritten", "loss": "fused"}),
+    "packed": (
+        {"rows": "packed"},
+        {"shapes": "packed", "token_budget": 4096, "micro_batch": 1} | OUR_LOOP,
+    ),
+}
+"""What a method may be changed by -> the tags of that, and the knobs that it sets."""
 
 
-def of_name(name: str) -> Method:
-    """The method of a run's name: "lora long", "qlora short, batch 1", "lora long, checkpointed".
+def method(kind: str, texts: str, *switches: str) -> Method:
+    """One of `METHODS` on "short" or "long" texts, changed by some of `SWITCHES`.
 
-    "lora" is the article's plain LoRA at batch 4. "qlora" is QLoRA as usually written: 4-bit
-    weights, and what PEFT's preparation does besides, checkpointing and casts to float32; "no
-    casts" leaves the casts out. "fp32 casts" does to a LoRA model what they do to QLoRA's.
-    "unsloth" is QLoRA's recipe for unsloth, which brings its own.
-
-    Raises `ValueError` for a name that isn't made of these.
+    "no casts" leaves QLoRA's casts out; "fp32 casts" does to a LoRA model what they do to QLoRA's.
     """
-    head, *switches = name.split(", ")
-    kind, _, texts = head.partition(" ")
-    if kind not in KINDS or texts not in ("short", "long") or not set(switches) <= set(SWITCHES):
-        raise ValueError(
-            f'{name!r} is no method. Write "lora", "qlora" or "unsloth", then "short" or "long", then any of these, '
-            f"each after a comma: {', '.join(SWITCHES)}."
-        )
-    recipe = A3_BASE
-    if kind == "qlora":
-        recipe = recipe.but(**AS_USUALLY_WRITTEN)
-    if kind == "unsloth":
-        recipe = recipe.but(base_linear="nf4")
+    recipe, tags = A3_BASE.but(**METHODS[kind]), {"method": kind, "texts": texts}
     for switch in switches:
-        recipe = recipe.but(**SWITCHES[switch])
-    change = None
-    if kind == "qlora" and "no casts" not in switches:
-        change = prepared_for_kbit
+        more, knobs = SWITCHES[switch]
+        tags |= more
+        recipe = recipe.but(**knobs)
+    change = prepared_for_kbit if kind == "qlora" and "no casts" not in switches else None
     if "fp32 casts" in switches:
         change = cast_as_for_kbit
-    return Method(texts, recipe, change)
+    return Method(", ".join([f"{kind} {texts}", *switches]), tags, texts, recipe, change)
 
 
 def follow(
     workloads: Mapping[str, Workload],
-    name: str,
+    chosen: Method,
     steps: int,
     logs: Path,
     every: int = 10,
@@ -144,32 +131,43 @@ def follow(
 
     `memory_share` is its peak over that of the run `against`, where both have one.
     """
-    method = of_name(name)
     make_room(*workloads.values())
-    log = logs / f"{name}.csv"
-    run = followed(workloads[method.texts], method.recipe, steps, name, log, every, method.change)
+    log, workload = logs / f"{chosen.name}.csv", workloads[chosen.texts]
+    run = followed(workload, chosen.recipe, steps, chosen.name, log, every, chosen.change)
+    run.tags = {"experiment": "methods"} | chosen.tags
     peak, other_peak = (r.metric("peak_allocated_gb") if r else None for r in (run, against))
     if peak and other_peak:
         run.metrics["memory_share"] = peak / other_peak
     return run
 
 
+UNSLOTHS = (
+    method("unsloth", "long"),
+    method("unsloth", "short"),
+    method("unsloth", "long", "packed"),
+    method("unsloth", "long", "padded", "batch 2"),
+    method("unsloth", "long", "padded"),
+)
+"""unsloth's runs: on both kinds of texts; on the packed rows of our own best recipes, in their loop
+and without a mask, as its trainer's padding-free batches are; and for a few steps on each of two
+batch sizes of texts padded to the full length. (A batch of 1 would be compiled anew.)"""
+
+
 def unsloth_jobs(workloads: Mapping[str, Workload], steps: int) -> dict[str, Job]:
-    """unsloth's runs: on both kinds of texts; on the packed rows of our own best recipes, without a
-    mask, as its trainer's padding-free batches are; and a few steps on each of the two batch sizes
-    of its line."""
-    wanted = {"unsloth long": steps, "unsloth short": steps, UNSLOTH_PACKED: steps}
-    wanted |= dict.fromkeys(UNSLOTHS_LINE.values(), 3)
-    methods = {name: of_name(name) for name in wanted}
-    return {name: Job(workloads[m.texts], m.recipe, wanted[name]) for name, m in methods.items()}
+    """Name -> job of each of `UNSLOTHS`."""
+    return {
+        one.name: Job(
+            workloads[one.texts], one.recipe, 3 if one.tags.get("rows") == "padded" else steps
+        )
+        for one in UNSLOTHS
+    }
 
 
-UNSLOTH_PACKED = "unsloth long, packed"
-"""unsloth's run on the rows and in the loop of our packed rungs: what these are held against."""
-UNSLOTHS_LINE = {2: "unsloth long, padded, batch 2", 4: "unsloth long, padded"}
-"""Batch size -> unsloth's run on texts padded to the full length. (A batch of 1 would be compiled
-anew.)
-"""
+def with_tags(runs: Mapping[str, Run]) -> dict[str, Run]:
+    """unsloth's runs, by name, with the tags of their methods."""
+    for one in UNSLOTHS:
+        runs[one.name].tags = {"experiment": "methods"} | one.tags
+    return dict(runs)
 
 
 def longer_by(run: Run, base: Run) -> float | None:
@@ -179,52 +177,22 @@ def longer_by(run: Run, base: Run) -> float | None:
     return 100 * (statistics.median(ratios) - 1) if run.ok and base.ok and ratios else None
 
 
-def paid_after(base: Run, run: Run) -> float | None:
-    """Steps after which `run` has caught up with `base`, first steps counted in; None where it
-    never does or failed.
-    """
-    if not (base.ok and run.ok):
-        return None
-    return break_even(
-        *(Option("", r.metric("first_step_s"), r.metric("step_ms") / 1e3, 0) for r in (base, run))
-    )
+METHOD_COLUMNS = {
+    "run": "method",
+    "first_step_s": "first step, s",
+    "step_ms": "step, ms",
+    "useful_tokens_per_s": "useful tokens/s",
+    "examples_per_s": "examples/s",
+    "peak_allocated_gb": "peak memory, GB",
+    "peak_reserved_gb": "reserved, GB",
+}
+"""Columns of a table of methods."""
 
 
-METHOD_HEAD = (
-    "method",
-    "first step, s",
-    "step, ms",
-    "useful tokens/s",
-    "examples/s",
-    "peak memory, GB",
-    "reserved, GB",
-)
-"""The head of a table of `method_rows`."""
-METRICS = (
-    "first_step_s",
-    "step_ms",
-    "useful_tokens_per_s",
-    "examples_per_s",
-    "peak_allocated_gb",
-    "peak_reserved_gb",
-)
-
-
-def method_rows(runs: Mapping[str, Run]) -> list[tuple[Any, ...]]:
-    """Rows for `METHOD_HEAD`, in the order of `runs`; failures have their reason in the name."""
-    return [
-        (name, *(run.metric(metric) for metric in METRICS))
-        if run.ok
-        else (f"{name}: {run.status}",) + (None,) * 6
-        for name, run in runs.items()
-    ]
-
-
-def over_examples(logs: Path, length: str, column: str) -> dict[str, dict[float, float]]:
-    """Of `KINDS` on texts of a length: kind -> examples trained on -> a column of its memory log,
-    where it has one.
-    """
-    lines = {kind: read_log(logs / f"{kind} {length}.csv") for kind in KINDS}
+def over_examples(logs: Path, texts: str, column: str) -> dict[str, dict[float, float]]:
+    """Of `METHODS` on texts of a length: method -> examples trained on -> a column of its memory
+    log, where it has one."""
+    lines = {kind: read_log(logs / f"{method(kind, texts).name}.csv") for kind in METHODS}
     batch = A3_BASE.micro_batch
     return {
         kind: {batch * at["step"]: at[column] for at in log if column in at}
@@ -233,14 +201,6 @@ def over_examples(logs: Path, length: str, column: str) -> dict[str, dict[float,
 
 
 # -------------------------------------------------------------------- the arithmetic of weights
-
-
-def absmax_example(values: Tensor) -> dict[str, float]:
-    """The constant, the codes and the restored values of `values` in absmax INT8, as metrics."""
-    whole = nf4_math.quantise_int(values)
-    found = {"constant": whole.constant.item()}
-    found |= {f"code_{i}": code for i, code in enumerate(whole.codes.flatten().tolist())}
-    return found | {f"restored_{i}": value for i, value in enumerate(whole.restored().tolist())}
 
 
 def outlier_costs(weight: Tensor, block: int | None, factor: float = 1000) -> dict[str, float]:
@@ -291,22 +251,6 @@ def bits_held(weight: Tensor) -> dict[str, float]:
         "bits_float32": 8 * single.absmax.nbytes / weight.numel(),
         "bits_doubled": doubled,
         "linear_share": (codes + doubled) / 16,
-    }
-
-
-def same_as_bitsandbytes(weight: Tensor) -> dict[str, bool]:
-    """Whether levels, bytes and restored weights of `nf4` are bitsandbytes' own, bit for bit."""
-    from bitsandbytes.functional import dequantize_4bit, get_4bit_type, quantize_4bit
-
-    packed, state = quantize_4bit(weight, quant_type="nf4", compress_statistics=False)
-    ours = nf4_math.quantise_nf4(weight)
-    return {
-        "the 16 levels": torch.equal(get_4bit_type("nf4", device="cpu"), nf4_math.nf4_levels()),
-        "the packed bytes": torch.equal(packed.flatten(), ours.packed),
-        "the blocks' constants": torch.equal(state.absmax, ours.absmax),
-        "the restored weights": torch.equal(
-            dequantize_4bit(packed, state), ours.restored(weight.dtype)
-        ),
     }
 
 
@@ -397,46 +341,38 @@ def _empty(*shape: int) -> Tensor:
 
 class Filled:
     """A method's trainer fed with batches of any size, of the longest texts padded to the full
-    length: the worst case.
-
-        with Filled(workload, "qlora long") as filled:
-            filled.peak(4)
+    length: the worst case. `trainer` is to be closed.
 
     `peak` is in GB: what PyTorch's allocator reports on a GPU (the process's), elsewhere the
     weights and the tensors alive, as `profiling.memory` counts them.
     """
 
-    def __init__(self, workload: Workload, name: str) -> None:
-        method = of_name(name)
-        self.change, self.lets_go = method.change, workload.release_weights
-        self.recipe = method.recipe.but(shapes="padded", micro_batch=1)
-        self.trainer = Trainer(workload, self.recipe, on_model=self._alone)
-        self.workload = workload
-        self.rows = workload.dataset(None, self.recipe)
-        self.longest = sorted(range(len(self.rows)), key=lambda i: -len(self.rows[i]["input_ids"]))
+    def __init__(self, workload: Workload, chosen: Method) -> None:
+        def alone(model: nn.Module) -> None:
+            if chosen.change is not None:
+                chosen.change(model)
+            workload.release_weights()  # kept for other trainers, they would count as this one's
 
-    def _alone(self, model: nn.Module) -> None:
-        """What the method does to the model; what is kept for other trainers would count as this
-        one's.
-        """
-        if self.change is not None:
-            self.change(model)
-        self.lets_go()
+        self.recipe = chosen.recipe.but(shapes="padded", micro_batch=1)
+        self.trainer = Trainer(workload, self.recipe, on_model=alone)
+        self.workload = workload
+        rows = workload.dataset(None, self.recipe)
+        self.rows = sorted(rows, key=lambda row: -len(row["input_ids"]))
 
     def peak(self, batch: int) -> float:
         """Peak memory of one optimizer step on `batch` examples. Raises what PyTorch raises where
         it doesn't fit.
         """
-        chosen = [self.rows[self.longest[i % len(self.longest)]] for i in range(batch)]
+        chosen = [self.rows[i % len(self.rows)] for i in range(batch)]
         made = self.workload.collate(self.recipe)(chosen)
-        fed = iter([{name: tensor.to(self.workload.device) for name, tensor in made.items()}])
+        feed = iter([{name: tensor.to(self.workload.device) for name, tensor in made.items()}])
         if self.workload.device.type != "cuda":
             model = self.trainer.model
             with TensorRecord([*model.parameters(), *model.buffers()]) as live:
-                self.trainer.step(fed)
-            return (weight_bytes(model) + live.peak) / 1e9
+                self.trainer.step(feed)
+            return (sum(tensor.nbytes for tensor in tensors_of(model)) + live.peak) / 1e9
         cuda.reset_peak_memory()
-        self.trainer.step(fed)
+        self.trainer.step(feed)
         cuda.synchronize()
         return cuda.peak_memory()[0]
 
@@ -456,140 +392,90 @@ class Filled:
         cuda.empty_cache()
         return False
 
-    def __enter__(self) -> Filled:
-        return self
-
-    def __exit__(
-        self, kind: type | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.trainer.close()
-
-
-def lines_of(memory: Mapping[str, Run], runs: Mapping[str, Run]) -> dict[str, BatchLine]:
-    """Method -> its line: those of `memory`, runs of `memory_line`; unsloth's from its `runs` on
-    padded texts, where these are."""
-    measured = {name: run for name, run in memory.items() if "each_gb" in run.metrics}
-    lines = {
-        name: BatchLine(run.metrics["base_gb"], run.metrics["each_gb"])
-        for name, run in measured.items()
-    }
-    peaks = {
-        batch: runs[name].metric("peak_allocated_gb")
-        for batch, name in UNSLOTHS_LINE.items()
-        if name in runs
-    }
-    if len(peaks) == len(UNSLOTHS_LINE) and all(peaks.values()):
-        lines["unsloth long"] = BatchLine.through(peaks)
-    return lines
-
 
 def memory_line(
-    workloads: Mapping[str, Workload], name: str, batches: Iterable[int], card_gb: float | None
+    workloads: Mapping[str, Workload],
+    chosen: Method,
+    batches: Iterable[int],
+    card_gb: float | None,
 ) -> Run:
     """A method's line over `batches` as a run: `base_gb`, `each_gb`, `largest_batch` on a card of
     `card_gb`, and whether it holds here: `fits` at nine tenths of it, `fails` at a tenth more.
     None: nothing is tried."""
     make_room(*workloads.values())
-    method = of_name(name)
-    workload = workloads[method.texts]
-    run = Run(
-        "",
-        f"memory of {name}",
-        workload=workload.name,
-        scale=workload.scale,
-        recipe=method.recipe.as_dict(),
-    )
-    with Filled(workload, name) as filled:
+    run = empty_run(workloads[chosen.texts], chosen.recipe, f"memory of {chosen.name}")
+    run.tags = {"experiment": "memory"} | chosen.tags
+    filled = Filled(workloads[chosen.texts], chosen)
+    with filled.trainer:
         filled.peak(1)  # the optimizer's state comes with the first step
-        points = {batch: filled.peak(batch) for batch in batches}
-        line = BatchLine.through(points)
+        line = BatchLine.through({batch: filled.peak(batch) for batch in batches})
         run.metrics = {"base_gb": line.base, "each_gb": line.each}
         if card_gb is not None:
             largest = line.largest(card_gb)
-            run.metrics |= {
-                "largest_batch": largest,
-                "fits": int(filled.fits(max(1, math.floor(0.9 * largest)))),
-            }
-            run.metrics |= {"fails": int(not filled.fits(math.ceil(1.1 * largest) + 1))}
+            run.metrics["largest_batch"] = largest
+            run.metrics["fits"] = int(filled.fits(max(1, math.floor(0.9 * largest))))
+            run.metrics["fails"] = int(not filled.fits(math.ceil(1.1 * largest) + 1))
     return run
 
 
-BUNDLE_HEAD = (
-    "",
-    "ms per 1,000 useful tokens",
-    "against lora, step by step, %",
-    "GB at any batch",
-    "GB an example",
-)
-"""The head of a table of `bundle_rows`."""
+def lines_of(runs: Iterable[Run]) -> dict[str, BatchLine]:
+    """Name -> line of each run of `memory_line`; and unsloth's, out of its two runs on padded
+    texts, where these are."""
+    lines, padded = {}, {}
+    for run in runs:
+        if run.tags["experiment"] == "memory" and run.ok:
+            lines[run.run] = BatchLine(run.metrics["base_gb"], run.metrics["each_gb"])
+        elif run.tags.get("rows") == "padded" and run.metric("peak_allocated_gb"):
+            batch = run.tags.get("batch", A3_BASE.micro_batch)
+            padded[batch] = run.metric("peak_allocated_gb")
+    if len(padded) == 2:
+        lines["unsloth long"] = BatchLine.through(padded)
+    return lines
 
 
-def bundle_rows(
-    names: Iterable[str], runs: Mapping[str, Run], memory: Mapping[str, Run]
-) -> list[tuple[Any, ...]]:
-    """Rows for `BUNDLE_HEAD`: time of `runs` and the lines of `memory` (`lines_of`), where they
-    are.
-    """
-    lines, base, rows = lines_of(memory, runs), runs.get("lora long"), []
-    for name in names:
-        run, line = runs.get(name), lines.get(name, (None, None))
-        longer = longer_by(run, base) if run and base else None
-        cost = run.metric("ms_per_1k_useful_tokens") if run else None
-        rows.append((name, cost, None if longer is None else f"{longer:+.0f}", *line))
-    return rows
+def bundle_table(runs: Sequence[Run]) -> pd.DataFrame:
+    """Time and memory of each change on long texts: runs of `follow` and of `memory_line`, those of
+    the same method in one row."""
+    import pandas as pd
+
+    timed, memory = (
+        {
+            frozenset(run.tags.items() - {("experiment", kind)}): run
+            for run in runs
+            if kind == run.tags["experiment"]
+        }
+        for kind in ("methods", "memory")
+    )
+    base = timed.get(frozenset(method("lora", "long").tags.items()))
+    rows = []
+    for tags in dict.fromkeys([*timed, *memory]):
+        run, line = timed.get(tags), memory.get(tags)
+        rows.append(
+            {
+                "method": (run or line).run,
+                "ms per 1,000 useful tokens": run and run.metric("ms_per_1k_useful_tokens"),
+                "against lora, step by step, %": longer_by(run, base) if run and base else None,
+                "GB at any batch": line and line.metric("base_gb"),
+                "GB an example": line and line.metric("each_gb"),
+            }
+        )
+    return pd.DataFrame(rows)
 
 
-def bundle_of(found: Mapping[str, Run]) -> list[tuple[Any, ...]]:
-    """`bundle_rows` of runs as a results file names them: a method's own, and "memory of ..." it."""
-    memory, runs = _apart(found)
-    alone = [name for name in runs if not name.startswith("unsloth")]
-    return bundle_rows(dict.fromkeys([*alone, *lines_of(memory, runs)]), runs, memory)
+def largest_table(runs: Iterable[Run], cards_gb: Sequence[float]) -> pd.DataFrame:
+    """A row a method: the largest batch of texts of full length that its line fits into a card."""
+    import pandas as pd
 
-
-def _apart(found: Mapping[str, Run]) -> tuple[dict[str, Run], dict[str, Run]]:
-    """The runs of memory by their method's name, and the others."""
-    start = "memory of "
-    memory = {
-        name.removeprefix(start): run for name, run in found.items() if name.startswith(start)
-    }
-    return memory, {name: run for name, run in found.items() if not name.startswith(start)}
-
-
-def batches_head(cards: Iterable[float]) -> tuple[str, ...]:
-    """The head of a table of `batch_rows`, for cards of so many GB."""
-    sizes = (f"{card:g} GB" if card >= 1 else f"{1000 * card:g} MB" for card in cards)
-    return ("largest batch of texts of full length, on a card of", *sizes)
-
-
-def batch_rows(lines: Mapping[str, BatchLine], cards: Sequence[float]) -> list[tuple[Any, ...]]:
-    """A row a method: the largest batch that its line fits into each card."""
-    return [(name, *(line.largest(card) for card in cards)) for name, line in lines.items()]
-
-
-def largest_on(found: Mapping[str, Run], cards: Sequence[float]) -> list[tuple[Any, ...]]:
-    """`batch_rows` of runs as a results file names them."""
-    return batch_rows(lines_of(*_apart(found)), cards)
-
-
-def weight_bytes(model: nn.Module) -> int:
-    """Bytes of a model's parameters and buffers, and of what bitsandbytes holds beside 4-bit ones."""
-    tensors = {id(t): t for t in [*model.parameters(), *model.buffers()]}
-    states = [
-        p.quant_state for p in tensors.values() if getattr(p, "quant_state", None) is not None
-    ]
-    constants = [
-        x
-        for s in states
-        for x in (s.absmax, s.state2.absmax if s.nested else None)
-        if x is not None
-    ]
-    return sum(tensor.nbytes for tensor in [*tensors.values(), *constants])
+    heads = [f"{card:g} GB" if card >= 1 else f"{1000 * card:g} MB" for card in cards_gb]
+    lines = lines_of(runs)
+    rows = [[name, *map(line.largest, cards_gb)] for name, line in lines.items()]
+    return pd.DataFrame(rows, columns=["largest batch on a card of", *heads])
 
 
 # ---------------------------------------------------------------------------- our own recipes
 
 LEAST_MEMORY = "4 bits in FP8, checkpointed"
-LOW_BIT_RUNGS = (
+LADDER = A3_LADDER.plus(
     Rung(
         "FP8 weights",
         "same mathematics",
@@ -611,51 +497,40 @@ LOW_BIT_RUNGS = (
         "unpacked to FP8, and blocks compute again: least memory",
     ),
 )
+"""Article A3's ladder with low-bit weights on top, each on the same rung below."""
 
 
-def ladder_for(device: str) -> tuple[Ladder, dict[str, Recipe]]:
-    """The ladder from article A3's LoRA run on and its recipes, as a `device` climbs it.
-
-    Low-bit weights come on top, each on the same rung below. On a CPU nothing is compiled, which
-    takes a minute.
-    """
-    ladder = A3_LADDER.plus(*LOW_BIT_RUNGS)
-    recipes = climb(ladder)
-    if device != "cuda":
-        plain = {"compile": "off", "compile_scope": "model", "dynamic": "automatic"}
-        recipes = {name: recipe.but(**plain) for name, recipe in recipes.items()}
-    return ladder, recipes
+def recipes_on(device: str) -> dict[str, Recipe]:
+    """The recipes of `LADDER` as a `device` climbs it. On a CPU nothing is compiled, which takes a
+    minute."""
+    if device == "cuda":
+        return climb(LADDER)
+    plain = {"compile": "off", "compile_scope": "model", "dynamic": "automatic"}
+    return {name: recipe.but(**plain) for name, recipe in climb(LADDER).items()}
 
 
 def climbed_on(
-    workload: Workload,
-    ladder: Iterable[Rung],
-    recipes: Mapping[str, Recipe],
-    steps: int,
-    rounds: int,
-    warmup: int,
+    workload: Workload, recipes: Mapping[str, Recipe], steps: int, rounds: int, warmup: int
 ) -> dict[str, Run]:
-    """The runs of a ladder's rungs, in their lanes: `rounds` times the same `steps` batches or
+    """The runs of the ladder's rungs, in their lanes: `rounds` times the same `steps` batches or
     more, with costs and an epoch's rates.
 
     Rungs that share the 16-bit weights are interleaved; those with weights of their own come after
     them, so that these aren't beside the first rung, which needs more memory than all others.
     """
-    shared = [
-        {n: r for n, r in recipes.items() if (r.base_linear == "published") is one}
-        for one in (True, False)
-    ]
+    shared = {n: r for n, r in recipes.items() if r.base_linear == "published"}
+    own = {n: r for n, r in recipes.items() if n not in shared}
     runs: dict[str, Run] = {}
-    for rungs in filter(None, shared):
+    for rungs in filter(None, (shared, own)):
         make_room(workload)
         with Benchmark(workload, warmup, same_batches=True) as bench:
-            runs |= bench.compare(rungs, steps, rounds)
+            runs |= bench.compare(rungs, steps, rounds, tags=LADDER.tags())
     return in_lanes(
-        {name: with_epoch_rate(with_costs(run), workload) for name, run in runs.items()}, ladder
+        {name: with_epoch_rate(with_costs(run), workload) for name, run in runs.items()}, LADDER
     )
 
 
-def kinds_of(workload: Workload, recipe: Recipe, folder: Path, steps: int = 2) -> Run:
+def step_by_kind(workload: Workload, recipe: Recipe, folder: Path, steps: int = 2) -> Run:
     """What kinds of work a step of `recipe` is made of, from a trace of `steps` steps in `folder`.
 
     Metric `kernel_categories`: kind -> {"ms", "count"} a step, the most time first; without a GPU,
@@ -665,50 +540,46 @@ def kinds_of(workload: Workload, recipe: Recipe, folder: Path, steps: int = 2) -
     with Trainer(workload, recipe) as trainer:  # the first steps compile
         trace = profile(trainer, steps, folder, with_stack=False, wait=2, with_shapes=True)
     run = empty_run(workload, recipe, "step by kind")
+    run.tags = {"experiment": "step by kind"}
     run.metrics["kernel_categories"] = trace.categories()
     return run
 
 
-KINDS_HEAD = ("kind of work", "ms a step", "% of the work", "count a step")
-"""The head of a table of `kinds_rows`."""
+def kinds_table(runs: Iterable[Run]) -> pd.DataFrame:
+    """Kinds of work that take a hundredth of their step's or more."""
+    import pandas as pd
 
-
-def kinds_rows(found: Mapping[str, Run]) -> list[tuple[Any, ...]]:
-    """Rows for `KINDS_HEAD` of the runs in `found`: kinds that take a hundredth of their run's work
-    or more.
-    """
     rows = []
-    for run in found.values():
-        kinds = run.metrics.get("kernel_categories", {})
+    for run in runs:
+        kinds = run.metrics["kernel_categories"]
         work = sum(kind["ms"] for kind in kinds.values())
         rows += [
-            (name, kind["ms"], 100 * kind["ms"] / work, round(kind["count"]))
+            {
+                "kind of work": name,
+                "ms a step": kind["ms"],
+                "% of the work": 100 * kind["ms"] / work,
+                "count a step": round(kind["count"]),
+            }
             for name, kind in kinds.items()
+            if kind["ms"] >= work / 100
         ]
-    return [row for row in rows if row[2] >= 1]
+    return pd.DataFrame(rows)
 
 
-def floor_columns(run: Run) -> tuple[float | None, float | None]:
-    """A run's floor in ms, and which share of its mean step that is, in %."""
-    floor, times = run.metric("floor_ms"), run.samples.get("step_ms")
-    return (floor, 100 * floor * len(times) / sum(times)) if floor and times else (None, None)
-
-
-RUNG_HEAD = ("rung", "useful tokens/s", "peak, GB", "first step, s", "floor, ms", "floor / step, %")
-"""The head of a table of `rung_rows`."""
-
-
-def rung_rows(climbed: Mapping[str, Run]) -> list[tuple[Any, ...]]:
-    """Rows for `RUNG_HEAD`; a rung that failed has its reason in the name."""
-    metrics = ("useful_tokens_per_s", "peak_allocated_gb", "first_step_s")
-    return [
-        (
-            name if run.ok else f"{name}: {run.status}",
-            *map(run.metric, metrics),
-            *floor_columns(run),
-        )
-        for name, run in climbed.items()
-    ]
+def rungs_table(runs: Iterable[Run]) -> pd.DataFrame:
+    """The ladder's rungs, with the floor of each and its share of the mean step."""
+    frame = to_frame(runs)
+    mean = [statistics.fmean(run.samples["step_ms"]) for run in runs]
+    columns = {
+        "run": "rung",
+        "useful_tokens_per_s": "useful tokens/s",
+        "peak_allocated_gb": "peak, GB",
+        "first_step_s": "first step, s",
+        "floor_ms": "floor, ms",
+    }
+    table = frame.reindex(columns=list(columns)).rename(columns=columns)
+    table["floor / step, %"] = 100 * table["floor, ms"] / mean
+    return table
 
 
 GOALS = {
@@ -726,7 +597,7 @@ GOALS = {
 """Metric of `reached` -> what it is, and what we aimed at on an H200."""
 
 
-def reached(climbed: Mapping[str, Run], runs: Mapping[str, Run]) -> dict[str, Any]:
+def reached(climbed: Mapping[str, Run], runs: Runs) -> dict[str, Any]:
     """What the ladder's rungs get to, as metrics named in `GOALS`; what can't be said here is
     absent.
 
@@ -735,29 +606,25 @@ def reached(climbed: Mapping[str, Run], runs: Mapping[str, Run]) -> dict[str, An
     usual batches would have been worth.
     """
     rates = {name: _rate(run) for name, run in climbed.items() if run.ok}
-    found: dict[str, Any] = {}
+    metrics: dict[str, Any] = {}
     bf16 = [rates[rung.name] for rung in A3_LADDER if rung.name in rates]
     if bf16 and "lora" in rates:
         best = max(bf16, key=lambda rate: rate["median"])
-        found |= {"useful_tokens_per_s": best, "useful_speedup": _over(best, rates["lora"])}
+        metrics |= {"useful_tokens_per_s": best, "useful_speedup": _over(best, rates["lora"])}
     if "FP8 weights" in rates:
-        found["fp8_useful_tokens_per_s"] = rates["FP8 weights"]
-    small = climbed.get(LEAST_MEMORY)
-    if small is None or not small.ok:
-        return found
-    packed, padded = (
-        run if run and run.ok else None
-        for run in (runs.get(UNSLOTH_PACKED), runs.get("unsloth long"))
-    )
-    if packed:
-        found["small_over_unsloth"] = _over(rates[small.run], _rate(packed))
-        if small.metric("peak_allocated_gb") and packed.metric("peak_allocated_gb"):
-            found["small_memory_over_unsloth"] = small.metric("peak_allocated_gb") / packed.metric(
-                "peak_allocated_gb"
-            )
-    if padded:
-        found["small_over_unsloth_padded"] = _over(rates[small.run], _rate(padded))
-    return found
+        metrics["fp8_useful_tokens_per_s"] = rates["FP8 weights"]
+    if LEAST_MEMORY not in rates:
+        return metrics
+    small, peak = rates[LEAST_MEMORY], climbed[LEAST_MEMORY].metric("peak_allocated_gb")
+    unsloth = runs.select(method="unsloth", texts="long")
+    packed, usual = unsloth.one(rows="packed"), unsloth.one(rows=False)
+    if packed and packed.ok:
+        metrics["small_over_unsloth"] = _over(small, _rate(packed))
+        if peak and packed.metric("peak_allocated_gb"):
+            metrics["small_memory_over_unsloth"] = peak / packed.metric("peak_allocated_gb")
+    if usual and usual.ok:
+        metrics["small_over_unsloth_padded"] = _over(small, _rate(usual))
+    return metrics
 
 
 def _rate(run: Run) -> dict[str, float]:

@@ -30,6 +30,10 @@ class Ladder:
     def __iter__(self) -> Iterator[Rung]:
         return iter(self.rungs)
 
+    def tags(self) -> dict[str, dict[str, str]]:
+        """Rung's name -> the tags of its run."""
+        return {rung.name: {"experiment": "ladder", "rung": rung.name} for rung in self.rungs}
+
     def plus(self, *rungs: Rung) -> Ladder:
         """The same ladder with `rungs` on top."""
         return Ladder(self.start, self.rungs + rungs)
@@ -320,8 +324,8 @@ def rung_rows(ladder: Ladder, climbable: Mapping[str, Recipe]) -> list[tuple[Any
 
 
 def in_lanes(runs: Mapping[str, Run], ladder: Ladder) -> dict[str, Run]:
-    """Name -> run of a ladder's rungs, each put into its rung's lane."""
-    for rung in ladder:
-        if rung.name in runs:
-            runs[rung.name].lane = rung.lane
+    """Name -> run of runs with a ladder's tags, each put into its rung's lane."""
+    lanes = {rung.name: rung.lane for rung in ladder}
+    for run in runs.values():
+        run.lane = lanes[run.tags["rung"]]
     return dict(runs)

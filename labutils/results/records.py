@@ -160,7 +160,7 @@ class Runs(Sequence[Run]):
         self._runs = list({(run.identity, run.host): run for run in runs}.values())
 
     def __getitem__(self, place: Any) -> Any:
-        return self.by_name()[place] if isinstance(place, tuple) else self._runs[place]
+        return self._runs[place]
 
     def __len__(self) -> int:
         return len(self._runs)
@@ -184,29 +184,6 @@ class Runs(Sequence[Run]):
         count = sum(tag is not False for tag in tags.values())
         exact = [run for run in those if len(run.tags) == count]
         return next((found[0] for found in (exact, those) if len(found) == 1), None)
-
-    @functools.cached_property
-    def _named(self) -> dict[tuple[str, str], Run]:
-        return {(run.lab, run.run): run for run in self.newest()}
-
-    def by_name(self) -> dict[tuple[str, str], Run]:
-        """(lab, name) -> run. With what follows a bridge, until all labs select by tags."""
-        return self._named
-
-    def __contains__(self, key: object) -> bool:
-        return key in self.by_name() if isinstance(key, tuple) else key in self._runs
-
-    def items(self) -> Iterable[tuple[tuple[str, str], Run]]:
-        return self.by_name().items()
-
-    def keys(self) -> Iterable[tuple[str, str]]:
-        return self.by_name().keys()
-
-    def values(self) -> Iterable[Run]:
-        return self._runs
-
-    def get(self, key: tuple[str, str]) -> Run | None:
-        return self.by_name().get(key)
 
 
 def to_frame(runs: Iterable[Run]) -> pd.DataFrame:
@@ -386,7 +363,7 @@ def _record_of(line: str) -> dict[str, Any] | str:
     if record.get("schema", SCHEMA) not in (1, SCHEMA):
         return f"has schema {record['schema']!r:.40}, and this version reads 1 and {SCHEMA}"
     lab, run = record.get("lab"), record.get("run")
-    if "tags" not in record and isinstance(lab, str) and isinstance(run, str) and lab:
+    if not record.get("tags") and isinstance(lab, str) and isinstance(run, str) and lab:
         record["tags"] = tags_of(lab, run)
     return _unsound(record) or record | {"schema": SCHEMA}
 
@@ -420,14 +397,9 @@ def named(name: str | Path) -> Path:
     leads nowhere.
     """
     try:
-        path = Path(name).expanduser()
-        os.path.abspath(path)
-    except (RuntimeError, FileNotFoundError):  # nobody's home; the current folder was deleted
-        raise ValueError(
-            f"{name} leads nowhere. Go to a folder that exists, cd {REPOSITORY}, and write the "
-            "path out, as in: --results results/NAME"
-        ) from None
-    return path
+        return Path(os.path.abspath(Path(name).expanduser()))
+    except (RuntimeError, FileNotFoundError) as error:  # nobody's home; our folder was deleted
+        raise ValueError(f"{name}: {error}. Write it out: --results results/NAME") from None
 
 
 # ------------------------------------------------------------------------------------- provenance
@@ -479,15 +451,8 @@ def commit() -> str:
     """The commit of this checkout ("+" after it: with local changes), LABUTILS_COMMIT where there
     is no checkout.
     """
-
-    def git(*words: str) -> subprocess.CompletedProcess[str]:
-        command = ["git", "-C", str(REPOSITORY), *words]
-        return subprocess.run(command, capture_output=True, text=True, check=False)
-
     if given := os.environ.get("LABUTILS_COMMIT"):
         return given
-    head = git("rev-parse", "--short=12", "HEAD")
-    if head.returncode != 0:
-        return "unknown"
-    changed = git("status", "--porcelain", "-uno").stdout.strip()
-    return head.stdout.strip() + ("+" if changed else "")
+    describe = ["git", "describe", "--always", "--dirty=+", "--abbrev=12", "--exclude=*"]
+    said = subprocess.run(describe, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    return said.stdout.strip() or "unknown"

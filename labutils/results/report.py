@@ -190,15 +190,15 @@ def claims_table(judgements: Iterable[Judgement]) -> pd.DataFrame:
     machine and here, and the verdicts."""
     import pandas as pd
 
-    of_claim = ["id", "article", "section", "statement", "lab", "needs", "unit", "note"]
+    of_claim = ["id", "article", "section", "statement", "lab", "needs", "predicted", "unit"]
     judged = ["published", "reference", "reference_verdict", "reference_why", "here", "verdict"]
     rows = [
-        [getattr(j.claim, name) for name in of_claim]
+        [getattr(j.claim, name) for name in (*of_claim, "note")]
         + [list(j.claim.published)]
         + [getattr(j, name) for name in (*judged, "why")]
         for j in judgements
     ]
-    columns = [*of_claim, "published_values", *judged, "why"]
+    columns = [*of_claim, "note", "published_values", *judged, "why"]
     table = pd.DataFrame(rows, columns=columns, dtype=object)
     return table.replace({"reference": {"": None}, "here": {"": None}})
 
@@ -218,20 +218,19 @@ def show(page: Page) -> None:
     gpus = {gpu for run in page.reference if (gpu := run.machine.get("gpu"))}
     machine = str(gpus.pop()).removeprefix("NVIDIA ") if len(gpus) == 1 else "reference"
     for key, article in articles.articles().items():
-        if judgements := [j for j in page.judgements if j.claim.article == key]:
-            rows = [
-                (
-                    f"{j.claim.id}\n{j.claim.statement}",
-                    j.published,
-                    f"{j.reference}\n{j.reference_verdict}" if j.reference else "–",
-                    j.here or "–",
-                    j.verdict,
-                )
-                for j in judgements
-            ]
-            head = ("claim", "published", machine, "here", "verdict here")
-            _print_table(console, f"{key}: {article.subject} ({article.gpu})", head, rows)
-            _print_reasons(console, judgements, of_reference=not page.here)
+        rows = [
+            (
+                f"{j.claim.id}\n{j.claim.statement}\n{j.why if page.here else j.reference_why}",
+                j.published,
+                f"{j.reference}\n{j.reference_verdict}" if j.reference else "–",
+                j.here or "–",
+                j.verdict,
+            )
+            for j in page.judgements
+            if j.claim.article == key
+        ]
+        head = ("claim, and why the verdict", "published", machine, "here", "verdict here")
+        _print_table(console, f"{key}: {article.subject} ({article.gpu})", head, rows)
     theirs = ladder(page.reference)
     _print_ladder(console, "The ladder on the reference machine", theirs, page.reference)
     if not theirs.equals(here := ladder(page.here)):  # one is enough of the reference itself
@@ -252,20 +251,6 @@ def _print_table(console: Any, title: str, head: Sequence[str], rows: Iterable[S
     console.print(table)
 
 
-def _print_reasons(console: Any, judgements: list[Judgement], of_reference: bool) -> None:
-    """Why each verdict, gathered: claims with the same reason share a line. The reference's, if no
-    other.
-    """
-    reasons: dict[tuple[str, str], list[str]] = {}
-    for j in judgements:
-        reason = (j.reference_verdict, j.reference_why) if of_reference else (j.verdict, j.why)
-        reasons.setdefault(reason, []).append(j.claim.id)
-    console.print(f"Why, {'on the reference machine' if of_reference else 'here'}", style="bold")
-    for (verdict, why), ids in reasons.items():
-        console.print(f"  {', '.join(ids)}: {verdict}. {why}")
-    console.print()
-
-
 def _print_ladder(console: Any, title: str, rungs: pd.DataFrame, runs: Runs) -> None:
     if rungs.empty:
         return
@@ -283,11 +268,12 @@ def _print_ladder(console: Any, title: str, rungs: pd.DataFrame, runs: Runs) -> 
 
 
 def _print_sources(console: Any, page: Page) -> None:
-    tally = Counter(j.verdict for j in page.judgements)
-    theirs = Counter(j.reference_verdict for j in page.judgements)
-    for name, counts in (("Here", tally), ("Reference", theirs)):
-        words = [f"{counts[word]} {word}" for word in judges.VERDICTS if counts[word]]
-        console.print(f"{name}: {', '.join(words)}")
+    for name, side in (("Here", "verdict"), ("Reference", "reference_verdict")):
+        for how, predicted in (("measured", False), ("predicted, not measured", True)):
+            those = [j for j in page.judgements if j.claim.predicted is predicted]
+            counts = Counter(getattr(j, side) for j in those)
+            words = [f"{counts[word]} {word}" for word in judges.VERDICTS if counts[word]]
+            console.print(f"{name}, {how}: {', '.join(words)}")
     if page.files:
         console.print(f"Read: {', '.join(map(str, page.files))}", soft_wrap=True)
         console.print(f"Labs run to their end: {', '.join(page.labs_done) or 'none'}.")

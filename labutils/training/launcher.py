@@ -182,9 +182,9 @@ def _agent(
 def _look(folder: Path, runs: dict[str, Run], each: Callable[[Run], None]) -> None:
     """Add the runs that were written since, and call `each` with them."""
     records = [{"lab": "", **record} for record in read_records(folder / RUNS)]
-    for (_, name), run in runs_of(records).items():
-        if name not in runs:
-            runs[name] = run
+    for run in runs_of(records):
+        if run.run not in runs:
+            runs[run.run] = run
             each(run)
 
 

@@ -66,7 +66,7 @@ from labutils.layers.cuda_graph import compile_from_nothing
 from labutils.profiling.compat import ask_cpp_compiler
 from labutils.profiling.machine import usable_cores
 from labutils.recipe import STOCK, Unavailable
-from labutils.results.records import REFERENCE, Run, read_runs
+from labutils.results.records import Run
 from labutils.training import Benchmark, compile_ahead, try_isolated
 
 plots.use_style()
@@ -83,9 +83,8 @@ steps, rounds = (
 )
 workload = lab.workload("sd15-lora")
 bench = Benchmark(workload)
-h200 = {
-    name: run for (_, name), run in read_runs(REFERENCE, "04").items() if run.ok
-}  # our H200's run of this lab
+recorded = [*lab.references(experiment="ladder"), *lab.references(experiment="compile mode")]
+h200 = {run.tags.get("rung", run.run): run for run in recorded if run.ok}
 
 # %% [markdown]
 # ## The ladder

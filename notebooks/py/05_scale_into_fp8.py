@@ -458,7 +458,7 @@ lab.verdict("A2.fp8.rate");
 # In all FP8 kinds the weight is in FP8 beforehand. Lab 00 measured the largest sizes; its H200 results:
 
 # %%
-peaks = read_runs(REFERENCE, "00")["00", "machine"]
+peaks = read_runs(REFERENCE).one("00", experiment="machine")
 bf16 = peaks.metric("tflops_bf16")
 kinds = {
     "BF16": "tflops_bf16",

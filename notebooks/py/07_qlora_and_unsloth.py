@@ -70,10 +70,12 @@ from functools import partial
 
 import matplotlib.pyplot as plt
 import torch
+from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 
 from labutils.course import plots
 from labutils.course.goals import GOAL_HEAD, goal_rows
 from labutils.labs import lab07_qlora
+from labutils.labs.lab06_advisor import paid_after
 from labutils.labs.lab07_toy_lm import Reader
 from labutils.labs.ladders import distinct_on
 from labutils.layers.cuda_graph import compile_from_nothing
@@ -81,7 +83,7 @@ from labutils.layers.quantization import nf4_math
 from labutils.profiling import cuda
 from labutils.profiling.machine import usable_cores
 from labutils.recipe import Unavailable
-from labutils.results.records import Run
+from labutils.results.records import Run, Runs
 from labutils.training.unsloth_run import train_with_unsloth
 
 plots.use_style()
@@ -95,7 +97,7 @@ if not on_gpu:
     torch.set_num_threads(max(1, usable_cores() // 2))
 torch.manual_seed(0)
 texts = {length: lab.workload(f"qwen3-lora-{length}") for length in ("short", "long")}
-ladder, recipes = lab07_qlora.ladder_for(lab.device)
+recipes = lab07_qlora.recipes_on(lab.device)
 
 # %% [markdown]
 # ## 1 · Eight bits, and one number too many
@@ -107,14 +109,19 @@ ladder, recipes = lab07_qlora.ladder_for(lab.device)
 
 # %%
 example = torch.tensor([2.50, -0.70, 0.12, 0.48])
-found = lab07_qlora.absmax_example(example)
-lab.keep(Run("07", "absmax", metrics=found))
+whole = nf4_math.quantise_int(example)
+constant, codes, restored = whole.constant.item(), whole.codes.flatten().tolist(), whole.restored()
+absmax = Run("07", "absmax", tags={"experiment": "absmax"}, metrics={"constant": constant})
+for place in range(4):
+    absmax.metrics[f"code_{place}"] = codes[place]
+    absmax.metrics[f"restored_{place}"] = restored[place].item()
+lab.keep(absmax)
 lab.table(
-    (f"times {found['constant']:.1f}, rounded", *(f"{x:.2f}" for x in example.tolist())),
-    ("code", *(found[f"code_{i}"] for i in range(4))),
-    ("restored", *(f"{found[f'restored_{i}']:.4f}" for i in range(4))),
+    (f"times {constant:.1f}, rounded", *(f"{x:.2f}" for x in example.tolist())),
+    ("code", *codes),
+    ("restored", *(f"{x:.4f}" for x in restored.tolist())),
 )
-lab.verdict("A3.int8.constant", "A3.int8.codes", "A3.int8.restored");
+lab.verdict("A3.int8.constant", "A3.int8.codes", "A3.int8.restored")
 # %% [markdown]
 # Now take a weight matrix of a million normally distributed numbers, and make one of them as large as a thousand standard
 # deviations. Quantise it with one constant for all, and then in *blocks* of 64 numbers with a constant each.
@@ -132,7 +139,10 @@ spoiled = {
     name: lab07_qlora.outlier_costs(matrix, block)
     for name, block in (("one constant", None), ("blocks", 64))
 }
-lab.keep({f"outlier, {name}": Run("07", "", metrics=metrics) for name, metrics in spoiled.items()})
+for name, metrics in spoiled.items():
+    run = Run("07", f"outlier, {name}", metrics=metrics)
+    run.tags = {"experiment": "outlier", "constants": name}
+    lab.keep(run)
 lab.table(
     ("INT8 with an outlier", "codes that are 0, %", "relative error of the others"),
     *(
@@ -140,7 +150,7 @@ lab.table(
         for name, m in spoiled.items()
     ),
 )
-lab.verdict("A3.int8.outlier", "A3.blocks.contain");
+lab.verdict("A3.int8.outlier", "A3.blocks.contain")
 # %% [markdown]
 # **Takeaway.** The largest number sets the constant, and so the error of all the others. Blocks don't remove an outlier;
 # they give it fewer neighbours to spoil: 63 instead of a million.
@@ -192,19 +202,17 @@ plt.show()
 errors = nf4_math.rounding_errors(matrix)
 codes = nf4_math.quantise_to(levels, matrix, 64).codes
 share = nf4_math.entropy_bits(codes) / 4
-lab.keep(Run("07", "rounding int4", metrics={"error": errors["INT4, blocks of 64"]}))
-lab.keep(
-    Run(
-        "07",
-        "rounding nf4",
-        metrics={"error": errors["NF4, blocks of 64"], "information_share": share},
-    )
-)
+for code, name in {"int4": "INT4, blocks of 64", "nf4": "NF4, blocks of 64"}.items():
+    run = Run("07", f"rounding {code}", metrics={"error": errors[name]})
+    run.tags = {"experiment": "rounding", "code": code}
+    if code == "nf4":
+        run.metrics["information_share"] = share
+    lab.keep(run)
 print(
     f"Relative error: INT4 {errors['INT4, blocks of 64']:.2%}, NF4 {errors['NF4, blocks of 64']:.2%}."
 )
 print(f"An NF4 code carries {4 * share:.2f} of its 4 bits.")
-lab.verdict("A3.nf4.better", "A3.nf4.optimal");
+lab.verdict("A3.nf4.better", "A3.nf4.optimal")
 # %% [markdown]
 # The article calls NF4 information-theoretically optimal. That would mean that all 16 codes are equally frequent, so
 # that no bit is wasted. They nearly are. The difference comes from the blocks: the levels are quantiles of a normal
@@ -222,16 +230,24 @@ lab.verdict("A3.nf4.better", "A3.nf4.optimal");
 # library behind QLoRA, holds, and by arithmetic.
 
 # %%
-same = lab07_qlora.same_as_bitsandbytes(matrix)
-print(
-    "Ours and bitsandbytes' are equal, bit for bit:",
-    ", ".join(name for name, equal in same.items() if equal),
-)
+packed, state = quantize_4bit(matrix, quant_type="nf4", compress_statistics=False)
+ours = nf4_math.quantise_nf4(matrix)
+same = {
+    "bytes": torch.equal(packed.flatten(), ours.packed),
+    "constants": torch.equal(state.absmax, ours.absmax),
+    "restored weights": torch.equal(dequantize_4bit(packed, state), ours.restored(matrix.dtype)),
+}
+print("Equal to bitsandbytes', bit for bit:", ", ".join(name for name in same if same[name]))
 held = lab07_qlora.bits_held(torch.randn(4096, 1024).bfloat16())
 lab.keep(
     [
-        Run("07", "constants", metrics=held),
-        Run("07", "weights", metrics={"linear_share": held["linear_share"]}),
+        Run("07", "constants", tags={"experiment": "constants"}, metrics=held),
+        Run(
+            "07",
+            "weights",
+            tags={"experiment": "weights"},
+            metrics={"linear_share": held["linear_share"]},
+        ),
     ]
 )
 arithmetic = {
@@ -241,7 +257,7 @@ arithmetic = {
 words = {"bits_float32": "constants in 32 bits", "bits_doubled": "constants doubly quantised"}
 rows = [(words[name], held[name], bits) for name, bits in arithmetic.items()]
 lab.table(("bits a weight", "in the bytes that bitsandbytes holds", "by arithmetic"), *rows)
-lab.verdict("A3.blocks.bits", "A3.double.bits", "A3.qlora.weights");
+lab.verdict("A3.blocks.bits", "A3.double.bits", "A3.qlora.weights")
 # %%
 fig, ax = plt.subplots(figsize=(7.2, 3.4))
 formats = sorted(errors, key=lambda name: (lab07_qlora.BITS[name], -errors[name]))
@@ -278,12 +294,12 @@ linear = torch.nn.Linear(
 layer = lab07_qlora.multiplies_restored(
     linear, torch.randn(64, 1024, device=lab.device, dtype=torch.bfloat16)
 )
-lab.keep(Run("07", "nf4 layer", metrics=layer))
+lab.keep(Run("07", "nf4 layer", tags={"experiment": "nf4 layer"}, metrics=layer))
 print(
     f"The layer's result is {layer['error_to_restored']:.2%} off the product with the restored weight,"
 )
 print(f"and {layer['error_to_16_bits']:.1%} off the product with the 16-bit weight.")
-lab.verdict("A3.qlora.dequantised");
+lab.verdict("A3.qlora.dequantised")
 # %% [markdown]
 # **Takeaway.** QLoRA saves storage, not arithmetic: the products are as large as before, and restoring the weights comes
 # on top.
@@ -309,7 +325,9 @@ lab.predict("FLOPs, wide first against thin first", my_order, "x")
 
 # %%
 counts = lab07_qlora.lora_counts()
-lab.keep(Run("07", "lora-counts", workload="qwen3-lora-long", scale="full", metrics=counts))
+kept = Run("07", "lora-counts", workload="qwen3-lora-long", scale="full", metrics=counts)
+kept.tags = {"experiment": "lora-counts"}
+lab.keep(kept)
 print(
     f"Qwen3-8B, r = 8: {counts['trained']:,} of {counts['in_all']:,} numbers are trained. Held in float32 beside 16-bit "
     f"weights, they are {counts['adapter_share']:.2%} of the bytes."
@@ -318,7 +336,10 @@ flops = {
     order: lab07_qlora.chain_flops(order, tokens=4 * 861, rank=8)
     for order in ("thin first", "wide first")
 }
-lab.keep({f"chain: {order}": Run("07", "", metrics={"flops": n}) for order, n in flops.items()})
+for order, n in flops.items():
+    run = Run("07", f"chain: {order}", metrics={"flops": n})
+    run.tags = {"experiment": "chain", "order": order}
+    lab.keep(run)
 ranks = [4, 8, *(4**power for power in range(2, 7))]
 ratios = [
     lab07_qlora.chain_flops("wide first", 3444, r) / lab07_qlora.chain_flops("thin first", 3444, r)
@@ -328,7 +349,7 @@ lab.table(
     ("rank r", *ranks),
     ("wide first, times the FLOPs of thin first", *(f"{ratio:.3g}" for ratio in ratios)),
 )
-lab.verdict("A3.lora.count", "A3.lora.small-file", "A3.unsloth.order");
+lab.verdict("A3.lora.count", "A3.lora.small-file", "A3.unsloth.order")
 # %% [markdown]
 # PyTorch multiplies in the order in which the code is written. PEFT writes the thin product first, so unsloth isn't
 # alone in this. The order nearly stops mattering in the last column, where the rank comes near the matrix's own width.
@@ -366,16 +387,19 @@ logs = lab.results_dir / "memory"
 runs: dict[str, Run] = {}
 
 
-def follow(name: str, count: int, against: str = "") -> None:
-    """Measure and keep a method, unless an interrupted start left it behind; a failure says why in the table."""
-    measure = partial(lab07_qlora.follow, texts, name, count, logs, log_every, runs.get(against))
-    runs[name] = lab.measured(name, lab07_qlora.of_name(name).recipe, measure)
+def follow(*words: str, against: str = "") -> None:
+    """Measure and keep a method, unless an interrupted start left it behind; a failure says why."""
+    chosen = lab07_qlora.method(*words)
+    measure = partial(
+        lab07_qlora.follow, texts, chosen, method_steps, logs, log_every, runs.get(against)
+    )
+    runs[chosen.name] = lab.measured(chosen.name, chosen.recipe, measure)
 
 
 for length in texts:
-    follow(f"lora {length}", method_steps)
-    follow(f"qlora {length}", method_steps, against=f"lora {length}")
-follow("qlora short, batch 1", method_steps)
+    follow("lora", length)
+    follow("qlora", length, against=f"lora {length}")
+follow("qlora", "short", "batch 1")
 
 # %%
 with lab.attempt("unsloth in a process of its own", reference="unsloth long"):
@@ -383,11 +407,12 @@ with lab.attempt("unsloth in a process of its own", reference="unsloth long"):
         workload.release_weights()
     jobs = lab07_qlora.unsloth_jobs(texts, method_steps)
     asked = {name: job.recipe for name, job in jobs.items()}
-    runs |= lab.measured_together(asked, lambda: train_with_unsloth(jobs, logs, log_every))
+    runs |= lab.measured_together(
+        asked, lambda: lab07_qlora.with_tags(train_with_unsloth(jobs, logs, log_every))
+    )
 
 # %%
-lab.table(lab07_qlora.METHOD_HEAD, *lab07_qlora.method_rows(runs))
-lab.on_reference(lab07_qlora.METHOD_HEAD, lab07_qlora.method_rows, *runs, "unsloth *")
+lab.runs_table(runs.values(), lab07_qlora.METHOD_COLUMNS, experiment="methods")
 
 # %%
 fig, axes = plt.subplots(1, 2, figsize=(7.4, 3.2))
@@ -434,7 +459,7 @@ lab.verdict(
     "A3.unsloth.vendor-memory",
 )
 if "unsloth long" in runs:
-    paid = lab07_qlora.paid_after(runs["qlora long"], runs["unsloth long"])
+    paid = paid_after(runs["qlora long"], runs["unsloth long"])
     print(
         "unsloth's slower start has paid after",
         "no number of steps" if paid is None else f"{paid:.0f} steps",
@@ -470,12 +495,15 @@ my_bits_alone: float | None = None  # for example 15
 lab.predict("step with 4-bit weights alone, longer by", my_bits_alone, "%")
 
 # %%
-alone = ["lora long, checkpointed", "lora long, 4 bits", "lora long, offloaded"]
+alone = ["checkpointed", "4 bits", "offloaded"]
 if on_gpu:  # on a CPU everything is float32 already
-    alone += ["lora long, fp32 casts", "qlora long, no casts"]
-for name in alone:
-    follow(name, method_steps)
-bundle = ["lora long", *alone, "qlora long"]
+    alone += ["fp32 casts"]
+for change in alone:
+    follow("lora", "long", change)
+bundle = ["lora long", *(f"lora long, {change}" for change in alone), "qlora long"]
+if on_gpu:
+    follow("qlora", "long", "no casts")
+    bundle.insert(-1, "qlora long, no casts")
 fig, ax = plt.subplots()
 plots.steps(ax, {name: runs[name] for name in bundle if runs[name].ok})
 plt.show()
@@ -493,35 +521,26 @@ plt.show()
 room = cuda.free_memory()
 memory: dict[str, Run] = {}
 measured = [
-    "lora long",
-    "lora long, checkpointed",
-    "lora long, checkpointed, fused loss",
-    "lora long, 4 bits",
+    lab07_qlora.method("lora", "long"),
+    lab07_qlora.method("lora", "long", "checkpointed"),
+    lab07_qlora.method("lora", "long", "checkpointed", "fused loss"),
+    lab07_qlora.method("lora", "long", "4 bits"),
+    lab07_qlora.method("qlora", "long"),
 ]
-for name in [*measured, "qlora long"]:
-    with lab.attempt(f"memory of {name}"):
-        tried = room if name in ("lora long", "qlora long") else None
-        measure = partial(lab07_qlora.memory_line, texts, name, (1, 4) if on_gpu else (1, 2), tried)
-        memory[name] = lab.measured(f"memory of {name}", lab07_qlora.of_name(name).recipe, measure)
+for chosen in measured:
+    with lab.attempt(f"memory of {chosen.name}"):
+        tried = room if chosen.name in ("lora long", "qlora long") else None
+        batches = (1, 4) if on_gpu else (1, 2)
+        measure = partial(lab07_qlora.memory_line, texts, chosen, batches, tried)
+        memory[chosen.name] = lab.measured(f"memory of {chosen.name}", chosen.recipe, measure)
 
 # %%
-lines = lab07_qlora.lines_of(memory, runs)
-lab.table(
-    lab07_qlora.BUNDLE_HEAD,
-    *lab07_qlora.bundle_rows(dict.fromkeys([*bundle, *lines]), runs, memory),
-)
-lab.on_reference(
-    lab07_qlora.BUNDLE_HEAD,
-    lab07_qlora.bundle_of,
-    "lora long*",
-    "qlora long*",
-    "memory of *",
-    "unsloth long*",
-)
+those = [*(runs[name] for name in bundle), *memory.values()]
+lab.runs_table(those, lab07_qlora.bundle_table, texts="long")
 
 # %%
 lab.verdict("A3.qlora.cause", "A3.checkpointing.memory", "A3.checkpointing.slower")
-lab.verdict("A3.offload.time", "A3.offload.memory");
+lab.verdict("A3.offload.time", "A3.offload.memory")
 # %% [markdown]
 # **The time.** Add up what the three changes cost alone, and compare the sum with *qlora*. On our H200 it is far less:
 # checkpointing costs most of it, 4 bits and casts next to nothing. But beside the other two the casts do cost time, as
@@ -556,14 +575,11 @@ lab.verdict("A3.offload.time", "A3.offload.memory");
 sizes = (
     (24, 48, 80, 96, 141) if on_gpu else (0.024, 0.048, 0.096)
 )  # GB; a tiny model fits cards of some megabytes
-lab.table(lab07_qlora.batches_head(sizes), *lab07_qlora.batch_rows(lines, sizes))
-cards = (24, 48, 80, 96, 141)
-lab.on_reference(
-    lab07_qlora.batches_head(cards),
-    partial(lab07_qlora.largest_on, cards=cards),
-    "memory of *",
-    "unsloth long*",
-)
+every = Runs([*runs.values(), *memory.values()])
+lab.table(lab07_qlora.largest_table(every, sizes))
+on_record = lab.references(texts="long")
+lab.show("**On our H200**, on cards of other sizes:")
+lab.table(lab07_qlora.largest_table(on_record, (24, 48, 80, 96, 141)))
 for name, run in memory.items():
     if "largest_batch" in run.metrics:
         outcome = "held" if run.metrics["fits"] and run.metrics["fails"] else "did not hold"
@@ -612,10 +628,10 @@ lab.predict("useful tokens a second, best BF16 rung against lora", my_best, "x")
 
 # %%
 climbable = distinct_on(lab.device, recipes)
-lanes = {rung.name: rung.lane for rung in ladder}
+lanes = {rung.name: rung.lane for rung in lab07_qlora.LADDER}
 how = {"steps": 2, "rounds": 1, "warmup": 0} if tiny else {"steps": 6, "rounds": 2, "warmup": 2}
 climbed = lab.measured_together(
-    climbable, lambda: lab07_qlora.climbed_on(texts["long"], ladder, climbable, **how)
+    climbable, lambda: lab07_qlora.climbed_on(texts["long"], climbable, **how)
 )
 climbed = {name: climbed[name] for name in climbable}
 fig, ax = plt.subplots()
@@ -630,26 +646,28 @@ plt.show()
 # %%
 changes = {
     rung.name: ", ".join(f"`{knob}={value!r}`" for knob, value in rung.changes.items())
-    for rung in ladder
+    for rung in lab07_qlora.LADDER
 }
 lab.table(
     ("rung", "lane", "changes"), *((name, groups[name], changes[name] or None) for name in climbed)
 )
-lab.table(lab07_qlora.RUNG_HEAD, *lab07_qlora.rung_rows(climbed))
-lab.on_reference(lab07_qlora.RUNG_HEAD, lab07_qlora.rung_rows, *(rung.name for rung in ladder))
+lab.runs_table(climbed.values(), lab07_qlora.rungs_table, experiment="ladder")
 
 # %%
-targets = lab07_qlora.reached(climbed, runs)
+targets = lab07_qlora.reached(climbed, Runs(runs.values()))
 aims = Run(
     "07",
     "targets",
+    tags={"experiment": "targets"},
     lane="same mathematics",
     workload="qwen3-lora-long",
     scale=lab.scale,
     metrics=targets,
 )
 lab.keep(aims)
-lab.table(("", *GOAL_HEAD), *goal_rows(lab07_qlora.GOALS, aims, lab.reference("targets")))
+lab.table(
+    ("", *GOAL_HEAD), *goal_rows(lab07_qlora.GOALS, aims, lab.reference(experiment="targets"))
+)
 
 # %% [markdown]
 # (The picture counts the padding of the batches that were timed, the tables that of an epoch. So their ratios differ a
@@ -689,10 +707,9 @@ with lab.attempt("A step by kind", reference="step by kind"):
     traced = lab.measured(
         "step by kind",
         None,
-        lambda: lab07_qlora.kinds_of(texts["long"], recipes["blocks compiled"], folder),
+        lambda: lab07_qlora.step_by_kind(texts["long"], recipes["blocks compiled"], folder),
     )
-    lab.table(lab07_qlora.KINDS_HEAD, *lab07_qlora.kinds_rows({"step by kind": traced}))
-lab.on_reference(lab07_qlora.KINDS_HEAD, lab07_qlora.kinds_rows, "step by kind")
+    lab.runs_table([traced], lab07_qlora.kinds_table, experiment="step by kind")
 
 # %% [markdown]
 # Hold *GEMM* and *attention* together against the floor: nearly all of the floor's arithmetic is in these two, and they
@@ -741,15 +758,14 @@ style = {
     "exact_after": after,
 }
 style["answers_with_title"] = int(after > 0.5 > before["title"] and before["explains"] > 0.5)
-lab.keep(Run("07", "style", metrics=style));
-
+lab.keep(Run("07", "style", tags={"experiment": "style"}, metrics=style))
 # %%
 lab.table(
     ("answers that are exactly right, %", "introduces", "bare title"),
     ("before", 100 * before["explains"], 100 * before["title"]),
     ("after", 100 * reader.matches("title", "explain"), 100 * after),
 )
-lab.verdict("A3.120b.style");
+lab.verdict("A3.120b.style")
 # %%
 fig, ax = plt.subplots(figsize=(7.2, 2.8))
 for (name, losses), line in zip(curves.items(), ("-", "--"), strict=True):

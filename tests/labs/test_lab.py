@@ -359,7 +359,7 @@ def test_the_reference_is_that_of_this_lab(lab, reference):
 
 def test_tables_of_the_reference_stand_beside_ours(lab, reference, capsys, monkeypatch):
     def times(runs):
-        return [(run.run, run.metric("step_ms")) for run in runs.values()]
+        return [(run.run, run.metric("step_ms")) for run in runs]
 
     def shown(**tags):
         lab.on_reference(("run", "ms"), times, **tags)

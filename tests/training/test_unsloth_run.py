@@ -67,7 +67,10 @@ def stand_in(tmp_path, monkeypatch):
 
 def test_jobs_are_done_by_one_process_with_the_same_weights(workload, stand_in, tmp_path):
     recipe = A3_BASE.but(base_linear="nf4")
-    jobs = {"a": Job(workload, recipe, 2), "b": Job(workload, recipe.but(**SWITCHES["packed"]), 2)}
+    jobs = {
+        "a": Job(workload, recipe, 2),
+        "b": Job(workload, recipe.but(**SWITCHES["packed"][1]), 2),
+    }
     runs = train_with_unsloth(jobs, tmp_path, every=2)
     assert [(name, run.run, run.status) for name, run in runs.items()] == [
         ("a", "a", "ok"),

@@ -23,13 +23,13 @@ pytestmark = [
 ]
 
 EVERY = (
-    "lora",
-    "lora, checkpointed",
-    "lora, offloaded",
-    "lora, 4 bits",
-    "lora, fp32 casts",
-    "qlora",
-    "qlora, no casts",
+    ("lora",),
+    ("lora", "checkpointed"),
+    ("lora", "offloaded"),
+    ("lora", "4 bits"),
+    ("lora", "fp32 casts"),
+    ("qlora",),
+    ("qlora", "no casts"),
 )
 
 
@@ -41,12 +41,11 @@ def texts():
     }
 
 
-@pytest.mark.parametrize("name", EVERY)
-def test_every_method_trains_and_its_memory_is_on_record(texts, tmp_path, name):
-    head, _, switch = name.partition(", ")
-    run = lab07_qlora.follow(
-        texts, ", ".join(filter(None, (f"{head} short", switch))), 4, tmp_path, every=2
-    )
+@pytest.mark.parametrize("words", EVERY)
+def test_every_method_trains_and_its_memory_is_on_record(texts, tmp_path, words):
+    kind, *switches = words
+    chosen = lab07_qlora.method(kind, "short", *switches)
+    run = lab07_qlora.follow(texts, chosen, 4, tmp_path, every=2)
     assert run.ok, run.status
     assert 0 < run.metrics["peak_allocated_gb"] <= run.metrics["peak_reserved_gb"]
     (log,) = tmp_path.glob("*.csv")
@@ -54,16 +53,16 @@ def test_every_method_trains_and_its_memory_is_on_record(texts, tmp_path, name):
 
 
 def test_checkpointing_makes_the_line_flatter(texts):
-    found = {
-        name: lab07_qlora.memory_line(texts, name, (8, 32), None)
-        for name in ("lora long", "lora long, checkpointed")
-    }
-    lines = lab07_qlora.lines_of(found, {})
-    assert 0 < lines["lora long, checkpointed"].each < 0.9 * lines["lora long"].each
+    plain, checkpointed = (
+        lab07_qlora.memory_line(texts, lab07_qlora.method("lora", "long", *words), (8, 32), None)
+        for words in ((), ("checkpointed",))
+    )
+    assert 0 < checkpointed.metrics["each_gb"] < 0.9 * plain.metrics["each_gb"]
 
 
 def test_memory_comes_back_after_a_batch_that_does_not_fit(texts):
-    with lab07_qlora.Filled(texts["long"], "lora long") as filled:
+    filled = lab07_qlora.Filled(texts["long"], lab07_qlora.method("lora", "long"))
+    with filled.trainer:
         filled.peak(1)
         gc.collect()
         cuda.empty_cache()
@@ -90,6 +89,7 @@ def test_unsloth_trains(texts, tmp_path):
         length: open_workload(f"qwen3-lora-{length}", scale="small", device="cuda")
         for length in texts
     }
-    runs = train_with_unsloth(lab07_qlora.unsloth_jobs(small, 4), tmp_path, every=2)
+    jobs = lab07_qlora.unsloth_jobs(small, 4)
+    runs = lab07_qlora.with_tags(train_with_unsloth(jobs, tmp_path, every=2))
     assert all(run.ok for run in runs.values()), [run.status for run in runs.values()]
-    assert set(lab07_qlora.lines_of({}, runs)) == {"unsloth long"}
+    assert set(lab07_qlora.lines_of(runs.values())) == {"unsloth long"}
