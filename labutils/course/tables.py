@@ -41,9 +41,10 @@ def columns_of(
     columns: metric or tag -> its heading; or what makes the DataFrame of the runs.
     """
     runs = [run for run in runs if run.ok]
+    frame = to_frame(runs)
     if callable(columns):
-        return columns(runs)
-    return to_frame(runs).reindex(columns=list(columns)).rename(columns=dict(columns))
+        return columns(runs) if runs else frame
+    return frame.reindex(columns=list(columns)).rename(columns=columns)
 
 
 def cell(value: Any) -> str:

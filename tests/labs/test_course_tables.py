@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from labutils.course.goals import GOAL_HEAD, Goal, goal_rows
 from labutils.course.predictions import Score, lean_in_words, scores_of, summaries
-from labutils.course.tables import as_table, cell
+from labutils.course.tables import as_table, cell, columns_of
 from labutils.results.records import Run
 
 VALUES = st.one_of(
@@ -42,6 +42,20 @@ def test_what_says_nothing_is_left_out():
         "| busy | 0.5 | – |",
     ]
     assert as_table(("a step", "here"), ("kernels", None)) == ""
+
+
+def test_columns_of_runs_are_those_that_went_well_and_have_numbers():
+    run = Run("03", "w", metrics={"step_ms": 12.0}, tags={"workers": 1})
+    runs = [run, Run("03", "failed", status="oom")]
+    columns = {"workers": "workers", "step_ms": "step, ms", "energy_j": "energy, J"}
+    assert as_table(columns_of(runs, columns)).splitlines() == [
+        "| workers | step, ms |",
+        "| --- | --- |",
+        "| 1 | 12 |",
+    ]
+    by_function = columns_of(runs, lambda those: columns_of(those, {"run": "name", "status": "is"}))
+    assert as_table(by_function).endswith("| w | ok |")
+    assert as_table(columns_of([], lambda those: those[0])) == ""
 
 
 @given(st.lists(st.tuples(VALUES, VALUES, VALUES), max_size=5))

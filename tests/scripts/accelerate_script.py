@@ -1,6 +1,6 @@
 """A loop with Hugging Face's accelerate over PNG pictures that are decoded as they are needed.
 
-accelerate launch accelerate_script.py --workers 2
+accelerate launch accelerate_script.py --cpu
 """
 
 import argparse
@@ -38,30 +38,23 @@ class Pictures(Dataset):
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--accumulation", type=int, default=1)
-    parser.add_argument("--workers", type=int, default=0)
-    parser.add_argument("--side", type=int, default=256)
-    parser.add_argument("--shown", type=int, default=32)
-    parser.add_argument("--channels", type=int, default=16)
     parser.add_argument("--cpu", action="store_true")
     options = parser.parse_args()
 
     accelerator = Accelerator(cpu=options.cpu, gradient_accumulation_steps=options.accumulation)
     torch.manual_seed(0)
     model = nn.Sequential(
-        nn.Conv2d(3, options.channels, 3, padding=1),
+        nn.Conv2d(3, 16, 3, padding=1),
         nn.ReLU(),
-        nn.Conv2d(options.channels, options.channels, 3, stride=2, padding=1),
+        nn.Conv2d(16, 16, 3, stride=2, padding=1),
         nn.ReLU(),
         nn.AdaptiveAvgPool2d(1),
         nn.Flatten(),
-        nn.Linear(options.channels, 10),
+        nn.Linear(16, 10),
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    loader = DataLoader(
-        Pictures(4096, options.side, options.shown), options.batch, num_workers=options.workers
-    )
+    loader = DataLoader(Pictures(4096, side=256, shown=32), batch_size=8)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     done = 0
     for batch in loader:

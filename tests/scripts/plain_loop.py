@@ -1,7 +1,7 @@
 """A plain PyTorch loop over images, as one finds them: a dataset, a DataLoader, a network, an
 optimizer.
 
-python plain_loop.py --steps 100 --workers 4 --device cpu
+python plain_loop.py --steps 100 --device cpu
 """
 
 import argparse
@@ -16,21 +16,16 @@ from torch.utils.data import DataLoader, Dataset
 
 
 class Pictures(Dataset):
-    """Random pictures with a label each; reading one takes `decode_ms`, and keeps the processor at
-    it with `work`.
-    """
+    """Random pictures with a label each; reading one takes `decode_ms`."""
 
-    def __init__(self, rows, width, decode_ms, work=False):
-        self.rows, self.width, self.decode_ms, self.work = rows, width, decode_ms, work
+    def __init__(self, rows, width, decode_ms):
+        self.rows, self.width, self.decode_ms = rows, width, decode_ms
 
     def __len__(self):
         return self.rows
 
     def __getitem__(self, index):
-        until = time.perf_counter() + self.decode_ms / 1e3
-        while self.work and time.perf_counter() < until:
-            sum(range(1000))
-        time.sleep(max(0.0, until - time.perf_counter()))
+        time.sleep(self.decode_ms / 1e3)
         generator = torch.Generator().manual_seed(index)
         return torch.randn(self.width, generator=generator), index % 10
 
@@ -75,14 +70,12 @@ def network(options):
     return nn.Sequential(*layers, nn.Linear(options.hidden, 10))
 
 
-def main():
+def parsed():
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--accumulation", type=int, default=1)
-    parser.add_argument("--workers", type=int, default=0)
     parser.add_argument("--decode-ms", type=float, default=0.0)
-    parser.add_argument("--decode-works", action="store_true")
     parser.add_argument("--in-memory", action="store_true")
     parser.add_argument("--keep-batches", action="store_true")
     parser.add_argument("--width", type=int, default=256)
@@ -95,23 +88,24 @@ def main():
     parser.add_argument("--pin", action="store_true")
     parser.add_argument("--optimizer", choices=["fused", "loop"], default="fused")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    options = parser.parse_args()
+    return parser.parse_args()
 
+
+def main():
+    options = parsed()
     torch.manual_seed(0)
     if options.precision == "tf32":
         torch.set_float32_matmul_precision("high")
     model = network(options).to(options.device)
     kind = {"fused": True} if options.optimizer == "fused" else {"foreach": False}
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, **kind)
-    pictures = Pictures(1024, options.width, options.decode_ms, options.decode_works)
+    pictures = Pictures(1024, options.width, options.decode_ms)
     loader = DataLoader(
         Remembered([pictures[index] for index in range(1024)]) if options.in_memory else pictures,
         options.batch,
         shuffle=True,
         drop_last=True,
-        num_workers=options.workers,
         pin_memory=options.pin,
-        persistent_workers=options.workers > 0,
     )
     loader = list(loader) if options.keep_batches else loader
     folder = tempfile.mkdtemp()

@@ -51,15 +51,10 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--max_steps", type=int, default=60)
     parser.add_argument("--batch", type=int, default=16)
-    parser.add_argument("--accumulation", type=int, default=1)
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--length", type=int, default=64)
     parser.add_argument("--pad", choices=["longest", "max_length"], default="longest")
-    parser.add_argument("--length_column", action="store_true")
-    parser.add_argument("--workers", type=int, default=0)
-    parser.add_argument("--checkpointing", action="store_true")
-    parser.add_argument("--logging_steps", type=int, default=50)
     parser.add_argument("--bf16", action="store_true")
     parser.add_argument("--use_cpu", action="store_true")
     options = parser.parse_args()
@@ -82,10 +77,7 @@ def main():
             output_dir=folder,
             max_steps=options.max_steps,
             per_device_train_batch_size=options.batch,
-            gradient_accumulation_steps=options.accumulation,
-            dataloader_num_workers=options.workers,
-            gradient_checkpointing=options.checkpointing,
-            logging_steps=options.logging_steps,
+            logging_steps=50,
             bf16=options.bf16,
             use_cpu=options.use_cpu,
             save_strategy="no",
@@ -93,11 +85,6 @@ def main():
             disable_tqdm=True,
         )
         texts = Texts(2048, words)
-        if options.length_column:  # batches of like length
-            texts.texts.sort(key=len)
-            Trainer._get_train_sampler = lambda self, dataset=None: (
-                torch.utils.data.SequentialSampler(texts)
-            )
         Trainer(
             model,
             arguments,
