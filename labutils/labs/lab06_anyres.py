@@ -14,11 +14,8 @@ import gc
 import itertools
 import logging
 import math
-import re
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import pandas as pd
@@ -455,84 +452,38 @@ def replay(trainer: Trainer, batches: Sequence[Batch], passes: int = 3) -> Run:
 # The compiler
 
 
-@dataclass
-class Recompiled:
-    """What the compiler did step by step: recompilations in each step, graphs in all, and the
-    guards that failed.
-
-    `given_up` names functions that needed too many versions and are left uncompiled, `image_tokens`
-    are the different counts of image tokens that an example had.
-    """
-
-    by_step: list[int] = field(default_factory=list)
-    graphs: int = 0
-    reasons: Counter[str] = field(default_factory=Counter)
-    given_up: list[str] = field(default_factory=list)
-    image_tokens: set[int] = field(default_factory=set)
-
-    def metrics(self) -> dict[str, float]:
-        return {
-            "recompilations": sum(self.by_step),
-            "recompilations_after_2_steps": sum(self.by_step[2:]),
-            "graphs": self.graphs,
-            "given_up": len(self.given_up),
-            "further_image_token_counts": len(self.image_tokens) - 1,
-        }
-
-
 def recompilations(
     workload: Workload, recipe: Recipe, batches: int, dynamic: bool | None = None
-) -> Recompiled:
+) -> tuple[Run, Compilation]:
     """Train for `batches` steps on new micro-batches and count what has to be compiled anew.
 
     Only Dynamo is at work, which traces, guards and decides; its graphs then run as they are
     (backend "eager"), so that counting takes seconds. dynamic is torch.compile's: None is its
-    default. `recipe.compile_scope` is observed.
+    default. `recipe.compile_scope` is observed. The run has the recompilations by step as samples.
     """
+    by_step: list[int] = []
+    image_tokens: set[int] = set()
     torch._dynamo.reset()
-    found = Recompiled()
     with _dynamo_quiet(), Trainer(workload, recipe.but(compile="off")) as trainer:
         in_blocks = recipe.compile_scope == "blocks"
         whole = workload.trained(trainer.model)[1]
         for module in workload.blocks(trainer.model) if in_blocks else [whole]:
             module.compile(backend="eager", dynamic=dynamic)
-        for batch in itertools.islice(trainer.batches, batches):
-            ids = batch["input_ids"][0]
-            found.image_tokens.add(int((ids == ids.mode().values).sum()))
-            with Compilation() as compiled:
+        with Compilation() as compiled:
+            for _ in range(batches):
+                batch = next(trainer.batches)
+                ids, before = batch["input_ids"][0], compiled.recompilations
+                image_tokens.add(int((ids == ids.mode().values).sum()))
                 trainer.step(iter([batch]))
-            found.by_step.append(compiled.recompilations)
-            found.graphs += compiled.graphs
-            found.reasons += compiled.reasons
-            found.given_up += compiled.given_up
+                by_step.append(compiled.recompilations - before)
     torch._dynamo.reset()
-    return found
-
-
-KINDS_OF_GUARDS = {
-    "a tensor of another size": r"size mismatch|size\(\)|stride\(\)|^___stack0\[",
-    "with a gradient or without": r"requires_grad",
-    "the same code, called in another way": r"args|key ==",
-    "something else": r"",
-}
-"""What a failed guard was about -> how its text shows it; the first that fits counts."""
-
-
-def guard_table(counted: Mapping[str, Recompiled]) -> pd.DataFrame:
-    """What guards were about, an example, and how many of each failed in each of `counted`."""
-    rows = []
-    left = {name: Counter(recompiled.reasons) for name, recompiled in counted.items()}
-    for kind, pattern in KINDS_OF_GUARDS.items():
-        mine = {
-            name: Counter({text: n for text, n in reasons.items() if re.search(pattern, text)})
-            for name, reasons in left.items()
-        }
-        every = sum(mine.values(), Counter())
-        if every:
-            row = {"guards that failed": kind, "for example": f"`{every.most_common(1)[0][0]}`"}
-            rows.append(row | {name: reasons.total() for name, reasons in mine.items()})
-        left = {name: reasons - mine[name] for name, reasons in left.items()}
-    return pd.DataFrame(rows)
+    run = Run("", "", workload=f"{workload.name}, counted", scale=workload.scale)
+    run.samples["recompilations"] = by_step
+    run.metrics = compiled.metrics() | {
+        "recompilations_after_2_steps": sum(by_step[2:]),
+        "further_image_token_counts": len(image_tokens) - 1,
+    }
+    return run, compiled
 
 
 @contextlib.contextmanager

@@ -119,6 +119,9 @@ lab.table(("rung", "lane", "changes", "why", "here"), *rung_rows(A1_LADDER, clim
 
 
 # %%
+tags = A1_LADDER.tags() | {"regional": {"experiment": "ladder", "rung": "regional"}}
+
+
 def of_lane(*names: str) -> dict:
     """The rungs of the named lanes that this machine can tell apart."""
     return {name: recipe for name, recipe in climbable.items() if lanes[name] in names}
@@ -136,6 +139,7 @@ for name in recipes.keys() - climbable.keys():
             "04",
             name,
             lane=lanes[name],
+            tags=tags[name],
             status="skipped: on a CPU this rung is no different from one below it",
         )
     )
@@ -176,6 +180,11 @@ graph_modes = {
     "max-autotune": STOCK.but(compile="max-autotune"),
     "reduce-overhead, accumulation=1": STOCK.but(compile="reduce-overhead", accumulation=1),
 }
+mode_tags = {
+    name: {"experiment": "compile mode", "mode": recipe.compile}
+    for name, recipe in graph_modes.items()
+}
+mode_tags["reduce-overhead, accumulation=1"]["accumulation"] = 1
 article = of_lane("article")
 bench.prepare(
     {"stock": climbable["stock"]}
@@ -194,9 +203,11 @@ with ThreadPoolExecutor() as pool:
         )
     bench.prepare(article)
 tried = {name: future.result() for name, future in tries.items()}
+for name, run in tried.items():
+    run.tags = mode_tags[name]
 
 # %%
-runs = bench.compare(article, steps, rounds)
+runs = bench.compare(article, steps, rounds, tags)
 for name in ("stock", "workers", "pinned"):
     if on_gpu and runs[name].ok:
         runs[name].metrics |= bench.watch(name)
@@ -208,7 +219,7 @@ plt.show()
 
 # %%
 lab.verdict("A1.compile.speedup", "A1.pin.speedup", "A1.total.speedup")
-lab.verdict("A1.workers.utilization", "A1.total.utilization");
+lab.verdict("A1.workers.utilization", "A1.total.utilization")
 
 # %% [markdown]
 # ### When has compiling paid?
@@ -237,7 +248,7 @@ def break_even(plain: Run, compiled: Run) -> float:
 regional = {}
 if on_gpu:
     regional = bench.compare(
-        {"regional": recipes["compile"].but(compile_scope="blocks")}, steps, rounds
+        {"regional": recipes["compile"].but(compile_scope="blocks")}, steps, rounds, tags
     )
     keep(regional)
 rows = [("", "first step, s", "later steps, ms", "has paid after, steps")]
@@ -277,6 +288,7 @@ lab.table(*rows)
 # Both modes put CUDA graphs around the compiled regions: the GPU records the kernels of a region once, and then replays
 # them. The processes of section 1 tried both modes with accumulation, and one of them without, as the control.
 
+
 # %%
 def show_outcomes(tried: dict[str, Run], whose: str) -> None:
     rows = [(f"mode, {whose}", "outcome", "message", "losses")]
@@ -297,12 +309,12 @@ with lab.attempt(
 ):
     if not on_gpu:
         for name in graph_modes:
-            lab.keep(Run("04", name, status="skipped: CUDA graphs need an NVIDIA GPU"))
+            skipped = "skipped: CUDA graphs need an NVIDIA GPU"
+            lab.keep(Run("04", name, status=skipped, tags=mode_tags[name]))
         raise Unavailable("CUDA graphs need an NVIDIA GPU")
     lab.keep(tried)
     show_outcomes(tried, "here")
-lab.verdict("A1.compile.reduce-overhead", "A1.compile.max-autotune", "A1.compile.cause");
-
+lab.verdict("A1.compile.reduce-overhead", "A1.compile.max-autotune", "A1.compile.cause")
 # %% [markdown]
 # These modes give each compiled region a graph of its own, and must guess when a graph's memory may be used again. On the H200
 # the guess was wrong under accumulation: a second micro-step overwrote what the first had left, and the message says so. The
@@ -337,7 +349,7 @@ my_same_work: float | None = None  # for example 4
 lab.predict("speed-up with the same work", my_same_work, "x")
 
 # %%
-same_work = bench.compare({"stock": recipes["stock"]} | of_lane("same work"), steps, rounds=1)
+same_work = bench.compare({"stock": recipes["stock"]} | of_lane("same work"), steps, 1, tags)
 keep(same_work)
 
 
@@ -393,7 +405,7 @@ my_best_ms: float | None = None  # for example 50
 lab.predict("ms a step at the top of the ladder", my_best_ms, "ms")
 
 # %%
-same_mathematics = bench.compare(of_lane("same mathematics"), steps, rounds=1)
+same_mathematics = bench.compare(of_lane("same mathematics"), steps, 1, tags)
 keep(same_mathematics)
 show_lane(same_mathematics, "same mathematics")
 
@@ -437,7 +449,7 @@ if h200:
 # measured matrix rate, or its bytes at the measured bandwidth, whichever takes longer.
 
 # %%
-whole = bench.compare(climbable, steps, rounds)
+whole = bench.compare(climbable, steps, rounds, tags)
 last = list(climbable)[-1]
 for name, run in runs.items():
     whole[name].metrics |= {
@@ -505,8 +517,7 @@ lab.table(
 print(
     f"The stock loop alone, at the start: {runs['stock'].metric('step_ms'):.0f} ms; here: {anchor_ms:.0f} ms."
 )
-lab.verdict("A1.total.speedup", "A1.compile.speedup", "A1.pin.speedup");
-
+lab.verdict("A1.total.speedup", "A1.compile.speedup", "A1.pin.speedup")
 # %% [markdown]
 # (A bar's length means nothing on a logarithmic axis; compare where the bars end.)
 #
@@ -559,8 +570,7 @@ rows += [
     for name, run in h200.items()
 ]
 lab.table(("rung", *KERNEL_COLUMNS.values()), *rows)
-lab.verdict("A1.compile.one-region", "A1.compile.fewer-kernels");
-
+lab.verdict("A1.compile.one-region", "A1.compile.fewer-kernels")
 # %% [markdown]
 # Go down the H200's rows. From *workers* to *compile* a third of the kernels disappear, but GPU-busy hardly changes: the
 # host is still too slow. The *whole-step graph* has about as many kernels as *compile*, almost no synchronisations, and a GPU

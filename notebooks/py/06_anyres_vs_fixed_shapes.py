@@ -84,7 +84,6 @@ import torch
 from labutils.course import plots
 from labutils.course.goals import GOAL_HEAD, goal_rows
 from labutils.course.parameters import whole_numbers
-from labutils.course.tables import as_table
 from labutils.labs import lab06_advisor, lab06_anyres
 from labutils.labs.ladders import A2_BASE, distinct_on, rung_rows
 from labutils.layers.cuda_graph import compile_from_nothing
@@ -127,7 +126,9 @@ lab.predict("tokens of a 500 x 500 image", my_tokens, "tokens")
 
 # %%
 counts = lab06_anyres.token_counts()
-lab.keep(Run("06", "token-counts", workload="llava-lora", scale="full", metrics=counts))
+kept = Run("06", "token-counts", workload="llava-lora", scale="full", metrics=counts)
+kept.tags = {"experiment": "token-counts"}
+lab.keep(kept)
 lab.table(
     ("image, width × height", "tiles", "image tokens"),
     ("224 × 224", counts["tiles_low_resolution"], None),
@@ -279,7 +280,9 @@ print(
 print(f"The tower's share of the arithmetic of the article's step: {counts['vision_share']:.1%}")
 with lab.attempt("577 rows through te.Linear", reference="fp8-te vision"):
     message = lab06_anyres.refusal_of_te(rows_577)
-    lab.keep(Run("06", "fp8-te vision", metrics={"failed": int(bool(message)), "message": message}))
+    tried = Run("06", "fp8-te vision", metrics={"failed": int(bool(message)), "message": message})
+    tried.tags = {"experiment": "fp8-te vision"}
+    lab.keep(tried)
     print("te.Linear:", message or "takes them, too")
 lab.verdict("A2.lmm.vision-cost", "A2.fp8.vision-refuses", "A2.fp8.vision-limits")
 # %% [markdown]
@@ -478,34 +481,30 @@ small_uniform, small_varied = (
 )
 blocks = A2_BASE.but(layers="rewritten", compile_scope="blocks")
 count = 3 if tiny else 6
-counted = {
-    "uniform": lab06_anyres.recompilations(small_uniform, A2_BASE, count),
-    "varied": lab06_anyres.recompilations(small_varied, A2_BASE, count),
-    "varied, blocks": lab06_anyres.recompilations(small_varied, blocks, count),
-    "varied, blocks, any length": lab06_anyres.recompilations(
-        small_varied, blocks, count, dynamic=True
-    ),
+cases = {
+    "uniform": (small_uniform, A2_BASE, None, {"images": "uniform"}),
+    "varied": (small_varied, A2_BASE, None, {"images": "varied"}),
+    "varied, blocks": (small_varied, blocks, None, {"images": "varied", "scope": "blocks"}),
 }
-compiled_how = {
-    "uniform": {"images": "uniform"},
-    "varied": {"images": "varied"},
-    "varied, blocks": {"images": "varied", "scope": "blocks"},
-    "varied, blocks, any length": {"images": "varied", "scope": "blocks", "any_length": True},
-}
-for name, found in counted.items():
-    run = Run("06", f"recompiles {name}", metrics=found.metrics())
-    run.tags = {"experiment": "recompilation"} | compiled_how[name]
-    run.samples = {"recompilations": found.by_step}
-    run.workload, run.scale = "llava-lora, counted", "tiny"
+any_length = {"images": "varied", "scope": "blocks", "any_length": True}
+cases["varied, blocks, any length"] = (small_varied, blocks, True, any_length)
+compilers, by_step = {}, {}
+for name, (images, recipe, dynamic, tags) in cases.items():
+    run, compilers[name] = lab06_anyres.recompilations(images, recipe, count, dynamic)
+    run.run, run.tags = f"recompiles {name}", {"experiment": "recompilation"} | tags
+    by_step[name] = run.samples["recompilations"]
     lab.keep(run)
 
 # %%
 fig, ax = plt.subplots(figsize=(7.2, 3.2))
-plots.counts(ax, {name: found.by_step for name, found in counted.items()}, "step", "recompilations")
+plots.counts(ax, by_step, "step", "recompilations")
 ax.set_title("Code compiled anew, step by step", pad=42)
 plt.show()
-lab.show(as_table(lab06_anyres.guard_table(counted)))
-given_up = dict.fromkeys(f"`{name}`" for found in counted.values() for name in found.given_up)
+rows = []
+for name, compiler in compilers.items():
+    rows += [(name, f"`{guard}`", times) for guard, times in compiler.reasons.most_common(2)]
+lab.table(("", "guards that failed most often", "times"), *rows)
+given_up = {f"`{name}`" for compiler in compilers.values() for name in compiler.given_up}
 print(
     "Left uncompiled, after too many versions:", ", ".join(given_up) or "nothing within these steps"
 )
@@ -542,15 +541,26 @@ forms = {
     "buckets": plain.but(shapes="buckets", token_budget=3072),
     "packed, to 8192": plain.but(shapes="packed", token_budget=8192),
 }
-in_form = {
-    f"form: {name}": lab.measured(
-        f"form: {name}", recipe, partial(train, varied, recipe, steps or 3, warmup=1)
-    )
-    for name, recipe in forms.items()
+form_tags = {
+    "as they come": {"form": "as they come"},
+    "fixed, to 2048": {"form": "fixed", "to": 2048},
+    "padded, to 3072": {"form": "padded", "to": 3072},
+    "buckets": {"form": "buckets"},
+    "packed, to 8192": {"form": "packed", "to": 8192},
 }
+
+
+def in_form(name: str) -> Run:
+    """The run of the varied images in one form."""
+    run = train(varied, forms[name], steps or 3, warmup=1)
+    run.tags = {"experiment": "forms"} | form_tags[name]
+    return run
+
+
+formed = [lab.measured(f"form: {name}", forms[name], partial(in_form, name)) for name in forms]
 columns = {"run": "form", "tokens_per_s": "tokens/s", "useful_tokens_per_s": "useful tokens/s"}
 columns["useful_tokens"] = "useful share of tokens"
-lab.runs_table(in_form.values(), columns, experiment="forms")
+lab.runs_table(formed, columns, experiment="forms")
 
 # %% [markdown]
 # (The numbers in the names are token counts at `full`; smaller scales have smaller tiles. On a CPU a packed row is slow:
@@ -706,9 +716,9 @@ lab.verdict("A2.left.dynamic", "A2.left.fp8-once")
 top = lab06_anyres.best_rung(climbed)
 rate = measured_roofline(climbable[top].fitted_to(lab.device).precision).rate
 targets = lab06_anyres.reached(varied, climbable[top], climbed, cells if on_gpu else [], rate)
-aims = lab.keep(
-    Run("06", "targets", lane="same mathematics", recipe=climbable[top].as_dict(), metrics=targets)
-)
+aims = Run("06", "targets", lane="same mathematics", metrics=targets)
+aims.recipe, aims.tags = climbable[top].as_dict(), {"experiment": "targets"}
+lab.keep(aims)
 lab.table(
     (f"rung *{top}*", *GOAL_HEAD), *goal_rows(lab06_anyres.GOALS, aims, lab.reference("targets"))
 )
@@ -788,7 +798,7 @@ with lab.attempt("Advice from measured runs"):
     )
     advice = lab06_advisor.advise(options, my_vram_gb, my_steps, my_tolerance)
     lab.table(lab06_advisor.shown(advice))
-    total_time(options, 20_000)
+    total_time(options[options.index.isin(theirs.index)], 20_000)  # the article's methods
     if on_gpu:
         answers = Run("06", "guide", tags={"experiment": "guide"})
         answers.metrics = lab06_advisor.guide(lab06_advisor.options_from(source, 1))
@@ -931,7 +941,7 @@ lab.done(
         "tokens of a 500 x 500 image": counts["tokens_500x500"],
         "QLoRA's step at batch 1, longer by": lab06_anyres.longer_by(cells, of("qlora")),
         "break-even of torch.compile at batch 1": lab06_anyres.paid_after(cells, of("compile")),
-        "recompilations on 500 x 500 images": counted["uniform"].metrics()["recompilations"],
+        "recompilations on 500 x 500 images": sum(by_step["uniform"]),
         "spread of the loss over seeds": band[1] - band[0],
         "useful tokens a second, against the plain loop": targets.get("useful_speedup"),
     }
