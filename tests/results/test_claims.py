@@ -162,6 +162,12 @@ def test_what_ran_beside_other_labs_is_not_judged():
     runs = times(100, 50)
     runs[0].beside = 2
     assert judge(claim(direction="less"), runs).verdict == INCONCLUSIVE
+    share = Runs([replace(recorded(gpu_utilization=0.3, copies=2), beside=2)])
+    where = {"runs": {"run": BASE}}
+    busy = claim("range", **where, metrics=["gpu_utilization"], max=0.5)
+    assert judge(busy, share).verdict == INCONCLUSIVE
+    counted = claim("equals", **where, metrics=["copies"], values=[2])
+    assert judge(counted, share).verdict == CONFIRMED
 
 
 def test_a_gain_is_compared_with_another_and_over_sizes():

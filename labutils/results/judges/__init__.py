@@ -106,7 +106,8 @@ def _on_host(claim: Claim, runs: Runs) -> Judgement:
         found = JUDGES[claim.judge](claim, runs)
     except NotTestable as reason:
         return Judgement(claim, NOT_TESTABLE, "", str(reason))
-    if all(one.exact for one in found.effects.values()):
+    counted = claim.needs == "any" or claim.judge not in ("range", "compare")
+    if all(one.exact for one in found.effects.values()) and (found.effects or counted):
         return found
     if any(run.beside for run in own):
         why = f"Other labs ran beside it. Alone: labutils run {claim.lab} --force"
@@ -217,9 +218,8 @@ def compare(claim: Claim, runs: Runs) -> Judgement:
         changes = {"this": changes[""], "against": other[""]}
         return _conclude(claim, _ordered(changes["against"], changes["this"]), changes)
     if how.get("trend"):
-        first, last = list(changes.values())[0], list(changes.values())[-1]
-        verdict = _ordered(*((first, last) if how["direction"] == "more" else (last, first)))
-        return _conclude(claim, verdict, changes)
+        ends = list(changes.values())[:: 1 if how["direction"] == "more" else -1]
+        return _conclude(claim, _ordered(ends[0], ends[-1]), changes)
     wanted = {"less": -1, "more": 1, "as much": 0}[how["direction"]]
     return _conclude(claim, _settle([_moves(e, wanted, how) for e in changes.values()]), changes)
 
