@@ -146,12 +146,18 @@ def _timeable_product(dtype: str, device: str) -> tuple[Callable[[], Any], int]:
     """(product, its matrices' size): one that takes about 8 ms on a GPU or 25 on a CPU. Raises
     `Unsupported`.
     """
-    _require(dtype, device)
+    if device == "cpu" and dtype not in ("fp32", "bf16"):
+        raise Unsupported("is not for a CPU: the course trains in fp32 there")
+    if device == "cuda" and cuda.capability() < NEEDED_CAPABILITY[dtype]:
+        needed, has = (".".join(map(str, c)) for c in (NEEDED_CAPABILITY[dtype], cuda.capability()))
+        raise Unsupported(f"needs compute capability {needed}, and this GPU has {has}")
     first, largest, target_s = (2048, 8192, 8e-3) if device == "cuda" else (256, 2048, 25e-3)
+    if (free_gb := cuda.free_memory()) is not None:  # three fp32 matrices in a quarter of it
+        largest = min(largest, max(256, int((free_gb * 1e9 / 4 / 12) ** 0.5) // 256 * 256))
     times = cuda.timed(_product(dtype, first, device), budget_s=0.02, at_least=3, at_most=20)
     seconds = statistics.median(times) / 1e3
     fitting = first * (target_s / seconds) ** (1 / 3)
-    size = int(min(largest, _largest_in_memory(), max(first, fitting // 256 * 256)))
+    size = int(min(largest, max(first, fitting // 256 * 256)))
     return _product(dtype, size, device), size
 
 
@@ -176,27 +182,6 @@ def rate_over_time(dtype: str, seconds: float = 2.0, points: int = 60) -> list[t
         ends += group.sum() / 1e3
         rates.append((float(ends), float(2 * size**3 / (group.mean() * 1e9))))
     return rates
-
-
-def _largest_in_memory() -> int:
-    """The largest multiple of 256 of which three square fp32 matrices fit in a quarter of the GPU's
-    free memory.
-    """
-    free_gb = cuda.free_memory()
-    return 2**20 if free_gb is None else max(256, int((free_gb * 1e9 / 4 / 12) ** 0.5) // 256 * 256)
-
-
-def _require(dtype: str, device: str) -> None:
-    """Raise `Unsupported` where the device has no units for `dtype`."""
-    if device == "cpu":
-        if dtype not in ("fp32", "bf16"):
-            raise Unsupported("is not for a CPU: the course trains in fp32 there")
-        return
-    needed, has = NEEDED_CAPABILITY[dtype], cuda.capability()
-    if has < needed:
-        raise Unsupported(
-            f"needs compute capability {needed[0]}.{needed[1]}, and this GPU has {has[0]}.{has[1]}"
-        )
 
 
 @contextmanager
@@ -304,18 +289,13 @@ def _graph_node(device: str) -> list[float]:
     return [ms * 1e3 / nodes for ms in cuda.timed(cuda.graph_of(work), budget_s=0.2, at_least=20)]
 
 
-def _host_to_device(pinned: bool) -> Callable[[str], list[float]]:
-    def measure(device: str) -> list[float]:
-        if device == "cpu":
-            raise Unsupported("is not for a CPU: there is no second memory to copy to")
-        count = 256 * MIB
-        source, target = random_bytes(count, "cpu", pinned), random_bytes(count, device)
-        times = cuda.timed(
-            lambda: target.copy_(source, non_blocking=pinned), budget_s=0.5, at_most=30
-        )
-        return [count / (ms * 1e6) for ms in times]
-
-    return measure
+def _host_to_device(pinned: bool, device: str) -> list[float]:
+    if device == "cpu":
+        raise Unsupported("is not for a CPU: there is no second memory to copy to")
+    count = 256 * MIB
+    source, target = random_bytes(count, "cpu", pinned), random_bytes(count, device)
+    copy = functools.partial(target.copy_, source, non_blocking=pinned)
+    return [count / (ms * 1e6) for ms in cuda.timed(copy, budget_s=0.5, at_most=30)]
 
 
 _MEASURERS: dict[str, Callable[[str], list[float]]] = {
@@ -323,6 +303,6 @@ _MEASURERS: dict[str, Callable[[str], list[float]]] = {
     "copy_gb_per_s": _copy_bandwidth,
     "launch_us": _launch,
     "graph_node_us": _graph_node,
-    "h2d_pinned_gb_per_s": _host_to_device(pinned=True),
-    "h2d_pageable_gb_per_s": _host_to_device(pinned=False),
+    "h2d_pinned_gb_per_s": functools.partial(_host_to_device, True),
+    "h2d_pageable_gb_per_s": functools.partial(_host_to_device, False),
 }

@@ -168,8 +168,8 @@ lab.verdict(
 # if neither has to wait for the other in between. This is the *short form*. Plain loops do wait. In gpt-oss a small
 # router chooses for each token which *experts* (parts of the layer) compute it, and the library's code takes one expert
 # after the other. This *expert loop* asks the GPU which experts were chosen, and can't go on without the answer. So
-# there is also the *replay*: the same numbers launch by launch, in order, with every wait (`labutils/profiling/step_model.py`,
-# one page).
+# there is also the *replay*: the same numbers launch by launch, in order, with every wait
+# (`labutils/profiling/launch_queue.py`, one page).
 #
 # **Where do the numbers come from?** A model that was fitted to what it predicts would prove nothing.
 #

@@ -28,7 +28,7 @@ def labutils(*words: str, **environment: str) -> subprocess.CompletedProcess:
         (["run", "--results", ""], "folder"),
         (["run", "--weights", "mine"], "mine"),
         (["report", "--jsn"], "--jsn"),
-        (["diagnose", "--results", "results"], "--run"),
+        (["diagnose", "--results", "results"], "--results"),
     ],
 )
 def test_wrong_usage_exits_with_2_and_says_why(words, word, capsys):

@@ -197,26 +197,15 @@ def differences(
 
 
 def utilisation(
-    ax: Axes,
-    t: Sequence[float],
-    values: Sequence[float],
-    label: str = "GPU utilisation",
-    driver: Sequence[tuple[float, float]] = (),
+    ax: Axes, t: Sequence[float], values: Sequence[float], label: str = "GPU utilisation"
 ) -> Axes:
-    """Utilisation over time: `t` in seconds, `values` in 0..1, each from its `t` on, and the mean.
-
-    `driver`: (seconds, value) of samples from the driver's own buffer, drawn as dots.
-    """
+    """Utilisation over time: `t` in seconds, `values` in 0..1 from each `t` on, and the mean."""
     percent = [100 * v for v in values]
     ax.fill_between(t, percent, step="post", color=MIST, zorder=1)
     ax.step(t, percent, "-", where="post", color=NAVY, linewidth=1.4, label=label, zorder=2)
     if percent:
         mean = sum(percent) / len(percent)
         ax.axhline(mean, color=RUST, linestyle="--", label=f"mean {mean:.0f} %", zorder=3)
-    if driver:
-        times, samples = zip(*driver, strict=True)
-        look = {"color": INK, "markersize": 3, "label": "driver's samples"}
-        ax.plot(times, [100 * v for v in samples], "o", zorder=4, **look)
     ax.set(ylim=(0, 105), xlabel="s", ylabel="% of the time")
     layout.legend(ax, columns=3)
     return ax

@@ -33,7 +33,6 @@ from labutils.tools.diagnose.evidence import Evidence
 from labutils.tools.diagnose.sources import of_recipe
 from labutils.tools.diagnose.trace_pieces import PieceTrace
 from labutils.training import Benchmark, Trainer
-from labutils.training.benchmark import ROUNDS
 from labutils.training.model_edits import with_epoch_rate
 from labutils.workloads.base import Workload
 
@@ -51,7 +50,7 @@ def ablations(
     workload: Workload,
     start: Recipe,
     steps: int = 5,
-    rounds: int = ROUNDS,
+    rounds: int | None = None,
     only: Iterable[str] | None = None,
 ) -> Run:
     """Diagnose `start` on `workload`, then measure every fix that is a knob against it.
@@ -146,7 +145,7 @@ def _measure(
     names: Iterable[str],
     recipes: Mapping[str, Recipe],
     steps: int,
-    rounds: int,
+    rounds: int | None,
 ) -> dict[str, tuple[Run, Run]]:
     """Fix -> (the start's run in the same rounds, its own)."""
     chosen = {name: recipes[name] for name in names}

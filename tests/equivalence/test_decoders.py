@@ -1,0 +1,565 @@
+"""Qwen3, gpt-oss and LLaVA-NeXT: the published architectures, our forward pass against
+transformers' own, the arithmetic against PyTorch's counter, and what is compiled."""
+
+from __future__ import annotations
+
+import functools
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from decoders_at_work import assert_resumes_where_it_stopped, batch_of, outcome, outcome_of
+from recipes_at_work import Products, adapter_gradients, assert_same_gradients, one_thread, perturb
+from safetensors.torch import load_file
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.data import BatchSampler
+from torch.utils.flop_counter import FlopCounterMode
+
+from labutils.data.loader import EPOCH, EpochOrder
+from labutils.data.packing import BUCKETS, IGNORED
+from labutils.labs.ladders import A2_LADDER, A3_BASE, A3_LADDER, A3_OWN, climb
+from labutils.layers.lora import attach_lora, count_parameters, count_trainable, load_adapter
+from labutils.profiling.recompilation import Compilation
+from labutils.recipe import Unavailable
+from labutils.training import Trainer
+from labutils.workloads import open_workload
+from labutils.workloads.base import Work, around_the_same
+from labutils.workloads.causal_lm import GPT_OSS, GPT_OSS_120B, QWEN3, QWEN3_32B, build_lm
+from labutils.workloads.decoder import (
+    ATTENTION,
+    FP8_ROWS,
+    TARGETS,
+    attended_pairs,
+    count_flops,
+    count_full_flops,
+    projections,
+)
+from labutils.workloads.llava import SIZES, build_llava
+
+BASE = A3_BASE.but(precision="fp32", adapter="plain", driver="eager", logging="ring-buffer").but(
+    predict="answers", token_budget=3072
+)
+OURS = BASE.but(layers="rewritten")
+PACKED = OURS.but(shapes="packed", token_budget=6144)
+SHAPES = {
+    "as-they-come": BASE,
+    "padded": BASE.but(shapes="padded"),
+    "buckets": BASE.but(shapes="buckets"),
+    "packed": PACKED,
+}
+CHOSEN = {"one": (3,), "two": (0, 5), "five": (7, 1, 4, 9, 2)}
+NAMES = ("qwen3-lora-long", "gpt-oss-lora-long", "llava-lora-varied")
+META = torch.device("meta")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def single_thread():
+    with one_thread():
+        yield
+
+
+@functools.cache
+def opened(name, device="cpu", scale="tiny"):
+    return open_workload(name, scale=scale, device=device)
+
+
+@pytest.fixture(params=NAMES)
+def workload(request):
+    return opened(request.param)
+
+
+@pytest.fixture
+def qwen3():
+    return opened("qwen3-lora-long")
+
+
+@pytest.fixture
+def llava():
+    return opened("llava-lora-varied")
+
+
+@functools.cache
+def reference(name, chosen, predict="answers"):
+    """transformers' own forward pass, its own mask for the padding."""
+    return outcome(opened(name), BASE.but(predict=predict), chosen)
+
+
+def assert_is_reference(workload, recipe, chosen, batch=None):
+    expected, gradients = reference(workload.name, chosen, recipe.predict)
+    batch = batch_of(workload, recipe, chosen) if batch is None else batch
+    loss, ours = outcome_of(workload, recipe, batch)
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
+    assert_same_gradients(ours, gradients, rtol=1e-4)
+
+
+# -------------------------------------------------------------------------------------------------
+# The architectures
+
+
+@pytest.mark.parametrize(
+    ("build", "size", "parameters", "trained"),
+    [
+        (build_lm, QWEN3["small"], 596_049_920, 5_046_272),
+        (build_lm, QWEN3["full"], 8_190_735_360, 21_823_488),
+        (build_lm, QWEN3_32B, 32_762_123_264, 67_108_864),
+        (build_lm, GPT_OSS["full"], 20_914_757_184, 3_981_312),
+        (build_lm, GPT_OSS_120B, 116_829_156_672, 5_971_968),
+        (build_llava, SIZES["full"], 7_566_747_648, 20_971_520),
+    ],
+)
+def test_the_architectures_are_the_published_ones_to_the_parameter(
+    build, size, parameters, trained
+):
+    """The hub's totals; unsloth prints the LoRA's when it trains the language models."""
+    network = build(size, META, torch.bfloat16)
+    assert count_parameters(network) == parameters
+    assert {p.dtype for p in network.parameters()} == {torch.bfloat16}
+    attach_lora(network, projections(network), 8, 16, "plain", seed=0)
+    assert count_trainable(network) == trained
+
+
+@pytest.mark.parametrize("scale", ["tiny", "small"])
+@pytest.mark.parametrize(
+    ("build", "sizes"), [(build_lm, QWEN3), (build_lm, GPT_OSS), (build_llava, SIZES)]
+)
+def test_every_scale_has_every_kind_of_layer(build, sizes, scale):
+    full, other = (build(sizes[s], META, torch.float32) for s in ("full", scale))
+    assert {type(m).__name__ for m in other.modules()} == {type(m).__name__ for m in full.modules()}
+
+
+def test_configurations_are_the_published_ones():
+    """What the shapes don't show."""
+    qwen = build_lm(QWEN3["full"], META, torch.bfloat16).config
+    assert (qwen.rope_parameters["rope_theta"], qwen.rms_norm_eps) == (1e6, 1e-6)
+    oss = build_lm(GPT_OSS["full"], META, torch.bfloat16).config
+    assert (oss.rope_parameters["rope_theta"], oss.rope_parameters["rope_type"]) == (150000, "yarn")
+    assert (oss.num_experts_per_tok, oss.sliding_window, oss.rms_norm_eps) == (4, 128, 1e-5)
+    assert oss.layer_types[:3] == ["sliding_attention", "full_attention", "sliding_attention"]
+    llava = build_llava(SIZES["full"], META, torch.bfloat16).config
+    assert (llava.image_token_index, llava.vision_feature_layer) == (32000, -2)
+    assert llava.image_grid_pinpoints[:2] == [[336, 672], [672, 336]]
+
+
+@pytest.mark.parametrize("layers", ["published", "rewritten"])
+@pytest.mark.parametrize("adapter", ["peft", "plain"])
+def test_what_is_trained(workload, layers, adapter):
+    """All seven projections of the decoder's blocks; of gpt-oss attention alone."""
+    model = workload.build(BASE.but(layers=layers, adapter=adapter))
+    trained = [name for name, p in model.network.named_parameters() if p.requires_grad]
+    expected = ATTENTION if workload.name.startswith("gpt-oss") else TARGETS
+    assert len(trained) == 2 * 2 * len(expected)
+    assert {name.split(".lora_")[0].rpartition(".")[2] for name in trained} == set(expected)
+    assert not any("vision" in name for name in trained)
+    assert {p.dtype for p in model.network.parameters() if p.requires_grad} == {torch.float32}
+
+
+def test_trainers_share_the_frozen_weights_until_they_are_released(workload):
+    first, second = workload.build(BASE), workload.build(OURS)
+    workload.release_weights()
+    third = workload.build(BASE)
+    heads = [model.network.lm_head.weight for model in (first, second, third)]
+    assert heads[0] is heads[1] and heads[0] is not heads[2]
+    assert torch.equal(heads[0], heads[2])
+    half = workload.build(BASE.but(precision="bf16")).network
+    assert half.lm_head.weight.dtype == torch.bfloat16
+    assert half.get_decoder().rotary_emb.inv_freq.dtype == torch.float32  # positions stay exact
+
+
+# -------------------------------------------------------------------------------------------------
+# Our forward pass against transformers'
+
+
+@pytest.mark.parametrize("chosen", CHOSEN.values(), ids=CHOSEN)
+@pytest.mark.parametrize("shapes", SHAPES)
+def test_loss_and_gradients_are_transformers(workload, shapes, chosen):
+    assert_is_reference(workload, SHAPES[shapes].but(layers="rewritten"), chosen)
+
+
+@pytest.mark.parametrize("shapes", ["padded", "buckets"])
+def test_padding_changes_nothing_in_transformers_own(workload, shapes):
+    assert_is_reference(workload, SHAPES[shapes], CHOSEN["two"])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"loss": "fused"},
+        {"loss": "answers"},
+        {"checkpointing": "blocks"},
+        {"checkpointing": "offload"},
+        {"adapter": "peft"},
+    ],
+    ids=lambda change: next(iter(change.values())),
+)
+@pytest.mark.parametrize("shapes", ["as-they-come", "packed"])
+def test_what_makes_it_faster_or_smaller_changes_nothing(workload, shapes, change):
+    assert_is_reference(workload, SHAPES[shapes].but(layers="rewritten", **change), CHOSEN["five"])
+
+
+@pytest.mark.parametrize("shapes", ["as-they-come", "packed"])
+def test_cached_features_change_nothing(llava, shapes):
+    recipe, chosen = SHAPES[shapes].but(layers="rewritten", cache="features"), CHOSEN["five"]
+    examples = llava.dataset(llava.build(recipe), recipe)
+    batch = llava.collate(recipe)([examples[index] for index in chosen])
+    assert "features" in batch
+    assert_is_reference(llava, recipe, chosen, batch)
+
+
+@pytest.mark.parametrize("layers", ["published", "rewritten"])
+def test_fixed_is_the_same_as_images_that_were_square_before(llava, layers):
+    """Article A2's fixed shapes: images resized, the text padded."""
+    recipe, side = BASE.but(shapes="fixed", layers=layers), llava.size.tile
+    rows, transform = llava.dataset(None, BASE).with_format(None), llava._examples(BASE)
+    squares = [
+        transform.example(rows[i]["image"].resize((side, side), 2), rows[i]["labels"])
+        for i in (0, 5)
+    ]
+    expected, gradients = outcome_of(llava, BASE, llava.collate(BASE)(squares))
+    batch = batch_of(llava, recipe, [0, 5])
+    assert batch["input_ids"].shape == (2, llava.token_budget(recipe))
+    loss, ours = outcome_of(llava, recipe, batch)
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
+    assert_same_gradients(ours, gradients, rtol=1e-4)
+
+
+def test_rows_without_padding_are_our_packed_ones(qwen3):
+    """What a library is given to pack: transformers tells the texts apart by their positions."""
+    chosen, library = CHOSEN["five"], PACKED.but(layers="published")
+    batch = batch_of(qwen3, library, chosen)
+    assert set(batch) == {"input_ids", "position_ids", "labels"} and len(batch["input_ids"]) == 1
+    assert_is_reference(qwen3, BASE, chosen, batch)
+    assert qwen3.work_of(library, batch) == qwen3.work_of(PACKED, batch_of(qwen3, PACKED, chosen))
+
+
+@pytest.mark.parametrize("predict", ["everything", "answers"])
+def test_the_loss_is_that_of_the_tokens_to_be_predicted(workload, predict):
+    """By hand: logits of transformers' model at the places before them."""
+    if predict == "everything" and workload.name.startswith("llava"):
+        pytest.skip("most of a prompt is an image")
+    recipe = BASE.but(predict=predict)
+    model, example = workload.build(recipe), workload.dataset(None, recipe)[3]
+    batch = workload.collate(recipe)([example])
+    with torch.no_grad():
+        logits = model.network(**{k: v for k, v in batch.items() if k != "labels"}).logits[0]
+        loss = workload.loss(model, batch, {})
+    wanted = example["labels"][1:] != IGNORED
+    assert wanted.all() == (predict == "everything")
+    expected = F.cross_entropy(logits[:-1][wanted], example["labels"][1:][wanted])
+    torch.testing.assert_close(loss, expected)
+
+
+@pytest.mark.parametrize("kind", ["fp8-frozen", "nf4", "nf4-frozen", "nf4-fp8"])
+def test_converted_bases_train_and_keep_near(workload, kind):
+    """Within what the format's rounding allows. The head stays as published, and for FP8 the vision
+    tower."""
+    recipe = OURS.but(base_linear=kind)
+    expected, gradients = reference(workload.name, CHOSEN["two"])
+    kinds = {n: type(m).__name__ for n, m in workload.build(recipe).network.named_modules()}
+    assert kinds["lm_head"] == "Linear"
+    assert {k for n, k in kinds.items() if n.endswith("o_proj.base_layer")} != {"Linear"}
+    tower = {kind for name, kind in kinds.items() if name.endswith("mlp.fc1")}
+    assert not tower or (tower == {"Linear"}) == ("fp8" in kind)
+    batch = batch_of(workload, recipe, CHOSEN["two"])
+    assert kind != "fp8-frozen" or batch["input_ids"].shape[1] % FP8_ROWS == 0
+    loss, ours = outcome_of(workload, recipe, batch)
+    torch.testing.assert_close(loss, expected, rtol=0.05, atol=0.05)
+    for name, gradient in gradients.items():
+        assert F.cosine_similarity(ours[name].flatten(), gradient.flatten(), dim=0) > 0.8, name
+
+
+def test_peft_adapts_4_bits_with_its_own_layer(qwen3):
+    from peft.tuners.lora.bnb import Linear4bit
+
+    recipes = {a: BASE.but(base_linear="nf4", adapter=a) for a in ("peft", "plain")}
+    layers = [m for m in qwen3.build(recipes["peft"]).modules() if hasattr(m, "base_layer")]
+    assert len(layers) == 2 * len(TARGETS) and {type(layer) for layer in layers} == {Linear4bit}
+    outcomes = [outcome(qwen3, recipe, CHOSEN["two"]) for recipe in recipes.values()]
+    torch.testing.assert_close(outcomes[0][0], outcomes[1][0])
+    assert_same_gradients(outcomes[0][1], outcomes[1][1], rtol=1e-4)
+
+
+# -------------------------------------------------------------------------------------------------
+# Batches
+
+
+def test_forms_of_batches(workload):
+    examples = [workload.example_sizes(BASE)[i] for i in CHOSEN["five"]]
+    lengths, budget = [e.tokens for e in examples], workload.token_budget(BASE)
+    batches = {
+        name: batch_of(workload, recipe.but(layers="rewritten"), CHOSEN["five"])
+        for name, recipe in SHAPES.items()
+    }
+    assert batches["as-they-come"]["input_ids"].shape == (5, max(lengths))
+    assert batches["padded"]["input_ids"].shape == (5, budget)
+    buckets = {-(-budget * k // BUCKETS) for k in range(1, BUCKETS + 1)}
+    assert batches["buckets"]["input_ids"].shape[1] in buckets
+    assert batches["packed"]["input_ids"].shape[0] < 5
+    assert batches["packed"]["input_ids"].shape[1] == workload.token_budget(PACKED)
+    for batch in batches.values():
+        assert (batch["input_ids"] != workload.pad).sum() == sum(lengths)
+
+
+def test_what_a_packed_batch_holds(workload):
+    batch, rows = batch_of(workload, PACKED, CHOSEN["five"]), workload.dataset(None, PACKED)
+    flat, marks = batch["input_ids"].flatten(), batch["boundaries"].tolist()
+    documents = [flat[a:b] for a, b in zip(marks, marks[1:], strict=False) if b > a]
+    for index in CHOSEN["five"]:
+        assert any(torch.equal(rows[index]["input_ids"], document) for document in documents)
+    starts = [mark for mark in marks[:-1] if mark < len(flat)]
+    assert (batch["positions"].flatten()[starts[:2]] == 0).all()
+
+
+@pytest.mark.parametrize("shapes", ["padded", "buckets", "packed"])
+def test_an_example_that_does_not_fit_is_refused(workload, shapes):
+    with pytest.raises(ValueError, match="token_budget"):
+        workload.collate(OURS.but(shapes=shapes, token_budget=512))
+
+
+@pytest.mark.parametrize("recipe", [BASE, PACKED], ids=["as they come", "packed"])
+def test_batches_can_be_made_in_workers(workload, recipe):
+    collate, rows = (
+        pickle.loads(pickle.dumps(part))
+        for part in (workload.collate(recipe), workload.dataset(None, recipe))
+    )
+    batch, expected = collate([rows[1], rows[2]]), batch_of(workload, recipe, (1, 2))
+    assert all(torch.equal(batch[name], tensor) for name, tensor in expected.items())
+
+
+def test_the_processor_makes_as_many_tokens(llava):
+    rows = llava.dataset(None, BASE)
+    for example, size in zip(rows, llava.example_sizes(BASE), strict=True):
+        counted = len(example["input_ids"]), len(example["pixel_values"])
+        assert counted == (size.tokens, size.tiles)
+        assert (example["labels"] != IGNORED).sum() == size.answers
+
+
+# -------------------------------------------------------------------------------------------------
+# Arithmetic
+
+
+@pytest.mark.parametrize("shapes", ["as-they-come", "padded"])
+@pytest.mark.parametrize("loss", ["logits", "answers"])
+def test_flops_are_those_that_pytorch_counts(workload, shapes, loss):
+    """Attention by products computes all pairs of a row, which we add here. The rotary embedding's
+    angles, a product of width 1, are no work of ours. PyTorch doesn't count grouped products, so
+    gpt-oss's experts are transformers' loop here."""
+    recipe = SHAPES[shapes].but(layers="rewritten", loss=loss)
+    model, size = workload.build(recipe), workload.size
+    model.network.config._experts_implementation = "eager"
+    batch = batch_of(workload, recipe, CHOSEN["two"])
+    rows, length = batch["input_ids"].shape
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        workload.loss(model, batch, {}).backward()
+    pairs = size.layers * (rows * length * (rows * length + 1 if size.experts else length))
+    unseen = pairs - attended_pairs(size, [length] * rows)
+    predicting = len(batch["answers"]) if loss == "answers" else rows * length
+    tiles = workload.tiles_of(batch)
+    ours, _ = workload.flops_and_bytes(recipe, [length] * rows, tiles, predicting)
+    ours += 12 * unseen * size.heads * size.head_width
+    angles = 2 * rows * length * size.head_width // 2
+    assert ours + angles == counter.get_total_flops()
+
+
+def test_flops_of_the_full_model_and_of_training_every_weight():
+    """Qwen3-8B on the meta device: about four FLOPs a weight and token with LoRA."""
+    workload, texts = opened("qwen3-lora-long", "meta", "full"), torch.zeros(1, 512).long().to(META)
+    batch = dict.fromkeys(("input_ids", "positions", "targets"), texts)
+    batch |= dict.fromkeys(("answers", "answer_targets"), texts[0])
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        workload.loss(workload.build(OURS), batch, {}).backward()
+    size, pairs = workload.size, workload.size.layers * 512 * 512
+    ours = count_flops(size, 8, 512, pairs, 512)
+    assert ours + 2 * 512 * 64 == counter.get_total_flops()
+    assert ours == pytest.approx(4 * 8.19e9 * 512, rel=0.1)
+    assert count_full_flops(size, 512, pairs, 512) == pytest.approx(1.5 * ours, rel=0.05)
+
+
+@pytest.mark.parametrize("name", ["qwen3-lora-long", "gpt-oss-lora-long"])
+@pytest.mark.parametrize("lengths", [[5], [16, 40], [100, 3, 17]])
+def test_pairs_are_what_the_masks_let_through(name, lengths):
+    size, tokens = opened(name).size, torch.arange(sum(lengths))
+    document = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    whole = (document[:, None] == document) & (tokens[:, None] >= tokens)
+    near = whole & (tokens[:, None] - tokens < size.window)
+    expected = whole.sum() + (near.sum() if size.experts else whole.sum())
+    assert attended_pairs(size, lengths) == expected  # of two layers
+
+
+@pytest.mark.parametrize("shapes", SHAPES)
+@pytest.mark.parametrize("layers", ["published", "rewritten"])
+def test_work_planned_is_the_work_of_the_batches(workload, shapes, layers):
+    if layers == "published" and shapes == "packed" and workload.name.startswith("llava"):
+        pytest.skip("its library keeps no examples of a row apart")
+    recipe = SHAPES[shapes].but(layers=layers, micro_batch=2)
+    count = len(workload.example_sizes(recipe))
+    epoch = EpochOrder(count, EPOCH, recipe.seed)
+    order = workload.order(None, recipe) or BatchSampler(epoch, 2, drop_last=True)
+    for _, chosen in zip(range(3), order, strict=False):
+        examples = [workload.example_sizes(recipe)[index] for index in chosen]
+        work = workload.work_of(recipe, batch_of(workload, recipe, chosen))
+        assert workload._planned(recipe, examples) == work
+
+
+def test_what_work_counts(workload):
+    lengths = [workload.example_sizes(OURS)[i].tokens for i in CHOSEN["two"]]
+    work = workload.work_of(OURS, batch_of(workload, OURS, CHOSEN["two"]))
+    assert (work.examples, work.tokens, work.useful_tokens) == (2, 2 * max(lengths), sum(lengths))
+    plain, packed = workload.work(OURS), workload.work(PACKED.but(token_budget=16384))
+    assert workload.work(OURS.but(accumulation=4)) == plain * 4
+    assert workload.work(OURS.but(checkpointing="offload")).flops == plain.flops
+    assert plain.useful_tokens / plain.tokens < 0.9 < packed.useful_tokens / packed.tokens
+    assert Work(1, 2, 3, 4, 5) + Work(10, 20, 30, 40, 50) == Work(11, 22, 33, 44, 55)
+
+
+# -------------------------------------------------------------------------------------------------
+# Training
+
+
+@pytest.mark.parametrize("method", A3_OWN)
+def test_article_methods_train(workload, method):
+    with Trainer(workload, A3_OWN[method].but(micro_batch=1, predict="answers")) as trainer:
+        trainer.run(3)
+    assert trainer.losses[0] == pytest.approx(6.93, abs=0.3)  # log of the vocabulary
+
+
+@pytest.mark.parametrize(
+    ("name", "ladder"), [(NAMES[0], A3_LADDER), (NAMES[1], A3_LADDER), (NAMES[2], A2_LADDER)]
+)
+def test_a_ladder_ends_where_it_trains(name, ladder):
+    last = list(climb(ladder).values())[-1].but(compile="off")
+    with Trainer(opened(name), last) as trainer:
+        trainer.run(2)
+
+
+def test_titles_are_learned(qwen3):
+    fast = {"learning_rate": 2e-2, "optimizer": "adamw-fused", "token_budget": 4096}
+    with Trainer(qwen3, PACKED.but(micro_batch=1, loss="answers", **fast)) as trainer:
+        trainer.run(12)
+        trainer.driver.log.flush()
+    assert max(trainer.losses[-3:]) < trainer.losses[0] - 0.3
+
+
+def test_a_packed_run_resumes_where_it_stopped(workload, tmp_path):
+    assert_resumes_where_it_stopped(workload, PACKED, tmp_path)
+
+
+def test_a_saved_adapter_has_pefts_names(workload, tmp_path):
+    model = workload.build(OURS)
+    perturb(model.network)
+    workload.save(model, tmp_path)
+    decoder = "model.language_model" if workload.name.startswith("llava") else "model"
+    names = load_file(tmp_path / "adapter_model.safetensors")
+    assert f"base_model.model.{decoder}.layers.0.self_attn.q_proj.lora_A.weight" in names
+    other = around_the_same(workload._frozen(torch.float32, 0))
+    load_adapter(other, tmp_path, kind="plain")
+    with torch.no_grad():
+        theirs = other(**batch_of(workload, BASE, [1])).loss
+        ours = workload.loss(model, batch_of(workload, OURS, [1]), {})
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+# -------------------------------------------------------------------------------------------------
+# What is compiled
+
+
+@pytest.mark.parametrize("base", ["published", "fp8-frozen"])
+@pytest.mark.parametrize(("name", "graphs"), [(NAMES[0], 2), (NAMES[2], 3)])
+def test_one_blocks_code_serves_all_blocks_and_all_lengths(name, graphs, base, nothing_compiled):
+    """Blocks compiled for any size: two graphs of the decoder's, whose first block has an input
+    that needs no gradient, and one of the vision tower's."""
+    workload, recipe = opened(name), OURS.but(base_linear=base)
+    model = workload.build(recipe)
+    for block in workload.blocks(model):
+        block.compile(backend="aot_eager", dynamic=True)
+    with Compilation() as compiled:
+        for chosen in ([0], [1], [2]):
+            workload.loss(model, batch_of(workload, recipe, chosen), {}).backward()
+    assert (compiled.graphs, compiled.breaks.total()) == (graphs, 0)
+
+
+def test_packed_rows_compile_once(workload, nothing_compiled):
+    """The whole decoder, loss included, as one graph of one shape; the mixture's experts, too."""
+    recipe = PACKED.but(loss="fused")
+    model = workload.build(recipe)
+    model.decoder.compile(backend="aot_eager", dynamic=False, fullgraph=True)
+    with Compilation() as compiled:
+        for chosen in ([0], [3], [5]):
+            workload.loss(model, batch_of(workload, recipe, chosen), {}).backward()
+    assert (compiled.graphs, compiled.recompilations) == (1, 0)
+
+
+WITHIN = {"checkpointing": "blocks", "compile": "default", "compile_scope": "blocks"}
+
+
+@pytest.mark.parametrize("base", ["published", "fp8-frozen", "nf4-frozen"])
+def test_a_compiled_checkpoint_computes_again_what_is_needed(qwen3, nothing_compiled, base):
+    """The same gradients; of the 21 products of a block's forward pass, all but the last layer's
+    own and its adapter's second are there once more in a backward pass, and attention isn't."""
+    recipe = PACKED.but(base_linear=base)
+    models = [qwen3.build(recipe), qwen3.build(recipe.but(**WITHIN))]
+    for block in qwen3.units(models[1]):
+        block.compile(backend="aot_eager", dynamic=False, fullgraph=True)
+    gradients, products = [], []
+    for model in models:
+        perturb(model.network)
+        loss = qwen3.loss(model, batch_of(qwen3, recipe, [3]), {})
+        with Products() as counted:
+            loss.backward()
+        products.append(counted.count)
+        assert counted.attended == 0
+        gradients.append(adapter_gradients(model.network))
+    assert_same_gradients(gradients[1], gradients[0], rtol=1e-4)
+    assert products[1] - products[0] == len(qwen3.units(models[0])) * (21 - 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "within"),
+    [
+        ("qwen3-lora-long", {}, True),
+        ("qwen3-lora-long", {"compile": "off"}, False),
+        ("qwen3-lora-long", {"compile_scope": "model"}, False),
+        ("qwen3-lora-long", {"layers": "published", "loss": "logits"}, False),
+        ("gpt-oss-lora-long", {}, False),
+    ],
+)
+def test_whose_checkpoint_is_compiled_with_the_block(name, change, within):
+    model = opened(name).build(OURS.but(**(WITHIN | change)))
+    for layer in model.network.model.layers:
+        assert ("forward" in vars(layer), layer.gradient_checkpointing) == (within, not within)
+
+
+# -------------------------------------------------------------------------------------------------
+# Errors
+
+
+@pytest.mark.parametrize("name", [NAMES[0], NAMES[2]])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"shapes": "packed"},
+        {"loss": "fused"},
+        {"cache": "features"},
+        {"cache": "latents"},
+        {"adapter": "folded"},
+        {"adapter": "none", "layers": "rewritten"},
+        {"predict": "everything", "layers": "rewritten", "loss": "answers"},
+        {"memory_format": "channels_last"},
+        {"driver": "graph", "optimizer": "adamw-fused"},
+        {"checkpointing": "offload", "compile": "default"},
+        {"checkpointing": "offload", "base_linear": "fp8-te"},
+        {"checkpointing": "selective", "base_linear": "nf4"},
+        {"checkpointing": "offload", "driver": "graph", "layers": "rewritten", "shapes": "packed"},
+    ],
+)
+def test_what_it_cant_do_is_said(name, change):
+    """In a message that names a knob which was turned."""
+    with pytest.raises(ValueError, match="|".join(f"{knob}=" for knob in change)):
+        opened(name).build(BASE.but(**change))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_blocks_that_the_compiler_would_leave_out_are_said(name):
+    with pytest.raises(Unavailable, match="compile_scope='blocks'"):
+        recipe = OURS.but(base_linear="fp8-te", checkpointing="blocks", compile="default")
+        opened(name).build(recipe)
