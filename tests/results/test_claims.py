@@ -223,6 +223,21 @@ def test_ratio_by_its_form(form, published, changed, how, verdict):
     assert judge(one, times(100, changed, spread=0.0)).verdict == verdict
 
 
+def test_each_run_of_a_sweep_has_its_own_number_whichever_are_missing():
+    shares = {1: 54, 2: 50, 8: 61}  # 3 and 4 were not measured
+    base, sweep = {"experiment": "x", "workers": 0}, {"experiment": "x"}
+    runs = [recorded(base, [100] * 3)]
+    runs += [recorded(sweep | {"workers": n}, [ms] * 3) for n, ms in shares.items()]
+    one = claim(
+        *("ratio", "statement", {"base": base, "changed": sweep}),
+        published=(100, 54, 50, 49, 51, 61),
+        form="times",
+        tolerance=1.02,
+        over={"workers": [1, 2, 3, 4, 8]},
+    )
+    assert judge(one, Runs(runs)).verdict == CONFIRMED
+
+
 def test_an_effect_of_the_other_sign_never_confirms():
     for form, published, how in (
         ("gain", (100, 96), {"tolerance": 1.0}),
