@@ -27,9 +27,6 @@ from labutils.recipe import STOCK, Recipe
 from labutils.training import child_process
 from labutils.training.child_process import Child
 
-CONTAINER_DEFAULT = 64 * 2**20
-"""Bytes of /dev/shm that Docker and Kubernetes give a container."""
-
 PAGE = 4096
 PATIENCE_S = 8
 """Seconds without a batch after which a loader counts as hung."""

@@ -15,7 +15,6 @@ from labutils.labs.lab05_layer_errors import (
     plant_outliers,
     watch_linears,
 )
-from labutils.layers.quantization.fp8_math import relative_error
 from labutils.profiling.operations import Timing
 from labutils.recipe import Unavailable
 
@@ -59,12 +58,6 @@ def test_planted_outliers_are_in_their_channels_alone():
     torch.testing.assert_close(ratio[:, list(OUTLIERS)], torch.full((32, 3), 60.0))
     others = [channel for channel in range(256) if channel not in OUTLIERS]
     torch.testing.assert_close(ratio[:, others], torch.ones(32, 253))
-
-
-def test_a_layer_that_is_used_twice_is_seen_twice():
-    layer = nn.Linear(32, 32)
-    seen = watch_linears(nn.Sequential(layer), lambda: layer(layer(torch.randn(4, 32))).sum())
-    assert seen["0"].x.shape == (8, 32)
 
 
 def test_errors_of_even_tensors_are_those_of_the_mantissa():
@@ -131,7 +124,3 @@ def test_without_fp8_there_is_nothing_to_time():
         pytest.skip("there is a GPU")
     with pytest.raises(Unavailable, match=r"compute capability 8\.9"):
         lab05_fp8_products.sweep_products([512])
-
-
-def test_the_errors_are_relative_to_the_norm():
-    assert relative_error(torch.tensor([3.0, 4.4]), torch.tensor([3.0, 4.0])) == pytest.approx(0.08)
