@@ -24,7 +24,6 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -326,31 +325,11 @@ class Lab:
     def reference(self, run: str = "", **tags: Tag) -> Run | None:
         """Our H200's run of these tags in this lab, or None where there is none. A name stands for
         the tags that it has in schema 1."""
-        runs = records.read_runs(records.REFERENCE, self.number)
-        return runs.one(self.number, **(tags or tags_of(self.number, run)))
+        return self.references().one(**(tags or tags_of(self.number, run)))
 
-    def references(self, *patterns: str, **tags: Tag) -> Any:
-        """Our H200's runs of this lab that have these tags, as `Runs`. With patterns of names, a
-        bridge, those that fit one, by name."""
-        runs = records.read_runs(records.REFERENCE, self.number).newest()
-        if tags:
-            return runs.select(**tags)
-        return {r.run: r for r in runs if any(fnmatchcase(r.run, each) for each in patterns)}
-
-    def on_reference(
-        self, head: Sequence[str], rows_of: Callable[[Any], Iterable], *patterns: str, **tags: Tag
-    ) -> None:
-        """Show the table that `rows_of` makes of our H200's `references`, or say that there is none
-        yet.
-
-        Nothing is shown where the results kept here are themselves the reference.
-        """
-        chosen = self.references(*patterns, **tags)
-        if not self._is_reference():
-            self._show_reference(
-                tables.as_table(head, *rows_of(chosen)),
-                list(chosen.values() if patterns else chosen),
-            )
+    def references(self, **tags: Tag) -> records.Runs:
+        """Our H200's runs of this lab that have these tags, the newest of each."""
+        return records.read_runs(records.REFERENCE).newest().select(self.number, **tags)
 
     def runs_table(
         self,
@@ -364,23 +343,16 @@ class Lab:
         """
         if text := tables.as_table(tables.columns_of(runs, columns)):
             self.show(text)
-        if tags and not self._is_reference():
-            those = list(self.references(**tags))
-            self._show_reference(tables.as_table(tables.columns_of(those, columns)), those)
-
-    def _is_reference(self) -> bool:
-        """Whether the results kept here are themselves the reference."""
-        return self._results.path.resolve() == Path(records.REFERENCE).resolve()
-
-    def _show_reference(self, table: str, runs: list[Run]) -> None:
-        """Show a table of our H200's `runs`, under their machine and days."""
-        if not table:
+        if not tags or self._results.path.resolve() == Path(records.REFERENCE).resolve():
+            return  # what is kept here may itself be the reference
+        theirs = list(self.references(**tags))
+        if text := tables.as_table(tables.columns_of(theirs, columns)):
+            card = str(theirs[0].machine.get("gpu", "machine")).removeprefix("NVIDIA ")
+            days = sorted({run.at.partition("T")[0] for run in theirs})
+            when = " to ".join(dict.fromkeys((days[0], days[-1])))
+            self.show(f"**The same on our {card}**, scale {theirs[0].scale}, {when}:\n\n{text}")
+        else:
             self.show("*Nothing of this is on record from our H200 yet, to compare with.*")
-            return
-        card = str(runs[0].machine.get("gpu", "reference machine")).removeprefix("NVIDIA ")
-        days = sorted({run.at.partition("T")[0] for run in runs})
-        when = " to ".join(dict.fromkeys((days[0], days[-1])))
-        self.show(f"**The same on our {card}**, scale {runs[0].scale}, {when}:\n\n{table}")
 
     def verdict(self, *claims: str) -> list[Any]:
         """Show published | H200 | here | verdict for the claim ids, and return the judgements."""
@@ -436,27 +408,19 @@ class Lab:
         """A drop-down list a name, a slider where its values are numbers, and `draw(name=what is
         chosen, ...)` at every choice.
 
-        False, and nothing is drawn, where nobody is there to choose: in a batch run. It needs
-        ipywidgets.
+        False, and nothing is drawn, where nobody is there to choose: in a batch run.
         """
         if not _in_kernel() or self._in_batch:
             return False
-        try:
-            from ipywidgets import Dropdown, SelectionSlider, interact
-        except ImportError:
-            self.show("Choices would be here: `pip install -c constraints.txt ipywidgets`.")
-            return False
+        from ipywidgets import Dropdown, SelectionSlider, interact
 
         def redraw(**chosen: Any) -> None:  # whatever `draw` returns is not displayed once more
             draw(**chosen)
 
-        kinds = {
-            name: Dropdown if isinstance(values[0], str) else SelectionSlider
-            for name, values in choices.items()
-        }
-        widgets = {
-            name: kinds[name](options=values, description=name) for name, values in choices.items()
-        }
+        widgets = {}
+        for name, values in choices.items():
+            kind = Dropdown if isinstance(values[0], str) else SelectionSlider
+            widgets[name] = kind(options=values, description=name)
         interact(redraw, **widgets)
         return True
 
@@ -493,12 +457,9 @@ def _clear_frames(error: BaseException) -> None:
 
 def explain(status: str) -> str:
     """What a run's `status` means to a person, and what to try."""
-    if status == "oom":
-        return (
-            "Out of memory: this needs more than there is. Close what else uses memory, or choose "
-            "a smaller scale."
-        )
     kind, _, why = status.partition(": ")
+    if kind == "oom":
+        return "Out of memory. Close what else uses memory, or choose a smaller scale."
     said = f"It was left out: {why}." if kind == "skipped" else f"It failed with {why[:300]}."
     is_known = kind == "skipped" and not why.startswith(("ImportError", "ModuleNotFoundError"))
     return said if is_known else f"{said} `labutils doctor` checks the usual causes."

@@ -148,13 +148,8 @@ def from_hub(kind: Kind, count: int, cache_dir: Path) -> list[Text]:
 
     with reaching(kind.hub):
         # Wikipedia is read as far as it is needed: whole it has gigabytes.
-        rows = datasets.load_dataset(
-            kind.hub,
-            kind.subset,
-            split="train",
-            streaming=kind is LONG,
-            cache_dir=str(cache_dir / "hub"),
-        )
+        where = {"split": "train", "cache_dir": str(cache_dir / "hub")}
+        rows = datasets.load_dataset(kind.hub, kind.subset, streaming=kind is LONG, **where)
         chosen = rows.shuffle(seed=SHUFFLE).take(count)
         return [_article(row) if kind is LONG else _instruction(row) for row in chosen]
 
@@ -191,9 +186,7 @@ class Chat:
         whole = tokenizer.apply_chat_template(messages, tokenize=False)
         before, _, rest = whole.partition("PROMPT")
         between, _, after = rest.partition("ANSWER")
-        self.before, self.between, self.after = (
-            self._ids(text) for text in (before, between, after)
-        )
+        self.before, self.between, self.after = map(self._ids, (before, between, after))
 
     @property
     def form(self) -> int:
@@ -202,8 +195,10 @@ class Chat:
 
     def conversation(self, text: Text, length: int, stretched: str = "prompt") -> Conversation:
         """`text` in at most `length` tokens: the `stretched` part is cut to what the other part
-        leaves, and that one to half of the room."""
+        leaves, and that one to half of the room. Raises `ValueError` where there is no room."""
         room = length - self.form
+        if room < 0:
+            raise ValueError(f"{length} tokens are less than the chat form's own {self.form}.")
         prompt, answer = self._ids(text.prompt), self._ids(text.answer)
         if stretched == "prompt":
             answer = answer[: room // 2]
@@ -227,9 +222,8 @@ class Chat:
         """Example `index`, of exactly `length` tokens."""
         letters = 3 * length
         while True:
-            conversation = self.conversation(
-                written(kind, index, letters, seed), length, kind.stretched
-            )
+            text = written(kind, index, letters, seed)
+            conversation = self.conversation(text, length, kind.stretched)
             if len(conversation[0]) == length:
                 return conversation
             letters *= 2

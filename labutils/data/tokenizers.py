@@ -206,7 +206,8 @@ CHAT_FORMS = {
         ("<|endoftext|>", "<|start|>", "<|message|>", "<|channel|>", "<|end|>", "<|return|>"),
         "<|return|>",
         "{% for m in messages %}<|start|>{{ m.role }}"
-        "{% if m.role == 'assistant' %}<|channel|>final<|message|>{{ m.content }}<|return|>{% else %}<|message|>{{ m.content }}<|end|>{% endif %}{% endfor %}",
+        "{% if m.role == 'assistant' %}<|channel|>final<|message|>{{ m.content }}<|return|>"
+        "{% else %}<|message|>{{ m.content }}<|end|>{% endif %}{% endfor %}",
     ),
 }
 CHAT_WORDS = 4096

@@ -28,7 +28,7 @@ from torch.utils.data import BatchSampler, DataLoader
 
 from labutils.course.goals import Goal
 from labutils.data.loader import EpochOrder
-from labutils.labs.lab06_advisor import BASELINE, METHODS, Option, break_even
+from labutils.labs.lab06_advisor import BASELINE, METHODS, break_even
 from labutils.labs.ladders import A2_BASE, A2_LADDER, Ladder, Rung, climb, in_lanes
 from labutils.layers.cuda_graph import compile_blocks, variants_allowed
 from labutils.layers.lora import redraw_lora
@@ -189,7 +189,7 @@ def paid_after(runs: Sequence[Run], run: Run | None) -> float | None:
         return None
     pair = (baseline(runs, run), run)
     times = [(each.metric("first_step_s"), each.metric("step_ms") / 1e3) for each in pair]
-    steps = break_even(*(Option("", *time, 0) for time in times))
+    steps = break_even(*times[0], *times[1])
     return math.inf if steps is None else max(0.0, steps)
 
 

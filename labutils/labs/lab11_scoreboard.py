@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import pandas as pd
 
+from labutils.course.tables import as_table
 from labutils.labs import lab06_advisor
-from labutils.labs.lab06_advisor import Option
 from labutils.results.claims import Claim
 from labutils.results.judges import (
     INCONCLUSIVE,
@@ -146,7 +146,7 @@ def next_steps(
     return steps or ["Everything is tested here. Change a recipe, and predict what it does."]
 
 
-def options_at_hand(here: Runs, reference: Runs, batch: int = 1) -> tuple[str, list[Option]]:
+def options_at_hand(here: Runs, reference: Runs, batch: int = 1) -> tuple[str, pd.DataFrame]:
     """(whose numbers, methods to choose from): those on record here, else the H200's, else the
     article's own.
     """
@@ -159,9 +159,10 @@ def options_at_hand(here: Runs, reference: Runs, batch: int = 1) -> tuple[str, l
     return "the article's numbers, at batch 1", lab06_advisor.published()
 
 
-def advice(options: Sequence[Option], memory_gb: float, steps: int, tolerance: float | None) -> str:
+def advice(options: pd.DataFrame, memory_gb: float, steps: int, tolerance: float | None) -> str:
     """The advisor's tables, or why nothing suits and what would."""
     try:
-        return lab06_advisor.advise(options, memory_gb, steps, tolerance).as_markdown()
+        answer = lab06_advisor.advise(options, memory_gb, steps, tolerance)
+        return as_table(lab06_advisor.shown(answer))
     except ValueError as reason:
         return str(reason)

@@ -105,7 +105,7 @@ class Utilization(Sampler):
         return self.mean(self.what)
 
     def metrics(self) -> dict[str, float]:
-        """{"gpu_utilization"} or {"cpu_utilization"}, and "power_w"; what was not read is absent."""
+        """{"gpu_utilization"} or {"cpu_utilization"}, "power_w"; what was not read is absent."""
         means = {f"{self.what}_utilization": self.share, "power_w": self.mean("power_w")}
         return {name: value for name, value in means.items() if value is not None}
 

@@ -417,7 +417,7 @@ def told(name: str) -> Any:
 
 def code() -> str:
     """Digest of every file of labutils that can change what a lab does, by name and content."""
-    root, kinds = REPOSITORY / "labutils", (".py", ".yaml", ".mplstyle")
+    root, kinds = REPOSITORY / "labutils", (".py", ".yaml", ".toml", ".mplstyle")
     files = sorted(path for path in root.rglob("*") if path.suffix in kinds and path.is_file())
     names = (bytes(file.relative_to(root)) for file in files)
     return digest(part for name in names for part in (name, (root / name.decode()).read_bytes()))

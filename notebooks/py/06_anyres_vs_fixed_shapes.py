@@ -75,8 +75,10 @@ lab = open_lab("06", globals())
 # %%
 import warnings
 from functools import partial
+from itertools import cycle
 
 import matplotlib.pyplot as plt
+import numpy as np
 import torch
 
 from labutils.course import plots
@@ -133,8 +135,7 @@ lab.table(
     ("500 × 500", counts["tiles_500x500"], counts["tokens_500x500"]),
     ("707 × 354, the same area", counts["tiles_354x707"], counts["tokens_354x707"]),
 )
-lab.verdict("A2.anyres.tokens", "A2.anyres.one-tile", "A2.fixed.no-anyres");
-
+lab.verdict("A2.anyres.tokens", "A2.anyres.one-tile", "A2.fixed.no-anyres")
 # %% [markdown]
 # Even the smallest grid has two tiles (1 × 2), so no image is ever a single tile. One of 336 × 336 is shown once as
 # it is, and once in the middle of a canvas of two tiles, half of which is padding. All three tiles go through the vision
@@ -233,8 +234,7 @@ plt.show()
 # %%
 lab.verdict(
     "A2.fp8.speed", "A2.fp8.batch", "A2.fp8.first-step", "A2.fp8.memory", "A2.fp8.held-twice"
-);
-
+)
 # %%
 lab.verdict(
     "A2.qlora.speed",
@@ -243,8 +243,7 @@ lab.verdict(
     "A2.qlora.memory-small",
     "A2.qlora.memory-large",
     "A2.qlora.memory-growth",
-);
-
+)
 # %% [markdown]
 # If your GPU is fast, compare FP8 at batch 1 with FP8 at batch 4. At batch 1 the host launches kernels more slowly than
 # the GPU runs them. Then layers that take more kernels than a plain product does, and FP8's and the 4-bit ones do, make
@@ -282,8 +281,7 @@ with lab.attempt("577 rows through te.Linear", reference="fp8-te vision"):
     message = lab06_anyres.refusal_of_te(rows_577)
     lab.keep(Run("06", "fp8-te vision", metrics={"failed": int(bool(message)), "message": message}))
     print("te.Linear:", message or "takes them, too")
-lab.verdict("A2.lmm.vision-cost", "A2.fp8.vision-refuses", "A2.fp8.vision-limits");
-
+lab.verdict("A2.lmm.vision-cost", "A2.fp8.vision-refuses", "A2.fp8.vision-limits")
 # %% [markdown]
 # **Takeaway.** Put a number to a bottleneck before you believe in it. The tower has a fiftieth of the step's
 # arithmetic, so what holds FP8 back must be in the rest. Lab 05 timed single layers of the language model, and there,
@@ -367,8 +365,7 @@ lab.verdict(
     "A2.fixed.memory-batch",
     "A2.fixed.first-step",
     "A2.fixed.break-even",
-);
-
+)
 # %% [markdown]
 # ### FP8 and 4-bit layers under the compiler
 #
@@ -390,8 +387,7 @@ lab.verdict(
     "A2.qlora.no-compile",
     "A2.qlora.no-fixed",
     "A2.left.fp8-in-graph",
-);
-
+)
 # %% [markdown]
 # The article counts the first step alone. If *compiling in all* is much longer than the first step, a text of another
 # length came later and was compiled for as well. A break-even count should include that. (The timed steps don't contain
@@ -445,8 +441,7 @@ replayed = lab.measured_together(
 columns = {"run": "run", "tokens": "tokens a step", "ms_per_1k_tokens": "ms for 1000 tokens"}
 columns["peak_allocated_gb"] = "memory, GB"
 lab.runs_table(replayed.values(), columns, experiment="replay")
-lab.verdict("A2.fixed.cause", "A2.fixed.memory-cause");
-
+lab.verdict("A2.fixed.cause", "A2.fixed.memory-cause")
 # %% [markdown]
 # Read the last column but one. Whatever *varying* and *static* differ by is all that constant shapes can give. The
 # article's step became 47 to 53 % shorter, but that is a third change as well: its fixed shapes are compiled, and
@@ -514,8 +509,7 @@ given_up = dict.fromkeys(f"`{name}`" for found in counted.values() for name in f
 print(
     "Left uncompiled, after too many versions:", ", ".join(given_up) or "nothing within these steps"
 )
-lab.verdict("A2.anyres.recompiles", "A2.anyres.cause");
-
+lab.verdict("A2.anyres.recompiles", "A2.anyres.cause")
 # %% [markdown]
 # **The article's images.** All of them have the same number of image tokens (2,928 at `full`). Only the answer's text
 # varies, by a token or two. At the second length the compiler writes code for any length, and from step 3 on there is
@@ -632,8 +626,7 @@ plots.differences(
 )
 plt.show()
 lab.runs_table(kept.values(), lab06_anyres.loss_table, experiment="loss")
-lab.verdict("A2.fp8.loss", "A2.fp8.mixed", "A2.fixed.loss", "A2.fixed.fp8-loss", "A2.qlora.loss");
-
+lab.verdict("A2.fp8.loss", "A2.fp8.mixed", "A2.fixed.loss", "A2.fixed.fp8-loss", "A2.qlora.loss")
 # %% [markdown]
 # Each dot compares a method with BF16 on one seed. Dots close together on one side of the line: the method makes the same
 # difference on every seed. Dots on both sides of the line: chance. The band shows how far BF16 differs from itself when
@@ -698,8 +691,7 @@ lab.runs_table(climbed.values(), columns, experiment="ladder")
 # same number of tokens, *any length* against *static*.
 
 # %%
-lab.verdict("A2.left.dynamic", "A2.left.fp8-once");
-
+lab.verdict("A2.left.dynamic", "A2.left.fp8-once")
 # %% [markdown]
 # ### How far the best rung gets
 #
@@ -743,18 +735,31 @@ lab.table(
 
 # %%
 theirs = lab06_advisor.published()
-fig, ax = plt.subplots()
-lab06_advisor.choices(ax, lab06_advisor.chart(theirs), most_steps=20_000, most_gb=24)
-ax.set_title("Who finishes first, by the article's numbers at batch 1", pad=28)
-plt.show()
-rows = [
-    (reach.option.method, reach.start, reach.until if reach.until < 1e9 else None)
-    for reach in lab06_advisor.envelope(theirs)
-]
-lab.table(("finishes first, memory aside", "from step", "to step"), *rows)
+
+
+def total_time(options, most_steps: int) -> None:
+    """Each method's time in all over the planned steps, as a share of BF16's: the lowest wins."""
+    steps_planned = np.geomspace(10, most_steps, 200)
+    total = {
+        name: first + each * steps_planned
+        for name, first, each in options[["first_step_s", "step_s"]].itertuples()
+    }
+    fig, ax = plt.subplots(figsize=(7.2, 3.6))
+    for (name, seconds), line in zip(total.items(), cycle(("-", "--", "-.", ":"))):
+        ax.plot(steps_planned, seconds / total["bf16"], linestyle=line, label=name)
+    ax.set(xscale="log", xlabel="optimizer steps planned", ylabel="time in all, of BF16's")
+    ax.set_ylim(0.4, 1.6)
+    ax.xaxis.set_major_formatter("{x:,.0f}")
+    ax.legend(loc="center left", bbox_to_anchor=(1.01, 0.5))
+    plt.show()
+
+
+total_time(theirs, 20_000)
+planned = {f"{n:,}": lab06_advisor.advise(theirs, 24, n) for n in (100, 150, 200, 700, 900, 5000)}
+lab.table(("steps planned", *planned), ("finishes first", *(a.index[0] for a in planned.values())))
 
 # %% [markdown]
-# The article's four regions are there. Its bounds aren't. FP8 with fixed shapes has caught up with *BF16* after 135
+# Read the lowest line from left to right. The article's regions are there. Its bounds aren't. FP8 with fixed shapes has caught up with *BF16* after 135
 # steps, and fixed shapes without FP8 have after 220. But BF16 isn't the method to beat. At 135 steps FP8 alone is
 # ahead, and FP8 with fixed shapes overtakes it only at about 150. At 220 steps FP8 with fixed shapes is ahead, and
 # fixed shapes without FP8 overtake it only at about 770. So by the article's own numbers FP8 with fixed shapes finishes
@@ -781,20 +786,16 @@ with lab.attempt("Advice from measured runs"):
         if source
         else "the article's numbers",
     )
-    lab.show(lab06_advisor.advise(options, my_vram_gb, my_steps, my_tolerance).as_markdown())
+    advice = lab06_advisor.advise(options, my_vram_gb, my_steps, my_tolerance)
+    lab.table(lab06_advisor.shown(advice))
+    total_time(options, 20_000)
     if on_gpu:
-        lab.keep(
-            Run("06", "guide", metrics=lab06_advisor.guide(lab06_advisor.options_from(source, 1)))
-        )
-    if source:
-        fig, ax = plt.subplots()
-        lab06_advisor.choices(ax, lab06_advisor.chart(options))
-        ax.set_title("Who finishes first, whatever the loss", pad=44)
-        plt.show()
-lab.verdict("A2.guide.memory", "A2.guide.few-steps", "A2.guide.between", "A2.guide.many-steps");
-
+        answers = Run("06", "guide", tags={"experiment": "guide"})
+        answers.metrics = lab06_advisor.guide(lab06_advisor.options_from(source, 1))
+        lab.keep(answers)
+lab.verdict("A2.guide.memory", "A2.guide.few-steps", "A2.guide.between", "A2.guide.many-steps")
 # %% [markdown]
-# (The chart leaves the loss aside; the table above it respects your tolerance. *Loss not measured* there means that a
+# (The picture leaves the loss aside; the table above it respects your tolerance. *Loss not measured* there means that a
 # method was left out for want of a number, not that it is bad.)
 #
 # **Takeaway.** Advice depends on the card, the batch, the plan and the tolerance. Write it down as a function, and you
@@ -917,6 +918,7 @@ solved(faster_than(4, padded, unpadded_solution, sixteen_images, times=2))
 # - Krell et al., *Efficient Sequence Packing without Cross-contamination* (2021,
 #   [arXiv:2107.02027](https://arxiv.org/abs/2107.02027)): rows of several examples.
 # - The course's [glossary](../docs/glossary.md).
+
 
 # %%
 def of(method: str) -> Run | None:

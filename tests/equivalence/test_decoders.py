@@ -33,7 +33,6 @@ from labutils.workloads.decoder import (
     attended_pairs,
     count_flops,
     count_full_flops,
-    decoder_shapes,
     projections,
 )
 from labutils.workloads.llava import SIZES, build_llava
@@ -352,7 +351,6 @@ def test_flops_are_those_that_pytorch_counts(workload, shapes, loss):
     rows, length = batch["input_ids"].shape
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         workload.loss(model, batch, {}).backward()
-    documents = [length] * (1 if size.experts else rows)
     pairs = size.layers * (rows * length * (rows * length + 1 if size.experts else length))
     unseen = pairs - attended_pairs(size, [length] * rows)
     predicting = len(batch["answers"]) if loss == "answers" else rows * length
@@ -360,7 +358,7 @@ def test_flops_are_those_that_pytorch_counts(workload, shapes, loss):
     ours, _ = workload.flops_and_bytes(recipe, [length] * rows, tiles, predicting)
     ours += 12 * unseen * size.heads * size.head_width
     angles = 2 * rows * length * size.head_width // 2
-    assert documents and ours + angles == counter.get_total_flops()
+    assert ours + angles == counter.get_total_flops()
 
 
 def test_flops_of_the_full_model_and_of_training_every_weight():
@@ -412,14 +410,6 @@ def test_what_work_counts(workload):
     assert workload.work(OURS.but(checkpointing="offload")).flops == plain.flops
     assert plain.useful_tokens / plain.tokens < 0.9 < packed.useful_tokens / packed.tokens
     assert Work(1, 2, 3, 4, 5) + Work(10, 20, 30, 40, 50) == Work(11, 22, 33, 44, 55)
-
-
-@pytest.mark.parametrize("base", ["nf4", "fp8-frozen"])
-def test_weights_are_read_in_the_form_that_they_are_held_in(workload, base):
-    size, read = workload.size, {"nf4": 0.516, "fp8-frozen": 1}[base]
-    blocks = size.layers * sum(a * b for a, b in decoder_shapes(size).adapted.values())
-    published, converted = (workload.work(BASE.but(base_linear=b)) for b in ("published", base))
-    assert published.bytes - converted.bytes == pytest.approx(2 * (4 - read) * blocks)
 
 
 # -------------------------------------------------------------------------------------------------

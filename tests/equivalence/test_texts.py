@@ -65,6 +65,8 @@ def test_what_is_too_long_keeps_its_form(tokenizer, stretched):
     assert ids.tolist()[: len(chat.before)] == chat.before
     assert ids.tolist()[-len(chat.after) :] == chat.after
     assert len(chat.before) < asked < 60 - len(chat.after)
+    with pytest.raises(ValueError, match="chat form"):
+        chat.generated(SHORT, 3, shorter=40)
 
 
 @pytest.mark.parametrize("everything", [True, False])

@@ -4,7 +4,6 @@ and other libraries' layers behind the same knob."""
 from __future__ import annotations
 
 import functools
-import statistics
 
 import frozen_layers
 import pytest
@@ -26,13 +25,13 @@ from labutils.layers.quantization.convert import (
 )
 from labutils.layers.quantization.fp8_linear import INPUTS, PRODUCTS, FrozenFP8Linear, quantise_rows
 from labutils.layers.quantization.fp8_math import (
-    FORMATS,
+    E4M3,
+    E5M2,
     DelayedScaling,
     encode,
     relative_error,
     saturating_cast,
 )
-from labutils.profiling import cuda
 from labutils.recipe import Unavailable
 
 pytestmark = [
@@ -60,7 +59,7 @@ def layer_pair(k: int, n: int, bias: bool = True) -> tuple[nn.Linear, FrozenFP8L
 # Numbers
 
 
-@pytest.mark.parametrize("fmt", FORMATS.values(), ids=list(FORMATS))
+@pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=["E4M3", "E5M2"])
 def test_the_gpus_cast_is_ours(fmt):
     x = random(1 << 16) * torch.exp2(torch.randint(-18, 7, (1 << 16,)).cuda())
     x = x.clamp(-fmt.largest, fmt.largest)
@@ -105,7 +104,7 @@ def test_fast_accumulation_costs_little_against_the_rounding(monkeypatch):
 @pytest.mark.parametrize("shape", [(577, 1024), (5, 577, 1024), (1, 1024), (1024,), (3444, 1024)])
 def test_forward_and_gradient_are_float32s_to_within_the_rounding(shape, dtype):
     linear, layer = layer_pair(1024, 512)
-    assert layer.product != "emulated"
+    assert layer.kind != "emulated"
     x, dy = random(*shape).to(dtype), random(*shape[:-1], 512, seed=1).to(dtype)
     y, dx = passes(layer, x, dy)
     exact_y, exact_dx = passes(linear, x.float(), dy.float())
@@ -119,49 +118,16 @@ def test_forward_and_gradient_are_float32s_to_within_the_rounding(shape, dtype):
 def test_the_gpu_computes_what_the_cpu_emulates(rows):
     _, layer = layer_pair(256, 128)
     x, dy = random(rows, 256), random(rows, 128, seed=1)
-    found = passes(layer, x, dy)
+    ours = passes(layer, x, dy)
     expected = passes(layer.cpu(), x.cpu(), dy.cpu())
-    assert layer.product == "emulated"
-    for mine, theirs in zip(found, expected, strict=True):
+    assert layer.kind == "emulated"
+    for mine, theirs in zip(ours, expected, strict=True):
         assert mine.shape == theirs.shape
         if rows:
             assert relative_error(mine.cpu(), theirs) < 5e-3
 
 
-@fp8_only
-def test_inputs_and_gradients_that_are_not_contiguous():
-    _, layer = layer_pair(256, 128, bias=False)
-    x, dy = random(256, 48), random(128, 48, seed=1)
-    found, expected = (
-        passes(layer, x.t(), dy.t()),
-        passes(layer, x.t().contiguous(), dy.t().contiguous()),
-    )
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-
-
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_what_is_not_finite_does_not_come_out_as_a_number(bad):
-    _, layer = layer_pair(256, 128)
-    x, dy = random(4, 256), random(4, 128)
-    x[2, 7] = dy[1, 5] = bad
-    y, dx = passes(layer, x, dy)
-    assert y.isnan().all(1).tolist() == [False, False, True, False]
-    assert dx.isnan().all(1).tolist() == [False, True, False, False]
-
-
 # The compiler
-
-
-def test_one_compiled_graph_serves_any_count_of_rows():
-    torch.compiler.reset()
-    torch._dynamo.utils.counters.clear()
-    _, layer = layer_pair(512, 256)
-    compiled = torch.compile(layer, fullgraph=True, dynamic=True)
-    for rows in (577, 1001, 2881):
-        x, dy = random(rows, 512).bfloat16(), random(rows, 256, seed=1).bfloat16()
-        for mine, theirs in zip(passes(compiled, x, dy), passes(layer, x, dy), strict=True):
-            assert relative_error(mine, theirs) < 1e-2
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
 # Whole models on every kind that is here
@@ -220,23 +186,20 @@ def te():
         pytest.skip(str(error))
 
 
-@pytest.mark.parametrize("algorithm", ["max", "most_recent"])
 @pytest.mark.parametrize("margin", [0, 2])
-def test_our_delayed_scaling_has_transformer_engines_numbers(algorithm, margin, te):
+def test_our_delayed_scaling_has_transformer_engines_numbers(margin, te):
     """Its input scales over a drifting, spiky sequence, step by step."""
     from transformer_engine.common.recipe import DelayedScaling as TheirRecipe
     from transformer_engine.common.recipe import Format
 
-    recipe = TheirRecipe(
-        fp8_format=Format.HYBRID, amax_history_len=4, amax_compute_algo=algorithm, margin=margin
-    )
+    history = {"amax_history_len": 4, "amax_compute_algo": "max"}
+    recipe = TheirRecipe(fp8_format=Format.HYBRID, margin=margin, **history)
     layer = te.Linear(64, 64, bias=False, params_dtype=torch.bfloat16, device="cuda")
-    ours = DelayedScaling(4, algorithm, margin)
-    autocast = (
-        (lambda: te.autocast(enabled=True, recipe=recipe))
-        if hasattr(te, "autocast")
-        else (lambda: te.fp8_autocast(enabled=True, fp8_recipe=recipe))
+    ours = DelayedScaling(4, margin)
+    name, kind = (
+        ("autocast", "recipe") if hasattr(te, "autocast") else ("fp8_autocast", "fp8_recipe")
     )
+    autocast = functools.partial(getattr(te, name), enabled=True, **{kind: recipe})
     for step, size in enumerate([1.0, 2.0, 100.0, 3.0, 4.0, 4.0, 5.0, 0.5, 0.0, 6.0]):
         x = random(32, 64, seed=step).bfloat16() * size
         with autocast():
@@ -279,15 +242,6 @@ def test_the_ways_to_multiply_agree():
         assert relative_error(lab05_fp8_products._call(kind, x, weight)(), exact) < limit, kind
 
 
-@fp8_only
-def test_a_sweep_has_times_of_every_kind_and_size():
-    found = lab05_fp8_products.sweep_products([256, 512])
-    assert tuple(found) == lab05_fp8_products.PRODUCT_KINDS
-    assert all(
-        min(timing.alone_ms) > 0 for by_size in found.values() for timing in by_size.values()
-    )
-
-
 @pytest.mark.parametrize("kind", ["published", *MAKERS])
 def test_what_a_layer_holds_at_rest_and_running(kind):
     try:
@@ -302,30 +256,3 @@ def test_what_a_layer_holds_at_rest_and_running(kind):
         "while running"
     )
     assert extra < 0.3 or kind in ("fp8-te", "fp8-torchao")
-
-
-@fp8_only
-def test_what_transposing_on_the_fly_costs():
-    """Beside the product that it is for: 4096 rows back through 4096 -> 14336. Compiled, it must
-    not cost as much.
-    """
-    (weight, _), (dy, inverse) = (
-        quantise_rows(random(14336, 4096)),
-        quantise_rows(random(4096, 14336)),
-    )
-    ones = torch.ones(1, 4096, device="cuda")
-    transpose = lambda: weight.t().contiguous()
-    compiled = torch.compile(transpose, fullgraph=True, dynamic=False)
-    transposed = transpose()
-    assert torch.equal(compiled().view(torch.uint8), transposed.view(torch.uint8))
-    product = PRODUCTS[fp8_linear.product_kind(torch.device("cuda", 0))]
-    times = {
-        name: statistics.median(cuda.timed(call))
-        for name, call in {
-            "product": lambda: product(dy, transposed, inverse, ones),
-            "transpose, eager": transpose,
-            "transpose, compiled": compiled,
-        }.items()
-    }
-    print({name: f"{ms:.3f} ms" for name, ms in times.items()})
-    assert times["transpose, compiled"] < times["product"]

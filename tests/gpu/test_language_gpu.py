@@ -12,7 +12,7 @@ from decoders_at_work import outcome
 from recipes_at_work import assert_same_gradients
 from torch import nn
 
-from labutils.labs.ladders import A3_BASE, A3_OWN
+from labutils.labs.ladders import A3_BASE
 from labutils.layers.activation_checkpoint import Parking, offloading
 from labutils.layers.grouped_moe import grouped_experts
 from labutils.layers.lora import count_parameters
@@ -44,17 +44,12 @@ def workload(request):
 def test_flash_attention_with_sinks_is_the_masked_one(lengths, window, sinks):
     torch.manual_seed(0)
     n = sum(lengths)
-    given = [
-        torch.randn(1, heads, n, 64, device="cuda", dtype=torch.bfloat16) for heads in (8, 2, 2)
-    ]
-    marks = torch.tensor(
-        [0, *torch.tensor(lengths).cumsum(0), n, n], dtype=torch.int32, device="cuda"
-    )
+    given = [torch.randn(1, heads, n, 64, device="cuda").bfloat16() for heads in (8, 2, 2)]
+    ends = torch.tensor(lengths).cumsum(0).tolist()
+    marks = torch.tensor([0, *ends, n, n], dtype=torch.int32, device="cuda")
     slope = torch.randn(1, n, 8, 64, device="cuda")
-    extra = {
-        "sliding_window": window,
-        "s_aux": 2 * torch.randn(8, device="cuda") if sinks else None,
-    }
+    s_aux = 2 * torch.randn(8, device="cuda") if sinks else None
+    extra = {"sliding_window": window, "s_aux": s_aux}
     results = []
     for dtype in (torch.bfloat16, torch.float32):  # the second one by a mask
         inputs = [x.to(dtype).requires_grad_() for x in given]
@@ -113,7 +108,7 @@ def test_bfloat16_is_near_transformers_float32(workload, recipe):
     expected, gradients = outcome(workload, BASE.but(precision="fp32"), chosen)
     loss, found = outcome(workload, recipe, chosen)
     torch.testing.assert_close(loss, expected, rtol=2e-2, atol=2e-2)
-    if workload.family == "qwen3":
+    if workload.name.startswith("qwen3"):
         assert_same_gradients(found, gradients, rtol=0.1)
     for name, gradient in gradients.items():
         assert (
@@ -127,9 +122,8 @@ def test_checkpointing_changes_no_gradient(workload, recipe, checkpointing):
     expected, gradients = outcome(workload, recipe, [3, 5, 7])
     loss, found = outcome(workload, recipe.but(checkpointing=checkpointing), [3, 5, 7])
     torch.testing.assert_close(loss, expected)
-    assert_same_gradients(
-        found, gradients, rtol=2e-2
-    )  # atomic additions come in another order each time
+    # Atomic additions come in another order each time.
+    assert_same_gradients(found, gradients, rtol=2e-2)
 
 
 def test_packed_blocks_compile_without_breaks(workload, nothing_compiled):
@@ -154,31 +148,20 @@ def test_compiled_blocks_can_be_checkpointed(workload, checkpointing, nothing_co
     assert trainer.losses == pytest.approx(plain.losses, rel=5e-3)
 
 
-@pytest.mark.parametrize("method", A3_OWN)
-def test_article_methods_train(workload, method):
-    with Trainer(workload, A3_OWN[method]) as trainer:
-        trainer.run(3)
-    assert trainer.losses[0] == pytest.approx(6.93, abs=0.3)
-
-
 def test_parked_inputs_leave_the_gpu():
     """Twelve inputs of 64 MB each: the GPU never holds more than a few of them, and gradients are
     the same.
     """
     torch.manual_seed(0)
     size = (4096, 4096)
-    layers = nn.ModuleList(
-        nn.Linear(4096, 4096, device="cuda", dtype=torch.float32) for _ in range(12)
-    )
+    layers = nn.ModuleList(nn.Linear(4096, 4096, device="cuda") for _ in range(12))
     x = torch.randn(size, device="cuda")
 
     def peak(parking):
         layers.zero_grad()
         for layer in layers:  # gradients allocated, so that only activations differ
-            layer.weight.grad, layer.bias.grad = (
-                torch.zeros_like(layer.weight),
-                torch.zeros_like(layer.bias),
-            )
+            layer.weight.grad = torch.zeros_like(layer.weight)
+            layer.bias.grad = torch.zeros_like(layer.bias)
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before, h = torch.cuda.memory_allocated(), x

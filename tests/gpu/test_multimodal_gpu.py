@@ -53,17 +53,6 @@ def test_packed_blocks_compile_to_three_graphs(workload, nothing_compiled):
     assert compiled.breaks.total() == 0
 
 
-def test_fp8_blocks_of_any_length_compile_once(workload, nothing_compiled):
-    """The decoder's first block, its others, and the vision tower's; lengths are multiples of 16."""
-    recipe = OURS.but(
-        base_linear="fp8-frozen", compile="default", compile_scope="blocks", dynamic="any"
-    )
-    with Compilation() as compiled, Trainer(workload, recipe) as trainer:
-        trainer.run(8)
-    assert compiled.graphs == 3
-    assert compiled.breaks.total() == 0
-
-
 def test_every_rung_of_the_ladder_runs_beside_the_others(workload, nothing_compiled):
     """In one process without a reset between them: their blocks are variants of one function."""
     low_bit = Rung("FP8 weights", "same mathematics", {"base_linear": "fp8-frozen"}, "held once")

@@ -7,24 +7,14 @@ from unittest import mock
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from recipes_at_work import one_thread
 
 from labutils.labs import lab06_anyres
 from labutils.labs.lab06_advisor import (
     PUBLISHED,
-    Option,
-    advise,
-    break_even,
-    chart,
-    envelope,
-    guide,
-    options_from,
-    published,
 )
 from labutils.labs.ladders import A2_BASE, distinct_on, rung_rows
-from labutils.results.records import Run, Runs
+from labutils.results.records import Run
 from labutils.training import Trainer
 from labutils.workloads import open_workload
 
@@ -212,97 +202,3 @@ def test_losses_by_seed(uniform):
     assert by_method["broken"].status.startswith("error: ValueError")
     table = lab06_anyres.loss_table(run for run in runs.values())
     assert list(table["method"]) == ["bf16", "again", "fp8-mixed"]
-
-
-# The advisor
-
-EAGER = Option("bf16", 1.0, 1.0, 20.0, 0.0)
-COMPILED = Option("compile", 101.0, 0.5, 22.0, 0.0)
-OPTIONS = [EAGER, COMPILED, Option("qlora", 1.5, 1.3, 8.0, -0.02)]
-OPTIONS.append(Option("fp8-te", 1.2, 0.9, 20.0, 0.14))
-made_up = st.builds(
-    Option,
-    method=st.sampled_from(["a", "b", "c", "d", "e"]),
-    first_step_s=st.floats(0.01, 200),
-    step_s=st.floats(0.01, 5),
-    memory_gb=st.floats(1, 100),
-    loss_change=st.none() | st.floats(-0.2, 0.3),
-)
-several = st.lists(made_up, min_size=1, max_size=6, unique_by=lambda option: option.method)
-
-
-@pytest.mark.parametrize(
-    ("vram_gb", "steps", "tolerance", "winner"),
-    [(96, 10, None, "fp8-te"), (96, 10, 0.05, "bf16"), (96, 10_000, None, "compile")]
-    + [(21, 10_000, None, "fp8-te"), (10, 10_000, 0.05, "qlora")],
-)
-def test_the_winner(vram_gb, steps, tolerance, winner):
-    advice = advise(OPTIONS, vram_gb, steps, tolerance)
-    assert advice.winner.method == winner and f"**{winner}**" in advice.as_markdown()
-
-
-def test_break_even():
-    assert break_even(EAGER, COMPILED) == 200
-    assert EAGER.total_s(200) == COMPILED.total_s(200) == 201
-    assert break_even(COMPILED, EAGER) is break_even(EAGER, EAGER) is None
-
-
-@given(several, st.floats(1, 120), st.floats(1, 1e5))
-def test_envelope_chart_and_advice_name_who_ends_first(options, vram_gb, steps):
-    reaches = envelope(options)
-    (reach,) = [reach for reach in reaches if reach.start <= steps < reach.until]
-    least = min(option.total_s(steps) for option in options)
-    assert reach.option.total_s(steps) == pytest.approx(least, rel=1e-9)
-    allowed = [option for option in options if option.memory_gb <= vram_gb]
-    if not allowed:
-        with pytest.raises(ValueError, match="fits"):
-            advise(options, vram_gb, steps)
-        return
-    best = min(option.total_s(steps) for option in allowed)
-    assert advise(options, vram_gb, steps).winner.total_s(steps) == best
-    (field,) = [reaches for low, high, reaches in chart(options) if low <= vram_gb < high]
-    (reach,) = [reach for reach in field if reach.start <= steps < reach.until]
-    assert reach.option.total_s(steps) == pytest.approx(best)
-
-
-def test_options_come_from_the_tables_cells():
-    gb = {"peak_allocated_gb": 20.0}
-    runs = [cell("bf16", 1.0, 1.0, **gb), cell("compile", 101, 0.5, **gb)]
-    runs += [cell("fp8-te", 1.2, 0.9, **gb), cell("compile-fp8-te", 50, 0.8, **gb)]
-    runs += [cell("fixed", 9, 0.4, **gb), cell("bf16", 5.0, 4.0, batch=4, **gb)]
-    for method, losses in (("bf16", [1.0, 2.0, 4.0]), ("fp8-te", [1.1, 2.2, 2.0])):
-        tags = {"experiment": "loss", "method": method}
-        runs.append(Run("06", f"loss {method}", tags=tags, samples={"final_loss": losses}))
-    options = {option.method: option for option in options_from(Runs(runs), 1)}
-    changes = {name: option.loss_change for name, option in options.items()}
-    assert changes["fp8-te"] == changes["compile-fp8-te"] == pytest.approx(0.1)
-    assert changes["compile"] == 0 and changes["fixed"] is None
-    assert options["fp8-te"].step_s == pytest.approx(0.9)
-    with pytest.raises(ValueError, match="1, 4"):
-        options_from(Runs(runs), 2)
-
-
-def test_the_guide_asked_of_the_articles_table_answers_as_published():
-    answers = {"short_of_memory": "qlora", "few_steps": "fp8-te", "many_steps": "fixed"}
-    assert guide(published()) == answers | {"between": "fixed-fp8-te"}
-    assert guide([EAGER, Option("new", 0.1, 0.1, 1)]) == {}
-
-
-def test_the_guides_bounds_do_not_follow_from_its_table():
-    """135 and 220 are each method's break-even with BF16; what counts is where neighbours cross."""
-    reaches = envelope(published())
-    assert [reach.option.method for reach in reaches] == ["fp8-te", "fixed-fp8-te", "fixed"]
-    assert [reach.until for reach in reaches[:2]] == pytest.approx([149, 767], abs=1)
-    table = {option.method: option for option in published()}
-    for method, steps in (("compile", 950), ("fixed", 220), ("fixed-fp8-te", 135)):
-        assert break_even(table["bf16"], table[method]) == pytest.approx(steps)
-
-
-@pytest.mark.parametrize("given", [0, -1, math.nan, math.inf, "24", None, True, 10**400])
-def test_what_is_no_number_is_refused(given):
-    for card in ({"vram_gb": given, "steps": 10}, {"vram_gb": 24, "steps": given}):
-        with pytest.raises(ValueError, match="above 0"):
-            advise(OPTIONS, **card)
-    if given != 0:
-        with pytest.raises(ValueError, match="0 or more"):
-            Option("a", given, 1, 1)

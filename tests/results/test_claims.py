@@ -162,6 +162,12 @@ def test_what_ran_beside_other_labs_is_not_judged():
     runs = times(100, 50)
     runs[0].beside = 2
     assert judge(claim(direction="less"), runs).verdict == INCONCLUSIVE
+    share = Runs([replace(recorded(gpu_utilization=0.3, copies=2), beside=2)])
+    where = {"runs": {"run": BASE}}
+    busy = claim("range", **where, metrics=["gpu_utilization"], max=0.5)
+    assert judge(busy, share).verdict == INCONCLUSIVE
+    counted = claim("equals", **where, metrics=["copies"], values=[2])
+    assert judge(counted, share).verdict == CONFIRMED
 
 
 def test_a_gain_is_compared_with_another_and_over_sizes():
@@ -215,6 +221,21 @@ def test_two_sums_of_one_run_are_compared():
 def test_ratio_by_its_form(form, published, changed, how, verdict):
     one = claim("ratio", form=form, published=published, **how)
     assert judge(one, times(100, changed, spread=0.0)).verdict == verdict
+
+
+def test_each_run_of_a_sweep_has_its_own_number_whichever_are_missing():
+    shares = {1: 54, 2: 50, 8: 61}  # 3 and 4 were not measured
+    base, sweep = {"experiment": "x", "workers": 0}, {"experiment": "x"}
+    runs = [recorded(base, [100] * 3)]
+    runs += [recorded(sweep | {"workers": n}, [ms] * 3) for n, ms in shares.items()]
+    one = claim(
+        *("ratio", "statement", {"base": base, "changed": sweep}),
+        published=(100, 54, 50, 49, 51, 61),
+        form="times",
+        tolerance=1.02,
+        over={"workers": [1, 2, 3, 4, 8]},
+    )
+    assert judge(one, Runs(runs)).verdict == CONFIRMED
 
 
 def test_an_effect_of_the_other_sign_never_confirms():

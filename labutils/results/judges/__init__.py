@@ -98,15 +98,15 @@ def _on_host(claim: Claim, runs: Runs) -> Judgement:
     had = {str(run.machine.get(part)) for run in own or runs} - {"None"}
     try:
         if claim.needs not in ("any", *had) and (claim.needs != "gpu" or not had):
-            raise NotTestable(
-                "It takes a GPU." if part == "gpu" else f"It takes {part} {claim.needs}."
-            )
+            card = "a GPU" if part == "gpu" else f"a card of compute capability {claim.needs}"
+            raise NotTestable(f"It takes {card}.")
         if claim.weights and any(run.weights != claim.weights for run in own):
             raise NotTestable("Random weights can't answer: it takes the pretrained ones.")
         found = JUDGES[claim.judge](claim, runs)
     except NotTestable as reason:
         return Judgement(claim, NOT_TESTABLE, "", str(reason))
-    if all(one.exact for one in found.effects.values()):
+    counted = claim.needs == "any" or claim.judge not in ("range", "compare")
+    if all(one.exact for one in found.effects.values()) and (found.effects or counted):
         return found
     if any(run.beside for run in own):
         why = f"Other labs ran beside it. Alone: labutils run {claim.lab} --force"
@@ -217,9 +217,8 @@ def compare(claim: Claim, runs: Runs) -> Judgement:
         changes = {"this": changes[""], "against": other[""]}
         return _conclude(claim, _ordered(changes["against"], changes["this"]), changes)
     if how.get("trend"):
-        first, last = list(changes.values())[0], list(changes.values())[-1]
-        verdict = _ordered(*((first, last) if how["direction"] == "more" else (last, first)))
-        return _conclude(claim, verdict, changes)
+        ends = list(changes.values())[:: 1 if how["direction"] == "more" else -1]
+        return _conclude(claim, _ordered(ends[0], ends[-1]), changes)
     wanted = {"less": -1, "more": 1, "as much": 0}[how["direction"]]
     return _conclude(claim, _settle([_moves(e, wanted, how) for e in changes.values()]), changes)
 
@@ -252,14 +251,15 @@ def ratio(claim: Claim, runs: Runs) -> Judgement:
     changes = _effects(claim, runs)
     if claim.how["form"] == "steps":
         return _break_even(claim, runs, changes[""])
+    over = claim.how.get("over", {})
+    order = [named({tag: value}) for tag in over for value in over[tag]]
     held, bands = [], []
-    for place, one in enumerate(changes.values(), start=1):
-        last = claim.published[place if len(claim.published) > 2 else -1]
-        least, most = _band((claim.published[0], last), claim.how)
-        held.append(_inside(one.low, one.high, least, most))
+    for label, one in changes.items():
+        place = order.index(label) + 1 if len(claim.published) > 2 else -1
+        least, most = _band((claim.published[0], claim.published[place]), claim.how)
+        within = _inside(one.low, one.high, least, most)
         wanted = 1 if least >= 1 else -1 if most <= 1 else 0
-        if held[-1] and wanted and one.direction != wanted:
-            held[-1] = None
+        held.append(None if within and wanted and one.direction != wanted else within)
         bands.append(f"{least:.2f} to {most:.2f}")
     why = f"The article's ratio: {', '.join(dict.fromkeys(bands))}."
     return _conclude(claim, _settle(held), changes, why)

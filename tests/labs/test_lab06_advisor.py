@@ -1,0 +1,119 @@
+"""The advisor: the winner is who ends first; and article A2's guide against its own table."""
+
+from __future__ import annotations
+
+import math
+
+import pandas as pd
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from labutils.labs.lab06_advisor import (
+    advise,
+    break_even,
+    guide,
+    options_from,
+    paid_after,
+    published,
+    shown,
+)
+from labutils.results.records import Run, Runs
+
+OPTIONS = pd.DataFrame(
+    {
+        "bf16": (1.0, 1.0, 20.0, 0.0),
+        "compile": (101.0, 0.5, 22.0, 0.0),
+        "qlora": (1.5, 1.3, 8.0, -0.02),
+        "fp8-te": (1.2, 0.9, 20.0, 0.14),
+        "nf4": (1.0, 1.1, 7.0, math.nan),
+    },
+    index=["first_step_s", "step_s", "memory_gb", "loss_change"],
+).T
+
+
+def cell(method: str, batch: int, step_ms: float, status: str = "ok", **tags: object) -> Run:
+    metrics = {"first_step_s": 1.0, "step_ms": step_ms, "peak_allocated_gb": 20.0}
+    kept = {"experiment": "methods", "method": method, "batch": batch} | tags
+    return Run("06", "", tags=kept, status=status, metrics=metrics)
+
+
+def loss(method: str, *losses: float) -> Run:
+    tags = {"experiment": "loss", "method": method}
+    return Run("06", "", tags=tags, samples={"final_loss": list(losses)})
+
+
+@given(
+    vram=st.floats(7, 100),
+    steps=st.floats(1, 1e6),
+    tolerance=st.sampled_from([None, 0.0, 0.2]),
+)
+def test_the_first_of_what_is_allowed_wins(vram, steps, tolerance):
+    allowed = OPTIONS[OPTIONS["memory_gb"] <= vram]
+    if tolerance is not None:
+        allowed = allowed[allowed["loss_change"] <= tolerance]
+    if allowed.empty:
+        with pytest.raises(ValueError, match="leanest"):
+            advise(OPTIONS, vram, steps, tolerance)
+        return
+    advice = advise(OPTIONS, vram, steps, tolerance)
+    first = advice.iloc[0]
+    assert first["total_s"] == (allowed["first_step_s"] + steps * allowed["step_s"]).min()
+    assert set(advice.index[advice["left_out"] == ""]) == set(allowed.index)
+
+
+def test_why_a_method_is_left_out():
+    advice = advise(OPTIONS, vram_gb=21, steps=100, tolerance=0.05)
+    assert advice["left_out"].to_dict() == {
+        "bf16": "",
+        "qlora": "",
+        "compile": "does not fit",
+        "fp8-te": "loss too high",
+        "nf4": "loss not measured",
+    }
+    assert list(advice.index[:2]) == ["bf16", "qlora"]
+    assert len(shown(advice)) == 5
+
+
+@pytest.mark.parametrize(("vram", "steps"), [(0, 10), (24, -1), (math.nan, 10)])
+def test_what_cannot_be_is_refused(vram, steps):
+    with pytest.raises(ValueError, match="above 0"):
+        advise(OPTIONS, vram, steps)
+
+
+def test_break_even():
+    assert break_even(1, 1.0, 101, 0.5) == 200
+    assert break_even(1, 1.0, 101, 1.0) is None
+    slow, quick = (
+        Run("06", "", metrics={"first_step_s": first, "step_ms": ms})
+        for first, ms in ((1.0, 500), (21.0, 300))
+    )
+    assert paid_after(slow, quick) == pytest.approx(100)
+    assert paid_after(quick, slow) is None
+    assert paid_after(slow, Run("06", "", status="oom")) is None
+
+
+def test_options_are_the_measured_cells_of_a_batch_size():
+    runs = Runs(
+        [
+            cell("bf16", 1, 1000),
+            cell("bf16", 1, 900, again=True),
+            cell("compile", 1, 500),
+            cell("nf4", 1, 600),
+            cell("bf16", 4, 4000),
+            cell("qlora", 1, 800, status="oom"),
+            loss("bf16", 2.0, 4.0),
+            loss("nf4", 2.2, 4.4),
+        ]
+    )
+    options = options_from(runs, 1)
+    assert options["step_s"].to_dict() == {"bf16": 1.0, "compile": 0.5, "nf4": 0.6}
+    assert options["loss_change"].to_dict() == pytest.approx({"bf16": 0, "compile": 0, "nf4": 0.1})
+    with pytest.raises(ValueError, match="batch size 2"):
+        options_from(runs, 2)
+
+
+def test_the_article_s_guide_follows_from_its_own_table():
+    expected = {"few_steps": "fp8-te", "between": "fixed-fp8-te", "many_steps": "fixed"}
+    assert guide(published()) == expected | {"short_of_memory": "qlora"}
+    assert guide(published().loc[["bf16", "compile"]]) == {}
