@@ -52,12 +52,15 @@ def nothing_compiled() -> Iterator[None]:
     torch._dynamo.reset()
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Tests stay with their file in one process, except for labs: each runs where one is free."""
+    if item.path.name != "test_labs.py":
+        item.add_marker(pytest.mark.xdist_group(item.location[0]))
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Labs come first, each in whichever process is free; the other tests stay with their file."""
+    """Labs, the longest, come first; what is marked `gpu` is skipped on a machine without one."""
     items.sort(key=lambda item: item.path.name != "test_labs.py")
-    for item in items:
-        if item.path.name != "test_labs.py":
-            item.add_marker(pytest.mark.xdist_group(item.location[0]))
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return
