@@ -52,10 +52,16 @@ def nothing_compiled() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-def pytest_itemcollected(item: pytest.Item) -> None:
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
     """Tests stay with their file in one process, except for labs: each runs where one is free."""
-    if item.path.name != "test_labs.py":
-        item.add_marker(pytest.mark.xdist_group(item.location[0]))
+    from xdist.scheduler import LoadScopeScheduling
+
+    class LabsApart(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return nodeid if "test_labs.py" in nodeid else nodeid.partition("::")[0]
+
+    return LabsApart(config, log)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
