@@ -3,7 +3,7 @@ answer otherwise.
 
     reader = Reader(device)
     reader.learn_to_explain(steps)                     all weights, from scratch
-    reader.fine_tune("title", steps)                   an adapter: article A3's task, body in, bare title out
+    reader.fine_tune("title", steps)         an adapter: article A3's task, body in, bare title out
     reader.answers("title"), reader.answers(None)      with an adapter, and without one
 
 An article here is two sentences; one of them names what it is about, a place and a thing, and that

@@ -184,7 +184,7 @@ A2_LADDER = Ladder(
             "packed",
             "same mathematics",
             {"shapes": "packed", "token_budget": 8192, "dynamic": "static", "loss": "fused"},
-            "no padding, one shape, enough tokens for the GPU, and never all of their logits at once",
+            "no padding, one shape, enough tokens for the GPU, never all logits at once",
         ),
         Rung(
             "answers only",
@@ -250,7 +250,7 @@ A3_LADDER = Ladder(
             "plain adapters, device log",
             "same work",
             {"adapter": "plain", "logging": "ring-buffer", "non_blocking": True},
-            "two thin products and nothing around them, and a host that waits for neither a loss nor a "
+            "two thin products and nothing around them; a host that waits for neither a loss nor a "
             "batch",
         ),
         Rung(
