@@ -18,38 +18,46 @@ EPOCH = 1221
 """Examples of the real image dataset, and so of an epoch."""
 
 
-class EpochOrder(Sampler[int]):
-    """A random order of `length` examples out of `rows`, one epoch, that depends on (`seed`, epoch)
-    alone.
+class ResumableOrder(Sampler):
+    """An order of an epoch's `length` entries that depends on (`seed`, epoch) alone.
 
     So a run can resume anywhere: `go_to(epoch, start)` chooses an epoch's order, the first `start`
-    examples left out (they were trained on before the interruption). Where the epoch is longer than
-    the data, it goes through all rows in one order, then in another, and so on. Iterating does not
-    go on to the next epoch by itself. (The method is not called set_epoch: the accelerate library
-    calls that by itself, with a count of its own and without the start.)
+    entries left out (they were trained on before the interruption). Iterating does not go on to the
+    next epoch by itself. (The method is not called set_epoch: the accelerate library calls that by
+    itself, with a count of its own and without the start.)
+    """
+
+    def __init__(self, length: int, seed: int) -> None:
+        self.length, self.seed = length, seed
+        self.go_to(0)
+
+    def go_to(self, epoch: int, start: int = 0) -> None:
+        """Choose the epoch and how many of its entries to leave out. Raises `ValueError` where none
+        would be left.
+        """
+        if not 0 <= start < self.length:
+            raise ValueError(
+                f"start={start}: an epoch of {self.length} can start at 0 to {self.length - 1}."
+            )
+        self.epoch, self.start = epoch, start
+
+    @property
+    def chance(self) -> np.random.Generator:
+        """The epoch's random numbers, from the first one on."""
+        return np.random.default_rng([self.seed, self.epoch])
+
+
+class EpochOrder(ResumableOrder):
+    """A random order of `length` examples out of `rows`, one epoch. Where the epoch is longer than
+    the data, it goes through all rows in one order, then in another, and so on.
     """
 
     def __init__(self, rows: int, length: int | None = None, seed: int = 0) -> None:
         self.rows = rows
-        self.length = rows if length is None else length
-        self.seed = seed
-        self.go_to(0)
-
-    def go_to(self, epoch: int, start: int = 0) -> None:
-        """Choose the epoch and how many of its examples to leave out. Raises `ValueError` where
-        none would be left.
-        """
-        if not 0 <= start < self.length:
-            raise ValueError(
-                f"start={start}: an epoch of {self.length} examples can start at 0 to "
-                f"{self.length - 1}."
-            )
-        self.epoch = epoch
-        self.start = start
+        super().__init__(rows if length is None else length, seed)
 
     def __iter__(self) -> Iterator[int]:
-        chance = np.random.default_rng([self.seed, self.epoch])
-        passes = -(-self.length // self.rows)
+        chance, passes = self.chance, -(-self.length // self.rows)
         order = np.concatenate([chance.permutation(self.rows) for _ in range(passes)])
         return iter(order[self.start : self.length].tolist())
 

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Sampler
+
+from labutils.data.loader import ResumableOrder
 
 IGNORED = -100
 BUCKETS = 4
@@ -97,14 +98,13 @@ def _next_bucket(wanted: int, most: int) -> int:
     )
 
 
-class PackedOrder(Sampler[list[int]]):
+class PackedOrder(ResumableOrder):
     """Fills rows with examples: each entry is the list of those that `rows` rows of one micro-batch
     hold.
 
-    The order depends on (`seed`, epoch) alone, as `images.EpochOrder`'s does. Examples are drawn in
-    a random order; a row starts with the one that waits longest and then takes those of the next
-    `LOOK_AHEAD` that leave least of it empty. An epoch has `length` rows, as many as hold
-    `epoch_length` examples on average.
+    Examples are drawn in a random order; a row starts with the one that waits longest and then
+    takes those of the next `LOOK_AHEAD` that leave least of it empty. An epoch has `length` rows,
+    as many as hold `epoch_length` examples on average; `go_to` counts rows.
     """
 
     LOOK_AHEAD = 32
@@ -119,25 +119,13 @@ class PackedOrder(Sampler[list[int]]):
         seed: int,
     ) -> None:
         self.lengths, self.tiles, self.layout = lengths, tiles, layout
-        self.rows, self.seed = rows, seed
+        self.rows = rows
         layout.row_tokens(lengths)
         mean = sum(lengths) / len(lengths)
-        self.length = max(1, round(epoch_length * mean / layout.budget / rows)) * rows
-        self.go_to(0)
-
-    def go_to(self, epoch: int, start: int = 0) -> None:
-        """Choose the epoch and how many of its rows to leave out. Raises `ValueError` where none
-        would be left.
-        """
-        if not 0 <= start < self.length:
-            raise ValueError(
-                f"start={start}: an epoch of {self.length} rows can start at 0 to "
-                f"{self.length - 1}."
-            )
-        self.epoch, self.start = epoch, start
+        super().__init__(max(1, round(epoch_length * mean / layout.budget / rows)) * rows, seed)
 
     def __iter__(self) -> Iterator[list[int]]:
-        stream = self._stream(np.random.default_rng([self.seed, self.epoch]))
+        stream = self._stream(self.chance)
         waiting = [next(stream) for _ in range(self.LOOK_AHEAD)]
         filled: list[int] = []
         for row in range(self.length):

@@ -226,7 +226,7 @@ def not_measured(cells: Iterable[Run]) -> str:
     failed: dict[str, list[str]] = {}
     for run in cells:
         if not run.ok:
-            failed.setdefault(run.status, []).append(run.run)
+            failed.setdefault(run.status, []).append(run.label)
     return "\n\n".join(f"*Not measured: {', '.join(runs)}* ({why})" for why, runs in failed.items())
 
 

@@ -424,7 +424,7 @@ def lines_of(runs: Iterable[Run]) -> dict[str, BatchLine]:
     lines, padded = {}, {}
     for run in runs:
         if run.tags["experiment"] == "memory" and run.ok:
-            lines[run.run] = BatchLine(run.metrics["base_gb"], run.metrics["each_gb"])
+            lines[run.label] = BatchLine(run.metrics["base_gb"], run.metrics["each_gb"])
         elif run.tags.get("rows") == "padded" and run.metric("peak_allocated_gb"):
             batch = run.tags.get("batch", A3_BASE.micro_batch)
             padded[batch] = run.metric("peak_allocated_gb")
@@ -452,7 +452,7 @@ def bundle_table(runs: Sequence[Run]) -> pd.DataFrame:
         run, line = timed.get(tags), memory.get(tags)
         rows.append(
             {
-                "method": (run or line).run,
+                "method": (run or line).label,
                 "ms per 1,000 useful tokens": run and run.metric("ms_per_1k_useful_tokens"),
                 "against lora, step by step, %": longer_by(run, base) if run and base else None,
                 "GB at any batch": line and line.metric("base_gb"),

@@ -47,7 +47,7 @@ class Pictures:
         return self.drawn if name == "PNG" else kept_as(self.drawn, folder, self.formats[name])
 
     def decoding(self, passes: int = 2) -> dict[str, Run]:
-        """ "decode: NAME" -> one thread's `read_ms`, `decode_ms`, `both_ms`; `mb` a file."""
+        """ "decode: NAME" -> one thread's `read_ms` and `decode_ms`; `mb` a file."""
         runs = {}
         for name, form in self.formats.items():
             files = self.files(name)

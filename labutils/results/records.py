@@ -133,6 +133,19 @@ class Run:
         """GPU, CPU and cores of the machine, which times depend on."""
         return tuple(str(self.machine.get(name)) for name in ("gpu", "cpu", "cores"))
 
+    @property
+    def label(self) -> str:
+        """The tags in words, for a row of a table: "bf16, batch 1, again"."""
+        words = []
+        for key, tag in self.tags.items():
+            if key == "experiment":
+                continue
+            name = key.replace("_", " ")
+            text = f"{tag:g}" if isinstance(tag, float) else str(tag)
+            is_plain = isinstance(tag, str) and not words
+            words.append(name if tag is True else text if is_plain else f"{name} {text}")
+        return ", ".join(words) or str(self.tags.get("experiment", self.run))
+
     def has(self, **tags: Tag) -> bool:
         """Whether the run has these tags; one that is False, it must not have as True."""
         return all(_typed(self.tags.get(key, False)) == _typed(tag) for key, tag in tags.items())
@@ -187,14 +200,16 @@ class Runs(Sequence[Run]):
 
 
 def to_frame(runs: Iterable[Run]) -> pd.DataFrame:
-    """One row a run: what identifies it, a column for each tag, one for each metric (its median).
+    """One row a run: its lab, its tags in words ("run"), lane, workload, scale and status, then a
+    column for each tag, and one for each metric (its median).
 
     A tag or metric that a run doesn't have is missing (NaN) in its row."""
     import pandas as pd
 
-    fields = ("lab", "run", "lane", "workload", "scale", "status")
+    fields = ("lane", "workload", "scale", "status")
     return pd.DataFrame(
-        {name: getattr(run, name) for name in fields}
+        {"lab": run.lab, "run": run.label}
+        | {name: getattr(run, name) for name in fields}
         | run.tags
         | {name: run.metric(name) for name in run.metrics}
         for run in runs

@@ -435,7 +435,10 @@ with lab.attempt("A slower host", reference="flip"):
     predicted, measured = {}, {}
     for model, variant in (("dense", ""), ("moe", ""), ("moe", "captured")):
         step = step_of(model, variant)
-        those = [r for r in delayed_runs if step and r.run.startswith(f"{step.run.run}, delay")]
+        tags = step.run.tags.items() if step else ()
+        those = [run for run in delayed_runs if step and tags <= run.tags.items()]
+        if not variant:
+            those = [run for run in those if "variant" not in run.tags]
         if those:
             predicted[step.run.run] = step.slowdown(most)
             measured[step.run.run] = {0.0: step.run.metric("step_ms")} | {

@@ -161,7 +161,7 @@ def test_memory_is_a_line_over_the_batch(texts):
     base = Run("07", "lora long", tags={"experiment": "methods", "method": "lora", "texts": "long"})
     base.samples = {"step_ms": [1.0, 2.0], "useful_tokens": [5, 6]}
     table = lab07_qlora.bundle_table([base, plain, checkpointed])
-    assert list(table["method"]) == ["lora long", "memory of lora long, checkpointed"]
+    assert list(table["method"]) == [base.label, checkpointed.label]
     assert table["GB an example"][0] == plain.metrics["each_gb"]
     assert table["against lora, step by step, %"][0] == 0
     largest = lab07_qlora.largest_table([plain, checkpointed], (0.024, 24))

@@ -8,9 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from labutils.labs import lab11_scoreboard
+from labutils.labs import (
+    lab06_anyres,
+    lab07_qlora,
+    lab09_toggles,
+    lab10_distributed,
+    lab11_scoreboard,
+)
 from labutils.results import report
-from labutils.results.records import REFERENCE, read_records, read_runs, to_frame
+from labutils.results.records import REFERENCE, read_records, to_frame
 
 
 def renamed(folder: Path, seed: int) -> Path:
@@ -68,8 +74,24 @@ def test_the_scoreboard_says_the_same(pages):
     assert said[0] == said[1]
 
 
-def test_the_ladder_and_tables_of_runs_are_the_same(pages, copy):
+def test_the_ladder_and_tables_of_runs_are_the_same(pages):
     ours, theirs = (report.ladder(page.here) for page in pages)
     assert len(ours) == 17 and ours.equals(theirs)
-    frames = [to_frame(read_runs(file)).drop(columns="run") for file in (REFERENCE, copy)]
-    assert frames[0].equals(frames[1])
+    assert to_frame(pages[0].here).equals(to_frame(pages[1].here))
+
+
+@pytest.mark.parametrize(
+    ("lab", "table", "tags"),
+    [
+        ("06", lab06_anyres.cell_table, {"experiment": "methods"}),
+        ("06", lab06_anyres.loss_table, {"experiment": "loss"}),
+        ("07", lab07_qlora.bundle_table, {"texts": "long"}),
+        ("07", lab07_qlora.rungs_table, {"experiment": "ladder"}),
+        ("09", lab09_toggles.switch_table, {"experiment": "toggles"}),
+        ("10", lab10_distributed.nccl_table, {"experiment": "nccl"}),
+        ("10", lab10_distributed.comparisons, {"experiment": "training"}),
+    ],
+)
+def test_tables_of_labs_say_the_same(pages, lab, table, tags):
+    ours, theirs = (table(list(page.here.select(lab, **tags))) for page in pages)
+    assert len(ours) > 3 and ours.to_csv() == theirs.to_csv()

@@ -94,11 +94,6 @@ def test_reading_a_value_of_each_parameter():
     assert fix.gain == 0  # on a CPU nobody waits
 
 
-def test_batches_of_one():
-    found = plain("--batch", "1", "--hidden", "512", "--in-memory")
-    assert found.fix("batch size") in found.worth_it[:2]
-
-
 # ------------------------------------------------------------------------------------------- ends
 
 
@@ -147,7 +142,7 @@ def test_a_short_script_is_told_the_options_that_work_for_it(tmp_path, capsys):
     assert cli.main(["diagnose", *options, "--", *command]) == 0
 
 
-@pytest.mark.parametrize("steps", [14, 16, 18, 19])
+@pytest.mark.parametrize("steps", [15, 19])
 def test_a_script_that_ends_in_the_midst_ends_as_it_would_alone(steps, tmp_path, capfd):
     """Its calls are still watched, or the profiler runs: Python's end must stumble over neither."""
     with pytest.raises(NoDiagnosis, match=f"after {steps} optimizer steps"):
@@ -304,8 +299,3 @@ def test_wrong_usage_is_2_and_one_message(words, message, capsys):
     assert cli.main(["diagnose", *words]) == 2
     said = capsys.readouterr()
     assert message in said.err and said.out == ""
-
-
-def test_a_failing_script_is_1(tmp_path, capsys):
-    assert cli.main(["diagnose", "--", *script(tmp_path, "import torch; raise SystemExit(3)")]) == 1
-    assert "exit code 3" in capsys.readouterr().err

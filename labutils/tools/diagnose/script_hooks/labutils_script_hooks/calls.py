@@ -1,9 +1,8 @@
 """What the lines of a training step call: writing, and reading of tensors, each with its source
 line and its time.
 
-For one or two steps Python tells of every call (`sys.setprofile`). That slows Python down by what
-each telling takes, so times are given back less that; what is inside one C call, such as a flush to
-the disk, isn't slowed at all.
+For one or two steps Python reports every call (`sys.setprofile`). Each report takes time, which is
+subtracted; what is inside one C call, such as a flush to the disk, isn't slowed at all.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import io
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
@@ -69,30 +68,30 @@ class Calls:
 
     def __init__(self) -> None:
         self.totals: dict[tuple[str, str, str], list[float]] = {}
-        self.told = 0
+        self.events = 0
         self.open: list[tuple[Any, tuple[str, str, str], float, int, float]] = []
         self.reading_ms = 0.0
-        self.each_ms = telling_ms()
+        self.event_ms = event_cost_ms()
 
     def resume(self) -> None:
-        sys.setprofile(self._told)
+        sys.setprofile(self._on_event)
 
     def pause(self) -> None:
-        if sys.getprofile() == self._told:
+        if sys.getprofile() == self._on_event:
             sys.setprofile(None)
         self.open.clear()
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """No call is watched meanwhile. Another profiler, such as cProfile, is left alone."""
-        watching = sys.getprofile() == self._told
+        watching = sys.getprofile() == self._on_event
         if watching:
             sys.setprofile(None)
         try:
             yield
         finally:
             if watching:
-                sys.setprofile(self._told)
+                sys.setprofile(self._on_event)
 
     def rows(self, steps: int) -> list[dict[str, Any]]:
         """The totals as rows: `kind`, `place`, `what`, times `per_step` and `ms` a step."""
@@ -102,8 +101,8 @@ class Calls:
             for key, (times, ms) in self.totals.items()
         ]
 
-    def _told(self, frame: FrameType, event: str, argument: Any) -> None:
-        self.told += 1
+    def _on_event(self, frame: FrameType, event: str, argument: Any) -> None:
+        self.events += 1
         if event == "c_call":
             self._c_call(frame, argument)
         elif event in ("c_return", "c_exception"):
@@ -130,11 +129,11 @@ class Calls:
         return any(key[0] == "write" for _, key, *_ in self.open)
 
     def _begin(self, marker: Any, key: tuple[str, str, str]) -> None:
-        self.open.append((marker, key, time.perf_counter(), self.told, self.reading_ms))
+        self.open.append((marker, key, time.perf_counter(), self.events, self.reading_ms))
 
     def _close(self) -> None:
-        _, key, began, told, read_ms = self.open.pop()
-        ms = 1e3 * (time.perf_counter() - began) - (self.told - told) * self.each_ms
+        _, key, began, events, read_ms = self.open.pop()
+        ms = 1e3 * (time.perf_counter() - began) - (self.events - events) * self.event_ms
         if key[0] != "write":
             self.reading_ms += ms
         else:
@@ -146,8 +145,8 @@ class Calls:
         row[1] += max(0.0, ms)
 
 
-def telling_ms(calls: int = 2000) -> float:
-    """What telling of one event costs, in milliseconds."""
+def event_cost_ms(calls: int = 2000) -> float:
+    """What reporting one event costs, in milliseconds."""
 
     def nothing() -> None:
         pass
@@ -161,8 +160,11 @@ def telling_ms(calls: int = 2000) -> float:
     if sys.getprofile() is not None:
         return 0.0
     plain = min(timed() for _ in range(3))
-    told: Callable[..., None] = lambda frame, event, argument: event == "c_call"
-    sys.setprofile(told)
+
+    def report(frame: object, event: str, argument: object) -> bool:
+        return event == "c_call"
+
+    sys.setprofile(report)
     watched = min(timed() for _ in range(3))
     sys.setprofile(None)
     return max(0.0, watched - plain) / (2 * calls)
