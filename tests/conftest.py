@@ -52,12 +52,21 @@ def nothing_compiled() -> Iterator[None]:
     torch._dynamo.reset()
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
+    """Tests stay with their file in one process, except for labs: each runs where one is free."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class LabsApart(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return nodeid if "test_labs.py" in nodeid else nodeid.partition("::")[0]
+
+    return LabsApart(config, log)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Labs come first, each in whichever process is free; the other tests stay with their file."""
+    """Labs, the longest, come first; what is marked `gpu` is skipped on a machine without one."""
     items.sort(key=lambda item: item.path.name != "test_labs.py")
-    for item in items:
-        if item.path.name != "test_labs.py":
-            item.add_marker(pytest.mark.xdist_group(item.location[0]))
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return

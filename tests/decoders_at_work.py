@@ -35,7 +35,7 @@ def outcome(
 def outcome_of(
     workload: DecoderWorkload, recipe: Recipe, batch: Batch
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Loss and the LoRA matrices' gradients of one micro-batch, with matrices B that aren't zero."""
+    """Loss and the LoRA matrices' gradients of one micro-batch; no matrix B is zero."""
     model = workload.build(recipe)
     network: nn.Module = model.network
     perturb(network, 0.2)

@@ -354,13 +354,18 @@ def predict_and_measure(
         busy = trace.metrics(step_ms)["gpu_busy"]
         metrics |= {"gpu_busy_share": busy, "idle_share": 1 - busy}
         metrics |= _reached(program, work, trainer.recipe)
+    run = _empty_run(trainer, tags)
+    run.metrics, run.samples = metrics, {"step_ms": [round(ms, 4) for ms in samples]}
+    return PredictedStep(run, program, host, work)
+
+
+def _empty_run(trainer: Trainer, tags: Mapping[str, Any]) -> Run:
     workload, variant = trainer.workload, tags.get("variant")
     name = f"{tags['model']} {tags['texts']}" + (f", {variant}" if variant else "")
     run = Run("08", name, workload=workload.name, scale=workload.scale, tags=dict(tags))
     run.weights, run.data = workload.weights, workload.data
-    run.recipe, run.metrics = trainer.recipe.as_dict(), metrics
-    run.samples = {"step_ms": [round(ms, 4) for ms in samples]}
-    return PredictedStep(run, program, host, work)
+    run.recipe = trainer.recipe.as_dict()
+    return run
 
 
 def _reached(program: Program, work: Work, recipe: Recipe) -> dict[str, float]:

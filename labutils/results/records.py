@@ -137,7 +137,7 @@ class Run:
     def label(self) -> str:
         """The tags in words, for a row of a table: "bf16, batch 1, again"."""
         words = []
-        for key, tag in self.tags.items():
+        for key, tag in sorted(self.tags.items(), key=lambda pair: pair[1] is True):
             if key == "experiment":
                 continue
             name = key.replace("_", " ")
@@ -287,13 +287,14 @@ def _is_cut_off(file: IO[bytes]) -> bool:
 
 @dataclass(frozen=True)
 class Reading:
-    """What was read of a results.jsonl: its sound `records`, and (line, what is wrong with it) of
-    all others. The file itself is left as it is.
+    """What was read of a results.jsonl: its sound `records`, (line, what is wrong with it) of all
+    others, and how many were `migrated` from schema 1. The file itself is left as it is.
     """
 
     path: Path
     records: list[dict[str, Any]]
     passed_over: list[tuple[int, str]]
+    migrated: int = 0
 
     def told(self) -> str:
         """Which lines were passed over and why, and what to type; empty where none was."""
@@ -320,14 +321,15 @@ def read_file(path: Path) -> Reading:
             f"{path} can't be read: {(error.strerror or str(error)).lower()}. Name results that "
             "you may read, as in: --results results/NAME"
         ) from None
-    records, passed_over = [], []
+    records, passed_over, migrated = [], [], 0
     for number, line in enumerate(lines, 1):
         read = _record_of(line) if line.strip() else None
         if isinstance(read, dict):
-            records.append(read)
+            migrated += read.get("schema") == 1
+            records.append(read | {"schema": SCHEMA})
         elif read:
             passed_over.append((number, read))
-    return Reading(path, records, passed_over)
+    return Reading(path, records, passed_over, migrated)
 
 
 def check_usable(readings: Sequence[Reading]) -> None:
@@ -365,7 +367,7 @@ def runs_of(records: Iterable[dict[str, Any]], lab: str | None = None) -> Runs:
 
 
 def _record_of(line: str) -> dict[str, Any] | str:
-    """The record that a line holds, in today's schema, or what is wrong with the line."""
+    """The record that a line holds, with tags, or what is wrong with the line."""
     try:
         record = json.loads(line)
     except json.JSONDecodeError:
@@ -380,7 +382,7 @@ def _record_of(line: str) -> dict[str, Any] | str:
     lab, run = record.get("lab"), record.get("run")
     if not record.get("tags") and isinstance(lab, str) and isinstance(run, str) and lab:
         record["tags"] = tags_of(lab, run)
-    return _unsound(record) or record | {"schema": SCHEMA}
+    return _unsound(record) or record
 
 
 def _unsound(record: Mapping[str, Any]) -> str:

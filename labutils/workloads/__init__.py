@@ -1,4 +1,4 @@
-"""What is trained. A recipe runs on any workload; the training loop knows only what `Workload` says.
+"""What is trained. A recipe runs on any workload; the loop knows only what `Workload` says.
 
 It may import layers, data, profiling, results and recipe.
 

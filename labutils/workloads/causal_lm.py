@@ -57,12 +57,10 @@ from labutils.workloads.decoder import (
 
 @dataclass(frozen=True, kw_only=True)
 class Size(DecoderSize):
-    """A model, and its texts: how many, and what their lengths are divided by. `hub` names the
-    published model of this size, if there is one."""
+    """A model, and its texts: how many, and what their lengths are divided by."""
 
     texts: int = 1000
     shorter: int = 1
-    hub: str = ""
 
 
 QWEN3 = {
@@ -108,14 +106,6 @@ class LanguageLora(DecoderWorkload):
         self.sizes, self.kind = VARIANTS[name]
         super().__init__(name, *where)
 
-    @property
-    def size(self) -> Size:
-        return self.sizes[self.scale]
-
-    @property
-    def hub(self) -> str:
-        return self.size.hub
-
     # ---------------------------------------------------------------------------- the model
 
     def check(self, recipe: Recipe) -> None:
@@ -153,10 +143,6 @@ class LanguageLora(DecoderWorkload):
             network.config._experts_implementation = "frozen"
         longest = self._longest(recipe) if recipe.shapes == "packed" else None
         return Rewritten(network, recipe.loss, longest)
-
-    def left_out(self, recipe: Recipe) -> tuple[str, ...]:
-        """The head, as transformers does."""
-        return ("lm_head",)
 
     def called(self, model: Published | Rewritten) -> nn.Module:
         """All of it: the embedding is looked up outside of the part that is trained."""

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -66,7 +66,8 @@ lengths that must be filled up."""
 @dataclass(frozen=True)
 class DecoderSize:
     """What differs between decoders. A mixture has `experts`, `chosen` of which a token takes, and
-    in every other layer a sliding `window`; `words` are the vocabulary."""
+    in every other layer a sliding `window`; `words` are the vocabulary. `hub` names the published
+    model of this size, if there is one."""
 
     width: int
     layers: int
@@ -79,6 +80,7 @@ class DecoderSize:
     experts: int = 0
     chosen: int = 4
     window: int = 128
+    hub: str = ""
 
 
 @dataclass(frozen=True)
@@ -242,10 +244,16 @@ class DecoderWorkload(Workload):
     """Whether bitsandbytes' layers are there before the adapters, as from_pretrained has it: PEFT
     then takes the adapted layers that it has for 4 bits."""
 
+    sizes: Mapping[str, DecoderSize]
+    """Scale -> the decoder's size, and what else differs between scales."""
+
     @property
-    @abstractmethod
-    def size(self) -> DecoderSize:
-        """The decoder's, and what else differs between scales."""
+    def size(self) -> Any:
+        return self.sizes[self.scale]
+
+    @property
+    def hub(self) -> str:
+        return self.size.hub
 
     @abstractmethod
     def random_network(self, dtype: torch.dtype) -> nn.Module:
@@ -259,9 +267,10 @@ class DecoderWorkload(Workload):
     def rewritten(self, network: nn.Module, recipe: Recipe) -> Rewritten:
         """The model around an adapted network for layers="rewritten"."""
 
-    @abstractmethod
     def left_out(self, recipe: Recipe) -> tuple[str, ...]:
-        """Parts of the network whose linear layers `recipe.base_linear` doesn't convert."""
+        """Parts of the network whose linear layers `recipe.base_linear` doesn't convert: the head,
+        as transformers does."""
+        return ("lm_head",)
 
     @abstractmethod
     def example_sizes(self, recipe: Recipe) -> Sequence[ExampleSize]:

@@ -71,7 +71,13 @@ class Size(DecoderSize):
 SIZES = {
     "tiny": Size(64, 2, 4, 2, 16, 128, 1024, images=16, tile=112, vision=(64, 3, 4)),
     "small": Size(2048, 16, 16, 4, 128, 5504, 32064, images=64, tile=336, vision=(512, 12, 8)),
-    "full": Size(4096, 32, 32, 8, 128, 14336, 32064, images=128, tile=336, vision=(1024, 24, 16)),
+    "full": Size(
+        *(4096, 32, 32, 8, 128, 14336, 32064),
+        images=128,
+        tile=336,
+        vision=(1024, 24, 16),
+        hub="llava-hf/llava-v1.6-mistral-7b-hf",
+    ),
 }
 
 
@@ -138,13 +144,7 @@ class MultimodalLora(DecoderWorkload):
         "datasets",
     )
 
-    @property
-    def size(self) -> Size:
-        return SIZES[self.scale]
-
-    @property
-    def hub(self) -> str:
-        return "llava-hf/llava-v1.6-mistral-7b-hf" if self.scale == "full" else ""
+    sizes = SIZES
 
     # ---------------------------------------------------------------------------- the model
 
@@ -180,7 +180,8 @@ class MultimodalLora(DecoderWorkload):
         """FP8 takes the decoder's and the projector's layers as article A2 does, whose vision tower
         can't be: it has 577 tokens a tile. QLoRA leaves out the head alone, as transformers does.
         """
-        return ("lm_head", "vision_tower") if "fp8" in recipe.base_linear else ("lm_head",)
+        tower = ("vision_tower",) if "fp8" in recipe.base_linear else ()
+        return (*super().left_out(recipe), *tower)
 
     def frozen(self, model: Published | Rewritten) -> list[nn.Module]:
         """The vision tower; as published it is part of what is trained, one module."""

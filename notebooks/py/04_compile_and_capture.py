@@ -130,7 +130,7 @@ def of_lane(*names: str) -> dict:
 def keep(runs: dict[str, Run]) -> None:
     """Keep each rung's run under its lane, and what this machine can't tell apart as skipped."""
     for name, run in runs.items():
-        lab.keep(run, lane=lanes.get(name, "article"))
+        lab.keep(run, lane=lanes.get(run.tags["rung"], "article"))
 
 
 for name in recipes.keys() - climbable.keys():

@@ -1,4 +1,4 @@
-"""Lab 03: the arithmetic of shared memory, its failure in a child process, and copies two by two."""
+"""Lab 03: the arithmetic of shared memory, its failure in a child process, four ways to copy."""
 
 from __future__ import annotations
 

@@ -45,6 +45,8 @@ INPUTS = (torch.float16, torch.bfloat16, torch.float32)
 
 class FrozenLinear(nn.Module):
     """y = x W^T + b with W [out, in] held in a format of its own; the base of the low-bit layers.
+    A layer has `product(x)`, x W^T in x's dtype, and `restored()`, the weight that is multiplied
+    with, in float32.
 
     x is (..., in) in float16, bfloat16 or float32 and y (..., out) in x's dtype, or autocast's
     where that is on. Any number of rows, none included. Gradients flow to x alone. Raises
@@ -68,14 +70,6 @@ class FrozenLinear(nn.Module):
 
     def place(self, device: torch.device) -> None:
         """Choose what depends on the device."""
-
-    def product(self, x: Tensor) -> Tensor:
-        """x W^T in x's dtype."""
-        raise NotImplementedError
-
-    def restored(self) -> Tensor:
-        """The weight [out, in] that is multiplied with, in float32."""
-        raise NotImplementedError
 
     def forward(self, x: Tensor) -> Tensor:
         if x.dim() == 0 or x.shape[-1] != self.in_features or x.dtype not in INPUTS:
