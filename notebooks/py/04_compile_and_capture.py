@@ -129,7 +129,7 @@ def of_lane(*names: str) -> dict:
 
 def keep(runs: dict[str, Run]) -> None:
     """Keep each rung's run under its lane, and what this machine can't tell apart as skipped."""
-    for name, run in runs.items():
+    for run in runs.values():
         lab.keep(run, lane=lanes.get(run.tags["rung"], "article"))
 
 
