@@ -143,3 +143,24 @@ def test_text_has_no_more_digits_than_the_interval():
     assert Effect(0.9961, 0.9960, 0.9962).text() == "-0.4 % (-0.4 to -0.4 %)"
     assert Effect(212.3, 206, 218).text() == "212x (206 to 218x)"
     assert Effect(1.2, 1.2, 1.2).text() == "+20.0 %"
+
+
+def test_one_rounds_steps_are_paired_by_their_batches():
+    """`train` keeps a round for each sample, too: all of them are of round 0."""
+    draws = np.random.default_rng(7)
+    tokens = draws.integers(500, 4000, 40).tolist()
+    base = run_of([0.1 * n for n in tokens], [0] * 40, tokens)
+    changed = run_of([0.09 * n * (1 + 0.003 * draws.normal()) for n in tokens], [0] * 40, tokens)
+    compared = effect(base, changed, (base, base))
+    assert compared.value == pytest.approx(0.9, abs=0.005) and compared.direction == -1
+    assert not compared.again
+
+
+@pytest.mark.parametrize("of_the_base", [True, False])
+def test_a_base_measured_twice_is_a_noise_floor_of_what_was_sampled_only(of_the_base):
+    base, changed = in_rounds(1, 0.01, 1), in_rounds(1.5, 0.01, 2)
+    base.metrics["first_step_s"], changed.metrics["first_step_s"] = 1.0, 70.0
+    again = in_rounds(1, 0.01, 3)
+    again.metrics |= {"first_step_s": 1.0} if of_the_base else {}
+    compared = effect(base, changed, (base, again), "first_step_s")
+    assert compared.value == pytest.approx(70) and not compared.unsteady

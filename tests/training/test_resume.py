@@ -127,7 +127,9 @@ def flip_a_bit(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "damage", [partial(cut_off, kept=0), partial(cut_off, kept=0.99), flip_a_bit], ids=str
+    "damage",
+    [partial(cut_off, kept=0), partial(cut_off, kept=0.99), flip_a_bit],
+    ids=["empty", "cut off", "a bit flipped"],
 )
 def test_a_damaged_checkpoint_is_refused(damage, workload, folder):
     damage(folder / FILE)

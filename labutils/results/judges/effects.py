@@ -105,12 +105,18 @@ def effect(base: Run, changed: Run, twice: Twice = None, metric: str = "step_ms"
     samples of a time.
     """
     ratio, pairs = _ratio(base, changed, metric)
-    noise, again = None, bool(twice) and all(_numbers(run, "round") for run in twice)
+    noise, again = None, bool(twice) and all(_in_rounds(run, metric) for run in twice)
     if again:
         noise = _ratio(*twice, metric)[0][1:]
     elif not pairs and len(samples := _samples(base, metric)) >= FEWEST_SAMPLES:
         noise = tuple(map(float, np.quantile(samples, (0.1, 0.9)) / np.median(samples)))
     return Effect(*ratio, noise, metric_of(base, metric), metric_of(changed, metric), again)
+
+
+def _in_rounds(run: Run, metric: str) -> bool:
+    """Whether a run has samples of the metric, of several rounds."""
+    rounds = set(_numbers(run, "round"))
+    return len(rounds) > 1 and len(_samples(run, metric)) >= FEWEST_SAMPLES
 
 
 def time_effect(base: Run, changed: Run, again: Run | None = None) -> Effect | None:
@@ -173,7 +179,7 @@ def _pairs(runs: Sequence[Run], samples: Sequence[list[float]]) -> list[tuple[fl
     if all(len(of) == len(those) for of, those in zip(rounds, samples, strict=True)):
         first, second = map(_by_round, samples, rounds)
         pairs = [(first[one], second[one]) for one in first if one in second]
-    elif all(taken) and max(taken[0]) > (1 + STEADY) * min(taken[0]):
+    if len(pairs) < FEWEST_SAMPLES and all(taken) and max(taken[0]) > (1 + STEADY) * min(taken[0]):
         steps = min(map(len, (*samples, *taken)))
         alike = taken[0][:steps] == taken[1][:steps]
         pairs = list(zip(*(those[:steps] for those in samples), strict=True)) if alike else []
