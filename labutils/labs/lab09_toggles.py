@@ -373,15 +373,21 @@ def trained_alone(
             )
             for name, settings in environments.items()
         }
-        for child in children.values():
-            child.receive()  # it is ready, or has ended
-        return {name: _told_by(child, workload, recipe, name) for name, child in children.items()}
+        words = {name: child.receive() for name, child in children.items()}
+        return {
+            name: _told_by(child, words[name], workload, recipe, name)
+            for name, child in children.items()
+        }
 
 
-def _told_by(child: Child, workload: Workload, recipe: Recipe, name: str) -> Run:
-    """The run that a child measures once it is told to go, or that it failed with before."""
-    child.send("go")
-    if (told := child.receive()) is None:
+def _told_by(child: Child, word: Any, workload: Workload, recipe: Recipe, name: str) -> Run:
+    """The run that a child measures once it is told to go. Its first `word` is "ready", or why it
+    failed before."""
+    told = word
+    if word == "ready":
+        child.send("go")
+        told = child.receive()
+    if told is None:
         return Run("", name, status=f"error: {child.failure()}")
     return replace(empty_run(workload, recipe, name), **told)
 

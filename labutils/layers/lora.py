@@ -379,7 +379,9 @@ def save_adapter(
     Path(folder).mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as beside:
         weights = {PEFT_PREFIX + key: tensor for key, tensor in state.items()}
-        save_file(weights, Path(beside) / WEIGHTS_FILE, {"format": "pt"})
+        # The file says its rank and alpha, too: a save that is cut off between two files shows.
+        made_for = {"format": "pt", "rank": str(rank), "alpha": str(config.lora_alpha)}
+        save_file(weights, Path(beside) / WEIGHTS_FILE, made_for)
         config.save_pretrained(beside)
         if any(c.__name__ == "UNet2DConditionModel" for c in type(_unwrapped(module)).__mro__):
             _save_for_diffusers(state, config, beside)
@@ -432,6 +434,7 @@ def load_adapter(
 def _read(folder: Path) -> tuple[dict[str, Tensor], Any]:
     """The tensors under PEFT's names, and PEFT's configuration, of a saved adapter."""
     from peft import LoraConfig
+    from safetensors import safe_open
     from safetensors.torch import load_file
 
     for file in (folder / CONFIG_FILE, folder / WEIGHTS_FILE):
@@ -441,6 +444,10 @@ def _read(folder: Path) -> tuple[dict[str, Tensor], Any]:
         config = LoraConfig.from_pretrained(folder)
         state = {_plain_name(key): t for key, t in load_file(folder / WEIGHTS_FILE).items()}
         beyond = [k for k in BEYOND_LORA if getattr(config, k)]
+        with safe_open(folder / WEIGHTS_FILE, "pt") as file:
+            alpha = float((file.metadata() or {}).get("alpha", config.lora_alpha))
+        if alpha != config.lora_alpha:
+            raise ValueError(f"its weights are of alpha {alpha}, its configuration of another")
     except Exception as error:  # libraries raise a dozen types for a file that was cut off
         raise ValueError(
             f"The adapter in {folder} can't be read ({type(error).__name__}: {error}). Save it "

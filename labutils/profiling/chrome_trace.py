@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ def read_events(path: str | Path) -> list[dict[str, Any]]:
     try:
         with opened(path, "rt", encoding="utf-8", errors="replace") as file:
             content = json.load(file, strict=False)
-    except (EOFError, ValueError) as error:
+    except (EOFError, ValueError, gzip.BadGzipFile, zlib.error) as error:
         raise ValueError(f"{path} is no whole profiler trace: {error}") from error
     events = content.get("traceEvents") if isinstance(content, dict) else content
     if not isinstance(events, list):

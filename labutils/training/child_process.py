@@ -96,7 +96,9 @@ class Child:
             except queue.Empty:
                 if ended:
                     return None
-                if time.monotonic() >= until:
+                if self.timed_out and timeout_s is None:
+                    self.process.wait()  # killed, but a large CUDA context takes a while to go
+                elif time.monotonic() >= until:
                     raise TimeoutError from None
                 continue
             if message is None:
@@ -113,8 +115,9 @@ class Child:
 
     def errors(self) -> str:
         """Its standard error so far."""
-        self._errors.seek(0)
-        return self._errors.read()
+        # Not by seeking: a child that still runs shares the file's offset.
+        size = os.fstat(self._errors.fileno()).st_size
+        return os.pread(self._errors.fileno(), size, 0).decode(errors="replace")
 
     def _read(self) -> None:
         for line in self.process.stdout:

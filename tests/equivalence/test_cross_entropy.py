@@ -103,6 +103,8 @@ def test_what_can_not_be_is_refused():
         linear_cross_entropy(hidden, weight, targets[:, None])
     with pytest.raises(RuntimeError, match="out of bounds"):
         linear_cross_entropy(hidden, weight, torch.full_like(targets, 9))
+    with pytest.raises(ValueError, match="chunk"):
+        linear_cross_entropy(hidden, weight, targets, chunk=-1)
     with pytest.raises(ValueError, match="trained"):
         linear_cross_entropy(hidden, weight.requires_grad_(), targets)
 

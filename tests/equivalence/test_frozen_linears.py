@@ -307,3 +307,12 @@ def test_a_transposed_weight_is_held_row_after_row():
     assert frozen.weight.is_contiguous()
     other = FrozenFP8Linear(random(48, 32).t().contiguous().double())  # held as its float32 is
     assert torch.equal(frozen.restored(), other.restored())
+
+
+def test_an_fp8_layer_takes_no_16_bit_weight():
+    """Cast without a scale it would be another weight, and `strict=False` wouldn't say so."""
+    linear, frozen = layer_pair(FrozenFP8Linear)
+    before = frozen.weight.clone()
+    with pytest.raises(RuntimeError, match="float8_e4m3fn"):
+        frozen.load_state_dict(linear.to(torch.bfloat16).state_dict(), strict=False)
+    assert torch.equal(frozen.weight.view(torch.uint8), before.view(torch.uint8))

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -119,6 +120,18 @@ class FrozenFP8Linear(FrozenLinear):
 
     def restored(self) -> Tensor:
         return self.weight.float() * self.scale
+
+    def _load_from_state_dict(self, state: dict[str, Tensor], prefix: str, *more: Any) -> None:
+        """Refuse a 16-bit weight, also where `strict=False` would cast it without a scale."""
+        there = state.get(f"{prefix}weight")
+        if there is not None and there.dtype != E4M3.dtype:
+            errors: list[str] = more[-1]
+            errors.append(
+                f"{prefix}weight is {there.dtype}, and this frozen layer holds {E4M3.dtype}. Load "
+                "the state into the model before convert_base."
+            )
+            return
+        super()._load_from_state_dict(state, prefix, *more)
 
 
 def check_weight(weight: Tensor, bias: Tensor | None = None) -> None:
