@@ -47,7 +47,10 @@ def read(folder: Path) -> dict[str, Any]:
         with zipfile.ZipFile(path) as file:  # torch.load doesn't compare the check sums
             if damaged := file.testzip():
                 raise ValueError(f"the check sum of {damaged} is wrong")
-        return torch.load(path, map_location="cpu", weights_only=True)
+        state = torch.load(path, map_location="cpu", weights_only=True)
+        if not isinstance(state, dict) or not isinstance(state.get("step"), int):
+            raise ValueError("it holds no run")
+        return state
     except Exception as error:  # a damaged file raises some five types of exception
         raise ValueError(
             f"{path} is damaged ({type(error).__name__}: {error}). Delete it and start again, or "

@@ -298,7 +298,16 @@ def is_sharded(parameters: list[nn.Parameter]) -> bool:
 
 @torch.no_grad()
 def take_parameters(parameters: list[nn.Parameter], values: list[Tensor]) -> None:
-    """Set the parameters to whole `values`; of those that are cut, each rank takes its part."""
+    """Set the parameters to whole `values`; of those that are cut, each rank takes its part.
+
+    Raises `ValueError` where the shapes differ, before anything changes.
+    """
+    shapes = [[tuple(tensor.shape) for tensor in tensors] for tensors in (parameters, values)]
+    if shapes[0] != shapes[1]:
+        raise ValueError(
+            f"The checkpoint holds {len(values)} tensors that don't fit the {len(parameters)} "
+            "trained ones of this run. Resume with the same settings, or start in another folder."
+        )
     for parameter, value in zip(parameters, values, strict=True):
         parameter.copy_(_cut_like(parameter, value))
 

@@ -126,10 +126,14 @@ def flip_a_bit(path: Path) -> None:
     path.write_bytes(content)
 
 
+def of_something_else(path: Path) -> None:
+    torch.save({"weights": 1}, path)
+
+
 @pytest.mark.parametrize(
     "damage",
-    [partial(cut_off, kept=0), partial(cut_off, kept=0.99), flip_a_bit],
-    ids=["empty", "cut off", "a bit flipped"],
+    [partial(cut_off, kept=0), partial(cut_off, kept=0.99), flip_a_bit, of_something_else],
+    ids=["empty", "cut off", "a bit flipped", "of something else"],
 )
 def test_a_damaged_checkpoint_is_refused(damage, workload, folder):
     damage(folder / FILE)
@@ -153,6 +157,8 @@ def test_another_workloads_checkpoint_is_refused_before_anything_changes(workloa
         for change in ({"workload": ["other", "tiny"]}, {"recipe": state["recipe"] | {"rank": 3}}):
             with pytest.raises(ValueError, match="was written with"):
                 trainer.load_state_dict(state | change)
+        with pytest.raises(ValueError, match="fit"):
+            trainer.load_state_dict(state | {"parameters": [p[:1] for p in state["parameters"]]})
         after = adapter_state(trainer.model.unet)
         assert all(torch.equal(after[name], before[name]) for name in before)
 
