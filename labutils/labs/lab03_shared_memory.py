@@ -188,8 +188,12 @@ def _load(cache_dir: str, workers: int) -> None:
     loader = make_loader(examples, recipe, epoch_length=wanted)
     loader.timeout = PATIENCE_S
     report = {"batches": 0, "wanted": wanted, "peak_bytes": 0}
+    batches = iter(loader)
     try:
-        for _ in loader:
+        while report["batches"] < wanted:
+            # A name that held this batch while the next one is fetched would be a batch more: a
+            # worker begins another as soon as one is taken.
+            next(batches)
             report["batches"] += 1
             if report["batches"] == 1:
                 _let_workers_run_ahead(1.5)  # as in a first training step

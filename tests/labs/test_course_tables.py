@@ -54,7 +54,7 @@ def test_columns_of_runs_are_those_that_went_well_and_have_numbers():
         "| 1 | 12 |",
     ]
     by_function = columns_of(runs, lambda those: columns_of(those, {"run": "name", "status": "is"}))
-    assert as_table(by_function).endswith("| w | ok |")
+    assert as_table(by_function).endswith("| workers 1 | ok |")
     assert as_table(columns_of([], lambda those: those[0])) == ""
 
 
