@@ -43,8 +43,8 @@ KIND_FILLS: dict[str, Fill] = {
     "copy": (GREY, ""),
     "other": (GREY, "xxx"),
 }
-"""Fills of kinds of kernels and operators (`measure.kinds`) that take long, likewise; rarer kinds
-get what is left.
+"""Fills of kinds of kernels and operators (`profiling.kernel_categories`) that take long, likewise;
+rarer kinds get what is left.
 """
 DARK = (NAVY, RUST, PURPLE)
 """Fills on which text and hatches are white."""
@@ -70,6 +70,6 @@ MEMORY_FILLS: dict[str, Fill] = {
     "logits": (TEAL, "---"),
     "temporaries": (ROSE, ""),
 }
-"""Fills of what memory is for (`measure.ledger.KINDS`), in every picture the same; neighbours
+"""Fills of what memory is for (`profiling.memory`), in every picture the same; neighbours
 differ in lightness.
 """
