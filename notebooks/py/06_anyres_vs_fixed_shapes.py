@@ -351,11 +351,7 @@ lab.show(
 # versions of a function PyTorch gives up and leaves it uncompiled.
 
 # %%
-compiled_cells = [run for run in cells if "graphs" in run.metrics]
-references = [run for run in lab.references(experiment="methods") if "graphs" in run.metrics]
-lab.runs_table(compiled_cells, lab06_anyres.COMPILER_COLUMNS)
-lab.show("**The same on our H200:**")
-lab.runs_table(references, lab06_anyres.COMPILER_COLUMNS)
+lab.runs_table(cells, lab06_anyres.COMPILER_COLUMNS, experiment="methods")
 
 # %%
 lab.verdict(
