@@ -1,5 +1,5 @@
-"""What lab 07 does beyond recipes: article A3's methods, the arithmetic of 4-bit weights and of
-LoRA's chain of products, memory as a line over the batch, and our own recipes above the article's.
+"""What lab 07 does beyond recipes: article A3's methods, LoRA's chain of products, memory as a line
+over the batch, and our own recipes above the article's.
 
     chosen = method("lora", "long", "checkpointed")     tags, texts, recipe, change of the model
     run = follow(workloads, method("qlora", "short", "batch 1"), steps=12, logs=folder)
@@ -7,7 +7,6 @@ LoRA's chain of products, memory as a line over the batch, and our own recipes a
 
 from __future__ import annotations
 
-import gc
 import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,31 +14,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from labutils.course.goals import Goal
 from labutils.labs.ladders import A3_BASE, A3_LADDER, Rung, climb, in_lanes
-from labutils.layers.lora import (
-    attach_lora,
-    count_parameters,
-    count_trainable,
-    lora_layers,
-    lora_parameters,
-)
-from labutils.layers.quantization import nf4_math
-from labutils.layers.quantization.convert import convert_base
-from labutils.layers.quantization.fp8_math import relative_error
-from labutils.profiling import cuda
-from labutils.profiling.memory import TensorRecord
-from labutils.profiling.memory_model import BatchLine, tensors_of
+from labutils.profiling.memory_model import BatchLine
 from labutils.profiling.trace import profile
 from labutils.recipe import Recipe
-from labutils.results.records import Run, Runs, is_out_of_memory, step_by_step, to_frame
+from labutils.results.records import Run, Runs, step_by_step, to_frame
 from labutils.training import Benchmark, Trainer
 from labutils.training.benchmark import empty_run
-from labutils.training.memory_run import followed, make_room, read_log
+from labutils.training.memory_run import (
+    followed,
+    make_room,
+    peak_of_step,
+    read_log,
+    runs_out_of_memory,
+)
 from labutils.training.model_edits import (
     cast_as_for_kbit,
     prepared_for_kbit,
@@ -48,8 +40,8 @@ from labutils.training.model_edits import (
 )
 from labutils.training.unsloth_run import Job
 from labutils.workloads import Workload
-from labutils.workloads.causal_lm import QWEN3, build_lm
-from labutils.workloads.decoder import decoder_shapes, projections
+from labutils.workloads.causal_lm import QWEN3
+from labutils.workloads.decoder import decoder_shapes
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -70,14 +62,6 @@ class Method(NamedTuple):
     change: Change | None = None
 
 
-OUR_LOOP = {
-    "driver": "eager",
-    "logging": "ring-buffer",
-    "non_blocking": True,
-    "optimizer": "adamw-fused",
-}
-"""The loop of the ladder's upper rungs, which a library's model is given where it is held against
-them."""
 METHODS: dict[str, dict[str, Any]] = {
     "lora": {},
     "qlora": {"base_linear": "nf4", "checkpointing": "blocks"},
@@ -97,10 +81,18 @@ SWITCHES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "fused loss": ({"fused_loss": True}, {"layers": "rewritten", "loss": "fused"}),
     "packed": (
         {"rows": "packed"},
-        {"shapes": "packed", "token_budget": 4096, "micro_batch": 1} | OUR_LOOP,
+        {
+            "shapes": "packed",
+            "token_budget": 4096,
+            "micro_batch": 1,
+            "driver": "eager",
+            "logging": "ring-buffer",
+            "non_blocking": True,
+        },
     ),
 }
-"""What a method may be changed by -> the tags of that, and the knobs that it sets."""
+"""What a method may be changed by -> the tags of that, and the knobs that it sets. "packed" has the
+loop of the ladder's upper rungs as well."""
 
 
 def method(kind: str, texts: str, *switches: str) -> Method:
@@ -155,38 +147,19 @@ batch sizes of texts padded to the full length. (A batch of 1 would be compiled 
 
 def unsloth_jobs(workloads: Mapping[str, Workload], steps: int) -> dict[str, Job]:
     """Name -> job of each of `UNSLOTHS`."""
-    return {
-        one.name: Job(
-            workloads[one.texts], one.recipe, 3 if one.tags.get("rows") == "padded" else steps
-        )
-        for one in UNSLOTHS
-    }
-
-
-def with_tags(runs: Mapping[str, Run]) -> dict[str, Run]:
-    """unsloth's runs, by name, with the tags of their methods."""
+    jobs = {}
     for one in UNSLOTHS:
-        runs[one.name].tags = {"experiment": "methods"} | one.tags
-    return dict(runs)
+        few = 3 if one.tags.get("rows") == "padded" else steps
+        tags = {"experiment": "methods"} | one.tags
+        jobs[one.name] = Job(workloads[one.texts], one.recipe, few, tags)
+    return jobs
 
 
 def longer_by(run: Run, base: Run) -> float | None:
     """How many percent longer a run's steps are than another's of the same batches, step by step
     (the median over those that both were timed on); None where one failed or none is shared."""
     ratios = [after / before for before, after in step_by_step(base, run)]
-    return 100 * (statistics.median(ratios) - 1) if run.ok and base.ok and ratios else None
-
-
-METHOD_COLUMNS = {
-    "run": "method",
-    "first_step_s": "first step, s",
-    "step_ms": "step, ms",
-    "useful_tokens_per_s": "useful tokens/s",
-    "examples_per_s": "examples/s",
-    "peak_allocated_gb": "peak memory, GB",
-    "peak_reserved_gb": "reserved, GB",
-}
-"""Columns of a table of methods."""
+    return 100 * (statistics.median(ratios) - 1) if ratios else None
 
 
 def over_examples(logs: Path, texts: str, column: str) -> dict[str, dict[float, float]]:
@@ -200,101 +173,7 @@ def over_examples(logs: Path, texts: str, column: str) -> dict[str, dict[float, 
     }
 
 
-# -------------------------------------------------------------------- the arithmetic of weights
-
-
-def outlier_costs(weight: Tensor, block: int | None, factor: float = 1000) -> dict[str, float]:
-    """What one number of `factor` times the standard deviation does to INT8 codes of `weight`.
-
-    `zeros_share` of the other codes become 0, and `others_error` is the relative error of the other
-    numbers.
-    """
-    spoiled = weight.detach().float().clone().flatten()
-    spoiled[spoiled.numel() // 2] = factor * spoiled.std()
-    others = torch.arange(spoiled.numel(), device=spoiled.device) != spoiled.numel() // 2
-    whole = nf4_math.quantise_int(spoiled, block=block)
-    codes = nf4_math.joined(whole.codes, whole.shape)
-    return {
-        "zeros_share": (codes[others] == 0).float().mean().item(),
-        "others_error": relative_error(whole.restored()[others], spoiled[others]),
-    }
-
-
-BITS = {
-    "INT8, one constant": 8.0,
-    "INT8, blocks of 64": 8 + nf4_math.constant_bits(),
-    "INT4, one constant": 4.0,
-    "INT4, blocks of 64": 4 + nf4_math.constant_bits(),
-    "FP4 E2M1, blocks of 64": 4 + nf4_math.constant_bits(),
-    "NF4, one block": 4.0,
-    "NF4, blocks of 64": 4 + nf4_math.constant_bits(),
-    "NF4, doubly quantised": 4 + nf4_math.doubled_constant_bits(),
-    "FP8 E4M3, one scale": 8.0,
-}
-"""Format of `nf4.ROUNDINGS` -> its bits a parameter, constants included (a tensor's one constant is
-not seen).
-"""
-
-
-def bits_held(weight: Tensor) -> dict[str, float]:
-    """Bits a parameter of what bitsandbytes holds for `weight` in NF4, counted in bytes:
-    `bits_codes`, and of the constants `bits_float32` without and `bits_doubled` with double
-    quantisation; `linear_share` of 16 bits in all."""
-    from bitsandbytes.functional import quantize_4bit
-
-    packed, single = quantize_4bit(weight, quant_type="nf4", compress_statistics=False)
-    _, double = quantize_4bit(weight, quant_type="nf4", compress_statistics=True)
-    codes = 8 * packed.nbytes / weight.numel()
-    doubled = 8 * (double.absmax.nbytes + double.state2.absmax.nbytes) / weight.numel()
-    return {
-        "bits_codes": codes,
-        "bits_float32": 8 * single.absmax.nbytes / weight.numel(),
-        "bits_doubled": doubled,
-        "linear_share": (codes + doubled) / 16,
-    }
-
-
-def multiplies_restored(linear: nn.Linear, x: Tensor) -> dict[str, float]:
-    """Whether bitsandbytes' NF4 layer gives x times the restored weight, to rounding:
-    `multiplies_restored_weights`, and its result's relative errors against that product and against
-    the 16-bit layer's."""
-    from bitsandbytes.functional import dequantize_4bit
-
-    exact = F.linear(x.double(), linear.weight.double())
-    layer = nn.Sequential(linear)
-    convert_base(layer, ["0"], "nf4", x.dtype)
-    found = layer(x)
-    restored = dequantize_4bit(layer[0].weight, layer[0].weight.quant_state)
-    error = relative_error(found, F.linear(x.double(), restored.double()))
-    return {
-        "multiplies_restored_weights": int(error < 2 * torch.finfo(x.dtype).eps),
-        "error_to_restored": error,
-        "error_to_16_bits": relative_error(found, exact),
-    }
-
-
 # ----------------------------------------------------------------------- the arithmetic of LoRA
-
-
-def lora_counts(rank: int = 8) -> dict[str, float]:
-    """LoRA of this rank on Qwen3-8B's seven projections, counted on the meta device: numbers
-    trained and in all, `counts_as_the_formula` (1 if every layer trains (d + k) r), and the
-    adapter's bytes over the 16-bit model's."""
-    lm = build_lm(QWEN3["full"], torch.device("meta"), torch.bfloat16)
-    everything = count_parameters(lm)
-    attach_lora(lm, projections(lm), rank, 2 * rank, "plain", seed=0)
-    layers = lora_layers(lm).values()
-    right = all(
-        count_trainable(x) == lora_parameters(x.out_features, x.in_features, rank) for x in layers
-    )
-    trained = count_trainable(lm)
-    adapter = sum(p.nbytes for p in lm.parameters() if p.requires_grad)
-    return {
-        "trained": trained,
-        "in_all": everything,
-        "counts_as_the_formula": int(right),
-        "adapter_share": adapter / (2 * everything),
-    }
 
 
 def chain(
@@ -322,75 +201,12 @@ def chain_flops(order: str, tokens: int, rank: int) -> int:
     """
     with torch.device("meta"), FlopCounterMode(display=False) as counter:
         for wide, out in decoder_shapes(QWEN3["full"]).adapted.values():
-            chain(
-                order,
-                _empty(tokens, wide),
-                _empty(rank, wide),
-                _empty(out, rank),
-                _empty(tokens, out),
-            )
+            shapes = ((tokens, wide), (rank, wide), (out, rank), (tokens, out))
+            chain(order, *map(torch.empty, shapes))
     return counter.get_total_flops()
 
 
-def _empty(*shape: int) -> Tensor:
-    return torch.empty(shape)
-
-
 # ---------------------------------------------------------------------------- memory and batch
-
-
-class Filled:
-    """A method's trainer fed with batches of any size, of the longest texts padded to the full
-    length: the worst case. `trainer` is to be closed.
-
-    `peak` is in GB: what PyTorch's allocator reports on a GPU (the process's), elsewhere the
-    weights and the tensors alive, as `profiling.memory` counts them.
-    """
-
-    def __init__(self, workload: Workload, chosen: Method) -> None:
-        def alone(model: nn.Module) -> None:
-            if chosen.change is not None:
-                chosen.change(model)
-            workload.release_weights()  # kept for other trainers, they would count as this one's
-
-        self.recipe = chosen.recipe.but(shapes="padded", micro_batch=1)
-        self.trainer = Trainer(workload, self.recipe, on_model=alone)
-        self.workload = workload
-        rows = workload.dataset(None, self.recipe)
-        self.rows = sorted(rows, key=lambda row: -len(row["input_ids"]))
-
-    def peak(self, batch: int) -> float:
-        """Peak memory of one optimizer step on `batch` examples. Raises what PyTorch raises where
-        it doesn't fit.
-        """
-        chosen = [self.rows[i % len(self.rows)] for i in range(batch)]
-        made = self.workload.collate(self.recipe)(chosen)
-        feed = iter([{name: tensor.to(self.workload.device) for name, tensor in made.items()}])
-        if self.workload.device.type != "cuda":
-            model = self.trainer.model
-            with TensorRecord([*model.parameters(), *model.buffers()]) as live:
-                self.trainer.step(feed)
-            return (sum(tensor.nbytes for tensor in tensors_of(model)) + live.peak) / 1e9
-        cuda.reset_peak_memory()
-        self.trainer.step(feed)
-        cuda.synchronize()
-        return cuda.peak_memory()[0]
-
-    def fits(self, batch: int) -> bool:
-        """Whether one optimizer step on `batch` examples runs."""
-        try:
-            self.peak(batch)
-            return True
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-        # Outside the except block: inside it the exception still holds the frames, and these the
-        # tensors.
-        for parameter in self.trainer.parameters:
-            parameter.grad = None
-        gc.collect()
-        cuda.empty_cache()
-        return False
 
 
 def memory_line(
@@ -399,22 +215,40 @@ def memory_line(
     batches: Iterable[int],
     card_gb: float | None,
 ) -> Run:
-    """A method's line over `batches` as a run: `base_gb`, `each_gb`, `largest_batch` on a card of
-    `card_gb`, and whether it holds here: `fits` at nine tenths of it, `fails` at a tenth more.
-    None: nothing is tried."""
+    """A method's line over `batches` of the longest texts, padded to the full length: the worst
+    case.
+
+    Metrics: `base_gb`, `each_gb`, `largest_batch` on a card of `card_gb`, and whether it holds
+    here: `fits` at nine tenths of it, `fails` at a tenth more. card_gb: None: nothing is tried.
+    """
     make_room(*workloads.values())
-    run = empty_run(workloads[chosen.texts], chosen.recipe, f"memory of {chosen.name}")
+    workload, recipe = workloads[chosen.texts], chosen.recipe.but(shapes="padded", micro_batch=1)
+    run = empty_run(workload, chosen.recipe, f"memory of {chosen.name}")
     run.tags = {"experiment": "memory"} | chosen.tags
-    filled = Filled(workloads[chosen.texts], chosen)
-    with filled.trainer:
-        filled.peak(1)  # the optimizer's state comes with the first step
-        line = BatchLine.through({batch: filled.peak(batch) for batch in batches})
+    rows = sorted(workload.dataset(None, recipe), key=lambda row: -len(row["input_ids"]))
+
+    def alone(model: nn.Module) -> None:
+        if chosen.change is not None:
+            chosen.change(model)
+        workload.release_weights()  # kept for other trainers, they would count as this one's
+
+    with Trainer(workload, recipe, on_model=alone) as trainer:
+
+        def peak(batch: int) -> float:
+            longest = [rows[place % len(rows)] for place in range(batch)]
+            return peak_of_step(trainer, workload.collate(recipe)(longest))
+
+        peak(1)  # the optimizer's state comes with the first step
+        line = BatchLine.through({batch: peak(batch) for batch in batches})
         run.metrics = {"base_gb": line.base, "each_gb": line.each}
         if card_gb is not None:
             largest = line.largest(card_gb)
-            run.metrics["largest_batch"] = largest
-            run.metrics["fits"] = int(filled.fits(max(1, math.floor(0.9 * largest))))
-            run.metrics["fails"] = int(not filled.fits(math.ceil(1.1 * largest) + 1))
+            below, above = max(1, math.floor(0.9 * largest)), math.ceil(1.1 * largest) + 1
+            run.metrics |= {
+                "largest_batch": largest,
+                "fits": int(not runs_out_of_memory(trainer, lambda: peak(below))),
+                "fails": int(runs_out_of_memory(trainer, lambda: peak(above))),
+            }
     return run
 
 
@@ -433,19 +267,16 @@ def lines_of(runs: Iterable[Run]) -> dict[str, BatchLine]:
     return lines
 
 
-def bundle_table(runs: Sequence[Run]) -> pd.DataFrame:
+def bundle_table(runs: Iterable[Run]) -> pd.DataFrame:
     """Time and memory of each change on long texts: runs of `follow` and of `memory_line`, those of
     the same method in one row."""
     import pandas as pd
 
-    timed, memory = (
-        {
-            frozenset(run.tags.items() - {("experiment", kind)}): run
-            for run in runs
-            if kind == run.tags["experiment"]
-        }
-        for kind in ("methods", "memory")
-    )
+    timed, memory = {}, {}
+    for run in runs:
+        kind = run.tags["experiment"]
+        tags = frozenset(run.tags.items() - {("experiment", kind)})
+        (memory if kind == "memory" else timed)[tags] = run
     base = timed.get(frozenset(method("lora", "long").tags.items()))
     rows = []
     for tags in dict.fromkeys([*timed, *memory]):
@@ -545,25 +376,20 @@ def step_by_kind(workload: Workload, recipe: Recipe, folder: Path, steps: int = 
     return run
 
 
-def kinds_table(runs: Iterable[Run]) -> pd.DataFrame:
+def kinds_table(runs: Sequence[Run]) -> pd.DataFrame:
     """Kinds of work that take a hundredth of their step's or more."""
     import pandas as pd
 
-    rows = []
-    for run in runs:
-        kinds = run.metrics["kernel_categories"]
-        work = sum(kind["ms"] for kind in kinds.values())
-        rows += [
-            {
-                "kind of work": name,
-                "ms a step": kind["ms"],
-                "% of the work": 100 * kind["ms"] / work,
-                "count a step": round(kind["count"]),
-            }
-            for name, kind in kinds.items()
-            if kind["ms"] >= work / 100
-        ]
-    return pd.DataFrame(rows)
+    kinds = pd.DataFrame(runs[0].metrics["kernel_categories"]).T
+    table = pd.DataFrame(
+        {
+            "kind of work": kinds.index,
+            "ms a step": kinds["ms"],
+            "% of the work": 100 * kinds["ms"] / kinds["ms"].sum(),
+            "count a step": kinds["count"].round().astype(int),
+        }
+    )
+    return table[table["% of the work"] >= 1]
 
 
 def rungs_table(runs: Iterable[Run]) -> pd.DataFrame:
@@ -613,17 +439,14 @@ def reached(climbed: Mapping[str, Run], runs: Runs) -> dict[str, Any]:
         metrics |= {"useful_tokens_per_s": best, "useful_speedup": _over(best, rates["lora"])}
     if "FP8 weights" in rates:
         metrics["fp8_useful_tokens_per_s"] = rates["FP8 weights"]
-    if LEAST_MEMORY not in rates:
-        return metrics
-    small, peak = rates[LEAST_MEMORY], climbed[LEAST_MEMORY].metric("peak_allocated_gb")
-    unsloth = runs.select(method="unsloth", texts="long")
-    packed, usual = unsloth.one(rows="packed"), unsloth.one(rows=False)
-    if packed and packed.ok:
-        metrics["small_over_unsloth"] = _over(small, _rate(packed))
-        if peak and packed.metric("peak_allocated_gb"):
-            metrics["small_memory_over_unsloth"] = peak / packed.metric("peak_allocated_gb")
-    if usual and usual.ok:
-        metrics["small_over_unsloth_padded"] = _over(small, _rate(usual))
+    rivals = {"small_over_unsloth": "packed", "small_over_unsloth_padded": False}
+    for metric, rows in rivals.items():
+        rival = runs.one(method="unsloth", texts="long", rows=rows)
+        if LEAST_MEMORY in rates and rival and rival.ok:
+            metrics[metric] = _over(rates[LEAST_MEMORY], _rate(rival))
+            peaks = [r.metric("peak_allocated_gb") for r in (climbed[LEAST_MEMORY], rival)]
+            if rows and all(peaks):
+                metrics["small_memory_over_unsloth"] = peaks[0] / peaks[1]
     return metrics
 
 

@@ -70,6 +70,7 @@ from functools import partial
 
 import matplotlib.pyplot as plt
 import torch
+import torch.nn.functional as F
 from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 
 from labutils.course import plots
@@ -79,12 +80,23 @@ from labutils.labs.lab06_advisor import paid_after
 from labutils.labs.lab07_toy_lm import Reader
 from labutils.labs.ladders import distinct_on
 from labutils.layers.cuda_graph import compile_from_nothing
+from labutils.layers.lora import (
+    attach_lora,
+    count_parameters,
+    count_trainable,
+    lora_layers,
+    lora_parameters,
+)
 from labutils.layers.quantization import nf4_math
+from labutils.layers.quantization.convert import convert_base
+from labutils.layers.quantization.fp8_math import relative_error
 from labutils.profiling import cuda
 from labutils.profiling.machine import usable_cores
 from labutils.recipe import Unavailable
 from labutils.results.records import Run, Runs
 from labutils.training.unsloth_run import train_with_unsloth
+from labutils.workloads.causal_lm import QWEN3, build_lm
+from labutils.workloads.decoder import projections
 
 plots.use_style()
 warnings.filterwarnings("ignore", module="torch")
@@ -135,14 +147,23 @@ lab.predict("codes that one outlier turns into 0", my_zeros, "%")
 
 # %%
 matrix = 0.02 * torch.randn(1024, 1024, generator=torch.Generator().manual_seed(0))
-spoiled = {
-    name: lab07_qlora.outlier_costs(matrix, block)
-    for name, block in (("one constant", None), ("blocks", 64))
-}
-for name, metrics in spoiled.items():
-    run = Run("07", f"outlier, {name}", metrics=metrics)
+with_outlier = matrix.clone()
+with_outlier[512, 0] = 1000 * matrix.std()
+others = torch.ones_like(matrix, dtype=torch.bool)
+others[512, 0] = False
+spoiled = {}
+for name, block in (("one constant", None), ("blocks", 64)):
+    quantised = nf4_math.quantise_int(with_outlier, block=block)
+    codes = nf4_math.joined(quantised.codes, quantised.shape)
+    spoiled[name] = {
+        "zeros_share": (codes[others] == 0).float().mean().item(),
+        "others_error": relative_error(quantised.restored()[others], matrix[others]),
+    }
+    run = Run("07", f"outlier, {name}", metrics=spoiled[name])
     run.tags = {"experiment": "outlier", "constants": name}
     lab.keep(run)
+
+# %%
 lab.table(
     ("INT8 with an outlier", "codes that are 0, %", "relative error of the others"),
     *(
@@ -238,7 +259,18 @@ same = {
     "restored weights": torch.equal(dequantize_4bit(packed, state), ours.restored(matrix.dtype)),
 }
 print("Equal to bitsandbytes', bit for bit:", ", ".join(name for name in same if same[name]))
-held = lab07_qlora.bits_held(torch.randn(4096, 1024).bfloat16())
+
+# %%
+weight = torch.randn(4096, 1024).bfloat16()
+packed, single = quantize_4bit(weight, quant_type="nf4", compress_statistics=False)
+_, double = quantize_4bit(weight, quant_type="nf4", compress_statistics=True)
+held_bytes = {
+    "bits_codes": packed.nbytes,
+    "bits_float32": single.absmax.nbytes,
+    "bits_doubled": double.absmax.nbytes + double.state2.absmax.nbytes,
+}
+held = {name: 8 * count / weight.numel() for name, count in held_bytes.items()}
+held["linear_share"] = (held["bits_codes"] + held["bits_doubled"]) / 16
 lab.keep(
     [
         Run("07", "constants", tags={"experiment": "constants"}, metrics=held),
@@ -259,12 +291,26 @@ rows = [(words[name], held[name], bits) for name, bits in arithmetic.items()]
 lab.table(("bits a weight", "in the bytes that bitsandbytes holds", "by arithmetic"), *rows)
 lab.verdict("A3.blocks.bits", "A3.double.bits", "A3.qlora.weights")
 # %%
+in_blocks = nf4_math.constant_bits()  # one constant for all takes nothing to speak of
+bits = {
+    "INT8, one constant": 8,
+    "INT8, blocks of 64": 8 + in_blocks,
+    "INT4, one constant": 4,
+    "INT4, blocks of 64": 4 + in_blocks,
+    "FP4 E2M1, blocks of 64": 4 + in_blocks,
+    "NF4, one block": 4,
+    "NF4, blocks of 64": 4 + in_blocks,
+    "NF4, doubly quantised": 4 + nf4_math.doubled_constant_bits(),
+    "FP8 E4M3, one scale": 8,
+}
+
+# %%
 fig, ax = plt.subplots(figsize=(7.2, 3.4))
-formats = sorted(errors, key=lambda name: (lab07_qlora.BITS[name], -errors[name]))
+formats = sorted(errors, key=lambda name: (bits[name], -errors[name]))
 shown = ax.barh(
-    [f"{name} ({lab07_qlora.BITS[name]:.3g} bits)" for name in formats],
+    [f"{name} ({bits[name]:.3g} bits)" for name in formats],
     [100 * errors[name] for name in formats],
-    color=[plots.NAVY if lab07_qlora.BITS[name] < 6 else plots.MIST for name in formats],
+    color=[plots.NAVY if bits[name] < 6 else plots.MIST for name in formats],
 )
 ax.bar_label(shown, fmt="%.1f %%", padding=4)
 ax.set(
@@ -288,12 +334,20 @@ plt.show()
 # all it does, its result equals the product with the restored weight.
 
 # %%
-linear = torch.nn.Linear(
-    1024, 1024, bias=False, device=lab.device, dtype=torch.bfloat16
-).requires_grad_(False)
-layer = lab07_qlora.multiplies_restored(
-    linear, torch.randn(64, 1024, device=lab.device, dtype=torch.bfloat16)
-)
+bf16 = {"device": lab.device, "dtype": torch.bfloat16}
+linear = torch.nn.Linear(1024, 1024, bias=False, **bf16).requires_grad_(False)
+x = torch.randn(64, 1024, **bf16)
+exact = F.linear(x.double(), linear.weight.double())
+model = torch.nn.Sequential(linear)
+convert_base(model, ["0"], "nf4", x.dtype)  # puts bitsandbytes' Linear4bit in its place
+result, weight = model(x), model[0].weight
+restored = dequantize_4bit(weight, weight.quant_state)
+error = relative_error(result, F.linear(x.double(), restored.double()))
+layer = {
+    "multiplies_restored_weights": int(error < 2 * torch.finfo(x.dtype).eps),
+    "error_to_restored": error,
+    "error_to_16_bits": relative_error(result, exact),
+}
 lab.keep(Run("07", "nf4 layer", tags={"experiment": "nf4 layer"}, metrics=layer))
 print(
     f"The layer's result is {layer['error_to_restored']:.2%} off the product with the restored weight,"
@@ -324,7 +378,21 @@ my_order: float | None = None  # for example 10
 lab.predict("FLOPs, wide first against thin first", my_order, "x")
 
 # %%
-counts = lab07_qlora.lora_counts()
+rank = 8
+lm = build_lm(QWEN3["full"], torch.device("meta"), torch.bfloat16)  # shapes that take no memory
+in_all = count_parameters(lm)
+attach_lora(lm, projections(lm), rank, 2 * rank, "plain", seed=0)
+adapter_bytes = sum(p.nbytes for p in lm.parameters() if p.requires_grad)
+as_the_formula = [
+    count_trainable(layer) == lora_parameters(layer.out_features, layer.in_features, rank)
+    for layer in lora_layers(lm).values()
+]
+counts = {
+    "trained": count_trainable(lm),
+    "in_all": in_all,
+    "counts_as_the_formula": int(all(as_the_formula)),
+    "adapter_share": adapter_bytes / (2 * in_all),
+}
 kept = Run("07", "lora-counts", workload="qwen3-lora-long", scale="full", metrics=counts)
 kept.tags = {"experiment": "lora-counts"}
 lab.keep(kept)
@@ -332,6 +400,8 @@ print(
     f"Qwen3-8B, r = 8: {counts['trained']:,} of {counts['in_all']:,} numbers are trained. Held in float32 beside 16-bit "
     f"weights, they are {counts['adapter_share']:.2%} of the bytes."
 )
+
+# %%
 flops = {
     order: lab07_qlora.chain_flops(order, tokens=4 * 861, rank=8)
     for order in ("thin first", "wide first")
@@ -407,12 +477,19 @@ with lab.attempt("unsloth in a process of its own", reference="unsloth long"):
         workload.release_weights()
     jobs = lab07_qlora.unsloth_jobs(texts, method_steps)
     asked = {name: job.recipe for name, job in jobs.items()}
-    runs |= lab.measured_together(
-        asked, lambda: lab07_qlora.with_tags(train_with_unsloth(jobs, logs, log_every))
-    )
+    runs |= lab.measured_together(asked, lambda: train_with_unsloth(jobs, logs, log_every))
 
 # %%
-lab.runs_table(runs.values(), lab07_qlora.METHOD_COLUMNS, experiment="methods")
+columns = {
+    "run": "method",
+    "first_step_s": "first step, s",
+    "step_ms": "step, ms",
+    "useful_tokens_per_s": "useful tokens/s",
+    "examples_per_s": "examples/s",
+    "peak_allocated_gb": "peak memory, GB",
+    "peak_reserved_gb": "reserved, GB",
+}
+lab.runs_table(runs.values(), columns, experiment="methods")
 
 # %%
 fig, axes = plt.subplots(1, 2, figsize=(7.4, 3.2))

@@ -4,15 +4,12 @@ its place.
 
 from __future__ import annotations
 
-import os
-
 import pytest
 
 from labutils.data.texts import LONGEST
 from labutils.labs.lab07_qlora import SWITCHES
 from labutils.labs.ladders import A3_BASE
 from labutils.recipe import Unavailable
-from labutils.results.records import REPOSITORY
 from labutils.training import unsloth_run
 from labutils.training.unsloth_run import Job, check_unsloth, train_with_unsloth
 from labutils.workloads import open_workload
@@ -27,14 +24,12 @@ for variable in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "UNSLOTH_COMPILE
 assert os.environ["UNSLOTH_MEGA_CACHE"] == "0"
 
 class FastLanguageModel:
-    loaded = 0
+    loaded = jobs = 0
 
     def from_pretrained(model, max_seq_length, load_in_4bit, fix_tokenizer, use_exact_model_name):
         from transformers import AutoModelForCausalLM, AutoTokenizer
         assert max_seq_length == {LONGEST} and load_in_4bit and use_exact_model_name
         FastLanguageModel.loaded += 1
-        if FastLanguageModel.loaded > 1 and "STAND_IN_ENDS" in os.environ:
-            sys.exit("out of patience")
         assert FastLanguageModel.loaded == 1
         tokenizer = AutoTokenizer.from_pretrained(model)
         return AutoModelForCausalLM.from_pretrained(model).float(), tokenizer
@@ -46,6 +41,9 @@ class FastLanguageModel:
         return get_peft_model(lm, config)
 
     def for_training(lm):
+        FastLanguageModel.jobs += 1
+        if FastLanguageModel.jobs == 3:
+            sys.exit("out of patience")
         lm.train()
 """
 
@@ -58,42 +56,33 @@ def workload():
 @pytest.fixture
 def stand_in(tmp_path, monkeypatch):
     (tmp_path / "unsloth.py").write_text(STAND_IN)
-    path = os.pathsep.join([str(tmp_path), str(REPOSITORY)])
-    monkeypatch.setattr(
-        unsloth_run, "QUIET", unsloth_run.QUIET | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setattr(unsloth_run, "check_unsloth", lambda device: None)
 
 
-def test_jobs_are_done_by_one_process_with_the_same_weights(workload, stand_in, tmp_path):
+def test_one_process_does_the_jobs_and_what_was_done_before_its_end_is_kept(
+    workload, stand_in, tmp_path
+):
     recipe = A3_BASE.but(base_linear="nf4")
+    packed = recipe.but(**SWITCHES["packed"][1])
     jobs = {
-        "a": Job(workload, recipe, 2),
-        "b": Job(workload, recipe.but(**SWITCHES["packed"][1]), 2),
+        "a": Job(workload, recipe, 2, {"method": "a"}),
+        "b": Job(workload, packed, 2, {"method": "b"}),
+        "c": Job(workload, packed, 2, {"method": "c"}),
     }
     runs = train_with_unsloth(jobs, tmp_path, every=2)
-    assert [(name, run.run, run.status) for name, run in runs.items()] == [
-        ("a", "a", "ok"),
-        ("b", "b", "ok"),
+    a, b, c = runs.values()
+    assert [(run.run, run.ok, run.tags["method"]) for run in (a, b)] == [
+        ("a", True, "a"),
+        ("b", True, "b"),
     ]
-    assert "first_step_s" in runs["a"].metrics and "first_step_s" not in runs["b"].metrics
-    assert runs["a"].metrics["loss"][0] == pytest.approx(6.93, abs=0.3)
-    assert runs["a"].recipe["driver"] == "accelerate" and runs["b"].recipe["driver"] == "eager"
-    assert runs["a"].metrics["useful_tokens"] < 0.9 < runs["b"].metrics["useful_tokens"]
+    assert "first_step_s" in a.metrics and "first_step_s" not in b.metrics
+    assert a.metrics["loss"][0] == pytest.approx(6.93, abs=0.3)
+    assert (a.recipe["driver"], b.recipe["driver"]) == ("accelerate", "eager")
+    assert a.metrics["useful_tokens"] < 0.9 < b.metrics["useful_tokens"]
     assert (tmp_path / "a.csv").exists()
-
-
-def test_what_was_done_before_the_end_is_kept(workload, stand_in, tmp_path, monkeypatch):
-    """The second job ends the process."""
-    jobs = {
-        name: Job(workload, A3_BASE.but(base_linear="nf4", seed=seed), 2)
-        for seed, name in enumerate("ab")
-    }
-    monkeypatch.setenv("STAND_IN_ENDS", "1")
-    runs = train_with_unsloth(jobs, tmp_path)
-    assert [run.ok for run in runs.values()] == [True, False]
-    assert runs["b"].status.endswith("out of patience")
-    assert runs["b"].workload == workload.name and runs["b"].recipe["seed"] == 1
+    assert c.status.endswith("out of patience") and c.recipe["shapes"] == "packed"
 
 
 @pytest.mark.parametrize("micro_batch", [1, 4])
@@ -109,19 +98,17 @@ def test_batches_of_other_lengths(workload, micro_batch):
     assert unsloth_run._of_other_lengths(workload, recipe.but(shapes="padded")) == []
 
 
-def test_a_model_that_cannot_be_loaded_ends_the_process_once(workload, stand_in, tmp_path):
-    broken = (tmp_path / "unsloth.py").read_text()
-    broken = broken.replace("assert max_seq_length", 'raise OSError("no such layer") #')
+def test_a_model_that_cannot_be_loaded_ends_the_process(workload, stand_in, tmp_path):
+    broken = STAND_IN.replace("assert max_seq_length", 'raise OSError("no such layer") #')
     (tmp_path / "unsloth.py").write_text(broken)
-    jobs = {name: Job(workload, A3_BASE.but(base_linear="nf4"), 2) for name in "ab"}
     with pytest.raises(RuntimeError, match="no such layer"):
-        train_with_unsloth(jobs, tmp_path)
+        train_with_unsloth({"a": Job(workload, A3_BASE, 2, {})}, tmp_path)
     assert "Traceback" in (tmp_path / unsloth_run.PRINTED).read_text()
 
 
 def test_it_is_not_asked_where_it_cant_run(workload, tmp_path, monkeypatch):
     with pytest.raises(Unavailable, match="kernels are written for GPUs"):
-        train_with_unsloth({"a": Job(workload, A3_BASE, 2)}, tmp_path)
+        train_with_unsloth({"a": Job(workload, A3_BASE, 2, {})}, tmp_path)
     monkeypatch.setattr(unsloth_run.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(Unavailable, match="make unsloth"):
         check_unsloth("cuda")
