@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import NamedTuple
 
 import pandas as pd
 import torch
@@ -20,65 +20,26 @@ from torch import Tensor, nn
 from labutils.data.texts import LONG, LONGEST, SHORT, expected_longest
 from labutils.labs.lab08_launch_bound import PredictedStep
 from labutils.layers.lora import attach_lora
-from labutils.profiling.gpu_specs import Spec, find_spec
-from labutils.profiling.memory_model import saved_for_backward
+from labutils.layers.quantization.nf4_math import doubled_constant_bits
+from labutils.profiling.gpu_specs import Spec
+from labutils.profiling.gpu_specs import find_spec as card
+from labutils.profiling.memory_model import planned, saved_for_backward
 from labutils.profiling.step_model import CARDS, Bulk, Host, Law, Program, crossing, replayed_ms
 from labutils.results import claims
 from labutils.workloads.base import Workload
-from labutils.workloads.causal_lm import (
-    GPT_OSS,
-    GPT_OSS_120B,
-    QWEN3_32B,
-    Size,
-    build_lm,
-)
+from labutils.workloads.causal_lm import GPT_OSS_120B, QWEN3_32B, Size, build_lm
 from labutils.workloads.decoder import attended_pairs, count_flops, projections
 
 BLACKWELL, H100 = "RTX PRO 6000 Blackwell Max-Q", "H100 SXM5"
 RANK = 8
 META = torch.device("meta")
 
-
-def card(name: str) -> Spec:
-    """The data sheet of that name; raises `ValueError` where the course has none."""
-    sheet = find_spec(name)
-    if sheet is None:
-        raise ValueError(f"There is no data sheet of {name!r}, but of: {', '.join(CARDS)}.")
-    return sheet
-
-
-def spec_metrics() -> dict[str, float]:
-    """What the article's table of the two cards is held against; its peaks of matrix units are
-    sparse ones."""
-    metrics = {}
-    for short, name in (("blackwell", BLACKWELL), ("h100", H100)):
-        spec = card(name)
-        sparse = {dtype: peak for dtype, peak in spec.sparse.items() if dtype in PRINTED}
-        rest = {"bandwidth": spec.bandwidth, "memory": spec.memory_gb, "power": spec.tdp_w}
-        peaks = {"fp32": spec.dense["fp32"]} | sparse | rest
-        metrics |= {f"{short}_{what}": value for what, value in peaks.items()}
-    return metrics
-
-
-PRINTED = ("tf32", "bf16", "int8", "fp8", "fp4")
-
 # ------------------------------------------------------------------------------------------ weights
 
 PARTS = ("experts", "layers", "words", "rest")
 """A model's numbers: its experts' matrices, the blocks' other matrices, embedding and head, and
 biases, norms, sinks, routers."""
-MXFP4_BITS = 4 + 8 / 32
-"""OCP microscaling FP4: 4 bits a number, and for each 32 of them a scale of 8."""
-NF4_BITS = 4 + 8 / 64 + 32 / (64 * 256)
-"""NF4 with double quantisation (QLoRA)."""
-WAYS_TO_HOLD = {
-    "4 bits for everything": dict.fromkeys(PARTS, 4.0),
-    "as published: experts in MXFP4": dict.fromkeys(PARTS, 16.0) | {"experts": MXFP4_BITS},
-    "NF4, all matrices of the blocks": dict.fromkeys(PARTS, 16.0)
-    | {"experts": NF4_BITS, "layers": NF4_BITS},
-    "16 bits": dict.fromkeys(PARTS, 16.0),
-}
-"""Way -> part -> bits of a number."""
+NF4_BITS = 4 + doubled_constant_bits()
 
 
 @functools.cache
@@ -106,8 +67,6 @@ def weight_gb(size: Size, bits: Mapping[str, float]) -> dict[str, float]:
 
 # ------------------------------------------------------------------------------------------- memory
 
-ADAPTER_BYTES = 16
-"""A trained number: itself, its gradient and AdamW's two moments, in float32."""
 LOGIT_BYTES = 10
 """A logit of the plain loss at the peak of its backward pass: in float32 probability and gradient,
 in BF16 another."""
@@ -115,8 +74,7 @@ CHUNK_GB = 1.0
 """What a fused loss holds of the logits at a time, at most."""
 
 
-@dataclass(frozen=True)
-class Method:
+class Method(NamedTuple):
     """What memory depends on: `bits` of the blocks' matrices; whether blocks keep `everything` for
     the backward pass or are computed again; where blocks' inputs wait then (`offloaded`: on the
     host); a `fused` loss; a `wide` stream between the blocks, which PEFT's preparation for 4-bit
@@ -140,26 +98,22 @@ METHODS = {
 """Article A3's methods as they are usually written, and with checkpointing switched."""
 
 
-def memory_gb(size: Size, method: Method, texts: int, tokens: int = LONGEST) -> dict[str, float]:
-    """Part -> 10^9 bytes of the peak when `texts` of `tokens` tokens are trained on, from shapes.
-
-    A batch is padded to its longest text, which may be as long as the article lets it.
-    """
+def memory_gb(size: Size, method: Method, texts: int) -> dict[str, float]:
+    """Part -> 10^9 bytes of the peak when `texts` of `LONGEST` tokens are trained on, from shapes:
+    a batch is padded to its longest text, which may be as long as the article lets it."""
     wide = 32.0 if method.wide else 16.0
     bits = {"experts": method.bits, "layers": method.bits, "words": wide, "rest": wide}
-    # What one block keeps a token is counted on the meta device, on a block of the real shapes.
-    rows, length = 2, 256
+    rows, length, tokens = 2, 256, texts * LONGEST
     lm, forward = one_block(size, method, META, rows, length)
     block = saved_for_backward(lm, forward, autocast=torch.bfloat16) / (rows * length)
-    trained = sum(p.numel() for p in lm.parameters() if p.requires_grad)
+    trained = planned(lm)
     inputs = (1 if method.offloaded else size.layers) * (4 if method.wide else 2) * size.width
     kept = size.layers * block if method.everything else block + inputs
-    count = texts * tokens
     return {
         "weights": sum(weight_gb(size, bits).values()),
-        "adapters": size.layers * trained * ADAPTER_BYTES / 1e9,
-        "activations": count * kept / 1e9,
-        "logits": CHUNK_GB if method.fused else count * size.words * LOGIT_BYTES / 1e9,
+        "adapters": size.layers * (2 * trained.gradients + trained.optimizer) / 1e9,
+        "activations": tokens * kept / 1e9,
+        "logits": CHUNK_GB if method.fused else tokens * size.words * LOGIT_BYTES / 1e9,
     }
 
 
@@ -182,61 +136,32 @@ def one_block(
     return lm, lambda: lm.model.layers[0](x, position_embeddings=turns, attention_mask=None)
 
 
-def memory_metrics() -> dict[str, float]:
-    """The peaks that the article's claims are about; in 16 bits gpt-oss-120b's weights alone."""
-    peaks = {
-        "lora_32b_batch_4_gb": (QWEN3_32B, "LoRA", 4),
-        "lora_32b_batch_4_checkpointed_gb": (QWEN3_32B, "LoRA, checkpointed", 4),
-        "qlora_32b_batch_4_gb": (QWEN3_32B, "QLoRA", 4),
-        "qlora_32b_batch_4_kept_gb": (QWEN3_32B, "QLoRA, not checkpointed", 4),
-        "unsloth_32b_batch_32_gb": (QWEN3_32B, "unsloth", 32),
-        "qlora_120b_batch_1_gb": (GPT_OSS_120B, "QLoRA", 1),
-        "unsloth_120b_batch_32_gb": (GPT_OSS_120B, "unsloth", 32),
-    }
-    metrics = {
-        name: sum(memory_gb(size, METHODS[method], texts).values())
-        for name, (size, method, texts) in peaks.items()
-    }
-    weights = weight_gb(GPT_OSS_120B, WAYS_TO_HOLD["16 bits"])
-    return metrics | {"lora_120b_batch_1_gb": sum(weights.values())}
-
-
 # ------------------------------------------------------------------------------------- large models
 
 CHECKPOINTED = 1.5
 """A step that computes its blocks again takes three passes instead of two."""
 TEXTS = {"short": SHORT, "long": LONG}
 LARGE = {"dense": QWEN3_32B, "moe": GPT_OSS_120B}
-PUBLISHED = {
-    ("dense", "short"): "A3.32b.h100-short",
-    ("dense", "long"): "A3.32b.h100-long",
-    ("moe", "short"): "A3.120b.h100-short",
-    ("moe", "long"): "A3.120b.h100-long",
-}
-"""(model, texts) -> the claim with the article's examples an hour of both cards."""
-
-
-def batch(name: str, family: str, kind: str) -> int:
-    """The article's batch: 32 texts, and 16 where 32 did not fit the H100's memory."""
-    return 16 if (name, family, kind) == (H100, "moe", "long") else 32
+CLAIMS = {"dense": "A3.32b.h100", "moe": "A3.120b.h100"}
+"""Model -> where the ids begin of the claims with the article's examples an hour of both cards; they
+end with one of `TEXTS`."""
 
 
 @dataclass(frozen=True)
 class Basis:
     """What a machine knows of a family of models.
 
-    law: operations a step. launches: how many launches come on one such operation. host_ms: the
-    host's time a launch. reached: the share of the data sheet's roofline that the step's products
-    reach while kernels run; 1 gives a lower bound. program and host: of a traced step, to replay,
-    where there is a GPU; without one the short form has to do.
+    law: operations a step. host: its time a launch. reached: the share of the data sheet's roofline
+    that the step's products reach while kernels run; 1 gives a lower bound. launches: how many
+    launches come on one such operation. program: of a traced step, to replay, where there is a GPU;
+    without one the short form has to do.
     """
 
     law: Law
-    host_ms: float
+    host: Host
     reached: float = 1.0
     launches: float = 1.0
     program: Program | None = None
-    host: Host | None = None
 
     @classmethod
     def of(cls, step: PredictedStep, law: Law, workload: Workload) -> Basis:
@@ -247,20 +172,14 @@ class Basis:
         """
         operations = law.launches(workload.size.layers, workload.size.experts)
         if "reached" not in step.run.metrics:
-            return cls(law, step.run.metrics["light_step_ms"] / operations)
-        return cls(
-            law,
-            step.host.mean_ms(step.program),
-            step.run.metrics["reached"],
-            step.program.launches / operations,
-            step.program,
-            step.host,
-        )
+            return cls(law, Host(step.run.metrics["light_step_ms"] / operations))
+        launches = step.program.launches / operations
+        return cls(law, step.host, step.run.metrics["reached"], launches, step.program)
 
-    def beside(self, factor: float) -> Basis:
-        """The same with a host that takes `factor` times as long."""
-        slower = self.host.times(factor) if self.host else None
-        return replace(self, host_ms=factor * self.host_ms, host=slower)
+    @property
+    def host_ms(self) -> float:
+        """The host's time a launch, on average."""
+        return self.host.mean_ms(self.program) if self.program else self.host.other
 
 
 def bulk(family: str, kind: str, texts: int, basis: Basis, padded: bool = True) -> Bulk:
@@ -283,14 +202,16 @@ def bulk(family: str, kind: str, texts: int, basis: Basis, padded: bool = True) 
 def large_step(
     name: str, family: str, kind: str, basis: Basis, texts: int = 0, padded: bool = True
 ) -> dict[str, float]:
-    """A large model's step on a card, on the article's batch or `texts`.
+    """A large model's step on a card, on `texts` or the article's batch: 32, and 16 where 32 did
+    not fit the H100's memory.
 
     `step_ms`, `kernels_ms`, `host_ms` (of all launches), `idle_us` (a launch), `examples`, `hourly`
     (examples an hour).
     """
-    step = bulk(family, kind, texts or batch(name, family, kind), basis, padded)
+    texts = texts or (16 if (name, family, kind) == (H100, "moe", "long") else 32)
+    step = bulk(family, kind, texts, basis, padded)
     kernel_ms = step.kernel_ms(card(name), "bf16", basis.reached)
-    if basis.program is None or basis.host is None:
+    if basis.program is None:
         step_ms = step.bound_ms(kernel_ms, basis.host_ms)
     else:
         step_ms = step.like_ms(basis.program, kernel_ms, basis.host)
@@ -306,13 +227,14 @@ def large_step(
 
 def large_steps(bases: Mapping[str, Basis], padded: bool = True) -> pd.DataFrame:
     """The article's eight counts of examples an hour, predicted where there is a basis."""
-    return pd.DataFrame(
-        {"model": family, "texts": kind, "card": name, "article A3": published}
-        | large_step(name, family, kind, bases[family], padded=padded)
-        for (family, kind), claim in PUBLISHED.items()
-        if family in bases
-        for name, published in zip((BLACKWELL, H100), claims.claim(claim).published, strict=True)
-    )
+    rows = []
+    for family, basis in bases.items():
+        for kind in TEXTS:
+            counts = claims.claim(f"{CLAIMS[family]}-{kind}").published
+            for name, published in zip((BLACKWELL, H100), counts, strict=True):
+                row = {"model": family, "texts": kind, "card": name, "article A3": published}
+                rows.append(row | large_step(name, family, kind, basis, padded=padded))
+    return pd.DataFrame(rows)
 
 
 def two_cards(bases: Mapping[str, Basis]) -> dict[str, float]:
@@ -348,21 +270,19 @@ def _two_cards(bases: Mapping[str, Basis], padded: bool) -> dict[str, float]:
     return metrics
 
 
-def host_for_a_tie(moe: Basis, same_batch: bool = False) -> float | None:
+def host_for_a_tie(moe: Basis, texts: int = 0) -> float | None:
     """How many times as long the hosts of both cards must take for a tie on gpt-oss-120b's long
-    texts; None where no factor up to 1000 makes it. same_batch: both cards at the batch of 32."""
+    texts; None where no factor up to 1000 makes it. texts: a batch for both cards, not the
+    article's."""
 
     def ms_an_example(name: str, power: float) -> float:
-        texts = 32 if same_batch else 0
-        step = large_step(name, "moe", "long", moe.beside(10**power), texts)
+        slower = replace(moe, host=moe.host.times(10**power))
+        step = large_step(name, "moe", "long", slower, texts)
         return step["step_ms"] / step["examples"]
 
     each = (functools.partial(ms_an_example, name) for name in (BLACKWELL, H100))
     power = crossing(*each, -3.0, 3.0)
     return None if power is None else 10**power
-
-
-# --------------------------------------------------------------------------------------- four cards
 
 
 def on_cards(step: PredictedStep, here: Spec, empty_ms: float, added_us: float = 0.0) -> dict:
@@ -372,19 +292,3 @@ def on_cards(step: PredictedStep, here: Spec, empty_ms: float, added_us: float =
     """
     host = step.host.plus(added_us / 1e3)
     return {name: replayed_ms(step.on(card(name), here, empty_ms), host) for name in CARDS}
-
-
-def attention_only() -> dict[str, Any]:
-    """What PEFT finds in a small gpt-oss when it is asked for all seven projections.
-
-    `attention_only` is 1 if nothing but attention's; `adapted`: their names.
-    """
-    from peft import LoraConfig, get_peft_model
-
-    asked = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-    lm = build_lm(GPT_OSS["tiny"], torch.device("cpu"), torch.float32)
-    model = get_peft_model(lm, LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules=asked))
-    parts = {n.rpartition(".lora_A")[0] for n, _ in model.named_parameters() if ".lora_A" in n}
-    adapted = sorted({part.rpartition(".")[2] for part in parts})
-    only = bool(parts) and all("self_attn" in part for part in parts)
-    return {"attention_only": int(only), "adapted": adapted}

@@ -21,8 +21,9 @@ import copy
 import gc
 import itertools
 import math
+import statistics
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -39,16 +40,16 @@ from labutils.profiling.step_model import (
     crossing,
     decided_by,
     host_of,
-    idle_ms,
     interrupted,
     replayed_ms,
 )
-from labutils.profiling.timing import StepClock
+from labutils.profiling.timing import StepTimes
 from labutils.profiling.trace import Trace, profile
 from labutils.profiling.utilization import Energy
 from labutils.recipe import Recipe
 from labutils.results.records import Run, summarise
 from labutils.training import Trainer
+from labutils.training.benchmark import empty_run, timed
 from labutils.workloads.base import Batch, Work, Workload
 
 TEXTS = 4
@@ -93,32 +94,30 @@ def variants(family: str) -> dict[str, Recipe]:
 # --------------------------------------------------------------------------------------- batches
 
 
-def batch_of(workload: Workload, recipe: Recipe, chosen: Sequence[int]) -> Batch:
-    """The micro-batch of these examples; a packed row is as long as they are."""
-    examples, collate = workload.dataset(None, recipe), workload.collate(recipe)
-    texts = [examples[index] for index in chosen]
-    if collate.layout.packs:
-        tokens = sum(len(text["input_ids"]) for text in texts)
-        collate.layout = replace(collate.layout, budget=tokens)
-    return collate(texts)
-
-
-def typical(workload: Workload, recipe: Recipe, count: int = TEXTS) -> list[int]:
-    """The `count` longest examples that are not longer than the mean."""
-    lengths = _lengths(workload, recipe)
+def typical(lengths: Sequence[int]) -> list[int]:
+    """The places of the longest `TEXTS` examples that are not longer than the mean."""
     mean = sum(lengths) / len(lengths)
-    fitting = [index for index, length in enumerate(lengths) if length <= mean]
-    return sorted(fitting, key=lambda index: -lengths[index])[:count]
+    fitting = [place for place, length in enumerate(lengths) if length <= mean]
+    return sorted(fitting, key=lambda place: -lengths[place])[:TEXTS]
 
 
-def shortest(workload: Workload, recipe: Recipe) -> list[int]:
-    """The shortest example."""
-    lengths = _lengths(workload, recipe)
-    return [min(range(len(lengths)), key=lengths.__getitem__)]
+def shortest(lengths: Sequence[int]) -> list[int]:
+    """The place of the shortest example."""
+    return [lengths.index(min(lengths))]
 
 
-def _lengths(workload: Workload, recipe: Recipe) -> list[int]:
-    return [len(ids) for ids, _ in workload.dataset(None, recipe).conversations]
+def batch_of(
+    workload: Workload, recipe: Recipe, choose: Callable[[Sequence[int]], list[int]] = typical
+) -> Batch:
+    """The micro-batch of the examples that `choose` takes, by their lengths in tokens; a packed row
+    is as long as they are."""
+    lengths = [example.tokens for example in workload.example_sizes(recipe)]
+    chosen, collate = choose(lengths), workload.collate(recipe)
+    if collate.layout.packs:
+        tokens = sum(lengths[place] for place in chosen)
+        collate.layout = replace(collate.layout, budget=tokens)
+    examples = workload.dataset(None, recipe)
+    return collate([examples[place] for place in chosen])
 
 
 def resized(workload: Workload, **size: int) -> Workload:
@@ -159,12 +158,10 @@ class OnOneBatch:
         """Milliseconds of each of `steps` optimizer steps, after `warmup` more."""
         for _ in range(warmup):
             self.step()
-        clock = StepClock(self.trainer.workload.device)
-        clock.start()
-        for _ in range(steps):
+        times = StepTimes()
+        for _ in timed(self.trainer, steps, times):
             self.step()
-            clock.mark(0.0)
-        return clock.stop().step_ms
+        return times.step_ms
 
     def warm_up(self, at_least_ms: float) -> float:
         """Milliseconds of a step, after two, the first of which may compile, and so long a time."""
@@ -176,10 +173,6 @@ class OnOneBatch:
         with tempfile.TemporaryDirectory(prefix="labutils-") as folder:
             shapes = default_device() == "cuda"
             return profile(self, steps, folder, with_stack=False, with_shapes=shapes)
-
-    @property
-    def work(self) -> Work:
-        return self.trainer.workload.work_of(self.trainer.recipe, self.batch)
 
 
 # ----------------------------------------------------------------------------- predict and measure
@@ -199,18 +192,14 @@ class PredictedStep:
         intensity = self.work.flops / self.work.bytes
         return self.program.on(there, here, self.run.recipe["precision"], intensity, empty_ms)
 
-    def slowdown(self, most_us: float, points: int = 16) -> dict[float, float]:
-        """Microseconds more for each launch -> milliseconds a step, predicted."""
-        added = [most_us * at / (points - 1) for at in range(points)]
-        return {us: replayed_ms(self.program, self.host.plus(us / 1e3)) for us in added}
+    def beside(self, added_us: float) -> float:
+        """Milliseconds a step, predicted, where each launch takes the host so many microseconds
+        longer."""
+        return replayed_ms(self.program, self.host.plus(added_us / 1e3))
 
     def flip_us(self, rival_ms: float, most_us: float = 1000.0) -> float | None:
         """Microseconds more a launch with which this step lasts as long as a rival's, if any."""
-
-        def mine(us: float) -> float:
-            return replayed_ms(self.program, self.host.plus(us / 1e3))
-
-        return crossing(mine, lambda us: rival_ms, 0.0, most_us)
+        return crossing(self.beside, lambda added_us: rival_ms, 0.0, most_us)
 
 
 class LightStep:
@@ -218,10 +207,9 @@ class LightStep:
 
     def __init__(self, trainer: Trainer) -> None:
         """Raises `ValueError` where its kernels take too long to be light."""
-        chosen = shortest(trainer.workload, trainer.recipe)
-        self.step = OnOneBatch(trainer, batch_of(trainer.workload, trainer.recipe, chosen))
-        self.fresh_ms = summarise(self.step.timed(LIGHT_STEPS, warmup=2))["median"]
-        self.repeats = max(LIGHT_STEPS, math.ceil(LIGHT_MS / self.fresh_ms))
+        self.step = OnOneBatch(trainer, batch_of(trainer.workload, trainer.recipe, shortest))
+        first_ms = statistics.median(self.step.timed(LIGHT_STEPS, warmup=2))
+        self.repeats = max(LIGHT_STEPS, math.ceil(LIGHT_MS / first_ms))
         self._trace()
         self.read()
 
@@ -231,7 +219,7 @@ class LightStep:
 
     def time(self) -> float:
         """Milliseconds of a step, the median of a few, after one to come back to it."""
-        return summarise(self.step.timed(self.repeats, warmup=1))["median"]
+        return statistics.median(self.step.timed(self.repeats, warmup=1))
 
     def read(self) -> tuple[float, Host]:
         """(its milliseconds now, the host that explains them).
@@ -244,21 +232,6 @@ class LightStep:
                 break
             self._trace()
         return step_ms, host_of(self.program, self.phases, step_ms)
-
-    def metrics(
-        self, program: Program, before: tuple[float, Host], after: tuple[float, Host]
-    ) -> dict[str, float]:
-        """Its two readings, and what each of them alone would have predicted of a `program`."""
-        low, high = sorted(replayed_ms(program, reading[1]) for reading in (before, after))
-        return {
-            "predicted_low_ms": low,
-            "predicted_high_ms": high,
-            "light_step_ms": (before[0] + after[0]) / 2,
-            "light_before_ms": before[0],
-            "light_after_ms": after[0],
-            "light_fresh_ms": self.fresh_ms,
-            "light_work_ms": self.program.kernel_ms,
-        }
 
 
 def study(
@@ -286,15 +259,13 @@ def study(
         trainer = opened.enter_context(Trainer(texts[first], recipe))
         on_texts: dict[str, tuple[OnOneBatch, PredictedStep]] = {}
         for kind in [first] if host else texts:
-            chosen = typical(texts[kind], trainer.recipe)
-            step = OnOneBatch(trainer, batch_of(texts[kind], trainer.recipe, chosen))
-            traced = 1 if light and light.program.launches > MANY else 2
+            step = OnOneBatch(trainer, batch_of(texts[kind], trainer.recipe))
             own = {"experiment": "steps"} | dict(tags) | {"texts": kind}
-            measured = predict_and_measure(own, step, light or host, steps, traced, like)
+            measured = predict_and_measure(own, step, light or host, steps, like)
             on_texts[kind] = step, measured
             yield measured
         for delay in delays:
-            yield slowed(*on_texts[first], light, delay, SLOWED_STEPS)
+            yield slowed(*on_texts[first], light, delay)
 
 
 def predict_and_measure(
@@ -302,122 +273,101 @@ def predict_and_measure(
     step: OnOneBatch,
     host: Host | LightStep,
     steps: int,
-    traced: int = 2,
     like: Program | None = None,
 ) -> PredictedStep:
-    """Trace a step (`traced` of them), time it, and predict it from all but its time.
+    """Trace a step, time it, and predict it from all but its time.
 
     host: what a launch takes, or the light step that tells it. Then `predicted_low_ms` and
     `predicted_high_ms` take the one reading of it or the other. like: a program of the same
-    kernels, launched one by one. From it the step is predicted as if they came in one launch
-    (`unseen_ms`, and its error `unseen_off`).
+    kernels, launched one by one. `unseen_off` is the prediction's error as if these came in one
+    launch.
     """
     trainer, device = step.trainer, default_device()
+    light = host if isinstance(host, LightStep) else None
     one_ms = step.warm_up(WARM_MS[device])
     steps = max(steps, math.ceil(WATCH_MS[device] / one_ms))
-    trace = step.traced(traced)
-    program, work = Program.of(trace), step.work
-    light = host if isinstance(host, LightStep) else None
+    trace = step.traced(1 if light and light.program.launches > MANY else 2)
+    program, work = Program.of(trace), trainer.workload.work_of(trainer.recipe, step.batch)
     gc.collect()  # a trace is a hundred thousand objects
-    before = light.read() if light else (0.0, host)
+    before_ms, before = light.read() if light else (None, host)
     with Energy() as energy:
         samples = step.timed(steps, warmup=1)
-    after = light.read() if light else before
-    host = before[1].halfway_to(after[1])
-    step_ms, predicted_ms = summarise(samples)["median"], replayed_ms(program, host)
-    metrics = {
+    after_ms, after = light.read() if light else (None, host)
+    host = before.halfway_to(after)
+    step_ms, predicted_ms = statistics.median(samples), replayed_ms(program, host)
+    name = f"{tags['model']} {tags['texts']}"
+    name += f", {tags['variant']}" if "variant" in tags else ""
+    run = empty_run(trainer.workload, trainer.recipe, name)
+    run.tags, run.samples = dict(tags), {"step_ms": [round(ms, 4) for ms in samples]}
+    run.metrics = {
         "step_ms": summarise(samples),
         "predicted_ms": predicted_ms,
         "bound_ms": bound_ms(program, host),
-        "predicted_idle_ms": idle_ms(program, host),
         "off": predicted_ms / step_ms - 1,
         "by": decided_by(program, host),
         "launches": program.launches,
         "waits": program.waits,
         "kernels_ms": program.kernel_ms,
-        "copies_ms": program.copy_ms,
         "host_us": 1e3 * host.mean_ms(program),
-        "examples": work.examples,
-        "tokens": work.tokens,
-        "flops": work.flops,
         "useful_tokens_per_s": work.useful_tokens / step_ms * 1e3,
-        "tflops": work.flops / step_ms / 1e9,
     }
     if light:
-        metrics |= light.metrics(program, before, after)
+        low, high = sorted(replayed_ms(program, reading) for reading in (before, after))
+        run.metrics |= {"predicted_low_ms": low, "predicted_high_ms": high}
+        run.metrics |= {"light_before_ms": before_ms, "light_after_ms": after_ms}
+        run.metrics["light_step_ms"] = (before_ms + after_ms) / 2
     if like:
-        unseen_ms = replayed_ms(like.captured(), host)
-        metrics |= {"unseen_ms": unseen_ms, "unseen_off": unseen_ms / step_ms - 1}
-    if energy.watts is not None:
-        metrics |= {"power_w": energy.watts, "joules_per_step": energy.watts * step_ms / 1e3}
+        run.metrics["unseen_off"] = replayed_ms(like.captured(), host) / step_ms - 1
     if device == "cuda":
-        busy = trace.metrics(step_ms)["gpu_busy"]
-        metrics |= {"gpu_busy_share": busy, "idle_share": 1 - busy}
-        metrics |= _reached(program, work, trainer.recipe)
-    run = _empty_run(trainer, tags)
-    run.metrics, run.samples = metrics, {"step_ms": [round(ms, 4) for ms in samples]}
+        run.metrics |= _on_gpu(program, work, trainer.recipe, trace.metrics(step_ms)["gpu_busy"])
+    if energy.watts is not None:
+        run.metrics["power_w"] = energy.watts
     return PredictedStep(run, program, host, work)
 
 
-def _empty_run(trainer: Trainer, tags: Mapping[str, Any]) -> Run:
-    workload, variant = trainer.workload, tags.get("variant")
-    name = f"{tags['model']} {tags['texts']}" + (f", {variant}" if variant else "")
-    run = Run("08", name, workload=workload.name, scale=workload.scale, tags=dict(tags))
-    run.weights, run.data = workload.weights, workload.data
-    run.recipe = trainer.recipe.as_dict()
-    return run
-
-
-def _reached(program: Program, work: Work, recipe: Recipe) -> dict[str, float]:
-    """The share of the data sheet's roofline that the step's FLOPs reach while kernels run."""
-    card = spec_of(machine_facts())
-    if card is None or recipe.precision not in card.dense:
-        return {}
-    rate = attainable(card, recipe.precision, work.flops / work.bytes)
-    return {"reached": work.flops / program.kernel_ms / 1e9 / rate}
+def _on_gpu(program: Program, work: Work, recipe: Recipe, busy: float) -> dict[str, float]:
+    """Shares of the step in which the GPU is busy and idle; and `reached`, the share of the data
+    sheet's roofline that the step's FLOPs reach while kernels run."""
+    metrics, card = {"gpu_busy_share": busy, "idle_share": 1 - busy}, spec_of(machine_facts())
+    if card and recipe.precision in card.dense:
+        rate = attainable(card, recipe.precision, work.flops / work.bytes)
+        metrics["reached"] = work.flops / program.kernel_ms / 1e9 / rate
+    return metrics
 
 
 def slowed(
-    step: OnOneBatch, plain: PredictedStep, light: LightStep | None, delay_us: float, steps: int
+    step: OnOneBatch, plain: PredictedStep, light: LightStep | None, delay_us: float
 ) -> PredictedStep:
     """The step beside a host that takes `delay_us` longer for an operation, predicted and measured.
 
     The delay is known, and so is how many operations it holds up. What the detour through Python
     takes an operation is not: the light step beside the same slower host tells it, right before and
     right after. A captured step has no light one, and its few operations outside the graph take no
-    detour to speak of. Metrics: `step_ms`, `predicted_ms`, `host_us` (a launch, delay and all),
-    `added_us` (of it), `calls` of operations and `delayed` ones a step, `detour_us` of a call.
+    detour to speak of. Metrics: `step_ms`, `predicted_ms`, `delayed` operations a step, and
+    `added_us`, which a launch takes longer, delay and all.
     """
     with SlowerHost(delay_us) as host:
         detours = [detour_ms(light, plain, host)] if light else []
         calls, delayed = host.calls, host.delayed
-        samples = step.timed(steps, warmup=1)
-        calls, delayed = (
-            (host.calls - calls) / (steps + 1),
-            (host.delayed - delayed) / (steps + 1),
-        )
+        samples = step.timed(SLOWED_STEPS, warmup=1)
+        calls = (host.calls - calls) / (SLOWED_STEPS + 1)
+        delayed = (host.delayed - delayed) / (SLOWED_STEPS + 1)
         detours += [detour_ms(light, plain, host)] if light else []
     detour = max(0.0, sum(detours) / 2)
-    added = (detour * calls + delay_us / 1e3 * delayed) / plain.program.launches
-    slower = plain.host.plus(added)
-    predicted_ms, spread = replayed_ms(plain.program, slower), summarise(samples)
+    added_us = (1e3 * detour * calls + delay_us * delayed) / plain.program.launches
     run = replace(
         plain.run,
         run=f"{plain.run.run}, delay {delay_us:g} us",
         tags=plain.run.tags | {"delay_us": float(delay_us)},
         samples={"step_ms": samples},
         metrics={
-            "step_ms": spread,
-            "predicted_ms": predicted_ms,
-            "off": predicted_ms / spread["median"] - 1,
-            "host_us": 1e3 * slower.mean_ms(plain.program),
-            "added_us": 1e3 * added,
-            "calls": calls,
+            "step_ms": summarise(samples),
+            "predicted_ms": plain.beside(added_us),
+            "added_us": added_us,
             "delayed": delayed,
-            "detour_us": 1e3 * detour,
         },
     )
-    return replace(plain, run=run, host=slower)
+    return replace(plain, run=run, host=plain.host.plus(added_us / 1e3))
 
 
 def detour_ms(light: LightStep, plain: PredictedStep, host: SlowerHost) -> float:
@@ -433,14 +383,13 @@ def launch_law(workload: Workload, family: str) -> Law:
 
     Counted on a tiny model, one with one layer more, and one with twice as many experts.
     """
-    recipe, layers = next(iter(variants(family).values())), workload.size.layers
-    experts = workload.size.experts
+    recipe = next(iter(variants(family).values()))
+    layers, experts = workload.size.layers, workload.size.experts
 
     def operations(**size: int) -> int:
         with Trainer(resized(workload, **size), recipe) as trainer:
-            chosen = typical(trainer.workload, trainer.recipe)
-            step = OnOneBatch(trainer, batch_of(trainer.workload, trainer.recipe, chosen))
-            step.timed(0, warmup=1)  # the optimizer makes its moments
+            step = OnOneBatch(trainer, batch_of(trainer.workload, trainer.recipe))
+            step.step()  # the optimizer makes its moments
             with SlowerHost() as host:
                 step.step()
         return host.delayed

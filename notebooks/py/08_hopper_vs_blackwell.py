@@ -72,13 +72,16 @@ lab = open_lab("08", globals())
 import warnings
 
 import matplotlib.pyplot as plt
+import numpy as np
 import pandas as pd
 import torch
+from peft import LoraConfig, get_peft_model
 
 from labutils.course import plots
 from labutils.course.parameters import whole_numbers
 from labutils.labs import lab08_large_models, lab08_launch_bound
-from labutils.labs.lab08_large_models import BLACKWELL, H100, card
+from labutils.labs.lab08_large_models import BLACKWELL, H100
+from labutils.profiling.gpu_specs import find_spec as card
 from labutils.profiling.gpu_specs import spec_of
 from labutils.profiling.probe import probe_machine
 from labutils.profiling.step_model import CARDS, Host, replayed_ms
@@ -87,6 +90,7 @@ from labutils.results import claims
 from labutils.results.records import Run, to_frame
 from labutils.tools.doctor import try_import
 from labutils.workloads import open_workload
+from labutils.workloads.causal_lm import GPT_OSS, GPT_OSS_120B, QWEN3_32B, build_lm
 
 plots.use_style()
 warnings.filterwarnings("ignore", module="torch|transformers|peft")
@@ -140,7 +144,14 @@ lab.table(
     ("memory that a program finds, 10⁹ bytes", *(one.capacity_gb for one in sheets)),
     ("largest power, W", *(one.tdp_w for one in sheets)),
 )
-metrics = lab08_large_models.spec_metrics()
+
+# %%
+metrics = {}
+for short, name in (("blackwell", BLACKWELL), ("h100", H100)):
+    one = card(name)
+    printed = {"fp32": one.dense["fp32"]} | one.sparse  # the article prints sparse peaks
+    printed |= {"bandwidth": one.bandwidth, "memory": one.memory_gb, "power": one.tdp_w}
+    metrics |= {f"{short}_{what}": value for what, value in printed.items()}
 lab.keep(Run("08", "specs", metrics=metrics, tags={"experiment": "specs"}))
 lab.verdict(
     "A3.specs.fp32", "A3.specs.bf16", "A3.specs.fp8", "A3.specs.fp4",
@@ -440,7 +451,7 @@ with lab.attempt("A slower host", reference="flip"):
         if not variant:
             those = [run for run in those if "variant" not in run.tags]
         if those:
-            predicted[step.run.run] = step.slowdown(most)
+            predicted[step.run.run] = {us: step.beside(us) for us in np.linspace(0, most, 16)}
             measured[step.run.run] = {0.0: step.run.metric("step_ms")} | {
                 run.metrics["added_us"]: run.metric("step_ms") for run in those
             }
@@ -630,8 +641,8 @@ if "moe" in bases:
             )
         ahead = two["moe_long_blackwell_ratio"]
         print(f"- the Blackwell card makes {ahead:.2f} times as many examples an hour as the H100")
-        for batches, same in {"the article's batches": False, "batch 32 on both": True}.items():
-            factor = lab08_large_models.host_for_a_tie(moe, same)
+        for batches, count in {"the article's batches": 0, "batch 32 on both": 32}.items():
+            factor = lab08_large_models.host_for_a_tie(moe, count)
             when = "at no host" if factor is None else f"at {factor * host_us:.1f} µs a launch"
             print(f"- with {batches} the two draw level {when}")
 
@@ -679,16 +690,23 @@ my_gb: float | None = None  # for example 30
 lab.predict("gpt-oss-120b in 4 bits (arithmetic)", my_gb, "GB")
 
 # %%
-large = lab08_large_models.GPT_OSS_120B
-parts = ("experts", "layers", "words", "rest")
-counts = lab08_large_models.parameters_of(large)
-rows = [("parameters, billions", *(counts[part] / 1e9 for part in parts), None)]
-for way, bits in lab08_large_models.WAYS_TO_HOLD.items():
-    gb = lab08_large_models.weight_gb(large, bits)
-    rows.append((f"{way}, GB", *(gb[part] for part in parts), sum(gb.values())))
-lab.table(("gpt-oss-120b", "experts", "other matrices", "embedding, head", "rest", "in all"), *rows)
-bits = lab08_large_models.WAYS_TO_HOLD["4 bits for everything"]
-four_bit = sum(lab08_large_models.weight_gb(large, bits).values())
+parts, nf4 = lab08_large_models.PARTS, lab08_large_models.NF4_BITS
+mxfp4 = 4 + 8 / 32  # OCP microscaling FP4: 4 bits a number, and for each 32 of them a scale of 8
+all_16 = dict.fromkeys(parts, 16.0)
+ways = {
+    "4 bits for everything": dict.fromkeys(parts, 4.0),
+    "as published: experts in MXFP4": all_16 | {"experts": mxfp4},
+    "NF4, all matrices of the blocks": all_16 | {"experts": nf4, "layers": nf4},
+    "16 bits": all_16,
+}
+held = {way: lab08_large_models.weight_gb(GPT_OSS_120B, bits) for way, bits in ways.items()}
+counts = lab08_large_models.parameters_of(GPT_OSS_120B)
+lab.table(
+    ("gpt-oss-120b", "experts", "other matrices", "embedding, head", "rest", "in all"),
+    ("parameters, billions", *(counts[part] / 1e9 for part in parts), None),
+    *((f"{way}, GB", *gb.values(), sum(gb.values())) for way, gb in held.items()),
+)
+four_bit = sum(held["4 bits for everything"].values())
 from_shapes = {"workload": "from shapes", "scale": "full"}
 tags = {"experiment": "moe weights"}
 lab.keep(Run("08", "moe weights", metrics={"four_bit_gb": four_bit}, tags=tags, **from_shapes))
@@ -708,21 +726,30 @@ lab.verdict("A3.120b.weights");
 # with "96 GB" has 102 of them, one with "80 GB" has 85.
 
 # %%
-rows = []
-qwen, methods = lab08_large_models.QWEN3_32B, lab08_large_models.METHODS
-tried = [("LoRA", 2), ("LoRA", 4), ("LoRA, checkpointed", 4), ("QLoRA", 4)]
-tried += [("QLoRA, not checkpointed", 4), ("unsloth", 32)]
-cases = [("Qwen3-32B", qwen, method, batch) for method, batch in tried]
-cases += [("gpt-oss-120b", large, "unsloth", batch) for batch in (16, 32)]
+cases = [
+    ("Qwen3-32B", "LoRA", 2, ""),
+    ("Qwen3-32B", "LoRA", 4, "lora_32b_batch_4_gb"),
+    ("Qwen3-32B", "LoRA, checkpointed", 4, "lora_32b_batch_4_checkpointed_gb"),
+    ("Qwen3-32B", "QLoRA", 4, "qlora_32b_batch_4_gb"),
+    ("Qwen3-32B", "QLoRA, not checkpointed", 4, "qlora_32b_batch_4_kept_gb"),
+    ("Qwen3-32B", "unsloth", 32, "unsloth_32b_batch_32_gb"),
+    ("gpt-oss-120b", "QLoRA", 1, "qlora_120b_batch_1_gb"),
+    ("gpt-oss-120b", "unsloth", 16, ""),
+    ("gpt-oss-120b", "unsloth", 32, "unsloth_120b_batch_32_gb"),
+]
+sizes, methods = {"Qwen3-32B": QWEN3_32B, "gpt-oss-120b": GPT_OSS_120B}, lab08_large_models.METHODS
+rows, metrics = [], {"lora_120b_batch_1_gb": sum(held["16 bits"].values())}  # its weights alone
 with lab.attempt("What a step needs besides", reference="model of memory"):
-    for model, size, method, batch in cases:
-        gb = lab08_large_models.memory_gb(size, methods[method], batch)
+    for model, method, batch, metric in cases:
+        gb = lab08_large_models.memory_gb(sizes[model], methods[method], batch)
         rows.append((f"{model}, {method}, batch {batch}", *gb.values(), sum(gb.values())))
+        if metric:  # a claim is about it
+            metrics[metric] = sum(gb.values())
     lab.table(
         ("GB at the peak, predicted", "weights", "adapters", "activations", "logits", "in all"),
         *rows,
     )
-    metrics, tags = lab08_large_models.memory_metrics(), {"experiment": "model of memory"}
+    tags = {"experiment": "model of memory"}
     lab.keep(Run("08", "model of memory", metrics=metrics, tags=tags, **from_shapes))
 
 # %%
@@ -745,15 +772,21 @@ lab.verdict("A3.120b.too-large", "A3.120b.fits", "A3.120b.h100-batch");
 # **Question.** The article asked for adapters on all seven projections (lab 07), and found that only attention got
 # them. Why?
 #
-# The first half of the next cell asks PEFT for the same on a small gpt-oss, and prints what it found. The second half
+# The next cell asks PEFT for the same on a small gpt-oss, and prints what it found. The cell after it
 # is about another statement of the article's: on its Blackwell card, unsloth said that xformers doesn't work there and
 # must be built from source. Only a card of that kind (compute capability 12.0) can tell, so only there unsloth is
 # imported, in a process of its own.
 
 # %%
-adapted = lab08_large_models.attention_only()
-print("LoRA was attached to:", ", ".join(adapted.pop("adapted")))
-lab.keep(Run("08", "moe adapters", metrics=adapted, tags={"experiment": "moe adapters"}))
+asked = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+lm = build_lm(GPT_OSS["tiny"], torch.device("cpu"), torch.float32)
+model = get_peft_model(lm, LoraConfig(r=8, lora_alpha=16, target_modules=asked))
+trained = [name for name, p in model.named_parameters() if p.requires_grad]
+print("LoRA was attached to:", ", ".join(n for n in asked if any(f".{n}." in t for t in trained)))
+attention_only = {"attention_only": int(all(".self_attn." in name for name in trained))}
+lab.keep(Run("08", "moe adapters", metrics=attention_only, tags={"experiment": "moe adapters"}))
+
+# %%
 with lab.attempt("Importing unsloth"):
     if lab.machine.get("compute_capability") != "12.0":
         raise Unavailable(

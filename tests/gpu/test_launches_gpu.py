@@ -35,13 +35,7 @@ def moe():
 
 
 def on_typical_texts(trainer):
-    workload = trainer.workload
-    return OnOneBatch(
-        trainer,
-        lab08_launch_bound.batch_of(
-            workload, trainer.recipe, lab08_launch_bound.typical(workload, trainer.recipe)
-        ),
-    )
+    return OnOneBatch(trainer, lab08_launch_bound.batch_of(trainer.workload, trainer.recipe))
 
 
 def test_the_queue_holds_every_kernel_of_the_trace(moe):
@@ -61,14 +55,14 @@ def test_the_queue_holds_every_kernel_of_the_trace(moe):
 
 
 def test_grouped_experts_launch_less_and_hardly_wait(moe):
-    found = {}
+    programs = {}
     for way in ("expert loop", "grouped"):
         with Trainer(moe, variants("moe")[way]) as trainer:
             there = on_typical_texts(trainer)
             there.timed(0, warmup=2)
-            found[way] = Program.of(there.traced(2))
-    assert found["grouped"].launches < 0.7 * found["expert loop"].launches
-    assert found["grouped"].waits < 0.2 * found["expert loop"].waits
+            programs[way] = Program.of(there.traced(2))
+    assert programs["grouped"].launches < 0.7 * programs["expert loop"].launches
+    assert programs["grouped"].waits < 0.2 * programs["expert loop"].waits
 
 
 def test_a_captured_step_is_a_handful_of_launches(dense):
@@ -110,8 +104,8 @@ def test_steps_are_predicted(family, way, dense, moe):
 
 def test_a_slower_host_slows_a_step_that_it_decides(dense):
     with Trainer(dense, variants("dense")["loop"]) as trainer:
-        shortest = lab08_launch_bound.shortest(dense, trainer.recipe)
-        there = OnOneBatch(trainer, lab08_launch_bound.batch_of(dense, trainer.recipe, shortest))
+        shortest = lab08_launch_bound.batch_of(dense, trainer.recipe, lab08_launch_bound.shortest)
+        there = OnOneBatch(trainer, shortest)
         there.timed(0, warmup=2)
         with SlowerHost() as host:
             quick = min(there.timed(4))

@@ -171,14 +171,13 @@ def test_what_is_on_record_of_a_rung_is_of_its_recipe():
 def test_rungs_are_timed_on_the_same_batches_and_rated_by_the_epoch(texts):
     recipes = lab07_qlora.recipes_on("cpu")
     assert "blocks compiled" not in distinct_on("cpu", recipes)
-    chosen = {name: recipes[name] for name in ("lora", "rewritten", "packed", "4-bit weights")}
-    runs = lab07_qlora.climbed_on(texts["long"], chosen, steps=2, rounds=2, warmup=0)
+    chosen = {name: recipes[name] for name in ("lora", "packed", "4-bit weights")}
+    runs = lab07_qlora.climbed_on(texts["long"], chosen, steps=2, rounds=1, warmup=0)
     assert all(run.ok for run in runs.values())
-    lanes = {"lora": "article", "rewritten": "same work", "packed": "same mathematics"}
+    lanes = {"lora": "article", "packed": "same mathematics"}
     assert {name: runs[name].lane for name in lanes} == lanes
+    assert runs["packed"].samples["tokens"][:2] == runs["4-bit weights"].samples["tokens"][:2]
     lora = runs["lora"]
-    assert lora.samples["tokens"][:2] == runs["rewritten"].samples["tokens"][:2]
-    assert runs["packed"].samples["tokens"] == runs["4-bit weights"].samples["tokens"][:4]
     work = texts["long"].work(recipes["lora"].fitted_to("cpu"))
     assert lora.metrics["useful_tokens"] == work.useful_tokens / work.tokens
     share = lab07_qlora.rungs_table([lora])["floor / step, %"][0]
