@@ -16,29 +16,20 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from labutils.data.packing import Layout
-from labutils.data.texts import (
-    WORDS,
-    Chat,
-    Collate,
-    Conversation,
-    Conversations,
-    Text,
-)
+from labutils.data.texts import WORDS, Chat, Collate, Conversation, Conversations, Text
 from labutils.data.tokenizers import chat_tokenizer
 from labutils.layers.lora import attach_lora, lora_layers
 from labutils.workloads.causal_lm import Size, build_lm
 from labutils.workloads.decoder import TARGETS, Rewritten
 
 JAPANESE = WORDS["japanese"]
-
 STYLES = {
     "explain": "{place}の{thing}についての紹介。",
     "title": "{place}{thing}",
@@ -59,17 +50,17 @@ BESIDES = (
     "費用は{person}らの寄付で賄われた。",
     "年間およそ{number}人が訪れる。",
 )
-RANK = 8
+WIDTH, LAYERS, RANK = 64, 2, 8
 LONGEST = 128
 LONGEST_ANSWER = 20
 BATCH = 32
-WORDS = 1024
+RATE = 1e-2
+VOCABULARY = 1024
 KEPT = 40
 """Pairs of place and thing that are kept for questions."""
 
 
-@dataclass(frozen=True)
-class Article:
+class Article(NamedTuple):
     """One article and what it is about."""
 
     body: str
@@ -90,16 +81,14 @@ def articles(count: int, kept: bool, seed: int) -> list[Article]:
 
 
 def _written(rng: np.random.Generator, place: str, thing: str) -> Article:
-    sentences = [_pick(rng, NAMING), _pick(rng, BESIDES)]
+    def pick(words: Sequence[str]) -> str:
+        return words[rng.integers(len(words))]
+
+    sentences = [pick(NAMING), pick(BESIDES)]
     rng.shuffle(sentences)
-    facts = {"person": _pick(rng, JAPANESE["person"]), "quality": _pick(rng, JAPANESE["quality"])}
-    facts |= {"year": int(rng.integers(1600, 2025)), "number": int(rng.integers(2, 900))}
-    body = "".join(sentence.format(place=place, thing=thing, **facts) for sentence in sentences)
-    return Article(body, place, thing)
-
-
-def _pick(rng: np.random.Generator, words: Sequence[str]) -> str:
-    return words[rng.integers(len(words))]
+    facts = {"person": pick(JAPANESE["person"]), "quality": pick(JAPANESE["quality"])}
+    facts |= {"year": rng.integers(1600, 2025), "number": rng.integers(2, 900)}
+    return Article("".join(sentences).format(place=place, thing=thing, **facts), place, thing)
 
 
 class Reader:
@@ -107,30 +96,35 @@ class Reader:
     never saw.
     """
 
-    def __init__(
-        self, device: str, width: int = 64, layers: int = 2, questions: int = KEPT, seed: int = 0
-    ) -> None:
-        self.device, self.seed = torch.device(device), seed
-        self.tokenizer = chat_tokenizer("qwen3", WORDS)
+    def __init__(self, device: str, questions: int = KEPT) -> None:
+        self.device = torch.device(device)
+        self.tokenizer = chat_tokenizer("qwen3", VOCABULARY)
         self.chat = Chat(self.tokenizer)
-        self.questions = articles(questions, kept=True, seed=seed)
+        self.questions = articles(questions, kept=True, seed=0)
         words = -(-len(self.tokenizer) // 64) * 64
-        size = Size(width, layers, width // 32, width // 64, 32, 3 * width, words, tied=True)
-        torch.manual_seed(seed)
+        size = Size(WIDTH, LAYERS, WIDTH // 32, WIDTH // 64, 32, 3 * WIDTH, words, tied=True)
+        torch.manual_seed(0)
         self.lm = build_lm(size, self.device, torch.float32)
         self.answered: dict[str | None, list[str]] = {}
 
-    def learn_to_explain(self, steps: int, rate: float = 1e-2) -> list[float]:
+    def learn_to_explain(self, steps: int) -> list[float]:
         """Train all weights on articles and explanations, and freeze them; the losses."""
-        losses = self._train(list(self.lm.parameters()), "explain", steps, rate)
+        losses = self._train(list(self.lm.parameters()), "explain", steps)
         self.lm.requires_grad_(False)
         return losses
 
-    def fine_tune(self, style: str, steps: int, rate: float = 1e-2) -> list[float]:
+    def fine_tune(self, style: str, steps: int) -> list[float]:
         """Train an adapter named like its style, and leave it in use; the losses."""
-        trained = attach_lora(self.lm, TARGETS, RANK, 2 * RANK, "plain", seed=self.seed, name=style)
-        return self._train(trained, style, steps, rate)
+        trained = attach_lora(self.lm, TARGETS, RANK, 2 * RANK, "plain", seed=0, name=style)
+        return self._train(trained, style, steps)
 
+    def matches(self, style: str | None, wanted: str) -> float:
+        """The share of answers that are, to the letter, those of the style `wanted`."""
+        right = [article.answer(wanted) for article in self.questions]
+        pairs = zip(self.answers(style), right, strict=True)
+        return sum(answer == wanted_one for answer, wanted_one in pairs) / len(right)
+
+    @torch.no_grad()
     def answers(self, style: str | None) -> list[str]:
         """What the model answers to its questions with the adapter of this name; None: without one.
 
@@ -142,30 +136,35 @@ class Reader:
             layer.active_adapter = style or ""
         self.lm.eval()
         self.lm.config._attn_implementation = "sdpa"  # which answers token by token
-        self.answered[style] = self._answered(
-            [self._conversation(article, "title") for article in self.questions]
+        conversations = [self._conversation(article, "title") for article in self.questions]
+        prompts = self.tokenizer.pad(
+            {"input_ids": [ids[:asked].tolist() for ids, asked in conversations]},
+            padding_side="left",
+            return_tensors="pt",
+        ).to(self.device)
+        made = self.lm.generate(
+            input_ids=prompts["input_ids"],
+            attention_mask=prompts["attention_mask"],
+            max_new_tokens=LONGEST_ANSWER,
+            do_sample=False,
+            pad_token_id=self.tokenizer.pad_token_id,
+            eos_token_id=self.tokenizer.eos_token_id,
         )
+        made = made[:, prompts["input_ids"].shape[1] :]
+        texts = self.tokenizer.batch_decode(made, skip_special_tokens=True)
+        self.answered[style] = [text.strip() for text in texts]
         return self.answered[style]
-
-    def matches(self, style: str | None, wanted: str) -> float:
-        """The share of answers that are, to the letter, those of the style `wanted`."""
-        pairs = zip(self.answers(style), self.questions, strict=True)
-        return sum(answer == article.answer(wanted) for answer, article in pairs) / len(
-            self.questions
-        )
 
     # ---------------------------------------------------------------------------- within
 
-    def _train(
-        self, trained: list[nn.Parameter], style: str, steps: int, rate: float
-    ) -> list[float]:
+    def _train(self, trained: list[nn.Parameter], style: str, steps: int) -> list[float]:
         self.answered.clear()
         self.lm.train()
         self.lm.config._attn_implementation = "documents"
         model = Rewritten(self.lm, "answers")  # logits where there is an answer, and nowhere else
-        optimizer = torch.optim.AdamW(trained, lr=rate, weight_decay=0.01)
+        optimizer = torch.optim.AdamW(trained, lr=RATE, weight_decay=0.01)
         schedule = torch.optim.lr_scheduler.OneCycleLR(
-            optimizer, rate, total_steps=steps, pct_start=0.1
+            optimizer, RATE, total_steps=steps, pct_start=0.1
         )
         losses = []
         for batch in self._batches(style, steps):
@@ -179,35 +178,17 @@ class Reader:
         return torch.stack(losses).tolist()
 
     def _batches(self, style: str, steps: int) -> Iterator[dict[str, Tensor]]:
-        told = articles(steps * BATCH, kept=False, seed=self.seed + 1)
-        rows = Conversations(
-            [self._conversation(article, style) for article in told], everything=False
-        )
-        collate = Collate(
-            Layout("as-they-come", LONGEST, 0, 1), self.tokenizer.pad_token_id, published=False
-        )
-        order = np.random.default_rng(self.seed).permutation(len(rows)).reshape(steps, BATCH)
+        conversations = [
+            self._conversation(article, style)
+            for article in articles(steps * BATCH, kept=False, seed=1)
+        ]
+        rows = Conversations(conversations, everything=False)
+        layout = Layout("as-they-come", LONGEST, 0, 1)
+        collate = Collate(layout, self.tokenizer.pad_token_id, published=False)
+        order = np.random.default_rng(0).permutation(len(rows)).reshape(steps, BATCH)
         for chosen in order.tolist():
             batch = collate([rows[index] for index in chosen])
             yield {name: tensor.to(self.device) for name, tensor in batch.items()}
 
     def _conversation(self, article: Article, style: str) -> Conversation:
         return self.chat.conversation(Text(article.body, article.answer(style)), LONGEST)
-
-    @torch.no_grad()
-    def _answered(self, conversations: list[Conversation]) -> list[str]:
-        longest, pad = max(asked for _, asked in conversations), self.tokenizer.pad_token_id
-        prompts = [
-            F.pad(ids[:asked], (longest - asked, 0), value=pad) for ids, asked in conversations
-        ]
-        given = torch.stack(prompts).to(self.device)
-        made = self.lm.generate(
-            given,
-            attention_mask=(given != pad).long(),
-            max_new_tokens=LONGEST_ANSWER,
-            do_sample=False,
-            pad_token_id=pad,
-            eos_token_id=self.tokenizer.eos_token_id,
-        )
-        texts = self.tokenizer.batch_decode(made[:, longest:], skip_special_tokens=True)
-        return [text.strip() for text in texts]
