@@ -1,5 +1,5 @@
-"""What lab 07 does beyond recipes: article A3's methods, LoRA's chain of products, memory as a line
-over the batch, and our own recipes above the article's.
+"""What lab 07 does beyond recipes: article A3's methods, memory as a line over the batch, and our
+own recipes above the article's.
 
     chosen = method("lora", "long", "checkpointed")     tags, texts, recipe, change of the model
     run = follow(workloads, method("qlora", "short", "batch 1"), steps=12, logs=folder)
@@ -13,9 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
-from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
+from torch import nn
 
 from labutils.course.goals import Goal
 from labutils.labs.ladders import A3_BASE, A3_LADDER, Rung, climb, in_lanes
@@ -40,13 +38,9 @@ from labutils.training.model_edits import (
 )
 from labutils.training.unsloth_run import Job
 from labutils.workloads import Workload
-from labutils.workloads.causal_lm import QWEN3
-from labutils.workloads.decoder import decoder_shapes
 
 if TYPE_CHECKING:
     import pandas as pd
-
-Change = Callable[[nn.Module], None]
 
 # ---------------------------------------------------------------------------- the article's methods
 
@@ -59,7 +53,7 @@ class Method(NamedTuple):
     tags: dict[str, Any]
     texts: str
     recipe: Recipe
-    change: Change | None = None
+    change: Callable[[nn.Module], None] | None
 
 
 METHODS: dict[str, dict[str, Any]] = {
@@ -173,39 +167,6 @@ def over_examples(logs: Path, texts: str, column: str) -> dict[str, dict[float, 
     }
 
 
-# ----------------------------------------------------------------------- the arithmetic of LoRA
-
-
-def chain(
-    order: str, x: Tensor, A: Tensor, B: Tensor, slope: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """LoRA's product and its gradients, y = x A^T B^T with the products taken "thin first" or "wide
-    first".
-
-    x is [n, in], A [r, in], B [out, r], slope (the gradient of y) [n, out]. Returns y and the
-    gradients of x, A and B. Wide first forms B A [out, in] and multiplies with it; the gradient of
-    that matrix is formed in neither order.
-    """
-    h, g = x @ A.t(), slope @ B
-    if order == "thin first":
-        y, dx = h @ B.t(), g @ A
-    else:
-        whole = B @ A
-        y, dx = x @ whole.t(), slope @ whole
-    return y, dx, g.t() @ x, slope.t() @ h
-
-
-def chain_flops(order: str, tokens: int, rank: int) -> int:
-    """FLOPs of `chain` on all seven projections of a Qwen3-8B block, counted by PyTorch on the meta
-    device.
-    """
-    with torch.device("meta"), FlopCounterMode(display=False) as counter:
-        for wide, out in decoder_shapes(QWEN3["full"]).adapted.values():
-            shapes = ((tokens, wide), (rank, wide), (out, rank), (tokens, out))
-            chain(order, *map(torch.empty, shapes))
-    return counter.get_total_flops()
-
-
 # ---------------------------------------------------------------------------- memory and batch
 
 
@@ -307,18 +268,8 @@ def largest_table(runs: Iterable[Run], cards_gb: Sequence[float]) -> pd.DataFram
 
 LEAST_MEMORY = "4 bits in FP8, checkpointed"
 LADDER = A3_LADDER.plus(
-    Rung(
-        "FP8 weights",
-        "same mathematics",
-        {"base_linear": "fp8-frozen"},
-        "held once, products on FP8 tensor cores",
-    ),
-    Rung(
-        "4-bit weights",
-        "same mathematics",
-        {"base_linear": "nf4-frozen"},
-        "unpacked inside the compiled block",
-    ),
+    Rung("FP8 weights", "same mathematics", {"base_linear": "fp8-frozen"}, "FP8 tensor cores"),
+    Rung("4-bit weights", "same mathematics", {"base_linear": "nf4-frozen"}, "unpacked when used"),
     Rung(
         LEAST_MEMORY,
         "same mathematics",
@@ -376,22 +327,6 @@ def step_by_kind(workload: Workload, recipe: Recipe, folder: Path, steps: int = 
     return run
 
 
-def kinds_table(runs: Sequence[Run]) -> pd.DataFrame:
-    """Kinds of work that take a hundredth of their step's or more."""
-    import pandas as pd
-
-    kinds = pd.DataFrame(runs[0].metrics["kernel_categories"]).T
-    table = pd.DataFrame(
-        {
-            "kind of work": kinds.index,
-            "ms a step": kinds["ms"],
-            "% of the work": 100 * kinds["ms"] / kinds["ms"].sum(),
-            "count a step": kinds["count"].round().astype(int),
-        }
-    )
-    return table[table["% of the work"] >= 1]
-
-
 def rungs_table(runs: Iterable[Run]) -> pd.DataFrame:
     """The ladder's rungs, with the floor of each and its share of the mean step."""
     frame = to_frame(runs)
@@ -431,7 +366,7 @@ def reached(climbed: Mapping[str, Run], runs: Runs) -> dict[str, Any]:
     more than most of what a library does; the padded one for a second number, which says what its
     usual batches would have been worth.
     """
-    rates = {name: _rate(run) for name, run in climbed.items() if run.ok}
+    rates = {name: run.metrics["useful_tokens_per_s"] for name, run in climbed.items() if run.ok}
     metrics: dict[str, Any] = {}
     bf16 = [rates[rung.name] for rung in A3_LADDER if rung.name in rates]
     if bf16 and "lora" in rates:
@@ -443,15 +378,11 @@ def reached(climbed: Mapping[str, Run], runs: Runs) -> dict[str, Any]:
     for metric, rows in rivals.items():
         rival = runs.one(method="unsloth", texts="long", rows=rows)
         if LEAST_MEMORY in rates and rival and rival.ok:
-            metrics[metric] = _over(rates[LEAST_MEMORY], _rate(rival))
+            metrics[metric] = _over(rates[LEAST_MEMORY], rival.metrics["useful_tokens_per_s"])
             peaks = [r.metric("peak_allocated_gb") for r in (climbed[LEAST_MEMORY], rival)]
             if rows and all(peaks):
                 metrics["small_memory_over_unsloth"] = peaks[0] / peaks[1]
     return metrics
-
-
-def _rate(run: Run) -> dict[str, float]:
-    return run.metrics["useful_tokens_per_s"]
 
 
 def _over(one: Mapping[str, float], other: Mapping[str, float]) -> dict[str, float]:

@@ -15,6 +15,8 @@ learned one.
 from __future__ import annotations
 
 import itertools
+import operator
+import statistics
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -29,7 +31,7 @@ from labutils.layers.lora import attach_lora, lora_layers
 from labutils.workloads.causal_lm import Size, build_lm
 from labutils.workloads.decoder import TARGETS, Rewritten
 
-JAPANESE = WORDS["japanese"]
+JAPANESE, SENTENCES = WORDS["japanese"], WORDS["titles"]
 STYLES = {
     "explain": "{place}の{thing}についての紹介。",
     "title": "{place}{thing}",
@@ -38,18 +40,6 @@ STYLES = {
 """Style -> the answer to an article: "An introduction to the bridge of Aokawa.", its bare title, or
 the place alone.
 """
-NAMING = (
-    "{place}{thing}は{year}年に完成した。",
-    "{year}年、{place}{thing}が開かれた。",
-    "{quality}{place}{thing}は、よく知られている。",
-)
-BESIDES = (
-    "設計は{person}が担当した。",
-    "全長は{number}メートルである。",
-    "{year}年の台風で一部が壊れた。",
-    "費用は{person}らの寄付で賄われた。",
-    "年間およそ{number}人が訪れる。",
-)
 WIDTH, LAYERS, RANK = 64, 2, 8
 LONGEST = 128
 LONGEST_ANSWER = 20
@@ -84,7 +74,7 @@ def _written(rng: np.random.Generator, place: str, thing: str) -> Article:
     def pick(words: Sequence[str]) -> str:
         return words[rng.integers(len(words))]
 
-    sentences = [pick(NAMING), pick(BESIDES)]
+    sentences = [pick(SENTENCES["naming"]), pick(SENTENCES["besides"])]
     rng.shuffle(sentences)
     facts = {"person": pick(JAPANESE["person"]), "quality": pick(JAPANESE["quality"])}
     facts |= {"year": rng.integers(1600, 2025), "number": rng.integers(2, 900)}
@@ -120,9 +110,9 @@ class Reader:
 
     def matches(self, style: str | None, wanted: str) -> float:
         """The share of answers that are, to the letter, those of the style `wanted`."""
-        right = [article.answer(wanted) for article in self.questions]
-        pairs = zip(self.answers(style), right, strict=True)
-        return sum(answer == wanted_one for answer, wanted_one in pairs) / len(right)
+        wanted_answers = [article.answer(wanted) for article in self.questions]
+        right = map(operator.eq, self.answers(style), wanted_answers)
+        return statistics.fmean(right)
 
     @torch.no_grad()
     def answers(self, style: str | None) -> list[str]:

@@ -21,10 +21,9 @@ from labutils.data.texts import LONG, LONGEST, SHORT, expected_longest
 from labutils.labs.lab08_launch_bound import PredictedStep
 from labutils.layers.lora import attach_lora
 from labutils.layers.quantization.nf4_math import doubled_constant_bits
-from labutils.profiling.gpu_specs import Spec
 from labutils.profiling.gpu_specs import find_spec as card
 from labutils.profiling.memory_model import planned, saved_for_backward
-from labutils.profiling.step_model import CARDS, Bulk, Host, Law, Program, crossing, replayed_ms
+from labutils.profiling.step_model import Bulk, Host, Law, Program, crossing
 from labutils.results import claims
 from labutils.workloads.base import Workload
 from labutils.workloads.causal_lm import GPT_OSS_120B, QWEN3_32B, Size, build_lm
@@ -143,8 +142,8 @@ CHECKPOINTED = 1.5
 TEXTS = {"short": SHORT, "long": LONG}
 LARGE = {"dense": QWEN3_32B, "moe": GPT_OSS_120B}
 CLAIMS = {"dense": "A3.32b.h100", "moe": "A3.120b.h100"}
-"""Model -> where the ids begin of the claims with the article's examples an hour of both cards; they
-end with one of `TEXTS`."""
+"""Model -> how the ids of the claims begin that have the article's examples an hour; they end with
+one of `TEXTS`."""
 
 
 @dataclass(frozen=True)
@@ -283,12 +282,3 @@ def host_for_a_tie(moe: Basis, texts: int = 0) -> float | None:
     each = (functools.partial(ms_an_example, name) for name in (BLACKWELL, H100))
     power = crossing(*each, -3.0, 3.0)
     return None if power is None else 10**power
-
-
-def on_cards(step: PredictedStep, here: Spec, empty_ms: float, added_us: float = 0.0) -> dict:
-    """Card -> milliseconds of a step that was traced on the card `here`, beside its host.
-
-    empty_ms: the least that a kernel takes. added_us: by so much each launch takes longer.
-    """
-    host = step.host.plus(added_us / 1e3)
-    return {name: replayed_ms(step.on(card(name), here, empty_ms), host) for name in CARDS}

@@ -28,21 +28,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from labutils.labs.ladders import A3_BASE
+from labutils.profiling import step_model
 from labutils.profiling.gpu_specs import Spec, spec_of
 from labutils.profiling.host_delay import SlowerHost
 from labutils.profiling.machine import default_device, machine_facts
-from labutils.profiling.step_model import (
-    Host,
-    Law,
-    Program,
-    attainable,
-    bound_ms,
-    crossing,
-    decided_by,
-    host_of,
-    interrupted,
-    replayed_ms,
-)
+from labutils.profiling.step_model import Host, Law, Program, replayed_ms
 from labutils.profiling.timing import StepTimes
 from labutils.profiling.trace import Trace, profile
 from labutils.profiling.utilization import Energy
@@ -187,19 +177,17 @@ class PredictedStep:
     host: Host
     work: Work
 
-    def on(self, there: Spec, here: Spec, empty_ms: float = 0.0) -> Program:
-        """Its program on another card."""
-        intensity = self.work.flops / self.work.bytes
-        return self.program.on(there, here, self.run.recipe["precision"], intensity, empty_ms)
-
     def beside(self, added_us: float) -> float:
         """Milliseconds a step, predicted, where each launch takes the host so many microseconds
         longer."""
         return replayed_ms(self.program, self.host.plus(added_us / 1e3))
 
-    def flip_us(self, rival_ms: float, most_us: float = 1000.0) -> float | None:
-        """Microseconds more a launch with which this step lasts as long as a rival's, if any."""
-        return crossing(self.beside, lambda added_us: rival_ms, 0.0, most_us)
+    def on(self, there: Spec, here: Spec, empty_ms: float = 0.0, added_us: float = 0.0) -> float:
+        """The same on the card `there`; it was traced on the card `here`, where a kernel takes
+        `empty_ms` at least."""
+        dtype, intensity = self.run.recipe["precision"], self.work.flops / self.work.bytes
+        program = self.program.on(there, here, dtype, intensity, empty_ms)
+        return replace(self, program=program).beside(added_us)
 
 
 class LightStep:
@@ -228,10 +216,10 @@ class LightStep:
         """
         for _ in range(TRIES):
             step_ms = self.time()
-            if not interrupted(self.program, step_ms):
+            if not step_model.interrupted(self.program, step_ms):
                 break
             self._trace()
-        return step_ms, host_of(self.program, self.phases, step_ms)
+        return step_ms, step_model.host_of(self.program, self.phases, step_ms)
 
 
 def study(
@@ -302,9 +290,9 @@ def predict_and_measure(
     run.metrics = {
         "step_ms": summarise(samples),
         "predicted_ms": predicted_ms,
-        "bound_ms": bound_ms(program, host),
+        "bound_ms": step_model.bound_ms(program, host),
         "off": predicted_ms / step_ms - 1,
-        "by": decided_by(program, host),
+        "by": step_model.decided_by(program, host),
         "launches": program.launches,
         "waits": program.waits,
         "kernels_ms": program.kernel_ms,
@@ -330,7 +318,7 @@ def _on_gpu(program: Program, work: Work, recipe: Recipe, busy: float) -> dict[s
     sheet's roofline that the step's FLOPs reach while kernels run."""
     metrics, card = {"gpu_busy_share": busy, "idle_share": 1 - busy}, spec_of(machine_facts())
     if card and recipe.precision in card.dense:
-        rate = attainable(card, recipe.precision, work.flops / work.bytes)
+        rate = step_model.attainable(card, recipe.precision, work.flops / work.bytes)
         metrics["reached"] = work.flops / program.kernel_ms / 1e9 / rate
     return metrics
 
@@ -340,21 +328,22 @@ def slowed(
 ) -> PredictedStep:
     """The step beside a host that takes `delay_us` longer for an operation, predicted and measured.
 
-    The delay is known, and so is how many operations it holds up. What the detour through Python
-    takes an operation is not: the light step beside the same slower host tells it, right before and
-    right after. A captured step has no light one, and its few operations outside the graph take no
-    detour to speak of. Metrics: `step_ms`, `predicted_ms`, `delayed` operations a step, and
-    `added_us`, which a launch takes longer, delay and all.
+    What a launch takes longer, delay and the detour through Python together, is read from the light
+    step beside the same slower host, right before and right after. A captured step has no light
+    one, and its few operations outside the graph take no detour to speak of. Metrics: `step_ms`,
+    `predicted_ms`, `delayed` operations a step, and `added_us`, which a launch takes longer.
     """
     with SlowerHost(delay_us) as host:
-        detours = [detour_ms(light, plain, host)] if light else []
-        calls, delayed = host.calls, host.delayed
+        light_ms = [light.time()] if light else []
+        delayed = host.delayed
         samples = step.timed(SLOWED_STEPS, warmup=1)
-        calls = (host.calls - calls) / (SLOWED_STEPS + 1)
         delayed = (host.delayed - delayed) / (SLOWED_STEPS + 1)
-        detours += [detour_ms(light, plain, host)] if light else []
-    detour = max(0.0, sum(detours) / 2)
-    added_us = (1e3 * detour * calls + delay_us * delayed) / plain.program.launches
+        light_ms += [light.time()] if light else []
+    if light:
+        longer_ms = statistics.mean(light_ms) - plain.run.metrics["light_step_ms"]
+        added_us = 1e3 * max(0.0, longer_ms) / light.program.launches
+    else:
+        added_us = delay_us * delayed / plain.program.launches
     run = replace(
         plain.run,
         run=f"{plain.run.run}, delay {delay_us:g} us",
@@ -368,14 +357,6 @@ def slowed(
         },
     )
     return replace(plain, run=run, host=plain.host.plus(added_us / 1e3))
-
-
-def detour_ms(light: LightStep, plain: PredictedStep, host: SlowerHost) -> float:
-    """Milliseconds that an operation of the light step takes longer, the delay left out."""
-    calls, waited = host.calls, host.waited_ms
-    longer = light.time() - plain.run.metrics["light_step_ms"]
-    steps = light.repeats + 1  # one of them not timed
-    return (longer - (host.waited_ms - waited) / steps) / ((host.calls - calls) / steps)
 
 
 def launch_law(workload: Workload, family: str) -> Law:

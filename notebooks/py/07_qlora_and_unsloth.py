@@ -69,6 +69,7 @@ from dataclasses import replace
 from functools import partial
 
 import matplotlib.pyplot as plt
+import pandas as pd
 import torch
 import torch.nn.functional as F
 from bitsandbytes.functional import dequantize_4bit, quantize_4bit
@@ -80,13 +81,6 @@ from labutils.labs.lab06_advisor import paid_after
 from labutils.labs.lab07_toy_lm import Reader
 from labutils.labs.ladders import distinct_on
 from labutils.layers.cuda_graph import compile_from_nothing
-from labutils.layers.lora import (
-    attach_lora,
-    count_parameters,
-    count_trainable,
-    lora_layers,
-    lora_parameters,
-)
 from labutils.layers.quantization import nf4_math
 from labutils.layers.quantization.convert import convert_base
 from labutils.layers.quantization.fp8_math import relative_error
@@ -95,8 +89,6 @@ from labutils.profiling.machine import usable_cores
 from labutils.recipe import Unavailable
 from labutils.results.records import Run, Runs
 from labutils.training.unsloth_run import train_with_unsloth
-from labutils.workloads.causal_lm import QWEN3, build_lm
-from labutils.workloads.decoder import projections
 
 plots.use_style()
 warnings.filterwarnings("ignore", module="torch")
@@ -378,17 +370,21 @@ my_order: float | None = None  # for example 10
 lab.predict("FLOPs, wide first against thin first", my_order, "x")
 
 # %%
+from labutils.layers import lora
+from labutils.workloads.causal_lm import QWEN3, build_lm
+from labutils.workloads.decoder import decoder_shapes, projections
+
 rank = 8
 lm = build_lm(QWEN3["full"], torch.device("meta"), torch.bfloat16)  # shapes that take no memory
-in_all = count_parameters(lm)
-attach_lora(lm, projections(lm), rank, 2 * rank, "plain", seed=0)
+in_all = lora.count_parameters(lm)
+lora.attach_lora(lm, projections(lm), rank, 2 * rank, "plain", seed=0)
 adapter_bytes = sum(p.nbytes for p in lm.parameters() if p.requires_grad)
 as_the_formula = [
-    count_trainable(layer) == lora_parameters(layer.out_features, layer.in_features, rank)
-    for layer in lora_layers(lm).values()
+    lora.count_trainable(layer) == lora.lora_parameters(layer.out_features, layer.in_features, rank)
+    for layer in lora.lora_layers(lm).values()
 ]
 counts = {
-    "trained": count_trainable(lm),
+    "trained": lora.count_trainable(lm),
     "in_all": in_all,
     "counts_as_the_formula": int(all(as_the_formula)),
     "adapter_share": adapter_bytes / (2 * in_all),
@@ -402,19 +398,44 @@ print(
 )
 
 # %%
-flops = {
-    order: lab07_qlora.chain_flops(order, tokens=4 * 861, rank=8)
-    for order in ("thin first", "wide first")
-}
+def chain(order, x, A, B, slope):
+    """y = x Aᵀ Bᵀ in either order, and the gradients of x, A and B; slope: the gradient of y."""
+    h, g = x @ A.t(), slope @ B
+    if order == "thin first":
+        y, dx = h @ B.t(), g @ A
+    else:
+        whole = B @ A
+        y, dx = x @ whole.t(), slope @ whole
+    return y, dx, g.t() @ x, slope.t() @ h  # without the gradient of the whole matrix
+
+
+shapes = [(5, 12), (3, 12), (7, 3), (5, 7)]
+x, A, B, slope = (torch.randn(s, dtype=torch.float64, requires_grad=True) for s in shapes)
+y = x @ A.t() @ B.t()
+expected = (y, *torch.autograd.grad(y, (x, A, B), slope))
+for order in ("thin first", "wide first"):
+    torch.testing.assert_close(chain(order, x, A, B, slope), expected)
+
+# %%
+from torch.utils.flop_counter import FlopCounterMode
+
+
+def chain_flops(order: str, tokens: int, rank: int) -> int:
+    """On all seven projections of a Qwen3-8B block, counted by PyTorch on the meta device."""
+    with torch.device("meta"), FlopCounterMode(display=False) as counter:
+        for wide, out in decoder_shapes(QWEN3["full"]).adapted.values():
+            shapes = ((tokens, wide), (rank, wide), (out, rank), (tokens, out))
+            chain(order, *map(torch.empty, shapes))
+    return counter.get_total_flops()
+
+
+flops = {order: chain_flops(order, 4 * 861, rank=8) for order in ("thin first", "wide first")}
 for order, n in flops.items():
     run = Run("07", f"chain: {order}", metrics={"flops": n})
     run.tags = {"experiment": "chain", "order": order}
     lab.keep(run)
 ranks = [4, 8, *(4**power for power in range(2, 7))]
-ratios = [
-    lab07_qlora.chain_flops("wide first", 3444, r) / lab07_qlora.chain_flops("thin first", 3444, r)
-    for r in ranks
-]
+ratios = [chain_flops("wide first", 3444, r) / chain_flops("thin first", 3444, r) for r in ranks]
 lab.table(
     ("rank r", *ranks),
     ("wide first, times the FLOPs of thin first", *(f"{ratio:.3g}" for ratio in ratios)),
@@ -779,6 +800,16 @@ lab.table(
 # written each time. *Compiled* are the kernels that the compiler made of all that lies between the products.
 
 # %%
+def kinds(runs: list[Run]) -> pd.DataFrame:
+    """Kinds of work that take a hundredth of the step's or more."""
+    work = pd.DataFrame(runs[0].metrics["kernel_categories"]).T
+    work["% of the work"] = 100 * work["ms"] / work["ms"].sum()
+    work["count a step"] = work["count"].round().astype(int)
+    named = work.rename(columns={"ms": "ms a step"}).rename_axis("kind of work").reset_index()
+    columns = ["kind of work", "ms a step", "% of the work", "count a step"]
+    return named.loc[named["% of the work"] >= 1, columns]
+
+
 with lab.attempt("A step by kind", reference="step by kind"):
     folder = lab.cache_dir / "traces" / "lab-07"
     traced = lab.measured(
@@ -786,7 +817,7 @@ with lab.attempt("A step by kind", reference="step by kind"):
         None,
         lambda: lab07_qlora.step_by_kind(texts["long"], recipes["blocks compiled"], folder),
     )
-    lab.runs_table([traced], lab07_qlora.kinds_table, experiment="step by kind")
+    lab.runs_table([traced], kinds, experiment="step by kind")
 
 # %% [markdown]
 # Hold *GEMM* and *attention* together against the floor: nearly all of the floor's arithmetic is in these two, and they

@@ -84,7 +84,7 @@ from labutils.labs.lab08_large_models import BLACKWELL, H100
 from labutils.profiling.gpu_specs import find_spec as card
 from labutils.profiling.gpu_specs import spec_of
 from labutils.profiling.probe import probe_machine
-from labutils.profiling.step_model import CARDS, Host, replayed_ms
+from labutils.profiling.step_model import CARDS, Host, crossing
 from labutils.recipe import Unavailable
 from labutils.results import claims
 from labutils.results.records import Run, to_frame
@@ -416,10 +416,10 @@ if on_long:
 # where kernels decide, it must change nothing. Does it?
 #
 # PyTorch can hand every operation to a function of ours on its way to the kernel (a *dispatch mode*). Ours waits for some
-# microseconds and passes the operation on (`labutils/profiling/host_delay.py`). The delay is known, and the delayed operations
-# are counted. But even a delay of 0 makes the host slower, as each operation now goes through Python. This *detour* is
-# learnt from the light step beside the same slower host, and the rows with a delay of 0 show it by itself. A captured
-# step calls hardly any operation, so hardly anything of it can be delayed.
+# microseconds and passes the operation on (`labutils/profiling/host_delay.py`). Even a delay of 0 makes the host slower, as
+# each operation now goes through Python. So what a launch takes longer, delay and *detour* together, is read from the
+# light step beside the same slower host. The rows with a delay of 0 show the detour by itself. A captured step calls
+# hardly any operation, so hardly anything of it can be delayed.
 #
 # **Your prediction:** by how many µs must a launch in the expert loop get slower until this card takes as long as an
 # RTX PRO 6000 Blackwell Max-Q whose host nobody slowed down? (Without a GPU leave it empty: the other card's time is
@@ -456,9 +456,9 @@ with lab.attempt("A slower host", reference="flip"):
                 run.metrics["added_us"]: run.metric("step_ms") for run in those
             }
         if those and on_gpu and sheet and not variant:  # a captured step has no host to wait for
-            rival_ms = replayed_ms(step.on(card(BLACKWELL), sheet, empty_ms), step.host)
+            rival_ms = step.on(card(BLACKWELL), sheet, empty_ms)
             rivals[f"{step.run.run}: {BLACKWELL}, predicted"] = rival_ms
-            flips[f"{model}_us"] = step.flip_us(rival_ms)
+            flips[f"{model}_us"] = crossing(step.beside, lambda us, ms=rival_ms: ms, 0.0, 1000.0)
     fig, ax = plt.subplots(figsize=(7.2, 4.2))
     plots.slower_hosts(ax, predicted, measured, rivals)
     ax.set_xlabel("longer for a launch, on average (delay and detour), µs")
@@ -517,7 +517,9 @@ with lab.attempt("Four cards", "four cards"):
     plain_steps = [
         s for s in studied if "delay_us" not in s.run.tags and s.run.tags["texts"] == "long"
     ]
-    ms = {s.run.run: lab08_large_models.on_cards(s, sheet, empty_ms) for s in plain_steps}
+    ms = {
+        s.run.run: {name: s.on(card(name), sheet, empty_ms) for name in CARDS} for s in plain_steps
+    }
     here = {f"measured here, {sheet.name}": [s.run.metric("step_ms") for s in plain_steps]}
     frame = pd.DataFrame(ms).T.rename_axis("ms a step, predicted").reset_index()
     lab.table(frame.assign(**here))
@@ -528,10 +530,10 @@ with lab.attempt("Four cards", "four cards"):
 if on_gpu and sheet and step_of("moe"):  # the slower the host, the less the card matters
     with lab.attempt("Four cards beside slower hosts"):
         added = [most * place / 8 for place in range(9)]
-        each = {
-            us: lab08_large_models.on_cards(step_of("moe"), sheet, empty_ms, us) for us in added
+        loop = step_of("moe")
+        curves = {
+            name: {us: loop.on(card(name), sheet, empty_ms, us) for us in added} for name in CARDS
         }
-        curves = {name: {us: each[us][name] for us in added} for name in CARDS}
         fig, ax = plt.subplots(figsize=(7.2, 3.8))
         plots.slower_hosts(ax, curves, {}, {})
         ax.set_title("The expert loop on long texts, beside ever slower hosts", pad=44)

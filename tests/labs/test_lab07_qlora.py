@@ -9,7 +9,7 @@ import torch
 from recipes_at_work import one_thread
 
 from labutils.labs import lab07_qlora
-from labutils.labs.ladders import A3_BASE, A3_OWN, distinct_on
+from labutils.labs.ladders import A3_BASE, distinct_on
 from labutils.recipe import Recipe
 from labutils.results.records import REFERENCE, Run, Runs, read_runs
 from labutils.training import Trainer
@@ -34,7 +34,8 @@ def texts():
 
 
 def test_methods_change_what_they_say():
-    assert lab07_qlora.method("qlora", "long").recipe == A3_OWN["qlora"]
+    qlora = A3_BASE.but(base_linear="nf4", checkpointing="blocks")
+    assert lab07_qlora.method("qlora", "long").recipe == qlora
     assert lab07_qlora.method("qlora", "long").change is prepared_for_kbit
     assert lab07_qlora.method("qlora", "long", "no casts").change is None
     both = lab07_qlora.method("lora", "long", "checkpointed", "fused loss")
@@ -98,27 +99,6 @@ def test_how_much_longer_steps_are():
     assert lab07_qlora.longer_by(run([12, 36, 26], [1, 3, 2]), base) == pytest.approx(20)
     assert lab07_qlora.longer_by(run([12, 36, 26], [3, 1, 1]), base) is None
     assert lab07_qlora.longer_by(run([], [], "oom"), base) is None
-
-
-@pytest.mark.parametrize("order", ["thin first", "wide first"])
-def test_both_orders_of_the_chain_give_autograds_gradients(order):
-    shapes = ((5, 12), (3, 12), (7, 3))
-    x, A, B = (torch.randn(*s, dtype=torch.float64, requires_grad=True) for s in shapes)
-    slope = torch.randn(5, 7, dtype=torch.float64)
-    y = x @ A.t() @ B.t()
-    expected = (y, *torch.autograd.grad(y, (x, A, B), slope))
-    for ours, wanted in zip(lab07_qlora.chain(order, x, A, B, slope), expected, strict=True):
-        torch.testing.assert_close(ours, wanted)
-
-
-def test_flops_of_the_chain():
-    """Six thin products of n tokens; or two thin and three wide ones, and forming the wide one."""
-    shapes = lab07_qlora.decoder_shapes(QWEN3["full"]).adapted.values()
-    n, r = 10, 4
-    thin = sum(6 * n * r * (i + o) for i, o in shapes)
-    wide = sum(4 * n * r * (i + o) + 2 * r * i * o + 4 * n * i * o for i, o in shapes)
-    assert lab07_qlora.chain_flops("thin first", n, r) == thin
-    assert lab07_qlora.chain_flops("wide first", n, r) == wide
 
 
 def test_memory_is_a_line_over_the_batch(texts):
@@ -189,8 +169,6 @@ def test_a_step_by_kind(texts, tmp_path):
     packed = lab07_qlora.recipes_on("cpu")["packed"]
     run = lab07_qlora.step_by_kind(texts["long"], packed, tmp_path, steps=1)
     assert {"attention", "GEMM", "elementwise"} <= run.metrics["kernel_categories"].keys()
-    shares = lab07_qlora.kinds_table([run])["% of the work"]
-    assert shares.min() >= 1 and 90 < shares.sum() <= 100.001
 
 
 def test_what_the_ladder_reaches():

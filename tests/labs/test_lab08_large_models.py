@@ -9,14 +9,11 @@ import torch
 
 from labutils.labs import lab08_large_models as large
 from labutils.labs.lab08_large_models import BLACKWELL, H100, METHODS, PARTS, Basis
-from labutils.labs.lab08_launch_bound import PredictedStep
 from labutils.layers.lora import count_parameters
 from labutils.profiling.memory_model import saved_for_backward
 from labutils.profiling.step_model import Host, Law, Program
 from labutils.profiling.trace import Launch
 from labutils.results import claims
-from labutils.results.records import Run
-from labutils.workloads.base import Work
 from labutils.workloads.causal_lm import GPT_OSS, GPT_OSS_120B, QWEN3, QWEN3_32B, build_lm
 
 LAW = Law(50, 300, 50)
@@ -138,13 +135,3 @@ def test_steps_stand_beside_the_articles_counts():
     frame = large.large_steps(BASES)
     assert list(frame["article A3"]) == [11000, 27000, 3600, 9200, 9400, 9200, 7300, 5200]
     assert list(frame["examples"]) == [32] * 7 + [16]
-
-
-def test_a_step_on_four_cards_and_beside_a_slow_host():
-    run = Run("08", "moe long", recipe={"precision": "bf16"})
-    step = PredictedStep(run, PROGRAM, Host(0.2), Work(flops=1e15, bytes=1e9, examples=4))
-    ms = large.on_cards(step, large.card("H200 SXM"), 0.0)
-    assert ms[H100] == pytest.approx(100) and ms["B200"] == pytest.approx(44, rel=1e-2)
-    assert ms[BLACKWELL] == pytest.approx(100 * 989.4 / 438.9)
-    slow = large.on_cards(step, large.card("H200 SXM"), 0.0, added_us=5000)
-    assert list(slow.values()) == pytest.approx([520] * 4)
