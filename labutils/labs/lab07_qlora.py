@@ -366,32 +366,26 @@ def reached(climbed: Mapping[str, Run], runs: Runs) -> dict[str, Any]:
     more than most of what a library does; the padded one for a second number, which says what its
     usual batches would have been worth.
     """
-    rates = {name: run.metrics["useful_tokens_per_s"] for name, run in climbed.items() if run.ok}
+    able = {name: run for name, run in climbed.items() if run.ok}
     metrics: dict[str, Any] = {}
-    bf16 = [rates[rung.name] for rung in A3_LADDER if rung.name in rates]
-    if bf16 and "lora" in rates:
-        best = max(bf16, key=lambda rate: rate["median"])
-        metrics |= {"useful_tokens_per_s": best, "useful_speedup": _over(best, rates["lora"])}
-    if "FP8 weights" in rates:
-        metrics["fp8_useful_tokens_per_s"] = rates["FP8 weights"]
+    if bf16 := [able[rung.name] for rung in A3_LADDER if rung.name in able]:
+        best = max(bf16, key=_rate)
+        metrics["useful_tokens_per_s"] = best.metrics["useful_tokens_per_s"]
+        if "lora" in able:
+            metrics["useful_speedup"] = _rate(best) / _rate(able["lora"])
+    if "FP8 weights" in able:
+        metrics["fp8_useful_tokens_per_s"] = able["FP8 weights"].metrics["useful_tokens_per_s"]
     rivals = {"small_over_unsloth": "packed", "small_over_unsloth_padded": False}
+    small = able.get(LEAST_MEMORY)
     for metric, rows in rivals.items():
         rival = runs.one(method="unsloth", texts="long", rows=rows)
-        if LEAST_MEMORY in rates and rival and rival.ok:
-            metrics[metric] = _over(rates[LEAST_MEMORY], rival.metrics["useful_tokens_per_s"])
-            peaks = [r.metric("peak_allocated_gb") for r in (climbed[LEAST_MEMORY], rival)]
+        if small and rival and rival.ok:
+            metrics[metric] = _rate(small) / _rate(rival)
+            peaks = [run.metric("peak_allocated_gb") for run in (small, rival)]
             if rows and all(peaks):
                 metrics["small_memory_over_unsloth"] = peaks[0] / peaks[1]
     return metrics
 
 
-def _over(one: Mapping[str, float], other: Mapping[str, float]) -> dict[str, float]:
-    """The ratio of two summaries' medians; its p10 and p90 are the least and the most that their
-    ranges allow.
-    """
-    return {
-        "median": one["median"] / other["median"],
-        "p10": one["p10"] / other["p90"],
-        "p90": one["p90"] / other["p10"],
-        "n": min(one["n"], other["n"]),
-    }
+def _rate(run: Run) -> float:
+    return run.metric("useful_tokens_per_s")

@@ -236,18 +236,13 @@ def large_steps(bases: Mapping[str, Basis], padded: bool = True) -> pd.DataFrame
     return pd.DataFrame(rows)
 
 
-def two_cards(bases: Mapping[str, Basis]) -> dict[str, float]:
+def two_cards(bases: Mapping[str, Basis], padded: bool = True) -> dict[str, float]:
     """What article A3's claims about its two cards are judged by: ratios of examples an hour, for
-    padded texts, and for texts of their mean length under names that end with "_mean".
+    padded texts or those of their mean length.
 
     What a family without a basis would tell is absent. So is, without a GPU, how the two models
     compare: nothing says then how near to the roofline the kernels of either get.
     """
-    mean = {f"{name}_mean": value for name, value in _two_cards(bases, False).items()}
-    return _two_cards(bases, True) | mean
-
-
-def _two_cards(bases: Mapping[str, Basis], padded: bool) -> dict[str, float]:
     frame = large_steps(bases, padded).set_index(["model", "texts", "card"])
     rate = frame["hourly"]
     ratio = rate.xs(H100, level="card") / rate.xs(BLACKWELL, level="card")

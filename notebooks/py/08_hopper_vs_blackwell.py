@@ -612,6 +612,8 @@ for family, name in models.items():
 if bases:
     with lab.attempt("The article's own models", reference="model of two cards"):
         two = lab08_large_models.two_cards(bases)
+        mean = lab08_large_models.two_cards(bases, padded=False)  # texts of their mean length
+        two |= {f"{metric}_mean": value for metric, value in mean.items()}
         two |= {f"{family}_host_us": 1e3 * basis.host_ms for family, basis in bases.items()}
         name = "model of two cards"
         lab.keep(Run("08", name, metrics=two, tags={"experiment": name}))

@@ -183,17 +183,13 @@ def test_what_the_ladder_reaches():
     padded = rung("unsloth long", 6.5e3, 5.0, **unsloth)
     packed = rung("unsloth long, packed", 10e3, 7.5, **unsloth, rows="packed")
     metrics = lab07_qlora.reached(climbed, Runs([padded, packed]))
-    medians = {m: v["median"] if isinstance(v, dict) else v for m, v in metrics.items()}
-    assert medians == pytest.approx(
+    assert metrics.pop("useful_tokens_per_s")["median"] == 18e3
+    assert metrics == pytest.approx(
         {
-            "useful_tokens_per_s": 18e3,
             "useful_speedup": 2,
             "small_over_unsloth_padded": 2,
             "small_over_unsloth": 1.3,
             "small_memory_over_unsloth": 1.2,
         }
-    )
-    assert metrics["useful_speedup"] == pytest.approx(
-        {"median": 2, "p10": 1.5, "p90": 8 / 3, "n": 6}
     )
     assert lab07_qlora.reached({}, Runs([])) == {}
