@@ -17,22 +17,14 @@ def single_thread():
 
 
 def test_questions_are_about_what_was_never_trained_on():
-    told = {(a.place, a.thing) for a in articles(2000, kept=False, seed=1)}
-    asked = {(a.place, a.thing) for a in articles(100, kept=True, seed=0)}
-    assert len(asked) == lab07_toy_lm.KEPT
-    assert not told & asked
-    assert {place for place, _ in asked} <= {place for place, _ in told}
-
-
-def test_an_article_names_what_it_is_about():
-    for article in articles(200, kept=False, seed=3):
-        assert article.place + article.thing in article.body
-        assert article.answer("title") == article.place + article.thing
-        assert article.answer("place") == article.place
-
-
-def test_articles_are_the_same_again():
-    assert articles(20, True, 5) == articles(20, True, 5) != articles(20, True, 6)
+    told = articles(2000, kept=False, seed=1)
+    asked = articles(100, kept=True, seed=0)
+    pairs, questions = ({(a.place, a.thing) for a in those} for those in (told, asked))
+    assert len(questions) == lab07_toy_lm.KEPT and not pairs & questions
+    assert {place for place, _ in questions} <= {place for place, _ in pairs}
+    for article in told[:200]:
+        assert article.place + article.thing == article.answer("title")
+        assert article.answer("title") in article.body
 
 
 def test_adapters_change_answers_and_are_swapped():
@@ -42,14 +34,12 @@ def test_adapters_change_answers_and_are_swapped():
     frozen = {name: p.clone() for name, p in reader.lm.named_parameters()}
     plain = reader.answers(None)
     assert all(answer.endswith("についての紹介。") for answer in plain)
-    assert reader.matches(None, "title") == 0
     reader.fine_tune("title", 30)
-    named = reader.answers("title")
+    titles = reader.answers("title")
     reader.fine_tune("place", 15)
-    assert reader.answers("title") == named
-    assert reader.answers(None) == plain
-    assert not any("紹介" in answer for answer in named + reader.answers("place"))
-    assert sum(map(len, reader.answers("place"))) < sum(map(len, named))
+    assert (reader.answers(None), reader.answers("title")) == (plain, titles)
+    assert not any("紹介" in answer for answer in titles + reader.answers("place"))
+    assert sum(map(len, reader.answers("place"))) < sum(map(len, titles))
     for name, parameter in reader.lm.named_parameters():
         before = frozen.get(name.replace(".base_layer", ""))
         assert before is None or torch.equal(parameter, before), name

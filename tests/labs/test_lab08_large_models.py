@@ -27,21 +27,16 @@ def test_every_parameter_has_its_part(size):
     assert sum(large.parameters_of(size).values()) == whole
 
 
-def test_gpt_oss_120b_by_hand():
-    width, layers, experts = 2880, 36, 128
-    counts = large.parameters_of(GPT_OSS_120B)
-    assert counts["experts"] == layers * experts * 3 * width * width
-    assert counts["words"] == 2 * 201088 * width
-    assert counts["layers"] == layers * 2 * width * (64 + 8) * 64
-
-
 def test_published_checkpoints_have_the_size_that_is_worked_out():
     """OpenAI's files hold 65.25 GB (120b) and 13.76 GB (20b); 4 bits for all would be 58.4."""
     as_published = dict.fromkeys(PARTS, 16.0) | {"experts": 4 + 8 / 32}
-    for size, gb in ((GPT_OSS_120B, 65.25), (GPT_OSS["full"], 13.76)):
-        assert sum(large.weight_gb(size, as_published).values()) == pytest.approx(gb, abs=0.01)
-    four_bit = large.weight_gb(GPT_OSS_120B, dict.fromkeys(PARTS, 4.0))
-    assert sum(four_bit.values()) == pytest.approx(116.829156672 / 2)
+    four_bit = dict.fromkeys(PARTS, 4.0)
+    for size, bits, gb in (
+        (GPT_OSS_120B, as_published, 65.25),
+        (GPT_OSS["full"], as_published, 13.76),
+        (GPT_OSS_120B, four_bit, 58.41),
+    ):
+        assert sum(large.weight_gb(size, bits).values()) == pytest.approx(gb, abs=0.01)
 
 
 @pytest.mark.parametrize("method", ["LoRA", "QLoRA, not checkpointed", "unsloth"])
@@ -55,11 +50,7 @@ def test_a_block_keeps_what_a_real_one_keeps_under_autocast(size, method):
     assert kept[0] == pytest.approx(kept[1], rel=0.1)
 
 
-def test_memory_grows_with_texts_but_for_weights_and_every_saving_saves():
-    few, many = (large.memory_gb(QWEN3["small"], METHODS["LoRA"], texts) for texts in (2, 8))
-    assert (many["weights"], many["adapters"]) == (few["weights"], few["adapters"])
-    for part in ("activations", "logits"):
-        assert many[part] == pytest.approx(4 * few[part])
+def test_every_saving_saves():
     peaks = {n: sum(large.memory_gb(QWEN3_32B, m, 4).values()) for n, m in METHODS.items()}
     assert peaks["LoRA"] > peaks["LoRA, checkpointed"] > peaks["QLoRA"] > peaks["unsloth"]
     assert peaks["QLoRA, not checkpointed"] > peaks["QLoRA"]
@@ -78,14 +69,10 @@ def test_dense_models_are_the_peaks_ratio_apart_and_waiting_ones_the_batches():
 
 
 def test_two_models_are_compared_where_their_kernels_were_measured():
-    traced = {
-        family: replace(basis, program=PROGRAM, host=Host(1e-6)) for family, basis in BASES.items()
-    }
+    traced = {family: replace(b, program=PROGRAM, host=Host(1e-6)) for family, b in BASES.items()}
     assert large.two_cards(traced)["moe_over_dense_long"] > 1
-    assert "moe_over_dense_long" not in large.two_cards(BASES)
-    for family in BASES:
-        one = large.two_cards({family: BASES[family]})
-        assert one.items() < large.two_cards(BASES).items() and f"h100_{family}_long" in one
+    alone, both = large.two_cards({"moe": BASES["moe"]}), large.two_cards(BASES)
+    assert alone.items() < both.items() and "moe_over_dense_long" not in both
 
 
 def test_with_a_host_that_takes_no_time_the_h100_wins_everything():
@@ -124,11 +111,6 @@ def test_the_bounds_of_the_claims_are_the_dense_peaks():
         32 * 3600 * large.card(name).dense["bf16"] * 1e12 / flops for name in (BLACKWELL, H100)
     ]
     assert claims.claim("A3.32b.h100-long").how["fastest"] == pytest.approx(bounds, rel=1e-3)
-
-
-def test_texts_of_the_mean_length_are_computed_on_less():
-    steps = [large.large_step(H100, "dense", "long", BASES["dense"], padded=p) for p in (0, 1)]
-    assert 2 < steps[0]["hourly"] / steps[1]["hourly"] < 2.6
 
 
 def test_steps_stand_beside_the_articles_counts():

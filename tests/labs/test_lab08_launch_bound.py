@@ -48,13 +48,6 @@ def test_a_packed_row_holds_typical_texts_and_nothing_else(family):
     assert works[0].useful_tokens == works[1].useful_tokens
 
 
-def test_variants_differ_by_what_they_are_named_for():
-    variants = lab08.variants("moe")
-    assert list(variants) == ["expert loop", "grouped", "captured", "compiled"]
-    assert set(variants["captured"].changes_from(variants["grouped"])) == {"driver"}
-    assert "driver" not in variants["compiled"].changes_from(variants["captured"])
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_thin_model_launches_what_the_model_launches(family):
     wide = lab08.resized(texts(family)["long"], width=512, inner=512)

@@ -73,10 +73,7 @@ def test_one_process_does_the_jobs_and_what_was_done_before_its_end_is_kept(
     }
     runs = train_with_unsloth(jobs, tmp_path, every=2)
     a, b, c = runs.values()
-    assert [(run.run, run.ok, run.tags["method"]) for run in (a, b)] == [
-        ("a", True, "a"),
-        ("b", True, "b"),
-    ]
+    assert a.ok and b.ok and [run.tags["method"] for run in (a, b, c)] == ["a", "b", "c"]
     assert "first_step_s" in a.metrics and "first_step_s" not in b.metrics
     assert a.metrics["loss"][0] == pytest.approx(6.93, abs=0.3)
     assert (a.recipe["driver"], b.recipe["driver"]) == ("accelerate", "eager")
@@ -85,17 +82,13 @@ def test_one_process_does_the_jobs_and_what_was_done_before_its_end_is_kept(
     assert c.status.endswith("out of patience") and c.recipe["shapes"] == "packed"
 
 
-@pytest.mark.parametrize("micro_batch", [1, 4])
-def test_batches_of_other_lengths(workload, micro_batch):
-    recipe = A3_BASE.but(micro_batch=micro_batch)
-    lengths = sorted(len(row["input_ids"]) for row in workload.dataset(None, recipe))
-    longest, odd, short = (
-        batch["input_ids"].shape for batch in unsloth_run._of_other_lengths(workload, recipe)
-    )
-    assert longest == (micro_batch, lengths[-1])
-    assert odd[1] % 2 == 1 and short[1] < odd[1] < longest[1]
-    assert short == (micro_batch, lengths[micro_batch - 1])
-    assert unsloth_run._of_other_lengths(workload, recipe.but(shapes="padded")) == []
+def test_batches_of_other_lengths(workload):
+    lengths = sorted(len(row["input_ids"]) for row in workload.dataset(None, A3_BASE))
+    batches = unsloth_run._of_other_lengths(workload, A3_BASE)
+    longest, odd, short = (batch["input_ids"].shape[1] for batch in batches)
+    assert (longest, short) == (lengths[-1], lengths[A3_BASE.micro_batch - 1])
+    assert odd % 2 == 1 and short < odd < longest
+    assert unsloth_run._of_other_lengths(workload, A3_BASE.but(shapes="padded")) == []
 
 
 def test_a_model_that_cannot_be_loaded_ends_the_process(workload, stand_in, tmp_path):
