@@ -10,7 +10,7 @@ import torch
 from recipes_at_work import one_thread
 
 from labutils.labs import lab07_qlora
-from labutils.labs.ladders import A3_BASE, A3_OWN, distinct_on
+from labutils.labs.ladders import A3_BASE, distinct_on
 from labutils.layers.quantization import nf4_math
 from labutils.recipe import Recipe
 from labutils.results.records import REFERENCE, Run, Runs, read_runs
@@ -35,7 +35,8 @@ def texts():
 
 
 def test_methods_change_what_they_say():
-    assert lab07_qlora.method("qlora", "long").recipe == A3_OWN["qlora"]
+    qlora = A3_BASE.but(base_linear="nf4", checkpointing="blocks")
+    assert lab07_qlora.method("qlora", "long").recipe == qlora
     assert lab07_qlora.method("qlora", "long").change is prepared_for_kbit
     assert lab07_qlora.method("qlora", "long", "no casts").change is None
     assert lab07_qlora.method("lora", "long", "fp32 casts").change is cast_as_for_kbit
