@@ -16,10 +16,9 @@ import functools
 import gc
 import itertools
 import math
-from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -35,7 +34,7 @@ from labutils.profiling.memory import (
     TensorRecord,
     logit_bytes,
 )
-from labutils.profiling.memory_model import BatchLine, OnMeta, bytes_of, tensors_of
+from labutils.profiling.memory_model import OnMeta, bytes_of, tensors_of
 from labutils.recipe import Recipe
 from labutils.results.records import Run, is_out_of_memory
 from labutils.training import Trainer
@@ -142,8 +141,8 @@ def _loss(workload: Workload, model: nn.Module, batch: Batch, padded: bool) -> T
         mask = None
         if padded:
             mask = torch.empty(rows, 1, length, length, dtype=torch.bool, device="meta")
-        kinds = ("full_attention", "sliding_attention")
-        batch = batch | {"attention_mask": dict.fromkeys(kinds, mask)}
+        masks = {"full_attention": mask, "sliding_attention": mask}
+        batch = batch | {"attention_mask": masks}
     return workload.loss(model, batch, workload.draw(model, batch))
 
 
@@ -193,17 +192,11 @@ class PhasedStep(EagerStep):
         super().update()
 
 
-class Recorded(NamedTuple):
-    """A step's memory, and the allocator's own counters: GB `allocated` to tensors at the peak, and
-    GB that it `reserved` from the GPU to do so, None without one."""
-
-    memory: StepMemory
-    allocated: float
-    reserved: float | None
-
-
-def recorded(workload: Workload, recipe: Recipe, settle: int = 2) -> Recorded:
-    """The memory of a real optimizer step, after `settle` others.
+def recorded(
+    workload: Workload, recipe: Recipe, settle: int = 2
+) -> tuple[StepMemory, dict[str, float]]:
+    """The memory of a real optimizer step, after `settle` others; and as metrics `peak_gb`, what
+    tensors held at the peak, and on a GPU `peak_reserved_gb`, what the allocator took to do so.
 
     Without a GPU a tensor record stands in for the allocator's, and its peak for the counter. The
     recipe's driver is replaced by the plain loop, whose phases can be told apart. On a GPU whatever
@@ -224,24 +217,16 @@ def recorded(workload: Workload, recipe: Recipe, settle: int = 2) -> Recorded:
         trainer.driver.record = record
         with record:
             trainer.step(itertools.repeat(batch))
-        if not on_gpu:
-            memory = record.step(held, _logits(workload, batch))
-            return Recorded(memory, memory.peak / GB, None)
-        held["temporaries"] = max(0, record.allocated_before - sum(held.values()))
-        return Recorded(record.step(held, _logits(workload, batch)), *cuda.peak_memory())
+        if on_gpu:
+            held["temporaries"] = max(0, record.allocated_before - sum(held.values()))
+        memory = record.step(held, _logits(workload, batch))
+        peaks = cuda.peak_memory() if on_gpu else (memory.peak / GB,)
+        return memory, dict(zip(("peak_gb", "peak_reserved_gb"), peaks, strict=False))
 
 
 def _moments(trainer: Trainer) -> list[Tensor]:
     state = (value for entry in trainer.optimizer.state.values() for value in entry.values())
     return [value for value in state if isinstance(value, Tensor)]
-
-
-def with_peak(workload: Workload, run: Run) -> Run:
-    """The run with `peak_gb`: the allocator's, or without a GPU that of a step's tensors."""
-    if run.ok:
-        peak = run.metric("peak_allocated_gb")
-        run.metrics["peak_gb"] = peak or recorded(workload, Recipe(**run.recipe)).allocated
-    return run
 
 
 def predicted_and_recorded(workload: Workload, recipe: Recipe, name: str) -> Run:
@@ -251,21 +236,19 @@ def predicted_and_recorded(workload: Workload, recipe: Recipe, name: str) -> Run
     error as a share), GB of each kind at the peak, and `activations_share`. Samples: the timeline.
     """
     prediction = predicted(workload, recipe).peak / GB
-    memory, allocated, reserved = recorded(workload, recipe)
+    memory, peaks = recorded(workload, recipe)
     run = empty_run(workload, recipe, name)
     run.tags = {"experiment": "memory", "workload": workload.name}
     run.tags["checkpointing"] = recipe.checkpointing
     at_peak = memory.at_peak()
-    run.metrics = {
+    run.metrics = peaks | {
         "predicted_gb": prediction,
-        "peak_gb": allocated,
-        "off": prediction / allocated - 1,
+        "off": prediction / peaks["peak_gb"] - 1,
         "activations_share": at_peak.get("activations", 0) / memory.peak,
         "events": memory.events,
         "phases": [list(phase) for phase in memory.phases],
     }
     run.metrics |= {f"{kind}_gb": size / GB for kind, size in at_peak.items()}
-    run.metrics |= {} if reserved is None else {"peak_reserved_gb": reserved}
     run.samples = timeline(memory)
     return run
 
@@ -280,9 +263,10 @@ def timeline(memory: StepMemory) -> dict[str, list[float]]:
     width = math.ceil(len(totals) / MOMENTS)
     starts = range(0, len(totals), width)
     at = [start + int(np.argmax(totals[start : start + width])) for start in starts]
-    series = {kind: np.array(levels)[at] / 1e6 for kind, levels in memory.series().items()}
-    kept = {kind: levels.round(2).tolist() for kind, levels in series.items()}
-    return {"at": [float(place) for place in at]} | kept
+    kept = {"at": [float(place) for place in at]}
+    for kind, levels in memory.series().items():
+        kept[kind] = [round(levels[place] / 1e6, 2) for place in at]
+    return kept
 
 
 def drawn_timeline(run: Run) -> tuple[dict[str, list[float]], list[tuple[int, str]]]:
@@ -383,29 +367,15 @@ class LimitedTrainer:
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            message = " ".join(str(error).split())
-            held |= {"message": message, "in_except_gb": self.held_gb()}
-        if "message" not in held:
+            held["message"] = " ".join(str(error).split())
+            held["in_except_gb"] = self.held_gb()
+        else:
             raise RuntimeError(f"A step on {examples} examples fits: nothing ran out.")
         held["after_except_gb"] = self.held_gb()
         self.trainer.optimizer.zero_grad()
         gc.collect()
         cuda.empty_cache()
         return held | {"cleaned_gb": self.held_gb(), "runs_again": int(self.fits(1))}
-
-    def searched(
-        self, search: Callable[[Callable[[int], bool], int], int], start: int, tags: Mapping
-    ) -> Run:
-        """What a search from `start` on found: `largest`, in how many `tries` and `failures`."""
-        tries: Counter[bool] = Counter()
-
-        def fits(examples: int) -> bool:
-            fitting = self.fits(examples)
-            tries[fitting] += 1
-            return fitting
-
-        metrics = {"largest": search(fits, start), "tries": tries.total(), "failures": tries[False]}
-        return Run("09", "", metrics=metrics, tags={"experiment": "largest batch"} | dict(tags))
 
     def __enter__(self) -> LimitedTrainer:
         return self
@@ -418,13 +388,6 @@ class LimitedTrainer:
 
 HEADROOM = 0.1
 """The share of a card that a training run should leave free."""
-
-
-def predicted_largest(workload: Workload, recipe: Recipe, room_gb: float) -> int:
-    """The largest batch whose predicted peak stays within `room_gb`: memory is a line over it."""
-    sizes = {n: recipe.but(micro_batch=n, accumulation=1) for n in (1, 3)}
-    points = {n: predicted(workload, each).peak / GB for n, each in sizes.items()}
-    return BatchLine.through(points).largest(room_gb)
 
 
 def largest_batch(fits: Callable[[int], bool], start: int) -> int:
@@ -446,16 +409,3 @@ def largest_batch(fits: Callable[[int], bool], start: int) -> int:
             batch = max(1, batch + stride if low else batch - stride)
             stride *= 2
     return low
-
-
-def largest_by_accelerate(fits: Callable[[int], bool], start: int) -> int:
-    """The batch that accelerate's `find_executable_batch_size` stops at, from `start` down."""
-    from accelerate.utils import find_executable_batch_size
-
-    @find_executable_batch_size(starting_batch_size=start)
-    def attempt(batch_size: int) -> int:
-        if not fits(batch_size):
-            raise RuntimeError(f"CUDA out of memory. A batch of {batch_size} doesn't fit.")
-        return batch_size
-
-    return attempt()

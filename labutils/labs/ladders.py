@@ -41,12 +41,7 @@ A1_LADDER = Ladder(
     Rung("stock", "article", {}, "the public script as downloaded"),
     Rung("workers", "article", {"num_workers": 3}, "decode images beside the training, not in it"),
     Rung("compile", "article", {"compile": "default"}, "fewer kernels, less Python between them"),
-    Rung(
-        "pinned",
-        "article",
-        {"pin_memory": True, "non_blocking": True},
-        "copy batches while the host goes on",
-    ),
+    Rung("pinned", "article", {"pin_memory": True, "non_blocking": True}, "no wait for copies"),
     Rung("plain loop", "same work", {"driver": "eager"}, "the same calls, no library around them"),
     Rung("device log", "same work", {"logging": "ring-buffer"}, "training reads no loss"),
     Rung("fused optimizer", "same work", {"optimizer": "adamw-fused"}, "one kernel, no host wait"),
@@ -88,12 +83,7 @@ A1_LADDER = Ladder(
         {"micro_batch": 4, "accumulation": 1, "streams": 1},
         "the mean of four losses has the mean of their gradients",
     ),
-    Rung(
-        "folded LoRA",
-        "same mathematics",
-        {"adapter": "folded"},
-        "form W + BA once, project one gradient",
-    ),
+    Rung("folded LoRA", "same mathematics", {"adapter": "folded"}, "W + BA once, one projection"),
 )
 """From article A1's starting point to as far as we get; each rung keeps the changes of those below
 it.
@@ -197,12 +187,7 @@ A3_LADDER = Ladder(
         {"compile": "default", "compile_scope": "blocks", "dynamic": "static"},
         "one block's code for all of them, and one for the loss of a chunk of tokens",
     ),
-    Rung(
-        "whole-step graph",
-        "same mathematics",
-        {"driver": "graph"},
-        "one shape can be replayed: a launch a step",
-    ),
+    Rung("whole-step graph", "same mathematics", {"driver": "graph"}, "one shape: a launch a step"),
 )
 """From article A3's LoRA run on; each rung keeps the changes of those below it."""
 
