@@ -175,7 +175,7 @@ class Pictures:
         self.formats = formats(workload.size.resolution)
         self.images = workload.cache_dir / "images"
         folder = self.images / f"drawn-v{drawings.VERSION}-seed0"
-        self.drawn = drawings.draw_images(folder, count, seed=0)
+        self.drawn = drawings.draw_images(folder, count)
 
     def files(self, name: str) -> list[Path]:
         """The pictures as files of a format."""
@@ -187,7 +187,7 @@ class Pictures:
         name = form.removesuffix(IN_MEMORY)
         tokenizer = clip_tokenizer(self.workload.weights, self.workload.cache_dir / "hub")
         preprocess = Preprocess(tokenizer, self.workload.size.resolution)
-        ids = preprocess.token_ids([drawings.caption(n, 0) for n in range(len(self.drawn))])
+        ids = preprocess.token_ids([drawings.caption(n) for n in range(len(self.drawn))])
         return FormatDataset(self.files(name), self.formats[name], preprocess, ids, name != form)
 
     def decoding(self, passes: int = 2) -> dict[str, Run]:

@@ -128,7 +128,7 @@ def pipelines(tf, files: list, resolution: int, batch: int) -> dict:
 with lab.attempt("TensorFlow's input pipeline"):
     tf = tensorflow()
     folder = lab.cache_dir / "images" / f"drawn-v{drawings.VERSION}-seed0"
-    pictures = drawings.draw_images(folder, 16 if tiny else 64, seed=0)
+    pictures = drawings.draw_images(folder, 16 if tiny else 64)
     runs = {}
     epoch = len(pictures) // 4
     for case, pipeline in pipelines(tf, pictures, resolution=512, batch=4).items():
