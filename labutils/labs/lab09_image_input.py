@@ -1,74 +1,230 @@
-"""Training on images that are kept in different forms: what decoding costs the step.
+"""What a training image costs by the form it is kept in: PNG, JPEG, WebP, or pixels; on the disk,
+or in memory; and what that costs the step.
 
-pictures = Pictures(workload, 32)
-runs     = trained_from(pictures, {("PNG", 0): recipe, ("PNG", 4): other}, steps, rounds)
-model    = step_over_decoding(pipeline_of(run, cores, threads), (0, 4), micro_batch, up_to=80)
+    pictures = Pictures(workload, 32)                the same pictures in every form
+    runs = pictures.decoding()                       one thread, file to pixels
+    runs = trained_from(pictures, {"PNG": ("PNG", recipe), "JPEG": ("JPEG", recipe)}, steps, rounds)
+
+`FormatDataset` is a class of this module, so that a DataLoader's workers find it.
 """
 
 from __future__ import annotations
 
+import ctypes
+import io
+import mmap
+import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import median
+from typing import Any, NamedTuple
 
 import numpy as np
-from torch import Tensor
+import torch
+from PIL import Image
+from torch import nn
+from torch.utils.data import Dataset
 
 from labutils.data import drawings
+from labutils.data.files import whole_file
+from labutils.data.images import Preprocess, resize
 from labutils.data.tokenizers import clip_tokenizer
-from labutils.labs.lab09_image_formats import FormatDataset, cold_read_ms, formats, kept_as, read_ms
 from labutils.profiling.cuda import timed
-from labutils.profiling.dataloader_model import Pipeline
-from labutils.recipe import Recipe
+from labutils.profiling.machine import usable_cores
+from labutils.recipe import Recipe, Unavailable
 from labutils.results.records import Run, summarise
 from labutils.training import Benchmark
 from labutils.workloads import Workload
 
-IN_MEMORY = {"PNG in memory": ("PNG", "files"), "resized in memory": ("PNG", "pixels")}
-"""Form -> (format, what of it is held in memory)."""
+# ----------------------------------------------------------------------------------------- formats
+
+
+class Format(NamedTuple):
+    """A form in which a picture is kept: compressed by one of Pillow's codecs, or as pixels.
+
+    codec: options of `Image.save`; {}: pixels, as numpy keeps them. side: pixels are kept at this
+    size, 0: as they are.
+    """
+
+    suffix: str
+    codec: Mapping[str, Any]
+    side: int = 0
+
+    def decode(self, content: bytes) -> np.ndarray:
+        """A file's bytes as uint8 [h, w, 3]."""
+        if not self.codec:
+            return np.load(io.BytesIO(content), allow_pickle=False)
+        with Image.open(io.BytesIO(content)) as image:
+            return np.asarray(image.convert("RGB"))
+
+
+def formats(resolution: int) -> dict[str, Format]:
+    """Name -> format: files as they are found, decoded once, and decoded and resized to the
+    training `resolution`.
+    """
+    return {
+        "PNG": Format(".png", {"format": "PNG"}),
+        "JPEG": Format(".jpg", {"format": "JPEG", "quality": 90}),
+        "WebP": Format(".webp", {"format": "WEBP", "quality": 90, "method": 2}),
+        "pixels": Format(".npy", {}),
+        "resized": Format(f"-{resolution}.npy", {}, side=resolution),
+    }
+
+
+def kept_as(paths: Sequence[Path], folder: Path, form: Format) -> list[Path]:
+    """The pictures of `paths` as files of another form in `folder`, written where missing."""
+    folder.mkdir(parents=True, exist_ok=True)
+
+    def kept(path: Path) -> Path:
+        file = folder / (path.stem + form.suffix)
+        if not file.exists():
+            with Image.open(path) as image:
+                picture = image.convert("RGB")
+            if form.side:
+                picture = resize(picture, form.side)
+            with whole_file(file) as part, part.open("wb") as out:
+                if form.codec:
+                    picture.save(out, **form.codec)
+                else:
+                    np.save(out, np.asarray(picture), allow_pickle=False)
+        return file
+
+    with ThreadPoolExecutor(usable_cores()) as pool:  # codecs release the interpreter's lock
+        return list(pool.map(kept, paths))
+
+
+def read_ms(files: Sequence[Path], form: Format, passes: int = 1) -> dict[str, list[float]]:
+    """Milliseconds of one thread for each file: "read" (its bytes, from the page cache if they are
+    there) and "decode" (bytes to pixels)."""
+    times: dict[str, list[float]] = {"read": [], "decode": []}
+    for file in [*files] * passes:
+        began = time.perf_counter()
+        content = file.read_bytes()
+        between = time.perf_counter()
+        form.decode(content)
+        times["read"].append(1e3 * (between - began))
+        times["decode"].append(1e3 * (time.perf_counter() - between))
+    return times
+
+
+def cached_share(files: Sequence[Path]) -> float:
+    """The share of these files' pages that the operating system holds in memory (mincore), 0..1."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    marks = []
+    for file in files:
+        content = np.memmap(file, mode="r")
+        pages = np.empty(-(-content.size // mmap.PAGESIZE), np.uint8)
+        start, size = ctypes.c_void_p(content.ctypes.data), ctypes.c_size_t(content.size)
+        if libc.mincore(start, size, ctypes.c_void_p(pages.ctypes.data)):
+            raise OSError(ctypes.get_errno(), "mincore can't tell which pages are in memory")
+        marks.append(pages & 1)
+    return float(np.concatenate(marks).mean())
+
+
+def forget(files: Sequence[Path]) -> None:
+    """Ask the operating system to drop what it holds of these files in memory. It may decline: see
+    `cached_share`.
+    """
+    for file in files:
+        with file.open("rb") as opened:
+            os.fsync(opened.fileno())  # what isn't written yet can't be dropped
+            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+class FormatDataset(Dataset):
+    """Training examples whose pictures are kept in a form: {"pixel_values": float32 [3, r, r],
+    "input_ids"}; in_memory: decoded once, and held as uint8."""
+
+    def __init__(
+        self,
+        files: Sequence[Path],
+        form: Format,
+        preprocess: Preprocess,
+        token_ids: torch.Tensor,
+        in_memory: bool = False,
+    ) -> None:
+        self.files, self.form, self.preprocess = list(files), form, preprocess
+        self.token_ids = token_ids
+        self.held = [form.decode(file.read_bytes()) for file in files] if in_memory else None
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __getitem__(self, place: int) -> dict[str, torch.Tensor]:
+        if self.held is None:
+            pixels = self.form.decode(self.files[place].read_bytes())
+        else:
+            pixels = self.held[place]
+        return {
+            "pixel_values": self.preprocess.pixels(Image.fromarray(pixels)),
+            "input_ids": self.token_ids[place],
+        }
+
+
+IN_MEMORY = " in memory"
+"""Ends the name of a form whose pictures are held in memory."""
 
 
 class Pictures:
     """The same pictures in every form, in a folder of the cache."""
 
     def __init__(self, workload: Workload, count: int) -> None:
-        self.workload, self.resolution = workload, workload.size.resolution
-        self.formats = formats(self.resolution)
+        self.workload = workload
+        self.formats = formats(workload.size.resolution)
         self.images = workload.cache_dir / "images"
         folder = self.images / f"drawn-v{drawings.VERSION}-seed0"
-        self.drawn = drawings.draw_images(folder, count, seed=0)
+        self.drawn = drawings.draw_images(folder, count)
 
     def files(self, name: str) -> list[Path]:
         """The pictures as files of a format."""
         folder = self.images / f"formats-v{drawings.VERSION}"
         return self.drawn if name == "PNG" else kept_as(self.drawn, folder, self.formats[name])
 
+    def dataset(self, form: str) -> FormatDataset:
+        """Training examples of a format, or of one held in memory ("resized in memory")."""
+        name = form.removesuffix(IN_MEMORY)
+        tokenizer = clip_tokenizer(self.workload.weights, self.workload.cache_dir / "hub")
+        preprocess = Preprocess(tokenizer, self.workload.size.resolution)
+        ids = preprocess.token_ids([drawings.caption(n) for n in range(len(self.drawn))])
+        return FormatDataset(self.files(name), self.formats[name], preprocess, ids, name != form)
+
     def decoding(self, passes: int = 2) -> dict[str, Run]:
         """ "decode: NAME" -> one thread's `read_ms` and `decode_ms`; `mb` a file."""
         runs = {}
         for name, form in self.formats.items():
             files = self.files(name)
-            times = read_ms(files, form, passes)
-            run = Run("09", f"decode: {name}", tags={"experiment": "decode", "format": name})
-            run.samples = {f"{part}_ms": t for part, t in times.items()}
-            run.metrics = {part: summarise(t) for part, t in run.samples.items()}
+            samples = {f"{part}_ms": ms for part, ms in read_ms(files, form, passes).items()}
+            run = _timed({"experiment": "decode", "format": name}, samples)
             run.metrics["mb"] = sum(file.stat().st_size for file in files) / len(files) / 1e6
-            runs[run.run] = run
+            runs[f"decode: {name}"] = run
         return runs
 
-    def decoding_on_gpu(self, decode: Callable[[bytes], Tensor]) -> Run:
-        """The same for JPEG files that the GPU decodes, one by one."""
-        contents = [file.read_bytes() for file in self.files("JPEG")]
-        samples = [
-            timed(lambda content=content: decode(content), budget_s=0.02, at_least=3)[0]
-            for content in contents
-        ]
+    def decoding_on_gpu(self) -> Run:
+        """The same for JPEG files that the GPU decodes (nvJPEG, by torchvision), one by one. Raises
+        `Unavailable` that says what is missing."""
+        if not torch.cuda.is_available():
+            raise Unavailable("nvJPEG decodes on an NVIDIA GPU, and there is none here")
+        try:
+            from torchvision.io import ImageReadMode, decode_jpeg
+        except Exception as error:  # a torchvision for another torch fails in several ways
+            raise Unavailable(
+                f"torchvision, which brings nvJPEG, can't be imported ({type(error).__name__}). "
+                "The course installs none: no wheel of it fits every torch that the course runs on"
+            ) from error
+
+        def decode(content: bytes) -> torch.Tensor:
+            data = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+            return decode_jpeg(data, mode=ImageReadMode.RGB, device="cuda")
+
+        samples = []
+        for file in self.files("JPEG"):
+            content = file.read_bytes()
+            times = timed(lambda content=content: decode(content), budget_s=0.02, at_least=3)
+            samples.append(times[0])
         tags = {"experiment": "decode", "format": "JPEG", "on_gpu": True}
-        metrics = {"decode_ms": summarise(samples)}
-        return Run("09", "", tags=tags, metrics=metrics, samples={"decode_ms": samples})
+        return _timed(tags, {"decode_ms": samples})
 
     def examples_ms(self, forms: Iterable[str]) -> dict[str, float]:
         """Form -> the median of what one thread takes to make an example.
@@ -89,102 +245,49 @@ class Pictures:
         operating system's page cache (`read_ms`), and decoded (`example_ms`); `still_cached`, what
         the system didn't drop."""
         files, form = self.files("PNG"), self.formats["PNG"]
-        samples: dict[str, list[float]] = {"cold": [], "warm": []}
-        held = []
+        reads: dict[str, list[float]] = {"cold": [], "warm": []}
+        still_cached = {"cold": 0.0, "warm": 1.0}
         for _ in range(rounds):
-            cold, still = cold_read_ms(files)
-            samples["cold"] += cold
-            samples["warm"] += read_ms(files, form)["read"]
-            held.append(still)
-        decode = median(read_ms(files, form)["decode"])
-        shares = {"cold": max(held), "warm": 1.0}
+            forget(files)
+            still_cached["cold"] = max(still_cached["cold"], cached_share(files))
+            for state in reads:
+                times = read_ms(files, form)
+                reads[state] += times["read"]
+        decode = median(times["decode"])
         runs = {}
-        for state, times in samples.items():
-            run = Run("09", f"files: {state}", tags={"experiment": "files", "cache": state})
-            run.samples = {"read_ms": times, "example_ms": [t + decode for t in times]}
-            run.metrics = {part: summarise(t) for part, t in run.samples.items()}
-            run.metrics["still_cached"] = shares[state]
-            runs[run.run] = run
+        for state, times in reads.items():
+            samples = {"read_ms": times, "example_ms": [read + decode for read in times]}
+            run = _timed({"experiment": "files", "cache": state}, samples)
+            run.metrics["still_cached"] = still_cached[state]
+            runs[f"files: {state}"] = run
         return runs
 
-    def dataset(self, form: str) -> FormatDataset:
-        """Training examples of a format, or of `IN_MEMORY`."""
-        kept, held = IN_MEMORY.get(form, (form, "nothing"))
-        tokenizer = clip_tokenizer(self.workload.weights, self.workload.cache_dir / "hub")
-        ids = tokenizer(
-            [drawings.caption(place, 0) for place in range(len(self.drawn))],
-            max_length=tokenizer.model_max_length,
-            padding="max_length",
-            truncation=True,
-            return_tensors="pt",
-        ).input_ids
-        return FormatDataset(self.files(kept), self.formats[kept], self.resolution, ids, held)
+
+def _timed(tags: dict[str, Any], samples: dict[str, list[float]]) -> Run:
+    metrics = {name: summarise(times) for name, times in samples.items()}
+    return Run("09", "", tags=tags, samples=samples, metrics=metrics)
 
 
-def image_tags(form: str, recipe: Recipe) -> dict:
-    """The tags of a run that trains on a form of the pictures."""
-    name = form.removesuffix(" in memory")
-    tags = {"experiment": "image input", "format": name}
-    tags |= {"in_memory": True} if name != form else {}
-    return tags | ({"workers": recipe.num_workers} if recipe.num_workers else {})
+# ---------------------------------------------------------------------------------------- training
 
 
 def trained_from(
-    pictures: Pictures, recipes: Mapping[tuple[str, int], Recipe], steps: int, rounds: int
-) -> dict[tuple[str, int], Run]:
-    """(form, workers) -> run of that recipe on the pictures in that form, interleaved by rounds."""
-    runs: dict[tuple[str, int], Run] = {}
-    with ExitStack() as stack:
-        benches = {}
-        for form in dict.fromkeys(form for form, _ in recipes):
-            dataset = pictures.dataset(form)
-            bench = Benchmark(
-                pictures.workload, warmup=1, dataset=lambda model, recipe, d=dataset: d
-            )
-            benches[form] = stack.enter_context(bench)
-        for turn in range(rounds):
-            for key, recipe in recipes.items():
-                name = f"{key[0]}, {key[1]} workers"
-                run = benches[key[0]].compare({name: recipe}, steps, rounds=1)[name]
-                if "round" in run.samples:
-                    run.samples["round"] = [turn] * len(run.samples["round"])
-                runs[key] = _joined(runs[key], run) if key in runs else run
-    for (form, _), run in runs.items():
-        run.tags = image_tags(form, Recipe(**run.recipe))
-    return runs
+    pictures: Pictures, ways: Mapping[str, tuple[str, Recipe]], steps: int, rounds: int
+) -> dict[str, Run]:
+    """Name -> run of the recipe of each of `ways` on the pictures in its form, interleaved by
+    rounds. The first is the base, and measured twice."""
+    form = ""
 
+    def dataset(model: nn.Module, recipe: Recipe) -> FormatDataset:
+        return pictures.dataset(form)  # of the trainer that is being built
 
-def _joined(run: Run, more: Run) -> Run:
-    """Two rounds of one run."""
-    if not (run.ok and more.ok):
-        return run if not run.ok else more
-    samples = {name: run.samples[name] + values for name, values in more.samples.items()}
-    summaries = {name: summarise(values) for name, values in samples.items() if name != "round"}
-    return replace(run, samples=samples, metrics=run.metrics | summaries)
-
-
-def pipeline_of(run: Run, cores: int, threads: int) -> Pipeline:
-    """What the model of workers needs, out of a run without workers; `read_ms` is its wait."""
-    accumulation = run.recipe["accumulation"]
-    waited = run.metric("data_ms") / accumulation
-    return Pipeline(
-        read_ms=waited,
-        compute_ms=run.metric("step_ms") / accumulation - waited,
-        cores=cores,
-        threads=threads,
-        accumulation=accumulation,
-    )
-
-
-def step_over_decoding(
-    pipeline: Pipeline, workers: Sequence[int], micro_batch: int, up_to: float
-) -> dict[int, dict[float, float]]:
-    """Workers -> ms that one thread takes for an example -> ms of an optimizer step, by the model
-    of lab 03."""
-    return {
-        count: {
-            each: replace(pipeline, read_ms=each * micro_batch).step_ms(count)
-            for each in np.linspace(0, up_to, 25).tolist()
-        }
-        for count in workers
-    }
+    tags = {}
+    with Benchmark(pictures.workload, warmup=1, dataset=dataset) as bench:
+        for name, (form, recipe) in ways.items():
+            bench.prepare({name: recipe})
+            kept = form.removesuffix(IN_MEMORY)
+            tags[name] = {"experiment": "image input", "format": kept}
+            tags[name] |= {"in_memory": True} if kept != form else {}
+            tags[name] |= {"workers": recipe.num_workers} if recipe.num_workers else {}
+        recipes = {name: recipe for name, (_, recipe) in ways.items()}
+        return bench.compare(recipes, steps, rounds, tags)

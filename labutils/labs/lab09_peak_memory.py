@@ -14,16 +14,18 @@ from __future__ import annotations
 
 import functools
 import gc
-from collections.abc import Callable, Iterator, Mapping
+import itertools
+import math
+from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from labutils.labs.ladders import A2_BASE, A3_BASE
-from labutils.layers.quantization.nf4_math import BLOCK, doubled_constant_bits
 from labutils.profiling import cuda
 from labutils.profiling.memory import (
     KINDS,
@@ -32,17 +34,19 @@ from labutils.profiling.memory import (
     TensorRecord,
     logit_bytes,
 )
-from labutils.profiling.memory_model import BatchLine, OnMeta, bytes_of, tensors_of
+from labutils.profiling.memory_model import OnMeta, bytes_of, tensors_of
 from labutils.recipe import Recipe
 from labutils.results.records import Run, is_out_of_memory
 from labutils.training import Trainer
-from labutils.training.step import AUTOCAST
+from labutils.training.batches import on_device
+from labutils.training.benchmark import empty_run
+from labutils.training.memory_run import peak_of_step, runs_out_of_memory
+from labutils.training.step import AUTOCAST, EagerStep, StepContext
 from labutils.workloads import Workload, open_workload
 from labutils.workloads.base import Batch
+from labutils.workloads.stable_diffusion import on_drawn_latents
 
 GB = 1e9
-CHECKPOINTING = ("off", "blocks", "selective")
-"""The modes in which each recipe of `GRID` is predicted and recorded."""
 GRID: dict[str, Recipe] = {
     "sd15-lora": Recipe(
         driver="eager", logging="ring-buffer", cache="latents+text", micro_batch=4, accumulation=1
@@ -57,12 +61,15 @@ GRID: dict[str, Recipe] = {
 WORKSPACES = 2 * 32 * 2**20
 """cuBLAS takes 32 MiB on Hopper from the allocator for each of its handles: the forward pass has
 one, and so has the thread that the backward pass runs in."""
-HELD_BITS = {
-    "nf4": 4 + doubled_constant_bits(BLOCK),
-    "nf4-frozen": 4 + doubled_constant_bits(BLOCK),
-    "fp8-frozen": 8,
+KNOWN = {
+    "driver": ("eager", "accelerate"),
+    "compile": ("off",),
+    "base_linear": ("published",),
+    "checkpointing": ("off", "blocks", "selective"),
+    "cache": ("nothing", "latents+text"),
+    "shapes": ("as-they-come", "fixed", "padded", "buckets"),
 }
-"""`base_linear` -> bits in which it holds a number of the frozen layers, constants included."""
+"""Knob -> the settings that can be predicted."""
 
 
 def predicted(workload: Workload, recipe: Recipe, on: str = "") -> StepMemory:
@@ -70,29 +77,41 @@ def predicted(workload: Workload, recipe: Recipe, on: str = "") -> StepMemory:
 
     on: "cuda" or "cpu", as the workload's device if not given. Of more than two micro-batches two
     are taken: the second finds the first one's gradients, as all others do. Longest examples are
-    taken where they vary. LLaVA is taken in its rewritten form: the published one looks at its
-    inputs' contents, and holds a little more. Raises `ValueError` for what it knows nothing of.
+    taken where they vary. The optimizer's state is that of AdamW without compression. LLaVA is
+    predicted with layers="rewritten" only: the published layers look at their inputs' contents.
+    Raises `ValueError` for a setting that is not in `KNOWN`.
     """
     on = on or workload.device.type
     recipe = recipe.fitted_to(on)
-    _check(recipe)
-    if recipe.layers == "published" and workload.name.startswith("llava"):
-        recipe = recipe.but(layers="rewritten")
+    for knob, settings in KNOWN.items():
+        if (setting := getattr(recipe, knob)) not in settings:
+            raise ValueError(
+                f"The prediction knows nothing of {knob}={setting!r}. "
+                f"Use {' or '.join(map(repr, settings))}."
+            )
     twin = _twin(workload.name, workload.scale, workload.data, workload.cache_dir)
-    model = _built(twin, recipe.but(base_linear="published", micro_batch=1, accumulation=1))
+    model = _built(twin, recipe.but(micro_batch=1, accumulation=1))
+    model.zero_grad()  # a prediction before this one may have left gradients
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    filled = worst_batch(workload, recipe)
-    padded = "attention_mask" in filled and not bool(filled["attention_mask"].all())
-    batch = {name: tensor.to("meta") for name, tensor in filled.items()}
-    moments = [m for parameter in trained for m in moments_of(parameter, recipe.optimizer)]
+    contents = worst_batch(workload, recipe)
+    padded = "attention_mask" in contents and not bool(contents["attention_mask"].all())
+    batch = {name: tensor.to("meta") for name, tensor in contents.items()}
+    record = TensorRecord(tensors_of(model))
+    with record, OnMeta(AUTOCAST.get(recipe.precision)):
+        for _ in range(min(2, recipe.accumulation)):
+            record.mark("forward")
+            loss = _loss(twin, model, batch, padded)
+            record.mark("backward")
+            loss.backward()
+        gradients = [parameter.grad for parameter in trained]
+        record.mark("update", gradients=gradients)
+        clipped = [gradient * 1 for gradient in gradients]  # foreach clipping and AdamW do so
+        del clipped
     held = {
-        "weights": bytes_of(tensors_of(model)) - _saved_by_format(twin, model, recipe),
-        "optimizer": bytes_of(moments),
+        "weights": bytes_of(tensors_of(model)),
+        "optimizer": 2 * bytes_of(trained),
         "temporaries": WORKSPACES if on == "cuda" else 0,
     }
-    record = TensorRecord([*tensors_of(model), *moments])
-    with record, OnMeta(AUTOCAST.get(recipe.precision)):
-        _step(record, functools.partial(_loss, twin, model, batch, padded), trained, recipe)
     return record.step(held, _logits(workload, batch))
 
 
@@ -114,41 +133,6 @@ def _built(twin: Workload, recipe: Recipe) -> nn.Module:
         return twin.build(recipe)
 
 
-def _check(recipe: Recipe) -> None:
-    if recipe.compile != "off" or recipe.driver == "graph":
-        raise ValueError(
-            "The prediction is for plain loops: use compile='off' and driver='eager' or "
-            "'accelerate'."
-        )
-    if recipe.base_linear not in ("published", *HELD_BITS):
-        raise ValueError(
-            f"The prediction doesn't know how base_linear={recipe.base_linear!r} holds its weights."
-        )
-    if recipe.checkpointing == "offload":
-        raise ValueError(
-            "The prediction doesn't follow tensors to the host: use checkpointing='blocks'."
-        )
-
-
-def _step(
-    record: TensorRecord, loss_of: Callable[[], Tensor], trained: list[nn.Parameter], recipe: Recipe
-) -> None:
-    """One optimizer step as every driver takes it: micro-batches, the update, no gradients."""
-    try:
-        passes = min(2, recipe.accumulation)
-        for done in range(1, passes + 1):
-            loss = loss_of()
-            record.mark("backward")
-            loss.backward()
-            gradients = [parameter.grad for parameter in trained]
-            record.mark("forward" if done < passes else "update", gradients=gradients)
-        clipped = [parameter.grad * 1 for parameter in trained]  # foreach clipping and AdamW do so
-        del clipped
-    finally:  # also of a step that failed: the next one may be given the same model
-        for parameter in trained:
-            parameter.grad = None
-
-
 def _loss(workload: Workload, model: nn.Module, batch: Batch, padded: bool) -> Tensor:
     if "attention_mask" in batch:
         # transformers would look at its contents to see what it can leave out; it takes one that is
@@ -157,38 +141,24 @@ def _loss(workload: Workload, model: nn.Module, batch: Batch, padded: bool) -> T
         mask = None
         if padded:
             mask = torch.empty(rows, 1, length, length, dtype=torch.bool, device="meta")
-        kinds = ("full_attention", "sliding_attention")
-        batch = batch | {"attention_mask": dict.fromkeys(kinds, mask)}
+        masks = {"full_attention": mask, "sliding_attention": mask}
+        batch = batch | {"attention_mask": masks}
     return workload.loss(model, batch, workload.draw(model, batch))
 
 
 def worst_batch(workload: Workload, recipe: Recipe) -> Batch:
-    """A micro-batch of the largest examples there are, on the host."""
+    """A micro-batch of the largest examples there are, on the host. Where the recipe caches latents
+    and texts they are drawn: shapes alone matter."""
     if recipe.cache != "nothing":
-        return _encoded_batch(workload, recipe)
-    rows, collate = workload.dataset(None, recipe), workload.collate(recipe)
-    largest = list(range(len(rows)))
-    if recipe.shapes == "packed":  # packed rows are all of one size: the first will do
-        return collate([rows[place] for place in next(iter(workload.order(rows, recipe)))])
+        workload = on_drawn_latents(workload)
+    rows = workload.dataset(None, recipe)
+    places = list(range(len(rows)))
     if hasattr(workload, "example_sizes"):
         sizes = [example.tokens for example in workload.example_sizes(recipe)]
-        largest.sort(key=lambda place: -sizes[place])
-    return collate([rows[largest[n % len(largest)]] for n in range(recipe.micro_batch)])
-
-
-def _encoded_batch(workload: Workload, recipe: Recipe) -> Batch:
-    """What a cache of the diffusion model's encoders would hand over: shapes alone matter."""
-    if not hasattr(workload, "latent_shape"):
-        raise ValueError(
-            f"The prediction doesn't know what cache={recipe.cache!r} keeps of this workload."
-        )
-    channels, *sides = workload.latent_shape
-    dtype, rows = AUTOCAST.get(recipe.precision, torch.float32), recipe.micro_batch
-    kept: Batch = {"moments": torch.zeros(rows, 2 * channels, *sides, dtype=dtype)}
-    if recipe.cache == "latents":
-        return kept | {"input_ids": torch.zeros(rows, 77, dtype=torch.long)}
-    width = workload.size.text_width
-    return kept | {"condition": torch.zeros(rows, 77, width, dtype=dtype)}
+        places.sort(key=lambda place: -sizes[place])
+    chosen = itertools.islice(itertools.cycle(places), recipe.micro_batch)
+    collate = workload.collate(recipe)
+    return next(iter(DataLoader(rows, batch_sampler=[list(chosen)], collate_fn=collate)))
 
 
 def _logits(workload: Workload, batch: Batch) -> frozenset[int]:
@@ -200,124 +170,63 @@ def _logits(workload: Workload, batch: Batch) -> frozenset[int]:
     return logit_bytes((rows * length, rows * (length - 1)), words)
 
 
-def _saved_by_format(twin: Workload, model: nn.Module, recipe: Recipe) -> int:
-    """Bytes that the frozen layers are smaller by which the recipe's format converts."""
-    if recipe.base_linear == "published":
-        return 0
-    weights = [model.get_submodule(place).weight for place in twin.converted(model, recipe)]
-    return sum(round(w.nbytes - w.numel() * HELD_BITS[recipe.base_linear] / 8) for w in weights)
-
-
-PAGED_FROM = 100_000
-"""Numbers from which bitsandbytes keeps a parameter's moments in pages."""
-
-
-def moments_of(parameter: Tensor, optimizer: str) -> list[Tensor]:
-    """AdamW's state of a parameter, as tensors of the sizes that the optimizer keeps on the GPU."""
-    if optimizer in ("adamw-8bit", "adamw-paged") and parameter.numel() >= 4096:
-        device, constants = parameter.device, -(-parameter.numel() // 256)
-        kept = [torch.empty(constants, device=device) for _ in range(2)]
-        if optimizer == "adamw-paged" and parameter.numel() >= PAGED_FROM:
-            return kept
-        shape = parameter.shape
-        return kept + [torch.empty(shape, dtype=torch.uint8, device=device) for _ in range(2)]
-    return [torch.empty_like(parameter, requires_grad=False) for _ in range(2)]
-
-
 # --------------------------------------------------------------------------------------- recorded
 
 
-class Recorded(NamedTuple):
-    """A step's memory, and the allocator's own counters: GB `allocated` to tensors at the peak, and
-    GB that it `reserved` from the GPU to do so, None without one."""
+class PhasedStep(EagerStep):
+    """The plain loop's step, which marks its phases in `record`."""
 
-    memory: StepMemory
-    allocated: float
-    reserved: float | None
+    def __init__(self, context: StepContext) -> None:
+        super().__init__(context)
+        self.record: TensorRecord | AllocatorRecord = TensorRecord()
+
+    def loss(self, batch: Batch) -> Tensor:
+        self.record.mark("forward")
+        loss = super().loss(batch)
+        self.record.mark("backward")
+        return loss
+
+    def update(self) -> None:
+        gradients = [p.grad for p in self.context.parameters if p.grad is not None]
+        self.record.mark("update", gradients=gradients)
+        super().update()
 
 
-def recorded(workload: Workload, recipe: Recipe, settle: int = 2) -> Recorded:
-    """The memory of a real optimizer step, after `settle` others.
+def recorded(
+    workload: Workload, recipe: Recipe, settle: int = 2
+) -> tuple[StepMemory, dict[str, float]]:
+    """The memory of a real optimizer step, after `settle` others; and as metrics `peak_gb`, what
+    tensors held at the peak, and on a GPU `peak_reserved_gb`, what the allocator took to do so.
 
     Without a GPU a tensor record stands in for the allocator's, and its peak for the counter. The
-    recipe's driver is replaced by the plain loop, whose phases can be told apart.
+    recipe's driver is replaced by the plain loop, whose phases can be told apart. On a GPU whatever
+    else the process holds counts as temporaries: `training.memory_run.make_room` lets go of it.
     """
+    on_gpu = workload.device.type == "cuda"
     recipe = recipe.but(driver="eager", logging="ring-buffer")
-    gc.collect()  # what an earlier trainer left in cycles would be taken for what others hold
-    before = cuda.allocated_memory()
-    with Trainer(workload, recipe) as trainer:
-        built = cuda.allocated_memory()
+    gc.collect()  # what an earlier trainer left in cycles would count as this one's
+    with Trainer(workload, recipe, driver=PhasedStep) as trainer:
         trainer.run(settle)  # the moments are there from the first step on, workspaces soon after
-        batch = _on(worst_batch(workload, trainer.recipe), workload.device)
-        batches = iter([batch] * recipe.accumulation)
-        if workload.device.type != "cuda":
-            memory = _recorded_step(trainer, batches, TensorRecord(_standing(trainer)))
-            return Recorded(memory, memory.peak / GB, None)
-        # Others hold all that was there before, but for frozen weights that this model shares.
-        held = bytes_of(tensors_of(trainer.model)) / GB
-        foreign = before - max(0.0, held - (built - before))
+        largest = worst_batch(workload, trainer.recipe)
+        batch = on_device(largest, workload.device, non_blocking=False)
+        weights, moments = tensors_of(trainer.model), _moments(trainer)
+        held = {"weights": bytes_of(weights), "optimizer": bytes_of(moments)}
         cuda.empty_cache()
         cuda.reset_peak_memory()
-        memory = _recorded_step(trainer, batches, AllocatorRecord(), foreign)
-        return Recorded(memory, *(peak - foreign for peak in cuda.peak_memory()))
-
-
-def _on(batch: Batch, device: torch.device) -> Batch:
-    return {name: tensor.to(device) for name, tensor in batch.items()}
-
-
-def _standing(trainer: Trainer) -> list[Tensor]:
-    """What a trainer holds between two steps."""
-    return [*tensors_of(trainer.model), *_moments(trainer)]
+        record = AllocatorRecord() if on_gpu else TensorRecord([*weights, *moments])
+        trainer.driver.record = record
+        with record:
+            trainer.step(itertools.repeat(batch))
+        if on_gpu:
+            held["temporaries"] = max(0, record.allocated_before - sum(held.values()))
+        memory = record.step(held, _logits(workload, batch))
+        peaks = cuda.peak_memory() if on_gpu else (memory.peak / GB,)
+        return memory, dict(zip(("peak_gb", "peak_reserved_gb"), peaks, strict=False))
 
 
 def _moments(trainer: Trainer) -> list[Tensor]:
     state = (value for entry in trainer.optimizer.state.values() for value in entry.values())
     return [value for value in state if isinstance(value, Tensor)]
-
-
-def _recorded_step(
-    trainer: Trainer,
-    batches: Iterator[Batch],
-    record: TensorRecord | AllocatorRecord,
-    foreign_gb: float = 0.0,
-) -> StepMemory:
-    """One step of the trainer, its phases marked, without what is foreign."""
-    driver, trained = trainer.driver, trainer.parameters
-    loss, update = driver.loss, driver.update
-
-    def marked_loss(batch: Batch) -> Tensor:
-        record.mark("forward")
-        result = loss(batch)
-        record.mark("backward")
-        return result
-
-    def marked_update() -> None:
-        record.mark("update", gradients=[p.grad for p in trained if p.grad is not None])
-        update()
-
-    driver.loss, driver.update = marked_loss, marked_update
-    try:
-        with record:
-            trainer.step(batches)
-    finally:
-        del driver.loss, driver.update
-    weights, moments = bytes_of(tensors_of(trainer.model)), bytes_of(_moments(trainer))
-    held = {"weights": weights, "optimizer": moments}
-    if isinstance(record, AllocatorRecord):
-        rest = record.allocated_before - round(foreign_gb * GB) - weights - moments
-        held["temporaries"] = max(0, rest)
-    return record.step(
-        held, _logits(trainer.workload, worst_batch(trainer.workload, trainer.recipe))
-    )
-
-
-def with_peak(workload: Workload, run: Run) -> Run:
-    """The run with `peak_gb`: the allocator's, or without a GPU that of a step's tensors."""
-    if run.ok:
-        peak = run.metric("peak_allocated_gb")
-        run.metrics["peak_gb"] = peak or recorded(workload, Recipe(**run.recipe)).allocated
-    return run
 
 
 def predicted_and_recorded(workload: Workload, recipe: Recipe, name: str) -> Run:
@@ -326,25 +235,20 @@ def predicted_and_recorded(workload: Workload, recipe: Recipe, name: str) -> Run
     `predicted_gb`, `peak_gb` (of tensors), on a GPU `peak_reserved_gb`, `off` (the prediction's
     error as a share), GB of each kind at the peak, and `activations_share`. Samples: the timeline.
     """
-    prediction, (memory, allocated, reserved) = (
-        predicted(workload, recipe),
-        recorded(workload, recipe),
-    )
-    tags = {"workload": workload.name, "checkpointing": recipe.checkpointing}
-    run = Run("09", name, workload=workload.name, tags={"experiment": "memory"} | tags)
-    run.scale, run.weights, run.data = workload.scale, workload.weights, workload.data
-    run.recipe = recipe.fitted_to(workload.device.type).as_dict()
+    prediction = predicted(workload, recipe).peak / GB
+    memory, peaks = recorded(workload, recipe)
+    run = empty_run(workload, recipe, name)
+    run.tags = {"experiment": "memory", "workload": workload.name}
+    run.tags["checkpointing"] = recipe.checkpointing
     at_peak = memory.at_peak()
-    run.metrics = {
-        "predicted_gb": prediction.peak / GB,
-        "peak_gb": allocated,
-        "off": prediction.peak / GB / allocated - 1,
+    run.metrics = peaks | {
+        "predicted_gb": prediction,
+        "off": prediction / peaks["peak_gb"] - 1,
         "activations_share": at_peak.get("activations", 0) / memory.peak,
         "events": memory.events,
-        "phases": [[at, phase] for at, phase in memory.phases],
+        "phases": [list(phase) for phase in memory.phases],
     }
     run.metrics |= {f"{kind}_gb": size / GB for kind, size in at_peak.items()}
-    run.metrics |= {} if reserved is None else {"peak_reserved_gb": reserved}
     run.samples = timeline(memory)
     return run
 
@@ -355,12 +259,14 @@ MOMENTS = 600
 
 def timeline(memory: StepMemory) -> dict[str, list[float]]:
     """ "at" and, kind by kind, MB held: at the fullest event of each of `MOMENTS` stretches."""
-    series, totals = memory.series(), memory.totals()
-    width = max(1, -(-len(totals) // MOMENTS))
-    stretches = (range(at, min(at + width, len(totals))) for at in range(0, len(totals), width))
-    chosen = [max(stretch, key=totals.__getitem__) for stretch in stretches]
-    kept = {kind: [round(levels[at] / 1e6, 2) for at in chosen] for kind, levels in series.items()}
-    return {"at": [float(at) for at in chosen], **kept}
+    totals = memory.totals()
+    width = math.ceil(len(totals) / MOMENTS)
+    starts = range(0, len(totals), width)
+    at = [start + int(np.argmax(totals[start : start + width])) for start in starts]
+    kept = {"at": [float(place) for place in at]}
+    for kind, levels in memory.series().items():
+        kept[kind] = [round(levels[place] / 1e6, 2) for place in at]
+    return kept
 
 
 def drawn_timeline(run: Run) -> tuple[dict[str, list[float]], list[tuple[int, str]]]:
@@ -368,15 +274,13 @@ def drawn_timeline(run: Run) -> tuple[dict[str, list[float]], list[tuple[int, st
 
     Between two moments on record it is as at the former.
     """
-    at = [int(place) for place in run.samples["at"]]
-    spans = zip([0, *at[1:]], [*at[1:], run.metrics["events"]], strict=True)
-    counts = [after - before for before, after in spans]
+    lengths = np.diff([0, *run.samples["at"][1:], run.metrics["events"]]).astype(int)
     series = {
-        kind: [1e6 * level for level, n in zip(levels, counts, strict=True) for _ in range(n)]
+        kind: (1e6 * np.repeat(levels, lengths)).tolist()
         for kind, levels in run.samples.items()
         if kind in KINDS
     }
-    return series, [(place, name) for place, name in run.metrics["phases"]]
+    return series, run.metrics["phases"]
 
 
 # ------------------------------------------------------------------------- running out of memory
@@ -416,66 +320,40 @@ class LimitedTrainer:
     """
 
     def __init__(self, workload: Workload, recipe: Recipe) -> None:
-        plain = recipe.but(driver="eager", logging="ring-buffer", accumulation=1, micro_batch=1)
         self.workload, self.on_gpu = workload, workload.device.type == "cuda"
-        self.trainer = Trainer(workload, plain)
-        self.recipe = self.trainer.recipe  # as it fits this device
-        self.limit_gb: float | None = None
-        self.tries: dict[int, bool] = {}
-        self.record: LimitedRecord | None = None
+        self.trainer = Trainer(workload, recipe.but(accumulation=1, micro_batch=1))
+        self.limit_gb = math.inf
+        self.record = LimitedRecord([], 0, math.inf)
         self.step(1)  # the moments come with the first step
 
-    def limit(self, gb: float | None) -> None:
-        """Give this process so many GB, everything that it holds included; None: all there is."""
+    def limit(self, gb: float) -> None:
+        """Give this process so many GB, everything that it holds included."""
         self.limit_gb = gb
         if self.on_gpu:
             cuda.empty_cache()
             total = torch.cuda.get_device_properties(0).total_memory / GB
-            torch.cuda.set_per_process_memory_fraction(min(1.0, gb / total) if gb else 1.0)
+            torch.cuda.set_per_process_memory_fraction(min(1.0, gb / total))
 
     def step(self, examples: int) -> float:
         """One optimizer step on so many examples; GB at its peak."""
-        largest = worst_batch(self.workload, self.recipe.but(micro_batch=examples))
-        batch = _on(largest, self.workload.device)
-        if self.on_gpu:
-            cuda.reset_peak_memory()
-            self.trainer.step(iter([batch]))
-            cuda.synchronize()
-            return cuda.peak_memory()[0]
-        known = _standing(self.trainer)
-        limit = float("inf") if self.limit_gb is None else self.limit_gb * GB
-        self.record = LimitedRecord([*known, *batch.values()], bytes_of(known), limit)
-        with self.record:
-            self.trainer.step(iter([batch]))
-        return self.record.step({"weights": bytes_of(known)}).peak / GB
+        batch = worst_batch(self.workload, self.trainer.recipe.but(micro_batch=examples))
+        standing = self._standing()
+        known = [*standing, *batch.values()]
+        self.record = LimitedRecord(known, bytes_of(standing), self.limit_gb * GB)
+        return peak_of_step(self.trainer, batch, self.record)
 
     def fits(self, examples: int) -> bool:
         """Whether a step on so many examples runs; a failed step is cleaned up."""
-        try:
-            self.step(examples)
-            fitting = True
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            fitting = False
-        # Outside the except block: inside it the exception still holds the frames and tensors.
-        self.tries[examples] = fitting
-        if not fitting:
-            self.clean_up()
-        return fitting
+        return not runs_out_of_memory(self.trainer, lambda: self.step(examples))
 
-    def clean_up(self) -> None:
-        """Drop what a failed step leaves: gradients, and memory in the allocator's cache."""
-        for parameter in self.trainer.parameters:
-            parameter.grad = None
-        gc.collect()
-        cuda.empty_cache()
+    def _standing(self) -> list[Tensor]:
+        return [*tensors_of(self.trainer.model), *_moments(self.trainer)]
 
     def held_gb(self) -> float:
         """GB that tensors hold now, the model's included."""
         if self.on_gpu:
             return cuda.allocated_memory()
-        return (bytes_of(_standing(self.trainer)) + (self.record.now if self.record else 0)) / GB
+        return (bytes_of(self._standing()) + self.record.now) / GB
 
     def run_out(self, examples: int) -> dict[str, Any]:
         """Have a step on so many examples run out of memory, and look at what is held.
@@ -489,44 +367,27 @@ class LimitedTrainer:
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            message = " ".join(str(error).split())
-            held |= {"message": message, "in_except_gb": self.held_gb()}
-        if "message" not in held:
+            held["message"] = " ".join(str(error).split())
+            held["in_except_gb"] = self.held_gb()
+        else:
             raise RuntimeError(f"A step on {examples} examples fits: nothing ran out.")
         held["after_except_gb"] = self.held_gb()
-        self.clean_up()
+        self.trainer.optimizer.zero_grad()
+        gc.collect()
+        cuda.empty_cache()
         return held | {"cleaned_gb": self.held_gb(), "runs_again": int(self.fits(1))}
-
-    def searched(
-        self, search: Callable[[Callable[[int], bool], int], int], start: int, tags: Mapping
-    ) -> Run:
-        """What a search from `start` on found: `largest`, in how many `tries` and `failures`."""
-        self.tries.clear()
-        largest = search(self.fits, start)
-        failures = sum(not fits for fits in self.tries.values())
-        metrics = {"largest": largest, "tries": len(self.tries), "failures": failures}
-        return Run("09", "", metrics=metrics, tags={"experiment": "largest batch"} | dict(tags))
 
     def __enter__(self) -> LimitedTrainer:
         return self
 
-    def __exit__(
-        self, kind: type | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Lift the limit and end the trainer."""
-        self.limit(None)
+        self.limit(math.inf)
         self.trainer.close()
 
 
 HEADROOM = 0.1
 """The share of a card that a training run should leave free."""
-
-
-def predicted_largest(workload: Workload, recipe: Recipe, room_gb: float, on: str = "") -> int:
-    """The largest batch whose predicted peak stays within `room_gb`: memory is a line over it."""
-    sizes = {n: recipe.but(micro_batch=n, accumulation=1) for n in (1, 3)}
-    points = {n: predicted(workload, each, on).peak / GB for n, each in sizes.items()}
-    return BatchLine.through(points).largest(room_gb)
 
 
 def largest_batch(fits: Callable[[int], bool], start: int) -> int:
@@ -535,34 +396,16 @@ def largest_batch(fits: Callable[[int], bool], start: int) -> int:
     It walks away from the start, in steps that double, until it has one that fits and one that
     doesn't, and then halves what is between. A good start costs two tries, one of which fails.
     """
-    low, high = 0, 0  # the largest known to fit, the smallest known not to
-    at, stride = max(1, start), 1
-    while not high or (low == 0 and high > 1):
-        if fits(at):
-            low = max(low, at)
-            if high:
-                break
-            at += stride
-        else:
-            high = at
-            if low:
-                break
-            at = max(1, at - stride)
-        stride *= 2
+    low, high = 0, math.inf  # the largest known to fit, the smallest known not to
+    batch, stride = max(1, start), 1
     while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
+        if fits(batch):
+            low = batch
+        else:
+            high = batch
+        if low and high < math.inf:
+            batch = (low + high) // 2
+        else:
+            batch = max(1, batch + stride if low else batch - stride)
+            stride *= 2
     return low
-
-
-def largest_by_accelerate(fits: Callable[[int], bool], start: int) -> int:
-    """The batch that accelerate's `find_executable_batch_size` stops at, from `start` down."""
-    from accelerate.utils import find_executable_batch_size
-
-    @find_executable_batch_size(starting_batch_size=start)
-    def attempt(batch_size: int) -> int:
-        if not fits(batch_size):
-            raise RuntimeError(f"CUDA out of memory. A batch of {batch_size} doesn't fit.")
-        return batch_size
-
-    return attempt()

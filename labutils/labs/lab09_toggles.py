@@ -4,36 +4,30 @@ recipes = switches("full")                name -> recipe; each differs from its 
 runs    = bench.compare(recipes, steps)   time and memory
 table   = switch_table(runs.values())     against its base
 errors  = numerical_effects(workload)     loss and gradient against float32's, on one batch
+costs   = optimizer_costs(scale, device)  each form of AdamW, alone
+rates   = images_per_s(8, threads=1)      processes that resize pictures at the same time
 """
 
 from __future__ import annotations
 
 import contextlib
-import gc
-import time
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import replace
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import pandas as pd
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parameters_to_vector
 
-from labutils.labs.ladders import A2_BASE, A3_BASE
 from labutils.layers.cuda_graph import float32_rounded
 from labutils.layers.quantization.fp8_math import relative_error
 from labutils.profiling import cuda
-from labutils.profiling.timing import StepTimes
-from labutils.recipe import STOCK, Recipe
+from labutils.recipe import Recipe
 from labutils.results.judges.effects import time_effect
-from labutils.results.records import Run, status_of, summarise
-from labutils.training import child_process
-from labutils.training.benchmark import REFILL_S, Candidate, empty_run
+from labutils.results.records import Run, summarise
 from labutils.training.child_process import MESSAGE, Child
 from labutils.training.step import AUTOCAST, build_optimizer
-from labutils.workloads import Workload, open_workload
-from labutils.workloads.base import Batch
+from labutils.workloads import Workload
 
 # ---------------------------------------------------------------------------------------- switches
 
@@ -85,105 +79,80 @@ guessed, for as long as the process lives. Under the same permission this switch
 def switches(scale: str) -> dict[str, Recipe]:
     """Name -> recipe of "float32" and every switch: plain loops on latents and text embeddings that
     are there already, so that no data path is in the times; no TF32."""
-    base = Recipe(
+    examples = BATCH[scale]
+    float32 = Recipe(
         driver="eager",
         logging="ring-buffer",
         cache="latents+text",
-        micro_batch=BATCH[scale],
+        micro_batch=examples,
         accumulation=1,
-        precision="fp16",
+        precision="fp32",
         tf32="nothing",
     )
-    recipes = {"base": base, "float32": base.but(precision="fp32")}
+    recipes = {"base": float32.but(**SWITCHES["base"].changes), "float32": float32}
     for name, switch in SWITCHES.items():
-        changes = (
-            {"micro_batch": 1, "accumulation": base.micro_batch}
-            if name == "accumulation"
-            else switch.changes
-        )
-        recipes[name] = recipes[switch.base].but(**changes)
+        recipes[name] = recipes[switch.base].but(**switch.changes)
+    recipes["accumulation"] = recipes["base"].but(micro_batch=1, accumulation=examples)
     return recipes
 
 
 def switch_table(runs: Iterable[Run]) -> pd.DataFrame:
     """One row a switch: what it changes, and its effects on time and memory against its base."""
-    by_name = {run.tags["toggle"]: run for run in runs if not run.tags.get("again")}
     again = {run.tags["toggle"]: run for run in runs if run.tags.get("again")}
+    by_name = {run.tags["toggle"]: run for run in runs if not run.tags.get("again")}
     rows = []
     for name, run in by_name.items():
-        row = {"switch": name, "step, ms": run.metric("step_ms")}
         switch = SWITCHES.get(name, Switch("", {}, "where it starts"))
-        row |= {"peak memory, GB": run.metric("peak_gb"), "why": switch.why}
+        peak = run.metric("peak_gb")
+        row = {"switch": name, "step, ms": run.metric("step_ms"), "peak memory, GB": peak}
+        row["why"] = switch.why
         if base := by_name.get(switch.base):
             changes = Recipe(**run.recipe).changes_from(Recipe(**base.recipe))
             row["changes"] = ", ".join(f"{knob}={new}" for knob, (_, new) in changes.items())
             effect = time_effect(base, run, again.get(switch.base))
             row["against its base"] = effect.text() if effect else None
-            peak, held = run.metric("peak_gb"), base.metric("peak_gb")
-            row["memory, %"] = 100 * (peak / held - 1) if peak and held else None
+            if peak and base.metric("peak_gb"):
+                row["memory, %"] = 100 * (peak / base.metric("peak_gb") - 1)
         rows.append(row)
     return pd.DataFrame(rows)
-
-
-def paying(runs: Mapping[str, Run], at_least: float = 0.05) -> dict[str, float]:
-    """How many switches were `tried`, and how many surely shorten the step by that share
-    (`helped`), or do not (`left_alone`)."""
-    effects = [
-        time_effect(runs[switch.base], runs[name])
-        for name, switch in SWITCHES.items()
-        if {name, switch.base} <= runs.keys() and runs[name].ok and runs[switch.base].ok
-    ]
-    known = [effect for effect in effects if effect is not None]
-    helped = sum(e.direction < 0 and e.value <= 1 - at_least for e in known)
-    return {"tried": len(known), "helped": helped, "left_alone": len(known) - helped}
 
 
 # ----------------------------------------------------------------------------------------- numbers
 
 
-class Form(NamedTuple):
-    """How a forward and backward pass is computed: the frozen weights' precision, under autocast or
-    not, the factor of the loss, and what float32 rounds to TF32."""
-
-    precision: str
-    autocast: bool = True
-    loss_scale: float = 1.0
-    tf32: str = "nothing"
-
-
-FORMS = {
-    "fp32": Form("fp32", autocast=False),
-    "tf32": Form("fp32", autocast=False, tf32="everything"),
-    "fp16, scaled loss": Form("fp16", loss_scale=2.0**16),
-    "fp16, loss not scaled": Form("fp16"),
-    "fp16 throughout": Form("fp16", autocast=False, loss_scale=2.0**10),
-    "bf16": Form("bf16"),
-    "bf16 throughout": Form("bf16", autocast=False),
+FORMS: dict[str, dict[str, Any]] = {
+    "fp32": {"precision": "fp32", "autocast": False},
+    "tf32": {"precision": "fp32", "autocast": False, "tf32": "everything"},
+    "fp16, scaled loss": {"precision": "fp16", "loss_scale": 2.0**16},
+    "fp16, loss not scaled": {"precision": "fp16"},
+    "fp16 throughout": {"precision": "fp16", "autocast": False, "loss_scale": 2.0**10},
+    "bf16": {"precision": "bf16"},
+    "bf16 throughout": {"precision": "bf16", "autocast": False},
 }
-"""Name -> form. "throughout": no autocast, so that norms, their sums and the adapters are in 16
-bits as well.
+"""Name -> how a forward and backward pass is computed, as `_gradient` takes it. "throughout": no
+autocast, so that norms, their sums and the adapters are in 16 bits as well.
 """
 
 
-def numerical_effects(workload: Workload, forms: Mapping[str, Form] = FORMS) -> dict[str, Run]:
-    """Loss and gradients of one batch in each form, against those in float32, as runs with
+def numerical_effects(workload: Workload) -> dict[str, Run]:
+    """Loss and gradients of one batch in each of `FORMS`, against those in float32, as runs with
     `loss_error` and `gradient_error` (relative), and `lost_share`, the share of gradients that
     became 0 and are not.
 
-    The same weights, batch and noise for all; the adapters' B, which would be 0, is drawn as well,
-    so that every gradient is one. On a CPU the 16-bit formats are computed by the CPU's own
-    kernels.
+    The workload is on drawn latents. The same weights, batch and noise for all; the adapters' B,
+    which would be 0, is drawn as well, so that every gradient is one. On a CPU the 16-bit formats
+    are computed by the CPU's own kernels.
     """
     exact: tuple[float, Tensor] | None = None
     runs = {}
-    for name, form in forms.items():
+    for name, form in FORMS.items():
         tags = {"experiment": "numbers", "precision": name}
         run = runs[name] = Run("09", f"numbers: {name}", workload=workload.name, tags=tags)
         run.scale, run.weights, run.data = workload.scale, workload.weights, workload.data
-        if form.tf32 != "nothing" and workload.device.type != "cuda":
+        if "tf32" in form and workload.device.type != "cuda":
             run.status = "skipped: TF32 is a format of NVIDIA's tensor cores"
             continue
-        loss, gradient = _gradient(workload, form)
+        loss, gradient = _gradient(workload, **form)
         exact = exact or (loss, gradient)
         run.metrics = {
             "loss_error": abs(loss / exact[0] - 1),
@@ -193,57 +162,40 @@ def numerical_effects(workload: Workload, forms: Mapping[str, Form] = FORMS) -> 
     return runs
 
 
-def _gradient(workload: Workload, form: Form) -> tuple[float, Tensor]:
-    """The loss, and all adapters' gradients in a row, in float64 on the host."""
-    kind, dtype = workload.device.type, AUTOCAST.get(form.precision, torch.float32)
-    recipe = switches(workload.scale)["float32"].but(
-        precision=form.precision, adapter="plain", micro_batch=2
-    )
-    model = workload.build(recipe)
-    trained = _drawn(model)
-    if not form.autocast:
-        for parameter in trained:
-            parameter.data = parameter.data.to(dtype)
-    batch, draws = _same_inputs(workload, model, dtype)
-    cast = torch.autocast(kind, dtype) if form.autocast else nullcontext()
-    with float32_rounded(
-        form.tf32
-    ):  # around the backward pass as well: PyTorch's own setting is TF32 for convolutions
-        with cast:
-            loss = workload.loss(model, batch, draws)
-        (loss * form.loss_scale).backward()
-    gradient = torch.cat([p.grad.flatten().double().cpu() for p in trained]) / form.loss_scale
-    return loss.item(), gradient
+def _gradient(
+    workload: Workload,
+    precision: str,
+    autocast: bool = True,
+    loss_scale: float = 1.0,
+    tf32: str = "nothing",
+) -> tuple[float, Tensor]:
+    """The loss, and all adapters' gradients in a row, in float64 on the host.
 
-
-def _drawn(model: nn.Module) -> list[nn.Parameter]:
-    """The trained parameters, each B filled with small numbers."""
-    generator = torch.Generator().manual_seed(1)
-    trained = []
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            trained.append(parameter)
-            if "lora_B" in name:
-                parameter.data.copy_(0.02 * torch.randn(parameter.shape, generator=generator))
-    return trained
-
-
-def _same_inputs(workload: Workload, model: nn.Module, dtype: torch.dtype) -> tuple[Batch, Batch]:
-    """A batch of latents and text embeddings, and the noise of one step, drawn in float32 and
-    rounded to `dtype`.
+    precision: of the frozen weights, and of autocast where it is on. loss_scale: the loss is
+    multiplied by it before the backward pass, the gradients are divided by it afterwards. tf32:
+    what float32 rounds to TF32.
     """
+    device, dtype = workload.device, AUTOCAST.get(precision, torch.float32)
+    recipe = switches(workload.scale)["float32"].but(precision=precision, adapter="plain")
+    model = workload.build(recipe)
     generator = torch.Generator().manual_seed(0)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(2, *shape, generator=generator).to(workload.device, dtype)
-
-    channels, *sides = workload.latent_shape
-    batch = {
-        "moments": normal(2 * channels, *sides),
-        "condition": normal(77, workload.size.text_width),
-    }
-    noise = {"posterior": normal(channels, *sides), "noise": normal(channels, *sides)}
-    return batch, noise | {"timesteps": torch.tensor([100, 700], device=workload.device)}
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    for name, parameter in trained.items():
+        if "lora_B" in name:
+            parameter.data.copy_(0.02 * torch.randn(parameter.shape, generator=generator))
+        if not autocast:
+            parameter.data = parameter.data.to(dtype)
+    examples = workload.dataset(model, recipe).__getitems__([0, 1])
+    batch = {name: tensor.to(device) for name, tensor in examples.items()}
+    noise = torch.randn(2, 2, *workload.latent_shape, generator=generator).to(device, dtype)
+    draws = {"posterior": noise[0], "noise": noise[1]}
+    draws["timesteps"] = torch.tensor([100, 700], device=device)
+    with float32_rounded(tf32):  # in the backward pass too: PyTorch's default is TF32 convolutions
+        with torch.autocast(device.type, dtype) if autocast else contextlib.nullcontext():
+            loss = workload.loss(model, batch, draws)
+        (loss * loss_scale).backward()
+    gradient = parameters_to_vector([p.grad.double().cpu() for p in trained.values()])
+    return loss.item(), gradient / loss_scale
 
 
 # -------------------------------------------------------------------------------------- optimizers
@@ -269,13 +221,13 @@ def block_weights(scale: str, device: str) -> list[nn.Parameter]:
     return parameters
 
 
-def optimizer_costs(scale: str, device: str, kinds: Sequence[str] = KINDS) -> dict[str, Run]:
+def optimizer_costs(scale: str, device: str) -> dict[str, Run]:
     """One decoder's block trained in full by each form of AdamW, as runs with `step_ms` of the
     update alone, `state_bytes` for each trained number, and `update_error` of ten updates against
     the loop's.
     """
     runs, exact = {}, None
-    for kind in kinds:
+    for kind in KINDS:
         recipe = Recipe(optimizer=kind)
         tags = {"experiment": "optimizer", "optimizer": kind}
         run = runs[kind] = Run("09", f"optimizer: {kind}", scale=scale, tags=tags)
@@ -284,150 +236,58 @@ def optimizer_costs(scale: str, device: str, kinds: Sequence[str] = KINDS) -> di
             run.status = "skipped: pages that move between the GPU and the host need a GPU"
             continue
         parameters = block_weights(scale, device)
-        start = [parameter.detach().clone() for parameter in parameters]
+        start = parameters_to_vector(parameters).detach()
         optimizer = build_optimizer(parameters, recipe)
         for _ in range(10):
             optimizer.step()
-        moved = torch.cat(
-            [(p.detach() - s).flatten() for p, s in zip(parameters, start, strict=True)]
-        )
+        moved = parameters_to_vector(parameters).detach() - start
         exact = moved if exact is None else exact
         run.samples["step_ms"] = cuda.timed(optimizer.step, budget_s=0.3)
-        state = (value for entry in optimizer.state.values() for value in entry.values())
-        held = sum(
-            value.nbytes for value in state if isinstance(value, Tensor) and value.numel() > 1
-        )
+        state = [value for entry in optimizer.state.values() for value in entry.values()]
+        held = sum(v.nbytes for v in state if isinstance(v, Tensor) and v.numel() > 1)
         run.metrics = {
             "step_ms": summarise(run.samples["step_ms"]),
             "state_bytes": held / moved.numel(),
             "update_error": relative_error(moved, exact),
         }
-        del parameters, optimizer, start
-        gc.collect()
     return runs
 
 
-# ------------------------------------------------------------------------------ loops to diagnose
+# ----------------------------------------------------------------------------- a variable's switch
 
-
-class Loop(NamedTuple):
-    """A loop to diagnose: its workload, its recipe, and which fixes are measured."""
-
-    workload: str
-    recipe: Recipe
-    fixes: tuple[str, ...]
-
-
-_RECOMPUTED = {"checkpointing": "blocks"}
-LOOPS = {
-    "SD1.5": Loop("sd15-lora", STOCK, ("workers", "batch size", "capture", "caching")),
-    "LLaVA": Loop(
-        "llava-lora", A2_BASE.but(**_RECOMPUTED), ("workers", "checkpointing", "caching")
-    ),
-    "Qwen3": Loop(
-        "qwen3-lora-long",
-        A3_BASE.but(optimizer="adamw", layers="rewritten", **_RECOMPUTED),
-        ("checkpointing", "padding"),
-    ),
-    "Qwen3 in fp32": Loop(
-        "qwen3-lora-short",
-        A3_BASE.but(precision="fp32", **_RECOMPUTED),
-        ("precision", "checkpointing"),
-    ),
-}
-"""The articles' own starting points, but for choices that those had made already: products in fp32;
-blocks that compute again; the optimizer as PyTorch picks it; layers that take packed rows. Fixes
-were chosen before anything was predicted."""
-
-
-# ----------------------------------------------------------------------- the environment's switches
-
-IN_ITS_OWN_PROCESS = Recipe(
-    driver="eager", logging="ring-buffer", num_workers=4, persistent_workers=True
-)
-"""A loop in which host and GPU could work side by side: nothing is read while training, images come
-from workers.
+_RESIZER = f"""
+import sys, time, torch, torch.nn.functional as F
+image = torch.rand(1, 3, 1080, 1080)
+F.interpolate(image, size=(512, 512), mode="bicubic", antialias=True)
+print("{MESSAGE}", torch.get_num_threads(), flush=True)
+sys.stdin.readline()
+end, count = time.perf_counter() + float(sys.argv[1]), 0
+while time.perf_counter() < end:
+    F.interpolate(image, size=(512, 512), mode="bicubic", antialias=True)
+    count += 1
+print("{MESSAGE}", count, flush=True)
 """
 
 
-ALONE_S = 300.0
-"""How long processes of their own may take."""
-_CHILD = ("-W", "ignore", "-m", "labutils.labs.lab09_toggles")
+def images_per_s(processes: int, threads: int | None, seconds: float = 1.0) -> dict[str, float]:
+    """How many pictures of 1080 x 1080 so many processes resize in a second together, each with
+    OMP_NUM_THREADS set to `threads`, and the `threads` that each one took.
 
-
-def trained_alone(
-    workload: Workload, recipe: Recipe, steps: int, environments: Mapping[str, Mapping[str, str]]
-) -> dict[str, Run]:
-    """Name -> a recipe's run in a process of its own, with that name's environment variables: what
-    they switch is read once, when PyTorch starts. The processes get ready side by side, and are
-    timed one after the other."""
-    order = workload.opened_as() | {
-        "device": workload.device.type,
-        "recipe": recipe.as_dict(),
-        "steps": steps,
-    }
-    with contextlib.ExitStack() as stack:
-        children = {
-            name: stack.enter_context(
-                Child(_CHILD, order, ALONE_S, {"TQDM_DISABLE": "1"} | dict(settings))
-            )
-            for name, settings in environments.items()
-        }
-        words = {name: child.receive() for name, child in children.items()}
-        return {
-            name: _told_by(child, words[name], workload, recipe, name)
-            for name, child in children.items()
-        }
-
-
-def _told_by(child: Child, word: Any, workload: Workload, recipe: Recipe, name: str) -> Run:
-    """The run that a child measures once it is told to go. Its first `word` is "ready", or why it
-    failed before."""
-    told = word
-    if word == "ready":
-        child.send("go")
-        told = child.receive()
-    if told is None:
-        return Run("", name, status=f"error: {child.failure()}")
-    return replace(empty_run(workload, recipe, name), **told)
-
-
-def visible_gpus(*variables: str) -> list[int]:
-    """The GPUs that new processes see, one with CUDA_VISIBLE_DEVICES set to each of these."""
-    program = f"import torch; print('{MESSAGE}', torch.cuda.device_count())"
+    None leaves the variable unset: then each process takes as many threads as there are cores.
+    Raises `RuntimeError` where a process fails.
+    """
+    variables = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+    environment = dict.fromkeys(variables, None if threads is None else str(threads))
     with contextlib.ExitStack() as stack:
         children = [
-            stack.enter_context(
-                Child(["-c", program], environment={"CUDA_VISIBLE_DEVICES": variable})
-            )
-            for variable in variables
+            stack.enter_context(Child(["-c", _RESIZER, str(seconds)], environment=environment))
+            for _ in range(processes)
         ]
-        return [child.receive() for child in children]
-
-
-def _main() -> None:
-    """The child's side: an order on standard input, word that all is ready on standard output, and,
-    once it is told to go, the run as the last line."""
-    order = child_process.order()
-    recipe, steps = Recipe(**order.pop("recipe")), order.pop("steps")
-    workload = open_workload(**order)
-    run = empty_run(workload, recipe, "alone")
-    # Not `train`, which measures what the machine reaches first: that takes longer than all steps
-    # do.
-    try:
-        with contextlib.closing(Candidate(workload, recipe, warmup=1)) as candidate:
-            time.sleep(
-                REFILL_S
-            )  # its workers have read ahead by then, and leave the other process alone
-            child_process.send("ready")
-            child_process.order()
-            times = StepTimes()
-            times.extend(candidate.measure(steps))
-            candidate.report_times(run, times)
-    except Exception as error:
-        run.status = status_of(error)
-    child_process.send({"status": run.status, "metrics": run.metrics, "samples": run.samples})
-
-
-if __name__ == "__main__":
-    _main()
+        taken = [child.receive() for child in children]  # all are ready
+        for child in children:
+            child.send("go")
+        counts = [child.receive() for child in children]
+        if None in counts:
+            failure = children[counts.index(None)].failure()
+            raise RuntimeError(f"A process that resizes pictures failed: {failure}")
+    return {"images_per_s": sum(counts) / seconds, "threads": taken[0]}

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from labutils.recipe import STOCK, Recipe
 from labutils.results.records import Run
 
 
-@dataclass(frozen=True)
-class Rung:
+class Rung(NamedTuple):
     """One step of a ladder: what it changes of the rung below, in which lane, and why one would."""
 
     name: str
@@ -20,12 +18,11 @@ class Rung:
     why: str
 
 
-@dataclass(frozen=True)
 class Ladder:
     """The recipe that a climb starts from, and the rungs, from the lowest. Iterates over rungs."""
 
-    start: Recipe
-    rungs: tuple[Rung, ...]
+    def __init__(self, start: Recipe, *rungs: Rung) -> None:
+        self.start, self.rungs = start, rungs
 
     def __iter__(self) -> Iterator[Rung]:
         return iter(self.rungs)
@@ -36,111 +33,64 @@ class Ladder:
 
     def plus(self, *rungs: Rung) -> Ladder:
         """The same ladder with `rungs` on top."""
-        return Ladder(self.start, self.rungs + rungs)
+        return Ladder(self.start, *self.rungs, *rungs)
 
 
 A1_LADDER = Ladder(
     STOCK,
-    (
-        Rung("stock", "article", {}, "the public script as downloaded"),
-        Rung(
-            "workers", "article", {"num_workers": 3}, "decode images beside the training, not in it"
-        ),
-        Rung(
-            "compile",
-            "article",
-            {"compile": "default"},
-            "fewer kernels, and less Python between them",
-        ),
-        Rung(
-            "pinned",
-            "article",
-            {"pin_memory": True, "non_blocking": True},
-            "copy batches while the host goes on",
-        ),
-        Rung(
-            "plain loop",
-            "same work",
-            {"driver": "eager"},
-            "the same calls without the library around them",
-        ),
-        Rung(
-            "device log", "same work", {"logging": "ring-buffer"}, "no loss is read while training"
-        ),
-        Rung(
-            "fused optimizer",
-            "same work",
-            {"optimizer": "adamw-fused"},
-            "one kernel, and it doesn't ask the host",
-        ),
-        Rung(
-            "more workers",
-            "same work",
-            {"num_workers": 8, "persistent_workers": True},
-            "a faster step eats images faster",
-        ),
-        Rung(
-            "whole-step graph",
-            "same work",
-            {"driver": "graph"},
-            "the GPU replays the step; the host launches once",
-        ),
-        Rung(
-            "channels last",
-            "same work",
-            {"memory_format": "channels_last", "layers": "rewritten", "cudnn_benchmark": True},
-            "convolutions in the tensor cores' layout, and no layer that leaves it",
-        ),
-        Rung(
-            "encoders compiled",
-            "same work",
-            {"compile_scope": "everything"},
-            "the frozen networks launch kernels too",
-        ),
-        Rung(
-            "side by side",
-            "same work",
-            {"streams": 4},
-            "one image's kernels don't fill the GPU; four images' do",
-        ),
-        Rung(
-            "cached latents",
-            "same mathematics",
-            {"cache": "latents", "num_workers": 0, "persistent_workers": False},
-            "the VAE is frozen: ask it once, re-sample its answer each step",
-        ),
-        Rung(
-            "cached text",
-            "same mathematics",
-            {"cache": "latents+text", "compile_scope": "model"},
-            "so is the text encoder",
-        ),
-        Rung(
-            "merged batch",
-            "same mathematics",
-            {"micro_batch": 4, "accumulation": 1, "streams": 1},
-            "the mean of four losses has the mean of their gradients",
-        ),
-        Rung(
-            "folded LoRA",
-            "same mathematics",
-            {"adapter": "folded"},
-            "form W + BA once, project one gradient",
-        ),
+    Rung("stock", "article", {}, "the public script as downloaded"),
+    Rung("workers", "article", {"num_workers": 3}, "decode images beside the training, not in it"),
+    Rung("compile", "article", {"compile": "default"}, "fewer kernels, less Python between them"),
+    Rung("pinned", "article", {"pin_memory": True, "non_blocking": True}, "no wait for copies"),
+    Rung("plain loop", "same work", {"driver": "eager"}, "the same calls, no library around them"),
+    Rung("device log", "same work", {"logging": "ring-buffer"}, "training reads no loss"),
+    Rung("fused optimizer", "same work", {"optimizer": "adamw-fused"}, "one kernel, no host wait"),
+    Rung(
+        "more workers",
+        "same work",
+        {"num_workers": 8, "persistent_workers": True},
+        "a faster step eats images faster",
     ),
+    Rung("whole-step graph", "same work", {"driver": "graph"}, "the host launches once a step"),
+    Rung(
+        "channels last",
+        "same work",
+        {"memory_format": "channels_last", "layers": "rewritten", "cudnn_benchmark": True},
+        "convolutions in the tensor cores' layout, and no layer that leaves it",
+    ),
+    Rung(
+        "encoders compiled",
+        "same work",
+        {"compile_scope": "everything"},
+        "the frozen networks launch kernels too",
+    ),
+    Rung("side by side", "same work", {"streams": 4}, "one image's kernels don't fill the GPU"),
+    Rung(
+        "cached latents",
+        "same mathematics",
+        {"cache": "latents", "num_workers": 0, "persistent_workers": False},
+        "the VAE is frozen: ask it once, re-sample its answer each step",
+    ),
+    Rung(
+        "cached text",
+        "same mathematics",
+        {"cache": "latents+text", "compile_scope": "model"},
+        "so is the text encoder",
+    ),
+    Rung(
+        "merged batch",
+        "same mathematics",
+        {"micro_batch": 4, "accumulation": 1, "streams": 1},
+        "the mean of four losses has the mean of their gradients",
+    ),
+    Rung("folded LoRA", "same mathematics", {"adapter": "folded"}, "W + BA once, one projection"),
 )
 """From article A1's starting point to as far as we get; each rung keeps the changes of those below
 it.
 """
 
 
-A2_BASE = Recipe(
-    accumulation=1,
-    rank=8,
-    precision="bf16",
-    driver="eager",
-    dynamic="automatic",
-)
+A2_BASE = Recipe(accumulation=1, rank=8, precision="bf16", driver="eager", dynamic="automatic")
 """Article A2's starting point: a plain BF16 loop over images as they come, no workers, micro-batch
 1.
 """
@@ -148,56 +98,38 @@ A2_BASE = Recipe(
 
 A2_LADDER = Ladder(
     A2_BASE,
-    (
-        Rung("bf16", "article", {}, "the plain loop, as the article starts"),
-        Rung(
-            "workers",
-            "same work",
-            {
-                "num_workers": 2,
-                "persistent_workers": True,
-                "pin_memory": True,
-                "non_blocking": True,
-            },
-            "tiles are cut and copied beside the training",
-        ),
-        Rung(
-            "no host waits",
-            "same work",
-            {"layers": "rewritten", "logging": "ring-buffer"},
-            "places of image tokens are computed before, on the CPU, and no loss is read while "
-            "training",
-        ),
-        Rung(
-            "fused optimizer",
-            "same work",
-            {"optimizer": "adamw-fused"},
-            "one kernel for all adapters",
-        ),
-        Rung(
-            "blocks compiled",
-            "same work",
-            {"compile": "default", "compile_scope": "blocks", "dynamic": "any"},
-            "one block's code for all of them, and for any length",
-        ),
-        Rung(
-            "packed",
-            "same mathematics",
-            {"shapes": "packed", "token_budget": 8192, "dynamic": "static", "loss": "fused"},
-            "no padding, one shape, enough tokens for the GPU, never all of their logits at once",
-        ),
-        Rung(
-            "answers only",
-            "same mathematics",
-            {"loss": "answers"},
-            "most tokens have nothing to predict",
-        ),
-        Rung(
-            "cached features",
-            "same mathematics",
-            {"cache": "features", "num_workers": 0, "persistent_workers": False},
-            "the vision tower is frozen: ask it once",
-        ),
+    Rung("bf16", "article", {}, "the plain loop, as the article starts"),
+    Rung(
+        "workers",
+        "same work",
+        {"num_workers": 2, "persistent_workers": True, "pin_memory": True, "non_blocking": True},
+        "tiles are cut and copied beside the training",
+    ),
+    Rung(
+        "no host waits",
+        "same work",
+        {"layers": "rewritten", "logging": "ring-buffer"},
+        "the CPU computes the image tokens' places before, and training reads no loss",
+    ),
+    Rung("fused optimizer", "same work", {"optimizer": "adamw-fused"}, "one kernel, all adapters"),
+    Rung(
+        "blocks compiled",
+        "same work",
+        {"compile": "default", "compile_scope": "blocks", "dynamic": "any"},
+        "one block's code for all of them, and for any length",
+    ),
+    Rung(
+        "packed",
+        "same mathematics",
+        {"shapes": "packed", "token_budget": 8192, "dynamic": "static", "loss": "fused"},
+        "no padding, one shape, enough tokens for the GPU, never all of their logits at once",
+    ),
+    Rung("answers only", "same mathematics", {"loss": "answers"}, "most tokens predict nothing"),
+    Rung(
+        "cached features",
+        "same mathematics",
+        {"cache": "features", "num_workers": 0, "persistent_workers": False},
+        "the vision tower is frozen: ask it once",
     ),
 )
 """From article A2's starting point on, AnyRes and BF16 kept; each rung keeps the changes of those
@@ -226,63 +158,36 @@ takes from PyTorch 2.8 on. TRL turns gradient checkpointing on by default. Here 
 belongs to QLoRA's preparation."""
 
 
-A3_OWN = {
-    "lora": A3_BASE,
-    "qlora": A3_BASE.but(base_linear="nf4", checkpointing="blocks"),
-    "qlora + offload": A3_BASE.but(base_linear="nf4", checkpointing="offload"),
-}
-"""Article A3's methods by name, in the lane "article". QLoRA's preparation turns checkpointing on;
-the last one sends what is kept to the host, as unsloth's checkpointing does, with the library's
-layers otherwise."""
-
-
 A3_LADDER = Ladder(
     A3_BASE,
-    (
-        Rung("lora", "article", {}, "accelerate's loop, as the article starts"),
-        Rung(
-            "plain loop",
-            "same work",
-            {"driver": "eager"},
-            "the same calls without the library around them",
-        ),
-        Rung(
-            "plain adapters, device log",
-            "same work",
-            {"adapter": "plain", "logging": "ring-buffer", "non_blocking": True},
-            "two thin products and nothing around them, and a host that waits for nothing",
-        ),
-        Rung(
-            "rewritten",
-            "same work",
-            {"layers": "rewritten"},
-            "no mask, so the fastest attention kernel; experts in grouped products",
-        ),
-        Rung(
-            "fused loss",
-            "same work",
-            {"loss": "fused"},
-            "logits of 152 thousand words are never all there",
-        ),
-        Rung(
-            "packed",
-            "same mathematics",
-            {"shapes": "packed", "token_budget": 4096, "micro_batch": 1},
-            "no padding, and every step of one shape",
-        ),
-        Rung(
-            "blocks compiled",
-            "same mathematics",
-            {"compile": "default", "compile_scope": "blocks", "dynamic": "static"},
-            "one block's code for all of them, and one for the loss of a chunk of tokens",
-        ),
-        Rung(
-            "whole-step graph",
-            "same mathematics",
-            {"driver": "graph"},
-            "one shape can be replayed: a launch a step",
-        ),
+    Rung("lora", "article", {}, "accelerate's loop, as the article starts"),
+    Rung("plain loop", "same work", {"driver": "eager"}, "the same calls, no library around them"),
+    Rung(
+        "plain adapters, device log",
+        "same work",
+        {"adapter": "plain", "logging": "ring-buffer", "non_blocking": True},
+        "two thin products and nothing around them, and a host that waits for nothing",
     ),
+    Rung(
+        "rewritten",
+        "same work",
+        {"layers": "rewritten"},
+        "no mask, so the fastest attention kernel; experts in grouped products",
+    ),
+    Rung("fused loss", "same work", {"loss": "fused"}, "never all logits of 152 thousand words"),
+    Rung(
+        "packed",
+        "same mathematics",
+        {"shapes": "packed", "token_budget": 4096, "micro_batch": 1},
+        "no padding, and every step of one shape",
+    ),
+    Rung(
+        "blocks compiled",
+        "same mathematics",
+        {"compile": "default", "compile_scope": "blocks", "dynamic": "static"},
+        "one block's code for all of them, and one for the loss of a chunk of tokens",
+    ),
+    Rung("whole-step graph", "same mathematics", {"driver": "graph"}, "one shape: a launch a step"),
 )
 """From article A3's LoRA run on; each rung keeps the changes of those below it."""
 
@@ -297,14 +202,10 @@ def climb(ladder: Ladder) -> dict[str, Recipe]:
 
 def distinct_on(device: str, recipes: Mapping[str, Recipe]) -> dict[str, Recipe]:
     """Those of a ladder's `recipes` that a `device` can tell from every rung below, in order."""
-    found: dict[str, Recipe] = {}
-    below: set[Recipe] = set()
+    distinct: dict[Recipe, str] = {}
     for name, recipe in recipes.items():
-        fitted = recipe.fitted_to(device)
-        if fitted not in below:
-            found[name] = recipe
-        below.add(fitted)
-    return found
+        distinct.setdefault(recipe.fitted_to(device), name)
+    return {name: recipes[name] for name in distinct.values()}
 
 
 def rung_rows(ladder: Ladder, climbable: Mapping[str, Recipe]) -> list[tuple[Any, ...]]:

@@ -1,15 +1,11 @@
-"""What the optional page on TensorFlow measures: article A4's advice for a library that is none of
-the course's.
-
-Every function takes the imported module as its first argument, so that the page can say why where
-there is none.
+"""How the optional page measures TensorFlow, a library that is none of the course's. What it
+measures stands in the page's cells.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -25,86 +21,29 @@ def tensorflow() -> ModuleType:
         import tensorflow
     except Exception as error:  # a library that doesn't fit fails in several ways
         raise Unavailable(
-            f"TensorFlow can't be imported here ({type(error).__name__}: {error}). It is not among "
-            "the course's "
-            "libraries; `pip install tensorflow` in an environment of its own brings it"
+            f"TensorFlow can't be imported here ({type(error).__name__}: {error}). It is none of "
+            "the course's libraries; `pip install tensorflow` in an environment of its own does it"
         ) from error
     return tensorflow
 
 
-def precision_runs(tf: ModuleType, width: int, batch: int, steps: int) -> dict[str, Run]:
-    """ "tensorflow: float32" and "tensorflow: mixed_float16": `step_ms` of training three layers of
-    `width`.
-
-    The first two steps, in which the graph is traced, aren't timed.
-    """
-    runs = {}
-    for policy in ("float32", "mixed_float16"):
-        tf.keras.mixed_precision.set_global_policy(policy)
-        try:
-            layers = [tf.keras.layers.Dense(width, activation="relu") for _ in range(3)]
-            # The policy's last advice: what comes out is float32, so that the loss is computed in
-            # it.
-            model = tf.keras.Sequential(
-                [tf.keras.Input((width,)), *layers, tf.keras.layers.Dense(1, dtype="float32")]
-            )
-            model.compile(optimizer="adam", loss="mse")
-            x, y = tf.random.normal((batch, width)), tf.random.normal((batch, 1))
-            for _ in range(2):
-                model.train_on_batch(x, y)
-            samples = []
-            for _ in range(steps):
-                began = time.perf_counter()
-                model.train_on_batch(x, y)  # it hands its loss to the host: waits for the GPU
-                samples.append(1e3 * (time.perf_counter() - began))
-            runs[f"tensorflow: {policy}"] = _run(policy, samples)
-        finally:
-            tf.keras.mixed_precision.set_global_policy("float32")
-    return runs
-
-
-def input_runs(
-    tf: ModuleType, files: Sequence[Path], resolution: int, batch: int, epochs: int = 2
-) -> dict[str, Run]:
-    """ "tensorflow: plain input", "... parallel, prefetched" and "... cached": `step_ms` of taking
-    a batch of pictures.
-
-    The first epoch isn't timed: it fills the cache.
-    """
-
-    def read(path: Any) -> Any:
-        image = tf.io.decode_png(tf.io.read_file(path), channels=3)
-        return tf.image.resize(image, (resolution, resolution)) / 127.5 - 1.0
-
-    names = tf.data.Dataset.from_tensor_slices([str(file) for file in files])
-    parallel = names.map(read, num_parallel_calls=tf.data.AUTOTUNE)
-    pipelines = {
-        "plain input": names.map(read).batch(batch),
-        "parallel, prefetched": parallel.batch(batch).prefetch(tf.data.AUTOTUNE),
-        "cached": parallel.cache().batch(batch).prefetch(tf.data.AUTOTUNE),
-    }
-    each = {case: epoch_ms(pipeline, epochs) for case, pipeline in pipelines.items()}
-    return {f"tensorflow: {case}": _run(case, samples) for case, samples in each.items()}
-
-
-def _run(case: str, samples: list[float]) -> Run:
+def run_of(case: str, samples: list[float]) -> Run:
+    """The run "tensorflow: CASE" with its `step_ms`."""
     tags = {"experiment": "tensorflow", "case": case}
-    metrics = {"step_ms": summarise(samples)}
-    name = f"tensorflow: {case}"
-    return Run("09", name, tags=tags, metrics=metrics, samples={"step_ms": samples})
+    run = Run("09", f"tensorflow: {case}", tags=tags, samples={"step_ms": samples})
+    run.metrics = {"step_ms": summarise(samples)}
+    return run
 
 
-def epoch_ms(pipeline: Any, epochs: int) -> list[float]:
-    """Milliseconds from batch to batch in every epoch but the first."""
-    samples: list[float] = []
-    for epoch in range(epochs + 1):
+def step_ms(step: Callable[[], Any], steps: int = 10, untimed: int = 2) -> list[float]:
+    """Milliseconds of each of `steps` calls of `step`, after some that aren't timed: in the first
+    two TensorFlow traces its graph, in a first epoch it fills its cache."""
+    samples = []
+    for _ in range(untimed + steps):
         began = time.perf_counter()
-        for _ in pipeline:
-            now = time.perf_counter()
-            if epoch:
-                samples.append(1e3 * (now - began))
-            began = now
-    return samples
+        step()
+        samples.append(1e3 * (time.perf_counter() - began))
+    return samples[untimed:]
 
 
 _CHILD = f"""

@@ -13,6 +13,7 @@ from typing import Any
 from labutils.recipe import Recipe
 from labutils.results.records import Run
 from labutils.training import child_process
+from labutils.training.benchmark import measure
 from labutils.training.child_process import Child
 from labutils.training.trainer import Trainer
 from labutils.workloads.base import Workload, open_workload
@@ -70,22 +71,22 @@ def try_isolated(
     scale: default: the workload's own. environment: variables beside this process's own.
 
     Its metrics hold `failed` (0 or 1), `message` (the exception, or how the process ended; "" where
-    it went well) and, where it went well, `loss`. The run's status is "ok" either way: the outcome
-    of the trial is the result.
+    it went well) and, where it went well, `loss`; its samples `step_ms` from the first step on. The
+    run's status is "ok" either way: the outcome of the trial is the result.
     """
     opened = workload.opened_as() | {"device": workload.device.type}
     if scale:
         opened |= {"scale": scale, "weights": "random"}  # the hub has one size only
     order = {"workload": opened, "recipe": recipe.as_dict(), "steps": steps}
     with Child(["-m", __name__], order, timeout_s, environment) as child:
-        metrics = child.receive() or {"failed": 1, "message": child.failure()}
+        result = child.receive() or {"metrics": {"failed": 1, "message": child.failure()}}
     return Run(
         lab="",
         run="",
         workload=workload.name,
         scale=opened["scale"],
         recipe=recipe.as_dict(),
-        metrics=metrics,
+        **result,
     )
 
 
@@ -94,11 +95,13 @@ def _main() -> None:
     order = child_process.order()
     try:
         with Trainer(open_workload(**order["workload"]), Recipe(**order["recipe"])) as trainer:
-            trainer.run(order["steps"])
-        result = {"failed": 0, "message": "", "loss": trainer.losses}
+            times = measure(trainer, order["steps"])
+        metrics = {"failed": 0, "message": "", "loss": trainer.losses}
+        result = {"metrics": metrics, "samples": {"step_ms": times.step_ms}}
     except Exception as error:
         reason = " ".join(str(error).split()).partition(" Stack trace:")[0]
-        result = {"failed": 1, "message": f"{type(error).__name__}: {reason}"[:600]}
+        message = f"{type(error).__name__}: {reason}"[:600]
+        result = {"metrics": {"failed": 1, "message": message}}
     child_process.send(result)
 
 

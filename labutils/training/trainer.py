@@ -53,6 +53,8 @@ class Hooks(TypedDict, total=False):
     """Changes the model once it is built, before it is compiled or distributed."""
     dataset: Callable[[nn.Module, Recipe], Dataset]
     """Makes the examples; default: `workload.dataset`."""
+    driver: Callable[[StepContext], Any]
+    """Makes what takes the steps; default: the driver that the recipe names."""
 
 
 class Trainer:
@@ -98,13 +100,13 @@ class Trainer:
         self.dataset = hooks.get("dataset", workload.dataset)(self.model, recipe)
         self.encode_s: float | None = getattr(self.dataset, "encode_s", None)
         distributed.check(recipe, self.ranks.count, len(self.dataset))
-        self.driver = self._driver()
+        self.driver = self._driver(hooks.get("driver", DRIVERS[recipe.driver]))
         self.batches = self._batches(taken=0)
         self.build_s = time.perf_counter() - began
         if resume:
             self.load_state_dict(checkpoint.read(self.folder))
 
-    def _driver(self) -> Any:
+    def _driver(self, kind: Callable[[StepContext], Any]) -> Any:
         workload, recipe, ranks = self.workload, self.recipe, self.ranks
         order = workload.order(self.dataset, recipe)
         loader = make_loader(
@@ -133,7 +135,7 @@ class Trainer:
             ranks,
             shared,
         )
-        return DRIVERS[recipe.driver](context)
+        return kind(context)
 
     def _batches(self, taken: int) -> Batches:
         return Batches(

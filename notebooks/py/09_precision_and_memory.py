@@ -59,28 +59,35 @@ from labutils.course.lab import open_lab
 lab = open_lab("09", globals())
 
 # %%
+import os
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
 from statistics import median
 
 import matplotlib.pyplot as plt
+import numpy as np
 import pandas as pd
 import torch
 import torch.utils.checkpoint
+from accelerate.utils import find_executable_batch_size
 
 from labutils.course import plots
 from labutils.labs import lab09_image_input, lab09_peak_memory, lab09_toggles
-from labutils.labs.lab09_image_formats import gpu_decoder, images_per_s
 from labutils.labs.lab09_image_input import Pictures
-from labutils.labs.ladders import distinct_on
+from labutils.labs.ladders import A2_BASE, A3_BASE, distinct_on
+from labutils.profiling.dataloader_model import Pipeline
 from labutils.profiling.machine import usable_cores
-from labutils.recipe import Recipe, Unavailable
+from labutils.profiling.memory_model import BatchLine
+from labutils.recipe import STOCK, Recipe, Unavailable
 from labutils.results import claims
 from labutils.results.judges.effects import time_effect
-from labutils.results.records import Run, to_frame
+from labutils.results.records import Run, summarise, to_frame
 from labutils.tools.diagnose import ablations
-from labutils.training import Benchmark
+from labutils.training import Benchmark, try_isolated
 from labutils.training.memory_run import make_room
 from labutils.workloads.stable_diffusion import on_drawn_latents
 
@@ -142,7 +149,12 @@ tags = {name: {"experiment": "toggles", "toggle": name} for name in recipes}
 def side_by_side() -> dict[str, Run]:
     with Benchmark(ready, warmup=1 if tiny else 2) as bench:
         found = bench.compare(recipes, steps, rounds, tags)
-    return {name: lab09_peak_memory.with_peak(ready, run) for name, run in found.items()}
+    for run in found.values():
+        if run.ok:
+            peak = run.metric("peak_allocated_gb")  # the allocator's; a CPU's step is recorded
+            recorded = None if peak else lab09_peak_memory.recorded(ready, Recipe(**run.recipe))
+            run.metrics["peak_gb"] = peak or recorded[1]["peak_gb"]
+    return found
 
 
 runs: dict[str, Run] = {}
@@ -182,7 +194,14 @@ def one_by_one(runs: list[Run]) -> pd.DataFrame:
 lab.runs_table(runs.values(), one_by_one, experiment="toggles")
 
 # %%
-counted = lab09_toggles.paying(runs)
+effects = [
+    time_effect(runs[switch.base], runs[name])
+    for name, switch in lab09_toggles.SWITCHES.items()
+    if {name, switch.base} <= runs.keys()
+]
+known = [effect for effect in effects if effect is not None]
+helped = sum(effect.direction < 0 and effect.value <= 0.95 for effect in known)
+counted = {"tried": len(known), "helped": helped, "left_alone": len(known) - helped}
 lab.keep(
     Run(
         "09",
@@ -578,25 +597,50 @@ my_tries: float | None = None  # for example 3
 lab.predict("tries of accelerate's search from 16 on", my_tries, "tries")
 
 # %%
+def by_accelerate(fits: Callable[[int], bool], start: int) -> int:
+    """The batch that accelerate's search stops at, from `start` down."""
+
+    @find_executable_batch_size(starting_batch_size=start)
+    def attempt(batch_size: int) -> int:
+        if not fits(batch_size):
+            raise RuntimeError(f"CUDA out of memory. A batch of {batch_size} doesn't fit.")
+        return batch_size
+
+    return attempt()
+
+
+def counted_tries(trainer, search: Callable, start: int) -> Run:
+    """What a search finds, and in how many tries."""
+    tries: list[bool] = []
+
+    def fits(batch: int) -> bool:
+        tries.append(trainer.fits(batch))
+        return tries[-1]
+
+    metrics = {"largest": search(fits, start), "tries": len(tries), "failures": tries.count(False)}
+    return Run("09", "", metrics=metrics)
+
+
+# %%
 def searched() -> dict[str, Run]:
     keep = broken["room_gb"] * (1 - lab09_peak_memory.HEADROOM)
-    start = lab09_peak_memory.predicted_largest(ready, plain, keep)
+    points = {
+        batch: lab09_peak_memory.predicted(ready, plain.but(micro_batch=batch)).peak / 1e9
+        for batch in (1, 3)
+    }
+    start = BatchLine.through(points).largest(keep)
     with lab09_peak_memory.LimitedTrainer(ready, plain) as trainer:
         trainer.limit(keep)
-        ours, by_accelerate = (
-            lab09_peak_memory.largest_batch,
-            lab09_peak_memory.largest_by_accelerate,
-        )
-        tags = {"search": "from the prediction"}, {"search": "accelerate", "start": 16}
-        found = {
-            "from the prediction": trainer.searched(ours, start, tags[0]),
-            "accelerate, from 16": trainer.searched(by_accelerate, 16, tags[1]),
-        }
-    for run in found.values():
+        ours = counted_tries(trainer, lab09_peak_memory.largest_batch, start)
+        theirs = counted_tries(trainer, by_accelerate, 16)
+    ours.tags = {"experiment": "largest batch", "search": "from the prediction"}
+    theirs.tags = {"experiment": "largest batch", "search": "accelerate", "start": 16}
+    for run in (ours, theirs):
         run.metrics["predicted"] = start
-    return found
+    return {"from the prediction": ours, "accelerate, from 16": theirs}
 
 
+# %%
 searches: dict[str, Run] = {}
 with lab.attempt("Searching the largest batch", reference="largest batch, from the prediction"):
     if not broken:
@@ -642,9 +686,7 @@ with lab.attempt("Reading and decoding", reference="decode: PNG"):
     plt.show()
 on_the_gpu = "decode: JPEG, GPU"
 with lab.attempt("JPEG decoded on the GPU", reference=on_the_gpu):
-    decoding[on_the_gpu] = lab.measured(
-        on_the_gpu, None, lambda: pictures.decoding_on_gpu(gpu_decoder())
-    )
+    decoding[on_the_gpu] = lab.measured(on_the_gpu, None, pictures.decoding_on_gpu)
 columns = {"run": "form", "mb": "MB a file", "read_ms": "ms to read", "decode_ms": "ms to decode"}
 lab.runs_table(decoding.values(), columns, experiment="decode")
 
@@ -690,37 +732,38 @@ loop = Recipe(
     accumulation=2 if tiny else 1,
 )
 beside = loop.but(num_workers=several, persistent_workers=True)
-forms = ("PNG", "JPEG", "resized", "resized in memory") + (
-    () if tiny else ("WebP", "PNG in memory")
-)
-ways = {(form, 0): loop for form in forms}
-ways |= {(form, several): beside for form in ("PNG", "JPEG", "resized")}
-names = {key: f"data: {key[0]}" + (f", {key[1]} workers" if key[1] else "") for key in ways}
-
-
-def on_each_form() -> dict[str, Run]:
-    found = lab09_image_input.trained_from(pictures, ways, steps, min(rounds, 4))
-    return {names[key]: run for key, run in found.items()}
-
-
-trained: dict[tuple[str, int], Run] = {}
+forms = ("PNG", "JPEG", "resized", "resized in memory") + (() if tiny else ("WebP",))
+ways = {f"data: {form}": (form, loop) for form in forms}
+ways |= {f"data: {form}, {several} workers": (form, beside) for form in ("PNG", "JPEG", "resized")}
+trained: dict[str, Run] = {}
 with lab.attempt("Training on each form", reference="data: PNG"):
-    found = lab.measured_together({names[key]: ways[key] for key in ways}, on_each_form)
-    trained = {key: found[name] for key, name in names.items()}
+    trained = lab.measured_together(
+        {name: recipe for name, (_, recipe) in ways.items()} | {"data: PNG again": loop},
+        partial(lab09_image_input.trained_from, pictures, ways, steps, min(rounds, 4)),
+    )
 
 # %%
 threads = 1 if on_gpu else torch.get_num_threads()
 with lab.attempt("The model of the data path"):
-    base = lab09_image_input.pipeline_of(trained["resized in memory", 0], usable_cores(), threads)
-    each = pictures.examples_ms(forms)
-    points: dict[int, dict] = {0: {}, several: {}}
-    for (form, workers), run in trained.items():
-        if run.ok:
-            spread = tuple(run.metrics["step_ms"][part] for part in ("p10", "median", "p90"))
-            points[workers][form] = (each[form], spread)
-    model = lab09_image_input.step_over_decoding(
-        base, (0, 1, several), loop.micro_batch, up_to=1.15 * max(each.values())
+    without = trained["data: resized in memory"]
+    wait, step = (without.metric(ms) / loop.accumulation for ms in ("data_ms", "step_ms"))
+    base = Pipeline(
+        wait, step - wait, usable_cores(), threads=threads, accumulation=loop.accumulation
     )
+    each = pictures.examples_ms(forms)
+    model = {
+        workers: {
+            ms: replace(base, read_ms=ms * loop.micro_batch).step_ms(workers)
+            for ms in np.linspace(0, 1.15 * max(each.values()), 25).tolist()
+        }
+        for workers in (0, 1, several)
+    }
+    points: dict[int, dict] = {0: {}, several: {}}
+    for name, (form, recipe) in ways.items():
+        if trained[name].ok:
+            step_ms = trained[name].metrics["step_ms"]
+            spread = tuple(step_ms[part] for part in ("p10", "median", "p90"))
+            points[recipe.num_workers][form] = (each[form], spread)
     fig, ax = plt.subplots(figsize=(7.4, 4.2))
     plots.over_decoding(ax, model, points, "ms that one core takes to make an example")
     plt.show()
@@ -754,11 +797,12 @@ seconds = 0.5 if tiny else 1.0
 
 
 def resizing() -> dict[str, Run]:
-    found = images_per_s(processes, settings, seconds)
-    tags = {word: {"experiment": "threads", "threads": word} for word in settings}
-    return {
-        f"threads: {word}": Run("09", "", metrics=found[word], tags=tags[word]) for word in settings
-    }
+    found = {}
+    for word, threads in settings.items():
+        metrics = lab09_toggles.images_per_s(processes, threads, seconds)
+        tags = {"experiment": "threads", "threads": word}
+        found[f"threads: {word}"] = Run("09", "", metrics=metrics, tags=tags)
+    return found
 
 
 with lab.attempt("Threads and processes", reference="threads: as they come"):
@@ -784,26 +828,43 @@ lab.verdict("A4.environment.threads");
 # starts, so each value is tried in a process of its own.
 
 # %%
+alone = Recipe(driver="eager", logging="ring-buffer", num_workers=4, persistent_workers=True)
+blocking = {"launches overlap": "0", "launches block": "1"}
+
+
+def gpus_seen(visible: str) -> int:
+    """How many GPUs a new process sees with CUDA_VISIBLE_DEVICES set to this."""
+    count = [sys.executable, "-c", "import torch; print(torch.cuda.device_count())"]
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": visible}
+    return int(subprocess.check_output(count, env=environment, text=True))
+
+
+def in_processes() -> dict[str, Run]:
+    """A loop that waits for no loss, with images from workers: the host could run ahead."""
+    found = {}
+    for name, value in blocking.items():
+        environment = {"CUDA_LAUNCH_BLOCKING": value}
+        run = try_isolated(stable_diffusion, alone, steps=11, environment=environment)
+        if run.metrics["failed"]:
+            raise RuntimeError(run.metrics["message"])
+        run.samples["step_ms"] = run.samples["step_ms"][5:]  # workers and libraries start before
+        run.metrics = {"step_ms": summarise(run.samples["step_ms"])}
+        run.tags = {"experiment": "launches", "launches": name.removeprefix("launches ")}
+        found[name] = run
+    return found
+
+
+# %%
 with lab.attempt("CUDA's variables", reference="launches block"):
     if not on_gpu:
         for name in ("launches overlap", "visible devices"):
             lab.keep(Run("09", name, status="skipped: there is no GPU"))
         raise Unavailable("there is no GPU whose launches could overlap")
-    seen = dict(zip(("none", "one"), lab09_toggles.visible_gpus("", "0"), strict=True))
+    seen = {"none": gpus_seen(""), "one": gpus_seen("0")}
     metrics = seen | {"as_asked": int(seen == {"none": 0, "one": 1})}
     tags = {"experiment": "visible devices"}
     lab.keep(Run("09", "visible devices", metrics=metrics, tags=tags))
-    alone = lab09_toggles.IN_ITS_OWN_PROCESS
-    blocking = {"overlap": "0", "block": "1"}
-    environments = {f"launches {w}": {"CUDA_LAUNCH_BLOCKING": v} for w, v in blocking.items()}
-
-    def in_processes() -> dict[str, Run]:
-        found = lab09_toggles.trained_alone(stable_diffusion, alone, 6, environments)
-        for word in blocking:
-            found[f"launches {word}"].tags = {"experiment": "launches", "launches": word}
-        return found
-
-    lab.measured_together(dict.fromkeys(environments, alone), in_processes)
+    lab.measured_together(dict.fromkeys(blocking, alone), in_processes)
 lab.verdict("A4.environment.launch-blocking", "A4.environment.visible-devices");
 
 # %% [markdown]
@@ -842,12 +903,32 @@ my_best: float | None = None  # for example 40
 lab.predict("the best single fix saves", my_best, "%")
 
 # %%
+recomputed = A3_BASE.but(checkpointing="blocks")
+loops = {
+    "SD1.5": ("sd15-lora", STOCK, ("workers", "batch size", "capture", "caching")),
+    "LLaVA": (
+        "llava-lora",
+        A2_BASE.but(checkpointing="blocks"),
+        ("workers", "checkpointing", "caching"),
+    ),
+    "Qwen3": (
+        "qwen3-lora-long",
+        recomputed.but(optimizer="adamw", layers="rewritten"),
+        ("checkpointing", "padding"),
+    ),
+    "Qwen3 in fp32": (
+        "qwen3-lora-short",
+        recomputed.but(precision="fp32"),
+        ("precision", "checkpointing"),
+    ),
+}  # the articles' own starting points, and which fixes are measured
+
+# %%
 make_room(photographs)
-loops = tuple(lab09_toggles.LOOPS) if every_loop else ("SD1.5",)
 diagnosed: dict[str, Run] = {}
-for name in loops:
+for name in loops if every_loop else ("SD1.5",):
     with lab.attempt(f"A diagnosis of the loop {name}", reference=f"diagnosis: {name}"):
-        room, start, fixes = lab09_toggles.LOOPS[name]
+        room, start, fixes = loops[name]
         work = lab.workload(room)
         tested = partial(
             ablations.ablations, work, start, steps, rounds=1 if tiny else 3, only=fixes
@@ -869,7 +950,7 @@ print(
     f"Loops on which the fix ranked first was the best: {first_was_best} of {len(looks)}. Of "
     f"{count['fixes_telling']} fixes with something to gain, {count['fixes_close']} were predicted within 20 % of the step."
 )
-recorded = {loop: lab.reference(f"diagnosis: {loop}") for loop in lab09_toggles.LOOPS}
+recorded = {loop: lab.reference(f"diagnosis: {loop}") for loop in loops}
 recorded = {loop: run for loop, run in recorded.items() if run is not None}
 lab.show("**The same on our H200**, of all four loops:")
 lab.table(ablations.fix_table(recorded))

@@ -18,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from labutils.data.loader import EPOCH, EpochOrder
 from labutils.data.packing import BUCKETS, IGNORED
-from labutils.labs.ladders import A2_LADDER, A3_BASE, A3_LADDER, A3_OWN, climb
+from labutils.labs.ladders import A2_LADDER, A3_BASE, A3_LADDER, climb
 from labutils.layers.lora import attach_lora, count_parameters, count_trainable, load_adapter
 from labutils.profiling.recompilation import Compilation
 from labutils.recipe import Unavailable
@@ -416,9 +416,17 @@ def test_what_work_counts(workload):
 # Training
 
 
-@pytest.mark.parametrize("method", A3_OWN)
-def test_article_methods_train(workload, method):
-    with Trainer(workload, A3_OWN[method].but(micro_batch=1, predict="answers")) as trainer:
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"base_linear": "nf4", "checkpointing": "blocks"},
+        {"base_linear": "nf4", "checkpointing": "offload"},
+    ],
+)
+def test_article_methods_train(workload, changes):
+    recipe = A3_BASE.but(micro_batch=1, predict="answers", **changes)
+    with Trainer(workload, recipe) as trainer:
         trainer.run(3)
     assert trainer.losses[0] == pytest.approx(6.93, abs=0.3)  # log of the vocabulary
 

@@ -47,14 +47,16 @@ from labutils.course.lab import open_lab
 lab = open_lab("09", globals())
 
 # %%
+from functools import partial
+
 import matplotlib.pyplot as plt
 
 from labutils.course import plots
 from labutils.data import drawings
 from labutils.labs.optional_tensorflow import (
     growth_run,
-    input_runs,
-    precision_runs,
+    run_of,
+    step_ms,
     tensorflow,
 )
 
@@ -67,13 +69,32 @@ tiny = lab.scale == "tiny"
 # **Question.** How much faster does the policy `mixed_float16` make training three dense layers?
 
 # %%
+width, batch = (256, 64) if tiny else (4096, 2048)
+
+
+def three_layers(tf):
+    """A model, its input and what it should say."""
+    layers = [tf.keras.layers.Dense(width, activation="relu") for _ in range(3)]
+    # The policy's last advice: what comes out is float32, so that the loss is computed in it.
+    last = tf.keras.layers.Dense(1, dtype="float32")
+    model = tf.keras.Sequential([tf.keras.Input((width,)), *layers, last])
+    model.compile(optimizer="adam", loss="mse")
+    return model, tf.random.normal((batch, width)), tf.random.normal((batch, 1))
+
+
+# %%
 columns = {"case": "run", "step_ms": "ms, median"}
 runs: dict = {}
 with lab.attempt("TensorFlow's mixed precision"):
     tf = tensorflow()
-    runs = lab.keep(
-        precision_runs(tf, width=256 if tiny else 4096, batch=64 if tiny else 2048, steps=10)
-    )
+    for policy in ("float32", "mixed_float16"):
+        tf.keras.mixed_precision.set_global_policy(policy)
+        model, x, y = three_layers(tf)
+        # Each call hands its loss to the host, so it waits for the GPU.
+        samples = step_ms(lambda model=model, x=x, y=y: model.train_on_batch(x, y))
+        runs[f"tensorflow: {policy}"] = run_of(policy, samples)
+    tf.keras.mixed_precision.set_global_policy("float32")
+    lab.keep(runs)
     fig, ax = plt.subplots()
     plots.steps(ax, runs)
     plt.show()
@@ -87,11 +108,34 @@ lab.verdict("A4.tensorflow.mixed-precision");
 # **Question.** What do parallel reading, prefetching and a cache bring, on the pictures of lab 09?
 
 # %%
+def pipelines(tf, files: list, resolution: int, batch: int) -> dict:
+    """The same pictures read one by one, by several threads and ahead, and from a cache."""
+
+    def read(path):
+        image = tf.io.decode_png(tf.io.read_file(path), channels=3)
+        return tf.image.resize(image, (resolution, resolution)) / 127.5 - 1.0
+
+    names = tf.data.Dataset.from_tensor_slices([str(file) for file in files])
+    parallel = names.map(read, num_parallel_calls=tf.data.AUTOTUNE)
+    return {
+        "plain input": names.map(read).batch(batch),
+        "parallel, prefetched": parallel.batch(batch).prefetch(tf.data.AUTOTUNE),
+        "cached": parallel.cache().batch(batch).prefetch(tf.data.AUTOTUNE),
+    }
+
+
+# %%
 with lab.attempt("TensorFlow's input pipeline"):
     tf = tensorflow()
     folder = lab.cache_dir / "images" / f"drawn-v{drawings.VERSION}-seed0"
-    pictures = drawings.draw_images(folder, 16 if tiny else 64, seed=0)
-    runs = lab.keep(input_runs(tf, pictures, resolution=512, batch=4))
+    pictures = drawings.draw_images(folder, 16 if tiny else 64)
+    runs = {}
+    epoch = len(pictures) // 4
+    for case, pipeline in pipelines(tf, pictures, resolution=512, batch=4).items():
+        batches = iter(pipeline.repeat())
+        samples = step_ms(partial(next, batches), steps=2 * epoch, untimed=epoch)
+        runs[f"tensorflow: {case}"] = run_of(case, samples)
+    lab.keep(runs)
     fig, ax = plt.subplots()
     plots.steps(ax, runs)
     plt.show()
