@@ -47,7 +47,7 @@ def reference(tmp_path, monkeypatch):
         run.tags = {"experiment": "workers", "workers": workers}
         run.metrics = {"step_ms": {"median": 625.0}, "note": "x", "wall_ms": 5000}
         kept.append(run)
-    kept.append(Run("03", "too big", status="oom"))
+    kept.append(Run("03", "too big", status="oom", tags={"experiment": "too big"}))
     monkeypatch.setattr(results, "REFERENCE", kept.path)
 
 
@@ -153,7 +153,8 @@ def test_a_kept_run_is_stamped_and_on_disk_at_once(lab):
 
 
 def test_runs_of_a_comparison_get_their_names_and_lane(lab):
-    runs = {"workers=0": Run("", ""), "workers=3": Run("", "", workload="x", scale="full")}
+    runs = {f"workers={n}": Run("", "", tags={"workers": n}) for n in (0, 3)}
+    runs["workers=3"].workload, runs["workers=3"].scale = "x", "full"
     assert lab.keep(runs, lane="same mathematics") is runs
     kept = read_runs(lab.results_dir)
     assert [(run.run, run.scale) for run in kept] == [("workers=0", "tiny"), ("workers=3", "full")]
@@ -263,7 +264,6 @@ def test_the_end_says_what_is_next_and_what_the_runner_told(monkeypatch, tmp_pat
 THREE = {"experiment": "workers", "workers": 3}
 
 
-@pytest.mark.parametrize("which", [THREE, "workers=3"], ids=["tags", "name"])
 @pytest.mark.parametrize(
     ("error", "status", "told"),
     [
@@ -273,8 +273,8 @@ THREE = {"experiment": "workers", "workers": 3}
         (ValueError("bad\nsecond line"), "error: ValueError: bad second", "labutils doctor"),
     ],
 )
-def test_a_failure_is_kept_told_and_survived(lab, reference, capsys, error, status, told, which):
-    with lab.attempt("3 workers", reference=which):
+def test_a_failure_is_kept_told_and_survived(lab, reference, capsys, error, status, told):
+    with lab.attempt("3 workers", **THREE):
         raise error
     assert read_runs(lab.results_dir).one("03", **THREE).status.startswith(status)
     said = capsys.readouterr().out
@@ -284,17 +284,16 @@ def test_a_failure_is_kept_told_and_survived(lab, reference, capsys, error, stat
 
 def test_something_better_than_the_references_numbers_can_be_shown(lab, reference, capsys):
     for name, instead in (("x", lambda: print("a picture")), ("too big", None), ("none", None)):
-        with lab.attempt("it", reference=name, instead=instead):
+        with lab.attempt("it", instead, experiment=name):
             raise Unavailable("a GPU is needed")
     said = capsys.readouterr().out
     assert "a picture" in said and "(oom)" in said and "no reference run *none*" in said
 
 
 def test_what_worked_is_not_recorded_as_failed(lab):
-    for which in ("workers=3", THREE):
-        with lab.attempt("sweep", reference=which):
-            lab.keep(Run("", "3 workers", metrics={"step_ms": 5.0}, tags=THREE))
-            raise ValueError("the plot failed")
+    with lab.attempt("sweep", **THREE):
+        lab.keep(Run("", "3 workers", metrics={"step_ms": 5.0}, tags=THREE))
+        raise ValueError("the plot failed")
     with lab.attempt("fine"):
         pass
     assert [run.status for run in read_runs(lab.results_dir)] == ["ok"]
@@ -351,9 +350,9 @@ def test_a_table_or_what_to_say_instead(lab, capsys):
 
 
 def test_the_reference_is_that_of_this_lab(lab, reference):
-    assert lab.reference("workers=3").metric("step_ms") == 625.0
+    assert lab.reference(**THREE).metric("step_ms") == 625.0
     assert lab.reference(**THREE).at == "2026-01-03"
-    assert lab.reference("workers=99") is lab.reference(workers=99) is None
+    assert lab.reference(workers=99) is None
     assert len(lab.references(experiment="workers")) == 2
 
 
