@@ -322,10 +322,9 @@ class Lab:
 
     # ------------------------------------------------------------------------------- the reference
 
-    def reference(self, run: str = "", **tags: Tag) -> Run | None:
-        """Our H200's run of these tags in this lab, or None where there is none. A name stands for
-        the tags that it has in schema 1."""
-        return self.references().one(**(tags or tags_of(self.number, run)))
+    def reference(self, **tags: Tag) -> Run | None:
+        """Our H200's run of these tags in this lab, or None where there is none."""
+        return self.references().one(**tags)
 
     def references(self, **tags: Tag) -> records.Runs:
         """Our H200's runs of this lab that have these tags, the newest of each."""
@@ -366,17 +365,14 @@ class Lab:
 
     @contextlib.contextmanager
     def attempt(
-        self,
-        what: str,
-        reference: str | Mapping[str, Tag] | None = None,
-        instead: Callable[[], Any] | None = None,
+        self, what: str, instead: Callable[[], Any] | None = None, **tags: Tag
     ) -> Iterator[None]:
         """Try what may not work on this machine: a failure is explained, kept as a run, and the lab
         goes on. What the machine lacks is raised inside as `Unavailable`.
 
-        `what` says it in a few words. `reference` are the run's tags, or its name: our H200's run
-        is shown instead, and the failure kept as that run. `instead()` shows what the H200 did in a
-        better way than as that run's numbers. Ctrl-C is no failure and passes through.
+        `what` says it in a few words. `tags` are those of the run: the failure is kept as that run,
+        and our H200's run is shown instead. `instead()` shows what the H200 did in a better way
+        than as that run's numbers. Ctrl-C is no failure and passes through.
         """
         failure: Exception | None = None
         try:
@@ -391,16 +387,14 @@ class Lab:
         gc.collect()
         with contextlib.suppress(RuntimeError):  # a GPU that broke fails at this, too
             cuda.empty_cache()
-        tags = tags_of(self.number, reference) if isinstance(reference, str) else reference
-        name = reference if isinstance(reference, str) else what
-        run = Run(self.number, name, status=status, tags=dict(tags or tags_of(self.number, what)))
+        run = Run(self.number, what, status=status, tags=tags or {"experiment": what})
         if run.identity not in self._measured:  # a plot's failure hides no measurement
             self.keep(run)
         self.show(f"**{what}: not on this machine.** {explain(status)}")
         if instead:
             instead()
         elif tags:
-            self.show(_as_markdown(self.reference(**tags), name))
+            self.show(_as_markdown(self.reference(**tags), run.label))
 
     # ------------------------------------------------------------------------------ what it shows
 

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import subprocess
-import sys
 
 import matplotlib
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from labutils.course import plots
-from labutils.course.plots import scores, traces
+from labutils.course.plots import traces
 from labutils.course.predictions import Score
 from labutils.profiling.roofline import Roofline
 from labutils.results.judges import VERDICTS
@@ -106,11 +102,6 @@ def test_waterfall_of_eighteen_rungs(ax, log):
     assert_tidy(ax)
 
 
-def test_waterfall_without_rungs_is_an_error(ax):
-    with pytest.raises(ValueError, match="step_ms"):
-        plots.waterfall(ax, [FAILED], 10)
-
-
 def test_differences_are_drawn_over_their_band(ax):
     ranges = {"range of steps": {"b": (-8.0, 30.0)}}
     plots.differences(ax, {"a": [1, 2], "b": [12]}, (-10, 10), "within 10 %", "% off", ranges)
@@ -141,18 +132,6 @@ def test_breakdown_adds_up(ax):
     plots.breakdown(ax, {"here": parts, "H200": {"kernels": 100, "host": 20}})
     assert {"950 ms", "120 ms", "270", "410"} <= set(texts(ax)) and "3" not in texts(ax)
     assert_tidy(ax)
-
-
-def test_one_of_several_axes_keeps_its_figures_height():
-    figure, (ax, _) = plt.subplots(1, 2, figsize=(8, 5))
-    plots.breakdown(ax, {"kernels": 1})
-    assert figure.get_figheight() == 5
-
-
-def test_grouped_bars_are_medians(ax):
-    times = {"plain": {"a": [1, 2, 9], "b": [4, 4, 4]}, "LoRA": {"a": [3, 3, 3], "b": [5, 6, 7]}}
-    plots.grouped(ax, times)
-    assert [bar.get_height() for bar in ax.patches] == [2, 4, 3, 6]
 
 
 def test_roofline_numbers_points_apart(ax):
@@ -218,12 +197,6 @@ def test_fills_differ_in_grey(fills):
         assert hatch != other_hatch or abs(lightness(one) - lightness(other)) >= 12
 
 
-def test_importing_plots_leaves_matplotlib_and_torch_alone():
-    code = "import sys, labutils.course.plots; print({'matplotlib', 'torch'} & set(sys.modules))"
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert said.stdout.strip() == "set()"
-
-
 PAIRS = list(itertools.product(plots.VERDICT_MARKS, repeat=2))
 
 
@@ -243,15 +216,6 @@ def test_every_verdict_has_a_mark_of_its_own():
     assert set(VERDICTS) <= plots.VERDICT_MARKS.keys()
     looks = [(m["marker"], m.get("markerfacecolor")) for m in plots.VERDICT_MARKS.values()]
     assert len(set(looks)) == len(looks)
-
-
-@given(st.lists(st.integers(1, 30), min_size=1, max_size=6), st.integers(1, 4))
-def test_columns_hold_every_claim_once_and_end_with_none_but_a_claim(sizes, columns):
-    groups = {f"A{g}": {f"{g}.{n}": PAIRS[0] for n in range(size)} for g, size in enumerate(sizes)}
-    filled = scores._in_columns(groups, columns)
-    held = [name for column in filled for name, pair in column if pair]
-    assert held == [name for claims in groups.values() for name in claims]
-    assert all(column[0][1] is None and column[-1][1] for column in filled)
 
 
 def test_calibration_shows_each_prediction_with_both_numbers(ax):

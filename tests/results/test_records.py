@@ -8,7 +8,6 @@ import sys
 import tempfile
 from pathlib import Path
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -72,17 +71,6 @@ def test_each_host_keeps_its_newest_run():
     kept = Runs([run("a", "1"), run("b", "2"), run("a", "3")])
     assert sorted((r.machine["cpu"], r.at) for r in kept) == [("a", "3"), ("b", "2")]
     assert kept.one(experiment="x").at == "3"
-
-
-def test_a_table_has_a_column_a_tag_and_medians_of_metrics():
-    spread = {"median": 5.0, "p10": 4.0, "p90": 6.0, "n": 3}
-    one = Run("03", "a", tags={"workers": 0}, metrics={"step_ms": spread})
-    frame = to_frame([one, Run("03", "b", tags={"prefetch": 2}, status="oom")])
-    assert list(frame["step_ms"].dropna()) == [5.0]
-    assert frame[["workers", "prefetch"]].isna().to_numpy().tolist() == [
-        [False, True],
-        [True, False],
-    ]
 
 
 def test_no_two_names_of_schema_1_share_their_tags():
@@ -229,21 +217,6 @@ def test_a_path_that_leads_nowhere_says_what_to_type(tmp_path, monkeypatch):
 # What a record holds
 
 
-def test_what_does_not_apply_is_absent():
-    record = Run("03", "workers=0", metrics={"zero": 0}).record()
-    usual = ["schema", "lab", "run", "tags", "lane", "scale", "weights", "data", "status"]
-    assert sorted(record) == sorted([*usual, "metrics"]) and record["metrics"] == {"zero": 0}
-    assert Run("03", "workers=0", beside=2).record()["beside"] == 2
-
-
-@given(st.lists(st.floats(-1e9, 1e9), min_size=1))
-def test_summaries_are_the_usual_percentiles(samples):
-    summary = records.summarise(samples)
-    assert summary["n"] == len(samples)
-    for name, percent in {"median": 50, "p10": 10, "p90": 90}.items():
-        assert summary[name] == pytest.approx(np.percentile(samples, percent))
-
-
 def test_nothing_measured_has_no_summary():
     with pytest.raises(ValueError, match="measured nothing"):
         records.summarise([])
@@ -252,13 +225,6 @@ def test_nothing_measured_has_no_summary():
 def test_a_metric_is_its_median_and_none_where_it_does_not_apply():
     run = Run("03", "workers=0", metrics={"step_ms": {"median": 5.0, "n": 3}, "loss": 0.1})
     assert (run.metric("step_ms"), run.metric("loss"), run.metric("mfu")) == (5.0, 0.1, None)
-
-
-def test_versions_are_those_installed():
-    import torch
-
-    assert records.versions()["torch"] == torch.__version__
-    assert {"transformer_engine", "unsloth", "torchao", "trl"} <= set(records.PACKAGES)
 
 
 @pytest.mark.parametrize(
