@@ -59,14 +59,7 @@ FORMS = {
 }
 """Form -> its changes of the recipe. The article compiles the model as one. Its blocks compiled one
 by one have almost the same code after a fraction of the time."""
-WEIGHTS = {
-    "": "published",
-    "fp8-te": "fp8-te",
-    "fp8-frozen": "fp8-frozen",
-    "qlora": "nf4",
-    "nf4": "nf4",
-}
-"""How a method holds the frozen weights -> the recipe's `base_linear`."""
+WEIGHTS = ("", "fp8-te", "fp8-frozen", "qlora", "nf4")
 METHODS = {"-".join(filter(None, pair)) or BASELINE: pair for pair in product(FORMS, WEIGHTS)}
 """Method -> its form and how it holds the frozen weights."""
 MEASURED = {"first_step_s": "first_step_s", "step_ms": "step_s", "peak_allocated_gb": "memory_gb"}

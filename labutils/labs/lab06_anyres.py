@@ -25,13 +25,7 @@ from torch._inductor.utils import fresh_cache
 from torch.utils.data import BatchSampler
 
 from labutils.data.loader import EpochOrder
-from labutils.labs.lab06_advisor import (
-    BASELINE,
-    FORMS,
-    METHODS,
-    WEIGHTS,
-    against_same_seed,
-)
+from labutils.labs.lab06_advisor import BASELINE, FORMS, METHODS, against_same_seed
 from labutils.labs.ladders import A2_BASE, Ladder, Rung, in_lanes
 from labutils.layers.cuda_graph import compile_blocks, variants_allowed
 from labutils.layers.lora import redraw_lora
@@ -64,7 +58,8 @@ def method(name: str, batch: int = 1) -> Recipe:
     would not hold, nor would its batch 24 fit its card.
     """
     form, weights = METHODS[name]
-    recipe = A2_BASE.but(micro_batch=batch, checkpointing="blocks", base_linear=WEIGHTS[weights])
+    base = {"": "published", "qlora": "nf4"}.get(weights, weights)
+    recipe = A2_BASE.but(micro_batch=batch, checkpointing="blocks", base_linear=base)
     return recipe.but(**FORMS[form])
 
 

@@ -41,10 +41,10 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_too_little_shared_memory_is_told_and_survived(cache: Path) -> None:
     before = os.statvfs("/dev/shm").f_blocks
     told = try_workers(cache, workers=3, shm_bytes=16 * MIB).metrics
+    assert os.statvfs("/dev/shm").f_blocks == before
     assert told["outcome"] in ("hung", "crashed") and told["failed"] == 1
     assert "shared memory" in told["message"] or "Bus error" in told["message"]
     assert 0 < told["batches"] < told["wanted"] and told["peak_gb"] <= told["shm_gb"]
-    assert os.statvfs("/dev/shm").f_blocks == before
 
 
 @needs_mounts

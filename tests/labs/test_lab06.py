@@ -10,11 +10,9 @@ import torch
 from recipes_at_work import one_thread
 
 from labutils.labs import lab06_anyres
-from labutils.labs.lab06_advisor import PUBLISHED
 from labutils.labs.ladders import A2_BASE
 from labutils.results.records import Run
 from labutils.training import Trainer
-from labutils.training.model_edits import prepared_for_kbit
 from labutils.workloads import open_workload
 
 QUICK = A2_BASE.but(layers="rewritten", learning_rate=3e-3, micro_batch=2)
@@ -38,14 +36,6 @@ def varied():
 
 
 # The article's table
-
-
-def test_every_method_of_the_articles_table_is_a_recipe_of_its_own():
-    recipes = {name: lab06_anyres.method(name, 4) for name in PUBLISHED}
-    assert len(set(recipes.values())) == len(recipes)
-    fixed = recipes["fixed-fp8-te"]
-    assert (fixed.shapes, fixed.compile, fixed.base_linear) == ("fixed", "default", "fp8-te")
-    assert recipes["qlora"].base_linear == "nf4"
 
 
 def test_transformer_engines_checkpointing_is_not_compiled_whole(uniform):
@@ -83,25 +73,6 @@ def test_cells_stand_against_bf16_of_the_same_batch_and_hour():
 # Altered models, other batches
 
 
-def test_layers_that_are_kept_stay_as_they_were(uniform):
-    model = uniform.build(QUICK)
-    lab06_anyres.fp8_but("o_proj")(model)
-    kinds = {
-        name.rpartition(".")[2]: type(module.base_layer).__name__
-        for name, module in model.named_modules()
-        if hasattr(module, "base_layer")
-    }
-    assert kinds.pop("o_proj") == "Linear" and set(kinds.values()) == {"FrozenFP8Linear"}
-
-
-def test_preparing_for_kbit_widens_its_own_copy_alone():
-    shared = torch.nn.Linear(4, 4, dtype=torch.bfloat16).requires_grad_(False)
-    model, weight = torch.nn.Sequential(shared), shared.weight
-    prepared_for_kbit(model)
-    assert model[0].weight.dtype == torch.float32 and weight.dtype == torch.bfloat16
-    assert torch.equal(model[0].weight, weight.float())
-
-
 def test_replays_share_tokens_or_shapes_as_their_names_say(varied):
     runs = lab06_anyres.replays(varied, QUICK.but(micro_batch=1, cache="features"), 3)
     assert [len(run.samples["ms_per_1k_tokens"]) for run in runs.values()] == [3] * 4
@@ -115,11 +86,11 @@ def test_replays_share_tokens_or_shapes_as_their_names_say(varied):
 
 
 def test_varied_images_recompile_and_uniform_ones_settle(uniform, varied):
-    settled, _ = lab06_anyres.recompilations(uniform, BLOCKS, 4)
+    settled, _ = lab06_anyres.recompilations(uniform, BLOCKS, 3)
     assert settled.metrics["further_image_token_counts"] == 0
     assert settled.metrics["recompilations_after_2_steps"] == 0
-    exact, why = lab06_anyres.recompilations(varied, BLOCKS, 4, dynamic=False)
-    free, _ = lab06_anyres.recompilations(varied, BLOCKS, 4, dynamic=True)
+    exact, why = lab06_anyres.recompilations(varied, BLOCKS, 3, dynamic=False)
+    free, _ = lab06_anyres.recompilations(varied, BLOCKS, 3, dynamic=True)
     assert exact.metrics["further_image_token_counts"] > 0
     late = [sum(run.samples["recompilations"][1:]) for run in (free, exact)]
     assert late[0] == 0 < late[1]
@@ -138,27 +109,23 @@ def test_more_versions_than_the_compiler_allows_are_noted_not_raised(varied, cap
 # The ladder
 
 
-def rung(name: str, cost: float, base_linear: str = "published") -> Run:
+def rung(cost: float, base_linear: str = "published") -> Run:
     metrics = {"ms_per_1k_useful_tokens": cost, "tflops": 500.0, "useful_tokens": 0.8}
-    return Run("06", name, recipe={"base_linear": base_linear}, metrics=metrics)
+    return Run("06", "", recipe={"base_linear": base_linear}, metrics=metrics)
 
 
 def test_what_the_ladder_reaches(varied):
-    climbed = {"bf16": rung("bf16", 90), "top": rung("top", 30)}
-    climbed["fp8"] = rung("fp8", 31, "fp8-frozen")
+    climbed = {"bf16": rung(90), "top": rung(30), "fp8": rung(31, "fp8-frozen")}
     cells = [cell("bf16", 1, 1), cell("fp8-frozen", 1, 1)]
     cells[0].metrics |= {"weights_gb": 14, "peak_allocated_gb": 20}
     cells[1].metrics |= {"weights_gb": 7, "peak_allocated_gb": 13}
-    assert lab06_anyres.best_rung(climbed) == "top"
     metrics = lab06_anyres.reached(varied, QUICK, climbed, cells, rate=800)
     assert metrics["useful_speedup"] == pytest.approx(3)
     assert metrics["mfu_fp8"] == metrics["mfu_bf16"] == pytest.approx(0.5)
     assert (metrics["weights_share"], metrics["memory_share"]) == pytest.approx((0.5, 0.65))
     assert metrics["graphs"] == metrics["compilations_after_warmup"] == 0
-    for run in climbed.values():
-        run.status = "oom"
     with pytest.raises(ValueError, match="No rung"):
-        lab06_anyres.best_rung(climbed)
+        lab06_anyres.best_rung({"bf16": Run("06", "", status="oom")})
 
 
 # Seeds
@@ -166,16 +133,16 @@ def test_what_the_ladder_reaches(varied):
 
 def test_losses_by_seed(uniform):
     recipes = {"bf16": QUICK, "again": QUICK, "fp8-mixed": QUICK}
-    recipes["broken"] = QUICK.but(adapter="folded")
+    recipes |= {"all fp8": QUICK.but(base_linear="fp8-frozen"), "no": QUICK.but(adapter="folded")}
     changes = {"fp8-mixed": lab06_anyres.fp8_but("o_proj")}
     runs = lab06_anyres.losses_over_seeds(uniform, recipes, seeds=2, steps=4, changes=changes)
-    by_method = {run.tags["method"]: run for run in runs.values()}
-    base = by_method["bf16"].samples
-    assert by_method["again"].samples["final_loss"] == base["final_loss"]
+    final = {run.tags["method"]: run.samples.get("final_loss") for run in runs.values()}
+    base = runs["loss bf16"].samples
+    assert final["again"] == base["final_loss"]
     assert len(set(base["start_loss"])) == 1, "adapters add nothing at first"
     assert len(set(base["final_loss"])) == 2, "each seed has its adapters and examples"
     assert max(base["final_loss"]) < min(base["start_loss"])
-    assert by_method["fp8-mixed"].samples["final_loss"] != base["final_loss"]
-    assert by_method["broken"].status.startswith("error: ValueError")
+    assert final["fp8-mixed"] not in (base["final_loss"], final["all fp8"]), "o_proj is kept"
+    assert runs["loss no"].status.startswith("error: ValueError")
     table = lab06_anyres.loss_table([run for run in runs.values() if run.ok])
-    assert list(table["method"]) == ["bf16", "again", "fp8-mixed"]
+    assert list(table["method"]) == ["bf16", "again", "fp8-mixed", "all fp8"]
