@@ -32,6 +32,8 @@ from labutils.training.child_process import Child
 PAGE = 4096
 PATIENCE_S = 8
 """Seconds without a batch after which a loader counts as hung."""
+QUIET_S = 5
+"""Seconds in which /dev/shm hasn't grown, after which no more batches are expected in it."""
 HELD_BY_TRAINING = 1
 """Batches that the training loop holds: the one in use. (accelerate fetches the next one early, and
 so holds two.)
@@ -162,7 +164,8 @@ def _load(cache_dir: str, workers: int) -> None:
     # More workers than cores: on purpose.
     warnings.filterwarnings("ignore", message="This DataLoader will create")
     recipe = STOCK.but(num_workers=workers)
-    wanted = workers * recipe.prefetch_factor + workers
+    ready = workers * recipe.prefetch_factor
+    wanted = ready + workers
     images = captioned_images(cache_dir, FILES)
     examples = image_text_dataset(images, clip_tokenizer(), 512)
     loader = make_loader(examples, recipe, epoch_length=wanted)
@@ -176,7 +179,7 @@ def _load(cache_dir: str, workers: int) -> None:
             next(batches)
             report["batches"] += 1
             if report["batches"] == 1:
-                _let_workers_run_ahead(1.5)  # as in a first training step
+                _let_workers_run_ahead(ready * batch_bytes())  # as in a first training step
             report["peak_gb"] = max(report["peak_gb"], shutil.disk_usage(SHM).used / 1e9)
             child_process.send(report)
     except RuntimeError as error:
@@ -186,13 +189,14 @@ def _load(cache_dir: str, workers: int) -> None:
         os._exit(0)  # its workers end with it; joining those that hang would take a while
 
 
-def _let_workers_run_ahead(quiet_s: float) -> None:
-    """Wait until /dev/shm hasn't grown for `quiet_s`: workers on busy cores still read."""
-    used, grew, end = 0, time.monotonic(), time.monotonic() + 10 * quiet_s
-    while time.monotonic() < min(grew + quiet_s, end):
+def _let_workers_run_ahead(full: int) -> None:
+    """Wait until batches of `full` bytes are ready in /dev/shm, or until it hasn't grown for
+    `QUIET_S`, as where no more fit: workers on busy cores still read."""
+    most, grew = 0, time.monotonic()
+    while most < full and time.monotonic() < grew + QUIET_S:
         time.sleep(0.1)
-        if (now_used := shutil.disk_usage(SHM).used) > used:
-            used, grew = now_used, time.monotonic()
+        if (used := shutil.disk_usage(SHM).used) > most:
+            most, grew = used, time.monotonic()
 
 
 if __name__ == "__main__":

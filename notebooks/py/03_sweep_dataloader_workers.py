@@ -402,7 +402,7 @@ with ThreadPoolExecutor() as pool:
     trials = dict(zip(sizes, tried, strict=True))
 for name, trial in trials.items():
     trial.run, trial.tags["shm"] = f"shm={name}", name
-lab.keep(trials)
+lab.keep(trials);
 
 # %%
 columns = {"run": "12 workers and a /dev/shm", "shm_gb": "of, GB", "outcome": "what happened"}

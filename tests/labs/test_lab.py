@@ -17,7 +17,6 @@ from labutils.course.lab import LabError, open_lab
 from labutils.profiling import cuda
 from labutils.profiling.machine import machine_facts
 from labutils.recipe import STOCK, Unavailable
-from labutils.results import claims
 from labutils.results import records as results
 from labutils.results.records import Results, Run, read_records, read_runs
 from labutils.tools import run as runner
@@ -375,11 +374,10 @@ def test_tables_of_the_reference_stand_beside_ours(lab, reference, capsys, monke
     assert "H**" not in shown(**THREE)  # what becomes the reference is not shown beside itself
 
 
-def test_a_verdict_is_shown_and_returned(lab, capsys):
-    (judgement,) = lab.verdict("A1.workers.three")
-    assert judgement.claim.id == "A1.workers.three"
-    assert judgement.verdict in capsys.readouterr().out
-    assert claims.articles()
+def test_a_verdict_is_shown(lab, capsys):
+    assert lab.verdict("A1.workers.three") is None, "a cell would print it"
+    said = capsys.readouterr().out
+    assert "A1.workers.three" in said and "not testable here" in said
 
 
 def test_a_workload_has_the_labs_scale_and_device(lab):
