@@ -353,15 +353,15 @@ class Lab:
         else:
             self.show("*Nothing of this is on record from our H200 yet, to compare with.*")
 
-    def verdict(self, *claims: str) -> list[Any]:
-        """Show published | H200 | here | verdict for the claim ids, and return the judgements."""
+    def verdict(self, *claims: str) -> None:
+        """Show published | H200 | here | verdict for the claim ids. It returns nothing: a notebook
+        would print what its cell ends with."""
         from labutils.results.judges import as_markdown, judge_all
 
         judgements = judge_all(
             claims, records.read_runs(self.results_dir), records.read_runs(records.REFERENCE)
         )
         self.show(as_markdown(judgements))
-        return judgements
 
     @contextlib.contextmanager
     def attempt(

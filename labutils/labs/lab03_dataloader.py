@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils.data import Subset
 
 from labutils.data.images import Preprocess, normalize, random_crop, resize, to_tensor
 from labutils.data.loader import make_loader
 from labutils.recipe import Recipe
+from labutils.results.records import Run, summarise
 
 if TYPE_CHECKING:
     import datasets
@@ -18,47 +21,43 @@ PARTS = ("decode", "convert", "resize", "tensor", "tokenise")
 """What reading a row consists of, in this order."""
 
 
-def decode_ms(dataset: datasets.Dataset, n: int = 16) -> dict[str, list[float]]:
-    """Milliseconds of one thread for each of `n` rows of `dataset` (made by `image_text_dataset`),
-    part by part.
-
-    "decode" (open the file, inflate, unfilter), "convert" (to RGB), "resize" (Lanczos, and the
-    crop), "tensor" (to float32 in -1..1), "tokenise", and "all". Files that were just drawn come
-    from the page cache, not the disk.
+def decode_ms(dataset: datasets.Dataset, n: int = 16) -> Run:
+    """The run of `n` rows of `dataset` (made by `image_text_dataset`) read by one thread, in
+    milliseconds a row and part: "decode_ms" (open the file, inflate, unfilter), "convert_ms" (to
+    RGB), "resize_ms" (Lanczos, and the crop), "tensor_ms" (to float32 in -1..1), "tokenise_ms", and
+    "all_ms". Files that were just drawn come from the page cache, not the disk.
     """
     preprocess = dataset.format["format_kwargs"]["transform"]
     rows = dataset.with_format(None)
-    samples: dict[str, list[float]] = {name: [] for name in (*PARTS, "all")}
+    run = Run("03", "reading", tags={"experiment": "reading"})
+    run.samples = {f"{part}_ms": [] for part in (*PARTS, "all")}
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # as in a DataLoader worker
     try:
         for index in range(n):
-            for name, ms in _row_ms(rows, index % len(rows), preprocess).items():
-                samples[name].append(ms)
+            parts = _row_ms(rows, index % len(rows), preprocess)
+            for series, ms in zip(run.samples.values(), (*parts, sum(parts)), strict=True):
+                series.append(ms)
     finally:
         torch.set_num_threads(threads)
-    return samples
+    run.metrics = {part: summarise(samples) for part, samples in run.samples.items()}
+    return run
 
 
-def _row_ms(rows: datasets.Dataset, index: int, preprocess: Preprocess) -> dict[str, float]:
-    """Milliseconds of each part of reading row `index`."""
+def _row_ms(rows: datasets.Dataset, index: int, preprocess: Preprocess) -> list[float]:
+    """Milliseconds of each part of reading row `index`, in the order of `PARTS`."""
     marks = [time.perf_counter()]
-
-    def mark() -> None:
-        marks.append(time.perf_counter())
-
     row = rows[index]
-    mark()
+    marks.append(time.perf_counter())
     image = row["image"].convert("RGB")
-    mark()
+    marks.append(time.perf_counter())
     image = random_crop(resize(image, preprocess.resolution), preprocess.resolution)
-    mark()
+    marks.append(time.perf_counter())
     normalize(to_tensor(image))
-    mark()
+    marks.append(time.perf_counter())
     preprocess.token_ids([row["text"]])
-    mark()
-    parts = [1e3 * (after - before) for before, after in zip(marks, marks[1:], strict=False)]
-    return dict(zip(PARTS, parts, strict=True)) | {"all": sum(parts)}
+    marks.append(time.perf_counter())
+    return [1e3 * (after - before) for before, after in itertools.pairwise(marks)]
 
 
 def hand_over_ms(dataset: Any, recipe: Recipe, read_ms: float, batches: int = 8) -> list[float]:
@@ -86,11 +85,8 @@ def epoch_start_ms(dataset: Any, recipe: Recipe, epochs: int = 4) -> list[float]
     Workers that do not persist are started anew each time, and then read the first batch while
     training waits.
     """
-    from torch.utils.data import Subset
-
-    rows = (
-        max(1, recipe.num_workers) * recipe.micro_batch
-    )  # a micro-batch for each worker, and none after the start
+    # A micro-batch for each worker, and none after the start.
+    rows = max(1, recipe.num_workers) * recipe.micro_batch
     loader = make_loader(Subset(dataset, range(rows)), recipe, epoch_length=rows)
     samples = []
     for _ in range(epochs):

@@ -9,18 +9,13 @@ changes both knobs at once.
 
 from __future__ import annotations
 
+import itertools
+
 from labutils.profiling.timing import CallTimer
 from labutils.recipe import Recipe
 from labutils.results.records import Run, summarise
 from labutils.training import Trainer, compare, measure
 from labutils.workloads.base import Workload
-
-WAYS = {
-    "pageable+blocking": {},
-    "pageable+async": {"non_blocking": True},
-    "pinned+blocking": {"pin_memory": True},
-    "pinned+async": {"pin_memory": True, "non_blocking": True},
-}
 
 COPIES = {
     "accelerate": ("accelerate.data_loader", "send_to_device"),
@@ -30,24 +25,25 @@ COPIES = {
 
 
 def two_by_two(
-    workload: Workload, base: Recipe, steps: int, rounds: int, prefix: str = ""
+    workload: Workload, base: Recipe, steps: int, rounds: int, ahead: bool = False
 ) -> dict[str, Run]:
-    """`base` in the four ways: `prefix` + way -> its run, with `host_copy_ms` beside the usual
-    metrics.
+    """Way -> the run of `base` in it, with `host_copy_ms` beside the usual metrics.
 
     `host_copy_ms` is how long the host is inside the function that copies, over an optimizer step.
     `base` copies pageable memory and waits for it; its driver is one of `COPIES` (`KeyError`
-    otherwise).
+    otherwise). ahead: whether the loop of `base` runs ahead of the GPU, for the runs' tags.
     """
-    recipes = {way: base.but(**knobs) for way, knobs in WAYS.items()}
-    found = compare(
-        workload, {prefix + way: recipe for way, recipe in recipes.items()}, steps, rounds
-    )
+    recipes, tags = {}, {}
+    run_ahead = {"ahead": True} if ahead else {}
+    for memory, copy in itertools.product(("pageable", "pinned"), ("blocking", "async")):
+        way = f"{memory}+{copy}"
+        recipes[way] = base.but(pin_memory=memory == "pinned", non_blocking=copy == "async")
+        tags[way] = {"experiment": "copies", "memory": memory, "copy": copy} | run_ahead
+    runs = compare(workload, recipes, steps, rounds, tags)
     for way, recipe in recipes.items():
-        samples = _host_copy_ms(workload, recipe, steps)
-        run = found[prefix + way]
+        samples, run = _host_copy_ms(workload, recipe, steps), runs[way]
         run.samples["host_copy_ms"], run.metrics["host_copy_ms"] = samples, summarise(samples)
-    return found
+    return runs
 
 
 def _host_copy_ms(workload: Workload, recipe: Recipe, steps: int) -> list[float]:

@@ -9,6 +9,9 @@ with a prefetch factor of 2 want 25.
 Recent PyTorch doesn't crash there. The worker that can't get memory reports it from a background
 thread and drops the batch, and the training loop would wait for that batch forever. The loader's
 `timeout` ends the wait.
+
+    run = try_workers(lab.cache_dir, 12, 64 * 2**20)
+    run.metrics["outcome"]   # "hung"
 """
 
 from __future__ import annotations
@@ -19,17 +22,18 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from labutils.recipe import STOCK, Recipe
+from labutils.results.records import Run
 from labutils.training import child_process
 from labutils.training.child_process import Child
 
 PAGE = 4096
 PATIENCE_S = 8
 """Seconds without a batch after which a loader counts as hung."""
+QUIET_S = 5
+"""Seconds in which /dev/shm hasn't grown, after which no more batches are expected in it."""
 HELD_BY_TRAINING = 1
 """Batches that the training loop holds: the one in use. (accelerate fetches the next one early, and
 so holds two.)
@@ -94,62 +98,40 @@ def those_that_fit(
     return chosen
 
 
-@dataclass(frozen=True)
-class Trial:
-    """What became of a DataLoader with `workers` workers and a /dev/shm of `shm_bytes`.
-
-    `outcome`: "ok", "hung" (the loop waited for a batch that never came), "crashed", or "not
-    possible" (this machine doesn't let us give a process a /dev/shm of its own); `message` says why
-    in what PyTorch or the system printed. `batches` of `wanted` arrived; `peak_bytes` of /dev/shm
-    were in use at most, as the training loop saw it.
-    """
-
-    workers: int
-    shm_bytes: int
-    outcome: str
-    message: str = ""
-    batches: int = 0
-    wanted: int = 0
-    peak_bytes: int = 0
-
-    def metrics(self) -> dict[str, Any]:
-        """The numbers of a Run: `failed` is 1 if the loop got stuck or died. Empty where nothing
-        could be tried."""
-        if self.outcome == "not possible":
-            return {}
-        numbers = asdict(self) | {"failed": int(self.outcome != "ok")}
-        gigabytes = {name: numbers.pop(f"{name}_bytes") / 1e9 for name in ("shm", "peak")}
-        return numbers | {f"{name}_gb": value for name, value in gigabytes.items()}
-
-
-def try_workers(
-    cache_dir: str | Path, workers: int, shm_bytes: int, limit_s: float = 60.0
-) -> Trial:
+def try_workers(cache_dir: str | Path, workers: int, shm_bytes: int, limit_s: float = 60.0) -> Run:
     """Load batches of the generated images with `workers` workers in a child process whose /dev/shm
     has `shm_bytes`. The child is ended after `limit_s`. This process, its /dev/shm and the
     machine's are not touched, whatever happens.
+
+    Metrics: `outcome` is "ok", "hung" (the loop waited for a batch that never came) or "crashed",
+    `failed` 1 for the latter two, and `message` what PyTorch or the system printed about it.
+    `batches` of `wanted` arrived; `peak_gb` of the `shm_gb` of /dev/shm were in use at most, as the
+    training loop saw it. Where this machine doesn't let us give a process a /dev/shm of its own,
+    the status says so, and there are no metrics.
     """
+    run = Run("03", "", tags={"experiment": "shm"})
     prefix = _own_shm(shm_bytes, needed_bytes(STOCK.but(num_workers=workers)))
     if prefix is None:
         size = shutil.disk_usage(SHM).total / 2**20 if SHM.is_dir() else 0
-        why = (
-            f"This process may not mount a small {SHM} for a child, and its own has {size:,.0f} "
-            "MiB. To see the failure, start the container with --shm-size=64m."
+        run.status = (
+            f"skipped: This process may not mount a small {SHM} for a child, and its own has "
+            f"{size:,.0f} MiB. To see the failure, start the container with --shm-size=64m."
         )
-        return Trial(workers, shm_bytes, "not possible", why)
+        return run
     quiet = {"PYTHONUNBUFFERED": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     arguments = ["-m", __name__, str(cache_dir), str(workers)]
-    progress: dict[str, Any] = {}
+    run.metrics = {"workers": workers, "shm_gb": shm_bytes / 1e9}
     with Child(arguments, limit_s=limit_s, environment=quiet, prefix=prefix) as child:
-        while report := child.receive():
-            progress = report
+        while progress := child.receive():
+            run.metrics |= progress
         outcome = "ok" if child.process.wait() == 0 else "crashed"
-        outcome = progress.pop("outcome", "hung" if child.timed_out else outcome)
+        outcome = run.metrics.setdefault("outcome", "hung" if child.timed_out else outcome)
         errors = [line.strip() for line in child.errors().splitlines() if line.strip()]
     words = ("shared memory", "Bus error", "No space left")
     named = [line for line in errors if any(word in line for word in words)]
     message = "" if outcome == "ok" else [*named, *errors[-1:], "No message."][0]
-    return Trial(workers, shm_bytes, outcome, message, **progress)
+    run.metrics |= {"failed": int(outcome != "ok"), "message": message}
+    return run
 
 
 def _own_shm(shm_bytes: int, needed: int) -> list[str] | None:
@@ -182,12 +164,13 @@ def _load(cache_dir: str, workers: int) -> None:
     # More workers than cores: on purpose.
     warnings.filterwarnings("ignore", message="This DataLoader will create")
     recipe = STOCK.but(num_workers=workers)
-    wanted = workers * recipe.prefetch_factor + workers
+    ready = workers * recipe.prefetch_factor
+    wanted = ready + workers
     images = captioned_images(cache_dir, FILES)
     examples = image_text_dataset(images, clip_tokenizer(), 512)
     loader = make_loader(examples, recipe, epoch_length=wanted)
     loader.timeout = PATIENCE_S
-    report = {"batches": 0, "wanted": wanted, "peak_bytes": 0}
+    report = {"batches": 0, "wanted": wanted, "peak_gb": 0.0}
     batches = iter(loader)
     try:
         while report["batches"] < wanted:
@@ -196,8 +179,8 @@ def _load(cache_dir: str, workers: int) -> None:
             next(batches)
             report["batches"] += 1
             if report["batches"] == 1:
-                _let_workers_run_ahead(1.5)  # as in a first training step
-            report["peak_bytes"] = max(report["peak_bytes"], shutil.disk_usage(SHM).used)
+                _let_workers_run_ahead(ready * batch_bytes())  # as in a first training step
+            report["peak_gb"] = max(report["peak_gb"], shutil.disk_usage(SHM).used / 1e9)
             child_process.send(report)
     except RuntimeError as error:
         if "timed out" not in str(error):
@@ -206,13 +189,14 @@ def _load(cache_dir: str, workers: int) -> None:
         os._exit(0)  # its workers end with it; joining those that hang would take a while
 
 
-def _let_workers_run_ahead(quiet_s: float) -> None:
-    """Wait until /dev/shm hasn't grown for `quiet_s`: workers on busy cores still read."""
-    used, grew, end = 0, time.monotonic(), time.monotonic() + 10 * quiet_s
-    while time.monotonic() < min(grew + quiet_s, end):
+def _let_workers_run_ahead(full: int) -> None:
+    """Wait until batches of `full` bytes are ready in /dev/shm, or until it hasn't grown for
+    `QUIET_S`, as where no more fit: workers on busy cores still read."""
+    most, grew = 0, time.monotonic()
+    while most < full and time.monotonic() < grew + QUIET_S:
         time.sleep(0.1)
-        if (now_used := shutil.disk_usage(SHM).used) > used:
-            used, grew = now_used, time.monotonic()
+        if (used := shutil.disk_usage(SHM).used) > most:
+            most, grew = used, time.monotonic()
 
 
 if __name__ == "__main__":

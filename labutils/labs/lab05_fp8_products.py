@@ -2,15 +2,14 @@
 kind of frozen layer.
 
 The products are put through `labutils.profiling.operations.measure_operation`: inputs that no cache
-holds, the GPU's time alone (replayed from a CUDA graph) beside the time as called from Python.
+holds, and the GPU's time alone, replayed from a CUDA graph.
 """
 
 from __future__ import annotations
 
+import functools
 import gc
-import statistics
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -25,8 +24,9 @@ from labutils.layers.quantization.fp8_linear import (
 )
 from labutils.layers.quantization.fp8_math import E4M3, amax, scale_for
 from labutils.profiling import compat, cuda
-from labutils.profiling.operations import Operation, Timing, measure_operation
+from labutils.profiling.operations import Operation, measure_operation
 from labutils.recipe import Unavailable
+from labutils.results.records import Run, summarise
 
 BF16 = "BF16"
 ONE_SCALE = "FP8, one scale"
@@ -39,49 +39,37 @@ PRODUCT_KINDS = (BF16, ONE_SCALE, ROWWISE, DELAYED, ON_THE_WAY, FUSED)
 format; the last three begin with x in BF16, as a layer does, and W quantised before."""
 
 
-def require_fp8() -> None:
-    """Raise `Unavailable` on a machine without an FP8 product that is worth timing."""
-    if (
-        not cuda.available()
-        or product_kind(torch.device("cuda", torch.cuda.current_device())) == "emulated"
-    ):
+def time_products(sizes: Sequence[int]) -> Run:
+    """The run of the product of two n x n matrices, for each of `sizes` in each of `PRODUCT_KINDS`:
+    samples and summaries named "BF16 512", in milliseconds of the GPU alone.
+
+    Raises `Unavailable` without FP8 tensor cores.
+    """
+    if not cuda.available() or product_kind(torch.device("cuda")) == "emulated":
         raise Unavailable(
             "FP8 products need an NVIDIA GPU of compute capability 8.9 or more (Ada, Hopper, "
             "Blackwell)"
         )
+    run = Run("05", "gemm-times", tags={"experiment": "gemm-times"})
+    for n in sizes:
+        for kind in PRODUCT_KINDS:
+            dtype, make = ("bf16" if kind == BF16 else "fp8"), functools.partial(product, kind, n)
+            least = {BF16: 6, ONE_SCALE: 4, ROWWISE: 4}.get(kind, 5) * n**2  # x, W and the result
+            square = Operation(kind, f"{n}x{n} by {n}x{n}", dtype, 2 * n**3, least, make)
+            run.samples[f"{kind} {n}"] = measure_operation(square, budget_s=0.05).alone_ms
+    run.metrics = {name: summarise(ms) for name, ms in run.samples.items()}
+    return run
 
 
-def products(rows: int, width: int, out: int) -> list[Operation]:
-    """The kinds of `PRODUCT_KINDS` for x [rows, width] and W [out, width] on the GPU, FLOPs and
-    least bytes counted.
-    """
-    flops = 2 * rows * width * out
-    half, eighth = 2 * (rows * width + out * width), rows * width + out * width
-    read = {BF16: half, ONE_SCALE: eighth, ROWWISE: eighth}
-    shape = f"{rows}x{width} by {width}x{out}"
-    makers = {kind: _maker(kind, rows, width, out) for kind in PRODUCT_KINDS}
-    return [
-        Operation(
-            kind,
-            shape,
-            "bf16" if kind == BF16 else "fp8",
-            flops,
-            read.get(kind, 2 * rows * width + out * width) + 2 * rows * out,
-            makers[kind],
-        )
-        for kind in PRODUCT_KINDS
-    ]
+def product(kind: str, n: int) -> Callable[[], Tensor]:
+    """The call that multiplies two new random n x n matrices on the GPU, as `kind` does."""
+    x, weight = (torch.randn(n, n, device="cuda").bfloat16() for _ in range(2))
+    return product_of(kind, x, weight)
 
 
-def _maker(kind: str, rows: int, width: int, out: int) -> Callable[[], Callable[[], Any]]:
-    def make() -> Callable[[], Any]:
-        x, weight = (torch.randn(n, width, device="cuda").bfloat16() for n in (rows, out))
-        return _call(kind, x, weight)
-
-    return make
-
-
-def _call(kind: str, x: Tensor, weight: Tensor) -> Callable[[], Tensor]:
+def product_of(kind: str, x: Tensor, weight: Tensor) -> Callable[[], Tensor]:
+    """The call that computes x W^T in BF16, for x [m, k] and W [n, k] in BF16, as `kind` does.
+    What `kind` finds in FP8 is quantised here."""
     if kind == BF16:
         return lambda: F.linear(x, weight)
     if kind in (ONE_SCALE, DELAYED):
@@ -89,21 +77,29 @@ def _call(kind: str, x: Tensor, weight: Tensor) -> Callable[[], Tensor]:
         inverses = 1 / x_scale, 1 / w_scale
         ready, values = (x * x_scale).to(E4M3.dtype), (weight * w_scale).to(E4M3.dtype)
         if kind == ONE_SCALE:
-            return lambda: one_scale_product(ready, values, *inverses)
+            return lambda: _one_scale_product(ready, values, *inverses)
         cast = _compiled(_cast)
-        return lambda: one_scale_product(cast(x, x_scale), values, *inverses)
+        return lambda: _one_scale_product(cast(x, x_scale), values, *inverses)
     values, inverse = quantise_rows(weight)
-    product = PRODUCTS[product_kind(x.device)]
+    multiply = PRODUCTS[product_kind(x.device)]
     if kind == ROWWISE:
         ready, scale = quantise_rows(x)
-        return lambda: product(ready, values, scale, inverse.t())
+        return lambda: multiply(ready, values, scale, inverse.t())
     quantise = _compiled(quantise_rows) if kind == FUSED else quantise_rows
 
     def call() -> Tensor:
         ready, scale = quantise(x)
-        return product(ready, values, scale, inverse.t())
+        return multiply(ready, values, scale, inverse.t())
 
     return call
+
+
+def _one_scale_product(x: Tensor, weight: Tensor, *inverses: Tensor) -> Tensor:
+    """x [m, k] W^T in BF16 for x and W [n, k] in FP8 with one scale each, whose inverses are given,
+    as A2's per-tensor scaling multiplies.
+    """
+    how = {"out_dtype": torch.bfloat16, "use_fast_accum": FAST_ACCUM}
+    return compat.scaled_mm(x, weight.t(), scale_a=inverses[0], scale_b=inverses[1], **how)
 
 
 def _cast(x: Tensor, scale: Tensor) -> Tensor:
@@ -114,111 +110,65 @@ def _compiled(function: Callable) -> Callable:
     return torch.compile(function, fullgraph=True, dynamic=False)
 
 
-def one_scale_product(
-    x: Tensor, weight: Tensor, x_inverse: Tensor, weight_inverse: Tensor
-) -> Tensor:
-    """x [m, k] W^T in BF16 for x and W [n, k] in FP8 with one scale each, as A2's per-tensor
-    scaling multiplies.
-    """
-    return compat.scaled_mm(
-        x,
-        weight.t(),
-        scale_a=x_inverse,
-        scale_b=weight_inverse,
-        out_dtype=torch.bfloat16,
-        use_fast_accum=FAST_ACCUM,
-    )
+def wins_from(times: Run, kind: str, other: str, sizes: Sequence[int]) -> int | None:
+    """The smallest of `sizes`, in rising order, from which on `kind` takes less time than `other`
+    at every larger size as well; None where it loses at the largest."""
+    first = None
+    for n in reversed(sizes):
+        if times.metric(f"{kind} {n}") >= times.metric(f"{other} {n}"):
+            break
+        first = n
+    return first
 
 
-def sweep_products(sizes: Sequence[int]) -> dict[str, dict[int, Timing]]:
-    """Kind -> n -> times of the product of two n x n matrices. Raises `Unavailable` without FP8
-    tensor cores.
-    """
-    require_fp8()
-    found: dict[str, dict[int, Timing]] = {kind: {} for kind in PRODUCT_KINDS}
-    for n in sizes:
-        for operation in products(n, n, n):
-            found[operation.name][n] = measure_operation(operation, budget_s=0.05)
-    return found
-
-
-def wins_from(challenger: dict[int, Timing], other: dict[int, Timing]) -> int | None:
-    """The smallest size from which on the challenger takes less of the GPU's time at every larger
-    size as well.
-    """
-    wins = {n: _median(challenger[n]) < _median(other[n]) for n in sorted(challenger)}
-    return next((n for n in wins if all(won for m, won in wins.items() if m >= n)), None)
-
-
-def _median(timing: Timing) -> float:
-    return statistics.median(timing.alone_ms)
-
-
-# -------------------------------------------------------------------------------------------------
 # Whole layers
 
 
-def layer_costs(
-    kind: str,
-    rows: int,
-    width: int,
-    out: int,
-    device: str,
-    dtype: torch.dtype,
-    compiled: bool = False,
-) -> dict[str, Any]:
-    """What one frozen layer width -> out of a kind of `labutils.layers.quantization.convert` costs.
+def layer_costs(kind: str, x: Tensor, out: int, compiled: bool = False) -> Run:
+    """The run of what one frozen layer of a kind of `labutils.layers.quantization.convert` costs,
+    on x [rows, width], on its device and in its format, with `out` outputs.
 
-    `bytes_a_parameter` that it holds at rest. On a GPU also `bytes_a_parameter_running`, with what
-    it keeps of the weight between forward and backward, and `step_ms`: samples of a forward pass
+    Metrics: `bytes_a_parameter` that it holds at rest. On a GPU also `bytes_a_parameter_running`,
+    with what it keeps of the weight between forward and backward, and `step_ms`: a forward pass
     and the gradient of its input, as called from Python. Raises `Unavailable` where the kind is.
     """
-    before = _allocated(device)
-    layer = nn.Sequential(
-        nn.Linear(width, out, bias=False, device=device, dtype=dtype)
-    ).requires_grad_(False)
-    convert_base(layer, ["0"], kind, dtype)
-    if device == "cpu":
-        held = sum(
-            t.nbytes
-            for t in [*layer.parameters(), *layer.buffers(), *_quantisation_state(layer[0])]
-        )
-        return {"bytes_a_parameter": held / (width * out)}
-    held = _allocated(device) - before
-    run = torch.compile(layer, dynamic=False) if compiled else layer
-    x = torch.randn(rows, width, device=device, dtype=dtype).requires_grad_()
-    dy = torch.randn(rows, out, device=device, dtype=dtype)
+    run = Run("05", f"layer {kind}", tags={"experiment": "layer", "layer": kind})
+    run.tags |= {"compiled": True} if compiled else {}
+    width, before = x.shape[-1], _allocated()
+    linear = nn.Linear(width, out, bias=False, device=x.device, dtype=x.dtype)
+    layer = nn.Sequential(linear.requires_grad_(False))
+    del linear
+    convert_base(layer, ["0"], kind, x.dtype)
+    if x.device.type == "cpu":
+        held = sum(tensor.nbytes for tensor in layer.state_dict().values())
+        run.metrics = {"bytes_a_parameter": held / (width * out)}
+        return run
+    held = _allocated() - before
+    forward_of = torch.compile(layer, dynamic=False) if compiled else layer
+    x = x.detach().requires_grad_()
+    dy = torch.randn(len(x), out, device=x.device, dtype=x.dtype)
 
     def forward() -> Tensor:
         with forward_context(kind):
-            return run(x)
+            return forward_of(x)
 
     for _ in range(3):  # libraries make their workspaces, delayed scaling its history
         torch.autograd.grad(forward(), x, dy)
-    resting = _allocated(device)
+    resting = _allocated()
     y = forward()
-    kept = _allocated(device) - resting - y.nbytes
+    kept = _allocated() - resting - y.nbytes
     del y
-    return {
+    samples = cuda.timed(lambda: torch.autograd.grad(forward(), x, dy), budget_s=0.3)
+    run.samples = {"step_ms": samples}
+    run.metrics = {
         "bytes_a_parameter": held / (width * out),
         "bytes_a_parameter_running": (held + kept) / (width * out),
-        "step_ms": cuda.timed(lambda: torch.autograd.grad(forward(), x, dy), budget_s=0.3),
+        "step_ms": summarise(samples),
     }
+    return run
 
 
-def _quantisation_state(layer: nn.Module) -> list[Tensor]:
-    """What bitsandbytes keeps beside a 4-bit weight, outside the module's parameters: block scales
-    and their scales.
-    """
-    state = getattr(layer.weight, "quant_state", None)
-    return (
-        [value for value in state.as_dict().values() if isinstance(value, Tensor)] if state else []
-    )
-
-
-def _allocated(device: str) -> int:
-    if device == "cpu":
-        return 0
+def _allocated() -> float:
+    """Bytes that tensors hold on the GPU, 0 without one."""
     gc.collect()
-    torch.cuda.synchronize()
-    return torch.cuda.memory_allocated()
+    return cuda.GB * (cuda.allocated_memory() or 0)

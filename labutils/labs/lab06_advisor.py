@@ -16,12 +16,14 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections.abc import Iterable
 from itertools import product
 
 import pandas as pd
 
 from labutils.recipe import is_number
-from labutils.results.records import Run, Runs
+from labutils.results.judges.effects import break_even
+from labutils.results.records import Run, Runs, to_frame
 
 LAB, BASELINE = "06", "bf16"
 _STEP_S = 0.99
@@ -46,30 +48,24 @@ BREAK_EVENS = (135, 220)
 """Steps after which fixed shapes with FP8, and those without, have caught up with the baseline at
 batch 1."""
 
-FORMS = ("", "compile", "compile-whole", "fixed", "fixed-whole")
+COMPILED = {"compile": "default", "compile_scope": "blocks"}
+WHOLE = {"compile": "default", "compile_scope": "model"}
+FORMS = {
+    "": {},
+    "compile": COMPILED,
+    "compile-whole": WHOLE,
+    "fixed": COMPILED | {"shapes": "fixed"},
+    "fixed-whole": WHOLE | {"shapes": "fixed"},
+}
+"""Form -> its changes of the recipe. The article compiles the model as one. Its blocks compiled one
+by one have almost the same code after a fraction of the time."""
 WEIGHTS = ("", "fp8-te", "fp8-frozen", "qlora", "nf4")
 METHODS = {"-".join(filter(None, pair)) or BASELINE: pair for pair in product(FORMS, WEIGHTS)}
-"""Method -> its form (compiled, one fixed shape) and how it holds the frozen weights."""
+"""Method -> its form and how it holds the frozen weights."""
+MEASURED = {"first_step_s": "first_step_s", "step_ms": "step_s", "peak_allocated_gb": "memory_gb"}
+"""Metric of a cell -> column of the options."""
 UNCOMPILED = {"compile": "", "compile-whole": "", "fixed-whole": "fixed"}
 """Form -> the same computation without the compiler, or as one piece: the loss is the same."""
-
-
-def break_even(
-    first_s: float, step_s: float, other_first_s: float, other_step_s: float
-) -> float | None:
-    """Steps after which the other method has caught up with the one that starts quicker; None where
-    its steps are no shorter, so that it never does."""
-    saved_s = step_s - other_step_s
-    return (other_first_s - first_s) / saved_s if saved_s > 0 else None
-
-
-def paid_after(base: Run, run: Run) -> float | None:
-    """Steps after which `run` has caught up with `base`, first steps counted in; None where it
-    never does or one failed."""
-    if not (base.ok and run.ok):
-        return None
-    times = ((r.metric("first_step_s"), r.metric("step_ms") / 1e3) for r in (base, run))
-    return break_even(*next(times), *next(times))
 
 
 def published() -> pd.DataFrame:
@@ -85,35 +81,32 @@ def options_from(runs: Runs, batch: int) -> pd.DataFrame:
 
     `loss_change` is NaN where it is unknown. Raises `ValueError` where nothing was measured.
     """
-    rows = {}
-    for run in runs.select(LAB, experiment="methods", batch=batch, again=False).newest():
-        times = [run.metric(name) for name in ("first_step_s", "step_ms", "peak_allocated_gb")]
-        if run.ok and all(is_number(number) and number > 0 for number in times):
-            rows[run.tags["method"]] = {
-                "first_step_s": times[0],
-                "step_s": times[1] / 1e3,
-                "memory_gb": times[2],
-                "loss_change": _loss_change(run.tags["method"], runs),
-            }
-    if not rows:
+    cells = runs.select(LAB, experiment="methods", batch=batch, again=False).newest()
+    frame = to_frame(run for run in cells if run.ok)
+    options = frame.reindex(columns=["method", *MEASURED]).set_index("method").dropna()
+    options = options.rename(columns=MEASURED)
+    if options.empty:
         raise ValueError(
             f"No method has time and memory on record at batch size {batch}, so there is nothing "
             f"to choose from. Measure it on a GPU: labutils run {LAB}"
         )
-    return pd.DataFrame.from_dict(rows, orient="index")
+    changes = against_same_seed(runs.select(LAB, experiment="loss").newest())
+    for method in options.index:
+        form, weights = METHODS[method]
+        same = (UNCOMPILED.get(form, form), weights)
+        by_seed = next((changes[name] for name in changes if METHODS.get(name) == same), [math.nan])
+        options.loc[method, "loss_change"] = statistics.median(by_seed) / 100
+    return options.assign(step_s=options["step_s"] / 1e3)
 
 
-def _loss_change(method: str, runs: Runs) -> float:
-    """The method's loss against the baseline's, seed by seed; NaN where one was not measured."""
-    trained = runs.select(LAB, experiment="loss")
-    form, weights = METHODS[method]
-    pair = (UNCOMPILED.get(form, form), weights)
-    mine = trained.one(method=next(name for name in METHODS if METHODS[name] == pair))
-    base = trained.one(method=BASELINE)
-    if not (mine and mine.ok and base and base.ok):
-        return math.nan
-    seeds = zip(mine.samples["final_loss"], base.samples["final_loss"], strict=True)
-    return statistics.median(one / other for one, other in seeds) - 1
+def against_same_seed(runs: Iterable[Run]) -> dict[str, list[float]]:
+    """Method -> its final loss against BF16's of the same seed, in %, seed by seed; {} where BF16's
+    is not among `runs`."""
+    losses = {run.tags["method"]: run.samples["final_loss"] for run in runs if run.ok}
+    if BASELINE not in losses:
+        return {}
+    pairs = {name: zip(mine, losses[BASELINE], strict=True) for name, mine in losses.items()}
+    return {name: [100 * (one / other - 1) for one, other in pairs[name]] for name in pairs}
 
 
 def advise(
@@ -161,11 +154,9 @@ def guide(options: pd.DataFrame) -> dict[str, str]:
     if "fixed" in known.index:
         answers["many_steps"] = _first(known, 10_000)
     if {BASELINE, "fixed", "fixed-fp8-te"} <= set(known.index):
-        times = known[["first_step_s", "step_s"]]
-        evens = [
-            break_even(*times.loc[BASELINE], *times.loc[name]) for name in ("fixed-fp8-te", "fixed")
-        ]
-        pay = all(even is not None and even > 0 for even in evens)
+        against = known.loc[["fixed-fp8-te", "fixed"]] - known.loc[BASELINE]
+        evens = [break_even(one["first_step_s"], -one["step_s"]) for _, one in against.iterrows()]
+        pay = all(0 < even < math.inf for even in evens)
         answers["between"] = _first(known, sum(evens if pay else BREAK_EVENS) / 2)
     return answers
 
@@ -176,12 +167,14 @@ def _first(options: pd.DataFrame, steps: float) -> str:
 
 def shown(advice: pd.DataFrame) -> pd.DataFrame:
     """`advise`'s answer as a table for people."""
-    table = advice.reset_index(names="method")
-    table["loss_change"] = [
-        "?" if math.isnan(change) else f"{100 * change:+.1f} %" for change in table["loss_change"]
-    ]
-    table["total_s"] = table["total_s"].where(table["left_out"] == "").round()
-    columns = ["method", "first_step_s", "step_s", "memory_gb", "loss_change", "total_s"]
-    table = table[[*columns, "left_out"]]
-    heads = ["method", "first step, s", "step, s", "memory, GB", "loss", "in all, s", "left out"]
-    return table.set_axis(heads, axis=1)
+    heads = {
+        "method": "method",
+        "first_step_s": "first step, s",
+        "step_s": "step, s",
+        "memory_gb": "memory, GB",
+        "loss_change": "loss, %",
+        "total_s": "in all, s",
+        "left_out": "left out",
+    }
+    table = advice.reset_index(names="method").rename(columns=heads)[list(heads.values())]
+    return table.assign(**{"loss, %": 100 * table["loss, %"]})

@@ -1,9 +1,10 @@
-"""What lab 06 tries beyond recipes: a model altered after it was built, the same batches again, the
-same training on several seeds, and what the compiler makes of images whose token counts vary.
+"""The experiments of lab 06. Each returns runs with tags.
 
-    run = cell(workload, "fixed-fp8-te", batch=4)                    one cell of article A2's table
-    runs = losses_over_seeds(workload, {"bf16": a, "fp8": b}, seeds=4, steps=16)
-    counted = recompilations(workload, recipe, batches=10)
+run = cell(workload, "fixed-fp8-te", batch=4)            one cell of article A2's table
+runs = replays(workload, recipe, count=5)                one shape against fewer tokens
+run, why = recompilations(workload, recipe, batches=10)  what the compiler makes of varied images
+runs = losses_over_seeds(workload, {"bf16": a, "fp8": b}, seeds=4, steps=16)
+runs = climbed(workload, ladder, recipes, steps=6)       article A2's ladder
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ import functools
 import gc
 import itertools
 import logging
-import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -21,31 +21,26 @@ from typing import Any
 import pandas as pd
 import torch
 from torch import nn
-from torch.utils.data import BatchSampler, DataLoader
+from torch._inductor.utils import fresh_cache
+from torch.utils.data import BatchSampler
 
-from labutils.course.goals import Goal
 from labutils.data.loader import EpochOrder
-from labutils.labs.lab06_advisor import BASELINE, METHODS, break_even
-from labutils.labs.ladders import A2_BASE, A2_LADDER, Ladder, Rung, climb, in_lanes
+from labutils.labs.lab06_advisor import BASELINE, FORMS, METHODS, against_same_seed
+from labutils.labs.ladders import A2_BASE, Ladder, Rung, in_lanes
 from labutils.layers.cuda_graph import compile_blocks, variants_allowed
 from labutils.layers.lora import redraw_lora
-from labutils.layers.quantization.convert import (
-    convert_base,
-    forget_scales,
-    forward_context,
-    frozen_linears,
-)
+from labutils.layers.quantization.convert import convert_base, forget_scales, frozen_linears
 from labutils.profiling import cuda
-from labutils.profiling.machine import usable_cores
 from labutils.profiling.recompilation import Compilation
 from labutils.recipe import Recipe, Unavailable
+from labutils.results.judges.effects import paid_after
 from labutils.results.records import Run, status_of, summarise, to_frame
 from labutils.training import Benchmark, Trainer, train
 from labutils.training.batches import Batch, on_device
-from labutils.training.benchmark import Candidate, empty_run
+from labutils.training.benchmark import empty_run
 from labutils.training.model_edits import prepared_for_kbit, with_costs
 from labutils.workloads import Workload, open_workload
-from labutils.workloads.llava import SIZES, tower_flops
+from labutils.workloads.llava import tower_flops
 
 HELD_OUT = 4
 """One example in so many is kept from training, for losses to be measured on."""
@@ -55,20 +50,6 @@ WARM_UP = 4
 
 # The cells of article A2's table
 
-COMPILED = {"compile": "default", "compile_scope": "blocks"}
-WHOLE = COMPILED | {"compile_scope": "model"}
-FORMS = {
-    "": {},
-    "compile": COMPILED,
-    "compile-whole": WHOLE,
-    "fixed": COMPILED | {"shapes": "fixed"},
-    "fixed-whole": WHOLE | {"shapes": "fixed"},
-}
-"""Form -> its changes of the recipe. The article compiles the model as one. Its blocks compiled one
-by one have almost the same code after a fraction of the time."""
-BASE_LINEAR = {"": "published", "qlora": "nf4"}
-"""How a method holds the frozen weights -> the recipe's `base_linear`, where the two differ."""
-
 
 def method(name: str, batch: int = 1) -> Recipe:
     """The recipe of a cell of the article's table: one of `METHODS` at a batch size.
@@ -77,17 +58,16 @@ def method(name: str, batch: int = 1) -> Recipe:
     would not hold, nor would its batch 24 fit its card.
     """
     form, weights = METHODS[name]
-    base = BASE_LINEAR.get(weights, weights)
+    base = {"": "published", "qlora": "nf4"}.get(weights, weights)
     recipe = A2_BASE.but(micro_batch=batch, checkpointing="blocks", base_linear=base)
     return recipe.but(**FORMS[form])
 
 
 def cell(workload: Workload, name: str, batch: int, steps: int = 3, again: bool = False) -> Run:
     """The run of one cell: first step, `steps` timed ones, memory, what the weights take, what the
-    compiler did.
+    compiler did. A failure is the run's status.
 
-    With `steps=0` the first step is all: enough for the memory of a large batch. "qlora" goes
-    through `prepared_for_kbit` as well; "nf4" is the same without. A failure is the run's status.
+    "qlora" goes through `prepared_for_kbit` as well; "nf4" is the same without.
     """
     recipe, held = method(name, batch), {}
     load_libraries(workload.device.type)
@@ -102,12 +82,10 @@ def cell(workload: Workload, name: str, batch: int, steps: int = 3, again: bool 
             prepared_for_kbit(model)
         held.update(weights_held(model))
 
-    label = f"{name} b{batch}{', again' if again else ''}"
-    with _cold_cache(recipe), Compilation() as compiled:
-        if steps:
-            run = train(workload, recipe, steps, warmup=0, name=label, on_model=change)
-        else:
-            run = _first_step_of(workload, recipe, label, change)
+    # What another cell compiled must not shorten this one's first step.
+    cache = contextlib.nullcontext() if recipe.compile == "off" else fresh_cache()
+    with cache, Compilation() as compiled:
+        run = train(workload, recipe, steps, warmup=0, on_model=change)
     run.tags = {"experiment": "methods", "method": name, "batch": batch}
     run.tags |= {"again": True} if again else {}
     if run.ok:
@@ -117,222 +95,78 @@ def cell(workload: Workload, name: str, batch: int, steps: int = 3, again: bool 
     return with_costs(run)
 
 
-def _first_step_of(
-    workload: Workload, recipe: Recipe, name: str, on_model: Callable[[nn.Module], None]
-) -> Run:
-    """The run of a first step alone: what it took, and its memory."""
-    run = empty_run(workload, recipe, name)
-    try:
-        run.metrics = _first_step(workload, recipe, on_model)
-    except Exception as error:
-        run.status = status_of(error)
-    gc.collect()  # outside the except block, which holds the frames, and these the tensors
-    cuda.empty_cache()
-    return run
-
-
-def _first_step(
-    workload: Workload, recipe: Recipe, on_model: Callable[[nn.Module], None]
-) -> dict[str, float]:
-    opened = Candidate(workload, recipe, warmup=0, on_model=on_model)
-    with contextlib.closing(opened) as candidate:
-        return {
-            "first_step_s": candidate.first_step_s,
-            "build_s": candidate.trainer.build_s,
-            **candidate.memory,
-        }
-
-
-def _cold_cache(recipe: Recipe) -> contextlib.AbstractContextManager:
-    """What another cell compiled must not shorten this one's first step."""
-    if recipe.compile == "off":
-        return contextlib.nullcontext()
-    from torch._inductor.utils import fresh_cache
-
-    return fresh_cache()
-
-
 @functools.cache
 def load_libraries(device: str) -> None:
-    """Train a tiny model for a few steps, once a process, on a GPU compiled as well: what kernels,
-    libraries and the compiler take to load would else be in the first step of whatever comes first,
-    which may be anything after an interrupted start."""
+    """Train a tiny model for a step, on a GPU compiled as well. It is done once a process.
+
+    Kernels, libraries and the compiler take time to load. It would else be in the first step of
+    whatever comes first, which may be any cell after an interrupted start.
+    """
     workload = open_workload("llava-lora", "tiny", device=device)
     train(workload, A2_BASE, steps=1, warmup=0)
     if device == "cuda":
-        train(workload, A2_BASE.but(compile="default", compile_scope="blocks"), steps=1, warmup=0)
+        train(workload, A2_BASE.but(**FORMS["compile"]), steps=1, warmup=0)
         cuda.empty_cache()
-
-
-def baseline(runs: Iterable[Run], run: Run) -> Run | None:
-    """The BF16 run that a cell is compared with: of its batch size; the second one for models
-    compiled whole. Compiling them takes minutes, so BF16 is timed once more beside them."""
-    whole = run.recipe["compile"] != "off" and run.recipe["compile_scope"] == "model"
-    wanted = {"method": BASELINE, "batch": run.tags["batch"], "again": whole}
-    return next((each for each in runs if each.ok and each.has(**wanted)), None)
-
-
-def longer_by(runs: Sequence[Run], run: Run | None) -> float | None:
-    """How many percent longer a cell's step is than its baseline's."""
-    base = baseline(runs, run) if run else None
-    if base is None or run is base or not (run.metric("step_ms") and base.metric("step_ms")):
-        return None
-    return 100 * (run.metric("step_ms") / base.metric("step_ms") - 1)
-
-
-def paid_after(runs: Sequence[Run], run: Run | None) -> float | None:
-    """Steps after which a cell has caught up with its baseline; infinite where it never does."""
-    if longer_by(runs, run) is None:
-        return None
-    pair = (baseline(runs, run), run)
-    times = [(each.metric("first_step_s"), each.metric("step_ms") / 1e3) for each in pair]
-    steps = break_even(*times[0], *times[1])
-    return math.inf if steps is None else max(0.0, steps)
-
-
-def cell_table(runs: Sequence[Run], methods: Iterable[str] = METHODS) -> pd.DataFrame:
-    """The cells of these `methods`, each against its baseline among `runs`."""
-    wanted = set(methods)
-    shown = [run for run in runs if run.tags.get("method") in wanted]
-    frame = to_frame(shown).reindex(columns=list(CELL_COLUMNS)).rename(columns=CELL_COLUMNS)
-    frame.insert(4, "against bf16, %", [longer_by(runs, run) for run in shown])
-    frame["has paid after, steps"] = [paid_after(runs, run) for run in shown]
-    return frame
-
-
-CELL_COLUMNS = {
-    "run": "method and batch",
-    "first_step_s": "first step, s",
-    "step_ms": "step, ms",
-    "data_ms": "of it data",
-    "peak_allocated_gb": "memory, GB",
-    "useful_tokens_per_s": "useful tokens/s",
-}
-COMPILER_COLUMNS = {
-    "run": "",
-    "compile_s": "compiling in all, s",
-    "graphs": "graphs",
-    "graph_breaks": "graph breaks",
-    "recompilations": "recompilations",
-    "given_up": "given up",
-}
-
-
-def not_measured(cells: Iterable[Run]) -> str:
-    """The cells that failed, each reason once; "" where there is none."""
-    failed: dict[str, list[str]] = {}
-    for run in cells:
-        if not run.ok:
-            failed.setdefault(run.status, []).append(run.label)
-    return "\n\n".join(f"*Not measured: {', '.join(runs)}* ({why})" for why, runs in failed.items())
-
-
-def by_batch(runs: Iterable[Run], metric: str) -> dict[str, dict[float, float]]:
-    """Method -> batch size -> the metric, of methods without the compiler."""
-    curves: dict[str, dict[float, float]] = {}
-    for run in runs:
-        if METHODS[run.tags["method"]][0] == "" and run.metric(metric) and not run.has(again=True):
-            curves.setdefault(run.tags["method"], {})[run.tags["batch"]] = run.metric(metric)
-    return curves
-
-
-# Other models
-
-
-def fp8_but(*kept: str) -> Callable[[nn.Module], None]:
-    """A change that puts FP8 layers under the adapters, except where a part of the layer's name is
-    in `kept`.
-    """
-
-    def change(model: nn.Module) -> None:
-        convert_base(model, frozen_linears(model, ("lm_head", "vision_tower", *kept)), "fp8-frozen")
-
-    return change
-
-
-def refusal_of_te(rows: torch.Tensor) -> str:
-    """What Transformer Engine's FP8 layer says to `rows` (..., features) in training; "" where it
-    takes them.
-
-    Raises `Unavailable` where it can't be used at all.
-    """
-    width = rows.shape[-1]
-    layer = nn.Sequential(
-        nn.Linear(width, width, device=rows.device, dtype=rows.dtype).requires_grad_(False)
-    )
-    convert_base(layer, ["0"], "fp8-te")
-    try:
-        with forward_context("fp8-te"):
-            layer(rows.requires_grad_()).sum().backward()
-    except (
-        AssertionError,
-        ValueError,
-        RuntimeError,
-    ) as error:  # which of them differs between its versions
-        return f"{type(error).__name__}: {error}"
-    return ""
 
 
 def weights_held(model: nn.Module) -> dict[str, float]:
     """Frozen weights of the language model and the projector: `weights_gb` as they are held, and
     `bf16_weights_held`, 1 if most of the blocks' matrices are still held in two bytes or more a
     number."""
-    parts = [
-        model.network.model.language_model,
-        model.network.model.multi_modal_projector,
-        model.network.lm_head,
-    ]
-    frozen = {
-        id(t): t
-        for part in parts
-        for t in [*part.parameters(), *part.buffers()]
-        if not t.requires_grad
-    }
-    held = sum(tensor.nbytes for tensor in frozen.values())
-    matrices = [
-        p
-        for p in model.network.model.language_model.layers.parameters()
-        if not p.requires_grad and p.dim() > 1
-    ]
+    network = model.network.model
+    parts = [network.language_model, network.multi_modal_projector, model.network.lm_head]
+    together = nn.ModuleList(parts)  # counts a tensor that two parts share once
+    tensors = [*together.parameters(), *together.buffers()]
+    blocks = network.language_model.layers.parameters()
+    matrices = [p for p in blocks if not p.requires_grad and p.dim() > 1]
     wide = sum(p.nbytes for p in matrices if p.itemsize > 1)
     return {
-        "weights_gb": held / 1e9,
+        "weights_gb": sum(t.nbytes for t in tensors if not t.requires_grad) / 1e9,
         "bf16_weights_held": int(wide > 0.5 * sum(p.nbytes for p in matrices)),
     }
 
 
+def cell_table(runs: Sequence[Run], methods: Iterable[str] = METHODS) -> pd.DataFrame:
+    """`to_frame` of the cells of these `methods`, with two more columns: how many percent a step is
+    longer than the BF16 run's of the same batch size among `runs` ("longer_percent"), and after how
+    many steps the method has caught up with it ("paid_after").
+
+    Compiling a model whole takes minutes. So BF16 is timed once more beside such models, and they
+    are compared with that second run.
+    """
+    bases = {(r.tags["batch"], r.has(again=True)): r for r in runs if r.has(method=BASELINE)}
+    wanted = set(methods)
+    shown = [run for run in runs if run.tags["method"] in wanted]
+    frame = to_frame(shown)
+    for row, run in enumerate(shown):
+        base = bases.get((run.tags["batch"], METHODS[run.tags["method"]][0].endswith("-whole")))
+        if base is not run:
+            frame.loc[row, "longer_percent"] = longer_by(base, run)
+            frame.loc[row, "paid_after"] = paid_after(base, run)
+    return frame
+
+
+def longer_by(base: Run | None, run: Run | None) -> float | None:
+    """How many percent longer a run's step is than that of `base`; None where one has no time."""
+    times = [one.metric("step_ms") if one else None for one in (base, run)]
+    return 100 * (times[1] / times[0] - 1) if all(times) else None
+
+
 def vision_share(workload: Workload, recipe: Recipe) -> float:
-    """The vision tower's part of an optimizer step's FLOPs."""
+    """The vision tower's part of an optimizer step's FLOPs, for images of 500 x 500 pixels."""
     tiles = workload.size.geometry.tiles((500, 500)) * recipe.examples_per_step
     return tower_flops(workload.size) * tiles / workload.work(recipe).flops
 
 
-# Other batches
+# One shape, or fewer tokens
 
-
-def token_counts() -> dict[str, float]:
-    """What AnyRes, as published, makes of image sizes: tiles of small images, and tokens by shape
-    at one area; and `vision_share` of the article's step. Arithmetic on the article's own model,
-    whatever the scale."""
-    geometry = SIZES["full"].geometry
-    own = open_workload("llava-lora", scale="full", device="cpu")
-    square, wide = geometry.tokens((500, 500)), geometry.tokens((354, 707))
-    return {
-        "tiles_low_resolution": geometry.tiles((224, 224)),
-        "tiles_336x336": geometry.tiles((336, 336)),
-        "tiles_500x500": geometry.tiles((500, 500)),
-        "tiles_354x707": geometry.tiles((354, 707)),
-        "tokens_336x336": geometry.tokens((336, 336)),
-        "tokens_500x500": square,
-        "tokens_354x707": wide,
-        "aspect_token_ratio": max(square, wide) / min(square, wide),
-        "vision_share": vision_share(own, method("bf16")),
-    }
-
-
-def tokens_of(batch: Batch) -> int:
-    """Tokens that the model computes on, padding included."""
-    return batch["input_ids"].numel()
+REPLAYS = {
+    "same-tokens varying": {"tokens": "same", "lengths": "varying"},
+    "same-tokens any length": {"tokens": "same", "lengths": "any length"},
+    "same-tokens static": {"tokens": "same", "lengths": "static"},
+    "static fewer-tokens": {"tokens": "fewer", "lengths": "static"},
+}
+"""Name -> tags of the runs of `replays`."""
 
 
 def replays(workload: Workload, recipe: Recipe, count: int) -> dict[str, Run]:
@@ -345,108 +179,64 @@ def replays(workload: Workload, recipe: Recipe, count: int) -> dict[str, Run]:
     copies of one example, so that nothing is padded.
 
     All four share one model. What is compiled are the decoder's blocks but the first, whose input
-    has no gradient and would take code of its own; the images' features are at hand
-    (`cache="features"`), so that no tower is compiled.
+    has no gradient and would take code of its own. `recipe` has `cache="features"`: the images'
+    features are computed before, so that no tower is compiled.
     """
     load_libraries(workload.device.type)
     torch._dynamo.reset()
     gc.collect()
-    asked, runs = replay_recipes(recipe), {}
-    with Trainer(workload, recipe.but(compile="off", cache="nothing")) as trainer:
-        examples = _of_varied_lengths(trainer, count)
-        passes = dict.fromkeys(asked, examples)
-        by_length = sorted(examples, key=tokens_of)
-        passes["same-tokens static"] = [by_length[count // 2]] * count
-        passes["static fewer-tokens"] = [by_length[0]] * count
-        for name, its in asked.items():
-            fitted = its.fitted_to(workload.device.type)
+    dynamic, runs = {"varying": recipe.dynamic, "any length": "any", "static": "static"}, {}
+    with Trainer(workload, recipe.but(compile="off")) as trainer:
+        collate, places = workload.collate(recipe), itertools.islice(trainer.sampler, count)
+        copies = ([trainer.dataset[place]] * recipe.micro_batch for place in places)
+        examples = [collate(copied) for copied in copies]
+        by_length = sorted(examples, key=lambda batch: batch["input_ids"].numel())
+        for name, tags in REPLAYS.items():
+            batches = examples
+            if tags["lengths"] == "static":
+                batches = [by_length[0 if tags["tokens"] == "fewer" else count // 2]] * count
+            own = recipe.but(dynamic=dynamic[tags["lengths"]]).fitted_to(workload.device.type)
             torch._dynamo.reset()
-            if fitted.compile != "off":
-                compile_blocks(
-                    trainer.model.network.model.language_model.layers[1:],
-                    fitted.compile,
-                    fitted.dynamic,
-                )
-            with variants_allowed(fitted.compile, fitted.dynamic):
-                runs[name] = replay(trainer, passes[name])
-            runs[name].recipe = fitted.as_dict()
-            runs[name].tags = {"experiment": "replay"} | REPLAYS[name]
+            if own.compile != "off":
+                blocks = trainer.model.network.model.language_model.layers[1:]
+                compile_blocks(blocks, own.compile, own.dynamic)
+            run = runs[name] = empty_run(workload, own, name)
+            run.tags = {"experiment": "replay"} | tags
+            with variants_allowed(own.compile, own.dynamic):
+                _replay(run, trainer, batches)
     return runs
 
 
-@torch.no_grad()
-def _of_varied_lengths(trainer: Trainer, count: int) -> list[Batch]:
-    """A micro-batch of each of the trainer's first `count` examples: copies of it, with the
-    features of its tiles.
+def _replay(run: Run, trainer: Trainer, batches: Sequence[Batch], passes: int = 3) -> None:
+    """Train on these same batches over and over, one a step: two passes to warm up, then `passes`
+    timed ones.
+
+    Metrics of the run: `ms_per_1k_tokens` over the passes, padding included; `tokens`, the mean of
+    a step; `peak_allocated_gb` on a GPU (frozen weights included, other trainers' tensors not); and
+    what was compiled in the timed passes.
     """
-    workload, recipe = trainer.workload, trainer.recipe
-    dataset, collate, batches = (
-        workload.dataset(trainer.model, recipe),
-        workload.collate(recipe),
-        [],
-    )
-    for place in itertools.islice(trainer.sampler, count):
-        example = dict(dataset[place])
-        example["features"] = trainer.model.vision(
-            example.pop("pixel_values").to(workload.device)
-        ).cpu()
-        batches.append(collate([example] * recipe.micro_batch))
-    return batches
+    sizes = [batch["input_ids"].numel() for batch in batches]
 
-
-REPLAYS = {
-    "same-tokens varying": {"tokens": "same", "lengths": "varying"},
-    "same-tokens any length": {"tokens": "same", "lengths": "any length"},
-    "same-tokens static": {"tokens": "same", "lengths": "static"},
-    "static fewer-tokens": {"tokens": "fewer", "lengths": "static"},
-}
-"""Name -> tags of the runs of `replays`."""
-
-
-def replay_recipes(recipe: Recipe) -> dict[str, Recipe]:
-    """Name -> recipe of the runs of `replays`."""
-    dynamic = {"varying": recipe.dynamic, "any length": "any", "static": "static"}
-    return {name: recipe.but(dynamic=dynamic[tags["lengths"]]) for name, tags in REPLAYS.items()}
-
-
-def replay(trainer: Trainer, batches: Sequence[Batch], passes: int = 3) -> Run:
-    """Train on these same batches over and over: each twice to warm up, then `passes` timed passes
-    over all.
-
-    Metrics: `ms_per_1k_tokens` over the passes, `tokens`, the mean of a step, `peak_allocated_gb`
-    on a GPU (frozen weights included, other trainers' tensors not), and what was compiled in the
-    timed passes.
-    """
-    steps = -(-len(batches) // trainer.recipe.accumulation)
-    tokens = sum(map(tokens_of, batches)) / len(batches) * trainer.recipe.accumulation
-
-    def one_pass(over: Sequence[Batch], steps: int) -> float:
-        feed = itertools.cycle(over)
+    def one_pass() -> float:
+        """Milliseconds for a thousand tokens."""
+        feed = iter(batches)
         cuda.synchronize()
         began = time.perf_counter()
-        for _ in range(steps):
+        for _ in batches:
             trainer.step(feed)
         cuda.synchronize()
-        return 1e6 * (time.perf_counter() - began) / (steps * tokens)
+        return 1e6 * (time.perf_counter() - began) / sum(sizes)
 
-    distinct = list({id(batch): batch for batch in batches}.values())
-    one_pass(distinct, 2 * len(distinct))  # the second length has the compiler write code for any
+    for _ in range(2):  # the second length has the compiler write code for any
+        one_pass()
     cuda.reset_peak_memory()
     with Compilation() as late:
-        samples = [one_pass(batches, steps) for _ in range(passes)]
-    run = Run(
-        "",
-        "",
-        workload=trainer.workload.name,
-        scale=trainer.workload.scale,
-        recipe=trainer.recipe.as_dict(),
-    )
-    run.samples["ms_per_1k_tokens"] = samples
-    run.metrics = {"ms_per_1k_tokens": summarise(samples), "tokens": tokens}
+        samples = [one_pass() for _ in range(passes)]
+    run.samples = {"ms_per_1k_tokens": samples}
+    run.metrics = {"ms_per_1k_tokens": summarise(samples), "tokens": sum(sizes) / len(sizes)}
     run.metrics |= {"recompilations": late.recompilations, "given_up": len(late.given_up)}
     if peak := cuda.peak_memory():
         run.metrics["peak_allocated_gb"] = peak[0]
-    return run
 
 
 # The compiler
@@ -459,7 +249,8 @@ def recompilations(
 
     Only Dynamo is at work, which traces, guards and decides; its graphs then run as they are
     (backend "eager"), so that counting takes seconds. dynamic is torch.compile's: None is its
-    default. `recipe.compile_scope` is observed. The run has the recompilations by step as samples.
+    default. `recipe.compile_scope` is observed. The run has the recompilations by step as samples;
+    its caller says what they are of.
     """
     by_step: list[int] = []
     image_tokens: set[int] = set()
@@ -488,139 +279,27 @@ def recompilations(
 
 @contextlib.contextmanager
 def _dynamo_quiet() -> Iterator[None]:
-    """Keep Dynamo's warnings, of what is being counted anyway, off the page; those who listen still
-    hear them.
-    """
-    handlers = [
-        handler
-        for name in ("torch", "torch._dynamo")
-        for handler in logging.getLogger(name).handlers
-    ]
-    levels = [handler.level for handler in handlers]
-    for handler in handlers:
-        handler.setLevel(logging.ERROR)
-    try:
+    """Keep the compiler's warnings, of what is being counted anyway, off the page. `Compilation`
+    listens at their source and still hears them."""
+    with contextlib.ExitStack() as afterwards:
+        for handler in logging.getLogger("torch._dynamo").handlers:
+            afterwards.callback(handler.setLevel, handler.level)
+            handler.setLevel(logging.ERROR)
         yield
-    finally:
-        for handler, level in zip(handlers, levels, strict=True):
-            handler.setLevel(level)
 
 
-def steady(workload: Workload, recipe: Recipe, warmup: int, steps: int) -> dict[str, float]:
-    """Graphs that a recipe compiles in `warmup` steps and the `steps` after them, its graph breaks,
-    and what it still compiles in the latter alone, as metrics."""
-    torch._dynamo.reset()
-    with Trainer(workload, recipe) as trainer:
-        with Compilation() as early:
-            trainer.run(warmup)
-        with Compilation() as late:
-            trainer.run(warmup + steps)
-    return {
-        "graphs": early.graphs + late.graphs,
-        "graph_breaks": early.breaks.total() + late.breaks.total(),
-        "compilations_after_warmup": late.compilations,
-    }
+# The loss, or the seed
 
 
-# The ladder
-
-
-LOW_BIT_RUNG = Rung(
-    "FP8 weights",
-    "same mathematics",
-    {"base_linear": "fp8-frozen"},
-    "held once, products on FP8 tensor cores",
-)
-
-
-def ladder_for(device: str) -> tuple[Ladder, dict[str, Recipe]]:
-    """Article A2's ladder and its recipes as a `device` climbs it.
-
-    On a GPU frozen FP8 weights come on top. On a CPU nothing is compiled, which takes a minute on
-    two cores, and there are no workers, which would only get in the way.
+def fp8_but(*kept: str) -> Callable[[nn.Module], None]:
+    """A change that puts FP8 layers under the adapters, except where a part of the layer's name is
+    in `kept`.
     """
-    if device == "cuda":
-        ladder = A2_LADDER.plus(LOW_BIT_RUNG)
-        return ladder, climb(ladder)
-    plain = {
-        "num_workers": 0,
-        "persistent_workers": False,
-        "compile": "off",
-        "compile_scope": "model",
-    }
-    return A2_LADDER, {
-        name: recipe.but(**plain, dynamic="automatic") for name, recipe in climb(A2_LADDER).items()
-    }
 
+    def change(model: nn.Module) -> None:
+        convert_base(model, frozen_linears(model, ("lm_head", "vision_tower", *kept)), "fp8-frozen")
 
-def climbed(
-    workload: Workload, ladder: Ladder, recipes: Mapping[str, Recipe], steps: int
-) -> dict[str, Run]:
-    """Name -> run of the ladder's recipes, in one process, each in its rung's lane, with its cost a
-    token.
-    """
-    load_libraries(workload.device.type)
-    with Benchmark(workload, warmup=2) as bench:
-        runs = bench.compare(recipes, steps, rounds=1, tags=ladder.tags())
-    return in_lanes({name: with_costs(run) for name, run in runs.items()}, ladder)
-
-
-GOALS = {
-    "useful_speedup": Goal("useful tokens/s, times the plain loop's", least=2),
-    "graphs": Goal("graphs compiled", most=10),
-    "graph_breaks": Goal("graph breaks", most=0),
-    "compilations_after_warmup": Goal("compilations after warm-up", most=0),
-    "mfu_fp8": Goal("share of BF16's measured matrix rate with FP8 weights", least=0.55),
-    "mfu_bf16": Goal("the same without FP8", least=0.45),
-    "weights_share": Goal("bytes of FP8 weights, share of BF16's", most=0.55),
-    "memory_share": Goal("memory at batch 1 with FP8 weights, share of BF16's", most=0.75),
-}
-"""Metric of `reached` -> what it is, and what it is meant to be. Shares of a rate count useful
-tokens only, not padding. Weights are those of language model and projector."""
-
-
-def best_rung(climbed: Mapping[str, Run]) -> str:
-    """The rung that ran and has the shortest time for a thousand useful tokens.
-
-    Raises `ValueError` where none ran.
-    """
-    costs = {name: run.metric("ms_per_1k_useful_tokens") for name, run in climbed.items() if run.ok}
-    if not costs:
-        raise ValueError("No rung of the ladder ran. Each run's status says why.")
-    return min(costs, key=lambda name: costs[name])
-
-
-def reached(
-    varied: Workload, top: Recipe, climbed: Mapping[str, Run], cells: Iterable[Run], rate: float
-) -> dict[str, float]:
-    """What the ladder gets to, as metrics named in `GOALS`; what was not measured is absent.
-
-    top: the best rung's recipe, which is compiled once more on `varied`. climbed: the ladder's runs
-    with their costs. cells: section 2's, where the same images give FP8 and BF16 weights the same
-    tokens. rate: the measured matrix rate in TFLOP/s that shares are taken of.
-    """
-    metrics = steady(varied, top, warmup=6, steps=10)
-    naive, best = climbed["bf16"], climbed[best_rung(climbed)]
-    if naive.ok:
-        cost = "ms_per_1k_useful_tokens"
-        metrics["useful_speedup"] = naive.metric(cost) / best.metric(cost)
-    for metric, base_linear in {"mfu_fp8": "fp8-frozen", "mfu_bf16": "published"}.items():
-        alike = [r for r in climbed.values() if r.ok and r.recipe["base_linear"] == base_linear]
-        if alike:
-            useful = max(run.metrics["tflops"] * run.metrics["useful_tokens"] for run in alike)
-            metrics[metric] = useful / rate
-    alone = {run.tags["method"]: run for run in cells if run.ok and run.has(batch=1, again=False)}
-    for metric, part in {
-        "weights_share": "weights_gb",
-        "memory_share": "peak_allocated_gb",
-    }.items():
-        held = [alone[name].metric(part) for name in ("fp8-frozen", BASELINE) if name in alone]
-        if len(held) == 2 and all(held):
-            metrics[metric] = held[0] / held[1]
-    return metrics
-
-
-# More seeds
+    return change
 
 
 def losses_over_seeds(
@@ -647,44 +326,31 @@ def losses_over_seeds(
     runs = {}
     for name, recipe in recipes.items():
         if recipe.shapes not in decoded:
-            decoded[recipe.shapes] = _decoded(workload, recipe)
+            decoded[recipe.shapes] = list(workload.dataset(None, recipe))
         examples = decoded[recipe.shapes]
         hooks = {"on_model": changes[name]} if name in (changes or {}) else {}
-        run = empty_run(workload, recipe, f"loss {name}")
+        run = runs[f"loss {name}"] = empty_run(workload, recipe, f"loss {name}")
         run.tags = {"experiment": "loss", "method": name}
-        runs[run.run] = run
+        run.samples = {"start_loss": [], "final_loss": [], "loss_drop": []}
         try:
-            trained = [
-                _trained_once(workload, recipe, seed, steps, examples, hooks)
-                for seed in range(seeds)
-            ]
-            start, final, curves = zip(*trained, strict=True)
-            drop = [early - late for early, late in zip(start, final, strict=True)]
-            run.samples = {"start_loss": list(start), "final_loss": list(final), "loss_drop": drop}
+            for seed in range(seeds):
+                if recipe.base_linear == "fp8-te":
+                    forget_scales()
+                with Trainer(workload, recipe, **hooks) as trainer:
+                    start, final, curve = _train_on_seed(trainer, seed, steps, examples)
+                for metric, loss in zip(run.samples, (start, final, start - final), strict=True):
+                    run.samples[metric].append(loss)
             run.metrics = {metric: summarise(losses) for metric, losses in run.samples.items()}
-            run.metrics["loss"] = curves[-1]
+            run.metrics["loss"] = curve
         except Exception as error:
-            run.status = status_of(error)
+            run.status, run.samples = status_of(error), {}
         gc.collect()  # outside the except block, which holds the frames, and these the tensors
         cuda.empty_cache()
     return runs
 
 
-def _decoded(workload: Workload, recipe: Recipe) -> list[dict[str, Any]]:
-    """All examples of a workload."""
-    workers = min(8, usable_cores() - 1) if workload.device.type == "cuda" else 0
-    examples = workload.dataset(None, recipe)
-    loader = DataLoader(examples, batch_size=1, num_workers=workers, collate_fn=list)
-    return [example for (example,) in loader]
-
-
-def _trained_once(
-    workload: Workload,
-    recipe: Recipe,
-    seed: int,
-    steps: int,
-    examples: Sequence[dict[str, Any]],
-    hooks: Mapping[str, Any],
+def _train_on_seed(
+    trainer: Trainer, seed: int, steps: int, examples: Sequence[Mapping[str, Any]]
 ) -> tuple[float, float, list[float]]:
     """Held-out loss before and after `steps` steps with one seed's adapters and examples; the
     steps' own losses.
@@ -693,60 +359,114 @@ def _trained_once(
     size whatever the gradients', and the larger the model, the more such steps in all matrices at
     once change what it computes.
     """
-    if recipe.base_linear == "fp8-te":
-        forget_scales()
-    with Trainer(workload, recipe, **hooks) as trainer:
-        redraw_lora(trainer.model, seed)
-        held_out = examples[::HELD_OUT]
-        learn = [example for at, example in enumerate(examples) if at % HELD_OUT]
-        collate = workload.collate(trainer.recipe)
-        order = EpochOrder(len(learn), steps * recipe.examples_per_step, seed)
-        chosen = BatchSampler(order, recipe.micro_batch, drop_last=True)
-        feed = (collate([learn[at] for at in places]) for places in chosen)
-        asked = [collate(held_out[at : at + 2]) for at in range(0, len(held_out), 2)]
-        before = _mean_loss(trainer, asked)
-        for step in range(steps):
-            for group in trainer.optimizer.param_groups:
-                group["lr"] = recipe.learning_rate * min(1.0, (step + 1) / WARM_UP)
-            trainer.step(feed)
-        trainer.driver.log.flush()
-        return before, _mean_loss(trainer, asked), trainer.losses[:steps]
+    recipe, collate = trainer.recipe, trainer.workload.collate(trainer.recipe)
+    redraw_lora(trainer.model, seed)
+    held_out = examples[::HELD_OUT]
+    learn = [example for at, example in enumerate(examples) if at % HELD_OUT]
+    order = EpochOrder(len(learn), steps * recipe.examples_per_step, seed)
+    chosen = BatchSampler(order, recipe.micro_batch, drop_last=True)
+    feed = (collate([learn[at] for at in places]) for places in chosen)
+    asked = [collate(held_out[at : at + 2]) for at in range(0, len(held_out), 2)]
+    before = _mean_loss(trainer, asked)
+    for step in range(steps):
+        for group in trainer.optimizer.param_groups:
+            group["lr"] = recipe.learning_rate * min(1.0, (step + 1) / WARM_UP)
+        trainer.step(feed)
+    trainer.driver.log.flush()
+    return before, _mean_loss(trainer, asked), trainer.losses[:steps]
 
 
 @torch.no_grad()
 def _mean_loss(trainer: Trainer, batches: Sequence[Batch]) -> float:
     """The mean of the batches' losses."""
     workload, model = trainer.workload, trainer.model
-    losses = [
-        workload.loss(model, on_device(batch, workload.device, False), {}) for batch in batches
-    ]
+    moved = (on_device(batch, workload.device, False) for batch in batches)
+    losses = [workload.loss(model, batch, {}) for batch in moved]
     return float(torch.stack(losses).mean())
 
 
-def against_same_seed(runs: Mapping[str, Run]) -> dict[str, list[float]]:
-    """Method -> its final loss against BF16's of the same seed, in %, seed by seed."""
-    base = runs[BASELINE].samples["final_loss"]
-    ratios = {
-        name: zip(run.samples["final_loss"], base, strict=True)
-        for name, run in runs.items()
-        if run.ok
-    }
-    return {name: [100 * (mine / its - 1) for mine, its in pairs] for name, pairs in ratios.items()}
-
-
-def loss_table(runs: Iterable[Run]) -> pd.DataFrame:
+def loss_table(runs: Sequence[Run]) -> pd.DataFrame:
     """The final loss of each method of `losses_over_seeds`, and its changes against BF16's."""
-    losses = {run.tags["method"]: run for run in runs if run.ok}
-    changes = against_same_seed(losses) if BASELINE in losses else {}
-    rows = [
-        (name, losses[name].metric("final_loss"), ", ".join(f"{each:+.2f}" for each in by_seed))
-        for name, by_seed in changes.items()
-    ]
+    by_seed = against_same_seed(runs)
+    frame = to_frame(runs).reindex(columns=["method", "final_loss"])
+    changes = {name: ", ".join(f"{one:+.2f}" for one in by_seed[name]) for name in by_seed}
+    frame["change"] = frame["method"].map(changes)
     head = ("method", "final loss, median of seeds", "against bf16, seed by seed, %")
-    return pd.DataFrame(rows, columns=head)
+    return frame.set_axis(head, axis=1)
 
 
-def seed_band(run: Run) -> tuple[float, float]:
-    """How far the final losses of a run's seeds lie below and above their median, in %."""
-    losses, middle = run.samples["final_loss"], run.metric("final_loss")
-    return 100 * (min(losses) / middle - 1), 100 * (max(losses) / middle - 1)
+# The ladder
+
+
+LOW_BIT_RUNG = Rung(
+    "FP8 weights",
+    "same mathematics",
+    {"base_linear": "fp8-frozen"},
+    "held once, products on FP8 tensor cores",
+)
+
+
+def climbed(
+    workload: Workload, ladder: Ladder, recipes: Mapping[str, Recipe], steps: int
+) -> dict[str, Run]:
+    """Name -> run of the ladder's recipes, in one process, each in its rung's lane, with its cost a
+    token.
+    """
+    load_libraries(workload.device.type)
+    with Benchmark(workload, warmup=2) as bench:
+        runs = bench.compare(recipes, steps, rounds=1, tags=ladder.tags())
+    return in_lanes({name: with_costs(run) for name, run in runs.items()}, ladder)
+
+
+def best_rung(climbed: Mapping[str, Run]) -> str:
+    """The rung that ran and has the shortest time for a thousand useful tokens.
+
+    Raises `ValueError` where none ran.
+    """
+    costs = {name: run.metric("ms_per_1k_useful_tokens") for name, run in climbed.items() if run.ok}
+    if not costs:
+        raise ValueError("No rung of the ladder ran. Each run's status says why.")
+    return min(costs, key=costs.get)
+
+
+def reached(
+    varied: Workload, top: Recipe, climbed: Mapping[str, Run], cells: Iterable[Run], rate: float
+) -> dict[str, float]:
+    """What the ladder gets to, as metrics; what was not measured is absent. Shares of a rate count
+    useful tokens only, not padding. Weights are those of language model and projector.
+
+    top: the best rung's recipe, which is compiled once more on `varied`. climbed: the ladder's runs
+    with their costs. cells: section 2's, where the same images give FP8 and BF16 weights the same
+    tokens. rate: the measured matrix rate in TFLOP/s that shares are taken of.
+    """
+    metrics = steady(varied, top, warmup=6, steps=10)
+    plain, best = climbed["bf16"], climbed[best_rung(climbed)]
+    if plain.ok:
+        cost = "ms_per_1k_useful_tokens"
+        metrics["useful_speedup"] = plain.metric(cost) / best.metric(cost)
+    for run in climbed.values():
+        share = "mfu_fp8" if run.recipe["base_linear"] == "fp8-frozen" else "mfu_bf16"
+        if run.ok:
+            useful = run.metrics["tflops"] * run.metrics["useful_tokens"] / rate
+            metrics[share] = max(useful, metrics.get(share, 0))
+    alone = {run.tags["method"]: run for run in cells if run.ok and run.has(batch=1, again=False)}
+    if {"fp8-frozen", BASELINE} <= alone.keys():
+        for share, part in (("weights_share", "weights_gb"), ("memory_share", "peak_allocated_gb")):
+            metrics[share] = alone["fp8-frozen"].metric(part) / alone[BASELINE].metric(part)
+    return metrics
+
+
+def steady(workload: Workload, recipe: Recipe, warmup: int, steps: int) -> dict[str, float]:
+    """Graphs that a recipe compiles in `warmup` steps and the `steps` after them, its graph breaks,
+    and what it still compiles in the latter alone, as metrics."""
+    torch._dynamo.reset()
+    with Trainer(workload, recipe) as trainer:
+        with Compilation() as early:
+            trainer.run(warmup)
+        with Compilation() as late:
+            trainer.run(warmup + steps)
+    return {
+        "graphs": early.graphs + late.graphs,
+        "graph_breaks": early.breaks.total() + late.breaks.total(),
+        "compilations_after_warmup": late.compilations,
+    }

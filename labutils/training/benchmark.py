@@ -78,6 +78,7 @@ def compare(
     recipes: Mapping[str, Recipe],
     steps: int = 5,
     rounds: int | None = None,
+    tags: Mapping[str, Mapping[str, Any]] | None = None,
     warmup: int = 2,
     **options: Any,
 ) -> dict[str, Run]:
@@ -85,7 +86,7 @@ def compare(
     `Benchmark.compare`.
     """
     with Benchmark(workload, warmup, **options) as bench:
-        return bench.compare(recipes, steps, rounds)
+        return bench.compare(recipes, steps, rounds, tags)
 
 
 def measure(trainer: Trainer, steps: int, after_step: AfterStep | None = None) -> StepTimes:

@@ -5,6 +5,8 @@ run = train(workload, recipe, on_model=prepared_for_kbit)
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import nn
 
@@ -22,32 +24,25 @@ def prepared_for_kbit(model: nn.Module) -> None:
     converted in place, as other models may share them. (It also turns gradient checkpointing on:
     that is the recipe's `checkpointing`.)
     """
-    widened: Widened = {}
-    for module in model.modules():
-        _widen(module, widened)
+    _widen(model.modules())
 
 
 def cast_as_for_kbit(model: nn.Module) -> None:
     """The same casts in a model whose adapted matrices aren't quantised: these stay as they are."""
-    widened: Widened = {}
-    adapted = {id(layer.base_layer) for layer in model.modules() if hasattr(layer, "base_layer")}
-    for module in model.modules():
-        if id(module) not in adapted:
-            _widen(module, widened)
+    adapted = {layer.base_layer for layer in model.modules() if hasattr(layer, "base_layer")}
+    _widen(module for module in model.modules() if module not in adapted)
 
 
-Widened = dict[nn.Parameter, nn.Parameter]
-"""Parameter -> what takes its place, also where a second module has the same one: tied weights stay
-tied.
-"""
-
-
-def _widen(module: nn.Module, widened: Widened) -> None:
-    for name, parameter in list(module.named_parameters(recurse=False)):
-        if parameter.dtype in (torch.float16, torch.bfloat16) and not parameter.requires_grad:
-            if parameter not in widened:
-                widened[parameter] = nn.Parameter(parameter.detach().float(), requires_grad=False)
-            setattr(module, name, widened[parameter])
+def _widen(modules: Iterable[nn.Module]) -> None:
+    """Replace the frozen 16-bit parameters of `modules`. One that two modules share is replaced by
+    one: tied weights stay tied."""
+    widened: dict[nn.Parameter, nn.Parameter] = {}
+    for module in modules:
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if parameter.dtype in (torch.float16, torch.bfloat16) and not parameter.requires_grad:
+                if parameter not in widened:
+                    widened[parameter] = nn.Parameter(parameter.detach().float(), False)
+                setattr(module, name, widened[parameter])
 
 
 def with_epoch_rate(run: Run, workload: Workload) -> Run:

@@ -118,12 +118,8 @@ lab.predict("time to read one image", my_read_ms, "ms")
 # %%
 workload = lab.workload("sd15-lora")
 examples = workload.dataset(None, STOCK)
-reading = decode_ms(examples, 16)
-read_ms = median(reading["all"])
-reading_run = Run(
-    "03", "reading", metrics={f"{part}_ms": summarise(reading[part]) for part in reading}
-)
-lab.keep(reading_run);
+reading = lab.keep(decode_ms(examples, 16))
+read_ms = reading.metric("all_ms")
 
 # %%
 names = {
@@ -133,8 +129,8 @@ names = {
     "tensor": "to float32",
     "tokenise": "tokenise",
 }
-bars = {"this machine": {names[part]: median(reading[part]) for part in PARTS}}
-if theirs := lab.reference("reading"):
+bars = {"this machine": {names[part]: reading.metric(f"{part}_ms") for part in PARTS}}
+if theirs := lab.reference(experiment="reading"):
     bars["H200's host (full)"] = {names[part]: theirs.metric(f"{part}_ms") for part in PARTS}
 fig, ax = plt.subplots()
 plots.breakdown(ax, bars)
@@ -169,6 +165,7 @@ pipeline = Pipeline(
     hand_over_ms=median(taking),
     threads=1 if lab.device == "cuda" else torch.get_num_threads(),
 )
+probe.tags = {"experiment": "probe"}
 lab.keep(probe);
 
 # %%
@@ -219,10 +216,12 @@ lab.show(
 # %%
 resolution = workload.size.resolution
 sweep = {f"workers={n}": STOCK.but(num_workers=n) for n in WORKERS}
+tags = {f"workers={n}": {"experiment": "workers", "workers": n} for n in WORKERS}
 fitting = those_that_fit(sweep, resolution)
-runs = compare(workload, fitting, steps=steps, rounds=rounds, warmup=1)
+runs = compare(workload, fitting, steps, rounds, tags, warmup=1)
 too_large = "skipped: it does not fit in /dev/shm beside the others (docker run --shm-size=1g)"
-runs |= {name: Run("03", name, status=too_large) for name in sweep.keys() - fitting.keys()}
+for name in sweep.keys() - fitting.keys():
+    runs[name] = Run("03", name, status=too_large, tags=tags[name])
 lab.keep(runs);
 
 # %% [markdown]
@@ -240,7 +239,7 @@ plots.sweep(ax, WORKERS, in_order, scaled, predicted, "workers", published_label
 plt.show()
 
 # %%
-theirs = {n: lab.reference(f"workers={n}") for n in WORKERS}
+theirs = {n: lab.reference(experiment="workers", workers=n) for n in WORKERS}
 lab.table(
     ("workers", *map(str, WORKERS)),
     ("article, ms", *ARTICLE.values()),
@@ -310,7 +309,8 @@ for workers in (1, 3):
     for kept in (False, True):
         recipe = STOCK.but(num_workers=workers, persistent_workers=kept)
         starts[workers, kept] = epoch_start_ms(examples, recipe, epochs=6)
-restart = Run("03", "persistent", recipe=STOCK.but(num_workers=3).as_dict())
+restart = Run("03", "persistent", tags={"experiment": "persistent"})
+restart.recipe = STOCK.but(num_workers=3).as_dict()
 restart.samples = {"epoch_start_ms": starts[3, False], "epoch_start_persistent_ms": starts[3, True]}
 restart.metrics = {name: summarise(samples) for name, samples in restart.samples.items()} | {
     "epoch_steps": EPOCH // 4
@@ -323,7 +323,7 @@ rows = []
 for workers in (1, 3):
     anew, kept = median(starts[workers, False]), median(starts[workers, True])
     rows.append((f"{workers}, here", anew, kept, f"{(anew - kept) / epoch_ms:.2%}"))
-if (h200 := lab.reference("persistent")) and theirs[3]:
+if (h200 := lab.reference(experiment="persistent")) and theirs[3]:
     anew, kept = h200.metric("epoch_start_ms"), h200.metric("epoch_start_persistent_ms")
     rows.append(
         ("3, H200", anew, kept, f"{(anew - kept) / (EPOCH // 4 * theirs[3].metric('step_ms')):.2%}")
@@ -347,9 +347,9 @@ lab.table(
 
 # %%
 prefetches = {f"prefetch={n}": STOCK.but(num_workers=3, prefetch_factor=n) for n in (1, 2, 4)}
-buffered = compare(
-    workload, those_that_fit(prefetches, resolution), steps=steps, rounds=rounds, warmup=1
-)
+tags = {f"prefetch={n}": {"experiment": "prefetch", "prefetch": n} for n in (1, 2, 4)}
+fitting = those_that_fit(prefetches, resolution)
+buffered = compare(workload, fitting, steps, rounds, tags, warmup=1)
 lab.keep(buffered)
 fig, ax = plt.subplots()
 plots.steps(ax, buffered)
@@ -396,35 +396,20 @@ lab.show(f"{fit} workers fit, with batches of {batch_bytes() / MIB:.3g} MiB; {fi
 # second one gets 1 GB. Whatever happens to them can't reach this notebook.
 
 # %%
-sizes = {"shm=tiny": small, "shm=enough": enough}
+sizes = {"tiny": small, "enough": enough}
 with ThreadPoolExecutor() as pool:
-    trials = dict(
-        zip(
-            sizes,
-            pool.map(lambda size: try_workers(lab.cache_dir, 12, size), sizes.values()),
-            strict=True,
-        )
-    )
+    tried = pool.map(lambda size: try_workers(lab.cache_dir, 12, size), sizes.values())
+    trials = dict(zip(sizes, tried, strict=True))
 for name, trial in trials.items():
-    status = f"skipped: {trial.message}" if trial.outcome == "not possible" else "ok"
-    lab.keep(Run("03", name, status=status, metrics=trial.metrics()))
+    trial.run, trial.tags["shm"] = f"shm={name}", name
+lab.keep(trials);
 
 # %%
-rows = []
-for t in trials.values():
-    rows.append(
-        (f"{t.shm_bytes // MIB:,} MiB", t.outcome, f"{t.batches} of {t.wanted}", t.peak_bytes / MIB)
-    )
-lab.table(
-    (
-        "12 workers and a /dev/shm of",
-        "what happened",
-        "batches that arrived",
-        "most of it in use, MiB",
-    ),
-    *rows,
-)
-lab.show(f"What the first one said:\n```\n{trials['shm=tiny'].message or 'nothing'}\n```")
+columns = {"run": "12 workers and a /dev/shm", "shm_gb": "of, GB", "outcome": "what happened"}
+columns |= {"batches": "batches that arrived", "wanted": "of", "peak_gb": "most in use, GB"}
+lab.runs_table(trials.values(), columns, experiment="shm")
+said = trials["tiny"].metrics.get("message") or trials["tiny"].status
+lab.show(f"What the first one said:\n```\n{said}\n```")
 lab.verdict("A1.workers.shm", "A1.workers.shm-cure");
 
 # %% [markdown]
@@ -471,24 +456,18 @@ def show_two_by_two(found: dict[str, Run]) -> None:
     )
 
 
-def show_reference(prefix: str) -> None:
+def show_reference(ahead: bool) -> None:
     """The four recipes as our H200 ran them."""
-    names = [
-        f"{prefix}{memory}+{how}"
-        for memory in ("pageable", "pinned")
-        for how in ("blocking", "async")
-    ]
-    theirs = {f"H200, {name}": run for name in names if (run := lab.reference(name))}
+    theirs = lab.references(experiment="copies", ahead=ahead, again=False)
     if theirs:
-        show_two_by_two(theirs)
+        show_two_by_two({f"H200, {run.run}": run for run in theirs})
 
 
 # %%
 three = STOCK.but(num_workers=3)
 no_copy = "a CPU trains on the memory that the data is in, so there is no copy; our H200's four runs follow"
-with lab.attempt(
-    "Pinned memory in the stock loop", "pinned+async", instead=lambda: show_reference("")
-):
+last = {"experiment": "copies", "memory": "pinned", "copy": "async"}
+with lab.attempt("Pinned memory in the stock loop", last, lambda: show_reference(False)):
     if lab.device == "cpu":
         raise Unavailable(no_copy)
     stock_loop = two_by_two(workload, three, steps, rounds)
@@ -506,14 +485,11 @@ lab.verdict("A1.pin.needs-both", "A1.pin.step-needs-both");
 
 # %%
 ahead = three.but(driver="eager", optimizer="adamw-fused", logging="ring-buffer")
-with lab.attempt(
-    "Pinned memory in a loop that runs ahead",
-    "ahead: pinned+async",
-    lambda: show_reference("ahead: "),
-):
+last |= {"ahead": True}
+with lab.attempt("Pinned memory in a loop that runs ahead", last, lambda: show_reference(True)):
     if lab.device == "cpu":
         raise Unavailable(no_copy)
-    free_loop = two_by_two(workload, ahead, steps, rounds, prefix="ahead: ")
+    free_loop = two_by_two(workload, ahead, steps, rounds, ahead=True)
     lab.keep(free_loop, lane="same work")
     show_two_by_two(free_loop)
 
@@ -605,7 +581,7 @@ def smaller_files(parts: dict[str, float], now: Pipeline) -> Pipeline | None:
 
 
 def check_smaller(answer) -> str:
-    parts = {part: median(reading[part]) for part in PARTS}
+    parts = {part: reading.metric(f"{part}_ms") for part in PARTS}
     result = answer(parts, pipeline)
     if result is None:
         return "Exercise 3: fill in smaller_files first; it returns a Pipeline."

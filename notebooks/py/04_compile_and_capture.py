@@ -66,6 +66,7 @@ from labutils.layers.cuda_graph import compile_from_nothing
 from labutils.profiling.compat import ask_cpp_compiler
 from labutils.profiling.machine import usable_cores
 from labutils.recipe import STOCK, Unavailable
+from labutils.results.judges.effects import paid_after
 from labutils.results.records import Run
 from labutils.training import Benchmark, compile_ahead, try_isolated
 
@@ -235,16 +236,6 @@ lab.verdict("A1.workers.utilization", "A1.total.utilization")
 
 
 # %%
-def break_even(plain: Run, compiled: Run) -> float:
-    """Optimizer steps after which the compiled run has caught up; infinity where its steps are no shorter."""
-    saved_s = (plain.metric("step_ms") - compiled.metric("step_ms")) / 1e3
-    return (
-        (compiled.metric("first_step_s") - plain.metric("first_step_s")) / saved_s
-        if saved_s > 0
-        else float("inf")
-    )
-
-
 regional = {}
 if on_gpu:
     regional = bench.compare(
@@ -255,22 +246,9 @@ rows = [("", "first step, s", "later steps, ms", "has paid after, steps")]
 for place, found in (("here", runs | regional), ("H200", h200)):
     for name in ("workers", "compile", "regional"):
         if name in found and found[name].ok:
-            steps_needed = break_even(found["workers"], found[name])
-            paid = (
-                None
-                if name == "workers"
-                else "never"
-                if steps_needed == float("inf")
-                else round(steps_needed)
-            )
-            rows.append(
-                (
-                    f"{name}, {place}",
-                    found[name].metric("first_step_s"),
-                    found[name].metric("step_ms"),
-                    paid,
-                )
-            )
+            times = [found[name].metric(metric) for metric in ("first_step_s", "step_ms")]
+            paid = None if name == "workers" else paid_after(found["workers"], found[name])
+            rows.append((f"{name}, {place}", *times, "never" if paid == float("inf") else paid))
 lab.table(*rows)
 
 # %% [markdown]
@@ -305,7 +283,7 @@ def show_reference() -> None:
 
 # %%
 with lab.attempt(
-    "CUDA graphs inside torch.compile", reference="reduce-overhead", instead=show_reference
+    "CUDA graphs inside torch.compile", mode_tags["reduce-overhead"], instead=show_reference
 ):
     if not on_gpu:
         for name in graph_modes:

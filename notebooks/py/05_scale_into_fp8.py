@@ -58,18 +58,15 @@ lab = open_lab("05", globals())
 import math
 
 import matplotlib.pyplot as plt
+import pandas as pd
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, MistralConfig, MistralForCausalLM
 
 from labutils.course import plots
 from labutils.labs import lab05_fp8_products
-from labutils.labs.lab05_layer_errors import (
-    language_model,
-    layer_errors,
-    plant_outliers,
-    watch_linears,
-)
+from labutils.labs.lab05_fp8_products import BF16, FUSED, PRODUCT_KINDS
+from labutils.labs.lab05_layer_errors import layer_errors, watch_linears
 from labutils.layers.lora import attach_lora
 from labutils.layers.quantization import fp8_math
 from labutils.layers.quantization.convert import MAKERS, transformer_engine
@@ -184,7 +181,7 @@ metrics = {name: value for name, value in cast.items() if math.isfinite(value)} 
     "saturates": int(saturates),
     "e4m3_max": torch.finfo(torch.float8_e4m3fn).max,
 }
-lab.keep(Run("05", "fp8-cast", metrics=metrics))
+lab.keep(Run("05", "fp8-cast", tags={"experiment": "fp8-cast"}, metrics=metrics))
 lab.table(
     ("cast from float32", "1,000", "1,000,000", "0.00005"),
     (f"plain cast to E4M3, PyTorch {versions()['torch']} on {lab.device}", *cast.values()),
@@ -220,7 +217,7 @@ x = torch.linspace(-1000, 10000, 1101, device=lab.device)
 S = fp8_math.scale_for(fp8_math.amax(x)).item()
 metrics = {"scale": S, "scaled_min": (x * S).min().item(), "scaled_max": (x * S).max().item()}
 metrics["relative_error"] = relative_error(quantise(x).restored(), x)
-lab.keep(Run("05", "fp8-scaling", metrics=metrics))
+lab.keep(Run("05", "fp8-scaling", tags={"experiment": "fp8-scaling"}, metrics=metrics))
 print(
     f"S = {S:.4f} takes the values to {metrics['scaled_min']:.1f} .. {metrics['scaled_max']:.1f}."
 )
@@ -348,7 +345,9 @@ for name, factors in sizes.items():
         ]
 metrics = {f"{name}, {label}": summarise(found[1:]) for (name, label), found in followed.items()}
 spike_error = max(followed["spikes", "delayed, of 16 steps"][1:])
-lab.keep(Run("05", "fp8-delayed", metrics=metrics | {"spike_error": spike_error}));
+delayed = Run("05", "fp8-delayed", tags={"experiment": "fp8-delayed"})
+delayed.metrics = metrics | {"spike_error": spike_error}
+lab.keep(delayed);
 
 # %%
 figure, axes = plt.subplots(1, 4, sharey=True, figsize=(7.4, 3.4))
@@ -401,34 +400,24 @@ lab.predict("size from which FP8 wins", my_size)
 
 # %%
 gemm = series = None
-with lab.attempt("Products in FP8", reference="gemm"):
+with lab.attempt("Products in FP8", reference={"experiment": "gemm"}):
     sizes_n = [512, 1024, 2048, 4096] if lab.scale != "full" else [512, 1024, 2048, 4096, 8192]
-    times = lab05_fp8_products.sweep_products(sizes_n)
-    gemm, series = Run("05", "gemm"), Run("05", "gemm-times")
-    for kind, by_size in times.items():
-        series.samples |= {f"{kind} {n}": timing.alone_ms for n, timing in by_size.items()}
-    series.metrics = {name: summarise(ms) for name, ms in series.samples.items()}
-    lab.keep(series)
-    bf16, one_scale = (
-        series.samples[f"{kind} {sizes_n[-1]}"]
-        for kind in (lab05_fp8_products.BF16, lab05_fp8_products.ONE_SCALE)
-    )
-    gemm.metrics["fp8_over_bf16"] = summarise(
-        [a / b for a, b in zip(bf16, one_scale, strict=False)]
-    )
-    if wins := lab05_fp8_products.wins_from(
-        times[lab05_fp8_products.FUSED], times[lab05_fp8_products.BF16]
-    ):
+    series = lab.keep(lab05_fp8_products.time_products(sizes_n))
+    gemm = Run("05", "gemm", tags={"experiment": "gemm"})
+    bf16, one_scale = (series.samples[f"{kind} {sizes_n[-1]}"] for kind in PRODUCT_KINDS[:2])
+    ratios = [a / b for a, b in zip(bf16, one_scale, strict=False)]
+    gemm.metrics["fp8_over_bf16"] = summarise(ratios)
+    if wins := lab05_fp8_products.wins_from(series, FUSED, BF16, sizes_n):
         gemm.metrics["fp8_wins_from_n"] = wins
     lab.keep(gemm)
 
 # %%
-shown = series or lab.reference("gemm-times")
+shown = series or lab.reference(experiment="gemm-times")
 if shown and shown.ok:
     figure, ax = plt.subplots(figsize=(7.2, 4.2))
     colors = (plots.INK, plots.AMBER, plots.TEAL, plots.PURPLE, plots.RUST, plots.NAVY)
     looks = zip("os^vDX", ("-", "-", "-", "--", ":", "--"), colors, strict=True)
-    for kind, (marker, line, color) in zip(lab05_fp8_products.PRODUCT_KINDS, looks, strict=True):
+    for kind, (marker, line, color) in zip(PRODUCT_KINDS, looks, strict=True):
         ms = {n: shown.metric(f"{kind} {n}") for n in (512, 1024, 2048, 4096, 8192)}
         rate = {n: 2 * n**3 / one / 1e9 for n, one in ms.items() if one}
         ax.plot(
@@ -518,7 +507,7 @@ metrics = {
     "forward_error": relative_error(y, exact),
     "gradient_error": relative_error(dx, exact_dx),
 }
-lab.keep(Run("05", "frozen-accuracy", metrics=metrics))
+lab.keep(Run("05", "frozen-accuracy", tags={"experiment": "frozen-accuracy"}, metrics=metrics))
 print(layer)
 rows = [
     ("output y", 100 * metrics["forward_error"]),
@@ -540,39 +529,21 @@ lab.table(("frozen FP8 layer against float32", "error, %"), *rows)
 
 # %%
 rows, dtype = (4096, torch.bfloat16) if on_gpu else (64, torch.float32)
-kinds = dict.fromkeys(("published", *MAKERS), False)
-kinds |= {"published, compiled": True, "fp8-frozen, compiled": True} if on_gpu else {}
-COSTS = ("bytes_a_parameter", "bytes_a_parameter_running", "step_ms")
-listed = {}
-for name, compiled in kinds.items():
-    run = Run("05", "te-linear" if name == "fp8-te" else f"layer {name}")
-    with lab.attempt(
-        f"base_linear={name!r}", reference=run.run, instead=lambda: None
-    ):  # the table below has it
-        run.metrics = lab05_fp8_products.layer_costs(
-            name.removesuffix(", compiled"), rows, k, n, lab.device, dtype, compiled
-        )
-        if samples := run.metrics.pop("step_ms", []):
-            run.samples["step_ms"], run.metrics["step_ms"] = samples, summarise(samples)
-        lab.keep(run)
-        listed[name] = [run.metric(cost) for cost in COSTS]
+x = torch.randn(rows, k, device=lab.device, dtype=dtype)
+kinds = [(name, False) for name in ("published", *MAKERS)]
+kinds += [("published", True), ("fp8-frozen", True)] if on_gpu else []
+costs = []
+for name, compiled in kinds:
+    tags = {"experiment": "layer", "layer": name} | ({"compiled": True} if compiled else {})
+    # What the H200 measured of it stands in the table below.
+    with lab.attempt(f"base_linear={name!r}", reference=tags, instead=lambda: None):
+        costs.append(lab05_fp8_products.layer_costs(name, x, n, compiled))
+        lab.keep(costs[-1])
 
 # %%
-rows = []
-for name in (
-    *kinds,
-    *(
-        f"{name}, compiled"
-        for name in ("published", "fp8-frozen")
-        if f"{name}, compiled" not in kinds
-    ),
-):
-    theirs = lab.reference("te-linear" if name == "fp8-te" else f"layer {name}")
-    rows.append(
-        (name, *listed.get(name, [None] * 3), *(theirs and theirs.metric(cost) for cost in COSTS))
-    )
-what = ("bytes a parameter", "while running", "both passes, ms")
-lab.table(("base_linear", *what, *(f"H200: {one}" for one in what)), *rows)
+columns = {"run": "base_linear", "bytes_a_parameter": "bytes a parameter"}
+columns |= {"bytes_a_parameter_running": "while running", "step_ms": "both passes, ms"}
+lab.runs_table(costs, columns, experiment="layer")
 
 # %% [markdown]
 # The kinds are:
@@ -617,7 +588,7 @@ print(
 # And Transformer Engine's?
 
 # %%
-with lab.attempt("PEFT around te.Linear", reference="te-peft"):
+with lab.attempt("PEFT around te.Linear", reference={"experiment": "te-peft"}):
     te = transformer_engine()
     message = ""
     try:
@@ -630,7 +601,9 @@ with lab.attempt("PEFT around te.Linear", reference="te-peft"):
         )
     except ValueError as error:
         message = f"ValueError: {error}"
-    lab.keep(Run("05", "te-peft", metrics={"failed": int(bool(message)), "message": message}))
+    tried = Run("05", "te-peft", tags={"experiment": "te-peft"})
+    tried.metrics = {"failed": int(bool(message)), "message": message}
+    lab.keep(tried)
     print(
         f"PEFT {versions()['peft']}:",
         message or "wraps te.Linear in a layer of its own (lora.TeLinear)",
@@ -661,33 +634,42 @@ lab.verdict("A2.te.peft-refuses");
 
 # %%
 width, depth, tokens = (256, 3, (2, 96)) if tiny else (1024, 6, (2, 512))
-models = {
-    "as drawn": lambda: language_model(width, depth),
-    "with planted outliers": lambda: plant_outliers(language_model(width, depth)),
-}
+mistral = {"hidden_size": width, "intermediate_size": 7 * width // 2, "num_hidden_layers": depth}
+mistral |= {"num_attention_heads": width // 64, "num_key_value_heads": width // 128}
+
+
+def as_drawn() -> nn.Module:
+    """A small model of Mistral's architecture with random weights, the same ones each time."""
+    torch.manual_seed(0)
+    return MistralForCausalLM(MistralConfig(**mistral, vocab_size=2048))
+
+
+def with_planted_outliers() -> nn.Module:
+    """The same, with three channels whose activations are 60 times larger."""
+    model = as_drawn()
+    for block in model.model.layers:
+        for norm in (block.input_layernorm, block.post_attention_layernorm):
+            norm.weight.data[[7, 77, 177]] *= 60
+    return model
+
+
+models = {"as drawn": as_drawn, "with planted outliers": with_planted_outliers}
 if lab.weights == "hub":
-    models["SmolLM2-135M"] = lambda: AutoModelForCausalLM.from_pretrained(
-        "HuggingFaceTB/SmolLM2-135M"
-    )
+    hub = "HuggingFaceTB/SmolLM2-135M"
+    models["SmolLM2-135M"] = lambda: AutoModelForCausalLM.from_pretrained(hub)
 
 # %%
 surveys = {}
 for name, build in models.items():
-    with lab.attempt(f"survey {name}"):
+    survey = Run("05", f"survey {name}", tags={"experiment": "survey", "weights": name})
+    with lab.attempt(survey.run, reference=survey.tags):
         model = build().float().to(lab.device)
         ids = torch.randint(2048, tokens, generator=torch.Generator().manual_seed(0)).to(lab.device)
         seen = watch_linears(model, lambda model=model, ids=ids: model(ids, labels=ids).loss)
         surveys[name] = {layer: layer_errors(one) for layer, one in seen.items()}
-        every = next(iter(surveys[name].values()))
-        samples = {kind: [errors[kind] for errors in surveys[name].values()] for kind in every}
-        lab.keep(
-            Run(
-                "05",
-                f"survey {name}",
-                metrics={k: summarise(v) for k, v in samples.items()},
-                samples=samples,
-            )
-        )
+        survey.samples = pd.DataFrame(surveys[name].values()).to_dict("list")
+        survey.metrics = {kind: summarise(errors) for kind, errors in survey.samples.items()}
+        lab.keep(survey)
         del model, seen
 
 # %%

@@ -64,7 +64,7 @@ compile_batches: str = (
 whole_model: bool = (
     False  # on a GPU also compile the model whole, as the article did: twice 1-2 minutes
 )
-steps: int = 0  # timed steps of a cell; 0: 2 at tiny, else 5 at batch 1, 3 up to 4, and above the first step alone
+steps: int = 0  # timed steps of a cell; 0: 2 at tiny, else 5 at batch 1, 3 up to 4, and above 1
 seeds: int = 0  # seeds of section 5; 0: 3, the fewest that show a spread
 
 # %%
@@ -79,20 +79,25 @@ from itertools import cycle
 
 import matplotlib.pyplot as plt
 import numpy as np
+import pandas as pd
 import torch
 
 from labutils.course import plots
-from labutils.course.goals import GOAL_HEAD, goal_rows
+from labutils.course.goals import GOAL_HEAD, Goal, goal_rows
 from labutils.course.parameters import whole_numbers
 from labutils.labs import lab06_advisor, lab06_anyres
-from labutils.labs.ladders import A2_BASE, distinct_on, rung_rows
+from labutils.labs.ladders import A2_BASE, A2_LADDER, climb, distinct_on, rung_rows
 from labutils.layers.cuda_graph import compile_from_nothing
+from labutils.layers.quantization.convert import convert_base, forward_context
 from labutils.layers.quantization.fp8_linear import FrozenFP8Linear
 from labutils.profiling.machine import usable_cores
 from labutils.profiling.probe import measured_roofline
-from labutils.results.records import REFERENCE, Run, read_runs
+from labutils.results.judges.effects import paid_after
+from labutils.results.records import REFERENCE, Run, read_runs, to_frame
 from labutils.training import train
+from labutils.training.model_edits import prepared_for_kbit
 from labutils.workloads import open_workload
+from labutils.workloads.llava import SIZES
 
 plots.use_style()
 warnings.filterwarnings("ignore", module="torch")
@@ -125,7 +130,15 @@ my_tokens: float | None = None  # for example 576
 lab.predict("tokens of a 500 x 500 image", my_tokens, "tokens")
 
 # %%
-counts = lab06_anyres.token_counts()
+geometry = SIZES["full"].geometry  # that of the article's own model, whatever the scale
+counts = {"tiles_low_resolution": geometry.tiles((224, 224))}
+for height, width in ((336, 336), (500, 500), (354, 707)):
+    counts[f"tiles_{height}x{width}"] = geometry.tiles((height, width))
+    counts[f"tokens_{height}x{width}"] = geometry.tokens((height, width))
+square, wide = counts["tokens_500x500"], counts["tokens_354x707"]
+counts["aspect_token_ratio"] = max(square, wide) / min(square, wide)
+article = open_workload("llava-lora", "full", device="cpu")
+counts["vision_share"] = lab06_anyres.vision_share(article, lab06_anyres.method("bf16"))
 kept = Run("06", "token-counts", workload="llava-lora", scale="full", metrics=counts)
 kept.tags = {"experiment": "token-counts"}
 lab.keep(kept)
@@ -165,7 +178,7 @@ lab.verdict("A2.anyres.tokens", "A2.anyres.one-tile", "A2.fixed.no-anyres")
 # | *qlora* | *nf4*, plus what PEFT's `prepare_model_for_kbit_training` does to the rest of the model |
 #
 # A new model is built for each row; its first step is timed, then a few later ones. (At batch 24 a step takes so long
-# that the first one has to do: that row is about memory.) *Has paid after* is the number of steps that make up for a
+# that one has to do: that row is about memory.) *Has paid after* is the number of steps that make up for a
 # slower start, if any do; it counts the first step alone. *Useful* tokens are those that aren't padding. (The table
 # divides medians. The verdicts below it compare step with step where two methods trained on the same batches, so their
 # percentages may differ by a few.)
@@ -189,7 +202,7 @@ def cell(method: str, batch: int) -> Run:
         uniform,
         method,
         batch,
-        steps or (2 if tiny else 5 if batch == 1 else 3 if batch <= 4 else 0),
+        steps or (2 if tiny else 5 if batch == 1 else 3 if batch <= 4 else 1),
     )
 
 
@@ -213,9 +226,33 @@ measure_cells(
     }
 )
 uncompiled = ("bf16", "qlora", "fp8-te", "fp8-frozen", "nf4")
-table = partial(lab06_anyres.cell_table, methods=uncompiled)
-lab.runs_table(cells, table, experiment="methods")
-lab.show(lab06_anyres.not_measured(cells) or "Every row could be measured.")
+
+# %%
+cell_columns = {
+    "run": "method and batch",
+    "first_step_s": "first step, s",
+    "step_ms": "step, ms",
+    "data_ms": "of it data",
+    "longer_percent": "against bf16, %",
+    "peak_allocated_gb": "memory, GB",
+    "useful_tokens_per_s": "useful tokens/s",
+    "paid_after": "has paid after, steps",
+}
+
+
+def show_cells(*methods: str) -> None:
+    """These methods' cells as a table, here and on the H200, and why others are not in it."""
+
+    def table(runs: list[Run]) -> pd.DataFrame:
+        frame = lab06_anyres.cell_table(runs, methods)
+        return frame.reindex(columns=list(cell_columns)).rename(columns=cell_columns)
+
+    lab.runs_table(cells, table, experiment="methods")
+    failed = [(run.label, run.status) for run in cells if not run.ok]
+    lab.table(("not measured", "why"), *failed, otherwise="Every row could be measured.")
+
+
+show_cells(*uncompiled)
 
 # %% [markdown]
 # How does the memory grow with the batch?
@@ -227,8 +264,14 @@ whose, shown = (
     else ("our H200 (a CPU has no GPU memory)", lab.references(experiment="methods"))
 )
 fig, ax = plt.subplots(figsize=(7.2, 3.6))
-found = lab06_anyres.by_batch(shown, "peak_allocated_gb")
-plots.curves(ax, found, "batch size", "memory at the peak, GB")
+frame = to_frame(
+    run for run in shown if run.tags["method"] in uncompiled and not run.has(again=True)
+)
+memory = {
+    method: rows.set_index("batch")["peak_allocated_gb"].dropna().to_dict()
+    for method, rows in frame.groupby("method", sort=False)
+}
+plots.curves(ax, memory, "batch size", "memory at the peak, GB")
 ax.set_title(f"Memory at the peak on {whose}", pad=42)
 plt.show()
 
@@ -278,11 +321,18 @@ print(
     tuple(FrozenFP8Linear.from_linear(linear)(rows_577).shape),
 )
 print(f"The tower's share of the arithmetic of the article's step: {counts['vision_share']:.1%}")
-with lab.attempt("577 rows through te.Linear", reference="fp8-te vision"):
-    message = lab06_anyres.refusal_of_te(rows_577)
-    tried = Run("06", "fp8-te vision", metrics={"failed": int(bool(message)), "message": message})
-    tried.tags = {"experiment": "fp8-te vision"}
-    lab.keep(tried)
+refusal = {"experiment": "fp8-te vision"}
+with lab.attempt("577 rows through te.Linear", reference=refusal):
+    layer = torch.nn.Sequential(linear)
+    convert_base(layer, ["0"], "fp8-te")
+    message = ""
+    try:
+        with forward_context("fp8-te"):
+            layer(rows_577.requires_grad_()).sum().backward()
+    except (AssertionError, ValueError, RuntimeError) as error:  # which one: see its version
+        message = f"{type(error).__name__}: {error}"
+    metrics = {"failed": int(bool(message)), "message": message}
+    lab.keep(Run("06", "fp8-te vision", tags=refusal, metrics=metrics))
     print("te.Linear:", message or "takes them, too")
 lab.verdict("A2.lmm.vision-cost", "A2.fp8.vision-refuses", "A2.fp8.vision-limits")
 # %% [markdown]
@@ -334,13 +384,9 @@ if on_gpu and whole_model:  # in one go: a baseline of another hour would be non
             for label, method in whole.items()
         },
     ).values()
-compiled = [method for method in lab06_anyres.METHODS if method not in uncompiled]
-table = partial(lab06_anyres.cell_table, methods=["bf16", *compiled])
-lab.runs_table(cells, table, experiment="methods")
-lab.show(
-    lab06_anyres.not_measured(cells)
-    or "Every row could be measured. Without a GPU, `-p compile_batches 1` compiles."
-)
+show_cells("bf16", *(method for method in lab06_anyres.METHODS if method not in uncompiled))
+if not compiled_sizes:
+    lab.show("Nothing was compiled here: `-p compile_batches 1` compiles.")
 
 # %% [markdown]
 # ### What the compiler did
@@ -351,7 +397,15 @@ lab.show(
 # versions of a function PyTorch gives up and leaves it uncompiled.
 
 # %%
-lab.runs_table(cells, lab06_anyres.COMPILER_COLUMNS, experiment="methods")
+compiler_columns = {
+    "run": "",
+    "compile_s": "compiling in all, s",
+    "graphs": "graphs",
+    "graph_breaks": "graph breaks",
+    "recompilations": "recompilations",
+    "given_up": "given up",
+}
+lab.runs_table(cells, compiler_columns, experiment="methods")
 
 # %%
 lab.verdict(
@@ -435,7 +489,7 @@ alone = A2_BASE.but(
 alone = alone.but(compile="default" if on_gpu else "off", compile_scope="blocks")
 uniform.release_weights()  # its weights are not needed any more, and would count as memory of what follows
 replayed = lab.measured_together(
-    lab06_anyres.replay_recipes(alone), partial(lab06_anyres.replays, varied, alone, 5)
+    dict.fromkeys(lab06_anyres.REPLAYS), partial(lab06_anyres.replays, varied, alone, 5)
 )
 columns = {"run": "run", "tokens": "tokens a step", "ms_per_1k_tokens": "ms for 1000 tokens"}
 columns["peak_allocated_gb"] = "memory, GB"
@@ -598,7 +652,7 @@ recipes = {"bf16": start, "qlora": start.but(base_linear="nf4"), "fixed": fixed,
 recipes |= {kind: start.but(base_linear=kind) for kind in ("fp8-frozen", "fp8-te")}
 recipes |= {"fixed-fp8-te": fixed.but(base_linear="fp8-te")}
 changes = {
-    "qlora": lab06_anyres.prepared_for_kbit,
+    "qlora": prepared_for_kbit,
     "fp8-mixed": lab06_anyres.fp8_but("o_proj", "down_proj"),
 }
 kept = lab.measured_together(
@@ -616,12 +670,10 @@ print(
 print("The steps' own losses, last seed:", ", ".join(f"{loss:.1f}" for loss in curve))
 
 # %%
-band = lab06_anyres.seed_band(losses["bf16"])
-against = {
-    name: changes
-    for name, changes in lab06_anyres.against_same_seed(losses).items()
-    if name != "bf16"
-}
+final = np.array(losses["bf16"].samples["final_loss"])
+band = [100 * (loss / np.median(final) - 1) for loss in (final.min(), final.max())]
+against = lab06_advisor.against_same_seed(losses.values())
+del against["bf16"]
 fig, ax = plt.subplots()
 plots.differences(
     ax,
@@ -669,7 +721,13 @@ my_gain: float | None = None  # for example 2
 lab.predict("useful tokens a second, against the plain loop", my_gain, "x")
 
 # %%
-ladder, recipes = lab06_anyres.ladder_for(lab.device)
+ladder = A2_LADDER.plus(lab06_anyres.LOW_BIT_RUNG) if on_gpu else A2_LADDER
+recipes = climb(ladder)
+if not on_gpu:
+    # Compiling takes a minute on two cores, and workers would only get in the way.
+    on_cpu = {"num_workers": 0, "persistent_workers": False, "compile": "off"}
+    on_cpu |= {"compile_scope": "model", "dynamic": "automatic"}
+    recipes = {name: recipe.but(**on_cpu) for name, recipe in recipes.items()}
 climbable = distinct_on(lab.device, recipes)
 lab.table(("rung", "lane", "changes", "why", "here"), *rung_rows(ladder, climbable))
 
@@ -709,15 +767,24 @@ lab.verdict("A2.left.dynamic", "A2.left.fp8-once")
 # matrices. The last two lines are about FP8 weights' memory, from section 2. Lines without a number here need a GPU.
 
 # %%
+GOALS = {
+    "useful_speedup": Goal("useful tokens/s, times the plain loop's", least=2),
+    "graphs": Goal("graphs compiled", most=10),
+    "graph_breaks": Goal("graph breaks", most=0),
+    "compilations_after_warmup": Goal("compilations after warm-up", most=0),
+    "mfu_fp8": Goal("share of BF16's measured matrix rate with FP8 weights", least=0.55),
+    "mfu_bf16": Goal("the same without FP8", least=0.45),
+    "weights_share": Goal("bytes of FP8 weights, share of BF16's", most=0.55),
+    "memory_share": Goal("memory at batch 1 with FP8 weights, share of BF16's", most=0.75),
+}
 top = lab06_anyres.best_rung(climbed)
 rate = measured_roofline(climbable[top].fitted_to(lab.device).precision).rate
 targets = lab06_anyres.reached(varied, climbable[top], climbed, cells if on_gpu else [], rate)
 aims = Run("06", "targets", lane="same mathematics", metrics=targets)
 aims.recipe, aims.tags = climbable[top].as_dict(), {"experiment": "targets"}
 lab.keep(aims)
-lab.table(
-    (f"rung *{top}*", *GOAL_HEAD), *goal_rows(lab06_anyres.GOALS, aims, lab.reference("targets"))
-)
+theirs = lab.reference(experiment="targets")
+lab.table((f"rung *{top}*", *GOAL_HEAD), *goal_rows(GOALS, aims, theirs))
 
 # %% [markdown]
 # Of the three wishes, code for any length comes true above. FP8 inside the graph did in section 3, and in the rung *FP8
@@ -935,8 +1002,8 @@ def of(method: str) -> Run | None:
 lab.done(
     {
         "tokens of a 500 x 500 image": counts["tokens_500x500"],
-        "QLoRA's step at batch 1, longer by": lab06_anyres.longer_by(cells, of("qlora")),
-        "break-even of torch.compile at batch 1": lab06_anyres.paid_after(cells, of("compile")),
+        "QLoRA's step at batch 1, longer by": lab06_anyres.longer_by(of("bf16"), of("qlora")),
+        "break-even of torch.compile at batch 1": paid_after(of("bf16"), of("compile")),
         "recompilations on 500 x 500 images": sum(by_step["uniform"]),
         "spread of the loss over seeds": band[1] - band[0],
         "useful tokens a second, against the plain loop": targets.get("useful_speedup"),

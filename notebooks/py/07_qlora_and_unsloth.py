@@ -77,7 +77,6 @@ from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 from labutils.course import plots
 from labutils.course.goals import GOAL_HEAD, goal_rows
 from labutils.labs import lab07_qlora
-from labutils.labs.lab06_advisor import paid_after
 from labutils.labs.lab07_toy_lm import Reader
 from labutils.labs.ladders import distinct_on
 from labutils.layers.cuda_graph import compile_from_nothing
@@ -87,6 +86,7 @@ from labutils.layers.quantization.fp8_math import relative_error
 from labutils.profiling import cuda
 from labutils.profiling.machine import usable_cores
 from labutils.recipe import Unavailable
+from labutils.results.judges.effects import paid_after
 from labutils.results.records import Run, Runs
 from labutils.training.unsloth_run import train_with_unsloth
 
@@ -560,7 +560,7 @@ if "unsloth long" in runs:
     paid = paid_after(runs["qlora long"], runs["unsloth long"])
     print(
         "unsloth's slower start has paid after",
-        "no number of steps" if paid is None else f"{paid:.0f} steps",
+        "no number of steps" if paid in (None, float("inf")) else f"{paid:.0f} steps",
     )
 
 # %% [markdown]

@@ -372,6 +372,12 @@ def test_tables_of_the_reference_stand_beside_ours(lab, reference, capsys, monke
     assert "H**" not in shown(**THREE)  # what becomes the reference is not shown beside itself
 
 
+def test_a_verdict_is_shown(lab, capsys):
+    assert lab.verdict("A1.workers.three") is None, "a cell would print it"
+    said = capsys.readouterr().out
+    assert "A1.workers.three" in said and "not testable here" in said
+
+
 def test_paths_are_shown_as_typed_in_the_checkout(tmp_path, monkeypatch):
     path = results.REPOSITORY / "results" / "x"
     monkeypatch.chdir(results.REPOSITORY / "notebooks")

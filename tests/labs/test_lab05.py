@@ -7,57 +7,24 @@ import torch
 from torch import nn
 
 from labutils.labs import lab05_fp8_products
-from labutils.labs.lab05_layer_errors import (
-    OUTLIERS,
-    Seen,
-    language_model,
-    layer_errors,
-    plant_outliers,
-    watch_linears,
-)
-from labutils.profiling.operations import Timing
+from labutils.labs.lab05_layer_errors import Seen, layer_errors, watch_linears
 from labutils.recipe import Unavailable
+from labutils.results.records import Run
 
 
-def two_layers() -> nn.Module:
+def test_inputs_and_gradients_are_those_of_the_pass_which_leaves_no_trace():
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 32))
-
-
-def test_inputs_and_gradients_are_those_of_the_pass():
-    model = two_layers()
+    model = nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 32))
     x, target = torch.randn(3, 5, 64), torch.randn(3, 5, 32)
     seen = watch_linears(model, lambda: (model(x) - target).square().sum())
     assert list(seen) == ["0", "2"]
     torch.testing.assert_close(seen["0"].x, x.reshape(15, 64))
     torch.testing.assert_close(seen["2"].x, model[1](model[0](x)).reshape(15, 96))
     torch.testing.assert_close(seen["2"].dy, (2 * (model(x) - target)).reshape(15, 32))
-    model.zero_grad()
-    (model(x) - target).square().sum().backward()
-    torch.testing.assert_close(seen["0"].dy.t() @ seen["0"].x, model[0].weight.grad)
-
-
-def test_watching_leaves_no_trace_and_takes_no_more_rows_than_asked():
-    model = two_layers()
-    seen = watch_linears(model, lambda: model(torch.randn(40, 64)).sum(), most=7)
-    assert seen["0"].x.shape == (7, 64)
-    assert seen["2"].dy.shape == (7, 32)
     assert all(p.grad is None for p in model.parameters())
     assert not any(layer._forward_hooks for layer in model.modules())
-
-
-def test_planted_outliers_are_in_their_channels_alone():
-    ids = torch.arange(32)[None]
-    plain, planted = (
-        watch_linears(model, lambda model=model: model(ids, labels=ids).loss)[
-            "model.layers.0.self_attn.q_proj"
-        ].x
-        for model in (language_model(256, 1), plant_outliers(language_model(256, 1), factor=60))
-    )
-    ratio = planted / plain
-    torch.testing.assert_close(ratio[:, list(OUTLIERS)], torch.full((32, 3), 60.0))
-    others = [channel for channel in range(256) if channel not in OUTLIERS]
-    torch.testing.assert_close(ratio[:, others], torch.ones(32, 253))
+    (model(x) - target).square().sum().backward()
+    torch.testing.assert_close(seen["0"].dy.t() @ seen["0"].x, model[0].weight.grad)
 
 
 def test_errors_of_even_tensors_are_those_of_the_mantissa():
@@ -65,7 +32,7 @@ def test_errors_of_even_tensors_are_those_of_the_mantissa():
     x, w, dy = (
         torch.randn(*shape, generator=chance) for shape in ((128, 256), (192, 256), (128, 192))
     )
-    errors = layer_errors(Seen(w, [x], [dy]))
+    errors = layer_errors(Seen(w, x, dy))
     for kind in ("tensor", "row", "block"):
         assert errors[f"forward {kind}"] == pytest.approx(0.037, abs=0.003)
         assert errors[f"gradient E4M3 {kind}"] == pytest.approx(0.037, abs=0.003)
@@ -77,17 +44,17 @@ def test_errors_of_even_tensors_are_those_of_the_mantissa():
 def test_a_token_far_below_the_others_is_flushed_by_one_scale_and_kept_by_its_own():
     dy = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
     dy[5] *= 1e-7
-    errors = layer_errors(Seen(torch.randn(64, 32), [torch.randn(64, 32)], [dy]))
+    errors = layer_errors(Seen(torch.randn(64, 32), torch.randn(64, 32), dy))
     assert errors["flushed E4M3 tensor"] == pytest.approx(1 / 64, rel=0.1)
     assert errors["flushed E4M3 row"] < 1e-3
 
 
 def test_int8_suffers_from_outliers_where_fp8_does_not():
     x, w = torch.randn(128, 256), torch.randn(64, 256)
-    even = layer_errors(Seen(w, [x], [torch.randn(128, 64)]))
+    even = layer_errors(Seen(w, x.clone(), torch.randn(128, 64)))
     x[:, 7] *= 1000
     w[:, 7] = 0  # the outlier's own product would hide the others'
-    spoilt = layer_errors(Seen(w, [x], [torch.randn(128, 64)]))
+    spoilt = layer_errors(Seen(w, x, torch.randn(128, 64)))
     assert spoilt["forward int8"] > 10 * even["forward int8"]
     assert spoilt["forward row"] < 2 * even["forward row"]
 
@@ -97,30 +64,21 @@ def test_int8_suffers_from_outliers_where_fp8_does_not():
     [("published", 4), ("fp8-frozen", 1 + 4 / 128), ("nf4", 0.53), ("nf4-frozen", 0.52)],
 )
 def test_bytes_a_parameter(kind, expected):
-    found = lab05_fp8_products.layer_costs(kind, 4, 128, 256, "cpu", torch.float32)
-    assert found == {"bytes_a_parameter": pytest.approx(expected, rel=0.05)}
-
-
-def test_products_are_counted_by_hand():
-    by_name = {operation.name: operation for operation in lab05_fp8_products.products(32, 64, 16)}
-    assert tuple(by_name) == lab05_fp8_products.PRODUCT_KINDS
-    assert {operation.flops for operation in by_name.values()} == {2 * 32 * 64 * 16}
-    assert by_name[lab05_fp8_products.BF16].bytes == 2 * (32 * 64 + 16 * 64 + 32 * 16)
-    assert by_name[lab05_fp8_products.ROWWISE].bytes == 32 * 64 + 16 * 64 + 2 * 32 * 16
-    assert by_name[lab05_fp8_products.FUSED].bytes == 2 * 32 * 64 + 16 * 64 + 2 * 32 * 16
+    run = lab05_fp8_products.layer_costs(kind, torch.randn(4, 128), 256)
+    assert run.metrics == {"bytes_a_parameter": pytest.approx(expected, rel=0.05)}
+    assert run.tags == {"experiment": "layer", "layer": kind}
 
 
 def test_where_a_challenger_wins_for_good():
-    timings = lambda *ms: {n: Timing([t], [t]) for n, t in zip((1, 2, 4, 8), ms, strict=True)}
-    bf16 = timings(1, 1, 1, 1)
-    assert lab05_fp8_products.wins_from(timings(2, 2, 0.5, 0.5), bf16) == 4
-    assert lab05_fp8_products.wins_from(timings(0.5, 2, 0.5, 0.5), bf16) == 4
-    assert lab05_fp8_products.wins_from(timings(0.5, 0.5, 0.5, 0.5), bf16) == 1
-    assert lab05_fp8_products.wins_from(timings(0.5, 0.5, 0.5, 2), bf16) is None
+    sizes = (1, 2, 4, 8)
+    times = Run("05", "", metrics={f"plain {n}": 1.0 for n in sizes})
+    for ms, first in (((2, 2, 0.5, 0.5), 4), ((0.5, 2, 0.5, 0.5), 4), ((0.5, 0.5, 0.5, 2), None)):
+        times.metrics |= {f"new {n}": each for n, each in zip(sizes, ms, strict=True)}
+        assert lab05_fp8_products.wins_from(times, "new", "plain", sizes) == first
 
 
 def test_without_fp8_there_is_nothing_to_time():
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
     with pytest.raises(Unavailable, match=r"compute capability 8\.9"):
-        lab05_fp8_products.sweep_products([512])
+        lab05_fp8_products.time_products([512])

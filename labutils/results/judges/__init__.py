@@ -287,7 +287,9 @@ def _break_even(claim: Claim, runs: Runs, step: Effect) -> Judgement:
         verdict = REFUTED if step.direction > 0 else INCONCLUSIVE
         return _conclude(claim, verdict, {"": step}, "No step is surely saved.")
     extra = 1e3 * (starts[1] - starts[0])
-    low, steps, high = (extra / (step.base * (1 - x)) for x in (step.low, step.value, step.high))
+    low, steps, high = (
+        effects.break_even(extra, step.base * (1 - x)) for x in (step.low, step.value, step.high)
+    )
     wanted, factor = claim.published[0], claim.how["tolerance"]
     verdict = _settle([_inside(low, high, wanted / factor, wanted * factor)])
     found = _conclude(claim, verdict, {"": step}, f"{shown(extra)} ms more at first.")
