@@ -397,7 +397,7 @@ lab.table(("kernels in a step", "this host needs at least", "our H200's host"), 
 # driver a kernel that was compiled for another card.
 
 # %%
-with lab.attempt("A kernel for another card", reference={"experiment": "unlisted architecture"}):
+with lab.attempt("A kernel for another card", experiment="unlisted architecture"):
     if not on_gpu:
         raise Unavailable("only an NVIDIA GPU can refuse a kernel")
     lab.keep(
@@ -415,7 +415,7 @@ with lab.attempt("A kernel for another card", reference={"experiment": "unlisted
 
 # %%
 xformers = doctor.try_import("xformers")
-with lab.attempt("xformers' attention on this card", reference={"experiment": "xformers"}):
+with lab.attempt("xformers' attention on this card", experiment="xformers"):
     if not on_gpu or xformers.status == "missing":
         raise Unavailable(
             f"{'xformers is not installed' if on_gpu else 'there is no GPU'}; no lab needs it"

@@ -785,7 +785,7 @@ theirs = {
     for way in ("all", "LoRA")
     if (run := lab.reference(experiment="memory-measured"))
 }
-with lab.attempt("Training a UNet to see its memory", reference={"experiment": "memory-measured"}):
+with lab.attempt("Training a UNet to see its memory", experiment="memory-measured"):
     for way in ("all", "LoRA"):
         unet, loss = unet_and_loss(way == "LoRA")
         plan = planned(unet, activations=saved_for_backward(unet, loss))

@@ -400,7 +400,7 @@ lab.predict("size from which FP8 wins", my_size)
 
 # %%
 gemm = series = None
-with lab.attempt("Products in FP8", reference={"experiment": "gemm"}):
+with lab.attempt("Products in FP8", experiment="gemm"):
     sizes_n = [512, 1024, 2048, 4096] if lab.scale != "full" else [512, 1024, 2048, 4096, 8192]
     series = lab.keep(lab05_fp8_products.time_products(sizes_n))
     gemm = Run("05", "gemm", tags={"experiment": "gemm"})
@@ -536,7 +536,7 @@ costs = []
 for name, compiled in kinds:
     tags = {"experiment": "layer", "layer": name} | ({"compiled": True} if compiled else {})
     # What the H200 measured of it stands in the table below.
-    with lab.attempt(f"base_linear={name!r}", reference=tags, instead=lambda: None):
+    with lab.attempt(f"base_linear={name!r}", instead=lambda: None, **tags):
         costs.append(lab05_fp8_products.layer_costs(name, x, n, compiled))
         lab.keep(costs[-1])
 
@@ -588,7 +588,7 @@ print(
 # And Transformer Engine's?
 
 # %%
-with lab.attempt("PEFT around te.Linear", reference={"experiment": "te-peft"}):
+with lab.attempt("PEFT around te.Linear", experiment="te-peft"):
     te = transformer_engine()
     message = ""
     try:
@@ -662,7 +662,7 @@ if lab.weights == "hub":
 surveys = {}
 for name, build in models.items():
     survey = Run("05", f"survey {name}", tags={"experiment": "survey", "weights": name})
-    with lab.attempt(survey.run, reference=survey.tags):
+    with lab.attempt(survey.run, **survey.tags):
         model = build().float().to(lab.device)
         ids = torch.randint(2048, tokens, generator=torch.Generator().manual_seed(0)).to(lab.device)
         seen = watch_linears(model, lambda model=model, ids=ids: model(ids, labels=ids).loss)

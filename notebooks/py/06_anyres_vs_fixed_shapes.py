@@ -322,7 +322,7 @@ print(
 )
 print(f"The tower's share of the arithmetic of the article's step: {counts['vision_share']:.1%}")
 refusal = {"experiment": "fp8-te vision"}
-with lab.attempt("577 rows through te.Linear", reference=refusal):
+with lab.attempt("577 rows through te.Linear", **refusal):
     layer = torch.nn.Sequential(linear)
     convert_base(layer, ["0"], "fp8-te")
     message = ""

@@ -493,7 +493,7 @@ for length in texts:
 follow("qlora", "short", "batch 1")
 
 # %%
-with lab.attempt("unsloth in a process of its own", reference="unsloth long"):
+with lab.attempt("unsloth in a process of its own", experiment="methods", method="unsloth", texts="long"):
     for workload in texts.values():
         workload.release_weights()
     jobs = lab07_qlora.unsloth_jobs(texts, method_steps)
@@ -536,7 +536,7 @@ columns = {
     "memory_reserved_gb": "reserved",
     "peak_memory_gb": "peak so far",
 }
-with lab.attempt("Memory over time", reference="qlora long"):
+with lab.attempt("Memory over time", experiment="methods", method="qlora", texts="long"):
     if not on_gpu:
         raise Unavailable("there is no GPU, whose memory the log would hold")
     fig, axes = plt.subplots(1, 3, figsize=(7.4, 3.2))
@@ -810,7 +810,7 @@ def kinds(runs: list[Run]) -> pd.DataFrame:
     return named.loc[named["% of the work"] >= 1, columns]
 
 
-with lab.attempt("A step by kind", reference="step by kind"):
+with lab.attempt("A step by kind", experiment="step by kind"):
     folder = lab.cache_dir / "traces" / "lab-07"
     traced = lab.measured(
         "step by kind",

@@ -442,7 +442,7 @@ columns = {
 delayed_runs = [step.run for step in studied if "delay_us" in step.run.tags]
 rivals, flips = {}, {}
 most = 1.1 * max([10.0, *(run.metrics["added_us"] for run in delayed_runs)])
-with lab.attempt("A slower host", reference="flip"):
+with lab.attempt("A slower host", experiment="flip"):
     predicted, measured = {}, {}
     for model, variant in (("dense", ""), ("moe", ""), ("moe", "captured")):
         step = step_of(model, variant)
@@ -473,7 +473,7 @@ def with_delays(runs: list[Run]) -> pd.DataFrame:
 lab.runs_table(delayed_runs, with_delays, experiment="steps")
 
 # %%
-with lab.attempt("When the Blackwell card wins", reference="flip"):
+with lab.attempt("When the Blackwell card wins", experiment="flip"):
     if not rivals:
         raise Unavailable(
             "a rival is predicted from a loop that was measured here, on a GPU with a data sheet"
@@ -610,7 +610,7 @@ for family, name in models.items():
             f"{family}: {law.constant:.0f} + layers × ({law.layer:.0f}{experts}) operations a step"
         )
 if bases:
-    with lab.attempt("The article's own models", reference="model of two cards"):
+    with lab.attempt("The article's own models", experiment="model of two cards"):
         two = lab08_large_models.two_cards(bases)
         mean = lab08_large_models.two_cards(bases, padded=False)  # texts of their mean length
         two |= {f"{metric}_mean": value for metric, value in mean.items()}
@@ -743,7 +743,7 @@ cases = [
 ]
 sizes, methods = {"Qwen3-32B": QWEN3_32B, "gpt-oss-120b": GPT_OSS_120B}, lab08_large_models.METHODS
 rows, metrics = [], {"lora_120b_batch_1_gb": sum(held["16 bits"].values())}  # its weights alone
-with lab.attempt("What a step needs besides", reference="model of memory"):
+with lab.attempt("What a step needs besides", experiment="model of memory"):
     for model, method, batch, metric in cases:
         gb = lab08_large_models.memory_gb(sizes[model], methods[method], batch)
         rows.append((f"{model}, {method}, batch {batch}", *gb.values(), sum(gb.values())))

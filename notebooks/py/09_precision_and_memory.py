@@ -158,7 +158,7 @@ def side_by_side() -> dict[str, Run]:
 
 
 runs: dict[str, Run] = {}
-with lab.attempt("One switch at a time", reference="base"):
+with lab.attempt("One switch at a time", experiment="toggles", toggle="base"):
     again = {"base again": recipes["base"]}
     runs = lab.measured_together(recipes | again, side_by_side)
 for name in lab09_toggles.switches(lab.scale).keys() - recipes.keys():
@@ -280,7 +280,7 @@ lab.predict("gradient off in BF16 by", my_error, "%")
 
 # %%
 numbers: dict[str, Run] = {}
-with lab.attempt("One batch in each form", reference="numbers: bf16"):
+with lab.attempt("One batch in each form", experiment="numbers", precision="bf16"):
     numbers = measured(
         "numbers: ", lab09_toggles.FORMS, partial(lab09_toggles.numerical_effects, ready)
     )
@@ -323,7 +323,7 @@ lab.verdict("A4.pytorch.scaler", "A4.memory.sensitive-parts");
 
 # %%
 optimizers: dict[str, Run] = {}
-with lab.attempt("The optimizer's forms", reference="optimizer: adamw-fused"):
+with lab.attempt("The optimizer's forms", experiment="optimizer", optimizer="adamw-fused"):
     optimizers = measured(
         "optimizer: ",
         lab09_toggles.KINDS,
@@ -376,7 +376,8 @@ told: dict[tuple[str, str], Run] = {}
 def predict_and_record(work, mode: str) -> None:
     """Predict and record a workload's step in a mode."""
     name = f"memory: {work.name}, {mode}"
-    with lab.attempt(name, reference=name):
+    tags = {"experiment": "memory", "workload": work.name, "checkpointing": modes[mode]}
+    with lab.attempt(name, **tags):
         recipe = lab09_peak_memory.GRID[work.name].but(checkpointing=modes[mode])
         told[work.name, mode] = lab.measured(
             name,
@@ -551,7 +552,7 @@ def run_out() -> Run:
 
 
 broken: dict = {}
-with lab.attempt("Running out of memory", reference="out of memory"):
+with lab.attempt("Running out of memory", experiment="out of memory"):
     broken = lab.measured("out of memory", None, run_out).metrics
     moments = ("before_gb", "in_except_gb", "after_except_gb", "cleaned_gb")
     lab.table(
@@ -642,7 +643,7 @@ def searched() -> dict[str, Run]:
 
 # %%
 searches: dict[str, Run] = {}
-with lab.attempt("Searching the largest batch", reference="largest batch, from the prediction"):
+with lab.attempt("Searching the largest batch", experiment="largest batch", search="from the prediction"):
     if not broken:
         raise Unavailable("the limit is that of the cell before, which failed")
     searches = measured("largest batch, ", ("from the prediction", "accelerate, from 16"), searched)
@@ -673,7 +674,7 @@ lab.predict("PNG against JPEG, one core", my_formats, "x")
 make_room(ready)
 pictures = Pictures(stable_diffusion, 8 if tiny else 32)
 decoding: dict[str, Run] = {}
-with lab.attempt("Reading and decoding", reference="decode: PNG"):
+with lab.attempt("Reading and decoding", experiment="decode", format="PNG"):
     decoding = lab.measured_together(
         {f"decode: {name}": None for name in pictures.formats}, pictures.decoding
     )
@@ -685,7 +686,7 @@ with lab.attempt("Reading and decoding", reference="decode: PNG"):
     plots.breakdown(ax, parts)
     plt.show()
 on_the_gpu = "decode: JPEG, GPU"
-with lab.attempt("JPEG decoded on the GPU", reference=on_the_gpu):
+with lab.attempt("JPEG decoded on the GPU", experiment="decode", format="JPEG", on_gpu=True):
     decoding[on_the_gpu] = lab.measured(on_the_gpu, None, pictures.decoding_on_gpu)
 columns = {"run": "form", "mb": "MB a file", "read_ms": "ms to read", "decode_ms": "ms to decode"}
 lab.runs_table(decoding.values(), columns, experiment="decode")
@@ -702,7 +703,7 @@ lab.runs_table(decoding.values(), columns, experiment="decode")
 # come from memory, and no disk can be faster than that.
 
 # %%
-with lab.attempt("The page cache", reference="files: cold"):
+with lab.attempt("The page cache", experiment="files", cache="cold"):
     storage = lab.measured_together(dict.fromkeys(("files: cold", "files: warm")), pictures.storage)
     columns = {
         "cache": "page cache",
@@ -736,7 +737,7 @@ forms = ("PNG", "JPEG", "resized", "resized in memory") + (() if tiny else ("Web
 ways = {f"data: {form}": (form, loop) for form in forms}
 ways |= {f"data: {form}, {several} workers": (form, beside) for form in ("PNG", "JPEG", "resized")}
 trained: dict[str, Run] = {}
-with lab.attempt("Training on each form", reference="data: PNG"):
+with lab.attempt("Training on each form", experiment="image input", format="PNG"):
     trained = lab.measured_together(
         {name: recipe for name, (_, recipe) in ways.items()} | {"data: PNG again": loop},
         partial(lab09_image_input.trained_from, pictures, ways, steps, min(rounds, 4)),
@@ -805,7 +806,7 @@ def resizing() -> dict[str, Run]:
     return found
 
 
-with lab.attempt("Threads and processes", reference="threads: as they come"):
+with lab.attempt("Threads and processes", experiment="threads", threads="as they come"):
     tried = [f"threads: {word}" for word in settings]
     resized = lab.measured_together(dict.fromkeys(tried), resizing)
     counts = (usable_cores(), processes)
@@ -855,7 +856,7 @@ def in_processes() -> dict[str, Run]:
 
 
 # %%
-with lab.attempt("CUDA's variables", reference="launches block"):
+with lab.attempt("CUDA's variables", experiment="launches", launches="block"):
     if not on_gpu:
         for name in ("launches overlap", "visible devices"):
             lab.keep(Run("09", name, status="skipped: there is no GPU"))
@@ -927,7 +928,7 @@ loops = {
 make_room(photographs)
 diagnosed: dict[str, Run] = {}
 for name in loops if every_loop else ("SD1.5",):
-    with lab.attempt(f"A diagnosis of the loop {name}", reference=f"diagnosis: {name}"):
+    with lab.attempt(f"A diagnosis of the loop {name}", experiment="diagnosis", script=name):
         room, start, fixes = loops[name]
         work = lab.workload(room)
         tested = partial(
@@ -950,7 +951,7 @@ print(
     f"Loops on which the fix ranked first was the best: {first_was_best} of {len(looks)}. Of "
     f"{count['fixes_telling']} fixes with something to gain, {count['fixes_close']} were predicted within 20 % of the step."
 )
-recorded = {loop: lab.reference(f"diagnosis: {loop}") for loop in loops}
+recorded = {loop: lab.reference(experiment="diagnosis", script=loop) for loop in loops}
 recorded = {loop: run for loop, run in recorded.items() if run is not None}
 lab.show("**The same on our H200**, of all four loops:")
 lab.table(ablations.fix_table(recorded))
