@@ -70,29 +70,11 @@ def _add_run(commands: argparse._SubParsersAction) -> None:
         choices = parameters.CHOICES[name]
         run.add_argument(f"--{name}", default=default, choices=choices, help=f"({default})")
     _add_results(run, "folder of results.jsonl; again with it goes on there")
-    run.add_argument(
-        "-p",
-        dest="given",
-        nargs=2,
-        action="append",
-        default=[],
-        metavar=("NAME", "VALUE"),
-        help="a lab's own parameter",
-    )
+    words = {"nargs": 2, "action": "append", "default": [], "metavar": ("NAME", "VALUE")}
+    run.add_argument("-p", dest="given", help="a lab's own parameter", **words)
     run.add_argument("--force", action="store_true", help="also labs that are done in the folder")
     run.add_argument(
-        "--jobs",
-        type=_count,
-        default=1,
-        metavar="N",
-        help="labs at once (1); they disturb each other, so times come out as inconclusive",
-    )
-    run.add_argument(
-        "--timeout",
-        type=_count,
-        default=1800,
-        metavar="S",
-        help="seconds a lab may take (1800)",
+        "--timeout", type=_count, default=1800, metavar="S", help="seconds a lab may take (1800)"
     )
     run.set_defaults(carry_out=_run)
 
@@ -176,7 +158,7 @@ def _doctor(options: argparse.Namespace) -> int:
 def _run(options: argparse.Namespace) -> int:
     from labutils.tools import run as runner
 
-    names = ("scale", "weights", "data", "results", "force", "jobs", "timeout")
+    names = ("scale", "weights", "data", "results", "force", "timeout")
     asked = {name: getattr(options, name) for name in names} | {"given": dict(options.given)}
     try:
         return runner.run(

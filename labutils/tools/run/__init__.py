@@ -1,9 +1,10 @@
-"""`labutils run`: labs from first cell to last, each by papermill in a kernel of its own.
+"""`labutils run`: labs from first cell to last, one after the other, each by papermill in a kernel
+of its own.
 
     code = run(["00", "03"], Options(scale="tiny"))
 
 What a person can get wrong is checked before anything runs (`validation`). After that a lab may
-raise, die or hang, and the others still run; Ctrl-C ends them all. What was measured is kept, and
+raise, die or hang, and the others still run; Ctrl-C ends the run. What was measured is kept, and
 the executed notebook shows how far it came (`kernel`). A lab whose executed notebook says that it
 is done is not run again (`batch`). index.html leads to all of it (`index`).
 """
