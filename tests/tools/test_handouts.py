@@ -181,7 +181,7 @@ def test_a_notebook_that_is_torn_or_unfinished_or_of_another_run_is_left_out(tmp
     (found / "notebooks" / "43_torn.ipynb").write_text('{"cells": [')
     assert handouts.main(found, tmp_path / "out", ["43"]) == handouts.WRONG_USAGE
     assert handouts.main(found, tmp_path / "out", ["44"]) == handouts.WRONG_USAGE
-    assert "42_planted_lab" in capsys.readouterr().err
+    assert "42 planted lab" in capsys.readouterr().err
     handouts.pages_of(found, [found / "notebooks" / f"{STEM}.ipynb"])  # it has a page all the same
     assert "Planted" in (found / "notebooks" / f"{STEM}.html").read_text()
 

@@ -6,6 +6,7 @@ fonts that were installed with it, and a page forbids its browser to load anythi
 
 from __future__ import annotations
 
+import copy
 import functools
 import html
 import importlib.util
@@ -17,7 +18,7 @@ import subprocess
 import sys
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -83,33 +84,33 @@ def page(chapter: Chapter, target: Path, pages: Collection[str] = ()) -> Path:
     return file
 
 
-def pdf(chapter: Chapter, scratch: Path, target: Path) -> tuple[Path, str]:
-    """(the chapter as a PDF, its words in Typst's language). `scratch` is a `workshop`. Raises
+def pdf(chapter: Chapter, scratch: Path, target: Path) -> str:
+    """Write the chapter as a PDF; its text in Typst's language. `scratch` is a `workshop`. Raises
     `ConversionError`."""
     highlighting = ["--syntax-highlighting=idiomatic", f"--extract-media={scratch}"]
     text = _converted(chapter, "typst", highlighting)
     text = text.replace("align(center)[#table(", "align(left)[#table(")
-    words = {"title": chapter.title, "edition": EDITION_TITLES[chapter.edition]}
-    opening = f"#show: handout.with({_named(words)})\n"
-    return _set(opening + text, scratch, target / f"{chapter.stem}.pdf", chapter.at), text
+    opening = f"#show: handout.with({_named(chapter.title, chapter.edition)})\n"
+    _set(opening + text, scratch, target / f"{chapter.stem}.pdf", chapter.at)
+    return text
 
 
-def course(chapters: Sequence[tuple[Chapter, str]], scratch: Path, target: Path) -> Path:
-    """All chapters, given with their words, as one PDF. Raises `ConversionError`."""
-    edition = EDITION_TITLES[chapters[0][0].edition]
-    words = _named({"title": COURSE, "edition": edition})
-    rows = [
-        "(" + ", ".join(map(_quoted, (one.title, *map(one.facts.get, COVER, [""] * 9)))) + ")"
-        for one, _ in chapters
-    ]
-    opening = (
-        f"#show: handout.with({words}, whole: true)\n#cover({words}, labs: ({', '.join(rows)},))"
-    )
-    text = "\n\n".join([opening, *(text for _, text in chapters)])
-    return _set(text, scratch, target / "course.pdf", max(one.at for one, _ in chapters))
+def course(chapters: Sequence[tuple[Chapter, str]], scratch: Path, target: Path) -> None:
+    """Write all chapters, given with their texts in Typst's language, as one PDF. Raises
+    `ConversionError`."""
+    words = _named(COURSE, chapters[0][0].edition)
+    rows = []
+    for one, _ in chapters:
+        cells = [one.title, *(one.facts.get(name, "") for name in COVER)]
+        rows.append(f"({', '.join(map(_quoted, cells))})")
+    opening = f"#show: handout.with({words}, whole: true)"
+    cover = f"#cover({words}, labs: ({', '.join(rows)},))"
+    text = "\n\n".join([opening, cover, *(text for _, text in chapters)])
+    _set(text, scratch, target / "course.pdf", max(one.at for one, _ in chapters))
 
 
 COVER = ("executed", "machine", "commit")
+"""Facts that stand on the course's cover, a row a lab."""
 
 
 def workshop(folder: Path) -> Path:
@@ -129,38 +130,32 @@ def workshop(folder: Path) -> Path:
 def _converted(chapter: Chapter, form: str, options: Sequence[str]) -> str:
     import pypandoc
 
-    notebook = nbformat.from_dict(json.loads(nbformat.writes(_with_facts(chapter))))
-    for cell in notebook.cells:  # attachments are named after their cell
-        cell.id = f"{chapter.stem[:2]}-{cell.id}"
     words = ["--wrap=none", "--sandbox", f"--lua-filter={HERE / 'notebook.lua'}", *options]
+    source = nbformat.writes(_with_facts(chapter))
     try:
-        return pypandoc.convert_text(nbformat.writes(notebook), form, format=READ, extra_args=words)
+        return pypandoc.convert_text(source, form, format=READ, extra_args=words)
     except RuntimeError as error:
         raise ConversionError(f"pandoc could not make {form} of {chapter.stem}: {error}") from None
 
 
 def _with_facts(chapter: Chapter) -> NotebookNode:
     """The notebook with a box of facts below its title."""
-    notebook = nbformat.from_dict(chapter.notebook)
-    cells = list(notebook.cells)
-    title, _, rest = cells[0].source.partition("\n") if cells else ("", "", "")
-    escaped = {
-        name: re.sub(r"([\\`*_|$<\[\]~])", r"\\\1", words)
-        for name, words in chapter.facts.items()
-        if words
-    }
-    rows = [f"| **{name}** | {words} |" for name, words in escaped.items()]
-    box = new_markdown_cell(
-        "\n".join(["|   |   |", "|---|---|", *rows]), id="facts", metadata={"tags": ["facts"]}
-    )
-    opening = new_markdown_cell(title, id="title")
-    if cells:
-        cells[0].source = rest
-    notebook.cells = [opening, box, *cells]
+    notebook = copy.deepcopy(chapter.notebook)
+    rows = ["|   |   |", "|---|---|"]
+    for name, words in chapter.facts.items():
+        escaped = re.sub(r"([\\`*_|$<\[\]~])", r"\\\1", words)
+        rows += [f"| **{name}** | {escaped} |"] if words else []
+    box = new_markdown_cell("\n".join(rows), metadata={"tags": ["facts"]})
+    title = new_markdown_cell()
+    if notebook.cells:
+        title.source, _, notebook.cells[0].source = notebook.cells[0].source.partition("\n")
+    notebook.cells = [title, box, *notebook.cells]
+    for place, cell in enumerate(notebook.cells):  # attachments are named after their cell
+        cell.id = f"{chapter.stem[:2]}-{place}"
     return notebook
 
 
-def _set(text: str, scratch: Path, file: Path, at: datetime) -> Path:
+def _set(text: str, scratch: Path, file: Path, at: datetime) -> None:
     """Typst's `text` as a PDF, set in a process that may take so much time and memory. Raises
     `ConversionError`, for a warning too: one may be of a missing font."""
     source = scratch / f"{file.stem}.typ"
@@ -176,18 +171,12 @@ def _set(text: str, scratch: Path, file: Path, at: datetime) -> Path:
     if done.returncode:
         last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
         raise ConversionError(f"Typst could not set {file.name}: {last}")
-    return file
 
 
-def _named(words: dict[str, str]) -> str:
-    return ", ".join(f"{name}: {_quoted(word)}" for name, word in words.items())
+def _named(title: str, edition: str) -> str:
+    return f"title: {_quoted(title)}, edition: {_quoted(EDITION_TITLES[edition])}"
 
 
 def _quoted(word: str) -> str:
-    """A string in Typst's language."""
-    return '"' + word.replace("\\", "\\\\").replace('"', '\\"') + '"'
-
-
-def moment(text: Any) -> datetime:
-    """The time that ISO 8601 gives, in UTC. Raises `ValueError` or `TypeError`."""
-    return datetime.fromisoformat(text).astimezone(UTC)
+    """A string in Typst's language, which quotes as JSON does."""
+    return json.dumps(word, ensure_ascii=False)

@@ -38,16 +38,11 @@ def link(words: str, path: str) -> str:
     return f'<a href="{quote(path)}">{html.escape(words)}</a>'
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequence[int] = ()) -> str:
-    """A table of HTML cells; `numbers`: the columns that are set to the right."""
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table of HTML cells."""
 
     def row(cells: Sequence[str], tag: str) -> str:
-        right = ' style="text-align: right"'
-        told = (
-            f"<{tag}{right if place in numbers else ''}>{cell}</{tag}>"
-            for place, cell in enumerate(cells)
-        )
-        return f"<tr>{''.join(told)}</tr>"
+        return f"<tr>{''.join(f'<{tag}>{cell}</{tag}>' for cell in cells)}</tr>"
 
     body = "\n".join(row(cells, "td") for cells in rows)
     return f"<table>\n<thead>{row(head, 'th')}</thead>\n<tbody>\n{body}\n</tbody>\n</table>"
