@@ -9,7 +9,9 @@ import pytest
 
 from labutils import cli
 from labutils.tools import doctor
-from labutils.tools.doctor import FAIL, INFO, OK, WARN, Import, checks, imports
+from labutils.tools.doctor import checks, imports
+from labutils.tools.doctor.checks import FAIL, INFO, OK, WARN, Finding
+from labutils.tools.doctor.imports import Import
 
 BLACKWELL = {
     "cuda": "13.0",
@@ -28,7 +30,7 @@ def torch(**facts) -> Import:
     return Import("torch", "ok", "2.13.0", facts=BLACKWELL | facts)
 
 
-def only(findings) -> doctor.Finding:
+def only(findings) -> Finding:
     (finding,) = findings
     return finding
 
@@ -138,4 +140,4 @@ def test_this_machine_is_looked_at_for_real(capsys):
     assert "PyTorch version" in told["environment"]
     for one in told["findings"]:
         assert one["status"] in (OK, INFO) or (one["why"] and one["do"])
-    assert "\n" in doctor.render([doctor.Finding(**one) for one in told["findings"]])
+    assert "\n" in doctor.render([Finding(**one) for one in told["findings"]])

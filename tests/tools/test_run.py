@@ -150,6 +150,8 @@ def test_failures_are_told_apart_and_the_other_labs_still_run(notebook, run, res
     for word in ["3 x 4", "exit code 3", "memory", "--shm-size", *begun]:
         assert word in said
     assert "\x1b" not in said  # a terminal would obey it
+    for page in ("index.html", "notebooks/raises.html"):
+        assert "3 x 4" in (results_folder / page).read_text()
     assert {kept.lab for kept in read_runs(results_folder)} == set(names)
     for name in names:
         status = {"fine": "done", "raises": "failed", "quits": "failed"}.get(name, "died")

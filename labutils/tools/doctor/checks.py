@@ -35,7 +35,7 @@ EXTRAS = {
     "unsloth": ("It is another way to QLoRA.", "make unsloth"),
     "xformers": ("No lab needs it.", "pip uninstall xformers"),
 }
-"""Package -> (why, what to type)."""
+"""Package -> (why, what to type). Those of `make install` are no option."""
 WITHOUT_GPU = ("bitsandbytes", "nvitop")
 """Those that are of use without a GPU, too. They can be imported after those of `CORE`."""
 BATCH_BYTES, PREFETCH, MOST_WORKERS = 512 * 512 * 3 * 4, 2, 12
@@ -55,10 +55,6 @@ class Finding:
 
 def check_versions(requirements: Sequence[str] = ()) -> Iterator[Finding]:
     """Python and the installed packages against what pyproject.toml asks for."""
-    python = platform.python_version()
-    if not (3, 11) <= sys.version_info[:2] < (3, 13):
-        why = "The course is tested on Python 3.11 and 3.12."
-        yield Finding("Python", FAIL, python, why, "make PYTHON=python3.12 VENV=.venv312 install")
     file = REPOSITORY / "pyproject.toml"
     if not requirements and file.is_file():
         requirements = tomllib.loads(file.read_text("utf-8"))["project"]["dependencies"]
@@ -75,7 +71,7 @@ def check_versions(requirements: Sequence[str] = ()) -> Iterator[Finding]:
         why = "The labs were tested with other versions."
         yield Finding("Versions", WARN, "; ".join(wrong), why, "make install")
     else:
-        words = f"Python {python}, {len(requirements)} packages as the course asks for"
+        words = f"Python {platform.python_version()}, {len(requirements)} packages as asked for"
         yield Finding("Versions", OK, words)
 
 
@@ -94,7 +90,7 @@ def check_gpu(torch: Import) -> Iterator[Finding]:
             yield Finding("GPU", WARN, words, why, "nvidia-smi    (lists the processes)")
         else:
             yield Finding("GPU", OK, words)
-    elif os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+    elif driver and os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         words = f"hidden by CUDA_VISIBLE_DEVICES; {built}"
         yield Finding("GPU", INFO, words, "Labs run on the CPU.", "unset CUDA_VISIBLE_DEVICES")
     elif driver:

@@ -23,7 +23,7 @@ import nbformat
 
 from labutils.results import records, report
 from labutils.tools.handouts import documents, editions, index
-from labutils.tools.handouts.documents import Chapter, ConversionError
+from labutils.tools.handouts.documents import Chapter
 from labutils.tools.run.validation import UsageError, path_of
 
 MADE, A_LAB_LEFT_OUT, WRONG_USAGE = 0, 1, 2
@@ -59,7 +59,7 @@ def main(
         for edition in editions.EDITIONS:
             left_out |= _make(edition, paths, reading.records, target / edition, not labs)
         index.write(target)
-    except (ValueError, OSError, ImportError, UsageError, ConversionError) as error:
+    except (ValueError, OSError, ImportError, UsageError, RuntimeError) as error:
         print(f"labutils handouts: {error}", file=sys.stderr)
         return WRONG_USAGE
     for stem, why in left_out.items():
@@ -99,7 +99,7 @@ def _make(
     with_course: bool,
 ) -> dict[str, str]:
     """Write one edition of every lab into `place`; (lab's stem -> why it is left out). Raises
-    `OSError`; `ConversionError` of the course's PDF."""
+    `OSError`; `RuntimeError` of the course's PDF."""
     place.mkdir(parents=True, exist_ok=True)
     left_out: dict[str, str] = {}
     pages = {path.name for path in paths}
@@ -112,7 +112,7 @@ def _make(
                 nbformat.write(chapter.notebook, place / path.name)
                 documents.page(chapter, place, pages)
                 return chapter, documents.pdf(chapter, workshop, place)
-            except (Mismatch, ConversionError) as error:
+            except (Mismatch, RuntimeError) as error:
                 left_out[path.stem] = str(error)
                 return None
 
@@ -124,7 +124,7 @@ def _make(
 
 def pages_of(folder: Path, executed: Sequence[Path]) -> None:
     """Write an HTML page beside each of these notebooks of a results folder, whatever became of its
-    run. Raises `OSError`, `ImportError` or `ConversionError`."""
+    run. Raises `OSError`, `ImportError` or `RuntimeError`."""
     known = records.read_records(folder)
     pages = {path.name for path in _notebooks_in(folder)}
 
@@ -172,7 +172,7 @@ def _facts(
     given = {k: v for k, v in done.get("parameters", {}).items() if k != "results_dir"}
     facts = {
         "executed": f"{at:%Y-%m-%d %H:%M} UTC, in {done.get('seconds')} s",
-        "machine": _machine(run.get("machine", {})),
+        "machine": _machine(run["machine"]) if run else "",
         "parameters": _listed(given),
         "versions": _listed(run.get("versions", {})),
         "commit": str(done.get("commit", "")),
@@ -193,14 +193,7 @@ def _listed(words: Mapping[str, Any]) -> str:
 
 
 def _machine(facts: Mapping[str, Any]) -> str:
-    """A machine in one line: "NVIDIA H200, 150 GB of GPU memory, Intel Xeon, 16 cores, ..."."""
-    units = {
-        "gpu": "",
-        "gpu_memory_gb": " GB of GPU memory",
-        "cpu": "",
-        "cores": " cores",
-        "ram_gb": " GB of RAM",
-        "os": "",
-    }
-    parts = [f"{facts[name]}{unit}" for name, unit in units.items() if name in facts]
-    return ", ".join(parts).replace("(R)", "").replace("(TM)", "")
+    """A machine in one line: "NVIDIA H200, Intel Xeon, 16 cores, 135.1 GB, Debian 12"."""
+    size = f"{facts.get('cores', '?')} cores, {facts.get('ram_gb', '?')} GB"
+    parts = [facts.get("gpu"), facts.get("cpu"), size, facts.get("os")]
+    return ", ".join(str(part) for part in parts if part)

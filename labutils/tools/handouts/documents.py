@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import html
 import importlib.util
 import json
 import re
@@ -26,10 +25,11 @@ import nbformat
 from nbformat import NotebookNode
 from nbformat.v4 import new_markdown_cell
 
-from labutils.tools.pages import COURSE, TEMPLATE
+from labutils.tools.pages import COURSE, as_html
 
 HERE = Path(__file__).parent
 READ = "ipynb-raw_html-smart-pandoc_title_block"
+FILTER = f"--lua-filter={HERE / 'notebook.lua'}"
 EDITION_TITLES = {
     "student": "Student edition",
     "instructor": "Instructor’s edition, with solutions",
@@ -44,10 +44,6 @@ open(file, "wb").write(data)
 sys.exit("; ".join(str(warning.message) for warning in warnings) or 0)
 """
 MEMORY_LIMIT, TIME_LIMIT_S = 8 * 2**30, 300
-
-
-class ConversionError(Exception):
-    """Pandoc or Typst could not do it; the message is theirs."""
 
 
 @dataclass(frozen=True)
@@ -67,28 +63,24 @@ class Chapter:
         return next(iter(re.findall(r"^# (.+)$", text, re.M)), self.stem)
 
 
-def page(chapter: Chapter, target: Path, pages: Collection[str] = ()) -> Path:
-    """The chapter as one HTML file that loads nothing. `pages`: the notebooks that have a page
-    beside it. Raises `ConversionError`."""
-    words = {
-        "title": f"{chapter.title} · {COURSE}",
-        "edition": EDITION_TITLES[chapter.edition],
-        "course": COURSE,
-    }
-    variables = [f"--variable={name}:{html.escape(word)}" for name, word in words.items()]
-    options = ["--standalone", f"--template={TEMPLATE}", "--mathml", "--toc", "--toc-depth=2"]
-    text = _converted(chapter, "html5", [*options, *variables, f"-Mpages={' '.join(pages)}"])
-    text = re.sub(r' xmlns="http://www\.w3\.org/[^"]*"', "", text)  # HTML5 needs no such addresses
-    file = target / f"{chapter.stem}.html"
-    file.write_text(text, encoding="utf-8")
-    return file
+def page(chapter: Chapter, target: Path, pages: Collection[str] = ()) -> None:
+    """Write the chapter as one HTML file that loads nothing. `pages`: the notebooks that have a
+    page beside it. Raises `RuntimeError`."""
+    options = [FILTER, f"-Mpages={' '.join(pages)}"]
+    source = nbformat.writes(_with_facts(chapter))
+    text = as_html(source, READ, chapter.title, EDITION_TITLES[chapter.edition], options)
+    (target / f"{chapter.stem}.html").write_text(text, encoding="utf-8")
 
 
 def pdf(chapter: Chapter, scratch: Path, target: Path) -> str:
     """Write the chapter as a PDF; its text in Typst's language. `scratch` is a `workshop`. Raises
-    `ConversionError`."""
+    `RuntimeError`."""
+    import pypandoc
+
     highlighting = ["--syntax-highlighting=idiomatic", f"--extract-media={scratch}"]
-    text = _converted(chapter, "typst", highlighting)
+    options = ["--wrap=none", "--sandbox", FILTER, *highlighting]
+    source = nbformat.writes(_with_facts(chapter))
+    text = pypandoc.convert_text(source, "typst", format=READ, extra_args=options)
     text = text.replace("align(center)[#table(", "align(left)[#table(")
     opening = f"#show: handout.with({_named(chapter.title, chapter.edition)})\n"
     _set(opening + text, scratch, target / f"{chapter.stem}.pdf", chapter.at)
@@ -97,7 +89,7 @@ def pdf(chapter: Chapter, scratch: Path, target: Path) -> str:
 
 def course(chapters: Sequence[tuple[Chapter, str]], scratch: Path, target: Path) -> None:
     """Write all chapters, given with their texts in Typst's language, as one PDF. Raises
-    `ConversionError`."""
+    `RuntimeError`."""
     words = _named(COURSE, chapters[0][0].edition)
     rows = []
     for one, _ in chapters:
@@ -127,17 +119,6 @@ def workshop(folder: Path) -> Path:
     return folder
 
 
-def _converted(chapter: Chapter, form: str, options: Sequence[str]) -> str:
-    import pypandoc
-
-    words = ["--wrap=none", "--sandbox", f"--lua-filter={HERE / 'notebook.lua'}", *options]
-    source = nbformat.writes(_with_facts(chapter))
-    try:
-        return pypandoc.convert_text(source, form, format=READ, extra_args=words)
-    except RuntimeError as error:
-        raise ConversionError(f"pandoc could not make {form} of {chapter.stem}: {error}") from None
-
-
 def _with_facts(chapter: Chapter) -> NotebookNode:
     """The notebook with a box of facts below its title."""
     notebook = copy.deepcopy(chapter.notebook)
@@ -157,7 +138,7 @@ def _with_facts(chapter: Chapter) -> NotebookNode:
 
 def _set(text: str, scratch: Path, file: Path, at: datetime) -> None:
     """Typst's `text` as a PDF, set in a process that may take so much time and memory. Raises
-    `ConversionError`, for a warning too: one may be of a missing font."""
+    `RuntimeError`, for a warning too: one may be of a missing font."""
     source = scratch / f"{file.stem}.typ"
     source.write_text(f'#import "page.typ": *\n{text}', encoding="utf-8")
     words = [sys.executable, "-c", SET, source, scratch / "fonts", file, str(int(at.timestamp()))]
@@ -167,10 +148,10 @@ def _set(text: str, scratch: Path, file: Path, at: datetime) -> None:
             words, capture_output=True, text=True, timeout=TIME_LIMIT_S, preexec_fn=limit
         )
     except subprocess.TimeoutExpired:
-        raise ConversionError(f"Typst took more than {TIME_LIMIT_S} s over {file.name}") from None
+        raise RuntimeError(f"Typst took more than {TIME_LIMIT_S} s over {file.name}") from None
     if done.returncode:
         last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-        raise ConversionError(f"Typst could not set {file.name}: {last}")
+        raise RuntimeError(f"Typst could not set {file.name}: {last}")
 
 
 def _named(title: str, edition: str) -> str:

@@ -47,6 +47,8 @@ def run(names: Sequence[str], options: Options, say: Callable[[str], None] = pri
                 sources = json.dumps({"notebook": lab.code, "labutils": records.code()})
                 told = {"LABUTILS_RESULTS": str(folder), records.SOURCES: sources}
                 stop.kernel = Kernel(told)
+                if stop.asked:  # meanwhile
+                    stop.kernel.end("stopped")
                 outcome = run_lab(lab, given, output, options.timeout, stop.kernel)
                 say(outcome.message or f"{head}: done in {outcome.seconds:.0f} s")
             outcomes.append(outcome)
@@ -95,12 +97,11 @@ def is_done(lab: Lab, values: Mapping[str, Any], output: Path) -> bool:
 
 
 def _summary(outcomes: Sequence[Outcome], folder: Path, page: Path | None) -> str:
-    width = max(len(outcome.lab.title) for outcome in outcomes)
-    lines = ["", f"{'lab':{width}}  {'status':11}  seconds"]
-    for outcome in outcomes:
-        seconds = f"{outcome.seconds:7.0f}" if outcome.seconds else ""
-        lines.append(f"{outcome.lab.title:{width}}  {outcome.status:11}  {seconds}".rstrip())
-    lines += ["", f"Executed notebooks: {shlex.quote(short(folder / 'notebooks'))}"]
+    lines = [""]
+    for status in dict.fromkeys(outcome.status for outcome in outcomes):
+        titles = [outcome.lab.title for outcome in outcomes if outcome.status == status]
+        lines.append(f"{len(titles)} {status}" + f": {', '.join(titles)}" * (status != "done"))
+    lines += [f"Executed notebooks: {shlex.quote(short(folder / 'notebooks'))}"]
     lines += [f"To read in a browser: {shlex.quote(short(page))}"] if page else []
     lines += [f"Verdicts: {shlex.join(['labutils', 'report', '--results', short(folder)])}"]
     return "\n".join(lines)

@@ -27,6 +27,14 @@ MARK = "LABUTILS_KERNEL"
 CONTROL = re.compile(r"\x1b\[[0-9;]*m|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 """Colours and other characters of an error that a terminal would obey."""
 
+MOSTLY = {
+    "SIGKILL": "was killed (SIGKILL). Most often the system ran out of memory: close other "
+    "programs, choose a smaller --scale, or give the container more memory. `dmesg` says if so.",
+    "SIGBUS": "ended with a bus error (SIGBUS). Most often /dev/shm is too small for DataLoader "
+    "workers: start the container with --shm-size=8g. `labutils doctor` says its size.",
+}
+"""Signal -> why a kernel mostly ends with it, and what to do."""
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -186,20 +194,11 @@ def _failure(error: Exception, kernel: Kernel, limit_s: float, part: Path) -> tu
 
 def _cause_of_death(code: int) -> str:
     """What the exit code of a dead kernel most likely means, and what to do."""
-    if code == -signal.SIGKILL:
-        return (
-            "was killed (SIGKILL). Most often the system ran out of memory: close other programs, "
-            "choose a smaller --scale, or give the container more memory. `dmesg` says if so."
-        )
-    if code == -signal.SIGBUS:
-        return (
-            "ended with a bus error (SIGBUS). Most often /dev/shm is too small for the DataLoader "
-            "workers: start the container with --shm-size=8g. `labutils doctor` says its size."
-        )
-    if code < 0:
-        name = signal.Signals(-code).name
-        return f"ended with {name}: native code crashed. `labutils doctor` tries the libraries."
-    return f"ended by itself with exit code {code}: something called os._exit."
+    if code >= 0:
+        return f"ended by itself with exit code {code}: something called os._exit."
+    name = signal.Signals(-code).name
+    crash = f"ended with {name}: native code crashed. `labutils doctor` tries the libraries."
+    return MOSTLY.get(name, crash)
 
 
 def _last_cell(executed: Path) -> tuple[str, bool]:

@@ -16,12 +16,8 @@ from labutils.profiling import machine
 from labutils.results import records
 
 NOTEBOOKS = records.REPOSITORY / "notebooks"
-OWN_OPTION = {
-    "scale": "--scale",
-    "weights": "--weights",
-    "data": "--data",
-    "results_dir": "--results",
-}
+HAVE_OPTIONS = ("scale", "weights", "data", "results_dir")
+"""Parameters that the command line has an option for."""
 
 
 class UsageError(Exception):
@@ -116,13 +112,14 @@ def values_of(lab: Lab, options: Options) -> dict[str, Any]:
     """The values that `lab` is given; what nobody asked for stays as its notebook has it. Raises
     `UsageError` for a parameter that the lab lacks, and for a value that it does not take."""
     for name in options.given:
-        if name in OWN_OPTION:
-            raise UsageError(f"-p {name} is set by an option of its own: {OWN_OPTION[name]}.")
+        if name in HAVE_OPTIONS:
+            option = f"--{name.removesuffix('_dir')}"
+            raise UsageError(f"-p {name} is set by an option of its own: {option}.")
         if name not in lab.parameters:
             takes = "".join(
                 f"\n  -p {name} {line['default']}  ({line['inferred_type_name']}) {line['help']}"
                 for name, line in lab.parameters.items()
-                if name not in OWN_OPTION
+                if name not in HAVE_OPTIONS
             )
             takes = f"It takes:{takes}" if takes else "It has none of its own."
             raise UsageError(f"Lab {lab.number} has no parameter {name!r}. {takes}")
