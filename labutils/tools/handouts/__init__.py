@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
@@ -35,12 +35,7 @@ class Mismatch(Exception):
     """A notebook that is left out, or its records don't belong to it; the message says why."""
 
 
-def main(
-    results: Path | None,
-    out: Path | None,
-    labs: Sequence[str] = (),
-    say: Callable[[str], None] = print,
-) -> int:
+def main(results: Path | None, out: Path | None, labs: Sequence[str] = ()) -> int:
     """Make the handouts of `labs`, without names of all there are, and then the course's PDF too.
 
     results: a results folder; None: LABUTILS_RESULTS, else the newest. out: where they go; None:
@@ -58,18 +53,19 @@ def main(
         left_out: dict[str, str] = {}
         for edition in editions.EDITIONS:
             left_out |= _make(edition, paths, reading.records, target / edition, not labs)
-        index.write(target)
     except (ValueError, OSError, ImportError, UsageError, RuntimeError) as error:
         print(f"labutils handouts: {error}", file=sys.stderr)
         return WRONG_USAGE
     for stem, why in left_out.items():
-        say(f"Left out: lab {stem[:2]}: {why}")
+        print(f"Left out: lab {stem[:2]}: {why}")
     if reading.passed_over:
-        say(f"Passed over: {reading.told()}")
+        print(f"Passed over: {reading.told()}")
     if len(left_out) == len(paths):
         print(f"labutils handouts: no lab in {folder} can be given out.", file=sys.stderr)
         return WRONG_USAGE
-    say(f"{len(paths) - len(left_out)} labs, in two editions: {target / 'index.html'}")
+    count = len(paths) - len(left_out)
+    for edition in editions.EDITIONS:
+        print(f"{count} labs, {edition}’s edition: {target / edition / 'index.html'}")
     return A_LAB_LEFT_OUT if left_out else MADE
 
 
@@ -99,7 +95,7 @@ def _make(
     with_course: bool,
 ) -> dict[str, str]:
     """Write one edition of every lab into `place`; (lab's stem -> why it is left out). Raises
-    `OSError`; `RuntimeError` of the course's PDF."""
+    `OSError`, and `RuntimeError` of the course's PDF or the index."""
     place.mkdir(parents=True, exist_ok=True)
     left_out: dict[str, str] = {}
     pages = {path.name for path in paths}
@@ -119,6 +115,7 @@ def _make(
         chapters = [made for made in workers.map(one, paths) if made]
         if with_course and chapters:
             documents.course(chapters, workshop, place)
+    index.write(place, edition)
     return left_out
 
 

@@ -25,7 +25,7 @@ import nbformat
 from nbformat import NotebookNode
 from nbformat.v4 import new_markdown_cell
 
-from labutils.tools.pages import COURSE, as_html
+from labutils.tools.pages import COURSE, as_html, title_of
 
 HERE = Path(__file__).parent
 READ = "ipynb-raw_html-smart-pandoc_title_block"
@@ -59,8 +59,7 @@ class Chapter:
 
     @property
     def title(self) -> str:
-        text = self.notebook.cells[0].source if self.notebook.cells else ""
-        return next(iter(re.findall(r"^# (.+)$", text, re.M)), self.stem)
+        return title_of(self.notebook) or self.stem
 
 
 def page(chapter: Chapter, target: Path, pages: Collection[str] = ()) -> None:

@@ -11,6 +11,8 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from nbformat import NotebookNode
+
 COURSE = "GPU Fine-Tuning Lab"
 TEMPLATE = Path(__file__).parent / "page.html"
 MARKDOWN = "commonmark-raw_html+pipe_tables"
@@ -31,6 +33,12 @@ def as_html(text: str, form: str, title: str, kind: str, options: Sequence[str] 
     all_options = ["--sandbox", "--wrap=none", *look, *variables, *options]
     page = pypandoc.convert_text(text, "html5", format=form, extra_args=all_options)
     return re.sub(r' xmlns="http://www\.w3\.org/[^"]*"', "", page)  # HTML5 needs no such addresses
+
+
+def title_of(notebook: NotebookNode) -> str:
+    """The first heading of a notebook, "" where it has none."""
+    cells = [cell.source for cell in notebook.cells if cell.cell_type == "markdown"]
+    return next(iter(re.findall(r"^# (.+)$", "\n".join(cells), re.M)), "")
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import re
 import shlex
 import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from urllib.parse import quote
 
-from labutils.tools.pages import MARKDOWN, as_html, table
+import nbformat
+
+from labutils.tools.pages import MARKDOWN, as_html, table, title_of
 from labutils.tools.run.kernel import Outcome
 from labutils.tools.run.validation import short
 
@@ -70,13 +70,10 @@ def _as_markdown(folder: Path, executed: Sequence[Path], outcomes: Sequence[Outc
 def _read(path: Path) -> tuple[str, str, str, str]:
     """(first heading, status, seconds, scale) of an executed notebook, as far as it says."""
     try:
-        notebook = json.loads(path.read_text(encoding="utf-8"))
-        text = "\n".join(
-            "".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "markdown"
-        )
-        stamp = notebook["metadata"].get("labutils", {})
-        seconds, parameters = stamp.get("seconds", ""), stamp.get("parameters", {})
-        title = next(iter(re.findall(r"^# (.+)$", text, re.M)), path.stem)
-        return title, str(stamp.get("status", "")), str(seconds), str(parameters.get("scale", ""))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # cut off, or no notebook
+        notebook = nbformat.read(path, as_version=4)
+    except Exception:  # cut off, or no notebook: nbformat passes on what json and its schema raise
         return path.stem, "not readable", "", ""
+    stamp = notebook.metadata.get("labutils", {})
+    scale = stamp.get("parameters", {}).get("scale", "")
+    title = title_of(notebook) or path.stem
+    return title, stamp.get("status", ""), str(stamp.get("seconds", "")), scale
