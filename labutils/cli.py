@@ -76,9 +76,8 @@ def _add_run(commands: argparse._SubParsersAction) -> None:
     words = {"nargs": 2, "action": "append", "default": [], "metavar": ("NAME", "VALUE")}
     run.add_argument("-p", dest="given", help="a lab's own parameter", **words)
     run.add_argument("--force", action="store_true", help="also labs that are done in the folder")
-    run.add_argument(
-        "--timeout", type=_count, default=1800, metavar="S", help="seconds a lab may take (1800)"
-    )
+    limit = {"type": _count, "default": 1800, "metavar": "S"}
+    run.add_argument("--timeout", help="seconds a lab may take (1800)", **limit)
 
 
 def _add_report(commands: argparse._SubParsersAction) -> None:
@@ -89,13 +88,11 @@ def _add_report(commands: argparse._SubParsersAction) -> None:
 
 def _add_handouts(commands: argparse._SubParsersAction) -> None:
     handouts = commands.add_parser("handouts", help="executed labs to give out: HTML and PDF")
-    handouts.add_argument(
-        "labs", nargs="*", metavar="LAB", help='"03" or a name; none: all, and the course as a PDF'
-    )
+    text = '"03" or a name; none: all, and the course as a PDF'
+    handouts.add_argument("labs", nargs="*", metavar="LAB", help=text)
     _add_results(handouts)
-    handouts.add_argument(
-        "--out", type=_folder, metavar="DIR", help="where they go (results/handouts/NAME)"
-    )
+    text = "where they go (results/handouts/NAME)"
+    handouts.add_argument("--out", type=_folder, metavar="DIR", help=text)
 
 
 def _add_diagnose(commands: argparse._SubParsersAction) -> None:
@@ -110,23 +107,18 @@ def _add_diagnose(commands: argparse._SubParsersAction) -> None:
         "diagnosed; 2 wrong usage.",
     )
     diagnose.add_argument("command", nargs="*", help=argparse.SUPPRESS)
-    diagnose.add_argument(
-        "--trace", type=Path, metavar="FILE", help="a torch.profiler trace (*.json, *.json.gz)"
-    )
+    text = "a torch.profiler trace (*.json, *.json.gz)"
+    diagnose.add_argument("--trace", type=Path, metavar="FILE", help=text)
     for name, default, what in (
         ("warmup", 4, "optimizer steps passed over first"),
         ("timed", 10, "steps timed without the profiler"),
         ("steps", 3, "steps profiled"),
     ):
-        diagnose.add_argument(
-            f"--{name}", type=_count, default=default, metavar="N", help=f"{what} ({default})"
-        )
-    diagnose.add_argument(
-        "--keep-going", action="store_true", help="let the script run to its own end"
-    )
-    diagnose.add_argument(
-        "--folder", type=_folder, metavar="DIR", help="keep the trace and what was recorded there"
-    )
+        number = {"type": _count, "default": default, "metavar": "N"}
+        diagnose.add_argument(f"--{name}", help=f"{what} ({default})", **number)
+    diagnose.add_argument("--keep-going", action="store_true", help="let the script run on")
+    text = "keep the trace and what was recorded there"
+    diagnose.add_argument("--folder", type=_folder, metavar="DIR", help=text)
     diagnose.add_argument("--json", action="store_true", help="the diagnosis as the last line")
 
 

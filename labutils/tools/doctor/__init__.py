@@ -23,11 +23,10 @@ def render(findings: Sequence[Finding], width: int = 100) -> str:
     for finding in findings:
         head = f"{finding.status:<4}  {finding.check:<{column}}  "
         indent = " " * len(head)
-        parts = [finding.found] if finding.status == OK else [finding.found, finding.why]
-        for part in parts:
+        for part in (finding.found, finding.why if finding.status != OK else ""):
             lines += textwrap.wrap(part, width, initial_indent=head, subsequent_indent=indent)
             head = indent
-        lines += [f"{indent}-> {finding.do}"] if finding.do else []
+        lines += [f"{indent}-> {finding.do}"] if finding.do and finding.status != OK else []
     fails, warns = (sum(f.status == status for f in findings) for status in (FAIL, WARN))
     last = "Everything the labs need is here."
     if fails:

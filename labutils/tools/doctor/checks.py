@@ -9,19 +9,14 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-import tomllib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from importlib import metadata
 from pathlib import Path
-
-from packaging.requirements import Requirement
 
 from labutils.profiling import machine
 from labutils.profiling.cuda_architectures import runs_on
-from labutils.results.records import REPOSITORY
 from labutils.tools.doctor.imports import Import, try_import, try_imports
 
 OK, INFO, WARN, FAIL = "ok", "info", "warn", "fail"
@@ -53,25 +48,16 @@ class Finding:
     do: str = ""
 
 
-def check_versions(requirements: Sequence[str] = ()) -> Iterator[Finding]:
-    """Python and the installed packages against what pyproject.toml asks for."""
-    file = REPOSITORY / "pyproject.toml"
-    if not requirements and file.is_file():
-        requirements = tomllib.loads(file.read_text("utf-8"))["project"]["dependencies"]
-    wrong = []
-    for requirement in map(Requirement, requirements):
-        try:
-            version = metadata.version(requirement.name)
-        except metadata.PackageNotFoundError:
-            wrong.append(f"{requirement.name} is missing")
-            continue
-        if not requirement.specifier.contains(version.partition("+")[0], prereleases=True):
-            wrong.append(f"{requirement.name} {version} is not {requirement.specifier}")
-    if wrong:
+def check_versions() -> Iterator[Finding]:
+    """The installed packages against what the course asks for, as pip sees them."""
+    done = subprocess.run([sys.executable, "-m", "pip", "check"], capture_output=True, text=True)
+    wrong = [line for line in done.stdout.splitlines() if line.startswith("labutils ")]
+    if wrong or not done.stdout:
+        words = " ".join(wrong) or done.stderr.strip()
         why = "The labs were tested with other versions."
-        yield Finding("Versions", WARN, "; ".join(wrong), why, "make install")
+        yield Finding("Versions", WARN, words, why, "make install")
     else:
-        words = f"Python {platform.python_version()}, {len(requirements)} packages as asked for"
+        words = f"Python {platform.python_version()}, packages as the course asks for"
         yield Finding("Versions", OK, words)
 
 
@@ -84,12 +70,11 @@ def check_gpu(torch: Import) -> Iterator[Finding]:
         yield Finding("GPU", FAIL, words, "Every lab needs it.", "make install")
     elif facts["available"]:
         words = f"{facts['card']}, {facts['gb']:.0f} GB; {built}"
-        if facts["used_gb"] > 0.1 * facts["gb"]:
-            why = "Whatever holds its memory may also compute: times will vary."
-            words += f"; {facts['used_gb']:.0f} GB are in use"
-            yield Finding("GPU", WARN, words, why, "nvidia-smi    (lists the processes)")
-        else:
-            yield Finding("GPU", OK, words)
+        is_shared = facts["used_gb"] > 0.1 * facts["gb"]
+        words += f"; {facts['used_gb']:.0f} GB are in use" * is_shared
+        why = "Whatever holds its memory may also compute: times will vary."
+        do = "nvidia-smi    (lists the processes)"
+        yield Finding("GPU", WARN if is_shared else OK, words, why, do)
     elif driver and os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         words = f"hidden by CUDA_VISIBLE_DEVICES; {built}"
         yield Finding("GPU", INFO, words, "Labs run on the CPU.", "unset CUDA_VISIBLE_DEVICES")
@@ -196,12 +181,12 @@ def check_shared_memory(free_gb: float | None) -> Iterator[Finding]:
         return
     fit = int(free_gb * 1e9 // (BATCH_BYTES * PREFETCH))
     words = f"/dev/shm has {free_gb:.2g} GB free, enough for {fit} workers at batch 1"
+    status = WARN if fit else FAIL
     if fit >= 4 * MOST_WORKERS:  # labs also run micro-batches of four
-        yield Finding("Shared memory", OK, words)
-        return
+        status = OK
     why = "More workers die with a bus error. Docker gives 64 MB unless told otherwise."
     do = "docker run --shm-size=8g ...    (or: sudo mount -o remount,size=8G /dev/shm)"
-    yield Finding("Shared memory", WARN if fit else FAIL, words, why, do)
+    yield Finding("Shared memory", status, words, why, do)
 
 
 def check_disk(folder: Path) -> Iterator[Finding]:
@@ -210,19 +195,13 @@ def check_disk(folder: Path) -> Iterator[Finding]:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder) as file:
             file.write(b"doctor")
+        free_gb = shutil.disk_usage(folder).free / 1e9
+        words = f"{str(folder).replace(str(Path.home()), '~', 1)}, {free_gb:.0f} GB free"
     except OSError as error:
-        words = f"{folder} can't be written to: {error.strerror}"
-        do = "export LABUTILS_CACHE=/a/folder/you/own"
-        yield Finding("Disk", FAIL, words, "Images and compiled code are kept there.", do)
-        return
-    free_gb = shutil.disk_usage(folder).free / 1e9
-    words = f"{str(folder).replace(str(Path.home()), '~', 1)}, {free_gb:.0f} GB free"
-    if free_gb < 10:
-        why = 'Images and compiled code take about 3 GB, real weights (weights="hub") 5 GB.'
-        do = "export LABUTILS_CACHE=/a/larger/disk"
-        yield Finding("Disk", FAIL if free_gb < 1 else WARN, words, why, do)
-    else:
-        yield Finding("Disk", OK, words)
+        free_gb, words = 0.0, f"{folder} can't be written to: {error.strerror}"
+    status = FAIL if free_gb < 1 else WARN if free_gb < 10 else OK
+    why = 'Images and compiled code take about 3 GB, real weights (weights="hub") 5 GB.'
+    yield Finding("Disk", status, words, why, "export LABUTILS_CACHE=/a/larger/disk/of/yours")
 
 
 def check_environment() -> Iterator[Finding]:

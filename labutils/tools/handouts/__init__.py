@@ -44,22 +44,19 @@ def main(results: Path | None, out: Path | None, labs: Sequence[str] = ()) -> in
     """
     try:
         folder = _folder(results)
-        reading = records.read_file(folder / "results.jsonl")
-        records.check_usable([reading])
+        known = records.read_records(folder)
         default = records.REPOSITORY / "results" / "handouts" / folder.resolve().name
         target = records.named(out) if out else default
         there = _notebooks_in(folder)
         paths = sorted({path_of(lab, there) for lab in labs}) or there
         left_out: dict[str, str] = {}
         for edition in editions.EDITIONS:
-            left_out |= _make(edition, paths, reading.records, target / edition, not labs)
+            left_out |= _make(edition, paths, known, target / edition, not labs)
     except (ValueError, OSError, ImportError, UsageError, RuntimeError) as error:
         print(f"labutils handouts: {error}", file=sys.stderr)
         return WRONG_USAGE
     for stem, why in left_out.items():
         print(f"Left out: lab {stem[:2]}: {why}")
-    if reading.passed_over:
-        print(f"Passed over: {reading.told()}")
     if len(left_out) == len(paths):
         print(f"labutils handouts: no lab in {folder} can be given out.", file=sys.stderr)
         return WRONG_USAGE
