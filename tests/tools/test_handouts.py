@@ -128,7 +128,7 @@ def test_a_page_loads_nothing_and_links_lead_somewhere(made):
                 assert not local or (page.parent / link).is_file(), link
 
 
-def test_strangers_markdown_stays_text(tmp_path):
+def test_strangers_markdown_stays_text_and_odd_records_do_no_harm(tmp_path):
     def plant(notebook):
         data = {"image/png": 'eCIgb25lcnJvcj0iYWxlcnQoMSk="><script>'}
         outputs = [
@@ -142,8 +142,16 @@ def test_strangers_markdown_stays_text(tmp_path):
             new_code_cell("show()", outputs=outputs),
         ]
 
-    out = tmp_path / "out"
-    assert handouts.main(changed(tmp_path, plant), out) == handouts.MADE
+    found, out = changed(tmp_path, plant), tmp_path / "out"
+    stamp = {"schema": 2, "lab": "42", "commit": "c0ffee123456"}
+    odd = [
+        stamp | {"machine": {"cpu": HOSTILE, "cores": "many"}},
+        stamp | {"at": "yesterday", "status": "done"},
+        stamp | {"at": 3, "status": "done", "parameters": [1]},
+    ]
+    with (found / "results.jsonl").open("a") as file:
+        file.write("\n".join(map(json.dumps, odd)) + "\n")
+    assert handouts.main(found, out) == handouts.MADE
     page = out / "student" / f"{STEM}.html"
     loading = Loading(page.read_text())
     assert not {"script", "iframe"} & loading.tags
@@ -174,20 +182,6 @@ def test_a_notebook_that_is_torn_or_unfinished_or_of_another_run_is_left_out(tmp
     assert "42 planted lab" in capsys.readouterr().err
     handouts.pages_of(found, [found / "notebooks" / f"{STEM}.ipynb"])  # it has a page all the same
     assert "Planted" in (found / "notebooks" / f"{STEM}.html").read_text()
-
-
-def test_odd_records_do_no_harm(tmp_path):
-    found = planted_lab.results_with_it(tmp_path / "found", REFERENCE.parent)
-    hostile = '::: import"@preview/x"\n*no* #read("page.typ") | $x$'
-    stamp = {"schema": 2, "lab": "42", "commit": "c0ffee123456"}
-    odd = [
-        stamp | {"machine": {"cpu": hostile, "cores": "many"}},
-        stamp | {"at": "yesterday", "status": "done"},
-        stamp | {"at": 3, "status": "done", "parameters": [1]},
-    ]
-    with (found / "results.jsonl").open("a") as file:
-        file.write("\n".join(map(json.dumps, odd)) + "\n")
-    assert handouts.main(found, tmp_path / "out") == handouts.MADE
 
 
 @pytest.mark.parametrize("edition", editions.EDITIONS)
