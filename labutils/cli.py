@@ -47,20 +47,21 @@ def _parser() -> argparse.ArgumentParser:
         epilog="To begin, type: labutils doctor. What a command takes: labutils COMMAND --help",
     )
     parser.add_argument("--version", action="version", version=f"labutils {__version__}")
-    commands = parser.add_subparsers(
-        dest="tool", title="commands", metavar="COMMAND", required=True
-    )
-    _add_doctor(commands)
-    _add_run(commands)
-    _add_report(commands)
-    _add_handouts(commands)
-    _add_diagnose(commands)
-    return parser
-
-
-def _add_doctor(commands: argparse._SubParsersAction) -> None:
+    commands = parser.add_subparsers(dest="tool", metavar="COMMAND", required=True)
     doctor = commands.add_parser("doctor", help="check this machine, and say what to type")
     doctor.add_argument("--json", action="store_true", help="findings for machines")
+    _add_run(commands)
+    report = commands.add_parser("report", help="every claim: published, reference, here, verdict")
+    report.add_argument("--json", action="store_true", help="verdicts for machines")
+    _add_results(report)
+    handouts = commands.add_parser("handouts", help="executed labs to give out: HTML and PDF")
+    text = '"03" or a name; none: all, and the course as a PDF'
+    handouts.add_argument("labs", nargs="*", metavar="LAB", help=text)
+    _add_results(handouts)
+    text = "where they go (results/handouts/NAME)"
+    handouts.add_argument("--out", type=_folder, metavar="DIR", help=text)
+    _add_diagnose(commands)
+    return parser
 
 
 def _add_run(commands: argparse._SubParsersAction) -> None:
@@ -80,21 +81,6 @@ def _add_run(commands: argparse._SubParsersAction) -> None:
     run.add_argument("--timeout", help="seconds a lab may take (1800)", **limit)
 
 
-def _add_report(commands: argparse._SubParsersAction) -> None:
-    report = commands.add_parser("report", help="every claim: published, reference, here, verdict")
-    report.add_argument("--json", action="store_true", help="verdicts for machines")
-    _add_results(report)
-
-
-def _add_handouts(commands: argparse._SubParsersAction) -> None:
-    handouts = commands.add_parser("handouts", help="executed labs to give out: HTML and PDF")
-    text = '"03" or a name; none: all, and the course as a PDF'
-    handouts.add_argument("labs", nargs="*", metavar="LAB", help=text)
-    _add_results(handouts)
-    text = "where they go (results/handouts/NAME)"
-    handouts.add_argument("--out", type=_folder, metavar="DIR", help=text)
-
-
 def _add_diagnose(commands: argparse._SubParsersAction) -> None:
     diagnose = commands.add_parser(
         "diagnose",
@@ -103,8 +89,7 @@ def _add_diagnose(commands: argparse._SubParsersAction) -> None:
         "       labutils diagnose [options] --trace FILE",
         description="Run a training script as it is for a few optimizer steps, and rank what would "
         "make it faster, each fix with its predicted gain.",
-        epilog="Exit codes: 0 a diagnosis was made; 1 the script failed, or nothing could be "
-        "diagnosed; 2 wrong usage.",
+        epilog="Exit codes: 0 a diagnosis was made; 1 there is none; 2 wrong usage.",
     )
     diagnose.add_argument("command", nargs="*", help=argparse.SUPPRESS)
     text = "a torch.profiler trace (*.json, *.json.gz)"

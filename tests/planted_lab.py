@@ -15,16 +15,7 @@ from PIL import Image
 STEM = "42_planted_lab"
 SECRET = "forty-two-is-it"
 """Stands in every place where a solution could hide; no student may find it."""
-TRACES = (
-    "papermill",
-    "/home/somebody",
-    "somebody",
-    "vm-7_4711",
-    "UserWarning",
-    "\x1b[",
-    "widget",
-    "site-packages",
-)
+TRACES = ("papermill", "somebody", "vm-7_4711", "UserWarning", "\x1b[", "widget", "site-packages")
 """Of the machine, and of how the notebook was run."""
 GLYPHS = "× → − ² µ ½ ≤ ± ≈ … – “” ⁻⁹ ✓ についての紹介"
 LONG_LINE = "x = [" + ", ".join(f"argument_{place}=value_{place}" for place in range(12)) + "]"

@@ -118,10 +118,3 @@ def test_a_formula_is_drawn_and_not_spelled(page, pages):
     letter = fraction.locator("mi").first.bounding_box()["height"]
     assert fraction.bounding_box()["height"] > 1.5 * letter
     assert "\\frac" not in page.locator("main").inner_text()
-
-
-def test_the_list_of_sections_leads_to_them(page, pages):
-    open_page(page, pages / f"{STEMS[0]}.html")
-    page.locator("nav a").last.click()
-    assert page.evaluate("window.scrollY") > 500
-    assert page.locator("h2").last.bounding_box()["y"] < 900

@@ -5,8 +5,6 @@ import os
 import sys
 from pathlib import Path
 
-import pytest
-
 from labutils import cli
 from labutils.tools import doctor
 from labutils.tools.doctor import checks, imports
@@ -35,20 +33,17 @@ def only(findings) -> Finding:
     return finding
 
 
-@pytest.mark.parametrize(
-    ("facts", "status"),
-    [
+def test_the_card_against_the_architectures():
+    for facts, status in (
         ({}, OK),
         ({"architectures": ["sm_80", "sm_90"]}, FAIL),  # torch 2.3 on sm_120, as article A1 met it
         ({"architectures": ["sm_90", "compute_90"]}, WARN),
         ({"trial": "CUDA error"}, FAIL),
         ({"capability": [7, 0], "architectures": ["sm_80"]}, FAIL),
-    ],
-)
-def test_the_card_against_the_architectures(facts, status):
-    finding = only(checks.check_architectures(torch(**facts)))
-    assert finding.status == status
-    assert finding.do.endswith("cu126") == (facts.get("capability") == [7, 0])
+    ):
+        finding = only(checks.check_architectures(torch(**facts)))
+        assert finding.status == status
+        assert finding.do.endswith("cu126") == (facts.get("capability") == [7, 0])
 
 
 def program(folder: Path, name: str, script: str) -> str:

@@ -178,9 +178,8 @@ def test_a_lab_that_takes_too_long_is_ended(notebook, run, results_folder, limit
     assert status_of(results_folder, "sleeps") == "timed out"
 
 
-def test_lab_11_runs_after_all_others(tmp_path, monkeypatch):
+def test_lab_11_sums_up_and_runs_last(run, monkeypatch):
     order = []
     monkeypatch.setattr(batch, "is_done", lambda lab, *_: order.append(lab.number) or True)
-    asked = Options(scale="tiny", results=tmp_path)
-    assert runner.run(["11", "10", "00"], asked, lambda text: None) == 0
+    assert run("11", "10", "00")[0] == 0
     assert order == ["10", "00", "11"]

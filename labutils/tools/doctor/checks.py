@@ -161,17 +161,15 @@ def check_compiler() -> Iterator[Finding]:
         yield Finding("C++ compiler", OK, f"{compiler} builds programs with OpenMP")
 
 
-def check_host(cores: int, ram_gb: float | None) -> Iterator[Finding]:
+def check_host(cores: int, ram_gb: float) -> Iterator[Finding]:
     """Cores and RAM that this process may use."""
-    words = f"{cores} cores" + (f", {ram_gb:.0f} GB of RAM" if ram_gb else "")
-    if ram_gb and ram_gb < 7:
+    words = f"{cores} cores, {ram_gb:.0f} GB of RAM"
+    if ram_gb < 7:
         why = "Labs with several workers need about 6 GB; without it a notebook's kernel dies."
         yield Finding("Host", WARN, words, why, "docker run --memory=8g ...    (or close programs)")
-    elif cores < 4:
-        why = "DataLoader workers share them with the training: few workers will be best."
-        yield Finding("Host", INFO, words, why)
     else:
-        yield Finding("Host", OK, words)
+        why = "DataLoader workers share them with the training: few workers will be best."
+        yield Finding("Host", INFO if cores < 4 else OK, words, why)
 
 
 def check_shared_memory(free_gb: float | None) -> Iterator[Finding]:

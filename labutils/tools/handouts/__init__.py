@@ -20,12 +20,14 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import nbformat
+from nbformat import NotebookNode
 
 from labutils.results import records, report
 from labutils.tools.handouts import documents, editions, index
 from labutils.tools.handouts.documents import Chapter
 from labutils.tools.run.validation import UsageError, path_of
 
+Records = Sequence[dict[str, Any]]
 MADE, A_LAB_LEFT_OUT, WRONG_USAGE = 0, 1, 2
 NEVER = datetime.fromtimestamp(0, UTC)
 """Stands for a time that nobody wrote down."""
@@ -85,11 +87,7 @@ def _notebooks_in(folder: Path) -> list[Path]:
 
 
 def _make(
-    edition: str,
-    paths: Sequence[Path],
-    known: Sequence[dict[str, Any]],
-    place: Path,
-    with_course: bool,
+    edition: str, paths: Sequence[Path], known: Records, place: Path, with_course: bool
 ) -> dict[str, str]:
     """Write one edition of every lab into `place`; (lab's stem -> why it is left out). Raises
     `OSError`, and `RuntimeError` of the course's PDF or the index."""
@@ -129,7 +127,7 @@ def pages_of(folder: Path, executed: Sequence[Path]) -> None:
         list(workers.map(one, executed))
 
 
-def _chapter(path: Path, known: Sequence[dict[str, Any]], edition: str) -> Chapter:
+def _chapter(path: Path, known: Records, edition: str) -> Chapter:
     """Raises `Mismatch` where the file is no notebook; and, for an edition that is given out, where
     it was not run to its end, or its records are of another run."""
     try:
@@ -145,9 +143,7 @@ def _chapter(path: Path, known: Sequence[dict[str, Any]], edition: str) -> Chapt
     return Chapter(path.stem, edition, editions.edition_of(notebook, edition), facts, at)
 
 
-def _facts(
-    number: str, notebook: nbformat.NotebookNode, known: Sequence[dict[str, Any]]
-) -> tuple[dict[str, str], datetime]:
+def _facts(number: str, notebook: NotebookNode, known: Records) -> tuple[dict[str, str], datetime]:
     """(what results.jsonl says about the run that `notebook` shows, when it ended)."""
     again = f"To run it: labutils run {number} --force with the same --results"
     if notebook.metadata.get("labutils", {}).get("status", "done") != "done":
