@@ -4,13 +4,11 @@
 #   VENV=.venv          where it is made
 #   SCALE=auto          tiny (any CPU), small (a GPU of 8 GB), full (the article's own); auto: the largest that fits
 #   ARGS=...            more for JupyterLab (make lab) or pytest (make test)
-#   JOBS=1              labs at once in `make course`; more of them disturb each other's measurements
 #   RESULTS=DIR         where `make course` keeps its results; run again, it goes on where it stopped
 
 PYTHON  ?= python3
 VENV    ?= .venv
 SCALE   ?= auto
-JOBS    ?= 1
 RESULTS ?= results/course
 BIN     := $(VENV)/bin
 STAMP   := $(VENV)/.installed
@@ -65,7 +63,7 @@ $(STAMP): requirements.txt constraints.txt pyproject.toml
 
 course: install
 	@$(LABUTILS) doctor || echo "The labs run all the same: each says what it could not do here."
-	@status=0; $(LABUTILS) run --scale $(SCALE) --jobs $(JOBS) --results $(RESULTS) || status=$$?; \
+	@status=0; $(LABUTILS) run --scale $(SCALE) --results $(RESULTS) || status=$$?; \
 	[ $$status -eq 2 ] || [ $$status -eq 130 ] || { \
 	  $(LABUTILS) report --results $(RESULTS) > $(RESULTS)/scoreboard.txt; echo; tail -n 4 $(RESULTS)/scoreboard.txt; echo; \
 	  echo "Every claim and its verdict: $(RESULTS)/scoreboard.txt; with pictures, predictions and what to try next:"; \

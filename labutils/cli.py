@@ -9,6 +9,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from labutils import __version__
@@ -30,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return WRONG_USAGE
     options = parser.parse_args(words)
     try:
-        return options.carry_out(options)
+        return _carry_out(options)
     except KeyboardInterrupt:
         print("\nStopped.", file=sys.stderr)
         return STOPPED
@@ -46,19 +47,21 @@ def _parser() -> argparse.ArgumentParser:
         epilog="To begin, type: labutils doctor. What a command takes: labutils COMMAND --help",
     )
     parser.add_argument("--version", action="version", version=f"labutils {__version__}")
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    _add_doctor(commands)
-    _add_run(commands)
-    _add_report(commands)
-    _add_handouts(commands)
-    _add_diagnose(commands)
-    return parser
-
-
-def _add_doctor(commands: argparse._SubParsersAction) -> None:
+    commands = parser.add_subparsers(dest="tool", metavar="COMMAND", required=True)
     doctor = commands.add_parser("doctor", help="check this machine, and say what to type")
     doctor.add_argument("--json", action="store_true", help="findings for machines")
-    doctor.set_defaults(carry_out=_doctor)
+    _add_run(commands)
+    report = commands.add_parser("report", help="every claim: published, reference, here, verdict")
+    report.add_argument("--json", action="store_true", help="verdicts for machines")
+    _add_results(report)
+    handouts = commands.add_parser("handouts", help="executed labs to give out: HTML and PDF")
+    text = '"03" or a name; none: all, and the course as a PDF'
+    handouts.add_argument("labs", nargs="*", metavar="LAB", help=text)
+    _add_results(handouts)
+    text = "where they go (results/handouts/NAME)"
+    handouts.add_argument("--out", type=_folder, metavar="DIR", help=text)
+    _add_diagnose(commands)
+    return parser
 
 
 def _add_run(commands: argparse._SubParsersAction) -> None:
@@ -69,51 +72,13 @@ def _add_run(commands: argparse._SubParsersAction) -> None:
     for name, default in (("weights", "random"), ("data", "generated")):
         choices = parameters.CHOICES[name]
         run.add_argument(f"--{name}", default=default, choices=choices, help=f"({default})")
-    _add_results(run, "folder of results.jsonl; again with it goes on there")
-    run.add_argument(
-        "-p",
-        dest="given",
-        nargs=2,
-        action="append",
-        default=[],
-        metavar=("NAME", "VALUE"),
-        help="a lab's own parameter",
-    )
+    text = "folder of results.jsonl; again with it goes on there"
+    run.add_argument("--results", type=_folder, metavar="DIR", help=text)
+    words = {"nargs": 2, "action": "append", "default": [], "metavar": ("NAME", "VALUE")}
+    run.add_argument("-p", dest="given", help="a lab's own parameter", **words)
     run.add_argument("--force", action="store_true", help="also labs that are done in the folder")
-    run.add_argument(
-        "--jobs",
-        type=_count,
-        default=1,
-        metavar="N",
-        help="labs at once (1); they disturb each other, so times come out as inconclusive",
-    )
-    run.add_argument(
-        "--timeout",
-        type=_count,
-        default=1800,
-        metavar="S",
-        help="seconds a lab may take (1800)",
-    )
-    run.set_defaults(carry_out=_run)
-
-
-def _add_report(commands: argparse._SubParsersAction) -> None:
-    report = commands.add_parser("report", help="every claim: published, reference, here, verdict")
-    report.add_argument("--json", action="store_true", help="verdicts for machines")
-    _add_results(report)
-    report.set_defaults(carry_out=_report)
-
-
-def _add_handouts(commands: argparse._SubParsersAction) -> None:
-    handouts = commands.add_parser("handouts", help="executed labs to give out: HTML and PDF")
-    handouts.add_argument(
-        "labs", nargs="*", metavar="LAB", help='"03" or a name; none: all, and the course as a PDF'
-    )
-    _add_results(handouts)
-    handouts.add_argument(
-        "--out", type=_folder, metavar="DIR", help="where they go (results/handouts/NAME)"
-    )
-    handouts.set_defaults(carry_out=_handouts)
+    limit = {"type": _count, "default": 1800, "metavar": "S"}
+    run.add_argument("--timeout", help="seconds a lab may take (1800)", **limit)
 
 
 def _add_diagnose(commands: argparse._SubParsersAction) -> None:
@@ -124,35 +89,27 @@ def _add_diagnose(commands: argparse._SubParsersAction) -> None:
         "       labutils diagnose [options] --trace FILE",
         description="Run a training script as it is for a few optimizer steps, and rank what would "
         "make it faster, each fix with its predicted gain.",
-        epilog="Exit codes: 0 a diagnosis was made; 1 the script failed, or nothing could be "
-        "diagnosed; 2 wrong usage.",
+        epilog="Exit codes: 0 a diagnosis was made; 1 there is none; 2 wrong usage.",
     )
     diagnose.add_argument("command", nargs="*", help=argparse.SUPPRESS)
-    diagnose.add_argument(
-        "--trace", type=Path, metavar="FILE", help="a torch.profiler trace (*.json, *.json.gz)"
-    )
+    text = "a torch.profiler trace (*.json, *.json.gz)"
+    diagnose.add_argument("--trace", type=Path, metavar="FILE", help=text)
     for name, default, what in (
         ("warmup", 4, "optimizer steps passed over first"),
         ("timed", 10, "steps timed without the profiler"),
         ("steps", 3, "steps profiled"),
     ):
-        diagnose.add_argument(
-            f"--{name}", type=_count, default=default, metavar="N", help=f"{what} ({default})"
-        )
-    diagnose.add_argument(
-        "--keep-going", action="store_true", help="let the script run to its own end"
-    )
-    diagnose.add_argument(
-        "--folder", type=_folder, metavar="DIR", help="keep the trace and what was recorded there"
-    )
+        number = {"type": _count, "default": default, "metavar": "N"}
+        diagnose.add_argument(f"--{name}", help=f"{what} ({default})", **number)
+    diagnose.add_argument("--keep-going", action="store_true", help="let the script run on")
+    text = "keep the trace and what was recorded there"
+    diagnose.add_argument("--folder", type=_folder, metavar="DIR", help=text)
     diagnose.add_argument("--json", action="store_true", help="the diagnosis as the last line")
-    diagnose.set_defaults(carry_out=_diagnose)
 
 
-def _add_results(
-    parser: argparse.ArgumentParser, help: str = "another set of results than the newest"
-) -> None:
-    parser.add_argument("--results", type=_folder, metavar="DIR", help=help)
+def _add_results(parser: argparse.ArgumentParser) -> None:
+    text = "another set of results than the newest"
+    parser.add_argument("--results", type=_folder, metavar="DIR", help=text)
 
 
 def _count(word: str) -> int:
@@ -167,50 +124,40 @@ def _folder(word: str) -> Path:
     return Path(word)
 
 
-def _doctor(options: argparse.Namespace) -> int:
-    from labutils.tools import doctor
+def _carry_out(options: argparse.Namespace) -> int:
+    """Carry out the command; its module is imported only now, so that starting is quick."""
+    if options.tool == "doctor":
+        from labutils.tools import doctor
 
-    return doctor.main(json=options.json)
+        return doctor.main(json=options.json)
+    if options.tool == "report":
+        from labutils.results import report
+
+        return report.main(options.results, as_json=options.json)
+    if options.tool == "handouts":
+        from labutils.tools import handouts
+
+        return handouts.main(options.results, options.out, options.labs)
+    if options.tool == "run":
+        return _run(options)
+    from labutils.tools.diagnose import command
+    from labutils.tools.diagnose.script import Stages
+
+    stages = Stages(options.warmup, options.timed, options.steps)
+    script, trace, folder = options.command, options.trace, options.folder
+    return command.main(script, trace, stages, options.keep_going, folder, options.json)
 
 
 def _run(options: argparse.Namespace) -> int:
     from labutils.tools import run as runner
 
-    names = ("scale", "weights", "data", "results", "force", "jobs", "timeout")
+    names = ("scale", "weights", "data", "results", "force", "timeout")
     asked = {name: getattr(options, name) for name in names} | {"given": dict(options.given)}
     try:
-        return runner.run(
-            options.labs, runner.Options(**asked), lambda text: print(text, flush=True)
-        )
+        return runner.run(options.labs, runner.Options(**asked), partial(print, flush=True))
     except runner.UsageError as error:
         print(f"labutils run: {error}", file=sys.stderr)
         return WRONG_USAGE
-
-
-def _report(options: argparse.Namespace) -> int:
-    from labutils.results import report
-
-    return report.main(options.results, as_json=options.json)
-
-
-def _handouts(options: argparse.Namespace) -> int:
-    from labutils.tools import handouts
-
-    return handouts.main(options.results, options.out, options.labs)
-
-
-def _diagnose(options: argparse.Namespace) -> int:
-    from labutils.tools.diagnose import command
-    from labutils.tools.diagnose.script import Stages
-
-    return command.main(
-        options.command,
-        options.trace,
-        Stages(options.warmup, options.timed, options.steps),
-        options.keep_going,
-        options.folder,
-        options.json,
-    )
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import shutil
 from io import BytesIO
 from pathlib import Path
 
@@ -14,20 +15,10 @@ from PIL import Image
 STEM = "42_planted_lab"
 SECRET = "forty-two-is-it"
 """Stands in every place where a solution could hide; no student may find it."""
-TRACES = (
-    "papermill",
-    "/home/somebody",
-    "somebody",
-    "vm-7_4711",
-    "UserWarning",
-    "\x1b[",
-    "widget",
-    "site-packages",
-)
+TRACES = ("papermill", "somebody", "vm-7_4711", "UserWarning", "\x1b[", "widget", "site-packages")
 """Of the machine, and of how the notebook was run."""
 GLYPHS = "× → − ² µ ½ ≤ ± ≈ … – “” ⁻⁹ ✓ についての紹介"
 LONG_LINE = "x = [" + ", ".join(f"argument_{place}=value_{place}" for place in range(12)) + "]"
-SECONDS = 12
 
 
 def picture(colour: str = "#C1440E") -> str:
@@ -42,141 +33,90 @@ def printed(text: str, name: str = "stdout") -> nbformat.NotebookNode:
 
 
 def shown(**data: str) -> nbformat.NotebookNode:
-    return new_output(
-        "display_data", data={kind.replace("_", "/"): told for kind, told in data.items()}
-    )
+    return new_output("display_data", data={k.replace("_", "/"): v for k, v in data.items()})
 
 
-def wide_table() -> str:
-    rows = [
-        ["claim", "published", "H200", "here", "verdict"],
-        ["---"] * 5,
-        [
-            "**A9.every.word** It says something that takes a line and a half of the page and some "
-            "more",
-            "290 → 141 ms",
-            "574 → 397 ms (1.45x) (refuted)",
-            "959 → 696 ms",
-            "**refuted**: RuntimeError at `labutils/training/batches_of_some_length.py: _endless "
-            "(61)` \\| and so on",
-        ],
-    ]
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+def solution(source: str, **more: object) -> nbformat.NotebookNode:
+    metadata = {"tags": ["solution"], "nbgrader": {"solution": SECRET}}
+    return new_code_cell(source, metadata=metadata, **more)
+
+
+WIDE_TABLE = """\
+| claim | published | H200 | here | verdict |
+| --- | --- | --- | --- | --- |
+| **A9.every.word** It says something that takes a line and a half of the page and some more \
+| 290 → 141 ms | 574 → 397 ms (1.45x) (refuted) | 959 → 696 ms | **refuted**: RuntimeError at \
+`labutils/training/batches_of_some_length.py: _endless (61)` \\| and so on |
+"""
+MARKDOWN = r"""# Lab 42 · Planted
+
+It costs \$5 or $W' = W + BA$, see [lab 43](43_other.ipynb), [lab 42](42_planted_lab.ipynb) and
+[a paper](https://example.org/paper).
+- a list without a blank line before
+
+$$\sqrt{\sum_{i>r} \sigma_i^2} \quad \frac{\alpha}{r} \lVert x \rVert$$
+"""
+PRINTED = """\
+\x1b[31mred\x1b[0m in /home/somebody/.venv/lib/python3.12/site-packages/torch/x.py
+kept in ~/.cache/labutils/traces/vm-7_4711.1795266390927324960.pt.trace.json
+"""
+TRACE = "The trace of `<module>` is in `/home/somebody/traces`, 3/4 of /dev/shm."
+PREDICTION = "No prediction of *time of a step* yet. Put a number in the cell above."
 
 
 def planted() -> nbformat.NotebookNode:
     """The executed notebook."""
-    widget = {
-        "application/vnd.jupyter.widget-view+json": {"model_id": SECRET},
-        "text/plain": SECRET,
-    }
-    secretive = {
-        "tags": ["solution"],
-        "nbgrader": {"solution": SECRET},
-        "papermill": {"duration": 1},
-    }
+    widget = {"application/vnd.jupyter.widget-view+json": {"model_id": SECRET}}
+    outputs = [
+        printed("UserWarning: mind this\n", "stderr"),
+        printed(PRINTED),
+        shown(text_markdown=TRACE),
+        shown(text_markdown=WIDE_TABLE),
+        shown(image_png=picture(), text_plain="<Figure size 864x408 with 1 Axes>"),
+        new_output("display_data", data=widget | {"text/plain": SECRET}),
+        shown(text_markdown=PREDICTION),
+    ]
+    exercise = {"tags": ["exercise"]}
+    hidden = {"so.png": {"image/png": picture()}}
     cells = [
-        new_markdown_cell(
-            "# Lab 42 · Planted\n\nIt costs \\$5 or $W' = W + BA$, see "
-            "[lab 43](43_other.ipynb), [lab 42](42_planted_lab.ipynb) and [a "
-            "paper](https://example.org/paper).\n"
-            "- a list without a blank line before\n\n"
-            r"$$\sqrt{\sum_{i>r} \sigma_i^2} \quad \frac{\alpha}{r} \lVert x \rVert$$"
-        ),
+        new_markdown_cell(MARKDOWN),
         new_code_cell('scale: str = "auto"', metadata={"tags": ["parameters"]}),
-        new_code_cell(
-            'results_dir = "/home/somebody/results"', metadata={"tags": ["injected-parameters"]}
-        ),
-        new_markdown_cell(
-            "## 1 · Glyphs\n\n" + GLYPHS + "\n\n![kept elsewhere](https://example.org/picture.png)"
-        ),
-        new_code_cell(
-            LONG_LINE + "\nfor place in range(3):\n    print(place)",
-            metadata={"papermill": {"status": "completed"}, "execution": {"iopub": "x"}},
-            outputs=[
-                printed("UserWarning: mind this\n", "stderr"),
-                printed(
-                    "\x1b[31mred\x1b[0m in "
-                    "/home/somebody/.venv/lib/python3.12/site-packages/torch/x.py\n"
-                ),
-                printed(
-                    "kept in ~/.cache/labutils/traces/vm-7_4711.1795266390927324960.pt.trace.json\n"
-                ),
-                shown(
-                    text_markdown="The trace of `<module>` is in `/home/somebody/traces`, "
-                    "3/4 of /dev/shm."
-                ),
-                shown(text_markdown=wide_table()),
-                shown(image_png=picture(), text_plain="<Figure size 864x408 with 1 Axes>"),
-                new_output("display_data", data=widget),
-                shown(
-                    text_markdown="No prediction of *time of a step* yet. "
-                    "Put a number in the cell above."
-                ),
-            ],
-        ),
+        new_code_cell("results_dir = '/home/somebody'", metadata={"tags": ["injected-parameters"]}),
+        new_markdown_cell(f"## 1 · Glyphs\n\n{GLYPHS}\n\n![elsewhere](https://example.org/x.png)"),
+        new_code_cell(LONG_LINE, metadata={"papermill": {"status": "completed"}}, outputs=outputs),
         new_markdown_cell("## Exercises\n\n**1.** What is it?"),
-        new_code_cell("answer = None", metadata={"tags": ["exercise"]}),
-        new_code_cell(
-            "def check(answer):\n    print('not yet' if answer is None else "
-            "answer)\n\n\ncheck(answer)",
-            metadata={"tags": ["exercise"]},
-            outputs=[printed("not yet\n")],
-        ),
-        new_code_cell(
-            f"answer = '{SECRET}'\ncheck(answer)",
-            metadata=secretive,
-            outputs=[printed(f"{SECRET}\n")],
-        ),
+        new_code_cell("answer = None", metadata=exercise),
+        new_code_cell("check(answer)", metadata=exercise, outputs=[printed("not yet\n")]),
+        solution(f"answer = '{SECRET}'\ncheck(answer)", outputs=[printed(f"{SECRET}\n")]),
         new_markdown_cell(
             f"It is {SECRET}: ![so](attachment:so.png)",
             metadata={"tags": ["solution"]},
-            attachments={"so.png": {"image/png": picture()}},
+            attachments=hidden,
         ),
-        new_markdown_cell("## After", attachments={f"{SECRET}.png": {"image/png": picture()}}),
-        new_code_cell("print(answer[:5].upper())", outputs=[printed("FORTY\n")]),
+        new_markdown_cell("## After", attachments={f"{SECRET}.png": hidden["so.png"]}),
         new_code_cell("print('again')", outputs=[printed(f"{SECRET}\nagain\n")]),
-        new_code_cell("print('harmless')", outputs=[printed("harmless\n")]),
-        new_code_cell(
-            "lab.done()",
-            outputs=[shown(text_markdown=f"Lab 42 is done, after {SECONDS} s. All verdicts: x")],
-        ),
+        new_code_cell("lab.done()", outputs=[shown(text_markdown="Lab 42 is done.")]),
     ]
-    for cell in cells:
-        if cell.cell_type == "code":
-            cell.execution_count = 7
-    state = {
-        "widgets": {"state": {"value": SECRET}},
-        "papermill": {"input_path": "/home/somebody/in.ipynb"},
-    }
-    return new_notebook(
-        cells=cells,
-        metadata=state | {"kernelspec": {"name": "python3", "display_name": "somebody's"}},
-    )
+    kernel = {"name": "python3", "display_name": "somebody's"}
+    paths = {"input_path": "/home/somebody/in.ipynb"}
+    widgets = {"state": {"value": SECRET}}
+    metadata = {"widgets": widgets, "papermill": paths, "kernelspec": kernel}
+    return new_notebook(cells=cells, metadata=metadata)
 
 
 def results_with_it(folder: Path, reference: Path, *stems: str) -> Path:
     """A results folder of the planted lab, and of the reference's labs called `stems`."""
-    (folder / "notebooks").mkdir(parents=True)
+    notebooks = folder / "notebooks"
+    notebooks.mkdir(parents=True)
     for stem in stems:
-        (folder / "notebooks" / f"{stem}.ipynb").write_bytes(
-            (reference / f"{stem}.ipynb").read_bytes()
-        )
-    nbformat.write(planted(), folder / "notebooks" / f"{STEM}.ipynb")
+        shutil.copy(reference / f"{stem}.ipynb", notebooks)
+    nbformat.write(planted(), notebooks / f"{STEM}.ipynb")
     machine = {"cpu": "Intel(R) Xeon(R) Processor", "cores": 2, "ram_gb": 24.9, "os": "Debian 12"}
     stamp = {"schema": 1, "lab": "42", "commit": "c0ffee123456", "at": "2026-11-20T10:20:30+00:00"}
-    run = {
-        "run": "one",
-        "status": "ok",
-        "machine": machine,
-        "versions": {"torch": "2.13.0", "numpy": "2.5.2"},
-    }
+    run = {"run": "one", "status": "ok", "machine": machine, "versions": {"numpy": "2.5.2"}}
     stale = run | {"commit": "0ld", "machine": machine | {"cpu": "Another"}}
-    done = {
-        "status": "done",
-        "seconds": SECONDS + 0.3,
-        "parameters": {"scale": "tiny", "weights": "random"},
-    }
+    parameters = {"scale": "tiny", "weights": "random"}
+    done = {"status": "done", "seconds": 12.3, "parameters": parameters}
     lines = [json.dumps(stamp | record) for record in (stale, run, done)]
     records = (reference / "results.jsonl").read_text(encoding="utf-8")
     (folder / "results.jsonl").write_text(records + "\n".join(lines) + "\n", encoding="utf-8")

@@ -2,7 +2,6 @@
 
 import ast
 import subprocess
-import sys
 from pathlib import Path
 
 import jupytext
@@ -66,10 +65,3 @@ def test_cells_are_short_enough_to_be_read(path: Path):
         if cell.cell_type == "code" and not exercise and len(lines) > MOST_LINES_A_CELL:
             long[lines[0]] = len(lines)
     assert not long
-
-
-def test_the_dockerfile_is_well_written():
-    hadolint = Path(sys.executable).with_name("hadolint")
-    if not hadolint.exists():
-        pytest.skip("hadolint has no wheel for this system")
-    subprocess.run([hadolint, HOUSE / "Dockerfile"], check=True)

@@ -81,8 +81,8 @@ def result_files(results: Path | None) -> list[Path]:
     if not files and results is not None:
         problem = "has no results.jsonl" if os.path.isdir(place) else "does not exist"
         raise ValueError(
-            f"{place} {problem}, so there is nothing to report. Name the folder that a lab wrote "
-            "to, as in: labutils report --results results/NAME. To make one: labutils run"
+            f"{place} {problem}, so there are no results to read. Name the folder that a lab wrote "
+            "to, as in: --results results/NAME. To make one: labutils run"
         )
     return files
 

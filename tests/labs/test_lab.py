@@ -4,6 +4,7 @@ scored.
 
 from __future__ import annotations
 
+import ast
 import gc
 import shlex
 import weakref
@@ -101,8 +102,9 @@ def test_words_of_a_command_line_become_values():
     assert parameters.read("loud", "False", "bool") is False
     assert parameters.whole_numbers("batches", "24 1,4  4") == [1, 4, 24]
     for lab in runner.find():
-        for one in lab.parameters.values():
-            assert parameters.check(one.name, one.default, one.kind) == one.default
+        for name, line in lab.parameters.items():
+            default = ast.literal_eval(line["default"])
+            assert parameters.check(name, default, line["inferred_type_name"]) == default
 
 
 def test_auto_is_the_scale_that_fits_and_a_larger_one_is_warned_of(monkeypatch, capsys):

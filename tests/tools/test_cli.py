@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 
@@ -23,8 +24,7 @@ def labutils(*words: str, **environment: str) -> subprocess.CompletedProcess:
     [
         (["walk"], "walk"),
         (["run", "--timeout", "soon"], "whole number"),
-        (["run", "--timeout", "1" * 99], "whole number"),
-        (["run", "--jobs", "0"], "whole number"),
+        (["run", "--timeout", "0"], "whole number"),
         (["run", "--results", ""], "folder"),
         (["run", "--weights", "mine"], "mine"),
         (["report", "--jsn"], "--jsn"),
@@ -53,10 +53,7 @@ def test_what_a_command_refuses_is_one_message_and_2(tmp_path, capsys):
 
 
 def test_ctrl_c_is_130_without_a_traceback(monkeypatch, capsys):
-    def interrupted(json: bool) -> int:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(doctor, "main", interrupted)
+    monkeypatch.setattr(doctor, "main", lambda json: signal.raise_signal(signal.SIGINT))
     assert cli.main(["doctor"]) == 130
     assert "Traceback" not in capsys.readouterr().err
 
@@ -64,14 +61,6 @@ def test_ctrl_c_is_130_without_a_traceback(monkeypatch, capsys):
 def test_a_reader_that_goes_away_is_no_traceback():
     command = f'"{sys.executable}" -m labutils.cli report --json | head -c 1'
     assert subprocess.run(["bash", "-c", command], capture_output=True).stderr == b""
-
-
-def test_a_lab_that_fails_is_1_and_its_message_is_on_the_page(tmp_path):
-    path = troubled_notebooks.write(tmp_path, "raises")
-    done = labutils("run", path, "--scale", "tiny", "--results", str(tmp_path / "results"))
-    assert (done.returncode, done.stderr) == (1, "")
-    for page in ("index.html", "notebooks/raises.html"):
-        assert "3 x 4" in (tmp_path / "results" / page).read_text()
 
 
 def test_report_is_json_for_machines_and_plain_ascii_where_it_must_be():

@@ -3,14 +3,13 @@
 import json
 import os
 import sys
-import time
 from pathlib import Path
-
-import pytest
 
 from labutils import cli
 from labutils.tools import doctor
-from labutils.tools.doctor import FAIL, INFO, OK, WARN, Import, checks, imports
+from labutils.tools.doctor import checks, imports
+from labutils.tools.doctor.checks import FAIL, INFO, OK, WARN, Finding
+from labutils.tools.doctor.imports import Import
 
 BLACKWELL = {
     "cuda": "13.0",
@@ -29,89 +28,93 @@ def torch(**facts) -> Import:
     return Import("torch", "ok", "2.13.0", facts=BLACKWELL | facts)
 
 
-def only(findings) -> doctor.Finding:
+def only(findings) -> Finding:
     (finding,) = findings
     return finding
 
 
-@pytest.mark.parametrize(
-    ("facts", "status"),
-    [
+def test_the_card_against_the_architectures():
+    for facts, status in (
         ({}, OK),
         ({"architectures": ["sm_80", "sm_90"]}, FAIL),  # torch 2.3 on sm_120, as article A1 met it
         ({"architectures": ["sm_90", "compute_90"]}, WARN),
         ({"trial": "CUDA error"}, FAIL),
         ({"capability": [7, 0], "architectures": ["sm_80"]}, FAIL),
-    ],
-)
-def test_the_card_against_the_architectures(facts, status):
-    finding = only(checks.check_architectures(torch(**facts)))
-    assert finding.status == status
-    assert finding.do.endswith("cu126") == (facts.get("capability") == [7, 0])
+    ):
+        finding = only(checks.check_architectures(torch(**facts)))
+        assert finding.status == status
+        assert finding.do.endswith("cu126") == (facts.get("capability") == [7, 0])
 
 
-def smi(folder: Path, script: str) -> str:
-    file = folder / "nvidia-smi"
-    file.write_text(f"#!/bin/sh\n{script}\n")
-    file.chmod(0o755)
-    return str(file)
+def program(folder: Path, name: str, script: str) -> str:
+    """A folder with one program in it."""
+    folder.mkdir()
+    (folder / name).write_text(f"#!/bin/sh\n{script}\n")
+    (folder / name).chmod(0o755)
+    return str(folder)
 
 
 def test_driver_and_build(tmp_path, monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    new, old = (smi(Path(f), f"echo {v}.1, H200") for f, v in folders(tmp_path, 580, 550))
-    broken = smi(tmp_path, "echo Driver/library version mismatch; exit 18")
+    new = program(tmp_path / "new", "nvidia-smi", "echo 580.1")
+    old = program(tmp_path / "old", "nvidia-smi", "echo 550.1")
+    broken = program(tmp_path / "broken", "nvidia-smi", "echo mismatch; exit 18")
     without = torch(available=False)
     cases = [
         (torch(), new, OK, ""),
         (torch(used_gb=50.0), new, WARN, "in use"),
         (without, new, FAIL, "cu130"),
         (without, old, FAIL, "cu126"),
-        (without, broken, FAIL, "mismatch"),
-        (without, "no-such-program", INFO, "none"),
+        (without, broken, FAIL, "fails"),
+        (without, str(tmp_path), INFO, "none"),
         (Import("torch", "missing"), new, FAIL, "make install"),
     ]
-    for one, program, status, word in cases:
-        finding = only(checks.check_gpu(one, program))
+    for one, path, status, word in cases:
+        monkeypatch.setenv("PATH", path)
+        finding = only(checks.check_gpu(one))
         assert finding.status == status and word in finding.found + finding.do
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert only(checks.check_gpu(without, new)).status == INFO
+    assert only(checks.check_gpu(without)).status == INFO
 
 
-def folders(parent: Path, *names):
-    for name in names:
-        (parent / str(name)).mkdir()
-        yield parent / str(name), name
-
-
-def test_64_mb_of_shared_memory_are_too_little():
-    assert only(checks.check_shared_memory(0.064)).status == WARN
-    assert only(checks.check_shared_memory(0.001)).status == FAIL
-    assert only(checks.check_shared_memory(8.0)).status == OK
-
-
-def test_versions_host_disk_and_environment(tmp_path, monkeypatch):
-    found = only(checks.check_versions(["torch>=99", "pytest>1", "no-such-package"]))
-    assert found.status == WARN
-    assert "torch" in found.found and "no-such" in found.found and "pytest" not in found.found
+def test_memory_host_and_disk(tmp_path):
+    """Docker's 64 MB of shared memory are too little."""
+    shared = [only(checks.check_shared_memory(gb)).status for gb in (0.064, 0.001, 8.0)]
+    assert shared == [WARN, FAIL, OK]
     assert [only(checks.check_host(2, gb)).status for gb in (4, 16)] == [WARN, INFO]
     (tmp_path / "file").touch()
     assert only(checks.check_disk(tmp_path / "file" / "cache")).status == FAIL
+
+
+def test_variables_that_would_change_what_labs_do(monkeypatch):
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
-    assert only(checks.check_environment()).status == WARN
+    monkeypatch.setenv("MPLBACKEND", "Agg")
+    assert [finding.status for finding in checks.check_environment()] == [WARN, WARN]
+    monkeypatch.setenv("MPLBACKEND", "module://matplotlib_inline.backend_inline")
+    assert "TORCHDYNAMO_DISABLE" in only(checks.check_environment()).found
+
+
+def test_a_missing_package_is_named(tmp_path, monkeypatch):
+    planted = tmp_path / "labutils-99.dist-info"
+    planted.mkdir()
+    text = "Metadata-Version: 2.1\nName: labutils\nVersion: 99\nRequires-Dist: no-such-package\n"
+    (planted / "METADATA").write_text(text)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    finding = only(checks.check_versions())
+    assert finding.status == WARN and "no-such-package" in finding.found
 
 
 def test_the_compiler_is_tried(tmp_path, monkeypatch):
-    for program in ("no-such-compiler", smi(tmp_path, "exit 1")):
-        monkeypatch.setenv("CXX", program)
+    for compiler in ("no-such-compiler", program(tmp_path / "bin", "cc", "exit 1") + "/cc"):
+        monkeypatch.setenv("CXX", compiler)
         assert only(checks.check_compiler()).status == WARN
 
 
 def test_libraries():
     tried = [torch(), Import("unsloth", "missing"), Import("bitsandbytes", "broken", "", "why")]
-    statuses = [finding.status for finding in checks.check_libraries(tried, gpu=True)]
+    statuses = [finding.status for finding in checks.check_libraries(tried)]
     assert sorted(statuses) == [INFO, OK, WARN]
-    assert FAIL in [f.status for f in checks.check_libraries([Import("peft", "crashed")], False)]
+    assert FAIL in [f.status for f in checks.check_libraries([Import("peft", "crashed")])]
 
 
 def test_imports_are_tried_where_they_can_do_no_harm(tmp_path, monkeypatch):
@@ -127,9 +130,7 @@ def test_imports_are_tried_where_they_can_do_no_harm(tmp_path, monkeypatch):
     tried = imports.try_imports(("raises_one", "exits_one", "sound_one"))
     assert [one.status for one in tried] == ["broken", "crashed", "ok"]
     assert tried[2].version == "1.2" and "no_such_part" in tried[0].message
-    began = time.monotonic()
     assert imports.try_import("hangs_one", timeout_s=2).status == "slow"
-    assert time.monotonic() - began < 60
     assert imports.try_import("not_there_at_all").status == "missing"
     assert not {"sound_one", "raises_one"} & set(sys.modules)
 
@@ -141,4 +142,4 @@ def test_this_machine_is_looked_at_for_real(capsys):
     assert "PyTorch version" in told["environment"]
     for one in told["findings"]:
         assert one["status"] in (OK, INFO) or (one["why"] and one["do"])
-    assert "\n" in doctor.render([doctor.Finding(**one) for one in told["findings"]])
+    assert "\n" in doctor.render([Finding(**one) for one in told["findings"]])

@@ -8,7 +8,6 @@ from pathlib import Path
 import nbformat
 import numpy as np
 import planted_lab
-import pypdf
 import pypdfium2
 import pytest
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_output
@@ -46,7 +45,8 @@ def made(tmp_path_factory) -> Path:
 def words_of(file: Path) -> str:
     """What a reader finds in a file, in one line."""
     if file.suffix == ".pdf":
-        text = " ".join(page.extract_text() for page in pypdf.PdfReader(file).pages)
+        pages = pypdfium2.PdfDocument(file)
+        text = " ".join(page.get_textpage().get_text_range() for page in pages)
     else:
         text = file.read_text(encoding="utf-8")
     return " ".join(text.split())
@@ -62,52 +62,42 @@ def changed(folder: Path, change) -> Path:
     return found
 
 
-def test_each_edition_has_all_files_and_a_page_that_leads_to_them(made):
-    for edition in editions.EDITIONS:
-        files = {path.name for path in (made / edition).iterdir()}
-        kinds = ("html", "pdf", "ipynb")
-        assert files == {f"{lab}.{kind}" for lab in LABS for kind in kinds} | {
-            "course.pdf",
-            "index.html",
-        }
-        for page in (made / "index.html", made / edition / "index.html"):
-            text = page.read_text()
-            targets = re.findall(r'href="([^"]+\.\w+)"', text)
-            assert targets and all((page.parent / target).is_file() for target in targets)
+@pytest.mark.parametrize("edition", editions.EDITIONS)
+def test_each_edition_has_all_files_and_a_page_that_leads_to_them(made, edition):
+    files = {path.name for path in (made / edition).iterdir()}
+    ours = {f"{lab}.{kind}" for lab in LABS for kind in ("html", "pdf", "ipynb")} | {"course.pdf"}
+    assert files == ours | {"index.html"}
+    text = (made / edition / "index.html").read_text()
+    assert set(re.findall(r'href="([^"]+\.\w+)"', text)) == ours
 
 
-def test_the_solution_is_in_every_file_of_the_instructors_and_in_none_of_the_students(made):
+def test_solutions_are_in_the_instructors_files_only_and_nothing_tells_of_the_machine(made):
     for name in (f"{STEM}.html", f"{STEM}.ipynb", f"{STEM}.pdf", "course.pdf"):
-        assert SECRET in words_of(made / "instructor" / name)
-        assert SECRET not in words_of(made / "student" / name)
-        assert "again" not in words_of(made / "student" / f"{STEM}.ipynb").partition("again')")[2]
-
-
-def test_nothing_tells_of_the_machine_or_of_how_it_was_run(made):
-    for edition in editions.EDITIONS:
-        for file in (made / edition).glob(f"{STEM}.*"):
-            words = words_of(file)
-            assert not [trace for trace in planted_lab.TRACES if trace in words], file
+        student, instructor = (words_of(made / edition / name) for edition in editions.EDITIONS)
+        assert SECRET in instructor and SECRET not in student
+        for words in (student, instructor):
+            assert not [trace for trace in planted_lab.TRACES if trace in words], name
+    outputs_after_it = words_of(made / "student" / f"{STEM}.ipynb").partition("again')")[2]
+    assert "again" not in outputs_after_it
 
 
 @pytest.mark.parametrize("kind", ["html", "pdf"])
-def test_the_first_page_says_what_is_on_record(made, kind):
+def test_a_page_has_its_facts_glyphs_and_last_words(made, kind):
     words = words_of(made / "student" / f"{STEM}.{kind}")
     for word in ("2026-11-20 10:20", "c0ffee123456", "numpy 2.5.2", "2 cores", "scale tiny"):
-        assert word in words
+        assert word in words  # of results.jsonl
     assert "Another" not in words
+    assert "についての紹介" in words and "and so on" in words  # the table's last word
 
 
-def test_glyphs_formulas_tables_and_figures_are_there(made):
+def test_formulas_and_figures_are_there(made):
     page = (made / "student" / f"{STEM}.html").read_text()
     assert "<mfrac>" in page
     assert page.count("data:image/png;base64,") == 1
     assert '<div class="part prediction">' in page
-    for words in (words_of(made / "student" / f"{STEM}.{kind}") for kind in ("html", "pdf")):
-        assert "についての紹介" in words and "W" in words
-        assert "and so on" in words  # the table's last word
-    reader = pypdf.PdfReader(made / "student" / f"{STEM}.pdf")
-    assert sum(len(page.images) for page in reader.pages) == 1
+    kinds = [pypdfium2.raw.FPDF_PAGEOBJ_IMAGE]
+    pages = pypdfium2.PdfDocument(made / "student" / f"{STEM}.pdf")
+    assert sum(len(list(page.get_objects(filter=kinds))) for page in pages) == 1
 
 
 class Loading(HTMLParser):
@@ -138,7 +128,7 @@ def test_a_page_loads_nothing_and_links_lead_somewhere(made):
                 assert not local or (page.parent / link).is_file(), link
 
 
-def test_strangers_markdown_stays_text(tmp_path):
+def test_strangers_markdown_stays_text_and_odd_records_do_no_harm(tmp_path):
     def plant(notebook):
         data = {"image/png": 'eCIgb25lcnJvcj0iYWxlcnQoMSk="><script>'}
         outputs = [
@@ -152,8 +142,16 @@ def test_strangers_markdown_stays_text(tmp_path):
             new_code_cell("show()", outputs=outputs),
         ]
 
-    out = tmp_path / "out"
-    assert handouts.main(changed(tmp_path, plant), out) == handouts.MADE
+    found, out = changed(tmp_path, plant), tmp_path / "out"
+    stamp = {"schema": 2, "lab": "42", "commit": "c0ffee123456"}
+    odd = [
+        stamp | {"machine": {"cpu": HOSTILE, "cores": "many"}},
+        stamp | {"at": "yesterday", "status": "done"},
+        stamp | {"at": 3, "status": "done", "parameters": [1]},
+    ]
+    with (found / "results.jsonl").open("a") as file:
+        file.write("\n".join(map(json.dumps, odd)) + "\n")
+    assert handouts.main(found, out) == handouts.MADE
     page = out / "student" / f"{STEM}.html"
     loading = Loading(page.read_text())
     assert not {"script", "iframe"} & loading.tags
@@ -181,24 +179,9 @@ def test_a_notebook_that_is_torn_or_unfinished_or_of_another_run_is_left_out(tmp
     (found / "notebooks" / "43_torn.ipynb").write_text('{"cells": [')
     assert handouts.main(found, tmp_path / "out", ["43"]) == handouts.WRONG_USAGE
     assert handouts.main(found, tmp_path / "out", ["44"]) == handouts.WRONG_USAGE
-    assert "42_planted_lab" in capsys.readouterr().err
+    assert "42 planted lab" in capsys.readouterr().err
     handouts.pages_of(found, [found / "notebooks" / f"{STEM}.ipynb"])  # it has a page all the same
     assert "Planted" in (found / "notebooks" / f"{STEM}.html").read_text()
-
-
-def test_odd_records_do_no_harm(tmp_path):
-    found = planted_lab.results_with_it(tmp_path / "found", REFERENCE.parent)
-    hostile = '::: import"@preview/x"\n*no* #read("page.typ") | $x$'
-    odd = [
-        {"machine": {"cpu": hostile, "cores": "many"}},
-        {"at": "yesterday", "status": "done"},
-        {"at": 3, "status": "done", "parameters": [1]},
-    ]
-    stamp = {"schema": 2, "lab": "42", "commit": "c0ffee123456"}
-    lines = [json.dumps(stamp | record) for record in odd]
-    with (found / "results.jsonl").open("a") as file:
-        file.write("\n".join(lines) + "\n")
-    assert handouts.main(found, tmp_path / "out") == handouts.MADE
 
 
 @pytest.mark.parametrize("edition", editions.EDITIONS)

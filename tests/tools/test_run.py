@@ -1,7 +1,7 @@
 """`labutils run`: usage is checked first, failures are told apart, and nothing measured is lost."""
 
+import dataclasses
 import fcntl
-import json
 import sys
 from pathlib import Path
 
@@ -9,13 +9,10 @@ import nbformat
 import psutil
 import pytest
 import troubled_notebooks
-from hypothesis import given
-from hypothesis import strategies as st
 
-from labutils.course import parameters
-from labutils.results.records import Run, read_runs
+from labutils.results.records import REPOSITORY, Run, read_runs
 from labutils.tools import run as runner
-from labutils.tools.run import Options, UsageError, batch, kernel, validation
+from labutils.tools.run import Options, UsageError, batch, kernel
 
 
 @pytest.fixture
@@ -36,6 +33,12 @@ def run(results_folder):
     return call
 
 
+def status_of(results: Path, name: str) -> str:
+    """What the executed notebook says about its run."""
+    executed = nbformat.read(results / "notebooks" / f"{name}.ipynb", as_version=4)
+    return executed.metadata.labutils["status"]
+
+
 def kept_run(folder: Path, lab: str, name: str) -> Run:
     (run,) = [run for run in read_runs(folder, lab) if run.run == name]
     return run
@@ -46,13 +49,11 @@ def kept_run(folder: Path, lab: str, name: str) -> Run:
     [
         ({"given": {"stepz": "3"}}, "steps"),
         ({"given": {"steps": "many"}}, "many"),
-        ({"given": {"steps": "2.5"}}, "whole"),
         ({"given": {"loud": "0"}}, "true"),
         ({"given": {"scale": "tiny"}}, "--scale"),
         ({"scale": "huge"}, "small"),
         ({"results": Path("/proc/results")}, "--results"),
         ({"results": Path("~nosuchuser/x")}, "--results"),
-        ({"results": Path("x" * 300)}, "--results"),
     ],
 )
 def test_wrong_usage_is_refused_and_leaves_nothing_behind(
@@ -82,41 +83,63 @@ def test_executed_notebooks_never_replace_the_labs(run, tmp_path):
     (tmp_path / "link").symlink_to(tmp_path)
     path = Path(troubled_notebooks.write(tmp_path / "notebooks", "fine"))
     before = path.read_bytes()
-    for place in (tmp_path, tmp_path / "link", Path(validation.records.REPOSITORY)):
+    for place in (tmp_path, tmp_path / "link", REPOSITORY):
         with pytest.raises(UsageError, match="replace"):
             run(str(path), results=place)
     assert path.read_bytes() == before
 
 
-def test_two_runs_do_not_share_a_folder(notebook, run, results_folder):
-    assert run(notebook("fine"))[0] == 0
+def test_a_lab_gets_its_parameters_and_this_interpreter(notebook, run, results_folder, monkeypatch):
+    monkeypatch.setenv("MPLBACKEND", "Agg")  # figures would vanish
+    asked = {"given": {"steps": "5", "loud": "true"}}
+    code, said = run(notebook("fine"), **asked)
+    assert code == 0, said
+    metrics = kept_run(results_folder, "fine", "first").metrics
+    assert (metrics["steps"], metrics["loud"], metrics["python"]) == (5, True, sys.executable)
+    assert "inline" in metrics["backend"]
+    output = results_folder / "notebooks" / "fine.ipynb"
+    assert str(results_folder.parent) not in repr(nbformat.read(output, 4).metadata.papermill)
+    assert "fine" in (results_folder / "index.html").read_text()
+
+    assert "done before" in run(notebook("fine"), **asked)[1]
     with (results_folder / "notebooks" / ".lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         with pytest.raises(UsageError, match="Another"):
             run(notebook("fine"))
 
-
-@given(st.text(), st.sampled_from(sorted(parameters.KINDS)))
-def test_a_word_becomes_a_value_of_the_declared_type_or_is_refused(word, kind):
-    try:
-        value = parameters.read("knob", word, kind)
-    except ValueError:
-        assert kind != "str"
-    else:
-        assert type(value) is parameters.KINDS[kind]
+    # A disk that refuses leaves the earlier notebook whole.
+    before = output.read_bytes()
+    kernel.part_of(output).mkdir()
+    code, said = run(notebook("fine"), force=True)
+    assert code == 1 and "could not be run" in said
+    assert output.read_bytes() == before
 
 
-def test_a_lab_gets_its_parameters_and_this_interpreter(notebook, run, results_folder, monkeypatch):
-    monkeypatch.setenv("MPLBACKEND", "Agg")  # figures would vanish
-    code, said = run(notebook("fine"), given={"steps": "5", "loud": "true"})
-    assert code == 0, said
-    metrics = kept_run(results_folder, "fine", "first").metrics
-    assert (metrics["steps"], metrics["loud"], metrics["python"]) == (5, True, sys.executable)
-    assert "inline" in metrics["MPLBACKEND"]
-    executed = nbformat.read(results_folder / "notebooks" / "fine.ipynb", as_version=4)
-    assert executed.metadata.labutils["status"] == "done"
-    assert str(results_folder.parent) not in repr(executed.metadata.papermill)
-    assert "fine" in (results_folder / "index.html").read_text()
+def test_a_lab_is_done_until_its_code_or_its_parameters_change(notebook, tmp_path):
+    path = Path(notebook("fine"))
+    (lab,) = runner.find([str(path)])
+    output = tmp_path / "executed.ipynb"
+
+    def stamped(status: str) -> Path:
+        executed = nbformat.read(path, as_version=4)
+        stamp = {"status": status, "code": lab.code, "parameters": {"steps": 4}}
+        executed.metadata["labutils"] = stamp
+        nbformat.write(executed, output)
+        return output
+
+    assert not batch.is_done(lab, {"steps": 4}, output)
+    assert batch.is_done(lab, {"steps": 4}, stamped("done"))
+    assert not batch.is_done(lab, {"steps": 5}, output)
+    assert not batch.is_done(dataclasses.replace(lab, number="11"), {"steps": 4}, output)
+    written = nbformat.read(path, as_version=4)
+    for cell, same in ((1, True), (-1, False)):  # prose, then code
+        written.cells[cell].source += "\n# more"
+        nbformat.write(written, path)
+        assert batch.is_done(*runner.find([str(path)]), {"steps": 4}, output) == same
+    kernel.part_of(output).touch()  # a later run was cut off
+    assert not batch.is_done(lab, {"steps": 4}, output)
+    kernel.part_of(output).unlink()
+    assert not batch.is_done(lab, {"steps": 4}, stamped("stopped"))
 
 
 def test_failures_are_told_apart_and_the_other_labs_still_run(notebook, run, results_folder):
@@ -126,80 +149,37 @@ def test_failures_are_told_apart_and_the_other_labs_still_run(notebook, run, res
     begun = ["os.kill(os.getpid(), signal.SIGKILL)", "sys.exit(0)"]
     for word in ["3 x 4", "exit code 3", "memory", "--shm-size", *begun]:
         assert word in said
+    assert "\x1b" not in said  # a terminal would obey it
+    for page in ("index.html", "notebooks/raises.html"):
+        assert "3 x 4" in (results_folder / page).read_text()
     assert {kept.lab for kept in read_runs(results_folder)} == set(names)
     for name in names:
-        executed = nbformat.read(results_folder / "notebooks" / f"{name}.ipynb", as_version=4)
         status = {"fine": "done", "raises": "failed", "quits": "failed"}.get(name, "died")
-        assert executed.metadata.labutils["status"] == status
+        assert status_of(results_folder, name) == status
     # What a kernel started ends with it, in a session of its own, too.
     pids = kept_run(results_folder, "exits", "ranks").samples["pids"]
     alive = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
     assert all(process.status() == psutil.STATUS_ZOMBIE for process in alive)
 
 
-def test_a_lab_is_done_until_its_code_or_its_parameters_change(notebook, run):
-    path = Path(notebook("fine"))
-    assert run(str(path))[0] == 0
-    assert "done before" in run(str(path))[1]
-    assert "done before" not in run(str(path), force=True)[1]
-    assert "done before" not in run(str(path), given={"steps": "4"})[1]
-    written = nbformat.read(path, as_version=4)
-    written.cells[1].source += "\nMore prose."
-    nbformat.write(written, path)
-    assert "done before" in run(str(path), given={"steps": "4"})[1]
-    written.cells[-1].source += " + 1"
-    nbformat.write(written, path)
-    assert "done before" not in run(str(path), given={"steps": "4"})[1]
+def test_ctrl_c_ends_the_lab_that_runs_and_starts_no_other(notebook, run, results_folder):
+    code, said = run(notebook("stops"), notebook("fine"))
+    assert code == runner.STOPPED
+    assert status_of(results_folder, "stops") == "stopped"
+    assert [kept.lab for kept in read_runs(results_folder)] == ["stops"]
+    assert str(results_folder) in said.splitlines()[-1]
 
 
-@pytest.mark.parametrize(("trouble", "code"), [("killed", 1), ("stops", 130)])
-def test_a_forced_lab_that_did_not_end_is_not_done(notebook, run, trouble, code):
-    assert run(notebook("fine"))[0] == 0
-    assert run(notebook("fine", trouble), notebook("raises"), force=True)[0] == code
-    assert "done before" not in run(notebook("fine"))[1]
+@pytest.mark.parametrize("limit", [3, 1e-6])
+def test_a_lab_that_takes_too_long_is_ended(notebook, run, results_folder, limit):
+    """Also one whose kernel is not there yet."""
+    code, said = run(notebook("sleeps"), timeout=limit)
+    assert code == 1 and f"--timeout {2 * limit:g}" in said
+    assert status_of(results_folder, "sleeps") == "timed out"
 
 
-def test_a_run_that_was_cut_off_is_not_done(notebook, run, results_folder):
-    assert run(notebook("fine"))[0] == 0
-    kernel.part_of(results_folder / "notebooks" / "fine.ipynb").touch()
-    assert "done before" not in run(notebook("fine"))[1]
-
-
-def test_a_disk_that_refuses_leaves_the_earlier_notebook_whole(notebook, run, results_folder):
-    assert run(notebook("fine"))[0] == 0
-    output = results_folder / "notebooks" / "fine.ipynb"
-    before = output.read_bytes()
-    kernel.part_of(output).mkdir()  # it can't be written, as on a full disk
-    code, said = run(notebook("fine"), force=True)
-    assert code == 1 and "could not be run" in said
-    assert output.read_bytes() == before
-
-
-def test_a_lab_that_takes_too_long_is_ended(notebook, run, results_folder):
-    code, said = run(notebook("sleeps"), timeout=4)
-    assert code == 1 and "--timeout 8" in said
-    stamp = json.loads((results_folder / "notebooks" / "sleeps.ipynb").read_text())["metadata"]
-    assert stamp["labutils"]["status"] == "timed out"
-
-
-def test_labs_run_at_once_and_say_so(notebook, run, results_folder, monkeypatch):
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    code, said = run(notebook("meets"), notebook("also", "meets"), jobs=2)
-    assert code == 0, said
-    runs = list(read_runs(results_folder))
-    assert [run.beside for run in runs] == [1, 1]
-    assert all(int(run.metrics["OMP_NUM_THREADS"]) >= 1 for run in runs)
-
-
-@given(st.sets(st.integers(0, 12)), st.integers(1, 20), st.integers(0, 9))
-def test_every_lab_runs_once_and_lab_11_after_all_others(numbers, jobs, gpus):
-    labs = [runner.Lab(f"{number:02}", Path()) for number in numbers]
-    order = [lab.number for group in batch.groups(labs, jobs, gpus) for lab in group]
-    assert sorted(order) == sorted(lab.number for lab in labs)
-    assert "11" not in order or order[-1] == "11"
-
-
-def test_a_kernel_ended_before_it_started_starts_nothing(notebook, run, results_folder):
-    code, said = run(notebook("fine"), timeout=1e-6)
-    assert code == 1 and "limit" in said
-    assert not read_runs(results_folder)
+def test_lab_11_sums_up_and_runs_last(run, monkeypatch):
+    order = []
+    monkeypatch.setattr(batch, "is_done", lambda lab, *_: order.append(lab.number) or True)
+    assert run("11", "10", "00")[0] == 0
+    assert order == ["10", "00", "11"]

@@ -12,15 +12,14 @@ loud: bool = False  # say more
 """
 FIRST = """\
 import os, signal, subprocess, sys, time
-from labutils.results.records import BESIDE, Results, Run, read_runs, told
+from labutils.results.records import Results, Run
 kept = Results(os.environ["LABUTILS_RESULTS"])
-seen = {{name: os.environ.get(name) for name in ("OMP_NUM_THREADS", "MPLBACKEND")}}
-metrics = dict(steps=steps, loud=loud, python=sys.executable, **seen)
-kept.append(Run("{name}", "first", metrics=metrics, beside=told(BESIDE)))
+metrics = dict(steps=steps, loud=loud, python=sys.executable, backend=os.environ["MPLBACKEND"])
+kept.append(Run("{name}", "first", metrics=metrics))
 """
 TROUBLE = {
     "fine": "steps",
-    "raises": "raise ValueError('no such shape: 3 x 4')",
+    "raises": "raise ValueError('no such shape: 3 x 4' + chr(27) + '[2J')",
     "exits": """\
 ranks = [subprocess.Popen(["sleep", "600"], start_new_session=own) for own in (False, True)]
 kept.append(Run("{name}", "ranks", samples=dict(pids=[rank.pid for rank in ranks])))
@@ -30,11 +29,6 @@ os._exit(3)""",
     "quits": "sys.exit(0)",
     "stops": "os.kill(os.getppid(), signal.SIGINT)\ntime.sleep(600)",
     "sleeps": "time.sleep(600)",
-    "meets": """\
-end = time.monotonic() + 60
-while len(read_runs(kept.path)) < 2:  # until another lab is at work, too
-    assert time.monotonic() < end, "alone"
-    time.sleep(0.05)""",
 }
 
 

@@ -10,21 +10,10 @@ import json as json_format
 import textwrap
 from collections.abc import Sequence
 
-from labutils.tools.doctor.checks import FAIL, INFO, OK, WARN, Finding, examine
-from labutils.tools.doctor.imports import Import, try_import
+from labutils.tools.doctor.checks import FAIL, OK, WARN, Finding, examine
+from labutils.tools.doctor.imports import try_import
 
-__all__ = [
-    "FAIL",
-    "INFO",
-    "OK",
-    "WARN",
-    "Finding",
-    "Import",
-    "examine",
-    "main",
-    "render",
-    "try_import",
-]
+__all__ = ["examine", "main", "render", "try_import"]
 
 
 def render(findings: Sequence[Finding], width: int = 100) -> str:
@@ -34,12 +23,10 @@ def render(findings: Sequence[Finding], width: int = 100) -> str:
     for finding in findings:
         head = f"{finding.status:<4}  {finding.check:<{column}}  "
         indent = " " * len(head)
-        lines += textwrap.wrap(finding.found, width, initial_indent=head, subsequent_indent=indent)
-        if finding.status != OK:
-            lines += textwrap.wrap(
-                finding.why, width, initial_indent=indent, subsequent_indent=indent
-            )
-            lines += [f"{indent}-> {finding.do}"] if finding.do else []
+        for part in (finding.found, finding.why if finding.status != OK else ""):
+            lines += textwrap.wrap(part, width, initial_indent=head, subsequent_indent=indent)
+            head = indent
+        lines += [f"{indent}-> {finding.do}"] if finding.do and finding.status != OK else []
     fails, warns = (sum(f.status == status for f in findings) for status in (FAIL, WARN))
     last = "Everything the labs need is here."
     if fails:

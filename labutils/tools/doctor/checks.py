@@ -9,33 +9,30 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-import tomllib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from importlib import metadata
 from pathlib import Path
-
-from packaging.requirements import Requirement
 
 from labutils.profiling import machine
 from labutils.profiling.cuda_architectures import runs_on
-from labutils.results.records import REPOSITORY
-from labutils.tools.doctor.imports import Import, try_imports
+from labutils.tools.doctor.imports import Import, try_import, try_imports
 
 OK, INFO, WARN, FAIL = "ok", "info", "warn", "fail"
 CORE = ("torch", "transformers", "diffusers", "peft", "accelerate", "datasets")
 EXTRAS = {
-    "bitsandbytes": (False, "QLoRA's 4-bit weights come from it.", "make install"),
-    "nvitop": (False, "Lab 02 reads the GPU's utilization through it.", "make install"),
-    "triton": (True, "torch.compile makes its GPU kernels with it.", "make install"),
-    "transformer_engine.pytorch": (True, "It has FP8 layers.", "make te"),
-    "torchao.float8": (True, "Lab 05 compares its FP8 layers.", "make torchao"),
-    "unsloth": (True, "It is another way to QLoRA.", "make unsloth"),
-    "xformers": (True, "No lab needs it.", "pip uninstall xformers"),
+    "bitsandbytes": ("QLoRA's 4-bit weights come from it.", "make install"),
+    "nvitop": ("Lab 02 reads the GPU's utilization through it.", "make install"),
+    "triton": ("torch.compile makes its GPU kernels with it.", "make install"),
+    "transformer_engine.pytorch": ("It has FP8 layers.", "make te"),
+    "torchao.float8": ("Lab 05 compares its FP8 layers.", "make torchao"),
+    "unsloth": ("It is another way to QLoRA.", "make unsloth"),
+    "xformers": ("No lab needs it.", "pip uninstall xformers"),
 }
-"""Package -> (whether it is of use on a GPU only, why, what to type)."""
+"""Package -> (why, what to type). Those of `make install` are no option."""
+WITHOUT_GPU = ("bitsandbytes", "nvitop")
+"""Those that are of use without a GPU, too. They can be imported after those of `CORE`."""
 BATCH_BYTES, PREFETCH, MOST_WORKERS = 512 * 512 * 3 * 4, 2, 12
 """One 512x512 image in float32, the batches a worker keeps ready, and where lab 03's sweep ends."""
 
@@ -51,68 +48,47 @@ class Finding:
     do: str = ""
 
 
-def check_versions(requirements: Sequence[str] = ()) -> Iterator[Finding]:
-    """Python and the installed packages against what pyproject.toml asks for."""
-    python = platform.python_version()
-    if not (3, 11) <= sys.version_info[:2] < (3, 13):
-        why = "The course is tested on Python 3.11 and 3.12."
-        yield Finding("Python", FAIL, python, why, "make PYTHON=python3.12 VENV=.venv312 install")
-    file = REPOSITORY / "pyproject.toml"
-    if not requirements and file.is_file():
-        requirements = tomllib.loads(file.read_text("utf-8"))["project"]["dependencies"]
-    wrong = []
-    for requirement in map(Requirement, requirements):
-        try:
-            version = metadata.version(requirement.name)
-        except metadata.PackageNotFoundError:
-            wrong.append(f"{requirement.name} is missing")
-            continue
-        if not requirement.specifier.contains(version.partition("+")[0], prereleases=True):
-            wrong.append(f"{requirement.name} {version} is not {requirement.specifier}")
-    if wrong:
+def check_versions() -> Iterator[Finding]:
+    """The installed packages against what the course asks for, as pip sees them."""
+    done = subprocess.run([sys.executable, "-m", "pip", "check"], capture_output=True, text=True)
+    wrong = [line for line in done.stdout.splitlines() if line.startswith("labutils ")]
+    if wrong or not done.stdout:
+        words = " ".join(wrong) or done.stderr.strip()
         why = "The labs were tested with other versions."
-        yield Finding("Versions", WARN, "; ".join(wrong), why, "make install")
+        yield Finding("Versions", WARN, words, why, "make install")
     else:
-        words = f"Python {python}, {len(requirements)} packages as the course asks for"
+        words = f"Python {platform.python_version()}, packages as the course asks for"
         yield Finding("Versions", OK, words)
 
 
-def check_gpu(torch: Import, smi: str = "nvidia-smi") -> Iterator[Finding]:
+def check_gpu(torch: Import) -> Iterator[Finding]:
     """The driver and the GPU, as nvidia-smi and PyTorch see them."""
-    facts, answer = torch.facts, None
-    if shutil.which(smi):
-        words = [smi, "--query-gpu=driver_version,name", "--format=csv,noheader"]
-        try:
-            answer = subprocess.run(words, capture_output=True, text=True, timeout=20)
-        except subprocess.TimeoutExpired:
-            answer = subprocess.CompletedProcess(words, 1, "", "it did not answer within 20 s")
+    facts, driver = torch.facts, machine.driver()
     built = f"torch {torch.version} for {'CUDA ' + facts['cuda'] if facts.get('cuda') else 'CPU'}"
     if torch.status != "ok":
-        why = "Every lab needs it."
-        yield Finding("GPU", FAIL, f"torch is {torch.status}: {torch.message}", why, "make install")
+        words = f"torch is {torch.status}: {torch.message}"
+        yield Finding("GPU", FAIL, words, "Every lab needs it.", "make install")
     elif facts["available"]:
         words = f"{facts['card']}, {facts['gb']:.0f} GB; {built}"
-        if facts["used_gb"] > 0.1 * facts["gb"]:
-            why = "Whatever holds its memory may also compute: times will vary."
-            words += f"; {facts['used_gb']:.0f} GB are in use"
-            yield Finding("GPU", WARN, words, why, "nvidia-smi    (lists the processes)")
-        else:
-            yield Finding("GPU", OK, words)
-    elif os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+        is_shared = facts["used_gb"] > 0.1 * facts["gb"]
+        words += f"; {facts['used_gb']:.0f} GB are in use" * is_shared
+        why = "Whatever holds its memory may also compute: times will vary."
+        do = "nvidia-smi    (lists the processes)"
+        yield Finding("GPU", WARN if is_shared else OK, words, why, do)
+    elif driver and os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         words = f"hidden by CUDA_VISIBLE_DEVICES; {built}"
         yield Finding("GPU", INFO, words, "Labs run on the CPU.", "unset CUDA_VISIBLE_DEVICES")
-    elif answer is None:
+    elif driver:
+        words = f"there is one, with driver {driver}, but not for PyTorch ({built})"
+        why = facts["warning"] or "A build for the CPU can't use it."
+        serves_13 = int(driver.partition(".")[0]) >= 580  # the driver, CUDA 13
+        yield Finding("GPU", FAIL, words, why, build_for("cu130" if serves_13 else "cu126"))
+    elif shutil.which("nvidia-smi"):
+        do = "nvidia-smi    (says why. Mostly a reboot helps; a container needs --gpus all)"
+        yield Finding("GPU", FAIL, "nvidia-smi is here and fails", "No GPU can be used.", do)
+    else:
         why = "All labs run on the CPU at scale tiny; the rest is shown from our H200's records."
         yield Finding("GPU", INFO, f"none; {built}", why)
-    elif answer.returncode:
-        words = " ".join((answer.stdout + answer.stderr).split())[:300]
-        do = "sudo reboot    (then reinstall the driver; a container needs --gpus all)"
-        yield Finding("GPU", FAIL, f"nvidia-smi fails: {words}", "No GPU can be used.", do)
-    else:
-        words = f"{answer.stdout.strip().splitlines()[0]}, but not for PyTorch ({built})"
-        why = facts["warning"] or "A build for the CPU can't use it."
-        serves_13 = int(words.partition(".")[0]) >= 580  # the driver, CUDA 13
-        yield Finding("GPU", FAIL, words, why, build_for("cu130" if serves_13 else "cu126"))
 
 
 def check_architectures(torch: Import) -> Iterator[Finding]:
@@ -145,9 +121,9 @@ def build_for(wheels: str) -> str:
     return f"pip install --upgrade 'torch>=2.11,<2.14' --index-url {index}"
 
 
-def check_libraries(imports: Sequence[Import], gpu: bool) -> Iterator[Finding]:
+def check_libraries(imports: Sequence[Import]) -> Iterator[Finding]:
     """How importing went, `imports` being of `CORE` and `EXTRAS`."""
-    sound, useless = [], []
+    sound = []
     for one in imports:
         words = f"{one.name} {one.status}" + f": {one.message}" * bool(one.message)
         if one.status == "ok":
@@ -155,58 +131,45 @@ def check_libraries(imports: Sequence[Import], gpu: bool) -> Iterator[Finding]:
         elif one.name in CORE:
             yield Finding("Libraries", FAIL, words, "The labs need it.", "make install")
         else:
-            only_gpu, why, do = EXTRAS[one.name]
-            if only_gpu and not gpu:
-                useless.append(one.name)
-            elif one.status == "missing" and do.endswith(("te", "torchao", "unsloth", "xformers")):
-                yield Finding("Libraries", INFO, words, why, do * (one.name != "xformers"))
-            else:
-                yield Finding("Libraries", WARN, words, why, do)
+            why, do = EXTRAS[one.name]
+            is_option = one.status == "missing" and do != "make install"
+            do = "" if is_option and one.name == "xformers" else do
+            yield Finding("Libraries", INFO if is_option else WARN, words, why, do)
     yield Finding("Libraries", OK, ", ".join(sound))
-    if useless:
-        words = f"not tried without a GPU: {', '.join(useless)}"
-        yield Finding("Libraries", INFO, words, "They are of no use here.")
 
 
 def check_compiler() -> Iterator[Finding]:
-    """The C++ compiler that torch.compile would use builds a program with OpenMP."""
-    names = ("clang++", "g++") if sys.platform == "darwin" else ("g++", "clang++")
-    named = os.environ.get("CXX")
-    path = next(filter(None, map(shutil.which, [named] if named else names)), None)
-    why = "torch.compile builds C++ with it; lab 04 would skip its compiled rungs."
-    do = "xcode-select --install" if sys.platform == "darwin" else "sudo apt install g++"
-    if path is None:
-        yield Finding("C++ compiler", WARN, f"there is no {named or 'g++'}", why, do)
-        return
+    """The C++ compiler that torch.compile would use builds a program with OpenMP and Python.h."""
+    is_mac = sys.platform == "darwin"
+    compiler = os.environ.get("CXX") or ("clang++" if is_mac else "g++")
+    openmp = [] if is_mac else ["-fopenmp"]
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "trial.cpp"
-        source.write_text(
-            "#include <vector>\nint main() { return std::vector<int>(1).size() - 1; }"
-        )
-        openmp = [] if sys.platform == "darwin" else ["-fopenmp"]
-        words = [path, *openmp, str(source), "-o", str(source.with_suffix(".out"))]
-        done = subprocess.run(words, capture_output=True, text=True)
-    if done.returncode:
-        yield Finding("C++ compiler", WARN, f"{path}: {done.stderr.strip()[:200]}", why, do)
-    elif not (Path(sysconfig.get_paths()["include"]) / "Python.h").exists():
-        yield Finding(
-            "C++ compiler", WARN, "Python.h is missing", why, "sudo apt install python3-dev"
-        )
+        source.write_text("#include <Python.h>\n#include <vector>\nint main() { return 0; }")
+        words = [compiler, *openmp, f"-I{sysconfig.get_paths()['include']}", source]
+        try:
+            done = subprocess.run([*words, "-o", f"{folder}/trial"], capture_output=True, text=True)
+            last = f"exit code {done.returncode}: {done.stderr.strip()[:200]}"
+            problem = last if done.returncode else ""
+        except OSError as error:
+            problem = str(error)
+    if problem:
+        why = "torch.compile builds C++ with it; lab 04 would skip its compiled rungs."
+        do = "xcode-select --install" if is_mac else "sudo apt install g++ python3-dev"
+        yield Finding("C++ compiler", WARN, f"{compiler} fails: {problem}", why, do)
     else:
-        yield Finding("C++ compiler", OK, f"{Path(path).name} builds programs with OpenMP")
+        yield Finding("C++ compiler", OK, f"{compiler} builds programs with OpenMP")
 
 
-def check_host(cores: int, ram_gb: float | None) -> Iterator[Finding]:
+def check_host(cores: int, ram_gb: float) -> Iterator[Finding]:
     """Cores and RAM that this process may use."""
-    words = f"{cores} cores" + (f", {ram_gb:.0f} GB of RAM" if ram_gb else "")
-    if ram_gb and ram_gb < 7:
+    words = f"{cores} cores, {ram_gb:.0f} GB of RAM"
+    if ram_gb < 7:
         why = "Labs with several workers need about 6 GB; without it a notebook's kernel dies."
         yield Finding("Host", WARN, words, why, "docker run --memory=8g ...    (or close programs)")
-    elif cores < 4:
-        why = "DataLoader workers share them with the training: few workers will be best."
-        yield Finding("Host", INFO, words, why)
     else:
-        yield Finding("Host", OK, words)
+        why = "DataLoader workers share them with the training: few workers will be best."
+        yield Finding("Host", INFO if cores < 4 else OK, words, why)
 
 
 def check_shared_memory(free_gb: float | None) -> Iterator[Finding]:
@@ -216,12 +179,12 @@ def check_shared_memory(free_gb: float | None) -> Iterator[Finding]:
         return
     fit = int(free_gb * 1e9 // (BATCH_BYTES * PREFETCH))
     words = f"/dev/shm has {free_gb:.2g} GB free, enough for {fit} workers at batch 1"
+    status = WARN if fit else FAIL
     if fit >= 4 * MOST_WORKERS:  # labs also run micro-batches of four
-        yield Finding("Shared memory", OK, words)
-        return
+        status = OK
     why = "More workers die with a bus error. Docker gives 64 MB unless told otherwise."
     do = "docker run --shm-size=8g ...    (or: sudo mount -o remount,size=8G /dev/shm)"
-    yield Finding("Shared memory", WARN if fit else FAIL, words, why, do)
+    yield Finding("Shared memory", status, words, why, do)
 
 
 def check_disk(folder: Path) -> Iterator[Finding]:
@@ -230,42 +193,40 @@ def check_disk(folder: Path) -> Iterator[Finding]:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder) as file:
             file.write(b"doctor")
+        free_gb = shutil.disk_usage(folder).free / 1e9
+        words = f"{str(folder).replace(str(Path.home()), '~', 1)}, {free_gb:.0f} GB free"
     except OSError as error:
-        words = f"{folder} can't be written to: {error.strerror}"
-        do = "export LABUTILS_CACHE=/a/folder/you/own"
-        yield Finding("Disk", FAIL, words, "Images and compiled code are kept there.", do)
-        return
-    free_gb = shutil.disk_usage(folder).free / 1e9
-    words = f"{str(folder).replace(str(Path.home()), '~', 1)}, {free_gb:.0f} GB free"
-    if free_gb < 10:
-        why = 'Images and compiled code take about 3 GB, real weights (weights="hub") 5 GB.'
-        do = "export LABUTILS_CACHE=/a/larger/disk"
-        yield Finding("Disk", FAIL if free_gb < 1 else WARN, words, why, do)
-    else:
-        yield Finding("Disk", OK, words)
+        free_gb, words = 0.0, f"{folder} can't be written to: {error.strerror}"
+    status = FAIL if free_gb < 1 else WARN if free_gb < 10 else OK
+    why = 'Images and compiled code take about 3 GB, real weights (weights="hub") 5 GB.'
+    yield Finding("Disk", status, words, why, "export LABUTILS_CACHE=/a/larger/disk/of/yours")
 
 
 def check_environment() -> Iterator[Finding]:
-    """A variable of the shell that would make compiled code eager without a word."""
+    """Variables of the shell that would change what labs do without a word."""
     if os.environ.get("TORCHDYNAMO_DISABLE", "0") != "0":
         why = "torch.compile does nothing: lab 04's compiled rungs would be eager ones."
-        yield Finding(
-            "Environment", WARN, "TORCHDYNAMO_DISABLE is set", why, "unset TORCHDYNAMO_DISABLE"
-        )
+        do = "unset TORCHDYNAMO_DISABLE"
+        yield Finding("Environment", WARN, "TORCHDYNAMO_DISABLE is set", why, do)
+    backend = os.environ.get("MPLBACKEND", "inline")
+    if backend != "inline" and not backend.startswith("module://"):
+        why = "Notebooks in JupyterLab would show no figures."
+        yield Finding("Environment", WARN, f"MPLBACKEND is {backend}", why, "unset MPLBACKEND")
 
 
 def examine() -> list[Finding]:
     """Every check of this machine, in the order of the table: some 20 s. Raises nothing."""
-    with ThreadPoolExecutor(4) as pool:
-        core = pool.submit(try_imports, CORE)  # one process: they build on each other
-        extras = pool.map(lambda name: try_imports((name,))[0], EXTRAS)
-        core, extras = core.result(), list(extras)
+    imports = list(try_imports((*CORE, *WITHOUT_GPU)))  # in one process: they build on each other
+    torch = imports[0]
+    if torch.facts.get("available"):
+        with ThreadPoolExecutor(4) as pool:
+            imports += pool.map(try_import, [name for name in EXTRAS if name not in WITHOUT_GPU])
     shm, cache = Path("/dev/shm"), Path(os.environ.get("LABUTILS_CACHE") or "~/.cache/labutils")
     checks = (
         check_versions,
-        partial(check_gpu, core[0]),
-        partial(check_architectures, core[0]),
-        partial(check_libraries, [*core, *extras], bool(core[0].facts.get("available"))),
+        partial(check_gpu, torch),
+        partial(check_architectures, torch),
+        partial(check_libraries, imports),
         check_compiler,
         lambda: check_host(machine.usable_cores(), machine.ram_gb()),
         lambda: check_shared_memory(shutil.disk_usage(shm).free / 1e9 if shm.is_dir() else None),

@@ -10,8 +10,8 @@ import json
 import sys
 import warnings
 
-MARK = "@labutils@"
-"""Begins each line of ours: packages print what they like."""
+MESSAGE = "\x1e"
+"""Begins each line of ours, as `child_process` reads them: packages print what they like."""
 LAZY = {"transformers": "CLIPTextModel", "diffusers": "UNet2DConditionModel"}
 """Packages that import nothing until a name is asked for."""
 
@@ -70,7 +70,7 @@ def main(names):
         except BaseException as error:  # also sys.exit
             missing = isinstance(error, ModuleNotFoundError) and error.name == root
             said = {"status": "missing" if missing else "broken", "message": first_words(error)}
-        print(MARK + json.dumps({"name": name, **said}), flush=True)
+        print("\n" + MESSAGE + json.dumps({"name": name, **said}), flush=True)
 
 
 if __name__ == "__main__":

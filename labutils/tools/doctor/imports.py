@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import json
-import os
-import signal
-import subprocess
-import sys
 import tempfile
 from dataclasses import dataclass, field
 from typing import Any
 
 from labutils.tools.doctor import import_probe
-from labutils.training.child_process import end_group
+from labutils.training.child_process import Child
+
+QUIET = {"HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore", "TQDM_DISABLE": "1"}
 
 
 @dataclass(frozen=True)
@@ -33,44 +30,23 @@ class Import:
 def try_imports(names: tuple[str, ...], timeout_s: float = 60) -> tuple[Import, ...]:
     """Import the packages one after the other in one process of their own. What follows one that
     crashed or hung is tried in another."""
-    names = tuple(name for name in names if name)
-    if len(names) == 1 and importlib.util.find_spec(names[0].partition(".")[0]) is None:
-        return (Import(names[0], "missing"),)
-    quiet = {"HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore", "TQDM_DISABLE": "1"}
-    with tempfile.TemporaryDirectory() as folder:  # some write where they are imported
-        process = subprocess.Popen(
-            [sys.executable, "-P", import_probe.__file__, *names],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            errors="replace",
-            cwd=folder,
-            env=os.environ | quiet,
-            start_new_session=True,
-        )
-        try:
-            output, errors = process.communicate(timeout=timeout_s)
-            slow = False
-        except subprocess.TimeoutExpired:
-            end_group(process)
-            output, errors = process.communicate()
-            slow = True
-    lines = [line.partition(import_probe.MARK)[2] for line in output.splitlines()]
-    imports = tuple(Import(**json.loads(line)) for line in lines if line)
-    if len(imports) == len(names):
-        return imports
-    failed, *others = names[len(imports) :]
-    if slow:
-        death = Import(failed, "slow", message=f"not done after {timeout_s:g} s")
-    else:
-        code = process.returncode
-        how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-        last = (errors.strip().splitlines() or [""])[-1][:200]
-        death = Import(failed, "crashed", message=f"the process ended with {how}: {last}")
-    return (*imports, death, *(try_imports(tuple(others), timeout_s) if others else ()))
+    imports: list[Import] = []
+    words = ["-P", import_probe.__file__, *names]
+    with (
+        tempfile.TemporaryDirectory() as folder,  # some write where they are imported
+        Child(words, limit_s=timeout_s, environment=QUIET, folder=folder) as child,
+    ):
+        while len(imports) < len(names) and (told := child.receive()) is not None:
+            imports.append(Import(**told))
+        if len(imports) < len(names):
+            status = "slow" if child.timed_out else "crashed"
+            imports.append(Import(names[len(imports)], status, message=child.failure()))
+    others = names[len(imports) :]
+    return (*imports, *(try_imports(others, timeout_s) if others else ()))
 
 
 def try_import(name: str, timeout_s: float = 60) -> Import:
     """Import one package in a process of its own."""
+    if importlib.util.find_spec(name.partition(".")[0]) is None:
+        return Import(name, "missing")
     return try_imports((name,), timeout_s)[0]

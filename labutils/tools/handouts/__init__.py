@@ -12,19 +12,22 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import nbformat
+from nbformat import NotebookNode
 
-from labutils.results import records
+from labutils.results import records, report
 from labutils.tools.handouts import documents, editions, index
-from labutils.tools.handouts.documents import Chapter, ConversionError, moment
+from labutils.tools.handouts.documents import Chapter
+from labutils.tools.run.validation import UsageError, path_of
 
+Records = Sequence[dict[str, Any]]
 MADE, A_LAB_LEFT_OUT, WRONG_USAGE = 0, 1, 2
 NEVER = datetime.fromtimestamp(0, UTC)
 """Stands for a time that nobody wrote down."""
@@ -34,12 +37,7 @@ class Mismatch(Exception):
     """A notebook that is left out, or its records don't belong to it; the message says why."""
 
 
-def main(
-    results: Path | None,
-    out: Path | None,
-    labs: Sequence[str] = (),
-    say: Callable[[str], None] = print,
-) -> int:
+def main(results: Path | None, out: Path | None, labs: Sequence[str] = ()) -> int:
     """Make the handouts of `labs`, without names of all there are, and then the course's PDF too.
 
     results: a results folder; None: LABUTILS_RESULTS, else the newest. out: where they go; None:
@@ -48,43 +46,37 @@ def main(
     """
     try:
         folder = _folder(results)
-        reading = records.read_file(folder / "results.jsonl")
-        records.check_usable([reading])
+        known = records.read_records(folder)
         default = records.REPOSITORY / "results" / "handouts" / folder.resolve().name
         target = records.named(out) if out else default
-        paths = _chosen(_notebooks_in(folder), labs)
-        made, left_out = _make(paths, reading.records, target, with_course=not labs)
-    except (ValueError, OSError, ImportError) as error:
+        there = _notebooks_in(folder)
+        paths = sorted({path_of(lab, there) for lab in labs}) or there
+        left_out: dict[str, str] = {}
+        for edition in editions.EDITIONS:
+            left_out |= _make(edition, paths, known, target / edition, not labs)
+    except (ValueError, OSError, ImportError, UsageError, RuntimeError) as error:
         print(f"labutils handouts: {error}", file=sys.stderr)
         return WRONG_USAGE
-    for line in left_out:
-        say(f"Left out: {line}")
-    if reading.passed_over:
-        say(f"Passed over: {reading.told()}")
-    if not made:
+    for stem, why in left_out.items():
+        print(f"Left out: lab {stem[:2]}: {why}")
+    if len(left_out) == len(paths):
         print(f"labutils handouts: no lab in {folder} can be given out.", file=sys.stderr)
         return WRONG_USAGE
-    say(f"{made} labs, in two editions: {target / 'index.html'}")
+    count = len(paths) - len(left_out)
+    for edition in editions.EDITIONS:
+        print(f"{count} labs, {edition}’s edition: {target / edition / 'index.html'}")
     return A_LAB_LEFT_OUT if left_out else MADE
 
 
-def _folder(named: Path | None) -> Path:
-    """The results folder meant. Raises `ValueError` that says what to type where there is none."""
-    if given := named or os.environ.get("LABUTILS_RESULTS"):
-        folder = records.named(given)
-        folder = folder.parent if folder.name == "results.jsonl" else folder
-        if not os.path.isfile(folder / "results.jsonl"):
-            raise ValueError(
-                f"{folder} has no results.jsonl. Name the folder that a run wrote to, as in: "
-                "labutils handouts --results results/NAME. Our own is reference/h200."
-            )
-        return folder
-    files = records.files_below(records.REPOSITORY / "results")
-    folders = [file.parent for file in files if _notebooks_in(file.parent)]
+def _folder(asked: Path | None) -> Path:
+    """The results folder meant, which has executed notebooks. Raises `ValueError` that says what to
+    type where there is none."""
+    folders = [file.parent for file in report.result_files(asked)]
+    folders = [folder for folder in folders if _notebooks_in(folder)]
     if not folders:
         raise ValueError(
-            "There are no executed notebooks in results/ yet. Run the labs (labutils run), or take "
-            "ours: labutils handouts --results reference/h200"
+            "There are no executed notebooks beside the results. Run the labs (labutils run), or "
+            "take ours: labutils handouts --results reference/h200"
         )
     return folders[-1]
 
@@ -94,51 +86,37 @@ def _notebooks_in(folder: Path) -> list[Path]:
     return sorted((folder / "notebooks").glob(name)) or sorted(folder.glob(name))
 
 
-def _chosen(paths: Sequence[Path], labs: Sequence[str]) -> list[Path]:
-    """Those of `paths` that `labs` call by number or name; all without names."""
-    chosen = []
-    for lab in labs:
-        named = [p for p in paths if lab in (p.stem, p.name) or lab.zfill(2) == p.stem[:2]]
-        if not named:
-            there = ", ".join(path.stem for path in paths) or "none"
-            raise ValueError(f"There is no executed notebook of lab {lab!r}. There are: {there}.")
-        chosen += named
-    return sorted(set(chosen)) if labs else list(paths)
-
-
 def _make(
-    paths: Sequence[Path], known: Sequence[dict[str, Any]], target: Path, with_course: bool
-) -> tuple[int, list[str]]:
-    """Write every edition of every lab below `target`, and what leads to them; (labs made, why
-    others are left out). Raises `OSError`."""
+    edition: str, paths: Sequence[Path], known: Records, place: Path, with_course: bool
+) -> dict[str, str]:
+    """Write one edition of every lab into `place`; (lab's stem -> why it is left out). Raises
+    `OSError`, and `RuntimeError` of the course's PDF or the index."""
+    place.mkdir(parents=True, exist_ok=True)
     left_out: dict[str, str] = {}
     pages = {path.name for path in paths}
     with TemporaryDirectory() as scratch, ThreadPoolExecutor(os.cpu_count()) as workers:
-        for edition in editions.EDITIONS:
-            place = target / edition
-            place.mkdir(parents=True, exist_ok=True)
-            workshop = documents.workshop(Path(scratch) / edition)
+        workshop = documents.workshop(Path(scratch))
 
-            def one(path: Path) -> tuple[Chapter, str] | None:
-                try:
-                    chapter = _chapter(path, known, edition)  # noqa: B023  used before the next
-                    nbformat.write(chapter.notebook, place / path.name)  # noqa: B023
-                    documents.page(chapter, place, pages)  # noqa: B023
-                    return chapter, documents.pdf(chapter, workshop, place)[1]  # noqa: B023
-                except (Mismatch, ConversionError) as error:
-                    left_out[path.stem] = f"lab {path.stem[:2]}: {error}"
-                    return None
+        def one(path: Path) -> tuple[Chapter, str] | None:
+            try:
+                chapter = _chapter(path, known, edition)
+                nbformat.write(chapter.notebook, place / path.name)
+                documents.page(chapter, place, pages)
+                return chapter, documents.pdf(chapter, workshop, place)
+            except (Mismatch, RuntimeError) as error:
+                left_out[path.stem] = str(error)
+                return None
 
-            chapters = [made for made in workers.map(one, paths) if made]
-            if with_course and chapters:
-                documents.course(chapters, workshop, place)
-    index.write(target)
-    return len(paths) - len(left_out), list(left_out.values())
+        chapters = [made for made in workers.map(one, paths) if made]
+        if with_course and chapters:
+            documents.course(chapters, workshop, place)
+    index.write(place, edition)
+    return left_out
 
 
 def pages_of(folder: Path, executed: Sequence[Path]) -> None:
     """Write an HTML page beside each of these notebooks of a results folder, whatever became of its
-    run. Raises `OSError`, `ImportError` or `ConversionError`."""
+    run. Raises `OSError`, `ImportError` or `RuntimeError`."""
     known = records.read_records(folder)
     pages = {path.name for path in _notebooks_in(folder)}
 
@@ -149,7 +127,7 @@ def pages_of(folder: Path, executed: Sequence[Path]) -> None:
         list(workers.map(one, executed))
 
 
-def _chapter(path: Path, known: Sequence[dict[str, Any]], edition: str) -> Chapter:
+def _chapter(path: Path, known: Records, edition: str) -> Chapter:
     """Raises `Mismatch` where the file is no notebook; and, for an edition that is given out, where
     it was not run to its end, or its records are of another run."""
     try:
@@ -165,51 +143,47 @@ def _chapter(path: Path, known: Sequence[dict[str, Any]], edition: str) -> Chapt
     return Chapter(path.stem, edition, editions.edition_of(notebook, edition), facts, at)
 
 
-def _facts(
-    number: str, notebook: nbformat.NotebookNode, known: Sequence[dict[str, Any]]
-) -> tuple[dict[str, str], datetime]:
+def _facts(number: str, notebook: NotebookNode, known: Records) -> tuple[dict[str, str], datetime]:
     """(what results.jsonl says about the run that `notebook` shows, when it ended)."""
     again = f"To run it: labutils run {number} --force with the same --results"
     if notebook.metadata.get("labutils", {}).get("status", "done") != "done":
         raise Mismatch(f"its notebook was not run to its end. {again}")
     mine = [record for record in known if record.get("lab") == number]
     times = notebook.metadata.get("papermill", {})
-    first = moment(times["start_time"]) if times.get("end_time") else NEVER
-    last = moment(times["end_time"]) if times.get("end_time") else datetime.now(UTC)
-    done, at = None, NEVER
-    for record in mine:
-        try:
-            ended = moment(record["at"])
-        except (KeyError, TypeError, ValueError):  # edited by hand
-            continue
-        if record.get("status") == "done" and first <= ended <= last + timedelta(seconds=5):
-            done, at = record, ended
-    if done is None:
+    first = _moment(times.get("start_time"))
+    last = _moment(times.get("end_time", datetime.now(UTC).isoformat()))
+    ends = {_moment(r.get("at")): r for r in mine if r.get("status") == "done"}
+    ends = {at: record for at, record in ends.items() if first < at <= last}
+    if not ends:
         raise Mismatch(f"results.jsonl has no run that ended when its notebook did. {again}")
+    at, done = max(ends.items(), key=lambda pair: pair[0])
     runs = [r for r in mine if r.get("machine") and r.get("commit") == done.get("commit")]
-    machines = dict.fromkeys(_machine(run["machine"]) for run in runs)
-    versions = runs[-1].get("versions", {}) if runs else {}
-    parameters = done.get("parameters", {})
+    run = runs[-1] if runs else {}
+    given = {k: v for k, v in done.get("parameters", {}).items() if k != "results_dir"}
     facts = {
         "executed": f"{at:%Y-%m-%d %H:%M} UTC, in {done.get('seconds')} s",
-        "machine": "; ".join(machines),
-        "beside": "other labs at once: times are disturbed" if done.get("beside") else "",
-        "parameters": _listed({k: v for k, v in parameters.items() if k != "results_dir"}),
-        "versions": _listed(versions),
+        "machine": _machine(run["machine"]) if run else "",
+        "parameters": _listed(given),
+        "versions": _listed(run.get("versions", {})),
         "commit": str(done.get("commit", "")),
     }
     return facts, at
 
 
-def _listed(words: dict[str, Any]) -> str:
+def _moment(text: Any) -> datetime:
+    """The time that ISO 8601 gives, in UTC; `NEVER` where somebody edited it by hand."""
+    try:
+        return datetime.fromisoformat(text).astimezone(UTC)
+    except (TypeError, ValueError):
+        return NEVER
+
+
+def _listed(words: Mapping[str, Any]) -> str:
     return ", ".join(f"{name} {word}" for name, word in words.items())
 
 
-def _machine(facts: dict[str, Any]) -> str:
-    """A machine in one line: "NVIDIA H200 (150 GB); Intel Xeon, 16 cores, 135 GB, Debian 12"."""
-    parts = [str(facts.get("cpu", "unknown CPU")).replace("(R)", "").replace("(TM)", "")]
-    parts += [f"{facts['cores']} cores"] if "cores" in facts else []
-    parts += [f"{facts['ram_gb']:.0f} GB"] if isinstance(facts.get("ram_gb"), float) else []
-    parts += [str(facts["os"])] if "os" in facts else []
-    gpu = f"{facts['gpu']} ({facts.get('gpu_memory_gb', '?')} GB); " if facts.get("gpu") else ""
-    return gpu + ", ".join(parts)
+def _machine(facts: Mapping[str, Any]) -> str:
+    """A machine in one line: "NVIDIA H200, Intel Xeon, 16 cores, 135.1 GB, Debian 12"."""
+    size = f"{facts.get('cores', '?')} cores, {facts.get('ram_gb', '?')} GB"
+    parts = [facts.get("gpu"), facts.get("cpu"), size, facts.get("os")]
+    return ", ".join(str(part) for part in parts if part)

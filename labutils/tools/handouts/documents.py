@@ -6,8 +6,8 @@ fonts that were installed with it, and a page forbids its browser to load anythi
 
 from __future__ import annotations
 
+import copy
 import functools
-import html
 import importlib.util
 import json
 import re
@@ -17,7 +17,7 @@ import subprocess
 import sys
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +25,11 @@ import nbformat
 from nbformat import NotebookNode
 from nbformat.v4 import new_markdown_cell
 
-from labutils.tools.pages import COURSE, TEMPLATE
+from labutils.tools.pages import COURSE, as_html, title_of
 
 HERE = Path(__file__).parent
 READ = "ipynb-raw_html-smart-pandoc_title_block"
+FILTER = f"--lua-filter={HERE / 'notebook.lua'}"
 EDITION_TITLES = {
     "student": "Student edition",
     "instructor": "Instructor’s edition, with solutions",
@@ -45,10 +46,6 @@ sys.exit("; ".join(str(warning.message) for warning in warnings) or 0)
 MEMORY_LIMIT, TIME_LIMIT_S = 8 * 2**30, 300
 
 
-class ConversionError(Exception):
-    """Pandoc or Typst could not do it; the message is theirs."""
-
-
 @dataclass(frozen=True)
 class Chapter:
     """One edition of one lab. `facts`: what its first page says about the run, by name; `at`: when
@@ -62,54 +59,49 @@ class Chapter:
 
     @property
     def title(self) -> str:
-        text = self.notebook.cells[0].source if self.notebook.cells else ""
-        return next(iter(re.findall(r"^# (.+)$", text, re.M)), self.stem)
+        return title_of(self.notebook) or self.stem
 
 
-def page(chapter: Chapter, target: Path, pages: Collection[str] = ()) -> Path:
-    """The chapter as one HTML file that loads nothing. `pages`: the notebooks that have a page
-    beside it. Raises `ConversionError`."""
-    words = {
-        "title": f"{chapter.title} · {COURSE}",
-        "edition": EDITION_TITLES[chapter.edition],
-        "course": COURSE,
-    }
-    variables = [f"--variable={name}:{html.escape(word)}" for name, word in words.items()]
-    options = ["--standalone", f"--template={TEMPLATE}", "--mathml", "--toc", "--toc-depth=2"]
-    text = _converted(chapter, "html5", [*options, *variables, f"-Mpages={' '.join(pages)}"])
-    text = re.sub(r' xmlns="http://www\.w3\.org/[^"]*"', "", text)  # HTML5 needs no such addresses
-    file = target / f"{chapter.stem}.html"
-    file.write_text(text, encoding="utf-8")
-    return file
+def page(chapter: Chapter, target: Path, pages: Collection[str] = ()) -> None:
+    """Write the chapter as one HTML file that loads nothing. `pages`: the notebooks that have a
+    page beside it. Raises `RuntimeError`."""
+    options = [FILTER, f"-Mpages={' '.join(pages)}"]
+    source = nbformat.writes(_with_facts(chapter))
+    text = as_html(source, READ, chapter.title, EDITION_TITLES[chapter.edition], options)
+    (target / f"{chapter.stem}.html").write_text(text, encoding="utf-8")
 
 
-def pdf(chapter: Chapter, scratch: Path, target: Path) -> tuple[Path, str]:
-    """(the chapter as a PDF, its words in Typst's language). `scratch` is a `workshop`. Raises
-    `ConversionError`."""
+def pdf(chapter: Chapter, scratch: Path, target: Path) -> str:
+    """Write the chapter as a PDF; its text in Typst's language. `scratch` is a `workshop`. Raises
+    `RuntimeError`."""
+    import pypandoc
+
     highlighting = ["--syntax-highlighting=idiomatic", f"--extract-media={scratch}"]
-    text = _converted(chapter, "typst", highlighting)
+    options = ["--wrap=none", "--sandbox", FILTER, *highlighting]
+    source = nbformat.writes(_with_facts(chapter))
+    text = pypandoc.convert_text(source, "typst", format=READ, extra_args=options)
     text = text.replace("align(center)[#table(", "align(left)[#table(")
-    words = {"title": chapter.title, "edition": EDITION_TITLES[chapter.edition]}
-    opening = f"#show: handout.with({_named(words)})\n"
-    return _set(opening + text, scratch, target / f"{chapter.stem}.pdf", chapter.at), text
+    opening = f"#show: handout.with({_named(chapter.title, chapter.edition)})\n"
+    _set(opening + text, scratch, target / f"{chapter.stem}.pdf", chapter.at)
+    return text
 
 
-def course(chapters: Sequence[tuple[Chapter, str]], scratch: Path, target: Path) -> Path:
-    """All chapters, given with their words, as one PDF. Raises `ConversionError`."""
-    edition = EDITION_TITLES[chapters[0][0].edition]
-    words = _named({"title": COURSE, "edition": edition})
-    rows = [
-        "(" + ", ".join(map(_quoted, (one.title, *map(one.facts.get, COVER, [""] * 9)))) + ")"
-        for one, _ in chapters
-    ]
-    opening = (
-        f"#show: handout.with({words}, whole: true)\n#cover({words}, labs: ({', '.join(rows)},))"
-    )
-    text = "\n\n".join([opening, *(text for _, text in chapters)])
-    return _set(text, scratch, target / "course.pdf", max(one.at for one, _ in chapters))
+def course(chapters: Sequence[tuple[Chapter, str]], scratch: Path, target: Path) -> None:
+    """Write all chapters, given with their texts in Typst's language, as one PDF. Raises
+    `RuntimeError`."""
+    words = _named(COURSE, chapters[0][0].edition)
+    rows = []
+    for one, _ in chapters:
+        cells = [one.title, *(one.facts.get(name, "") for name in COVER)]
+        rows.append(f"({', '.join(map(_quoted, cells))})")
+    opening = f"#show: handout.with({words}, whole: true)"
+    cover = f"#cover({words}, labs: ({', '.join(rows)},))"
+    text = "\n\n".join([opening, cover, *(text for _, text in chapters)])
+    _set(text, scratch, target / "course.pdf", max(one.at for one, _ in chapters))
 
 
 COVER = ("executed", "machine", "commit")
+"""Facts that stand on the course's cover, a row a lab."""
 
 
 def workshop(folder: Path) -> Path:
@@ -126,43 +118,26 @@ def workshop(folder: Path) -> Path:
     return folder
 
 
-def _converted(chapter: Chapter, form: str, options: Sequence[str]) -> str:
-    import pypandoc
-
-    notebook = nbformat.from_dict(json.loads(nbformat.writes(_with_facts(chapter))))
-    for cell in notebook.cells:  # attachments are named after their cell
-        cell.id = f"{chapter.stem[:2]}-{cell.id}"
-    words = ["--wrap=none", "--sandbox", f"--lua-filter={HERE / 'notebook.lua'}", *options]
-    try:
-        return pypandoc.convert_text(nbformat.writes(notebook), form, format=READ, extra_args=words)
-    except RuntimeError as error:
-        raise ConversionError(f"pandoc could not make {form} of {chapter.stem}: {error}") from None
-
-
 def _with_facts(chapter: Chapter) -> NotebookNode:
     """The notebook with a box of facts below its title."""
-    notebook = nbformat.from_dict(chapter.notebook)
-    cells = list(notebook.cells)
-    title, _, rest = cells[0].source.partition("\n") if cells else ("", "", "")
-    escaped = {
-        name: re.sub(r"([\\`*_|$<\[\]~])", r"\\\1", words)
-        for name, words in chapter.facts.items()
-        if words
-    }
-    rows = [f"| **{name}** | {words} |" for name, words in escaped.items()]
-    box = new_markdown_cell(
-        "\n".join(["|   |   |", "|---|---|", *rows]), id="facts", metadata={"tags": ["facts"]}
-    )
-    opening = new_markdown_cell(title, id="title")
-    if cells:
-        cells[0].source = rest
-    notebook.cells = [opening, box, *cells]
+    notebook = copy.deepcopy(chapter.notebook)
+    rows = ["|   |   |", "|---|---|"]
+    for name, words in chapter.facts.items():
+        escaped = re.sub(r"([\\`*_|$<\[\]~])", r"\\\1", words)
+        rows += [f"| **{name}** | {escaped} |"] if words else []
+    box = new_markdown_cell("\n".join(rows), metadata={"tags": ["facts"]})
+    title = new_markdown_cell()
+    if notebook.cells:
+        title.source, _, notebook.cells[0].source = notebook.cells[0].source.partition("\n")
+    notebook.cells = [title, box, *notebook.cells]
+    for place, cell in enumerate(notebook.cells):  # attachments are named after their cell
+        cell.id = f"{chapter.stem[:2]}-{place}"
     return notebook
 
 
-def _set(text: str, scratch: Path, file: Path, at: datetime) -> Path:
+def _set(text: str, scratch: Path, file: Path, at: datetime) -> None:
     """Typst's `text` as a PDF, set in a process that may take so much time and memory. Raises
-    `ConversionError`, for a warning too: one may be of a missing font."""
+    `RuntimeError`, for a warning too: one may be of a missing font."""
     source = scratch / f"{file.stem}.typ"
     source.write_text(f'#import "page.typ": *\n{text}', encoding="utf-8")
     words = [sys.executable, "-c", SET, source, scratch / "fonts", file, str(int(at.timestamp()))]
@@ -172,22 +147,16 @@ def _set(text: str, scratch: Path, file: Path, at: datetime) -> Path:
             words, capture_output=True, text=True, timeout=TIME_LIMIT_S, preexec_fn=limit
         )
     except subprocess.TimeoutExpired:
-        raise ConversionError(f"Typst took more than {TIME_LIMIT_S} s over {file.name}") from None
+        raise RuntimeError(f"Typst took more than {TIME_LIMIT_S} s over {file.name}") from None
     if done.returncode:
         last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-        raise ConversionError(f"Typst could not set {file.name}: {last}")
-    return file
+        raise RuntimeError(f"Typst could not set {file.name}: {last}")
 
 
-def _named(words: dict[str, str]) -> str:
-    return ", ".join(f"{name}: {_quoted(word)}" for name, word in words.items())
+def _named(title: str, edition: str) -> str:
+    return f"title: {_quoted(title)}, edition: {_quoted(EDITION_TITLES[edition])}"
 
 
 def _quoted(word: str) -> str:
-    """A string in Typst's language."""
-    return '"' + word.replace("\\", "\\\\").replace('"', '\\"') + '"'
-
-
-def moment(text: Any) -> datetime:
-    """The time that ISO 8601 gives, in UTC. Raises `ValueError` or `TypeError`."""
-    return datetime.fromisoformat(text).astimezone(UTC)
+    """A string in Typst's language, which quotes as JSON does."""
+    return json.dumps(word, ensure_ascii=False)

@@ -1,14 +1,13 @@
-"""The pages that lead to the handouts: one for both editions, and one inside each."""
+"""The page that leads to the handouts of one edition."""
 
 from __future__ import annotations
 
-import html
-import re
 from pathlib import Path
 
+import nbformat
+
 from labutils.tools.handouts.documents import EDITION_TITLES
-from labutils.tools.handouts.editions import EDITIONS
-from labutils.tools.pages import COURSE, filled, link, table
+from labutils.tools.pages import COURSE, MARKDOWN, as_html, table, title_of
 
 KINDS = {".html": "HTML", ".pdf": "PDF", ".ipynb": "notebook"}
 ABOUT = (
@@ -17,35 +16,19 @@ ABOUT = (
 )
 
 
-def write(target: Path) -> None:
-    """Write the pages of what lies in `target`, made now or earlier. Raises `OSError`."""
-    made = [edition for edition in EDITIONS if (target / edition).is_dir()]
-    for edition in made:
-        _write_page(target / edition, {"": edition})
-    _write_page(target, {f"{edition}/": edition for edition in made})
-
-
-def _write_page(folder: Path, editions: dict[str, str]) -> None:
-    """`editions`: where each lies below the folder -> its name."""
-    found = [path for place in editions for path in sorted((folder / place).glob("[0-9]*.html"))]
-    titles = {path.stem: _title(path) for path in reversed(found)}
-    rows, contents = [], []
-    for stem in [*sorted(titles), "course"]:
-        cells = [html.escape(titles.get(stem, "all labs"))]
-        for place in editions:
-            files = [(word, f"{place}{stem}{ending}") for ending, word in KINDS.items()]
-            there = [link(word, file) for word, file in files if (folder / file).is_file()]
-            cells.append(" · ".join(there))
-        rows += [cells] if any(cells[1:]) else []
-        if stem in titles:
-            contents.append((titles[stem], f"{next(iter(editions))}{stem}.html"))
-    several = len(editions) > 1
-    kind = "Handouts" if several else EDITION_TITLES[next(iter(editions.values()), "student")]
-    head = ["lab", *(f"{edition}’s edition" * several for edition in editions.values())]
-    page = filled(COURSE, kind, contents, f"<p>{ABOUT}</p>\n{table(head, rows)}")
+def write(folder: Path, edition: str) -> None:
+    """Write the page of what lies in `folder`, made now or earlier. Raises `OSError` or
+    `RuntimeError`."""
+    rows = []
+    for path in sorted(folder.glob("[0-9]*.ipynb")):
+        title = title_of(nbformat.read(path, as_version=4)) or path.stem
+        rows.append([title, _links(folder, path.stem)])
+    rows.append(["all labs", _links(folder, "course")])
+    text = f"# {COURSE}\n\n{ABOUT}\n\n{table(['lab', ''], [row for row in rows if row[1]])}\n"
+    page = as_html(text, MARKDOWN, COURSE, EDITION_TITLES[edition])
     (folder / "index.html").write_text(page, encoding="utf-8")
 
 
-def _title(page: Path) -> str:
-    found = re.search(r"<title>(.*?)</title>", page.read_text(encoding="utf-8")[:2000])
-    return html.unescape(found[1]).removesuffix(f" · {COURSE}") if found else page.stem
+def _links(folder: Path, stem: str) -> str:
+    files = {word: f"{stem}{ending}" for ending, word in KINDS.items()}
+    return " · ".join(f"[{word}]({f})" for word, f in files.items() if (folder / f).is_file())

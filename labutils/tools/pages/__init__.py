@@ -1,5 +1,4 @@
-"""The look of the course's HTML pages: one template, filled by pandoc with a lab, and here with a
-list of links.
+"""The look of the course's HTML pages: one template, which pandoc fills.
 
 A page loads nothing: style, icon and pictures are in it, and it forbids its browser to fetch
 anything else.
@@ -11,43 +10,38 @@ import html
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from urllib.parse import quote
+
+from nbformat import NotebookNode
 
 COURSE = "GPU Fine-Tuning Lab"
 TEMPLATE = Path(__file__).parent / "page.html"
-"""Its places: $title$, $course$, $edition$ (what kind of page it is), $toc$, $body$."""
+MARKDOWN = "commonmark-raw_html+pipe_tables"
+"""Pandoc's name for the language of pages that lead to others."""
 
 
-def filled(title: str, kind: str, contents: Sequence[tuple[str, str]], body: str) -> str:
-    """The page `title` of that `kind`: `contents` are (words, path), `body` is HTML; the rest is
-    plain text.
+def as_html(text: str, form: str, title: str, kind: str, options: Sequence[str] = ()) -> str:
+    """The page of a text in pandoc's format `form`, which loads nothing.
+
+    title, kind: in plain words, what the page and what kind of page it is. options: more of
+    pandoc's. Raises `RuntimeError` with pandoc's words.
     """
-    items = "".join(f"<li>{link(words, path)}</li>" for words, path in contents)
-    parts = {
-        "title": html.escape(f"{title} · {COURSE}"),
-        "course": COURSE,
-        "edition": html.escape(kind),
-        "toc": f"<ul>{items}</ul>",
-        "body": f"<h1>{html.escape(title)}</h1>\n{body}",
-    }
-    return re.sub(r"\$(\w+)\$", lambda place: parts[place[1]], TEMPLATE.read_text(encoding="utf-8"))
+    import pypandoc
+
+    words = {"title": f"{title} · {COURSE}", "course": COURSE, "edition": kind}
+    variables = [f"--variable={name}:{html.escape(word)}" for name, word in words.items()]
+    look = ["--standalone", f"--template={TEMPLATE}", "--mathml", "--toc", "--toc-depth=2"]
+    all_options = ["--sandbox", "--wrap=none", *look, *variables, *options]
+    page = pypandoc.convert_text(text, "html5", format=form, extra_args=all_options)
+    return re.sub(r' xmlns="http://www\.w3\.org/[^"]*"', "", page)  # HTML5 needs no such addresses
 
 
-def link(words: str, path: str) -> str:
-    """A link to a file below the page."""
-    return f'<a href="{quote(path)}">{html.escape(words)}</a>'
+def title_of(notebook: NotebookNode) -> str:
+    """The first heading of a notebook, "" where it has none."""
+    cells = [cell.source for cell in notebook.cells if cell.cell_type == "markdown"]
+    return next(iter(re.findall(r"^# (.+)$", "\n".join(cells), re.M)), "")
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequence[int] = ()) -> str:
-    """A table of HTML cells; `numbers`: the columns that are set to the right."""
-
-    def row(cells: Sequence[str], tag: str) -> str:
-        right = ' style="text-align: right"'
-        told = (
-            f"<{tag}{right if place in numbers else ''}>{cell}</{tag}>"
-            for place, cell in enumerate(cells)
-        )
-        return f"<tr>{''.join(told)}</tr>"
-
-    body = "\n".join(row(cells, "td") for cells in rows)
-    return f"<table>\n<thead>{row(head, 'th')}</thead>\n<tbody>\n{body}\n</tbody>\n</table>"
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table in Markdown, of cells in Markdown."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(cell.replace('|', ' ') for cell in line)} |" for line in lines)

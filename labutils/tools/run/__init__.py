@@ -1,26 +1,15 @@
-"""`labutils run`: labs from first cell to last, each by papermill in a kernel of its own.
+"""`labutils run`: labs from first cell to last, one after the other, each by papermill in a kernel
+of its own.
 
     code = run(["00", "03"], Options(scale="tiny"))
 
 What a person can get wrong is checked before anything runs (`validation`). After that a lab may
-raise, die or hang, and the others still run; Ctrl-C ends them all. What was measured is kept, and
+raise, die or hang, and the others still run; Ctrl-C ends the run. What was measured is kept, and
 the executed notebook shows how far it came (`kernel`). A lab whose executed notebook says that it
 is done is not run again (`batch`). index.html leads to all of it (`index`).
 """
 
-from labutils.tools.run.batch import A_LAB_FAILED, ALL_RAN, STOPPED, run
-from labutils.tools.run.kernel import Outcome
-from labutils.tools.run.validation import NOTEBOOKS, Lab, Options, UsageError, find
+from labutils.tools.run.batch import ALL_RAN, STOPPED, run
+from labutils.tools.run.validation import NOTEBOOKS, Options, UsageError, find
 
-__all__ = [
-    "ALL_RAN",
-    "A_LAB_FAILED",
-    "NOTEBOOKS",
-    "STOPPED",
-    "Lab",
-    "Options",
-    "Outcome",
-    "UsageError",
-    "find",
-    "run",
-]
+__all__ = ["ALL_RAN", "NOTEBOOKS", "STOPPED", "Options", "UsageError", "find", "run"]

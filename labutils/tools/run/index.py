@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import html
-import json
-import re
 import shlex
+import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from urllib.parse import quote
 
-from labutils.tools.pages import filled, link, table
+import nbformat
+
+from labutils.tools.pages import MARKDOWN, as_html, table, title_of
 from labutils.tools.run.kernel import Outcome
 from labutils.tools.run.validation import short
 
@@ -22,6 +23,7 @@ def write(
     A page that can't be written is no failure of the labs: it is said. None where there is no page.
     """
     executed = sorted((folder / "notebooks").glob("[!.]*.ipynb"))
+    file = folder / "index.html"
     try:
         if with_pages:
             from labutils.tools import handouts
@@ -29,10 +31,11 @@ def write(
             handouts.pages_of(folder, [path for path in executed if _is_stale(path)])
     except Exception as error:  # the labs have run: how they went must still be said
         say(f"No HTML pages of the executed notebooks: {type(error).__name__}: {error}")
-    file = folder / "index.html"
     try:
-        file.write_text(_as_html(folder, executed, outcomes), encoding="utf-8")
-    except OSError as error:
+        text = _as_markdown(folder, executed, outcomes)
+        page = as_html(text, MARKDOWN, f"Results: {folder.name}", "Executed notebooks")
+        file.write_text(page, encoding="utf-8")
+    except (OSError, RuntimeError) as error:
         say(f"No {short(file)}: {error}")
         return None
     return file
@@ -43,39 +46,34 @@ def _is_stale(notebook: Path) -> bool:
     return not page.is_file() or page.stat().st_mtime < notebook.stat().st_mtime
 
 
-def _as_html(folder: Path, executed: Sequence[Path], outcomes: Sequence[Outcome]) -> str:
-    rows, contents = [], []
+def _as_markdown(folder: Path, executed: Sequence[Path], outcomes: Sequence[Outcome]) -> str:
+    rows = []
     for path in executed:
-        title, status, seconds, scale = _read(path)
+        title, *cells = _read(path)
         page = path.with_suffix(".html")
-        address = f"notebooks/{page.name if page.is_file() else path.name}"
-        contents.append((title, address))
-        cells = map(html.escape, (status, seconds, scale))
-        rows.append([link(title, address), *cells, link("notebook", f"notebooks/{path.name}")])
-    report = html.escape(shlex.join(["labutils", "report", "--results", short(folder)]))
+        first = quote(page.name if page.is_file() else path.name)
+        last = f"[notebook](notebooks/{quote(path.name)})"
+        rows.append([f"[{title}](notebooks/{first})", *cells, last])
+    report = shlex.join(["labutils", "report", "--results", short(folder)])
     parts = [
-        f"<p>Verdicts with their reasons come from <code>{report}</code>. "
-        f"{link('results.jsonl', 'results.jsonl')} holds every run, one a line.</p>",
-        f'<div class="output">{table(("lab", "status", "seconds", "scale", ""), rows)}</div>',
+        f"# Results: {folder.name}",
+        f"Verdicts with their reasons come from `{report}`. [results.jsonl](results.jsonl) holds "
+        "every run, one a line.",
+        table(("lab", "status", "seconds", "scale", ""), rows),
     ]
-    if troubles := [outcome.message for outcome in outcomes if outcome.message]:
-        parts.append("<h2>What went wrong</h2>")
-        parts += [
-            f'<div class="output"><pre>{html.escape(words)}</pre></div>' for words in troubles
-        ]
-    return filled(f"Results: {folder.name}", "Executed notebooks", contents, "\n".join(parts))
+    troubles = [outcome.message for outcome in outcomes if outcome.message]
+    parts += ["## What went wrong"] * bool(troubles)
+    parts += ["\n    " + textwrap.indent(words, "    ") for words in troubles]
+    return "\n\n".join(parts)
 
 
 def _read(path: Path) -> tuple[str, str, str, str]:
     """(first heading, status, seconds, scale) of an executed notebook, as far as it says."""
     try:
-        notebook = json.loads(path.read_text(encoding="utf-8"))
-        text = "\n".join(
-            "".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "markdown"
-        )
-        stamp = notebook["metadata"].get("labutils", {})
-        seconds, parameters = stamp.get("seconds", ""), stamp.get("parameters", {})
-        title = next(iter(re.findall(r"^# (.+)$", text, re.M)), path.stem)
-        return title, str(stamp.get("status", "")), str(seconds), str(parameters.get("scale", ""))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # cut off, or no notebook
+        notebook = nbformat.read(path, as_version=4)
+    except Exception:  # cut off, or no notebook: nbformat passes on what json and its schema raise
         return path.stem, "not readable", "", ""
+    stamp = notebook.metadata.get("labutils", {})
+    scale = stamp.get("parameters", {}).get("scale", "")
+    title = title_of(notebook) or path.stem
+    return title, stamp.get("status", ""), str(stamp.get("seconds", "")), scale

@@ -1,27 +1,23 @@
-"""What a person asked for: labs, parameters, scale and folder, all checked before anything runs."""
+"""What a person asked for: labs, their parameters and a folder, all checked before a lab runs."""
 
 from __future__ import annotations
 
-import ast
+import fcntl
 import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from labutils.course import parameters
 from labutils.profiling import machine
 from labutils.results import records
 
 NOTEBOOKS = records.REPOSITORY / "notebooks"
-OWN_OPTION = {
-    "scale": "--scale",
-    "weights": "--weights",
-    "data": "--data",
-    "results_dir": "--results",
-}
+HAVE_OPTIONS = ("scale", "weights", "data", "results_dir")
+"""Parameters that the command line has an option for."""
 
 
 class UsageError(Exception):
@@ -29,23 +25,13 @@ class UsageError(Exception):
 
 
 @dataclass(frozen=True)
-class Parameter:
-    """One line of a parameters cell: `kind` is its type's name, `help` its comment."""
-
-    name: str
-    kind: str
-    default: Any
-    help: str
-
-
-@dataclass(frozen=True)
 class Lab:
-    """A notebook. `number`: "03", or the file's stem where the name has no number. `code`: a digest
-    of its code cells."""
+    """A notebook. `number`: "03", or the file's stem where the name has no number. `parameters`:
+    the lines of its parameters cell as papermill reads them. `code`: a digest of its code cells."""
 
     number: str
     path: Path
-    parameters: Mapping[str, Parameter] = field(default_factory=dict)
+    parameters: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     code: str = ""
 
     @property
@@ -57,8 +43,8 @@ class Lab:
 class Options:
     """How labs are to be run.
 
-    given: words for the labs' own parameters; force: also labs that are done; jobs: labs side by
-    side; timeout: s that a lab may take.
+    given: words for the labs' own parameters; force: also labs that are done; timeout: s that a lab
+    may take.
     """
 
     scale: str = "auto"
@@ -67,7 +53,6 @@ class Options:
     results: Path | None = None
     given: Mapping[str, str] = field(default_factory=dict)
     force: bool = False
-    jobs: int = 1
     timeout: float = 1800.0
 
 
@@ -81,19 +66,20 @@ def find(names: Sequence[str] = (), folder: Path = NOTEBOOKS) -> list[Lab]:
     known = sorted(folder.glob("[0-9][0-9]_*.ipynb"))
     if not known and not names:
         raise UsageError(f"There are no labs in {folder}. Run this from a checkout of the course.")
-    paths = dict.fromkeys(_path(name, known) for name in names) if names else known
     labs: dict[str, Lab] = {}
-    for lab in map(_open, paths):
+    for path in dict.fromkeys(path_of(name, known) for name in names) if names else known:
+        lab = _open(path)
         if other := labs.get(lab.number):
             raise UsageError(
-                f"{short(other.path)} and {short(lab.path)} are both lab {lab.number}: their "
-                "results would replace each other. Run each with a --results of its own."
+                f"{short(other.path)} and {short(path)} are both lab {lab.number}: their results "
+                "would replace each other. Run each with a --results of its own."
             )
         labs[lab.number] = lab
     return list(labs.values())
 
 
-def _path(name: str, known: Sequence[Path]) -> Path:
+def path_of(name: str, known: Sequence[Path]) -> Path:
+    """The notebook that `name` means among `known`. Raises `UsageError` where it means none."""
     if name.endswith(".ipynb") and Path(name).is_file():
         return Path(name).resolve()
     for path in known:
@@ -104,7 +90,7 @@ def _path(name: str, known: Sequence[Path]) -> Path:
 
 
 def _open(path: Path) -> Lab:
-    """Raises `UsageError` where the file is no notebook, or its parameters can't be read."""
+    """Raises `UsageError` where the file is no notebook, or a parameter has no type."""
     import nbformat
     import papermill
 
@@ -113,95 +99,77 @@ def _open(path: Path) -> Lab:
         cells = nbformat.read(path, as_version=4).cells
     except Exception as error:  # papermill passes on what json, nbformat or the disk raise
         raise UsageError(f"{short(path)} can't be read as a notebook: {error}") from None
+    for name, line in declared.items():
+        if line["inferred_type_name"] not in parameters.KINDS:
+            kinds = ", ".join(parameters.KINDS)
+            raise UsageError(f"{short(path)}: parameter {name} needs a type, one of: {kinds}.")
     number = path.stem[:2] if re.match(r"\d\d_", path.stem) else path.stem
     code = records.digest(cell.source.encode() for cell in cells if cell.cell_type == "code")
-    return Lab(
-        number, path, {name: _parameter(path, **told) for name, told in declared.items()}, code
-    )
+    return Lab(number, path, declared, code)
 
 
-def _parameter(
-    path: Path, name: str, inferred_type_name: str, default: str, help: str
-) -> Parameter:
-    try:
-        value = ast.literal_eval(default)
-    except (ValueError, SyntaxError):
-        raise UsageError(f"{short(path)}: {name} must be a plain value, not {default}.") from None
-    kind = inferred_type_name if inferred_type_name in parameters.KINDS else type(value).__name__
-    if kind not in parameters.KINDS:
-        kinds = ", ".join(parameters.KINDS)
-        raise UsageError(f"{short(path)}: {name} is a {kind}; a parameter is one of: {kinds}.")
-    return Parameter(name, kind, value, help)
-
-
-def scales_of(asked: str, labs: Sequence[Lab]) -> dict[str, str]:
-    """Lab's number -> the scale to run it at. Raises `UsageError` for an unknown scale."""
-    try:
-        parameters.check("scale", asked, "str")
-    except ValueError as error:
-        raise UsageError(f"{error} Type --scale with one of them.") from None
-    facts = machine.machine_facts()
-    return {
-        lab.number: machine.scale_for(facts, lab.number) if asked == "auto" else asked
-        for lab in labs
-    }
-
-
-def values_of(lab: Lab, options: Options, scale: str) -> dict[str, Any]:
-    """Every parameter's value for `lab`, results_dir left out. Raises `UsageError` for one that the
-    lab does not take."""
-    own = [p for name, p in lab.parameters.items() if name not in OWN_OPTION]
+def values_of(lab: Lab, options: Options) -> dict[str, Any]:
+    """The values that `lab` is given; what nobody asked for stays as its notebook has it. Raises
+    `UsageError` for a parameter that the lab lacks, and for a value that it does not take."""
     for name in options.given:
-        if name in OWN_OPTION:
-            raise UsageError(f"-p {name} is set by an option of its own: {OWN_OPTION[name]}.")
+        if name in HAVE_OPTIONS:
+            option = f"--{name.removesuffix('_dir')}"
+            raise UsageError(f"-p {name} is set by an option of its own: {option}.")
         if name not in lab.parameters:
-            takes = "".join(f"\n  -p {p.name} {p.default}  ({p.kind}) {p.help}" for p in own)
-            takes = f"It takes:{takes}" if own else "It has none of its own."
+            takes = "".join(
+                f"\n  -p {name} {line['default']}  ({line['inferred_type_name']}) {line['help']}"
+                for name, line in lab.parameters.items()
+                if name not in HAVE_OPTIONS
+            )
+            takes = f"It takes:{takes}" if takes else "It has none of its own."
             raise UsageError(f"Lab {lab.number} has no parameter {name!r}. {takes}")
-    values = {p.name: p.default for p in lab.parameters.values() if p.name != "results_dir"}
-    common = {"scale": scale, "weights": options.weights, "data": options.data}
+    scale = options.scale
+    if scale == "auto":
+        scale = machine.scale_for(machine.machine_facts(), lab.number)
+    words = {"scale": scale, "weights": options.weights, "data": options.data} | options.given
     try:
-        for name, word in common.items():
-            if name in values:
-                values[name] = parameters.check(name, word, "str")
-        for name, word in options.given.items():
-            values[name] = parameters.read(name, word, lab.parameters[name].kind)
+        return {
+            name: parameters.read(name, word, lab.parameters[name]["inferred_type_name"])
+            for name, word in words.items()
+            if name in lab.parameters
+        }
     except ValueError as error:
         raise UsageError(f"Lab {lab.number}: {error}") from None
-    return values
 
 
-def results_folder(asked: Path | None, labs: Sequence[Lab]) -> Path:
-    """The folder for results.jsonl and notebooks/, made and tried.
+def results_folder(asked: Path | None, labs: Sequence[Lab]) -> tuple[Path, IO[str]]:
+    """(the folder for results.jsonl and notebooks/, a file whose lock keeps other runs out of it
+    until it is closed).
 
-    Raises `UsageError` where it can't be written, or where the executed notebooks would replace the
-    labs themselves.
+    Raises `UsageError` where it can't be written, where another run writes into it, or where the
+    executed notebooks would replace the labs themselves.
     """
     given = asked or os.environ.get("LABUTILS_RESULTS")
     default = records.REPOSITORY / "results" / datetime.now().strftime("%Y%m%d-%H%M%S")
     try:
-        folder = Path(os.path.abspath(records.named(given or default)))
+        folder = records.named(given or default)
         executed = folder / "notebooks"
-        for original in (
-            NOTEBOOKS,
-            *(path for lab in labs for path in (lab.path.parent, lab.path)),
-        ):
-            mine = executed / original.name if original.suffix else executed
-            if mine.exists() and mine.samefile(original):
-                raise UsageError(
-                    f"Results in {folder} would replace the labs by their executed copies. Nothing "
-                    "was run. Choose another folder, as in: --results results/NAME"
-                )
+        sources = {NOTEBOOKS, *(lab.path.parent for lab in labs)}
+        if executed.is_dir() and any(map(executed.samefile, sources)):
+            raise UsageError(
+                f"Results in {folder} would replace the labs by their executed copies. Nothing was "
+                "run. Choose another folder, as in: --results results/NAME"
+            )
         executed.mkdir(parents=True, exist_ok=True)
         records.Results(folder)
-        (executed / ".writable").touch()
-        (executed / ".writable").unlink()
+        lock = (executed / ".lock").open("w")
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise UsageError(
+            f"Another `labutils run` writes into {short(folder)} now. Wait for it, or choose "
+            "another folder with --results DIR."
+        ) from None
     except (OSError, ValueError) as error:  # also a current folder that was deleted
         raise UsageError(
             f"Results can't be kept in {given or default}: {error}. Nothing was run. Choose a "
             "folder you may write to with --results DIR."
         ) from None
-    return folder
+    return folder, lock
 
 
 def short(path: Path) -> str:
