@@ -150,7 +150,7 @@ class Lab:
         if values.get("scale", "auto") == "auto":
             values = values | {"scale": self.fitting_scale}
         self.parameters = values
-        sources = records.told(records.SOURCES) or {"labutils": records.code()}
+        sources = records.told_sources() or {"labutils": records.code()}
         parts = (json.dumps(part, sort_keys=True).encode() for part in (sources, values))
         self._made_of = records.digest(parts)
         self.scale: str = values["scale"]
@@ -174,9 +174,6 @@ class Lab:
         if parameters.SCALES.index(self.scale) > parameters.SCALES.index(self.fitting_scale):
             text += f" The scale {self.scale} is meant for {meant_for(self.scale, self.number)}; "
             text += f"{self.fitting_scale} fits this machine, so expect long waits or failures."
-        if beside := records.told(records.BESIDE):
-            text += f" Up to {beside} other lab{'s' * (beside != 1)} may run on this machine "
-            text += "meanwhile: times are disturbed, and verdicts about them are inconclusive."
         return text
 
     def workload(self, name: str) -> Any:
@@ -216,7 +213,7 @@ class Lab:
             run.scale, run.weights, run.data = self.scale, self.weights, self.data
         run.machine, run.versions = self.machine, records.versions()
         run.commit, run.at, run.notebook = records.commit(), records.now(), _notebook(self.number)
-        run.beside, run.made_of = records.told(records.BESIDE), self._made_of
+        run.made_of = self._made_of
         self._results.append(run)
         if run.ok:
             self._measured.add(run.identity)
@@ -265,12 +262,11 @@ class Lab:
         return left
 
     def _is_left(self, run: Run) -> bool:
-        """Whether a run of an earlier start was made as one would be now. What others disturbed is
-        measured again without them."""
+        """Whether a run of an earlier start was made as one would be now."""
         settled = run.ok or (run.status == "oom" and run.recipe)
         now = (_lasting(self.machine), records.versions(), self._made_of)
         alike = (_lasting(run.machine), run.versions, run.made_of) == now
-        return bool(settled and alike and (not run.beside or records.told(records.BESIDE)))
+        return bool(settled and alike)
 
     # -------------------------------------------------------------------------------- predictions
 
@@ -310,8 +306,8 @@ class Lab:
             rows.append((topic, f"{guess:g} {unit}", f"{truth:.3g} {unit}", off))
         self.table(*rows)
         seconds = round(time.perf_counter() - self._opened, 1)
-        told = {"beside": records.told(records.BESIDE), "sources": records.told(records.SOURCES)}
-        known = {name: value for name, value in told.items() if value is not None}
+        sources = records.told_sources()
+        known = {"sources": sources} if sources else {}
         stamp = {"parameters": self.parameters, "seconds": seconds, "commit": records.commit()}
         self._results.done(self.number, **stamp, **known)
         verdicts = f"labutils report --results {shlex.quote(_short(self.results_dir))}"

@@ -42,7 +42,7 @@ PACKAGES = (
 )
 """The packages whose versions stand in every record, as far as they are installed."""
 
-BESIDE, SOURCES = "LABUTILS_BESIDE", "LABUTILS_SOURCES"
+SOURCES = "LABUTILS_SOURCES"
 """What `labutils run` tells a lab's kernel: how many other labs may run at once, and digests of
 what it is made of.
 """
@@ -90,9 +90,8 @@ class Run:
     that is False is left out. `metrics` holds summaries ({"median", "p10", "p90", "n"}) and single
     numbers, `samples` the raw series behind them. Units are in the names: `_ms`, `_s`, `_gb` (10^9
     bytes), `_per_s`; ratios (`gpu_busy`, `mfu`) lie in 0..1. `status` is "ok", "oom", "skipped:
-    why" or "error: what". `beside`: how many other labs may have run on this machine at the same
-    time. `made_of`: a digest of the code and the parameters behind it. `notebook`: the file that
-    it came from.
+    why" or "error: what". `made_of`: a digest of the code and the parameters behind it.
+    `notebook`: the file that it came from.
     """
 
     lab: str
@@ -110,7 +109,6 @@ class Run:
     versions: dict[str, str] = field(default_factory=dict)
     commit: str = ""
     at: str = ""
-    beside: int | None = None
     made_of: str = ""
     notebook: str = ""
     tags: dict[str, Tag] = field(default_factory=dict)
@@ -422,12 +420,12 @@ def named(name: str | Path) -> Path:
 # ------------------------------------------------------------------------------------- provenance
 
 
-def told(name: str) -> Any:
-    """What `labutils run` told this process under that name (`BESIDE`, `SOURCES`); None where it
-    did not start it.
+def told_sources() -> Any:
+    """The digests of notebook and code that `labutils run` told this process; None where it did not
+    start it.
     """
     try:
-        return json.loads(os.environ.get(name, "null"))
+        return json.loads(os.environ.get(SOURCES, "null"))
     except ValueError:  # somebody set it by hand
         return None
 

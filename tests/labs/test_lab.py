@@ -190,16 +190,13 @@ def test_an_interrupted_lab_goes_on_with_what_it_measured(measure):
     assert [together[name].metrics["n"] for name in "ab"] == [3, 4]  # all as they were left or none
 
 
-CHANGES = ["recipe", "scale", "code", "machine", "status", "done", "lab", "beside", "notebook"]
+CHANGES = ["recipe", "scale", "code", "machine", "status", "done", "lab", "notebook"]
 
 
 @pytest.mark.parametrize("change", [*CHANGES, ""])
 def test_what_was_left_is_taken_only_if_nothing_changed(change, measure, monkeypatch):
-    if change == "beside":
-        monkeypatch.setenv(results.BESIDE, "1")
     first = open_lab("03", notebook())
     run = first.measured("a", STOCK, measure)
-    monkeypatch.delenv(results.BESIDE, raising=False)
     facts = machine_facts() | ({"cpu": "another"} if change == "machine" else {"ram_gb": 31.0})
     monkeypatch.setattr(course, "machine_facts", lambda: facts)
     if change == "status":
@@ -245,18 +242,15 @@ def test_predictions_are_kept_and_scored(lab, capsys):
 
 
 def test_the_end_says_what_is_next_and_what_the_runner_told(monkeypatch, tmp_path, capsys):
-    monkeypatch.setenv(results.BESIDE, "2")
     monkeypatch.setenv(results.SOURCES, '{"notebook": "a", "labutils": "b"}')
     folder = tmp_path / "my results"
     lab = open_lab("03", notebook(results_dir=str(folder)))
     lab.keep(Run("", "one"))
     lab.done()
-    run, done = read_records(folder)
-    assert run["beside"] == done["beside"] == 2
+    done = read_records(folder)[-1]
     assert done["sources"] == {"notebook": "a", "labutils": "b"}
     assert done["parameters"]["scale"] == "tiny" and done["seconds"] >= 0
     said = capsys.readouterr().out
-    assert "2 other labs" in said
     assert f"labutils report --results {shlex.quote(str(folder))}" in said
 
 

@@ -158,18 +158,6 @@ def test_the_noise_floor_withholds_and_an_unsteady_machine_says_nothing_of_time(
     assert judge(one, runs).effects[""].again  # the noise of the rounds, whatever is compared
 
 
-def test_what_ran_beside_other_labs_is_not_judged():
-    runs = times(100, 50)
-    runs[0].beside = 2
-    assert judge(claim(direction="less"), runs).verdict == INCONCLUSIVE
-    share = Runs([replace(recorded(gpu_utilization=0.3, copies=2), beside=2)])
-    where = {"runs": {"run": BASE}}
-    busy = claim("range", **where, metrics=["gpu_utilization"], max=0.5)
-    assert judge(busy, share).verdict == INCONCLUSIVE
-    counted = claim("equals", **where, metrics=["copies"], values=[2])
-    assert judge(counted, share).verdict == CONFIRMED
-
-
 def test_a_gain_is_compared_with_another_and_over_sizes():
     four = dict(PAIR, than_base=BASE | {"fast": True}, than_changed=CHANGED | {"fast": True})
     runs = Runs(

@@ -108,9 +108,6 @@ def _on_host(claim: Claim, runs: Runs) -> Judgement:
     counted = claim.needs == "any" or claim.judge not in ("range", "compare")
     if all(one.exact for one in found.effects.values()) and (found.effects or counted):
         return found
-    if any(run.beside for run in own):
-        why = f"Other labs ran beside it. Alone: labutils run {claim.lab} --force"
-        return replace(found, verdict=INCONCLUSIVE, why=why)
     scales = ", ".join(sorted({run.scale for run in own} - {"full"}))
     return replace(found, why=f"{found.why} At scale {scales}.".strip()) if scales else found
 
