@@ -113,10 +113,14 @@ def capability_warning() -> None:
 
 
 def silence_checkpoint_warning() -> None:
-    """Have nobody warned who compiles a checkpoint with a `context_fn`: PyTorch fears operations in
-    place, and our blocks have none.
+    """Drop the warning about a compiled checkpoint with a `context_fn`: PyTorch fears operations in
+    place, and our blocks have none. The logger's level and its other messages stay.
     """
-    logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
+    logging.getLogger("torch._higher_order_ops.wrap").addFilter(_not_of_a_context_fn)
+
+
+def _not_of_a_context_fn(record: logging.LogRecord) -> bool:
+    return "context_fn is passed" not in record.getMessage()
 
 
 def dynamo_records() -> SimpleNamespace:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from traces import RUNS_AHEAD, TWO_STEPS, call, copy, kernel, mark, op, work
 
 from labutils.profiling.gpu_specs import find_spec
-from labutils.profiling.launch_queue import QUEUE
+from labutils.profiling.launch_queue import QUEUE, root
 from labutils.profiling.step_model import (
     Bulk,
     Host,
@@ -219,7 +219,13 @@ def test_curves_cross_where_they_change_places():
     assert crossing(lambda x: x, lambda x: 4.0, 0, 10) == pytest.approx(4, abs=1e-6)
     assert crossing(lambda x: 4.0, lambda x: x, 0, 10) == pytest.approx(4, abs=1e-6)
     assert crossing(lambda x: x, lambda x: 40.0, 0, 10) is None
-    assert crossing(lambda x: x, lambda x: 4.0, 0, 16) == pytest.approx(4, abs=1)
+    assert crossing(lambda x: x, lambda x: 4.0, 0, 16) == pytest.approx(4, abs=1e-6)
+
+
+def test_a_root_is_exact_however_the_function_bends():
+    assert root(lambda x: x**3 - 2, 0, 1000) == pytest.approx(2 ** (1 / 3), abs=1e-5)
+    assert root(lambda x: x + 1, 0, 4) == pytest.approx(0, abs=1e-6)
+    assert root(lambda x: x - 9, 0, 4) == pytest.approx(4, abs=1e-6)
 
 
 # Larger models

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 from types import SimpleNamespace
 
 import pytest
@@ -121,8 +123,19 @@ def test_operators_have_their_names():
     assert compat.flash_attention_for_cpu(*[query.to("meta")] * 3).shape == query.shape
 
 
-def test_a_checkpoint_warning_is_silenced():
+def test_one_warning_of_a_checkpoint_is_dropped_and_no_other(caplog):
+    from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+    contexts = functools.partial(create_selective_checkpoint_contexts, [])
     compat.silence_checkpoint_warning()
+
+    @functools.partial(torch.compile, backend="aot_eager")
+    def block(x):
+        return checkpoint(torch.sin, x, use_reentrant=False, context_fn=contexts)
+
+    block(torch.ones(2, requires_grad=True))
+    logging.getLogger("torch._higher_order_ops.wrap").warning("something else")
+    assert [r.getMessage() for r in caplog.records if "wrap" in r.name] == ["something else"]
 
 
 def test_transformers_blocks_checkpoint_by_our_function():
