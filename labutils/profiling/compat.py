@@ -98,8 +98,9 @@ def record_memory_history() -> None:
     torch.cuda.memory._record_memory_history("all", context=None, max_entries=1_000_000)
 
 
-def memory_history(device: int) -> list[dict[str, Any]]:
-    """The events that the allocator has kept so far."""
+def memory_history() -> list[dict[str, Any]]:
+    """The events that the allocator of the current device has kept so far."""
+    device = torch.cuda.current_device()
     return torch.cuda.memory._snapshot(device)["device_traces"][device]
 
 

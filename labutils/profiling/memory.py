@@ -21,8 +21,9 @@ Two recorders write the same record, `StepMemory`:
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -37,6 +38,8 @@ KINDS = ("weights", "optimizer", "gradients", "activations", "logits", "temporar
 """What memory is for. weights: frozen and trained; activations: what waits for the backward pass;
 logits: a language model's, with their gradient; temporaries: gradients of activations, blocks
 computed again, workspaces, inputs."""
+Mark = tuple[str, int, list[int], list[int]]
+"""(phase, entries of the history before it, addresses of gradients, addresses of moments)."""
 BLOCK = 512
 """The caching allocator gives memory in multiples of so many bytes."""
 
@@ -113,19 +116,13 @@ class StepMemory:
         return [sum(levels) for levels in zip(*self.series().values(), strict=True)]
 
     @property
-    def peak_event(self) -> int:
-        """The event at which most is held."""
-        totals = self.totals()
-        return totals.index(max(totals))
-
-    @property
     def peak(self) -> int:
         """The most bytes there were at one time."""
         return max(self.totals(), default=0)
 
     def at_peak(self) -> dict[str, int]:
-        """Kind -> bytes at the peak."""
-        at = self.peak_event
+        """Kind -> bytes at the first event at which most is held."""
+        at = self.totals().index(self.peak)
         return {kind: levels[at] for kind, levels in self.series().items()}
 
 
@@ -182,7 +179,7 @@ class History:
             died = self.events if one.died is None else one.died
             waits = any(one.born < start < died for start in starts)
             kind = "logits" if one.bytes in logits else "activations" if waits else "temporaries"
-            allocations.append(Allocation(one.born, one.bytes, one.died, one.kind or kind))
+            allocations.append(replace(one, kind=one.kind or kind))
         held = dict(held)
         if self.freed_before:
             held["temporaries"] = held.get("temporaries", 0) - self.freed_before
@@ -231,10 +228,8 @@ class TensorRecord(TorchDispatchMode):
         """From here on it is `phase` ("forward", "backward", "update"); these tensors are
         gradients, or moments.
         """
-        kinds = (gradients, optimizer)
-        self.history.mark(
-            phase, *([compat.storage_id(t.untyped_storage()) for t in kind] for kind in kinds)
-        )
+        storages = ([t.untyped_storage() for t in kind] for kind in (gradients, optimizer))
+        self.history.mark(phase, *(map(compat.storage_id, kind) for kind in storages))
 
     def step(
         self, held: Mapping[str, int], logit_bytes: frozenset[int] = frozenset()
@@ -249,25 +244,17 @@ class AllocatorRecord:
     `allocated_before` are the bytes that were there when it began.
     """
 
-    def __init__(self, device: int = 0) -> None:
-        self.device = device
-        self.seen: list[tuple[str, int, list[int], list[int]]] = []
-        self.trace: list[Mapping[str, Any]] = []
-        self.allocated_before = 0
-
     def __enter__(self) -> AllocatorRecord:
         torch.cuda.synchronize()
-        self.allocated_before = torch.cuda.memory_allocated(self.device)
+        self.allocated_before = torch.cuda.memory_allocated()
+        self.seen: list[Mark] = []
         compat.record_memory_history()
         self.mark("forward")
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self.trace = self._history()
+        self.trace = compat.memory_history()
         compat.stop_memory_history()
-
-    def _history(self) -> list[Mapping[str, Any]]:
-        return compat.memory_history(self.device)
 
     def mark(
         self, phase: str, gradients: Iterable[Tensor] = (), optimizer: Iterable[Tensor] = ()
@@ -275,7 +262,7 @@ class AllocatorRecord:
         """As `TensorRecord.mark`. The history's length says where in it this is."""
         kinds = (gradients, optimizer)
         addresses = [[t.untyped_storage().data_ptr() for t in kind] for kind in kinds]
-        self.seen.append((phase, len(self._history()), *addresses))
+        self.seen.append((phase, len(compat.memory_history()), *addresses))
 
     def step(
         self, held: Mapping[str, int], logit_bytes: frozenset[int] = frozenset()
@@ -284,24 +271,19 @@ class AllocatorRecord:
         return from_trace(self.trace, self.seen).step(held, logit_bytes)
 
 
-def from_trace(
-    trace: Iterable[Mapping[str, Any]], seen: Iterable[tuple[str, int, list[int], list[int]]]
-) -> History:
+def from_trace(trace: Sequence[Mapping[str, Any]], seen: Sequence[Mark]) -> History:
     """The allocator's history: entries with "action", "addr" and "size", which is what was asked
-    for.
-
-    seen: (phase, entries before it, addresses of gradients, addresses of moments).
+    for. `seen`: the marks in order, the first of them before any entry.
     """
-    history, pending = History(), sorted(seen, key=lambda mark: mark[1])
-    entry = -1
-    for entry, line in enumerate(trace):
-        while pending and pending[0][1] <= entry:
-            phase, _, *addresses = pending.pop(0)
-            history.mark(phase, *addresses)
-        if line["action"] == "alloc":
-            history.allocate(line["addr"], line["size"])
-        elif line["action"] == "free_requested":
-            history.free(line["addr"], line["size"])
-    for phase, _, *addresses in pending:
+    history = History()
+    places = [place for _, place, *_ in seen]
+    for (phase, _, *addresses), (begin, end) in zip(
+        seen, pairwise([*places, len(trace)]), strict=True
+    ):
         history.mark(phase, *addresses)
+        for entry in trace[begin:end]:
+            if entry["action"] == "alloc":
+                history.allocate(entry["addr"], entry["size"])
+            elif entry["action"] == "free_requested":
+                history.free(entry["addr"], entry["size"])
     return history

@@ -44,15 +44,13 @@ class TrainingMemory:
         return {part: size / 1e9 for part, size in asdict(self).items()}
 
 
-def planned(module: nn.Module, activations: int = 0, moments: int = 2) -> TrainingMemory:
-    """What training `module` as it is (dtypes, frozen parameters) needs with an optimizer of so
-    many `moments`.
-
-    AdamW has two, and keeps them in the dtype of the parameter.
+def planned(module: nn.Module, activations: int = 0) -> TrainingMemory:
+    """What training `module` as it is (dtypes, frozen parameters) needs with AdamW, which keeps two
+    moments in the dtype of the parameter.
     """
     trained = sum(p.nbytes for p in module.parameters() if p.requires_grad)
     weights = sum(t.nbytes for t in (*module.parameters(), *module.buffers()))
-    return TrainingMemory(weights, trained, moments * trained, activations)
+    return TrainingMemory(weights, trained, 2 * trained, activations)
 
 
 class BatchLine(NamedTuple):
@@ -150,11 +148,8 @@ def _cast(value: Any, old: torch.dtype, new: torch.dtype) -> Any:
 
 def bytes_of(tensors: Iterable[Tensor]) -> int:
     """Bytes of the storages of `tensors`, each once."""
-    return sum(
-        {
-            compat.storage_id(t.untyped_storage()): t.untyped_storage().nbytes() for t in tensors
-        }.values()
-    )
+    storages = (tensor.untyped_storage() for tensor in tensors)
+    return sum({compat.storage_id(storage): storage.nbytes() for storage in storages}.values())
 
 
 def tensors_of(module: nn.Module) -> list[Tensor]:

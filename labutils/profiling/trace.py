@@ -291,7 +291,9 @@ class Trace:
         if not self.on_gpu:
             return [
                 Launch(self._phase_at(operator.start), ((category, ms, 1),), True)
-                for operator, category, ms in sorted(self._sorted_operators(), key=lambda row: row[0].start)
+                for operator, category, ms in sorted(
+                    self._sorted_operators(), key=lambda row: row[0].start
+                )
                 if category not in COMPUTES_NOTHING
             ]
         work = self._work_by_correlation()
