@@ -108,6 +108,15 @@ def stop_memory_history() -> None:
     torch.cuda.memory._record_memory_history(enabled=None)
 
 
+def load_machine_code(code: bytes) -> None:
+    """Have the driver load a compiled kernel. Raises `RuntimeError`, with the driver's words, where
+    it refuses.
+    """
+    from torch.cuda._utils import _cuda_load_module
+
+    _cuda_load_module(code)
+
+
 def capability_warning() -> None:
     """Have PyTorch compare this GPU with the architectures it was built for, and warn."""
     torch.cuda._check_capability()

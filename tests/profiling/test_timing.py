@@ -1,10 +1,10 @@
 """Clocks, meters and watchers: that they tell the truth and disturb nothing."""
 
-import sys
 import time
 import warnings
 from types import SimpleNamespace
 
+import nvitop
 import pytest
 import torch
 
@@ -13,7 +13,7 @@ from labutils.profiling.call_stacks import Frame
 from labutils.profiling.host_delay import SlowerHost
 from labutils.profiling.syncs import SyncSite, find_syncs, sites_of, watch_syncs, with_lines
 from labutils.profiling.timing import CallTimer, StepClock, StepTimes
-from labutils.profiling.utilization import Energy, Sampler, Utilization
+from labutils.profiling.utilization import Energy, Utilization
 
 # The time of steps
 
@@ -61,22 +61,24 @@ def test_a_failing_reading_never_reaches_the_loop():
     def read():
         raise OSError("the driver has gone")
 
-    with Sampler(read, interval_s=0.01) as sampler:
+    watched = Utilization(interval_s=0.01)
+    watched._read = read
+    with watched:
         time.sleep(0.03)
-    assert (sampler.samples, sampler.mean("x")) == ([], None)
-    assert "the driver has gone" in sampler.failure
-    sampler = Sampler(dict, interval_s=0.01)
-    with pytest.raises(KeyError), sampler:
+    assert (watched.samples, watched.share) == ([], None)
+    assert "the driver has gone" in watched.failure
+    watched = Utilization(interval_s=0.01)
+    with pytest.raises(KeyError), watched:
         raise KeyError
-    assert not sampler._thread.is_alive()
+    assert not watched._thread.is_alive()
 
 
 def test_the_mean_is_over_time_and_not_over_readings():
-    sampler = Sampler(dict)
-    sampler.samples = [
+    watched = Utilization()
+    watched.samples = [
         {"t": t, "x": x} for t, x in ((0.0, 0.0), (1.0, 1.0), (1.5, 0.0), (4.0, 0.5))
     ]
-    assert sampler.mean("x") == pytest.approx((1 * 1.0 + 0.5 * 0.0 + 2.5 * 0.5) / 4)
+    assert watched.mean("x") == pytest.approx((1 * 1.0 + 0.5 * 0.0 + 2.5 * 0.5) / 4)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="what is read without a GPU")
@@ -89,19 +91,15 @@ def test_without_a_gpu_the_cpu_is_watched():
     assert energy.joules is None and energy.seconds > 0
 
 
-def test_a_gpu_is_read_through_nvitop_and_nvml(monkeypatch):
+def test_a_gpu_is_read_through_nvitop(monkeypatch):
     device = SimpleNamespace(
-        uuid=lambda: "GPU-1",
+        handle=None,
         gpu_utilization=lambda: 44,
         power_usage=lambda: "N/A",
     )
     readings = iter([5_000, 12_000, 5_000, 5_000])
-    nvml = SimpleNamespace(
-        nvmlDeviceGetHandleByUUID=lambda uuid: uuid,
-        nvmlDeviceGetTotalEnergyConsumption=lambda handle: next(readings),
-    )
     monkeypatch.setattr(utilization, "gpu_device", lambda: device)
-    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    monkeypatch.setattr(nvitop.libnvml, "nvmlQuery", lambda *_, **__: next(readings))
     with Utilization(interval_s=0.01) as watched:
         time.sleep(0.03)
     assert watched.metrics() == {"gpu_utilization": pytest.approx(0.44)}
