@@ -23,14 +23,17 @@ from labutils.profiling import compat, cuda
 from labutils.profiling.operations import TORCH_DTYPES
 from labutils.profiling.roofline import Roofline
 
-RATES = {
-    "tflops_fp32": "fp32 products, TFLOP/s",
-    "tflops_tf32": "tf32 products, TFLOP/s",
-    "tflops_fp16": "fp16 products, TFLOP/s",
-    "tflops_bf16": "bf16 products, TFLOP/s",
-    "tflops_fp8": "fp8 products, one scale a matrix, TFLOP/s",
-    "tflops_fp8_rowwise": "fp8 products, one scale a row, TFLOP/s",
+NEEDED_CAPABILITY = {
+    "fp32": (3, 5),
+    "tf32": (8, 0),
+    "fp16": (5, 3),
+    "bf16": (8, 0),
+    "fp8": (8, 9),
+    "fp8_rowwise": (8, 9),
 }
+"""Number format of a product -> the compute capability that it takes. fp8 has one scale a matrix,
+fp8_rowwise one a row."""
+RATES = {f"tflops_{dtype}": f"{dtype} products, TFLOP/s" for dtype in NEEDED_CAPABILITY}
 ITEMS = RATES | {
     "copy_gb_per_s": "memory, read and written, GB/s",
     "launch_us": "one call of a tiny operation, µs",
@@ -40,8 +43,6 @@ ITEMS = RATES | {
 }
 """What can be probed, and how to call it in a table."""
 
-NEEDED_CAPABILITY = {"fp32": (3, 5), "fp16": (5, 3), "tf32": (8, 0), "bf16": (8, 0)}
-NEEDED_CAPABILITY |= {"fp8": (8, 9), "fp8_rowwise": (8, 9)}
 MIB = 2**20
 
 
@@ -171,10 +172,7 @@ def rate_over_time(dtype: str, seconds: float = 2.0, points: int = 60) -> list[t
     try:
         with _fp32_products_as("high" if dtype == "tf32" else "highest"):
             call, size = _timeable_product(dtype, device)
-            one = statistics.median(cuda.timed(call, budget_s=0, at_least=3)) / 1e3
-            time.sleep(0.2)
-            count = max(points, int(seconds / one))
-            times = cuda.timed(call, budget_s=0, warmup=0, at_least=count, at_most=count)
+            times = cuda.timed(call, budget_s=seconds, at_least=points, at_most=10**6)
     except Unsupported as error:
         raise ValueError(f"{dtype} {error}.") from None
     rates, ends = [], 0.0
@@ -233,14 +231,9 @@ def _fp8_product(a: Any, b: Any, rowwise: bool) -> Callable[[], Any]:
     )
 
 
-def random_bytes(count: int, device: str, pinned: bool = False) -> Any:
-    """`count` bytes of random content: one random megabyte, repeated, as drawing more takes longer
-    than the test.
-    """
-    block = torch.randint(0, 256, (MIB,), dtype=torch.uint8)
-    out = torch.empty(count, dtype=torch.uint8, device=device, pin_memory=pinned)
-    out.view(-1, MIB).copy_(block.to(device).expand(count // MIB, MIB))
-    return out
+def _random(count: int, device: str) -> torch.Tensor:
+    """`count` bytes of random content, drawn eight at a time."""
+    return torch.randint(2**62, (count // 8,), device=device)
 
 
 def _copy_bandwidth(device: str) -> list[float]:
@@ -254,7 +247,7 @@ def _copy_bandwidth(device: str) -> list[float]:
     count = 256 * MIB
     if device == "cuda":
         count = int(min(1024 * MIB, cuda.free_memory() * 1e9 / 4)) // MIB * MIB
-    source = random_bytes(count, device)
+    source = _random(count, device)
     if device == "cuda":
         copy = functools.partial(source.clone().copy_, source)
     else:
@@ -293,7 +286,8 @@ def _host_to_device(pinned: bool, device: str) -> list[float]:
     if device == "cpu":
         raise Unsupported("is not for a CPU: there is no second memory to copy to")
     count = 256 * MIB
-    source, target = random_bytes(count, "cpu", pinned), random_bytes(count, device)
+    source, target = _random(count, "cpu"), _random(count, device)
+    source = source.pin_memory() if pinned else source
     copy = functools.partial(target.copy_, source, non_blocking=pinned)
     return [count / (ms * 1e6) for ms in cuda.timed(copy, budget_s=0.5, at_most=30)]
 

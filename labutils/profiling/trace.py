@@ -198,8 +198,7 @@ class Trace:
         gpu_work = [*self.kernels, *self.copies]
         if self._windows:
             start, end = self._windows[0][1], self._windows[-1][2]
-            calls = [call for call in self.calls if start <= call.start < end]
-            launched = {call.correlation for call in calls} - {None}
+            launched = {c.correlation for c in self.calls if start <= c.start < end} - {None}
             return start, max([end, *(w.end for w in gpu_work if w.correlation in launched)])
         on_host = chain(*self.ops.values(), *self.python.values())
         everything = [*gpu_work, *self.calls, *self.annotations, *on_host]
@@ -466,27 +465,21 @@ class Trace:
         and "GPU" (kernels by category, copies), without one "operators" by category.
         """
         first, last = window or self.step_windows[0]
-        lanes = {"host": [(*time, name) for name, ts in self.phase_time.items() for time in ts]}
+        blocks = [("host", *time, name) for name, ts in self.phase_time.items() for time in ts]
         if self.on_gpu:
-            lanes["host waits"] = [(wait.start, wait.end, "synchronisation") for wait in self.waits]
-            lanes["launches"] = [(*time, "launch call") for time in self._host_states["launch"]]
-            kernels = [
-                (kernel.start, kernel.end, kind) for kernel, kind, _ in self._sorted_kernels()
-            ]
-            lanes["GPU"] = [*kernels, *((copy.start, copy.end, "copy") for copy in self.copies)]
+            blocks += [("host waits", w.start, w.end, "synchronisation") for w in self.waits]
+            blocks += [("launches", *at, "launch call") for at in self._host_states["launch"]]
+            blocks += [("GPU", k.start, k.end, kind) for k, kind, _ in self._sorted_kernels()]
+            blocks += [("GPU", copy.start, copy.end, "copy") for copy in self.copies]
         else:
-            lanes["operators"] = [
-                block for slices in self.ops.values() for block in _outermost_known(slices)
-            ]
-        cut = {
-            lane: [
-                (max(start, first) - first, min(end, last) - max(start, first), kind)
-                for start, end, kind in blocks
-                if max(start, first) < min(end, last)
-            ]
-            for lane, blocks in lanes.items()
-        }
-        return {lane: blocks for lane, blocks in cut.items() if blocks}
+            operators = chain(*map(_outermost_known, self.ops.values()))
+            blocks += [("operators", *block) for block in operators]
+        lanes: dict[str, list[tuple[float, float, str]]] = defaultdict(list)
+        for lane, begin, finish, kind in blocks:
+            start, end = max(begin, first), min(finish, last)
+            if start < end:
+                lanes[lane].append((start - first, end - start, kind))
+        return dict(lanes)
 
     def busy_over_time(self, bins: int = 150) -> tuple[list[float], list[float]]:
         """(milliseconds from the beginning, share of the time in which kernels ran) of `bins` parts

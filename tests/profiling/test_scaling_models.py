@@ -131,7 +131,7 @@ node:1:9 [0] NCCL INFO Channel 01/0 : 0[0] -> 1[1] via P2P/CUMEM/read
 node:2:9 [1] NCCL INFO Channel 00 : 1[1b000] -> 0[1a000] via SHM/direct/direct
 node:2:9 [1] NCCL INFO Channel 00/0 : 1[0] -> 0[0] [send] via NET/Socket/0
 node:1:9 [0] NCCL INFO 24 coll channels, 24 collnet channels, 0 nvls channels, 32 p2p channels
-node:1:1 [0] NCCL INFO AllReduce: 67108864 Bytes -> Algo 1 proto 2 time 300.1
+node:1:1 [0] NCCL INFO AllReduce: 67108864 Bytes -> Algo RING proto SIMPLE channel{Lo..Hi}={0..23}
 node:1:1 [0] NCCL INFO AllReduce: 1024 Bytes -> Algo RING proto LL channel{Lo..Hi}={0..1}
 """
 
@@ -142,8 +142,7 @@ def test_nccl_s_log_tells_the_ways():
         "network": "Socket",
         "channels": 24,
         "transports": {"P2P/CUMEM/read": 2, "SHM/direct/direct": 1, "NET/Socket/0": 1},
-        "chosen": {67108864: "Ring, Simple", 1024: "Ring, LL"},
-        "settings": {"NCCL_P2P_DISABLE": "1"},
+        "chosen": {67108864: "RING, SIMPLE", 1024: "RING, LL"},
     }
     assert read_nccl_log("") == {}
 
