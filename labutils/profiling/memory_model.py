@@ -6,7 +6,7 @@ the meta device too, where a model of any size has shapes and takes no memory. `
 as a line over the batch.
 
 Not counted: what lives only inside one pass (the gradients of activations, workspaces of the
-kernels), so that the allocator's peak lies above the total.
+kernels), so that the allocator's peak lies above their sum.
 """
 
 from __future__ import annotations

@@ -38,8 +38,6 @@ ITEMS = RATES | {
     "copy_gb_per_s": "memory, read and written, GB/s",
     "launch_us": "one call of a tiny operation, µs",
     "graph_node_us": "the same inside a CUDA graph, µs",
-    "h2d_pinned_gb_per_s": "copy to the GPU from pinned memory, GB/s",
-    "h2d_pageable_gb_per_s": "copy to the GPU from ordinary memory, GB/s",
 }
 """What can be probed, and how to call it in a table."""
 
@@ -55,10 +53,9 @@ class Probe:
     """What was measured: item -> raw samples, and item -> why it was skipped.
 
     Units are in the names: matrix rates in TFLOP/s; copies in GB/s (10^9 bytes; `copy_gb_per_s`
-    counts bytes read plus bytes written on one device, `h2d_*` the bytes that went from host to
-    device); `launch_us` is the host's time for one call of a tiny operation that nothing waits for
-    (on a CPU, that call does the work too), `graph_node_us` the time of the same operation inside a
-    replayed CUDA graph.
+    counts bytes read plus bytes written); `launch_us` is the host's time for one call of a tiny
+    operation that nothing waits for (on a CPU, that call does the work too), `graph_node_us` the
+    time of the same operation inside a replayed CUDA graph.
     """
 
     device: str
@@ -231,11 +228,6 @@ def _fp8_product(a: Any, b: Any, rowwise: bool) -> Callable[[], Any]:
     )
 
 
-def _random(count: int, device: str) -> torch.Tensor:
-    """`count` bytes of random content, drawn eight at a time."""
-    return torch.randint(2**62, (count // 8,), device=device)
-
-
 def _copy_bandwidth(device: str) -> list[float]:
     """GB/s read plus written while a buffer far larger than any cache is copied within the device's
     memory.
@@ -247,7 +239,7 @@ def _copy_bandwidth(device: str) -> list[float]:
     count = 256 * MIB
     if device == "cuda":
         count = int(min(1024 * MIB, cuda.free_memory() * 1e9 / 4)) // MIB * MIB
-    source = _random(count, device)
+    source = torch.randint(2**62, (count // 8,), device=device)  # drawn eight bytes at a time
     if device == "cuda":
         copy = functools.partial(source.clone().copy_, source)
     else:
@@ -282,21 +274,9 @@ def _graph_node(device: str) -> list[float]:
     return [ms * 1e3 / nodes for ms in cuda.timed(cuda.graph_of(work), budget_s=0.2, at_least=20)]
 
 
-def _host_to_device(pinned: bool, device: str) -> list[float]:
-    if device == "cpu":
-        raise Unsupported("is not for a CPU: there is no second memory to copy to")
-    count = 256 * MIB
-    source, target = _random(count, "cpu"), _random(count, device)
-    source = source.pin_memory() if pinned else source
-    copy = functools.partial(target.copy_, source, non_blocking=pinned)
-    return [count / (ms * 1e6) for ms in cuda.timed(copy, budget_s=0.5, at_most=30)]
-
-
 _MEASURERS: dict[str, Callable[[str], list[float]]] = {
     **{item: functools.partial(_matrix_rate, item.removeprefix("tflops_")) for item in RATES},
     "copy_gb_per_s": _copy_bandwidth,
     "launch_us": _launch,
     "graph_node_us": _graph_node,
-    "h2d_pinned_gb_per_s": functools.partial(_host_to_device, True),
-    "h2d_pageable_gb_per_s": functools.partial(_host_to_device, False),
 }

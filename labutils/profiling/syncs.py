@@ -36,10 +36,6 @@ class SyncSite:
     source: str
     count: float
 
-    @property
-    def where(self) -> str:
-        return f"{self.frame.short_file}:{self.frame.line}"
-
 
 @contextlib.contextmanager
 def watch_syncs() -> Iterator[list[tuple[Frame, ...]]]:

@@ -30,8 +30,8 @@ class Utilization:
     On a GPU a reading has `gpu` (utilisation, 0..1) and `power_w`, each absent where the driver
     doesn't say. Without a GPU it has `cpu`: this process and its children, as a share of the cores
     that it may use. `samples` are the readings so far, with the time "t" in seconds since the block
-    began; `failure` is the message of the reading that ended them, else "". It never raises into
-    the program that is being measured. One reading is taken before the block begins and one when it
+    began. A reading that fails is the last one: nothing is raised into the program that is being
+    measured. One reading is taken before the block begins and one when it
     has ended, so that the shortest block lies between two: a busy block can keep the thread from
     Python's interpreter for longer than it lasts.
     """
@@ -40,7 +40,6 @@ class Utilization:
         device = gpu_device()
         self.what = "gpu" if device else "cpu"
         self.samples: list[Reading] = []
-        self.failure = ""
         self._read = _GpuReader(device).read if device else _CpuReader().read
         self._interval_s = interval_s
         self._stop = threading.Event()
@@ -48,13 +47,14 @@ class Utilization:
 
     def __enter__(self) -> Self:
         self._began = time.perf_counter()
-        self._take()
-        self._thread.start()
+        if self._takes():
+            self._thread.start()
         return self
 
     def __exit__(self, *exception: object) -> None:
         self._stop.set()
-        self._thread.join(timeout=5)
+        if self._thread.ident:
+            self._thread.join(timeout=5)
 
     def series(self, name: str) -> tuple[list[float], list[float]]:
         """(times in seconds, values) of the readings that hold `name`; two empty lists where none
@@ -84,20 +84,20 @@ class Utilization:
         return {name: value for name, value in means.items() if value is not None}
 
     def _run(self) -> None:
-        while not self.failure and not self._stop.wait(self._interval_s):
-            self._take()
-        if not self.failure:
-            self._take()
+        stopped = False
+        while not stopped:
+            stopped = self._stop.wait(self._interval_s)
+            if not self._takes():
+                return
 
-    def _take(self) -> None:
-        """One reading, or the failure."""
+    def _takes(self) -> bool:
+        """Take one reading; False where it fails."""
         try:
             reading = self._read()
-        # whatever a driver or a vanished process raises must not reach the training loop
-        except Exception as error:
-            self.failure = f"{type(error).__name__}: {error}"
-            return
+        except Exception:  # whatever a driver or a vanished process raises
+            return False
         self.samples.append({"t": time.perf_counter() - self._began} | reading)
+        return True
 
 
 class _GpuReader:
