@@ -110,10 +110,3 @@ def test_without_a_gpu_its_calls_do_nothing(no_gpu):
         harmless()
     with pytest.raises(RuntimeError, match="no GPU"):
         try_unlisted_architecture()
-
-
-def test_timed_warms_up_and_repeats(no_gpu):
-    calls = []
-    times = cuda.timed(lambda: calls.append(0), budget_s=0, warmup=4, at_least=6)
-    assert len(times) == 6 and len(calls) == 4 + 1 + 6
-    assert len(cuda.timed_in_bursts(lambda: None, burst_s=0)) == 7

