@@ -21,9 +21,8 @@ NO_MARKS = [("forward", 0, [], [])]
 
 def little_model() -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Linear(128, 256), nn.GELU(), nn.Linear(256, 128), nn.GELU(), nn.Linear(128, 1)
-    )
+    layers = nn.Linear(128, 256), nn.GELU(), nn.Linear(256, 128), nn.GELU(), nn.Linear(128, 1)
+    return nn.Sequential(*layers)
 
 
 def recorded_step(model: nn.Module, x: torch.Tensor) -> StepMemory:
