@@ -112,12 +112,10 @@ def cpu_name() -> str:
 
 def os_name() -> str:
     """The operating system and its version."""
-    if platform.system() == "Darwin":
-        return f"macOS {platform.mac_ver()[0]}"
     try:
         return platform.freedesktop_os_release()["PRETTY_NAME"]
-    except OSError:
-        return f"{platform.system()} {platform.release()}"
+    except OSError:  # macOS, among others
+        return platform.platform(terse=True)
 
 
 def _limits(root: Path, name: str) -> list[str]:

@@ -515,13 +515,13 @@ class Trace:
         idle = Lookup(self.idle_time)
         copy_start: float | None = None  # of a pageable copy whose operator synchronises next
         nothing = Slice(0.0, 0.0, ""), (), ()
-        for (call, operators, functions), (following, its_operators, _) in pairwise(
+        for (call, operators, functions), (following, following_operators, _) in pairwise(
             [*self._within(may_wait), nothing]
         ):
             start = call.start if copy_start is None else copy_start
             copy_start = None
             if not _SYNC.match(call.name):
-                if _SYNC.match(following.name) and operators and operators == its_operators:
+                if _SYNC.match(following.name) and operators and operators == following_operators:
                     copy_start = call.start
                     continue
                 if "DtoH" not in moved[call.correlation]:

@@ -107,10 +107,10 @@ class _GpuReader:
         self._device = device
 
     def read(self) -> Reading:
-        told = {"gpu": self._device.gpu_utilization(), "power_w": self._device.power_usage()}
-        units = {"gpu": 1e-2, "power_w": 1e-3}
+        percent, milliwatts = self._device.gpu_utilization(), self._device.power_usage()
+        readings = {"gpu": (percent, 1e-2), "power_w": (milliwatts, 1e-3)}
         # nvitop says "N/A", a string, for what a driver does not support
-        return {name: units[name] * n for name, n in told.items() if isinstance(n, int | float)}
+        return {name: n * unit for name, (n, unit) in readings.items() if isinstance(n, int)}
 
 
 class _CpuReader:

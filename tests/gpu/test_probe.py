@@ -17,38 +17,38 @@ pytestmark = pytest.mark.gpu
 
 
 @pytest.fixture(scope="module")
-def found():
+def probed():
     start = time.perf_counter()
-    probed = probe_machine()
+    probe = probe_machine()
     assert time.perf_counter() - start < 15
-    return probed
+    return probe
 
 
-def test_what_the_card_can_do_was_measured(found):
+def test_what_the_card_can_do_was_measured(probed):
     capability = cuda.capability()
     always = {"tflops_fp32", "tflops_fp16", "copy_gb_per_s", "launch_us", "graph_node_us"}
-    assert always <= set(found.samples)
-    assert (found.rate("bf16") is not None) == (capability >= (8, 0))
-    assert (found.rate("fp8") is not None) == (capability >= (8, 9)), found.skipped
-    assert found.rate("fp16") > found.rate("fp32")
-    assert found.median("graph_node_us") < found.median("launch_us")
+    assert always <= set(probed.samples)
+    assert (probed.rate("bf16") is not None) == (capability >= (8, 0))
+    assert (probed.rate("fp8") is not None) == (capability >= (8, 9)), probed.skipped
+    assert probed.rate("fp16") > probed.rate("fp32")
+    assert probed.median("graph_node_us") < probed.median("launch_us")
 
 
-def test_rates_lie_below_the_data_sheet_and_not_far(found):
+def test_rates_lie_below_the_data_sheet_and_not_far(probed):
     spec = spec_of(machine_facts())
     if spec is None:
         pytest.skip("no data sheet of this card")
     for dtype, peak in spec.dense.items():
-        rate = found.rate(dtype)
+        rate = probed.rate(dtype)
         if rate is not None:
             assert 0.4 * peak < rate < 1.05 * peak, dtype
-    assert 0.6 * spec.bandwidth < found.median("copy_gb_per_s") < 1.02 * spec.bandwidth
+    assert 0.6 * spec.bandwidth < probed.median("copy_gb_per_s") < 1.02 * spec.bandwidth
 
 
-def test_held_up_the_rate_does_not_rise_above_a_bursts(found):
+def test_held_up_the_rate_does_not_rise_above_a_bursts(probed):
     dtype = "bf16" if cuda.capability() >= (8, 0) else "fp16"
     held = [rate for _, rate in rate_over_time(dtype, seconds=1.0)]
-    assert statistics.median(held[30:]) < 1.05 * found.rate(dtype)
+    assert statistics.median(held[30:]) < 1.05 * probed.rate(dtype)
 
 
 def test_fp8_products_are_right():
@@ -84,7 +84,7 @@ def test_a_graph_repeats_the_work():
 
 
 def test_a_kernel_for_another_card_warns_and_fails():
-    found = try_unlisted_architecture()
-    assert (found["warned"], found["failed"]) == (1, 1)
-    assert "no kernel image" in found["message"]
+    facts = try_unlisted_architecture()
+    assert (facts["warned"], facts["failed"]) == (1, 1)
+    assert "no kernel image" in facts["message"]
     assert torch.cuda.get_arch_list() == cuda.architectures()  # PyTorch's list is as it was
