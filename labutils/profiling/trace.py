@@ -53,9 +53,12 @@ COMPUTES_NOTHING = ("views and allocation", "other")
 
 _DATALOADER = "enumerate(DataLoader)"  # PyTorch's own mark of the time spent on the next batch
 _STEP = re.compile(r"ProfilerStep#(\d+)")
-_LAUNCH = re.compile(r"^(cudaLaunch|cuLaunch)")
-_GRAPH_LAUNCH = re.compile(r"^(cudaGraphLaunch|cuGraphLaunch)")
-_COPY_CALL = re.compile(r"^cu(da)?Mem(cpy|set)")
+_LAUNCH, _ANY_LAUNCH = re.compile("cu(da)?Launch"), re.compile("cu(da)?(Graph)?Launch")
+_CALLS = {
+    "launches": _LAUNCH,
+    "graph_launches": re.compile("cu(da)?GraphLaunch"),
+    "copy_calls": re.compile("cu(da)?Mem(cpy|set)"),
+}
 _CROSSES = re.compile("HtoD|DtoH|HtoH|PtoP")
 _SYNC = re.compile(
     r"^(cu(da)?(Stream|Device|Ctx|Event)Synchronize|cudaMemcpy([23]D)?|cuMemcpy\w*_v2|"
@@ -346,23 +349,20 @@ class Trace:
         if not self.on_gpu:
             return {}
         counts = {"kernels": len(self._inside(self.kernels)) / self.steps}
-        patterns = {"launches": _LAUNCH, "graph_launches": _GRAPH_LAUNCH, "copy_calls": _COPY_CALL}
-        for key, pattern in patterns.items():
+        for kind, pattern in _CALLS.items():
             calls = [call for call in self._inside(self.calls) if pattern.match(call.name)]
-            counts[key] = len(calls) / self.steps
-            counts[f"{key}_ms"] = sum(call.ms for call in calls) / self.steps
+            counts[kind] = len(calls) / self.steps
+            counts[f"{kind}_ms"] = sum(call.ms for call in calls) / self.steps
         return counts
 
     @cached_property
     def _marks(self) -> dict[str, list[Slice]]:
         """Phase -> its marks. Without a "data" mark, PyTorch's own DataLoader mark serves."""
-        marks: dict[str, list[Slice]] = {name: [] for name in PHASES}
-        own_data = any(mark.name == "data" for mark in self.annotations)
+        marks: dict[str, list[Slice]] = defaultdict(list)
         for mark in self._inside(self.annotations):
-            name = "data" if mark.name.startswith(_DATALOADER) and not own_data else mark.name
-            if name in PHASES:
-                marks[name].append(mark)
-        return {name: marked for name, marked in marks.items() if marked}
+            marks[_DATALOADER if mark.name.startswith(_DATALOADER) else mark.name].append(mark)
+        marks["data"] = marks["data"] or marks[_DATALOADER]
+        return {name: marks[name] for name in PHASES if marks[name]}
 
     @cached_property
     def phase_time(self) -> dict[str, list[Interval]]:
@@ -395,7 +395,7 @@ class Trace:
     @cached_property
     def _host_states(self) -> dict[str, list[Interval]]:
         """When the host waits for data, stands in a synchronisation, is in a launch call."""
-        launching = (c for c in self.calls if _LAUNCH.match(c.name) or _GRAPH_LAUNCH.match(c.name))
+        launching = (call for call in self.calls if _ANY_LAUNCH.match(call.name))
         return {
             "data": self.phase_time.get("data", []),
             "sync": union((wait.start, wait.end) for wait in self.waits),

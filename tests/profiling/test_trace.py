@@ -176,10 +176,9 @@ def test_without_a_gpu_what_does_not_apply_is_absent():
 
 def test_operators_of_a_cpu():
     nested = [op("aten::linear", 0, 100), op("aten::addmm", 10, 70), op("aten::copy_", 20, 30)]
-    assert Trace(nested).categories() == {
-        "GEMM": {"ms": us(90), "count": 2.0},
-        "casts and layout": {"ms": us(10), "count": 1.0},
-    }
+    kinds = Trace(nested).categories()
+    assert kinds["GEMM"] == {"ms": us(90), "count": 2.0}
+    assert kinds["casts and layout"] == {"ms": us(10), "count": 1.0}
     assert Trace(nested).timeline() == {"operators": [(us(0), us(100), "GEMM")]}
     loader = mark("enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__", 10, 40)
     events = [mark("ProfilerStep#1", 0, 100), loader]
