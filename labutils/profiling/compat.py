@@ -71,8 +71,9 @@ def variants_limited(limit: int) -> AbstractContextManager:
 def ask_cpp_compiler() -> None:
     """Let Inductor find out what the C++ compiler can do, where a CPU's kernels are wanted.
 
-    With no answers in its cache that takes ten seconds, in which no model has a part: asked before
-    `compile_from_nothing`, the machine's own cache keeps them, and no first step contains them.
+    This takes ten seconds where its cache has no answers, whatever the model. Called before
+    `compile_from_nothing`, it leaves the answers in the machine's own cache, and no first step
+    contains the ten seconds.
     """
     from torch._inductor.cpu_vec_isa import pick_vec_isa
     from torch._inductor.exc import InvalidCxxCompiler

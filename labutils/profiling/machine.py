@@ -57,8 +57,8 @@ def scale_for(machine: dict[str, Any], lab: str = "") -> str:
     """The largest scale that fits `machine`: "full", "small" from 8 GB of GPU memory, otherwise
     "tiny".
 
-    lab: number of the lab that is to fit; without one, what most labs need. Raises nothing: a lab
-    that nobody knows needs what most do.
+    lab: number of the lab that is to fit. Without one, or for an unknown one, it is what most labs
+    need.
     """
     if lab in SEVERAL_GPUS and cuda.count() < 2:
         return "tiny"

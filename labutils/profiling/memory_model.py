@@ -81,8 +81,8 @@ def saved_for_backward(
     `forward` should return the loss, so that nothing of the graph is dropped. What several
     operations share is counted once. On the meta device attention is counted as a fused kernel
     keeps it: queries, keys, values, result and one number a row, not the matrix of tokens by
-    tokens. autocast: to which type the meta device casts what goes into products, where
-    `torch.autocast`, which knows no such device, does nothing.
+    tokens. autocast: the type to which the inputs of products are cast on the meta device.
+    `torch.autocast` does nothing there.
     """
     own = {
         compat.storage_id(t.untyped_storage()) for t in (*module.parameters(), *module.buffers())

@@ -225,9 +225,9 @@ def host_of(program: Program, phases: Mapping[str, Mapping[str, float]], step_ms
     program: of that step. phases: what its trace's `host_breakdown` says. step_ms: the same step
     timed without the profiler. How the phases compare is the trace's; one factor for all of them is
     solved for, so that the replay of the light step lasts `step_ms`. Raises `ValueError` where the
-    GPU takes `LIGHT` of it or more: then it was not light. (Where host and device take turns, the
-    time that is not the one's is the other's, whatever the share, unless the traced step was
-    `interrupted`.)
+    GPU takes `LIGHT` of it or more: then it was not light. On a CPU, where host and device take
+    turns, any share tells: what operators don't take is the host's. There it raises `ValueError`
+    where the traced step was `interrupted`.
     """
     counts = Counter(launch.phase for launch in program.queue)
     if not counts:

@@ -4,7 +4,7 @@
 synchronises. Each warning is raised on the very line at fault, so the Python stack of that moment
 is the answer: a second witness beside the trace, which knows how long each wait took but only the
 function that it happened in. PyTorch's mode does not see synchronisations made outside its
-operators, `torch.cuda.synchronize()` among them.
+operators, such as `torch.cuda.synchronize()`.
 """
 
 from __future__ import annotations
