@@ -77,10 +77,8 @@ class Probe:
         needed = (f"tflops_{dtype}", "copy_gb_per_s")
         for item in needed:
             if item not in self.samples:
-                raise ValueError(
-                    f"No {dtype} roofline of this machine: {item} "
-                    f"{self.skipped.get(item, 'was not asked for')}."
-                )
+                why = self.skipped.get(item, "was not asked for")
+                raise ValueError(f"No {dtype} roofline of this machine: {item} {why}.")
         return Roofline(*(self.median(item) for item in needed))
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from functools import partial
 from typing import Any, Self
 
 import numpy as np
@@ -40,7 +41,7 @@ class Utilization:
         device = gpu_device()
         self.what = "gpu" if device else "cpu"
         self.samples: list[Reading] = []
-        self._read = _GpuReader(device).read if device else _CpuReader().read
+        self._read = partial(_gpu_reading, device) if device else _CpuReader().read
         self._interval_s = interval_s
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="labutils-sampler", daemon=True)
@@ -100,17 +101,12 @@ class Utilization:
         return True
 
 
-class _GpuReader:
-    """Reads what the driver tells of a GPU, as nvitop's `Device`."""
-
-    def __init__(self, device: Any) -> None:
-        self._device = device
-
-    def read(self) -> Reading:
-        percent, milliwatts = self._device.gpu_utilization(), self._device.power_usage()
-        readings = {"gpu": (percent, 1e-2), "power_w": (milliwatts, 1e-3)}
-        # nvitop says "N/A", a string, for what a driver does not support
-        return {name: n * unit for name, (n, unit) in readings.items() if isinstance(n, int)}
+def _gpu_reading(device: Any) -> Reading:
+    """What the driver tells of a GPU, nvitop's `device`."""
+    percent, milliwatts = device.gpu_utilization(), device.power_usage()
+    readings = {"gpu": (percent, 1e-2), "power_w": (milliwatts, 1e-3)}
+    # nvitop says "N/A", a string, for what a driver does not support
+    return {name: n * unit for name, (n, unit) in readings.items() if isinstance(n, int)}
 
 
 class _CpuReader:
